@@ -30,6 +30,7 @@ from lockstep.generate.scheduler import Chunk, Scheduler
 from lockstep.generate.sequence import Sequence
 from lockstep.generate.statistics import Statistics
 from lockstep.generate.stragglers import stragglers
+from lockstep.generate.taped import TapedRunner
 from lockstep.model import Decoder, check_token_ids
 from lockstep.model.checkpoint import copy_weights, refuse_score_head, sources_of_weights
 from lockstep.parallel.exchange import whole_rows
@@ -89,8 +90,12 @@ class Engine:
         self._sampler = sampler_of(model)
         self._weights = ops.PackedWeights()
         self._arrays = BatchArrays(self.config.max_sequences)
-        graphs = self.config.cuda_graphs != "none"
-        self._runner = GraphRunner(model, self.cache, self.config) if graphs else Runner(model, self.cache)
+        if self.config.cuda_graphs != "none":
+            self._runner: Runner = GraphRunner(model, self.cache, self.config)
+        elif self.tensor_group is None and TapedRunner.can_run(model):
+            self._runner = TapedRunner(model, self.cache, self._weights)
+        else:
+            self._runner = Runner(model, self.cache)
         draft = draft or make_draft(self.config, model)
         rows = min(self.config.max_tokens_per_step, self._runner.most_rows)
         self._speculation = (

@@ -10,6 +10,7 @@ import torch
 from jaxtyping import Float, Float32, Int
 from torch import Tensor
 
+from lockstep import ops
 from lockstep.model.config import ModelConfig, RopeScaling, Yarn
 from lockstep.ops import native
 from lockstep.ops.elementary import cosine_and_sine, logarithm
@@ -38,8 +39,11 @@ class RotaryTables:
         if native.is_pretending() or positions.device.type == "meta":
             shape = positions.shape[0], self.config.rotary_dim // 2
             return torch.empty(2, *shape, dtype=torch.float32, device=positions.device).unbind()  # type: ignore[return-value]
-        known = positions.device.type == "cpu" and len(positions) > 0
-        cosines, sines = self.reserve(int(positions.max()) + 1 if known else 0, positions.device)
+        length = 0
+        if positions.device.type == "cpu" and len(positions) > 0:
+            with ops.unrecorded():  # whoever replays a tape compares positions with the tables' length
+                length = int(positions.max()) + 1
+        cosines, sines = self.reserve(length, positions.device)
         return cosines[positions], sines[positions]
 
     def reserve(

@@ -24,7 +24,7 @@ from lockstep.ops.logprobs import log_prob_sum, logits_log_probs, token_log_prob
 from lockstep.ops.native import ARITHMETICS, arithmetic, instruction_set, is_emulated, set_arithmetic
 from lockstep.ops.norm import rms_norm
 from lockstep.ops.optimizer import adamw_factors, adamw_step
-from lockstep.ops.packed_weights import PackedWeights
+from lockstep.ops.packed_weights import FEW_ROWS, PackedWeights
 from lockstep.ops.piece_attention import PieceAttention
 from lockstep.ops.rotary import rotary
 from lockstep.ops.routes import ReplayedRoutes, note_routes, recorded_routes, replayed_routes
@@ -32,14 +32,17 @@ from lockstep.ops.routing import Routing, route, router_logits
 from lockstep.ops.sampling import draw, sample, top_log_probs, uniforms
 from lockstep.ops.shared_attention import SharedPrefixAttention
 from lockstep.ops.sums import EXACT_BITS, integer_squares, sum_of_squares, total
+from lockstep.ops.tape import Arena, Tape, Unrecordable, unrecorded
 from lockstep.ops.temperature import inverse_temperature
 
 __all__ = [
     "ARITHMETICS",
     "BLOCK",
     "EXACT_BITS",
+    "FEW_ROWS",
     "FORMS",
     "PAGE",
+    "Arena",
     "Attention",
     "DecodeAttention",
     "ExpertLoad",
@@ -51,7 +54,9 @@ __all__ = [
     "ReplayedRoutes",
     "Routing",
     "SharedPrefixAttention",
+    "Tape",
     "Terms",
+    "Unrecordable",
     "adamw_factors",
     "adamw_step",
     "add_bias",
@@ -94,6 +99,7 @@ __all__ = [
     "top_log_probs",
     "total",
     "uniforms",
+    "unrecorded",
 ]
 
 call_once()

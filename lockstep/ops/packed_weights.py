@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from lockstep.ops import native
+from lockstep.ops.tape import unrecorded
 
 FEW_ROWS = 128
 """With more rows, packing costs a product too little to keep the panels."""
@@ -35,17 +36,21 @@ class PackedWeights:
         # Storages of the weights whose panels are up to date: referenced, so that no other tensor gets their address.
         self._current: dict[int, torch.UntypedStorage] = {}
         self._budget: int | None = None
+        self.generation = 0
+        """How often weights may have changed."""
 
     def forget(self) -> None:
         """Call when weights may have changed. Memory is kept for the panels of those used since the last call."""
         if not self._current:
             return  # called twice, such as by an update and by the call of `generate` after it
+        self.generation += 1
         for address in self._panels.keys() - self._current.keys():
             self._release(address)
         self._current.clear()
 
     def release(self) -> None:
         """As `forget`, but also frees the memory of all panels."""
+        self.generation += 1
         self._current.clear()
         for address in list(self._panels):
             self._release(address)
@@ -100,7 +105,14 @@ _in_use: ContextVar[PackedWeights | None] = ContextVar("packed_weights", default
 def packed(weight: Tensor, rows: int) -> Tensor | None:
     """The panels that a product with `rows` rows can read instead of the weight."""
     weights = _in_use.get()
-    return weights.panels_of(weight) if weights is not None and rows <= FEW_ROWS else None
+    if weights is None or rows > FEW_ROWS:
+        return None
+    if (tape := native.tape()) is None:
+        return weights.panels_of(weight)
+    with unrecorded():
+        panels = weights.panels_of(weight)
+    tape.panels.append((weight, panels))
+    return panels
 
 
 def panel_words(weight: Tensor) -> int:

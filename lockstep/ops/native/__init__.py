@@ -10,11 +10,12 @@ from __future__ import annotations
 import ctypes
 import os
 import warnings
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from contextvars import ContextVar
 from functools import lru_cache
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
@@ -147,7 +148,32 @@ def call(name: str, dtype: torch.dtype, *arguments: Tensor | int | float | None)
     if _pretending:
         return
     bound = _functions.get((name, dtype)) or _bind(name, dtype, arguments)
-    bound(*[a.data_ptr() if isinstance(a, Tensor) else a for a in arguments])
+    values = [a.data_ptr() if isinstance(a, Tensor) else a for a in arguments]
+    if (noting := _tape.get()) is not None:
+        noting.note(bound, values, arguments)
+    bound(*values)
+
+
+class Noting(Protocol):
+    """What hears of every kernel that is called: a tape."""
+
+    def note(self, kernel: Callable[..., Any], values: list[Any], arguments: tuple[Any, ...]) -> None:
+        """`values` are `arguments` with addresses in place of tensors."""
+
+
+@contextmanager
+def noted_by(tape: Noting | None) -> Iterator[None]:
+    """Within this context, `tape` hears of the kernels that this thread calls."""
+    token = _tape.set(tape)
+    try:
+        yield
+    finally:
+        _tape.reset(token)
+
+
+def tape() -> Any:
+    """The tape that is being recorded, or None."""
+    return _tape.get()
 
 
 @contextmanager
@@ -173,6 +199,7 @@ def function(name: str) -> Any:
     return getattr(compiled, name)
 
 
+_tape: ContextVar[Noting | None] = ContextVar("tape", default=None)
 _pretending = False
 _wanted_arithmetic = "auto"
 _not_compiled: dict[str, str] = {}

@@ -1,0 +1,140 @@
+"""Decode steps on a CPU, repeated from tapes: a small model's step would be mostly the Python between its operators."""
+
+from __future__ import annotations
+
+from collections import Counter, OrderedDict
+from typing import Any
+
+from torch import Tensor, nn
+
+from lockstep import ops
+from lockstep.generate.batch import StepBatch
+from lockstep.generate.runner import Decoded, Runner
+from lockstep.model import Decoder
+from lockstep.model.decoder import Block
+from lockstep.model.lora import projections
+from lockstep.ops import native
+
+SIGHTS = 3
+"""A form of step is recorded when it comes up for this time: recording takes as long as several steps."""
+MOST_FORMS = 1 << 12
+"""Forms whose sights are counted at a time."""
+MOST_STEPS = 128
+"""Steps that are kept, those used last."""
+
+
+class TapedRunner(Runner):
+    """Repeats decode steps whose form, the rows of each sequence, has come up before.
+
+    `weights` are those that are in use when a step runs. A tape holds addresses: it is dropped when a weight has moved
+    or cannot be packed where it was.
+    """
+
+    def __init__(self, model: Decoder, cache: ops.KVCache, weights: ops.PackedWeights):
+        super().__init__(model, cache)
+        self._weights = weights
+        self._places: list[tuple[dict[str, Any], str]] = [
+            (m._parameters, name) for m in model.modules() for name, p in m._parameters.items() if p is not None
+        ]
+        self._adapted = [layer for _, layer in projections(model) if layer.lora_A is not None]
+        self._arena = ops.Arena()
+        self._sights: Counter[bytes] = Counter()
+        self._steps: OrderedDict[bytes, _Step] = OrderedDict()
+        self._most_rows = ops.FEW_ROWS
+
+    @staticmethod
+    def can_run(model: Decoder) -> bool:
+        """Whether a model's decode steps do the same for any values: those of mixtures do not."""
+        shape = model.config
+        plain = model.halves is Block and not shape.mixtures and shape.latent is None
+        own = all(type(p) is nn.Parameter and not p.is_inference() for p in model.parameters())
+        kernels = native.usable(model.embed_tokens.weight) and not native.is_pretending()
+        return plain and own and kernels and model.runs_on is None
+
+    def decode(self, batch: StepBatch) -> Decoded | None:
+        if not batch.decodes or len(batch.tokens) > self._most_rows or self.model.halves is not Block:
+            return None
+        form = batch.query_lengths.numpy().tobytes()
+        weights = [(held[name].data_ptr(), held[name]._version) for held, name in self._places]
+        weights += [(layer.adapted, 0) for layer in self._adapted]
+        step = self._steps.get(form)
+        if step is not None and step.holds(batch, self._weights, weights):
+            self._steps.move_to_end(form)
+            return step.replay(batch)
+        self._steps.pop(form, None)
+        if len(self._sights) >= MOST_FORMS:
+            self._sights.clear()
+        self._sights[form] += 1
+        if self._sights[form] < SIGHTS:
+            return None
+        try:
+            step = _Step(self.model, self.cache, batch, self._weights, weights, self._arena)
+        except ops.Unrecordable:
+            self._most_rows = 0
+            return None
+        self._steps[form] = step
+        if len(self._steps) > MOST_STEPS:
+            self._steps.popitem(last=False)
+        return step.decoded
+
+
+Places = list[tuple[int, int]]
+"""Each weight's address, and its version counter; also whether each adapter is on."""
+
+
+class _Step:
+    """A recorded step, over static buffers."""
+
+    def __init__(
+        self,
+        model: Decoder,
+        cache: ops.KVCache,
+        batch: StepBatch,
+        packed: ops.PackedWeights,
+        weights: Places,
+        arena: ops.Arena,
+    ):
+        width = min(cache.num_pages, -(-model.config.max_positions // ops.PAGE))
+        self._table = batch.block_table.new_zeros(len(batch.block_table), width)
+        self._inputs = [values.clone() for values in _inputs(batch)]
+        self._fill(batch)
+        lengths = batch.query_lengths.clone()
+        tokens, positions, contexts, temperature, uniform = self._inputs
+
+        def step() -> tuple[Tensor, ...]:
+            attention = ops.PagedAttention(cache, self._table, lengths, contexts)
+            logits = model.logits(model(tokens, positions, attention))
+            return (logits, *ops.draw(logits, temperature, uniform))
+
+        self._tape = ops.Tape(step, arena)
+        self._positions = len(model.rotary.reserve(0, model.device)[0])
+        self._kernels = native.library()
+        self._generation, self._weights = packed.generation, weights
+        self.decoded = Decoded(*self._tape.results)
+
+    def holds(self, batch: StepBatch, packed: ops.PackedWeights, weights: Places) -> bool:
+        """Whether it may be replayed for this batch. Packs weights again where they may have changed."""
+        if int(batch.positions.max()) >= self._positions or native.library() is not self._kernels:
+            return False
+        if (packed.generation, weights) != (self._generation, self._weights):
+            if [address for address, _ in weights] != [address for address, _ in self._weights]:
+                return False
+            if any(packed.panels_of(weight) is not panels for weight, panels in self._tape.panels):
+                return False
+            self._generation, self._weights = packed.generation, weights
+        return True
+
+    def replay(self, batch: StepBatch) -> Decoded:
+        self._fill(batch)
+        self._tape.replay()
+        return self.decoded
+
+    def _fill(self, batch: StepBatch) -> None:
+        for buffer, values in zip(self._inputs, _inputs(batch)):
+            buffer.copy_(values)
+        self._table[:, : batch.block_table.shape[1]] = batch.block_table
+
+
+def _inputs(batch: StepBatch) -> tuple[Tensor, ...]:
+    """Tokens, positions, context lengths, temperatures and uniform draws."""
+    return batch.tokens, batch.positions, batch.context_lengths, batch.sampling[0], batch.sampling[-1]

@@ -1,0 +1,173 @@
+"""What a function computes on the CPU, recorded once and repeated without its Python.
+
+A decode step of a small model spends most of its time between operators: each takes a few microseconds of Python, and
+there are some hundred in a step. A tape calls the same kernels for the same addresses in the same order, so it gives
+the same bits: what a CUDA graph is on a GPU.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
+from functools import partial
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+from torch.overrides import TorchFunctionMode
+
+from lockstep.ops import native
+
+READS = {
+    "__get__", "__len__", "data_ptr", "dim", "element_size", "is_contiguous", "is_floating_point", "is_inference",
+    "numel", "size", "storage_offset", "stride", "untyped_storage",
+}  # fmt: skip
+"""Functions that tell a tensor's form, not its values."""
+ALLOCATIONS = {"empty", "empty_like", "new_empty"}
+"""Functions whose results have no values yet."""
+FILLS = {Tensor.add: torch.add}
+"""Functions, and what computes them into given memory: the results of others are copied there."""
+ALIGNMENT = 64
+"""Of memory, in bytes: a vector of the widest kernels."""
+
+
+class Unrecordable(RuntimeError):
+    """The function reads values of tensors, so it may do something else when it is repeated."""
+
+
+class Arena:
+    """Memory of tensors that are made while tapes are recorded. A tensor's memory is free when Python frees it.
+
+    Tapes that share an arena overwrite each other's tensors, results included.
+    """
+
+    def __init__(self) -> None:
+        self._blocks: dict[int, np.ndarray] = {}
+        self._free: dict[int, list[np.ndarray]] = defaultdict(list)
+
+    def lend(self, like: Tensor) -> Tensor:
+        """A tensor of the same shape and dtype, whose memory is free when nothing refers to it any more."""
+        size = max(ALIGNMENT, 1 << (like.nbytes - 1).bit_length())
+        block = self._free[size].pop() if self._free[size] else self._new_block(size)
+        lent = block[:]  # an object that ends with the tensor
+        weakref.finalize(lent, self._free[size].append, block).atexit = False
+        return torch.frombuffer(lent, dtype=like.dtype, count=like.numel()).view(like.shape)
+
+    def borrowed(self, tensor: Tensor) -> Tensor:
+        """The same tensor, but if its memory is from here, without keeping it from others."""
+        block = self._blocks.get(tensor.untyped_storage().data_ptr())
+        if block is None:
+            return tensor
+        whole = torch.frombuffer(block, dtype=tensor.dtype)
+        return whole.as_strided(tensor.shape, tensor.stride(), tensor.storage_offset())
+
+    def _new_block(self, size: int) -> np.ndarray:
+        raw = np.empty(size + ALIGNMENT, dtype=np.uint8)
+        start = -raw.ctypes.data % ALIGNMENT
+        block = raw[start : start + size]
+        self._blocks[block.ctypes.data] = block
+        return block
+
+
+class Tape(TorchFunctionMode):
+    """Calls `function`, without gradients, and records what it computes: kernels, and PyTorch's own functions.
+
+    `results` are its results. `replay` computes them again, in place, from what the tensors that `function` has read
+    contain by then. Raises Unrecordable.
+    """
+
+    def __init__(self, function: Callable[[], tuple[Tensor, ...]], arena: Arena):
+        super().__init__()
+        self.panels: list[tuple[Tensor, Tensor | None]] = []
+        """Weights, and the panels that products read in their place."""
+        self._arena = arena
+        self._calls: list[tuple[Callable[..., Any], Iterable[Any]]] = []
+        self._kept: list[Tensor] = []
+        with torch.no_grad(), native.noted_by(self), self:
+            results = function()
+        self.results = tuple(map(arena.borrowed, results))
+
+    def replay(self) -> tuple[Tensor, ...]:
+        for call, arguments in self._calls:
+            call(*arguments)
+        return self.results
+
+    def note(self, kernel: Callable[..., Any], values: list[Any], arguments: tuple[Any, ...]) -> None:
+        """A kernel's call: `values` are `arguments` with addresses in place of tensors."""
+        self._calls.append((kernel, values))
+        with unrecorded():
+            self._kept += map(self._arena.borrowed, _tensors(arguments))
+
+    def __torch_function__(
+        self, function: Any, types: Any, arguments: tuple[Any, ...] = (), options: dict[str, Any] | None = None
+    ) -> Any:
+        options = options or {}
+        given = [*_tensors((arguments, [*options.values()]))]
+        versions = [tensor._version for tensor in given]
+        result = function(*arguments, **options)
+        made = [*_tensors((result,))]
+        shares = [any(_share(tensor, other) for other in given) for tensor in made]
+        if versions != [tensor._version for tensor in given]:  # it writes into what it was given
+            if not all(shares):
+                raise Unrecordable(f"{function.__name__} writes into a tensor and makes another one")
+            self._repeat(function, arguments, options)
+        elif not made:
+            if function.__name__ not in READS and result is not None:
+                raise Unrecordable(f"{function.__name__} reads the values of a tensor")
+        elif not all(shares):  # else they are views
+            if any(shares):
+                raise Unrecordable(f"{function.__name__} makes a view and another tensor")
+            result = _each(self._place, result)
+            if function.__name__ not in ALLOCATIONS:
+                into = [*map(self._arena.borrowed, _tensors((result,)))]
+                if function in FILLS and not options:
+                    self._repeat(FILLS[function], arguments, {"out": into[0]})
+                else:
+                    self._repeat(partial(_fill, into, function), arguments, options)
+        return result
+
+    def _place(self, made: Tensor) -> Tensor:
+        """A new tensor, in the arena's memory."""
+        if not made.is_contiguous() or not made.numel():
+            self._kept.append(made)
+            return made
+        return self._arena.lend(made).copy_(made)
+
+    def _repeat(self, function: Any, arguments: tuple[Any, ...], options: dict[str, Any]) -> None:
+        arguments = _each(self._arena.borrowed, arguments)
+        options = {name: _each(self._arena.borrowed, value) for name, value in options.items()}
+        self._calls.append((partial(function, **options), arguments))
+
+
+@contextmanager
+def unrecorded() -> Iterator[None]:
+    """Within this context, nothing is recorded: what is read or computed here must hold for every replay."""
+    with native.noted_by(None), torch._C.DisableTorchFunction():
+        yield
+
+
+def _fill(into: list[Tensor], function: Callable[..., Any], *arguments: Any, **options: Any) -> None:
+    for tensor, again in zip(into, _tensors((function(*arguments, **options),)), strict=True):
+        tensor.copy_(again)
+
+
+def _tensors(values: Iterable[Any]) -> Iterator[Tensor]:
+    for value in values:
+        if isinstance(value, Tensor):
+            yield value
+        elif isinstance(value, tuple | list):
+            yield from _tensors(value)
+
+
+def _each(change: Callable[[Tensor], Tensor], value: Any) -> Any:
+    """The value with every tensor in it changed."""
+    if isinstance(value, Tensor):
+        return change(value)
+    return type(value)(_each(change, each) for each in value) if isinstance(value, tuple | list) else value
+
+
+def _share(one: Tensor, other: Tensor) -> bool:
+    return one.untyped_storage().data_ptr() == other.untyped_storage().data_ptr()

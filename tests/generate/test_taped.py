@@ -1,0 +1,220 @@
+"""Decode steps from tapes: the tokens and bits of direct ones, whatever happens to the weights in between."""
+
+import random
+from contextlib import nullcontext
+from dataclasses import replace
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import nn
+
+from lockstep import Engine, EngineConfig, SamplingParams, build_model
+from lockstep.config import CompileConfig
+from lockstep.generate import taped
+from lockstep.generate.runner import Runner
+from lockstep.generate.taped import TapedRunner
+from lockstep.model import ModelConfig, preset
+from lockstep.model.config import Lora
+from lockstep.model.decoder import Block
+from lockstep.model.lora import adapter_off
+from lockstep.ops import native
+from lockstep.parallel.compile import CompiledHalves
+
+pytestmark = pytest.mark.skipif(native.library() is None, reason="tapes are of the compiled kernels")
+
+SHAPE = ModelConfig(
+    family="qwen3", vocab_size=60, dim=32, num_layers=2, num_heads=4, num_kv_heads=2, head_dim=16, intermediate_size=48,
+    qk_norm=True, max_positions=600,
+)  # fmt: skip
+SHAPES = {
+    "qwen3": SHAPE,
+    "llama3": replace(SHAPE, family="llama3", qk_norm=False, tie_embeddings=False, reduction_chunks=2),
+    "windows, biases, wide heads": replace(SHAPE, windows=(8, 0), attention_bias=True, head_dim=24),
+    "adapter": replace(SHAPE, lora=Lora(4, 8.0, ("layers.0.self_attn.k_proj", "layers.1.mlp.up_proj"))),
+}
+
+
+@pytest.fixture(autouse=True)
+def recorded_at_once(monkeypatch):
+    monkeypatch.setattr(taped, "SIGHTS", 1)
+
+
+def _engines(model, **changes):
+    """One that repeats steps, and one that does not."""
+    engines = [Engine(model, EngineConfig(**changes)) for _ in range(2)]
+    assert isinstance(engines[0]._runner, TapedRunner)
+    engines[1]._runner = Runner(model, engines[1].cache)
+    return engines
+
+
+def _sampled(engine, prompts, params):
+    return [[(c.token_ids, c.logprobs, c.cut_logprobs) for c in g] for g in engine.generate(prompts, params)]
+
+
+def _load(seed):
+    draw = random.Random(seed)
+    prompts = [[draw.randrange(60)] * draw.randint(1, 40) for _ in range(6)]
+    params = [
+        SamplingParams(
+            max_tokens=draw.randint(1, 24),
+            n=draw.choice([1, 1, 3]),
+            temperature=draw.choice([0.0, 0.7, 1.0]),
+            top_k=draw.choice([0, 0, 0, 5]),
+            top_logprobs=draw.choice([0, 0, 2]),
+            seed=draw.randrange(100),
+        )
+        for _ in prompts
+    ]
+    return prompts, params
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("shape", list(SHAPES))
+@settings(max_examples=4, deadline=None)
+@given(
+    seed=st.integers(0, 1000),
+    budget=st.sampled_from([7, 30, 200]),
+    sequences=st.sampled_from([1, 3, 16]),
+    cache_tokens=st.sampled_from([80, 2048]),
+    draft=st.sampled_from(["none", "ngram"]),
+)
+def test_repeated_steps_give_the_same_bits_as_direct_ones(shape, dtype, seed, budget, sequences, cache_tokens, draft):
+    model = build_model(SHAPES[shape], dtype, seed=1)
+    engines = _engines(
+        model, max_tokens_per_step=budget, max_sequences=sequences, cache_tokens=cache_tokens, draft=draft
+    )
+    for version in range(2):
+        repeated, direct = (_sampled(engine, *_load(seed)) for engine in engines)
+        assert repeated == direct
+        assert engines[0]._runner._steps and engines[0]._runner._most_rows > 0
+        with torch.no_grad():
+            for weight in model.parameters():
+                weight.mul_(1.5)
+        for engine in engines:
+            engine.weights_changed(version + 1)
+
+
+def _moved(model):
+    """Other values in other memory, as the weights of a module that was moved have."""
+    for module in model.modules():
+        for name, weight in list(module._parameters.items()):
+            if weight is not None:
+                module._parameters[name] = nn.Parameter(weight.detach() * 1.5)
+
+
+def _swapped(model):
+    for weight in model.parameters():
+        weight.data = weight.detach() * 1.5
+
+
+def _in_place(model):
+    with torch.no_grad():
+        for weight in model.parameters():
+            weight.mul_(1.5)
+
+
+def _unseen(model):
+    """As a collective or a fused optimizer writes: the version counter does not change."""
+    for weight in model.parameters():
+        weight.data.mul_(1.5)
+
+
+@pytest.mark.parametrize("change", [_moved, _swapped, _in_place, _unseen])
+@pytest.mark.parametrize("told", [True, False])
+def test_steps_after_a_change_of_the_weights_are_of_the_new_ones(change, told):
+    """Between two steps of a request, whose cached keys stay if the engine is not told of the change."""
+    if not told and change is not _in_place:
+        pytest.skip("an engine must be told of these")
+    results = []
+    for place in range(2):
+        model = build_model(SHAPE, "float32", seed=1)
+        engine = _engines(model, draft="none")[place]
+        request = engine.add([1, 2, 3], SamplingParams(max_tokens=30, seed=3, n=2))
+        samples = engine.samples(request)
+        for step in range(20):
+            engine.step()
+            if step in (8, 14):
+                change(model)
+                if told:
+                    engine.weights_changed(step)
+        results.append([(s.tokens, s.logprobs) for s in samples])
+    assert results[0] == results[1]
+
+
+def test_an_adapter_that_is_off_is_not_that_of_the_tapes():
+    model = build_model(SHAPES["adapter"], "float32", seed=1)
+    with torch.no_grad():
+        for layer in (model.layers[0].self_attn.k_proj, model.layers[1].mlp.up_proj):
+            layer.lora_B.weight.fill_(0.3)
+    engines = _engines(model, draft="none")
+    sampled = []
+    for off in (False, True, False):
+        with adapter_off(model) if off else nullcontext():
+            repeated, direct = (
+                _sampled(engine, [[1, 2, 3]], SamplingParams(max_tokens=8, seed=1)) for engine in engines
+            )
+        assert repeated == direct
+        sampled.append(direct)
+    assert sampled[0] == sampled[2] != sampled[1]
+
+
+def test_steps_of_long_sequences_find_their_positions():
+    """The rotary tables, which a tape reads where they were when it was recorded, are replaced by larger ones."""
+    repeated, direct = _engines(build_model(SHAPE, "float32", seed=1), draft="none")
+    params = SamplingParams(max_tokens=300, seed=1)
+    assert _sampled(repeated, [[5] * 240], params) == _sampled(direct, [[5] * 240], params)
+    assert len(repeated._runner._steps) == 1
+
+
+def test_another_arithmetic_is_not_that_of_the_tapes():
+    """A run sets its arithmetic once its model is there."""
+    if native.arithmetic() == "portable":
+        pytest.skip("this processor has no other arithmetic")
+    before = native.arithmetic()
+    engines = _engines(build_model(SHAPE, "bfloat16", seed=1), draft="none")
+    params = SamplingParams(max_tokens=8, seed=1)
+    first = [_sampled(engine, [[1, 2, 3]], params) for engine in engines]
+    try:
+        native.set_arithmetic("portable")
+        second = [_sampled(engine, [[1, 2, 3]], params) for engine in engines]
+    finally:
+        native.set_arithmetic(before)
+    assert first[0] == first[1] and second[0] == second[1] and first != second
+
+
+def test_a_form_is_recorded_when_it_comes_up_again_and_forgotten_when_others_do(monkeypatch):
+    monkeypatch.setattr(taped, "SIGHTS", 3)
+    monkeypatch.setattr(taped, "MOST_STEPS", 2)
+    repeated, direct = _engines(build_model(SHAPE, "float32", seed=1), draft="none")
+    runner = repeated._runner
+    sample = lambda count, tokens: [  # noqa: E731
+        _sampled(engine, [[i] for i in range(count)], SamplingParams(max_tokens=tokens, seed=1))
+        for engine in (repeated, direct)
+    ]
+    for count, tokens, kept in [(1, 2, 0), (1, 1, 1), (2, 4, 2), (3, 4, 2), (1, 1, 2)]:
+        one, other = sample(count, tokens)
+        assert one == other and len(runner._steps) == kept
+    assert [len(form) // 4 for form in runner._steps] == [3, 1]
+
+
+def test_a_model_that_is_not_finite_ends_as_it_does_without():
+    model = build_model(SHAPE, "float32", seed=1)
+    engine = _engines(model)[0]
+    events = []
+    engine.add([1, 2, 3], SamplingParams(max_tokens=30, seed=3))
+    for step in range(6):
+        if step == 4:
+            with torch.no_grad():
+                model.norm.weight.fill_(float("nan"))
+        events += engine.step()
+    assert [event.finish_reason for event in events] == [None] * 4 + ["error"]
+
+
+def test_models_whose_steps_depend_on_values_or_are_compiled_run_without():
+    mixture = build_model(preset("qwen3_moe:micro"), "float32")
+    compiled = build_model(SHAPE, "float32")
+    compiled.halves = CompiledHalves(Block, CompileConfig("inductor"))
+    for model in (mixture, compiled):
+        assert type(Engine(model, EngineConfig(cache_tokens=256))._runner) is Runner
