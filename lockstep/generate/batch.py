@@ -44,8 +44,10 @@ class StepBatch:
 
     def row_by_row(self) -> tuple[Tensor, Tensor]:
         """Pages and context length of each row, as if it were a separate sequence with one query."""
-        repeats = self.query_lengths.long()
-        return self.block_table.repeat_interleave(repeats, 0), (self.positions + 1).int()
+        contexts = (self.positions + 1).int()
+        if len(self.block_table) == len(self.tokens):
+            return self.block_table, contexts
+        return self.block_table.repeat_interleave(self.query_lengths.long(), 0), contexts
 
     def to(self, device: torch.device) -> StepBatch:
         """This batch on another device."""

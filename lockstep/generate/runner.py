@@ -42,6 +42,9 @@ class Decoded(NamedTuple):
 class Runner:
     """Calls the model directly. `GraphRunner` replays recorded graphs where it can."""
 
+    settled = True
+    """Whether the last step took as long as later ones of the same size will."""
+
     def __init__(self, model: Decoder, cache: ops.KVCache):
         self.model = model
         self.cache = cache

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections import Counter, OrderedDict
 from typing import Any
 
 from torch import Tensor, nn
@@ -15,16 +14,12 @@ from lockstep.model.decoder import Block
 from lockstep.model.lora import projections
 from lockstep.ops import native
 
-SIGHTS = 3
-"""A form of step is recorded when it comes up for this time: recording takes as long as several steps."""
-MOST_FORMS = 1 << 12
-"""Forms whose sights are counted at a time."""
-MOST_STEPS = 128
-"""Steps that are kept, those used last."""
+SHARED_CONTEXT = 1024
+"""Longest context of guesses: a tape attends row by row, and longer ones are read once for all rows of a sequence."""
 
 
 class TapedRunner(Runner):
-    """Repeats decode steps whose form, the rows of each sequence, has come up before.
+    """Repeats decode steps of as many rows as have come up before.
 
     `weights` are those that are in use when a step runs. A tape holds addresses: it is dropped when a weight has moved
     or cannot be packed where it was.
@@ -38,8 +33,9 @@ class TapedRunner(Runner):
         ]
         self._adapted = [layer for _, layer in projections(model) if layer.lora_A is not None]
         self._arena = ops.Arena()
-        self._sights: Counter[bytes] = Counter()
-        self._steps: OrderedDict[bytes, _Step] = OrderedDict()
+        self._steps: dict[int, _Step] = {}
+        self._seen: set[int] = set()
+        """Numbers of rows that have come up: each is recorded the next time, as that takes as long as several steps."""
         self._most_rows = ops.FEW_ROWS
 
     @staticmethod
@@ -52,29 +48,27 @@ class TapedRunner(Runner):
         return plain and own and kernels and model.runs_on is None
 
     def decode(self, batch: StepBatch) -> Decoded | None:
-        if not batch.decodes or len(batch.tokens) > self._most_rows or self.model.halves is not Block:
+        rows = len(batch.tokens)
+        self.settled = True
+        if not batch.decodes or rows > self._most_rows or self.model.halves is not Block:
             return None
-        form = batch.query_lengths.numpy().tobytes()
+        if rows > len(batch.block_table) and int(batch.positions.max()) >= SHARED_CONTEXT:
+            return None
         weights = [(held[name].data_ptr(), held[name]._version) for held, name in self._places]
         weights += [(layer.adapted, 0) for layer in self._adapted]
-        step = self._steps.get(form)
+        step = self._steps.get(rows)
         if step is not None and step.holds(batch, self._weights, weights):
-            self._steps.move_to_end(form)
             return step.replay(batch)
-        self._steps.pop(form, None)
-        if len(self._sights) >= MOST_FORMS:
-            self._sights.clear()
-        self._sights[form] += 1
-        if self._sights[form] < SIGHTS:
+        self.settled = False
+        if rows not in self._seen:
+            self._seen.add(rows)
             return None
         try:
             step = _Step(self.model, self.cache, batch, self._weights, weights, self._arena)
         except ops.Unrecordable:
             self._most_rows = 0
             return None
-        self._steps[form] = step
-        if len(self._steps) > MOST_STEPS:
-            self._steps.popitem(last=False)
+        self._steps[rows] = step
         return step.decoded
 
 
@@ -95,14 +89,13 @@ class _Step:
         arena: ops.Arena,
     ):
         width = min(cache.num_pages, -(-model.config.max_positions // ops.PAGE))
-        self._table = batch.block_table.new_zeros(len(batch.block_table), width)
-        self._inputs = [values.clone() for values in _inputs(batch)]
+        self._table = batch.block_table.new_zeros(len(batch.tokens), width)
+        given = (batch.tokens, batch.positions, batch.row_by_row()[1], batch.sampling[0], batch.sampling[-1])
+        tokens, positions, contexts, temperature, uniform = self._inputs = [values.clone() for values in given]
         self._fill(batch)
-        lengths = batch.query_lengths.clone()
-        tokens, positions, contexts, temperature, uniform = self._inputs
 
         def step() -> tuple[Tensor, ...]:
-            attention = ops.PagedAttention(cache, self._table, lengths, contexts)
+            attention = ops.PagedAttention(cache, self._table, None, contexts)
             logits = model.logits(model(tokens, positions, attention))
             return (logits, *ops.draw(logits, temperature, uniform))
 
@@ -130,11 +123,8 @@ class _Step:
         return self.decoded
 
     def _fill(self, batch: StepBatch) -> None:
-        for buffer, values in zip(self._inputs, _inputs(batch)):
+        table, contexts = batch.row_by_row()
+        given = (batch.tokens, batch.positions, contexts, batch.sampling[0], batch.sampling[-1])
+        for buffer, values in zip(self._inputs, given):
             buffer.copy_(values)
-        self._table[:, : batch.block_table.shape[1]] = batch.block_table
-
-
-def _inputs(batch: StepBatch) -> tuple[Tensor, ...]:
-    """Tokens, positions, context lengths, temperatures and uniform draws."""
-    return batch.tokens, batch.positions, batch.context_lengths, batch.sampling[0], batch.sampling[-1]
+        self._table[:, : table.shape[1]] = table

@@ -95,26 +95,33 @@ class PagedAttention:
     """The generator's attention for one step: writes this step's keys and values into the pages, then attends.
 
     block_table: pages of each sequence, in order. query_lengths: rows of each sequence in this step, one sequence
-    after the other. context_lengths: keys of each sequence after this step, including its queries. Further rows are
-    padding: nothing is written for them and their output is zero.
+    after the other; None: one each. context_lengths: keys of each sequence after this step, including its queries.
+    Further rows are padding: nothing is written for them and their output is zero.
     """
 
     def __init__(
         self,
         cache: KVCache,
         block_table: Int[Tensor, "sequences pages"],
-        query_lengths: Int[Tensor, "sequences"],
+        query_lengths: Int[Tensor, "sequences"] | None,
         context_lengths: Int[Tensor, "sequences"],
     ):
         self.cache = cache
+        self._one_each = query_lengths is None
         self.table = block_table.to(torch.int32).contiguous()
         self.contexts = context_lengths.to(torch.int32).contiguous()
-        self.starts = _starts(query_lengths)
+        if query_lengths is None:
+            self.starts = torch.arange(len(self.contexts) + 1, dtype=torch.int32, device=self.contexts.device)
+        else:
+            self.starts = _starts(query_lengths)
         self._planned: Any = None
 
     @cached_property
     def slots(self) -> Tensor:
-        return _slots(self.table, self.starts, self.contexts)
+        if not self._one_each:
+            return _slots(self.table, self.starts, self.contexts)
+        position = self.contexts.long() - 1
+        return self.table.gather(1, position[:, None] // PAGE)[:, 0].long() * PAGE + position % PAGE
 
     def __call__(
         self,

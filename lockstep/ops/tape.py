@@ -126,7 +126,8 @@ class Tape(TorchFunctionMode):
                 if function in FILLS and not options:
                     self._repeat(FILLS[function], arguments, {"out": into[0]})
                 else:
-                    self._repeat(partial(_fill, into, function), arguments, options)
+                    fill = partial(_fill, into[0]) if isinstance(result, Tensor) else partial(_fill_all, into)
+                    self._repeat(partial(fill, function), arguments, options)
         return result
 
     def _place(self, made: Tensor) -> Tensor:
@@ -149,7 +150,11 @@ def unrecorded() -> Iterator[None]:
         yield
 
 
-def _fill(into: list[Tensor], function: Callable[..., Any], *arguments: Any, **options: Any) -> None:
+def _fill(into: Tensor, function: Callable[..., Tensor], *arguments: Any, **options: Any) -> None:
+    into.copy_(function(*arguments, **options))
+
+
+def _fill_all(into: list[Tensor], function: Callable[..., Any], *arguments: Any, **options: Any) -> None:
     for tensor, again in zip(into, _tensors((function(*arguments, **options),)), strict=True):
         tensor.copy_(again)
 

@@ -36,15 +36,11 @@ SHAPES = {
 }
 
 
-@pytest.fixture(autouse=True)
-def recorded_at_once(monkeypatch):
-    monkeypatch.setattr(taped, "SIGHTS", 1)
-
-
 def _engines(model, **changes):
     """One that repeats steps, and one that does not."""
     engines = [Engine(model, EngineConfig(**changes)) for _ in range(2)]
     assert isinstance(engines[0]._runner, TapedRunner)
+    engines[0]._runner._seen.update(range(300))  # so that every step is recorded
     engines[1]._runner = Runner(model, engines[1].cache)
     return engines
 
@@ -184,19 +180,49 @@ def test_another_arithmetic_is_not_that_of_the_tapes():
     assert first[0] == first[1] and second[0] == second[1] and first != second
 
 
-def test_a_form_is_recorded_when_it_comes_up_again_and_forgotten_when_others_do(monkeypatch):
-    monkeypatch.setattr(taped, "SIGHTS", 3)
-    monkeypatch.setattr(taped, "MOST_STEPS", 2)
-    repeated, direct = _engines(build_model(SHAPE, "float32", seed=1), draft="none")
-    runner = repeated._runner
-    sample = lambda count, tokens: [  # noqa: E731
+def test_a_number_of_rows_is_recorded_when_it_comes_up_again():
+    engine = Engine(build_model(SHAPE, "float32", seed=1), EngineConfig(draft="none"))
+    kept = []
+    for count, tokens in [(1, 2), (1, 1), (2, 3), (3, 4), (2, 1)]:
         _sampled(engine, [[i] for i in range(count)], SamplingParams(max_tokens=tokens, seed=1))
-        for engine in (repeated, direct)
-    ]
-    for count, tokens, kept in [(1, 2, 0), (1, 1, 1), (2, 4, 2), (3, 4, 2), (1, 1, 2)]:
-        one, other = sample(count, tokens)
-        assert one == other and len(runner._steps) == kept
-    assert [len(form) // 4 for form in runner._steps] == [3, 1]
+        kept.append([*engine._runner._steps])
+    assert kept == [[1], [1], [1, 2], [1, 2, 3], [1, 2, 3]]
+
+
+def test_guesses_of_long_sequences_are_attended_to_together(monkeypatch):
+    monkeypatch.setattr(taped, "SHARED_CONTEXT", 60)
+    engines, seen = _engines(build_model(SHAPE, "float32", seed=1)), set()
+    for engine in engines:  # by the clock, it may choose none
+        monkeypatch.setattr(engine._speculation.lengths, "rests", lambda count: False)
+        monkeypatch.setattr(
+            engine._speculation.lengths, "choose", lambda _, limits, rows, room: [min(3, limit) for limit in limits]
+        )
+    runner = engines[0]._runner
+    decode = runner.decode
+
+    def noting(batch):
+        decoded = decode(batch)
+        seen.add((len(batch.tokens) > 1, int(batch.positions.max()) >= 60, decoded is not None))
+        return decoded
+
+    monkeypatch.setattr(runner, "decode", noting)
+    repeated, direct = (
+        _sampled(engine, [[5, 6] * 20], SamplingParams(max_tokens=60, temperature=0.0)) for engine in engines
+    )
+    assert repeated == direct
+    prompt, short, long = (True, False, False), (True, False, True), (True, True, False)
+    assert {prompt, short, long} <= seen and (True, True, True) not in seen
+
+
+def test_steps_that_are_not_as_fast_as_later_ones_are_not_timed():
+    """Else more rows would look slow, and be tried no more."""
+    engine = Engine(build_model(SHAPE, "float32", seed=1), EngineConfig())
+    times, record = [], engine._speculation.lengths.times.record
+    engine._speculation.lengths.times.record = lambda rows, seconds: (times.append(rows), record(rows, seconds))
+    engine.add([1, 2, 3], SamplingParams(max_tokens=6, seed=1))
+    for timed in (0, 0, 0, 1, 2):  # the prompt, a first step, its recording
+        engine.step()
+        assert times == [1] * timed
 
 
 def test_a_model_that_is_not_finite_ends_as_it_does_without():

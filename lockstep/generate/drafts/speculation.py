@@ -63,8 +63,9 @@ class Speculation:
             self.lengths.verified(chunk.sequence, len(chunk.guess), accepted)
             self.draft.verified(chunk.sequence, len(chunk.guess), accepted)
 
-    def timed(self, chunks: ListLike[Chunk], seconds: float) -> tuple[float, float]:
-        """Records how long a step took. Steps that compute prompts do not tell what a row costs in decoding.
+    def timed(self, chunks: ListLike[Chunk], seconds: float, settled: bool = True) -> tuple[float, float]:
+        """Records how long a step took, if it is `settled`: others of its size will take as long. Steps that compute
+        prompts do not tell what a row costs in decoding.
 
         Returns the seconds of the step including its guessing, and what a step without guesses takes; (0, 0) if it had
         none, or if no step of as few rows has run so far.
@@ -73,7 +74,8 @@ class Speculation:
             return 0.0, 0.0
         times, rows = self.lengths.times, sum(chunk.rows for chunk in chunks)
         plain = float(times.of(np.array([len(chunks)]))[0]) if len(chunks) >= times.fewest_rows > 0 else 0.0
-        times.record(rows, seconds)
+        if settled:
+            times.record(rows, seconds)
         return (self._guessing + seconds, plain) if plain and rows > len(chunks) else (0.0, 0.0)
 
     def _agreed(self, counts: list[int]) -> list[int]:
