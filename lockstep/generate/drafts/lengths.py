@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import bisect
+import operator
 from collections.abc import Sequence as ListLike
 from dataclasses import dataclass
 from weakref import WeakKeyDictionary
@@ -111,9 +112,9 @@ class DraftLengths:
         room = min(room, self.times.most_rows - rows, sum(limits))
         if room <= 0:
             return none
-        counts = self._best(sequences, np.minimum(limits, self.most), rows, room)
-        if counts.any():
-            return counts.tolist()
+        counts = self._best(sequences, limits, rows, room)
+        if any(counts):
+            return counts
         self._begin_rest(len(sequences), LONGEST_REST)
         return self._trial(sequences, limits, room) if self._rest == LONGEST_REST else none
 
@@ -134,22 +135,27 @@ class DraftLengths:
         self._own.setdefault(sequence, Acceptance()).update(proposed, accepted)
         self._all.update(proposed, accepted)
 
-    def _best(self, sequences: ListLike[Sequence], limits: np.ndarray, rows: int, room: int) -> np.ndarray:
-        prior = self._all.chance(FIRST_CHANCE, PRIOR)
-        nothing = Acceptance()
-        chances = np.array([self._own.get(s, nothing).chance(prior, PRIOR) for s in sequences])
+    def _best(self, sequences: ListLike[Sequence], limits: ListLike[int], rows: int, room: int) -> list[int]:
+        # Mostly plain Python: with few sequences, when guesses pay most, NumPy's calls would take a tenth of a step.
+        prior, nothing = self._all.chance(FIRST_CHANCE, PRIOR), Acceptance()
         weights = _weights(sequences)
-        gains = np.cumprod(np.repeat(chances[:, None], self.most, 1), 1) * weights[:, None]
-        gains[np.arange(self.most) >= limits[:, None]] = 0
-        order = np.argsort(-gains, axis=None, kind="stable")[:room]
-        expected = weights.sum() + np.concatenate(([0.0], np.cumsum(gains.flat[order])))
-        more = np.arange(len(order) + 1)
-        seconds = self.times.of(rows + more) + self._guessing * more / len(sequences)
-        rates = expected / seconds
+        gains: list[tuple[float, int]] = []
+        for place, (sequence, limit) in enumerate(zip(sequences, limits)):
+            gain, chance = weights[place], self._own.get(sequence, nothing).chance(prior, PRIOR)
+            for _ in range(min(limit, self.most)):
+                gain *= chance
+                gains.append((gain, place))
+        gains.sort(key=operator.itemgetter(0), reverse=True)
+        del gains[room:]
+        more = np.arange(len(gains) + 1)
+        expected = np.cumsum([sum(weights), *(gain for gain, _ in gains)])
+        rates = expected / (self.times.of(rows + more) + self._guessing * more / len(sequences))
         taken = int(np.argmax(rates))
-        if rates[taken] < MARGIN * rates[0]:
-            taken = 0
-        return np.bincount(order[:taken] // self.most, minlength=len(sequences))
+        counts = [0] * len(sequences)
+        if rates[taken] >= MARGIN * rates[0]:
+            for _, place in gains[:taken]:
+                counts[place] += 1
+        return counts
 
     def _trial(self, sequences: ListLike[Sequence], limits: ListLike[int], room: int) -> list[int]:
         """Two tokens for one sequence in 16, those with the most tokens left: texts begin to repeat themselves."""
@@ -161,7 +167,8 @@ class DraftLengths:
         return counts
 
 
-def _weights(sequences: ListLike[Sequence]) -> np.ndarray:
+def _weights(sequences: ListLike[Sequence]) -> list[float]:
     """The value of a token of each: higher if more are to come, since the longest sequence determines the end."""
-    left = np.array([s.params.max_tokens - s.sampled for s in sequences], dtype=np.float64)
-    return np.clip(left / left.mean(), 0.5, 2.0)
+    left = [s.params.max_tokens - s.sampled for s in sequences]
+    mean = sum(left) / len(left)
+    return [min(2.0, max(0.5, each / mean)) for each in left]

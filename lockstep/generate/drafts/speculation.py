@@ -73,10 +73,12 @@ class Speculation:
         if any(chunk.count > 1 for chunk in chunks):
             return 0.0, 0.0
         times, rows = self.lengths.times, sum(chunk.rows for chunk in chunks)
-        plain = float(times.of(np.array([len(chunks)]))[0]) if len(chunks) >= times.fewest_rows > 0 else 0.0
+        plain = 0.0
+        if rows > len(chunks) >= times.fewest_rows > 0:
+            plain = float(times.of(np.array([len(chunks)]))[0])
         if settled:
             times.record(rows, seconds)
-        return (self._guessing + seconds, plain) if plain and rows > len(chunks) else (0.0, 0.0)
+        return (self._guessing + seconds, plain) if plain else (0.0, 0.0)
 
     def _agreed(self, counts: list[int]) -> list[int]:
         """The counts of the group's first rank: the ranks' clocks differ."""
