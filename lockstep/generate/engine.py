@@ -328,7 +328,7 @@ class Engine:
         self._speculation.extend(chunks, self.scheduler)
         began = time.perf_counter()
         samples = self._compute(chunks)
-        guessed, plain = self._speculation.timed(chunks, time.perf_counter() - began, self._runner.settled)
+        guessed, plain = self._speculation.timed(chunks, time.perf_counter() - began, self._runner.pace)
         self.statistics.guessed_seconds += guessed
         self.statistics.unguessed_seconds += plain
         self._token_seconds = plain / len(chunks)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import torch.distributed as dist
 from jaxtyping import Float, Int
@@ -14,6 +14,9 @@ from lockstep.generate.batch import StepBatch
 from lockstep.model import Decoder
 from lockstep.parallel.sampler import ShardedSampler
 from lockstep.parallel.tensor_group import tensor_group_of
+
+Pace = Literal["lasting", "slower", "recording"]
+"""As long as later steps; longer by what is between operators; much longer, while it was recorded."""
 
 
 def make_cache(model: Decoder, num_pages: int) -> ops.KVCache:
@@ -42,8 +45,8 @@ class Decoded(NamedTuple):
 class Runner:
     """Calls the model directly. `GraphRunner` replays recorded graphs where it can."""
 
-    settled = True
-    """Whether the last step took as long as later ones of the same size will."""
+    pace: Pace = "lasting"
+    """How long the last step took, compared with later ones of as many rows."""
 
     def __init__(self, model: Decoder, cache: ops.KVCache):
         self.model = model

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from typing import Any
 
 from torch import Tensor, nn
@@ -14,6 +15,10 @@ from lockstep.model.decoder import Block
 from lockstep.model.lora import projections
 from lockstep.ops import native
 
+SIGHTS = 12
+"""How often a number of rows comes up before it is recorded, which takes as long as a dozen steps gain."""
+GUESSED_ROWS = 16
+"""Most rows of a step with guesses that is recorded: larger numbers of rows are too many, and seldom come up again."""
 SHARED_CONTEXT = 1024
 """Longest context of guesses: a tape attends row by row, and longer ones are read once for all rows of a sequence."""
 
@@ -34,8 +39,7 @@ class TapedRunner(Runner):
         self._adapted = [layer for _, layer in projections(model) if layer.lora_A is not None]
         self._arena = ops.Arena()
         self._steps: dict[int, _Step] = {}
-        self._seen: set[int] = set()
-        """Numbers of rows that have come up: each is recorded the next time, as that takes as long as several steps."""
+        self._sights: Counter[int] = Counter()
         self._most_rows = ops.FEW_ROWS
 
     @staticmethod
@@ -49,19 +53,22 @@ class TapedRunner(Runner):
 
     def decode(self, batch: StepBatch) -> Decoded | None:
         rows = len(batch.tokens)
-        self.settled = True
+        guesses = rows > len(batch.block_table)
+        self.pace = "lasting"
         if not batch.decodes or rows > self._most_rows or self.model.halves is not Block:
             return None
-        if rows > len(batch.block_table) and int(batch.positions.max()) >= SHARED_CONTEXT:
+        if guesses and int(batch.positions.max()) >= SHARED_CONTEXT:
             return None
         weights = [(held[name].data_ptr(), held[name]._version) for held, name in self._places]
         weights += [(layer.adapted, 0) for layer in self._adapted]
         step = self._steps.get(rows)
         if step is not None and step.holds(batch, self._weights, weights):
             return step.replay(batch)
-        self.settled = False
-        if rows not in self._seen:
-            self._seen.add(rows)
+        if guesses and rows > GUESSED_ROWS:
+            return None
+        self._sights[rows] += 1
+        self.pace = "slower" if self._sights[rows] < SIGHTS else "recording"
+        if self.pace == "slower":
             return None
         try:
             step = _Step(self.model, self.cache, batch, self._weights, weights, self._arena)

@@ -105,6 +105,8 @@ class Tape(TorchFunctionMode):
         self, function: Any, types: Any, arguments: tuple[Any, ...] = (), options: dict[str, Any] | None = None
     ) -> Any:
         options = options or {}
+        if function.__name__ in READS and not isinstance(result := function(*arguments, **options), Tensor):
+            return result
         given = [*_tensors((arguments, [*options.values()]))]
         versions = [tensor._version for tensor in given]
         result = function(*arguments, **options)
@@ -115,7 +117,7 @@ class Tape(TorchFunctionMode):
                 raise Unrecordable(f"{function.__name__} writes into a tensor and makes another one")
             self._repeat(function, arguments, options)
         elif not made:
-            if function.__name__ not in READS and result is not None:
+            if result is not None:
                 raise Unrecordable(f"{function.__name__} reads the values of a tensor")
         elif not all(shares):  # else they are views
             if any(shares):

@@ -224,7 +224,7 @@ def test_the_time_that_guesses_save_is_counted_by_what_steps_without_take(monkey
     times = engine._speculation.lengths.times
     times.record(1, 0.5)  # a step of one row
     # Of the clock's own figures nothing exact could be asserted.
-    monkeypatch.setattr(times, "record", lambda rows, seconds: None)
+    monkeypatch.setattr(times, "record", lambda rows, seconds, pace: None)
     engine.generate([prompt], params)
     assert engine.statistics.steps == 3, "twice seven guesses and a draw, and a last token"
     assert engine.statistics.unguessed_seconds == 2 * 8 * 0.5

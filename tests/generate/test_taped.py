@@ -4,6 +4,7 @@ import random
 from contextlib import nullcontext
 from dataclasses import replace
 
+import numpy as np
 import pytest
 import torch
 from hypothesis import given, settings
@@ -13,6 +14,7 @@ from torch import nn
 from lockstep import Engine, EngineConfig, SamplingParams, build_model
 from lockstep.config import CompileConfig
 from lockstep.generate import taped
+from lockstep.generate.drafts.lengths import StepTimes
 from lockstep.generate.runner import Runner
 from lockstep.generate.taped import TapedRunner
 from lockstep.model import ModelConfig, preset
@@ -40,7 +42,7 @@ def _engines(model, **changes):
     """One that repeats steps, and one that does not."""
     engines = [Engine(model, EngineConfig(**changes)) for _ in range(2)]
     assert isinstance(engines[0]._runner, TapedRunner)
-    engines[0]._runner._seen.update(range(300))  # so that every step is recorded
+    engines[0]._runner._sights.update(dict.fromkeys(range(300), taped.SIGHTS))  # so that every step is recorded
     engines[1]._runner = Runner(model, engines[1].cache)
     return engines
 
@@ -180,7 +182,8 @@ def test_another_arithmetic_is_not_that_of_the_tapes():
     assert first[0] == first[1] and second[0] == second[1] and first != second
 
 
-def test_a_number_of_rows_is_recorded_when_it_comes_up_again():
+def test_a_number_of_rows_is_recorded_when_it_has_come_up_often(monkeypatch):
+    monkeypatch.setattr(taped, "SIGHTS", 2)
     engine = Engine(build_model(SHAPE, "float32", seed=1), EngineConfig(draft="none"))
     kept = []
     for count, tokens in [(1, 2), (1, 1), (2, 3), (3, 4), (2, 1)]:
@@ -189,14 +192,31 @@ def test_a_number_of_rows_is_recorded_when_it_comes_up_again():
     assert kept == [[1], [1], [1, 2], [1, 2, 3], [1, 2, 3]]
 
 
+def test_steps_of_many_guesses_are_not_recorded(monkeypatch):
+    monkeypatch.setattr(taped, "GUESSED_ROWS", 4)
+    engine, direct = _engines(build_model(SHAPE, "float32", seed=1))
+    for each in (engine, direct):
+        _always_guess(monkeypatch, each)
+    prompts, params = [[5, 6] * 9, [7, 8] * 9, [9] * 20], SamplingParams(max_tokens=20, temperature=0.0)
+    assert _sampled(engine, prompts, params) == _sampled(direct, prompts, params)
+    runner = engine._runner
+    assert runner._steps and max(runner._steps) <= 4
+    monkeypatch.setattr(taped, "GUESSED_ROWS", 12)
+    assert _sampled(engine, prompts, params) == _sampled(direct, prompts, params) and max(runner._steps) > 4
+
+
+def _always_guess(monkeypatch, engine):
+    """By the clock, it may choose none."""
+    lengths = engine._speculation.lengths
+    monkeypatch.setattr(lengths, "rests", lambda count: False)
+    monkeypatch.setattr(lengths, "choose", lambda _, limits, rows, room: [min(3, limit) for limit in limits])
+
+
 def test_guesses_of_long_sequences_are_attended_to_together(monkeypatch):
     monkeypatch.setattr(taped, "SHARED_CONTEXT", 60)
     engines, seen = _engines(build_model(SHAPE, "float32", seed=1)), set()
-    for engine in engines:  # by the clock, it may choose none
-        monkeypatch.setattr(engine._speculation.lengths, "rests", lambda count: False)
-        monkeypatch.setattr(
-            engine._speculation.lengths, "choose", lambda _, limits, rows, room: [min(3, limit) for limit in limits]
-        )
+    for engine in engines:
+        _always_guess(monkeypatch, engine)
     runner = engines[0]._runner
     decode = runner.decode
 
@@ -214,15 +234,31 @@ def test_guesses_of_long_sequences_are_attended_to_together(monkeypatch):
     assert {prompt, short, long} <= seen and (True, True, True) not in seen
 
 
-def test_steps_that_are_not_as_fast_as_later_ones_are_not_timed():
+def test_a_step_is_timed_as_it_will_be_once_it_is_recorded(monkeypatch):
     """Else more rows would look slow, and be tried no more."""
-    engine = Engine(build_model(SHAPE, "float32", seed=1), EngineConfig())
-    times, record = [], engine._speculation.lengths.times.record
-    engine._speculation.lengths.times.record = lambda rows, seconds: (times.append(rows), record(rows, seconds))
+    monkeypatch.setattr(taped, "SIGHTS", 3)
+    engine, paces = Engine(build_model(SHAPE, "float32", seed=1), EngineConfig()), []
+    timed = engine._speculation.timed
+    monkeypatch.setattr(
+        engine._speculation,
+        "timed",
+        lambda chunks, seconds, pace: (paces.append(pace), timed(chunks, seconds, pace))[1],
+    )
     engine.add([1, 2, 3], SamplingParams(max_tokens=6, seed=1))
-    for timed in (0, 0, 0, 1, 2):  # the prompt, a first step, its recording
+    for _ in range(6):
         engine.step()
-        assert times == [1] * timed
+    assert paces[1:] == ["slower", "slower", "recording", "lasting", "lasting"], "after the prompt"
+    times = StepTimes()
+    for rows, seconds, pace in [(1, 3.0, "slower"), (1, 2.5, "slower"), (1, 9.0, "recording")]:
+        times.record(rows, seconds, pace)
+        assert times.fewest_rows == 0, "what is gained is not known"
+    times.record(1, 1.0)
+    times.record(2, 3.5, "slower")
+    times.record(2, 8.0, "recording")
+    assert times.of(np.array([1, 2])).tolist() == [1.0, 2.0]
+    times.record(2, 1.75)
+    times.record(3, 4.0, "slower")
+    assert times.of(np.array([2, 3])).tolist() == [1.75, 2.25]
 
 
 def test_a_model_that_is_not_finite_ends_as_it_does_without():

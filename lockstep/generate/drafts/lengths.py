@@ -10,6 +10,7 @@ from weakref import WeakKeyDictionary
 
 import numpy as np
 
+from lockstep.generate.runner import Pace
 from lockstep.generate.sequence import Sequence
 
 MEMORY = 0.97
@@ -53,8 +54,21 @@ class StepTimes:
     def __init__(self) -> None:
         self._rows: list[int] = []
         self._seconds: list[float] = []
+        self._slower: dict[int, float] = {}
+        """The least seconds of steps that later ones will be faster than."""
+        self._gain: float | None = None
+        """By how much they are; None: not known yet."""
 
-    def record(self, rows: int, seconds: float) -> None:
+    def record(self, rows: int, seconds: float, pace: Pace = "lasting") -> None:
+        if pace == "recording":
+            return
+        if pace == "slower":
+            self._slower[rows] = min(seconds, self._slower.get(rows, seconds))
+            if self._gain is None:
+                return
+            seconds = max(0.0, seconds - self._gain)
+        elif rows in self._slower:
+            self._gain = max(0.0, self._slower.pop(rows) - seconds)
         place = bisect.bisect_left(self._rows, rows)
         if place == len(self._rows) or self._rows[place] != rows:
             self._rows.insert(place, rows)

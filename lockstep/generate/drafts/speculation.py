@@ -18,6 +18,7 @@ import torch.distributed as dist
 
 from lockstep.generate.drafts.draft import Draft
 from lockstep.generate.drafts.lengths import DraftLengths
+from lockstep.generate.runner import Pace
 from lockstep.generate.scheduler import Chunk, Scheduler
 from lockstep.generate.sequence import Sequence
 
@@ -63,9 +64,8 @@ class Speculation:
             self.lengths.verified(chunk.sequence, len(chunk.guess), accepted)
             self.draft.verified(chunk.sequence, len(chunk.guess), accepted)
 
-    def timed(self, chunks: ListLike[Chunk], seconds: float, settled: bool = True) -> tuple[float, float]:
-        """Records how long a step took, if it is `settled`: others of its size will take as long. Steps that compute
-        prompts do not tell what a row costs in decoding.
+    def timed(self, chunks: ListLike[Chunk], seconds: float, pace: Pace = "lasting") -> tuple[float, float]:
+        """Records how long a step took. Steps that compute prompts do not tell what a row costs in decoding.
 
         Returns the seconds of the step including its guessing, and what a step without guesses takes; (0, 0) if it had
         none, or if no step of as few rows has run so far.
@@ -76,8 +76,7 @@ class Speculation:
         plain = 0.0
         if rows > len(chunks) >= times.fewest_rows > 0:
             plain = float(times.of(np.array([len(chunks)]))[0])
-        if settled:
-            times.record(rows, seconds)
+        times.record(rows, seconds, pace)
         return (self._guessing + seconds, plain) if plain else (0.0, 0.0)
 
     def _agreed(self, counts: list[int]) -> list[int]:
