@@ -32,6 +32,8 @@ HELD_OUT = 3
 PROMPT = 128
 """Tokens of each of them that are continued."""
 STEP_TOKENS = 1024
+WARMING, TURNS = 3, 5
+"""Runs of `acceptance` before it measures, since an engine learns what steps take, and those measured, in turns."""
 DRAFT_LAYERS = 4
 DRAFT_MODEL = "draft"
 """The folder of a smaller model in the folder of the model."""
@@ -256,27 +258,28 @@ def report_acceptance(preset_name: str, vocab: int, new: int, picture: str) -> N
     shares, ratios = [0.0, 0.25, 0.5, 0.75, 0.9, 1.0], {}
     params = SamplingParams(max_tokens=new, seed=0, ignore_eos=True)
     print(f"\n{preset_name} of fresh weights, bfloat16, {new} new tokens: speed against plain decoding by acceptance")
+
+    def seconds(engine: Engine, prompts: list[list[int]]) -> float:
+        engine.weights_changed(1)
+        began = time.perf_counter()
+        engine.generate(prompts, params)
+        return time.perf_counter() - began
+
     for batch in (1, 4, 16, 64):
         prompts = [[i + 1, *range(40)] for i in range(batch)]
-        cache = (new + 64) * batch
 
-        def timed(draft: Any, config: EngineConfig, prompts: list[list[int]] = prompts) -> tuple[float, Any]:
-            engine = Engine(model, config, draft=draft)
-            engine.generate(prompts, params)
-            engine.weights_changed(1)
-            began = time.perf_counter()
-            groups = engine.generate(prompts, params)
-            return time.perf_counter() - began, groups
-
-        plain_config = EngineConfig(max_sequences=batch, cache_tokens=cache, draft="none")
-        plain, groups = timed(None, plain_config)
+        settings = dict(max_sequences=batch, cache_tokens=(new + 64) * batch)
+        plain = Engine(model, EngineConfig(**settings, draft="none"))
+        groups = plain.generate(prompts, params)
         answers = {prompt[0]: group[0].token_ids for prompt, group in zip(prompts, groups)}
         ratios[batch] = []
         for share in shares:
-            seconds, guessed = timed(Spoilt(answers, share), EngineConfig(max_sequences=batch, cache_tokens=cache))
+            guessing = Engine(model, EngineConfig(**settings), draft=Spoilt(answers, share))
+            for _ in range(WARMING):
+                guessed = guessing.generate(prompts, params)
             assert [g[0].logprobs for g in guessed] == [g[0].logprobs for g in groups]
-            plain = min(plain, timed(None, plain_config)[0])
-            ratios[batch].append(plain / seconds)
+            pairs = [(seconds(plain, prompts), seconds(guessing, prompts)) for _ in range(TURNS)]
+            ratios[batch].append(statistics.median(one / other for one, other in pairs))
         print(
             f"  {batch:3} sequences: " + ", ".join(f"{s:.2f}: {r:.2f}x" for s, r in zip(shares, ratios[batch])),
             flush=True,

@@ -67,7 +67,8 @@ class TapedRunner(Runner):
         if guesses and rows > GUESSED_ROWS:
             return None
         self._sights[rows] += 1
-        self.pace = "slower" if self._sights[rows] < SIGHTS else "recording"
+        # The first soon, to know what there is to gain.
+        self.pace = "slower" if self._sights[rows] < (SIGHTS if self._steps else 3) else "recording"
         if self.pace == "slower":
             return None
         try:

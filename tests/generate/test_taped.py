@@ -183,13 +183,19 @@ def test_another_arithmetic_is_not_that_of_the_tapes():
 
 
 def test_a_number_of_rows_is_recorded_when_it_has_come_up_often(monkeypatch):
-    monkeypatch.setattr(taped, "SIGHTS", 2)
+    monkeypatch.setattr(taped, "SIGHTS", 3)
     engine = Engine(build_model(SHAPE, "float32", seed=1), EngineConfig(draft="none"))
     kept = []
-    for count, tokens in [(1, 2), (1, 1), (2, 3), (3, 4), (2, 1)]:
+    for count, tokens in [(1, 2), (1, 1), (2, 2), (3, 4), (2, 1)]:
         _sampled(engine, [[i] for i in range(count)], SamplingParams(max_tokens=tokens, seed=1))
         kept.append([*engine._runner._steps])
-    assert kept == [[1], [1], [1, 2], [1, 2, 3], [1, 2, 3]]
+    assert kept == [[], [1], [1], [1, 3], [1, 3, 2]]
+
+
+def test_the_first_step_is_recorded_soon():
+    engine = Engine(build_model(SHAPE, "float32", seed=1), EngineConfig(draft="none"))
+    _sampled(engine, [[1], [2]], SamplingParams(max_tokens=4, seed=1))
+    assert [*engine._runner._steps] == [2]
 
 
 def test_steps_of_many_guesses_are_not_recorded(monkeypatch):
@@ -252,13 +258,16 @@ def test_a_step_is_timed_as_it_will_be_once_it_is_recorded(monkeypatch):
     for rows, seconds, pace in [(1, 3.0, "slower"), (1, 2.5, "slower"), (1, 9.0, "recording")]:
         times.record(rows, seconds, pace)
         assert times.fewest_rows == 0, "what is gained is not known"
-    times.record(1, 1.0)
+    times.record(1, 1.25)
     times.record(2, 3.5, "slower")
+    assert times.of(np.array([1, 2])).tolist() == [1.25, 2.25]
+    times.record(1, 1.0)
+    times.record(2, 4.0, "slower")
+    assert times.of(np.array([1, 2])).tolist() == [1.0, 2.0], "the step of a row was disturbed"
     times.record(2, 8.0, "recording")
-    assert times.of(np.array([1, 2])).tolist() == [1.0, 2.0]
     times.record(2, 1.75)
     times.record(3, 4.0, "slower")
-    assert times.of(np.array([2, 3])).tolist() == [1.75, 2.25]
+    assert times.of(np.array([1, 2, 3])).tolist() == [1.0, 1.75, 2.25]
 
 
 def test_a_model_that_is_not_finite_ends_as_it_does_without():

@@ -55,9 +55,9 @@ class StepTimes:
         self._rows: list[int] = []
         self._seconds: list[float] = []
         self._slower: dict[int, float] = {}
-        """The least seconds of steps that later ones will be faster than."""
+        """The least seconds of steps before they were as fast as they are, or will be."""
         self._gain: float | None = None
-        """By how much they are; None: not known yet."""
+        """By how much later ones are faster; None: not known."""
 
     def record(self, rows: int, seconds: float, pace: Pace = "lasting") -> None:
         if pace == "recording":
@@ -66,17 +66,18 @@ class StepTimes:
             self._slower[rows] = min(seconds, self._slower.get(rows, seconds))
             if self._gain is None:
                 return
-            seconds = max(0.0, seconds - self._gain)
-        elif rows in self._slower:
-            self._gain = max(0.0, self._slower.pop(rows) - seconds)
+            seconds = max(0.0, self._slower[rows] - self._gain)
         place = bisect.bisect_left(self._rows, rows)
         if place == len(self._rows) or self._rows[place] != rows:
             self._rows.insert(place, rows)
             self._seconds.insert(place, seconds)
-        elif seconds < self._seconds[place]:
+        elif seconds < self._seconds[place] or pace == "slower":
             self._seconds[place] = seconds
         else:  # what persists is not noise: a longer context, or other work on the machine
             self._seconds[place] += 0.1 * (seconds - self._seconds[place])
+        if pace == "lasting" and rows in self._slower:
+            # The most: a size that looks too fast is soon tried and timed, but one that looks too slow is not.
+            self._gain = max(self._gain or 0.0, self._slower[rows] - self._seconds[place])
 
     @property
     def fewest_rows(self) -> int:
