@@ -99,7 +99,9 @@ class Engine:
         draft = draft or make_draft(self.config, model)
         rows = min(self.config.max_tokens_per_step, self._runner.most_rows)
         self._speculation = (
-            Speculation(draft, model.config.vocab_size, rows, self.config.draft_tokens, self.tensor_group)
+            Speculation(
+                draft, model.config.vocab_size, rows, self.config.draft_tokens, self.tensor_group, self._runner.fits
+            )
             if draft
             else None
         )

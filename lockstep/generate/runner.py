@@ -57,6 +57,10 @@ class Runner:
         """The most rows of a step to which guesses are added."""
         return sys.maxsize
 
+    def fits(self, rows: int) -> bool:
+        """Whether a step with guesses may have so many rows."""
+        return True
+
     def decode(self, batch: StepBatch) -> Decoded | None:
         """The whole step down to the draw, if that is one replay; `batch` is on the CPU."""
         return None

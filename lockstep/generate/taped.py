@@ -18,7 +18,7 @@ from lockstep.ops import native
 SIGHTS = 12
 """How often a number of rows comes up before it is recorded, which takes as long as a dozen steps gain."""
 GUESSED_ROWS = 16
-"""Most rows of a step with guesses that is recorded: larger numbers of rows are too many, and seldom come up again."""
+"""Rows of a step with guesses: any number up to this, and multiples of it, since other numbers seldom come up again."""
 SHARED_CONTEXT = 1024
 """Longest context of guesses: a tape attends row by row, and longer ones are read once for all rows of a sequence."""
 
@@ -51,6 +51,9 @@ class TapedRunner(Runner):
         kernels = native.usable(model.embed_tokens.weight) and not native.is_pretending()
         return plain and own and kernels and model.runs_on is None
 
+    def fits(self, rows: int) -> bool:
+        return rows <= GUESSED_ROWS or rows % GUESSED_ROWS == 0 or rows > self._most_rows
+
     def decode(self, batch: StepBatch) -> Decoded | None:
         rows = len(batch.tokens)
         guesses = rows > len(batch.block_table)
@@ -64,7 +67,7 @@ class TapedRunner(Runner):
         step = self._steps.get(rows)
         if step is not None and step.holds(batch, self._weights, weights):
             return step.replay(batch)
-        if guesses and rows > GUESSED_ROWS:
+        if guesses and not self.fits(rows):
             return None
         self._sights[rows] += 1
         # The first soon, to know what there is to gain.

@@ -100,7 +100,7 @@ SPOILS = {
 def _forced(monkeypatch):
     """Always as many guesses as there is room for: the clock has no say."""
 
-    def choose(self, sequences, limits, rows, room):
+    def choose(self, sequences, limits, rows, room, fits):
         counts = []
         for limit in limits:
             counts.append(max(0, min(limit, self.most, room)))

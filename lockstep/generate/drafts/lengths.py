@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import bisect
 import operator
+from collections.abc import Callable
 from collections.abc import Sequence as ListLike
 from dataclasses import dataclass
 from weakref import WeakKeyDictionary
@@ -18,16 +19,26 @@ MEMORY = 0.97
 FIRST_CHANCE = 0.7
 PRIOR = 8
 """Checked tokens that the statistics over all sequences count as, next to a sequence's own."""
-MARGIN = 1.03
+MARGIN = 1.1
 """Guess only if the expected throughput is this multiple of that without guesses: less is noise."""
-LONGEST_REST = 32
+LONGEST_REST = 64
 """Steps without a guess, after which a few sequences try again."""
 REST_WITHOUT_A_GUESS = 8
 """The same if the draft had no guess."""
 WAKING = 0.75
 """Fraction of the number of sequences at which guesses did not pay: with fewer, rows cost less."""
+SHORTEST = 1e-6
+"""Seconds that a step takes at least."""
 GROWTH = 2
 """A step has at most this many times the rows of the largest step that was timed."""
+
+
+Fits = Callable[[int], bool]
+"""Whether a step with guesses may have so many rows."""
+
+
+def any_rows(rows: int) -> bool:
+    return True
 
 
 @dataclass
@@ -66,7 +77,7 @@ class StepTimes:
             self._slower[rows] = min(seconds, self._slower.get(rows, seconds))
             if self._gain is None:
                 return
-            seconds = max(0.0, self._slower[rows] - self._gain)
+            seconds = max(SHORTEST, self._slower[rows] - self._gain)
         place = bisect.bisect_left(self._rows, rows)
         if place == len(self._rows) or self._rows[place] != rows:
             self._rows.insert(place, rows)
@@ -121,17 +132,19 @@ class DraftLengths:
         self._rested += 1
         return self._rested <= self._rest and sequences > self._paid_not_for * WAKING
 
-    def choose(self, sequences: ListLike[Sequence], limits: ListLike[int], rows: int, room: int) -> list[int]:
+    def choose(
+        self, sequences: ListLike[Sequence], limits: ListLike[int], rows: int, room: int, fits: Fits = any_rows
+    ) -> list[int]:
         """Tokens to guess per sequence, at most `limits[i]` and `room` in all; `rows`: the step's rows without them."""
         none = [0] * len(sequences)
         room = min(room, self.times.most_rows - rows, sum(limits))
         if room <= 0:
             return none
-        counts = self._best(sequences, limits, rows, room)
+        counts = self._best(sequences, limits, rows, room, fits)
         if any(counts):
             return counts
         self._begin_rest(len(sequences), LONGEST_REST)
-        return self._trial(sequences, limits, room) if self._rest == LONGEST_REST else none
+        return self._trial(sequences, limits, rows, room, fits) if self._rest == LONGEST_REST else none
 
     def guessed(self, asked: ListLike[int], proposed: int, seconds: float, sequences: int) -> None:
         """`asked` tokens were requested and `proposed` came; choosing and guessing for all sequences took `seconds`."""
@@ -150,7 +163,9 @@ class DraftLengths:
         self._own.setdefault(sequence, Acceptance()).update(proposed, accepted)
         self._all.update(proposed, accepted)
 
-    def _best(self, sequences: ListLike[Sequence], limits: ListLike[int], rows: int, room: int) -> list[int]:
+    def _best(
+        self, sequences: ListLike[Sequence], limits: ListLike[int], rows: int, room: int, fits: Fits
+    ) -> list[int]:
         # Mostly plain Python: with few sequences, when guesses pay most, NumPy's calls would take a tenth of a step.
         prior, nothing = self._all.chance(FIRST_CHANCE, PRIOR), Acceptance()
         weights = _weights(sequences)
@@ -165,6 +180,7 @@ class DraftLengths:
         more = np.arange(len(gains) + 1)
         expected = np.cumsum([sum(weights), *(gain for gain, _ in gains)])
         rates = expected / (self.times.of(rows + more) + self._guessing * more / len(sequences))
+        rates[1:] *= [fits(rows + count) for count in range(1, len(more))]
         taken = int(np.argmax(rates))
         counts = [0] * len(sequences)
         if rates[taken] >= MARGIN * rates[0]:
@@ -172,13 +188,19 @@ class DraftLengths:
                 counts[place] += 1
         return counts
 
-    def _trial(self, sequences: ListLike[Sequence], limits: ListLike[int], room: int) -> list[int]:
-        """Two tokens for one sequence in 16, those with the most tokens left: texts begin to repeat themselves."""
+    def _trial(
+        self, sequences: ListLike[Sequence], limits: ListLike[int], rows: int, room: int, fits: Fits
+    ) -> list[int]:
+        """Two tokens for one sequence in 16, or as many as fit, those with the most tokens left: texts begin to repeat
+        themselves."""
         order = sorted(range(len(sequences)), key=lambda place: -limits[place])
         counts = [0] * len(sequences)
-        for place in order[: 1 + len(sequences) // 16]:
+        for tried, place in enumerate(order):
+            if tried > len(sequences) // 16 and fits(rows):
+                break
             counts[place] = min(2, limits[place], room)
             room -= counts[place]
+            rows += counts[place]
         return counts
 
 

@@ -17,7 +17,7 @@ import torch
 import torch.distributed as dist
 
 from lockstep.generate.drafts.draft import Draft
-from lockstep.generate.drafts.lengths import DraftLengths
+from lockstep.generate.drafts.lengths import DraftLengths, Fits, any_rows
 from lockstep.generate.runner import Pace
 from lockstep.generate.scheduler import Chunk, Scheduler
 from lockstep.generate.sequence import Sequence
@@ -26,12 +26,16 @@ from lockstep.generate.sequence import Sequence
 class Speculation:
     """Adds guesses to a step's chunks, and counts them.
 
-    rows: the most rows of a step; group: the ranks that share the model, of which the first one decides.
+    rows: the most rows of a step; group: the ranks that share the model, of which the first one decides; fits: whether
+    a step with guesses may have so many rows.
     """
 
-    def __init__(self, draft: Draft, vocab: int, rows: int, most: int, group: dist.ProcessGroup | None):
+    def __init__(
+        self, draft: Draft, vocab: int, rows: int, most: int, group: dist.ProcessGroup | None, fits: Fits = any_rows
+    ):
         self.draft = draft
         self.lengths = DraftLengths(most)
+        self._fits = fits
         self._vocab, self._rows, self._group = vocab, rows, group
         self._guessing = 0.0
 
@@ -48,14 +52,22 @@ class Speculation:
         # The last token of a sequence is drawn but never computed.
         limits = [s.params.max_tokens - s.sampled - 1 for s in sequences]
         none = [0] * len(sequences)
-        counts = self._agreed(none if resting else self.lengths.choose(sequences, limits, rows, self._rows - rows))
+        # A step that computes prompts is of a size of its own in any case.
+        fits = self._fits if rows == len(chunks) else any_rows
+        room = self._rows - rows
+        counts = self._agreed(none if resting else self.lengths.choose(sequences, limits, rows, room, fits))
         asked = [place for place, count in enumerate(counts) if count]
         if not asked:
             return
         wanted = [counts[place] for place in asked]
         proposals = self.draft.propose([sequences[place] for place in asked], wanted)
-        for place, proposal, count in zip(asked, proposals, wanted, strict=True):
-            scheduler.extend(sampled[place], self._usable(sequences[place], proposal, count))
+        guesses = [
+            self._usable(sequences[place], proposal, count)
+            for place, proposal, count in zip(asked, proposals, wanted, strict=True)
+        ]
+        _trim(guesses, rows, fits)
+        for place, guess in zip(asked, guesses):
+            scheduler.extend(sampled[place], guess)
         self._guessing = time.perf_counter() - began
         self.lengths.guessed(wanted, sum(len(chunk.guess) for chunk in sampled), self._guessing, len(chunks))
 
@@ -93,3 +105,9 @@ class Speculation:
         tokens = [operator.index(token) for token in islice(proposal, most)]
         ends = (place for place, t in enumerate(tokens) if not 0 <= t < self._vocab or t in sequence.stop_ids)
         return tokens[: next(ends, most)]
+
+
+def _trim(guesses: list[list[int]], rows: int, fits: Fits) -> None:
+    """Drops last tokens of the longest guesses until their rows and `rows` others fit."""
+    while any(guesses) and not fits(rows + sum(map(len, guesses))):
+        max(guesses, key=len).pop()
