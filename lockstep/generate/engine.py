@@ -271,6 +271,7 @@ class Engine:
         if self.config.cuda_graphs != "none":
             raise UserError("CUDA graphs read weights at fixed addresses; remove engine.cuda_graphs")
         self._away = True
+        self._runner.release()
         self._weights.release()
 
     def weights_changed(self, version: int) -> None:

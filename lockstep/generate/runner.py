@@ -61,6 +61,9 @@ class Runner:
         """Whether a step with guesses may have so many rows."""
         return True
 
+    def release(self) -> None:
+        """Frees what it keeps of the weights."""
+
     def decode(self, batch: StepBatch) -> Decoded | None:
         """The whole step down to the draw, if that is one replay; `batch` is on the CPU."""
         return None

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 
 from lockstep import ops
@@ -26,21 +27,28 @@ SHARED_CONTEXT = 1024
 class TapedRunner(Runner):
     """Repeats decode steps of as many rows as have come up before.
 
-    `weights` are those that are in use when a step runs. A tape holds addresses: it is dropped when a weight has moved
-    or cannot be packed where it was.
+    `weights` are those that are in use when a step runs. A tape holds addresses and packed weights: all are dropped
+    when a weight has moved or cannot be packed where it was.
     """
 
     def __init__(self, model: Decoder, cache: ops.KVCache, weights: ops.PackedWeights):
         super().__init__(model, cache)
         self._weights = weights
-        self._places: list[tuple[dict[str, Any], str]] = [
-            (m._parameters, name) for m in model.modules() for name, p in m._parameters.items() if p is not None
-        ]
-        self._adapted = [layer for _, layer in projections(model) if layer.lora_A is not None]
+        self._look()
         self._arena = ops.Arena()
         self._steps: dict[int, _Step] = {}
         self._sights: Counter[int] = Counter()
         self._most_rows = ops.FEW_ROWS
+
+    def _look(self) -> None:
+        """Modules may have been replaced, or got hooks, whenever weights may have changed."""
+        modules = list(self.model.modules())
+        self._generation = self._weights.generation
+        self._hooked = any(m._forward_hooks or m._forward_pre_hooks for m in modules)
+        self._names: list[tuple[dict[str, Any], str]] = [
+            (m._parameters, name) for m in modules for name, p in m._parameters.items() if p is not None
+        ]
+        self._adapted = [layer for _, layer in projections(self.model) if layer.lora_A is not None]
 
     @staticmethod
     def can_run(model: Decoder) -> bool:
@@ -51,6 +59,9 @@ class TapedRunner(Runner):
         kernels = native.usable(model.embed_tokens.weight) and not native.is_pretending()
         return plain and own and kernels and model.runs_on is None
 
+    def release(self) -> None:
+        self._steps.clear()
+
     def fits(self, rows: int) -> bool:
         return rows <= GUESSED_ROWS or rows % GUESSED_ROWS == 0 or rows > self._most_rows
 
@@ -60,13 +71,19 @@ class TapedRunner(Runner):
         self.pace = "lasting"
         if not batch.decodes or rows > self._most_rows or self.model.halves is not Block:
             return None
-        if guesses and int(batch.positions.max()) >= SHARED_CONTEXT:
+        if (guesses and int(batch.positions.max()) >= SHARED_CONTEXT) or torch.is_inference_mode_enabled():
             return None
-        weights = [(held[name].data_ptr(), held[name]._version) for held, name in self._places]
-        weights += [(layer.adapted, 0) for layer in self._adapted]
-        step = self._steps.get(rows)
-        if step is not None and step.holds(batch, self._weights, weights):
-            return step.replay(batch)
+        if self._generation != self._weights.generation:
+            self._look()
+        if self._hooked:
+            return None
+        held = [parameters[name] for parameters, name in self._names]
+        places = [(id(weight), weight.data_ptr()) for weight in held]
+        weights = places, [layer.adapted for layer in self._adapted], [weight._version for weight in held]
+        if (step := self._steps.get(rows)) is not None:
+            if step.holds(batch, self._weights, weights):
+                return step.replay(batch)
+            self.release()
         if guesses and not self.fits(rows):
             return None
         self._sights[rows] += 1
@@ -83,8 +100,8 @@ class TapedRunner(Runner):
         return step.decoded
 
 
-Places = list[tuple[int, int]]
-"""Each weight's address, and its version counter; also whether each adapter is on."""
+Weights = tuple[list[tuple[int, int]], list[bool], list[int]]
+"""Each weight's identity and address; whether each adapter is on; each weight's version counter."""
 
 
 class _Step:
@@ -96,7 +113,7 @@ class _Step:
         cache: ops.KVCache,
         batch: StepBatch,
         packed: ops.PackedWeights,
-        weights: Places,
+        weights: Weights,
         arena: ops.Arena,
     ):
         width = min(cache.num_pages, -(-model.config.max_positions // ops.PAGE))
@@ -110,18 +127,19 @@ class _Step:
             logits = model.logits(model(tokens, positions, attention))
             return (logits, *ops.draw(logits, temperature, uniform))
 
+        # Before it is recorded: another engine's thread may make larger tables at any time.
+        self._positions = len(model.rotary.reserve(int(positions.max()) + 1, model.device)[0])
         self._tape = ops.Tape(step, arena)
-        self._positions = len(model.rotary.reserve(0, model.device)[0])
         self._kernels = native.library()
         self._generation, self._weights = packed.generation, weights
         self.decoded = Decoded(*self._tape.results)
 
-    def holds(self, batch: StepBatch, packed: ops.PackedWeights, weights: Places) -> bool:
+    def holds(self, batch: StepBatch, packed: ops.PackedWeights, weights: Weights) -> bool:
         """Whether it may be replayed for this batch. Packs weights again where they may have changed."""
         if int(batch.positions.max()) >= self._positions or native.library() is not self._kernels:
             return False
         if (packed.generation, weights) != (self._generation, self._weights):
-            if [address for address, _ in weights] != [address for address, _ in self._weights]:
+            if weights[:2] != self._weights[:2]:
                 return False
             if any(packed.panels_of(weight) is not panels for weight, panels in self._tape.panels):
                 return False

@@ -86,8 +86,13 @@ class Tape(TorchFunctionMode):
         self._arena = arena
         self._calls: list[tuple[Callable[..., Any], Iterable[Any]]] = []
         self._kept: list[Tensor] = []
-        with torch.no_grad(), native.noted_by(self), self:
-            results = function()
+        before = torch._C._len_torch_function_stack()
+        try:
+            with torch.no_grad(), native.noted_by(self), self:
+                results = function()
+        finally:  # a signal's exception may have come while PyTorch was about to end this mode
+            while torch._C._len_torch_function_stack() > before:
+                torch._C._pop_torch_function_stack()
         self.results = tuple(map(arena.borrowed, results))
 
     def replay(self) -> tuple[Tensor, ...]:
@@ -108,11 +113,11 @@ class Tape(TorchFunctionMode):
         if function.__name__ in READS and not isinstance(result := function(*arguments, **options), Tensor):
             return result
         given = [*_tensors((arguments, [*options.values()]))]
-        versions = [tensor._version for tensor in given]
+        versions = _versions(given)
         result = function(*arguments, **options)
         made = [*_tensors((result,))]
         shares = [any(_share(tensor, other) for other in given) for tensor in made]
-        if versions != [tensor._version for tensor in given]:  # it writes into what it was given
+        if versions != _versions(given):  # it writes into what it was given
             if not all(shares):
                 raise Unrecordable(f"{function.__name__} writes into a tensor and makes another one")
             self._repeat(function, arguments, options)
@@ -167,6 +172,11 @@ def _tensors(values: Iterable[Any]) -> Iterator[Tensor]:
             yield value
         elif isinstance(value, tuple | list):
             yield from _tensors(value)
+
+
+def _versions(tensors: Iterable[Tensor]) -> list[int]:
+    """How often each was written to. An inference tensor does not count it, nor is it written to out of its mode."""
+    return [0 if tensor.is_inference() else tensor._version for tensor in tensors]
 
 
 def _each(change: Callable[[Tensor], Tensor], value: Any) -> Any:

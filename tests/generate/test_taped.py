@@ -1,6 +1,8 @@
 """Decode steps from tapes: the tokens and bits of direct ones, whatever happens to the weights in between."""
 
+import gc
 import random
+import weakref
 from contextlib import nullcontext
 from dataclasses import replace
 
@@ -11,7 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import nn
 
-from lockstep import Engine, EngineConfig, SamplingParams, build_model
+from lockstep import Engine, EngineConfig, SamplingParams, build_model, ops
 from lockstep.config import CompileConfig
 from lockstep.generate import taped
 from lockstep.generate.drafts.lengths import StepTimes
@@ -141,6 +143,52 @@ def test_steps_after_a_change_of_the_weights_are_of_the_new_ones(change, told):
     assert results[0] == results[1]
 
 
+def test_a_parameter_over_the_memory_of_another_is_another(monkeypatch):
+    """Its version counter is not that of the one that a tape knows."""
+    results = []
+    for place in range(2):
+        model = build_model(SHAPE, "float32", seed=1)
+        engine = _engines(model, draft="none")[place]
+        params = SamplingParams(max_tokens=8, seed=1)
+        results.append([_sampled(engine, [[1, 2, 3]], params)])
+        for module in model.modules():
+            for name, weight in list(module._parameters.items()):
+                if weight is not None:
+                    module._parameters[name] = nn.Parameter(weight.data)
+        engine.weights_changed(1)
+        engine.add([1, 2, 3], replace(params, max_tokens=30))
+        for step in range(20):
+            if step == 10:
+                _in_place(model)
+            results[-1] += [(event.token_id, event.logprob) for event in engine.step()]
+    assert results[0] == results[1]
+
+
+def test_modules_that_are_replaced_and_hooks_are_seen():
+    results = []
+    for place in range(2):
+        model = build_model(SHAPE, "float32", seed=1)
+        engine = _engines(model, draft="none")[place]
+        params, calls = SamplingParams(max_tokens=8, seed=1), []
+        results.append([_sampled(engine, [[1, 2, 3]], params)])
+        model.layers[1] = build_model(SHAPE, "float32", seed=2).layers[1]
+        results[-1].append(_sampled(engine, [[1, 2, 3]], params))
+        model.layers[0].register_forward_hook(lambda *_: calls.append(1))  # noqa: B023
+        results[-1] += [_sampled(engine, [[1, 2, 3]], params), len(calls)]
+    assert results[0] == results[1] and results[0][0] != results[0][1] and results[0][-1] == 8
+
+
+def test_inference_mode_leaves_an_engine_as_it_is():
+    repeated, direct = _engines(build_model(SHAPE, "float32", seed=1), draft="none")
+    params = SamplingParams(max_tokens=12, seed=1)
+    with torch.inference_mode():  # the model's rotary tables are made here, as tensors without a version counter
+        expected = _sampled(direct, [[1, 2, 3]], params)
+        assert _sampled(repeated, [[1, 2, 3]], params) == expected and not repeated._runner._steps
+    assert _sampled(repeated, [[1, 2, 3]], params) == expected and repeated._runner._steps
+    with torch.inference_mode():
+        assert _sampled(repeated, [[1, 2, 3]], params) == expected
+
+
 def test_an_adapter_that_is_off_is_not_that_of_the_tapes():
     model = build_model(SHAPES["adapter"], "float32", seed=1)
     with torch.no_grad():
@@ -158,12 +206,51 @@ def test_an_adapter_that_is_off_is_not_that_of_the_tapes():
     assert sampled[0] == sampled[2] != sampled[1]
 
 
+def test_packed_weights_are_freed_with_the_weights_and_where_they_are_packed_anew():
+    model = build_model(SHAPE, "float32", seed=1)
+    engine = _engines(model, draft="none")[0]
+
+    def packed():
+        return [weakref.ref(panels) for step in engine._runner._steps.values() for _, panels in step._tape.panels]
+
+    def alive(panels):
+        gc.collect()
+        return sum(panel() is not None for panel in panels)
+
+    for count in (1, 2, 3):
+        _sampled(engine, [[5]] * count, SamplingParams(max_tokens=3, seed=1))
+    first = packed()
+    assert alive(first) == 3 * 15
+    _swapped(model)
+    engine.weights_changed(1)
+    _sampled(engine, [[5]], SamplingParams(max_tokens=3, seed=1))
+    _sampled(engine, [[5]], SamplingParams(max_tokens=3, seed=1))
+    second = packed()
+    assert alive(first) == 0 and alive(second) == 15
+    engine.weights_away()
+    assert alive(second) == 0
+
+
 def test_steps_of_long_sequences_find_their_positions():
     """The rotary tables, which a tape reads where they were when it was recorded, are replaced by larger ones."""
     repeated, direct = _engines(build_model(SHAPE, "float32", seed=1), draft="none")
     params = SamplingParams(max_tokens=300, seed=1)
     assert _sampled(repeated, [[5] * 240], params) == _sampled(direct, [[5] * 240], params)
     assert len(repeated._runner._steps) == 1
+
+
+def test_another_thread_may_make_larger_rotary_tables_meanwhile(monkeypatch):
+    model = build_model(SHAPE, "float32", seed=1)
+    repeated, direct = _engines(model, draft="none")
+
+    class Disturbed(ops.Tape):
+        def __init__(self, *given):
+            super().__init__(*given)
+            model.rotary.reserve(600, model.device)
+
+    monkeypatch.setattr(ops, "Tape", Disturbed)
+    params = SamplingParams(max_tokens=40, seed=1)
+    assert _sampled(repeated, [[5] * 240], params) == _sampled(direct, [[5] * 240], params)
 
 
 def test_another_arithmetic_is_not_that_of_the_tapes():

@@ -110,3 +110,13 @@ def test_what_is_not_recorded_is_not_repeated():
     tape = ops.Tape(compute, Arena())
     static.fill_(4)
     assert torch.equal(tape.replay()[0], torch.full((3,), 5.0)) and seen == [3] and len(tape._calls) == 1
+
+
+def test_a_mode_that_an_interrupt_has_left_behind_is_ended(monkeypatch):
+    def interrupted(*_):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(ops.Tape, "__exit__", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        ops.Tape(lambda: (X + 1,), Arena())
+    assert torch._C._len_torch_function_stack() == 0 and X.tolist()
