@@ -95,7 +95,7 @@ def guessed(ranks, draft):
     timed = StepTimes.record
     with pytest.MonkeyPatch.context() as patch:
         slow = 1.0 if world.rank == 0 else 1000.0
-        patch.setattr(StepTimes, "record", lambda times, rows, seconds: timed(times, rows, slow * rows**0.1))
+        patch.setattr(StepTimes, "record", lambda times, rows, seconds, pace: timed(times, rows, slow * rows**0.1))
         params = SamplingParams(max_tokens=30, temperature=0.3, n=2, seed=5, ignore_eos=True)
         found = [engine.generate([[9, 10] * 8, [11, 12] * 5, [13] * 7], params) for _ in range(2)]
     guesses = engine.statistics.tokens_guessed, engine.statistics.guesses_accepted

@@ -29,5 +29,14 @@ class PeakMemory(TorchDispatchMode):
         for leaf in tree_leaves(out):
             if isinstance(leaf, torch.Tensor) and leaf.untyped_storage().device.type == "cpu":
                 self._storages[leaf.untyped_storage()] = None
-        self.nbytes = max(self.nbytes, sum(storage.nbytes() for storage in self._storages))
+        # A tape's tensors are several over the same memory.
+        sizes = {_place(storage): storage.nbytes() for storage in self._storages}
+        self.nbytes = max(self.nbytes, sum(sizes.values()))
         return out
+
+
+def _place(storage: torch.UntypedStorage) -> int:
+    try:
+        return storage.data_ptr()
+    except RuntimeError:  # of a tensor without memory
+        return -id(storage)

@@ -98,7 +98,7 @@ def test_every_sampled_token_has_the_trainers_route_however_it_was_computed(monk
     # Prompts in chunks, pages that run out, prefixes that are known, and guesses of which some are wrong.
     narrow = EngineConfig(cache_tokens=128, max_tokens_per_step=24, max_sequences=5, draft_tokens=4)
     monkeypatch.setattr(
-        "lockstep.generate.drafts.lengths.DraftLengths.choose", lambda self, sequences, limits, rows, room:
+        "lockstep.generate.drafts.lengths.DraftLengths.choose", lambda self, sequences, limits, rows, room, *_:
         [max(0, min(4, limit, room // max(1, len(sequences)))) for limit in limits],
     )  # fmt: skip
     monkeypatch.setattr("lockstep.generate.drafts.lengths.DraftLengths.rests", lambda self, chunks: False)
