@@ -247,7 +247,7 @@ from pathlib import Path
 from lockstep.config import RewardConfig, RLConfig
 from lockstep.rl import Environment, Example, Rollout
 from lockstep.rl.processes import descendants
-from lockstep.rl.rewards.workers import KeeperProcess, open_workers
+from lockstep.rl.rewards.workers import open_workers
 config = RLConfig(environment="{task}:Task", rewards=RewardConfig(workers=1, seconds=900))
 with open_workers(config, Path(r"{tmp_path}")) as grader:
     grader([(Example("p"), "fine")])

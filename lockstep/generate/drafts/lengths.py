@@ -32,7 +32,6 @@ SHORTEST = 1e-6
 GROWTH = 2
 """A step has at most this many times the rows of the largest step that was timed."""
 
-
 Fits = Callable[[int], bool]
 """Whether a step with guesses may have so many rows."""
 
