@@ -293,8 +293,17 @@ def test_guesses_fill_few_numbers_of_rows(monkeypatch):
     for engine in engines:
         _always_guess(monkeypatch, engine)
     prompts, params = [[5, 6] * 9, [7, 8] * 9, [9] * 20], SamplingParams(max_tokens=20, temperature=0.0)
+    guessed, decode = set(), runner.decode
+
+    def noting(batch):
+        if len(batch.tokens) > len(batch.block_table) and (batch.positions >= 20).all():  # the prompts are computed
+            guessed.add(len(batch.tokens))
+        return decode(batch)
+
+    monkeypatch.setattr(runner, "decode", noting)
     repeated, direct = (_sampled(engine, prompts, params) for engine in engines)
     assert repeated == direct
+    assert guessed and all(map(runner.fits, guessed)), guessed
     assert {1, 2, 3, 4, 8, 12} >= runner._steps.keys() >= {4}
     assert [rows for rows in (3, 4, 5, 8, 11, 128, 129) if runner.fits(rows)] == [3, 4, 8, 128, 129]
 
