@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Iterator
 from functools import partial
 
@@ -30,7 +29,6 @@ def costs() -> Iterator[Row]:
     yield row("bfloat16 product 8192^3", peak() / 1e12, "TFLOP/s")
     yield from linears()
     yield from attentions()
-    yield from tiles()
 
 
 def linears() -> Iterator[Row]:
@@ -53,7 +51,7 @@ def product_seconds(rows: int, inner: int, outer: int) -> tuple[float, float]:
     x = torch.randn(rows, inner, device="cuda", dtype=torch.bfloat16)
     copies = min(64, max(1, OUT_OF_CACHE // (2 * inner * outer)))
     weights = [torch.randn(outer, inner, device="cuda", dtype=torch.bfloat16) for _ in range(copies)]
-    mine = device_seconds([lambda w=w: products.product(x, w) for w in weights])
+    mine = device_seconds([lambda w=w: ops.linear(x, w) for w in weights])
     return mine, device_seconds([lambda w=w: F.linear(x, w) for w in weights])
 
 
@@ -139,37 +137,3 @@ def packed(count: int, length: int, heads: int, kv_heads: int, dim: int) -> Iter
         grad = grad.view(count, length, heads, dim).transpose(1, 2)
         theirs = seconds(lambda: library().backward(grad))
     yield row(f"attention / torch's, training, {count} x {length}", mine / theirs, "x", at_most=PREFILL)
-
-
-def tiles() -> Iterator[Row]:
-    """Other tiles than those in use: whether their bits agree, and how long they take."""
-    few, middle, many = (tile for _, tile in products.HALF_TILES)
-    others = {
-        (1, 1024, 3072): [few, *(dataclasses.replace(few, block_n=n, block_k=k) for n, k in ((32, 128), (32, 256)))],
-        (32, 4096, 4096): [
-            few,
-            middle,
-            *(dataclasses.replace(middle, block_n=n, block_k=k) for n, k in ((32, 128), (32, 256), (128, 64))),
-        ],
-        (4096, 1024, 3072): [
-            many,
-            dataclasses.replace(many, block_n=256, stages=3),
-            dataclasses.replace(many, block_m=64, block_n=256, warps=4, stages=4),
-            dataclasses.replace(many, warps=4),
-            dataclasses.replace(many, stages=3),
-        ],
-    }
-    for (rows, inner, outer), candidates in others.items():
-        x = torch.randn(rows, inner, device="cuda", dtype=torch.bfloat16)
-        copies = min(64, max(1, OUT_OF_CACHE // (2 * inner * outer)))
-        weights = [torch.randn(outer, inner, device="cuda", dtype=torch.bfloat16) for _ in range(copies)]
-        expected = products.product_with(few, x, weights[0])
-        for tile in candidates:
-            name = f"{rows} rows {inner}->{outer}, tile {tuple(dataclasses.astuple(tile))}"
-            try:
-                equal = torch.equal(products.product_with(tile, x, weights[0]), expected)
-                taken = device_seconds([lambda w=w, t=tile, x_=x: products.product_with(t, x_, w) for w in weights])
-            except Exception as error:  # a tile that does not fit this GPU is a result, too
-                yield {"name": name, "error": f"{type(error).__name__}: {error}"}
-                continue
-            yield {**row(name, taken * 1e6, "us"), "bits_equal": equal}

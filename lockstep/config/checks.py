@@ -90,11 +90,6 @@ def _problems(config: PretrainConfig | RLConfig) -> Iterator[str]:
         yield from greedy_problems("validation_temperature", temperature, "validation_samples", samples)
         yield from config.actors.problems(config.parallel.reduction_chunks)
         yield from _url_problems(config.actors.urls)
-        if not config.actors.keep_copy and config.engine.cuda_graphs != "none":
-            yield (
-                "engine.cuda_graphs read the weights at the addresses where they were captured, and actors.keep_copy = "
-                "false frees that memory; leave one of them out"
-            )
     if isinstance(config, RLConfig) and config.faults.spike_deviations:
         yield "faults.spike_deviations is only for pretraining; the size of a policy's loss is not meaningful"
 

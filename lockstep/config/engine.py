@@ -7,6 +7,8 @@ from typing import Annotated, Literal
 
 from lockstep.config.bounds import Above, AtLeast
 
+Graphs = Literal["auto", "none", "piecewise", "full", "full_and_piecewise"]
+
 
 @dataclass
 class EngineConfig:
@@ -21,8 +23,9 @@ class EngineConfig:
     allocated as it is used."""
     prefix_cache: bool = True
     """Share full cache pages between sequences with a common prefix (such as the n samples of a prompt)."""
-    cuda_graphs: Literal["none", "piecewise", "full", "full_and_piecewise"] = "none"
-    """CUDA graphs for the generator: capture whole decode steps, or the parts of small steps between attentions."""
+    cuda_graphs: Graphs = "auto"
+    """CUDA graphs for the generator: capture whole decode steps, or the parts of small steps between attentions.
+    `auto`: `full` on one GPU, unless the model has latent attention; else `none`."""
     draft: Literal["auto", "none", "ngram", "layers", "model"] = "auto"
     """Source of draft tokens for speculative decoding; results have the same bits with any of them.
     `ngram`: what followed the last tokens earlier; `auto`: that, and in `rl` earlier completions of the same prompt;

@@ -8,6 +8,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterator
 from collections.abc import Sequence as ListLike
+from dataclasses import replace
 from itertools import islice
 from pathlib import Path
 
@@ -21,7 +22,7 @@ from lockstep.data import StreamDecoder, Tokenizer
 from lockstep.errors import UserError
 from lockstep.generate.batch import BatchArrays, StepBatch
 from lockstep.generate.drafts import Draft, Speculation, make_draft
-from lockstep.generate.graphs import GraphRunner
+from lockstep.generate.graphs import GraphRunner, graphs_of
 from lockstep.generate.pages import PageAllocator
 from lockstep.generate.routes import routes_of_rows, written
 from lockstep.generate.runner import Runner, make_cache, sampler_of
@@ -75,7 +76,7 @@ class Engine:
         self.statistics = Statistics()
         self.tensor_group = tensor_group_of(model)
         """The ranks that share the model with this one; None: this rank has the whole model."""
-        if self.tensor_group is not None and self.config.cuda_graphs != "none":
+        if self.tensor_group is not None and self.config.cuda_graphs not in ("none", "auto"):
             raise UserError("engine.cuda_graphs do not work with parallel.tensor yet; leave them out")
         num_pages = self.config.cache_tokens // ops.PAGE
         if num_pages < 1 or self.config.max_tokens_per_step < 1 or self.config.max_sequences < 1:
@@ -90,8 +91,8 @@ class Engine:
         self._sampler = sampler_of(model)
         self._weights = ops.PackedWeights()
         self._arrays = BatchArrays(self.config.max_sequences)
-        if self.config.cuda_graphs != "none":
-            self._runner: Runner = GraphRunner(model, self.cache, self.config)
+        if (mode := graphs_of(self.config, model)) != "none":
+            self._runner: Runner = GraphRunner(model, self.cache, replace(self.config, cuda_graphs=mode))
         elif self.tensor_group is None and TapedRunner.can_run(model):
             self._runner = TapedRunner(model, self.cache, self._weights)
         else:
@@ -266,10 +267,8 @@ class Engine:
     def weights_away(self) -> None:
         """Frees the packed weights too, when the memory of the model's weights is released until `weights_changed`.
 
-        Nothing can be sampled until then: a step raises RuntimeError. Raises UserError if CUDA graphs hold addresses.
+        Nothing can be sampled until then: a step raises RuntimeError.
         """
-        if self.config.cuda_graphs != "none":
-            raise UserError("CUDA graphs read weights at fixed addresses; remove engine.cuda_graphs")
         self._away = True
         self._runner.release()
         self._weights.release()

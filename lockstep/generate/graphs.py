@@ -1,7 +1,8 @@
 """CUDA graphs of a step: the model's launches are recorded once per batch size and replayed over static buffers.
 
-A replay reads the trainer's own weights, so the next step sees an update in place. A batch is padded to the next
-captured size; the padding rows belong to no sequence, so they write no page and their results are dropped.
+A replay reads the trainer's own weights, so the next step sees an update in place; once they are at other addresses,
+steps are recorded again. A batch is padded to the next captured size; the padding rows belong to no sequence, so they
+write no page and their results are dropped.
 """
 
 from __future__ import annotations
@@ -17,11 +18,14 @@ from torch import Tensor
 
 from lockstep import ops
 from lockstep.config import EngineConfig
+from lockstep.config.engine import Graphs
 from lockstep.errors import UserError
 from lockstep.generate.batch import StepBatch
 from lockstep.generate.runner import Decoded, Runner
 from lockstep.model import Decoder
 from lockstep.model.decoder import Block
+from lockstep.model.lora import projections
+from lockstep.parallel.tensor_group import tensor_group_of
 
 GUESSED_ROWS = 64
 """Rows of the largest captured decode step when guesses fill the rows that few sequences leave free."""
@@ -31,6 +35,14 @@ Tensors = tuple[Any, ...]
 Replay = Callable[[], Tensors]
 Capture = Callable[[Callable[[], Tensors]], Replay]
 """Records what a function does with its static buffers; the result repeats it and returns the same tensors."""
+
+
+def graphs_of(config: EngineConfig, model: Decoder) -> Graphs:
+    """What `config.cuda_graphs` is for this model: `auto` captures the steps that are known to be capturable."""
+    if config.cuda_graphs != "auto":
+        return config.cuda_graphs
+    sharded = tensor_group_of(model) is not None or model.runs_on is not None
+    return "full" if model.device.type == "cuda" and model.config.latent is None and not sharded else "none"
 
 
 def ladder(largest: int) -> list[int]:
@@ -65,14 +77,20 @@ class CudaCapture:
 
 
 class Inputs(NamedTuple):
-    """Static buffers of a step, of the ladder's largest size."""
+    """Static buffers of a step, of the ladder's largest size: parts of one piece of memory, filled by one copy."""
 
     tokens: Tensor
     positions: Tensor
-    table: Tensor
+    uniform: Tensor
     contexts: Tensor
     temperature: Tensor
-    uniform: Tensor
+
+    @classmethod
+    def within(cls, memory: Tensor) -> Inputs:
+        """memory: 4 bytes `[8, rows]`, rows even."""
+        wide = (memory[2 * i : 2 * i + 2].flatten() for i in range(3))
+        tokens, positions, uniform = (part.view(t) for part, t in zip(wide, (torch.int64, torch.int64, torch.float64)))
+        return cls(tokens, positions, uniform, memory[6], memory[7].view(torch.float32))
 
 
 class GraphRunner(Runner):
@@ -90,20 +108,20 @@ class GraphRunner(Runner):
             )
         self.mode = config.cuda_graphs
         self.sizes = ladder(config.max_sequences if config.draft == "none" else max(config.max_sequences, GUESSED_ROWS))
-        self._capture = capture or CudaCapture()
+        self._capture: Capture = capture or CudaCapture()
         self._whole: dict[int, Replay] = {}
         self._pieces: dict[tuple[int, int], Replay] = {}
+        self._weights = list(model.parameters())
+        self._adapters = [layer for _, layer in projections(model) if layer.lora_A is not None]
+        self._read: list[int | bool] = []
         largest, device = self.sizes[-1], model.device
         width = min(cache.num_pages, -(-model.config.max_positions // ops.PAGE))
         heads, head_dim = model.config.num_heads, model.config.head_dim
-        self._inputs = Inputs(
-            tokens=torch.zeros(largest, dtype=torch.int64, device=device),
-            positions=torch.zeros(largest, dtype=torch.int64, device=device),
-            table=torch.zeros(largest, width, dtype=torch.int32, device=device),
-            contexts=torch.zeros(largest, dtype=torch.int32, device=device),
-            temperature=torch.ones(largest, dtype=torch.float32, device=device),
-            uniform=torch.zeros(largest, dtype=torch.float64, device=device),
-        )
+        even = largest + largest % 2
+        self._given = torch.zeros(8, even, dtype=torch.int32, pin_memory=device.type == "cuda")
+        self._memory = torch.zeros(8, even, dtype=torch.int32, device=device)
+        self._inputs = Inputs.within(self._memory)
+        self._table = torch.zeros(largest, width, dtype=torch.int32, device=device)
         # Graphs read the very tables they were recorded with, but the model replaces its tables by larger ones.
         self._tables = model.rotary.reserve(width * ops.PAGE, device)
         self._attended = torch.zeros(largest, heads, head_dim, dtype=model.dtype, device=device)
@@ -111,18 +129,21 @@ class GraphRunner(Runner):
     def decode(self, batch: StepBatch) -> Decoded | None:
         """The whole step in one replay, if every row of it is sampled."""
         count = len(batch.tokens)
+        self.pace = "lasting"
         if self.mode == "piecewise" or not batch.decodes or count > self.sizes[-1]:
             return None
+        self._drop_if_moved()
         size = self._size(count)
-        inputs = self._inputs
         table, contexts = batch.row_by_row()
-        columns = (batch.tokens, batch.positions, contexts)
-        for buffer, values in zip((inputs.tokens, inputs.positions, inputs.contexts), columns):
-            _fill(buffer[:size], values)
-        _fill(inputs.temperature[:size], batch.sampling[0])
-        _fill(inputs.uniform[:size], batch.sampling[-1])
-        inputs.table[:count, : table.shape[1]].copy_(table, non_blocking=True)
+        # A context of 0 marks a row as padding.
+        self._given.zero_()
+        values = Inputs(batch.tokens, batch.positions, batch.sampling[-1], contexts, batch.sampling[0])
+        for given, column in zip(Inputs.within(self._given), values):
+            given[:count] = column
+        self._memory.copy_(self._given, non_blocking=True)
+        self._table[:count, : table.shape[1]].copy_(table, non_blocking=True)
         if size not in self._whole:
+            self.pace = "recording"
             self._whole[size] = self._captured(partial(self._step, size), f"a decode step of {size} rows")
         logits, tokens, log_probs = self._whole[size]()
         return Decoded(logits[:count], tokens[:count], log_probs[:count])
@@ -131,10 +152,25 @@ class GraphRunner(Runner):
     def most_rows(self) -> int:
         return self.sizes[-1]
 
+    def release(self) -> None:
+        self._whole.clear()
+        self._pieces.clear()
+        if isinstance(self._capture, CudaCapture):
+            self._capture = CudaCapture()  # a pool whose graphs are gone takes no others
+
+    def _drop_if_moved(self) -> None:
+        """Drops what was recorded of weights that were elsewhere, or with adapters that were on and are off."""
+        read = [*(weight.data_ptr() for weight in self._weights), *(layer.adapted for layer in self._adapters)]
+        if read != self._read:
+            self.release()
+            self._weights = list(self.model.parameters())
+            self._read = [*(weight.data_ptr() for weight in self._weights), *(a.adapted for a in self._adapters)]
+
     def hidden(self, batch: StepBatch) -> Tensor:
         rows = batch.tokens.shape[0]
         if self.mode == "full" or rows > self.sizes[-1]:
             return super().hidden(batch)
+        self._drop_if_moved()
         return self._piecewise(batch, self._size(rows))
 
     def _size(self, rows: int) -> int:
@@ -142,8 +178,8 @@ class GraphRunner(Runner):
 
     def _step(self, size: int) -> Tensors:
         """From the embedding to the draw, over the first `size` rows of the static buffers."""
-        tokens, positions, table, contexts, temperature, uniform = (buffer[:size] for buffer in self._inputs)
-        hidden = self.model(tokens, positions, ops.DecodeAttention(self.cache, table, contexts))
+        tokens, positions, uniform, contexts, temperature = (buffer[:size] for buffer in self._inputs)
+        hidden = self.model(tokens, positions, ops.DecodeAttention(self.cache, self._table[:size], contexts))
         logits = self.model.logits(hidden)
         return (logits, *ops.draw(logits, temperature, uniform))
 

@@ -14,11 +14,7 @@ from lockstep.ops.kept import keep
 
 def silu_mul(gate: Float[Tensor, "rows dim"], up: Float[Tensor, "rows dim"]) -> Float[Tensor, "rows dim"]:
     """`silu(gate) * up` in float32, rounded once (SwiGLU, arXiv 2002.05202)."""
-    if cuda.usable(gate):
-        from lockstep.ops.cuda import rows
-
-        return rows.silu_mul(gate, up)
-    if torch.compiler.is_compiling() or not native.usable(gate):
+    if torch.compiler.is_compiling() or not (native.usable(gate) or cuda.usable(gate)):
         return _reference(gate, up)
     if torch.is_grad_enabled() and (gate.requires_grad or up.requires_grad):
         return _SiluMul.apply(gate, up)
@@ -33,6 +29,10 @@ def _reference(gate: Tensor, up: Tensor) -> Tensor:
 
 
 def _forward(gate: Tensor, up: Tensor) -> Tensor:
+    if cuda.usable(gate):
+        from lockstep.ops.cuda import rows
+
+        return rows.silu_mul(gate, up)
     out = torch.empty_like(gate)
     native.call("silu_mul", gate.dtype, gate, up, out, *gate.shape)
     return out
@@ -48,6 +48,10 @@ class _SiluMul(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, Tensor]:
         gate, up = ctx.saved_tensors
+        if cuda.usable(gate):
+            from lockstep.ops.cuda import rows
+
+            return rows.silu_mul_backward(grads[0], gate, up)
         grad_gate, grad_up = torch.empty_like(gate), torch.empty_like(up)
         native.call("silu_mul_backward", gate.dtype, grads[0].contiguous(), gate, up, grad_gate, grad_up, *gate.shape)
         return grad_gate, grad_up

@@ -161,7 +161,16 @@ class PackedAttention:
         self.slots = _slots(self.table, self.starts, self.contexts)
         self.tokens: int = self.slots.shape[0]
         """Rows of all sequences, without padding."""
+        self._ends = ends - pages, pages
         self._planned: Any = None
+
+    @cached_property
+    def page_rows(self) -> tuple[Int[Tensor, "pages"], Int[Tensor, "pages"]]:
+        """Each page's first row of keys, and the end of its sequence's, int32."""
+        first_pages, pages = self._ends
+        sequence = torch.repeat_interleave(pages, output_size=self.num_pages)
+        inside = torch.arange(self.num_pages, device=pages.device) - first_pages[sequence]
+        return (self.starts[sequence] + inside * PAGE).to(torch.int32), self.starts[sequence + 1]
 
     def __call__(
         self,
@@ -180,7 +189,8 @@ class PackedAttention:
             from lockstep.ops.cuda import attention
 
             assert values is not None
-            self._planned = self._planned or attention.Planned(self.table, self.starts, self.contexts, q, k)
+            given = self.table, self.starts, self.contexts
+            self._planned = self._planned or attention.Planned(*given, q, k, ordered=True)
             return attention.attend(q, keys, values, self._planned, terms)
         return _attend(q, keys, values, self.table, self.starts, self.contexts, self.tokens, terms)
 
@@ -199,6 +209,11 @@ class PackedAttention:
 
     def pages(self, k: Tensor, v: Tensor | None) -> tuple[Tensor, Tensor | None]:
         """Keys and values in pages, laid out as in `KVCache`."""
+        if in_triton(k, v):
+            from lockstep.ops.cuda import attention
+
+            assert v is not None
+            return attention.ordered_pages(k, v, *self.page_rows)
         tokens, kv_heads = self.slots.shape[0], k.shape[1]
         width = paged_width(k.shape[2], k)
         keys = k.new_zeros(self.num_pages, kv_heads, width, PAGE)

@@ -17,16 +17,16 @@ from torch import Tensor
 from lockstep.ops import cuda, native, one_order, plain
 from lockstep.ops.linear import input_gradient, linear, product_sums, tree_sum, weight_gradient
 
-SLICE_BYTES = 1 << 27
+SLICE_BYTES, GPU_SLICE_BYTES = 1 << 27, 1 << 30
 """Logits of the whole vocabulary held at a time. Smaller slices read the head's weight and write its gradient more
 often."""
 
 Join = Callable[[Float32[Tensor, "pieces rows dim"]], Float32[Tensor, "rows dim"]]
 
 
-def row_slices(rows: int, vocab: int, element_size: int) -> list[slice]:
-    """Slices of the rows whose logits are held at a time."""
-    size = max(1, SLICE_BYTES // (vocab * element_size))
+def row_slices(rows: int, vocab: int, head: Tensor) -> list[slice]:
+    """Slices of the rows whose logits are held at a time; `head` may be a part of one for `vocab` tokens."""
+    size = max(1, (GPU_SLICE_BYTES if head.is_cuda else SLICE_BYTES) // (vocab * head.element_size()))
     return [slice(start, min(start + size, rows)) for start in range(0, rows, size)]
 
 
@@ -67,7 +67,7 @@ def head_gradients(
     grad_hidden = torch.empty_like(hidden)
     shared = one_order.shared_targets()
     sums: Tensor | None = None
-    for rows in (slices := row_slices(len(hidden), vocab, head.element_size())):
+    for rows in (slices := row_slices(len(hidden), vocab, head)):
         of_logits = _both_gradients(linear(hidden[rows], head), scored.of(rows))
         grad_hidden[rows] = hidden_gradient(of_logits, head, bounds, join)
         if shared is None:
@@ -77,7 +77,7 @@ def head_gradients(
     own, hidden, scored = shared.part(len(head)), shared.gather(hidden), scored.map(shared.gather)
     held = (scored.targets >= own.start) & (scored.targets < own.stop)
     scored = scored._replace(targets=torch.where(held, scored.targets - own.start, -1))
-    for rows in (slices := row_slices(len(hidden), vocab, head.element_size())):
+    for rows in (slices := row_slices(len(hidden), vocab, head)):
         of_logits = _both_gradients(linear(hidden[rows], head[own]), scored.of(rows))
         sums = added_slice(sums, weight_gradient(of_logits, hidden[rows]), len(slices))
     grad_head = torch.zeros_like(head)

@@ -32,10 +32,6 @@ def linear(x: Float[Tensor, "rows in"], weight: Float[Tensor, "out in"], chunks:
     """
     if (form := FORMS.get(type(weight))) is not None:
         return form.linear(x, weight, chunks)
-    if cuda.usable(x):
-        from lockstep.ops.cuda.linear import product as triton_product
-
-        return triton_product(x, weight, chunks)
     if torch.compiler.is_compiling():
         return _opaque_linear(x, weight, chunks)
     if torch.is_grad_enabled() and (x.requires_grad or weight.requires_grad):
@@ -75,6 +71,10 @@ def _product(x: Tensor, weight: Tensor, chunks: int, dtype: torch.dtype) -> Tens
         )
     if chunks != 1:
         _check_chunks(x, chunks)
+    if cuda.usable(x):
+        from lockstep.ops.cuda.linear import product as triton_product
+
+        return triton_product(x, weight, chunks, dtype)
     if native.usable(x):
         out = x.new_empty(x.shape[0], weight.shape[0], dtype=dtype)
         panels = None if native.is_pretending() else packed(weight, x.shape[0])

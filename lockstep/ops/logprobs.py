@@ -179,7 +179,7 @@ def _finite(highest: Tensor) -> Tensor:
 def _forward(hidden: Tensor, head: Tensor, targets: Tensor, inverse: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     parts = [
         logits_log_probs(linear(hidden[rows], head), targets[rows], inverse[rows])
-        for rows in row_slices(len(hidden), head.shape[0], head.element_size())
+        for rows in row_slices(len(hidden), head.shape[0], head)
     ]
     if not parts:
         empty = torch.empty(3, 0, dtype=torch.float32, device=hidden.device)
@@ -210,7 +210,7 @@ class _LogProbSum(torch.autograd.Function):
         grad_head: Tensor | None = None
         ones = torch.ones(hidden.shape[0], dtype=torch.float32, device=hidden.device)
         parts, bounds = [], piece_bounds(head.shape[0])
-        for rows in (slices := row_slices(len(hidden), head.shape[0], head.element_size())):
+        for rows in (slices := row_slices(len(hidden), head.shape[0], head)):
             logits = linear(hidden[rows], head)
             log_probs, _, normalizers = logits_log_probs(logits, targets[rows], ones[rows])
             parts.append(log_probs)

@@ -18,17 +18,17 @@ def rms_norm(x: Float[Tensor, "*rows dim"], weight: Float[Tensor, "dim"], eps: f
     """`x / sqrt(mean(x²) + eps) * weight`, computed in float32 and rounded once (arXiv 1910.07467)."""
     if (form := FORMS.get(type(weight))) is not None:
         return form.rms_norm(x, weight, eps)
-    if cuda.usable(x):
-        from lockstep.ops.cuda import rows
-
-        return rows.rms_norm(x, weight, eps)
     if torch.compiler.is_compiling():
         return _opaque(x, weight, eps)[0]
-    if not native.usable(x):
+    if not _has_kernels(x):
         return _reference(x, weight, eps)[0]
     if torch.is_grad_enabled() and (x.requires_grad or weight.requires_grad):
         return trained_norm(x, weight, eps, None)
     return _forward(x, weight, eps)[0]
+
+
+def _has_kernels(x: Tensor) -> bool:
+    return native.usable(x) or cuda.usable(x)
 
 
 def _reference(x: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
@@ -48,6 +48,11 @@ def _reference_gradients(grad_out: Tensor, x: Tensor, weight: Tensor, scale: Ten
 
 def _forward(x: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor, Tensor]:
     x = x.contiguous()
+    if cuda.usable(x):
+        from lockstep.ops.cuda import rows as triton_rows
+
+        out, scale = triton_rows.rms_norm(x, weight, eps)
+        return out, x, scale
     rows = x.numel() // x.shape[-1]
     out = torch.empty_like(x)
     scale = torch.empty(rows, dtype=torch.float32)
@@ -57,16 +62,20 @@ def _forward(x: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor, Ten
 
 def norm_with_scale(x: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
     """`rms_norm` without gradient, and each row's scale, float32."""
-    if not native.usable(x):
+    if not _has_kernels(x):
         return _reference(x, weight, eps)
     out, _, scale = _forward(x, weight, eps)
     return out, scale.view(x.shape[:-1])
 
 
 def _gradients(grad_out: Tensor, x: Tensor, weight: Tensor, scale: Tensor) -> tuple[Tensor, Tensor]:
-    if not native.usable(x):
+    if not _has_kernels(x):
         return _reference_gradients(grad_out, x, weight, scale)
     grad_out, x = grad_out.contiguous(), x.contiguous()
+    if cuda.usable(x):
+        from lockstep.ops.cuda import rows
+
+        return rows.rms_norm_backward(grad_out, x, weight, scale)
     grad_x, grad_weight = torch.empty_like(x), torch.zeros(x.shape[-1], dtype=torch.float32)
     shape = (scale.numel(), x.shape[-1])
     native.call("rms_norm_backward", x.dtype, grad_out, x, weight, scale, grad_x, grad_weight, *shape)

@@ -49,7 +49,8 @@ class PieceAttention:
             from lockstep.ops.cuda import attention
 
             assert values is not None
-            self._planned = self._planned or attention.Planned(self.table, self.starts, self.contexts, q, k)
+            given = self.table, self.starts, self.contexts
+            self._planned = self._planned or attention.Planned(*given, q, k, ordered=True)
             return attention.attend(q, keys, values, self._planned, terms)
         return _attend(q, keys, values, self.table, self.starts, self.contexts, self.tokens, terms)
 

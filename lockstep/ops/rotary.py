@@ -17,11 +17,7 @@ def rotary(
     sin: Float[Tensor, "tokens half"],
 ) -> Float[Tensor, "tokens heads head_dim"]:
     """Rotates the pair (x[i], x[i + head_dim/2]) by its angle, in float32 (arXiv 2104.09864, half-split layout)."""
-    if cuda.usable(x):
-        from lockstep.ops.cuda import rows
-
-        return rows.rotary(x, cos, sin)
-    if torch.compiler.is_compiling() or not native.usable(x):
+    if torch.compiler.is_compiling() or not (native.usable(x) or cuda.usable(x)):
         return _reference(x, cos, sin)
     if torch.is_grad_enabled() and x.requires_grad:
         return _Rotary.apply(x, cos, sin)
@@ -35,6 +31,10 @@ def _reference(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
 
 
 def _rotate(x: Tensor, cos: Tensor, sin: Tensor, sign: float) -> Tensor:
+    if cuda.usable(x):
+        from lockstep.ops.cuda import rows
+
+        return rows.rotate(x, cos, sin, sign)
     x = x.contiguous()
     out = torch.empty_like(x)
     native.call("rotary", x.dtype, x, cos, sin, out, *x.shape, sign)

@@ -68,8 +68,6 @@ def column_product(x: Tensor, weight: Tensor, group: dist.ProcessGroup, part: sl
     The gradient of `x` is a part of the sum over all ranks' outputs. With one order, it is the complete sum, rounded
     once, in this rank's share of the rows, and zero in the others: `exchange.sum_gathered` takes the share.
     """
-    if cuda.usable(x):
-        return ops.linear(x, weight)
     if torch.compiler.is_compiling():
         return _opaque_product(x, weight, group.group_name)
     if not torch.is_grad_enabled():
@@ -125,9 +123,9 @@ def shared_norm(x: Tensor, weight: Tensor, eps: float, group: dist.ProcessGroup,
     The gradient of `weight` is that of these. With one order, it is the sum over all rows and heads on one rank, and
     zero on the others.
     """
-    if torch.compiler.is_compiling() and not cuda.usable(x):
+    if torch.compiler.is_compiling():
         return _opaque_norm(x, weight, eps, group.group_name)[0]
-    if not (torch.is_grad_enabled() and native.usable(x)):
+    if not (torch.is_grad_enabled() and (native.usable(x) or cuda.usable(x))):
         return ops.rms_norm(x, weight, eps)
     return trained_norm(x, weight, eps, _TensorRows(group, x.ndim, share))
 

@@ -99,7 +99,7 @@ def _forward(
 ) -> tuple[Tensor, Tensor, Tensor]:
     bounds, places = part.pieces(dist.get_rank(part.group), hidden.device), part.places(targets)
     found, chosen = [], []
-    for rows in row_slices(len(hidden), part.vocab, head.element_size()):
+    for rows in row_slices(len(hidden), part.vocab, head):
         logits = ops.linear(hidden[rows], head)
         found.append(masses(logits, inverse[rows], bounds))
         own = logits.gather(1, places[rows, None].clamp(min=0))[:, 0].float()

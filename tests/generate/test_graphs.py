@@ -10,8 +10,9 @@ from hypothesis import strategies as st
 
 from lockstep import Engine, EngineConfig, SamplingParams, build_model
 from lockstep.errors import UserError
-from lockstep.generate.graphs import GUESSED_ROWS, GraphRunner, ladder
+from lockstep.generate.graphs import GUESSED_ROWS, GraphRunner, graphs_of, ladder
 from lockstep.model import ModelConfig, preset
+from lockstep.model.lora import adapter_off, lora_of
 from tests.generate.recorder import Recorder
 
 MODES = ["piecewise", "full", "full_and_piecewise"]
@@ -112,6 +113,50 @@ def test_an_update_of_the_weights_in_place_is_seen_by_a_replay():
     after = engine.generate([[1, 2]], params)
     assert after[0][0].logprobs != before[0][0].logprobs
     assert after[0][0].logprobs == Engine(model, EngineConfig()).generate([[1, 2]], params)[0][0].logprobs
+
+
+def test_weights_that_moved_are_recorded_again():
+    model, recorder = _model(), Recorder()
+    engine = _engine("full_and_piecewise", recorder, model, max_sequences=2, draft="none")
+    params = SamplingParams(max_tokens=6, seed=1, ignore_eos=True)
+    engine.generate([[1, 2]], params)
+    captured = recorder.captured
+    engine.generate([[1, 2]], params)
+    assert recorder.captured == captured
+    weight = model.layers[0].mlp.down_proj.weight
+    weight.data = weight.data * 30
+    engine.weights_changed(1)
+    after = engine.generate([[1, 2]], params)
+    assert recorder.captured == 2 * captured
+    assert after[0][0].logprobs == Engine(model, EngineConfig()).generate([[1, 2]], params)[0][0].logprobs
+
+
+def test_an_adapter_that_is_switched_off_is_recorded_again():
+    shape = dataclasses.replace(preset("qwen3:micro", 60), num_layers=2)
+    model = build_model(dataclasses.replace(shape, lora=lora_of(shape, 4, 8.0, ["*_proj"])), "float32", seed=1)
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if name.endswith("lora_B.weight"):
+                parameter.normal_(std=0.3, generator=torch.Generator().manual_seed(1))
+    recorder = Recorder()
+    engine = _engine("full", recorder, model, max_sequences=2, draft="none")
+    params = SamplingParams(max_tokens=6, seed=1, ignore_eos=True)
+    adapted = engine.generate([[1, 2]], params)[0][0]
+    with adapter_off(model):
+        plain = engine.generate([[1, 2]], params)[0][0]
+        expected = Engine(model, EngineConfig()).generate([[1, 2]], params)[0][0]
+    assert plain.logprobs == expected.logprobs != adapted.logprobs
+    assert engine.generate([[1, 2]], params)[0][0].logprobs == adapted.logprobs
+
+
+def test_auto_captures_whole_steps_of_a_model_on_a_gpu_without_latent_attention(monkeypatch):
+    config, latent = EngineConfig(), build_model(preset("deepseek_v3:micro", 60), "float32", seed=1)
+    assert config.cuda_graphs == "auto" and graphs_of(config, MODEL) == "none"
+    monkeypatch.setattr(type(MODEL), "device", torch.device("cuda"))
+    assert graphs_of(config, MODEL) == "full" and graphs_of(config, latent) == "none"
+    assert graphs_of(EngineConfig(cuda_graphs="piecewise"), latent) == "piecewise"
+    monkeypatch.setattr(MODEL, "runs_on", torch.device("cuda"))
+    assert graphs_of(config, MODEL) == "none"
 
 
 @pytest.mark.parametrize("size", [1, 5, 8, 100, 256])

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from lockstep import Engine, EngineConfig, SamplingParams, build_model, ops, score
 from lockstep.model import ModelConfig
 from lockstep.ops import attention_reference, cuda, logprobs, sampling
-from lockstep.ops.cuda import linear, rows, vocabulary
+from lockstep.ops.cuda import linear, vocabulary
 from lockstep.ops.cuda.attention_backward import attend_backward
 from lockstep.ops.cuts import cut
 from lockstep.ops.linear import tree_sum
@@ -42,7 +42,8 @@ def dots_of_fixed_order():
     # Comparing the tiles of every shape takes the interpreter minutes. In float32 they agree by their order of sums;
     # in half precision what agrees depends on how a tensor core adds, which nothing here stands for.
     tiles = {torch.float32: linear.FLOAT_TILES}
-    patch.setattr(linear, "tiles_of", lambda dtype, *_: tiles.get(dtype, ((None, linear.HALF_TILES[0][1]),)))
+    patch.setattr(linear, "tiles_of", lambda dtype, *_: tiles.get(dtype, linear.HALF_TILES[:1]))
+    patch.setattr(linear, "ENOUGH", 4)  # so that these small products have tiles of both sizes
     yield
     patch.undo()
 
@@ -62,6 +63,10 @@ def kernels(monkeypatch):
     monkeypatch.setattr(cuda, "usable", lambda x: True)
 
 
+def _product(x: torch.Tensor, weight: torch.Tensor, chunks: int = 1) -> torch.Tensor:
+    return linear.product(x, weight, chunks, x.dtype)
+
+
 def _randn(seed: int, *shape: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
     return torch.randn(*shape, generator=torch.Generator().manual_seed(seed)).to(dtype)
 
@@ -75,13 +80,13 @@ def _close(ours, expected, dtype: torch.dtype) -> None:
 @pytest.mark.parametrize(("inner", "outer"), [(64, 96), (200, 259), (1024, 48), (2048, 64)])
 def test_a_product_equals_the_library_and_a_row_is_the_same_in_any_company(dtype, inner, outer):
     x, weight = _randn(0, 140, inner, dtype=dtype), _randn(1, outer, inner, dtype=dtype) * inner**-0.5
-    expected = linear.product(x, weight)
+    expected = _product(x, weight)
     _close([expected], [x.float() @ weight.float().T], dtype)
 
     @settings(max_examples=3, deadline=None)
     @given(chosen=st.lists(st.integers(0, 139), min_size=1, max_size=40))
     def same(chosen):
-        assert torch.equal(linear.product(x[chosen], weight), expected[chosen])
+        assert torch.equal(_product(x[chosen], weight), expected[chosen])
 
     same()
 
@@ -100,49 +105,66 @@ def test_pieces_in_programs_of_their_own_and_in_one_program_give_the_same_bits(i
 def test_ranks_that_hold_some_chunks_each_meet_in_the_same_bits(rows):
     x, weight = _randn(0, rows, 640), _randn(1, 48, 640)
     for chunks in (4, 8):
-        whole = linear.product(x, weight, chunks)
-        assert not torch.equal(whole, linear.product(x, weight, 2))
+        whole = _product(x, weight, chunks)
+        assert not torch.equal(whole, _product(x, weight, 2))
         for ranks in (2, 4):
             cut = zip(x.chunk(ranks, 1), weight.chunk(ranks, 1))
             assert torch.equal(tree_sum([linear.product_sums(*part, chunks // ranks) for part in cut]), whole), ranks
     with pytest.raises(ValueError, match="a product has 16 chunks, but on a GPU it can have 1, 2, 4, 8"):
-        linear.product(x, weight, 16)
+        _product(x, weight, 16)
 
 
 def test_a_tile_whose_bits_differ_is_not_used(monkeypatch):
     exact = linear.product_with
-    bad = linear.FLOAT_TILES[1][1]
+    bad = linear.FLOAT_TILES[1]
     monkeypatch.setattr(
         linear, "product_with", lambda tile, x, w, pieces: exact(tile, x, w, pieces) + (1e-3 if tile == bad else 0)
     )
     kept = linear.agreeing(linear.FLOAT_TILES, torch.float32, torch.device("cpu"), 40, 24)
-    assert kept == ((None, linear.FLOAT_TILES[0][1]),)
+    assert kept == linear.FLOAT_TILES[:1]
 
 
-def test_gradients_of_a_product():
+def test_a_product_takes_the_largest_tile_of_which_there_are_enough(monkeypatch):
+    monkeypatch.setattr(linear, "ENOUGH", 96)
+
+    def chosen(rows: int, inner: int, outer: int) -> tuple[int, int, bool]:
+        tile = linear.largest(linear.HALF_TILES, rows, outer, linear.pieces_of(inner, outer))
+        return tile.block_m, tile.block_n, tile.split
+
+    assert chosen(1, 1024, 1024) == (64, 16, True) and chosen(32, 4096, 4096) == (64, 32, True)
+    assert chosen(128, 4096, 4096) == (64, 64, True) and chosen(1, 1024, 151936) == (64, 128, True)
+    assert chosen(4096, 3072, 1024) == (128, 128, False) and chosen(4096, 4096, 4096) == (256, 128, False)
+    assert chosen(8192, 4096, 512) == (128, 64, False)  # four pieces: three sums at a time
+
+
+def test_gradients_of_a_product(kernels):
     x, weight, grad = _randn(0, 20, 40).requires_grad_(), _randn(1, 30, 40).requires_grad_(), _randn(2, 20, 30)
-    ours = torch.autograd.grad(linear.product(x, weight), [x, weight], grad)
+    ours = torch.autograd.grad(ops.linear(x, weight), [x, weight], grad)
     _close(ours, torch.autograd.grad(x @ weight.T, [x, weight], grad), torch.float32)
 
 
 @pytest.mark.parametrize("dtype", [*DTYPES, torch.bfloat16])
 @pytest.mark.parametrize("dim", [50, 128])
-def test_rows_agree_with_the_plain_forms_and_so_do_their_gradients(dtype, dim):
+def test_rows_agree_with_the_plain_forms_and_so_do_their_gradients(monkeypatch, dtype, dim):
     x, up, weight = (_randn(i, *s, dtype=dtype).requires_grad_() for i, s in enumerate([(33, dim), (33, dim), (dim,)]))
     heads, angles = _randn(3, 33, 3, dim, dtype=dtype).requires_grad_(), _randn(4, 33, dim // 2)
     cases = [
-        (rows.rms_norm, ops.rms_norm, (x, weight, 1e-5), [x, weight]),
-        (rows.silu_mul, ops.silu_mul, (x, up), [x, up]),
-        (rows.rotary, ops.rotary, (heads, angles.cos(), angles.sin()), [heads]),
+        (ops.rms_norm, (x, weight, 1e-5), [x, weight]),
+        (ops.silu_mul, (x, up), [x, up]),
+        (ops.rotary, (heads, angles.cos(), angles.sin()), [heads]),
     ]
-    for ours, plain, arguments, leaves in cases:
-        mine, theirs = ours(*arguments), plain(*arguments)
-        grad = _randn(5, *mine.shape, dtype=dtype)
+    for operator, arguments, leaves in cases:
+        monkeypatch.setattr(cuda, "usable", lambda x: False)
+        theirs = operator(*arguments)
+        grad = _randn(5, *theirs.shape, dtype=dtype)
+        expected = torch.autograd.grad(theirs, leaves, grad)
+        monkeypatch.setattr(cuda, "usable", lambda x: True)
+        mine = operator(*arguments)
         _close([mine], [theirs], dtype)
-        _close(torch.autograd.grad(mine, leaves, grad), torch.autograd.grad(theirs, leaves, grad), dtype)
+        _close(torch.autograd.grad(mine, leaves, grad), expected, dtype)
         for part in (slice(0, 1), slice(7, 29)):
             alone = [a[part] if isinstance(a, torch.Tensor) and a.shape[0] == 33 else a for a in arguments]
-            assert torch.equal(ours(*alone), mine[part])
+            assert torch.equal(operator(*alone), mine[part])
 
 
 @pytest.mark.parametrize("dtype", DTYPES)

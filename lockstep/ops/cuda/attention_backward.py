@@ -7,6 +7,8 @@ over the queries that see them, one head of the group after the other. So a grad
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 import torch
 import triton
 import triton.language as tl
@@ -14,17 +16,36 @@ from torch import Tensor
 
 from lockstep.ops.attention_reference import Terms
 from lockstep.ops.cuda.attention import tile_map
-from lockstep.ops.cuda.kernel import kernel
+from lockstep.ops.cuda.kernel import kernel, launch
 
-TILE = {torch.bfloat16: 64, torch.float16: 64, torch.float32: 32}
-"""Queries and keys per tile."""
+LOG2_E = tl.constexpr(1.4426950408889634)
+
+
+class Launch(NamedTuple):
+    """Tiles of one of the two kernels."""
+
+    tile: int
+    """Rows whose gradients a program computes."""
+    step: int
+    """Rows on the other side that it reads at a time."""
+    warps: int
+    stages: int
+
+
+QUERIES = {
+    torch.bfloat16: Launch(64, 64, 4, 2),
+    torch.float16: Launch(64, 64, 4, 2),
+    torch.float32: Launch(32, 32, 4, 2),
+}
+# Two sums of 64 x 128 do not fit the registers of four warps.
+KEYS = {torch.bfloat16: Launch(64, 64, 8, 2), torch.float16: Launch(64, 64, 8, 2), torch.float32: Launch(32, 32, 8, 2)}
 
 
 @kernel
 def _queries_kernel(
     grad_out, q, k, v, log_sums, deltas, grad_q, starts, contexts, first_keys, tile_pieces, tile_rows, pieces, scale,
     HEADS: tl.constexpr, KV_HEADS: tl.constexpr, DIM: tl.constexpr, BLOCK_D: tl.constexpr, TILE: tl.constexpr,
-    WINDOW: tl.constexpr,
+    STEP: tl.constexpr, WINDOW: tl.constexpr,
 ):  # fmt: skip
     piece, head = tl.load(tile_pieces + tl.program_id(0)), tl.program_id(1)
     if piece >= pieces:
@@ -38,33 +59,33 @@ def _queries_kernel(
     line = token.to(tl.int64) * HEADS + head
     place, mask = line[:, None] * DIM + d[None, :], (token < end)[:, None] & (d < DIM)[None, :]
     query, grad = tl.load(q + place, mask=mask, other=0.0), tl.load(grad_out + place, mask=mask, other=0.0)
-    log_sum = tl.load(log_sums + line, mask=token < end, other=float("inf"))
+    log_sum = tl.load(log_sums + line, mask=token < end, other=float("inf")) * LOG2_E
     delta = tl.load(deltas + line, mask=token < end, other=0.0)
     sums = tl.zeros((TILE, BLOCK_D), dtype=tl.float32)
     first_key = begin
     if WINDOW > 0:
-        first_key += tl.maximum(first + shift + 1 - WINDOW - begin, 0) // TILE * TILE
-    for start in range(first_key, tl.minimum(first + TILE, end) + shift, TILE):
-        other = start + tl.arange(0, TILE)
+        first_key += tl.maximum(first + shift + 1 - WINDOW - begin, 0) // STEP * STEP
+    for start in range(first_key, tl.minimum(first + TILE, end) + shift, STEP):
+        other = start + tl.arange(0, STEP)
         source = (other.to(tl.int64) * KV_HEADS + kv_head)[:, None] * DIM + d[None, :]
         present = (other < keys_end)[:, None] & (d < DIM)[None, :]
         key, value = tl.load(k + source, mask=present, other=0.0), tl.load(v + source, mask=present, other=0.0)
-        scores = tl.dot(query, tl.trans(key), input_precision="ieee") * scale
+        scores = tl.dot(query, tl.trans(key), input_precision="ieee")
         seen = (other[None, :] <= token[:, None] + shift) & (other < keys_end)[None, :]
         if WINDOW > 0:
             seen &= other[None, :] > token[:, None] + shift - WINDOW
-        weights = tl.where(seen, tl.exp(scores - log_sum[:, None]), 0.0)
+        weights = tl.where(seen, tl.exp2(scores * (scale * LOG2_E) - log_sum[:, None]), 0.0)
         grad_weights = tl.dot(grad, tl.trans(value), input_precision="ieee")
-        grad_scores = weights * (grad_weights - delta[:, None]) * scale
+        grad_scores = weights * (grad_weights - delta[:, None])
         sums = tl.dot(grad_scores.to(key.dtype), key, sums, input_precision="ieee")
-    tl.store(grad_q + place, sums.to(grad_q.dtype.element_ty), mask=mask)
+    tl.store(grad_q + place, (sums * scale).to(grad_q.dtype.element_ty), mask=mask)
 
 
 @kernel
 def _keys_kernel(
     grad_out, q, k, v, log_sums, deltas, grad_k, grad_v, starts, tile_sequences, tile_rows, sequences, scale, own_keys,
     first_queries, last_queries, HEADS: tl.constexpr, KV_HEADS: tl.constexpr, DIM: tl.constexpr, BLOCK_D: tl.constexpr,
-    TILE: tl.constexpr, WHOLE: tl.constexpr, WINDOW: tl.constexpr,
+    TILE: tl.constexpr, STEP: tl.constexpr, WHOLE: tl.constexpr, WINDOW: tl.constexpr,
 ):  # fmt: skip
     GROUP: tl.constexpr = HEADS // KV_HEADS
     sequence, kv_head = tl.load(tile_sequences + tl.program_id(0)), tl.program_id(1)
@@ -83,28 +104,28 @@ def _keys_kernel(
             queries_end = tl.minimum(end, first + TILE - 1 + WINDOW)
     else:
         queries_begin, queries_end = tl.load(first_queries + tl.program_id(0)), tl.load(last_queries + tl.program_id(0))
-    steps = tl.cdiv(queries_end - queries_begin, TILE)
+    steps = tl.cdiv(queries_end - queries_begin, STEP)
     for step in range(0, GROUP * steps):
         head = kv_head * GROUP + step // steps
-        other = queries_begin + (step % steps) * TILE + tl.arange(0, TILE)
+        other = queries_begin + (step % steps) * STEP + tl.arange(0, STEP)
         inside = other < queries_end
         own = other if WHOLE else tl.load(own_keys + other, mask=inside, other=0)
         line = other.to(tl.int64) * HEADS + head
         source, present = line[:, None] * DIM + d[None, :], inside[:, None] & (d < DIM)[None, :]
         query, grad = tl.load(q + source, mask=present, other=0.0), tl.load(grad_out + source, mask=present, other=0.0)
-        log_sum = tl.load(log_sums + line, mask=inside, other=float("inf"))
+        log_sum = tl.load(log_sums + line, mask=inside, other=float("inf")) * LOG2_E
         delta = tl.load(deltas + line, mask=inside, other=0.0)
         # Keys down, queries across: both sums are products with this from the left.
-        scores = tl.dot(key, tl.trans(query), input_precision="ieee") * scale
+        scores = tl.dot(key, tl.trans(query), input_precision="ieee")
         seen = (token[:, None] <= own[None, :]) & inside[None, :]
         if WINDOW > 0:
             seen &= token[:, None] > own[None, :] - WINDOW
-        weights = tl.where(seen, tl.exp(scores - log_sum[None, :]), 0.0)
+        weights = tl.where(seen, tl.exp2(scores * (scale * LOG2_E) - log_sum[None, :]), 0.0)
         value_sums = tl.dot(weights.to(grad.dtype), grad, value_sums, input_precision="ieee")
         grad_weights = tl.dot(value, tl.trans(grad), input_precision="ieee")
-        grad_scores = weights * (grad_weights - delta[None, :]) * scale
+        grad_scores = weights * (grad_weights - delta[None, :])
         key_sums = tl.dot(grad_scores.to(query.dtype), query, key_sums, input_precision="ieee")
-    tl.store(grad_k + place, key_sums.to(grad_k.dtype.element_ty), mask=mask)
+    tl.store(grad_k + place, (key_sums * scale).to(grad_k.dtype.element_ty), mask=mask)
     tl.store(grad_v + place, value_sums.to(grad_v.dtype.element_ty), mask=mask)
 
 
@@ -117,22 +138,27 @@ def attend_backward(
     grad_q, grad_k, grad_v = torch.zeros_like(q), torch.zeros_like(k, dtype=dtype), torch.zeros_like(v, dtype=dtype)
     deltas = (grad_out.float() * out.float()).sum(-1)
     rows, heads, dim = q.shape
-    kv_heads, tile, count = k.shape[1], TILE[q.dtype], starts.shape[0] - 1
+    kv_heads, count = k.shape[1], starts.shape[0] - 1
     sizes = dict(
-        HEADS=heads, KV_HEADS=kv_heads, DIM=dim, BLOCK_D=max(16, triton.next_power_of_2(dim)), TILE=tile, num_stages=2,
-        WINDOW=terms.window,
-    )  # fmt: skip
+        HEADS=heads, KV_HEADS=kv_heads, DIM=dim, BLOCK_D=max(16, triton.next_power_of_2(dim)), WINDOW=terms.window
+    )
     if not (rows and count):
         return grad_q, grad_k, grad_v
     contexts, first_keys = pieces or (starts.diff(), starts[:-1])
+    tile, step, warps, stages = QUERIES[q.dtype]
     tile_pieces, tile_rows = tile_map(starts, rows, tile)
     given = grad_out, q, k, v, log_sums, deltas
     scale = terms.factor(dim)
-    _queries_kernel[(tile_pieces.shape[0], heads)](
-        *given, grad_q, starts, contexts, first_keys, tile_pieces, tile_rows, count, scale, num_warps=4, **sizes
-    )
+    launch(
+        _queries_kernel, (tile_pieces.shape[0], heads),
+        *given, grad_q, starts, contexts, first_keys, tile_pieces, tile_rows, count, scale,
+        TILE=tile, STEP=step, num_warps=warps, num_stages=stages, **sizes,
+    )  # fmt: skip
+    tile, step, warps, stages = KEYS[q.dtype]
     own_keys = first_queries = last_queries = None
-    if pieces is not None:
+    if pieces is None:
+        tile_pieces, tile_rows = tile_map(starts, rows, tile)
+    else:
         own_keys = _own_keys(starts, contexts, first_keys)
         starts = torch.cat((first_keys.unique_consecutive(), first_keys.new_tensor([k.shape[0]])))
         count = starts.shape[0] - 1
@@ -142,10 +168,10 @@ def attend_backward(
         if terms.window:
             ends = torch.minimum(ends, tile_rows + tile - 1 + terms.window)
         last_queries = torch.searchsorted(own_keys, ends, out_int32=True)
-    # Two sums of 64 x 128 do not fit the registers of four warps.
-    _keys_kernel[(tile_pieces.shape[0], kv_heads)](
+    launch(
+        _keys_kernel, (tile_pieces.shape[0], kv_heads),
         *given, grad_k, grad_v, starts, tile_pieces, tile_rows, count, scale, own_keys, first_queries,
-        last_queries, WHOLE=pieces is None, num_warps=8, **sizes,
+        last_queries, WHOLE=pieces is None, TILE=tile, STEP=step, num_warps=warps, num_stages=stages, **sizes,
     )  # fmt: skip
     return grad_q, grad_k, grad_v
 

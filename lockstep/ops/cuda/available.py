@@ -1,4 +1,4 @@
-"""Whether the Triton forms can be used for a tensor, and the namespace of their operators."""
+"""Whether the Triton forms can be used for a tensor."""
 
 from __future__ import annotations
 
@@ -7,8 +7,6 @@ import os
 
 import torch
 from torch import Tensor
-
-from lockstep.ops.opaque import OperatorLibrary
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
@@ -26,6 +24,3 @@ def _installed() -> bool:
 
 INSTALLED = _installed()
 """Looked up once, at import: `torch.compile` could not trace the lookup."""
-
-# On the CPU, these operators are for Triton's interpreter.
-library = OperatorLibrary("lockstep_triton")

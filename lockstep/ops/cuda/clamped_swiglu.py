@@ -8,7 +8,7 @@ import triton.language as tl
 from torch import Tensor
 
 from lockstep.ops.clamped_swiglu import LIMIT, SLOPE
-from lockstep.ops.cuda.kernel import kernel
+from lockstep.ops.cuda.kernel import kernel, launch
 from lockstep.ops.cuda.rows import TILE
 
 
@@ -48,8 +48,17 @@ def forward(gate: Tensor, up: Tensor) -> Tensor:
     """As `lockstep.ops.clamped_swiglu`, without gradient, of contiguous tensors."""
     out, count = torch.empty_like(gate), gate.numel()
     if count:
-        _forward_kernel[(triton.cdiv(count, TILE),)](
-            gate, up, out, count, SLOPE=SLOPE, LIMIT=LIMIT, BLOCK=TILE, num_warps=4
+        launch(
+            _forward_kernel,
+            (triton.cdiv(count, TILE),),
+            gate,
+            up,
+            out,
+            count,
+            SLOPE=SLOPE,
+            LIMIT=LIMIT,
+            BLOCK=TILE,
+            num_warps=4,
         )
     return out
 
@@ -58,7 +67,18 @@ def backward(grad: Tensor, gate: Tensor, up: Tensor) -> tuple[Tensor, Tensor]:
     """Gradients of `gate` and `up`."""
     grad_gate, grad_up, count = torch.empty_like(gate), torch.empty_like(up), gate.numel()
     if count:
-        _backward_kernel[(triton.cdiv(count, TILE),)](
-            grad, gate, up, grad_gate, grad_up, count, SLOPE=SLOPE, LIMIT=LIMIT, BLOCK=TILE, num_warps=4
+        launch(
+            _backward_kernel,
+            (triton.cdiv(count, TILE),),
+            grad,
+            gate,
+            up,
+            grad_gate,
+            grad_up,
+            count,
+            SLOPE=SLOPE,
+            LIMIT=LIMIT,
+            BLOCK=TILE,
+            num_warps=4,
         )
     return grad_gate, grad_up

@@ -18,7 +18,7 @@ import triton.language as tl
 from torch import Tensor
 
 from lockstep.ops.cuda import linear
-from lockstep.ops.cuda.kernel import kernel
+from lockstep.ops.cuda.kernel import kernel, launch
 from lockstep.ops.cuda.linear import Tile, Tiles, tile_of, tile_sums
 
 
@@ -59,8 +59,10 @@ def product(x: Tensor, weight: Tensor, starts: Tensor) -> Tensor:
     groups, outputs, depth = weight.shape
     tiles = _tiles(x.dtype, x.device, depth, outputs)
     # As if all groups that can have rows had equally many: this only chooses a tile, which changes no bit.
-    rows_of_group = triton.cdiv(x.shape[0], max(1, min(groups, x.shape[0])))
-    return product_with(linear.fitting(tiles, rows_of_group), x, weight, starts)
+    groups = max(1, min(groups, x.shape[0]))
+    rows = triton.cdiv(x.shape[0], groups)
+    tile = linear.largest(tiles, rows, outputs, linear.pieces_of(depth, outputs), groups)
+    return product_with(tile, x, weight, starts)
 
 
 def product_with(tile: Tile, x: Tensor, weight: Tensor, starts: Tensor) -> Tensor:
@@ -73,7 +75,8 @@ def product_with(tile: Tile, x: Tensor, weight: Tensor, starts: Tensor) -> Tenso
     pieces, piece = linear.own_pieces(K, N)
     # A group's last tile may have only one row.
     tiles = (rows + min(groups, rows) * (tile.block_m - 1)) // tile.block_m
-    _grouped_kernel[(tiles * triton.cdiv(N, tile.block_n),)](
+    launch(
+        _grouped_kernel, (tiles * triton.cdiv(N, tile.block_n),),
         x, weight, out, starts, tiles, groups, N, K, piece, *weight.stride(),
         # Every thread has a lane: scans of fewer elements are another path of the compiler's.
         PIECES=pieces, LANES=max(triton.next_power_of_2(groups), 32 * tile.warps), GROUP=8,
@@ -87,9 +90,7 @@ def product_with(tile: Tile, x: Tensor, weight: Tensor, starts: Tensor) -> Tenso
 def _tiles(dtype: torch.dtype, device: torch.device, in_features: int, out_features: int) -> Tiles:
     """The tiles of the dense product whose bits also agree here."""
     candidates = linear.tiles_of(dtype, device, in_features, out_features, 0)
-    # A program keeps the sums of up to three of four pieces, which fill the registers for a wide tile.
-    widest = 64 if linear.pieces_of(in_features, out_features) > 2 else 128
-    own = tuple((most, replace(t, split=False, block_n=min(t.block_n, widest))) for most, t in candidates)
+    own = tuple(replace(tile, split=False) for tile in candidates)
     return linear.agreeing(own, dtype, device, in_features, out_features, multiply=_in_groups)
 
 

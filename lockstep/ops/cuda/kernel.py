@@ -1,4 +1,4 @@
-"""How a function becomes a Triton kernel here."""
+"""How a function becomes a Triton kernel here, and how one is launched."""
 
 from __future__ import annotations
 
@@ -6,7 +6,13 @@ import inspect
 from collections.abc import Callable
 from typing import Any
 
+import torch
 import triton
+from torch import Tensor
+
+Grid = tuple[int, ...]
+_variants: dict[tuple[Any, ...], tuple[Any, tuple[Any, ...]]] = {}
+"""Each compiled variant of a kernel, and the values of its constants in the order of its signature."""
 
 
 def kernel(function: Callable[..., Any] | None = None, *, varying: tuple[str, ...] = ()) -> Any:
@@ -17,3 +23,31 @@ def kernel(function: Callable[..., Any] | None = None, *, varying: tuple[str, ..
     if function is None:
         return lambda f: kernel(f, varying=varying)
     return triton.jit(inspect.unwrap(function), do_not_specialize=list(varying))
+
+
+def launch(function: Any, grid: Grid, *arguments: Tensor | float | None, **constants: Any) -> None:
+    """`function[grid](*arguments, **constants)`: Triton's own search for the variant takes twice as long.
+
+    `constants` are compile-time values and launch options. Arguments of a kernel come before its constants.
+    """
+    if not isinstance(function, triton.JITFunction):  # the interpreter's
+        function[grid](*arguments, **constants)
+        return
+    varying = function.do_not_specialize
+    what = [_selects(value, name in varying) for name, value in zip(function.arg_names, arguments)]
+    key = (id(function), torch.cuda.current_device(), *constants.values(), *what)
+    if (variant := _variants.get(key)) is None:
+        names = function.arg_names[len(arguments) :]
+        _variants[key] = function[grid](*arguments, **constants), tuple(constants[name] for name in names)
+        return
+    compiled, values = variant
+    compiled[(*grid, 1, 1)[:3]](*arguments, *values)
+
+
+def _selects(value: Tensor | float | None, varies: bool) -> Any:
+    """What Triton compiles separate variants for: a tensor's dtype and alignment, a whole number's size and factors."""
+    if isinstance(value, Tensor):
+        return value.dtype, value.data_ptr() % 16 == 0
+    if isinstance(value, int):
+        return value >= 1 << 31 if varies else (value >= 1 << 31, value % 16 == 0, value == 1)
+    return type(value)

@@ -5,23 +5,22 @@ each is one chain of tensor-core steps in ascending order, and the pieces' float
 With few rows, a program computes one piece of one tile, so that all of the GPU reads weights (split-K); with many rows,
 one program computes the same pieces one after the other. Rows and columns of a tile never mix, so the tile's height and
 width cannot change a bit as long as the hardware's steps along K are the same; this is checked on the device at the
-first use of a shape, and a tile that disagrees is not used.
+first use of a shape, and a tile that disagrees is not used. Which one computes a product only matters for its speed: it
+is the largest of which there are enough to fill the GPU.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from functools import cache
-from typing import Any
+from functools import cache, lru_cache
 
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
-from lockstep.ops.cuda.available import library
-from lockstep.ops.cuda.kernel import kernel
+from lockstep.ops.cuda.kernel import kernel, launch
 
 MULTIPROCESSORS = 128
 """Programs that split-K fills. A constant: the number of pieces is part of the arithmetic, not of the device."""
@@ -46,16 +45,26 @@ class Tile:
     """Whether each piece of K has its own program."""
 
 
+Tiles = tuple[Tile, ...]
 # 64 rows are one tensor-core instruction of a Hopper warp group; fewer would be another instruction with other bits.
-# (most rows, tile); the others are compared with the first.
-HALF_TILES = (
-    (16, Tile(64, 16, 256, 4, 4, True)),
-    (128, Tile(64, 64, 128, 4, 4, True)),
-    (None, Tile(128, 128, 64, 8, 4, False)),
+# The smallest first: the others are compared with it. Measured on an H100 (`benchmarks/NOTES.md`).
+HALF_TILES: Tiles = (
+    Tile(64, 16, 128, 4, 8, True),
+    Tile(64, 32, 256, 4, 4, True),
+    Tile(64, 64, 128, 4, 4, True),
+    Tile(128, 64, 64, 8, 4, False),
+    Tile(64, 128, 128, 4, 4, True),
+    Tile(128, 128, 64, 8, 3, False),
+    Tile(256, 128, 64, 8, 3, False),
 )
 # float32 runs on the ordinary cores, one multiply-add after the other.
-FLOAT_TILES = ((64, Tile(32, 32, 32, 4, 2, True)), (None, Tile(64, 64, 32, 8, 2, False)))
-Tiles = tuple[tuple[int | None, Tile], ...]
+FLOAT_TILES: Tiles = (Tile(32, 32, 32, 4, 2, True), Tile(64, 64, 32, 8, 2, False))
+ENOUGH = 96
+"""Programs that keep the multiprocessors busy: more, smaller ones are slower."""
+MOST_SUMS = 128
+"""Sums in a thread's registers."""
+SPLIT_ROWS = 512
+"""Rows up to which pieces have their own programs: the sums that they exchange take memory."""
 Multiply = Callable[[Tile, Tensor, Tensor, int], Tensor]
 
 
@@ -228,10 +237,12 @@ def product_with(tile: Tile, x: Tensor, weight: Tensor, pieces: int = 0, dtype: 
         raise ValueError(f"a product has {pieces} chunks, but on a GPU it can have {', '.join(map(str, PIECES))}")
     pieces, piece = (pieces, K // pieces) if pieces else own_pieces(K, N)
     programs = triton.cdiv(M, tile.block_m) * triton.cdiv(N, tile.block_n)
-    meeting = tile.split and pieces > 1
-    partial = torch.empty((pieces, M, N) if meeting else 0, dtype=torch.float32, device=x.device)
-    arrivals = _arrivals(x.device, programs) if meeting else partial
-    _linear_kernel[(programs, pieces if tile.split else 1)](
+    partial = arrivals = None
+    if tile.split and pieces > 1:
+        partial = torch.empty(pieces, M, N, dtype=torch.float32, device=x.device)
+        arrivals = _arrivals(x.device, programs)
+    launch(
+        _linear_kernel, (programs, pieces if tile.split else 1),
         x, weight, out, partial, arrivals, M, N, K, piece,
         PIECES=pieces, SPLIT=tile.split, GROUP=8,
         BLOCK_M=tile.block_m, BLOCK_N=tile.block_n, BLOCK_K=tile.block_k,
@@ -252,16 +263,12 @@ def _arrivals(device: torch.device, programs: int) -> Tensor:
     return counters[-1]
 
 
-@library.operator(
-    "linear(Tensor x, Tensor weight, int chunks=1) -> Tensor",
-    fake=lambda x, weight, chunks: x.new_empty(x.shape[0], weight.shape[0]),
-)
-def product(x: Tensor, weight: Tensor, chunks: int = 1) -> Tensor:
-    """`x @ weight.T`: the bits of a row are the same for every number of rows.
+def product(x: Tensor, weight: Tensor, chunks: int, dtype: torch.dtype) -> Tensor:
+    """`x @ weight.T`, rounded to `dtype`: the bits of a row are the same for every number of rows.
 
     K is split into `chunks` pieces, or with 1 into those by shape. Raises ValueError above 8.
     """
-    return _fitted(x, weight, chunks if chunks > 1 else 0, x.dtype)
+    return _fitted(x, weight, chunks if chunks > 1 else 0, dtype)
 
 
 def product_sums(x: Tensor, weight: Tensor, chunks: int) -> Tensor:
@@ -270,18 +277,38 @@ def product_sums(x: Tensor, weight: Tensor, chunks: int) -> Tensor:
 
 
 def _fitted(x: Tensor, weight: Tensor, pieces: int, dtype: torch.dtype) -> Tensor:
-    tiles = tiles_of(x.dtype, x.device, weight.shape[1], weight.shape[0], pieces)
-    return product_with(fitting(tiles, x.shape[0]), x, weight, pieces, dtype)
+    tile = fitting(x.dtype, x.device, x.shape[0], weight.shape[1], weight.shape[0], pieces)
+    return product_with(tile, x, weight, pieces, dtype)
 
 
-def fitting(tiles: Tiles, rows: int) -> Tile:
-    """The first candidate for this many rows; the last takes any number."""
-    return next(tile for most, tile in tiles if most is None or rows <= most)
+@lru_cache(maxsize=4096)
+def fitting(
+    dtype: torch.dtype, device: torch.device, rows: int, in_features: int, out_features: int, pieces: int
+) -> Tile:
+    tiles = tiles_of(dtype, device, in_features, out_features, pieces)
+    return largest(tiles, rows, out_features, pieces or pieces_of(in_features, out_features))
+
+
+def largest(tiles: Tiles, rows: int, columns: int, pieces: int, groups: int = 1) -> Tile:
+    """The largest tile that fits a product of `groups` times `rows` rows, of which there are enough to fill the GPU."""
+
+    def fits(tile: Tile) -> bool:
+        if rows <= tile.block_m // 2 and tile.block_m > tiles[0].block_m:
+            return False
+        if tile.split and pieces > 1 and rows > SPLIT_ROWS:
+            return False
+        together = 1 if tile.split else min(pieces, 3)
+        if together * tile.block_m * tile.block_n > 32 * tile.warps * MOST_SUMS:
+            return False
+        programs = groups * triton.cdiv(rows, tile.block_m) * triton.cdiv(columns, tile.block_n)
+        return programs * (pieces if tile.split else 1) >= ENOUGH
+
+    return next(filter(fits, reversed(tiles)), tiles[0])
 
 
 @cache
 def tiles_of(dtype: torch.dtype, device: torch.device, in_features: int, out_features: int, pieces: int) -> Tiles:
-    candidates: Tiles = FLOAT_TILES if dtype == torch.float32 else HALF_TILES
+    candidates = FLOAT_TILES if dtype == torch.float32 else HALF_TILES
     return agreeing(candidates, dtype, device, in_features, out_features, pieces)
 
 
@@ -294,7 +321,7 @@ def agreeing(
     pieces: int = 0,
     multiply: Multiply | None = None,
 ) -> Tiles:
-    """The candidates whose bits equal the first one's for this shape; if one differs, a lower one takes its rows.
+    """The candidates whose bits equal the first one's for this shape; smaller ones take the place of the others.
 
     `multiply`: has the arguments and result of `product_with`.
     """
@@ -302,11 +329,10 @@ def agreeing(
     alone = (pieces or pieces_of(in_features, out_features)) == 1
     out_features = min(out_features, 4096) if alone else out_features
     generator = torch.Generator().manual_seed(in_features * 1_000_003 + out_features)
-    rows = 2 * max(tile.block_m for _, tile in candidates) - 3
+    rows = 2 * max(tile.block_m for tile in candidates) - 3
     x, weight = (t.to(device, dtype) for t in _cancelling(generator, rows, in_features, out_features))
-    expected = multiply(candidates[0][1], x, weight, pieces)
-    same = [c for c in candidates if torch.equal(multiply(c[1], x, weight, pieces), expected)]
-    return (*same[:-1], (None, same[-1][1]))
+    expected = multiply(candidates[0], x, weight, pieces)
+    return tuple(tile for tile in candidates if torch.equal(multiply(tile, x, weight, pieces), expected))
 
 
 def _cancelling(generator: torch.Generator, rows: int, inner: int, outputs: int) -> tuple[Tensor, Tensor]:
@@ -321,17 +347,3 @@ def _cancelling(generator: torch.Generator, rows: int, inner: int, outputs: int)
     tail = inner % 2  # 0 or 1 columns of zeros
     x, weight = torch.cat([x, -x], 1)[:, order], torch.cat([weight, weight], 1)[:, order]
     return torch.nn.functional.pad(x, (0, tail)), torch.nn.functional.pad(weight, (0, tail))
-
-
-def _save(ctx: Any, inputs: tuple[Tensor, Tensor, int], output: Tensor) -> None:
-    ctx.save_for_backward(*inputs[:2])
-
-
-def _backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor, None]:
-    """Uses the library's products: a gradient's bits need not be row-invariant."""
-    x, weight = ctx.saved_tensors
-    grad = grad.contiguous()
-    return grad @ weight, grad.T @ x, None
-
-
-library.differentiable("linear", _save, _backward)

@@ -10,7 +10,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from lockstep.ops.cuda.kernel import kernel
+from lockstep.ops.cuda.kernel import kernel, launch
 from lockstep.ops.logprobs import PIECES
 
 BLOCK = 1024
@@ -138,8 +138,16 @@ def masses(logits: Tensor, inverse_temperature: Tensor, bounds: Tensor) -> Tenso
     rows, count = logits.shape[0], len(bounds) - 1
     out = logits.new_empty(rows, count, 3, dtype=torch.float32)
     if rows and count:
-        _masses_kernel[(rows, count)](
-            logits, inverse_temperature, bounds, out, logits.shape[1], BLOCK=BLOCK, num_warps=4
+        launch(
+            _masses_kernel,
+            (rows, count),
+            logits,
+            inverse_temperature,
+            bounds,
+            out,
+            logits.shape[1],
+            BLOCK=BLOCK,
+            num_warps=4,
         )
     return out
 
@@ -148,7 +156,8 @@ def join_masses(pieces: Tensor, chosen: Tensor) -> tuple[Tensor, Tensor, Tensor]
     """Log-probability of the chosen token, entropy and log of the normalizer of each row, float32."""
     out, entropies, normalizers = (pieces.new_empty(len(pieces)) for _ in range(3))
     if len(pieces):
-        _log_probs_kernel[(len(pieces),)](
+        launch(
+            _log_probs_kernel, (len(pieces),),
             pieces.contiguous(), chosen.contiguous(), out, entropies, normalizers,
             COUNT=pieces.shape[1], PIECES=PIECES, num_warps=1,
         )  # fmt: skip
@@ -161,7 +170,8 @@ def logits_gradient(
     """(onehot - p) / temperature times the incoming gradient; overwrites `logits`."""
     rows, vocab = logits.shape
     if rows:
-        _gradient_kernel[(rows, triton.cdiv(vocab, BLOCK))](
+        launch(
+            _gradient_kernel, (rows, triton.cdiv(vocab, BLOCK)),
             logits, targets.contiguous(), inverse_temperature.contiguous(), normalizers.contiguous(),
             grad.contiguous(), vocab, BLOCK=BLOCK, num_warps=4,
         )  # fmt: skip
@@ -178,7 +188,8 @@ def draw(logits: Tensor, inverse_temperature: Tensor, uniform: Tensor, pieces: T
     rows, vocab = logits.shape
     tokens = torch.empty(rows, dtype=torch.int64, device=logits.device)
     if rows:
-        _draw_kernel[(rows,)](
+        launch(
+            _draw_kernel, (rows,),
             logits, inverse_temperature, uniform.double().contiguous(), bounds, pieces.contiguous(), tokens, vocab,
             COUNT=pieces.shape[1], PIECES=PIECES, BLOCK=BLOCK, num_warps=4,
         )  # fmt: skip

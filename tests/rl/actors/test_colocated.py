@@ -341,10 +341,6 @@ def test_every_data_parallel_rank_has_a_microbatch_though_prompts_are_long_and_s
             dict(actors=ActorsConfig(keep_copy=False, generators=1)),
             "actors.keep_copy applies to ranks that both train and sample; with separate generators, remove it",
         ),
-        (
-            dict(actors=ActorsConfig(keep_copy=False), engine=EngineConfig(cuda_graphs="full")),
-            "actors.keep_copy = false frees that memory; leave one of them out",
-        ),
         (dict(parallel=ParallelConfig(pipeline=4)), "= 4 ranks, but 2 are running; start 4 with torchrun"),
     ],
 )
