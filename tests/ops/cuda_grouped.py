@@ -19,7 +19,7 @@ from lockstep.model import preset
 from lockstep.ops.cuda import grouped_linear as grouped
 from lockstep.ops.cuda import linear
 from tests.generate.recorder import Recorder
-from tests.ops.cuda_kernels import DTYPES, dots_of_fixed_order, form, kernels  # noqa: F401
+from tests.ops.cuda_kernels import DTYPES, compare, dots_of_fixed_order, form, kernels  # noqa: F401
 from tests.ops.test_experts import mixture, starts_of
 from tests.ops.test_linear import cancelling
 
@@ -30,16 +30,6 @@ TILES = [
     linear.Tile(16, 64, 32, 8, 3, False),
 ]
 DENSE = linear.Tile(32, 32, 32, 4, 2, True)
-tiles_on_a_device = grouped._tiles.__wrapped__
-
-
-@pytest.fixture(scope="module", autouse=True)
-def as_many_tiles_as_dense_products_have():
-    """Comparing those of every shape takes the interpreter minutes."""
-    patch = pytest.MonkeyPatch()
-    patch.setattr(grouped, "_tiles", lambda *shape: linear.tiles_of(*shape, 0))
-    yield
-    patch.undo()
 
 
 def _factors(seed: int, counts: list[int], depth: int, outputs: int, dtype: torch.dtype):
@@ -79,12 +69,12 @@ def test_another_order_along_k_gives_other_bits(dtype):
     assert not torch.equal(backwards, grouped.product_with(TILES[0], x, w, starts))
 
 
-def test_a_grouped_tile_whose_bits_differ_is_not_used(monkeypatch):
-    exact = grouped.product_with
-    good, bad = (replace(tile, split=False) for tile in linear.FLOAT_TILES)
-    monkeypatch.setattr(grouped, "product_with", lambda tile, *given: exact(tile, *given) + 1e-3 * (tile == bad))
-    kept = tiles_on_a_device(torch.float32, torch.device("cpu"), 40, 24)
-    assert kept == (good,)
+def test_a_grouped_tile_is_compared_with_the_dense_product(monkeypatch):
+    exact, (small, large) = grouped.product_with, linear.FLOAT_TILES
+    own, given = replace(large, split=False), (torch.float32, torch.device("cpu"), 40, 24)
+    assert compare(own, small, *given, multiply=grouped._in_groups)
+    monkeypatch.setattr(grouped, "product_with", lambda *given: exact(*given) + 1e-3)
+    assert not compare(own, small, *given, multiply=grouped._in_groups)
 
 
 def test_no_rows_are_no_product(kernels):  # noqa: F811

@@ -25,6 +25,7 @@ from tests.ops.pieces import assert_pieces_add_up
 # One rounding to the dtype on values up to 8, and float32 sums of some hundred terms in another order.
 TOLERANCE = {torch.float32: 1e-5, torch.float16: 1e-2, torch.bfloat16: 4e-2}
 DTYPES = [torch.float32, torch.float16]
+HALF_TILES, compare = linear.HALF_TILES, linear.agrees.__wrapped__
 SINKS = torch.tensor([0.5, -2.0, 3.0, 0.0])
 
 
@@ -41,8 +42,8 @@ def dots_of_fixed_order():
     patch.setattr(interpreter.np, "matmul", _dot)
     # Comparing the tiles of every shape takes the interpreter minutes. In float32 they agree by their order of sums;
     # in half precision what agrees depends on how a tensor core adds, which nothing here stands for.
-    tiles = {torch.float32: linear.FLOAT_TILES}
-    patch.setattr(linear, "tiles_of", lambda dtype, *_: tiles.get(dtype, linear.HALF_TILES[:1]))
+    patch.setattr(linear, "agrees", lambda *_, **__: True)
+    patch.setattr(linear, "HALF_TILES", linear.HALF_TILES[:1])
     patch.setattr(linear, "ENOUGH", 4)  # so that these small products have tiles of both sizes
     yield
     patch.undo()
@@ -115,20 +116,21 @@ def test_ranks_that_hold_some_chunks_each_meet_in_the_same_bits(rows):
 
 
 def test_a_tile_whose_bits_differ_is_not_used(monkeypatch):
-    exact = linear.product_with
-    bad = linear.FLOAT_TILES[1]
+    exact, (small, large) = linear.product_with, linear.FLOAT_TILES
+    given = torch.float32, torch.device("cpu"), 40, 24
+    assert compare(large, small, *given)
     monkeypatch.setattr(
-        linear, "product_with", lambda tile, x, w, pieces: exact(tile, x, w, pieces) + (1e-3 if tile == bad else 0)
+        linear, "product_with", lambda tile, x, w, pieces: exact(tile, x, w, pieces) + (1e-3 if tile == large else 0)
     )
-    kept = linear.agreeing(linear.FLOAT_TILES, torch.float32, torch.device("cpu"), 40, 24)
-    assert kept == linear.FLOAT_TILES[:1]
+    assert not compare(large, small, *given)
+    assert linear.largest(linear.FLOAT_TILES, lambda tile: False, 4096, 4096, 1) == small
 
 
 def test_a_product_takes_the_largest_tile_of_which_there_are_enough(monkeypatch):
     monkeypatch.setattr(linear, "ENOUGH", 96)
 
     def chosen(rows: int, inner: int, outer: int) -> tuple[int, int, bool]:
-        tile = linear.largest(linear.HALF_TILES, rows, outer, linear.pieces_of(inner, outer))
+        tile = linear.largest(HALF_TILES, lambda tile: True, rows, outer, linear.pieces_of(inner, outer))
         return tile.block_m, tile.block_n, tile.split
 
     assert chosen(1, 1024, 1024) == (64, 16, True) and chosen(32, 4096, 4096) == (64, 32, True)

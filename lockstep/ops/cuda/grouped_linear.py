@@ -10,7 +10,7 @@ since the groups fill the GPU.
 from __future__ import annotations
 
 from dataclasses import replace
-from functools import cache
+from functools import lru_cache
 
 import torch
 import triton
@@ -19,7 +19,7 @@ from torch import Tensor
 
 from lockstep.ops.cuda import linear
 from lockstep.ops.cuda.kernel import kernel, launch
-from lockstep.ops.cuda.linear import Tile, Tiles, tile_of, tile_sums
+from lockstep.ops.cuda.linear import Tile, tile_of, tile_sums
 
 
 @kernel(varying=("TILES", "GROUPS"))
@@ -57,12 +57,26 @@ def product(x: Tensor, weight: Tensor, starts: Tensor) -> Tensor:
     `weight` may have any strides: a gradient takes the transposed one.
     """
     groups, outputs, depth = weight.shape
-    tiles = _tiles(x.dtype, x.device, depth, outputs)
     # As if all groups that can have rows had equally many: this only chooses a tile, which changes no bit.
     groups = max(1, min(groups, x.shape[0]))
-    rows = triton.cdiv(x.shape[0], groups)
-    tile = linear.largest(tiles, rows, outputs, linear.pieces_of(depth, outputs), groups)
-    return product_with(tile, x, weight, starts)
+    return product_with(
+        _fitting(x.dtype, x.device, triton.cdiv(x.shape[0], groups), groups, depth, outputs), x, weight, starts
+    )
+
+
+@lru_cache(maxsize=4096)
+def _fitting(
+    dtype: torch.dtype, device: torch.device, rows: int, groups: int, in_features: int, out_features: int
+) -> Tile:
+    dense = linear.FLOAT_TILES if dtype == torch.float32 else linear.HALF_TILES
+    return linear.largest(
+        tuple(replace(tile, split=False) for tile in dense),
+        lambda tile: linear.agrees(tile, dense[0], dtype, device, in_features, out_features, multiply=_in_groups),
+        rows,
+        out_features,
+        linear.pieces_of(in_features, out_features),
+        groups,
+    )
 
 
 def product_with(tile: Tile, x: Tensor, weight: Tensor, starts: Tensor) -> Tensor:
@@ -84,14 +98,6 @@ def product_with(tile: Tile, x: Tensor, weight: Tensor, starts: Tensor) -> Tenso
         num_warps=tile.warps, num_stages=tile.stages,
     )  # fmt: skip
     return out
-
-
-@cache
-def _tiles(dtype: torch.dtype, device: torch.device, in_features: int, out_features: int) -> Tiles:
-    """The tiles of the dense product whose bits also agree here."""
-    candidates = linear.tiles_of(dtype, device, in_features, out_features, 0)
-    own = tuple(replace(tile, split=False) for tile in candidates)
-    return linear.agreeing(own, dtype, device, in_features, out_features, multiply=_in_groups)
 
 
 def _in_groups(tile: Tile, x: Tensor, weight: Tensor, pieces: int) -> Tensor:

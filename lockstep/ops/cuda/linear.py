@@ -285,11 +285,19 @@ def _fitted(x: Tensor, weight: Tensor, pieces: int, dtype: torch.dtype) -> Tenso
 def fitting(
     dtype: torch.dtype, device: torch.device, rows: int, in_features: int, out_features: int, pieces: int
 ) -> Tile:
-    tiles = tiles_of(dtype, device, in_features, out_features, pieces)
-    return largest(tiles, rows, out_features, pieces or pieces_of(in_features, out_features))
+    tiles = FLOAT_TILES if dtype == torch.float32 else HALF_TILES
+    return largest(
+        tiles,
+        lambda tile: agrees(tile, tiles[0], dtype, device, in_features, out_features, pieces),
+        rows,
+        out_features,
+        pieces or pieces_of(in_features, out_features),
+    )
 
 
-def largest(tiles: Tiles, rows: int, columns: int, pieces: int, groups: int = 1) -> Tile:
+def largest(
+    tiles: Tiles, agrees: Callable[[Tile], bool], rows: int, columns: int, pieces: int, groups: int = 1
+) -> Tile:
     """The largest tile that fits a product of `groups` times `rows` rows, of which there are enough to fill the GPU."""
 
     def fits(tile: Tile) -> bool:
@@ -303,36 +311,30 @@ def largest(tiles: Tiles, rows: int, columns: int, pieces: int, groups: int = 1)
         programs = groups * triton.cdiv(rows, tile.block_m) * triton.cdiv(columns, tile.block_n)
         return programs * (pieces if tile.split else 1) >= ENOUGH
 
-    return next(filter(fits, reversed(tiles)), tiles[0])
+    return next((tile for tile in reversed(tiles[1:]) if fits(tile) and agrees(tile)), tiles[0])
 
 
 @cache
-def tiles_of(dtype: torch.dtype, device: torch.device, in_features: int, out_features: int, pieces: int) -> Tiles:
-    candidates = FLOAT_TILES if dtype == torch.float32 else HALF_TILES
-    return agreeing(candidates, dtype, device, in_features, out_features, pieces)
-
-
-def agreeing(
-    candidates: Tiles,
+def agrees(
+    tile: Tile,
+    base: Tile,
     dtype: torch.dtype,
     device: torch.device,
     in_features: int,
     out_features: int,
     pieces: int = 0,
     multiply: Multiply | None = None,
-) -> Tiles:
-    """The candidates whose bits equal the first one's for this shape; smaller ones take the place of the others.
+) -> bool:
+    """Whether the bits of `multiply` with this tile are those of `product_with` with another one, for this shape.
 
-    `multiply`: has the arguments and result of `product_with`.
+    `multiply`: has the arguments and result of `product_with`, which is the default.
     """
-    multiply = multiply or product_with
     alone = (pieces or pieces_of(in_features, out_features)) == 1
     out_features = min(out_features, 4096) if alone else out_features
     generator = torch.Generator().manual_seed(in_features * 1_000_003 + out_features)
-    rows = 2 * max(tile.block_m for tile in candidates) - 3
-    x, weight = (t.to(device, dtype) for t in _cancelling(generator, rows, in_features, out_features))
-    expected = multiply(candidates[0], x, weight, pieces)
-    return tuple(tile for tile in candidates if torch.equal(multiply(tile, x, weight, pieces), expected))
+    x, weight = (t.to(device, dtype) for t in _cancelling(generator, 2 * tile.block_m - 3, in_features, out_features))
+    expected = product_with(base, x, weight, pieces)
+    return torch.equal((multiply or product_with)(tile, x, weight, pieces), expected)
 
 
 def _cancelling(generator: torch.Generator, rows: int, inner: int, outputs: int) -> tuple[Tensor, Tensor]:
