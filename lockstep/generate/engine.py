@@ -278,6 +278,7 @@ class Engine:
         self._away = False
         self.weights_version = version
         self._weights.forget()
+        self._runner.weights_changed()
         if self._speculation:
             self._speculation.draft.weights_changed()
         self._start_over()

@@ -111,9 +111,10 @@ class GraphRunner(Runner):
         self._capture: Capture = capture or CudaCapture()
         self._whole: dict[int, Replay] = {}
         self._pieces: dict[tuple[int, int], Replay] = {}
-        self._weights = list(model.parameters())
         self._adapters = [layer for _, layer in projections(model) if layer.lora_A is not None]
-        self._read: list[int | bool] = []
+        self._read: list[int] = []
+        self._adapted: list[bool] = []
+        self._moved = True
         largest, device = self.sizes[-1], model.device
         width = min(cache.num_pages, -(-model.config.max_positions // ops.PAGE))
         heads, head_dim = model.config.num_heads, model.config.head_dim
@@ -158,13 +159,18 @@ class GraphRunner(Runner):
         if isinstance(self._capture, CudaCapture):
             self._capture = CudaCapture()  # a pool whose graphs are gone takes no others
 
+    def weights_changed(self) -> None:
+        self._moved = True
+
     def _drop_if_moved(self) -> None:
         """Drops what was recorded of weights that were elsewhere, or with adapters that were on and are off."""
-        read = [*(weight.data_ptr() for weight in self._weights), *(layer.adapted for layer in self._adapters)]
-        if read != self._read:
+        adapted = [layer.adapted for layer in self._adapters]
+        if not self._moved and adapted == self._adapted:
+            return
+        read = [weight.data_ptr() for weight in self.model.parameters()]
+        if (read, adapted) != (self._read, self._adapted):
             self.release()
-            self._weights = list(self.model.parameters())
-            self._read = [*(weight.data_ptr() for weight in self._weights), *(a.adapted for a in self._adapters)]
+        self._read, self._adapted, self._moved = read, adapted, False
 
     def hidden(self, batch: StepBatch) -> Tensor:
         rows = batch.tokens.shape[0]

@@ -64,6 +64,9 @@ class Runner:
     def release(self) -> None:
         """Frees what it keeps of the weights."""
 
+    def weights_changed(self) -> None:
+        """They have other values, and may be at other addresses."""
+
     def decode(self, batch: StepBatch) -> Decoded | None:
         """The whole step down to the draw, if that is one replay; `batch` is on the CPU."""
         return None

@@ -1,4 +1,4 @@
-"""AdamW's update of one tensor on the CPU: every operation is rounded separately, so bits are the same everywhere."""
+"""AdamW's update of one tensor: every operation is rounded separately, so bits are the same everywhere."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from lockstep.ops import native
+from lockstep.ops import cuda, native
 from lockstep.ops.elementary import power
 
 
@@ -54,15 +54,22 @@ def adamw_step(
     scale: float = 1.0,
     weight: Float[Tensor, "*shape"] | None = None,
 ) -> None:
-    """Updates float32 `master`, and the moments `mean` and `square` (float32 or bfloat16), in place, all on the CPU.
+    """Updates float32 `master`, and the moments `mean` and `square` (float32 or bfloat16), in place.
 
     `grad` is read as float32 and multiplied by `scale` before all else. `weight` gets the new `master`, rounded to its
     dtype.
     """
     tensors = [master, mean, square] if weight is None else [master, mean, square, weight]
     narrow = weight is None or weight.dtype == torch.bfloat16
-    if not (narrow and native.usable(mean) and all(tensor.is_contiguous() for tensor in tensors)):
+    has_kernel = cuda.usable(master) or (narrow and native.usable(mean))
+    if not (has_kernel and all(tensor.is_contiguous() for tensor in tensors)):
         return _reference(master, grad, mean, square, factors, scale, weight)
+    if cuda.usable(master):
+        from lockstep.ops.cuda.optimizer import adamw_step as triton_step
+
+        triton_step(master, grad.contiguous(), mean, square, factors, scale, weight)
+        torch.autograd.graph.increment_version(tensors)
+        return
     kernel, grad = ("adamw_narrow_grad", grad) if grad.dtype == torch.bfloat16 else ("adamw", grad.float())
     given = master, weight, grad.contiguous(), mean, square
     native.call(kernel, mean.dtype, *given, master.numel(), scale, *astuple(factors))
@@ -86,7 +93,8 @@ def _reference(
     mean.copy_(wide_mean)
     square.copy_(wide_square)
     # NumPy's square root is the processor's, correctly rounded; torch may call a library's.
-    root = torch.from_numpy(np.sqrt(wide_square.numpy()))
+    on_cpu = wide_square.device.type == "cpu"
+    root = torch.from_numpy(np.sqrt(wide_square.numpy())) if on_cpu else wide_square.sqrt()
     master.copy_(
         master * factors.decay - wide_mean * factors.step_size / (root * factors.inverse_root + factors.epsilon)
     )

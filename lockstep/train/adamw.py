@@ -6,7 +6,6 @@ from collections.abc import Sequence
 
 import torch
 from torch import Tensor
-from torch.optim.adamw import adamw
 
 from lockstep import ops
 from lockstep.config import TrainConfig
@@ -18,9 +17,10 @@ State = dict[str, Tensor]
 
 
 def adamw_state(master: Tensor, dtype: torch.dtype) -> State:
-    """The state before the first step: both moments zero."""
+    """The state before the first step: both moments zero. The number of steps is read on the CPU."""
+    device = "cpu" if master.device.type == "cuda" else master.device
     return {
-        "step": torch.zeros((), dtype=torch.float32, device=master.device),
+        "step": torch.zeros((), dtype=torch.float32, device=device),
         "exp_avg": torch.zeros_like(master, dtype=dtype, requires_grad=False),
         "exp_avg_sq": torch.zeros_like(master, dtype=dtype, requires_grad=False),
     }
@@ -57,12 +57,7 @@ def adamw_update(
 ) -> None:
     """Updates every master in place, with its gradient times `scale`, and rounds it into the model's weight; if it is
     sharded, only this rank's shard, since AdamW is elementwise.
-
-    On a CPU, every operation is rounded separately, so the bits are the same on all CPUs.
     """
-    if masters[0].device.type != "cpu":
-        _fused_update(masters, scaled_gradients(grads, scale), states, learning_rate, weight_decay, config)
-        return round_into(weights, masters)
     if native.is_pretending():
         return
     for master, weight, grad, state in zip(masters, weights, grads, states):
@@ -79,38 +74,3 @@ def adamw_update(
             scale,
             None if weight is master else local_values(weight),
         )
-
-
-def _fused_update(
-    masters: Sequence[Tensor],
-    grads: Sequence[Tensor],
-    states: Sequence[State],
-    learning_rate: float,
-    weight_decay: float,
-    config: TrainConfig,
-) -> None:
-    # With bfloat16 moments, one parameter at a time, so that only its moments exist in float32.
-    size = len(masters) if states[0]["exp_avg"].dtype == torch.float32 else 1
-    for start in range(0, len(masters), size):
-        part = slice(start, start + size)
-        kept = [local_values(state[key]) for key in ("exp_avg", "exp_avg_sq") for state in states[part]]
-        moments = [moment.float() for moment in kept]  # the same tensors if they are float32
-        adamw(
-            [local_values(master) for master in masters[part]],
-            [local_values(grad) for grad in grads[part]],
-            moments[: len(kept) // 2],
-            moments[len(kept) // 2 :],
-            [],
-            [state["step"] for state in states[part]],
-            fused=True,
-            amsgrad=False,
-            beta1=config.beta1,
-            beta2=config.beta2,
-            lr=learning_rate,
-            weight_decay=weight_decay,
-            eps=config.epsilon,
-            maximize=False,
-        )
-        for moment, value in zip(kept, moments):
-            if moment is not value:
-                moment.copy_(value)

@@ -69,8 +69,8 @@ class OwnGradients:
 class SummedGradients:
     """For narrower parameters: each gradient is added to a float32 sum as soon as the backward has computed it.
 
-    So micro-batches accumulate in float32. On a CPU a step's first gradient stays as it is until there is a second one
-    to add: a step of one micro-batch is spared a pass over memory, since norms and AdamW read narrow gradients there.
+    So micro-batches accumulate in float32. A step's first gradient stays as it is until there is a second one to add: a
+    step of one micro-batch is spared a pass over memory, since norms and AdamW read narrow gradients.
     """
 
     updated_weights = False
@@ -93,7 +93,7 @@ class SummedGradients:
         if name in self._sums:
             self._sums[name] = self._wide(name, self._sums[name]).add_(grad)
         else:
-            self._sums[name] = grad.contiguous() if grad.device.type == "cpu" else self._wide(name, grad)
+            self._sums[name] = grad.contiguous()
 
     def _wide(self, name: str, grad: Tensor) -> Tensor:
         if grad.dtype != torch.float32 and (spare := self._spare.pop(name, None)) is not None:

@@ -212,6 +212,24 @@ def test_training_steps_lower_the_loss_and_graphs_follow_the_weights(dtype):
     assert losses[-1] < losses[0] - 0.5
 
 
+@pytest.mark.parametrize("moments", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("kind", [torch.float32, torch.bfloat16])
+def test_an_update_has_the_bits_of_the_cpus(moments, kind):
+    def stepped(device: str) -> list[torch.Tensor]:
+        draw = torch.Generator().manual_seed(0)
+        master, grad, mean = (torch.randn(100_003, generator=draw) for _ in range(3))
+        square = torch.rand(100_003, generator=draw) * 1e-3
+        tensors = [master, grad.to(kind), (mean * 0.01).to(moments), square.to(moments)]
+        weight = torch.zeros(100_003, dtype=kind, device=device)
+        tensors = [t.to(device) for t in tensors]
+        for step in range(1, 4):
+            ops.adamw_step(*tensors, ops.adamw_factors(step, 1e-2, 0.1, 0.9, 0.95, 1e-8), 0.3, weight)
+        return [t.cpu() for t in (*tensors, weight)]
+
+    for ours, theirs in zip(stepped("cuda"), stepped("cpu"), strict=True):
+        assert torch.equal(ours, theirs)
+
+
 def test_squares_of_a_large_gradient_add_up_however_it_is_cut():
     gradient = torch.full((1 << 27,), 0.1, device="cuda")
     for pieces in (1, 2, 5):

@@ -5,6 +5,8 @@ with the CPU's BLAS, whose sums depend on the tile's height; a product of fixed 
 has one. What holds here is the kernels' indexing, masking and order of pieces, not the GPU's arithmetic.
 """
 
+from types import SimpleNamespace
+
 import numpy as np
 import pytest
 import torch
@@ -14,8 +16,9 @@ from hypothesis import strategies as st
 from lockstep import Engine, EngineConfig, SamplingParams, build_model, ops, score
 from lockstep.model import ModelConfig
 from lockstep.ops import attention_reference, cuda, logprobs, sampling
-from lockstep.ops.cuda import linear, vocabulary
+from lockstep.ops.cuda import attention, linear, vocabulary
 from lockstep.ops.cuda.attention_backward import attend_backward
+from lockstep.ops.cuda.kernel import launch
 from lockstep.ops.cuts import cut
 from lockstep.ops.linear import tree_sum
 from lockstep.ops.parts import Whole
@@ -25,7 +28,7 @@ from tests.ops.pieces import assert_pieces_add_up
 # One rounding to the dtype on values up to 8, and float32 sums of some hundred terms in another order.
 TOLERANCE = {torch.float32: 1e-5, torch.float16: 1e-2, torch.bfloat16: 4e-2}
 DTYPES = [torch.float32, torch.float16]
-HALF_TILES, compare = linear.HALF_TILES, linear.agrees.__wrapped__
+HALF_TILES, compare, pieces_of = linear.HALF_TILES, linear.agrees.__wrapped__, linear.pieces_of
 SINKS = torch.tensor([0.5, -2.0, 3.0, 0.0])
 
 
@@ -45,6 +48,8 @@ def dots_of_fixed_order():
     patch.setattr(linear, "agrees", lambda *_, **__: True)
     patch.setattr(linear, "HALF_TILES", linear.HALF_TILES[:1])
     patch.setattr(linear, "ENOUGH", 4)  # so that these small products have tiles of both sizes
+    patch.setattr(attention, "ROWS", dict.fromkeys(attention.ROWS, 16))
+    patch.setattr(attention, "LONG", 24)
     yield
     patch.undo()
 
@@ -102,6 +107,31 @@ def test_pieces_in_programs_of_their_own_and_in_one_program_give_the_same_bits(i
     assert torch.equal(linear.product_with(apart, x, weight), linear.product_with(together, x, weight))
 
 
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize(("inner", "outer"), [(256, 64), (1024, 48), (2048, 72)])
+@pytest.mark.parametrize("looped", [False, True])
+def test_described_tiles_have_the_bits_of_others(monkeypatch, dtype, inner, outer, looped):
+    x, weight = _randn(0, 70, inner, dtype=dtype), _randn(1, outer, inner, dtype=dtype)
+    used = []
+
+    def launched(kernel, *given, **sizes):
+        used.append(kernel)
+        launch(kernel, *given, **sizes)
+
+    monkeypatch.setattr(linear, "launch", launched)
+    monkeypatch.setattr(linear, "pieces_of", lambda *_: 1 if looped else min(2, pieces_of(inner, outer)))
+    pointers = linear.product_with(linear.Tile(32, 32, 32, 4, 2), x, weight)
+    monkeypatch.setattr(linear, "has_copy_engine", lambda x: True)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: SimpleNamespace(multi_processor_count=3))
+    described = linear.product_with(linear.Tile(32, 32, 32, 4, 2, looped=looped), x, weight)
+    assert used == [linear._linear_kernel, linear._looped_kernel if looped else linear._described_kernel]
+    assert torch.equal(described, pointers)
+    # Pieces that end within a step, and rows that begin anywhere, cannot be described.
+    linear.product_with(linear.Tile(32, 32, 32, 4, 2), x[:, :224], weight[:, :224], 2)
+    linear.product_with(linear.Tile(32, 32, 32, 4, 2), x[:, :-1], weight[:, :-1])
+    assert used[2:] == [linear._linear_kernel] * 2
+
+
 @pytest.mark.parametrize("rows", [3, 70])
 def test_ranks_that_hold_some_chunks_each_meet_in_the_same_bits(rows):
     x, weight = _randn(0, rows, 640), _randn(1, 48, 640)
@@ -135,7 +165,7 @@ def test_a_product_takes_the_largest_tile_of_which_there_are_enough(monkeypatch)
 
     assert chosen(1, 1024, 1024) == (64, 16, True) and chosen(32, 4096, 4096) == (64, 32, True)
     assert chosen(128, 4096, 4096) == (64, 64, True) and chosen(1, 1024, 151936) == (64, 128, True)
-    assert chosen(4096, 3072, 1024) == (128, 128, False) and chosen(4096, 4096, 4096) == (256, 128, False)
+    assert chosen(4096, 3072, 1024) == (128, 128, False) and chosen(4096, 4096, 4096) == (128, 256, False)
     assert chosen(8192, 4096, 512) == (128, 64, False)  # four pieces: three sums at a time
 
 
@@ -181,6 +211,27 @@ def test_the_clamped_activation_agrees_with_the_plain_form_and_so_does_its_gradi
     _close(ours, [plain.detach(), *torch.autograd.grad(plain, leaves, grad)], dtype)
 
 
+# The interpreter rounds to bfloat16 in its own way.
+@pytest.mark.parametrize("moments", DTYPES)
+@pytest.mark.parametrize("kind", [*DTYPES, None])
+def test_an_update_has_the_bits_of_the_cpus(monkeypatch, moments, kind):
+    def stepped() -> list[torch.Tensor]:
+        master, grad, mean = _randn(0, 3001), _randn(1, 3001).half(), (_randn(2, 3001) * 0.01).to(moments)
+        square, weight = (
+            (_randn(3, 3001).square() * 1e-3).to(moments),
+            None if kind is None else torch.zeros(3001).to(kind),
+        )
+        for step in range(1, 4):
+            factors = ops.adamw_factors(step, 1e-2, 0.1, 0.9, 0.95, 1e-8)
+            ops.adamw_step(master, grad, mean, square, factors, 0.3, weight)
+        return [master, mean, square, *([] if weight is None else [weight])]
+
+    expected = stepped()
+    monkeypatch.setattr(cuda, "usable", lambda x: True)
+    for ours, theirs in zip(stepped(), expected, strict=True):
+        assert torch.equal(ours, theirs)
+
+
 @settings(max_examples=4, deadline=None)
 @given(
     lengths=st.lists(st.integers(1, 90), min_size=1, max_size=2),
@@ -205,6 +256,21 @@ def test_attention_is_the_same_however_sequences_are_cut_ordered_and_paged(
         _close([expected], [ops.PackedAttention(lengths)(0, q, k, v, terms)], dtype)
         patch.setattr(cuda, "usable", lambda x: True)
         assert_pieces_agree(expected, q, k, v, lengths, random, pieces=[1, 16, 64, 90], terms=terms)
+
+
+def test_tiles_of_twice_the_height_are_used_if_they_have_the_same_bits(monkeypatch):
+    given, agree = (torch.float16, torch.device("cpu"), 4, 2, 32), attention.high_tiles_agree.__wrapped__
+    assert agree(*given) and not agree(torch.float32, *given[1:])
+    exact, low = attention.attend, attention.ROWS[torch.float16]
+
+    def differs_in_one_bit(q, keys, values, plan, terms):
+        out, log_sums = exact(q, keys, values, plan, terms)
+        if plan.height > low and terms.window:
+            log_sums[-3, 1] = torch.nextafter(log_sums[-3, 1], log_sums.new_tensor(9.0))
+        return out, log_sums
+
+    monkeypatch.setattr(attention, "attend", differs_in_one_bit)
+    assert not agree(*given)
 
 
 @pytest.mark.parametrize("dtype", DTYPES)

@@ -12,7 +12,6 @@ from __future__ import annotations
 
 from functools import cache, cached_property
 from math import log2
-from typing import Any
 
 import torch
 import triton
@@ -31,8 +30,8 @@ LONG = 64
 """Tokens per sequence, on average, from which tiles are twice as high."""
 WARPS = 4
 """Of a tile of ROWS."""
-# No product and sum may be rounded once in one variant of the kernel, and twice in another.
-LAUNCH: dict[str, Any] = {"num_stages": 2, "enable_fp_fusion": False}
+STAGES, STAGES_HIGH = 3, 4
+"""Measured on an H100 (`benchmarks/NOTES.md`)."""
 
 
 class Planned:
@@ -306,6 +305,7 @@ def attend(q: Tensor, keys: Tensor, values: Tensor, plan: Planned, terms: Terms 
     kv_heads = keys.shape[1]
     out, log_sums = torch.empty_like(q), torch.empty(rows, heads, dtype=torch.float32, device=q.device)
     sinks = None if terms.sinks is None else terms.sinks.float().contiguous()
+    high = plan.height > ROWS[q.dtype]
     if rows:
         launch(
             _attend_kernel, (plan.tile_sequences.shape[0], kv_heads),
@@ -314,6 +314,8 @@ def attend(q: Tensor, keys: Tensor, values: Tensor, plan: Planned, terms: Terms 
             terms.factor(dim) * LOG2_E, sinks,
             HEADS=heads, KV_HEADS=kv_heads, DIM=dim, BLOCK_D=max(16, triton.next_power_of_2(dim)),
             TOKENS=plan.tokens_per_tile, ROWS=plan.height, BLOCK=BLOCK, PAGE=PAGE, WINDOW=terms.window,
-            ORDERED=plan.ordered, num_warps=WARPS * plan.height // ROWS[q.dtype], **LAUNCH,
+            ORDERED=plan.ordered, num_warps=2 * WARPS if high else WARPS, num_stages=STAGES_HIGH if high else STAGES,
+            # No product and sum may be rounded once in one variant of the kernel, and twice in another.
+            enable_fp_fusion=False,
         )  # fmt: skip
     return out, log_sums

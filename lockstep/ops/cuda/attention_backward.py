@@ -32,13 +32,23 @@ class Launch(NamedTuple):
     stages: int
 
 
+# Measured on an H100 (`benchmarks/NOTES.md`).
 QUERIES = {
-    torch.bfloat16: Launch(64, 64, 4, 2),
-    torch.float16: Launch(64, 64, 4, 2),
+    torch.bfloat16: Launch(128, 64, 8, 3),
+    torch.float16: Launch(128, 64, 8, 3),
     torch.float32: Launch(32, 32, 4, 2),
 }
-# Two sums of 64 x 128 do not fit the registers of four warps.
-KEYS = {torch.bfloat16: Launch(64, 64, 8, 2), torch.float16: Launch(64, 64, 8, 2), torch.float32: Launch(32, 32, 8, 2)}
+KEYS = {torch.bfloat16: Launch(64, 32, 4, 3), torch.float16: Launch(64, 32, 4, 3), torch.float32: Launch(32, 32, 8, 2)}
+
+
+@kernel(varying=("lines",))
+def _deltas_kernel(grad_out, out, deltas, lines, DIM: tl.constexpr, BLOCK_D: tl.constexpr, LINES: tl.constexpr):
+    """Σ gradient · output of each row and head."""
+    line, d = tl.program_id(0).to(tl.int64) * LINES + tl.arange(0, LINES), tl.arange(0, BLOCK_D)
+    place, mask = line[:, None] * DIM + d[None, :], (line < lines)[:, None] & (d < DIM)[None, :]
+    grad = tl.load(grad_out + place, mask=mask, other=0.0).to(tl.float32)
+    total = tl.sum(grad * tl.load(out + place, mask=mask, other=0.0).to(tl.float32), 1)
+    tl.store(deltas + line, total, mask=line < lines)
 
 
 @kernel
@@ -136,14 +146,17 @@ def attend_backward(
     """As `lockstep.ops.attention.attend_backward`; gradients of padding rows, after `starts[-1]`, are zero."""
     grad_out, q, k, v = grad_out.contiguous(), q.contiguous(), k.contiguous(), v.contiguous()
     grad_q, grad_k, grad_v = torch.zeros_like(q), torch.zeros_like(k, dtype=dtype), torch.zeros_like(v, dtype=dtype)
-    deltas = (grad_out.float() * out.float()).sum(-1)
     rows, heads, dim = q.shape
-    kv_heads, count = k.shape[1], starts.shape[0] - 1
-    sizes = dict(
-        HEADS=heads, KV_HEADS=kv_heads, DIM=dim, BLOCK_D=max(16, triton.next_power_of_2(dim)), WINDOW=terms.window
-    )
+    kv_heads, count, width = k.shape[1], starts.shape[0] - 1, max(16, triton.next_power_of_2(dim))
+    sizes = dict(HEADS=heads, KV_HEADS=kv_heads, DIM=dim, BLOCK_D=width, WINDOW=terms.window)
     if not (rows and count):
         return grad_q, grad_k, grad_v
+    deltas = torch.empty(rows, heads, dtype=torch.float32, device=q.device)
+    lines = max(1, 2048 // width)
+    launch(
+        _deltas_kernel, (triton.cdiv(rows * heads, lines),),
+        grad_out, out.contiguous(), deltas, rows * heads, DIM=dim, BLOCK_D=width, LINES=lines, num_warps=4,
+    )  # fmt: skip
     contexts, first_keys = pieces or (starts.diff(), starts[:-1])
     tile, step, warps, stages = QUERIES[q.dtype]
     tile_pieces, tile_rows = tile_map(starts, rows, tile)

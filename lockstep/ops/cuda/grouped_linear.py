@@ -19,7 +19,7 @@ from torch import Tensor
 
 from lockstep.ops.cuda import linear
 from lockstep.ops.cuda.kernel import kernel, launch
-from lockstep.ops.cuda.linear import Tile, tile_of, tile_sums
+from lockstep.ops.cuda.linear import Tile, Tiles, tile_of, tile_sums
 
 
 @kernel(varying=("TILES", "GROUPS"))
@@ -51,6 +51,18 @@ def _grouped_kernel(
     tl.store(out + begin * N + target, sums.to(out.dtype.element_ty), mask=row_mask[:, None] & column_mask[None, :])
 
 
+HALF_TILES: Tiles = (
+    Tile(64, 16, 128, 4, 8),
+    Tile(64, 32, 256, 4, 4),
+    Tile(64, 64, 128, 4, 4),
+    Tile(128, 64, 64, 8, 4),
+    Tile(64, 128, 128, 4, 4),
+    Tile(128, 128, 64, 8, 3),
+    Tile(256, 128, 64, 8, 3),
+)
+"""As those of `linear`. Measured on an H100 (`benchmarks/NOTES.md`)."""
+
+
 def product(x: Tensor, weight: Tensor, starts: Tensor) -> Tensor:
     """Rows `starts[g]` to `starts[g + 1]` of `x`, times `weight[g].T`; `starts` may also be on the CPU.
 
@@ -68,10 +80,11 @@ def product(x: Tensor, weight: Tensor, starts: Tensor) -> Tensor:
 def _fitting(
     dtype: torch.dtype, device: torch.device, rows: int, groups: int, in_features: int, out_features: int
 ) -> Tile:
-    dense = linear.FLOAT_TILES if dtype == torch.float32 else linear.HALF_TILES
+    floats = dtype == torch.float32
+    dense = (linear.FLOAT_TILES if floats else linear.HALF_TILES)[0]
     return linear.largest(
-        tuple(replace(tile, split=False) for tile in dense),
-        lambda tile: linear.agrees(tile, dense[0], dtype, device, in_features, out_features, multiply=_in_groups),
+        tuple(replace(tile, split=False) for tile in linear.FLOAT_TILES) if floats else HALF_TILES,
+        lambda tile: linear.agrees(tile, dense, dtype, device, in_features, out_features, multiply=_in_groups),
         rows,
         out_features,
         linear.pieces_of(in_features, out_features),

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable
-from typing import Any
+from typing import Any, TypeAlias
 
 import torch
 import triton
 from torch import Tensor
+from triton.runtime.errors import OutOfResources
+from triton.tools.tensor_descriptor import TensorDescriptor
 
 Grid = tuple[int, ...]
 _variants: dict[tuple[Any, ...], tuple[Any, tuple[Any, ...]]] = {}
@@ -25,10 +27,14 @@ def kernel(function: Callable[..., Any] | None = None, *, varying: tuple[str, ..
     return triton.jit(inspect.unwrap(function), do_not_specialize=list(varying))
 
 
-def launch(function: Any, grid: Grid, *arguments: Tensor | float | None, **constants: Any) -> None:
-    """`function[grid](*arguments, **constants)`: Triton's own search for the variant takes twice as long.
+Argument: TypeAlias = Tensor | TensorDescriptor | float | None
 
-    `constants` are compile-time values and launch options. Arguments of a kernel come before its constants.
+
+def launch(function: Any, grid: Grid, *arguments: Argument, **constants: Any) -> None:
+    """`function[grid](*arguments, **constants)`: Triton's own search for the variant takes longer.
+
+    `constants` are compile-time values and launch options. Arguments of a kernel come before its constants. A GPU whose
+    shared memory is too small for `num_stages` gets fewer.
     """
     if not isinstance(function, triton.JITFunction):  # the interpreter's
         function[grid](*arguments, **constants)
@@ -38,16 +44,28 @@ def launch(function: Any, grid: Grid, *arguments: Tensor | float | None, **const
     key = (id(function), torch.cuda.current_device(), *constants.values(), *what)
     if (variant := _variants.get(key)) is None:
         names = function.arg_names[len(arguments) :]
-        _variants[key] = function[grid](*arguments, **constants), tuple(constants[name] for name in names)
+        _variants[key] = _first(function, grid, arguments, constants), tuple(constants[name] for name in names)
         return
     compiled, values = variant
     compiled[(*grid, 1, 1)[:3]](*arguments, *values)
 
 
-def _selects(value: Tensor | float | None, varies: bool) -> Any:
+def _first(function: Any, grid: Grid, arguments: tuple[Any, ...], constants: dict[str, Any]) -> Any:
+    """Compiles and launches; the compiled variant."""
+    try:
+        return function[grid](*arguments, **constants)
+    except OutOfResources:
+        if constants.get("num_stages", 1) == 1:
+            raise
+        return _first(function, grid, arguments, {**constants, "num_stages": constants["num_stages"] - 1})
+
+
+def _selects(value: Argument, varies: bool) -> Any:
     """What Triton compiles separate variants for: a tensor's dtype and alignment, a whole number's size and factors."""
     if isinstance(value, Tensor):
         return value.dtype, value.data_ptr() % 16 == 0
+    if isinstance(value, TensorDescriptor):
+        return value.base.dtype, *value.block_shape
     if isinstance(value, int):
         return value >= 1 << 31 if varies else (value >= 1 << 31, value % 16 == 0, value == 1)
     return type(value)

@@ -4,9 +4,9 @@ An element is summed along K in a fixed order: K is split into as many pieces as
 each is one chain of tensor-core steps in ascending order, and the pieces' float32 sums are joined in one binary tree.
 With few rows, a program computes one piece of one tile, so that all of the GPU reads weights (split-K); with many rows,
 one program computes the same pieces one after the other. Rows and columns of a tile never mix, so the tile's height and
-width cannot change a bit as long as the hardware's steps along K are the same; this is checked on the device at the
-first use of a shape, and a tile that disagrees is not used. Which one computes a product only matters for its speed: it
-is the largest of which there are enough to fill the GPU.
+width cannot change a bit as long as the hardware's steps along K are the same; this is checked on the device when a
+tile is first wanted for a shape, and one that disagrees is not used. The largest of which there are enough to fill the
+GPU is the fastest.
 """
 
 from __future__ import annotations
@@ -19,6 +19,7 @@ import torch
 import triton
 import triton.language as tl
 from torch import Tensor
+from triton.tools.tensor_descriptor import TensorDescriptor
 
 from lockstep.ops.cuda.kernel import kernel, launch
 
@@ -41,8 +42,10 @@ class Tile:
     block_k: int
     warps: int
     stages: int
-    split: bool
+    split: bool = False
     """Whether each piece of K has its own program."""
+    looped: bool = False
+    """Whether there are only as many programs as multiprocessors, which compute one tile after the other."""
 
 
 Tiles = tuple[Tile, ...]
@@ -52,15 +55,17 @@ HALF_TILES: Tiles = (
     Tile(64, 16, 128, 4, 8, True),
     Tile(64, 32, 256, 4, 4, True),
     Tile(64, 64, 128, 4, 4, True),
-    Tile(128, 64, 64, 8, 4, False),
+    Tile(128, 64, 64, 8, 4),
     Tile(64, 128, 128, 4, 4, True),
-    Tile(128, 128, 64, 8, 3, False),
-    Tile(256, 128, 64, 8, 3, False),
+    Tile(128, 64, 64, 4, 5),
+    Tile(128, 128, 64, 8, 4),
+    Tile(128, 128, 64, 4, 4),
+    Tile(128, 256, 64, 8, 3, looped=True),
 )
 # float32 runs on the ordinary cores, one multiply-add after the other.
-FLOAT_TILES: Tiles = (Tile(32, 32, 32, 4, 2, True), Tile(64, 64, 32, 8, 2, False))
-ENOUGH = 96
-"""Programs that keep the multiprocessors busy: more, smaller ones are slower."""
+FLOAT_TILES: Tiles = (Tile(32, 32, 32, 4, 2, True), Tile(64, 64, 32, 8, 2))
+ENOUGH, ENOUGH_LOOPED = 96, 250
+"""Tiles that keep the multiprocessors busy: more, smaller ones are slower."""
 MOST_SUMS = 128
 """Sums in a thread's registers."""
 SPLIT_ROWS = 512
@@ -226,6 +231,50 @@ def _linear_kernel(
         tl.store(out + target, sums.to(out.dtype.element_ty), mask=mask)
 
 
+@kernel
+def _described_piece(
+    x, weight, row, column, first, last, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr
+):
+    """`_piece` of tensor descriptors, whose tiles the copy engine reads; what is outside of the tensors is zero."""
+    sums = tl.zeros((BLOCK_M, BLOCK_N), dtype=tl.float32)
+    for k in range(first, last, BLOCK_K):
+        sums = tl.dot(x.load([row, k]), weight.load([column, k]).T, sums)
+    return sums
+
+
+@kernel(varying=("M",))
+def _described_kernel(
+    x, weight, out, M, N, K, PIECE,
+    PIECES: tl.constexpr, GROUP: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
+):  # fmt: skip
+    tile_m, tile_n = tile_of(tl.program_id(0), tl.cdiv(M, BLOCK_M), tl.cdiv(N, BLOCK_N), GROUP)
+    row, column = tile_m * BLOCK_M, tile_n * BLOCK_N
+    if PIECES == 1:
+        sums = _described_piece(x, weight, row, column, 0, K, BLOCK_M, BLOCK_N, BLOCK_K)
+    else:
+        sums = _described_piece(x, weight, row, column, 0, PIECE, BLOCK_M, BLOCK_N, BLOCK_K)
+        sums += _described_piece(x, weight, row, column, PIECE, K, BLOCK_M, BLOCK_N, BLOCK_K)
+    rows, columns = (row + tl.arange(0, BLOCK_M)).to(tl.int64), column + tl.arange(0, BLOCK_N)
+    mask = (rows < M)[:, None] & (columns < N)[None, :]
+    tl.store(out + rows[:, None] * N + columns[None, :], sums.to(out.dtype.element_ty), mask=mask)
+
+
+@kernel(varying=("M",))
+def _looped_kernel(
+    x, weight, out, M, N, K,
+    PROGRAMS: tl.constexpr, GROUP: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
+):  # fmt: skip
+    """One piece. While a tile is stored, the first factors of the next are read."""
+    tiles_m, tiles_n = tl.cdiv(M, BLOCK_M), tl.cdiv(N, BLOCK_N)
+    for tile in tl.range(tl.program_id(0), tiles_m * tiles_n, PROGRAMS, flatten=True):
+        tile_m, tile_n = tile_of(tile, tiles_m, tiles_n, GROUP)
+        sums = tl.zeros((BLOCK_M, BLOCK_N), dtype=tl.float32)
+        for step in range(tl.cdiv(K, BLOCK_K)):
+            left, right = x.load([tile_m * BLOCK_M, step * BLOCK_K]), weight.load([tile_n * BLOCK_N, step * BLOCK_K])
+            sums = tl.dot(left, right.T, sums)
+        out.store([tile_m * BLOCK_M, tile_n * BLOCK_N], sums.to(out.dtype))
+
+
 def product_with(tile: Tile, x: Tensor, weight: Tensor, pieces: int = 0, dtype: torch.dtype | None = None) -> Tensor:
     """`x @ weight.T` with this tile: K in `pieces` equal pieces, or those by shape (0), rounded to `dtype`."""
     x, weight = x.contiguous(), weight.contiguous()
@@ -237,6 +286,10 @@ def product_with(tile: Tile, x: Tensor, weight: Tensor, pieces: int = 0, dtype: 
         raise ValueError(f"a product has {pieces} chunks, but on a GPU it can have {', '.join(map(str, PIECES))}")
     pieces, piece = (pieces, K // pieces) if pieces else own_pieces(K, N)
     programs = triton.cdiv(M, tile.block_m) * triton.cdiv(N, tile.block_n)
+    whole_steps = pieces == 1 or (pieces == 2 and piece % tile.block_k == 0)
+    if not tile.split and whole_steps and has_copy_engine(x) and _can_be_described(x, weight):
+        _product_described(tile, x, weight, out, pieces, piece, programs)
+        return out
     partial = arrivals = None
     if tile.split and pieces > 1:
         partial = torch.empty(pieces, M, N, dtype=torch.float32, device=x.device)
@@ -249,6 +302,32 @@ def product_with(tile: Tile, x: Tensor, weight: Tensor, pieces: int = 0, dtype: 
         num_warps=tile.warps, num_stages=tile.stages,
     )  # fmt: skip
     return out
+
+
+def has_copy_engine(x: Tensor) -> bool:
+    """Whether it is on a GPU that copies described tiles: Hopper and later."""
+    return x.element_size() == 2 and x.is_cuda and torch.cuda.get_device_capability(x.device) >= (9, 0)
+
+
+def _can_be_described(*tensors: Tensor) -> bool:
+    """Whether addresses and rows begin at multiples of 16 bytes."""
+    return all(t.data_ptr() % 16 == 0 and t.shape[1] * t.element_size() % 16 == 0 for t in tensors)
+
+
+def _product_described(
+    tile: Tile, x: Tensor, weight: Tensor, out: Tensor, pieces: int, piece: int, programs: int
+) -> None:
+    (M, K), N = x.shape, weight.shape[0]
+    left = TensorDescriptor.from_tensor(x, [tile.block_m, tile.block_k])
+    right = TensorDescriptor.from_tensor(weight, [tile.block_n, tile.block_k])
+    sizes = dict(GROUP=8, BLOCK_M=tile.block_m, BLOCK_N=tile.block_n, BLOCK_K=tile.block_k)
+    options = dict(num_warps=tile.warps, num_stages=tile.stages)
+    if tile.looped and pieces == 1 and _can_be_described(out):
+        target = TensorDescriptor.from_tensor(out, [tile.block_m, tile.block_n])
+        programs = min(programs, torch.cuda.get_device_properties(x.device).multi_processor_count)
+        launch(_looped_kernel, (programs,), left, right, target, M, N, K, PROGRAMS=programs, **sizes, **options)
+        return
+    launch(_described_kernel, (programs,), left, right, out, M, N, K, piece, PIECES=pieces, **sizes, **options)
 
 
 _counters: dict[torch.device, list[Tensor]] = {}
@@ -308,8 +387,8 @@ def largest(
         together = 1 if tile.split else min(pieces, 3)
         if together * tile.block_m * tile.block_n > 32 * tile.warps * MOST_SUMS:
             return False
-        programs = groups * triton.cdiv(rows, tile.block_m) * triton.cdiv(columns, tile.block_n)
-        return programs * (pieces if tile.split else 1) >= ENOUGH
+        count = groups * triton.cdiv(rows, tile.block_m) * triton.cdiv(columns, tile.block_n)
+        return count * (pieces if tile.split else 1) >= (ENOUGH_LOOPED if tile.looped else ENOUGH)
 
     return next((tile for tile in reversed(tiles[1:]) if fits(tile) and agrees(tile)), tiles[0])
 

@@ -14,7 +14,7 @@ from lockstep.ops.cuda.kernel import kernel, launch
 
 TILE = 2048
 """Elements that a program handles at a time, if rows are short enough for several."""
-GRADIENT_PROGRAMS = 256
+GRADIENT_PROGRAMS = 1024
 """Partial sums of a norm's weight gradient."""
 
 
