@@ -1,6 +1,6 @@
 """One NVIDIA GPU, measured: the reference recipe, decoding, prefill and training, and what invariance costs.
 
-Run: make gpu-check PYTHON=python3, or PYTHONPATH=. python benchmarks/gpu.py [--parts decode kernels]. Under 10 minutes.
+Run: make gpu-check PYTHON=python3, or PYTHONPATH=. python benchmarks/gpu.py [--parts decode kernels]. Some 10 minutes.
 Each part is a process of its own with a time budget: one that fails or runs out of time leaves the others' numbers.
 Results are printed as they come and written to benchmarks/results/gpu-DATE.json.
 """
@@ -28,16 +28,17 @@ PARTS: dict[str, tuple[str, str, dict[str, Any], int]] = {
     "experts": ("gpu_kernels", "grouped", {}, 40),
     "decode": ("gpu_model", "decode", {}, 80),
     "throughput": ("gpu_model", "throughput", {}, 50),
+    "transformers": ("gpu_peers", "measured", {}, 40),
     "train-1b": ("gpu_training", "train", {"size": "1b", "compiled": False}, 25),
-    "train-1b-compiled": ("gpu_training", "train", {"size": "1b", "compiled": True}, 30),
+    "train-1b-compiled": ("gpu_training", "train", {"size": "1b", "compiled": True}, 45),
     "train-8b": ("gpu_training", "train", {"size": "8b", "compiled": False}, 35),
-    "train-8b-compiled": ("gpu_training", "train", {"size": "8b", "compiled": True}, 35),
+    "train-8b-compiled": ("gpu_training", "train", {"size": "8b", "compiled": True}, 50),
     "recipe-eager": ("gpu_model", "recipe", {"compiled": False, "graphs": "none"}, 45),
     "recipe-eager-graphs": ("gpu_model", "recipe", {"compiled": False, "graphs": "full_and_piecewise"}, 40),
     "recipe-compiled": ("gpu_model", "recipe", {"compiled": True, "graphs": "none"}, 55),
     "recipe-compiled-graphs": ("gpu_model", "recipe", {"compiled": True, "graphs": "full_and_piecewise"}, 55),
 }
-"""Module, function and arguments that measure each part, and the seconds that it may take: 570 in all."""
+"""Module, function and arguments that measure each part, and the seconds that it may take: 640 in all."""
 RESULTS = Path(__file__).parent / "results"
 
 

@@ -35,6 +35,8 @@ finally:
     server.wait()
 
 print(choice["text"])
-scored = lockstep.score(lockstep.load_model(arguments.model), [prompt + choice["token_ids"]])[0][len(prompt) - 1 :]
+# On the server's device: GPUs have their own bits.
+model = lockstep.load_model(arguments.model, device="cuda" if torch.cuda.is_available() else "cpu")
+scored = lockstep.score(model, [prompt + choice["token_ids"]])[0][len(prompt) - 1 :].cpu()
 served = torch.tensor(choice["logprobs"]["token_logprobs"])
 print(f"{len(served)} log-probabilities, {int((scored != served).sum())} differ from the trainer's")

@@ -27,7 +27,7 @@ BLOCK = 64
 ROWS = {torch.bfloat16: 64, torch.float16: 64, torch.float32: 16}
 """Query rows per tile: 64 are one tensor-core instruction of a Hopper warp group."""
 LOG2_E = log2(2.718281828459045)
-CHUNK = 512
+CHUNK = 1024
 """Keys whose softmax is computed from the start, and then joined with that of the keys before: with few queries, each
 chunk has its own program."""
 PROGRAMS = 264
@@ -280,7 +280,13 @@ def _attend_kernel(
         top = tl.load(sinks + kv_head * GROUP + row % GROUP) * 1.4426950408889634
         total += 1.0
     attended = tl.zeros((ROWS, BLOCK_D), dtype=tl.float32)
-    if SPLIT > 1 and chunks > 1:
+    if chunks <= 1:
+        part_top, part_total, part = _chunk(
+            query, keys, values, pages, context, first_chunk, first_block, all_seen, position, length, kv_head, scale,
+            ROWS, KV_HEADS, DIM, BLOCK_D, BLOCK, PAGE, WINDOW, ORDERED, CHUNK,
+        )  # fmt: skip
+        top, total, attended = _joined(top, total, attended, part_top, part_total, part)
+    elif SPLIT > 1:
         for index in range(own, chunks, SPLIT):
             part_top, part_total, part = _chunk(
                 query, keys, values, pages, context, first_chunk + index * CHUNK, first_block, all_seen, position,
