@@ -50,7 +50,6 @@ def dots_of_fixed_order():
     patch.setattr(linear, "ENOUGH", 4)  # so that these small products have tiles of both sizes
     patch.setattr(attention, "ROWS", dict.fromkeys(attention.ROWS, 16))
     patch.setattr(attention, "LONG", 24)
-    patch.setattr(attention, "CHUNK", 64)
     yield
     patch.undo()
 

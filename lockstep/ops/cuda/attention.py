@@ -1,8 +1,7 @@
 """Paged causal attention in Triton: one tile of query rows for decode, prefill and training.
 
 A program handles query rows of one key-value head: some tokens of one sequence, all heads of the group. It goes over
-the keys in blocks of `BLOCK`, aligned to position 0, in ascending order, with the running maximum and sum in float32;
-these begin anew with every chunk of `CHUNK` keys, and the chunks are joined in ascending order.
+the keys in blocks of `BLOCK`, aligned to position 0, in ascending order, with the running maximum and sum in float32.
 The tile has the same height whether one of its rows is used, as in decode, or all: the same instructions run, and rows
 never mix, so neither the chunk a row came in nor its place in the tile changes a bit. Long pieces of sequences have
 tiles of twice the height, of two warp groups that each run these instructions; this is checked on the device at the
@@ -20,18 +19,13 @@ import triton.language as tl
 from torch import Tensor
 
 from lockstep.ops.attention_reference import PLAIN, Terms
-from lockstep.ops.cuda.kernel import counters, kernel, launch
+from lockstep.ops.cuda.kernel import kernel, launch
 
 PAGE = 16
 BLOCK = 64
 ROWS = {torch.bfloat16: 64, torch.float16: 64, torch.float32: 16}
 """Query rows per tile: 64 are one tensor-core instruction of a Hopper warp group."""
 LOG2_E = log2(2.718281828459045)
-CHUNK = 1024
-"""Keys whose softmax is computed from the start, and then joined with that of the keys before: with few queries, each
-chunk has its own program."""
-PROGRAMS = 264
-"""Up to which chunks have their own: two per multiprocessor of an H100."""
 LONG = 64
 """Tokens per sequence, on average, from which tiles are twice as high."""
 WARPS = 4
@@ -149,12 +143,6 @@ def _write_kernel(k, v, slots, keys, values, heads, DIM: tl.constexpr, BLOCK_D: 
 
 
 @kernel
-def _finite(top):
-    """A maximum, to subtract: 0 for a row that has seen no key so far."""
-    return tl.where(top == float("-inf"), 0.0, top)
-
-
-@kernel
 def _block(
     query, keys, values, pages, context, start, position, length, kv_head, scale, top, total, attended,
     KV_HEADS: tl.constexpr, DIM: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK: tl.constexpr, PAGE: tl.constexpr,
@@ -188,8 +176,9 @@ def _block(
         held &= (key_index < length)[:, None]
     higher = tl.maximum(top, tl.max(scores, 1) * scale)
     reference = higher
-    if MASKED:
-        reference = _finite(higher)
+    if WINDOW > 0:
+        # For a row whose window begins in a later block, no score is above -inf so far.
+        reference = tl.where(higher == float("-inf"), 0.0, higher)
     # Multiplied and subtracted in one rounding, with and without a mask.
     weights = tl.exp2(tl.fma(scores, scale, -reference[:, None]))
     shrink = tl.exp2(top - reference)
@@ -199,48 +188,11 @@ def _block(
     return higher, total, attended
 
 
-@kernel
-def _chunk(
-    query, keys, values, pages, context, chunk, first_block, all_seen, position, length, kv_head, scale,
-    ROWS: tl.constexpr, KV_HEADS: tl.constexpr, DIM: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK: tl.constexpr,
-    PAGE: tl.constexpr, WINDOW: tl.constexpr, ORDERED: tl.constexpr, CHUNK: tl.constexpr,
-):  # fmt: skip
-    """The softmax over the chunk of keys that begins at `chunk`. All rows see the keys before `all_seen`."""
-    top = tl.full((ROWS,), float("-inf"), dtype=tl.float32)
-    total = tl.zeros((ROWS,), dtype=tl.float32)
-    attended = tl.zeros((ROWS, BLOCK_D), dtype=tl.float32)
-    first, stop = tl.maximum(chunk, first_block), tl.minimum(chunk + CHUNK, length)
-    masked = tl.minimum(tl.maximum(first, all_seen), stop)
-    if WINDOW == 0:
-        for start in range(first, masked, BLOCK):
-            top, total, attended = _block(
-                query, keys, values, pages, context, start, position, length, kv_head, scale, top, total, attended,
-                KV_HEADS, DIM, BLOCK_D, BLOCK, PAGE, WINDOW, ORDERED, False,
-            )  # fmt: skip
-    for start in range(masked, stop, BLOCK):
-        top, total, attended = _block(
-            query, keys, values, pages, context, start, position, length, kv_head, scale, top, total, attended,
-            KV_HEADS, DIM, BLOCK_D, BLOCK, PAGE, WINDOW, ORDERED, True,
-        )  # fmt: skip
-    return top, total, attended
-
-
-@kernel
-def _joined(top, total, attended, next_top, next_total, next_attended):
-    """The softmax over the keys of both. If a row sees none of the next, its own values, bit for bit."""
-    higher = tl.maximum(top, next_top)
-    reference = _finite(higher)
-    left, right = tl.exp2(top - reference), tl.exp2(next_top - reference)
-    return higher, total * left + next_total * right, attended * left[:, None] + next_attended * right[:, None]
-
-
-@kernel(varying=("sequences", "width", "lines"))
+@kernel(varying=("sequences", "width"))
 def _attend_kernel(
     q, out, log_sums, keys, values, table, starts, contexts, tile_sequences, tile_rows, sequences, width, scale, sinks,
-    tops, totals, parts, arrivals, lines,
     HEADS: tl.constexpr, KV_HEADS: tl.constexpr, DIM: tl.constexpr, BLOCK_D: tl.constexpr, TOKENS: tl.constexpr,
     ROWS: tl.constexpr, BLOCK: tl.constexpr, PAGE: tl.constexpr, WINDOW: tl.constexpr, ORDERED: tl.constexpr,
-    CHUNK: tl.constexpr, SPLIT: tl.constexpr,
 ):  # fmt: skip
     GROUP: tl.constexpr = HEADS // KV_HEADS
     sequence, kv_head = tl.load(tile_sequences + tl.program_id(0)), tl.program_id(1)
@@ -248,15 +200,6 @@ def _attend_kernel(
         return
     first, end = tl.load(tile_rows + tl.program_id(0)), tl.load(starts + sequence + 1)
     context = tl.load(contexts + sequence)
-    length = context - end + tl.minimum(first + TOKENS, end)
-    first_block = 0
-    if WINDOW > 0:
-        first_block = tl.maximum(context - end + first + 1 - WINDOW, 0) // BLOCK * BLOCK
-    first_chunk = first_block // CHUNK * CHUNK
-    chunks = tl.cdiv(length - first_chunk, CHUNK)
-    own = tl.program_id(2)  # which of the tile's programs
-    if own > 0 and own >= chunks:
-        return
     row = tl.arange(0, ROWS)
     token = first + row // GROUP
     row_mask = (token < end) & (row < TOKENS * GROUP)
@@ -267,12 +210,7 @@ def _attend_kernel(
     query = tl.load(q + place, mask=mask, other=0.0)
     # Without a window, every row sees key 0, even unused rows: no maximum stays at -inf.
     position = tl.maximum(context - end + token, 0)
-    all_seen = 0
-    if WINDOW == 0:
-        all_seen = tl.maximum(context - end + first + 1, 0) // BLOCK * BLOCK
-    pages = table + sequence.to(tl.int64) * width
-    if ORDERED:
-        pages = tl.load(pages, mask=context > 0, other=0)  # the padding has none
+    length = context - end + tl.minimum(first + TOKENS, end)
     top = tl.full((ROWS,), float("-inf"), dtype=tl.float32)
     total = tl.zeros((ROWS,), dtype=tl.float32)
     if sinks is not None:
@@ -280,43 +218,25 @@ def _attend_kernel(
         top = tl.load(sinks + kv_head * GROUP + row % GROUP) * 1.4426950408889634
         total += 1.0
     attended = tl.zeros((ROWS, BLOCK_D), dtype=tl.float32)
-    if chunks <= 1:
-        part_top, part_total, part = _chunk(
-            query, keys, values, pages, context, first_chunk, first_block, all_seen, position, length, kv_head, scale,
-            ROWS, KV_HEADS, DIM, BLOCK_D, BLOCK, PAGE, WINDOW, ORDERED, CHUNK,
-        )  # fmt: skip
-        top, total, attended = _joined(top, total, attended, part_top, part_total, part)
-    elif SPLIT > 1:
-        for index in range(own, chunks, SPLIT):
-            part_top, part_total, part = _chunk(
-                query, keys, values, pages, context, first_chunk + index * CHUNK, first_block, all_seen, position,
-                length, kv_head, scale, ROWS, KV_HEADS, DIM, BLOCK_D, BLOCK, PAGE, WINDOW, ORDERED, CHUNK,
-            )  # fmt: skip
-            shift = index * lines
-            tl.store(tops + shift + line, part_top, mask=row_mask)
-            tl.store(totals + shift + line, part_total, mask=row_mask)
-            tl.store(parts + shift * DIM + place, part, mask=mask)
-        # All threads' stores come before the arrival; the last program to arrive finds every chunk stored.
-        tl.debug_barrier()
-        meeting = arrivals + tl.program_id(0) * KV_HEADS + kv_head
-        before = tl.atomic_add(meeting, 1, sem="acq_rel", scope="gpu")
-        if before < tl.minimum(chunks, SPLIT) - 1:
-            return
-        tl.debug_barrier()
-        for index in range(0, chunks):
-            shift = index * lines
-            part_top = tl.load(tops + shift + line, mask=row_mask, other=0.0, cache_modifier=".cg")
-            part_total = tl.load(totals + shift + line, mask=row_mask, other=0.0, cache_modifier=".cg")
-            part = tl.load(parts + shift * DIM + place, mask=mask, other=0.0, cache_modifier=".cg")
-            top, total, attended = _joined(top, total, attended, part_top, part_total, part)
-        tl.atomic_xchg(meeting, 0)  # ready for the next launch
+    pages = table + sequence.to(tl.int64) * width
+    if ORDERED:
+        pages = tl.load(pages, mask=context > 0, other=0)  # the padding has none
+    masked_from = 0
+    if WINDOW > 0:
+        masked_from = tl.maximum(context - end + first + 1 - WINDOW, 0) // BLOCK * BLOCK
     else:
-        for chunk in range(first_chunk, length, CHUNK):
-            part_top, part_total, part = _chunk(
-                query, keys, values, pages, context, chunk, first_block, all_seen, position, length, kv_head, scale,
-                ROWS, KV_HEADS, DIM, BLOCK_D, BLOCK, PAGE, WINDOW, ORDERED, CHUNK,
+        # All rows see the blocks up to the first row's own.
+        masked_from = tl.maximum(context - end + first + 1, 0) // BLOCK * BLOCK
+        for start in range(0, masked_from, BLOCK):
+            top, total, attended = _block(
+                query, keys, values, pages, context, start, position, length, kv_head, scale, top, total, attended,
+                KV_HEADS, DIM, BLOCK_D, BLOCK, PAGE, WINDOW, ORDERED, False,
             )  # fmt: skip
-            top, total, attended = _joined(top, total, attended, part_top, part_total, part)
+    for start in range(masked_from, length, BLOCK):
+        top, total, attended = _block(
+            query, keys, values, pages, context, start, position, length, kv_head, scale, top, total, attended,
+            KV_HEADS, DIM, BLOCK_D, BLOCK, PAGE, WINDOW, ORDERED, True,
+        )  # fmt: skip
     used = total != 0  # NaN too: a broken row must show
     total = tl.where(used, total, 1.0)
     result = tl.where(used[:, None], attended / total[:, None], 0.0)
@@ -385,26 +305,17 @@ def attend(q: Tensor, keys: Tensor, values: Tensor, plan: Planned, terms: Terms 
     kv_heads = keys.shape[1]
     out, log_sums = torch.empty_like(q), torch.empty(rows, heads, dtype=torch.float32, device=q.device)
     sinks = None if terms.sinks is None else terms.sinks.float().contiguous()
-    if not rows:
-        return out, log_sums
-    tiles, high = plan.tile_sequences.shape[0], plan.height > ROWS[q.dtype]
-    chunks = triton.cdiv(plan.table.shape[1] * PAGE, CHUNK)
-    split = 1 if high else max(1, min(chunks, PROGRAMS // (tiles * kv_heads)))
-    tops = totals = parts = arrivals = None
-    if split > 1:
-        tops, totals = (torch.empty(chunks, rows, heads, dtype=torch.float32, device=q.device) for _ in range(2))
-        parts = torch.empty(chunks, rows, heads, dim, dtype=torch.float32, device=q.device)
-        arrivals = counters(q.device, tiles * kv_heads)
-    launch(
-        _attend_kernel, (tiles, kv_heads, split),
-        q, out, log_sums, keys, values, plan.table, plan.starts, plan.contexts,
-        plan.tile_sequences, plan.tile_rows, plan.table.shape[0], plan.table.shape[1],
-        terms.factor(dim) * LOG2_E, sinks, tops, totals, parts, arrivals, rows * heads,
-        HEADS=heads, KV_HEADS=kv_heads, DIM=dim, BLOCK_D=max(16, triton.next_power_of_2(dim)),
-        TOKENS=plan.tokens_per_tile, ROWS=plan.height, BLOCK=BLOCK, PAGE=PAGE, WINDOW=terms.window,
-        ORDERED=plan.ordered, CHUNK=CHUNK, SPLIT=split,
-        num_warps=2 * WARPS if high else WARPS, num_stages=STAGES_HIGH if high else STAGES,
-        # No product and sum may be rounded once in one variant of the kernel, and twice in another.
-        enable_fp_fusion=False,
-    )  # fmt: skip
+    high = plan.height > ROWS[q.dtype]
+    if rows:
+        launch(
+            _attend_kernel, (plan.tile_sequences.shape[0], kv_heads),
+            q, out, log_sums, keys, values, plan.table, plan.starts, plan.contexts,
+            plan.tile_sequences, plan.tile_rows, plan.table.shape[0], plan.table.shape[1],
+            terms.factor(dim) * LOG2_E, sinks,
+            HEADS=heads, KV_HEADS=kv_heads, DIM=dim, BLOCK_D=max(16, triton.next_power_of_2(dim)),
+            TOKENS=plan.tokens_per_tile, ROWS=plan.height, BLOCK=BLOCK, PAGE=PAGE, WINDOW=terms.window,
+            ORDERED=plan.ordered, num_warps=2 * WARPS if high else WARPS, num_stages=STAGES_HIGH if high else STAGES,
+            # No product and sum may be rounded once in one variant of the kernel, and twice in another.
+            enable_fp_fusion=False,
+        )  # fmt: skip
     return out, log_sums

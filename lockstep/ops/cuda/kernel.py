@@ -69,16 +69,3 @@ def _selects(value: Argument, varies: bool) -> Any:
     if isinstance(value, int):
         return value >= 1 << 31 if varies else (value >= 1 << 31, value % 16 == 0, value == 1)
     return type(value)
-
-
-_counters: dict[torch.device, list[Tensor]] = {}
-
-
-def counters(device: torch.device, count: int) -> Tensor:
-    """Counters of arrived programs, int32, which every kernel leaves at zero. Kernels on one device run one after the
-    other, on one stream."""
-    kept = _counters.setdefault(device, [])
-    if not kept or kept[-1].numel() < count:
-        # Outgrown ones are kept: captured graphs still use them.
-        kept.append(torch.zeros(max(count, 1 << 16), dtype=torch.int32, device=device))
-    return kept[-1]

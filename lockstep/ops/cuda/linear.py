@@ -21,7 +21,7 @@ import triton.language as tl
 from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
-from lockstep.ops.cuda.kernel import counters, kernel, launch
+from lockstep.ops.cuda.kernel import kernel, launch
 
 MULTIPROCESSORS = 128
 """Programs that split-K fills. A constant: the number of pieces is part of the arithmetic, not of the device."""
@@ -293,7 +293,7 @@ def product_with(tile: Tile, x: Tensor, weight: Tensor, pieces: int = 0, dtype: 
     partial = arrivals = None
     if tile.split and pieces > 1:
         partial = torch.empty(pieces, M, N, dtype=torch.float32, device=x.device)
-        arrivals = counters(x.device, programs)
+        arrivals = _arrivals(x.device, programs)
     launch(
         _linear_kernel, (programs, pieces if tile.split else 1),
         x, weight, out, partial, arrivals, M, N, K, piece,
@@ -328,6 +328,18 @@ def _product_described(
         launch(_looped_kernel, (programs,), left, right, target, M, N, K, PROGRAMS=programs, **sizes, **options)
         return
     launch(_described_kernel, (programs,), left, right, out, M, N, K, piece, PIECES=pieces, **sizes, **options)
+
+
+_counters: dict[torch.device, list[Tensor]] = {}
+
+
+def _arrivals(device: torch.device, programs: int) -> Tensor:
+    """Counters that every product leaves at zero. Products on one device run one after the other, on one stream."""
+    counters = _counters.setdefault(device, [])
+    if not counters or counters[-1].numel() < programs:
+        # Outgrown ones are kept: captured graphs still use them.
+        counters.append(torch.zeros(max(programs, 1 << 16), dtype=torch.int32, device=device))
+    return counters[-1]
 
 
 def product(x: Tensor, weight: Tensor, chunks: int, dtype: torch.dtype) -> Tensor:
