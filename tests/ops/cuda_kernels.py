@@ -28,7 +28,8 @@ from tests.ops.pieces import assert_pieces_add_up
 # One rounding to the dtype on values up to 8, and float32 sums of some hundred terms in another order.
 TOLERANCE = {torch.float32: 1e-5, torch.float16: 1e-2, torch.bfloat16: 4e-2}
 DTYPES = [torch.float32, torch.float16]
-HALF_TILES, compare, pieces_of = linear.HALF_TILES, linear.agrees.__wrapped__, linear.pieces_of
+HALF_TILES, pieces_of = linear.HALF_TILES, linear.pieces_of
+compare, agree = linear.agrees.__wrapped__, attention.high_tiles_agree.__wrapped__
 SINKS = torch.tensor([0.5, -2.0, 3.0, 0.0])
 
 
@@ -50,6 +51,7 @@ def dots_of_fixed_order():
     patch.setattr(linear, "ENOUGH", 4)  # so that these small products have tiles of both sizes
     patch.setattr(attention, "ROWS", dict.fromkeys(attention.ROWS, 16))
     patch.setattr(attention, "LONG", 24)
+    patch.setattr(attention, "high_tiles_agree", lambda dtype, *_: dtype == torch.float16)
     yield
     patch.undo()
 
@@ -259,7 +261,8 @@ def test_attention_is_the_same_however_sequences_are_cut_ordered_and_paged(
 
 
 def test_tiles_of_twice_the_height_are_used_if_they_have_the_same_bits(monkeypatch):
-    given, agree = (torch.float16, torch.device("cpu"), 4, 2, 32), attention.high_tiles_agree.__wrapped__
+    monkeypatch.setattr(attention, "BLOCK", 16)
+    given = torch.float16, torch.device("cpu"), 4, 2, 32
     assert agree(*given) and not agree(torch.float32, *given[1:])
     exact, low = attention.attend, attention.ROWS[torch.float16]
 
