@@ -111,8 +111,8 @@ class GraphRunner(Runner):
         self._capture: Capture = capture or CudaCapture()
         self._whole: dict[int, Replay] = {}
         self._pieces: dict[tuple[int, int], Replay] = {}
-        self._adapters = [layer for _, layer in projections(model) if layer.lora_A is not None]
-        self._read: list[int] = []
+        self._adapters: list[Any] = []
+        self._read: list[Any] = []
         self._adapted: list[bool] = []
         self._moved = True
         largest, device = self.sizes[-1], model.device
@@ -164,10 +164,12 @@ class GraphRunner(Runner):
 
     def _drop_if_moved(self) -> None:
         """Drops what was recorded of weights that were elsewhere, or with adapters that were on and are off."""
+        if self._moved:
+            self._adapters = [layer for _, layer in projections(self.model) if layer.lora_A is not None]
         adapted = [layer.adapted for layer in self._adapters]
         if not self._moved and adapted == self._adapted:
             return
-        read = [weight.data_ptr() for weight in self.model.parameters()]
+        read = [(p.data_ptr(), p.dtype, p.shape, p.stride()) for p in self.model.parameters()]
         if (read, adapted) != (self._read, self._adapted):
             self.release()
         self._read, self._adapted, self._moved = read, adapted, False

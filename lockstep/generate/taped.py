@@ -41,10 +41,10 @@ class TapedRunner(Runner):
         self._most_rows = ops.FEW_ROWS
 
     def _look(self) -> None:
-        """Modules may have been replaced, or got hooks, whenever weights may have changed."""
+        """Modules may have been replaced, or got hooks or another forward, whenever weights may have changed."""
         modules = list(self.model.modules())
         self._generation = self._weights.generation
-        self._hooked = any(m._forward_hooks or m._forward_pre_hooks for m in modules)
+        self._hooked = any(m._forward_hooks or m._forward_pre_hooks or "forward" in vars(m) for m in modules)
         self._names: list[tuple[dict[str, Any], str]] = [
             (m._parameters, name) for m in modules for name, p in m._parameters.items() if p is not None
         ]

@@ -41,9 +41,9 @@ class PackedWeights:
 
     def forget(self) -> None:
         """Call when weights may have changed. Memory is kept for the panels of those used since the last call."""
+        self.generation += 1
         if not self._current:
             return  # called twice, such as by an update and by the call of `generate` after it
-        self.generation += 1
         for address in self._panels.keys() - self._current.keys():
             self._release(address)
         self._current.clear()

@@ -11,6 +11,7 @@ import weakref
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
+from contextvars import copy_context
 from functools import partial
 from typing import Any
 
@@ -88,12 +89,16 @@ class Tape(TorchFunctionMode):
         self._kept: list[Tensor] = []
         before = torch._C._len_torch_function_stack()
         try:
-            with torch.no_grad(), native.noted_by(self), self:
-                results = function()
+            # In a context of its own: an interrupt at any line leaves nothing of it behind.
+            results = copy_context().run(self._record, function)
         finally:  # a signal's exception may have come while PyTorch was about to end this mode
             while torch._C._len_torch_function_stack() > before:
                 torch._C._pop_torch_function_stack()
         self.results = tuple(map(arena.borrowed, results))
+
+    def _record(self, function: Callable[[], tuple[Tensor, ...]]) -> tuple[Tensor, ...]:
+        with torch.no_grad(), native.noted_by(self), self:
+            return function()
 
     def replay(self) -> tuple[Tensor, ...]:
         for call, arguments in self._calls:

@@ -123,12 +123,19 @@ def test_weights_that_moved_are_recorded_again():
     captured = recorder.captured
     engine.generate([[1, 2]], params)
     assert recorder.captured == captured
-    weight = model.layers[0].mlp.down_proj.weight
-    weight.data = weight.data * 30
-    engine.weights_changed(1)
-    after = engine.generate([[1, 2]], params)
-    assert recorder.captured == 2 * captured
-    assert after[0][0].logprobs == Engine(model, EngineConfig()).generate([[1, 2]], params)[0][0].logprobs
+    weight, square = model.layers[0].mlp.down_proj.weight, model.layers[1].self_attn.o_proj.weight
+    assert square.shape[0] != square.shape[1]
+    for step, change in enumerate((lambda: setattr(weight, "data", weight.data * 30), lambda: _transpose(square)), 1):
+        change()
+        engine.weights_changed(step)
+        after = engine.generate([[1, 2]], params)
+        assert recorder.captured == (1 + step) * captured
+        assert after[0][0].logprobs == Engine(model, EngineConfig()).generate([[1, 2]], params)[0][0].logprobs
+
+
+def _transpose(weight):
+    """Other rows over the same memory."""
+    weight.data = weight.data.view(weight.shape[1], weight.shape[0]).t()
 
 
 def test_an_adapter_that_is_switched_off_is_recorded_again():
@@ -147,6 +154,12 @@ def test_an_adapter_that_is_switched_off_is_recorded_again():
         expected = Engine(model, EngineConfig()).generate([[1, 2]], params)[0][0]
     assert plain.logprobs == expected.logprobs != adapted.logprobs
     assert engine.generate([[1, 2]], params)[0][0].logprobs == adapted.logprobs
+    model.layers[0] = build_model(model.config, "float32", seed=1).layers[0]  # whose adapter is still zero
+    engine.weights_changed(1)
+    model.layers[0].self_attn.o_proj.lora_B.weight.data.fill_(0.3)
+    adapted = engine.generate([[1, 2]], params)[0][0]
+    with adapter_off(model):
+        assert engine.generate([[1, 2]], params)[0][0].logprobs == plain.logprobs != adapted.logprobs
 
 
 def test_auto_captures_whole_steps_of_a_model_on_a_gpu_without_latent_attention(monkeypatch):

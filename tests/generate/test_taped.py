@@ -178,6 +178,22 @@ def test_modules_that_are_replaced_and_hooks_are_seen():
     assert results[0] == results[1] and results[0][0] != results[0][1] and results[0][-1] == 8
 
 
+@pytest.mark.parametrize("budget", [None, 0])
+def test_another_forward_is_seen_also_where_no_weight_is_packed(budget):
+    results = []
+    for place in range(2):
+        model = build_model(SHAPE, "float32", seed=1)
+        engine = _engines(model, draft="none")[place]
+        engine._weights._budget = budget
+        params = SamplingParams(max_tokens=20, seed=1, ignore_eos=True)
+        results.append([_sampled(engine, [[1, 2, 3]], params)])
+        forward = model.layers[1].forward
+        model.layers[1].forward = lambda *given: forward(*given) * 2  # noqa: B023
+        engine.weights_changed(1)
+        results[-1].append(_sampled(engine, [[1, 2, 3]], params))
+    assert results[0] == results[1] and results[0][0] != results[0][1]
+
+
 def test_inference_mode_leaves_an_engine_as_it_is():
     repeated, direct = _engines(build_model(SHAPE, "float32", seed=1), draft="none")
     params = SamplingParams(max_tokens=12, seed=1)

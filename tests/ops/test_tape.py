@@ -1,6 +1,7 @@
 """Tapes: what was recorded, repeated for other values, has the bits of a call; what reads values is refused."""
 
 import random
+from contextlib import contextmanager
 
 import pytest
 import torch
@@ -120,3 +121,16 @@ def test_a_mode_that_an_interrupt_has_left_behind_is_ended(monkeypatch):
     with pytest.raises(KeyboardInterrupt):
         ops.Tape(lambda: (X + 1,), Arena())
     assert torch._C._len_torch_function_stack() == 0 and X.tolist()
+
+
+def test_a_recording_that_an_interrupt_has_left_notes_no_kernel(monkeypatch):
+    @contextmanager
+    def interrupted(tape):
+        native._tape.set(tape)
+        raise KeyboardInterrupt
+        yield
+
+    monkeypatch.setattr(native, "noted_by", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        ops.Tape(lambda: (torch.ones(2),), Arena())
+    assert native.tape() is None

@@ -46,6 +46,11 @@ class Task(Misbehaving, rl.Environment):
     def sleeps(self):
         time.sleep(0.001)
 
+    def tells_much(self):
+        with open(__file__ + ".calls", "a") as file:
+            file.write("x")
+        return {"one": 1.0, **{f"{i}: " + "x" * 60: 0.0 for i in range(80)}}
+
     def waits_for_a_file(self):
         open(__file__ + ".began", "w").close()
         while not os.path.exists(__file__ + ".go"):
@@ -214,6 +219,14 @@ def test_quick_rewards_are_sent_in_few_messages_and_slow_ones_in_more(task, tmp_
             assert sizes_of(grader, "fine", 700)[:2] == [256, 256]
         sizes_of(grader, "sleeps", 200)  # a worker's first message may have as many as the last ones
         assert max(sizes_of(grader, "sleeps", 200)) <= 64
+
+
+def test_long_answers_of_one_message_are_each_given_once(task, tmp_path):
+    config = RLConfig(environment=f"{task}:Task", rewards=RewardConfig(**LIMITS | {"workers": 1}))
+    with open_workers(config, tmp_path) as grader:
+        outcomes = grader([(Example("p"), "tells_much")] * 500)
+    assert all(len(outcome.rewards) == 81 for outcome in outcomes)
+    assert Path(f"{task}.calls").stat().st_size == 500
 
 
 @pytest.mark.parametrize("hundreds", [2, pytest.param(10, marks=pytest.mark.slow)])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import mmap
 import os
 import resource
@@ -18,6 +19,8 @@ from lockstep.rl.rewards.frames import encode, receive
 BEGUN = struct.Struct("<q")
 ANSWER_SECONDS = 0.02
 """How long answers of plain functions are batched: a message for each would cost more than a cheap reward."""
+MESSAGE_BYTES = 2**16
+"""Most bytes of several answers in one message: the keeper takes a long one for something that a reward wrote."""
 
 
 def work(
@@ -30,7 +33,7 @@ def work(
     confine(limits, output)
     own = os.getpid()
 
-    answers: list[list[Any]] = []
+    answers: list[bytes] = []
     wait = 0.0 if is_async(environment) else ANSWER_SECONDS
     buffer = bytearray()
     while True:
@@ -45,12 +48,14 @@ def work(
                 os._exit(0)  # a reward forked and returned twice: this is not the original process
             for printed in (sys.stdout, sys.stderr):
                 printed.flush()  # while this job still counts as the current one
-            answers.append([index, outcome.rewards, outcome.cause, outcome.message])
+            answer = json.dumps([index, outcome.rewards, outcome.cause, outcome.message]).encode()
+            if answers and sum(map(len, answers)) + len(answer) > MESSAGE_BYTES:
+                _send(replies, answers)
+            answers.append(answer)
             missing -= 1
             begun[:] = BEGUN.pack(index + 1)
             if not missing or time.monotonic() >= last + wait:
-                _write(replies, encode(answers))
-                answers.clear()
+                _send(replies, answers)
                 last = time.monotonic()
 
         begun[:] = BEGUN.pack(0)
@@ -78,7 +83,9 @@ def _limit_memory(most_bytes: int) -> None:
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
 
 
-def _write(pipe: int, data: bytes) -> None:
-    left = memoryview(data)
+def _send(pipe: int, answers: list[bytes]) -> None:
+    """Sends all answers as one message, and removes them."""
+    left = memoryview(encode(b"[" + b",".join(answers) + b"]"))
+    answers.clear()
     while left:
         left = left[os.write(pipe, left) :]
