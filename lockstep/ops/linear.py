@@ -59,18 +59,13 @@ def product_sums(
     if cuda.usable(x):
         from lockstep.ops.cuda.linear import product_sums as triton_sums
 
+        _check_factors(x, weight, chunks)
         return triton_sums(x, weight, chunks)
     return _product(x, weight, chunks, torch.float32)
 
 
 def _product(x: Tensor, weight: Tensor, chunks: int, dtype: torch.dtype) -> Tensor:
-    if x.shape[1] != weight.shape[1] or x.dtype != weight.dtype or x.device != weight.device:
-        raise ValueError(
-            f"a product needs factors of one width, dtype and device, but has {list(x.shape)} {x.dtype} on {x.device} "
-            f"and {list(weight.shape)} {weight.dtype} on {weight.device}"
-        )
-    if chunks != 1:
-        _check_chunks(x, chunks)
+    _check_factors(x, weight, chunks)
     if cuda.usable(x):
         from lockstep.ops.cuda.linear import product as triton_product
 
@@ -88,8 +83,15 @@ def _product(x: Tensor, weight: Tensor, chunks: int, dtype: torch.dtype) -> Tens
     return tree_sum([plain.product(part, others.T) for part, others in cut]).to(dtype)
 
 
-def _check_chunks(x: Tensor, chunks: int) -> None:
+def _check_factors(x: Tensor, weight: Tensor, chunks: int) -> None:
     """Chunks begin at multiples of 4 bytes, which a bfloat16 product reads at once."""
+    if x.shape[1] != weight.shape[1] or x.dtype != weight.dtype or x.device != weight.device:
+        raise ValueError(
+            f"a product needs factors of one width, dtype and device, but has {list(x.shape)} {x.dtype} on {x.device} "
+            f"and {list(weight.shape)} {weight.dtype} on {weight.device}"
+        )
+    if chunks == 1:
+        return
     width = chunks * 4 // x.element_size()
     if chunks < 1 or chunks & (chunks - 1) or x.shape[1] % width:
         raise ValueError(

@@ -20,7 +20,7 @@ from lockstep.ops.cuda import attention, linear, vocabulary
 from lockstep.ops.cuda.attention_backward import attend_backward
 from lockstep.ops.cuda.kernel import launch
 from lockstep.ops.cuts import cut
-from lockstep.ops.linear import tree_sum
+from lockstep.ops.linear import product_sums, tree_sum
 from lockstep.ops.parts import Whole
 from tests.ops.paging import assert_only_those_who_see_it_break, assert_pieces_agree
 from tests.ops.pieces import assert_pieces_add_up
@@ -114,13 +114,7 @@ def test_pieces_in_programs_of_their_own_and_in_one_program_give_the_same_bits(i
 @pytest.mark.parametrize("looped", [False, True])
 def test_described_tiles_have_the_bits_of_others(monkeypatch, dtype, inner, outer, looped):
     x, weight = _randn(0, 70, inner, dtype=dtype), _randn(1, outer, inner, dtype=dtype)
-    used = []
-
-    def launched(kernel, *given, **sizes):
-        used.append(kernel)
-        launch(kernel, *given, **sizes)
-
-    monkeypatch.setattr(linear, "launch", launched)
+    used = _launches(monkeypatch)
     monkeypatch.setattr(linear, "pieces_of", lambda *_: 1 if looped else min(2, pieces_of(inner, outer)))
     pointers = linear.product_with(linear.Tile(32, 32, 32, 4, 2), x, weight)
     monkeypatch.setattr(linear, "has_copy_engine", lambda x: True)
@@ -128,14 +122,44 @@ def test_described_tiles_have_the_bits_of_others(monkeypatch, dtype, inner, oute
     described = linear.product_with(linear.Tile(32, 32, 32, 4, 2, looped=looped), x, weight)
     assert used == [linear._linear_kernel, linear._looped_kernel if looped else linear._described_kernel]
     assert torch.equal(described, pointers)
-    # Pieces that end within a step, and rows that begin anywhere, cannot be described.
+    # Pieces that end within a step, and rows that do not begin at multiples of 16 bytes, cannot be described.
     linear.product_with(linear.Tile(32, 32, 32, 4, 2), x[:, :224], weight[:, :224], 2)
     linear.product_with(linear.Tile(32, 32, 32, 4, 2), x[:, :-1], weight[:, :-1])
     assert used[2:] == [linear._linear_kernel] * 2
 
 
+def _launches(monkeypatch) -> list:
+    used = []
+
+    def launched(kernel, *given, **sizes):
+        used.append(kernel)
+        launch(kernel, *given, **sizes)
+
+    monkeypatch.setattr(linear, "launch", launched)
+    return used
+
+
+@pytest.mark.parametrize("outer", [48, 44, 104, 100])
+def test_what_is_compared_for_a_shape_is_what_computes_it(monkeypatch, outer):
+    used = _launches(monkeypatch)
+    monkeypatch.setattr(linear, "COMPARED", 64)
+    monkeypatch.setattr(linear, "has_copy_engine", lambda x: True)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: SimpleNamespace(multi_processor_count=3))
+    tile, base = linear.Tile(32, 32, 32, 4, 2, looped=True), linear.Tile(32, 32, 32, 4, 2, True)
+    assert compare(tile, base, torch.float16, torch.device("cpu"), 32, outer)
+    whole = _randn(0, 71 * 32 + 1, dtype=torch.float16)
+    at_odd_addresses = whole[1:].view(71, 32)
+    for x, dtype in ((whole[:-1].view(71, 32), torch.float16), (at_odd_addresses, torch.float32)):
+        weight = _randn(1, outer, 32, dtype=torch.float16)
+        _close([linear.product_with(tile, x, weight, dtype=dtype)], [x.float() @ weight.float().T], torch.float16)
+        assert used[-1] is used[1]
+    # Of one row, a stride can be anything.
+    linear.product_with(tile, torch.zeros(2, 33, dtype=torch.float16)[:1, :32], weight)
+    assert used[-1] is used[1]
+
+
 @pytest.mark.parametrize("rows", [3, 70])
-def test_ranks_that_hold_some_chunks_each_meet_in_the_same_bits(rows):
+def test_ranks_that_hold_some_chunks_each_meet_in_the_same_bits(kernels, rows):
     x, weight = _randn(0, rows, 640), _randn(1, 48, 640)
     for chunks in (4, 8):
         whole = _product(x, weight, chunks)
@@ -145,6 +169,11 @@ def test_ranks_that_hold_some_chunks_each_meet_in_the_same_bits(rows):
             assert torch.equal(tree_sum([linear.product_sums(*part, chunks // ranks) for part in cut]), whole), ranks
     with pytest.raises(ValueError, match="a product has 16 chunks, but on a GPU it can have 1, 2, 4, 8"):
         _product(x, weight, 16)
+    for product in (ops.linear, product_sums):
+        with pytest.raises(ValueError, match="its 639 features a multiple of 2"):
+            product(x[:, :639], weight[:, :639], 2)
+        with pytest.raises(ValueError, match="factors of one width"):
+            product(x, weight[:, :639], 2)
 
 
 def test_a_tile_whose_bits_differ_is_not_used(monkeypatch):
@@ -169,6 +198,7 @@ def test_a_product_takes_the_largest_tile_of_which_there_are_enough(monkeypatch)
     assert chosen(128, 4096, 4096) == (64, 64, True) and chosen(1, 1024, 151936) == (64, 128, True)
     assert chosen(4096, 3072, 1024) == (128, 128, False) and chosen(4096, 4096, 4096) == (128, 256, False)
     assert chosen(8192, 4096, 512) == (128, 64, False)  # four pieces: three sums at a time
+    assert chosen(600, 3072, 1024) == (64, 128, True)  # few of the others
 
 
 def test_gradients_of_a_product(kernels):

@@ -46,6 +46,13 @@ class Task(Misbehaving, rl.Environment):
     def sleeps(self):
         time.sleep(0.001)
 
+    def is_counted(self):
+        with open(__file__ + ".calls", "a") as file:
+            file.write("x")
+
+    def prints_its_share(self):
+        os.write(1, b"x" * 60_000)
+
     def tells_much(self):
         with open(__file__ + ".calls", "a") as file:
             file.write("x")
@@ -202,7 +209,9 @@ BAD = dict(
 def test_quick_rewards_are_sent_in_few_messages_and_slow_ones_in_more(task, tmp_path, monkeypatch):
     sizes = []
     ask = KeeperProcess._ask
-    monkeypatch.setattr(KeeperProcess, "_ask", lambda self, jobs: (sizes.append(len(jobs)), ask(self, jobs))[1])
+    monkeypatch.setattr(
+        KeeperProcess, "_ask", lambda self, jobs, message: (sizes.append(len(jobs)), ask(self, jobs, message))[1]
+    )
 
     def sizes_of(grader, kind, count):
         sizes.clear()
@@ -221,8 +230,39 @@ def test_quick_rewards_are_sent_in_few_messages_and_slow_ones_in_more(task, tmp_
         assert max(sizes_of(grader, "sleeps", 200)) <= 64
 
 
+def test_messages_that_would_be_long_are_several(task, tmp_path, monkeypatch):
+    monkeypatch.setattr("lockstep.rl.rewards.workers.MESSAGE_BYTES", 2**14)
+    sizes, ask = [], KeeperProcess._ask
+    monkeypatch.setattr(
+        KeeperProcess, "_ask", lambda self, jobs, message: (sizes.append(len(jobs)), ask(self, jobs, message))[1]
+    )
+    config = RLConfig(environment=f"{task}:Task", rewards=RewardConfig(**LIMITS | {"workers": 1}))
+    with open_workers(config, tmp_path) as grader:
+        outcomes = grader([(Example("p" * 2**13 * size), "fine") for size in (1, 1, 1, 4)])
+    assert [o.rewards for o in outcomes] == [{"one": 1.0}] * 4 and sizes == [1, 1, 1, 1]
+
+
+def test_a_coroutine_that_ends_its_worker_costs_those_that_were_with_it_alone(task, tmp_path):
+    config = RLConfig(environment=f"{task}:Judged", rewards=RewardConfig(**LIMITS | {"workers": 1}))
+    calls = Path(f"{task}.calls")
+    calls.unlink(missing_ok=True)
+    with open_workers(config, tmp_path) as grader:
+        for _ in range(2):  # then they are known to be quick
+            grader([(Example("p"), "fine")] * 256)
+        outcomes = grader([(Example("p"), "exits" if place == 3 else "is_counted") for place in range(256)])
+    assert [place for place, outcome in enumerate(outcomes) if outcome.cause] == [3]
+    assert calls.stat().st_size < 255 + 2 * 64
+
+
+def test_what_others_print_is_not_held_against_a_reward(task, tmp_path):
+    config = RLConfig(environment=f"{task}:Task", rewards=RewardConfig(**LIMITS | {"workers": 1}))
+    with open_workers(config, tmp_path) as grader:
+        assert not [o.cause for o in grader([(Example("p"), "prints_its_share")] * 200) if o.cause]
+
+
 def test_long_answers_of_one_message_are_each_given_once(task, tmp_path):
     config = RLConfig(environment=f"{task}:Task", rewards=RewardConfig(**LIMITS | {"workers": 1}))
+    Path(f"{task}.calls").unlink(missing_ok=True)
     with open_workers(config, tmp_path) as grader:
         outcomes = grader([(Example("p"), "tells_much")] * 500)
     assert all(len(outcome.rewards) == 81 for outcome in outcomes)

@@ -55,8 +55,8 @@ HALF_TILES: Tiles = (
     Tile(64, 16, 128, 4, 8, True),
     Tile(64, 32, 256, 4, 4, True),
     Tile(64, 64, 128, 4, 4, True),
-    Tile(128, 64, 64, 8, 4),
     Tile(64, 128, 128, 4, 4, True),
+    Tile(128, 64, 64, 8, 4),
     Tile(128, 64, 64, 4, 5),
     Tile(128, 128, 64, 8, 4),
     Tile(128, 128, 64, 4, 4),
@@ -68,8 +68,8 @@ ENOUGH, ENOUGH_LOOPED = 96, 250
 """Tiles that keep the multiprocessors busy: more, smaller ones are slower."""
 MOST_SUMS = 128
 """Sums in a thread's registers."""
-SPLIT_ROWS = 512
-"""Rows up to which pieces have their own programs: the sums that they exchange take memory."""
+COMPARED = 4096
+"""Most columns of a product that tiles are compared on."""
 Multiply = Callable[[Tile, Tensor, Tensor, int], Tensor]
 
 
@@ -286,9 +286,10 @@ def product_with(tile: Tile, x: Tensor, weight: Tensor, pieces: int = 0, dtype: 
         raise ValueError(f"a product has {pieces} chunks, but on a GPU it can have {', '.join(map(str, PIECES))}")
     pieces, piece = (pieces, K // pieces) if pieces else own_pieces(K, N)
     programs = triton.cdiv(M, tile.block_m) * triton.cdiv(N, tile.block_n)
+    # Only shapes decide, not addresses: what is compared for a shape is what computes it.
     whole_steps = pieces == 1 or (pieces == 2 and piece % tile.block_k == 0)
-    if not tile.split and whole_steps and has_copy_engine(x) and _can_be_described(x, weight):
-        _product_described(tile, x, weight, out, pieces, piece, programs)
+    if not tile.split and whole_steps and K % 8 == 0 and has_copy_engine(x):
+        _product_described(tile, _aligned(x), _aligned(weight), out, pieces, piece, programs)
         return out
     partial = arrivals = None
     if tile.split and pieces > 1:
@@ -309,21 +310,25 @@ def has_copy_engine(x: Tensor) -> bool:
     return x.element_size() == 2 and x.is_cuda and torch.cuda.get_device_capability(x.device) >= (9, 0)
 
 
-def _can_be_described(*tensors: Tensor) -> bool:
-    """Whether addresses and rows begin at multiples of 16 bytes."""
-    return all(t.data_ptr() % 16 == 0 and t.shape[1] * t.element_size() % 16 == 0 for t in tensors)
+def _aligned(x: Tensor) -> Tensor:
+    """At a multiple of 16 bytes, where descriptors begin."""
+    return x if x.data_ptr() % 16 == 0 else x.clone()
+
+
+def _described(x: Tensor, *block: int) -> TensorDescriptor:
+    # Not x.stride(): that of a single row can be anything.
+    return TensorDescriptor(x, [*x.shape], [x.shape[1], 1], [*block])
 
 
 def _product_described(
     tile: Tile, x: Tensor, weight: Tensor, out: Tensor, pieces: int, piece: int, programs: int
 ) -> None:
     (M, K), N = x.shape, weight.shape[0]
-    left = TensorDescriptor.from_tensor(x, [tile.block_m, tile.block_k])
-    right = TensorDescriptor.from_tensor(weight, [tile.block_n, tile.block_k])
+    left, right = _described(x, tile.block_m, tile.block_k), _described(weight, tile.block_n, tile.block_k)
     sizes = dict(GROUP=8, BLOCK_M=tile.block_m, BLOCK_N=tile.block_n, BLOCK_K=tile.block_k)
     options = dict(num_warps=tile.warps, num_stages=tile.stages)
-    if tile.looped and pieces == 1 and _can_be_described(out):
-        target = TensorDescriptor.from_tensor(out, [tile.block_m, tile.block_n])
+    if tile.looped and pieces == 1 and N % 8 == 0:
+        target = _described(out, tile.block_m, tile.block_n)
         programs = min(programs, torch.cuda.get_device_properties(x.device).multi_processor_count)
         launch(_looped_kernel, (programs,), left, right, target, M, N, K, PROGRAMS=programs, **sizes, **options)
         return
@@ -382,8 +387,6 @@ def largest(
     def fits(tile: Tile) -> bool:
         if rows <= tile.block_m // 2 and tile.block_m > tiles[0].block_m:
             return False
-        if tile.split and pieces > 1 and rows > SPLIT_ROWS:
-            return False
         together = 1 if tile.split else min(pieces, 3)
         if together * tile.block_m * tile.block_n > 32 * tile.warps * MOST_SUMS:
             return False
@@ -409,9 +412,12 @@ def agrees(
     `multiply`: has the arguments and result of `product_with`, which is the default.
     """
     alone = (pieces or pieces_of(in_features, out_features)) == 1
-    out_features = min(out_features, 4096) if alone else out_features
-    generator = torch.Generator().manual_seed(in_features * 1_000_003 + out_features)
-    x, weight = (t.to(device, dtype) for t in _cancelling(generator, 2 * tile.block_m - 3, in_features, out_features))
+    if alone and out_features > COMPARED:
+        out_features = COMPARED + out_features % 8
+    generator = torch.Generator(device).manual_seed(in_features * 1_000_003 + out_features)
+    # A program that computes several tiles has more than one here.
+    rows = (20 if tile.looped else 2) * tile.block_m - 3
+    x, weight = (t.to(dtype) for t in _cancelling(generator, rows, in_features, out_features))
     expected = product_with(base, x, weight, pieces)
     return torch.equal((multiply or product_with)(tile, x, weight, pieces), expected)
 
@@ -421,10 +427,11 @@ def _cancelling(generator: torch.Generator, rows: int, inner: int, outputs: int)
 
     With ordinary data, the last bits of a sum are rounded away, and two orders of summation can look the same.
     """
-    scale = torch.exp2(torch.randint(-6, 7, (inner // 2,), generator=generator).float())
-    x = torch.randn(rows, inner // 2, generator=generator) * scale
-    weight = torch.randn(outputs, inner // 2, generator=generator)
-    order = torch.randperm(2 * (inner // 2), generator=generator)
+    device, half = generator.device, inner // 2
+    scale = torch.exp2(torch.randint(-6, 7, (half,), generator=generator, device=device).float())
+    x = torch.randn(rows, half, generator=generator, device=device) * scale
+    weight = torch.randn(outputs, half, generator=generator, device=device)
+    order = torch.randperm(2 * half, generator=generator, device=device)
     tail = inner % 2  # 0 or 1 columns of zeros
     x, weight = torch.cat([x, -x], 1)[:, order], torch.cat([weight, weight], 1)[:, order]
     return torch.nn.functional.pad(x, (0, tail)), torch.nn.functional.pad(weight, (0, tail))

@@ -27,6 +27,10 @@ POLL_SECONDS = 0.1
 """Interval at which a worker's processes are counted while a reward runs."""
 ANSWER_BYTES = 2**20
 """Most bytes of one answer: a megabyte of reward names is not a reward."""
+PIPE_BYTES = 2**16
+"""What an earlier job can have left in the pipe of its output."""
+COROUTINES = 64
+"""Most that a worker is given at once: when it dies, any of them may be at fault, and each is graded alone."""
 
 CONVERSE = "converse"
 """Starts conversations, until both sides have sent DONE."""
@@ -90,11 +94,14 @@ class Keeper:
                 self.end_worker()
                 asked = [suspects.popleft()]
             else:
-                asked, waiting = waiting, []
+                most = COROUTINES if self.all_at_once else count
+                asked, waiting = waiting[:most], waiting[most:]
             worker = self.worker = self.worker or Worker(self.environment, self.limits, self.trainer)
             fresh, worker.unused = worker.unused, False
-            whole = len(asked) == count
-            message = chunk if whole else chunk_of([jobs[index] for index in asked])
+            message: Any = chunk
+            if len(asked) < count:
+                jobs = jobs or jobs_in(decode(chunk))
+                message = chunk_of([jobs[index] for index in asked])
             cause, begun = self._ask(worker, asked, message, answers)
             if not cause:
                 continue
@@ -144,9 +151,12 @@ class Keeper:
                 # Counted below this process, which adopts orphans of the worker's children, and minus the worker.
                 if len(descendants(os.getpid())) - len(self.own) - 1 > self.limits["processes"]:
                     return PROCESSES, begun
-            # Output is read before the answer that follows it.
+            # Output is read before the answer that follows it. If another job has begun meanwhile, whose it was is
+            # not known.
             printed += self.read_output(worker.output)
-            if printed > self.limits["output_kib"] * 1024:
+            if BEGUN.unpack(worker.begun[:]) != (newly,):
+                printed = 0
+            if printed > self.limits["output_kib"] * 1024 + PIPE_BYTES:
                 return OUTPUT, begun
             if worker.replies in ready:
                 read = os.read(worker.replies, 2**16)

@@ -31,7 +31,9 @@ CHUNK = 64
 """Most jobs per message to a worker; fewer towards the end, so that all workers finish at about the same time."""
 QUICK_CHUNK, QUICK_SECONDS = 256, 0.05
 """Most jobs per message if they should take no longer than this: each message wakes three processes, which costs more
-than cheap rewards."""
+than cheap rewards. What becomes slow within one is not shared with other workers."""
+MESSAGE_BYTES = 2**24
+"""Size from which jobs are sent in several messages: it is read while the first job's time runs."""
 KEEPER = "import json, sys; sys.path[:] = json.loads(sys.argv[1]); from lockstep.rl.rewards.keeper import main; main()"
 """What a keeper runs: it has the trainer's module search path."""
 START_SECONDS = 600.0
@@ -193,18 +195,22 @@ class KeeperProcess:
 
     def grade(self, jobs: list[PlainJob]) -> list[Outcome]:
         """Outcomes of jobs. If they bring the keeper down, they are graded again one by one, to find the culprit."""
+        message = json.dumps(chunk_of(jobs)).encode()
+        if len(message) > MESSAGE_BYTES and len(jobs) > 1:
+            half = len(jobs) // 2
+            return self.grade(jobs[:half]) + self.grade(jobs[half:])
         try:
-            return self._ask(jobs)
+            return self._ask(jobs, message)
         except Closed:
             self.start()
         if len(jobs) > 1:
             return [outcome for job in jobs for outcome in self.grade([job])]
         return [failure(KILLED, f"the reward of example {Example(**jobs[0][0]).name} {ENDED_KEEPER}")]
 
-    def _ask(self, jobs: list[PlainJob]) -> list[Outcome]:
+    def _ask(self, jobs: list[PlainJob], message: bytes) -> list[Outcome]:
         self.await_ready()
         asked = time.monotonic()
-        self.send(len(jobs), chunk_of(jobs))
+        self.send(len(jobs), message)
         answers = self.receive(_patience(self.config, len(jobs)))
         self.seconds_a_job = (time.monotonic() - asked) / len(jobs)
         if not isinstance(answers, list) or len(answers) != len(jobs):
