@@ -274,7 +274,15 @@ class Engine:
         self._weights.release()
 
     def weights_changed(self, version: int) -> None:
-        """Drops every cached key. In-flight sequences continue with the new weights; their keys are recomputed."""
+        """Drops every cached key. In-flight sequences continue with the new weights; their keys are recomputed.
+
+        Raises UserError if they have another dtype.
+        """
+        if self.model.dtype != self.cache.keys.dtype:
+            raise UserError(
+                f"the model is {self.model.dtype} now, but the engine's cache is {self.cache.keys.dtype}; make another "
+                "Engine"
+            )
         self._away = False
         self.weights_version = version
         self._weights.forget()

@@ -21,7 +21,7 @@ from lockstep.config import EngineConfig
 from lockstep.config.engine import Graphs
 from lockstep.errors import UserError
 from lockstep.generate.batch import StepBatch
-from lockstep.generate.runner import Decoded, Runner
+from lockstep.generate.runner import Decoded, Runner, runs_own_code
 from lockstep.model import Decoder
 from lockstep.model.decoder import Block
 from lockstep.model.lora import projections
@@ -114,7 +114,7 @@ class GraphRunner(Runner):
         self._adapters: list[Any] = []
         self._read: list[Any] = []
         self._adapted: list[bool] = []
-        self._moved = True
+        self._moved, self._hooked = True, False
         largest, device = self.sizes[-1], model.device
         width = min(cache.num_pages, -(-model.config.max_positions // ops.PAGE))
         heads, head_dim = model.config.num_heads, model.config.head_dim
@@ -134,6 +134,8 @@ class GraphRunner(Runner):
         if self.mode == "piecewise" or not batch.decodes or count > self.sizes[-1]:
             return None
         self._drop_if_moved()
+        if self._hooked:
+            return None
         size = self._size(count)
         table, contexts = batch.row_by_row()
         # A context of 0 marks a row as padding.
@@ -165,6 +167,7 @@ class GraphRunner(Runner):
     def _drop_if_moved(self) -> None:
         """Drops what was recorded of weights that were elsewhere, or with adapters that were on and are off."""
         if self._moved:
+            self._hooked = runs_own_code(self.model)
             self._adapters = [layer for _, layer in projections(self.model) if layer.lora_A is not None]
         adapted = [layer.adapted for layer in self._adapters]
         if not self._moved and adapted == self._adapted:
@@ -179,7 +182,7 @@ class GraphRunner(Runner):
         if self.mode == "full" or rows > self.sizes[-1]:
             return super().hidden(batch)
         self._drop_if_moved()
-        return self._piecewise(batch, self._size(rows))
+        return super().hidden(batch) if self._hooked else self._piecewise(batch, self._size(rows))
 
     def _size(self, rows: int) -> int:
         return self.sizes[bisect.bisect_left(self.sizes, rows)]

@@ -33,6 +33,11 @@ def sampler_of(model: Decoder) -> Any:
     return ops if group is None else ShardedSampler(model.config.vocab_size, group)
 
 
+def runs_own_code(model: Decoder) -> bool:
+    """Whether some module has hooks, or a forward of its own, which what was recorded would not run."""
+    return any(m._forward_hooks or m._forward_pre_hooks or "forward" in vars(m) for m in model.modules())
+
+
 class Decoded(NamedTuple):
     """A decode step's results, one row per sequence. They are valid until the next step."""
 

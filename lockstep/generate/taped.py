@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from lockstep import ops
 from lockstep.generate.batch import StepBatch
-from lockstep.generate.runner import Decoded, Runner
+from lockstep.generate.runner import Decoded, Runner, runs_own_code
 from lockstep.model import Decoder
 from lockstep.model.decoder import Block
 from lockstep.model.lora import projections
@@ -44,7 +44,7 @@ class TapedRunner(Runner):
         """Modules may have been replaced, or got hooks or another forward, whenever weights may have changed."""
         modules = list(self.model.modules())
         self._generation = self._weights.generation
-        self._hooked = any(m._forward_hooks or m._forward_pre_hooks or "forward" in vars(m) for m in modules)
+        self._hooked = runs_own_code(self.model)
         self._names: list[tuple[dict[str, Any], str]] = [
             (m._parameters, name) for m in modules for name, p in m._parameters.items() if p is not None
         ]

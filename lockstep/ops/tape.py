@@ -87,13 +87,16 @@ class Tape(TorchFunctionMode):
         self._arena = arena
         self._calls: list[tuple[Callable[..., Any], Iterable[Any]]] = []
         self._kept: list[Tensor] = []
-        before = torch._C._len_torch_function_stack()
+        before = _modes()
         try:
             # In a context of its own: an interrupt at any line leaves nothing of it behind.
             results = copy_context().run(self._record, function)
-        finally:  # a signal's exception may have come while PyTorch was about to end this mode
-            while torch._C._len_torch_function_stack() > before:
-                torch._C._pop_torch_function_stack()
+        finally:  # a signal's exception may have come while PyTorch was about to begin or end a mode
+            if (left := _modes()) != before:
+                for _ in left:
+                    torch._C._pop_torch_function_stack()
+                for mode in before:
+                    torch._C._push_on_torch_function_stack(mode)
         self.results = tuple(map(arena.borrowed, results))
 
     def _record(self, function: Callable[[], tuple[Tensor, ...]]) -> tuple[Tensor, ...]:
@@ -160,6 +163,11 @@ def unrecorded() -> Iterator[None]:
     """Within this context, nothing is recorded: what is read or computed here must hold for every replay."""
     with native.noted_by(None), torch._C.DisableTorchFunction():
         yield
+
+
+def _modes() -> list[Any]:
+    """The modes that are on, outermost first."""
+    return [torch._C._get_function_stack_at(place) for place in range(torch._C._len_torch_function_stack())]
 
 
 def _fill(into: Tensor, function: Callable[..., Tensor], *arguments: Any, **options: Any) -> None:

@@ -138,6 +138,34 @@ def _transpose(weight):
     weight.data = weight.data.view(weight.shape[1], weight.shape[0]).t()
 
 
+@pytest.mark.parametrize("mode", MODES)
+def test_hooks_and_other_forwards_are_seen(mode):
+    model, calls = _model(), []
+    engine = _engine(mode, Recorder(), model, max_sequences=2, draft="none")
+    params = SamplingParams(max_tokens=6, seed=1, ignore_eos=True)
+    before = engine.generate([[1, 2]], params)[0][0].logprobs
+    hook = model.layers[0].register_forward_hook(lambda *_: calls.append(1))
+    engine.weights_changed(1)
+    assert engine.generate([[1, 2]], params)[0][0].logprobs == before and len(calls) == 6
+    hook.remove()
+    forward = model.layers[1].forward
+    model.layers[1].forward = lambda *given: forward(*given) * 2
+    engine.weights_changed(2)
+    after = engine.generate([[1, 2]], params)[0][0].logprobs
+    assert after == Engine(model, EngineConfig()).generate([[1, 2]], params)[0][0].logprobs != before
+    del model.layers[1].forward
+    engine.weights_changed(3)
+    assert engine.generate([[1, 2]], params)[0][0].logprobs == before and len(calls) == 6
+
+
+def test_a_model_of_another_dtype_needs_another_engine():
+    model = build_model(MODEL.config, "bfloat16", seed=1)
+    engine = Engine(model, EngineConfig(max_sequences=2))
+    model.float()
+    with pytest.raises(UserError, match="the model is torch.float32 now, but the engine's cache is torch.bfloat16"):
+        engine.weights_changed(1)
+
+
 def test_an_adapter_that_is_switched_off_is_recorded_again():
     shape = dataclasses.replace(preset("qwen3:micro", 60), num_layers=2)
     model = build_model(dataclasses.replace(shape, lora=lora_of(shape, 4, 8.0, ["*_proj"])), "float32", seed=1)

@@ -123,6 +123,20 @@ def test_a_mode_that_an_interrupt_has_left_behind_is_ended(monkeypatch):
     assert torch._C._len_torch_function_stack() == 0 and X.tolist()
 
 
+def test_modes_that_an_interrupt_has_ended_are_on_again(monkeypatch):
+    def interrupted(*_):
+        torch._C._pop_torch_function_stack()
+        torch._C._pop_torch_function_stack()  # an outer one
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(ops.Tape, "__exit__", interrupted)
+    with torch.device("cpu"):
+        outer = torch._C._get_function_stack_at(0)
+        with pytest.raises(KeyboardInterrupt):
+            ops.Tape(lambda: (X + 1,), Arena())
+        assert torch._C._get_function_stack_at(0) is outer and torch._C._len_torch_function_stack() == 1
+
+
 def test_a_recording_that_an_interrupt_has_left_notes_no_kernel(monkeypatch):
     @contextmanager
     def interrupted(tape):

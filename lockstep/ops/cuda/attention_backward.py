@@ -33,12 +33,9 @@ class Launch(NamedTuple):
 
 
 # Measured on an H100 (`benchmarks/NOTES.md`).
-QUERIES = {
-    torch.bfloat16: Launch(128, 64, 8, 3),
-    torch.float16: Launch(128, 64, 8, 3),
-    torch.float32: Launch(32, 32, 4, 2),
-}
-KEYS = {torch.bfloat16: Launch(64, 32, 4, 3), torch.float16: Launch(64, 32, 4, 3), torch.float32: Launch(32, 32, 8, 2)}
+QUERIES, KEYS = Launch(128, 64, 8, 3), Launch(64, 32, 4, 3)
+# Of more than 128 features, and of float32: sums in registers, and tiles in shared memory, are as many bytes.
+QUERIES_WIDE, KEYS_WIDE = Launch(32, 32, 4, 2), Launch(32, 32, 8, 2)
 
 
 @kernel(varying=("lines",))
@@ -158,7 +155,8 @@ def attend_backward(
         grad_out, out.contiguous(), deltas, rows * heads, DIM=dim, BLOCK_D=width, LINES=lines, num_warps=4,
     )  # fmt: skip
     contexts, first_keys = pieces or (starts.diff(), starts[:-1])
-    tile, step, warps, stages = QUERIES[q.dtype]
+    wide = width > 128 or q.dtype == torch.float32
+    tile, step, warps, stages = QUERIES_WIDE if wide else QUERIES
     tile_pieces, tile_rows = tile_map(starts, rows, tile)
     given = grad_out, q, k, v, log_sums, deltas
     scale = terms.factor(dim)
@@ -167,7 +165,7 @@ def attend_backward(
         *given, grad_q, starts, contexts, first_keys, tile_pieces, tile_rows, count, scale,
         TILE=tile, STEP=step, num_warps=warps, num_stages=stages, **sizes,
     )  # fmt: skip
-    tile, step, warps, stages = KEYS[q.dtype]
+    tile, step, warps, stages = KEYS_WIDE if wide else KEYS
     own_keys = first_queries = last_queries = None
     if pieces is None:
         tile_pieces, tile_rows = tile_map(starts, rows, tile)
