@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field, fields
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Literal
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 from lockstep.config import Arithmetic, CompileConfig, RanksConfig
 from lockstep.errors import UserError
@@ -100,8 +100,14 @@ def _one_model(options: ParityOptions, world: World) -> int:
         f"Arithmetic        : {arithmetic_of(model.device)}, reduction_chunks {shape.reduction_chunks}, on both sides"
     )
     print("\nload: " + ", ".join(f"{count} {name}" for name, count in load.items()))
-    if options.explain and result.tokens_different:
+    if options.explain:
+        from lockstep.parallel.messages import from_all
         from lockstep.rl.explain import in_words
 
-        print(f"first difference: {result.first}. {in_words(model, result.sequence)}")
+        # Of the first rank that has found one: all explain it together.
+        places: list[Any] = [[result.first, result.sequence]]
+        if world.size > 1:
+            places = from_all(places[0])
+        for first, sequence in [place for place in places if place[0]][:1]:
+            print(f"first difference: {first}. {in_words(model, sequence, together=True)}")
     return 0 if result.tokens_different == 0 else 1

@@ -5,18 +5,24 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
 from lockstep import ops
+from lockstep.config.parallel import ROW_MULTIPLE
 from lockstep.errors import UserError
-from lockstep.generate.runner import make_cache
+from lockstep.generate.runner import make_cache, sampler_of
 from lockstep.model import Decoder, TrainableModel
 from lockstep.model.decoder import Block
+from lockstep.model.shard import is_dtensor
 from lockstep.ops.attention_reference import PLAIN
+from lockstep.parallel.exchange import gather_rows, whole_rows
+from lockstep.parallel.messages import from_all
+from lockstep.parallel.tensor_group import sharded_over_data, tensor_group_of
 
 TAPPED = (
     "embedding", "rms_norm", "linear", "head_linear", "rotary", "silu_mul", "router_logits", "route", "experts",
@@ -42,12 +48,16 @@ class Difference:
     largest: float
     experts: str = ""
     """For a router's choice: both sides' experts."""
+    rank: int = 0
+    """The tensor rank that has these elements: the first one with a difference."""
+    ranks: int = 1
 
     def __str__(self) -> str:
+        place = f"{self.operator} on tensor rank {self.rank}" if self.ranks > 1 else self.operator
         if self.experts:
-            return f"{self.operator}: {self.experts} (token {self.position} of the sequence)"
+            return f"{place}: {self.experts} (token {self.position} of the sequence)"
         return (
-            f"{self.operator}: {self.different} of {self.elements} elements, largest difference {self.largest:.2g} "
+            f"{place}: {self.different} of {self.elements} elements, largest difference {self.largest:.2g} "
             f"(token {self.position} of the sequence)"
         )
 
@@ -55,32 +65,52 @@ class Difference:
 @torch.no_grad()
 def first_difference(model: TrainableModel, tokens: list[int], prompt_length: int) -> Difference | None:
     """Runs `tokens` as the trainer packs them, and as the generator computes them: a prompt in chunks, then one by one.
-    None if all operators agree in every bit. Raises UserError for a model that is compiled or sharded over ranks, whose
-    operators cannot be observed one by one.
+    None if all operators agree in every bit. All tensor ranks call it, with the same tokens. Raises UserError for a
+    model that is compiled or sharded over other ranks, whose operators cannot be observed one by one.
     """
-    if (
-        not isinstance(model, Decoder)
-        or model.halves is not Block
-        or type(model.embed_tokens.weight) is not torch.nn.Parameter
-    ):
-        raise UserError("operators can be compared only in one process without compilation; unset compile and parallel")
-    whole = _trainer(model, tokens)
+    if not isinstance(model, Decoder) or model.halves is not Block or sharded_over_data(model):
+        raise UserError(
+            "operators can be compared only without compilation, and over no ranks but parallel.tensor; unset compile "
+            "and the other axes of parallel"
+        )
+    group = tensor_group_of(model)
+    whole = _trainer(model, tokens, group)
     for first, taps in _generator(model, tokens, prompt_length):
-        found = [_rows_apart(own[1], other[1][first : first + len(own[1])]) for own, other in zip(taps, whole)]
-        if not any(len(rows) for rows in found):
+        own = _first_apart(taps, whole, first)
+        places = [own] if group is None else from_all(own, group)
+        if not any(places):
             continue
-        row = min(int(rows[0]) for rows in found if len(rows))
-        index = next(i for i, rows in enumerate(found) if len(rows) and int(rows[0]) == row)
-        (operator, own), other = taps[index], whole[index][1]
-        return _difference(operator, first + row, own[row], other[first + row])
+        rank = min((place, rank) for rank, place in enumerate(places) if place)[1]
+        if group is None or dist.get_rank(group) == rank:
+            assert own is not None
+            (operator, mine), other, row = taps[own[1]], whole[own[1]][1], own[0]
+            found = _difference(operator, first + row, mine[row], other[first + row])
+        else:
+            found = None
+        if group is None:
+            return found
+        fields = from_all(None if found is None else asdict(found), group)[rank]
+        return Difference(**fields | {"rank": rank, "ranks": len(places)})
     return None
 
 
-def in_words(model: TrainableModel, sequence: tuple[list[int], int] | None) -> str:
-    """What `first_difference` finds in a sequence that differed, as a sentence without its period."""
+def _first_apart(taps: list[Tap], whole: list[Tap], first: int) -> list[int] | None:
+    """The row of the first difference, and the index of its operator, the earliest in that row."""
+    found = [_rows_apart(own, other[first : first + len(own)]) for (_, own), (_, other) in zip(taps, whole)]
+    places = [[int(rows[0]), index] for index, rows in enumerate(found) if len(rows)]
+    return min(places, default=None)
+
+
+def in_words(model: TrainableModel, sequence: tuple[list[int], int] | None, together: bool = False) -> str:
+    """What `first_difference` finds in a sequence that differed, as a sentence without its period.
+
+    together: all tensor ranks call it, with the same sequence.
+    """
     if sequence is None:
         return "There is no sequence to explain it with"
     try:
+        if not together and isinstance(model, Decoder) and tensor_group_of(model) is not None:
+            raise UserError("over ranks, only lockstep parity --explain compares operators")
         found = first_difference(model, *sequence)
     except UserError as error:
         return f"It cannot be explained: {error}"
@@ -92,9 +122,14 @@ def in_words(model: TrainableModel, sequence: tuple[list[int], int] | None) -> s
     return f"The first operator that differs is {found}"
 
 
-def _trainer(model: Decoder, tokens: list[int]) -> list[Tap]:
-    row = torch.tensor(tokens, device=model.device)
-    return _taps_of(model, row, 0, ops.PackedAttention([len(tokens)], model.device))
+def _trainer(model: Decoder, tokens: list[int], group: dist.ProcessGroup | None) -> list[Tap]:
+    """The taps of all tokens: of padding, which the ranks of a tensor group share rows with, there are none."""
+    padded = tokens + [0] * (-len(tokens) % ROW_MULTIPLE)
+    row = torch.tensor(padded, device=model.device)
+    taps = _taps_of(model, row, 0, ops.PackedAttention([len(tokens)], model.device))
+    if group is not None:
+        taps = [(name, out if len(out) == len(padded) else gather_rows(out, group)) for name, out in taps]
+    return [(name, out[: len(tokens)]) for name, out in taps]
 
 
 def _generator(model: Decoder, tokens: list[int], prompt_length: int) -> Iterator[tuple[int, list[Tap]]]:
@@ -106,7 +141,9 @@ def _generator(model: Decoder, tokens: list[int], prompt_length: int) -> Iterato
     for first, stop in zip(starts, starts[1:]):
         counts = (torch.tensor([count], device=model.device) for count in (stop - first, stop))
         row = torch.tensor(tokens[first:stop], device=model.device)
-        yield first, _taps_of(model, row, first, ops.PagedAttention(cache, table, *counts))
+        with whole_rows():
+            taps = _taps_of(model, row, first, ops.PagedAttention(cache, table, *counts))
+        yield first, taps
 
 
 def _taps_of(model: Decoder, tokens: Tensor, first: int, attention: ops.Attention) -> list[Tap]:
@@ -115,7 +152,12 @@ def _taps_of(model: Decoder, tokens: Tensor, first: int, attention: ops.Attentio
     with _tapped(model) as taps:
         hidden = model(tokens, positions, _tapped_attention(attention, taps))
         logits = model.logits(hidden)
-    log_probs, _, _ = ops.logits_log_probs(logits, tokens, torch.ones_like(tokens, dtype=torch.float32))
+    ones = torch.ones_like(tokens, dtype=torch.float32)
+    if tensor_group_of(model) is None:
+        log_probs, _, _ = ops.logits_log_probs(logits, tokens, ones)
+    else:  # of the token that is drawn: each rank has a part of the vocabulary
+        none = torch.zeros_like(tokens)
+        _, log_probs, _ = sampler_of(model).sample(logits, ones, none, ones, ones * 0, ones.double() / 2)
     return [*taps, ("log-probability", log_probs[:, None])]
 
 
@@ -125,10 +167,19 @@ def _tapped(model: Decoder) -> Iterator[list[Tap]]:
     names = {id(parameter): name.removesuffix(".weight") for name, parameter in model.named_parameters()}
     taps: list[Tap] = []
     exact = {kind: getattr(ops, kind) for kind in TAPPED}
+    within = False
 
     def tap(kind: str) -> Callable[..., Any]:
         def call(*arguments: Any, **named: Any) -> Any:
-            out = exact[kind](*arguments, **named)
+            nonlocal within
+            if within:
+                return exact[kind](*arguments, **named)
+            # An operator on a sharded weight calls others on its own part.
+            within = any(map(is_dtensor, arguments))
+            try:
+                out = exact[kind](*arguments, **named)
+            finally:
+                within = False
             weight = next((names[id(x)] for x in arguments if id(x) in names), "")
             operator = _in_words(kind, weight, taps)
             # For a route: the experts' weights, and which experts they are.

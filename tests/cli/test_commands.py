@@ -194,6 +194,22 @@ def test_as_many_ranks_as_the_tensor_degree_must_run(command, model_folder, monk
 
 
 @pytest.mark.slow
+def test_parity_over_ranks_explains_a_difference_of_one_of_them(model_folder, tmp_path):
+    script = tmp_path / "differs.py"
+    script.write_text(
+        "import os, sys\nfrom lockstep import ops\nfrom lockstep.cli import main\nexact = ops.silu_mul\n"
+        "def differs(gate, up):\n    out = exact(gate, up)\n"
+        "    return out * 2 if os.environ['RANK'] == '1' and len(gate) == 1 else out\n"
+        "ops.silu_mul = differs\nsys.exit(main(sys.argv[1:]))\n"
+    )
+    options = ["parity", "--model", str(model_folder), "--tokens", "200", "--parallel.tensor", "2", "--explain"]
+    command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", str(script), *options]
+    result = subprocess.run(command, capture_output=True, text=True, timeout=120)
+    assert "The first operator that differs is layer 0, silu_mul on tensor rank 1: " in result.stdout, result.stderr
+    assert "Bitwise identical : False" in result.stdout and result.returncode != 0
+
+
+@pytest.mark.slow
 def test_generate_on_two_ranks_writes_once_what_one_process_writes(model_folder, tmp_path):
     prompts = tmp_path / "prompts.txt"
     prompts.write_text("one\nanother one\n")

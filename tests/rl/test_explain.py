@@ -1,14 +1,18 @@
 """Where bits differ, the operator that makes them differ is named: a difference planted in each of them in turn."""
 
 from dataclasses import replace
+from functools import partial
 
 import pytest
 import torch
 
 from lockstep import build_model, ops
+from lockstep.config import ParallelConfig
 from lockstep.errors import UserError
-from lockstep.model import preset
+from lockstep.model import initialize, preset
+from lockstep.parallel import close_world, generator_model, open_world
 from lockstep.rl.explain import CHUNK, TAPPED, first_difference, in_words
+from tests.parallel.launch import launch
 
 TOKENS, PROMPT = [*range(5, 45)], 21
 
@@ -212,8 +216,51 @@ def test_another_number_of_chunks_is_named_at_its_first_product(monkeypatch):
     assert found.operator.endswith("o_proj") and found.position >= PROMPT
 
 
+PLANTED = [
+    # The weight, the rank where it differs, whether in decoding, and what is then named.
+    ("layers.0.self_attn.q_proj", 1, True, "layer 0, q_proj", PROMPT, 1),
+    ("layers.1.mlp.gate_proj", 0, True, "layer 1, gate_proj", PROMPT, 0),
+    ("layers.1.self_attn.o_proj", 1, True, "layer 1, o_proj", PROMPT, 1),
+    # A row product of the trainer's, whose rows are shared out: row 3 of the second rank's 20.
+    ("layers.0.mlp.down_proj", 1, False, "layer 0, down_proj", 23, 0),
+]
+
+
+def explained_over_ranks(dtype):
+    parallel = ParallelConfig(tensor=2, reduction_chunks=2)
+    world = open_world(parallel, "cpu")
+    shape = replace(preset("qwen3:micro", 259), num_layers=2)
+    model = generator_model(shape, getattr(torch, dtype), world, parallel, partial(initialize, seed=1))
+    found = [first_difference(model, TOKENS, PROMPT)]
+    for name, rank, in_decoding, *_ in PLANTED:
+        weight, exact = model.get_submodule(name).weight, ops.linear
+
+        def different(x, own, *given, weight=weight, rank=rank, in_decoding=in_decoding, exact=exact):
+            out = exact(x, own, *given)
+            planted = own is weight and world.rank == rank and (x.shape[0] == 1) == in_decoding and len(x) in (1, 40)
+            return in_the_last_place(out, 0 if in_decoding else 3 * out.shape[1]) if planted else out
+
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(ops, "linear", different)
+            found.append(first_difference(model, TOKENS, PROMPT))
+    assert in_words(model, (TOKENS, PROMPT)).startswith("It cannot be explained: over ranks, only lockstep parity")
+    close_world(world)
+    return [None if f is None else (f.operator, f.position, f.rank, f.different, str(f)) for f in found]
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", pytest.param("float32", marks=pytest.mark.slow)])
+def test_over_tensor_ranks_the_operator_and_the_rank_are_named(dtype):
+    ranks = launch(2, explained_over_ranks, dtype)
+    assert ranks[0] == ranks[1] and ranks[0][0] is None
+    for (operator, position, rank, different, said), (*_, name, token, first) in zip(
+        ranks[0][1:], PLANTED, strict=True
+    ):
+        assert (operator, position, rank, different) == (name, token, first, 1)
+        assert said.startswith(f"{name} on tensor rank {first}: 1 of ")
+
+
 def test_a_compiled_model_is_refused(model):
     model.halves = object()
-    with pytest.raises(UserError, match="operators can be compared only in one process without compilation"):
+    with pytest.raises(UserError, match="operators can be compared only without compilation"):
         first_difference(model, TOKENS, PROMPT)
     assert in_words(model, (TOKENS, PROMPT)).startswith("It cannot be explained: operators can")
