@@ -29,6 +29,8 @@ WAKING = 0.75
 """Fraction of the number of sequences at which guesses did not pay: with fewer, rows cost less."""
 SHORTEST = 1e-6
 """Seconds that a step takes at least."""
+INVESTED = 0.15
+"""Of what recording gains a step: what an unrecorded size costs more, over the steps in which it should pay off."""
 GROWTH = 2
 """A step has at most this many times the rows of the largest step that was timed."""
 
@@ -66,6 +68,8 @@ class StepTimes:
         self._seconds: list[float] = []
         self._slower: dict[int, float] = {}
         """The least seconds of steps before they were as fast as they are, or will be."""
+        self._lasting: set[int] = set()
+        """Rows of steps that are as fast as they will be."""
         self._gain: float | None = None
         """By how much later ones are faster; None: not known."""
 
@@ -85,6 +89,8 @@ class StepTimes:
             self._seconds[place] = seconds
         else:  # what persists is not noise: a longer context, or other work on the machine
             self._seconds[place] += 0.1 * (seconds - self._seconds[place])
+        if pace == "lasting":
+            self._lasting.add(rows)
         if pace == "lasting" and rows in self._slower:
             # The most: a size that looks too fast is soon tried and timed, but one that looks too slow is not.
             self._gain = max(self._gain or 0.0, self._slower[rows] - self._seconds[place])
@@ -100,10 +106,13 @@ class StepTimes:
         return GROWTH * self._rows[-1] if self._rows else 0
 
     def of(self, rows: np.ndarray) -> np.ndarray:
-        """Interpolated linearly between sizes that have run, and extrapolated with the average slope beyond them."""
+        """Interpolated linearly between sizes that have run, and extrapolated with the average slope beyond them; with
+        a share of what it takes to record those that are still slower."""
         # More rows never take less time: if a step of more rows was faster, the slower one was disturbed.
         known = np.minimum.accumulate(self._seconds[::-1])[::-1]
         inside = np.interp(rows, self._rows, known)
+        if self._gain:
+            inside += INVESTED * self._gain * np.array([count not in self._lasting for count in rows.tolist()])
         if len(self._rows) < 2:
             return inside
         slope = (known[-1] - known[0]) / (self._rows[-1] - self._rows[0])
