@@ -242,13 +242,13 @@ def test_messages_that_would_be_long_are_several(task, tmp_path, monkeypatch):
     assert [o.rewards for o in outcomes] == [{"one": 1.0}] * 4 and sizes == [1, 1, 1, 1]
 
 
-def test_a_coroutine_that_ends_its_worker_costs_those_that_were_with_it_alone(task, tmp_path):
+def test_a_coroutine_that_ends_its_worker_costs_those_that_were_with_it_alone(task, tmp_path, monkeypatch):
+    monkeypatch.setattr("lockstep.rl.rewards.workers.QUICK_SECONDS", 60.0)
     config = RLConfig(environment=f"{task}:Judged", rewards=RewardConfig(**LIMITS | {"workers": 1}))
     calls = Path(f"{task}.calls")
     calls.unlink(missing_ok=True)
     with open_workers(config, tmp_path) as grader:
-        for _ in range(2):  # then they are known to be quick
-            grader([(Example("p"), "fine")] * 256)
+        grader([(Example("p"), "fine")] * 256)  # then they are known to be quick
         outcomes = grader([(Example("p"), "exits" if place == 3 else "is_counted") for place in range(256)])
     assert [place for place, outcome in enumerate(outcomes) if outcome.cause] == [3]
     assert calls.stat().st_size < 255 + 2 * 64
