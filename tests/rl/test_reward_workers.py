@@ -249,7 +249,7 @@ def test_a_coroutine_that_ends_its_worker_costs_those_that_were_with_it_alone(ta
     calls.unlink(missing_ok=True)
     with open_workers(config, tmp_path) as grader:
         grader([(Example("p"), "fine")] * 256)  # then they are known to be quick
-        outcomes = grader([(Example("p"), "exits" if place == 3 else "is_counted") for place in range(256)])
+        outcomes = grader([(Example("p"), "exits_at_once" if place == 3 else "is_counted") for place in range(256)])
     assert [place for place, outcome in enumerate(outcomes) if outcome.cause] == [3]
     assert calls.stat().st_size < 255 + 2 * 64
 
