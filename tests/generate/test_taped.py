@@ -16,7 +16,7 @@ from torch import nn
 from lockstep import Engine, EngineConfig, SamplingParams, build_model, ops
 from lockstep.config import CompileConfig
 from lockstep.generate import taped
-from lockstep.generate.drafts.lengths import StepTimes
+from lockstep.generate.drafts.lengths import INVESTED, StepTimes
 from lockstep.generate.runner import Runner
 from lockstep.generate.taped import TapedRunner
 from lockstep.model import ModelConfig, preset
@@ -373,14 +373,14 @@ def test_a_step_is_timed_as_it_will_be_once_it_is_recorded(monkeypatch):
         assert times.fewest_rows == 0, "what is gained is not known"
     times.record(1, 1.25)
     times.record(2, 3.5, "slower")
-    assert times.of(np.array([1, 2])).tolist() == [1.25, 2.25]
+    assert times.of(np.array([1, 2])).tolist() == [1.25, 2.25 + INVESTED * 1.25]
     times.record(1, 1.0)
     times.record(2, 4.0, "slower")
-    assert times.of(np.array([1, 2])).tolist() == [1.0, 2.0], "the step of a row was disturbed"
+    assert times.of(np.array([1, 2])).tolist() == [1.0, 2.0 + INVESTED * 1.5], "the step of a row was disturbed"
     times.record(2, 8.0, "recording")
     times.record(2, 1.75)
     times.record(3, 4.0, "slower")
-    assert times.of(np.array([1, 2, 3])).tolist() == [1.0, 1.75, 2.25]
+    assert times.of(np.array([1, 2, 3])).tolist() == [1.0, 1.75, 2.25 + INVESTED * 1.75]
 
 
 def test_a_model_that_is_not_finite_ends_as_it_does_without():
