@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Sequence
 from functools import lru_cache
 from typing import Any
@@ -33,6 +34,18 @@ def seconds(function: Callable[[], Any], repeats: int = 5) -> float:
         if index >= 2:
             times.append(start.elapsed_time(end) / 1000)
     return sorted(times)[len(times) // 2]
+
+
+def elapsed(function: Callable[[], Any], repeats: int = 5) -> float:
+    """Mean time of a call by the host's clock, what the host does between launches included; after two calls."""
+    for _ in range(2):
+        function()
+    torch.cuda.synchronize()
+    began = time.perf_counter()
+    for _ in range(repeats):
+        function()
+    torch.cuda.synchronize()
+    return (time.perf_counter() - began) / repeats
 
 
 def device_seconds(functions: Sequence[Callable[[], Any]], rounds: int = 1) -> float:

@@ -6,7 +6,7 @@ import time
 from collections.abc import Iterator
 
 import torch
-from gpu_clock import Row, bandwidth, peak, row
+from gpu_clock import Row, bandwidth, elapsed, peak, row
 
 from lockstep import Engine, EngineConfig, SamplingParams, score
 from lockstep.config import RLConfig, TrainConfig
@@ -101,23 +101,13 @@ def throughput() -> Iterator[Row]:
     attention = 2 * 2 * length / 2 * config.num_layers * config.num_heads * config.head_dim
     forward = tokens * (2 * config.num_parameters + attention)
 
-    def timed(function, repeats: int = 5) -> float:  # type: ignore[no-untyped-def]
-        for _ in range(2):
-            function()
-        torch.cuda.synchronize()
-        began = time.perf_counter()
-        for _ in range(repeats):
-            function()
-        torch.cuda.synchronize()
-        return (time.perf_counter() - began) / repeats
-
     def measured(kind: str) -> Iterator[Row]:
-        taken = timed(lambda: score(model, sequences))
+        taken = elapsed(lambda: score(model, sequences))
         yield row(f"prefill 0.6B {kind}, {count} x {length}", tokens / taken, "tokens/s")
         yield row(f"prefill 0.6B {kind}: share of the measured product", forward / taken / peak(), "")
         trainer = Trainer(model, TrainConfig(learning_rate=1e-6), 100)
         packed = pack(sequences, device="cuda")
-        taken = timed(lambda: trainer.step([packed], lambda m, r: -target_log_probs(m, r)[0].mean()))
+        taken = elapsed(lambda: trainer.step([packed], lambda m, r: -target_log_probs(m, r)[0].mean()))
         yield row(f"training 0.6B {kind}, {count} x {length}", tokens / taken, "tokens/s")
         yield row(f"training 0.6B {kind}: share of the measured product", 3 * forward / taken / peak(), "")
 

@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
-from gpu_clock import Row, row
+from gpu_clock import Row, elapsed, row
 from gpu_model import random_prompts
 
 COUNT, LENGTH, BATCH, PROMPT, NEW = 8, 1024, 32, 256, 40
@@ -37,7 +36,7 @@ def measured() -> Iterator[Row]:
         optimizer.step()
         optimizer.zero_grad()
 
-    taken = timed(step, 3)
+    taken = elapsed(step, 3)
     yield row(
         f"transformers, training 0.6B, {COUNT} x {LENGTH}, moments in bfloat16", tokens.numel() / taken, "tokens/s"
     )
@@ -48,17 +47,6 @@ def measured() -> Iterator[Row]:
         return lambda: model.generate(prompts, **options)
 
     with torch.no_grad():
-        taken = (timed(generate(NEW), 1) - timed(generate(1), 1)) / (NEW - 1)
+        taken = (elapsed(generate(NEW), 1) - elapsed(generate(1), 1)) / (NEW - 1)
     yield row(f"transformers, decode 0.6B, batch {BATCH}", BATCH / taken, "tokens/s")
     yield row(f"transformers, decode 0.6B, batch {BATCH}: a step", taken * 1e3, "ms")
-
-
-def timed(function: Callable[[], None], repeats: int) -> float:
-    for _ in range(2):
-        function()
-    torch.cuda.synchronize()
-    began = time.perf_counter()
-    for _ in range(repeats):
-        function()
-    torch.cuda.synchronize()
-    return (time.perf_counter() - began) / repeats

@@ -81,15 +81,13 @@ def first_difference(model: TrainableModel, tokens: list[int], prompt_length: in
         if not any(places):
             continue
         rank = min((place, rank) for rank, place in enumerate(places) if place)[1]
-        if group is None or dist.get_rank(group) == rank:
-            assert own is not None
+        found = None
+        if own is not None and rank == (0 if group is None else dist.get_rank(group)):
             (operator, mine), other, row = taps[own[1]], whole[own[1]][1], own[0]
             found = _difference(operator, first + row, mine[row], other[first + row])
-        else:
-            found = None
         if group is None:
             return found
-        fields = from_all(None if found is None else asdict(found), group)[rank]
+        fields = from_all(found and asdict(found), group)[rank]
         return Difference(**fields | {"rank": rank, "ranks": len(places)})
     return None
 

@@ -658,19 +658,6 @@ def test_where_guesses_do_not_pay_they_are_tried_seldom():
     assert 0 < sum(late) <= 4 * 3 * (len(late) // LONGEST_REST + 1), "a few sequences, now and then"
 
 
-def test_a_size_that_would_have_to_be_recorded_first_counts_a_share_of_that():
-    times = StepTimes()
-    for rows in (1, 4):
-        times.record(rows, 3e-3 + rows * 1e-4, "slower")
-        times.record(rows, 1e-3 + rows * 1e-4)
-    seconds = dict(zip(range(1, 6), times.of(np.arange(1, 6))))
-    assert seconds[1] == pytest.approx(1.1e-3) and seconds[4] == pytest.approx(1.4e-3)
-    for rows in (2, 3, 5):  # recording gains 2 ms a step
-        assert seconds[rows] == pytest.approx(1e-3 + rows * 1e-4 + 0.3e-3)
-    times.record(2, 1.2e-3)
-    assert times.of(np.array([2]))[0] == pytest.approx(1.2e-3)
-
-
 def test_times_are_learnt_and_a_disturbed_step_is_forgotten():
     times = StepTimes()
     assert times.most_rows == 0, "nothing is guessed before a plain step has run"

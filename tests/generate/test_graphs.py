@@ -193,6 +193,7 @@ def test_an_adapter_that_is_switched_off_is_recorded_again():
 def test_auto_captures_whole_steps_of_a_model_on_a_gpu_without_latent_attention(monkeypatch):
     config, latent = EngineConfig(), build_model(preset("deepseek_v3:micro", 60), "float32", seed=1)
     assert config.cuda_graphs == "auto" and graphs_of(config, MODEL) == "none"
+    # Without a GPU; tests/gpu has the default on one.
     monkeypatch.setattr(type(MODEL), "device", torch.device("cuda"))
     assert graphs_of(config, MODEL) == "full" and graphs_of(config, latent) == "none"
     assert graphs_of(EngineConfig(cuda_graphs="piecewise"), latent) == "piecewise"

@@ -8,6 +8,7 @@ import torch
 from lockstep import Engine, EngineConfig, SamplingParams, build_model, score
 from lockstep.config import CompileConfig, RecomputeConfig, TrainConfig
 from lockstep.generate.drafts.lengths import DraftLengths
+from lockstep.generate.graphs import GraphRunner
 from lockstep.model import preset
 from lockstep.model.lora import lora_of
 from lockstep.parallel.compile import apply_compile
@@ -131,6 +132,7 @@ def test_recomputing_activations_changes_no_bit(dtype, mode):
 def test_an_engine_gives_its_weights_memory_away_and_takes_it_again():
     model = _model("bfloat16")
     engine = Engine(model, EngineConfig(cache_tokens=2048))
+    assert isinstance(engine._runner, GraphRunner), "by default, on one GPU"
     params = SamplingParams(max_tokens=8, seed=1, ignore_eos=True)
     before = engine.generate([[1, 2, 3]], params)[0][0]
     engine.weights_away()

@@ -54,7 +54,8 @@ class Planned:
         ordered: bool = False,
         height: int | None = None,
     ):
-        self.rows, heads, kv_heads = rows, *_ = q.shape[0], q.shape[1], k.shape[1]
+        self.rows = rows = q.shape[0]
+        heads, kv_heads = q.shape[1], k.shape[1]
         if heads // kv_heads > ROWS[q.dtype]:
             raise ValueError(f"{heads // kv_heads} heads of a group exceed the tile of {ROWS[q.dtype]} query rows")
         if height is None:

@@ -15,10 +15,11 @@ import triton.language as tl
 from torch import Tensor
 
 from lockstep.ops.attention_reference import Terms
+from lockstep.ops.cuda import attention
 from lockstep.ops.cuda.attention import tile_map
 from lockstep.ops.cuda.kernel import kernel, launch
 
-LOG2_E = tl.constexpr(1.4426950408889634)
+LOG2_E = tl.constexpr(attention.LOG2_E)
 
 
 class Launch(NamedTuple):

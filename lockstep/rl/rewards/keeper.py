@@ -27,8 +27,6 @@ POLL_SECONDS = 0.1
 """Interval at which a worker's processes are counted while a reward runs."""
 ANSWER_BYTES = 2**20
 """Most bytes of one answer: a megabyte of reward names is not a reward."""
-PIPE_BYTES = 2**16
-"""What an earlier job can have left in the pipe of its output."""
 COROUTINES = 64
 """Most that a worker is given at once: when it dies, any of them may be at fault, and each is graded alone."""
 
@@ -156,7 +154,7 @@ class Keeper:
             printed += self.read_output(worker.output)
             if BEGUN.unpack(worker.begun[:]) != (newly,):
                 printed = 0
-            if printed > self.limits["output_kib"] * 1024 + PIPE_BYTES:
+            if printed > self.limits["output_kib"] * 1024:
                 return OUTPUT, begun
             if worker.replies in ready:
                 read = os.read(worker.replies, 2**16)

@@ -33,7 +33,7 @@ def work(
     confine(limits, output)
     own = os.getpid()
 
-    answers: list[bytes] = []
+    answers, held = list[bytes](), 0
     wait = 0.0 if is_async(environment) else ANSWER_SECONDS
     buffer = bytearray()
     while True:
@@ -43,19 +43,22 @@ def work(
         missing, last = len(jobs), time.monotonic()
 
         def report(index: int, outcome: Outcome) -> None:
-            nonlocal missing, last
+            nonlocal missing, last, held
             if os.getpid() != own:
                 os._exit(0)  # a reward forked and returned twice: this is not the original process
             for printed in (sys.stdout, sys.stderr):
                 printed.flush()  # while this job still counts as the current one
             answer = json.dumps([index, outcome.rewards, outcome.cause, outcome.message]).encode()
-            if answers and sum(map(len, answers)) + len(answer) > MESSAGE_BYTES:
+            if answers and held + len(answer) > MESSAGE_BYTES:
                 _send(replies, answers)
+                held = 0
             answers.append(answer)
+            held += len(answer)
             missing -= 1
             begun[:] = BEGUN.pack(index + 1)
             if not missing or time.monotonic() >= last + wait:
                 _send(replies, answers)
+                held = 0
                 last = time.monotonic()
 
         begun[:] = BEGUN.pack(0)
