@@ -128,6 +128,34 @@ def test_attention_is_the_same_in_training_chunks_and_decode_wherever_its_pages_
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize(("heads", "kv_heads", "head_dim"), [(16, 8, 128), (8, 2, 64)])
+@pytest.mark.parametrize("window", [0, 1500])
+def test_a_long_context_is_the_same_in_chunks_with_programs_of_their_own(dtype, heads, kv_heads, head_dim, window):
+    from lockstep.ops.cuda import attention
+
+    lengths, steps = [3 * attention.CHUNK + 77, 5, attention.CHUNK + 1], 3
+    total = sum(lengths)
+    q = _randn(total, heads, head_dim, dtype=dtype)
+    k, v = (_randn(total, kv_heads, head_dim, dtype=dtype, seed=s) for s in (1, 2))
+    # Neighbors have the same key and opposite values: what is left of their sums is how each was rounded.
+    half = total // 2
+    k[1 : 2 * half : 2], v[1 : 2 * half : 2] = k[: 2 * half : 2], -v[: 2 * half : 2]
+    terms = ops.Terms(window=window, sinks=torch.linspace(-2, 2, heads, device="cuda") if window else None)
+    expected = ops.PackedAttention(lengths, "cuda")(0, q, k, v, terms)
+    pages = -(-max(lengths) // ops.PAGE)
+    table = torch.randperm(3 * pages).view(3, pages).int().cuda()
+    cache = ops.KVCache(1, 3 * pages, kv_heads, head_dim, dtype, "cuda")
+    ends = [sum(lengths[: i + 1]) for i in range(3)]
+    # All but the last rows at once, then one by one.
+    for left in range(steps, -1, -1):
+        counts = [1 if left < steps else n - steps for n in lengths]
+        rows = [end - left - n + i for end, n in zip(ends, counts) for i in range(n)]
+        contexts = torch.tensor([n - left for n in lengths], dtype=torch.int32).cuda()
+        paged = ops.PagedAttention(cache, table, torch.tensor(counts, dtype=torch.int32).cuda(), contexts)
+        assert torch.equal(paged(0, q[rows], k[rows], v[rows], terms), expected[rows]), left
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
 def test_the_gradient_of_attention(dtype):
     lengths = [5, 130, 64, 1, 257]
     total = sum(lengths)

@@ -51,6 +51,9 @@ def dots_of_fixed_order():
     patch.setattr(linear, "ENOUGH", 4)  # so that these small products have tiles of both sizes
     patch.setattr(attention, "ROWS", dict.fromkeys(attention.ROWS, 16))
     patch.setattr(attention, "LONG", 24)
+    patch.setattr(attention, "CHUNK", attention.BLOCK)  # so that these sequences have several
+    patch.setattr(attention, "AHEAD", 2)
+    patch.setattr(attention, "PROGRAMS", 8)  # few rows only: the interpreter takes long to join them
     patch.setattr(attention, "high_tiles_agree", lambda dtype, *_: dtype == torch.float16)
     yield
     patch.undo()
@@ -288,6 +291,26 @@ def test_attention_is_the_same_however_sequences_are_cut_ordered_and_paged(
         _close([expected], [ops.PackedAttention(lengths)(0, q, k, v, terms)], dtype)
         patch.setattr(cuda, "usable", lambda x: True)
         assert_pieces_agree(expected, q, k, v, lengths, random, pieces=[1, 16, 64, 90], terms=terms)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("terms", [ops.Terms(), ops.Terms(window=100, sinks=SINKS)], ids=["plain", "terms"])
+def test_chunks_have_the_same_bits_in_programs_of_their_own_and_in_turn(kernels, monkeypatch, dtype, terms):
+    lengths, padding, forms = [150, 30], 2, []
+    total = sum(lengths) + padding
+    q, k, v = (_randn(i, total, heads, 40, dtype=dtype) for i, heads in enumerate((4, 2, 2)))
+    # Neighbors have the same key and opposite values: what is left of their sums is how each was rounded.
+    k[1::2], v[1::2] = k[::2], -v[::2]
+    monkeypatch.setattr(attention, "LONG", 1000)
+    monkeypatch.setattr(attention, "launch", lambda *a, **c: (forms.append(c.get("CHUNKS")), launch(*a, **c)))
+    outs = []
+    for programs in (1, 264):
+        monkeypatch.setattr(attention, "PROGRAMS", programs)
+        outs.append(ops.PackedAttention(lengths).forward(q, k, v, terms))
+    assert [f for f in forms if f] == ["in turn", "apart"]
+    for one, other in zip(*outs, strict=True):
+        assert torch.equal(one, other)
+    assert not outs[1][0][-padding:].any()
 
 
 def test_tiles_of_twice_the_height_are_used_if_they_have_the_same_bits(monkeypatch):

@@ -2,6 +2,8 @@
 
 A program handles query rows of one key-value head: some tokens of one sequence, all heads of the group. It goes over
 the keys in blocks of `BLOCK`, aligned to position 0, in ascending order, with the running maximum and sum in float32.
+The running softmax begins anew with every `CHUNK` keys, and the chunks are joined in ascending order: so the chunks of
+a long context can have programs of their own (arXiv 2311.01282), in decode, or follow each other in one.
 The tile has the same height whether one of its rows is used, as in decode, or all: the same instructions run, and rows
 never mix, so neither the chunk a row came in nor its place in the tile changes a bit. Long pieces of sequences have
 tiles of twice the height, of two warp groups that each run these instructions; this is checked on the device at the
@@ -27,6 +29,12 @@ BLOCK = 64
 ROWS = {torch.bfloat16: 64, torch.float16: 64, torch.float32: 16}
 """Query rows per tile: 64 are one tensor-core instruction of a Hopper warp group."""
 LOG2_E = log2(2.718281828459045)
+CHUNK = 2048
+"""Keys of one running softmax, a multiple of BLOCK."""
+PROGRAMS = 264
+"""Up to which the chunks of a tile have programs of their own: two per multiprocessor of an H100."""
+AHEAD = 4
+"""Chunks that are read at once where they are joined."""
 LONG = 64
 """Tokens per sequence, on average, from which tiles are twice as high."""
 WARPS = 4
@@ -73,12 +81,20 @@ class Planned:
     def slots(self) -> Tensor:
         """Where each row's key and value go: page · PAGE + offset, int64; -1 for rows that are padding."""
         sequences, width = self.table.shape
+        page = (self.positions // PAGE).clamp(0, width - 1)
+        slot = self.table[self._sequences.clamp(max=sequences - 1), page].long() * PAGE + self.positions % PAGE
+        return torch.where(self.positions >= 0, slot, -1)
+
+    @cached_property
+    def positions(self) -> Tensor:
+        """Of each row in its sequence, int64; below 0 for rows that are padding."""
         row = torch.arange(self.rows, device=self.table.device)
-        sequence = torch.searchsorted(self.starts[1:], row.to(torch.int32), right=True)
-        position = row + (self.contexts - self.starts[1:])[sequence]
-        page = (position // PAGE).clamp(0, width - 1)
-        slot = self.table[sequence.clamp(max=sequences - 1), page].long() * PAGE + position % PAGE
-        return torch.where(position >= 0, slot, -1)
+        return row + (self.contexts - self.starts[1:])[self._sequences]
+
+    @cached_property
+    def _sequences(self) -> Tensor:
+        row = torch.arange(self.rows, dtype=torch.int32, device=self.table.device)
+        return torch.searchsorted(self.starts[1:], row, right=True)
 
     def __call__(
         self, q: Tensor, k: Tensor, v: Tensor, keys: Tensor, values: Tensor, terms: Terms
@@ -96,7 +112,7 @@ def high_tiles_agree(dtype: torch.dtype, device: torch.device, heads: int, kv_he
     """
     if dtype == torch.float32:
         return False  # its products, on the ordinary cores, gain nothing
-    lengths = [LONG + 9, 3 * BLOCK - 1, 5 * BLOCK + 1]
+    lengths = [LONG + 9, 3 * BLOCK - 1, CHUNK + 5 * BLOCK + 1]
     rows, generator = sum(lengths) + 1, torch.Generator().manual_seed(heads * 1_000_003 + dim)
     q, k, v = (torch.randn(rows, count, dim, generator=generator) for count in (heads, kv_heads, kv_heads))
     k[1::2], v[1::2] = k[::2], -v[::2]
@@ -148,6 +164,12 @@ def _write_kernel(k, v, slots, keys, values, heads, DIM: tl.constexpr, BLOCK_D: 
 
 
 @kernel
+def _finite(top):
+    """A maximum, to subtract: 0 for a row that has seen no key so far."""
+    return tl.where(top == float("-inf"), 0.0, top)
+
+
+@kernel
 def _block(
     query, keys, values, pages, context, start, position, length, kv_head, scale, top, total, attended,
     KV_HEADS: tl.constexpr, DIM: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK: tl.constexpr, PAGE: tl.constexpr,
@@ -181,9 +203,8 @@ def _block(
         held &= (key_index < length)[:, None]
     higher = tl.maximum(top, tl.max(scores, 1) * scale)
     reference = higher
-    if WINDOW > 0:
-        # For a row whose window begins in a later block, no score is above -inf so far.
-        reference = tl.where(higher == float("-inf"), 0.0, higher)
+    if MASKED:
+        reference = _finite(higher)
     # Multiplied and subtracted in one rounding, with and without a mask.
     weights = tl.exp2(tl.fma(scores, scale, -reference[:, None]))
     shrink = tl.exp2(top - reference)
@@ -193,12 +214,66 @@ def _block(
     return higher, total, attended
 
 
-@kernel(varying=("sequences", "width"))
+@kernel
+def _chunk(
+    query, keys, values, pages, context, begin, stop, all_seen, position, length, kv_head, scale,
+    ROWS: tl.constexpr, KV_HEADS: tl.constexpr, DIM: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK: tl.constexpr,
+    PAGE: tl.constexpr, WINDOW: tl.constexpr, ORDERED: tl.constexpr,
+):  # fmt: skip
+    """The softmax over the keys from `begin` to `stop`. All rows see the keys before `all_seen`."""
+    top = tl.full((ROWS,), float("-inf"), dtype=tl.float32)
+    total = tl.zeros((ROWS,), dtype=tl.float32)
+    attended = tl.zeros((ROWS, BLOCK_D), dtype=tl.float32)
+    # What follows from these hints makes loads wide; the padding's, which are no multiples, bound no block.
+    begin = tl.multiple_of(begin, BLOCK)
+    masked = tl.multiple_of(tl.minimum(tl.maximum(begin, all_seen), stop), BLOCK)
+    if WINDOW == 0:
+        for start in range(begin, masked, BLOCK):
+            top, total, attended = _block(
+                query, keys, values, pages, context, start, position, length, kv_head, scale, top, total, attended,
+                KV_HEADS, DIM, BLOCK_D, BLOCK, PAGE, WINDOW, ORDERED, False,
+            )  # fmt: skip
+    for start in range(masked, stop, BLOCK):
+        top, total, attended = _block(
+            query, keys, values, pages, context, start, position, length, kv_head, scale, top, total, attended,
+            KV_HEADS, DIM, BLOCK_D, BLOCK, PAGE, WINDOW, ORDERED, True,
+        )  # fmt: skip
+    return top, total, attended
+
+
+@kernel
+def _joined(top, total, attended, next_top, next_total, next_attended):
+    """The softmax over the keys of both. If a row sees none of one, the other's values, bit for bit."""
+    higher = tl.maximum(top, next_top)
+    reference = _finite(higher)
+    left, right = tl.exp2(top - reference), tl.exp2(next_top - reference)
+    return higher, total * left + next_total * right, attended * left[:, None] + next_attended * right[:, None]
+
+
+@kernel
+def _finish(out, log_sums, sinks, head, line, place, row_mask, mask, top, total, attended):
+    """Writes the attended values and the log-sums of rows that have seen all their keys."""
+    if sinks is not None:
+        # A key whose value is zero; scores are in powers of two.
+        sink = tl.load(sinks + head) * 1.4426950408889634
+        top, total, attended = _joined(top, total, attended, sink, tl.zeros_like(total) + 1.0, tl.zeros_like(attended))
+    used = total != 0  # NaN too: a broken row must show
+    total = tl.where(used, total, 1.0)
+    result = tl.where(used[:, None], attended / total[:, None], 0.0)
+    tl.store(out + place, result.to(out.dtype.element_ty), mask=mask)
+    # The natural logarithm of Σ e^score, from powers of two.
+    tl.store(log_sums + line, tl.where(used, (top + tl.log2(total)) * 0.6931471805599453, 0.0), mask=row_mask)
+
+
+@kernel(varying=("sequences", "width", "lines"))
 def _attend_kernel(
     q, out, log_sums, keys, values, table, starts, contexts, tile_sequences, tile_rows, sequences, width, scale, sinks,
+    tops, totals, parts, lines,
     HEADS: tl.constexpr, KV_HEADS: tl.constexpr, DIM: tl.constexpr, BLOCK_D: tl.constexpr, TOKENS: tl.constexpr,
     ROWS: tl.constexpr, BLOCK: tl.constexpr, PAGE: tl.constexpr, WINDOW: tl.constexpr, ORDERED: tl.constexpr,
+    CHUNK: tl.constexpr, CHUNKS: tl.constexpr,
 ):  # fmt: skip
+    """CHUNKS: "one" at most; several "in turn"; or "apart", in programs of their own, for `_join_kernel`."""
     GROUP: tl.constexpr = HEADS // KV_HEADS
     sequence, kv_head = tl.load(tile_sequences + tl.program_id(0)), tl.program_id(1)
     if sequence > sequences:
@@ -213,41 +288,85 @@ def _attend_kernel(
     place = line[:, None] * DIM + d[None, :]
     mask = row_mask[:, None] & (d < DIM)[None, :]
     query = tl.load(q + place, mask=mask, other=0.0)
-    # Without a window, every row sees key 0, even unused rows: no maximum stays at -inf.
-    position = tl.maximum(context - end + token, 0)
+    position = context - end + token
     length = context - end + tl.minimum(first + TOKENS, end)
-    top = tl.full((ROWS,), float("-inf"), dtype=tl.float32)
-    total = tl.zeros((ROWS,), dtype=tl.float32)
-    if sinks is not None:
-        # A key before all others, whose value is zero; scores are in powers of two.
-        top = tl.load(sinks + kv_head * GROUP + row % GROUP) * 1.4426950408889634
-        total += 1.0
-    attended = tl.zeros((ROWS, BLOCK_D), dtype=tl.float32)
     pages = table + sequence.to(tl.int64) * width
     if ORDERED:
         pages = tl.load(pages, mask=context > 0, other=0)  # the padding has none
-    masked_from = 0
+    first_block, all_seen = 0, 0
     if WINDOW > 0:
-        masked_from = tl.maximum(context - end + first + 1 - WINDOW, 0) // BLOCK * BLOCK
+        first_block = tl.maximum(context - end + first + 1 - WINDOW, 0) // BLOCK * BLOCK
     else:
         # All rows see the blocks up to the first row's own.
-        masked_from = tl.maximum(context - end + first + 1, 0) // BLOCK * BLOCK
-        for start in range(0, masked_from, BLOCK):
-            top, total, attended = _block(
-                query, keys, values, pages, context, start, position, length, kv_head, scale, top, total, attended,
-                KV_HEADS, DIM, BLOCK_D, BLOCK, PAGE, WINDOW, ORDERED, False,
-            )  # fmt: skip
-    for start in range(masked_from, length, BLOCK):
-        top, total, attended = _block(
-            query, keys, values, pages, context, start, position, length, kv_head, scale, top, total, attended,
-            KV_HEADS, DIM, BLOCK_D, BLOCK, PAGE, WINDOW, ORDERED, True,
+        all_seen = tl.maximum(context - end + first + 1, 0) // BLOCK * BLOCK
+    head = kv_head * GROUP + row % GROUP
+    if CHUNKS == "one":
+        top, total, attended = _chunk(
+            query, keys, values, pages, context, first_block, length, all_seen, position, length, kv_head, scale,
+            ROWS, KV_HEADS, DIM, BLOCK_D, BLOCK, PAGE, WINDOW, ORDERED,
         )  # fmt: skip
-    used = total != 0  # NaN too: a broken row must show
-    total = tl.where(used, total, 1.0)
-    result = tl.where(used[:, None], attended / total[:, None], 0.0)
-    tl.store(out + place, result.to(out.dtype.element_ty), mask=mask)
-    # The natural logarithm of Σ e^score, from powers of two.
-    tl.store(log_sums + line, tl.where(used, (top + tl.log2(total)) * 0.6931471805599453, 0.0), mask=row_mask)
+        _finish(out, log_sums, sinks, head, line, place, row_mask, mask, top, total, attended)
+    elif CHUNKS == "in turn":
+        chunk = first_block // CHUNK * CHUNK
+        top, total, attended = _chunk(
+            query, keys, values, pages, context, first_block, tl.minimum(chunk + CHUNK, length), all_seen, position,
+            length, kv_head, scale, ROWS, KV_HEADS, DIM, BLOCK_D, BLOCK, PAGE, WINDOW, ORDERED,
+        )  # fmt: skip
+        # The sums so far wait in memory: registers do not hold those of two chunks. A block for each tile needs no
+        # registers for addresses.
+        kept = parts + (tl.program_id(0).to(tl.int64) * KV_HEADS + kv_head) * (ROWS * BLOCK_D)
+        kept += row[:, None] * BLOCK_D + d[None, :]
+        for begin in range(chunk + CHUNK, length, CHUNK):
+            tl.store(kept, attended)
+            part_top, part_total, part = _chunk(
+                query, keys, values, pages, context, begin, tl.minimum(begin + CHUNK, length), all_seen, position,
+                length, kv_head, scale, ROWS, KV_HEADS, DIM, BLOCK_D, BLOCK, PAGE, WINDOW, ORDERED,
+            )  # fmt: skip
+            tl.debug_barrier()
+            attended = tl.load(kept)
+            tl.debug_barrier()
+            top, total, attended = _joined(top, total, attended, part_top, part_total, part)
+        _finish(out, log_sums, sinks, head, line, place, row_mask, mask, top, total, attended)
+    else:
+        for index in range(first_block // CHUNK + tl.program_id(2), tl.cdiv(length, CHUNK), tl.num_programs(2)):
+            begin = tl.maximum(index * CHUNK, first_block)
+            top, total, attended = _chunk(
+                query, keys, values, pages, context, begin, tl.minimum(index * CHUNK + CHUNK, length), all_seen,
+                position, length, kv_head, scale, ROWS, KV_HEADS, DIM, BLOCK_D, BLOCK, PAGE, WINDOW, ORDERED,
+            )  # fmt: skip
+            shift = index * lines.to(tl.int64)
+            tl.store(tops + shift + line, top, mask=row_mask)
+            tl.store(totals + shift + line, total, mask=row_mask)
+            tl.store(parts + shift * DIM + place, attended, mask=mask)
+
+
+@kernel(varying=("lines",))
+def _join_kernel(
+    out, log_sums, tops, totals, parts, positions, sinks, lines,
+    HEADS: tl.constexpr, DIM: tl.constexpr, BLOCK_D: tl.constexpr, WINDOW: tl.constexpr, CHUNK: tl.constexpr,
+    AHEAD: tl.constexpr,
+):  # fmt: skip
+    """Joins the chunks of one row and head, in ascending order."""
+    token, one, d = tl.program_id(0), tl.arange(0, 1), tl.arange(0, BLOCK_D)
+    head = tl.program_id(1) + one
+    position, line = tl.load(positions + token), token.to(tl.int64) * HEADS + head
+    place, present = line[:, None] * DIM + d[None, :], (d < DIM)[None, :]
+    top = tl.full((1,), float("-inf"), dtype=tl.float32)
+    total = tl.zeros((1,), dtype=tl.float32)
+    attended = tl.zeros((1, BLOCK_D), dtype=tl.float32)
+    first = 0
+    if WINDOW > 0:
+        first = tl.maximum(position + 1 - WINDOW, 0) // CHUNK
+    stop = (position + CHUNK) // CHUNK  # 0 for padding
+    for start in range(first, stop, AHEAD):
+        for index in tl.static_range(AHEAD):
+            chunk = start + index
+            inside, shift = (chunk < stop) & (one == 0), chunk * lines.to(tl.int64)
+            next_top = tl.load(tops + shift + line, mask=inside, other=float("-inf"))
+            next_total = tl.load(totals + shift + line, mask=inside, other=0.0)
+            part = tl.load(parts + shift * DIM + place, mask=inside[:, None] & present, other=0.0)
+            top, total, attended = _joined(top, total, attended, next_top, next_total, part)
+    _finish(out, log_sums, sinks, head, line, place, one == 0, present, top, total, attended)
 
 
 @kernel
@@ -310,17 +429,36 @@ def attend(q: Tensor, keys: Tensor, values: Tensor, plan: Planned, terms: Terms 
     kv_heads = keys.shape[1]
     out, log_sums = torch.empty_like(q), torch.empty(rows, heads, dtype=torch.float32, device=q.device)
     sinks = None if terms.sinks is None else terms.sinks.float().contiguous()
-    high = plan.height > ROWS[q.dtype]
-    if rows:
+    if not rows:
+        return out, log_sums
+    high, tiles = plan.height > ROWS[q.dtype], plan.tile_sequences.shape[0]
+    # In a captured graph, the table is as wide as the longest context that it may be replayed for.
+    chunks = triton.cdiv(plan.table.shape[1] * PAGE, CHUNK)
+    programs = 1 if high else max(1, min(chunks, PROGRAMS // (tiles * kv_heads)))
+    tops = totals = parts = None
+    width = max(16, triton.next_power_of_2(dim))
+    if programs > 1:
+        tops, totals = (torch.empty(chunks, rows, heads, dtype=torch.float32, device=q.device) for _ in range(2))
+        parts = torch.empty(chunks, rows, heads, dim, dtype=torch.float32, device=q.device)
+    elif chunks > 1:
+        parts = torch.empty(tiles, kv_heads, plan.height, width, dtype=torch.float32, device=q.device)
+    sizes = dict(HEADS=heads, DIM=dim, BLOCK_D=width, WINDOW=terms.window, CHUNK=CHUNK)
+    form = "one" if chunks == 1 else "apart" if programs > 1 else "in turn"
+    # Joining takes registers that the blocks of keys do without: two programs of small heads fit a multiprocessor.
+    registers = 128 if form == "in turn" and high and dim <= 64 else None
+    # No product and sum may be rounded once in one variant of a kernel, and twice in another: no fusion.
+    launch(
+        _attend_kernel, (tiles, kv_heads, programs),
+        q, out, log_sums, keys, values, plan.table, plan.starts, plan.contexts,
+        plan.tile_sequences, plan.tile_rows, plan.table.shape[0], plan.table.shape[1],
+        terms.factor(dim) * LOG2_E, sinks, tops, totals, parts, rows * heads,
+        **sizes, KV_HEADS=kv_heads, TOKENS=plan.tokens_per_tile, ROWS=plan.height, BLOCK=BLOCK, PAGE=PAGE,
+        ORDERED=plan.ordered, CHUNKS=form, num_warps=2 * WARPS if high else WARPS,
+        num_stages=STAGES_HIGH if high else STAGES, maxnreg=registers, enable_fp_fusion=False,
+    )  # fmt: skip
+    if programs > 1:
         launch(
-            _attend_kernel, (plan.tile_sequences.shape[0], kv_heads),
-            q, out, log_sums, keys, values, plan.table, plan.starts, plan.contexts,
-            plan.tile_sequences, plan.tile_rows, plan.table.shape[0], plan.table.shape[1],
-            terms.factor(dim) * LOG2_E, sinks,
-            HEADS=heads, KV_HEADS=kv_heads, DIM=dim, BLOCK_D=max(16, triton.next_power_of_2(dim)),
-            TOKENS=plan.tokens_per_tile, ROWS=plan.height, BLOCK=BLOCK, PAGE=PAGE, WINDOW=terms.window,
-            ORDERED=plan.ordered, num_warps=2 * WARPS if high else WARPS, num_stages=STAGES_HIGH if high else STAGES,
-            # No product and sum may be rounded once in one variant of the kernel, and twice in another.
-            enable_fp_fusion=False,
+            _join_kernel, (rows, heads), out, log_sums, tops, totals, parts, plan.positions, sinks, rows * heads,
+            **sizes, AHEAD=AHEAD, num_warps=1, enable_fp_fusion=False,
         )  # fmt: skip
     return out, log_sums

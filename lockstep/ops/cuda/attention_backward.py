@@ -34,7 +34,7 @@ class Launch(NamedTuple):
 
 
 # Measured on an H100 (`benchmarks/NOTES.md`).
-QUERIES, KEYS = Launch(128, 64, 8, 3), Launch(64, 32, 4, 3)
+QUERIES, KEYS = Launch(64, 64, 4, 2), Launch(64, 32, 4, 3)
 # Of more than 128 features, and of float32: sums in registers, and tiles in shared memory, are as many bytes.
 QUERIES_WIDE, KEYS_WIDE = Launch(32, 32, 4, 2), Launch(32, 32, 8, 2)
 
@@ -47,6 +47,29 @@ def _deltas_kernel(grad_out, out, deltas, lines, DIM: tl.constexpr, BLOCK_D: tl.
     grad = tl.load(grad_out + place, mask=mask, other=0.0).to(tl.float32)
     total = tl.sum(grad * tl.load(out + place, mask=mask, other=0.0).to(tl.float32), 1)
     tl.store(deltas + line, total, mask=line < lines)
+
+
+@kernel
+def _step_of_queries(
+    query, grad, log_sum, delta, sums, k, v, other, token, shift, keys_end, kv_head, scale,
+    KV_HEADS: tl.constexpr, DIM: tl.constexpr, BLOCK_D: tl.constexpr, WINDOW: tl.constexpr, MASKED: tl.constexpr,
+):  # fmt: skip
+    """What the keys of the rows `other` add to the gradients of queries. Without a mask, every query sees them all."""
+    d = tl.arange(0, BLOCK_D)
+    source, present = (other.to(tl.int64) * KV_HEADS + kv_head)[:, None] * DIM + d[None, :], (d < DIM)[None, :]
+    if MASKED:
+        present &= (other < keys_end)[:, None]
+    key, value = tl.load(k + source, mask=present, other=0.0), tl.load(v + source, mask=present, other=0.0)
+    scores = tl.dot(query, tl.trans(key), input_precision="ieee")
+    weights = tl.exp2(scores * (scale * LOG2_E) - log_sum[:, None])
+    if MASKED:
+        seen = (other[None, :] <= token[:, None] + shift) & (other < keys_end)[None, :]
+        if WINDOW > 0:
+            seen &= other[None, :] > token[:, None] + shift - WINDOW
+        weights = tl.where(seen, weights, 0.0)
+    grad_weights = tl.dot(grad, tl.trans(value), input_precision="ieee")
+    grad_scores = weights * (grad_weights - delta[:, None])
+    return tl.dot(grad_scores.to(key.dtype), key, sums, input_precision="ieee")
 
 
 @kernel
@@ -70,23 +93,56 @@ def _queries_kernel(
     log_sum = tl.load(log_sums + line, mask=token < end, other=float("inf")) * LOG2_E
     delta = tl.load(deltas + line, mask=token < end, other=0.0)
     sums = tl.zeros((TILE, BLOCK_D), dtype=tl.float32)
-    first_key = begin
+    masked_from = begin
     if WINDOW > 0:
-        first_key += tl.maximum(first + shift + 1 - WINDOW - begin, 0) // STEP * STEP
-    for start in range(first_key, tl.minimum(first + TILE, end) + shift, STEP):
-        other = start + tl.arange(0, STEP)
-        source = (other.to(tl.int64) * KV_HEADS + kv_head)[:, None] * DIM + d[None, :]
-        present = (other < keys_end)[:, None] & (d < DIM)[None, :]
-        key, value = tl.load(k + source, mask=present, other=0.0), tl.load(v + source, mask=present, other=0.0)
-        scores = tl.dot(query, tl.trans(key), input_precision="ieee")
-        seen = (other[None, :] <= token[:, None] + shift) & (other < keys_end)[None, :]
-        if WINDOW > 0:
-            seen &= other[None, :] > token[:, None] + shift - WINDOW
-        weights = tl.where(seen, tl.exp2(scores * (scale * LOG2_E) - log_sum[:, None]), 0.0)
-        grad_weights = tl.dot(grad, tl.trans(value), input_precision="ieee")
-        grad_scores = weights * (grad_weights - delta[:, None])
-        sums = tl.dot(grad_scores.to(key.dtype), key, sums, input_precision="ieee")
+        masked_from += tl.maximum(first + shift + 1 - WINDOW - begin, 0) // STEP * STEP
+    else:
+        # All rows see the keys up to the first row's own.
+        masked_from += tl.maximum(first + shift + 1 - begin, 0) // STEP * STEP
+        for start in range(begin, masked_from, STEP):
+            sums = _step_of_queries(
+                query, grad, log_sum, delta, sums, k, v, start + tl.arange(0, STEP), token, shift, keys_end, kv_head,
+                scale, KV_HEADS, DIM, BLOCK_D, WINDOW, False,
+            )  # fmt: skip
+    for start in range(masked_from, tl.minimum(first + TILE, end) + shift, STEP):
+        sums = _step_of_queries(
+            query, grad, log_sum, delta, sums, k, v, start + tl.arange(0, STEP), token, shift, keys_end, kv_head,
+            scale, KV_HEADS, DIM, BLOCK_D, WINDOW, True,
+        )  # fmt: skip
     tl.store(grad_q + place, (sums * scale).to(grad_q.dtype.element_ty), mask=mask)
+
+
+@kernel
+def _step_of_keys(
+    key, value, key_sums, value_sums, grad_out, q, log_sums, deltas, own_keys, other, queries_end, token, head, scale,
+    HEADS: tl.constexpr, DIM: tl.constexpr, BLOCK_D: tl.constexpr, WINDOW: tl.constexpr, WHOLE: tl.constexpr,
+    MASKED: tl.constexpr,
+):  # fmt: skip
+    """What the queries of the rows `other` add to the gradients of keys and of values. Without a mask, every query
+    sees all the keys."""
+    d, inside = tl.arange(0, BLOCK_D), other < queries_end
+    line = other.to(tl.int64) * HEADS + head
+    source, present = line[:, None] * DIM + d[None, :], (d < DIM)[None, :]
+    if MASKED:
+        present &= inside[:, None]
+        log_sum = tl.load(log_sums + line, mask=inside, other=float("inf")) * LOG2_E
+        delta = tl.load(deltas + line, mask=inside, other=0.0)
+    else:
+        log_sum, delta = tl.load(log_sums + line) * LOG2_E, tl.load(deltas + line)
+    query, grad = tl.load(q + source, mask=present, other=0.0), tl.load(grad_out + source, mask=present, other=0.0)
+    # Keys down, queries across: both sums are products with this from the left.
+    scores = tl.dot(key, tl.trans(query), input_precision="ieee")
+    weights = tl.exp2(scores * (scale * LOG2_E) - log_sum[None, :])
+    if MASKED:
+        own = other if WHOLE else tl.load(own_keys + other, mask=inside, other=0)
+        seen = (token[:, None] <= own[None, :]) & inside[None, :]
+        if WINDOW > 0:
+            seen &= token[:, None] > own[None, :] - WINDOW
+        weights = tl.where(seen, weights, 0.0)
+    value_sums = tl.dot(weights.to(grad.dtype), grad, value_sums, input_precision="ieee")
+    grad_weights = tl.dot(value, tl.trans(grad), input_precision="ieee")
+    grad_scores = weights * (grad_weights - delta[None, :])
+    return tl.dot(grad_scores.to(query.dtype), query, key_sums, input_precision="ieee"), value_sums
 
 
 @kernel
@@ -112,27 +168,29 @@ def _keys_kernel(
             queries_end = tl.minimum(end, first + TILE - 1 + WINDOW)
     else:
         queries_begin, queries_end = tl.load(first_queries + tl.program_id(0)), tl.load(last_queries + tl.program_id(0))
-    steps = tl.cdiv(queries_end - queries_begin, STEP)
-    for step in range(0, GROUP * steps):
-        head = kv_head * GROUP + step // steps
-        other = queries_begin + (step % steps) * STEP + tl.arange(0, STEP)
-        inside = other < queries_end
-        own = other if WHOLE else tl.load(own_keys + other, mask=inside, other=0)
-        line = other.to(tl.int64) * HEADS + head
-        source, present = line[:, None] * DIM + d[None, :], inside[:, None] & (d < DIM)[None, :]
-        query, grad = tl.load(q + source, mask=present, other=0.0), tl.load(grad_out + source, mask=present, other=0.0)
-        log_sum = tl.load(log_sums + line, mask=inside, other=float("inf")) * LOG2_E
-        delta = tl.load(deltas + line, mask=inside, other=0.0)
-        # Keys down, queries across: both sums are products with this from the left.
-        scores = tl.dot(key, tl.trans(query), input_precision="ieee")
-        seen = (token[:, None] <= own[None, :]) & inside[None, :]
-        if WINDOW > 0:
-            seen &= token[:, None] > own[None, :] - WINDOW
-        weights = tl.where(seen, tl.exp2(scores * (scale * LOG2_E) - log_sum[None, :]), 0.0)
-        value_sums = tl.dot(weights.to(grad.dtype), grad, value_sums, input_precision="ieee")
-        grad_weights = tl.dot(value, tl.trans(grad), input_precision="ieee")
-        grad_scores = weights * (grad_weights - delta[None, :])
-        key_sums = tl.dot(grad_scores.to(query.dtype), query, key_sums, input_precision="ieee")
+    # All keys of the tile are seen by the queries after it, of which `full` steps have no row past the end. Divisors
+    # are 1 where a loop has no step: the compiler moves divisions before the loop, and takes from one by zero, which is
+    # undefined, that there are steps (seen on an H100: rows past the end were read).
+    full = 0
+    if WHOLE and WINDOW == 0:
+        full = tl.maximum(queries_end - queries_begin - TILE, 0) // STEP
+        divisor = tl.maximum(full, 1)
+        for step in range(0, GROUP * full):
+            other = queries_begin + TILE + (step % divisor) * STEP + tl.arange(0, STEP)
+            key_sums, value_sums = _step_of_keys(
+                key, value, key_sums, value_sums, grad_out, q, log_sums, deltas, own_keys, other, queries_end, token,
+                kv_head * GROUP + step // divisor, scale, HEADS, DIM, BLOCK_D, WINDOW, WHOLE, False,
+            )  # fmt: skip
+    rest = tl.cdiv(queries_end - queries_begin, STEP) - full
+    divisor = tl.maximum(rest, 1)
+    for step in range(0, GROUP * rest):
+        index = step % divisor
+        index += tl.where(index < TILE // STEP, 0, full)
+        other = queries_begin + index * STEP + tl.arange(0, STEP)
+        key_sums, value_sums = _step_of_keys(
+            key, value, key_sums, value_sums, grad_out, q, log_sums, deltas, own_keys, other, queries_end, token,
+            kv_head * GROUP + step // divisor, scale, HEADS, DIM, BLOCK_D, WINDOW, WHOLE, True,
+        )  # fmt: skip
     tl.store(grad_k + place, (key_sums * scale).to(grad_k.dtype.element_ty), mask=mask)
     tl.store(grad_v + place, value_sums.to(grad_v.dtype.element_ty), mask=mask)
 
