@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -71,6 +71,12 @@ class Pipeline(nn.Module):
     def device(self) -> torch.device:
         return self.world.device
 
+    def put_beside(self, beside: Mapping[str, nn.Parameter]) -> None:
+        """Lets the loss use further parameters, by name; their gradients are computed on the last stage's rank."""
+        for stage in self.stages:
+            if stage.is_last:
+                stage.beside = dict(beside)
+
     def _reserve_positions(self, length: int) -> None:
         for stage in self.stages:
             stage.reserve_positions(length)
@@ -85,8 +91,8 @@ class Pipeline(nn.Module):
 
         microbatches: PackedRows, or objects that have one as `row`; the same on all ranks of the pipeline. `loss_of`
         runs on the last stage; it may call the model once. `each` is called after every micro-batch's backward through
-        one of this rank's stages, in the order of the micro-batches, with the names of the stage's parameters; if it
-        takes their gradients away, they are those of that micro-batch.
+        one of this rank's stages, in the order of the micro-batches, with the names of the stage's parameters, after
+        the last stage with those beside it too; if it takes their gradients away, they are those of that micro-batch.
         """
         self.tied.lend_weight()
         rows = _equally_long([_row(microbatch) for microbatch in microbatches])

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Mapping
+
 import torch
 from jaxtyping import Float, Int, Shaped
-from torch import Tensor
+from torch import Tensor, nn
 
 from lockstep import ops
 from lockstep.model import Decoder, ModelConfig
@@ -19,6 +21,8 @@ class Stage(Decoder):
     def __init__(self, config: ModelConfig, dtype: torch.dtype, index: int, layers: list[range]):
         super().__init__(config, dtype, "meta")
         self.index = index
+        self.beside: Mapping[str, nn.Parameter] = {}
+        """Further parameters, that the loss uses, by name; of the last stage."""
         self.is_first, self.is_last = index == 0, index == len(layers) - 1
         for other in range(config.num_layers):
             if other not in layers[index]:
@@ -43,6 +47,11 @@ class Stage(Decoder):
         hidden = self.embed(tokens) if self.is_first else tokens
         hidden = self.run_blocks(hidden, positions, attention)
         return self.final_norm(hidden) if self.is_last else hidden
+
+    def parameters(self, recurse: bool = True) -> Iterator[nn.Parameter]:
+        """Those `beside` too: torch computes the gradients of these in a backward in two halves."""
+        yield from super().parameters(recurse)
+        yield from self.beside.values()
 
     @property
     def borrows_embedding(self) -> bool:

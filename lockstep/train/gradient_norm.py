@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections import defaultdict
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from fractions import Fraction
 from typing import Any
 
@@ -20,24 +20,28 @@ PARTS = ("embedding", "attention", "feed-forward", "norms", "head", "value_head"
 
 
 @torch.no_grad()
-def gradient_norms(grads: Mapping[str, Tensor], further_groups: Iterable[dist.ProcessGroup] = ()) -> dict[str, float]:
+def gradient_norms(
+    grads: Mapping[str, Tensor], further_groups: Sequence[dist.ProcessGroup] = (), shared: Collection[str] = ()
+) -> dict[str, float]:
     """Euclidean norms by metric name, the same on every rank: `grad_norm`, and `grad_norm/<part>` for each part.
 
     A DTensor's shards are summed over the mesh axes that it is sharded on; its copies count once. Everything is summed
-    over `further_groups`, whose ranks have different parameters (the stages of a pipeline). Raises ValueError for
-    gradients with pending sums: their norm is not that of their parts.
+    over `further_groups`, whose ranks have different parameters (the stages of a pipeline), except the `shared` ones.
+    Raises ValueError for gradients with pending sums: their norm is not that of their parts.
     """
+    if any(dist.get_rank(group) for group in further_groups):
+        grads = {name: grad for name, grad in grads.items() if name not in shared}
     return norms_of_squares(local_squares(grads), grads, further_groups)
 
 
 @torch.no_grad()
-def exact_norms(grads: Mapping[str, Tensor], further_groups: Iterable[dist.ProcessGroup] = ()) -> dict[str, float]:
+def exact_norms(grads: Mapping[str, Tensor], further_groups: Sequence[dist.ProcessGroup] = ()) -> dict[str, float]:
     """`gradient_norms` with the same bits for any sharding of the gradients: their squares are added as integers.
 
     The squares of a gradient are rounded to multiples of a power of two, which is chosen from its largest element on
     all ranks and the number of elements so that no sum overflows 63 bits: with 10⁸ elements, the largest square is 2³³
     multiples or more. A gradient that is not finite has an infinite norm. Every rank passes the same gradients, except
-    over `further_groups`.
+    over `further_groups`, whose ranks may share some.
     """
     local = {name: g.to_local() if isinstance(g, DTensor) else g for name, g in grads.items()}
     most = [part.abs().amax() if part.numel() else part.new_zeros(()) for part in local.values()]
@@ -107,7 +111,7 @@ def squares_by_device(parts: Sequence[Tensor]) -> Sequence[Tensor]:
 
 
 def norms_of_squares(
-    squares: Mapping[str, Tensor], placed: Mapping[str, Tensor], further_groups: Iterable[dist.ProcessGroup] = ()
+    squares: Mapping[str, Tensor], placed: Mapping[str, Tensor], further_groups: Sequence[dist.ProcessGroup] = ()
 ) -> dict[str, float]:
     """`gradient_norms` from this rank's squares; `placed` has tensors that are distributed as the gradients are."""
     names: dict[tuple[dist.ProcessGroup, ...], list[str]] = defaultdict(list)

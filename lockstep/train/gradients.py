@@ -3,7 +3,7 @@ summed in a tree over the step's micro-batches."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from functools import partial
 from typing import Protocol, runtime_checkable
 
@@ -35,7 +35,7 @@ class Gradients(Protocol):
         parameter's own dtype."""
         ...
 
-    def norms(self, stage_groups: Iterable[dist.ProcessGroup]) -> dict[str, float]:
+    def norms(self, stage_groups: Sequence[dist.ProcessGroup], shared: Collection[str]) -> dict[str, float]:
         """As `gradient_norm.gradient_norms`."""
         ...
 
@@ -58,8 +58,8 @@ class OwnGradients:
     def held(self) -> dict[str, Tensor]:
         return {name: p.grad for name, p in self.parameters.items() if p.grad is not None}
 
-    def norms(self, stage_groups: Iterable[dist.ProcessGroup]) -> dict[str, float]:
-        return gradient_norms(self.held(), stage_groups)
+    def norms(self, stage_groups: Sequence[dist.ProcessGroup], shared: Collection[str]) -> dict[str, float]:
+        return gradient_norms(self.held(), stage_groups, shared)
 
     def clear(self) -> None:
         for parameter in self.parameters.values():
@@ -103,8 +103,8 @@ class SummedGradients:
     def held(self) -> dict[str, Tensor]:
         return {name: self._sums[name] for name in self.parameters if name in self._sums}
 
-    def norms(self, stage_groups: Iterable[dist.ProcessGroup]) -> dict[str, float]:
-        return gradient_norms(self.held(), stage_groups)
+    def norms(self, stage_groups: Sequence[dist.ProcessGroup], shared: Collection[str]) -> dict[str, float]:
+        return gradient_norms(self.held(), stage_groups, shared)
 
     def clear(self) -> None:
         self._spare |= {name: grad for name, grad in self._sums.items() if grad.dtype != self.parameters[name].dtype}
@@ -138,7 +138,7 @@ class GradientsUsedAtOnce:
     def held(self) -> dict[str, Tensor]:
         return {}
 
-    def norms(self, stage_groups: Iterable[dist.ProcessGroup]) -> dict[str, float]:
+    def norms(self, stage_groups: Sequence[dist.ProcessGroup], shared: Collection[str]) -> dict[str, float]:
         return norms_of_squares(self._squares, self.parameters, stage_groups)
 
     def clear(self) -> None:
@@ -173,7 +173,7 @@ class GradientsInATree:
         found = {name: grad for tree in self._trees.values() for name, grad in tree.sum().items()}
         return {name: found[name] for name in self.parameters if name in found}
 
-    def norms(self, stage_groups: Iterable[dist.ProcessGroup]) -> dict[str, float]:
+    def norms(self, stage_groups: Sequence[dist.ProcessGroup], shared: Collection[str]) -> dict[str, float]:
         return exact_norms(self.held(), stage_groups)
 
     def clear(self) -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
 import torch
@@ -36,6 +36,7 @@ class MasterOptimizer:
         """`beside`: parameters that are trained with the model but are not part of it, by their own names."""
         self.config = config
         further = dict(beside or {})
+        self._beside = further.keys()
         whole = Decoder(model.config, torch.float32, "meta")  # a rank may have only some of the layers
         settings = settings_of({n: p.shape for n, p in [*whole.named_parameters(), *further.items()]}, config)
         if frozen := [name for name in further if settings[name].frozen]:
@@ -84,12 +85,12 @@ class MasterOptimizer:
             )
         self._learning_rate = learning_rate
 
-    def gradient_norms(self, stage_groups: Iterable[dist.ProcessGroup] = ()) -> dict[str, float]:
+    def gradient_norms(self, stage_groups: Sequence[dist.ProcessGroup] = ()) -> dict[str, float]:
         """`grad_norm`, and `grad_norm/<part>` for each part of the model, before clipping; the same on every rank.
 
-        stage_groups: process groups whose ranks hold different parameters, as the stages of a pipeline do.
+        stage_groups: process groups whose ranks hold different parameters of the model, as the stages of a pipeline do.
         """
-        return self.gradients.norms(stage_groups)
+        return self.gradients.norms(stage_groups, self._beside)
 
     def update(self, learning_rate: float, grad_norm: float) -> None:
         """Clips the gradients, whose norm is `grad_norm`, updates masters and model, clears the gradients."""

@@ -63,6 +63,8 @@ class Trainer:
         self.total_updates = total_updates
         self.schedule = make_schedule(config, total_updates)
         self.beside = dict(beside or {})
+        if isinstance(model, Pipeline):
+            model.put_beside(self.beside)
         self.optimizer = MasterOptimizer(model, config, beside)
         self.sums_every_microbatch = config.deterministic_layout or sums_every_microbatch(
             model.config.num_parameters, self.world
@@ -122,10 +124,9 @@ class Trainer:
     ) -> list[float]:
         """Accumulates the gradients of all micro-batches; returns the losses that this rank computed."""
         if isinstance(self.model, Pipeline):
-            each = self.optimizer.gradients.end_microbatch if self.config.deterministic_layout else None
             self._before_microbatch()
             with self.timeline.span("forward and backward"):
-                return self.model.accumulate(microbatches, loss_of, each)
+                return self._through_stages(self.model, microbatches, loss_of)
         losses: list[float] = []
         for index, microbatch in enumerate(microbatches):
             self._before_microbatch()
@@ -144,6 +145,36 @@ class Trainer:
                 if self.config.deterministic_layout or index == len(microbatches) - 1:
                     self._sum_beside()
                 self.optimizer.gradients.end_microbatch()
+        return losses
+
+    def _through_stages(
+        self,
+        model: Pipeline,
+        microbatches: Sequence[MicroBatch],
+        loss_of: Callable[[ScoringModel, MicroBatch], Tensor],
+    ) -> list[float]:
+        """`accumulate` for a pipeline. The gradients beside the model, which only the last stage's ranks have, are
+        summed over all ranks once the stages have ended."""
+        if not self.config.deterministic_layout:
+            losses = model.accumulate(microbatches, loss_of)
+            self._sum_beside()
+            return losses
+        beside: list[dict[str, Tensor | None]] = []
+
+        def end(names: Iterable[str]) -> None:
+            names = list(names)
+            if not self.beside.keys().isdisjoint(names):
+                beside.append({name: parameter.grad for name, parameter in self.beside.items()})
+                for parameter in self.beside.values():
+                    parameter.grad = None
+            self.optimizer.gradients.end_microbatch(name for name in names if name not in self.beside)
+
+        losses = model.accumulate(microbatches, loss_of, end)
+        for of_microbatch in beside or [{}] * (len(microbatches) if self.beside else 0):
+            for name, parameter in self.beside.items():
+                parameter.grad = of_microbatch.get(name)
+            self._sum_beside()
+            self.optimizer.gradients.end_microbatch(self.beside)
         return losses
 
     @torch.no_grad()

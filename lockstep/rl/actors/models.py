@@ -24,6 +24,7 @@ from lockstep.model import (
 from lockstep.model.decoder import Block
 from lockstep.model.known_operators import refuse_unknown_operators
 from lockstep.parallel import World, apply_compile, chunks_for, generator_layout, generator_model, parallel_model
+from lockstep.parallel.pipeline_schedule import PipelinePlan
 from lockstep.parallel.refusals import refuse_generators
 from lockstep.rl.actors.own_weights import lay_out
 from lockstep.train.adapter import adapted
@@ -97,8 +98,11 @@ def refuse_on_ranks(config: RLConfig, world: World) -> None:
         return
     if algorithm_of(config).advantage == "gae":
         in_order = config.train.deterministic_layout and world.degrees["context"] > 1
-        wrong = ["pipeline"] * (world.degrees["pipeline"] > 1) + ["full_dtensor"] * config.parallel.full_dtensor
+        halves = world.degrees["pipeline"] > 1 and PipelinePlan(config.parallel).splits_backward
+        wrong = ["full_dtensor"] * config.parallel.full_dtensor
         wrong += ["context and train.deterministic_layout together"] * in_order
+        schedule = config.parallel.pipeline_schedule
+        wrong += [f"pipeline_schedule {schedule} and value_detached together"] * (halves and config.value_detached)
         if wrong:
             raise UserError(
                 f"algorithm {config.algorithm} trains a value head, which does not support parallel.{wrong[0]} yet; "

@@ -180,7 +180,9 @@ def test_a_run_has_the_same_rollouts_and_losses_in_every_layout(task, model_fold
     ],
 )
 def test_every_kind_of_algorithm_does(task, model_folder, tmp_path, algorithm, changes):
-    layouts = {"gspo": ["CP 2 x TP 2"], "dr_grpo": ["FSDP 4"], "ppo": ["DDP 2", "TP 2"]}.get(algorithm, ["FSDP 2"])
+    layouts = {"gspo": ["CP 2 x TP 2"], "dr_grpo": ["FSDP 4"], "ppo": ["DDP 2", "TP 2", "PP 2"]}.get(
+        algorithm, ["FSDP 2"]
+    )
     check(task, model_folder, tmp_path, layouts, algorithm=algorithm, steps=2, **changes)
 
 
@@ -252,6 +254,8 @@ def mixture(folder, output):
     [
         (4, ParallelConfig(context=2, tensor=2), "ppo"),
         (2, ParallelConfig(context=2, expert=2), "grpo"),
+        (2, ParallelConfig(pipeline=2, pipeline_schedule="zbv"), "ppo"),
+        pytest.param(4, ParallelConfig(pipeline=2), "ppo", marks=pytest.mark.slow),
         pytest.param(3, ParallelConfig(), "ppo", marks=pytest.mark.slow),
         pytest.param(2, ParallelConfig(context=2), "grpo", marks=pytest.mark.slow),
         pytest.param(2, ParallelConfig(expert=2), "grpo", marks=pytest.mark.slow),
@@ -265,8 +269,9 @@ def mixture(folder, output):
         pytest.param(4, ParallelConfig(expert=2, pipeline=2), "grpo", marks=pytest.mark.slow),
     ],
     ids=[
-        "CP 2 x TP 2, PPO", "CP 2, expert 2", "FSDP 3, PPO", "CP 2", "expert 2", "FSDP 3", "TP 2", "PP 2, ZBV", "TP 4",
-        "FSDP 2 x TP 2, PPO", "FSDP 2 x expert 2, PPO", "expert 2 x TP 2", "PP 2 x expert 2",
+        "CP 2 x TP 2, PPO", "CP 2, expert 2", "PP 2, ZBV, PPO", "FSDP 2 x PP 2, PPO", "FSDP 3, PPO", "CP 2", "expert 2",
+        "FSDP 3", "TP 2", "PP 2, ZBV", "TP 4", "FSDP 2 x TP 2, PPO", "FSDP 2 x expert 2, PPO", "expert 2 x TP 2",
+        "PP 2 x expert 2",
     ],
 )  # fmt: skip
 def test_without_one_order_ranks_sample_the_same_and_measure_nearly_the_same(
@@ -325,8 +330,8 @@ def test_every_data_parallel_rank_has_a_microbatch_though_prompts_are_long_and_s
     ("changes", "said"),
     [
         (
-            dict(algorithm="ppo", parallel=ParallelConfig(pipeline=2)),
-            "ppo trains a value head, which does not support parallel.pipeline yet",
+            dict(algorithm="ppo", parallel=ParallelConfig(pipeline=2, pipeline_schedule="zbv"), value_detached=True),
+            "a value head, which does not support parallel.pipeline_schedule zbv and value_detached together yet",
         ),
         (
             dict(algorithm="ppo", parallel=ParallelConfig(context=2)),

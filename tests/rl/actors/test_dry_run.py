@@ -292,6 +292,8 @@ def test_the_command_prints_a_cluster_a_cluster_on_one_process():
     assert "a weight sync sends" in printed
     with pytest.raises(UserError, match="parallel.*= 3 ranks, but 2 run"):
         dry_run(RLConfig(model="qwen3:micro", dtype="bfloat16", parallel=ParallelConfig(tensor=3)), 2, on_cpu=True)
-    refused = RLConfig(model="qwen3:micro", dtype="bfloat16", algorithm="ppo", parallel=ParallelConfig(pipeline=2))
-    with pytest.raises(UserError, match="value head, which does not support parallel.pipeline"):  # as by the run itself
+    parallel = ParallelConfig(full_dtensor=True)
+    refused = RLConfig(model="qwen3:micro", dtype="bfloat16", algorithm="ppo", parallel=parallel)
+    # As by the run itself.
+    with pytest.raises(UserError, match="value head, which does not support parallel.full_dtensor"):
         dry_run(refused, 16, on_cpu=True)
