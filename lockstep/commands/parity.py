@@ -109,5 +109,5 @@ def _one_model(options: ParityOptions, world: World) -> int:
         if world.size > 1:
             places = from_all(places[0])
         for first, sequence in [place for place in places if place[0]][:1]:
-            print(f"first difference: {first}. {in_words(model, sequence, together=True)}")
+            print(f"first difference: {first}. {in_words(model, sequence)}")
     return 0 if result.tokens_different == 0 else 1

@@ -11,7 +11,7 @@ from itertools import groupby
 from typing import Any
 
 from lockstep.config import RLConfig
-from lockstep.model import TrainableModel
+from lockstep.model import Decoder
 from lockstep.observe import Timeline
 from lockstep.rl.diversity import distinct_share, pairwise_overlap
 from lockstep.rl.environment import Environment
@@ -58,8 +58,11 @@ def due(step: int, every: int, last: int) -> bool:
     return step == last or (every > 0 and step % every == 0)
 
 
-def accepted(parity: Parity, config: RLConfig, step: int, model: TrainableModel) -> Parity:
-    """Stops the run, or warns, if a step's log-probabilities or routes differ but should not. Raises ParityError."""
+def accepted(parity: Parity, config: RLConfig, step: int, model: Decoder | None) -> Parity:
+    """Stops the run, or warns, if a step's log-probabilities or routes differ but should not. Raises ParityError.
+
+    model: what finds the operator that differs, on all ranks together; None if there is nothing.
+    """
     if (parity.tokens_different or parity.routes_different) and config.on_parity_error != "measure":
         message = f"step {step}: {parity.in_words()}. " + in_words(model, parity.sequence)
         if config.on_parity_error == "stop":

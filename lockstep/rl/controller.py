@@ -305,7 +305,7 @@ def _reinforce(
                     metrics |= stepped | loss.metrics()
                     bad_steps.check(step, trainer)
                     if inner == 0:
-                        metrics |= accepted(loss.parity, config, step, model).metrics()
+                        metrics |= accepted(loss.parity, config, step, generators.kept).metrics()
                         metrics["policy/ratio_first_max"] = loss.ratio_max
                 if average:
                     average.update()

@@ -99,16 +99,19 @@ def _first_apart(taps: list[Tap], whole: list[Tap], first: int) -> list[int] | N
     return min(places, default=None)
 
 
-def in_words(model: TrainableModel, sequence: tuple[list[int], int] | None, together: bool = False) -> str:
+def in_words(model: Decoder | None, sequence: tuple[list[int], int] | None) -> str:
     """What `first_difference` finds in a sequence that differed, as a sentence without its period.
 
-    together: all tensor ranks call it, with the same sequence.
+    All tensor ranks call it, with the same sequence. None: no rank has a whole model.
     """
     if sequence is None:
         return "There is no sequence to explain it with"
+    if model is None:
+        return (
+            "It cannot be explained: the ranks that train have no whole copy of the policy; run lockstep parity "
+            "--explain on the model"
+        )
     try:
-        if not together and isinstance(model, Decoder) and tensor_group_of(model) is not None:
-            raise UserError("over ranks, only lockstep parity --explain compares operators")
         found = first_difference(model, *sequence)
     except UserError as error:
         return f"It cannot be explained: {error}"

@@ -252,7 +252,6 @@ def explained_over_ranks(dtype):
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(ops, "rms_norm", differs_within)
         found.append(first_difference(model, TOKENS, PROMPT))
-    assert in_words(model, (TOKENS, PROMPT)).startswith("It cannot be explained: over ranks, only lockstep parity")
     close_world(world)
     return [None if f is None else (f.operator, f.position, f.rank, f.different, str(f)) for f in found]
 

@@ -15,7 +15,7 @@ from lockstep.generate import Engine
 from lockstep.generate.drafts import HistoryDraft, make_draft
 from lockstep.generate.lead import LeadingEngine, follow
 from lockstep.generate.sampler import Remembering, Sampler
-from lockstep.model import ScoringModel, TrainableModel
+from lockstep.model import Decoder, ScoringModel, TrainableModel
 from lockstep.parallel import World
 from lockstep.rl.actors.models import sampling_model
 from lockstep.rl.actors.weights import WeightTransfer
@@ -65,6 +65,11 @@ class Generators(Protocol):
     def training_begins(self) -> None:
         """From here until `new_weights`, nothing is sampled or scored with the generators' weights."""
 
+    @property
+    def kept(self) -> Decoder | None:
+        """The policy as this rank or its tensor group computes with it, also after `training_begins`; None if it then
+        has no copy."""
+
 
 def scores_with_policy(config: RLConfig) -> bool:
     """Whether the ranks that train run the policy's forward, whoever samples: for its values, or for the reference,
@@ -92,6 +97,11 @@ class WholePolicy:
         """Takes the trainer's current weights. All ranks call it. Raises RunStopped as `Generators` does."""
         if self._transfer:
             self._transfer(version)
+
+    @property
+    def kept(self) -> Decoder | None:
+        """As `Generators`."""
+        return self.model if self._transfer is None or self._transfer.keep else None
 
     def training_begins(self, before_drop: Callable[[], None]) -> None:
         """Drops the copy if it is not kept, after calling `before_drop` to tell whoever reads it."""
@@ -128,6 +138,10 @@ class OwnGenerator:
     @property
     def policy(self) -> ScoringModel:
         return self._whole.model
+
+    @property
+    def kept(self) -> Decoder | None:
+        return self._whole.kept
 
     @property
     def progress(self) -> int:

@@ -14,7 +14,7 @@ from lockstep import ops
 from lockstep.config import RLConfig
 from lockstep.errors import RunStopped
 from lockstep.generate import SamplingParams
-from lockstep.model import ScoringModel, TrainableModel, arithmetic_of, resolve_dtype
+from lockstep.model import Decoder, ScoringModel, TrainableModel, arithmetic_of, resolve_dtype
 from lockstep.observe import announce
 from lockstep.parallel import World
 from lockstep.rl.actors.fleet import Fleet, RememberingFleet
@@ -114,6 +114,13 @@ class SeparateGenerators:
 
     def training_begins(self) -> None:
         """As `Generators`: nothing to do, as they have their own memory."""
+
+    @property
+    def kept(self) -> Decoder | None:
+        """As `Generators`."""
+        if self._whole is None and self._world.mesh is None and isinstance(self._model, Decoder):
+            return self._model
+        return self._whole.kept if self._whole else None
 
     def _open(self, opening: ExitStack) -> None:
         config, world, actors = self._config, self._world, self._config.actors

@@ -223,6 +223,55 @@ def test_a_run_resumes_in_another_layout_as_the_same_run(task, model_folder, tmp
     assert found == alone
 
 
+def stopped_by_a_planted_difference(config):
+    from lockstep import ops
+    from lockstep.rl.actors import models
+    from lockstep.rl.controller import reinforce
+    from lockstep.rl.parity import ParityError
+
+    models.refuse_unknown_operators = lambda model: None  # which would refuse the planted one
+    exact = ops.silu_mul
+
+    def differs_for_few_rows(gate, up):
+        out = exact(gate, up)
+        if len(out) < 12:  # a decode step's
+            out[0, 0] = torch.nextafter(out[0, 0], out.new_tensor(9.0))
+        return out
+
+    ops.silu_mul = differs_for_few_rows
+    try:
+        reinforce(config)
+    except ParityError as error:
+        return str(error)
+
+
+@pytest.mark.parametrize(
+    ("layout", "actors", "said"),
+    [
+        ("TP 2", ActorsConfig(), "The first operator that differs is layer 0, silu_mul on tensor rank 0: 1 of "),
+        pytest.param(
+            "FSDP 2", ActorsConfig(), "The first operator that differs is layer 0, silu_mul: 1 of ",
+            marks=pytest.mark.slow,
+        ),
+        pytest.param(
+            "PP 2", ActorsConfig(), "The first operator that differs is layer 0, silu_mul: 1 of ",
+            marks=pytest.mark.slow,
+        ),
+        pytest.param(
+            "FSDP 2", ActorsConfig(keep_copy=False), "the ranks that train have no whole copy of the policy",
+            marks=pytest.mark.slow,
+        ),
+    ],
+)  # fmt: skip
+def test_a_run_over_ranks_that_stops_names_the_operator_that_differs(
+    task, model_folder, tmp_path, layout, actors, said
+):
+    ranks, parallel = LAYOUTS[layout]
+    config = config_of(task, model_folder, tmp_path / "run", parallel, actors=actors, kl_coefficient=0.0)
+    messages = launch(ranks, stopped_by_a_planted_difference, config)
+    assert len(set(messages)) == 1 and "step 1: " in messages[0] and said in messages[0], messages
+
+
 def test_a_step_of_several_ranks_is_computed_again_in_one_process(task, model_folder, tmp_path):
     config = config_of(task, model_folder, tmp_path / "run", LAYOUTS["TP 2"][1], checkpoint=CheckpointConfig(every=1))
     launch(2, run, config)
