@@ -16,7 +16,14 @@ from lockstep.ops import cuda, native, one_order
 from lockstep.ops.asked import asked_for
 from lockstep.ops.bias import bias_gradient, biased
 from lockstep.ops.kept import keep
-from lockstep.ops.linear import input_gradient, product, product_sums, token_weight_gradient, tree_sum
+from lockstep.ops.linear import (
+    input_gradient,
+    product,
+    product_sums,
+    token_weight_gradient,
+    tree_sum,
+    weight_gradient,
+)
 from lockstep.ops.norm import norm_with_scale, token_gradients, trained_norm
 from lockstep.ops.opaque import library
 from lockstep.ops.routing import logits_gradients, trained_logits
@@ -58,6 +65,31 @@ class _Whole(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
         return grads[0].index_select(0, ctx.rows.own), None
+
+
+def target_product(x: Tensor, weight: Tensor) -> Tensor:
+    """`ops.linear` for rows that are a loss's targets, of which other ranks have some.
+
+    The weight's gradient, over all of them in one order, is complete on one rank and zero on the others.
+    """
+    out: Tensor = _TargetProduct.apply(x, weight)
+    return out
+
+
+class _TargetProduct(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor) -> Tensor:
+        ctx.save_for_backward(x, weight)
+        return product(x, weight)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, Tensor]:
+        (x, weight), grad = ctx.saved_tensors, grads[0]
+        shared = one_order.shared_targets()
+        assert shared is not None
+        everyones, rows = shared.gather(grad), shared.gather(x)
+        of_weight = weight_gradient(everyones, rows) if shared.is_first else torch.zeros_like(weight)
+        return input_gradient(grad, weight), of_weight
 
 
 def column_product(x: Tensor, weight: Tensor, group: dist.ProcessGroup, part: slice | None = None) -> Tensor:

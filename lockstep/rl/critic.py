@@ -20,6 +20,7 @@ from lockstep.observe.run_folder import CONFIG
 from lockstep.ops import one_order
 from lockstep.parallel import World
 from lockstep.parallel.exchange import without_gradient
+from lockstep.parallel.one_order import target_product
 from lockstep.rl.actors.replicas import Replicas
 from lockstep.rl.actors.scoring import score_groups
 from lockstep.rl.algorithms import explained_variance
@@ -55,7 +56,9 @@ class ValueHead(nn.Module):
             weight = without_gradient(weight)
             # In one-order mode each rank takes its rows of a gradient that is already summed (`exchange.sum_gathered`).
             hidden = hidden if one_order.is_asked() else without_gradient(hidden)
-        return ops.linear(F.pad(hidden.float(), (0, 1), value=self.unit), weight)[:, 0]
+        states = F.pad(hidden.float(), (0, 1), value=self.unit)
+        shares = torch.is_grad_enabled() and one_order.shared_targets() is not None
+        return (target_product if shares else ops.linear)(states, weight)[:, 0]
 
     def parameters_by_name(self) -> dict[str, nn.Parameter]:
         """By their names in the optimizer and in checkpoints."""

@@ -97,10 +97,8 @@ def refuse_on_ranks(config: RLConfig, world: World) -> None:
     if world.size == 1:
         return
     if algorithm_of(config).advantage == "gae":
-        in_order = config.train.deterministic_layout and world.degrees["context"] > 1
         halves = world.degrees["pipeline"] > 1 and PipelinePlan(config.parallel).splits_backward
         wrong = ["full_dtensor"] * config.parallel.full_dtensor
-        wrong += ["context and train.deterministic_layout together"] * in_order
         schedule = config.parallel.pipeline_schedule
         wrong += [f"pipeline_schedule {schedule} and value_detached together"] * (halves and config.value_detached)
         if wrong:

@@ -163,26 +163,27 @@ def test_a_run_has_the_same_rollouts_and_losses_in_every_layout(task, model_fold
 
 
 @pytest.mark.parametrize(
-    ("algorithm", "changes"),
+    ("algorithm", "changes", "layouts"),
     [
         # Their terms span completions and rounds of drawing; the average's weights travel as the policy's do.
         pytest.param(
-            "gspo", dict(kl_coefficient=0.05, kl_reference="average", off_policy="truncate"), marks=pytest.mark.slow
+            "gspo", dict(kl_coefficient=0.05, kl_reference="average", off_policy="truncate"), ["CP 2 x TP 2"],
+            marks=pytest.mark.slow,
         ),
-        ("dapo", dict(extra_rounds=1, entropy_coefficient=0.01, recompute=RecomputeConfig("full"))),
-        pytest.param("reinforce++", dict(top_p=0.9, off_policy="mask"), marks=pytest.mark.slow),
+        ("dapo", dict(extra_rounds=1, entropy_coefficient=0.01, recompute=RecomputeConfig("full")), ["FSDP 2"]),
+        pytest.param("reinforce++", dict(top_p=0.9, off_policy="mask"), ["FSDP 2"], marks=pytest.mark.slow),
         # Weights that do not add up to 1, and micro-batches that the ranks do not divide.
-        pytest.param("dr_grpo", dict(prompts_per_step=3), marks=pytest.mark.slow),
+        pytest.param("dr_grpo", dict(prompts_per_step=3), ["FSDP 4"], marks=pytest.mark.slow),
         # Its value head is trained, and its values are spread over the ranks.
-        ("ppo", {}),
+        ("ppo", {}, ["DDP 2", "TP 2", "PP 2", "CP 2"]),
+        pytest.param(
+            "ppo", dict(value_detached=True), ["CP 2 x TP 2", "TP 2 x PP 2", "HSDP 4"], marks=pytest.mark.slow
+        ),
         # Of each group one completion is trained on.
-        pytest.param("rejection", dict(prompts_per_step=12), marks=pytest.mark.slow),
+        pytest.param("rejection", dict(prompts_per_step=12), ["FSDP 2"], marks=pytest.mark.slow),
     ],
-)
-def test_every_kind_of_algorithm_does(task, model_folder, tmp_path, algorithm, changes):
-    layouts = {"gspo": ["CP 2 x TP 2"], "dr_grpo": ["FSDP 4"], "ppo": ["DDP 2", "TP 2", "PP 2"]}.get(
-        algorithm, ["FSDP 2"]
-    )
+)  # fmt: skip
+def test_every_kind_of_algorithm_does(task, model_folder, tmp_path, algorithm, changes, layouts):
     check(task, model_folder, tmp_path, layouts, algorithm=algorithm, steps=2, **changes)
 
 
@@ -381,10 +382,6 @@ def test_every_data_parallel_rank_has_a_microbatch_though_prompts_are_long_and_s
         (
             dict(algorithm="ppo", parallel=ParallelConfig(pipeline=2, pipeline_schedule="zbv"), value_detached=True),
             "a value head, which does not support parallel.pipeline_schedule zbv and value_detached together yet",
-        ),
-        (
-            dict(algorithm="ppo", parallel=ParallelConfig(context=2)),
-            "a value head, which does not support parallel.context and train.deterministic_layout together yet",
         ),
         (
             dict(algorithm="ppo", train=TrainConfig(optimizer_in_backward=True, max_grad_norm=0)),
