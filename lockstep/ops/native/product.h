@@ -15,6 +15,7 @@ constexpr int64_t STEPS = 384;                           // in a block of k: a p
 constexpr int64_t BLOCK_TILES = WIDTH == 16 ? 24 : 30;   // whose part of x stays in the second
 constexpr int64_t GROUP = 256 / COLUMNS;                 // panels whose sums are held at once
 constexpr int64_t SPLIT_WORK = 1 << 18;                  // multiply-adds below which waking threads costs more
+constexpr int64_t TILES_TOGETHER = 8, STEPS_TOGETHER = 16;  // that are packed at once, side by side in memory
 
 // A step of a chain, or each half of it: what it takes from a word of the left factor and from a vector of words of the
 // right one, and their products added to a sum.
@@ -154,8 +155,8 @@ struct Product {
         : x(x), w(w), packed(packed), out(out), tiling(x.rows, TILE_ROWS<T>), steps(x.steps()),
           panels((w.rows + COLUMNS - 1) / COLUMNS), blocks(steps, chunks) {}
 
-    // x as tiles read it: [block of k][tile][step][half][row of the tile].
-    void pack_left(word* left, int64_t tile, const Block& block) const {
+    // Steps [k, stop) of a block of x as tiles read it: [block of k][tile][step][half][row of the tile].
+    void pack_left(word* left, int64_t tile, const Block& block, int64_t k, int64_t stop) const {
         const int64_t start = tiling.start(tile), rows = tiling.start(tile + 1) - start;
         const int64_t from = block.from, count = block.count;
         word* target = left + (from * x.rows + start * count) * HALVES;
@@ -168,8 +169,7 @@ struct Product {
                 }
         };
         // A tile's rows are no whole vectors: what the last one writes too much is written over by the next half or step.
-        const int64_t whole = std::min(count - (WIDTH + rows - 1) / rows, x.depth / STEP<T> - from);
-        int64_t k = 0;
+        const int64_t whole = std::min({stop, count - (WIDTH + rows - 1) / rows, x.depth / STEP<T> - from});
         if (x.inner == 1)
             for (; k + WIDTH <= whole; k += WIDTH) {
                 words columns[VECTORS][WIDTH];
@@ -190,10 +190,25 @@ struct Product {
                 const T* row = x.at + start + (from + k) * STEP<T> * x.inner;
                 put_step(k, [&](int64_t r) { return words_at(row + r, row + r + x.inner); });
             }
-        for (; k < count; k++)
+        for (; k < stop; k++)
             for (int half = 0; half < HALVES; half++)
                 for (int64_t r = 0; r < rows; r++)
                     target[(k * HALVES + half) * rows + r] = Chain<T>::left(words{} + x(start + r, from + k), half)[0];
+    }
+
+    // Of a matrix whose rows lie side by side (a gradient of a weight has two), some tiles or panels are packed together,
+    // a few steps at a time: one alone would read a line of memory of every step, and again for the next one.
+    void pack_tiles(word* left, int64_t first, int64_t last, const Block& block) const {
+        const int64_t at_once = x.row == 1 ? STEPS_TOGETHER : block.count;
+        for (int64_t k = 0; k < block.count; k += at_once)
+            for (int64_t t = first; t < last; t++) pack_left(left, t, block, k, std::min(block.count, k + at_once));
+    }
+
+    void pack_panels(int64_t panel, int64_t count, word* right) const {
+        const int64_t at_once = w.row == 1 ? STEPS_TOGETHER : steps;
+        for (int64_t k = 0; k < steps; k += at_once)
+            for (int64_t p = 0; p < count; p++)
+                pack_panel(w, (panel + p) * COLUMNS, k, std::min(at_once, steps - k), right + (p * steps + k) * COLUMNS);
     }
 
     // Tiles [first, last) with the panels of one group.
@@ -201,8 +216,7 @@ struct Product {
         const word* ready = packed ? packed + panel * steps * COLUMNS : nullptr;
         if (!ready && last - first > BLOCK_TILES) {
             word* whole = scratch<word>(count * steps * COLUMNS, 0);
-            for (int64_t p = 0; p < count; p++)
-                pack_panel(w, (panel + p) * COLUMNS, 0, steps, whole + p * steps * COLUMNS);
+            pack_panels(panel, count, whole);
             ready = whole;
         }
         for (int64_t from = first; from < last; from += BLOCK_TILES) {
@@ -268,8 +282,9 @@ struct Product {
         {
             const int64_t threads = omp_get_num_threads();
 #pragma omp for collapse(2) schedule(static)
-            for (int64_t tile = 0; tile < tiling.count; tile++)
-                for (int64_t block = 0; block < blocks.count; block++) pack_left(left, tile, blocks[block]);
+            for (int64_t first = 0; first < tiling.count; first += TILES_TOGETHER)
+                for (int64_t block = 0; block < blocks.count; block++)
+                    pack_tiles(left, first, std::min(tiling.count, first + TILES_TOGETHER), blocks[block]);
             // Where a thread shares its core with another process, the others take its groups. Where there are too few
             // panels for all threads, rows are divided too.
             const int64_t groups = std::min(panels, std::max(threads * 4, (panels + GROUP - 1) / GROUP));
