@@ -293,12 +293,13 @@ def test_attention_is_the_same_however_sequences_are_cut_ordered_and_paged(
         assert_pieces_agree(expected, q, k, v, lengths, random, pieces=[1, 16, 64, 90], terms=terms)
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("terms", [ops.Terms(), ops.Terms(window=100, sinks=SINKS)], ids=["plain", "terms"])
+@pytest.mark.parametrize(
+    ("dtype", "terms"), [(torch.float32, ops.Terms()), (torch.float16, ops.Terms(window=100, sinks=SINKS[:2]))]
+)
 def test_chunks_have_the_same_bits_in_programs_of_their_own_and_in_turn(kernels, monkeypatch, dtype, terms):
-    lengths, padding, forms = [150, 30], 2, []
+    lengths, padding, forms = [130, 4], 2, []  # three chunks, and one
     total = sum(lengths) + padding
-    q, k, v = (_randn(i, total, heads, 40, dtype=dtype) for i, heads in enumerate((4, 2, 2)))
+    q, k, v = (_randn(i, total, heads, 40, dtype=dtype) for i, heads in enumerate((2, 1, 1)))
     # Neighbors have the same key and opposite values: what is left of their sums is how each was rounded.
     k[1::2], v[1::2] = k[::2], -v[::2]
     monkeypatch.setattr(attention, "LONG", 1000)
