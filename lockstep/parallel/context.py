@@ -15,6 +15,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+import torch.nn.functional as F
 from jaxtyping import Float, Int
 from torch import Tensor
 
@@ -56,7 +57,7 @@ def cut_sequences(lengths: Sequence[int], ranks: int) -> list[list[Piece]]:
 class ContextAttention:
     """The attention of one rank's share of packed sequences. The ranks of `group` call it together, layer by layer.
 
-    Each rank passes its tokens in the order of `rows`, padded to `padded_rows`.
+    Each rank passes its tokens in the order of `rows`, padded to `padded_rows` or more.
     """
 
     row_counts: Int[Tensor, "own"] | None = None
@@ -101,6 +102,10 @@ class ContextAttention:
         v: Tensor | None,
         terms: ops.Terms = PLAIN,
     ) -> Tensor:
+        if (more := len(q) - self.padded_rows) > 0:  # a pipeline pads its micro-batches to one length
+            rows = slice(self.padded_rows)
+            out = self(layer, q[rows], k[rows], None if v is None else v[rows], terms)
+            return F.pad(out, (0, 0, 0, 0, 0, more))
         given = (q, k, v, terms.sinks)
         if torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in given):
             return _GatheredAttention.apply(q, k, v, terms.sinks, self, terms._replace(sinks=None))

@@ -68,7 +68,8 @@ class Generators(Protocol):
     @property
     def kept(self) -> Decoder | None:
         """The policy as this rank or its tensor group computes with it, also after `training_begins`; None if it then
-        has no copy."""
+        has no copy. After an update, tensors that are the trainer's own have its new values, and copies the old ones.
+        """
 
 
 def scores_with_policy(config: RLConfig) -> bool:

@@ -306,6 +306,7 @@ def mixture(folder, output):
         (2, ParallelConfig(context=2, expert=2), "grpo"),
         (2, ParallelConfig(pipeline=2, pipeline_schedule="zbv"), "ppo"),
         pytest.param(4, ParallelConfig(pipeline=2), "ppo", marks=pytest.mark.slow),
+        (4, ParallelConfig(context=2, pipeline=2), "ppo"),
         pytest.param(3, ParallelConfig(), "ppo", marks=pytest.mark.slow),
         pytest.param(2, ParallelConfig(context=2), "grpo", marks=pytest.mark.slow),
         pytest.param(2, ParallelConfig(expert=2), "grpo", marks=pytest.mark.slow),
@@ -319,15 +320,17 @@ def mixture(folder, output):
         pytest.param(4, ParallelConfig(expert=2, pipeline=2), "grpo", marks=pytest.mark.slow),
     ],
     ids=[
-        "CP 2 x TP 2, PPO", "CP 2, expert 2", "PP 2, ZBV, PPO", "FSDP 2 x PP 2, PPO", "FSDP 3, PPO", "CP 2", "expert 2",
-        "FSDP 3", "TP 2", "PP 2, ZBV", "TP 4", "FSDP 2 x TP 2, PPO", "FSDP 2 x expert 2, PPO", "expert 2 x TP 2",
-        "PP 2 x expert 2",
+        "CP 2 x TP 2, PPO", "CP 2, expert 2", "PP 2, ZBV, PPO", "FSDP 2 x PP 2, PPO", "CP 2 x PP 2, PPO",
+        "FSDP 3, PPO", "CP 2", "expert 2", "FSDP 3", "TP 2", "PP 2, ZBV", "TP 4", "FSDP 2 x TP 2, PPO",
+        "FSDP 2 x expert 2, PPO", "expert 2 x TP 2", "PP 2 x expert 2",
     ],
 )  # fmt: skip
 def test_without_one_order_ranks_sample_the_same_and_measure_nearly_the_same(
     task, model_folder, tmp_path, ranks, parallel, algorithm
 ):
-    train = TrainConfig(learning_rate=1e-3, warmup_steps=0, schedule="constant", tokens_per_microbatch=512)
+    # Over a pipeline, micro-batches of different lengths.
+    tokens = 64 if parallel.pipeline > 1 else 512
+    train = TrainConfig(learning_rate=1e-3, warmup_steps=0, schedule="constant", tokens_per_microbatch=tokens)
     if parallel.pipeline_schedule == "zbv":  # two stages a rank
         model_folder = deeper(model_folder, tmp_path / "model")
     if parallel.expert > 1:

@@ -2,6 +2,7 @@
 
 import json
 import os
+import signal
 import threading
 import time
 from contextlib import suppress
@@ -156,6 +157,18 @@ def test_a_comparison_that_hangs_ends_and_the_next_one_works_in_any_thread():
     thread.start()
     thread.join()
     assert found == [False, True, True]
+
+
+def test_a_comparison_that_waits_for_the_processor_is_not_given_up():
+    checker, found = MathChecker(seconds=0.5), []
+    assert checker.equal("x+1", "1+x")
+    os.kill(checker.process.pid, signal.SIGSTOP)
+    thread = threading.Thread(target=lambda: found.append(checker.equal("x+2", "2+x")))
+    thread.start()
+    time.sleep(1.5)
+    os.kill(checker.process.pid, signal.SIGCONT)
+    thread.join()
+    assert found == [True]
 
 
 # Sorting.
