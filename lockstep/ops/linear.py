@@ -134,7 +134,12 @@ def weight_gradient(grad: Tensor, x: Tensor) -> Tensor:
 
 def token_weight_gradient(grad: Tensor, x: Tensor) -> Tensor:
     """`weight_gradient` for rows that are tokens, some of which may be on other ranks (`one_order`)."""
-    if (shared := one_order.shared_tokens()) is None:
+    return shared_weight_gradient(grad, x, one_order.shared_tokens())
+
+
+def shared_weight_gradient(grad: Tensor, x: Tensor, shared: one_order.SharedRows | None) -> Tensor:
+    """`weight_gradient` over all ranks' rows: complete for the outputs that this rank computes, zero for the others."""
+    if shared is None:
         return weight_gradient(grad, x)
     own, whole = shared.part(grad.shape[1]), grad.new_zeros(grad.shape[1], x.shape[1])
     grad, x = shared.gather(grad), shared.gather(x)

@@ -20,9 +20,9 @@ from lockstep.ops.linear import (
     input_gradient,
     product,
     product_sums,
+    shared_weight_gradient,
     token_weight_gradient,
     tree_sum,
-    weight_gradient,
 )
 from lockstep.ops.norm import norm_with_scale, token_gradients, trained_norm
 from lockstep.ops.opaque import library
@@ -70,7 +70,7 @@ class _Whole(torch.autograd.Function):
 def target_product(x: Tensor, weight: Tensor) -> Tensor:
     """`ops.linear` for rows that are a loss's targets, of which other ranks have some.
 
-    The weight's gradient, over all of them in one order, is complete on one rank and zero on the others.
+    Each rank has the gradient of some of the outputs, over all rows in one order, and zero for the others.
     """
     out: Tensor = _TargetProduct.apply(x, weight)
     return out
@@ -85,11 +85,7 @@ class _TargetProduct(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, Tensor]:
         (x, weight), grad = ctx.saved_tensors, grads[0]
-        shared = one_order.shared_targets()
-        assert shared is not None
-        everyones, rows = shared.gather(grad), shared.gather(x)
-        of_weight = weight_gradient(everyones, rows) if shared.is_first else torch.zeros_like(weight)
-        return input_gradient(grad, weight), of_weight
+        return input_gradient(grad, weight), shared_weight_gradient(grad, x, one_order.shared_targets())
 
 
 def column_product(x: Tensor, weight: Tensor, group: dist.ProcessGroup, part: slice | None = None) -> Tensor:

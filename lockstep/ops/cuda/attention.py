@@ -5,7 +5,7 @@ the keys in blocks of `BLOCK`, aligned to position 0, in ascending order, with t
 The running softmax begins anew with every `CHUNK` keys, and the chunks are joined in ascending order: so the chunks of
 a long context can have programs of their own (arXiv 2311.01282), in decode, or follow each other in one.
 The tile has the same height whether one of its rows is used, as in decode, or all: the same instructions run, and rows
-never mix, so neither the chunk a row came in nor its place in the tile changes a bit. Long pieces of sequences have
+never mix, so neither the piece a row came in nor its place in the tile changes a bit. Long pieces of sequences have
 tiles of twice the height, of two warp groups that each run these instructions; this is checked on the device at the
 first use of a shape.
 """
