@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from pathlib import Path
 
+from lockstep.cache import cache_folder
 from lockstep.config import DataConfig
 from lockstep.data.corpus import Share, TokenizedCorpus, collect, unshared
 from lockstep.data.encode import Encoder, token_dtype
@@ -14,7 +15,6 @@ from lockstep.data.rows import Documents, Rows
 from lockstep.data.stream import StreamedDocuments
 from lockstep.data.token_folder import Source, cached, open_token_folder
 from lockstep.data.workers import encode_all
-from lockstep.ops.cache import cache_folder
 
 DataSource = Source | Path | TokenizedCorpus
 """Documents, a folder of tokens by its path, or a corpus."""

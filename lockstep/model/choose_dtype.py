@@ -10,9 +10,9 @@ from pathlib import Path
 import torch
 
 from lockstep import ops
+from lockstep.cache import cache_folder, fingerprint, keep_measurement, kept_measurement
 from lockstep.model.checkpoint import folder_dtype
 from lockstep.model.dtypes import DTYPES, resolve_dtype
-from lockstep.ops.cache import cache_folder, fingerprint, keep_measurement, kept_measurement
 
 ROWS, FEATURES = 256, 512
 """Shape of the timed product with its gradients: that of a small model, which takes far longer than a launch."""

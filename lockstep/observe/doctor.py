@@ -18,10 +18,10 @@ from typing import Any, Literal
 
 import torch
 
+from lockstep.cache import UnsafeCache, cache_folder
 from lockstep.model import arithmetic_of, instruction_set
 from lockstep.observe import machine
 from lockstep.ops import native
-from lockstep.ops.cache import UnsafeCache, cache_folder
 from lockstep.ops.native.compiling import find_compiler
 
 State = Literal["ok", "absent", "note", "bad"]

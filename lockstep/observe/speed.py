@@ -11,9 +11,9 @@ from pathlib import Path
 import torch
 
 from lockstep import ops
+from lockstep.cache import cache_folder, fingerprint, keep_measurement, kept_measurement
 from lockstep.model import ModelConfig
 from lockstep.observe.machine import busy_neighbours
-from lockstep.ops.cache import cache_folder, fingerprint, keep_measurement, kept_measurement
 
 NVIDIA_PEAKS = {
     "B200": 2250e12,

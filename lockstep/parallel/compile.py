@@ -1,7 +1,8 @@
 """One compilation for trainer and generator: each block's two halves, shared by all layers.
 
 The same compiled functions are called with and without gradients, for any number of tokens. Their results are compared
-at start-up, so that a compiler that lets a row's neighbors, or the gradient, change its bits is refused. Compiled bits
+at start-up, so that a compiler that lets a row's neighbors, or the gradient, change its bits is refused; for a model
+that only samples, without gradients alone, which takes half as long and a third over tensor ranks. Compiled bits
 differ from eager ones: a model is compiled for both sides or for neither, which is why the compiled functions belong to
 the model.
 
@@ -21,12 +22,12 @@ import torch.distributed as dist
 from torch import Tensor
 from torch._functorch import config as functorch
 
+from lockstep.cache import cache_folder, fingerprint, require_private
 from lockstep.config import CompileConfig
 from lockstep.errors import UserError
 from lockstep.model import Decoder
 from lockstep.model.decoder import Block, Halves, Projected
 from lockstep.model.shard import is_dtensor, is_fsdp
-from lockstep.ops.cache import cache_folder, fingerprint, require_private
 from lockstep.ops.opaque import library
 from lockstep.parallel.exchange import exchanged, gather_rows, own_rows, rows_are_whole, whole_rows
 from lockstep.parallel.messages import from_all
@@ -40,11 +41,12 @@ PROBE_COUNTS = (1, 2, 3, 7, 8, 16, 17, 33, 64)
 OPTIONS: dict[str, Any] = {"emulate_precision_casts": True}
 
 
-def apply_compile(model: Decoder, config: CompileConfig) -> None:
+def apply_compile(model: Decoder, config: CompileConfig, trains: bool = True) -> None:
     """Compiles `model`'s blocks as `config` says; both `Engine` and `Trainer` then run the compiled functions.
 
-    Compiles immediately, with and without gradients, and compares the results bit for bit. Raises UserError if they
-    depend on the number of rows or on the gradient.
+    Compiles immediately, with and without gradients, and compares the results bit for bit. A model that does not
+    train is compiled for an `Engine` alone. Raises UserError if the bits depend on the number of rows or on the
+    gradient.
     """
     if config.backend == "none":
         return
@@ -61,7 +63,7 @@ def apply_compile(model: Decoder, config: CompileConfig) -> None:
             block.unshard()
         sharded = any(is_dtensor(parameter) for parameter in block.parameters())
         with _caching_of_sharded_layers() if sharded else nullcontext():
-            _compare(model, block, halves)
+            _compare(model, block, halves, trains)
         if is_fsdp(block):
             block.reshard()
     halves.frozen = True
@@ -174,31 +176,36 @@ def _refuse_unsafe(model: Decoder) -> None:
             )
 
 
-def _compare(model: Decoder, block: Block, halves: CompiledHalves) -> None:
+def _compare(model: Decoder, block: Block, halves: CompiledHalves, trains: bool) -> None:
     """Compiles what trainer and generator will call, and compares parts of the rows bitwise with a forward of all."""
     group = tensor_group_of(model)
     ranks = group.size() if group else 1
-    probe = _Probe(model, block, halves, group)
-    with torch.enable_grad():
-        probe.require_gradients(True)
-        expected = [t.detach() for t in probe.outputs(slice(0, PROBE_ROWS))]
-        total = torch.stack([t.float().sum() for t in probe.outputs(slice(0, 2 * ranks))]).sum()
-        # Compiles the gradient too. Sinks belong to attention, which is called between the halves.
-        weights = [weight for weight in block.parameters() if weight.requires_grad]
-        torch.autograd.grad(total, [probe.hidden, probe.attended, *weights], allow_unused=True)
-        problems: list[str] = []
-        if model.config.lora is not None:
-            # Before the first adapted layer, nothing has a gradient: compile that too.
-            for attended in (True, False):
-                probe.require_gradients(False, attended)
-                problems += probe.differences(slice(0, PROBE_ROWS), expected)
-        probe.require_gradients(False)
+    probe = _Probe(model, block, halves, group, trains)
+    problems: list[str] = []
+    if trains:
+        with torch.enable_grad():
+            probe.require_gradients(True)
+            expected = [t.detach() for t in probe.outputs(slice(0, PROBE_ROWS))]
+            total = torch.stack([t.float().sum() for t in probe.outputs(slice(0, 2 * ranks))]).sum()
+            # Compiles the gradient too. Sinks belong to attention, which is called between the halves.
+            weights = [weight for weight in block.parameters() if weight.requires_grad]
+            torch.autograd.grad(total, [probe.hidden, probe.attended, *weights], allow_unused=True)
+            if model.config.lora is not None:
+                # Before the first adapted layer, nothing has a gradient: compile that too.
+                for attended in (True, False):
+                    probe.require_gradients(False, attended)
+                    problems += probe.differences(slice(0, PROBE_ROWS), expected)
+            probe.require_gradients(False)
+    else:
+        with torch.no_grad(), whole_rows():
+            expected = probe.outputs(slice(0, PROBE_ROWS))
     with torch.no_grad():
         for count in (PROBE_ROWS, *PROBE_COUNTS):
             for rows in (slice(0, count), slice(PROBE_ROWS - count, PROBE_ROWS)):
-                if count % ranks == 0:
+                if trains and count % ranks == 0:
                     problems += probe.differences(rows, expected)
-                if group is not None and not sharded_over_data(model):  # such a model has no engine
+                # A model that is sharded over data ranks has no engine.
+                if not trains or (group is not None and not sharded_over_data(model)):
                     with whole_rows():
                         problems += probe.differences(rows, expected)
     # All ranks must reach the same verdict, or some would wait for those that have stopped.
@@ -214,8 +221,10 @@ def _compare(model: Decoder, block: Block, halves: CompiledHalves) -> None:
 class _Probe:
     """Rows that a block's halves are called with, as the ranks of a tensor axis hold them."""
 
-    def __init__(self, model: Decoder, block: Block, halves: CompiledHalves, group: dist.ProcessGroup | None):
-        self.block, self.halves, self.group = block, halves, group
+    def __init__(
+        self, model: Decoder, block: Block, halves: CompiledHalves, group: dist.ProcessGroup | None, trains: bool
+    ):
+        self.block, self.halves, self.group, self.trains = block, halves, group, trains
         generator = torch.Generator().manual_seed(0)
         config, dtype = model.config, block.input_layernorm.weight.dtype
         heads = config.num_heads // (group.size() if group else 1)
@@ -246,4 +255,5 @@ class _Probe:
         for name, got, want in zip((*names, "the block's output"), self.outputs(rows), expected):
             if not torch.equal(got, want[rows]):
                 count = rows.stop - rows.start
-                yield f"{name} of {count} rows without a gradient differ from those of {PROBE_ROWS} rows with one"
+                one = "with one" if self.trains else "without one"
+                yield f"{name} of {count} rows without a gradient differ from those of {PROBE_ROWS} rows {one}"

@@ -206,7 +206,7 @@ def _judged(
 ) -> list[Rollout]:
     """One model's graded completions; the model is freed afterwards."""
     model = open_model(asked.folder, config.dtype, config.device, config.arithmetic)
-    apply_compile(model, config.compile)
+    apply_compile(model, config.compile, trains=False)
     rendering, tokenizer = asked.rendering, asked.rendering.tokenizer
     engine = Engine(model, config.engine, tokenizer)
     count = len(examples) * config.samples_per_prompt

@@ -76,7 +76,7 @@ def sample(job: Generating) -> Any:
     world = world_of(parallel)
     shape = MODELS[job.shape]
     model = generator_model(shape, resolve_dtype(job.dtype), world, parallel, partial(initialize, seed=SEED))
-    apply_compile(model, CompileConfig(job.backend))
+    apply_compile(model, CompileConfig(job.backend), trains=False)
     # A budget that splits prompts into chunks, and a cache too small for all sequences at once.
     engine = Engine(model, EngineConfig(max_tokens_per_step=48, max_sequences=16, cache_tokens=192))
     prompts, params = mixed_load(random.Random(0), shape, REQUESTS, longest=48)

@@ -138,7 +138,8 @@ def test_portable_kernels_that_cannot_be_compiled_are_named_with_the_compilers_r
 
 @pytest.mark.parametrize("keep", [training_seconds, lambda: peak_flops(CPU, torch.float32)])
 def test_what_was_measured_outlasts_a_full_disk_in_memory(tmp_path, monkeypatch, keep):
-    from lockstep.ops import cache, native
+    from lockstep import cache
+    from lockstep.ops import native
 
     def full(path, text):
         path.touch()

@@ -29,6 +29,8 @@ CONTEXT.set_forkserver_preload(
         "jinja2",
         "matplotlib.pyplot",
         "tokenizers",
+        # What the modules of tests import, one of which each child is told to import.
+        "pytest",
         "tests.parallel.frozen",
     ]
 )

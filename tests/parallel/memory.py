@@ -26,12 +26,14 @@ class PeakMemory(TorchDispatchMode):
         if DTensor in types:
             return NotImplemented  # what it does on this rank's own tensors comes by again
         out = func(*args, **(kwargs or {}))
-        for leaf in tree_leaves(out):
-            if isinstance(leaf, torch.Tensor) and leaf.untyped_storage().device.type == "cpu":
-                self._storages[leaf.untyped_storage()] = None
-        # A tape's tensors are several over the same memory.
-        sizes = {_place(storage): storage.nbytes() for storage in self._storages}
-        self.nbytes = max(self.nbytes, sum(sizes.values()))
+        storages = [leaf.untyped_storage() for leaf in tree_leaves(out) if isinstance(leaf, torch.Tensor)]
+        # Only one that is new or has grown can make the sum the largest; counting takes as long as most operators.
+        if changed := [s for s in storages if s.device.type == "cpu" and self._storages.get(s) != s.nbytes()]:
+            for storage in changed:
+                self._storages[storage] = storage.nbytes()
+            # A tape's tensors are several over the same memory.
+            sizes = {_place(storage): storage.nbytes() for storage in self._storages}
+            self.nbytes = max(self.nbytes, sum(sizes.values()))
         return out
 
 

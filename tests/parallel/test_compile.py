@@ -6,6 +6,7 @@ The engine's own property tests also run compiled (`tests/generate/test_engine.p
 import os
 import subprocess
 import sys
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
@@ -13,10 +14,10 @@ import pytest
 import torch
 
 from lockstep import Engine, EngineConfig, SamplingParams, build_model, ops
+from lockstep.cache import UnsafeCache
 from lockstep.config import CompileConfig, ParallelConfig, TrainConfig
 from lockstep.errors import UserError
 from lockstep.model import ModelConfig, initialize, preset
-from lockstep.ops.cache import UnsafeCache
 from lockstep.parallel import apply_compile, close_world, generator_model, open_world, parallel_model
 from lockstep.parallel.compile import keep_artifacts
 from lockstep.rl.parity_check import check_parity
@@ -89,7 +90,8 @@ def test_a_width_that_compiled_loops_cannot_treat_evenly_is_refused_by_name():
         apply_compile(build_model(config, dtype="float32"), INDUCTOR)
 
 
-def test_a_compiler_that_changes_bits_with_the_number_of_rows_is_refused(monkeypatch):
+@pytest.mark.parametrize("trains, with_one", [(True, "with one"), (False, "without one")])
+def test_a_compiler_that_changes_bits_with_the_number_of_rows_is_refused(trains, with_one, monkeypatch):
     from lockstep.parallel.compile import CompiledHalves
 
     exact = CompiledHalves.after_attention
@@ -97,8 +99,19 @@ def test_a_compiler_that_changes_bits_with_the_number_of_rows_is_refused(monkeyp
     monkeypatch.setattr(
         CompiledHalves, "after_attention", lambda self, b, h, a: exact(self, b, h, a) + h.shape[0] * 1e-2
     )
-    with pytest.raises(UserError, match="the block's output of .* rows without a gradient differ"):
-        apply_compile(build_model(preset("qwen3:micro", 258), dtype="float32"), INDUCTOR)
+    said = f"the block's output of .* rows without a gradient differ from those of 96 rows {with_one};"
+    with pytest.raises(UserError, match=said):
+        apply_compile(build_model(preset("qwen3:micro", 258), dtype="float32"), INDUCTOR, trains)
+
+
+def test_a_model_that_only_samples_is_compiled_without_gradients():
+    # A width of its own: what other tests of this process have compiled would be found.
+    model = build_model(replace(preset("qwen3:micro", 258), intermediate_size=96), dtype="float32")
+    apply_compile(model, INDUCTOR, trains=False)
+    (completions,) = Engine(model).generate([[1, 2, 3]], SamplingParams(max_tokens=4, seed=1, ignore_eos=True))
+    assert len(completions[0].token_ids) == 4
+    with pytest.raises(torch._dynamo.exc.RecompileError, match="grad_mode"):
+        model(torch.tensor([1, 2]), torch.tensor([0, 1]), ops.PackedAttention([2]))
 
 
 def test_compiled_code_is_kept_in_the_users_cache_apart_for_each_set_of_operators(tmp_path):
@@ -149,7 +162,7 @@ def compiled_on(ranks, dtype, name="qwen3:micro"):
         with pytest.raises(UserError, match="sharded over data ranks.*generator_model"):
             Engine(model)
     model = generator_model(shape, kind, world, parallel, partial(initialize, seed=3))
-    apply_compile(model, INDUCTOR)
+    apply_compile(model, INDUCTOR, trains=False)
     engine = Engine(model, EngineConfig(max_tokens_per_step=37, cache_tokens=512))
     sampled = engine.generate([[1], list(range(40)), [5, 6, 7]], SamplingParams(max_tokens=9, seed=1, n=2))
     close_world(world)

@@ -41,7 +41,7 @@ def build_engine(config: ServeConfig, folder: Path, world: World | None = None) 
     Raises UserError for missing files.
     """
     model = open_model(folder, config.dtype, config.device, config.arithmetic, world, config.parallel.reduction_chunks)
-    apply_compile(model, config.compile)
+    apply_compile(model, config.compile, trains=False)
     tokenizer = load_tokenizer(folder, model.config.vocab_size)
     leads = world is not None and world.size > 1 and world.is_main
     return (LeadingEngine if leads else Engine)(model, config.engine, tokenizer)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 from pathlib import Path
 
-from lockstep.ops.cache import cache_folder, fingerprint, require_private
+from lockstep.cache import cache_folder, fingerprint, require_private
 from lockstep.ops.native.compiling import (
     FLAGS,
     SOURCES,

@@ -326,7 +326,7 @@ def _open(welcome: dict[str, Any], key: bytes, world: World) -> tuple[ShelfReade
     model = generator_model(shape, resolve_dtype(welcome["dtype"]), world, parallel, partial(initialize, seed=0))
     if world.size == 1:
         refuse_unknown_operators(model)
-    apply_compile(model, CompileConfig(**welcome["compile"]))
+    apply_compile(model, CompileConfig(**welcome["compile"]), trains=False)
     tokenizer = load_tokenizer(folder, shape.vocab_size)
     leads = world.size > 1 and world.is_main
     config = EngineConfig(**welcome["engine"])

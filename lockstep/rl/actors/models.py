@@ -77,7 +77,7 @@ def sampling_model(config: RLConfig, world: World, policy: TrainableModel) -> De
     lay_out(model, dict(policy.named_parameters()), world.device)
     if world.tensor_group is None:
         refuse_unknown_operators(model)
-    apply_compile(model, config.compile)
+    apply_compile(model, config.compile, trains=False)
     return model
 
 

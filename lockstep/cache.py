@@ -14,8 +14,6 @@ from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
-import torch
-
 from lockstep.errors import UserError
 
 
@@ -117,6 +115,8 @@ _unwritten: dict[Path, dict[str, Any]] = {}
 
 def fingerprint(*more: str | bytes) -> str:
     """A fingerprint of the versions and the machine that compiled code belongs to, and of `more`."""
+    import torch  # here: processes that tokenize import this module and nothing of PyTorch
+
     digest = hashlib.sha256()
     device = torch.cuda.get_device_name() if torch.cuda.is_available() else ""
     for part in (torch.__version__, platform.python_version(), platform.machine(), _cpu_flags(), device, *more):

@@ -6,8 +6,8 @@ import stat
 
 import pytest
 
-from lockstep.ops import cache
-from lockstep.ops.cache import UnsafeCache, cache_folder
+from lockstep import cache
+from lockstep.cache import UnsafeCache, cache_folder
 from lockstep.ops.native import build
 from lockstep.ops.native.compiling import compile_kernels
 from lockstep.ops.native.instruction_sets import BY_MACHINE
