@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable
 from typing import Any
 
@@ -134,6 +135,28 @@ def rows_of_an_expert_backwards() -> None:
     experts._by_expert = backwards
 
 
+def another_expert_on_the_first_rank() -> None:
+    """The first rank's mixtures choose the expert that is liked least as their last, in training alone."""
+    from lockstep.ops import routing
+    from lockstep.train import Trainer
+
+    exact, step, training = routing._choose, Trainer.step, [False]
+
+    def choose(logits: Tensor, *settings: Any) -> tuple[Tensor, Tensor]:
+        weights, chosen = exact(logits, *settings)
+        if training[0]:
+            chosen[:, -1] = logits.argmin(-1)
+        return weights, chosen
+
+    def train(self: Any, *arguments: Any) -> dict[str, float]:
+        training[0] = True
+        return step(self, *arguments)
+
+    if os.environ["RANK"] == "0":
+        routing._choose = choose  # type: ignore[assignment]
+        Trainer.step = train  # type: ignore[method-assign]
+
+
 FAULTS: dict[str, Callable[[], None]] = {
     fault.__name__: fault
     for fault in (
@@ -146,6 +169,7 @@ FAULTS: dict[str, Callable[[], None]] = {
         repeated_batch,
         rows_as_they_arrive,
         rows_of_an_expert_backwards,
+        another_expert_on_the_first_rank,
         moments_left_behind,
         resumed_with_a_swapped_shard,
         resumed_with_a_flipped_bit,

@@ -31,11 +31,22 @@ def routes_of_rows(
     recorded: Sequence[Int[Tensor, "tokens active"]], rows: Int[Tensor, "rows"], tokens: int
 ) -> list[bytes]:
     """Whole routes of some rows, from what `ops.recorded_routes` recorded of a forward pass over `tokens` rows."""
+    return routes_in(choices(recorded, rows, tokens))
+
+
+def choices(
+    recorded: Sequence[Int[Tensor, "recorded active"]], rows: Int[Tensor, "rows"] | slice, tokens: int
+) -> Int[Tensor, "rows mixtures active"]:
+    """The experts of some rows in all mixtures; otherwise as `routes_of_rows`."""
     # A compiled half of a layer gets a single row twice, and a graph's rows are followed by padding, of fewer rows than
     # there are tokens.
-    own = [chosen if len(chosen) == tokens else chosen[:: len(chosen) // tokens] for chosen in recorded]
-    table = torch.stack([chosen[rows] for chosen in own], 1).flatten(1).cpu().numpy()
-    content, width = table.tobytes(), table.shape[1] * table.itemsize
+    return torch.stack([chosen[:: len(chosen) // tokens][rows] for chosen in recorded], 1)
+
+
+def routes_in(table: Int[Tensor, "rows mixtures active"]) -> list[bytes]:
+    """The whole route of each row."""
+    rows = table.flatten(1).cpu().numpy()
+    content, width = rows.tobytes(), rows.shape[1] * rows.itemsize
     return [content[start : start + width] for start in range(0, len(content), width)]
 
 

@@ -64,8 +64,13 @@ def observed(logits: Tensor, weights: Tensor, chosen: Tensor, weigh: Weigh) -> t
         weights, chosen = _with(replayed, logits, weights, chosen, weigh)
     if (recorded := _recorded.get()) is not None:
         # Always a copy: compiled code may overwrite what it no longer needs.
-        recorded.append(chosen.to(torch.uint8 if logits.shape[1] <= 256 else torch.int16))
+        recorded.append(chosen.to(route_dtype(logits.shape[1])))
     return weights, chosen
+
+
+def route_dtype(experts: int) -> torch.dtype:
+    """What holds the number of an expert in a route."""
+    return torch.uint8 if experts <= 256 else torch.int16
 
 
 def _with(

@@ -23,6 +23,8 @@ class Stage(Decoder):
         self.index = index
         self.beside: Mapping[str, nn.Parameter] = {}
         """Further parameters, that the loss uses, by name; of the last stage."""
+        self.routes: list[list[Tensor]] | None = None
+        """If a list, every forward adds the experts that its mixtures choose."""
         self.is_first, self.is_last = index == 0, index == len(layers) - 1
         for other in range(config.num_layers):
             if other not in layers[index]:
@@ -45,13 +47,23 @@ class Stage(Decoder):
     ) -> Float[Tensor, "tokens dim"]:
         """The hidden states that the next stage takes as `tokens`; after the last stage, normed."""
         hidden = self.embed(tokens) if self.is_first else tokens
-        hidden = self.run_blocks(hidden, positions, attention)
+        if self.routes is None:
+            hidden = self.run_blocks(hidden, positions, attention)
+        else:
+            with ops.recorded_routes() as recorded:
+                hidden = self.run_blocks(hidden, positions, attention)
+            self.routes.append(recorded)
         return self.final_norm(hidden) if self.is_last else hidden
 
     def parameters(self, recurse: bool = True) -> Iterator[nn.Parameter]:
         """Those `beside` too: torch computes the gradients of these in a backward in two halves."""
         yield from super().parameters(recurse)
         yield from self.beside.values()
+
+    @property
+    def own_layers(self) -> list[int]:
+        """The numbers of its layers in the whole model."""
+        return [int(name) for name, _ in self.layers.named_children()]
 
     @property
     def borrows_embedding(self) -> bool:

@@ -13,14 +13,16 @@ from torch import Tensor
 from lockstep import ops
 from lockstep.config import RLConfig, algorithm_of
 from lockstep.config.algorithm import Average
+from lockstep.generate.routes import routes_in
 from lockstep.model import Decoder, ScoringModel
-from lockstep.ops.one_order import SharedRows
+from lockstep.parallel.tensor_group import tensor_group_of
 from lockstep.rl.algorithms import PolicyLossInputs, objective, token_weights
 from lockstep.rl.critic import ValueHead
 from lockstep.rl.microbatches import microbatches, shares_prompts
 from lockstep.rl.parity import Parity
 from lockstep.rl.rollouts import Rollout, episodes_of
 from lockstep.rl.routes import ReplayFindings, own_routes, routes_to_replay
+from lockstep.train.context import targets_of_others
 from lockstep.train.packing import PackedRow, predicting_states, target_log_probs
 
 
@@ -147,8 +149,9 @@ class PolicyLoss:
             self.parity.compare(batch.old_log_probs, log_probs, batch.rollouts, batch.current)
             if replayed is not None:
                 self.replay.measure(replayed, batch.old_log_probs, log_probs, self._without, batch.current)
-            elif isinstance(model, Decoder) and (routes := own_routes(recorded, batch.row, model.config)) is not None:
-                self.parity.compare_routes(batch.rollouts, routes, model.config, batch.current)
+            elif recorded and isinstance(model, Decoder):  # a stage's are compared after the step (`actors.shares`)
+                chosen = own_routes(recorded, batch.row, len(batch.row.tokens), tensor_group_of(model))
+                self.parity.compare_routes(batch.rollouts, routes_in(chosen), model.config, batch.current)
             _note(batch.rollouts, log_probs.detach(), entropies.detach())
         old, sampler = batch.old_log_probs, None
         if self.algorithm.off_policy != "none":
@@ -205,13 +208,6 @@ class PolicyLoss:
             stem, square = name.removesuffix("_square"), means.pop(name)
             means[f"{stem}_effective"] = means[f"{stem}_mean"] * means[f"{stem}_mean"] / square if square else 0.0
         return means | self.replay.metrics()
-
-
-def targets_of_others(row: PackedRow) -> SharedRows | None:
-    """The ranks that score the rest of a row's targets; None if all are on this rank."""
-    shared = getattr(row.attention, "shared_targets", None)
-    assert shared is None or isinstance(shared, SharedRows)
-    return shared
 
 
 def _note(rollouts: Sequence[Rollout], log_probs: Float[Tensor, "tokens"], entropies: Float[Tensor, "tokens"]) -> None:

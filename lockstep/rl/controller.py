@@ -29,7 +29,7 @@ from lockstep.parallel import close_world, open_world
 from lockstep.rl.actors.generators import open_generators, suited_to_actors
 from lockstep.rl.actors.models import policy_model
 from lockstep.rl.actors.replicas import Replicas
-from lockstep.rl.actors.shares import own_batches, share_findings, token_budget
+from lockstep.rl.actors.shares import own_batches, routes_compared_on_stages, share_findings, token_budget
 from lockstep.rl.ahead import Ahead
 from lockstep.rl.alarms import PREFIX, Alarms
 from lockstep.rl.batch import PolicyLoss, packing_metrics, policy_batches
@@ -297,7 +297,7 @@ def _reinforce(
                     # After the first update there is no state before the step to save any more.
                     asking = trainer.asking(partial(stop.interrupt_late, world)) if inner == 0 else nullcontext()
                     try:
-                        with asking:
+                        with asking, routes_compared_on_stages(loss, model, share):
                             stepped = trainer.step(share, loss)
                     except Interrupted:
                         give_up_if_stopped(step)  # raises

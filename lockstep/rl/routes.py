@@ -10,16 +10,19 @@ from typing import Any
 
 import numpy as np
 import torch
-from jaxtyping import Bool, Float
+import torch.distributed as dist
+from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
 from lockstep import ops
 from lockstep.config import RLConfig
 from lockstep.errors import UserError
-from lockstep.generate.routes import read_route, routes_of_rows
+from lockstep.generate.routes import choices, read_route
 from lockstep.generate.sampling_params import RoutesForm
 from lockstep.model import ModelConfig
+from lockstep.parallel.exchange import gather_rows
 from lockstep.rl.rollouts import Rollout
+from lockstep.train.context import targets_of_others
 from lockstep.train.packing import PackedRow
 
 
@@ -34,14 +37,22 @@ def refuse_replay_without_experts(config: RLConfig, shape: ModelConfig) -> None:
         raise UserError(f"router_replay is set, but {config.model} has no experts and hence no routes; remove it")
 
 
-def own_routes(recorded: Sequence[Tensor], row: PackedRow, shape: ModelConfig) -> list[bytes] | None:
-    """The route of each target of `row`; None if this rank has not computed all layers for all tokens of the row."""
-    tokens = len(row.tokens)
-    if not recorded or len(recorded) != len(shape.mixtures) or any(len(chosen) != tokens for chosen in recorded):
-        return None
-    if row.attention is not None:  # context ranks: the row's other tokens and targets are elsewhere
-        return None
-    return routes_of_rows(recorded, row.predictors, tokens)
+def own_routes(
+    recorded: Sequence[Int[Tensor, "recorded active"]],
+    row: PackedRow,
+    rows: int,
+    tensor_group: dist.ProcessGroup | None,
+) -> Int[Tensor, "targets mixtures active"]:
+    """The experts of all of a row's targets, those on other context ranks included.
+
+    recorded: what a forward pass over `rows` rows chose, of which each rank of the tensor group has as many.
+    """
+    ranks = dist.get_world_size(tensor_group) if tensor_group else 1
+    # Not every backend sends 8 or 16 bits.
+    own = choices(recorded, slice(None), rows // ranks).int()
+    table = (gather_rows(own, tensor_group) if tensor_group else own)[row.predictors]
+    shared = targets_of_others(row)
+    return (table if shared is None else shared.gather(table)).to(recorded[0].dtype)
 
 
 def routes_to_replay(rollouts: Sequence[Rollout], row: PackedRow, shape: ModelConfig) -> ops.ReplayedRoutes:

@@ -8,6 +8,7 @@ import torch
 import torch.nn.functional as F
 
 from lockstep.config.parallel import ROW_MULTIPLE
+from lockstep.ops.one_order import SharedRows
 from lockstep.parallel.context import ContextAttention
 from lockstep.parallel.world import World
 from lockstep.train.packing import PackedRow
@@ -40,3 +41,10 @@ def shard_row(row: PackedRow, world: World) -> PackedRow:
         counts=F.pad(row.counts[attention.rows], (0, padding)),
         attention=attention,
     )
+
+
+def targets_of_others(row: PackedRow) -> SharedRows | None:
+    """The ranks that score the rest of a row's targets; None if all are on this rank."""
+    shared = getattr(row.attention, "shared_targets", None)
+    assert shared is None or isinstance(shared, SharedRows)
+    return shared

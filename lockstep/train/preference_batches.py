@@ -16,7 +16,7 @@ from lockstep.config.parallel import ROW_MULTIPLE
 from lockstep.data.preferences import AnswerTokens, Example
 from lockstep.model import ScoringModel
 from lockstep.parallel import World
-from lockstep.train.context import shard_row
+from lockstep.train.context import shard_row, targets_of_others
 from lockstep.train.packing import PackedRow, pack_scored, target_log_probs, target_scores
 
 Which = Literal["both", "first", "second"]
@@ -91,5 +91,5 @@ def ending(example: Example) -> Example:
 
 def _of_all_ranks(own: Float[Tensor, "own"], row: PackedRow) -> tuple[Float[Tensor, "targets"], bool]:
     """The values of all targets, from this rank and those that share the row, and whether this rank counts them."""
-    shared = getattr(row.attention, "shared_targets", None)
+    shared = targets_of_others(row)
     return (own, True) if shared is None else (shared.whole(own), shared.is_first)

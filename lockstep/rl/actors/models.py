@@ -23,6 +23,7 @@ from lockstep.model import (
 )
 from lockstep.model.decoder import Block
 from lockstep.model.known_operators import refuse_unknown_operators
+from lockstep.model.shard import local_values
 from lockstep.parallel import World, apply_compile, chunks_for, generator_layout, generator_model, parallel_model
 from lockstep.parallel.pipeline_schedule import PipelinePlan
 from lockstep.parallel.refusals import refuse_generators
@@ -74,7 +75,13 @@ def sampling_model(config: RLConfig, world: World, policy: TrainableModel) -> De
         return policy
     parallel = ParallelConfig(tensor=config.parallel.tensor, reduction_chunks=config.parallel.reduction_chunks)
     model = generator_layout(policy.config, resolve_dtype(config.dtype), world, parallel)
-    lay_out(model, dict(policy.named_parameters()), world.device)
+    fitting = lay_out(model, dict(policy.named_parameters()), world.device)
+    if config.compile.backend != "none":
+        # It is compared on these: whatever the memory held before might not be equal to itself.
+        draws = torch.Generator(world.device).manual_seed(0)
+        for name, parameter in model.named_parameters():
+            if name not in fitting:
+                local_values(parameter.detach()).normal_(std=0.1, generator=draws)
     if world.tensor_group is None:
         refuse_unknown_operators(model)
     apply_compile(model, config.compile, trains=False)

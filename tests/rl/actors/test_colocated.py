@@ -17,6 +17,7 @@ from lockstep import build_model, save_model
 from lockstep.config import (
     ActorsConfig,
     CheckpointConfig,
+    CompileConfig,
     EngineConfig,
     ParallelConfig,
     RecomputeConfig,
@@ -26,6 +27,7 @@ from lockstep.config import (
 )
 from lockstep.errors import UserError
 from lockstep.model import preset, read_config
+from lockstep.model.shard import local_values
 from lockstep.observe import RunFolder, read_metrics
 from lockstep.parallel.world import AXES, World
 from lockstep.rl.actors.shares import token_budget
@@ -33,6 +35,7 @@ from lockstep.rl.environment import Example
 from lockstep.rl.microbatches import microbatches
 from lockstep.rl.replay import replay
 from lockstep.rl.rollouts import Rollout
+from tests.faults import VARIABLE
 from tests.parallel.launch import launch, start
 
 TASK = """
@@ -290,11 +293,11 @@ def deeper(folder, output):
     return output
 
 
-def mixture(folder, output):
+def mixture(folder, output, layers=2):
     """A mixture of experts with the same tokenizer."""
     shutil.copytree(folder, output)
     dense = read_config(folder)
-    shape = replace(preset("qwen3_moe:micro", dense.vocab_size, dense.eos_token_ids), num_layers=2)
+    shape = replace(preset("qwen3_moe:micro", dense.vocab_size, dense.eos_token_ids), num_layers=layers)
     save_model(build_model(shape, dtype="bfloat16", seed=1), output)
     return output
 
@@ -318,11 +321,14 @@ def mixture(folder, output):
         pytest.param(4, ParallelConfig(expert=2), "ppo", marks=pytest.mark.slow),
         pytest.param(4, ParallelConfig(expert=2, tensor=2), "grpo", marks=pytest.mark.slow),
         pytest.param(4, ParallelConfig(expert=2, pipeline=2), "grpo", marks=pytest.mark.slow),
+        pytest.param(
+            4, ParallelConfig(expert=2, pipeline=2, pipeline_schedule="zbv"), "grpo", marks=pytest.mark.slow
+        ),
     ],
     ids=[
         "CP 2 x TP 2, PPO", "CP 2, expert 2", "PP 2, ZBV, PPO", "FSDP 2 x PP 2, PPO", "CP 2 x PP 2, PPO",
         "FSDP 3, PPO", "CP 2", "expert 2", "FSDP 3", "TP 2", "PP 2, ZBV", "TP 4", "FSDP 2 x TP 2, PPO",
-        "FSDP 2 x expert 2, PPO", "expert 2 x TP 2", "PP 2 x expert 2",
+        "FSDP 2 x expert 2, PPO", "expert 2 x TP 2", "PP 2 x expert 2", "PP 2, ZBV, x expert 2",
     ],
 )  # fmt: skip
 def test_without_one_order_ranks_sample_the_same_and_measure_nearly_the_same(
@@ -331,10 +337,11 @@ def test_without_one_order_ranks_sample_the_same_and_measure_nearly_the_same(
     # Over a pipeline, micro-batches of different lengths.
     tokens = 64 if parallel.pipeline > 1 else 512
     train = TrainConfig(learning_rate=1e-3, warmup_steps=0, schedule="constant", tokens_per_microbatch=tokens)
-    if parallel.pipeline_schedule == "zbv":  # two stages a rank
-        model_folder = deeper(model_folder, tmp_path / "model")
+    layers = 4 if parallel.pipeline_schedule == "zbv" else 2  # two stages a rank
     if parallel.expert > 1:
-        model_folder = mixture(model_folder, tmp_path / "model")
+        model_folder = mixture(model_folder, tmp_path / "model", layers)
+    elif layers > 2:
+        model_folder = deeper(model_folder, tmp_path / "model")
     first = config_of(
         task, model_folder, tmp_path / "one", ParallelConfig(reduction_chunks=parallel.tensor), train=train, steps=1,
         dtype="float32", off_policy="truncate", entropy_coefficient=0.01, loss_average="budget",
@@ -348,12 +355,65 @@ def test_without_one_order_ranks_sample_the_same_and_measure_nearly_the_same(
         json.loads(line)["token_ids"] for line in rollouts[1].splitlines()
     ]
     assert many["parity/tokens_different"] == 0 and many["parity/tokens_checked"] == alone["parity/tokens_checked"]
-    if parallel.expert > 1 == parallel.context * parallel.tensor * parallel.pipeline:
+    if parallel.expert > 1:
         assert many["parity/routes_different"] == 0 and many["parity/routes_checked"] == many["parity/tokens_checked"]
     compared = ("policy/", "off_policy/", "value/", "grad_norm")
     for name in ["loss", *(name for name in alone if name.startswith(compared))]:
         # float32 sums in another order: some units in the last of 24 bits, of terms up to a hundred times the sum.
         assert math.isclose(many[name], alone[name], rel_tol=1e-5, abs_tol=1e-8), name
+
+
+def test_a_route_that_differs_on_another_stage_is_named(task, model_folder, tmp_path, monkeypatch):
+    monkeypatch.setenv(VARIABLE, "another_expert_on_the_first_rank")
+    model = mixture(model_folder, tmp_path / "model")
+    said = (
+        r"different experts in the generator and the trainer; the first is token .*: layer 0 chose experts \[.*trainer"
+    )
+    with pytest.raises(AssertionError, match=said):
+        launch(2, run, config_of(task, model, tmp_path / "run", ParallelConfig(pipeline=2), steps=1))
+
+
+def given_to_the_compiler(config):
+    """Whether each weight of the sampling model has values when it is compiled, and whether the policy kept its own."""
+    from lockstep.parallel import close_world, open_world
+    from lockstep.rl.actors import models
+
+    world = open_world(config.parallel, "cpu")
+    policy = models.policy_model(replace(config, compile=CompileConfig()), world)
+    before = {name: local_values(p).clone() for name, p in policy.named_parameters()}
+    exact, found = models.lay_out, []
+
+    def lay_out(model, *given):
+        fitting = exact(model, *given)
+        for name in dict(model.named_parameters()).keys() - fitting:
+            local_values(model.get_parameter(name).detach()).fill_(math.nan)  # new memory may hold anything
+        return fitting
+
+    models.lay_out = lay_out
+    # Compiling takes seconds; that a compiled run starts in these layouts is in `make test-slow`.
+    models.apply_compile = lambda model, *_, **__: found.extend(local_values(p).isfinite() for p in model.parameters())
+    models.sampling_model(config, world, policy)
+    kept = all(torch.equal(local_values(p), before[name]) for name, p in policy.named_parameters())
+    close_world(world)
+    return [bool(finite.all()) for finite in found], kept
+
+
+@pytest.mark.parametrize("name", ["FSDP 2", "TP 2", "PP 2"])
+def test_a_copy_that_samples_is_compiled_with_values(task, model_folder, tmp_path, name):
+    ranks, parallel = LAYOUTS[name]
+    config = config_of(task, model_folder, tmp_path, parallel, compile=CompileConfig("inductor"), dtype="float32")
+    for has_values, kept in launch(ranks, given_to_the_compiler, config):
+        assert len(has_values) > 10 and all(has_values) and kept
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["FSDP 2", "PP 2"])
+def test_a_compiled_run_of_ranks_has_every_bit_compared(task, model_folder, tmp_path, name):
+    ranks, parallel = LAYOUTS[name]
+    changes = dict(compile=CompileConfig("inductor"), dtype="float32", steps=1, train=TrainConfig())
+    launch(ranks, run, config_of(task, model_folder, tmp_path / "run", parallel, **changes), seconds=300)
+    metrics = read_metrics(tmp_path / "run" / "metrics.jsonl")[1]
+    assert metrics["parity/tokens_checked"] > 50 and metrics["parity/tokens_different"] == 0
 
 
 def test_every_data_parallel_rank_has_a_microbatch_though_prompts_are_long_and_shared():
