@@ -306,11 +306,12 @@ def mixture(folder, output, layers=2):
     ("ranks", "parallel", "algorithm"),
     [
         (4, ParallelConfig(context=2, tensor=2), "ppo"),
-        (2, ParallelConfig(context=2, expert=2), "grpo"),
+        (4, ParallelConfig(context=2, tensor=2, expert=2), "grpo"),
         (2, ParallelConfig(pipeline=2, pipeline_schedule="zbv"), "ppo"),
         pytest.param(4, ParallelConfig(pipeline=2), "ppo", marks=pytest.mark.slow),
         (4, ParallelConfig(context=2, pipeline=2), "ppo"),
         pytest.param(3, ParallelConfig(), "ppo", marks=pytest.mark.slow),
+        pytest.param(2, ParallelConfig(context=2, expert=2), "grpo", marks=pytest.mark.slow),
         pytest.param(2, ParallelConfig(context=2), "grpo", marks=pytest.mark.slow),
         pytest.param(2, ParallelConfig(expert=2), "grpo", marks=pytest.mark.slow),
         pytest.param(3, ParallelConfig(), "grpo", marks=pytest.mark.slow),
@@ -326,8 +327,8 @@ def mixture(folder, output, layers=2):
         ),
     ],
     ids=[
-        "CP 2 x TP 2, PPO", "CP 2, expert 2", "PP 2, ZBV, PPO", "FSDP 2 x PP 2, PPO", "CP 2 x PP 2, PPO",
-        "FSDP 3, PPO", "CP 2", "expert 2", "FSDP 3", "TP 2", "PP 2, ZBV", "TP 4", "FSDP 2 x TP 2, PPO",
+        "CP 2 x TP 2, PPO", "CP 2 x TP 2, expert 2", "PP 2, ZBV, PPO", "FSDP 2 x PP 2, PPO", "CP 2 x PP 2, PPO",
+        "FSDP 3, PPO", "CP 2, expert 2", "CP 2", "expert 2", "FSDP 3", "TP 2", "PP 2, ZBV", "TP 4", "FSDP 2 x TP 2, PPO",
         "FSDP 2 x expert 2, PPO", "expert 2 x TP 2", "PP 2 x expert 2", "PP 2, ZBV, x expert 2",
     ],
 )  # fmt: skip
