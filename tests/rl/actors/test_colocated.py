@@ -328,8 +328,8 @@ def mixture(folder, output, layers=2):
     ],
     ids=[
         "CP 2 x TP 2, PPO", "CP 2 x TP 2, expert 2", "PP 2, ZBV, PPO", "FSDP 2 x PP 2, PPO", "CP 2 x PP 2, PPO",
-        "FSDP 3, PPO", "CP 2, expert 2", "CP 2", "expert 2", "FSDP 3", "TP 2", "PP 2, ZBV", "TP 4", "FSDP 2 x TP 2, PPO",
-        "FSDP 2 x expert 2, PPO", "expert 2 x TP 2", "PP 2 x expert 2", "PP 2, ZBV, x expert 2",
+        "FSDP 3, PPO", "CP 2, expert 2", "CP 2", "expert 2", "FSDP 3", "TP 2", "PP 2, ZBV", "TP 4",
+        "FSDP 2 x TP 2, PPO", "FSDP 2 x expert 2, PPO", "expert 2 x TP 2", "PP 2 x expert 2", "PP 2, ZBV, x expert 2",
     ],
 )  # fmt: skip
 def test_without_one_order_ranks_sample_the_same_and_measure_nearly_the_same(
