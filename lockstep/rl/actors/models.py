@@ -84,7 +84,8 @@ def sampling_model(config: RLConfig, world: World, policy: TrainableModel) -> De
                 local_values(parameter.detach()).normal_(std=0.1, generator=draws)
     if world.tensor_group is None:
         refuse_unknown_operators(model)
-    apply_compile(model, config.compile, trains=False)
+    # A value function reads it too, and over tensor ranks their rows are shared, as the trainer's are.
+    apply_compile(model, config.compile, trains=world.tensor_group is not None)
     return model
 
 

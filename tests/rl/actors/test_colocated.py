@@ -408,10 +408,11 @@ def test_a_copy_that_samples_is_compiled_with_values(task, model_folder, tmp_pat
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", ["FSDP 2", "PP 2"])
-def test_a_compiled_run_of_ranks_has_every_bit_compared(task, model_folder, tmp_path, name):
+@pytest.mark.parametrize(("name", "algorithm"), [("FSDP 2", "grpo"), ("PP 2", "grpo"), ("TP 2", "ppo")])
+def test_a_compiled_run_of_ranks_has_every_bit_compared(task, model_folder, tmp_path, name, algorithm):
     ranks, parallel = LAYOUTS[name]
-    changes = dict(compile=CompileConfig("inductor"), dtype="float32", steps=1, train=TrainConfig())
+    settings = dict(dtype="float32", steps=1, train=TrainConfig(), algorithm=algorithm)
+    changes = dict(compile=CompileConfig("inductor"), **settings)
     launch(ranks, run, config_of(task, model_folder, tmp_path / "run", parallel, **changes), seconds=300)
     metrics = read_metrics(tmp_path / "run" / "metrics.jsonl")[1]
     assert metrics["parity/tokens_checked"] > 50 and metrics["parity/tokens_different"] == 0
