@@ -23,8 +23,8 @@ class Stage(Decoder):
         self.index = index
         self.beside: Mapping[str, nn.Parameter] = {}
         """Further parameters, that the loss uses, by name; of the last stage."""
-        self.routes: list[list[Tensor]] | None = None
-        """If a list, every forward adds the experts that its mixtures choose."""
+        self.routes: dict[int, list[Tensor]] | None = None
+        """Unless None, a step writes here what its mixtures choose in each micro-batch."""
         self.is_first, self.is_last = index == 0, index == len(layers) - 1
         for other in range(config.num_layers):
             if other not in layers[index]:
@@ -47,12 +47,7 @@ class Stage(Decoder):
     ) -> Float[Tensor, "tokens dim"]:
         """The hidden states that the next stage takes as `tokens`; after the last stage, normed."""
         hidden = self.embed(tokens) if self.is_first else tokens
-        if self.routes is None:
-            hidden = self.run_blocks(hidden, positions, attention)
-        else:
-            with ops.recorded_routes() as recorded:
-                hidden = self.run_blocks(hidden, positions, attention)
-            self.routes.append(recorded)
+        hidden = self.run_blocks(hidden, positions, attention)
         return self.final_norm(hidden) if self.is_last else hidden
 
     def parameters(self, recurse: bool = True) -> Iterator[nn.Parameter]:

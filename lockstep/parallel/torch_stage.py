@@ -10,6 +10,7 @@ from torch import Tensor
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.pipelining import PipelineStage
 
+from lockstep import ops
 from lockstep.errors import UserError
 from lockstep.parallel.pipeline_stage import Stage
 from lockstep.parallel.tied_embedding import TiedEmbedding
@@ -41,9 +42,12 @@ class TorchStage(PipelineStage):
         self._let_go_of_all()
         super().set_local_fwd_input(*arguments, **named)
 
-    def forward_one_chunk(self, *arguments: Any, **named: Any) -> Any:
+    def forward_one_chunk(self, fwd_chunk_id: int, *arguments: Any, **named: Any) -> Any:
         self._let_go_of_all()
-        return super().forward_one_chunk(*arguments, **named)
+        if (routes := self.stage.routes) is None:
+            return super().forward_one_chunk(fwd_chunk_id, *arguments, **named)
+        with ops.recorded_routes() as routes[fwd_chunk_id]:
+            return super().forward_one_chunk(fwd_chunk_id, *arguments, **named)
 
     def get_bwd_recv_ops(self, bwd_chunk_id: int) -> Any:
         if not self.is_last:

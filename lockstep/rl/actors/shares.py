@@ -113,7 +113,7 @@ def routes_compared_on_stages(loss: PolicyLoss, model: TrainableModel, own: Sequ
         yield
         return
     for stage in model.stages:
-        stage.routes = []
+        stage.routes = {}
     try:
         yield
         chosen = _routes_of_stages(model, own)
