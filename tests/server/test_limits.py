@@ -137,7 +137,9 @@ def test_a_deadline_ends_answers_streams_and_bodies(chat_folder):
         many = LONG | {"n": 60}
         answer = client.post("/v1/completions", json=many)
         assert answer.status_code == 408 and answer.json()["error"]["code"] == "deadline"
-        text = client.post("/v1/completions", json=many | {"stream": True}).text
+        asked = (client.post("/v1/completions", json=many | {"stream": True}) for _ in range(50))
+        # On a busy machine the time may be over before a stream begins.
+        text = next(streamed.text for streamed in asked if streamed.status_code != 408)
         assert '"code": "deadline"' in text.splitlines()[-2] and "[DONE]" not in text
         running.wait_until(running.all_pages_free)
 
