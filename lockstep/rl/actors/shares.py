@@ -130,17 +130,16 @@ def _routes_of_stages(model: Pipeline, batches: Sequence[PolicyBatch]) -> list[I
     assert model.config.experts is not None
     mixtures, active = model.config.mixtures, model.config.experts.routing.active
     rows = max(len(batch.row.tokens) for batch in batches)  # a pipeline pads its micro-batches to one length
-    found = []
-    for number, batch in enumerate(batches):
-        whole = torch.zeros(batch.weights.numel(), len(mixtures), active, dtype=torch.int32, device=model.device)
-        for stage in model.stages:
-            assert stage.routes is not None
-            if recorded := stage.routes[number]:
-                own = [mixtures.index(layer) for layer in stage.own_layers if layer in mixtures]
-                whole[:, own] = own_routes(recorded, batch.row, rows, tensor_group_of(stage)).int()
-        dist.all_reduce(whole, group=model.group)  # each rank has zeros for the others' layers
-        found.append(whole.to(route_dtype(model.config.experts.count)))
-    return found
+    lengths = [batch.weights.numel() for batch in batches]
+    whole = torch.zeros(sum(lengths), len(mixtures), active, dtype=torch.int32, device=model.device)
+    for stage in model.stages:
+        assert stage.routes is not None
+        own = [mixtures.index(layer) for layer in stage.own_layers if layer in mixtures]
+        for number, (batch, found) in enumerate(zip(batches, whole.split(lengths))):
+            if own:
+                found[:, own] = own_routes(stage.routes[number], batch.row, rows, tensor_group_of(stage)).int()
+    dist.all_reduce(whole, group=model.group)  # each rank has zeros for the others' layers
+    return list(whole.to(route_dtype(model.config.experts.count)).split(lengths))
 
 
 def share_findings(
