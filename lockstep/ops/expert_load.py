@@ -80,7 +80,8 @@ class ExpertLoad:
         """Adds the choices of some tokens, each `counts` times."""
         each = torch.ones_like(chosen) if counts is None else counts[:, None].expand_as(chosen)
         load = torch.zeros(len(self.counted), dtype=torch.int64, device=chosen.device)
-        self.counted += load.index_add_(0, chosen.flatten(), each.flatten()).to(self.counted.device)
+        # On the device of the choices, which nobody waits for: a step reads its load once, at its end.
+        self.counted = self.counted.to(chosen.device) + load.index_add_(0, chosen.flatten(), each.flatten())
 
     def end_step(self, total: Int[Tensor, "experts"]) -> None:
         """Begins the next step; `total`: the choices of this step on all ranks."""

@@ -13,7 +13,7 @@ import torch
 from jaxtyping import Float, Float32, Int
 from torch import Tensor
 
-from lockstep.ops import native
+from lockstep.ops import cuda, native
 from lockstep.ops.activation import silu_mul
 from lockstep.ops.asked import asked_for
 from lockstep.ops.forms import FORMS
@@ -105,6 +105,12 @@ def _dispatch(x: Tensor, places: Tensor, sources: Tensor) -> Tensor:
     return x[sources // max(active, 1)]
 
 
+def _triton() -> Any:
+    from lockstep.ops.cuda import experts
+
+    return experts
+
+
 def _combine(rows: Tensor, weights: Tensor | None, places: Tensor, tokens: int = 0) -> Tensor:
     tokens = tokens if weights is None else len(weights)
     out = rows.new_empty(tokens, rows.shape[1])
@@ -112,6 +118,9 @@ def _combine(rows: Tensor, weights: Tensor | None, places: Tensor, tokens: int =
     if native.usable(rows):
         weights = None if weights is None else weights.contiguous()
         native.call("combine", rows.dtype, rows.contiguous(), weights, places, out, tokens, active, rows.shape[1])
+        return out
+    if cuda.usable(rows):
+        _triton().combine(rows.contiguous(), None if weights is None else weights.contiguous(), places, out)
         return out
     by_choice = rows[places].unflatten(0, (tokens, active)).float()
     total = torch.zeros(tokens, rows.shape[1], dtype=torch.float32, device=rows.device)
@@ -126,6 +135,11 @@ def _combine_gradients(grad: Tensor, rows: Tensor, weights: Tensor, places: Tens
         grad_rows, grad_weights = rows.new_empty(rows.shape), weights.new_empty(weights.shape)
         tensors = (grad.contiguous(), rows.contiguous(), weights.contiguous(), places, grad_rows, grad_weights)
         native.call("combine_backward", rows.dtype, *tensors, *weights.shape, rows.shape[1])
+        return grad_rows, grad_weights
+    if cuda.usable(rows):
+        grad_rows, grad_weights = rows.new_empty(rows.shape), weights.new_empty(weights.shape)
+        tensors = (grad.contiguous(), rows.contiguous(), weights.contiguous(), places, grad_rows, grad_weights)
+        _triton().combine_backward(*tensors)
         return grad_rows, grad_weights
     wide = grad.float()[:, None]
     by_choice = rows[places].unflatten(0, weights.shape)

@@ -1,7 +1,8 @@
 """The product of grouped rows, each group with its own weight: the experts of a mixture.
 
-A group's product is `linear` of its rows, so a row's bits depend only on that row and its group's weight. On NVIDIA
-GPUs it is one kernel for all groups, which reads where they start on the device (`cuda/grouped_linear.py`).
+A group's product is one chain along K for each element, as `linear` computes it on a CPU, so a row's bits depend only
+on that row and its group's weight. On NVIDIA GPUs it is one kernel for all groups, which reads where they start on the
+device (`cuda/grouped_linear.py`).
 """
 
 from __future__ import annotations
@@ -41,15 +42,19 @@ def _product(x: Tensor, weight: Tensor, starts: Tensor) -> Tensor:
     if x.is_meta:
         return x.new_empty(x.shape[0], outputs)
     if cuda.usable(x):
-        from lockstep.ops.cuda.grouped_linear import product as triton_product
-
-        return triton_product(x, weight, starts)
+        return _triton().product(x, weight, starts)
     if not native.usable(x):
         return _by_group(x, weight, starts, product, x.new_empty(x.shape[0], outputs))
     out = x.new_empty(x.shape[0], outputs)
     panels = None if native.is_pretending() else _panels(weight, x.shape[0] // groups)
     native.call("grouped_product", x.dtype, x, weight, *weight.stride(), panels, out, starts, groups, depth, outputs)
     return out
+
+
+def _triton() -> Any:
+    from lockstep.ops.cuda import grouped_linear
+
+    return grouped_linear
 
 
 def _check(x: Tensor, weight: Tensor, starts: Tensor) -> None:
@@ -103,7 +108,13 @@ def _by_library(grad: Tensor) -> bool:
     return by_library(grad) and not pairs and not native.is_pretending()
 
 
+def _grouped_by_library(grad: Tensor, width: int) -> bool:
+    return _by_library(grad) and cuda.usable(grad) and _triton().has_library(grad, width)
+
+
 def _input_gradient(grad: Tensor, weight: Tensor, starts: Tensor) -> Tensor:
+    if _grouped_by_library(grad, weight.shape[2]):
+        return _triton().input_gradient(grad, weight.contiguous(), starts)
     if _by_library(grad) and not cuda.usable(grad):
         return _by_group(grad, weight, starts, input_gradient, grad.new_empty(grad.shape[0], weight.shape[2]))
     return _product(grad, weight.transpose(1, 2), starts)
@@ -111,6 +122,8 @@ def _input_gradient(grad: Tensor, weight: Tensor, starts: Tensor) -> Tensor:
 
 def _weight_gradient(grad: Tensor, x: Tensor, starts: Tensor) -> Tensor:
     groups = starts.shape[0] - 1
+    if _grouped_by_library(grad, x.shape[1]):
+        return _triton().weight_gradient(grad, x, starts)
     if _by_library(grad):
         out = grad.new_zeros(groups, grad.shape[1], x.shape[1])
         bounds = starts.tolist()

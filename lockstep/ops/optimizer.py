@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import astuple, dataclass
+from functools import lru_cache
 
 import numpy as np
 import torch
@@ -28,6 +29,7 @@ class AdamWFactors:
     epsilon: float
 
 
+@lru_cache(maxsize=64)
 def adamw_factors(
     step: int, learning_rate: float, weight_decay: float, beta1: float, beta2: float, epsilon: float
 ) -> AdamWFactors:

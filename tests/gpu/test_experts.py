@@ -7,6 +7,7 @@ import torch
 
 from lockstep import Engine, EngineConfig, SamplingParams, build_model, ops, score
 from lockstep.model import preset
+from lockstep.ops.cuda import linear
 
 pytestmark = [
     pytest.mark.gpu,
@@ -46,8 +47,8 @@ def test_a_grouped_product_has_the_bits_of_each_groups_dense_one(dtype, shape, c
     w = w.view(len(counts), shape[1], shape[0])
     got = ops.grouped_linear(x, w, _starts(counts))
     for group, (rows, own) in enumerate(zip(x.split(counts), got.split(counts), strict=True)):
-        assert torch.equal(own, ops.linear(rows, w[group]))
-        assert not len(rows) or torch.equal(own[-1:], ops.linear(rows[-1:], w[group]))
+        assert torch.equal(own, linear.product_sums(rows, w[group], 1).to(dtype))
+        assert not len(rows) or torch.equal(own[-1:], linear.product_sums(rows[-1:], w[group], 1).to(dtype))
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -71,13 +72,21 @@ def test_nothing_in_a_mixture_waits_for_the_gpu():
     def mixture() -> torch.Tensor:
         return ops.experts(x, *ops.route(ops.router_logits(x, router), ops.Routing(4)), gate, up, down)
 
+    def trained() -> tuple[torch.Tensor, ...]:
+        return torch.autograd.grad(mixture().sum(), (gate, up, down))
+
     expected = mixture()  # kernels are compiled, and tiles compared
+    for weight in (gate, up, down):
+        weight.requires_grad_()
+    gradients = trained()
     torch.cuda.set_sync_debug_mode("error")
     try:
-        again = mixture()
+        again, gradients_again = mixture(), trained()
     finally:
         torch.cuda.set_sync_debug_mode("default")
     assert torch.equal(again, expected)
+    for one, other in zip(gradients, gradients_again, strict=True):
+        assert torch.equal(one, other)
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])

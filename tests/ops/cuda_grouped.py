@@ -16,8 +16,10 @@ from torch.overrides import TorchFunctionMode
 from lockstep import Engine, EngineConfig, SamplingParams, build_model, ops, score
 from lockstep.generate.graphs import GraphRunner
 from lockstep.model import preset
+from lockstep.ops.cuda import experts as summed
 from lockstep.ops.cuda import grouped_linear as grouped
 from lockstep.ops.cuda import linear
+from lockstep.ops.cuda.kernel import launch
 from tests.generate.recorder import Recorder
 from tests.ops.cuda_kernels import DTYPES, compare, dots_of_fixed_order, form, kernels  # noqa: F401
 from tests.ops.test_experts import mixture, starts_of
@@ -38,14 +40,16 @@ def _factors(seed: int, counts: list[int], depth: int, outputs: int, dtype: torc
     return x, w.view(len(counts), outputs, depth)
 
 
-def _row_by_row(x, w, counts, multiply=lambda x, w: linear.product(x, w, 1, x.dtype)):
+def _row_by_row(x, w, counts):
+    """Each row's dense product, with K in one piece."""
     groups = [group for group, count in enumerate(counts) for _ in range(count)]
-    return torch.cat([multiply(row[None], w[group]) for row, group in zip(x, groups, strict=True)])
+    rows = [linear.product_with(DENSE, row[None], w[group], 1) for row, group in zip(x, groups, strict=True)]
+    return torch.cat(rows)
 
 
 @pytest.mark.parametrize(
     ("tile", "sizes"),
-    # The last is cut into two pieces.
+    # A dense product cuts the last into two pieces.
     [(TILES[0], (7, 5)), (TILES[1], (65, 21)), (TILES[2], (65, 21)), (TILES[0], (601, 9))],
 )
 @settings(max_examples=2, deadline=None, phases=[Phase.generate])  # to shrink takes the interpreter minutes
@@ -57,7 +61,26 @@ def _row_by_row(x, w, counts, multiply=lambda x, w: linear.product(x, w, 1, x.dt
 def test_a_row_of_a_grouped_product_is_that_row_of_its_groups_dense_product(tile, sizes, counts, dtype, seed):
     x, w = _factors(seed, counts, *sizes, dtype)
     got = grouped.product_with(tile, x, w, starts_of(counts))
-    assert torch.equal(got, _row_by_row(x, w, counts, lambda row, own: linear.product_with(DENSE, row, own)))
+    assert torch.equal(got, _row_by_row(x, w, counts))
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("sizes", [(72, 24), (72, 21), (512, 40)])
+@pytest.mark.parametrize("counts", [[3, 0, 17, 1, 0], [0, 0, 40]])
+def test_described_tiles_of_groups_have_the_bits_of_others(monkeypatch, dtype, sizes, counts):
+    (x, w), starts = _factors(1, counts, *sizes, dtype), starts_of(counts)
+    expected, used = grouped.product_with(TILES[1], x, w, starts), []
+    monkeypatch.setattr(
+        grouped, "launch", lambda kernel, *given, **sizes: used.append(kernel) or launch(kernel, *given, **sizes)
+    )
+    monkeypatch.setattr(linear, "has_copy_engine", lambda x: True)
+    monkeypatch.setattr(grouped, "DECODE_ROWS", 16)
+    # A group's last tile reads the next group's first row and, of as many columns as fit no tile, its first weights.
+    got = grouped.product_with(TILES[1], x, w, starts)
+    assert torch.equal(got, expected)
+    # Strides other than a matrix's cannot be described.
+    assert torch.equal(grouped.product_with(TILES[1], x, w.mT.contiguous().mT, starts), expected)
+    assert used == [grouped._described_kernel, grouped._grouped_kernel]
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -72,9 +95,18 @@ def test_another_order_along_k_gives_other_bits(dtype):
 def test_a_grouped_tile_is_compared_with_the_dense_product(monkeypatch):
     exact, (small, large) = grouped.product_with, linear.FLOAT_TILES
     own, given = replace(large, split=False), (torch.float32, torch.device("cpu"), 40, 24)
-    assert compare(own, small, *given, multiply=grouped._in_groups)
+    forms = grouped._in_groups, grouped._in_strided_groups
+    contiguous = []
+
+    def noted(tile, x, weight, starts):
+        contiguous.append(weight.is_contiguous())
+        return exact(tile, x, weight, starts)
+
+    monkeypatch.setattr(grouped, "product_with", noted)
+    assert all(compare(own, small, *given, multiply=multiply) for multiply in forms)
+    assert contiguous == [True, False]
     monkeypatch.setattr(grouped, "product_with", lambda *given: exact(*given) + 1e-3)
-    assert not compare(own, small, *given, multiply=grouped._in_groups)
+    assert not any(compare(own, small, *given, multiply=multiply) for multiply in forms)
 
 
 def test_no_rows_are_no_product(kernels):  # noqa: F811
@@ -142,3 +174,36 @@ def test_a_mixtures_decode_steps_replayed_have_the_trainers_bits(kernels, family
     for prompt, (completion,) in zip(prompts, groups):
         trainer = score(model, [prompt + completion.token_ids])[0]
         assert torch.equal(torch.tensor(completion.logprobs), trainer[len(prompt) - 1 :])
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("weighted", [True, False])
+def test_a_tokens_rows_are_summed_with_the_bits_of_pytorch(dtype, weighted):
+    combine = importlib.import_module("lockstep.ops.experts")
+    tokens, active, dim = 7, 3, 40
+    rows, _ = cancelling(2, tokens * active, dim, 1, dtype)
+    generator = torch.Generator().manual_seed(4)
+    places = torch.randperm(tokens * active, generator=generator)
+    weights = torch.rand(tokens, active, generator=generator) if weighted else None
+    expected = combine._combine(rows, weights, places, tokens)
+    out = torch.full_like(expected, torch.nan)
+    summed.combine(rows, weights, places, out)
+    assert torch.equal(out, expected)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_gradients_of_a_tokens_rows_are_those_of_pytorch(dtype):
+    combine = importlib.import_module("lockstep.ops.experts")
+    tokens, active, dim = 7, 3, 40
+    rows, _ = cancelling(2, tokens * active, dim, 1, dtype)
+    generator = torch.Generator().manual_seed(4)
+    grad = torch.randn(tokens, dim, generator=generator).to(dtype)
+    places, weights = (
+        torch.randperm(tokens * active, generator=generator),
+        torch.rand(tokens, active, generator=generator),
+    )
+    of_rows, of_weights = combine._combine_gradients(grad, rows, weights, places)
+    mine = torch.full_like(of_rows, torch.nan), torch.full_like(of_weights, torch.nan)
+    summed.combine_backward(grad, rows, weights, places, *mine)
+    assert torch.equal(mine[0], of_rows)
+    torch.testing.assert_close(mine[1], of_weights, rtol=1e-5, atol=1e-4)  # the sum of 40 products in another order

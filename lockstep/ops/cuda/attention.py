@@ -39,7 +39,7 @@ LONG = 64
 """Tokens per sequence, on average, from which tiles are twice as high."""
 WARPS = 4
 """Of a tile of ROWS."""
-STAGES, STAGES_HIGH = 3, 4
+STAGES = 3
 """Measured on an H100 (`benchmarks/NOTES.md`)."""
 
 
@@ -164,6 +164,13 @@ def _write_kernel(k, v, slots, keys, values, heads, DIM: tl.constexpr, BLOCK_D: 
 
 
 @kernel
+def heavy_first(HEADS: tl.constexpr):
+    """Tile and head of a program of tiles · heads: the last tiles see the most keys, and long work begins first."""
+    index = tl.program_id(0)
+    return tl.num_programs(0) // HEADS - 1 - index // HEADS, index % HEADS
+
+
+@kernel
 def _finite(top):
     """A maximum, to subtract: 0 for a row that has seen no key so far."""
     return tl.where(top == float("-inf"), 0.0, top)
@@ -275,10 +282,11 @@ def _attend_kernel(
 ):  # fmt: skip
     """CHUNKS: "one" at most; several "in turn"; or "apart", in programs of their own, for `_join_kernel`."""
     GROUP: tl.constexpr = HEADS // KV_HEADS
-    sequence, kv_head = tl.load(tile_sequences + tl.program_id(0)), tl.program_id(1)
+    tile, kv_head = heavy_first(KV_HEADS)
+    sequence = tl.load(tile_sequences + tile)
     if sequence > sequences:
         return
-    first, end = tl.load(tile_rows + tl.program_id(0)), tl.load(starts + sequence + 1)
+    first, end = tl.load(tile_rows + tile), tl.load(starts + sequence + 1)
     context = tl.load(contexts + sequence)
     row = tl.arange(0, ROWS)
     token = first + row // GROUP
@@ -314,7 +322,7 @@ def _attend_kernel(
         )  # fmt: skip
         # The sums so far wait in memory: registers do not hold those of two chunks. A block for each tile needs no
         # registers for addresses.
-        kept = parts + (tl.program_id(0).to(tl.int64) * KV_HEADS + kv_head) * (ROWS * BLOCK_D)
+        kept = parts + (tile.to(tl.int64) * KV_HEADS + kv_head) * (ROWS * BLOCK_D)
         kept += row[:, None] * BLOCK_D + d[None, :]
         for begin in range(chunk + CHUNK, length, CHUNK):
             tl.store(kept, attended)
@@ -328,7 +336,7 @@ def _attend_kernel(
             top, total, attended = _joined(top, total, attended, part_top, part_total, part)
         _finish(out, log_sums, sinks, head, line, place, row_mask, mask, top, total, attended)
     else:
-        for index in range(first_block // CHUNK + tl.program_id(2), tl.cdiv(length, CHUNK), tl.num_programs(2)):
+        for index in range(first_block // CHUNK + tl.program_id(1), tl.cdiv(length, CHUNK), tl.num_programs(1)):
             begin = tl.maximum(index * CHUNK, first_block)
             top, total, attended = _chunk(
                 query, keys, values, pages, context, begin, tl.minimum(index * CHUNK + CHUNK, length), all_seen,
@@ -448,13 +456,13 @@ def attend(q: Tensor, keys: Tensor, values: Tensor, plan: Planned, terms: Terms 
     registers = 128 if form == "in turn" and high and dim <= 64 else None
     # No product and sum may be rounded once in one variant of a kernel, and twice in another: no fusion.
     launch(
-        _attend_kernel, (tiles, kv_heads, programs),
+        _attend_kernel, (tiles * kv_heads, programs),
         q, out, log_sums, keys, values, plan.table, plan.starts, plan.contexts,
         plan.tile_sequences, plan.tile_rows, plan.table.shape[0], plan.table.shape[1],
         terms.factor(dim) * LOG2_E, sinks, tops, totals, parts, rows * heads,
         **sizes, KV_HEADS=kv_heads, TOKENS=plan.tokens_per_tile, ROWS=plan.height, BLOCK=BLOCK, PAGE=PAGE,
         ORDERED=plan.ordered, CHUNKS=form, num_warps=2 * WARPS if high else WARPS,
-        num_stages=STAGES_HIGH if high else STAGES, maxnreg=registers, enable_fp_fusion=False,
+        num_stages=STAGES, maxnreg=registers, enable_fp_fusion=False,
     )  # fmt: skip
     if programs > 1:
         launch(

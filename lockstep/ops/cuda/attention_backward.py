@@ -16,7 +16,7 @@ from torch import Tensor
 
 from lockstep.ops.attention_reference import Terms
 from lockstep.ops.cuda import attention
-from lockstep.ops.cuda.attention import tile_map
+from lockstep.ops.cuda.attention import heavy_first, tile_map
 from lockstep.ops.cuda.kernel import kernel, launch
 
 LOG2_E = tl.constexpr(attention.LOG2_E)
@@ -34,7 +34,9 @@ class Launch(NamedTuple):
 
 
 # Measured on an H100 (`benchmarks/NOTES.md`).
-QUERIES, KEYS = Launch(64, 64, 4, 2), Launch(64, 32, 4, 3)
+QUERIES, KEYS = Launch(128, 64, 8, 3), Launch(64, 32, 4, 3)
+KEYS_NARROW = Launch(64, 64, 4, 3)
+"""Of at most 64 features, whose sums leave registers for more queries."""
 # Of more than 128 features, and of float32: sums in registers, and tiles in shared memory, are as many bytes.
 QUERIES_WIDE, KEYS_WIDE = Launch(32, 32, 4, 2), Launch(32, 32, 8, 2)
 
@@ -78,11 +80,12 @@ def _queries_kernel(
     HEADS: tl.constexpr, KV_HEADS: tl.constexpr, DIM: tl.constexpr, BLOCK_D: tl.constexpr, TILE: tl.constexpr,
     STEP: tl.constexpr, WINDOW: tl.constexpr,
 ):  # fmt: skip
-    piece, head = tl.load(tile_pieces + tl.program_id(0)), tl.program_id(1)
+    tile, head = heavy_first(HEADS)
+    piece = tl.load(tile_pieces + tile)
     if piece >= pieces:
         return
     kv_head = head // (HEADS // KV_HEADS)
-    first, end = tl.load(tile_rows + tl.program_id(0)), tl.load(starts + piece + 1)
+    first, end = tl.load(tile_rows + tile), tl.load(starts + piece + 1)
     begin = tl.load(first_keys + piece)
     keys_end = begin + tl.load(contexts + piece)
     shift = keys_end - end  # from a query row to its own key
@@ -152,10 +155,11 @@ def _keys_kernel(
     TILE: tl.constexpr, STEP: tl.constexpr, WHOLE: tl.constexpr, WINDOW: tl.constexpr,
 ):  # fmt: skip
     GROUP: tl.constexpr = HEADS // KV_HEADS
-    sequence, kv_head = tl.load(tile_sequences + tl.program_id(0)), tl.program_id(1)
+    tile, kv_head = tl.program_id(0) // KV_HEADS, tl.program_id(0) % KV_HEADS  # the first tiles have the most queries
+    sequence = tl.load(tile_sequences + tile)
     if sequence >= sequences:
         return
-    first, end = tl.load(tile_rows + tl.program_id(0)), tl.load(starts + sequence + 1)
+    first, end = tl.load(tile_rows + tile), tl.load(starts + sequence + 1)
     token, d = first + tl.arange(0, TILE), tl.arange(0, BLOCK_D)
     place = (token.to(tl.int64) * KV_HEADS + kv_head)[:, None] * DIM + d[None, :]
     mask = (token < end)[:, None] & (d < DIM)[None, :]
@@ -167,7 +171,7 @@ def _keys_kernel(
         if WINDOW > 0:
             queries_end = tl.minimum(end, first + TILE - 1 + WINDOW)
     else:
-        queries_begin, queries_end = tl.load(first_queries + tl.program_id(0)), tl.load(last_queries + tl.program_id(0))
+        queries_begin, queries_end = tl.load(first_queries + tile), tl.load(last_queries + tile)
     # All keys of the tile are seen by the queries after it, of which `full` steps have no row past the end. Divisors
     # are 1 where a loop has no step: the compiler moves divisions before the loop, and takes from one by zero, which is
     # undefined, that there are steps (seen on an H100: rows past the end were read).
@@ -220,11 +224,11 @@ def attend_backward(
     given = grad_out, q, k, v, log_sums, deltas
     scale = terms.factor(dim)
     launch(
-        _queries_kernel, (tile_pieces.shape[0], heads),
+        _queries_kernel, (tile_pieces.shape[0] * heads,),
         *given, grad_q, starts, contexts, first_keys, tile_pieces, tile_rows, count, scale,
         TILE=tile, STEP=step, num_warps=warps, num_stages=stages, **sizes,
     )  # fmt: skip
-    tile, step, warps, stages = KEYS_WIDE if wide else KEYS
+    tile, step, warps, stages = KEYS_WIDE if wide else KEYS_NARROW if width <= 64 else KEYS
     own_keys = first_queries = last_queries = None
     if pieces is None:
         tile_pieces, tile_rows = tile_map(starts, rows, tile)
@@ -239,7 +243,7 @@ def attend_backward(
             ends = torch.minimum(ends, tile_rows + tile - 1 + terms.window)
         last_queries = torch.searchsorted(own_keys, ends, out_int32=True)
     launch(
-        _keys_kernel, (tile_pieces.shape[0], kv_heads),
+        _keys_kernel, (tile_pieces.shape[0] * kv_heads,),
         *given, grad_k, grad_v, starts, tile_pieces, tile_rows, count, scale, own_keys, first_queries,
         last_queries, WHOLE=pieces is None, TILE=tile, STEP=step, num_warps=warps, num_stages=stages, **sizes,
     )  # fmt: skip

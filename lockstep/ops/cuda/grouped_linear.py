@@ -1,10 +1,10 @@
 """The row-invariant product of grouped rows, each group with its own weight, in Triton.
 
-A tile only has rows of one group, and its sums are those of `linear.tile_sums`, which computes the tiles of a dense
-product: a row's bits are those of `linear` of that row with its group's weight, whatever the groups' sizes. Where the
-groups start is read on the device, so that nothing synchronizes with it and a CUDA graph can record the product: there
-are as many programs as there can be tiles, and those without one return at once. Pieces of K have no separate programs,
-since the groups fill the GPU.
+A tile only has rows of one group, and its sums are those of a dense product's piece (`linear.piece_sums`): a row's bits
+are those of the dense product of that row with its group's weight, with K in one piece, whatever the groups' sizes. The
+groups fill the GPU without split-K. Where they start is read on the device, so that nothing synchronizes with it and a
+CUDA graph can record the product: there are as many programs as there can be tiles, and those without one return at
+once.
 """
 
 from __future__ import annotations
@@ -13,42 +13,67 @@ from dataclasses import replace
 from functools import lru_cache
 
 import torch
+import torch.nn.functional as F
 import triton
 import triton.language as tl
 from torch import Tensor
 
 from lockstep.ops.cuda import linear
 from lockstep.ops.cuda.kernel import kernel, launch
-from lockstep.ops.cuda.linear import Tile, Tiles, tile_of, tile_sums
+from lockstep.ops.cuda.linear import Tile, Tiles, described_piece, piece_sums, tile_of
 
 
-@kernel(varying=("TILES", "GROUPS"))
-def _grouped_kernel(
-    x, weight, out, starts, TILES, GROUPS, N, K, PIECE, MATRIX, COLUMN, INNER,
-    PIECES: tl.constexpr, LANES: tl.constexpr, GROUP: tl.constexpr,
-    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
-):  # fmt: skip
-    tile_m, tile_n = tile_of(tl.program_id(0), TILES, tl.cdiv(N, BLOCK_N), GROUP)
+@kernel
+def _rows_of(tile, starts, GROUPS, LANES: tl.constexpr, BLOCK_M: tl.constexpr):
+    """The group of a tile, its first row and the group's end; GROUPS where there is no such tile."""
     # Groups follow each other in tiles as they do in rows.
     lanes = tl.arange(0, LANES)
     first = tl.load(starts + lanes, mask=lanes < GROUPS, other=0)
     stop = tl.load(starts + lanes + 1, mask=lanes < GROUPS, other=0)
     tiles = tl.cdiv(stop - first, BLOCK_M).to(tl.int32)
-    ends = tl.cumsum(tiles, 0)
-    if tile_m >= tl.sum(tiles, 0):
+    passed = (tl.cumsum(tiles, 0) <= tile) & (lanes < GROUPS)
+    group = tl.sum(passed.to(tl.int32), 0)
+    before = tl.sum(tl.where(passed, tiles, 0), 0)
+    begin = tl.load(starts + group) + (tile - before) * BLOCK_M
+    return group, begin, tl.load(starts + group + 1, mask=group < GROUPS, other=0)
+
+
+@kernel(varying=("TILES", "GROUPS"))
+def _grouped_kernel(
+    x, weight, out, starts, TILES, GROUPS, N, K, MATRIX, COLUMN, INNER,
+    LANES: tl.constexpr, GROUP: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
+):  # fmt: skip
+    tile_m, tile_n = tile_of(tl.program_id(0), TILES, tl.cdiv(N, BLOCK_N), GROUP)
+    group, begin, end = _rows_of(tile_m, starts, GROUPS, LANES, BLOCK_M)
+    if group >= GROUPS:
         return
-    group = tl.sum((ends <= tile_m).to(tl.int32), 0)
-    before = tl.sum(tl.where(ends <= tile_m, tiles, 0), 0)
-    begin = tl.load(starts + group) + (tile_m - before) * BLOCK_M
     rows = tl.arange(0, BLOCK_M)
     columns = (tile_n * BLOCK_N + tl.arange(0, BLOCK_N)).to(tl.int64)
-    row_mask, column_mask = rows < tl.load(starts + group + 1) - begin, columns < N
-    sums = tile_sums(
-        x + begin * K, weight + group.to(tl.int64) * MATRIX, rows, columns, row_mask, column_mask, PIECE, K, COLUMN,
-        INNER, PIECES, BLOCK_M, BLOCK_N, BLOCK_K,
+    row_mask, column_mask = rows < end - begin, columns < N
+    sums = piece_sums(
+        x + begin * K, weight + group.to(tl.int64) * MATRIX, rows, columns, row_mask, column_mask, 0, K, K, COLUMN,
+        INNER, BLOCK_M, BLOCK_N, BLOCK_K,
     )  # fmt: skip
     target = rows[:, None] * N + columns[None, :]
     tl.store(out + begin * N + target, sums.to(out.dtype.element_ty), mask=row_mask[:, None] & column_mask[None, :])
+
+
+@kernel(varying=("TILES", "GROUPS"))
+def _described_kernel(
+    x, weight, out, starts, TILES, GROUPS, N, K,
+    LANES: tl.constexpr, GROUP: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
+):  # fmt: skip
+    """`_grouped_kernel` whose factors the copy engine reads, the weights of all groups as one matrix. Rows and columns
+    that it reads of the next group are not stored."""
+    tile_m, tile_n = tile_of(tl.program_id(0), TILES, tl.cdiv(N, BLOCK_N), GROUP)
+    group, begin, end = _rows_of(tile_m, starts, GROUPS, LANES, BLOCK_M)
+    if group >= GROUPS:
+        return
+    row, column = begin.to(tl.int32), group * N + tile_n * BLOCK_N
+    sums = described_piece(x, weight, row, column, 0, K, BLOCK_M, BLOCK_N, BLOCK_K)
+    rows, columns = begin + tl.arange(0, BLOCK_M), tile_n * BLOCK_N + tl.arange(0, BLOCK_N)
+    mask = (rows < end)[:, None] & (columns < N)[None, :]
+    tl.store(out + rows[:, None] * N + columns[None, :], sums.to(out.dtype.element_ty), mask=mask)
 
 
 HALF_TILES: Tiles = (
@@ -61,6 +86,7 @@ HALF_TILES: Tiles = (
     Tile(256, 128, 64, 8, 3),
 )
 """As those of `linear`. Measured on an H100 (`benchmarks/NOTES.md`)."""
+DECODE_ROWS = HALF_TILES[0].block_m
 
 
 def product(x: Tensor, weight: Tensor, starts: Tensor) -> Tensor:
@@ -71,23 +97,25 @@ def product(x: Tensor, weight: Tensor, starts: Tensor) -> Tensor:
     groups, outputs, depth = weight.shape
     # As if all groups that can have rows had equally many: this only chooses a tile, which changes no bit.
     groups = max(1, min(groups, x.shape[0]))
-    return product_with(
-        _fitting(x.dtype, x.device, triton.cdiv(x.shape[0], groups), groups, depth, outputs), x, weight, starts
-    )
+    rows = triton.cdiv(x.shape[0], groups)
+    tile = _fitting(x.dtype, x.device, rows, groups, depth, outputs, weight.is_contiguous())
+    return product_with(tile, x, weight, starts)
 
 
 @lru_cache(maxsize=4096)
 def _fitting(
-    dtype: torch.dtype, device: torch.device, rows: int, groups: int, in_features: int, out_features: int
-) -> Tile:
+    dtype: torch.dtype, device: torch.device, rows: int, groups: int, in_features: int, out_features: int,
+    contiguous: bool,
+) -> Tile:  # fmt: skip
     floats = dtype == torch.float32
+    multiply = _in_groups if contiguous else _in_strided_groups
     dense = (linear.FLOAT_TILES if floats else linear.HALF_TILES)[0]
     return linear.largest(
         tuple(replace(tile, split=False) for tile in linear.FLOAT_TILES) if floats else HALF_TILES,
-        lambda tile: linear.agrees(tile, dense, dtype, device, in_features, out_features, multiply=_in_groups),
+        lambda tile: linear.agrees(tile, dense, dtype, device, in_features, out_features, 1, multiply),
         rows,
         out_features,
-        linear.pieces_of(in_features, out_features),
+        1,
         groups,
     )
 
@@ -99,21 +127,52 @@ def product_with(tile: Tile, x: Tensor, weight: Tensor, starts: Tensor) -> Tenso
     out = x.new_empty(rows, N)
     if not rows:
         return out
-    pieces, piece = linear.own_pieces(K, N)
     # A group's last tile may have only one row.
     tiles = (rows + min(groups, rows) * (tile.block_m - 1)) // tile.block_m
-    launch(
-        _grouped_kernel, (tiles * triton.cdiv(N, tile.block_n),),
-        x, weight, out, starts, tiles, groups, N, K, piece, *weight.stride(),
+    grid = (tiles * triton.cdiv(N, tile.block_n),)
+    options = dict(
         # Every thread has a lane: scans of fewer elements are another path of the compiler's.
-        PIECES=pieces, LANES=max(triton.next_power_of_2(groups), 32 * tile.warps), GROUP=8,
+        LANES=max(triton.next_power_of_2(groups), 32 * tile.warps), GROUP=8,
         BLOCK_M=tile.block_m, BLOCK_N=tile.block_n, BLOCK_K=tile.block_k,
         num_warps=tile.warps, num_stages=tile.stages,
+    )  # fmt: skip
+    # In decode, most rows of a tile are not read by pointers, but are by the copy engine.
+    if tile.block_m > DECODE_ROWS and linear.is_described(tile, x, 1, K) and weight.is_contiguous():
+        left = linear.descriptor(x, tile.block_m, tile.block_k)
+        right = linear.descriptor(weight.view(-1, K), tile.block_n, tile.block_k)
+        launch(_described_kernel, grid, left, right, out, starts, tiles, groups, N, K, **options)
+        return out
+    launch(
+        _grouped_kernel, grid, x, weight, out, starts, tiles, groups, N, K, *weight.stride(), **options,
     )  # fmt: skip
     return out
 
 
 def _in_groups(tile: Tile, x: Tensor, weight: Tensor, pieces: int) -> Tensor:
     """A dense product as a grouped one: four groups with the same weight, one empty and one with a single row."""
-    starts = torch.tensor([0, 1, 1, len(x) // 3, len(x)])
-    return product_with(tile, x, weight.expand(4, *weight.shape), starts)
+    return _in_strided_groups(tile, x, weight, pieces, contiguous=True)
+
+
+def _in_strided_groups(tile: Tile, x: Tensor, weight: Tensor, pieces: int, contiguous: bool = False) -> Tensor:
+    starts, weights = torch.tensor([0, 1, 1, len(x) // 3, len(x)]), weight.expand(4, *weight.shape)
+    return product_with(tile, x, weights.contiguous() if contiguous else weights, starts)
+
+
+def has_library(grad: Tensor, x_width: int) -> bool:
+    """Whether torch multiplies these gradients group by group without a word from the CPU."""
+    wide = all(width % 8 == 0 for width in (grad.shape[1], x_width))
+    return grad.dtype == torch.bfloat16 and wide and linear.has_copy_engine(grad)
+
+
+def input_gradient(grad: Tensor, weight: Tensor, starts: Tensor) -> Tensor:
+    """`grad[starts[g]:starts[g + 1]] @ weight[g]`."""
+    return F.grouped_mm(grad, weight, offs=_ends(grad, starts))
+
+
+def weight_gradient(grad: Tensor, x: Tensor, starts: Tensor) -> Tensor:
+    """`grad[starts[g]:starts[g + 1]].T @ x[starts[g]:starts[g + 1]]`."""
+    return F.grouped_mm(grad.T, x, offs=_ends(grad, starts))
+
+
+def _ends(grad: Tensor, starts: Tensor) -> Tensor:
+    return starts[1:].to(grad.device, torch.int32, non_blocking=True)

@@ -90,7 +90,7 @@ def own_pieces(in_features: int, out_features: int) -> tuple[int, int]:
 
 
 @kernel
-def _piece(
+def piece_sums(
     x, weight, rows, columns, row_mask, column_mask, first, last, K, COLUMN, INNER,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
 ):  # fmt: skip
@@ -111,56 +111,44 @@ def _piece(
 
 @kernel
 def _two(
-    x, weight, rows, columns, row_mask, column_mask, first, PIECE, K, COLUMN, INNER,
+    x, weight, rows, columns, row_mask, column_mask, first, PIECE, K,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
 ):  # fmt: skip
     """The sums of the pieces at `first` and after it."""
     middle, last = tl.minimum(first + PIECE, K), tl.minimum(first + 2 * PIECE, K)
-    left = _piece(
-        x, weight, rows, columns, row_mask, column_mask, first, middle, K, COLUMN, INNER, BLOCK_M, BLOCK_N, BLOCK_K
+    left = piece_sums(
+        x, weight, rows, columns, row_mask, column_mask, first, middle, K, K, 1, BLOCK_M, BLOCK_N, BLOCK_K
     )
-    return left + _piece(
-        x, weight, rows, columns, row_mask, column_mask, middle, last, K, COLUMN, INNER, BLOCK_M, BLOCK_N, BLOCK_K
+    return left + piece_sums(
+        x, weight, rows, columns, row_mask, column_mask, middle, last, K, K, 1, BLOCK_M, BLOCK_N, BLOCK_K
     )
 
 
 @kernel
 def _four(
-    x, weight, rows, columns, row_mask, column_mask, first, PIECE, K, COLUMN, INNER,
+    x, weight, rows, columns, row_mask, column_mask, first, PIECE, K,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
 ):  # fmt: skip
-    left = _two(
-        x, weight, rows, columns, row_mask, column_mask, first, PIECE, K, COLUMN, INNER, BLOCK_M, BLOCK_N, BLOCK_K
-    )
+    left = _two(x, weight, rows, columns, row_mask, column_mask, first, PIECE, K, BLOCK_M, BLOCK_N, BLOCK_K)
     middle = tl.minimum(first + 2 * PIECE, K)
-    return left + _two(
-        x, weight, rows, columns, row_mask, column_mask, middle, PIECE, K, COLUMN, INNER, BLOCK_M, BLOCK_N, BLOCK_K
-    )
+    return left + _two(x, weight, rows, columns, row_mask, column_mask, middle, PIECE, K, BLOCK_M, BLOCK_N, BLOCK_K)
 
 
 @kernel
 def tile_sums(
-    x, weight, rows, columns, row_mask, column_mask, PIECE, K, COLUMN, INNER,
+    x, weight, rows, columns, row_mask, column_mask, PIECE, K,
     PIECES: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
 ):  # fmt: skip
     """The sums of a tile over all of K, one piece after the other, in their tree."""
     if PIECES == 1:
-        sums = _piece(
-            x, weight, rows, columns, row_mask, column_mask, 0, K, K, COLUMN, INNER, BLOCK_M, BLOCK_N, BLOCK_K
-        )
+        sums = piece_sums(x, weight, rows, columns, row_mask, column_mask, 0, K, K, K, 1, BLOCK_M, BLOCK_N, BLOCK_K)
     elif PIECES == 2:
-        sums = _two(
-            x, weight, rows, columns, row_mask, column_mask, 0, PIECE, K, COLUMN, INNER, BLOCK_M, BLOCK_N, BLOCK_K
-        )
+        sums = _two(x, weight, rows, columns, row_mask, column_mask, 0, PIECE, K, BLOCK_M, BLOCK_N, BLOCK_K)
     else:
-        sums = _four(
-            x, weight, rows, columns, row_mask, column_mask, 0, PIECE, K, COLUMN, INNER, BLOCK_M, BLOCK_N, BLOCK_K
-        )
+        sums = _four(x, weight, rows, columns, row_mask, column_mask, 0, PIECE, K, BLOCK_M, BLOCK_N, BLOCK_K)
     if PIECES == 8:
         middle = tl.minimum(4 * PIECE, K)
-        sums += _four(
-            x, weight, rows, columns, row_mask, column_mask, middle, PIECE, K, COLUMN, INNER, BLOCK_M, BLOCK_N, BLOCK_K
-        )
+        sums += _four(x, weight, rows, columns, row_mask, column_mask, middle, PIECE, K, BLOCK_M, BLOCK_N, BLOCK_K)
     return sums
 
 
@@ -202,7 +190,7 @@ def _linear_kernel(
     target = rows[:, None] * N + columns[None, :]
     if SPLIT:
         first = piece * PIECE
-        sums = _piece(
+        sums = piece_sums(
             x, weight, rows, columns, row_mask, column_mask, first, tl.minimum(first + PIECE, K), K, K, 1,
             BLOCK_M, BLOCK_N, BLOCK_K,
         )  # fmt: skip
@@ -226,17 +214,15 @@ def _linear_kernel(
         else:
             tl.store(out + target, sums.to(out.dtype.element_ty), mask=mask)
     else:
-        sums = tile_sums(
-            x, weight, rows, columns, row_mask, column_mask, PIECE, K, K, 1, PIECES, BLOCK_M, BLOCK_N, BLOCK_K
-        )
+        sums = tile_sums(x, weight, rows, columns, row_mask, column_mask, PIECE, K, PIECES, BLOCK_M, BLOCK_N, BLOCK_K)
         tl.store(out + target, sums.to(out.dtype.element_ty), mask=mask)
 
 
 @kernel
-def _described_piece(
+def described_piece(
     x, weight, row, column, first, last, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr
 ):
-    """`_piece` of tensor descriptors, whose tiles the copy engine reads; what is outside of the tensors is zero."""
+    """`piece_sums` of tensor descriptors, whose tiles the copy engine reads; what is outside of the tensors is zero."""
     sums = tl.zeros((BLOCK_M, BLOCK_N), dtype=tl.float32)
     for k in range(first, last, BLOCK_K):
         sums = tl.dot(x.load([row, k]), weight.load([column, k]).T, sums)
@@ -251,10 +237,10 @@ def _described_kernel(
     tile_m, tile_n = tile_of(tl.program_id(0), tl.cdiv(M, BLOCK_M), tl.cdiv(N, BLOCK_N), GROUP)
     row, column = tile_m * BLOCK_M, tile_n * BLOCK_N
     if PIECES == 1:
-        sums = _described_piece(x, weight, row, column, 0, K, BLOCK_M, BLOCK_N, BLOCK_K)
+        sums = described_piece(x, weight, row, column, 0, K, BLOCK_M, BLOCK_N, BLOCK_K)
     else:
-        sums = _described_piece(x, weight, row, column, 0, PIECE, BLOCK_M, BLOCK_N, BLOCK_K)
-        sums += _described_piece(x, weight, row, column, PIECE, K, BLOCK_M, BLOCK_N, BLOCK_K)
+        sums = described_piece(x, weight, row, column, 0, PIECE, BLOCK_M, BLOCK_N, BLOCK_K)
+        sums += described_piece(x, weight, row, column, PIECE, K, BLOCK_M, BLOCK_N, BLOCK_K)
     rows, columns = (row + tl.arange(0, BLOCK_M)).to(tl.int64), column + tl.arange(0, BLOCK_N)
     mask = (rows < M)[:, None] & (columns < N)[None, :]
     tl.store(out + rows[:, None] * N + columns[None, :], sums.to(out.dtype.element_ty), mask=mask)
@@ -287,10 +273,8 @@ def product_with(tile: Tile, x: Tensor, weight: Tensor, pieces: int = 0, dtype: 
         raise ValueError(f"a product has {pieces} chunks, but on a GPU it can have {', '.join(map(str, PIECES))}")
     pieces, piece = (pieces, K // pieces) if pieces else own_pieces(K, N)
     programs = triton.cdiv(M, tile.block_m) * triton.cdiv(N, tile.block_n)
-    # Only shapes decide, not addresses: what is compared for a shape is what computes it.
-    whole_steps = pieces == 1 or (pieces == 2 and piece % tile.block_k == 0)
-    if not tile.split and whole_steps and K % 8 == 0 and has_copy_engine(x):
-        _product_described(tile, _aligned(x), _aligned(weight), out, pieces, piece, programs)
+    if is_described(tile, x, pieces, piece):
+        _product_described(tile, x, weight, out, pieces, piece, programs)
         return out
     partial = arrivals = None
     if tile.split and pieces > 1:
@@ -306,17 +290,24 @@ def product_with(tile: Tile, x: Tensor, weight: Tensor, pieces: int = 0, dtype: 
     return out
 
 
+def is_described(tile: Tile, x: Tensor, pieces: int, piece: int) -> bool:
+    """Whether the copy engine of Hopper and later reads this tile's factors, `x` and a weight of its width.
+
+    Only shapes decide, not addresses: what is compared for a shape is what computes it.
+    """
+    whole_steps = pieces == 1 or (pieces == 2 and piece % tile.block_k == 0)
+    return not tile.split and whole_steps and x.shape[1] % 8 == 0 and has_copy_engine(x)
+
+
 def has_copy_engine(x: Tensor) -> bool:
     """Whether it is on a GPU that copies described tiles: Hopper and later."""
     return x.element_size() == 2 and x.is_cuda and torch.cuda.get_device_capability(x.device) >= (9, 0)
 
 
-def _aligned(x: Tensor) -> Tensor:
-    """At a multiple of 16 bytes, where descriptors begin."""
-    return x if x.data_ptr() % 16 == 0 else x.clone()
-
-
-def _described(x: Tensor, *block: int) -> TensorDescriptor:
+def descriptor(x: Tensor, *block: int) -> TensorDescriptor:
+    """Of a matrix whose rows follow each other, for tiles of this size. A descriptor begins at a multiple of 16 bytes:
+    others are copied."""
+    x = x if x.data_ptr() % 16 == 0 else x.clone()
     # Not x.stride(): that of a single row can be anything.
     return TensorDescriptor(x, [*x.shape], [x.shape[1], 1], [*block])
 
@@ -325,11 +316,11 @@ def _product_described(
     tile: Tile, x: Tensor, weight: Tensor, out: Tensor, pieces: int, piece: int, programs: int
 ) -> None:
     (M, K), N = x.shape, weight.shape[0]
-    left, right = _described(x, tile.block_m, tile.block_k), _described(weight, tile.block_n, tile.block_k)
+    left, right = descriptor(x, tile.block_m, tile.block_k), descriptor(weight, tile.block_n, tile.block_k)
     sizes = dict(GROUP=8, BLOCK_M=tile.block_m, BLOCK_N=tile.block_n, BLOCK_K=tile.block_k)
     options = dict(num_warps=tile.warps, num_stages=tile.stages)
     if tile.looped and pieces == 1 and N % 8 == 0:
-        target = _described(out, tile.block_m, tile.block_n)
+        target = descriptor(out, tile.block_m, tile.block_n)
         programs = min(programs, torch.cuda.get_device_properties(x.device).multi_processor_count)
         launch(_looped_kernel, (programs,), left, right, target, M, N, K, PROGRAMS=programs, **sizes, **options)
         return
