@@ -97,10 +97,9 @@ class Trainer:
         self.balance.begin_step(held)
         TRAFFIC.clear()
         with self._order():
-            losses = self.accumulate(held, loss_of)
+            loss = self._sum(self.accumulate(held, loss_of))
         with self.timeline.span("optimizer"):
             norms = self.optimizer.gradient_norms(self.world.stage_groups)
-            loss = self._sum(losses)  # only now: a GPU has the norms' launches before its backward has ended
             # Both are sums over all ranks, so that every rank decides the same.
             if math.isfinite(loss) and math.isfinite(norms["grad_norm"]):
                 self.optimizer.update(learning_rate, norms["grad_norm"])
@@ -122,13 +121,13 @@ class Trainer:
 
     def accumulate(
         self, microbatches: Sequence[MicroBatch], loss_of: Callable[[ScoringModel, MicroBatch], Tensor]
-    ) -> Sequence[float | Tensor]:
+    ) -> list[float]:
         """Accumulates the gradients of all micro-batches; returns the losses that this rank computed."""
         if isinstance(self.model, Pipeline):
             self._before_microbatch()
             with self.timeline.span("forward and backward"):
                 return self._through_stages(self.model, microbatches, loss_of)
-        losses: list[Tensor] = []
+        losses: list[float] = []
         for index, microbatch in enumerate(microbatches):
             self._before_microbatch()
             if isinstance(self.model, FSDPModule):
@@ -136,11 +135,11 @@ class Trainer:
                 set_gradient_sums(self.model, self.sums_every_microbatch, last)
             with self.timeline.span("forward"):
                 share = loss_of(self._scoring_model(), microbatch)
-            losses.append(share.detach())
+            losses.append(share.item())
             # The backward changes weights: all ranks decide before it whether the step counts.
             if self.config.optimizer_in_backward and not math.isfinite(self._sum(losses)):
                 self._reshard()
-                break
+                return losses
             with self.timeline.span("backward"):
                 share.backward()
                 if self.config.deterministic_layout or index == len(microbatches) - 1:
@@ -194,14 +193,13 @@ class Trainer:
             return nullcontext()
         return one_order(max(self.model.config.reduction_chunks, 1))
 
-    def _sum(self, losses: Sequence[float | Tensor]) -> float:
+    def _sum(self, losses: list[float]) -> float:
         """The sum of all ranks' losses."""
-        own = [float(loss) for loss in losses]
         if not self.config.deterministic_layout:
-            return self.world.sum([sum(own)])[0]
+            return self.world.sum([sum(losses)])[0]
         # Ranks that share a micro-batch all have its loss.
         shared = self.world.coordinate("tensor") or self.world.coordinate("context")
-        everyone = [loss for of_rank in self.world.gather([] if shared else own) for loss in of_rank]
+        everyone = [loss for of_rank in self.world.gather([] if shared else losses) for loss in of_rank]
         # Rounded once, so independent of the order; it refuses to add what is not finite.
         return math.fsum(everyone) if all(map(math.isfinite, everyone)) else math.nan
 
