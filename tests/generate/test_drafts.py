@@ -19,7 +19,7 @@ from lockstep.errors import UserError
 from lockstep.generate.batch import BatchArrays
 from lockstep.generate.drafts import Draft, FirstOf, HistoryDraft, ModelDraft, NGramDraft, first_layers, make_draft
 from lockstep.generate.drafts.history import PROMPT, SuffixAutomaton
-from lockstep.generate.drafts.lengths import LONGEST_REST, DraftLengths, StepTimes
+from lockstep.generate.drafts.lengths import INVESTED, LONGEST_REST, MOST_REST, DraftLengths, StepTimes
 from lockstep.generate.drafts.speculation import Speculation
 from lockstep.generate.sequence import Sequence
 from lockstep.model import ModelConfig, preset
@@ -626,12 +626,18 @@ def test_what_guessing_takes_counts_and_where_there_is_no_guess_few_are_asked_fo
     lengths = _lengths(FREE)
     assert sum(lengths.choose(sequences, [63] * 2, rows=2, room=500)) > 0
     for _ in range(20):
-        lengths.guessed([2, 2], 4, seconds=6.0, sequences=2)
+        lengths.guessed([2, 2], 4, choosing=0.0, guessing=6.0, sequences=2)
     assert lengths.choose(sequences, [63] * 2, rows=2, room=500) == [0, 0], "a guess takes three steps' time"
+    lengths = _lengths(FREE)
+    lengths.guessed([1], 1, choosing=1.0, guessing=0.0, sequences=2)
+    counts = lengths.choose(sequences, [63] * 2, rows=2, room=500)
+    assert sum(counts) > 8, "to choose takes as long for many tokens"
+    lengths.guessed([1], 1, choosing=60.0, guessing=0.0, sequences=2)
+    assert lengths.choose(sequences, [63] * 2, rows=2, room=500) == [0, 0]
     lengths, asked = _lengths(FREE), 0
     for _ in range(200):
         if not lengths.rests(2) and any(counts := lengths.choose(sequences, [63] * 2, rows=2, room=500)):
-            lengths.guessed([c for c in counts if c], 0, seconds=0.0, sequences=2)
+            lengths.guessed([c for c in counts if c], 0, choosing=0.0, guessing=0.0, sequences=2)
             asked += 1
     assert 200 // 9 <= asked <= 200 // 8 + 5
 
@@ -656,6 +662,49 @@ def test_where_guesses_do_not_pay_they_are_tried_seldom():
     late = guessed[100:]
     assert lengths.rests(32) and not lengths.rests(20), "with fewer sequences a row costs less"
     assert 0 < sum(late) <= 4 * 3 * (len(late) // LONGEST_REST + 1), "a few sequences, now and then"
+
+
+def test_a_slow_start_stops_no_guesses():
+    """The first steps take long, since code and weights are read for the first time: it looks as if recording gained
+    as much, and steps of more rows would take no time once they are recorded."""
+    lengths = DraftLengths(15)
+    for _ in range(2):
+        lengths.times.record(4, 15.0, "slower")
+    lengths.times.record(4, 60.0, "recording")
+    for _ in range(5):
+        lengths.times.record(4, 3.0)
+    lengths.times.record(2, 8.0, "slower")
+    assert lengths.times.of(np.array([2, 4])).tolist() == [1.5 + INVESTED * 12.0, 3.0], "half of what 4 rows take"
+    lengths.times.record(8, 9.0, "slower")
+    assert lengths.times.of(np.array([4, 8])).tolist() == [3.0, 3.0 + INVESTED * 6.0], "9 s of 8 rows show the gain"
+    lengths.times.record(16, 30.0, "slower")
+    assert lengths.times.of(np.array([4, 16])).tolist() == [3.0, 24.0 + INVESTED * 6.0]
+    lengths.times.record(8, 3.5)
+    assert lengths.times.of(np.array([4, 8])).tolist() == [3.0, 3.5]
+    sequences = [_sequence([1] * 4) for _ in range(4)]
+    assert sum(lengths.choose(sequences, [63] * 4, rows=4, room=500)) >= 4
+
+
+def test_tries_that_were_all_wrong_are_made_less_often():
+    sequence = _sequence([1] * 4)
+    lengths = _lengths({1: 1.0, 2: 4.0, 512: 2000.0})
+    tries = []
+
+    def tried(steps: int, accepted: int) -> int:
+        before = len(tries)
+        for _ in range(steps):
+            if lengths.rests(1):
+                continue
+            if count := lengths.choose([sequence], [50], rows=1, room=400)[0]:
+                tries.append(count)
+                lengths.guessed([count], count, 0.0, 0.0, 1)
+                lengths.verified(sequence, count, accepted)
+        return len(tries) - before
+
+    often, seldom = tried(2 * LONGEST_REST, 0), tried(8 * MOST_REST, 0)
+    assert often == 1 and 2 <= seldom <= 8
+    tried(2 * MOST_REST, 1)
+    assert tried(8 * LONGEST_REST, 1) >= 4, "one was right"
 
 
 def test_times_are_learnt_and_a_disturbed_step_is_forgotten():

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import bisect
 import operator
 from collections.abc import Callable
 from collections.abc import Sequence as ListLike
@@ -22,13 +21,12 @@ PRIOR = 8
 MARGIN = 1.1
 """Guess only if the expected throughput is this multiple of that without guesses: less is noise."""
 LONGEST_REST = 64
-"""Steps without a guess, after which a few sequences try again."""
+"""Steps without a guess, after which a few sequences try again; after tries that were all wrong, up to MOST_REST."""
+MOST_REST = 256
 REST_WITHOUT_A_GUESS = 8
 """The same if the draft had no guess."""
 WAKING = 0.75
 """Fraction of the number of sequences at which guesses did not pay: with fewer, rows cost less."""
-SHORTEST = 1e-6
-"""Seconds that a step takes at least."""
 INVESTED = 0.15
 """Of what recording gains a step: what an unrecorded size costs more, over the steps in which it should pay off."""
 GROWTH = 2
@@ -64,59 +62,70 @@ class StepTimes:
     """Seconds of a decode step by its rows, from the steps that have run: another row is not free at every size."""
 
     def __init__(self) -> None:
-        self._rows: list[int] = []
-        self._seconds: list[float] = []
+        self._lasting: dict[int, float] = {}
+        """Of steps that are as fast as they will be."""
         self._slower: dict[int, float] = {}
-        """The least seconds of steps before they were as fast as they are, or will be."""
-        self._lasting: set[int] = set()
-        """Rows of steps that are as fast as they will be."""
+        """The least of steps before they were as fast as they are, or will be."""
         self._gain: float | None = None
         """By how much later ones are faster; None: not known."""
 
     def record(self, rows: int, seconds: float, pace: Pace = "lasting") -> None:
         if pace == "recording":
             return
-        if pace == "slower":
-            self._slower[rows] = min(seconds, self._slower.get(rows, seconds))
-            if self._gain is None:
-                return
-            seconds = max(SHORTEST, self._slower[rows] - self._gain)
-        place = bisect.bisect_left(self._rows, rows)
-        if place == len(self._rows) or self._rows[place] != rows:
-            self._rows.insert(place, rows)
-            self._seconds.insert(place, seconds)
-        elif seconds < self._seconds[place] or pace == "slower":
-            self._seconds[place] = seconds
-        else:  # what persists is not noise: a longer context, or other work on the machine
-            self._seconds[place] += 0.1 * (seconds - self._seconds[place])
-        if pace == "lasting":
-            self._lasting.add(rows)
-        if pace == "lasting" and rows in self._slower:
-            # The most: a size that looks too fast is soon tried and timed, but one that looks too slow is not.
-            self._gain = max(self._gain or 0.0, self._slower[rows] - self._seconds[place])
+        times = self._lasting if pace == "lasting" else self._slower
+        known = times.get(rows, np.inf)
+        if seconds < known:
+            times[rows] = seconds
+            self._gain = self._gained()
+        elif pace == "lasting":  # what persists is not noise: a longer context, or other work on the machine
+            times[rows] += 0.1 * (seconds - known)
+
+    def _gained(self) -> float | None:
+        """The most: a size that looks too fast is soon tried and timed, but one that looks too slow is not. The first
+        steps of all are slower still, which those of more rows show."""
+        gains = [
+            min(seconds for other, seconds in self._slower.items() if other >= rows) - self._lasting[rows]
+            for rows in self._slower.keys() & self._lasting.keys()
+        ]
+        return max(0.0, *gains) if gains else None
 
     @property
     def fewest_rows(self) -> int:
         """The fewest rows of a step that has run; 0 before the first."""
-        return self._rows[0] if self._rows else 0
+        return min(self._sizes(), default=0)
 
     @property
     def most_rows(self) -> int:
         """The most rows of a step that may be tried."""
-        return GROWTH * self._rows[-1] if self._rows else 0
+        return GROWTH * max(self._sizes(), default=0)
 
     def of(self, rows: np.ndarray) -> np.ndarray:
         """Interpolated linearly between sizes that have run, and extrapolated with the average slope beyond them; with
         a share of what it takes to record those that are still slower."""
-        # More rows never take less time: if a step of more rows was faster, the slower one was disturbed.
-        known = np.minimum.accumulate(self._seconds[::-1])[::-1]
-        inside = np.interp(rows, self._rows, known)
+        sizes = sorted(self._sizes())
+        known = self._known(sizes)
+        inside = np.interp(rows, sizes, known)
         if self._gain:
             inside += INVESTED * self._gain * np.array([count not in self._lasting for count in rows.tolist()])
-        if len(self._rows) < 2:
+        if len(sizes) < 2:
             return inside
-        slope = (known[-1] - known[0]) / (self._rows[-1] - self._rows[0])
-        return inside + slope * np.maximum(rows - self._rows[-1], 0)
+        slope = (known[-1] - known[0]) / (sizes[-1] - sizes[0])
+        return inside + slope * np.maximum(rows - sizes[-1], 0)
+
+    def _sizes(self) -> set[int]:
+        return {*self._lasting, *(() if self._gain is None else self._slower)}
+
+    def _known(self, sizes: ListLike[int]) -> np.ndarray:
+        """Seconds of these sizes. More rows never take less time: if a step of more rows was faster, the slower one was
+        disturbed. What is only estimated of slower steps takes no less than what has run with fewer rows, nor than its
+        rows' share of what has run with more."""
+        lasting, rows = np.array([self._lasting.get(size, np.inf) for size in sizes]), np.array(sizes)
+        least, ran = _least_after(lasting), lasting < np.inf
+        fewer = np.maximum.accumulate(np.where(ran, least, 0.0))
+        share = -_least_after(np.where(ran, -least / rows, 0.0)) * rows
+        gain = self._gain or 0.0
+        estimated = [np.inf if size in self._lasting else self._slower[size] - gain for size in sizes]
+        return np.minimum(least, np.maximum(_least_after(np.array(estimated)), np.maximum(fewer, share)))
 
 
 class DraftLengths:
@@ -132,8 +141,12 @@ class DraftLengths:
         self._all = Acceptance()
         self._own: WeakKeyDictionary[Sequence, Acceptance] = WeakKeyDictionary()
         self._rest = self._rested = self._paid_not_for = 0
+        self._longest = LONGEST_REST
+        self._is_trial = False
+        self._choosing = 0.0
+        """Seconds that it takes to choose lengths."""
         self._guessing = 0.0
-        """Seconds that choosing and guessing take for one token of every sequence."""
+        """Seconds that it takes to guess one token of every sequence."""
 
     def rests(self, sequences: int) -> bool:
         """Whether to skip guessing in this step, since it did not pay recently with about as many sequences."""
@@ -145,21 +158,26 @@ class DraftLengths:
     ) -> list[int]:
         """Tokens to guess per sequence, at most `limits[i]` and `room` in all; `rows`: the step's rows without them."""
         none = [0] * len(sequences)
+        self._is_trial = False
         room = min(room, self.times.most_rows - rows, sum(limits))
         if room <= 0:
             return none
         counts = self._best(sequences, limits, rows, room, fits)
         if any(counts):
             return counts
-        self._begin_rest(len(sequences), LONGEST_REST)
-        return self._trial(sequences, limits, rows, room, fits) if self._rest == LONGEST_REST else none
+        self._begin_rest(len(sequences), self._longest)
+        self._is_trial = self._rest >= self._longest
+        return self._trial(sequences, limits, rows, room, fits) if self._is_trial else none
 
-    def guessed(self, asked: ListLike[int], proposed: int, seconds: float, sequences: int) -> None:
-        """`asked` tokens were requested and `proposed` came; choosing and guessing for all sequences took `seconds`."""
-        each = seconds * sequences / sum(asked)
-        self._guessing += (each - self._guessing) * (0.2 if self._guessing else 1.0)
+    def guessed(self, asked: ListLike[int], proposed: int, choosing: float, guessing: float, sequences: int) -> None:
+        """`asked` tokens were requested and `proposed` came; to choose and to guess for all sequences took so many
+        seconds."""
+        self._choosing = _followed(self._choosing, choosing)
+        self._guessing = _followed(self._guessing, guessing * sequences / sum(asked))
         if proposed:
             self._rest = self._rested = self._paid_not_for = 0
+            if self._is_trial:  # until one is right
+                self._longest = min(2 * self._longest, MOST_REST)
         else:
             self._begin_rest(sequences, REST_WITHOUT_A_GUESS)
 
@@ -170,6 +188,8 @@ class DraftLengths:
     def verified(self, sequence: Sequence, proposed: int, accepted: int) -> None:
         self._own.setdefault(sequence, Acceptance()).update(proposed, accepted)
         self._all.update(proposed, accepted)
+        if accepted:
+            self._longest = LONGEST_REST
 
     def _best(
         self, sequences: ListLike[Sequence], limits: ListLike[int], rows: int, room: int, fits: Fits
@@ -187,7 +207,9 @@ class DraftLengths:
         del gains[room:]
         more = np.arange(len(gains) + 1)
         expected = np.cumsum([sum(weights), *(gain for gain, _ in gains)])
-        rates = expected / (self.times.of(rows + more) + self._guessing * more / len(sequences))
+        seconds = self.times.of(rows + more) + self._guessing * more / len(sequences)
+        seconds[1:] += self._choosing
+        rates = expected / seconds
         rates[1:] *= [fits(rows + count) for count in range(1, len(more))]
         taken = int(np.argmax(rates))
         counts = [0] * len(sequences)
@@ -210,6 +232,16 @@ class DraftLengths:
             room -= counts[place]
             rows += counts[place]
         return counts
+
+
+def _least_after(values: np.ndarray) -> np.ndarray:
+    """The least of each value and those after it."""
+    return np.minimum.accumulate(values[::-1])[::-1]
+
+
+def _followed(mean: float, value: float) -> float:
+    """The moving mean after another value."""
+    return mean + (value - mean) * (0.2 if mean else 1.0)
 
 
 def _weights(sequences: ListLike[Sequence]) -> list[float]:

@@ -56,6 +56,7 @@ class Speculation:
         fits = self._fits if rows == len(chunks) else any_rows
         room = self._rows - rows
         counts = self._agreed(none if resting else self.lengths.choose(sequences, limits, rows, room, fits))
+        chosen = time.perf_counter()
         asked = [place for place, count in enumerate(counts) if count]
         if not asked:
             return
@@ -68,8 +69,10 @@ class Speculation:
         _trim(guesses, rows, fits)
         for place, guess in zip(asked, guesses):
             scheduler.extend(sampled[place], guess)
-        self._guessing = time.perf_counter() - began
-        self.lengths.guessed(wanted, sum(len(chunk.guess) for chunk in sampled), self._guessing, len(chunks))
+        ended = time.perf_counter()
+        self._guessing = ended - began
+        proposed = sum(len(chunk.guess) for chunk in sampled)
+        self.lengths.guessed(wanted, proposed, chosen - began, ended - chosen, len(chunks))
 
     def verified(self, chunk: Chunk, accepted: int) -> None:
         if chunk.guess:
