@@ -21,7 +21,7 @@ PRIOR = 8
 MARGIN = 1.1
 """Guess only if the expected throughput is this multiple of that without guesses: less is noise."""
 LONGEST_REST = 64
-"""Steps without a guess, after which a few sequences try again; after tries that were all wrong, up to MOST_REST."""
+"""Steps without a guess, after which a few sequences try again; after guesses that were all wrong, up to MOST_REST."""
 MOST_REST = 256
 REST_WITHOUT_A_GUESS = 8
 """The same if the draft had no guess."""
@@ -142,7 +142,6 @@ class DraftLengths:
         self._own: WeakKeyDictionary[Sequence, Acceptance] = WeakKeyDictionary()
         self._rest = self._rested = self._paid_not_for = 0
         self._longest = LONGEST_REST
-        self._is_trial = False
         self._choosing = 0.0
         """Seconds that it takes to choose lengths."""
         self._guessing = 0.0
@@ -158,7 +157,6 @@ class DraftLengths:
     ) -> list[int]:
         """Tokens to guess per sequence, at most `limits[i]` and `room` in all; `rows`: the step's rows without them."""
         none = [0] * len(sequences)
-        self._is_trial = False
         room = min(room, self.times.most_rows - rows, sum(limits))
         if room <= 0:
             return none
@@ -166,8 +164,7 @@ class DraftLengths:
         if any(counts):
             return counts
         self._begin_rest(len(sequences), self._longest)
-        self._is_trial = self._rest >= self._longest
-        return self._trial(sequences, limits, rows, room, fits) if self._is_trial else none
+        return self._trial(sequences, limits, rows, room, fits) if self._rest >= self._longest else none
 
     def guessed(self, asked: ListLike[int], proposed: int, choosing: float, guessing: float, sequences: int) -> None:
         """`asked` tokens were requested and `proposed` came; to choose and to guess for all sequences took so many
@@ -176,8 +173,7 @@ class DraftLengths:
         self._guessing = _followed(self._guessing, guessing * sequences / sum(asked))
         if proposed:
             self._rest = self._rested = self._paid_not_for = 0
-            if self._is_trial:  # until one is right
-                self._longest = min(2 * self._longest, MOST_REST)
+            self._longest = min(2 * self._longest, MOST_REST)  # until one is right
         else:
             self._begin_rest(sequences, REST_WITHOUT_A_GUESS)
 
