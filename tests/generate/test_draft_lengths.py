@@ -1,0 +1,120 @@
+"""The lengths of guesses over whole generations, with simulated steps: a machine's clock wanders more than guesses may
+cost.
+
+Run: python -m tests.generate.test_draft_lengths, for the table in benchmarks/NOTES.md.
+"""
+
+import math
+import random
+import statistics
+from collections import Counter
+from itertools import takewhile
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+
+from lockstep.generate.drafts.lengths import DraftLengths
+from lockstep.generate.taped import GUESSED_ROWS, SIGHTS
+
+NEW = 128
+"""Tokens of a sequence."""
+# A 5M model in bfloat16 on two cores of an AMD EPYC (Zen 3): milliseconds of a decode step by its rows.
+ROWS = [1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64, 96, 128, 192, 256, 1024]
+TIMES = [2.45, 2.45, 2.8, 2.94, 3.12, 3.6, 4.55, 5.41, 7.4, 8.15, 10.45, 14.2, 18.7, 24.75, 41.0, 49.5, 200.0]
+PYTHON = 5.0
+"""By how much a step takes longer that is not repeated from a tape."""
+COLD, COLD_STEPS = 6.0, 3
+"""By how much the first steps take longer still."""
+RECORDED = 64
+"""Most rows of a tape."""
+CHOOSING, GUESSING = 0.1, 0.03
+"""To choose lengths for all sequences, and to guess for one."""
+
+
+class _Sequence:
+    params = SimpleNamespace(max_tokens=NEW)
+    sampled = 1
+
+
+class _Machine:
+    def __init__(self, seed: int):
+        self.random = random.Random(seed)
+        self.sights: Counter[int] = Counter()
+        self.recorded: set[int] = set()
+        self.steps, self.level = 0, 1.0
+
+    @staticmethod
+    def fits(rows: int) -> bool:
+        return rows <= GUESSED_ROWS or rows % GUESSED_ROWS == 0 or rows > RECORDED
+
+    def step(self, rows: int) -> tuple[float, float, str]:
+        """What a step takes, what the clock shows of it on a machine with other work, and its pace."""
+        self.steps += 1
+        pace = "lasting"
+        if rows <= RECORDED and self.fits(rows) and rows not in self.recorded:
+            self.sights[rows] += 1
+            pace = "slower" if self.sights[rows] < (SIGHTS if self.recorded else 3) else "recording"
+        taped = rows in self.recorded or rows > RECORDED
+        taken = float(np.interp(rows, ROWS, TIMES)) + (0.0 if taped else PYTHON)
+        if pace == "recording":
+            self.recorded.add(rows)
+            taken += 0.8 * SIGHTS * PYTHON
+        if self.steps <= COLD_STEPS:
+            taken += COLD
+        self.level = min(1.25, max(0.8, self.level * math.exp(self.random.gauss(0, 0.01))))
+        disturbed = 1.7 if self.random.random() < 0.03 else 1.0
+        return taken, taken * self.level * disturbed * math.exp(self.random.gauss(0, 0.1)), pace
+
+
+def _generation(machine: _Machine, batch: int, lengths: DraftLengths | None, right: float) -> float:
+    """What it takes to generate NEW tokens of each sequence, with guesses of which so many are right, or without."""
+    under_way, total = [_Sequence() for _ in range(batch)], 0.0
+    while under_way:
+        rows, counts = len(under_way), [0] * len(under_way)
+        if lengths is not None and not lengths.rests(rows):
+            limits = [NEW - each.sampled - 1 for each in under_way]
+            counts = lengths.choose(under_way, limits, rows, 1024 - rows, machine.fits)
+            total += CHOOSING
+            if asked := [count for count in counts if count]:
+                total += GUESSING * len(asked)
+                lengths.guessed(asked, sum(asked), CHOOSING, GUESSING * len(asked), rows)
+        taken, seen, pace = machine.step(rows + sum(counts))
+        total += taken
+        if lengths is not None:
+            lengths.times.record(rows + sum(counts), seen, pace)
+        for each, count in zip(under_way, counts):
+            accepted = len(list(takewhile(lambda _: machine.random.random() < right, range(count))))
+            if count:
+                lengths.verified(each, count, accepted)
+            each.sampled += 1 + accepted
+        under_way = [each for each in under_way if each.sampled < NEW]
+    return total
+
+
+def gained(batch: int, right: float, seed: int) -> float:
+    """By how much five generations are faster, after three that the engine learns from."""
+    machine, lengths = _Machine(seed), DraftLengths(15)
+    for _ in range(3):
+        _generation(machine, batch, lengths, right)
+    plain, guessed = (sum(_generation(machine, batch, how, right) for _ in range(5)) for how in (None, lengths))
+    return plain / guessed
+
+
+@pytest.mark.parametrize(
+    ("batch", "right", "least"),
+    [
+        (1, 0.0, 0.97), (1, 0.5, 1.2), (1, 1.0, 4.0), (4, 0.25, 0.97), (4, 1.0, 2.0), (16, 0.0, 0.97), (16, 1.0, 1.5),
+    ],
+)  # fmt: skip
+def test_guesses_gain_where_they_are_right_and_cost_little_where_not(batch, right, least):
+    assert statistics.median(gained(batch, right, seed) for seed in range(5)) >= least
+
+
+if __name__ == "__main__":
+    for batch in (1, 4, 16, 64):
+        cells = []
+        for right in (0.0, 0.25, 0.5, 0.75, 0.9, 1.0):
+            found = sorted(gained(batch, right, seed) for seed in range(15))
+            cells.append(f"{right:.2f}: {found[0]:.2f} {statistics.median(found):.2f} {found[-1]:.2f}")
+        print(f"{batch:3} sequences, least, median and most: " + " | ".join(cells), flush=True)
