@@ -703,6 +703,15 @@ def test_tries_that_were_all_wrong_are_made_less_often():
 
     often, seldom = tried(2 * LONGEST_REST, 0), tried(8 * MOST_REST, 0)
     assert often == 1 and 2 <= seldom <= 8
+    # A draft that has nothing costs little: it is asked as often as any, though its guesses were wrong before.
+    lengths.times.record(2, 1.0)
+    asked = 0
+    for _ in range(100):
+        if not lengths.rests(1) and any(counts := lengths.choose([_sequence([1] * 4)], [50], rows=1, room=400)):
+            lengths.guessed(counts, 0, 0.0, 0.0, 1)
+            asked += 1
+    assert asked >= 10
+    lengths = _lengths({1: 1.0, 2: 4.0, 512: 2000.0})
     tried(2 * MOST_REST, 1)
     assert tried(8 * LONGEST_REST, 1) >= 4, "one was right"
 

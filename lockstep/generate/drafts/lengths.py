@@ -68,25 +68,30 @@ class StepTimes:
         """The least of steps before they were as fast as they are, or will be."""
         self._gain: float | None = None
         """By how much later ones are faster; None: not known."""
+        self._curve: tuple[list[int], np.ndarray] | None = None
+        """Sizes that have run and their seconds, since the last record."""
 
     def record(self, rows: int, seconds: float, pace: Pace = "lasting") -> None:
         if pace == "recording":
             return
         times = self._lasting if pace == "lasting" else self._slower
         known = times.get(rows, np.inf)
+        self._curve = None
         if seconds < known:
             times[rows] = seconds
-            self._gain = self._gained()
+            if rows in self._slower:
+                self._gain = self._gained()
         elif pace == "lasting":  # what persists is not noise: a longer context, or other work on the machine
             times[rows] += 0.1 * (seconds - known)
 
     def _gained(self) -> float | None:
         """The most: a size that looks too fast is soon tried and timed, but one that looks too slow is not. The first
         steps of all are slower still, which those of more rows show."""
-        gains = [
-            min(seconds for other, seconds in self._slower.items() if other >= rows) - self._lasting[rows]
-            for rows in self._slower.keys() & self._lasting.keys()
-        ]
+        least, gains = np.inf, []
+        for rows in sorted(self._slower, reverse=True):
+            least = min(least, self._slower[rows])
+            if rows in self._lasting:
+                gains.append(least - self._lasting[rows])
         return max(0.0, *gains) if gains else None
 
     @property
@@ -102,8 +107,10 @@ class StepTimes:
     def of(self, rows: np.ndarray) -> np.ndarray:
         """Interpolated linearly between sizes that have run, and extrapolated with the average slope beyond them; with
         a share of what it takes to record those that are still slower."""
-        sizes = sorted(self._sizes())
-        known = self._known(sizes)
+        if self._curve is None:
+            sizes = sorted(self._sizes())
+            self._curve = sizes, self._known(sizes)
+        sizes, known = self._curve
         inside = np.interp(rows, sizes, known)
         if self._gain:
             inside += INVESTED * self._gain * np.array([count not in self._lasting for count in rows.tolist()])
@@ -175,6 +182,7 @@ class DraftLengths:
             self._rest = self._rested = self._paid_not_for = 0
             self._longest = min(2 * self._longest, MOST_REST)  # until one is right
         else:
+            self._rest = min(self._rest, REST_WITHOUT_A_GUESS)
             self._begin_rest(sequences, REST_WITHOUT_A_GUESS)
 
     def _begin_rest(self, sequences: int, longest: int) -> None:
