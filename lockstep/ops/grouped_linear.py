@@ -108,13 +108,13 @@ def _by_library(grad: Tensor) -> bool:
     return by_library(grad) and not pairs and not native.is_pretending()
 
 
-def _grouped_by_library(grad: Tensor, width: int) -> bool:
-    return _by_library(grad) and cuda.usable(grad) and _triton().has_library(grad, width)
+def _grouped_by_library(grad: Tensor, other: Tensor) -> bool:
+    return _by_library(grad) and cuda.usable(grad) and _triton().has_library(grad, other)
 
 
 def _input_gradient(grad: Tensor, weight: Tensor, starts: Tensor) -> Tensor:
-    if _grouped_by_library(grad, weight.shape[2]):
-        return _triton().input_gradient(grad, weight.contiguous(), starts)
+    if _grouped_by_library(grad, weight):
+        return _triton().input_gradient(grad, weight, starts)
     if _by_library(grad) and not cuda.usable(grad):
         return _by_group(grad, weight, starts, input_gradient, grad.new_empty(grad.shape[0], weight.shape[2]))
     return _product(grad, weight.transpose(1, 2), starts)
@@ -122,7 +122,7 @@ def _input_gradient(grad: Tensor, weight: Tensor, starts: Tensor) -> Tensor:
 
 def _weight_gradient(grad: Tensor, x: Tensor, starts: Tensor) -> Tensor:
     groups = starts.shape[0] - 1
-    if _grouped_by_library(grad, x.shape[1]):
+    if _grouped_by_library(grad, x):
         return _triton().weight_gradient(grad, x, starts)
     if _by_library(grad):
         out = grad.new_zeros(groups, grad.shape[1], x.shape[1])

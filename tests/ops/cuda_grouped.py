@@ -125,6 +125,27 @@ def test_gradients_of_a_grouped_product_are_its_own_with_transposed_weights_and_
         assert torch.equal(own, grads.T @ rows)
 
 
+@pytest.mark.parametrize(("rows", "aligned", "by_library"), [(0, 1, 0), (1, 1, 0), (9, 0, 0), (9, 1, 1)])
+def test_gradients_are_the_librarys_where_it_takes_them(kernels, monkeypatch, rows, aligned, by_library):  # noqa: F811
+    """torch's own grouped product, which runs on a CPU, too."""
+    monkeypatch.setattr(linear, "has_copy_engine", lambda x: True)
+    used, counts = [], [rows, 0, 0]
+    for name in ("input_gradient", "weight_gradient"):
+        own = getattr(grouped, name)
+        monkeypatch.setattr(grouped, name, lambda *given, own=own: used.append(1) or own(*given))
+    x, w = _factors(5, counts, 32, 48, torch.bfloat16)
+    wide = torch.zeros(rows * 48 + 8, dtype=torch.bfloat16)
+    grad = wide[8:].view(rows, 48) if aligned else wide[1 : 1 + rows * 48].view(rows, 48)
+    grad.copy_(cancelling(6, rows, 48, 1, torch.bfloat16)[0])
+    starts, ops_of = starts_of(counts), importlib.import_module("lockstep.ops.grouped_linear")
+    of_x, of_weight = ops_of.grouped_gradients(grad, x, w, starts)
+    assert len(used) == 2 * by_library
+    assert of_x.shape == x.shape and not of_weight[1:].any()
+    if by_library:  # the interpreter has no products of bfloat16
+        for mine, exact in ((of_x, grad.float() @ w[0].float()), (of_weight[0], grad.float().T @ x.float())):
+            assert (mine.float() - exact).abs().max() <= 2e-2 * exact.abs().max()
+
+
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_a_token_of_a_mixture_has_its_bits_in_any_company(kernels, dtype):  # noqa: F811
     x, weights, chosen, *matrices = mixture(3, 20, 6, 2, dtype)

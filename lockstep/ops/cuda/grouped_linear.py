@@ -158,10 +158,12 @@ def _in_strided_groups(tile: Tile, x: Tensor, weight: Tensor, pieces: int, conti
     return product_with(tile, x, weights.contiguous() if contiguous else weights, starts)
 
 
-def has_library(grad: Tensor, x_width: int) -> bool:
-    """Whether torch multiplies these gradients group by group without a word from the CPU."""
-    wide = all(width % 8 == 0 for width in (grad.shape[1], x_width))
-    return grad.dtype == torch.bfloat16 and wide and linear.has_copy_engine(grad)
+def has_library(grad: Tensor, other: Tensor) -> bool:
+    """Whether torch multiplies these gradients group by group without a word from the CPU: rows and their matrix or
+    other rows, contiguous ones, at multiples of 16 bytes. Of a single row, strides can be anything, which it refuses.
+    """
+    wide = all(x.shape[-1] % 8 == 0 and x.is_contiguous() and x.data_ptr() % 16 == 0 for x in (grad, other))
+    return grad.dtype == torch.bfloat16 and len(grad) > 1 and wide and linear.has_copy_engine(grad)
 
 
 def input_gradient(grad: Tensor, weight: Tensor, starts: Tensor) -> Tensor:
