@@ -34,7 +34,8 @@ class ForeseenTransfer:
 def foresee_transfer(
     tensors: Mapping[str, Tensor], model: Decoder, world: World, in_place: bool = True, keep: bool = True
 ) -> ForeseenTransfer:
-    """What `WeightTransfer(tensors, model, world, keep=keep)` moves on rank 0, whether or not the other ranks exist.
+    """What `WeightTransfer(tensors, model, world, keep=keep)` moves on rank 0, whether or not the other ranks exist. Of
+    an adapter's run this is the first sync: later ones do not send what is frozen.
 
     tensors: rank 0's, float32 or of the model's dtype, with or without values. in_place: whether the model reads those
     that fit in place (`own_weights`).

@@ -89,9 +89,10 @@ class WholePolicy:
         self, config: RLConfig, world: World, policy: TrainableModel, moved: Callable[[], None] = lambda: None
     ):
         self.model = sampling_model(config, world, policy)
-        tensors = dict(policy.named_parameters())
+        tensors, keep = dict(policy.named_parameters()), config.actors.keep_copy
+        frozen = [name for name, tensor in tensors.items() if not tensor.requires_grad]
         self._transfer = (
-            None if self.model is policy else WeightTransfer(tensors, self.model, world, moved, config.actors.keep_copy)
+            None if self.model is policy else WeightTransfer(tensors, self.model, world, moved, keep, frozen)
         )
 
     def new_weights(self, version: int) -> None:

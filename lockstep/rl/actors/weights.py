@@ -89,9 +89,11 @@ class WeightTransfer:
         world: World,
         moved: Callable[[], None] = lambda: None,
         keep: bool = True,
+        frozen: Collection[str] = (),
     ):
         """keep: whether the model's old weights stay until the new ones have arrived intact. Otherwise new weights are
-        received into the same memory, and `drop` may free it until then."""
+        received into the same memory, and `drop` may free it until then. frozen: tensors that no update changes; those
+        that stay are sent once, and from then on only compared."""
         assert world.mesh is not None
         self.tensors, self.model, self.world, self.moved = tensors, model, world, moved
         self.keep = keep
@@ -100,13 +102,17 @@ class WeightTransfer:
         wanted = {name: held_part(parameter) for name, parameter in model.named_parameters()}
         self._parts = {name: local_values(parameter.detach()) for name, parameter in model.named_parameters()}
         self._in_place = {name for name in own if same_memory(local_values(tensors[name]), self._parts[name])}
-        everyone = from_all([plain_parts(own), plain_parts(wanted), sorted(self._in_place)])
+        sendable = sorted(own.keys() & frozen)
+        everyone = from_all([plain_parts(own), plain_parts(wanted), sorted(self._in_place), sendable])
         self.held = held = [read_parts(of_rank[0]) for of_rank in everyone]
         self.wanted = [read_parts(of_rank[1]) for of_rank in everyone]
         self._holders = holders_of(held)
         self.names = list(self.wanted[0])
         self.staying = set[str](self.names).intersection(*(of_rank[2] for of_rank in everyone))
         """Tensors that every rank's generator reads in place from its trainer."""
+        fixed = set[str]().union(*(of_rank[3] for of_rank in everyone))
+        self._fixed = fixed - self.staying if keep else set[str]()
+        self._spared = set[str]()
         self.pieces = {name: self._pieces(name, held) for name in self.names}
         # A part held by several ranks counts once in a checksum: for the first of them.
         self._sums_sent = {n for n, part in own.items() if self._holders[n][part.box][0] == self.rank}
@@ -114,9 +120,15 @@ class WeightTransfer:
         self._copies = {name: part for name, part in self._parts.items() if name not in self._in_place}
         self._arrived: dict[str, Tensor] = {}
         self._memory: dict[str, Tensor] = {}
+        self._lay_out()
+
+    def _lay_out(self) -> None:
+        """Divides what is sent into buckets. All ranks call it."""
+        model = self.model
         on_cpu = model.device.type == "cpu"
-        self._buckets = list(buckets(model, self.staying))
-        self._shared = share_parts(held, self._buckets, model.dtype, self.rank, on_cpu) if self._buckets else None
+        self._buckets = list(buckets(model, self.staying | self._spared))
+        self._shared = share_parts(self.held, self._buckets, model.dtype, self.rank, on_cpu) if self._buckets else None
+        self._arrived = {}
 
     def _pieces(self, name: str, held: list[dict[str, Held]]) -> list[Piece]:
         shapes = {part[name].shape for part in held if name in part}
@@ -148,6 +160,8 @@ class WeightTransfer:
             arrived, damaged = self._exchange()
             if not damaged:
                 self._take(arrived)
+            self._spare(set() if damaged else self._fixed)
+            if not damaged:
                 return
             said = f"{damaged[0]}{f' and {len(damaged) - 1} more' if damaged[1:] else ''}"
             log.warning("weights version %d: %s did not arrive intact (try %d of %d)", version, said, attempt, TRIES)
@@ -156,6 +170,12 @@ class WeightTransfer:
             f"{kept}. --resume continues from the newest checkpoint",
             exit_code=1,
         )
+
+    def _spare(self, names: set[str]) -> None:
+        """From now on sends all but these, which have arrived intact."""
+        if names != self._spared:
+            self._spared = names
+            self._lay_out()
 
     def _exchange(self) -> tuple[dict[str, Tensor], list[str]]:
         """This rank's part of each new tensor, and the names of those that differ from the trainer's on any rank."""
@@ -175,6 +195,10 @@ class WeightTransfer:
         for name in self.names:
             if name in self.staying:
                 compare(name, local_values(self.tensors[name].detach()), self._parts[name])
+            elif name in self._spared:
+                own = self.tensors.get(name)
+                sent_before = None if own is None else local_values(own.detach()).to(self._parts[name])
+                compare(name, sent_before, self._parts[name])
         for names in self._buckets:
             sent = self._rounded(names)
             arrived_now = self._send(names, sent)
@@ -204,7 +228,8 @@ class WeightTransfer:
 
     def _send(self, names: list[str], sent: Mapping[str, Tensor]) -> dict[str, Tensor]:
         if not self._arrived:
-            self._arrived = {n: self._room_for(copy) for n, copy in self._copies.items()}
+            sent_now = {name for names in self._buckets for name in names}
+            self._arrived = {n: self._room_for(copy) for n, copy in self._copies.items() if n in sent_now}
         arrived = {name: self._arrived[name] for name in names if name not in self._in_place}
         if self._shared is not None:
             self._copy(arrived, self._shared)

@@ -284,6 +284,61 @@ def test_an_update_that_does_not_reach_weights_read_in_place_is_named_on_every_r
         assert "weights version 2 did not arrive" in said and "layers.0.mlp.up_proj.weight" in said
 
 
+TRAINED = ("norm.weight", "layers.1.mlp.up_proj.weight")
+
+
+def some_frozen(parallel, dtype, shared):
+    """The tensors that are sent for each version, and whether the generator then has the trainer's."""
+    os.environ["LOCKSTEP_SHARED_MEMORY"] = str(int(shared))
+    weights.BUCKET = 1 << 14
+    world, trained, generator = _models(parallel, dtype)
+    tensors = dict(trained.named_parameters())
+    transfer = WeightTransfer(tensors, generator, world, frozen=[n for n in tensors if n not in TRAINED])
+    send, sent, arrived = transfer._send, [], []
+
+    def noted(names, of_trainer):
+        sent[-1].append(names)
+        return send(names, of_trainer)
+
+    def change(names):
+        with torch.no_grad():
+            for name in names:
+                if name in tensors:
+                    local_part(tensors[name])[0].mul_(1.5)
+
+    transfer._send = noted
+    for version in range(1, 6):
+        change(TRAINED)
+        if version == 3 and world.rank == 1:  # a frozen one breaks where it is read
+            with torch.no_grad():
+                local_part(generator.get_parameter("layers.0.mlp.down_proj.weight"))[0].view(-1)[3] += 1
+        if version == 5:
+            change(["layers.0.self_attn.k_proj.weight"])
+        sent.append([])
+        transfer(version)
+        arrived.append(_parts(generator))
+    close_world(world)
+    return [[name for names in tries for name in names] for tries in sent], arrived
+
+
+@pytest.mark.parametrize("layout", ["FSDP 2", "PP 2", pytest.param("FSDP 2 x TP 2", marks=pytest.mark.slow)])
+@pytest.mark.parametrize(("dtype", "shared"), [(torch.bfloat16, True), (torch.float32, False)])
+def test_frozen_tensors_are_sent_once_and_again_when_they_differ(layout, dtype, shared):
+    ranks, parallel = LAYOUTS[layout]
+    whole = dict(build_model(SHAPE, dtype=torch.float32, seed=1).named_parameters())
+    for sent, arrived in launch(ranks, some_frozen, parallel, dtype, shared):
+        every, trained = sorted(whole), sorted(TRAINED)
+        both = sorted([*every, *trained])  # the first try shows what differs
+        assert [sorted(names) for names in sent] == [every, trained, both, trained, both]
+        for version, parts in enumerate(arrived, 1):
+            for name, (part, place) in parts.items():
+                changes = version if name in TRAINED else int(version == 5 and "0.self_attn.k_proj" in name)
+                expected = whole[name].detach() * 1.0001
+                for _ in range(changes):
+                    expected = expected * 1.5
+                assert torch.equal(part, expected[place].to(dtype)), (version, name)
+
+
 def dropped(parallel, dtype):
     """Bytes of the copied weights and of what a transfer keeps, while they are away; and the weights after it."""
     world, trained, _ = _models(parallel, dtype)
