@@ -131,15 +131,13 @@ def _combine(rows: Tensor, weights: Tensor | None, places: Tensor, tokens: int =
 
 
 def _combine_gradients(grad: Tensor, rows: Tensor, weights: Tensor, places: Tensor) -> tuple[Tensor, Tensor]:
-    if native.usable(rows):
+    if native.usable(rows) or cuda.usable(rows):
         grad_rows, grad_weights = rows.new_empty(rows.shape), weights.new_empty(weights.shape)
         tensors = (grad.contiguous(), rows.contiguous(), weights.contiguous(), places, grad_rows, grad_weights)
-        native.call("combine_backward", rows.dtype, *tensors, *weights.shape, rows.shape[1])
-        return grad_rows, grad_weights
-    if cuda.usable(rows):
-        grad_rows, grad_weights = rows.new_empty(rows.shape), weights.new_empty(weights.shape)
-        tensors = (grad.contiguous(), rows.contiguous(), weights.contiguous(), places, grad_rows, grad_weights)
-        _triton().combine_backward(*tensors)
+        if cuda.usable(rows):
+            _triton().combine_backward(*tensors)
+        else:
+            native.call("combine_backward", rows.dtype, *tensors, *weights.shape, rows.shape[1])
         return grad_rows, grad_weights
     wide = grad.float()[:, None]
     by_choice = rows[places].unflatten(0, weights.shape)

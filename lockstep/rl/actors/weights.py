@@ -102,8 +102,8 @@ class WeightTransfer:
         wanted = {name: held_part(parameter) for name, parameter in model.named_parameters()}
         self._parts = {name: local_values(parameter.detach()) for name, parameter in model.named_parameters()}
         self._in_place = {name for name in own if same_memory(local_values(tensors[name]), self._parts[name])}
-        sendable = sorted(own.keys() & frozen)
-        everyone = from_all([plain_parts(own), plain_parts(wanted), sorted(self._in_place), sendable])
+        of_this_rank = plain_parts(own), plain_parts(wanted), sorted(self._in_place), sorted(own.keys() & frozen)
+        everyone = from_all([*of_this_rank])
         self.held = held = [read_parts(of_rank[0]) for of_rank in everyone]
         self.wanted = [read_parts(of_rank[1]) for of_rank in everyone]
         self._holders = holders_of(held)
@@ -160,9 +160,9 @@ class WeightTransfer:
             arrived, damaged = self._exchange()
             if not damaged:
                 self._take(arrived)
-            self._spare(set() if damaged else self._fixed)
-            if not damaged:
+                self._spare(self._fixed)
                 return
+            self._spare(set())
             said = f"{damaged[0]}{f' and {len(damaged) - 1} more' if damaged[1:] else ''}"
             log.warning("weights version %d: %s did not arrive intact (try %d of %d)", version, said, attempt, TRIES)
         raise RunStopped(
