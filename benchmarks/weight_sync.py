@@ -1,9 +1,9 @@
 """How long new weights take from the trainer's ranks to the generators, against a copy of as many bytes in memory.
 
 Two processes of one thread each, bfloat16, models of 5M to 0.6B parameters. Colocated: both train and generate (FSDP 2,
-TP 2 and two stages of a pipeline). Separate: one trains, and the other takes what it publishes, through memory or TCP.
-GB/s are bytes of the weights that a rank receives, in seconds of the whole transfer: rounding, sending, checksums of
-all tensors, and the copy into the generator's.
+also with all but one layer frozen, TP 2 and two stages of a pipeline). Separate: one trains, and the other takes what
+it publishes, through memory or TCP. GB/s are bytes of the weights that a rank receives, in seconds of the whole
+transfer: rounding, sending, checksums of all tensors, and the copy into the generator's.
 
 Run: python benchmarks/weight_sync.py [--size 110M] [--plot docs/weight_sync.png]
      python benchmarks/weight_sync.py --steps 5       share of a real GRPO step (32 completions of 64 tokens), 110M
@@ -27,7 +27,8 @@ from typing import Any
 
 TIMES = 7
 KEY = bytes(32)
-LAYOUTS: dict[str, dict[str, int]] = {"FSDP 2": {}, "TP 2": {"tensor": 2}, "PP 2": {"pipeline": 2}}
+FROZEN = "FSDP 2, one layer trained"
+LAYOUTS: dict[str, dict[str, int]] = {"FSDP 2": {}, FROZEN: {}, "TP 2": {"tensor": 2}, "PP 2": {"pipeline": 2}}
 SEPARATE = ("memory", "TCP")
 WAYS: dict[str, list[str]] = {
     "FSDP 2": [],
@@ -52,7 +53,7 @@ SIZES: dict[str, dict[str, int]] = {
 }  # fmt: skip
 
 
-def measure(size: str, degrees: dict[str, int]) -> dict[str, float]:
+def measure(size: str, layout: str) -> dict[str, float]:
     """This rank's medians, in seconds; runs on each of the two ranks."""
     import torch
 
@@ -65,13 +66,15 @@ def measure(size: str, degrees: dict[str, int]) -> dict[str, float]:
 
     torch.set_num_threads(1)
     keep_freed_memory()  # as a run's trainer does
-    parallel = ParallelConfig(**degrees)
+    parallel = ParallelConfig(**LAYOUTS[layout])
     world = open_world(parallel, "cpu")
     shape = ModelConfig("qwen3", qk_norm=True, tie_embeddings=True, **SIZES[size])  # type: ignore[arg-type]
     fill = partial(initialize, seed=0)
     trained = parallel_model(shape, torch.bfloat16, world, parallel, CompileConfig(), fill)
     generator = generator_model(shape, torch.bfloat16, world, parallel, fill)
-    transfer = WeightTransfer(dict(trained.named_parameters()), generator, world)
+    tensors = dict(trained.named_parameters())
+    frozen = [name for name in tensors if layout == FROZEN and not name.startswith("layers.0.")]
+    transfer = WeightTransfer(tensors, generator, world, frozen=frozen)
     parts = [local_part(parameter.detach())[0] for parameter in generator.parameters()]
     copies = [torch.empty_like(part) for part in parts]
 
@@ -263,7 +266,7 @@ def main() -> None:
         return
     if options.rank_of:
         way = options.rank_of
-        found = measure_separate(options.size, way) if way in SEPARATE else measure(options.size, LAYOUTS[way])
+        found = measure_separate(options.size, way) if way in SEPARATE else measure(options.size, way)
         print(json.dumps(found))
         return
     if options.steps:
@@ -275,7 +278,7 @@ def main() -> None:
         return
     kept = options.keep and options.keep.is_file()
     results: dict[str, dict[str, dict[str, Any]]] = json.loads(options.keep.read_text()) if kept else {}
-    print(f"{'model':>6} {'layout':>8} {'MiB':>8} {'transfer':>10} {'GB/s':>6} {'copy':>9} {'GB/s':>6}")
+    print(f"{'model':>6} {'layout':>25} {'MiB':>8} {'transfer':>10} {'GB/s':>6} {'copy':>9} {'GB/s':>6}")
     for size in [options.size] if options.size else SIZES:
         for layout in (*LAYOUTS, *SEPARATE):
             of_size = results.setdefault(size, {})
@@ -284,7 +287,7 @@ def main() -> None:
                 options.keep.write_text(json.dumps(results, indent=1))
             rates = [found["bytes"] / found[name] / 1e9 for name in ("transfer", "copy")]
             print(
-                f"{size:>6} {layout:>8} {found['bytes'] / 2**20:8.1f} {found['transfer']:8.3f} s {rates[0]:6.2f} "
+                f"{size:>6} {layout:>25} {found['bytes'] / 2**20:8.1f} {found['transfer']:8.3f} s {rates[0]:6.2f} "
                 f"{found['copy']:7.3f} s {rates[1]:6.2f}",
                 flush=True,
             )
