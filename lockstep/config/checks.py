@@ -84,7 +84,6 @@ def _problems(config: PretrainConfig | RLConfig) -> Iterator[str]:
         yield from preference_problems(config)
     if isinstance(config, RLConfig):
         yield from _algorithm_problems(config)
-        yield from _replay_problems(config)
         yield from _alarm_problems(config.alarms)
         temperature, samples = config.validation_temperature, config.validation_samples
         yield from greedy_problems("validation_temperature", temperature, "validation_samples", samples)
@@ -127,16 +126,6 @@ def _algorithm_problems(config: RLConfig) -> Iterator[str]:
         )
     if config.kl_reference != "start" and not config.kl_coefficient:
         yield f"kl_reference is {config.kl_reference}, but kl_coefficient is 0, so it would have no effect; give one"
-
-
-def _replay_problems(config: RLConfig) -> Iterator[str]:
-    if not config.router_replay:
-        return
-    if config.recompute.mode != "none":
-        yield f'router_replay does not work with recompute.mode "{config.recompute.mode}" yet; leave one of them out'
-    for name in ("tensor", "context", "pipeline"):
-        if (degree := getattr(config.parallel, name)) > 1:
-            yield f"router_replay does not work with parallel.{name} {degree} yet; leave one of them out"
 
 
 def _alarm_problems(alarms: AlarmConfig) -> Iterator[str]:

@@ -52,9 +52,8 @@ class TapedRunner(Runner):
 
     @staticmethod
     def can_run(model: Decoder) -> bool:
-        """Whether a model's decode steps do the same for any values: those of mixtures do not."""
-        shape = model.config
-        plain = model.halves is Block and not shape.mixtures and shape.latent is None
+        """Whether a model's decode steps consist of kernels for the CPU, over weights that are plain parameters."""
+        plain = model.halves is Block
         own = all(type(p) is nn.Parameter and not p.is_inference() for p in model.parameters())
         kernels = native.usable(model.embed_tokens.weight) and not native.is_pretending()
         return plain and own and kernels and model.runs_on is None
@@ -124,15 +123,16 @@ class _Step:
 
         def step() -> tuple[Tensor, ...]:
             attention = ops.PagedAttention(cache, self._table, None, contexts)
-            logits = model.logits(model(tokens, positions, attention))
-            return (logits, *ops.draw(logits, temperature, uniform))
+            with ops.recorded_routes() as routes:
+                logits = model.logits(model(tokens, positions, attention))
+            return (logits, *ops.draw(logits, temperature, uniform), *routes)
 
         # Before it is recorded: another engine's thread may make larger tables at any time.
         self._positions = len(model.rotary.reserve(int(positions.max()) + 1, model.device)[0])
         self._tape = ops.Tape(step, arena)
         self._kernels = native.library()
         self._generation, self._weights = packed.generation, weights
-        self.decoded = Decoded(*self._tape.results)
+        self.decoded = self._noted()
 
     def holds(self, batch: StepBatch, packed: ops.PackedWeights, weights: Weights) -> bool:
         """Whether it may be replayed for this batch. Packs weights again where they may have changed."""
@@ -149,7 +149,12 @@ class _Step:
     def replay(self, batch: StepBatch) -> Decoded:
         self._fill(batch)
         self._tape.replay()
-        return self.decoded
+        return self._noted()
+
+    def _noted(self) -> Decoded:
+        logits, tokens, log_probs, *routes = self._tape.results
+        ops.note_routes(routes)
+        return Decoded(logits, tokens, log_probs)
 
     def _fill(self, batch: StepBatch) -> None:
         table, contexts = batch.row_by_row()

@@ -35,6 +35,10 @@ class SharedRows(GatheredRows, Protocol):
         """`gather` with a gradient: that of this rank's rows."""
         ...
 
+    def own_of(self, whole: Tensor) -> Tensor:
+        """This rank's rows of `whole`, in its order."""
+        ...
+
     def part(self, count: int) -> slice:
         """The outputs, out of `count`, that this rank computes."""
         ...

@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 from jaxtyping import Bool, Int
@@ -24,6 +25,8 @@ class ReplayedRoutes:
     """Experts of each mixture, in layer order; the set of a row's experts is replayed, not their order."""
     different: list[Bool[Tensor, "rows"]] = field(default_factory=list)
     """For each mixture so far, the rows for which it would have chosen other experts."""
+    next: int = 0
+    """The mixture that chooses next."""
 
 
 _recorded: ContextVar[list[Tensor] | None] = ContextVar("recorded_routes", default=None)
@@ -49,13 +52,27 @@ def note_routes(routes: Sequence[Int[Tensor, "tokens active"]]) -> None:
 
 @contextmanager
 def replayed_routes(routes: ReplayedRoutes) -> Iterator[None]:
-    """Within this context, each call of `route` uses the next of `routes`: for one forward pass that computes no layer
-    twice."""
+    """Within this context, each call of `route` uses the next of `routes`: for one forward pass, of which only what is
+    `repeatable` is computed twice."""
     token = _replayed.set(routes)
     try:
         yield
     finally:
         _replayed.reset(token)
+
+
+def repeatable(forward: Callable[..., Tensor]) -> Callable[..., Tensor]:
+    """`forward`, whose every call replays the same routes, those that are next now: in a backward pass too."""
+    if (replayed := _replayed.get()) is None:
+        return forward
+    first = replayed.next
+
+    def run(*arguments: Any, **named: Any) -> Tensor:
+        replayed.next = first
+        with replayed_routes(replayed):
+            return forward(*arguments, **named)
+
+    return run
 
 
 def observed(logits: Tensor, weights: Tensor, chosen: Tensor, weigh: Weigh) -> tuple[Tensor, Tensor]:
@@ -76,9 +93,10 @@ def route_dtype(experts: int) -> torch.dtype:
 def _with(
     replayed: ReplayedRoutes, logits: Tensor, weights: Tensor, chosen: Tensor, weigh: Weigh
 ) -> tuple[Tensor, Tensor]:
-    given = replayed.chosen[len(replayed.different)].to(chosen)
+    number, replayed.next = replayed.next, replayed.next + 1
+    given = replayed.chosen[number].to(chosen)
     different = (given.sort(-1).values != chosen[replayed.rows].sort(-1).values).any(-1)
-    replayed.different.append(different)
+    replayed.different[number : number + 1] = [different]
     # Rows that agree keep their bits, including the order of their experts.
     rows, given = replayed.rows[different], given[different]
     if not len(rows):

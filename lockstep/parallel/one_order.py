@@ -51,6 +51,9 @@ class ContextRows:
         found: Tensor = _Whole.apply(own, self)
         return found
 
+    def own_of(self, whole: Tensor) -> Tensor:
+        return whole.index_select(0, self.own)
+
     def part(self, count: int) -> slice:
         size = -(-count // self.ranks)
         return slice(min(self.rank * size, count), min((self.rank + 1) * size, count))
@@ -64,7 +67,7 @@ class _Whole(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
-        return grads[0].index_select(0, ctx.rows.own), None
+        return ctx.rows.own_of(grads[0]), None
 
 
 def target_product(x: Tensor, weight: Tensor) -> Tensor:

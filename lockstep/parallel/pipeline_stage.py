@@ -25,6 +25,8 @@ class Stage(Decoder):
         """Further parameters, that the loss uses, by name; of the last stage."""
         self.routes: dict[int, list[Tensor]] | None = None
         """Unless None, a step writes here what its mixtures choose in each micro-batch."""
+        self.replayed: Mapping[int, ops.ReplayedRoutes] = {}
+        """The routes that a step replays in each micro-batch."""
         self.is_first, self.is_last = index == 0, index == len(layers) - 1
         for other in range(config.num_layers):
             if other not in layers[index]:

@@ -18,7 +18,7 @@ from lockstep.errors import UserError
 from lockstep.model import Decoder
 from lockstep.model.shard import local_part
 from lockstep.ops.kept import Tape
-from lockstep.ops.routes import recorded_routes
+from lockstep.ops.routes import recorded_routes, repeatable
 
 Forward = Callable[..., Tensor]
 
@@ -45,7 +45,7 @@ def _recomputed(forward: Forward, *arguments: Any, **context: Any) -> Tensor:
     if not torch.is_grad_enabled():
         return forward(*arguments)
     # No operator of a layer draws random numbers.
-    out: Tensor = checkpoint(forward, *arguments, use_reentrant=False, preserve_rng_state=False, **context)
+    out: Tensor = checkpoint(repeatable(forward), *arguments, use_reentrant=False, preserve_rng_state=False, **context)
     return out
 
 
@@ -54,6 +54,7 @@ def _selectively_recomputed(forward: Forward, operators: tuple[str, ...], *argum
 
 
 def _within_budget(forward: Forward, budget: Budget, place: int, block: nn.Module, *arguments: Any) -> Tensor:
+    forward = repeatable(forward)  # measuring runs it once more
     if torch.is_grad_enabled() and place < budget.recomputed_layers(forward, block, arguments):
         return _recomputed(forward, *arguments)
     return forward(*arguments)

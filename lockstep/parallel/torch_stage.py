@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
+from contextlib import ExitStack
 from typing import Any
 
 import torch
@@ -44,9 +45,11 @@ class TorchStage(PipelineStage):
 
     def forward_one_chunk(self, fwd_chunk_id: int, *arguments: Any, **named: Any) -> Any:
         self._let_go_of_all()
-        if (routes := self.stage.routes) is None:
-            return super().forward_one_chunk(fwd_chunk_id, *arguments, **named)
-        with ops.recorded_routes() as routes[fwd_chunk_id]:
+        with ExitStack() as observed:
+            if (routes := self.stage.routes) is not None:
+                routes[fwd_chunk_id] = observed.enter_context(ops.recorded_routes())
+            if (given := self.stage.replayed.get(fwd_chunk_id)) is not None:
+                observed.enter_context(ops.replayed_routes(given))
             return super().forward_one_chunk(fwd_chunk_id, *arguments, **named)
 
     def get_bwd_recv_ops(self, bwd_chunk_id: int) -> Any:

@@ -21,7 +21,7 @@ from lockstep.rl.critic import ValueHead
 from lockstep.rl.microbatches import microbatches, shares_prompts
 from lockstep.rl.parity import Parity
 from lockstep.rl.rollouts import Rollout, episodes_of
-from lockstep.rl.routes import ReplayFindings, own_routes, routes_to_replay
+from lockstep.rl.routes import ReplayFindings, different_routes, own_routes, routes_to_replay
 from lockstep.train.context import targets_of_others
 from lockstep.train.packing import PackedRow, predicting_states, target_log_probs
 
@@ -48,6 +48,8 @@ class PolicyBatch:
     """The trainer's log-probabilities in the first inner step, for off-policy corrections."""
     current: Bool[Tensor, "targets"] | None = None
     """Which tokens were sampled from the weights that the step starts with; None: all."""
+    without_replay: Float[Tensor, "targets"] | None = None
+    """The trainer's log-probabilities without replayed routes, if they are measured."""
     idle: bool = False
     """Whether it is a filler for a rank that has none of the step's micro-batches left: it contributes nothing."""
 
@@ -128,7 +130,6 @@ class PolicyLoss:
         self.router_replay = config.router_replay
         self.replay = ReplayFindings()
         self._measured = False
-        self._without: Tensor | None = None
         self.found: dict[str, list[float]] = {}
         """Each metric of each micro-batch."""
         self.weights: list[float] = []
@@ -147,11 +148,15 @@ class PolicyLoss:
             return log_probs.sum() * 0.0
         if self.compare:
             self.parity.compare(batch.old_log_probs, log_probs, batch.rollouts, batch.current)
-            if replayed is not None:
-                self.replay.measure(replayed, batch.old_log_probs, log_probs, self._without, batch.current)
-            elif recorded and isinstance(model, Decoder):  # a stage's are compared after the step (`actors.shares`)
-                chosen = own_routes(recorded, batch.row, len(batch.row.tokens), tensor_group_of(model))
-                self.parity.compare_routes(batch.rollouts, routes_in(chosen), model.config, batch.current)
+            if batch.without_replay is not None:
+                self.replay.measure(batch.old_log_probs, log_probs, batch.without_replay, batch.current)
+            if isinstance(model, Decoder) and model.config.mixtures:  # a stage's come after the step (`stage_routes`)
+                row, rows, group = batch.row, len(batch.row.tokens), tensor_group_of(model)
+                if replayed is not None:
+                    self.replay.count(different_routes(replayed, row, rows, group), batch.current)
+                else:
+                    chosen = routes_in(own_routes(recorded, row, rows, group))
+                    self.parity.compare_routes(batch.rollouts, chosen, model.config, batch.current)
             _note(batch.rollouts, log_probs.detach(), entropies.detach())
         old, sampler = batch.old_log_probs, None
         if self.algorithm.off_policy != "none":
@@ -181,18 +186,23 @@ class PolicyLoss:
 
     def _states(self, model: ScoringModel, batch: PolicyBatch) -> tuple[Tensor, ops.ReplayedRoutes | None]:
         """Hidden states of the row's predicting positions, with the generator's routes if they are replayed."""
-        if not self.router_replay:
+        if not (self.router_replay and isinstance(model, Decoder)):
             return predicting_states(model, batch.row), None
-        # The effect of replay is measured only on the first micro-batch: it takes another forward pass.
-        self._without, measured = None, self._measured
-        self._measured = True
-        if self.compare and not measured:
-            with torch.no_grad():
-                self._without = target_log_probs(model, batch.row, self.temperature)[0]
-        assert isinstance(model, Decoder)  # refused with a pipeline
-        replayed = routes_to_replay(batch.rollouts, batch.row, model.config)
+        if self.compare and not self._measured:
+            self.measure_without_replay(model, batch)
+        rows, group = len(batch.row.tokens), tensor_group_of(model)
+        replayed = routes_to_replay(batch.rollouts, batch.row, model.config, rows, group)
         with ops.replayed_routes(replayed):
             return predicting_states(model, batch.row), replayed
+
+    @torch.no_grad()
+    def measure_without_replay(self, model: ScoringModel, batch: PolicyBatch) -> Tensor:
+        """Computes `batch.without_replay`. Only for the first micro-batch: it takes another forward pass."""
+        self._measured = True
+        log_probs = target_log_probs(model, batch.row, self.temperature)[0]
+        shared = targets_of_others(batch.row)
+        batch.without_replay = log_probs if shared is None else shared.gather(log_probs)
+        return log_probs.sum()
 
     @property
     def ratio_max(self) -> float:

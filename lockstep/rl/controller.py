@@ -29,7 +29,7 @@ from lockstep.parallel import close_world, open_world
 from lockstep.rl.actors.generators import open_generators, suited_to_actors
 from lockstep.rl.actors.models import policy_model
 from lockstep.rl.actors.replicas import Replicas
-from lockstep.rl.actors.shares import own_batches, routes_compared_on_stages, share_findings, token_budget
+from lockstep.rl.actors.shares import own_batches, share_findings, token_budget
 from lockstep.rl.ahead import Ahead
 from lockstep.rl.alarms import PREFIX, Alarms
 from lockstep.rl.batch import PolicyLoss, packing_metrics, policy_batches
@@ -69,6 +69,7 @@ from lockstep.rl.rewards import Outcome, refuse_too_many
 from lockstep.rl.rollouts import write_rollouts
 from lockstep.rl.routes import refuse_replay_without_experts
 from lockstep.rl.sampling import Draws, Sampling
+from lockstep.rl.stage_routes import routes_on_stages
 from lockstep.train import Trainer
 from lockstep.train.bad_steps import BadSteps
 from lockstep.train.settle import settle
@@ -297,7 +298,7 @@ def _reinforce(
                     # After the first update there is no state before the step to save any more.
                     asking = trainer.asking(partial(stop.interrupt_late, world)) if inner == 0 else nullcontext()
                     try:
-                        with asking, routes_compared_on_stages(loss, model, share):
+                        with asking, routes_on_stages(loss, model, share):
                             stepped = trainer.step(share, loss)
                     except Interrupted:
                         give_up_if_stopped(step)  # raises

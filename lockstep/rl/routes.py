@@ -47,19 +47,62 @@ def own_routes(
 
     recorded: what a forward pass over `rows` rows chose, of which each rank of the tensor group has as many.
     """
-    ranks = dist.get_world_size(tensor_group) if tensor_group else 1
-    # Not every backend sends 8 or 16 bits.
-    own = choices(recorded, slice(None), rows // ranks).int()
+    own = choices(recorded, slice(None), len(_rows_here(rows, tensor_group)))
+    return _of_all_targets(own, row, tensor_group).to(recorded[0].dtype)
+
+
+def different_routes(
+    replayed: ops.ReplayedRoutes, row: PackedRow, rows: int, tensor_group: dist.ProcessGroup | None
+) -> Bool[Tensor, "targets mixtures"]:
+    """For which of all of a row's targets the router would have chosen other experts; arguments as for `own_routes`."""
+    table = torch.zeros(len(_rows_here(rows, tensor_group)), len(replayed.different), dtype=torch.int32)
+    table = table.to(row.tokens.device).index_copy(0, replayed.rows, torch.stack(replayed.different, 1).int())
+    return _of_all_targets(table, row, tensor_group).bool()
+
+
+def _rows_here(rows: int, tensor_group: dist.ProcessGroup | None) -> range:
+    """Which of `rows` rows this tensor rank has."""
+    if tensor_group is None:
+        return range(rows)
+    count = rows // dist.get_world_size(tensor_group)
+    return range(rows)[dist.get_rank(tensor_group) * count :][:count]
+
+
+def _of_all_targets(own: Tensor, row: PackedRow, tensor_group: dist.ProcessGroup | None) -> Int[Tensor, "targets *"]:
+    """Of a value for each of this rank's rows, those of the targets."""
+    own = own.int()  # not every backend sends 8 or 16 bits
     table = (gather_rows(own, tensor_group) if tensor_group else own)[row.predictors]
     shared = targets_of_others(row)
-    return (table if shared is None else shared.gather(table)).to(recorded[0].dtype)
+    return table if shared is None else shared.gather(table)
 
 
-def routes_to_replay(rollouts: Sequence[Rollout], row: PackedRow, shape: ModelConfig) -> ops.ReplayedRoutes:
+def routes_to_replay(
+    rollouts: Sequence[Rollout],
+    row: PackedRow,
+    shape: ModelConfig,
+    rows: int,
+    tensor_group: dist.ProcessGroup | None,
+    mixtures: Sequence[int] | None = None,
+) -> ops.ReplayedRoutes:
     """The generator's experts for the positions that predict a sampled token; prompt positions choose their own.
+
+    Those that this rank of the context and tensor groups has; rows and tensor_group as for `own_routes`. mixtures:
+    those of this rank, by their place among the model's; None: all.
 
     Raises UserError for a rollout without routes, or with those of another model.
     """
+    table = torch.from_numpy(_generators_choices(rollouts, shape)).to(row.tokens.device)
+    shared = targets_of_others(row)
+    table = table if shared is None else shared.own_of(table)
+    here = _rows_here(rows, tensor_group)
+    kept = (row.predictors >= here.start) & (row.predictors < here.stop)
+    chosen = table[kept].unbind(1)
+    return ops.ReplayedRoutes(
+        row.predictors[kept] - here.start, chosen if mixtures is None else [chosen[number] for number in mixtures]
+    )
+
+
+def _generators_choices(rollouts: Sequence[Rollout], shape: ModelConfig) -> Int[np.ndarray, "tokens mixtures active"]:
     tables = []
     for rollout in rollouts:
         read = [read_route(route, shape) for route in rollout.routes]
@@ -75,7 +118,7 @@ def routes_to_replay(rollouts: Sequence[Rollout], row: PackedRow, shape: ModelCo
         raise UserError(f"router_replay: a rollout names an expert beyond the model's {shape.experts.count}")
     if (np.diff(np.sort(whole, -1), axis=-1) == 0).any():
         raise UserError("router_replay: a rollout names an expert twice in a layer")
-    return ops.ReplayedRoutes(row.predictors, list(torch.from_numpy(whole).to(row.tokens.device).unbind(1)))
+    return whole
 
 
 @dataclass
@@ -92,22 +135,24 @@ class ReplayFindings:
     squares_without: float = 0.0
     """The same without replay."""
 
+    def count(self, different: Bool[Tensor, "targets mixtures"], comparable: Bool[Tensor, "targets"] | None) -> None:
+        """Adds a micro-batch's routes."""
+        different = different if comparable is None else different[comparable]
+        self.routes += different.numel()
+        self.different += int(different.sum())
+
     def measure(
         self,
-        replayed: ops.ReplayedRoutes,
         generator: Float[Tensor, "targets"],
         trainer: Float[Tensor, "targets"],
-        without: Float[Tensor, "targets"] | None,
+        without: Float[Tensor, "targets"],
         comparable: Bool[Tensor, "targets"] | None,
     ) -> None:
-        """Adds a micro-batch; without: the trainer's values without replay, if those were computed too."""
+        """Adds a micro-batch's log-probabilities; without: the trainer's without replay."""
         kept = torch.ones_like(generator, dtype=torch.bool) if comparable is None else comparable
-        self.routes += int(kept.sum()) * len(replayed.different)
-        self.different += sum(int((different & kept).sum()) for different in replayed.different)
-        if without is not None:
-            self.tokens += int(kept.sum())
-            self.squares += _squares(trainer.detach() - generator, kept)
-            self.squares_without += _squares(without - generator, kept)
+        self.tokens += int(kept.sum())
+        self.squares += _squares(trainer.detach() - generator, kept)
+        self.squares_without += _squares(without - generator, kept)
 
     def plain(self) -> dict[str, Any]:
         """JSON-able, for `take`."""

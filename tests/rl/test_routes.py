@@ -13,16 +13,15 @@ from lockstep import Engine, EngineConfig, SamplingParams, build_model, ops, sav
 from lockstep.config import (
     ActorsConfig,
     CompileConfig,
-    ParallelConfig,
     RecomputeConfig,
     RLConfig,
     TrainConfig,
-    validate,
 )
 from lockstep.data import ByteTokenizer
 from lockstep.errors import UserError
 from lockstep.generate.drafts import Draft
 from lockstep.generate.routes import read_route, shortened, written
+from lockstep.generate.runner import Runner
 from lockstep.model import preset
 from lockstep.ops import routing
 from lockstep.parallel.recompute import apply_recompute
@@ -192,7 +191,9 @@ def test_one_flipped_route_is_named_with_its_layer_token_and_experts(monkeypatch
     model = mixture()
     with monkeypatch.context() as patch:
         seen = plant(patch, call, step=5)
-        rollouts = sampled(Engine(model, EngineConfig(cache_tokens=4096)))
+        engine = Engine(model, EngineConfig(cache_tokens=4096))
+        engine._runner = Runner(model, engine.cache)  # a repeated step would not call what is planted
+        rollouts = sampled(engine)
     parity = loss_of(model, rollouts).parity
     # Of the first row: the first sample's fifth token after the step that computed its prompt.
     first = rollouts[0]
@@ -265,7 +266,7 @@ def test_replayed_routes_are_the_generators_and_the_weights_the_trainers():
 
     config = RLConfig(dtype="float32")
     batch = policy_batches(rollouts, config)[0]
-    replayed = routes_to_replay(batch.rollouts, batch.row, model.config)
+    replayed = routes_to_replay(batch.rollouts, batch.row, model.config, len(batch.row.tokens), None)
     logits = []
     exact = ops.router_logits
     with pytest.MonkeyPatch.context() as patch, torch.no_grad():
@@ -321,15 +322,33 @@ def test_replay_of_equal_routes_changes_no_bit():
 
 
 @pytest.mark.parametrize(
-    ("settings", "said"),
+    "recompute",
     [
-        (dict(recompute=RecomputeConfig(mode="full")), 'recompute.mode "full" yet'),
-        (dict(parallel=ParallelConfig(context=2)), "parallel.context 2 yet"),
+        RecomputeConfig("full"),
+        RecomputeConfig("every", every=2),
+        RecomputeConfig("selective", keep=("linear",)),
+        RecomputeConfig("selective", keep=("linear", "route")),
+        RecomputeConfig("budget", budget_gib=0.003),
     ],
+    ids=lambda config: f"{config.mode} {','.join(config.keep) if config.mode == 'selective' else ''}",
 )
-def test_replay_is_refused_by_name_with_what_it_does_not_go_with(settings, said):
-    with pytest.raises(UserError, match=f"router_replay .*{said}"):
-        validate(RLConfig(model="folder", router_replay=True, **settings))
+def test_layers_that_are_computed_again_replay_the_same_routes(recompute):
+    model = mixture()
+    rollouts = sampled(Engine(perturbed(model), EngineConfig(cache_tokens=4096)))
+    expected = loss_of(model, rollouts, router_replay=True)
+    gradients = {name: p.grad.clone() for name, p in model.named_parameters()}
+    model.zero_grad()
+    calls = []
+    exact = routing._choose
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(routing, "_choose", lambda *x: calls.append(1) or exact(*x))
+        apply_recompute(model, recompute)
+        found = loss_of(model, rollouts, router_replay=True)
+    assert found.metrics() == expected.metrics() and expected.metrics()["routes/different"] > 0
+    assert all(torch.equal(p.grad, gradients[name]) for name, p in model.named_parameters())
+    batches = len(policy_batches(rollouts, RLConfig(dtype="float32", train=TrainConfig(tokens_per_microbatch=90))))
+    once = (batches + 1) * len(model.config.mixtures)
+    assert (len(calls) > once) == ("route" not in recompute.keep or recompute.mode != "selective")
 
 
 def test_replay_without_experts_or_routes_is_refused(tmp_path, model_folder):

@@ -3,29 +3,19 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
-import torch
-import torch.distributed as dist
-from jaxtyping import Int
-from torch import Tensor
-
 from lockstep.config import RLConfig
 from lockstep.errors import UserError
-from lockstep.generate.routes import routes_in
 from lockstep.model import ModelConfig, TrainableModel
 from lockstep.observe import training_flops
-from lockstep.ops.routes import route_dtype
 from lockstep.parallel import Pipeline, World
-from lockstep.parallel.tensor_group import tensor_group_of
 from lockstep.rl.actors.replicas import Replicas
 from lockstep.rl.batch import PolicyBatch, PolicyLoss
 from lockstep.rl.microbatches import microbatches, shares_prompts
 from lockstep.rl.rollouts import Rollout
-from lockstep.rl.routes import own_routes
 from lockstep.train.context import shard_row
 from lockstep.train.packing import PackedRow
 
@@ -104,42 +94,6 @@ def _fitting(model: Pipeline, count: int) -> int:
         return more
     model.plan.check_microbatches(count)
     return count
-
-
-@contextmanager
-def routes_compared_on_stages(loss: PolicyLoss, model: TrainableModel, own: Sequence[PolicyBatch]) -> Iterator[None]:
-    """For the step of a pipeline, each of whose ranks sees the routes of its own layers: compares them afterwards."""
-    if not (loss.compare and isinstance(model, Pipeline) and model.config.mixtures):
-        yield
-        return
-    for stage in model.stages:
-        stage.routes = {}
-    try:
-        yield
-        chosen = _routes_of_stages(model, own)
-    finally:
-        for stage in model.stages:
-            stage.routes = None
-    for batch, routes in zip(own, chosen):
-        if loss.found and not batch.idle:  # on the last stage's rank
-            loss.parity.compare_routes(batch.rollouts, routes_in(routes), model.config, batch.current)
-
-
-def _routes_of_stages(model: Pipeline, batches: Sequence[PolicyBatch]) -> list[Int[Tensor, "tokens mixtures active"]]:
-    """For each micro-batch, the experts of its sampled tokens in all mixtures; on every rank of the pipeline."""
-    assert model.config.experts is not None
-    mixtures, active = model.config.mixtures, model.config.experts.routing.active
-    rows = max(len(batch.row.tokens) for batch in batches)  # a pipeline pads its micro-batches to one length
-    lengths = [batch.weights.numel() for batch in batches]
-    whole = torch.zeros(sum(lengths), len(mixtures), active, dtype=torch.int32, device=model.device)
-    for stage in model.stages:
-        assert stage.routes is not None
-        own = [mixtures.index(layer) for layer in stage.own_layers if layer in mixtures]
-        for number, (batch, found) in enumerate(zip(batches, whole.split(lengths))):
-            if own:
-                found[:, own] = own_routes(stage.routes[number], batch.row, rows, tensor_group_of(stage)).int()
-    dist.all_reduce(whole, group=model.group)  # each rank has zeros for the others' layers
-    return list(whole.to(route_dtype(model.config.experts.count)).split(lengths))
 
 
 def share_findings(
