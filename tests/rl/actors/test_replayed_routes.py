@@ -63,7 +63,7 @@ def another(route, number):
 def test_every_layout_replays_the_routes_that_one_process_does(model_folder, tmp_path, ranks, parallel, changes):
     task = tmp_path / "task.py"
     task.write_text(TASK)
-    model = mixture(model_folder, tmp_path / "model", 4 if parallel.pipeline_schedule == "zbv" else 2)
+    model = mixture(model_folder, tmp_path / "model", 2 * parallel.pipeline)
     train = TrainConfig(learning_rate=1e-3, warmup_steps=0, schedule="constant", tokens_per_microbatch=64)
     first = config_of(
         task, model, tmp_path / "one", ParallelConfig(reduction_chunks=parallel.tensor), train=train, steps=1,
