@@ -25,7 +25,6 @@ from lockstep.model.decoder import Block
 from lockstep.model.known_operators import refuse_unknown_operators
 from lockstep.model.shard import local_values
 from lockstep.parallel import World, apply_compile, chunks_for, generator_layout, generator_model, parallel_model
-from lockstep.parallel.pipeline_schedule import PipelinePlan
 from lockstep.parallel.refusals import refuse_generators
 from lockstep.rl.actors.own_weights import lay_out
 from lockstep.train.adapter import adapted
@@ -104,21 +103,11 @@ def refuse_on_ranks(config: RLConfig, world: World) -> None:
     """Raises UserError for what a run on several ranks does not support yet."""
     if world.size == 1:
         return
-    if algorithm_of(config).advantage == "gae":
-        halves = world.degrees["pipeline"] > 1 and PipelinePlan(config.parallel).splits_backward
-        wrong = ["full_dtensor"] * config.parallel.full_dtensor
-        schedule = config.parallel.pipeline_schedule
-        wrong += [f"pipeline_schedule {schedule} and value_detached together"] * (halves and config.value_detached)
-        if wrong:
-            raise UserError(
-                f"algorithm {config.algorithm} trains a value head, which does not support parallel.{wrong[0]} yet; "
-                "remove that option, or choose another algorithm"
-            )
-        if config.train.optimizer_in_backward:
-            raise UserError(
-                f"algorithm {config.algorithm} trains a value head, whose gradient is summed over ranks after the "
-                "backward; turn train.optimizer_in_backward off"
-            )
+    if algorithm_of(config).advantage == "gae" and config.train.optimizer_in_backward:
+        raise UserError(
+            f"algorithm {config.algorithm} trains a value head, whose gradient is summed over ranks after the "
+            "backward; turn train.optimizer_in_backward off"
+        )
     generators = 1 if config.actors.separate else world.size // world.degrees["tensor"]
     if config.oversampling_factor > 1 and config.train.deterministic_layout and generators > 1:
         raise UserError(

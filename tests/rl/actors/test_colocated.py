@@ -90,6 +90,7 @@ LAYOUTS = {
     "HSDP 4": (4, replace(ONE, data_replicate=2)),
     "FSDP 2 x TP 2": (4, replace(ONE, tensor=2)),
     "CP 2 x TP 2": (4, replace(ONE, context=2, tensor=2)),
+    "CP 2 x TP 2, full DTensor": (4, replace(ONE, context=2, tensor=2, full_dtensor=True)),
     "TP 2 x PP 2": (4, replace(ONE, tensor=2, pipeline=2)),
 }
 OWN = (
@@ -182,6 +183,7 @@ def test_a_run_has_the_same_rollouts_and_losses_in_every_layout(task, model_fold
         pytest.param(
             "ppo", dict(value_detached=True), ["CP 2 x TP 2", "TP 2 x PP 2", "HSDP 4"], marks=pytest.mark.slow
         ),
+        pytest.param("ppo", {}, ["CP 2 x TP 2, full DTensor"], marks=pytest.mark.slow),
         # Of each group one completion is trained on.
         pytest.param("rejection", dict(prompts_per_step=12), ["FSDP 2"], marks=pytest.mark.slow),
     ],
@@ -293,6 +295,17 @@ def deeper(folder, output):
     return output
 
 
+@pytest.mark.parametrize(
+    ("schedule", "detached"),
+    [("zbv", True), *(pytest.param(*case, marks=pytest.mark.slow) for case in (("zbv", False), ("dualpipev", True)))],
+)
+def test_a_backward_in_two_halves_reaches_the_value_head(task, model_folder, tmp_path, monkeypatch, schedule, detached):
+    layout = 2, replace(ONE, pipeline=2, pipeline_schedule=schedule)
+    monkeypatch.setitem(LAYOUTS, schedule, layout)
+    model = deeper(model_folder, tmp_path / "model")
+    check(task, model, tmp_path, [schedule], algorithm="ppo", value_detached=detached, steps=2)
+
+
 def mixture(folder, output, layers=2):
     """A mixture of experts with the same tokenizer."""
     shutil.copytree(folder, output)
@@ -319,6 +332,7 @@ def mixture(folder, output, layers=2):
         pytest.param(2, ParallelConfig(pipeline=2, pipeline_schedule="zbv"), "grpo", marks=pytest.mark.slow),
         pytest.param(4, ParallelConfig(tensor=4), "grpo", marks=pytest.mark.slow),  # more than key-value heads
         pytest.param(4, ParallelConfig(tensor=2), "ppo", marks=pytest.mark.slow),
+        pytest.param(4, ParallelConfig(tensor=2, full_dtensor=True), "ppo", marks=pytest.mark.slow),
         pytest.param(4, ParallelConfig(expert=2), "ppo", marks=pytest.mark.slow),
         pytest.param(4, ParallelConfig(expert=2, tensor=2), "grpo", marks=pytest.mark.slow),
         pytest.param(4, ParallelConfig(expert=2, pipeline=2), "grpo", marks=pytest.mark.slow),
@@ -329,7 +343,8 @@ def mixture(folder, output, layers=2):
     ids=[
         "CP 2 x TP 2, PPO", "CP 2 x TP 2, expert 2", "PP 2, ZBV, PPO", "FSDP 2 x PP 2, PPO", "CP 2 x PP 2, PPO",
         "FSDP 3, PPO", "CP 2, expert 2", "CP 2", "expert 2", "FSDP 3", "TP 2", "PP 2, ZBV", "TP 4",
-        "FSDP 2 x TP 2, PPO", "FSDP 2 x expert 2, PPO", "expert 2 x TP 2", "PP 2 x expert 2", "PP 2, ZBV, x expert 2",
+        "FSDP 2 x TP 2, PPO", "FSDP 2 x TP 2, full DTensor, PPO", "FSDP 2 x expert 2, PPO", "expert 2 x TP 2",
+        "PP 2 x expert 2", "PP 2, ZBV, x expert 2",
     ],
 )  # fmt: skip
 def test_without_one_order_ranks_sample_the_same_and_measure_nearly_the_same(
@@ -460,10 +475,6 @@ def test_every_data_parallel_rank_has_a_microbatch_though_prompts_are_long_and_s
 @pytest.mark.parametrize(
     ("changes", "said"),
     [
-        (
-            dict(algorithm="ppo", parallel=ParallelConfig(pipeline=2, pipeline_schedule="zbv"), value_detached=True),
-            "a value head, which does not support parallel.pipeline_schedule zbv and value_detached together yet",
-        ),
         (
             dict(algorithm="ppo", train=TrainConfig(optimizer_in_backward=True, max_grad_norm=0)),
             "turn train.optimizer_in_backward off",
