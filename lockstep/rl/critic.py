@@ -51,12 +51,11 @@ class ValueHead(nn.Module):
 
     def forward(self, hidden: Float[Tensor, "states dim"]) -> Float[Tensor, "states"]:
         weight: Tensor = self.weight
-        if torch.is_grad_enabled():
+        hidden = hidden.detach() if self.detached else hidden
+        if not self.counts and torch.is_grad_enabled():
+            weight = without_gradient(weight)
             # In one-order mode each rank takes its rows of a gradient that is already summed (`exchange.sum_gathered`).
-            shares = self.counts or one_order.is_asked()
-            weight = weight if self.counts else without_gradient(weight)
-            # Not detached: a backward in two halves finds the parameters between the loss and its input.
-            hidden = hidden if shares and not self.detached else without_gradient(hidden)
+            hidden = hidden if one_order.is_asked() else without_gradient(hidden)
         states = F.pad(hidden.float(), (0, 1), value=self.unit)
         shares = torch.is_grad_enabled() and one_order.shared_targets() is not None
         return (target_product if shares else ops.linear)(states, weight)[:, 0]
