@@ -51,7 +51,7 @@ class TrainConfig:
     optimizer_in_backward: bool = False
     """Update each parameter when its gradient is complete, and free the gradient: no clipping, one micro-batch."""
     deterministic_layout: bool = False
-    """Sum gradients in a fixed order, so that losses and weights have the same bits in every layout: a power of two of
+    """Sum gradients in a fixed order, so that losses and weights have the same bits in every layout: any number of
     data-parallel ranks (at most two GPUs), and on CPUs tensor, context and pipeline ranks. Costs communication."""
     keep_freed_memory: bool = True
     """On a CPU: keep freed memory in the process, for speed; off: return it to the system, for a lower peak."""

@@ -8,11 +8,13 @@ tokens, computed on one rank, and zero on the others.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import Protocol, runtime_checkable
+from typing import Generic, Protocol, TypeVar, runtime_checkable
 
 from torch import Tensor
+
+T = TypeVar("T")
 
 
 @runtime_checkable
@@ -44,26 +46,58 @@ class SharedRows(GatheredRows, Protocol):
         ...
 
 
+class Tree(Generic[T]):
+    """The sum of leaves that come one after the other: in a binary tree, neighbors first."""
+
+    def __init__(self, add: Callable[[T, T], T]):
+        self._add = add
+        self._subtrees: list[T] = []
+        """Complete subtrees, each smaller than the one before it."""
+        self._count = 0
+
+    def add(self, leaf: T) -> None:
+        # As a binary counter carries: two subtrees of the same size make the next larger one.
+        self._count += 1
+        for _ in range((self._count & -self._count).bit_length() - 1):
+            leaf = self._add(self._subtrees.pop(), leaf)
+        self._subtrees.append(leaf)
+
+    def sum(self) -> T | None:
+        """The sum of all leaves; none may be added afterwards. None: there are none."""
+        while len(self._subtrees) > 1:
+            smallest = self._subtrees.pop()
+            self._subtrees.append(self._add(self._subtrees.pop(), smallest))
+        return self._subtrees[0] if self._subtrees else None
+
+
 # Plain globals: a backward pass may run in a different thread than the forward.
 _chunks = 0
+_microbatches = 1
 _tokens: SharedRows | None = None
 _targets: SharedRows | None = None
 
 
 @contextmanager
-def one_order(chunks: int) -> Iterator[None]:
-    """Within this context, gradients are summed in one order. `chunks`: those of the model's row products."""
-    global _chunks
-    before, _chunks = _chunks, chunks
+def one_order(chunks: int, microbatches: int = 1) -> Iterator[None]:
+    """Within this context, gradients are summed in one order. `chunks`: those of the model's row products;
+    `microbatches`: how many each data-parallel rank has in the step."""
+    global _chunks, _microbatches
+    before = _chunks, _microbatches
+    _chunks, _microbatches = chunks, microbatches
     try:
         yield
     finally:
-        _chunks = before
+        _chunks, _microbatches = before
         share(None, None)
 
 
 def is_asked() -> bool:
     return _chunks > 0
+
+
+def microbatches() -> int:
+    """How many micro-batches each data-parallel rank has in the step."""
+    return _microbatches
 
 
 def gradient_chunks() -> int:

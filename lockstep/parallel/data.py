@@ -53,7 +53,8 @@ def shard_data_parallel(model: Decoder, world: World, config: ParallelConfig, co
         # gloo has no pre-multiplied sum; the plain sum is right on every backend.
         module.set_force_sum_reduction_for_comms(True)
         if world.device.type == "cpu":
-            module.set_custom_reduce_scatter(ExchangedSum())  # type: ignore[arg-type]
+            shared = 1 if module in shared_experts else world.degrees["context"]
+            module.set_custom_reduce_scatter(ExchangedSum(shared))  # type: ignore[arg-type]
         if world.replicas is not None and module not in shared_experts:
             module.set_all_reduce_hook(SumOverReplicas(world.replicas))
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -175,6 +175,11 @@ class ExchangedSum:
     gradients of a 7M-parameter layer on two ranks. FSDP uses it through `set_custom_reduce_scatter`.
     """
 
+    def __init__(self, shared: int = 1):
+        """shared: how many neighboring ranks share a micro-batch's tokens."""
+        self.shared = shared
+        self._apart = _Apart()
+
     def allocate(self, size: Sequence[int], *, dtype: torch.dtype, device: torch.device) -> Tensor:
         return torch.empty(size, dtype=dtype, device=device)
 
@@ -191,6 +196,14 @@ class ExchangedSum:
         received = torch.empty_like(input_tensor)
         dist.all_to_all_single(received, input_tensor, group=group)
         parts = list(received.view(group.size(), -1).unbind())
+        if _is_no_subtree(group.size() // self.shared):
+            # With one order, of ranks that share tokens only one has a gradient.
+            total = self._apart.add(map(tree_sum, zip(*[iter(parts)] * self.shared)))
+            if total is None:
+                output_tensor.zero_()
+            else:
+                output_tensor.copy_(total)
+            return
         while len(parts) > 2:
             # Not `torch.sum`, which reads two long rows at a third of the memory bandwidth.
             parts = [left.add_(right) for left, right in zip(parts[::2], parts[1::2])] + parts[len(parts) & ~1 :]
@@ -205,8 +218,46 @@ class SumOverReplicas:
 
     def __init__(self, group: dist.ProcessGroup):
         self.group = group
+        self._apart = _Apart()
 
     def __call__(self, x: Tensor) -> None:
         ranks = self.group.size()
         padded = torch.nn.functional.pad(x.flatten(), (0, -x.numel() % ranks))
-        x.copy_(gather_rows(sum_rows(padded, self.group), self.group)[: x.numel()].view_as(x))
+        if _is_no_subtree(ranks):
+            share = self._apart.add(swap_rows(padded, self.group).view(ranks, -1))
+        else:
+            share = sum_rows(padded, self.group)
+        if share is None:
+            x.zero_()
+        else:
+            x.copy_(gather_rows(share, self.group)[: x.numel()].view_as(x))
+
+
+def _is_no_subtree(ranks: int) -> bool:
+    """Whether, with one order, the sum over so many ranks' micro-batches is none of the sums in the step's tree."""
+    return one_order.is_asked() and ranks & (ranks - 1) != 0
+
+
+class _Apart:
+    """Adds up gradients of a step's micro-batches on ranks whose number is no power of two, leaf by leaf.
+
+    What is passed on is zero until the step's last micro-batch, and then the sum of all.
+    """
+
+    def __init__(self) -> None:
+        self._begin()
+
+    def _begin(self) -> None:
+        self._tree: one_order.Tree[Tensor] = one_order.Tree(Tensor.add_)
+        self._microbatches = 0
+
+    def add(self, parts: Iterable[Tensor]) -> Tensor | None:
+        """Adds a micro-batch of each rank, in rank order; returns the sum of all after the step's last."""
+        for part in parts:
+            self._tree.add(part.clone())
+        self._microbatches += 1
+        if self._microbatches < one_order.microbatches():
+            return None
+        total = self._tree.sum()
+        self._begin()
+        return total

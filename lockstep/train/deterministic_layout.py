@@ -65,10 +65,11 @@ def refuse_other_order(world: World, model: TrainableModel) -> None:
             "train.deterministic_layout sums gradients over ranks after every micro-batch; leave "
             'parallel.reduce_gradients at "auto"'
         )
-    if world.data_size & (world.data_size - 1):
+    if world.degrees["data_replicate"] > 1 and world.degrees["data_shard"] & (world.degrees["data_shard"] - 1):
         raise UserError(
-            "train.deterministic_layout sums in a binary tree of ranks: the number of data-parallel ranks must be a "
-            f"power of two and is {world.data_size}"
+            "train.deterministic_layout sums in a binary tree of ranks, shards first: with parallel.data_replicate "
+            f"{world.degrees['data_replicate']}, the number of shards must be a power of two and is "
+            f"{world.degrees['data_shard']}; set parallel.data_replicate to 1 or {world.data_size}"
         )
     if world.data_size > 1 and not isinstance(model, FSDPModule | Pipeline):
         raise UserError(

@@ -11,6 +11,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from lockstep.ops.one_order import Tree
 from lockstep.train.gradient_norm import exact_norms, gradient_norms, local_squares, norms_of_squares
 
 Parameters = Mapping[str, nn.Parameter]
@@ -149,7 +150,8 @@ class GradientsInATree:
     """Sums in a binary tree over the step's micro-batches, neighbors first: one order for any number of ranks.
 
     Rank r of n has the micro-batches r, n + r, 2n + r and so on of a step. The sum of one micro-batch on each of n
-    ranks, n a power of two, is a subtree, and the subtrees come in the order of the tree's leaves. Each stage of a
+    ranks, n a power of two, is a subtree, and the subtrees come in the order of the tree's leaves. For other n, the
+    exchange over ranks adds up the leaves, and the gradients that come here are zero but for the last. Each stage of a
     pipeline has its own tree.
     """
 
@@ -157,7 +159,7 @@ class GradientsInATree:
 
     def __init__(self, parameters: Parameters):
         self.parameters = parameters
-        self._trees: dict[tuple[str, ...], _Tree] = {}
+        self._trees: dict[tuple[str, ...], Tree[dict[str, Tensor]]] = {}
 
     @torch.no_grad()
     def end_microbatch(self, of: Iterable[str] | None = None) -> None:
@@ -167,10 +169,11 @@ class GradientsInATree:
             parameter = self.parameters[name]
             if parameter.grad is not None:
                 leaf[name], parameter.grad = parameter.grad.float(), None
-        self._trees.setdefault(names, _Tree()).add(leaf)
+        self._trees.setdefault(names, Tree(_added)).add(leaf)
 
+    @torch.no_grad()
     def held(self) -> dict[str, Tensor]:
-        found = {name: grad for tree in self._trees.values() for name, grad in tree.sum().items()}
+        found = {name: grad for tree in self._trees.values() for name, grad in (tree.sum() or {}).items()}
         return {name: found[name] for name in self.parameters if name in found}
 
     def norms(self, stage_groups: Sequence[dist.ProcessGroup], shared: Collection[str]) -> dict[str, float]:
@@ -178,29 +181,6 @@ class GradientsInATree:
 
     def clear(self) -> None:
         self._trees.clear()
-
-
-class _Tree:
-    def __init__(self) -> None:
-        self._subtrees: list[dict[str, Tensor]] = []
-        """Complete subtrees, each smaller than the one before it."""
-        self._count = 0
-
-    @torch.no_grad()
-    def add(self, leaf: dict[str, Tensor]) -> None:
-        # As a binary counter carries: two subtrees of the same size make the next larger one.
-        self._count += 1
-        for _ in range((self._count & -self._count).bit_length() - 1):
-            leaf = _added(self._subtrees.pop(), leaf)
-        self._subtrees.append(leaf)
-
-    @torch.no_grad()
-    def sum(self) -> dict[str, Tensor]:
-        """The sum of all leaves; none may be added afterwards."""
-        while len(self._subtrees) > 1:
-            smallest = self._subtrees.pop()
-            self._subtrees.append(_added(self._subtrees.pop(), smallest))
-        return self._subtrees[0] if self._subtrees else {}
 
 
 def _added(first: dict[str, Tensor], second: dict[str, Tensor]) -> dict[str, Tensor]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
@@ -29,6 +30,7 @@ from lockstep.train.optimizer import MasterOptimizer
 from lockstep.train.schedule import make_schedule
 
 MicroBatch = TypeVar("MicroBatch")
+Grads = dict[str, Tensor]
 _COUNTS = ("updates", "skipped_steps", "skipped_in_a_row")
 
 
@@ -96,7 +98,7 @@ class Trainer:
         self.optimizer.begin(learning_rate, len(held))
         self.balance.begin_step(held)
         TRAFFIC.clear()
-        with self._order():
+        with self._order(len(held)):
             loss = self._sum(self.accumulate(held, loss_of))
         with self.timeline.span("optimizer"):
             norms = self.optimizer.gradient_norms(self.world.stage_groups)
@@ -128,6 +130,7 @@ class Trainer:
             with self.timeline.span("forward and backward"):
                 return self._through_stages(self.model, microbatches, loss_of)
         losses: list[float] = []
+        beside: list[Grads] = []
         for index, microbatch in enumerate(microbatches):
             self._before_microbatch()
             if isinstance(self.model, FSDPModule):
@@ -142,9 +145,12 @@ class Trainer:
                 return losses
             with self.timeline.span("backward"):
                 share.backward()
-                if self.config.deterministic_layout or index == len(microbatches) - 1:
+                if self.config.deterministic_layout:
+                    beside.append(self._take_beside())
+                elif index == len(microbatches) - 1:
                     self._sum_beside()
                 self.optimizer.gradients.end_microbatch()
+        self._add_beside(beside)
         return losses
 
     def _through_stages(
@@ -159,23 +165,47 @@ class Trainer:
             losses = model.accumulate(microbatches, loss_of)
             self._sum_beside()
             return losses
-        beside: list[dict[str, Tensor | None]] = []
+        beside: list[Grads] = []
 
         def end(names: Iterable[str]) -> None:
             names = list(names)
             if not self.beside.keys().isdisjoint(names):
-                beside.append({name: parameter.grad for name, parameter in self.beside.items()})
-                for parameter in self.beside.values():
-                    parameter.grad = None
+                beside.append(self._take_beside())
             self.optimizer.gradients.end_microbatch(name for name in names if name not in self.beside)
 
         losses = model.accumulate(microbatches, loss_of, end)
-        for of_microbatch in beside or [{}] * (len(microbatches) if self.beside else 0):
-            for name, parameter in self.beside.items():
-                parameter.grad = of_microbatch.get(name)
-            self._sum_beside()
-            self.optimizer.gradients.end_microbatch(self.beside)
+        self._add_beside(beside or [self._take_beside() for _ in microbatches])
         return losses
+
+    def _take_beside(self) -> Grads:
+        """The gradients of the parameters beside the model, which have none afterwards; zero for those without."""
+        taken = {n: torch.zeros_like(p) if p.grad is None else p.grad for n, p in self.beside.items()}
+        for parameter in self.beside.values():
+            parameter.grad = None
+        return taken
+
+    @torch.no_grad()
+    def _add_beside(self, of_microbatches: Sequence[Grads]) -> None:
+        """Adds them up over a step's micro-batches on all ranks, in the order of one process."""
+        if not (self.beside and of_microbatches):
+            return
+        by_rank = {}
+        for name in self.beside:
+            own = torch.stack([grads[name] for grads in of_microbatches])
+            by_rank[name] = own[None] if self.world.mesh is None else self._of_data_ranks(own)
+        for microbatch, rank in itertools.product(range(len(of_microbatches)), range(self.world.data_size)):
+            for name, parameter in self.beside.items():
+                parameter.grad = by_rank[name][rank][microbatch]
+            self.optimizer.gradients.end_microbatch(self.beside)
+
+    def _of_data_ranks(self, own: Tensor) -> list[Tensor]:
+        """`own` of each data-parallel rank: of the ranks that share its micro-batches, all but one have zeros."""
+        assert dist.group.WORLD is not None
+        degrees = self.world.degrees
+        everyone = gather_rows(own[None], dist.group.WORLD).unflatten(
+            0, (degrees["pipeline"], self.world.data_size, -1)
+        )
+        return [tree_sum(everyone[:, rank].flatten(0, 1).unbind()) for rank in range(self.world.data_size)]
 
     @torch.no_grad()
     def _sum_beside(self) -> None:
@@ -187,11 +217,11 @@ class Trainer:
             own = torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
             parameter.grad = tree_sum(gather_rows(own[None], group).unbind())
 
-    def _order(self) -> AbstractContextManager[None]:
+    def _order(self, microbatches: int = 1) -> AbstractContextManager[None]:
         """The order in which gradients and losses are summed."""
         if not self.config.deterministic_layout:
             return nullcontext()
-        return one_order(max(self.model.config.reduction_chunks, 1))
+        return one_order(max(self.model.config.reduction_chunks, 1), microbatches)
 
     def _sum(self, losses: list[float]) -> float:
         """The sum of all ranks' losses."""

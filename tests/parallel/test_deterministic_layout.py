@@ -49,6 +49,16 @@ SHARED = {
     "TP 2 x PP 2": (4, ParallelConfig(tensor=2, pipeline=2)),
     "full DTensor": (4, ParallelConfig(context=2, tensor=2, full_dtensor=True)),
 }
+ODD = {
+    "FSDP 3": (3, ParallelConfig()),
+    "DDP 3": (3, ParallelConfig(data_replicate=3)),
+    "FSDP 6": (6, ParallelConfig()),
+    "HSDP 2 x 3": (6, ParallelConfig(data_replicate=3)),
+    "FSDP 3 x TP 2": (6, ParallelConfig(tensor=2)),
+    "FSDP 3 x CP 2": (6, ParallelConfig(context=2)),
+    "FSDP 3 x PP 2": (6, ParallelConfig(pipeline=2)),
+    "FSDP 3 x PP 2, ZBV": (6, ParallelConfig(pipeline=2, pipeline_schedule="zbv")),
+}
 WIDE = {
     "TP 4": (4, ParallelConfig(tensor=4)),
     "CP 2 x TP 4": (8, ParallelConfig(context=2, tensor=4)),
@@ -146,6 +156,19 @@ def test_steps_have_the_same_bits_where_ranks_share_tokens_features_and_layers(d
 
 
 @pytest.mark.parametrize(
+    ("dtype", "microbatches", "optimizer", "layouts"),
+    [
+        ("float32", 9, "adamw", ["FSDP 3"]),
+        pytest.param("bfloat16", 9, "muon", ["FSDP 3", "DDP 3"], marks=pytest.mark.slow),
+        pytest.param("float32", 12, "adamw", ODD, marks=pytest.mark.slow),
+        pytest.param("bfloat16", 18, "adamw", ["FSDP 6", "HSDP 2 x 3"], marks=pytest.mark.slow),
+    ],
+)
+def test_steps_have_the_same_bits_where_a_round_of_micro_batches_is_no_subtree(dtype, microbatches, optimizer, layouts):
+    check([ODD[name] for name in layouts], 2, dtype, microbatches, 3, True, optimizer)
+
+
+@pytest.mark.parametrize(
     ("dtype", "steps", "heads", "layouts"),
     [
         # Two heads of queries on each rank, and two ranks for each head of keys, which have a norm in this family.
@@ -196,8 +219,12 @@ def test_squares_are_added_exactly_in_any_order_and_any_parts():
     ("degrees", "others", "said"),
     [
         ({"pipeline": 2, "context": 2}, {}, "works with parallel.pipeline or with parallel.context, not with both"),
-        ({"data_shard": 3}, {}, "data-parallel ranks must be a power of two and is 3"),
-        ({"data_replicate": 3}, {}, "data-parallel ranks must be a power of two and is 3"),
+        (
+            {"data_shard": 3, "data_replicate": 2},
+            {},
+            "with parallel.data_replicate 2, the number of shards must be a power of two and is 3; set "
+            "parallel.data_replicate to 1 or 6",
+        ),
         ({"data_shard": 4}, {"reduce_gradients": "step"}, 'leave parallel.reduce_gradients at "auto"'),
         ({"data_shard": 4}, {"device": torch.device("cuda")}, "up to 2 GPUs so far, not 4"),
         (

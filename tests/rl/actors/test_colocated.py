@@ -86,6 +86,7 @@ LAYOUTS = {
     "TP 2": (2, replace(ONE, tensor=2)),
     "CP 2": (2, replace(ONE, context=2)),
     "PP 2": (2, replace(ONE, pipeline=2)),
+    "FSDP 3": (3, ONE),
     "FSDP 4": (4, ONE),
     "HSDP 4": (4, replace(ONE, data_replicate=2)),
     "FSDP 2 x TP 2": (4, replace(ONE, tensor=2)),
@@ -183,7 +184,7 @@ def test_a_run_has_the_same_rollouts_and_losses_in_every_layout(task, model_fold
         pytest.param(
             "ppo", dict(value_detached=True), ["CP 2 x TP 2", "TP 2 x PP 2", "HSDP 4"], marks=pytest.mark.slow
         ),
-        pytest.param("ppo", {}, ["CP 2 x TP 2, full DTensor"], marks=pytest.mark.slow),
+        pytest.param("ppo", {}, ["CP 2 x TP 2, full DTensor", "FSDP 3"], marks=pytest.mark.slow),
         # Of each group one completion is trained on.
         pytest.param("rejection", dict(prompts_per_step=12), ["FSDP 2"], marks=pytest.mark.slow),
     ],
