@@ -99,10 +99,14 @@ def _order(chosen: Tensor, experts: int) -> tuple[Tensor, Tensor, Tensor]:
 
 
 def _dispatch(x: Tensor, places: Tensor, sources: Tensor) -> Tensor:
-    active = len(sources) // max(len(x), 1)
+    active = max(len(sources) // max(len(x), 1), 1)
     if native.is_pretending() or x.is_meta:
         return x.new_empty(len(sources), x.shape[1])
-    return x[sources // max(active, 1)]
+    if not native.usable(x):
+        return x[sources // active]
+    out = x.new_empty(len(sources), x.shape[1])
+    native.call("dispatch", x.dtype, x.contiguous(), sources, out, len(sources), active, x.shape[1])
+    return out
 
 
 def _triton() -> Any:

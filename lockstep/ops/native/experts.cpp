@@ -103,6 +103,13 @@ extern "C" void order_by_expert_f32(const int64_t* chosen, int64_t* starts, int6
     }
 }
 
+// out [count][dim]: the token of each row, which is one of its `active` choices.
+template <class T>
+static void dispatch(const T* x, const int64_t* sources, T* out, int64_t count, int64_t active, int64_t dim) {
+#pragma omp parallel for if (count * dim > PARALLEL_ELEMENTS)
+    for (int64_t row = 0; row < count; row++) std::copy_n(x + sources[row] / active * dim, dim, out + row * dim);
+}
+
 // out [tokens][dim]: the sum over a token's choices, in their order, of weight times row, in float32 and rounded once.
 // Without weights each counts 1.
 template <class T>
@@ -136,6 +143,10 @@ static void combine_backward(const T* grad, const T* rows, const float* weights,
 }
 
 #define EXPORT(T, suffix)                                                                                             \
+    extern "C" void dispatch##suffix(const T* x, const int64_t* sources, T* out, int64_t count, int64_t active,       \
+                                     int64_t dim) {                                                                   \
+        dispatch<T>(x, sources, out, count, active, dim);                                                             \
+    }                                                                                                                 \
     extern "C" void combine##suffix(const T* rows, const float* weights, const int64_t* places, T* out,               \
                                     int64_t tokens, int64_t active, int64_t dim) {                                    \
         combine<T>(rows, weights, places, out, tokens, active, dim);                                                  \
