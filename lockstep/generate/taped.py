@@ -34,15 +34,19 @@ class TapedRunner(Runner):
     def __init__(self, model: Decoder, cache: ops.KVCache, weights: ops.PackedWeights):
         super().__init__(model, cache)
         self._weights = weights
+        self._steps: dict[int, _Step] = {}
+        self._settings: list[Any] = []
         self._look()
         self._arena = ops.Arena()
-        self._steps: dict[int, _Step] = {}
         self._sights: Counter[int] = Counter()
         self._most_rows = ops.FEW_ROWS
 
     def _look(self) -> None:
-        """Modules may have been replaced, or got hooks or another forward, whenever weights may have changed."""
+        """Modules may have been replaced, or got hooks, settings or another forward, when weights may have changed."""
         modules = list(self.model.modules())
+        if (settings := [(type(m), _settings(m)) for m in modules]) != self._settings:
+            self.release()
+            self._settings = settings
         self._generation = self._weights.generation
         self._hooked = runs_own_code(self.model)
         self._names: list[tuple[dict[str, Any], str]] = [
@@ -97,6 +101,15 @@ class TapedRunner(Runner):
             return None
         self._steps[rows] = step
         return step.decoded
+
+
+def _settings(module: nn.Module) -> dict[str, Any]:
+    """What a module computes with in addition to its tensors and submodules."""
+    return {
+        name: value
+        for name, value in vars(module).items()
+        if not name.startswith("_") and isinstance(value, bool | int | float | str | ops.Routing | None)
+    }
 
 
 Weights = tuple[list[tuple[int, int]], list[bool], list[int]]

@@ -196,7 +196,7 @@ class ExchangedSum:
         received = torch.empty_like(input_tensor)
         dist.all_to_all_single(received, input_tensor, group=group)
         parts = list(received.view(group.size(), -1).unbind())
-        if _is_no_subtree(group.size() // self.shared):
+        if one_order.is_asked() and is_no_subtree(group.size() // self.shared):
             # With one order, of ranks that share tokens only one has a gradient.
             total = self._apart.add(map(tree_sum, zip(*[iter(parts)] * self.shared)))
             if total is None:
@@ -223,7 +223,7 @@ class SumOverReplicas:
     def __call__(self, x: Tensor) -> None:
         ranks = self.group.size()
         padded = torch.nn.functional.pad(x.flatten(), (0, -x.numel() % ranks))
-        if _is_no_subtree(ranks):
+        if one_order.is_asked() and is_no_subtree(ranks):
             share = self._apart.add(swap_rows(padded, self.group).view(ranks, -1))
         else:
             share = sum_rows(padded, self.group)
@@ -233,9 +233,9 @@ class SumOverReplicas:
             x.copy_(gather_rows(share, self.group)[: x.numel()].view_as(x))
 
 
-def _is_no_subtree(ranks: int) -> bool:
-    """Whether, with one order, the sum over so many ranks' micro-batches is none of the sums in the step's tree."""
-    return one_order.is_asked() and ranks & (ranks - 1) != 0
+def is_no_subtree(ranks: int) -> bool:
+    """Whether the sum of one micro-batch on each of so many ranks is none of the sums in a step's tree."""
+    return ranks & (ranks - 1) != 0
 
 
 class _Apart:

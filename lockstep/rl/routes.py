@@ -89,9 +89,9 @@ def routes_to_replay(
     Those that this rank of the context and tensor groups has; rows and tensor_group as for `own_routes`. mixtures:
     those of this rank, by their place among the model's; None: all.
 
-    Raises UserError for a rollout without routes, or with those of another model.
+    Raises UserError as `generators_choices`.
     """
-    table = torch.from_numpy(_generators_choices(rollouts, shape)).to(row.tokens.device)
+    table = torch.from_numpy(generators_choices(rollouts, shape)).to(row.tokens.device)
     shared = targets_of_others(row)
     table = table if shared is None else shared.own_of(table)
     here = _rows_here(rows, tensor_group)
@@ -102,7 +102,8 @@ def routes_to_replay(
     )
 
 
-def _generators_choices(rollouts: Sequence[Rollout], shape: ModelConfig) -> Int[np.ndarray, "tokens mixtures active"]:
+def generators_choices(rollouts: Sequence[Rollout], shape: ModelConfig) -> Int[np.ndarray, "tokens mixtures active"]:
+    """The experts of all sampled tokens. Raises UserError for a rollout without routes, or with another model's."""
     tables = []
     for rollout in rollouts:
         read = [read_route(route, shape) for route in rollout.routes]
@@ -159,9 +160,12 @@ class ReplayFindings:
         return dataclasses.asdict(self)
 
     def take(self, parts: Sequence[Mapping[str, Any]]) -> None:
-        """Takes over the combined result of several ranks."""
-        for name in self.plain():
-            setattr(self, name, math.fsum(part[name] for part in parts))
+        """Takes over the combined result of several ranks: what the ratio was measured on must not depend on them, so
+        it is the step's first micro-batch, which the first rank has."""
+        for name in ("routes", "different"):
+            setattr(self, name, sum(part[name] for part in parts))
+        for name in ("tokens", "squares", "squares_without"):
+            setattr(self, name, parts[0][name])
 
     def metrics(self) -> dict[str, float]:
         """The fraction of routes that differ, and the ratio's RMS distance from 1; empty without replay."""

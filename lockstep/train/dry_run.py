@@ -25,6 +25,7 @@ from lockstep.observe.collectives import CollectiveLog, Traffic
 from lockstep.ops.native import pretending
 from lockstep.parallel import Pipeline, World, close_world, parallel_model
 from lockstep.parallel.data import set_gradient_sums
+from lockstep.parallel.exchange import is_no_subtree
 from lockstep.parallel.world import imagined_world
 from lockstep.train.context import shard_row
 from lockstep.train.dry_run_pipeline import PipelineStep, imagined_ranks
@@ -214,8 +215,10 @@ def _memory(trainer: Trainer, microbatches: int, peak: int) -> dict[str, int]:
         # Every rank holds the full gradient of the sharded weights until the step's last micro-batch.
         gradients = sum(4 * _gathered(p) for p in optimizer.parameters.values())
     there = weights + (state if apart else state - masters)
-    # In addition to a micro-batch's own, one for each size of subtree.
-    subtrees = masters * (microbatches.bit_length() - 1) if trainer.config.deterministic_layout else 0
+    # In addition to a micro-batch's own, one for each size of subtree; of single leaves, for some numbers of ranks.
+    ranks = trainer.world.data_size
+    leaves = microbatches * (ranks if is_no_subtree(ranks) else 1)
+    subtrees = masters * (leaves.bit_length() - 1) if trainer.config.deterministic_layout else 0
     return {
         "weights": weights,
         **({"float32 masters": masters} if apart else {}),

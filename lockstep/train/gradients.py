@@ -22,6 +22,8 @@ Parameters = Mapping[str, nn.Parameter]
 class Gradients(Protocol):
     """The interface to gradients that `MasterOptimizer` uses."""
 
+    parameters: Parameters
+
     @property
     def updated_weights(self) -> bool:
         """Whether some gradient of this step has already changed weights, so that the step cannot be skipped."""

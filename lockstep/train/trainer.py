@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections import Counter
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any, TypeVar
 
@@ -21,7 +22,7 @@ from lockstep.ops.linear import tree_sum
 from lockstep.ops.one_order import one_order
 from lockstep.parallel import Pipeline, World
 from lockstep.parallel.data import set_gradient_sums, sums_every_microbatch
-from lockstep.parallel.exchange import gather_rows
+from lockstep.parallel.exchange import gather_rows, is_no_subtree
 from lockstep.parallel.expert_traffic import TRAFFIC
 from lockstep.train.deterministic_layout import refuse_other_order, share_rows
 from lockstep.train.expert_balance import ExpertBalance
@@ -71,6 +72,7 @@ class Trainer:
         self.sums_every_microbatch = config.deterministic_layout or sums_every_microbatch(
             model.config.num_parameters, self.world
         )
+        self._sums_come_last = config.deterministic_layout and is_no_subtree(self.world.data_size)
         self.balance = ExpertBalance(model, config, self.world)
         self.updates = 0
         self.skipped_steps = 0
@@ -149,7 +151,7 @@ class Trainer:
                     beside.append(self._take_beside())
                 elif index == len(microbatches) - 1:
                     self._sum_beside()
-                self.optimizer.gradients.end_microbatch()
+                self._end_microbatch(self.optimizer.gradients.parameters, index == len(microbatches) - 1)
         self._add_beside(beside)
         return losses
 
@@ -166,16 +168,25 @@ class Trainer:
             self._sum_beside()
             return losses
         beside: list[Grads] = []
+        ended: Counter[tuple[str, ...]] = Counter()
 
         def end(names: Iterable[str]) -> None:
-            names = list(names)
+            names = tuple(names)
             if not self.beside.keys().isdisjoint(names):
                 beside.append(self._take_beside())
-            self.optimizer.gradients.end_microbatch(name for name in names if name not in self.beside)
+            ended[names] += 1
+            self._end_microbatch([n for n in names if n not in self.beside], ended[names] == len(microbatches))
 
         losses = model.accumulate(microbatches, loss_of, end)
         self._add_beside(beside or [self._take_beside() for _ in microbatches])
         return losses
+
+    def _end_microbatch(self, names: Collection[str], last: bool) -> None:
+        """Hands over the gradients of parameters of the model."""
+        if self._sums_come_last and not last:  # these are zero, and a tree would keep them
+            for name in names:
+                self.optimizer.gradients.parameters[name].grad = None
+        self.optimizer.gradients.end_microbatch(names)
 
     def _take_beside(self) -> Grads:
         """The gradients of the parameters beside the model, which have none afterwards; zero for those without."""

@@ -227,6 +227,25 @@ def test_an_adapter_that_is_off_is_not_that_of_the_tapes():
     assert sampled[0] == sampled[2] != sampled[1]
 
 
+@pytest.mark.parametrize("shape", ["adapter", "qwen3_moe"])
+def test_settings_that_change_with_the_weights_are_those_of_later_steps(shape):
+    model = build_model(SHAPES[shape], "float32", seed=1)
+    for name, weight in model.named_parameters():
+        if "lora_B" in name:
+            nn.init.normal_(weight)
+    engines = _engines(model, cache_tokens=512)
+    before = [_sampled(engine, *_load(4)) for engine in engines]
+    for module in model.modules():
+        if hasattr(module, "routing"):
+            module.routing = replace(module.routing, scale=3.0)
+        elif getattr(module, "lora_A", None) is not None:
+            module.scaling *= -40.0
+    for engine in engines:
+        engine.weights_changed(1)
+    repeated, direct = (_sampled(engine, *_load(4)) for engine in engines)
+    assert repeated == direct != before[0] == before[1]
+
+
 def test_packed_weights_are_freed_with_the_weights_and_where_they_are_packed_anew():
     model = build_model(SHAPE, "float32", seed=1)
     engine = _engines(model, draft="none")[0]

@@ -277,10 +277,10 @@ def not_a_number_on_one_rank():
     trainer = Trainer(model, TrainConfig(warmup_steps=0, deterministic_layout=True), STEPS, world)
     ended = trainer.optimizer.gradients.end_microbatch
 
-    def spoilt():
+    def spoilt(names):
         if world.rank == 1:
             model.embed_tokens.weight.grad.to_local().view(-1)[:1500:1499] = torch.nan
-        ended()
+        ended(names)
 
     trainer.optimizer.gradients.end_microbatch = spoilt
     before = [local_values(p).clone() for p in model.parameters()]

@@ -16,6 +16,7 @@ from lockstep.rl.actors.replicas import Replicas
 from lockstep.rl.batch import PolicyBatch, PolicyLoss
 from lockstep.rl.microbatches import microbatches, shares_prompts
 from lockstep.rl.rollouts import Rollout
+from lockstep.rl.routes import generators_choices
 from lockstep.train.context import shard_row
 from lockstep.train.packing import PackedRow
 
@@ -49,8 +50,11 @@ def own_batches(
     """Those that this rank computes, with rows sharded by its layout; equally many on every rank, so some may be idle.
 
     With `train.deterministic_layout` data-parallel rank r of n has the micro-batches r, n + r and so on; without it,
-    those that `spread` assigns.
+    those that `spread` assigns. Raises UserError, on every rank, for routes that some rank could not replay.
     """
+    if config.router_replay:
+        for batch in batches:
+            generators_choices(batch.rollouts, model.config)
     count = math.ceil(len(batches) / world.data_size)
     if isinstance(model, Pipeline):
         count = _fitting(model, count)
