@@ -215,10 +215,7 @@ def _memory(trainer: Trainer, microbatches: int, peak: int) -> dict[str, int]:
         # Every rank holds the full gradient of the sharded weights until the step's last micro-batch.
         gradients = sum(4 * _gathered(p) for p in optimizer.parameters.values())
     there = weights + (state if apart else state - masters)
-    # In addition to a micro-batch's own, one for each size of subtree; of single leaves, for some numbers of ranks.
-    ranks = trainer.world.data_size
-    leaves = microbatches * (ranks if is_no_subtree(ranks) else 1)
-    subtrees = masters * (leaves.bit_length() - 1) if trainer.config.deterministic_layout else 0
+    subtrees = _subtrees(masters, microbatches, trainer.world) if trainer.config.deterministic_layout else 0
     return {
         "weights": weights,
         **({"float32 masters": masters} if apart else {}),
@@ -228,6 +225,14 @@ def _memory(trainer: Trainer, microbatches: int, peak: int) -> dict[str, int]:
         # Activations, gathered weights, buffers, and temporaries of an update.
         "a micro-batch at its peak": max(0, peak - there - gradients),
     }
+
+
+def _subtrees(nbytes: int, microbatches: int, world: World) -> int:
+    """Bytes of a step's sums in addition to a micro-batch's own: one for each size of subtree."""
+    shards, replicas = world.degrees["data_shard"], world.degrees["data_replicate"]
+    if is_no_subtree(replicas):  # each rank adds up the leaves of a part (`exchange.SumOverReplicas`)
+        return nbytes * ((microbatches * replicas).bit_length() - 1) // replicas
+    return nbytes * ((microbatches * (shards if is_no_subtree(shards) else 1)).bit_length() - 1)
 
 
 def _gathered(parameter: Tensor) -> int:
