@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 import math
 from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
@@ -10,7 +9,6 @@ from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any, TypeVar
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 
@@ -18,12 +16,12 @@ from lockstep.config import TrainConfig
 from lockstep.errors import UserError
 from lockstep.model import ScoringModel, TrainableModel
 from lockstep.observe.timeline import Timeline
-from lockstep.ops.linear import tree_sum
 from lockstep.ops.one_order import one_order
 from lockstep.parallel import Pipeline, World
 from lockstep.parallel.data import set_gradient_sums, sums_every_microbatch
-from lockstep.parallel.exchange import gather_rows, is_no_subtree
+from lockstep.parallel.exchange import is_no_subtree
 from lockstep.parallel.expert_traffic import TRAFFIC
+from lockstep.train.beside import Beside
 from lockstep.train.deterministic_layout import refuse_other_order, share_rows
 from lockstep.train.expert_balance import ExpertBalance
 from lockstep.train.host_memory import keep_freed_memory
@@ -31,7 +29,6 @@ from lockstep.train.optimizer import MasterOptimizer
 from lockstep.train.schedule import make_schedule
 
 MicroBatch = TypeVar("MicroBatch")
-Grads = dict[str, Tensor]
 _COUNTS = ("updates", "skipped_steps", "skipped_in_a_row")
 
 
@@ -65,9 +62,9 @@ class Trainer:
             share_rows(model)
         self.total_updates = total_updates
         self.schedule = make_schedule(config, total_updates)
-        self.beside = dict(beside or {})
+        self.beside = Beside(beside or {}, self.world)
         if isinstance(model, Pipeline):
-            model.put_beside(self.beside)
+            model.put_beside(self.beside.parameters)
         self.optimizer = MasterOptimizer(model, config, beside)
         self.sums_every_microbatch = config.deterministic_layout or sums_every_microbatch(
             model.config.num_parameters, self.world
@@ -132,7 +129,7 @@ class Trainer:
             with self.timeline.span("forward and backward"):
                 return self._through_stages(self.model, microbatches, loss_of)
         losses: list[float] = []
-        beside: list[Grads] = []
+        beside = []
         for index, microbatch in enumerate(microbatches):
             self._before_microbatch()
             if isinstance(self.model, FSDPModule):
@@ -148,9 +145,9 @@ class Trainer:
             with self.timeline.span("backward"):
                 share.backward()
                 if self.config.deterministic_layout:
-                    beside.append(self._take_beside())
+                    beside.append(self.beside.take())
                 elif index == len(microbatches) - 1:
-                    self._sum_beside()
+                    self.beside.sum_over_ranks()
                 self._end_microbatch(self.optimizer.gradients.parameters, index == len(microbatches) - 1)
         self._add_beside(beside)
         return losses
@@ -165,68 +162,35 @@ class Trainer:
         summed over all ranks once the stages have ended."""
         if not self.config.deterministic_layout:
             losses = model.accumulate(microbatches, loss_of)
-            self._sum_beside()
+            self.beside.sum_over_ranks()
             return losses
-        beside: list[Grads] = []
+        beside = []
         ended: Counter[tuple[str, ...]] = Counter()
 
         def end(names: Iterable[str]) -> None:
             names = tuple(names)
-            if not self.beside.keys().isdisjoint(names):
-                beside.append(self._take_beside())
+            if not self.beside.parameters.keys().isdisjoint(names):
+                beside.append(self.beside.take())
             ended[names] += 1
-            self._end_microbatch([n for n in names if n not in self.beside], ended[names] == len(microbatches))
+            of_model = [name for name in names if name not in self.beside.parameters]
+            self._end_microbatch(of_model, ended[names] == len(microbatches))
 
         losses = model.accumulate(microbatches, loss_of, end)
-        self._add_beside(beside or [self._take_beside() for _ in microbatches])
+        self._add_beside(beside or [self.beside.take() for _ in microbatches])
         return losses
 
     def _end_microbatch(self, names: Collection[str], last: bool) -> None:
         """Hands over the gradients of parameters of the model."""
         if self._sums_come_last and not last:  # these are zero, and a tree would keep them
-            for name in names:
+            for name in self.optimizer.gradients.parameters.keys() & names:
                 self.optimizer.gradients.parameters[name].grad = None
         self.optimizer.gradients.end_microbatch(names)
 
-    def _take_beside(self) -> Grads:
-        """The gradients of the parameters beside the model, which have none afterwards; zero for those without."""
-        taken = {n: torch.zeros_like(p) if p.grad is None else p.grad for n, p in self.beside.items()}
-        for parameter in self.beside.values():
-            parameter.grad = None
-        return taken
-
-    @torch.no_grad()
-    def _add_beside(self, of_microbatches: Sequence[Grads]) -> None:
-        """Adds them up over a step's micro-batches on all ranks, in the order of one process."""
-        if not (self.beside and of_microbatches):
-            return
-        by_rank = {}
-        for name in self.beside:
-            own = torch.stack([grads[name] for grads in of_microbatches])
-            by_rank[name] = own[None] if self.world.mesh is None else self._of_data_ranks(own)
-        for microbatch, rank in itertools.product(range(len(of_microbatches)), range(self.world.data_size)):
-            for name, parameter in self.beside.items():
-                parameter.grad = by_rank[name][rank][microbatch]
-            self.optimizer.gradients.end_microbatch(self.beside)
-
-    def _of_data_ranks(self, own: Tensor) -> list[Tensor]:
-        """`own` of each data-parallel rank: of the ranks that share its micro-batches, all but one have zeros."""
-        assert dist.group.WORLD is not None
-        degrees = self.world.degrees
-        everyone = gather_rows(own[None], dist.group.WORLD).unflatten(
-            0, (degrees["pipeline"], self.world.data_size, -1)
-        )
-        return [tree_sum(everyone[:, rank].flatten(0, 1).unbind()) for rank in range(self.world.data_size)]
-
-    @torch.no_grad()
-    def _sum_beside(self) -> None:
-        """Sums the gradients of the parameters beside the model over all ranks, in FSDP's order."""
-        group = dist.group.WORLD if self.world.mesh is not None else None
-        if group is None:
-            return
-        for parameter in self.beside.values():
-            own = torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
-            parameter.grad = tree_sum(gather_rows(own[None], group).unbind())
+    def _add_beside(self, of_microbatches: Sequence[dict[str, Tensor]]) -> None:
+        """Adds up the gradients beside the model of a step's micro-batches."""
+        if self.beside.parameters:
+            for _ in self.beside.in_one_order(of_microbatches):
+                self.optimizer.gradients.end_microbatch(self.beside.parameters)
 
     def _order(self, microbatches: int = 1) -> AbstractContextManager[None]:
         """The order in which gradients and losses are summed."""
