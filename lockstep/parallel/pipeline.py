@@ -86,6 +86,7 @@ class Pipeline(nn.Module):
         microbatches: Sequence[Any],
         loss_of: Callable[[ScoringModel, Any], Tensor],
         each: Callable[[Iterable[str]], None] | None = None,
+        gives_up: Callable[[], bool] = lambda: False,
     ) -> list[float]:
         """Accumulates the gradients of all micro-batches; returns their losses on the last stage's rank, elsewhere [].
 
@@ -93,6 +94,8 @@ class Pipeline(nn.Module):
         runs on the last stage; it may call the model once. `each` is called after every micro-batch's backward through
         one of this rank's stages, in the order of the micro-batches, with the names of the stage's parameters, after
         the last stage with those beside it too; if it takes their gradients away, they are those of that micro-batch.
+        `gives_up` is called before every forward, equally often on all ranks of a stage; once it is true, this stage
+        skips its layers, so that the step soon ends, with results that mean nothing.
         """
         self.tied.lend_weight()
         rows = _equally_long([_row(microbatch) for microbatch in microbatches])
@@ -103,7 +106,7 @@ class Pipeline(nn.Module):
         for stage in stages:
             stage.has_backward = True
             stage.clear_runtime_states()
-            stage.each = each
+            stage.each, stage.gives_up, stage.stage.skips_layers = each, gives_up, False
         # Not `step`, which splits one batch evenly: the micro-batches already exist, each with its own documents.
         schedule._step_microbatches(
             [(row.tokens,) for row in rows],

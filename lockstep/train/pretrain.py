@@ -227,7 +227,7 @@ def _train(
 
             def update(batch: StepRows) -> dict[str, float] | None:
                 """None if a signal interrupts it, which leaves weights and optimizer as they were."""
-                with suppress(Interrupted), trainer.asking(partial(stop.interrupt_late, world)):
+                with suppress(Interrupted), trainer.asking(*stop.when_late(world)):
                     return objective.step(trainer, batch)
                 return None
 

@@ -10,6 +10,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import partial
 from types import FrameType
 from typing import Any
 
@@ -82,11 +83,20 @@ class StopSignal:
         if self.agreed(world):
             raise Interrupted
 
-    def interrupt_late(self, world: World) -> None:
-        """As `interrupt_all`, but only if half of the seconds to end have passed: what takes less is finished."""
+    def when_late(self, world: World) -> tuple[Callable[[], None], Callable[[], bool]]:
+        """Arguments of `Trainer.asking` that give a step up if half of the seconds to end have passed on any rank: what
+        takes less is finished."""
+
+        def interrupt() -> None:
+            if self._is_late(world, AXES):
+                raise Interrupted
+
+        return interrupt, partial(self._is_late, world, tuple(axis for axis in AXES if axis != "pipeline"))
+
+    def _is_late(self, world: World, axes: tuple[str, ...]) -> bool:
+        """The same on all ranks along `axes`."""
         late = self.received and time.monotonic() - self._received_at > self.seconds / 2
-        if world.sum([float(late)], AXES)[0]:
-            raise Interrupted
+        return world.sum([float(late)], axes)[0] > 0
 
     @contextmanager
     def interrupts(self, at_once: bool = True) -> Iterator[None]:

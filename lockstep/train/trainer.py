@@ -77,6 +77,7 @@ class Trainer:
         self.skipped_in_a_row = 0
         self.timeline = Timeline()
         self._before_microbatch: Callable[[], None] = lambda: None
+        self._gives_up: Callable[[], bool] = lambda: False
         shared = self.world.expert * self.world.degrees["tensor"] > 1
         self._shares_experts = model.config.experts is not None and shared
 
@@ -127,7 +128,9 @@ class Trainer:
         if isinstance(self.model, Pipeline):
             self._before_microbatch()
             with self.timeline.span("forward and backward"):
-                return self._through_stages(self.model, microbatches, loss_of)
+                found = self._through_stages(self.model, microbatches, loss_of)
+            self._before_microbatch()  # a stage may have given the step up
+            return found
         losses: list[float] = []
         beside = []
         for index, microbatch in enumerate(microbatches):
@@ -161,7 +164,7 @@ class Trainer:
         """`accumulate` for a pipeline. The gradients beside the model, which only the last stage's ranks have, are
         summed over all ranks once the stages have ended."""
         if not self.config.deterministic_layout:
-            losses = model.accumulate(microbatches, loss_of)
+            losses = model.accumulate(microbatches, loss_of, gives_up=self._gives_up)
             self.beside.sum_over_ranks()
             return losses
         beside = []
@@ -175,7 +178,7 @@ class Trainer:
             of_model = [name for name in names if name not in self.beside.parameters]
             self._end_microbatch(of_model, ended[names] == len(microbatches))
 
-        losses = model.accumulate(microbatches, loss_of, end)
+        losses = model.accumulate(microbatches, loss_of, end, self._gives_up)
         self._add_beside(beside or [self.beside.take() for _ in microbatches])
         return losses
 
@@ -236,14 +239,16 @@ class Trainer:
         return self._sum(losses)
 
     @contextmanager
-    def asking(self, ask: Callable[[], None]) -> Iterator[None]:
+    def asking(self, ask: Callable[[], None], gives_up: Callable[[], bool] = lambda: False) -> Iterator[None]:
         """Within this context, `step` and `evaluate` call `ask` before each micro-batch, equally often on all ranks
-        (over a pipeline, once before all; with updates in the backward, a step has one)."""
-        self._before_microbatch = ask
+        (with updates in the backward, a step has one). Over a pipeline they call it once before all, and a step once
+        after all: if `gives_up`, which the ranks of a stage call before each forward, has been true, `ask` must raise
+        on all ranks."""
+        self._before_microbatch, self._gives_up = ask, gives_up
         try:
             yield
         finally:
-            self._before_microbatch = lambda: None
+            self._before_microbatch, self._gives_up = lambda: None, lambda: False
 
     @contextmanager
     def evaluating(self, model: TrainableModel) -> Iterator[None]:

@@ -92,6 +92,7 @@ def _end(config, folder, environment, resume):
     """The command, as a process; its sampling stalls, and training is slow, where `folder` has a mark."""
     from lockstep.cli import main
     from lockstep.generate import Engine
+    from lockstep.parallel.pipeline_stage import Stage
     from lockstep.rl.batch import PolicyLoss
 
     os.environ |= environment
@@ -117,6 +118,13 @@ def _end(config, folder, environment, resume):
             time.sleep(SLOW)
         return loss(*arguments)
 
+    def slow_layers(*arguments):
+        if holds("layers"):
+            time.sleep(SLOW)
+        return layers(*arguments)
+
+    layers = Stage.run_blocks
+    Stage.run_blocks = slow_layers
     PolicyLoss.__call__ = slow_loss
     sys.exit(main(["rl", "--config", str(config), *(["--resume"] if resume else [])]))
 
@@ -125,8 +133,9 @@ class Ended:
     """A run in `folder` that a signal ends while it stands still in a step."""
 
     def __init__(self, folder, config, mark, steps, ranks=1, own="0"):
-        """mark: "compute" (before a step of the engine), "sample" (after one), "grade", "train" or "judge" (a
-        validation). steps: those done before. own: the rank whose sampling stands still."""
+        """mark: "compute" (before a step of the engine), "sample" (after one), "grade", "train" (in a loss), "layers"
+        (in those of a stage) or "judge" (a validation). steps: those done before. own: the rank whose sampling stands
+        still."""
         self.folder = folder
         (folder / mark).write_text(f"{steps},{own}")
         (folder / "run.toml").write_text(to_toml(config))
@@ -156,7 +165,7 @@ class Ended:
     def wait(self):
         for process in self.processes:
             process.join(120)
-        for mark in ("compute", "sample", "grade", "train", "judge", "reached"):
+        for mark in ("compute", "sample", "grade", "train", "layers", "judge", "reached"):
             (self.folder / mark).unlink(missing_ok=True)
         return [process.exitcode for process in self.processes]
 
@@ -223,6 +232,27 @@ def test_an_update_that_takes_longer_than_the_run_has_to_end_is_given_up(folder,
     config = replace(config, train=replace(config.train, tokens_per_microbatch=16))
     ended = Ended(folder, config, "train", steps=1, ranks=ranks)
     assert ended.end(signal.SIGTERM, ranks - 1) == [143] * ranks, ended.said
+    assert "SIGTERM ended the run after step 1, which is saved" in ended.said and "Traceback" not in ended.said
+    assert checkpoints(folder / "run") == ["step_00000001"]
+    check_it_goes_on(config, ranks)
+
+
+@pytest.mark.parametrize(
+    ("ranks", "parallel"),
+    [
+        (2, replace(ONE, pipeline=2)),
+        pytest.param(4, replace(ONE, pipeline=2), marks=pytest.mark.slow),
+        pytest.param(4, replace(ONE, pipeline=2, tensor=2), marks=pytest.mark.slow),
+    ],
+    ids=["PP 2", "FSDP 2 x PP 2", "TP 2 x PP 2"],
+)
+def test_a_long_update_over_a_pipeline_is_given_up_where_its_stages_are(folder, model_folder, ranks, parallel):
+    config = settings(folder, model_folder, "Vowels", parallel)
+    config = replace(config, faults=FaultConfig(stop_seconds=10 * SLOW))
+    # Each stage has fifteen micro-batches or more.
+    config = replace(config, train=replace(config.train, tokens_per_microbatch=8), samples_per_prompt=3 * ranks // 2)
+    ended = Ended(folder, config, "layers", steps=1, ranks=ranks)
+    assert ended.end(signal.SIGTERM) == [143] * ranks, ended.said
     assert "SIGTERM ended the run after step 1, which is saved" in ended.said and "Traceback" not in ended.said
     assert checkpoints(folder / "run") == ["step_00000001"]
     check_it_goes_on(config, ranks)
