@@ -122,10 +122,17 @@ class Pipeline(nn.Module):
         return [loss.item() for loss in losses]
 
     @torch.no_grad()
-    def evaluate(self, microbatches: Iterable[Any], loss_of: Callable[[ScoringModel, Any], Tensor]) -> list[float]:
+    def evaluate(
+        self,
+        microbatches: Iterable[Any],
+        loss_of: Callable[[ScoringModel, Any], Tensor],
+        gives_up: Callable[[], bool] = lambda: False,
+    ) -> list[float]:
         """As `accumulate`, without gradients: each micro-batch passes through all stages, in order."""
         self.tied.lend_weight()
         losses: list[float] = []
+        for stage in self.stages:
+            stage.skips_layers = False
         for microbatch in microbatches:
             row = _row(microbatch)
             self._reserve_positions(max(row.lengths, default=0))
@@ -134,6 +141,7 @@ class Pipeline(nn.Module):
                 if not stage.is_first and self.plan.rank_of(stage.index - 1) != self.rank:
                     hidden = self._hidden(row.tokens.shape[0], self.device)
                     dist.recv(hidden, group=self.group, group_src=self.plan.rank_of(stage.index - 1))
+                stage.skips_layers = stage.skips_layers or gives_up()
                 hidden = stage(hidden, row.positions, _attention(row))
                 if stage.is_last:
                     losses.append(loss_of(Computed(stage, hidden), microbatch).item())

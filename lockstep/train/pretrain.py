@@ -220,14 +220,14 @@ def _train(
                 assert held_out is not None
                 # No run resumes from a checkpoint with only the model.
                 ends = last and config.checkpoint.last_model_only
-                asking = nullcontext() if ends else trainer.asking(partial(stop.interrupt_all, world))
+                asking = nullcontext() if ends else trainer.asking(*stop.asked(world))
                 with suppress(Interrupted), asking:
                     return objective.validate(trainer, held_out)
                 return None
 
             def update(batch: StepRows) -> dict[str, float] | None:
                 """None if a signal interrupts it, which leaves weights and optimizer as they were."""
-                with suppress(Interrupted), trainer.asking(*stop.when_late(world)):
+                with suppress(Interrupted), trainer.asking(*stop.asked(world, late=True)):
                     return objective.step(trainer, batch)
                 return None
 

@@ -78,25 +78,22 @@ class StopSignal:
         counts = world.sum([float(self.received == number) for number in SIGNALS], AXES)
         return next((int(number) for number, count in zip(SIGNALS, counts) if count), 0)
 
-    def interrupt_all(self, world: World) -> None:
-        """Raises Interrupted on all ranks, which call this together, if any of them has received a signal."""
-        if self.agreed(world):
-            raise Interrupted
+    def asked(self, world: World, late: bool = False) -> tuple[Callable[[], None], Callable[[], bool]]:
+        """Arguments of `Trainer.asking`, which end its work once a signal has come to any rank.
 
-    def when_late(self, world: World) -> tuple[Callable[[], None], Callable[[], bool]]:
-        """Arguments of `Trainer.asking` that give a step up if half of the seconds to end have passed on any rank: what
-        takes less is finished."""
+        late: once half of the seconds to end have passed since then: what takes less is finished.
+        """
+
+        def ends(axes: tuple[str, ...]) -> bool:
+            waits = self.seconds / 2 if late else 0.0
+            own = self.received and time.monotonic() - self._received_at >= waits
+            return world.sum([float(own)], axes)[0] > 0
 
         def interrupt() -> None:
-            if self._is_late(world, AXES):
+            if ends(AXES):
                 raise Interrupted
 
-        return interrupt, partial(self._is_late, world, tuple(axis for axis in AXES if axis != "pipeline"))
-
-    def _is_late(self, world: World, axes: tuple[str, ...]) -> bool:
-        """The same on all ranks along `axes`."""
-        late = self.received and time.monotonic() - self._received_at > self.seconds / 2
-        return world.sum([float(late)], axes)[0] > 0
+        return interrupt, partial(ends, tuple(axis for axis in AXES if axis != "pipeline"))
 
     @contextmanager
     def interrupts(self, at_once: bool = True) -> Iterator[None]:

@@ -228,7 +228,9 @@ class Trainer:
         with self.timeline.span("validation"), self._order():
             if isinstance(self.model, Pipeline):
                 self._before_microbatch()
-                return self._sum(self.model.evaluate(microbatches, loss_of))
+                losses = self.model.evaluate(microbatches, loss_of, self._gives_up)
+                self._before_microbatch()  # a stage may have given it up
+                return self._sum(losses)
             try:
                 for microbatch in microbatches:
                     self._before_microbatch()
@@ -241,9 +243,8 @@ class Trainer:
     @contextmanager
     def asking(self, ask: Callable[[], None], gives_up: Callable[[], bool] = lambda: False) -> Iterator[None]:
         """Within this context, `step` and `evaluate` call `ask` before each micro-batch, equally often on all ranks
-        (with updates in the backward, a step has one). Over a pipeline they call it once before all, and a step once
-        after all: if `gives_up`, which the ranks of a stage call before each forward, has been true, `ask` must raise
-        on all ranks."""
+        (with updates in the backward, a step has one). Over a pipeline they call it once before and once after all: if
+        `gives_up`, which the ranks of a stage call before each forward, has been true, `ask` must raise on all."""
         self._before_microbatch, self._gives_up = ask, gives_up
         try:
             yield

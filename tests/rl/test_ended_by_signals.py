@@ -248,8 +248,8 @@ def test_an_update_that_takes_longer_than_the_run_has_to_end_is_given_up(folder,
 )
 def test_a_long_update_over_a_pipeline_is_given_up_where_its_stages_are(folder, model_folder, ranks, parallel):
     config = settings(folder, model_folder, "Vowels", parallel)
-    config = replace(config, faults=FaultConfig(stop_seconds=10 * SLOW))
-    # Each stage has fifteen micro-batches or more.
+    config = replace(config, faults=FaultConfig(stop_seconds=20 * SLOW))
+    # Each stage has fifteen micro-batches or more, which take longer than half of that.
     config = replace(config, train=replace(config.train, tokens_per_microbatch=8), samples_per_prompt=3 * ranks // 2)
     ended = Ended(folder, config, "layers", steps=1, ranks=ranks)
     assert ended.end(signal.SIGTERM) == [143] * ranks, ended.said

@@ -28,6 +28,7 @@ from lockstep.errors import RunStopped
 from lockstep.model import initialize, preset
 from lockstep.observe import read_metrics
 from lockstep.parallel import close_world, open_world, parallel_model
+from lockstep.parallel.pipeline_stage import Stage
 from lockstep.train import Trainer, loss_spikes, pack
 from lockstep.train.loss_spikes import LossSpikes
 from lockstep.train.pretrain import NextTokenLoss, pretrain
@@ -146,6 +147,44 @@ def test_an_update_that_takes_longer_than_the_run_has_to_end_is_given_up(tmp_pat
     assert resumed == whole and len(resumed) == 4
 
 
+def _slow_stages(config, forwards):
+    """A run whose layers take a second from so many forwards on; ranks send themselves SIGTERM in the first."""
+    exact, calls = Stage.run_blocks, []
+
+    def slow(stage, *arguments):
+        if torch.is_grad_enabled():
+            calls.append(stage)
+            if len(calls) == forwards:
+                os.kill(os.getpid(), signal.SIGTERM)
+            if len(calls) >= forwards:
+                time.sleep(1)
+        return exact(stage, *arguments)
+
+    Stage.run_blocks = slow
+    with pytest.raises(RunStopped) as stopped:
+        pretrain(config)
+    return stopped.value.exit_code, str(stopped.value)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("schedule", "stages"), [("1f1b", 1), ("interleaved", 2), ("zbv", 2)])
+def test_a_long_update_over_a_pipeline_is_given_up_and_made_again(tmp_path, schedule, stages):
+    train = TrainConfig(learning_rate=3e-3, warmup_steps=0, tokens_per_microbatch=64, deterministic_layout=True)
+    parallel = ParallelConfig(pipeline=2, pipeline_schedule=schedule)
+    faults = FaultConfig(stop_seconds=20)
+    config = _config(tmp_path, steps=4, tokens_per_step=1024, train=train, parallel=parallel, faults=faults)
+    # In the third update, whose sixteen micro-batches take longer than half of that in each stage.
+    for code, said in launch(2, _slow_stages, config, 2 * 16 * stages + 3):
+        assert code == 143 and "after step 2, which is saved" in said
+    launch(2, pretrain, replace(config, resume=True))
+    launch(1, pretrain, replace(config, output=str(tmp_path / "whole"), parallel=ParallelConfig()))
+    resumed, whole = (
+        [(m["loss"], m["grad_norm"]) for m in read_metrics(tmp_path / run / "metrics.jsonl")]
+        for run in ("run", "whole")
+    )
+    assert resumed == whole and len(resumed) == 4
+
+
 def test_a_spike_goes_back_to_a_checkpoint_and_on_with_later_data(tmp_path, caplog):
     documents = [TEXT[: 40 + i % 5] * 6 for i in range(400)]
     documents[250:262] = ["".join(chr(33 + (7 * i * j * j + i) % 90) for i in range(260)) for j in range(1, 13)]
@@ -226,21 +265,32 @@ def test_a_signal_to_one_rank_saves_and_ends_all_of_them_at_one_step(tmp_path, r
 
 
 def _end_in_a_validation(config, step):
-    """A run whose rank 0 gets a signal in the middle of the validation after `step`."""
-    exact, validations = Trainer.evaluate, []
+    """A run whose rank 0, or all ranks of a pipeline, get a signal in the middle of the validation after `step`."""
+    exact, validations, run_blocks = Trainer.evaluate, [], Stage.run_blocks
 
     def evaluate(self, microbatches, loss_of):
         validations.append(self.updates)
+        if validations[-1] != step:
+            return exact(self, microbatches, loss_of)
         counted = []
 
-        def loss(model, row):
-            counted.append(row)
+        def count(ends):
+            counted.append(1)
             assert len(counted) <= 2, "the validation went on"
-            if len(counted) == 2 and self.world.rank == 0:
+            if len(counted) == 2 and ends:
                 os.kill(os.getpid(), signal.SIGTERM)
+
+        def loss(model, row):
+            if config.parallel.pipeline == 1:
+                count(self.world.rank == 0)
             return loss_of(model, row)
 
-        return exact(self, microbatches, loss if validations[-1] == step else loss_of)
+        def layers(*arguments):
+            count(True)
+            return run_blocks(*arguments)
+
+        Stage.run_blocks = layers
+        return exact(self, microbatches, loss)
 
     Trainer.evaluate = evaluate
     with pytest.raises(RunStopped, match=f"SIGTERM ended the run after step {step}, which is saved") as error:
@@ -248,9 +298,12 @@ def _end_in_a_validation(config, step):
     assert error.value.exit_code == 143 and validations[-1] == step
 
 
-@pytest.mark.parametrize(("ranks", "step"), [(1, 4), (2, 2)])
-def test_a_signal_ends_a_validation_and_a_resumed_run_begins_with_it(tmp_path, ranks, step, caplog):
+@pytest.mark.parametrize(
+    ("ranks", "step", "pipeline"), [(1, 4, 1), (2, 2, 1), pytest.param(2, 2, 2, marks=pytest.mark.slow)]
+)
+def test_a_signal_ends_a_validation_and_a_resumed_run_begins_with_it(tmp_path, ranks, step, pipeline, caplog):
     config = _config(tmp_path, steps=4, validation_every=2, validation_data=str(tmp_path / "text.txt"))
+    config.parallel.pipeline = pipeline
     config.validation_tokens, config.train.tokens_per_microbatch = 2048, 64
     launch(ranks, _end_in_a_validation, config, step)
     run = tmp_path / "run"
@@ -266,7 +319,7 @@ def test_a_signal_ends_a_validation_and_a_resumed_run_begins_with_it(tmp_path, r
     summaries = [json.loads((folder / "summary.json").read_text()) for folder in (run, whole)]
     assert summaries[0] | {"seconds": 0} == summaries[1] | {"seconds": 0}
     # Nothing is left to do.
-    pretrain(replace(config, resume=True))
+    pretrain(replace(config, resume=True, parallel=ParallelConfig()))
     assert "the run has finished at step 4" in caplog.text
 
 
