@@ -198,8 +198,8 @@ def test_code_that_hangs_floods_or_forks_costs_its_own_tests(code):
 
 def test_tests_before_a_hanging_call_count():
     code = "def add(a, b):\n    while a == -1: pass\n    return a + b"
-    # On a busy machine the process alone may take a second to start.
-    assert run_tests(code, TESTS, 4.0) == (1, 3)
+    # On a busy machine the process alone may take seconds to start.
+    assert run_tests(code, TESTS, 8.0) == (1, 3)
 
 
 PROGRAMS = [{"input": "2 3\n", "output": "5\n"}, {"input": "-1 1\n", "output": "0"}]
