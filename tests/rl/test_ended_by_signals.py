@@ -26,9 +26,10 @@ FOLDER = Path(__file__).parent
 def holds(where, rank=""):
     # Once the steps that the mark names are done, and on the rank that it names.
     mark, metrics = FOLDER / where, FOLDER / "run" / "metrics.jsonl"
-    if not mark.exists():
+    try:
+        steps, own = mark.read_text().split(",")
+    except FileNotFoundError:  # or removed just now
         return False
-    steps, own = mark.read_text().split(",")
     held = rank in ("", own) and (len(metrics.read_text().splitlines()) - 1 if metrics.exists() else -1) == int(steps)
     if held:
         (FOLDER / "reached").touch()
