@@ -296,7 +296,7 @@ def _reinforce(
                 for inner in range(config.inner_steps):
                     loss = PolicyLoss(config, compare=inner == 0, critic=critic)
                     # After the first update there is no state before the step to save any more.
-                    asking = trainer.asking(*stop.asked(world, late=True)) if inner == 0 else nullcontext()
+                    asking = trainer.asking(*stop.ending(world, late=True)) if inner == 0 else nullcontext()
                     try:
                         with asking, routes_on_stages(loss, model, share):
                             stepped = trainer.step(share, loss)

@@ -220,14 +220,14 @@ def _train(
                 assert held_out is not None
                 # No run resumes from a checkpoint with only the model.
                 ends = last and config.checkpoint.last_model_only
-                asking = nullcontext() if ends else trainer.asking(*stop.asked(world))
+                asking = nullcontext() if ends else trainer.asking(*stop.ending(world))
                 with suppress(Interrupted), asking:
                     return objective.validate(trainer, held_out)
                 return None
 
             def update(batch: StepRows) -> dict[str, float] | None:
                 """None if a signal interrupts it, which leaves weights and optimizer as they were."""
-                with suppress(Interrupted), trainer.asking(*stop.asked(world, late=True)):
+                with suppress(Interrupted), trainer.asking(*stop.ending(world, late=True)):
                     return objective.step(trainer, batch)
                 return None
 

@@ -78,7 +78,7 @@ class StopSignal:
         counts = world.sum([float(self.received == number) for number in SIGNALS], AXES)
         return next((int(number) for number, count in zip(SIGNALS, counts) if count), 0)
 
-    def asked(self, world: World, late: bool = False) -> tuple[Callable[[], None], Callable[[], bool]]:
+    def ending(self, world: World, late: bool = False) -> tuple[Callable[[], None], Callable[[], bool]]:
         """Arguments of `Trainer.asking`, which end its work once a signal has come to any rank.
 
         late: once half of the seconds to end have passed since then: what takes less is finished.

@@ -141,8 +141,7 @@ def check(task, model, tmp_path, layouts, **changes):
     # It learns from several micro-batches, so that each step's bits depend on all before it.
     assert all(m["grad_norm"] > 0.01 and m["rollout/microbatches"] > 2 for m in steps)
     assert len({m["loss"] for m in steps}) == len(steps)
-    for name in layouts:
-        ranks, parallel = LAYOUTS[name]
+    for name, (ranks, parallel) in (layouts if isinstance(layouts, dict) else {n: LAYOUTS[n] for n in layouts}).items():
         output = tmp_path / name.replace(" ", "")
         launch(ranks, run, config_of(task, model, output, parallel, **changes), seconds=600)
         assert outcome(output) == alone, name
@@ -300,11 +299,10 @@ def deeper(folder, output):
     ("schedule", "detached"),
     [("zbv", True), *(pytest.param(*case, marks=pytest.mark.slow) for case in (("zbv", False), ("dualpipev", True)))],
 )
-def test_a_backward_in_two_halves_reaches_the_value_head(task, model_folder, tmp_path, monkeypatch, schedule, detached):
-    layout = 2, replace(ONE, pipeline=2, pipeline_schedule=schedule)
-    monkeypatch.setitem(LAYOUTS, schedule, layout)
+def test_a_backward_in_two_halves_reaches_the_value_head(task, model_folder, tmp_path, schedule, detached):
+    layouts = {schedule: (2, replace(ONE, pipeline=2, pipeline_schedule=schedule))}
     model = deeper(model_folder, tmp_path / "model")
-    check(task, model, tmp_path, [schedule], algorithm="ppo", value_detached=detached, steps=2)
+    check(task, model, tmp_path, layouts, algorithm="ppo", value_detached=detached, steps=2)
 
 
 def mixture(folder, output, layers=2):

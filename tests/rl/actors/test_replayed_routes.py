@@ -84,7 +84,8 @@ def test_every_layout_replays_the_routes_that_one_process_does(model_folder, tmp
     for name in (n for n in alone if n.startswith("parity/") or n == "routes/different"):
         assert many[name] == alone[name], name
     for name in ("loss", "grad_norm", "policy/ratio_first_max"):
-        assert math.isclose(many[name], alone[name], rel_tol=1e-5, abs_tol=1e-8), name  # sums in another order
+        # float32 sums in another order: some units in the last of 24 bits, of terms up to a hundred times the sum.
+        assert math.isclose(many[name], alone[name], rel_tol=1e-5, abs_tol=1e-8), name
     # Over the first micro-batch; context ranks pack without sharing prompts. The weights are the same.
     assert many["routes/ratio_spread"] > 0 and many["routes/ratio_spread_without"] == 0
     if ranks == parallel.tensor * parallel.pipeline:
