@@ -20,7 +20,7 @@ import sys
 import tempfile
 import time
 import unicodedata
-from itertools import islice
+from itertools import islice, takewhile
 from pathlib import Path
 from typing import Any
 
@@ -216,6 +216,7 @@ def report_rollouts(folder: str, data: str, steps: int) -> None:
             subprocess.run(command, check=True, stdout=subprocess.DEVNULL)
             lines = Path(place, draft, "metrics.jsonl").read_text().splitlines()
             rows[draft] = [row for row in map(json.loads, lines) if "loss" in row]
+        bounds = tokens_a_step(Path(place, "none", "rollouts"), steps)
     first = steps // EPOCHS
     for name in ("loss", "reward/mean", "rollout/tokens", "parity/tokens_different"):
         assert [row[name] for row in rows["none"]] == [row[name] for row in rows["auto"]], name
@@ -226,22 +227,50 @@ def report_rollouts(folder: str, data: str, steps: int) -> None:
         for name in ("time/generate", "time/step"):
             plain, guessed = (statistics.median(r[name] for r in rows[draft][part]) for draft in ("none", "auto"))
             figures.append(f"{name} {plain:.3f} -> {guessed:.3f} s: {plain / guessed:.2f}x")
-        print(f"  epoch {epoch + 1}: {'; '.join(figures)}")
+        print(f"  epoch {epoch + 1}: {'; '.join(figures)}; at most {bounds[epoch]:.2f} tokens a step")
+
+
+def tokens_a_step(folder: Path, steps: int) -> list[float]:
+    """By epoch, how many tokens a step brings at most with guesses from history: rows free, guesses as long as can be.
+
+    folder: the rollouts of a run of so many steps.
+    """
+    from lockstep import SamplingParams
+    from lockstep.generate.drafts import HistoryDraft
+    from lockstep.generate.sequence import Sequence
+
+    history, params, bounds = HistoryDraft(), SamplingParams(), []
+    for epoch in range(EPOCHS):
+        tokens = taken = 0
+        for step in range(epoch * (steps // EPOCHS) + 1, (epoch + 1) * (steps // EPOCHS) + 1):
+            rows = [json.loads(line) for line in (folder / f"step_{step:08}.jsonl").read_text().splitlines()]
+            for row in rows:
+                prompt, completion = row["prompt_ids"], row["token_ids"]
+                sequence = Sequence(0, 0, params, 0, list(prompt), len(prompt), frozenset())
+                while sequence.sampled < len(completion):
+                    rest = completion[sequence.sampled :]
+                    right = takewhile(lambda pair: pair[0] == pair[1], zip(history.propose([sequence], [15])[0], rest))
+                    sequence.tokens += rest[: 1 + len(list(right))]
+                    taken += 1
+                tokens += len(completion)
+            for row in rows:
+                history.remember(row["prompt_ids"], row["token_ids"])
+        bounds.append(tokens / taken)
+    return bounds
 
 
 class Spoilt:
     """Knows what will be drawn, and is wrong about each token with the same chance."""
 
     def __init__(self, answers: dict[int, list[int]], acceptance: float):
-        self.answers, self.acceptance = answers, acceptance
+        draw = random.Random(0)
+        self.guesses = {
+            first: [token if draw.random() < acceptance else token ^ 1 for token in right]
+            for first, right in answers.items()
+        }
 
     def propose(self, sequences: list[Any], counts: list[int]) -> list[list[int]]:
-        return [self._propose(s, count) for s, count in zip(sequences, counts)]
-
-    def _propose(self, sequence: Any, count: int) -> list[int]:
-        right = self.answers[sequence.tokens[0]][sequence.sampled :][:count]
-        draw = random.Random(sequence.sampled * 1000 + sequence.tokens[0])
-        return [token if draw.random() < self.acceptance else token ^ 1 for token in right]
+        return [self.guesses[s.tokens[0]][s.sampled :][:count] for s, count in zip(sequences, counts)]
 
     def verified(self, *_: Any) -> None: ...
 
@@ -250,14 +279,18 @@ class Spoilt:
     def weights_changed(self) -> None: ...
 
 
-def report_acceptance(preset_name: str, vocab: int, new: int, picture: str) -> None:
+def report_acceptance(preset_name: str, vocab: int, new: int, device: str, picture: str) -> None:
+    from gpu_model import random_model
+
     from lockstep import Engine, EngineConfig, SamplingParams, build_model
     from lockstep.model import preset
 
-    model = build_model(preset(preset_name, vocab), dtype="bfloat16")
+    shape = preset(preset_name, vocab)
+    model = build_model(shape, dtype="bfloat16") if device == "cpu" else random_model(shape)
     shares, ratios = [0.0, 0.25, 0.5, 0.75, 0.9, 1.0], {}
     params = SamplingParams(max_tokens=new, seed=0, ignore_eos=True)
-    print(f"\n{preset_name} of fresh weights, bfloat16, {new} new tokens: speed against plain decoding by acceptance")
+    name = f"{preset_name} of fresh weights, bfloat16, {device}"
+    print(f"\n{name}, {new} new tokens: speed against plain decoding by acceptance", flush=True)
 
     def seconds(engine: Engine, prompts: list[list[int]]) -> float:
         engine.weights_changed(1)
@@ -268,7 +301,7 @@ def report_acceptance(preset_name: str, vocab: int, new: int, picture: str) -> N
     for batch in (1, 4, 16, 64):
         prompts = [[i + 1, *range(40)] for i in range(batch)]
 
-        settings = dict(max_sequences=batch, cache_tokens=(new + 64) * batch)
+        settings = dict(cache_tokens=(new + 64) * batch)
         plain = Engine(model, EngineConfig(**settings, draft="none"))
         groups = plain.generate(prompts, params)
         answers = {prompt[0]: group[0].token_ids for prompt, group in zip(prompts, groups)}
@@ -285,7 +318,7 @@ def report_acceptance(preset_name: str, vocab: int, new: int, picture: str) -> N
             flush=True,
         )
     if picture:
-        _draw(shares, ratios, preset_name, picture)
+        _draw(shares, ratios, f"{preset_name}, {device}", picture)
 
 
 def _draw(shares: list[float], ratios: dict[int, list[float]], name: str, picture: str) -> None:
@@ -315,6 +348,7 @@ def main() -> None:
     parser.add_argument("--preset", default="qwen3:tiny")
     parser.add_argument("--vocab", type=int, default=2048)
     parser.add_argument("--new", type=int, default=128)
+    parser.add_argument("--device", default="cpu")
     parser.add_argument("--picture", default="")
     parser.add_argument("--side")
     options = parser.parse_args()
@@ -334,7 +368,7 @@ def main() -> None:
     elif options.work == "rollouts":
         report_rollouts(options.model, options.data, options.steps)
     else:
-        report_acceptance(options.preset, options.vocab, options.new, options.picture)
+        report_acceptance(options.preset, options.vocab, options.new, options.device, options.picture)
 
 
 if __name__ == "__main__":

@@ -62,7 +62,7 @@ class BatchArrays:
         # A row is owned by a list of pages: a preempted sequence comes back with a new list.
         self._owner: list[list[int] | None] = [None] * max_sequences
         self._table = np.zeros((max_sequences, 16), dtype=np.int32)
-        self._filled = np.zeros(max_sequences, dtype=np.int64)
+        self._filled = [0] * max_sequences
         self._temperature = np.ones(max_sequences, dtype=np.float32)
         self._top_k = np.zeros(max_sequences, dtype=np.int64)
         self._top_p = np.ones(max_sequences, dtype=np.float32)
@@ -88,7 +88,7 @@ class BatchArrays:
         chosen = np.repeat(slots[final], runs)
         places = np.repeat(np.array([c.sequence.sampled for c in sampled], dtype=np.int64), runs) + within
         draws = ops.uniforms(torch.from_numpy(self._seed[chosen]), torch.from_numpy(places))
-        width = int(self._filled[slots].max())
+        width = max(len(c.sequence.pages) for c in chunks)
         columns = (self._temperature, self._top_k, self._top_p, self._min_p)
         return StepBatch(
             tokens=torch.from_numpy(tokens),

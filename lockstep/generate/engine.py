@@ -9,7 +9,6 @@ from collections import deque
 from collections.abc import Callable, Iterator
 from collections.abc import Sequence as ListLike
 from dataclasses import replace
-from itertools import islice
 from pathlib import Path
 
 import torch
@@ -21,7 +20,7 @@ from lockstep.config import EngineConfig
 from lockstep.data import StreamDecoder, Tokenizer
 from lockstep.errors import UserError
 from lockstep.generate.batch import BatchArrays, StepBatch
-from lockstep.generate.drafts import Draft, Speculation, make_draft
+from lockstep.generate.drafts import Draft, DraftLengths, Speculation, make_draft
 from lockstep.generate.graphs import GraphRunner, graphs_of
 from lockstep.generate.pages import PageAllocator
 from lockstep.generate.routes import routes_of_rows, written
@@ -98,11 +97,10 @@ class Engine:
         else:
             self._runner = Runner(model, self.cache)
         draft = draft or make_draft(self.config, model)
-        rows = min(self.config.max_tokens_per_step, self._runner.most_rows)
+        rows, runner = min(self.config.max_tokens_per_step, self._runner.most_rows), self._runner
+        lengths = DraftLengths(self.config.draft_tokens, runner.padded)
         self._speculation = (
-            Speculation(
-                draft, model.config.vocab_size, rows, self.config.draft_tokens, self.tensor_group, self._runner.fits
-            )
+            Speculation(draft, model.config.vocab_size, rows, lengths, self.tensor_group, runner.fits)
             if draft
             else None
         )
@@ -392,21 +390,20 @@ class Engine:
     def _events(self, samples: list[Sample]) -> list[TokenEvent]:
         events: list[TokenEvent] = []
         finished: list[Sequence] = []
-        rows = iter(samples)
+        row = 0
         for chunk in self._sampling:
-            before, accepted = len(events), 0
-            for (token, log_prob, cut_log_prob, top, route), guess in zip(
-                list(islice(rows, 1 + len(chunk.guess))), [*chunk.guess, None], strict=True
-            ):
-                if chunk.sequence.finish_reason is not None:  # with this token, or with another sample of its request
+            before, accepted, sequence = len(events), 0, chunk.sequence
+            for place, guess in enumerate((*chunk.guess, None), row):
+                if sequence.finish_reason is not None:  # with this token, or with another sample of its request
                     break
-                events.append(self._drawn(chunk.sequence, token, log_prob, cut_log_prob, top, route))
-                if token != guess:
+                events.append(self._drawn(sequence, *samples[place]))
+                if events[-1].token_id != guess:
                     break
                 accepted += 1
+            row += 1 + len(chunk.guess)
             self._take_guesses(chunk, accepted)
-            if len(events) > before and chunk.sequence.finish_reason is not None:
-                finished += self._ended_with(chunk.sequence)
+            if len(events) > before and sequence.finish_reason is not None:
+                finished += self._ended_with(sequence)
         self.statistics.tokens_sampled += len(events)
         if finished:
             self.statistics.count_ended(finished)

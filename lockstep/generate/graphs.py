@@ -12,6 +12,7 @@ from collections.abc import Callable
 from functools import partial
 from typing import Any, NamedTuple
 
+import numpy as np
 import torch
 import torch.nn.functional as F
 from torch import Tensor
@@ -154,6 +155,10 @@ class GraphRunner(Runner):
     @property
     def most_rows(self) -> int:
         return self.sizes[-1]
+
+    def padded(self, rows: np.ndarray) -> np.ndarray:
+        sizes = np.array(self.sizes)
+        return np.where(rows <= sizes[-1], sizes[np.searchsorted(sizes[:-1], rows)], rows)
 
     def release(self) -> None:
         self._whole.clear()

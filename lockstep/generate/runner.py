@@ -5,6 +5,7 @@ from __future__ import annotations
 import sys
 from typing import Any, Literal, NamedTuple
 
+import numpy as np
 import torch.distributed as dist
 from jaxtyping import Float, Int
 from torch import Tensor
@@ -65,6 +66,10 @@ class Runner:
     def fits(self, rows: int) -> bool:
         """Whether a step with guesses may have so many rows."""
         return True
+
+    def padded(self, rows: np.ndarray) -> np.ndarray:
+        """How many rows a decode step of so many computes."""
+        return rows
 
     def release(self) -> None:
         """Frees what it keeps of the weights."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterable
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import Any, Literal, get_args
 
 from lockstep.config.bounds import type_problem
@@ -80,7 +81,7 @@ class SamplingParams:
         if any(type_problem("", text, str) for text in self.stop):
             _refuse(f"stop is {self.stop!r:.60}; it must be a string, or a tuple of strings")
 
-    @property
+    @cached_property
     def cuts(self) -> bool:
         """Whether some tokens are excluded from the draw."""
         return self.temperature > 0 and (self.top_k > 0 or self.top_p < 1 or self.min_p > 0)

@@ -27,7 +27,8 @@ class Chunk:
 
     @property
     def tokens(self) -> list[int]:
-        return self.sequence.tokens[self.start : self.start + self.count] + self.guess
+        known = self.sequence.tokens[self.start : self.start + self.count]
+        return known + self.guess if self.guess else known
 
     @property
     def is_sampled(self) -> bool:
@@ -132,6 +133,8 @@ class Scheduler:
 
     def _make_room(self, sequence: Sequence, count: int, scheduled: set[int]) -> bool:
         """Allocates the pages of the next `count` tokens; False if the sequence itself was preempted or must wait."""
+        if sequence.computed + count <= len(sequence.pages) * self.page_size:
+            return True
         missing = self._pages_for(sequence.computed + count) - len(sequence.pages)
         while missing > self.allocator.num_free:
             victim = next((s for s in reversed(self.running) if id(s) not in scheduled), sequence)

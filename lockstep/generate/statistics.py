@@ -48,10 +48,12 @@ class Statistics:
         self.steps += 1
         for chunk in chunks:
             sequence = chunk.sequence
-            sequence.begun_at = sequence.begun_at or began
-            if chunk.is_sampled and not sequence.first_at:
-                sequence.first_at, sequence.sampled_before = now, sequence.sampled
-            self.prompt_tokens_computed += max(0, min(chunk.start + chunk.count, sequence.prompt_length) - chunk.start)
+            if not sequence.first_at:
+                sequence.begun_at = sequence.begun_at or began
+                if chunk.is_sampled:
+                    sequence.first_at, sequence.sampled_before = now, sequence.sampled
+            if chunk.start < sequence.prompt_length:
+                self.prompt_tokens_computed += min(chunk.count, sequence.prompt_length - chunk.start)
 
     def count_guesses(self, guessed: int, accepted: int, spared: float) -> None:
         """spared: this sequence's share of the seconds of a step without guesses."""

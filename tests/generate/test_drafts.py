@@ -18,7 +18,7 @@ from lockstep.data import ByteTokenizer
 from lockstep.errors import UserError
 from lockstep.generate.batch import BatchArrays
 from lockstep.generate.drafts import Draft, FirstOf, HistoryDraft, ModelDraft, NGramDraft, first_layers, make_draft
-from lockstep.generate.drafts.history import PROMPT, SuffixAutomaton
+from lockstep.generate.drafts.history import BEGIN, LONGEST, MOST_PLACES, PROMPT, Texts
 from lockstep.generate.drafts.lengths import INVESTED, LONGEST_REST, MOST_REST, DraftLengths, StepTimes
 from lockstep.generate.drafts.speculation import Speculation
 from lockstep.generate.sequence import Sequence
@@ -235,11 +235,11 @@ def test_the_time_that_guesses_save_is_counted_by_what_steps_without_take(monkey
 
 
 def test_no_time_is_saved_by_batches_smaller_than_any_that_ran_without_guesses():
-    speculation = Speculation(NGramDraft(), 60, 100, 4, None)
+    speculation = Speculation(NGramDraft(), 60, 100, DraftLengths(4), None)
     plain = [SimpleNamespace(count=1, rows=1)] * 32
     guessed = [SimpleNamespace(count=1, rows=3)] * 4
     assert speculation.timed(guessed, 0.012) == (0.0, 0.0), "nothing has run yet"
-    speculation = Speculation(NGramDraft(), 60, 100, 4, None)
+    speculation = Speculation(NGramDraft(), 60, 100, DraftLengths(4), None)
     assert speculation.timed(plain, 0.032) == (0.0, 0.0)
     assert speculation.timed(guessed, 0.012) == (0.0, 0.0)
     speculation.timed([SimpleNamespace(count=1, rows=1)] * 4, 0.004)
@@ -395,25 +395,34 @@ def test_a_guess_takes_no_page_from_a_sequence_and_no_row_from_a_prompt(monkeypa
     assert engine.statistics.prompt_tokens_computed == 48
 
 
-texts = st.lists(st.lists(st.integers(0, 2), max_size=12), min_size=1, max_size=4)
+texts = st.lists(st.text("abc", max_size=12), min_size=1, max_size=4)
 
 
-@given(texts, st.lists(st.integers(0, 3), max_size=14))
-def test_the_automaton_knows_every_substring_and_the_longest_match(texts, query):
-    automaton = SuffixAutomaton(texts)
-    counts = Counter(tuple(t[i:j]) for t in texts for i in range(len(t)) for j in range(i + 1, len(t) + 1))
-    for substring, count in counts.items():
-        state = 0
-        for token in substring:
-            state = automaton.following[state][token]
-        assert automaton.count[state] == count
-        following = {s[-1]: c for s, c in counts.items() if s[:-1] == substring}
-        likeliest = automaton.likeliest(state)
-        assert following.get(likeliest) == max(following.values(), default=None)
-    state = matched = 0
-    for end, token in enumerate(query, 1):
-        state, matched = automaton.advanced(state, matched, token)
-        assert matched == max(k for k in range(end + 1) if k == 0 or tuple(query[end - k : end]) in counts)
+@given(texts, st.text("abc", max_size=20), st.booleans(), st.integers(1, 9))
+def test_texts_continue_where_the_longest_end_occurred_as_most_of_them_did(completions, sampled, whole, count):
+    texts, last = Texts(completions), BEGIN * whole + sampled[-LONGEST + 1 :]
+    # By the definition: what precedes each place, and the length of the end that agrees with it.
+    agreeing = {
+        place: max(k for k in range(len(last) + 1) if texts.text[:place].endswith(last[len(last) - k :]))
+        for place in range(len(texts.text) - 1, 0, -1)
+    }
+    longest = max(agreeing.values())
+    places = texts.places_after(last)
+    assert places == [place for place, length in agreeing.items() if length == longest >= 2]
+    guess = texts.continued(places, count)
+    assert len(guess) <= count and BEGIN not in guess
+    for number, token in enumerate(guess):
+        held = [p for p in places if texts.text.startswith(guess[:number], p)]
+        following = Counter(texts.text[p + number] for p in held)
+        assert following[token] == max(n for t, n in following.items() if t != BEGIN)
+    if len(guess) < count:
+        assert all(texts.text[p + len(guess)] == BEGIN for p in places if texts.text.startswith(guess, p))
+
+
+def test_a_frequent_end_is_found_at_its_newest_places_only():
+    texts = Texts(["ab" * 100, "ab" * 10 + "c"])
+    assert texts.places_after("xab")[:2] == [texts.text.rindex("c"), texts.text.rindex("c") - 2]
+    assert len(texts.places_after("xab")) == MOST_PLACES and texts.places_after("b") == texts.places_after("") == []
 
 
 def _sequence(tokens, prompt_length=None, max_tokens=64):
@@ -471,7 +480,7 @@ def test_history_is_what_the_engine_sampled_before(monkeypatch):
     assert _values(engine.generate([[9, 10], [11, 12]], params)) == _values(first)
     assert engine.statistics.guesses_accepted == engine.statistics.tokens_guessed >= 2 * 15
     assert engine.statistics.steps - steps <= 3
-    assert not history._places and not history._automata, "nothing is kept of sequences that have ended"
+    assert not history._places and not history._texts, "nothing is kept of sequences that have ended"
 
 
 def test_what_is_aborted_or_broken_is_forgotten_though_somebody_holds_it(monkeypatch):
@@ -486,7 +495,7 @@ def test_what_is_aborted_or_broken_is_forgotten_though_somebody_holds_it(monkeyp
         request = engine.add([9, 10], SamplingParams(max_tokens=30, n=2, seed=1, ignore_eos=True))
         held.append(engine.samples(request))
         engine.step()
-        assert len(history._places) == 2 and len(history._automata) == 1
+        assert len(history._places) == 2 and len(history._texts) == 1
         if ends == "abort":
             engine.abort(request)
         else:
@@ -496,7 +505,7 @@ def test_what_is_aborted_or_broken_is_forgotten_though_somebody_holds_it(monkeyp
             while engine.has_work:
                 engine.step()
         assert {s.finish_reason for s in held[-1]} == {ends}
-        assert not history._places and not history._automata
+        assert not history._places and not history._texts
     assert len(history._completions) == 1, "only what came to its end is remembered"
 
 

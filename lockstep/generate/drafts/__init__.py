@@ -6,6 +6,7 @@ from lockstep.config import EngineConfig
 from lockstep.errors import UserError
 from lockstep.generate.drafts.draft import Draft, FirstOf
 from lockstep.generate.drafts.history import HistoryDraft
+from lockstep.generate.drafts.lengths import DraftLengths
 from lockstep.generate.drafts.model import ModelDraft, first_layers
 from lockstep.generate.drafts.ngram import NGramDraft
 from lockstep.generate.drafts.speculation import Speculation
@@ -13,6 +14,7 @@ from lockstep.model import Decoder, load_model
 
 __all__ = [
     "Draft",
+    "DraftLengths",
     "FirstOf",
     "HistoryDraft",
     "ModelDraft",

@@ -12,76 +12,68 @@ from weakref import WeakKeyDictionary, WeakValueDictionary
 from lockstep.generate.drafts.draft import Draft
 from lockstep.generate.sequence import Sequence
 
-BEGIN = -1
-"""Precedes each completion; equal to no token."""
+BEGIN = "\U0010ffff"
+"""Precedes each completion, and follows the last; equal to no token."""
 PROMPT = 64
 """The bookkeeping of a prompt takes as much memory as this many tokens."""
+SEARCHED = (6, 3, 2)
+"""Lengths of the last tokens that are searched for, one after the other."""
+LONGEST = 16
+"""Tokens before a place that are compared to choose among places."""
+MOST_PLACES = 64
+"""Places that are found at most, the newest ones: the last tokens may be frequent ones of long texts."""
 
 
-class SuffixAutomaton:
-    """All substrings of some texts, and how often each occurs (Blumer et al. 1985).
+class Texts:
+    """Completions as one text, in which a token is a character: it is searched in place, so nothing is built before.
 
-    A state is a set of substrings that end at the same positions; following a token from it is one lookup.
+    A place is an index of the text, after an occurrence of something.
     """
 
-    def __init__(self, texts: Iterable[ListLike[int]]):
-        self.following: list[dict[int, int]] = [{}]
-        self.suffix: list[int] = [-1]
-        """The state of the longest suffix that also occurs elsewhere."""
-        self.length: list[int] = [0]
-        self.count: list[int] = [0]
-        for text in texts:
-            state = 0
-            for token in text:
-                state = self._extended(state, token)
-                self.count[state] += 1
-        # What ends where a longer one does was not counted with it.
-        for state in sorted(range(1, len(self.length)), key=self.length.__getitem__, reverse=True):
-            self.count[self.suffix[state]] += self.count[state]
+    def __init__(self, completions: Iterable[str]):
+        self.text = "".join(BEGIN + completion for completion in completions) + BEGIN
 
-    def advanced(self, state: int, matched: int, token: int) -> tuple[int, int]:
-        """(state, its length) of the longest suffix of the match so far, and `token`, that occurs in the texts."""
-        while token not in self.following[state]:
-            if state == 0:
-                return 0, 0
-            state = self.suffix[state]
-            matched = self.length[state]
-        return self.following[state][token], matched + 1
+    def places_after(self, last: str) -> list[int]:
+        """After the occurrences of the longest end of `last` that occurs, newest first; none if it is too short."""
+        length = next((n for n in SEARCHED if n <= len(last) and last[-n:] in self.text), 0)
+        if not length:
+            return []
+        places = self.places_of(last[-length:])
+        common = [self._agreeing(place, last) for place in places]
+        longest = max(common)
+        return [place for place, agreeing in zip(places, common) if agreeing == longest]
 
-    def likeliest(self, state: int) -> int | None:
-        """The token that followed most often; None if no text continues."""
-        following = self.following[state]
-        return max(following, key=lambda token: self.count[following[token]], default=None)
+    def places_of(self, tokens: str) -> list[int]:
+        """After the newest MOST_PLACES occurrences of `tokens`."""
+        places: list[int] = []
+        found = self.text.rfind(tokens, 0, -1)  # the BEGIN at the end begins nothing
+        while found >= 0 and len(places) < MOST_PLACES:
+            places.append(found + len(tokens))
+            found = self.text.rfind(tokens, 0, found + len(tokens) - 1)
+        return places
 
-    def _extended(self, last: int, token: int) -> int:
-        """The state of the text so far, which is the longest substring of `last`, followed by `token`."""
-        known = self.following[last].get(token)
-        if known is not None:
-            return self._of_length(last, known, token)
-        state = self._new_state({}, self.length[last] + 1)
-        while last >= 0 and token not in self.following[last]:
-            self.following[last][token] = state
-            last = self.suffix[last]
-        self.suffix[state] = self._of_length(last, self.following[last][token], token) if last >= 0 else 0
-        return state
+    def _agreeing(self, place: int, last: str) -> int:
+        """How many of the tokens before a place are those at the end of `last`."""
+        count, most = 0, min(len(last), place)
+        while count < most and self.text[place - 1 - count] == last[-1 - count]:
+            count += 1
+        return count
 
-    def _of_length(self, before: int, state: int, token: int) -> int:
-        """The part of `state` that is no longer than `before` and `token`: its own state, created if there is none."""
-        if self.length[before] + 1 == self.length[state]:
-            return state
-        part = self._new_state(dict(self.following[state]), self.length[before] + 1)
-        self.suffix[part], self.suffix[state] = self.suffix[state], part
-        while before >= 0 and self.following[before].get(token) == state:
-            self.following[before][token] = part
-            before = self.suffix[before]
-        return part
+    def followed(self, places: ListLike[int], token: str) -> list[int]:
+        """One further, where that token follows."""
+        return [place + 1 for place in places if self.text[place] == token]
 
-    def _new_state(self, following: dict[int, int], length: int) -> int:
-        self.following.append(following)
-        self.suffix.append(0)
-        self.length.append(length)
-        self.count.append(0)
-        return len(self.length) - 1
+    def continued(self, places: ListLike[int], count: int) -> str:
+        """Up to `count` tokens: at each place the one that follows most often, and among equals the newest."""
+        guess = ""
+        while len(places) > 1 and len(guess) < count:
+            following = [self.text[place] for place in places]
+            likeliest = max(dict.fromkeys(following), key=lambda token: (token != BEGIN, following.count(token)))
+            if likeliest == BEGIN:
+                return guess
+            guess += likeliest
+            places = self.followed(places, likeliest)
+        return guess + "".join(self.text[place : place + count - len(guess)].split(BEGIN)[0] for place in places[:1])
 
 
 class HistoryDraft(Draft):
@@ -92,17 +84,17 @@ class HistoryDraft(Draft):
     and DAS (2511.13841).
     """
 
-    def __init__(self, capacity: int = 1 << 22, per_prompt: int = 16, shortest: int = 2):
-        self.capacity, self.per_prompt, self.shortest = capacity, per_prompt, shortest
-        self._completions: OrderedDict[bytes, list[array[int]]] = OrderedDict()
+    def __init__(self, capacity: int = 1 << 22, per_prompt: int = 16):
+        self.capacity, self.per_prompt = capacity, per_prompt
+        self._completions: OrderedDict[bytes, list[str]] = OrderedDict()
         self._size = 0
         self._places: WeakKeyDictionary[Sequence, _Place] = WeakKeyDictionary()
-        self._automata: WeakValueDictionary[bytes, SuffixAutomaton] = WeakValueDictionary()
-        """Automata of prompts that are being continued; their sequences hold the references."""
+        self._texts: WeakValueDictionary[bytes, Texts] = WeakValueDictionary()
+        """Those of prompts that are being continued; their sequences hold the references."""
 
     def remember(self, prompt: ListLike[int], completion: ListLike[int]) -> None:
         """Adds a completion, as if it had been sampled here."""
-        self._remember(_key(prompt), completion)
+        self._remember(_key(prompt), _text(completion))
 
     def propose(self, sequences: ListLike[Sequence], counts: ListLike[int]) -> list[list[int]]:
         return [self._propose(sequence, count) for sequence, count in zip(sequences, counts)]
@@ -111,15 +103,15 @@ class HistoryDraft(Draft):
         place = self._places.pop(sequence, None)
         key = place.key if place else _key(sequence.tokens[: sequence.prompt_length])
         if sequence.finish_reason in ("stop", "length"):
-            self._remember(key, sequence.tokens[sequence.prompt_length :])
+            self._remember(key, _text(sequence.tokens[sequence.prompt_length :]))
 
-    def _remember(self, key: bytes, completion: ListLike[int]) -> None:
+    def _remember(self, key: bytes, completion: str) -> None:
         if key not in self._completions:
             self._completions[key] = []
             self._size += PROMPT
         completions = self._completions[key]
         self._completions.move_to_end(key)
-        completions.append(array("i", completion))
+        completions.append(completion)
         self._size += len(completion)
         if len(completions) > self.per_prompt:
             self._size -= len(completions.pop(0))
@@ -130,46 +122,44 @@ class HistoryDraft(Draft):
         place = self._places.get(sequence)
         if place is None:
             place = self._places[sequence] = _Place(_key(sequence.tokens[: sequence.prompt_length]))
-        place.automaton = automaton = place.automaton or self._automaton(place.key)
-        if automaton is None:
+        place.texts = texts = place.texts or self._texts_of(place.key)
+        if texts is None:
             return []
-        place.follow(automaton, sequence)
-        if place.matched < self.shortest and sequence.sampled:
-            return []
-        proposal: list[int] = []
-        state = place.state
-        while len(proposal) < count:
-            token = automaton.likeliest(state)
-            if token is None:
-                break
-            proposal.append(token)
-            state = automaton.following[state][token]
-        return proposal
+        place.follow(texts, sequence)
+        return list(map(ord, texts.continued(place.places, count)))
 
-    def _automaton(self, key: bytes) -> SuffixAutomaton | None:
-        """Built when the prompt comes again, from what is remembered at that time."""
-        automaton = self._automata.get(key)
-        if automaton is None and key in self._completions:
-            automaton = SuffixAutomaton((BEGIN, *completion) for completion in self._completions[key])
-            self._automata[key] = automaton
-        return automaton
+    def _texts_of(self, key: bytes) -> Texts | None:
+        """Joined when the prompt comes again, from what is remembered at that time."""
+        texts = self._texts.get(key)
+        if texts is None and key in self._completions:
+            texts = self._texts[key] = Texts(self._completions[key])
+        return texts
 
 
 class _Place:
-    """Where in its prompt's automaton a sequence is."""
+    """Where in the texts of its prompt a sequence is."""
 
     def __init__(self, key: bytes):
         self.key = key
-        self.automaton: SuffixAutomaton | None = None
-        self.state = self.matched = self.read = 0
+        self.texts: Texts | None = None
+        self.places: list[int] = []
+        self._last = ""
+        self._read = 0
 
-    def follow(self, automaton: SuffixAutomaton, sequence: Sequence) -> None:
-        if not self.read:
-            self.state, self.matched = automaton.advanced(0, 0, BEGIN)
-            self.read = sequence.prompt_length
-        for token in sequence.tokens[self.read :]:
-            self.state, self.matched = automaton.advanced(self.state, self.matched, token)
-        self.read = len(sequence.tokens)
+    def follow(self, texts: Texts, sequence: Sequence) -> None:
+        if not self._read:
+            self._last, self._read = BEGIN, sequence.prompt_length
+            self.places = texts.places_of(BEGIN)
+        new = _text(sequence.tokens[self._read :])
+        self._read = len(sequence.tokens)
+        self._last = (self._last + new)[-LONGEST:]
+        for token in new:
+            self.places = texts.followed(self.places, token)
+        self.places = self.places or texts.places_after(self._last)
+
+
+def _text(tokens: Iterable[int]) -> str:
+    return "".join(map(chr, tokens))
 
 
 def _key(prompt: ListLike[int]) -> bytes:

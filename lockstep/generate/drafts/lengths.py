@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import operator
+from collections import Counter
 from collections.abc import Callable
 from collections.abc import Sequence as ListLike
 from dataclasses import dataclass
@@ -29,15 +30,27 @@ WAKING = 0.75
 """Fraction of the number of sequences at which guesses did not pay: with fewer, rows cost less."""
 INVESTED = 0.15
 """Of what recording gains a step: what an unrecorded size costs more, over the steps in which it should pay off."""
+FIRST = 3
+"""Steps of a size of which the fastest counts: the first ones may be slow."""
+FOLLOWED, SLOWLY = 0.2, 0.03
+"""How far the time of a later one moves the machine's level, and what is known of its size."""
+LEAST_GAIN = 0.02
+"""Expected tokens below which a guess is not considered, whatever a row costs."""
 GROWTH = 2
 """A step has at most this many times the rows of the largest step that was timed."""
 
 Fits = Callable[[int], bool]
 """Whether a step with guesses may have so many rows."""
+Padded = Callable[[np.ndarray], np.ndarray]
+"""How many rows steps of so many compute."""
 
 
 def any_rows(rows: int) -> bool:
     return True
+
+
+def unpadded(rows: np.ndarray) -> np.ndarray:
+    return rows
 
 
 @dataclass
@@ -61,9 +74,13 @@ class Acceptance:
 class StepTimes:
     """Seconds of a decode step by its rows, from the steps that have run: another row is not free at every size."""
 
-    def __init__(self) -> None:
+    def __init__(self, padded: Padded = unpadded) -> None:
+        self._padded = padded
         self._lasting: dict[int, float] = {}
-        """Of steps that are as fast as they will be."""
+        """Of steps that are as fast as they will be, by the rows that they compute."""
+        self._counts: Counter[int] = Counter()
+        self._level = 1.0
+        """By how much the machine is slower than it was."""
         self._slower: dict[int, float] = {}
         """The least of steps before they were as fast as they are, or will be."""
         self._gain: float | None = None
@@ -74,15 +91,25 @@ class StepTimes:
     def record(self, rows: int, seconds: float, pace: Pace = "lasting") -> None:
         if pace == "recording":
             return
-        times = self._lasting if pace == "lasting" else self._slower
-        known = times.get(rows, np.inf)
+        rows = int(self._padded(np.array([rows]))[0])
         self._curve = None
-        if seconds < known:
-            times[rows] = seconds
-            if rows in self._slower:
-                self._gain = self._gained()
-        elif pace == "lasting":  # what persists is not noise: a longer context, or other work on the machine
-            times[rows] += 0.1 * (seconds - known)
+        if pace == "lasting":
+            self._record_lasting(rows, seconds)
+        else:
+            self._slower[rows] = min(self._slower.get(rows, np.inf), seconds / self._level)
+        if rows in self._slower:
+            self._gain = self._gained()
+
+    def _record_lasting(self, rows: int, seconds: float) -> None:
+        """A machine that is slower for a while, or a longer context, is slower at every size."""
+        known = self._lasting.get(rows, np.inf)
+        self._counts[rows] += 1
+        if self._counts[rows] <= FIRST:
+            self._lasting[rows] = min(known, seconds / self._level)
+            return
+        surprise = min(1.3, max(0.7, seconds / (known * self._level)))  # a step that was disturbed says little
+        self._level *= surprise**FOLLOWED
+        self._lasting[rows] = known * surprise**SLOWLY
 
     def _gained(self) -> float | None:
         """The most: a size that looks too fast is soon tried and timed, but one that looks too slow is not. The first
@@ -94,10 +121,10 @@ class StepTimes:
                 gains.append(least - self._lasting[rows])
         return max(0.0, *gains) if gains else None
 
-    @property
-    def fewest_rows(self) -> int:
-        """The fewest rows of a step that has run; 0 before the first."""
-        return min(self._sizes(), default=0)
+    def knows(self, rows: int) -> bool:
+        """Whether a step of so few rows has run."""
+        sizes = self._sizes()
+        return bool(sizes) and int(self._padded(np.array([rows]))[0]) >= min(sizes)
 
     @property
     def most_rows(self) -> int:
@@ -111,13 +138,14 @@ class StepTimes:
             sizes = sorted(self._sizes())
             self._curve = sizes, self._known(sizes)
         sizes, known = self._curve
+        rows = self._padded(rows)
         inside = np.interp(rows, sizes, known)
         if self._gain:
             inside += INVESTED * self._gain * np.array([count not in self._lasting for count in rows.tolist()])
         if len(sizes) < 2:
-            return inside
+            return self._level * inside
         slope = (known[-1] - known[0]) / (sizes[-1] - sizes[0])
-        return inside + slope * np.maximum(rows - sizes[-1], 0)
+        return self._level * (inside + slope * np.maximum(rows - sizes[-1], 0))
 
     def _sizes(self) -> set[int]:
         return {*self._lasting, *(() if self._gain is None else self._slower)}
@@ -142,9 +170,11 @@ class DraftLengths:
     that could be proposed in a step, the likeliest are taken, as many as maximize the expected tokens per second.
     """
 
-    def __init__(self, most: int):
+    def __init__(self, most: int, padded: Padded = unpadded):
         self.most = most
-        self.times = StepTimes()
+        self.trying = False
+        """Whether what was chosen last is only to learn, not because it pays."""
+        self.times = StepTimes(padded)
         self._all = Acceptance()
         self._own: WeakKeyDictionary[Sequence, Acceptance] = WeakKeyDictionary()
         self._rest = self._rested = self._paid_not_for = 0
@@ -168,7 +198,8 @@ class DraftLengths:
         if room <= 0:
             return none
         counts = self._best(sequences, limits, rows, room, fits)
-        if any(counts):
+        self.trying = not any(counts)
+        if not self.trying:
             return counts
         self._begin_rest(len(sequences), self._longest)
         return self._trial(sequences, limits, rows, room, fits) if self._rest >= self._longest else none
@@ -206,6 +237,8 @@ class DraftLengths:
             gain, chance = weights[place], self._own.get(sequence, nothing).chance(prior, PRIOR)
             for _ in range(min(limit, self.most)):
                 gain *= chance
+                if gain < LEAST_GAIN:
+                    break
                 gains.append((gain, place))
         gains.sort(key=operator.itemgetter(0), reverse=True)
         del gains[room:]
@@ -214,12 +247,12 @@ class DraftLengths:
         seconds = self.times.of(rows + more) + self._guessing * more / len(sequences)
         seconds[1:] += self._choosing
         rates = expected / seconds
-        rates[1:] *= [fits(rows + count) for count in range(1, len(more))]
-        taken = int(np.argmax(rates))
+        rates[0] *= MARGIN
+        while (taken := int(np.argmax(rates))) and not fits(rows + taken):
+            rates[taken] = 0.0
         counts = [0] * len(sequences)
-        if rates[taken] >= MARGIN * rates[0]:
-            for _, place in gains[:taken]:
-                counts[place] += 1
+        for _, place in gains[:taken]:
+            counts[place] += 1
         return counts
 
     def _trial(

@@ -22,6 +22,9 @@ from lockstep.generate.runner import Pace
 from lockstep.generate.scheduler import Chunk, Scheduler
 from lockstep.generate.sequence import Sequence
 
+KEPT = 3
+"""Steps for which chosen lengths stay."""
+
 
 class Speculation:
     """Adds guesses to a step's chunks, and counts them.
@@ -31,13 +34,24 @@ class Speculation:
     """
 
     def __init__(
-        self, draft: Draft, vocab: int, rows: int, most: int, group: dist.ProcessGroup | None, fits: Fits = any_rows
+        self,
+        draft: Draft,
+        vocab: int,
+        rows: int,
+        lengths: DraftLengths,
+        group: dist.ProcessGroup | None,
+        fits: Fits = any_rows,
     ):
         self.draft = draft
-        self.lengths = DraftLengths(most)
+        self.lengths = lengths
         self._fits = fits
         self._vocab, self._rows, self._group = vocab, rows, group
         self._guessing = 0.0
+        self._chosen: list[int] = []
+        self._chosen_for: tuple[int, list[int]] = 0, []
+        """Rows and sequences that lengths were last chosen for."""
+        self._kept = 0
+        """Further steps for which these lengths stay."""
 
     def extend(self, chunks: ListLike[Chunk], scheduler: Scheduler) -> None:
         """Guesses for the sequences that are sampled in this step, as far as rows and free pages allow."""
@@ -55,7 +69,7 @@ class Speculation:
         # A step that computes prompts is of a size of its own in any case.
         fits = self._fits if rows == len(chunks) else any_rows
         room = self._rows - rows
-        counts = self._agreed(none if resting else self.lengths.choose(sequences, limits, rows, room, fits))
+        counts = self._agreed(none if resting else self._counts(sequences, limits, rows, room, fits))
         chosen = time.perf_counter()
         asked = [place for place, count in enumerate(counts) if count]
         if not asked:
@@ -74,6 +88,18 @@ class Speculation:
         proposed = sum(len(chunk.guess) for chunk in sampled)
         self.lengths.guessed(wanted, proposed, chosen - began, ended - chosen, len(chunks))
 
+    def _counts(
+        self, sequences: ListLike[Sequence], limits: ListLike[int], rows: int, room: int, fits: Fits
+    ) -> list[int]:
+        """Lengths that pay are kept for a few steps, since to choose them takes long."""
+        chosen_for = rows, list(map(id, sequences))
+        if self._kept and chosen_for == self._chosen_for:
+            self._kept -= 1
+            return list(map(min, self._chosen, limits))
+        self._chosen, self._chosen_for = self.lengths.choose(sequences, limits, rows, room, fits), chosen_for
+        self._kept = 0 if self.lengths.trying else KEPT
+        return self._chosen
+
     def verified(self, chunk: Chunk, accepted: int) -> None:
         if chunk.guess:
             self.lengths.verified(chunk.sequence, len(chunk.guess), accepted)
@@ -89,7 +115,7 @@ class Speculation:
             return 0.0, 0.0
         times, rows = self.lengths.times, sum(chunk.rows for chunk in chunks)
         plain = 0.0
-        if rows > len(chunks) >= times.fewest_rows > 0:
+        if rows > len(chunks) and times.knows(len(chunks)):
             plain = float(times.of(np.array([len(chunks)]))[0])
         times.record(rows, seconds, pace)
         return (self._guessing + seconds, plain) if plain else (0.0, 0.0)
