@@ -19,13 +19,15 @@ MEMORY = 0.97
 FIRST_CHANCE = 0.7
 PRIOR = 8
 """Checked tokens that the statistics over all sequences count as, next to a sequence's own."""
-MARGIN = 1.1
+MARGIN = 1.08
 """Guess only if the expected throughput is this multiple of that without guesses: less is noise."""
 LONGEST_REST = 64
 """Steps without a guess, after which a few sequences try again; after guesses that were all wrong, up to MOST_REST."""
 MOST_REST = 256
 REST_WITHOUT_A_GUESS = 8
 """The same if the draft had no guess."""
+IN_VAIN = 0.02
+"""Fraction of the time of steps without guesses that it may take to find that they do not pay."""
 WAKING = 0.75
 """Fraction of the number of sequences at which guesses did not pay: with fewer, rows cost less."""
 INVESTED = 0.15
@@ -179,6 +181,10 @@ class DraftLengths:
         self._own: WeakKeyDictionary[Sequence, Acceptance] = WeakKeyDictionary()
         self._rest = self._rested = self._paid_not_for = 0
         self._longest = LONGEST_REST
+        self._recovering = 0
+        """Steps without a guess after which what was spent in vain is a small part of them."""
+        self._plain = 0.0
+        """Seconds of a step without guesses."""
         self._choosing = 0.0
         """Seconds that it takes to choose lengths."""
         self._guessing = 0.0
@@ -187,19 +193,25 @@ class DraftLengths:
     def rests(self, sequences: int) -> bool:
         """Whether to skip guessing in this step, since it did not pay recently with about as many sequences."""
         self._rested += 1
+        if self._rested <= self._recovering:
+            return True
         return self._rested <= self._rest and sequences > self._paid_not_for * WAKING
+
+    def spent_in_vain(self, seconds: float) -> None:
+        """It took so long to find that guesses do not pay in this step, and to try some."""
+        self._recovering = min(MOST_REST, int(seconds / (IN_VAIN * self._plain))) if self._plain else 0
 
     def choose(
         self, sequences: ListLike[Sequence], limits: ListLike[int], rows: int, room: int, fits: Fits = any_rows
     ) -> list[int]:
         """Tokens to guess per sequence, at most `limits[i]` and `room` in all; `rows`: the step's rows without them."""
-        none = [0] * len(sequences)
+        none, self.trying = [0] * len(sequences), True
         room = min(room, self.times.most_rows - rows, sum(limits))
         if room <= 0:
             return none
         counts = self._best(sequences, limits, rows, room, fits)
-        self.trying = not any(counts)
-        if not self.trying:
+        if any(counts):
+            self.trying, self._recovering = False, 0
             return counts
         self._begin_rest(len(sequences), self._longest)
         return self._trial(sequences, limits, rows, room, fits) if self._rest >= self._longest else none
@@ -245,6 +257,7 @@ class DraftLengths:
         more = np.arange(len(gains) + 1)
         expected = np.cumsum([sum(weights), *(gain for gain, _ in gains)])
         seconds = self.times.of(rows + more) + self._guessing * more / len(sequences)
+        self._plain = float(seconds[0])
         seconds[1:] += self._choosing
         rates = expected / seconds
         rates[0] *= MARGIN

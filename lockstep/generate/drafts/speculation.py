@@ -73,6 +73,8 @@ class Speculation:
         chosen = time.perf_counter()
         asked = [place for place, count in enumerate(counts) if count]
         if not asked:
+            if not resting:
+                self.lengths.spent_in_vain(chosen - began)
             return
         wanted = [counts[place] for place in asked]
         proposals = self.draft.propose([sequences[place] for place in asked], wanted)
@@ -87,6 +89,8 @@ class Speculation:
         self._guessing = ended - began
         proposed = sum(len(chunk.guess) for chunk in sampled)
         self.lengths.guessed(wanted, proposed, chosen - began, ended - chosen, len(chunks))
+        if self.lengths.trying:
+            self.lengths.spent_in_vain(ended - began)
 
     def _counts(
         self, sequences: ListLike[Sequence], limits: ListLike[int], rows: int, room: int, fits: Fits
