@@ -6,8 +6,9 @@ import math
 import secrets
 import time
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from collections.abc import Sequence as ListLike
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from pathlib import Path
 
@@ -347,7 +348,7 @@ class Engine:
         """Runs the model; samples after each chunk that reaches its sequence's end, and after each of its guesses."""
         batch = self._arrays.prepare(chunks)
         self._sampling, params = batch.sampled, batch.params
-        with ops.recorded_routes() as recorded:
+        with self._recorded_routes(params) as recorded:
             decoded = self._runner.decode(batch)
         if decoded is not None and not any(p.cuts or p.top_logprobs for p in params):
             drawn = zip(decoded.tokens.tolist(), decoded.log_probs.tolist(), self._routes(recorded, batch), strict=True)
@@ -373,11 +374,14 @@ class Engine:
 
     def _hidden(self, batch: StepBatch) -> tuple[Tensor, list[str]]:
         """The hidden state of every row, and the routes of the sampled rows if they were asked for."""
-        if not self._has_routes or not any(params.routes for params in batch.params):
-            return self._runner.hidden(batch), [""] * len(batch.sampled_rows)
-        with ops.recorded_routes() as recorded:
+        with self._recorded_routes(batch.params) as recorded:
             hidden = self._runner.hidden(batch)
         return hidden, self._routes(recorded, batch)
+
+    def _recorded_routes(self, params: Iterable[SamplingParams]) -> AbstractContextManager[list[Tensor]]:
+        """Records routes if they were asked for: whoever else records them gets them otherwise."""
+        asked = self._has_routes and any(each.routes for each in params)
+        return ops.recorded_routes() if asked else nullcontext([])
 
     def _routes(self, recorded: list[Tensor], batch: StepBatch) -> list[str]:
         """The routes of each sampled row, in the form its request asks for."""

@@ -45,9 +45,10 @@ def recorded_routes() -> Iterator[list[Int[Tensor, "tokens active"]]]:
 
 
 def note_routes(routes: Sequence[Int[Tensor, "tokens active"]]) -> None:
-    """Records the choices of `route` calls that are not made now: those in a replayed graph."""
+    """Records the choices of `route` calls that are not made now: those in a replayed graph, which the next replay
+    overwrites."""
     if (recorded := _recorded.get()) is not None:
-        recorded.extend(routes)
+        recorded.extend(each.clone() for each in routes)
 
 
 @contextmanager

@@ -246,6 +246,17 @@ def test_settings_that_change_with_the_weights_are_those_of_later_steps(shape):
     assert repeated == direct != before[0] == before[1]
 
 
+@pytest.mark.parametrize("form", ["", "digest"])
+def test_whoever_records_routes_gets_those_of_repeated_steps_that_no_request_asks_for(form):
+    model = build_model(SHAPES["qwen3_moe"], "float32", seed=1)
+    found = []
+    for engine in _engines(model, draft="none"):
+        with ops.recorded_routes() as recorded:
+            _sampled(engine, [[1, 2, 3]], SamplingParams(max_tokens=9, seed=1, ignore_eos=True, routes=form))
+        found.append([each.tolist() for each in recorded])
+    assert found[0] == found[1] and len(found[0]) == (0 if form else 9 * 2)
+
+
 def test_packed_weights_are_freed_with_the_weights_and_where_they_are_packed_anew():
     model = build_model(SHAPE, "float32", seed=1)
     engine = _engines(model, draft="none")[0]
