@@ -274,7 +274,7 @@ def test_coroutines_and_conversations_are_given_up_too(folder, model_folder, env
     assert checkpoints(folder / "run") == ["step_00000001"]
 
 
-@pytest.mark.parametrize("mark", ["grade", "compute"])
+@pytest.mark.parametrize("mark", [pytest.param("grade", marks=pytest.mark.slow), "compute"])
 def test_conversations_that_ranks_sample_together_are_given_up_where_one_leads(folder, model_folder, mark):
     rewards = RewardConfig(workers=1, seconds=600)
     config = settings(folder, model_folder, "Talk", LAYOUTS["TP 2"][1], rewards=rewards)
@@ -349,7 +349,7 @@ def test_a_rank_that_is_interrupted_takes_the_others_with_it(folder, model_folde
     check_it_goes_on(config, ranks=2)
 
 
-@pytest.mark.parametrize("signalled", [0, 1])
+@pytest.mark.parametrize("signalled", [pytest.param(0, marks=pytest.mark.slow), 1])
 def test_ranks_that_share_matrices_give_up_sampling_together_where_one_has_a_signal(folder, model_folder, signalled):
     config = settings(folder, model_folder, "Vowels", LAYOUTS["TP 2"][1])
     ended = Ended(folder, config, "sample", steps=2, ranks=2, own="0")

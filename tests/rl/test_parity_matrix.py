@@ -33,6 +33,25 @@ RUN = [job for job in COVERING if job.backend == "none" or job.shape != MIXTURE]
 """Compiled mixtures are in parallel/test_compile.py, under `make test-slow`."""
 
 
+def _few():
+    """Of RUN, so many that each layout, shape, dtype and way to recompute occurs, and something compiled over ranks."""
+    eager = [job for job in RUN if job.backend == "none"]
+    dense = [job for job in eager if job.shape != MIXTURE]
+    assert [job.layout for job in dense] == [layout for layout in LAYOUTS for _ in RECOMPUTE]
+    yield from (dense[3 * row + row % 3] for row in range(len(LAYOUTS)))
+    yield from (job for job in eager if job.shape == MIXTURE and job.layout in EXPERT_LAYOUTS)
+    yield next(job for job in RUN if job.backend == "inductor" and job.layout.name == "TP 2")
+
+
+FEW = list(_few())
+
+
+def test_every_setting_occurs_in_the_few_jobs():
+    for name, values in {"shape": SHAPES, "dtype": DTYPES, "backend": BACKENDS, "recompute": RECOMPUTE}.items():
+        assert {getattr(job, name) for job in FEW} >= set(values), name
+    assert [job.layout for job in FEW[:-1]] == [*LAYOUTS, *EXPERT_LAYOUTS]
+
+
 def test_every_two_settings_meet_in_the_covering_jobs():
     axes = {"shape": SHAPES, "dtype": DTYPES, "backend": BACKENDS, "layout": LAYOUTS, "recompute": RECOMPUTE}
     jobs = [job for job in COVERING if job.shape != MIXTURE]
@@ -47,28 +66,31 @@ def test_every_two_settings_meet_in_the_covering_jobs():
     assert {job.name for job in COVERING} <= {job.name for job in full}
 
 
-@pytest.fixture(scope="module")
-def computed(tmp_path_factory):
+@pytest.fixture(scope="module", params=[FEW, pytest.param(RUN, marks=pytest.mark.slow)], ids=["few", "covering"])
+def computed(request, tmp_path_factory):
+    """Jobs, and the folder of their results."""
     folder = tmp_path_factory.mktemp("matrix")
-    run_jobs(folder, RUN)
-    return folder
+    run_jobs(folder, request.param)
+    return request.param, folder
 
 
 def test_every_pair_of_layouts_agrees_in_every_bit(computed, tmp_path):
-    cells = compare(computed, RUN)
-    assert len(cells) == (13 * 3 + 12 + 13 + 6) * len(GENERATORS) + 2
+    jobs, folder = computed
+    cells = compare(folder, jobs)
+    assert len(cells) == ((13 * 3 + 12 + 13 + 6) * len(GENERATORS) + 2 if jobs is RUN else 20 * len(GENERATORS))
     assert all(cell.checked > 200 and cell.different == 0 and cell.largest == 0.0 for cell in cells)
     write_results(cells, tmp_path)
     written = json.loads((tmp_path / "parity.json").read_text())
     assert len(written["cells"]) == len(cells) and written["reduction_chunks"] == 4
     assert (tmp_path / "parity.png").read_bytes().startswith(b"\x89PNG")
-    assert table(cells).count(" / 0") == 13 * 6 + 12 * 3 + 1 + 6 * 3
+    assert table(cells).count(" / 0") == (13 * 6 + 12 * 3 + 1 + 6 * 3 if jobs is RUN else 19 * 3 + 3)
 
 
 def test_gradients_have_the_same_norms_in_all_layouts(computed):
     first = {}
-    for job in RUN:
-        found = json.loads((computed / f"{job.name}.0.json").read_text())["gradient_norms"]
+    jobs, folder = computed
+    for job in jobs:
+        found = json.loads((folder / f"{job.name}.0.json").read_text())["gradient_norms"]
         expected = first.setdefault((job.shape, job.dtype), found)
         # Layouts add the same terms in other orders, in bfloat16 rounded on the way: not the same bits.
         tolerance = 1e-5 if job.dtype == "float32" else 1e-2
@@ -111,9 +133,9 @@ def changed(folder, name, change):
 
 
 def test_what_differs_is_counted_where_it_is(computed, tmp_path):
-    folder = tmp_path / "copy"
-    shutil.copytree(computed, folder)
-    lost, flipped, replayed, sampled = RUN[2:14:3]
+    jobs, folder = computed[0], tmp_path / "copy"
+    shutil.copytree(computed[1], folder)
+    lost, flipped, replayed, sampled = jobs[:4]
 
     def flip(results):
         results["bits"][5] ^= 1
@@ -133,9 +155,9 @@ def test_what_differs_is_counted_where_it_is(computed, tmp_path):
     changed(folder, f"{replayed.name}.0.json", replay)
     for rank in range(4):
         changed(folder, f"{sampled.sampled_by(4).name}.{rank}.json", sample)
-    cells = compare(folder, RUN)
+    cells = compare(folder, computed[0])
     found = {(cell.trainer, cell.generator): cell.different for cell in cells if cell.different}
-    of_the_engine = {job for job in RUN if job.sampled_by(4) == sampled.sampled_by(4)}
+    of_the_engine = {job for job in jobs if job.sampled_by(4) == sampled.sampled_by(4)}
     for generator in GENERATORS:
         more = generator == 4
         assert found.pop((flipped, generator)) == 1 + (more and flipped in of_the_engine)
@@ -147,37 +169,34 @@ def test_what_differs_is_counted_where_it_is(computed, tmp_path):
 
 
 def test_ranks_that_sample_different_tokens_make_all_of_a_cell_different(computed, tmp_path):
-    folder = tmp_path / "copy"
-    shutil.copytree(computed, folder)
-    job = RUN[0]
+    (job, *_), folder = computed[0], tmp_path / "copy"
+    shutil.copytree(computed[1], folder)
 
     def change(requests):
         requests[0]["completions"][0]["tokens"][0] += 1
 
     changed(folder, f"{job.sampled_by(2).name}.1.json", change)
-    cells = [cell for cell in compare(folder, RUN) if cell.trainer == job]
+    cells = [cell for cell in compare(folder, computed[0]) if cell.trainer == job]
     assert [(cell.generator, cell.different) for cell in cells] == [(1, 0), (2, cells[0].checked), (4, 0)]
 
 
 def test_a_token_that_all_ranks_draw_otherwise_makes_all_of_a_cell_different(computed, tmp_path):
-    folder = tmp_path / "copy"
-    shutil.copytree(computed, folder)
-    job = RUN[0]
+    (job, *_), folder = computed[0], tmp_path / "copy"
+    shutil.copytree(computed[1], folder)
 
     def change(requests):
         requests[0]["completions"][0]["tokens"][0] += 1
 
     for rank in range(2):
         changed(folder, f"{job.sampled_by(2).name}.{rank}.json", change)
-    cells = [cell for cell in compare(folder, RUN) if cell.trainer == job]
+    cells = [cell for cell in compare(folder, computed[0]) if cell.trainer == job]
     assert [(cell.generator, cell.different) for cell in cells] == [(1, 0), (2, cells[0].checked), (4, 0)]
     assert cells[1].largest == float("inf")
 
 
 def test_not_a_number_on_both_sides_is_a_difference(computed, tmp_path):
-    folder = tmp_path / "copy"
-    shutil.copytree(computed, folder)
-    job = RUN[0]
+    (job, *_), folder = computed[0], tmp_path / "copy"
+    shutil.copytree(computed[1], folder)
     assert job.ranks == 1
     broken = 0x7FC00000
     place = []
@@ -193,7 +212,7 @@ def test_not_a_number_on_both_sides_is_a_difference(computed, tmp_path):
     for rank in range(2):
         changed(folder, f"{job.sampled_by(2).name}.{rank}.json", break_sample)
     changed(folder, f"{job.name}.0.json", break_score)
-    cells = [cell for cell in compare(folder, RUN) if cell.trainer == job]
+    cells = [cell for cell in compare(folder, computed[0]) if cell.trainer == job]
     assert [(cell.generator, cell.different) for cell in cells] == [(1, 1), (2, 1), (4, 1)]
 
 

@@ -88,8 +88,10 @@ class HalfRight(Draft):
         return [(t + 1) % 256 if (len(tokens) + i) % 3 == 0 else t for i, t in enumerate(guess)]
 
 
-@pytest.mark.parametrize("shape", [SHAPE, LONG])
-@pytest.mark.parametrize("form", ["whole", "digest"])
+@pytest.mark.parametrize(
+    ("form", "shape"),
+    [("whole", LONG), pytest.param("digest", LONG, marks=pytest.mark.slow), *((f, SHAPE) for f in ("digest", "whole"))],
+)
 def test_every_sampled_token_has_the_trainers_route_however_it_was_computed(monkeypatch, shape, form):
     model = mixture(shape)
     plain = sampled(Engine(model, EngineConfig(cache_tokens=4096)), form)
