@@ -3,54 +3,72 @@
 from __future__ import annotations
 
 import hashlib
+import heapq
+import re
 from array import array
+from bisect import bisect_left
 from collections import OrderedDict
 from collections.abc import Iterable
 from collections.abc import Sequence as ListLike
 from weakref import WeakKeyDictionary, WeakValueDictionary
 
+import numpy as np
+
 from lockstep.generate.drafts.draft import Draft
 from lockstep.generate.sequence import Sequence
 
 BEGIN = "\U0010ffff"
-"""Precedes each completion, and follows the last; equal to no token."""
+"""Precedes each completion, and follows the last; equal to no token of a vocabulary below a million."""
 PROMPT = 64
 """The bookkeeping of a prompt takes as much memory as this many tokens."""
-SEARCHED = (6, 3, 2)
-"""Lengths of the last tokens that are searched for, one after the other."""
+BITS = 21
+"""Of a character."""
 LONGEST = 16
 """Tokens before a place that are compared to choose among places."""
-MOST_PLACES = 64
+MOST_PLACES = 16
 """Places that are found at most, the newest ones: the last tokens may be frequent ones of long texts."""
 
 
 class Texts:
-    """Completions as one text, in which a token is a character: it is searched in place, so nothing is built before.
+    """Completions as one text, in which a token is a character, and its trigrams in order.
 
-    A place is an index of the text, after an occurrence of something.
+    A place is an index of the text, after an occurrence of something; places are given newest first.
     """
 
     def __init__(self, completions: Iterable[str]):
-        self.text = "".join(BEGIN + completion for completion in completions) + BEGIN
+        self.text = BEGIN + "".join(BEGIN + completion for completion in completions) + BEGIN
+        self._sorted: tuple[list[int], list[int]] | None = None
+
+    def begins(self) -> list[int]:
+        """Of the completions."""
+        ends = [begin.end() for begin in re.finditer(BEGIN, self.text)]
+        return ends[-2:0:-1]
 
     def places_after(self, last: str) -> list[int]:
-        """After the occurrences of the longest end of `last` that occurs, newest first; none if it is too short."""
-        length = next((n for n in SEARCHED if n <= len(last) and last[-n:] in self.text), 0)
-        if not length:
-            return []
-        places = self.places_of(last[-length:])
+        """After the occurrences of the longest end of `last`, of two tokens or more; none if there is none."""
+        places: list[int] = []
+        if len(last) > 2:
+            places = self._places(last[-3:], 1)
+        if len(last) > 1 and not places:
+            places = self._places("\0" + last[-2:], 1 << BITS)
         common = [self._agreeing(place, last) for place in places]
-        longest = max(common)
+        longest = max(common, default=0)
         return [place for place, agreeing in zip(places, common) if agreeing == longest]
 
-    def places_of(self, tokens: str) -> list[int]:
-        """After the newest MOST_PLACES occurrences of `tokens`."""
-        places: list[int] = []
-        found = self.text.rfind(tokens, 0, -1)  # the BEGIN at the end begins nothing
-        while found >= 0 and len(places) < MOST_PLACES:
-            places.append(found + len(tokens))
-            found = self.text.rfind(tokens, 0, found + len(tokens) - 1)
-        return places
+    def _places(self, trigram: str, several: int) -> list[int]:
+        """After the trigrams of `several` successive keys, the first of which is that of `trigram`."""
+        keys, order = self._sorted = self._sorted or self._trigrams()
+        key = ord(trigram[2]) << 2 * BITS | ord(trigram[1]) << BITS | ord(trigram[0])
+        first = bisect_left(keys, key)
+        newest = heapq.nlargest(MOST_PLACES, order[first : bisect_left(keys, key + several, first)])
+        return [place + 3 for place in newest]
+
+    def _trigrams(self) -> tuple[list[int], list[int]]:
+        """The keys of all trigrams in ascending order, in which the last token counts most, and where they begin."""
+        codes = np.frombuffer(self.text.encode("utf-32-le", "surrogatepass"), dtype=np.uint32).astype(np.int64)
+        keys = codes[2:] << 2 * BITS | codes[1:-1] << BITS | codes[:-2]
+        order = np.argsort(keys)
+        return keys[order].tolist(), order.tolist()
 
     def _agreeing(self, place: int, last: str) -> int:
         """How many of the tokens before a place are those at the end of `last`."""
@@ -149,7 +167,7 @@ class _Place:
     def follow(self, texts: Texts, sequence: Sequence) -> None:
         if not self._read:
             self._last, self._read = BEGIN, sequence.prompt_length
-            self.places = texts.places_of(BEGIN)
+            self.places = texts.begins()
         new = _text(sequence.tokens[self._read :])
         self._read = len(sequence.tokens)
         self._last = (self._last + new)[-LONGEST:]

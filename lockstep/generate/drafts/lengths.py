@@ -26,6 +26,8 @@ LONGEST_REST = 64
 MOST_REST = 256
 REST_WITHOUT_A_GUESS = 8
 """The same if the draft had no guess."""
+TRIED_AGAIN = 16
+"""Choices that pay, of which one is of the next larger size."""
 IN_VAIN = 0.02
 """Fraction of the time of steps without guesses that it may take to find that they do not pay."""
 WAKING = 0.75
@@ -34,6 +36,8 @@ INVESTED = 0.15
 """Of what recording gains a step: what an unrecorded size costs more, over the steps in which it should pay off."""
 FIRST = 3
 """Steps of a size of which the fastest counts: the first ones may be slow."""
+TOO_FAST = 0.7
+"""Of what a step should take: it cannot be by accident, so what was known was not."""
 FOLLOWED, SLOWLY = 0.2, 0.03
 """How far the time of a later one moves the machine's level, and what is known of its size."""
 LEAST_GAIN = 0.02
@@ -106,10 +110,11 @@ class StepTimes:
         """A machine that is slower for a while, or a longer context, is slower at every size."""
         known = self._lasting.get(rows, np.inf)
         self._counts[rows] += 1
-        if self._counts[rows] <= FIRST:
-            self._lasting[rows] = min(known, seconds / self._level)
+        now = seconds / self._level
+        if self._counts[rows] <= FIRST or now < TOO_FAST * known:
+            self._lasting[rows] = min(known, now)
             return
-        surprise = min(1.3, max(0.7, seconds / (known * self._level)))  # a step that was disturbed says little
+        surprise = min(1.3, now / known)  # a step that was disturbed says little
         self._level *= surprise**FOLLOWED
         self._lasting[rows] = known * surprise**SLOWLY
 
@@ -127,6 +132,11 @@ class StepTimes:
         """Whether a step of so few rows has run."""
         sizes = self._sizes()
         return bool(sizes) and int(self._padded(np.array([rows]))[0]) >= min(sizes)
+
+    def next_size(self, rows: int) -> int | None:
+        """The next size that has run, beyond that of a step of so many rows; None if there is none."""
+        own = int(self._padded(np.array([rows]))[0])
+        return min((size for size in self._lasting if size > own), default=None)
 
     @property
     def most_rows(self) -> int:
@@ -176,6 +186,8 @@ class DraftLengths:
         self.most = most
         self.trying = False
         """Whether what was chosen last is only to learn, not because it pays."""
+        self._paying = 0
+        """How often lengths were chosen that pay."""
         self.times = StepTimes(padded)
         self._all = Acceptance()
         self._own: WeakKeyDictionary[Sequence, Acceptance] = WeakKeyDictionary()
@@ -212,6 +224,7 @@ class DraftLengths:
         counts = self._best(sequences, limits, rows, room, fits)
         if any(counts):
             self.trying, self._recovering = False, 0
+            self._paying += 1
             return counts
         self._begin_rest(len(sequences), self._longest)
         return self._trial(sequences, limits, rows, room, fits) if self._rest >= self._longest else none
@@ -263,10 +276,17 @@ class DraftLengths:
         rates[0] *= MARGIN
         while (taken := int(np.argmax(rates))) and not fits(rows + taken):
             rates[taken] = 0.0
+        if taken and self._paying % TRIED_AGAIN == TRIED_AGAIN - 1:
+            taken = max(taken, self._larger(rows, taken, len(gains), fits))
         counts = [0] * len(sequences)
         for _, place in gains[:taken]:
             counts[place] += 1
         return counts
+
+    def _larger(self, rows: int, taken: int, most: int, fits: Fits) -> int:
+        """Guesses that make a step of the next size, which may have been timed while the machine was slower; else 0."""
+        size = self.times.next_size(rows + taken)
+        return size - rows if size is not None and size - rows <= most and fits(size) else 0
 
     def _trial(
         self, sequences: ListLike[Sequence], limits: ListLike[int], rows: int, room: int, fits: Fits
