@@ -120,7 +120,7 @@ class Completion:
     and the model has any; else empty."""
 
 
-@dataclass
+@dataclass(slots=True)
 class TokenEvent:
     """A token that a step has sampled."""
 

@@ -11,7 +11,7 @@ from lockstep.generate.pages import ROOT, PageAllocator
 from lockstep.generate.sequence import Sequence
 
 
-@dataclass
+@dataclass(slots=True)
 class Chunk:
     """Tokens [start, start + count) of a sequence, computed in this step, and guesses at those that follow them."""
 

@@ -73,15 +73,13 @@ class Sequence:
             self.cut_logprobs.append(cut_logprob)
         if self.params.routes:
             self.routes.append(route)
-        if token in self.stop_ids or self._completes_stop_string(token):
+        if token in self.stop_ids or (self.decoder and self._completes_stop_string(token, self.decoder)):
             self.finish_reason = "stop"
         elif self.sampled >= self.params.max_tokens:
             self.finish_reason = "length"
 
-    def _completes_stop_string(self, token: int) -> bool:
-        if self.decoder is None:
-            return False
-        new = self.decoder.push(token)
+    def _completes_stop_string(self, token: int, decoder: StreamDecoder) -> bool:
+        new = decoder.push(token)
         # A stop string that ends in the new text begins at most its own length before it.
         tail = self.text[-max(map(len, self.params.stop)) :] + new
         self.text = tail
