@@ -1,4 +1,4 @@
-"""Whole runs on a real GPU: every loop, the algorithms, mixtures, processes of their own. Run: make gpu-test PYTHON=python3."""
+"""Whole runs on a real GPU: every loop, algorithm and family. Run: make gpu-test PYTHON=python3."""
 
 import dataclasses
 import json
