@@ -37,7 +37,9 @@ INVESTED = 0.15
 FIRST = 3
 """Steps of a size of which the fastest counts: the first ones may be slow."""
 TOO_FAST = 0.7
-"""Of what a step should take: it cannot be by accident, so what was known was not."""
+"""Of what a step should take: it cannot be by accident, so the machine has changed, or what was known had."""
+RECENT = 32
+"""Steps since the last one of its size, after which what is known of it may be wrong."""
 FOLLOWED, SLOWLY = 0.2, 0.03
 """How far the time of a later one moves the machine's level, and what is known of its size."""
 LEAST_GAIN = 0.02
@@ -85,6 +87,9 @@ class StepTimes:
         self._lasting: dict[int, float] = {}
         """Of steps that are as fast as they will be, by the rows that they compute."""
         self._counts: Counter[int] = Counter()
+        self._timed: dict[int, int] = {}
+        """The last step of each size, and of all, counted."""
+        self._steps = 0
         self._level = 1.0
         """By how much the machine is slower than it was."""
         self._slower: dict[int, float] = {}
@@ -108,15 +113,27 @@ class StepTimes:
 
     def _record_lasting(self, rows: int, seconds: float) -> None:
         """A machine that is slower for a while, or a longer context, is slower at every size."""
-        known = self._lasting.get(rows, np.inf)
+        known, now = self._lasting.get(rows, np.inf), seconds / self._level
+        self._steps += 1
+        recent = self._steps - self._timed.get(rows, -RECENT) < RECENT
+        self._timed[rows] = self._steps
         self._counts[rows] += 1
-        now = seconds / self._level
-        if self._counts[rows] <= FIRST or now < TOO_FAST * known:
+        if self._counts[rows] <= FIRST or (now < TOO_FAST * known and not recent):
             self._lasting[rows] = min(known, now)
-            return
-        surprise = min(1.3, now / known)  # a step that was disturbed says little
-        self._level *= surprise**FOLLOWED
-        self._lasting[rows] = known * surprise**SLOWLY
+        elif now < TOO_FAST * known:  # the machine is as fast as before
+            self._move_level(now / known)
+        else:
+            surprise = min(1.3, now / known)  # a step that was disturbed says little
+            self._move_level(surprise**FOLLOWED)
+            self._lasting[rows] *= surprise**SLOWLY
+
+    def _move_level(self, factor: float) -> None:
+        self._level *= factor
+        if not 0.1 < self._level < 10:  # the times take it over, so that it stays a number
+            for times in (self._lasting, self._slower):
+                times.update({rows: each * self._level for rows, each in times.items()})
+            self._gain = None if self._gain is None else self._gain * self._level
+            self._level = 1.0
 
     def _gained(self) -> float | None:
         """The most: a size that looks too fast is soon tried and timed, but one that looks too slow is not. The first
