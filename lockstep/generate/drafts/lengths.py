@@ -26,8 +26,8 @@ LONGEST_REST = 64
 MOST_REST = 256
 REST_WITHOUT_A_GUESS = 8
 """The same if the draft had no guess."""
-TRIED_AGAIN = 16
-"""Choices that pay, of which one is of the next larger size."""
+TRIED_AGAIN, SELDOM = 16, 256
+"""Choices that pay, after which one is of the next larger size: at first, then twice as many each time, and at last."""
 IN_VAIN = 0.02
 """Fraction of the time of steps without guesses that it may take to find that they do not pay."""
 WAKING = 0.75
@@ -203,8 +203,10 @@ class DraftLengths:
         self.most = most
         self.trying = False
         """Whether what was chosen last is only to learn, not because it pays."""
-        self._paying = 0
-        """How often lengths were chosen that pay."""
+        self.lasts = True
+        """Whether it may be chosen for some steps more, if it pays."""
+        self._paying, self._tried_after = 0, TRIED_AGAIN
+        """Choices that pay since one was of the next larger size, and the number after which another is."""
         self.times = StepTimes(padded)
         self._all = Acceptance()
         self._own: WeakKeyDictionary[Sequence, Acceptance] = WeakKeyDictionary()
@@ -241,7 +243,6 @@ class DraftLengths:
         counts = self._best(sequences, limits, rows, room, fits)
         if any(counts):
             self.trying, self._recovering = False, 0
-            self._paying += 1
             return counts
         self._begin_rest(len(sequences), self._longest)
         return self._trial(sequences, limits, rows, room, fits) if self._rest >= self._longest else none
@@ -293,8 +294,11 @@ class DraftLengths:
         rates[0] *= MARGIN
         while (taken := int(np.argmax(rates))) and not fits(rows + taken):
             rates[taken] = 0.0
-        if taken and self._paying % TRIED_AGAIN == TRIED_AGAIN - 1:
-            taken = max(taken, self._larger(rows, taken, len(gains), fits))
+        self.lasts = True
+        self._paying += taken > 0
+        if taken and self._paying >= self._tried_after and (larger := self._larger(rows, taken, len(gains), fits)):
+            taken, self.lasts = larger, False
+            self._paying, self._tried_after = 0, min(SELDOM, 2 * self._tried_after)
         counts = [0] * len(sequences)
         for _, place in gains[:taken]:
             counts[place] += 1
@@ -327,8 +331,8 @@ def _least_after(values: np.ndarray) -> np.ndarray:
 
 
 def _followed(mean: float, value: float) -> float:
-    """The moving mean after another value."""
-    return mean + (value - mean) * (0.2 if mean else 1.0)
+    """The moving mean after another value, of which a hiccup counts for little."""
+    return mean + 0.2 * (min(value, 4 * mean) - mean) if mean else value
 
 
 def _weights(sequences: ListLike[Sequence]) -> list[float]:
