@@ -165,6 +165,7 @@ def test_times_are_right_however_often_the_machine_or_longer_contexts_slow_steps
         disturbed = 2 if draw.random() < 0.02 else 1
         times.record(each, (2.4 + 0.1 * each) * slower * disturbed * math.exp(draw.gauss(0, 0.05)))
         if step % 200 == 199 and step > 1000:
+            # The level follows a fifth of a step's surprise: behind by some steps of 1.5 %, and by disturbed ones.
             assert times.of(np.array(rows)) == pytest.approx((2.4 + 0.1 * np.array(rows)) * slowest, rel=0.2)
     assert 0.1 < times._level < 10, "it stays a number"
 

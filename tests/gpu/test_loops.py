@@ -37,22 +37,14 @@ from lockstep.train.dpo import prefer
 from lockstep.train.pretrain import pretrain
 from lockstep.train.reward_model import train_reward_model
 from lockstep.train.sft import finetune
+from tests.rl.actors.test_colocated import TASK, outcome
 
 DEVICE = "cuda"
 pytestmark = [
     pytest.mark.gpu,
     pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
 ]
-TASK = """
-import lockstep.rl as rl
-
-class Vowels(rl.Environment):
-    def examples(self, split):
-        for word in ("stone", "river", "cloud", "apple", "winter", "summer", "leaves in autumn", "x"):
-            yield rl.Example(prompt=f"{split} {word}", answer="")
-    def reward(self, example, completion):
-        return {"vowels": sum(c in "aeiou" for c in completion) / (1 + len(completion))}
-
+SLOW = """
 class Slow(Vowels):
     def reward(self, example, completion):
         import time
@@ -63,8 +55,6 @@ TEMPLATE = (
     "{% for message in messages %}<{{ message.role }}>{% generation %}{{ message.content }}{{ eos_token }}"
     "{% endgeneration %}{% endfor %}"
 )
-OF_TIME = ("time", "rollout/environment_seconds", "rollout/tokens_per_second", "generators/", "buffer/", "ranks", "gpu")
-"""Beginnings of metrics that differ from run to run."""
 SMALL = dict(learning_rate=1e-3, warmup_steps=0, schedule="constant")
 
 
@@ -79,7 +69,7 @@ def _folder(path, family="qwen3", dtype="bfloat16", seed=1):
 
 def _rl(tmp_path, family="qwen3", name="run", **changes):
     if not (tmp_path / "task.py").exists():
-        (tmp_path / "task.py").write_text(TASK)
+        (tmp_path / "task.py").write_text(TASK + SLOW)
     model = tmp_path / family
     if not model.exists():
         _folder(model, family)
@@ -92,14 +82,6 @@ def _rl(tmp_path, family="qwen3", name="run", **changes):
         checkpoint=CheckpointConfig(every=1, keep_last=0),
     )  # fmt: skip
     return RLConfig(**(settings | changes))
-
-
-def _outcome(folder):
-    """All metrics but times, and every rollout's line."""
-    metrics = [
-        {k: v for k, v in m.items() if not k.startswith(OF_TIME)} for m in read_metrics(folder / "metrics.jsonl")
-    ]
-    return metrics, {path.name: path.read_text() for path in (folder / "rollouts").iterdir()}
 
 
 def _check(folder):
@@ -153,7 +135,7 @@ def test_a_generator_in_a_process_of_its_own_gives_the_same_run(tmp_path, family
     reinforce(_rl(tmp_path, family, "own"))
     actors = ActorsConfig(generators=1, silence_seconds=10)
     reinforce(_rl(tmp_path, family, "separate", actors=actors))
-    assert _outcome(tmp_path / "separate") == _outcome(tmp_path / "own")
+    assert outcome(tmp_path / "separate") == outcome(tmp_path / "own")
 
 
 def test_two_generators_sample_ahead(tmp_path):
@@ -178,7 +160,7 @@ def test_a_run_that_a_signal_ended_goes_on_with_the_same_bits(tmp_path):
     said = process.communicate(timeout=120)[1].decode()
     assert process.returncode != 0 and "SIGTERM" in said, said
     reinforce(dataclasses.replace(config, resume=True))
-    assert _outcome(tmp_path / "ended") == _outcome(tmp_path / "whole")
+    assert outcome(tmp_path / "ended") == outcome(tmp_path / "whole")
 
 
 def _file(path, lines):

@@ -108,7 +108,7 @@ class StepTimes:
             self._record_lasting(rows, seconds)
         else:
             self._slower[rows] = min(self._slower.get(rows, np.inf), seconds / self._level)
-        if rows in self._slower:
+        if rows in self._slower and self._counts[rows] <= FIRST:
             self._gain = self._gained()
 
     def _record_lasting(self, rows: int, seconds: float) -> None:
@@ -203,8 +203,8 @@ class DraftLengths:
         self.most = most
         self.trying = False
         """Whether what was chosen last is only to learn, not because it pays."""
-        self.lasts = True
-        """Whether it may be chosen for some steps more, if it pays."""
+        self.lasts = False
+        """Whether what was chosen last pays for some steps more."""
         self._paying, self._tried_after = 0, TRIED_AGAIN
         """Choices that pay since one was of the next larger size, and the number after which another is."""
         self.times = StepTimes(padded)
@@ -236,7 +236,7 @@ class DraftLengths:
         self, sequences: ListLike[Sequence], limits: ListLike[int], rows: int, room: int, fits: Fits = any_rows
     ) -> list[int]:
         """Tokens to guess per sequence, at most `limits[i]` and `room` in all; `rows`: the step's rows without them."""
-        none, self.trying = [0] * len(sequences), True
+        none, self.trying, self.lasts = [0] * len(sequences), True, False
         room = min(room, self.times.most_rows - rows, sum(limits))
         if room <= 0:
             return none
@@ -294,7 +294,7 @@ class DraftLengths:
         rates[0] *= MARGIN
         while (taken := int(np.argmax(rates))) and not fits(rows + taken):
             rates[taken] = 0.0
-        self.lasts = True
+        self.lasts = taken > 0
         self._paying += taken > 0
         if taken and self._paying >= self._tried_after and (larger := self._larger(rows, taken, len(gains), fits)):
             taken, self.lasts = larger, False

@@ -101,7 +101,7 @@ class Speculation:
             self._kept -= 1
             return list(map(min, self._chosen, limits))
         self._chosen, self._chosen_for = self.lengths.choose(sequences, limits, rows, room, fits), chosen_for
-        self._kept = 0 if self.lengths.trying or not self.lengths.lasts else KEPT
+        self._kept = KEPT if self.lengths.lasts else 0
         return self._chosen
 
     def verified(self, chunk: Chunk, accepted: int) -> None:
