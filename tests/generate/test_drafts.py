@@ -395,10 +395,10 @@ def test_a_guess_takes_no_page_from_a_sequence_and_no_row_from_a_prompt(monkeypa
     assert engine.statistics.prompt_tokens_computed == 48
 
 
-texts = st.lists(st.text("abc", max_size=12), min_size=1, max_size=4)
+texts = st.lists(st.text("ab", max_size=20), min_size=1, max_size=4)
 
 
-@given(texts, st.text("abc", max_size=20), st.booleans(), st.integers(1, 9))
+@given(texts, st.text("ab", max_size=20), st.booleans(), st.integers(1, 9))
 def test_texts_continue_where_the_longest_end_occurred_as_most_of_them_did(completions, sampled, whole, count):
     texts, last = Texts(completions), BEGIN * whole + sampled[-LONGEST + 1 :]
     # By the definition: what precedes each place, and the length of the end that agrees with it.
