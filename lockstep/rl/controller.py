@@ -217,11 +217,22 @@ def _reinforce(
             world.on_main(partial(write_report, run.path, title_of(config)))
         raise stop.error(stopped_by, step - 1, config.output)
 
+    def keep_if_long(step: int) -> None:
+        """Copies the run as it is after `step`: a signal may come within later updates that take too long to finish."""
+        if max(replicas.gather(later_updates)) < stop.seconds / 2:
+            return
+        random_now = random_state()
+        set_random_state(random_before)
+        checkpoints.keep(step)
+        set_random_state(random_now)
+
     # All ranks watch what rank 0 has written, and come to the same conclusion.
     before = world.from_main(lambda: read_metrics(run.metrics))
     unjudged = state.get("unjudged", False) and awaits_validation(before, start)
     unfinished = before.pop() if unjudged else {}
     announce_start(config, environment, model, world, start, ended=start >= config.steps and not unjudged)
+    later_updates = 0.0
+    """Seconds that a step's updates after its first took last."""
     watch = Alarms(config.alarms, before, learns_from_spread_alone(config))
     bad_steps, clock = BadSteps(config.faults, run.path, tokenizer), time.perf_counter()
     with (
@@ -292,11 +303,13 @@ def _reinforce(
                 share = own_batches(batches, config, world, model)
                 metrics = packing_metrics(batches)
                 give_up_if_stopped(step)
+                if config.inner_steps > 1 and step > 1:
+                    keep_if_long(step - 1)
                 generators.training_begins()
                 for inner in range(config.inner_steps):
                     loss = PolicyLoss(config, compare=inner == 0, critic=critic)
-                    # After the first update there is no state before the step to save any more.
-                    asking = trainer.asking(*stop.ending(world, late=True)) if inner == 0 else nullcontext()
+                    can_be_given_up = inner == 0 or step == 1 or checkpoints.holds(step - 1)
+                    asking = trainer.asking(*stop.ending(world, late=True)) if can_be_given_up else nullcontext()
                     try:
                         with asking, routes_on_stages(loss, model, share):
                             stepped = trainer.step(share, loss)
@@ -308,6 +321,8 @@ def _reinforce(
                     if inner == 0:
                         metrics |= accepted(loss.parity, config, step, generators.kept).metrics()
                         metrics["policy/ratio_first_max"] = loss.ratio_max
+                        first_ended = time.perf_counter()
+                later_updates = time.perf_counter() - first_ended
                 if average:
                     average.update()
                 stopwatch.begin("time/weight_sync", sampling.waits_for, sampling.start_seconds)

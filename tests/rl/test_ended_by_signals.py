@@ -115,7 +115,8 @@ def _end(config, folder, environment, resume):
     loss = PolicyLoss.__call__
 
     def slow_loss(*arguments):
-        if holds("train"):
+        if holds("train") or (not arguments[0].compare and (folder / "later").exists()):
+            holds("later")
             time.sleep(SLOW)
         return loss(*arguments)
 
@@ -134,9 +135,9 @@ class Ended:
     """A run in `folder` that a signal ends while it stands still in a step."""
 
     def __init__(self, folder, config, mark, steps, ranks=1, own="0"):
-        """mark: "compute" (before a step of the engine), "sample" (after one), "grade", "train" (in a loss), "layers"
-        (in those of a stage) or "judge" (a validation). steps: those done before. own: the rank whose sampling stands
-        still."""
+        """mark: "compute" (before a step of the engine), "sample" (after one), "grade", "train" (in a loss), "later"
+        (after the first update, in earlier steps too), "layers" (in those of a stage) or "judge" (a validation).
+        steps: those done before. own: the rank whose sampling stands still."""
         self.folder = folder
         (folder / mark).write_text(f"{steps},{own}")
         (folder / "run.toml").write_text(to_toml(config))
@@ -166,7 +167,7 @@ class Ended:
     def wait(self):
         for process in self.processes:
             process.join(120)
-        for mark in ("compute", "sample", "grade", "train", "layers", "judge", "reached"):
+        for mark in ("compute", "sample", "grade", "train", "later", "layers", "judge", "reached"):
             (self.folder / mark).unlink(missing_ok=True)
         return [process.exitcode for process in self.processes]
 
@@ -224,14 +225,23 @@ def test_a_step_that_is_sampled_or_graded_is_given_up_and_the_run_saved_as_it_wa
     check_it_goes_on(config)
 
 
-@pytest.mark.parametrize("layout", [pytest.param("one process", marks=pytest.mark.slow), "FSDP 2"])
-def test_an_update_that_takes_longer_than_the_run_has_to_end_is_given_up(folder, model_folder, layout):
+@pytest.mark.parametrize(
+    ("layout", "mark"),
+    [
+        pytest.param("one process", "train", marks=pytest.mark.slow),
+        pytest.param("FSDP 2", "train", marks=pytest.mark.slow),
+        ("one process", "later"),
+        ("FSDP 2", "later"),
+    ],
+)
+def test_an_update_that_takes_longer_than_the_run_has_to_end_is_given_up(folder, model_folder, layout, mark):
     ranks, parallel = LAYOUTS.get(layout, (1, ONE))
-    config = settings(folder, model_folder, "Vowels", parallel)
+    environment = "Drawing" if ranks == 1 else "Vowels"  # each rank draws its own
+    config = settings(folder, model_folder, environment, parallel, inner_steps=2 if mark == "later" else 1)
     config = replace(config, faults=FaultConfig(stop_seconds=10 * SLOW))
     # Each rank has eight micro-batches or more.
     config = replace(config, train=replace(config.train, tokens_per_microbatch=16))
-    ended = Ended(folder, config, "train", steps=1, ranks=ranks)
+    ended = Ended(folder, config, mark, steps=1, ranks=ranks)
     assert ended.end(signal.SIGTERM, ranks - 1) == [143] * ranks, ended.said
     assert "SIGTERM ended the run after step 1, which is saved" in ended.said and "Traceback" not in ended.said
     assert checkpoints(folder / "run") == ["step_00000001"]
