@@ -1,7 +1,8 @@
 """One command: lockstep demo | pretrain | sft | dpo | reward-model | data | rl | replay | generate | chat | eval |
 serve | parity | compare | convert | why | doctor.
 
-Bad input ends with one clear message and exit code 2, without a traceback.
+Bad input ends with one clear message and exit code 2, without a traceback. A command imports what it runs once its
+options are read, so that help and a wrong option need not wait for PyTorch.
 """
 
 from __future__ import annotations
@@ -13,13 +14,10 @@ import warnings
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import Annotated, Any
 
 from lockstep.commands.terminal import in_encoding, printable
 from lockstep.errors import RunStopped, SaidByRank0, UserError, closest
-
-if TYPE_CHECKING:
-    pass
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -200,10 +198,11 @@ def demo(arguments: list[str]) -> int:
 def pretrain(arguments: list[str]) -> int:
     """next-token training on text, from fresh weights or a Hugging Face folder"""
     from lockstep.config import PretrainConfig
+
+    config = _run_config("pretrain", PretrainConfig, arguments)
     from lockstep.train.pretrain import foresee
     from lockstep.train.pretrain import pretrain as run
 
-    config = _run_config("pretrain", PretrainConfig, arguments)
     if config.dry_run:
         print(foresee(config).text())
         return 0
@@ -214,9 +213,10 @@ def pretrain(arguments: list[str]) -> int:
 def sft(arguments: list[str]) -> int:
     """fine-tuning on conversations, with the loss on the assistant's tokens only"""
     from lockstep.config import SFTConfig
-    from lockstep.train.sft import finetune
 
     config = _run_config("sft", SFTConfig, arguments)
+    from lockstep.train.sft import finetune
+
     _print_next(finetune(config), "serve --model {folder}")
     return 0
 
@@ -224,18 +224,21 @@ def sft(arguments: list[str]) -> int:
 def dpo(arguments: list[str]) -> int:
     """preference optimization on chosen and rejected answers: DPO, IPO, SimPO, KTO"""
     from lockstep.config import DPOConfig
+
+    config = _run_config("dpo", DPOConfig, arguments)
     from lockstep.train.dpo import prefer
 
-    _print_next(prefer(_run_config("dpo", DPOConfig, arguments)), "serve --model {folder}")
+    _print_next(prefer(config), "serve --model {folder}")
     return 0
 
 
 def reward_model(arguments: list[str]) -> int:
     """train a model that scores answers, from chosen and rejected ones: a reward for rl"""
     from lockstep.config import RewardModelConfig
-    from lockstep.train.reward_model import train_reward_model
 
     config = _run_config("reward-model", RewardModelConfig, arguments)
+    from lockstep.train.reward_model import train_reward_model
+
     _print_next(
         train_reward_model(config), "rl --reward-model {folder} --environment prompts --model MODEL --data DATA"
     )
@@ -276,10 +279,10 @@ def data(arguments: list[str]) -> int:
     """data tokenize: tokenize text or conversations once, for later runs"""
     if arguments[:1] != ["tokenize"]:
         raise UserError("write lockstep data tokenize --data DATA --tokenizer TOKENIZER --output FOLDER")
+    options = _parse(TokenizeOptions, arguments[1:], "data tokenize")
     from lockstep.checkpoint import folder_if_model
     from lockstep.data.tokenize_once import tokenize_once
 
-    options = _parse(TokenizeOptions, arguments[1:], "data tokenize")
     options.tokenizer = folder_if_model(options.tokenizer)
     tokenize_once(**vars(options))
     print(f"next: lockstep {'sft' if options.chat else 'pretrain'} --data {options.output}")
@@ -289,10 +292,11 @@ def data(arguments: list[str]) -> int:
 def rl(arguments: list[str]) -> int:
     """GRPO and other algorithms on gsm8k, sums of digits, or your own task (--environment my_task.py:MyTask)"""
     from lockstep.config import RLConfig
+
+    config = _run_config("rl", RLConfig, arguments)
     from lockstep.rl.controller import reinforce
     from lockstep.rl.parity import ParityError
 
-    config = _run_config("rl", RLConfig, arguments)
     if config.dry_run:
         from lockstep.rl.dry_run import foresee
 
@@ -347,9 +351,10 @@ def generate(arguments: list[str]) -> int:
     """continue a prompt, streamed to the terminal, or every prompt in a file"""
     from lockstep.commands.generate import GenerateOptions
     from lockstep.commands.generate import generate as run
-    from lockstep.parallel import generating_world
 
     options = _parse(GenerateOptions, arguments, "generate")
+    from lockstep.parallel import generating_world
+
     with generating_world(options.parallel, options.device) as world:
         run(options, world)
     return 0
@@ -359,9 +364,10 @@ def chat(arguments: list[str]) -> int:
     """a conversation with a model in the terminal"""
     from lockstep.commands.chat import ChatOptions
     from lockstep.commands.chat import chat as run
-    from lockstep.parallel import refuse_ranks
 
     options = _parse(ChatOptions, arguments, "chat")
+    from lockstep.parallel import refuse_ranks
+
     refuse_ranks("chat")
     run(options)
     return 0
@@ -377,12 +383,13 @@ def generator(arguments: list[str]) -> int:
 
 def evaluate(arguments: list[str]) -> int:
     """grade one or more models' answers to held-out examples: pass@k, rewards, and a paired test between models"""
-    from lockstep.commands.evaluate import as_text
     from lockstep.config import EvalConfig
+
+    config = _parse(EvalConfig, arguments, "eval")
+    from lockstep.commands.evaluate import as_text
     from lockstep.parallel import refuse_ranks
     from lockstep.rl.evaluation import evaluate as run
 
-    config = _parse(EvalConfig, arguments, "eval")
     refuse_ranks("eval")
     evaluation = run(config)
     print(in_encoding(printable(as_text(evaluation)), sys.stdout.encoding))
@@ -459,9 +466,9 @@ class CompareOptions:
 
 def compare(arguments: list[str]) -> int:
     """print where two runs' losses and gradient norms first differ; exit code 0: nowhere, 1: somewhere"""
+    options = _parse(CompareOptions, arguments, "compare", positional=True)
     from lockstep.observe.compare import compare_runs, comparison_plot, comparison_text
 
-    options = _parse(CompareOptions, arguments, "compare", positional=True)
     comparison = compare_runs(options.first, options.second)
     print(comparison_text(comparison, options.tolerance))
     if options.plot:

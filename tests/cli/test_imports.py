@@ -4,7 +4,7 @@ import json
 import subprocess
 import sys
 
-import pytest
+from lockstep.cli import COMMANDS
 
 # What shards a model over ranks, and what saves one: most of a second each.
 LEFT_OUT = ["torch.distributed.tensor", "torch.distributed.fsdp", "torch.distributed.checkpoint", "torch._dynamo"]
@@ -24,7 +24,27 @@ def test_one_process_that_samples_imports_nothing_that_shards_a_model(model_fold
     assert code == 0 and "torch.nn" in imported and not set(LEFT_OUT) & set(imported)
 
 
-@pytest.mark.parametrize("module", ["lockstep.rl.actors.generator_process", "lockstep.generate.server.serve"])
-def test_generators_and_servers_import_nothing_of_the_kind_at_their_start(module):
-    program = f"import sys, {module}; sys.exit(bool(set({LEFT_OUT}) & set(sys.modules)))"
-    assert subprocess.run([sys.executable, "-c", program]).returncode == 0
+def test_generators_and_servers_import_nothing_of_the_kind_at_their_start():
+    modules = "lockstep.rl.actors.generator_process, lockstep.generate.server.serve"
+    program = f"import sys, {modules}; sys.exit(' '.join(set({LEFT_OUT}) & set(sys.modules)) or 0)"
+    ran = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)
+    assert ran.returncode == 0, ran.stderr
+
+
+def test_help_and_wrong_options_need_no_pytorch():
+    commands = set(COMMANDS) - {"data", "demo", "doctor", "why"}  # the first has none, the others import it
+    program = """
+import contextlib, io, sys
+from lockstep.cli import main
+for command in sys.argv[1:]:
+    for option in ("--help", "--no-such-option"):
+        with contextlib.redirect_stdout(io.StringIO()), contextlib.redirect_stderr(io.StringIO()):
+            try:
+                code = main([command, option])
+            except SystemExit as error:
+                code = error.code
+        assert code == (2 if option == "--no-such-option" else 0), (command, option, code)
+        assert "torch" not in sys.modules, (command, option)
+"""
+    ran = subprocess.run([sys.executable, "-c", program, *sorted(commands)], capture_output=True, text=True)
+    assert ran.returncode == 0, ran.stderr
