@@ -63,6 +63,10 @@ def refuse_unknown_operators(model: Decoder) -> None:
 class _Seen(TorchDispatchMode):
     """The names of PyTorch's operators that made floating-point values."""
 
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        return False  # nothing is compiled within: to skip it, PyTorch would import its whole compiler
+
     def __init__(self) -> None:
         super().__init__()
         self.names: set[str] = set()

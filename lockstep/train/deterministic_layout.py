@@ -5,10 +5,10 @@ from __future__ import annotations
 from typing import Any
 
 from torch import nn
-from torch.distributed.fsdp import FSDPModule
 
 from lockstep.errors import UserError
 from lockstep.model import TrainableModel
+from lockstep.model.shard import is_fsdp
 from lockstep.ops import one_order
 from lockstep.parallel import Pipeline, World
 from lockstep.parallel.compile import CompiledHalves
@@ -71,7 +71,7 @@ def refuse_other_order(world: World, model: TrainableModel) -> None:
             f"{world.degrees['data_replicate']}, the number of shards must be a power of two and is "
             f"{world.degrees['data_shard']}; set parallel.data_replicate to 1 or {world.data_size}"
         )
-    if world.data_size > 1 and not isinstance(model, FSDPModule | Pipeline):
+    if world.data_size > 1 and not (is_fsdp(model) or isinstance(model, Pipeline)):
         raise UserError(
             "train.deterministic_layout does not work with parallel.full_dtensor over data-parallel ranks; switch one "
             "of them off"

@@ -24,8 +24,8 @@ from lockstep.model.shard import local_values
 from lockstep.observe.collectives import CollectiveLog, Traffic
 from lockstep.ops.native import pretending
 from lockstep.parallel import Pipeline, World, close_world, parallel_model
-from lockstep.parallel.data import set_gradient_sums
 from lockstep.parallel.exchange import is_no_subtree
+from lockstep.parallel.gradient_sums import set_gradient_sums
 from lockstep.parallel.world import imagined_world
 from lockstep.train.context import shard_row
 from lockstep.train.dry_run_pipeline import PipelineStep, imagined_ranks

@@ -16,7 +16,7 @@ from lockstep.config import ParallelConfig
 from lockstep.model import ScoringModel
 from lockstep.observe.collectives import CollectiveLog
 from lockstep.parallel import Pipeline, World
-from lockstep.parallel.data import set_gradient_sums
+from lockstep.parallel.gradient_sums import set_gradient_sums
 from lockstep.parallel.pipeline_schedule import Action
 from lockstep.parallel.pipeline_stage import Computed, Stage
 from lockstep.train.packing import PackedRow

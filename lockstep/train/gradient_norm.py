@@ -11,9 +11,9 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.distributed.tensor import DTensor, Partial
 
 from lockstep import ops
+from lockstep.model.shard import is_dtensor
 from lockstep.parallel.messages import from_all
 
 PARTS = ("embedding", "attention", "feed-forward", "norms", "head", "value_head", "other")
@@ -43,7 +43,7 @@ def exact_norms(grads: Mapping[str, Tensor], further_groups: Sequence[dist.Proce
     multiples or more. A gradient that is not finite has an infinite norm. Every rank passes the same gradients, except
     over `further_groups`, whose ranks may share some.
     """
-    local = {name: g.to_local() if isinstance(g, DTensor) else g for name, g in grads.items()}
+    local = {name: g.to_local() if is_dtensor(g) else g for name, g in grads.items()}
     most = [part.abs().amax() if part.numel() else part.new_zeros(()) for part in local.values()]
     largest = _over_shards(grads, [part.double() for part in most], dist.ReduceOp.MAX)
     exponents = {
@@ -96,7 +96,7 @@ def local_squares(grads: Mapping[str, Tensor]) -> dict[str, Tensor]:
     """The sum of squares of each gradient's part on this rank, float64."""
     if not grads:
         return {}
-    parts = [g.to_local() if isinstance(g, DTensor) else g for g in grads.values()]
+    parts = [g.to_local() if is_dtensor(g) else g for g in grads.values()]
     if parts[0].device.type == "cpu":
         return {name: ops.sum_of_squares(part) for name, part in zip(grads, parts)}
     return dict(zip(grads, squares_by_device(parts)))
@@ -144,9 +144,9 @@ def part_of(name: str) -> str:
 
 
 def _groups(tensor: Tensor) -> tuple[dist.ProcessGroup, ...]:
-    if not isinstance(tensor, DTensor):
+    if not is_dtensor(tensor):
         return ()
-    if any(isinstance(p, Partial) for p in tensor.placements):
+    if any(p.is_partial() for p in tensor.placements):
         raise ValueError(f"a gradient with pending sums has no norm yet: {tensor.placements}")
     return tuple(
         tensor.device_mesh.get_group(axis)

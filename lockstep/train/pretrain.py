@@ -9,7 +9,7 @@ from contextlib import ExitStack, nullcontext, suppress
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 from torch import Tensor, nn
@@ -72,7 +72,6 @@ from lockstep.train.adapter import adapted
 from lockstep.train.answers import Answers
 from lockstep.train.bad_steps import BadSteps
 from lockstep.train.context import shard_row
-from lockstep.train.dry_run import DryRun, dry_run
 from lockstep.train.loss_spikes import LossSpikes
 from lockstep.train.packing import PackedRow, pack_rows, target_log_prob_sum
 from lockstep.train.read_once import learn_once, read_once
@@ -82,6 +81,9 @@ from lockstep.train.threads import fitting_threads
 from lockstep.train.throughput import Throughput
 from lockstep.train.trainer import Trainer
 from lockstep.train.validation import validation_rows
+
+if TYPE_CHECKING:
+    from lockstep.train.dry_run import DryRun
 
 LARGE = 10**9
 """A model with at least this many parameters needs its own data and tokenizer."""
@@ -435,6 +437,8 @@ def foresee(config: PretrainConfig) -> DryRun:
 
     Raises UserError for bad input.
     """
+    from lockstep.train.dry_run import dry_run  # imports what shards a model, which one process never needs
+
     validate(config)
     config = replace(config, model=folder_if_model(config.model))
     folder = Path(config.model)

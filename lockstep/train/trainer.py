@@ -10,17 +10,17 @@ from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.fsdp import FSDPModule
 
 from lockstep.config import TrainConfig
 from lockstep.errors import UserError
 from lockstep.model import ScoringModel, TrainableModel
+from lockstep.model.shard import is_fsdp
 from lockstep.observe.timeline import Timeline
 from lockstep.ops.one_order import one_order
 from lockstep.parallel import Pipeline, World
-from lockstep.parallel.data import set_gradient_sums, sums_every_microbatch
 from lockstep.parallel.exchange import is_no_subtree
 from lockstep.parallel.expert_traffic import TRAFFIC
+from lockstep.parallel.gradient_sums import set_gradient_sums, sums_every_microbatch
 from lockstep.train.beside import Beside
 from lockstep.train.deterministic_layout import refuse_other_order, share_rows
 from lockstep.train.expert_balance import ExpertBalance
@@ -135,7 +135,7 @@ class Trainer:
         beside = []
         for index, microbatch in enumerate(microbatches):
             self._before_microbatch()
-            if isinstance(self.model, FSDPModule):
+            if is_fsdp(self.model):
                 last = self.config.deterministic_layout or index == len(microbatches) - 1
                 set_gradient_sums(self.model, self.sums_every_microbatch, last)
             with self.timeline.span("forward"):
@@ -263,7 +263,7 @@ class Trainer:
     def _reshard(self) -> None:
         """Frees gathered weights after a forward without a backward."""
         for module in self.model.modules():
-            if isinstance(module, FSDPModule):
+            if is_fsdp(module):
                 module.reshard()
 
     def counts(self) -> dict[str, Any]:

@@ -5,15 +5,18 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Callable, Sequence
 from functools import cache
+from typing import TYPE_CHECKING
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch._subclasses.fake_tensor import unset_fake_temporarily
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor
-from torch.distributed.tensor._utils import _compute_local_shape_and_global_offset
-from torch.distributed.tensor.placement_types import Placement
+
+from lockstep.model.shard import is_dtensor
+
+if TYPE_CHECKING:
+    from torch.distributed.tensor.placement_types import Placement
 
 Place = tuple[slice, ...]
 
@@ -31,7 +34,7 @@ def map_whole_matrices(
     results: list[Tensor] = list(parts)
     sharded: dict[DeviceMesh, list[int]] = defaultdict(list)
     for index, tensor in enumerate(placed):
-        if isinstance(tensor, DTensor) and tensor.device_mesh.size() > 1:
+        if is_dtensor(tensor) and tensor.device_mesh.size() > 1:
             sharded[tensor.device_mesh].append(index)
         else:
             results[index] = function(parts[index])
@@ -102,6 +105,8 @@ def _places(
     shape: torch.Size, mesh: DeviceMesh, placements: tuple[Placement, ...], group: dist.ProcessGroup
 ) -> list[Place]:
     """Which part of a tensor each rank of the group has."""
+    from torch.distributed.tensor._utils import _compute_local_shape_and_global_offset
+
     places = []
     with unset_fake_temporarily():  # in a dry run, the mesh has real numbers
         for rank in dist.get_process_group_ranks(group):

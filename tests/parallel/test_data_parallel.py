@@ -10,8 +10,8 @@ from lockstep.config import CompileConfig, ParallelConfig
 from lockstep.errors import UserError
 from lockstep.model import preset
 from lockstep.parallel import close_world, parallel_model
-from lockstep.parallel.data import sums_every_microbatch
 from lockstep.parallel.exchange import SumOverReplicas
+from lockstep.parallel.gradient_sums import sums_every_microbatch
 from lockstep.parallel.refusals import refuse_impossible
 from lockstep.parallel.world import AXES, World, imagined_world, open_world, resolve_degrees
 from tests.parallel.launch import launch

@@ -6,10 +6,9 @@ from collections.abc import Mapping
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
 
 from lockstep.model import Decoder
-from lockstep.model.shard import local_values
+from lockstep.model.shard import is_dtensor, local_values
 from lockstep.rl.actors.boxes import box_of
 
 
@@ -28,7 +27,9 @@ def lay_out(model: Decoder, tensors: Mapping[str, Tensor], device: torch.device)
             fitting.add(name)
         else:
             part = torch.empty_like(local_values(parameter.detach()), device=device)
-        if isinstance(parameter, DTensor):
+        if is_dtensor(parameter):
+            from torch.distributed.tensor import DTensor
+
             mesh, placements = parameter.device_mesh, parameter.placements
             part = DTensor.from_local(
                 part, mesh, placements, run_check=False, shape=parameter.shape, stride=parameter.stride()
