@@ -25,10 +25,11 @@ export PYTHONDONTWRITEBYTECODE :=
 PARALLEL := -n auto --maxprocesses 8 --dist worksteal
 
 test: $(VENV)/.installed
-	$(RUN) pytest $(PARALLEL) --durations 15
+	$(RUN) pytest $(PARALLEL) --durations 15 $(ARGS)
 
+# What `make test` leaves out; for a part of it: make test-slow ARGS=tests/generate
 test-slow: $(VENV)/.installed
-	$(RUN) pytest $(PARALLEL) -m slow
+	$(RUN) pytest $(PARALLEL) -m slow $(ARGS)
 
 # 20,000 damaged requests and 2,000 damaged folders, by fixed seeds; `make test` has a tenth of them.
 test-security: $(VENV)/.installed

@@ -9,7 +9,8 @@ from pathlib import Path
 import pytest
 
 LARGE = (
-    "1024 or 2048 or 9000 or replayed or (dtype1 and (broken or attend or attention)) or (value and broken)"
+    "1024 or 2048 or 9000 or 1100 or replayed or twice_the_height or sizes3 or (chunks and (70 or dtype1))"
+    " or (dtype1 and (259 or broken or attend or attention)) or (value and broken) or (gradient_of_attention and 4-2)"
     " or (pieces_of_sequences and 40)"
 )
 

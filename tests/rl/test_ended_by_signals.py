@@ -230,7 +230,7 @@ def test_a_step_that_is_sampled_or_graded_is_given_up_and_the_run_saved_as_it_wa
     [
         pytest.param("one process", "train", marks=pytest.mark.slow),
         pytest.param("FSDP 2", "train", marks=pytest.mark.slow),
-        ("one process", "later"),
+        pytest.param("one process", "later", marks=pytest.mark.slow),
         ("FSDP 2", "later"),
     ],
 )
