@@ -218,8 +218,8 @@ def _reinforce(
         raise stop.error(stopped_by, step - 1, config.output)
 
     def keep_if_long(step: int) -> None:
-        """Copies the run as it is after `step`: a signal may come within later updates that take too long to finish."""
-        if max(replicas.gather(later_updates)) < stop.seconds / 2:
+        """Copies the run as it is after `step`: a signal may come within updates that take too long to finish all."""
+        if max(replicas.gather(updating)) < stop.seconds / 2:
             return
         random_now = random_state()
         set_random_state(random_before)
@@ -231,8 +231,8 @@ def _reinforce(
     unjudged = state.get("unjudged", False) and awaits_validation(before, start)
     unfinished = before.pop() if unjudged else {}
     announce_start(config, environment, model, world, start, ended=start >= config.steps and not unjudged)
-    later_updates = 0.0
-    """Seconds that a step's updates after its first took last."""
+    updating = 0.0
+    """Seconds that all updates of the last step took."""
     watch = Alarms(config.alarms, before, learns_from_spread_alone(config))
     bad_steps, clock = BadSteps(config.faults, run.path, tokenizer), time.perf_counter()
     with (
@@ -306,6 +306,7 @@ def _reinforce(
                 if config.inner_steps > 1 and step > 1:
                     keep_if_long(step - 1)
                 generators.training_begins()
+                updates_began = time.perf_counter()
                 for inner in range(config.inner_steps):
                     loss = PolicyLoss(config, compare=inner == 0, critic=critic)
                     can_be_given_up = inner == 0 or step == 1 or checkpoints.holds(step - 1)
@@ -321,8 +322,7 @@ def _reinforce(
                     if inner == 0:
                         metrics |= accepted(loss.parity, config, step, generators.kept).metrics()
                         metrics["policy/ratio_first_max"] = loss.ratio_max
-                        first_ended = time.perf_counter()
-                later_updates = time.perf_counter() - first_ended
+                updating = time.perf_counter() - updates_began
                 if average:
                     average.update()
                 stopwatch.begin("time/weight_sync", sampling.waits_for, sampling.start_seconds)
