@@ -277,6 +277,8 @@ class TokenizeOptions:
 
 def data(arguments: list[str]) -> int:
     """data tokenize: tokenize text or conversations once, for later runs"""
+    if arguments in (["--help"], ["-h"]):
+        arguments = ["tokenize", *arguments]
     if arguments[:1] != ["tokenize"]:
         raise UserError("write lockstep data tokenize --data DATA --tokenizer TOKENIZER --output FOLDER")
     options = _parse(TokenizeOptions, arguments[1:], "data tokenize")

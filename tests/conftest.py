@@ -37,6 +37,7 @@ LONGEST = [
     "parallel/test_compile.py",
     "checkpoint/test_kills.py",
     "rl/actors/test_colocated.py",
+    "rl/actors/test_soak.py",
     "ops/test_cuda_kernels.py",
     "parallel/test_deterministic_layout.py",
     "parallel/test_layouts.py",

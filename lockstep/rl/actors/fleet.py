@@ -47,6 +47,8 @@ class Fleet:
         self.max_positions, self.cache_tokens = max_positions, cache_tokens
         self._vocab_size, self._eos_token_ids = vocab_size, eos_token_ids
         self.start_seconds, self._finish = start_seconds, finish
+        self.advice = "fix what prevents them from starting"
+        """What to do, for the message, where none was ever ready."""
         self.required: set[str] = set()
         """Names of the generators that the run started itself: if one of them is unfit, the run ends."""
         self.false: set[str] = set()
@@ -179,17 +181,21 @@ class Fleet:
                 raise UserError(self._refused[request])
         if not self._versions and time.monotonic() - self._none_since > self.start_seconds:
             raise self.none_left(
-                f"no generator has been ready for {self.start_seconds:g} s (actors.start_seconds){self._last_loss}; "
-                "their logs are in the run's folder, under logs/"
+                f"no generator has been ready for {self.start_seconds:g} s (actors.start_seconds){self._last_loss}"
             )
 
     def none_left(self, problem: str) -> Exception:
         """The error for a run without generators: if none was ever ready, something is wrong with its settings."""
         if self._was_ready:
-            return RunStopped(f"{problem}. --resume continues from the newest checkpoint", exit_code=1)
+            return RunStopped(
+                f"{problem}; their logs are in the run's folder, under logs/. --resume continues from the newest "
+                "checkpoint",
+                exit_code=1,
+            )
+        # A new run leaves no folder then.
         return UserError(
-            f"{problem}. None has been ready since the run started; fix what prevents them from starting, or raise "
-            "actors.start_seconds, and start the run again with --resume"
+            f"{problem}. None has been ready since the run started; {self.advice}, or raise actors.start_seconds, and "
+            "start the run again"
         )
 
     # Its remotes.

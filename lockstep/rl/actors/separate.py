@@ -155,7 +155,10 @@ class SeparateGenerators:
         opening.enter_context(Reception(self.sampler, listener, self._welcome(), config.engine.max_sequences))
         opening.callback(supervisor.start_no_more)
         if actors.port:
-            announce(f"rl: generators join with lockstep generator --trainer {address} --key {path}")
+            joining = f"lockstep generator --trainer {address} --key {path}"
+            announce(f"rl: generators join with {joining}")
+            if not actors.generators:
+                self.sampler.advice = f"start one while the run waits for it ({joining})"
 
     def _fresh_key(self, path: Path) -> bytes:
         path.unlink(missing_ok=True)  # of a run that was killed

@@ -12,13 +12,14 @@ from pathlib import Path
 import pytest
 
 from lockstep.config import ActorsConfig, CheckpointConfig, RanksConfig, RewardConfig
+from lockstep.errors import UserError
 from lockstep.observe import RunFolder, read_metrics
 from lockstep.rl.load_environment import load_environment
 from lockstep.rl.prompt_balance import PromptBalance, prompt_balance
 from lockstep.rl.prompts import PromptLoader, examples_of
 from lockstep.rl.recorded import read_lines
 from lockstep.rl.replay import replay
-from tests.parallel.launch import CONTEXT, launch
+from tests.parallel.launch import CONTEXT, free_port, launch
 from tests.rl.actors.test_colocated import LAYOUTS, ONE, TASK, config_of, outcome, run
 from tests.server.conftest import running_server
 
@@ -48,6 +49,14 @@ def alone(model_folder, tmp_path_factory):
     (folder / "task.py").write_text(TASK)
     launch(1, run, config_of(folder / "task.py", model_folder, folder / "run"), seconds=300)
     return outcome(folder / "run")
+
+
+def test_a_run_that_nobody_joins_says_how_to(task, model_folder, tmp_path):
+    config = config_of(task, model_folder, tmp_path / "run", actors=ActorsConfig(port=free_port(), start_seconds=0.5))
+    joining = rf"start one while .*lockstep generator --trainer 127.0.0.1:{config.actors.port} --key {tmp_path}"
+    with pytest.raises(UserError, match=joining):
+        run(config)
+    assert not (tmp_path / "run").exists()
 
 
 @pytest.mark.parametrize("way", FAST)

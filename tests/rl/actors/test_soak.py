@@ -67,7 +67,6 @@ def check(whole, tmp_path, generators, kills, at_once, seed):
     assert found == expected and len(found[0]) == 1 + config.steps
 
 
-@pytest.mark.slow
 def test_a_run_outlives_six_kills(whole, tmp_path):
     # Two at a time, for they start again beside each other.
     check(whole, tmp_path, generators=2, kills=6, at_once=2, seed=0)
