@@ -150,7 +150,7 @@ class Checkpoints:
         UserError from `restore` is passed on.
         """
         self.wait()
-        self._copied = None
+        self._copied = self.newest = None
         if self.world.is_main:
             for left_over in self.folder.glob("*.partial"):
                 _delete(left_over)

@@ -269,6 +269,15 @@ def test_a_long_update_over_a_pipeline_is_given_up_where_its_stages_are(folder, 
     check_it_goes_on(config, ranks)
 
 
+def test_keeping_the_state_before_every_step_changes_no_bit(folder, model_folder):
+    config = settings(folder, model_folder, "Drawing", inner_steps=2)
+    for name, seconds in (("keeps", 0.001), ("whole", 30.0)):
+        output = str(folder / name)
+        launch(1, run, replace(config, output=output, faults=FaultConfig(stop_seconds=seconds)))
+    assert outcome(folder / "keeps") == outcome(folder / "whole")
+    assert learnt(folder / "keeps") == learnt(folder / "whole")
+
+
 def test_an_update_that_takes_less_is_finished(folder, model_folder):
     ended = Ended(folder, settings(folder, model_folder, "Vowels"), "train", steps=1)
     assert ended.end(signal.SIGTERM) == [143]
