@@ -181,11 +181,13 @@ def _output_to_resume(arguments: list[str], default: str) -> str:
 
 def demo(arguments: list[str]) -> int:
     """pretrain a small model from scratch, then improve it with GRPO, and show that the bits agree"""
-    from lockstep.parallel import refuse_ranks
     from lockstep.recipes.demo import DemoConfig, run_demo
 
+    config = _parse(DemoConfig, arguments, "demo")
+    from lockstep.parallel import refuse_ranks
+
     refuse_ranks("demo")
-    folder = run_demo(_parse(DemoConfig, arguments, "demo"))
+    folder = run_demo(config)
     print_summary(folder)
     print("\ntry next:")
     print(f"  lockstep generate --model {folder} --prompt '3+5+2=' --temperature 0")

@@ -7,11 +7,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from lockstep.config import DataConfig, PretrainConfig, TrainConfig
-from lockstep.observe import Progress, read_metrics, write_report
 from lockstep.recipes import digit_sum
-from lockstep.rl.controller import reinforce
 from lockstep.rl.environments.digit_sum import pretraining_text
-from lockstep.train.pretrain import pretrain
 
 PRETRAIN_SHARE = 0.6
 """Of the demo's time, for the progress bar."""
@@ -66,6 +63,11 @@ def careless_start(output: str, seed: int, device: str = "") -> PretrainConfig:
 
 def run_demo(config: DemoConfig) -> Path:
     """Runs both stages and returns the run's folder, whose summary.json holds the times and tokens of both."""
+    # Here, so that `lockstep demo --help` need not wait for PyTorch.
+    from lockstep.observe import Progress, read_metrics, write_report
+    from lockstep.rl.controller import reinforce
+    from lockstep.train.pretrain import pretrain
+
     first = careless_start(f"{config.output}-pretrain", config.seed, config.device)
     first.overwrite = config.overwrite and Path(first.output).is_dir()
     second = digit_sum()

@@ -39,7 +39,7 @@ def test_generators_and_servers_import_nothing_of_the_kind_at_their_start():
 
 
 def test_help_and_wrong_options_need_no_pytorch():
-    commands = set(COMMANDS) - {"demo", "doctor", "why"}  # which import it
+    commands = set(COMMANDS) - {"doctor", "why"}  # which import it
     program = """
 import contextlib, io, sys
 from lockstep.cli import main
