@@ -3,6 +3,7 @@
 import json
 import os
 import re
+import time
 
 import pytest
 import torch
@@ -109,6 +110,18 @@ def test_a_resumed_run_that_comes_to_a_step_again_saves_what_it_has_then(tmp_pat
     held = whole(trainer)
     update(trainer)
     assert checkpoints.resume()["updates"] == 3 and equal(whole(trainer), held)
+
+
+def test_a_state_is_kept_once_a_save_that_runs_has_ended(tmp_path, trainer, monkeypatch):
+    write = Checkpoints._write
+    monkeypatch.setattr(Checkpoints, "_write", lambda *arguments: (time.sleep(0.3), write(*arguments))[1])
+    update(trainer)
+    held = whole(trainer)
+    with checkpoints_of(tmp_path, trainer) as checkpoints:
+        checkpoints.save(1, {})
+        update(trainer)
+        checkpoints.keep(2)
+    assert checkpoints.resume()["step"] == 1 and equal(whole(trainer), held)
 
 
 def test_without_background_saves_there_is_no_memory_to_keep_a_state_in(tmp_path, trainer):

@@ -21,13 +21,14 @@ LOWEST = supported()[-1].name
 VARIATIONS = [
     # Plain vectors of torch's own operators too: whatever of a library depends on the width of a vector shows here.
     {"OMP_NUM_THREADS": "1", "LOCKSTEP_ISA": LOWEST, "ATEN_CPU_CAPABILITY": "default"},
-    {"OMP_NUM_THREADS": "3", "ONEDNN_MAX_CPU_ISA": "SSE41", "MKL_CBWR": "COMPATIBLE"},
+    {"OMP_NUM_THREADS": "2", "ONEDNN_MAX_CPU_ISA": "SSE41", "MKL_CBWR": "COMPATIBLE"},
+    {"OMP_NUM_THREADS": "3", "ATEN_CPU_CAPABILITY": "default"},
 ]
 
 
-def test_two_processes_beside_each_other_are_one_run(tmp_path):
+def test_three_processes_beside_each_other_are_one_run(tmp_path):
     folders = [tmp_path / str(index) for index in range(len(VARIATIONS))]
-    with ThreadPoolExecutor() as pool:
+    with ThreadPoolExecutor(max_workers=2) as pool:
         results = list(pool.map(lambda folder, env: digests_of_a_process(folder, **env), folders, VARIATIONS))
     assert results == [EXPECTED] * len(VARIATIONS)
 
