@@ -3,8 +3,8 @@
     python benchmarks/products.py [--isa avx2] [--rows 1,8,32,64,512,2048] [--dtype float32,bfloat16]
 
 The library's side is the faster of `F.linear` (MKL or oneDNN, as torch chooses) and oneDNN's own operator where it
-takes the dtype. "packed" reads panels that are kept and is called from a tape, as a decode step is; up to 64 rows that is
-what counts, above it the product that lays its panels out itself. GF/s are medians.
+takes the dtype. "packed" reads panels that are kept and is called from a tape, as in a decode step; up to 64 rows that
+is what counts, above it the product that lays its panels out itself. GF/s are medians.
 """
 
 from __future__ import annotations
