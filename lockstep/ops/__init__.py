@@ -14,7 +14,7 @@ from lockstep.ops.decode_attention import DecodeAttention
 from lockstep.ops.embedding import embedding
 from lockstep.ops.expert_load import ExpertLoad, counted_rows
 from lockstep.ops.experts import combine, dispatch, experts, order_by_expert
-from lockstep.ops.exponential import exp, log
+from lockstep.ops.exponential import exp, log, log_sigmoid, sigmoid
 from lockstep.ops.first_calls import call_once
 from lockstep.ops.forms import FORMS, own_part
 from lockstep.ops.grouped_linear import grouped_linear
@@ -80,6 +80,7 @@ __all__ = [
     "linear",
     "log",
     "log_prob_sum",
+    "log_sigmoid",
     "logits_log_probs",
     "note_routes",
     "order_by_expert",
@@ -92,6 +93,7 @@ __all__ = [
     "router_logits",
     "sample",
     "set_arithmetic",
+    "sigmoid",
     "silu_mul",
     "sum_of_squares",
     "text_scores",

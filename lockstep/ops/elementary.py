@@ -1,4 +1,4 @@
-"""Sine, cosine, exponential and logarithm in float64, using only additions, multiplications and divisions.
+"""Elementary functions in float64, using only additions, multiplications and divisions.
 
 IEEE 754 fixes the result of each of those, so these functions have the same bits on every processor. A library's differ
 between instruction sets and versions. NumPy runs every operation separately: nothing fuses a product with a sum.
@@ -88,6 +88,20 @@ def logarithm(x: Float64[Array, "*shape"]) -> Float64[Array, "*shape"]:
         result = k * LN2_HIGH - ((half - (rest + k * LN2_LOW)) - f)
         result = np.where(np.isinf(x), np.inf, np.where(x == 0, -np.inf, result))
         return np.where((x < 0) | np.isnan(x), np.nan, result)
+
+
+def logistic(x: Float64[Array, "*shape"]) -> Float64[Array, "*shape"]:
+    """1 / (1 + e^-x)."""
+    return 1.0 / (1.0 + exponential(-x))
+
+
+def softplus(x: Float64[Array, "*shape"]) -> Float64[Array, "*shape"]:
+    """log(1 + e^x), also where e^x is lost beside 1 (Goldberg 1991, theorem 4)."""
+    small = exponential(-np.abs(x))
+    sum_ = 1.0 + small
+    with np.errstate(invalid="ignore", divide="ignore"):
+        rest = np.where(sum_ == 1.0, small, logarithm(sum_) * (small / (sum_ - 1.0)))
+    return np.maximum(x, 0.0) + rest
 
 
 def power(base: float, exponent: int) -> float:

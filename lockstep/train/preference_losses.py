@@ -8,9 +8,10 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-import torch.nn.functional as F
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
+
+from lockstep import ops
 
 
 @dataclass
@@ -72,7 +73,7 @@ def kto_loss(
     divergence: z, the divergence of the policy from the reference, at least 0; see `kto_divergence`.
     """
     reward = beta * (answers.log_ratios - divergence)
-    good, bad = 1 - F.sigmoid(reward), 1 - F.sigmoid(-reward)
+    good, bad = 1 - ops.sigmoid(reward), 1 - ops.sigmoid(-reward)
     return desirable_weight * good * desirable + undesirable_weight * bad * ~desirable
 
 
@@ -89,7 +90,7 @@ def bradley_terry_loss(
 
 
 def _logistic(logits: Float[Tensor, "examples"], label_smoothing: float) -> Float[Tensor, "examples"]:
-    loss = -F.logsigmoid(logits)
+    loss = -ops.log_sigmoid(logits)
     if not label_smoothing:
         return loss
-    return loss * (1 - label_smoothing) - F.logsigmoid(-logits) * label_smoothing
+    return loss * (1 - label_smoothing) - ops.log_sigmoid(-logits) * label_smoothing

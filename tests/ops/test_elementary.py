@@ -6,7 +6,7 @@ import numpy as np
 import torch
 
 from lockstep import ops
-from lockstep.ops.elementary import cosine_and_sine, exponential, logarithm, power
+from lockstep.ops.elementary import cosine_and_sine, exponential, logarithm, logistic, power, softplus
 
 WIDE = np.longdouble
 DRAW = np.random.default_rng(0)
@@ -32,6 +32,14 @@ def test_exponential_and_logarithm_are_within_an_ulp():
     assert _ulps(logarithm(x), np.log(WIDE(x))) < 1
 
 
+def test_the_logistic_function_and_its_logarithm_are_right_also_where_one_term_is_lost():
+    x = np.concatenate([np.linspace(-1, 1, 1001), np.random.default_rng(1).uniform(-700, 700, 100_000)])
+    assert _ulps(logistic(x), 1 / (1 + np.exp(-WIDE(x)))) < 3
+    assert _ulps(softplus(x), np.log1p(np.exp(-np.abs(WIDE(x)))) + np.maximum(WIDE(x), 0)) < 4
+    assert softplus(np.array([-math.inf, -800.0, 0.0, math.inf])).tolist() == [0.0, 0.0, math.log(2), math.inf]
+    assert np.isnan(logistic(np.array([math.nan]))).all() and np.isnan(softplus(np.array([math.nan]))).all()
+
+
 def test_they_end_where_float64_ends():
     x = np.array([0.0, -0.0, -1000.0, 1000.0, -math.inf, math.inf])
     assert exponential(x).tolist() == [1.0, 1.0, 0.0, math.inf, 0.0, math.inf]
@@ -43,12 +51,12 @@ def test_they_end_where_float64_ends():
 def test_their_bits_are_those_of_this_file():
     # Sums of bits: they hold on every processor.
     x = np.float64(np.arange(-40_000, 40_000)) / 1024
-    results = [*cosine_and_sine(x * 1000), exponential(x), logarithm(np.abs(x) + 2.0**-30)]
+    results = [*cosine_and_sine(x * 1000), exponential(x), logarithm(np.abs(x) + 2.0**-30), softplus(x)]
     sums = [int(np.add.reduce(result.view(np.uint64))) % 2**64 for result in results]
     assert sums == SUMS
 
 
-SUMS = [18038558529237465561, 4271625225276104521, 6217711554624181719, 1018690640886441767]
+SUMS = [18038558529237465561, 4271625225276104521, 6217711554624181719, 1018690640886441767, 290311848239448103]
 
 
 def test_a_whole_power_is_made_by_squaring():
@@ -63,3 +71,14 @@ def test_exp_is_1_at_0_rounded_once_and_its_own_gradient():
     y.sum().backward()
     assert torch.equal(x.grad, y.detach())
     assert torch.equal(ops.log(y.detach()), y.detach().double().log().float())
+
+
+def test_the_logistic_function_is_rounded_once_and_has_gradients_at_any_distance():
+    x = (torch.arange(-400, 401) / 4).requires_grad_()
+    wide = x.detach().double()
+    for function, expected in ((ops.sigmoid, torch.sigmoid), (ops.log_sigmoid, torch.nn.functional.logsigmoid)):
+        y = function(x)
+        assert torch.equal(y.detach(), expected(wide).float())
+        (gradient,) = torch.autograd.grad(y.sum(), x)
+        (exact,) = torch.autograd.grad(expected(known := wide.clone().requires_grad_()).sum(), known)
+        assert gradient.isfinite().all() and torch.allclose(gradient.double(), exact, rtol=2e-6, atol=1e-7)

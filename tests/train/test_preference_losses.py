@@ -1,5 +1,6 @@
 """Losses of preferences against float64 transcriptions of the papers' equations, and against TRL's own trainers."""
 
+import hashlib
 import math
 
 import pytest
@@ -76,6 +77,28 @@ def test_the_divergence_is_a_mean_and_never_negative():
 def test_bradley_terry_is_the_log_odds_of_the_scores():
     found = bradley_terry_loss(torch.tensor([1.0, -2.0, 90.0]), torch.tensor([0.5, 3.0, -90.0]))
     assert found.tolist() == pytest.approx([-math.log(_sigmoid(0.5)), -math.log(_sigmoid(-5.0)), 0.0], rel=1e-6)
+
+
+def test_losses_and_gradients_have_the_same_bits_on_every_processor():
+    digest = hashlib.sha256()
+    # Not random numbers of PyTorch's, whose bits are those of a processor too.
+    own, others, reference, other = ((torch.arange(1000) * step % 1009 - 500) / 25 for step in (37, 101, 211, 401))
+    lengths = torch.arange(1000) % 7 + 1
+    own.requires_grad_()
+    chosen, rejected = Answers(own, reference, lengths), Answers(others, other, lengths.flip(0))
+    for loss in (
+        dpo_loss(chosen, rejected, BETA, SMOOTHING),
+        ipo_loss(chosen, rejected, BETA),
+        simpo_loss(chosen, rejected, BETA, MARGIN),
+        kto_loss(chosen, lengths > 3, 0.2, BETA),
+        bradley_terry_loss(own, others),
+    ):
+        (gradient,) = torch.autograd.grad(loss, own, torch.ones(1000))
+        digest.update(torch.stack((loss.detach(), gradient)).numpy().tobytes())
+    assert digest.hexdigest() == DIGEST
+
+
+DIGEST = "0100c50b66945a6f5f2fb030b4b7079df6c6cc9bd3fd6553a90d45e2abd9f17e"
 
 
 def test_no_loss_has_a_gradient_through_the_reference_and_all_have_one_of_float64():
