@@ -19,9 +19,9 @@ from lockstep.errors import UserError
 from lockstep.model.decoder import Decoder
 
 MOVED = {
-    "_to_copy", "cat", "clone", "copy_", "detach", "embedding", "empty", "empty_like", "expand", "full", "gather",
-    "index", "index_select", "lift_fresh", "new_empty", "new_full", "new_zeros", "scalar_tensor", "select", "slice",
-    "stack", "transpose", "unbind", "unsqueeze", "view", "zeros",
+    "_to_copy", "cat", "clone", "constant_pad_nd", "copy_", "detach", "embedding", "empty", "empty_like", "expand",
+    "full", "gather", "index", "index_select", "lift_fresh", "new_empty", "new_full", "new_zeros", "scalar_tensor",
+    "select", "slice", "stack", "transpose", "unbind", "unsqueeze", "view", "zeros",
 }  # fmt: skip
 """Values are copied, or newly made."""
 ELEMENTWISE = {"abs", "add", "ceil", "mul", "reciprocal", "sub", "where"}

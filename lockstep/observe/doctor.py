@@ -19,6 +19,7 @@ from typing import Any, Literal
 import torch
 
 from lockstep.cache import UnsafeCache, cache_folder
+from lockstep.errors import UserError
 from lockstep.model import arithmetic_of, instruction_set
 from lockstep.observe import machine
 from lockstep.ops import native
@@ -113,9 +114,13 @@ def _processor() -> Iterator[Finding]:
     yield Finding("processor/name", "ok", machine.processor(), machine.processor())
     has = machine.instructions()
     yield Finding("processor/instructions", "ok", has, ", ".join(has) or "unknown")
-    yield Finding("processor/used", "ok", instruction_set(), f"{instruction_set()}, the operators' instruction set")
-    arithmetic = arithmetic_of(torch.device("cpu"))
-    yield Finding("processor/arithmetic", "ok", arithmetic, arithmetic)
+    try:
+        used, arithmetic = instruction_set(), arithmetic_of(torch.device("cpu"))
+    except UserError as error:  # LOCKSTEP_ISA names none, or the cache folder is refused
+        yield Finding("processor/used", "bad", None, "no operators can be used", str(error))
+    else:
+        yield Finding("processor/used", "ok", used, f"{used}, the operators' instruction set")
+        yield Finding("processor/arithmetic", "ok", arithmetic, arithmetic)
     cpus, threads = machine.usable_cpus(), torch.get_num_threads()
     too_many = f"more threads than CPUs: set OMP_NUM_THREADS={cpus}" if threads > cpus else ""
     text = f"{threads} on {cpus} CPU{'s' * (cpus > 1)}"
@@ -138,9 +143,8 @@ def _operators() -> Iterator[Finding]:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
             built = native.library() is not None
-    except UnsafeCache:
-        # The finding folders/cache says what to do.
-        yield Finding("operators/native", "bad", False, "the cache folder is refused", "see folders/cache")
+    except UserError:
+        yield Finding("operators/native", "bad", False, "they cannot be used", "see processor/used")
         return
     if built:
         yield Finding("operators/native", "ok", True, "using compiled operators")

@@ -1,5 +1,7 @@
 """Whatever PyTorch computes itself in a forward pass is on a list: an operator that is not invariant is named here."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 
@@ -13,9 +15,9 @@ from lockstep.ops import native
 pytestmark = pytest.mark.skipif(native.library() is None, reason="the plain forms are PyTorch's own operators")
 
 
-def unknown_in(family, dtype):
+def unknown_in(family, dtype, **shape):
     size = next(iter(FAMILIES[family].PRESETS))
-    model = build_model(preset(f"{family}:{size}", 259), dtype, seed=1)
+    model = build_model(replace(preset(f"{family}:{size}", 259), **shape), dtype, seed=1)
     tokens = torch.arange(40)
 
     def use():
@@ -33,6 +35,10 @@ def unknown_in(family, dtype):
 @pytest.mark.parametrize("family", list(FAMILIES))
 def test_pytorch_computes_nothing_that_is_not_on_the_list(family, dtype):
     assert not unknown_in(family, dtype)
+
+
+def test_heads_that_are_padded_are_known():
+    assert not unknown_in("llama3", "float32", head_dim=20)
 
 
 def test_a_product_and_a_softmax_of_the_library_would_be_named(monkeypatch):

@@ -8,6 +8,7 @@ import sys
 
 from lockstep.observe import doctor
 from lockstep.observe.doctor import as_json, as_text, usable
+from lockstep.ops.native.build import SHIPPED
 
 
 def _found(area):
@@ -42,18 +43,28 @@ def test_a_package_of_a_version_that_this_one_does_not_take_is_noted(monkeypatch
     assert findings["packages/numpy"].remedy == 'pip install "numpy>=1000"' and findings["packages/torch"].state == "ok"
 
 
-def test_a_cache_that_others_may_write_to_is_broken_and_the_rest_is_examined(monkeypatch, tmp_path):
-    from lockstep.ops import native
+def _reported(**environment):
+    """The command's exit code and findings under these variables."""
+    command = [sys.executable, "-m", "lockstep", "doctor", "--json"]
+    result = subprocess.run(command, capture_output=True, text=True, timeout=120, env=os.environ | environment)
+    return result.returncode, json.loads(result.stdout)["findings"]
 
+
+def test_a_cache_that_others_may_write_to_is_broken_and_the_rest_is_examined(tmp_path):
     (tmp_path / "lockstep").mkdir()
     (tmp_path / "lockstep").chmod(0o777)
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    monkeypatch.delenv("LOCKSTEP_NATIVE", raising=False)
-    native.library.cache_clear()
-    assert _found("operators")["operators/native"].state in ("bad", "ok"), "ok: shipped with the package"
-    native.library.cache_clear()
-    cache = _found("folders")["folders/cache"]
-    assert cache.state == "bad" and cache.value == str(tmp_path / "lockstep") and "rm -r" in cache.remedy
+    code, findings = _reported(XDG_CACHE_HOME=str(tmp_path), LOCKSTEP_NATIVE="1")
+    cache, used = findings["folders/cache"], findings["processor/used"]
+    assert code == 1 and cache["state"] == "bad" and cache["value"] == str(tmp_path / "lockstep")
+    assert "rm -r" in cache["remedy"] and "network/port" in findings
+    if not any(SHIPPED.glob("*.so")):
+        assert used["state"] == "bad" and "rm -r" in used["remedy"] and findings["operators/native"]["state"] == "bad"
+
+
+def test_an_unknown_instruction_set_is_broken_and_the_rest_is_examined():
+    code, findings = _reported(LOCKSTEP_ISA="bogus", LOCKSTEP_NATIVE="1")
+    assert code == 1 and findings["processor/used"]["state"] == "bad" and "network/port" in findings
+    assert "LOCKSTEP_ISA is bogus: there is no such instruction set" in findings["processor/used"]["remedy"]
 
 
 def test_a_port_in_use_a_busy_machine_and_few_files_are_noted_but_not_broken(monkeypatch):

@@ -2,6 +2,7 @@
 
 import copy
 import math
+from dataclasses import replace
 
 import pytest
 import torch
@@ -46,6 +47,13 @@ def test_a_model_of_nan_does_not_pass():
         model.norm.weight.fill_(math.nan)
     with pytest.raises(UserError, match="prompt 0: its logits are not finite"):
         check_parity(model, tokens=64)
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_heads_that_are_padded_agree(dtype):
+    model = build_model(replace(preset("qwen3:micro"), head_dim=20), dtype=dtype)
+    parity, _ = check_parity(model, tokens=64)
+    assert (parity.tokens_checked >= 64, parity.tokens_different) == (True, 0)
 
 
 def _flipped_bit(model, sequences, temperature):
