@@ -51,6 +51,22 @@ def test_damaged_kernels_are_compiled_anew(tmp_path, monkeypatch):
     assert (tmp_path / "calls").exists()
 
 
+def test_without_a_compiler_those_that_were_compiled_before_are_used(tmp_path, monkeypatch):
+    compiled = build.library_path(supported()[0])
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    monkeypatch.delenv("CXX", raising=False)
+    monkeypatch.setattr(build, "SHIPPED", tmp_path)
+    monkeypatch.setattr(build, "compile_kernels", lambda compiler, flags, target, umask: shutil.copy(compiled, target))
+    before = build.library_path(supported()[0])
+    monkeypatch.setenv("PATH", str(tmp_path))
+    result = subprocess.run([sys.executable, "-W", "error", "-c", PROGRAM], capture_output=True, text=True)
+    assert result.stdout.strip() == "12.0", result.stderr
+    assert build.library_path(supported()[0]) == before
+    before.write_bytes(before.read_bytes()[:4096])
+    with pytest.raises(compiling.CompilerMissing, match="no C[+][+] compiler was found"):
+        build.library_path(supported()[0])
+
+
 def test_kernels_that_a_full_disk_does_not_take_are_refused_with_the_folder(tmp_path, monkeypatch):
     def compile_kernels(compiler, flags, target, umask):
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))

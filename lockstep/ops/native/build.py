@@ -22,20 +22,22 @@ SHIPPED = SOURCES / "built"
 def library_path(instructions: InstructionSet) -> Path:
     """The shared library for these instructions: the wheel's, or one compiled from this source, now if necessary.
 
-    Raises CompilerMissing with the reason, and UnsafeCache for a library that others could have written.
+    Without a compiler, one that any compiler has made of this source. Raises CompilerMissing with the reason, and
+    UnsafeCache for a library that others could have written.
     """
     shipped = SHIPPED / file_name(instructions)
     if shipped.is_file():
         return shipped
-    compiler = find_compiler()
-    if not compiler:
-        raise CompilerMissing("no C++ compiler was found; install g++ or set CXX")
     flags = [*FLAGS, *instructions.flags]
     contents = [source.read_bytes() for source in sorted([*SOURCES.glob("*.cpp"), *SOURCES.glob("*.h")])]
-    target = cache_folder() / f"kernels-{instructions.name}-{fingerprint(compiler, *flags, *contents)}.so"
-    for path in (target, _digest_file(target)):
-        if path.exists():
-            require_private(path)
+    name = f"kernels-{instructions.name}-{fingerprint(*flags, *contents)}"
+    compiler = find_compiler()
+    if not compiler:
+        for kept in sorted(cache_folder().glob(f"{name}-*.so")):
+            if _is_whole(kept):
+                return kept
+        raise CompilerMissing("no C++ compiler was found; install g++ or set CXX")
+    target = cache_folder() / f"{name}-{fingerprint(compiler)}.so"
     if not _is_whole(target):
         try:
             compile_kernels(compiler, flags, target, umask=0o077)
@@ -48,7 +50,13 @@ def library_path(instructions: InstructionSet) -> Path:
 
 
 def _is_whole(library: Path) -> bool:
-    """Whether it is intact: loading a damaged library would end the process without an error message."""
+    """Whether it is intact: loading a damaged library would end the process without an error message.
+
+    Raises UnsafeCache if others could have written it, or its digest.
+    """
+    for path in (library, _digest_file(library)):
+        if path.exists():
+            require_private(path)
     try:
         return _digest_file(library).read_text() == _digest(library)
     except OSError:
