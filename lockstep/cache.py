@@ -29,7 +29,7 @@ def cache_folder() -> Path:
     """
     folder = _wanted()
     try:
-        folder.mkdir(parents=True, exist_ok=True, mode=0o700)
+        _make(folder)
         problem = "" if os.access(folder, os.W_OK | os.X_OK) else "no permission to write"
     except OSError as error:
         problem = error.strerror or str(error)
@@ -41,6 +41,13 @@ def cache_folder() -> Path:
     return folder
 
 
+def _make(folder: Path) -> None:
+    """Creates a folder, and those above it that are missing, for their owner only."""
+    if not folder.parent.is_dir():
+        _make(folder.parent)
+    folder.mkdir(exist_ok=True, mode=0o700)
+
+
 def require_private(path: Path, elsewhere: str = "set XDG_CACHE_HOME to a folder of your own") -> None:
     """Raises UnsafeCache unless only this user can write to `path`, a folder or a file; root may own a file.
 
@@ -50,9 +57,10 @@ def require_private(path: Path, elsewhere: str = "set XDG_CACHE_HOME to a folder
         return
     found, user = path.stat(), os.geteuid()
     owners = (user,) if stat.S_ISDIR(found.st_mode) else (user, 0)
-    if found.st_uid not in owners:
+    # Of a link too: whoever owns it can let it lead elsewhere at any time.
+    for owner in {found.st_uid} - {*owners} or {path.lstat().st_uid} - {user, 0}:
         raise UnsafeCache(
-            f"{path}: belongs to user {found.st_uid}, but this process runs as user {user}; compiled code in it could "
+            f"{path}: belongs to user {owner}, but this process runs as user {user}; compiled code in it could "
             f"be anyone's. Give it to this user (chown -R {user} {path}), or {elsewhere}"
         )
     if found.st_mode & (stat.S_IWGRP | stat.S_IWOTH):

@@ -32,6 +32,7 @@ def test_the_cache_folder_is_made_for_its_owner_only_under_any_umask(home):
     finally:
         os.umask(before)
     assert folder == home / "lockstep" and stat.S_IMODE(folder.stat().st_mode) == 0o700
+    assert stat.S_IMODE(home.stat().st_mode) == 0o700, "whoever can write here can put another folder in its place"
     assert cache_folder() == folder
 
 
@@ -54,6 +55,17 @@ def test_a_folder_of_another_user_is_refused(home):
     (home / "lockstep").mkdir(parents=True)
     os.chown(home / "lockstep", 4242, 4242)
     with pytest.raises(UnsafeCache, match="belongs to user 4242, but this process runs as user 0"):
+        cache_folder()
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root can give a link away")
+def test_another_users_link_to_a_folder_of_ones_own_is_refused(home, tmp_path):
+    (tmp_path / "own").mkdir(mode=0o700)
+    home.mkdir()
+    (home / "lockstep").symlink_to(tmp_path / "own")
+    assert cache_folder() == home / "lockstep"
+    os.chown(home / "lockstep", 4242, 4242, follow_symlinks=False)
+    with pytest.raises(UnsafeCache, match="belongs to user 4242"):
         cache_folder()
 
 

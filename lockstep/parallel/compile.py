@@ -153,7 +153,9 @@ def keep_artifacts() -> Path:
     if os.environ.get(CACHE_VARIABLE, default_cache_dir()) == default_cache_dir():
         os.environ[CACHE_VARIABLE] = str(own)
     folder = Path(os.environ[CACHE_VARIABLE])
-    if folder != own and folder.exists():
+    if folder == own:
+        own.mkdir(mode=0o700, exist_ok=True)
+    if folder.exists():
         require_private(folder, "set TORCHINDUCTOR_CACHE_DIR to a folder of your own")
     return folder
 

@@ -9,6 +9,8 @@ import sys
 M_TRIM_THRESHOLD, M_MMAP_THRESHOLD = -1, -3
 LARGEST_KEPT = 2**27
 """In bytes. The head's gradient and its slices of logits are about this large."""
+LARGEST_BEFORE_2_35 = 2**25
+"""Of glibc before version 2.35, which takes no larger threshold (mallopt's manual page)."""
 
 
 def keep_freed_memory() -> None:
@@ -22,5 +24,6 @@ def keep_freed_memory() -> None:
         return
     mallopt = getattr(ctypes.CDLL(None), "mallopt", None)
     if mallopt is not None:
-        mallopt(M_MMAP_THRESHOLD, LARGEST_KEPT)
+        if not mallopt(M_MMAP_THRESHOLD, LARGEST_KEPT):
+            mallopt(M_MMAP_THRESHOLD, LARGEST_BEFORE_2_35)
         mallopt(M_TRIM_THRESHOLD, -1)

@@ -4,6 +4,7 @@ The engine's own property tests also run compiled (`tests/generate/test_engine.p
 """
 
 import os
+import stat
 import subprocess
 import sys
 from dataclasses import replace
@@ -137,9 +138,23 @@ def test_a_folder_for_compiled_code_that_others_may_write_to_is_refused(tmp_path
     folder = tmp_path / "inductor"
     monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(folder))
     assert keep_artifacts() == folder
-    folder.mkdir()
+    folder.mkdir(exist_ok=True)  # importing the compiler may have made it
     folder.chmod(0o777)
     with pytest.raises(UnsafeCache, match="other users can write to it .*TORCHINDUCTOR_CACHE_DIR"):
+        keep_artifacts()
+
+
+def test_the_caches_own_folder_for_compiled_code_is_made_for_its_owner_only_and_refused_likewise(tmp_path, monkeypatch):
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    monkeypatch.delenv("TORCHINDUCTOR_CACHE_DIR", raising=False)
+    before = os.umask(0)
+    try:
+        folder = keep_artifacts()
+    finally:
+        os.umask(before)
+    assert folder.parent == tmp_path / "lockstep" and stat.S_IMODE(folder.stat().st_mode) == 0o700
+    folder.chmod(0o777)
+    with pytest.raises(UnsafeCache, match="other users can write to it"):
         keep_artifacts()
 
 
