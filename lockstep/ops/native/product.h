@@ -5,6 +5,8 @@
 // where the processor has instructions for pairs of bfloat16 (LOCKSTEP_PAIRS) a chain takes two products a step, and
 // where it has a matrix unit (`product_tiles.h`) 32: each has bits of its own (`arithmetic`).
 #pragma once
+#include <type_traits>
+
 #include "product_tiles.h"
 #include "tiling.h"
 
@@ -57,10 +59,17 @@ struct Chain<bf16> : Chain<float> {
 template <class T>
 constexpr int TILE_ROWS = WIDTH == 16 ? (Chain<T>::HALVES == 1 ? 14 : 12) : FUSED ? (Chain<T>::HALVES == 1 ? 6 : 5) : 2;
 
+// What a tile fetches into the second cache while it is multiplied, `bytes` at each step and of each panel: its part of
+// the panels that are read next. Else their first tile would wait for memory, which is idle during the others.
+struct Ahead {
+    const char* at;
+    int64_t bytes;
+};
+
 // sums [panel][ROWS][COLUMNS] (+)= x [step][half][ROWS] · panels [step][COLUMNS], which lie `stride` words apart.
-template <class T, int ROWS, int PANELS>
+template <class T, int ROWS, int PANELS, bool FETCH>
 static void tile(const word* x, const word* panels, int64_t stride, int64_t steps, bool begin,
-                 float* sums, int64_t sums_stride) {
+                 float* sums, int64_t sums_stride, Ahead ahead) {
     constexpr int VECTORS = COLUMNS / WIDTH;
     floats s[PANELS][VECTORS][ROWS];
     const auto place = [&](int p, int v, int r) { return sums + p * sums_stride + r * COLUMNS + v * WIDTH; };
@@ -76,6 +85,11 @@ static void tile(const word* x, const word* panels, int64_t stride, int64_t step
                     std::memcpy(&s[p][v][r], place(p, v, r), sizeof(floats));
 #pragma GCC unroll(FUSED ? 4 : 1)
     for (int64_t k = 0; k < steps; k++) {
+        if constexpr (FETCH) {
+#pragma GCC unroll 4
+            for (int p = 0; p < PANELS; p++) __builtin_prefetch(ahead.at + p * stride * sizeof(word), 0, 2);
+            ahead.at += ahead.bytes;
+        }
 #pragma GCC unroll 2
         for (int half = 0; half < Chain<T>::HALVES; half++, x += ROWS) {
             // Keeps the compiler from holding both halves' vectors at once, for which there are no registers.
@@ -110,16 +124,17 @@ constexpr int panels_at_once(int rows) {
     return rows == 1 ? 4 : rows <= TILE_ROWS<T> / 2 ? 2 : 1;
 }
 
-template <class T, int ROWS = TILE_ROWS<T>>
+template <class T, bool FETCH, int ROWS = TILE_ROWS<T>>
 static void tile_of(int64_t rows, const word* x, const word* panels, int64_t count, int64_t stride,
-                    int64_t steps, bool begin, float* sums, int64_t sums_stride) {
+                    int64_t steps, bool begin, float* sums, int64_t sums_stride, Ahead ahead) {
     if constexpr (ROWS > 1)
         if (rows < ROWS)
-            return tile_of<T, ROWS - 1>(rows, x, panels, count, stride, steps, begin, sums, sums_stride);
+            return tile_of<T, FETCH, ROWS - 1>(rows, x, panels, count, stride, steps, begin, sums, sums_stride, ahead);
     constexpr int PANELS = panels_at_once<T>(ROWS);
-    if (count == PANELS) return tile<T, ROWS, PANELS>(x, panels, stride, steps, begin, sums, sums_stride);
-    for (int64_t p = 0; p < count; p++)
-        tile<T, ROWS, 1>(x, panels + p * stride, stride, steps, begin, sums + p * sums_stride, sums_stride);
+    constexpr bool fetch = FETCH && ROWS > 1;  // one row alone is read as fast as memory is
+    if (count == PANELS) return tile<T, ROWS, PANELS, fetch>(x, panels, stride, steps, begin, sums, sums_stride, ahead);
+    for (int64_t p = 0; p < count; p++, panels += stride, sums += sums_stride)
+        tile<T, ROWS, 1, fetch>(x, panels, stride, steps, begin, sums, sums_stride, ahead);
 }
 
 // Steps along k that are multiplied at once; they lie in one chunk.
@@ -211,8 +226,8 @@ struct Product {
                 pack_panel(w, (panel + p) * COLUMNS, k, std::min(at_once, steps - k), right + (p * steps + k) * COLUMNS);
     }
 
-    // Tiles [first, last) with the panels of one group.
-    void group(const word* left, int64_t first, int64_t last, int64_t panel, int64_t count) const {
+    // Tiles [first, last) with the panels of one group; `next`: what this thread is likely to read after them.
+    void group(const word* left, int64_t first, int64_t last, int64_t panel, int64_t count, const word* next) const {
         const word* ready = packed ? packed + panel * steps * COLUMNS : nullptr;
         if (!ready && last - first > BLOCK_TILES) {
             word* whole = scratch<word>(count * steps * COLUMNS, 0);
@@ -228,14 +243,17 @@ struct Product {
             for (int64_t i = 0; i < blocks.count; i++) {
                 const Block block = blocks[i];
                 float* own = sums + __builtin_popcountll(block.chunk) * size;
-                multiply(left, from, to, panel, count, ready, block, own, size);
+                // After the group's last panel: more of its first one, or the next group's.
+                const word* after = i + 1 < blocks.count ? ready + blocks[i + 1].from * COLUMNS : next;
+                multiply(left, from, to, panel, count, ready, after, block, own, size);
             }
         }
     }
 
     // `sums`: of the block's chunk; those of the subtrees before it lie `size` floats before one another.
+    // `after`: what is read after these panels.
     void multiply(const word* left, int64_t from, int64_t to, int64_t panel, int64_t count, const word* ready,
-                  const Block& block, float* sums, int64_t size) const {
+                  const word* after, const Block& block, float* sums, int64_t size) const {
         const int64_t top = tiling.start(from), rows = tiling.start(to) - top;
         const int64_t at_once = std::min<int64_t>(count, panels_at_once<T>(tiling.start(from + 1) - top));
         for (int64_t p = 0; p < count; p += at_once) {
@@ -248,11 +266,17 @@ struct Product {
                     pack_panel(w, (panel + p + i) * COLUMNS, block.from, block.count, here + i * STEPS * COLUMNS);
                 right = here, stride = STEPS * COLUMNS;
             }
+            const int64_t bytes = COLUMNS * (int64_t)sizeof(word) / (to - from);
+            const word* next = p + now < count ? right + now * stride : after;
             for (int64_t t = from; t < to; t++) {
                 const int64_t start = tiling.start(t), height = tiling.start(t + 1) - start;
                 float* here = sums + (p * rows + start - top) * COLUMNS;
-                tile_of<T>(height, left + (block.from * x.rows + start * block.count) * HALVES, right, now, stride,
-                           block.count, block.first, here, rows * COLUMNS);
+                const Ahead ahead{(const char*)next + (t - from) * block.count * bytes, bytes};
+                const auto multiply_tile = [&](auto fetch) {
+                    tile_of<T, fetch.value>(height, left + (block.from * x.rows + start * block.count) * HALVES, right,
+                                            now, stride, block.count, block.first, here, rows * COLUMNS, ahead);
+                };
+                packed ? multiply_tile(std::true_type{}) : multiply_tile(std::false_type{});
                 for (int64_t i = 0; block.last && i < now; i++)
                     end_chunk(block.chunk, here + i * rows * COLUMNS, size, start, height, panel + p + i);
             }
@@ -293,8 +317,9 @@ struct Product {
             for (int64_t part = 0; part < parts; part++)
                 for (int64_t g = 0; g < groups; g++) {
                     const int64_t first = panels * g / groups;
+                    const int64_t following = panels * std::min(g + threads, groups - 1) / groups * steps * COLUMNS;
                     group(left, tiling.count * part / parts, tiling.count * (part + 1) / parts, first,
-                          panels * (g + 1) / groups - first);
+                          panels * (g + 1) / groups - first, packed + following);
                 }
         }
     }
