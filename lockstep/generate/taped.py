@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 
@@ -128,17 +129,22 @@ class _Step:
         weights: Weights,
         arena: ops.Arena,
     ):
-        width = min(cache.num_pages, -(-model.config.max_positions // ops.PAGE))
-        self._table = batch.block_table.new_zeros(len(batch.tokens), width)
-        given = (batch.tokens, batch.positions, batch.row_by_row()[1], batch.sampling[0], batch.sampling[-1])
-        tokens, positions, contexts, temperature, uniform = self._inputs = [values.clone() for values in given]
+        rows, width = len(batch.tokens), min(cache.num_pages, -(-model.config.max_positions // ops.PAGE))
+        self._table = batch.block_table.new_zeros(rows, width)
+        self._rows = np.arange(rows)
+        self._temperature = batch.sampling[0].clone()
+        drawing = ops.drawing(self._temperature, batch.sampling[-1])
+        tokens, positions, contexts = batch.tokens.clone(), batch.positions.clone(), batch.row_by_row()[1].clone()
+        # What follows from the batch alone is made outside of the tape, where NumPy does it: of small tensors each of
+        # PyTorch's operators takes as long as a kernel.
+        attention = ops.PagedAttention(cache, self._table, None, contexts)
+        self._inputs = tokens, positions, contexts, attention.slots, *drawing
         self._fill(batch)
 
         def step() -> tuple[Tensor, ...]:
-            attention = ops.PagedAttention(cache, self._table, None, contexts)
             with ops.recorded_routes() as routes:
                 logits = model.logits(model(tokens, positions, attention))
-            return (logits, *ops.draw(logits, temperature, uniform), *routes)
+            return (logits, *ops.draw_scaled(logits, *drawing), *routes)
 
         # Before it is recorded: another engine's thread may make larger tables at any time.
         self._positions = len(model.rotary.reserve(int(positions.max()) + 1, model.device)[0])
@@ -170,8 +176,16 @@ class _Step:
         return Decoded(logits, tokens, log_probs)
 
     def _fill(self, batch: StepBatch) -> None:
-        table, contexts = batch.row_by_row()
-        given = (batch.tokens, batch.positions, contexts, batch.sampling[0], batch.sampling[-1])
-        for buffer, values in zip(self._inputs, given):
-            buffer.copy_(values)
+        tokens, positions, contexts, slots, inverse, uniform = self._inputs
+        temperature, table = batch.sampling[0], batch.row_by_row()[0]
+        if not torch.equal(temperature, self._temperature):
+            self._temperature.copy_(temperature)
+            inverse.copy_(ops.inverse_temperature(temperature))
+        uniform.numpy()[:] = np.where(temperature.numpy() == 0, -1.0, batch.sampling[-1].numpy())
         self._table[:, : table.shape[1]] = table
+        tokens.copy_(batch.tokens)
+        positions.copy_(batch.positions)
+        at = batch.positions.numpy()
+        contexts.numpy()[:] = at + 1
+        pages = self._table.numpy()[self._rows, at // ops.PAGE].astype(np.int64)
+        slots.numpy()[:] = pages * ops.PAGE + at % ops.PAGE

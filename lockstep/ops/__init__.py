@@ -29,7 +29,7 @@ from lockstep.ops.piece_attention import PieceAttention
 from lockstep.ops.rotary import rotary
 from lockstep.ops.routes import ReplayedRoutes, note_routes, recorded_routes, replayed_routes
 from lockstep.ops.routing import Routing, route, router_logits
-from lockstep.ops.sampling import draw, sample, top_log_probs, uniforms
+from lockstep.ops.sampling import draw, draw_scaled, drawing, sample, top_log_probs, uniforms
 from lockstep.ops.shared_attention import SharedPrefixAttention
 from lockstep.ops.sums import EXACT_BITS, integer_squares, sum_of_squares, total
 from lockstep.ops.tape import Arena, Tape, Unrecordable, unrecorded
@@ -68,6 +68,8 @@ __all__ = [
     "counted_rows",
     "dispatch",
     "draw",
+    "draw_scaled",
+    "drawing",
     "embedding",
     "exp",
     "experts",

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 import torch
-from jaxtyping import Float, Int
+from jaxtyping import Float, Float32, Float64, Int
 from torch import Tensor
 
 from lockstep.ops import cuda, native
@@ -34,18 +34,31 @@ def sample(
     arguments, and all get the result of one process. They exchange sums over their parts, never logits.
     """
     part = part or Whole(logits.shape[1])
-    inverse = inverse_temperature(temperature)
+    inverse, uniform = drawing(temperature, uniform)
     cuts = (temperature != 0) & ((top_k > 0) | (top_p < 1) | (min_p > 0))
     allowed = cut(logits, inverse, top_k, top_p, min_p, cuts, part) if cuts.any() else None
-    return _draw(logits, allowed, inverse, torch.where(temperature == 0, -1.0, uniform.double()), part)
+    return _draw(logits, allowed, inverse, uniform, part)
 
 
 def draw(
     logits: Float[Tensor, "rows vocab"], temperature: Float[Tensor, "rows"], uniform: Float[Tensor, "rows"]
 ) -> tuple[Int[Tensor, "rows"], Float[Tensor, "rows"]]:
     """`sample` without cuts. It does not synchronize with the device, so a CUDA graph can record it."""
-    uniform = torch.where(temperature == 0, -1.0, uniform.double())
-    return _draw(logits, None, inverse_temperature(temperature), uniform, Whole(logits.shape[1]))[:2]
+    return draw_scaled(logits, *drawing(temperature, uniform))
+
+
+def drawing(
+    temperature: Float[Tensor, "rows"], uniform: Float[Tensor, "rows"]
+) -> tuple[Float32[Tensor, "rows"], Float64[Tensor, "rows"]]:
+    """What a draw takes of each row's temperature and uniform number: the logits' factor, and -1 if it is greedy."""
+    return inverse_temperature(temperature), torch.where(temperature == 0, -1.0, uniform.double())
+
+
+def draw_scaled(
+    logits: Float[Tensor, "rows vocab"], inverse: Float32[Tensor, "rows"], uniform: Float64[Tensor, "rows"]
+) -> tuple[Int[Tensor, "rows"], Float[Tensor, "rows"]]:
+    """`draw` of what `drawing` gives."""
+    return _draw(logits, None, inverse, uniform, Whole(logits.shape[1]))[:2]
 
 
 def top_log_probs(
@@ -114,7 +127,8 @@ def _draw_from_pieces(
 
     `pieces` are the masses of the whole vocabulary.
     """
-    bounds = piece_bounds(part.vocab, logits.device) - part.first
+    bounds = piece_bounds(part.vocab, logits.device)
+    bounds = bounds - part.first if part.first else bounds
     if cuda.usable(logits):
         from lockstep.ops.cuda import vocabulary
 

@@ -29,6 +29,8 @@ READS = {
 """Functions that tell a tensor's form, not its values."""
 ALLOCATIONS = {"empty", "empty_like", "new_empty"}
 """Functions whose results have no values yet."""
+CONSTANTS = {torch.arange, torch.tensor}
+"""Functions of numbers alone, whose results nothing may write to: they are not repeated."""
 FILLS = {Tensor.add: torch.add}
 """Functions, and what computes them into given memory: the results of others are copied there."""
 ALIGNMENT = 64
@@ -87,6 +89,7 @@ class Tape(TorchFunctionMode):
         self._arena = arena
         self._calls: list[tuple[Callable[..., Any], Iterable[Any]]] = []
         self._kept: list[Tensor] = []
+        self._constants: list[int] = []
         before = _modes()
         try:
             # In a context of its own: an interrupt at any line leaves nothing of it behind.
@@ -125,7 +128,12 @@ class Tape(TorchFunctionMode):
         result = function(*arguments, **options)
         made = [*_tensors((result,))]
         shares = [any(_share(tensor, other) for other in given) for tensor in made]
-        if versions != _versions(given):  # it writes into what it was given
+        if function in CONSTANTS and not given:
+            self._kept += made
+            self._constants += [tensor.untyped_storage().data_ptr() for tensor in made]
+        elif versions != _versions(given):  # it writes into what it was given
+            if any(tensor.untyped_storage().data_ptr() in self._constants for tensor in given):
+                raise Unrecordable(f"{function.__name__} is given a constant, which it may write to")
             if not all(shares):
                 raise Unrecordable(f"{function.__name__} writes into a tensor and makes another one")
             self._repeat(function, arguments, options)

@@ -42,6 +42,7 @@ STEPS = [
     lambda x: torch.where(x > 0, x, -1.0),
     lambda x: x.double().float(),
     lambda x: x[torch.tensor([5, 4, 3, 2, 1, 0])],
+    lambda x: x[torch.arange(6).flip(0)] + torch.arange(32)[None] * 0.25,
     lambda x: x.view(3, 2, 32).unbind(1)[1].repeat(2, 1),
     lambda x: x.max(0).values.expand(6, 32) + x.topk(2).values[:, :1],
     lambda x: _in_place(x),
@@ -91,6 +92,8 @@ def test_a_replay_has_the_bits_of_a_call(order, seed):
         lambda x: torch.equal(x, x),
         lambda x: repr(x),
         lambda x: 1 in x,
+        lambda x: torch.tensor([0.0] * 32).add_(x[0]),  # a constant, which a replay would add to once more
+        lambda x: torch.arange(6.0)[:3].copy_(x[0, :3]),
     ],
 )
 def test_what_reads_values_is_refused(reads):
