@@ -38,7 +38,8 @@ def log_sigmoid(x: Float[Tensor, "*shape"]) -> Float[Tensor, "*shape"]:
 def _apply(ours: Callable[[np.ndarray], np.ndarray], devices: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
     if x.device.type != "cpu" or native.is_pretending():
         return devices(x)
-    return torch.from_numpy(ours(x.detach().double().numpy())).to(x.dtype)
+    # As an array: NumPy makes a number of one without dimensions.
+    return torch.from_numpy(np.asarray(ours(x.detach().double().numpy()))).to(x.dtype)
 
 
 class _Exp(torch.autograd.Function):
@@ -76,4 +77,4 @@ class _LogSigmoid(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> Tensor:
         (x,) = ctx.saved_tensors
-        return grads[0] * _apply(logistic, torch.sigmoid, -x)
+        return grads[0] * sigmoid(-x)

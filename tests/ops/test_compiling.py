@@ -62,6 +62,10 @@ def test_without_a_compiler_those_that_were_compiled_before_are_used(tmp_path, m
     result = subprocess.run([sys.executable, "-W", "error", "-c", PROGRAM], capture_output=True, text=True)
     assert result.stdout.strip() == "12.0", result.stderr
     assert build.library_path(supported()[0]) == before
+    monkeypatch.setenv("CXX", str(tmp_path / "absent"))
+    monkeypatch.setattr(build, "compile_kernels", compiling.compile_kernels)
+    assert build.library_path(supported()[0]) == before
+    monkeypatch.delenv("CXX")
     before.write_bytes(before.read_bytes()[:4096])
     with pytest.raises(compiling.CompilerMissing, match="no C[+][+] compiler was found"):
         build.library_path(supported()[0])

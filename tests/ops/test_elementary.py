@@ -81,4 +81,6 @@ def test_the_logistic_function_is_rounded_once_and_has_gradients_at_any_distance
         assert torch.equal(y.detach(), expected(wide).float())
         (gradient,) = torch.autograd.grad(y.sum(), x)
         (exact,) = torch.autograd.grad(expected(known := wide.clone().requires_grad_()).sum(), known)
+        assert torch.equal(function(x[3]), y[3]), "without dimensions"
+        assert torch.autograd.gradgradcheck(function, torch.linspace(-3, 3, 5, dtype=torch.float64).requires_grad_())
         assert gradient.isfinite().all() and torch.allclose(gradient.double(), exact, rtol=2e-6, atol=1e-7)

@@ -21,7 +21,7 @@ def held_after(size):
     return (resident() - before) / size
 
 keep_freed_memory()
-print(held_after(24 << 20), held_after(256 << 20))
+print(held_after(24 << 20), held_after(256 << 20), held_after(120 << 20))
 
 # Blocks of many sizes, as of steps of many lengths, freed in another order than they were made in.
 draw, start, most, blocks = random.Random(0), resident(), 0, []
@@ -40,6 +40,7 @@ print((resident() - start) / most)
 def test_blocks_up_to_a_size_are_kept_and_many_sizes_take_less_than_twice_what_is_alive():
     result = subprocess.run([sys.executable, "-c", PROGRAM], capture_output=True, text=True, timeout=120)
     assert result.returncode == 0, result.stderr
-    small, large, many = map(float, result.stdout.split())
+    small, large, most, many = map(float, result.stdout.split())
+    newer = tuple(map(int, platform.libc_ver()[1].split("."))) >= (2, 35)
     # A heap of blocks of any sizes has gaps: 1.5 times what is alive was measured with glibc 2.36.
-    assert small > 0.9 and large < 0.1 and many < 2
+    assert small > 0.9 and large < 0.1 and many < 2 and (most > 0.7 or not newer)

@@ -22,7 +22,7 @@ SHIPPED = SOURCES / "built"
 def library_path(instructions: InstructionSet) -> Path:
     """The shared library for these instructions: the wheel's, or one compiled from this source, now if necessary.
 
-    Without a compiler, one that any compiler has made of this source. Raises CompilerMissing with the reason, and
+    Where that fails, one that any compiler has made of this source. Raises CompilerMissing with the reason, and
     UnsafeCache for a library that others could have written.
     """
     shipped = SHIPPED / file_name(instructions)
@@ -32,12 +32,19 @@ def library_path(instructions: InstructionSet) -> Path:
     contents = [source.read_bytes() for source in sorted([*SOURCES.glob("*.cpp"), *SOURCES.glob("*.h")])]
     name = f"kernels-{instructions.name}-{fingerprint(*flags, *contents)}"
     compiler = find_compiler()
-    if not compiler:
+    try:
+        if not compiler:
+            raise CompilerMissing("no C++ compiler was found; install g++ or set CXX")
+        return _compiled(compiler, flags, cache_folder() / f"{name}-{fingerprint(compiler)}.so")
+    except CompilerMissing:
         for kept in sorted(cache_folder().glob(f"{name}-*.so")):
             if _is_whole(kept):
                 return kept
-        raise CompilerMissing("no C++ compiler was found; install g++ or set CXX")
-    target = cache_folder() / f"{name}-{fingerprint(compiler)}.so"
+        raise
+
+
+def _compiled(compiler: str, flags: list[str], target: Path) -> Path:
+    """`target`, compiled if it is not there."""
     if not _is_whole(target):
         try:
             compile_kernels(compiler, flags, target, umask=0o077)
