@@ -57,11 +57,12 @@ def require_private(path: Path, elsewhere: str = "set XDG_CACHE_HOME to a folder
         return
     found, user = path.stat(), os.geteuid()
     owners = (user,) if stat.S_ISDIR(found.st_mode) else (user, 0)
-    # Of a link too: whoever owns it can let it lead elsewhere at any time.
-    for owner in {found.st_uid} - {*owners} or {path.lstat().st_uid} - {user, 0}:
+    link = path.lstat().st_uid  # if it is one: whoever owns it can let it lead elsewhere at any time
+    if found.st_uid not in owners or link not in (user, 0):
+        owner = link if found.st_uid in owners else found.st_uid
         raise UnsafeCache(
             f"{path}: belongs to user {owner}, but this process runs as user {user}; compiled code in it could "
-            f"be anyone's. Give it to this user (chown -R {user} {path}), or {elsewhere}"
+            f"be anyone's. Give it to this user (chown -hR {user} {path}), or {elsewhere}"
         )
     if found.st_mode & (stat.S_IWGRP | stat.S_IWOTH):
         raise UnsafeCache(

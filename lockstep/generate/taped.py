@@ -181,6 +181,7 @@ class _Step:
         if not torch.equal(temperature, self._temperature):
             self._temperature.copy_(temperature)
             inverse.copy_(ops.inverse_temperature(temperature))
+        # As `ops.drawing` and `PagedAttention.slots` compute them.
         uniform.numpy()[:] = np.where(temperature.numpy() == 0, -1.0, batch.sampling[-1].numpy())
         self._table[:, : table.shape[1]] = table
         tokens.copy_(batch.tokens)

@@ -17,7 +17,7 @@ from lockstep.ops.elementary import exponential, logarithm, logistic, softplus
 
 def exp(x: Float[Tensor, "*shape"]) -> Float[Tensor, "*shape"]:
     """e^x, with a gradient; exactly 1 at 0."""
-    return _Exp.apply(x)
+    return _FromResult.apply(x, exponential, torch.exp, lambda out: out)
 
 
 def log(x: Float[Tensor, "*shape"]) -> Float[Tensor, "*shape"]:
@@ -27,7 +27,7 @@ def log(x: Float[Tensor, "*shape"]) -> Float[Tensor, "*shape"]:
 
 def sigmoid(x: Float[Tensor, "*shape"]) -> Float[Tensor, "*shape"]:
     """1 / (1 + e^-x), with a gradient."""
-    return _Sigmoid.apply(x)
+    return _FromResult.apply(x, logistic, torch.sigmoid, lambda out: out * (1 - out))
 
 
 def log_sigmoid(x: Float[Tensor, "*shape"]) -> Float[Tensor, "*shape"]:
@@ -42,30 +42,20 @@ def _apply(ours: Callable[[np.ndarray], np.ndarray], devices: Callable[[Tensor],
     return torch.from_numpy(np.asarray(ours(x.detach().double().numpy()))).to(x.dtype)
 
 
-class _Exp(torch.autograd.Function):
+class _FromResult(torch.autograd.Function):
+    """A function whose derivative, `slope`, follows from its result."""
+
     @staticmethod
-    def forward(ctx: Any, x: Tensor) -> Tensor:
-        out = _apply(exponential, torch.exp, x)
+    def forward(ctx: Any, x: Tensor, ours: Any, devices: Any, slope: Callable[[Tensor], Tensor]) -> Tensor:
+        out = _apply(ours, devices, x)
         ctx.save_for_backward(out)
+        ctx.slope = slope
         return out
 
     @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> Tensor:
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None, None]:
         (out,) = ctx.saved_tensors
-        return grads[0] * out
-
-
-class _Sigmoid(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: Tensor) -> Tensor:
-        out = _apply(logistic, torch.sigmoid, x)
-        ctx.save_for_backward(out)
-        return out
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> Tensor:
-        (out,) = ctx.saved_tensors
-        return grads[0] * (out * (1 - out))
+        return grads[0] * ctx.slope(out), None, None, None
 
 
 class _LogSigmoid(torch.autograd.Function):

@@ -128,7 +128,7 @@ def _draw_from_pieces(
     `pieces` are the masses of the whole vocabulary.
     """
     bounds = piece_bounds(part.vocab, logits.device)
-    bounds = bounds - part.first if part.first else bounds
+    bounds = bounds - part.first if part.first else bounds  # a constant, which tapes do not repeat
     if cuda.usable(logits):
         from lockstep.ops.cuda import vocabulary
 

@@ -89,7 +89,7 @@ class Tape(TorchFunctionMode):
         self._arena = arena
         self._calls: list[tuple[Callable[..., Any], Iterable[Any]]] = []
         self._kept: list[Tensor] = []
-        self._constants: list[int] = []
+        self._constants: set[int] = set()
         before = _modes()
         try:
             # In a context of its own: an interrupt at any line leaves nothing of it behind.
@@ -130,7 +130,7 @@ class Tape(TorchFunctionMode):
         shares = [any(_share(tensor, other) for other in given) for tensor in made]
         if function in CONSTANTS and not given:
             self._kept += made
-            self._constants += [tensor.untyped_storage().data_ptr() for tensor in made]
+            self._constants |= {tensor.untyped_storage().data_ptr() for tensor in made}
         elif versions != _versions(given):  # it writes into what it was given
             if any(tensor.untyped_storage().data_ptr() in self._constants for tensor in given):
                 raise Unrecordable(f"{function.__name__} is given a constant, which it may write to")

@@ -56,6 +56,7 @@ def test_without_a_compiler_those_that_were_compiled_before_are_used(tmp_path, m
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     monkeypatch.delenv("CXX", raising=False)
     monkeypatch.setattr(build, "SHIPPED", tmp_path)
+    # Real kernels, but those that are there: compiling them again would take a quarter of a minute.
     monkeypatch.setattr(build, "compile_kernels", lambda compiler, flags, target, umask: shutil.copy(compiled, target))
     before = build.library_path(supported()[0])
     monkeypatch.setenv("PATH", str(tmp_path))

@@ -244,7 +244,7 @@ struct Product {
                 const Block block = blocks[i];
                 float* own = sums + __builtin_popcountll(block.chunk) * size;
                 // After the group's last panel: more of its first one, or the next group's.
-                const word* after = i + 1 < blocks.count ? ready + blocks[i + 1].from * COLUMNS : next;
+                const word* after = packed && i + 1 < blocks.count ? ready + blocks[i + 1].from * COLUMNS : next;
                 multiply(left, from, to, panel, count, ready, after, block, own, size);
             }
         }
@@ -271,7 +271,7 @@ struct Product {
             for (int64_t t = from; t < to; t++) {
                 const int64_t start = tiling.start(t), height = tiling.start(t + 1) - start;
                 float* here = sums + (p * rows + start - top) * COLUMNS;
-                const Ahead ahead{(const char*)next + (t - from) * block.count * bytes, bytes};
+                const Ahead ahead{next ? (const char*)next + (t - from) * block.count * bytes : nullptr, bytes};
                 const auto multiply_tile = [&](auto fetch) {
                     tile_of<T, fetch.value>(height, left + (block.from * x.rows + start * block.count) * HALVES, right,
                                             now, stride, block.count, block.first, here, rows * COLUMNS, ahead);
@@ -317,9 +317,9 @@ struct Product {
             for (int64_t part = 0; part < parts; part++)
                 for (int64_t g = 0; g < groups; g++) {
                     const int64_t first = panels * g / groups;
-                    const int64_t following = panels * std::min(g + threads, groups - 1) / groups * steps * COLUMNS;
+                    const int64_t following = panels * std::min(g + threads, groups - 1) / groups;
                     group(left, tiling.count * part / parts, tiling.count * (part + 1) / parts, first,
-                          panels * (g + 1) / groups - first, packed + following);
+                          panels * (g + 1) / groups - first, packed ? packed + following * steps * COLUMNS : nullptr);
                 }
         }
     }
