@@ -27,6 +27,16 @@ static inline words words_at(const float* first, const float*) {
 }
 static inline words words_at(const bf16* first, const bf16* next) { return widened(first) | widened(next) << 16; }
 
+// A vector of words of one row. Where rows are read beside each other a processor sees no stream in any of them, so what
+// follows along the row is fetched here.
+template <class T>
+static inline words words_of_row(const T* row) {
+    __builtin_prefetch((const char*)row + 256, 0, 2);
+    words w;
+    std::memcpy(&w, row, sizeof w);
+    return w;
+}
+
 // One factor of a product: [rows][depth] with any strides.
 template <class T>
 struct Matrix {
@@ -102,12 +112,13 @@ static void pack_panel(const Matrix<T>& w, int64_t first, int64_t from, int64_t 
     const auto column = [&](int64_t n) { return std::min(first + n, w.rows - 1); };
     int64_t done = 0;
     if (w.inner == 1) {
+        const T* at[COLUMNS];
+        for (int64_t n = 0; n < COLUMNS; n++) at[n] = w.at + column(n) * w.row + from * STEP<T>;
         for (; done + WIDTH <= whole; done += WIDTH)
             for (int64_t n = 0; n < COLUMNS; n += WIDTH) {
                 words block[WIDTH];
 #pragma GCC unroll 16
-                for (int i = 0; i < WIDTH; i++)
-                    std::memcpy(&block[i], w.at + column(n + i) * w.row + (from + done) * STEP<T>, sizeof(words));
+                for (int i = 0; i < WIDTH; i++) block[i] = words_of_row(at[n + i] + done * STEP<T>);
                 transpose(block);
 #pragma GCC unroll 16
                 for (int i = 0; i < WIDTH; i++) std::memcpy(out + (done + i) * COLUMNS + n, &block[i], sizeof(words));
