@@ -59,8 +59,8 @@ struct Chain<bf16> : Chain<float> {
 template <class T>
 constexpr int TILE_ROWS = WIDTH == 16 ? (Chain<T>::HALVES == 1 ? 14 : 12) : FUSED ? (Chain<T>::HALVES == 1 ? 6 : 5) : 2;
 
-// What a tile fetches into the second cache while it is multiplied, `bytes` at each step and of each panel: its part of
-// the panels that are read next. Else their first tile would wait for memory, which is idle during the others.
+// What a tile fetches into the second cache while it is multiplied, `bytes` at each step and of each panel, so that what
+// is read next need not be waited for: its part of the next panels where those are kept, else the next tile of x.
 struct Ahead {
     const char* at;
     int64_t bytes;
@@ -170,12 +170,17 @@ struct Product {
         : x(x), w(w), packed(packed), out(out), tiling(x.rows, TILE_ROWS<T>), steps(x.steps()),
           panels((w.rows + COLUMNS - 1) / COLUMNS), blocks(steps, chunks) {}
 
-    // Steps [k, stop) of a block of x as tiles read it: [block of k][tile][step][half][row of the tile]. Inlined into `run`
-    // its loop would lack registers: products of few rows take 1.05 to 1.1 times as long.
+    // Where the tile that starts with this row lies in x as tiles read it: [block of k][tile][step][half][row of the tile].
+    int64_t place(int64_t start, const Block& block) const {
+        return (block.from * x.rows + start * block.count) * HALVES;
+    }
+
+    // Steps [k, stop) of a block of x. Inlined into `run` its loop would lack registers: products of few rows take 1.05 to
+    // 1.1 times as long.
     [[gnu::noinline]] void pack_left(word* left, int64_t tile, const Block& block, int64_t k, int64_t stop) const {
         const int64_t start = tiling.start(tile), rows = tiling.start(tile + 1) - start;
         const int64_t from = block.from, count = block.count;
-        word* target = left + (from * x.rows + start * count) * HALVES;
+        word* target = left + place(start, block);
         const auto put_step = [&](int64_t k, const auto& column) {
 #pragma GCC unroll 2
             for (int half = 0; half < HALVES; half++)
@@ -272,12 +277,16 @@ struct Product {
             for (int64_t t = from; t < to; t++) {
                 const int64_t start = tiling.start(t), height = tiling.start(t + 1) - start;
                 float* here = sums + (p * rows + start - top) * COLUMNS;
-                const Ahead ahead{next ? (const char*)next + (t - from) * block.count * bytes : nullptr, bytes};
+                Ahead ahead{};
+                if (packed && next)
+                    ahead = {(const char*)next + (t - from) * block.count * bytes, bytes};
+                else if (!packed && p == 0 && t + 1 < to && blocks.count > 1)  // a single block is read as a stream
+                    ahead = {(const char*)(left + place(start + height, block)), height * HALVES * (int64_t)sizeof(word)};
                 const auto multiply_tile = [&](auto fetch) {
-                    tile_of<T, fetch.value>(height, left + (block.from * x.rows + start * block.count) * HALVES, right,
-                                            now, stride, block.count, block.first, here, rows * COLUMNS, ahead);
+                    tile_of<T, fetch.value>(height, left + place(start, block), right, now, stride, block.count, block.first,
+                                            here, rows * COLUMNS, ahead);
                 };
-                packed ? multiply_tile(std::true_type{}) : multiply_tile(std::false_type{});
+                ahead.at ? multiply_tile(std::true_type{}) : multiply_tile(std::false_type{});
                 for (int64_t i = 0; block.last && i < now; i++)
                     end_chunk(block.chunk, here + i * rows * COLUMNS, size, start, height, panel + p + i);
             }
