@@ -17,6 +17,7 @@ constexpr int64_t STEPS = 384;                           // in a block of k: a p
 constexpr int64_t BLOCK_TILES = WIDTH == 16 ? 12 : 30;   // whose part of x stays in the second
 constexpr int64_t GROUP = 16;                            // panels whose sums are held at once
 constexpr int64_t SPLIT_WORK = 1 << 18;                  // multiply-adds below which waking threads costs more
+constexpr int64_t OWN_WORDS = 1 << 15;  // of x that a thread lays out for itself: to wait for others takes longer
 constexpr int64_t TILES_TOGETHER = 8, STEPS_TOGETHER = 16;  // that are packed at once, side by side in memory
 
 // A step of a chain, or each half of it: what it takes from a word of the left factor and from a vector of words of the
@@ -316,19 +317,25 @@ struct Product {
     }
 
     void run(bool split) const {
-        word* left = scratch<word>(x.rows * steps * HALVES, 3);
+        const int64_t size = x.rows * steps * HALVES;
+        word* shared = size > OWN_WORDS ? scratch<word>(size, 3) : nullptr;
 #pragma omp parallel if (split)
         {
             const int64_t threads = omp_get_num_threads();
+            word* left = shared ? shared : scratch<word>(size, 3);
+            if (shared) {
 #pragma omp for collapse(2) schedule(static)
-            for (int64_t first = 0; first < tiling.count; first += TILES_TOGETHER)
-                for (int64_t block = 0; block < blocks.count; block++)
-                    pack_tiles(left, first, std::min(tiling.count, first + TILES_TOGETHER), blocks[block]);
+                for (int64_t first = 0; first < tiling.count; first += TILES_TOGETHER)
+                    for (int64_t block = 0; block < blocks.count; block++)
+                        pack_tiles(left, first, std::min(tiling.count, first + TILES_TOGETHER), blocks[block]);
+            } else {
+                for (int64_t block = 0; block < blocks.count; block++) pack_tiles(left, 0, tiling.count, blocks[block]);
+            }
             // Where a thread shares its core with another process, the others take its groups. Where there are too few
             // panels for all threads, rows are divided too.
             const int64_t groups = std::min(panels, std::max(threads * 4, (panels + GROUP - 1) / GROUP));
             const int64_t parts = std::min(tiling.count, std::max<int64_t>(1, threads / groups));
-#pragma omp for collapse(2) schedule(dynamic, 1)
+#pragma omp for collapse(2) schedule(dynamic, 1) nowait
             for (int64_t part = 0; part < parts; part++)
                 for (int64_t g = 0; g < groups; g++) {
                     const int64_t first = panels * g / groups;
