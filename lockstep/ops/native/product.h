@@ -171,17 +171,22 @@ struct Product {
         : x(x), w(w), packed(packed), out(out), tiling(x.rows, TILE_ROWS<T>), steps(x.steps()),
           panels((w.rows + COLUMNS - 1) / COLUMNS), blocks(steps, chunks) {}
 
-    // Where the tile that starts with this row lies in x as tiles read it: [block of k][tile][step][half][row of the tile].
-    int64_t place(int64_t start, const Block& block) const {
-        return (block.from * x.rows + start * block.count) * HALVES;
-    }
+    // Rows of x from `top` on as tiles read them: [block of k][tile][step][half][row of the tile]; of one block at a time
+    // where `rows` is 0.
+    struct Left {
+        word* at;
+        int64_t top, rows;
+        word* tile(int64_t start, const Block& block) const {
+            return at + (block.from * rows + (start - top) * block.count) * HALVES;
+        }
+    };
 
     // Steps [k, stop) of a block of x. Inlined into `run` its loop would lack registers: products of few rows take 1.05 to
     // 1.1 times as long.
-    [[gnu::noinline]] void pack_left(word* left, int64_t tile, const Block& block, int64_t k, int64_t stop) const {
+    [[gnu::noinline]] void pack_left(const Left& left, int64_t tile, const Block& block, int64_t k, int64_t stop) const {
         const int64_t start = tiling.start(tile), rows = tiling.start(tile + 1) - start;
         const int64_t from = block.from, count = block.count;
-        word* target = left + place(start, block);
+        word* target = left.tile(start, block);
         const auto put_step = [&](int64_t k, const auto& column) {
 #pragma GCC unroll 2
             for (int half = 0; half < HALVES; half++)
@@ -220,7 +225,7 @@ struct Product {
 
     // Of a matrix whose rows lie side by side (a gradient of a weight has two), some tiles or panels are packed together,
     // a few steps at a time: one alone would read a line of memory of every step, and again for the next one.
-    void pack_tiles(word* left, int64_t first, int64_t last, const Block& block) const {
+    void pack_tiles(const Left& left, int64_t first, int64_t last, const Block& block) const {
         const int64_t at_once = x.row == 1 ? STEPS_TOGETHER : block.count;
         for (int64_t k = 0; k < block.count; k += at_once)
             for (int64_t t = first; t < last; t++) pack_left(left, t, block, k, std::min(block.count, k + at_once));
@@ -233,9 +238,10 @@ struct Product {
                 pack_panel(w, (panel + p) * COLUMNS, k, std::min(at_once, steps - k), right + (p * steps + k) * COLUMNS);
     }
 
-    // Tiles [first, last) with the panels of one group; `next`: what this thread is likely to read after them.
-    void group(const word* left, int64_t first, int64_t last, int64_t panel, int64_t count, const word* next) const {
-        const word* ready = packed ? packed + panel * steps * COLUMNS : nullptr;
+    // Tiles [first, last) with the panels of one group, which may lie `ready`; `next`: what this thread is likely to read
+    // after them.
+    void group(const Left& left, int64_t first, int64_t last, int64_t panel, int64_t count, const word* ready,
+               const word* next) const {
         if (!ready && last - first > BLOCK_TILES) {
             word* whole = scratch<word>(count * steps * COLUMNS, 0);
             pack_panels(panel, count, whole);
@@ -252,6 +258,7 @@ struct Product {
                 float* own = sums + __builtin_popcountll(block.chunk) * size;
                 // After the group's last panel: more of its first one, or the next group's.
                 const word* after = packed && i + 1 < blocks.count ? ready + blocks[i + 1].from * COLUMNS : next;
+                if (!left.rows) pack_tiles(left, from, to, block);
                 multiply(left, from, to, panel, count, ready, after, block, own, size);
             }
         }
@@ -259,7 +266,7 @@ struct Product {
 
     // `sums`: of the block's chunk; those of the subtrees before it lie `size` floats before one another.
     // `after`: what is read after these panels.
-    void multiply(const word* left, int64_t from, int64_t to, int64_t panel, int64_t count, const word* ready,
+    void multiply(const Left& left, int64_t from, int64_t to, int64_t panel, int64_t count, const word* ready,
                   const word* after, const Block& block, float* sums, int64_t size) const {
         const int64_t top = tiling.start(from), rows = tiling.start(to) - top;
         const int64_t at_once = std::min<int64_t>(count, panels_at_once<T>(tiling.start(from + 1) - top));
@@ -282,9 +289,9 @@ struct Product {
                 if (packed && next)
                     ahead = {(const char*)next + (t - from) * block.count * bytes, bytes};
                 else if (!packed && p == 0 && t + 1 < to && blocks.count > 1)  // a single block is read as a stream
-                    ahead = {(const char*)(left + place(start + height, block)), height * HALVES * (int64_t)sizeof(word)};
+                    ahead = {(const char*)left.tile(start + height, block), height * HALVES * (int64_t)sizeof(word)};
                 const auto multiply_tile = [&](auto fetch) {
-                    tile_of<T, fetch.value>(height, left + place(start, block), right, now, stride, block.count, block.first,
+                    tile_of<T, fetch.value>(height, left.tile(start, block), right, now, stride, block.count, block.first,
                                             here, rows * COLUMNS, ahead);
                 };
                 ahead.at ? multiply_tile(std::true_type{}) : multiply_tile(std::false_type{});
@@ -317,12 +324,42 @@ struct Product {
     }
 
     void run(bool split) const {
+        if (!packed && panels <= GROUP && tiling.count > BLOCK_TILES) return by_rows(split);
+        by_panels(split);
+    }
+
+    // All panels are laid out for all threads, then a thread takes some rows, lays out a block of them for itself and
+    // multiplies it with all panels: x, which is the larger, goes through the caches once.
+    void by_rows(bool split) const {
+        word* ready = scratch<word>(panels * steps * COLUMNS, 0);
+#pragma omp parallel if (split)
+        {
+            const int64_t threads = omp_get_num_threads();
+#pragma omp for schedule(static)
+            for (int64_t i = 0; i < threads; i++) {
+                const int64_t first = panels * i / threads;
+                pack_panels(first, panels * (i + 1) / threads - first, ready + first * steps * COLUMNS);
+            }
+            const int64_t least = std::max(threads * 4, (tiling.count + BLOCK_TILES - 1) / BLOCK_TILES);
+            const int64_t parts = std::min(tiling.count, (least + threads - 1) / threads * threads);
+#pragma omp for schedule(dynamic, 1) nowait
+            for (int64_t part = 0; part < parts; part++) {
+                const int64_t first = tiling.count * part / parts, last = tiling.count * (part + 1) / parts;
+                const int64_t top = tiling.start(first), rows = tiling.start(last) - top;
+                const Left left{scratch<word>(rows * STEPS * HALVES, 3), top, 0};
+                group(left, first, last, 0, panels, ready, nullptr);
+            }
+        }
+    }
+
+    // A thread takes some panels, with all rows of x.
+    void by_panels(bool split) const {
         const int64_t size = x.rows * steps * HALVES;
         word* shared = size > OWN_WORDS ? scratch<word>(size, 3) : nullptr;
 #pragma omp parallel if (split)
         {
             const int64_t threads = omp_get_num_threads();
-            word* left = shared ? shared : scratch<word>(size, 3);
+            const Left left{shared ? shared : scratch<word>(size, 3), 0, x.rows};
             if (shared) {
 #pragma omp for collapse(2) schedule(static)
                 for (int64_t first = 0; first < tiling.count; first += TILES_TOGETHER)
@@ -341,7 +378,8 @@ struct Product {
                     const int64_t first = panels * g / groups;
                     const int64_t following = panels * std::min(g + threads, groups - 1) / groups;
                     group(left, tiling.count * part / parts, tiling.count * (part + 1) / parts, first,
-                          panels * (g + 1) / groups - first, packed ? packed + following * steps * COLUMNS : nullptr);
+                          panels * (g + 1) / groups - first, packed ? packed + first * steps * COLUMNS : nullptr,
+                          packed ? packed + following * steps * COLUMNS : nullptr);
                 }
         }
     }
