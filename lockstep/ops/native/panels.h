@@ -27,8 +27,8 @@ static inline words words_at(const float* first, const float*) {
 }
 static inline words words_at(const bf16* first, const bf16* next) { return widened(first) | widened(next) << 16; }
 
-// A vector of words of one row. Where rows are read beside each other a processor sees no stream in any of them, so what
-// follows along the row is fetched here.
+// A vector of words of one row. What follows along the row is fetched: of many rows that are read beside each other,
+// processors fetch little by themselves (measured on Zen 4).
 template <class T>
 static inline words words_of_row(const T* row) {
     __builtin_prefetch((const char*)row + 256, 0, 2);

@@ -328,8 +328,8 @@ struct Product {
         by_panels(split);
     }
 
-    // All panels are laid out for all threads, then a thread takes some rows, lays out a block of them for itself and
-    // multiplies it with all panels: x, which is the larger, goes through the caches once.
+    // For few panels and many rows: all panels are laid out for all threads, then a thread takes some rows, lays out a block
+    // of them for itself and multiplies it with all panels. So x goes through the caches once, not once for each group.
     void by_rows(bool split) const {
         word* ready = scratch<word>(panels * steps * COLUMNS, 0);
 #pragma omp parallel if (split)
