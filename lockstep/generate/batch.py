@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
 import numpy as np
@@ -31,23 +32,19 @@ class StepBatch:
     """The rows that are sampled, chunk after chunk."""
     sampling: tuple[Tensor, ...]
     """Temperature, top_k, top_p, min_p and uniform draw of each of these rows."""
+    decodes: bool
+    """Whether every row is sampled."""
 
-    @property
-    def decodes(self) -> bool:
-        """Whether every row is sampled."""
-        return len(self.sampled_rows) == len(self.tokens)
-
-    @property
+    @cached_property
     def params(self) -> list[SamplingParams]:
         """The sampling parameters of each sampled row."""
-        return [chunk.sequence.params for chunk in self.sampled for _ in range(1 + len(chunk.guess))]
+        return [params for chunk in self.sampled for params in [chunk.sequence.params] * (1 + len(chunk.guess))]
 
-    def row_by_row(self) -> tuple[Tensor, Tensor]:
-        """Pages and context length of each row, as if it were a separate sequence with one query."""
-        contexts = (self.positions + 1).int()
-        if len(self.block_table) == len(self.tokens):
-            return self.block_table, contexts
-        return self.block_table.repeat_interleave(self.query_lengths.long(), 0), contexts
+    def table_of_rows(self) -> Tensor:
+        """The pages of each row's sequence."""
+        if self.block_table.shape[0] == self.tokens.shape[0]:
+            return self.block_table
+        return self.block_table.repeat_interleave(self.query_lengths.long(), 0)
 
     def to(self, device: torch.device) -> StepBatch:
         """This batch on another device."""
@@ -71,24 +68,28 @@ class BatchArrays:
 
     def prepare(self, chunks: list[Chunk]) -> StepBatch:
         """The tensors of one step, on the CPU."""
-        for chunk in chunks:
-            self._update(chunk.sequence)
-        slots = np.array([c.sequence.slot for c in chunks])
+        sequences = [c.sequence for c in chunks]
+        for sequence in sequences:
+            self._update(sequence)
+        slots = np.array([s.slot for s in sequences])
         starts = np.array([c.start for c in chunks])
         counts = np.array([c.rows for c in chunks])
-        ends = counts.cumsum()
-        total = int(ends[-1])
         tokens = np.array([t for c in chunks for t in c.tokens], dtype=np.int64)
-        positions = np.arange(total) + np.repeat(starts - (ends - counts), counts)
         final = [i for i, c in enumerate(chunks) if c.is_sampled]
         sampled = [chunks[i] for i in final]
-        runs = np.array([1 + len(c.guess) for c in sampled], dtype=np.int64)
-        within = np.arange(runs.sum()) - np.repeat(runs.cumsum() - runs, runs)
-        sampled_rows = np.repeat(ends[final] - runs, runs) + within
-        chosen = np.repeat(slots[final], runs)
-        places = np.repeat(np.array([c.sequence.sampled for c in sampled], dtype=np.int64), runs) + within
+        places = np.array([c.sequence.sampled for c in sampled], dtype=np.int64)
+        if len(tokens) == len(sampled):  # a decode step without guesses
+            positions, sampled_rows, chosen = starts, np.arange(len(tokens)), slots
+        else:
+            ends = counts.cumsum()
+            positions = np.arange(len(tokens)) + np.repeat(starts - (ends - counts), counts)
+            runs = np.array([1 + len(c.guess) for c in sampled], dtype=np.int64)
+            within = np.arange(runs.sum()) - np.repeat(runs.cumsum() - runs, runs)
+            sampled_rows = np.repeat(ends[final] - runs, runs) + within
+            chosen = np.repeat(slots[final], runs)
+            places = np.repeat(places, runs) + within
         draws = ops.uniforms(torch.from_numpy(self._seed[chosen]), torch.from_numpy(places))
-        width = max(len(c.sequence.pages) for c in chunks)
+        width = max([len(s.pages) for s in sequences])
         columns = (self._temperature, self._top_k, self._top_p, self._min_p)
         return StepBatch(
             tokens=torch.from_numpy(tokens),
@@ -98,7 +99,8 @@ class BatchArrays:
             context_lengths=torch.from_numpy((starts + counts).astype(np.int32)),
             sampled=sampled,
             sampled_rows=torch.from_numpy(sampled_rows),
-            sampling=(*(torch.from_numpy(c[chosen]) for c in columns), draws),
+            sampling=(*[torch.from_numpy(c[chosen]) for c in columns], draws),
+            decodes=len(sampled_rows) == len(tokens),
         )
 
     def _update(self, sequence: Sequence) -> None:

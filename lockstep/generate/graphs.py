@@ -138,10 +138,10 @@ class GraphRunner(Runner):
         if self._hooked:
             return None
         size = self._size(count)
-        table, contexts = batch.row_by_row()
+        table = batch.table_of_rows()
         # A context of 0 marks a row as padding.
         self._given.zero_()
-        values = Inputs(batch.tokens, batch.positions, batch.sampling[-1], contexts, batch.sampling[0])
+        values = Inputs(batch.tokens, batch.positions, batch.sampling[-1], batch.positions + 1, batch.sampling[0])
         for given, column in zip(Inputs.within(self._given), values):
             given[:count] = column
         self._memory.copy_(self._given, non_blocking=True)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import operator
 from collections import Counter
 from typing import Any
 
@@ -70,8 +71,8 @@ class TapedRunner(Runner):
         return rows <= GUESSED_ROWS or rows % GUESSED_ROWS == 0 or rows > self._most_rows
 
     def decode(self, batch: StepBatch) -> Decoded | None:
-        rows = len(batch.tokens)
-        guesses = rows > len(batch.block_table)
+        rows = batch.tokens.shape[0]
+        guesses = rows > batch.block_table.shape[0]
         self.pace = "lasting"
         if not batch.decodes or rows > self._most_rows or self.model.halves is not Block:
             return None
@@ -82,8 +83,8 @@ class TapedRunner(Runner):
         if self._hooked:
             return None
         held = [parameters[name] for parameters, name in self._names]
-        places = [(id(weight), weight.data_ptr()) for weight in held]
-        weights = places, [layer.adapted for layer in self._adapted], [weight._version for weight in held]
+        places = [*map(id, held)], [*map(Tensor.data_ptr, held)]
+        weights = places, [layer.adapted for layer in self._adapted], [*map(_version, held)]
         if (step := self._steps.get(rows)) is not None:
             if step.holds(batch, self._weights, weights):
                 return step.replay(batch)
@@ -113,8 +114,9 @@ def _settings(module: nn.Module) -> dict[str, Any]:
     }
 
 
-Weights = tuple[list[tuple[int, int]], list[bool], list[int]]
+Weights = tuple[tuple[list[int], list[int]], list[bool], list[int]]
 """Each weight's identity and address; whether each adapter is on; each weight's version counter."""
+_version = operator.attrgetter("_version")
 
 
 class _Step:
@@ -130,15 +132,16 @@ class _Step:
         arena: ops.Arena,
     ):
         rows, width = len(batch.tokens), min(cache.num_pages, -(-model.config.max_positions // ops.PAGE))
-        self._table = batch.block_table.new_zeros(rows, width)
-        self._rows = np.arange(rows)
-        self._temperature = batch.sampling[0].clone()
-        drawing = ops.drawing(self._temperature, batch.sampling[-1])
-        tokens, positions, contexts = batch.tokens.clone(), batch.positions.clone(), batch.row_by_row()[1].clone()
+        table = batch.block_table.new_zeros(rows, width)
+        temperature = batch.sampling[0].clone()
+        drawing = ops.drawing(temperature, batch.sampling[-1])
+        tokens, positions, contexts = batch.tokens.clone(), batch.positions.clone(), (batch.positions + 1).int()
         # What follows from the batch alone is made outside of the tape, where NumPy does it: of small tensors each of
         # PyTorch's operators takes as long as a kernel.
-        attention = ops.PagedAttention(cache, self._table, None, contexts)
-        self._inputs = tokens, positions, contexts, attention.slots, *drawing
+        attention = ops.PagedAttention(cache, table, None, contexts)
+        inputs = tokens, positions, contexts, attention.slots, temperature, *drawing, table
+        self._inputs = [each.numpy() for each in inputs]
+        self._rows = np.arange(rows)
         self._fill(batch)
 
         def step() -> tuple[Tensor, ...]:
@@ -155,7 +158,7 @@ class _Step:
 
     def holds(self, batch: StepBatch, packed: ops.PackedWeights, weights: Weights) -> bool:
         """Whether it may be replayed for this batch. Packs weights again where they may have changed."""
-        if int(batch.positions.max()) >= self._positions or native.library() is not self._kernels:
+        if batch.positions.numpy().max() >= self._positions or native.library() is not self._kernels:
             return False
         if (packed.generation, weights) != (self._generation, self._weights):
             if weights[:2] != self._weights[:2]:
@@ -176,17 +179,17 @@ class _Step:
         return Decoded(logits, tokens, log_probs)
 
     def _fill(self, batch: StepBatch) -> None:
-        tokens, positions, contexts, slots, inverse, uniform = self._inputs
-        temperature, table = batch.sampling[0], batch.row_by_row()[0]
-        if not torch.equal(temperature, self._temperature):
-            self._temperature.copy_(temperature)
-            inverse.copy_(ops.inverse_temperature(temperature))
+        tokens, positions, contexts, slots, temperature, inverse, uniform, table = self._inputs
+        asked, pages, at = batch.sampling[0].numpy(), batch.table_of_rows().numpy(), batch.positions.numpy()
+        if (asked != temperature).any():
+            temperature[:] = asked
+            inverse[:] = ops.inverse_temperature(batch.sampling[0]).numpy()
         # As `ops.drawing` and `PagedAttention.slots` compute them.
-        uniform.numpy()[:] = np.where(temperature.numpy() == 0, -1.0, batch.sampling[-1].numpy())
-        self._table[:, : table.shape[1]] = table
-        tokens.copy_(batch.tokens)
-        positions.copy_(batch.positions)
-        at = batch.positions.numpy()
-        contexts.numpy()[:] = at + 1
-        pages = self._table.numpy()[self._rows, at // ops.PAGE].astype(np.int64)
-        slots.numpy()[:] = pages * ops.PAGE + at % ops.PAGE
+        uniform[:] = batch.sampling[-1].numpy()
+        uniform[asked == 0] = -1.0
+        table[:, : pages.shape[1]] = pages
+        tokens[:] = batch.tokens.numpy()
+        positions[:] = at
+        contexts[:] = at + 1
+        page, within = np.divmod(at, ops.PAGE)
+        slots[:] = pages[self._rows, page].astype(np.int64) * ops.PAGE + within

@@ -44,7 +44,7 @@ class RotaryTables:
             with ops.unrecorded():  # whoever replays a tape compares positions with the tables' length
                 length = int(positions.max()) + 1
         cosines, sines = self.reserve(length, positions.device)
-        return cosines[positions], sines[positions]
+        return cosines.index_select(0, positions), sines.index_select(0, positions)
 
     def reserve(
         self, length: int, device: torch.device

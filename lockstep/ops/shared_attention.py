@@ -77,7 +77,7 @@ class SharedPrefixAttention:
         terms: Terms = PLAIN,
     ) -> tuple[Float[Tensor, "rows heads head_dim"], Float[Tensor, "rows heads"]]:
         """The attended values and, for the gradient, the log of each row's sum of weights."""
-        return self.pieces.forward(q, k[self._keys], None if v is None else v[self._keys], terms)
+        return self.pieces.forward(q, *self._of_keys(k, v), terms)
 
     def backward(
         self,
@@ -90,14 +90,17 @@ class SharedPrefixAttention:
         terms: Terms = PLAIN,
     ) -> Gradients:
         """Gradients of `q`, `k` and `v`, in their dtype."""
-        keys, values = k[self._keys], None if v is None else v[self._keys]
-        grad_q, grad_k, grad_v = self.pieces.backward(grad_out, q, keys, values, out, log_sums, terms)
+        grad_q, grad_k, grad_v = self.pieces.backward(grad_out, q, *self._of_keys(k, v), out, log_sums, terms)
         return grad_q, self._summed(grad_k, k), None if grad_v is None else self._summed(grad_v, k)
+
+    def _of_keys(self, k: Tensor, v: Tensor | None) -> tuple[Tensor, Tensor | None]:
+        """The rows of all sequences' keys and values."""
+        return k.index_select(0, self._keys), None if v is None else v.index_select(0, self._keys)
 
     def _summed(self, of_keys: Tensor, like: Tensor) -> Tensor:
         sums = of_keys.new_zeros(like.shape)
-        sums[: len(self._own)] = of_keys[self._own]
+        torch.index_select(of_keys, 0, self._own, out=sums[: len(self._own)])
         # A row is in a turn at most once, so the order of its sum is that of the turns.
         for rows, copies in self._turns:
-            sums[rows] += of_keys[copies]
+            sums.index_add_(0, rows, of_keys.index_select(0, copies))
         return sums.to(like.dtype)
