@@ -22,7 +22,8 @@ class EngineConfig:
     """Capacity of the KV cache in tokens; when it runs out, the newest sequences are preempted. On a CPU, memory is
     allocated as it is used."""
     prefix_cache: bool = True
-    """Share full cache pages between sequences with a common prefix (such as the n samples of a prompt)."""
+    """Share full cache pages between sequences with a common prefix, and compute equal prompts that come one after the
+    other once (such as the n samples of a prompt)."""
     cuda_graphs: Graphs = "auto"
     """CUDA graphs for the generator: capture whole decode steps, or the parts of small steps between attentions.
     `auto`: `full` on one GPU, unless the model has latent attention; else `none`."""

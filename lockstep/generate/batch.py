@@ -78,16 +78,20 @@ class BatchArrays:
         final = [i for i, c in enumerate(chunks) if c.is_sampled]
         sampled = [chunks[i] for i in final]
         places = np.array([c.sequence.sampled for c in sampled], dtype=np.int64)
-        if len(tokens) == len(sampled):  # a decode step without guesses
+        if (counts == 1).all() and len(sampled) == len(chunks):  # a decode step without guesses
             positions, sampled_rows, chosen = starts, np.arange(len(tokens)), slots
         else:
             ends = counts.cumsum()
             positions = np.arange(len(tokens)) + np.repeat(starts - (ends - counts), counts)
             runs = np.array([1 + len(c.guess) for c in sampled], dtype=np.int64)
             within = np.arange(runs.sum()) - np.repeat(runs.cumsum() - runs, runs)
-            sampled_rows = np.repeat(ends[final] - runs, runs) + within
+            # A chunk without rows is sampled from the first row that is sampled of the last one with rows before it.
+            firsts = (ends[final] - runs)[np.maximum.accumulate(np.where(counts[final], np.arange(len(final)), 0))]
+            sampled_rows = np.repeat(firsts, runs) + within
             chosen = np.repeat(slots[final], runs)
             places = np.repeat(places, runs) + within
+            computed = counts > 0
+            slots, starts, counts = slots[computed], starts[computed], counts[computed]
         draws = ops.uniforms(torch.from_numpy(self._seed[chosen]), torch.from_numpy(places))
         width = max([len(s.pages) for s in sequences])
         columns = (self._temperature, self._top_k, self._top_p, self._min_p)
@@ -100,7 +104,7 @@ class BatchArrays:
             sampled=sampled,
             sampled_rows=torch.from_numpy(sampled_rows),
             sampling=(*[torch.from_numpy(c[chosen]) for c in columns], draws),
-            decodes=len(sampled_rows) == len(tokens),
+            decodes=len(sampled_rows) == len(tokens) and len(counts) == len(chunks),
         )
 
     def _update(self, sequence: Sequence) -> None:

@@ -355,6 +355,8 @@ class Engine:
             return [(token, score, score, [], route) for token, score, route in drawn]
         batch = batch.to(self.model.device)
         hidden, routes = (None, self._routes(recorded, batch)) if decoded is not None else self._hidden(batch)
+        if copies := [pages for chunk in chunks for pages in chunk.copies]:
+            self.cache.copy_pages(copies)
         count, vocab = len(params), self.model.config.vocab_size
         rows = max(1, LOGITS_ELEMENTS // vocab)
         samples: list[Sample] = []

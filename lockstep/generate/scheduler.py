@@ -20,6 +20,9 @@ class Chunk:
     count: int
     guess: list[int] = field(default_factory=list)
     """Only if the sequence is sampled."""
+    copies: list[tuple[int, int]] = field(default_factory=list)
+    """(source, target) pages, if the last chunk with rows before this one ends a sequence of the same tokens. Then this
+    one has no rows: its pages are copied when those are filled, and it is sampled from that chunk's last row."""
 
     @property
     def rows(self) -> int:
@@ -58,6 +61,8 @@ class Scheduler:
     def schedule(self) -> list[Chunk]:
         """The next step's chunks; the pages they fill are allocated, and known from now on."""
         chunks: list[Chunk] = []
+        lead: Chunk | None = None
+        """The last chunk with rows."""
         budget = self.config.max_tokens_per_step
         scheduled: set[int] = set()
         decoding = [s for s in self.running if len(s.tokens) - s.computed == 1]
@@ -67,7 +72,7 @@ class Scheduler:
                 break
             count = min(len(sequence.tokens) - sequence.computed, budget)
             if sequence.slot >= 0 and self._make_room(sequence, count, scheduled):
-                chunks.append(self._take(sequence, count))
+                chunks.append(lead := self._take(sequence, count))
                 scheduled.add(id(sequence))
                 budget -= count
         while self.waiting and budget and len(self.running) < self.config.max_sequences:
@@ -80,12 +85,16 @@ class Scheduler:
             self.waiting.popleft()
             sequence.slot = self._slots.pop()
             self.running.append(sequence)
-            self.reused_tokens += sequence.computed
-            count = min(len(sequence.tokens) - sequence.computed, budget)
-            self._make_room(sequence, count, scheduled)
-            chunks.append(self._take(sequence, count))
+            # As there is budget left, the lead ends its sequence: all keys of that are in its pages after this step.
+            if self.config.prefix_cache and lead is not None and lead.sequence.tokens == sequence.tokens:
+                chunks.append(self._take_copy(sequence, lead, scheduled))
+            else:
+                count = min(len(sequence.tokens) - sequence.computed, budget)
+                self._make_room(sequence, count, scheduled)
+                self.reused_tokens += sequence.computed
+                chunks.append(lead := self._take(sequence, count))
+                budget -= count
             scheduled.add(id(sequence))
-            budget -= count
         return chunks
 
     def extend(self, chunk: Chunk, guess: list[int]) -> None:
@@ -151,6 +160,16 @@ class Scheduler:
         sequence.computed += count
         if self.config.prefix_cache:
             self._make_known(sequence)
+        return chunk
+
+    def _take_copy(self, sequence: Sequence, lead: Chunk, scheduled: set[int]) -> Chunk:
+        first = len(sequence.pages)
+        self._make_room(sequence, len(sequence.tokens) - sequence.computed, scheduled)
+        self.reused_tokens += len(sequence.tokens)
+        sequence.computed = len(sequence.tokens)
+        chunk = self._take(sequence, 0)
+        # The other may have pages for further tokens, which it once guessed.
+        chunk.copies = list(zip(lead.sequence.pages[first:], sequence.pages[first:], strict=False))
         return chunk
 
     def _make_known(self, sequence: Sequence) -> None:

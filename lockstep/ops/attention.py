@@ -8,6 +8,7 @@ tokens up to it: not on the chunk it came in, its neighbors, or the pages that c
 from __future__ import annotations
 
 import warnings
+from collections.abc import Sequence
 from functools import cache, cached_property
 from typing import Any, Protocol, runtime_checkable
 
@@ -85,6 +86,12 @@ class KVCache:
     def tensors(self) -> list[Tensor]:
         """All layers' pages."""
         return [self.keys] if self.values is None else [self.keys, self.values]
+
+    def copy_pages(self, copies: Sequence[tuple[int, int]]) -> None:
+        """Fills pages with what others contain, in all layers. copies: (source, target)."""
+        sources, targets = torch.tensor(copies, device=self.keys.device).T
+        for pages in self.tensors():
+            pages.index_copy_(1, targets, pages.index_select(1, sources))
 
     @property
     def nbytes(self) -> int:

@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 from lockstep import Completion, Engine, EngineConfig, SamplingParams, build_model, ops, score
 from lockstep.config import CompileConfig, TrainConfig
 from lockstep.errors import UserError
+from lockstep.generate.batch import BatchArrays
 from lockstep.model import ModelConfig
 from lockstep.parallel import apply_compile
 from lockstep.train import Trainer, pack
@@ -53,6 +54,8 @@ def _compiled(dtype: str):
 
 
 ROOMY = EngineConfig(max_tokens_per_step=512, max_sequences=32, cache_tokens=8192)
+APART = dataclasses.replace(ROOMY, prefix_cache=False)
+"""Each sample computes its whole prompt itself."""
 
 
 def _load(seed: int, count: int) -> tuple[list[list[int]], list[SamplingParams]]:
@@ -104,7 +107,7 @@ def test_load_changes_no_bit_of_a_compiled_model(dtype, seed, **config):
 def check_load(model, seed, config):
     """An engine of `config` samples what one sequence at a time does, and the trainer computes the same."""
     prompts, params = _load(seed, 5)
-    expected = _values(Engine(model, ROOMY).generate([p], q)[0] for p, q in zip(prompts, params))
+    expected = _values(Engine(model, APART).generate([p], q)[0] for p, q in zip(prompts, params))
     engine = Engine(model, EngineConfig(*(config[name] for name in LOADS if name != "seed")))
     groups = engine.generate(prompts, params)
     assert _values(groups) == expected
@@ -165,9 +168,55 @@ def test_a_small_cache_preempts_and_a_shared_prompt_is_computed_once():
 
     engine = Engine(model, ROOMY)
     engine.generate([list(range(65))], SamplingParams(max_tokens=4, n=8, seed=0))
-    # Four full pages are shared; each sample computes the 65th token itself.
-    assert engine.statistics.prompt_tokens_computed == 64 + 8
-    assert engine.statistics.prompt_tokens_reused == 64 * 7
+    # Four full pages are shared, and copies are made of the fifth.
+    assert engine.statistics.prompt_tokens_computed == 65
+    assert engine.statistics.prompt_tokens_reused == 65 * 7
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("length", [1, 15, 16, 17, 33])
+def test_equal_prompts_are_computed_once_and_every_sample_has_its_own_draws(dtype, length):
+    model = MODELS[dtype]
+    first, second = [3 * i % 120 for i in range(length)], [5 * i % 120 for i in range(20)]
+    prompts = [second, first, first, second]
+    params = [
+        SamplingParams(max_tokens=9, n=3, temperature=1.3, seed=1),
+        SamplingParams(max_tokens=20, n=4, seed=2, stop_token_ids=tuple(range(40))),
+        SamplingParams(max_tokens=1, n=2, top_k=5, seed=3),
+        SamplingParams(max_tokens=9, n=2, temperature=0.0),
+    ]
+    engine = Engine(model, ROOMY)
+    assert _values(engine.generate(prompts, params)) == _values(Engine(model, APART).generate(prompts, params))
+    # Copies are made of what was computed last; the last prompt finds its first page, and computes the rest again.
+    assert engine.statistics.prompt_tokens_computed == 20 + length + 4
+    assert engine.allocator.num_free == engine.allocator.num_pages
+
+
+def test_a_step_with_as_many_samples_as_rows_is_no_decode_step_if_some_have_no_row(monkeypatch):
+    steps, prepare = [], BatchArrays.prepare
+    monkeypatch.setattr(BatchArrays, "prepare", lambda *given: steps.append(prepare(*given)) or steps[-1])
+    Engine(MODELS["float32"], ROOMY).generate([[1, 2, 3, 4]], SamplingParams(max_tokens=3, n=4, ignore_eos=True))
+    assert [(len(step.tokens), len(step.sampled_rows), step.decodes) for step in steps] == [(4, 4, False)] + 2 * [
+        (4, 4, True)
+    ]
+
+
+def test_a_prompt_that_a_running_sequence_has_arrived_at_is_a_copy_of_it():
+    model, prompt = MODELS["float32"], list(range(30))
+    params = SamplingParams(max_tokens=40, temperature=0.0, ignore_eos=True)
+    expected = Engine(model, APART).generate([prompt], params)[0][0]
+    engine = Engine(model, ROOMY)
+    running = engine.samples(engine.add(prompt, params))[0]
+    while len(running.tokens) < 43:
+        engine.step()
+    running.pages += [engine.allocator.allocate()]  # as for guesses that turned out wrong
+    joins = engine.samples(engine.add(list(running.tokens), dataclasses.replace(params, max_tokens=27)))[0]
+    while engine.has_work:
+        engine.step()
+    assert engine.statistics.prompt_tokens_computed == 30, "nothing of the second prompt was computed"
+    assert running.tokens == joins.tokens == prompt + expected.token_ids
+    assert running.logprobs == expected.logprobs and joins.logprobs == expected.logprobs[13:]
+    assert engine.allocator.num_free == engine.allocator.num_pages
 
 
 def test_the_seconds_of_a_sample_are_told_apart(monkeypatch):

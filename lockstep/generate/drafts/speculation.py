@@ -63,8 +63,8 @@ class Speculation:
         sampled = [chunk for chunk in chunks if chunk.is_sampled]
         rows = sum(chunk.count for chunk in chunks)
         sequences = [chunk.sequence for chunk in sampled]
-        # The last token of a sequence is drawn but never computed.
-        limits = [s.params.max_tokens - s.sampled - 1 for s in sequences]
+        # The last token of a sequence is drawn but never computed. One that is sampled from another's row has none.
+        limits = [c.rows and c.sequence.params.max_tokens - c.sequence.sampled - 1 for c in sampled]
         none = [0] * len(sequences)
         # A step that computes prompts is of a size of its own in any case.
         fits = self._fits if rows == len(chunks) else any_rows
@@ -115,7 +115,7 @@ class Speculation:
         Returns the seconds of the step including its guessing, and what a step without guesses takes; (0, 0) if it had
         none, or if no step of as few rows has run so far.
         """
-        if any(chunk.count > 1 for chunk in chunks):
+        if any(chunk.count != 1 for chunk in chunks):
             return 0.0, 0.0
         times, rows = self.lengths.times, sum(chunk.rows for chunk in chunks)
         plain = 0.0
