@@ -112,9 +112,8 @@ def _draw(
     else:
         both = part.gather_masses(torch.cat((pieces, masses(allowed, inverse, bounds))))
         pieces, weights = both[: len(logits)], both[len(logits) :]
-    tokens = _draw_from_pieces(logits if allowed is None else allowed, inverse, uniform, weights, part)
-    chosen = logits.gather(1, tokens[:, None].clamp(min=0))[:, 0] if logits.shape[1] else logits.new_zeros(len(logits))
-    tokens, scaled = part.drawn(tokens, chosen.float() * inverse)
+    drawn = _draw_from_pieces(logits if allowed is None else allowed, inverse, uniform, weights, part)
+    tokens, scaled = part.drawn(*drawn)
     log_probs = join_masses(pieces, scaled)[0]
     # The sums from the draw, joined like those of the whole vocabulary: in the same order in every layout.
     return tokens, log_probs, log_probs if allowed is None else join_masses(weights, scaled)[0]
@@ -122,23 +121,28 @@ def _draw(
 
 def _draw_from_pieces(
     logits: Tensor, inverse: Tensor, uniform: Tensor, pieces: Tensor, part: VocabularyPart
-) -> Int[Tensor, "rows"]:
+) -> tuple[Int[Tensor, "rows"], Float32[Tensor, "rows"]]:
     """For each row, the token's place in `part`, or -1 if it is in another; the likeliest if `uniform` is negative.
+    With its logit divided by the temperature; any number if it is in another part.
 
     `pieces` are the masses of the whole vocabulary.
     """
     bounds = piece_bounds(part.vocab, logits.device)
     bounds = bounds - part.first if part.first else bounds  # a constant, which tapes do not repeat
+    if native.usable(logits):
+        given = logits.contiguous(), inverse.contiguous(), uniform.contiguous(), pieces.contiguous(), bounds
+        tokens, scaled = torch.empty(len(logits), dtype=torch.int64), torch.empty(len(logits), dtype=torch.float32)
+        native.call("draw", logits.dtype, *given, tokens, scaled, *logits.shape, pieces.shape[1])
+        return tokens, scaled
     if cuda.usable(logits):
         from lockstep.ops.cuda import vocabulary
 
-        return vocabulary.draw(logits, inverse, uniform, pieces, bounds)
-    if not native.usable(logits):
-        return _plain_draw(logits, inverse, uniform, pieces, bounds)
-    tokens = torch.empty(len(logits), dtype=torch.int64)
-    tensors = logits.contiguous(), inverse.contiguous(), uniform.contiguous(), pieces.contiguous(), bounds, tokens
-    native.call("draw", logits.dtype, *tensors, *logits.shape, pieces.shape[1])
-    return tokens
+        tokens = vocabulary.draw(logits, inverse, uniform, pieces, bounds)
+    else:
+        tokens = _plain_draw(logits, inverse, uniform, pieces, bounds)
+    if not logits.shape[1]:
+        return tokens, torch.zeros_like(inverse)
+    return tokens, logits.gather(1, tokens[:, None].clamp(min=0))[:, 0].float() * inverse
 
 
 def _plain_draw(logits: Tensor, inverse: Tensor, uniform: Tensor, pieces: Tensor, bounds: Tensor) -> Tensor:

@@ -13,10 +13,12 @@ from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from contextvars import copy_context
 from functools import partial
+from itertools import groupby
 from typing import Any
 
 import numpy as np
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
@@ -31,8 +33,6 @@ ALLOCATIONS = {"empty", "empty_like", "new_empty"}
 """Functions whose results have no values yet."""
 CONSTANTS = {torch.arange, torch.tensor}
 """Functions of numbers alone, whose results nothing may write to: they are not repeated."""
-FILLS = {Tensor.add: torch.add}
-"""Functions, and what computes them into given memory: the results of others are copied there."""
 ALIGNMENT = 64
 """Of memory, in bytes: a vector of the widest kernels."""
 
@@ -101,13 +101,14 @@ class Tape(TorchFunctionMode):
                 for mode in before:
                     torch._C._push_on_torch_function_stack(mode)
         self.results = tuple(map(arena.borrowed, results))
+        self._merged = [*_merged(self._calls)]
 
     def _record(self, function: Callable[[], tuple[Tensor, ...]]) -> tuple[Tensor, ...]:
         with torch.no_grad(), native.noted_by(self), self:
             return function()
 
     def replay(self) -> tuple[Tensor, ...]:
-        for call, arguments in self._calls:
+        for call, arguments in self._merged:
             call(*arguments)
         return self.results
 
@@ -145,12 +146,12 @@ class Tape(TorchFunctionMode):
                 raise Unrecordable(f"{function.__name__} makes a view and another tensor")
             result = _each(self._place, result)
             if function.__name__ not in ALLOCATIONS:
+                if (kernel := _kernel_of(function, arguments, options, result)) is not None:
+                    native.call(*kernel)  # which notes it, and computes the same once more
+                    return result
                 into = [*map(self._arena.borrowed, _tensors((result,)))]
-                if function in FILLS and not options:
-                    self._repeat(FILLS[function], arguments, {"out": into[0]})
-                else:
-                    fill = partial(_fill, into[0]) if isinstance(result, Tensor) else partial(_fill_all, into)
-                    self._repeat(partial(fill, function), arguments, options)
+                fill = partial(_fill, into[0]) if isinstance(result, Tensor) else partial(_fill_all, into)
+                self._repeat(partial(fill, function), arguments, options)
         return result
 
     def _place(self, made: Tensor) -> Tensor:
@@ -164,6 +165,34 @@ class Tape(TorchFunctionMode):
         arguments = _each(self._arena.borrowed, arguments)
         options = {name: _each(self._arena.borrowed, value) for name, value in options.items()}
         self._calls.append((partial(function, **options), arguments))
+
+
+def _kernel_of(
+    function: Any, arguments: tuple[Any, ...], options: dict[str, Any], result: Any
+) -> tuple[Any, ...] | None:
+    """`native.call`'s arguments that compute what a function of PyTorch's does: that takes as long as many kernels."""
+    if not isinstance(result, Tensor) or not native.usable(result):
+        return None
+    if not all(x.is_contiguous() for x in _tensors((*arguments, result))):
+        return None
+    if function is Tensor.add and not options and {getattr(x, "shape", None) for x in arguments} == {result.shape}:
+        return "add", result.dtype, *arguments, result, result.numel()
+    if function is F.embedding:
+        rows, table = arguments
+    elif function is Tensor.index_select and arguments[1] == 0:
+        table, _, rows = arguments
+    else:
+        return None
+    if rows.dtype != torch.int64:
+        return None
+    return "dispatch", result.dtype, table, rows, result, len(rows), 1, table[0].numel()
+
+
+def _merged(calls: Iterable[tuple[Callable[..., Any], Any]]) -> Iterator[tuple[Callable[..., Any], Iterable[Any]]]:
+    """The same calls, those of kernels that follow each other in one."""
+    for playable, group in groupby(calls, key=lambda call: native.is_playable(call[0])):
+        run = [*group]
+        yield from [(native.played(run), ())] if playable else run
 
 
 @contextmanager

@@ -30,10 +30,15 @@ def _into(x):
     return sums
 
 
+def _places(x):
+    return (x[:, 0].abs() * 3).long() % 6
+
+
 STEPS = [
     lambda x: ops.linear(x, WEIGHT),
     lambda x: ops.rms_norm(x, WEIGHT[0], 1e-6),
     lambda x: ops.silu_mul(x, x),
+    lambda x: ops.silu_mul(ops.rms_norm(x + x, WEIGHT[0], 1e-6), ops.linear(x, WEIGHT)),  # calls that are merged
     lambda x: x + x,
     lambda x: 0.5 * x,
     lambda x: x.flip(0).contiguous(),
@@ -48,7 +53,15 @@ STEPS = [
     lambda x: _in_place(x),
     lambda x: _into(x)[1:],
     lambda x: x.clamp(-1, 1).bfloat16().float(),
-    lambda x: torch.nn.functional.embedding((x[:, 0].abs() * 3).long() % 6, x),
+    # What kernels compute in place of PyTorch's functions, and what they do not.
+    lambda x: torch.nn.functional.embedding(_places(x), x),
+    lambda x: x.index_select(0, _places(x)),
+    lambda x: x.index_select(0, _places(x).int()),
+    lambda x: x.T.contiguous().index_select(1, _places(x)).T.contiguous(),
+    lambda x: (x.bfloat16() + x.flip(0).bfloat16()).float(),
+    lambda x: (x.double() + x.flip(0).double()).float(),
+    lambda x: x.add(x.flip(0), alpha=3) + x[0],
+    lambda x: x.T.contiguous().T + x.flip(0),
 ]
 
 

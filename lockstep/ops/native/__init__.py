@@ -9,11 +9,12 @@ from __future__ import annotations
 
 import ctypes
 import os
+import struct
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
-from functools import lru_cache
+from functools import lru_cache, partial
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -152,6 +153,29 @@ def call(name: str, dtype: torch.dtype, *arguments: Tensor | int | float | None)
     if (noting := _tape.get()) is not None:
         noting.note(bound, values, arguments)
     bound(*values)
+
+
+Call = tuple[Callable[..., Any], Sequence[int | float | None]]
+"""A kernel and what it is called with, tensors as addresses: what `Noting.note` hears of."""
+
+
+def is_playable(kernel: Callable[..., Any]) -> bool:
+    """Whether `played` takes it."""
+    return hasattr(library(), f"played_{getattr(kernel, '__name__', '')}")
+
+
+def played(calls: Sequence[Call]) -> Callable[[], None]:
+    """Makes all of these calls in one, without Python between them."""
+    words: list[int] = []
+    for kernel, values in calls:
+        form = ctypes.cast(function(f"played_{kernel.__name__}"), ctypes.c_void_p).value
+        words += [form or 0, len(values), *map(_word, values)]
+    return partial(function("play"), (ctypes.c_int64 * len(words))(*words), ctypes.c_int64(len(calls)))
+
+
+def _word(value: int | float | None) -> int:
+    """As `from_word` in played.h reads it."""
+    return int.from_bytes(struct.pack("<f", value), "little") if isinstance(value, float) else value or 0
 
 
 class Noting(Protocol):

@@ -5,6 +5,7 @@
 // with one accumulator, so no grouping of rows, sequences or pages changes a bit.
 #include "block_products.h"
 #include "panels.h"
+#include "played.h"
 
 template <class T>
 static inline bool all_finite(const T* x, int64_t count) {
@@ -184,7 +185,9 @@ static void attend(const T* q, T* out, float* log_sums, const T* key_pages, cons
                                    int64_t head_dim, float scale, int64_t window, const float* sinks) {               \
         attend<T>(q, out, log_sums, key_pages, value_pages, table, query_starts, context_lengths, sequences, width,   \
                   heads, kv_heads, head_dim, Terms{scale, window, sinks});                                            \
-    }
+    }                                                                                                                 \
+    PLAYED(write_pages##suffix)                                                                                       \
+    PLAYED(attend##suffix)
 
 EXPORT(float, _f32)
 EXPORT(bf16, _bf16)

@@ -2,6 +2,7 @@
 #include <algorithm>
 #include <vector>
 
+#include "played.h"
 #include "vector.h"
 
 // Work below this many elements is not worth waking the other threads for.
@@ -100,6 +101,13 @@ static void silu_mul_backward(const T* grad_out, const T* gate, const T* up, T* 
     }
 }
 
+template <class T>
+static void add(const T* a, const T* b, T* out, int64_t count) {
+#pragma omp parallel for if (count > PARALLEL_ELEMENTS)
+    for (int64_t i = 0; i < count; i += LANES)
+        store_first(out + i, load_first(a + i, count - i) + load_first(b + i, count - i), count - i);
+}
+
 // gpt-oss: (up + 1) · gate · sigmoid(1.702 · gate), with gate up to 7 and up from -7 to 7.
 constexpr float SLOPE = 1.702f, LIMIT = 7.f;
 
@@ -177,7 +185,13 @@ static void column_sums(const T* x, float* sums, int64_t rows, int64_t dim) {
     }                                                                                                                 \
     extern "C" void column_sums##suffix(const T* x, float* sums, int64_t rows, int64_t dim) {                         \
         column_sums<T>(x, sums, rows, dim);                                                                           \
-    }
+    }                                                                                                                 \
+    extern "C" void add##suffix(const T* a, const T* b, T* out, int64_t count) { add<T>(a, b, out, count); }          \
+    PLAYED(rms_norm##suffix)                                                                                          \
+    PLAYED(rotary##suffix)                                                                                            \
+    PLAYED(silu_mul##suffix)                                                                                          \
+    PLAYED(clamped_swiglu##suffix)                                                                                    \
+    PLAYED(add##suffix)
 
 EXPORT(float, _f32)
 EXPORT(bf16, _bf16)

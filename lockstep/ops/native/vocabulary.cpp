@@ -3,6 +3,7 @@
 #include <limits>
 #include <vector>
 
+#include "played.h"
 #include "vector.h"
 
 // The vocabulary is reduced in at most so many pieces, joined in a binary tree. Where they begin is given: wherever a
@@ -112,6 +113,7 @@ extern "C" void join_masses_f32(const float* masses, const float* chosen, float*
         finish(pieces, chosen[row], out[row], entropies[row], normalizers[row]);
     }
 }
+PLAYED(join_masses_f32)
 
 // In place: the logits become the gradient with respect to them. A negative target is not among them: another rank
 // holds its part of the vocabulary.
@@ -182,10 +184,10 @@ static int64_t walk(const T* x, int64_t first, int64_t stop, float inverse, bool
 }
 
 // The `logits` are those of a part of the vocabulary, from which `bounds`, of all its pieces, are counted; -1 where the
-// token is another part's.
+// token is another part's. `scaled` gets the tokens' logits divided by the temperature.
 template <class T>
 static void draw(const T* logits, const float* inverse_temperatures, const double* uniforms, const float* masses,
-                 const int64_t* bounds, int64_t* tokens, int64_t rows, int64_t part, int64_t count) {
+                 const int64_t* bounds, int64_t* tokens, float* scaled, int64_t rows, int64_t part, int64_t count) {
 #pragma omp parallel for
     for (int64_t row = 0; row < rows; row++) {
         Mass pieces[PIECES];
@@ -193,8 +195,10 @@ static void draw(const T* logits, const float* inverse_temperatures, const doubl
         const Choice choice = choose(pieces, count, uniforms[row]);
         const int64_t first = bounds[choice.piece], stop = bounds[choice.piece + 1];
         const bool held = first >= 0 && stop <= part;
-        tokens[row] = held ? walk(logits + row * part, first, stop, inverse_temperatures[row], uniforms[row] < 0, choice)
-                           : -1;
+        const T* x = logits + row * part;
+        const float inverse = inverse_temperatures[row];
+        tokens[row] = held ? walk(x, first, stop, inverse, uniforms[row] < 0, choice) : -1;
+        scaled[row] = held ? wide(x[tokens[row]]) * inverse : 0.f;
     }
 }
 
@@ -214,10 +218,12 @@ static void draw(const T* logits, const float* inverse_temperatures, const doubl
         log_probs_backward<T>(logits, targets, inverse_temperatures, normalizers, grad_out, rows, vocab);             \
     }                                                                                                                 \
     extern "C" void draw##suffix(const T* logits, const float* inverse_temperatures, const double* uniforms,          \
-                                 const float* masses, const int64_t* bounds, int64_t* tokens, int64_t rows,           \
-                                 int64_t part, int64_t count) {                                                       \
-        draw<T>(logits, inverse_temperatures, uniforms, masses, bounds, tokens, rows, part, count);                   \
-    }
+                                 const float* masses, const int64_t* bounds, int64_t* tokens, float* scaled,          \
+                                 int64_t rows, int64_t part, int64_t count) {                                         \
+        draw<T>(logits, inverse_temperatures, uniforms, masses, bounds, tokens, scaled, rows, part, count);           \
+    }                                                                                                                 \
+    PLAYED(masses##suffix)                                                                                            \
+    PLAYED(draw##suffix)
 
 EXPORT(float, _f32)
 EXPORT(bf16, _bf16)
