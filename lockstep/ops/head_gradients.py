@@ -1,7 +1,8 @@
 """Gradients of log-probabilities with respect to the hidden states and the head, or this rank's part of the head.
 
-The logits are recomputed slice by slice. With one order (`one_order`), a hidden state's gradient is summed over the
-vocabulary's pieces, which are joined in a tree, and the head's over all ranks' targets.
+The logits are recomputed slice by slice, or given if they are a single slice. With one order (`one_order`), a hidden
+state's gradient is summed over the vocabulary's pieces, which are joined in a tree, and the head's over all ranks'
+targets.
 """
 
 from __future__ import annotations
@@ -58,17 +59,19 @@ def head_gradients(
     vocab: int,
     bounds: Int[Tensor, "bounds"],
     join: Join = lambda sums: tree_sum(sums.unbind()),
+    logits: Float[Tensor, "rows part"] | None = None,
 ) -> tuple[Float[Tensor, "rows dim"], Float[Tensor, "part dim"]]:
     """Gradients of `hidden` and `head`, given those of the log-probabilities and entropies.
 
     `head` is a part of a vocabulary of `vocab` tokens. `bounds` are the bounds of the vocabulary's pieces in the part;
     `join` adds up the sums of all parts' pieces. Without one order, the gradient of `hidden` is only that of this part.
+    `logits`, of all rows in one slice, are overwritten; None: they are computed here.
     """
     grad_hidden = torch.empty_like(hidden)
     shared = one_order.shared_targets()
     sums: Tensor | None = None
     for rows in (slices := row_slices(len(hidden), vocab, head)):
-        of_logits = _both_gradients(linear(hidden[rows], head), scored.of(rows))
+        of_logits = _both_gradients(linear(hidden[rows], head) if logits is None else logits, scored.of(rows))
         grad_hidden[rows] = hidden_gradient(of_logits, head, bounds, join)
         if shared is None:
             sums = added_slice(sums, weight_gradient(of_logits, hidden[rows]), len(slices))

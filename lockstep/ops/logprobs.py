@@ -44,15 +44,16 @@ def token_log_probs(
 ) -> tuple[Float[Tensor, "tokens"], Float[Tensor, "tokens"]]:
     """log p(target) under softmax(hidden · headᵀ / temperature), and the distribution's entropy in nats.
 
-    Both are float32 and have a gradient, which recomputes the logits slice by slice. The entropies' gradient costs
-    nothing if they are not used.
+    Both are float32 and have a gradient, which recomputes the logits slice by slice, unless they are a single slice:
+    that is kept. The entropies' gradient costs nothing if they are not used.
     """
     if (form := FORMS.get(type(head))) is not None:
         return form.token_log_probs(hidden, head, targets, temperature)
     inverse = row_factors(temperature, hidden)
     if torch.is_grad_enabled() and (hidden.requires_grad or head.requires_grad):
         return _TokenLogProbs.apply(hidden, head, targets, inverse)
-    return _forward(hidden, head, targets, inverse)[:2]
+    log_probs, entropies, _, _ = _forward(hidden, head, targets, inverse)
+    return log_probs, entropies
 
 
 def row_factors(temperature: float, hidden: Float[Tensor, "tokens dim"]) -> Float[Tensor, "tokens"]:
@@ -176,22 +177,28 @@ def _finite(highest: Tensor) -> Tensor:
     return torch.where(highest.isinf(), 0.0, highest)
 
 
-def _forward(hidden: Tensor, head: Tensor, targets: Tensor, inverse: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    parts = [
-        logits_log_probs(linear(hidden[rows], head), targets[rows], inverse[rows])
-        for rows in row_slices(len(hidden), head.shape[0], head)
-    ]
+def _forward(
+    hidden: Tensor, head: Tensor, targets: Tensor, inverse: Tensor
+) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
+    """Log-probabilities, entropies, normalizers, and the logits if they are a single slice."""
+    slices = row_slices(len(hidden), head.shape[0], head)
+    parts, kept = [], None
+    for rows in slices:
+        logits = linear(hidden[rows], head)
+        parts.append(logits_log_probs(logits, targets[rows], inverse[rows]))
+        kept = logits if len(slices) == 1 else None
+        del logits  # before the next ones are made
     if not parts:
         empty = torch.empty(3, 0, dtype=torch.float32, device=hidden.device)
-        return empty[0], empty[1], empty[2]
+        return empty[0], empty[1], empty[2], None
     log_probs, entropies, normalizers = (torch.cat(column) for column in zip(*parts))
-    return log_probs, entropies, normalizers
+    return log_probs, entropies, normalizers, kept
 
 
 class _TokenLogProbs(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, hidden: Tensor, head: Tensor, targets: Tensor, inverse: Tensor) -> tuple[Tensor, Tensor]:
-        log_probs, entropies, normalizers = _forward(hidden, head, targets, inverse)
+        log_probs, entropies, normalizers, ctx.logits = _forward(hidden, head, targets, inverse)
         ctx.save_for_backward(hidden, head, targets, inverse, normalizers, entropies)
         ctx.set_materialize_grads(False)
         return log_probs, entropies
@@ -199,8 +206,10 @@ class _TokenLogProbs(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor, Tensor, None, None]:
         hidden, head, *scored = ctx.saved_tensors
-        vocab = head.shape[0]
-        return *head_gradients(hidden, head, ScoredRows(*scored, *grads), vocab, piece_bounds(vocab)), None, None
+        # They are overwritten, so that another backward pass computes them again.
+        logits, ctx.logits = ctx.logits, None
+        vocab, rows = head.shape[0], ScoredRows(*scored, *grads)
+        return *head_gradients(hidden, head, rows, vocab, piece_bounds(vocab), logits=logits), None, None
 
 
 class _LogProbSum(torch.autograd.Function):

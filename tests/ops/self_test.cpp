@@ -3,6 +3,7 @@
 #include <cmath>
 #include <cstdint>
 #include <cstdio>
+#include <cstring>
 #include <vector>
 #if defined(LOCKSTEP_TILES) && !defined(LOCKSTEP_PLAIN)
 #include <sys/syscall.h>
@@ -51,8 +52,12 @@ void attend_backward_bf16(const bf16*, const bf16*, const bf16*, const bf16*, co
 void log_probs_f32(const float*, const int64_t*, const float*, const int64_t*, float*, float*, float*, int64_t, int64_t,
                    int64_t);
 void masses_f32(const float*, const float*, const int64_t*, float*, int64_t, int64_t, int64_t);
-void draw_f32(const float*, const float*, const double*, const float*, const int64_t*, int64_t*, int64_t, int64_t,
-              int64_t);
+void draw_f32(const float*, const float*, const double*, const float*, const int64_t*, int64_t*, float*, int64_t,
+              int64_t, int64_t);
+void add_f32(const float*, const float*, float*, int64_t);
+void played_rms_norm_f32(const int64_t*);
+void played_add_f32(const int64_t*);
+void play(const int64_t*, int64_t);
 void bucket_sums_f32(const float*, const int64_t*, const float*, const float*, const int64_t*, int64_t*, int64_t,
                      int64_t, int64_t, int64_t);
 void keep_f32(float*, const int64_t*, const float*, const float*, const int64_t*, const int64_t*, int64_t, int64_t,
@@ -249,6 +254,26 @@ static void attention_in_bfloat16(int64_t dim, int64_t window, const float* sink
     digest("its gradient of values", grad_v);
 }
 
+// A norm and a sum of its result, as calls and as words.
+static void calls_in_a_row(const std::vector<float>& x, const std::vector<float>& up, const std::vector<float>& weight,
+                           int64_t rows, int64_t width) {
+    std::vector<float> normed(x.size()), expected(x.size()), scales(rows), played(x.size());
+    const float eps = 1e-3f;
+    rms_norm_f32(x.data(), weight.data(), normed.data(), scales.data(), rows, width, eps);
+    add_f32(normed.data(), up.data(), expected.data(), x.size());
+    for (size_t i = 0; i < x.size(); i++) require("sum", expected[i] == normed[i] + up[i]);
+    std::fill(normed.begin(), normed.end(), 0.f);
+    const auto word = [](const void* place) { return reinterpret_cast<int64_t>(place); };
+    int64_t small = 0;
+    std::memcpy(&small, &eps, sizeof(eps));
+    const int64_t tape[] = {word((void*)played_rms_norm_f32), 7, word(x.data()), word(weight.data()), word(normed.data()),
+                            word(scales.data()), rows, width, small,  //
+                            word((void*)played_add_f32), 4, word(normed.data()), word(up.data()), word(played.data()),
+                            (int64_t)x.size()};
+    play(tape, 2);
+    require("calls in a row", played == expected);
+}
+
 int main() {
 #if defined(LOCKSTEP_TILES) && !defined(LOCKSTEP_PLAIN)
     const long request_permission = 0x1023, tile_data = 18;  // as `_may_use_tiles` asks: a program inherits none
@@ -308,8 +333,11 @@ int main() {
     digest("entropies", entropies);
     std::vector<float> masses(rows * count * 3), highest(rows);
     masses_f32(x.data(), inverse.data(), pieces, masses.data(), rows, width, count);
-    draw_f32(x.data(), inverse.data(), uniforms.data(), masses.data(), pieces, drawn.data(), rows, width, count);
+    std::vector<float> of_drawn(rows);
+    draw_f32(x.data(), inverse.data(), uniforms.data(), masses.data(), pieces, drawn.data(), of_drawn.data(), rows, width,
+             count);
     digest("draws", drawn);
+    for (int64_t r = 0; r < rows; r++) require("logits of draws", of_drawn[r] == x[r * width + drawn[r]] * inverse[r]);
     std::vector<int64_t> row(rows), prefixes(rows), sums_of_buckets(rows * 256), remaining(rows);
     std::vector<float> inverse_of_row(rows);
     for (int64_t r = 0; r < rows; r++) {
@@ -371,4 +399,5 @@ int main() {
     routes(SOFTMAX_OF_CHOSEN, true, 1, 1);
     routes(SIGMOID, true, 4, 2);
     routes(SIGMOID, false, 4, 2);
+    calls_in_a_row(x, up, weight, rows, width);
 }

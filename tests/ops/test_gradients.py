@@ -129,6 +129,21 @@ def test_a_slice_of_logits_never_exceeds_its_bytes_and_slices_cover_all_rows(dty
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("share", [0.0, 1.0], ids=["log_probs", "both"])
+def test_kept_logits_give_the_gradients_of_recomputed_ones_and_are_used_once(dtype, share, monkeypatch):
+    hidden, head = _leaf(0, 50, 64, dtype=dtype), _leaf(1, 258, 64, dtype=dtype)
+    targets = torch.randint(258, (50,), generator=torch.Generator().manual_seed(2))
+    log_probs, entropies = ops.token_log_probs(hidden, head, targets, 0.7)
+    value = (log_probs.square() + share * entropies).sum()
+    computed = []
+    linear = head_gradients.linear
+    monkeypatch.setattr(head_gradients, "linear", lambda *given: computed.append(1) or linear(*given))
+    first, second = (torch.autograd.grad(value, (hidden, head), retain_graph=True) for _ in range(2))
+    assert len(computed) == 1, "of two backward passes the second one computes them"
+    assert all(map(torch.equal, first, second))
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("slice_bytes", [1 << 27, 4096])
 def test_the_summed_log_probability_is_that_of_the_tokens(dtype, slice_bytes, monkeypatch):
     monkeypatch.setattr("lockstep.ops.head_gradients.SLICE_BYTES", slice_bytes)
