@@ -167,7 +167,8 @@ class Scheduler:
         self._make_room(sequence, len(sequence.tokens) - sequence.computed, scheduled)
         self.reused_tokens += len(sequence.tokens)
         sequence.computed = len(sequence.tokens)
-        chunk = self._take(sequence, 0)
+        # Its full pages are known from its next step on: in this one others would read them before they are filled.
+        chunk = Chunk(sequence, sequence.computed, 0)
         # The other may have pages for further tokens, which it once guessed.
         chunk.copies = list(zip(lead.sequence.pages[first:], sequence.pages[first:], strict=False))
         return chunk

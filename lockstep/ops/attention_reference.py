@@ -28,7 +28,7 @@ class Terms(NamedTuple):
     """A learned score per head without a key, which only contributes to the sum of weights (arXiv 2309.17453)."""
 
     def factor(self, head_dim: int) -> float:
-        return 1 / math.sqrt(head_dim) if self.scale is None else self.scale
+        return 1 / math.sqrt(head_dim) if self.scale is None else float(self.scale)
 
 
 PLAIN = Terms()

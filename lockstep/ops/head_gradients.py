@@ -1,8 +1,7 @@
 """Gradients of log-probabilities with respect to the hidden states and the head, or this rank's part of the head.
 
-The logits are recomputed slice by slice, or given if they are a single slice. With one order (`one_order`), a hidden
-state's gradient is summed over the vocabulary's pieces, which are joined in a tree, and the head's over all ranks'
-targets.
+The logits are recomputed slice by slice, or given if they are few. With one order (`one_order`), a hidden state's
+gradient is summed over the vocabulary's pieces, which are joined in a tree, and the head's over all ranks' targets.
 """
 
 from __future__ import annotations
@@ -21,6 +20,8 @@ from lockstep.ops.linear import input_gradient, linear, product_sums, tree_sum, 
 SLICE_BYTES, GPU_SLICE_BYTES = 1 << 27, 1 << 30
 """Logits of the whole vocabulary held at a time. Smaller slices read the head's weight and write its gradient more
 often."""
+KEPT_BYTES = 1 << 25
+"""Logits that are kept for the gradient at most: several forward passes may be waiting for theirs."""
 
 Join = Callable[[Float32[Tensor, "pieces rows dim"]], Float32[Tensor, "rows dim"]]
 

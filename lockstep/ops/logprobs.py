@@ -18,6 +18,7 @@ from torch import Tensor
 from lockstep.ops import cuda, native, one_order, plain
 from lockstep.ops.forms import FORMS
 from lockstep.ops.head_gradients import (
+    KEPT_BYTES,
     ScoredRows,
     added_slice,
     head_gradients,
@@ -44,8 +45,8 @@ def token_log_probs(
 ) -> tuple[Float[Tensor, "tokens"], Float[Tensor, "tokens"]]:
     """log p(target) under softmax(hidden · headᵀ / temperature), and the distribution's entropy in nats.
 
-    Both are float32 and have a gradient, which recomputes the logits slice by slice, unless they are a single slice:
-    that is kept. The entropies' gradient costs nothing if they are not used.
+    Both are float32 and have a gradient, which recomputes the logits slice by slice; few of them are kept. The
+    entropies' gradient costs nothing if they are not used.
     """
     if (form := FORMS.get(type(head))) is not None:
         return form.token_log_probs(hidden, head, targets, temperature)
@@ -180,13 +181,13 @@ def _finite(highest: Tensor) -> Tensor:
 def _forward(
     hidden: Tensor, head: Tensor, targets: Tensor, inverse: Tensor
 ) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
-    """Log-probabilities, entropies, normalizers, and the logits if they are a single slice."""
+    """Log-probabilities, entropies, normalizers, and the logits if they are few."""
     slices = row_slices(len(hidden), head.shape[0], head)
     parts, kept = [], None
     for rows in slices:
         logits = linear(hidden[rows], head)
         parts.append(logits_log_probs(logits, targets[rows], inverse[rows]))
-        kept = logits if len(slices) == 1 else None
+        kept = logits if len(slices) == 1 and logits.nbytes <= KEPT_BYTES else None
         del logits  # before the next ones are made
     if not parts:
         empty = torch.empty(3, 0, dtype=torch.float32, device=hidden.device)

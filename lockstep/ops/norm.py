@@ -56,7 +56,7 @@ def _forward(x: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor, Ten
     rows = x.numel() // x.shape[-1]
     out = torch.empty_like(x)
     scale = torch.empty(rows, dtype=torch.float32)
-    native.call("rms_norm", x.dtype, x, weight, out, scale, rows, x.shape[-1], eps)
+    native.call("rms_norm", x.dtype, x, weight, out, scale, rows, x.shape[-1], float(eps))
     return out, x, scale
 
 

@@ -77,7 +77,7 @@ def route(
     if (form := FORMS.get(type(bias))) is not None:
         return form.route(logits, routing, bias, load)
     settings = (
-        routing.active, SCORINGS.index(routing.scoring), int(routing.normalize), routing.scale, routing.groups,
+        routing.active, SCORINGS.index(routing.scoring), int(routing.normalize), float(routing.scale), routing.groups,
         routing.groups_kept,
     )  # fmt: skip
     if torch.compiler.is_compiling():

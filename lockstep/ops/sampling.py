@@ -163,9 +163,10 @@ def _plain_draw(logits: Tensor, inverse: Tensor, uniform: Tensor, pieces: Tensor
     place = torch.arange(logits.shape[1], device=logits.device)
     scaled = logits.float() * inverse[:, None]
     held = (place >= first) & (place < stop)
-    heavy = (torch.exp((scaled - highest).double()) * UNIT).long() * held
+    weights = torch.exp((scaled - highest).double()) * held
+    heavy = (weights * UNIT).long()
     passed = torch.where(greedy, scaled == highest, (heavy.cumsum(1) > wanted * UNIT) & (heavy > 0)) & held
-    some, last = passed.any(1), torch.where(heavy > 0, place, first).amax(1)
+    some, last = passed.any(1), torch.where(weights > 0, place, first).amax(1)
     # For a row that is not finite, as its log-probability shows, any token will do.
     token = torch.where(some, torch.where(passed, place, logits.shape[1]).amin(1), last)
     return torch.where((first >= 0) & (stop <= logits.shape[1]), token[:, None], -1)[:, 0]

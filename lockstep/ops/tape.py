@@ -170,22 +170,27 @@ class Tape(TorchFunctionMode):
 def _kernel_of(
     function: Any, arguments: tuple[Any, ...], options: dict[str, Any], result: Any
 ) -> tuple[Any, ...] | None:
-    """`native.call`'s arguments that compute what a function of PyTorch's does: that takes as long as many kernels."""
-    if not isinstance(result, Tensor) or not native.usable(result):
+    """`native.call`'s arguments that compute what a function of PyTorch's does, in less time.
+
+    Rows that are looked up are not compared with the table's number of rows, as PyTorch does.
+    """
+    given = [*_tensors(arguments)]
+    if not isinstance(result, Tensor) or not native.usable(result) or not result.numel():
         return None
-    if not all(x.is_contiguous() for x in _tensors((*arguments, result))):
+    if not all(x.is_contiguous() for x in (*given, result)):
         return None
-    if function is Tensor.add and not options and {getattr(x, "shape", None) for x in arguments} == {result.shape}:
-        return "add", result.dtype, *arguments, result, result.numel()
+    if function is Tensor.add and len(given) == 2 and not options:
+        alike = all((x.shape, x.dtype) == (result.shape, result.dtype) for x in given)
+        return ("add", result.dtype, *given, result, result.numel()) if alike else None
     if function is F.embedding:
-        rows, table = arguments
-    elif function is Tensor.index_select and arguments[1] == 0:
-        table, _, rows = arguments
+        rows, table = given
+    elif function is Tensor.index_select and len(given) == 2 and arguments[1] == 0:
+        table, rows = given
     else:
         return None
-    if rows.dtype != torch.int64:
+    if rows.dtype != torch.int64 or table.dtype != result.dtype:
         return None
-    return "dispatch", result.dtype, table, rows, result, len(rows), 1, table[0].numel()
+    return "dispatch", result.dtype, table, rows, result, rows.numel(), 1, result.numel() // rows.numel()
 
 
 def _merged(calls: Iterable[tuple[Callable[..., Any], Any]]) -> Iterator[tuple[Callable[..., Any], Iterable[Any]]]:

@@ -23,7 +23,7 @@ from lockstep.train.pretrain import NextTokenLoss
 DTYPES = ["float32", "bfloat16"]
 
 
-def _model(dtype: str):
+def _model(dtype: str, tie_embeddings: bool = True):
     config = ModelConfig(
         family="qwen3",
         vocab_size=120,
@@ -36,6 +36,7 @@ def _model(dtype: str):
         qk_norm=True,
         max_positions=512,
         eos_token_ids=(7,),
+        tie_embeddings=tie_embeddings,
     )
     model = build_model(config, dtype, seed=2)
     with torch.no_grad():  # sharper logits than fresh weights give: draws that depend on them
@@ -217,6 +218,44 @@ def test_a_prompt_that_a_running_sequence_has_arrived_at_is_a_copy_of_it():
     assert running.tokens == joins.tokens == prompt + expected.token_ids
     assert running.logprobs == expected.logprobs and joins.logprobs == expected.logprobs[13:]
     assert engine.allocator.num_free == engine.allocator.num_pages
+
+
+GREEDY = SamplingParams(max_tokens=6, temperature=0.0, ignore_eos=True)
+
+
+def test_nobody_reads_a_copy_before_it_is_filled():
+    """A lead whose page is one of two with equal content, of which the known one was given to others."""
+    prompt, values = [3 * i % 110 for i in range(16)], []
+    for prefix_cache in (True, False):
+        config = EngineConfig(cache_tokens=128, prefix_cache=prefix_cache, draft="none")
+        engine = Engine(MODELS["float32"], config)
+        engine.add(prompt, dataclasses.replace(GREEDY, max_tokens=1))
+        running = engine.samples(engine.add(prompt, dataclasses.replace(GREEDY, max_tokens=40)))[0]
+        engine.step()
+        engine.generate([[60 + i % 50 for i in range(90)]], dataclasses.replace(GREEDY, max_tokens=1))
+        engine.step()
+        joins = engine.samples(engine.add(list(running.tokens), GREEDY))[0]
+        longer = engine.samples(engine.add([*prompt, 9, 10, 11], GREEDY))[0]
+        while engine.has_work:
+            engine.step()
+        values.append([(s.tokens, s.logprobs) for s in (running, joins, longer)])
+    assert values[0] == values[1]
+
+
+def test_all_pages_that_a_copy_does_not_share_are_copied():
+    """A lead whose pages nobody finds any more, since they were also a request's that is not finite."""
+    model, prompt, values = _model("float32", tie_embeddings=False), [3 * i % 110 for i in range(32)], []
+    with torch.no_grad():
+        model.embed_tokens.weight[119] = float("nan")
+    for prefix_cache in (True, False):
+        engine = Engine(model, EngineConfig(max_tokens_per_step=40, prefix_cache=prefix_cache, draft="none"))
+        broken = engine.samples(engine.add([*prompt, 119], GREEDY))
+        long = engine.samples(engine.add(prompt + [5 * i % 110 for i in range(68)], dataclasses.replace(GREEDY, n=2)))
+        other = engine.samples(engine.add([*prompt, 50, 51, 52], GREEDY))
+        while engine.has_work:
+            engine.step()
+        values.append([(s.tokens, s.logprobs, s.finish_reason) for s in (*broken, *long, *other)])
+    assert str(values[0]) == str(values[1])
 
 
 def test_the_seconds_of_a_sample_are_told_apart(monkeypatch):

@@ -256,3 +256,13 @@ def test_top_p_counts_from_what_top_k_leaves():
     one = torch.ones(1)
     cuts = torch.tensor([2]), one * 0.5, torch.zeros(1), torch.tensor([True])
     assert cut(logits, one, *cuts, Whole(3)).isfinite().tolist() == [[True, False, False]]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_uniform_number_of_zero_draws_no_token_that_was_cut(dtype):
+    # A piece of the vocabulary whose weight is above 0, but below what a sum of weights counts in.
+    logits = torch.full((1, 16), -60.0, dtype=dtype)
+    logits[0, [3, 8, 15]] = torch.tensor([53.75, 12.1875, 97.5], dtype=dtype)
+    one, none = torch.ones(1), torch.zeros(1)
+    token, log_prob, cut = ops.sample(logits, one, torch.tensor([3]), one, none, none.double())
+    assert token.item() in (3, 8, 15) and log_prob.isfinite() and cut.isfinite()

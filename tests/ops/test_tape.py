@@ -37,6 +37,7 @@ def _places(x):
 STEPS = [
     lambda x: ops.linear(x, WEIGHT),
     lambda x: ops.rms_norm(x, WEIGHT[0], 1e-6),
+    lambda x: ops.rms_norm(x, WEIGHT[0], 1),
     lambda x: ops.silu_mul(x, x),
     lambda x: ops.silu_mul(ops.rms_norm(x + x, WEIGHT[0], 1e-6), ops.linear(x, WEIGHT)),  # calls that are merged
     lambda x: x + x,
@@ -55,11 +56,16 @@ STEPS = [
     lambda x: x.clamp(-1, 1).bfloat16().float(),
     # What kernels compute in place of PyTorch's functions, and what they do not.
     lambda x: torch.nn.functional.embedding(_places(x), x),
+    lambda x: torch.nn.functional.embedding(_places(x).view(2, 3), x).sum(0).repeat(2, 1),
+    lambda x: torch.nn.functional.embedding(_places(x)[3], x) + x,
     lambda x: x.index_select(0, _places(x)),
+    lambda x: x.index_select(dim=0, index=_places(x)) + x.index_select(0, index=_places(x)),
+    lambda x: x.index_select(0, _places(x)[2]) + x[:0].index_select(0, _places(x)[:0]).sum(),
     lambda x: x.index_select(0, _places(x).int()),
     lambda x: x.T.contiguous().index_select(1, _places(x)).T.contiguous(),
     lambda x: (x.bfloat16() + x.flip(0).bfloat16()).float(),
     lambda x: (x.double() + x.flip(0).double()).float(),
+    lambda x: x + x.bfloat16() + x.long(),
     lambda x: x.add(x.flip(0), alpha=3) + x[0],
     lambda x: x.T.contiguous().T + x.flip(0),
 ]

@@ -155,27 +155,23 @@ def call(name: str, dtype: torch.dtype, *arguments: Tensor | int | float | None)
     bound(*values)
 
 
-Call = tuple[Callable[..., Any], Sequence[int | float | None]]
-"""A kernel and what it is called with, tensors as addresses: what `Noting.note` hears of."""
-
-
 def is_playable(kernel: Callable[..., Any]) -> bool:
     """Whether `played` takes it."""
     return hasattr(library(), f"played_{getattr(kernel, '__name__', '')}")
 
 
-def played(calls: Sequence[Call]) -> Callable[[], None]:
-    """Makes all of these calls in one, without Python between them."""
+def played(calls: Sequence[tuple[Any, Sequence[int | float | None]]]) -> Callable[[], None]:
+    """Makes all of these calls in one, without Python between them: kernels as `Noting.note` hears of them."""
     words: list[int] = []
     for kernel, values in calls:
         form = ctypes.cast(function(f"played_{kernel.__name__}"), ctypes.c_void_p).value
-        words += [form or 0, len(values), *map(_word, values)]
+        words += [form or 0, len(values), *map(_word, values, kernel.argtypes)]
     return partial(function("play"), (ctypes.c_int64 * len(words))(*words), ctypes.c_int64(len(calls)))
 
 
-def _word(value: int | float | None) -> int:
+def _word(value: int | float | None, kind: type) -> int:
     """As `from_word` in played.h reads it."""
-    return int.from_bytes(struct.pack("<f", value), "little") if isinstance(value, float) else value or 0
+    return int.from_bytes(struct.pack("<f", value), "little") if kind is ctypes.c_float else int(value or 0)
 
 
 class Noting(Protocol):
