@@ -7,6 +7,9 @@
 #include "panels.h"
 #include "played.h"
 
+// As in omp.h, which a compiler may lack.
+extern "C" int omp_get_max_threads();
+
 template <class T>
 static inline bool all_finite(const T* x, int64_t count) {
     int broken = 0;
@@ -19,7 +22,8 @@ static inline bool all_finite(const T* x, int64_t count) {
 template <class T>
 static void write_pages(const T* k, const T* v, const int64_t* slots, T* key_pages, T* value_pages, int64_t tokens,
                         int64_t kv_heads, int64_t head_dim) {
-#pragma omp parallel for if (tokens * kv_heads * head_dim > 16384)
+    // A key's elements lie a line of memory apart each, so that few are work for several threads.
+#pragma omp parallel for if (tokens * kv_heads * head_dim > 1024)
     for (int64_t token = 0; token < tokens; token++) {
         const int64_t page = slots[token] / PAGE, offset = slots[token] % PAGE;
         for (int64_t head = 0; head < kv_heads; head++) {
@@ -165,7 +169,10 @@ static void attend(const T* q, T* out, float* log_sums, const T* key_pages, cons
     const Pages<T> pages{key_pages, value_pages, table, width};
     const std::vector<Tile> tiles = tiles_of(query_starts, sequences, shape.group());
     const auto one_tile = attend_tile_of<T>(head_dim);
-#pragma omp parallel for schedule(dynamic, 1) collapse(2)
+    // A decode step has many small tasks: taken one by one, threads would wait for the counter of the next one.
+    const int64_t tasks = (int64_t)tiles.size() * kv_heads;
+    const int64_t at_once = std::clamp<int64_t>(tasks / (8 * omp_get_max_threads()), 1, 4);
+#pragma omp parallel for schedule(dynamic, at_once) collapse(2)
     for (size_t i = 0; i < tiles.size(); i++)
         for (int64_t kv_head = 0; kv_head < kv_heads; kv_head++) {
             const Tile& tile = tiles[i];
