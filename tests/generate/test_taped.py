@@ -441,3 +441,12 @@ def test_a_compiled_model_runs_without():
     compiled = build_model(SHAPE, "float32")
     compiled.halves = CompiledHalves(Block, CompileConfig("inductor"))
     assert type(Engine(compiled, EngineConfig(cache_tokens=256))._runner) is Runner
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("shape", ["qwen3", "llama3"])
+def test_a_step_of_a_dense_model_is_one_call(dtype, shape):
+    repeated, _ = _engines(build_model(SHAPES[shape], dtype, seed=2))
+    repeated.generate([[1, 2, 3]], SamplingParams(max_tokens=3, n=3, ignore_eos=True))
+    (step,) = repeated._runner._steps.values()
+    assert len(step._tape._calls) > 30 and len(step._tape._merged) == 1
