@@ -20,7 +20,7 @@ class Chunk:
     count: int
     guess: list[int] = field(default_factory=list)
     """Only if the sequence is sampled."""
-    copies: list[tuple[int, int]] = field(default_factory=list)
+    copies: tuple[tuple[int, int], ...] = ()
     """(source, target) pages, if the last chunk with rows before this one ends a sequence of the same tokens. Then this
     one has no rows: its pages are copied when those are filled, and it is sampled from that chunk's last row."""
 
@@ -167,11 +167,10 @@ class Scheduler:
         self._make_room(sequence, len(sequence.tokens) - sequence.computed, scheduled)
         self.reused_tokens += len(sequence.tokens)
         sequence.computed = len(sequence.tokens)
-        # Its full pages are known from its next step on: in this one others would read them before they are filled.
-        chunk = Chunk(sequence, sequence.computed, 0)
         # The other may have pages for further tokens, which it once guessed.
-        chunk.copies = list(zip(lead.sequence.pages[first:], sequence.pages[first:], strict=False))
-        return chunk
+        copies = tuple(zip(lead.sequence.pages[first:], sequence.pages[first:], strict=False))
+        # Its full pages are known from its next step on: in this one others would read them before they are filled.
+        return Chunk(sequence, sequence.computed, 0, copies=copies)
 
     def _make_known(self, sequence: Sequence) -> None:
         size = self.page_size
