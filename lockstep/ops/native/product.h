@@ -11,13 +11,16 @@
 #include "tiling.h"
 
 // As in omp.h, which a compiler may lack.
+extern "C" int omp_get_max_threads();
 extern "C" int omp_get_num_threads();
+extern "C" int omp_get_thread_num();
 
 constexpr int64_t STEPS = 384;                           // in a block of k: a panel's part stays in the first cache
 constexpr int64_t BLOCK_TILES = WIDTH == 16 ? 12 : 30;   // whose part of x stays in the second
 constexpr int64_t GROUP = 16;                            // panels whose sums are held at once
 constexpr int64_t SPLIT_WORK = 1 << 18;                  // multiply-adds below which waking threads costs more
 constexpr int64_t OWN_WORDS = 1 << 15;  // of x that a thread lays out for itself: to wait for others takes longer
+constexpr int64_t OWN_ROWS = 80;  // for each thread, from which on it takes rows of its own, and lays w out for itself
 constexpr int64_t TILES_TOGETHER = 8, STEPS_TOGETHER = 16;  // that are packed at once, side by side in memory
 
 // A step of a chain, or each half of it: what it takes from a word of the left factor and from a vector of words of the
@@ -323,27 +326,35 @@ struct Product {
                 for (int64_t n = 0; n < count; n += LANES) store_first(target + n, load(sums + n), count - n);
     }
 
+    // What one thread lays out and another reads goes from core to core, which takes several times as long where these are
+    // on different chips of a processor. So with enough rows each thread has rows of its own and lays out all of w for
+    // itself, and nothing but these rows passes between threads: only to those that have finished theirs.
     void run(bool split) const {
-        if (!packed && panels <= GROUP && tiling.count > BLOCK_TILES) return by_rows(split);
-        by_panels(split);
+        const bool own = !packed && x.rows >= OWN_ROWS * (split ? omp_get_max_threads() : 1);
+        if (!packed && panels <= GROUP && tiling.count > BLOCK_TILES) return by_rows(split, own);
+        by_panels(split, own);
     }
 
-    // For few panels and many rows: all panels are laid out for all threads, then a thread takes some rows, lays out a block
-    // of them for itself and multiplies it with all panels. So x goes through the caches once, not once for each group.
-    void by_rows(bool split) const {
-        word* ready = scratch<word>(panels * steps * COLUMNS, 0);
+    // For few panels and many rows: all panels are laid out, then a thread takes some rows, lays out a block of them for
+    // itself and multiplies it with all panels. So x goes through the caches once, not once for each group.
+    void by_rows(bool split, bool own) const {
+        word* shared = own ? nullptr : scratch<word>(panels * steps * COLUMNS, 0);
 #pragma omp parallel if (split)
         {
             const int64_t threads = omp_get_num_threads();
+            if (shared) {
 #pragma omp for schedule(static)
-            for (int64_t i = 0; i < threads; i++) {
-                const int64_t first = panels * i / threads;
-                pack_panels(first, panels * (i + 1) / threads - first, ready + first * steps * COLUMNS);
+                for (int64_t i = 0; i < threads; i++) {
+                    const int64_t first = panels * i / threads;
+                    pack_panels(first, panels * (i + 1) / threads - first, shared + first * steps * COLUMNS);
+                }
             }
+            word* ready = shared;
             const int64_t least = std::max(threads * 4, (tiling.count + BLOCK_TILES - 1) / BLOCK_TILES);
             const int64_t parts = std::min(tiling.count, (least + threads - 1) / threads * threads);
 #pragma omp for schedule(dynamic, 1) nowait
             for (int64_t part = 0; part < parts; part++) {
+                if (!ready) pack_panels(0, panels, ready = scratch<word>(panels * steps * COLUMNS, 0));
                 const int64_t first = tiling.count * part / parts, last = tiling.count * (part + 1) / parts;
                 const int64_t top = tiling.start(first), rows = tiling.start(last) - top;
                 const Left left{scratch<word>(rows * STEPS * HALVES, 3), top, 0};
@@ -352,35 +363,46 @@ struct Product {
         }
     }
 
-    // A thread takes some panels, with all rows of x.
-    void by_panels(bool split) const {
+    // A thread takes some panels, with all rows of x or its own.
+    void by_panels(bool split, bool own) const {
         const int64_t size = x.rows * steps * HALVES;
         word* shared = size > OWN_WORDS ? scratch<word>(size, 3) : nullptr;
+        std::vector<int64_t> taken(split ? omp_get_max_threads() : 1);  // groups of each part
 #pragma omp parallel if (split)
         {
-            const int64_t threads = omp_get_num_threads();
+            const int64_t threads = omp_get_num_threads(), thread = omp_get_thread_num();
+            // Where a thread shares its core with another process, the others take its groups. Where there are too few
+            // panels for all threads, rows are divided too.
+            const int64_t groups = std::min(panels, std::max(threads * 4, (panels + GROUP - 1) / GROUP));
+            const int64_t parts = own ? threads : std::min(tiling.count, std::max<int64_t>(1, threads / groups));
+            const auto first_tile = [&](int64_t part) { return tiling.count * part / parts; };
             const Left left{shared ? shared : scratch<word>(size, 3), 0, x.rows};
-            if (shared) {
+            if (!shared) {
+                for (int64_t block = 0; block < blocks.count; block++) pack_tiles(left, 0, tiling.count, blocks[block]);
+            } else if (own) {
+                for (int64_t block = 0; block < blocks.count; block++)
+                    pack_tiles(left, first_tile(thread), first_tile(thread + 1), blocks[block]);
+#pragma omp barrier
+            } else {
 #pragma omp for collapse(2) schedule(static)
                 for (int64_t first = 0; first < tiling.count; first += TILES_TOGETHER)
                     for (int64_t block = 0; block < blocks.count; block++)
                         pack_tiles(left, first, std::min(tiling.count, first + TILES_TOGETHER), blocks[block]);
-            } else {
-                for (int64_t block = 0; block < blocks.count; block++) pack_tiles(left, 0, tiling.count, blocks[block]);
             }
-            // Where a thread shares its core with another process, the others take its groups. Where there are too few
-            // panels for all threads, rows are divided too.
-            const int64_t groups = std::min(panels, std::max(threads * 4, (panels + GROUP - 1) / GROUP));
-            const int64_t parts = std::min(tiling.count, std::max<int64_t>(1, threads / groups));
-#pragma omp for collapse(2) schedule(dynamic, 1) nowait
-            for (int64_t part = 0; part < parts; part++)
-                for (int64_t g = 0; g < groups; g++) {
+            for (int64_t i = 0; i < parts; i++) {
+                const int64_t part = (thread + i) % parts;
+                for (;;) {
+                    int64_t g;
+#pragma omp atomic capture
+                    g = taken[part]++;
+                    if (g >= groups) break;
                     const int64_t first = panels * g / groups;
                     const int64_t following = panels * std::min(g + threads, groups - 1) / groups;
-                    group(left, tiling.count * part / parts, tiling.count * (part + 1) / parts, first,
-                          panels * (g + 1) / groups - first, packed ? packed + first * steps * COLUMNS : nullptr,
+                    group(left, first_tile(part), first_tile(part + 1), first, panels * (g + 1) / groups - first,
+                          packed ? packed + first * steps * COLUMNS : nullptr,
                           packed ? packed + following * steps * COLUMNS : nullptr);
                 }
+            }
         }
     }
 };
