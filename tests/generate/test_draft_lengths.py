@@ -14,7 +14,7 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 
-from lockstep.generate.drafts.lengths import DraftLengths, StepTimes, unpadded
+from lockstep.generate.drafts.lengths import KEPT, DraftLengths, StepTimes, unpadded
 from lockstep.generate.taped import GUESSED_ROWS, SIGHTS
 
 NEW = 128
@@ -37,14 +37,22 @@ class _Sequence:
 
 class _Machine:
     padded = staticmethod(unpadded)
-    choosing, guessing = 0.015, 0.03
-    """To choose the length for one sequence, and to guess for it. Lengths stay for a few steps: it is a share."""
+    choosing, guessing = 0.006, 0.03
+    """To choose the length for one sequence, and to guess for it."""
+    hiccup, hiccup_at = 0.0, ""
+    """By how much the first time that something is chosen, or guessed, or the second, takes longer."""
 
     def __init__(self, seed: int):
         self.random = random.Random(seed)
         self.sights: Counter[int] = Counter()
+        self.times: Counter[str] = Counter()
         self.recorded: set[int] = set()
         self.steps, self.level = 0, 1.0
+
+    def late(self, what: str) -> float:
+        """What a hiccup adds this time."""
+        self.times[what] += 1
+        return self.hiccup if f"{what} {self.times[what]}" == self.hiccup_at else 0.0
 
     @staticmethod
     def fits(rows: int) -> bool:
@@ -72,7 +80,7 @@ class _Machine:
 class _Graphs(_Machine):
     """A GPU whose steps are padded to powers of two: a 0.6B model on an H100."""
 
-    choosing, guessing = 0.002, 0.01
+    choosing, guessing = 0.01, 0.01
 
     @staticmethod
     def fits(rows: int) -> bool:
@@ -103,24 +111,35 @@ class _SlowAtFirst(_Graphs):
 def _generation(machine: _Machine, batch: int, lengths: DraftLengths | None, right: float) -> float:
     """What it takes to generate NEW tokens of each sequence, with guesses of which so many are right, or without."""
     under_way, total = [_Sequence() for _ in range(batch)], 0.0
+    chosen, kept, held = [0] * batch, 0, False
     while under_way:
         rows, counts = len(under_way), [0] * len(under_way)
         if lengths is not None and not lengths.rests(rows):
             limits = [NEW - each.sampled - 1 for each in under_way]
-            counts = lengths.choose(under_way, limits, rows, 1024 - rows, machine.fits)
-            choosing, asked = 0.1 + machine.choosing * rows, [count for count in counts if count]
+            if held and kept and len(chosen) == rows:
+                kept -= 1
+                counts = list(map(min, chosen, limits))
+            else:
+                counts = chosen = lengths.choose(under_way, limits, rows, 1024 - rows, machine.fits)
+                kept = KEPT if lengths.lasts else 0
+                choosing = 0.1 + machine.choosing * rows + machine.late("choosing")
+                lengths.chose(choosing)
+                total += choosing
+            asked = [count for count in counts if count]
             guessing = machine.guessing * len(asked)
-            total += choosing + guessing
+            total += guessing
             if asked:
-                lengths.guessed(asked, sum(asked), choosing, guessing, rows)
+                lengths.guessed(asked, sum(asked), guessing + machine.late("guessing"), rows)
             if lengths.trying:
-                lengths.spent_in_vain(choosing + guessing)
+                lengths.spent_in_vain()
         taken, seen, pace = machine.step(rows + sum(counts))
         total += taken
         if lengths is not None:
             lengths.times.record(rows + sum(counts), seen, pace)
+        held = False
         for each, count in zip(under_way, counts):
             accepted = len(list(takewhile(lambda _: machine.random.random() < right, range(count))))
+            held |= accepted > 0
             if count:
                 lengths.verified(each, count, accepted)
             each.sampled += 1 + accepted
@@ -155,6 +174,15 @@ def test_rows_that_padding_computes_in_any_case_are_filled_with_guesses(batch, r
 @pytest.mark.parametrize(("batch", "least"), [(1, 5.0), (4, 3.5), (16, 2.2)])
 def test_what_was_timed_while_the_machine_was_slow_is_timed_again(batch, least):
     assert statistics.median(gained(batch, 0.9, seed, _SlowAtFirst, before=8) for seed in range(5)) >= least
+
+
+@pytest.mark.parametrize("time", ["choosing 1", "choosing 2", "guessing 1", "guessing 2", "guessing 3"])
+@pytest.mark.parametrize("kind", [_Machine, _Graphs])
+def test_a_hiccup_while_choosing_or_guessing_stops_no_guesses(monkeypatch, kind, time):
+    """The first guess may read all of a prompt."""
+    monkeypatch.setattr(kind, "hiccup", 100.0)
+    monkeypatch.setattr(kind, "hiccup_at", time)
+    assert statistics.median(gained(4, 1.0, seed, kind, before=1) for seed in range(5)) >= 2.0
 
 
 @pytest.mark.parametrize("slowest", [1.3, 4.0])

@@ -19,7 +19,7 @@ from lockstep.errors import UserError
 from lockstep.generate.batch import BatchArrays
 from lockstep.generate.drafts import Draft, FirstOf, HistoryDraft, ModelDraft, NGramDraft, first_layers, make_draft
 from lockstep.generate.drafts.history import BEGIN, LONGEST, MOST_PLACES, PROMPT, Texts
-from lockstep.generate.drafts.lengths import INVESTED, LONGEST_REST, MOST_REST, DraftLengths, StepTimes
+from lockstep.generate.drafts.lengths import INVESTED, LONGEST_REST, MOST_REST, DraftLengths, StepTimes, Usual
 from lockstep.generate.drafts.speculation import Speculation
 from lockstep.generate.sequence import Sequence
 from lockstep.model import ModelConfig, preset
@@ -638,21 +638,23 @@ def test_what_guessing_takes_counts_and_where_there_is_no_guess_few_are_asked_fo
     lengths = _lengths(FREE)
     assert sum(lengths.choose(sequences, [63] * 2, rows=2, room=500)) > 0
     for _ in range(20):
-        lengths.guessed([2, 2], 4, choosing=0.0, guessing=6.0, sequences=2)
+        lengths.guessed([2, 2], 4, 6.0, 2)
     assert lengths.choose(sequences, [63] * 2, rows=2, room=500) == [0, 0], "a guess takes three steps' time"
     lengths = _lengths(FREE)
-    lengths.guessed([1], 1, choosing=1.0, guessing=0.0, sequences=2)
+    for seconds in (60.0, 4.0):
+        lengths.chose(seconds)
+        lengths.guessed([1], 1, 0.0, 2)
     counts = lengths.choose(sequences, [63] * 2, rows=2, room=500)
     assert sum(counts) > 8, "to choose takes as long for many tokens"
-    lengths.guessed([1], 1, choosing=60.0, guessing=0.0, sequences=2)
+    lengths.chose(240.0)
     assert sum(lengths.choose(sequences, [63] * 2, rows=2, room=500)) > 8, "a hiccup of the machine is none of its time"
     for _ in range(10):
-        lengths.guessed([1], 1, choosing=60.0, guessing=0.0, sequences=2)
+        lengths.chose(240.0)
     assert lengths.choose(sequences, [63] * 2, rows=2, room=500) == [0, 0]
     lengths, asked = _lengths(FREE), 0
     for _ in range(200):
         if not lengths.rests(2) and any(counts := lengths.choose(sequences, [63] * 2, rows=2, room=500)):
-            lengths.guessed([c for c in counts if c], 0, choosing=0.0, guessing=0.0, sequences=2)
+            lengths.guessed([c for c in counts if c], 0, 0.0, 2)
             asked += 1
     assert 200 // 9 <= asked <= 200 // 8 + 5
 
@@ -712,7 +714,7 @@ def test_tries_that_were_all_wrong_are_made_less_often():
                 continue
             if count := lengths.choose([sequence], [50], rows=1, room=400)[0]:
                 tries.append(count)
-                lengths.guessed([count], count, 0.0, 0.0, 1)
+                lengths.guessed([count], count, 0.0, 1)
                 lengths.verified(sequence, count, accepted)
         return len(tries) - before
 
@@ -723,12 +725,45 @@ def test_tries_that_were_all_wrong_are_made_less_often():
     asked = 0
     for _ in range(100):
         if not lengths.rests(1) and any(counts := lengths.choose([_sequence([1] * 4)], [50], rows=1, room=400)):
-            lengths.guessed(counts, 0, 0.0, 0.0, 1)
+            lengths.guessed(counts, 0, 0.0, 1)
             asked += 1
     assert asked >= 10
     lengths = _lengths({1: 1.0, 2: 4.0, 512: 2000.0})
     tried(2 * MOST_REST, 1)
     assert tried(8 * LONGEST_REST, 1) >= 4, "one was right"
+
+
+@pytest.mark.parametrize(
+    "seconds, mean, counted",
+    [
+        ([90.0], 0.0, 0.0), ([90.0, 1.0], 1.0, 1.0), ([1.0, 90.0], 1.0, 4.0), ([90.0, 90.0, 1.0], 1.0, 1.0),
+        ([1.0, 1.0, 2.0], 1.2, 2.0), ([1.0, 1.0, 90.0], 1.6, 6.4),
+    ],
+)  # fmt: skip
+def test_what_is_usual_has_no_part_in_a_hiccup_whenever_it_comes(seconds, mean, counted):
+    usual = Usual()
+    *_, last = map(usual.follow, seconds)
+    assert (usual.mean, last) == pytest.approx((mean, counted))
+
+
+@pytest.mark.parametrize("right", [True, False])
+def test_lengths_stay_for_some_steps_while_guesses_are_right(monkeypatch, right):
+    model, params = _model("float32"), SamplingParams(max_tokens=40, seed=3, ignore_eos=True)
+    (group,) = Engine(model, ROOMY).generate([[9, 10]], params)
+    chosen = []
+
+    def choose(self, sequences, limits, rows, room, fits):
+        chosen.append(len(sequences))
+        self.lasts = True
+        return [min(1, limit) for limit in limits]
+
+    monkeypatch.setattr(DraftLengths, "choose", choose)
+    monkeypatch.setattr(DraftLengths, "rests", lambda self, sequences: False)
+    answers = {(params.seed, 0, (9, 10)): group[0].token_ids}
+    engine = Engine(model, ROOMY, draft=Oracle(answers, SPOILS["all right" if right else "all wrong"]))
+    assert _values(engine.generate([[9, 10]], params)) == _values([group])
+    # A step of one right guess brings two tokens, and lengths are chosen for every fourth one.
+    assert len(chosen) <= 7 if right else len(chosen) >= 38
 
 
 def test_times_are_learnt_and_a_disturbed_step_is_forgotten():

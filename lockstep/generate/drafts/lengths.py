@@ -46,6 +46,10 @@ LEAST_GAIN = 0.02
 """Expected tokens below which a guess is not considered, whatever a row costs."""
 GROWTH = 2
 """A step has at most this many times the rows of the largest step that was timed."""
+HICCUP = 4
+"""Times the usual: longer is the machine's, not what was measured."""
+KEPT = 3
+"""Steps for which chosen lengths stay."""
 
 Fits = Callable[[int], bool]
 """Whether a step with guesses may have so many rows."""
@@ -77,6 +81,28 @@ class Acceptance:
     def chance(self, prior: float, weight: float) -> float:
         """The probability that the next token is drawn, with `prior` counting as `weight` checked tokens."""
         return (self.accepted + weight * prior) / (self.checked + weight)
+
+
+class Usual:
+    """A moving mean of what something takes, of which hiccups of the machine are no part. The first time may be slow:
+    it counts if the second is slower still."""
+
+    def __init__(self) -> None:
+        self.mean = 0.0
+        self._first: float | None = None
+
+    def follow(self, seconds: float) -> float:
+        """The part of `seconds` that counts."""
+        if self._first is None:
+            self._first = seconds
+            return 0.0
+        if not self.mean:
+            self.mean = min(self._first, seconds)
+        elif seconds < self.mean / HICCUP:  # so long was not usual, or is no longer
+            self.mean = seconds
+        else:
+            self.mean += 0.2 * (min(seconds, HICCUP * self.mean) - self.mean)
+        return min(seconds, HICCUP * self.mean)
 
 
 class StepTimes:
@@ -216,10 +242,12 @@ class DraftLengths:
         """Steps without a guess after which what was spent in vain is a small part of them."""
         self._plain = 0.0
         """Seconds of a step without guesses."""
-        self._choosing = 0.0
+        self._choosing = Usual()
         """Seconds that it takes to choose lengths."""
-        self._guessing = 0.0
+        self._guessing = Usual()
         """Seconds that it takes to guess one token of every sequence."""
+        self._spent = 0.0
+        """Seconds that it usually takes to choose, and to guess, what was chosen last."""
 
     def rests(self, sequences: int) -> bool:
         """Whether to skip guessing in this step, since it did not pay recently with about as many sequences."""
@@ -228,9 +256,13 @@ class DraftLengths:
             return True
         return self._rested <= self._rest and sequences > self._paid_not_for * WAKING
 
-    def spent_in_vain(self, seconds: float) -> None:
-        """It took so long to find that guesses do not pay in this step, and to try some."""
-        self._recovering = min(MOST_REST, int(seconds / (IN_VAIN * self._plain))) if self._plain else 0
+    def spent_in_vain(self) -> None:
+        """Guesses were found not to pay in this step, and maybe some were tried."""
+        self._recovering = min(MOST_REST, int(self._spent / (IN_VAIN * self._plain))) if self._plain else 0
+
+    def chose(self, seconds: float) -> None:
+        """It took so long to choose."""
+        self._spent = self._choosing.follow(seconds)
 
     def choose(
         self, sequences: ListLike[Sequence], limits: ListLike[int], rows: int, room: int, fits: Fits = any_rows
@@ -247,11 +279,10 @@ class DraftLengths:
         self._begin_rest(len(sequences), self._longest)
         return self._trial(sequences, limits, rows, room, fits) if self._rest >= self._longest else none
 
-    def guessed(self, asked: ListLike[int], proposed: int, choosing: float, guessing: float, sequences: int) -> None:
-        """`asked` tokens were requested and `proposed` came; to choose and to guess for all sequences took so many
-        seconds."""
-        self._choosing = _followed(self._choosing, choosing)
-        self._guessing = _followed(self._guessing, guessing * sequences / sum(asked))
+    def guessed(self, asked: ListLike[int], proposed: int, seconds: float, sequences: int) -> None:
+        """`asked` tokens were requested and `proposed` came; to guess for all sequences took so many seconds."""
+        share = sum(asked) / sequences
+        self._spent += share * self._guessing.follow(seconds / share)
         if proposed:
             self._rest = self._rested = self._paid_not_for = 0
             self._longest = min(2 * self._longest, MOST_REST)  # until one is right
@@ -287,9 +318,9 @@ class DraftLengths:
         del gains[room:]
         more = np.arange(len(gains) + 1)
         expected = np.cumsum([sum(weights), *(gain for gain, _ in gains)])
-        seconds = self.times.of(rows + more) + self._guessing * more / len(sequences)
+        seconds = self.times.of(rows + more) + self._guessing.mean * more / len(sequences)
         self._plain = float(seconds[0])
-        seconds[1:] += self._choosing
+        seconds[1:] += self._choosing.mean / (1 + KEPT)
         rates = expected / seconds
         rates[0] *= MARGIN
         while (taken := int(np.argmax(rates))) and not fits(rows + taken):
@@ -328,11 +359,6 @@ class DraftLengths:
 def _least_after(values: np.ndarray) -> np.ndarray:
     """The least of each value and those after it."""
     return np.minimum.accumulate(values[::-1])[::-1]
-
-
-def _followed(mean: float, value: float) -> float:
-    """The moving mean after another value, of which a hiccup counts for little."""
-    return mean + 0.2 * (min(value, 4 * mean) - mean) if mean else value
 
 
 def _weights(sequences: ListLike[Sequence]) -> list[float]:
