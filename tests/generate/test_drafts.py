@@ -19,7 +19,7 @@ from lockstep.errors import UserError
 from lockstep.generate.batch import BatchArrays
 from lockstep.generate.drafts import Draft, FirstOf, HistoryDraft, ModelDraft, NGramDraft, first_layers, make_draft
 from lockstep.generate.drafts.history import BEGIN, LONGEST, MOST_PLACES, PROMPT, Texts
-from lockstep.generate.drafts.lengths import INVESTED, LONGEST_REST, MOST_REST, DraftLengths, StepTimes, Usual
+from lockstep.generate.drafts.lengths import INVESTED, LEARNT, LONGEST_REST, MOST_REST, DraftLengths, StepTimes, Usual
 from lockstep.generate.drafts.speculation import Speculation
 from lockstep.generate.sequence import Sequence
 from lockstep.model import ModelConfig, preset
@@ -764,6 +764,22 @@ def test_lengths_stay_for_some_steps_while_guesses_are_right(monkeypatch, right)
     assert _values(engine.generate([[9, 10]], params)) == _values([group])
     # A step of one right guess brings two tokens, and lengths are chosen for every fourth one.
     assert len(chosen) <= 7 if right else len(chosen) >= 38
+
+
+@pytest.mark.parametrize("ran, stays", [(1, True), (LEARNT, False)])
+def test_a_try_goes_on_while_it_is_right_if_its_size_is_new(ran, stays):
+    lengths, sequence = _lengths({1: 1.0, 3: 9.0, 512: 2000.0}), _sequence([1] * 4)
+    for _ in range(ran - 1):
+        lengths.times.record(3, 9.0)
+    counts = [0]
+    while not any(counts):
+        counts = [0] if lengths.rests(1) else lengths.choose([sequence], [50], rows=1, room=400)
+        lengths.chose(0.1)
+    assert counts == [2] and lengths.trying and lengths.lasts == stays
+    lengths.guessed(counts, 2, 0.1, 1)
+    lengths.spent_in_vain()
+    lengths.verified(sequence, 2, 2)
+    assert lengths.rests(1) != stays, "it has cost more than it may"
 
 
 def test_times_are_learnt_and_a_disturbed_step_is_forgotten():

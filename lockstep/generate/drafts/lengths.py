@@ -28,6 +28,8 @@ REST_WITHOUT_A_GUESS = 8
 """The same if the draft had no guess."""
 TRIED_AGAIN, SELDOM = 16, 256
 """Choices that pay, after which one is of the next larger size: at first, then twice as many each time, and at last."""
+SOON, LEARNT = 2, 8
+"""The same if that size is new, and the steps of a size after which it is not."""
 IN_VAIN = 0.02
 """Fraction of the time of steps without guesses that it may take to find that they do not pay."""
 WAKING = 0.75
@@ -141,10 +143,11 @@ class StepTimes:
         """A machine that is slower for a while, or a longer context, is slower at every size."""
         known, now = self._lasting.get(rows, np.inf), seconds / self._level
         self._steps += 1
-        recent = self._steps - self._timed.get(rows, -RECENT) < RECENT
+        # The first steps of a size may be slow, and what is known of one that has not run for long may be wrong.
+        certain = self._steps - self._timed.get(rows, -RECENT) < RECENT and not self.is_new(rows)
         self._timed[rows] = self._steps
         self._counts[rows] += 1
-        if self._counts[rows] <= FIRST or (now < TOO_FAST * known and not recent):
+        if self._counts[rows] <= FIRST or (now < TOO_FAST * known and not certain):
             self._lasting[rows] = min(known, now)
         elif now < TOO_FAST * known:  # the machine is as fast as before
             self._move_level(now / known)
@@ -180,6 +183,10 @@ class StepTimes:
         """The next size that has run, beyond that of a step of so many rows; None if there is none."""
         own = int(self._padded(np.array([rows]))[0])
         return min((size for size in self._lasting if size > own), default=None)
+
+    def is_new(self, rows: int) -> bool:
+        """Whether so few steps of this size have run that its time is uncertain."""
+        return self._counts[int(self._padded(np.array([rows]))[0])] < LEARNT
 
     @property
     def most_rows(self) -> int:
@@ -230,7 +237,7 @@ class DraftLengths:
         self.trying = False
         """Whether what was chosen last is only to learn, not because it pays."""
         self.lasts = False
-        """Whether what was chosen last pays for some steps more."""
+        """Whether what was chosen last stays for some steps more."""
         self._paying, self._tried_after = 0, TRIED_AGAIN
         """Choices that pay since one was of the next larger size, and the number after which another is."""
         self.times = StepTimes(padded)
@@ -277,7 +284,11 @@ class DraftLengths:
             self.trying, self._recovering = False, 0
             return counts
         self._begin_rest(len(sequences), self._longest)
-        return self._trial(sequences, limits, rows, room, fits) if self._rest >= self._longest else none
+        if self._rest < self._longest:
+            return none
+        counts = self._trial(sequences, limits, rows, room, fits)
+        self.lasts = self.times.is_new(rows + sum(counts))  # its first steps may be slow
+        return counts
 
     def guessed(self, asked: ListLike[int], proposed: int, seconds: float, sequences: int) -> None:
         """`asked` tokens were requested and `proposed` came; to guess for all sequences took so many seconds."""
@@ -299,6 +310,8 @@ class DraftLengths:
         self._all.update(proposed, accepted)
         if accepted:
             self._longest = LONGEST_REST
+            if self.lasts:
+                self._recovering = 0
 
     def _best(
         self, sequences: ListLike[Sequence], limits: ListLike[int], rows: int, room: int, fits: Fits
@@ -327,18 +340,26 @@ class DraftLengths:
             rates[taken] = 0.0
         self.lasts = taken > 0
         self._paying += taken > 0
-        if taken and self._paying >= self._tried_after and (larger := self._larger(rows, taken, len(gains), fits)):
+        if taken and (larger := self._larger(rows, taken, len(gains), fits)):
             taken, self.lasts = larger, False
-            self._paying, self._tried_after = 0, min(SELDOM, 2 * self._tried_after)
+            self._paying = 0
         counts = [0] * len(sequences)
         for _, place in gains[:taken]:
             counts[place] += 1
         return counts
 
     def _larger(self, rows: int, taken: int, most: int, fits: Fits) -> int:
-        """Guesses that make a step of the next size, which may have been timed while the machine was slower; else 0."""
+        """Guesses that make a step of the next size, if it is to be tried again; else 0. It may have been timed while
+        the machine was slower, and the first steps of a size may be slow."""
         size = self.times.next_size(rows + taken)
-        return size - rows if size is not None and size - rows <= most and fits(size) else 0
+        if size is None or size - rows > most or not fits(size):
+            return 0
+        if self._paying >= SOON and self.times.is_new(size):
+            return size - rows
+        if self._paying < self._tried_after:
+            return 0
+        self._tried_after = min(SELDOM, 2 * self._tried_after)
+        return size - rows
 
     def _trial(
         self, sequences: ListLike[Sequence], limits: ListLike[int], rows: int, room: int, fits: Fits
