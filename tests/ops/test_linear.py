@@ -91,7 +91,7 @@ def test_products_are_the_chain_that_defines_them(form, dtype, data):
 
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize(
-    ("rows", "depth", "outputs"), [(700, 1000, 130), (33, 3072, 64), (300, 770, 2050), (2, 64, 4099)]
+    ("rows", "depth", "outputs"), [(700, 1000, 130), (33, 3072, 64), (300, 770, 2050), (800, 200, 1030), (2, 64, 4099)]
 )
 def test_blocks_threads_slices_and_panels_change_no_bit(form, dtype, rows, depth, outputs):
     if is_slow(form, dtype):

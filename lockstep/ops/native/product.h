@@ -20,7 +20,8 @@ constexpr int64_t BLOCK_TILES = WIDTH == 16 ? 12 : 30;   // whose part of x stay
 constexpr int64_t GROUP = 16;                            // panels whose sums are held at once
 constexpr int64_t SPLIT_WORK = 1 << 18;                  // multiply-adds below which waking threads costs more
 constexpr int64_t OWN_WORDS = 1 << 15;  // of x that a thread lays out for itself: to wait for others takes longer
-constexpr int64_t OWN_ROWS = 80;  // for each thread, from which on it takes rows of its own, and lays w out for itself
+constexpr int64_t OWN_ROWS = 256;    // for each thread, from which on it has rows of its own, and lays w out for itself
+constexpr int64_t FEW_OWN_ROWS = 80;  // the same for few panels, with which no thread then waits for another
 constexpr int64_t TILES_TOGETHER = 8, STEPS_TOGETHER = 16;  // that are packed at once, side by side in memory
 
 // A step of a chain, or each half of it: what it takes from a word of the left factor and from a vector of words of the
@@ -330,9 +331,9 @@ struct Product {
     // on different chips of a processor. So with enough rows each thread has rows of its own and lays out all of w for
     // itself, and nothing but these rows passes between threads: only to those that have finished theirs.
     void run(bool split) const {
-        const bool own = !packed && x.rows >= OWN_ROWS * (split ? omp_get_max_threads() : 1);
-        if (!packed && panels <= GROUP && tiling.count > BLOCK_TILES) return by_rows(split, own);
-        by_panels(split, own);
+        const int64_t for_each = x.rows / (split ? omp_get_max_threads() : 1);
+        if (!packed && panels <= GROUP && tiling.count > BLOCK_TILES) return by_rows(split, for_each >= FEW_OWN_ROWS);
+        by_panels(split, !packed && for_each >= OWN_ROWS);
     }
 
     // For few panels and many rows: all panels are laid out, then a thread takes some rows, lays out a block of them for
