@@ -504,12 +504,21 @@ def replay(arguments: list[str]) -> int:
     return 0 if result.equal else 1
 
 
+@dataclass
+class WhyOptions:
+    """What each actor of a run does, who waits for whom, and who holds everybody up."""
+
+    run: str
+    """The run's folder."""
+    json: bool = False
+    """Print one JSON object instead of a table."""
+
+
 def why(arguments: list[str]) -> int:
     """for a run that hangs or has crashed: who waits for whom, and who holds everybody up (exit code 1)"""
-    from lockstep.commands.why import WhyOptions
+    options = _parse(WhyOptions, arguments, "why", positional=True)
     from lockstep.commands.why import why as explain
 
-    options = _parse(WhyOptions, arguments, "why", positional=True)
     explanation = explain(Path(options.run))
     print(explanation.as_json() if options.json else printable(explanation.text()))
     return 0 if explanation.moves else 1
@@ -526,16 +535,16 @@ class DoctorOptions:
 def doctor(arguments: list[str]) -> int:
     """examine this machine: speed, packages, GPU, folders, and what to do; exit code 1: something is broken"""
     try:
+        options = _parse(DoctorOptions, arguments, "doctor")
+    except ModuleNotFoundError:
+        # The package that reads the command line is missing itself, and the report will say so.
+        options = DoctorOptions("--json" in arguments)
+    try:
         from lockstep.observe.doctor import AREAS, as_json, as_text, examine, usable
         from lockstep.observe.progress import Progress
     except ModuleNotFoundError as error:
         print(f"✗ {error.name} is not installed, and nothing runs without it: pip install {error.name}")
         return 1
-    try:
-        options = _parse(DoctorOptions, arguments, "doctor")
-    except ModuleNotFoundError:
-        # The package that reads the command line is missing itself, and the report will say so.
-        options = DoctorOptions("--json" in arguments)
     if options.json or not sys.stdout.isatty():
         findings = examine()
     else:

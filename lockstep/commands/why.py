@@ -43,16 +43,6 @@ BRIEF = 10.0
 """Seconds without progress that are not worth reporting."""
 
 
-@dataclass
-class WhyOptions:
-    """What each actor of a run does, who waits for whom, and who holds everybody up."""
-
-    run: str
-    """The run's folder."""
-    json: bool = False
-    """Print one JSON object instead of a table."""
-
-
 @dataclass(frozen=True)
 class Stack:
     """Where an actor is, innermost frame first; or why that is unknown."""
