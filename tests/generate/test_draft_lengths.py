@@ -14,7 +14,7 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 
-from lockstep.generate.drafts.lengths import KEPT, DraftLengths, StepTimes, unpadded
+from lockstep.generate.drafts.lengths import DraftLengths, StepTimes, unpadded
 from lockstep.generate.taped import GUESSED_ROWS, SIGHTS
 
 NEW = 128
@@ -127,20 +127,14 @@ class _SlowAtFirst(_Graphs):
 def _generation(machine: _Machine, batch: int, lengths: DraftLengths | None, right: float) -> float:
     """What it takes to generate NEW tokens of each sequence, with guesses of which so many are right, or without."""
     under_way, total = [_Sequence() for _ in range(batch)], 0.0
-    chosen, kept, held = [0] * batch, 0, False
     while under_way:
         rows, counts = len(under_way), [0] * len(under_way)
         if lengths is not None and not lengths.rests(rows):
             limits = [NEW - each.sampled - 1 for each in under_way]
-            if held and kept and len(chosen) == rows:
-                kept -= 1
-                counts = list(map(min, chosen, limits))
-            else:
-                counts = chosen = lengths.choose(under_way, limits, rows, 1024 - rows, machine.fits)
-                kept = KEPT if lengths.lasts else 0
-                choosing = 0.1 + machine.choosing * rows + machine.late("choosing")
-                lengths.chose(choosing)
-                total += choosing
+            counts = lengths.choose(under_way, limits, rows, 1024 - rows, machine.fits)
+            choosing = 0.1 + machine.choosing * rows + machine.late("choosing") if lengths.compared else 0.002
+            lengths.chose(choosing)
+            total += choosing
             asked = [count for count in counts if count]
             guessing = machine.guessing * len(asked)
             total += guessing
@@ -152,10 +146,8 @@ def _generation(machine: _Machine, batch: int, lengths: DraftLengths | None, rig
         total += taken
         if lengths is not None:
             lengths.times.record(rows + sum(counts), seen, pace)
-        held = False
         for each, count in zip(under_way, counts):
             accepted = len(list(takewhile(lambda _: machine.random.random() < right, range(count))))
-            held |= accepted > 0
             if count:
                 lengths.verified(each, count, accepted)
             each.sampled += 1 + accepted
@@ -175,11 +167,13 @@ def gained(batch: int, right: float, seed: int, kind: type[_Machine] = _Machine,
 @pytest.mark.parametrize(
     ("batch", "right", "least"),
     [
-        (1, 0.0, 0.97), (1, 0.5, 1.2), (1, 1.0, 4.0), (4, 0.25, 0.97), (4, 1.0, 2.0), (16, 0.0, 0.97), (16, 1.0, 1.5),
+        (1, 0.0, 0.97), (1, 0.5, 1.2), (1, 1.0, 4.0), (4, 0.25, 0.97), (4, 1.0, 2.0), (8, 0.6, 0.97), (12, 0.6, 0.97),
+        (16, 0.0, 0.97), (16, 1.0, 1.5),
     ],
 )  # fmt: skip
 def test_guesses_gain_where_they_are_right_and_cost_little_where_not(batch, right, least):
-    assert statistics.median(gained(batch, right, seed) for seed in range(9)) >= least
+    # Single generations gain 0.94 to 0.99 where guesses are wrong: a median of few is one or the other.
+    assert statistics.median(gained(batch, right, seed) for seed in range(25)) >= least
 
 
 @pytest.mark.parametrize(("batch", "right", "least"), [(4, 0.9, 3.0), (16, 0.5, 1.1), (64, 0.0, 0.97), (64, 0.9, 1.75)])

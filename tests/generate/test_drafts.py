@@ -19,7 +19,15 @@ from lockstep.errors import UserError
 from lockstep.generate.batch import BatchArrays
 from lockstep.generate.drafts import Draft, FirstOf, HistoryDraft, ModelDraft, NGramDraft, first_layers, make_draft
 from lockstep.generate.drafts.history import BEGIN, LONGEST, MOST_PLACES, PROMPT, Texts
-from lockstep.generate.drafts.lengths import INVESTED, LEARNT, LONGEST_REST, MOST_REST, DraftLengths, StepTimes, Usual
+from lockstep.generate.drafts.lengths import (
+    INVESTED,
+    LEARNT,
+    LONGEST_REST,
+    MOST_REST,
+    DraftLengths,
+    StepTimes,
+    Usual,
+)
 from lockstep.generate.drafts.speculation import Speculation
 from lockstep.generate.sequence import Sequence
 from lockstep.model import ModelConfig, preset
@@ -626,6 +634,7 @@ def test_lengths_follow_what_was_accepted_and_what_a_row_costs():
             lengths.verified(sequence, 8, 0)
     counts = lengths.choose(sequences, [63] * 4, rows=4, room=500)
     assert counts[:2] == [15, 15] and max(counts[2:]) <= 2
+    lengths._kept = 0
     assert lengths.choose(sequences, [3, 0, 63, 63], rows=4, room=500)[:2] == [3, 0]
     assert sum(lengths.choose(sequences, [63] * 4, rows=4, room=5)) == 5
     dear = _lengths(LINEAR)
@@ -639,17 +648,25 @@ def test_what_guessing_takes_counts_and_where_there_is_no_guess_few_are_asked_fo
     assert sum(lengths.choose(sequences, [63] * 2, rows=2, room=500)) > 0
     for _ in range(20):
         lengths.guessed([2, 2], 4, 6.0, 2)
+    lengths._kept = 0
     assert lengths.choose(sequences, [63] * 2, rows=2, room=500) == [0, 0], "a guess takes three steps' time"
     lengths = _lengths(FREE)
+    lengths.compared = True
     for seconds in (60.0, 4.0):
         lengths.chose(seconds)
+    lengths.compared = False
+    lengths.chose(0.001)
+    assert lengths._choosing.mean == 4.0, "nothing was compared"
+    lengths.compared = True
         lengths.guessed([1], 1, 0.0, 2)
     counts = lengths.choose(sequences, [63] * 2, rows=2, room=500)
     assert sum(counts) > 8, "to choose takes as long for many tokens"
     lengths.chose(240.0)
+    lengths._kept = 0
     assert sum(lengths.choose(sequences, [63] * 2, rows=2, room=500)) > 8, "a hiccup of the machine is none of its time"
     for _ in range(10):
         lengths.chose(240.0)
+    lengths._kept = 0
     assert lengths.choose(sequences, [63] * 2, rows=2, room=500) == [0, 0]
     lengths, asked = _lengths(FREE), 0
     for _ in range(200):
@@ -746,24 +763,20 @@ def test_what_is_usual_has_no_part_in_a_hiccup_whenever_it_comes(seconds, mean, 
     assert (usual.mean, last) == pytest.approx((mean, counted))
 
 
-@pytest.mark.parametrize("right", [True, False])
-def test_lengths_stay_for_some_steps_while_guesses_are_right(monkeypatch, right):
-    model, params = _model("float32"), SamplingParams(max_tokens=40, seed=3, ignore_eos=True)
-    (group,) = Engine(model, ROOMY).generate([[9, 10]], params)
-    chosen = []
+def test_what_pays_stays_for_some_steps_for_the_same_sequences():
+    lengths, sequences = _lengths(FREE), [_sequence([1] * 4) for _ in range(2)]
 
-    def choose(self, sequences, limits, rows, room, fits):
-        chosen.append(len(sequences))
-        self.lasts = True
-        return [min(1, limit) for limit in limits]
+    def choose(who, limit=63, room=500):
+        return lengths.choose(who, [limit] * 2, rows=2, room=room)
 
-    monkeypatch.setattr(DraftLengths, "choose", choose)
-    monkeypatch.setattr(DraftLengths, "rests", lambda self, sequences: False)
-    answers = {(params.seed, 0, (9, 10)): group[0].token_ids}
-    engine = Engine(model, ROOMY, draft=Oracle(answers, SPOILS["all right" if right else "all wrong"]))
-    assert _values(engine.generate([[9, 10]], params)) == _values([group])
-    # A step of one right guess brings two tokens, and lengths are chosen for every fourth one.
-    assert len(chosen) <= 7 if right else len(chosen) >= 38
+    first = choose(sequences)
+    assert min(first) > 2 and lengths.compared
+    for limit in (63, 2, 63):
+        assert choose(sequences, limit) == [min(each, limit) for each in first] and not lengths.compared
+    assert choose(sequences) and lengths.compared, "after three steps"
+    assert choose([sequences[0], _sequence([1] * 4)]) and lengths.compared, "for others"
+    assert sum(choose([*sequences], room=3)) == 3 and lengths.compared
+    assert sum(choose([*sequences], room=2)) == 2 and lengths.compared, "less room"
 
 
 @pytest.mark.parametrize("ran, stays", [(1, True), (LEARNT, False)])
@@ -775,11 +788,16 @@ def test_a_try_goes_on_while_it_is_right_if_its_size_is_new(ran, stays):
     while not any(counts):
         counts = [0] if lengths.rests(1) else lengths.choose([sequence], [50], rows=1, room=400)
         lengths.chose(0.1)
-    assert counts == [2] and lengths.trying and lengths.lasts == stays
+    assert counts == [2] and lengths.trying
     lengths.guessed(counts, 2, 0.1, 1)
     lengths.spent_in_vain()
     lengths.verified(sequence, 2, 2)
     assert lengths.rests(1) != stays, "it has cost more than it may"
+    if stays:
+        assert lengths.choose([sequence], [50], rows=1, room=400) == [2] and not lengths.compared
+        lengths.verified(sequence, 2, 0)
+        lengths.choose([sequence], [50], rows=1, room=400)
+        assert lengths.compared, "its guesses were wrong"
 
 
 def test_times_are_learnt_and_a_disturbed_step_is_forgotten():

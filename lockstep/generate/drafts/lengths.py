@@ -185,8 +185,13 @@ class StepTimes:
         return min((size for size in self._lasting if size > own), default=None)
 
     def is_new(self, rows: int) -> bool:
-        """Whether so few steps of this size have run that its time is uncertain."""
+        """Whether so few lasting steps of this size have run that its time is uncertain."""
         return self._counts[int(self._padded(np.array([rows]))[0])] < LEARNT
+
+    def may_be_faster(self, rows: int) -> bool:
+        """Whether a few more steps of this size may show that it is faster: not before it is recorded."""
+        size = int(self._padded(np.array([rows]))[0])
+        return self.is_new(rows) and (size in self._lasting or size not in self._slower)
 
     @property
     def most_rows(self) -> int:
@@ -236,8 +241,8 @@ class DraftLengths:
         self.most = most
         self.trying = False
         """Whether what was chosen last is only to learn, not because it pays."""
-        self.lasts = False
-        """Whether what was chosen last stays for some steps more."""
+        self.compared = False
+        """Whether the last choice compared lengths: not if some stayed, or if there was no room."""
         self._paying, self._tried_after = 0, TRIED_AGAIN
         """Choices that pay since one was of the next larger size, and the number after which another is."""
         self.times = StepTimes(padded)
@@ -254,14 +259,23 @@ class DraftLengths:
         self._guessing = Usual()
         """Seconds that it takes to guess one token of every sequence."""
         self._spent = 0.0
-        """Seconds that it usually takes to choose, and to guess, what was chosen last."""
+        """Seconds that it usually takes to choose and to guess as was done last."""
+        self._chosen: list[int] = []
+        self._chosen_for: tuple[int, list[int]] = 0, []
+        """Rows and sequences that lengths were last chosen for."""
+        self._kept = 0
+        """Further steps for which these lengths stay; those of a try only while some guess is right."""
+        self._held = False
+        """Whether one was since the last choice."""
 
     def rests(self, sequences: int) -> bool:
         """Whether to skip guessing in this step, since it did not pay recently with about as many sequences."""
         self._rested += 1
-        if self._rested <= self._recovering:
-            return True
-        return self._rested <= self._rest and sequences > self._paid_not_for * WAKING
+        dear = sequences > self._paid_not_for * WAKING
+        resting = self._rested <= self._recovering or (self._rested <= self._rest and dear)
+        if resting:
+            self._kept = 0
+        return resting
 
     def spent_in_vain(self) -> None:
         """Guesses were found not to pay in this step, and maybe some were tried."""
@@ -269,16 +283,33 @@ class DraftLengths:
 
     def chose(self, seconds: float) -> None:
         """It took so long to choose."""
-        self._spent = self._choosing.follow(seconds)
+        self._spent = self._choosing.follow(seconds) if self.compared else 0.0
 
     def choose(
         self, sequences: ListLike[Sequence], limits: ListLike[int], rows: int, room: int, fits: Fits = any_rows
     ) -> list[int]:
-        """Tokens to guess per sequence, at most `limits[i]` and `room` in all; `rows`: the step's rows without them."""
-        none, self.trying, self.lasts = [0] * len(sequences), True, False
+        """Tokens to guess per sequence, at most `limits[i]` and `room` in all; `rows`: the step's rows without them.
+
+        What is chosen stays for a few steps if it pays, since to choose takes long.
+        """
+        chosen_for, held, self._held = (rows, list(map(id, sequences))), self._held, False
+        self.compared = False
+        kept = list(map(min, self._chosen, limits))
+        if self._kept and (held or not self.trying) and chosen_for == self._chosen_for and sum(kept) <= room:
+            self._kept -= 1
+            return kept
+        self._kept, self._chosen_for = 0, chosen_for
+        self._chosen = self._choose(sequences, limits, rows, room, fits)
+        return self._chosen
+
+    def _choose(
+        self, sequences: ListLike[Sequence], limits: ListLike[int], rows: int, room: int, fits: Fits
+    ) -> list[int]:
+        none, self.trying = [0] * len(sequences), True
         room = min(room, self.times.most_rows - rows, sum(limits))
         if room <= 0:
             return none
+        self.compared = True
         counts = self._best(sequences, limits, rows, room, fits)
         if any(counts):
             self.trying, self._recovering = False, 0
@@ -287,7 +318,8 @@ class DraftLengths:
         if self._rest < self._longest:
             return none
         counts = self._trial(sequences, limits, rows, room, fits)
-        self.lasts = self.times.is_new(rows + sum(counts))  # its first steps may be slow
+        if self.times.may_be_faster(rows + sum(counts)):
+            self._kept = KEPT
         return counts
 
     def guessed(self, asked: ListLike[int], proposed: int, seconds: float, sequences: int) -> None:
@@ -309,8 +341,8 @@ class DraftLengths:
         self._own.setdefault(sequence, Acceptance()).update(proposed, accepted)
         self._all.update(proposed, accepted)
         if accepted:
-            self._longest = LONGEST_REST
-            if self.lasts:
+            self._longest, self._held = LONGEST_REST, True
+            if self._kept:  # a try that goes on was not in vain
                 self._recovering = 0
 
     def _best(
@@ -338,11 +370,10 @@ class DraftLengths:
         rates[0] *= MARGIN
         while (taken := int(np.argmax(rates))) and not fits(rows + taken):
             rates[taken] = 0.0
-        self.lasts = taken > 0
+        self._kept = KEPT if taken else 0
         self._paying += taken > 0
         if taken and (larger := self._larger(rows, taken, len(gains), fits)):
-            taken, self.lasts = larger, False
-            self._paying = 0
+            taken, self._kept, self._paying = larger, 0, 0
         counts = [0] * len(sequences)
         for _, place in gains[:taken]:
             counts[place] += 1

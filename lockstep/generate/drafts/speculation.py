@@ -17,7 +17,7 @@ import torch
 import torch.distributed as dist
 
 from lockstep.generate.drafts.draft import Draft
-from lockstep.generate.drafts.lengths import KEPT, DraftLengths, Fits, any_rows
+from lockstep.generate.drafts.lengths import DraftLengths, Fits, any_rows
 from lockstep.generate.runner import Pace
 from lockstep.generate.scheduler import Chunk, Scheduler
 from lockstep.generate.sequence import Sequence
@@ -44,13 +44,6 @@ class Speculation:
         self._fits = fits
         self._vocab, self._rows, self._group = vocab, rows, group
         self._guessing = 0.0
-        self._chosen: list[int] = []
-        self._chosen_for: tuple[int, list[int]] = 0, []
-        """Rows and sequences that lengths were last chosen for."""
-        self._kept = 0
-        """Further steps for which these lengths stay."""
-        self._held = False
-        """Whether some guess of the last step was right."""
 
     def extend(self, chunks: ListLike[Chunk], scheduler: Scheduler) -> None:
         """Guesses for the sequences that are sampled in this step, as far as rows and free pages allow."""
@@ -68,7 +61,11 @@ class Speculation:
         # A step that computes prompts is of a size of its own in any case.
         fits = self._fits if rows == len(chunks) else any_rows
         room = self._rows - rows
-        counts = self._agreed(none if resting else self._counts(sequences, limits, rows, room, fits, began))
+        counts = none
+        if not resting:
+            counts = self.lengths.choose(sequences, limits, rows, room, fits)
+            self.lengths.chose(time.perf_counter() - began)
+        counts = self._agreed(counts)
         chosen = time.perf_counter()
         asked = [place for place, count in enumerate(counts) if count]
         if not asked:
@@ -91,22 +88,8 @@ class Speculation:
         if self.lengths.trying:
             self.lengths.spent_in_vain()
 
-    def _counts(
-        self, sequences: ListLike[Sequence], limits: ListLike[int], rows: int, room: int, fits: Fits, began: float
-    ) -> list[int]:
-        """Lengths that pay are kept for a few steps, since to choose them takes long; it began at `began`."""
-        chosen_for, held, self._held = (rows, list(map(id, sequences))), self._held, False
-        if held and self._kept and chosen_for == self._chosen_for:
-            self._kept -= 1
-            return list(map(min, self._chosen, limits))
-        self._chosen, self._chosen_for = self.lengths.choose(sequences, limits, rows, room, fits), chosen_for
-        self.lengths.chose(time.perf_counter() - began)
-        self._kept = KEPT if self.lengths.lasts else 0
-        return self._chosen
-
     def verified(self, chunk: Chunk, accepted: int) -> None:
         if chunk.guess:
-            self._held |= accepted > 0
             self.lengths.verified(chunk.sequence, len(chunk.guess), accepted)
             self.draft.verified(chunk.sequence, len(chunk.guess), accepted)
 

@@ -4,8 +4,6 @@
 #include "played.h"
 #include "product.h"
 
-extern "C" int omp_get_max_threads();
-
 // Calls one(group, split) for every group that has rows. Many groups are shared by the threads whole; of few, each is
 // split among all threads.
 template <class One>

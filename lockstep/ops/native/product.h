@@ -21,7 +21,8 @@ constexpr int64_t GROUP = 16;                            // panels whose sums ar
 constexpr int64_t SPLIT_WORK = 1 << 18;                  // multiply-adds below which waking threads costs more
 constexpr int64_t OWN_WORDS = 1 << 15;  // of x that a thread lays out for itself: to wait for others takes longer
 constexpr int64_t OWN_ROWS = 256;    // for each thread, from which on it has rows of its own, and lays w out for itself
-constexpr int64_t FEW_OWN_ROWS = 80;  // the same for few panels, with which no thread then waits for another
+constexpr int64_t FEW_OWN_ROWS = 80;  // the same for few panels, with which no thread then waits for another,
+constexpr int64_t OWN_PANELS = 1 << 21;  // and the words of them that all threads may have: they stay in the last cache
 constexpr int64_t TILES_TOGETHER = 8, STEPS_TOGETHER = 16;  // that are packed at once, side by side in memory
 
 // A step of a chain, or each half of it: what it takes from a word of the left factor and from a vector of words of the
@@ -328,12 +329,14 @@ struct Product {
     }
 
     // What one thread lays out and another reads goes from core to core, which takes several times as long where these are
-    // on different chips of a processor. So with enough rows each thread has rows of its own and lays out all of w for
-    // itself, and nothing but these rows passes between threads: only to those that have finished theirs.
+    // on different chips of a processor. So with enough rows each thread has rows of its own and lays w out for itself:
+    // only a thread that has finished its rows reads what another laid out of x.
     void run(bool split) const {
-        const int64_t for_each = x.rows / (split ? omp_get_max_threads() : 1);
-        if (!packed && panels <= GROUP && tiling.count > BLOCK_TILES) return by_rows(split, for_each >= FEW_OWN_ROWS);
-        by_panels(split, !packed && for_each >= OWN_ROWS);
+        const int64_t threads = split ? omp_get_max_threads() : 1, rows_each = x.rows / threads;
+        const int64_t words = threads * panels * steps * COLUMNS;
+        if (!packed && panels <= GROUP && tiling.count > BLOCK_TILES)
+            return by_rows(split, rows_each >= FEW_OWN_ROWS && words <= OWN_PANELS);
+        by_panels(split, !packed && rows_each >= OWN_ROWS);
     }
 
     // For few panels and many rows: all panels are laid out, then a thread takes some rows, lays out a block of them for
@@ -364,17 +367,17 @@ struct Product {
         }
     }
 
-    // A thread takes some panels, with all rows of x or its own.
+    // A thread takes some panels, with all rows of x or with its own.
     void by_panels(bool split, bool own) const {
         const int64_t size = x.rows * steps * HALVES;
         word* shared = size > OWN_WORDS ? scratch<word>(size, 3) : nullptr;
-        std::vector<int64_t> taken(split ? omp_get_max_threads() : 1);  // groups of each part
+        std::vector<int64_t> taken(split ? omp_get_max_threads() : 1);  // groups of each part, by some thread
 #pragma omp parallel if (split)
         {
             const int64_t threads = omp_get_num_threads(), thread = omp_get_thread_num();
-            // Where a thread shares its core with another process, the others take its groups. Where there are too few
-            // panels for all threads, rows are divided too.
+            // Where a thread shares its core with another process, the others take its groups.
             const int64_t groups = std::min(panels, std::max(threads * 4, (panels + GROUP - 1) / GROUP));
+            // Rows are divided where each thread has its own, and where there are too few panels for all threads.
             const int64_t parts = own ? threads : std::min(tiling.count, std::max<int64_t>(1, threads / groups));
             const auto first_tile = [&](int64_t part) { return tiling.count * part / parts; };
             const Left left{shared ? shared : scratch<word>(size, 3), 0, x.rows};
