@@ -654,11 +654,11 @@ def test_what_guessing_takes_counts_and_where_there_is_no_guess_few_are_asked_fo
     lengths.compared = True
     for seconds in (60.0, 4.0):
         lengths.chose(seconds)
+        lengths.guessed([1], 1, 0.0, 2)
     lengths.compared = False
     lengths.chose(0.001)
     assert lengths._choosing.mean == 4.0, "nothing was compared"
     lengths.compared = True
-        lengths.guessed([1], 1, 0.0, 2)
     counts = lengths.choose(sequences, [63] * 2, rows=2, room=500)
     assert sum(counts) > 8, "to choose takes as long for many tokens"
     lengths.chose(240.0)
