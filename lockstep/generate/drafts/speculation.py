@@ -57,11 +57,10 @@ class Speculation:
         sequences = [chunk.sequence for chunk in sampled]
         # The last token of a sequence is drawn but never computed. One that is sampled from another's row has none.
         limits = [c.rows and c.sequence.params.max_tokens - c.sequence.sampled - 1 for c in sampled]
-        none = [0] * len(sequences)
         # A step that computes prompts is of a size of its own in any case.
         fits = self._fits if rows == len(chunks) else any_rows
         room = self._rows - rows
-        counts = none
+        counts = [0] * len(sequences)
         if not resting:
             counts = self.lengths.choose(sequences, limits, rows, room, fits)
             self.lengths.chose(time.perf_counter() - began)
