@@ -40,7 +40,7 @@ class _Machine:
     choosing, guessing = 0.006, 0.03
     """To choose the length for one sequence, and to guess for it."""
     hiccup, hiccup_at = 0.0, ""
-    """By how much the first time that something is chosen, or guessed, or the second, takes longer."""
+    """By how much one choice or guess takes longer, and which, such as "choosing 2", the second."""
 
     def __init__(self, seed: int):
         self.random = random.Random(seed)
@@ -172,8 +172,7 @@ def gained(batch: int, right: float, seed: int, kind: type[_Machine] = _Machine,
     ],
 )  # fmt: skip
 def test_guesses_gain_where_they_are_right_and_cost_little_where_not(batch, right, least):
-    # Single generations gain 0.94 to 0.99 where guesses are wrong: a median of few is one or the other.
-    assert statistics.median(gained(batch, right, seed) for seed in range(25)) >= least
+    assert statistics.median(gained(batch, right, seed) for seed in range(9)) >= least
 
 
 @pytest.mark.parametrize(("batch", "right", "least"), [(4, 0.9, 3.0), (16, 0.5, 1.1), (64, 0.0, 0.97), (64, 0.9, 1.75)])

@@ -772,11 +772,25 @@ def test_what_pays_stays_for_some_steps_for_the_same_sequences():
     first = choose(sequences)
     assert min(first) > 2 and lengths.compared
     for limit in (63, 2, 63):
+        lengths.verified(sequences[0], 1, 1)
         assert choose(sequences, limit) == [min(each, limit) for each in first] and not lengths.compared
+    lengths.verified(sequences[0], 1, 1)
     assert choose(sequences) and lengths.compared, "after three steps"
+    lengths.verified(sequences[0], 1, 1)
     assert choose([sequences[0], _sequence([1] * 4)]) and lengths.compared, "for others"
-    assert sum(choose([*sequences], room=3)) == 3 and lengths.compared
-    assert sum(choose([*sequences], room=2)) == 2 and lengths.compared, "less room"
+    assert sum(choose(sequences, room=3)) == 3 and lengths.compared
+    lengths.verified(sequences[0], 1, 1)
+    assert sum(choose(sequences, room=2)) == 2 and lengths.compared, "less room"
+
+
+@pytest.mark.parametrize("size, stay", [(3, True), (4, False)])
+def test_what_pays_stays_while_guesses_are_wrong_only_if_its_size_has_run(size, stay):
+    """A size that is not recorded yet takes long: a choice by mistake would cost that several times."""
+    lengths, sequence = _lengths({1: 1.0, size: 1.0, 5: 40.0}), _sequence([1] * 4)
+    assert lengths.choose([sequence], [2], rows=1, room=2) == [2]
+    lengths.verified(sequence, 2, 0)
+    lengths.choose([sequence], [2], rows=1, room=2)
+    assert lengths.compared != stay
 
 
 @pytest.mark.parametrize("ran, stays", [(1, True), (LEARNT, False)])
@@ -784,6 +798,7 @@ def test_a_try_goes_on_while_it_is_right_if_its_size_is_new(ran, stays):
     lengths, sequence = _lengths({1: 1.0, 3: 9.0, 512: 2000.0}), _sequence([1] * 4)
     for _ in range(ran - 1):
         lengths.times.record(3, 9.0)
+    lengths._stays = True  # as after a choice that paid
     counts = [0]
     while not any(counts):
         counts = [0] if lengths.rests(1) else lengths.choose([sequence], [50], rows=1, room=400)

@@ -130,7 +130,7 @@ class StepTimes:
     def record(self, rows: int, seconds: float, pace: Pace = "lasting") -> None:
         if pace == "recording":
             return
-        rows = int(self._padded(np.array([rows]))[0])
+        rows = self._size(rows)
         self._curve = None
         if pace == "lasting":
             self._record_lasting(rows, seconds)
@@ -144,7 +144,7 @@ class StepTimes:
         known, now = self._lasting.get(rows, np.inf), seconds / self._level
         self._steps += 1
         # The first steps of a size may be slow, and what is known of one that has not run for long may be wrong.
-        certain = self._steps - self._timed.get(rows, -RECENT) < RECENT and not self.is_new(rows)
+        certain = self._steps - self._timed.get(rows, -RECENT) < RECENT and self._counts[rows] >= LEARNT
         self._timed[rows] = self._steps
         self._counts[rows] += 1
         if self._counts[rows] <= FIRST or (now < TOO_FAST * known and not certain):
@@ -177,21 +177,28 @@ class StepTimes:
     def knows(self, rows: int) -> bool:
         """Whether a step of so few rows has run."""
         sizes = self._sizes()
-        return bool(sizes) and int(self._padded(np.array([rows]))[0]) >= min(sizes)
+        return bool(sizes) and self._size(rows) >= min(sizes)
 
     def next_size(self, rows: int) -> int | None:
         """The next size that has run, beyond that of a step of so many rows; None if there is none."""
-        own = int(self._padded(np.array([rows]))[0])
+        own = self._size(rows)
         return min((size for size in self._lasting if size > own), default=None)
 
     def is_new(self, rows: int) -> bool:
         """Whether so few lasting steps of this size have run that its time is uncertain."""
-        return self._counts[int(self._padded(np.array([rows]))[0])] < LEARNT
+        return self._counts[self._size(rows)] < LEARNT
+
+    def is_lasting(self, rows: int) -> bool:
+        """Whether a step of this size has been as fast as later ones."""
+        return self._size(rows) in self._lasting
 
     def may_be_faster(self, rows: int) -> bool:
-        """Whether a few more steps of this size may show that it is faster: not before it is recorded."""
-        size = int(self._padded(np.array([rows]))[0])
-        return self.is_new(rows) and (size in self._lasting or size not in self._slower)
+        """Whether a few more steps of this size may show that it is faster: not while they are not recorded."""
+        return self.is_new(rows) and (self.is_lasting(rows) or self._size(rows) not in self._slower)
+
+    def _size(self, rows: int) -> int:
+        """The rows that a step of so many computes."""
+        return int(self._padded(np.array([rows]))[0])
 
     @property
     def most_rows(self) -> int:
@@ -264,9 +271,9 @@ class DraftLengths:
         self._chosen_for: tuple[int, list[int]] = 0, []
         """Rows and sequences that lengths were last chosen for."""
         self._kept = 0
-        """Further steps for which these lengths stay; those of a try only while some guess is right."""
-        self._held = False
-        """Whether one was since the last choice."""
+        """Further steps for which these lengths stay."""
+        self._held = self._stays = False
+        """Whether some guess was right since the last choice, and whether lengths stay if none was."""
 
     def rests(self, sequences: int) -> bool:
         """Whether to skip guessing in this step, since it did not pay recently with about as many sequences."""
@@ -295,10 +302,10 @@ class DraftLengths:
         chosen_for, held, self._held = (rows, list(map(id, sequences))), self._held, False
         self.compared = False
         kept = list(map(min, self._chosen, limits))
-        if self._kept and (held or not self.trying) and chosen_for == self._chosen_for and sum(kept) <= room:
+        if self._kept and (held or self._stays) and chosen_for == self._chosen_for and sum(kept) <= room:
             self._kept -= 1
             return kept
-        self._kept, self._chosen_for = 0, chosen_for
+        self._kept, self._stays, self._chosen_for = 0, False, chosen_for
         self._chosen = self._choose(sequences, limits, rows, room, fits)
         return self._chosen
 
@@ -370,7 +377,8 @@ class DraftLengths:
         rates[0] *= MARGIN
         while (taken := int(np.argmax(rates))) and not fits(rows + taken):
             rates[taken] = 0.0
-        self._kept = KEPT if taken else 0
+        if taken:
+            self._kept, self._stays = KEPT, self.times.is_lasting(rows + taken)
         self._paying += taken > 0
         if taken and (larger := self._larger(rows, taken, len(gains), fits)):
             taken, self._kept, self._paying = larger, 0, 0

@@ -371,7 +371,7 @@ struct Product {
     void by_panels(bool split, bool own) const {
         const int64_t size = x.rows * steps * HALVES;
         word* shared = size > OWN_WORDS ? scratch<word>(size, 3) : nullptr;
-        std::vector<int64_t> taken(split ? omp_get_max_threads() : 1);  // groups of each part, by some thread
+        std::vector<int64_t> taken(tiling.count);  // groups of each part, of which there are no more than tiles
 #pragma omp parallel if (split)
         {
             const int64_t threads = omp_get_num_threads(), thread = omp_get_thread_num();
