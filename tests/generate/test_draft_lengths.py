@@ -14,7 +14,8 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 
-from lockstep.generate.drafts.lengths import DraftLengths, StepTimes, unpadded
+from lockstep.generate.drafts.lengths import DraftLengths
+from lockstep.generate.drafts.step_times import StepTimes, unpadded
 from lockstep.generate.taped import GUESSED_ROWS, SIGHTS
 
 NEW = 128

@@ -19,16 +19,9 @@ from lockstep.errors import UserError
 from lockstep.generate.batch import BatchArrays
 from lockstep.generate.drafts import Draft, FirstOf, HistoryDraft, ModelDraft, NGramDraft, first_layers, make_draft
 from lockstep.generate.drafts.history import BEGIN, LONGEST, MOST_PLACES, PROMPT, Texts
-from lockstep.generate.drafts.lengths import (
-    INVESTED,
-    LEARNT,
-    LONGEST_REST,
-    MOST_REST,
-    DraftLengths,
-    StepTimes,
-    Usual,
-)
+from lockstep.generate.drafts.lengths import LONGEST_REST, MOST_REST, DraftLengths
 from lockstep.generate.drafts.speculation import Speculation
+from lockstep.generate.drafts.step_times import INVESTED, LEARNT, StepTimes, Usual
 from lockstep.generate.sequence import Sequence
 from lockstep.model import ModelConfig, preset
 from lockstep.model.lora import lora_of

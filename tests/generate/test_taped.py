@@ -16,7 +16,7 @@ from torch import nn
 from lockstep import Engine, EngineConfig, SamplingParams, build_model, ops
 from lockstep.config import CompileConfig
 from lockstep.generate import taped
-from lockstep.generate.drafts.lengths import INVESTED, StepTimes
+from lockstep.generate.drafts.step_times import INVESTED, StepTimes
 from lockstep.generate.runner import Runner
 from lockstep.generate.taped import TapedRunner
 from lockstep.model import ModelConfig, preset

@@ -14,7 +14,7 @@ from lockstep.config import EngineConfig, ParallelConfig
 from lockstep.errors import UserError
 from lockstep.generate import lead
 from lockstep.generate.drafts import FirstOf, HistoryDraft, NGramDraft
-from lockstep.generate.drafts.lengths import StepTimes
+from lockstep.generate.drafts.step_times import StepTimes
 from lockstep.generate.lead import LeadingEngine, follow
 from lockstep.model import initialize, preset
 from lockstep.parallel import close_world, generator_model, open_world
