@@ -25,7 +25,7 @@ from tokenizers import Tokenizer as TokenizersTokenizer
 from lockstep import ops
 from lockstep.checkpoint import model_folder, open_model
 from lockstep.config import EngineConfig
-from lockstep.data import load_tokenizer
+from lockstep.data import continuation, load_tokenizer
 from lockstep.data.chat import ChatTemplateError, load_chat_template
 from lockstep.errors import UserError, closest
 from lockstep.generate import Engine, SamplingParams
@@ -157,8 +157,9 @@ class LockstepLM(TemplateLM):
         asked = [self._asked(*request.args) for request in requests]
         groups = self._engine.generate([prompt for prompt, _ in asked], [params for _, params in asked])
         texts = []
-        for request, (_, params), (completion,) in zip(requests, asked, groups):
-            text = self.tokenizer.decode([t for t in completion.token_ids if t not in self._special])
+        for request, (prompt, params), (completion,) in zip(requests, asked, groups):
+            sampled = [t for t in completion.token_ids if t not in self._special]
+            text = continuation(self.tokenizer, prompt, sampled)
             for stop in params.stop:
                 text = text.split(stop)[0]
             texts.append(text)

@@ -29,7 +29,7 @@ class GenerateOptions:
     """Text to continue; with --chat: what the user says."""
     prompts: str = ""
     """File of prompts: text with one prompt per line, or JSONL whose lines have `prompt` or `messages`. Other keys of a
-    line are copied to its completions, except those that a completion has itself."""
+    line are copied to its completions, except those that a completion has itself. Blank lines are left out."""
     output: str = ""
     """JSONL file to write, one completion per line; empty: the terminal."""
     overwrite: bool = False
@@ -182,8 +182,8 @@ def _write_all(prompts: list[Prompt], params: Any, engine: Any, tokenizer: Any, 
         bar = opened.enter_context(Progress("generate", len(prompts))) if output else None
         for start in range(0, len(prompts), batch):
             part = slice(start, start + batch)
-            completed = zip(prompts[part], engine.generate(tokens[part], each[part]))
-            _write(file, (_line(p, i, c, tokenizer) for p, samples in completed for i, c in enumerate(samples)))
+            completed = zip(prompts[part], tokens[part], engine.generate(tokens[part], each[part]))
+            _write(file, (_line(p, i, _text(t, c, tokenizer), c) for p, t, cs in completed for i, c in enumerate(cs)))
             if bar:
                 bar.advance(len(prompts[part]))
 
@@ -209,30 +209,34 @@ def _write(file: Any, lines: Iterable[dict[str, Any]]) -> None:
         raise UserError(f"{file.name}: cannot be written ({error.strerror}); give another --output") from error
 
 
-def _line(prompt: Prompt, index: int, completion: Any, tokenizer: Any) -> dict[str, Any]:
+def _line(prompt: Prompt, index: int, text: str, completion: Any) -> dict[str, Any]:
     return prompt.given | {
         "sample": index,
-        "completion": _text(completion, tokenizer),
+        "completion": text,
         "finish_reason": completion.finish_reason,
         "token_ids": completion.token_ids,
         "logprobs": completion.logprobs,
     }
 
 
-def _text(completion: Any, tokenizer: Any) -> str:
-    return str(tokenizer.decode([t for t in completion.token_ids if t != tokenizer.eos_id]))
+def _text(prompt: list[int], completion: Any, tokenizer: Any) -> str:
+    from lockstep.data import continuation
+
+    return continuation(tokenizer, prompt, [t for t in completion.token_ids if t != tokenizer.eos_id])
 
 
 def _print_samples(prompt: Prompt, params: Any, engine: Any, tokenizer: Any) -> None:
-    for index, completion in enumerate(engine.generate([tokenizer.encode(prompt.text)], params)[0]):
-        print(f"[{index}] {_shown(_text(completion, tokenizer))}")
+    tokens = tokenizer.encode(prompt.text)
+    for index, completion in enumerate(engine.generate([tokens], params)[0]):
+        print(f"[{index}] {_shown(_text(tokens, completion, tokenizer))}")
 
 
 def _stream(shown: str, prompt: Prompt, params: Any, engine: Any, tokenizer: Any) -> None:
-    from lockstep.data import StreamDecoder
+    from lockstep.data import StreamDecoder, decoding_context
 
-    decoder = StreamDecoder(tokenizer)
-    for event in engine.stream(tokenizer.encode(prompt.text), params):
+    tokens = tokenizer.encode(prompt.text)
+    decoder = StreamDecoder(tokenizer, decoding_context(tokenizer, tokens))
+    for event in engine.stream(tokens, params):
         print(_shown(shown), end="", flush=True)  # with the first token: a refused prompt is not shown
         shown = ""
         if event.token_id != tokenizer.eos_id:

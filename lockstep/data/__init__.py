@@ -8,7 +8,7 @@ from lockstep.data.mixture import parse_data
 from lockstep.data.open import DataSource, open_rows
 from lockstep.data.records import read_jsonl
 from lockstep.data.rows import Row, Rows
-from lockstep.data.stream_decoder import StreamDecoder
+from lockstep.data.stream_decoder import StreamDecoder, continuation, decoding_context
 from lockstep.data.text import TextSource
 from lockstep.data.token_folder import is_token_folder, open_token_folder, write_token_folder
 from lockstep.data.tokenizer import (
@@ -36,6 +36,8 @@ __all__ = [
     "TextSource",
     "TokenizedCorpus",
     "Tokenizer",
+    "continuation",
+    "decoding_context",
     "divide_step",
     "is_token_folder",
     "load_tokenizer",

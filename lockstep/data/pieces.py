@@ -1,9 +1,10 @@
-"""What each token of a text stands for, one by one, in readable form."""
+"""What each token of a text stands for, one by one: in readable form, as text, and as bytes."""
 
 from __future__ import annotations
 
 import re
 from collections.abc import Sequence
+from functools import lru_cache
 
 from lockstep.data.tokenizer import Tokenizer, byte_characters
 
@@ -12,19 +13,58 @@ BYTE = re.compile(r"<0x([0-9A-Fa-f]{2})>")
 
 
 def token_pieces(tokenizer: Tokenizer, tokens: Sequence[int]) -> list[str]:
-    """The text of each token by itself; for a special token its name; bytes that are not UTF-8 alone as `\\xNN`."""
-    names = {number: name for name, number in tokenizer.vocabulary().items()}
-    bytes_of = {character: byte for byte, character in byte_characters().items()}
-    known = {token: _piece(tokenizer, token, names.get(token), bytes_of) for token in set(tokens)}
-    return [known[token] for token in tokens]
+    """Each token in readable form: its text, the name of a special token, bytes that are not UTF-8 alone as `\\xNN`."""
+    names = _names(tokenizer)
+    return [_piece(tokenizer, token, names.get(token)) for token in tokens]
 
 
-def _piece(tokenizer: Tokenizer, token: int, name: str | None, bytes_of: dict[str, int]) -> str:
+@lru_cache(maxsize=2**18)
+def token_text(tokenizer: Tokenizer, token: int) -> str:
+    """What a token adds to a text; empty for a special token and for bytes that are not UTF-8 alone."""
+    context, length = _before(tokenizer)
+    text = tokenizer.decode([*context, token])[length:]
+    return "" if "\N{REPLACEMENT CHARACTER}" in text else text
+
+
+@lru_cache(maxsize=2**18)
+def token_bytes(tokenizer: Tokenizer, token: int) -> bytes | None:
+    """The UTF-8 bytes that a token adds to a text; None for a special token."""
+    name = _names(tokenizer).get(token)
+    if name is None or name in tokenizer.special_tokens():
+        return None
+    return token_text(tokenizer, token).encode() or _bytes(name)
+
+
+def _piece(tokenizer: Tokenizer, token: int, name: str | None) -> str:
     if name is None:
         return f"[{token}]"
+    found = token_bytes(tokenizer, token)
+    return name if found is None else found.decode(errors="backslashreplace")
+
+
+def _bytes(name: str) -> bytes | None:
+    """The bytes that a token is named after, which are not UTF-8 alone."""
     if byte := BYTE.fullmatch(name):
-        return bytes([int(byte[1], 16)]).decode(errors="backslashreplace")
-    text = tokenizer.decode([token])
-    if "\N{REPLACEMENT CHARACTER}" in text and all(character in bytes_of for character in name):
-        return bytes(bytes_of[character] for character in name).decode(errors="backslashreplace")
-    return text or name
+        return bytes([int(byte[1], 16)])
+    bytes_of = _bytes_of_characters()
+    return bytes(bytes_of[character] for character in name) if all(c in bytes_of for c in name) else None
+
+
+@lru_cache(maxsize=1)
+def _bytes_of_characters() -> dict[str, int]:
+    return {character: byte for byte, character in byte_characters().items()}
+
+
+@lru_cache(maxsize=4)
+def _names(tokenizer: Tokenizer) -> dict[int, str]:
+    return {number: name for name, number in tokenizer.vocabulary().items()}
+
+
+@lru_cache(maxsize=4)
+def _before(tokenizer: Tokenizer) -> tuple[list[int], int]:
+    """A token with a text, to which others may be added, and the length of the text."""
+    for token in range(tokenizer.vocab_size):
+        text = tokenizer.decode([token])
+        if text.strip() and "\N{REPLACEMENT CHARACTER}" not in text:
+            return [token], len(text)
+    return [], 0

@@ -1,30 +1,53 @@
-"""The text of tokens that come one by one."""
+"""The text of tokens that continue another text: all at once, or as they come one by one."""
 
 from __future__ import annotations
 
 import codecs
+from collections.abc import Sequence
 
 from lockstep.data.tokenizer import ByteTokenizer, Tokenizer
 
 LONGEST_PIECE = 32
 """Most tokens that a stream holds back."""
+LONGEST_CONTEXT = 8
+"""In tokens: more than a character has bytes."""
+
+
+def decoding_context(tokenizer: Tokenizer, tokens: Sequence[int]) -> list[int]:
+    """The last of a text's `tokens`, with which those that follow are decoded: some decoders treat the first token of a
+    text differently. Empty if the text ends within a character."""
+    if isinstance(tokenizer, ByteTokenizer):
+        return []
+    for count in range(1, min(LONGEST_CONTEXT, len(tokens)) + 1):
+        context = list(tokens[-count:])
+        text = tokenizer.decode(context)
+        if (text or count == len(tokens)) and "\N{REPLACEMENT CHARACTER}" not in text:
+            return context
+    return []
+
+
+def continuation(tokenizer: Tokenizer, prompt: Sequence[int], tokens: Sequence[int]) -> str:
+    """The text that `tokens` add to that of `prompt`."""
+    context = decoding_context(tokenizer, prompt)
+    return tokenizer.decode([*context, *tokens])[len(tokenizer.decode(context)) :]
 
 
 class StreamDecoder:
     """Text of a growing list of tokens, piece by piece, never half a character.
 
-    Each token costs two decodings of a few tokens, however long the text is.
+    `context`: what `decoding_context` returns for the text that they continue. Each token costs two decodings of a few
+    tokens, however long the text is.
     """
 
-    def __init__(self, tokenizer: Tokenizer):
+    def __init__(self, tokenizer: Tokenizer, context: Sequence[int] = ()):
         self._tokenizer = tokenizer
         self._bytes = codecs.getincrementaldecoder("utf-8")(errors="replace")
-        # Decoded together: the tokens of the last finished piece, as context (some decoders treat the first token of a
-        # text differently), and those since. A piece starts and ends between characters, so the context cannot spoil
-        # a character that follows. `_shown` of their characters have been returned already.
-        self._held: list[int] = []
-        self._context = 0
-        self._shown = 0
+        # Decoded together: the context, later the tokens of the last finished piece, and those since. A piece starts
+        # and ends between characters, so the context cannot spoil a character that follows. `_shown` of their
+        # characters have been returned already.
+        self._held = list(context)
+        self._context = len(self._held)
+        self._shown = len(tokenizer.decode(self._held)) if context else 0
 
     def push(self, token: int) -> str:
         """The text that this token completes; empty while a character is still open."""

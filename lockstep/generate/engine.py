@@ -18,7 +18,7 @@ from torch import Tensor
 
 from lockstep import ops
 from lockstep.config import EngineConfig
-from lockstep.data import StreamDecoder, Tokenizer
+from lockstep.data import StreamDecoder, Tokenizer, decoding_context
 from lockstep.errors import UserError
 from lockstep.generate.batch import BatchArrays, StepBatch
 from lockstep.generate.drafts import Draft, DraftLengths, Speculation, make_draft
@@ -191,6 +191,8 @@ class Engine:
         request_id, self._next_id = self._next_id, self._next_id + 1
         seed = self._fresh_seed() if params.seed is None else params.seed
         stop_ids, now = params.ending_ids(self.model.config.eos_token_ids), time.perf_counter()
+        decodes = self.tokenizer if params.stop else None
+        context = decoding_context(decodes, prompt) if decodes else []
         sequences = [
             Sequence(
                 request_id=request_id,
@@ -200,7 +202,7 @@ class Engine:
                 tokens=list(prompt),
                 prompt_length=len(prompt),
                 stop_ids=stop_ids,
-                decoder=StreamDecoder(self.tokenizer) if params.stop and self.tokenizer else None,
+                decoder=StreamDecoder(decodes, context) if decodes else None,
                 asked_at=now,
             )
             for index in range(params.n)

@@ -1,6 +1,8 @@
 """Tokenizers: text survives the way there and back, also piece by piece."""
 
 import json
+from functools import partial
+from itertools import chain
 
 import pytest
 from hypothesis import given, settings
@@ -12,9 +14,12 @@ from lockstep.data import (
     StreamDecoder,
     TextEncoder,
     Tokenizer,
+    continuation,
+    decoding_context,
     load_tokenizer,
 )
 from lockstep.data.chat import load_chat_template
+from lockstep.data.pieces import token_bytes, token_text
 from lockstep.data.text import TextPart
 from lockstep.errors import UserError
 
@@ -71,8 +76,8 @@ def test_bad_tokenizers_are_refused(bpe_tokenizer, tmp_path):
         load_tokenizer(tmp_path)
 
 
-def stream(tokenizer, ids):
-    decoder = StreamDecoder(tokenizer)
+def stream(tokenizer, ids, prompt=()):
+    decoder = StreamDecoder(tokenizer, decoding_context(tokenizer, prompt))
     return "".join([decoder.push(i) for i in ids]) + decoder.finish()
 
 
@@ -113,6 +118,40 @@ def test_a_stream_with_bytes_as_a_last_resort_keeps_characters_and_spaces(byte_f
     for part in text.replace("world", "|2|").replace("hello", "|3|").replace(" |", "|").split("|"):
         ids += [int(part)] if part in ("2", "3") else [4 + b for b in part.encode()]
     assert tokenizer.decode(ids) == text and stream(tokenizer, ids) == text
+
+
+@settings(max_examples=200, deadline=None)
+@given(
+    words=st.lists(st.sampled_from(["<s>", "▁", "▁world", "▁hello", *"éx日🙂"]), min_size=1, max_size=12),
+    begun=st.integers(1, 12),
+)
+def test_what_continues_a_text_is_all_that_the_whole_has_more(byte_fallback_folder, words, begun):
+    tokenizer = HuggingFaceTokenizer(byte_fallback_folder / "tokenizer.json")
+    names = tokenizer.vocabulary()
+    pieces = [[names[word]] if word in names else [4 + byte for byte in word.encode()] for word in words]
+    prompt, tokens = list(chain(*pieces[:begun])), list(chain(*pieces[begun:]))
+    added = continuation(tokenizer, prompt, tokens)
+    assert tokenizer.decode(prompt) + added == tokenizer.decode(prompt + tokens)
+    assert stream(tokenizer, tokens, prompt) == added
+
+
+def test_a_text_that_ends_within_a_character_is_no_context(bpe_tokenizer, byte_fallback_folder):
+    half = bpe_tokenizer.encode("x🙂")[:-1]
+    assert decoding_context(bpe_tokenizer, half) == [] != decoding_context(bpe_tokenizer, bpe_tokenizer.encode("x🙂"))
+    (letter,) = bpe_tokenizer.encode("y")
+    assert continuation(bpe_tokenizer, half, [letter]) == stream(bpe_tokenizer, [letter], half) == "y"
+    assert decoding_context(ByteTokenizer(), list(b"abc")) == []
+
+
+def test_a_token_is_named_and_its_bytes_told_as_within_a_text(bpe_tokenizer, byte_fallback_folder):
+    tokenizer = HuggingFaceTokenizer(byte_fallback_folder / "tokenizer.json")
+    names = tokenizer.vocabulary()
+    assert [token_text(tokenizer, names[name]) for name in ("▁world", "▁", "<0xC3>", "<s>")] == [" world", " ", "", ""]
+    assert [token_bytes(tokenizer, names[name]) for name in ("▁", "<0xC3>", "<s>")] == [b" ", b"\xc3", None]
+    ids = bpe_tokenizer.encode(TEXT)
+    assert b"".join(map(partial(token_bytes, bpe_tokenizer), ids)) == TEXT.encode()
+    assert token_bytes(bpe_tokenizer, bpe_tokenizer.eos_id) is token_bytes(ByteTokenizer(), 257) is None
+    assert token_bytes(ByteTokenizer(), 0xC3) == b"\xc3"
 
 
 @pytest.mark.parametrize(

@@ -1,5 +1,7 @@
 """The official client against a real server: completions and chat, streamed and not."""
 
+import re
+
 import openai
 import pytest
 
@@ -136,6 +138,42 @@ def test_tools_are_refused_and_a_misspelt_field_gets_a_hint(client):
         client.chat.completions.create(model="small", messages=[{"role": "user", "content": "x"}], tools=[tool])
     with pytest.raises(openai.BadRequestError, match='Did you mean "temperature"'):
         client.completions.create(model="small", prompt="x", extra_body={"temperatur": 0.5})
+
+
+TEXT = "must be a string, or a list of parts of type text"
+
+
+@pytest.mark.parametrize(
+    ("message", "said"),
+    [
+        ({"role": "user", "content": [{"type": "image_url", "image_url": {}}]}, f"messages.0.content {TEXT}"),
+        ({"role": "user", "content": 1}, f"messages.0.content {TEXT}"),
+        ({"role": "user"}, f"messages.0.content {TEXT}"),
+        ({"role": "user", "content": None}, f"messages.0.content {TEXT}"),
+        ({"role": "assistant", "tool_calls": [{"id": "1"}]}, "messages.0.tool_calls is not supported here"),
+        ({"role": "robot", "content": "x"}, "messages.0.role: Input should be 'system', 'developer'"),
+        ("x", "messages.0: Input should be"),
+    ],
+    ids=str,
+)
+def test_what_is_wrong_in_a_message_is_said_in_a_clients_words(client, message, said):
+    with pytest.raises(openai.BadRequestError, match=re.escape(said)):
+        client.chat.completions.create(model="small", messages=[message])
+
+
+@pytest.mark.parametrize("name", ["reasoning_effort", "chat_template_kwargs", "guided_json"])
+def test_a_field_of_openai_or_vllm_is_called_unsupported_not_unknown(client, name):
+    with pytest.raises(openai.BadRequestError, match=f"{name} is not supported here; remove it") as caught:
+        client.completions.create(model="small", prompt="x", extra_body={name: {"a": 1}})
+    assert caught.value.code == "unsupported_parameter" and caught.value.param == name
+
+
+def test_a_prompt_and_max_tokens_beyond_the_context_have_openais_code(client):
+    with pytest.raises(
+        openai.BadRequestError, match=r"1 tokens and max_tokens 512 exceed the context of 512"
+    ) as caught:
+        client.completions.create(model="small", prompt=[1], max_tokens=512)
+    assert caught.value.code == "context_length_exceeded" and caught.value.param == "max_tokens"
 
 
 def test_fields_that_change_nothing_are_accepted(client):

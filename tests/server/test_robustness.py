@@ -19,13 +19,13 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from lockstep import build_model, load_model, save_model
+from lockstep.data.pieces import token_bytes, token_text
 from lockstep.generate.server import answer as answers
 from lockstep.generate.server.api_error import ApiError
 from lockstep.generate.server.body import LARGE, MOST, parse_body, parse_in_turn
 from lockstep.generate.server.limits import in_turn
 from lockstep.generate.server.protocol import IGNORED, NEUTRAL, ChatRequest, CompletionRequest
 from lockstep.generate.server.responses import Reply
-from lockstep.generate.server.text import token_bytes, token_name
 from tests.server.conftest import running_server
 
 SETTINGS = settings(
@@ -163,11 +163,12 @@ def test_mangled_bytes_in_a_body(server):
         (b'{"prompt": []}', "prompt"),
         (b'{"prompt": [[]]}', "prompt"),
         (b'{"prompt": [1, "a"]}', "prompt"),
-        (b'{"prompt": [1, -1]}', None),
-        (b'{"prompt": [999999]}', None),
-        (b'{"prompt": [1, 99999999999999999999999999]}', None),
+        (b'{"prompt": [1, -1]}', "prompt"),
+        (b'{"prompt": [999999]}', "prompt"),
+        (b'{"prompt": [[1], [1, 99999999999999999999999999]]}', "prompt"),
+        (b'{"prompt": "x", "seed": 1, "begun": [[999999]]}', "begun"),
         (b'{"prompt": "' + b"word " * 5000 + b'"}', "prompt"),
-        (b'{"prompt": "x", "max_tokens": 600}', None),
+        (b'{"prompt": "x", "max_tokens": 600}', "max_tokens"),
         (b'{"prompt": "x", "user": ' + b"[" * 15000 + b"]" * 15000 + b"}", None),
         (b'{"prompt": "x", "' + b"k" * 3000 + b'": 1}', "k" * 64),
     ],
@@ -226,6 +227,9 @@ def test_unknown_routes_methods_and_content_types_have_the_errors_shape(server):
         ]:
             assert answer.status_code == status
             _check(answer)
+            code = {404: "not_found", 405: "method_not_allowed"}.get(status)
+            assert answer.json()["error"]["code"] == code
+        assert client.head("/health").status_code == 200 and not client.head("/health").content
         schema = client.get("/openapi.json").json()
     assert "prompt" in json.dumps(schema["paths"]["/v1/completions"]["post"]["requestBody"])
 
@@ -486,11 +490,11 @@ def test_health_answers_while_log_probabilities_are_written(server, monkeypatch,
 
 def test_a_token_is_decoded_once_for_all_log_probabilities(server, monkeypatch):
     tokenizer, seen = server.server._service.tokenizer, []
-    decode = tokenizer.decode
+    decode, text = tokenizer.decode, tokenizer.decode([300])
+    token_text(tokenizer, 299)  # the first one also decodes a text to add tokens to
     monkeypatch.setattr(tokenizer, "decode", lambda ids: seen.append(tuple(ids)) or decode(ids))
-    text = decode([300])
     for _ in range(2):
-        assert token_name(tokenizer, 300) == text and token_bytes(tokenizer, 300) == list(text.encode())
+        assert token_text(tokenizer, 300) == text and token_bytes(tokenizer, 300) == text.encode()
     assert len(seen) <= 1
 
 

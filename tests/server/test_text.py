@@ -3,7 +3,7 @@
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from lockstep.data import ByteTokenizer
+from lockstep.data import ByteTokenizer, StreamDecoder
 from lockstep.generate.server.text import GrowingText, StopString
 
 ALPHABET = "ab¢😀"
@@ -30,7 +30,7 @@ def test_shown_text_is_the_text_before_the_first_stop_string(text_and_stops, cut
     ends = [end for end in range(len(whole) + 1) if whole[:end].endswith(tuple(stops))]
     found = [whole[: min(ends)].find(stop) for stop in stops if stop in whole[: min(ends)]] if ends else []
     expected = whole[: min(found)] if found else whole
-    growing, shown = GrowingText(ByteTokenizer(), [StopString(stop) for stop in stops], ()), ""
+    growing, shown = GrowingText(StreamDecoder(ByteTokenizer()), [StopString(stop) for stop in stops], ()), ""
     for position, byte in enumerate(data):
         shown += growing.push(byte, position == len(data) - 1)
         assert expected.startswith(shown)
@@ -48,12 +48,12 @@ class Counting(str):
 
 
 def test_the_work_for_a_stop_string_does_not_grow_with_its_length():
-    growing = GrowingText(ByteTokenizer(), [StopString(Counting("a" * 255 + "z"))], ())
+    growing = GrowingText(StreamDecoder(ByteTokenizer()), [StopString(Counting("a" * 255 + "z"))], ())
     Counting.looked = 0
     assert "".join(growing.push(ord("a"), False) for _ in range(1000)) == "a" * 745
     assert Counting.looked <= 4 * 1000
 
 
 def test_a_token_that_ends_the_text_has_no_text_of_its_own():
-    growing = GrowingText(ByteTokenizer(), (), {ord("!")})
+    growing = GrowingText(StreamDecoder(ByteTokenizer()), (), {ord("!")})
     assert growing.push(ord("!"), False) + growing.push(ord("a"), False) + growing.push(ord("!"), True) == "!a"

@@ -6,8 +6,10 @@ import json
 import pytest
 import torch
 
-from lockstep import load_model, score
+from lockstep import build_model, load_model, save_model, score
 from lockstep.generate import Engine, SamplingParams
+from lockstep.model import preset
+from tests.server.conftest import running_server
 
 PROMPTS = [[1, 2, 3, 4], [9] * 40]
 
@@ -39,6 +41,62 @@ def test_an_option_that_leaves_the_likeliest_token_gives_the_greedy_tokens(serve
         return [choice["token_ids"] for choice in answer["choices"]]
 
     assert tokens(**option) == tokens(temperature=0) != tokens()
+
+
+@pytest.fixture(scope="module")
+def stripping(tmp_path_factory):
+    """A server of a model whose tokenizer, like Llama 2's, writes spaces as "▁" and strips a text's first one."""
+    from tokenizers import Tokenizer, decoders, models
+
+    folder = tmp_path_factory.mktemp("stripping")
+    vocabulary = {"▁": 0, "▁hello": 1, "▁world": 2, "world": 3, "s": 4}
+    backend = Tokenizer(models.BPE(vocab=vocabulary, merges=[]))
+    backend.decoder = decoders.Sequence([decoders.Replace("▁", " "), decoders.Fuse(), decoders.Strip(" ", 1, 0)])
+    backend.add_special_tokens(["<s>"])
+    backend.save(str(folder / "tokenizer.json"))
+    save_model(build_model(preset("qwen3:micro", 6), dtype="float32", seed=1), folder)
+    with running_server(folder) as running:
+        yield running
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_a_text_continues_its_prompt_with_the_space_that_a_text_alone_would_lose(stripping, stream):
+    tokenizer = stripping.service.tokenizer
+    firsts = set()
+    for prompt in ([1], [0, 2, 4]):
+        options = dict(prompt=prompt, max_tokens=8, return_token_ids=True, logprobs=0, stream=stream)
+        for seed in range(8):
+            text, ids, names = _text(stripping, **options, seed=seed)
+            assert tokenizer.decode(prompt) + text == tokenizer.decode(prompt + ids)
+            assert "".join(names).replace("token_id:5", "") == text
+            firsts.add(names[0])
+            # The first token's own text as a stop string: it is found at once.
+            if ids[0] != 5:
+                assert _text(stripping, **options | {"stop": names[0]}, seed=seed)[:2] == ("", ids[:1])
+    assert " world" in firsts
+
+
+def test_each_sample_continues_its_own_prompt(stripping):
+    decode, prompts = stripping.service.tokenizer.decode, [[1], [5]]  # the second one has no text
+    options = dict(prompt=prompts, n=4, max_tokens=4, seed=0, return_token_ids=True)
+    for choice in stripping.complete(**options).json()["choices"]:
+        prompt = prompts[choice["index"] // 4]
+        assert decode(prompt) + choice["text"] == decode(prompt + choice["token_ids"])
+
+
+def _text(server, **body):
+    """Text, token ids, and the tokens' names."""
+    if not body["stream"]:
+        (choice,) = server.complete(**body).json()["choices"]
+        return choice["text"], choice["token_ids"], choice["logprobs"]["tokens"]
+    with server.http() as client, client.stream("POST", "/v1/completions", json=body) as stream:
+        lines = [line.removeprefix("data: ") for line in stream.iter_lines() if line]
+    choices = [json.loads(line)["choices"][0] for line in lines[:-1]]
+    return (
+        "".join(choice["text"] for choice in choices),
+        [token for choice in choices for token in choice["token_ids"]],
+        [name for choice in choices for name in choice["logprobs"]["tokens"]],
+    )
 
 
 def test_a_single_list_of_tokens_is_one_prompt(server):

@@ -12,6 +12,7 @@ from functools import partial
 from starlette.requests import Request
 from starlette.responses import Response
 
+from lockstep.data import StreamDecoder, decoding_context
 from lockstep.errors import UserError
 from lockstep.generate.sampling_params import Completion, SamplingParams
 from lockstep.generate.server.access_log import RequestRecord, record_of
@@ -103,10 +104,12 @@ def _check_length(service: Service, prompts: list[list[int]], max_tokens: int, f
     if longest > limit:
         message = f"a prompt has {longest} tokens; this server allows {limit}"
         raise ApiError(400, message, field, "context_length_exceeded")
-    try:
-        service.engine.check_length(longest, max_tokens)
-    except UserError as error:
-        raise ApiError(400, str(error)) from error
+    if longest + max_tokens > service.context:
+        message = (
+            f"a prompt of {longest} tokens and max_tokens {max_tokens} exceed the context of {service.context}; "
+            "shorten the prompt or lower max_tokens"
+        )
+        raise ApiError(400, message, "max_tokens", "context_length_exceeded")
 
 
 def _longest_prompt(service: Service) -> int:
@@ -123,7 +126,12 @@ async def _steps(
     """Yields an empty list once the engine has accepted the prompts, then what each step adds to the choices."""
     stop_ids = set(params.ending_ids(service.engine.model.config.eos_token_ids))
     stop = [StopString(text) for text in params.stop]
-    choices = [_Choice(GrowingText(service.tokenizer, stop, stop_ids)) for _ in range(len(prompts) * params.n)]
+    contexts = [decoding_context(service.tokenizer, prompt) for prompt in prompts]
+    choices = [
+        _Choice(GrowingText(StreamDecoder(service.tokenizer, context), stop, stop_ids))
+        for context in contexts
+        for _ in range(params.n)
+    ]
     if begun:
         await in_turn(service.turns.tokenizing, partial(_go_on, choices, begun))
     try:

@@ -151,6 +151,7 @@ async def model(request: Request, name: str) -> Response:
 
 
 @routes.get("/health")
+@routes.head("/health", include_in_schema=False)
 async def health(request: Request) -> Response:
     """200 while requests are accepted."""
     service = _service(request)
@@ -222,7 +223,18 @@ async def _prompts(service: Service, prompt: str | list[str] | list[int] | list[
     check_count(service, len(each), n)
     if not all(each) or not each:
         raise ApiError(400, "a prompt is empty; give at least one token", "prompt")
-    return await encode(service, each, "prompt") if isinstance(each[0], str) else each
+    if isinstance(each[0], str):
+        return await encode(service, each, "prompt")
+    for tokens in each:
+        _check_tokens(service, tokens, "prompt")
+    return each
+
+
+def _check_tokens(service: Service, tokens: list[int], field: str) -> None:
+    try:
+        check_token_ids(tokens, service.engine.model.config.vocab_size, field)
+    except UserError as error:
+        raise ApiError(400, str(error), field) from error
 
 
 def _begun(service: Service, body: CompletionRequest, prompts: int, max_tokens: int) -> list[Completion]:
@@ -236,7 +248,7 @@ def _begun(service: Service, body: CompletionRequest, prompts: int, max_tokens: 
             message = f"begun has {len(tokens)} tokens of a sample, but max_tokens, including them, is {max_tokens}"
             raise ApiError(400, message, "begun")
         if tokens:
-            check_token_ids(tokens, service.engine.model.config.vocab_size, "begun")
+            _check_tokens(service, tokens, "begun")
     return [Completion(tokens, [0.0] * len(tokens), "abort") for tokens in body.begun]
 
 
@@ -252,7 +264,8 @@ async def _user_error(request: Request, error: Exception) -> Response:
 async def _http_error(request: Request, error: Exception) -> Response:
     assert isinstance(error, HTTPException)
     message = f"{request.method} {request.scope['path'][:200]}: {error.detail}"
-    return ApiError(error.status_code, message, code="not_found", headers=error.headers).response()
+    code = {404: "not_found", 405: "method_not_allowed"}.get(error.status_code)
+    return ApiError(error.status_code, message, code=code, headers=error.headers).response()
 
 
 async def _client_gone(request: Request, error: Exception) -> Response:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from typing import Any, TypeVar
+from typing import Any, TypeVar, get_args
 
 from pydantic import BaseModel, ValidationError
 from starlette.requests import Request
@@ -70,8 +70,33 @@ def _message(problem: Any, kind: type[BaseModel]) -> str:
     name = _field(problem)
     if name is None:
         return str(problem["msg"])
-    field = kind.model_fields.get(name)
-    if field is not None and field.description and problem["type"] != "missing":
-        return f"{name} must be {field.description}"
-    where = ".".join(str(part)[:64] for part in problem["loc"])
-    return f"{where}: {problem['msg']}"
+    path = [str(part)[:64] for part in problem["loc"]]
+    if problem["type"] == "extra_forbidden":
+        return f"unknown field {'.'.join(path)!r}; there are: {', '.join(kind.model_fields)}"
+    if problem["type"] != "missing" and (described := _described(problem["loc"], kind)):
+        length, description = described
+        return f"{'.'.join(path[:length])} must be {description}"
+    return f"{'.'.join(path)}: {problem['msg']}"
+
+
+def _described(path: tuple[int | str, ...], kind: type[BaseModel]) -> tuple[int, str] | None:
+    """The description of the innermost field on a path that has one, and the length of the path to it."""
+    found = None
+    for length, part in enumerate(path, 1):
+        if isinstance(part, int):
+            continue
+        if (field := kind.model_fields.get(part)) is None:
+            break  # what follows names a type of a union
+        if field.description:
+            found = length, field.description
+        if (inner := _model_in(field.annotation)) is None:
+            break
+        kind = inner
+    return found
+
+
+def _model_in(annotation: Any) -> type[BaseModel] | None:
+    """The model that a field's values are, or are a list of."""
+    if isinstance(annotation, type) and issubclass(annotation, BaseModel):
+        return annotation
+    return next((model for part in get_args(annotation) if (model := _model_in(part))), None)

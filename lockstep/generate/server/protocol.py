@@ -42,8 +42,35 @@ NEUTRAL: dict[str, tuple[Any, ...]] = {
     "function_call": ("none", "auto"),
     "response_format": ({"type": "text"},),
     "modalities": (["text"],),
+    "audio": (),
+    "prediction": (),
+    "reasoning_effort": ("none",),
+    "verbosity": (),
+    "web_search_options": (),
+    "add_generation_prompt": (True,),
+    "add_special_tokens": (False,),
+    "allowed_token_ids": (),
+    "bad_words": ([],),
+    "chat_template": (),
+    "chat_template_kwargs": ({},),
+    "continue_final_message": (False,),
+    "documents": ([],),
+    "guided_choice": (),
+    "guided_grammar": (),
+    "guided_json": (),
+    "guided_regex": (),
+    "include_stop_str_in_output": (False,),
+    "length_penalty": (1,),
+    "min_tokens": (0,),
+    "priority": (0,),
+    "prompt_logprobs": (),
+    "skip_special_tokens": (True,),
+    "spaces_between_special_tokens": (True,),
+    "structured_outputs": (),
+    "truncate_prompt_tokens": (),
+    "use_beam_search": (False,),
 }
-"""OpenAI's fields that are not supported, with the values that have no effect."""
+"""OpenAI's fields, then vLLM's, that are not supported, with the values that have no effect."""
 
 
 class Options(BaseModel):
@@ -60,10 +87,10 @@ class SamplingRequest(BaseModel):
     model_config = ConfigDict(strict=True, extra="allow")
     model: str | None = None
     max_tokens: int | None = Field(None, ge=1, le=LARGEST)
-    temperature: float | None = Field(None, ge=0, le=100)
-    top_p: float | None = Field(None, gt=0, le=1)
+    temperature: float | None = Field(None, ge=0, le=100, allow_inf_nan=False)
+    top_p: float | None = Field(None, gt=0, le=1, allow_inf_nan=False)
     top_k: int | None = Field(None, ge=-1, le=LARGEST)
-    min_p: float | None = Field(None, ge=0, lt=1)
+    min_p: float | None = Field(None, ge=0, lt=1, allow_inf_nan=False)
     n: int | None = Field(None, ge=1, le=LARGEST)
     seed: int | None = Field(None, ge=-(2**63), lt=2**63)
     stop: Stop | Annotated[list[Stop], Field(max_length=16, fail_fast=True)] | None = Field(
@@ -150,12 +177,15 @@ class TextPart(BaseModel):
     text: str
 
 
+CONTENT = "a string, or a list of parts of type text"
+
+
 class Message(BaseModel):
     """A turn of the conversation."""
 
     model_config = ConfigDict(strict=True, extra="allow")
     role: Literal["system", "developer", "user", "assistant", "tool"]
-    content: str | Strictly[TextPart] | None = Field(description="a string, or a list of parts of type text")
+    content: str | Strictly[TextPart] | None = Field(None, description=CONTENT)
     name: str | None = None
 
     def plain(self) -> dict[str, Any]:
@@ -180,6 +210,8 @@ class ChatRequest(SamplingRequest):
                 if value not in (None, [], {}):
                     where = f"messages.{position}.{name[:64]}"
                     raise ApiError(400, f"{where} is not supported here; remove it", "messages")
+            if message.content is None and message.role != "assistant":
+                raise ApiError(400, f"messages.{position}.content must be {CONTENT}", "messages")
         if self.top_logprobs and not self.logprobs:
             raise ApiError(400, "top_logprobs needs logprobs: true", "top_logprobs")
         if None not in (self.max_tokens, self.max_completion_tokens) and self.max_tokens != self.max_completion_tokens:

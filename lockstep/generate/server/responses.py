@@ -8,8 +8,8 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from lockstep.data import Tokenizer
+from lockstep.data.pieces import token_bytes, token_text
 from lockstep.generate.sampling_params import TokenEvent
-from lockstep.generate.server.text import token_bytes, token_name
 
 DONE = "data: [DONE]\n\n"
 
@@ -104,7 +104,7 @@ class Reply:
 
     def _completion_logprobs(self, piece: Piece) -> str:
         lists = {
-            "tokens": [token_name(self.tokenizer, event.token_id) for event in piece.events],
+            "tokens": [self._name(event.token_id) for event in piece.events],
             "token_logprobs": [_number(event.logprob) for event in piece.events],
             "text_offset": piece.offsets,
         }
@@ -118,7 +118,7 @@ class Reply:
         if event.token_id not in dict(listed):
             listed.append((event.token_id, event.logprob))
         for token, logprob in listed:
-            name = token_name(self.tokenizer, token)
+            name = self._name(token)
             names[f"token_id:{token}" if name in names else name] = _number(logprob)
         return names
 
@@ -131,11 +131,16 @@ class Reply:
         return f'{{"content": [{", ".join(map(json.dumps, entries))}], "refusal": null}}'
 
     def _entry(self, token: int, logprob: float) -> dict[str, Any]:
+        found = token_bytes(self.tokenizer, token)
         return {
-            "token": token_name(self.tokenizer, token),
+            "token": self._name(token),
             "logprob": _number(logprob),
-            "bytes": token_bytes(self.tokenizer, token),
+            "bytes": None if found is None else list(found),
         }
+
+    def _name(self, token: int) -> str:
+        """A token's text; `token_id:N` if it has none of its own (special tokens, parts of a character)."""
+        return token_text(self.tokenizer, token) or f"token_id:{token}"
 
 
 def server_sent_event(content: str) -> str:

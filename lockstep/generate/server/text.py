@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Sequence
-from functools import lru_cache
 
-from lockstep.data import ByteTokenizer, StreamDecoder, Tokenizer
+from lockstep.data import StreamDecoder
 
 
 class StopString:
@@ -31,8 +30,8 @@ class GrowingText:
     `stop_ids` are tokens that end it and have no text; `length` counts the characters decoded so far.
     """
 
-    def __init__(self, tokenizer: Tokenizer, stop: Sequence[StopString], stop_ids: Collection[int]):
-        self._decoder = StreamDecoder(tokenizer)
+    def __init__(self, decoder: StreamDecoder, stop: Sequence[StopString], stop_ids: Collection[int]):
+        self._decoder = decoder
         self._stop = stop
         self._matched = [0] * len(stop)
         self._stop_ids = stop_ids
@@ -67,23 +66,3 @@ class GrowingText:
                     found.append(position - len(stop.text))
                     break
         return min(found, default=None)
-
-
-def token_name(tokenizer: Tokenizer, token: int) -> str:
-    """A token's readable text; `token_id:N` if it has none of its own (special tokens, parts of a character)."""
-    return _own_text(tokenizer, token) or f"token_id:{token}"
-
-
-def token_bytes(tokenizer: Tokenizer, token: int) -> list[int] | None:
-    """A token's UTF-8 bytes, if they are known."""
-    if isinstance(tokenizer, ByteTokenizer):
-        return [token] if token < 256 else None
-    text = _own_text(tokenizer, token)
-    return list(text.encode()) if text else None
-
-
-@lru_cache(maxsize=2**18)
-def _own_text(tokenizer: Tokenizer, token: int) -> str:
-    """Empty if a token has none. Cached: a response with log-probabilities names the same tokens again and again."""
-    text: str = tokenizer.decode([token])
-    return "" if "\N{REPLACEMENT CHARACTER}" in text else text
