@@ -326,12 +326,14 @@ def print_summary(folder: Path) -> None:
     from lockstep.rl.prompt_balance import PromptBalance
 
     summary = json.loads((folder / "summary.json").read_text())
-    measured = "accuracy" if "accuracy_after" in summary else "reward"
-    name = "accuracy" if measured == "accuracy" else summary["reward_name"]
-    before, after = summary[f"{measured}_before"], summary[f"{measured}_after"]
-    also_trained = summary.get("validation_also_trained")
-    where = f"validation examples, {also_trained} of them also trained on" if also_trained else "held-out examples"
-    print(f"\n{name} {before:.3f} -> {after:.3f} on {where}")
+    print()
+    if "reward_after" in summary:  # there were validations
+        measured = "accuracy" if "accuracy_after" in summary else "reward"
+        name = "accuracy" if measured == "accuracy" else summary["reward_name"]
+        before, after = summary[f"{measured}_before"], summary[f"{measured}_after"]
+        also_trained = summary.get("validation_also_trained")
+        where = f"validation examples, {also_trained} of them also trained on" if also_trained else "held-out examples"
+        print(f"{name} {before:.3f} -> {after:.3f} on {where}")
     checked, different = int(summary["parity_tokens_checked"]), int(summary["parity_tokens_different"])
     print(
         f"{checked} log-probabilities compared, {different} different; "

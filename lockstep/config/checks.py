@@ -12,10 +12,11 @@ from typing import Any
 from urllib.parse import urlsplit
 
 from lockstep.config.alarms import ALARMS, AlarmConfig
-from lockstep.config.algorithm import algorithm_of
+from lockstep.config.algorithm import ALGORITHMS, Algorithm, algorithm_of
 from lockstep.config.bounds import bound_problems
 from lockstep.config.engine import CompileConfig
 from lockstep.config.evaluation import EvalConfig, greedy_problems
+from lockstep.config.lora import LoraConfig
 from lockstep.config.parallel import SCHEDULES, ParallelConfig, tensor_problems
 from lockstep.config.preferences import PreferenceConfig, preference_problems
 from lockstep.config.recompute import KEEPABLE, RecomputeConfig
@@ -117,15 +118,34 @@ def _algorithm_problems(config: RLConfig) -> Iterator[str]:
             f"loss clip_sequence takes one advantage per completion, but {given} gives each token its own; set "
             'loss = "clip"'
         )
-    if algorithm.advantage != "gae" and config.value_detached:
-        yield f"value_detached is set, but {given} has no value function; leave it out, or set algorithm = ppo"
     if algorithm.loss == "clip_sequence" and algorithm.advantage == "batch" and algorithm.kl_coefficient > 0:
         yield (
             "loss clip_sequence takes one advantage per completion, but the KL divergence in the rewards of advantage "
             'batch gives each token its own; set kl_in = "loss"'
         )
-    if config.kl_reference != "start" and not config.kl_coefficient:
-        yield f"kl_reference is {config.kl_reference}, but kl_coefficient is 0, so it would have no effect; give one"
+    for name, why in _idle(config, algorithm).items():
+        usual = getattr(ALGORITHMS[config.algorithm], name, getattr(RLConfig, name))
+        if (value := getattr(algorithm, name, getattr(config, name))) != usual:
+            yield f"{name} is {value}, but {why}, so it would have no effect; leave it out"
+
+
+def _idle(config: RLConfig, algorithm: Algorithm) -> dict[str, str]:
+    """Settings that have no effect with others of the run, and why."""
+    idle: dict[str, str] = {}
+    if algorithm.advantage != "gae":
+        names = ("gae_gamma", "gae_lambda", "value_coefficient", "value_clip", "value_learning_rate", "value_detached")
+        idle |= dict.fromkeys(names, f'advantage "{algorithm.advantage}" has no value function')
+    if algorithm.loss == "reinforce":
+        idle |= dict.fromkeys(("clip_low", "clip_high"), 'loss "reinforce" has no ratio to clip')
+    if not algorithm.kl_coefficient:
+        idle |= dict.fromkeys(("kl_in", "kl_estimator", "kl_reference"), "kl_coefficient is 0")
+    if config.kl_reference != "average":
+        idle["kl_average_decay"] = f'kl_reference is "{config.kl_reference}"'
+    if algorithm.off_policy == "none" and not config.actors.urls:
+        idle |= dict.fromkeys(("off_policy_level", "off_policy_low", "off_policy_high"), "off_policy is none")
+    if not config.reward_model:
+        idle["reward_model_weight"] = "there is no reward_model"
+    return idle
 
 
 def _alarm_problems(alarms: AlarmConfig) -> Iterator[str]:
@@ -236,6 +256,8 @@ def _expert_problems(config: PretrainConfig | RLConfig) -> Iterator[str]:
 
 def _lora_problems(config: PretrainConfig | RLConfig) -> Iterator[str]:
     if not config.lora.rank:
+        if config.lora != LoraConfig():
+            yield "lora.rank is 0, so there is no adapter, and the other lora settings have no effect; give a rank"
         return
     if config.train.router_bias_rate:
         yield "train.router_bias_rate changes weights of the base, which lora.rank freezes; leave one of them out"

@@ -240,8 +240,8 @@ class RLConfig:
     actors: ActorsConfig = field(default_factory=ActorsConfig)
     validation_every: Annotated[int, AtLeast(0)] = 0
     """Steps between validations; 0: only before the first and after the last step."""
-    validation_examples: Annotated[int, Above(0)] = 256
-    """Held-out examples per validation."""
+    validation_examples: Annotated[int, AtLeast(0)] = 256
+    """Held-out examples per validation; 0: no validation, and the environment needs no examples for it."""
     validation_samples: Annotated[int, Above(0)] = 1
     """Completions per example."""
     validation_temperature: Annotated[float | None, AtLeast(0), AtMost(100)] = None

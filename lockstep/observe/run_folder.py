@@ -18,6 +18,7 @@ from lockstep.errors import RunStopped, UserError
 from lockstep.observe.logs import log
 from lockstep.observe.run_lock import LOCK, locked
 from lockstep.observe.sign_of_life import forget_signs
+from lockstep.observe.start import announce
 from lockstep.observe.watchdog import VERDICT
 
 LAUNCH = "launch"
@@ -155,6 +156,8 @@ def open_run(output: str, config_toml: str, resume: bool = False, overwrite: boo
         if changed := _changed_settings(run.path / CONFIG, config_toml):
             log.warning("%s resumes with different settings: %s", output, "; ".join(changed))
     else:
+        if resume:
+            announce(f"{output} has no run to resume: this is its first start")
         # First, and atomically: if the run is killed here, the folder is that run's or still empty.
         run.record(config_toml)
     (run.path / "checkpoints").mkdir(exist_ok=True)

@@ -192,11 +192,13 @@ def _routes(compared: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
 
 
 def summarize(metrics: Sequence[Mapping[str, Any]], inner_steps: int = 1) -> dict[str, Any]:
-    """A run's summary from its metrics: the first and last validation, the comparison over all steps, and tokens."""
+    """A run's summary from its metrics: the first and last validation if there are any, the comparison over all steps,
+    and tokens."""
     validations = [m for m in metrics if "validation/reward" in m]
     compared = [m for m in metrics if "parity/tokens_checked" in m]
-    ends = validations[0], validations[-1]  # their rewards may all have failed
-    measured = ("reward", "accuracy") if all("validation/accuracy" in each for each in ends) else ("reward",)
+    ends = {"before": validations[0], "after": validations[-1]} if validations else {}
+    # Their rewards may all have failed.
+    measured = [n for n in ("reward", "accuracy") if all(f"validation/{n}" in each for each in ends.values())]
     rewards = sorted(
         {
             n.split("/")[1]
@@ -206,8 +208,7 @@ def summarize(metrics: Sequence[Mapping[str, Any]], inner_steps: int = 1) -> dic
         }
     )
     return {
-        **{f"{n}_before": validations[0][f"validation/{n}"] for n in measured},
-        **{f"{n}_after": validations[-1][f"validation/{n}"] for n in measured},
+        **{f"{n}_{end}": each[f"validation/{n}"] for end, each in ends.items() for n in measured},
         # The environment's own name if there is only one reward.
         "reward_name": rewards[0] if len(rewards) == 1 else "reward",
         "tokens": {

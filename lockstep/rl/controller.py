@@ -228,7 +228,7 @@ def _reinforce(
 
     # All ranks watch what rank 0 has written, and come to the same conclusion.
     before = world.from_main(lambda: read_metrics(run.metrics))
-    unjudged = state.get("unjudged", False) and awaits_validation(before, start)
+    unjudged = bool(held_out) and state.get("unjudged", False) and awaits_validation(before, start)
     unfinished = before.pop() if unjudged else {}
     announce_start(config, environment, model, world, start, ended=start >= config.steps and not unjudged)
     updating = 0.0
@@ -245,7 +245,7 @@ def _reinforce(
         trainer.timeline = timeline
         if bar is not None:
             bar.advance(min(start, config.steps))
-        if (start == 0 or unjudged) and not only:
+        if held_out and (start == 0 or unjudged) and not only:
             validation = judge(start)
             if validation is None:
                 give_up_if_stopped(start + 1)  # raises
@@ -336,7 +336,7 @@ def _reinforce(
                 metrics |= value_metrics(ledger.trained) | ({"ranks": world.size} if world.size > 1 else {})
                 metrics["rollout/tokens_per_second"] = metrics["rollout/tokens"] / metrics["time/generate"]
                 unjudged = False
-                if not only and due(step, config.validation_every, config.steps):
+                if held_out and not only and due(step, config.validation_every, config.steps):
                     validation = judge(step)
                     unjudged = validation is None
                     metrics |= validation or {}

@@ -34,7 +34,8 @@ def named_environment(config: RLConfig, environment: Environment | None) -> tupl
 def open_examples(config: RLConfig, environment: Environment, world: World) -> tuple[PromptLoader, list[Example]]:
     """The prompts to train on, and those for validation. Raises UserError if they, or the ranks, are unsuitable."""
     prompts = PromptLoader(examples_of(environment, "train"), config.seed)
-    held_out = examples_of(environment, "validation")[: config.validation_examples]
+    wanted = config.validation_examples
+    held_out = examples_of(environment, "validation")[:wanted] if wanted else []
     refuse_on_ranks(config, world)
     for split, examples in (("train", prompts.examples), ("validation", held_out)):
         refuse_other_examples(split, examples, world)

@@ -141,7 +141,8 @@ def examples_of(environment: Environment, split: str) -> list[Example]:
             "fewer, for example with itertools.islice: every epoch uses all of them"
         )
     if not examples:
-        raise UserError(f'{kind.__name__}.examples("{split}") yields nothing; it must yield rl.Example')
+        without = "; validation_examples = 0 trains without validation" if split == "validation" else ""
+        raise UserError(f'{kind.__name__}.examples("{split}") yields nothing; it must yield rl.Example{without}')
     if strange := next((e for e in examples if not isinstance(e, Example)), None):
         raise UserError(f'{kind.__name__}.examples("{split}") yields {strange!r:.60}; it must yield rl.Example')
     if other := next((e for e in examples if not isinstance(e.prompt, str)), None):

@@ -189,10 +189,10 @@ def test_distillation_moves_towards_the_teacher(tmp_path, folders):
 
 
 def test_a_moving_average_follows_the_policy_and_a_run_with_it_resumes_to_the_same_bits(tmp_path, folders):
-    changes = dict(kl_coefficient=0.1, kl_reference="average", kl_average_decay=0.5, steps=4)
-    changes |= dict(checkpoint=CheckpointConfig(every=2, last_model_only=False))
+    changes = dict(kl_coefficient=0.1, steps=4, checkpoint=CheckpointConfig(every=2, last_model_only=False))
+    start = reinforce(_config(tmp_path / "start", folders[0], **changes), EvenBytes())
+    changes |= dict(kl_reference="average", kl_average_decay=0.5)
     whole = reinforce(_config(tmp_path / "whole", folders[0], **changes), EvenBytes())
-    start = reinforce(_config(tmp_path / "start", folders[0], **(changes | {"kl_reference": "start"})), EvenBytes())
     far, near = ([m["policy/kl"] for m in _metrics(run)] for run in (start, whole))
     assert far[0] == near[0] == 0.0 and near[1] > 0 and near[-1] < far[-1]
     (whole / "checkpoints" / "step_00000004").rename(whole / "checkpoints" / "step_00000004.partial")

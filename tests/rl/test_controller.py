@@ -9,18 +9,22 @@ from pathlib import Path
 import pytest
 import torch
 
+from lockstep.cli import print_summary
 from lockstep.config import (
+    ActorsConfig,
     CheckpointConfig,
     EngineConfig,
+    LoraConfig,
     ParallelConfig,
     RLConfig,
     TrainConfig,
     algorithm_of,
     from_toml,
+    validate,
 )
 from lockstep.errors import RunStopped, UserError
 from lockstep.rl.controller import reinforce
-from lockstep.rl.environment import Example
+from lockstep.rl.environment import Environment, Example
 from lockstep.rl.parity import Parity, ParityError
 from lockstep.rl.parity_check import check_parity
 from lockstep.rl.prompts import PromptLoader
@@ -278,9 +282,69 @@ def test_the_parity_check_runs_a_mixed_load(model_folder, dtype):
         ({"temperature": 1e-50}, "temperature is 1e-50; it must be 0.01 or more"),
         ({"temperature": 0.0}, "temperature is 0.0; it must be 0.01 or more"),
         ({"temperature": float("nan")}, "temperature is nan; it must be finite"),
-        ({"validation_examples": 0}, "validation_examples is 0; it must be above 0"),
+        (
+            {"gae_lambda": 0.9},
+            'gae_lambda is 0.9, but advantage "group" has no value function',
+        ),
+        ({"loss": "reinforce", "clip_high": 0.3}, 'clip_high is 0.3, but loss "reinforce" has no ratio to clip'),
+        ({"kl_in": "reward"}, "kl_in is reward, but kl_coefficient is 0"),
+        ({"kl_coefficient": 0.1, "kl_average_decay": 0.5}, 'kl_average_decay is 0.5, but kl_reference is "start"'),
+        ({"off_policy_high": 3.0}, "off_policy_high is 3.0, but off_policy is none"),
+        ({"reward_model_weight": 2.0}, "reward_model_weight is 2.0, but there is no reward_model"),
+        ({"lora": LoraConfig(alpha=4.0)}, "lora.rank is 0, so there is no adapter"),
     ],
 )
-def test_settings_that_teach_nothing_are_refused(changes, message):
+def test_settings_that_teach_nothing_or_have_no_effect_are_refused(changes, message):
     with pytest.raises(UserError, match=message):
         reinforce(RLConfig(model="model", **changes))
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"algorithm": "rloo"},
+        {"algorithm": "cispo", "loss": "reinforce"},
+        {"algorithm": "ppo", "advantage": "group", "gae_gamma": 1.0},
+        {"off_policy": "mask", "off_policy_low": 0.1},
+        {"actors": ActorsConfig(urls=("http://a:1",)), "off_policy_high": 3.0},  # where empty means truncate
+        {"kl_coefficient": 0.1, "kl_reference": "average", "kl_average_decay": 0.5},
+    ],
+    ids=str,
+)
+def test_an_algorithms_own_settings_and_those_with_an_effect_are_accepted(changes):
+    validate(RLConfig(model="model", **changes))
+
+
+class TrainingAlone(Environment):
+    def examples(self, split):
+        assert split == "train"
+        yield from (Example(prompt=f"{word}:") for word in ("stone", "river", "cloud"))
+
+    def reward(self, example, completion):
+        return float(len(completion))
+
+
+def test_a_run_without_validation_asks_for_no_examples_and_reports_what_it_has(tmp_path, model_folder, capsys):
+    config = _config(tmp_path / "run", model_folder, "", steps=2, validation_examples=0, resume=True)
+    folder = reinforce(config, TrainingAlone())
+    assert "has no run to resume: this is its first start" in capsys.readouterr().err
+    assert [line["step"] for line in _metrics(folder)] == [1, 2]
+    assert not any(name.startswith("validation") for line in _metrics(folder) for name in line)
+    summary = json.loads((folder / "summary.json").read_text())
+    assert not {"reward_before", "reward_after"} & summary.keys() and summary["parity_tokens_different"] == 0
+    print_summary(folder)
+    said = capsys.readouterr().out
+    assert "->" not in said and "0 different" in said
+    assert "stone" in (folder / "report.html").read_text()
+    reinforce(replace(config, steps=3), TrainingAlone())
+    assert [line["step"] for line in _metrics(folder)] == [1, 2, 3]
+
+
+class NothingHeldOut(TrainingAlone):
+    def examples(self, split):
+        return super().examples(split) if split == "train" else []
+
+
+def test_a_task_without_validation_examples_is_told_how_to_train(tmp_path, model_folder):
+    with pytest.raises(UserError, match=r'examples\("validation"\) yields nothing.*validation_examples = 0'):
+        reinforce(_config(tmp_path / "run", model_folder, ""), NothingHeldOut())

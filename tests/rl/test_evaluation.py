@@ -256,7 +256,7 @@ def _with_a_short_context(folder):
         (_with_damaged_weights, "broken/model.safetensors"),
         (_with_a_damaged_tokenizer, "broken/tokenizer.json"),
         (_with_a_score_head, "broken: is a reward model"),
-        (_with_a_short_context, "must together be between 1 and the context of 12"),
+        (_with_a_short_context, "exceed the context of 12"),
     ],
 )
 def test_a_model_that_cannot_be_asked_is_refused_before_any_is_sampled(tmp_path, folders, damage, said):  # noqa: F811

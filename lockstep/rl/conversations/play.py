@@ -216,8 +216,10 @@ def unfit(prompt: Sequence[int], engine: Sampler, max_new_tokens: int) -> str:
     """Why the engine cannot continue a prompt of an example, as a phrase after "its"; empty if it can."""
     limit, total = engine.max_positions, len(prompt) + max_new_tokens
     both = f"prompt of {len(prompt)} tokens and max_new_tokens {max_new_tokens}"
-    if not prompt or total > limit:
-        return f"{both} must together be between 1 and the context of {limit}; shorten one of them"
+    if not prompt:
+        return "prompt is empty; give at least one token to continue"
+    if total > limit:
+        return f"{both} exceed the context of {limit}; shorten one of them"
     if total > (cache := engine.cache_tokens):
         return f"{both} do not fit in the cache of {cache} tokens; raise engine.cache_tokens, or shorten one of them"
     return ""
