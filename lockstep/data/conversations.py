@@ -6,7 +6,7 @@ import json
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeGuard
 
 import numpy as np
 
@@ -62,8 +62,9 @@ class ConversationSource:
 class ConversationEncoder:
     """Tokens of `messages` rendered by the chat template, or of `prompt` and `completion` one after the other.
 
-    What the assistant says, or the completion, is scored, with the end-of-text token directly after it. If the
-    conversation ends with the assistant and without that token, it is added, before the template's white space.
+    What the assistant says (if there is a completion, in it alone), or a completion's text, is scored, with the
+    end-of-text token directly after it. If the conversation ends with the assistant and without that token, it is
+    added, before the template's white space.
     """
 
     tokenizer: Tokenizer
@@ -108,18 +109,40 @@ class ConversationEncoder:
         Raises ChatTemplateError for values that are not a conversation, or not one that the template renders.
         """
         messages, prompt, completion = (values.get(key) for key in ("messages", "prompt", "completion"))
+        if messages is not None and completion is not None:
+            raise ChatTemplateError('has "messages" as well as "completion"; leave one of them out')
         if isinstance(prompt, str) and isinstance(completion, str):
             return prompt + completion, [(len(prompt), len(prompt) + len(completion))]
-        if not isinstance(messages, list) or not all(isinstance(m, dict) and "role" in m for m in messages):
+        if are_messages(prompt) and are_messages(completion):
+            return self._continued(prompt, completion, self._tools(values))
+        if not are_messages(messages):
+            here = ", ".join(name for name, value in values.items() if value is not None)
             raise ChatTemplateError(
-                'needs "messages", a list of objects with "role" and "content", or the texts "prompt" and "completion" '
-                f"(here: {', '.join(values):.200})"
+                'needs "messages", a list of objects with "role" and "content", or "prompt" and "completion", both '
+                f"texts or both such lists (here: {here:.200})"
             )
+        return self._rendered(messages, self._tools(values))
+
+    def _continued(
+        self, prompt: list[Any], completion: list[Any], tools: list[Any] | None
+    ) -> tuple[str, list[tuple[int, int]]]:
+        """As `text`; what the assistant says in the prompt is not its own."""
+        text, spans = self._rendered([*prompt, *completion], tools)
+        if any(message["role"] == "assistant" for message in prompt):
+            before, said = self._rendered(prompt, tools)
+            if not text.startswith(before):
+                raise ChatTemplateError("the chat template renders its prompt differently before an answer")
+            spans = spans[len(said) :]
+        return text, spans
+
+    def _rendered(self, messages: list[Any], tools: list[Any] | None) -> tuple[str, list[tuple[int, int]]]:
         if self.template is None:
             raise UserError("the data has messages, but the model's folder has no chat template; give --template FILE")
-        # In Parquet every message has the keys of all messages.
-        messages = [{key: value for key, value in m.items() if value is not None or key == "content"} for m in messages]
-        return self.template.render_with_assistant(messages, self._tools(values))
+        text, spans = self.template.render_with_assistant([_plain(message) for message in messages], tools)
+        if not spans:
+            roles = ", ".join(dict.fromkeys(str(message["role"]) for message in messages))
+            raise ChatTemplateError(f"the assistant says nothing in it (roles here: {roles or 'none':.200})")
+        return text, spans
 
     def _tools(self, values: dict[str, Any]) -> list[Any] | None:
         """The row's `tools`, which can be JSON in a string, since in Parquet objects have the keys of all others."""
@@ -156,3 +179,19 @@ class ConversationEncoder:
 
     def _bad(self, problem: str) -> Encoded:
         return Encoded(np.empty(0, token_dtype(self.tokenizer)), problem=problem)
+
+
+def are_messages(value: Any) -> TypeGuard[list[Any]]:
+    """Whether it is a list, maybe empty, of objects with a role."""
+    return isinstance(value, list) and all(isinstance(m, dict) and "role" in m for m in value)
+
+
+def _plain(message: dict[str, Any]) -> dict[str, Any]:
+    """The message with its content in one string, as templates expect it. Raises ChatTemplateError for another one."""
+    content = message.get("content")
+    if isinstance(content, list) and all(isinstance(p, dict) and isinstance(p.get("text"), str) for p in content):
+        content = "\n".join(part["text"] for part in content)
+    if not isinstance(content, str) and (content is not None or not message.get("tool_calls")):
+        raise ChatTemplateError(f"a message of the role {message['role']!r:.60} has no text as its content")
+    # In Parquet every message has the keys of all messages.
+    return {key: value for key, value in message.items() if value is not None} | {"content": content}

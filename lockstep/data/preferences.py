@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from lockstep.data.chat import ChatTemplate, ChatTemplateError
-from lockstep.data.conversations import Conversation, ConversationEncoder, ConversationSource
+from lockstep.data.conversations import Conversation, ConversationEncoder, ConversationSource, are_messages
 from lockstep.data.corpus import TokenizedCorpus
 from lockstep.data.encode import Encoded, token_dtype
 from lockstep.data.rows import Piece, Row, Rows
@@ -104,18 +104,8 @@ class PreferenceEncoder:
 
     def _answer(self, line: Conversation, prompt: Any, answer: Any) -> Encoded:
         """The whole sequence, with its answer scored."""
-        if isinstance(answer, str):
-            text, spans = self._answers.text({"prompt": prompt, "completion": answer})
-        else:
-            tools = {"tools": line.values.get("tools")}
-            text, spans = self._answers.text({"messages": [*prompt, *answer], **tools})
-            if any(message.get("role") == "assistant" for message in prompt):
-                # The assistant's earlier messages belong to the prompt.
-                before, said = self._answers.text({"messages": prompt, **tools})
-                if not text.startswith(before):
-                    raise ChatTemplateError("the chat template renders its prompt differently before an answer")
-                spans = spans[len(said) :]
-        return self._answers.tokens(line.where, text, spans)
+        values = {"prompt": prompt, "completion": answer, "tools": line.values.get("tools")}
+        return self._answers.tokens(line.where, *self._answers.text(values))
 
     def _without(self, problem: str, left_out: str = "") -> Encoded:
         return Encoded(np.empty(0, token_dtype(self.tokenizer)), problem=problem, left_out=left_out)
@@ -132,8 +122,7 @@ def _kind(value: Any) -> str:
     """`text`, `messages`, or empty for anything else."""
     if isinstance(value, str):
         return "text"
-    messages = isinstance(value, list) and all(isinstance(m, dict) and "role" in m for m in value)
-    return "messages" if messages and value else ""
+    return "messages" if value and are_messages(value) else ""
 
 
 def _prompt_and_answers(values: dict[str, Any]) -> tuple[Any, tuple[Any, Any]]:
@@ -142,9 +131,12 @@ def _prompt_and_answers(values: dict[str, Any]) -> tuple[Any, tuple[Any, Any]]:
     rejected: Any = values.get("rejected")
     kinds = {_kind(value) for value in (chosen, rejected, *([] if prompt is None else [prompt]))}
     if len(kinds) > 1 or "" in kinds:
+        if chosen is None and isinstance(values.get("label"), bool):
+            raise ChatTemplateError('has a "label" and no "chosen" and "rejected": train on it with --loss kto')
+        here = ", ".join(f"{name}: {_kind(v) or 'neither'}" for name, v in values.items() if v is not None)
         raise ChatTemplateError(
             'needs "chosen" and "rejected", and "prompt" or the prompt in both: all texts, or all lists of '
-            f"messages (here: {', '.join(name for name, value in values.items() if value is not None):.200})"
+            f"messages (here: {here:.200})"
         )
     if prompt is None:
         shared = next((i for i, (a, b) in enumerate(zip(chosen, rejected)) if a != b), min(len(chosen), len(rejected)))

@@ -129,7 +129,13 @@ def read_jsonl(
 
 JSON_KINDS: dict[type, str] = {
     list: "a list", str: "a text", int: "a number", float: "a number", bool: "true or false", type(None): "null",
+    dict: "an object",
 }  # fmt: skip
+
+
+def kind_of(value: Any) -> str:
+    """What a value is in JSON, in words."""
+    return JSON_KINDS.get(type(value), f"a {type(value).__name__}")
 
 
 def _parse(line: bytes) -> tuple[dict[str, Any], str]:
@@ -140,10 +146,12 @@ def _parse(line: bytes) -> tuple[dict[str, Any], str]:
     try:
         values = json.loads(line)
         if not isinstance(values, dict):
-            return {}, JSON_KINDS[type(values)]
+            return {}, kind_of(values)
         if b"\\ud" in line.lower() or b"\xed" in line:
             # JSON can contain half a surrogate pair, escaped or in bytes, which no tokenizer takes: it has no UTF-8.
             json.dumps(values, ensure_ascii=False).encode()
+    except UnicodeDecodeError as error:
+        return {}, f"byte {error.start} of the line, from 0, is not UTF-8"
     except ValueError as error:
         return {}, str(error)
     except RecursionError:

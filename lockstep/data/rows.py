@@ -64,7 +64,8 @@ class Rows:
 
     Each epoch and each window has its own order. `packing` is "cut" (documents one after the other, cut where a
     row ends) or "whole" (a document that no longer fits starts the next row, and only one longer than a row is cut).
-    A row is first planned, as pieces, and read by the rank that needs it. With `separate` off a row is one sequence.
+    Of a conversation that is longer than a row, pieces without a target are then left out. A row is first planned, as
+    pieces, and read by the rank that needs it. With `separate` off a row is one sequence.
 
     Raises UserError for a `sequence_length` below 2 and for documents without two tokens.
     """
@@ -111,7 +112,7 @@ class Rows:
     def plan(self) -> list[Piece]:
         """The pieces of the next row; fewer tokens than a row if documents are kept whole or end."""
         pieces: list[Piece] = []
-        room = self.sequence_length
+        room, last = self.sequence_length, self._epoch + 1  # the data may have no target at all
         while room and not self.ended:
             document = self._order[self._index]
             first, end = (int(o) for o in self._corpus.offsets[document : document + 2])
@@ -120,8 +121,11 @@ class Rows:
             if self.packing == "whole" and pieces and not fits:
                 break
             stop = end if fits else start + room
-            pieces.append(Piece(self._corpus, start, stop))
-            room -= stop - start
+            piece = Piece(self._corpus, start, stop)
+            is_cut = self.packing == "whole" and self._corpus.scored is not None and stop - start < end - first
+            if piece.targets or not is_cut or self._epoch > last:
+                pieces.append(piece)
+                room -= stop - start
             if fits:
                 self._advance()
             else:

@@ -11,11 +11,22 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from lockstep.data.records import HUB, Tally, holds_records, read_hub, read_records
+from lockstep.data.records import HUB, Tally, holds_records, kind_of, read_hub, read_records
 from lockstep.errors import UserError
 
 LONGEST_PART = 2**22
 """Most characters of a text file that are held in memory at once."""
+UNPACK = "only .jsonl.gz is read compressed; unpack it, or leave it out"
+FORMATS = {
+    b"\x1f\x8b": f"is compressed with gzip, and {UNPACK}",
+    b"\x28\xb5\x2f\xfd": f"is compressed with zstd, and {UNPACK}",
+    b"BZh": f"is compressed with bzip2, and {UNPACK}",
+    b"\xfd7zXZ\0": f"is compressed with xz, and {UNPACK}",
+    b"PK\x03\x04": "is a zip archive, not text; unpack it, or leave it out",
+    b"PAR1": "is a Parquet file; give it a name that ends in .parquet",
+    b"ARROW1": "is an Arrow file, not text; save it as Parquet, or leave it out",
+}
+"""What files are whose first bytes are these, and what to do."""
 UNDECODED = re.compile("[\udc80-\udcff]")
 
 
@@ -47,6 +58,11 @@ class TextSource:
         self.streamed = data.startswith(HUB)
         """Whether it is streamed: it is not tokenized beforehand, and its length is unknown."""
         self.files = [] if self.streamed else find_files(data)
+        if self.files == [Path(data)] and data.lower().endswith((".json", ".csv")):
+            raise UserError(
+                f"{data}: would be one document, brackets and commas included; write its entries to a .jsonl file, one "
+                "object per line, or name it .txt if this is what you want"
+            )
         try:
             self.keys = [key for _, key, _, _ in string.Formatter().parse(template) if key is not None]
         except ValueError as error:
@@ -91,9 +107,10 @@ class TextSource:
             # In a data set each row has its number, so an empty document takes its place.
             self.tally.skipped_lines += 1
             return ""
+        is_what = f"is {kind_of(values[bad[0]])}, not a text" if bad[0] in values else "is missing"
         chats = "; these are conversations: use lockstep sft, or data tokenize --chat"
         raise UserError(
-            f"{where}: key {bad[0]!r} is not a string; name the line's keys in --template "
+            f"{where}: key {bad[0]!r} {is_what}; name the line's keys in --template "
             f"(here: {', '.join(values):.200}), or use --skip-bad-lines{chats * ('messages' in values)}"
         )
 
@@ -113,7 +130,8 @@ def find_files(data: str) -> list[Path]:
     else:
         files = [Path(p) for p in sorted(glob.glob(data, recursive=True)) if Path(p).is_file()]
     if not files:
-        raise UserError(f"{data}: no such file, folder or match; give text, .jsonl or .parquet files")
+        empty = "the folder contains no files" if path.is_dir() else "no such file, folder or match"
+        raise UserError(f"{data}: {empty}; give text, .jsonl or .parquet files")
     return files
 
 
@@ -121,9 +139,19 @@ def _hidden(path: Path) -> bool:
     return any(part.startswith(".") for part in path.parts)
 
 
+def _refuse_other_formats(path: Path) -> None:
+    """Raises UserError for a file that is named as text, but whose first bytes are those of a format that is not."""
+    with path.open("rb") as file:
+        beginning = file.read(8)
+    for start, what in FORMATS.items():
+        if beginning.startswith(start):
+            raise UserError(f"{path}: {what}")
+
+
 def _read_text(path: Path, skip_bad_lines: bool, tally: Tally) -> Iterator[TextPart]:
     offset = 0
     try:
+        _refuse_other_formats(path)
         # Bytes that are not UTF-8 become surrogates, which are found below; line ends stay, for the offset.
         with path.open(encoding="utf-8", errors="surrogateescape", newline="") as file:
             # To the end of a line, so that no word is cut; an endless line is cut nevertheless.

@@ -21,7 +21,7 @@ from lockstep.data import (
 from lockstep.data.chat import ChatTemplate, load_chat_template
 from lockstep.data.tokenizer import CHAT_TEMPLATE_FILE, Tokenizer
 from lockstep.errors import UserError
-from lockstep.observe import OnMetrics, Progress
+from lockstep.observe import OnMetrics, Progress, log
 from lockstep.parallel import World, close_world, open_world
 from lockstep.train.answers import Answers
 from lockstep.train.pretrain import make_loader, make_model, run_training
@@ -52,6 +52,13 @@ def _sft(config: SFTConfig, world: World, progress: Progress | None, on_metrics:
     encoder = ConversationEncoder(tokenizer, chat_template(config, tokenizer, sources, held_out_sources))
     model = make_model(config, tokenizer, world)
     loader = make_loader(config, sources, encoder, world)
+    if (cut := loader.counts.get("data/cut_documents", 0)) and world.is_main:
+        log.warning(
+            "%d conversations are longer than a row of %d tokens and are cut: what comes after a cut is learned "
+            "without what came before it; give a larger --sequence-length, or leave them out",
+            cut,
+            config.sequence_length,
+        )
     if config.epochs:
         config = replace(config, steps=_steps(config, sources, loader))
     held_out = validation_rows(config, held_out_sources, encoder, world)

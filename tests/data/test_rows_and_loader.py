@@ -73,6 +73,34 @@ def test_a_whole_document_is_never_cut_unless_longer_than_a_row(lengths, length)
 
 
 @settings(max_examples=60, deadline=None)
+@given(lengths=CORPORA, length=st.integers(2, 20), every=st.sampled_from([3, 40]))
+def test_of_a_conversation_that_is_cut_what_has_no_target_is_left_out_and_nothing_else(lengths, length, every):
+    corpus = _corpus(lengths)
+    corpus.scored = corpus.tokens % every == 0
+    if max(lengths) < 2 or not corpus.scored.any():
+        return
+    rows = _rows(corpus, length, packing="whole", repeat=False)
+    taken = set()
+    while not rows.ended:
+        for piece in rows.plan():
+            document = int(np.searchsorted(corpus.offsets, piece.start, side="right")) - 1
+            assert piece.targets or piece.stop - piece.start == lengths[document]
+            taken |= {*range(piece.start, piece.stop)}
+    for start, stop in itertools.pairwise(corpus.offsets.tolist()):
+        for begin in range(start, stop, length if stop - start > length else stop - start):
+            piece = range(begin, min(stop, begin + length))
+            assert (
+                piece[0] in taken or not corpus.scored[piece[1] if len(piece) > 1 else stop :][: len(piece) - 1].any()
+            )
+
+
+def test_conversations_without_any_target_do_not_end_in_an_endless_search():
+    corpus = _corpus([30, 40])
+    corpus.scored = np.zeros(70, dtype=bool)
+    assert _rows(corpus, 8, packing="whole").plan()
+
+
+@settings(max_examples=60, deadline=None)
 @given(
     lengths=CORPORA,
     length=st.integers(2, 20),

@@ -403,7 +403,7 @@ def test_a_stream_resumes_to_the_token_in_a_later_epoch_too(data_set, taken):
 def test_bad_rows_of_a_stream_are_named_or_counted(tmp_path):
     (tmp_path / "train.jsonl").write_text('{"text": "one"}\n{"text": null}\n{"text": "two"}\n')
     source = TextSource(f"hf:{tmp_path}")
-    with pytest.raises(UserError, match="row 2: key 'text' is not a string"):
+    with pytest.raises(UserError, match="row 2: key 'text' is null, not a text"):
         StreamedDocuments(source, ENCODER, 16, 0).window(0)
     source = TextSource(f"hf:{tmp_path}", skip_bad_lines=True)
     corpus = StreamedDocuments(source, ENCODER, 16, 0).window(0)

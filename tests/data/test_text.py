@@ -1,6 +1,11 @@
 """Text sources and their tokens: all of the text, and what is no text named."""
 
+import bz2
+import gzip
+import io
 import itertools
+import lzma
+import zipfile
 
 import pytest
 
@@ -27,11 +32,11 @@ def test_the_default_is_the_standard_library_on_every_machine():
     [
         ("{oops", "c.jsonl:2: not a JSON object"),
         ("[1]", "c.jsonl:2: .*a list"),
-        ('{"text": 3}', "c.jsonl:2: key 'text'"),
-        ('{"other": "x"}', r"c.jsonl:2: key 'text' .*\(here: other\)"),
+        ('{"text": 3}', "c.jsonl:2: key 'text' is a number, not a text"),
+        ('{"other": "x"}', r"c.jsonl:2: key 'text' is missing.*\(here: other\)"),
         ('{"text": "half a pair: \\ud83d"}', "c.jsonl:2: .*surrogates not allowed"),
         ('{"text": "half a pair, in bytes: \ud83d"}', "c.jsonl:2: .*surrogates not allowed"),
-        ('{"text": "caf\udce9"}', "c.jsonl:2: not a JSON object .*decode byte 0xe9"),
+        ('{"text": "caf\udce9"}', "c.jsonl:2: not a JSON object .*byte 13 of the line, from 0, is not UTF-8"),
         ("[" * 100_000, "c.jsonl:2: .*nested too deep"),
     ],
 )
@@ -77,6 +82,33 @@ def test_hidden_folders_are_left_out_and_what_is_no_text_is_refused(tmp_path):
     (tmp_path / "picture.png").write_bytes(b"\x89PNG\0\0\0")
     with pytest.raises(UserError, match=r"picture\.png: contains NUL bytes"):
         list(TextSource(str(tmp_path)))
+
+
+def _zipped(data):
+    packed = io.BytesIO()
+    with zipfile.ZipFile(packed, "w") as archive:
+        archive.writestr("a.txt", data)
+    return packed.getvalue()
+
+
+@pytest.mark.parametrize("pack", [gzip.compress, bz2.compress, lzma.compress, _zipped], ids=lambda pack: pack.__name__)
+def test_a_compressed_file_is_called_one_even_if_bad_lines_are_skipped(tmp_path, pack):
+    (tmp_path / "a.txt.packed").write_bytes(pack(b"one two three\n" * 20))
+    with pytest.raises(UserError, match=r"a\.txt\.packed: is (compressed with|a zip).* unpack it"):
+        list(TextSource(str(tmp_path), skip_bad_lines=True))
+
+
+@pytest.mark.parametrize("name", ["list.json", "table.csv"])
+def test_a_list_of_records_is_text_only_among_other_files(tmp_path, name):
+    (tmp_path / name).write_text('[{"text": "one"}]')
+    with pytest.raises(UserError, match=rf"{name}: would be one document, .* to a \.jsonl file, one object per line"):
+        TextSource(str(tmp_path / name))
+    assert list(TextSource(str(tmp_path))) == ['[{"text": "one"}]']
+
+
+def test_an_empty_folder_is_called_empty(tmp_path):
+    with pytest.raises(UserError, match="the folder contains no files"):
+        TextSource(str(tmp_path))
 
 
 @pytest.mark.parametrize(("template", "message"), [("text", "has no keys"), ("{text", "write keys as")])

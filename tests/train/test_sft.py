@@ -96,6 +96,38 @@ def test_a_prompt_and_its_completion_need_no_template(model_folder):
     assert encoded.tokens[encoded.scored].tolist() == [*tokenizer.encode("7\n"), tokenizer.eos_id]
 
 
+@pytest.mark.parametrize("template", [MARKED, PLAIN])
+def test_a_prompt_and_a_completion_of_messages_score_the_assistant_in_the_completion_alone(chat_folder, template):
+    whole = _encode(chat_folder, LINES[1], template)
+    messages = LINES[1]["messages"]
+    for prompt in (messages[:2], messages[:4]):
+        line = {"prompt": prompt, "completion": messages[len(prompt) :]}
+        encoded = _encode(chat_folder, line, template)
+        assert encoded.problem == "" and np.array_equal(encoded.tokens, whole.tokens)
+        said = load_tokenizer(chat_folder).decode(encoded.tokens[encoded.scored].tolist())
+        assert said == ("two 🙂3" if len(prompt) == 2 else "3")
+
+
+def test_a_messages_parts_are_joined_and_a_call_of_a_tool_needs_no_content(chat_folder):
+    parts = [{"type": "text", "text": "Say"}, {"type": "text", "text": "one."}]
+    line = {"messages": [{"role": "user", "content": parts}, LINES[0]["messages"][1]]}
+    joined = {"messages": [{"role": "user", "content": "Say\none."}, LINES[0]["messages"][1]]}
+    assert np.array_equal(_encode(chat_folder, line).tokens, _encode(chat_folder, joined).tokens)
+    call = {"role": "assistant", "tool_calls": [{"function": {"name": "sum", "arguments": {}}}], "content": None}
+    shows = MARKED.replace("{{ message.content | trim }}", "{{ message.tool_calls[0].function.name }}")
+    encoded = _encode(chat_folder, {"messages": [LINES[0]["messages"][0], call]}, shows)
+    assert load_tokenizer(chat_folder).decode(encoded.tokens[encoded.scored].tolist()) == "sum"
+
+
+def test_a_run_says_how_many_conversations_it_cuts_and_every_step_has_something_to_learn(tmp_path, chat_folder, caplog):
+    long = {"messages": [{"role": "user", "content": "word " * 200}, {"role": "assistant", "content": "yes"}]}
+    (tmp_path / "long.jsonl").write_text("\n".join(json.dumps(line) for line in [long] * 5 + LINES))
+    options = dict(data=str(tmp_path / "long.jsonl"), steps=4, tokens_per_step=128)
+    folder = finetune(_config(tmp_path, chat_folder, "run", **options))
+    assert "5 conversations are longer than a row of 128 tokens and are cut" in caplog.text
+    assert all(loss > 0 for loss in _metrics(folder))
+
+
 @pytest.mark.parametrize("said", ["yes ", "yes  ", " ", "\n    "])
 def test_spaces_at_the_end_count_where_the_tokenizer_trims_offsets(chat_folder, said):
     lines = [{"prompt": "3+4=", "completion": said}, {"messages": [LINES[0]["messages"][0] | {"content": said}] * 2}]
@@ -151,7 +183,15 @@ FORGETS = "{% for m in messages %}{% if m.role != 'assistant' or loop.last %}[{{
     [
         (LINES[1], FORGETS, "a.jsonl:1: .* up to message 3 differently .* {% generation %}"),
         (LINES[0], MARKED.replace("{% for", "{{ raise_exception('not these') }}{% for"), "a.jsonl:1: .*not these"),
-        ({"messages": LINES[0]["messages"][:1]}, MARKED, "a.jsonl:1: the assistant says nothing"),
+        (
+            {"messages": [{"role": "human", "content": "a"}, {"role": "gpt", "content": "b"}]},
+            MARKED,
+            r"a.jsonl:1: the assistant says nothing in it \(roles here: human, gpt\)",
+        ),
+        ({"messages": [{"role": "user", "content": 3}]}, MARKED, "a.jsonl:1: a message of the role 'user' has no text"),
+        ({"messages": [{"role": "assistant"}]}, MARKED, "a.jsonl:1: a message of the role 'assistant' has no text"),
+        (LINES[0] | {"prompt": "a", "completion": "b"}, MARKED, 'a.jsonl:1: has "messages" as well as "completion"'),
+        ({"prompt": "a", "completion": LINES[0]["messages"]}, MARKED, 'a.jsonl:1: needs "messages"'),
         ({"prompt": "a", "completion": ""}, MARKED, "a.jsonl:1: the assistant says nothing"),
         ({"text": "a"}, MARKED, r'a.jsonl:1: needs "messages".* \(here: text\)'),
         ({"messages": ["hello"]}, MARKED, 'a.jsonl:1: needs "messages"'),
