@@ -16,7 +16,7 @@ parser.add_argument("--model", required=True)
 parser.add_argument("--data", required=True)
 parser.add_argument("--output", default="run-example-sft")
 parser.add_argument("--epochs", type=float, default=1.0)
-parser.add_argument("--tokens-per-step", type=int, default=8192)
+parser.add_argument("--tokens-per-step", type=int, default=8192, help="a multiple of 1024, the sequence length")
 arguments = parser.parse_args()
 
 run = lockstep.finetune(

@@ -130,8 +130,11 @@ def _run_config(command: str, kind: type, arguments: list[str]) -> Any:
     given = default
     if chosen["--config"]:
         given = from_toml(chosen["--config"], default)  # type: ignore[type-var]
-    if (output := _output_to_resume(rest, given.output)) and (run := recorded_run(output, default)):  # type: ignore[type-var]
-        default = run
+    if output := _output_to_resume(rest, given.output):
+        if run := recorded_run(output, default):  # type: ignore[type-var]
+            default = run
+        elif {argument.partition("=")[0] for argument in arguments if argument.startswith("--")} <= {*RESUMES}:
+            raise UserError(f"{output}: has no run to resume; to start one, give its settings along with --resume")
     if chosen["--config"]:
         default = from_toml(chosen["--config"], default)  # type: ignore[type-var]
         # How to treat the folder was meant for that start alone: a run's own file must not erase it.
@@ -153,6 +156,8 @@ def _run_config(command: str, kind: type, arguments: list[str]) -> Any:
     return config
 
 
+RESUMES = ("--resume", "--output")
+"""All that it takes to continue a run."""
 MOST_USED = {
     "pretrain": "--model --data --tokenizer --output --steps --tokens-per-step --sequence-length --dtype\n"
     "  --train.learning-rate --validation-data --resume --dry-run",

@@ -64,6 +64,12 @@ def _problems(config: PretrainConfig | RLConfig) -> Iterator[str]:
                 'faults.on_spike is "rollback" and checkpoint.every is 0, so there would be no checkpoint to go back '
                 "to; give checkpoint.every"
             )
+    if isinstance(config, PretrainConfig) and not config.validation_data:
+        for name in ("validation_every", "validation_tokens"):
+            if getattr(config, name) != getattr(PretrainConfig, name):
+                yield f"{name} is {getattr(config, name)}, but validation_data is empty; give some, or leave it out"
+    if config.checkpoint.keep_every and not config.checkpoint.every:
+        yield "checkpoint.keep_every keeps checkpoints that checkpoint.every 0 does not write; give checkpoint.every"
     if config.resume and config.overwrite:
         yield "resume and overwrite exclude each other; give one"
     if config.overwrite:
@@ -297,6 +303,12 @@ def _train_problems(train: TrainConfig) -> Iterator[str]:
             f'train.schedule is "{train.schedule}" and train.schedule_file is "{train.schedule_file}"; '
             "csv needs a file, the other schedules take none"
         )
+    for name in ("decay_share", "decay_shape"):
+        if train.schedule != "wsd" and getattr(train, name) != getattr(TrainConfig, name):
+            yield (
+                f"train.{name} is {getattr(train, name)}, but only the schedule wsd uses it, not {train.schedule}; "
+                'leave it out, or set train.schedule = "wsd"'
+            )
     if train.optimizer_in_backward:
         if train.deterministic_layout:
             yield "train.deterministic_layout sums gradients that train.optimizer_in_backward does not keep; use one"

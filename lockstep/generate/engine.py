@@ -122,16 +122,18 @@ class Engine:
     def generate(
         self,
         prompts: ListLike[list[int]],
-        params: SamplingParams | ListLike[SamplingParams],
+        params: SamplingParams | ListLike[SamplingParams] | None = None,
         first: int | None = None,
     ) -> list[list[Completion]]:
-        """Samples the prompts; `result[i][j]` is sample j of prompt i.
+        """Samples the prompts; `result[i][j]` is sample j of prompt i. params: for all, or one for each; None: the
+        defaults.
 
         first: return only this many prompts, those whose longest sample is shortest. The others are stopped as soon as
         they are known not to be among them, and their `result[i]` is empty; None: all.
 
         Raises UserError for a prompt that cannot be computed here, or whose logits are not finite.
         """
+        params = params or SamplingParams()
         each = [params] * len(prompts) if isinstance(params, SamplingParams) else list(params)
         if len(each) != len(prompts):
             raise UserError(f"{len(prompts)} prompts but {len(each)} sampling parameters; give one, or one per prompt")

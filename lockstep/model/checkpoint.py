@@ -24,6 +24,7 @@ from lockstep.model.adapter_folder import (
 )
 from lockstep.model.config import ModelConfig
 from lockstep.model.decoder import Decoder
+from lockstep.model.device import device_of
 from lockstep.model.dtypes import resolve_dtype
 from lockstep.model.families import from_hugging_face, is_ignored, to_hugging_face
 from lockstep.model.initialize import initialize_some
@@ -51,8 +52,10 @@ SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
 def load_model(path: str | Path, dtype: str | torch.dtype | None = None, device: str | torch.device = "cpu") -> Decoder:
     """A model folder, or a model on the hub, as a Decoder. dtype None keeps that of the files.
 
-    Raises UserError, naming the file and the key or tensor, for a folder that is incomplete or of another shape.
+    Raises UserError, naming the file and the key or tensor, for a folder that is incomplete or of another shape, and
+    for a device that this machine lacks.
     """
+    device = device_of(device)
     folder = local_folder(path)
     model, files = _model_and_files(folder, dtype)
     model.to_empty(device=device)

@@ -34,3 +34,8 @@ def open_device(name: str = "") -> torch.device:
         )
     torch.cuda.set_device(number)
     return torch.device("cuda", number)
+
+
+def device_of(name: str | torch.device) -> torch.device:
+    """The device that a caller gives, as torch or `open_device` takes it, or `meta`. Raises UserError for another."""
+    return open_device(name) if isinstance(name, str) and name != "meta" else torch.device(name)

@@ -13,6 +13,7 @@ from torch import Tensor
 from lockstep.errors import UserError
 from lockstep.model.config import ModelConfig
 from lockstep.model.decoder import Decoder
+from lockstep.model.device import device_of
 from lockstep.model.dtypes import resolve_dtype
 from lockstep.model.normal import normal, uniform
 from lockstep.model.protocols import TrainableModel
@@ -30,12 +31,14 @@ def build_model(
     biases and sinks 0.
 
     The draws are made in float32, so a seed gives the same weights in every dtype, rounded, and on every processor.
-    On the `meta` device nothing is allocated. Raises UserError for what is not a ModelConfig.
+    On the `meta` device nothing is allocated. Raises UserError for what is not a ModelConfig, and for a device that
+    this machine lacks.
     """
     if not isinstance(config, ModelConfig):
         raise UserError(f'config is {config!r:.60}; give a ModelConfig, such as preset("qwen3:micro")')
+    device = device_of(device)
     model = Decoder(config, resolve_dtype(dtype), device)
-    if torch.device(device).type != "meta":
+    if device.type != "meta":
         initialize(model, seed)
     return model
 

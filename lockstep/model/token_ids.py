@@ -16,6 +16,7 @@ def check_token_ids(ids: Sequence[int], vocabulary: int, what: str) -> None:
         raise UserError(f"{what} is empty; give at least one token")
     for position, token in enumerate(ids):
         if type(token) is not int and not isinstance(token, Integral):  # NumPy's integers are welcome
-            raise UserError(f"{what} has {token!r:.60} at position {position}; it must be a list of token ids")
+            as_list = "; a tensor's .tolist() is one" * hasattr(ids, "tolist")
+            raise UserError(f"{what} has {token!r:.60} at position {position}; it must be a list of token ids{as_list}")
         if not 0 <= token < vocabulary:
             raise UserError(f"token {token} at position {position} of {what} is outside the vocabulary of {vocabulary}")

@@ -1,4 +1,4 @@
-"""Where two runs diverge: the first step at which a loss or a gradient norm is not bitwise identical."""
+"""Where two runs diverge: the first step at which a loss, a gradient norm or a reward is not bitwise identical."""
 
 from __future__ import annotations
 
@@ -10,7 +10,10 @@ from lockstep.errors import UserError
 from lockstep.observe.metrics import read_metrics
 from lockstep.observe.run_folder import METRICS
 
-NAMES = ("loss", "grad_norm", "validation/loss")
+NAMES = (
+    "loss", "grad_norm", "validation/loss", "reward/mean", "rollout/tokens", "policy/entropy", "validation/reward",
+)  # fmt: skip
+"""Those that the runs have; of validations, steps after which both had one."""
 ROWS = 8
 """Rows of the table, starting at the step before the first difference."""
 
@@ -62,11 +65,12 @@ def compare_runs(first: str | Path, second: str | Path) -> Comparison:
     steps = sorted(runs[0].keys() & runs[1].keys())
     if not steps:
         raise UserError(f"{first} and {second} have no step in common; there is nothing to compare")
-    metrics = {
-        name: [Difference(s, runs[0][s].get(name), runs[1][s].get(name)) for s in steps]
-        for name in NAMES
-        if any(name in run[s] for run in runs for s in steps)
-    }
+    metrics = {}
+    for name in NAMES:
+        has = all if name.startswith("validation/") else any
+        shared = [step for step in steps if has(name in run[step] for run in runs)]
+        if shared:
+            metrics[name] = [Difference(s, runs[0][s].get(name), runs[1][s].get(name)) for s in shared]
     return Comparison(steps, len(runs[0]) - len(steps), len(runs[1]) - len(steps), metrics)
 
 
@@ -78,12 +82,12 @@ def comparison_text(comparison: Comparison, tolerance: float = 0.0) -> str:
         if count:
             lines.append(f"steps that only the {run} run has: {count}")
     beyond = f"first beyond {tolerance:g}" if tolerance else ""
-    lines += ["", f"{'':16} {'first different bit':>20} {beyond:>22} {'largest relative':>26}"]
+    lines += ["", f"{'':18} {'first different bit':>20} {beyond:>22} {'largest relative':>26}"]
     for name, differences in comparison.metrics.items():
         largest = max(differences, key=lambda d: d.relative)
         at = f"{largest.relative:.2e} at step {largest.step}" if largest.relative else "0"
         apart = _step(comparison.first_beyond(name, tolerance)) if tolerance else ""
-        lines.append(f"{name:16} {_step(comparison.first_beyond(name)):>20} {apart:>22} {at:>26}")
+        lines.append(f"{name:18} {_step(comparison.first_beyond(name)):>20} {apart:>22} {at:>26}")
     name = next((n for n in comparison.metrics if comparison.first_beyond(n)), "")
     if name:
         lines += ["", f"{'step':>8} {f'first {name}':>24} {f'second {name}':>24} {'relative':>10}"]

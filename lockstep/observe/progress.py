@@ -18,6 +18,7 @@ class Progress:
         self.total = total
         self.done = 0.0
         self._bar: Any = None
+        self._ended = False
         self._began = self._last_line = time.monotonic()
 
     def __enter__(self) -> Progress:
@@ -49,7 +50,8 @@ class Progress:
             self._bar.update(self._task, completed=self.done, description=title or self.title, figures=figures_text)
             return
         now = time.monotonic()
-        if now - self._last_line >= SECONDS_BETWEEN_LINES or self.done >= self.total:
+        ended_before, self._ended = self._ended, self.done >= self.total
+        if now - self._last_line >= SECONDS_BETWEEN_LINES or (self._ended and not ended_before):
             self._last_line = now
             share = self.done / self.total if self.total else 1.0
             left = (now - self._began) * (1 - share) / share if share > 0 else 0.0

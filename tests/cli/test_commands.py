@@ -332,6 +332,13 @@ def test_resuming_takes_the_settings_of_the_run_and_says_what_the_command_line_c
     assert "settings: steps 3, was 2; train.learning_rate 0.003, was 0.002" in caplog.text
 
 
+def test_a_run_that_is_not_there_is_not_resumed_with_settings_of_its_own(tmp_path, capsys):
+    assert main(["pretrain", "--output", str(tmp_path / "rum"), "--resume"]) == 2
+    assert "rum: has no run to resume; to start one, give its settings along with --resume" in capsys.readouterr().err
+    assert main(_tiny_run(tmp_path, "--steps", "1", "--resume")) == 0
+    assert "run has no run to resume: this is its first start" in capsys.readouterr().err
+
+
 @pytest.mark.parametrize(
     "arguments, message",
     [

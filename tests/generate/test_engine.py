@@ -15,7 +15,7 @@ from lockstep import Completion, Engine, EngineConfig, SamplingParams, build_mod
 from lockstep.config import CompileConfig, TrainConfig
 from lockstep.errors import UserError
 from lockstep.generate.batch import BatchArrays
-from lockstep.model import ModelConfig
+from lockstep.model import ModelConfig, check_token_ids
 from lockstep.parallel import apply_compile
 from lockstep.train import Trainer, pack
 from lockstep.train.pretrain import NextTokenLoss
@@ -498,6 +498,19 @@ def test_an_interrupt_at_any_line_of_a_step_changes_no_later_result():
         assert engine.allocator.num_free == engine.allocator.num_pages and not engine.has_work, line
         line += 1 + line // 12  # all of the first lines, and ever fewer of those that repeat them
     assert line > 1000
+
+
+def test_prompts_alone_are_sampled_with_the_default_parameters():
+    engine, defaults = Engine(MODELS["float32"], EngineConfig(cache_tokens=256)), SamplingParams()
+    (completion,) = engine.generate([[1, 2]])[0]
+    assert 0 < len(completion.token_ids) <= defaults.max_tokens
+
+
+def test_scores_end_at_the_context_and_a_tensor_is_told_how_to_become_a_list():
+    with pytest.raises(UserError, match="sequence 1 has 513 tokens, more than the model's context of 512"):
+        score(MODELS["float32"], [[1, 2], [1] * 513])
+    with pytest.raises(UserError, match=r"tensor\(1\) at position 0.*list of token ids; a tensor's \.tolist\(\) is one"):
+        check_token_ids(torch.tensor([1, 2]), 120, "the prompt")
 
 
 @pytest.mark.parametrize(

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from lockstep import load_model, score
+from lockstep import build_model, load_model, score
 from lockstep.checkpoint import open_model
 from lockstep.errors import UserError
 from lockstep.model import (
@@ -200,6 +200,14 @@ def test_tiles_are_emulated_for_a_run_that_began_in_them_and_for_whoever_asks(
     set_arithmetic("auto", CPU)
     with pytest.warns(UserWarning, match="emulated"):
         assert set_arithmetic("auto", CPU, recorded="bf16_tiles") == "bf16_tiles", "a resumed run keeps its own"
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="with a GPU the device is there")
+def test_a_model_is_refused_a_device_that_is_not_there(model_folder):
+    config = load_model(model_folder).config
+    for make in (lambda: load_model(model_folder, device="cuda"), lambda: build_model(config, device="cuda:1")):
+        with pytest.raises(UserError, match="this machine has no CUDA device that torch can use"):
+            make()
 
 
 def test_model_and_batch_are_made_where_they_are_asked_to_be(model_folder):
