@@ -509,7 +509,7 @@ def test_prompts_alone_are_sampled_with_the_default_parameters():
 def test_scores_end_at_the_context_and_a_tensor_is_told_how_to_become_a_list():
     with pytest.raises(UserError, match="sequence 1 has 513 tokens, more than the model's context of 512"):
         score(MODELS["float32"], [[1, 2], [1] * 513])
-    with pytest.raises(UserError, match=r"tensor\(1\) at position 0.*list of token ids; a tensor's \.tolist\(\) is one"):
+    with pytest.raises(UserError, match=r"tensor\(1\) at position 0.*; a tensor's \.tolist\(\) is one"):
         check_token_ids(torch.tensor([1, 2]), 120, "the prompt")
 
 
