@@ -60,7 +60,7 @@ STEPS = [
     lambda x: torch.nn.functional.embedding(_places(x)[3], x) + x,
     lambda x: x.index_select(0, _places(x)),
     lambda x: x.index_select(dim=0, index=_places(x)) + x.index_select(0, index=_places(x)),
-    lambda x: x.index_select(0, _places(x)[2]) + x[:0].index_select(0, _places(x)[:0]).sum(),
+    lambda x: (x.index_select(0, _places(x)[2]) + x[:0].index_select(0, _places(x)[:0]).sum()).repeat(6, 1),
     lambda x: x.index_select(0, _places(x).int()),
     lambda x: x.T.contiguous().index_select(1, _places(x)).T.contiguous(),
     lambda x: (x.bfloat16() + x.flip(0).bfloat16()).float(),
