@@ -73,7 +73,8 @@ class SummedGradients:
     """For narrower parameters: each gradient is added to a float32 sum as soon as the backward has computed it.
 
     So micro-batches accumulate in float32. A step's first gradient stays as it is until there is a second one to add: a
-    step of one micro-batch is spared a pass over memory, since norms and AdamW read narrow gradients.
+    step of one micro-batch is spared a pass over memory, since norms and AdamW read narrow gradients. On a CPU, where
+    both give the same bits, it is widened at once if the last step has left memory for it.
     """
 
     updated_weights = False
@@ -82,7 +83,7 @@ class SummedGradients:
         self.parameters = parameters
         self._sums: dict[str, Tensor] = {}
         self._spare: dict[str, Tensor] = {}
-        """Memory of the last step's float32 sums, which the next step reuses."""
+        """Memory of the last step's float32 sums on a CPU, where new memory takes time to clear."""
         for name, parameter in parameters.items():
             parameter.register_post_accumulate_grad_hook(partial(self._add, name))
 
@@ -94,14 +95,10 @@ class SummedGradients:
         grad, parameter.grad = parameter.grad, None
         assert grad is not None
         if name in self._sums:
-            self._sums[name] = self._wide(name, self._sums[name]).add_(grad)
+            self._sums[name] = self._sums[name].float().add_(grad)
         else:
-            self._sums[name] = grad.contiguous()
-
-    def _wide(self, name: str, grad: Tensor) -> Tensor:
-        if grad.dtype != torch.float32 and (spare := self._spare.pop(name, None)) is not None:
-            return spare.copy_(grad)
-        return grad.float()
+            spare = self._spare.pop(name, None)
+            self._sums[name] = grad.contiguous() if spare is None else spare.copy_(grad)
 
     def held(self) -> dict[str, Tensor]:
         return {name: self._sums[name] for name in self.parameters if name in self._sums}
@@ -110,7 +107,11 @@ class SummedGradients:
         return gradient_norms(self.held(), stage_groups, shared)
 
     def clear(self) -> None:
-        self._spare |= {name: grad for name, grad in self._sums.items() if grad.dtype != self.parameters[name].dtype}
+        self._spare = {
+            name: grad
+            for name, grad in self._sums.items()
+            if grad.dtype != self.parameters[name].dtype and grad.device.type == "cpu"
+        }
         self._sums.clear()
 
 

@@ -210,7 +210,7 @@ def test_the_command_prints_a_cluster_on_one_process():
     printed = subprocess.run([*command, "--parallel.tensor", "4"], capture_output=True, text=True, check=True).stdout
     assert "64 ranks (data_shard 16, tensor 4)" in printed
     assert "1.236 B parameters" in printed and "together" in printed and "reduce_scatter" in printed
-    with pytest.raises(UserError, match="parallel.*= 3 ranks, but 2 run"):
+    with pytest.raises(UserError, match="parallel.*= 3 ranks, but 2 are running"):
         _imagined(2, ParallelConfig(tensor=3))
     with pytest.raises(UserError, match="a step has 4 micro-batches per rank.* needs 6 or more"):
         _imagined(6, ParallelConfig(pipeline=6))

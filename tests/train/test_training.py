@@ -1,5 +1,6 @@
 """The trainer: masters in float32, micro-batches that do not matter, a step that learns, runs that resume."""
 
+import itertools
 import json
 import os
 
@@ -99,11 +100,33 @@ def test_gradients_that_stay_narrow_train_as_those_widened_at_once(optimizer, pa
                 sums._sums = {name: grad.float() for name, grad in sums.held().items()}
             metrics.append(trainer.optimizer.gradient_norms())
             trainer.optimizer.update(1e-3, metrics[-1]["grad_norm"])
+            sums._spare.clear()
         return metrics, trainer.optimizer.state_tensors()
 
     (norms, narrow), (expected, wide) = trained(False), trained(True)
     assert norms == expected and norms[0]["grad_norm"] > 0.5, "clipped"
     assert all(torch.equal(narrow[name], wide[name]) for name in wide)
+
+
+def test_a_step_has_the_same_bits_whether_or_not_the_one_before_left_memory_for_its_sums():
+    def trained(forgets):
+        model = build_model(preset("qwen3:micro"), dtype="bfloat16")
+        trainer = Trainer(model, TrainConfig(learning_rate=1e-3), 10)
+        sums, norms = trainer.optimizer.gradients, []
+        for cuts in ([0, 2, 3], [0], [0, 1]):
+            parts = [slice(*cut) for cut in itertools.pairwise([*cuts, len(SEQUENCES)])]
+            trainer.accumulate([pack(SEQUENCES[part]) for part in parts], NextTokenLoss(TARGETS))
+            narrow = forgets and len(parts) == 1
+            assert {grad.dtype for grad in sums.held().values()} == {torch.bfloat16 if narrow else torch.float32}
+            assert not sums._spare, "a step's first gradients are in it"
+            norms.append(trainer.optimizer.gradient_norms())
+            trainer.optimizer.update(1e-3, norms[-1]["grad_norm"])
+            if forgets:
+                sums._spare.clear()
+        return norms, trainer.optimizer.state_tensors()
+
+    (norms, kept), (expected, fresh) = trained(False), trained(True)
+    assert norms == expected and all(torch.equal(kept[name], fresh[name]) for name in fresh)
 
 
 def test_updates_write_into_the_tensors_that_the_model_already_has():

@@ -276,7 +276,7 @@ def test_the_command_prints_separate_generators_and_refuses_servers():
     printed = subprocess.run(separate, capture_output=True, text=True, check=True).stdout
     assert "4 ranks (data_shard 4)" in printed and "versions laid out" in printed
     assert "memory per generator rank, GiB (2 ranks each)" in printed and "generator's copy" not in printed
-    assert "a weight sync lays out" in printed and "MiB, and a generator's reads" in printed
+    assert "a weight sync lays out" in printed and "MiB on the trainer's rank, and a generator's reads" in printed
     done = subprocess.run([*command, "--actors.urls", "http://127.0.0.1:1"], capture_output=True, text=True)
     assert done.returncode == 2 and "a dry run cannot inspect the servers in actors.urls" in done.stderr
 
@@ -290,10 +290,9 @@ def test_the_command_prints_a_cluster_a_cluster_on_one_process():
     for said in ("training    sampling weight sync", "generator's copy", "reference model", "the peak is"):
         assert said in printed
     assert "a weight sync sends" in printed
-    with pytest.raises(UserError, match="parallel.*= 3 ranks, but 2 run"):
+    with pytest.raises(UserError, match="parallel.*= 3 ranks, but 2 are running"):
         dry_run(RLConfig(model="qwen3:micro", dtype="bfloat16", parallel=ParallelConfig(tensor=3)), 2, on_cpu=True)
-    parallel = ParallelConfig(full_dtensor=True)
-    refused = RLConfig(model="qwen3:micro", dtype="bfloat16", algorithm="ppo", parallel=parallel)
+    refused = ParallelConfig(full_dtensor=True, cpu_offload=True)
     # As by the run itself.
-    with pytest.raises(UserError, match="value head, which does not support parallel.full_dtensor"):
-        dry_run(refused, 16, on_cpu=True)
+    with pytest.raises(UserError, match="parallel.cpu_offload needs FSDP"):
+        dry_run(RLConfig(model="qwen3:micro", dtype="bfloat16", parallel=refused), 16, on_cpu=True)
