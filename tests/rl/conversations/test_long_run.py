@@ -48,7 +48,7 @@ def taken(process):
     return {"mib": int(status["VmRSS"].split()[0]) / 1024, "threads": int(status["Threads"]), "files": held}
 
 def note(step, metrics):
-    if step in (20, 200):
+    if step in (100, 200):
         below = descendants(os.getpid())
         found = {"step": step, "trainer": taken(os.getpid()), "below": [taken(process) for process in below]}
         print(json.dumps(found), flush=True)
@@ -73,11 +73,11 @@ def test_memory_files_threads_and_processes_are_level_over_200_steps(tmp_path, c
     )
     found = [json.loads(line) for line in run.stdout.splitlines() if line.startswith("{")]
     first, last = found
-    assert (first["step"], last["step"]) == (20, 200)
+    assert (first["step"], last["step"]) == (100, 200)
     for name in ("threads", "files"):
         assert first["trainer"][name] == last["trainer"][name]
         assert [one[name] for one in first["below"]] == [one[name] for one in last["below"]], "and as many processes"
     for before, after in zip([first["trainer"], *first["below"]], [last["trainer"], *last["below"]]):
-        # Measured: 1.5 MiB more in the trainer, of which 0.2 since step 100, and none below it. A page that each of the
-        # 1,440 conversations kept would be 5.6 MiB.
-        assert after["mib"] - before["mib"] < 4
+        # Measured: 0.5 MiB more in the trainer (2.9 in the 80 steps before, where batches of new sizes come), and none
+        # below it. A page that each of the 800 conversations kept would be 3.1 MiB.
+        assert after["mib"] - before["mib"] < 2
