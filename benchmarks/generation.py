@@ -51,10 +51,11 @@ REPEATS = 2
 
 def lockstep_side(folder: str, work: Work, share: bool) -> dict[str, float]:
     began = time.perf_counter()
-    from lockstep import Engine, EngineConfig, SamplingParams, load_model
+    from lockstep import Engine, EngineConfig, SamplingParams
+    from lockstep.checkpoint import open_model
 
     cache_tokens = work.prompts * work.samples * (work.length + work.new + 16) + 64
-    model = load_model(folder)
+    model = open_model(Path(folder))  # as `lockstep generate` does
     # From here on: pages of the weights' file, mapped while it was read, are the system's to take back.
     Path("/proc/self/clear_refs").write_text("5")
     engine = Engine(model, EngineConfig(prefix_cache=share, cache_tokens=cache_tokens))

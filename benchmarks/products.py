@@ -19,9 +19,9 @@ import torch
 import torch.nn.functional as F
 
 from lockstep import ops
+from lockstep.host_memory import keep_freed_memory
 from lockstep.observe.machine import processor
 from lockstep.ops.linear import input_gradient, weight_gradient
-from lockstep.train.host_memory import keep_freed_memory
 
 # (in, out) of the 5M, the 110M and the 0.6B model.
 SHAPES = [(256, 768), (768, 2048), (2048, 768), (1024, 3072), (3072, 1024)]

@@ -58,11 +58,11 @@ def measure(size: str, layout: str) -> dict[str, float]:
     import torch
 
     from lockstep.config import CompileConfig, ParallelConfig
+    from lockstep.host_memory import keep_freed_memory
     from lockstep.model import ModelConfig, initialize
     from lockstep.model.shard import local_part
     from lockstep.parallel import close_world, generator_model, open_world, parallel_model
     from lockstep.rl.actors.weights import WeightTransfer
-    from lockstep.train.host_memory import keep_freed_memory
 
     torch.set_num_threads(1)
     keep_freed_memory()  # as a run's trainer does

@@ -12,6 +12,7 @@ from lockstep import model, ops
 from lockstep.checkpoint.folders import STATE, weights_folder
 from lockstep.config import ParallelConfig
 from lockstep.errors import UserError
+from lockstep.host_memory import keep_freed_memory
 from lockstep.hub import is_model, local_folder
 from lockstep.model import Decoder, arithmetic_of, is_auto, open_device, set_arithmetic
 from lockstep.observe.logs import log
@@ -38,7 +39,7 @@ def open_model(
 
     In a world with a tensor axis, this rank's part. `chunks`: as `RanksConfig.reduction_chunks`. If this machine
     lacks the instructions to compute as the run did, a warning names both arithmetics; an emulated one is only used on
-    request. Raises UserError for what is not available.
+    request. From then on, a process on the CPU keeps the memory it frees. Raises UserError for what is not available.
     """
     model.refuse_score_head(model.read_config(folder), str(folder))
     place = open_device(device) if world is None else world.device
@@ -55,6 +56,8 @@ def open_model(
         opened = _own_part(folder, dtype, world, chunks)
     else:
         opened = model.load_model(folder, None if is_auto(dtype) else dtype, place)
+    if place.type == "cpu":
+        keep_freed_memory()
     if trained_in not in ("", arithmetic_of(place)):
         log.warning(
             "%s was trained in %s arithmetic and is computed in %s here: log-probabilities differ from those of its "

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 
 from lockstep.config import TrainConfig
 from lockstep.errors import UserError
+from lockstep.host_memory import keep_freed_memory
 from lockstep.model import ScoringModel, TrainableModel
 from lockstep.model.shard import is_fsdp
 from lockstep.observe.timeline import Timeline
@@ -24,7 +25,6 @@ from lockstep.parallel.gradient_sums import set_gradient_sums, sums_every_microb
 from lockstep.train.beside import Beside
 from lockstep.train.deterministic_layout import refuse_other_order, share_rows
 from lockstep.train.expert_balance import ExpertBalance
-from lockstep.train.host_memory import keep_freed_memory
 from lockstep.train.optimizer import MasterOptimizer
 from lockstep.train.schedule import make_schedule
 

@@ -21,6 +21,7 @@ from hypothesis import strategies as st
 from lockstep import build_model, load_model, save_model
 from lockstep.data.pieces import token_bytes, token_text
 from lockstep.generate.server import answer as answers
+from lockstep.generate.server import engine_loop
 from lockstep.generate.server.api_error import ApiError
 from lockstep.generate.server.body import LARGE, MOST, parse_body, parse_in_turn
 from lockstep.generate.server.limits import in_turn
@@ -496,6 +497,19 @@ def test_a_token_is_decoded_once_for_all_log_probabilities(server, monkeypatch):
     for _ in range(2):
         assert token_text(tokenizer, 300) == text and token_bytes(tokenizer, 300) == text.encode()
     assert len(seen) <= 1
+
+
+def test_an_idle_server_returns_once_what_its_steps_have_freed(chat_folder, monkeypatch):
+    returned = []
+    monkeypatch.setattr(engine_loop, "IDLE_SECONDS", 0.05)
+    monkeypatch.setattr(engine_loop, "return_freed_memory", lambda: returned.append(running.engine.has_work))
+    with running_server(chat_folder) as running:
+        for _ in range(2):
+            before = len(returned)
+            assert running.complete(prompt="a", max_tokens=2).status_code == 200
+            running.wait_until(lambda before=before: len(returned) > before)
+            time.sleep(0.3)
+            assert returned == [False] * len(returned) and len(returned) <= before + 2, "once, and maybe before it"
 
 
 def test_a_text_that_is_too_long_in_any_case_costs_no_work(server, monkeypatch):

@@ -21,8 +21,11 @@ from lockstep.errors import UserError
 from lockstep.generate.engine import Engine
 from lockstep.generate.sampling_params import Completion, SamplingParams, TokenEvent
 from lockstep.generate.server.api_error import ApiError, engine_failed, not_finite
+from lockstep.host_memory import return_freed_memory
 
 Result = TypeVar("Result")
+IDLE_SECONDS = 5.0
+"""After which an engine without work returns the memory that its steps have freed."""
 PromptEvent = tuple[int, TokenEvent]
 """The position of the prompt, and a token sampled for it."""
 
@@ -132,13 +135,21 @@ class EngineLoop:
     def _take_commands(self) -> bool:
         """Runs what is queued, and blocks if there is nothing else to do; False when the thread should end."""
         try:
-            command = self._commands.get(block=not self._has_work())
+            command = self._commands.get(block=False) if self._has_work() else self._next_command()
             while command is not None:
                 command()
                 command = self._commands.get(block=False)
         except queue.Empty:
             return True
         return False
+
+    def _next_command(self) -> Callable[[], None] | None:
+        """Waits for one, and meanwhile returns to the system what steps have freed."""
+        try:
+            return self._commands.get(timeout=IDLE_SECONDS)
+        except queue.Empty:
+            return_freed_memory()
+            return self._commands.get()
 
     def _add(self, generation: Generation) -> None:
         if self.failure is not None:
