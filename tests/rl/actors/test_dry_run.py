@@ -103,7 +103,7 @@ def foreseen(config, ranks):
 @pytest.mark.parametrize(
     ("ranks", "parallel", "changes"),
     [
-        pytest.param(1, ParallelConfig(), {}, marks=pytest.mark.slow),
+        (1, ParallelConfig(), {}),
         pytest.param(
             1,
             ParallelConfig(),
