@@ -30,7 +30,7 @@ def token_text(tokenizer: Tokenizer, token: int) -> str:
 def token_bytes(tokenizer: Tokenizer, token: int) -> bytes | None:
     """The UTF-8 bytes that a token adds to a text; None for a special token."""
     name = _names(tokenizer).get(token)
-    if name is None or name in tokenizer.special_tokens():
+    if name is None or token in _special(tokenizer):
         return None
     return token_text(tokenizer, token).encode() or _bytes(name)
 
@@ -58,6 +58,11 @@ def _bytes_of_characters() -> dict[str, int]:
 @lru_cache(maxsize=4)
 def _names(tokenizer: Tokenizer) -> dict[int, str]:
     return {number: name for name, number in tokenizer.vocabulary().items()}
+
+
+@lru_cache(maxsize=4)
+def _special(tokenizer: Tokenizer) -> frozenset[int]:
+    return frozenset(tokenizer.special_tokens().values())
 
 
 @lru_cache(maxsize=4)

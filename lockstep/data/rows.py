@@ -123,7 +123,7 @@ class Rows:
             stop = end if fits else start + room
             piece = Piece(self._corpus, start, stop)
             is_cut = self.packing == "whole" and self._corpus.scored is not None and stop - start < end - first
-            if piece.targets or not is_cut or self._epoch > last:
+            if not is_cut or self._epoch > last or piece.targets:
                 pieces.append(piece)
                 room -= stop - start
             if fits:

@@ -13,7 +13,7 @@ from lockstep.observe.run_folder import METRICS
 NAMES = (
     "loss", "grad_norm", "validation/loss", "reward/mean", "rollout/tokens", "policy/entropy", "validation/reward",
 )  # fmt: skip
-"""Those that the runs have; of validations, steps after which both had one."""
+"""Those that the runs have."""
 ROWS = 8
 """Rows of the table, starting at the step before the first difference."""
 
@@ -65,12 +65,11 @@ def compare_runs(first: str | Path, second: str | Path) -> Comparison:
     steps = sorted(runs[0].keys() & runs[1].keys())
     if not steps:
         raise UserError(f"{first} and {second} have no step in common; there is nothing to compare")
-    metrics = {}
-    for name in NAMES:
-        has = all if name.startswith("validation/") else any
-        shared = [step for step in steps if has(name in run[step] for run in runs)]
-        if shared:
-            metrics[name] = [Difference(s, runs[0][s].get(name), runs[1][s].get(name)) for s in shared]
+    metrics = {
+        name: [Difference(s, runs[0][s].get(name), runs[1][s].get(name)) for s in steps]
+        for name in NAMES
+        if any(name in run[s] for run in runs for s in steps)
+    }
     return Comparison(steps, len(runs[0]) - len(steps), len(runs[1]) - len(steps), metrics)
 
 

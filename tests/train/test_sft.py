@@ -183,6 +183,7 @@ FORGETS = "{% for m in messages %}{% if m.role != 'assistant' or loop.last %}[{{
     [
         (LINES[1], FORGETS, "a.jsonl:1: .* up to message 3 differently .* {% generation %}"),
         (LINES[0], MARKED.replace("{% for", "{{ raise_exception('not these') }}{% for"), "a.jsonl:1: .*not these"),
+        ({"messages": LINES[0]["messages"][:1]}, MARKED, "a.jsonl:1: the assistant says nothing"),
         (
             {"messages": [{"role": "human", "content": "a"}, {"role": "gpt", "content": "b"}]},
             MARKED,
