@@ -327,18 +327,21 @@ def print_summary(folder: Path) -> None:
     """The run's result in a few lines, and what they mean."""
     import json
 
-    from lockstep.observe.report import duration, in_tokens, parity_meaning
+    from lockstep.observe.report import duration, in_tokens, parity_meaning, validated
     from lockstep.rl.prompt_balance import PromptBalance
 
     summary = json.loads((folder / "summary.json").read_text())
     print()
-    if "reward_after" in summary:  # there were validations
-        measured = "accuracy" if "accuracy_after" in summary else "reward"
-        name = "accuracy" if measured == "accuracy" else summary["reward_name"]
-        before, after = summary[f"{measured}_before"], summary[f"{measured}_after"]
+    name, measured = "accuracy", validated(summary, "accuracy")
+    if not measured:
+        name, measured = summary["reward_name"], validated(summary, "reward")
+    if measured:
+        change, when = measured
         also_trained = summary.get("validation_also_trained")
         where = f"validation examples, {also_trained} of them also trained on" if also_trained else "held-out examples"
-        print(f"{name} {before:.3f} -> {after:.3f} on {where}")
+        if "→" not in change:
+            where += f", {when}"
+        print(f"{name} {change.replace('→', '->')} on {where}")
     checked, different = int(summary["parity_tokens_checked"]), int(summary["parity_tokens_different"])
     print(
         f"{checked} log-probabilities compared, {different} different; "

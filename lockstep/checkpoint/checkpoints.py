@@ -21,7 +21,7 @@ from lockstep.checkpoint.part import Part
 from lockstep.checkpoint.staging import Staging, in_place
 from lockstep.checkpoint.storage import StoredTensors, save_parts
 from lockstep.checkpoint.training_state import STEMS, parts_to_load, take_over, tensors_to_save
-from lockstep.config import PretrainConfig, RLConfig, to_toml
+from lockstep.config import CONFIG, PretrainConfig, RLConfig, to_toml
 from lockstep.data import Tokenizer
 from lockstep.errors import RunStopped, UserError
 from lockstep.hub import local_folder
@@ -39,7 +39,6 @@ from lockstep.model.adapter_folder import digest, refuse_other_adapter, refuse_o
 from lockstep.observe.logs import log
 from lockstep.parallel.world import World
 
-CONFIG = "config.toml"
 Result = TypeVar("Result")
 
 

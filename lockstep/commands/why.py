@@ -13,6 +13,7 @@ from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from lockstep.config import CONFIG
 from lockstep.errors import UserError
 from lockstep.observe.actors import (
     Actor,
@@ -28,7 +29,7 @@ from lockstep.observe.actors import (
     waits_words,
     where_words,
 )
-from lockstep.observe.run_folder import CONFIG, RunFolder
+from lockstep.observe.run_folder import RunFolder
 from lockstep.observe.run_lock import LOCK
 from lockstep.observe.sign_of_life import STACKS_SIGNAL, stacks_path
 from lockstep.observe.watchdog import LEFT

@@ -20,12 +20,13 @@ from lockstep.config.preferences import DPOConfig, PreferenceConfig, RewardModel
 from lockstep.config.recompute import RecomputeConfig
 from lockstep.config.rewards import RewardConfig
 from lockstep.config.runs import PretrainConfig, RLConfig, ServeConfig, SFTConfig
-from lockstep.config.toml import from_toml, recorded_run, to_toml
+from lockstep.config.toml import CONFIG, from_toml, recorded_run, to_toml
 from lockstep.config.train import Arithmetic, Dtype, ModelDtype, TrainConfig
 
 __all__ = [
     "ALARMS",
     "ALGORITHMS",
+    "CONFIG",
     "ActorsConfig",
     "AlarmConfig",
     "Algorithm",

@@ -96,10 +96,10 @@ def with_algorithm(config: RLConfig, before: RLConfig, given: Collection[str]) -
 
 
 def _unset() -> dict[str, Any]:
-    """The algorithm's settings, all at their unset defaults."""
+    """The algorithm's settings and those of its value function, all at their unset defaults."""
     from lockstep.config.runs import RLConfig
 
-    names = {field.name for field in dataclasses.fields(Algorithm)}
+    names = {field.name for field in dataclasses.fields(Algorithm)} | {"value_learning_rate", "value_detached"}
     return {field.name: field.default for field in dataclasses.fields(RLConfig) if field.name in names}
 
 

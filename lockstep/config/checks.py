@@ -12,15 +12,16 @@ from typing import Any
 from urllib.parse import urlsplit
 
 from lockstep.config.alarms import ALARMS, AlarmConfig
-from lockstep.config.algorithm import ALGORITHMS, Algorithm, algorithm_of
+from lockstep.config.algorithm import algorithm_of
 from lockstep.config.bounds import bound_problems
 from lockstep.config.engine import CompileConfig
 from lockstep.config.evaluation import EvalConfig, greedy_problems
-from lockstep.config.lora import LoraConfig
+from lockstep.config.idle import idle_problems
 from lockstep.config.parallel import SCHEDULES, ParallelConfig, tensor_problems
 from lockstep.config.preferences import PreferenceConfig, preference_problems
 from lockstep.config.recompute import KEEPABLE, RecomputeConfig
 from lockstep.config.runs import PretrainConfig, RLConfig, ServeConfig, SFTConfig
+from lockstep.config.toml import is_recorded
 from lockstep.config.train import TrainConfig
 from lockstep.errors import UserError, closest
 
@@ -34,6 +35,8 @@ def validate(config: PretrainConfig | RLConfig | ServeConfig | EvalConfig) -> No
         problems += config.problems()
     elif not problems:  # what follows compares fields that are right by themselves
         problems += _problems(config)
+        if not _continues(config):
+            problems += idle_problems(config)
     if problems:
         raise UserError("this configuration cannot run:\n" + "\n".join(f"  - {p}" for p in problems))
 
@@ -50,6 +53,11 @@ def validate_run(config: Any, kind: type[PretrainConfig | RLConfig]) -> None:
         )
 
 
+def _continues(config: PretrainConfig | RLConfig) -> bool:
+    """Whether it is of a run that was recorded: what has no effect there, or not any more, is no reason to end it."""
+    return config.resume and is_recorded(config.output)
+
+
 def _problems(config: PretrainConfig | RLConfig) -> Iterator[str]:
     yield from _train_problems(config.train)
     yield from _recompute_problems(config.recompute, config.compile)
@@ -64,12 +72,6 @@ def _problems(config: PretrainConfig | RLConfig) -> Iterator[str]:
                 'faults.on_spike is "rollback" and checkpoint.every is 0, so there would be no checkpoint to go back '
                 "to; give checkpoint.every"
             )
-    if isinstance(config, PretrainConfig) and not config.validation_data:
-        for name in ("validation_every", "validation_tokens"):
-            if getattr(config, name) != getattr(PretrainConfig, name):
-                yield f"{name} is {getattr(config, name)}, but validation_data is empty; give some, or leave it out"
-    if config.checkpoint.keep_every and not config.checkpoint.every:
-        yield "checkpoint.keep_every keeps checkpoints that checkpoint.every 0 does not write; give checkpoint.every"
     if config.resume and config.overwrite:
         yield "resume and overwrite exclude each other; give one"
     if config.overwrite:
@@ -129,29 +131,6 @@ def _algorithm_problems(config: RLConfig) -> Iterator[str]:
             "loss clip_sequence takes one advantage per completion, but the KL divergence in the rewards of advantage "
             'batch gives each token its own; set kl_in = "loss"'
         )
-    for name, why in _idle(config, algorithm).items():
-        usual = getattr(ALGORITHMS[config.algorithm], name, getattr(RLConfig, name))
-        if (value := getattr(algorithm, name, getattr(config, name))) != usual:
-            yield f"{name} is {value}, but {why}, so it would have no effect; leave it out"
-
-
-def _idle(config: RLConfig, algorithm: Algorithm) -> dict[str, str]:
-    """Settings that have no effect with others of the run, and why."""
-    idle: dict[str, str] = {}
-    if algorithm.advantage != "gae":
-        names = ("gae_gamma", "gae_lambda", "value_coefficient", "value_clip", "value_learning_rate", "value_detached")
-        idle |= dict.fromkeys(names, f'advantage "{algorithm.advantage}" has no value function')
-    if algorithm.loss == "reinforce":
-        idle |= dict.fromkeys(("clip_low", "clip_high"), 'loss "reinforce" has no ratio to clip')
-    if not algorithm.kl_coefficient:
-        idle |= dict.fromkeys(("kl_in", "kl_estimator", "kl_reference"), "kl_coefficient is 0")
-    if config.kl_reference != "average":
-        idle["kl_average_decay"] = f'kl_reference is "{config.kl_reference}"'
-    if algorithm.off_policy == "none" and not config.actors.urls:
-        idle |= dict.fromkeys(("off_policy_level", "off_policy_low", "off_policy_high"), "off_policy is none")
-    if not config.reward_model:
-        idle["reward_model_weight"] = "there is no reward_model"
-    return idle
 
 
 def _alarm_problems(alarms: AlarmConfig) -> Iterator[str]:
@@ -262,8 +241,6 @@ def _expert_problems(config: PretrainConfig | RLConfig) -> Iterator[str]:
 
 def _lora_problems(config: PretrainConfig | RLConfig) -> Iterator[str]:
     if not config.lora.rank:
-        if config.lora != LoraConfig():
-            yield "lora.rank is 0, so there is no adapter, and the other lora settings have no effect; give a rank"
         return
     if config.train.router_bias_rate:
         yield "train.router_bias_rate changes weights of the base, which lora.rank freezes; leave one of them out"
@@ -303,12 +280,6 @@ def _train_problems(train: TrainConfig) -> Iterator[str]:
             f'train.schedule is "{train.schedule}" and train.schedule_file is "{train.schedule_file}"; '
             "csv needs a file, the other schedules take none"
         )
-    for name in ("decay_share", "decay_shape"):
-        if train.schedule != "wsd" and getattr(train, name) != getattr(TrainConfig, name):
-            yield (
-                f"train.{name} is {getattr(train, name)}, but only the schedule wsd uses it, not {train.schedule}; "
-                'leave it out, or set train.schedule = "wsd"'
-            )
     if train.optimizer_in_backward:
         if train.deterministic_layout:
             yield "train.deterministic_layout sums gradients that train.optimizer_in_backward does not keep; use one"

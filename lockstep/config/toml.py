@@ -12,12 +12,15 @@ from operator import attrgetter
 from pathlib import Path
 from typing import Any, TypeVar
 
+from lockstep.config.algorithm import with_algorithm
 from lockstep.config.bounds import bound_problems
 from lockstep.config.other_names import HERE
 from lockstep.config.runs import PretrainConfig, RLConfig
 from lockstep.errors import UserError, closest
 
 Config = TypeVar("Config", PretrainConfig, RLConfig)
+CONFIG = "config.toml"
+"""The file of a run's settings, in its folder."""
 OF_A_START = ("output", "resume", "overwrite", "dry_run")
 """Settings that a resumed run does not take from its file."""
 OF_A_COMMAND = {"environment": "rl", "centering": "reward-model", "beta": "dpo", "epochs": "sft"}
@@ -56,9 +59,12 @@ def _toml_value(value: Any) -> str:
 def from_toml(path: str | Path, base: Config) -> Config:
     """`base` overridden by the values of a TOML file, or of a YAML file if named so (`.yaml`, `.yml`).
 
-    Raises UserError for a missing or malformed file and for keys that `base` does not have.
+    A file that names another algorithm unsets the settings of `base`'s. Raises UserError for a missing or malformed
+    file and for keys that `base` does not have.
     """
-    merged = _merge(base, _values(path), str(path))
+    merged = _merge(base, values := _values(path), str(path))
+    if isinstance(merged, RLConfig) and isinstance(base, RLConfig):
+        merged = with_algorithm(merged, base, values)
     if problems := list(bound_problems(merged)):
         raise UserError("\n".join(f"{path}: {problem}" for problem in problems))
     return merged
@@ -108,15 +114,20 @@ def _refuse_names_given_twice(node: Any) -> None:
             _refuse_names_given_twice(value)
 
 
+def is_recorded(output: str | Path) -> bool:
+    """Whether the folder contains a run's settings."""
+    return (Path(output) / CONFIG).is_file()
+
+
 def recorded_run(output: str | Path, base: Config) -> Config | None:
     """`base` with the settings of the run in the folder `output`; None if there is no run.
 
     Settings about the folder itself are those of `base`. dtype and arithmetic are "auto", which in a resumed run stands
     for the recorded ones. Raises UserError for settings that cannot be read, or that belong to another command.
     """
-    path = Path(output) / "config.toml"
-    if not path.is_file():
+    if not is_recorded(output):
         return None
+    path = Path(output) / CONFIG
     of_this_start = {name: getattr(base, name) for name in OF_A_START if hasattr(base, name)}
     values = _values(path)
     refuse_other_command(output, values, base)

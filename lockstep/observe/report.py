@@ -10,12 +10,12 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
-from lockstep.config import ALARMS
+from lockstep.config import ALARMS, CONFIG
 from lockstep.observe.curves import LOSS, curves_svg
 from lockstep.observe.expert_load import expert_load_svg
 from lockstep.observe.metrics import read_metrics
 from lockstep.observe.readable import is_number, readable_rollouts
-from lockstep.observe.run_folder import CONFIG, METRICS
+from lockstep.observe.run_folder import METRICS
 from lockstep.observe.token_view import channels, shown_steps, visible
 
 SAMPLES = 12
@@ -135,15 +135,24 @@ def _results(summary: dict[str, Any]) -> list[Figure]:
     asked = "prompts that were never trained on"
     if also_trained := int(summary.get("validation_also_trained", 0)):
         asked = f"prompts, {also_trained} of which are also trained on"
-    if {"accuracy_before", "accuracy_after"} <= summary.keys():
-        change = f"{summary['accuracy_before']:.3f} → {summary['accuracy_after']:.3f}"
-        meaning = f"Share of correct answers before and after, on {asked}."
-        figures.append(Figure(change, "held-out accuracy", meaning))
-    if {"reward_before", "reward_after"} <= summary.keys() and summary.get("accuracy_after") != summary["reward_after"]:
-        change = f"{summary['reward_before']:.3f} → {summary['reward_after']:.3f}"
-        meaning = f"Mean reward before and after, on {asked}."
-        figures.append(Figure(change, f"held-out {summary.get('reward_name', 'reward')}", meaning))
+    accuracy, reward = validated(summary, "accuracy"), validated(summary, "reward")
+    if accuracy:
+        change, when = accuracy
+        figures.append(Figure(change, "held-out accuracy", f"Share of correct answers {when}, on {asked}."))
+    if reward and reward != accuracy:
+        change, when = reward
+        name = f"held-out {summary.get('reward_name', 'reward')}"
+        figures.append(Figure(change, name, f"Mean reward {when}, on {asked}."))
     return figures
+
+
+def validated(summary: dict[str, Any], measured: str) -> tuple[str, str] | None:
+    """What the validations at the run's ends measured, and when: `("0.443 → 0.950", "before and after")`; None if there
+    were none."""
+    ends = {"before": "before the first step", "after": "after the last step"}
+    values = {end: f"{summary[f'{measured}_{end}']:.3f}" for end in ends if f"{measured}_{end}" in summary}
+    when = "before and after" if len(values) == 2 else "".join(ends[end] for end in values)
+    return (" → ".join(values.values()), when) if values else None
 
 
 def _speed(metrics: list[dict[str, Any]]) -> list[Figure]:

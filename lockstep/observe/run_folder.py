@@ -14,6 +14,7 @@ from math import inf
 from pathlib import Path
 from typing import Any
 
+from lockstep.config import CONFIG
 from lockstep.errors import RunStopped, UserError
 from lockstep.observe.logs import log
 from lockstep.observe.run_lock import LOCK, locked
@@ -23,7 +24,7 @@ from lockstep.observe.watchdog import VERDICT
 
 LAUNCH = "launch"
 """In the run's `logs/`: which torchrun started it."""
-CONFIG, METRICS, PROMPTS, LOADS = "config.toml", "metrics.jsonl", "prompts.jsonl", "expert_load.jsonl"
+METRICS, PROMPTS, LOADS = "metrics.jsonl", "prompts.jsonl", "expert_load.jsonl"
 WRITTEN = {
     CONFIG, METRICS, PROMPTS, LOADS, LOCK, "bad_batches", "checkpoints", "logs", "profile", "reference.safetensors",
     "report.html", "rollouts", "summary.json", "tensorboard", "timeline", "timeline.json", "wandb", "wandb_id",

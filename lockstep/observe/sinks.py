@@ -11,7 +11,7 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, Protocol, runtime_checkable
 
-from lockstep.config import ObserveConfig
+from lockstep.config import CONFIG, ObserveConfig
 from lockstep.errors import UserError
 from lockstep.observe.logs import log
 
@@ -152,7 +152,7 @@ class WeightsAndBiases:
             resume="allow",
             config={"folder": str(folder.resolve())},
         )
-        self._run.save(str(folder / "config.toml"), base_path=str(folder), policy="now")
+        self._run.save(str(folder / CONFIG), base_path=str(folder), policy="now")
 
     def write(self, step: int, metrics: Mapping[str, float]) -> None:
         self._run.log(dict(metrics), step=step)

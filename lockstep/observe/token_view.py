@@ -10,9 +10,9 @@ from itertools import accumulate
 from pathlib import Path
 from typing import Any
 
+from lockstep.config import CONFIG
 from lockstep.errors import UserError
 from lockstep.observe.readable import readable_rollouts
-from lockstep.observe.run_folder import CONFIG
 
 GROUPS = 4
 """Groups shown per step, with two completions of each: the best and the worst."""

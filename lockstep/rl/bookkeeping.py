@@ -192,13 +192,13 @@ def _routes(compared: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
 
 
 def summarize(metrics: Sequence[Mapping[str, Any]], inner_steps: int = 1) -> dict[str, Any]:
-    """A run's summary from its metrics: the first and last validation if there are any, the comparison over all steps,
-    and tokens."""
-    validations = [m for m in metrics if "validation/reward" in m]
+    """A run's summary from its metrics: the validations before the first step and after the last one, if there were
+    any, the comparison over all steps, and tokens."""
     compared = [m for m in metrics if "parity/tokens_checked" in m]
-    ends = {"before": validations[0], "after": validations[-1]} if validations else {}
-    # Their rewards may all have failed.
-    measured = [n for n in ("reward", "accuracy") if all(f"validation/{n}" in each for each in ends.values())]
+    ends = {"before": next((m for m in metrics if m["step"] == 0), {}), "after": metrics[-1]}
+    validated = {end: each for end, each in ends.items() if "validation/reward" in each}
+    # The answers of one of them may all have failed.
+    measured = [n for n in ("reward", "accuracy") if all(f"validation/{n}" in each for each in validated.values())]
     rewards = sorted(
         {
             n.split("/")[1]
@@ -208,7 +208,7 @@ def summarize(metrics: Sequence[Mapping[str, Any]], inner_steps: int = 1) -> dic
         }
     )
     return {
-        **{f"{n}_{end}": each[f"validation/{n}"] for end, each in ends.items() for n in measured},
+        **{f"{n}_{end}": each[f"validation/{n}"] for end, each in validated.items() for n in measured},
         # The environment's own name if there is only one reward.
         "reward_name": rewards[0] if len(rewards) == 1 else "reward",
         "tokens": {

@@ -230,7 +230,8 @@ def _reinforce(
     before = world.from_main(lambda: read_metrics(run.metrics))
     unjudged = bool(held_out) and state.get("unjudged", False) and awaits_validation(before, start)
     unfinished = before.pop() if unjudged else {}
-    announce_start(config, environment, model, world, start, ended=start >= config.steps and not unjudged)
+    ended = start >= config.steps and not unjudged
+    announce_start(config, environment, model, world, start, ended)
     updating = 0.0
     """Seconds that all updates of the last step took."""
     watch = Alarms(config.alarms, before, learns_from_spread_alone(config))
@@ -357,7 +358,7 @@ def _reinforce(
 
     # The last checkpoint may still be being written.
     world.barrier()
-    if world.is_main and not only and (start < config.steps or not run.summary.is_file()):
+    if world.is_main and not only and not (ended and run.summary.is_file()):
         write_ending(config, world, run, generators, clock, prompts.shared(held_out))
     elif world.is_main and not only and run.lacks_report:
         write_report(run.path, title_of(config))

@@ -13,10 +13,9 @@ from jaxtyping import Float
 from torch import Tensor, nn
 
 from lockstep import ops
-from lockstep.config import RLConfig, TrainConfig, algorithm_of, from_toml
+from lockstep.config import CONFIG, RLConfig, TrainConfig, algorithm_of, from_toml
 from lockstep.errors import UserError
 from lockstep.model import ScoringModel, TrainableModel
-from lockstep.observe.run_folder import CONFIG
 from lockstep.ops import one_order
 from lockstep.parallel import World
 from lockstep.parallel.exchange import without_gradient

@@ -13,12 +13,20 @@ from typing import Any
 
 from lockstep.checkpoint import step_name
 from lockstep.checkpoint.folders import STATE
-from lockstep.config import ActorsConfig, AlarmConfig, ObserveConfig, ParallelConfig, RLConfig, from_toml, to_toml
+from lockstep.config import (
+    CONFIG,
+    ActorsConfig,
+    AlarmConfig,
+    ObserveConfig,
+    ParallelConfig,
+    RLConfig,
+    from_toml,
+    to_toml,
+)
 from lockstep.errors import UserError
 from lockstep.hub import local_folder
 from lockstep.model import read_config
 from lockstep.observe import RunFolder, read_metrics
-from lockstep.observe.run_folder import CONFIG
 from lockstep.parallel import refuse_ranks
 from lockstep.rl.controller import compute_again
 from lockstep.rl.environment import Environment, Example

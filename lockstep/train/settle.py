@@ -9,11 +9,11 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from lockstep.checkpoint import folder_if_model, name_other_chunks
-from lockstep.config import PretrainConfig, RLConfig, algorithm_of
+from lockstep.config import CONFIG, PretrainConfig, RLConfig, algorithm_of
 from lockstep.config.toml import refuse_other_command
 from lockstep.errors import UserError
 from lockstep.model import choose_dtype, is_auto, read_config, set_arithmetic
-from lockstep.observe.run_folder import CONFIG, is_restarted
+from lockstep.observe.run_folder import is_restarted
 from lockstep.observe.start import announce
 from lockstep.parallel import World, chunks_for
 

@@ -1,20 +1,25 @@
 """Settings that cannot work are refused before any work is done, each by its name and with what it may be."""
 
+import ast
 import copy
 import dataclasses
 import itertools
 import json
+import re
 
 import pytest
 
 from lockstep.cli import main
 from lockstep.config import (
+    CheckpointConfig,
     DPOConfig,
+    LoraConfig,
     PretrainConfig,
     RewardModelConfig,
     RLConfig,
     ServeConfig,
     SFTConfig,
+    TrainConfig,
     from_toml,
     recorded_run,
     to_toml,
@@ -112,6 +117,44 @@ def test_what_cannot_work_is_refused_by_name(config, name, value, message):
     with pytest.raises(UserError) as refused:
         validate(_changed(config, name, value))
     assert message in str(refused.value)
+
+
+IDLE = [
+    PretrainConfig(validation_every=5),
+    PretrainConfig(validation_tokens=5),
+    PretrainConfig(train=TrainConfig(decay_shape="sqrt")),
+    PretrainConfig(checkpoint=CheckpointConfig(keep_every=5)),
+    SFTConfig(model="m", data="d", lora=LoraConfig(targets=("q_proj",))),
+    RLConfig(model="m", kl_estimator="k2"),
+    RLConfig(model="m", algorithm="rloo", clip_low=0.1),
+    RLConfig(model="m", value_detached=True),
+    RLConfig(model="m", reward_model_weight=0.5),
+    RLConfig(model="m", validation_examples=0, validation_temperature=0.0),
+]
+
+
+@pytest.mark.parametrize("config", IDLE, ids=lambda config: str(IDLE.index(config)))
+def test_what_has_no_effect_is_refused_where_it_is_given_but_not_in_a_recorded_run(tmp_path, config):
+    config.output, config.resume = str(tmp_path), True
+    with pytest.raises(UserError, match="so it would have no effect; leave it out, or set it to") as refused:
+        validate(config)
+    name, usual = re.search(r"- ([a-z_.]+) is .*, or set it to (.*)", str(refused.value)).groups()
+    value = {"lora.targets": ("*_proj",)}.get(name, usual if name in ("kl_estimator", "train.decay_shape") else None)
+    validate(_changed(config, name, ast.literal_eval(usual) if value is None else value))
+    (tmp_path / "config.toml").write_text(to_toml(config))
+    validate(config)
+    with pytest.raises(UserError, match="no effect"):
+        validate(_changed(config, "resume", False))
+
+
+def test_a_file_that_names_another_algorithm_has_that_algorithms_settings(tmp_path):
+    before = RLConfig(algorithm="rloo", advantage="leave_one_out", loss="reinforce", kl_in="reward", kl_estimator="k1")
+    (tmp_path / "other.toml").write_text('algorithm = "grpo"\nsteps = 2\nclip_low = 0.1\n')
+    assert from_toml(tmp_path / "other.toml", before) == RLConfig(algorithm="grpo", steps=2, clip_low=0.1)
+    (tmp_path / "same.toml").write_text('algorithm = "rloo"\nsteps = 2\n')
+    assert from_toml(tmp_path / "same.toml", before) == dataclasses.replace(before, steps=2)
+    valued = RLConfig(algorithm="ppo", value_learning_rate=5.0, value_detached=True)
+    assert from_toml(tmp_path / "other.toml", valued) == RLConfig(algorithm="grpo", steps=2, clip_low=0.1)
 
 
 def test_recipes_are_within_their_bounds():

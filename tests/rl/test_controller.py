@@ -340,6 +340,25 @@ def test_a_run_without_validation_asks_for_no_examples_and_reports_what_it_has(t
     assert [line["step"] for line in _metrics(folder)] == [1, 2, 3]
 
 
+class HeldOutToo(TrainingAlone):
+    def examples(self, split):
+        return super().examples(split) if split == "train" else [Example(prompt="wind:"), Example(prompt="snow:")]
+
+
+def test_a_summary_has_only_the_validations_of_the_ends(tmp_path, model_folder, capsys):
+    config = _config(tmp_path / "run", model_folder, "", steps=1, validation_examples=0, resume=True)
+    folder = reinforce(config, HeldOutToo())
+    reinforce(replace(config, steps=2, validation_examples=2), HeldOutToo())
+    summary = json.loads((folder / "summary.json").read_text())
+    assert "reward_before" not in summary and summary["reward_after"] == _metrics(folder)[-1]["validation/reward"]
+    capsys.readouterr()
+    print_summary(folder)
+    assert f"reward {summary['reward_after']:.3f} on held-out examples, after the last step" in capsys.readouterr().out
+    assert "Mean reward after the last step" in (folder / "report.html").read_text()
+    reinforce(replace(config, steps=3), HeldOutToo())
+    assert not {"reward_before", "reward_after"} & json.loads((folder / "summary.json").read_text()).keys()
+
+
 class NothingHeldOut(TrainingAlone):
     def examples(self, split):
         return super().examples(split) if split == "train" else []

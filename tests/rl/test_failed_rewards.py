@@ -265,10 +265,10 @@ def test_a_summary_leaves_out_the_accuracy_that_one_of_the_validations_lacks():
     """Where all of its rewards failed and are left out."""
     rollouts = _rollouts(["1"], ["0"])
     assign_rewards(rollouts, Says())
-    first = validation_metrics(rollouts, Says())
+    first = {"step": 0} | validation_metrics(rollouts, Says())
     rollouts = _rollouts(["bad"], ["bad"])
     assign_rewards(rollouts, Says())
     last = validation_metrics(rollouts, Says()) | {"parity/tokens_checked": 1, "parity/tokens_different": 0}
-    summary = summarize([first, last | {"policy/ratio_first_max": 1.0}])
+    summary = summarize([first, last | {"step": 1, "policy/ratio_first_max": 1.0}])
     assert first["validation/accuracy"] == 0.5 and "validation/accuracy" not in last
     assert summary["reward_before"] == 0.5 and "accuracy_after" not in summary

@@ -21,7 +21,7 @@ from typing import Any
 import torch
 
 from lockstep import __version__
-from lockstep.config import CompileConfig, EngineConfig, ParallelConfig
+from lockstep.config import CONFIG, CompileConfig, EngineConfig, ParallelConfig
 from lockstep.data import load_tokenizer
 from lockstep.errors import UserError
 from lockstep.generate import Completion, Engine
@@ -34,7 +34,6 @@ from lockstep.model import Lora, arithmetic_of, initialize, read_config, resolve
 from lockstep.model.known_operators import refuse_unknown_operators
 from lockstep.observe import Timeline, announce, log, start_line
 from lockstep.observe.actors import NAME
-from lockstep.observe.run_folder import CONFIG
 from lockstep.observe.sign_of_life import SignOfLife
 from lockstep.observe.sign_of_life import host as place
 from lockstep.parallel import World, apply_compile, generator_model

@@ -1,0 +1,68 @@
+"""Settings that have no effect together with the others of a run."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import fields
+from operator import attrgetter
+
+from lockstep.config.algorithm import ALGORITHMS, Algorithm, algorithm_of
+from lockstep.config.lora import LoraConfig
+from lockstep.config.runs import PretrainConfig, RLConfig
+
+
+def idle_problems(config: PretrainConfig | RLConfig) -> Iterator[str]:
+    """A sentence for each setting that was changed from its usual value and has no effect."""
+    reasons = _reasons(config) | (_reasons_of_rl(config) if isinstance(config, RLConfig) else {})
+    for name, why in reasons.items():
+        if isinstance(config, RLConfig) and hasattr(Algorithm, name):
+            value, usual = getattr(algorithm_of(config), name), getattr(ALGORITHMS[config.algorithm], name)
+        else:
+            value, usual = attrgetter(name)(config), attrgetter(name)(type(config)())
+        if value != usual:
+            yield f"{name} is {value}, but {why}, so it would have no effect; leave it out, or set it to {usual}"
+
+
+def _reasons(config: PretrainConfig | RLConfig) -> dict[str, str]:
+    """Settings without effect, and why."""
+    idle: dict[str, str] = {}
+    if isinstance(config, PretrainConfig) and not config.validation_data:
+        idle |= dict.fromkeys(("validation_every", "validation_tokens"), "validation_data is empty")
+    if not config.checkpoint.every:
+        idle["checkpoint.keep_every"] = "checkpoint.every 0 does not write what it keeps"
+    if config.train.schedule != "wsd":
+        why = f"only the schedule wsd uses it, not {config.train.schedule}"
+        idle |= dict.fromkeys(("train.decay_share", "train.decay_shape"), why)
+    if not config.lora.rank:
+        of_lora = (f"lora.{field.name}" for field in fields(LoraConfig) if field.name != "rank")
+        idle |= dict.fromkeys(of_lora, "lora.rank is 0, so there is no adapter to add")
+    return idle
+
+
+def _reasons_of_rl(config: RLConfig) -> dict[str, str]:
+    algorithm = algorithm_of(config)
+    idle: dict[str, str] = {}
+    if algorithm.advantage != "gae":
+        of_values = (
+            "gae_gamma",
+            "gae_lambda",
+            "value_coefficient",
+            "value_clip",
+            "value_learning_rate",
+            "value_detached",
+        )
+        idle |= dict.fromkeys(of_values, f'advantage "{algorithm.advantage}" has no value function')
+    if algorithm.loss == "reinforce":
+        idle |= dict.fromkeys(("clip_low", "clip_high"), 'loss "reinforce" has no ratio to clip')
+    if not algorithm.kl_coefficient:
+        idle |= dict.fromkeys(("kl_in", "kl_estimator", "kl_reference"), "kl_coefficient is 0")
+    if config.kl_reference != "average":
+        idle["kl_average_decay"] = f'kl_reference is "{config.kl_reference}"'
+    if algorithm.off_policy == "none" and not config.actors.urls:
+        idle |= dict.fromkeys(("off_policy_level", "off_policy_low", "off_policy_high"), "off_policy is none")
+    if not config.reward_model:
+        idle["reward_model_weight"] = "there is no reward_model"
+    if not config.validation_examples:
+        of_validations = "validation_samples", "validation_temperature", "validation_seed"
+        idle |= dict.fromkeys(of_validations, "validation_examples is 0")
+    return idle
