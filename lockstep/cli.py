@@ -133,7 +133,7 @@ def _run_config(command: str, kind: type, arguments: list[str]) -> Any:
     if output := _output_to_resume(rest, given.output):
         if run := recorded_run(output, default):  # type: ignore[type-var]
             default = run
-        elif {argument.partition("=")[0] for argument in arguments if argument.startswith("--")} <= {*RESUMES}:
+        elif {argument.partition("=")[0] for argument in arguments if argument.startswith("-")} <= {*RESUMES}:
             raise UserError(f"{output}: has no run to resume; to start one, give its settings along with --resume")
     if chosen["--config"]:
         default = from_toml(chosen["--config"], default)  # type: ignore[type-var]

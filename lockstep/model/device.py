@@ -14,18 +14,14 @@ def open_device(name: str = "") -> torch.device:
 
     Under torchrun `cuda` is this rank's device. Raises UserError, naming the available devices, for any other.
     """
-    count = torch.cuda.device_count() if torch.cuda.is_available() else 0
+    count = _cuda_devices()
     kind, colon, index = (name or ("cuda" if count else "cpu")).partition(":")
     if kind == "cpu" and not colon:
         return torch.device("cpu")
     if kind == "cuda" and (index.isdigit() or not colon) and not count:
-        raise UserError(
-            f'device is "{name}", but this machine has no CUDA device that torch can use; leave --device out '
-            "(lockstep doctor says what is missing)"
-        )
+        raise UserError(_missing(name))
     if kind != "cuda" or (colon and not (index.isdigit() and int(index) < count)):
-        known = ["cpu", *(f"cuda:{i}" for i in range(count))]
-        raise UserError(f'device is "{name}"; this machine has {", ".join(known)}. Empty: the accelerator, if any')
+        raise UserError(f"{_unknown(name)}. Empty: the accelerator, if any")
     number = int(index or os.environ.get("LOCAL_RANK", "0"))
     if number >= count:
         raise UserError(
@@ -36,6 +32,30 @@ def open_device(name: str = "") -> torch.device:
     return torch.device("cuda", number)
 
 
-def device_of(name: str | torch.device) -> torch.device:
-    """The device that a caller gives, as torch or `open_device` takes it, or `meta`. Raises UserError for another."""
-    return open_device(name) if isinstance(name, str) and name != "meta" else torch.device(name)
+def device_of(given: str | torch.device) -> torch.device:
+    """The device that a caller gives. Raises UserError if torch does not know it, or this machine lacks it."""
+    try:
+        device = torch.device(given)
+    except (RuntimeError, TypeError) as error:
+        raise UserError(_unknown(given)) from error
+    if device.type == "cuda" and not _cuda_devices():
+        raise UserError(_missing(given))
+    if device.type == "cuda" and (device.index or 0) >= _cuda_devices():
+        raise UserError(_unknown(given))
+    return device
+
+
+def _cuda_devices() -> int:
+    return torch.cuda.device_count() if torch.cuda.is_available() else 0
+
+
+def _missing(name: object) -> str:
+    return (
+        f'device is "{name}", but this machine has no CUDA device that torch can use; leave --device out '
+        "(lockstep doctor says what is missing)"
+    )
+
+
+def _unknown(name: object) -> str:
+    known = ["cpu", *(f"cuda:{i}" for i in range(_cuda_devices()))]
+    return f'device is "{name}"; this machine has {", ".join(known)}'

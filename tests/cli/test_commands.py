@@ -335,6 +335,9 @@ def test_resuming_takes_the_settings_of_the_run_and_says_what_the_command_line_c
 def test_a_run_that_is_not_there_is_not_resumed_with_settings_of_its_own(tmp_path, capsys):
     assert main(["pretrain", "--output", str(tmp_path / "rum"), "--resume"]) == 2
     assert "rum: has no run to resume; to start one, give its settings along with --resume" in capsys.readouterr().err
+    with pytest.raises(SystemExit) as shown:
+        main(["pretrain", "--resume", "-h"])
+    assert shown.value.code == 0 and "--sequence-length" in capsys.readouterr().out
     assert main(_tiny_run(tmp_path, "--steps", "1", "--resume")) == 0
     assert "run has no run to resume: this is its first start" in capsys.readouterr().err
 

@@ -205,9 +205,21 @@ def test_tiles_are_emulated_for_a_run_that_began_in_them_and_for_whoever_asks(
 @pytest.mark.skipif(torch.cuda.is_available(), reason="with a GPU the device is there")
 def test_a_model_is_refused_a_device_that_is_not_there(model_folder):
     config = load_model(model_folder).config
-    for make in (lambda: load_model(model_folder, device="cuda"), lambda: build_model(config, device="cuda:1")):
+    makes = (
+        lambda: load_model(model_folder, device="cuda"),
+        lambda: build_model(config, device="cuda:1"),
+        lambda: load_model(model_folder, device=torch.device("cuda")),
+    )
+    for make in makes:
         with pytest.raises(UserError, match="this machine has no CUDA device that torch can use"):
             make()
+
+
+@pytest.mark.parametrize("device", ["", "gpu", "cpu:zero"])
+def test_a_device_that_torch_does_not_know_is_refused(model_folder, device):
+    with pytest.raises(UserError, match=f'device is "{device}"; this machine has cpu'):
+        load_model(model_folder, device=device)
+    assert load_model(model_folder, device="cpu:0").device == CPU
 
 
 def test_model_and_batch_are_made_where_they_are_asked_to_be(model_folder):

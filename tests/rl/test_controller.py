@@ -1,8 +1,10 @@
 """Whole reinforcement runs on a small random model, real tokenizer and real data."""
 
 import json
+import os
 import re
 import shutil
+import signal
 from dataclasses import asdict, replace
 from pathlib import Path
 
@@ -357,6 +359,28 @@ def test_a_summary_has_only_the_validations_of_the_ends(tmp_path, model_folder, 
     assert "Mean reward after the last step" in (folder / "report.html").read_text()
     reinforce(replace(config, steps=3), HeldOutToo())
     assert not {"reward_before", "reward_after"} & json.loads((folder / "summary.json").read_text()).keys()
+
+
+class EndsInItsLastValidation(HeldOutToo):
+    validated = 0
+
+    def reward(self, example, completion):
+        if example.prompt == "snow:":
+            self.validated += 1
+            if self.validated == 2:
+                os.kill(os.getpid(), signal.SIGTERM)
+        return super().reward(example, completion)
+
+
+def test_a_validation_that_is_caught_up_is_in_the_summary_that_was_written_without_it(tmp_path, model_folder):
+    config = _config(tmp_path / "run", model_folder, "", steps=1, validation_examples=2)
+    with pytest.raises(RunStopped, match="SIGTERM"):
+        reinforce(config, EndsInItsLastValidation())
+    folder = reinforce(replace(config, resume=True, validation_examples=0), HeldOutToo())
+    assert "reward_after" not in json.loads((folder / "summary.json").read_text())
+    reinforce(replace(config, resume=True), HeldOutToo())
+    last = _metrics(folder)[-1]
+    assert json.loads((folder / "summary.json").read_text())["reward_after"] == last["validation/reward"]
 
 
 class NothingHeldOut(TrainingAlone):
