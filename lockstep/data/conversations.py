@@ -121,7 +121,11 @@ class ConversationEncoder:
                 'needs "messages", a list of objects with "role" and "content", or "prompt" and "completion", both '
                 f"texts or both such lists (here: {here:.200})"
             )
-        return self._rendered(messages, self._tools(values))
+        text, spans = self._rendered(messages, self._tools(values))
+        if not spans:
+            roles = ", ".join(dict.fromkeys(str(message["role"]) for message in messages))
+            raise ChatTemplateError(f"the assistant says nothing in it (roles here: {roles or 'none':.200})")
+        return text, spans
 
     def _continued(
         self, prompt: list[Any], completion: list[Any], tools: list[Any] | None
@@ -138,11 +142,7 @@ class ConversationEncoder:
     def _rendered(self, messages: list[Any], tools: list[Any] | None) -> tuple[str, list[tuple[int, int]]]:
         if self.template is None:
             raise UserError("the data has messages, but the model's folder has no chat template; give --template FILE")
-        text, spans = self.template.render_with_assistant([_plain(message) for message in messages], tools)
-        if not spans:
-            roles = ", ".join(dict.fromkeys(str(message["role"]) for message in messages))
-            raise ChatTemplateError(f"the assistant says nothing in it (roles here: {roles or 'none':.200})")
-        return text, spans
+        return self.template.render_with_assistant([_plain(message) for message in messages], tools)
 
     def _tools(self, values: dict[str, Any]) -> list[Any] | None:
         """The row's `tools`, which can be JSON in a string, since in Parquet objects have the keys of all others."""
@@ -187,11 +187,14 @@ def are_messages(value: Any) -> TypeGuard[list[Any]]:
 
 
 def _plain(message: dict[str, Any]) -> dict[str, Any]:
-    """The message with its content in one string, as templates expect it. Raises ChatTemplateError for another one."""
-    content = message.get("content")
+    """The message as templates expect it, with parts of texts in one string. Raises ChatTemplateError if it has no text
+    as its content: only a call of a tool needs none, and a tool's result can be any object."""
+    # In Parquet every message has the keys of all messages. Transformers leaves out null values too.
+    plain = {key: value for key, value in message.items() if value is not None}
+    content = plain.get("content")
     if isinstance(content, list) and all(isinstance(p, dict) and isinstance(p.get("text"), str) for p in content):
-        content = "\n".join(part["text"] for part in content)
-    if not isinstance(content, str) and (content is not None or not message.get("tool_calls")):
+        plain["content"] = content = "\n".join(part["text"] for part in content)
+    can_be_other = message["role"] == "tool" if content is not None else message.get("tool_calls")
+    if not isinstance(content, str) and not can_be_other:
         raise ChatTemplateError(f"a message of the role {message['role']!r:.60} has no text as its content")
-    # In Parquet every message has the keys of all messages.
-    return {key: value for key, value in message.items() if value is not None} | {"content": content}
+    return plain

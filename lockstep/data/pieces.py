@@ -6,6 +6,7 @@ import re
 from collections.abc import Sequence
 from functools import lru_cache
 
+from lockstep.data.stream_decoder import special_ids
 from lockstep.data.tokenizer import Tokenizer, byte_characters
 
 BYTE = re.compile(r"<0x([0-9A-Fa-f]{2})>")
@@ -18,21 +19,18 @@ def token_pieces(tokenizer: Tokenizer, tokens: Sequence[int]) -> list[str]:
     return [_piece(tokenizer, token, names.get(token)) for token in tokens]
 
 
-@lru_cache(maxsize=2**18)
 def token_text(tokenizer: Tokenizer, token: int) -> str:
     """What a token adds to a text; empty for a special token and for bytes that are not UTF-8 alone."""
-    context, length = _before(tokenizer)
-    text = tokenizer.decode([*context, token])[length:]
-    return "" if "\N{REPLACEMENT CHARACTER}" in text else text
+    return _alone(tokenizer, token) or ""
 
 
-@lru_cache(maxsize=2**18)
 def token_bytes(tokenizer: Tokenizer, token: int) -> bytes | None:
     """The UTF-8 bytes that a token adds to a text; None for a special token."""
     name = _names(tokenizer).get(token)
-    if name is None or token in _special(tokenizer):
+    if name is None or token in special_ids(tokenizer):
         return None
-    return token_text(tokenizer, token).encode() or _bytes(name)
+    text = _alone(tokenizer, token)
+    return _bytes(name) if text is None else text.encode()
 
 
 def _piece(tokenizer: Tokenizer, token: int, name: str | None) -> str:
@@ -40,6 +38,15 @@ def _piece(tokenizer: Tokenizer, token: int, name: str | None) -> str:
         return f"[{token}]"
     found = token_bytes(tokenizer, token)
     return name if found is None else found.decode(errors="backslashreplace")
+
+
+@lru_cache(maxsize=2**18)
+def _alone(tokenizer: Tokenizer, token: int) -> str | None:
+    """What a token adds to a text; None for bytes that are not UTF-8 alone."""
+    context, length = _before(tokenizer)
+    text = tokenizer.decode([*context, token])[length:]
+    # A vocabulary can have U+FFFD as a token of its own.
+    return None if "\N{REPLACEMENT CHARACTER}" in text and text != _names(tokenizer).get(token) else text
 
 
 def _bytes(name: str) -> bytes | None:
@@ -58,11 +65,6 @@ def _bytes_of_characters() -> dict[str, int]:
 @lru_cache(maxsize=4)
 def _names(tokenizer: Tokenizer) -> dict[int, str]:
     return {number: name for name, number in tokenizer.vocabulary().items()}
-
-
-@lru_cache(maxsize=4)
-def _special(tokenizer: Tokenizer) -> frozenset[int]:
-    return frozenset(tokenizer.special_tokens().values())
 
 
 @lru_cache(maxsize=4)

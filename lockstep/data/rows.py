@@ -89,6 +89,7 @@ class Rows:
         self._order = np.empty(0, np.int64)
         self._cut = 0
         self._open()
+        self._leave_out()
 
     @property
     def ended(self) -> bool:
@@ -112,25 +113,39 @@ class Rows:
     def plan(self) -> list[Piece]:
         """The pieces of the next row; fewer tokens than a row if documents are kept whole or end."""
         pieces: list[Piece] = []
-        room, last = self.sequence_length, self._epoch + 1  # the data may have no target at all
+        room = self.sequence_length
         while room and not self.ended:
-            document = self._order[self._index]
-            first, end = (int(o) for o in self._corpus.offsets[document : document + 2])
-            start = first + self._offset
-            fits = end - start <= room
-            if self.packing == "whole" and pieces and not fits:
+            piece, ends = self._piece(room)
+            if self.packing == "whole" and pieces and not ends:
                 break
-            stop = end if fits else start + room
-            piece = Piece(self._corpus, start, stop)
-            is_cut = self.packing == "whole" and self._corpus.scored is not None and stop - start < end - first
-            if not is_cut or self._epoch > last or piece.targets:
-                pieces.append(piece)
-                room -= stop - start
-            if fits:
-                self._advance()
-            else:
-                self._offset += stop - start
+            pieces.append(piece)
+            room -= piece.stop - piece.start
+            self._pass(piece, ends)
+        self._leave_out()
         return pieces
+
+    def _piece(self, room: int) -> tuple[Piece, bool]:
+        """What comes next of a document, at most `room` tokens, and whether the document ends with it."""
+        document = self._order[self._index]
+        first, end = (int(o) for o in self._corpus.offsets[document : document + 2])
+        start = first + self._offset
+        return Piece(self._corpus, start, min(end, start + room)), end - start <= room
+
+    def _pass(self, piece: Piece, ends: bool) -> None:
+        if ends:
+            self._advance()
+        else:
+            self._offset += piece.stop - piece.start
+
+    def _leave_out(self) -> None:
+        """Passes parts of conversations without a target. All that is left may have none, so the search has an end."""
+        last = self._epoch + 1
+        while self.packing == "whole" and not self.ended and self._epoch <= last:
+            piece, ends = self._piece(self.sequence_length)
+            is_part = self._offset > 0 or not ends
+            if self._corpus.scored is None or not is_part or piece.targets:
+                return
+            self._pass(piece, ends)
 
     def targets(self, pieces: list[Piece]) -> int:
         """Tokens of a planned row that the loss counts."""

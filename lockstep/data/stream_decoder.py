@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import codecs
 from collections.abc import Sequence
+from functools import lru_cache
+from itertools import islice
 
 from lockstep.data.tokenizer import ByteTokenizer, Tokenizer
 
@@ -15,15 +17,24 @@ LONGEST_CONTEXT = 8
 
 def decoding_context(tokenizer: Tokenizer, tokens: Sequence[int]) -> list[int]:
     """The last of a text's `tokens`, with which those that follow are decoded: some decoders treat the first token of a
-    text differently. Empty if the text ends within a character."""
+    text differently. Special tokens are not among them. Empty if the text ends within a character, or with U+FFFD,
+    which cannot be told from one."""
     if isinstance(tokenizer, ByteTokenizer):
         return []
-    for count in range(1, min(LONGEST_CONTEXT, len(tokens)) + 1):
-        context = list(tokens[-count:])
+    context: list[int] = []
+    special, text = special_ids(tokenizer), ""
+    for token in islice((t for t in reversed(tokens) if t not in special), LONGEST_CONTEXT):
+        context.insert(0, token)
         text = tokenizer.decode(context)
-        if (text or count == len(tokens)) and "\N{REPLACEMENT CHARACTER}" not in text:
+        if text and "\N{REPLACEMENT CHARACTER}" not in text:
             return context
-    return []
+    return [] if text else context
+
+
+@lru_cache(maxsize=4)
+def special_ids(tokenizer: Tokenizer) -> frozenset[int]:
+    """Tokens that decoding leaves out."""
+    return frozenset(tokenizer.special_tokens().values())
 
 
 def continuation(tokenizer: Tokenizer, prompt: Sequence[int], tokens: Sequence[int]) -> str:
@@ -40,7 +51,7 @@ class StreamDecoder:
     """
 
     def __init__(self, tokenizer: Tokenizer, context: Sequence[int] = ()):
-        self._tokenizer = tokenizer
+        self._tokenizer, self._special = tokenizer, special_ids(tokenizer)
         self._bytes = codecs.getincrementaldecoder("utf-8")(errors="replace")
         # Decoded together: the context, later the tokens of the last finished piece, and those since. A piece starts
         # and ends between characters, so the context cannot spoil a character that follows. `_shown` of their
@@ -53,6 +64,8 @@ class StreamDecoder:
         """The text that this token completes; empty while a character is still open."""
         if isinstance(self._tokenizer, ByteTokenizer):
             return self._bytes.decode(bytes([token]) if token < 256 else b"")
+        if token in self._special:
+            return ""
         self._held.append(token)
         text = self._tokenizer.decode(self._held)
         whole = text.rstrip("\N{REPLACEMENT CHARACTER}")
@@ -61,7 +74,7 @@ class StreamDecoder:
         if new and len(whole) == len(text):
             self._drop(self._context, len(text))
         elif len(self._held) > LONGEST_PIECE:
-            # Special tokens or bytes that are not UTF-8: a character is at most 4 bytes, so all but 3 are final.
+            # Bytes that are not UTF-8: a character is at most 4 bytes, so all but 3 are final.
             final = max(self._shown, len(text) - 3)
             new, self._shown = new + text[self._shown : final], final
             self._drop(len(self._held) - 8, len(text))

@@ -73,31 +73,53 @@ def test_a_whole_document_is_never_cut_unless_longer_than_a_row(lengths, length)
 
 
 @settings(max_examples=60, deadline=None)
-@given(lengths=CORPORA, length=st.integers(2, 20), every=st.sampled_from([3, 40]))
-def test_of_a_conversation_that_is_cut_what_has_no_target_is_left_out_and_nothing_else(lengths, length, every):
+@given(lengths=CORPORA, length=st.integers(2, 20), every=st.sampled_from([3, 40]), packing=PACKING)
+def test_of_a_conversation_that_is_cut_what_has_no_target_is_left_out_and_nothing_else(lengths, length, every, packing):
     corpus = _corpus(lengths)
     corpus.scored = corpus.tokens % every == 0
     if max(lengths) < 2 or not corpus.scored.any():
         return
-    rows = _rows(corpus, length, packing="whole", repeat=False)
-    taken = set()
+    rows = _rows(corpus, length, packing=packing, repeat=False)
+    taken = []
     while not rows.ended:
-        for piece in rows.plan():
-            document = int(np.searchsorted(corpus.offsets, piece.start, side="right")) - 1
-            assert piece.targets or piece.stop - piece.start == lengths[document]
-            taken |= {*range(piece.start, piece.stop)}
+        pieces = rows.plan()
+        assert pieces, "a row without a piece"
+        taken += [token for piece in pieces for token in range(piece.start, piece.stop)]
+    expected = []
     for start, stop in itertools.pairwise(corpus.offsets.tolist()):
-        for begin in range(start, stop, length if stop - start > length else stop - start):
+        for begin in range(start, stop, length):
             piece = range(begin, min(stop, begin + length))
-            assert (
-                piece[0] in taken or not corpus.scored[piece[1] if len(piece) > 1 else stop :][: len(piece) - 1].any()
-            )
+            if packing == "cut" or stop - start <= length or corpus.scored[piece[1:]].any():
+                expected += piece
+    assert sorted(taken) == expected
 
 
 def test_conversations_without_any_target_do_not_end_in_an_endless_search():
     corpus = _corpus([30, 40])
     corpus.scored = np.zeros(70, dtype=bool)
     assert _rows(corpus, 8, packing="whole").plan()
+    assert _rows(corpus, 8, packing="whole", repeat=False).ended
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_the_only_target_is_found_again_in_the_next_epoch(seed):
+    corpus = _corpus([30, 40, 50])
+    corpus.scored = np.zeros(120, dtype=bool)
+    corpus.scored[35] = True
+    rows = _rows(corpus, 8, packing="whole", seed=seed)
+    for epoch in range(5):
+        assert [(piece.start, piece.stop) for piece in rows.plan()] == [(30, 38)]
+        assert int(rows.epoch) in (epoch, epoch + 1)
+
+
+def test_a_run_ends_with_the_last_piece_that_has_a_target():
+    corpus = _corpus([4, 100])
+    corpus.scored = np.zeros(104, dtype=bool)
+    corpus.scored[[2, 6, 7]] = True
+    loader = RowLoader(_rows(corpus, 8, packing="whole", repeat=False), 8, 8)
+    steps = loader.steps_of(1.0)
+    targets = [loader.next().targets for _ in range(steps)]
+    assert loader.ended and sorted(targets) == [1, 2]
 
 
 @settings(max_examples=60, deadline=None)

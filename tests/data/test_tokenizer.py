@@ -135,6 +135,24 @@ def test_what_continues_a_text_is_all_that_the_whole_has_more(byte_fallback_fold
     assert stream(tokenizer, tokens, prompt) == added
 
 
+def test_a_token_can_be_the_replacement_character_itself(byte_fallback_folder, tmp_path):
+    text = (byte_fallback_folder / "tokenizer.json").read_text()
+    (tmp_path / "tokenizer.json").write_text(text.replace("<unk>", "�"))
+    tokenizer = HuggingFaceTokenizer(tmp_path / "tokenizer.json")
+    assert (token_text(tokenizer, 0), token_bytes(tokenizer, 0)) == ("�", "�".encode())
+
+
+@pytest.mark.parametrize("special", [7, 8, 31, 32, 33, 100])
+def test_special_tokens_do_not_come_between_a_text_and_what_continues_it(byte_fallback_folder, special):
+    tokenizer = HuggingFaceTokenizer(byte_fallback_folder / "tokenizer.json")
+    hello, world, begins = (tokenizer.vocabulary()[name] for name in ("▁hello", "▁world", "<s>"))
+    between = [begins] * special
+    assert continuation(tokenizer, [hello, *between], [world]) == " world"
+    assert stream(tokenizer, [*between, world], [hello]) == " world"
+    assert stream(tokenizer, [hello, *between, world]) == tokenizer.decode([hello, *between, world]) == "hello world"
+    assert stream(tokenizer, [4 + 0xC3, *between, 4 + 0xA9], [hello]) == "é"
+
+
 def test_a_text_that_ends_within_a_character_is_no_context(bpe_tokenizer, byte_fallback_folder):
     half = bpe_tokenizer.encode("x🙂")[:-1]
     assert decoding_context(bpe_tokenizer, half) == [] != decoding_context(bpe_tokenizer, bpe_tokenizer.encode("x🙂"))

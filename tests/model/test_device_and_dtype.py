@@ -126,7 +126,8 @@ except UserError as error:
 def test_portable_kernels_that_cannot_be_compiled_are_named_with_the_compilers_reason(monkeypatch):
     from lockstep.ops import native
 
-    # As where the disk is full, and the cache folder holds those of another arithmetic.
+    # As where the disk is full, and the cache folder holds those of another arithmetic, which are loaded.
+    assert native.library()
     sets = {each.name: "No space left on device" for each in instruction_sets.supported() if not each.emulated}
     monkeypatch.setattr(native, "_not_compiled", sets)
     monkeypatch.setattr(native, "_usable_sets", lambda: [])

@@ -128,6 +128,34 @@ def test_a_run_says_how_many_conversations_it_cuts_and_every_step_has_something_
     assert all(loss > 0 for loss in _metrics(folder))
 
 
+CALL = {"role": "assistant", "tool_calls": [{"function": {"name": "sum", "arguments": {}}}]}
+CALLS = """{% for m in messages %}[{{ m.role }}]{% if m.role == 'assistant' %}{% generation %}{{ m.content or '' }}\
+{% endgeneration %}{% for call in m.tool_calls or [] %}<{{ call.function.name }}>{% endfor %}{% else %}\
+{{ m.content }}{% endif %}{% endfor %}"""
+
+
+def test_a_call_without_content_is_rendered_as_transformers_does(chat_folder):
+    from transformers import AutoTokenizer
+
+    shows = "{% for m in messages %}{{ m['content'] }}|{% for c in m.tool_calls or [] %}{{ c.function.name }}{% endfor %}{% endfor %}"  # fmt: skip # noqa: E501
+    theirs = AutoTokenizer.from_pretrained(chat_folder)
+    for call in (CALL, CALL | {"content": ""}, CALL | {"content": None}):
+        messages = [LINES[0]["messages"][0], call, {"role": "tool", "content": {"sum": 7}}, LINES[0]["messages"][1]]
+        encoded = _encode(chat_folder, {"messages": messages}, shows)
+        expected = theirs.apply_chat_template(messages, chat_template=shows, tokenize=False)
+        assert load_tokenizer(chat_folder).decode(encoded.tokens.tolist()) == expected, encoded.problem
+
+
+@pytest.mark.parametrize("prompt", [[CALL], [CALL | {"content": ""}], []])
+def test_what_the_assistant_says_in_a_prompt_can_be_nothing(chat_folder, prompt):
+    prompt = [LINES[0]["messages"][0], *prompt, {"role": "tool", "content": "7"}]
+    encoded = _encode(chat_folder, {"prompt": prompt, "completion": [LINES[0]["messages"][1]]}, CALLS)
+    said = LINES[0]["messages"][1]["content"]
+    assert load_tokenizer(chat_folder).decode(encoded.tokens[encoded.scored].tolist()) == said, encoded.problem
+    nothing = _encode(chat_folder, {"prompt": prompt, "completion": [CALL]}, CALLS)
+    assert "the assistant says nothing in it" in nothing.problem
+
+
 @pytest.mark.parametrize("said", ["yes ", "yes  ", " ", "\n    "])
 def test_spaces_at_the_end_count_where_the_tokenizer_trims_offsets(chat_folder, said):
     lines = [{"prompt": "3+4=", "completion": said}, {"messages": [LINES[0]["messages"][0] | {"content": said}] * 2}]
