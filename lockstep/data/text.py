@@ -18,15 +18,15 @@ LONGEST_PART = 2**22
 """Most characters of a text file that are held in memory at once."""
 UNPACK = "only .jsonl.gz is read compressed; unpack it, or leave it out"
 FORMATS = {
-    b"\x1f\x8b": f"is compressed with gzip, and {UNPACK}",
-    b"\x28\xb5\x2f\xfd": f"is compressed with zstd, and {UNPACK}",
-    b"BZh": f"is compressed with bzip2, and {UNPACK}",
-    b"\xfd7zXZ\0": f"is compressed with xz, and {UNPACK}",
-    b"PK\x03\x04": "is a zip archive, not text; unpack it, or leave it out",
-    b"PAR1": "is a Parquet file; give it a name that ends in .parquet",
-    b"ARROW1": "is an Arrow file, not text; save it as Parquet, or leave it out",
+    rb"\x1f\x8b": f"is compressed with gzip, and {UNPACK}",
+    rb"\x28\xb5\x2f\xfd": f"is compressed with zstd, and {UNPACK}",
+    rb"BZh[1-9](1AY&SY|\x17rE8P\x90)": f"is compressed with bzip2, and {UNPACK}",
+    rb"\xfd7zXZ\0": f"is compressed with xz, and {UNPACK}",
+    rb"PK\x03\x04": "is a zip archive, not text; unpack it, or leave it out",
+    rb"PAR1\x15": "is a Parquet file; give it a name that ends in .parquet",
+    rb"ARROW1\0\0": "is an Arrow file, not text; save it as Parquet, or leave it out",
 }
-"""What files are whose first bytes are these, and what to do."""
+"""What files are whose first bytes match these, and what to do."""
 UNDECODED = re.compile("[\udc80-\udcff]")
 
 
@@ -58,10 +58,10 @@ class TextSource:
         self.streamed = data.startswith(HUB)
         """Whether it is streamed: it is not tokenized beforehand, and its length is unknown."""
         self.files = [] if self.streamed else find_files(data)
-        if self.files == [Path(data)] and data.lower().endswith((".json", ".csv")):
+        if self.files and not Path(data).is_dir() and all(p.suffix.lower() in (".json", ".csv") for p in self.files):
             raise UserError(
-                f"{data}: would be one document, brackets and commas included; write its entries to a .jsonl file, one "
-                "object per line, or name it .txt if this is what you want"
+                f"{self.files[0]}: would be one document, brackets and commas included; write its entries to a .jsonl "
+                "file, one object per line, or give its folder if this is what you want"
             )
         try:
             self.keys = [key for _, key, _, _ in string.Formatter().parse(template) if key is not None]
@@ -142,9 +142,9 @@ def _hidden(path: Path) -> bool:
 def _refuse_other_formats(path: Path) -> None:
     """Raises UserError for a file that is named as text, but whose first bytes are those of a format that is not."""
     with path.open("rb") as file:
-        beginning = file.read(8)
+        beginning = file.read(16)
     for start, what in FORMATS.items():
-        if beginning.startswith(start):
+        if re.match(start, beginning):
             raise UserError(f"{path}: {what}")
 
 

@@ -32,6 +32,7 @@ from lockstep.generate.sequence import Sequence
 from lockstep.generate.statistics import Statistics
 from lockstep.generate.stragglers import stragglers
 from lockstep.generate.taped import TapedRunner
+from lockstep.host_memory import return_freed_memory
 from lockstep.model import Decoder, check_token_ids
 from lockstep.model.checkpoint import copy_weights, refuse_score_head, sources_of_weights
 from lockstep.parallel.exchange import whole_rows
@@ -133,7 +134,8 @@ class Engine:
 
         Raises UserError for a prompt that cannot be computed here, or whose logits are not finite.
         """
-        params = params or SamplingParams()
+        if params is None:
+            params = SamplingParams()
         each = [params] * len(prompts) if isinstance(params, SamplingParams) else list(params)
         if len(each) != len(prompts):
             raise UserError(f"{len(prompts)} prompts but {len(each)} sampling parameters; give one, or one per prompt")
@@ -266,6 +268,10 @@ class Engine:
                 raise UserError(f"rank {rank}: {each}" if rank else each)
         assert sources is not None
         copy_weights(sources)
+
+    def return_freed_memory(self) -> None:
+        """Returns to the system what steps have freed, which the process keeps for the next ones."""
+        return_freed_memory()
 
     def weights_away(self) -> None:
         """Frees the packed weights too, when the memory of the model's weights is released until `weights_changed`.

@@ -68,6 +68,10 @@ class LeadingEngine(Engine):
         with self.on_all_ranks("weights_changed", version):
             super().weights_changed(version)
 
+    def return_freed_memory(self) -> None:
+        with self.on_all_ranks("return_freed_memory"):
+            super().return_freed_memory()
+
     def lead(self) -> None:
         """From now on, the other ranks follow."""
         self._leads = True
@@ -128,7 +132,7 @@ def follow(engine: Engine, calls: Mapping[str, Callable[..., object]] = {}) -> N
             # The first rank answers whoever asked; the old weights are untouched on every rank.
             with contextlib.suppress(UserError):
                 engine.load_weights(Path(arguments[0]))
-        elif name in ("abort", "step", "weights_changed"):
+        elif name in ("abort", "step", "weights_changed", "return_freed_memory"):
             getattr(engine, name)(*arguments)
         elif name in calls:
             calls[name](*arguments)

@@ -7,7 +7,9 @@ import itertools
 import lzma
 import zipfile
 
+import pyarrow as pa
 import pytest
+from pyarrow import parquet
 
 from lockstep.data import ByteTokenizer, TextSource, text, tokenize_documents
 from lockstep.errors import UserError
@@ -98,11 +100,30 @@ def test_a_compressed_file_is_called_one_even_if_bad_lines_are_skipped(tmp_path,
         list(TextSource(str(tmp_path), skip_bad_lines=True))
 
 
+@pytest.mark.parametrize("text", ["BZh is my text\n", "BZh9 too\n", "PAR1 text\n", "ARROW1 text\n", "PKZIP\n"])
+def test_a_text_can_begin_as_other_formats_do(tmp_path, text):
+    (tmp_path / "a.txt").write_text(text)
+    assert list(TextSource(str(tmp_path))) == [text]
+
+
+def test_a_parquet_or_arrow_file_with_another_name_is_called_one(tmp_path):
+    table = pa.table({"text": ["one"]})
+    parquet.write_table(table, tmp_path / "a.txt")
+    with pytest.raises(UserError, match=r"a\.txt: is a Parquet file; give it a name that ends in \.parquet"):
+        list(TextSource(str(tmp_path / "a.txt")))
+    with pa.ipc.new_file(tmp_path / "b.txt", table.schema) as writer:
+        writer.write_table(table)
+    with pytest.raises(UserError, match=r"b\.txt: is an Arrow file"):
+        list(TextSource(str(tmp_path / "b.txt")))
+
+
 @pytest.mark.parametrize("name", ["list.json", "table.csv"])
 def test_a_list_of_records_is_text_only_among_other_files(tmp_path, name):
     (tmp_path / name).write_text('[{"text": "one"}]')
     with pytest.raises(UserError, match=rf"{name}: would be one document, .* to a \.jsonl file, one object per line"):
         TextSource(str(tmp_path / name))
+    with pytest.raises(UserError, match=rf"{name}: would be one document"):
+        TextSource(str(tmp_path / f"*{name[4:]}"))
     assert list(TextSource(str(tmp_path))) == ['[{"text": "one"}]']
 
 

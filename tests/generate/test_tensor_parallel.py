@@ -12,6 +12,7 @@ import torch
 from lockstep import Engine, SamplingParams, build_model, save_model, score
 from lockstep.config import EngineConfig, ParallelConfig
 from lockstep.errors import UserError
+from lockstep.generate import engine as engine_module
 from lockstep.generate import lead
 from lockstep.generate.drafts import FirstOf, HistoryDraft, NGramDraft
 from lockstep.generate.drafts.step_times import StepTimes
@@ -163,7 +164,8 @@ def led(ranks):
     if ranks > 1:
         lead.SIGN_OF_LIFE, world_module.PATIENCE = 0.1, timedelta(seconds=3)  # to wait for
     world, model = model_of(ranks, 2, "qwen3:micro", "float32", 258)
-    found = None
+    found, returned = None, []
+    engine_module.return_freed_memory = lambda: returned.append(world.rank)
     if world.is_main:
         engine = (LeadingEngine if ranks > 1 else Engine)(model)
         time.sleep(5)  # nothing is asked of it, for longer than a message may take
@@ -176,11 +178,13 @@ def led(ranks):
         stream.close()
         engine.weights_changed(1)
         found.append(engine.generate([[6]], SamplingParams(max_tokens=4, seed=2, ignore_eos=True)))
+        engine.return_freed_memory()
         if ranks > 1:
             engine.end()
     else:
         follow(Engine(model))
     close_world(world)
+    assert returned == [world.rank]
     return found
 
 

@@ -7,6 +7,8 @@ import pytest
 
 from lockstep import SamplingParams, load_model
 from lockstep.generate import Engine
+from lockstep.generate.server.api_error import ApiError
+from lockstep.generate.server.protocol import ChatRequest, CompletionRequest
 
 PROMPT = "def main(arguments):\n    "
 
@@ -153,6 +155,14 @@ TEXT = "must be a string, or a list of parts of type text"
         ({"role": "assistant", "tool_calls": [{"id": "1"}]}, "messages.0.tool_calls is not supported here"),
         ({"role": "robot", "content": "x"}, "messages.0.role: Input should be 'system', 'developer'"),
         ("x", "messages.0: Input should be"),
+        (
+            {"role": "user", "content": "x", "nane": "ann"},
+            'messages.0.nane is not supported here. Did you mean "name"?',
+        ),
+        (
+            {"role": "user", "content": [{"type": "text", "text": "x", "cache_control": {"type": "ephemeral"}}]},
+            "messages.0.content.0.cache_control is not supported here; remove it",
+        ),
     ],
     ids=str,
 )
@@ -166,6 +176,40 @@ def test_a_field_of_openai_or_vllm_is_called_unsupported_not_unknown(client, nam
     with pytest.raises(openai.BadRequestError, match=f"{name} is not supported here; remove it") as caught:
         client.completions.create(model="small", prompt="x", extra_body={name: {"a": 1}})
     assert caught.value.code == "unsupported_parameter" and caught.value.param == name
+
+
+@pytest.mark.parametrize("name", ["max_new_tokens", "max_tokns", "stream_option", "stop_words", "prompts", "tool"])
+@pytest.mark.parametrize("kind", [CompletionRequest, ChatRequest])
+def test_a_hint_names_only_fields_that_there_are(name, kind):
+    asked = {"prompt": "x"} if kind is CompletionRequest else {"messages": [{"role": "user", "content": "x"}]}
+    with pytest.raises(ApiError) as refused:
+        kind.model_validate(asked | {name: "x"}).check_fields()
+    assert set(re.findall('"(.*?)"', refused.value.message)) <= kind.model_fields.keys()
+    assert name in ("stop_words", "prompts", "tool") or "Did you mean" in refused.value.message
+
+
+def test_an_option_of_a_stream_that_is_misspelt_or_not_supported_is_refused(client):
+    for options, said in (
+        ({"include_usge": True}, r'include_usge is not supported here\. Did you mean "include_usage"'),
+        ({"continuous_usage_stats": True}, "continuous_usage_stats is not supported here; remove it"),
+    ):
+        with pytest.raises(openai.BadRequestError, match=rf"stream_options\.{said}") as caught:
+            client.completions.create(model="small", prompt="x", stream=True, stream_options=options)
+        assert caught.value.param == "stream_options"
+    usual = {"include_usage": True, "continuous_usage_stats": False}
+    chunks = list(client.completions.create(model="small", prompt="x", stream=True, max_tokens=2, stream_options=usual))
+    assert chunks[-1].usage.completion_tokens == 2
+
+
+def test_a_chats_limit_is_named_as_the_client_did(client):
+    messages = [{"role": "user", "content": "x"}]
+    for name in ("max_tokens", "max_completion_tokens"):
+        with pytest.raises(openai.BadRequestError, match=f"{name} 512 exceed the context .* lower {name}") as caught:
+            client.chat.completions.create(model="small", messages=messages, **{name: 512})
+        assert caught.value.param == name
+    with pytest.raises(openai.BadRequestError, match="token 999999 at position 0 of prompt 1 is outside") as caught:
+        client.completions.create(model="small", prompt=[[1], [999999]])
+    assert caught.value.param == "prompt"
 
 
 def test_a_prompt_and_max_tokens_beyond_the_context_have_openais_code(client):

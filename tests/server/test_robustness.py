@@ -20,6 +20,7 @@ from hypothesis import strategies as st
 
 from lockstep import build_model, load_model, save_model
 from lockstep.data.pieces import token_bytes, token_text
+from lockstep.generate import engine as engine_module
 from lockstep.generate.server import answer as answers
 from lockstep.generate.server import engine_loop
 from lockstep.generate.server.api_error import ApiError
@@ -231,7 +232,9 @@ def test_unknown_routes_methods_and_content_types_have_the_errors_shape(server):
             code = {404: "not_found", 405: "method_not_allowed"}.get(status)
             assert answer.json()["error"]["code"] == code
         assert client.head("/health").status_code == 200 and not client.head("/health").content
+        assert set(client.post("/health").headers["allow"].split(", ")) == {"GET", "HEAD"}
         schema = client.get("/openapi.json").json()
+    assert schema["paths"]["/health"].keys() == {"get"}
     assert "prompt" in json.dumps(schema["paths"]["/v1/completions"]["post"]["requestBody"])
 
 
@@ -503,7 +506,7 @@ def test_an_idle_server_returns_once_what_its_steps_have_freed(chat_folder, monk
     """When it does; that the call returns memory is tested in a process of its own (tests/test_host_memory.py)."""
     returned = []
     monkeypatch.setattr(engine_loop, "IDLE_SECONDS", 0.05)
-    monkeypatch.setattr(engine_loop, "return_freed_memory", lambda: returned.append(running.engine.has_work))
+    monkeypatch.setattr(engine_module, "return_freed_memory", lambda: returned.append(running.engine.has_work))
     with running_server(chat_folder) as running:
         for _ in range(2):
             before = len(returned)

@@ -64,7 +64,7 @@ async def answer(
 
     begun: with a single prompt, the beginnings that its samples continue.
     """
-    _check_length(service, prompts, max_tokens, "messages" if chat else "prompt")
+    _check_length(service, prompts, max_tokens, body)
     params = body.sampling_params(max_tokens, top_logprobs or 0)
     reply = Reply(
         id=("chatcmpl-" if chat else "cmpl-") + secrets.token_hex(12),
@@ -99,17 +99,17 @@ def check_count(service: Service, prompts: int, n: int) -> None:
         raise ApiError(400, message, "n" if n > 1 else "prompt")
 
 
-def _check_length(service: Service, prompts: list[list[int]], max_tokens: int, field: str) -> None:
+def _check_length(service: Service, prompts: list[list[int]], max_tokens: int, body: SamplingRequest) -> None:
     longest, limit = max(map(len, prompts)), _longest_prompt(service)
     if longest > limit:
         message = f"a prompt has {longest} tokens; this server allows {limit}"
-        raise ApiError(400, message, field, "context_length_exceeded")
+        raise ApiError(400, message, body.prompt_field, "context_length_exceeded")
     if longest + max_tokens > service.context:
         message = (
-            f"a prompt of {longest} tokens and max_tokens {max_tokens} exceed the context of {service.context}; "
-            "shorten the prompt or lower max_tokens"
+            f"a prompt of {longest} tokens and {body.limit_field} {max_tokens} exceed the context of "
+            f"{service.context}; shorten the prompt or lower {body.limit_field}"
         )
-        raise ApiError(400, message, "max_tokens", "context_length_exceeded")
+        raise ApiError(400, message, body.limit_field, "context_length_exceeded")
 
 
 def _longest_prompt(service: Service) -> int:

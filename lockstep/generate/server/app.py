@@ -150,8 +150,8 @@ async def model(request: Request, name: str) -> Response:
     return json_response(_model(service))
 
 
-@routes.get("/health")
-@routes.head("/health", include_in_schema=False)
+@routes.get("/health")  # for the schema: a route of two methods would be in it twice, with one name
+@routes.api_route("/health", methods=["GET", "HEAD"], include_in_schema=False)
 async def health(request: Request) -> Response:
     """200 while requests are accepted."""
     service = _service(request)
@@ -225,14 +225,14 @@ async def _prompts(service: Service, prompt: str | list[str] | list[int] | list[
         raise ApiError(400, "a prompt is empty; give at least one token", "prompt")
     if isinstance(each[0], str):
         return await encode(service, each, "prompt")
-    for tokens in each:
-        _check_tokens(service, tokens, "prompt")
+    for number, tokens in enumerate(each):
+        _check_tokens(service, tokens, "prompt", "" if single else f" {number}")
     return each
 
 
-def _check_tokens(service: Service, tokens: list[int], field: str) -> None:
+def _check_tokens(service: Service, tokens: list[int], field: str, number: str = "") -> None:
     try:
-        check_token_ids(tokens, service.engine.model.config.vocab_size, field)
+        check_token_ids(tokens, service.engine.model.config.vocab_size, field + number)
     except UserError as error:
         raise ApiError(400, str(error), field) from error
 

@@ -76,7 +76,7 @@ NEUTRAL: dict[str, tuple[Any, ...]] = {
 class Options(BaseModel):
     """Options of a stream."""
 
-    model_config = ConfigDict(strict=True)
+    model_config = ConfigDict(strict=True, extra="allow")
     include_usage: bool | None = None
     include_obfuscation: bool | None = None
 
@@ -105,6 +105,16 @@ class SamplingRequest(BaseModel):
         None, description="digest or whole: the experts of each token, in addition to its id (return_token_ids)"
     )
 
+    @property
+    def prompt_field(self) -> str:
+        """The name of the field that has the prompts."""
+        return "prompt"
+
+    @property
+    def limit_field(self) -> str:
+        """The name of the field that limits the new tokens."""
+        return "max_tokens"
+
     def check_fields(self) -> None:
         """Raises ApiError for a field that would change the answer and is not supported."""
         known = type(self).model_fields
@@ -113,10 +123,12 @@ class SamplingRequest(BaseModel):
                 continue
             if name in NEUTRAL:
                 raise ApiError(400, f"{name} is not supported here; remove it", name[:64], "unsupported_parameter")
-            hint = closest(name[:64], [*known, *NEUTRAL])
+            hint = closest(name[:64], known)
             raise ApiError(400, f"unknown field {name[:64]!r}.{hint or ' Remove it'}", name[:64], "unknown_parameter")
-        if self.stream_options is not None and not self.stream:
-            raise ApiError(400, "stream_options needs stream: true", "stream_options")
+        if self.stream_options is not None:
+            _refuse_unknown(self.stream_options, "stream_options")
+            if not self.stream:
+                raise ApiError(400, "stream_options needs stream: true", "stream_options")
         if self.return_routes and not self.return_token_ids:
             raise ApiError(
                 400,
@@ -162,9 +174,11 @@ class CompletionRequest(SamplingRequest):
 
     def check_fields(self) -> None:
         super().check_fields()
-        if self.begun is not None and (len(self.begun) != (self.n or 1) or self.seed is None):
-            message = f"begun has the tokens of {len(self.begun)} samples; give those of all {self.n or 1}, and a seed"
+        if self.begun is not None and len(self.begun) != (self.n or 1):
+            message = f"begun has the tokens of {len(self.begun)} samples; give those of all {self.n or 1}"
             raise ApiError(400, message, "begun")
+        if self.begun is not None and self.seed is None:
+            raise ApiError(400, "begun needs the samples' tokens and a seed, theirs", "seed")
         if self.best_of is not None and self.best_of != (self.n or 1):
             raise ApiError(400, "best_of other than n is not supported here; remove it", "best_of")
 
@@ -172,7 +186,7 @@ class CompletionRequest(SamplingRequest):
 class TextPart(BaseModel):
     """A part of a message."""
 
-    model_config = ConfigDict(strict=True)
+    model_config = ConfigDict(strict=True, extra="allow")
     type: Literal["text"]
     text: str
 
@@ -203,13 +217,20 @@ class ChatRequest(SamplingRequest):
     logprobs: bool | None = None
     top_logprobs: int | None = Field(None, ge=0, le=MAX_TOP_LOGPROBS)
 
+    @property
+    def prompt_field(self) -> str:
+        return "messages"
+
+    @property
+    def limit_field(self) -> str:
+        return "max_tokens" if self.max_completion_tokens is None else "max_completion_tokens"
+
     def check_fields(self) -> None:
         super().check_fields()
         for position, message in enumerate(self.messages):
-            for name, value in (message.model_extra or {}).items():
-                if value not in (None, [], {}):
-                    where = f"messages.{position}.{name[:64]}"
-                    raise ApiError(400, f"{where} is not supported here; remove it", "messages")
+            _refuse_unknown(message, f"messages.{position}")
+            for number, part in enumerate(message.content if isinstance(message.content, list) else ()):
+                _refuse_unknown(part, f"messages.{position}.content.{number}")
             if message.content is None and message.role != "assistant":
                 raise ApiError(400, f"messages.{position}.content must be {CONTENT}", "messages")
         if self.top_logprobs and not self.logprobs:
@@ -224,6 +245,15 @@ class WeightsRequest(BaseModel):
     model_config = ConfigDict(strict=True, extra="forbid")
     path: str | None = Field(None, min_length=1, max_length=4096)
     version: int | None = Field(None, ge=0, lt=2**63)
+
+
+def _refuse_unknown(part: BaseModel, where: str) -> None:
+    """Raises ApiError for a field of a part of the body that is not known, and not at a value that has no effect."""
+    for name, value in (part.model_extra or {}).items():
+        if value not in (None, False, [], {}):
+            hint = closest(name[:64], type(part).model_fields)
+            message = f"{where}.{name[:64]} is not supported here{f'.{hint}' if hint else '; remove it'}"
+            raise ApiError(400, message, where.partition(".")[0], "unknown_parameter")
 
 
 def _same(value: Any, neutral: Any) -> bool:
