@@ -73,7 +73,7 @@ def test_blocks_up_to_a_size_are_kept_until_they_are_returned():
 
 def test_blocks_of_many_sizes_take_less_than_twice_what_they_take_without():
     # A heap of blocks of many sizes has gaps either way: 3.2, 3.5 and 2.9 times what is alive was measured with
-    # glibc 2.36, and 2.9, 2.1 and 2.4 times without.
-    for seed in "012":
-        (kept,), (without,) = (_run(OF_MANY_SIZES, how, seed) for how in ("kept", "without"))
-        assert kept < 2 * without
+    # glibc 2.36, and 2.9, 2.1 and 2.4 times without. One draw of sizes is no measure: where the system places the heap
+    # differs from process to process, and 575 MiB for 410 have been seen.
+    kept, without = (sum(_run(OF_MANY_SIZES, how, seed)[0] for seed in "012") for how in ("kept", "without"))
+    assert kept < 2 * without

@@ -504,6 +504,8 @@ def test_prompts_alone_are_sampled_with_the_default_parameters():
     engine, defaults = Engine(MODELS["float32"], EngineConfig(cache_tokens=256)), SamplingParams()
     (completion,) = engine.generate([[1, 2]])[0]
     assert 0 < len(completion.token_ids) <= defaults.max_tokens
+    with pytest.raises(UserError, match="1 prompts but 0 sampling parameters"):
+        engine.generate([[1, 2]], [])
 
 
 def test_scores_end_at_the_context_and_a_tensor_is_told_how_to_become_a_list():
