@@ -152,6 +152,7 @@ TEXT = "must be a string, or a list of parts of type text"
         ({"role": "user", "content": 1}, f"messages.0.content {TEXT}"),
         ({"role": "user"}, f"messages.0.content {TEXT}"),
         ({"role": "user", "content": None}, f"messages.0.content {TEXT}"),
+        ({"role": "assistant", "content": "x", "weight": 0}, "messages.0.weight is not supported here; remove it"),
         ({"role": "assistant", "tool_calls": [{"id": "1"}]}, "messages.0.tool_calls is not supported here"),
         ({"role": "robot", "content": "x"}, "messages.0.role: Input should be 'system', 'developer'"),
         ("x", "messages.0: Input should be"),
@@ -160,8 +161,8 @@ TEXT = "must be a string, or a list of parts of type text"
             'messages.0.nane is not supported here. Did you mean "name"?',
         ),
         (
-            {"role": "user", "content": [{"type": "text", "text": "x", "cache_control": {"type": "ephemeral"}}]},
-            "messages.0.content.0.cache_control is not supported here; remove it",
+            {"role": "user", "content": [{"type": "text", "text": "x", "texts": ["y"]}]},
+            "messages.0.content.0.texts is not supported here; remove it",
         ),
     ],
     ids=str,
@@ -185,6 +186,8 @@ def test_a_hint_names_only_fields_that_there_are(name, kind):
     with pytest.raises(ApiError) as refused:
         kind.model_validate(asked | {name: "x"}).check_fields()
     assert set(re.findall('"(.*?)"', refused.value.message)) <= kind.model_fields.keys()
+    with pytest.raises(ApiError, match="looks like one that is not supported here; remove it"):
+        kind.model_validate(asked | {"frequency_penality": 1}).check_fields()
     assert name in ("stop_words", "prompts", "tool") or "Did you mean" in refused.value.message
 
 
@@ -223,7 +226,18 @@ def test_a_prompt_and_max_tokens_beyond_the_context_have_openais_code(client):
 def test_fields_that_change_nothing_are_accepted(client):
     client.chat.completions.create(
         model="small",
-        messages=[{"role": "user", "content": "x", "name": "ann"}],
+        messages=[
+            {"role": "user", "content": "x", "name": "ann"},
+            {
+                "role": "assistant",
+                "content": "y",
+                "refusal": None,
+                "tool_calls": [],
+                "reasoning_content": "",
+                "id": "7",
+            },
+            {"role": "user", "content": [{"type": "text", "text": "z", "cache_control": {"type": "ephemeral"}}]},
+        ],
         max_tokens=2,
         user="me",
         metadata={"a": "b"},

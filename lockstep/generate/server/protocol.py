@@ -29,6 +29,10 @@ IGNORED = {
     "user",
 }
 """Fields that do not affect the response."""
+IGNORED_IN_PARTS = {"cache_control", "id", "index"}
+"""Those of a message or of a part of it."""
+NOTHING: tuple[Any, ...] = (None, False, "", [], {})
+"""Values of a part's unknown field that have no effect."""
 NEUTRAL: dict[str, tuple[Any, ...]] = {
     "echo": (False,),
     "suffix": ("",),
@@ -124,6 +128,8 @@ class SamplingRequest(BaseModel):
             if name in NEUTRAL:
                 raise ApiError(400, f"{name} is not supported here; remove it", name[:64], "unsupported_parameter")
             hint = closest(name[:64], known)
+            if not hint and closest(name[:64], NEUTRAL):
+                hint = " It looks like one that is not supported here; remove it"
             raise ApiError(400, f"unknown field {name[:64]!r}.{hint or ' Remove it'}", name[:64], "unknown_parameter")
         if self.stream_options is not None:
             _refuse_unknown(self.stream_options, "stream_options")
@@ -178,7 +184,9 @@ class CompletionRequest(SamplingRequest):
             message = f"begun has the tokens of {len(self.begun)} samples; give those of all {self.n or 1}"
             raise ApiError(400, message, "begun")
         if self.begun is not None and self.seed is None:
-            raise ApiError(400, "begun needs the samples' tokens and a seed, theirs", "seed")
+            raise ApiError(
+                400, "begun needs the tokens of its samples and a seed, the one they were sampled with", "seed"
+            )
         if self.best_of is not None and self.best_of != (self.n or 1):
             raise ApiError(400, "best_of other than n is not supported here; remove it", "best_of")
 
@@ -250,8 +258,8 @@ class WeightsRequest(BaseModel):
 def _refuse_unknown(part: BaseModel, where: str) -> None:
     """Raises ApiError for a field of a part of the body that is not known, and not at a value that has no effect."""
     for name, value in (part.model_extra or {}).items():
-        if value not in (None, False, [], {}):
-            hint = closest(name[:64], type(part).model_fields)
+        if name not in IGNORED_IN_PARTS and not any(_same(value, v) for v in NOTHING):
+            hint = closest(name[:64], type(part).model_fields.keys() - part.model_fields_set)
             message = f"{where}.{name[:64]} is not supported here{f'.{hint}' if hint else '; remove it'}"
             raise ApiError(400, message, where.partition(".")[0], "unknown_parameter")
 
