@@ -9,6 +9,7 @@ from operator import attrgetter
 from lockstep.config.algorithm import ALGORITHMS, Algorithm, algorithm_of
 from lockstep.config.lora import LoraConfig
 from lockstep.config.runs import PretrainConfig, RLConfig
+from lockstep.config.toml import toml_value
 
 
 def idle_problems(config: PretrainConfig | RLConfig) -> Iterator[str]:
@@ -20,7 +21,8 @@ def idle_problems(config: PretrainConfig | RLConfig) -> Iterator[str]:
         else:
             value, usual = attrgetter(name)(config), attrgetter(name)(type(config)())
         if value != usual:
-            yield f"{name} is {value}, but {why}, so it would have no effect; leave it out, or set it to {usual}"
+            mend = "leave it out" if usual is None else f"leave it out, or set it to {toml_value(usual)}"
+            yield f"{name} is {value}, but {why}: it would have no effect; {mend}"
 
 
 def _reasons(config: PretrainConfig | RLConfig) -> dict[str, str]:
@@ -55,10 +57,11 @@ def _reasons_of_rl(config: RLConfig) -> dict[str, str]:
     if algorithm.loss == "reinforce":
         idle |= dict.fromkeys(("clip_low", "clip_high"), 'loss "reinforce" has no ratio to clip')
     if not algorithm.kl_coefficient:
-        idle |= dict.fromkeys(("kl_in", "kl_estimator", "kl_reference"), "kl_coefficient is 0")
-    if config.kl_reference != "average":
+        of_kl = "kl_in", "kl_estimator", "kl_reference", "kl_average_decay"
+        idle |= dict.fromkeys(of_kl, "kl_coefficient is 0")
+    elif config.kl_reference != "average":
         idle["kl_average_decay"] = f'kl_reference is "{config.kl_reference}"'
-    if algorithm.off_policy == "none" and not config.actors.urls:
+    if algorithm.off_policy == "none" and (config.off_policy or not config.actors.urls):
         idle |= dict.fromkeys(("off_policy_level", "off_policy_low", "off_policy_high"), "off_policy is none")
     if not config.reward_model:
         idle["reward_model_weight"] = "there is no reward_model"

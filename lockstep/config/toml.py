@@ -39,17 +39,18 @@ def to_toml(config: PretrainConfig | RLConfig) -> str:
         if value is None:
             continue
         if isinstance(value, dict):
-            tables += [f"\n[{name}]"] + [f"{k} = {_toml_value(v)}" for k, v in value.items()]
+            tables += [f"\n[{name}]"] + [f"{k} = {toml_value(v)}" for k, v in value.items()]
         else:
-            plain.append(f"{name} = {_toml_value(value)}")
+            plain.append(f"{name} = {toml_value(value)}")
     return "\n".join(plain + tables) + "\n"
 
 
-def _toml_value(value: Any) -> str:
+def toml_value(value: Any) -> str:
+    """A setting's value as TOML writes it."""
     if isinstance(value, bool):
         return str(value).lower()
     if isinstance(value, tuple | list):
-        return f"[{', '.join(_toml_value(v) for v in value)}]"
+        return f"[{', '.join(toml_value(v) for v in value)}]"
     if isinstance(value, str):
         # A JSON string is a TOML basic string, but for one character.
         return json.dumps(value, ensure_ascii=False).replace("\x7f", "\\u007f")

@@ -181,6 +181,10 @@ class ConversationEncoder:
         return Encoded(np.empty(0, token_dtype(self.tokenizer)), problem=problem)
 
 
+REASONING = ("reasoning_content", "thinking", "reasoning")
+"""Names of a message's reasoning in data. Templates read the first, gpt-oss's the second; transformers gives both."""
+
+
 def are_messages(value: Any) -> TypeGuard[list[Any]]:
     """Whether it is a list, maybe empty, of objects with a role."""
     return isinstance(value, list) and all(isinstance(m, dict) and "role" in m for m in value)
@@ -197,4 +201,6 @@ def _plain(message: dict[str, Any]) -> dict[str, Any]:
     can_be_other = message["role"] == "tool" if content is not None else message.get("tool_calls")
     if not isinstance(content, str) and not can_be_other:
         raise ChatTemplateError(f"a message of the role {message['role']!r:.60} has no text as its content")
+    if reasoning := next((plain[name] for name in REASONING if name in plain), None):
+        plain = {"thinking": reasoning, **plain, "reasoning_content": reasoning}
     return plain

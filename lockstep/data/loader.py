@@ -79,7 +79,7 @@ class RowLoader:
         return {f"data/{name}": count for name, count in self.rows.counts.items() if count}
 
     def steps_of(self, epochs: float) -> int:
-        """Steps from here until the data has been seen `epochs` times; nothing is taken from the stream.
+        """Steps, at least one, from here until the data has been seen `epochs` times; nothing is taken from the stream.
 
         Raises UserError for data without a known end and for a number that is not above 0.
         """
@@ -90,7 +90,7 @@ class RowLoader:
             self.rows.plan()
             rows += 1
         self.rows.load_state(before)
-        return -(-rows // self.rows_per_step)
+        return max(1, -(-rows // self.rows_per_step))
 
     def peek(self) -> StepRows:
         """What `next` will give."""

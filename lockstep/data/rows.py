@@ -67,7 +67,8 @@ class Rows:
     Of a conversation that is longer than a row, pieces without a target are then left out. A row is first planned, as
     pieces, and read by the rank that needs it. With `separate` off a row is one sequence.
 
-    Raises UserError for a `sequence_length` below 2 and for documents without two tokens.
+    Raises UserError for a `sequence_length` below 2, for documents without two tokens, and for conversations of which
+    no part that fits in a row has a target.
     """
 
     def __init__(
@@ -90,6 +91,8 @@ class Rows:
         self._cut = 0
         self._open()
         self._leave_out()
+        if self.ended:
+            raise self._nothing()
 
     @property
     def ended(self) -> bool:
@@ -131,6 +134,12 @@ class Rows:
         start = first + self._offset
         return Piece(self._corpus, start, min(end, start + room)), end - start <= room
 
+    def _nothing(self) -> UserError:
+        return UserError(
+            f"the conversations are longer than a row of {self.sequence_length} tokens, and cut into rows none has a "
+            "target; give a larger --sequence-length"
+        )
+
     def _pass(self, piece: Piece, ends: bool) -> None:
         if ends:
             self._advance()
@@ -138,9 +147,11 @@ class Rows:
             self._offset += piece.stop - piece.start
 
     def _leave_out(self) -> None:
-        """Passes parts of conversations without a target. All that is left may have none, so the search has an end."""
+        """Passes parts of conversations without a target. Raises UserError if a whole epoch has nothing else."""
         last = self._epoch + 1
-        while self.packing == "whole" and not self.ended and self._epoch <= last:
+        while self.packing == "whole" and not self.ended:
+            if self._epoch > last:
+                raise self._nothing()
             piece, ends = self._piece(self.sequence_length)
             is_part = self._offset > 0 or not ends
             if self._corpus.scored is None or not is_part or piece.targets:
@@ -190,6 +201,7 @@ class Rows:
         if not self.ended:
             self._open()
             self._check_place()
+            self._leave_out()
 
     def _check_place(self) -> None:
         if 0 <= self._index < len(self._order):

@@ -1,16 +1,17 @@
 """Settings that cannot work are refused before any work is done, each by its name and with what it may be."""
 
-import ast
 import copy
 import dataclasses
 import itertools
 import json
 import re
+import tomllib
 
 import pytest
 
 from lockstep.cli import main
 from lockstep.config import (
+    ActorsConfig,
     CheckpointConfig,
     DPOConfig,
     LoraConfig,
@@ -120,31 +121,50 @@ def test_what_cannot_work_is_refused_by_name(config, name, value, message):
 
 
 IDLE = [
-    PretrainConfig(validation_every=5),
-    PretrainConfig(validation_tokens=5),
+    *(PretrainConfig(**{name: 5}) for name in ("validation_every", "validation_tokens")),
+    PretrainConfig(train=TrainConfig(decay_share=0.5)),
     PretrainConfig(train=TrainConfig(decay_shape="sqrt")),
     PretrainConfig(checkpoint=CheckpointConfig(keep_every=5)),
+    SFTConfig(model="m", data="d", lora=LoraConfig(alpha=32.0)),
     SFTConfig(model="m", data="d", lora=LoraConfig(targets=("q_proj",))),
-    RLConfig(model="m", kl_estimator="k2"),
-    RLConfig(model="m", algorithm="rloo", clip_low=0.1),
+    *(RLConfig(model="m", **{name: 0.5}) for name in ("gae_gamma", "gae_lambda", "value_coefficient", "value_clip")),
+    RLConfig(model="m", value_learning_rate=0.5),
     RLConfig(model="m", value_detached=True),
+    *(RLConfig(model="m", algorithm="rloo", **{name: 0.5}) for name in ("clip_low", "clip_high")),
+    RLConfig(model="m", kl_in="reward"),
+    RLConfig(model="m", kl_estimator="k2"),
+    RLConfig(model="m", kl_reference="average"),
+    RLConfig(model="m", kl_average_decay=0.5),
+    RLConfig(model="m", kl_coefficient=0.1, kl_average_decay=0.5),
+    RLConfig(model="m", off_policy_level="sequence"),
+    RLConfig(model="m", off_policy_low=0.1),
+    RLConfig(model="m", off_policy_high=1.5),
+    RLConfig(model="m", off_policy="none", off_policy_low=0.1, actors=ActorsConfig(urls=("http://127.0.0.1:1",))),
     RLConfig(model="m", reward_model_weight=0.5),
+    RLConfig(model="m", validation_examples=0, validation_samples=2),
     RLConfig(model="m", validation_examples=0, validation_temperature=0.0),
+    RLConfig(model="m", validation_examples=0, validation_seed=1),
 ]
 
 
 @pytest.mark.parametrize("config", IDLE, ids=lambda config: str(IDLE.index(config)))
 def test_what_has_no_effect_is_refused_where_it_is_given_but_not_in_a_recorded_run(tmp_path, config):
+    config = copy.deepcopy(config)
     config.output, config.resume = str(tmp_path), True
-    with pytest.raises(UserError, match="so it would have no effect; leave it out, or set it to") as refused:
+    with pytest.raises(UserError, match="it would have no effect; leave it out") as refused:
         validate(config)
-    name, usual = re.search(r"- ([a-z_.]+) is .*, or set it to (.*)", str(refused.value)).groups()
-    value = {"lora.targets": ("*_proj",)}.get(name, usual if name in ("kl_estimator", "train.decay_shape") else None)
-    validate(_changed(config, name, ast.literal_eval(usual) if value is None else value))
+    (found,) = re.findall(r"- ([a-z_.]+) is .*leave it out(?:, or set it to (.*))?", str(refused.value))
+    name, usual = found
+    value = tomllib.loads(f"value = {usual}")["value"] if usual else None
+    validate(_changed(config, name, tuple(value) if isinstance(value, list) else value))
     (tmp_path / "config.toml").write_text(to_toml(config))
     validate(config)
     with pytest.raises(UserError, match="no effect"):
         validate(_changed(config, "resume", False))
+
+
+def test_what_servers_that_are_no_lockstep_need_has_an_effect():
+    validate(RLConfig(model="m", off_policy_low=0.1, actors=ActorsConfig(urls=("http://127.0.0.1:1",))))
 
 
 def test_a_file_that_names_another_algorithm_has_that_algorithms_settings(tmp_path):

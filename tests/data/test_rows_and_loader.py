@@ -79,26 +79,31 @@ def test_of_a_conversation_that_is_cut_what_has_no_target_is_left_out_and_nothin
     corpus.scored = corpus.tokens % every == 0
     if max(lengths) < 2 or not corpus.scored.any():
         return
-    rows = _rows(corpus, length, packing=packing, repeat=False)
-    taken = []
-    while not rows.ended:
-        pieces = rows.plan()
-        assert pieces, "a row without a piece"
-        taken += [token for piece in pieces for token in range(piece.start, piece.stop)]
     expected = []
     for start, stop in itertools.pairwise(corpus.offsets.tolist()):
         for begin in range(start, stop, length):
             piece = range(begin, min(stop, begin + length))
             if packing == "cut" or stop - start <= length or corpus.scored[piece[1:]].any():
                 expected += piece
+    if not expected:
+        with pytest.raises(UserError, match="none has a target"):
+            _rows(corpus, length, packing=packing, repeat=False)
+        return
+    rows = _rows(corpus, length, packing=packing, repeat=False)
+    taken = []
+    while not rows.ended:
+        pieces = rows.plan()
+        assert pieces, "a row without a piece"
+        taken += [token for piece in pieces for token in range(piece.start, piece.stop)]
     assert sorted(taken) == expected
 
 
 def test_conversations_without_any_target_do_not_end_in_an_endless_search():
     corpus = _corpus([30, 40])
     corpus.scored = np.zeros(70, dtype=bool)
-    assert _rows(corpus, 8, packing="whole").plan()
-    assert _rows(corpus, 8, packing="whole", repeat=False).ended
+    for repeat in (False, True):
+        with pytest.raises(UserError, match="longer than a row of 8 tokens, .* none has a target; give a larger"):
+            _rows(corpus, 8, packing="whole", repeat=repeat)
 
 
 @pytest.mark.parametrize("seed", range(4))
@@ -110,6 +115,24 @@ def test_the_only_target_is_found_again_in_the_next_epoch(seed):
     for epoch in range(5):
         assert [(piece.start, piece.stop) for piece in rows.plan()] == [(30, 38)]
         assert int(rows.epoch) in (epoch, epoch + 1)
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_half_an_epoch_is_at_least_a_step(seed):
+    corpus = _corpus([30, 40, 50])
+    corpus.scored = np.zeros(120, dtype=bool)
+    corpus.scored[35] = True
+    assert RowLoader(_rows(corpus, 8, packing="whole", seed=seed), 8, 8).steps_of(0.5) == 1
+
+
+def test_a_state_before_a_part_without_a_target_goes_on_after_it():
+    corpus = _corpus([40])
+    corpus.scored = np.zeros(40, dtype=bool)
+    corpus.scored[[2, 36]] = True
+    rows = _rows(corpus, 8, packing="whole")
+    rows.plan()
+    rows.load_state(rows.state() | {"epoch": 0, "window": 0, "index": 0, "offset": 8})
+    assert [(piece.start, piece.stop) for piece in rows.plan()] == [(32, 40)]
 
 
 def test_a_run_ends_with_the_last_piece_that_has_a_target():

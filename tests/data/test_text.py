@@ -124,6 +124,9 @@ def test_a_list_of_records_is_text_only_among_other_files(tmp_path, name):
         TextSource(str(tmp_path / name))
     with pytest.raises(UserError, match=rf"{name}: would be one document"):
         TextSource(str(tmp_path / f"*{name[4:]}"))
+    (tmp_path / "other.txt").write_text("two")
+    assert len(list(TextSource(str(tmp_path / "*")))) == 2
+    (tmp_path / "other.txt").unlink()
     assert list(TextSource(str(tmp_path))) == ['[{"text": "one"}]']
 
 
