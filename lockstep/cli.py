@@ -336,12 +336,10 @@ def print_summary(folder: Path) -> None:
     if not measured:
         name, measured = summary["reward_name"], validated(summary, "reward")
     if measured:
-        change, when = measured
+        values, when = measured
         also_trained = summary.get("validation_also_trained")
         where = f"validation examples, {also_trained} of them also trained on" if also_trained else "held-out examples"
-        if "→" not in change:
-            where += f", {when}"
-        print(f"{name} {change.replace('→', '->')} on {where}")
+        print(f"{name} {' -> '.join(values)} on {where}" + (f", {when}" if len(values) == 1 else ""))
     checked, different = int(summary["parity_tokens_checked"]), int(summary["parity_tokens_different"])
     print(
         f"{checked} log-probabilities compared, {different} different; "

@@ -85,4 +85,4 @@ def test_blocks_of_many_sizes_take_less_than_twice_what_they_take_without():
     # differs from process to process, and 575 MiB for 410 have been seen.
     most = _run(OF_MANY_SIZES)
     kept, without = most[:3], most[3:]
-    assert len(without) == 3 and sum(kept) < 2 * sum(without)
+    assert len(without) == 3 and sum(kept) < 1.5 * sum(without), "1.1 was measured"

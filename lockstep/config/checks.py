@@ -21,7 +21,7 @@ from lockstep.config.parallel import SCHEDULES, ParallelConfig, tensor_problems
 from lockstep.config.preferences import PreferenceConfig, preference_problems
 from lockstep.config.recompute import KEEPABLE, RecomputeConfig
 from lockstep.config.runs import PretrainConfig, RLConfig, ServeConfig, SFTConfig
-from lockstep.config.toml import is_recorded
+from lockstep.config.toml import CONFIG
 from lockstep.config.train import TrainConfig
 from lockstep.errors import UserError, closest
 
@@ -55,7 +55,7 @@ def validate_run(config: Any, kind: type[PretrainConfig | RLConfig]) -> None:
 
 def _continues(config: PretrainConfig | RLConfig) -> bool:
     """Whether it is of a run that was recorded: what has no effect there, or not any more, is no reason to end it."""
-    return config.resume and is_recorded(config.output)
+    return config.resume and (Path(config.output) / CONFIG).is_file()
 
 
 def _problems(config: PretrainConfig | RLConfig) -> Iterator[str]:

@@ -15,11 +15,12 @@ from lockstep.config.toml import toml_value
 def idle_problems(config: PretrainConfig | RLConfig) -> Iterator[str]:
     """A sentence for each setting that was changed from its usual value and has no effect."""
     reasons = _reasons(config) | (_reasons_of_rl(config) if isinstance(config, RLConfig) else {})
+    defaults = type(config)()
     for name, why in reasons.items():
         if isinstance(config, RLConfig) and hasattr(Algorithm, name):
             value, usual = getattr(algorithm_of(config), name), getattr(ALGORITHMS[config.algorithm], name)
         else:
-            value, usual = attrgetter(name)(config), attrgetter(name)(type(config)())
+            value, usual = attrgetter(name)(config), attrgetter(name)(defaults)
         if value != usual:
             mend = "leave it out" if usual is None else f"leave it out, or set it to {toml_value(usual)}"
             yield f"{name} is {value}, but {why}: it would have no effect; {mend}"

@@ -115,20 +115,15 @@ def _refuse_names_given_twice(node: Any) -> None:
             _refuse_names_given_twice(value)
 
 
-def is_recorded(output: str | Path) -> bool:
-    """Whether the folder contains a run's settings."""
-    return (Path(output) / CONFIG).is_file()
-
-
 def recorded_run(output: str | Path, base: Config) -> Config | None:
     """`base` with the settings of the run in the folder `output`; None if there is no run.
 
     Settings about the folder itself are those of `base`. dtype and arithmetic are "auto", which in a resumed run stands
     for the recorded ones. Raises UserError for settings that cannot be read, or that belong to another command.
     """
-    if not is_recorded(output):
-        return None
     path = Path(output) / CONFIG
+    if not path.is_file():
+        return None
     of_this_start = {name: getattr(base, name) for name in OF_A_START if hasattr(base, name)}
     values = _values(path)
     refuse_other_command(output, values, base)

@@ -6,8 +6,7 @@ import re
 from collections.abc import Sequence
 from functools import lru_cache
 
-from lockstep.data.stream_decoder import special_ids
-from lockstep.data.tokenizer import Tokenizer, byte_characters
+from lockstep.data.tokenizer import Tokenizer, byte_characters, special_ids
 
 BYTE = re.compile(r"<0x([0-9A-Fa-f]{2})>")
 """The name of a token that is a byte, as byte fallback and `ByteTokenizer` write it."""

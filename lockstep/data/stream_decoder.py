@@ -4,10 +4,9 @@ from __future__ import annotations
 
 import codecs
 from collections.abc import Sequence
-from functools import lru_cache
 from itertools import islice
 
-from lockstep.data.tokenizer import ByteTokenizer, Tokenizer
+from lockstep.data.tokenizer import ByteTokenizer, Tokenizer, special_ids
 
 LONGEST_PIECE = 32
 """Most tokens that a stream holds back."""
@@ -29,12 +28,6 @@ def decoding_context(tokenizer: Tokenizer, tokens: Sequence[int]) -> list[int]:
         if text and "\N{REPLACEMENT CHARACTER}" not in text:
             return context
     return [] if text else context
-
-
-@lru_cache(maxsize=4)
-def special_ids(tokenizer: Tokenizer) -> frozenset[int]:
-    """Tokens that decoding leaves out."""
-    return frozenset(tokenizer.special_tokens().values())
 
 
 def continuation(tokenizer: Tokenizer, prompt: Sequence[int], tokens: Sequence[int]) -> str:

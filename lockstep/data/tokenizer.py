@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
+from functools import lru_cache
 from pathlib import Path
 from typing import Any, Protocol, runtime_checkable
 
@@ -117,6 +118,12 @@ class ByteTokenizer:
         settings = {"tokenizer_class": "PreTrainedTokenizerFast", "eos_token": END_OF_TEXT}
         _write(folder / "tokenizer_config.json", json.dumps(settings | {"clean_up_tokenization_spaces": False}))
         _write_all(folder, self.carried)
+
+
+@lru_cache(maxsize=4)
+def special_ids(tokenizer: Tokenizer) -> frozenset[int]:
+    """The tokens that `decode` leaves out."""
+    return frozenset(tokenizer.special_tokens().values())
 
 
 def byte_characters() -> dict[int, str]:

@@ -137,22 +137,22 @@ def _results(summary: dict[str, Any]) -> list[Figure]:
         asked = f"prompts, {also_trained} of which are also trained on"
     accuracy, reward = validated(summary, "accuracy"), validated(summary, "reward")
     if accuracy:
-        change, when = accuracy
-        figures.append(Figure(change, "held-out accuracy", f"Share of correct answers {when}, on {asked}."))
+        values, when = accuracy
+        figures.append(Figure(" → ".join(values), "held-out accuracy", f"Share of correct answers {when}, on {asked}."))
     if reward and reward != accuracy:
-        change, when = reward
+        values, when = reward
         name = f"held-out {summary.get('reward_name', 'reward')}"
-        figures.append(Figure(change, name, f"Mean reward {when}, on {asked}."))
+        figures.append(Figure(" → ".join(values), name, f"Mean reward {when}, on {asked}."))
     return figures
 
 
-def validated(summary: dict[str, Any], measured: str) -> tuple[str, str] | None:
-    """What the validations at the run's ends measured, and when: `("0.443 → 0.950", "before and after")`; None if there
-    were none."""
+def validated(summary: dict[str, Any], measured: str) -> tuple[list[str], str] | None:
+    """What the validations at the run's ends measured, and when: `(["0.443", "0.950"], "before and after")`; None if
+    there were none."""
     ends = {"before": "before the first step", "after": "after the last step"}
     values = {end: f"{summary[f'{measured}_{end}']:.3f}" for end in ends if f"{measured}_{end}" in summary}
     when = "before and after" if len(values) == 2 else "".join(ends[end] for end in values)
-    return (" → ".join(values.values()), when) if values else None
+    return (list(values.values()), when) if values else None
 
 
 def _speed(metrics: list[dict[str, Any]]) -> list[Figure]:
