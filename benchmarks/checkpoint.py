@@ -21,7 +21,7 @@ from lockstep.config import CheckpointConfig, PretrainConfig, TrainConfig
 from lockstep.data import ByteTokenizer
 from lockstep.model import preset
 from lockstep.train import Trainer, pack
-from lockstep.train.pretrain import NextTokenLoss
+from lockstep.train.objective import NextTokenLoss
 
 LENGTH = 512
 

@@ -40,7 +40,7 @@ def one_rank(tokens: int, ranks: int, dtype: str) -> dict[str, Any]:
     from lockstep.parallel import close_world, open_world, parallel_model
     from lockstep.train import Trainer, pack
     from lockstep.train.context import shard_row
-    from lockstep.train.pretrain import NextTokenLoss
+    from lockstep.train.objective import NextTokenLoss
 
     parallel = ParallelConfig(context=ranks)
     world = open_world(parallel, "cpu")

@@ -60,7 +60,7 @@ def our_step(folder: str) -> Callable[[], object]:
     from lockstep import load_model
     from lockstep.config import TrainConfig
     from lockstep.train import Trainer, pack
-    from lockstep.train.pretrain import NextTokenLoss
+    from lockstep.train.objective import NextTokenLoss
 
     trainer = Trainer(load_model(folder), TrainConfig(learning_rate=1e-4), 100)
     return lambda: trainer.step([pack(tokens(ROWS, LENGTH))], NextTokenLoss(ROWS * (LENGTH - 1)))

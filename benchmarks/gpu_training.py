@@ -14,7 +14,7 @@ from lockstep.model import preset
 from lockstep.observe.speed import peak_flops, training_flops
 from lockstep.parallel.recompute import apply_recompute
 from lockstep.train import Trainer, pack
-from lockstep.train.pretrain import NextTokenLoss
+from lockstep.train.objective import NextTokenLoss
 
 TOKENS, STEPS, GOAL = 8192, 4, 0.5
 

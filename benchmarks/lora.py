@@ -29,7 +29,7 @@ def side(options: argparse.Namespace) -> None:
     from lockstep.config import TrainConfig
     from lockstep.model import build_model, lora_of, preset
     from lockstep.train import Trainer, pack
-    from lockstep.train.pretrain import NextTokenLoss
+    from lockstep.train.objective import NextTokenLoss
 
     shape = preset(options.model)
     if options.side == "lora":

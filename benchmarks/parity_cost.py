@@ -90,7 +90,7 @@ def training_step(size: str, dtype: str, ranks: int = 1) -> tuple[Callable[[], o
     from lockstep.model import initialize
     from lockstep.parallel import parallel_model
     from lockstep.train import Trainer, pack
-    from lockstep.train.pretrain import NextTokenLoss
+    from lockstep.train.objective import NextTokenLoss
 
     world, parallel = world_of(ranks), ParallelConfig(tensor=ranks, reduction_chunks=max(CHUNKS))
     fill = partial(initialize, seed=0)
@@ -106,7 +106,7 @@ def accumulating_step(size: str, deterministic: bool, dtype: str, layout: str) -
     from lockstep.parallel import open_world, parallel_model
     from lockstep.train import Trainer, pack
     from lockstep.train.context import shard_row
-    from lockstep.train.pretrain import NextTokenLoss
+    from lockstep.train.objective import NextTokenLoss
 
     parallel = ParallelConfig(**LAYOUTS[layout], reduction_chunks=2)
     world = open_world(parallel, "cpu")

@@ -34,7 +34,7 @@ def measure(mode: dict[str, object]) -> None:
     from lockstep.parallel import open_world, parallel_model
     from lockstep.parallel.recompute import apply_recompute
     from lockstep.train import Trainer, pack
-    from lockstep.train.pretrain import NextTokenLoss
+    from lockstep.train.objective import NextTokenLoss
 
     torch.set_num_threads(1)
     world = open_world(ParallelConfig(), "cpu")

@@ -51,7 +51,7 @@ def lockstep_step(work: Work) -> Callable[[], object]:
     from lockstep import load_model
     from lockstep.config import TrainConfig
     from lockstep.train import Trainer, pack
-    from lockstep.train.pretrain import NextTokenLoss
+    from lockstep.train.objective import NextTokenLoss
 
     trainer = Trainer(load_model(work.folder), TrainConfig(learning_rate=1e-4), 100)
     return lambda: trainer.step([pack(tokens(work.rows))], NextTokenLoss(work.rows * (LENGTH - 1)))
@@ -82,7 +82,7 @@ def rank_step(work: Work) -> Callable[[], object]:
     from lockstep.model import load_weights, read_config
     from lockstep.parallel import open_world, parallel_model
     from lockstep.train import Trainer, pack
-    from lockstep.train.pretrain import NextTokenLoss
+    from lockstep.train.objective import NextTokenLoss
 
     parallel = ParallelConfig()
     world = open_world(parallel, "cpu")

@@ -24,7 +24,8 @@ from lockstep.parallel.refusals import refuse_impossible
 from lockstep.parallel.world import AXES
 from lockstep.train import Trainer, pack
 from lockstep.train.dry_run import dry_run
-from lockstep.train.pretrain import NextTokenLoss, pretrain
+from lockstep.train.objective import NextTokenLoss
+from lockstep.train.pretrain import pretrain
 
 PAGE = Path(__file__).with_name("models.md")
 BEGIN, END = "<!-- table -->\n", "<!-- end of table -->\n"

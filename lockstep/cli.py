@@ -16,6 +16,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any
 
+from lockstep.commands.options import parse_options, run_config
 from lockstep.commands.terminal import in_encoding, printable
 from lockstep.errors import RunStopped, SaidByRank0, UserError, closest
 
@@ -97,98 +98,12 @@ def _overview() -> str:
     )
 
 
-def _parse(kind: type, arguments: list[str], command: str, default: Any = None, positional: bool = False) -> Any:
-    """With `positional`, fields without a default are positional arguments."""
-    import tyro
-
-    from lockstep.commands.spelling import refuse_other_names
-
-    refuse_other_names(kind, arguments)
-    keywords: dict[str, Any] = {} if default is None else {"default": default}
-    if positional:
-        keywords["config"] = (tyro.conf.PositionalRequiredArgs,)
-    return tyro.cli(kind, args=arguments, prog=f"lockstep {command}", **keywords)
-
-
-def _run_config(command: str, kind: type, arguments: list[str]) -> Any:
-    """The recipe's configuration, overridden, in this order, by the settings of the run that --resume continues, a
-    TOML file and the command line."""
-    from lockstep.config import RLConfig, from_toml, recorded_run, with_algorithm
-    from lockstep.recipes import recipe
-
-    rest, chosen = [], {"--recipe": "", "--config": ""}
-    remaining = iter(arguments)
-    for argument in remaining:
-        option, equals, value = argument.partition("=")
-        if option in chosen:
-            chosen[option] = value if equals else next(remaining, "")
-            if not chosen[option]:
-                raise UserError(f"{option} needs a value")
-        else:
-            rest.append(argument)
-    default = recipe(command, chosen["--recipe"]) if chosen["--recipe"] else kind()
-    given = default
-    if chosen["--config"]:
-        given = from_toml(chosen["--config"], default)  # type: ignore[type-var]
-    if output := _output_to_resume(rest, given.output):
-        if run := recorded_run(output, default):  # type: ignore[type-var]
-            default = run
-        elif {argument.partition("=")[0] for argument in arguments if argument.startswith("-")} <= {*RESUMES}:
-            raise UserError(f"{output}: has no run to resume; to start one, give its settings along with --resume")
-    if chosen["--config"]:
-        default = from_toml(chosen["--config"], default)  # type: ignore[type-var]
-        # How to treat the folder was meant for that start alone: a run's own file must not erase it.
-        for action in ("overwrite", "resume", "dry_run"):
-            if getattr(default, action, False):
-                file = chosen["--config"]
-                print(f"{file}: {action} is ignored in a file; give it on the command line if you mean it")
-                setattr(default, action, type(getattr(default, action))())
-    if "--help" in rest or "-h" in rest:
-        from lockstep.recipes import described
-
-        print(f"most used: {MOST_USED[command]}")
-        print("--config FILE: start from a TOML or YAML file, such as a run's config.toml")
-        print(f"--recipe NAME: start from a recipe:\n{described(command)}\n")
-    config = _parse(kind, rest, command, default)
-    if isinstance(config, RLConfig) and isinstance(default, RLConfig):
-        given = {argument.lstrip("-").partition("=")[0].replace("-", "_") for argument in rest}
-        config = with_algorithm(config, default, given)
-    return config
-
-
-RESUMES = ("--resume", "--output")
-"""All that it takes to continue a run."""
-MOST_USED = {
-    "pretrain": "--model --data --tokenizer --output --steps --tokens-per-step --sequence-length --dtype\n"
-    "  --train.learning-rate --validation-data --resume --dry-run",
-    "sft": "--model --data --output --epochs --tokens-per-step --sequence-length --dtype --train.learning-rate\n"
-    "  --validation-data --resume",
-    "dpo": "--model --data --loss --beta --output --epochs --tokens-per-step --sequence-length --train.learning-rate\n"
-    "  --validation-data --resume",
-    "reward-model": "--model --data --output --epochs --tokens-per-step --sequence-length --train.learning-rate\n"
-    "  --validation-data --resume",
-    "rl": "--model --environment --algorithm --data --output --steps --prompts-per-step --samples-per-prompt\n"
-    "  --max-new-tokens --train.learning-rate --validation-every --resume --dry-run",
-}
-
-
-def _output_to_resume(arguments: list[str], default: str) -> str:
-    """The run's folder that the command line asks to resume; empty if it does not."""
-    resume, output = False, default
-    for index, argument in enumerate(arguments):
-        name, equals, value = argument.partition("=")
-        if name in ("--resume", "--no-resume"):
-            resume = name == "--resume"
-        elif name == "--output":
-            output = value if equals else "".join(arguments[index + 1 : index + 2])
-    return output if resume else ""
-
-
 def demo(arguments: list[str]) -> int:
     """pretrain a small model from scratch, then improve it with GRPO, and show that the bits agree"""
     from lockstep.recipes.demo import DemoConfig, run_demo
 
-    config = _parse(DemoConfig, arguments, "demo")
+    config = parse_options(DemoConfig, arguments, "demo")
+    from lockstep.commands.summary import print_summary
     from lockstep.parallel import refuse_ranks
 
     refuse_ranks("demo")
@@ -206,7 +121,7 @@ def pretrain(arguments: list[str]) -> int:
     """next-token training on text, from fresh weights or a Hugging Face folder"""
     from lockstep.config import PretrainConfig
 
-    config = _run_config("pretrain", PretrainConfig, arguments)
+    config = run_config("pretrain", PretrainConfig, arguments)
     from lockstep.train.pretrain import foresee
     from lockstep.train.pretrain import pretrain as run
 
@@ -221,7 +136,7 @@ def sft(arguments: list[str]) -> int:
     """fine-tuning on conversations, with the loss on the assistant's tokens only"""
     from lockstep.config import SFTConfig
 
-    config = _run_config("sft", SFTConfig, arguments)
+    config = run_config("sft", SFTConfig, arguments)
     from lockstep.train.sft import finetune
 
     _print_next(finetune(config), "serve --model {folder}")
@@ -232,7 +147,7 @@ def dpo(arguments: list[str]) -> int:
     """preference optimization on chosen and rejected answers: DPO, IPO, SimPO, KTO"""
     from lockstep.config import DPOConfig
 
-    config = _run_config("dpo", DPOConfig, arguments)
+    config = run_config("dpo", DPOConfig, arguments)
     from lockstep.train.dpo import prefer
 
     _print_next(prefer(config), "serve --model {folder}")
@@ -243,7 +158,7 @@ def reward_model(arguments: list[str]) -> int:
     """train a model that scores answers, from chosen and rejected ones: a reward for rl"""
     from lockstep.config import RewardModelConfig
 
-    config = _run_config("reward-model", RewardModelConfig, arguments)
+    config = run_config("reward-model", RewardModelConfig, arguments)
     from lockstep.train.reward_model import train_reward_model
 
     _print_next(
@@ -288,7 +203,7 @@ def data(arguments: list[str]) -> int:
         arguments = ["tokenize", *arguments]
     if arguments[:1] != ["tokenize"]:
         raise UserError("write lockstep data tokenize --data DATA --tokenizer TOKENIZER --output FOLDER")
-    options = _parse(TokenizeOptions, arguments[1:], "data tokenize")
+    options = parse_options(TokenizeOptions, arguments[1:], "data tokenize")
     from lockstep.checkpoint import folder_if_model
     from lockstep.data.tokenize_once import tokenize_once
 
@@ -302,7 +217,8 @@ def rl(arguments: list[str]) -> int:
     """GRPO and other algorithms on gsm8k, sums of digits, or your own task (--environment my_task.py:MyTask)"""
     from lockstep.config import RLConfig
 
-    config = _run_config("rl", RLConfig, arguments)
+    config = run_config("rl", RLConfig, arguments)
+    from lockstep.commands.summary import print_summary
     from lockstep.rl.controller import reinforce
     from lockstep.rl.parity import ParityError
 
@@ -323,48 +239,12 @@ def rl(arguments: list[str]) -> int:
     return 0
 
 
-def print_summary(folder: Path) -> None:
-    """The run's result in a few lines, and what they mean."""
-    import json
-
-    from lockstep.observe.report import duration, in_tokens, parity_meaning, validated
-    from lockstep.rl.prompt_balance import PromptBalance
-
-    summary = json.loads((folder / "summary.json").read_text())
-    print()
-    name, measured = "accuracy", validated(summary, "accuracy")
-    if not measured:
-        name, measured = summary["reward_name"], validated(summary, "reward")
-    if measured:
-        values, when = measured
-        also_trained = summary.get("validation_also_trained")
-        where = f"validation examples, {also_trained} of them also trained on" if also_trained else "held-out examples"
-        print(f"{name} {' -> '.join(values)} on {where}" + (f", {when}" if len(values) == 1 else ""))
-    checked, different = int(summary["parity_tokens_checked"]), int(summary["parity_tokens_different"])
-    print(
-        f"{checked} log-probabilities compared, {different} different; "
-        f"largest ratio on a first inner step: {summary['ratio_max_on_first_inner_step']!r}"
-    )
-    if "parity_routes_checked" in summary:
-        routes, others = int(summary["parity_routes_checked"]), int(summary["parity_routes_different"])
-        print(f"experts of {routes} tokens compared, {others} different")
-    print(f"  {parity_meaning(checked, different, summary['staleness_max'] > 0)}")
-    if "prompts" in summary:
-        print(PromptBalance(**summary["prompts"]).text())
-    tokens, seconds = summary["tokens"], sum(summary["seconds"].values())
-    trained = sum(count for stage, count in tokens.items() if stage != "generated")
-    print(
-        f"{duration(seconds)} in all: {in_tokens(trained)} tokens trained on, {in_tokens(tokens['generated'])} sampled"
-    )
-    print(f"report: {folder / 'report.html'}")
-
-
 def generate(arguments: list[str]) -> int:
     """continue a prompt, streamed to the terminal, or every prompt in a file"""
     from lockstep.commands.generate import GenerateOptions
     from lockstep.commands.generate import generate as run
 
-    options = _parse(GenerateOptions, arguments, "generate")
+    options = parse_options(GenerateOptions, arguments, "generate")
     from lockstep.parallel import generating_world
 
     with generating_world(options.parallel, options.device) as world:
@@ -377,7 +257,7 @@ def chat(arguments: list[str]) -> int:
     from lockstep.commands.chat import ChatOptions
     from lockstep.commands.chat import chat as run
 
-    options = _parse(ChatOptions, arguments, "chat")
+    options = parse_options(ChatOptions, arguments, "chat")
     from lockstep.parallel import refuse_ranks
 
     refuse_ranks("chat")
@@ -390,14 +270,14 @@ def generator(arguments: list[str]) -> int:
     from lockstep.commands.generator import GeneratorOptions
     from lockstep.commands.generator import generator as run
 
-    return run(_parse(GeneratorOptions, arguments, "generator"))
+    return run(parse_options(GeneratorOptions, arguments, "generator"))
 
 
 def evaluate(arguments: list[str]) -> int:
     """grade one or more models' answers to held-out examples: pass@k, rewards, and a paired test between models"""
     from lockstep.config import EvalConfig
 
-    config = _parse(EvalConfig, arguments, "eval")
+    config = parse_options(EvalConfig, arguments, "eval")
     from lockstep.commands.evaluate import as_text
     from lockstep.parallel import refuse_ranks
     from lockstep.rl.evaluation import evaluate as run
@@ -413,7 +293,7 @@ def serve(arguments: list[str]) -> int:
     """serve OpenAI's HTTP API: completions and chat, text or tokens, streamed or not"""
     from lockstep.config import ServeConfig, validate
 
-    config = _parse(ServeConfig, arguments, "serve")
+    config = parse_options(ServeConfig, arguments, "serve")
     config.api_key = config.api_key or os.environ.get("LOCKSTEP_API_KEY", "")
     config.admin_key = config.admin_key or os.environ.get("LOCKSTEP_ADMIN_KEY", "")
     validate(config)
@@ -429,7 +309,7 @@ def parity(arguments: list[str]) -> int:
     from lockstep.commands.parity import ParityOptions
     from lockstep.commands.parity import parity as run
 
-    return run(_parse(ParityOptions, arguments, "parity"))
+    return run(parse_options(ParityOptions, arguments, "parity"))
 
 
 @dataclass
@@ -448,7 +328,7 @@ class ConvertOptions:
 
 def convert(arguments: list[str]) -> int:
     """write a model as a Hugging Face folder, from a run, from another folder or from Meta's files"""
-    options = _parse(ConvertOptions, arguments, "convert", positional=True)
+    options = parse_options(ConvertOptions, arguments, "convert", positional=True)
     from lockstep.checkpoint.convert import convert as run
 
     run(_model_folder(options.source), options.target, options.dtype, merge=options.merge)
@@ -478,7 +358,7 @@ class CompareOptions:
 
 def compare(arguments: list[str]) -> int:
     """print where two runs' losses and gradient norms first differ; exit code 0: nowhere, 1: somewhere"""
-    options = _parse(CompareOptions, arguments, "compare", positional=True)
+    options = parse_options(CompareOptions, arguments, "compare", positional=True)
     from lockstep.observe.compare import compare_runs, comparison_plot, comparison_text
 
     comparison = compare_runs(options.first, options.second)
@@ -504,7 +384,7 @@ class ReplayOptions:
 
 def replay(arguments: list[str]) -> int:
     """recompute a finished step of rl and compare its bits with the record; exit code 0: equal, 1: not"""
-    options = _parse(ReplayOptions, arguments, "replay", positional=True)
+    options = parse_options(ReplayOptions, arguments, "replay", positional=True)
     from lockstep.rl.replay import replay as run
 
     result = run(options.run, options.step, sample=options.sample)
@@ -524,7 +404,7 @@ class WhyOptions:
 
 def why(arguments: list[str]) -> int:
     """for a run that hangs or has crashed: who waits for whom, and who holds everybody up (exit code 1)"""
-    options = _parse(WhyOptions, arguments, "why", positional=True)
+    options = parse_options(WhyOptions, arguments, "why", positional=True)
     from lockstep.commands.why import why as explain
 
     explanation = explain(Path(options.run))
@@ -543,7 +423,7 @@ class DoctorOptions:
 def doctor(arguments: list[str]) -> int:
     """examine this machine: speed, packages, GPU, folders, and what to do; exit code 1: something is broken"""
     try:
-        options = _parse(DoctorOptions, arguments, "doctor")
+        options = parse_options(DoctorOptions, arguments, "doctor")
     except ModuleNotFoundError:
         # The package that reads the command line is missing itself, and the report will say so.
         options = DoctorOptions("--json" in arguments)

@@ -9,10 +9,10 @@ from contextlib import ExitStack, nullcontext, suppress
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from lockstep.checkpoint import folder_if_model, newest_checkpoint
 from lockstep.checkpoint.checkpoints import Checkpoints
@@ -39,7 +39,6 @@ from lockstep.hub import is_model
 from lockstep.model import (
     Decoder,
     ModelConfig,
-    ScoringModel,
     TrainableModel,
     begin_adapter,
     choose_dtype,
@@ -71,9 +70,8 @@ from lockstep.parallel import Pipeline, World, close_world, open_world, parallel
 from lockstep.train.adapter import adapted
 from lockstep.train.answers import Answers
 from lockstep.train.bad_steps import BadSteps
-from lockstep.train.context import shard_row
 from lockstep.train.loss_spikes import LossSpikes
-from lockstep.train.packing import PackedRow, pack_rows, target_log_prob_sum
+from lockstep.train.objective import NextToken, NextTokenLoss, Objective
 from lockstep.train.read_once import learn_once, read_once
 from lockstep.train.settle import recorded_settings, settle
 from lockstep.train.stop_signal import Interrupted, StopSignal
@@ -329,52 +327,6 @@ def _refuse_toy_data(config: PretrainConfig) -> None:
             f'tokenizer is "byte", whose 258 tokens are too few for {config.model}; give --tokenizer bpe:VOCABULARY or '
             "a folder with a tokenizer.json"
         )
-
-
-class Objective(Protocol):
-    """What a run optimizes on a loader's rows."""
-
-    def prepare(self, trainer: Trainer, loader: RowLoader, held_out: StepRows | None) -> None:
-        """Called before the first step and before a resumed run loads its checkpoint: the model is the initial one."""
-        ...
-
-    def step(self, trainer: Trainer, batch: StepRows) -> dict[str, float]:
-        """One step of the trainer; returns its metrics and the objective's own."""
-        ...
-
-    def validate(self, trainer: Trainer, held_out: StepRows) -> dict[str, float]:
-        """`validation/loss` and other metrics on rows that are not trained on."""
-        ...
-
-
-class NextToken:
-    """Cross-entropy per target token, in nats."""
-
-    def prepare(self, trainer: Trainer, loader: RowLoader, held_out: StepRows | None) -> None:
-        pass
-
-    def step(self, trainer: Trainer, batch: StepRows) -> dict[str, float]:
-        with trainer.timeline.span("data"):
-            microbatches = packed(batch, trainer.world)
-        return trainer.step(microbatches, NextTokenLoss(batch.targets))
-
-    def validate(self, trainer: Trainer, held_out: StepRows) -> dict[str, float]:
-        return {"validation/loss": trainer.evaluate(packed(held_out, trainer.world), NextTokenLoss(held_out.targets))}
-
-
-def packed(batch: StepRows, world: World) -> list[PackedRow]:
-    """This rank's micro-batches as the model takes them, with this rank's part of each sequence."""
-    return [shard_row(pack_rows(rows, world.device), world) for rows in batch.microbatches]
-
-
-class NextTokenLoss:
-    """A micro-batch's share of the mean cross-entropy over a step's targets."""
-
-    def __init__(self, targets: int):
-        self.targets = max(targets, 1)
-
-    def __call__(self, model: ScoringModel, row: PackedRow) -> Tensor:
-        return target_log_prob_sum(model, row, -1.0 / self.targets)
 
 
 def text_sources(config: PretrainConfig, data: str) -> list[tuple[DataSource, float]]:

@@ -19,7 +19,7 @@ from lockstep.data import ByteTokenizer
 from lockstep.model import initialize, preset, resolve_dtype
 from lockstep.parallel import World, close_world, open_world, parallel_model
 from lockstep.train import Trainer, pack
-from lockstep.train.pretrain import NextTokenLoss
+from lockstep.train.objective import NextTokenLoss
 
 MODEL = "qwen3:micro"
 SEQUENCE = list(range(20, 60))

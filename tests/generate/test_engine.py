@@ -18,7 +18,7 @@ from lockstep.generate.batch import BatchArrays
 from lockstep.model import ModelConfig, check_token_ids
 from lockstep.parallel import apply_compile
 from lockstep.train import Trainer, pack
-from lockstep.train.pretrain import NextTokenLoss
+from lockstep.train.objective import NextTokenLoss
 
 DTYPES = ["float32", "bfloat16"]
 

@@ -12,7 +12,7 @@ from lockstep.model.shard import local_part
 from lockstep.parallel import close_world, open_world, parallel_model
 from lockstep.train import Trainer, pack, target_log_probs
 from lockstep.train.context import shard_row
-from lockstep.train.pretrain import NextTokenLoss
+from lockstep.train.objective import NextTokenLoss
 from tests.parallel.launch import launch
 from tests.parallel.training import whole
 

@@ -18,7 +18,8 @@ from lockstep.parallel import close_world, open_world, parallel_model
 from lockstep.parallel.context import cut_sequences
 from lockstep.train import pack, target_log_probs
 from lockstep.train.context import shard_row
-from lockstep.train.pretrain import NextTokenLoss, pretrain
+from lockstep.train.objective import NextTokenLoss
+from lockstep.train.pretrain import pretrain
 from tests.parallel.launch import launch
 from tests.parallel.training import whole
 

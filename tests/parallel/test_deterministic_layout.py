@@ -23,7 +23,8 @@ from lockstep.train import Trainer, pack
 from lockstep.train.context import shard_row
 from lockstep.train.deterministic_layout import refuse_other_order
 from lockstep.train.gradient_norm import exact_norms
-from lockstep.train.pretrain import NextTokenLoss, pretrain
+from lockstep.train.objective import NextTokenLoss
+from lockstep.train.pretrain import pretrain
 from tests.parallel.launch import launch
 from tests.parallel.training import whole
 

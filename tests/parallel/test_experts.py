@@ -21,7 +21,7 @@ from lockstep.parallel.world import AXES, World, resolve_degrees
 from lockstep.train import Trainer, pack
 from lockstep.train.deterministic_layout import refuse_other_order
 from lockstep.train.dry_run import dry_run
-from lockstep.train.pretrain import NextTokenLoss
+from lockstep.train.objective import NextTokenLoss
 from tests.faults import VARIABLE
 from tests.parallel.launch import launch
 from tests.parallel.test_deterministic_layout import check

@@ -14,7 +14,7 @@ from lockstep.ops import native
 from lockstep.parallel import close_world, open_world, parallel_model
 from lockstep.parallel.recompute import Budget, saved_bytes
 from lockstep.train import Trainer, pack
-from lockstep.train.pretrain import NextTokenLoss
+from lockstep.train.objective import NextTokenLoss
 from tests.parallel.launch import launch
 from tests.parallel.training import whole
 

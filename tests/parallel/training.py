@@ -18,8 +18,8 @@ from lockstep.model import Decoder, ModelConfig, initialize, preset
 from lockstep.parallel import close_world, open_world, parallel_model
 from lockstep.train import PackedRow, Trainer, pack, target_log_probs
 from lockstep.train.context import shard_row
+from lockstep.train.objective import NextTokenLoss
 from lockstep.train.packing import split_by_tokens
-from lockstep.train.pretrain import NextTokenLoss
 
 LENGTHS = [40, 24, 33, 17, 40, 24, 33, 17]
 

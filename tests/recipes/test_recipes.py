@@ -12,7 +12,8 @@ from lockstep.errors import UserError
 from lockstep.model import PRESETS, preset
 from lockstep.recipes import FROM_SCRATCH, RECIPES, recipe
 from lockstep.train.dry_run import dry_run
-from lockstep.train.pretrain import NextTokenLoss, foresee
+from lockstep.train.objective import NextTokenLoss
+from lockstep.train.pretrain import foresee
 from tests.parallel.launch import launch
 
 # What the models' own pages state, in billions.

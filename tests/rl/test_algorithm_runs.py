@@ -302,13 +302,13 @@ def test_a_ledger_numbers_the_groups_of_all_rounds_and_counts_each_once():
 
 def test_another_algorithm_over_a_recorded_run_brings_its_own_settings(tmp_path, folders):
     """config.toml has every setting of its algorithm: they go with it, but for those that are given anew."""
-    from lockstep.cli import _run_config
+    from lockstep.commands.options import run_config
 
     recorded = reinforce(_config(tmp_path / "run", folders[0], algorithm="dapo", steps=1), EvenBytes())
     options = ["--config", str(recorded / "config.toml"), "--algorithm", "gspo", "--clip-high", "0.5"]
-    config = _run_config("rl", RLConfig, options)
+    config = run_config("rl", RLConfig, options)
     assert algorithm_of(config) == replace(ALGORITHMS["gspo"], clip_high=0.5)
-    assert algorithm_of(_run_config("rl", RLConfig, options[:2])) == algorithm_of(from_toml(options[1], RLConfig()))
+    assert algorithm_of(run_config("rl", RLConfig, options[:2])) == algorithm_of(from_toml(options[1], RLConfig()))
 
 
 class Draws(EvenBytes):

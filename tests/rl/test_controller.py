@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from lockstep.cli import print_summary
+from lockstep.commands.summary import print_summary
 from lockstep.config import (
     ActorsConfig,
     CheckpointConfig,

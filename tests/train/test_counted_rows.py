@@ -16,9 +16,9 @@ from lockstep.ops import ExpertLoad
 from lockstep.parallel import World, apply_compile, close_world, open_world, parallel_model
 from lockstep.train import Trainer, pack
 from lockstep.train.context import shard_row
+from lockstep.train.objective import NextTokenLoss
 from lockstep.train.packing import pack_rows, pack_scored
 from lockstep.train.preference_batches import preference_batch
-from lockstep.train.pretrain import NextTokenLoss
 from tests.parallel.launch import launch
 
 START = [5, 6, 7, 8, 9, 10, 11]

@@ -12,7 +12,7 @@ from lockstep.errors import UserError
 from lockstep.model import preset
 from lockstep.parallel import close_world, open_world
 from lockstep.train.dry_run import dry_run
-from lockstep.train.pretrain import NextTokenLoss
+from lockstep.train.objective import NextTokenLoss
 from tests.parallel.launch import launch
 
 SHAPE = preset("llama3:tiny", 512)

@@ -14,7 +14,8 @@ from lockstep.model import preset
 from lockstep.observe import expert_load_png, read_metrics
 from lockstep.train import Trainer, pack
 from lockstep.train.expert_balance import DEAD_STEPS
-from lockstep.train.pretrain import NextTokenLoss, pretrain
+from lockstep.train.objective import NextTokenLoss
+from lockstep.train.pretrain import pretrain
 
 ROWS = [list(range(3, 40)), list(range(60, 100)), [7, 9, 7, 9, 11]]
 TARGETS = sum(len(row) - 1 for row in ROWS)

@@ -31,7 +31,8 @@ from lockstep.parallel import close_world, open_world, parallel_model
 from lockstep.parallel.pipeline_stage import Stage
 from lockstep.train import Trainer, loss_spikes, pack
 from lockstep.train.loss_spikes import LossSpikes
-from lockstep.train.pretrain import NextTokenLoss, pretrain
+from lockstep.train.objective import NextTokenLoss
+from lockstep.train.pretrain import pretrain
 from lockstep.train.stop_signal import Interrupted, StopSignal
 from tests.parallel.launch import launch, ranks_environment
 

@@ -14,7 +14,7 @@ from lockstep.parallel import close_world, open_world, parallel_model
 from lockstep.train import MasterOptimizer, Trainer, make_schedule, pack
 from lockstep.train.gradient_norm import gradient_norms, local_squares, squares_by_device
 from lockstep.train.muon import _together, muon_state, muon_update, orthogonalize
-from lockstep.train.pretrain import NextTokenLoss
+from lockstep.train.objective import NextTokenLoss
 from lockstep.train.whole_matrices import map_whole_matrices
 from tests.parallel.launch import launch
 from tests.parallel.training import train, whole

@@ -14,7 +14,8 @@ from lockstep.data import Row, RowLoader, Rows, TokenizedCorpus
 from lockstep.errors import UserError
 from lockstep.model import preset
 from lockstep.train import MasterOptimizer, Trainer, pack, pack_rows, split_by_tokens, target_log_probs
-from lockstep.train.pretrain import NextTokenLoss, pretrain
+from lockstep.train.objective import NextTokenLoss
+from lockstep.train.pretrain import pretrain
 
 SEQUENCES = [[1, 2, 3, 4, 5], list(range(50, 90)), [7, 7], [9, 8, 7, 6]]
 TARGETS = sum(len(s) - 1 for s in SEQUENCES)

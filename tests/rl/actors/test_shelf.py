@@ -24,7 +24,7 @@ from lockstep.rl.actors import shelf_reader
 from lockstep.rl.actors.shelf import Shelf
 from lockstep.rl.actors.shelf_reader import ShelfReader
 from lockstep.train import Trainer, pack
-from lockstep.train.pretrain import NextTokenLoss
+from lockstep.train.objective import NextTokenLoss
 from tests.parallel.launch import CONTEXT, launch
 from tests.rl.actors.test_weights import LAYOUTS, SHAPE
 
