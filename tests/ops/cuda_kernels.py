@@ -5,6 +5,9 @@ with the CPU's BLAS, whose sums depend on the tile's height; a product of fixed 
 has one. What holds here is the kernels' indexing, masking and order of pieces, not the GPU's arithmetic.
 """
 
+import inspect
+from dataclasses import replace
+from functools import cache
 from types import SimpleNamespace
 
 import numpy as np
@@ -55,6 +58,28 @@ def dots_of_fixed_order():
     patch.setattr(attention, "AHEAD", 2)
     patch.setattr(attention, "PROGRAMS", 8)  # few rows only: the interpreter takes long to join them
     patch.setattr(attention, "high_tiles_agree", lambda dtype, *_: dtype == torch.float16)
+    yield
+    patch.undo()
+
+
+@pytest.fixture(scope="module", autouse=True)
+def nothing_twice():
+    """A third of the interpreter's time: sums it makes to look for overflows, which it reports in debugging alone, and
+    lists that every launch makes again."""
+    from triton.runtime import interpreter
+
+    patch = pytest.MonkeyPatch()
+    options = replace(interpreter.interpreter_builder.options, sanitize_overflow=False)
+    patch.setattr(interpreter.interpreter_builder, "options", options)
+    is_builtin = interpreter.tl.core.is_builtin
+    builtins = cache(lambda package: [name for name, _ in inspect.getmembers(package, is_builtin)])
+
+    def patch_builtin(package, builder, scope):
+        for name in builtins(package):
+            if is_builtin(member := getattr(package, name)):
+                interpreter._patch_attr(package, name, member, builder, scope)
+
+    patch.setattr(interpreter, "_patch_builtin", patch_builtin)
     yield
     patch.undo()
 
