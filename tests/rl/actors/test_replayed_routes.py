@@ -43,11 +43,9 @@ def another(route, number):
 @pytest.mark.parametrize(
     ("ranks", "parallel", "changes"),
     [
-        (4, ParallelConfig(context=2, tensor=2), {}),
+        pytest.param(4, ParallelConfig(context=2, tensor=2), {}, marks=pytest.mark.slow),
         (4, ParallelConfig(tensor=2, pipeline=2), dict(recompute=RecomputeConfig("full"))),
-        pytest.param(
-            2, ParallelConfig(tensor=2), dict(recompute=RecomputeConfig("selective")), marks=pytest.mark.slow
-        ),
+        (2, ParallelConfig(tensor=2), dict(recompute=RecomputeConfig("selective"))),
         pytest.param(2, ParallelConfig(context=2), {}, marks=pytest.mark.slow),
         pytest.param(
             2, ParallelConfig(pipeline=2, pipeline_schedule="zbv"), dict(recompute=RecomputeConfig("full")),
