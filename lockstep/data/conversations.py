@@ -201,6 +201,6 @@ def _plain(message: dict[str, Any]) -> dict[str, Any]:
     can_be_other = message["role"] == "tool" if content is not None else message.get("tool_calls")
     if not isinstance(content, str) and not can_be_other:
         raise ChatTemplateError(f"a message of the role {message['role']!r:.60} has no text as its content")
-    if reasoning := next((plain[name] for name in REASONING if name in plain), None):
+    if (reasoning := next((plain[name] for name in REASONING if name in plain), None)) is not None:
         plain = {"thinking": reasoning, **plain, "reasoning_content": reasoning}
     return plain

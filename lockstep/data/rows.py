@@ -124,7 +124,7 @@ class Rows:
             pieces.append(piece)
             room -= piece.stop - piece.start
             self._pass(piece, ends)
-        self._leave_out()
+            self._leave_out()
         return pieces
 
     def _piece(self, room: int) -> tuple[Piece, bool]:
@@ -135,6 +135,8 @@ class Rows:
         return Piece(self._corpus, start, min(end, start + room)), end - start <= room
 
     def _nothing(self) -> UserError:
+        if not self._cut:
+            return UserError("no conversation has a target: the assistant says nothing that could be learned")
         return UserError(
             f"the conversations are longer than a row of {self.sequence_length} tokens, and cut into rows none has a "
             "target; give a larger --sequence-length"
@@ -147,14 +149,13 @@ class Rows:
             self._offset += piece.stop - piece.start
 
     def _leave_out(self) -> None:
-        """Passes parts of conversations without a target. Raises UserError if a whole epoch has nothing else."""
+        """Passes conversations and parts of them without a target. Raises UserError if a whole epoch has no others."""
         last = self._epoch + 1
         while self.packing == "whole" and not self.ended:
             if self._epoch > last:
                 raise self._nothing()
             piece, ends = self._piece(self.sequence_length)
-            is_part = self._offset > 0 or not ends
-            if self._corpus.scored is None or not is_part or piece.targets:
+            if self._corpus.scored is None or piece.targets:
                 return
             self._pass(piece, ends)
 

@@ -57,7 +57,7 @@ class Tokenizer(Protocol):
         ...
 
     def special_tokens(self) -> dict[str, int]:
-        """The ids, by name, of tokens that are never a text's own characters and that `decode` leaves out."""
+        """The ids, by name, of tokens that are never a text's own characters; `decode` leaves them out as a rule."""
         ...
 
     def save(self, folder: str | Path) -> None: ...
@@ -121,9 +121,10 @@ class ByteTokenizer:
 
 
 @lru_cache(maxsize=4)
+@lru_cache(maxsize=4)
 def special_ids(tokenizer: Tokenizer) -> frozenset[int]:
-    """The tokens that `decode` leaves out."""
-    return frozenset(tokenizer.special_tokens().values())
+    """The tokens that `decode` leaves out: not special ones that a normalizer changes, as in old files of Llama's."""
+    return frozenset(token for token in tokenizer.special_tokens().values() if not tokenizer.decode([token]))
 
 
 def byte_characters() -> dict[int, str]:

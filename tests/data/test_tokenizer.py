@@ -153,6 +153,24 @@ def test_special_tokens_do_not_come_between_a_text_and_what_continues_it(byte_fa
     assert stream(tokenizer, [4 + 0xC3, *between, 4 + 0xA9], [hello]) == "é"
 
 
+def test_a_special_token_that_the_library_writes_is_in_streams_and_in_whole_texts(byte_fallback_folder, tmp_path):
+    file = json.loads((byte_fallback_folder / "tokenizer.json").read_text())
+    file["normalizer"] = {"type": "Prepend", "prepend": "▁"}
+    for token in file["added_tokens"]:
+        token["normalized"] = True
+    (tmp_path / "tokenizer.json").write_text(json.dumps(file))
+    tokenizer = HuggingFaceTokenizer(tmp_path / "tokenizer.json")
+    hello, world, ends = (tokenizer.vocabulary()[name] for name in ("▁hello", "▁world", "</s>"))
+    written = tokenizer.decode([hello, ends, world])
+    assert "</s>" in written and stream(tokenizer, [hello, ends, world]) == written
+    assert (
+        "hello" + continuation(tokenizer, [hello], [ends, world])
+        == written
+        == "hello" + stream(tokenizer, [ends, world], [hello])
+    )
+    assert token_text(tokenizer, ends) in written and "</s>" in token_text(tokenizer, ends)
+
+
 def test_a_text_that_ends_within_a_character_is_no_context(bpe_tokenizer, byte_fallback_folder):
     half = bpe_tokenizer.encode("x🙂")[:-1]
     assert decoding_context(bpe_tokenizer, half) == [] != decoding_context(bpe_tokenizer, bpe_tokenizer.encode("x🙂"))

@@ -164,6 +164,10 @@ TEXT = "must be a string, or a list of parts of type text"
             {"role": "user", "content": [{"type": "text", "text": "x", "texts": ["y"]}]},
             "messages.0.content.0.texts is not supported here; remove it",
         ),
+        (
+            {"role": "user", "content": None, "contnt": "x"},
+            'messages.0.contnt is not supported here. Did you mean "content"?',
+        ),
     ],
     ids=str,
 )
@@ -195,6 +199,8 @@ def test_an_option_of_a_stream_that_is_misspelt_or_not_supported_is_refused(clie
     for options, said in (
         ({"include_usge": True}, r'include_usge is not supported here\. Did you mean "include_usage"'),
         ({"continuous_usage_stats": True}, "continuous_usage_stats is not supported here; remove it"),
+        ({"include_usage": True, "include_usag": True}, "include_usag is not supported here; remove it"),
+        ({"index": 7}, "index is not supported here; remove it"),
     ):
         with pytest.raises(openai.BadRequestError, match=rf"stream_options\.{said}") as caught:
             client.completions.create(model="small", prompt="x", stream=True, stream_options=options)

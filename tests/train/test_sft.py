@@ -147,16 +147,20 @@ def test_a_call_without_content_is_rendered_as_transformers_does(chat_folder):
 
 
 @pytest.mark.parametrize("name", ["reasoning_content", "thinking", "reasoning"])
-def test_reasoning_is_found_by_the_names_that_transformers_knows(chat_folder, name):
+@pytest.mark.parametrize("said", ["2+3 is 5", ""])
+def test_reasoning_is_found_by_the_names_that_transformers_knows(chat_folder, name, said):
     from transformers import AutoTokenizer
 
-    shows = "{% for m in messages %}{{ m.reasoning_content }}|{{ m.thinking }}|{{ m.content }}{% endfor %}"
-    messages = [LINES[0]["messages"][0], LINES[0]["messages"][1] | {name: "2+3 is 5"}]
+    shows = (
+        "{% for m in messages %}{{ m.reasoning_content is string }} {{ m.reasoning_content }}|{{ m.thinking }}|"
+        "{{ m.content }}{% endfor %}"
+    )
+    messages = [LINES[0]["messages"][0], LINES[0]["messages"][1] | {name: said}]
     expected = AutoTokenizer.from_pretrained(chat_folder).apply_chat_template(
         messages, chat_template=shows, tokenize=False
     )
     encoded = _encode(chat_folder, {"messages": messages}, shows)
-    assert "2+3 is 5|2+3 is 5" in expected
+    assert f"True {said}|{said}" in expected
     assert load_tokenizer(chat_folder).decode(encoded.tokens.tolist()) == expected, encoded.problem
 
 
@@ -171,15 +175,18 @@ def test_what_the_assistant_says_in_a_prompt_can_be_nothing(chat_folder, prompt)
 
 
 @pytest.mark.parametrize("changes", [{"epochs": 1}, {"loader": DataConfig(packing="whole", repeat=False)}], ids=str)
-def test_a_run_without_anything_to_learn_is_refused(tmp_path, chat_folder, changes):
+@pytest.mark.parametrize(
+    ("row", "said"), [(16, "longer than a row of 16 tokens"), (256, "no conversation has a target")]
+)
+def test_a_run_without_anything_to_learn_is_refused(tmp_path, chat_folder, changes, row, said):
     begins = "{% for m in messages %}{% if m.role == 'assistant' %}{% generation %}a{% endgeneration %}{% endif %}{{ 'b' * 63 }}{% endfor %}"  # fmt: skip # noqa: E501
     (tmp_path / "begins.jinja").write_text(begins)
-    (tmp_path / "data.jsonl").write_text(json.dumps({"messages": LINES[0]["messages"][1:2] * 2}))
+    (tmp_path / "data.jsonl").write_text(json.dumps({"messages": LINES[0]["messages"][1:2] * (2 if row == 16 else 1)}))
     tokenizer = load_tokenizer(chat_folder)
     assert len(tokenizer.encode("a" + "b" * 63)) > 16
-    options = dict(data=str(tmp_path / "data.jsonl"), template=str(tmp_path / "begins.jinja"), sequence_length=16)
-    with pytest.raises(UserError, match="longer than a row of 16 tokens"):
-        finetune(_config(tmp_path, chat_folder, "run", tokens_per_step=16, **options, **changes))
+    options = dict(data=str(tmp_path / "data.jsonl"), template=str(tmp_path / "begins.jinja"), sequence_length=row)
+    with pytest.raises(UserError, match=said):
+        finetune(_config(tmp_path, chat_folder, "run", tokens_per_step=row, **options, **changes))
 
 
 @pytest.mark.parametrize("said", ["yes ", "yes  ", " ", "\n    "])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from typing import Annotated, Any, Literal, TypeVar
 
 from pydantic import BaseModel, ConfigDict, Field
@@ -132,7 +133,7 @@ class SamplingRequest(BaseModel):
                 hint = " It looks like one that is not supported here; remove it"
             raise ApiError(400, f"unknown field {name[:64]!r}.{hint or ' Remove it'}", name[:64], "unknown_parameter")
         if self.stream_options is not None:
-            _refuse_unknown(self.stream_options, "stream_options")
+            _refuse_unknown(self.stream_options, "stream_options", ())
             if not self.stream:
                 raise ApiError(400, "stream_options needs stream: true", "stream_options")
         if self.return_routes and not self.return_token_ids:
@@ -255,11 +256,13 @@ class WeightsRequest(BaseModel):
     version: int | None = Field(None, ge=0, lt=2**63)
 
 
-def _refuse_unknown(part: BaseModel, where: str) -> None:
+def _refuse_unknown(part: BaseModel, where: str, ignored: Collection[str] = IGNORED_IN_PARTS) -> None:
     """Raises ApiError for a field of a part of the body that is not known, and not at a value that has no effect."""
     for name, value in (part.model_extra or {}).items():
-        if name not in IGNORED_IN_PARTS and not any(_same(value, v) for v in NOTHING):
-            hint = closest(name[:64], type(part).model_fields.keys() - part.model_fields_set)
+        if name not in ignored and not any(_same(value, v) for v in NOTHING):
+            hint = closest(name[:64], type(part).model_fields)
+            if any(f'"{field}"' in hint for field in part.model_fields_set if getattr(part, field) is not None):
+                hint = ""
             message = f"{where}.{name[:64]} is not supported here{f'.{hint}' if hint else '; remove it'}"
             raise ApiError(400, message, where.partition(".")[0], "unknown_parameter")
 

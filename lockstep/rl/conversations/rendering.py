@@ -10,7 +10,6 @@ from typing import Any
 from lockstep.config import RLConfig
 from lockstep.data import Tokenizer
 from lockstep.data.chat import ChatTemplate, ChatTemplateError, load_chat_template
-from lockstep.data.tokenizer import special_ids
 from lockstep.errors import UserError
 from lockstep.hub import local_folder
 from lockstep.model import TrainableModel
@@ -158,7 +157,7 @@ class Rendering:
             after = self.template.render(messages, add_generation_prompt=False).partition(MARK)[2]
         except ChatTemplateError:
             return ()
-        return tuple(token for token in self.tokens(after)[:1] if token in special_ids(self.tokenizer))
+        return tuple(token for token in self.tokens(after)[:1] if token in self.tokenizer.special_tokens().values())
 
 
 def open_rendering(
