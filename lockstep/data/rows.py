@@ -124,7 +124,7 @@ class Rows:
             pieces.append(piece)
             room -= piece.stop - piece.start
             self._pass(piece, ends)
-            self._leave_out()
+        self._leave_out()
         return pieces
 
     def _piece(self, room: int) -> tuple[Piece, bool]:
@@ -149,7 +149,7 @@ class Rows:
             self._offset += piece.stop - piece.start
 
     def _leave_out(self) -> None:
-        """Passes conversations and parts of them without a target. Raises UserError if a whole epoch has no others."""
+        """Passes what has no target, so that each row begins with one. Raises UserError if a whole epoch has none."""
         last = self._epoch + 1
         while self.packing == "whole" and not self.ended:
             if self._epoch > last:

@@ -121,7 +121,6 @@ class ByteTokenizer:
 
 
 @lru_cache(maxsize=4)
-@lru_cache(maxsize=4)
 def special_ids(tokenizer: Tokenizer) -> frozenset[int]:
     """The tokens that `decode` leaves out: not special ones that a normalizer changes, as in old files of Llama's."""
     return frozenset(token for token in tokenizer.special_tokens().values() if not tokenizer.decode([token]))

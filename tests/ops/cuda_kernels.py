@@ -64,8 +64,8 @@ def dots_of_fixed_order():
 
 @pytest.fixture(scope="module", autouse=True)
 def nothing_twice():
-    """A third of the interpreter's time: sums it makes to look for overflows, which it reports in debugging alone, and
-    lists that every launch makes again."""
+    """Two fifths of the interpreter's time: sums to look for overflows, which it reports in debugging alone, and lists
+    that every launch makes again."""
     from triton.runtime import interpreter
 
     patch = pytest.MonkeyPatch()
