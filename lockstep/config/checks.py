@@ -21,7 +21,7 @@ from lockstep.config.parallel import SCHEDULES, ParallelConfig, tensor_problems
 from lockstep.config.preferences import PreferenceConfig, preference_problems
 from lockstep.config.recompute import KEEPABLE, RecomputeConfig
 from lockstep.config.runs import PretrainConfig, RLConfig, ServeConfig, SFTConfig
-from lockstep.config.toml import CONFIG
+from lockstep.config.toml import recorded_run
 from lockstep.config.train import TrainConfig
 from lockstep.errors import UserError, closest
 
@@ -35,8 +35,7 @@ def validate(config: PretrainConfig | RLConfig | ServeConfig | EvalConfig) -> No
         problems += config.problems()
     elif not problems:  # what follows compares fields that are right by themselves
         problems += _problems(config)
-        if not _continues(config):
-            problems += idle_problems(config)
+        problems += idle_problems(config, _continued(config))
     if problems:
         raise UserError("this configuration cannot run:\n" + "\n".join(f"  - {p}" for p in problems))
 
@@ -53,9 +52,10 @@ def validate_run(config: Any, kind: type[PretrainConfig | RLConfig]) -> None:
         )
 
 
-def _continues(config: PretrainConfig | RLConfig) -> bool:
-    """Whether it is of a run that was recorded: what has no effect there, or not any more, is no reason to end it."""
-    return config.resume and (Path(config.output) / CONFIG).is_file()
+def _continued(config: PretrainConfig | RLConfig) -> PretrainConfig | RLConfig | None:
+    """The recorded run that it continues, if its settings are possible at all."""
+    run = recorded_run(config.output, type(config)()) if config.resume else None  # type: ignore[type-var]
+    return run if run and not any(bound_problems(run)) else None
 
 
 def _problems(config: PretrainConfig | RLConfig) -> Iterator[str]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import fields
 from operator import attrgetter
+from typing import Any, NamedTuple
 
 from lockstep.config.algorithm import ALGORITHMS, Algorithm, algorithm_of
 from lockstep.config.lora import LoraConfig
@@ -12,8 +13,26 @@ from lockstep.config.runs import PretrainConfig, RLConfig
 from lockstep.config.toml import toml_value
 
 
-def idle_problems(config: PretrainConfig | RLConfig) -> Iterator[str]:
-    """A sentence for each setting that was changed from its usual value and has no effect."""
+class Idle(NamedTuple):
+    """A setting that was changed from its usual value and has no effect."""
+
+    name: str
+    value: Any
+    usual: Any
+    why: str
+
+    def __str__(self) -> str:
+        mend = "leave it out" if self.usual is None else f"leave it out, or set it to {toml_value(self.usual)}"
+        return f"{self.name} is {self.value}, but {self.why}: it would have no effect; {mend}"
+
+
+def idle_problems(config: PretrainConfig | RLConfig, recorded: PretrainConfig | RLConfig | None = None) -> list[str]:
+    """A sentence for each setting that has no effect, except for those that had none in the run that it continues."""
+    before = {(idle.name, idle.value) for idle in _idle(recorded)} if recorded else set()
+    return [str(idle) for idle in _idle(config) if (idle.name, idle.value) not in before]
+
+
+def _idle(config: PretrainConfig | RLConfig) -> Iterator[Idle]:
     reasons = _reasons(config) | (_reasons_of_rl(config) if isinstance(config, RLConfig) else {})
     defaults = type(config)()
     for name, why in reasons.items():
@@ -22,8 +41,7 @@ def idle_problems(config: PretrainConfig | RLConfig) -> Iterator[str]:
         else:
             value, usual = attrgetter(name)(config), attrgetter(name)(defaults)
         if value != usual:
-            mend = "leave it out" if usual is None else f"leave it out, or set it to {toml_value(usual)}"
-            yield f"{name} is {value}, but {why}: it would have no effect; {mend}"
+            yield Idle(name, value, usual, why)
 
 
 def _reasons(config: PretrainConfig | RLConfig) -> dict[str, str]:

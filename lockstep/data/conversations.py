@@ -101,6 +101,8 @@ class ConversationEncoder:
         for start, stop in spans:
             scored |= self._up_to_the_end(tokens, (stops > start) & (starts < stop))
         tokens, scored = self._with_the_end(tokens, scored, ends=not text[spans[-1][1] :].strip())
+        if not scored[1:].any():  # nothing comes before the first
+            return self._bad(f"{where}: its answer has no token that can be scored; give it a prompt")
         return Encoded(tokens.astype(token_dtype(self.tokenizer)), scored)
 
     def text(self, values: dict[str, Any]) -> tuple[str, list[tuple[int, int]]]:
@@ -191,16 +193,20 @@ def are_messages(value: Any) -> TypeGuard[list[Any]]:
 
 
 def _plain(message: dict[str, Any]) -> dict[str, Any]:
-    """The message as templates expect it, with parts of texts in one string. Raises ChatTemplateError if it has no text
-    as its content: only a call of a tool needs none, and a tool's result can be any object."""
+    """The message as templates expect it, with parts of texts in one string.
+
+    Raises ChatTemplateError if its content is not text, which a tool's result need not be. Tool calls and reasoning
+    need no content at all.
+    """
     # In Parquet every message has the keys of all messages. Transformers leaves out null values too.
     plain = {key: value for key, value in message.items() if value is not None}
     content = plain.get("content")
     if isinstance(content, list) and all(isinstance(p, dict) and isinstance(p.get("text"), str) for p in content):
         plain["content"] = content = "\n".join(part["text"] for part in content)
-    can_be_other = message["role"] == "tool" if content is not None else message.get("tool_calls")
+    reasoning = next((plain[name] for name in REASONING if name in plain), None)
+    can_be_other = message["role"] == "tool" if content is not None else message.get("tool_calls") or reasoning
     if not isinstance(content, str) and not can_be_other:
         raise ChatTemplateError(f"a message of the role {message['role']!r:.60} has no text as its content")
-    if (reasoning := next((plain[name] for name in REASONING if name in plain), None)) is not None:
+    if reasoning is not None:
         plain = {"thinking": reasoning, **plain, "reasoning_content": reasoning}
     return plain

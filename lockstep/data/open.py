@@ -15,6 +15,7 @@ from lockstep.data.rows import Documents, Rows
 from lockstep.data.stream import StreamedDocuments
 from lockstep.data.token_folder import Source, cached, open_token_folder
 from lockstep.data.workers import encode_all
+from lockstep.errors import UserError
 
 DataSource = Source | Path | TokenizedCorpus
 """Documents, a folder of tokens by its path, or a corpus."""
@@ -63,16 +64,19 @@ def open_rows(
     share: Share = unshared,
     kind: type[Rows] = Rows,
 ) -> RowStream:
-    """Rows of one source, or of several mixed by their weights; a folder of tokens is given by its path."""
-    streams = [
-        kind(
-            open_documents(source, encoder, settings, share),
-            sequence_length,
-            seed,
-            settings.packing,
-            settings.separate_documents,
-            settings.repeat,
-        )
-        for source, _ in sources
-    ]
+    """Rows of one source, or of several mixed by their weights; a folder of tokens is given by its path.
+
+    Raises UserError, naming the source, for data without anything to predict.
+    """
+    streams = []
+    for source, _ in sources:
+        documents = open_documents(source, encoder, settings, share)
+        how = settings.packing, settings.separate_documents, settings.repeat
+        try:
+            streams.append(kind(documents, sequence_length, seed, *how))
+        except UserError as error:
+            name = "" if isinstance(source, TokenizedCorpus) else f"{getattr(source, 'data', source)}: "
+            if str(error).startswith(name):
+                raise
+            raise type(error)(f"{name}{error}") from error
     return streams[0] if len(streams) == 1 else MixedRows(streams, [weight for _, weight in sources])

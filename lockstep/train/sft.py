@@ -54,8 +54,9 @@ def _sft(config: SFTConfig, world: World, progress: Progress | None, on_metrics:
     loader = make_loader(config, sources, encoder, world)
     if (cut := loader.counts.get("data/cut_documents", 0)) and world.is_main:
         log.warning(
-            "%d conversations are longer than a row of %d tokens and are cut: what comes after a cut is learned "
-            "without what came before it; give a larger --sequence-length, or leave them out",
+            "%d conversations are longer than a row of %d tokens and are cut: what the assistant says after a cut is "
+            "learned without what came before it, and a part in which it says nothing is left out; give a larger "
+            "--sequence-length, or leave them out",
             cut,
             config.sequence_length,
         )

@@ -161,6 +161,9 @@ def test_what_has_no_effect_is_refused_where_it_is_given_but_not_in_a_recorded_r
     validate(config)
     with pytest.raises(UserError, match="no effect"):
         validate(_changed(config, "resume", False))
+    (tmp_path / "config.toml").write_text(to_toml(type(config)()))
+    with pytest.raises(UserError, match=f"{name} is .* no effect"):
+        validate(config)  # new to the run: its config.toml could not start another
 
 
 def test_what_servers_that_are_no_lockstep_need_has_an_effect():

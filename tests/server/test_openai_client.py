@@ -2,6 +2,7 @@
 
 import re
 
+import httpx
 import openai
 import pytest
 
@@ -193,6 +194,33 @@ def test_a_hint_names_only_fields_that_there_are(name, kind):
     with pytest.raises(ApiError, match="looks like one that is not supported here; remove it"):
         kind.model_validate(asked | {"frequency_penality": 1}).check_fields()
     assert name in ("stop_words", "prompts", "tool") or "Did you mean" in refused.value.message
+
+
+def test_a_hint_names_no_field_that_is_given():
+    asked = {"prompt": "x", "max_tokens": 3}
+    for wrong, said in (("max_tokns", "Remove it"), ("temperatur", 'Did you mean "temperature"?')):
+        with pytest.raises(ApiError, match=re.escape(f"unknown field '{wrong}'. {said}")):
+            CompletionRequest.model_validate(asked | {wrong: 1}).check_fields()
+
+
+def test_a_required_field_that_is_missing_is_named_with_what_was_given_for_it(client):
+    for asked, said in (
+        ({"promt": "x"}, "prompt is missing; there is 'promt'"),
+        ({"text": "x"}, "prompt is missing"),
+        ({}, "prompt is missing"),
+    ):
+        answer = httpx.post(f"{client.base_url}completions", json=asked)
+        error = answer.json()["error"]
+        assert (answer.status_code, error["message"], error["param"]) == (400, said, "prompt")
+    with pytest.raises(openai.BadRequestError, match=re.escape("messages.0.role is missing; there is 'rol'")):
+        client.chat.completions.create(model="small", messages=[{"rol": "user", "content": "x"}])
+
+
+def test_a_tools_result_names_its_call():
+    message = {"role": "tool", "content": "5", "tool_call_id": "call_1"}
+    request = ChatRequest.model_validate({"messages": [message]})
+    request.check_fields()
+    assert request.messages[0].plain() == message
 
 
 def test_an_option_of_a_stream_that_is_misspelt_or_not_supported_is_refused(client):

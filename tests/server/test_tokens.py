@@ -200,6 +200,7 @@ def test_a_beginning_that_makes_no_sense_is_refused(server, changes, problem):
     body = dict(prompt=PROMPTS[0], n=2, max_tokens=3, seed=1, begun=[[1], []], ignore_eos=True) | changes
     answer = server.complete(**body)
     assert answer.status_code == 400 and problem in answer.text
+    assert answer.json()["error"]["param"] == ("seed" if "seed" in changes else "begun")
     assert server.all_pages_free()
 
 

@@ -9,6 +9,9 @@ from safetensors.torch import load_file, save_file
 
 from lockstep import build_model, load_model, save_model, score
 from lockstep.errors import UserError
+from lockstep.generate.server.api_error import ApiError
+from lockstep.generate.server.body import parse_body
+from lockstep.generate.server.protocol import WeightsRequest
 from lockstep.model import load_weights
 from tests.server.conftest import running_server
 
@@ -150,6 +153,12 @@ BREAKAGES = [
     (lambda folder: (folder / "config.json").write_text("[]"), "not a JSON object"),
     (lambda folder: (folder / "model.safetensors.index.json").write_text('{"weight_map": [1]}'), "weight_map"),
 ]
+
+
+def test_an_unknown_field_has_its_name_and_code():
+    with pytest.raises(ApiError, match="unknown field 'pth'; there are: path, version") as refused:
+        parse_body(b'{"pth": "x"}', WeightsRequest)
+    assert (refused.value.param, refused.value.code) == ("pth", "unknown_parameter")
 
 
 @pytest.mark.parametrize(("breakage", "message"), BREAKAGES)

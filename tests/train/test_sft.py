@@ -164,6 +164,20 @@ def test_reasoning_is_found_by_the_names_that_transformers_knows(chat_folder, na
     assert load_tokenizer(chat_folder).decode(encoded.tokens.tolist()) == expected, encoded.problem
 
 
+@pytest.mark.parametrize("content", [{}, {"content": None}, {"content": ""}], ids=str)
+def test_a_message_can_be_reasoning_alone(chat_folder, content):
+    from transformers import AutoTokenizer
+
+    shows = "{% for m in messages %}{{ m.reasoning_content }}|{{ m.content }}{% endfor %}"
+    messages = [LINES[0]["messages"][0], {"role": "assistant", "reasoning_content": "2+3 is 5", **content}]
+    theirs = AutoTokenizer.from_pretrained(chat_folder)
+    expected = theirs.apply_chat_template(messages, chat_template=shows, tokenize=False)
+    encoded = _encode(chat_folder, {"messages": messages}, shows)
+    assert load_tokenizer(chat_folder).decode(encoded.tokens.tolist()) == expected, encoded.problem
+    nothing = _encode(chat_folder, {"messages": [messages[0], {"role": "assistant", **content}]}, shows)
+    assert ("no text as its content" in nothing.problem) == (content.get("content") is None)
+
+
 @pytest.mark.parametrize("prompt", [[CALL], [CALL | {"content": ""}], []])
 def test_what_the_assistant_says_in_a_prompt_can_be_nothing(chat_folder, prompt):
     prompt = [LINES[0]["messages"][0], *prompt, {"role": "tool", "content": "7"}]
@@ -176,7 +190,11 @@ def test_what_the_assistant_says_in_a_prompt_can_be_nothing(chat_folder, prompt)
 
 @pytest.mark.parametrize("changes", [{"epochs": 1}, {"loader": DataConfig(packing="whole", repeat=False)}], ids=str)
 @pytest.mark.parametrize(
-    ("row", "said"), [(16, "longer than a row of 16 tokens"), (256, "no conversation has a target")]
+    ("row", "said"),
+    [
+        (16, r"data\.jsonl: the conversations are longer than a row of 16 tokens"),
+        (256, r"data\.jsonl:1: its answer has no token that can be scored; give it a prompt"),
+    ],
 )
 def test_a_run_without_anything_to_learn_is_refused(tmp_path, chat_folder, changes, row, said):
     begins = "{% for m in messages %}{% if m.role == 'assistant' %}{% generation %}a{% endgeneration %}{% endif %}{{ 'b' * 63 }}{% endfor %}"  # fmt: skip # noqa: E501
@@ -187,6 +205,19 @@ def test_a_run_without_anything_to_learn_is_refused(tmp_path, chat_folder, chang
     options = dict(data=str(tmp_path / "data.jsonl"), template=str(tmp_path / "begins.jinja"), sequence_length=row)
     with pytest.raises(UserError, match=said):
         finetune(_config(tmp_path, chat_folder, "run", tokens_per_step=row, **options, **changes))
+    options |= dict(data=_data(tmp_path, [{"prompt": "a", "completion": "b"}]), validation_data=options["data"])
+    with pytest.raises(UserError, match=said):
+        finetune(_config(tmp_path, chat_folder, "validated", tokens_per_step=row, **options, steps=1))
+
+
+def test_an_answer_of_one_token_needs_a_prompt_or_an_end(chat_folder, monkeypatch):
+    encoder = ConversationEncoder(load_tokenizer(chat_folder), None)
+    monkeypatch.setattr(encoder.tokenizer, "eos_id", None)
+    nothing, something = encoder.encode(
+        [Conversation(f"a.jsonl:{n}", {"prompt": "", "completion": said}) for n, said in enumerate(("a", "a b c"), 1)]
+    )
+    assert nothing.problem.startswith("a.jsonl:1: its answer has no token that can be scored") and not something.problem
+    assert something.scored[1:].any()
 
 
 @pytest.mark.parametrize("said", ["yes ", "yes  ", " ", "\n    "])

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import difflib
+import itertools
 from typing import Any, TypeVar, get_args
 
 from pydantic import BaseModel, ValidationError
@@ -25,6 +27,9 @@ async def read_body(request: Request, max_bytes: int) -> bytes:
     # Also keeps out pages in a browser: without asking first, they can only send forms and plain text.
     if content_type != "application/json":
         raise ApiError(415, "send JSON, with the header Content-Type: application/json")
+    encoding = request.headers.get("content-encoding", "identity").strip().lower()
+    if encoding != "identity":
+        raise ApiError(415, f"the body is sent with Content-Encoding: {encoding[:60]}; send it as it is")
     too_large = ApiError(
         413, f"the body is larger than {max_bytes} bytes, the server's limit", headers={"Connection": "close"}
     )
@@ -58,8 +63,9 @@ def parse_body(data: bytes, kind: type[Body]) -> Body:
     try:
         return kind.model_validate_json(data)
     except ValidationError as error:
-        problem = error.errors(include_url=False, include_context=False, include_input=False)[0]
-        raise ApiError(400, _message(problem, kind), _field(problem)) from None
+        problem = error.errors(include_url=False, include_context=False)[0]
+        code = "unknown_parameter" if problem["type"] == "extra_forbidden" else None
+        raise ApiError(400, _message(problem, kind), _field(problem), code) from None
 
 
 def _field(problem: Any) -> str | None:
@@ -73,7 +79,11 @@ def _message(problem: Any, kind: type[BaseModel]) -> str:
     path = [str(part)[:64] for part in problem["loc"]]
     if problem["type"] == "extra_forbidden":
         return f"unknown field {'.'.join(path)!r}; there are: {', '.join(kind.model_fields)}"
-    if problem["type"] != "missing" and (described := _described(problem["loc"], kind)):
+    if problem["type"] == "missing":
+        given = [str(other)[:64] for other in itertools.islice(problem["input"], 64)]
+        near = difflib.get_close_matches(path[-1], given, n=1)
+        return f"{'.'.join(path)} is missing" + (f"; there is {near[0]!r}" if near else "")
+    if described := _described(problem["loc"], kind):
         length, description = described
         return f"{'.'.join(path[:length])} must be {description}"
     return f"{'.'.join(path)}: {problem['msg']}"

@@ -161,12 +161,12 @@ class EngineLoop:
                 generation.request_ids.append(request_id)
                 ended = sum(sample.finish_reason is not None for sample in self.engine.samples(request_id))
                 if ended == generation.params.n:
-                    raise UserError("begun: all of these samples are finished; send unfinished ones")
+                    raise ApiError(400, "begun: all of these samples are finished; send unfinished ones", "begun")
                 generation.unfinished -= ended
                 self._owners[request_id] = _Owner(generation, position, generation.params.n - ended)
         except BaseException as error:
             self._abort(generation)
-            expected = isinstance(error, UserError)
+            expected = isinstance(error, UserError | ApiError)
             self._post(_settle, generation.accepted, None, error if expected else engine_failed())
             if not expected:
                 raise

@@ -128,8 +128,8 @@ class SamplingRequest(BaseModel):
                 continue
             if name in NEUTRAL:
                 raise ApiError(400, f"{name} is not supported here; remove it", name[:64], "unsupported_parameter")
-            hint = closest(name[:64], known)
-            if not hint and closest(name[:64], NEUTRAL):
+            hint = _hint(name, self)
+            if not hint and not closest(name[:64], known) and closest(name[:64], NEUTRAL):
                 hint = " It looks like one that is not supported here; remove it"
             raise ApiError(400, f"unknown field {name[:64]!r}.{hint or ' Remove it'}", name[:64], "unknown_parameter")
         if self.stream_options is not None:
@@ -210,12 +210,14 @@ class Message(BaseModel):
     role: Literal["system", "developer", "user", "assistant", "tool"]
     content: str | Strictly[TextPart] | None = Field(None, description=CONTENT)
     name: str | None = None
+    tool_call_id: str | None = None
 
     def plain(self) -> dict[str, Any]:
         """The message as templates expect it, with the content in one string."""
         content = self.content
         text = "\n".join(part.text for part in content) if isinstance(content, list) else content or ""
-        return {"role": self.role, "content": text} | ({} if self.name is None else {"name": self.name})
+        others = {"name": self.name, "tool_call_id": self.tool_call_id}
+        return {"role": self.role, "content": text} | {k: v for k, v in others.items() if v is not None}
 
 
 class ChatRequest(SamplingRequest):
@@ -260,11 +262,16 @@ def _refuse_unknown(part: BaseModel, where: str, ignored: Collection[str] = IGNO
     """Raises ApiError for a field of a part of the body that is not known, and not at a value that has no effect."""
     for name, value in (part.model_extra or {}).items():
         if name not in ignored and not any(_same(value, v) for v in NOTHING):
-            hint = closest(name[:64], type(part).model_fields)
-            if any(f'"{field}"' in hint for field in part.model_fields_set if getattr(part, field) is not None):
-                hint = ""
+            hint = _hint(name, part)
             message = f"{where}.{name[:64]} is not supported here{f'.{hint}' if hint else '; remove it'}"
             raise ApiError(400, message, where.partition(".")[0], "unknown_parameter")
+
+
+def _hint(name: str, part: BaseModel) -> str:
+    """Which of the fields that are not given an unknown one could be; empty if a given one could be meant."""
+    hint = closest(name[:64], type(part).model_fields)
+    given = (field for field in part.model_fields_set if getattr(part, field) is not None)
+    return "" if any(f'"{field}"' in hint for field in given) else hint
 
 
 def _same(value: Any, neutral: Any) -> bool:
