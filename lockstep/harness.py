@@ -27,7 +27,6 @@ from lockstep.checkpoint import model_folder, open_model
 from lockstep.config import EngineConfig
 from lockstep.data import continuation, load_tokenizer
 from lockstep.data.chat import ChatTemplateError, load_chat_template
-from lockstep.data.tokenizer import special_ids
 from lockstep.errors import UserError, closest
 from lockstep.generate import Engine, SamplingParams
 from lockstep.generate.engine import LOGITS_ELEMENTS
@@ -73,7 +72,7 @@ class LockstepLM(TemplateLM):
         self.max_length = self.model.config.max_positions
         self.tokens_per_batch, self.max_gen_toks = int(tokens_per_batch), int(max_gen_toks)
         self._folder = folder
-        self._special = special_ids(self.tokenizer)
+        self._special = frozenset(self.tokenizer.special_tokens().values())
         self._before = _added_before(folder, self.tokenizer.bos_id)
 
     @property

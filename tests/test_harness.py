@@ -2,11 +2,13 @@
 
 import importlib.util
 import json
+import shutil
 
 import pytest
 import torch
 
 import lockstep
+from lockstep.data import load_tokenizer
 from lockstep.shared_prefixes import Scored, packed_batches
 
 needs_lm_eval = pytest.mark.skipif(
@@ -126,6 +128,36 @@ def test_an_argument_that_is_not_known_is_named(model_folder):
 
     with pytest.raises(UserError, match='dytpe is not an argument of lockstep. Did you mean "dtype"'):
         LockstepLM(str(model_folder), dytpe="bfloat16", batch_size=1)
+
+
+@needs_lm_eval
+def test_an_answer_has_no_end_of_text_even_if_the_tokenizer_writes_it(tmp_path, model_folder):
+    from lm_eval.api.instance import Instance
+
+    from lockstep.harness import LockstepLM
+
+    def generate(folder):
+        (text,) = LockstepLM(pretrained=str(folder), dtype="float32").generate_until(
+            [Instance("generate_until", {}, ("def main", {"until": [], "max_gen_toks": 8, "temperature": 0.0}), 0)]
+        )
+        return text
+
+    folder = tmp_path / "model"
+    shutil.copytree(model_folder, folder)
+    # What the model says comes to end texts, and a normalizer changes its name: the library then decodes it as text.
+    tokenizer = load_tokenizer(folder)
+    end = tokenizer.encode(generate(folder))[0]
+    (name,) = [name for name, token in tokenizer.vocabulary().items() if token == end]
+    file = json.loads((folder / "tokenizer.json").read_text())
+    usual = {"single_word": False, "lstrip": False, "rstrip": False}
+    file["added_tokens"].append({"id": end, "content": name, "special": True, "normalized": True, **usual})
+    file["normalizer"] = {"type": "Replace", "pattern": {"String": name}, "content": f"_{name}"}
+    (folder / "tokenizer.json").write_text(json.dumps(file))
+    for settings, value in (("config.json", {"eos_token_id": end}), ("tokenizer_config.json", {"eos_token": name})):
+        (folder / settings).write_text(json.dumps(json.loads((folder / settings).read_text()) | value))
+    ending = load_tokenizer(folder)
+    assert ending.eos_id == end and ending.decode([end])
+    assert generate(folder) == ""
 
 
 @needs_lm_eval

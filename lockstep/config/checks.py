@@ -12,7 +12,7 @@ from typing import Any
 from urllib.parse import urlsplit
 
 from lockstep.config.alarms import ALARMS, AlarmConfig
-from lockstep.config.algorithm import algorithm_of
+from lockstep.config.algorithm import ALGORITHMS, algorithm_of
 from lockstep.config.bounds import bound_problems
 from lockstep.config.engine import CompileConfig
 from lockstep.config.evaluation import EvalConfig, greedy_problems
@@ -53,9 +53,9 @@ def validate_run(config: Any, kind: type[PretrainConfig | RLConfig]) -> None:
 
 
 def _continued(config: PretrainConfig | RLConfig) -> PretrainConfig | RLConfig | None:
-    """The recorded run that it continues, if its settings are possible at all."""
+    """The recorded run that it continues, unless that is of an unknown algorithm."""
     run = recorded_run(config.output, type(config)()) if config.resume else None  # type: ignore[type-var]
-    return run if run and not any(bound_problems(run)) else None
+    return None if isinstance(run, RLConfig) and run.algorithm not in ALGORITHMS else run
 
 
 def _problems(config: PretrainConfig | RLConfig) -> Iterator[str]:

@@ -21,27 +21,41 @@ class Idle(NamedTuple):
     usual: Any
     why: str
 
-    def __str__(self) -> str:
-        mend = "leave it out" if self.usual is None else f"leave it out, or set it to {toml_value(self.usual)}"
-        return f"{self.name} is {self.value}, but {self.why}: it would have no effect; {mend}"
-
 
 def idle_problems(config: PretrainConfig | RLConfig, recorded: PretrainConfig | RLConfig | None = None) -> list[str]:
     """A sentence for each setting that has no effect, except for those that had none in the run that it continues."""
-    before = {(idle.name, idle.value) for idle in _idle(recorded)} if recorded else set()
-    return [str(idle) for idle in _idle(config) if (idle.name, idle.value) not in before]
+    before = {idle.name: idle.value for idle in _idle(recorded)} if recorded else {}
+    problems = []
+    for idle in _idle(config):
+        if idle.name in before and idle.value == before[idle.name]:
+            continue
+        where, mends = "", ["leave it out", f"set it to {toml_value(idle.usual)}"]
+        if recorded and idle.value == _value(recorded, idle.name):
+            where, mends = " in the run that is resumed", mends[1:]
+        elif idle.usual is None:
+            mends = mends[:1]
+        mend = ", or ".join(mends)
+        problems.append(f"{idle.name} is {idle.value}{where}, but {idle.why}: it would have no effect; {mend}")
+    return problems
 
 
 def _idle(config: PretrainConfig | RLConfig) -> Iterator[Idle]:
     reasons = _reasons(config) | (_reasons_of_rl(config) if isinstance(config, RLConfig) else {})
-    defaults = type(config)()
     for name, why in reasons.items():
         if isinstance(config, RLConfig) and hasattr(Algorithm, name):
-            value, usual = getattr(algorithm_of(config), name), getattr(ALGORITHMS[config.algorithm], name)
+            usual = getattr(ALGORITHMS[config.algorithm], name)
         else:
-            value, usual = attrgetter(name)(config), attrgetter(name)(defaults)
-        if value != usual:
+            usual = _value(type(config)(), name)
+        if (value := _value(config, name)) != usual:
             yield Idle(name, value, usual, why)
+
+
+def _value(config: PretrainConfig | RLConfig, name: str) -> Any:
+    """A setting's value: the algorithm's own where it is not given."""
+    if isinstance(config, RLConfig) and hasattr(Algorithm, name):
+        return getattr(algorithm_of(config), name)
+    value = attrgetter(name)(config)
+    return tuple(value) if isinstance(value, list) else value
 
 
 def _reasons(config: PretrainConfig | RLConfig) -> dict[str, str]:

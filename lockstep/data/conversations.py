@@ -85,7 +85,10 @@ class ConversationEncoder:
             text, spans = self.text(conversation.values)
         except ChatTemplateError as error:
             return self._bad(f"{conversation.where}: {error}; fix it")
-        return self.tokens(conversation.where, text, spans)
+        encoded = self.tokens(conversation.where, text, spans)
+        if encoded.scored is not None and not encoded.scored[1:].any():  # nothing comes before the first
+            return self._bad(f"{conversation.where}: its answer has no token that can be scored; give it a prompt")
+        return encoded
 
     def tokens(self, where: str, text: str, spans: list[tuple[int, int]]) -> Encoded:
         """Tokens of a whole conversation's text; the characters in `spans` are scored."""
@@ -101,8 +104,6 @@ class ConversationEncoder:
         for start, stop in spans:
             scored |= self._up_to_the_end(tokens, (stops > start) & (starts < stop))
         tokens, scored = self._with_the_end(tokens, scored, ends=not text[spans[-1][1] :].strip())
-        if not scored[1:].any():  # nothing comes before the first
-            return self._bad(f"{where}: its answer has no token that can be scored; give it a prompt")
         return Encoded(tokens.astype(token_dtype(self.tokenizer)), scored)
 
     def text(self, values: dict[str, Any]) -> tuple[str, list[tuple[int, int]]]:

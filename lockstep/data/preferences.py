@@ -76,9 +76,10 @@ class PreferenceEncoder:
         tokens = np.concatenate([one.tokens for one in both])
         if np.array_equal(both[0].tokens, both[1].tokens):
             return self._without(f"{line.where}: its two answers have identical tokens", "equal_pairs")
-        marks = np.concatenate([_scored(one) for one in both])
+        answers = [_scored(one) for one in both]
+        marks = np.concatenate(answers)
         marks[len(both[0].tokens)] |= MARK
-        return self._fitting(line, tokens, marks)
+        return self._fitting(line, tokens, marks, *answers)
 
     def _labelled(self, line: Conversation) -> Encoded:
         prompt, completion, label = (line.values.get(name) for name in ("prompt", "completion", "label"))
@@ -91,9 +92,11 @@ class PreferenceEncoder:
             return one
         marks = _scored(one)
         marks[0] |= MARK * label
-        return self._fitting(line, one.tokens, marks)
+        return self._fitting(line, one.tokens, marks, marks)
 
-    def _fitting(self, line: Conversation, tokens: np.ndarray, marks: np.ndarray) -> Encoded:
+    def _fitting(self, line: Conversation, tokens: np.ndarray, marks: np.ndarray, *answers: np.ndarray) -> Encoded:
+        if not all((own & SCORED).any() for own in answers):
+            return self._without(f"{line.where}: its answer has no token that can be scored; give it a prompt")
         if len(tokens) > self.longest:
             kind = "long_pairs" if self.paired else "long_examples"
             return self._without(f"{line.where}: has {len(tokens)} tokens, but a row has {self.longest}", kind)

@@ -88,7 +88,7 @@ class Rows:
         self._epoch = self._window = self._index = self._offset = 0
         self._corpus = TokenizedCorpus(np.empty(0, np.uint16), np.zeros(1, np.int64))
         self._order = np.empty(0, np.int64)
-        self._cut = 0
+        self._cut, self._longer = 0, False
         self._open()
         self._leave_out()
         if self.ended:
@@ -135,7 +135,7 @@ class Rows:
         return Piece(self._corpus, start, min(end, start + room)), end - start <= room
 
     def _nothing(self) -> UserError:
-        if not self._cut:
+        if not self._longer:
             return UserError("no conversation has a target: the assistant says nothing that could be learned")
         return UserError(
             f"the conversations are longer than a row of {self.sequence_length} tokens, and cut into rows none has a "
@@ -238,6 +238,7 @@ class Rows:
                     draw.shuffle(self._order)
                     self._corpus = corpus
                     self._cut = sum(int((lengths > self.sequence_length).sum()) for lengths in _lengths(corpus))
+                    self._longer |= self._cut > 0
                     return
                 self._window += 1
             self._window, self._epoch = 0, self._epoch + 1

@@ -55,8 +55,11 @@ def serve() -> None:
             text, kind, answer = "", b"!", b"it is nested too deeply"
         except Exception as error:  # a template is a program: these variables can make it raise anything
             text, kind, answer = "", b"!", f"{error}"[:1000].encode(errors="replace")
-        answers.write(kind + len(answer).to_bytes(8, "little") + answer)
-        answers.flush()
+        try:
+            answers.write(kind + len(answer).to_bytes(8, "little") + answer)
+            answers.flush()
+        except BrokenPipeError:
+            os._exit(0)  # whoever asked is gone; a return would try to write it once more
         text, answer = "", b""
         try:
             variables = pickle.load(requests)

@@ -112,6 +112,25 @@ def test_conversations_without_any_target_do_not_end_in_an_endless_search():
             _rows(corpus, 40, packing="whole", repeat=repeat)
 
 
+@pytest.mark.parametrize("order", [(20, 5), (5, 20)], ids=str)
+@pytest.mark.parametrize("repeat", [False, True])
+def test_a_row_that_is_too_short_is_named_whichever_window_has_the_long_conversation(order, repeat):
+    windows = []
+    for length in order:
+        windows.append(_corpus([length]))
+        windows[-1].scored = np.arange(length) == 8  # the first of a row of 8: nothing predicts it
+
+    class Windows:
+        def window(self, index):
+            return windows[index] if index < len(windows) else None
+
+        def fingerprint(self):
+            return {}
+
+    with pytest.raises(UserError, match="longer than a row of 8 tokens"):
+        _rows(Windows(), 8, packing="whole", repeat=repeat)
+
+
 @pytest.mark.parametrize("seed", range(4))
 def test_the_only_target_is_found_again_in_the_next_epoch(seed):
     corpus = _corpus([30, 40, 50])

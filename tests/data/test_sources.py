@@ -405,6 +405,9 @@ def test_bad_rows_of_a_stream_are_named_or_counted(tmp_path):
     source = TextSource(f"hf:{tmp_path}")
     with pytest.raises(UserError, match="row 2: key 'text' is null, not a text"):
         StreamedDocuments(source, ENCODER, 16, 0).window(0)
+    with pytest.raises(UserError) as refused:
+        _stream_rows(f"hf:{tmp_path}")
+    assert str(refused.value).count(str(tmp_path)) == 1
     source = TextSource(f"hf:{tmp_path}", skip_bad_lines=True)
     corpus = StreamedDocuments(source, ENCODER, 16, 0).window(0)
     assert len(corpus.offsets) == 3 and corpus.counts["skipped_lines"] == 1

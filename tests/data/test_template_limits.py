@@ -2,14 +2,17 @@
 
 import gc
 import os
+import pickle
 import signal
+import subprocess
+import sys
 import threading
 import time
 from pathlib import Path
 
 import pytest
 
-from lockstep.data import chat
+from lockstep.data import chat, template_process
 from lockstep.data.chat import ChatTemplate, ChatTemplateError, load_chat_template
 from lockstep.errors import UserError
 
@@ -115,3 +118,15 @@ def test_nothing_is_imported_from_the_working_folder(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("PYTHONPATH", os.pathsep + os.environ.get("PYTHONPATH", ""))
     assert ChatTemplate(GOOD, {}).render(MESSAGES) == "hello" and not (tmp_path / "imported").exists()
+
+
+def test_a_process_whose_asker_is_gone_ends_in_silence():
+    child = subprocess.Popen(
+        [sys.executable, "-P", template_process.__file__],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+    )
+    child.stdout.close()
+    _, said = child.communicate(pickle.dumps(("{{ x }}", 2**30, 5.0, 2**20)), timeout=60)
+    assert (said, child.returncode) == (b"", 0)

@@ -155,6 +155,7 @@ def test_texts_are_those_of_training(tmp_path, folders):
     held = _rollout("a", "b", conversation=Conversation(said))
     assert chat.tokens(held, True)[: len("<u>a<a>b<t>c")] == tokenizer.encode("<u>a<a>b<t>c")
     assert plain.tokens(_rollout("ab", ""), False) == tokenizer.encode("ab") + end
+    assert plain.tokens(_rollout(name, ""), False) == end  # as of a text that is begun with it: nothing is predicted
     with pytest.raises(UserError, match="neither a prompt nor a completion"):
         plain.tokens(_rollout("", ""), False)
     with pytest.raises(UserError, match="has no chat template, so it cannot read conversations"):

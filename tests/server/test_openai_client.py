@@ -154,7 +154,7 @@ TEXT = "must be a string, or a list of parts of type text"
         ({"role": "user"}, f"messages.0.content {TEXT}"),
         ({"role": "user", "content": None}, f"messages.0.content {TEXT}"),
         ({"role": "assistant", "content": "x", "weight": 0}, "messages.0.weight is not supported here; remove it"),
-        ({"role": "assistant", "tool_calls": [{"id": "1"}]}, "messages.0.tool_calls is not supported here"),
+        ({"role": "assistant", "tool_calls": [{"id": "1"}]}, "messages.0.tool_calls is not supported here; remove it"),
         ({"role": "robot", "content": "x"}, "messages.0.role: Input should be 'system', 'developer'"),
         ("x", "messages.0: Input should be"),
         (
@@ -198,7 +198,12 @@ def test_a_hint_names_only_fields_that_there_are(name, kind):
 
 def test_a_hint_names_no_field_that_is_given():
     asked = {"prompt": "x", "max_tokens": 3}
-    for wrong, said in (("max_tokns", "Remove it"), ("temperatur", 'Did you mean "temperature"?')):
+    for wrong, said in (
+        ("max_tokns", "Remove it"),
+        ("temperatur", 'Did you mean "temperature"?'),
+        ("stream_option", 'Did you mean "stream_options"?'),
+    ):
+        asked["stream"] = True
         with pytest.raises(ApiError, match=re.escape(f"unknown field '{wrong}'. {said}")):
             CompletionRequest.model_validate(asked | {wrong: 1}).check_fields()
 

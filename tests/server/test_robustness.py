@@ -227,6 +227,11 @@ def test_unknown_routes_methods_and_content_types_have_the_errors_shape(server):
             (client.post("/v1/completions", content=b"{}"), 415),
             (client.post("/v1/completions", data={"prompt": "x"}), 415),
             (client.post("/v1/completions", json={"prompt": "x"}, headers={"Content-Encoding": "gzip"}), 415),
+            (
+                client.post("/v1/completions", json={}, headers=[("Content-Encoding", c) for c in ("identity", "br")]),
+                415,
+            ),
+            (client.post("/v1/completions", json={}, headers={"Content-Encoding": ", Identity"}), 400),
         ]:
             assert answer.status_code == status
             _check(answer)

@@ -164,6 +164,20 @@ def test_reasoning_is_found_by_the_names_that_transformers_knows(chat_folder, na
     assert load_tokenizer(chat_folder).decode(encoded.tokens.tolist()) == expected, encoded.problem
 
 
+def test_of_several_names_of_reasoning_the_first_counts_and_content_stays_text(chat_folder):
+    from transformers import AutoTokenizer
+
+    shows = "{% for m in messages %}{{ m.reasoning_content }}|{{ m.thinking }}|{{ m.content }}{% endfor %}"
+    several = {"reasoning": "a", "thinking": "b", "reasoning_content": "c"}
+    messages = [LINES[0]["messages"][0], LINES[0]["messages"][1] | several]
+    theirs = AutoTokenizer.from_pretrained(chat_folder)
+    expected = theirs.apply_chat_template(messages, chat_template=shows, tokenize=False)
+    encoded = _encode(chat_folder, {"messages": messages}, shows)
+    assert load_tokenizer(chat_folder).decode(encoded.tokens.tolist()) == expected
+    messages[1]["content"] = 7
+    assert "no text as its content" in _encode(chat_folder, {"messages": messages}, shows).problem
+
+
 @pytest.mark.parametrize("content", [{}, {"content": None}, {"content": ""}], ids=str)
 def test_a_message_can_be_reasoning_alone(chat_folder, content):
     from transformers import AutoTokenizer
@@ -174,7 +188,8 @@ def test_a_message_can_be_reasoning_alone(chat_folder, content):
     expected = theirs.apply_chat_template(messages, chat_template=shows, tokenize=False)
     encoded = _encode(chat_folder, {"messages": messages}, shows)
     assert load_tokenizer(chat_folder).decode(encoded.tokens.tolist()) == expected, encoded.problem
-    nothing = _encode(chat_folder, {"messages": [messages[0], {"role": "assistant", **content}]}, shows)
+    empty = {"role": "assistant", "reasoning": "", **content}
+    nothing = _encode(chat_folder, {"messages": [messages[0], empty]}, shows)
     assert ("no text as its content" in nothing.problem) == (content.get("content") is None)
 
 
@@ -214,10 +229,10 @@ def test_an_answer_of_one_token_needs_a_prompt_or_an_end(chat_folder, monkeypatc
     encoder = ConversationEncoder(load_tokenizer(chat_folder), None)
     monkeypatch.setattr(encoder.tokenizer, "eos_id", None)
     nothing, something = encoder.encode(
-        [Conversation(f"a.jsonl:{n}", {"prompt": "", "completion": said}) for n, said in enumerate(("a", "a b c"), 1)]
+        [Conversation(f"a.jsonl:{n}", {"prompt": said, "completion": "a"}) for n, said in enumerate(("", "b"), 1)]
     )
     assert nothing.problem.startswith("a.jsonl:1: its answer has no token that can be scored") and not something.problem
-    assert something.scored[1:].any()
+    assert something.scored.tolist() == [False, True]
 
 
 @pytest.mark.parametrize("said", ["yes ", "yes  ", " ", "\n    "])

@@ -27,8 +27,8 @@ async def read_body(request: Request, max_bytes: int) -> bytes:
     # Also keeps out pages in a browser: without asking first, they can only send forms and plain text.
     if content_type != "application/json":
         raise ApiError(415, "send JSON, with the header Content-Type: application/json")
-    encoding = request.headers.get("content-encoding", "identity").strip().lower()
-    if encoding != "identity":
+    encodings = ",".join(request.headers.getlist("content-encoding")).lower().split(",")
+    if encoding := next((name for name in map(str.strip, encodings) if name not in ("", "identity")), ""):
         raise ApiError(415, f"the body is sent with Content-Encoding: {encoding[:60]}; send it as it is")
     too_large = ApiError(
         413, f"the body is larger than {max_bytes} bytes, the server's limit", headers={"Connection": "close"}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import difflib
 from collections.abc import Collection
 from typing import Annotated, Any, Literal, TypeVar
 
@@ -32,6 +33,8 @@ IGNORED = {
 """Fields that do not affect the response."""
 IGNORED_IN_PARTS = {"cache_control", "id", "index"}
 """Those of a message or of a part of it."""
+UNSUPPORTED_IN_MESSAGES = {"audio", "function_call", "refusal", "tool_calls"}
+"""OpenAI's fields of a message that are not supported, however much they look like others."""
 NOTHING: tuple[Any, ...] = (None, False, "", [], {})
 """Values of a part's unknown field that have no effect."""
 NEUTRAL: dict[str, tuple[Any, ...]] = {
@@ -268,10 +271,12 @@ def _refuse_unknown(part: BaseModel, where: str, ignored: Collection[str] = IGNO
 
 
 def _hint(name: str, part: BaseModel) -> str:
-    """Which of the fields that are not given an unknown one could be; empty if a given one could be meant."""
-    hint = closest(name[:64], type(part).model_fields)
-    given = (field for field in part.model_fields_set if getattr(part, field) is not None)
-    return "" if any(f'"{field}"' in hint for field in given) else hint
+    """Which of the fields that are not given an unknown one could be; empty if it is closest to a given one."""
+    fields = type(part).model_fields
+    given = {field for field in part.model_fields_set if getattr(part, field) is not None}
+    if name in UNSUPPORTED_IN_MESSAGES or given & {*difflib.get_close_matches(name[:64], fields, n=1)}:
+        return ""
+    return closest(name[:64], fields.keys() - given)
 
 
 def _same(value: Any, neutral: Any) -> bool:
