@@ -59,7 +59,7 @@ def serve() -> None:
             answers.write(kind + len(answer).to_bytes(8, "little") + answer)
             answers.flush()
         except BrokenPipeError:
-            os._exit(0)  # whoever asked is gone; a return would try to write it once more
+            return  # whoever asked is gone
         text, answer = "", b""
         try:
             variables = pickle.load(requests)
