@@ -23,9 +23,10 @@ def local_folder(name: str | Path) -> Path:
     if Path(name).is_dir():
         return Path(name)
     found = NAME.fullmatch(str(name))
-    if not found:
+    if not found or Path(name).is_file():
+        why = "is a file" if Path(name).is_file() else "no such folder"
         raise UserError(
-            f"{name}: no such folder; give a folder in Hugging Face layout, a run's folder, or a model on the hub as "
+            f"{name}: {why}; give a folder in Hugging Face layout, a run's folder, or a model on the hub as "
             "ORGANISATION/MODEL"
         )
     return _download(found["name"], found["revision"])

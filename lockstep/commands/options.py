@@ -31,7 +31,7 @@ def parse_options(kind: type, arguments: list[str], command: str, default: Any =
 
     from lockstep.commands.spelling import refuse_other_names
 
-    refuse_other_names(kind, arguments)
+    refuse_other_names(kind, arguments, positional)
     keywords: dict[str, Any] = {} if default is None else {"default": default}
     if positional:
         keywords["config"] = (tyro.conf.PositionalRequiredArgs,)

@@ -3,16 +3,20 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
 from collections.abc import Iterator
-from typing import Any
+from typing import Any, Literal, get_args, get_origin, get_type_hints
 
-from lockstep.config.other_names import HERE
-from lockstep.errors import UserError
+from lockstep.config.other_names import HERE, NOT_HERE, VALUES_HERE
+from lockstep.errors import UserError, closest
 
 PREFIXES = ("train", "training", "optimizer", "parallel", "parallelism", "model", "dataset", "checkpoint")
 """Groups of settings elsewhere: the name after the point is also looked up without them."""
 COMMANDS_ELSEWHERE = {
     "evaluate": "eval",
+    "kto": "dpo --loss kto",
+    "ipo": "dpo --loss ipo",
+    "simpo": "dpo --loss simpo",
     "lm-eval": "eval",
     "sample": "generate",
     "grpo": "rl",
@@ -29,26 +33,50 @@ COMMANDS_ELSEWHERE = {
 }
 
 
-def refuse_other_names(kind: type, arguments: list[str]) -> None:
-    """Raises UserError for an option that `kind`'s command has only under another name."""
-    own = set(_options(kind))
-    for argument in arguments:
-        name = argument.removeprefix("--").partition("=")[0].replace("_", "-")
-        if not argument.startswith("--") or name in own:
+def refuse_other_names(kind: type, arguments: list[str], positional: bool = False) -> None:
+    """Raises UserError for an option that `kind`'s command has only under another name, for a value of a choice that
+    it has not, and for a model that is given without `--model`."""
+    own = dict(_options(kind))
+    if not positional and "model" in own and arguments and not arguments[0].startswith("-"):
+        raise UserError(f"{arguments[0]}: settings have names; give the model as --model {arguments[0]}")
+    for argument, following in itertools.zip_longest(arguments, arguments[1:], fillvalue=""):
+        given, equals, value = argument.removeprefix("--").partition("=")
+        name = given.replace("_", "-")
+        if not argument.startswith("--"):
             continue
-        prefix, _, rest = name.partition(".")
-        known = HERE.get(name) or (HERE.get(rest, (rest,)) if prefix in PREFIXES and rest else ())
-        found = [other for other in known if other.partition(" ")[0] in own]
-        if found:
-            raise UserError(f"there is no --{name}; use " + " or ".join(f"--{other}" for other in found))
+        if name in own:
+            _refuse_value(name, value if equals else following, own[name])
+        elif name in NOT_HERE:
+            raise UserError(f"there is no --{name}: {NOT_HERE[name]}")
+        else:
+            prefix, _, rest = name.partition(".")
+            known = HERE.get(name) or (HERE.get(rest, (rest,)) if prefix in PREFIXES and rest else ())
+            found = [other for other in known if other.partition(" ")[0] in own]
+            if found:
+                raise UserError(f"there is no --{name}; use " + " or ".join(f"--{other}" for other in found))
 
 
-def _options(kind: Any, prefix: str = "") -> Iterator[str]:
-    """The names of all command-line settings, including nested ones."""
+def _refuse_value(name: str, value: str, choices: tuple[str, ...]) -> None:
+    if choices and value not in (*choices, "None") and not value.startswith("-"):
+        meant = VALUES_HERE.get(value)
+        hint = f' Did you mean "{meant}"?' if meant in choices else closest(value, choices)
+        raise UserError(f'--{name} "{value}" is not one of {", ".join(filter(None, choices))}.{hint}')
+
+
+def _options(kind: Any, prefix: str = "") -> Iterator[tuple[str, tuple[str, ...]]]:
+    """The names of all command-line settings, including nested ones, each with its values if it is a choice."""
+    types = get_type_hints(kind)
     for field in dataclasses.fields(kind):
         name = prefix + field.name.replace("_", "-")
         default = field.default_factory() if field.default_factory is not dataclasses.MISSING else field.default
         if dataclasses.is_dataclass(default):
             yield from _options(type(default), f"{name}.")
         else:
-            yield name
+            yield name, _choices(types[field.name])
+
+
+def _choices(kind: Any) -> tuple[str, ...]:
+    """The values of a setting that is one of several words, or of a list of them."""
+    if get_origin(kind) is Literal:
+        return get_args(kind)
+    return tuple(value for part in get_args(kind) if get_origin(part) is Literal for value in get_args(part))

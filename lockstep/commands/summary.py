@@ -34,7 +34,7 @@ def print_summary(folder: Path) -> None:
         print(PromptBalance(**summary["prompts"]).text())
     tokens, seconds = summary["tokens"], sum(summary["seconds"].values())
     trained = sum(count for stage, count in tokens.items() if stage != "generated")
-    print(
-        f"{duration(seconds)} in all: {in_tokens(trained)} tokens trained on, {in_tokens(tokens['generated'])} sampled"
-    )
+    whole = f"{in_tokens(trained)} tokens trained on, {in_tokens(tokens['generated'])} sampled"
+    begun = summary.get("resumed_from")
+    print(f"{whole}; {duration(seconds)} since step {begun}" if begun else f"{duration(seconds)} in all: {whole}")
     print(f"report: {folder / 'report.html'}")

@@ -62,13 +62,13 @@ HERE = {
     "fsdp": ("parallel.data-shard",),
     "max-num-seqs": ("engine.max-sequences",),
     "max-num-batched-tokens": ("engine.max-tokens-per-step",),
-    "max-model-len": ("engine.cache-tokens",),
+    "max-model-len": ("max-prompt-tokens",),
     "gpu-memory-utilization": ("engine.cache-tokens",),
     "served-model-name": ("model-name",),
     "num-iterations": ("inner-steps",),
     "scale-rewards": ("normalize-advantages",),
     "reward-funcs": ("environment",),
-    "loss-type": ("loss-average",),
+    "loss-type": ("algorithm", "loss", "loss-average"),
     "num-workers": ("loader.workers",),
     "tensor-parallel-degree": ("parallel.tensor",),
     "context-parallel-degree": ("parallel.context",),
@@ -76,5 +76,22 @@ HERE = {
     "gradient-clipping": ("train.max-grad-norm",),
     "activation-checkpoint.mode": ("recompute.mode",),
     "report-to": ("observe.tensorboard", "observe.wandb"),
+    "use-peft": ("lora.rank",),
+    "lora-r": ("lora.rank",),
+    "lora-rank": ("lora.rank",),
+    "lora-alpha": ("lora.alpha",),
+    "lora-target-modules": ("lora.targets",),
+    "packing": ("loader.packing",),
+    "enable-prefix-caching": ("engine.prefix-cache",),
 }
 """The name elsewhere, and the names here; a message gives those that the command has."""
+VALUES_HERE = {"fp32": "float32", "fp16": "bfloat16", "float16": "bfloat16", "sigmoid": "dpo"}
+"""Values elsewhere, and those here."""
+NOT_HERE = {
+    "load-in-4bit": "weights are not quantized",
+    "load-in-8bit": "weights are not quantized",
+    "quantization": "weights are not quantized",
+    "trust-remote-code": "code in a model's folder is never run",
+    "push-to-hub": "upload the folder that lockstep convert writes",
+}
+"""What has no counterpart, and why or what to do."""

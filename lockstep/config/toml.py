@@ -126,6 +126,8 @@ def recorded_run(output: str | Path, base: Config) -> Config | None:
         return None
     of_this_start = {name: getattr(base, name) for name in OF_A_START if hasattr(base, name)}
     values = _values(path)
+    if not values:
+        raise UserError(f"{path}: is empty, but a run has settings; put the config.toml of its newest checkpoint there")
     refuse_other_command(output, values, base)
     return dataclasses.replace(_merge(base, values, str(path)), **of_this_start, dtype="auto", arithmetic="auto")
 

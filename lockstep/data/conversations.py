@@ -21,6 +21,14 @@ KEYS = ("messages", "prompt", "completion", "tools")
 """Keys of a line or row that are read."""
 
 
+LAYOUTS = {
+    "conversations": 'ShareGPT has "conversations" for "messages", "from" for "role" (human: user, gpt: assistant) and '
+    '"value" for "content"',
+    "instruction": 'Alpaca has "instruction" and "input" for "prompt", and "output" for "completion"',
+}
+"""Other layouts by a key of theirs, and what their names are here."""
+
+
 class Conversation(NamedTuple):
     """A line's or row's values, and its place."""
 
@@ -43,7 +51,7 @@ class ConversationSource:
         self.streamed = data.startswith(HUB)
         self.files: list[Path] = [] if self.streamed else find_files(data)
         if other := [path for path in self.files if not holds_records(path)]:
-            raise UserError(f"{other[0]}: contains no conversations; give .jsonl or .parquet files")
+            raise UserError(f"{other[0]}: contains no conversations; give .jsonl (an object a line) or .parquet files")
 
     def read(self, skip: int = 0) -> Iterator[Conversation]:
         """The conversations from number `skip` on. Only a data set can skip."""
@@ -119,10 +127,11 @@ class ConversationEncoder:
         if are_messages(prompt) and are_messages(completion):
             return self._continued(prompt, completion, self._tools(values))
         if not are_messages(messages):
-            here = ", ".join(name for name, value in values.items() if value is not None)
+            here = [name for name, value in values.items() if value is not None]
+            mend = next((f"; {mend}" for key, mend in LAYOUTS.items() if key in here), "")
             raise ChatTemplateError(
                 'needs "messages", a list of objects with "role" and "content", or "prompt" and "completion", both '
-                f"texts or both such lists (here: {here:.200})"
+                f"texts or both such lists (here: {', '.join(here):.200}{mend})"
             )
         text, spans = self._rendered(messages, self._tools(values))
         if not spans:

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import logging
+import zlib
 from array import array
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
+from functools import cached_property
 
 import numpy as np
 
@@ -17,6 +19,10 @@ from lockstep.data.workers import encode_all
 from lockstep.errors import UserError
 
 log = logging.getLogger("lockstep")
+CONTENTS = "contents"
+"""What runs that were recorded by earlier versions lack in a fingerprint."""
+PART, PARTS = 2**20, 32
+"""Tokens, and how many such parts of a larger corpus are compared."""
 NAMED = 10
 """Left-out examples of one kind that are named in the log."""
 
@@ -57,7 +63,18 @@ class TokenizedCorpus:
 
     def fingerprint(self) -> dict[str, int]:
         """Distinguishes this corpus from others when a run is resumed."""
-        return {"documents": len(self.offsets) - 1, "tokens": int(self.offsets[-1])}
+        return {"documents": len(self.offsets) - 1, "tokens": int(self.offsets[-1]), CONTENTS: self._checksum}
+
+    @cached_property
+    def _checksum(self) -> int:
+        """CRC-32 of the tokens, and of which are scored; of a large corpus of parts of them, evenly spread."""
+        total, at_once = len(self.tokens), PART if len(self.tokens) > PARTS * PART else max(1, len(self.tokens))
+        found = 0
+        for start in np.linspace(0, total - at_once, PARTS if total > at_once else 1).astype(np.int64).tolist():
+            for values in (self.tokens, self.scored):
+                if values is not None:
+                    found = zlib.crc32(np.ascontiguousarray(values[start : start + at_once]).data, found)
+        return found
 
 
 Share = Callable[[Callable[[], TokenizedCorpus | None]], TokenizedCorpus | None]

@@ -8,7 +8,7 @@ from typing import Any, Literal, NamedTuple, Protocol, runtime_checkable
 
 import numpy as np
 
-from lockstep.data.corpus import TokenizedCorpus
+from lockstep.data.corpus import CONTENTS, TokenizedCorpus
 from lockstep.errors import UserError
 
 
@@ -192,7 +192,7 @@ class Rows:
         KeyError, TypeError or ValueError for anything that `state` has not returned.
         """
         for key, value in self._settings().items():
-            if state.get(key) != value:
+            if state.get(key, value if key == CONTENTS else None) != value:
                 raise UserError(
                     f"{key}: {state.get(key)} when the run was saved, {value} now; resume with the same data, "
                     "sequence_length, seed, packing and repeat, or start over with --overwrite"

@@ -218,7 +218,9 @@ def _totals(summary: dict[str, Any]) -> list[Figure]:
     figures = []
     if seconds := summary.get("seconds"):
         parts = ", ".join(f"{STAGES.get(name, name)} {duration(value)}" for name, value in seconds.items())
-        figures.append(Figure(duration(sum(seconds.values())), "total time", parts[:1].upper() + parts[1:] + "."))
+        begun = summary.get("resumed_from")
+        name = f"since step {begun:.0f}" if begun else "total time"
+        figures.append(Figure(duration(sum(seconds.values())), name, parts[:1].upper() + parts[1:] + "."))
     if tokens := summary.get("tokens"):
         trained = sum(count for name, count in tokens.items() if name != "generated")
         figures.append(Figure(in_tokens(trained), "tokens trained on", tokens_meaning(tokens)))

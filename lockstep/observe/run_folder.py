@@ -76,7 +76,10 @@ class RunFolder:
     def record(self, config_toml: str) -> None:
         """Writes the settings of the run from now on."""
         partial = self.path / (CONFIG + ".partial")
-        partial.write_text(config_toml)
+        with partial.open("w") as file:
+            file.write(config_toml)
+            file.flush()
+            os.fsync(file.fileno())  # else it can be empty after a power cut, which resumes with other settings
         partial.replace(self.path / CONFIG)
 
     def truncate(self, step: int) -> None:

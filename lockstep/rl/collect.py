@@ -140,7 +140,7 @@ def assign_advantages(rollouts: Sequence[Rollout], algorithm: Algorithm) -> None
     for _, members in groupby(zip(episodes, charges_of_episodes), key=lambda member: member[0][0].group):
         group = list(members)
         # One group at a time: if some rewards failed, groups differ in size.
-        rewards = torch.tensor([[rows[0].reward - math.fsum(own) for rows, own in group]])
+        rewards = torch.tensor([[rows[0].reward - math.fsum(own) for rows, own in group]], dtype=torch.float64)
         for (rows, _), advantage in zip(group, _relative(rewards, algorithm)[0].tolist()):
             for rollout in rows:
                 rollout.advantage = advantage

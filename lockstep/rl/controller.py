@@ -359,7 +359,7 @@ def _reinforce(
     # The last checkpoint may still be being written.
     world.barrier()
     if world.is_main and not only and not (ended and run.summary.is_file()):
-        write_ending(config, world, run, generators, clock, prompts.shared(held_out))
+        write_ending(config, world, run, generators, start, clock, prompts.shared(held_out))
     elif world.is_main and not only and run.lacks_report:
         write_report(run.path, title_of(config))
     return run.path

@@ -21,6 +21,7 @@ from lockstep.rl.environment import Environment, Example
 from lockstep.rl.load_environment import GIVEN, check_environment, given_name, load_environment
 from lockstep.rl.prompt_balance import prompt_balance
 from lockstep.rl.prompts import PromptLoader, examples_of, refuse_other_examples
+from lockstep.train.settle import refuse_fewer_steps
 
 
 def named_environment(config: RLConfig, environment: Environment | None) -> tuple[RLConfig, Environment]:
@@ -66,6 +67,7 @@ def resumed_state(
         refuse_run_without_values(run.path, config)
     if config.resume:
         state = checkpoints.resume(lambda state: prompts.restore(state["prompts"]))
+        refuse_fewer_steps(config, state["step"] if state else 0)
     if config.resume and world.is_main:
         # Without a checkpoint the validation before the first step is repeated, too.
         run.truncate((state["step"] if state else 0) or -1)
@@ -105,11 +107,12 @@ def title_of(config: RLConfig) -> str:
 
 
 def write_ending(
-    config: RLConfig, world: World, run: RunFolder, generators: Generators, clock: float, shared: int
+    config: RLConfig, world: World, run: RunFolder, generators: Generators, start: int, clock: float, shared: int
 ) -> None:
     """Writes the summary, the timeline and the report of a finished run.
 
-    clock: when it began. shared: validation examples that are also trained on.
+    start, clock: the step and the time at which this process began. shared: validation examples that are also trained
+    on.
     """
     merge_timelines(run.path, generators.trace_events())
     summary = summarize(read_metrics(run.metrics), config.inner_steps) | {
@@ -117,6 +120,8 @@ def write_ending(
         "arithmetic": arithmetic_of(world.device),
         "validation_also_trained": shared,
     }
+    if start:
+        summary["resumed_from"] = start
     if balance := prompt_balance(run.path):
         summary["prompts"] = asdict(balance)
         if balance.repeated or balance.lost:

@@ -73,7 +73,7 @@ from lockstep.train.bad_steps import BadSteps
 from lockstep.train.loss_spikes import LossSpikes
 from lockstep.train.objective import NextToken, NextTokenLoss, Objective
 from lockstep.train.read_once import learn_once, read_once
-from lockstep.train.settle import recorded_settings, settle
+from lockstep.train.settle import recorded_settings, refuse_fewer_steps, settle
 from lockstep.train.stop_signal import Interrupted, StopSignal
 from lockstep.train.threads import fitting_threads
 from lockstep.train.throughput import Throughput
@@ -189,6 +189,7 @@ def _train(
 
     if config.resume and (state := checkpoints.resume(restore)):
         start, unjudged = state["step"], held_out is not None and state.get("unjudged", False)
+        refuse_fewer_steps(config, start)
     if config.resume and world.is_main:
         run.truncate(start)
         run.record(to_toml(config))
@@ -304,7 +305,7 @@ def _train(
                 "loss": metrics.get("loss"),
                 "validation_loss": metrics.get("validation/loss"),
                 "seconds": {command: time.perf_counter() - began},
-            }
+            } | ({"resumed_from": start} if start else {})
             run.write_summary(summary)
         if world.is_main and run.lacks_report:
             write_report(run.path, f"{command} {config.model}")

@@ -91,6 +91,15 @@ def recorded_settings(config: PretrainConfig | RLConfig) -> dict[str, str]:
     return {name: str(values[name]) for name in names if values.get(name, "auto") != "auto"}
 
 
+def refuse_fewer_steps(config: PretrainConfig | RLConfig, step: int) -> None:
+    """Raises UserError if the run that is resumed is at a later step than its last one is to be."""
+    if config.steps < step:
+        raise UserError(
+            f"{config.output} is at step {step} and steps is {config.steps}, which counts from the run's beginning; "
+            f"give more than {step}"
+        )
+
+
 def _arithmetic(config: PretrainConfig | RLConfig, world: World, recorded: str) -> str:
     problem = chosen = ""
     try:

@@ -269,6 +269,15 @@ def test_every_command_refuses_a_device_that_is_not_there(arguments, model_folde
         (["pretrain", "--training.steps", "1"], "there is no --training.steps; use --steps"),
         (["pretrain", "--parallelism.tensor_parallel_degree", "2"], "use --parallel.tensor"),
         (["serve", "--tensor-parallel-size", "2"], "use --parallel.tensor"),
+        (["sft", "--lora-r", "8"], "there is no --lora-r; use --lora.rank"),
+        (["rl", "--loss-type", "dapo"], "use --algorithm or --loss or --loss-average"),
+        (["serve", "--max-model-len", "99"], "use --max-prompt-tokens"),
+        (["serve", "--trust-remote-code"], "there is no --trust-remote-code: code in a model's folder is never run"),
+        (["serve", "run-sft"], "run-sft: settings have names; give the model as --model run-sft"),
+        (["pretrain", "--dtype", "bf16"], 'is not one of auto, bfloat16, float32. Did you mean "bfloat16"?'),
+        (["dpo", "--loss=sigmoid"], 'is not one of dpo, ipo, simpo, kto. Did you mean "dpo"?'),
+        (["rl", "--algorithm", "dapoo"], 'Did you mean "dapo"'),
+        (["kto"], 'unknown command "kto". Use lockstep dpo --loss kto.'),
         (["generate", "--lr", "2"], ""),
     ],
 )
@@ -305,10 +314,12 @@ def test_what_is_too_long_for_a_file_is_no_traceback(tmp_path, capsys, option):
 def test_every_name_that_is_answered_exists_in_some_command():
     from lockstep.commands.generate import GenerateOptions
     from lockstep.commands.spelling import HERE, _options
-    from lockstep.config import PretrainConfig, RLConfig, ServeConfig, SFTConfig
+    from lockstep.config import DPOConfig, PretrainConfig, RLConfig, ServeConfig, SFTConfig
 
     known = {
-        name for kind in (PretrainConfig, RLConfig, ServeConfig, SFTConfig, GenerateOptions) for name in _options(kind)
+        name
+        for kind in (PretrainConfig, RLConfig, ServeConfig, SFTConfig, GenerateOptions, DPOConfig)
+        for name, _ in _options(kind)
     }
     assert {name.partition(" ")[0] for names in HERE.values() for name in names} <= known
 
@@ -330,6 +341,20 @@ def test_resuming_takes_the_settings_of_the_run_and_says_what_the_command_line_c
     arguments = ["pretrain", f"--output={run}", "--resume", "--config", str(tmp_path / "more.toml")]
     assert main([*arguments, "--train.learning-rate", "0.003"]) == 0
     assert "settings: steps 3, was 2; train.learning_rate 0.003, was 0.002" in caplog.text
+
+
+def test_a_run_is_not_resumed_to_an_earlier_step_or_with_empty_settings(tmp_path, capsys):
+    assert main(_tiny_run(tmp_path, "--steps", "2")) == 0
+    run = tmp_path / "run"
+    recorded = (run / "config.toml").read_text()
+    assert main(["pretrain", "--output", str(run), "--resume", "--steps", "1"]) == 2
+    assert "run is at step 2 and steps is 1, which counts from the run's beginning" in capsys.readouterr().err
+    assert (run / "config.toml").read_text() == recorded
+    assert main(["pretrain", "--output", str(run), "--resume", "--steps", "3"]) == 0
+    assert json.loads((run / "summary.json").read_text())["resumed_from"] == 2
+    (run / "config.toml").write_text("")
+    assert main(["pretrain", "--output", str(run), "--resume"]) == 2
+    assert "config.toml: is empty" in capsys.readouterr().err
 
 
 def test_a_run_that_is_not_there_is_not_resumed_with_settings_of_its_own(tmp_path, capsys):

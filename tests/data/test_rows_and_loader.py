@@ -10,6 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from lockstep.data import ByteTokenizer, RowLoader, Rows, TokenizedCorpus, tokenize_documents
+from lockstep.data import corpus as corpora
 from lockstep.data.corpus import drain
 from lockstep.data.encode import Encoded
 from lockstep.data.records import Tally
@@ -265,6 +266,7 @@ def test_a_step_that_does_not_divide_is_refused_with_the_numbers(per_step, per_m
     ("texts", "length", "seed", "packing", "message"),
     [
         (["abcdefgh"] * 4, 8, 0, "cut", "documents: 6 when the run was saved, 4 now"),
+        (["abcdefgh"] * 5 + ["abcdefgx"], 8, 0, "cut", "contents: .* resume with the same data"),
         (["abcdefgh"] * 6, 8, 1, "cut", "seed: 0 when the run was saved, 1 now"),
         (["abcdefgh"] * 6, 4, 0, "cut", "sequence_length: 8 when the run was saved, 4 now"),
         (["abcdefgh"] * 6, 8, 0, "whole", "packing: cut when the run was saved, whole now"),
@@ -274,6 +276,27 @@ def test_the_state_of_other_data_is_refused(texts, length, seed, packing, messag
     state = _rows(tokenize_documents(["abcdefgh"] * 6, ByteTokenizer()), 8).state()
     with pytest.raises(UserError, match=message):
         _rows(tokenize_documents(texts, ByteTokenizer()), length, seed=seed, packing=packing).load_state(state)
+
+
+def test_a_state_without_a_checksum_of_the_data_is_taken():
+    rows = _rows(tokenize_documents(["abcdefgh"] * 6, ByteTokenizer()), 8)
+    state = rows.state()
+    del state["contents"]
+    rows.load_state(state)
+
+
+@pytest.mark.parametrize("place", [0, 77, 99])
+def test_of_a_large_corpus_parts_from_its_beginning_to_its_end_are_compared(monkeypatch, place):
+    monkeypatch.setattr(corpora, "PART", 2)
+    monkeypatch.setattr(corpora, "PARTS", 10)
+    one, other = _corpus([60, 40]), _corpus([60, 40])
+    assert one.fingerprint() == other.fingerprint()
+    other = _corpus([60, 40])
+    other.tokens[place] += 1
+    assert one.fingerprint() != other.fingerprint()
+    small = _corpus([10, 9], scored=True)
+    small.scored[7] = ~small.scored[7]
+    assert small.fingerprint() != _corpus([10, 9], scored=True).fingerprint()
 
 
 @pytest.mark.parametrize("place", [{"index": 6}, {"index": -1}, {"offset": 10}, {"offset": -1}])

@@ -12,7 +12,7 @@ from transformers.integrations.mxfp4 import convert_moe_packed_tensors
 from lockstep import build_model, load_model, save_model
 from lockstep.checkpoint.convert import convert
 from lockstep.errors import UserError
-from lockstep.model import preset
+from lockstep.model import preset, read_config
 from lockstep.model.families.gpt_oss import shortest_turn
 from lockstep.model.mxfp4 import Mxfp4, dequantized
 from tests.model.mixture_checks import change, check_engine, check_folder
@@ -66,6 +66,19 @@ def test_a_folder_of_transformers_gives_its_logits_and_comes_back_tensor_by_tens
         kept = {k: v for k, v in (theirs_of(again, key)).items() if theirs_of(model, key).get(k, v) != v}
         assert not kept, key
     assert load_model(tmp_path / "ours").config == ours.config
+
+
+@pytest.mark.parametrize("lacking", ["rms_norm_eps", "rope_parameters", "head_dim"])
+def test_what_a_configuration_lacks_is_as_in_transformers(tmp_path, lacking):
+    theirs(tmp_path, head_dim=64)
+    values = json.loads((tmp_path / "config.json").read_text())
+    values.pop("rope_theta", None)
+    expected = read_config(tmp_path)
+    del values[lacking]
+    (tmp_path / "config.json").write_text(json.dumps(values))
+    assert read_config(tmp_path) == expected
+    (tmp_path / "config.json").write_text(json.dumps(values | {lacking: None}))
+    assert read_config(tmp_path) == expected
 
 
 def theirs_of(model, key):

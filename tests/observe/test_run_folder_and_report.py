@@ -232,6 +232,10 @@ def test_a_report_shows_the_same_prompts_before_and_after(tmp_path):
     assert "<th>correct</th>" in table, "the reward by the environment's own name"
     assert "2 min 55 s" in page and "Pretraining 1 min 40 s, reinforcement 1 min 15 s." in page
     assert "450,000" in page and "held-out reward" not in page and "Curves" not in page
+    assert "total time" in page and "since step" not in page
+    run.summary.write_text(json.dumps(summary | {"resumed_from": 7}))
+    page = write_report(run.path, "a run").read_text()
+    assert "since step 7" in page and "total time" not in page
 
 
 def test_what_is_drawn_depends_on_what_was_measured(tmp_path):

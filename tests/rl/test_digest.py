@@ -12,8 +12,8 @@ from tests.rl.digest import digests_of_a_process
 EXPECTED = {
     "pretrain": "89431d3be430b2b06e99edba222f6e7894c71802903d96a3a16e9d0c1970c1b1",
     "narrow heads": "7a6234fe4a70d47119934b0d0d2d73acc51eb918b2ccf5319771ed9b3be98afd",
-    "rl": "90703212628c15ce5b5ea589ed58f4d887723cab755a5d72682cae7c992fbd64",
-    "rollouts": "93c79bc9b91cdf469289ea8c1e4f9d32a2e2d66cc92c08511eed16659a9d040c",
+    "rl": "146e7633fe9eb68d1efc22cb663eef10cda25773687db9d73857f749e83be1eb",
+    "rollouts": "1d2c2ac980458b6273b31e54fe24ad8f4bf89dcb88d19d3727ba1e1be6f86969",
 }
 """Of every processor, compiler and number of threads. What changes a bit of a float32 run changes it."""
 

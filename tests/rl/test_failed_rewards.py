@@ -60,6 +60,14 @@ def test_a_failed_reward_is_left_out_with_its_rollout_alone():
     assert [r.advantage for r in trained[:2]] == [0.5, -0.5], "the mean is that of the two that count"
 
 
+def test_advantages_are_of_the_rewards_themselves_however_large():
+    rollouts = _rollouts(["", ""])
+    for rollout, reward in zip(rollouts, (1e6, 1e6 + 0.01)):
+        rollout.reward = reward
+    assign_advantages(rollouts, PLAIN)
+    assert [r.advantage for r in rollouts] == pytest.approx([-0.005, 0.005], rel=1e-6)
+
+
 def test_a_failed_reward_is_zero_where_that_is_set():
     rollouts = _rollouts(["1", "bad"])
     assign_rewards(rollouts, Says(), RewardConfig(on_failure="zero", failure_limit=0.5))

@@ -1,6 +1,7 @@
 """The official client against a real server: completions and chat, streamed and not."""
 
 import re
+import shutil
 
 import httpx
 import openai
@@ -10,6 +11,7 @@ from lockstep import SamplingParams, load_model
 from lockstep.generate import Engine
 from lockstep.generate.server.api_error import ApiError
 from lockstep.generate.server.protocol import ChatRequest, CompletionRequest
+from tests.server.conftest import running_server
 
 PROMPT = "def main(arguments):\n    "
 
@@ -219,6 +221,32 @@ def test_a_required_field_that_is_missing_is_named_with_what_was_given_for_it(cl
         assert (answer.status_code, error["message"], error["param"]) == (400, said, "prompt")
     with pytest.raises(openai.BadRequestError, match=re.escape("messages.0.role is missing; there is 'rol'")):
         client.chat.completions.create(model="small", messages=[{"rol": "user", "content": "x"}])
+
+
+def test_values_for_the_chat_template_reach_it_and_others_are_refused(tmp_path, chat_folder):
+    folder = tmp_path / "model"
+    shutil.copytree(chat_folder, folder)
+    thinking = "{% if enable_thinking is defined and not enable_thinking %}no thoughts{% endif %}"
+    with (folder / "chat_template.jinja").open("a") as file:
+        file.write(thinking)
+    asked = {"model": "model", "messages": [{"role": "user", "content": "x"}], "max_tokens": 1}
+    with running_server(folder) as running, running.openai() as client:
+        lengths = [
+            client.chat.completions.create(**asked, extra_body=body).usage.prompt_tokens
+            for body in ({}, {"chat_template_kwargs": {}}, {"chat_template_kwargs": {"enable_thinking": True}})
+        ]
+        short = client.chat.completions.create(
+            **asked, extra_body={"chat_template_kwargs": {"enable_thinking": False}}
+        ).usage.prompt_tokens
+        assert len({*lengths}) == 1 and short > lengths[0]
+        for name, said in (
+            ("enable_thinkng", "reads no 'enable_thinkng'. Did you mean \"enable_thinking\"?"),
+            ("messages", "reads no 'messages'. Remove it"),
+            ("self", "reads no 'self'. Remove it"),
+        ):
+            with pytest.raises(openai.BadRequestError) as refused:
+                client.chat.completions.create(**asked, extra_body={"chat_template_kwargs": {name: 1}})
+            assert said in refused.value.body["message"] and refused.value.param == "chat_template_kwargs"
 
 
 def test_a_tools_result_names_its_call():

@@ -8,6 +8,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from lockstep import build_model, load_model, save_model, score
+from lockstep.checkpoint.manifest import write_manifest
 from lockstep.errors import UserError
 from lockstep.generate.server.api_error import ApiError
 from lockstep.generate.server.body import parse_body
@@ -153,6 +154,22 @@ BREAKAGES = [
     (lambda folder: (folder / "config.json").write_text("[]"), "not a JSON object"),
     (lambda folder: (folder / "model.safetensors.index.json").write_text('{"weight_map": [1]}'), "weight_map"),
 ]
+
+
+def test_a_checkpoint_with_a_flipped_bit_leaves_the_old_weights(run_folder):
+    steps = run_folder / "checkpoints"
+    write_manifest(steps / "step_00000002", [])
+    with running_server(steps / "step_00000001", admin_key="secret") as running:
+        before = running.complete(prompt=[1, 2, 3], max_tokens=4, temperature=0, return_token_ids=True).json()
+        with (steps / "step_00000002" / "model.safetensors").open("r+b") as file:
+            file.seek(-100, 2)
+            byte = file.read(1)[0]
+            file.seek(-100, 2)
+            file.write(bytes([byte ^ 4]))
+        answer = _update(running, version=2)
+        assert answer.status_code == 400 and "does not match its checksum" in answer.text
+        after = running.complete(prompt=[1, 2, 3], max_tokens=4, temperature=0, return_token_ids=True).json()
+        assert before["choices"] == after["choices"]
 
 
 def test_an_unknown_field_has_its_name_and_code():

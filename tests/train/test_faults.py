@@ -318,7 +318,7 @@ def test_a_signal_ends_a_validation_and_a_resumed_run_begins_with_it(tmp_path, r
         found, expected = ([line.get(name) for line in those] for those in lines)
         assert found == expected and len(found) == 4
     summaries = [json.loads((folder / "summary.json").read_text()) for folder in (run, whole)]
-    assert summaries[0] | {"seconds": 0} == summaries[1] | {"seconds": 0}
+    assert summaries[0] | {"seconds": 0} == summaries[1] | {"seconds": 0, "resumed_from": step}
     # Nothing is left to do.
     pretrain(replace(config, resume=True, parallel=ParallelConfig()))
     assert "the run has finished at step 4" in caplog.text

@@ -225,6 +225,20 @@ def test_a_run_without_anything_to_learn_is_refused(tmp_path, chat_folder, chang
         finetune(_config(tmp_path, chat_folder, "validated", tokens_per_step=row, **options, steps=1))
 
 
+@pytest.mark.parametrize(
+    ("line", "said"),
+    [
+        ({"conversations": [{"from": "human", "value": "a"}]}, 'ShareGPT has "conversations" for "messages"'),
+        ({"instruction": "a", "input": "", "output": "b"}, 'Alpaca has "instruction" and "input" for "prompt"'),
+        ({"text": "a"}, "(here: text)"),
+    ],
+    ids=["ShareGPT", "Alpaca", "text"],
+)
+def test_another_layout_of_conversations_is_told_the_names_here(tmp_path, chat_folder, line, said):
+    with pytest.raises(UserError, match=re.escape(said)):
+        finetune(_config(tmp_path, chat_folder, "run", data=_data(tmp_path, [line])))
+
+
 def test_an_answer_of_one_token_needs_a_prompt_or_an_end(chat_folder, monkeypatch):
     encoder = ConversationEncoder(load_tokenizer(chat_folder), None)
     monkeypatch.setattr(encoder.tokenizer, "eos_id", None)
@@ -463,7 +477,7 @@ def test_text_tokens_are_refused_and_bad_lines_counted(tmp_path, chat_folder):
     assert main(["data", "tokenize", *arguments, "--output", str(tmp_path / "texts")]) == 0
     with pytest.raises(UserError, match="was tokenized as text; .*--chat"):
         finetune(_config(tmp_path, chat_folder, "run", data=str(tmp_path / "texts")))
-    with pytest.raises(UserError, match=r"a\.txt: contains no conversations"):
+    with pytest.raises(UserError, match=r"a\.txt: contains no conversations; give \.jsonl \(an object a line\)"):
         finetune(_config(tmp_path, chat_folder, "run", data=str(tmp_path / "a.txt")))
     bad = [*LINES, {"messages": []}, {"prompt": 3}]
     with pytest.raises(UserError, match=r"talk5\.jsonl:4: the assistant says nothing.*--skip-bad-lines"):

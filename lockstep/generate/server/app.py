@@ -18,7 +18,7 @@ from starlette.types import ASGIApp
 
 from lockstep import __version__
 from lockstep.data.chat import ChatTemplateError
-from lockstep.errors import UserError
+from lockstep.errors import UserError, closest
 from lockstep.generate.sampling_params import Completion
 from lockstep.generate.server.access_log import DISCONNECTED, AccessLog, record_of
 from lockstep.generate.server.answer import LONG_TEXT, answer, check_count, check_text, encode
@@ -37,6 +37,8 @@ COMPLETION_TOKENS = 16
 """OpenAI's default of max_tokens for completions; a chat can continue to the end of the context."""
 LONG_CHAT = 64
 """Messages; chats with at least this many are rendered in turn, however short they are."""
+GIVEN_TO_TEMPLATES = {"messages", "add_generation_prompt", "tools", "documents", "self"}
+"""Names that a request does not set by itself."""
 
 routes = APIRouter()
 
@@ -112,10 +114,16 @@ async def _chat(service: Service, request: Request, data: bytes) -> Response:
             "weights",
             code="no_chat_template",
         )
+    values = body.chat_template_kwargs or {}
+    for name in values:
+        if name in GIVEN_TO_TEMPLATES or name not in service.template.variables:
+            field, known = "chat_template_kwargs", service.template.variables - GIVEN_TO_TEMPLATES
+            hint = closest(name[:64], known) or " Remove it"
+            raise ApiError(400, f"{field}: the model's chat template reads no {name[:64]!r}.{hint}", field)
     messages = [message.plain() for message in body.messages]
     characters = sum(len(message["content"]) for message in messages)
     check_text(service, characters, "messages")
-    render = partial(service.template.render, messages)
+    render = partial(service.template.render, messages, **values)
     try:
         if characters < LONG_TEXT and len(messages) < LONG_CHAT:
             text = await asyncio.to_thread(render)

@@ -230,6 +230,9 @@ class ChatRequest(SamplingRequest):
     max_completion_tokens: int | None = Field(None, ge=1, le=LARGEST)
     logprobs: bool | None = None
     top_logprobs: int | None = Field(None, ge=0, le=MAX_TOP_LOGPROBS)
+    chat_template_kwargs: dict[str, Any] | None = Field(
+        None, description="an object of values that the chat template reads, such as enable_thinking"
+    )
 
     @property
     def prompt_field(self) -> str:

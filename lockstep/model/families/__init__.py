@@ -75,6 +75,7 @@ def from_hugging_face(values: dict[str, Any], where: str) -> ModelConfig:
         )
     family = known[architectures[0]]
     module = FAMILIES[family]
+    values = _with_defaults(values, getattr(module, "DEFAULTS", {}))
     _refuse_quantized(values, getattr(module, "QUANTIZED", ()), where)
     for key, value in {**_ONLY, **getattr(module, "ONLY", {})}.items():
         if values.get(key, value) != value:
@@ -119,6 +120,14 @@ def from_hugging_face(values: dict[str, Any], where: str) -> ModelConfig:
     )
     _refuse_endless_rotation(config, where)
     return config
+
+
+def _with_defaults(values: dict[str, Any], defaults: dict[str, Any]) -> dict[str, Any]:
+    """The values, with a family's own for the keys that are missing; rotary settings have several names."""
+    rotary = {"rope_parameters", "rope_scaling", "rope_theta"}
+    given = {key for key, value in values.items() if value is not None}
+    given |= rotary if given & rotary else set()
+    return values | {key: value for key, value in defaults.items() if key not in given}
 
 
 def _refuse_endless_rotation(config: ModelConfig, where: str) -> None:

@@ -18,6 +18,18 @@ ONLY = {"attention_bias": True, "swiglu_alpha": SLOPE, "swiglu_limit": LIMIT}
 """Settings that would change the arithmetic, and the only value that is supported."""
 QUANTIZED = ("mxfp4",)
 """Quantized formats of a folder's experts that can be read; they are read into bfloat16."""
+DEFAULTS = {
+    "head_dim": 64,
+    "rms_norm_eps": 1e-5,
+    "rope_parameters": {
+        "rope_type": "yarn",
+        "rope_theta": 150_000.0,
+        "factor": 32.0,
+        "original_max_position_embeddings": 4096,
+        "truncate": False,
+    },
+}
+"""Values of keys that a `config.json` lacks, where they are not those of the other families; as in transformers."""
 KINDS = {"sliding_attention": True, "full_attention": False}
 
 
