@@ -17,7 +17,7 @@ from starlette.responses import Response
 from starlette.types import ASGIApp
 
 from lockstep import __version__
-from lockstep.data.chat import ChatTemplateError
+from lockstep.data.chat import ChatTemplate, ChatTemplateError
 from lockstep.errors import UserError, closest
 from lockstep.generate.sampling_params import Completion
 from lockstep.generate.server.access_log import DISCONNECTED, AccessLog, record_of
@@ -114,16 +114,10 @@ async def _chat(service: Service, request: Request, data: bytes) -> Response:
             "weights",
             code="no_chat_template",
         )
-    values = body.chat_template_kwargs or {}
-    for name in values:
-        if name in GIVEN_TO_TEMPLATES or name not in service.template.variables:
-            field, known = "chat_template_kwargs", service.template.variables - GIVEN_TO_TEMPLATES
-            hint = closest(name[:64], known) or " Remove it"
-            raise ApiError(400, f"{field}: the model's chat template reads no {name[:64]!r}.{hint}", field)
     messages = [message.plain() for message in body.messages]
     characters = sum(len(message["content"]) for message in messages)
     check_text(service, characters, "messages")
-    render = partial(service.template.render, messages, **values)
+    render = partial(service.template.render, messages, **_template_values(service.template, body))
     try:
         if characters < LONG_TEXT and len(messages) < LONG_CHAT:
             text = await asyncio.to_thread(render)
@@ -135,6 +129,16 @@ async def _chat(service: Service, request: Request, data: bytes) -> Response:
     max_tokens = body.max_completion_tokens or body.max_tokens or max(1, service.context - len(prompt))
     top_logprobs = (body.top_logprobs or 0) if body.logprobs else None
     return await answer(service, request, body, [prompt], max_tokens, top_logprobs, chat=True)
+
+
+def _template_values(template: ChatTemplate, body: ChatRequest) -> dict[str, Any]:
+    """Those that the request gives to its chat template. Raises ApiError for one that the template does not read."""
+    values, known = body.chat_template_kwargs or {}, template.variables - GIVEN_TO_TEMPLATES
+    for name in values:
+        if name not in known:
+            field, hint = "chat_template_kwargs", closest(name[:64], known) or " Remove it"
+            raise ApiError(400, f"{field}: the model's chat template reads no {name[:64]!r}.{hint}", field)
+    return values
 
 
 @routes.get("/", include_in_schema=False)
