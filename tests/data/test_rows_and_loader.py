@@ -283,6 +283,9 @@ def test_a_state_without_a_checksum_of_the_data_is_taken():
     state = rows.state()
     del state["contents"]
     rows.load_state(state)
+    del state["seed"]
+    with pytest.raises(UserError, match="seed: None when the run was saved"):
+        rows.load_state(state)
 
 
 @pytest.mark.parametrize("place", [0, 77, 99])

@@ -81,6 +81,15 @@ def test_what_a_configuration_lacks_is_as_in_transformers(tmp_path, lacking):
     assert read_config(tmp_path) == expected
 
 
+def test_rotary_settings_of_an_old_configuration_are_not_mixed_with_defaults(tmp_path):
+    theirs(tmp_path)
+    values = json.loads((tmp_path / "config.json").read_text())
+    del values["rope_parameters"]
+    (tmp_path / "config.json").write_text(json.dumps(values | {"rope_theta": 5000.0, "rope_scaling": None}))
+    config = read_config(tmp_path)
+    assert (config.rope_theta, config.rope_scaling) == (5000.0, None)
+
+
 def theirs_of(model, key):
     value = getattr(model.config, key)
     return value if isinstance(value, dict) else {key: value}

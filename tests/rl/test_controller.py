@@ -336,10 +336,13 @@ def test_a_run_without_validation_asks_for_no_examples_and_reports_what_it_has(t
     assert not {"reward_before", "reward_after"} & summary.keys() and summary["parity_tokens_different"] == 0
     print_summary(folder)
     said = capsys.readouterr().out
-    assert "->" not in said and "0 different" in said
+    assert "->" not in said and "0 different" in said and " s in all: " in said
     assert "stone" in (folder / "report.html").read_text()
     reinforce(replace(config, steps=3), TrainingAlone())
     assert [line["step"] for line in _metrics(folder)] == [1, 2, 3]
+    capsys.readouterr()
+    print_summary(folder)
+    assert " s since step 2\n" in capsys.readouterr().out
 
 
 class HeldOutToo(TrainingAlone):
