@@ -226,7 +226,10 @@ def test_a_required_field_that_is_missing_is_named_with_what_was_given_for_it(cl
 def test_values_for_the_chat_template_reach_it_and_others_are_refused(tmp_path, chat_folder):
     folder = tmp_path / "model"
     shutil.copytree(chat_folder, folder)
-    thinking = "{% if enable_thinking is defined and not enable_thinking %}no thoughts{% endif %}"
+    thinking = (
+        "{% generation %}{{ eos_token }}{% endgeneration %}"
+        "{% if enable_thinking is defined and not enable_thinking %}no thoughts{% endif %}"
+    )
     with (folder / "chat_template.jinja").open("a") as file:
         file.write(thinking)
     asked = {"model": "model", "messages": [{"role": "user", "content": "x"}], "max_tokens": 1}
@@ -240,13 +243,19 @@ def test_values_for_the_chat_template_reach_it_and_others_are_refused(tmp_path, 
         ).usage.prompt_tokens
         assert len({*lengths}) == 1 and short > lengths[0]
         for name, said in (
-            ("enable_thinkng", "reads no 'enable_thinkng'. Did you mean \"enable_thinking\"?"),
-            ("messages", "reads no 'messages'. Remove it"),
-            ("self", "reads no 'self'. Remove it"),
+            ("enable_thinkng", "takes no 'enable_thinkng'. Did you mean \"enable_thinking\"?"),
+            ("messages", "takes no 'messages'. Remove it"),
+            ("self", "takes no 'self'. Remove it"),
+            ("eos_token", "takes no 'eos_token'. Remove it"),
+            ("generation_begins", "takes no 'generation_begins'. Remove it"),
         ):
             with pytest.raises(openai.BadRequestError) as refused:
                 client.chat.completions.create(**asked, extra_body={"chat_template_kwargs": {name: 1}})
             assert said in refused.value.body["message"] and refused.value.param == "chat_template_kwargs"
+        with pytest.raises(openai.BadRequestError, match="a prompt of 1000023 characters") as refused:
+            values = {"enable_thinking": "x" * 10**6}
+            client.chat.completions.create(**asked, extra_body={"chat_template_kwargs": values})
+        assert refused.value.param == "chat_template_kwargs"
 
 
 def test_a_tools_result_names_its_call():

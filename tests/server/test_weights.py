@@ -10,6 +10,7 @@ from safetensors.torch import load_file, save_file
 from lockstep import build_model, load_model, save_model, score
 from lockstep.checkpoint.manifest import write_manifest
 from lockstep.errors import UserError
+from lockstep.generate.server import weights
 from lockstep.generate.server.api_error import ApiError
 from lockstep.generate.server.body import parse_body
 from lockstep.generate.server.protocol import WeightsRequest
@@ -170,6 +171,22 @@ def test_a_checkpoint_with_a_flipped_bit_leaves_the_old_weights(run_folder):
         assert answer.status_code == 400 and "does not match its checksum" in answer.text
         after = running.complete(prompt=[1, 2, 3], max_tokens=4, temperature=0, return_token_ids=True).json()
         assert before["choices"] == after["choices"]
+
+
+def test_other_requests_are_answered_while_checksums_are_read(run_folder, monkeypatch):
+    read = threading.Event()
+    monkeypatch.setattr(weights, "damage", lambda *arguments, **options: "" if read.wait(30) else "never read")
+    write_manifest(run_folder / "checkpoints" / "step_00000002", [])
+    with running_server(run_folder / "checkpoints" / "step_00000001", admin_key="secret") as running:
+        answers = []
+        update = threading.Thread(target=lambda: answers.append(_update(running, version=2)))
+        update.start()
+        try:
+            assert running.complete(prompt=[1, 2, 3], max_tokens=4).status_code == 200 and not answers
+        finally:
+            read.set()
+            update.join()
+        assert answers[0].status_code == 200, answers[0].text
 
 
 def test_an_unknown_field_has_its_name_and_code():

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import json
 from collections.abc import AsyncIterator, Callable, Coroutine
 from contextlib import asynccontextmanager
 from functools import partial
@@ -37,8 +38,11 @@ COMPLETION_TOKENS = 16
 """OpenAI's default of max_tokens for completions; a chat can continue to the end of the context."""
 LONG_CHAT = 64
 """Messages; chats with at least this many are rendered in turn, however short they are."""
-GIVEN_TO_TEMPLATES = {"messages", "add_generation_prompt", "tools", "documents", "self"}
-"""Names that a request does not set by itself."""
+GIVEN_TO_TEMPLATES = {
+    *("messages", "add_generation_prompt", "tools", "documents", "self"),
+    *("generation_begins", "generation_ends"),
+}
+"""Names that a request does not set by itself, nor those of special tokens."""
 
 routes = APIRouter()
 
@@ -115,11 +119,14 @@ async def _chat(service: Service, request: Request, data: bytes) -> Response:
             code="no_chat_template",
         )
     messages = [message.plain() for message in body.messages]
-    characters = sum(len(message["content"]) for message in messages)
+    values = _template_values(service.template, body)
+    characters, of_values = sum(len(message["content"]) for message in messages), len(json.dumps(values))
     check_text(service, characters, "messages")
-    render = partial(service.template.render, messages, **_template_values(service.template, body))
+    check_text(service, of_values, "chat_template_kwargs")
+    render = partial(service.template.render, messages, **values)
     try:
-        if characters < LONG_TEXT and len(messages) < LONG_CHAT:
+        # A template may write a value at each message.
+        if characters + of_values * len(messages) < LONG_TEXT and len(messages) < LONG_CHAT:
             text = await asyncio.to_thread(render)
         else:
             text = await in_turn(service.turns.rendering, render)
@@ -133,11 +140,12 @@ async def _chat(service: Service, request: Request, data: bytes) -> Response:
 
 def _template_values(template: ChatTemplate, body: ChatRequest) -> dict[str, Any]:
     """Those that the request gives to its chat template. Raises ApiError for one that the template does not read."""
-    values, known = body.chat_template_kwargs or {}, template.variables - GIVEN_TO_TEMPLATES
+    values = body.chat_template_kwargs or {}
+    known = template.variables - GIVEN_TO_TEMPLATES - template.special_tokens.keys()
     for name in values:
         if name not in known:
             field, hint = "chat_template_kwargs", closest(name[:64], known) or " Remove it"
-            raise ApiError(400, f"{field}: the model's chat template reads no {name[:64]!r}.{hint}", field)
+            raise ApiError(400, f"{field}: the model's chat template takes no {name[:64]!r}.{hint}", field)
     return values
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import dataclasses
 import re
 import time
@@ -19,7 +20,8 @@ from lockstep.model import arithmetic_of
 
 async def update_weights(service: Service, wanted: WeightsRequest) -> dict[str, Any]:
     """Loads them in place. Raises UserError, leaving the old weights untouched, for a folder that does not fit."""
-    folder = _folder(service, wanted)
+    # Elsewhere, as checksums read whole files: streams and other requests go on.
+    folder = await asyncio.to_thread(_folder, service, wanted)
 
     def load(engine: Engine) -> dict[str, Any]:
         started = time.perf_counter()
