@@ -38,7 +38,8 @@ def refuse_other_names(kind: type, arguments: list[str], positional: bool = Fals
     it has not, and for a model that is given without `--model`."""
     own = dict(_options(kind))
     if not positional and "model" in own and arguments and not arguments[0].startswith("-"):
-        raise UserError(f"{arguments[0]}: settings have names; give the model as --model {arguments[0]}")
+        what = ("file", "config") if arguments[0].endswith((".toml", ".yaml", ".yml")) else ("model", "model")
+        raise UserError(f"{arguments[0]}: settings have names; give the {what[0]} as --{what[1]} {arguments[0]}")
     for argument, following in itertools.zip_longest(arguments, arguments[1:], fillvalue=""):
         given, equals, value = argument.removeprefix("--").partition("=")
         name = given.replace("_", "-")
@@ -57,7 +58,7 @@ def refuse_other_names(kind: type, arguments: list[str], positional: bool = Fals
 
 
 def _refuse_value(name: str, value: str, choices: tuple[str, ...]) -> None:
-    if choices and value not in (*choices, "None") and not value.startswith("-"):
+    if choices and value not in ("", "None", *choices) and not value.startswith("-"):
         meant = VALUES_HERE.get(value)
         hint = f' Did you mean "{meant}"?' if meant in choices else closest(value, choices)
         raise UserError(f'--{name} "{value}" is not one of {", ".join(filter(None, choices))}.{hint}')

@@ -21,22 +21,18 @@ class Idle(NamedTuple):
     usual: Any
     why: str
 
+    def __str__(self) -> str:
+        mend = "leave it out" if self.usual is None else f"leave it out, or set it to {toml_value(self.usual)}"
+        return f"{self.name} is {self.value}, but {self.why}: it would have no effect; {mend}"
+
 
 def idle_problems(config: PretrainConfig | RLConfig, recorded: PretrainConfig | RLConfig | None = None) -> list[str]:
-    """A sentence for each setting that has no effect, except for those that had none in the run that it continues."""
-    before = {idle.name: idle.value for idle in _idle(recorded)} if recorded else {}
-    problems = []
-    for idle in _idle(config):
-        if idle.name in before and idle.value == before[idle.name]:
-            continue
-        where, mends = "", ["leave it out", f"set it to {toml_value(idle.usual)}"]
-        if recorded and idle.value == _value(recorded, idle.name):
-            where, mends = " in the run that is resumed", mends[1:]
-        elif idle.usual is None:
-            mends = mends[:1]
-        mend = ", or ".join(mends)
-        problems.append(f"{idle.name} is {idle.value}{where}, but {idle.why}: it would have no effect; {mend}")
-    return problems
+    """A sentence for each setting that has no effect, unless its value is that of the run that is continued.
+
+    What has no effect there, or not any more, is no reason to end it.
+    """
+    given = (idle for idle in _idle(config) if not recorded or idle.value != _value(recorded, idle.name))
+    return [str(idle) for idle in given]
 
 
 def _idle(config: PretrainConfig | RLConfig) -> Iterator[Idle]:

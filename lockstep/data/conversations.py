@@ -154,7 +154,13 @@ class ConversationEncoder:
     def _rendered(self, messages: list[Any], tools: list[Any] | None) -> tuple[str, list[tuple[int, int]]]:
         if self.template is None:
             raise UserError("the data has messages, but the model's folder has no chat template; give --template FILE")
-        return self.template.render_with_assistant([_plain(message) for message in messages], tools)
+        plain = [_plain(message) for message in messages]
+        text, spans = self.template.render_with_assistant(plain, tools)
+        for message in plain:
+            alone = "content" not in message and not message.get("tool_calls")
+            if alone and message["reasoning_content"].strip() not in text:
+                raise ChatTemplateError("the chat template does not show the reasoning of a message without content")
+        return text, spans
 
     def _tools(self, values: dict[str, Any]) -> list[Any] | None:
         """The row's `tools`, which can be JSON in a string, since in Parquet objects have the keys of all others."""
@@ -202,11 +208,15 @@ def are_messages(value: Any) -> TypeGuard[list[Any]]:
     return isinstance(value, list) and all(isinstance(m, dict) and "role" in m for m in value)
 
 
+def is_text(value: Any) -> bool:
+    return isinstance(value, str) and bool(value.strip())
+
+
 def _plain(message: dict[str, Any]) -> dict[str, Any]:
     """The message as templates expect it, with parts of texts in one string.
 
-    Raises ChatTemplateError if its content is not text, which a tool's result need not be. Tool calls and reasoning
-    need no content at all.
+    Raises ChatTemplateError if its content is not text, which a tool's result need not be. The assistant's tool calls
+    and reasoning need no content at all.
     """
     # In Parquet every message has the keys of all messages. Transformers leaves out null values too.
     plain = {key: value for key, value in message.items() if value is not None}
@@ -214,7 +224,8 @@ def _plain(message: dict[str, Any]) -> dict[str, Any]:
     if isinstance(content, list) and all(isinstance(p, dict) and isinstance(p.get("text"), str) for p in content):
         plain["content"] = content = "\n".join(part["text"] for part in content)
     reasoning = next((plain[name] for name in REASONING if name in plain), None)
-    can_be_other = message["role"] == "tool" if content is not None else message.get("tool_calls") or reasoning
+    can_be_other = message["role"] == "tool" if content is not None else message.get("tool_calls")
+    can_be_other = can_be_other or (content is None and message["role"] == "assistant" and is_text(reasoning))
     if not isinstance(content, str) and not can_be_other:
         raise ChatTemplateError(f"a message of the role {message['role']!r:.60} has no text as its content")
     if reasoning is not None:

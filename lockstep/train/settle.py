@@ -95,8 +95,8 @@ def refuse_fewer_steps(config: PretrainConfig | RLConfig, step: int) -> None:
     """Raises UserError if the run that is resumed is at a later step than its last one is to be."""
     if config.steps < step:
         raise UserError(
-            f"{config.output} is at step {step} and steps is {config.steps}, which counts from the run's beginning; "
-            f"give more than {step}"
+            f"{config.output} is at step {step}, but is to end at step {config.steps}, counted from its beginning; "
+            "give more steps or epochs"
         )
 
 

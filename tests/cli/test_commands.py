@@ -274,6 +274,7 @@ def test_every_command_refuses_a_device_that_is_not_there(arguments, model_folde
         (["serve", "--max-model-len", "99"], "use --max-prompt-tokens"),
         (["serve", "--trust-remote-code"], "there is no --trust-remote-code: code in a model's folder is never run"),
         (["serve", "run-sft"], "run-sft: settings have names; give the model as --model run-sft"),
+        (["pretrain", "run/config.toml"], "give the file as --config run/config.toml"),
         (["pretrain", "--dtype", "bf16"], 'is not one of auto, bfloat16, float32. Did you mean "bfloat16"?'),
         (["dpo", "--loss=sigmoid"], 'is not one of dpo, ipo, simpo, kto. Did you mean "dpo"?'),
         (["rl", "--algorithm", "dapoo"], 'Did you mean "dapo"'),
@@ -348,7 +349,7 @@ def test_a_run_is_not_resumed_to_an_earlier_step_or_with_empty_settings(tmp_path
     run = tmp_path / "run"
     recorded = (run / "config.toml").read_text()
     assert main(["pretrain", "--output", str(run), "--resume", "--steps", "1"]) == 2
-    assert "run is at step 2 and steps is 1, which counts from the run's beginning" in capsys.readouterr().err
+    assert "run is at step 2, but is to end at step 1, counted from its beginning" in capsys.readouterr().err
     assert (run / "config.toml").read_text() == recorded
     assert main(["pretrain", "--output", str(run), "--resume", "--steps", "3"]) == 0
     assert json.loads((run / "summary.json").read_text())["resumed_from"] == 2

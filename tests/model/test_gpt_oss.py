@@ -68,26 +68,37 @@ def test_a_folder_of_transformers_gives_its_logits_and_comes_back_tensor_by_tens
     assert load_model(tmp_path / "ours").config == ours.config
 
 
-@pytest.mark.parametrize("lacking", ["rms_norm_eps", "rope_parameters", "head_dim"])
-def test_what_a_configuration_lacks_is_as_in_transformers(tmp_path, lacking):
-    theirs(tmp_path, head_dim=64)
+@pytest.mark.parametrize(
+    "changes",
+    [
+        *({key: None} for key in ("rms_norm_eps", "rope_parameters", "head_dim", "num_key_value_heads")),
+        {"max_position_embeddings": None},
+        {"rope_parameters": None, "rope_theta": 5000.0},
+        {"rope_parameters": None, "rope_theta": 5000.0, "rope_scaling": {"rope_type": "default"}},
+        {"rope_parameters": {"rope_type": "yarn", "factor": 8.0, "original_max_position_embeddings": 64}},
+    ],
+    ids=str,
+)
+def test_what_a_configuration_lacks_is_as_in_transformers(tmp_path, changes):
+    theirs(tmp_path, head_dim=64, num_attention_heads=16, num_key_value_heads=8)
     values = json.loads((tmp_path / "config.json").read_text())
     values.pop("rope_theta", None)
-    expected = read_config(tmp_path)
-    del values[lacking]
+    values = {k: v for k, v in (values | changes).items() if v is not None}
     (tmp_path / "config.json").write_text(json.dumps(values))
-    assert read_config(tmp_path) == expected
-    (tmp_path / "config.json").write_text(json.dumps(values | {lacking: None}))
-    assert read_config(tmp_path) == expected
-
-
-def test_rotary_settings_of_an_old_configuration_are_not_mixed_with_defaults(tmp_path):
-    theirs(tmp_path)
-    values = json.loads((tmp_path / "config.json").read_text())
-    del values["rope_parameters"]
-    (tmp_path / "config.json").write_text(json.dumps(values | {"rope_theta": 5000.0, "rope_scaling": None}))
-    config = read_config(tmp_path)
-    assert (config.rope_theta, config.rope_scaling) == (5000.0, None)
+    ours, known = read_config(tmp_path), GptOssConfig.from_pretrained(tmp_path)
+    (tmp_path / "config.json").write_text(json.dumps(values | {k: v for k, v in changes.items() if v is None}))
+    assert read_config(tmp_path) == ours
+    rope = known.rope_parameters
+    assert (ours.norm_eps, ours.head_dim, ours.num_kv_heads, ours.max_positions, ours.rope_theta) == (
+        known.rms_norm_eps, known.head_dim, known.num_key_value_heads, known.max_position_embeddings, rope["rope_theta"]
+    )  # fmt: skip
+    if rope["rope_type"] == "default":
+        assert ours.rope_scaling is None
+    else:
+        scaling = ours.rope_scaling
+        assert (scaling.factor, scaling.original_max_positions, scaling.truncate) == (
+            rope["factor"], rope["original_max_position_embeddings"], rope.get("truncate", True)
+        )  # fmt: skip
 
 
 def theirs_of(model, key):

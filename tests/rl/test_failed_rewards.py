@@ -8,7 +8,7 @@ from typing import ClassVar
 import pytest
 
 import lockstep.rl as rl
-from lockstep.config import Algorithm, RewardConfig
+from lockstep.config import ALGORITHMS, Algorithm, RewardConfig
 from lockstep.errors import UserError
 from lockstep.rl.bookkeeping import summarize, validation_metrics
 from lockstep.rl.collect import assign_advantages, assign_rewards
@@ -66,6 +66,20 @@ def test_advantages_are_of_the_rewards_themselves_however_large():
         rollout.reward = reward
     assign_advantages(rollouts, PLAIN)
     assert [r.advantage for r in rollouts] == pytest.approx([-0.005, 0.005], rel=1e-6)
+    assign_advantages(rollouts, ALGORITHMS["rejection"])
+    assert [r.advantage for r in rollouts] == [0.0, 1.0]
+
+
+def test_of_equally_good_answers_none_is_best_by_its_rounding():
+    rollouts = _rollouts(["", "", ""])
+    for group in ([0.3, 0.1 + 0.2, 0.3], [-0.3, -0.1 - 0.2, -0.3]):
+        for rollout, reward in zip(rollouts, group):
+            rollout.reward = reward
+        assign_advantages(rollouts, ALGORITHMS["rejection"])
+        assert [r.advantage for r in rollouts] == [0.0, 0.0, 0.0]
+    rollouts[2].reward = -0.5
+    assign_advantages(rollouts, ALGORITHMS["rejection"])
+    assert [r.advantage for r in rollouts] == [1.0, 1.0, 0.0]
 
 
 def test_a_failed_reward_is_zero_where_that_is_set():

@@ -188,9 +188,15 @@ def test_a_message_can_be_reasoning_alone(chat_folder, content):
     expected = theirs.apply_chat_template(messages, chat_template=shows, tokenize=False)
     encoded = _encode(chat_folder, {"messages": messages}, shows)
     assert load_tokenizer(chat_folder).decode(encoded.tokens.tolist()) == expected, encoded.problem
-    empty = {"role": "assistant", "reasoning": "", **content}
-    nothing = _encode(chat_folder, {"messages": [messages[0], empty]}, shows)
-    assert ("no text as its content" in nothing.problem) == (content.get("content") is None)
+    lacks = content.get("content") is None
+    for other in ({"reasoning": ""}, {"reasoning": {"x": 1}}, {"reasoning": "a", "role": "user"}):
+        nothing = _encode(
+            chat_folder, {"messages": [*messages, {"role": "assistant", **other, **content}, *messages]}, shows
+        )
+        assert ("no text as its content" in nothing.problem) == lacks, other
+    hides = shows.replace("m.reasoning_content", "''")
+    hidden = _encode(chat_folder, {"messages": [*messages, LINES[0]["messages"][1]]}, hides)
+    assert ("does not show the reasoning of a message without content" in hidden.problem) == lacks
 
 
 @pytest.mark.parametrize("prompt", [[CALL], [CALL | {"content": ""}], []])

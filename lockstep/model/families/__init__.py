@@ -123,11 +123,8 @@ def from_hugging_face(values: dict[str, Any], where: str) -> ModelConfig:
 
 
 def _with_defaults(values: dict[str, Any], defaults: dict[str, Any]) -> dict[str, Any]:
-    """The values, with a family's own for the keys that are missing; rotary settings have several names."""
-    rotary = {"rope_parameters", "rope_scaling", "rope_theta"}
-    given = {key for key, value in values.items() if value is not None}
-    given |= rotary if given & rotary else set()
-    return values | {key: value for key, value in defaults.items() if key not in given}
+    """The values, with a family's own for the keys that are missing or null."""
+    return values | {key: value for key, value in defaults.items() if values.get(key) is None}
 
 
 def _refuse_endless_rotation(config: ModelConfig, where: str) -> None:

@@ -20,10 +20,12 @@ QUANTIZED = ("mxfp4",)
 """Quantized formats of a folder's experts that can be read; they are read into bfloat16."""
 DEFAULTS = {
     "head_dim": 64,
+    "num_key_value_heads": 8,
+    "max_position_embeddings": 131072,
     "rms_norm_eps": 1e-5,
-    "rope_parameters": {
+    "rope_theta": 150_000.0,
+    "rope_scaling": {
         "rope_type": "yarn",
-        "rope_theta": 150_000.0,
         "factor": 32.0,
         "original_max_position_embeddings": 4096,
         "truncate": False,

@@ -7,7 +7,7 @@ from lockstep.model.config import ModelConfig
 ARCHITECTURE = "Qwen3ForCausalLM"
 MODEL_TYPE = "qwen3"
 QK_NORM = True
-DEFAULTS = {"head_dim": 128}
+DEFAULTS = {"head_dim": 128, "num_key_value_heads": 32}
 
 
 def config(vocab_size: int, tie_embeddings: bool = True, **sizes: int) -> ModelConfig:

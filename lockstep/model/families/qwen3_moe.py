@@ -11,6 +11,7 @@ from lockstep.ops.routing import Routing
 ARCHITECTURE = "Qwen3MoeForCausalLM"
 MODEL_TYPE = "qwen3_moe"
 QK_NORM = True
+DEFAULTS = {"num_key_value_heads": 4}
 
 
 def config(
