@@ -38,7 +38,8 @@ def refuse_other_names(kind: type, arguments: list[str], positional: bool = Fals
     it has not, and for a model that is given without `--model`."""
     own = dict(_options(kind))
     if not positional and "model" in own and arguments and not arguments[0].startswith("-"):
-        what = ("file", "config") if arguments[0].endswith((".toml", ".yaml", ".yml")) else ("model", "model")
+        is_config = "resume" in own and arguments[0].endswith((".toml", ".yaml", ".yml"))
+        what = ("file", "config") if is_config else ("model", "model")
         raise UserError(f"{arguments[0]}: settings have names; give the {what[0]} as --{what[1]} {arguments[0]}")
     for argument, following in itertools.zip_longest(arguments, arguments[1:], fillvalue=""):
         given, equals, value = argument.removeprefix("--").partition("=")

@@ -156,10 +156,14 @@ class ConversationEncoder:
             raise UserError("the data has messages, but the model's folder has no chat template; give --template FILE")
         plain = [_plain(message) for message in messages]
         text, spans = self.template.render_with_assistant(plain, tools)
-        for message in plain:
-            alone = "content" not in message and not message.get("tool_calls")
-            if alone and message["reasoning_content"].strip() not in text:
-                raise ChatTemplateError("the chat template does not show the reasoning of a message without content")
+        for index, message in enumerate(plain):
+            if "content" not in message and not message.get("tool_calls"):
+                other = message | {name: f"{message[name]}?" for name in REASONING if name in message}
+                changed = [*plain[:index], other, *plain[index + 1 :]]
+                if self.template.render(changed, add_generation_prompt=False, tools=tools) == text:
+                    raise ChatTemplateError(
+                        "the chat template does not show the reasoning of a message without content"
+                    )
         return text, spans
 
     def _tools(self, values: dict[str, Any]) -> list[Any] | None:

@@ -275,6 +275,7 @@ def test_every_command_refuses_a_device_that_is_not_there(arguments, model_folde
         (["serve", "--trust-remote-code"], "there is no --trust-remote-code: code in a model's folder is never run"),
         (["serve", "run-sft"], "run-sft: settings have names; give the model as --model run-sft"),
         (["pretrain", "run/config.toml"], "give the file as --config run/config.toml"),
+        (["serve", "run/config.toml"], "give the model as --model run/config.toml"),
         (["pretrain", "--dtype", "bf16"], 'is not one of auto, bfloat16, float32. Did you mean "bfloat16"?'),
         (["dpo", "--loss=sigmoid"], 'is not one of dpo, ipo, simpo, kto. Did you mean "dpo"?'),
         (["rl", "--algorithm", "dapoo"], 'Did you mean "dapo"'),

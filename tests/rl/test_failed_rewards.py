@@ -72,12 +72,12 @@ def test_advantages_are_of_the_rewards_themselves_however_large():
 
 def test_of_equally_good_answers_none_is_best_by_its_rounding():
     rollouts = _rollouts(["", "", ""])
-    for group in ([0.3, 0.1 + 0.2, 0.3], [-0.3, -0.1 - 0.2, -0.3]):
+    for group in ([0.3, 0.1 + 0.2, 0.3], [-0.3, -0.1 - 0.2, -0.3], [0.0, 0.1 + 0.2 - 0.3, 0.0]):
         for rollout, reward in zip(rollouts, group):
             rollout.reward = reward
         assign_advantages(rollouts, ALGORITHMS["rejection"])
         assert [r.advantage for r in rollouts] == [0.0, 0.0, 0.0]
-    rollouts[2].reward = -0.5
+    rollouts[2].reward = -1e-9
     assign_advantages(rollouts, ALGORITHMS["rejection"])
     assert [r.advantage for r in rollouts] == [1.0, 1.0, 0.0]
 

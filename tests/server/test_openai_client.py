@@ -227,7 +227,7 @@ def test_values_for_the_chat_template_reach_it_and_others_are_refused(tmp_path, 
     folder = tmp_path / "model"
     shutil.copytree(chat_folder, folder)
     thinking = (
-        "{% generation %}{{ eos_token }}{% endgeneration %}"
+        "{% generation %}{{ eos_token }}{{ pad_token }}{% endgeneration %}"
         "{% if enable_thinking is defined and not enable_thinking %}no thoughts{% endif %}"
     )
     with (folder / "chat_template.jinja").open("a") as file:
@@ -247,12 +247,16 @@ def test_values_for_the_chat_template_reach_it_and_others_are_refused(tmp_path, 
             ("messages", "takes no 'messages'. Remove it"),
             ("self", "takes no 'self'. Remove it"),
             ("eos_token", "takes no 'eos_token'. Remove it"),
+            ("pad_token", "takes no 'pad_token'. Remove it"),
             ("generation_begins", "takes no 'generation_begins'. Remove it"),
         ):
             with pytest.raises(openai.BadRequestError) as refused:
                 client.chat.completions.create(**asked, extra_body={"chat_template_kwargs": {name: 1}})
             assert said in refused.value.body["message"] and refused.value.param == "chat_template_kwargs"
-        with pytest.raises(openai.BadRequestError, match="a prompt of 1000023 characters") as refused:
+        with pytest.raises(openai.BadRequestError, match="has 1000023 characters, more than 65536") as refused:
+            client.chat.completions.create(
+                **asked, extra_body={"chat_template_kwargs": {"enable_thinking": {"unread": "漢" * 10**4}}}
+            )
             values = {"enable_thinking": "x" * 10**6}
             client.chat.completions.create(**asked, extra_body={"chat_template_kwargs": values})
         assert refused.value.param == "chat_template_kwargs"

@@ -189,6 +189,32 @@ def test_other_requests_are_answered_while_checksums_are_read(run_folder, monkey
         assert answers[0].status_code == 200, answers[0].text
 
 
+def test_the_later_of_two_updates_is_the_last_however_long_its_checksums_take(run_folder, monkeypatch):
+    begun, read = threading.Event(), threading.Event()
+
+    def slow(folder, **options):
+        if folder.name == "step_00000002":
+            begun.set()
+            read.wait(30)
+        return ""
+
+    monkeypatch.setattr(weights, "damage", slow)
+    for step in (1, 2):
+        write_manifest(run_folder / "checkpoints" / f"step_{step:08}", [])
+    with running_server(run_folder / "checkpoints" / "step_00000001", admin_key="secret") as running:
+        first = threading.Thread(target=_update, args=(running,), kwargs={"version": 2})
+        first.start()
+        begun.wait(30)
+        second = threading.Thread(target=_update, args=(running,), kwargs={"version": 1})
+        second.start()
+        second.join(0.5)
+        read.set()
+        first.join()
+        second.join()
+        with running.http() as client:
+            assert client.get("/health").json()["weights_version"] == 1
+
+
 def test_an_unknown_field_has_its_name_and_code():
     with pytest.raises(ApiError, match="unknown field 'pth'; there are: path, version") as refused:
         parse_body(b'{"pth": "x"}', WeightsRequest)

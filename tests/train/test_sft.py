@@ -195,7 +195,10 @@ def test_a_message_can_be_reasoning_alone(chat_folder, content):
         )
         assert ("no text as its content" in nothing.problem) == lacks, other
     hides = shows.replace("m.reasoning_content", "''")
-    hidden = _encode(chat_folder, {"messages": [*messages, LINES[0]["messages"][1]]}, hides)
+    said = {"role": "user", "content": "2+3 is 5"}  # so that it is in the text, but not as the reasoning
+    hidden = _encode(chat_folder, {"messages": [said, *messages, LINES[0]["messages"][1]]}, hides)
+    shouts = shows.replace("m.reasoning_content", "m.reasoning_content | upper")
+    assert not _encode(chat_folder, {"messages": messages}, shouts).problem
     assert ("does not show the reasoning of a message without content" in hidden.problem) == lacks
 
 

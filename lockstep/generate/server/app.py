@@ -43,6 +43,8 @@ GIVEN_TO_TEMPLATES = {
     *("generation_begins", "generation_ends"),
 }
 """Names that a request does not set by itself, nor those of special tokens."""
+MOST_OF_VALUES = 2**16
+"""Characters of a chat template's values as JSON: a template may write them at each message."""
 
 routes = APIRouter()
 
@@ -119,10 +121,9 @@ async def _chat(service: Service, request: Request, data: bytes) -> Response:
             code="no_chat_template",
         )
     messages = [message.plain() for message in body.messages]
-    values = _template_values(service.template, body)
-    characters, of_values = sum(len(message["content"]) for message in messages), len(json.dumps(values))
+    values, of_values = _template_values(service.template, body)
+    characters = sum(len(message["content"]) for message in messages)
     check_text(service, characters, "messages")
-    check_text(service, of_values, "chat_template_kwargs")
     render = partial(service.template.render, messages, **values)
     try:
         # A template may write a value at each message.
@@ -138,15 +139,21 @@ async def _chat(service: Service, request: Request, data: bytes) -> Response:
     return await answer(service, request, body, [prompt], max_tokens, top_logprobs, chat=True)
 
 
-def _template_values(template: ChatTemplate, body: ChatRequest) -> dict[str, Any]:
-    """Those that the request gives to its chat template. Raises ApiError for one that the template does not read."""
-    values = body.chat_template_kwargs or {}
-    known = template.variables - GIVEN_TO_TEMPLATES - template.special_tokens.keys()
+def _template_values(template: ChatTemplate, body: ChatRequest) -> tuple[dict[str, Any], int]:
+    """Those that the request gives to its chat template, and their size in characters.
+
+    Raises ApiError for one that the template does not read, and if they are too large.
+    """
+    values, field = body.chat_template_kwargs or {}, "chat_template_kwargs"
+    known = {name for name in template.variables - GIVEN_TO_TEMPLATES if not name.endswith("_token")}
     for name in values:
         if name not in known:
-            field, hint = "chat_template_kwargs", closest(name[:64], known) or " Remove it"
+            hint = closest(name[:64], known) or " Remove it"
             raise ApiError(400, f"{field}: the model's chat template takes no {name[:64]!r}.{hint}", field)
-    return values
+    size = len(json.dumps(values, ensure_ascii=False))
+    if size > MOST_OF_VALUES:
+        raise ApiError(400, f"{field} has {size} characters, more than {MOST_OF_VALUES}", field)
+    return values, size
 
 
 @routes.get("/", include_in_schema=False)

@@ -66,6 +66,7 @@ class Turns:
     rendering: asyncio.Lock = field(default_factory=asyncio.Lock)
     tokenizing: asyncio.Lock = field(default_factory=asyncio.Lock)
     writing: asyncio.Lock = field(default_factory=asyncio.Lock)
+    updating: asyncio.Lock = field(default_factory=asyncio.Lock)
 
 
 async def in_turn(turn: asyncio.Lock, work: Callable[[], Result]) -> Result:

@@ -20,8 +20,6 @@ from lockstep.model import arithmetic_of
 
 async def update_weights(service: Service, wanted: WeightsRequest) -> dict[str, Any]:
     """Loads them in place. Raises UserError, leaving the old weights untouched, for a folder that does not fit."""
-    # Elsewhere, as checksums read whole files: streams and other requests go on.
-    folder = await asyncio.to_thread(_folder, service, wanted)
 
     def load(engine: Engine) -> dict[str, Any]:
         started = time.perf_counter()
@@ -33,7 +31,10 @@ async def update_weights(service: Service, wanted: WeightsRequest) -> dict[str, 
         seconds = time.perf_counter() - started
         return {"weights_version": engine.weights_version, "path": str(folder), "seconds": round(seconds, 4)}
 
-    return await service.engine_loop.between_steps(load)
+    async with service.turns.updating:  # the later request's weights are the last
+        # Elsewhere, as checksums read whole files: streams and other requests go on.
+        folder = await asyncio.to_thread(_folder, service, wanted)
+        return await service.engine_loop.between_steps(load)
 
 
 def describe(service: Service) -> dict[str, Any]:

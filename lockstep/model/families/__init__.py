@@ -123,8 +123,10 @@ def from_hugging_face(values: dict[str, Any], where: str) -> ModelConfig:
 
 
 def _with_defaults(values: dict[str, Any], defaults: dict[str, Any]) -> dict[str, Any]:
-    """The values, with a family's own for the keys that are missing or null."""
-    return values | {key: value for key, value in defaults.items() if values.get(key) is None}
+    """The values, with a family's own for the keys that are missing or null; without a number of key-value heads, there
+    are as many as heads."""
+    as_heads = {"num_key_value_heads"} & values.keys()
+    return values | {key: value for key, value in defaults.items() if values.get(key) is None and key not in as_heads}
 
 
 def _refuse_endless_rotation(config: ModelConfig, where: str) -> None:

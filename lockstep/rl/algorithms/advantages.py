@@ -42,11 +42,11 @@ def best_of_group(rewards: Float[Tensor, "prompts samples"]) -> Float[Tensor, "p
     """1 for the completions with the highest reward of their group, else 0 (RAFT, arXiv 2304.06767, algorithm 1).
 
     If several are best, all get 1, as correct ones do in rejection-sampling fine-tuning (arXiv 2308.01825). A group of
-    equal rewards offers no choice and gets 0. Rewards that differ by a billionth are equal: sums such as 0.1 + 0.2.
+    equal rewards offers no choice and gets 0. Rewards that differ by a trillionth are equal: sums such as 0.1 + 0.2.
     """
 
     def best(group: list[float]) -> list[float]:
-        are_best = [math.isclose(reward, max(group)) for reward in group]
+        are_best = [math.isclose(reward, max(group), rel_tol=1e-12, abs_tol=1e-12) for reward in group]
         return [float(is_best and not all(are_best)) for is_best in are_best]
 
     return _of_each_group(rewards, best)
