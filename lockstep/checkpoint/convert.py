@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from lockstep.checkpoint.boxes import bytes_of, open_safetensors
-from lockstep.checkpoint.manifest import MANIFEST, damage
+from lockstep.checkpoint.manifest import MANIFEST, damage_of_model
 from lockstep.checkpoint.safetensors_file import DTYPES, MAX_FILE_BYTES, file_name, header, split_files
 from lockstep.errors import UserError
 from lockstep.model import (
@@ -80,7 +80,7 @@ def convert(
             if merge
             else f"{source}: is an adapter; give --merge to write its base with the adapter merged in"
         )
-    if ours and (problem := damage(source, pattern="model*") or damage(source, pattern="adapter_model*")):
+    if ours and (problem := damage_of_model(source)):
         raise UserError(f"{source}: is damaged: {problem}; use an older checkpoint of the run")
     weights = _merged(_hugging_face(source)) if merge else _open(source)
     _check(source, weights)

@@ -117,6 +117,11 @@ def damage(folder: Path, checksums: bool = True, rank: int = 0, ranks: int = 1, 
         return f"cannot be read ({type(error).__name__}: {error})"
 
 
+def damage_of_model(folder: Path) -> str:
+    """As `damage`, of the weights alone: a model's or an adapter's."""
+    return damage(folder, pattern="model*") or damage(folder, pattern="adapter_model*")
+
+
 def _damaged_piece(folder: Path, files: dict[str, Any], rank: int, ranks: int) -> str:
     pieces = [(name, piece) for name, entry in files.items() for piece in entry.get("pieces", ())]
     opened = {}

@@ -212,10 +212,6 @@ def are_messages(value: Any) -> TypeGuard[list[Any]]:
     return isinstance(value, list) and all(isinstance(m, dict) and "role" in m for m in value)
 
 
-def is_text(value: Any) -> bool:
-    return isinstance(value, str) and bool(value.strip())
-
-
 def _plain(message: dict[str, Any]) -> dict[str, Any]:
     """The message as templates expect it, with parts of texts in one string.
 
@@ -229,7 +225,8 @@ def _plain(message: dict[str, Any]) -> dict[str, Any]:
         plain["content"] = content = "\n".join(part["text"] for part in content)
     reasoning = next((plain[name] for name in REASONING if name in plain), None)
     can_be_other = message["role"] == "tool" if content is not None else message.get("tool_calls")
-    can_be_other = can_be_other or (content is None and message["role"] == "assistant" and is_text(reasoning))
+    if content is None and message["role"] == "assistant" and isinstance(reasoning, str):
+        can_be_other = can_be_other or reasoning.strip()
     if not isinstance(content, str) and not can_be_other:
         raise ChatTemplateError(f"a message of the role {message['role']!r:.60} has no text as its content")
     if reasoning is not None:

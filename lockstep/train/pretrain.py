@@ -197,7 +197,7 @@ def _train(
     unjudged = awaits_validation(before, start)
 
     compute = resolve_dtype(config.dtype)
-    tokens = max(config.steps - start, 0) * config.tokens_per_step
+    tokens = (config.steps - start) * config.tokens_per_step
     work = f"{in_short(tokens)} tokens to go, {in_short(config.tokens_per_step)} per step"
     announce(f"{command}: " + start_line(config.model, model.config, world.device, compute, work, world.size))
     began = time.perf_counter()
@@ -214,7 +214,7 @@ def _train(
         ):
             timeline = trainer.timeline = observer.timeline
             if bar is not None:
-                bar.advance(min(start, config.steps))
+                bar.advance(start)
 
             def validate(last: bool) -> dict[str, float] | None:
                 """None if a signal interrupts it."""
@@ -248,7 +248,7 @@ def _train(
                 )
             if answers is not None and isinstance(model, Decoder) and start == 0:
                 answers.write(0, model)
-            if config.steps == 0 and not start:
+            if config.steps == 0:
                 checkpoints.save(0, {"loader": loader.state()}, last=True)
             step = start
             stopped_by = stop.agreed(world)

@@ -290,6 +290,7 @@ def test_a_state_without_a_checksum_of_the_data_is_taken():
 
 @pytest.mark.parametrize("place", [0, 77, 99])
 def test_of_a_large_corpus_parts_from_its_beginning_to_its_end_are_compared(monkeypatch, place):
+    # Smaller parts of a smaller corpus than the 64 MB from which parts are compared; each place is in one of them.
     monkeypatch.setattr(corpora, "PART", 2)
     monkeypatch.setattr(corpora, "PARTS", 10)
     one, other = _corpus([60, 40]), _corpus([60, 40])

@@ -174,8 +174,8 @@ def test_a_checkpoint_with_a_flipped_bit_leaves_the_old_weights(run_folder):
 
 
 def test_other_requests_are_answered_while_checksums_are_read(run_folder, monkeypatch):
-    read = threading.Event()
-    monkeypatch.setattr(weights, "damage", lambda *arguments, **options: "" if read.wait(30) else "never read")
+    read = threading.Event()  # a checksum of gigabytes, which the test has not got
+    monkeypatch.setattr(weights, "damage_of_model", lambda folder: "" if read.wait(30) else "never read")
     write_manifest(run_folder / "checkpoints" / "step_00000002", [])
     with running_server(run_folder / "checkpoints" / "step_00000001", admin_key="secret") as running:
         answers = []
@@ -192,13 +192,13 @@ def test_other_requests_are_answered_while_checksums_are_read(run_folder, monkey
 def test_the_later_of_two_updates_is_the_last_however_long_its_checksums_take(run_folder, monkeypatch):
     begun, read = threading.Event(), threading.Event()
 
-    def slow(folder, **options):
+    def slow(folder):
         if folder.name == "step_00000002":
             begun.set()
             read.wait(30)
         return ""
 
-    monkeypatch.setattr(weights, "damage", slow)
+    monkeypatch.setattr(weights, "damage_of_model", slow)
     for step in (1, 2):
         write_manifest(run_folder / "checkpoints" / f"step_{step:08}", [])
     with running_server(run_folder / "checkpoints" / "step_00000001", admin_key="secret") as running:

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from lockstep.checkpoint import step_name, weights_folder
-from lockstep.checkpoint.manifest import MANIFEST, damage
+from lockstep.checkpoint.manifest import MANIFEST, damage_of_model
 from lockstep.errors import UserError
 from lockstep.generate.engine import Engine
 from lockstep.generate.server.protocol import WeightsRequest
@@ -77,8 +77,6 @@ def _folder(service: Service, wanted: WeightsRequest) -> Path:
         folder = service.folder.with_name(step_name(wanted.version))
     if not folder.is_dir():
         raise UserError(f"{folder}: no such folder; give a Hugging Face model folder, a run's folder, or its step")
-    if (folder / MANIFEST).is_file():
-        problem = damage(folder, pattern="model*") or damage(folder, pattern="adapter_model*")
-        if problem:
-            raise UserError(f"{folder}: {problem}; give another checkpoint")
+    if (folder / MANIFEST).is_file() and (problem := damage_of_model(folder)):
+        raise UserError(f"{folder}: {problem}; give another checkpoint")
     return folder
