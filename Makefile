@@ -2,20 +2,28 @@
 PYTHON ?= python3
 VENV := .venv
 RUN := $(VENV)/bin/python -m
+PIP := $(VENV)/bin/pip install --quiet
+# All that commands need, and what tests, checks and benchmarks need besides.
+PRODUCT := $(VENV)/.product
+PEERS := $(VENV)/.peers
 
 .PHONY: parity gpu-check gpu-test gpu-bench demo demo-picture test test-slow test-security lint api format bench clean
 
-$(VENV)/.installed: pyproject.toml
+$(PRODUCT): pyproject.toml
 	$(PYTHON) -m venv $(VENV)
-	$(VENV)/bin/pip install --quiet "torch>=2.11,<2.14"
-	$(VENV)/bin/pip install --quiet --editable ".[dev]"
+	$(PIP) "torch>=2.11,<2.14"
+	$(PIP) --editable .
 	touch $@
 
-demo: $(VENV)/.installed
+$(PEERS): $(PRODUCT)
+	$(PIP) --editable ".[dev]"
+	touch $@
+
+demo: $(PRODUCT)
 	$(VENV)/bin/lockstep demo
 
 # The picture in the README, of the demo that ran last.
-demo-picture: $(VENV)/.installed
+demo-picture: $(PRODUCT)
 	$(VENV)/bin/python -c "from pathlib import Path; from lockstep.observe import curves_png; curves_png(Path('run'), Path('docs/demo.png'))"
 
 # Tests start some hundred processes, and each would compile the package anew.
@@ -24,36 +32,36 @@ export PYTHONDONTWRITEBYTECODE :=
 # Three processes for every two cores (tests/conftest.py), eight at most, of one thread each.
 PARALLEL := -n auto --maxprocesses 8 --dist worksteal
 
-test: $(VENV)/.installed
+test: $(PEERS)
 	$(RUN) pytest $(PARALLEL) --durations 15 $(ARGS)
 
 # What `make test` leaves out; for a part of it: make test-slow ARGS=tests/generate
-test-slow: $(VENV)/.installed
+test-slow: $(PEERS)
 	$(RUN) pytest $(PARALLEL) -m slow $(ARGS)
 
 # 20,000 damaged requests and 2,000 damaged folders, by fixed seeds; `make test` has a tenth of them.
-test-security: $(VENV)/.installed
+test-security: $(PEERS)
 	$(RUN) pytest -m "slow or not slow" tests/security
 
-lint: $(VENV)/.installed
+lint: $(PEERS)
 	$(RUN) ruff check .
 	$(RUN) ruff format --check .
 	$(RUN) mypy
 
 # Trainer and generator in every layout against each other; the picture is docs/parity.png.
-parity: $(VENV)/.installed
+parity: $(PRODUCT)
 	$(VENV)/bin/lockstep parity --matrix full --output parity
 	cp parity/parity.png docs/parity.png
 
 # docs/api.md: every public name, with its docstring.
-api: $(VENV)/.installed
+api: $(PEERS)
 	$(VENV)/bin/python docs/make_api.py
 
-format: $(VENV)/.installed
+format: $(PEERS)
 	$(RUN) ruff check --fix .
 	$(RUN) ruff format .
 
-bench: $(VENV)/.installed
+bench: $(PEERS)
 	$(VENV)/bin/python benchmarks/generation.py
 	$(VENV)/bin/python benchmarks/training.py
 	$(VENV)/bin/python benchmarks/grpo.py

@@ -79,6 +79,23 @@ def without_pictures(request, monkeypatch):
         monkeypatch.setattr("lockstep.observe.report.curves_svg", lambda *arguments: [])
 
 
+@pytest.fixture(scope="session")
+def empty_folder(tmp_path_factory):
+    """The working folder of all tests and of the processes they start, which find these tests through PYTHONPATH."""
+    folder, root = tmp_path_factory.mktemp("empty"), str(Path(__file__).parent.parent)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.chdir(folder)
+        patch.setenv("PYTHONPATH", os.pathsep.join(filter(None, [root, os.environ.get("PYTHONPATH", "")])))
+        yield folder
+
+
+@pytest.fixture(autouse=True)
+def nothing_in_the_working_folder(empty_folder):
+    """What lies in a user's working folder changes no test, and no test leaves anything there."""
+    yield
+    assert not (left := os.listdir(empty_folder)), f"the test wrote {left} into the working folder"
+
+
 def pytest_runtest_setup():
     tests.typechecker.test[0] += 1
 

@@ -35,7 +35,7 @@ def test_ranks_whose_torchrun_was_killed_end_within_10_seconds(tmp_path):
     torchrun = subprocess.Popen(
         [*command, "--rdzv-backend", "c10d", "--rdzv-endpoint", "127.0.0.1:0", "worker.py", "pids"],
         cwd=tmp_path,
-        env=os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": os.getcwd()},
+        env=os.environ | {"OMP_NUM_THREADS": "1"},
         stderr=subprocess.DEVNULL,
     )
     ranks = []

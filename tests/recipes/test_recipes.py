@@ -81,7 +81,7 @@ def test_a_recipes_layout_is_valid_on_8_64_or_512_ranks():
 @pytest.mark.slow
 @pytest.mark.parametrize("name", FROM_SCRATCH)
 def test_the_table_of_memory_in_the_documentation_is_what_dry_runs_say(name):
-    page = Path("docs/cluster.md").read_text()
+    page = (Path(__file__).parents[2] / "docs" / "cluster.md").read_text()
     (line,) = [line for line in page.splitlines() if line.startswith(f"| `{name}` |")]
     (found,) = launch(1, _rehearse, name, True, seconds=900)
     for cell, result in zip(line.split("|")[2:5], found):

@@ -36,7 +36,7 @@ class Worker:
 
     def start(self):
         name, value = self.mark.decode().split("=")
-        environment = os.environ | {name: value, "PYTHONPATH": os.getcwd(), "OMP_NUM_THREADS": "1"}
+        environment = os.environ | {name: value, "OMP_NUM_THREADS": "1"}
         command = [sys.executable, "-c", WORKER.format(self.address)]
         self.process = subprocess.Popen(command, cwd=self.folder, env=environment, start_new_session=True)
 
