@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from lockstep.checkpoint import load_model
     from lockstep.config import EngineConfig, EvalConfig
+    from lockstep.errors import StopRun
     from lockstep.generate import Completion, Engine, SamplingParams
     from lockstep.model import Decoder, ModelConfig, build_model, save_model
     from lockstep.rl.controller import reinforce
@@ -37,6 +38,7 @@ _HOMES = {
     "EvalConfig": "lockstep.config",
     "ModelConfig": "lockstep.model",
     "SamplingParams": "lockstep.generate",
+    "StopRun": "lockstep.errors",
     "build_model": "lockstep.model",
     "load_model": "lockstep.checkpoint",
     "save_model": "lockstep.model",
@@ -56,6 +58,7 @@ __all__ = [
     "EvalConfig",
     "ModelConfig",
     "SamplingParams",
+    "StopRun",
     "build_model",
     "evaluate",
     "finetune",

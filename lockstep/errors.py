@@ -28,6 +28,10 @@ class RunStopped(Exception):
         self.exit_code = exit_code
 
 
+class StopRun(Exception):
+    """Raised by an `on_metrics` callback: the run saves its state after this step and ends as if it were finished."""
+
+
 def closest(name: str, names: Iterable[str]) -> str:
     """A hint like ' Did you mean "gsm8k"?' for a misspelled `name`; empty if nothing is close."""
     near = difflib.get_close_matches(name, list(names), n=3, cutoff=0.6)

@@ -73,7 +73,7 @@ from lockstep.rl.stage_routes import routes_on_stages
 from lockstep.train import Trainer
 from lockstep.train.bad_steps import BadSteps
 from lockstep.train.settle import settle
-from lockstep.train.stop_signal import Interrupted, StopSignal
+from lockstep.train.stop_signal import RAISED, STOP_RUN, Interrupted, StopSignal, ends_with_error
 from lockstep.train.threads import fitting_threads
 
 
@@ -85,9 +85,9 @@ def reinforce(
 ) -> Path:
     """Trains `config.model` on `environment`, or the one that `config` names; returns the run's folder.
 
-    Calls `on_metrics(step, metrics)` after the validation before the first step (step 0) and after every step. Raises
-    UserError for bad input, ParityError if trainer and generator disagree (unless set to warn), and RunStopped if the
-    run ends early.
+    Calls `on_metrics(step, metrics)` after the validation before the first step (step 0) and after every step: what it
+    raises ends the run once that step is saved, `lockstep.StopRun` without an error. Raises UserError for bad input,
+    ParityError if trainer and generator disagree (unless set to warn), and RunStopped if the run ends early.
     """
     with ExitStack() as opened:
         return _reinforce(config, environment, progress, on_metrics, opened)
@@ -240,7 +240,9 @@ def _reinforce(
         fitting_threads(model.config, config.train.tokens_per_microbatch),
         stop,
         checkpoints,
-        Observer(config.observe, config.faults, run.path, world.rank, world.size, on_metrics, timeline) as observer,
+        Observer(
+            config.observe, config.faults, run.path, world.rank, world.size, stop.guarding(on_metrics), timeline
+        ) as observer,
         (progress or Progress("rl", config.steps, "step")) if world.is_main else nullcontext() as bar,
     ):
         trainer.timeline = timeline
@@ -258,6 +260,10 @@ def _reinforce(
                 if (ending := watch.ending()) and start < config.steps:
                     world.on_main(partial(write_report, run.path, title_of(config)))
                     raise ending
+        if (stopped_by := stop.agreed(world)) == RAISED:
+            raise stop.error(stopped_by, start, config.output)
+        if stopped_by == STOP_RUN:
+            return run.path
         for step in range(start + 1, (only or config.steps) + 1):
             with observer.step(step):
                 stopwatch = Stopwatch(timeline)
@@ -351,8 +357,13 @@ def _reinforce(
             if bar is not None:
                 shown = {"reward": metrics["reward/mean"], "different": metrics["parity/tokens_different"]}
                 bar.advance(1, "", **shown | observer.for_terminal(metrics))
-            ending = stop.error(stopped_by, step, config.output) if stopped_by else watch.ending()
-            if ending and (step < config.steps or unjudged):
+            finished = step >= config.steps and not unjudged
+            ending = None if finished else watch.ending()
+            if ends_with_error(stopped_by, finished):
+                ending = stop.error(stopped_by, step, config.output)
+            if stopped_by == STOP_RUN:
+                break
+            if ending:
                 world.on_main(partial(write_report, run.path, title_of(config)))
                 raise ending
 

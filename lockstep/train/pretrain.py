@@ -74,7 +74,7 @@ from lockstep.train.loss_spikes import LossSpikes
 from lockstep.train.objective import NextToken, NextTokenLoss, Objective
 from lockstep.train.read_once import learn_once, read_once
 from lockstep.train.settle import recorded_settings, refuse_fewer_steps, settle
-from lockstep.train.stop_signal import Interrupted, StopSignal
+from lockstep.train.stop_signal import Interrupted, StopSignal, ends_with_error
 from lockstep.train.threads import fitting_threads
 from lockstep.train.throughput import Throughput
 from lockstep.train.trainer import Trainer
@@ -96,7 +96,8 @@ def pretrain(
     """Trains `config.model` on `config.data`, or on `documents` if given; returns the run's folder.
 
     Under torchrun, all ranks call it. Only rank 0's documents are read; rank 0 writes and calls `on_metrics(step,
-    metrics)` after every step. Raises UserError for bad input.
+    metrics)` after every step: what it raises ends the run once that step is saved, `lockstep.StopRun` without an
+    error. Raises UserError for bad input.
     """
     validate_run(config, PretrainConfig)
     if documents is None:
@@ -209,7 +210,9 @@ def _train(
     threads = fitting_threads(model.config, config.train.tokens_per_microbatch)
     with threads, StopSignal(config.faults.stop_seconds, lambda: checkpoints.newest) as stop, checkpoints:
         with (
-            Observer(config.observe, config.faults, run.path, world.rank, world.size, on_metrics) as observer,
+            Observer(
+                config.observe, config.faults, run.path, world.rank, world.size, stop.guarding(on_metrics)
+            ) as observer,
             (progress or Progress(command, config.steps, "step")) if world.is_main else nullcontext() as bar,
         ):
             timeline = trainer.timeline = observer.timeline
@@ -273,8 +276,8 @@ def _train(
                         found = validate(last)
                         unjudged = found is None
                         metrics |= found or {}
-                    stopped_by = stop.agreed(world)
                     observer.write(step, metrics)
+                    stopped_by = stop.agreed(world)
                     trainer.balance.write(run.expert_load, step)
                     # The loader is not rolled back: it continues with the data after the spike, if there is any.
                     spike = spikes.found(step, metrics["loss"]) and not loader.ended
@@ -309,7 +312,7 @@ def _train(
             run.write_summary(summary)
         if world.is_main and run.lacks_report:
             write_report(run.path, f"{command} {config.model}")
-    if stopped_by and (step < config.steps or unjudged):
+    if ends_with_error(stopped_by, finished=step >= config.steps and not unjudged):
         raise stop.error(stopped_by, step, config.output)
     return run.path
 

@@ -1,4 +1,4 @@
-"""SIGTERM and SIGINT: the run saves a checkpoint and ends."""
+"""What ends a run early, once it has saved a checkpoint: SIGTERM, SIGINT, and exceptions of its caller's callback."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import signal
 import socket
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from functools import partial
 from types import FrameType
@@ -17,19 +17,26 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from lockstep.errors import RunStopped
-from lockstep.observe import log
+from lockstep.errors import RunStopped, StopRun
+from lockstep.observe import OnMetrics, log
 from lockstep.observe.watchdog import EXIT_CODE
 from lockstep.parallel import World
 from lockstep.parallel.world import AXES
 
 SIGNALS = (signal.SIGTERM, signal.SIGINT)
+STOP_RUN, RAISED = -1, -2
+"""Beside the numbers of signals: a callback raised StopRun, or another exception."""
 EVERY = 4
 """One in this many calls of `asking` asks the other ranks."""
 
 
 def _nothing() -> None:
     return None
+
+
+def ends_with_error(reason: int, finished: bool) -> bool:
+    """Whether a run that ends for `reason` (of `agreed`) raises: a signal that found it `finished` came too late."""
+    return reason == RAISED or (reason in SIGNALS and not finished)
 
 
 class Interrupted(KeyboardInterrupt):
@@ -48,6 +55,8 @@ class StopSignal:
         """saved: the step of the newest complete checkpoint, for the message if the time was too short; None: none."""
         self.seconds, self._saved = seconds, saved
         self.received = 0
+        self.raised: Exception | None = None
+        """What a callback raised on this rank."""
         self._received_at = 0.0
         self._interrupts = self._within = False
         self._ended = threading.Event()
@@ -73,10 +82,25 @@ class StopSignal:
         # Its thread may briefly outlive the run with what it references: process groups must go before Python ends.
         self._saved = _nothing
 
+    def guarding(self, callback: OnMetrics | None) -> OnMetrics | None:
+        """`callback`, whose exceptions are kept until the run has saved its step."""
+        if callback is None:
+            return None
+
+        def guarded(step: int, metrics: Mapping[str, float]) -> None:
+            try:
+                callback(step, metrics)
+            except Exception as error:
+                self.raised = error
+
+        return guarded
+
     def agreed(self, world: World) -> int:
-        """The signal that any rank has received, the same on all ranks; 0: none."""
-        counts = world.sum([float(self.received == number) for number in SIGNALS], AXES)
-        return next((int(number) for number, count in zip(SIGNALS, counts) if count), 0)
+        """The signal that any rank has received, `STOP_RUN` or `RAISED`, the same on all ranks; 0: none."""
+        raised = 0 if self.raised is None else STOP_RUN if isinstance(self.raised, StopRun) else RAISED
+        reasons = (RAISED, STOP_RUN, *SIGNALS)
+        counts = world.sum([float(reason in (self.received, raised)) for reason in reasons], AXES)
+        return next((int(reason) for reason, count in zip(reasons, counts) if count), 0)
 
     def ending(self, world: World, late: bool = False) -> tuple[Callable[[], None], Callable[[], bool]]:
         """Arguments of `Trainer.asking`, which end its work once a signal has come to any rank.
@@ -153,13 +177,16 @@ class StopSignal:
 
         return ask
 
-    def error(self, number: int, step: int, output: str) -> RunStopped:
-        """The error that ends the run once `step` is saved (0: in its first step), with exit code 128 + the signal."""
-        name = signal.Signals(number).name
+    def error(self, number: int, step: int, output: str) -> Exception:
+        """The error that ends the run once `step` is saved (0: in its first step): the callback's own where it was
+        raised, else RunStopped, with exit code 128 + the signal."""
+        if self.raised is not None:
+            return self.raised
+        name = "an exception of on_metrics" if number == RAISED else signal.Signals(number).name
         ended = f"after step {step}, which is saved; resume it with --resume"
         if step == 0:
             ended = "in its first step, before there was anything to save; --resume starts it again"
-        return RunStopped(f"{output}: {name} ended the run {ended}", exit_code=128 + number)
+        return RunStopped(f"{output}: {name} ended the run {ended}", exit_code=1 if number == RAISED else 128 + number)
 
     def _note(self, number: int, frame: FrameType | None) -> None:
         """Replaces a handler that would end the process."""
