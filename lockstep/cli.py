@@ -181,14 +181,14 @@ class TokenizeOptions:
     """Tokenize data once, into a folder that pretrain and sft take as --data."""
 
     data: str
-    """Text, JSONL or Parquet: a file, a folder or a glob; or hf:NAME[:config][:split]."""
+    """Text, JSONL, JSON or Parquet: a file, a folder or a glob; or hf:NAME[:config][:split]."""
     output: str
     """Folder to write."""
     tokenizer: str = "byte"
     """`byte`, `bpe:VOCABULARY` (trained on the data), or a folder with a tokenizer.json."""
     template: str = "{text}"
     """How a JSONL line or a row becomes text: keys in braces are replaced by their values. With --chat: chat template
-    file (jinja) to use instead of the model's own."""
+    file (jinja), or `chatml`, to use instead of the model's own."""
     chat: bool = False
     """The data is conversations, for sft; the tokenizer is a model's folder."""
     skip_bad_lines: bool = False

@@ -32,6 +32,14 @@ def local_folder(name: str | Path) -> Path:
     return _download(found["name"], found["revision"])
 
 
+def hub_name(folder: Path) -> tuple[str, str] | None:
+    """Name and revision of the model whose snapshot in the hub's cache `folder` is; None for any other folder."""
+    stored = re.fullmatch(r"models--([\w.-]+?)--([\w.-]+)", folder.parent.parent.name)
+    if stored is None or folder.parent.name != "snapshots":
+        return None
+    return f"{stored[1]}/{stored[2]}", folder.name
+
+
 def is_model(name: str) -> bool:
     """Whether `name` is a folder, or may be a model on the hub."""
     return bool(name) and (Path(name).is_dir() or NAME.fullmatch(name) is not None)

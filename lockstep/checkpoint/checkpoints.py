@@ -15,7 +15,15 @@ from typing import Any, NamedTuple, Protocol, TypeVar, runtime_checkable
 import torch
 import torch.distributed as dist
 
-from lockstep.checkpoint.folders import STATE, checkpoints_in, step_name, weights_folder
+from lockstep.checkpoint.folders import (
+    STATE,
+    adapters_of,
+    checkpoints_in,
+    link_latest,
+    note_adapter,
+    step_name,
+    weights_folder,
+)
 from lockstep.checkpoint.manifest import Piece, damage, listed_files, sync_folder, write_manifest
 from lockstep.checkpoint.part import Part
 from lockstep.checkpoint.staging import Staging, in_place
@@ -79,6 +87,10 @@ class Checkpoints:
         self._staging = Staging()
         self._copied: _Copied | None = None
         self._running: Future[str] | None = None
+        self._needed: set[Path] = set()
+        """Superseded checkpoints that are kept for adapters, as a warning has said."""
+        if self.world.is_main and trainer.model.config.lora is not None:
+            note_adapter(self._base, run)
         self.newest: int | None = None
         """The step of the newest complete checkpoint that was saved or resumed from here."""
 
@@ -249,10 +261,15 @@ class Checkpoints:
             _delete(folder)
         incomplete.rename(folder)
         sync_folder(folder.parent)
+        link_latest(folder)
         # The run could not be resumed from later ones: they must not push out those from which it can.
         newest_first = [p for p in checkpoints_in(self.folder) if p <= folder]
         for old in _superseded(newest_first, self.config.checkpoint):
-            _delete(old)
+            if not (needed := adapters_of(old)):
+                _delete(old)
+            elif old not in self._needed:
+                self._needed.add(old)
+                log.warning("%s is kept, because it is the base of the adapter in %s", old, ", ".join(needed))
 
     def _verified(self, folder: Path) -> tuple[dict[str, Any], str]:
         """A checkpoint's state, and what is wrong with it; the same on all ranks."""

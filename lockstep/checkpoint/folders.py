@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import json
+import os
+from contextlib import suppress
 from pathlib import Path
 
 from lockstep.checkpoint.manifest import MANIFEST, damage
@@ -9,6 +12,10 @@ from lockstep.errors import UserError
 from lockstep.observe.logs import log
 
 STATE = "state.json"
+LATEST = "latest"
+"""In a run's folder: a link to its newest checkpoint, for other tools, which look for a model's files in a folder."""
+ADAPTERS = "adapters.json"
+"""In a checkpoint: the runs that train an adapter for it, which need its weights."""
 
 
 def step_name(step: int) -> str:
@@ -56,3 +63,33 @@ def weights_folder(folder: Path) -> Path:
         if problem:
             raise UserError(f"{folder}: is not a complete checkpoint: {problem}; give an older one")
     return folder
+
+
+def link_latest(checkpoint: Path) -> None:
+    """Points the run's `latest` to `checkpoint`; on file systems without links there is none."""
+    run, link = checkpoint.parent.parent, Path(checkpoint.parent.name, checkpoint.name)
+    unfinished = run / f"{LATEST}.partial"
+    with suppress(OSError):
+        unfinished.unlink(missing_ok=True)
+        unfinished.symlink_to(link, target_is_directory=True)
+        os.replace(unfinished, run / LATEST)
+
+
+def note_adapter(base: Path, run: Path) -> None:
+    """Writes into a checkpoint that the adapter of `run` needs it: the base's own run then keeps it."""
+    if (base / STATE).is_file():
+        with suppress(OSError):  # it may be somebody else's
+            (base / ADAPTERS).write_text(json.dumps(sorted({*_noted(base), str(run.resolve())})))
+
+
+def adapters_of(base: Path) -> list[str]:
+    """The runs, as far as they are still there, whose adapters need a checkpoint."""
+    return [run for run in _noted(base) if Path(run).is_dir()]
+
+
+def _noted(base: Path) -> list[str]:
+    try:
+        runs = json.loads((base / ADAPTERS).read_text())
+    except (OSError, ValueError):
+        return []
+    return [run for run in runs if isinstance(run, str)] if isinstance(runs, list) else []

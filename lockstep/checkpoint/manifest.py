@@ -16,6 +16,8 @@ from lockstep.checkpoint.boxes import bytes_of, open_safetensors, slices
 from lockstep.errors import UserError
 
 MANIFEST = "manifest.json"
+EDITABLE = {"adapter_config.json": ("base_model_name_or_path", "revision")}
+"""Files in which people correct where something else is now: neither these keys nor the size count."""
 CHUNK = 1 << 26
 """Bytes read or written at once."""
 
@@ -49,7 +51,7 @@ def write_manifest(folder: Path, pieces: list[Piece]) -> None:
             os.fsync(descriptor)
         finally:
             os.close(descriptor)
-        files[name] = {"bytes": path.stat().st_size, "crc32": _crc32_of_file(path, header_only=name in by_file)}
+        files[name] = {"bytes": path.stat().st_size, "crc32": _crc32_of_file(path, name in by_file)}
         if name in by_file:
             files[name]["pieces"] = by_file[name]
     with (folder / MANIFEST).open("wb") as file:
@@ -101,12 +103,12 @@ def damage(folder: Path, checksums: bool = True, rank: int = 0, ranks: int = 1, 
             path = folder / name
             if not path.is_file():
                 return f"{name} is missing"
-            if path.stat().st_size != entry["bytes"]:
+            if path.name not in EDITABLE and path.stat().st_size != entry["bytes"]:
                 return f"{name} has {path.stat().st_size} bytes instead of {entry['bytes']}"
         if not checksums:
             return ""
         for name, entry in files.items():
-            if _crc32_of_file(folder / name, header_only="pieces" in entry) != entry["crc32"]:
+            if _crc32_of_file(folder / name, "pieces" in entry) != entry["crc32"]:
                 return f"{name} does not match its checksum"
         return _damaged_piece(folder, files, rank, ranks)
     except FileNotFoundError as error:
@@ -141,6 +143,9 @@ def _sealed(files: bytes) -> bytes:
 
 def _crc32_of_file(path: Path, header_only: bool) -> int:
     """Of the whole file, or only of a safetensors file's header, since its tensors have their own checksums."""
+    if path.name in EDITABLE:
+        kept = {k: v for k, v in json.loads(path.read_bytes()).items() if k not in EDITABLE[path.name]}
+        return zlib.crc32(json.dumps(kept, sort_keys=True).encode())
     with path.open("rb") as file:
         left = path.stat().st_size
         if header_only:

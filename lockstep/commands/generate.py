@@ -28,8 +28,9 @@ class GenerateOptions:
     prompt: str = ""
     """Text to continue; with --chat: what the user says."""
     prompts: str = ""
-    """File of prompts: text with one prompt per line, or JSONL whose lines have `prompt` or `messages`. Other keys of a
-    line are copied to its completions, except those that a completion has itself. Blank lines are left out."""
+    """File of prompts: text with one prompt per line; or JSONL, a JSON array, Parquet or hf:NAME[:config][:split] with
+    `prompt` or `messages`. Other keys are copied to a prompt's completions, except those that a completion has itself.
+    Blank lines are left out."""
     output: str = ""
     """JSONL file to write, one completion per line; empty: the terminal."""
     overwrite: bool = False
@@ -118,7 +119,7 @@ def _refuse_to_replace(options: GenerateOptions) -> None:
 def _prompts(options: GenerateOptions, folder: Path) -> Iterator[Prompt]:
     from lockstep.data.chat import load_chat_template
 
-    given = [{"prompt": options.prompt}] if options.prompt else list(_read(Path(options.prompts)))
+    given = [{"prompt": options.prompt}] if options.prompt else list(_read(options.prompts))
     if not given:
         raise UserError(f"{options.prompts}: contains no prompts; write one per line")
     template = load_chat_template(folder) if options.chat or any("messages" in line for line in given) else None
@@ -144,20 +145,21 @@ def _rendered(template: Any, messages: Any) -> str:
         raise UserError(f"{error}; the messages are {json.dumps(messages, ensure_ascii=False)[:200]}") from error
 
 
-def _read(path: Path) -> Iterator[dict[str, Any]]:
+def _read(data: str) -> Iterator[dict[str, Any]]:
     """The lines of a file as objects with `prompt` or `messages`, and whatever else they have."""
-    from lockstep.data.records import Tally, holds_records, read_records
+    from lockstep.data.records import HUB, Tally, holds_records, read_hub, read_records
 
-    if not path.is_file():
+    path = Path(data)
+    if not data.startswith(HUB) and not path.is_file():
         raise UserError(f"{path}: no such file; give prompts with --prompts FILE")
-    if not holds_records(path):
+    if not data.startswith(HUB) and not holds_records(path):
         try:
             lines = path.read_text(encoding="utf-8").splitlines()
         except UnicodeDecodeError as error:
             raise UserError(f"{path}: is not UTF-8 at byte {error.start}; convert it first") from error
         yield from ({"prompt": line} for line in lines if line.strip())
         return
-    for where, line in read_records(path, False, Tally(), ("messages", "prompt")):
+    for where, line in read_hub(data) if data.startswith(HUB) else read_records(path, False, Tally()):
         if isinstance(line.get("messages"), list):
             yield {key: value for key, value in line.items() if key != "prompt"}
         elif isinstance(line.get("prompt"), str):

@@ -41,7 +41,7 @@ def parse_options(kind: type, arguments: list[str], command: str, default: Any =
 def run_config(command: str, kind: type, arguments: list[str]) -> Any:
     """The recipe's configuration, overridden, in this order, by the settings of the run that --resume continues, a
     TOML file and the command line."""
-    from lockstep.config import RLConfig, from_toml, recorded_run, with_algorithm
+    from lockstep.config import RLConfig, SFTConfig, from_toml, recorded_run, with_algorithm
     from lockstep.recipes import recipe
 
     rest, chosen = [], {"--recipe": "", "--config": ""}
@@ -78,9 +78,11 @@ def run_config(command: str, kind: type, arguments: list[str]) -> Any:
         print("--config FILE: start from a TOML or YAML file, such as a run's config.toml")
         print(f"--recipe NAME: start from a recipe:\n{described(command)}\n")
     config = parse_options(kind, rest, command, default)
+    given = {argument.lstrip("-").partition("=")[0].replace("-", "_") for argument in rest}
     if isinstance(config, RLConfig) and isinstance(default, RLConfig):
-        given = {argument.lstrip("-").partition("=")[0].replace("-", "_") for argument in rest}
         config = with_algorithm(config, default, given)
+    if isinstance(config, SFTConfig) and "epochs" in given and "steps" not in given:
+        config.steps = 0  # a recipe's, or those that the epochs of the run took so far
     return config
 
 

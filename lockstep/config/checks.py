@@ -89,6 +89,8 @@ def _problems(config: PretrainConfig | RLConfig) -> Iterator[str]:
     if isinstance(config, SFTConfig) and not config.data:
         kind = "preferences" if isinstance(config, PreferenceConfig) else "conversations"
         yield f"data is empty; give {kind} with --data FILE"
+    if isinstance(config, PretrainConfig) and config.validation_data and config.validation_share:
+        yield "validation_data and validation_share exclude each other; give one"
     if isinstance(config, PreferenceConfig):
         yield from preference_problems(config)
     if isinstance(config, RLConfig):

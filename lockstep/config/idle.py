@@ -57,8 +57,9 @@ def _value(config: PretrainConfig | RLConfig, name: str) -> Any:
 def _reasons(config: PretrainConfig | RLConfig) -> dict[str, str]:
     """Settings without effect, and why."""
     idle: dict[str, str] = {}
-    if isinstance(config, PretrainConfig) and not config.validation_data:
-        idle |= dict.fromkeys(("validation_every", "validation_tokens"), "validation_data is empty")
+    if isinstance(config, PretrainConfig) and not (config.validation_data or config.validation_share):
+        why = "validation_data is empty and validation_share 0"
+        idle |= dict.fromkeys(("validation_every", "validation_tokens"), why)
     if not config.checkpoint.every:
         idle["checkpoint.keep_every"] = "checkpoint.every 0 does not write what it keeps"
     if config.train.schedule != "wsd":

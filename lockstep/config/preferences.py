@@ -16,8 +16,8 @@ class PreferenceConfig(SFTConfig):
     """Pairs of answers, one of them preferred; everything else as in fine-tuning."""
 
     data: str = ""
-    """JSONL, Parquet or hf:… with `prompt`, `chosen` and `rejected`, as texts or messages; without a `prompt` column it
-    is in both answers; several as a.jsonl=0.7,b.jsonl=0.3."""
+    """JSONL, JSON, Parquet or hf:… with `prompt`, `chosen` and `rejected`, as texts or messages; without a `prompt`
+    column it is in both answers; several as a.jsonl=0.7,b.jsonl=0.3."""
     sequence_length: Annotated[int, Above(0)] = 2048
     """Tokens per row, which holds both sequences of its pairs with their prompts. Longer pairs are left out."""
 

@@ -31,8 +31,8 @@ class PretrainConfig:
     """`family:size` for fresh weights (see lockstep.model.PRESETS); or, to start from existing weights, a Hugging Face
     folder, a run's folder, or a model on the Hugging Face hub as ORGANISATION/MODEL or ORGANISATION/MODEL@REVISION."""
     data: str = ""
-    """Text, JSONL or Parquet: a file, a folder or a glob; hf:NAME[:config][:split]; a folder of tokens; several as
-    a.jsonl=0.7,b.parquet=0.3. Empty: the Python standard library's own source."""
+    """Text, JSONL, a JSON array or Parquet: a file, a folder or a glob; hf:NAME[:config][:split]; a folder of tokens;
+    several as a.jsonl=0.7,b.parquet=0.3. Empty: the Python standard library's own source."""
     template: str = "{text}"
     """How a JSONL line or a row becomes text: keys in braces are replaced by their values."""
     tokenizer: str = "byte"
@@ -47,7 +47,7 @@ class PretrainConfig:
     """Tokens per row of documents; a micro-batch is as many rows as fit into train.tokens_per_microbatch."""
     dtype: ModelDtype = "auto"
     """Dtype of the weights in the forward pass; the optimizer keeps float32 master weights. auto: the folder's; for
-    fresh weights, the one that trains faster on this processor."""
+    fresh weights bfloat16 if the device has instructions for it, else float32."""
     arithmetic: Arithmetic = "auto"
     """On a CPU: `portable` gives the same bits on every processor, `bf16_pairs` and `bf16_tiles` are faster in bfloat16
     if the processor has the instructions; auto: the run's own when it is resumed, else the fastest here."""
@@ -65,7 +65,9 @@ class PretrainConfig:
     observe: ObserveConfig = field(default_factory=ObserveConfig)
     faults: FaultConfig = field(default_factory=FaultConfig)
     validation_data: str = ""
-    """Text or JSONL to measure the validation loss on; empty: none."""
+    """Data to measure the validation loss on, in the forms of `data`; empty: none."""
+    validation_share: Annotated[float, AtLeast(0), Below(1)] = 0.0
+    """In place of validation_data: hold out this share of the documents of `data`, always the same ones."""
     validation_every: Annotated[int, Above(0)] = 100
     """Steps between validations; there is always one after the last step."""
     validation_tokens: Annotated[int, Above(0)] = 65536
@@ -86,13 +88,17 @@ class SFTConfig(PretrainConfig):
     model: str = ""
     """Model to start from: a Hugging Face folder, a run's folder, or ORGANISATION/MODEL[@REVISION] of the hub."""
     data: str = ""
-    """JSONL, Parquet or hf:…, with `messages`, or `prompt` and `completion`; several as a.jsonl=0.7,b.jsonl=0.3."""
+    """JSONL, JSON, Parquet or hf:…, with `messages`, or `prompt` and `completion`; several as
+    a.jsonl=0.7,b.jsonl=0.3."""
     template: str = ""
-    """Chat template file (jinja) to use instead of the model's own."""
+    """Chat template file (jinja) to use instead of the model's own; `chatml`: ChatML, whose special tokens are added to
+    tokenizer and model if they are missing."""
     tokenizer: str = ""
     """Folder to take the tokenizer, the chat template and the end-of-text token from, instead of the model's."""
-    epochs: Annotated[float, AtLeast(0)] = 0.0
-    """Passes over the conversations, which determine the number of steps; 0: use `steps`."""
+    steps: Annotated[int, AtLeast(0)] = 0
+    """Optimizer steps; 0: as many as `epochs` take."""
+    epochs: Annotated[float, Above(0)] = 1.0
+    """Passes over the data, if `steps` is 0."""
     sequence_length: Annotated[int, Above(0)] = 1024
     """Tokens per row of conversations; only longer conversations are cut."""
     loader: DataConfig = field(default_factory=lambda: DataConfig(packing="whole"))
@@ -108,13 +114,13 @@ class RLConfig:
     model: str = ""
     """Llama 3 or Qwen3 to start from: a Hugging Face folder, a run's folder, or ORGANISATION/MODEL[@REVISION] of the
     hub."""
-    environment: str = "digit_sum"
-    """`alphabet_sort`, `calculator`, `code`, `digit_sum`, `gsm8k`, `math`, `prompts` or `retrieval`;
+    environment: str = ""
+    """What to learn: `alphabet_sort`, `calculator`, `code`, `digit_sum`, `gsm8k`, `math`, `prompts` or `retrieval`;
     `gymnasium:ID` or `verifiers:TASKSET`; or `FILE.py:Class` for your own task."""
     data: str = ""
-    """The environment's data. code, math, prompts: a folder with train.jsonl and validation.jsonl, or one .jsonl file;
-    gsm8k: a folder with train.jsonl and test.jsonl; retrieval: like code, plus a folder `documents`; verifiers: a
-    .toml file."""
+    """The environment's data. code, gsm8k, math, prompts: a folder with train.jsonl and validation.jsonl (or
+    test.jsonl; .json and .parquet too), one such file, or hf:NAME[:config][:split]; retrieval: a folder that also has
+    `documents`; verifiers: a .toml file."""
     skip_bad_lines: bool = False
     """Count and skip malformed JSONL lines instead of stopping at the first."""
     steps: Annotated[int, Above(0)] = 100

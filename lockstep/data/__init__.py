@@ -3,6 +3,7 @@
 from lockstep.data.conversations import ConversationEncoder, ConversationSource
 from lockstep.data.corpus import TokenizedCorpus, tokenize_documents
 from lockstep.data.encode import Encoder, TextEncoder
+from lockstep.data.held_out import divide
 from lockstep.data.loader import RowLoader, StepRows, divide_step
 from lockstep.data.mixture import parse_data
 from lockstep.data.open import DataSource, open_rows
@@ -38,6 +39,7 @@ __all__ = [
     "Tokenizer",
     "continuation",
     "decoding_context",
+    "divide",
     "divide_step",
     "is_token_folder",
     "load_tokenizer",

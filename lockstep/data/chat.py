@@ -15,6 +15,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
+from lockstep.data.chatml import CHATML, SOURCE
 from lockstep.data.tokenizer import CHAT_TEMPLATE_FILE, read_text
 from lockstep.data.workers import python_path
 from lockstep.errors import UserError
@@ -138,8 +139,10 @@ class ChatTemplate:
 def load_chat_template(folder: Path, file: str = "") -> ChatTemplate | None:
     """The folder's `chat_template.jinja`, or the template in `tokenizer_config.json`; None if neither has one.
 
-    A `file`, if given, takes their place. Raises UserError for a template that cannot be read.
+    A `file`, or `chatml`, if given, takes their place. Raises UserError for a template that cannot be read.
     """
+    if file == CHATML:
+        return make_chat_template(SOURCE, {}, CHATML)
     settings: dict[str, Any] = {}
     for name in SETTINGS_FILES:
         if (folder / name).is_file():

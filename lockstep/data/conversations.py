@@ -37,7 +37,7 @@ class Conversation(NamedTuple):
 
 
 class ConversationSource:
-    """Lines of JSONL files, rows of Parquet files or of `hf:NAME[:config][:split]`, as they are.
+    """Lines of JSONL files, items of JSON arrays, rows of Parquet files or of `hf:NAME[:config][:split]`, as they are.
 
     Raises UserError if nothing matches, and, while reading, for a line that is not a JSON object unless these are
     skipped. `tally` counts what the latest reading has encountered.
@@ -51,7 +51,10 @@ class ConversationSource:
         self.streamed = data.startswith(HUB)
         self.files: list[Path] = [] if self.streamed else find_files(data)
         if other := [path for path in self.files if not holds_records(path)]:
-            raise UserError(f"{other[0]}: contains no conversations; give .jsonl (an object a line) or .parquet files")
+            raise UserError(
+                f"{other[0]}: contains no conversations; give .jsonl (one object per line), .json (an array) or "
+                ".parquet files"
+            )
 
     def read(self, skip: int = 0) -> Iterator[Conversation]:
         """The conversations from number `skip` on. Only a data set can skip."""

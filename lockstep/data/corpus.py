@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import zlib
 from array import array
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 from functools import cached_property
 
@@ -44,6 +44,8 @@ class TokenizedCorpus:
     """Tokens from a file are checked against it as they are read; None if they come from a tokenizer itself."""
     where: str = ""
     """The folder that they are in."""
+    chosen: np.ndarray | None = None
+    """Numbers of the documents that are used, if not all are: the others are held out, or in use elsewhere."""
     reference: np.ndarray | None = None
     """For preferences: the reference's log-probabilities of each document's two sequences, NaN where unknown."""
 
@@ -63,7 +65,24 @@ class TokenizedCorpus:
 
     def fingerprint(self) -> dict[str, int]:
         """Distinguishes this corpus from others when a run is resumed."""
-        return {"documents": len(self.offsets) - 1, "tokens": int(self.offsets[-1]), CONTENTS: self._checksum}
+        part = {} if self.chosen is None else {"chosen": zlib.crc32(np.ascontiguousarray(self.chosen).data)}
+        return {"documents": len(self.offsets) - 1, "tokens": int(self.offsets[-1]), CONTENTS: self._checksum} | part
+
+    def lengths(self) -> Iterator[np.ndarray]:
+        """Tokens of each document that is used, a few hundred thousand documents at a time."""
+        for start in range(0, len(self.offsets) - 1 if self.chosen is None else len(self.chosen), 2**18):
+            if self.chosen is None:
+                yield np.diff(self.offsets[start : start + 2**18 + 1])
+            else:
+                part = self.chosen[start : start + 2**18]
+                yield self.offsets[part + 1] - self.offsets[part]
+
+    @property
+    def size(self) -> tuple[int, int]:
+        """Documents that are used, and their tokens."""
+        if self.chosen is None:
+            return len(self.offsets) - 1, int(self.offsets[-1])
+        return len(self.chosen), sum(int(lengths.sum()) for lengths in self.lengths())
 
     @cached_property
     def _checksum(self) -> int:

@@ -20,6 +20,8 @@ class RowStream(Protocol):
     @property
     def epoch(self) -> float: ...
     @property
+    def size(self) -> tuple[int, int] | None: ...
+    @property
     def counts(self) -> dict[str, int]: ...
     def plan(self) -> list[Piece]: ...
     def targets(self, pieces: list[Piece]) -> int: ...
@@ -91,6 +93,16 @@ class RowLoader:
             rows += 1
         self.rows.load_state(before)
         return max(1, -(-rows // self.rows_per_step))
+
+    def epochs_of(self, steps: int) -> float:
+        """How often the data will have been seen after `steps` steps from here; nothing is taken from the stream."""
+        before = self.rows.state()
+        for _ in range(steps * self.rows_per_step):
+            if not self.rows.ended:
+                self.rows.plan()
+        epochs = self.rows.epoch
+        self.rows.load_state(before)
+        return epochs
 
     def peek(self) -> StepRows:
         """What `next` will give."""

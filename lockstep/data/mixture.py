@@ -59,6 +59,13 @@ class MixedRows:
         return max(stream.epoch for stream in self.streams)
 
     @property
+    def size(self) -> tuple[int, int] | None:
+        """Documents and tokens of all streams; None if one has no known length."""
+        sizes = [stream.size for stream in self.streams]
+        known = [size for size in sizes if size is not None]
+        return (sum(n for n, _ in known), sum(n for _, n in known)) if len(known) == len(sizes) else None
+
+    @property
     def counts(self) -> dict[str, int]:
         names = {name for stream in self.streams for name in stream.counts}
         return {name: sum(stream.counts.get(name, 0) for stream in self.streams) for name in sorted(names)}

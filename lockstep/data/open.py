@@ -9,6 +9,7 @@ from lockstep.cache import cache_folder
 from lockstep.config import DataConfig
 from lockstep.data.corpus import Share, TokenizedCorpus, collect, unshared
 from lockstep.data.encode import Encoder, token_dtype
+from lockstep.data.held_out import Portion
 from lockstep.data.loader import RowStream
 from lockstep.data.mixture import MixedRows
 from lockstep.data.rows import Documents, Rows
@@ -17,8 +18,8 @@ from lockstep.data.token_folder import Source, cached, open_token_folder
 from lockstep.data.workers import encode_all
 from lockstep.errors import UserError
 
-DataSource = Source | Path | TokenizedCorpus
-"""Documents, a folder of tokens by its path, or a corpus."""
+DataSource = Source | Path | TokenizedCorpus | Portion
+"""Documents, a folder of tokens by its path, a corpus, or a part of one of these."""
 IN_MEMORY = 2**28
 """Most bytes of files that are tokenized in memory if no cache is given."""
 ALONE = 2**23
@@ -30,6 +31,8 @@ def open_documents(source: DataSource, encoder: Encoder, settings: DataConfig, s
 
     `share` is used for what is tokenized in memory. Raises UserError for bad data.
     """
+    if isinstance(source, Portion):
+        return source.divided.part(source.held_out, lambda whole: open_documents(whole, encoder, settings, share))
     if isinstance(source, TokenizedCorpus):
         return source
     if isinstance(source, Path):

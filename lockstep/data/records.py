@@ -1,4 +1,4 @@
-"""Objects from JSONL and Parquet files and from Hugging Face `datasets`, each with the place it came from."""
+"""Objects from JSON and Parquet files and from Hugging Face `datasets`, each with the place it came from."""
 
 from __future__ import annotations
 
@@ -8,12 +8,14 @@ import json
 import math
 import zlib
 from collections.abc import Collection, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
+from lockstep.data.json_array import is_array, items
 from lockstep.data.parquet_size import Chunk, chunks_of, sizes
 from lockstep.errors import UserError
 
@@ -66,23 +68,53 @@ class Tally:
 
 
 def holds_records(path: Path) -> bool:
-    """Whether a file is read as objects; any other file is text."""
-    return path.name.lower().endswith((".jsonl", ".jsonl.gz", ".parquet"))
+    """Whether a file is read as objects; any other file is text.
+
+    A `.json` file is if it has an array of objects, or an object on its first line, as JSONL under that name has.
+    """
+    name = path.name.lower()
+    if name.endswith((".jsonl", ".jsonl.gz", ".parquet")):
+        return True
+    return name.endswith(".json") and (is_array(path) or _begins_with_an_object(path))
+
+
+def _begins_with_an_object(path: Path) -> bool:
+    try:
+        with path.open("rb") as file:
+            line = next((line for line in iter(lambda: file.readline(LONGEST_LINE), b"") if line.strip()), b"")
+    except OSError:
+        return False
+    return line.lstrip().startswith(b"{") and not _parse(line)[1]
 
 
 def read_records(
-    path: Path, skip_bad_lines: bool, tally: Tally, keys: Collection[str]
+    path: Path, skip_bad_lines: bool, tally: Tally, keys: Collection[str] | None = None
 ) -> Iterator[tuple[str, dict[str, Any]]]:
-    """(`file:line`, object) of each line of a `.jsonl` or `.jsonl.gz`, or of each row of a `.parquet` file.
+    """(`file:line`, object) of each line of a JSONL file, item of a JSON array, or row of a `.parquet` file.
 
-    From a `.parquet` file only the columns `keys` are read; others are None. Raises UserError for a file that cannot be
-    read and, unless these are skipped, for a line that is not a JSON object or is longer than `LONGEST_LINE`.
+    From a `.parquet` file only the columns `keys` are read, or all without them; others are None. Raises UserError for
+    a file that cannot be read and, unless these are skipped, for a line that is not a JSON object or is longer than
+    `LONGEST_LINE`.
     """
     if path.suffix.lower() == ".parquet":
         yield from _parquet(path, skip_bad_lines, tally, keys)
+    elif path.suffix.lower() == ".json" and is_array(path):
+        yield from _array(path, skip_bad_lines, tally)
     else:
         for number, values in read_jsonl(path, skip_bad_lines, tally):
             yield f"{path}:{number}", values
+
+
+def _array(path: Path, skip_bad_lines: bool, tally: Tally) -> Iterator[tuple[str, dict[str, Any]]]:
+    for number, item in enumerate(items(path, LONGEST_LINE), start=1):
+        values, problem = _parse(item)
+        if not problem:
+            yield f"{path}: item {number}", values
+        elif not skip_bad_lines:
+            raise UserError(f"{path}: item {number}: not a JSON object ({problem}); fix it or use --skip-bad-lines")
+        else:
+            tally.skipped_lines += 1
+    tally.bytes_read += path.stat().st_size
 
 
 def read_jsonl(
@@ -160,7 +192,7 @@ def _parse(line: bytes) -> tuple[dict[str, Any], str]:
 
 
 def _parquet(
-    path: Path, skip_bad_lines: bool, tally: Tally, keys: Collection[str]
+    path: Path, skip_bad_lines: bool, tally: Tally, keys: Collection[str] | None
 ) -> Iterator[tuple[str, dict[str, Any]]]:
     try:
         import pyarrow
@@ -172,7 +204,7 @@ def _parquet(
         groups = chunks_of(path)
         names = list(dict.fromkeys(chunk.leaf.column for group in groups for chunk in group))
         # At least one: without columns there would be as many rows as the file claims.
-        wanted = [name for name in names if name in keys] or names[:1]
+        wanted = names if keys is None else [name for name in names if name in keys] or names[:1]
         if sum(chunk.size for group in groups for chunk in group if chunk.leaf.column in wanted) > limit:
             raise _bomb(path)
         options: dict[str, Any] = {"metadata": parquet.read_metadata(path)}
@@ -226,15 +258,35 @@ def read_hub(name: str, skip: int = 0) -> Iterator[tuple[str, dict[str, Any]]]:
 
     The split defaults to `train`. Raises UserError if the package or the data set is missing.
     """
+    path, config, split = hub_parts(name)
+    with _hub_errors(name) as datasets:
+        rows = datasets.load_dataset(path, config or None, split=split or "train", streaming=True).skip(skip)
+        for number, values in enumerate(rows, start=skip + 1):
+            yield f"{name}: row {number}", dict(values)
+
+
+def hub_parts(name: str) -> tuple[str, str, str]:
+    """Data set, config and split of `hf:NAME[:config][:split]`; what is left out is empty."""
+    path, config, split = [*name.removeprefix(HUB).split(":"), "", ""][:3]
+    return path, config, split
+
+
+def hub_splits(name: str) -> list[str]:
+    """The splits that a data set on the hub has. Raises UserError as `read_hub` does."""
+    path, config, _ = hub_parts(name)
+    with _hub_errors(name) as datasets:
+        return [str(split) for split in datasets.get_dataset_split_names(path, config or None)]
+
+
+@contextmanager
+def _hub_errors(name: str) -> Iterator[Any]:
+    """The package `datasets`, whose errors become a UserError."""
     try:
         import datasets
     except ImportError as error:
         raise UserError(f"{name}: datasets is not installed; pip install datasets, or give files") from error
-    path, config, split = [*name.removeprefix(HUB).split(":"), "", ""][:3]
     try:
-        rows = datasets.load_dataset(path, config or None, split=split or "train", streaming=True).skip(skip)
-        for number, values in enumerate(rows, start=skip + 1):
-            yield f"{name}: row {number}", dict(values)
+        yield datasets
     except (OSError, LookupError, ValueError, RuntimeError, datasets.exceptions.DatasetsError) as error:
         raise UserError(
             f"{name}: cannot be read ({type(error).__name__}: {error}); give hf:NAME[:config][:split]"

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any, Literal, NamedTuple, Protocol, runtime_checkable
 
@@ -53,12 +52,6 @@ class Piece(NamedTuple):
         return self.corpus.scored[self.start : self.stop].astype(bool)
 
 
-def _lengths(corpus: TokenizedCorpus) -> Iterator[np.ndarray]:
-    """Tokens of each document, a few hundred thousand documents at a time."""
-    for start in range(0, len(corpus.offsets) - 1, 2**18):
-        yield np.diff(corpus.offsets[start : start + 2**18 + 1])
-
-
 class Rows:
     """A stream of rows, endless unless `repeat` is off: a function of (documents, seed).
 
@@ -104,6 +97,11 @@ class Rows:
         """How many times the documents have been seen; only whole times for a stream, whose length is unknown."""
         partial = self._index / len(self._order) if self.documents is self._corpus else 0.0
         return self._epoch + partial
+
+    @property
+    def size(self) -> tuple[int, int] | None:
+        """Documents and tokens of an epoch; None for a stream, whose length is unknown."""
+        return self._corpus.size if self.documents is self._corpus else None
 
     @property
     def counts(self) -> dict[str, int]:
@@ -230,14 +228,16 @@ class Rows:
         """Opens the window at the position or, if it has nothing to predict, the next one that has."""
         for _ in range(2):
             while (corpus := self.documents.window(self._window)) is not None:
-                if any(int(lengths.max()) >= 2 for lengths in _lengths(corpus)):
+                if any(int(lengths.max()) >= 2 for lengths in corpus.lengths()):
                     count = len(corpus.offsets) - 1
                     draw = np.random.default_rng([self.seed, self._epoch, self._window])
                     # Every rank has it in memory: four bytes per document, in the same order as with eight.
-                    self._order = np.arange(count, dtype=np.uint32 if count < 2**32 else np.int64)
+                    dtype = np.uint32 if count < 2**32 else np.int64
+                    documents = np.arange(count, dtype=dtype) if corpus.chosen is None else corpus.chosen
+                    self._order = documents.astype(dtype)
                     draw.shuffle(self._order)
                     self._corpus = corpus
-                    self._cut = sum(int((lengths > self.sequence_length).sum()) for lengths in _lengths(corpus))
+                    self._cut = sum(int((lengths > self.sequence_length).sum()) for lengths in corpus.lengths())
                     self._longer |= self._cut > 0
                     return
                 self._window += 1

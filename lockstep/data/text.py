@@ -1,4 +1,4 @@
-"""Documents from text, JSONL and Parquet files and from Hugging Face `datasets`."""
+"""Documents from text, JSON and Parquet files and from Hugging Face `datasets`."""
 
 from __future__ import annotations
 
@@ -41,10 +41,10 @@ class TextPart(NamedTuple):
 class TextSource:
     """Documents of a file, a folder, a glob or a data set, in the order of their names; iterates over strings.
 
-    Each line of a `.jsonl` or `.jsonl.gz` file, and each row of a `.parquet` file or of `hf:NAME[:config][:split]`, is
-    a document: `template` with the values in place of the keys in braces. Any other file is one document; a folder's
-    hidden files and folders are left out. Empty `data` is the Python standard library's own source, which every machine
-    has. `tally` counts what the latest iteration has encountered.
+    Each line of a `.jsonl` or `.jsonl.gz` file, each item of a `.json` array, and each row of a `.parquet` file or of
+    `hf:NAME[:config][:split]`, is a document: `template` with the values in place of the keys in braces. Any other file
+    is one document; a folder's hidden files and folders are left out. Empty `data` is the Python standard library's own
+    source, which every machine has. `tally` counts what the latest iteration has encountered.
 
     Raises UserError if nothing matches or the template is unusable, and, while iterating, for a bad line (file and
     line number; the byte in a text file that is not UTF-8), unless these are skipped, or for a file that is not text.
@@ -58,7 +58,8 @@ class TextSource:
         self.streamed = data.startswith(HUB)
         """Whether it is streamed: it is not tokenized beforehand, and its length is unknown."""
         self.files = [] if self.streamed else find_files(data)
-        if self.files and not Path(data).is_dir() and all(p.suffix.lower() in (".json", ".csv") for p in self.files):
+        whole = [p for p in self.files if p.suffix.lower() in (".json", ".csv") and not holds_records(p)]
+        if self.files and not Path(data).is_dir() and whole == self.files:
             raise UserError(
                 f"{self.files[0]}: would be one document, brackets and commas included; write its entries to a .jsonl "
                 "file, one object per line, or give its folder if this is what you want"
@@ -131,7 +132,7 @@ def find_files(data: str) -> list[Path]:
         files = [Path(p) for p in sorted(glob.glob(data, recursive=True)) if Path(p).is_file()]
     if not files:
         empty = "the folder contains no files" if path.is_dir() else "no such file, folder or match"
-        raise UserError(f"{data}: {empty}; give text, .jsonl or .parquet files")
+        raise UserError(f"{data}: {empty}; give text, .jsonl, .json or .parquet files")
     return files
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 from lockstep.data.chat import load_chat_template
+from lockstep.data.chatml import CHATML, with_chatml
 from lockstep.data.conversations import ConversationEncoder, ConversationSource
 from lockstep.data.encode import Encoder, TextEncoder
 from lockstep.data.text import TextSource
@@ -31,7 +32,8 @@ def tokenize_once(
     if chat:
         source = ConversationSource(data, skip_bad_lines)
         chat_template = load_chat_template(Path(tokenizer), "" if template == "{text}" else template)
-        encoder = ConversationEncoder(named_tokenizer(tokenizer, []), chat_template)
+        own = named_tokenizer(tokenizer, [])
+        encoder = ConversationEncoder(with_chatml(own) if template == CHATML else own, chat_template)
         if chat_template is not None:
             encoder.tokenizer.carried[CHAT_TEMPLATE_FILE] = chat_template.source
     else:

@@ -32,6 +32,7 @@ from lockstep.generate.sequence import Sequence
 from lockstep.generate.statistics import Statistics
 from lockstep.generate.stragglers import stragglers
 from lockstep.generate.taped import TapedRunner
+from lockstep.generate.weight_writes import WeightWrites
 from lockstep.host_memory import return_freed_memory
 from lockstep.model import Decoder, check_token_ids
 from lockstep.model.checkpoint import copy_weights, refuse_score_head, sources_of_weights
@@ -41,7 +42,6 @@ from lockstep.parallel.tensor_group import sharded_over_data, tensor_group_of
 
 LOGITS_ELEMENTS = 1 << 24
 """Logits held at a time: 64 MB in float32."""
-
 Sample = tuple[int, float, float, list[tuple[int, float]], str]
 """A token, its log-probability before and after cuts, the likeliest tokens with their log-probabilities, its route."""
 
@@ -52,7 +52,9 @@ class Engine:
     If a model is sharded over a tensor axis, every rank has an engine and makes the same calls as the other ranks. All
     get the same results, which are those of a single process.
 
-    Call `weights_changed` after every update: until then, cached keys and packed weights are those of the old weights.
+    Call `weights_changed` after an update: it drops the cached keys and packed weights of the old ones. In-place writes
+    that PyTorch's version counters show are noticed without it, at the next step; writes through `.data`, NumPy or
+    collectives, and replaced parameters, are not.
     """
 
     def __init__(
@@ -91,6 +93,7 @@ class Engine:
         self._has_routes = bool(model.config.mixtures)
         self._sampler = sampler_of(model)
         self._weights = ops.PackedWeights()
+        self._writes = WeightWrites(model)
         self._arrays = BatchArrays(self.config.max_sequences)
         if (mode := graphs_of(self.config, model)) != "none":
             self._runner: Runner = GraphRunner(model, self.cache, replace(self.config, cuda_graphs=mode))
@@ -282,18 +285,22 @@ class Engine:
         self._runner.release()
         self._weights.release()
 
-    def weights_changed(self, version: int) -> None:
+    def weights_changed(self, version: int | None = None) -> None:
         """Drops every cached key. In-flight sequences continue with the new weights; their keys are recomputed.
 
-        Raises UserError if they have another dtype.
+        version: what `weights_version` is from now on; None: one more. Raises UserError if they have another dtype.
         """
+        self._use_new_weights(version)
+
+    def _use_new_weights(self, version: int | None = None) -> None:
         if self.model.dtype != self.cache.keys.dtype:
             raise UserError(
                 f"the model is {self.model.dtype} now, but the engine's cache is {self.cache.keys.dtype}; make another "
                 "Engine"
             )
         self._away = False
-        self.weights_version = version
+        self.weights_version = self.weights_version + 1 if version is None else version
+        self._writes.seen()
         self._weights.forget()
         self._runner.weights_changed()
         if self._speculation:
@@ -315,6 +322,8 @@ class Engine:
     def _step(self) -> None:
         if self._away:
             raise RuntimeError("the engine's weights were released; call weights_changed once the model has them again")
+        if self._writes.are_new():
+            self._use_new_weights()
         if self._under_way:
             self._start_over()
         self._under_way = True

@@ -64,7 +64,7 @@ class LeadingEngine(Engine):
         with self.on_all_ranks("load_weights", str(folder)):
             super().load_weights(folder)
 
-    def weights_changed(self, version: int) -> None:
+    def weights_changed(self, version: int | None = None) -> None:
         with self.on_all_ranks("weights_changed", version):
             super().weights_changed(version)
 

@@ -5,6 +5,7 @@ from lockstep.model.arithmetic import arithmetic_of, instruction_set, set_arithm
 from lockstep.model.checkpoint import (
     begin_adapter,
     begin_score_head,
+    begin_tokens,
     check_tensors,
     empty_model,
     folder_dtype,
@@ -17,7 +18,7 @@ from lockstep.model.checkpoint import (
     tensor_files,
     write_description,
 )
-from lockstep.model.choose_dtype import choose_dtype, is_auto, name_of, training_seconds
+from lockstep.model.choose_dtype import choose_dtype, is_auto, name_of
 from lockstep.model.config import ExpertsConfig, Latent, Lora, ModelConfig, RopeScaling, Yarn
 from lockstep.model.decoder import Decoder
 from lockstep.model.device import open_device
@@ -46,6 +47,7 @@ __all__ = [
     "base_folder",
     "begin_adapter",
     "begin_score_head",
+    "begin_tokens",
     "build_model",
     "check_tensors",
     "check_token_ids",
@@ -74,7 +76,6 @@ __all__ = [
     "set_arithmetic",
     "stored_as",
     "tensor_files",
-    "training_seconds",
     "write_adapter_description",
     "write_description",
 ]

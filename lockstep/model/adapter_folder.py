@@ -1,7 +1,8 @@
 """A folder with an adapter in `peft`'s layout: `adapter_config.json`, `adapter_model.safetensors`, and no base.
 
 The base is the model folder that `adapter_config.json` names. What `peft` cannot express is in `lockstep.json`:
-a digest of the base's weights, and settings of the run that trained the adapter that differ from its base's.
+the base's place relative to the adapter (so that both can move together), a digest of its weights, and settings of the
+run that trained the adapter that differ from its base's.
 """
 
 from __future__ import annotations
@@ -10,6 +11,7 @@ import dataclasses
 import hashlib
 import json
 import math
+import os
 import zlib
 from collections import defaultdict
 from collections.abc import Mapping
@@ -21,13 +23,15 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 
 from lockstep.errors import UserError
-from lockstep.hub import local_folder
+from lockstep.hub import hub_name, local_folder
 from lockstep.model.config import Lora, ModelConfig
 from lockstep.model.decoder import Decoder
 from lockstep.model.lora import projections
 from lockstep.model.stored import PEFT_PREFIX, SCORE, adapter_name, is_beside_base
 
 SETTINGS, TENSORS, OWN = "adapter_config.json", "adapter_model.safetensors", "lockstep.json"
+BASE = "LOCKSTEP_BASE"
+"""Environment variable, which `--base` sets: the folder of the adapters' base, wherever their own files place it."""
 SCORE_TENSOR = adapter_name(SCORE)
 """The head of a reward model with an adapter; it is trained in full."""
 JSON_BYTES = 2**20
@@ -46,28 +50,41 @@ def is_adapter_folder(folder: Path) -> bool:
 
 
 def base_folder(folder: Path) -> Path:
-    """The folder of the model that an adapter is for; for any other folder, the folder itself. Raises UserError."""
+    """The folder of the model that an adapter is for; for any other folder, the folder itself.
+
+    It is where `BASE` says, else where it was relative to the adapter, else where `adapter_config.json` says. Raises
+    UserError if there is no base.
+    """
     if not is_adapter_folder(folder):
         return folder
-    base = _settings(folder).get("base_model_name_or_path")
-    if not isinstance(base, str) or not base:
-        raise UserError(
-            f"{folder / SETTINGS}: base_model_name_or_path is missing; name the folder of the adapter's base"
-        )
+    name = os.environ.get(BASE) or _moved_base(folder) or _named_base(folder)
     try:
-        found = local_folder(base)
+        found = local_folder(name)
     except UserError as error:
-        raise UserError(
-            f"{folder}: its base was not found ({error}); correct base_model_name_or_path in {SETTINGS}"
-        ) from error
+        raise UserError(f"{folder}: its base was not found ({error}); say where it is with --base DIR") from error
     if is_adapter_folder(found):
-        raise UserError(f"{folder}: its base {base} is an adapter too; merge that first: lockstep convert --merge")
+        raise UserError(f"{folder}: its base {name} is an adapter too; merge that first: lockstep convert --merge")
     if not (found / "config.json").is_file():
         raise UserError(
-            f"{folder}: its base was not found ({base} has no config.json; for a run, name one of the folders in "
-            f"checkpoints/); correct base_model_name_or_path in {SETTINGS}"
+            f"{folder}: its base was not found ({name} has no config.json; for a run, name one of the folders in "
+            "checkpoints/); say where it is with --base DIR"
         )
     return found
+
+
+def _moved_base(folder: Path) -> str:
+    """Where the base is if it has moved along with the adapter; empty if it has not."""
+    place = _own(folder).get("base")
+    base = folder / place if isinstance(place, str) and place else None
+    return str(base.resolve()) if base is not None and (base / "config.json").is_file() else ""
+
+
+def _named_base(folder: Path) -> str:
+    settings = _settings(folder)
+    base, revision = settings.get("base_model_name_or_path"), settings.get("revision")
+    if not isinstance(base, str) or not base:
+        raise UserError(f"{folder / SETTINGS}: base_model_name_or_path is missing; name the base with --base DIR")
+    return f"{base}@{revision}" if isinstance(revision, str) and revision and not Path(base).is_dir() else base
 
 
 def with_adapter(folder: Path, base: ModelConfig) -> ModelConfig:
@@ -116,7 +133,7 @@ def refuse_other_base(folder: Path, base: Path | None = None) -> None:
     if recorded and (found := digest(base)) != recorded:
         raise UserError(
             f"{folder}: is an adapter for other weights than those in {base}: their digest is {found}, but that of the "
-            f"adapter's base is {recorded}; give its own base as base_model_name_or_path in {SETTINGS}, or delete "
+            f"adapter's base is {recorded}; give its own base with --base DIR, or delete "
             f"{OWN} there to use it with this one anyway"
         )
 
@@ -171,11 +188,14 @@ def save_adapter(model: Decoder, path: str | Path, base: str | Path) -> None:
 def write_adapter_description(folder: Path, config: ModelConfig, base: Path, base_digest: str) -> None:
     """Writes the files that go with an adapter's tensors: `peft`'s settings, and ours. `config.lora` is set."""
     assert config.lora is not None
+    base = base.resolve()
+    name, revision = hub_name(base) or (str(base), None)
     settings = {
         "peft_type": "LORA",
         "task_type": "SEQ_CLS" if config.score_head else "CAUSAL_LM",
         **({"modules_to_save": ["score"]} if config.score_head else {}),
-        "base_model_name_or_path": str(base.resolve()),
+        "base_model_name_or_path": name,
+        **({"revision": revision} if revision else {}),
         "r": config.lora.rank,
         "lora_alpha": config.lora.alpha,
         "lora_dropout": 0.0,
@@ -184,6 +204,7 @@ def write_adapter_description(folder: Path, config: ModelConfig, base: Path, bas
         "inference_mode": True,
     }
     own = {
+        **({} if revision else {"base": os.path.relpath(base, folder.resolve())}),
         "base_digest": base_digest,
         "bos_token_id": config.bos_token_id,
         "eos_token_ids": list(config.eos_token_ids),
@@ -235,8 +256,8 @@ def _refuse_other_shapes(folder: Path, config: ModelConfig, shapes: Mapping[str,
     for module in config.lora.modules:
         if module not in layers:
             raise UserError(
-                f"{folder}: is an adapter for another base: it adapts {module}, which {_base(folder)} does not have; "
-                f"correct base_model_name_or_path in {SETTINGS}"
+                f"{folder}: is an adapter for another base: it adapts {module}, which {base_folder(folder)} does not "
+                "have; give its own base with --base DIR"
             )
         outputs, inputs = layers[module].weight.shape
         for ending, wanted in zip(_ENDINGS, ([rank, inputs], [outputs, rank])):
@@ -244,13 +265,9 @@ def _refuse_other_shapes(folder: Path, config: ModelConfig, shapes: Mapping[str,
             if found != wanted:
                 raise UserError(
                     f"{folder}: is an adapter for another base: {module}{ending} has shape {found}, but rank {rank} "
-                    f"beside the {outputs} x {inputs} matrix of {_base(folder)} requires {wanted}; correct "
-                    f"base_model_name_or_path in {SETTINGS}"
+                    f"beside the {outputs} x {inputs} matrix of {base_folder(folder)} requires {wanted}; give its own "
+                    "base with --base DIR"
                 )
-
-
-def _base(folder: Path) -> str:
-    return str(_settings(folder).get("base_model_name_or_path"))
 
 
 def _shapes(folder: Path) -> dict[str, list[int]]:

@@ -28,6 +28,7 @@ from lockstep.model.device import device_of
 from lockstep.model.dtypes import resolve_dtype
 from lockstep.model.families import from_hugging_face, is_ignored, to_hugging_face
 from lockstep.model.initialize import initialize_some
+from lockstep.model.more_tokens import OF_TOKENS, MoreTokens
 from lockstep.model.mxfp4 import BLOCKS, SCALES, Mxfp4
 from lockstep.model.protocols import TrainableModel
 from lockstep.model.shard import local_part
@@ -118,6 +119,7 @@ class Added(NamedTuple):
 ADAPTER = Added(("lora",), is_adapter)
 SCORE_HEAD = Added(("score_head", "tie_embeddings"), is_score_head)
 BOTH = Added(ADAPTER.fields + SCORE_HEAD.fields, is_beside_base)
+TOKENS = Added(("vocab_size",), lambda name: False)
 
 
 class Source(NamedTuple):
@@ -142,6 +144,14 @@ def begin_adapter(model: TrainableModel, path: str | Path, seed: int) -> None:
     initialize_some(model, seed, ADAPTER.names)
 
 
+def begin_tokens(model: TrainableModel, path: str | Path, like: int) -> None:
+    """Fills a model that has more tokens than its folder: embedding and head of each new one are those of token `like`.
+
+    Raises UserError as `load_weights` does.
+    """
+    copy_weights(sources_of_weights(model, path, TOKENS, like))
+
+
 def begin_score_head(model: TrainableModel, path: str | Path, seed: int) -> None:
     """Fills a model that has a score head with a language model's weights, and the head, and an adapter if it has one,
     with fresh ones.
@@ -153,8 +163,11 @@ def begin_score_head(model: TrainableModel, path: str | Path, seed: int) -> None
     initialize_some(model, seed, added.names)
 
 
-def sources_of_weights(model: TrainableModel, path: str | Path, added: Added | None = None) -> list[Source]:
-    """What `load_weights` checks, and then copies; what is `added` is not looked for. Raises UserError."""
+def sources_of_weights(
+    model: TrainableModel, path: str | Path, added: Added | None = None, like: int | None = None
+) -> list[Source]:
+    """What `load_weights` checks, and then copies; what is `added` is not looked for; `like` as in `begin_tokens`.
+    Raises UserError."""
     folder = Path(path)
     try:
         config = read_config(folder)
@@ -166,7 +179,7 @@ def sources_of_weights(model: TrainableModel, path: str | Path, added: Added | N
                 raise UserError(
                     f"{folder}: {field.name} is {new}, but {own} in the loaded model; give a folder of that model"
                 )
-        return check_tensors(model, folder, tensor_files(folder), added)
+        return check_tensors(model, folder, tensor_files(folder), added, like)
     except UserError:
         raise
     except Exception as error:  # nothing has changed yet: whatever it is, the folder is the cause
@@ -181,9 +194,14 @@ def copy_weights(sources: list[Source]) -> None:
 
 
 def check_tensors(
-    model: TrainableModel, folder: Path, files: dict[str, Path], added: Added | None = None
+    model: TrainableModel,
+    folder: Path,
+    files: dict[str, Path],
+    added: Added | None = None,
+    like: int | None = None,
 ) -> list[Source]:
-    """Where each of the model's tensors comes from, file by file. Raises UserError if one is missing or wrong.
+    """Where each of the model's tensors comes from, file by file; `like` as in `begin_tokens`. Raises UserError if one
+    is missing or wrong.
 
     Files are opened once, for the checks and the copies: replacing one in between has no effect.
     """
@@ -203,6 +221,7 @@ def check_tensors(
     opened = {path: _open(path) for path in sorted({files[name] for name in shapes})}
     held = {path: set(file.keys()) for path, file in opened.items()}
     quantized = {name for part, parameter in wanted if part.quantized for name in part.tensors(parameter.shape)}
+    slices = {}
     for name, shape in shapes.items():
         path = files[name]
         if name not in held[path]:
@@ -211,11 +230,13 @@ def check_tensors(
         kinds = QUANTIZED if name in quantized else FLOATS
         if stored.get_dtype() not in kinds:
             raise UserError(f"{path}: tensor {name} is {stored.get_dtype()}; only {', '.join(kinds)} are read")
+        if like is not None and name in OF_TOKENS and stored.get_shape()[0] < shape[0]:
+            stored = MoreTokens(stored, shape[0], like)
+        slices[name] = stored
         if stored.get_shape() != list(shape):
             raise UserError(
                 f"{path}: tensor {name} has shape {stored.get_shape()}, but config.json requires {list(shape)}"
             )
-    slices = {name: opened[files[name]].get_slice(name) for name in shapes}
     sources = []
     for part, parameter in sorted(wanted, key=lambda item: files[next(iter(item[0].tensors(item[1].shape)))]):
         local, place = local_part(parameter)

@@ -26,8 +26,9 @@ LAUNCH = "launch"
 """In the run's `logs/`: which torchrun started it."""
 METRICS, PROMPTS, LOADS = "metrics.jsonl", "prompts.jsonl", "expert_load.jsonl"
 WRITTEN = {
-    CONFIG, METRICS, PROMPTS, LOADS, LOCK, "bad_batches", "checkpoints", "logs", "profile", "reference.safetensors",
-    "report.html", "rollouts", "summary.json", "tensorboard", "timeline", "timeline.json", "wandb", "wandb_id",
+    CONFIG, METRICS, PROMPTS, LOADS, LOCK, "bad_batches", "checkpoints", "latest", "logs", "profile",
+    "reference.safetensors", "report.html", "rollouts", "summary.json", "tensorboard", "timeline", "timeline.json",
+    "wandb", "wandb_id",
 }  # fmt: skip
 """What runs write into their folders: no other file is ever deleted."""
 

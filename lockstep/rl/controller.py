@@ -46,6 +46,7 @@ from lockstep.rl.conversations.rendering import open_rendering
 from lockstep.rl.critic import assign_values, make_critic, train_settings, value_metrics
 from lockstep.rl.environment import Environment
 from lockstep.rl.ledger import Ledger
+from lockstep.rl.load_environment import require_environment
 from lockstep.rl.opening import (
     announce_start,
     learns_from_spread_alone,
@@ -115,6 +116,8 @@ def _reinforce(
     """The run, or `only` one step of it; `opened` closes its folder at the end."""
     validate_run(config, RLConfig)
     is_given = environment is not None
+    if environment is None:
+        require_environment(config.environment)
     world = open_world(config.parallel, config.device)
     opened.callback(close_world, world)
     config = settle(suited_to_actors(config, world), world)
@@ -358,14 +361,14 @@ def _reinforce(
                 shown = {"reward": metrics["reward/mean"], "different": metrics["parity/tokens_different"]}
                 bar.advance(1, "", **shown | observer.for_terminal(metrics))
             finished = step >= config.steps and not unjudged
-            ending = None if finished else watch.ending()
-            if ends_with_error(stopped_by, finished):
-                ending = stop.error(stopped_by, step, config.output)
             if stopped_by == STOP_RUN:
                 break
-            if ending:
+            ends: Exception | None = None if finished else watch.ending()
+            if ends_with_error(stopped_by, finished):
+                ends = stop.error(stopped_by, step, config.output)
+            if ends:
                 world.on_main(partial(write_report, run.path, title_of(config)))
-                raise ending
+                raise ends
 
     # The last checkpoint may still be being written.
     world.barrier()

@@ -88,8 +88,6 @@ def evaluate(config: EvalConfig, environment: Environment | None = None) -> Eval
     if more rewards failed than `rewards.failure_limit` allows.
     """
     validate(config)
-    if not config.environment and environment is None:
-        raise UserError("environment is empty; give one with --environment, such as gsm8k or FILE.py:Class")
     is_given = environment is not None
     settings, environment = named_environment(_settings(config), environment)
     examples = examples_of(environment, config.split)[: config.examples or None]

@@ -26,12 +26,22 @@ def given_name(environment: Environment) -> str:
     return f"{GIVEN}{kind.__module__}.{kind.__qualname__}"
 
 
+def require_environment(name: str) -> None:
+    """Raises UserError, with what there is, if no environment is named."""
+    if not name:
+        raise UserError(
+            f"which environment? Give --environment {', '.join(ENVIRONMENTS)}, gymnasium:ID, verifiers:TASKSET, or "
+            "FILE.py:Class for your own task (docs/rl.md)"
+        )
+
+
 def load_environment(name: str, data: str = "", skip_bad_lines: bool = False) -> Environment:
     """A built-in environment by name, another package's as `gymnasium:ID` or `verifiers:TASKSET`, or `FILE.py:Class`.
 
     `data` and `skip_bad_lines` are passed to an `__init__` that has parameters of these names. Raises UserError if the
     name is unknown, the file does not import or has no such Environment, or the Environment cannot be created.
     """
+    require_environment(name)
     if name.startswith(GIVEN):
         raise UserError(
             f"the run got its environment as an object ({name.removeprefix(GIVEN)}); pass it to lockstep.reinforce or "

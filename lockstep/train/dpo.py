@@ -20,9 +20,9 @@ from lockstep.data import (
     Rows,
     StepRows,
     TokenizedCorpus,
+    divide,
     divide_step,
     is_token_folder,
-    load_tokenizer,
     parse_data,
 )
 from lockstep.data.preferences import (
@@ -39,6 +39,7 @@ from lockstep.errors import UserError
 from lockstep.model import ScoringModel, TrainableModel, load_weights, read_config, refuse_score_head, resolve_dtype
 from lockstep.observe import OnMetrics, Progress
 from lockstep.parallel import World, close_world, open_world, parallel_model
+from lockstep.train.epochs import with_steps
 from lockstep.train.preference_batches import (
     PreferenceBatch,
     Which,
@@ -51,7 +52,7 @@ from lockstep.train.pretrain import check_length, make_loader, make_model, run_t
 from lockstep.train.reference_scores import assign_reference, model_reference
 from lockstep.train.same_vocabulary import refuse_other_vocabulary
 from lockstep.train.settle import settle
-from lockstep.train.sft import chat_template
+from lockstep.train.sft import chat_template, chat_tokenizer
 from lockstep.train.trainer import Trainer
 from lockstep.train.validation import validation_rows
 
@@ -92,14 +93,16 @@ def open_preferences(
     """
     tokens, fixed = config.train.tokens_per_microbatch, config.train.deterministic_layout
     divide_step(config.sequence_length, config.tokens_per_step, tokens, world.data_size, fixed)
-    tokenizer = load_tokenizer(config.tokenizer or config.model)
+    tokenizer = chat_tokenizer(config)
     template = chat_template(config, tokenizer, [], [])
     encoder = PreferenceEncoder(tokenizer, template, config.sequence_length, paired)
     rows = PreferenceRows if paired else LabelledRows
-    loader = make_loader(config, preference_sources(config, config.data), encoder, world, rows)
-    if config.epochs:
-        config = replace(config, steps=loader.steps_of(config.epochs))
+    sources = preference_sources(config, config.data)
     held_out_sources = preference_sources(config, config.validation_data) if config.validation_data else []
+    if config.validation_share:
+        sources, held_out_sources = divide(sources, config.validation_share)
+    loader = make_loader(config, sources, encoder, world, rows)
+    config = with_steps(config, loader, world, "pairs" if paired else "answers")
     return config, tokenizer, loader, validation_rows(config, held_out_sources, encoder, world, rows)
 
 

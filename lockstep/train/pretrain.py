@@ -16,7 +16,7 @@ from torch import nn
 
 from lockstep.checkpoint import folder_if_model, newest_checkpoint
 from lockstep.checkpoint.checkpoints import Checkpoints
-from lockstep.config import PretrainConfig, to_toml, validate, validate_run
+from lockstep.config import PretrainConfig, SFTConfig, to_toml, validate, validate_run
 from lockstep.data import (
     DataSource,
     Encoder,
@@ -26,6 +26,7 @@ from lockstep.data import (
     TextEncoder,
     TextSource,
     Tokenizer,
+    divide,
     divide_step,
     is_token_folder,
     load_tokenizer,
@@ -34,6 +35,7 @@ from lockstep.data import (
     parse_data,
     tokenize_documents,
 )
+from lockstep.data.chatml import CHATML
 from lockstep.errors import UserError
 from lockstep.hub import is_model
 from lockstep.model import (
@@ -41,6 +43,7 @@ from lockstep.model import (
     ModelConfig,
     TrainableModel,
     begin_adapter,
+    begin_tokens,
     choose_dtype,
     initialize,
     is_auto,
@@ -128,8 +131,10 @@ def _pretrain(
         assert corpus is not None
         sources = [(corpus, 1.0)]
     encoder = TextEncoder(tokenizer)
-    loader = make_loader(config, sources, encoder, world)
     held_out_sources = text_sources(config, config.validation_data) if config.validation_data else []
+    if config.validation_share:
+        sources, held_out_sources = divide(sources, config.validation_share)
+    loader = make_loader(config, sources, encoder, world)
     held_out = validation_rows(config, held_out_sources, encoder, world)
     return run_training(config, world, tokenizer, model, loader, progress, held_out=held_out, on_metrics=on_metrics)
 
@@ -418,7 +423,9 @@ def model_shape(config: PretrainConfig, tokenizer: Tokenizer) -> ModelConfig:
     eos = () if tokenizer.eos_id is None else (tokenizer.eos_id,)
     if (folder := Path(config.model)).is_dir():
         shape = read_config(Path(config.model))
-        if tokenizer.vocab_size > shape.vocab_size:
+        if tokenizer.vocab_size > shape.vocab_size and isinstance(config, SFTConfig) and config.template == CHATML:
+            shape = replace(shape, vocab_size=tokenizer.vocab_size)
+        elif tokenizer.vocab_size > shape.vocab_size:
             raise UserError(
                 f"the tokenizer has {tokenizer.vocab_size} tokens, but {config.model} only {shape.vocab_size}; leave "
                 "--tokenizer out to use the model's own"
@@ -448,6 +455,8 @@ def make_model(config: PretrainConfig, tokenizer: Tokenizer, world: World) -> Tr
     fill: Callable[[TrainableModel], None] = partial(initialize, seed=config.seed)
     if folder := Path(config.model).is_dir():
         fill = partial(load_weights, path=config.model)
+        if shape.vocab_size > read_config(Path(config.model)).vocab_size:
+            fill = partial(begin_tokens, path=config.model, like=shape.eos_token_ids[0])
     if config.lora.rank:
         if not folder:
             raise UserError(f"lora.rank needs the weights of a folder, but {config.model} is a preset; give a folder")

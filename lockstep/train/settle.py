@@ -24,8 +24,8 @@ def settle(config: Config, world: World) -> Config:
     """`config` with model folders, `arithmetic`, `reduction_chunks`, `dtype` and its algorithm's settings resolved.
 
     A run's config.toml records them. A resumed run keeps its own unless others are given; a run that torchrun restarts
-    is resumed. Rank 0 chooses the dtype; if ranks would use different arithmetics, all use the portable one. Raises
-    UserError for what is not available here.
+    is resumed. If ranks would use different arithmetics, all use the portable one. Raises UserError for what is not
+    available here.
     """
     if world.from_main(lambda: is_restarted(config.output)):
         # The command is that of the first start, which may lack --resume and have --overwrite.
@@ -36,7 +36,6 @@ def settle(config: Config, world: World) -> Config:
     arithmetic = _arithmetic(config, world, recorded.get("arithmetic", ""))
     dtype, why = recorded.get("dtype", ""), "as the run began"
     if not is_auto(config.dtype) or not dtype:
-        # Measured on one rank: others may get a different result.
         dtype, why = world.from_main(lambda: choose_dtype(config.dtype, config.model, world.device))
     if dtype == "float32" and config.arithmetic == "auto" and arithmetic in ("bf16_pairs", "bf16_tiles"):
         # Pairs apply only to bfloat16: such a run has the same bits everywhere.

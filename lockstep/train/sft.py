@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import replace
 from pathlib import Path
 
-from lockstep.config import SFTConfig, validate_run
+from lockstep.config import PreferenceConfig, SFTConfig, validate_run
 from lockstep.data import (
+    ByteTokenizer,
     ConversationEncoder,
     ConversationSource,
     DataSource,
-    RowLoader,
+    HuggingFaceTokenizer,
+    divide,
     divide_step,
     is_token_folder,
     load_tokenizer,
@@ -19,11 +20,14 @@ from lockstep.data import (
     parse_data,
 )
 from lockstep.data.chat import ChatTemplate, load_chat_template
+from lockstep.data.chatml import CHATML, with_chatml
 from lockstep.data.tokenizer import CHAT_TEMPLATE_FILE, Tokenizer
 from lockstep.errors import UserError
+from lockstep.model import read_config
 from lockstep.observe import OnMetrics, Progress, log
 from lockstep.parallel import World, close_world, open_world
 from lockstep.train.answers import Answers
+from lockstep.train.epochs import with_steps
 from lockstep.train.pretrain import make_loader, make_model, run_training
 from lockstep.train.settle import settle
 from lockstep.train.validation import validation_rows
@@ -48,9 +52,11 @@ def _sft(config: SFTConfig, world: World, progress: Progress | None, on_metrics:
     divide_step(config.sequence_length, config.tokens_per_step, tokens, world.data_size, fixed)
     sources = conversation_sources(config, config.data)
     held_out_sources = conversation_sources(config, config.validation_data) if config.validation_data else []
-    tokenizer = load_tokenizer(config.tokenizer or config.model)
+    tokenizer = chat_tokenizer(config)
     encoder = ConversationEncoder(tokenizer, chat_template(config, tokenizer, sources, held_out_sources))
     model = make_model(config, tokenizer, world)
+    if config.validation_share:
+        sources, held_out_sources = divide(sources, config.validation_share)
     loader = make_loader(config, sources, encoder, world)
     if (cut := loader.counts.get("data/cut_documents", 0)) and world.is_main:
         log.warning(
@@ -60,21 +66,13 @@ def _sft(config: SFTConfig, world: World, progress: Progress | None, on_metrics:
             cut,
             config.sequence_length,
         )
-    if config.epochs:
-        config = replace(config, steps=_steps(config, sources, loader))
+    config = with_steps(config, loader, world, "conversations")
     held_out = validation_rows(config, held_out_sources, encoder, world)
     answers = None
     if world.mesh is None and config.steps:
         shown = held_out.microbatches if held_out is not None else loader.peek().microbatches
         answers = Answers([row for rows in shown for row in rows], tokenizer, Path(config.output))
     return run_training(config, world, tokenizer, model, loader, progress, "sft", held_out, on_metrics, answers)
-
-
-def _steps(config: SFTConfig, sources: Sequence[tuple[DataSource, float]], loader: RowLoader) -> int:
-    streams = [s.data for s, _ in sources if isinstance(s, ConversationSource) and s.streamed]
-    if streams:
-        raise UserError(f"{streams[0]}: the length of a stream is unknown, so epochs cannot be counted; give --steps")
-    return loader.steps_of(config.epochs)
 
 
 def conversation_sources(config: SFTConfig, data: str) -> list[tuple[DataSource, float]]:
@@ -88,6 +86,24 @@ def conversation_sources(config: SFTConfig, data: str) -> list[tuple[DataSource,
         else:
             sources.append((Path(name), weight))
     return sources
+
+
+def chat_tokenizer(config: SFTConfig) -> ByteTokenizer | HuggingFaceTokenizer:
+    """The model's tokenizer, or the one given, with the tokens of a template that brings its own.
+
+    Raises UserError for a run that cannot learn what tokens that the model lacks mean.
+    """
+    tokenizer = load_tokenizer(config.tokenizer or config.model)
+    if config.template != CHATML:
+        return tokenizer
+    tokenizer = with_chatml(tokenizer)
+    learns_tokens = not config.lora.rank and not isinstance(config, PreferenceConfig)
+    if not learns_tokens and tokenizer.vocab_size > read_config(Path(config.model)).vocab_size:
+        raise UserError(
+            f"{config.model}: lacks the tokens of template {CHATML}, which only full fine-tuning learns; first train "
+            f"all weights on conversations: lockstep sft --template {CHATML}"
+        )
+    return tokenizer
 
 
 def chat_template(

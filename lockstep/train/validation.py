@@ -36,7 +36,8 @@ def validation_rows(
         plans.append(rows.plan())
     targets = sum(rows.targets(plan) for plan in plans)
     if not targets:
-        raise UserError(f"validation_data {config.validation_data}: contains nothing to predict; give other data")
+        name = f"validation_data {config.validation_data}" if config.validation_data else "validation_share"
+        raise UserError(f"{name}: contains nothing to predict; give other data")
     # A loss's bits depend on the micro-batches, which are the same in all layouts with `deterministic_layout`.
     most = len(plans) if config.train.deterministic_layout else -(-len(plans) // world.data_size)
     size = min(max(1, config.train.tokens_per_microbatch // length), most)

@@ -133,7 +133,7 @@ def test_a_run_says_at_start_what_runs_where_and_records_what_it_chose_by_itself
     config = tomllib.loads((tmp_path / "run" / "config.toml").read_text())
     dtype, arithmetic = config["dtype"], config["arithmetic"]
     assert dtype in ("float32", "bfloat16") and arithmetic in ("portable", "bf16_pairs", "bf16_tiles")
-    assert chosen.startswith(f"dtype auto: {dtype}, ") and chosen.endswith("on this processor")
+    assert chosen.startswith(f"dtype auto: {dtype}, ") and (arithmetic == "portable") == (dtype == "float32")
     assert line.startswith("pretrain: qwen3:micro, 821k parameters | cpu (") and " thread" in line
     assert line.endswith(f"| {dtype}, {arithmetic} arithmetic | 512 tokens to go, 256 per step")
     assert "pretrain: qwen3" not in output.out
@@ -156,11 +156,9 @@ def test_resuming_to_other_bits_is_named(tmp_path, caplog, capsys):
     assert tomllib.loads((tmp_path / "run" / "config.toml").read_text())["parallel"]["reduction_chunks"] == 2
 
 
-def test_a_dry_run_of_a_cluster_measures_nothing_and_says_what_it_takes(tmp_path, capsys, monkeypatch):
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "none"))
+def test_a_dry_run_of_a_cluster_says_what_dtype_it_takes(capsys):
     assert main(["pretrain", "--model", "qwen3:micro", "--dry-run", "4"]) == 0
     assert "parameters in bfloat16 (auto: which GPUs train faster in)" in capsys.readouterr().out
-    assert not list((tmp_path / "none").glob("**/dtype-*"))
 
 
 def test_generate_prints_only_its_result_on_stdout(model_folder):

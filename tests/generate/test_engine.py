@@ -348,6 +348,36 @@ def test_new_weights_are_seen_at_once_and_old_keys_forgotten():
     assert torch.equal(torch.tensor(completion.logprobs), score(model, [prompt + completion.token_ids])[0][49:])
 
 
+def test_an_in_place_update_is_noticed_if_nobody_says_that_weights_changed():
+    model = _model("float32")
+    engine = Engine(model, ROOMY)
+    prompt, params = list(range(50)), SamplingParams(max_tokens=8, seed=5, ignore_eos=True)
+    engine.generate([prompt], params)
+    with torch.no_grad():
+        model.layers[0].mlp.down_proj.weight.mul_(30)
+    completion = engine.generate([prompt], params)[0][0]
+    assert torch.equal(torch.tensor(completion.logprobs), score(model, [prompt + completion.token_ids])[0][49:])
+    assert engine.weights_version == 1
+    engine.generate([prompt], params)
+    assert engine.weights_version == 1, "nothing was written since"
+    engine.weights_changed()
+    assert engine.weights_version == 2
+
+
+def test_an_update_amid_a_stream_is_noticed_too():
+    model = _model("float32")
+    engine = Engine(model, ROOMY)
+    prompt, tokens, scores = list(range(50)), [], []
+    for event in engine.stream(prompt, SamplingParams(max_tokens=8, seed=5, ignore_eos=True)):
+        tokens.append(event.token_id)
+        if event.weights_version:
+            scores.append(event.logprob)
+        if len(tokens) == 4:
+            _train(model)
+    assert len(scores) == 4, "the tokens after the update have the new weights' version"
+    assert torch.equal(torch.tensor(scores), score(model, [prompt + tokens])[0][-4:])
+
+
 def _train(model):
     trainer = Trainer(model, TrainConfig(learning_rate=1e-2, warmup_steps=0), 1)
     trainer.step([pack([list(range(20))])], NextTokenLoss(19))

@@ -1,7 +1,6 @@
 """Where a model computes, in which dtype and arithmetic: as asked, and as chosen where nothing is."""
 
 import errno
-import json
 import os
 import shutil
 import subprocess
@@ -20,7 +19,6 @@ from lockstep.model import (
     instruction_set,
     open_device,
     set_arithmetic,
-    training_seconds,
 )
 from lockstep.observe.speed import peak_flops
 from lockstep.ops.native import instruction_sets
@@ -41,8 +39,7 @@ def test_a_device_that_is_not_there_is_refused_with_those_that_are(name):
         open_device(name)
 
 
-def test_a_folder_keeps_its_dtype_and_a_gpu_is_not_measured(model_folder, monkeypatch):
-    monkeypatch.setenv("XDG_CACHE_HOME", "/nonexistent/place")
+def test_a_folder_keeps_its_dtype(model_folder):
     for wanted in ("auto", ""):
         assert choose_dtype(wanted, str(model_folder), CPU) == ("bfloat16", "the folder's own")
     assert choose_dtype("float32", str(model_folder), CPU) == ("float32", "")
@@ -51,22 +48,11 @@ def test_a_folder_keeps_its_dtype_and_a_gpu_is_not_measured(model_folder, monkey
         choose_dtype("float16", "qwen3:micro", CPU)
 
 
-def test_fresh_weights_get_the_dtype_that_was_measured_to_be_faster_and_keep_it(tmp_path, monkeypatch):
-    from lockstep.ops import native
-
-    native.library()  # compiled before the cache folder is another
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    measured = training_seconds()
-    (kept,) = (tmp_path / "lockstep").glob("dtype-*.json")
-    assert json.loads(kept.read_text()) == measured and min(measured.values()) > 0
-    for seconds, expected in (
-        ({"bfloat16": 1.0, "float32": 2.0}, "bfloat16"),
-        ({"bfloat16": 1.0, "float32": 1.0}, "float32"),
-    ):
-        kept.write_text(json.dumps(seconds))
-        assert choose_dtype("auto", "qwen3:micro", CPU)[0] == expected
-    kept.write_text("{")
-    assert training_seconds().keys() == measured.keys(), "a damaged file is measured anew"
+@pytest.mark.parametrize("arithmetic", ["portable", "bf16_pairs", "bf16_tiles"])
+def test_fresh_weights_get_the_dtype_that_the_arithmetic_has_instructions_for(arithmetic, monkeypatch):
+    monkeypatch.setattr("lockstep.ops.arithmetic", lambda: arithmetic)
+    expected = "float32" if arithmetic == "portable" else "bfloat16"
+    assert choose_dtype("auto", "qwen3:micro", CPU)[0] == expected
 
 
 def test_another_arithmetic_is_taken_or_refused_by_name():
@@ -137,8 +123,7 @@ def test_portable_kernels_that_cannot_be_compiled_are_named_with_the_compilers_r
         set_arithmetic("portable", CPU)
 
 
-@pytest.mark.parametrize("keep", [training_seconds, lambda: peak_flops(CPU, torch.float32)])
-def test_what_was_measured_outlasts_a_full_disk_in_memory(tmp_path, monkeypatch, keep):
+def test_what_was_measured_outlasts_a_full_disk_in_memory(tmp_path, monkeypatch):
     from lockstep import cache
     from lockstep.ops import native
 
@@ -151,10 +136,10 @@ def test_what_was_measured_outlasts_a_full_disk_in_memory(tmp_path, monkeypatch,
     monkeypatch.setattr(cache, "_unwritten", {})
     monkeypatch.setattr("lockstep.observe.speed.busy_neighbours", lambda: 0)
     monkeypatch.setattr(Path, "write_text", full)
-    measured = keep()
+    measured = peak_flops(CPU, torch.float32)
     assert not list((tmp_path / "lockstep").iterdir())
     monkeypatch.setattr("lockstep.observe.speed.busy_neighbours", lambda: 1)
-    assert keep() == measured
+    assert peak_flops(CPU, torch.float32) == measured
 
 
 def test_a_checkpoint_of_another_arithmetic_is_named_where_it_is_opened(tmp_path, model_folder, caplog):

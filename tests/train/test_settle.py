@@ -2,47 +2,31 @@
 
 import json
 import os
-import shutil
 from dataclasses import replace
-from importlib import import_module
-from pathlib import Path
-from unittest.mock import patch
 
 import pytest
 import torch
 
 from lockstep.checkpoint import name_other_chunks
 from lockstep.config import ParallelConfig, PretrainConfig, to_toml
-from lockstep.model import build_model, load_model, preset, save_model, training_seconds
-from lockstep.ops import native
+from lockstep.model import build_model, load_model, preset, save_model
 from lockstep.parallel import World, close_world, open_world
 from lockstep.train.settle import settle
 from tests.parallel.launch import launch
 
 
-def _settle(folder: str) -> tuple[str, str]:
-    """On a rank whose own measurements say what no other's do."""
-    own = Path(folder) / os.environ["RANK"]
-    shutil.copytree(Path(native.library()._name).parent, own / "lockstep")  # or they would be compiled anew
-    for measured in (own / "lockstep").glob("dtype-*.json"):
-        measured.unlink()
-    os.environ["XDG_CACHE_HOME"] = str(own)
-    # Measuring would take a second, and what it finds is replaced below.
-    measuring = import_module("lockstep.model.choose_dtype")
-    with patch.object(measuring, "_measure", lambda: dict.fromkeys(measuring.DTYPES, 1.0)):
-        training_seconds()
-    (kept,) = (own / "lockstep").glob("dtype-*.json")
-    faster, slower = ("bfloat16", "float32") if os.environ["RANK"] == "0" else ("float32", "bfloat16")
-    kept.write_text(json.dumps({faster: 1.0, slower: 9.0}))
+def _settle() -> tuple[str, str]:
+    """On a rank whose processor has instructions that the other's lacks."""
+    if os.environ["RANK"] == "1":
+        os.environ["LOCKSTEP_ISA"] = "plain"
     world = open_world(ParallelConfig(), "cpu")
     settled = settle(PretrainConfig(model="qwen3:micro"), world)
     close_world(world)
     return settled.dtype, settled.arithmetic
 
 
-def test_all_ranks_take_the_dtype_of_rank_0_and_one_arithmetic(tmp_path):
-    first, second = launch(2, _settle, str(tmp_path))
-    assert first == second and first[0] == "bfloat16"
+def test_ranks_with_other_instructions_compute_in_one_arithmetic_and_its_dtype():
+    assert launch(2, _settle) == [("float32", "portable")] * 2
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])

@@ -27,7 +27,7 @@ async def update_weights(service: Service, wanted: WeightsRequest) -> dict[str, 
         version = wanted.version
         if version is None:
             version = step_of(folder)
-        engine.weights_changed(engine.weights_version + 1 if version is None else version)
+        engine.weights_changed(version)
         seconds = time.perf_counter() - started
         return {"weights_version": engine.weights_version, "path": str(folder), "seconds": round(seconds, 4)}
 

@@ -5,12 +5,12 @@ from __future__ import annotations
 import logging
 import re
 from collections.abc import Iterator
-from pathlib import Path
 
 from lockstep.errors import UserError
 from lockstep.rl.environment import Environment, Example
+from lockstep.rl.environments.problems import read_problems
 
-FILES = {"train": "train.jsonl", "validation": "test.jsonl"}
+NEEDS = "the strings `question` and `answer`"
 # No two adjacent repeats match the same characters, so a long run of digits is matched in linear time.
 DIGITS = r"(?:(?:[0-9]{1,3}(?:,[0-9]{3})+|[0-9]+)(?:\.[0-9]+)?|\.[0-9]+)"
 FINAL = re.compile(rf"(?<!#)#### *((?:-?\$?|\$-){DIGITS})\s*\Z")
@@ -23,7 +23,7 @@ TEMPLATE = PROMPT + " {answer}"
 
 
 class GSM8K(Environment):
-    """Lines of `question` and `answer`, with the result after `####`, in the folder's train.jsonl and test.jsonl.
+    """Lines of `question` and `answer`, with the result after `####`, from train.jsonl and test.jsonl or the hub.
 
     Rewards: `correct`, 1 if math-verify finds the completion's final number equal to the answer's; `format`, 1 if the
     completion ends with a single `#### NUMBER`. The format has weight 0.3 in the total.
@@ -32,35 +32,26 @@ class GSM8K(Environment):
     reward_weights = {"correct": 1.0, "format": 0.3}  # noqa: RUF012
 
     def examples(self, split: str) -> Iterator[Example]:
-        for number, question, answer in problems(self.data, split, self.skip_bad_lines):
+        for where, question, answer in problems(self.data, split, self.skip_bad_lines):
             final = FINAL.search(answer)
             if final is not None:
-                yield Example(PROMPT.format(question=question), final.group(1), id=f"{FILES[split]}:{number}")
+                yield Example(PROMPT.format(question=question), final.group(1), id=where.rpartition("/")[2])
             elif not self.skip_bad_lines:
-                raise UserError(
-                    f"{Path(self.data) / FILES[split]}:{number}: the answer has no `#### NUMBER` at its end; "
-                    "fix it or use --skip-bad-lines"
-                )
+                raise UserError(f"{where}: the answer has no `#### NUMBER` at its end; fix it or use --skip-bad-lines")
 
     def reward(self, example: Example, completion: str) -> dict[str, float]:
         formatted = completion.count("####") == 1 and FINAL.search(completion) is not None
         return {"correct": float(is_right(example.answer, completion)), "format": float(formatted)}
 
 
-def problems(folder: str, split: str, skip_bad_lines: bool = False) -> Iterator[tuple[int, str, str]]:
-    """(line number, question, answer) of each problem of a split. Raises UserError for a missing file or bad line."""
-    from lockstep.data.records import read_jsonl  # imports torch, which a reward worker does not need
-
-    path = Path(folder) / FILES[split]
-    if not folder or not path.is_file():
-        missing = f"{path}: no such file" if folder else "gsm8k needs data"
-        raise UserError(f"{missing}; give the folder with train.jsonl and test.jsonl as --data DIR")
-    for number, values in read_jsonl(path, skip_bad_lines):
+def problems(data: str, split: str, skip_bad_lines: bool = False) -> Iterator[tuple[str, str, str]]:
+    """(`file:line`, question, answer) of each problem of a split. Raises UserError as `read_problems`."""
+    for where, values in read_problems(data, split, skip_bad_lines, NEEDS):
         question, answer = values.get("question"), values.get("answer")
         if isinstance(question, str) and isinstance(answer, str):
-            yield number, question, answer
+            yield where, question, answer
         elif not skip_bad_lines:
-            raise UserError(f"{path}:{number}: needs the strings `question` and `answer`; or use --skip-bad-lines")
+            raise UserError(f"{where}: needs {NEEDS}; or use --skip-bad-lines")
 
 
 def is_right(answer: str, completion: str) -> bool:

@@ -1,4 +1,4 @@
-"""Problems from JSONL files: where to find a split, and what a line must contain."""
+"""Problems from files or the hub: where to find a split, and what a line must contain."""
 
 from __future__ import annotations
 
@@ -8,9 +8,11 @@ from typing import Any
 
 from lockstep.errors import UserError, closest
 
-FILES = {"train": ("train.jsonl",), "validation": ("validation.jsonl", "test.jsonl")}
+NAMES = {"train": ("train",), "validation": ("validation", "test")}
+"""Of files, and of splits of data sets on the hub."""
+SUFFIXES = (".jsonl", ".jsonl.gz", ".json", ".parquet")
 HELD_OUT = 10
-"""Of a single file, every tenth line is for validation."""
+"""Of a single file or split, every tenth problem is for validation."""
 
 KINDS = {list: "a list", dict: "an object", bool: "true or false", type(None): "null"}
 """JSON's types other than strings and numbers."""
@@ -19,27 +21,57 @@ KINDS = {list: "a list", dict: "an object", bool: "true or false", type(None): "
 def read_problems(data: str, split: str, skip_bad_lines: bool, needs: str) -> Iterator[tuple[str, dict[str, Any]]]:
     """(`file:line`, object) of each problem of a split.
 
-    `data` is a folder with `train.jsonl` and `validation.jsonl` or `test.jsonl`, or one `.jsonl` file, in which every
-    tenth line is for validation. Raises UserError for a missing file, saying what lines need, and as `read_jsonl`.
+    `data` is a folder with `train.jsonl` and `validation.jsonl` or `test.jsonl` (or .jsonl.gz, .json, .parquet), one
+    such file, in which every tenth problem is for validation, or `hf:NAME[:config][:split]` with such splits. Raises
+    UserError for a missing file, saying what problems need, and as `read_records`.
     """
-    from lockstep.data.records import read_jsonl  # imports torch, which a reward worker does not need
+    from lockstep.data.records import HUB, Tally, read_hub, read_records  # a reward worker does not need numpy
 
-    place = Path(data)
-    files = [place / name for name in FILES[split]] if not place.is_file() else [place]
-    path = next((file for file in files if file.is_file()), None)
-    if not data or path is None:
-        missing = f"{data}: contains no {' or '.join(FILES[split])}" if data else "the environment needs data"
-        raise UserError(
-            f"{missing}; give --data a folder with train.jsonl and validation.jsonl (or test.jsonl), or one .jsonl "
-            f"file, with {needs} in each line"
-        )
+    if data.startswith(HUB):
+        name, divided = _on_the_hub(data, split)
+        problems, place = read_hub(name), name
+    else:
+        path, divided = _file(data, split, needs)
+        problems, place = read_records(path, skip_bad_lines, Tally()), str(path)
     number = 0
-    for number, values in read_jsonl(path, skip_bad_lines):
-        if path != place or (number % HELD_OUT == 0) == (split == "validation"):
-            yield f"{path}:{number}", values
-    if path == place and split == "validation" and number < HELD_OUT:
-        lines = "1 line" if number == 1 else f"{number} lines"
-        raise UserError(f"{path} has {lines}; every tenth is for validation, so give at least {HELD_OUT}")
+    for where, values in problems:
+        number = int(where.rpartition(":")[2].split()[-1])
+        if not divided or (number % HELD_OUT == 0) == (split == "validation"):
+            yield where, values
+    if divided and split == "validation" and number < HELD_OUT:
+        lines = "1 problem" if number == 1 else f"{number} problems"
+        raise UserError(f"{place} has {lines}; every tenth is for validation, so give at least {HELD_OUT}")
+
+
+def _file(data: str, split: str, needs: str) -> tuple[Path, bool]:
+    """The file of a split, and whether it has the problems of both splits."""
+    place = Path(data)
+    if place.is_file():
+        return place, True
+    files = [place / f"{name}{suffix}" for name in NAMES[split] for suffix in SUFFIXES]
+    path = next((file for file in files if file.is_file()), None)
+    if data and path is not None:
+        return path, False
+    missing = f"{data}: contains no {' or '.join(NAMES[split])}.jsonl" if data else "the environment needs data"
+    raise UserError(
+        f"{missing}; give --data a folder with train.jsonl and validation.jsonl (or test.jsonl; .json and .parquet "
+        f"work too), one such file, or hf:NAME[:config][:split], with {needs} in each line"
+    )
+
+
+def _on_the_hub(data: str, split: str) -> tuple[str, bool]:
+    """A data set's split with the problems of `split`, and whether it has those of both."""
+    from lockstep.data.records import hub_parts, hub_splits
+
+    path, config, given = hub_parts(data)
+    if given:
+        return data, True
+    found = hub_splits(data)
+    if "train" not in found:
+        raise UserError(f"{data}: has no split train; name one of {', '.join(found)} as hf:NAME:config:split")
+    held_out = next((name for name in NAMES["validation"] if name in found), "")
+    name = "train" if split == "train" else held_out
+    return f"hf:{path}:{config}:{name or 'train'}", not held_out
 
 
 def text_of(values: dict[str, Any], keys: Sequence[str]) -> str | None:

@@ -1,0 +1,33 @@
+"""A stored embedding or head, read as if it had more tokens."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+OF_TOKENS = ("model.embed_tokens.weight", "lm_head.weight")
+"""Tensors with a row for each token."""
+
+
+class MoreTokens:
+    """A tensor `[tokens, dim]` in a file, followed by copies of its row `like` up to `tokens` rows.
+
+    Copies, because a mean of rows would have other bits on other machines.
+    """
+
+    def __init__(self, stored: Any, tokens: int, like: int):
+        self._stored, self._tokens, self._like = stored, tokens, like
+
+    def get_shape(self) -> list[int]:
+        return [self._tokens, *self._stored.get_shape()[1:]]
+
+    def __getitem__(self, place: tuple[slice, ...]) -> Tensor:
+        (start, stop, _), rest = place[0].indices(self._tokens), place[1:]
+        held = min(stop, self._stored.get_shape()[0])
+        parts = [self._stored[(slice(min(start, held), held), *rest)]]
+        new = stop - max(start, held)
+        if new > 0:
+            parts.append(self._stored[(slice(self._like, self._like + 1), *rest)].expand(new, -1))
+        return torch.cat(parts)
