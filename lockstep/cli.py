@@ -94,7 +94,7 @@ def _overview() -> str:
     return (
         "Train and sample language models with one model definition.\n\n"
         + "\n".join(lines)
-        + ("\n\nlockstep COMMAND --help lists a command's options.")
+        + ("\n\nlockstep COMMAND --help lists a command's most used settings, --help-all all of them.")
     )
 
 
@@ -199,7 +199,7 @@ class TokenizeOptions:
 
 def data(arguments: list[str]) -> int:
     """data tokenize: tokenize text or conversations once, for later runs"""
-    if arguments in (["--help"], ["-h"]):
+    if arguments in (["--help"], ["--help-all"], ["-h"]):
         arguments = ["tokenize", *arguments]
     if arguments[:1] != ["tokenize"]:
         raise UserError("write lockstep data tokenize --data DATA --tokenizer TOKENIZER --output FOLDER")
