@@ -2,24 +2,16 @@
 
 from __future__ import annotations
 
+import io
+import sys
+from contextlib import nullcontext, redirect_stderr
 from typing import Any
 
+from lockstep.commands.print_once import print_once, ranks_folder
 from lockstep.errors import UserError
 
 RESUMES = ("--resume", "--output")
 """All that it takes to continue a run."""
-MOST_USED = {
-    "pretrain": "--model --data --tokenizer --output --steps --tokens-per-step --sequence-length --dtype\n"
-    "  --train.learning-rate --validation-data --resume --dry-run",
-    "sft": "--model --data --output --epochs --tokens-per-step --sequence-length --dtype --train.learning-rate\n"
-    "  --validation-data --resume",
-    "dpo": "--model --data --loss --beta --output --epochs --tokens-per-step --sequence-length --train.learning-rate\n"
-    "  --validation-data --resume",
-    "reward-model": "--model --data --output --epochs --tokens-per-step --sequence-length --train.learning-rate\n"
-    "  --validation-data --resume",
-    "rl": "--model --environment --algorithm --data --output --steps --prompts-per-step --samples-per-prompt\n"
-    "  --max-new-tokens --train.learning-rate --validation-every --resume --dry-run",
-}
 
 
 def parse_options(kind: type, arguments: list[str], command: str, default: Any = None, positional: bool = False) -> Any:
@@ -29,18 +21,32 @@ def parse_options(kind: type, arguments: list[str], command: str, default: Any =
     """
     import tyro
 
+    from lockstep.commands.short_help import SHORT, print_short_help
     from lockstep.commands.spelling import refuse_other_names
 
     refuse_other_names(kind, arguments, positional)
+    if "--help-all" in arguments:
+        arguments = ["--help"]
+    elif command in SHORT and not {"-h", "--help"}.isdisjoint(arguments):
+        print_short_help(kind, command, default)
+        sys.exit(0)
     keywords: dict[str, Any] = {} if default is None else {"default": default}
     if positional:
         keywords["config"] = (tyro.conf.PositionalRequiredArgs,)
-    return tyro.cli(kind, args=arguments, prog=f"lockstep {command}", **keywords)
+    refusal = io.StringIO()
+    try:
+        with redirect_stderr(refusal) if ranks_folder() else nullcontext():
+            return tyro.cli(kind, args=arguments, prog=f"lockstep {command}", **keywords)
+    except SystemExit:
+        if refusal.getvalue():
+            print_once(refusal.getvalue().rstrip(), head="", ends=True)
+        raise
 
 
 def run_config(command: str, kind: type, arguments: list[str]) -> Any:
     """The recipe's configuration, overridden, in this order, by the settings of the run that --resume continues, a
     TOML file and the command line."""
+    from lockstep.commands.short_help import FROM_FILE
     from lockstep.config import RLConfig, SFTConfig, from_toml, recorded_run, with_algorithm
     from lockstep.recipes import recipe
 
@@ -69,14 +75,15 @@ def run_config(command: str, kind: type, arguments: list[str]) -> Any:
         for action in ("overwrite", "resume", "dry_run"):
             if getattr(default, action, False):
                 file = chosen["--config"]
-                print(f"{file}: {action} is ignored in a file; give it on the command line if you mean it")
+                print_once(f"warning: {file}: {action} is ignored in a file; give it on the command line if you mean it")
                 setattr(default, action, type(getattr(default, action))())
-    if "--help" in rest or "-h" in rest:
+    if "--help-all" in rest:
         from lockstep.recipes import described
 
-        print(f"most used: {MOST_USED[command]}")
-        print("--config FILE: start from a TOML or YAML file, such as a run's config.toml")
-        print(f"--recipe NAME: start from a recipe:\n{described(command)}\n")
+        recipes = described(command)
+        print(
+            f"--config FILE: {FROM_FILE}" + f"\n--recipe NAME: start from a recipe:\n{recipes}" * bool(recipes) + "\n"
+        )
     config = parse_options(kind, rest, command, default)
     given = {argument.lstrip("-").partition("=")[0].replace("-", "_") for argument in rest}
     if isinstance(config, RLConfig) and isinstance(default, RLConfig):

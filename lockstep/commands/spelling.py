@@ -36,7 +36,7 @@ COMMANDS_ELSEWHERE = {
 def refuse_other_names(kind: type, arguments: list[str], positional: bool = False) -> None:
     """Raises UserError for an option that `kind`'s command has only under another name, for a value of a choice that
     it has not, and for a model that is given without `--model`."""
-    own = dict(_options(kind))
+    own = dict(options_of(kind))
     if not positional and "model" in own and arguments and not arguments[0].startswith("-"):
         is_config = "resume" in own and arguments[0].endswith((".toml", ".yaml", ".yml"))
         what = ("file", "config") if is_config else ("model", "model")
@@ -65,14 +65,14 @@ def _refuse_value(name: str, value: str, choices: tuple[str, ...]) -> None:
         raise UserError(f'--{name} "{value}" is not one of {", ".join(filter(None, choices))}.{hint}')
 
 
-def _options(kind: Any, prefix: str = "") -> Iterator[tuple[str, tuple[str, ...]]]:
+def options_of(kind: Any, prefix: str = "") -> Iterator[tuple[str, tuple[str, ...]]]:
     """The names of all command-line settings, including nested ones, each with its values if it is a choice."""
     types = get_type_hints(kind)
     for field in dataclasses.fields(kind):
         name = prefix + field.name.replace("_", "-")
         default = field.default_factory() if field.default_factory is not dataclasses.MISSING else field.default
         if dataclasses.is_dataclass(default):
-            yield from _options(type(default), f"{name}.")
+            yield from options_of(type(default), f"{name}.")
         else:
             yield name, _choices(types[field.name])
 

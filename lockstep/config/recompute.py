@@ -16,8 +16,8 @@ class RecomputeConfig:
     """Activation checkpointing: a recomputed layer keeps only its input. Losses and gradients keep their bits."""
 
     mode: Literal["none", "full", "every", "selective", "budget"] = "none"
-    """What to recompute. `full`: all layers; `every`: every k-th; `selective`: all operators except those in `keep`;
-    `budget`: as many layers as needed to stay within `budget_gib`."""
+    """What the backward pass recomputes to save memory. `full`: all layers; `every`: every k-th; `selective`: all
+    operators except those in `keep`; `budget`: as many layers as needed to stay within `budget_gib`."""
     every: Annotated[int, AtLeast(1)] = 2
     """every: k, so that layers 0, k, 2k … are recomputed."""
     keep: tuple[str, ...] = ("attention",)

@@ -185,12 +185,13 @@ RECIPES: dict[str, dict[str, Callable[[], PretrainConfig] | Callable[[], RLConfi
 def described(command: str) -> str:
     """One line per recipe of a command."""
     lines = []
+    width = max(map(len, RECIPES[command]), default=0)
     for name, make in RECIPES[command].items():
         if isinstance(make, partial):
             text = f"{make.args[0]} from scratch, for a cluster; give --data and --tokenizer"
         else:
             text = (make.__doc__ or "").splitlines()[0]
-        lines.append(f"  {name:14} {text}")
+        lines.append(f"  {name:{width}}  {text}")
     return "\n".join(lines)
 
 

@@ -292,7 +292,7 @@ def test_an_option_of_another_trainer_is_answered_with_the_name_it_has_here(argu
 def test_help_may_be_cut_off():
     command = f"{sys.executable} -m lockstep sft --help | head -1; exit ${{PIPESTATUS[0]}}"
     result = subprocess.run(["bash", "-c", command], capture_output=True, text=True)
-    assert "Traceback" not in result.stderr and result.stdout.startswith("most used"), result.stderr
+    assert "Traceback" not in result.stderr and result.stdout.startswith("Fine-tuning on"), result.stderr
 
 
 @pytest.mark.parametrize("name", ["model", "data", "validation_data"])
@@ -313,13 +313,13 @@ def test_what_is_too_long_for_a_file_is_no_traceback(tmp_path, capsys, option):
 
 def test_every_name_that_is_answered_exists_in_some_command():
     from lockstep.commands.generate import GenerateOptions
-    from lockstep.commands.spelling import HERE, _options
+    from lockstep.commands.spelling import HERE, options_of
     from lockstep.config import DPOConfig, PretrainConfig, RLConfig, ServeConfig, SFTConfig
 
     known = {
         name
         for kind in (PretrainConfig, RLConfig, ServeConfig, SFTConfig, GenerateOptions, DPOConfig)
-        for name, _ in _options(kind)
+        for name, _ in options_of(kind)
     }
     assert {name.partition(" ")[0] for names in HERE.values() for name in names} <= known
 

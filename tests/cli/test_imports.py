@@ -43,7 +43,7 @@ def test_help_and_wrong_options_need_no_pytorch():
 import contextlib, io, sys
 from lockstep.cli import main
 for command in sys.argv[1:]:
-    for option in ("--help", "--no-such-option"):
+    for option in ("--help", "--help-all", "--no-such-option"):
         with contextlib.redirect_stdout(io.StringIO()), contextlib.redirect_stderr(io.StringIO()):
             try:
                 code = main([command, option])
