@@ -6,7 +6,7 @@ import json
 import math
 import os
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
 from io import FileIO
 from pathlib import Path
@@ -17,6 +17,9 @@ from lockstep.config import ObserveConfig
 from lockstep.errors import RunStopped, UserError
 from lockstep.observe.run_folder import RunFolder
 from lockstep.observe.sinks import open_sinks
+
+TOKENS, TOTAL_TOKENS = "tokens", "tokens/total"
+"""What a step trained on, and all steps so far."""
 
 
 class MetricsWriter:
@@ -111,6 +114,15 @@ def read_metrics(path: Path, skip_bad: bool = False) -> list[dict[str, Any]]:
             if not skip_bad and index < len(lines) - 1:
                 raise UserError(f"{path}:{index + 1}: not the metrics of a step ({error})") from error
     return metrics
+
+
+def total_tokens(lines: Iterable[Mapping[str, Any]]) -> int:
+    """Tokens that the steps in `lines` and those before them trained on."""
+    total = 0
+    for line in lines:
+        # Not all lines have a total: runs of earlier versions have begun without.
+        total = line.get(TOTAL_TOKENS) or total + (line.get(TOKENS) or 0)
+    return int(total)
 
 
 def awaits_validation(lines: Sequence[Mapping[str, Any]], step: int) -> bool:

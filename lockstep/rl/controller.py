@@ -341,6 +341,7 @@ def _reinforce(
                 metrics |= rollout_metrics(ledger.rollouts) | ledger.metrics(given) | stopwatch.metrics()
                 metrics |= staleness_metrics(ledger.trained, step) | generators.metrics() | ahead.metrics()
                 metrics |= value_metrics(ledger.trained) | ({"ranks": world.size} if world.size > 1 else {})
+                metrics["tokens"] = config.inner_steps * int(metrics["rollout/tokens_trained"])
                 metrics["rollout/tokens_per_second"] = metrics["rollout/tokens"] / metrics["time/generate"]
                 unjudged = False
                 if held_out and not only and due(step, config.validation_every, config.steps):

@@ -76,6 +76,7 @@ def test_gsm8k_trains_with_every_bit_compared(tmp_path, model_folder, dtype):
     summary = json.loads((folder / "summary.json").read_text())
     assert summary["tokens"]["generated"] == sum(m["rollout/tokens"] for m in steps)
     assert summary["tokens"]["trained"] == 2 * sum(m["rollout/tokens"] + m["rollout/prompt_tokens"] for m in steps)
+    assert summary["tokens"]["trained"] == sum(m["tokens"] for m in steps) == steps[-1]["tokens/total"]
     assert {"accuracy_before", "accuracy_after"} <= summary.keys(), "gsm8k knows right answers"
     first, last = ((folder / "rollouts" / f"validation_0000000{n}.jsonl").read_text().splitlines() for n in (0, 3))
     assert [json.loads(x)["prompt"] for x in first] == [json.loads(x)["prompt"] for x in last] and len(first) == 4
@@ -133,6 +134,7 @@ def test_a_task_of_the_users_own_is_learnt_and_a_run_resumes_to_the_same_bits(tm
     (torn / "checkpoints" / "step_00000009").rename(torn / "checkpoints" / "step_00000009.partial")
     reinforce(_config(tmp_path / "torn", model_folder, "", resume=True, **changes))
     assert [m["reward/mean"] for m in _metrics(torn)[1:]] == rewards
+    assert [m.get("tokens/total") for m in _metrics(torn)] == [m.get("tokens/total") for m in _metrics(whole)]
     for step in (1, 7, 9):
         name = f"rollouts/step_{step:08}.jsonl"
         assert (torn / name).read_text() == (whole / name).read_text(), "the weights' version included"
