@@ -103,10 +103,13 @@ class Observer:
                 self._on_metrics(last["step"], dict(metrics))
 
     def for_terminal(self, metrics: Mapping[str, float]) -> dict[str, float]:
-        """The metrics of a step that has been written that `observe.terminal` names, in its order."""
+        """The metrics of a step that has been written that `observe.terminal` names, in its order.
+
+        Without those of its validation, which are shown when it has run.
+        """
         metrics = {**metrics, TOTAL_TOKENS: self._tokens} if TOKENS in metrics else metrics
         found = [name for chosen in self.config.terminal for name in metrics if fnmatchcase(name, chosen)]
-        return {name: metrics[name] for name in found}
+        return {name: metrics[name] for name in found if not name.startswith("validation/")}
 
     def rewind(self, step: int) -> None:
         """Drops the metrics after `step`, which the run writes again."""

@@ -191,7 +191,10 @@ def _reinforce(
         if reward_model:
             assign_scores(validation, reward_model, rendering, config, replicas, timeline.moved)
         world.on_main(partial(write_rollouts, run.validation_path(step), validation))
-        return validation_metrics(validation, environment)
+        metrics = validation_metrics(validation, environment)
+        if bar is not None:
+            bar.validated(step, metrics)
+        return metrics
 
     def save(step: int, unjudged: bool = False) -> None:
         """Saves the run as it is after `step`; if it is `unjudged`, a resumed run begins with its validation."""

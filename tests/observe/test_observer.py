@@ -90,8 +90,8 @@ def test_each_rank_has_a_log_of_its_own_and_its_error_in_it(tmp_path):
 
 
 def test_the_terminal_shows_what_it_is_asked_for_beside_its_own(tmp_path):
-    config = PretrainConfig(observe=ObserveConfig(terminal=("time/*", "loss", "nothing")))
-    metrics = {"loss": 2.5, "time/train": 0.25, "tokens": 7.0, "time/step": 1.0}
+    config = PretrainConfig(observe=ObserveConfig(terminal=("time/*", "loss", "nothing", "validation/*")))
+    metrics = {"loss": 2.5, "validation/loss": 3.0, "time/train": 0.25, "tokens": 7.0, "time/step": 1.0}
     assert Observer(config.observe, FaultConfig(), tmp_path).for_terminal(metrics) == {
         "time/train": 0.25,
         "time/step": 1.0,
