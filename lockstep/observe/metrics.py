@@ -17,6 +17,7 @@ from lockstep.config import ObserveConfig
 from lockstep.errors import RunStopped, UserError
 from lockstep.observe.run_folder import RunFolder
 from lockstep.observe.sinks import open_sinks
+from lockstep.observe.tables import Table
 
 TOKENS, TOTAL_TOKENS = "tokens", "tokens/total"
 """What a step trained on, and all steps so far."""
@@ -67,6 +68,11 @@ class MetricsWriter:
         self._file = self._open()
         for sink in self._sinks:
             sink.write(last["step"], metrics)
+
+    def write_table(self, step: int, name: str, table: Table) -> None:
+        """Writes a table of a step to the sinks alone."""
+        for sink in self._sinks:
+            sink.write_table(step, name, table)
 
     def rewind(self, step: int) -> None:
         """Drops the lines after `step`, which the run writes again; other sinks keep both."""

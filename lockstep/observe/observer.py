@@ -20,6 +20,7 @@ from lockstep.observe.profiling import Profiling, require_profiling
 from lockstep.observe.run_folder import RunFolder
 from lockstep.observe.sign_of_life import SignOfLife
 from lockstep.observe.sinks import require_sinks
+from lockstep.observe.tables import Table
 from lockstep.observe.timeline import Timeline, timeline_path
 from lockstep.observe.watchdog import Watchdog, interval
 
@@ -101,6 +102,16 @@ class Observer:
             self._metrics.extend(last, metrics)
             if self._on_metrics is not None:
                 self._on_metrics(last["step"], dict(metrics))
+
+    def samples_due(self, step: int) -> bool:
+        """Whether the trackers get a table of the completions that `step` trained on."""
+        every = self.config.samples_every
+        return every > 0 and (step == 1 or step % every == 0)
+
+    def write_samples(self, step: int, name: str, samples: Table) -> None:
+        """Writes a table to the trackers on rank 0, unless `observe.samples_every` is 0."""
+        if self._metrics is not None and self.config.samples_every:
+            self._metrics.write_table(step, name, samples)
 
     def for_terminal(self, metrics: Mapping[str, float]) -> dict[str, float]:
         """The metrics of a step that has been written that `observe.terminal` names, in its order.

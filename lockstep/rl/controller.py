@@ -68,6 +68,7 @@ from lockstep.rl.reward_model import assign_scores, load_reward_model
 from lockstep.rl.rewards import Outcome, refuse_too_many
 from lockstep.rl.rollouts import write_rollouts
 from lockstep.rl.routes import refuse_replay_without_experts
+from lockstep.rl.samples import samples_of
 from lockstep.rl.sampling import Draws, Sampling
 from lockstep.rl.stage_routes import routes_on_stages
 from lockstep.train import Trainer
@@ -191,6 +192,7 @@ def _reinforce(
         if reward_model:
             assign_scores(validation, reward_model, rendering, config, replicas, timeline.moved)
         world.on_main(partial(write_rollouts, run.validation_path(step), validation))
+        observer.write_samples(step, "validation/samples", samples_of(step, validation, advantages=False))
         metrics = validation_metrics(validation, environment)
         if bar is not None:
             bar.validated(step, metrics)
@@ -352,6 +354,8 @@ def _reinforce(
                     unjudged = validation is None
                     metrics |= validation or {}
                 observer.write(step, metrics | watch.enter(step, metrics))
+                if observer.samples_due(step):
+                    observer.write_samples(step, "rollout/samples", samples_of(step, ledger.trained))
                 stopped_by = stop.agreed(world)
                 world.on_main(partial(write_rollouts, run.rollouts_path(step), ledger.rollouts, config.router_replay))
                 trainer.balance.write(run.expert_load, step)

@@ -1,5 +1,6 @@
 """Progress: a bar, or lines now and then and one at the end; a validation has a line of its own on both."""
 
+import io
 import re
 import sys
 
@@ -48,7 +49,9 @@ def test_a_validation_within_a_longer_bar_is_printed_with_its_stage(output):
     assert output().count("pretrain: validation after step 10: loss 2.5\n") == 1
 
 
-def test_a_name_that_the_output_cannot_show_is_escaped(capsys, monkeypatch):
-    monkeypatch.setattr(sys, "stdout", open(1, "w", encoding="ascii", closefd=False))
+def test_a_name_that_the_output_cannot_show_is_escaped(monkeypatch):
+    written = io.BytesIO()
+    monkeypatch.setattr(sys, "stdout", io.TextIOWrapper(written, encoding="ascii"))
     with Progress("rl", 1, "step") as progress:
         progress.validated(1, {"validation/größe": 1.0})
+    assert written.getvalue() == b"rl: validation after step 1: gr\\xf6\\xdfe 1\n"
