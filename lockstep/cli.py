@@ -346,29 +346,27 @@ def _model_folder(name: str) -> Path:
 
 @dataclass
 class CompareOptions:
-    """Where two runs' losses first differ."""
+    """Where runs' losses first differ, which settings differ, and which run is best."""
 
-    first: str
-    """A run's folder."""
-    second: str
-    """Another run's folder."""
+    runs: list[str]
+    """The folders of two or more runs; each is compared with the first."""
+    by: str = ""
+    """Metric to rank the runs by, at its last value, such as validation/loss. Default: one that they have: validation
+    accuracy, reward or loss, else the training reward or loss."""
     tolerance: float = 0.0
     """Relative difference that still counts as equal; 0: only identical bits."""
     plot: str = ""
-    """Plot to write: both runs' curves and their relative difference (.png, .svg or .pdf)."""
+    """Plot to write: the runs' curves and their relative differences from the first (.png, .svg or .pdf)."""
 
 
 def compare(arguments: list[str]) -> int:
-    """print where two runs' losses and gradient norms first differ; exit code 0: nowhere, 1: somewhere"""
+    """print where runs first differ, in which settings, and which is best; exit code 0: nowhere, 1: somewhere"""
     options = parse_options(CompareOptions, arguments, "compare", positional=True)
-    from lockstep.observe.compare import compare_runs, comparison_plot, comparison_text
+    from lockstep.commands.compare import compare_runs
 
-    comparison = compare_runs(options.first, options.second)
-    print(comparison_text(comparison, options.tolerance))
-    if options.plot:
-        comparison_plot(comparison, Path(options.plot), (options.first, options.second))
-        print(f"\nplot: {options.plot}")
-    return 0 if comparison.equal(options.tolerance) else 1
+    text, equal = compare_runs(options.runs, options.tolerance, options.by, options.plot)
+    print(in_encoding(printable(text), sys.stdout.encoding))
+    return 0 if equal else 1
 
 
 @dataclass

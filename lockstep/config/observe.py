@@ -18,6 +18,9 @@ class ObserveConfig:
     """Also log to Weights & Biases (needs the wandb package; without a network set WANDB_MODE=offline)."""
     trackio: bool = False
     """Also log to trackio, which keeps runs on this machine (needs the trackio package)."""
+    samples_every: Annotated[int, AtLeast(0)] = 10
+    """rl: send 8 completions as a table to the trackers above, in the first step, every N steps, and at every
+    validation; 0: never."""
     terminal: tuple[str, ...] = ()
     """Additional metrics to show on the terminal, by name, such as time/generate; * matches anything."""
     project: str = "lockstep"

@@ -11,6 +11,7 @@ from lockstep.observe.report import write_report
 from lockstep.observe.run_folder import RunFolder, append_step, claim_run, open_run
 from lockstep.observe.speed import memory_gib, peak_flops, training_flops
 from lockstep.observe.start import announce, in_short, start_line
+from lockstep.observe.tables import Table
 from lockstep.observe.timeline import Timeline, merge_timelines
 
 __all__ = [
@@ -20,6 +21,7 @@ __all__ = [
     "OnMetrics",
     "Progress",
     "RunFolder",
+    "Table",
     "Timeline",
     "announce",
     "append_step",

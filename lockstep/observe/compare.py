@@ -1,14 +1,17 @@
-"""Where two runs diverge: the first step at which a loss, a gradient norm or a reward is not bitwise identical."""
+"""Where runs diverge: the first step at which a loss, a gradient norm or a reward is not bitwise identical."""
 
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from lockstep.errors import UserError
 from lockstep.observe.metrics import read_metrics
 from lockstep.observe.run_folder import METRICS
+from lockstep.observe.text_table import text_table
 
 NAMES = (
     "loss", "grad_norm", "validation/loss", "reward/mean", "rollout/tokens", "policy/entropy", "validation/reward",
@@ -16,6 +19,9 @@ NAMES = (
 """Those that the runs have."""
 ROWS = 8
 """Rows of the table, starting at the step before the first difference."""
+
+Steps = Mapping[int, Mapping[str, Any]]
+"""A run's metrics by step."""
 
 
 @dataclass(frozen=True)
@@ -61,20 +67,32 @@ def compare_runs(first: str | Path, second: str | Path) -> Comparison:
 
     JSON keeps every bit of a number, so equal numbers had equal bits.
     """
-    runs = [_by_step(Path(folder)) for folder in (first, second)]
-    steps = sorted(runs[0].keys() & runs[1].keys())
+    return compare_steps(str(first), steps_of(Path(first)), str(second), steps_of(Path(second)))
+
+
+def steps_of(folder: Path) -> dict[int, dict[str, Any]]:
+    """A run's metrics by step. Raises UserError if it has none."""
+    metrics = read_metrics(folder / METRICS)
+    if not metrics:
+        raise UserError(f"{folder}: has no {METRICS}; give the folder of a run that has finished a step")
+    return {int(m["step"]): m for m in metrics}
+
+
+def compare_steps(first: str, of_first: Steps, second: str, of_second: Steps) -> Comparison:
+    """Compares the metrics of the runs named `first` and `second`. Raises UserError if they share no step."""
+    steps = sorted(of_first.keys() & of_second.keys())
     if not steps:
         raise UserError(f"{first} and {second} have no step in common; there is nothing to compare")
     metrics = {
-        name: [Difference(s, runs[0][s].get(name), runs[1][s].get(name)) for s in steps]
+        name: [Difference(s, of_first[s].get(name), of_second[s].get(name)) for s in steps]
         for name in NAMES
-        if any(name in run[s] for run in runs for s in steps)
+        if any(name in run[s] for run in (of_first, of_second) for s in steps)
     }
-    return Comparison(steps, len(runs[0]) - len(steps), len(runs[1]) - len(steps), metrics)
+    return Comparison(steps, len(of_first) - len(steps), len(of_second) - len(steps), metrics)
 
 
 def comparison_text(comparison: Comparison, tolerance: float = 0.0) -> str:
-    """What `lockstep compare` prints."""
+    """Where two runs differ, with the values around the first difference."""
     steps = comparison.steps
     lines = [f"steps compared: {len(steps)}, from {steps[0]} to {steps[-1]}"]
     for count, run in ((comparison.only_first, "first"), (comparison.only_second, "second")):
@@ -98,42 +116,24 @@ def comparison_text(comparison: Comparison, tolerance: float = 0.0) -> str:
     return "\n".join(lines)
 
 
-def comparison_plot(comparison: Comparison, path: Path, labels: tuple[str, str]) -> None:
-    """Plots both runs' curves, and the relative difference below each."""
-    from matplotlib.figure import Figure
-
-    columns = len(comparison.metrics)
-    figure = Figure(figsize=(4.6 * columns, 4.8), layout="constrained")
-    for column, (name, differences) in enumerate(comparison.metrics.items()):
-        steps = [d.step for d in differences]
-        above = figure.add_subplot(2, columns, column + 1)
-        for label, color, style, values in (
-            (labels[0], "#2563eb", "-", [d.first for d in differences]),
-            (labels[1], "#ea580c", "--", [d.second for d in differences]),
-        ):
-            above.plot(steps, [math.nan if v is None else v for v in values], style, color=color, label=label)
-        above.set_title(name, fontsize=10, loc="left", fontweight="bold")
-        above.legend(fontsize=7)
-        below = figure.add_subplot(2, columns, columns + column + 1)
-        below.plot(steps, [d.relative if d.relative else math.nan for d in differences], ".", color="#b91c1c")
-        if any(0 < d.relative < math.inf for d in differences):
-            below.set_yscale("log")
-        else:
-            below.text(0.5, 0.5, "the same bits", ha="center", transform=below.transAxes)
-        below.set_ylabel("relative difference", fontsize=8)
-        below.set_xlabel("step", fontsize=8)
-        for axis in (above, below):
-            axis.tick_params(labelsize=8)
-            axis.grid(alpha=0.25)
-            axis.spines[["top", "right"]].set_visible(False)
-    figure.savefig(path, dpi=110)
+def comparisons_text(first: str, comparisons: Mapping[str, Comparison], tolerance: float = 0.0) -> str:
+    """Where each of several runs first differs from `first`: a row per run, a column per metric."""
+    names = shared_names(comparisons)
+    beyond = f"difference beyond {tolerance:g}" if tolerance else "different bit"
+    rows = []
+    for run, comparison in comparisons.items():
+        differing = [
+            _step(comparison.first_beyond(name, tolerance)) if name in comparison.metrics else "-" for name in names
+        ]
+        steps = len(comparison.steps), comparison.only_first, comparison.only_second
+        rows.append([run, *differing, *map(str, steps)])
+    head = [f"first {beyond} from {first}", *names, "steps compared", "only in the first", "only here"]
+    return text_table(head, rows)
 
 
-def _by_step(folder: Path) -> dict[int, dict[str, float | None]]:
-    metrics = read_metrics(folder / METRICS)
-    if not metrics:
-        raise UserError(f"{folder}: has no {METRICS}; give the folder of a run that has finished a step")
-    return {int(m["step"]): m for m in metrics}
+def shared_names(comparisons: Mapping[str, Comparison]) -> list[str]:
+    """The metrics that any of the comparisons has, in the order of `NAMES`."""
+    return [name for name in NAMES if any(name in comparison.metrics for comparison in comparisons.values())]
 
 
 def _step(difference: Difference | None) -> str:

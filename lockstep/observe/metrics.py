@@ -6,7 +6,7 @@ import json
 import math
 import os
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
 from io import FileIO
 from pathlib import Path
@@ -17,6 +17,10 @@ from lockstep.config import ObserveConfig
 from lockstep.errors import RunStopped, UserError
 from lockstep.observe.run_folder import RunFolder
 from lockstep.observe.sinks import open_sinks
+from lockstep.observe.tables import Table
+
+TOKENS, TOTAL_TOKENS = "tokens", "tokens/total"
+"""What a step trained on, and all steps so far."""
 
 
 class MetricsWriter:
@@ -65,6 +69,11 @@ class MetricsWriter:
         for sink in self._sinks:
             sink.write(last["step"], metrics)
 
+    def write_table(self, step: int, name: str, table: Table) -> None:
+        """Writes a table of a step to the sinks alone."""
+        for sink in self._sinks:
+            sink.write_table(step, name, table)
+
     def rewind(self, step: int) -> None:
         """Drops the lines after `step`, which the run writes again; other sinks keep both."""
         self._file.close()
@@ -111,6 +120,15 @@ def read_metrics(path: Path, skip_bad: bool = False) -> list[dict[str, Any]]:
             if not skip_bad and index < len(lines) - 1:
                 raise UserError(f"{path}:{index + 1}: not the metrics of a step ({error})") from error
     return metrics
+
+
+def total_tokens(lines: Iterable[Mapping[str, Any]]) -> int:
+    """Tokens that the steps in `lines` and those before them trained on."""
+    total = 0
+    for line in lines:
+        # Not all lines have a total: runs of earlier versions have begun without.
+        total = line.get(TOTAL_TOKENS) or total + (line.get(TOKENS) or 0)
+    return int(total)
 
 
 def awaits_validation(lines: Sequence[Mapping[str, Any]], step: int) -> bool:

@@ -15,10 +15,12 @@ from lockstep.config import FaultConfig, ObserveConfig
 from lockstep.observe.determinism import determinism
 from lockstep.observe.garbage import GarbageCollection
 from lockstep.observe.logs import log, open_logs
-from lockstep.observe.metrics import MetricsWriter
+from lockstep.observe.metrics import TOKENS, TOTAL_TOKENS, MetricsWriter, read_metrics, total_tokens
 from lockstep.observe.profiling import Profiling, require_profiling
+from lockstep.observe.run_folder import RunFolder
 from lockstep.observe.sign_of_life import SignOfLife
 from lockstep.observe.sinks import require_sinks
+from lockstep.observe.tables import Table
 from lockstep.observe.timeline import Timeline, timeline_path
 from lockstep.observe.watchdog import Watchdog, interval
 
@@ -53,6 +55,7 @@ class Observer:
         self._sign = SignOfLife(run, f"rank_{rank}", self.timeline, interval(faults.watchdog_seconds))
         self._watchdog = Watchdog(self._sign, rank, ranks, faults.watchdog_seconds)
         self._metrics: MetricsWriter | None = None
+        self._tokens = 0
         self._opened = ExitStack()
 
     def __enter__(self) -> Observer:
@@ -61,6 +64,7 @@ class Observer:
             opening.enter_context(determinism(self.config.deterministic))
             if self._rank == 0:
                 self._metrics = opening.enter_context(MetricsWriter(self.run, self.config))
+                self._count_tokens()
             opening.enter_context(self._profiling)
             opening.enter_context(self._garbage)
             opening.callback(self._write_timeline)
@@ -83,8 +87,11 @@ class Observer:
                 self._garbage.collect()
 
     def write(self, step: int, metrics: Mapping[str, float]) -> None:
-        """Writes a step's metrics on rank 0; on other ranks it does nothing."""
+        """Writes a step's metrics on rank 0, with the tokens of all steps; on other ranks it does nothing."""
         if self._metrics is not None:
+            if TOKENS in metrics:
+                self._tokens += int(metrics[TOKENS])
+                metrics = {**metrics, TOTAL_TOKENS: self._tokens}
             self._metrics.write(step, metrics)
             if self._on_metrics is not None:
                 self._on_metrics(step, dict(metrics))  # a copy, which it may change
@@ -96,15 +103,34 @@ class Observer:
             if self._on_metrics is not None:
                 self._on_metrics(last["step"], dict(metrics))
 
+    def samples_due(self, step: int) -> bool:
+        """Whether the trackers get a table of the completions that `step` trained on."""
+        every = self.config.samples_every
+        return every > 0 and (step == 1 or step % every == 0)
+
+    def write_samples(self, step: int, name: str, samples: Table) -> None:
+        """Writes a table to the trackers on rank 0, unless `observe.samples_every` is 0."""
+        if self._metrics is not None and self.config.samples_every:
+            self._metrics.write_table(step, name, samples)
+
     def for_terminal(self, metrics: Mapping[str, float]) -> dict[str, float]:
-        """The metrics of a step that `observe.terminal` names, in its order."""
+        """The metrics of a step that has been written that `observe.terminal` names, in its order.
+
+        Without those of its validation, which are shown when it has run.
+        """
+        metrics = {**metrics, TOTAL_TOKENS: self._tokens} if TOKENS in metrics else metrics
         found = [name for chosen in self.config.terminal for name in metrics if fnmatchcase(name, chosen)]
-        return {name: metrics[name] for name in found}
+        return {name: metrics[name] for name in found if not name.startswith("validation/")}
 
     def rewind(self, step: int) -> None:
         """Drops the metrics after `step`, which the run writes again."""
         if self._metrics is not None:
             self._metrics.rewind(step)
+            self._count_tokens()
+
+    def _count_tokens(self) -> None:
+        """From the file, which a resumed or rewound run has cut: so the total is that of the steps it continues."""
+        self._tokens = total_tokens(read_metrics(RunFolder(self.run).metrics, skip_bad=True))
 
     def _write_timeline(self) -> None:
         if self.config.timeline_steps:

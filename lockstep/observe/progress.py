@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 import time
+from collections.abc import Mapping
 from types import TracebackType
 from typing import Any
 
@@ -57,6 +58,18 @@ class Progress:
             left = (now - self._began) * (1 - share) / share if share > 0 else 0.0
             print(f"{title or self.title}: {self._place() or f'{share:4.0%}'}, {left:.0f} s left  {text}", flush=True)
 
+    def validated(self, step: int, metrics: Mapping[str, float]) -> None:
+        """Prints the validation after `step`, or before step 1, on a line of its own, on every kind of output."""
+        when = f"after step {step}" if step else "before step 1"
+        self._print(f"{self.title}: validation {when}: {_validation_text(metrics)}")
+
+    def _print(self, line: str) -> None:
+        line = line.encode(sys.stdout.encoding or "utf-8", "backslashreplace").decode(sys.stdout.encoding or "utf-8")
+        if self._bar is None:
+            print(line, flush=True)
+        else:  # above the bar, whole, and as it is
+            self._bar.console.print(line, markup=False, highlight=False, emoji=False, soft_wrap=True)
+
     def _place(self) -> str:
         """`step 12 of 200`, if steps are counted."""
         return f"{self.unit} {self.done:.0f} of {self.total:.0f}" if self.unit else ""
@@ -83,3 +96,17 @@ class Stage(Progress):
     def advance(self, amount: float = 1.0, title: str = "", **figures: float) -> None:
         self.done += amount
         self._whole.advance(amount * self._amount, title or self.title, **figures)
+
+    def _print(self, line: str) -> None:
+        self._whole._print(line)
+
+
+def _validation_text(metrics: Mapping[str, float]) -> str:
+    """`reward 0.5  accuracy 0.25 (stderr 0.1)`, of `validation/…`."""
+    values = {name.removeprefix("validation/"): value for name, value in metrics.items()}
+    shown = [
+        f"{name} {value:.4g}" + (f" (stderr {values[error]:.4g})" if (error := f"{name}_stderr") in values else "")
+        for name, value in values.items()
+        if not (name.endswith("_stderr") and name.removesuffix("_stderr") in values)
+    ]
+    return "  ".join(shown)

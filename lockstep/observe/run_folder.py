@@ -31,6 +31,8 @@ WRITTEN = {
     "wandb", "wandb_id",
 }  # fmt: skip
 """What runs write into their folders: no other file is ever deleted."""
+OF_ONE_START = ("output", "resume", "overwrite")
+"""Settings that say where and how a run starts, not what it computes."""
 
 
 @dataclass(frozen=True)
@@ -235,18 +237,18 @@ def _empty(path: Path) -> None:
 
 def _changed_settings(config: Path, config_toml: str) -> list[str]:
     try:
-        before, now = (_flat(tomllib.loads(text)) for text in (config.read_text(), config_toml))
+        before, now = (flat_settings(tomllib.loads(text)) for text in (config.read_text(), config_toml))
     except (ValueError, RecursionError):
         return [f"the previous ones in {config} cannot be read"]
-    names = [n for n in now if n not in ("output", "resume", "overwrite") and now[n] != before.get(n, now[n])]
+    names = [n for n in now if n not in OF_ONE_START and now[n] != before.get(n, now[n])]
     return [f"{name} {now[name]!r}, was {before[name]!r}" for name in names]
 
 
-def _flat(table: dict[str, Any], prefix: str = "") -> dict[str, Any]:
+def flat_settings(table: dict[str, Any], prefix: str = "") -> dict[str, Any]:
     """The settings of a TOML file by their command-line names."""
     values: dict[str, Any] = {}
     for key, value in table.items():
-        values |= _flat(value, f"{prefix}{key}.") if isinstance(value, dict) else {prefix + key: value}
+        values |= flat_settings(value, f"{prefix}{key}.") if isinstance(value, dict) else {prefix + key: value}
     return values
 
 

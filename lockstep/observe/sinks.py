@@ -14,6 +14,7 @@ from typing import Any, Protocol, runtime_checkable
 from lockstep.config import CONFIG, ObserveConfig
 from lockstep.errors import UserError
 from lockstep.observe.logs import log
+from lockstep.observe.tables import Table
 
 PATIENCE = 3
 """Consecutive failures after which a sink is no longer written to."""
@@ -26,9 +27,11 @@ LEFT_OUT = "observe.%s could not be %s (%s), and the run continues without it; m
 
 @runtime_checkable
 class Sink(Protocol):
-    """Takes a step's metrics; values are finite or not."""
+    """Takes a step's metrics, whose values are finite or not, and its tables."""
 
     def write(self, step: int, metrics: Mapping[str, float]) -> None: ...
+
+    def write_table(self, step: int, name: str, table: Table) -> None: ...
 
     def close(self) -> None: ...
 
@@ -58,31 +61,39 @@ def open_sinks(config: ObserveConfig, folder: Path) -> list[Sink]:
 class Guarded:
     """A sink on its own thread, so that it cannot block the run. Its failures are warnings.
 
-    After `PATIENCE` consecutive failures it gets no more steps. Steps keep their order; while `MOST_WAITING` of them
-    are queued, further ones are dropped.
+    After `PATIENCE` consecutive failures it gets no more steps; if only tables fail, no more tables. What is written
+    keeps its order; while `MOST_WAITING` writes are queued, further ones are dropped.
     """
 
     def __init__(self, name: str, open_sink: Callable[[], Sink], folder: Path):
         """open_sink: called on the sink's thread, since trackers keep their run in a context variable."""
         self._name, self._open, self._folder = name, open_sink, folder
-        self._failures = self._left_out = 0
-        self._waiting: queue.SimpleQueue[tuple[int, dict[str, float]] | None] = queue.SimpleQueue()
+        self._failures = self._failed_tables = 0
+        self._left_out: set[int] = set()
+        self._waiting: queue.SimpleQueue[tuple[int, dict[str, float] | tuple[str, Table]] | None] = queue.SimpleQueue()
         self._thread = threading.Thread(target=self._work, name=f"observe.{name}", daemon=True)
         self._thread.start()
 
     def write(self, step: int, metrics: Mapping[str, float]) -> None:
         """Returns at once."""
+        self._queue(step, dict(metrics))
+
+    def write_table(self, step: int, name: str, table: Table) -> None:
+        """Returns at once."""
+        self._queue(step, (name, table))
+
+    def _queue(self, step: int, written: dict[str, float] | tuple[str, Table]) -> None:
         if self._failures >= PATIENCE:
             return
         if self._waiting.qsize() < MOST_WAITING:
-            self._waiting.put((step, dict(metrics)))
+            self._waiting.put((step, written))
             return
-        self._left_out += 1
-        if self._left_out == 1:
+        if not self._left_out:
             log.warning(
                 "observe.%s is %d steps behind at step %d, and drops steps until it catches up; metrics.jsonl in the "
                 "run's folder is complete", self._name, MOST_WAITING, step,
             )  # fmt: skip
+        self._left_out.add(step)
 
     def close(self) -> None:
         """Waits until everything is written and the sink is closed, for at most `CLOSE_SECONDS`."""
@@ -95,7 +106,7 @@ class Guarded:
                 CLOSE_SECONDS,
             )
         if self._left_out:
-            log.warning("observe.%s was too slow: %d steps are missing in it", self._name, self._left_out)
+            log.warning("observe.%s was too slow: %d steps are missing in it", self._name, len(self._left_out))
 
     def _work(self) -> None:
         try:
@@ -104,9 +115,11 @@ class Guarded:
             self._failures = PATIENCE
             log.warning(LEFT_OUT, self._name, "opened", error, self._folder)
             return
-        for step, metrics in iter(self._waiting.get, None):
-            if self._failures < PATIENCE:
-                self._write(sink, step, metrics)
+        for step, written in iter(self._waiting.get, None):
+            if self._failures < PATIENCE and isinstance(written, dict):
+                self._write(sink, step, written)
+            elif self._failures < PATIENCE and self._failed_tables < PATIENCE and isinstance(written, tuple):
+                self._write_table(sink, step, *written)
         try:
             sink.close()
         except Exception as error:
@@ -121,6 +134,18 @@ class Guarded:
             if self._failures == PATIENCE:
                 log.warning(LEFT_OUT, self._name, f"written to at step {step}", error, self._folder)
 
+    def _write_table(self, sink: Sink, step: int, name: str, table: Table) -> None:
+        try:
+            sink.write_table(step, name, table)
+            self._failed_tables = 0
+        except Exception as error:
+            self._failed_tables += 1
+            if self._failed_tables == PATIENCE:
+                log.warning(
+                    "observe.%s has not taken the table %s at step %d (%s), and gets no more tables; rollouts/ in %s "
+                    "has every completion", self._name, name, step, error, self._folder,
+                )  # fmt: skip
+
 
 class TensorBoard:
     """Event files in `tensorboard/`."""
@@ -134,6 +159,9 @@ class TensorBoard:
         for name, value in metrics.items():
             self._writer.add_scalar(name, value, step)
 
+    def write_table(self, step: int, name: str, table: Table) -> None:
+        self._writer.add_text(name, table.markdown(), step)
+
     def close(self) -> None:
         self._writer.close()
 
@@ -144,6 +172,7 @@ class WeightsAndBiases:
     def __init__(self, config: ObserveConfig, folder: Path):
         import wandb
 
+        self._table = wandb.Table
         self._run: Any = wandb.init(
             project=config.project,
             name=folder.resolve().name,
@@ -157,6 +186,10 @@ class WeightsAndBiases:
     def write(self, step: int, metrics: Mapping[str, float]) -> None:
         self._run.log(dict(metrics), step=step)
 
+    def write_table(self, step: int, name: str, table: Table) -> None:
+        rows = [list(row) for row in table.rows]
+        self._run.log({name: self._table(columns=list(table.columns), data=rows)}, step=step)
+
     def close(self) -> None:
         self._run.finish()
 
@@ -167,11 +200,16 @@ class Trackio:
     def __init__(self, config: ObserveConfig, folder: Path):
         import trackio
 
+        self._table = trackio.Table
         self._run: Any = trackio.init(project=config.project, name=folder.resolve().name, resume="allow")
         self._finish = trackio.finish
 
     def write(self, step: int, metrics: Mapping[str, float]) -> None:
         self._run.log(dict(metrics), step=step)
+
+    def write_table(self, step: int, name: str, table: Table) -> None:
+        rows = [list(row) for row in table.rows]
+        self._run.log({name: self._table(columns=list(table.columns), data=rows)}, step=step)
 
     def close(self) -> None:
         self._finish()

@@ -69,6 +69,7 @@ from lockstep.rl.reward_model import assign_scores, load_reward_model
 from lockstep.rl.rewards import Outcome, refuse_too_many
 from lockstep.rl.rollouts import write_rollouts
 from lockstep.rl.routes import refuse_replay_without_experts
+from lockstep.rl.samples import samples_of
 from lockstep.rl.sampling import Draws, Sampling
 from lockstep.rl.stage_routes import routes_on_stages
 from lockstep.train import Trainer
@@ -194,7 +195,11 @@ def _reinforce(
         if reward_model:
             assign_scores(validation, reward_model, rendering, config, replicas, timeline.moved)
         world.on_main(partial(write_rollouts, run.validation_path(step), validation))
-        return validation_metrics(validation, environment)
+        observer.write_samples(step, "validation/samples", samples_of(step, validation, advantages=False))
+        metrics = validation_metrics(validation, environment)
+        if bar is not None:
+            bar.validated(step, metrics)
+        return metrics
 
     def save(step: int, unjudged: bool = False) -> None:
         """Saves the run as it is after `step`; if it is `unjudged`, a resumed run begins with its validation."""
@@ -344,6 +349,7 @@ def _reinforce(
                 metrics |= rollout_metrics(ledger.rollouts) | ledger.metrics(given) | stopwatch.metrics()
                 metrics |= staleness_metrics(ledger.trained, step) | generators.metrics() | ahead.metrics()
                 metrics |= value_metrics(ledger.trained) | ({"ranks": world.size} if world.size > 1 else {})
+                metrics["tokens"] = config.inner_steps * int(metrics["rollout/tokens_trained"])
                 metrics["rollout/tokens_per_second"] = metrics["rollout/tokens"] / metrics["time/generate"]
                 unjudged = False
                 if held_out and not only and due(step, config.validation_every, config.steps):
@@ -351,6 +357,8 @@ def _reinforce(
                     unjudged = validation is None
                     metrics |= validation or {}
                 observer.write(step, metrics | watch.enter(step, metrics))
+                if observer.samples_due(step):
+                    observer.write_samples(step, "rollout/samples", samples_of(step, ledger.trained))
                 stopped_by = stop.agreed(world)
                 world.on_main(partial(write_rollouts, run.rollouts_path(step), ledger.rollouts, config.router_replay))
                 trainer.balance.write(run.expert_load, step)

@@ -53,6 +53,7 @@ SAMPLED = ("tokens", "generator's log-probabilities", "routes", "conversations")
 """Taken from the file, unless they are sampled again."""
 NOT_COMPARED = (
     "time",
+    "tokens/",
     "ranks",
     "pipeline/",
     "generators/",

@@ -210,7 +210,6 @@ def _train(
     speed = Throughput(model.config, world, compute)
     bad_steps = BadSteps(config.faults, run.path, tokenizer)
     metrics: dict[str, float] = {}
-    shown: dict[str, float] = {}
     stopped_by = 0
     threads = fitting_threads(model.config, config.train.tokens_per_microbatch)
     with threads, StopSignal(config.faults.stop_seconds, lambda: checkpoints.newest) as stop, checkpoints:
@@ -224,14 +223,17 @@ def _train(
             if bar is not None:
                 bar.advance(start)
 
-            def validate(last: bool) -> dict[str, float] | None:
+            def validate(step: int, last: bool) -> dict[str, float] | None:
                 """None if a signal interrupts it."""
                 assert held_out is not None
                 # No run resumes from a checkpoint with only the model.
                 ends = last and config.checkpoint.last_model_only
                 asking = nullcontext() if ends else trainer.asking(*stop.ending(world))
                 with suppress(Interrupted), asking:
-                    return objective.validate(trainer, held_out)
+                    found = objective.validate(trainer, held_out)
+                    if bar is not None:
+                        bar.validated(step, found)
+                    return found
                 return None
 
             def update(batch: StepRows) -> dict[str, float] | None:
@@ -242,7 +244,7 @@ def _train(
 
             is_over = start >= config.steps or loader.ended
             made_up = False
-            if unjudged and (found := validate(is_over)) is not None:
+            if unjudged and (found := validate(start, is_over)) is not None:
                 unjudged, made_up = False, True
                 observer.extend(before[0], found)
                 metrics = before[0] | found
@@ -278,7 +280,7 @@ def _train(
                     last = step == config.steps or loader.ended
                     unjudged = False
                     if held_out is not None and (last or step % config.validation_every == 0):
-                        found = validate(last)
+                        found = validate(step, last)
                         unjudged = found is None
                         metrics |= found or {}
                     observer.write(step, metrics)
@@ -296,9 +298,7 @@ def _train(
                 if loader.ended and step < config.steps:
                     log.warning("the data ended after step %d of %d (loader.repeat is off)", step, config.steps)
                 if bar is not None:
-                    shown |= {"loss": metrics["loss"], "tokens_per_s": metrics["tokens_per_second"]}
-                    if "validation/loss" in metrics:
-                        shown["validation"] = metrics["validation/loss"]
+                    shown = {"loss": metrics["loss"], "tokens_per_s": metrics["tokens_per_second"]}
                     bar.reach(step, "", **shown | observer.for_terminal(metrics))
 
             if answers is not None and isinstance(model, Decoder) and (step > start or made_up) and not stopped_by:

@@ -9,7 +9,7 @@ import torch
 
 from lockstep.config import FaultConfig, ObserveConfig, PretrainConfig, from_toml, to_toml
 from lockstep.errors import UserError
-from lockstep.observe import Observer, require_observers
+from lockstep.observe import Observer, read_metrics, require_observers
 from lockstep.observe.logs import open_logs
 
 
@@ -90,8 +90,8 @@ def test_each_rank_has_a_log_of_its_own_and_its_error_in_it(tmp_path):
 
 
 def test_the_terminal_shows_what_it_is_asked_for_beside_its_own(tmp_path):
-    config = PretrainConfig(observe=ObserveConfig(terminal=("time/*", "loss", "nothing")))
-    metrics = {"loss": 2.5, "time/train": 0.25, "tokens": 7.0, "time/step": 1.0}
+    config = PretrainConfig(observe=ObserveConfig(terminal=("time/*", "loss", "nothing", "validation/*")))
+    metrics = {"loss": 2.5, "validation/loss": 3.0, "time/train": 0.25, "tokens": 7.0, "time/step": 1.0}
     assert Observer(config.observe, FaultConfig(), tmp_path).for_terminal(metrics) == {
         "time/train": 0.25,
         "time/step": 1.0,
@@ -100,6 +100,30 @@ def test_the_terminal_shows_what_it_is_asked_for_beside_its_own(tmp_path):
     assert Observer(ObserveConfig(), FaultConfig(), tmp_path).for_terminal(metrics) == {}
     (tmp_path / "config.toml").write_text(to_toml(config))
     assert from_toml(tmp_path / "config.toml", PretrainConfig()) == config
+
+
+def test_tokens_are_totalled_over_resumed_and_rewound_steps(tmp_path):
+    seen = []
+    for steps in ((0, 1, 2), (3, 4)):  # the second time as if resumed
+        with Observer(
+            ObserveConfig(), FaultConfig(), tmp_path, on_metrics=lambda _, metrics: seen.append(metrics)
+        ) as observer:
+            for step in steps:
+                observer.write(step, {"tokens": 10 * step} if step else {"validation/reward": 0.5})
+    assert [m.get("tokens/total") for m in read_metrics(tmp_path / "metrics.jsonl")] == [None, 10, 30, 60, 100]
+    assert [m.get("tokens/total") for m in seen] == [None, 10, 30, 60, 100]
+    with Observer(ObserveConfig(terminal=("tokens/*",)), FaultConfig(), tmp_path) as observer:
+        observer.rewind(2)
+        observer.write(3, {"tokens": 1})
+        assert observer.for_terminal({"tokens": 1}) == {"tokens/total": 31}
+    assert read_metrics(tmp_path / "metrics.jsonl")[-1]["tokens/total"] == 31
+
+
+def test_a_run_that_an_earlier_version_began_is_totalled_from_its_first_step(tmp_path):
+    (tmp_path / "metrics.jsonl").write_text('{"step": 1, "tokens": 5}\n{"step": 2, "tokens": 7}\n')
+    with Observer(ObserveConfig(), FaultConfig(), tmp_path) as observer:
+        observer.write(3, {"tokens": 1})
+    assert read_metrics(tmp_path / "metrics.jsonl")[-1]["tokens/total"] == 13
 
 
 def test_chosen_steps_survive_a_configuration_file(tmp_path):

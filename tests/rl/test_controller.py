@@ -59,7 +59,7 @@ def _metrics(folder):
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-def test_gsm8k_trains_with_every_bit_compared(tmp_path, model_folder, dtype):
+def test_gsm8k_trains_with_every_bit_compared(tmp_path, model_folder, dtype, capsys):
     data = gsm8k_folder(tmp_path)
     config = _config(
         tmp_path / "run", model_folder, data, dtype=dtype, inner_steps=2, kl_coefficient=0.05, temperature=0.9
@@ -76,6 +76,10 @@ def test_gsm8k_trains_with_every_bit_compared(tmp_path, model_folder, dtype):
     summary = json.loads((folder / "summary.json").read_text())
     assert summary["tokens"]["generated"] == sum(m["rollout/tokens"] for m in steps)
     assert summary["tokens"]["trained"] == 2 * sum(m["rollout/tokens"] + m["rollout/prompt_tokens"] for m in steps)
+    assert summary["tokens"]["trained"] == sum(m["tokens"] for m in steps) == steps[-1]["tokens/total"]
+    printed = [line for line in capsys.readouterr().out.splitlines() if "validation" in line]
+    assert [line.split(": ")[1] for line in printed] == ["validation before step 1", "validation after step 3"]
+    assert f"reward {steps[-1]['validation/reward']:.4g}" in printed[1]
     assert {"accuracy_before", "accuracy_after"} <= summary.keys(), "gsm8k knows right answers"
     first, last = ((folder / "rollouts" / f"validation_0000000{n}.jsonl").read_text().splitlines() for n in (0, 3))
     assert [json.loads(x)["prompt"] for x in first] == [json.loads(x)["prompt"] for x in last] and len(first) == 4
@@ -133,6 +137,7 @@ def test_a_task_of_the_users_own_is_learnt_and_a_run_resumes_to_the_same_bits(tm
     (torn / "checkpoints" / "step_00000009").rename(torn / "checkpoints" / "step_00000009.partial")
     reinforce(_config(tmp_path / "torn", model_folder, "", resume=True, **changes))
     assert [m["reward/mean"] for m in _metrics(torn)[1:]] == rewards
+    assert [m.get("tokens/total") for m in _metrics(torn)] == [m.get("tokens/total") for m in _metrics(whole)]
     for step in (1, 7, 9):
         name = f"rollouts/step_{step:08}.jsonl"
         assert (torn / name).read_text() == (whole / name).read_text(), "the weights' version included"

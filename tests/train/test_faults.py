@@ -201,6 +201,8 @@ def test_a_spike_goes_back_to_a_checkpoint_and_on_with_later_data(tmp_path, capl
     assert spikes and any("continuing with the data after the spike" in m for m in messages)
     metrics = read_metrics(run / "metrics.jsonl")
     assert [m["step"] for m in metrics] == list(range(1, 61))
+    totals = [sum(m["tokens"] for m in metrics[: index + 1]) for index in range(60)]
+    assert [m["tokens/total"] for m in metrics] == totals, "steps that were rewound do not count"
     # Whole steps of data were passed over: those from the checkpoint to the spike.
     assert metrics[-1]["epoch"] > 61 * metrics[0]["epoch"]
 
@@ -314,7 +316,7 @@ def test_a_signal_ends_a_validation_and_a_resumed_run_begins_with_it(tmp_path, r
     launch(ranks, pretrain, replace(config, resume=True))
     launch(ranks, pretrain, replace(config, output=str(whole)))
     lines = [read_metrics(folder / "metrics.jsonl") for folder in (run, whole)]
-    for name in ("step", "loss", "validation/loss"):
+    for name in ("step", "loss", "tokens/total", "validation/loss"):
         found, expected = ([line.get(name) for line in those] for those in lines)
         assert found == expected and len(found) == 4
     summaries = [json.loads((folder / "summary.json").read_text()) for folder in (run, whole)]

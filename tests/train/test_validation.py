@@ -24,6 +24,14 @@ def _config(tmp_path, name, **changes):
     return PretrainConfig(**(defaults | changes))
 
 
+def test_a_validation_is_printed_at_the_steps_that_ran_it_alone(tmp_path, capsys):
+    held_out = dict(validation_data=str(tmp_path / "held_out.txt"), validation_every=2, validation_tokens=1024)
+    run = pretrain(_config(tmp_path, "run", **held_out))
+    losses = {m["step"]: m["validation/loss"] for m in read_metrics(run / "metrics.jsonl") if "validation/loss" in m}
+    printed = [line for line in capsys.readouterr().out.splitlines() if "validation" in line]
+    assert printed == [f"pretrain: validation after step {step}: loss {losses[step]:.4g}" for step in (2, 4, 5)]
+
+
 def test_validation_leaves_training_alone_and_is_shared_by_ranks(tmp_path):
     held_out = dict(validation_data=str(tmp_path / "held_out.txt"), validation_every=2, validation_tokens=1024)
     plain = read_metrics(pretrain(_config(tmp_path, "plain")) / "metrics.jsonl")
