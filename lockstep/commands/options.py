@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import os
 import sys
 from contextlib import nullcontext, redirect_stderr
 from typing import Any
@@ -21,9 +22,11 @@ def parse_options(kind: type, arguments: list[str], command: str, default: Any =
     """
     import tyro
 
-    from lockstep.commands.short_help import SHORT, print_short_help
+    from lockstep.commands.short_help import BASE_HELP, OF_ADAPTERS, SHORT, print_short_help
     from lockstep.commands.spelling import refuse_other_names
 
+    if command in OF_ADAPTERS:
+        arguments = without_base(arguments)
     refuse_other_names(kind, arguments, positional)
     if "--help-all" in arguments:
         arguments = ["--help"]
@@ -31,6 +34,8 @@ def parse_options(kind: type, arguments: list[str], command: str, default: Any =
         print_short_help(kind, command, default)
         sys.exit(0)
     keywords: dict[str, Any] = {} if default is None else {"default": default}
+    if command in OF_ADAPTERS:
+        keywords["description"] = f"{kind.__doc__}\n\n--base DIR: {BASE_HELP}"
     if positional:
         keywords["config"] = (tyro.conf.PositionalRequiredArgs,)
     refusal = io.StringIO()
@@ -41,6 +46,23 @@ def parse_options(kind: type, arguments: list[str], command: str, default: Any =
         if refusal.getvalue():
             print_once(refusal.getvalue().rstrip(), head="", ends=True)
         raise
+
+
+def without_base(arguments: list[str]) -> list[str]:
+    """The arguments without `--base DIR`, which this process and those it starts read from the environment."""
+    rest, remaining = [], iter(arguments)
+    for argument in remaining:
+        option, equals, value = argument.partition("=")
+        if option != "--base":
+            rest.append(argument)
+        elif folder := value if equals else next(remaining, ""):
+            from lockstep.checkpoint import model_folder
+            from lockstep.model.adapter_folder import BASE
+
+            os.environ[BASE] = str(model_folder(folder).resolve())
+        else:
+            raise UserError("--base needs a value")
+    return rest
 
 
 def run_config(command: str, kind: type, arguments: list[str]) -> Any:
@@ -75,7 +97,9 @@ def run_config(command: str, kind: type, arguments: list[str]) -> Any:
         for action in ("overwrite", "resume", "dry_run"):
             if getattr(default, action, False):
                 file = chosen["--config"]
-                print_once(f"warning: {file}: {action} is ignored in a file; give it on the command line if you mean it")
+                print_once(
+                    f"warning: {file}: {action} is ignored in a file; give it on the command line if you mean it"
+                )
                 setattr(default, action, type(getattr(default, action))())
     if "--help-all" in rest:
         from lockstep.recipes import described
@@ -88,6 +112,8 @@ def run_config(command: str, kind: type, arguments: list[str]) -> Any:
     given = {argument.lstrip("-").partition("=")[0].replace("-", "_") for argument in rest}
     if isinstance(config, RLConfig) and isinstance(default, RLConfig):
         config = with_algorithm(config, default, given)
+    if "base" in given and config.lora.rank:
+        config.model = os.environ["LOCKSTEP_BASE"]  # a run that trains an adapter starts from its base
     if isinstance(config, SFTConfig) and "epochs" in given and "steps" not in given:
         config.steps = 0  # a recipe's, or those that the epochs of the run took so far
     return config

@@ -83,11 +83,12 @@ def _signals_later() -> Iterator[None]:
         yield
         return
     arrived: list[int] = []
-    before = {number: signal.signal(number, lambda n, _: arrived.append(n)) for number in (signal.SIGTERM, signal.SIGINT)}
+    numbers: tuple[int, ...] = (signal.SIGTERM, signal.SIGINT)
+    before = {number: signal.signal(number, lambda n, _: arrived.append(n)) for number in numbers}
     try:
         yield
     finally:
         for number, handler in before.items():
             signal.signal(number, handler or signal.SIG_DFL)
-        for number in arrived:
-            signal.raise_signal(number)
+        for late in arrived:
+            signal.raise_signal(late)

@@ -17,11 +17,11 @@ from lockstep.commands.spelling import options_of
 
 _TRAINING = "dtype device train.learning-rate train.warmup-steps train.tokens-per-microbatch"
 _TUNING = f"epochs tokens-per-step sequence-length {_TRAINING} lora.rank parallel.data-shard parallel.tensor"
-_RUN = "checkpoint.every validation-data seed resume overwrite"
+_RUN = "checkpoint.every validation-data validation-share seed resume overwrite"
 SHORT = {
     "pretrain": f"model data tokenizer output steps tokens-per-step sequence-length {_TRAINING} train.optimizer "
     f"parallel.data-shard parallel.tensor parallel.context parallel.pipeline recompute.mode {_RUN} dry-run",
-    "sft": f"model data output steps {_TUNING} recompute.mode {_RUN}",
+    "sft": f"model data template output steps {_TUNING} recompute.mode {_RUN}",
     "dpo": f"model data output loss beta reference {_TUNING} {_RUN}",
     "reward-model": f"model data output centering {_TUNING} {_RUN}",
     "rl": "model environment data output steps prompts-per-step samples-per-prompt max-new-tokens temperature chat "
@@ -35,6 +35,11 @@ SHORT = {
 }
 """What a command's short help lists, in this order; of other commands, --help lists every setting."""
 
+OF_ADAPTERS = (
+    "chat", "convert", "dpo", "eval", "generate", "parity", "pretrain", "replay", "reward-model", "rl", "serve", "sft",
+)  # fmt: skip
+"""Commands that read models, and so take --base."""
+BASE_HELP = "folder of an adapter's base, if it is no longer where the adapter says"
 FROM_FILE = "start from a TOML or YAML file, such as a run's config.toml"
 
 
@@ -47,6 +52,8 @@ def print_short_help(kind: type, command: str, default: Any = None) -> None:
     starts = {}
     if command in RECIPES:
         starts["config", "FILE"] = f"{FROM_FILE[0].upper()}{FROM_FILE[1:]}."
+    if command in OF_ADAPTERS:
+        starts["base", "DIR"] = f"{BASE_HELP[0].upper()}{BASE_HELP[1:]}."
     if recipes := RECIPES.get(command):
         starts["recipe", "NAME"] = f"Start from a recipe: {', '.join(recipes)}."
     fields = []
