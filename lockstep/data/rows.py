@@ -233,8 +233,8 @@ class Rows:
                     draw = np.random.default_rng([self.seed, self._epoch, self._window])
                     # Every rank has it in memory: four bytes per document, in the same order as with eight.
                     dtype = np.uint32 if count < 2**32 else np.int64
-                    documents = np.arange(count, dtype=dtype) if corpus.chosen is None else corpus.chosen
-                    self._order = documents.astype(dtype)
+                    chosen = corpus.chosen
+                    self._order = np.arange(count, dtype=dtype) if chosen is None else chosen.astype(dtype)
                     draw.shuffle(self._order)
                     self._corpus = corpus
                     self._cut = sum(int((lengths > self.sequence_length).sum()) for lengths in corpus.lengths())

@@ -72,7 +72,8 @@ def test_a_task_from_a_file_goes_through_the_command_line(tmp_path, model_folder
         (["rl", "--recipe", "gsm9k"], 'unknown recipe "gsm9k". Did you mean "gsm8k"'),
         (["pretrain", "--recipe", "tny"], 'Did you mean "tiny"'),
         (["rl"], "model is empty; give a Hugging Face folder with --model DIR"),
-        (["rl", "--model", "/nowhere"], "/nowhere: no such folder"),
+        (["rl", "--model", "/nowhere"], "which environment? Give --environment alphabet_sort, "),
+        (["rl", "--model", "/nowhere", "--environment", "digit_sum"], "/nowhere: no such folder"),
         (["pretrain", "--model", "qwen3:tini"], 'unknown model "qwen3:tini". Did you mean "qwen3:tiny"'),
         (["pretrain", "--data", "/nowhere/*.txt"], "no such file, folder or match"),
         (["generate", "--model", "/nowhere", "--prompt", "x"], "/nowhere: no such folder"),
@@ -245,7 +246,14 @@ def test_a_full_disk_under_the_output_is_named(model_folder, capsys):
 
 
 @pytest.mark.parametrize(
-    "arguments", [["rl"], ["generate", "--prompt", "a"], ["parity"], ["serve", "--port", "0"], ["pretrain"]]
+    "arguments",
+    [
+        ["rl", "--environment", "digit_sum"],
+        ["generate", "--prompt", "a"],
+        ["parity"],
+        ["serve", "--port", "0"],
+        ["pretrain"],
+    ],
 )
 def test_every_command_refuses_a_device_that_is_not_there(arguments, model_folder, capsys, tmp_path):
     output = ["--output", str(tmp_path / "run")] if arguments[0] in ("rl", "pretrain") else []

@@ -118,8 +118,8 @@ def test_a_parquet_or_arrow_file_with_another_name_is_called_one(tmp_path):
 
 
 @pytest.mark.parametrize("name", ["list.json", "table.csv"])
-def test_a_list_of_records_is_text_only_among_other_files(tmp_path, name):
-    (tmp_path / name).write_text('[{"text": "one"}]')
+def test_a_file_of_records_in_no_form_that_is_read_is_text_only_among_other_files(tmp_path, name):
+    (tmp_path / name).write_text('{\n"text": "one"}')
     with pytest.raises(UserError, match=rf"{name}: would be one document, .* to a \.jsonl file, one object per line"):
         TextSource(str(tmp_path / name))
     with pytest.raises(UserError, match=rf"{name}: would be one document"):
@@ -127,7 +127,7 @@ def test_a_list_of_records_is_text_only_among_other_files(tmp_path, name):
     (tmp_path / "other.txt").write_text("two")
     assert len(list(TextSource(str(tmp_path / "*")))) == 2
     (tmp_path / "other.txt").unlink()
-    assert list(TextSource(str(tmp_path))) == ['[{"text": "one"}]']
+    assert list(TextSource(str(tmp_path))) == ['{\n"text": "one"}']
 
 
 def test_an_empty_folder_is_called_empty(tmp_path):

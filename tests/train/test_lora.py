@@ -222,7 +222,7 @@ def test_an_adapter_for_another_base_is_named(tmp_path, folders):
     with pytest.raises(UserError, match=r"another base: it adapts layers.1.*, which .* does not have"):
         load_model(adapter)
     (base / "config.json").unlink()  # as in a run's folder
-    missing = "its base was not found .* correct base_model_name_or_path"
+    missing = "its base was not found .* say where it is with --base DIR"
     with pytest.raises(UserError, match=f"^{adapter}: {missing}"):
         load_model(adapter)
     shutil.rmtree(base)

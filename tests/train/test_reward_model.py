@@ -279,7 +279,7 @@ def test_a_reward_model_is_no_language_model_and_says_so(tmp_path, model_folder,
         ["generate", "--model", folder, "--prompt", "a"],
         ["sft", "--model", folder, "--data", _file(tmp_path, [{"prompt": "a", "completion": "b"}], "a.jsonl")],
         ["pretrain", "--model", folder, "--dry-run", "2"],
-        ["rl", "--model", folder, "--output", str(tmp_path / "rl")],
+        ["rl", "--model", folder, "--environment", "digit_sum", "--output", str(tmp_path / "rl")],
     ):
         assert main(command) == 2, command
         said = capsys.readouterr().err

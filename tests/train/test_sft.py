@@ -486,7 +486,7 @@ def test_text_tokens_are_refused_and_bad_lines_counted(tmp_path, chat_folder):
     assert main(["data", "tokenize", *arguments, "--output", str(tmp_path / "texts")]) == 0
     with pytest.raises(UserError, match="was tokenized as text; .*--chat"):
         finetune(_config(tmp_path, chat_folder, "run", data=str(tmp_path / "texts")))
-    with pytest.raises(UserError, match=r"a\.txt: contains no conversations; give \.jsonl \(an object a line\)"):
+    with pytest.raises(UserError, match=r"a\.txt: contains no conversations; give \.jsonl \(one object per line\)"):
         finetune(_config(tmp_path, chat_folder, "run", data=str(tmp_path / "a.txt")))
     bad = [*LINES, {"messages": []}, {"prompt": 3}]
     with pytest.raises(UserError, match=r"talk5\.jsonl:4: the assistant says nothing.*--skip-bad-lines"):
