@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import tomllib
+from contextlib import suppress
 from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
@@ -33,13 +34,13 @@ def settle(config: Config, world: World) -> Config:
     folders: Any = _folders(config, world)
     config = dataclasses.replace(config, **folders)
     recorded = world.from_main(lambda: recorded_settings(config))
-    arithmetic = _arithmetic(config, world, recorded.get("arithmetic", ""))
     dtype, why = recorded.get("dtype", ""), "as the run began"
-    if not is_auto(config.dtype) or not dtype:
+    given = not is_auto(config.dtype) or (not dtype and Path(config.model).is_dir())
+    if given:
         dtype, why = world.from_main(lambda: choose_dtype(config.dtype, config.model, world.device))
-    if dtype == "float32" and config.arithmetic == "auto" and arithmetic in ("bf16_pairs", "bf16_tiles"):
-        # Pairs apply only to bfloat16: such a run has the same bits everywhere.
-        arithmetic = set_arithmetic("portable", world.device)
+    arithmetic = _arithmetic(config, world, recorded.get("arithmetic", ""), dtype)
+    if not dtype:
+        dtype, why = world.from_main(lambda: choose_dtype(config.dtype, config.model, world.device))
     if why:
         announce(f"dtype auto: {dtype}, {why}")
     settled: Any = {"arithmetic": arithmetic, "dtype": dtype}
@@ -99,10 +100,15 @@ def refuse_fewer_steps(config: PretrainConfig | RLConfig, step: int) -> None:
         )
 
 
-def _arithmetic(config: PretrainConfig | RLConfig, world: World, recorded: str) -> str:
+def _arithmetic(config: PretrainConfig | RLConfig, world: World, recorded: str, dtype: str) -> str:
     problem = chosen = ""
+    if dtype == "float32" and config.arithmetic == "auto" and world.device.type == "cpu":
+        # The others apply only to bfloat16, and their kernels would be compiled for nothing: such a run has the same
+        # bits everywhere. Where the portable ones cannot be compiled, PyTorch's own operators serve.
+        with suppress(UserError):
+            chosen = set_arithmetic("portable", world.device)
     try:
-        chosen = set_arithmetic(config.arithmetic, world.device, recorded)
+        chosen = chosen or set_arithmetic(config.arithmetic, world.device, recorded)
     except UserError as error:
         problem = str(error)
     if problem := next(filter(None, world.gather(problem)), ""):

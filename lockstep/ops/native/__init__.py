@@ -94,12 +94,10 @@ def set_arithmetic(name: str) -> str:
     global _wanted_arithmetic
     if name not in ARITHMETICS:
         raise ValueError(f'arithmetic is "{name}"; it can be {", ".join(ARITHMETICS)}')
-    if library() is None:
-        if name not in ("auto", "pytorch"):
-            switched_off = os.environ.get("LOCKSTEP_NATIVE", "1") == "0"
-            why = "LOCKSTEP_NATIVE=0 switches off" if switched_off else "could not be compiled"
-            raise ValueError(f"arithmetic {name} needs the compiled operators, which {why}")
+    if name in ("auto", "pytorch") and library() is None:
         return arithmetic()
+    if os.environ.get("LOCKSTEP_NATIVE", "1") == "0":
+        raise ValueError(f"arithmetic {name} needs the compiled operators, which LOCKSTEP_NATIVE=0 switches off")
     if name == "pytorch":
         raise ValueError("arithmetic pytorch is that of the plain operators, which need LOCKSTEP_NATIVE=0")
     before, _wanted_arithmetic = _wanted_arithmetic, name
