@@ -24,8 +24,8 @@ def comparison_plot(runs: Mapping[str, Steps], comparisons: Mapping[str, Compari
     for column, name in enumerate(names):
         above = figure.add_subplot(2, len(names), column + 1)
         for index, (run, steps) in enumerate(runs.items()):
-            values = [_number(metrics.get(name)) for metrics in steps.values()]
-            above.plot(list(steps), values, "--" if index else "-", color=colors[run], label=run)
+            points = curve(steps, name)
+            above.plot(list(points), list(points.values()), "--" if index else "-", color=colors[run], label=run)
         above.set_title(name, fontsize=10, loc="left", fontweight="bold")
         for text in above.legend(fontsize=7).get_texts():
             text.set_parse_math(False)  # a folder's name may contain a $
@@ -48,5 +48,7 @@ def comparison_plot(runs: Mapping[str, Steps], comparisons: Mapping[str, Compari
     figure.savefig(path, dpi=110)
 
 
-def _number(value: float | None) -> float:
-    return math.nan if value is None else value
+def curve(steps: Steps, name: str) -> dict[int, float]:
+    """A metric by step. A step without it, such as between two validations, is no gap in the curve; a NaN is."""
+    values = {step: metrics[name] for step, metrics in steps.items() if name in metrics}
+    return {step: math.nan if value is None else value for step, value in values.items()}

@@ -1,6 +1,7 @@
 """`lockstep compare` finds the first bit that differs, the settings that do, and the best run."""
 
 import json
+import math
 
 import pytest
 
@@ -8,6 +9,7 @@ from lockstep.cli import main
 from lockstep.config import PretrainConfig, TrainConfig, to_toml
 from lockstep.errors import UserError
 from lockstep.observe import compare_runs
+from lockstep.observe.compare_plot import curve
 from lockstep.observe.ranking import lower_is_better
 
 
@@ -80,6 +82,12 @@ def test_each_of_several_runs_is_compared_with_the_first(tmp_path, capsys):
     assert all(f"<!-- {run} -->" in plot for run in (a, b, c, d))
     assert main(["compare", a, b, a]) == 0
     assert main(["compare", a, b, c, "--tolerance", "0.5"]) == 0
+
+
+def test_a_curve_joins_the_steps_that_have_the_metric_and_breaks_at_a_nan():
+    steps = {0: {"validation/loss": 3.0}, 1: {"loss": 2.0}, 2: {"validation/loss": None}, 3: {"validation/loss": 1.0}}
+    drawn = curve(steps, "validation/loss")
+    assert list(drawn) == [0, 2, 3] and drawn[0] == 3.0 and math.isnan(drawn[2])
 
 
 def test_fewer_than_two_runs_are_refused(tmp_path, capsys):
