@@ -8,6 +8,7 @@ options are read, so that help and a wrong option need not wait for PyTorch.
 from __future__ import annotations
 
 import errno
+import logging
 import os
 import sys
 import warnings
@@ -17,6 +18,7 @@ from pathlib import Path
 from typing import Annotated, Any
 
 from lockstep.commands.options import parse_options, run_config
+from lockstep.commands.print_once import PrintOnce, print_once, ranks_folder
 from lockstep.commands.terminal import in_encoding, printable
 from lockstep.errors import RunStopped, SaidByRank0, UserError, closest
 
@@ -25,7 +27,8 @@ def main(arguments: list[str] | None = None) -> int:
     """Runs one command; returns its exit code."""
     arguments = sys.argv[1:] if arguments is None else arguments
     name = arguments[0] if arguments else "--help"
-    warnings.showwarning = _show_warning
+    warnings.showwarning, logging.lastResort = _show_warning, PrintOnce(logging.WARNING)
+    ranks_folder()
     try:
         if name in ("-h", "--help"):
             print(_overview())
@@ -43,9 +46,8 @@ def main(arguments: list[str] | None = None) -> int:
             raise UserError(f'unknown command "{name}".{hint} See lockstep --help')
         return COMMANDS[name](arguments[1:])
     except UserError as error:
-        rank = os.environ.get("RANK", "0")
         if not isinstance(error, SaidByRank0):
-            print(f"lockstep: {'' if rank == '0' else f'rank {rank}: '}{printable(str(error))}", file=sys.stderr)
+            print_once(printable(str(error)), ends=True)
         return 2
     except RunStopped as error:
         # All ranks end the same way; one of them reports it.
@@ -64,7 +66,7 @@ def main(arguments: list[str] | None = None) -> int:
         )
         return 1
     except KeyboardInterrupt as error:
-        print("; ".join(filter(None, ["lockstep: interrupted", printable(str(error))])), file=sys.stderr)
+        print_once("; ".join(filter(None, ["interrupted", printable(str(error))])), ends=True)
         return 130
     except BrokenPipeError:
         # The reader of the output, such as `head`, has ended. Nothing is left to flush at exit.
@@ -73,7 +75,7 @@ def main(arguments: list[str] | None = None) -> int:
     except OSError as error:
         if error.errno != errno.ENAMETOOLONG:
             raise
-        print(f"lockstep: {printable(str(error.filename))[:80]}…: too long for a file name", file=sys.stderr)
+        print_once(f"{printable(str(error.filename))[:80]}…: too long for a file name", ends=True)
         return 2
 
 
@@ -86,7 +88,7 @@ def _is_lost_rank(error: RuntimeError) -> bool:
 
 
 def _show_warning(message: Warning | str, *_: Any, **__: Any) -> None:
-    print(f"lockstep: warning: {printable(str(message))}", file=sys.stderr)
+    print_once(f"warning: {printable(str(message))}")
 
 
 def _overview() -> str:

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import io
 import sys
+from contextlib import nullcontext, redirect_stderr
 from typing import Any
 
+from lockstep.commands.print_once import print_once, ranks_folder
 from lockstep.errors import UserError
 
 RESUMES = ("--resume", "--output")
@@ -30,7 +33,14 @@ def parse_options(kind: type, arguments: list[str], command: str, default: Any =
     keywords: dict[str, Any] = {} if default is None else {"default": default}
     if positional:
         keywords["config"] = (tyro.conf.PositionalRequiredArgs,)
-    return tyro.cli(kind, args=arguments, prog=f"lockstep {command}", **keywords)
+    refusal = io.StringIO()
+    try:
+        with redirect_stderr(refusal) if ranks_folder() else nullcontext():
+            return tyro.cli(kind, args=arguments, prog=f"lockstep {command}", **keywords)
+    except SystemExit:
+        if refusal.getvalue():
+            print_once(refusal.getvalue().rstrip(), head="", ends=True)
+        raise
 
 
 def run_config(command: str, kind: type, arguments: list[str]) -> Any:
@@ -65,7 +75,9 @@ def run_config(command: str, kind: type, arguments: list[str]) -> Any:
         for action in ("overwrite", "resume", "dry_run"):
             if getattr(default, action, False):
                 file = chosen["--config"]
-                print(f"{file}: {action} is ignored in a file; give it on the command line if you mean it")
+                print_once(
+                    f"warning: {file}: {action} is ignored in a file; give it on the command line if you mean it"
+                )
                 setattr(default, action, type(getattr(default, action))())
     if "--help-all" in rest:
         from lockstep.recipes import described

@@ -306,7 +306,7 @@ def test_what_to_do_about_a_folder_is_not_taken_from_a_file_and_that_is_said(tmp
     arguments = ["--model", "qwen3:micro", "--data", str(tmp_path / "t.txt"), "--output", str(tmp_path / "run")]
     length = ["--tokens-per-step", "256", "--sequence-length", "32"]
     assert main(["pretrain", "--config", str(tmp_path / "c.yaml"), *arguments, *length]) == 0
-    said = capsys.readouterr().out
+    said = capsys.readouterr().err
     for name in ("overwrite", "dry_run"):
         assert f"c.yaml: {name} is ignored in a file; give it on the command line" in said
     assert "resume is not taken" not in said
