@@ -5,25 +5,27 @@ Importing this module registers it as `lockstep`, and needs the package `lm-eval
     import lm_eval, lockstep.harness
 
     lm_eval.simple_evaluate(model="lockstep", model_args="pretrained=DIR", tasks=["arc_easy", "gsm8k"])
+
+`python -m lockstep.harness` is lm-eval's command line with this model:
+
+    python -m lockstep.harness --model lockstep --model_args pretrained=DIR --tasks arc_easy gsm8k
 """
 
 from __future__ import annotations
 
 import math
+import sys
 from collections.abc import Sequence
 from functools import cached_property
 from pathlib import Path
 from typing import Any
 
 import torch
-from lm_eval import utils
-from lm_eval.api.model import TemplateLM
-from lm_eval.api.registry import register_model
-from lm_eval.models.utils import normalize_gen_kwargs
 from tokenizers import Tokenizer as TokenizersTokenizer
 
 from lockstep import ops
 from lockstep.checkpoint import model_folder, open_model
+from lockstep.commands.terminal import printable
 from lockstep.config import EngineConfig
 from lockstep.data import continuation, load_tokenizer
 from lockstep.data.chat import ChatTemplateError, load_chat_template
@@ -34,7 +36,22 @@ from lockstep.ops.logprobs import logits_log_probs, row_factors
 from lockstep.shared_prefixes import Scored, packed_batches
 from lockstep.train.packing import pack_scored, predicting_states
 
+try:
+    from lm_eval import utils
+    from lm_eval.__main__ import cli_evaluate
+    from lm_eval.api.model import TemplateLM
+    from lm_eval.api.registry import register_model
+    from lm_eval.models.utils import normalize_gen_kwargs
+except ModuleNotFoundError as error:
+    missing = f"{error.name} is not installed; pip install 'lockstep-lm[lm-eval]'"
+    if __name__ == "__main__":
+        print(f"lockstep: {missing}", file=sys.stderr)
+        sys.exit(2)
+    raise UserError(missing) from error
+
 IGNORED = {"batch_size", "max_batch_size"}
+DEFAULT_DEVICE = "cuda:0"
+"""What lm-eval's command line passes without --device, also on a machine without CUDA."""
 SAMPLING = {"temperature", "top_k", "top_p", "min_p", "seed"}
 Request = tuple[Any, list[int], list[int]]
 """Its cache key, the context's tokens, and those of the continuation."""
@@ -66,6 +83,8 @@ class LockstepLM(TemplateLM):
                 f"model_args: {unknown[0]} is not an argument of lockstep.{closest(unknown[0], known)} Known: "
                 f"pretrained, {', '.join(known)}; give an adapter's folder as pretrained"
             )
+        if device == DEFAULT_DEVICE and not torch.cuda.is_available():
+            device = None
         folder = model_folder(pretrained)
         self.model = open_model(folder, dtype, device or "", arithmetic)
         self.tokenizer = load_tokenizer(folder, self.model.config.vocab_size)
@@ -214,3 +233,17 @@ def _added_before(folder: Path, bos: int | None) -> list[int]:
     if bos is None or not file.is_file():
         return []
     return [bos] if bos in TokenizersTokenizer.from_file(str(file)).encode("").ids else []
+
+
+def main() -> int:
+    """Runs lm-eval's command line, which has `lockstep` among its models; returns the exit code."""
+    try:
+        cli_evaluate()
+    except UserError as error:
+        print(f"lockstep: {printable(str(error))}", file=sys.stderr)
+        return 2
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -3,6 +3,8 @@
 import importlib.util
 import json
 import shutil
+import subprocess
+import sys
 
 import pytest
 import torch
@@ -202,3 +204,69 @@ def test_a_task_that_asks_for_what_the_engine_lacks_is_refused_by_name(model_fol
         lm._asked("x", {"until": ["a"], "repetition_penalty": 1.1})
     with pytest.raises(UserError, match="lower max_gen_toks"):
         lm._asked("x", {"until": ["a"], "max_gen_toks": 10**6})
+
+
+@pytest.fixture
+def command_line(monkeypatch, capsys):
+    """Runs lm-eval's command line in this process; returns its exit code and what it printed."""
+    from lockstep.harness import main
+
+    def run(*arguments):
+        monkeypatch.setattr(sys, "argv", ["lm-eval", *map(str, arguments)])
+        return main(), capsys.readouterr()
+
+    return run
+
+
+@needs_lm_eval
+@pytest.mark.parametrize("subcommand", [[], pytest.param(["run"], marks=pytest.mark.slow)])
+def test_lm_evals_command_line_evaluates_the_model(tmp_path, tasks, model_folder, command_line, subcommand):
+    arguments = f"pretrained={model_folder},dtype=float32"
+    files = sorted(tasks.glob("*.yaml"))
+    options = ["--model_args", arguments, "--batch_size", "4", "--log_samples", "--output_path", tmp_path]
+    code, said = command_line(*subcommand, "--model", "lockstep", *options, "--tasks", *files)
+    assert code == 0 and "local_generation" in said.out and "exact_match" in said.out
+    (written,) = tmp_path.glob("**/results_*.json")
+    figures = json.loads(written.read_text())["results"]
+    expected = _results("lockstep", tasks, model_args=arguments)["results"]
+    assert figures.keys() == expected.keys() and len(figures) == 4
+    for task, own in expected.items():
+        for name, figure in own.items():
+            if isinstance(figure, float):
+                assert figures[task][name] == figure, f"{task} {name}"
+    assert len(list(tmp_path.glob("**/samples_local_*.jsonl"))) == 4
+
+
+@needs_lm_eval
+def test_the_module_is_lm_evals_command_line():
+    outputs = []
+    for module in ("lockstep.harness", "lm_eval"):
+        command = [sys.executable, "-m", module, "--help"]
+        outputs.append(subprocess.run(command, capture_output=True, text=True, timeout=120).stdout)
+    assert outputs[0] == outputs[1] and "validate" in outputs[0]
+
+
+@needs_lm_eval
+@pytest.mark.slow
+def test_lm_evals_command_line_lists_tasks(tasks, command_line):
+    code, said = command_line("ls", "subtasks", "--include_path", tasks)
+    assert code == 0 and "local_choice" in said.out
+
+
+@needs_lm_eval
+def test_what_the_model_refuses_ends_lm_evals_command_line_with_its_message(tasks, command_line):
+    options = ["--model_args", "pretrained=/nowhere", "--tasks", tasks / "choice.yaml"]
+    code, said = command_line("--model", "lockstep", *options)
+    assert code == 2 and said.err.splitlines()[-1].startswith("lockstep: /nowhere: no such folder")
+
+
+def test_without_lm_eval_it_is_said_what_to_install():
+    program = "import runpy, sys; sys.modules['lm_eval'] = None; runpy.run_module('lockstep.harness', run_name={!r})"
+    for name, code in (("__main__", 2), ("lockstep.harness", 1)):
+        result = subprocess.run(
+            [sys.executable, "-c", program.format(name)], capture_output=True, text=True, timeout=120
+        )
+        assert result.returncode == code
+        last = result.stderr.splitlines()[-1]
+        assert last.endswith(": lm_eval is not installed; pip install 'lockstep-lm[lm-eval]'")
+        assert (last.startswith("lockstep: ") and "Traceback" not in result.stderr) == (name == "__main__")

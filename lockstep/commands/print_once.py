@@ -83,8 +83,9 @@ def _signals_later() -> Iterator[None]:
         yield
         return
     arrived: list[int] = []
-    numbers: tuple[int, ...] = (signal.SIGTERM, signal.SIGINT)
-    before = {number: signal.signal(number, lambda n, _: arrived.append(n)) for number in numbers}
+    before = {
+        number: signal.signal(number, lambda n, _: arrived.append(n)) for number in (signal.SIGTERM, signal.SIGINT)
+    }
     try:
         yield
     finally:
