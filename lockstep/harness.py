@@ -43,7 +43,7 @@ try:
     from lm_eval.api.registry import register_model
     from lm_eval.models.utils import normalize_gen_kwargs
 except ModuleNotFoundError as error:
-    missing = f"{error.name} is not installed; pip install 'lockstep-lm[lm-eval]'"
+    missing = f"{error.name} is not installed; pip install 'lm-eval[hf]>=0.4.13'"
     if __name__ == "__main__":
         print(f"lockstep: {missing}", file=sys.stderr)
         sys.exit(2)

@@ -2,6 +2,7 @@
 
 import inspect
 import os
+import shutil
 import sysconfig
 from dataclasses import replace
 from pathlib import Path
@@ -13,6 +14,7 @@ if "PYTEST_XDIST_WORKER" in os.environ:
 import jaxtyping
 import pytest
 from hypothesis import settings
+from hypothesis.configuration import set_hypothesis_home_dir
 from jaxtyping import install_import_hook
 
 import tests.typechecker
@@ -28,6 +30,7 @@ from lockstep.observe.garbage import GarbageCollection  # noqa: E402
 settings.register_profile("random", settings())
 settings.register_profile("fixed", derandomize=True, database=None)
 settings.load_profile("fixed")
+set_hypothesis_home_dir(Path(__file__).parent.parent / ".hypothesis")  # not in the working folder
 
 LONG = set((Path(__file__).parent / "long.txt").read_text().splitlines())
 """Tests that only `make test-slow` runs, for the time that they take; the file says by which rule."""
@@ -93,7 +96,10 @@ def empty_folder(tmp_path_factory):
 def nothing_in_the_working_folder(empty_folder):
     """What lies in a user's working folder changes no test, and no test leaves anything there."""
     yield
-    assert not (left := os.listdir(empty_folder)), f"the test wrote {left} into the working folder"
+    left = os.listdir(empty_folder)
+    for name in left:  # or the tests after it would be accused too
+        (shutil.rmtree if (empty_folder / name).is_dir() else os.remove)(empty_folder / name)
+    assert not left, f"the test wrote {left} into the working folder"
 
 
 def pytest_runtest_setup():

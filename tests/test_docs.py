@@ -4,6 +4,8 @@ import importlib
 import inspect
 import re
 import runpy
+import tomllib
+from itertools import chain
 from pathlib import Path
 
 import pytest
@@ -45,3 +47,16 @@ def test_documented_commands_exist():
     for page in PAGES:
         for command in re.findall(r"^lockstep ([\w-]+)", page.read_text(), flags=re.M):
             assert command in COMMANDS, f"{page.name} names lockstep {command}"
+
+
+def test_what_pages_and_messages_tell_to_install_is_on_the_index_or_in_the_clone():
+    """The names are those that the project installs from there itself; its own is not one of them."""
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    wanted = [*project["dependencies"], *chain(*project["optional-dependencies"].values())]
+    known = {re.match(r"[\w-]+", name)[0] for name in wanted} | {".", "dist"}
+    found = [
+        (file.name, name)
+        for file in [*PAGES, *(ROOT / "lockstep").rglob("*.py")]
+        for name in re.findall(r"""pip install ['"]?([\w.-]+)""", file.read_text())
+    ]
+    assert len(found) > 10 and [each for each in found if each[1] not in known] == []

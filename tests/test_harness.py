@@ -268,5 +268,5 @@ def test_without_lm_eval_it_is_said_what_to_install():
         )
         assert result.returncode == code
         last = result.stderr.splitlines()[-1]
-        assert last.endswith(": lm_eval is not installed; pip install 'lockstep-lm[lm-eval]'")
+        assert last.endswith(": lm_eval is not installed; pip install 'lm-eval[hf]>=0.4.13'")
         assert (last.startswith("lockstep: ") and "Traceback" not in result.stderr) == (name == "__main__")

@@ -35,7 +35,7 @@ def test_a_batch_and_its_loss_are_on_the_device_that_is_given():
 def test_a_run_on_a_given_device_takes_the_models_dtype_and_records_its_arithmetic(tmp_path, model_folder, capsys):
     config = RLConfig(
         output=str(tmp_path / "run"), model=str(model_folder), steps=1, prompts_per_step=2, samples_per_prompt=2,
-        max_new_tokens=4, validation_examples=2, kl_coefficient=0.1, device="cpu",
+        max_new_tokens=4, validation_examples=2, kl_coefficient=0.1, device="cpu", environment="digit_sum",
     )  # fmt: skip
     folder = reinforce(config)
     recorded = tomllib.loads((folder / "config.toml").read_text())
@@ -65,4 +65,4 @@ def test_gpus_that_a_run_leaves_idle_are_named_at_its_start(monkeypatch, capsys,
 def test_degrees_that_do_not_fit_the_number_of_ranks_are_refused(model_folder, monkeypatch):
     monkeypatch.setenv("WORLD_SIZE", "4")
     with pytest.raises(UserError, match="tensor 8 = 8 ranks, but 4 are running"):
-        reinforce(RLConfig(model=str(model_folder), parallel=ParallelConfig(tensor=8)))
+        reinforce(RLConfig(model=str(model_folder), environment="digit_sum", parallel=ParallelConfig(tensor=8)))

@@ -169,7 +169,7 @@ def test_a_decimal_without_its_zero_is_right(number):
 
 
 def test_bad_gsm8k_data_is_refused(tmp_path):
-    with pytest.raises(UserError, match=r"train.jsonl: no such file; give the folder"):
+    with pytest.raises(UserError, match=r"contains no train.jsonl; give --data a folder with train.jsonl"):
         examples_of(GSM8K(str(tmp_path)), "train")
     (tmp_path / "train.jsonl").write_text('{"question": "q", "answer": "#### 3"}\n{"question": "q", "answer": "3"}\n')
     with pytest.raises(UserError, match=r"train.jsonl:2: the answer has no"):

@@ -185,8 +185,8 @@ def test_rewards_that_fail_too_often_end_it_with_their_causes(tmp_path, folders)
     ("environment", "line", "said"),
     [
         ("math", {"problem": "2+2"}, "validation.jsonl:1: needs the string `answer` or `solution`."),
-        ("gsm8k", {"question": "2+2"}, "test.jsonl:1: needs the strings `question` and `answer`"),
-        ("gsm8k", {"question": "2+2", "answer": "four"}, "test.jsonl:1: the answer has no `#### NUMBER` at its end"),
+        ("gsm8k", {"question": "2+2"}, "validation.jsonl:1: needs the strings `question` and `answer`"),
+        ("gsm8k", {"question": "2", "answer": "2"}, "validation.jsonl:1: the answer has no `#### NUMBER` at its end"),
     ],
 )  # fmt: skip
 def test_a_benchmark_file_without_answers_is_refused_by_file_and_line(

@@ -218,7 +218,7 @@ def test_an_environment_that_is_an_object_is_checked_as_one_from_a_file_is():
         ("gymnasium:", '"gymnasium:" is incomplete; write gymnasium:ID'),
         ("verifiers:", '"verifiers:" is incomplete; write verifiers:TASKSET'),
         ("object:my.Task", r"got its environment as an object \(my.Task\); pass it to lockstep.reinforce"),
-        ("gsm8k", "gsm8k needs data; give the folder"),
+        ("gsm8k", "the environment needs data; give --data a folder"),
         ("math", "the environment needs data; give --data a folder"),
     ],
 )
@@ -236,9 +236,9 @@ def test_a_name_that_says_too_little_is_refused_with_what_to_write(name, message
         (["[1]"], r"one.jsonl:1: not a JSON object \(a list\); fix it"),
         (
             ['{"problem": "p", "answer": "1"}'] * 3,
-            "one.jsonl has 3 lines; every tenth is for validation, so give at least 10",
+            "one.jsonl has 3 problems; every tenth is for validation, so give at least 10",
         ),
-        (['{"problem": "p", "answer": "1"}'], "one.jsonl has 1 line; every"),
+        (['{"problem": "p", "answer": "1"}'], "one.jsonl has 1 problem; every"),
     ],
 )
 def test_problems_that_cannot_be_asked_are_named(tmp_path, lines, message):

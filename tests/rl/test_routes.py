@@ -354,7 +354,8 @@ def test_layers_that_are_computed_again_replay_the_same_routes(recompute):
 
 
 def test_replay_without_experts_or_routes_is_refused(tmp_path, model_folder):
-    config = RLConfig(model=str(model_folder), output=str(tmp_path / "run"), router_replay=True, steps=1)
+    settings = {"model": str(model_folder), "output": str(tmp_path / "run"), "environment": "digit_sum"}
+    config = RLConfig(**settings, router_replay=True, steps=1)
     with pytest.raises(UserError, match="router_replay is set, but .* has no experts"):
         reinforce(config)
     model = mixture()

@@ -99,5 +99,5 @@ def _gymnasium() -> Any:
     try:
         import gymnasium
     except ImportError as error:
-        raise UserError("gymnasium is not installed; pip install 'lockstep-lm[gymnasium]'") from error
+        raise UserError("gymnasium is not installed; pip install 'gymnasium>=1.0'") from error
     return gymnasium

@@ -272,5 +272,5 @@ def _verifiers() -> Any:
     try:
         import verifiers.v1 as vf
     except ImportError as error:
-        raise UserError("verifiers 0.4 is not installed; pip install 'lockstep-lm[verifiers]'") from error
+        raise UserError("verifiers 0.4 is not installed; pip install 'verifiers>=0.4,<0.5'") from error
     return vf

@@ -207,7 +207,7 @@ def test_one_who_is_no_monarch_worker_is_named_in_the_log(tmp_path):
 
 def test_without_monarch_a_run_says_how_to_install_it(monkeypatch):
     monkeypatch.setitem(sys.modules, "monarch", None)
-    with pytest.raises(UserError, match=r"torchmonarch is not installed; pip install 'lockstep-lm\[monarch\]'"):
+    with pytest.raises(UserError, match=r"torchmonarch is not installed; pip install 'torchmonarch>=0.7,<0.8'"):
         require_workers(ActorsConfig(generators=1, hosts=("tcp://node1:26600",)))
     require_workers(ActorsConfig(generators=1, hosts=("local",)))
 

@@ -98,5 +98,5 @@ def test_a_game_that_cannot_be_played_is_refused(name, message):
 
 def test_without_gymnasium_the_command_that_installs_it_is_named(monkeypatch):
     monkeypatch.setitem(sys.modules, "gymnasium", None)
-    with pytest.raises(UserError, match=r"pip install 'lockstep-lm\[gymnasium\]'"):
+    with pytest.raises(UserError, match=r"pip install 'gymnasium>=1.0'"):
         load_environment("gymnasium:X-v0")

@@ -1,4 +1,4 @@
-"""Environments of the package verifiers, with the real package: `pip install 'lockstep-lm[verifiers]'`."""
+"""Environments of the package verifiers, with the real package: `pip install 'verifiers>=0.4,<0.5'`."""
 
 import sys
 
@@ -196,5 +196,5 @@ def test_a_package_that_is_not_there_and_settings_that_are_wrong_are_named(packa
 
 def test_without_verifiers_the_command_that_installs_it_is_named(monkeypatch):
     monkeypatch.setitem(sys.modules, "verifiers.v1", None)
-    with pytest.raises(UserError, match=r"pip install 'lockstep-lm\[verifiers\]'"):
+    with pytest.raises(UserError, match=r"pip install 'verifiers>=0.4,<0.5'"):
         load_environment("verifiers:x")
