@@ -23,7 +23,8 @@ def require_workers(actors: ActorsConfig) -> None:
     if actors.workers and importlib.util.find_spec("monarch") is None:
         raise UserError(
             "actors.hosts names Monarch workers, but torchmonarch is not installed; pip install "
-            "'torchmonarch>=0.7,<0.8' here and on their hosts, or start generators there with lockstep generator (actors.port)"
+            "'torchmonarch>=0.7,<0.8' here and on their hosts, or start generators there with lockstep generator "
+            "(actors.port)"
         )
     until = time.monotonic() + actors.start_seconds
     for worker in actors.workers:
