@@ -154,7 +154,7 @@ def _read(data: str) -> Iterator[dict[str, Any]]:
         raise UserError(f"{path}: no such file; give prompts with --prompts FILE")
     if not data.startswith(HUB) and not holds_records(path):
         try:
-            lines = path.read_text(encoding="utf-8").splitlines()
+            lines = path.read_text(encoding="utf-8").split("\n")  # not at U+2028 and the like; open() unites \r\n
         except UnicodeDecodeError as error:
             raise UserError(f"{path}: is not UTF-8 at byte {error.start}; convert it first") from error
         yield from ({"prompt": line} for line in lines if line.strip())

@@ -455,8 +455,9 @@ def make_model(config: PretrainConfig, tokenizer: Tokenizer, world: World) -> Tr
     fill: Callable[[TrainableModel], None] = partial(initialize, seed=config.seed)
     if folder := Path(config.model).is_dir():
         fill = partial(load_weights, path=config.model)
-        if shape.vocab_size > read_config(Path(config.model)).vocab_size:
-            fill = partial(begin_tokens, path=config.model, like=shape.eos_token_ids[0])
+        if shape.vocab_size > (stored := read_config(Path(config.model)).vocab_size):
+            end_of_text = next((token for token in shape.eos_token_ids if token < stored), 0)
+            fill = partial(begin_tokens, path=config.model, like=end_of_text)
     if config.lora.rank:
         if not folder:
             raise UserError(f"lora.rank needs the weights of a folder, but {config.model} is a preset; give a folder")

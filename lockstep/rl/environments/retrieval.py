@@ -14,11 +14,11 @@ from typing import Any, ClassVar
 from lockstep.errors import UserError
 from lockstep.rl.conversations import ConversationEnvironment
 from lockstep.rl.environment import Example
-from lockstep.rl.environments.problems import needs_text, read_problems, text_of
+from lockstep.rl.environments.problems import SUFFIXES, needs_text, read_problems, text_of
 
 NEEDS = "`question` and `answer` (a string, or a list of right answers)"
 TEXT_KEYS, QUESTION_KEYS, ANSWER_KEYS = ("text", "contents", "content"), ("question",), ("answer", "answers")
-FOLDER = "documents"
+FOLDER, TEXTS = "documents", (".txt", ".md")
 HITS, PAGE = 5, 4000
 INSTRUCTION = "\n\nSearch the texts for it. Reply with the last line `Answer: …`, as short as it can be."
 ANSWER = re.compile(r"^[^\w\n]*Answer:[ \t]*(.*)$", re.MULTILINE)
@@ -26,7 +26,7 @@ LONGEST_ANSWER = 500
 
 
 class Retrieval(ConversationEnvironment):
-    """Lines of `question` and `answer`, next to a folder `documents`: .txt, .md, and .jsonl with `text` and `id`.
+    """Lines of `question` and `answer`, next to a folder `documents`: texts, or JSON or Parquet with `text` and `id`.
 
     The model has two tools: `search` (BM25, by SQLite's full-text index, in memory) and `read`. Rewards: `correct`, 1
     if the answer is one of the right ones, and `f1`, the overlap of their words, both after SQuAD's normalization
@@ -102,7 +102,7 @@ class Index:
             names.add(name)
             self.database.execute("INSERT INTO texts VALUES (?, ?)", (name, text))
         if not names:
-            raise UserError(f"{folder}: contains no texts; put .txt, .md or .jsonl files into it")
+            raise UserError(f"{folder}: contains no texts; put .txt, .md, .jsonl, .json or .parquet files into it")
 
     def search(self, query: str) -> list[tuple[str, str]]:
         """(name, a few words around the hits) of the best texts."""
@@ -127,27 +127,27 @@ class Index:
 
 def _texts(folder: Path, skip_bad_lines: bool) -> Iterator[tuple[str, str, str]]:
     """(where, name, text) of each text, ordered by path."""
-    from lockstep.data.records import read_jsonl  # imports torch, which a reward worker does not need
+    from lockstep.data.records import Tally, read_records  # a reward worker does not need numpy
 
     if not folder.is_dir():
         raise UserError(f"{folder}: no such folder; give --data a folder that contains `{FOLDER}` and train.jsonl")
-    for path in sorted(p for p in folder.rglob("*") if p.suffix in (".txt", ".md", ".jsonl") and p.is_file()):
+    for path in sorted(p for p in folder.rglob("*") if p.name.endswith((*TEXTS, *SUFFIXES)) and p.is_file()):
         name = path.relative_to(folder).as_posix()
-        if path.suffix != ".jsonl":
+        if path.suffix in TEXTS:
             try:
                 yield str(path), name, path.read_text("utf-8")
             except (OSError, UnicodeDecodeError) as error:
                 if not skip_bad_lines:
                     raise UserError(f"{path}: cannot be read as UTF-8 text ({error}); fix it") from error
             continue
-        for number, values in read_jsonl(path, skip_bad_lines):
+        for where, values in read_records(path, skip_bad_lines, Tally()):
             text = text_of(values, TEXT_KEYS)
             if text is not None:
                 title = text_of(values, ("title",))
                 full = f"{title}\n{text}" if title else text
-                yield f"{path}:{number}", text_of(values, ("id",)) or f"{name}:{number}", full
+                yield where, text_of(values, ("id",)) or where.removeprefix(f"{folder}/"), full
             elif not skip_bad_lines:
-                raise needs_text(f"{path}:{number}", values, TEXT_KEYS)
+                raise needs_text(where, values, TEXT_KEYS)
 
 
 def _answers(values: Mapping[str, Any]) -> list[str]:
