@@ -1,7 +1,6 @@
 """ChatML for a model that has no chat template: its tokens are added, learned, and end what the model says."""
 
 import json
-from contextlib import contextmanager
 from dataclasses import replace
 
 import pytest
@@ -112,14 +111,9 @@ def test_later_stages_take_a_model_that_has_learned_the_tokens(fresh):
 
 def test_a_larger_tokenizer_alone_does_not_enlarge_a_model(fresh, tmp_path):
     with_chatml(load_tokenizer(fresh)).save(tmp_path / "larger")
-    with with_template(tmp_path), pytest.raises(UserError, match="the tokenizer has .* tokens, but .* only"):
+    (tmp_path / "t.jinja").write_text(SOURCE)
+    with pytest.raises(UserError, match="the tokenizer has .* tokens, but .* only"):
         finetune(_config(fresh, template=str(tmp_path / "t.jinja"), tokenizer=str(tmp_path / "larger")))
-
-
-@contextmanager
-def with_template(folder):
-    (folder / "t.jinja").write_text(SOURCE)
-    yield
 
 
 def test_new_rows_are_read_alike_wherever_a_shard_is_cut(tmp_path):
