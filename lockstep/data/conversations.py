@@ -157,8 +157,8 @@ class ConversationEncoder:
     def _rendered(self, messages: list[Any], tools: list[Any] | None) -> tuple[str, list[tuple[int, int]]]:
         if self.template is None:
             raise UserError(
-                "the data has messages, but the model's folder has no chat template; give --template chatml, or a "
-                "template as --template FILE"
+                "the data has messages, but the model's folder has no chat template; give --template FILE, or "
+                "--template chatml"
             )
         plain = [_plain(message) for message in messages]
         text, spans = self.template.render_with_assistant(plain, tools)

@@ -26,7 +26,7 @@ from lockstep.generate.graphs import GraphRunner, graphs_of
 from lockstep.generate.pages import PageAllocator
 from lockstep.generate.routes import routes_of_rows, written
 from lockstep.generate.runner import Runner, make_cache, sampler_of
-from lockstep.generate.sampling_params import Completion, SamplingParams, TokenEvent
+from lockstep.generate.sampling_params import Completion, SamplingParams, TokenEvent, raise_broken
 from lockstep.generate.scheduler import Chunk, Scheduler
 from lockstep.generate.sequence import Sequence
 from lockstep.generate.statistics import Statistics
@@ -158,7 +158,7 @@ class Engine:
                 self._step()
                 for request_id in [i for i in unfinished if i not in self._requests]:
                     unfinished.remove(request_id)
-                    _raise_broken(self._inboxes[request_id][-1], f"prompt {request_id - begin}")
+                    raise_broken(self._inboxes[request_id][-1], f"prompt {request_id - begin}")
                 for number in stragglers(wanted, first) if first is not None else ():
                     del wanted[number]
                     unfinished.discard(begin + number)
@@ -183,7 +183,7 @@ class Engine:
                     self._step()
                 while inbox:
                     event = inbox.popleft()
-                    _raise_broken(event, f"request {request_id}")
+                    raise_broken(event, f"request {request_id}")
                     yield event
         finally:
             self.abort(request_id)
@@ -497,11 +497,3 @@ class Engine:
         self.check_length(len(prompt), params.max_tokens)
         if params.stop and self.tokenizer is None:
             raise UserError("stop strings need a tokenizer; give one to Engine, or use stop_token_ids")
-
-
-def _raise_broken(event: TokenEvent, request: str) -> None:
-    if event.finish_reason == "error":
-        raise UserError(
-            f"{request}: its logits are not finite (NaN or infinite) with weights version {event.weights_version}; "
-            "check the weights, or load an earlier checkpoint"
-        )

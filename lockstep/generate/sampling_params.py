@@ -140,3 +140,12 @@ class TokenEvent:
     """Among the tokens that top_k, top_p and min_p leave; None if the request uses none of them."""
     route: str = ""
     """The experts that computed `logprob`, as `generate.routes` writes them; empty unless they were asked for."""
+
+
+def raise_broken(event: TokenEvent, request: str) -> None:
+    """Raises UserError, naming the request, for an event that ends it because its logits are not finite."""
+    if event.finish_reason == "error":
+        raise UserError(
+            f"{request}: its logits are not finite (NaN or infinite) with weights version {event.weights_version}; "
+            "check the weights, or load an earlier checkpoint"
+        )
