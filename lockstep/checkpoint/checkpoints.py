@@ -16,6 +16,7 @@ import torch
 import torch.distributed as dist
 
 from lockstep.checkpoint.folders import (
+    ADAPTERS,
     STATE,
     adapters_of,
     checkpoints_in,
@@ -269,7 +270,12 @@ class Checkpoints:
                 _delete(old)
             elif old not in self._needed:
                 self._needed.add(old)
-                log.warning("%s is kept, because it is the base of the adapter in %s", old, ", ".join(needed))
+                log.warning(
+                    "%s is kept, because it is the base of the adapter in %s; delete %s in it to let go of it",
+                    old,
+                    ", ".join(needed),
+                    ADAPTERS,
+                )
 
     def _verified(self, folder: Path) -> tuple[dict[str, Any], str]:
         """A checkpoint's state, and what is wrong with it; the same on all ranks."""

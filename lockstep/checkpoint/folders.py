@@ -10,12 +10,11 @@ from pathlib import Path
 from lockstep.checkpoint.manifest import MANIFEST, damage
 from lockstep.errors import UserError
 from lockstep.observe.logs import log
+from lockstep.observe.run_folder import ADAPTERS
 
 STATE = "state.json"
 LATEST = "latest"
 """In a run's folder: a link to its newest checkpoint, for other tools, which look for a model's files in a folder."""
-ADAPTERS = "adapters.json"
-"""In a checkpoint: the runs that train an adapter for it, which need its weights."""
 
 
 def step_name(step: int) -> str:
@@ -79,15 +78,11 @@ def note_adapter(base: Path, run: Path) -> None:
     """Writes into a checkpoint that the adapter of `run` needs it: the base's own run then keeps it."""
     if (base / STATE).is_file():
         with suppress(OSError):  # it may be somebody else's
-            (base / ADAPTERS).write_text(json.dumps(sorted({*_noted(base), str(run.resolve())})))
+            (base / ADAPTERS).write_text(json.dumps(sorted({*adapters_of(base), str(run.resolve())})))
 
 
 def adapters_of(base: Path) -> list[str]:
-    """The runs, as far as they are still there, whose adapters need a checkpoint."""
-    return [run for run in _noted(base) if Path(run).is_dir()]
-
-
-def _noted(base: Path) -> list[str]:
+    """The runs whose adapters need a checkpoint, where they were; they may have been moved since."""
     try:
         runs = json.loads((base / ADAPTERS).read_text())
     except (OSError, ValueError):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -15,8 +16,14 @@ def compare_runs(runs: Sequence[str], tolerance: float = 0.0, by: str = "", plot
     """What the command prints, and whether no run differs from the first beyond `tolerance`; draws the `plot`.
 
     by: the metric to rank the runs by; empty: one that they have. Raises UserError for fewer than two runs, for a run
-    without metrics or without a step of the first, and for a metric that no run has.
+    without metrics or without a step of the first, for a metric that no run has, and for a plot that cannot be written.
     """
+    if not 0 <= tolerance < math.inf:
+        raise UserError(f"tolerance is {tolerance}; give a relative difference of 0 or more")
+    if plot:
+        from lockstep.observe.compare_plot import comparison_plot, refuse_plot
+
+        refuse_plot(Path(plot))
     labels = [str(Path(run)) for run in runs]
     if len(labels) < 2:
         raise UserError("there is nothing to compare; give the folders of two or more runs")
@@ -32,8 +39,6 @@ def compare_runs(runs: Sequence[str], tolerance: float = 0.0, by: str = "", plot
     if by or (by := default_metric(list(lines.values()))):
         sections.append(ranking_text(rank(lines, by), by))
     if plot:
-        from lockstep.observe.compare_plot import comparison_plot
-
         comparison_plot(metrics, comparisons, Path(plot))
         sections.append(f"plot: {plot}")
     return "\n\n".join(filter(None, sections)), all(each.equal(tolerance) for each in comparisons.values())

@@ -145,11 +145,11 @@ def _rendered(template: Any, messages: Any) -> str:
         raise UserError(f"{error}; the messages are {json.dumps(messages, ensure_ascii=False)[:200]}") from error
 
 
-def _read(data: str) -> Iterator[dict[str, Any]]:
+def _read(prompts: str | Path) -> Iterator[dict[str, Any]]:
     """The lines of a file as objects with `prompt` or `messages`, and whatever else they have."""
     from lockstep.data.records import HUB, Tally, holds_records, read_hub, read_records
 
-    path = Path(data)
+    path, data = Path(prompts), str(prompts)
     if not data.startswith(HUB) and not path.is_file():
         raise UserError(f"{path}: no such file; give prompts with --prompts FILE")
     if not data.startswith(HUB) and not holds_records(path):

@@ -109,7 +109,8 @@ def run_config(command: str, kind: type, arguments: list[str]) -> Any:
             f"--config FILE: {FROM_FILE}" + f"\n--recipe NAME: start from a recipe:\n{recipes}" * bool(recipes) + "\n"
         )
     config = parse_options(kind, rest, command, default)
-    given = {argument.lstrip("-").partition("=")[0].replace("-", "_") for argument in rest}
+    options = (argument for argument in rest if argument.startswith("--"))  # a folder can be called as an option is
+    given = {option[2:].partition("=")[0].replace("-", "_") for option in options}
     if isinstance(config, RLConfig) and isinstance(default, RLConfig):
         config = with_algorithm(config, default, given)
     if "base" in given and config.lora.rank:

@@ -39,7 +39,7 @@ OF_ADAPTERS = (
     "chat", "convert", "dpo", "eval", "generate", "parity", "pretrain", "replay", "reward-model", "rl", "serve", "sft",
 )  # fmt: skip
 """Commands that read models, and so take --base."""
-BASE_HELP = "folder of an adapter's base, if it is no longer where the adapter says"
+BASE_HELP = "where an adapter's base is now, if it has moved"
 FROM_FILE = "start from a TOML or YAML file, such as a run's config.toml"
 
 

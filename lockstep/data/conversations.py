@@ -12,22 +12,14 @@ import numpy as np
 
 from lockstep.data.chat import ChatTemplate, ChatTemplateError
 from lockstep.data.encode import Encoded, half_a_pair, token_dtype
-from lockstep.data.messages import are_messages, is_trained, plain, refuse_hidden
+from lockstep.data.messages import LAYOUTS, are_messages, in_our_layout, is_trained, plain, refuse_hidden
 from lockstep.data.records import HUB, Tally, holds_records, read_hub, read_records
 from lockstep.data.text import find_files
 from lockstep.data.tokenizer import Tokenizer
 from lockstep.errors import UserError
 
-KEYS = ("messages", "prompt", "completion", "tools", "chat_template_kwargs")
+KEYS = ("messages", "prompt", "completion", "tools", "chat_template_kwargs", *LAYOUTS)
 """Keys of a line or row that are read."""
-
-
-LAYOUTS = {
-    "conversations": 'ShareGPT has "conversations" for "messages", "from" for "role" (human: user, gpt: assistant) and '
-    '"value" for "content"',
-    "instruction": 'Alpaca has "instruction" and "input" for "prompt", and "output" for "completion"',
-}
-"""Other layouts by a key of theirs, and what their names are here."""
 
 
 class Conversation(NamedTuple):
@@ -123,6 +115,7 @@ class ConversationEncoder:
 
         Raises ChatTemplateError for values that are not a conversation, or not one that the template renders.
         """
+        values = in_our_layout(values)
         messages, prompt, completion = (values.get(key) for key in ("messages", "prompt", "completion"))
         if messages is not None and completion is not None:
             raise ChatTemplateError('has "messages" as well as "completion"; leave one of them out')
@@ -132,10 +125,9 @@ class ConversationEncoder:
             return self._continued(prompt, completion, self._values(values))
         if not are_messages(messages):
             here = [name for name, value in values.items() if value is not None]
-            mend = next((f"; {mend}" for key, mend in LAYOUTS.items() if key in here), "")
             raise ChatTemplateError(
                 'needs "messages", a list of objects with "role" and "content", or "prompt" and "completion", both '
-                f"texts or both such lists (here: {', '.join(here):.200}{mend})"
+                f"texts or both such lists (here: {', '.join(here):.200})"
             )
         text, spans = self._rendered(messages, self._values(values))
         if not spans:
@@ -157,12 +149,14 @@ class ConversationEncoder:
 
     def _rendered(self, messages: list[Any], values: dict[str, Any]) -> tuple[str, list[tuple[int, int]]]:
         if self.template is None:
-            raise UserError("the data has messages, but the model's folder has no chat template; give --template FILE")
+            raise UserError(
+                "the data has messages, but the model's folder has no chat template; give --template chatml, or a "
+                "template as --template FILE"
+            )
         trained = [is_trained(message) for message in messages]
-        if not any(t for t, message in zip(trained, messages) if message["role"] == "assistant"):
-            flagged = any(message["role"] == "assistant" for message in messages)
-            if flagged:
-                raise ChatTemplateError("none of its answers is to be trained on; leave it out")
+        answers = [wanted for message, wanted in zip(messages, trained) if message["role"] == "assistant"]
+        if answers and not any(answers):
+            raise ChatTemplateError("none of its answers is to be trained on; leave it out")
         plain_ones = [plain(message) for message in messages]
         others = [{**m, "role": "system"} if m["role"] == "developer" else m for m in plain_ones]
         try:

@@ -14,6 +14,42 @@ FLAGS = ("weight", "train", "trainable", "loss", "loss_mask")
 """Names under which data says whether a message is trained on: OpenAI's is the first."""
 
 
+LAYOUTS = ("conversations", "instruction", "input", "output")
+"""Keys of rows in ShareGPT's layout, and in Alpaca's."""
+SPEAKERS = {
+    "human": "user", "user": "user", "gpt": "assistant", "assistant": "assistant", "system": "system", "tool": "tool",
+    "observation": "tool",
+}  # fmt: skip
+"""Of ShareGPT's `from`, the roles that templates know."""
+
+
+def in_our_layout(row: Mapping[str, Any]) -> dict[str, Any]:
+    """A row of ShareGPT's (`conversations` of `from` and `value`, also under `messages`) or Alpaca's layout
+    (`instruction`, `input`, `output`) with `messages`; any other row as it is.
+
+    Raises ChatTemplateError for a speaker that is not known.
+    """
+    turns = row.get("messages") or row.get("conversations")
+    if isinstance(turns, list) and turns and all(isinstance(t, dict) and {"from", "value"} <= t.keys() for t in turns):
+        return {**row, "conversations": None, "messages": [_turn(turn) for turn in turns]}
+    if row.get("messages") is None and are_messages(turns):
+        return {**row, "conversations": None, "messages": turns}
+    instruction, given, output = (row.get(key) for key in ("instruction", "input", "output"))
+    others = (row.get(key) for key in ("messages", "prompt", "completion"))
+    if isinstance(instruction, str) and isinstance(output, str) and not any(others):
+        asked = f"{instruction}\n\n{given}" if isinstance(given, str) and given.strip() else instruction
+        said = [{"role": "user", "content": asked}, {"role": "assistant", "content": output}]
+        return {**row, **dict.fromkeys(LAYOUTS), "messages": said}
+    return dict(row)
+
+
+def _turn(turn: Mapping[str, Any]) -> dict[str, Any]:
+    if turn["from"] not in SPEAKERS:
+        raise ChatTemplateError(f"a turn is from {turn['from']!r:.60}; only {', '.join(SPEAKERS)} are known")
+    others = {key: value for key, value in turn.items() if key not in ("from", "value")}
+    return {"role": SPEAKERS[turn["from"]], "content": turn["value"], **others}
+
+
 def are_messages(value: Any) -> TypeGuard[list[Any]]:
     """Whether it is a list, maybe empty, of objects with a role."""
     return isinstance(value, list) and all(isinstance(m, dict) and "role" in m for m in value)
@@ -31,7 +67,7 @@ def is_trained(message: Mapping[str, Any]) -> bool:
             raise ChatTemplateError(f"{name} of a message is {value!r:.40}; it must be true or false, 1 or 0")
         if value and message["role"] != "assistant":
             raise ChatTemplateError(
-                f"a message of the role {message['role']!r:.60} has {name} {value!r}; only the assistant's are trained on"
+                f"a message of the role {message['role']!r:.60} has {name} {value!r}; only the assistant's are learned"
             )
     return all(flags.values())
 
@@ -76,16 +112,16 @@ def _call(call: Any) -> Any:
 
 
 def refuse_hidden(template: ChatTemplate, messages: Sequence[dict[str, Any]], text: str, **values: Any) -> None:
-    """Raises ChatTemplateError if the rendering `text` lacks a message, its tool calls, or reasoning that is all it has.
+    """Raises ChatTemplateError if the rendering `text` lacks a message, its tool calls, or all that it consists of.
 
-    What does not stand in the text as it is, is changed to see whether the text changes.
+    Content that does not stand in the text as it is, and tool calls, are changed to see whether the text changes.
     """
     for index, message in enumerate(messages):
         content, calls = message.get("content"), message.get("tool_calls")
         changes: dict[str, dict[str, Any]] = {}
         if isinstance(content, str) and content.strip() and content.strip() not in text:
             changes[f"the content of the role {message['role']!r:.60}"] = {"content": f"{content}?"}
-        if isinstance(calls, list) and calls and not all(_name_of(call) in text for call in calls):
+        if isinstance(calls, list) and calls:
             changes["tool calls"] = {"tool_calls": [_renamed(call) for call in calls]}
         if "content" not in message and not calls:
             changes["the reasoning of a message without content"] = {
@@ -97,14 +133,10 @@ def refuse_hidden(template: ChatTemplate, messages: Sequence[dict[str, Any]], te
                 raise ChatTemplateError(f"the chat template does not show {what}")
 
 
-def _name_of(call: Any) -> str:
-    function = call.get("function", call) if isinstance(call, dict) else {}
-    return str(function.get("name", "")) if isinstance(function, dict) else ""
-
-
 def _renamed(call: Any) -> Any:
+    """Another call: of another function, with other arguments."""
     if not isinstance(call, dict):
         return call
     if isinstance(function := call.get("function"), dict):
-        return {**call, "function": {**function, "name": f"{function.get('name')}_"}}
-    return {**call, "name": f"{call.get('name')}_"}
+        return {**call, "function": _renamed(function)}
+    return {**call, "name": f"{call.get('name')}_", "arguments": {"other": "arguments"}}

@@ -193,7 +193,7 @@ class Rows:
             if state.get(key, value if key == CONTENTS else None) != value:
                 raise UserError(
                     f"{key}: {state.get(key)} when the run was saved, {value} now; resume with the same data, "
-                    "sequence_length, seed, packing and repeat, or start over with --overwrite"
+                    "validation_share, sequence_length, seed, packing and repeat, or start over with --overwrite"
                 )
         self._epoch, self._window = int(state["epoch"]), int(state["window"])
         self._index, self._offset = int(state["index"]), int(state["offset"])

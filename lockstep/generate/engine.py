@@ -300,7 +300,7 @@ class Engine:
             )
         self._away = False
         self.weights_version = self.weights_version + 1 if version is None else version
-        self._writes.seen()
+        self._writes = WeightWrites(self.model)
         self._weights.forget()
         self._runner.weights_changed()
         if self._speculation:

@@ -6,19 +6,15 @@ from torch import nn
 
 
 class WeightWrites:
-    """Whether there were writes since `seen`. Those through `.data`, NumPy or collectives are not noticed, nor are
-    replaced parameters."""
+    """Whether there were writes since this was made. Those through `.data`, NumPy or collectives are not noticed, nor
+    are replaced parameters."""
 
     def __init__(self, model: nn.Module):
         self._weights = [parameter for parameter in model.parameters() if not parameter.is_inference()]
-        self.seen()
-
-    def seen(self) -> None:
-        """What has been written so far is known."""
         self._known = self._count()
 
     def are_new(self) -> bool:
-        """Whether anything was written since; takes a tenth of a microsecond per weight."""
+        """Takes a tenth of a microsecond per weight."""
         return self._count() != self._known
 
     def _count(self) -> int:

@@ -6,8 +6,10 @@ import math
 from collections.abc import Mapping
 from pathlib import Path
 
+from lockstep.errors import UserError
 from lockstep.observe.compare import Comparison, Steps, shared_names
 
+FORMATS = (".png", ".svg", ".pdf")
 COLORS = ("#2563eb", "#ea580c", "#16a34a", "#9333ea", "#0891b2", "#ca8a04", "#db2777", "#475569")
 
 
@@ -46,6 +48,14 @@ def comparison_plot(runs: Mapping[str, Steps], comparisons: Mapping[str, Compari
             axis.grid(alpha=0.25)
             axis.spines[["top", "right"]].set_visible(False)
     figure.savefig(path, dpi=110)
+
+
+def refuse_plot(path: Path) -> None:
+    """Raises UserError for a file that `comparison_plot` cannot write."""
+    if path.suffix not in FORMATS:
+        raise UserError(f"{path}: a plot is {', '.join(FORMATS)}; give a name that ends so")
+    if not path.parent.is_dir():
+        raise UserError(f"{path}: there is no folder {path.parent}; make it, or give another --plot")
 
 
 def curve(steps: Steps, name: str) -> dict[int, float]:

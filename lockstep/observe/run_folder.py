@@ -24,6 +24,8 @@ from lockstep.observe.watchdog import VERDICT
 
 LAUNCH = "launch"
 """In the run's `logs/`: which torchrun started it."""
+ADAPTERS = "adapters.json"
+"""In a checkpoint: the runs that train an adapter for it, which need its weights."""
 METRICS, PROMPTS, LOADS = "metrics.jsonl", "prompts.jsonl", "expert_load.jsonl"
 WRITTEN = {
     CONFIG, METRICS, PROMPTS, LOADS, LOCK, "bad_batches", "checkpoints", "latest", "logs", "profile",
@@ -207,6 +209,11 @@ def _holds_run(path: Path, resume: bool, overwrite: bool) -> bool:
     if overwrite and (others := sorted(p.name for p in held if p.name not in WRITTEN)):
         named = ", ".join(others[:3]) + (", …" if others[3:] else "")
         raise UserError(f"{path}: contains files that no run wrote ({named}); move them, or give another --output")
+    if overwrite and (needed := next(path.glob(f"checkpoints/*/{ADAPTERS}"), None)):
+        raise UserError(
+            f"{path}: {needed.parent.name} is the base of an adapter, which would lose it; give another --output, or "
+            f"delete {needed}, which names the adapter's run"
+        )
     return holds_run
 
 

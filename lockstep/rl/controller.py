@@ -371,7 +371,7 @@ def _reinforce(
             finished = step >= config.steps and not unjudged
             if stopped_by == STOP_RUN:
                 break
-            ends: Exception | None = None if finished else watch.ending()
+            ends: BaseException | None = None if finished else watch.ending()
             if ends_with_error(stopped_by, finished):
                 ends = stop.error(stopped_by, step, config.output)
             if ends:

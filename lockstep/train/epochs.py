@@ -33,6 +33,6 @@ def with_steps(config: Config, loader: RowLoader, world: World, examples: str) -
         announce(
             f"data: {count:,} {examples} of {in_short(tokens)} tokens; {config.steps:,} "
             f"step{'s' * (config.steps != 1)} of up to {in_short(config.tokens_per_step)} tokens "
-            f"{'is' if config.steps == 1 else 'are'} {epochs:.3g} epochs"
+            f"{'is' if config.steps == 1 else 'are'} {epochs:.3g} epoch{'s' * (epochs != 1)}"
         )
     return config

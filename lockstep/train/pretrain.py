@@ -324,7 +324,7 @@ def _train(
 
 def _refuse_toy_data(config: PretrainConfig) -> None:
     """Raises UserError if a large model would be trained on a small model's defaults, probably by mistake."""
-    if is_model(config.model) or preset(config.model).num_parameters < LARGE:
+    if is_model(config.model) or config.lora.rank or preset(config.model).num_parameters < LARGE:
         return
     if not config.data:
         raise UserError(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 
 import torch
@@ -26,7 +27,7 @@ def score(
     those at 1. For a loss of your own, `lockstep.train.log_probs` gives the same bits with a gradient. Raises UserError
     for sequences that are empty, exceed the model's context or contain tokens outside its vocabulary.
     """
-    _check(model, sequences)
+    _check(model, sequences, temperature)
     scores: list[Tensor] = []
     for part in split_by_tokens([len(s) for s in sequences], tokens_per_microbatch):
         scores += _log_probs(model, sequences[part], temperature)
@@ -41,8 +42,8 @@ def log_probs(
     The same bits as `score`, and so as `Engine.generate`. All rows are packed into one forward and backward pass: give
     as many as fit into memory, and add up the gradients of several calls. Raises UserError as `score` does.
     """
-    _check(model, rows)
-    return _log_probs(model, rows, temperature)
+    _check(model, rows, temperature)
+    return _log_probs(model, rows, temperature) if rows else []
 
 
 def _log_probs(model: Decoder, sequences: Sequence[Sequence[int]], temperature: float) -> list[Tensor]:
@@ -51,7 +52,9 @@ def _log_probs(model: Decoder, sequences: Sequence[Sequence[int]], temperature: 
     return list(found.split([n - 1 for n in row.lengths]))
 
 
-def _check(model: Decoder, sequences: Sequence[Sequence[int]]) -> None:
+def _check(model: Decoder, sequences: Sequence[Sequence[int]], temperature: float) -> None:
+    if not 0 <= temperature < math.inf:
+        raise UserError(f"temperature is {temperature}; give a number of 0 or more")
     limit = model.config.max_positions
     for number, sequence in enumerate(sequences):
         check_token_ids(sequence, model.config.vocab_size, f"sequence {number}")

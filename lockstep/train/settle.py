@@ -9,11 +9,12 @@ from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
 
-from lockstep.checkpoint import folder_if_model, name_other_chunks
+from lockstep.checkpoint import folder_if_model, name_other_chunks, newest_checkpoint
 from lockstep.config import CONFIG, PretrainConfig, RLConfig, algorithm_of
 from lockstep.config.toml import refuse_other_command
 from lockstep.errors import UserError
-from lockstep.model import choose_dtype, is_auto, read_config, set_arithmetic
+from lockstep.hub import is_model
+from lockstep.model import base_folder, choose_dtype, is_auto, read_config, set_arithmetic
 from lockstep.observe.run_folder import is_restarted
 from lockstep.observe.start import announce
 from lockstep.parallel import World, chunks_for
@@ -31,6 +32,7 @@ def settle(config: Config, world: World) -> Config:
     if world.from_main(lambda: is_restarted(config.output)):
         # The command is that of the first start, which may lack --resume and have --overwrite.
         config = dataclasses.replace(config, resume=True, overwrite=False)
+    config = dataclasses.replace(config, model=world.from_main(lambda: _model_of(config)))
     folders: Any = _folders(config, world)
     config = dataclasses.replace(config, **folders)
     recorded = world.from_main(lambda: recorded_settings(config))
@@ -61,6 +63,13 @@ def _chunks(config: PretrainConfig | RLConfig, world: World) -> int:
     if world.is_main and folder.is_dir():
         name_other_chunks(folder, chunks)
     return chunks
+
+
+def _model_of(config: PretrainConfig | RLConfig) -> str:
+    """The run's `model`; of a resumed run that trains an adapter, and has moved with its base, where that is now."""
+    moved = config.resume and config.lora.rank and not is_model(config.model)
+    newest = newest_checkpoint(Path(config.output)) if moved else None
+    return str(base_folder(newest)) if newest is not None else config.model
 
 
 def _folders(config: PretrainConfig | RLConfig, world: World) -> dict[str, str]:

@@ -55,7 +55,7 @@ class StopSignal:
         """saved: the step of the newest complete checkpoint, for the message if the time was too short; None: none."""
         self.seconds, self._saved = seconds, saved
         self.received = 0
-        self.raised: Exception | None = None
+        self.raised: BaseException | None = None
         """What a callback raised on this rank."""
         self._received_at = 0.0
         self._interrupts = self._within = False
@@ -90,7 +90,7 @@ class StopSignal:
         def guarded(step: int, metrics: Mapping[str, float]) -> None:
             try:
                 callback(step, metrics)
-            except Exception as error:
+            except (Exception, SystemExit) as error:
                 self.raised = error
 
         return guarded
@@ -177,7 +177,7 @@ class StopSignal:
 
         return ask
 
-    def error(self, number: int, step: int, output: str) -> Exception:
+    def error(self, number: int, step: int, output: str) -> BaseException:
         """The error that ends the run once `step` is saved (0: in its first step): the callback's own where it was
         raised, else RunStopped, with exit code 128 + the signal."""
         if self.raised is not None:

@@ -11,12 +11,12 @@ from transformers import AutoModelForCausalLM
 
 from lockstep import load_model, score
 from lockstep.checkpoint import newest_checkpoint
-from lockstep.checkpoint.manifest import damage
+from lockstep.checkpoint.folders import adapters_of
+from lockstep.checkpoint.manifest import damage, write_manifest
 from lockstep.cli import main
 from lockstep.config import CheckpointConfig, LoraConfig, PretrainConfig, TrainConfig
 from lockstep.errors import UserError
-from lockstep.hub import hub_name
-from lockstep.model import base_folder
+from lockstep.model import adapter_folder, base_folder, read_config, write_adapter_description
 from lockstep.model.adapter_folder import BASE
 from lockstep.train.pretrain import pretrain
 
@@ -87,6 +87,23 @@ def test_a_moved_run_resumes_with_its_base_and_the_bits_of_one_that_did_not_move
     assert ends[0].read_bytes() == ends[1].read_bytes()
 
 
+def test_a_run_that_moved_with_its_base_resumes_as_it_is(runs, tmp_path):
+    *_, lora = runs
+    runs[0].rename(tmp_path / "elsewhere")
+    again = pretrain(replace(lora, output=str(tmp_path / "elsewhere" / "lora"), steps=3, resume=True))
+    assert newest_checkpoint(again).name == "step_00000003"
+
+
+def test_folders_may_have_the_names_of_options(runs, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (runs[0] / "full").rename(tmp_path / "base")
+    rest = ["--data", "text.txt", "--lora.rank", "2", "--tokens-per-step", "64", "--sequence-length", "32"]
+    assert main(["pretrain", "--model", "base", "--steps", "1", "--output", "rank", *rest]) == 0
+    assert main(["generate", "--model", "rank", "--prompt", "the", "--max-tokens", "1"]) == 0
+    shutil.rmtree(tmp_path / "rank")
+    shutil.rmtree(tmp_path / "base")
+
+
 def test_a_base_that_is_another_model_is_refused(runs, tmp_path, monkeypatch):
     other = replace(runs[1], output=str(tmp_path / "other"), seed=1)
     monkeypatch.setenv(BASE, str(newest_checkpoint(pretrain(other))))
@@ -94,14 +111,21 @@ def test_a_base_that_is_another_model_is_refused(runs, tmp_path, monkeypatch):
         load_model(runs[0] / "lora")
 
 
-def test_a_checkpoint_that_an_adapter_needs_outlives_newer_ones_until_the_adapter_is_gone(runs, caplog):
-    _, full, _ = runs
+def test_a_checkpoint_that_adapters_need_outlives_newer_ones_and_is_not_overwritten(runs, caplog, monkeypatch):
+    _, full, lora = runs
     kept = newest_checkpoint(runs[0] / "full")
+    monkeypatch.chdir(runs[0])
+    pretrain(replace(lora, output="second"))
+    monkeypatch.undo()
+    assert adapters_of(kept) == [str(runs[0] / "lora"), str(runs[0] / "second")]
+    (runs[0] / "lora").rename(runs[0] / "moved")  # which nobody notes
     pretrain(replace(full, steps=4, resume=True))
-    assert kept.is_dir() and base_folder(newest_checkpoint(runs[0] / "lora")) == kept
+    assert kept.is_dir() and base_folder(newest_checkpoint(runs[0] / "moved")) == kept
     said = [m for m in caplog.messages if "is kept, because it is the base of the adapter in" in m]
     assert len(said) == 1 and str(runs[0] / "lora") in said[0], "said once"
-    shutil.rmtree(runs[0] / "lora")
+    with pytest.raises(UserError, match="step_00000002 is the base of an adapter, which would lose it"):
+        pretrain(replace(full, steps=1, overwrite=True))
+    (kept / "adapters.json").unlink()
     pretrain(replace(full, steps=5, resume=True))
     assert not kept.exists()
 
@@ -121,13 +145,36 @@ def test_transformers_and_peft_load_a_run_by_its_link_to_the_newest_checkpoint(r
 
 def test_the_link_follows_newer_checkpoints_and_a_run_with_it_can_be_overwritten(runs):
     _, full, _ = runs
+    (newest_checkpoint(runs[0] / "full") / "adapters.json").unlink()
+    (runs[0] / "full" / "latest.partial").symlink_to("nowhere")  # as a run leaves it that is killed there
     pretrain(replace(full, steps=3, resume=True))
     assert (runs[0] / "full" / "latest").resolve().name == "step_00000003"
     pretrain(replace(full, steps=1, overwrite=True))
     assert (runs[0] / "full" / "latest").resolve().name == "step_00000001"
 
 
-def test_a_base_from_the_hub_is_recorded_by_its_name(tmp_path):
+def test_a_copy_beside_the_original_takes_the_base_that_was_copied_with_it(runs, tmp_path):
+    shutil.copytree(runs[0], tmp_path / "copy", symlinks=True)
+    assert base_folder(newest_checkpoint(tmp_path / "copy" / "lora")).is_relative_to(tmp_path / "copy")
+
+
+def test_a_base_from_the_hub_is_recorded_and_found_by_its_name(runs, tmp_path, monkeypatch):
     snapshot = tmp_path / "models--Qwen--Qwen3-0.6B" / "snapshots" / "0123abc"
-    snapshot.mkdir(parents=True)
-    assert hub_name(snapshot) == ("Qwen/Qwen3-0.6B", "0123abc") and hub_name(tmp_path) is None
+    shutil.copytree(newest_checkpoint(runs[0] / "full"), snapshot)
+    folder = newest_checkpoint(runs[0] / "lora")
+    write_adapter_description(folder, read_config(folder), snapshot, "digest")
+    (folder / "manifest.json").unlink()
+    settings = json.loads((folder / "adapter_config.json").read_text())
+    assert (settings["base_model_name_or_path"], settings["revision"]) == ("Qwen/Qwen3-0.6B", "0123abc")
+    asked = []
+    monkeypatch.setattr(adapter_folder, "local_folder", lambda name: asked.append(name) or snapshot)
+    assert base_folder(folder) == snapshot and asked == ["Qwen/Qwen3-0.6B@0123abc"]
+    monkeypatch.undo()
+    # A revision that is left over means nothing for a folder, and neither key makes the checkpoint damaged.
+    (tmp_path / "elsewhere").mkdir()
+    shutil.copytree(folder, tmp_path / "elsewhere" / folder.name)
+    moved = tmp_path / "elsewhere" / folder.name
+    write_manifest(moved, [])
+    corrected = settings | {"base_model_name_or_path": str(snapshot), "revision": "other"}
+    (moved / "adapter_config.json").write_text(json.dumps(corrected))
+    assert damage(moved) == "" and base_folder(moved) == snapshot

@@ -113,3 +113,12 @@ def test_the_options_of_the_draws_reach_the_sampler(tmp_path, model_folder, caps
     stopped = line("--temperature", 0, "--stop", likeliest["completion"][0])
     assert stopped["finish_reason"] == "stop" and likeliest["finish_reason"] == "length"
     assert len(stopped["token_ids"]) < len(likeliest["token_ids"])
+
+
+def test_prompts_of_a_text_file_end_at_line_feeds_alone(tmp_path, model_folder):
+    file, output = tmp_path / "prompts.txt", tmp_path / "out.jsonl"
+    file.write_text("one \u2028 line\r\nalso \x85 one \x0c line\n\n", encoding="utf-8", newline="")
+    command = ["generate", "--model", str(model_folder), "--prompts", str(file), "--output", str(output)]
+    assert main([*command, "--max-tokens", "1", "--seed", "1", "--device", "cpu"]) == 0
+    asked = [json.loads(line)["prompt"] for line in output.read_text().split("\n")[:-1]]
+    assert asked == ["one \u2028 line", "also \x85 one \x0c line"]

@@ -6,8 +6,10 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
+from lockstep.cli import main
 from lockstep.config import DataConfig, PretrainConfig, TrainConfig
 from lockstep.data import ByteTokenizer, Rows, TextEncoder, TextSource, divide, open_rows, tokenize_documents
+from lockstep.data.mixture import MixedRows
 from lockstep.errors import UserError
 from lockstep.observe import read_metrics
 from lockstep.train.pretrain import pretrain
@@ -41,6 +43,11 @@ def test_the_rows_of_a_whole_corpus_are_what_they_were():
     for _ in range(9):
         assert np.array_equal(rows.read(rows.plan()).tokens, plain.read(plain.plan()).tokens)
     assert rows.size == plain.size == (60, len(corpus.tokens))
+    two = replace(corpus, chosen=np.array([3, 7]))
+    assert two.size == (2, len(TEXTS[3].encode()) + len(TEXTS[7].encode()) + 2)
+    assert [lengths.tolist() for lengths in two.lengths()] == [[len(TEXTS[n].encode()) + 1 for n in (3, 7)]]
+    mixed = MixedRows([Rows(two, 64, 3), plain], [1.0, 1.0])
+    assert mixed.size == (62, two.size[1] + len(corpus.tokens))
 
 
 def test_what_cannot_be_divided_is_refused(tmp_path):
@@ -75,5 +82,21 @@ def test_a_run_validates_on_its_share_and_resumes_with_the_same_bits(tmp_path):
     assert [[line.get(n) for n in names] for line in resumed[2:]] == [
         [line.get(n) for n in names] for line in whole[2:]
     ]
-    with pytest.raises(UserError, match="chosen"):
+    said = "documents in use: 54 when the run was saved, 48 now; resume with the same data, validation_share"
+    with pytest.raises(UserError, match=said):
         pretrain(replace(cut, steps=5, resume=True, validation_share=0.2))
+
+
+@pytest.mark.parametrize("command", ["sft", "dpo", "reward-model"])
+def test_runs_over_examples_do_not_train_on_their_share(tmp_path, model_folder, command):
+    """Another share holds out others: a run that trained on all of them would not notice."""
+    both = {"completion": " yes"} if command == "sft" else {"chosen": " yes", "rejected": " no"}
+    (tmp_path / "a.jsonl").write_text("".join(json.dumps({"prompt": f"is it {n}?", **both}) + "\n" for n in range(20)))
+    options = ["--model", str(model_folder), "--data", str(tmp_path / "a.jsonl"), "--output", str(tmp_path / "run")]
+    options += ["--tokens-per-step", "128", "--sequence-length", "128", "--device", "cpu"]
+    assert main([command, *options, "--steps", "1", "--validation-share", "0.2"]) == 0
+    (line,) = read_metrics(tmp_path / "run" / "metrics.jsonl")
+    assert "validation/loss" in line
+    more = ["--resume", "--output", str(tmp_path / "run"), "--steps", "2"]
+    assert main([command, *more, "--validation-share", "0.3"]) == 2
+    assert main([command, *more]) == 0

@@ -10,6 +10,7 @@ from lockstep.data import ConversationSource, TextSource
 from lockstep.data.json_array import items
 from lockstep.data.records import Tally, holds_records, read_records
 from lockstep.errors import UserError
+from lockstep.rl.environments.problems import _on_the_hub as problems_on_the_hub
 from lockstep.rl.load_environment import load_environment
 
 
@@ -63,6 +64,7 @@ def test_items_that_are_no_objects_can_be_skipped(tmp_path):
     path, tally = tmp_path / "a.json", Tally()
     path.write_text('[{"a": 1}, 5, {"a": 2}]')
     assert [v for _, v in read_records(path, True, tally)] == [{"a": 1}, {"a": 2}] and tally.skipped_lines == 1
+    assert tally.bytes_read == path.stat().st_size
 
 
 def test_a_larger_array_is_refused_with_what_to_do(tmp_path):
@@ -90,23 +92,32 @@ def test_texts_and_conversations_are_read_from_arrays(tmp_path):
 PROBLEMS = [{"question": f"{n} + {n}?", "answer": f"It is {2 * n}.\n#### {2 * n}"} for n in range(40)]
 
 
-@pytest.fixture(params=["jsonl", "json", "parquet", "hf", "hf with a test split"])
+@pytest.fixture(params=["jsonl", "json", "parquet", "hf", "hf with a test split", "hf, its train split", "folder"])
 def problems(request, tmp_path):
     """The same problems, as `--data` in each form; the last has splits of its own."""
     import pyarrow
     from pyarrow import parquet
 
     kind = request.param
+    if kind == "folder":
+        for name, problems in (
+            ("train", [p for n, p in enumerate(PROBLEMS) if n % 10 != 9]),
+            ("test", PROBLEMS[9::10]),
+        ):
+            parquet.write_table(pyarrow.Table.from_pylist(problems), tmp_path / f"{name}.parquet")
+        return str(tmp_path)
     if kind == "json":
         (tmp_path / "p.json").write_text(json.dumps(PROBLEMS))
     elif kind == "parquet":
         parquet.write_table(pyarrow.Table.from_pylist(PROBLEMS), tmp_path / "p.parquet")
     else:
         lines = [json.dumps(problem) + "\n" for problem in PROBLEMS]
-        if "split" in kind:
+        if "test" in kind:
             (tmp_path / "test.jsonl").write_text("".join(lines[9::10]))
             lines = [line for number, line in enumerate(lines, start=1) if number % 10]
         (tmp_path / ("train.jsonl" if kind.startswith("hf") else "p.jsonl")).write_text("".join(lines))
+    if "its" in kind:
+        return f"hf:{tmp_path}::train"
     return f"hf:{tmp_path}" if kind.startswith("hf") else str(tmp_path / f"p.{kind}")
 
 
@@ -116,6 +127,28 @@ def test_an_environment_has_the_same_problems_from_every_form(problems, name):
     answers = {split: [e.answer for e in environment.examples(split)] for split in ("train", "validation")}
     assert answers["validation"] == [str(2 * n) for n in range(9, 40, 10)]
     assert answers["train"] == [str(2 * n) for n in range(40) if n % 10 != 9]
+
+
+def test_a_line_that_is_skipped_moves_no_other_between_the_splits(tmp_path):
+    lines = [json.dumps(problem) + "\n" for problem in PROBLEMS]
+    lines[4] = "{\n"
+    (tmp_path / "p.jsonl").write_text("".join(lines))
+    environment = load_environment("math", str(tmp_path / "p.jsonl"), skip_bad_lines=True)
+    assert [e.answer for e in environment.examples("validation")] == [str(2 * n) for n in range(9, 40, 10)]
+
+
+def test_a_folder_with_validation_and_test_is_not_validated_on_its_test(tmp_path):
+    for number, name in enumerate(("train", "validation", "test")):
+        (tmp_path / f"{name}.jsonl").write_text(json.dumps(PROBLEMS[number]) + "\n")
+    assert [e.answer for e in load_environment("gsm8k", str(tmp_path)).examples("validation")] == ["2"]
+
+
+def test_a_data_set_keeps_its_config_and_needs_a_split_to_train_on(monkeypatch):
+    monkeypatch.setattr("lockstep.data.records.hub_splits", lambda name: ["train", "test"])
+    assert problems_on_the_hub("hf:a/b:socratic", "validation") == ("hf:a/b:socratic:test", False)
+    monkeypatch.setattr("lockstep.data.records.hub_splits", lambda name: ["dev"])
+    with pytest.raises(UserError, match="hf:a/b: has no split train; name one of dev as hf:NAME:config:split"):
+        problems_on_the_hub("hf:a/b", "train")
 
 
 def test_generate_reads_prompts_from_an_array_and_from_a_data_set(tmp_path, model_folder):

@@ -362,6 +362,14 @@ def test_an_in_place_update_is_noticed_if_nobody_says_that_weights_changed():
     assert engine.weights_version == 1, "nothing was written since"
     engine.weights_changed()
     assert engine.weights_version == 2
+    replaced = {name: 2 * value for name, value in model.state_dict().items()}
+    model.load_state_dict(replaced, assign=True)  # which no counter shows
+    engine.weights_changed()
+    engine.generate([prompt], params)
+    with torch.no_grad():
+        model.layers[0].mlp.down_proj.weight.mul_(30)
+    engine.generate([prompt], params)
+    assert engine.weights_version == 4, "a write to the new parameters is noticed again"
 
 
 def test_an_update_amid_a_stream_is_noticed_too():

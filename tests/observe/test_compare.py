@@ -90,6 +90,20 @@ def test_a_curve_joins_the_steps_that_have_the_metric_and_breaks_at_a_nan():
     assert list(drawn) == [0, 2, 3] and drawn[0] == 3.0 and math.isnan(drawn[2])
 
 
+@pytest.mark.parametrize(
+    ("option", "said"),
+    [
+        (["--tolerance", "nan"], "tolerance is nan; give a relative difference of 0 or more"),
+        (["--tolerance", "-1"], "tolerance is -1.0"),
+        (["--plot", "x.foo"], "x.foo: a plot is .png, .svg, .pdf"),
+        (["--plot", "nowhere/x.png"], "there is no folder nowhere"),
+    ],
+)
+def test_options_that_cannot_work_are_refused_before_anything_is_compared(option, said, capsys):
+    assert main(["compare", "one", "two", *option]) == 2
+    assert said in capsys.readouterr().err
+
+
 def test_fewer_than_two_runs_are_refused(tmp_path, capsys):
     assert main(["compare", _run(tmp_path / "a", [1.0])]) == 2
     assert "two or more runs" in capsys.readouterr().err

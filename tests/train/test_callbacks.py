@@ -64,9 +64,10 @@ def test_a_callbacks_exception_is_raised_as_it_is_once_its_step_is_saved(run):
     assert losses(run) == resumed, "the interrupted run went on with the bits of a whole one"
 
 
-def test_an_exception_after_the_last_step_is_raised_too(run):
-    with pytest.raises(Broken):
-        run(Broken(), at=4)
+@pytest.mark.parametrize("error", [Broken, SystemExit])
+def test_an_exception_after_the_last_step_is_raised_too(run, error):
+    with pytest.raises(error):
+        run(error(), at=4)
     assert newest_checkpoint(run.folder).name == "step_00000004"
 
 
@@ -85,10 +86,10 @@ def test_a_callback_that_fails_before_the_first_step_ends_the_run_there(run):
     assert run(resume=True) == [1, 2, 3, 4]
 
 
-def _on_two_ranks(folder):
+def _on_two_ranks(folder, error):
     def on_metrics(step, metrics):
         if step == 2:
-            raise Broken
+            raise error
 
     config = PretrainConfig(
         output=str(folder / "run"), model="qwen3:micro", data=str(folder / "text.txt"), tokens_per_step=64,
@@ -100,9 +101,13 @@ def _on_two_ranks(folder):
         return f"{type(error).__name__}: {error}"
 
 
-def test_the_other_ranks_end_with_the_one_that_has_the_callback(tmp_path):
+@pytest.mark.parametrize("error", [Broken, lockstep.StopRun])
+def test_the_other_ranks_end_with_the_one_that_has_the_callback(tmp_path, error):
     (tmp_path / "text.txt").write_text("the quick brown fox jumps over the lazy dog. " * 100)
-    first, second = launch(2, _on_two_ranks, tmp_path)
-    assert first == "Broken: "
-    assert second.startswith("RunStopped:") and "an exception of on_metrics ended the run after step 2" in second
+    first, second = launch(2, _on_two_ranks, tmp_path, error)
+    if error is Broken:
+        assert first == "Broken: "
+        assert second.startswith("RunStopped:") and "an exception of on_metrics ended the run after step 2" in second
+    else:
+        assert (first, second) == (None, None)
     assert newest_checkpoint(tmp_path / "run").name == "step_00000002"

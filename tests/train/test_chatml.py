@@ -5,6 +5,8 @@ from dataclasses import replace
 
 import pytest
 import torch
+from safetensors import safe_open
+from safetensors.torch import save_file
 from transformers import AutoTokenizer
 
 import lockstep
@@ -13,10 +15,11 @@ from lockstep.cli import main
 from lockstep.config import DPOConfig, LoraConfig, SFTConfig, TrainConfig
 from lockstep.data import ByteTokenizer, ConversationEncoder, load_tokenizer
 from lockstep.data.chat import load_chat_template
-from lockstep.data.chatml import CHATML, with_chatml
+from lockstep.data.chatml import CHATML, SOURCE, with_chatml
 from lockstep.data.conversations import Conversation
 from lockstep.errors import UserError
 from lockstep.model import build_model, preset, save_model
+from lockstep.model.more_tokens import MoreTokens
 from lockstep.train.dpo import prefer
 from lockstep.train.sft import finetune
 
@@ -100,16 +103,45 @@ def test_a_run_that_would_not_learn_the_tokens_is_refused(fresh):
             run(config)
 
 
-def test_a_tokenizer_that_has_the_tokens_keeps_its_ids(bpe_tokenizer):
+def test_later_stages_take_a_model_that_has_learned_the_tokens(fresh):
+    run = finetune(_config(fresh, steps=1))
+    again = _config(fresh, model=str(run), output=str(fresh.parent / "again"), lora=LoraConfig(rank=2), steps=1)
+    assert newest_checkpoint(finetune(again)).is_dir()
+
+
+def test_a_larger_tokenizer_alone_does_not_enlarge_a_model(fresh, tmp_path):
+    with_chatml(load_tokenizer(fresh)).save(tmp_path / "larger")
+    (tmp_path / "t.jinja").write_text(SOURCE)
+    with pytest.raises(UserError, match="the tokenizer has .* tokens, but .* only"):
+        finetune(_config(fresh, template=str(tmp_path / "t.jinja"), tokenizer=str(tmp_path / "larger")))
+
+
+def test_new_rows_are_read_alike_wherever_a_shard_is_cut(tmp_path):
+    whole = torch.arange(15.0).view(5, 3)
+    save_file({"w": whole}, tmp_path / "w.safetensors")
+    with safe_open(tmp_path / "w.safetensors", "pt") as file:
+        more = MoreTokens(file.get_slice("w"), 9, 2)
+        expected = torch.cat([whole, whole[2:3].expand(4, -1)])
+        for start in range(9):
+            for stop in range(start + 1, 10):
+                assert torch.equal(more[slice(start, stop), slice(0, 2)], expected[start:stop, :2])
+    assert more.get_shape() == [9, 3]
+
+
+def test_a_tokenizer_that_has_the_tokens_keeps_its_ids_and_files(bpe_tokenizer):
     once = with_chatml(bpe_tokenizer)
     assert once.vocab_size == bpe_tokenizer.vocab_size + 2
     assert with_chatml(once).vocabulary() == once.vocabulary() and with_chatml(once).eos_id == once.eos_id
+    once.carried["special_file.json"] = "{}"
+    assert with_chatml(once).carried == once.carried
 
 
-def test_tools_are_refused_since_chatml_has_none(fresh):
+@pytest.mark.parametrize("given", ["calls", "tools"])
+def test_tools_are_refused_since_chatml_has_none(fresh, given):
     talk = [*TALK[:2], {"role": "assistant", "content": "", "tool_calls": [{"function": {"name": "f"}}]}]
+    line = {"messages": talk} if given == "calls" else {"messages": TALK, "tools": [{"name": "f"}]}
     config = _config(fresh)
-    (fresh.parent / "talk.jsonl").write_text(json.dumps({"messages": talk}) + "\n")
+    (fresh.parent / "talk.jsonl").write_text(json.dumps(line) + "\n")
     with pytest.raises(UserError, match=r"talk.jsonl:1: .*ChatML has no tools; give a template that has"):
         finetune(config)
 
@@ -134,6 +166,8 @@ def test_fine_tuning_takes_an_epoch_by_default_and_says_how_much_that_is(fresh, 
     steps = json.loads((fresh.parent / "run" / "metrics.jsonl").read_text().splitlines()[-1])
     assert 0.9 < steps["epoch"] <= 1.2
     assert "data: 40 conversations of " in said and f"{steps['step']} steps of up to 1.02k tokens are 1" in said
+    assert main(["sft", *options, "--overwrite", "--epochs", "9", "--steps", "1"]) == 0
+    assert len((fresh.parent / "run" / "metrics.jsonl").read_text().splitlines()) == 1
     assert main(["sft", "--resume", "--output", config.output, "--epochs", "2"]) == 0
     more = json.loads((fresh.parent / "run" / "metrics.jsonl").read_text().splitlines()[-1])
     assert 1.9 < more["epoch"] <= 2.2

@@ -53,3 +53,6 @@ def test_their_gradient_is_that_of_transformers(model, tmp_path):
 def test_sequences_that_cannot_be_scored_are_named(model):
     with pytest.raises(UserError, match="sequence 1"):
         log_probs(model, [[1, 2], [64]])
+    with pytest.raises(UserError, match="temperature is -1.0; give a number of 0 or more"):
+        log_probs(model, [[1, 2]], -1.0)
+    assert log_probs(model, []) == lockstep.score(model, []) == []

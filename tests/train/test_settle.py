@@ -35,8 +35,18 @@ def test_a_resumed_run_keeps_the_dtype_it_began_with_whatever_is_faster_now(tmp_
     resumed = PretrainConfig(model="qwen3:micro", output=str(tmp_path), resume=True)
     world = World(torch.device("cpu"))
     assert settle(resumed, world).dtype == dtype
+    if dtype == "float32":
+        assert settle(resumed, world).arithmetic == "portable"
     assert f"dtype auto: {dtype}, as the run began" in capsys.readouterr().err
     assert settle(replace(resumed, dtype="float32"), world).dtype == "float32", "what is given goes first"
+
+
+@pytest.mark.parametrize("given", ["setting", "folder"])
+def test_a_float32_run_has_the_same_bits_on_every_processor(tmp_path, given):
+    save_model(build_model(preset("qwen3:micro", 258), "float32"), tmp_path / "model")
+    name, dtype = ("qwen3:micro", "float32") if given == "setting" else (str(tmp_path / "model"), "auto")
+    settled = settle(PretrainConfig(model=name, dtype=dtype, output=str(tmp_path / "run")), World(torch.device("cpu")))
+    assert (settled.dtype, settled.arithmetic) == ("float32", "portable")
 
 
 def test_sums_have_the_chunks_of_the_tensor_degree_or_of_the_models_own_run(tmp_path, caplog):

@@ -421,3 +421,22 @@ def test_texts_that_cannot_be_read_are_named(tmp_path):
     (tmp_path / "documents" / "two.jsonl").write_text('{"id": "t1", "text": "again"}\n')
     with pytest.raises(UserError, match=r"two.jsonl:1: there is already a text with the id 't1'"):
         load_environment("retrieval", str(tmp_path))
+
+
+def test_documents_are_read_from_every_form_of_records(tmp_path):
+    import pyarrow
+    from pyarrow import parquet
+
+    texts = [{"id": str(n), "text": f"text number {n}"} for n in range(3)]
+    found = []
+    for name in ("a.jsonl", "a.json", "a.parquet"):
+        folder = tmp_path / name[2:]
+        folder.mkdir()
+        if name.endswith("parquet"):
+            parquet.write_table(pyarrow.Table.from_pylist(texts), folder / name)
+        elif name.endswith("json"):
+            (folder / name).write_text(json.dumps(texts))
+        else:
+            (folder / name).write_text("".join(json.dumps(text) + "\n" for text in texts))
+        found.append([Index(folder).read(text["id"]) for text in texts])
+    assert found == [[text["text"] for text in texts]] * 3
