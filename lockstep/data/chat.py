@@ -11,6 +11,7 @@ import subprocess
 import sys
 import threading
 import weakref
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -92,21 +93,25 @@ class ChatTemplate:
         return process
 
     def render_with_assistant(
-        self, messages: list[dict[str, Any]], tools: list[Any] | None = None
+        self, messages: list[dict[str, Any]], trained: Sequence[bool] = (), **values: Any
     ) -> tuple[str, list[tuple[int, int]]]:
         """A whole conversation's text, and the spans of characters that are the assistant's.
 
         These are what the template marks with `{% generation %}` or, if it marks nothing, what each message of the
-        assistant adds to the prompt for it. Raises ChatTemplateError for messages that the template refuses, and if
-        it renders the beginning of a conversation differently than by itself.
+        assistant adds to the prompt for it. trained: for each message whether its span is wanted; empty: all. values:
+        for the template, such as `tools`. Raises ChatTemplateError for messages that the template refuses, and if it
+        renders the beginning of a conversation differently than by itself.
         """
-        text = self.render(messages, add_generation_prompt=False, tools=tools)
-        spans = self._marked(text, messages, tools) if self._marks else self._added(text, messages, tools)
-        return text, [(start, stop) for start, stop in spans if stop > start]
+        text = self.render(messages, add_generation_prompt=False, **values)
+        trained = trained or [True] * len(messages)
+        of_spans = self._marked if self._marks else self._added
+        return text, [(start, stop) for start, stop in of_spans(text, messages, trained, values) if stop > start]
 
-    def _marked(self, text: str, messages: list[dict[str, Any]], tools: list[Any] | None) -> list[tuple[int, int]]:
+    def _marked(
+        self, text: str, messages: list[dict[str, Any]], trained: Sequence[bool], values: Mapping[str, Any]
+    ) -> list[tuple[int, int]]:
         marks = {"generation_begins": BEGINS, "generation_ends": ENDS}
-        marked = self.render(messages, add_generation_prompt=False, tools=tools, **marks)
+        marked = self.render(messages, add_generation_prompt=False, **values, **marks)
         before, *said = marked.split(BEGINS)
         plain, spans = before, []
         for part in said:
@@ -117,15 +122,25 @@ class ChatTemplate:
             raise ChatTemplateError(
                 "the chat template changes the contents of {% generation %} afterwards; let it write them unchanged"
             )
-        return spans
+        wanted = [is_wanted for message, is_wanted in zip(messages, trained) if message.get("role") == "assistant"]
+        if all(wanted):
+            return spans
+        if len(spans) != len(wanted):
+            raise ChatTemplateError(
+                f"some of its {len(wanted)} answers are not to be trained on, but the chat template marks {len(spans)} "
+                "spans with {% generation %}, so it is not known which they are"
+            )
+        return [span for span, is_wanted in zip(spans, wanted) if is_wanted]
 
-    def _added(self, text: str, messages: list[dict[str, Any]], tools: list[Any] | None) -> list[tuple[int, int]]:
+    def _added(
+        self, text: str, messages: list[dict[str, Any]], trained: Sequence[bool], values: Mapping[str, Any]
+    ) -> list[tuple[int, int]]:
         spans = []
         for index, message in enumerate(messages):
-            if message.get("role") != "assistant":
+            if message.get("role") != "assistant" or not trained[index]:
                 continue
-            prompt = self.render(messages[:index], add_generation_prompt=True, tools=tools)
-            through = self.render(messages[: index + 1], add_generation_prompt=False, tools=tools)
+            prompt = self.render(messages[:index], add_generation_prompt=True, **values)
+            through = self.render(messages[: index + 1], add_generation_prompt=False, **values)
             if not through.startswith(prompt) or not text.startswith(through):
                 raise ChatTemplateError(
                     f"the chat template renders the conversation up to message {index + 1} differently than as the "

@@ -6,27 +6,20 @@ import json
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, NamedTuple, TypeGuard
+from typing import Any, NamedTuple
 
 import numpy as np
 
 from lockstep.data.chat import ChatTemplate, ChatTemplateError
 from lockstep.data.encode import Encoded, half_a_pair, token_dtype
+from lockstep.data.messages import LAYOUTS, are_messages, in_our_layout, is_trained, plain, refuse_hidden
 from lockstep.data.records import HUB, Tally, holds_records, read_hub, read_records
 from lockstep.data.text import find_files
 from lockstep.data.tokenizer import Tokenizer
 from lockstep.errors import UserError
 
-KEYS = ("messages", "prompt", "completion", "tools")
+KEYS = ("messages", "prompt", "completion", "tools", "chat_template_kwargs", *LAYOUTS)
 """Keys of a line or row that are read."""
-
-
-LAYOUTS = {
-    "conversations": 'ShareGPT has "conversations" for "messages", "from" for "role" (human: user, gpt: assistant) and '
-    '"value" for "content"',
-    "instruction": 'Alpaca has "instruction" and "input" for "prompt", and "output" for "completion"',
-}
-"""Other layouts by a key of theirs, and what their names are here."""
 
 
 class Conversation(NamedTuple):
@@ -122,64 +115,85 @@ class ConversationEncoder:
 
         Raises ChatTemplateError for values that are not a conversation, or not one that the template renders.
         """
+        values = in_our_layout(values)
         messages, prompt, completion = (values.get(key) for key in ("messages", "prompt", "completion"))
         if messages is not None and completion is not None:
             raise ChatTemplateError('has "messages" as well as "completion"; leave one of them out')
         if isinstance(prompt, str) and isinstance(completion, str):
             return prompt + completion, [(len(prompt), len(prompt) + len(completion))]
         if are_messages(prompt) and are_messages(completion):
-            return self._continued(prompt, completion, self._tools(values))
+            return self._continued(prompt, completion, self._values(values))
         if not are_messages(messages):
             here = [name for name, value in values.items() if value is not None]
-            mend = next((f"; {mend}" for key, mend in LAYOUTS.items() if key in here), "")
             raise ChatTemplateError(
                 'needs "messages", a list of objects with "role" and "content", or "prompt" and "completion", both '
-                f"texts or both such lists (here: {', '.join(here):.200}{mend})"
+                f"texts or both such lists (here: {', '.join(here):.200})"
             )
-        text, spans = self._rendered(messages, self._tools(values))
+        text, spans = self._rendered(messages, self._values(values))
         if not spans:
             roles = ", ".join(dict.fromkeys(str(message["role"]) for message in messages))
             raise ChatTemplateError(f"the assistant says nothing in it (roles here: {roles or 'none':.200})")
         return text, spans
 
     def _continued(
-        self, prompt: list[Any], completion: list[Any], tools: list[Any] | None
+        self, prompt: list[Any], completion: list[Any], values: dict[str, Any]
     ) -> tuple[str, list[tuple[int, int]]]:
         """As `text`; what the assistant says in the prompt is not its own."""
-        text, spans = self._rendered([*prompt, *completion], tools)
+        text, spans = self._rendered([*prompt, *completion], values)
         if any(message["role"] == "assistant" for message in prompt):
-            before, said = self._rendered(prompt, tools)
+            before, said = self._rendered(prompt, values)
             if not text.startswith(before):
                 raise ChatTemplateError("the chat template renders its prompt differently before an answer")
             spans = spans[len(said) :]
         return text, spans
 
-    def _rendered(self, messages: list[Any], tools: list[Any] | None) -> tuple[str, list[tuple[int, int]]]:
+    def _rendered(self, messages: list[Any], values: dict[str, Any]) -> tuple[str, list[tuple[int, int]]]:
         if self.template is None:
             raise UserError(
                 "the data has messages, but the model's folder has no chat template; give --template FILE, or "
                 "--template chatml"
             )
-        plain = [_plain(message) for message in messages]
-        text, spans = self.template.render_with_assistant(plain, tools)
-        for index, message in enumerate(plain):
-            if "content" not in message and not message.get("tool_calls"):
-                other = message | {name: f"{message[name]}?" for name in REASONING if name in message}
-                changed = [*plain[:index], other, *plain[index + 1 :]]
-                if self.template.render(changed, add_generation_prompt=False, tools=tools) == text:
-                    raise ChatTemplateError(
-                        "the chat template does not show the reasoning of a message without content"
-                    )
+        trained = [is_trained(message) for message in messages]
+        answers = [wanted for message, wanted in zip(messages, trained) if message["role"] == "assistant"]
+        if answers and not any(answers):
+            raise ChatTemplateError("none of its answers is to be trained on; leave it out")
+        plain_ones = [plain(message) for message in messages]
+        others = [{**m, "role": "system"} if m["role"] == "developer" else m for m in plain_ones]
+        try:
+            return self._shown(plain_ones, trained, values)
+        except ChatTemplateError:
+            if others == plain_ones:
+                raise
+        return self._shown(others, trained, values)  # most templates know the developer as the system
+
+    def _shown(
+        self, messages: list[dict[str, Any]], trained: list[bool], values: dict[str, Any]
+    ) -> tuple[str, list[tuple[int, int]]]:
+        assert self.template is not None
+        text, spans = self.template.render_with_assistant(messages, trained, **values)
+        refuse_hidden(self.template, messages, text, **values)
         return text, spans
+
+    def _values(self, row: dict[str, Any]) -> dict[str, Any]:
+        """What a row gives the template besides the messages."""
+        own = row.get("chat_template_kwargs")
+        if isinstance(own, str):
+            own = _from_json("chat_template_kwargs", own)
+        if own is not None and not isinstance(own, dict):
+            raise ChatTemplateError('"chat_template_kwargs" is not an object')
+        own = {name: value for name, value in (own or {}).items() if value is not None}
+        for name in own:
+            if self.template is None or name not in self.template.variables or name in ("messages", "tools"):
+                raise ChatTemplateError(
+                    f'"chat_template_kwargs" has {name!r:.60}, which the chat template does not read'
+                )
+        return {"tools": self._tools(row), **own}
 
     def _tools(self, values: dict[str, Any]) -> list[Any] | None:
         """The row's `tools`, which can be JSON in a string, since in Parquet objects have the keys of all others."""
         tools = values.get("tools") or None
         if isinstance(tools, str):
-            try:
-                tools = json.loads(tools)
-            except (ValueError, RecursionError) as error:
-                raise ChatTemplateError(f'"tools" is not JSON ({error})') from error
+            tools = _from_json("tools", tools)
         if tools is not None and not (isinstance(tools, list) and all(isinstance(tool, dict) for tool in tools)):
             raise ChatTemplateError('"tools" is neither a list of objects nor JSON of one')
         if tools and self.template is not None and "tools" not in self.template.variables:
@@ -209,32 +223,9 @@ class ConversationEncoder:
         return Encoded(np.empty(0, token_dtype(self.tokenizer)), problem=problem)
 
 
-REASONING = ("reasoning_content", "thinking", "reasoning")
-"""Names of a message's reasoning in data. Templates read the first, gpt-oss's the second; transformers gives both."""
-
-
-def are_messages(value: Any) -> TypeGuard[list[Any]]:
-    """Whether it is a list, maybe empty, of objects with a role."""
-    return isinstance(value, list) and all(isinstance(m, dict) and "role" in m for m in value)
-
-
-def _plain(message: dict[str, Any]) -> dict[str, Any]:
-    """The message as templates expect it, with parts of texts in one string.
-
-    Raises ChatTemplateError if its content is not text, which a tool's result need not be. The assistant's tool calls
-    and reasoning need no content at all.
-    """
-    # In Parquet every message has the keys of all messages. Transformers leaves out null values too.
-    plain = {key: value for key, value in message.items() if value is not None}
-    content = plain.get("content")
-    if isinstance(content, list) and all(isinstance(p, dict) and isinstance(p.get("text"), str) for p in content):
-        plain["content"] = content = "\n".join(part["text"] for part in content)
-    reasoning = next((plain[name] for name in REASONING if name in plain), None)
-    can_be_other = message["role"] == "tool" if content is not None else message.get("tool_calls")
-    if content is None and message["role"] == "assistant" and isinstance(reasoning, str):
-        can_be_other = can_be_other or reasoning.strip()
-    if not isinstance(content, str) and not can_be_other:
-        raise ChatTemplateError(f"a message of the role {message['role']!r:.60} has no text as its content")
-    if reasoning is not None:
-        plain = {"thinking": reasoning, **plain, "reasoning_content": reasoning}
-    return plain
+def _from_json(name: str, text: str) -> Any:
+    """A row's value that is JSON in a string, since in Parquet objects have the keys of all others."""
+    try:
+        return json.loads(text)
+    except (ValueError, RecursionError) as error:
+        raise ChatTemplateError(f'"{name}" is not JSON ({error})') from error

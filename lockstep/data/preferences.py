@@ -13,9 +13,10 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from lockstep.data.chat import ChatTemplate, ChatTemplateError
-from lockstep.data.conversations import Conversation, ConversationEncoder, ConversationSource, are_messages
+from lockstep.data.conversations import Conversation, ConversationEncoder, ConversationSource
 from lockstep.data.corpus import TokenizedCorpus
 from lockstep.data.encode import Encoded, token_dtype
+from lockstep.data.messages import are_messages
 from lockstep.data.rows import Piece, Row, Rows
 from lockstep.data.tokenizer import Tokenizer
 

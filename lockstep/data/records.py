@@ -17,6 +17,7 @@ import numpy as np
 
 from lockstep.data.json_array import is_array, items
 from lockstep.data.parquet_size import Chunk, chunks_of, sizes
+from lockstep.data.parquet_values import decoders
 from lockstep.errors import UserError
 
 LONGEST_LINE = 2**28
@@ -209,7 +210,8 @@ def _parquet(
             raise _bomb(path)
         options: dict[str, Any] = {"metadata": parquet.read_metadata(path)}
         if "arrow_extensions_enabled" in inspect.signature(parquet.ParquetFile).parameters:
-            options["arrow_extensions_enabled"] = False  # read what is marked as JSON as text, too
+            options["arrow_extensions_enabled"] = False  # what is marked as JSON is decoded below
+        decode = decoders(path)
         for index, group in enumerate(groups if wanted else ()):
             rows, shared = _how_to_read(group, wanted)
             with parquet.ParquetFile(path, read_dictionary=shared, **options) as file:
@@ -221,7 +223,8 @@ def _parquet(
                         if unpacked > limit:
                             raise _bomb(path)
                         if size <= LONGEST_LINE:
-                            own = {name: column[row].as_py() for name, column in zip(batch.schema.names, batch.columns)}
+                            columns = zip(batch.schema.names, batch.columns)
+                            own = {name: decode[name](column[row].as_py()) for name, column in columns}
                             yield f"{path}: row {number}", dict.fromkeys(names) | own
                         elif skip_bad_lines:
                             tally.skipped_lines += 1
@@ -229,7 +232,7 @@ def _parquet(
                             problem = f"{path}: row {number}: longer than {LONGEST_LINE} bytes"
                             raise UserError(f"{problem}; fix it or use --skip-bad-lines")
             tally.bytes_read += path.stat().st_size // len(groups)
-    except (OSError, ValueError, pyarrow.ArrowException) as error:
+    except (OSError, ValueError, RecursionError, pyarrow.ArrowException) as error:
         raise UserError(f"{path}: cannot be read as Parquet ({error}); fix it or leave it out") from error
 
 

@@ -69,7 +69,18 @@ def test_rows_are_those_that_were_written_however_that_was(tmp_path, monkeypatch
     monkeypatch.setattr(records, "MANY_ROWS", 50)
     rows = _rows(200)
     path = _write(tmp_path / "a.parquet", rows, **options)
-    assert _read(path) == rows
+    assert _read(path) == [_without_nulls_in_objects(row) for row in rows]
+
+
+def _without_nulls_in_objects(row):
+    """A struct has the keys of all rows' objects, and null for those that a row's own object lacks."""
+
+    def present(value):
+        if isinstance(value, list):
+            return [present(item) for item in value]
+        return {k: present(v) for k, v in value.items() if v is not None} if isinstance(value, dict) else value
+
+    return {name: present(value) for name, value in row.items()}
 
 
 def test_the_size_of_a_value_is_known_before_it_is_made(tmp_path):

@@ -223,7 +223,8 @@ def test_what_the_assistant_says_in_a_prompt_can_be_nothing(chat_folder, prompt)
 def test_a_run_without_anything_to_learn_is_refused(tmp_path, chat_folder, changes, row, said):
     begins = "{% for m in messages %}{% if m.role == 'assistant' %}{% generation %}a{% endgeneration %}{% endif %}{{ 'b' * 63 }}{% endfor %}"  # fmt: skip # noqa: E501
     (tmp_path / "begins.jinja").write_text(begins)
-    (tmp_path / "data.jsonl").write_text(json.dumps({"messages": LINES[0]["messages"][1:2] * (2 if row == 16 else 1)}))
+    said_alone = [{"role": "assistant", "content": "a"}]
+    (tmp_path / "data.jsonl").write_text(json.dumps({"messages": said_alone * (2 if row == 16 else 1)}))
     tokenizer = load_tokenizer(chat_folder)
     assert len(tokenizer.encode("a" + "b" * 63)) > 16
     options = dict(data=str(tmp_path / "data.jsonl"), template=str(tmp_path / "begins.jinja"), sequence_length=row)
@@ -237,11 +238,11 @@ def test_a_run_without_anything_to_learn_is_refused(tmp_path, chat_folder, chang
 @pytest.mark.parametrize(
     ("line", "said"),
     [
-        ({"conversations": [{"from": "human", "value": "a"}]}, 'ShareGPT has "conversations" for "messages"'),
-        ({"instruction": "a", "input": "", "output": "b"}, 'Alpaca has "instruction" and "input" for "prompt"'),
+        ({"conversations": [{"from": "human", "value": "a"}]}, "the assistant says nothing in it"),
+        ({"conversations": [{"from": "bing", "value": "a"}]}, "a turn is from 'bing'; only human, user, gpt"),
         ({"text": "a"}, "(here: text)"),
     ],
-    ids=["ShareGPT", "Alpaca", "text"],
+    ids=["ShareGPT", "speaker", "text"],
 )
 def test_another_layout_of_conversations_is_told_the_names_here(tmp_path, chat_folder, line, said):
     with pytest.raises(UserError, match=re.escape(said)):

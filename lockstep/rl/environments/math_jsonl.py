@@ -17,6 +17,9 @@ NEEDS = "`problem` or `question`, and `answer` or `solution`"
 INSTRUCTION = "\n\nReason step by step, and give the final answer in \\boxed{}."
 LONGEST = 300
 """Most characters of an answer: anything longer does not count as one."""
+BOXED = "\\boxed"
+UNIT = re.compile(r"\^\s*\{?\s*\\circ\s*\}?|\\(?:text|textrm|mathrm|mbox)\{[^{}]*\}(?:\^\{?[0-9]\}?)?")
+"""Degrees, and words with a power behind them: after a number they are its unit, and no power of it."""
 NUMBER = re.compile(r"-?[0-9][0-9,]*(\.[0-9]+)?")
 SUM = re.compile(r"[0-9)}]\s*(?:[-+*^!]|\\(?:times|cdot|div|pm)\b)|\\(?:binom|sum|prod|int|left\s*\()")
 """Unevaluated expressions: 37*43 equals 1591, but is not an answer."""
@@ -64,16 +67,21 @@ def final_answer(solution: str) -> str:
 
 
 def last_boxed(text: str) -> str | None:
-    """The content of the last `\\boxed{…}`, with balanced braces; None if there is none or it is not closed."""
-    begin = text.rfind("\\boxed{")
+    """The content of the last `\\boxed{…}`, with balanced braces, or what follows `\\boxed` up to the formula's end, as
+    some of MATH's solutions write it; None if there is none or it is not closed."""
+    begin = text.rfind(BOXED)
     if begin < 0:
         return None
-    begin += len("\\boxed{")
-    depth = 1
-    for place in range(begin, min(len(text), begin + LONGEST)):
-        depth += {"{": 1, "}": -1}.get(text[place], 0) * (text[place - 1] != "\\")
+    inside = text[begin + len(BOXED) : begin + len(BOXED) + LONGEST]
+    if not inside.lstrip().startswith("{"):
+        bare = re.match(r"(?:\s+|(?=[0-9]))([^$\n]*)", inside)
+        return (bare[1].strip(" .") or None) if bare else None
+    inside = inside.lstrip()
+    depth = 0
+    for place, character in enumerate(inside):
+        depth += {"{": 1, "}": -1}.get(character, 0) * (inside[place - 1] != "\\" or not place)
         if depth == 0:
-            return text[begin:place].strip()
+            return inside[1:place].strip()
     return None
 
 
@@ -84,7 +92,7 @@ def is_right(answer: str, given: str) -> bool:
         return bool(plain(answer))
     if WORDS.fullmatch(plain(answer)):
         return False
-    if NUMBER.fullmatch(plain(answer)) and SUM.search(given.lstrip("+-")):
+    if NUMBER.fullmatch(plain(answer)) and SUM.search(UNIT.sub("", given).lstrip("+-")):
         return False
     return _checker().equal(answer, given)
 

@@ -16,7 +16,7 @@ from lockstep.errors import UserError
 from lockstep.rl.environment import Example
 from lockstep.rl.environments.alphabet_sort import AlphabetSort, listed, similarity
 from lockstep.rl.environments.calculator import Calculator, evaluate
-from lockstep.rl.environments.math_checker import MathChecker
+from lockstep.rl.environments.math_checker import MathChecker, compare
 from lockstep.rl.environments.math_jsonl import Math, final_answer, is_right, last_boxed
 from lockstep.rl.environments.retrieval import Index, Retrieval, f1, normalized
 from lockstep.rl.load_environment import load_environment
@@ -421,6 +421,40 @@ def test_texts_that_cannot_be_read_are_named(tmp_path):
     (tmp_path / "documents" / "two.jsonl").write_text('{"id": "t1", "text": "again"}\n')
     with pytest.raises(UserError, match=r"two.jsonl:1: there is already a text with the id 't1'"):
         load_environment("retrieval", str(tmp_path))
+
+
+@pytest.mark.parametrize(
+    ("text", "content"),
+    [
+        ("so it is $\\boxed 2$.", "2"),
+        ("Our answer is $\\boxed 12$, as above", "12"),
+        ("is \\boxed 7.\nThat is all.", "7"),
+        ("\\boxed {2}", "2"),
+        ("\\boxed\n{3}", "3"),
+        ("\\boxed2", "2"),
+        ("\\boxed{\\{1\\}}", "\\{1\\}"),
+        ("\\boxed", None),
+        ("\\boxed{", None),
+        ("\\boxedx", None),
+    ],
+)
+def test_a_box_is_read_in_the_forms_that_maths_solutions_have(text, content):
+    assert last_boxed(text) == content
+
+
+UNITS = ("^\\circ", "^{\\circ}", "\\text{ cm}", "\\text{ m}^2", "\\text{ cm}^{3}", "\\mbox{ inches}", "\\%", ".0")
+
+
+@pytest.mark.parametrize("form", ["{}{}", "\\${}", "x={}", "{{,}}"], ids=str)
+def test_a_number_in_a_form_that_math_verify_takes_is_right(form):
+    """Units, degrees, money and thousands; math-verify is the judge, in this process."""
+    for number in (2, 45, 90, 1234):
+        thousands = [f"{number:,}", f"{number:,}".replace(",", "{,}")]
+        forms = thousands if form == "{{,}}" else [form.format(number, unit) for unit in UNITS]
+        for said in forms:
+            assert is_right(str(number), said) or not compare(str(number), said), said
+            assert not is_right(str(number + 1), said), said
+    assert not is_right("8", "2^3") and not is_right("8", "2^{3}\\text{ m}"), "an expression is no answer"
 
 
 def test_documents_are_read_from_every_form_of_records(tmp_path):
