@@ -12,7 +12,7 @@ import numpy as np
 
 from lockstep.data.chat import ChatTemplate, ChatTemplateError
 from lockstep.data.encode import Encoded, half_a_pair, token_dtype
-from lockstep.data.messages import LAYOUTS, are_messages, in_our_layout, is_trained, plain, refuse_hidden
+from lockstep.data.messages import FLAGS, LAYOUTS, are_messages, in_our_layout, is_trained, plain, refuse_hidden
 from lockstep.data.records import HUB, Tally, holds_records, read_hub, read_records
 from lockstep.data.text import find_files
 from lockstep.data.tokenizer import Tokenizer
@@ -138,7 +138,8 @@ class ConversationEncoder:
     def _continued(
         self, prompt: list[Any], completion: list[Any], values: dict[str, Any]
     ) -> tuple[str, list[tuple[int, int]]]:
-        """As `text`; what the assistant says in the prompt is not its own."""
+        """As `text`; what the assistant says in the prompt is not its own, flagged or not."""
+        prompt = [{key: value for key, value in message.items() if key not in FLAGS} for message in prompt]
         text, spans = self._rendered([*prompt, *completion], values)
         if any(message["role"] == "assistant" for message in prompt):
             before, said = self._rendered(prompt, values)

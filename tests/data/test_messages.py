@@ -109,6 +109,12 @@ def test_flags_that_cannot_be_followed_are_refused():
     assert learned({"messages": [say("user", "x", train=False), YES]}) == "yes"
 
 
+def test_flags_in_a_prompt_change_nothing_since_only_the_completion_is_learned():
+    for value in (0, 1):
+        prompt = [ASK, say("assistant", "one", weight=value), say("user", "b")]
+        assert learned({"prompt": prompt, "completion": [YES]}) == "yes"
+
+
 def test_values_of_a_row_reach_its_template_and_others_are_refused():
     thinks = ChatTemplate("{% if think %}<think>{% endif %}" + KNOWN, {})
     row = {"messages": [ASK, YES], "chat_template_kwargs": {"think": True}}
