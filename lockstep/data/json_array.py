@@ -8,8 +8,9 @@ from pathlib import Path
 
 from lockstep.errors import UserError
 
-TOKEN = re.compile(rb'"[^"\\]*(?:\\.[^"\\]*)*"|[][{},]', re.DOTALL)
-"""A string, in which nothing counts, or what begins, separates or ends values. Matches in linear time."""
+TOKEN = re.compile(rb'"[^"\\]*(?:\\.[^"\\]*)*"|[][{},"]', re.DOTALL)
+"""A string, in which nothing counts, what begins, separates or ends values, or the quote of a string without an end, at
+which the search ends: so it takes linear time."""
 
 
 def is_array(path: Path) -> bool:
@@ -44,7 +45,7 @@ def items(path: Path, most_bytes: int) -> Iterator[bytes]:
             if commas or depth or text[start : match.start()].strip():
                 yield text[start : match.start()]
             start, commas = match.end(), commas + 1
-        if depth == 0:
+        if depth == 0 or token == b'"':
             break
     if depth or text[start:].strip():
         problem = "text follows the array" if not depth else "the array is not closed"

@@ -12,8 +12,6 @@ REASONING = ("reasoning_content", "thinking", "reasoning")
 """Names of a message's reasoning in data. Templates read the first, gpt-oss's the second; transformers gives both."""
 FLAGS = ("weight", "train", "trainable", "loss", "loss_mask")
 """Names under which data says whether a message is trained on: OpenAI's is the first."""
-
-
 LAYOUTS = ("conversations", "instruction", "input", "output")
 """Keys of rows in ShareGPT's layout, and in Alpaca's."""
 SPEAKERS = {

@@ -49,7 +49,8 @@ def test_the_items_of_an_array_are_those_that_json_reads(tmp_path):
         ('[{"a": 1}, ]', "item 2: not a JSON object"),
         ('[{"a" 1}]', "item 1: not a JSON object"),
         ('[{"a": 1}', "the array is not closed"),
-        ('[{"a": "x}]', "item 1: not a JSON object"),
+        ('[{"a": "x}]', "the array is not closed"),
+        pytest.param('[{"a": "' + '\\"' * 100_000, "the array is not closed", id="a long string without an end"),
         ('[{"a": 1}] {}', "text follows the array"),
     ],
 )
