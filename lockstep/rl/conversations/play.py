@@ -40,6 +40,8 @@ class _Playing:
     tool_calls: int = 0
     asks: int = 0
     """Including those that it has given up."""
+    prompt_tokens: int = 0
+    """Of the reply that it waits for."""
     tokens: int = 0
     """Of the model's replies."""
     sample: Sample | None = None
@@ -145,7 +147,7 @@ class _Conversations:
                 self._hosting.answer(said.number, said.ask, None)
                 return
             params = _params(one, self._seed, self._environment, self._rendering, self._config)
-            request = self._engine.add(prompt, params)
+            request, one.prompt_tokens = self._engine.add(prompt, params), len(prompt)
             self.sampling[request], one.sample = said, self._engine.samples(request)[0]
 
     def answer(self) -> None:
@@ -263,7 +265,7 @@ def _reply(one: _Playing, sample: Sample, engine: Sampler, rendering: Rendering)
     calls = rendering.calls(text)
     one.tool_calls += len(calls)
     one.tokens += len(said.token_ids)
-    return Reply(text, said.finish_reason, calls)
+    return Reply(text, said.finish_reason, calls, one.prompt_tokens, len(said.token_ids))
 
 
 def _rollouts(one: _Playing, environment: ConversationEnvironment, version: int) -> list[Rollout]:

@@ -39,6 +39,10 @@ class Reply:
     finish_reason: str = "stop"
     """`stop`, or `length` if it was cut off at max_new_tokens."""
     tool_calls: tuple[ToolCall, ...] = ()
+    prompt_tokens: int | None = None
+    """Tokens of the conversation that it replies to; None if it was not sampled, but written by hand."""
+    completion_tokens: int | None = None
+    """Tokens that were sampled, with the one that ended it; None as for `prompt_tokens`."""
 
 
 @dataclass(frozen=True)
