@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -14,6 +14,7 @@ from lockstep.data.chat import ChatTemplate, ChatTemplateError
 from lockstep.data.encode import Encoded, half_a_pair, token_dtype
 from lockstep.data.messages import FLAGS, LAYOUTS, are_messages, in_our_layout, is_trained, plain, refuse_hidden
 from lockstep.data.records import HUB, Tally, holds_records, read_hub, read_records
+from lockstep.data.template_values import template_values
 from lockstep.data.text import find_files
 from lockstep.data.tokenizer import Tokenizer
 from lockstep.errors import UserError
@@ -73,13 +74,18 @@ class ConversationEncoder:
 
     tokenizer: Tokenizer
     template: ChatTemplate | None
+    template_values: Mapping[str, Any] = field(default_factory=dict)
+    """For the template; a row's `chat_template_kwargs` win over them."""
 
     def encode(self, batch: list[Conversation]) -> list[Encoded]:
         return [self._encode(conversation) for conversation in batch]
 
     def describe(self) -> dict[str, Any]:
         template = self.template
-        return {"chat_template": template.source, "special_tokens": template.special_tokens} if template else {}
+        given = {"template_values": dict(self.template_values)} if self.template_values else {}
+        return (
+            {"chat_template": template.source, "special_tokens": template.special_tokens, **given} if template else {}
+        )
 
     def weight(self, item: Conversation) -> int:
         return sum(len(str(value)) for value in item.values.values())
@@ -177,18 +183,8 @@ class ConversationEncoder:
 
     def _values(self, row: dict[str, Any]) -> dict[str, Any]:
         """What a row gives the template besides the messages."""
-        own = row.get("chat_template_kwargs")
-        if isinstance(own, str):
-            own = _from_json("chat_template_kwargs", own)
-        if own is not None and not isinstance(own, dict):
-            raise ChatTemplateError('"chat_template_kwargs" is not an object')
-        own = {name: value for name, value in (own or {}).items() if value is not None}
-        for name in own:
-            if self.template is None or name not in self.template.variables or name in ("messages", "tools"):
-                raise ChatTemplateError(
-                    f'"chat_template_kwargs" has {name!r:.60}, which the chat template does not read'
-                )
-        return {"tools": self._tools(row), **own}
+        own = template_values(row.get("chat_template_kwargs"), self.template)
+        return {"tools": self._tools(row), **self.template_values, **own}
 
     def _tools(self, values: dict[str, Any]) -> list[Any] | None:
         """The row's `tools`, which can be JSON in a string, since in Parquet objects have the keys of all others."""

@@ -35,8 +35,8 @@ class RewardModel:
         self._special = re.compile("|".join(map(re.escape, names)) or r"(?!)")
 
     def tokens(self, rollout: Rollout, is_chat: bool) -> list[int]:
-        """The tokens of a completion with its prompt, or of a conversation up to its end. `is_chat`: the prompt is a
-        user message. Names of special tokens are removed from what was said. Raises UserError."""
+        """The tokens of a completion with its prompt, or of a conversation up to its end. `is_chat`: the prompt is
+        messages, or a user's. Names of special tokens are removed from what was said. Raises UserError."""
         where = f"example {rollout.example.name}"
         if rollout.conversation is not None:
             if self.template is None:
@@ -47,10 +47,9 @@ class RewardModel:
             values: dict[str, Any] = {"messages": self._without_special(rollout.conversation.messages)}
         elif is_chat and self.template is not None:
             said = self._without_special(rollout.completion)
-            asked, answer = {"role": "user", "content": rollout.example.prompt}, {"role": "assistant", "content": said}
-            values = {"messages": [asked, answer]}
+            values = {"messages": [*rollout.example.messages, {"role": "assistant", "content": said}]}
         else:
-            prompt = rollout.example.prompt
+            prompt = rollout.example.text
             values = {"prompt": prompt, "completion": self._behind(prompt, self._without_special(rollout.completion))}
         try:
             text, _ = self._encoder.text(values)

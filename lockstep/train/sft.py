@@ -21,6 +21,7 @@ from lockstep.data import (
 )
 from lockstep.data.chat import ChatTemplate, load_chat_template
 from lockstep.data.chatml import CHATML, with_chatml
+from lockstep.data.template_values import OPTION, command_values
 from lockstep.data.tokenizer import CHAT_TEMPLATE_FILE, Tokenizer
 from lockstep.errors import UserError
 from lockstep.model import read_config
@@ -53,7 +54,8 @@ def _sft(config: SFTConfig, world: World, progress: Progress | None, on_metrics:
     sources = conversation_sources(config, config.data)
     held_out_sources = conversation_sources(config, config.validation_data) if config.validation_data else []
     tokenizer = chat_tokenizer(config)
-    encoder = ConversationEncoder(tokenizer, chat_template(config, tokenizer, sources, held_out_sources))
+    template = chat_template(config, tokenizer, sources, held_out_sources)
+    encoder = ConversationEncoder(tokenizer, template, command_values(config.chat_template_kwargs, template))
     model = make_model(config, tokenizer, world)
     if config.validation_share:
         sources, held_out_sources = divide(sources, config.validation_share)
@@ -115,8 +117,12 @@ def chat_template(
     """The template given, or that which the data was tokenized with, which is then saved with the tokenizer; else the
     one in the tokenizer's folder.
 
-    Raises UserError for training or validation data that was tokenized with another one.
+    Raises UserError for training or validation data that was tokenized with another one, or that was tokenized if there
+    are values for the template.
     """
+    tokenized = [source for source, _ in [*sources, *held_out] if isinstance(source, Path)]
+    if config.chat_template_kwargs and tokenized:
+        raise UserError(f"{tokenized[0]}: is tokenized already, so {OPTION} has no effect on it; leave it out")
     made_with = _template_files(sources)
     file = config.template or next(map(str, made_with), "")
     template = load_chat_template(Path(config.tokenizer or config.model), file)

@@ -79,8 +79,10 @@ def play(
     anything is a rollout without tokens. Raises UserError for messages that the chat template refuses, for a first
     prompt that does not fit, and if the environment blocks this process for too long.
     """
+    for example in groups.values():
+        rendering.check(example)
     playing = [
-        _Playing(example, group, episode, Transcript(rendering))
+        _Playing(example, group, episode, Transcript(rendering, example.chat_template_kwargs))
         for group, example in groups.items()
         for episode in range(samples)
     ]
@@ -137,7 +139,8 @@ class _Conversations:
             one.ended = said
             self.going.discard(said.number)
         elif isinstance(said, Again):
-            one.transcript, one.tool_calls, one.asks, one.tokens = Transcript(self._rendering), 0, 0, 0
+            one.transcript = Transcript(self._rendering, one.example.chat_template_kwargs)
+            one.tool_calls, one.asks, one.tokens = 0, 0, 0
         elif isinstance(said, Asked):
             one.asks += 1
             prompt = None
