@@ -38,19 +38,20 @@ class RewardModel:
         """The tokens of a completion with its prompt, or of a conversation up to its end. `is_chat`: the prompt is
         messages, or a user's. Names of special tokens are removed from what was said. Raises UserError."""
         where = f"example {rollout.example.name}"
+        asked, said = rollout.example.messages, self._without_special(rollout.completion)
+        is_text = rollout.conversation is None and [message["role"] for message in asked] == ["user"]
+        if self.template is None and not is_text:
+            raise UserError(
+                "the reward model has no chat template, so it cannot read conversations; put a chat_template.jinja "
+                "next to its weights"
+            )
         if rollout.conversation is not None:
-            if self.template is None:
-                raise UserError(
-                    "the reward model has no chat template, so it cannot read conversations; put a chat_template.jinja "
-                    "next to its weights"
-                )
             values: dict[str, Any] = {"messages": self._without_special(rollout.conversation.messages)}
-        elif is_chat and self.template is not None:
-            said = self._without_special(rollout.completion)
-            values = {"messages": [*rollout.example.messages, {"role": "assistant", "content": said}]}
+        elif not is_text or (is_chat and self.template is not None):
+            values = {"messages": [*asked, {"role": "assistant", "content": said}]}
         else:
-            prompt = rollout.example.text
-            values = {"prompt": prompt, "completion": self._behind(prompt, self._without_special(rollout.completion))}
+            prompt = asked[0]["content"]
+            values = {"prompt": prompt, "completion": self._behind(prompt, said)}
         try:
             text, _ = self._encoder.text(values)
         except ChatTemplateError as error:
