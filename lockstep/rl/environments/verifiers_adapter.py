@@ -73,7 +73,8 @@ class VerifiersTasks(ConversationEnvironment):
         from lockstep.rl.environments.verifiers_agent import Agent, Agents
 
         name = self._seats[0]
-        agent = Agent(chat, name, self._agent_config, self._toolsets, _tools, self.turns)
+        kind = type(self._tasks[index])
+        agent = Agent(chat, name, self._agent_config, kind, self._toolsets, _tools, self.turns)
         async with asyncio.timeout(self._env.config.timeout.episode):
             await self._env.run(self._tasks[index], Agents({name: agent}))
         if failed := next((one.failure for one in agent.interactions if one.failure), None):
@@ -98,16 +99,15 @@ class VerifiersTasks(ConversationEnvironment):
         from verifiers.v1.state import state_cls
 
         kind, env = self._env.taskset.task_type(), type(self._env)
+        tasks = list({type(task): task for task in self._tasks}.values())  # one of each class
+        kinds = list(dict.fromkeys([kind, *map(type, tasks)]))
+        of_tasks, of_env = ("setup", "finalize", "stage_verifier"), ("setup", "finalize", "start", "stop")
         changed = [
             f"{base.__name__}.{name}"
-            for base, own, names in (
-                (vf.Task, kind, ("setup", "finalize", "stage_verifier")),
-                (vf.Env, env, ("setup", "finalize", "start", "stop")),
-            )
+            for base, own, names in [*((vf.Task, own, of_tasks) for own in kinds), (vf.Env, env, of_env)]
             for name in names
             if getattr(own, name) is not getattr(base, name)
         ]
-        tasks = self._tasks[:1]
         hooks = [fn for task in tasks for name in ("reward", "metric") for fn in task.hooks(name)]
         hooks += [judge.score for task in tasks for judge in task.plugged_judges()]
         stops = [fn for task in tasks for fn in task.hooks("stop")]
@@ -116,12 +116,13 @@ class VerifiersTasks(ConversationEnvironment):
         programs = [name for task in self._tasks for name in FOR_PROGRAMS if getattr(task.data, name)]
         problems = [
             (len(self._seats) != 1, f"it has the agents {', '.join(self._seats)} instead of one"),
-            (kind.NEEDS_CONTAINER, "its tasks need a container"),
-            (bool(changed), f"it has its own {', '.join(changed)}"),
+            (any(own.NEEDS_CONTAINER for own in kinds), "its tasks need a container"),
+            (bool(changed), f"it has its own {', '.join(dict.fromkeys(changed))}"),
+            (len({own.toolsets.__func__ for own in kinds}) > 1, "not all of its tasks have the same tools"),
             (any(map(_needs_runtime, hooks)), "its rewards need a runtime"),
             (bool(its_own), f"its agent has its own {', '.join(dict.fromkeys(its_own))}"),
             (bool(programs), f"its tasks have {', '.join(dict.fromkeys(programs))}"),
-            (bool(_decorated(kind, "intercept")), "it changes single requests"),
+            (any(_decorated(own, "intercept") for own in kinds), "it changes single requests"),
             (not all(map(_stops_by_trace, stops)), "it stops by single requests, not by its trace"),
             (any(state_cls(type(t)) is not vf.State for t in self._toolsets()), "its tools share state with it"),
         ]

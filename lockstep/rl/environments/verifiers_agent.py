@@ -43,8 +43,8 @@ class Agents:
 class Agent:
     """An agent whose replies come from the chat.
 
-    toolsets: creates those of a conversation. tools_of: the functions of a toolset, with their schemas. turns: the most
-    replies that the chat gives.
+    kind: the class of its tasks. toolsets: creates those of a conversation. tools_of: the functions of a toolset, with
+    their schemas. turns: the most replies that the chat gives.
     """
 
     def __init__(
@@ -52,12 +52,13 @@ class Agent:
         chat: Chat,
         name: str,
         config: Any,
+        kind: type,
         toolsets: Callable[[], Sequence[Any]],
         tools_of: Callable[[Any], Sequence[Callable[..., Any]]],
         turns: int,
     ):
         self.chat, self.name, self.config, self.turns = chat, name, config, turns
-        self.toolsets, self.tools_of = toolsets, tools_of
+        self.kind, self.toolsets, self.tools_of = kind, toolsets, tools_of
         self.interactions: list[Interaction] = []
 
     async def run(self, task: Any, **options: Any) -> Any:
@@ -78,6 +79,11 @@ class Agent:
         if other := [name for name, value in options.items() if value]:
             raise UserError(
                 f"a verifiers environment that runs its agent with {', '.join(other)} cannot be trained here"
+            )
+        if type(task) is not self.kind:
+            raise UserError(
+                f"a verifiers environment that runs its agent on a {type(task).__name__}, not on the "
+                f"{self.kind.__name__} of its taskset, cannot be trained here"
             )
         if self.interactions:
             raise UserError("a verifiers environment that runs its agent twice in an episode cannot be trained here")

@@ -308,6 +308,12 @@ def test_what_a_reward_raises_is_in_the_trace_and_fails_the_conversation(package
     assert trace.stop_condition == "agent_completed" and not trace.ok and trace.has_error
 
 
+OTHER = """class Other(Sum):
+    async def setup(self, trace, runtime): pass
+
+"""
+
+
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
@@ -319,6 +325,18 @@ def test_what_a_reward_raises_is_in_the_trace_and_fails_the_conversation(package
             "single requests",
         ),
         ({"RUN": "await agents.player.run(task, runtime=self)"}, "runs its agent with runtime"),
+        ({"RUN": "await agents.player.run(vf.Task(task.data))"}, "runs its agent on a Task, not on the Sum"),
+        ({"class Sums": OTHER + "class Sums", "yield Sum(": "yield Other("}, "its own Task.setup"),
+        (
+            {
+                "class Sums": OTHER.replace(
+                    "async def setup(self, trace, runtime): pass", "toolsets = classmethod(lambda kind, config: [])"
+                )
+                + "class Sums",
+                "yield Sum(": "yield Other(",
+            },
+            "the same tools",
+        ),
         ({"PROMPT": "[vf.UserMessage(content=[{'type': 'image_url', 'image_url': {'url': 'a'}}])]"}, "only text"),
     ],
 )
