@@ -171,6 +171,8 @@ def _checked(example: Example, where: str) -> Example:
             f"{where} yields a prompt of type {type(prompt).__name__}; it must be a string, which the model's chat "
             "template renders as a user message, or a list of messages"
         )
+    if not values:
+        return example
     try:
         json.dumps(dict(values))
     except (TypeError, ValueError, RecursionError) as error:
