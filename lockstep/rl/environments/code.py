@@ -13,7 +13,7 @@ from lockstep.errors import UserError
 from lockstep.rl.conversations import ConversationEnvironment
 from lockstep.rl.environment import Example
 from lockstep.rl.environments.code_harness import count_tests
-from lockstep.rl.environments.problems import needs_text, prompt_of, read_problems, template_values_of
+from lockstep.rl.environments.problems import needs_text, prompt_of, read_problems
 from lockstep.rl.sandbox import SandboxLimits, missing_protections, run_code
 
 PROMPT_KEYS = ("prompt", "problem", "question")
@@ -55,7 +55,7 @@ class Code(ConversationEnvironment):
             prompt = prompt_of(values, PROMPT_KEYS, INSTRUCTION)
             tests, problem = _tests(values)
             if prompt is not None and not problem:
-                given = template_values_of(where, values)
+                given = values["chat_template_kwargs"]
                 yield Example(prompt, id=where, metadata={"tests": tests}, chat_template_kwargs=given)
             elif not self.skip_bad_lines:
                 if prompt is None:

@@ -9,7 +9,7 @@ from typing import Any
 
 from lockstep.errors import UserError
 from lockstep.rl.environment import Environment, Example, Message
-from lockstep.rl.environments.problems import answer_of, needs_text, prompt_of, read_problems, template_values_of
+from lockstep.rl.environments.problems import answer_of, needs_text, prompt_of, read_problems
 
 NEEDS = "the strings `question` and `answer`, or `prompt`, a list of messages, and an answer"
 # No two adjacent repeats match the same characters, so a long run of digits is matched in linear time.
@@ -40,7 +40,7 @@ class GSM8K(Environment):
             prompt, answer = _asked(values), _answer(values)
             final = FINAL.search(answer or "")
             if prompt is not None and final is not None:
-                given = template_values_of(where, values)
+                given = values["chat_template_kwargs"]
                 yield Example(prompt, final.group(1), where.rpartition("/")[2], chat_template_kwargs=given)
             elif not self.skip_bad_lines:
                 if prompt is None and isinstance(values.get("prompt"), list):

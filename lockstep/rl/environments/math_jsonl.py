@@ -11,7 +11,7 @@ from lockstep.errors import UserError
 from lockstep.rl.conversations import ConversationEnvironment
 from lockstep.rl.environment import Example
 from lockstep.rl.environments.math_checker import MathChecker
-from lockstep.rl.environments.problems import answer_of, needs_text, prompt_of, read_problems, template_values_of
+from lockstep.rl.environments.problems import answer_of, needs_text, prompt_of, read_problems
 
 NEEDS = "`problem` or `question`, and `answer` or `solution`"
 INSTRUCTION = "\n\nReason step by step, and give the final answer in \\boxed{}."
@@ -45,7 +45,7 @@ class Math(ConversationEnvironment):
             solution = answer_of(values, self.answer_keys)
             answer = None if solution is None else final_answer(solution)
             if problem is not None and answer:
-                yield Example(problem, answer, where, chat_template_kwargs=template_values_of(where, values))
+                yield Example(problem, answer, where, chat_template_kwargs=values["chat_template_kwargs"])
             elif not self.skip_bad_lines:
                 if problem is None or solution is None:
                     raise needs_text(where, values, self.problem_keys if problem is None else self.answer_keys)

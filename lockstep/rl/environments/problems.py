@@ -26,8 +26,9 @@ def read_problems(data: str, split: str, skip_bad_lines: bool, needs: str) -> It
     """(`file:line`, object) of each problem of a split.
 
     `data` is a folder with `train.jsonl` and `validation.jsonl` or `test.jsonl` (or .jsonl.gz, .json, .parquet), one
-    such file, in which every tenth problem is for validation, or `hf:NAME[:config][:split]` with such splits. Raises
-    UserError for a missing file, saying what problems need, and as `read_records`.
+    such file, in which every tenth problem is for validation, or `hf:NAME[:config][:split]` with such splits. Every
+    problem has `chat_template_kwargs`, maybe empty. Raises UserError for a missing file, saying what problems need, and
+    as `read_records`.
     """
     from lockstep.data.records import HUB, Tally, read_hub, read_records  # a reward worker does not need numpy
 
@@ -40,8 +41,15 @@ def read_problems(data: str, split: str, skip_bad_lines: bool, needs: str) -> It
     number = 0
     for where, values in problems:
         number = int(where.rpartition(":")[2].split()[-1])
-        if not divided or (number % HELD_OUT == 0) == (split == "validation"):
-            yield where, values
+        if divided and (number % HELD_OUT == 0) != (split == "validation"):
+            continue
+        if (given := _template_values(values)) is not None:
+            yield where, {**values, "chat_template_kwargs": given}
+        elif not skip_bad_lines:
+            raise UserError(
+                f"{where}: its `chat_template_kwargs` are not an object, nor JSON of one; fix it or use "
+                "--skip-bad-lines"
+            )
     if divided and split == "validation" and number < HELD_OUT:
         lines = "1 problem" if number == 1 else f"{number} problems"
         raise UserError(f"{place} has {lines}; every tenth is for validation, so give at least {HELD_OUT}")
@@ -111,14 +119,14 @@ def answer_of(values: dict[str, Any], keys: Sequence[str]) -> str | None:
     return text_of(values, keys) or text_of(truth, ("ground_truth",))
 
 
-def template_values_of(where: str, values: dict[str, Any]) -> dict[str, Any]:
-    """A line's `chat_template_kwargs`, an object or JSON of one. Raises UserError for anything else."""
+def _template_values(values: dict[str, Any]) -> dict[str, Any] | None:
+    """A line's `chat_template_kwargs`, an object or JSON of one; None if they are anything else."""
     given = values.get("chat_template_kwargs")
     if isinstance(given, str):
         with suppress(ValueError, RecursionError):
             given = json.loads(given)
     if given is not None and not isinstance(given, dict):
-        raise UserError(f"{where}: its `chat_template_kwargs` are not an object, nor JSON of one; fix it")
+        return None
     return {name: value for name, value in (given or {}).items() if value is not None}
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from lockstep.rl.environment import Environment, Example
-from lockstep.rl.environments.problems import needs_text, prompt_of, read_problems, template_values_of
+from lockstep.rl.environments.problems import needs_text, prompt_of, read_problems
 
 KEYS = ("prompt",)
 
@@ -18,6 +18,6 @@ class Prompts(Environment):
     def examples(self, split: str) -> Iterator[Example]:
         for where, values in read_problems(self.data, split, self.skip_bad_lines, "a `prompt`"):
             if (prompt := prompt_of(values, KEYS)) is not None:
-                yield Example(prompt, id=where, chat_template_kwargs=template_values_of(where, values))
+                yield Example(prompt, id=where, chat_template_kwargs=values["chat_template_kwargs"])
             elif not self.skip_bad_lines:
                 raise needs_text(where, values, KEYS)

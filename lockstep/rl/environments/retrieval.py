@@ -19,7 +19,6 @@ from lockstep.rl.environments.problems import (
     needs_text,
     prompt_of,
     read_problems,
-    template_values_of,
     text_of,
 )
 
@@ -55,7 +54,7 @@ class Retrieval(ConversationEnvironment):
         for where, values in read_problems(self.data, split, self.skip_bad_lines, NEEDS):
             question, answers = prompt_of(values, QUESTION_KEYS, INSTRUCTION), _answers(values)
             if question is not None and answers:
-                given = template_values_of(where, values)
+                given = values["chat_template_kwargs"]
                 yield Example(question, answers[0], where, {"answers": answers}, given)
             elif not self.skip_bad_lines:
                 raise needs_text(where, values, QUESTION_KEYS if question is None else ANSWER_KEYS)

@@ -89,6 +89,8 @@ def test_lists_that_are_no_prompt_are_refused_with_their_line_or_skipped(tmp_pat
 def test_values_for_the_template_that_are_no_object_are_refused_with_their_line(tmp_path):
     with pytest.raises(UserError, match=r"train.jsonl:1: its `chat_template_kwargs` are not an object"):
         read("prompts", tmp_path, {"prompt": "x"}, chat_template_kwargs="[1]")
+    with pytest.raises(UserError, match="yields nothing"):
+        examples_of(load_environment("prompts", str(tmp_path), True), "train")
     example = read("prompts", tmp_path, {"prompt": "x"}, chat_template_kwargs='{"enable_thinking": false}')
     assert example.chat_template_kwargs == {"enable_thinking": False}
 
