@@ -38,7 +38,7 @@ from lockstep.model.stored import SCORE, adapter_name, hugging_face_name, is_ada
 
 TOKENIZER_FILES = (
     "tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "chat_template.jinja",
-    "generation_config.json", "byte_tokenizer.json",
+    "additional_chat_templates/*.jinja", "generation_config.json", "byte_tokenizer.json",
 )  # fmt: skip
 
 
@@ -102,12 +102,13 @@ def _write_folder(target: Path, source: Path, weights: Weights, kind: torch.dtyp
     try:
         files = _write(unfinished, weights, kind, max_file_bytes)
         write_description(unfinished, weights.config, kind, files, weights.config.num_parameters * kind.itemsize)
-        for name in TOKENIZER_FILES:
+        for pattern in TOKENIZER_FILES:
             # An adapter saved by peft may not have its own tokenizer.
-            for folder in (source, base_folder(source)):
-                if (folder / name).is_file():
-                    shutil.copyfile(folder / name, unfinished / name)
-                    break
+            found = (list(folder.glob(pattern)) for folder in (source, base_folder(source)))
+            for path in next(filter(None, found), []):
+                copy = unfinished / pattern.replace("*.jinja", path.name)
+                copy.parent.mkdir(exist_ok=True)
+                shutil.copyfile(path, copy)
         if target.exists():
             target.rmdir()
         unfinished.rename(target)

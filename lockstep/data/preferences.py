@@ -7,7 +7,7 @@ says whether it is scored (`SCORED`), and where a pair's second sequence begins 
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -48,7 +48,7 @@ class PreferenceEncoder:
     paired: bool = True
 
     def __post_init__(self) -> None:
-        self._answers = ConversationEncoder(self.tokenizer, self.template)
+        self._answers = ConversationEncoder(self.tokenizer, self.template, turns="whole")
 
     def encode(self, batch: list[Conversation]) -> list[Encoded]:
         return [self._encode(conversation) for conversation in batch]
@@ -106,7 +106,8 @@ class PreferenceEncoder:
     def _answer(self, line: Conversation, prompt: Any, answer: Any) -> Encoded:
         """The whole sequence, with its answer scored."""
         values = {"prompt": prompt, "completion": answer, "tools": line.values.get("tools")}
-        return self._answers.tokens(line.where, *self._answers.text(values))
+        (scored_text,) = self._answers.scored_texts(values)
+        return self._answers.tokens(line.where, scored_text)
 
     def _without(self, problem: str, left_out: str = "") -> Encoded:
         return Encoded(np.empty(0, token_dtype(self.tokenizer)), problem=problem, left_out=left_out)
@@ -172,7 +173,7 @@ class Example:
 class PreferenceRow(Row):
     """A row with its examples; `lengths` are those of all sequences."""
 
-    examples: list[Example]
+    examples: list[Example] = field(kw_only=True)
 
 
 class PreferenceRows(Rows):
@@ -196,7 +197,7 @@ class PreferenceRows(Rows):
                 scored[np.array(sequence.scored, dtype=np.int64) + start] = True
                 start += len(sequence.tokens)
         padding = row.tokens.size - start
-        return PreferenceRow(row.tokens, own + ([padding] if padding else []), scored, padding, examples)
+        return PreferenceRow(row.tokens, own + ([padding] if padding else []), scored, padding, examples=examples)
 
 
 class LabelledRows(PreferenceRows):

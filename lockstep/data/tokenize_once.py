@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
+from lockstep.data.answer_spans import Turns
 from lockstep.data.chat import load_chat_template
 from lockstep.data.chatml import CHATML, with_chatml
 from lockstep.data.conversations import ConversationEncoder, ConversationSource
@@ -22,6 +23,7 @@ def tokenize_once(
     chat: bool = False,
     skip_bad_lines: bool = False,
     workers: int = 4,
+    turns: Turns = "apart",
 ) -> None:
     """Writes the folder `output` and prints what is in it. Raises UserError for bad data or an existing folder."""
     folder = Path(output)
@@ -33,7 +35,7 @@ def tokenize_once(
         source = ConversationSource(data, skip_bad_lines)
         chat_template = load_chat_template(Path(tokenizer), "" if template == "{text}" else template)
         own = named_tokenizer(tokenizer, [])
-        encoder = ConversationEncoder(with_chatml(own) if template == CHATML else own, chat_template)
+        encoder = ConversationEncoder(with_chatml(own) if template == CHATML else own, chat_template, turns)
         if chat_template is not None:
             encoder.tokenizer.carried[CHAT_TEMPLATE_FILE] = chat_template.source
     else:

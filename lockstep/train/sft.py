@@ -24,7 +24,7 @@ from lockstep.data.chatml import CHATML, with_chatml
 from lockstep.data.tokenizer import CHAT_TEMPLATE_FILE, Tokenizer
 from lockstep.errors import UserError
 from lockstep.model import read_config
-from lockstep.observe import OnMetrics, Progress, log
+from lockstep.observe import OnMetrics, Progress, announce, log
 from lockstep.parallel import World, close_world, open_world
 from lockstep.train.answers import Answers
 from lockstep.train.epochs import with_steps
@@ -53,11 +53,17 @@ def _sft(config: SFTConfig, world: World, progress: Progress | None, on_metrics:
     sources = conversation_sources(config, config.data)
     held_out_sources = conversation_sources(config, config.validation_data) if config.validation_data else []
     tokenizer = chat_tokenizer(config)
-    encoder = ConversationEncoder(tokenizer, chat_template(config, tokenizer, sources, held_out_sources))
+    template = chat_template(config, tokenizer, sources, held_out_sources)
+    encoder = ConversationEncoder(tokenizer, template, config.turns)
     model = make_model(config, tokenizer, world)
     if config.validation_share:
         sources, held_out_sources = divide(sources, config.validation_share)
     loader = make_loader(config, sources, encoder, world)
+    if (apart := loader.counts.get("data/answers_apart", 0)) and world.is_main:
+        announce(
+            f"sft: {apart} answers that the chat template writes otherwise once others follow are sequences of their "
+            f"own, as sampled: {loader.counts['data/tokens_apart']} tokens more (--turns whole: none)"
+        )
     if (cut := loader.counts.get("data/cut_documents", 0)) and world.is_main:
         log.warning(
             "%d conversations are longer than a row of %d tokens and are cut: what the assistant says after a cut is "
