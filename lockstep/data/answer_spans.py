@@ -1,7 +1,7 @@
 """Where the assistant's answers stand in a rendered conversation, each as the model would have sampled it.
 
 A template may write an earlier turn otherwise than it was sampled: Qwen3's drop its reasoning, gpt-oss's end it with
-another token. ScoredText the conversation up to each answer shows what the model had before it, and what it said.
+another token. Rendering the conversation up to each answer shows what the model had before it, and what it said.
 """
 
 from __future__ import annotations
@@ -29,90 +29,99 @@ def render_answers(
     """The whole conversation, and the spans of the messages that are `trained`; if `turns` are "apart", also the
     beginnings of the conversation whose last answer the whole has otherwise.
 
-    With `{% generation %}` the template itself says what is scored, in the whole. values: for the template, such as
+    A template with `{% generation %}` says itself what is scored of an answer. values: for the template, such as
     `tools`. Raises ChatTemplateError for messages that the template refuses.
     """
-    text = template.render(messages, add_generation_prompt=False, **values)
-    if template.marks:
-        return [ScoredText(text, _marked(template, text, messages, trained, values))]
-    conversation = _Conversation(template, messages, text, values)
+    conversation = _Conversation(template, messages, values)
     wanted = [i for i, message in enumerate(messages) if message.get("role") == "assistant" and trained[i]]
     if turns == "whole":
-        spans: list[tuple[int, int]] = []
-        for index in wanted:
-            spans.append(conversation.in_whole(index, after=spans[-1][1] if spans else 0))
-        return [ScoredText(text, [(start, stop) for start, stop in spans if stop > start])]
-    found = [ScoredText(text, [])]
+        return [ScoredText(conversation.whole, conversation.spans_in_whole(wanted))]
+    found = [ScoredText(conversation.whole, [])]
     for index in reversed(wanted):
-        through, start = conversation.as_sampled(index)
-        if start < len(through):
-            same = next((rendering for rendering in found if rendering.text.startswith(through)), None)
-            if same is None:
-                found.append(same := ScoredText(through, []))
-            same.spans.insert(0, (start, len(through)))
-    return [rendering for rendering in found if rendering.spans] or found[:1]
-
-
-def _marked(
-    template: ChatTemplate,
-    text: str,
-    messages: list[dict[str, Any]],
-    trained: Sequence[bool],
-    values: Mapping[str, Any],
-) -> list[tuple[int, int]]:
-    """The contents of `{% generation %}`."""
-    marks = {"generation_begins": BEGINS, "generation_ends": ENDS}
-    before, *said = template.render(messages, add_generation_prompt=False, **values, **marks).split(BEGINS)
-    plain, spans = before, []
-    for part in said:
-        inside, _, after = part.partition(ENDS)
-        spans.append((len(plain), len(plain) + len(inside)))
-        plain += inside + after
-    if plain != text:
-        raise ChatTemplateError(
-            "the chat template changes the contents of {% generation %} afterwards; let it write them unchanged"
-        )
-    wanted = [is_wanted for message, is_wanted in zip(messages, trained) if message.get("role") == "assistant"]
-    if not all(wanted) and len(spans) != len(wanted):
-        raise ChatTemplateError(
-            f"some of its {len(wanted)} answers are not to be trained on, but the chat template marks {len(spans)} "
-            "spans with {% generation %}, so it is not known which they are"
-        )
-    chosen = spans if all(wanted) else [span for span, is_wanted in zip(spans, wanted) if is_wanted]
-    return [(start, stop) for start, stop in chosen if stop > start]
+        text, spans = conversation.as_sampled(index)
+        same = next((one for one in found if one.text.startswith(text)), None)
+        if same is None:
+            found.append(same := ScoredText(text, []))
+        same.spans[:0] = spans
+    return [one for one in found if one.spans] or found[:1]
 
 
 class _Conversation:
-    """A conversation whose template marks nothing, and its `whole` rendering."""
+    """Messages and their template; `whole`: their rendering."""
 
-    def __init__(self, template: ChatTemplate, messages: list[dict[str, Any]], whole: str, values: Mapping[str, Any]):
-        self._template, self._messages, self._whole, self._values = template, messages, whole, values
+    def __init__(self, template: ChatTemplate, messages: list[dict[str, Any]], values: Mapping[str, Any]):
+        self._template, self._messages, self._values = template, messages, values
+        self.whole = template.render(messages, add_generation_prompt=False, **values)
 
-    def as_sampled(self, index: int) -> tuple[str, int]:
-        """The text up to the end of the answer at `index`, as when it was sampled, and where the answer begins."""
+    def as_sampled(self, index: int) -> ScoredText:
+        """The text up to the end of the answer at `index`, as when it was sampled, with the answer's spans."""
         through = self._rendered(self._messages[: index + 1], False)
         if through is None:  # some templates want a user's message
-            start, stop = self.in_whole(index)
-            return self._whole[:stop], start
+            spans = self.spans_in_whole([index])
+            return ScoredText(self.whole[: spans[-1][1]] if spans else self.whole, spans)
+        text, start = self._as_sampled(index, through)
+        if not self._template.marks:
+            return ScoredText(text, [(start, len(text))] if start < len(text) else [])
+        earlier = self._rendered(self._messages[:index], False)
+        marked = self._marked(self._messages[: index + 1], through)
+        own = marked[0 if earlier is None else len(self._marked(self._messages[:index], earlier)) :]
+        moved = len(text) - len(through)  # both end with the answer
+        return ScoredText(text, [(begin + moved, end + moved) for begin, end in own])
+
+    def _as_sampled(self, index: int, through: str) -> tuple[str, int]:
+        """The text up to the end of the answer, and where the answer begins; `through`: as rendered."""
         before = self._rendered(self._messages[:index], True)
         if before is not None and through.startswith(before):
             return through, len(before)
         start, _ = self._changed(through, self._messages[: index + 1], index)
-        prompt = self._generation_prompt(index)
-        start, complete = _after(prompt, through, 0, start)
+        start, complete = _after(self._generation_prompt(index), through, 0, start)
         # gpt-oss's drop the reasoning of earlier calls only once there is an answer.
         return (before + through[start:], len(before)) if complete and before is not None else (through, start)
 
-    def in_whole(self, index: int, after: int = 0) -> tuple[int, int]:
-        """The span of the answer at `index`, with its end of turn, in the whole from character `after` on."""
+    def spans_in_whole(self, wanted: Sequence[int]) -> list[tuple[int, int]]:
+        """The spans of the answers at `wanted`, with their ends of turn, in the whole."""
+        spans: list[tuple[int, int]] = []
+        if not self._template.marks:
+            for index in wanted:
+                spans.append(self._span_in_whole(index, after=spans[-1][1] if spans else 0))
+            return [(start, stop) for start, stop in spans if stop > start]
+        spans = self._marked(self._messages, self.whole)
+        answers = [index for index, message in enumerate(self._messages) if message.get("role") == "assistant"]
+        if answers == list(wanted):
+            return spans
+        if len(spans) != len(answers):
+            raise ChatTemplateError(
+                f"some of its {len(answers)} answers are not to be trained on, but the chat template marks "
+                f"{len(spans)} spans with {{% generation %}}, so it is not known which they are"
+            )
+        return [span for index, span in zip(answers, spans) if index in wanted]
+
+    def _marked(self, messages: list[dict[str, Any]], text: str) -> list[tuple[int, int]]:
+        """The contents of `{% generation %}` in `text`, the rendering of `messages`."""
+        marks = {"generation_begins": BEGINS, "generation_ends": ENDS}
+        marked = self._template.render(messages, add_generation_prompt=False, **self._values, **marks)
+        plain, *said = marked.split(BEGINS)
+        spans = []
+        for part in said:
+            inside, _, after = part.partition(ENDS)
+            spans.append((len(plain), len(plain) + len(inside)))
+            plain += inside + after
+        if plain != text:
+            raise ChatTemplateError(
+                "the chat template changes the contents of {% generation %} afterwards; let it write them unchanged"
+            )
+        return [(start, stop) for start, stop in spans if stop > start]
+
+    def _span_in_whole(self, index: int, after: int) -> tuple[int, int]:
+        """The span of the answer at `index` in the whole from character `after` on, if the template marks nothing."""
         before = self._rendered(self._messages[:index], True)
         through = self._rendered(self._messages[: index + 1], False)
-        start = len(before) if before is not None and self._whole.startswith(before) else -1
-        stop = len(through) if through is not None and self._whole.startswith(through) else -1
+        start = len(before) if before is not None and self.whole.startswith(before) else -1
+        stop = len(through) if through is not None and self.whole.startswith(through) else -1
         if start < 0 or stop < 0:
-            first, last = self._changed(self._whole, self._messages, index)
-            start = _after(self._generation_prompt(index), self._whole, after, first)[0] if start < 0 else start
-            stop = last + self._end_of_turn(through, index, self._whole[last:]) if stop < 0 else stop
+            first, last = self._changed(self.whole, self._messages, index)
+            start = _after(self._generation_prompt(index), self.whole, after, first)[0] if start < 0 else start
+            stop = last + self._end_of_turn(through, index, self.whole[last:]) if stop < 0 else stop
         return start, stop
 
     def _end_of_turn(self, through: str | None, index: int, rest: str) -> int:
@@ -123,10 +132,15 @@ class _Conversation:
         return _alike(rest, through[last:])
 
     def _changed(self, text: str, messages: list[dict[str, Any]], index: int) -> tuple[int, int]:
-        """Where `text`, of `messages`, and one in which the answer at `index` is another begin and cease to differ."""
-        changed = [*messages[:index], _other(messages[index]), *messages[index + 1 :]]
-        other = self._template.render(changed, add_generation_prompt=False, **self._values)
-        return _alike(text, other), len(text) - _alike(text[::-1], other[::-1])
+        """Where the answer at `index` begins and ends at the latest in `text`, the rendering of `messages`: where other
+        answers make a difference."""
+        others = [
+            self._template.render(
+                [*messages[:index], other, *messages[index + 1 :]], add_generation_prompt=False, **self._values
+            )
+            for other in _others(messages[index])
+        ]
+        return min(_alike(text, other) for other in others), len(text) - _alike(text[::-1], others[-1][::-1])
 
     def _generation_prompt(self, index: int) -> str:
         """What the template writes before an answer that is to come at `index`."""
@@ -141,7 +155,7 @@ class _Conversation:
         if not messages:
             return None
         if not prompt and len(messages) == len(self._messages):
-            return self._whole
+            return self.whole
         try:
             return self._template.render(messages, add_generation_prompt=prompt, **self._values)
         except ChatTemplateError:
@@ -165,13 +179,13 @@ def _alike(one: str, other: str) -> int:
     return next((place for place, (a, b) in enumerate(zip(one, other)) if a != b), min(len(one), len(other)))
 
 
-def _other(message: Mapping[str, Any]) -> dict[str, Any]:
-    """Another answer: each of its texts begins and ends otherwise, and its calls have one more argument."""
-    changed = {
-        key: f"{STRANGE}{value}{STRANGE}" for key, value in message.items() if key != "role" and isinstance(value, str)
-    }
-    calls = message.get("tool_calls")
-    return {**message, **changed, **({"tool_calls": [_with_argument(call) for call in calls]} if calls else {})}
+def _others(message: Mapping[str, Any]) -> list[dict[str, Any]]:
+    """Other answers: one whose texts begin and end otherwise and, if it has calls, one in which they have an argument
+    more: templates write content before or after them."""
+    texts = {key: value for key, value in message.items() if key != "role" and isinstance(value, str) and value}
+    changed = {key: f"{STRANGE}{value}{STRANGE}" for key, value in ({"content": ""} | texts).items()}
+    calls = [_with_argument(call) for call in message.get("tool_calls") or []]
+    return [{**message, **changed}, *([{**message, "tool_calls": calls}] if calls else [])]
 
 
 def _with_argument(call: Any) -> Any:

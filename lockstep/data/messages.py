@@ -121,12 +121,15 @@ def refuse_hidden(
     changes.
     """
 
-    def shows(index: int, change: dict[str, Any], until: int | None = None) -> bool:
-        others = [*messages[:index], {**messages[index], **change}, *messages[index + 1 :]][:until]
-        rendered = (
-            text if until is None else template.render([*messages[:until]], add_generation_prompt=False, **values)
-        )
-        return template.render(others, add_generation_prompt=False, **values) != rendered
+    def shows(index: int, change: dict[str, Any], last: bool = False) -> bool:
+        others = [*messages[:index], {**messages[index], **change}, *messages[index + 1 :]]
+        if last:
+            try:
+                alone = template.render([*messages[: index + 1]], add_generation_prompt=False, **values)
+                return template.render(others[: index + 1], add_generation_prompt=False, **values) != alone
+            except ChatTemplateError:
+                pass  # some templates want a user's message
+        return template.render(others, add_generation_prompt=False, **values) != text
 
     for index, message in enumerate(messages):
         content, calls = message.get("content"), message.get("tool_calls")
@@ -139,7 +142,7 @@ def refuse_hidden(
             raise ChatTemplateError("the chat template does not show tool calls")
         if thought := _other_thought(message):
             alone = "content" not in message and not calls
-            if (alone and not shows(index, thought)) or (trained[index] and not shows(index, thought, index + 1)):
+            if (alone and not shows(index, thought)) or (trained[index] and not shows(index, thought, last=True)):
                 raise ChatTemplateError(f"the chat template does not show the reasoning of {who}")
 
 

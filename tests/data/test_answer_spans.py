@@ -2,6 +2,11 @@
 
 import json
 import random
+import re
+from collections import Counter
+from dataclasses import replace
+from importlib.util import find_spec
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -17,30 +22,38 @@ WORDS = ("two", "7", "<think>", "assistant\n", "  ä", "}}", "it's 4.\n", "[INST
 
 @pytest.fixture(scope="module", params=FAMILIES)
 def family(request, tmp_path_factory):
-    """A family, and a folder with its tokenizer, which has one token for each byte and each special token."""
+    """A family, and a folder with its template and a tokenizer."""
+    family = FAMILIES[request.param]
+    return family, _folder(tmp_path_factory.mktemp(request.param), family.template, family.special, family.plain)
+
+
+def _folder(folder, template, special, plain=()):
+    """A folder whose tokenizer has one token for each byte and each added token."""
     from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 
-    family = FAMILIES[request.param]
-    folder = tmp_path_factory.mktemp(request.param)
     alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
     backend = Tokenizer(models.BPE({character: n for n, character in enumerate(alphabet)}, []))
     backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     backend.decoder = decoders.ByteLevel()
-    backend.add_special_tokens([AddedToken(name) for name in family.special])
-    backend.add_tokens([AddedToken(name, special=False) for name in family.plain])
+    backend.add_special_tokens([AddedToken(name) for name in special])
+    backend.add_tokens([AddedToken(name, special=False) for name in plain])
     backend.save(str(folder / "tokenizer.json"))
-    names = {"bos_token": family.special[0], "eos_token": family.special[-1]}
+    names = {"bos_token": special[0], "eos_token": special[-1]}
     (folder / "tokenizer_config.json").write_text(json.dumps({"tokenizer_class": "PreTrainedTokenizerFast", **names}))
-    (folder / "chat_template.jinja").write_text(family.template)
-    return family, folder
+    (folder / "chat_template.jinja").write_text(template)
+    return folder
 
 
 @pytest.fixture(scope="module")
 def sides(family):
+    return _sides(family[1])
+
+
+def _sides(folder):
     from transformers import AutoTokenizer
 
-    tokenizer, template = load_tokenizer(family[1]), load_chat_template(family[1])
-    return AutoTokenizer.from_pretrained(family[1]), ConversationEncoder(tokenizer, template)
+    tokenizer, template = load_tokenizer(folder), load_chat_template(folder)
+    return AutoTokenizer.from_pretrained(folder), ConversationEncoder(tokenizer, template)
 
 
 def _text(draw):
@@ -64,7 +77,7 @@ def _conversation(draw, family):
     for _ in range(draw.randint(1, 3)):
         messages.append({"role": "user", "content": _text(draw)})
         for _ in range(draw.randint(0, 2) if family.tools else 0):
-            messages += [_answer(draw, family, called=True), {"role": "tool", "content": _text(draw)}]
+            messages += [_answer(draw, family, called=True), {"role": "tool", "content": f"result: {_text(draw)}"}]
         messages.append(_answer(draw, family))
     return messages
 
@@ -141,3 +154,54 @@ def test_of_a_prompt_and_its_completion_only_the_completions_answers_are_scored(
     answers = sum(message["role"] == "assistant" for message in messages[cut:])
     found = list(_scored_parts(encoded))
     assert len(found) == answers and all(part in list(_scored_parts(all_of_it)) for part in found)
+
+
+PUBLIC = Path(find_spec("trl").submodule_search_locations[0]) / "chat_templates"
+"""The families' own templates, which TRL has."""
+SPECIAL = re.compile(
+    r"<[|｜][^<>'\" ]*[|｜]>|</?s>|<[be]os>|<(?:start|end)_of_turn>|<turn\|>|<\|turn>|\[/?INST\]|\[gMASK\]"
+)
+WITH_IMAGES = ("idefics", "llava", "smolvlm", "_vl")
+IN_SHORT = (
+    "cohere2", "deepseekv3", "gemma3", "gemma4_v5", "glm4moe", "gptoss", "lfm2_v2", "llama3_1", "nemotron_3_nano",
+    "phi3_5", "qwen2_5", "qwen3", "qwen3_6", "qwen3_instruct_2507",
+)  # fmt: skip
+NAMES = sorted(p.stem for p in PUBLIC.glob("*.jinja") if not any(n in p.stem for n in (*WITH_IMAGES, "_training")))
+
+
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=() if name in IN_SHORT else pytest.mark.slow) for name in NAMES]
+)
+def test_what_a_public_template_renders_is_scored_answer_by_answer_or_refused_by_its_reason(name, tmp_path):
+    source = (PUBLIC / f"{name}.jinja").read_text()
+    names = [*sorted(set(SPECIAL.findall(source))), "<|the end|>"]
+    theirs, encoder = _sides(_folder(tmp_path, source, names))
+    kinds = Counter()
+    for seed in range(6 if name in IN_SHORT else 30):
+        draw = random.Random(seed)
+        tools, reasoning = "tool" in source and draw.random() < 0.5, "reasoning" in source and draw.random() < 0.5
+        family = replace(FAMILIES["chatml"], tools=tools, reasoning=reasoning)
+        messages = _conversation(draw, family)
+        values = {"tools": TOOLS} if any("tool_calls" in message for message in messages) else {}
+        try:
+            theirs.apply_chat_template(messages, tokenize=False, **values)
+        except Exception:  # a template may raise anything
+            kinds["refused there"] += 1
+            continue
+        for turns in ("apart", "whole"):
+            encoder.turns = turns
+            (encoded,) = encoder.encode([Conversation("line 1", {"messages": messages, **values})])
+            if encoded.problem:
+                assert re.search(r"does not show (the reasoning|tool calls)|has .tools., which", encoded.problem)
+                kinds["refused here"] += 1
+                continue
+            said = [theirs.decode(part) for _, part in _scored_parts(encoded)]
+            answers = [message for message in messages if message["role"] == "assistant"]
+            assert len(said) == len(answers), (turns, messages, said)
+            for message in answers:
+                shown = [message["content"].strip(), *("add" for _ in message.get("tool_calls", ()))]
+                thought = [message["thinking"]] if turns == "apart" and "thinking" in message else []
+                assert any(all(part in text for part in (*shown, *thought)) for text in said), (turns, message, said)
+            assert not any("result: " in text for text in said)
+            kinds["scored"] += 1
+    assert kinds["scored"] >= 2, kinds
