@@ -73,17 +73,14 @@ class _Conversation:
         before = self._rendered(self._messages[:index], True)
         if before is not None and through.startswith(before):
             return through, len(before)
-        start, _ = self._changed(through, self._messages[: index + 1], index)
-        start, complete = _after(self._generation_prompt(index), through, 0, start)
+        start, complete = self._start(through, self._messages[: index + 1], index)
         # gpt-oss's drop the reasoning of earlier calls only once there is an answer.
         return (before + through[start:], len(before)) if complete and before is not None else (through, start)
 
     def spans_in_whole(self, wanted: Sequence[int]) -> list[tuple[int, int]]:
         """The spans of the answers at `wanted`, with their ends of turn, in the whole."""
-        spans: list[tuple[int, int]] = []
         if not self._template.marks:
-            for index in wanted:
-                spans.append(self._span_in_whole(index, after=spans[-1][1] if spans else 0))
+            spans = [self._span_in_whole(index) for index in wanted]
             return [(start, stop) for start, stop in spans if stop > start]
         spans = self._marked(self._messages, self.whole)
         answers = [index for index, message in enumerate(self._messages) if message.get("role") == "assistant"]
@@ -112,17 +109,29 @@ class _Conversation:
             )
         return [(start, stop) for start, stop in spans if stop > start]
 
-    def _span_in_whole(self, index: int, after: int) -> tuple[int, int]:
-        """The span of the answer at `index` in the whole from character `after` on, if the template marks nothing."""
+    def _span_in_whole(self, index: int) -> tuple[int, int]:
+        """The span of the answer at `index` in the whole, if the template marks nothing."""
         before = self._rendered(self._messages[:index], True)
         through = self._rendered(self._messages[: index + 1], False)
-        start = len(before) if before is not None and self.whole.startswith(before) else -1
-        stop = len(through) if through is not None and self.whole.startswith(through) else -1
-        if start < 0 or stop < 0:
-            first, last = self._changed(self.whole, self._messages, index)
-            start = _after(self._generation_prompt(index), self.whole, after, first)[0] if start < 0 else start
-            stop = last + self._end_of_turn(through, index, self.whole[last:]) if stop < 0 else stop
-        return start, stop
+        if before is not None and self.whole.startswith(before):
+            start = len(before)
+        else:
+            start, _ = self._start(self.whole, self._messages, index)
+        if through is not None and self.whole.startswith(through):
+            return start, len(through)
+        _, last = self._changed(self.whole, self._messages, index)
+        return start, last + self._end_of_turn(through, index, self.whole[last:])
+
+    def _start(self, text: str, messages: list[dict[str, Any]], index: int) -> tuple[int, bool]:
+        """Where the answer at `index` begins in `text`, the rendering of `messages`, and whether all of the generation
+        prompt is before it: some templates leave out the <think> at its end."""
+        first, _ = self._changed(text, messages, index)
+        after = min(first, self._changed(text, messages, index - 1)[1]) if index else 0
+        prompt = self._generation_prompt(index)
+        for length in range(len(prompt), len(prompt) // 2, -1):
+            if (place := text.rfind(prompt[:length], after, first)) >= 0:
+                return place + length, length == len(prompt)
+        return first, False
 
     def _end_of_turn(self, through: str | None, index: int, rest: str) -> int:
         """How much of `rest`, which follows an answer's own text, is as when the answer is the last message."""
@@ -143,35 +152,24 @@ class _Conversation:
         return min(_alike(text, other) for other in others), len(text) - _alike(text[::-1], others[-1][::-1])
 
     def _generation_prompt(self, index: int) -> str:
-        """What the template writes before an answer that is to come at `index`."""
-        for messages in (self._messages[:index], [{"role": "user", "content": "-"}]):
-            without, prompt = self._rendered(messages, False), self._rendered(messages, True)
-            if without is not None and prompt is not None and prompt.startswith(without):
-                return prompt[len(without) :]
-        return ""
+        """What the template writes before an answer that is to come at `index`; empty if that cannot be known."""
+        earlier = self._messages[:index]
+        if (without := self._rendered(earlier, False)) is None:
+            earlier = [{"role": "user", "content": "-"}]
+            without = self._rendered(earlier, False) or ""
+        prompt = self._rendered(earlier, True) or ""
+        return prompt[len(without) :] if prompt.startswith(without) else ""
 
     def _rendered(self, messages: list[dict[str, Any]], prompt: bool) -> str | None:
         """None if the template refuses these, as the beginning of a conversation that it does not refuse."""
         if not messages:
             return None
-        if not prompt and len(messages) == len(self._messages):
+        if not prompt and messages == self._messages:
             return self.whole
         try:
             return self._template.render(messages, add_generation_prompt=prompt, **self._values)
         except ChatTemplateError:
             return None
-
-
-def _after(prompt: str, text: str, first: int, last: int) -> tuple[int, bool]:
-    """Where an answer begins whose own text begins at `last` at the latest: after `prompt`, or as much of it as the
-    template writes there; and whether that is all of it."""
-    before = text[first:last]
-    if not before.endswith(prompt):
-        part = next((n for n in range(len(prompt) - 1, 1, -1) if before.endswith(prompt[:n])), 0)
-        if not part and (place := before.rfind(prompt)) >= 0:  # both texts go on alike, as by an empty thought
-            return first + place + len(prompt), True
-        return last, False
-    return last, bool(prompt)
 
 
 def _alike(one: str, other: str) -> int:
