@@ -91,15 +91,18 @@ def from_hugging_face(values: dict[str, Any], where: str) -> ModelConfig:
     theta, scaling = read_rope(values, where)
     if hasattr(module, "read_attention"):
         fields |= module.read_attention(values, where)
-    config = ModelConfig(
-        family=family,
-        experts=module.read_experts(values, where) if hasattr(module, "read_experts") else None,
-        qk_norm=module.QK_NORM,
-        rope_theta=theta,
-        rope_scaling=scaling,
-        eos_token_ids=tuple(eos) if isinstance(eos, list) else () if eos is None else (eos,),
-        **fields,
-    )
+    try:
+        config = ModelConfig(
+            family=family,
+            experts=module.read_experts(values, where) if hasattr(module, "read_experts") else None,
+            qk_norm=module.QK_NORM,
+            rope_theta=theta,
+            rope_scaling=scaling,
+            eos_token_ids=tuple(eos) if isinstance(eos, list) else () if eos is None else (eos,),
+            **fields,
+        )
+    except UserError as error:
+        raise UserError(f"{where}: {str(error).removeprefix(f'{where}: ')}") from error
     refuse_endless_rotation(config, where)
     return config
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
+import warnings
 from typing import Any
 
 import numpy as np
@@ -50,6 +51,13 @@ def read_rope(values: dict[str, Any], where: str) -> tuple[float, RopeScaling | 
             "no effect (one table for all layers is read)"
         )
     theta = float(number(table.get("rope_theta", values.get("rope_theta")), f"{where}: rope_theta"))
+    other = values.get("rope_parameters")
+    if name == "rope_scaling" and isinstance(other, dict) and other.get("rope_theta", theta) != theta:
+        warnings.warn(
+            f"{where} replaces rope_parameters as a whole, and its rope_theta of {other['rope_theta']!r:.40}: as in "
+            f"transformers it is {theta} now; write the right one into rope_scaling",
+            stacklevel=2,
+        )
     partial = table.get("partial_rotary_factor", values.get("partial_rotary_factor"))
     if partial is not None and partial != 1:
         raise UserError(f"{where}: partial_rotary_factor is {partial!r:.100}; only 1.0 is supported")
