@@ -120,10 +120,12 @@ def _family_of(values: dict[str, Any], where: str) -> tuple[str, bool]:
         )
     types = {kind: name for name, module in FAMILIES.items() for kind in (module.MODEL_TYPE, *_other_types(module))}
     kind = values.get("model_type")
+    if kind is not None and not isinstance(kind, str):
+        raise UserError(f"{where}: model_type is {kind!r:.100}; it must be a name")
     if not architectures[0] and kind is not None:
         if kind not in types:
             raise UserError(
-                f'{where}: model_type "{kind!s:.100}" is not supported.{closest(str(kind), types)} '
+                f'{where}: model_type "{kind:.100}" is not supported.{closest(kind, types)} '
                 f"Supported: {', '.join(types)}"
             )
         return types[kind], False
@@ -183,7 +185,7 @@ def _refuse_quantized(values: dict[str, Any], read: Collection[str], where: str)
     method = quantization.get("quant_method", "unknown") if isinstance(quantization, dict) else quantization
     if quantization and method not in read:
         raise UserError(
-            f"{where}: the weights are quantized ({method!r:.100}), which is not supported"
+            f"{where}: quantization_config: the weights are quantized ({method!r:.100}), which is not supported"
             + (f" (supported: {', '.join(read)}, unquantized floats)" if read else "; only unquantized floats are")
             + ". Convert the folder first: "
             + (_FROM_FP8 if method == "fp8" else _FROM_OTHERS)
