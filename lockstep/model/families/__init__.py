@@ -14,6 +14,7 @@ from lockstep.errors import UserError, closest
 from lockstep.model.config import ModelConfig, RopeScaling, Yarn
 from lockstep.model.families import deepseek_v3, gpt_oss, llama3, qwen3, qwen3_moe
 from lockstep.model.rotary import rotary_frequencies, softmax_scale, table_factor
+from lockstep.model.stored import HEAD
 
 FAMILIES: dict[str, ModuleType] = {
     "llama3": llama3,
@@ -234,10 +235,14 @@ def _rope_parameters(scaling: RopeScaling | Yarn | None) -> dict[str, Any]:
     return {"rope_type": "yarn" if isinstance(scaling, Yarn) else "llama3", **numbers}
 
 
+def is_copy(name: str, config: ModelConfig) -> bool:
+    """Tensors in a folder that say nothing new: older folders' rotary frequencies, and a tied head."""
+    return name.endswith("rotary_emb.inv_freq") or (config.tie_embeddings and name == HEAD)
+
+
 def is_ignored(name: str, config: ModelConfig) -> bool:
-    """Tensors in a folder that the model does not use: copies, and what a family leaves out."""
-    without_logits = config.tie_embeddings or config.score_head
-    if name.endswith("rotary_emb.inv_freq") or (without_logits and name == "lm_head.weight"):
+    """Tensors in a folder that the model does not use: copies, and what a family or a reward model leaves out."""
+    if is_copy(name, config) or (config.score_head and name == HEAD):
         return True
     module = FAMILIES[config.family]
     return hasattr(module, "is_ignored") and module.is_ignored(name, config)
