@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import shutil
 from collections.abc import Callable
@@ -16,6 +17,8 @@ from torch import Tensor
 from lockstep.checkpoint.boxes import bytes_of, open_safetensors
 from lockstep.checkpoint.manifest import MANIFEST, damage_of_model
 from lockstep.checkpoint.safetensors_file import MAX_FILE_BYTES, file_name, header, split_files
+from lockstep.data import load_tokenizer, with_ends
+from lockstep.data.chat import load_chat_template
 from lockstep.errors import UserError
 from lockstep.model import (
     Decoder,
@@ -35,12 +38,13 @@ from lockstep.model import (
     tensor_files,
     write_description,
 )
+from lockstep.model.folder import GENERATION, generation_ends, read_json
 from lockstep.model.mxfp4 import BLOCK, BLOCKS, SCALES, Mxfp4
 from lockstep.model.stored import EMBEDDING, HEAD, SCORE, adapter_name, hugging_face_name, is_adapter, is_float32
 
 TOKENIZER_FILES = (
     "tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "chat_template.jinja",
-    "generation_config.json", "byte_tokenizer.json",
+    GENERATION, "byte_tokenizer.json",
 )  # fmt: skip
 
 
@@ -103,18 +107,31 @@ def _write_folder(target: Path, source: Path, weights: Weights, kind: torch.dtyp
     unfinished.mkdir(parents=True)
     try:
         files = _write(unfinished, weights, kind, max_file_bytes)
-        write_description(unfinished, weights.config, kind, files, weights.config.num_parameters * kind.itemsize)
         for name in TOKENIZER_FILES:
             # An adapter saved by peft may not have its own tokenizer.
             for folder in (source, base_folder(source)):
                 if (folder / name).is_file():
                     shutil.copyfile(folder / name, unfinished / name)
                     break
+        config = _with_ends(unfinished, weights.config)
+        write_description(unfinished, config, kind, files, config.num_parameters * kind.itemsize)
         if target.exists():
             target.rmdir()
         unfinished.rename(target)
     finally:
         shutil.rmtree(unfinished, ignore_errors=True)
+
+
+def _with_ends(folder: Path, config: ModelConfig) -> ModelConfig:
+    """The shape with the end tokens that the tokenizer's files in `folder` add, which also become those of its
+    `generation_config.json`: other programs read nothing but these."""
+    if (folder / "tokenizer.json").is_file():
+        config = with_ends(config, load_tokenizer(folder), load_chat_template(folder))
+    path = folder / GENERATION
+    if path.is_file() and set(config.eos_token_ids) != set(generation_ends(folder)):
+        values = read_json(path) | {"eos_token_id": list(config.eos_token_ids)}
+        path.write_text(json.dumps(values, indent=2) + "\n")
+    return config
 
 
 def _open(source: Path) -> Weights:

@@ -22,7 +22,16 @@ from lockstep.model.decoder import Decoder
 from lockstep.model.device import device_of
 from lockstep.model.dtypes import is_auto, resolve_dtype
 from lockstep.model.families import from_hugging_face, is_copy, is_ignored, to_hugging_face
-from lockstep.model.folder import FLOATS, INDEX, SINGLE, folder_dtype, open_tensors, read_json, tensor_files
+from lockstep.model.folder import (
+    FLOATS,
+    INDEX,
+    SINGLE,
+    folder_dtype,
+    generation_ends,
+    open_tensors,
+    read_json,
+    tensor_files,
+)
 from lockstep.model.initialize import initialize_some
 from lockstep.model.more_tokens import OF_TOKENS, MoreTokens
 from lockstep.model.mxfp4 import BLOCKS, SCALES, Mxfp4
@@ -32,7 +41,6 @@ from lockstep.model.stored import Stored, found_as, is_adapter, is_beside_base, 
 from lockstep.model.tied_head import has_own_head
 
 QUANTIZED = ("U8",)
-GENERATION = "generation_config.json"
 
 log = logging.getLogger("lockstep")
 
@@ -324,18 +332,9 @@ def read_config(folder: Path) -> ModelConfig:
             "it; move the adapter's files to a folder of their own, or delete them"
         )
     config = from_hugging_face(read_json(path), str(path))
-    ends = dict.fromkeys([*config.eos_token_ids, *_generation_ends(folder)])
+    ends = dict.fromkeys([*config.eos_token_ids, *generation_ends(folder)])
     tied = config.tie_embeddings and not has_own_head(folder)
     return dataclasses.replace(config, eos_token_ids=tuple(ends), tie_embeddings=tied)
-
-
-def _generation_ends(folder: Path) -> list[int]:
-    path = folder / GENERATION
-    found = read_json(path).get("eos_token_id") if path.is_file() else None
-    ends = found if isinstance(found, list) else [] if found is None else [found]
-    if any(type(token) is not int for token in ends):
-        raise UserError(f"{path}: eos_token_id is {found!r:.100}; it must be a token id or a list of them")
-    return ends
 
 
 def refuse_score_head(config: ModelConfig, name: str) -> None:

@@ -17,6 +17,7 @@ from lockstep.model.dtypes import DTYPES
 from lockstep.model.mxfp4 import BLOCKS, SCALES
 from lockstep.model.stored import PEFT_ROOT, is_adapter, is_float32
 
+GENERATION = "generation_config.json"
 SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
 FLOATS = {"BF16": torch.bfloat16, "F16": torch.float16, "F32": torch.float32, "F64": torch.float64}
 """The floating-point types of safetensors that are read."""
@@ -114,6 +115,16 @@ def _commonest(folder: Path) -> torch.dtype:
             if (dtype := FLOATS.get(entry.get_dtype())) is not None:
                 sizes[dtype] += dtype.itemsize * math.prod(entry.get_shape())
     return max(sizes, key=lambda dtype: (sizes[dtype], dtype.itemsize), default=torch.bfloat16)
+
+
+def generation_ends(folder: Path) -> list[int]:
+    """The end tokens in the folder's `generation_config.json`. Raises UserError for what is not one or a list."""
+    path = folder / GENERATION
+    found = read_json(path).get("eos_token_id") if path.is_file() else None
+    ends = found if isinstance(found, list) else [] if found is None else [found]
+    if any(type(token) is not int for token in ends):
+        raise UserError(f"{path}: eos_token_id is {found!r:.100}; it must be a token id or a list of them")
+    return ends
 
 
 def read_json(path: Path) -> dict[str, Any]:

@@ -53,8 +53,9 @@ def _sft(config: SFTConfig, world: World, progress: Progress | None, on_metrics:
     sources = conversation_sources(config, config.data)
     held_out_sources = conversation_sources(config, config.validation_data) if config.validation_data else []
     tokenizer = chat_tokenizer(config)
-    encoder = ConversationEncoder(tokenizer, chat_template(config, tokenizer, sources, held_out_sources))
-    model = make_model(config, tokenizer, world)
+    template = chat_template(config, tokenizer, sources, held_out_sources)
+    encoder = ConversationEncoder(tokenizer, template)
+    model = make_model(config, tokenizer, world, template)
     if config.validation_share:
         sources, held_out_sources = divide(sources, config.validation_share)
     loader = make_loader(config, sources, encoder, world)
