@@ -106,7 +106,6 @@ def _write_folder(target: Path, source: Path, weights: Weights, kind: torch.dtyp
     unfinished = target.with_name(f"{target.name}.{os.getpid()}.partial")
     unfinished.mkdir(parents=True)
     try:
-        files = _write(unfinished, weights, kind, max_file_bytes)
         for name in TOKENIZER_FILES:
             # An adapter saved by peft may not have its own tokenizer.
             for folder in (source, base_folder(source)):
@@ -114,6 +113,7 @@ def _write_folder(target: Path, source: Path, weights: Weights, kind: torch.dtyp
                     shutil.copyfile(folder / name, unfinished / name)
                     break
         config = _with_ends(unfinished, weights.config)
+        files = _write(unfinished, weights, kind, max_file_bytes)
         write_description(unfinished, config, kind, files, config.num_parameters * kind.itemsize)
         if target.exists():
             target.rmdir()

@@ -19,9 +19,10 @@ CONVERSATIONS = (("user", "assistant"), ("system", "user", "assistant"), ("assis
 
 
 def with_ends(config: ModelConfig, tokenizer: Tokenizer, template: ChatTemplate | None) -> ModelConfig:
-    """A model's shape with all its end tokens (`ends_of_text`)."""
-    ends = ends_of_text(config.eos_token_ids, tokenizer, template)
-    return replace(config, eos_token_ids=tuple(token for token in ends if token < config.vocab_size))
+    """A model's shape with all its end tokens (`ends_of_text`), as far as it has the tokenizer's."""
+    own = config.eos_token_ids
+    ends = ends_of_text(own, tokenizer, template)
+    return replace(config, eos_token_ids=tuple(token for token in ends if token in own or token < config.vocab_size))
 
 
 def ends_of_text(
