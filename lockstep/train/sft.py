@@ -55,7 +55,7 @@ def _sft(config: SFTConfig, world: World, progress: Progress | None, on_metrics:
     tokenizer = chat_tokenizer(config)
     template = chat_template(config, tokenizer, sources, held_out_sources)
     encoder = ConversationEncoder(tokenizer, template, config.turns)
-    model = make_model(config, tokenizer, world)
+    model = make_model(config, tokenizer, world, template)
     if config.validation_share:
         sources, held_out_sources = divide(sources, config.validation_share)
     loader = make_loader(config, sources, encoder, world)

@@ -13,6 +13,7 @@ from lockstep.model.families import deepseek_v3, gpt_oss, llama3, qwen3, qwen3_m
 from lockstep.model.families.keys import refuse_unknown, with_defaults
 from lockstep.model.families.reading import layer_kinds, number
 from lockstep.model.families.rope import read_rope, refuse_endless_rotation, write_rope
+from lockstep.model.stored import HEAD
 
 FAMILIES: dict[str, ModuleType] = {
     "llama3": llama3,
@@ -192,10 +193,14 @@ def _refuse_quantized(values: dict[str, Any], read: Collection[str], where: str)
         )
 
 
+def is_copy(name: str, config: ModelConfig) -> bool:
+    """Tensors in a folder that say nothing new: older folders' rotary frequencies, and a tied head."""
+    return name.endswith("rotary_emb.inv_freq") or (config.tie_embeddings and name == HEAD)
+
+
 def is_ignored(name: str, config: ModelConfig) -> bool:
-    """Tensors in a folder that the model does not use: copies, and what a family leaves out."""
-    without_logits = config.tie_embeddings or config.score_head
-    if name.endswith("rotary_emb.inv_freq") or (without_logits and name == "lm_head.weight"):
+    """Tensors in a folder that the model does not use: copies, and what a family or a reward model leaves out."""
+    if is_copy(name, config) or (config.score_head and name == HEAD):
         return True
     module = FAMILIES[config.family]
     return hasattr(module, "is_ignored") and module.is_ignored(name, config)
