@@ -29,7 +29,7 @@ SUM = re.compile(r"[0-9)}]\s*(?:[-+*^!(]|\\(?:times|cdot|div|pm)\b)|\\(?:binom|s
 DECIMAL_COMMA = re.compile(r"-?[0-9]+,(?:[0-9]{1,2}|[0-9]{4,})")
 UNIT_LETTER = r"(?<![A-Za-z\\])([cdghlmost])(?![A-Za-z])"
 """A letter that math-verify takes for a unit where it ends a formula."""
-ASSIGNED = re.compile(r"\A[A-Za-z]\s*=\s*")
+ASSIGNED = re.compile(r"[A-Za-z]\s*=\s*")
 LISTED = re.compile(r"[,;]|\\text|\b(?:and|or)\b")
 WORDS = re.compile(r"[A-Za-z]{2,}(?:[ -][A-Za-z]+)*")
 
@@ -132,8 +132,10 @@ def is_right(answer: str, given: str) -> bool:
 
 def _equal(wanted: str, said: str) -> bool:
     """Whether math-verify finds two canonical answers equal, of which a number is stated as one."""
-    number = without_bare_unit(wanted if "=" in said else ASSIGNED.sub("", wanted))
-    stated = _stated(said)
+    name, other = ASSIGNED.match(wanted), ASSIGNED.match(said)
+    if name and ("=" not in said or (other and other[0][0] == name[0][0])):
+        wanted = wanted[name.end() :]
+    number, stated = without_bare_unit(wanted), _stated(said)
     if NUMBER.fullmatch(number) and (number == wanted or NUMBER.fullmatch(stated)):
         if SUM.search(stated.lstrip("+-")) and not POWER_OF_TEN.fullmatch(stated):
             return False
