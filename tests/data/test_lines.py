@@ -1,4 +1,4 @@
-"""Lines of people's files end at line feeds, and nowhere else: not at U+2028, U+0085, form feeds or in `str.splitlines`."""
+"""Lines of people's files end at line feeds alone: not at U+2028, U+0085 or form feeds, as in `str.splitlines`."""
 
 import gzip
 import json
