@@ -43,14 +43,15 @@ REWRITTEN = [
         ("√", r"\\sqrt "),
         ("×", r"\\times "),
         ("·", r"\\cdot "),
-        ("−", "-"),
+        ("[−–]", "-"),
         # Thousands first: what separates them is a mere space elsewhere.
         (r"(?<=[0-9])\s*(?:\{\s*,\s*\}|,\s*\\!)\s*(?=[0-9]{3}(?![0-9]))", ""),
         (r"(?<!\\)\\[()]|\A\s*(?:\\approx\b|=)", ""),
-        (r"\\!|\\(?:left|right)(?![A-Za-z])\.?|\\displaystyle\b|\\(?:text)?color\s*\{[^{}]*\}", ""),
+        (r"\\!|\\(?:left|right)(?![A-Za-z])\.?|\\(?:displaystyle|checkmark)\b|✓", ""),
+        (r"\\(?:text)?color\s*\{[^{}]*\}|\\(?:mathbf|boldsymbol|bold|underline)(?=\s*\{)", ""),
         (r"(?<!\\)\\[,;: ]|~|\\q?quad\b|\s+", " "),
         (r"(?<![0-9.,])([0-9]{1,3}(?: [0-9]{3})+)(?![0-9/])", lambda found: found[1].replace(" ", "")),
-        (r"\\(?:text(?:bf|it|rm|sf|tt|normal)|math(?:rm|bf|it|sf)|mbox|emph)\s*\{", r"\\text{"),
+        (r"\\(?:text(?:bf|it|rm|sf|tt|normal)|math(?:rm|it|sf)|mbox|emph)\s*\{", r"\\text{"),
         (r"(?:US ?)?\\?\$|[€£¥₹¢]|\\(?:pounds|euro|cent|textcent)\b|\bRs\b\.?", ""),
         (r"\\text\{\s*:\s*\}", ":"),
         (r"\\text\{\s*([ei])\s*\}", r"{\1}"),
@@ -58,9 +59,12 @@ REWRITTEN = [
         (r"(?<!\\)%", r"\\%"),
         (r"\\text\{\s*(?:percent(?:age)?|pct)\s*\}|\b(?:percent(?:age)?|pct)\b", r"\\%"),
         (r"\\text\{\s*infinity\s*\}|\binfinity\b", r"\\infty"),
+        (r"(?<=[0-9])\\text\{\s*([AaPp]\.?[Mm]\.?)\s*\}", r" \1"),
+        (r"(?<=[0-9])\s*([AaPp])\.?[Mm]\b\.?", lambda found: f" {found[1].lower()}m"),
+        (r"\\[cdt]?frac\s*(\\[a-z]+)\s*([0-9])", r"\\frac{\1}{\2}"),
         (r"\\varnothing\b", r"\\emptyset"),
         (r"\\c?dots\b", r"\\ldots"),
-        (rf"\A\s*({NUMBER.pattern})\s*\\pmod\s*(?:\{{[^{{}}]*\}}|[0-9]+)\s*\Z", r"\1"),
+        (rf"\A\s*({NUMBER.pattern})\s*\\[pb]?mod\s*(?:\{{[^{{}}]*\}}|[0-9]+)\s*\Z", r"\1"),
         (r"\A\s*(?:\\text\{)?\s*(?i:(?:the )?(?:final )?answer(?: is\b:?|:))\s*\}?", ""),
         (r"(?<![0-9./^_])([0-9]+) ([0-9]+)/([0-9]+)(?![0-9])", r"\1\\frac{\2}{\3}"),
         (r"\A\s*\(\s*(-?[0-9]+(?:\.[0-9]+)?)\s*\)\s*\Z", r"\1"),
@@ -68,7 +72,7 @@ REWRITTEN = [
         (r"(?<=[0-9])\s*[xX]\s*(?=10\s*\^)", r"\\times "),
     )
 ]
-ENDING = re.compile(r"(?:\\\\|[\s.,;:*])+\Z")
+ENDING = re.compile(r"[\\\s.,;:*`_\"]+\Z")
 """Punctuation, markdown and a line's end behind an answer."""
 
 
@@ -76,8 +80,8 @@ def canonical(text: str) -> str:
     """An answer without markup and units, in the one form that LaTeX and math-verify have for it."""
     for pattern, replacement in REWRITTEN:
         text = pattern.sub(replacement, text)
-    text = ENDING.sub("", text.lstrip("* "))
-    if whole := re.fullmatch(r"\\text\{([^{}]*)\}", text):
+    text = ENDING.sub("", text.lstrip('* `_"'))
+    if whole := re.fullmatch(r"(?:\\text)?\{([^{}]*)\}", text):
         return canonical(whole[1])
     while (unit := UNIT.search(text)) and _has_value(text[: unit.start()]):
         text = text[: unit.start()]

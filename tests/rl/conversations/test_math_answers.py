@@ -55,6 +55,8 @@ x=NUMBER
 x = NUMBER
 \displaystyle NUMBER
 **NUMBER**
+`NUMBER`
+NUMBER \checkmark
 NUMBER\\
 the answer is NUMBER
 \approx NUMBER
@@ -171,6 +173,14 @@ e^{2}  |  \mathrm{e}^2  |  \mathrm{e}^3
 1 \pm \sqrt{19}  |  1+\sqrt{19}, 1-\sqrt{19}  |  1+\sqrt{19}
 \pm 2  |  2, -2  |  2
 -5  |  −5  |  5
+-5  |  –5  |  5
+(3, \frac{\pi}{2})  |  (3,\frac\pi2)  |  (3,\frac2\pi)
+\text{9:30 a.m.}  |  9\text{:}30\text{ AM}  |  9:31
+\frac{3}{5}  |  \boldsymbol{\frac{3}{5}}  |  \boldsymbol{\frac{5}{3}}
+\frac{3}{5}  |  {3 \over 5}  |  {5 \over 3}
+\frac{3}{8}  |  \frac{3}{8} \approx 0.375  |  \frac{8}{3}
+3  |  3 \bmod 5  |  5
+3  |  \underline{3}  |  \underline{2}
 2.5  |  2,5  |  2,6
 [2,3)  |  \left[2, 3\right)  |  [2,3]
 (-\infty,3)  |  ( -\infty , 3 )  |  (-\infty,3]
