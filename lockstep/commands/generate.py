@@ -159,10 +159,10 @@ def _read(prompts: str | Path) -> Iterator[dict[str, Any]]:
         raise UserError(f"{path}: no such file; give prompts with --prompts FILE")
     if not data.startswith(HUB) and not holds_records(path):
         try:
-            lines = path.read_text(encoding="utf-8").split("\n")  # not at U+2028 and the like; open() unites \r\n
+            lines = path.read_bytes().decode().split("\n")  # not at U+2028 and the like, nor at \r alone
         except UnicodeDecodeError as error:
             raise UserError(f"{path}: is not UTF-8 at byte {error.start}; convert it first") from error
-        yield from ({"prompt": line} for line in lines if line.strip())
+        yield from ({"prompt": line.removesuffix("\r")} for line in lines if line.strip())
         return
     for where, line in read_hub(data) if data.startswith(HUB) else read_records(path, False, Tally()):
         if isinstance(line.get("messages"), list):
