@@ -31,6 +31,8 @@ class ChatOptions:
     """Hugging Face folder, a run's folder (its newest checkpoint), or ORGANISATION/MODEL[@REVISION] of the hub."""
     system: str = ""
     """System message at the start of the conversation; empty: none."""
+    chat_template_kwargs: str = ""
+    """Values for the chat template, a JSON object such as '{"enable_thinking": false}'; empty: none."""
     max_tokens: int = 0
     """Maximum number of tokens per answer; 0: up to the end of the context."""
     temperature: float = 0.8
@@ -174,6 +176,7 @@ def open_talk(options: ChatOptions) -> Talk:
     from lockstep.config import EngineConfig
     from lockstep.data import load_tokenizer, name_ends, with_ends
     from lockstep.data.chat import load_chat_template
+    from lockstep.data.template_values import command_values
     from lockstep.generate import Engine
     from lockstep.observe import announce, start_line
     from lockstep.rl.conversations.rendering import Rendering
@@ -186,12 +189,14 @@ def open_talk(options: ChatOptions) -> Talk:
     template = load_chat_template(folder)
     if template is None:
         raise UserError(f"{folder}: has no chat template; put a chat_template.jinja next to the model's weights")
+    values = command_values(options.chat_template_kwargs, template)
     model = open_model(folder, options.dtype, options.device, options.arithmetic)
     tokenizer = load_tokenizer(folder, model.config.vocab_size)
     model.config = with_ends(model.config, tokenizer, template)
     cache = min(65536, model.config.max_positions + 16)
     engine = Engine(model, EngineConfig(cache_tokens=cache, max_sequences=1), tokenizer)
-    talk = Talk(engine, Rendering(tokenizer, template, model.config.eos_token_ids), options)
+    rendering = Rendering(tokenizer, template, model.config.eos_token_ids, template_values=values)
+    talk = Talk(engine, rendering, options)
     talk.params(0)  # refuses settings before the first question
     work = f"a context of {talk.context} tokens"
     ends = name_ends(model.config.eos_token_ids, tokenizer)

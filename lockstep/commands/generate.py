@@ -29,14 +29,16 @@ class GenerateOptions:
     """Text to continue; with --chat: what the user says."""
     prompts: str = ""
     """File of prompts: text with one prompt per line; or JSONL, a JSON array, Parquet or hf:NAME[:config][:split] with
-    `prompt` or `messages`. Other keys are copied to a prompt's completions, except those that a completion has itself.
-    Blank lines are left out."""
+    `prompt`, a text or messages, or `messages`. Other keys are copied to a prompt's completions, except those that a
+    completion has itself. Blank lines are left out."""
     output: str = ""
     """JSONL file to write, one completion per line; empty: the terminal."""
     overwrite: bool = False
     """Replace an existing output file."""
     chat: bool = False
     """Each prompt is a user's message, which the model's chat template renders."""
+    chat_template_kwargs: str = ""
+    """Values for the chat template, a JSON object such as '{"enable_thinking": false}'; a line's own win."""
     n: int = 1
     """Completions per prompt."""
     max_tokens: int = 128
@@ -123,29 +125,41 @@ def _refuse_to_replace(options: GenerateOptions) -> None:
 
 def _prompts(options: GenerateOptions, folder: Path) -> Iterator[Prompt]:
     from lockstep.data.chat import load_chat_template
+    from lockstep.data.template_values import OPTION, command_values
 
     given = [{"prompt": options.prompt}] if options.prompt else list(_read(options.prompts))
     if not given:
         raise UserError(f"{options.prompts}: contains no prompts; write one per line")
-    template = load_chat_template(folder) if options.chat or any("messages" in line for line in given) else None
+    renders = options.chat or any(_messages(line) is not None for line in given)
+    template = load_chat_template(folder) if renders else None
+    if options.chat_template_kwargs and not renders:
+        raise UserError(f"{OPTION}: no prompt is rendered by the chat template; add --chat, or leave it out")
+    values = command_values(options.chat_template_kwargs, template) if template else {}
     for line in given:
-        messages = line.get("messages", [{"role": "user", "content": line.get("prompt", "")}])
-        if "prompt" in line and not options.chat:
+        messages = _messages(line)
+        if messages is None and not options.chat:
             text = line["prompt"]
         elif template is None:
             raise UserError(f"{folder}: has no chat template; put a chat_template.jinja next to the model's weights")
         else:
-            text = _rendered(template, messages)
+            text = _rendered(template, messages or [{"role": "user", "content": line["prompt"]}], line, values)
         if not text:
             raise UserError(f"{options.prompts or '--prompt'}: a prompt is empty; there is nothing to continue")
         yield Prompt(line, text)
 
 
-def _rendered(template: Any, messages: Any) -> str:
+def _messages(line: dict[str, Any]) -> list[Any] | None:
+    """Those of a line; None: it has a text."""
+    given = line.get("messages", line.get("prompt"))
+    return given if isinstance(given, list) else None
+
+
+def _rendered(template: Any, messages: Any, line: dict[str, Any], values: dict[str, Any]) -> str:
     from lockstep.data.chat import ChatTemplateError
+    from lockstep.data.template_values import KEY, template_values
 
     try:
-        return str(template.render(messages))
+        return str(template.render(messages, **values | template_values(line.get(KEY), template)))
     except ChatTemplateError as error:
         raise UserError(f"{error}; the messages are {json.dumps(messages, ensure_ascii=False)[:200]}") from error
 
@@ -167,10 +181,10 @@ def _read(prompts: str | Path) -> Iterator[dict[str, Any]]:
     for where, line in read_hub(data) if data.startswith(HUB) else read_records(path, False, Tally()):
         if isinstance(line.get("messages"), list):
             yield {key: value for key, value in line.items() if key != "prompt"}
-        elif isinstance(line.get("prompt"), str):
+        elif isinstance(line.get("prompt"), str | list):
             yield {key: value for key, value in line.items() if key != "messages"}
         else:
-            raise UserError(f"{where}: has neither a text `prompt` nor a list `messages`; give one of them")
+            raise UserError(f"{where}: has neither a `prompt`, a text or messages, nor a list `messages`; give one")
 
 
 def _write_all(prompts: list[Prompt], params: Any, engine: Any, tokenizer: Any, output: str) -> None:

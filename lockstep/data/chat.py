@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from lockstep.data.chatml import CHATML, SOURCE
-from lockstep.data.tokenizer import CHAT_TEMPLATE_FILE, MORE_TEMPLATES, read_text
+from lockstep.data.tokenizer import CHAT_TEMPLATE_FILE, MORE_TEMPLATES, Tokenizer, read_text
 from lockstep.data.workers import python_path
 from lockstep.errors import UserError
 
@@ -126,6 +126,13 @@ def load_chat_template(folder: Path, file: str = "") -> ChatTemplate | None:
     special = {k: v.get("content") if isinstance(v, dict) else v for k, v in settings.items() if k.endswith("_token")}
     tokens = {k: v for k, v in special.items() if isinstance(v, str)}
     return make_chat_template(sources["default"], tokens, file or str(folder), sources.get("tool_use"))
+
+
+def carry_template(tokenizer: Tokenizer, template: ChatTemplate) -> None:
+    """Saves `template` with the tokenizer from now on, in place of its folder's."""
+    for name in [name for name in tokenizer.carried if name.startswith(f"{MORE_TEMPLATES}/")]:
+        del tokenizer.carried[name]
+    tokenizer.carried[CHAT_TEMPLATE_FILE] = template.source
 
 
 def _in_files(folder: Path) -> dict[str, str]:

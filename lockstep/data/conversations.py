@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -15,6 +15,7 @@ from lockstep.data.chat import ChatTemplate, ChatTemplateError
 from lockstep.data.encode import Branch, Encoded, half_a_pair, token_dtype
 from lockstep.data.messages import FLAGS, LAYOUTS, are_messages, in_our_layout, is_trained, plain, refuse_hidden
 from lockstep.data.records import HUB, Tally, holds_records, read_hub, read_records
+from lockstep.data.template_values import template_values
 from lockstep.data.text import find_files
 from lockstep.data.tokenizer import Tokenizer, special_ids
 from lockstep.errors import UserError
@@ -76,6 +77,8 @@ class ConversationEncoder:
     tokenizer: Tokenizer
     template: ChatTemplate | None
     turns: Turns = "apart"
+    template_values: Mapping[str, Any] = field(default_factory=dict)
+    """For the template; a row's `chat_template_kwargs` win over them."""
 
     def __post_init__(self) -> None:
         self._special = np.array(sorted(special_ids(self.tokenizer)), dtype=np.int64)
@@ -88,7 +91,8 @@ class ConversationEncoder:
         if template is None:
             return {}
         tool_use = {"tool_use": template.tool_use.source} if template.tool_use else {}
-        made = {"chat_template": template.source, **tool_use, "special_tokens": template.special_tokens}
+        given = {"template_values": dict(self.template_values)} if self.template_values else {}
+        made = {"chat_template": template.source, **tool_use, "special_tokens": template.special_tokens, **given}
         return {**made, "turns": self.turns}
 
     def weight(self, item: Conversation) -> int:
@@ -182,20 +186,9 @@ class ConversationEncoder:
 
     def _values(self, row: dict[str, Any]) -> dict[str, Any]:
         """What a row gives the template besides the messages."""
-        own = row.get("chat_template_kwargs")
-        if isinstance(own, str):
-            own = _from_json("chat_template_kwargs", own)
-        if own is not None and not isinstance(own, dict):
-            raise ChatTemplateError('"chat_template_kwargs" is not an object')
-        own = {name: value for name, value in (own or {}).items() if value is not None}
         tools = self._tools(row)
-        known = self.template.used_with(tools).variables if self.template else ()
-        for name in own:
-            if name not in known or name in ("messages", "tools"):
-                raise ChatTemplateError(
-                    f'"chat_template_kwargs" has {name!r:.60}, which the chat template does not read'
-                )
-        return {"tools": tools, **own}
+        own = template_values(row.get("chat_template_kwargs"), self.template and self.template.used_with(tools))
+        return {"tools": tools, **self.template_values, **own}
 
     def _tools(self, values: dict[str, Any]) -> list[Any] | None:
         """The row's `tools`, which can be JSON in a string, since in Parquet objects have the keys of all others."""

@@ -7,6 +7,7 @@ says whether it is scored (`SCORED`), and where a pair's second sequence begins 
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
@@ -26,7 +27,7 @@ SCORED, MARK = 1, 2
 class PreferenceSource(ConversationSource):
     """Lines or rows as they are; a data set on the hub is read whole, since its examples are scored before the run."""
 
-    keys = ("prompt", "chosen", "rejected", "completion", "label", "tools")
+    keys = ("prompt", "chosen", "rejected", "completion", "label", "tools", "chat_template_kwargs")
 
     def __init__(self, data: str, skip_bad_lines: bool = False):
         super().__init__(data, skip_bad_lines)
@@ -46,9 +47,10 @@ class PreferenceEncoder:
     template: ChatTemplate | None
     longest: int
     paired: bool = True
+    template_values: Mapping[str, Any] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        self._answers = ConversationEncoder(self.tokenizer, self.template, turns="whole")
+        self._answers = ConversationEncoder(self.tokenizer, self.template, "whole", self.template_values)
 
     def encode(self, batch: list[Conversation]) -> list[Encoded]:
         return [self._encode(conversation) for conversation in batch]
@@ -105,7 +107,8 @@ class PreferenceEncoder:
 
     def _answer(self, line: Conversation, prompt: Any, answer: Any) -> Encoded:
         """The whole sequence, with its answer scored."""
-        values = {"prompt": prompt, "completion": answer, "tools": line.values.get("tools")}
+        own = {name: line.values.get(name) for name in ("tools", "chat_template_kwargs")}
+        values = {"prompt": prompt, "completion": answer, **own}
         (scored_text,) = self._answers.scored_texts(values)
         return self._answers.tokens(line.where, scored_text)
 

@@ -34,7 +34,7 @@ from lockstep.rl.actors.replicas import Replicas
 from lockstep.rl.actors.shares import own_batches, share_findings, token_budget
 from lockstep.rl.ahead import Ahead
 from lockstep.rl.alarms import PREFIX, Alarms
-from lockstep.rl.batch import PolicyLoss, packing_metrics, policy_batches
+from lockstep.rl.batch import PolicyLoss, masking_metrics, packing_metrics, policy_batches
 from lockstep.rl.bookkeeping import (
     Stopwatch,
     accepted,
@@ -319,7 +319,7 @@ def _reinforce(
                     ledger.trained, config, world.device, token_budget(ledger.trained, config, world), step - 1
                 )
                 share = own_batches(batches, config, world, model)
-                metrics = packing_metrics(batches)
+                metrics = packing_metrics(batches) | masking_metrics(batches, config)
                 give_up_if_stopped(step)
                 if config.inner_steps > 1 and step > 1:
                     keep_if_long(step - 1)

@@ -35,6 +35,7 @@ from lockstep.data.preferences import (
     PreferenceSource,
     number_of,
 )
+from lockstep.data.template_values import command_values
 from lockstep.data.tokenizer import Tokenizer
 from lockstep.errors import UserError
 from lockstep.model import ScoringModel, TrainableModel, load_weights, read_config, refuse_score_head, resolve_dtype
@@ -96,7 +97,8 @@ def open_preferences(
     divide_step(config.sequence_length, config.tokens_per_step, tokens, world.data_size, fixed)
     tokenizer = chat_tokenizer(config)
     template = chat_template(config, tokenizer, [], [])
-    encoder = PreferenceEncoder(tokenizer, template, config.sequence_length, paired)
+    values = command_values(config.chat_template_kwargs, template)
+    encoder = PreferenceEncoder(tokenizer, template, config.sequence_length, paired, values)
     rows = PreferenceRows if paired else LabelledRows
     sources = preference_sources(config, config.data)
     held_out_sources = preference_sources(config, config.validation_data) if config.validation_data else []

@@ -81,7 +81,7 @@ def test_messages_are_rendered_by_the_models_template(tmp_path, chat_folder, cap
         (["--prompt", "a", "--prompts", "b"], "give either"),
         (["--prompts", "nowhere.txt"], "nowhere.txt: no such file"),
         (["--prompts", "empty.txt"], "contains no prompts"),
-        (["--prompts", "bad.jsonl"], "bad.jsonl:1: has neither a text `prompt`"),
+        (["--prompts", "bad.jsonl"], "bad.jsonl:1: has neither a `prompt`, a text or messages"),
         (["--prompts", "latin.txt"], "is not UTF-8 at byte 1"),
         (["--prompt", "a", "--chat"], "has no chat template"),
         (["--prompt", "a", "--n", "0"], "n is 0"),

@@ -13,7 +13,7 @@ from lockstep.errors import UserError
 from lockstep.rl.conversations import ConversationEnvironment
 from lockstep.rl.environment import Example
 from lockstep.rl.environments.code_harness import count_tests
-from lockstep.rl.environments.problems import needs_text, read_problems, text_of
+from lockstep.rl.environments.problems import needs_text, prompt_of, read_problems, template_values_of
 from lockstep.rl.sandbox import SandboxLimits, missing_protections, run_code
 
 PROMPT_KEYS = ("prompt", "problem", "question")
@@ -53,10 +53,11 @@ class Code(ConversationEnvironment):
             reasons = "; ".join(f"{name} ({reason})" for name, reason in missing.items())
             raise UserError(f"code is not run here, because the kernel cannot confine it sufficiently: {reasons}")
         for where, values in read_problems(self.data, split, self.skip_bad_lines, NEEDS):
-            prompt = text_of(values, PROMPT_KEYS)
+            prompt = prompt_of(values, PROMPT_KEYS, INSTRUCTION)
             tests, problem = _tests(values)
             if prompt is not None and not problem:
-                yield Example(prompt + INSTRUCTION, id=where, metadata={"tests": tests})
+                given = template_values_of(where, values)
+                yield Example(prompt, id=where, metadata={"tests": tests}, chat_template_kwargs=given)
             elif not self.skip_bad_lines:
                 if prompt is None:
                     raise needs_text(where, values, PROMPT_KEYS)

@@ -12,7 +12,7 @@ from lockstep.rl.conversations import ConversationEnvironment
 from lockstep.rl.environment import Example
 from lockstep.rl.environments.answer_forms import NUMBER, POWER_OF_TEN, canonical, choice, same_text, without_bare_unit
 from lockstep.rl.environments.math_checker import MathChecker
-from lockstep.rl.environments.problems import needs_text, read_problems, text_of
+from lockstep.rl.environments.problems import answer_of, needs_text, prompt_of, read_problems, template_values_of
 
 NEEDS = "`problem` or `question`, and `answer` or `solution`"
 INSTRUCTION = "\n\nReason step by step, and give the final answer in \\boxed{}."
@@ -49,10 +49,11 @@ class Math(ConversationEnvironment):
 
     def examples(self, split: str) -> Iterator[Example]:
         for where, values in read_problems(self.data, split, self.skip_bad_lines, NEEDS):
-            problem, solution = text_of(values, self.problem_keys), text_of(values, self.answer_keys)
+            problem = prompt_of(values, self.problem_keys, INSTRUCTION)
+            solution = answer_of(values, self.answer_keys)
             answer = None if solution is None else final_answer(solution)
             if problem is not None and answer:
-                yield Example(problem + INSTRUCTION, answer, where)
+                yield Example(problem, answer, where, chat_template_kwargs=template_values_of(where, values))
             elif not self.skip_bad_lines:
                 if problem is None or solution is None:
                     raise needs_text(where, values, self.problem_keys if problem is None else self.answer_keys)
