@@ -35,16 +35,14 @@ def tensor_files(folder: Path) -> dict[str, Path]:
         own = adapter_files(folder)
         # Its head replaces the base's.
         return {n: f for n, f in tensor_files(base_folder(folder)).items() if f"{PEFT_ROOT}{n}" not in own} | own
+    listed = read_json(folder / INDEX).get("weight_map", {}) if (folder / INDEX).is_file() else {}
+    if not isinstance(listed, dict) or not all(isinstance(file, str) for file in listed.values()):
+        raise UserError(f"{folder / INDEX}: weight_map is not a table of file names; download it again")
     if (folder / SINGLE).is_file():
         listed = {}
-        names = [SINGLE]
-    elif (folder / INDEX).is_file():
-        listed = read_json(folder / INDEX).get("weight_map", {})
-        if not isinstance(listed, dict) or not all(isinstance(file, str) for file in listed.values()):
-            raise UserError(f"{folder / INDEX}: weight_map is not a table of file names; download it again")
-        names = sorted(set(listed.values()))
-    else:
+    elif not (folder / INDEX).is_file():
         raise UserError(f"{folder}: neither {SINGLE} nor {INDEX}; only safetensors are read, never pickles")
+    names = sorted(set(listed.values())) or [SINGLE]
     for name in names:
         if "\0" in name or PurePath(name).is_absolute() or ".." in PurePath(name).parts:
             raise UserError(f"{folder / INDEX}: names {name!r}, which is not in this folder; download it again")
