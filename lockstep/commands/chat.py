@@ -162,7 +162,6 @@ class Talk:
             top_p=options.top_p,
             min_p=options.min_p,
             seed=None if options.seed is None else options.seed + self._turns,
-            stop_token_ids=self._rendering.stop_token_ids,
         )
 
     @property
@@ -175,7 +174,7 @@ def open_talk(options: ChatOptions) -> Talk:
     """Raises UserError for a model that does not exist or has no chat template, and for settings that cannot work."""
     from lockstep.checkpoint import model_folder, open_model
     from lockstep.config import EngineConfig
-    from lockstep.data import load_tokenizer
+    from lockstep.data import load_tokenizer, name_ends, with_ends
     from lockstep.data.chat import load_chat_template
     from lockstep.data.template_values import command_values
     from lockstep.generate import Engine
@@ -193,13 +192,15 @@ def open_talk(options: ChatOptions) -> Talk:
     values = command_values(options.chat_template_kwargs, template)
     model = open_model(folder, options.dtype, options.device, options.arithmetic)
     tokenizer = load_tokenizer(folder, model.config.vocab_size)
+    model.config = with_ends(model.config, tokenizer, template)
     cache = min(65536, model.config.max_positions + 16)
     engine = Engine(model, EngineConfig(cache_tokens=cache, max_sequences=1), tokenizer)
     rendering = Rendering(tokenizer, template, model.config.eos_token_ids, template_values=values)
     talk = Talk(engine, rendering, options)
     talk.params(0)  # refuses settings before the first question
     work = f"a context of {talk.context} tokens"
-    announce("chat: " + start_line(options.model, model.config, model.device, model.dtype, work))
+    ends = name_ends(model.config.eos_token_ids, tokenizer)
+    announce("chat: " + start_line(options.model, model.config, model.device, model.dtype, work, ends=ends))
     return talk
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import json
 import sys
-from collections.abc import Iterable, Iterator
+from collections.abc import Collection, Iterable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import IO, TYPE_CHECKING, Annotated, Any
@@ -77,7 +77,8 @@ def generate(options: GenerateOptions, world: World) -> None:
     """Runs the command. Raises UserError for prompts, or a model, that cannot be used."""
     from lockstep.checkpoint import model_folder, open_model
     from lockstep.config import EngineConfig
-    from lockstep.data import load_tokenizer
+    from lockstep.data import load_tokenizer, name_ends, with_ends
+    from lockstep.data.chat import load_chat_template
     from lockstep.generate import Engine, SamplingParams
     from lockstep.observe import announce, start_line
 
@@ -99,9 +100,12 @@ def generate(options: GenerateOptions, world: World) -> None:
     chunks = options.parallel.reduction_chunks
     model = open_model(folder, options.dtype, options.device, options.arithmetic, world, chunks)
     tokenizer = load_tokenizer(folder, model.config.vocab_size)
+    model.config = with_ends(model.config, tokenizer, load_chat_template(folder))
     samples = len(prompts) * options.n
     work = f"{samples} samples of " * (samples > 1) + f"up to {options.max_tokens} tokens to go"
-    announce("generate: " + start_line(options.model, model.config, model.device, model.dtype, work, world.size))
+    ends = name_ends(model.config.eos_token_ids, tokenizer)
+    line = start_line(options.model, model.config, model.device, model.dtype, work, world.size, ends)
+    announce(f"generate: {line}")
     # Enough for one sequence of the whole context, or for many short ones.
     cache = min(65536, model.config.max_positions + 16)
     engine = Engine(model, EngineConfig(cache_tokens=cache, max_sequences=64 if samples > 1 else 1), tokenizer)
@@ -110,7 +114,8 @@ def generate(options: GenerateOptions, world: World) -> None:
     elif options.n > 1:
         _print_samples(prompts[0], params, engine, tokenizer)
     else:
-        _stream("" if options.chat else options.prompt, prompts[0], params, engine, tokenizer)
+        shown = "" if options.chat else options.prompt
+        _stream(shown, prompts[0], params, engine, tokenizer, model.config.eos_token_ids)
 
 
 def _refuse_to_replace(options: GenerateOptions) -> None:
@@ -168,10 +173,10 @@ def _read(prompts: str | Path) -> Iterator[dict[str, Any]]:
         raise UserError(f"{path}: no such file; give prompts with --prompts FILE")
     if not data.startswith(HUB) and not holds_records(path):
         try:
-            lines = path.read_text(encoding="utf-8").split("\n")  # not at U+2028 and the like; open() unites \r\n
+            lines = path.read_bytes().decode().split("\n")  # not at U+2028 and the like, nor at \r alone
         except UnicodeDecodeError as error:
             raise UserError(f"{path}: is not UTF-8 at byte {error.start}; convert it first") from error
-        yield from ({"prompt": line} for line in lines if line.strip())
+        yield from ({"prompt": line.removesuffix("\r")} for line in lines if line.strip())
         return
     for where, line in read_hub(data) if data.startswith(HUB) else read_records(path, False, Tally()):
         if isinstance(line.get("messages"), list):
@@ -199,7 +204,7 @@ def _write_all(prompts: list[Prompt], params: Any, engine: Any, tokenizer: Any, 
         for start in range(0, len(prompts), batch):
             part = slice(start, start + batch)
             completed = zip(prompts[part], tokens[part], engine.generate(tokens[part], each[part]))
-            _write(file, (_line(p, i, _text(t, c, tokenizer), c) for p, t, cs in completed for i, c in enumerate(cs)))
+            _write(file, (_line(p, i, _text(t, c, engine), c) for p, t, cs in completed for i, c in enumerate(cs)))
             if bar:
                 bar.advance(len(prompts[part]))
 
@@ -235,19 +240,20 @@ def _line(prompt: Prompt, index: int, text: str, completion: Any) -> dict[str, A
     }
 
 
-def _text(prompt: list[int], completion: Any, tokenizer: Any) -> str:
+def _text(prompt: list[int], completion: Any, engine: Any) -> str:
     from lockstep.data import continuation
 
-    return continuation(tokenizer, prompt, [t for t in completion.token_ids if t != tokenizer.eos_id])
+    ends = engine.model.config.eos_token_ids
+    return continuation(engine.tokenizer, prompt, [t for t in completion.token_ids if t not in ends])
 
 
 def _print_samples(prompt: Prompt, params: Any, engine: Any, tokenizer: Any) -> None:
     tokens = tokenizer.encode(prompt.text)
     for index, completion in enumerate(engine.generate([tokens], params)[0]):
-        print(f"[{index}] {_shown(_text(tokens, completion, tokenizer))}")
+        print(f"[{index}] {_shown(_text(tokens, completion, engine))}")
 
 
-def _stream(shown: str, prompt: Prompt, params: Any, engine: Any, tokenizer: Any) -> None:
+def _stream(shown: str, prompt: Prompt, params: Any, engine: Any, tokenizer: Any, ends: Collection[int] = ()) -> None:
     from lockstep.data import StreamDecoder, decoding_context
 
     tokens = tokenizer.encode(prompt.text)
@@ -255,7 +261,7 @@ def _stream(shown: str, prompt: Prompt, params: Any, engine: Any, tokenizer: Any
     for event in engine.stream(tokens, params):
         print(_shown(shown), end="", flush=True)  # with the first token: a refused prompt is not shown
         shown = ""
-        if event.token_id != tokenizer.eos_id:
+        if event.token_id not in ends:
             print(_shown(decoder.push(event.token_id)), end="", flush=True)
     print(_shown(decoder.finish()))
 

@@ -93,6 +93,9 @@ class SFTConfig(PretrainConfig):
     template: str = ""
     """Chat template file (jinja) to use instead of the model's own; `chatml`: ChatML, whose special tokens are added to
     tokenizer and model if they are missing."""
+    turns: Literal["apart", "whole"] = "apart"
+    """`apart`: an answer that the template writes otherwise once others follow (Qwen3's drop its reasoning) is a
+    sequence of its own, as it was sampled; `whole`: one sequence per conversation, as the template renders it."""
     chat_template_kwargs: str = ""
     """Values for the chat template, a JSON object such as '{"enable_thinking": false}'; a row's own win."""
     tokenizer: str = ""

@@ -3,6 +3,7 @@
 from lockstep.data.conversations import ConversationEncoder, ConversationSource
 from lockstep.data.corpus import TokenizedCorpus, tokenize_documents
 from lockstep.data.encode import Encoder, TextEncoder
+from lockstep.data.ends import ends_of_text, name_ends, with_ends
 from lockstep.data.held_out import divide
 from lockstep.data.loader import RowLoader, StepRows, divide_step
 from lockstep.data.mixture import parse_data
@@ -41,8 +42,10 @@ __all__ = [
     "decoding_context",
     "divide",
     "divide_step",
+    "ends_of_text",
     "is_token_folder",
     "load_tokenizer",
+    "name_ends",
     "named_tokenizer",
     "open_rows",
     "open_token_folder",
@@ -50,5 +53,6 @@ __all__ = [
     "read_jsonl",
     "tokenize_documents",
     "train_bpe",
+    "with_ends",
     "write_token_folder",
 ]

@@ -50,7 +50,7 @@ class PreferenceEncoder:
     template_values: Mapping[str, Any] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        self._answers = ConversationEncoder(self.tokenizer, self.template, self.template_values)
+        self._answers = ConversationEncoder(self.tokenizer, self.template, "whole", self.template_values)
 
     def encode(self, batch: list[Conversation]) -> list[Encoded]:
         return [self._encode(conversation) for conversation in batch]
@@ -109,7 +109,8 @@ class PreferenceEncoder:
         """The whole sequence, with its answer scored."""
         own = {name: line.values.get(name) for name in ("tools", "chat_template_kwargs")}
         values = {"prompt": prompt, "completion": answer, **own}
-        return self._answers.tokens(line.where, *self._answers.text(values))
+        (scored_text,) = self._answers.scored_texts(values)
+        return self._answers.tokens(line.where, scored_text)
 
     def _without(self, problem: str, left_out: str = "") -> Encoded:
         return Encoded(np.empty(0, token_dtype(self.tokenizer)), problem=problem, left_out=left_out)
@@ -175,7 +176,7 @@ class Example:
 class PreferenceRow(Row):
     """A row with its examples; `lengths` are those of all sequences."""
 
-    examples: list[Example]
+    examples: list[Example] = field(kw_only=True)
 
 
 class PreferenceRows(Rows):
@@ -199,7 +200,7 @@ class PreferenceRows(Rows):
                 scored[np.array(sequence.scored, dtype=np.int64) + start] = True
                 start += len(sequence.tokens)
         padding = row.tokens.size - start
-        return PreferenceRow(row.tokens, own + ([padding] if padding else []), scored, padding, examples)
+        return PreferenceRow(row.tokens, own + ([padding] if padding else []), scored, padding, examples=examples)
 
 
 class LabelledRows(PreferenceRows):

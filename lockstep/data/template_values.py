@@ -38,8 +38,9 @@ def template_values(given: Any, template: ChatTemplate | None, named: str = f'"{
 
 def readable_values(template: ChatTemplate | None) -> set[str]:
     """Names that the template reads and that are given to it by nothing else."""
-    found = template.variables - GIVEN_TO_TEMPLATES if template else ()
-    return {name for name in found if not name.endswith("_token")}
+    found = template.variables if template else frozenset()
+    found |= template.tool_use.variables if template and template.tool_use else frozenset()
+    return {name for name in found - GIVEN_TO_TEMPLATES if not name.endswith("_token")}
 
 
 def command_values(given: str | Mapping[str, Any], template: ChatTemplate | None) -> dict[str, Any]:

@@ -11,7 +11,9 @@ from typing import Any
 from lockstep.checkpoint.checkpoints import Checkpoints
 from lockstep.checkpoint.random_state import random_state, seed_generators, set_random_state
 from lockstep.config import RLConfig, algorithm_of, to_toml, validate_run
-from lockstep.data import load_tokenizer
+from lockstep.data import load_tokenizer, with_ends
+from lockstep.data.chat import load_chat_template
+from lockstep.hub import local_folder
 from lockstep.observe import (
     Observer,
     OnMetrics,
@@ -129,6 +131,7 @@ def _reinforce(
     model = policy_model(config, world)
     refuse_replay_without_experts(config, model.config)
     tokenizer = load_tokenizer(config.model, model.config.vocab_size)
+    model.config = with_ends(model.config, tokenizer, load_chat_template(local_folder(config.model)))
     reference = load_reference(config, world, tokenizer)
     teacher = load_teacher(config, world, tokenizer)
     reward_model = load_reward_model(config, environment, world.device)
@@ -239,7 +242,7 @@ def _reinforce(
     unjudged = bool(held_out) and state.get("unjudged", False) and awaits_validation(before, start)
     unfinished = before.pop() if unjudged else {}
     ended = start >= config.steps and not unjudged
-    announce_start(config, environment, model, world, start, ended)
+    announce_start(config, environment, model, tokenizer, world, start, ended)
     updating = 0.0
     """Seconds that all updates of the last step took."""
     watch = Alarms(config.alarms, before, learns_from_spread_alone(config))

@@ -13,6 +13,7 @@ from torch import Tensor
 
 from lockstep.config import RLConfig
 from lockstep.data import ConversationEncoder, Tokenizer, load_tokenizer
+from lockstep.data.answer_spans import ScoredText
 from lockstep.data.chat import ChatTemplate, ChatTemplateError, load_chat_template
 from lockstep.errors import UserError
 from lockstep.model import Decoder, load_model, read_config
@@ -30,7 +31,7 @@ class RewardModel:
 
     def __init__(self, model: Decoder, tokenizer: Tokenizer, template: ChatTemplate | None):
         self.model, self.template = model, template
-        self._encoder = ConversationEncoder(tokenizer, template)
+        self._encoder = ConversationEncoder(tokenizer, template, turns="whole")
         names = sorted(tokenizer.special_tokens(), key=len, reverse=True)
         self._special = re.compile("|".join(map(re.escape, names)) or r"(?!)")
 
@@ -53,13 +54,13 @@ class RewardModel:
             prompt = asked[0]["content"]
             values = {"prompt": prompt, "completion": self._behind(prompt, said)}
         try:
-            text, _ = self._encoder.text(values)
+            ((text, _),) = self._encoder.scored_texts(values)
         except ChatTemplateError as error:
             raise UserError(f"{where}: the reward model cannot read it: {error}") from error
         if not text:
             raise UserError(f"{where}: has neither a prompt nor a completion, so there is nothing to score")
         # An answer may be empty: the end of the text is always scored.
-        encoded = self._encoder.tokens(where, text, [(len(text) - 1, len(text))])
+        encoded = self._encoder.tokens(where, ScoredText(text, [(len(text) - 1, len(text))]))
         if encoded.problem:
             raise UserError(encoded.problem)
         most = self.model.config.max_positions

@@ -105,7 +105,10 @@ def encoded(encoder, line):
 def test_values_reach_conversations_and_preferences_and_a_rows_own_win(chat_folder):
     tokenizer, template = load_tokenizer(chat_folder), load_chat_template(chat_folder)
     values = json.loads(GIVEN)
-    plain, given = ConversationEncoder(tokenizer, template), ConversationEncoder(tokenizer, template, values)
+    plain, given = (
+        ConversationEncoder(tokenizer, template),
+        ConversationEncoder(tokenizer, template, template_values=values),
+    )
     row = TALK | {"chat_template_kwargs": {"word": "v"}}
     both = TALK | {"chat_template_kwargs": {"word": "v", "loud": True}}
     assert np.array_equal(encoded(given, row).tokens, encoded(plain, both).tokens)

@@ -250,7 +250,7 @@ def sampling_params(
         n=samples,
         seed=seed,
         stop=environment.stop,
-        stop_token_ids=rendering.stop_token_ids,
+        stop_token_ids=rendering.end_ids,
         routes=routes_form(config),
     )
 

@@ -9,7 +9,7 @@ from functools import cached_property
 from typing import Any
 
 from lockstep.config import RLConfig
-from lockstep.data import Tokenizer
+from lockstep.data import Tokenizer, ends_of_text
 from lockstep.data.chat import ChatTemplate, ChatTemplateError, load_chat_template
 from lockstep.data.template_values import command_values, template_values
 from lockstep.errors import UserError
@@ -75,9 +75,8 @@ class Rendering:
 
             self.schemas = [schema_of(tool) for tool in tools]
             self._format = tool_format(template.source) if template else None
-        self.stop_token_ids = self._end_of_turn()
-        """Tokens that end a reply according to the template, besides the model's own end-of-text tokens."""
-        self.end_ids = {*end_ids, *self.stop_token_ids}
+        self.end_ids = ends_of_text(end_ids, tokenizer, template)
+        """Tokens that end a reply."""
 
     def prompt(self, example: Example) -> list[int]:
         """A single prompt's tokens: with a template, those of its messages, or of a user message.
@@ -191,17 +190,6 @@ class Rendering:
         if isinstance(value, dict):
             return {self.written(key): self.written(own) for key, own in value.items()}
         return [self.written(own) for own in value] if isinstance(value, list) else value
-
-    def _end_of_turn(self) -> tuple[int, ...]:
-        """The special token that the template writes right after an assistant message; empty if there is none."""
-        if self.template is None:
-            return ()
-        messages = [{"role": "user", "content": "?"}, {"role": "assistant", "content": MARK}]
-        try:
-            after = self.template.render(messages, add_generation_prompt=False).partition(MARK)[2]
-        except ChatTemplateError:
-            return ()
-        return tuple(token for token in self.tokens(after)[:1] if token in self.tokenizer.special_tokens().values())
 
 
 def open_rendering(

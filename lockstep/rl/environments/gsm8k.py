@@ -14,8 +14,8 @@ from lockstep.rl.environments.problems import answer_of, needs_text, prompt_of, 
 NEEDS = "the strings `question` and `answer`, or `prompt`, a list of messages, and an answer"
 # No two adjacent repeats match the same characters, so a long run of digits is matched in linear time.
 DIGITS = r"(?:(?:[0-9]{1,3}(?:,[0-9]{3})+|[0-9]+)(?:\.[0-9]+)?|\.[0-9]+)"
-FINAL = re.compile(rf"(?<!#)#### *((?:-?\$?|\$-){DIGITS})\s*\Z")
-"""`#### NUMBER` at the end, optionally with dollar sign, thousands separators, decimals; only whitespace after it."""
+FINAL = re.compile(rf"(?<!#)#### *((?:-?(?:\\?\$)?|\\?\$-){DIGITS})\.?\s*\Z")
+"""`#### NUMBER` at the end, optionally with dollar sign, thousands separators, decimals and a period."""
 
 PROMPT = "Question: {question}\nAnswer:"
 """The text that the model continues."""
@@ -83,4 +83,4 @@ def is_right(answer: str, completion: str) -> bool:
 
 def _plain(number: str) -> str:
     # math-verify parses ".5", but not "-.5".
-    return re.sub(r"^(-?)\.", r"\g<1>0.", number.replace(",", "").replace("$", ""))
+    return re.sub(r"^(-?)\.", r"\g<1>0.", re.sub(r"[,$\\]", "", number))
