@@ -29,10 +29,9 @@ ONLY = {
     "rope_interleaved": False,
     "is_encoder_decoder": False,
     "attention_dropout": 0,
-    "output_router_logits": False,
 }
-"""Settings that would change results, and the only value that is supported; a family's `ONLY` adds to these. The last
-two act in training: dropout, and a loss that balances the experts' load."""
+"""Settings that would change results, dropout in training, and the only value that is supported; a family's `ONLY` adds
+to these."""
 
 WITHOUT_EFFECT = {
     # Where the folder comes from.
@@ -44,8 +43,8 @@ WITHOUT_EFFECT = {
     "use_cache", "cache_implementation", "attn_implementation", "_attn_implementation", "_attn_implementation_autoset",
     "_attn_implementation_internal", "experts_implementation", "_experts_implementation",
     "_experts_implementation_internal", "gradient_checkpointing", "torchscript", "use_bfloat16", "tf_legacy_loss",
-    "output_attentions", "output_hidden_states", "return_dict", "use_return_dict", "chunk_size_feed_forward",
-    "pruned_heads",
+    "output_attentions", "output_hidden_states", "output_router_logits", "return_dict", "use_return_dict",
+    "chunk_size_feed_forward", "pruned_heads",
     # Of encoders and classifiers; every configuration once had them.
     "is_decoder", "add_cross_attention", "cross_attention_hidden_size", "tie_encoder_decoder", "finetuning_task",
     "task_specific_params", "problem_type", "prefix",

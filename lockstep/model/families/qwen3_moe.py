@@ -33,7 +33,7 @@ DEFAULTS = {
 ALIASES = {"num_local_experts": "num_experts"}
 ONLY = {"use_qk_norm": True, "shared_expert_intermediate_size": 0}
 WITHOUT_EFFECT = {"sliding_window", "max_window_layers", "router_aux_loss_coef"}
-"""Without `use_sliding_window` and `output_router_logits`, which are refused."""
+"""Without `use_sliding_window`, which is refused."""
 
 
 def config(
