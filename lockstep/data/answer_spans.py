@@ -24,15 +24,20 @@ class ScoredText(NamedTuple):
 
 
 def render_answers(
-    template: ChatTemplate, messages: list[dict[str, Any]], trained: Sequence[bool], turns: Turns, **values: Any
+    template: ChatTemplate,
+    messages: list[dict[str, Any]],
+    whole: str,
+    trained: Sequence[bool],
+    turns: Turns,
+    **values: Any,
 ) -> list[ScoredText]:
-    """The whole conversation, and the spans of the messages that are `trained`; if `turns` are "apart", also the
+    """`whole`, the rendering of all messages, and the spans of the messages that are `trained`; if `turns` are "apart", also the
     beginnings of the conversation whose last answer the whole has otherwise.
 
     A template with `{% generation %}` says itself what is scored of an answer. values: for the template, such as
     `tools`. Raises ChatTemplateError for messages that the template refuses.
     """
-    conversation = _Conversation(template, messages, values)
+    conversation = _Conversation(template, messages, whole, values)
     wanted = [i for i, message in enumerate(messages) if message.get("role") == "assistant" and trained[i]]
     if turns == "whole":
         return [ScoredText(conversation.whole, conversation.spans_in_whole(wanted))]
@@ -49,9 +54,8 @@ def render_answers(
 class _Conversation:
     """Messages and their template; `whole`: their rendering."""
 
-    def __init__(self, template: ChatTemplate, messages: list[dict[str, Any]], values: Mapping[str, Any]):
-        self._template, self._messages, self._values = template, messages, values
-        self.whole = template.render(messages, add_generation_prompt=False, **values)
+    def __init__(self, template: ChatTemplate, messages: list[dict[str, Any]], whole: str, values: Mapping[str, Any]):
+        self._template, self._messages, self.whole, self._values = template, messages, whole, values
 
     def as_sampled(self, index: int) -> ScoredText:
         """The text up to the end of the answer at `index`, as when it was sampled, with the answer's spans."""

@@ -179,10 +179,9 @@ class ConversationEncoder:
     def _shown(self, messages: list[dict[str, Any]], trained: list[bool], values: dict[str, Any]) -> list[ScoredText]:
         assert self.template is not None
         template = self.template.used_with(values["tools"])
-        texts = render_answers(template, messages, trained, self.turns, **values)
         text = template.render(messages, add_generation_prompt=False, **values)
         refuse_hidden(template, messages, trained, text, **values)
-        return texts
+        return render_answers(template, messages, text, trained, self.turns, **values)
 
     def _values(self, row: dict[str, Any]) -> dict[str, Any]:
         """What a row gives the template besides the messages."""
