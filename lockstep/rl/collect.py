@@ -245,7 +245,7 @@ def _sample(
             cut_logprobs=completion.cut_logprobs,
             routes=completion.routes,
             finish_reason=completion.finish_reason,
-            completion=completion_text(rendering.tokenizer, prompt, completion),
+            completion=completion_text(rendering, prompt, completion),
             **of_versions(completion.versions, engine.weights_version),
         )
         for group, prompt, completions in zip(groups, prompts, engine.generate(prompts, params, first))
@@ -261,6 +261,10 @@ def encode_prompt(rendering: Rendering, example: Example, engine: Sampler, max_n
     return tokens
 
 
-def completion_text(tokenizer: Tokenizer, prompt: list[int], completion: Completion) -> str:
-    """What the environment grades: the text that the completion adds to the prompt, without end-of-text tokens."""
+def completion_text(rendering: Rendering, prompt: list[int], completion: Completion) -> str:
+    """What the environment grades: the text that the completion adds to the prompt, without end-of-text tokens; of a
+    family with channels, only what it says in the final one."""
+    if rendering.form.channels:
+        return rendering.reply(completion.token_ids, prompt)
+    tokenizer = rendering.tokenizer
     return continuation(tokenizer, prompt, [t for t in completion.token_ids if t != tokenizer.eos_id])

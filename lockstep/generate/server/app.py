@@ -19,6 +19,7 @@ from starlette.types import ASGIApp
 
 from lockstep import __version__
 from lockstep.data.chat import ChatTemplate, ChatTemplateError
+from lockstep.data.messages import REASONING
 from lockstep.errors import UserError, closest
 from lockstep.generate.sampling_params import Completion
 from lockstep.generate.server.access_log import DISCONNECTED, AccessLog, record_of
@@ -122,7 +123,8 @@ async def _chat(service: Service, request: Request, data: bytes) -> Response:
         )
     messages = [message.plain() for message in body.messages]
     values, of_values = _template_values(service.template, body)
-    characters = sum(len(message["content"]) for message in messages)
+    # Its reasoning has two names or three, of which a template writes one.
+    characters = sum(len(m["content"]) + len(m.get(REASONING[0], "")) for m in messages)
     check_text(service, characters, "messages")
     render = partial(service.template.render, messages, **values)
     try:

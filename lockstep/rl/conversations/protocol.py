@@ -9,6 +9,7 @@ from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, ClassVar
 
+from lockstep.data.replies import ToolCall
 from lockstep.rl.environment import Environment, Example
 
 Message = dict[str, Any]
@@ -22,16 +23,6 @@ class ConversationOver(Exception):
 
 
 @dataclass(frozen=True)
-class ToolCall:
-    """A call that the model wrote in a reply."""
-
-    name: str
-    arguments: Mapping[str, Any] = field(default_factory=dict)
-    problem: str = ""
-    """Why it cannot be parsed, for the model; empty if it can."""
-
-
-@dataclass(frozen=True)
 class Reply:
     """What the model said in one turn."""
 
@@ -39,6 +30,10 @@ class Reply:
     finish_reason: str = "stop"
     """`stop`, or `length` if it was cut off at max_new_tokens."""
     tool_calls: tuple[ToolCall, ...] = ()
+    reasoning: str = ""
+    """What it thought before. It is in `text` too, between `<think>` and `</think>`, where the family writes it so."""
+    message: Mapping[str, Any] = field(default_factory=dict)
+    """What its message has besides role and content: reasoning and calls, where the family has channels for them."""
 
 
 @dataclass(frozen=True)
@@ -78,8 +73,8 @@ class Chat:
     async def reply(self) -> Reply:
         """The model's next reply. Raises ConversationOver at the limit of turns or tokens."""
         reply = await self._ask(self.messages)
-        # Verbatim, including calls: a template that shows it shows what the model wrote.
-        self.messages.append({"role": "assistant", "content": reply.text})
+        # Verbatim, including calls: a template that shows it shows what the model wrote. Only channels are apart.
+        self.messages.append({"role": "assistant", "content": reply.text, **reply.message})
         return reply
 
 
