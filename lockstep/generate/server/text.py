@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Iterator, Sequence
 
 from lockstep.data import StreamDecoder
 from lockstep.data.replies import Piece, ReplyReader, reply_form
@@ -29,8 +29,8 @@ class GrowingText:
     """The content of one sample, and apart from it its reasoning.
 
     `stop_ids` are tokens that end it and have no text; `length` counts the characters decoded so far. reader: what
-    takes it apart; by default in the form that the decoder's vocabulary suggests. A stop string ends the sample
-    wherever it stands, as in the engine.
+    takes it apart; by default in the form that the decoder's vocabulary suggests. A stop string ends the sample in
+    its reasoning too, as in the engine, but never in the names of channels.
     """
 
     def __init__(
@@ -65,7 +65,7 @@ class GrowingText:
         if self.stopped:
             return ""
         held = sum(len(piece.text) for piece in self._held if piece.sampled)
-        found = self._found(text)
+        found = self._found(new)
         self.stopped = found is not None
         # What is held back may turn out to be the beginning of a stop string.
         count = held + len(text) - (0 if last else max(self._matched, default=0)) if found is None else held + found
@@ -73,16 +73,28 @@ class GrowingText:
         self.reasoning = "".join(piece.text for piece in shown if piece.section == "reasoning")
         return "".join(piece.text for piece in shown if piece.section == "content")
 
-    def _found(self, new: str) -> int | None:
-        """Where in `new` the first stop string begins, negative if before it."""
-        found = []
+    def _found(self, new: Sequence[Piece]) -> int | None:
+        """Where in the sampled text of `new` the first stop string begins, negative if before it."""
+        found: list[int] = []
+        begin = 0
+        for piece in new:
+            if piece.section == "structure":
+                self._matched = [0] * len(self._stop)
+            elif piece.sampled:
+                found += (begin + place for place in self._found_in(piece.text))
+            if found:
+                return min(found)
+            begin += len(piece.text) if piece.sampled else 0
+        return None
+
+    def _found_in(self, text: str) -> Iterator[int]:
+        """Where each stop string that `text` completes begins."""
         for number, stop in enumerate(self._stop):
-            for position, character in enumerate(new, 1):
+            for position, character in enumerate(text, 1):
                 self._matched[number] = stop.advance(self._matched[number], character)
                 if self._matched[number] == len(stop.text):
-                    found.append(position - len(stop.text))
+                    yield position - len(stop.text)
                     break
-        return min(found, default=None)
 
 
 def _divided(pieces: Sequence[Piece], count: int) -> tuple[list[Piece], list[Piece]]:
