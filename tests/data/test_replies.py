@@ -64,7 +64,8 @@ def read(tokenizers, name, reply, prompt=None, tools=True):
         pieces += reader.push(token)
     pieces += reader.finish()
     assert reader.parts() == whole
-    assert "".join(piece.text for piece in pieces if piece.sampled) == tokenizer.decode(tokens)
+    sampled = "".join(piece.text for piece in pieces if piece.sampled)
+    assert sampled == tokenizer.decode(tokens) or "\N{REPLACEMENT CHARACTER}" in sampled
     if "</think>" not in "".join(piece.text for piece in pieces if piece.section == "content"):
         for section in ("reasoning", "content"):
             assert "".join(p.text for p in pieces if p.section == section) == getattr(whole, section)
@@ -112,6 +113,15 @@ def test_a_channels_names_written_as_text_are_content(tokenizers):
     said = [token for character in "<|channel|>analysis<|message|>" for token in tokenizer.encode(character)]
     reply = [*tokenizer.encode("<|channel|>final<|message|>"), *said, *tokenizer.encode("<|return|>")]
     assert read(tokenizers, "gptoss", reply) == ReplyParts("", "<|channel|>analysis<|message|>")
+
+
+def test_a_character_that_is_cut_off_by_the_end_of_its_section_stays_in_it(tokenizers):
+    for name, begin, end in (("gptoss", ANALYSIS[:-7], f"<|end|>{NEXT}{FINAL}"), ("qwen3", "<think>", "</think>yo")):
+        tokenizer = tokenizers[name]
+        half, *_ = tokenizer.encode("😀")
+        reply = [*tokenizer.encode(begin), half, *tokenizer.encode(end)]
+        assert read(tokenizers, name, reply).reasoning.endswith("\N{REPLACEMENT CHARACTER}")
+        assert read(tokenizers, name, reply).content == "yo"
 
 
 def test_a_prompt_may_begin_the_final_channel_itself(tokenizers):

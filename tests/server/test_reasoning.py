@@ -143,7 +143,7 @@ def grown(tokenizer, said, *stop, **options):
     [
         ((), "yo, man", "hmm\nhm"),
         (("o,",), "y", "hmm\nhm"),
-        (("analysis", "final", "assistant", "mman"), "yo, man", "hmm\nhm"),
+        (("analysis", "final", "assistant", "hmyo"), "yo, man", "hmm\nhm"),
         (("mm",), "", "h"),
         (("man",), "yo, ", "hmm\nhm"),
         (("many",), "yo, man", "hmm\nhm"),

@@ -130,9 +130,9 @@ def _deepseek(text: str, marks: Sequence[tuple[int, str]]) -> list[ToolCall]:
             place = following
             continue
         name, start, after = text[begin:middle].strip(), middle + len(separator), r"\s*"
-        # The type, `function`, comes first where the name has a line of its own, before a fence of JSON.
+        # Where the name has a line of its own, before a fence of JSON, the type comes first: `function`.
         fenced = re.compile(r"\s*([^\s{][^\n]*?)[ \t\r]*\n\s*```(?:json)?").match(text, start)
-        if name == "function" and fenced:
+        if fenced:
             name, start, after = fenced[1], fenced.end(), r"\s*```\s*"
         arguments, end, problem = _json(text, start)
         close = _next(marks, closing, end)

@@ -6,7 +6,6 @@ from dataclasses import dataclass, field
 import pytest
 
 import lockstep.rl as rl
-from lockstep.rl.conversations.tools import answer_calls
 from lockstep.config import RLConfig
 from lockstep.data import load_tokenizer
 from lockstep.data.chat import load_chat_template
@@ -14,6 +13,7 @@ from lockstep.generate.sampling_params import Completion
 from lockstep.rl.collect import assign_rewards, collect, sample_held_out
 from lockstep.rl.conversations.exchange import reply_data, reply_of
 from lockstep.rl.conversations.rendering import Rendering
+from lockstep.rl.conversations.tools import answer_calls
 from lockstep.rl.load_environment import load_environment
 from tests.rl.conversations.families import shown, write_family
 
@@ -137,13 +137,9 @@ def test_a_conversation_has_calls_and_reasoning_as_its_template_wants_them_and_k
         expected = template.render(messages[:turns], tools=engine.rendering.schemas)
         assert shown(tokenizer, rollout.prompt_ids) == expected
         assert rollout.logprobs == [-1.0] * len(rollout.token_ids)
-    assert "I add" in shown(tokenizer, rollouts[1].prompt_ids) and "I add" not in shown(
-        tokenizer, rollouts[2].prompt_ids
-    )
-    assert [r.completion for r in rollouts] == ["", "Answer: 5", "Answer: 5"] and rollouts[
-        0
-    ].conversation.tool_calls == 1
-    assert rollouts[-1].reward == 1.0
+    assert ["I add" in shown(tokenizer, rollout.prompt_ids) for rollout in rollouts] == [False, True, False]
+    assert [rollout.completion for rollout in rollouts] == ["", "Answer: 5", "Answer: 5"]
+    assert rollouts[0].conversation.tool_calls == 1 and rollouts[-1].reward == 1.0
 
 
 def test_a_call_that_cannot_be_read_is_answered_with_its_problem(folder):
@@ -157,19 +153,24 @@ def test_a_call_that_cannot_be_read_is_answered_with_its_problem(folder):
     assert conversed(Tries(), engine)[-1].reward == 1.0
 
 
+@pytest.mark.parametrize("name", ["digit_sum", "calculator"])  # of one answer, and a conversation
 @pytest.mark.parametrize(
     ("reply", "completion"),
-    [(ANSWERS, "Answer: 5"), (THOUGHT, ""), (THOUGHT.replace("I add", "Answer: 5"), ""), ("Answer: 5<|return|>", "Answer: 5")],
-)  # fmt: skip
-def test_ready_environments_and_validation_get_the_final_channel(folder, reply, completion):
-    environment = load_environment("calculator")
-    engine = Reciting(rendering_with(folder), [reply])
+    [
+        (ANSWERS, "Answer: 5"),
+        (THOUGHT, ""),
+        (THOUGHT.replace("I add", "Answer: 5"), ""),
+        ("Answer: 5<|return|>", "Answer: 5"),
+    ],
+)
+def test_ready_environments_and_validation_get_the_final_channel(folder, name, reply, completion):
+    environment, engine = load_environment(name), Reciting(rendering_with(folder), [reply])
     example = rl.Example("2 + 3?", answer="5")
     for rollouts in (
         conversed(environment, engine),
         sample_held_out([example], environment, engine, engine.tokenizer, RLConfig(), None, engine.rendering, range(1)),
     ):
-        assert [r.completion for r in rollouts] == [completion]
+        assert [rollout.completion for rollout in rollouts] == [completion]
 
 
 def test_a_reply_survives_the_way_to_a_worker(folder):
