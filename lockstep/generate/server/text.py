@@ -59,19 +59,25 @@ class GrowingText:
         new = [] if last and token in self._stop_ids else self._reader.push(token)
         if last:
             new += self._reader.finish()
-        text = "".join(piece.text for piece in new if piece.sampled)
-        self.length += len(text)
-        self.reasoning = ""
+        self.length += _length(new)
+        content = self.reasoning = ""
+        for piece in self._before_stop(new, last) if self._stop else new:
+            if piece.section == "content":
+                content += piece.text
+            elif piece.section == "reasoning":
+                self.reasoning += piece.text
+        return content
+
+    def _before_stop(self, new: list[Piece], last: bool) -> list[Piece]:
+        """The pieces, of those held back and new ones, that are no part of a stop string."""
         if self.stopped:
-            return ""
-        held = sum(len(piece.text) for piece in self._held if piece.sampled)
+            return []
         found = self._found(new)
         self.stopped = found is not None
         # What is held back may turn out to be the beginning of a stop string.
-        count = held + len(text) - (0 if last else max(self._matched, default=0)) if found is None else held + found
-        shown, self._held = _divided(self._held + new, count)
-        self.reasoning = "".join(piece.text for piece in shown if piece.section == "reasoning")
-        return "".join(piece.text for piece in shown if piece.section == "content")
+        end = _length(new) - (0 if last else max(self._matched)) if found is None else found
+        shown, self._held = _divided(self._held + new, _length(self._held) + end)
+        return shown
 
     def _found(self, new: Sequence[Piece]) -> int | None:
         """Where in the sampled text of `new` the first stop string begins, negative if before it."""
@@ -95,6 +101,10 @@ class GrowingText:
                 if self._matched[number] == len(stop.text):
                     yield position - len(stop.text)
                     break
+
+
+def _length(pieces: Sequence[Piece]) -> int:
+    return sum([len(piece.text) for piece in pieces if piece.sampled])
 
 
 def _divided(pieces: Sequence[Piece], count: int) -> tuple[list[Piece], list[Piece]]:

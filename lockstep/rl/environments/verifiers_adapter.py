@@ -199,7 +199,7 @@ class _Interaction:
             for number, c in enumerate(reply.tool_calls)
         ]
         content = text.partition("<tool_call>")[0].strip() if calls else text.strip()
-        thought = reasoning.removeprefix("<think>").strip() if closed else None
+        thought = reasoning.removeprefix("<think>").strip() if closed else reply.reasoning or None
         message = vf.AssistantMessage(content=content, reasoning_content=thought, tool_calls=calls or None)
         self._keep(message, sampled=True)
         return reply
