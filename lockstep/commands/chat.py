@@ -111,7 +111,8 @@ class _Thoughts:
 
 
 class Talk:
-    """A conversation with a model, whose replies stay the tokens that were sampled."""
+    """A conversation with a model, whose replies stay the tokens that were sampled, unless they have reasoning, which
+    templates show differently."""
 
     def __init__(self, engine: Any, rendering: Any, options: ChatOptions):
         self._engine, self._rendering, self._options = engine, rendering, options
