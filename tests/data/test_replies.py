@@ -211,6 +211,7 @@ def test_a_call_of_deepseeks_that_cannot_be_read_says_why_and_the_next_one_is_re
         ("qwen3", "<|im_start|>assistant\n<think>\n", "hm", "hm", ""),
         ("qwen3", "<|im_start|>assistant\n<think>\n", "<think>\nhm</think>yes", "hm", "yes"),
         ("qwen3", "<|im_start|>assistant\n<think>\n\n</think>\n\n", "yes", "", "yes"),
+        ("qwen3", "<|im_start|>assistant\n<think>\n\n</think>\n\n", "so </think> ends", "", "so </think> ends"),
         ("qwen3", "what is <think> for?<|im_end|>\n<|im_start|>assistant\n", "a tag", "", "a tag"),
         ("deepseek_r1_distill", None, "hm\n</think>\n\nyes<｜end▁of▁sentence｜>", "hm", "yes"),
         ("deepseek_r1_distill", None, "hm\n", "hm", ""),

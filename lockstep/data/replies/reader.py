@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 from lockstep.data.replies.calls import ToolCall
 from lockstep.data.replies.channels import ChannelReply
-from lockstep.data.replies.form import START, THINK, ReplyForm
+from lockstep.data.replies.form import START, ReplyForm
 from lockstep.data.replies.marked_text import MarkedText, marked
 from lockstep.data.replies.sections import Piece
 from lockstep.data.replies.thoughts import ThoughtReply
@@ -16,7 +16,7 @@ from lockstep.data.stream_decoder import StreamDecoder
 from lockstep.data.tokenizer import Tokenizer
 
 TAIL = 16
-"""Tokens at the end of a prompt among which `<think>` would be."""
+"""Tokens at the end of a prompt among which `<think>` or `</think>` would be."""
 
 
 @dataclass(frozen=True)
@@ -73,7 +73,7 @@ def read_reply(
 
 def _begin(form: ReplyForm, tokenizer: Tokenizer, prompt: Sequence[int]) -> ChannelReply | ThoughtReply:
     if not form.channels:
-        return ThoughtReply(form, form.thinks and _opens(form, tokenizer, prompt[-TAIL:]))
+        return ThoughtReply(form, _last_mark(form, tokenizer, prompt[-TAIL:]) if form.thinks else "")
     reply = ChannelReply()
     if begin := _last_start(form, prompt):
         reply.continues(marked(form, tokenizer, prompt[begin - 1 :]))
@@ -89,7 +89,7 @@ def _last_start(form: ReplyForm, prompt: Sequence[int]) -> int:
     return next((n for n in range(len(prompt), 0, -1) if form.ids.get(prompt[n - 1]) == START), 0)
 
 
-def _opens(form: ReplyForm, tokenizer: Tokenizer, tail: Sequence[int]) -> bool:
-    """Whether a prompt with this end ends with `<think>`, apart from whitespace."""
+def _last_mark(form: ReplyForm, tokenizer: Tokenizer, tail: Sequence[int]) -> str:
+    """The mark that a prompt with this end ends with, apart from whitespace; empty if it ends with text."""
     items = [item for item in marked(form, tokenizer, tail) if item.mark or item.text.strip()]
-    return bool(items) and items[-1].mark == THINK
+    return items[-1].mark if items else ""

@@ -21,22 +21,23 @@ class ThoughtReply:
     A reply whose `</think>` has no beginning, nor has the prompt, was all reasoning up to there. The pieces before do
     not say so, as it was not known; `reasoning` and `content` do.
 
-    opened: whether the prompt ends with `<think>`.
+    after: the tag that the prompt ends with, if it does: `<think>`, or `</think>` of a reply without reasoning.
     """
 
-    def __init__(self, form: ReplyForm, opened: bool):
+    def __init__(self, form: ReplyForm, after: str = ""):
         self._format = form.calls
         first = form.calls.marks[: 2 if form.calls is DEEPSEEK else 1] if form.calls else ()
         self._begin_calls = frozenset(first)
         self._state: Literal["start", "reasoning", "content", "call"]
-        self._state = "reasoning" if opened else "start" if form.thinks else "content"
-        self._closed = False
+        self._state = "reasoning" if after == THINK else "start" if form.thinks else "content"
+        self._closed = after == THOUGHT
         """There was a `</think>`."""
         self._held = ""
         """Text whose section is not known: whitespace, which is shown only between other text, and JSON."""
         self._reasoning: list[str] = []
         self._content: list[str] = []
         self._call_text: list[str] = []
+        self._call_length = 0
         self._call_marks: list[tuple[int, str]] = []
 
     @property
@@ -81,7 +82,7 @@ class ThoughtReply:
         if self._state in ("content", "call"):
             yield Piece("content", self._held + item.text)
             self._reasoning, self._content = [(self.content + "".join(self._call_text)).strip()], []
-            self._held, self._call_text, self._call_marks = "", [], []
+            self._held, self._call_text, self._call_length, self._call_marks = "", [], 0, []
         else:
             yield from self._structure(item.text)
         self._state, self._closed = "start", True
@@ -133,8 +134,9 @@ class ThoughtReply:
 
     def _called(self, item: Marked) -> Piece:
         if item.mark:
-            self._call_marks.append((sum(map(len, self._call_text)), item.mark))
+            self._call_marks.append((self._call_length, item.mark))
         self._call_text.append(item.mark or item.text)
+        self._call_length += len(self._call_text[-1])
         return Piece("call", item.text)
 
     def _structure(self, text: str = "") -> Iterator[Piece]:

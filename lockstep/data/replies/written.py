@@ -23,7 +23,7 @@ def parse_calls(text: str, format: ToolFormat) -> tuple[ToolCall, ...]:
     if format is GPT_OSS:
         reply, names = ChannelReply(), CHANNELS
     else:
-        reply, names = ThoughtReply(ReplyForm(thinks=True, calls=format), False), (THINK, THOUGHT, *format.marks)
+        reply, names = ThoughtReply(ReplyForm(thinks=True, calls=format)), (THINK, THOUGHT, *format.marks)
         text = text.rstrip()
         for end in ENDS:
             text = text.removesuffix(end)

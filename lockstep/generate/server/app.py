@@ -19,7 +19,7 @@ from starlette.types import ASGIApp
 
 from lockstep import __version__
 from lockstep.data.chat import ChatTemplate, ChatTemplateError
-from lockstep.data.messages import REASONING
+from lockstep.data.messages import SHOWN_REASONING
 from lockstep.errors import UserError, closest
 from lockstep.generate.sampling_params import Completion
 from lockstep.generate.server.access_log import DISCONNECTED, AccessLog, record_of
@@ -123,8 +123,8 @@ async def _chat(service: Service, request: Request, data: bytes) -> Response:
         )
     messages = [message.plain() for message in body.messages]
     values, of_values = _template_values(service.template, body)
-    # Its reasoning has two names or three, of which a template writes one.
-    characters = sum(len(m["content"]) + len(m.get(REASONING[0], "")) for m in messages)
+    # Reasoning has two names, of which a template writes one.
+    characters = sum(len(m["content"]) + len(m.get(SHOWN_REASONING[0], "")) for m in messages)
     check_text(service, characters, "messages")
     render = partial(service.template.render, messages, **values)
     try:

@@ -8,7 +8,7 @@ from typing import Annotated, Any, Literal, TypeVar
 
 from pydantic import BaseModel, ConfigDict, Field
 
-from lockstep.data.messages import REASONING
+from lockstep.data.messages import SHOWN_REASONING
 from lockstep.errors import closest
 from lockstep.generate.sampling_params import MAX_TOP_LOGPROBS, SamplingParams
 from lockstep.generate.server.api_error import ApiError
@@ -225,7 +225,7 @@ class Message(BaseModel):
         content = self.content
         text = "\n".join(part.text for part in content) if isinstance(content, list) else content or ""
         thought = self.reasoning_content or self.reasoning or None
-        others = {"name": self.name, "tool_call_id": self.tool_call_id, **dict.fromkeys(REASONING, thought)}
+        others = {"name": self.name, "tool_call_id": self.tool_call_id, **dict.fromkeys(SHOWN_REASONING, thought)}
         return {"role": self.role, "content": text} | {k: v for k, v in others.items() if v is not None}
 
 

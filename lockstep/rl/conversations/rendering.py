@@ -10,7 +10,7 @@ from typing import Any
 from lockstep.config import RLConfig
 from lockstep.data import Tokenizer
 from lockstep.data.chat import ChatTemplate, ChatTemplateError, load_chat_template
-from lockstep.data.messages import REASONING
+from lockstep.data.messages import SHOWN_REASONING
 from lockstep.data.replies import ReplyParts, read_reply, reply_form
 from lockstep.errors import UserError
 from lockstep.hub import local_folder
@@ -320,7 +320,7 @@ def message_values(read: ReplyParts) -> dict[str, Any]:
     calls = [{"type": "function", "function": {"name": c.name or "?", "arguments": c.arguments}} for c in read.calls]
     # Before a call, gpt-oss's template takes either of content and reasoning.
     reasoning = "" if calls and read.content else read.reasoning
-    return (dict.fromkeys(REASONING, reasoning) if reasoning else {}) | ({"tool_calls": calls} if calls else {})
+    return (dict.fromkeys(SHOWN_REASONING, reasoning) if reasoning else {}) | ({"tool_calls": calls} if calls else {})
 
 
 def _squeezed(text: str) -> str:

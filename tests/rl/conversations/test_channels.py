@@ -122,7 +122,7 @@ def test_a_conversation_has_calls_and_reasoning_as_its_template_wants_them_and_k
     tokenizer, template = engine.tokenizer, engine.rendering.template
     messages = rollouts[0].conversation.messages
     function = {"type": "function", "function": {"name": "add", "arguments": {"a": 2, "b": 3}}}
-    thought = dict.fromkeys(("reasoning_content", "thinking", "reasoning"), "I add 2 and 3.")
+    thought = dict.fromkeys(("reasoning_content", "thinking"), "I add 2 and 3.")
     assert messages == [
         {"role": "user", "content": "2 + 3?"},
         {"role": "assistant", "content": "", **thought, "tool_calls": [function]},
