@@ -15,7 +15,7 @@ import warnings
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal
 
 from lockstep.commands.options import parse_options, run_config
 from lockstep.commands.print_once import PrintOnce, print_once, ranks_folder
@@ -193,6 +193,9 @@ class TokenizeOptions:
     file (jinja), or `chatml`, to use instead of the model's own."""
     chat: bool = False
     """The data is conversations, for sft; the tokenizer is a model's folder."""
+    turns: Literal["apart", "whole"] = "apart"
+    """With --chat, as in sft: `apart`: an answer that the template writes otherwise once others follow is a sequence of
+    its own; `whole`: one sequence per conversation."""
     skip_bad_lines: bool = False
     """Count and skip malformed lines instead of stopping at the first."""
     workers: int = 4

@@ -27,7 +27,7 @@ from lockstep import ops
 from lockstep.checkpoint import model_folder, open_model
 from lockstep.commands.terminal import printable
 from lockstep.config import EngineConfig
-from lockstep.data import continuation, load_tokenizer
+from lockstep.data import continuation, load_tokenizer, with_ends
 from lockstep.data.chat import ChatTemplateError, load_chat_template
 from lockstep.errors import UserError, closest
 from lockstep.generate import Engine, SamplingParams
@@ -88,6 +88,7 @@ class LockstepLM(TemplateLM):
         folder = model_folder(pretrained)
         self.model = open_model(folder, dtype, device or "", arithmetic)
         self.tokenizer = load_tokenizer(folder, self.model.config.vocab_size)
+        self.model.config = with_ends(self.model.config, self.tokenizer, load_chat_template(folder))
         self.max_length = self.model.config.max_positions
         self.tokens_per_batch, self.max_gen_toks = int(tokens_per_batch), int(max_gen_toks)
         self._folder = folder

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import shutil
 from collections.abc import Callable
@@ -15,7 +16,9 @@ from torch import Tensor
 
 from lockstep.checkpoint.boxes import bytes_of, open_safetensors
 from lockstep.checkpoint.manifest import MANIFEST, damage_of_model
-from lockstep.checkpoint.safetensors_file import DTYPES, MAX_FILE_BYTES, file_name, header, split_files
+from lockstep.checkpoint.safetensors_file import MAX_FILE_BYTES, file_name, header, split_files
+from lockstep.data import load_tokenizer, with_ends
+from lockstep.data.chat import load_chat_template
 from lockstep.errors import UserError
 from lockstep.model import (
     Decoder,
@@ -26,19 +29,22 @@ from lockstep.model import (
     is_adapter_folder,
     is_auto,
     is_ignored,
+    name_of,
     read_config,
     refuse_few_bytes,
     resolve_dtype,
     stored_as,
+    stored_dtype,
     tensor_files,
     write_description,
 )
+from lockstep.model.folder import GENERATION, generation_ends, read_json
 from lockstep.model.mxfp4 import BLOCK, BLOCKS, SCALES, Mxfp4
-from lockstep.model.stored import SCORE, adapter_name, hugging_face_name, is_adapter, is_float32
+from lockstep.model.stored import EMBEDDING, HEAD, SCORE, adapter_name, hugging_face_name, is_adapter, is_float32
 
 TOKENIZER_FILES = (
     "tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "chat_template.jinja",
-    "generation_config.json", "byte_tokenizer.json",
+    "additional_chat_templates/*.jinja", GENERATION, "byte_tokenizer.json",
 )  # fmt: skip
 
 
@@ -86,7 +92,7 @@ def convert(
     _check(source, weights)
     kind = weights.dtype if is_auto(dtype) else resolve_dtype(dtype)
     if kind not in (torch.bfloat16, torch.float32):
-        raise UserError(f"{source}: tensors are {DTYPES[kind]}; give --dtype bfloat16 or float32")
+        raise UserError(f"{source}: its dtype is {name_of(kind)}; give --dtype bfloat16 or float32")
     try:
         _write_folder(target, source, weights, kind, max_file_bytes)
     except OSError as error:
@@ -100,19 +106,33 @@ def _write_folder(target: Path, source: Path, weights: Weights, kind: torch.dtyp
     unfinished = target.with_name(f"{target.name}.{os.getpid()}.partial")
     unfinished.mkdir(parents=True)
     try:
-        files = _write(unfinished, weights, kind, max_file_bytes)
-        write_description(unfinished, weights.config, kind, files, weights.config.num_parameters * kind.itemsize)
-        for name in TOKENIZER_FILES:
+        for pattern in TOKENIZER_FILES:
             # An adapter saved by peft may not have its own tokenizer.
-            for folder in (source, base_folder(source)):
-                if (folder / name).is_file():
-                    shutil.copyfile(folder / name, unfinished / name)
-                    break
+            found = (list(folder.glob(pattern)) for folder in (source, base_folder(source)))
+            for path in next(filter(None, found), []):
+                copy = unfinished / pattern.replace("*.jinja", path.name)
+                copy.parent.mkdir(exist_ok=True)
+                shutil.copyfile(path, copy)
+        config = _with_ends(unfinished, weights.config)
+        files = _write(unfinished, weights, kind, max_file_bytes)
+        write_description(unfinished, config, kind, files, config.num_parameters * kind.itemsize)
         if target.exists():
             target.rmdir()
         unfinished.rename(target)
     finally:
         shutil.rmtree(unfinished, ignore_errors=True)
+
+
+def _with_ends(folder: Path, config: ModelConfig) -> ModelConfig:
+    """The shape with the end tokens that the tokenizer's files in `folder` add, which also become those of its
+    `generation_config.json`: other programs read nothing but these."""
+    if (folder / "tokenizer.json").is_file():
+        config = with_ends(config, load_tokenizer(folder), load_chat_template(folder))
+    path = folder / GENERATION
+    if path.is_file() and set(config.eos_token_ids) != set(generation_ends(folder)):
+        values = read_json(path) | {"eos_token_id": list(config.eos_token_ids)}
+        path.write_text(json.dumps(values, indent=2) + "\n")
+    return config
 
 
 def _open(source: Path) -> Weights:
@@ -132,24 +152,17 @@ def _hugging_face(source: Path) -> Weights:
     refuse_few_bytes(source, config)
     check_tensors(Decoder(config, torch.float32, "meta"), source, files)
     opened = {path: open_safetensors(path) for path in set(files.values())}
-    dtypes = {name: dtype for dtype, name in DTYPES.items()}
+    is_embedding = config.tie_embeddings and EMBEDDING not in files
     tensors: dict[str, tuple[torch.Size, Callable[[], Tensor]]] = {}
-    kinds = []
-    for name, path in files.items():
-        if is_ignored(name, config):
-            continue
-        if name not in opened[path].keys():  # noqa: SIM118
-            raise UserError(f"{path}: tensor {name} is missing, though the index places it here")
-        entry = opened[path].get_slice(name)
-        if name.endswith((BLOCKS, SCALES)):
-            continue
-        if not is_float32(name) and not is_adapter(name):
-            kinds.append(dtypes.get(entry.get_dtype(), torch.float64))
-        tensors[name] = (torch.Size(entry.get_shape()), partial(opened[path].get_tensor, name))
+    for stored, path in files.items():
+        name = EMBEDDING if is_embedding and stored == HEAD else stored
+        if not is_ignored(name, config) and not name.endswith((BLOCKS, SCALES)):
+            shape = torch.Size(opened[path].get_slice(stored).get_shape())
+            tensors[name] = shape, partial(opened[path].get_tensor, stored)
     for name in (name.removesuffix(BLOCKS) for name in files if name.endswith(BLOCKS)):
         tensors[name] = _quantized(name, files, opened)
     _split_experts(config, files, opened, tensors)
-    return Weights(config, kinds[0] if kinds else torch.float32, tensors)
+    return Weights(config, stored_dtype(source)[0], tensors)
 
 
 def _merged(weights: Weights) -> Weights:

@@ -35,6 +35,8 @@ class ChatOptions:
     """Hugging Face folder, a run's folder (its newest checkpoint), or ORGANISATION/MODEL[@REVISION] of the hub."""
     system: str = ""
     """System message at the start of the conversation; empty: none."""
+    chat_template_kwargs: str = ""
+    """Values for the chat template, a JSON object such as '{"enable_thinking": false}'; empty: none."""
     max_tokens: int = 0
     """Maximum number of tokens per answer; 0: up to the end of the context."""
     temperature: float = 0.8
@@ -193,7 +195,6 @@ class Talk:
             top_p=options.top_p,
             min_p=options.min_p,
             seed=None if options.seed is None else options.seed + self._turns,
-            stop_token_ids=self._rendering.stop_token_ids,
         )
 
     @property
@@ -206,8 +207,9 @@ def open_talk(options: ChatOptions) -> Talk:
     """Raises UserError for a model that does not exist or has no chat template, and for settings that cannot work."""
     from lockstep.checkpoint import model_folder, open_model
     from lockstep.config import EngineConfig
-    from lockstep.data import load_tokenizer
+    from lockstep.data import load_tokenizer, name_ends, with_ends
     from lockstep.data.chat import load_chat_template
+    from lockstep.data.template_values import command_values
     from lockstep.generate import Engine
     from lockstep.observe import announce, start_line
     from lockstep.rl.conversations.rendering import Rendering
@@ -220,14 +222,18 @@ def open_talk(options: ChatOptions) -> Talk:
     template = load_chat_template(folder)
     if template is None:
         raise UserError(f"{folder}: has no chat template; put a chat_template.jinja next to the model's weights")
+    values = command_values(options.chat_template_kwargs, template)
     model = open_model(folder, options.dtype, options.device, options.arithmetic)
     tokenizer = load_tokenizer(folder, model.config.vocab_size)
+    model.config = with_ends(model.config, tokenizer, template)
     cache = min(65536, model.config.max_positions + 16)
     engine = Engine(model, EngineConfig(cache_tokens=cache, max_sequences=1), tokenizer)
-    talk = Talk(engine, Rendering(tokenizer, template, model.config.eos_token_ids), options)
+    rendering = Rendering(tokenizer, template, model.config.eos_token_ids, template_values=values)
+    talk = Talk(engine, rendering, options)
     talk.params(0)  # refuses settings before the first question
     work = f"a context of {talk.context} tokens"
-    announce("chat: " + start_line(options.model, model.config, model.device, model.dtype, work))
+    ends = name_ends(model.config.eos_token_ids, tokenizer)
+    announce("chat: " + start_line(options.model, model.config, model.device, model.dtype, work, ends=ends))
     return talk
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import json
 import sys
-from collections.abc import Iterable, Iterator
+from collections.abc import Collection, Iterable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import IO, TYPE_CHECKING, Annotated, Any
@@ -29,14 +29,16 @@ class GenerateOptions:
     """Text to continue; with --chat: what the user says."""
     prompts: str = ""
     """File of prompts: text with one prompt per line; or JSONL, a JSON array, Parquet or hf:NAME[:config][:split] with
-    `prompt` or `messages`. Other keys are copied to a prompt's completions, except those that a completion has itself.
-    Blank lines are left out."""
+    `prompt`, a text or messages, or `messages`. Other keys are copied to a prompt's completions, except those that a
+    completion has itself. Blank lines are left out."""
     output: str = ""
     """JSONL file to write, one completion per line; empty: the terminal."""
     overwrite: bool = False
     """Replace an existing output file."""
     chat: bool = False
     """Each prompt is a user's message, which the model's chat template renders."""
+    chat_template_kwargs: str = ""
+    """Values for the chat template, a JSON object such as '{"enable_thinking": false}'; a line's own win."""
     n: int = 1
     """Completions per prompt."""
     max_tokens: int = 128
@@ -75,7 +77,8 @@ def generate(options: GenerateOptions, world: World) -> None:
     """Runs the command. Raises UserError for prompts, or a model, that cannot be used."""
     from lockstep.checkpoint import model_folder, open_model
     from lockstep.config import EngineConfig
-    from lockstep.data import load_tokenizer
+    from lockstep.data import load_tokenizer, name_ends, with_ends
+    from lockstep.data.chat import load_chat_template
     from lockstep.generate import Engine, SamplingParams
     from lockstep.observe import announce, start_line
 
@@ -97,9 +100,12 @@ def generate(options: GenerateOptions, world: World) -> None:
     chunks = options.parallel.reduction_chunks
     model = open_model(folder, options.dtype, options.device, options.arithmetic, world, chunks)
     tokenizer = load_tokenizer(folder, model.config.vocab_size)
+    model.config = with_ends(model.config, tokenizer, load_chat_template(folder))
     samples = len(prompts) * options.n
     work = f"{samples} samples of " * (samples > 1) + f"up to {options.max_tokens} tokens to go"
-    announce("generate: " + start_line(options.model, model.config, model.device, model.dtype, work, world.size))
+    ends = name_ends(model.config.eos_token_ids, tokenizer)
+    line = start_line(options.model, model.config, model.device, model.dtype, work, world.size, ends)
+    announce(f"generate: {line}")
     # Enough for one sequence of the whole context, or for many short ones.
     cache = min(65536, model.config.max_positions + 16)
     engine = Engine(model, EngineConfig(cache_tokens=cache, max_sequences=64 if samples > 1 else 1), tokenizer)
@@ -108,7 +114,8 @@ def generate(options: GenerateOptions, world: World) -> None:
     elif options.n > 1:
         _print_samples(prompts[0], params, engine, tokenizer)
     else:
-        _stream("" if options.chat else options.prompt, prompts[0], params, engine, tokenizer)
+        shown = "" if options.chat else options.prompt
+        _stream(shown, prompts[0], params, engine, tokenizer, model.config.eos_token_ids)
 
 
 def _refuse_to_replace(options: GenerateOptions) -> None:
@@ -118,29 +125,41 @@ def _refuse_to_replace(options: GenerateOptions) -> None:
 
 def _prompts(options: GenerateOptions, folder: Path) -> Iterator[Prompt]:
     from lockstep.data.chat import load_chat_template
+    from lockstep.data.template_values import OPTION, command_values
 
     given = [{"prompt": options.prompt}] if options.prompt else list(_read(options.prompts))
     if not given:
         raise UserError(f"{options.prompts}: contains no prompts; write one per line")
-    template = load_chat_template(folder) if options.chat or any("messages" in line for line in given) else None
+    renders = options.chat or any(_messages(line) is not None for line in given)
+    template = load_chat_template(folder) if renders else None
+    if options.chat_template_kwargs and not renders:
+        raise UserError(f"{OPTION}: no prompt is rendered by the chat template; add --chat, or leave it out")
+    values = command_values(options.chat_template_kwargs, template) if template else {}
     for line in given:
-        messages = line.get("messages", [{"role": "user", "content": line.get("prompt", "")}])
-        if "prompt" in line and not options.chat:
+        messages = _messages(line)
+        if messages is None and not options.chat:
             text = line["prompt"]
         elif template is None:
             raise UserError(f"{folder}: has no chat template; put a chat_template.jinja next to the model's weights")
         else:
-            text = _rendered(template, messages)
+            text = _rendered(template, messages or [{"role": "user", "content": line["prompt"]}], line, values)
         if not text:
             raise UserError(f"{options.prompts or '--prompt'}: a prompt is empty; there is nothing to continue")
         yield Prompt(line, text)
 
 
-def _rendered(template: Any, messages: Any) -> str:
+def _messages(line: dict[str, Any]) -> list[Any] | None:
+    """Those of a line; None: it has a text."""
+    given = line.get("messages", line.get("prompt"))
+    return given if isinstance(given, list) else None
+
+
+def _rendered(template: Any, messages: Any, line: dict[str, Any], values: dict[str, Any]) -> str:
     from lockstep.data.chat import ChatTemplateError
+    from lockstep.data.template_values import KEY, template_values
 
     try:
-        return str(template.render(messages))
+        return str(template.render(messages, **values | template_values(line.get(KEY), template)))
     except ChatTemplateError as error:
         raise UserError(f"{error}; the messages are {json.dumps(messages, ensure_ascii=False)[:200]}") from error
 
@@ -154,18 +173,18 @@ def _read(prompts: str | Path) -> Iterator[dict[str, Any]]:
         raise UserError(f"{path}: no such file; give prompts with --prompts FILE")
     if not data.startswith(HUB) and not holds_records(path):
         try:
-            lines = path.read_text(encoding="utf-8").split("\n")  # not at U+2028 and the like; open() unites \r\n
+            lines = path.read_bytes().decode().split("\n")  # not at U+2028 and the like, nor at \r alone
         except UnicodeDecodeError as error:
             raise UserError(f"{path}: is not UTF-8 at byte {error.start}; convert it first") from error
-        yield from ({"prompt": line} for line in lines if line.strip())
+        yield from ({"prompt": line.removesuffix("\r")} for line in lines if line.strip())
         return
     for where, line in read_hub(data) if data.startswith(HUB) else read_records(path, False, Tally()):
         if isinstance(line.get("messages"), list):
             yield {key: value for key, value in line.items() if key != "prompt"}
-        elif isinstance(line.get("prompt"), str):
+        elif isinstance(line.get("prompt"), str | list):
             yield {key: value for key, value in line.items() if key != "messages"}
         else:
-            raise UserError(f"{where}: has neither a text `prompt` nor a list `messages`; give one of them")
+            raise UserError(f"{where}: has neither a `prompt`, a text or messages, nor a list `messages`; give one")
 
 
 def _write_all(prompts: list[Prompt], params: Any, engine: Any, tokenizer: Any, output: str) -> None:
@@ -185,7 +204,7 @@ def _write_all(prompts: list[Prompt], params: Any, engine: Any, tokenizer: Any, 
         for start in range(0, len(prompts), batch):
             part = slice(start, start + batch)
             completed = zip(prompts[part], tokens[part], engine.generate(tokens[part], each[part]))
-            _write(file, (_line(p, i, _text(t, c, tokenizer), c) for p, t, cs in completed for i, c in enumerate(cs)))
+            _write(file, (_line(p, i, _text(t, c, engine), c) for p, t, cs in completed for i, c in enumerate(cs)))
             if bar:
                 bar.advance(len(prompts[part]))
 
@@ -221,19 +240,20 @@ def _line(prompt: Prompt, index: int, text: str, completion: Any) -> dict[str, A
     }
 
 
-def _text(prompt: list[int], completion: Any, tokenizer: Any) -> str:
+def _text(prompt: list[int], completion: Any, engine: Any) -> str:
     from lockstep.data import continuation
 
-    return continuation(tokenizer, prompt, [t for t in completion.token_ids if t != tokenizer.eos_id])
+    ends = engine.model.config.eos_token_ids
+    return continuation(engine.tokenizer, prompt, [t for t in completion.token_ids if t not in ends])
 
 
 def _print_samples(prompt: Prompt, params: Any, engine: Any, tokenizer: Any) -> None:
     tokens = tokenizer.encode(prompt.text)
     for index, completion in enumerate(engine.generate([tokens], params)[0]):
-        print(f"[{index}] {_shown(_text(tokens, completion, tokenizer))}")
+        print(f"[{index}] {_shown(_text(tokens, completion, engine))}")
 
 
-def _stream(shown: str, prompt: Prompt, params: Any, engine: Any, tokenizer: Any) -> None:
+def _stream(shown: str, prompt: Prompt, params: Any, engine: Any, tokenizer: Any, ends: Collection[int] = ()) -> None:
     from lockstep.data import StreamDecoder, decoding_context
 
     tokens = tokenizer.encode(prompt.text)
@@ -241,7 +261,7 @@ def _stream(shown: str, prompt: Prompt, params: Any, engine: Any, tokenizer: Any
     for event in engine.stream(tokens, params):
         print(_shown(shown), end="", flush=True)  # with the first token: a refused prompt is not shown
         shown = ""
-        if event.token_id != tokenizer.eos_id:
+        if event.token_id not in ends:
             print(_shown(decoder.push(event.token_id)), end="", flush=True)
     print(_shown(decoder.finish()))
 

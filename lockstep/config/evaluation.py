@@ -41,6 +41,8 @@ class EvalConfig:
     """Completions are truncated after this many tokens."""
     chat: Literal["auto", "always", "never"] = "auto"
     """Whether prompts are rendered by the model's chat template, as for `rl`."""
+    chat_template_kwargs: str = ""
+    """Values for the chat template, as for `rl`."""
     temperature: Annotated[float, AtLeast(0), AtMost(100)] = 1.0
     """Sampling temperature; 0: greedy, the likeliest token each time."""
     top_k: Annotated[int, AtLeast(0)] = 0

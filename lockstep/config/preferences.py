@@ -59,6 +59,8 @@ def preference_problems(config: PreferenceConfig) -> Iterator[str]:
     """Settings that cannot work."""
     if config.loader.packing != "whole" or not config.loader.separate_documents:
         yield 'preferences need loader.packing = "whole" and loader.separate_documents; leave both at their defaults'
+    if config.turns != "apart":
+        yield f"turns is {config.turns}, but preferences have one answer to each prompt; leave it out"
     if isinstance(config, DPOConfig) and config.reference and config.loss == "simpo":
         yield f"reference is {config.reference}, but loss simpo has none; leave it out"
     if isinstance(config, DPOConfig) and config.reference and config.parallel.pipeline > 1:

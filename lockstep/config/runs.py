@@ -93,6 +93,11 @@ class SFTConfig(PretrainConfig):
     template: str = ""
     """Chat template file (jinja) to use instead of the model's own; `chatml`: ChatML, whose special tokens are added to
     tokenizer and model if they are missing."""
+    turns: Literal["apart", "whole"] = "apart"
+    """`apart`: an answer that the template writes otherwise once others follow (Qwen3's drop its reasoning) is a
+    sequence of its own, as it was sampled; `whole`: one sequence per conversation, as the template renders it."""
+    chat_template_kwargs: str = ""
+    """Values for the chat template, a JSON object such as '{"enable_thinking": false}'; a row's own win."""
     tokenizer: str = ""
     """Folder to take the tokenizer, the chat template and the end-of-text token from, instead of the model's."""
     steps: Annotated[int, AtLeast(0)] = 0
@@ -134,9 +139,14 @@ class RLConfig:
     """Completions per prompt, at least 2: the group that advantages are relative to."""
     max_new_tokens: Annotated[int, Above(0)] = 32
     """Completions are truncated after this many tokens."""
+    mask_truncated_completions: bool = False
+    """Learn nothing from completions that reach max_new_tokens, or conversations whose last reply does. Their rewards
+    still count for the others of their group."""
     chat: Literal["auto", "always", "never"] = "auto"
     """Whether to render prompts and conversations with the model's chat template. auto: if it has one, except prompts
     that contain a special token, which count as already rendered; never: the model reads them as they are."""
+    chat_template_kwargs: str = ""
+    """Values for the chat template, a JSON object such as '{"enable_thinking": false}'; an example's own win."""
     temperature: Annotated[float, AtLeast(0.01), AtMost(100)] = 1.0
     """Sampling temperature; log-probabilities on both sides are computed at it."""
     top_k: Annotated[int, AtLeast(0)] = 0

@@ -6,6 +6,7 @@ if TYPE_CHECKING:
     from lockstep.data.conversations import ConversationEncoder, ConversationSource
     from lockstep.data.corpus import TokenizedCorpus, tokenize_documents
     from lockstep.data.encode import Encoder, TextEncoder
+    from lockstep.data.ends import ends_of_text, name_ends, with_ends
     from lockstep.data.held_out import divide
     from lockstep.data.loader import RowLoader, StepRows, divide_step
     from lockstep.data.mixture import parse_data
@@ -45,8 +46,10 @@ _HOMES = {
     "decoding_context": "lockstep.data.stream_decoder",
     "divide": "lockstep.data.held_out",
     "divide_step": "lockstep.data.loader",
+    "ends_of_text": "lockstep.data.ends",
     "is_token_folder": "lockstep.data.token_folder",
     "load_tokenizer": "lockstep.data.tokenizer",
+    "name_ends": "lockstep.data.ends",
     "named_tokenizer": "lockstep.data.tokenizer",
     "open_rows": "lockstep.data.open",
     "open_token_folder": "lockstep.data.token_folder",
@@ -54,6 +57,7 @@ _HOMES = {
     "read_jsonl": "lockstep.data.records",
     "tokenize_documents": "lockstep.data.corpus",
     "train_bpe": "lockstep.data.tokenizer",
+    "with_ends": "lockstep.data.ends",
     "write_token_folder": "lockstep.data.token_folder",
 }
 
@@ -77,8 +81,10 @@ __all__ = [
     "decoding_context",
     "divide",
     "divide_step",
+    "ends_of_text",
     "is_token_folder",
     "load_tokenizer",
+    "name_ends",
     "named_tokenizer",
     "open_rows",
     "open_token_folder",
@@ -86,6 +92,7 @@ __all__ = [
     "read_jsonl",
     "tokenize_documents",
     "train_bpe",
+    "with_ends",
     "write_token_folder",
 ]
 

@@ -1,4 +1,4 @@
-"""Chat messages to text, with the template in the model's folder, and which parts of it the assistant says."""
+"""Chat messages to text, with the template in the model's folder."""
 
 from __future__ import annotations
 
@@ -11,13 +11,12 @@ import subprocess
 import sys
 import threading
 import weakref
-from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 from lockstep.data.chatml import CHATML, SOURCE
-from lockstep.data.tokenizer import CHAT_TEMPLATE_FILE, read_text
+from lockstep.data.tokenizer import CHAT_TEMPLATE_FILE, MORE_TEMPLATES, Tokenizer, read_text
 from lockstep.data.workers import python_path
 from lockstep.errors import UserError
 
@@ -41,7 +40,8 @@ class ChatTemplate:
     """Renders as transformers' `apply_chat_template` does: the same environment, functions and special tokens.
 
     The template is compiled and rendered in a separate process (`template_process.py`), which is started once, and
-    again after a rendering that exceeded its limits. Any thread can render; it waits for the others.
+    again after a rendering that exceeded its limits. Any thread can render; it waits for the others. `tool_use`: the
+    template that takes its place for conversations with tools.
 
     Raises ChatTemplateError for a source that is not a template, or whose compilation exceeds the limits.
     """
@@ -49,23 +49,31 @@ class ChatTemplate:
     variables: frozenset[str]
     """Variables that the source reads and does not set itself."""
 
-    def __init__(self, source: str, special_tokens: dict[str, str]):
+    def __init__(self, source: str, special_tokens: dict[str, str], tool_use: str | None = None):
         self.source = source
         self.special_tokens = special_tokens
-        self._marks = re.search(r"\{%[-+]?\s*generation\b", source) is not None
+        self.marks = re.search(r"\{%[-+]?\s*generation\b", source) is not None
+        """Whether it marks what the assistant says with `{% generation %}`."""
+        self.tool_use = None if tool_use is None else ChatTemplate(tool_use, special_tokens)
         self._lock = threading.Lock()
         self._process: _Process | None = None
         with self._lock:
             self._start()
 
-    def __reduce__(self) -> tuple[type[ChatTemplate], tuple[str, dict[str, str]]]:
-        return ChatTemplate, (self.source, self.special_tokens)
+    def __reduce__(self) -> tuple[type[ChatTemplate], tuple[str, dict[str, str], str | None]]:
+        return ChatTemplate, (self.source, self.special_tokens, self.tool_use.source if self.tool_use else None)
+
+    def used_with(self, tools: Any) -> ChatTemplate:
+        """The template for a conversation with `tools`, or with None."""
+        return self if tools is None or self.tool_use is None else self.tool_use
 
     def render(self, messages: list[dict[str, Any]], add_generation_prompt: bool = True, **values: Any) -> str:
         """The conversation's text, by default up to where the assistant's turn begins.
 
         Raises ChatTemplateError for messages that the template refuses, and for a rendering that exceeds the limits.
         """
+        if (other := self.used_with(values.get("tools"))) is not self:
+            return other.render(messages, add_generation_prompt, **values)
         # Templates check `tools is none`, which is how transformers renders without them.
         names = {"tools": None, "documents": None, **self.special_tokens, **values}
         names |= {"messages": messages, "add_generation_prompt": add_generation_prompt}
@@ -92,69 +100,11 @@ class ChatTemplate:
         self._process = process
         return process
 
-    def render_with_assistant(
-        self, messages: list[dict[str, Any]], trained: Sequence[bool] = (), **values: Any
-    ) -> tuple[str, list[tuple[int, int]]]:
-        """A whole conversation's text, and the spans of characters that are the assistant's.
-
-        These are what the template marks with `{% generation %}` or, if it marks nothing, what each message of the
-        assistant adds to the prompt for it. trained: for each message whether its span is wanted; empty: all. values:
-        for the template, such as `tools`. Raises ChatTemplateError for messages that the template refuses, and if it
-        renders the beginning of a conversation differently than by itself.
-        """
-        text = self.render(messages, add_generation_prompt=False, **values)
-        trained = trained or [True] * len(messages)
-        of_spans = self._marked if self._marks else self._added
-        return text, [(start, stop) for start, stop in of_spans(text, messages, trained, values) if stop > start]
-
-    def _marked(
-        self, text: str, messages: list[dict[str, Any]], trained: Sequence[bool], values: Mapping[str, Any]
-    ) -> list[tuple[int, int]]:
-        marks = {"generation_begins": BEGINS, "generation_ends": ENDS}
-        marked = self.render(messages, add_generation_prompt=False, **values, **marks)
-        before, *said = marked.split(BEGINS)
-        plain, spans = before, []
-        for part in said:
-            inside, _, after = part.partition(ENDS)
-            spans.append((len(plain), len(plain) + len(inside)))
-            plain += inside + after
-        if plain != text:
-            raise ChatTemplateError(
-                "the chat template changes the contents of {% generation %} afterwards; let it write them unchanged"
-            )
-        wanted = [is_wanted for message, is_wanted in zip(messages, trained) if message.get("role") == "assistant"]
-        if all(wanted):
-            return spans
-        if len(spans) != len(wanted):
-            raise ChatTemplateError(
-                f"some of its {len(wanted)} answers are not to be trained on, but the chat template marks {len(spans)} "
-                "spans with {% generation %}, so it is not known which they are"
-            )
-        return [span for span, is_wanted in zip(spans, wanted) if is_wanted]
-
-    def _added(
-        self, text: str, messages: list[dict[str, Any]], trained: Sequence[bool], values: Mapping[str, Any]
-    ) -> list[tuple[int, int]]:
-        spans = []
-        for index, message in enumerate(messages):
-            if message.get("role") != "assistant" or not trained[index]:
-                continue
-            prompt = self.render(messages[:index], add_generation_prompt=True, **values)
-            through = self.render(messages[: index + 1], add_generation_prompt=False, **values)
-            if not through.startswith(prompt) or not text.startswith(through):
-                raise ChatTemplateError(
-                    f"the chat template renders the conversation up to message {index + 1} differently than as the "
-                    "beginning of the whole, so the assistant's part cannot be determined; mark it with "
-                    "{% generation %} in the template, or end each conversation with its only answer"
-                )
-            spans.append((len(prompt), len(through)))
-        return spans
-
 
 def load_chat_template(folder: Path, file: str = "") -> ChatTemplate | None:
-    """The folder's `chat_template.jinja`, or the template in `tokenizer_config.json`; None if neither has one.
+    """The folder's templates, `default` and `tool_use`, from its files or `tokenizer_config.json`; None without any.
 
-    A `file`, or `chatml`, if given, takes their place. Raises UserError for a template that cannot be read.
+    A `file`, or `chatml`, if given, takes the place of all. Raises UserError for a template that cannot be read.
     """
     if file == CHATML:
         return make_chat_template(SOURCE, {}, CHATML)
@@ -166,27 +116,52 @@ def load_chat_template(folder: Path, file: str = "") -> ChatTemplate | None:
                 settings |= {k: v for k, v in json.loads(read_text(folder / name)).items() if v is not None}
             except (ValueError, AttributeError, RecursionError) as error:
                 raise UserError(f"{folder / name}: not a JSON object ({error}); fix it or remove it") from error
-    path = Path(file) if file else folder / CHAT_TEMPLATE_FILE
-    if file and not path.is_file():
-        raise UserError(f"{path}: no such file; give a chat template with --template FILE, or leave it out")
-    source = read_text(path) if path.is_file() else settings.get("chat_template")
-    if isinstance(source, list):  # several templates by name
-        named = [t for t in source if isinstance(t, dict) and isinstance(t.get("template"), str)]
-        if len(named) < len(source):
-            raise UserError(f"{folder}: chat_template is a list, but not of templates by name; {FIX}")
-        source = next((t["template"] for t in named if t.get("name") == "default"), None)
-    if source is None:
+    if file and not Path(file).is_file():
+        raise UserError(f"{file}: no such file; give a chat template with --template FILE, or leave it out")
+    sources = {"default": read_text(Path(file))} if file else _in_files(folder) or _in_settings(folder, settings)
+    if not sources:
         return None
-    if not isinstance(source, str):
-        raise UserError(f"{folder}: chat_template is a {type(source).__name__}, not a text; {FIX}")
+    if "default" not in sources:
+        raise UserError(f"{folder}: has chat templates, but none named default ({', '.join(sources)}); {FIX}")
     special = {k: v.get("content") if isinstance(v, dict) else v for k, v in settings.items() if k.endswith("_token")}
-    return make_chat_template(source, {k: v for k, v in special.items() if isinstance(v, str)}, file or str(folder))
+    tokens = {k: v for k, v in special.items() if isinstance(v, str)}
+    return make_chat_template(sources["default"], tokens, file or str(folder), sources.get("tool_use"))
 
 
-def make_chat_template(source: str, special_tokens: dict[str, str], where: str) -> ChatTemplate:
+def carry_template(tokenizer: Tokenizer, template: ChatTemplate) -> None:
+    """Saves `template` with the tokenizer from now on, in place of its folder's."""
+    for name in [name for name in tokenizer.carried if name.startswith(f"{MORE_TEMPLATES}/")]:
+        del tokenizer.carried[name]
+    tokenizer.carried[CHAT_TEMPLATE_FILE] = template.source
+
+
+def _in_files(folder: Path) -> dict[str, str]:
+    """The templates that the folder has in files of their own, by name."""
+    files = {"default": folder / CHAT_TEMPLATE_FILE}
+    files |= {path.stem: path for path in sorted((folder / MORE_TEMPLATES).glob("*.jinja"))}
+    return {name: read_text(path) for name, path in files.items() if path.is_file()}
+
+
+def _in_settings(folder: Path, settings: dict[str, Any]) -> dict[str, str]:
+    """The template in the tokenizer's settings, or the list of them, by name."""
+    found = settings.get("chat_template")
+    if isinstance(found, list):
+        named = [(t.get("name"), t.get("template")) for t in found if isinstance(t, dict)]
+        texts = {name: text for name, text in named if isinstance(name, str) and isinstance(text, str)}
+        if len(texts) < len(found):
+            raise UserError(f"{folder}: chat_template is a list, but not of templates by name; {FIX}")
+        return texts
+    if found is not None and not isinstance(found, str):
+        raise UserError(f"{folder}: chat_template is a {type(found).__name__}, not a text; {FIX}")
+    return {} if found is None else {"default": found}
+
+
+def make_chat_template(
+    source: str, special_tokens: dict[str, str], where: str, tool_use: str | None = None
+) -> ChatTemplate:
     """Raises UserError, naming `where`, for a source that is not a template."""
     try:
-        return ChatTemplate(source, special_tokens)
+        return ChatTemplate(source, special_tokens, tool_use)
     except ChatTemplateError as error:
         raise UserError(f"{where}: the chat template cannot be read ({error}); fix it or remove it") from error
 

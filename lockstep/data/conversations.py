@@ -3,19 +3,21 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
 
+from lockstep.data.answer_spans import ScoredText, Turns, render_answers
 from lockstep.data.chat import ChatTemplate, ChatTemplateError
-from lockstep.data.encode import Encoded, half_a_pair, token_dtype
+from lockstep.data.encode import Branch, Encoded, half_a_pair, token_dtype
 from lockstep.data.messages import FLAGS, LAYOUTS, are_messages, in_our_layout, is_trained, plain, refuse_hidden
 from lockstep.data.records import HUB, Tally, holds_records, read_hub, read_records
+from lockstep.data.template_values import template_values
 from lockstep.data.text import find_files
-from lockstep.data.tokenizer import Tokenizer
+from lockstep.data.tokenizer import Tokenizer, special_ids
 from lockstep.errors import UserError
 
 KEYS = ("messages", "prompt", "completion", "tools", "chat_template_kwargs", *LAYOUTS)
@@ -66,36 +68,53 @@ class ConversationSource:
 class ConversationEncoder:
     """Tokens of `messages` rendered by the chat template, or of `prompt` and `completion` one after the other.
 
-    What the assistant says (if there is a completion, in it alone), or a completion's text, is scored, with the
-    end-of-text token directly after it. If the conversation ends with the assistant and without that token, it is
-    added, before the template's white space.
+    What the assistant says (if there is a completion, in it alone), or a completion's text, is scored through its end
+    of turn. An answer that the template writes otherwise once others follow is, with `turns` "apart", a sequence of its
+    own, as it was sampled; with "whole" the one rendering of the conversation is scored. If a text ends with the
+    assistant and without an end of turn, the end-of-text token is added, before the template's white space.
     """
 
     tokenizer: Tokenizer
     template: ChatTemplate | None
+    turns: Turns = "apart"
+    template_values: Mapping[str, Any] = field(default_factory=dict)
+    """For the template; a row's `chat_template_kwargs` win over them."""
+
+    def __post_init__(self) -> None:
+        self._special = np.array(sorted(special_ids(self.tokenizer)), dtype=np.int64)
 
     def encode(self, batch: list[Conversation]) -> list[Encoded]:
         return [self._encode(conversation) for conversation in batch]
 
     def describe(self) -> dict[str, Any]:
         template = self.template
-        return {"chat_template": template.source, "special_tokens": template.special_tokens} if template else {}
+        if template is None:
+            return {}
+        tool_use = {"tool_use": template.tool_use.source} if template.tool_use else {}
+        given = {"template_values": dict(self.template_values)} if self.template_values else {}
+        made = {"chat_template": template.source, **tool_use, "special_tokens": template.special_tokens, **given}
+        return {**made, "turns": self.turns}
 
     def weight(self, item: Conversation) -> int:
         return sum(len(str(value)) for value in item.values.values())
 
     def _encode(self, conversation: Conversation) -> Encoded:
         try:
-            text, spans = self.text(conversation.values)
+            texts = self.scored_texts(conversation.values)
         except ChatTemplateError as error:
             return self._bad(f"{conversation.where}: {error}; fix it")
-        encoded = self.tokens(conversation.where, text, spans)
-        if encoded.scored is not None and not encoded.scored[1:].any():  # nothing comes before the first
+        sequences = [self.tokens(conversation.where, text) for text in texts]
+        if bad := next((one for one in sequences if one.problem), None):
+            return bad
+        encoded = _as_one(sequences)
+        assert encoded.scored is not None
+        if not encoded.scored[1:].any():  # nothing comes before the first
             return self._bad(f"{conversation.where}: its answer has no token that can be scored; give it a prompt")
         return encoded
 
-    def tokens(self, where: str, text: str, spans: list[tuple[int, int]]) -> Encoded:
-        """Tokens of a whole conversation's text; the characters in `spans` are scored."""
+    def tokens(self, where: str, scored_text: ScoredText) -> Encoded:
+        """Tokens of a text, of which the spans are scored."""
+        text, spans = scored_text
         if not any(stop > start for start, stop in spans):
             return self._bad(f"{where}: the assistant says nothing in it; leave it out")
         try:
@@ -106,12 +125,12 @@ class ConversationEncoder:
         starts, stops = np.array(places, dtype=np.int64).reshape(-1, 2).T
         scored = np.zeros(len(tokens), dtype=bool)
         for start, stop in spans:
-            scored |= self._up_to_the_end(tokens, (stops > start) & (starts < stop))
+            scored |= self._up_to_the_end(tokens, (stops > start) & (starts < stop), stops, text)
         tokens, scored = self._with_the_end(tokens, scored, ends=not text[spans[-1][1] :].strip())
         return Encoded(tokens.astype(token_dtype(self.tokenizer)), scored)
 
-    def text(self, values: dict[str, Any]) -> tuple[str, list[tuple[int, int]]]:
-        """The conversation's text, and the spans of characters that are the assistant's.
+    def scored_texts(self, values: dict[str, Any]) -> list[ScoredText]:
+        """The conversation's text, with the spans that are the assistant's, then those of answers that are apart.
 
         Raises ChatTemplateError for values that are not a conversation, or not one that the template renders.
         """
@@ -120,44 +139,34 @@ class ConversationEncoder:
         if messages is not None and completion is not None:
             raise ChatTemplateError('has "messages" as well as "completion"; leave one of them out')
         if isinstance(prompt, str) and isinstance(completion, str):
-            return prompt + completion, [(len(prompt), len(prompt) + len(completion))]
+            return [ScoredText(prompt + completion, [(len(prompt), len(prompt) + len(completion))])]
         if are_messages(prompt) and are_messages(completion):
-            return self._continued(prompt, completion, self._values(values))
+            # What the assistant says in the prompt is not its own, flagged or not.
+            unflagged = [{key: value for key, value in message.items() if key not in FLAGS} for message in prompt]
+            trained = [False] * len(prompt) + [is_trained(message) for message in completion]
+            return self._rendered([*unflagged, *completion], trained, self._values(values))
         if not are_messages(messages):
             here = [name for name, value in values.items() if value is not None]
             raise ChatTemplateError(
                 'needs "messages", a list of objects with "role" and "content", or "prompt" and "completion", both '
                 f"texts or both such lists (here: {', '.join(here):.200})"
             )
-        text, spans = self._rendered(messages, self._values(values))
-        if not spans:
+        trained = [is_trained(message) for message in messages]
+        answers = [wanted for message, wanted in zip(messages, trained) if message["role"] == "assistant"]
+        if answers and not any(answers):
+            raise ChatTemplateError("none of its answers is to be trained on; leave it out")
+        texts = self._rendered(messages, trained, self._values(values))
+        if not texts[0].spans:
             roles = ", ".join(dict.fromkeys(str(message["role"]) for message in messages))
             raise ChatTemplateError(f"the assistant says nothing in it (roles here: {roles or 'none':.200})")
-        return text, spans
+        return texts
 
-    def _continued(
-        self, prompt: list[Any], completion: list[Any], values: dict[str, Any]
-    ) -> tuple[str, list[tuple[int, int]]]:
-        """As `text`; what the assistant says in the prompt is not its own, flagged or not."""
-        prompt = [{key: value for key, value in message.items() if key not in FLAGS} for message in prompt]
-        text, spans = self._rendered([*prompt, *completion], values)
-        if any(message["role"] == "assistant" for message in prompt):
-            before, said = self._rendered(prompt, values)
-            if not text.startswith(before):
-                raise ChatTemplateError("the chat template renders its prompt differently before an answer")
-            spans = spans[len(said) :]
-        return text, spans
-
-    def _rendered(self, messages: list[Any], values: dict[str, Any]) -> tuple[str, list[tuple[int, int]]]:
+    def _rendered(self, messages: list[Any], trained: list[bool], values: dict[str, Any]) -> list[ScoredText]:
         if self.template is None:
             raise UserError(
                 "the data has messages, but the model's folder has no chat template; give --template FILE, or "
                 "--template chatml"
             )
-        trained = [is_trained(message) for message in messages]
-        answers = [wanted for message, wanted in zip(messages, trained) if message["role"] == "assistant"]
-        if answers and not any(answers):
-            raise ChatTemplateError("none of its answers is to be trained on; leave it out")
         plain_ones = [plain(message) for message in messages]
         others = [{**m, "role": "system"} if m["role"] == "developer" else m for m in plain_ones]
         try:
@@ -167,28 +176,19 @@ class ConversationEncoder:
                 raise
         return self._shown(others, trained, values)  # most templates know the developer as the system
 
-    def _shown(
-        self, messages: list[dict[str, Any]], trained: list[bool], values: dict[str, Any]
-    ) -> tuple[str, list[tuple[int, int]]]:
+    def _shown(self, messages: list[dict[str, Any]], trained: list[bool], values: dict[str, Any]) -> list[ScoredText]:
         assert self.template is not None
-        text, spans = self.template.render_with_assistant(messages, trained, **values)
-        refuse_hidden(self.template, messages, text, **values)
-        return text, spans
+        template = self.template.used_with(values["tools"])
+        texts = render_answers(template, messages, trained, self.turns, **values)
+        text = template.render(messages, add_generation_prompt=False, **values)
+        refuse_hidden(template, messages, trained, text, **values)
+        return texts
 
     def _values(self, row: dict[str, Any]) -> dict[str, Any]:
         """What a row gives the template besides the messages."""
-        own = row.get("chat_template_kwargs")
-        if isinstance(own, str):
-            own = _from_json("chat_template_kwargs", own)
-        if own is not None and not isinstance(own, dict):
-            raise ChatTemplateError('"chat_template_kwargs" is not an object')
-        own = {name: value for name, value in (own or {}).items() if value is not None}
-        for name in own:
-            if self.template is None or name not in self.template.variables or name in ("messages", "tools"):
-                raise ChatTemplateError(
-                    f'"chat_template_kwargs" has {name!r:.60}, which the chat template does not read'
-                )
-        return {"tools": self._tools(row), **own}
+        tools = self._tools(row)
+        own = template_values(row.get("chat_template_kwargs"), self.template and self.template.used_with(tools))
+        return {"tools": tools, **self.template_values, **own}
 
     def _tools(self, values: dict[str, Any]) -> list[Any] | None:
         """The row's `tools`, which can be JSON in a string, since in Parquet objects have the keys of all others."""
@@ -197,31 +197,57 @@ class ConversationEncoder:
             tools = _from_json("tools", tools)
         if tools is not None and not (isinstance(tools, list) and all(isinstance(tool, dict) for tool in tools)):
             raise ChatTemplateError('"tools" is neither a list of objects nor JSON of one')
-        if tools and self.template is not None and "tools" not in self.template.variables:
+        if tools and self.template is not None and "tools" not in self.template.used_with(tools).variables:
             raise ChatTemplateError('has "tools", which the chat template does not show; leave them out, or change it')
         return tools
 
-    def _up_to_the_end(self, tokens: np.ndarray, inside: np.ndarray) -> np.ndarray:
-        """Without what a template writes after the end-of-text token, which a model never generates."""
-        ends = np.flatnonzero(inside & (tokens == self.tokenizer.eos_id))
+    def _up_to_the_end(self, tokens: np.ndarray, inside: np.ndarray, stops: np.ndarray, text: str) -> np.ndarray:
+        """Without what a template writes after the end of the turn, which a model never generates.
+
+        The turn ends with the end-of-text token, or with a special token that only white space follows.
+        """
+        own = np.flatnonzero(inside)
+        ends = own[tokens[own] == self.tokenizer.eos_id]
+        if not len(ends):
+            ends = own[np.isin(tokens[own], self._special)]
+            ends = ends if len(ends) and not text[stops[ends[-1]] : stops[own[-1]]].strip() else ends[:0]
         if len(ends):
             inside[ends[-1] + 1 :] = False
         return inside
 
     def _with_the_end(self, tokens: np.ndarray, scored: np.ndarray, ends: bool) -> tuple[np.ndarray, np.ndarray]:
-        """Scores an end-of-text token directly after scored tokens; with `ends`, adds one after the last of them."""
-        end = self.tokenizer.eos_id
-        if end is None or not scored.any():
+        """Scores a special token directly after scored tokens; with `ends` and without one, adds the end of text."""
+        if not scored.any():
             return tokens, scored
-        follows = np.concatenate([[False], scored[:-1] & (tokens[:-1] != end)])
-        scored = scored | (follows & (tokens == end))
+        special = np.isin(tokens, self._special) & (tokens != self.tokenizer.bos_id)
+        follows = np.concatenate([[False], scored[:-1] & ~special[:-1]])
+        scored = scored | (follows & special)
         last = int(np.flatnonzero(scored)[-1])
-        if ends and tokens[last] != end:
-            tokens, scored = np.insert(tokens, last + 1, end), np.insert(scored, last + 1, True)
+        if ends and not special[last] and self.tokenizer.eos_id is not None:
+            tokens, scored = np.insert(tokens, last + 1, self.tokenizer.eos_id), np.insert(scored, last + 1, True)
         return tokens, scored
 
     def _bad(self, problem: str) -> Encoded:
         return Encoded(np.empty(0, token_dtype(self.tokenizer)), problem=problem)
+
+
+def _as_one(sequences: Sequence[Encoded]) -> Encoded:
+    """Sequences that begin alike as one document, in which the beginning that they share with the first is once."""
+    lead, *others = sequences
+    assert lead.scored is not None
+    branches = []
+    for other in others:
+        assert other.scored is not None
+        # The predictor of a scored token is among its sequence's own.
+        most = min(len(lead.tokens), max(int(np.flatnonzero(other.scored)[0]) - 1, 0))
+        differs = np.flatnonzero(lead.tokens[:most] != other.tokens[:most])
+        branches.append((int(differs[0]) if len(differs) else most, other))
+    branches.sort(key=lambda branch: -branch[0])
+    tokens = [lead.tokens, *(other.tokens[shared:] for shared, other in branches)]
+    scored = [lead.scored, *(other.scored[shared:] for shared, other in branches)]  # type: ignore[index]
+    starts = np.cumsum([len(part) for part in tokens])
+    found = [Branch(int(start), shared) for start, (shared, _) in zip(starts, branches)]
+    return Encoded(np.concatenate(tokens), np.concatenate(scored), branches=found)
 
 
 def _from_json(name: str, text: str) -> Any:

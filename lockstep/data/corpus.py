@@ -11,7 +11,7 @@ from functools import cached_property
 
 import numpy as np
 
-from lockstep.data.encode import Encoded, TextEncoder, token_dtype
+from lockstep.data.encode import Branch, Encoded, TextEncoder, token_dtype
 from lockstep.data.records import Tally
 from lockstep.data.text import TextPart
 from lockstep.data.tokenizer import Tokenizer
@@ -38,6 +38,9 @@ class TokenizedCorpus:
     offsets: np.ndarray
     scored: np.ndarray | None = None
     """Whether the loss counts a token, as a prediction from those before it; None: all of them."""
+    branches: np.ndarray | None = None
+    """Each further sequence of a document, in order, as (index of its first own token, how many tokens it shares with
+    the document's first sequence); None: each document is one sequence."""
     counts: dict[str, int] = field(default_factory=dict)
     """What was found while reading: `skipped_lines`, `empty_documents`."""
     vocab_size: int | None = None
@@ -68,6 +71,32 @@ class TokenizedCorpus:
         part = {} if self.chosen is None else {"documents in use": len(self.chosen)}
         return {"documents": len(self.offsets) - 1, "tokens": int(self.offsets[-1]), CONTENTS: self._checksum} | part
 
+    def branches_between(self, start: int, stop: int) -> list[Branch]:
+        """The branches that begin in `tokens[start:stop]`, by where they begin in `tokens`."""
+        if self.branches is None:
+            return []
+        first, last = np.searchsorted(self.branches[:, 0], [start, stop])
+        return [Branch(int(begin), int(shared)) for begin, shared in self.branches[first:last]]
+
+    def apart(self) -> dict[str, int]:
+        """Number of the branches, and of their own tokens, as counts; empty without any."""
+        if self.branches is None:
+            return {}
+        ends = self.offsets[np.searchsorted(self.offsets, self.branches[:, 0], side="right")]
+        own = np.minimum(ends, np.append(self.branches[1:, 0], ends[-1])) - self.branches[:, 0]
+        return {"answers_apart": len(self.branches), "tokens_apart": int(own.sum())}
+
+    def longer(self, most: int) -> int:
+        """Number of documents that are used and have a sequence of more than `most` tokens."""
+        if self.branches is None:
+            return sum(int((lengths > most).sum()) for lengths in self.lengths())
+        starts = np.concatenate([self.offsets[:-1], self.branches[:, 0]])
+        order = np.argsort(starts)
+        shared = np.concatenate([np.zeros(len(self.offsets) - 1, np.int64), self.branches[:, 1]])[order]
+        complete = shared + np.diff(starts[order], append=self.offsets[-1])
+        found = np.unique(np.searchsorted(self.offsets, starts[order][complete > most], side="right") - 1)
+        return len(found if self.chosen is None else np.intersect1d(found, self.chosen))
+
     def lengths(self) -> Iterator[np.ndarray]:
         """Tokens of each document that is used, a few hundred thousand documents at a time."""
         for start in range(0, len(self.offsets) - 1 if self.chosen is None else len(self.chosen), 2**18):
@@ -93,7 +122,7 @@ class TokenizedCorpus:
             for values in (self.tokens, self.scored):
                 if values is not None:
                     found = zlib.crc32(np.ascontiguousarray(values[start : start + at_once]).data, found)
-        return found
+        return found if self.branches is None else zlib.crc32(np.ascontiguousarray(self.branches).data, found)
 
 
 Share = Callable[[Callable[[], TokenizedCorpus | None]], TokenizedCorpus | None]
@@ -110,21 +139,22 @@ def collect(
 ) -> TokenizedCorpus:
     """A corpus in memory, possibly without documents. Raises UserError for a bad document unless these are skipped."""
     parts: list[Encoded] = []
-    offsets = drain(encoded, parts.append, tally, skip_bad)
+    offsets, branches = drain(encoded, parts.append, tally, skip_bad)
     tokens = np.concatenate([np.empty(0, dtype), *(part.tokens for part in parts)])
     masks = [part.scored for part in parts if part.scored is not None]
-    return TokenizedCorpus(tokens, offsets, np.concatenate(masks) if masks else None, tally().counts())
+    return TokenizedCorpus(tokens, offsets, np.concatenate(masks) if masks else None, branches, tally().counts())
 
 
 def drain(
     encoded: Iterable[Encoded], keep: Callable[[Encoded], None], tally: Callable[[], Tally], skip_bad: bool
-) -> np.ndarray:
-    """Gives each part with tokens to `keep`, in order; returns the documents' offsets. Empty documents are left out.
+) -> tuple[np.ndarray, np.ndarray | None]:
+    """Gives each part with tokens to `keep`, in order; returns `offsets` and `branches` of the corpus. Empty documents
+    are left out.
 
     `tally` returns the source's counts, and what is found here is added to it. Raises UserError for a bad document
     unless these are skipped.
     """
-    offsets, total = array("q", [0]), 0
+    offsets, branches, total = array("q", [0]), array("q"), 0
     for part in encoded:
         if part.left_out:
             counts = tally().left_out
@@ -140,12 +170,15 @@ def drain(
             continue
         if len(part.tokens):
             keep(part)
+            for branch in part.branches:
+                branches.extend((total + branch.start, branch.shared))
             total += len(part.tokens)
         if part.ends and total == offsets[-1]:
             tally().empty_documents += 1
         elif part.ends:
             offsets.append(total)
-    return np.frombuffer(offsets, dtype=np.int64)
+    apart = np.frombuffer(branches, dtype=np.int64).reshape(-1, 2) if branches else None
+    return np.frombuffer(offsets, dtype=np.int64), apart
 
 
 def tokenize_documents(documents: Iterable[str], tokenizer: Tokenizer, skip_bad: bool = False) -> TokenizedCorpus:

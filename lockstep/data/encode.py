@@ -16,6 +16,15 @@ BATCH = 512
 BATCH_CHARACTERS = 2**20
 
 
+class Branch(NamedTuple):
+    """A further sequence of a document, which begins as the document's first one does."""
+
+    start: int
+    """Where its own tokens begin among the document's."""
+    shared: int
+    """How many of the first sequence's first tokens come before them; 0: the sequence is complete."""
+
+
 class Encoded(NamedTuple):
     """The tokens of a document, or of a part of a very long one."""
 
@@ -25,6 +34,8 @@ class Encoded(NamedTuple):
     ends: bool = True
     problem: str = ""
     """Why there are no tokens, if the document is bad: with its place and what to do."""
+    branches: Sequence[Branch] = ()
+    """The document's sequences after its first, those that share most of it first; no first own token is scored."""
     left_out: str = ""
     """Name of the count that it goes into, if `problem` is not an error: the run counts it and continues."""
 

@@ -120,7 +120,7 @@ class RowLoader:
         starts = range(self.rank * size, self.rows_per_step, self.ranks * size)
         return StepRows(
             microbatches=[[self.rows.read(plan) for plan in plans[i : i + size]] for i in starts],
-            tokens=sum(piece.stop - piece.start for plan in plans for piece in plan),
+            tokens=sum(piece.size for plan in plans for piece in plan),
             targets=sum(self.rows.targets(plan) for plan in plans),
             capacity=self.rows_per_step * self.rows.sequence_length,
         )

@@ -14,6 +14,8 @@ SHOWN_REASONING = REASONING[:2]
 """The names under which reasoning is given to templates: each reads one of them."""
 FLAGS = ("weight", "train", "trainable", "loss", "loss_mask")
 """Names under which data says whether a message is trained on: OpenAI's is the first."""
+OTHER_ANSWERS = ("function_call", "audio", "refusal")
+"""What an answer of OpenAI's can consist of, and no chat template knows."""
 LAYOUTS = ("conversations", "instruction", "input", "output")
 """Keys of rows in ShareGPT's layout, and in Alpaca's."""
 SPEAKERS = {
@@ -111,26 +113,48 @@ def _call(call: Any) -> Any:
     return {**call, "function": {**function, "arguments": arguments}}
 
 
-def refuse_hidden(template: ChatTemplate, messages: Sequence[dict[str, Any]], text: str, **values: Any) -> None:
-    """Raises ChatTemplateError if the rendering `text` lacks a message, its tool calls, or all that it consists of.
+def refuse_hidden(
+    template: ChatTemplate, messages: Sequence[dict[str, Any]], trained: Sequence[bool], text: str, **values: Any
+) -> None:
+    """Raises ChatTemplateError if the rendering `text` lacks a message, its tool calls, or all that it consists of; and
+    if the reasoning of an answer that is trained on is not even shown when the answer is the last message.
 
-    Content that does not stand in the text as it is, and tool calls, are changed to see whether the text changes.
+    Content that does not stand in the text as it is, tool calls and reasoning are changed to see whether the text
+    changes.
     """
+
+    def shows(index: int, change: dict[str, Any], last: bool = False) -> bool:
+        others = [*messages[:index], {**messages[index], **change}, *messages[index + 1 :]]
+        if last:
+            try:
+                alone = template.render([*messages[: index + 1]], add_generation_prompt=False, **values)
+                return template.render(others[: index + 1], add_generation_prompt=False, **values) != alone
+            except ChatTemplateError:
+                pass  # some templates want a user's message
+        return template.render(others, add_generation_prompt=False, **values) != text
+
     for index, message in enumerate(messages):
         content, calls = message.get("content"), message.get("tool_calls")
-        changes: dict[str, dict[str, Any]] = {}
-        if isinstance(content, str) and content.strip() and content.strip() not in text:
-            changes[f"the content of the role {message['role']!r:.60}"] = {"content": f"{content}?"}
-        if isinstance(calls, list) and calls:
-            changes["tool calls"] = {"tool_calls": [_renamed(call) for call in calls]}
-        if "content" not in message and not calls:
-            changes["the reasoning of a message without content"] = {
-                name: f"{message[name]}?" for name in REASONING if name in message
-            }
-        for what, change in changes.items():
-            others = [*messages[:index], message | change, *messages[index + 1 :]]
-            if template.render(others, add_generation_prompt=False, **values) == text:
-                raise ChatTemplateError(f"the chat template does not show {what}")
+        who = f"the role {message['role']!r:.60}"
+        if other := next((key for key in OTHER_ANSWERS if message.get(key)), None):
+            raise ChatTemplateError(f"a message of {who} has {other!r}, which chat templates do not show")
+        if isinstance(content, str) and content.strip() not in text and not shows(index, {"content": f"{content}?"}):
+            raise ChatTemplateError(f"the chat template does not show the content of {who}")
+        if isinstance(calls, list) and calls and not shows(index, {"tool_calls": [_renamed(call) for call in calls]}):
+            raise ChatTemplateError("the chat template does not show tool calls")
+        if thought := _other_thought(message):
+            alone = "content" not in message and not calls
+            if (alone and not shows(index, thought)) or (trained[index] and not shows(index, thought, last=True)):
+                raise ChatTemplateError(f"the chat template does not show the reasoning of {who}")
+
+
+def _other_thought(message: Mapping[str, Any]) -> dict[str, Any]:
+    """The keys of a message that have its reasoning, with another one; empty without any."""
+    changed = {name: f"{message[name]}?" for name in REASONING if message.get(name)}
+    content = message.get("content")
+    if message["role"] == "assistant" and isinstance(content, str) and "</think>" in content:
+        changed["content"] = content.replace("</think>", "?</think>", 1)
+    return changed
 
 
 def _renamed(call: Any) -> Any:

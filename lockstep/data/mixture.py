@@ -78,7 +78,7 @@ class MixedRows:
         total = sum(self._given) + self.sequence_length
         chosen = max(going, key=lambda i: self.weights[i] * total - self._given[i])
         pieces = self.streams[chosen].plan()
-        self._given[chosen] += sum(piece.stop - piece.start for piece in pieces)
+        self._given[chosen] += sum(piece.size for piece in pieces)
         return pieces
 
     def targets(self, pieces: list[Piece]) -> int:

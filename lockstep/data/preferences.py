@@ -7,7 +7,8 @@ says whether it is scored (`SCORED`), and where a pair's second sequence begins 
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -26,7 +27,7 @@ SCORED, MARK = 1, 2
 class PreferenceSource(ConversationSource):
     """Lines or rows as they are; a data set on the hub is read whole, since its examples are scored before the run."""
 
-    keys = ("prompt", "chosen", "rejected", "completion", "label", "tools")
+    keys = ("prompt", "chosen", "rejected", "completion", "label", "tools", "chat_template_kwargs")
 
     def __init__(self, data: str, skip_bad_lines: bool = False):
         super().__init__(data, skip_bad_lines)
@@ -46,9 +47,10 @@ class PreferenceEncoder:
     template: ChatTemplate | None
     longest: int
     paired: bool = True
+    template_values: Mapping[str, Any] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        self._answers = ConversationEncoder(self.tokenizer, self.template)
+        self._answers = ConversationEncoder(self.tokenizer, self.template, "whole", self.template_values)
 
     def encode(self, batch: list[Conversation]) -> list[Encoded]:
         return [self._encode(conversation) for conversation in batch]
@@ -105,8 +107,10 @@ class PreferenceEncoder:
 
     def _answer(self, line: Conversation, prompt: Any, answer: Any) -> Encoded:
         """The whole sequence, with its answer scored."""
-        values = {"prompt": prompt, "completion": answer, "tools": line.values.get("tools")}
-        return self._answers.tokens(line.where, *self._answers.text(values))
+        own = {name: line.values.get(name) for name in ("tools", "chat_template_kwargs")}
+        values = {"prompt": prompt, "completion": answer, **own}
+        (scored_text,) = self._answers.scored_texts(values)
+        return self._answers.tokens(line.where, scored_text)
 
     def _without(self, problem: str, left_out: str = "") -> Encoded:
         return Encoded(np.empty(0, token_dtype(self.tokenizer)), problem=problem, left_out=left_out)
@@ -172,7 +176,7 @@ class Example:
 class PreferenceRow(Row):
     """A row with its examples; `lengths` are those of all sequences."""
 
-    examples: list[Example]
+    examples: list[Example] = field(kw_only=True)
 
 
 class PreferenceRows(Rows):
@@ -196,7 +200,7 @@ class PreferenceRows(Rows):
                 scored[np.array(sequence.scored, dtype=np.int64) + start] = True
                 start += len(sequence.tokens)
         padding = row.tokens.size - start
-        return PreferenceRow(row.tokens, own + ([padding] if padding else []), scored, padding, examples)
+        return PreferenceRow(row.tokens, own + ([padding] if padding else []), scored, padding, examples=examples)
 
 
 class LabelledRows(PreferenceRows):

@@ -28,28 +28,61 @@ class Row:
 
     tokens: np.ndarray
     lengths: list[int]
-    """Lengths of the sequences: each has its own positions, and attention stays within it."""
+    """How many tokens each sequence has here: each has its own positions, and attention stays within it."""
     scored: np.ndarray
-    """Whether a token is a target; never a sequence's first."""
+    """Whether a token is a target; never a sequence's first here."""
     padding: int
     """Number of padding tokens at the end."""
+    shared: list[int] | None = None
+    """How many first tokens of the last complete sequence before it each sequence begins with; None: none does."""
+
+    def complete_lengths(self) -> list[int]:
+        """Lengths of the sequences with what they share."""
+        return [length + shared for length, shared in zip(self.lengths, self.shared or [0] * len(self.lengths))]
 
 
 class Piece(NamedTuple):
-    """Consecutive tokens of one document."""
+    """Consecutive tokens of one document, and what comes before them."""
 
     corpus: TokenizedCorpus
     start: int
     stop: int
+    first: int = 0
+    context: int = 0
+    """How many tokens from `first`, where the document begins, are repeated, unscored, for the branches that share
+    them."""
+
+    @property
+    def size(self) -> int:
+        return self.context + self.stop - self.start
 
     @property
     def targets(self) -> int:
-        return self.stop - self.start - 1 if self.corpus.scored is None else int(self.scored()[1:].sum())
+        if self.corpus.scored is None:
+            return self.stop - self.start - 1
+        # A branch's first token is never scored.
+        return int(self.corpus.scored[self.start + 1 : self.stop].astype(bool).sum())
+
+    def tokens(self) -> np.ndarray:
+        own = self.corpus.read(self.start, self.stop)
+        before = self.first, self.first + self.context
+        return np.concatenate([self.corpus.read(*before), own]) if self.context else own
 
     def scored(self) -> np.ndarray:
         if self.corpus.scored is None:
             return np.ones(self.stop - self.start, dtype=bool)
-        return self.corpus.scored[self.start : self.stop].astype(bool)
+        own = self.corpus.scored[self.start : self.stop].astype(bool)
+        return np.concatenate([np.zeros(self.context, dtype=bool), own])
+
+    def sequences(self) -> list[tuple[int, int]]:
+        """For each sequence how many tokens are in the piece, and how many more it shares with the first of them."""
+        starts = [(self.start, 0)]
+        for branch in self.corpus.branches_between(self.start, self.stop):
+            is_first = branch.start == self.start
+            starts = [(self.start, branch.shared * bool(self.context))] if is_first else [*starts, branch]
+        stops = [start for start, _ in starts[1:]] + [self.stop]
+        own = [(stop - start, shared) for (start, shared), stop in zip(starts, stops)]
+        return [(self.context, 0), *own] if self.context else own
 
 
 class Rows:
@@ -57,8 +90,9 @@ class Rows:
 
     Each epoch and each window has its own order. `packing` is "cut" (documents one after the other, cut where a
     row ends) or "whole" (a document that no longer fits starts the next row, and only one longer than a row is cut).
-    Of a conversation that is longer than a row, pieces without a target are then left out. A row is first planned, as
-    pieces, and read by the rank that needs it. With `separate` off a row is one sequence.
+    Of a conversation that is longer than a row, pieces without a target are then left out. A document of several
+    sequences is divided between them where a row is full, and what they share is then repeated. A row is first planned,
+    as pieces, and read by the rank that needs it. With `separate` off a row is one sequence.
 
     Raises UserError for a `sequence_length` below 2, for documents without two tokens, and for conversations of which
     no part that fits in a row has a target.
@@ -106,7 +140,7 @@ class Rows:
     @property
     def counts(self) -> dict[str, int]:
         """What was found in the documents, by name; for whole documents also how many are too long for a row."""
-        counts = dict(self._corpus.counts)
+        counts = self._corpus.counts | self._corpus.apart()
         if self.packing == "whole":
             counts["cut_documents"] = self._cut
         return counts
@@ -120,7 +154,7 @@ class Rows:
             if self.packing == "whole" and pieces and not ends:
                 break
             pieces.append(piece)
-            room -= piece.stop - piece.start
+            room -= piece.size
             self._pass(piece, ends)
         self._leave_out()
         return pieces
@@ -130,7 +164,19 @@ class Rows:
         document = self._order[self._index]
         first, end = (int(o) for o in self._corpus.offsets[document : document + 2])
         start = first + self._offset
-        return Piece(self._corpus, start, min(end, start + room)), end - start <= room
+        branches = self._corpus.branches_between(start, end)
+        if not branches or (start == first and end - start <= room):
+            return Piece(self._corpus, start, min(end, start + room)), end - start <= room
+        here = branches[0] if branches[0].start == start else None
+        context = here.shared if here else 0
+        stops = [branch.start for branch in branches[1 if here else 0 :]] + [end]
+        # The sequences that follow have the first one only if all of it is in this piece.
+        stops = stops if here or start == first else stops[:1]
+        if fitting := [stop for stop in stops if context + stop - start <= room]:
+            return Piece(self._corpus, start, fitting[-1], first, context), fitting[-1] == end
+        # Longer than a row, it is cut; else it waits for the next.
+        is_longer = room == self.sequence_length
+        return Piece(self._corpus, start, min(stops[0], start + room)), is_longer and end == stops[0] <= start + room
 
     def _nothing(self) -> UserError:
         if not self._longer:
@@ -165,18 +211,20 @@ class Rows:
 
     def read(self, pieces: list[Piece]) -> Row:
         """A planned row's tokens. Raises UserError if a file has one outside the vocabulary."""
-        lengths = [piece.stop - piece.start for piece in pieces]
+        sequences = [sequence for piece in pieces for sequence in piece.sequences()]
+        lengths, shared = [length for length, _ in sequences], [shared for _, shared in sequences]
         total, held = self.sequence_length, sum(lengths)
         tokens, scored = np.zeros(total, dtype=np.int64), np.zeros(total, dtype=bool)
         if pieces:
-            np.concatenate([p.corpus.read(p.start, p.stop) for p in pieces], out=tokens[:held], casting="unsafe")
+            np.concatenate([p.tokens() for p in pieces], out=tokens[:held], casting="unsafe")
             np.concatenate([p.scored() for p in pieces], out=scored[:held])
         if held < total:
             lengths.append(total - held)
+            shared.append(0)
         if not self.separate:
-            lengths = [total]
+            lengths, shared = [total], [0]
         scored[np.cumsum([0, *lengths[:-1]])] = False
-        return Row(tokens, lengths, scored, total - held)
+        return Row(tokens, lengths, scored, total - held, shared if any(shared) else None)
 
     def state(self) -> dict[str, Any]:
         """The whole position; JSON-able."""
@@ -237,7 +285,12 @@ class Rows:
                     self._order = np.arange(count, dtype=dtype) if chosen is None else chosen.astype(dtype)
                     draw.shuffle(self._order)
                     self._corpus = corpus
-                    self._cut = sum(int((lengths > self.sequence_length).sum()) for lengths in corpus.lengths())
+                    if corpus.branches is not None and not (self.packing == "whole" and self.separate):
+                        raise UserError(
+                            'conversations of several sequences need loader.packing = "whole" and '
+                            "loader.separate_documents; leave both at their defaults, or give --turns whole"
+                        )
+                    self._cut = corpus.longer(self.sequence_length)
                     self._longer |= self._cut > 0
                     return
                 self._window += 1

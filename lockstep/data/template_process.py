@@ -87,19 +87,24 @@ def make_environment() -> ImmutableSandboxedEnvironment:
 
 
 class GenerationBlock(Extension):
-    """`{% generation %}`, with which templates mark what the assistant says; it changes no text by itself."""
+    """`{% generation %}`, with which templates mark what the assistant says; it changes no text by itself.
+
+    As in transformers it is a call block: what is set in it is not known after it.
+    """
 
     tags = {"generation"}  # noqa: RUF012
 
     def parse(self, parser: Any) -> Any:
         line = next(parser.stream).lineno
         body = parser.parse_statements(("name:endgeneration",), drop_needle=True)
-        return [_write("generation_begins", line), *body, _write("generation_ends", line)]
+        marks: list[nodes.Expr] = [
+            nodes.Name(name, "load", lineno=line) for name in ("generation_begins", "generation_ends")
+        ]
+        return nodes.CallBlock(self.call_method("_between", marks), [], [], body).set_lineno(line)
 
-
-def _write(name: str, line: int) -> nodes.Node:
-    """Writes a variable's value; nothing if it is not given."""
-    return nodes.Output([nodes.Name(name, "load", lineno=line)], lineno=line)
+    def _between(self, begins: Any, ends: Any, caller: Any) -> str:
+        # A mark that is not given is undefined, which has no text.
+        return f"{begins}{caller()}{ends}"
 
 
 def _to_json(

@@ -1,7 +1,8 @@
 """Tokens on disk: written once, then memory-mapped by every run and every rank.
 
-A folder contains `tokens.bin`, `offsets.bin` (int64), for conversations `scored.bin` (one byte per token),
-`tokens.json`, which describes them, and the tokenizer. It is written under another name and renamed when complete.
+A folder contains `tokens.bin`, `offsets.bin` (int64), for conversations `scored.bin` (one byte per token) and, if some
+of them are several sequences, `branches.bin` (two int64 per branch); `tokens.json`, which describes them, and the
+tokenizer. It is written under another name and renamed when complete.
 """
 
 from __future__ import annotations
@@ -63,6 +64,7 @@ def open_token_folder(folder: Path, tokenizer: Tokenizer | None = None) -> Token
         # Any other type that NumPy knows by name would read the file's bytes as something else, even pointers.
         kind = np.dtype(DTYPES[about["dtype"]])
         scored, counts, made_by = bool(about["scored"]), _counts(about["counts"]), about["tokenizer"]
+        branches = int(about.get("branches", 0))
     except (OSError, ValueError, KeyError, TypeError, AttributeError, OverflowError, RecursionError) as error:
         raise UserError(f"{folder / DESCRIPTION}: cannot be read ({error!r:.200}); tokenize the data again") from error
     if tokenizer is not None and made_by != tokenizer_fingerprint(tokenizer):
@@ -73,6 +75,8 @@ def open_token_folder(folder: Path, tokenizer: Tokenizer | None = None) -> Token
     files = {"tokens.bin": (kind, tokens), "offsets.bin": (np.dtype(np.int64), documents + 1)}
     if scored:
         files["scored.bin"] = (np.dtype(np.uint8), tokens)
+    if branches:
+        files["branches.bin"] = (np.dtype(np.int64), 2 * branches)
     arrays = {}
     for name, (dtype, length) in files.items():
         path = folder / name
@@ -84,14 +88,28 @@ def open_token_folder(folder: Path, tokenizer: Tokenizer | None = None) -> Token
         arrays[name] = np.memmap(path, dtype, mode="r", shape=(length,)) if length else np.empty(0, dtype)
     if not _ascending(arrays["offsets.bin"], tokens):
         raise UserError(f"{folder / 'offsets.bin'}: the offsets do not ascend from 0 to {tokens}; tokenize again")
+    apart = arrays["branches.bin"].reshape(-1, 2) if branches else None
+    if apart is not None and not _are_branches(apart, arrays["offsets.bin"]):
+        raise UserError(f"{folder / 'branches.bin'}: these are not branches of its documents; tokenize again")
     vocab_size = None if tokenizer is None else tokenizer.vocab_size
     return TokenizedCorpus(
-        arrays["tokens.bin"], arrays["offsets.bin"], arrays.get("scored.bin"), counts, vocab_size, str(folder)
+        arrays["tokens.bin"], arrays["offsets.bin"], arrays.get("scored.bin"), apart, counts, vocab_size, str(folder)
     )
 
 
 def _counts(counts: dict[str, Any]) -> dict[str, int]:
     return {str(name): int(count) for name, count in counts.items()}
+
+
+def _are_branches(branches: np.ndarray, offsets: np.ndarray) -> bool:
+    """Whether they ascend, each within a document, sharing no more than is in its first sequence."""
+    starts, shared = branches.T
+    documents = np.searchsorted(offsets, starts, side="right") - 1
+    if (starts <= 0).any() or (starts >= offsets[-1]).any() or not (starts[:-1] < starts[1:]).all():
+        return False
+    _, first = np.unique(documents, return_index=True)
+    leads = np.repeat(starts[first], np.diff(first, append=len(starts))) - offsets[documents]
+    return bool(((leads > 0) & (shared >= 0) & (shared <= leads)).all())
 
 
 def _ascending(offsets: np.ndarray, last: int) -> bool:
@@ -152,7 +170,7 @@ def _write(
                 on_bytes(source.tally.bytes_read)
 
         encoded = encode_all(source.read(), encoder, workers)
-        offsets = drain(encoded, keep, lambda: source.tally, source.skip_bad_lines)
+        offsets, branches = drain(encoded, keep, lambda: source.tally, source.skip_bad_lines)
         _flush(tokens)
         _flush(masks)
     if len(offsets) == 1:
@@ -160,12 +178,15 @@ def _write(
     if not scored:
         (folder / "scored.bin").unlink()
     offsets.tofile(folder / "offsets.bin")
+    if branches is not None:
+        branches.tofile(folder / "branches.bin")
     return {
         "format": FORMAT,
         "tokens": int(offsets[-1]),
         "documents": len(offsets) - 1,
         "dtype": np.dtype(kind).name,
         "scored": scored,
+        "branches": 0 if branches is None else len(branches),
         "counts": source.tally.counts(),
         "tokenizer": tokenizer_fingerprint(encoder.tokenizer),
         "source": source.data,

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from lockstep.data.chat import load_chat_template
+from lockstep.data.answer_spans import Turns
+from lockstep.data.chat import carry_template, load_chat_template
 from lockstep.data.chatml import CHATML, with_chatml
 from lockstep.data.conversations import ConversationEncoder, ConversationSource
 from lockstep.data.encode import Encoder, TextEncoder
 from lockstep.data.text import TextSource
 from lockstep.data.token_folder import Source, open_token_folder, tokenize_with_progress
-from lockstep.data.tokenizer import CHAT_TEMPLATE_FILE, named_tokenizer
+from lockstep.data.tokenizer import named_tokenizer
 from lockstep.errors import UserError
 
 
@@ -22,6 +23,7 @@ def tokenize_once(
     chat: bool = False,
     skip_bad_lines: bool = False,
     workers: int = 4,
+    turns: Turns = "apart",
 ) -> None:
     """Writes the folder `output` and prints what is in it. Raises UserError for bad data or an existing folder."""
     folder = Path(output)
@@ -33,9 +35,9 @@ def tokenize_once(
         source = ConversationSource(data, skip_bad_lines)
         chat_template = load_chat_template(Path(tokenizer), "" if template == "{text}" else template)
         own = named_tokenizer(tokenizer, [])
-        encoder = ConversationEncoder(with_chatml(own) if template == CHATML else own, chat_template)
-        if chat_template is not None:
-            encoder.tokenizer.carried[CHAT_TEMPLATE_FILE] = chat_template.source
+        encoder = ConversationEncoder(with_chatml(own) if template == CHATML else own, chat_template, turns)
+        if chat_template is not None and template != "{text}":
+            carry_template(encoder.tokenizer, chat_template)
     else:
         source = texts = TextSource(data, template, skip_bad_lines)
         encoder = TextEncoder(named_tokenizer(tokenizer, texts))

@@ -16,7 +16,9 @@ BYTE_FILE = "byte_tokenizer.json"
 END_OF_TEXT = "<|endoftext|>"
 
 CHAT_TEMPLATE_FILE = "chat_template.jinja"
-CARRIED_FILES = (CHAT_TEMPLATE_FILE, "special_tokens_map.json")
+MORE_TEMPLATES = "additional_chat_templates"
+"""The folder of templates that have names, such as `tool_use.jinja`."""
+CARRIED_FILES = (CHAT_TEMPLATE_FILE, f"{MORE_TEMPLATES}/*.jinja", "special_tokens_map.json")
 """Files that other programs read along with the tokenizer, so that a checkpoint of a chat model still chats."""
 TOKEN_OPTIONS = ("lstrip", "rstrip", "normalized", "single_word")
 
@@ -440,7 +442,8 @@ def _with_older_files(settings: dict[str, Any], folder: Path) -> dict[str, Any]:
 
 
 def _carried(folder: Path) -> dict[str, str]:
-    return {name: read_text(folder / name) for name in CARRIED_FILES if (folder / name).is_file()}
+    found = (path for pattern in CARRIED_FILES for path in sorted(folder.glob(pattern)) if path.is_file())
+    return {str(path.relative_to(folder)): read_text(path) for path in found}
 
 
 def read_text(path: Path) -> str:

@@ -8,22 +8,21 @@ from lockstep.model.checkpoint import (
     begin_tokens,
     check_tensors,
     empty_model,
-    folder_dtype,
     load_model,
     load_weights,
     read_config,
     refuse_few_bytes,
     refuse_score_head,
     save_model,
-    tensor_files,
     write_description,
 )
-from lockstep.model.choose_dtype import choose_dtype, is_auto, name_of
+from lockstep.model.choose_dtype import choose_dtype, name_of
 from lockstep.model.config import ExpertsConfig, Latent, Lora, ModelConfig, RopeScaling, Yarn
 from lockstep.model.decoder import Decoder
 from lockstep.model.device import open_device
-from lockstep.model.dtypes import resolve_dtype
+from lockstep.model.dtypes import is_auto, resolve_dtype
 from lockstep.model.families import PRESETS, is_ignored, preset
+from lockstep.model.folder import folder_dtype, stored_dtype, tensor_files
 from lockstep.model.initialize import build_model, initialize
 from lockstep.model.lora import adapter_off, lora_of
 from lockstep.model.protocols import ScoringModel, TrainableModel
@@ -75,6 +74,7 @@ __all__ = [
     "save_model",
     "set_arithmetic",
     "stored_as",
+    "stored_dtype",
     "tensor_files",
     "write_adapter_description",
     "write_description",

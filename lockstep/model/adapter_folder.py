@@ -154,7 +154,7 @@ def refuse_other_adapter(folder: Path, lora: Lora) -> None:
 def digest(folder: Path) -> str:
     """Digest of all tensors in a model folder, in whichever files: their names, dtypes, shapes and checksums."""
     # Imported here because that module, which knows a folder's files, imports this one.
-    from lockstep.model.checkpoint import tensor_files
+    from lockstep.model.folder import tensor_files
 
     by_file: dict[Path, list[str]] = defaultdict(list)
     for name, path in tensor_files(folder).items():

@@ -4,54 +4,49 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import logging
 from collections.abc import Callable, Collection, Iterable, Iterator
-from pathlib import Path, PurePath
+from functools import lru_cache
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
-from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
 from lockstep.errors import UserError
 from lockstep.hub import local_folder
-from lockstep.model.adapter_folder import (
-    adapter_files,
-    base_folder,
-    is_adapter_folder,
-    refuse_other_base,
-    with_adapter,
-)
+from lockstep.model.adapter_folder import SETTINGS, base_folder, is_adapter_folder, refuse_other_base, with_adapter
 from lockstep.model.config import ModelConfig
 from lockstep.model.decoder import Decoder
 from lockstep.model.device import device_of
-from lockstep.model.dtypes import resolve_dtype
-from lockstep.model.families import from_hugging_face, is_ignored, to_hugging_face
+from lockstep.model.dtypes import is_auto, resolve_dtype
+from lockstep.model.families import from_hugging_face, is_copy, is_ignored, to_hugging_face
+from lockstep.model.folder import (
+    FLOATS,
+    INDEX,
+    SINGLE,
+    folder_dtype,
+    generation_ends,
+    open_tensors,
+    read_json,
+    tensor_files,
+)
 from lockstep.model.initialize import initialize_some
 from lockstep.model.more_tokens import OF_TOKENS, MoreTokens
 from lockstep.model.mxfp4 import BLOCKS, SCALES, Mxfp4
 from lockstep.model.protocols import TrainableModel
 from lockstep.model.shard import local_part
-from lockstep.model.stored import (
-    PEFT_ROOT,
-    Stored,
-    found_as,
-    is_adapter,
-    is_beside_base,
-    is_float32,
-    is_score_head,
-    stored_as,
-)
+from lockstep.model.stored import Stored, found_as, is_adapter, is_beside_base, is_score_head, stored_as
+from lockstep.model.tied_head import has_own_head
 
-FLOATS = ("BF16", "F16", "F32", "F64")
 QUANTIZED = ("U8",)
-JSON_BYTES = 2**26
-"""Limit for a JSON file in a model folder: far larger than any, and still parsed in seconds."""
-SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
+
+log = logging.getLogger("lockstep")
 
 
 def load_model(path: str | Path, dtype: str | torch.dtype | None = None, device: str | torch.device = "cpu") -> Decoder:
-    """A model folder, or a model on the hub, as a Decoder. dtype None keeps that of the files.
+    """A model folder, or a model on the hub, as a Decoder. dtype None, or `auto`, is the folder's own (`folder_dtype`).
 
     Raises UserError, naming the file and the key or tensor, for a folder that is incomplete or of another shape, and
     for a device that this machine lacks.
@@ -80,7 +75,8 @@ def _model_and_files(folder: Path, dtype: str | torch.dtype | None) -> tuple[Dec
     config = read_config(folder)
     files = tensor_files(folder)
     refuse_few_bytes(folder, config)
-    return Decoder(config, _dtype_of(files, dtype), "meta"), files
+    kind = folder_dtype(folder) if dtype is None or is_auto(dtype) else resolve_dtype(dtype)
+    return Decoder(config, kind, "meta"), files
 
 
 def refuse_few_bytes(folder: Path, config: ModelConfig) -> None:
@@ -208,24 +204,25 @@ def check_tensors(
     if is_adapter_folder(folder):
         refuse_other_base(folder)
     parameters = [(n, p) for n, p in model.named_parameters() if not (added and added.names(n))]
-    wanted = list(_wanted(parameters, files))
+    tied = model.config.tie_embeddings
+    wanted = list(_wanted(parameters, files, tied))
     shapes = {name: shape for part, parameter in wanted for name, shape in part.tensors(parameter.shape).items()}
     # A model may have only some of the layers.
-    everything = _wanted(Decoder(model.config, torch.float32, "meta").named_parameters(), files)
+    everything = _wanted(Decoder(model.config, torch.float32, "meta").named_parameters(), files, tied)
     whole = {name for part, parameter in everything for name in part.tensors(parameter.shape)}
-    unknown = [n for n in files if n not in whole and not is_ignored(n, model.config)]
+    others = [n for n in files if n not in whole and not is_copy(n, model.config)]
+    unknown = [n for n in others if not is_ignored(n, model.config)]
     if missing := [name for name in shapes if name not in files]:
         raise UserError(f"{folder}: tensor {missing[0]} is missing{_more(missing)}; the download may be incomplete")
     if unknown:
         raise UserError(f"{folder}: tensor {unknown[0]} is not part of this model{_more(unknown)}; check config.json")
-    opened = {path: _open(path) for path in sorted({files[name] for name in shapes})}
-    held = {path: set(file.keys()) for path, file in opened.items()}
+    if others and added is None:
+        _name_unused(folder, f"{others[0]}{_more(others)}")
+    opened = {path: open_tensors(path) for path in sorted({files[name] for name in shapes})}
     quantized = {name for part, parameter in wanted if part.quantized for name in part.tensors(parameter.shape)}
     slices = {}
     for name, shape in shapes.items():
         path = files[name]
-        if name not in held[path]:
-            raise UserError(f"{path}: tensor {name} is missing, though {INDEX} places it here")
         stored = opened[path].get_slice(name)
         kinds = QUANTIZED if name in quantized else FLOATS
         if stored.get_dtype() not in kinds:
@@ -249,6 +246,12 @@ def check_tensors(
     return sources
 
 
+@lru_cache(maxsize=64)
+def _name_unused(folder: Path, names: str) -> None:
+    """Once per process."""
+    log.warning("%s: not used by this model: tensor %s", folder, names)
+
+
 def _dequantized(part: Stored, local: Tensor, place: tuple[slice, ...], slices: dict[str, Any]) -> Iterator[Source]:
     """One expert after the other: what is read at once is in memory both in bfloat16 and as its bytes."""
     tensor = Mxfp4(part.name, slices[part.name + BLOCKS], slices[part.name + SCALES])
@@ -256,11 +259,13 @@ def _dequantized(part: Stored, local: Tensor, place: tuple[slice, ...], slices: 
         yield Source(part.of(local[own]), part.place((slice(expert, expert + 1), *place[1:])), tensor)
 
 
-def _wanted(parameters: Iterable[tuple[str, Tensor]], files: Collection[str]) -> Iterator[tuple[Stored, Tensor]]:
+def _wanted(
+    parameters: Iterable[tuple[str, Tensor]], files: Collection[str], tied: bool
+) -> Iterator[tuple[Stored, Tensor]]:
     """For each parameter the tensors that it is read from; for experts only those of this rank."""
     for name, parameter in parameters:
         own = local_part(parameter)[1][:1]
-        for part in found_as(name, parameter.shape, files):
+        for part in found_as(name, parameter.shape, files, tied):
             if part.expert is None or own[0].start <= part.expert < own[0].stop:
                 yield part, parameter
 
@@ -314,17 +319,22 @@ def write_description(
 
 
 def read_config(folder: Path) -> ModelConfig:
-    """The folder's `config.json`; end-of-text tokens also from `generation_config.json`. Raises UserError."""
+    """The folder's `config.json`, with end-of-text tokens also from `generation_config.json`, and an output head that
+    is tied only if the files have no other. Raises UserError."""
     if is_adapter_folder(folder):
         return with_adapter(folder, read_config(base_folder(folder)))
     path = folder / "config.json"
     if not path.is_file():
         raise UserError(f"{folder}: no config.json; give a model folder in Hugging Face layout")
-    values = _read_json(path)
-    generation = folder / "generation_config.json"
-    if generation.is_file() and (eos := _read_json(generation).get("eos_token_id")) is not None:
-        values["eos_token_id"] = eos
-    return from_hugging_face(values, str(path))
+    if (folder / SETTINGS).is_file():
+        raise UserError(
+            f"{folder}: has both a model (config.json) and an adapter ({SETTINGS}), which transformers would apply to "
+            "it; move the adapter's files to a folder of their own, or delete them"
+        )
+    config = from_hugging_face(read_json(path), str(path))
+    ends = dict.fromkeys([*config.eos_token_ids, *generation_ends(folder)])
+    tied = config.tie_embeddings and not has_own_head(folder)
+    return dataclasses.replace(config, eos_token_ids=tuple(ends), tie_embeddings=tied)
 
 
 def refuse_score_head(config: ModelConfig, name: str) -> None:
@@ -334,66 +344,6 @@ def refuse_score_head(config: ModelConfig, name: str) -> None:
             f"{name}: is a reward model, which scores a text and predicts no next token; give a language model here, "
             "and the reward model as lockstep rl --reward-model"
         )
-
-
-def tensor_files(folder: Path) -> dict[str, Path]:
-    """The file of every tensor name in the folder. Raises UserError for a file outside it."""
-    if is_adapter_folder(folder):
-        own = adapter_files(folder)
-        # Its head replaces the base's.
-        return {n: f for n, f in tensor_files(base_folder(folder)).items() if f"{PEFT_ROOT}{n}" not in own} | own
-    if (folder / INDEX).is_file():
-        weight_map = _read_json(folder / INDEX).get("weight_map", {})
-        if not isinstance(weight_map, dict) or not all(isinstance(file, str) for file in weight_map.values()):
-            raise UserError(f"{folder / INDEX}: weight_map is not a table of file names; download it again")
-        files = {name: folder / file for name, file in weight_map.items()}
-        for name in sorted(set(weight_map.values())):
-            if "\0" in name or PurePath(name).is_absolute() or ".." in PurePath(name).parts:
-                raise UserError(f"{folder / INDEX}: names {name!r}, which is not in this folder; download it again")
-            if not (folder / name).is_file():
-                raise UserError(f"{folder / INDEX}: names {name}, which does not exist; download it again")
-            _refuse_outside(folder, folder / name)
-        return files
-    single = folder / SINGLE
-    if not single.is_file():
-        raise UserError(f"{folder}: neither {SINGLE} nor {INDEX}; only safetensors are read, never pickles")
-    _refuse_outside(folder, single)
-    return {name: single for name in _open(single).keys()}  # noqa: SIM118
-
-
-def _refuse_outside(folder: Path, file: Path) -> None:
-    """Links may point into the folder or, in a snapshot of a Hugging Face cache, to the blobs next to the snapshots."""
-    home, target = folder.resolve(), file.resolve()
-    allowed = [home]
-    if home.parent.name == "snapshots":
-        allowed.append(home.parent.parent / "blobs")
-    if not any(target.is_relative_to(place) for place in allowed):
-        raise UserError(f"{file}: is a link to {target}, outside the model's folder; put the file itself there")
-
-
-def _open(path: Path) -> Any:
-    try:
-        return safe_open(path, framework="pt")
-    except (SafetensorError, OSError) as error:
-        raise UserError(f"{path}: cannot be read as safetensors ({error}); download it again") from error
-
-
-def folder_dtype(folder: Path) -> torch.dtype:
-    """The dtype of a folder's tensors. Raises UserError for one that is neither bfloat16 nor float32."""
-    return _dtype_of(tensor_files(folder), None)
-
-
-def _dtype_of(files: dict[str, Path], dtype: str | torch.dtype | None) -> torch.dtype:
-    if dtype is not None or not files:
-        return resolve_dtype(dtype or "bfloat16")
-    # Quantized tensors are read as bfloat16, and the bias of an expert choice is float32 in any folder.
-    plain = {n: path for n, path in files.items() if not n.endswith((BLOCKS, SCALES)) and not is_float32(n)}
-    name, path = next(iter((plain or files).items()))
-    stored = _open(path).get_slice(name).get_dtype()
-    own = {"BF16": torch.bfloat16, "F32": torch.float32}.get(stored)
-    if own is None:
-        raise UserError(f"{path}: tensors are {stored}; give dtype bfloat16 or float32 to convert them")
-    return own
 
 
 def _more(names: list[str]) -> str:
@@ -410,18 +360,6 @@ def _shards(tensors: dict[str, Tensor], max_bytes: int) -> list[dict[str, Tensor
         shards[-1][name] = tensor
         held += tensor.nbytes
     return shards
-
-
-def _read_json(path: Path) -> dict[str, Any]:
-    try:
-        if path.stat().st_size > JSON_BYTES:
-            raise ValueError(f"larger than {JSON_BYTES} bytes")
-        values = json.loads(path.read_text())
-    except (OSError, ValueError, RecursionError) as error:
-        raise UserError(f"{path}: not valid JSON ({error}); download or write the file again") from error
-    if not isinstance(values, dict):
-        raise UserError(f"{path}: not a JSON object")
-    return values
 
 
 def _write_json(path: Path, values: dict[str, Any]) -> None:

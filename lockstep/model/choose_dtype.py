@@ -7,8 +7,8 @@ from pathlib import Path
 import torch
 
 from lockstep import ops
-from lockstep.model.checkpoint import folder_dtype
-from lockstep.model.dtypes import resolve_dtype
+from lockstep.model.dtypes import is_auto, resolve_dtype
+from lockstep.model.folder import folder_dtype
 
 
 def choose_dtype(wanted: str, model: str, device: torch.device) -> tuple[str, str]:
@@ -26,11 +26,6 @@ def choose_dtype(wanted: str, model: str, device: torch.device) -> tuple[str, st
     if ops.arithmetic() in ("bf16_pairs", "bf16_tiles"):
         return "bfloat16", "for which this processor has instructions"
     return "float32", "since this arithmetic widens bfloat16"
-
-
-def is_auto(wanted: str) -> bool:
-    """Whether no dtype was chosen."""
-    return wanted in ("", "auto")
 
 
 def name_of(dtype: torch.dtype) -> str:

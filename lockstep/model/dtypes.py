@@ -9,6 +9,11 @@ from lockstep.errors import UserError, closest
 DTYPES = {"bfloat16": torch.bfloat16, "float32": torch.float32}
 
 
+def is_auto(wanted: str | torch.dtype) -> bool:
+    """Whether no dtype was chosen."""
+    return wanted in ("", "auto")
+
+
 def resolve_dtype(dtype: str | torch.dtype) -> torch.dtype:
     """`bfloat16` or `float32`, by name or as torch's own. Raises UserError for any other."""
     name = str(dtype).removeprefix("torch.")

@@ -7,7 +7,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-OF_TOKENS = ("model.embed_tokens.weight", "lm_head.weight")
+from lockstep.model.stored import EMBEDDING, HEAD
+
+OF_TOKENS = (EMBEDDING, HEAD)
 """Tensors with a row for each token."""
 
 

@@ -21,6 +21,7 @@ PEFT_ROOT = "base_model.model."
 PEFT_PREFIX = f"{PEFT_ROOT}model."
 """Before a layer's."""
 HEADS = ("lm_head.", "score.")
+EMBEDDING, HEAD = "model.embed_tokens.weight", "lm_head.weight"
 SCORE = "score.weight"
 CHOICE_BIAS = "e_score_correction_bias"
 
@@ -108,11 +109,14 @@ def stored_as(name: str, shape: Sequence[int]) -> list[Stored]:
     return [Stored(f"model.{layer}{EXPERTS}{expert}.{projection}", expert) for expert in range(shape[0])]
 
 
-def found_as(name: str, shape: Sequence[int], held: Collection[str]) -> list[Stored]:
-    """As `stored_as`, or stacked, fused or quantized, if that is what the files have."""
+def found_as(name: str, shape: Sequence[int], held: Collection[str], tied: bool = False) -> list[Stored]:
+    """As `stored_as`, or stacked, fused or quantized, if that is what the files have; a `tied` embedding also as the
+    head."""
     if is_score_head(name) and adapter_name(name) in held:
         return [Stored(adapter_name(name))]
     written = stored_as(name, shape)
+    if tied and written[0].name == EMBEDDING and EMBEDDING not in held and HEAD in held:
+        return [Stored(HEAD)]
     layer, _, projection = name.partition(EXPERTS)
     if written[0].transposed and written[0].name + BLOCKS in held and shape[-1] % BLOCK == 0:
         return [written[0]._replace(quantized=True)]

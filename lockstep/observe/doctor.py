@@ -30,7 +30,7 @@ State = Literal["ok", "absent", "note", "bad"]
 REQUIRED = {
     "torch": "torch", "numpy": "numpy", "safetensors": "safetensors", "tokenizers": "tokenizers", "jinja2": "jinja2",
     "jaxtyping": "jaxtyping", "tyro": "tyro", "rich": "rich", "matplotlib": "matplotlib",
-    "math-verify": "math_verify", "fastapi": "fastapi", "uvicorn": "uvicorn",
+    "markdown-it-py": "markdown_it", "math-verify": "math_verify", "fastapi": "fastapi", "uvicorn": "uvicorn",
     "prometheus-client": "prometheus_client",
 }  # fmt: skip
 """Packages and the modules they provide."""

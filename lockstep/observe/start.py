@@ -11,9 +11,9 @@ from lockstep.model import ModelConfig, arithmetic_of, instruction_set, name_of
 
 
 def start_line(
-    model: str, shape: ModelConfig, device: torch.device, dtype: torch.dtype, work: str, ranks: int = 1
+    model: str, shape: ModelConfig, device: torch.device, dtype: torch.dtype, work: str, ranks: int = 1, ends: str = ""
 ) -> str:
-    """One line for the terminal or a log; `work` says how much there is to do."""
+    """One line for the terminal or a log; `work` says how much there is to do, `ends` at which tokens samples end."""
     parameters = f"{in_short(shape.num_parameters)} parameters"
     if shape.mixtures:
         parameters += f" ({in_short(shape.num_active_parameters)} active)"
@@ -24,7 +24,8 @@ def start_line(
     threads = torch.get_num_threads()
     where += f", {threads} thread{'s' * (threads > 1)}" + (f", {ranks} ranks" if ranks > 1 else "")
     arithmetic = f"{name_of(dtype)}, {arithmetic_of(device)} arithmetic"
-    return " | ".join([f"{model}, {parameters}", where, arithmetic, work])
+    what = ", ".join(filter(None, [model, parameters, ends]))
+    return " | ".join([what, where, arithmetic, work])
 
 
 def announce(text: str) -> None:

@@ -12,7 +12,6 @@ from torch import Tensor
 
 from lockstep import ops
 from lockstep.config import RLConfig, algorithm_of
-from lockstep.config.algorithm import Average
 from lockstep.generate.routes import routes_in
 from lockstep.model import Decoder, ScoringModel
 from lockstep.parallel.tensor_group import tensor_group_of
@@ -36,7 +35,8 @@ class PolicyBatch:
     """The generator's own, from sampling, before any cut."""
     advantages: Float[Tensor, "targets"]
     weights: Float[Tensor, "targets"]
-    """Weight of each token in the loss; over the step they add up to 1, except with `loss_average = "budget"`."""
+    """Weight of each token in the loss; over the step they add up to 1, except with `loss_average = "budget"` or masked
+    completions, whose tokens weigh 0."""
     reference_log_probs: Float[Tensor, "targets"] | None
     cut_log_probs: Float[Tensor, "targets"] | None = None
     """The generator's own under the cut distribution that the tokens were drawn from; None: nothing was cut."""
@@ -66,8 +66,7 @@ def policy_batches(
     budget: 0 means `train.tokens_per_microbatch`. version: of the weights at the start of the step; None: the one that
     sampled them all.
     """
-    average = algorithm_of(config).loss_average
-    weights = _weights(rollouts, average, config.max_new_tokens)
+    weights = _weights(rollouts, config)
     batches = []
     for members in microbatches(rollouts, budget or config.train.tokens_per_microbatch, shares_prompts(config)):
         chosen = members.rollouts
@@ -93,12 +92,21 @@ def policy_batches(
     return batches
 
 
-def _weights(rollouts: Sequence[Rollout], average: Average, budget: int) -> list[Tensor]:
-    """Weights of each rollout's sampled tokens; the rows of an episode are one completion."""
+def _weights(rollouts: Sequence[Rollout], config: RLConfig) -> list[Tensor]:
+    """Weights of each rollout's sampled tokens; the rows of an episode are one completion, truncated if its last is."""
     episodes = episodes_of(rollouts)
     lengths = [[r.num_sampled for r in rows] for rows in episodes]
-    whole = token_weights([sum(own) for own in lengths], average, budget)
+    masked = [config.mask_truncated_completions and rows[-1].finish_reason == "length" for rows in episodes]
+    totals, average = [sum(own) for own in lengths], algorithm_of(config).loss_average
+    whole = token_weights(totals, average, config.max_new_tokens, masked)
     return [part for of_rows, own in zip(whole, lengths) for part in of_rows.split(own)]
+
+
+def masking_metrics(batches: Sequence[PolicyBatch], config: RLConfig) -> dict[str, float]:
+    """The number of sampled tokens that nothing is learned from, if truncated completions are masked."""
+    if not config.mask_truncated_completions:
+        return {}
+    return {"rollout/masked_tokens": sum(int((batch.weights == 0).sum()) for batch in batches)}
 
 
 def packing_metrics(batches: Sequence[PolicyBatch]) -> dict[str, float]:
@@ -124,6 +132,7 @@ class PolicyLoss:
     def __init__(self, config: RLConfig, compare: bool, critic: ValueHead | None = None):
         self.temperature = config.temperature
         self.algorithm = algorithm_of(config)
+        self.sums_to_one = self.algorithm.loss_average != "budget" and not config.mask_truncated_completions
         self.compare = compare
         self.critic = critic
         self.parity = Parity()
@@ -211,8 +220,8 @@ class PolicyLoss:
 
     def metrics(self) -> dict[str, float]:
         """Over all micro-batches so far, with sums as weighted means; the order in which they came does not matter."""
-        # The weights of the other averages add up to 1, and dividing by their rounded sum would change bits.
-        weight = math.fsum(self.weights) if self.algorithm.loss_average == "budget" else 1.0
+        # Where the weights add up to 1, dividing by their rounded sum would change bits.
+        weight = 1.0 if self.sums_to_one else math.fsum(self.weights)
         means = {name: _joined(name, values, weight or 1.0) for name, values in self.found.items()}
         for name in [n for n in means if n.endswith("_square")]:
             stem, square = name.removesuffix("_square"), means.pop(name)

@@ -11,7 +11,9 @@ from typing import Any
 from lockstep.checkpoint.checkpoints import Checkpoints
 from lockstep.checkpoint.random_state import random_state, seed_generators, set_random_state
 from lockstep.config import RLConfig, algorithm_of, to_toml, validate_run
-from lockstep.data import load_tokenizer
+from lockstep.data import load_tokenizer, with_ends
+from lockstep.data.chat import load_chat_template
+from lockstep.hub import local_folder
 from lockstep.observe import (
     Observer,
     OnMetrics,
@@ -32,7 +34,7 @@ from lockstep.rl.actors.replicas import Replicas
 from lockstep.rl.actors.shares import own_batches, share_findings, token_budget
 from lockstep.rl.ahead import Ahead
 from lockstep.rl.alarms import PREFIX, Alarms
-from lockstep.rl.batch import PolicyLoss, packing_metrics, policy_batches
+from lockstep.rl.batch import PolicyLoss, masking_metrics, packing_metrics, policy_batches
 from lockstep.rl.bookkeeping import (
     Stopwatch,
     accepted,
@@ -129,6 +131,7 @@ def _reinforce(
     model = policy_model(config, world)
     refuse_replay_without_experts(config, model.config)
     tokenizer = load_tokenizer(config.model, model.config.vocab_size)
+    model.config = with_ends(model.config, tokenizer, load_chat_template(local_folder(config.model)))
     reference = load_reference(config, world, tokenizer)
     teacher = load_teacher(config, world, tokenizer)
     reward_model = load_reward_model(config, environment, world.device)
@@ -239,7 +242,7 @@ def _reinforce(
     unjudged = bool(held_out) and state.get("unjudged", False) and awaits_validation(before, start)
     unfinished = before.pop() if unjudged else {}
     ended = start >= config.steps and not unjudged
-    announce_start(config, environment, model, world, start, ended)
+    announce_start(config, environment, model, tokenizer, world, start, ended)
     updating = 0.0
     """Seconds that all updates of the last step took."""
     watch = Alarms(config.alarms, before, learns_from_spread_alone(config))
@@ -316,7 +319,7 @@ def _reinforce(
                     ledger.trained, config, world.device, token_budget(ledger.trained, config, world), step - 1
                 )
                 share = own_batches(batches, config, world, model)
-                metrics = packing_metrics(batches)
+                metrics = packing_metrics(batches) | masking_metrics(batches, config)
                 give_up_if_stopped(step)
                 if config.inner_steps > 1 and step > 1:
                     keep_if_long(step - 1)

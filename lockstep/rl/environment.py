@@ -9,21 +9,39 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, ClassVar
 
+Message = dict[str, Any]
+"""As chat templates expect: `role` (system, user, assistant, tool), `content`, and whatever else a template shows."""
+
 
 @dataclass(frozen=True)
 class Example:
     """A prompt and what its completion is graded against."""
 
-    prompt: str
+    prompt: str | list[Message] = field(hash=False)
+    """A text, which a chat template renders as a user message, or messages, such as those of a system and a user."""
     answer: str = ""
     id: str = ""
     """Names the example in errors; if empty, the beginning of the prompt does."""
     metadata: Mapping[str, Any] = field(default_factory=dict, hash=False)
     """Whatever else the environment's reward needs."""
+    chat_template_kwargs: Mapping[str, Any] = field(default_factory=dict, hash=False)
+    """Values for the chat template, such as `{"enable_thinking": False}`, which win over the run's."""
 
     @property
     def name(self) -> str:
-        return self.id or repr(self.prompt[:60])
+        return self.id or repr(self.text[:60])
+
+    @property
+    def text(self) -> str:
+        """The prompt for people: of messages, `role: content` line by line."""
+        if isinstance(self.prompt, str):
+            return self.prompt
+        return "\n".join(f"{message['role']}: {message.get('content') or ''}" for message in self.prompt)
+
+    @property
+    def messages(self) -> list[Message]:
+        """The prompt as messages."""
+        return [{"role": "user", "content": self.prompt}] if isinstance(self.prompt, str) else list(self.prompt)
 
 
 RewardFunction = Callable[[Example, str], float | Awaitable[float]]

@@ -13,7 +13,8 @@ from typing import Any
 
 from lockstep.checkpoint import folder_if_model, model_folder, open_model
 from lockstep.config import EvalConfig, RLConfig, validate
-from lockstep.data import load_tokenizer
+from lockstep.data import load_tokenizer, name_ends, with_ends
+from lockstep.data.chat import load_chat_template
 from lockstep.errors import RunStopped, UserError
 from lockstep.generate import Engine
 from lockstep.model import empty_model, is_auto, open_device, read_config, refuse_score_head
@@ -171,6 +172,8 @@ class _Asked:
     settings: RLConfig
     """As for its validation."""
     rendering: Rendering
+    ends: tuple[int, ...]
+    """The tokens that end a completion."""
 
 
 def _open(
@@ -185,13 +188,14 @@ def _open(
     refuse_score_head(read_config(folder), str(folder))
     model = empty_model(folder, None if is_auto(config.dtype) else config.dtype)
     tokenizer = load_tokenizer(folder, model.config.vocab_size)
+    model.config = with_ends(model.config, tokenizer, load_chat_template(folder))
     settings = dataclasses.replace(settings, model=str(folder))
     rendering = open_rendering(settings, environment, tokenizer, model)
     engine = Engine(model, dataclasses.replace(config.engine, cuda_graphs="none"), tokenizer)
     if not isinstance(environment, ConversationEnvironment):  # its prompts are only known during a conversation
         for example in examples:
             encode_prompt(rendering, example, engine, config.max_new_tokens)
-    return _Asked(name, folder, settings, rendering)
+    return _Asked(name, folder, settings, rendering, model.config.eos_token_ids)
 
 
 def _judged(
@@ -204,12 +208,14 @@ def _judged(
 ) -> list[Rollout]:
     """One model's graded completions; the model is freed afterwards."""
     model = open_model(asked.folder, config.dtype, config.device, config.arithmetic)
+    model.config = dataclasses.replace(model.config, eos_token_ids=asked.ends)
     apply_compile(model, config.compile, trains=False)
     rendering, tokenizer = asked.rendering, asked.rendering.tokenizer
     engine = Engine(model, config.engine, tokenizer)
     count = len(examples) * config.samples_per_prompt
     work = f"{type(environment).__name__}, {count} samples of up to {config.max_new_tokens} tokens to go"
-    announce("eval: " + start_line(asked.name, model.config, model.device, model.dtype, work))
+    ends = name_ends(asked.ends, tokenizer)
+    announce("eval: " + start_line(asked.name, model.config, model.device, model.dtype, work, ends=ends))
     # Draws do not depend on what else is in the batch, so examples can go in parts, and the progress bar moves.
     part = max(1, 4 * config.engine.max_sequences // config.samples_per_prompt)
     rollouts: list[Rollout] = []

@@ -10,6 +10,7 @@ import torch
 
 from lockstep.checkpoint.checkpoints import Checkpoints
 from lockstep.config import RLConfig, algorithm_of, to_toml
+from lockstep.data import Tokenizer, name_ends
 from lockstep.model import TrainableModel, arithmetic_of, resolve_dtype
 from lockstep.observe import RunFolder, announce, in_short, log, merge_timelines, read_metrics, start_line, write_report
 from lockstep.parallel import World
@@ -79,6 +80,7 @@ def announce_start(
     config: RLConfig,
     environment: Environment,
     model: TrainableModel,
+    tokenizer: Tokenizer,
     world: World,
     start: int,
     ended: bool = False,
@@ -87,7 +89,8 @@ def announce_start(
     samples = max(config.steps - start, 0) * config.prompts_per_step * config.samples_per_prompt
     work = f"{type(environment).__name__}, {in_short(samples)} samples to go, of up to {config.max_new_tokens} tokens"
     compute = resolve_dtype(config.dtype)
-    announce("rl: " + start_line(config.model, model.config, world.device, compute, work, world.size))
+    ends = name_ends(model.config.eos_token_ids, tokenizer)
+    announce("rl: " + start_line(config.model, model.config, world.device, compute, work, world.size, ends))
     if world.device.type == "cuda" and (count := torch.cuda.device_count()) > world.size:
         announce(f"rl uses {world.size} of {count} GPUs; torchrun --nproc-per-node {count} -m lockstep rl … uses all")
     if start and ended:

@@ -159,7 +159,7 @@ def _locate(rollouts: Sequence[Rollout], index: int) -> tuple[str, tuple[list[in
         targets = rollout.targets()
         if index < len(targets):
             tokens, position = [*rollout.prompt_ids, *rollout.token_ids], targets[index]
-            place = f"token {tokens[position]} at position {position} after {rollout.example.prompt[:60]!r}"
+            place = f"token {tokens[position]} at position {position} after {rollout.example.text[:60]!r}"
             return place, (tokens, len(rollout.prompt_ids))
         index -= len(targets)
     return f"token {index}", None

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import hashlib
 import itertools
 import json
@@ -16,6 +17,7 @@ from lockstep.errors import UserError
 from lockstep.observe import log
 from lockstep.parallel import World
 from lockstep.rl.environment import Environment, Example, source_file, user_line
+from lockstep.rl.message_prompts import prompt_messages
 
 MOST_EXAMPLES = 1_000_000
 """Most examples per split: an iterator that yields more is considered endless."""
@@ -90,7 +92,7 @@ def fingerprint(examples: Sequence[Example], whole: bool = False) -> str:
     """The number of examples, and a digest of their prompts and answers in order, or of all that JSON can express."""
     digest = hashlib.sha256()
     for example in examples:
-        digest.update(repr((example.prompt, example.answer)).encode())
+        digest.update(_question(example).encode())
         if whole:
             digest.update(_in_json((example.id, dict(example.metadata))).encode())
     return f"{len(examples)} {digest.hexdigest()[:16]}"
@@ -145,34 +147,46 @@ def examples_of(environment: Environment, split: str) -> list[Example]:
         raise UserError(f'{kind.__name__}.examples("{split}") yields nothing; it must yield rl.Example{without}')
     if strange := next((e for e in examples if not isinstance(e, Example)), None):
         raise UserError(f'{kind.__name__}.examples("{split}") yields {strange!r:.60}; it must yield rl.Example')
-    if other := next((e for e in examples if not isinstance(e.prompt, str)), None):
-        raise UserError(
-            f'{kind.__name__}.examples("{split}") yields a prompt of type {type(other.prompt).__name__}; it must '
-            "be a string, which the model's chat template renders as a user message"
-        )
-    if broken := next((e for e in examples if not _is_text(e.prompt)), None):
-        raise UserError(f'{kind.__name__}.examples("{split}"), {broken.name!r:.80}: {half_a_pair(broken.prompt)}')
+    examples = [_checked(example, f'{kind.__name__}.examples("{split}")') for example in examples]
     if said := _repeated(examples):
         log.warning('%s.examples("%s") yields %s', kind.__name__, split, said)
     return examples
 
 
-def _is_text(text: str) -> bool:
-    """Whether it can be encoded as UTF-8."""
+def _checked(example: Example, where: str) -> Example:
+    """With the messages of its prompt as chat templates expect them. Raises UserError for a prompt that is none."""
+    prompt, values = example.prompt, example.chat_template_kwargs
+    if isinstance(prompt, str):
+        try:
+            prompt.encode()
+        except UnicodeEncodeError as error:
+            raise UserError(f"{where}, {example.name!r:.80}: {half_a_pair(prompt)}") from error
+    elif isinstance(prompt, list):
+        try:
+            example = dataclasses.replace(example, prompt=prompt_messages(prompt))
+        except ValueError as error:
+            raise UserError(f"{where} yields the prompt {prompt!r:.80}, which {error}") from error
+    else:
+        raise UserError(
+            f"{where} yields a prompt of type {type(prompt).__name__}; it must be a string, which the model's chat "
+            "template renders as a user message, or a list of messages"
+        )
     try:
-        text.encode()
-    except UnicodeEncodeError:
-        return False
-    return True
+        json.dumps(dict(values))
+    except (TypeError, ValueError, RecursionError) as error:
+        raise UserError(
+            f"{where}, {example.name!r:.80}: its chat_template_kwargs are not an object of JSON values ({error})"
+        ) from error
+    return example
 
 
 def _repeated(examples: Sequence[Example]) -> str:
     """What occurs more than once, in words; empty if nothing does."""
-    contents = Counter(repr((e.prompt, e.answer)) for e in examples)
+    contents = Counter(map(_question, examples))
     ids = Counter(e.id for e in examples if e.id)
     found = []
     if repeated := len(examples) - len(contents):
-        first = next(e for e in examples if contents[repr((e.prompt, e.answer))] > 1)
+        first = next(e for e in examples if contents[_question(e)] > 1)
         times = "example" if repeated == 1 else "examples"
         found.append(f"{repeated} of {len(examples)} {times} again, such as {first.name}")
     if several := [name for name, count in ids.items() if count > 1]:
@@ -182,4 +196,5 @@ def _repeated(examples: Sequence[Example]) -> str:
 
 
 def _question(example: Example) -> str:
-    return repr((example.prompt, example.answer))  # an environment can make them of anything
+    given = (dict(example.chat_template_kwargs),) if example.chat_template_kwargs else ()
+    return repr((example.prompt, example.answer, *given))  # an environment can make them of anything

@@ -13,6 +13,7 @@ from torch import Tensor
 
 from lockstep.config import RLConfig
 from lockstep.data import ConversationEncoder, Tokenizer, load_tokenizer
+from lockstep.data.answer_spans import ScoredText
 from lockstep.data.chat import ChatTemplate, ChatTemplateError, load_chat_template
 from lockstep.errors import UserError
 from lockstep.model import Decoder, load_model, read_config
@@ -30,36 +31,36 @@ class RewardModel:
 
     def __init__(self, model: Decoder, tokenizer: Tokenizer, template: ChatTemplate | None):
         self.model, self.template = model, template
-        self._encoder = ConversationEncoder(tokenizer, template)
+        self._encoder = ConversationEncoder(tokenizer, template, turns="whole")
         names = sorted(tokenizer.special_tokens(), key=len, reverse=True)
         self._special = re.compile("|".join(map(re.escape, names)) or r"(?!)")
 
     def tokens(self, rollout: Rollout, is_chat: bool) -> list[int]:
-        """The tokens of a completion with its prompt, or of a conversation up to its end. `is_chat`: the prompt is a
-        user message. Names of special tokens are removed from what was said. Raises UserError."""
+        """The tokens of a completion with its prompt, or of a conversation up to its end. `is_chat`: the prompt is
+        messages, or a user's. Names of special tokens are removed from what was said. Raises UserError."""
         where = f"example {rollout.example.name}"
+        asked, said = rollout.example.messages, self._without_special(rollout.completion)
+        is_text = rollout.conversation is None and [message["role"] for message in asked] == ["user"]
+        if self.template is None and not is_text:
+            raise UserError(
+                "the reward model has no chat template, so it cannot read conversations; put a chat_template.jinja "
+                "next to its weights"
+            )
         if rollout.conversation is not None:
-            if self.template is None:
-                raise UserError(
-                    "the reward model has no chat template, so it cannot read conversations; put a chat_template.jinja "
-                    "next to its weights"
-                )
             values: dict[str, Any] = {"messages": self._without_special(rollout.conversation.messages)}
-        elif is_chat and self.template is not None:
-            said = self._without_special(rollout.completion)
-            asked, answer = {"role": "user", "content": rollout.example.prompt}, {"role": "assistant", "content": said}
-            values = {"messages": [asked, answer]}
+        elif not is_text or (is_chat and self.template is not None):
+            values = {"messages": [*asked, {"role": "assistant", "content": said}]}
         else:
-            prompt = rollout.example.prompt
-            values = {"prompt": prompt, "completion": self._behind(prompt, self._without_special(rollout.completion))}
+            prompt = asked[0]["content"]
+            values = {"prompt": prompt, "completion": self._behind(prompt, said)}
         try:
-            text, _ = self._encoder.text(values)
+            ((text, _),) = self._encoder.scored_texts(values)
         except ChatTemplateError as error:
             raise UserError(f"{where}: the reward model cannot read it: {error}") from error
         if not text:
             raise UserError(f"{where}: has neither a prompt nor a completion, so there is nothing to score")
         # An answer may be empty: the end of the text is always scored.
-        encoded = self._encoder.tokens(where, text, [(len(text) - 1, len(text))])
+        encoded = self._encoder.tokens(where, ScoredText(text, [(len(text) - 1, len(text))]))
         if encoded.problem:
             raise UserError(encoded.problem)
         most = self.model.config.max_positions

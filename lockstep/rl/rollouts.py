@@ -180,7 +180,7 @@ def _line(rollout: Rollout, whole_routes: bool) -> dict[str, Any]:
         "entropies": [round(entropy, 4) for entropy in rollout.entropies],
     }
     return {
-        "prompt": rollout.example.prompt,
+        "prompt": rollout.example.text,
         "completion": rollout.completion,
         "answer": rollout.example.answer,
         "rewards": rollout.rewards,

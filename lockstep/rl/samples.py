@@ -24,7 +24,7 @@ def samples_of(step: int, rollouts: Sequence[Rollout], advantages: bool = True) 
     chosen = [episodes[index * len(episodes) // count] for index in range(count)]
     rows = []
     for rollout in chosen:
-        texts = _shortened(rollout.example.prompt), _shortened(_completion(rollout))
+        texts = _shortened(rollout.example.text), _shortened(_completion(rollout))
         numbers = (float(rollout.reward), float(rollout.advantage)) if advantages else (float(rollout.reward),)
         rows.append((step, *texts, *numbers))
     columns = ("step", "prompt", "completion", "reward") + (("advantage",) if advantages else ())

@@ -49,9 +49,9 @@ class Answers:
 def _first_turns(row: Row) -> Iterator[tuple[list[int], list[int]]]:
     """(tokens before the assistant's first message, tokens of that message) of each conversation in a row."""
     ends = np.cumsum(row.lengths)
-    for start, end in zip([0, *ends[:-1]], ends):
+    for start, end, shared in zip([0, *ends[:-1]], ends, row.shared or [0] * len(ends)):
         said = np.flatnonzero(row.scored[start:end])
-        if len(said) and said[0] > 0:
+        if len(said) and said[0] > 0 and not shared:
             stop = next((int(i) for i, j in zip(said, said[1:]) if j != i + 1), int(said[-1])) + 1
             tokens = row.tokens[start:end].tolist()
             yield tokens[: said[0]], tokens[said[0] : stop]

@@ -8,6 +8,7 @@ import torch
 import torch.nn.functional as F
 
 from lockstep.config.parallel import ROW_MULTIPLE
+from lockstep.errors import UserError
 from lockstep.ops.one_order import SharedRows
 from lockstep.parallel.context import ContextAttention
 from lockstep.parallel.world import World
@@ -19,10 +20,16 @@ def shard_row(row: PackedRow, world: World) -> PackedRow:
     parallelism.
 
     Targets are the next tokens of the whole sequences, so the last token of a piece predicts the first of the next one,
-    wherever that is. Every rank of the context group has the same number of rows, including padding.
+    wherever that is. Every rank of the context group has the same number of rows, including padding. Raises UserError
+    for a row with shared prefixes.
     """
     if world.degrees["context"] == 1:
         return row
+    if row.left_out:
+        raise UserError(
+            "parallel.context does not work with answers that are sequences of their own; give --turns whole, or "
+            "another layout"
+        )
     assert world.mesh is not None
     device = row.tokens.device
     attention = ContextAttention(row.lengths, world.mesh.get_group("context"), device, ROW_MULTIPLE)

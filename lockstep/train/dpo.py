@@ -25,6 +25,7 @@ from lockstep.data import (
     is_token_folder,
     parse_data,
 )
+from lockstep.data.chat import ChatTemplate
 from lockstep.data.preferences import (
     Example,
     LabelledRows,
@@ -34,6 +35,7 @@ from lockstep.data.preferences import (
     PreferenceSource,
     number_of,
 )
+from lockstep.data.template_values import command_values
 from lockstep.data.tokenizer import Tokenizer
 from lockstep.errors import UserError
 from lockstep.model import ScoringModel, TrainableModel, load_weights, read_config, refuse_score_head, resolve_dtype
@@ -74,10 +76,10 @@ def prefer(config: DPOConfig, progress: Progress | None = None, on_metrics: OnMe
 
 
 def _prefer(config: DPOConfig, world: World, progress: Progress | None, on_metrics: OnMetrics | None) -> Path:
-    config, tokenizer, loader, held_out = open_preferences(config, world, paired=config.loss != "kto")
+    config, tokenizer, template, loader, held_out = open_preferences(config, world, paired=config.loss != "kto")
     if config.reference:
         refuse_other_vocabulary(config.reference, "reference", config.model, tokenizer)
-    model = make_model(config, tokenizer, world)
+    model = make_model(config, tokenizer, world, template)
     objective = PreferenceObjective(config)
     return run_training(
         config, world, tokenizer, model, loader, progress, "dpo", held_out, on_metrics, objective=objective
@@ -86,8 +88,8 @@ def _prefer(config: DPOConfig, world: World, progress: Progress | None, on_metri
 
 def open_preferences(
     config: Config, world: World, paired: bool
-) -> tuple[Config, Tokenizer, RowLoader, StepRows | None]:
-    """The run's settings including its steps, the tokenizer, and the examples for training and validation.
+) -> tuple[Config, Tokenizer, ChatTemplate | None, RowLoader, StepRows | None]:
+    """The run's settings including its steps, the tokenizer and template, and the examples for training and validation.
 
     Raises UserError for data without preferences.
     """
@@ -95,7 +97,8 @@ def open_preferences(
     divide_step(config.sequence_length, config.tokens_per_step, tokens, world.data_size, fixed)
     tokenizer = chat_tokenizer(config)
     template = chat_template(config, tokenizer, [], [])
-    encoder = PreferenceEncoder(tokenizer, template, config.sequence_length, paired)
+    values = command_values(config.chat_template_kwargs, template)
+    encoder = PreferenceEncoder(tokenizer, template, config.sequence_length, paired, values)
     rows = PreferenceRows if paired else LabelledRows
     sources = preference_sources(config, config.data)
     held_out_sources = preference_sources(config, config.validation_data) if config.validation_data else []
@@ -103,7 +106,7 @@ def open_preferences(
         sources, held_out_sources = divide(sources, config.validation_share)
     loader = make_loader(config, sources, encoder, world, rows)
     config = with_steps(config, loader, world, "pairs" if paired else "answers")
-    return config, tokenizer, loader, validation_rows(config, held_out_sources, encoder, world, rows)
+    return config, tokenizer, template, loader, validation_rows(config, held_out_sources, encoder, world, rows)
 
 
 def preference_sources(config: PreferenceConfig, data: str) -> list[tuple[DataSource, float]]:

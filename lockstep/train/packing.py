@@ -129,21 +129,28 @@ def pack_scored(
 def pack_rows(rows: Sequence[Row], device: str | torch.device = "cpu") -> PackedRow:
     """Packs a loader's rows one after the other; sequences, padding and targets are those of the rows."""
     padding = -sum(len(row.tokens) for row in rows) % ROW_MULTIPLE
-    lengths = [n for row in rows for n in row.lengths]
+    lengths = [n for row in rows for n in row.complete_lengths()]
+    left_out = [n for row in rows for n in row.shared or [0] * len(row.lengths)]
     tail = np.zeros(padding, dtype=np.int64)
     tokens = torch.from_numpy(np.concatenate([*(row.tokens for row in rows), tail]))
-    positions = torch.from_numpy(np.concatenate([*(np.arange(n) for n in lengths), tail]))
+    positions = torch.from_numpy(np.concatenate([*(np.arange(m, n) for m, n in zip(left_out, lengths)), tail]))
     targets = torch.from_numpy(np.concatenate([row.scored for row in rows]).nonzero()[0])
-    counts = torch.from_numpy(
-        np.concatenate([*(np.arange(len(row.tokens)) < len(row.tokens) - row.padding for row in rows), tail > 0])
-    ).long()
+    counts = np.concatenate(
+        [*(np.arange(len(row.tokens)) < len(row.tokens) - row.padding for row in rows), tail > 0], dtype=np.int64
+    )
+    place = lead = 0
+    for length, shared in zip(lengths, left_out):
+        lead = lead if shared else place
+        counts[lead : lead + shared] += 1
+        place += length - shared
     return PackedRow(
         tokens=tokens.to(device),
         positions=positions.to(device),
         lengths=lengths,
         predictors=(targets - 1).to(device),
         targets=tokens[targets].to(device),
-        counts=counts.to(device),
+        counts=torch.from_numpy(counts).to(device),
+        left_out=left_out if any(left_out) else None,
     )
 
 

@@ -34,7 +34,9 @@ from lockstep.data import (
     open_rows,
     parse_data,
     tokenize_documents,
+    with_ends,
 )
+from lockstep.data.chat import ChatTemplate
 from lockstep.data.chatml import CHATML
 from lockstep.errors import UserError
 from lockstep.hub import is_model
@@ -418,9 +420,9 @@ def foresee(config: PretrainConfig) -> DryRun:
     return replace(found, dtype=f"{dtype} (auto: {why})" if why else dtype)
 
 
-def model_shape(config: PretrainConfig, tokenizer: Tokenizer) -> ModelConfig:
-    """A preset's shape with the tokenizer's vocabulary, or a folder's; texts end with the tokenizer's eos token."""
-    eos = () if tokenizer.eos_id is None else (tokenizer.eos_id,)
+def model_shape(config: PretrainConfig, tokenizer: Tokenizer, template: ChatTemplate | None = None) -> ModelConfig:
+    """A preset's shape with the tokenizer's vocabulary, or a folder's; texts also end as tokenizer and template end
+    them."""
     if (folder := Path(config.model)).is_dir():
         shape = read_config(Path(config.model))
         if tokenizer.vocab_size > shape.vocab_size and isinstance(config, SFTConfig) and config.template == CHATML:
@@ -432,10 +434,10 @@ def model_shape(config: PretrainConfig, tokenizer: Tokenizer) -> ModelConfig:
             )
         if config.tokenizer not in ("", "byte") and Path(config.tokenizer).resolve() != folder.resolve():
             # The folder's ids are those of other tokens.
-            return replace(shape, eos_token_ids=eos, bos_token_id=tokenizer.bos_id)
-        more = tuple(token for token in eos if token not in shape.eos_token_ids)
-        return replace(shape, eos_token_ids=shape.eos_token_ids + more)
-    return preset(config.model, tokenizer.vocab_size, eos)
+            shape = replace(shape, eos_token_ids=(), bos_token_id=tokenizer.bos_id)
+    else:
+        shape = preset(config.model, tokenizer.vocab_size)
+    return with_ends(shape, tokenizer, template)
 
 
 def check_length(config: PretrainConfig, shape: ModelConfig) -> None:
@@ -447,9 +449,11 @@ def check_length(config: PretrainConfig, shape: ModelConfig) -> None:
         )
 
 
-def make_model(config: PretrainConfig, tokenizer: Tokenizer, world: World) -> TrainableModel:
+def make_model(
+    config: PretrainConfig, tokenizer: Tokenizer, world: World, template: ChatTemplate | None = None
+) -> TrainableModel:
     """This rank's part of a model with fresh weights, or of a folder's. Raises UserError if its rows are too long."""
-    shape = model_shape(config, tokenizer)
+    shape = model_shape(config, tokenizer, template)
     refuse_score_head(shape, config.model)
     check_length(config, shape)
     fill: Callable[[TrainableModel], None] = partial(initialize, seed=config.seed)

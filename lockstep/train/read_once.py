@@ -9,6 +9,9 @@ from pathlib import Path
 from lockstep.data import TokenizedCorpus, Tokenizer, load_tokenizer
 from lockstep.parallel import World
 
+ARRAYS = ("tokens", "offsets", "scored", "branches")
+"""Of a corpus that is read."""
+
 
 def read_once(world: World, read: Callable[[], TokenizedCorpus | None]) -> TokenizedCorpus | None:
     """What `read` returns on rank 0. If it fails there, the other ranks raise UserError with the same message."""
@@ -16,17 +19,22 @@ def read_once(world: World, read: Callable[[], TokenizedCorpus | None]) -> Token
         return read()
     corpus: TokenizedCorpus | None = None
 
-    def counts() -> dict[str, int] | None:
+    def counts() -> tuple[list[str], dict[str, int]] | None:
         nonlocal corpus
         corpus = read()
-        return None if corpus is None else corpus.counts
+        return (
+            None if corpus is None else ([name for name in ARRAYS if getattr(corpus, name) is not None], corpus.counts)
+        )
 
     found = world.from_main(counts)
     if found is None:
         return None
-    own = () if corpus is None else (corpus.tokens, corpus.offsets, corpus.scored)
-    tokens, offsets, *scored = world.arrays_from_main([array for array in own if array is not None])
-    return TokenizedCorpus(tokens, offsets, scored[0] if scored else None, found)
+    names, found_counts = found
+    own = [] if corpus is None else [getattr(corpus, name).reshape(-1) for name in names]
+    arrays = dict(zip(names, world.arrays_from_main(own)))
+    if "branches" in arrays:
+        arrays["branches"] = arrays["branches"].reshape(-1, 2)
+    return TokenizedCorpus(**arrays, counts=found_counts)
 
 
 def learn_once(world: World, learn: Callable[[], Tokenizer]) -> Tokenizer:

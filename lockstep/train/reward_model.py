@@ -47,7 +47,7 @@ def train_reward_model(
 
 
 def _train(config: RewardModelConfig, world: World, progress: Progress | None, on_metrics: OnMetrics | None) -> Path:
-    config, tokenizer, loader, held_out = open_preferences(config, world, paired=True)
+    config, tokenizer, _, loader, held_out = open_preferences(config, world, paired=True)
     model = make_reward_model(config, tokenizer, world)
     return run_training(
         config, world, tokenizer, model, loader, progress, "reward-model", held_out, on_metrics,

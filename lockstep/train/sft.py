@@ -19,12 +19,13 @@ from lockstep.data import (
     open_token_folder,
     parse_data,
 )
-from lockstep.data.chat import ChatTemplate, load_chat_template
+from lockstep.data.chat import ChatTemplate, carry_template, load_chat_template
 from lockstep.data.chatml import CHATML, with_chatml
+from lockstep.data.template_values import OPTION, command_values
 from lockstep.data.tokenizer import CHAT_TEMPLATE_FILE, Tokenizer
 from lockstep.errors import UserError
 from lockstep.model import read_config
-from lockstep.observe import OnMetrics, Progress, log
+from lockstep.observe import OnMetrics, Progress, announce, log
 from lockstep.parallel import World, close_world, open_world
 from lockstep.train.answers import Answers
 from lockstep.train.epochs import with_steps
@@ -53,11 +54,18 @@ def _sft(config: SFTConfig, world: World, progress: Progress | None, on_metrics:
     sources = conversation_sources(config, config.data)
     held_out_sources = conversation_sources(config, config.validation_data) if config.validation_data else []
     tokenizer = chat_tokenizer(config)
-    encoder = ConversationEncoder(tokenizer, chat_template(config, tokenizer, sources, held_out_sources))
-    model = make_model(config, tokenizer, world)
+    template = chat_template(config, tokenizer, sources, held_out_sources)
+    values = command_values(config.chat_template_kwargs, template)
+    encoder = ConversationEncoder(tokenizer, template, config.turns, values)
+    model = make_model(config, tokenizer, world, template)
     if config.validation_share:
         sources, held_out_sources = divide(sources, config.validation_share)
     loader = make_loader(config, sources, encoder, world)
+    if (apart := loader.counts.get("data/answers_apart", 0)) and world.is_main:
+        announce(
+            f"sft: {apart} answers that the chat template writes otherwise once others follow are sequences of their "
+            f"own, as sampled: {loader.counts['data/tokens_apart']} tokens more (--turns whole: none)"
+        )
     if (cut := loader.counts.get("data/cut_documents", 0)) and world.is_main:
         log.warning(
             "%d conversations are longer than a row of %d tokens and are cut: what the assistant says after a cut is "
@@ -115,18 +123,25 @@ def chat_template(
     """The template given, or that which the data was tokenized with, which is then saved with the tokenizer; else the
     one in the tokenizer's folder.
 
-    Raises UserError for training or validation data that was tokenized with another one.
+    Raises UserError for training or validation data that was tokenized with another one, or that was tokenized if there
+    are values for the template.
     """
-    made_with = _template_files(sources)
-    file = config.template or next(map(str, made_with), "")
-    template = load_chat_template(Path(config.tokenizer or config.model), file)
+    tokenized = [source for source, _ in [*sources, *held_out] if isinstance(source, Path)]
+    if tokenized and (config.chat_template_kwargs or config.turns != "apart"):
+        option = OPTION if config.chat_template_kwargs else "--turns"
+        raise UserError(f"{tokenized[0]}: is tokenized already, so {option} has no effect on it; leave it out")
+    folder, made_with = Path(config.tokenizer or config.model), _template_files(sources)
+    template = load_chat_template(folder, config.template)
+    given = bool(config.template)
+    if made_with and not given and (template is None or template.source != made_with[0].read_text()):
+        template, given = load_chat_template(folder, str(made_with[0])), True
     for other in made_with + _template_files(held_out):
         if template is None or other.read_text() != template.source:
             raise UserError(
                 f"{other.parent}: was tokenized with another chat template; give --template {other}, or tokenize again"
             )
-    if file and template is not None:
-        tokenizer.carried[CHAT_TEMPLATE_FILE] = template.source
+    if given and template is not None:
+        carry_template(tokenizer, template)
     return template
 
 

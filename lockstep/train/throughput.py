@@ -23,8 +23,10 @@ class Throughput:
     def metrics(self, batch: StepRows, timeline: Timeline) -> dict[str, float]:
         """Metrics of the current step over all ranks; memory and times are this rank's. Called by every rank."""
         seconds = timeline.elapsed()
-        own = [n for rows in batch.microbatches for row in rows for n in document_lengths(row)]
-        (flops,) = self.world.sum([training_flops(self.config, own)], ("data_replicate", "data_shard"))
+        rows = [row for rows in batch.microbatches for row in rows]
+        own = training_flops(self.config, [n for row in rows for n in document_lengths(row)])
+        own -= training_flops(self.config, [n for row in rows for n in row.shared or ()])
+        (flops,) = self.world.sum([own], ("data_replicate", "data_shard"))
         return {
             "tokens": batch.tokens,
             "tokens_per_second": batch.tokens / seconds,
@@ -38,5 +40,6 @@ class Throughput:
 
 
 def document_lengths(row: Row) -> list[int]:
-    """The lengths of the row's sequences, without the padding that may be the last one."""
-    return row.lengths if row.scored[-row.lengths[-1] :].any() else row.lengths[:-1]
+    """The complete lengths of the row's sequences, without the padding that may be the last one."""
+    lengths = row.complete_lengths()
+    return lengths if row.scored[-row.lengths[-1] :].any() else lengths[:-1]

@@ -48,7 +48,7 @@ def validation_rows(
             [rows.read(plan) for plan in padded[i : i + size]]
             for i in range(world.data_rank * size, len(padded), together)
         ],
-        tokens=sum(piece.stop - piece.start for plan in plans for piece in plan),
+        tokens=sum(piece.size for plan in plans for piece in plan),
         targets=targets,
         capacity=len(padded) * length,
     )

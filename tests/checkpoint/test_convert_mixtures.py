@@ -67,8 +67,8 @@ def test_files_that_cannot_be_loaded_are_not_converted(tmp_path, family, change,
         ("qwen3_moe", dict(mlp_only_layers=[True]), "must be a list of layers"),
         ("deepseek_v3", dict(routed_scaling_factor=10**400), "must be a number above 0"),
         ("deepseek_v3", dict(routed_scaling_factor=True), "must be a number above 0"),
-        ("gpt_oss", dict(rope_parameters=dict(rope_type="yarn", factor=32.0, rope_theta=1)), "not finite"),
-        ("gpt_oss", dict(rope_parameters=dict(rope_type="yarn", factor=1e-300)), "factor is 1e-300"),
+        ("gpt_oss", dict(rope_scaling=dict(rope_type="yarn", factor=32.0, rope_theta=1)), "not finite"),
+        ("gpt_oss", dict(rope_scaling=dict(rope_type="yarn", factor=1e-300)), "factor is 1e-300"),
     ],
 )
 def test_numbers_that_cannot_be_are_named_before_anything_is_made_of_them(tmp_path, family, config, message):

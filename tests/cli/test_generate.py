@@ -81,7 +81,7 @@ def test_messages_are_rendered_by_the_models_template(tmp_path, chat_folder, cap
         (["--prompt", "a", "--prompts", "b"], "give either"),
         (["--prompts", "nowhere.txt"], "nowhere.txt: no such file"),
         (["--prompts", "empty.txt"], "contains no prompts"),
-        (["--prompts", "bad.jsonl"], "bad.jsonl:1: has neither a text `prompt`"),
+        (["--prompts", "bad.jsonl"], "bad.jsonl:1: has neither a `prompt`, a text or messages"),
         (["--prompts", "latin.txt"], "is not UTF-8 at byte 1"),
         (["--prompt", "a", "--chat"], "has no chat template"),
         (["--prompt", "a", "--n", "0"], "n is 0"),
@@ -117,8 +117,8 @@ def test_the_options_of_the_draws_reach_the_sampler(tmp_path, model_folder, caps
 
 def test_prompts_of_a_text_file_end_at_line_feeds_alone(tmp_path, model_folder):
     file, output = tmp_path / "prompts.txt", tmp_path / "out.jsonl"
-    file.write_text("one \u2028 line\r\nalso \x85 one \x0c line\n\n", encoding="utf-8", newline="")
+    file.write_text("one \u2028 line\r\nalso \x85 one \x0c \r line\n\n", encoding="utf-8", newline="")
     command = ["generate", "--model", str(model_folder), "--prompts", str(file), "--output", str(output)]
     assert main([*command, "--max-tokens", "1", "--seed", "1", "--device", "cpu"]) == 0
     asked = [json.loads(line)["prompt"] for line in output.read_text().split("\n")[:-1]]
-    assert asked == ["one \u2028 line", "also \x85 one \x0c line"]
+    assert asked == ["one \u2028 line", "also \x85 one \x0c \r line"]

@@ -351,7 +351,7 @@ def test_many_documents_take_few_bytes_each_and_keep_their_order():
     one = Encoded(np.zeros(2, np.uint16))
     tracemalloc.reset_peak()
     before, _ = tracemalloc.get_traced_memory()
-    offsets = drain((one for _ in range(documents // 10)), lambda part: None, Tally, skip_bad=False)
+    offsets, _ = drain((one for _ in range(documents // 10)), lambda part: None, Tally, skip_bad=False)
     _, peak = tracemalloc.get_traced_memory()
     tracemalloc.stop()
     assert offsets.tolist() == list(range(0, documents // 5 + 1, 2)) and offsets.dtype == np.int64

@@ -119,9 +119,8 @@ def quantized(folder, **settings):
         tensors |= {f"{name}_blocks": blocks, f"{name}_scales": scales}
         plain[name] = convert_moe_packed_tensors(blocks, scales, dtype=torch.bfloat16).contiguous()
     save_file(tensors, folder / "model.safetensors")
-    change(
-        folder, quantization_config={"quant_method": "mxfp4", "modules_to_not_convert": ["model.layers.*.self_attn"]}
-    )
+    method = {"quant_method": "mxfp4", "modules_to_not_convert": ["model.layers.*.self_attn"]}
+    change(folder, dtype="bfloat16", quantization_config=method)
     return tensors, plain
 
 

@@ -1,5 +1,7 @@
 """A GRPO step's loss and gradient equal those of TRL's own trainer, which runs here, on the same batch."""
 
+import math
+
 import pytest
 import torch
 
@@ -7,8 +9,8 @@ from lockstep import build_model
 from lockstep.config import RLConfig, TrainConfig
 from lockstep.model import ModelConfig, hugging_face_name
 from lockstep.rl import Example
-from lockstep.rl.batch import PolicyLoss, policy_batches
-from lockstep.rl.rollouts import Rollout
+from lockstep.rl.batch import PolicyLoss, masking_metrics, policy_batches
+from lockstep.rl.rollouts import Conversation, Rollout
 from tests.rl import trl_step as trl
 
 
@@ -32,16 +34,18 @@ def _model():
 
 
 @pytest.mark.parametrize("tokens_per_microbatch", [1000, 5])
-@pytest.mark.parametrize("kind", trl.AVERAGES)
-def test_loss_and_gradient_of_a_step_are_those_of_trl(theirs, kind, tokens_per_microbatch):
+@pytest.mark.parametrize(("kind", "masked"), trl.CASES)
+def test_loss_and_gradient_of_a_step_are_those_of_trl(theirs, kind, masked, tokens_per_microbatch):
     config = RLConfig(
         model="none", loss_average=trl.AVERAGES[kind], **trl.SETTINGS,
+        mask_truncated_completions=masked, max_new_tokens=trl.BUDGET,
         train=TrainConfig(tokens_per_microbatch=tokens_per_microbatch),
     )  # fmt: skip
     rollouts = []
     for row, (prompt, tokens, advantage) in enumerate(zip(trl.PROMPTS, trl.COMPLETIONS, trl.ADVANTAGES)):
         old = [trl.old_log_prob(row, position) for position in range(len(tokens))]
-        rollout = Rollout(Example("p"), row // 2, prompt, tokens, old, "stop", "", 0, advantage=advantage)
+        reason = "stop" if tokens[-1] == 0 else "length"
+        rollout = Rollout(Example("p"), row // 2, prompt, tokens, old, reason, "", 0, advantage=advantage)
         rollout.reference_logprobs = [trl.reference_log_prob(row, position) for position in range(len(tokens))]
         rollouts.append(rollout)
     model, step = _model(), PolicyLoss(config, compare=False)
@@ -53,7 +57,8 @@ def test_loss_and_gradient_of_a_step_are_those_of_trl(theirs, kind, tokens_per_m
         loss += float(part.detach())
     assert len(batches) == (1 if tokens_per_microbatch == 1000 else 3)
     assert 0.1 < step.metrics()["policy/clip_fraction"] < 0.9, "some tokens are clipped, others not"
-    expected = theirs[kind]
+    assert masking_metrics(batches, config) == ({"rollout/masked_tokens": 5} if masked else {})
+    expected = theirs[kind, masked]
     # TRL's model is in float64, ours in float32: measured are 5.4e-7 of the loss (TRL's own float32: 1.1e-6), and
     # of a parameter's gradient 3e-6 of its norm and 2.3e-5 along a direction, where terms cancel.
     assert loss == pytest.approx(expected["loss"], rel=1e-6)
@@ -63,3 +68,26 @@ def test_loss_and_gradient_of_a_step_are_those_of_trl(theirs, kind, tokens_per_m
         (norm, along), (their_norm, their_along) = trl.in_figures(name, gradient), expected["gradients"][name]
         assert norm == pytest.approx(their_norm, rel=1e-5) and norm > 0, name
         assert along == pytest.approx(their_along, abs=5e-5 * their_norm), name
+
+
+def test_a_step_of_truncated_completions_alone_moves_nothing():
+    for average in ("token", "sequence", "budget"):
+        config = RLConfig(model="none", loss_average=average, mask_truncated_completions=True)
+        rollout = Rollout(Example("p"), 0, [1, 2], [5, 6], [-2.0, -2.0], "length", "", 0, advantage=1.0)
+        (batch,) = policy_batches([rollout], config)
+        model, step = _model(), PolicyLoss(config, compare=False)
+        step(model, batch).backward()
+        assert all(not parameter.grad.any() for parameter in model.parameters())
+        assert all(math.isfinite(value) for value in step.metrics().values())
+
+
+def test_a_conversation_is_truncated_if_its_last_reply_is():
+    def rows(episode, *reasons):
+        held = Conversation([], None, False, len(reasons), 0, {})
+        of_all = {"advantage": 1.0, "episode": episode, "conversation": held}
+        return [Rollout(Example("p"), 0, [1], [5, 6], [-2.0, -2.0], reason, "", 0, **of_all) for reason in reasons]
+
+    config = RLConfig(model="none", loss_average="token", mask_truncated_completions=True)
+    rollouts = [*rows(0, "length", "stop"), *rows(1, "stop", "length")]
+    weights = {id(r): batch.weights for batch in policy_batches(rollouts, config, budget=1) for r in batch.rollouts}
+    assert [weights[id(r)].tolist() for r in rollouts] == [[0.25, 0.25], [0.25, 0.25], [0.0, 0.0], [0.0, 0.0]]

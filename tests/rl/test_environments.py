@@ -221,7 +221,7 @@ class Chat(Broken):
     def examples(self, split):
         example = rl.Example(prompt="")
         # Around the checking of types, which users do not have.
-        object.__setattr__(example, "prompt", [{"role": "user", "content": "x"}])
+        object.__setattr__(example, "prompt", {"role": "user", "content": "x"})
         yield example
 """
 
@@ -233,7 +233,7 @@ def test_examples_that_fail_or_are_none_point_to_the_users_own_code(tmp_path):
     with pytest.raises(UserError, match=r"Odd.examples\(\"train\"\) yields 'text'; it must yield rl.Example"):
         examples_of(load_environment(f"{tmp_path}/task.py:Odd", "", False), "train")
     chat = load_environment(f"{tmp_path}/task.py:Chat", "", False)
-    with pytest.raises(UserError, match="yields a prompt of type list; it must be a string"):
+    with pytest.raises(UserError, match="yields a prompt of type dict; it must be a string, .* or a list of messages"):
         examples_of(chat, "train")
     with pytest.raises(UserError, match="the environment is the class Chat; pass an instance"):
         inspect.unwrap(examples_of)(type(chat), "train")  # around the checking of types, which users do not have

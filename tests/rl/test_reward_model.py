@@ -138,6 +138,11 @@ def test_texts_are_those_of_training(tmp_path, folders):
     assert plain.tokens(one, is_chat=True) == tokenizer.encode("abcd") + end
     assert chat.tokens(one, is_chat=False) == tokenizer.encode("abcd") + end
     assert chat.tokens(one, is_chat=True) == tokenizer.encode("<u>ab<a>cd") + end
+    asked = [{"role": "s", "content": "x"}, {"role": "u", "content": "ab"}]
+    assert chat.tokens(_rollout(asked, "cd"), is_chat=True) == tokenizer.encode("<s>x<u>ab<a>cd") + end
+    assert plain.tokens(_rollout([{"role": "user", "content": "ab"}], "cd"), True) == tokenizer.encode("abcd") + end
+    with pytest.raises(UserError, match="has no chat template, so it cannot read conversations"):
+        plain.tokens(_rollout(asked, "cd"), True)
     # A policy cannot say a special token of the reward model by its name.
     (name,) = [n for n in tokenizer.special_tokens() if tokenizer.encode(n) == end]
     assert plain.tokens(_rollout("ab", f"c{name}d"), True) == tokenizer.encode("abcd") + end
@@ -224,8 +229,8 @@ def test_prompts_from_a_file_are_rewarded_by_the_model_alone(tmp_path, folders, 
     assert main([*command, "--output", str(tmp_path / "run"), "--reward-model", str(folders[1])]) == 0
     assert all(list(r["rewards"]) == ["reward_model"] for r in _rollouts(tmp_path / "run"))
     for bad, message in (
-        ([1], "a list, but not of exactly one user message"),
-        (3 * [{"role": "user"}], "a list, but not"),
+        ([1], "`prompt` is a list, not a string"),
+        (3 * [{"role": "user"}], "has no text as its content"),
         ({}, "an object, not a string"),
     ):
         data.write_text("".join(json.dumps({"prompt": bad}) + "\n" for _ in range(10)))

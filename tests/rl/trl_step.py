@@ -13,8 +13,11 @@ PROMPTS = [[1, 2, 3], [1, 2, 3], [4], [4]]
 COMPLETIONS = [[5, 6, 7, 8, 0], [9, 0], [10, 11, 12, 13], [14]]
 ADVANTAGES = [1.0, -1.0, 0.75, -1.5]
 SETTINGS = {"temperature": 0.9, "clip_low": 0.2, "clip_high": 0.28, "kl_coefficient": 0.1}
-AVERAGES = {"grpo": "sequence", "bnpo": "token"}
+AVERAGES = {"grpo": "sequence", "bnpo": "token", "dapo": "token", "dr_grpo": "budget"}
 """Loss types of TRL, and what Lockstep calls the average that they take."""
+CASES = [("grpo", False), ("bnpo", False), *((kind, True) for kind in AVERAGES)]
+"""A loss type, and whether truncated completions are masked: those that do not end with the end-of-text token."""
+BUDGET = 8
 
 
 def weight(name, shape):
@@ -46,7 +49,7 @@ def _formula(shape, value):
 
 
 def losses_and_gradients():
-    """Of each of AVERAGES the loss, and of each parameter's gradient two figures."""
+    """Of each of CASES the loss, and of each parameter's gradient two figures."""
     import trl
     from datasets import Dataset
     from tokenizers import Tokenizer, models
@@ -55,7 +58,7 @@ def losses_and_gradients():
     found = {}
     tokens = Tokenizer(models.WordLevel({str(i): i for i in range(SHAPE["vocab_size"])}, unk_token="0"))
     tokenizer = PreTrainedTokenizerFast(tokenizer_object=tokens, pad_token="0", eos_token="0")
-    for kind in AVERAGES:
+    for kind, masked in CASES:
         model = Qwen3ForCausalLM(
             Qwen3Config(
                 vocab_size=SHAPE["vocab_size"], hidden_size=SHAPE["dim"], num_hidden_layers=SHAPE["layers"],
@@ -71,7 +74,7 @@ def losses_and_gradients():
             arguments = trl.GRPOConfig(
                 output_dir=folder, loss_type=kind, beta=0.0, epsilon=SETTINGS["clip_low"],
                 epsilon_high=SETTINGS["clip_high"], temperature=SETTINGS["temperature"], num_generations=2,
-                per_device_train_batch_size=4, use_cpu=True, bf16=False, report_to="none",
+                per_device_train_batch_size=4, use_cpu=True, bf16=False, report_to="none", max_completion_length=BUDGET,
                 # TRL can weigh the KL term by the ratio; Lockstep takes the plain estimator.
                 use_bias_correction_kl=False,
             )  # fmt: skip
@@ -83,16 +86,17 @@ def losses_and_gradients():
             trainer.beta = SETTINGS["kl_coefficient"]
             trainer.current_gradient_accumulation_steps = 1
             trainer.model.train()
-            loss = trainer._compute_loss(trainer.model, _padded())
+            loss = trainer._compute_loss(trainer.model, _padded(masked))
             trainer.model.zero_grad()
             loss.backward()
         gradients = {name: in_figures(name, p.grad) for name, p in trainer.model.named_parameters()}
-        found[kind] = {"loss": float(loss.detach()), "gradients": gradients}
+        found[kind, masked] = {"loss": float(loss.detach()), "gradients": gradients}
     return found
 
 
-def _padded():
-    """TRL's batch: prompts padded on the left, completions on the right."""
+def _padded(masked):
+    """TRL's batch: prompts padded on the left, completions on the right; with `mask_truncated_completions` if masked,
+    which it applies when it makes the batch."""
     before, after = max(map(len, PROMPTS)), max(map(len, COMPLETIONS))
 
     def right(rows, fill):
@@ -101,13 +105,14 @@ def _padded():
     def values(log_prob):
         return right([[log_prob(r, t) for t in range(len(c))] for r, c in enumerate(COMPLETIONS)], 0.0)
 
+    mask = right([[int(not masked or c[-1] == 0)] * len(c) for c in COMPLETIONS], 0)
     return {
         "prompt_ids": torch.tensor([[0] * (before - len(p)) + p for p in PROMPTS]),
         "prompt_mask": torch.tensor([[0] * (before - len(p)) + [1] * len(p) for p in PROMPTS]),
         "completion_ids": right(COMPLETIONS, 0),
-        "completion_mask": right([[1] * len(c) for c in COMPLETIONS], 0),
+        "completion_mask": mask,
         "advantages": torch.tensor(ADVANTAGES),
         "old_per_token_logps": values(old_log_prob),
         "ref_per_token_logps": values(reference_log_prob),
-        "num_items_in_batch": torch.tensor(sum(map(len, COMPLETIONS))),
+        "num_items_in_batch": mask.sum(),
     }

@@ -199,7 +199,7 @@ def test_a_message_can_be_reasoning_alone(chat_folder, content):
     hidden = _encode(chat_folder, {"messages": [said, *messages, LINES[0]["messages"][1]]}, hides)
     shouts = shows.replace("m.reasoning_content", "m.reasoning_content | upper")
     assert not _encode(chat_folder, {"messages": messages}, shouts).problem
-    assert ("does not show the reasoning of a message without content" in hidden.problem) == lacks
+    assert "does not show the reasoning of the role 'assistant'" in hidden.problem
 
 
 @pytest.mark.parametrize("prompt", [[CALL], [CALL | {"content": ""}], []])
@@ -312,7 +312,7 @@ FORGETS = "{% for m in messages %}{% if m.role != 'assistant' or loop.last %}[{{
 @pytest.mark.parametrize(
     ("line", "template", "message"),
     [
-        (LINES[1], FORGETS, "a.jsonl:1: .* up to message 3 differently .* {% generation %}"),
+        (LINES[1], FORGETS, "a.jsonl:1: the chat template does not show the content of the role 'assistant'"),
         (LINES[0], MARKED.replace("{% for", "{{ raise_exception('not these') }}{% for"), "a.jsonl:1: .*not these"),
         ({"messages": LINES[0]["messages"][:1]}, MARKED, "a.jsonl:1: the assistant says nothing"),
         (
@@ -494,6 +494,45 @@ def test_text_tokens_are_refused_and_bad_lines_counted(tmp_path, chat_folder):
         finetune(_config(tmp_path, chat_folder, "run", data=_data(tmp_path, bad)))
     folder = finetune(_config(tmp_path, chat_folder, "run", data=_data(tmp_path, bad), steps=1, skip_bad_lines=True))
     assert _metrics(folder, "data/skipped_lines") == [2]
+
+
+FORGETS_THOUGHTS = (
+    "{% for m in messages %}<{{ m.role }}>{% if m.role == 'assistant' and loop.last %}<think>{{ m.reasoning_content }}"
+    "</think>{% endif %}{{ m.content }}{{ eos_token }}{% endfor %}"
+    "{% if add_generation_prompt %}<assistant>{% endif %}"
+)
+
+
+@pytest.fixture
+def forgetful(tmp_path, chat_folder):
+    """A folder whose template drops earlier reasoning, and conversations with such."""
+    (chat_folder / "chat_template.jinja").write_text(FORGETS_THOUGHTS)
+    answers = [{"role": "assistant", "content": str(n), "reasoning_content": f"it is {n}"} for n in range(9)]
+    asked = [{"role": "user", "content": f"What is {n}?"} for n in range(9)]
+    lines = [{"messages": [m for n in range(k, k + 3) for m in (asked[n], answers[n])]} for k in range(6)]
+    (tmp_path / "thoughts.jsonl").write_text("\n".join(map(json.dumps, lines)))
+    return chat_folder
+
+
+def test_answers_that_a_template_changes_later_are_trained_on_as_sampled(tmp_path, forgetful, capsys):
+    config = _config(tmp_path, forgetful, "apart", data=str(tmp_path / "thoughts.jsonl"), steps=3)
+    losses = _metrics(finetune(config))
+    assert "12 answers that the chat template writes otherwise once others follow" in capsys.readouterr().err
+    launch(2, _on_a_rank, _config(tmp_path, forgetful, "two", data=config.data, steps=3))
+    # The step's sums are added in another order, in float32.
+    assert _metrics(tmp_path / "two") == pytest.approx(losses, rel=1e-5)
+    main(["data", "tokenize", "--chat", "--tokenizer", str(forgetful), "--data", config.data, "--output", str(tmp_path / "tokens")])  # fmt: skip # noqa: E501
+    assert _metrics(finetune(_config(tmp_path, forgetful, "again", data=str(tmp_path / "tokens"), steps=3))) == losses
+    capsys.readouterr()
+    whole = _config(tmp_path, forgetful, "whole", data=config.data, steps=3, turns="whole")
+    assert _metrics(finetune(whole)) != losses and "sequences of their own" not in capsys.readouterr().err
+
+
+def test_sequences_that_share_tokens_and_ranks_that_share_sequences_are_refused(tmp_path, forgetful):
+    config = _config(tmp_path, forgetful, "run", data=str(tmp_path / "thoughts.jsonl"), steps=1)
+    config.parallel.context = 2
+    with pytest.raises(AssertionError, match="give --turns whole"):
+        launch(2, _on_a_rank, config)
 
 
 def test_two_ranks_follow_one(tmp_path, chat_folder):

@@ -20,6 +20,7 @@ from starlette.types import ASGIApp
 from lockstep import __version__
 from lockstep.data.chat import ChatTemplate, ChatTemplateError
 from lockstep.data.messages import SHOWN_REASONING
+from lockstep.data.template_values import readable_values
 from lockstep.errors import UserError, closest
 from lockstep.generate.sampling_params import Completion
 from lockstep.generate.server.access_log import DISCONNECTED, AccessLog, record_of
@@ -39,11 +40,6 @@ COMPLETION_TOKENS = 16
 """OpenAI's default of max_tokens for completions; a chat can continue to the end of the context."""
 LONG_CHAT = 64
 """Messages; chats with at least this many are rendered in turn, however short they are."""
-GIVEN_TO_TEMPLATES = {
-    *("messages", "add_generation_prompt", "tools", "documents", "self"),
-    *("generation_begins", "generation_ends"),
-}
-"""Names that a request does not set by itself, nor those of special tokens."""
 MOST_OF_VALUES = 2**16
 """Characters of a chat template's values as JSON: a template may write them at each message."""
 
@@ -147,7 +143,7 @@ def _template_values(template: ChatTemplate, body: ChatRequest) -> tuple[dict[st
     Raises ApiError for one that the template does not read, and if they are too large.
     """
     values, field = body.chat_template_kwargs or {}, "chat_template_kwargs"
-    known = {name for name in template.variables - GIVEN_TO_TEMPLATES if not name.endswith("_token")}
+    known = readable_values(template)
     for name in values:
         if name not in known:
             hint = closest(name[:64], known) or " Remove it"

@@ -17,7 +17,7 @@ import uvicorn
 
 from lockstep.checkpoint import open_model
 from lockstep.config import ServeConfig
-from lockstep.data import load_tokenizer
+from lockstep.data import load_tokenizer, name_ends, with_ends
 from lockstep.data.chat import load_chat_template
 from lockstep.errors import UserError
 from lockstep.generate.engine import Engine
@@ -41,8 +41,9 @@ def build_engine(config: ServeConfig, folder: Path, world: World | None = None) 
     Raises UserError for missing files.
     """
     model = open_model(folder, config.dtype, config.device, config.arithmetic, world, config.parallel.reduction_chunks)
-    apply_compile(model, config.compile, trains=False)
     tokenizer = load_tokenizer(folder, model.config.vocab_size)
+    model.config = with_ends(model.config, tokenizer, load_chat_template(folder))
+    apply_compile(model, config.compile, trains=False)
     leads = world is not None and world.size > 1 and world.is_main
     return (LeadingEngine if leads else Engine)(model, config.engine, tokenizer)
 
@@ -78,7 +79,8 @@ def _serve(config: ServeConfig, folder: Path, engine: Engine, ranks: int) -> int
     service = build_service(config, folder, engine)
     model = service.engine.model
     work = f"up to {config.engine.max_sequences} sequences at a time"
-    logger.info("%s", start_line(str(folder), model.config, model.device, model.dtype, work, ranks))
+    ends = name_ends(model.config.eos_token_ids, service.tokenizer)
+    logger.info("%s", start_line(str(folder), model.config, model.device, model.dtype, work, ranks, ends))
     answers = "completions and chats" if service.template else "completions; chats need a chat_template.jinja in it"
     logger.info("%s is model %r, context %d tokens: %s", folder, service.model_name, service.context, answers)
     server = Server(service)

@@ -7,12 +7,48 @@ from typing import Any
 
 from lockstep.errors import UserError
 from lockstep.model.config import ExpertsConfig, Latent, ModelConfig, Yarn
-from lockstep.model.families.reading import truth, whole_number
+from lockstep.model.families.reading import number, truth, whole_number
 from lockstep.ops.routing import Routing
 
 ARCHITECTURE = "DeepseekV3ForCausalLM"
 MODEL_TYPE = "deepseek_v3"
+OTHER_MODEL_TYPES = ("kimi_k2",)
 QK_NORM = False
+DEFAULTS = {
+    "vocab_size": 129280,
+    "hidden_size": 7168,
+    "intermediate_size": 18432,
+    "num_hidden_layers": 61,
+    "num_attention_heads": 128,
+    "max_position_embeddings": 4096,
+    "rms_norm_eps": 1e-6,
+    "tie_word_embeddings": False,
+    "rope_theta": 10_000.0,
+    "rope_interleave": True,
+    "bos_token_id": 0,
+    "eos_token_id": 1,
+    "kv_lora_rank": 512,
+    "q_lora_rank": 1536,
+    "qk_nope_head_dim": 128,
+    "qk_rope_head_dim": 64,
+    "v_head_dim": 128,
+    "moe_intermediate_size": 2048,
+    "n_routed_experts": 256,
+    "n_shared_experts": 1,
+    "num_experts_per_tok": 8,
+    "n_group": 8,
+    "topk_group": 4,
+    "norm_topk_prob": True,
+    "routed_scaling_factor": 2.5,
+    "first_k_dense_replace": 3,
+}
+"""Values of keys that a `config.json` lacks: those of transformers' class. There are as many key-value heads as
+heads."""
+ALIASES = {"num_local_experts": "n_routed_experts"}
+WITHOUT_EFFECT = {
+    "aux_loss_alpha", "seq_aux", "ep_size", "qk_head_dim", "num_nextn_predict_layers", "num_mtp_layers"
+}  # fmt: skip
+"""Of the loss that balances the load, of its own server, of layers that predict further tokens."""
 ONLY = {"scoring_func": "sigmoid", "topk_method": "noaux_tc", "moe_layer_freq": 1}
 """Settings that would change the arithmetic, and the only value that is supported."""
 
@@ -50,15 +86,19 @@ def _experts(count: int, active: int, size: int, dense_layers: int, groups: int,
 
 def read_attention(values: dict[str, Any], where: str) -> dict[str, Any]:
     """Fields of ModelConfig from the keys of `config.json`. Raises UserError."""
-    compressed = values.get("q_lora_rank", True) is not None  # null: queries are not compressed
+    compressed = values["q_lora_rank"] is not None  # null: queries are not compressed
     latent = Latent(
         kv_rank=whole_number(values, "kv_lora_rank", where),
         nope_dim=whole_number(values, "qk_nope_head_dim", where),
         rope_dim=whole_number(values, "qk_rope_head_dim", where),
         value_dim=whole_number(values, "v_head_dim", where),
         q_rank=whole_number(values, "q_lora_rank", where) if compressed else 0,
-        interleaved=truth(values, "rope_interleave", where, True),
+        interleaved=truth(values, "rope_interleave", where),
     )
+    if latent.rope_dim % 2:
+        raise UserError(f"{where}: qk_rope_head_dim: rope_dim is {latent.rope_dim}; rotary embedding needs an even one")
+    if values.get("head_dim") not in (None, latent.rope_dim):  # transformers would take the frequencies of that width
+        raise UserError(f"{where}: head_dim is {values['head_dim']!r:.100}; it must be qk_rope_head_dim, or missing")
     return {"latent": latent, "num_kv_heads": 1, "head_dim": latent.key_dim}
 
 
@@ -81,24 +121,20 @@ def write_attention(config: ModelConfig) -> dict[str, Any]:
 def read_experts(values: dict[str, Any], where: str) -> ExpertsConfig:
     """From the keys of `config.json`. Raises UserError."""
     size = whole_number(values, "moe_intermediate_size", where)
-    # Missing keys have transformers' defaults.
-    scale = values.get("routed_scaling_factor", 2.5)
-    if isinstance(scale, bool) or not isinstance(scale, (int, float)) or not 0 < scale < 1e30:
-        raise UserError(f"{where}: routed_scaling_factor is {scale!r:.100}; it must be a number above 0")
     routing = Routing(
         whole_number(values, "num_experts_per_tok", where),
         "sigmoid",
-        normalize=truth(values, "norm_topk_prob", where, True),
-        scale=float(scale),
-        groups=whole_number(values, "n_group", where, default=8),
-        groups_kept=whole_number(values, "topk_group", where, default=4),
+        normalize=truth(values, "norm_topk_prob", where),
+        scale=float(number(values["routed_scaling_factor"], f"{where}: routed_scaling_factor")),
+        groups=whole_number(values, "n_group", where),
+        groups_kept=whole_number(values, "topk_group", where),
     )
-    dense = whole_number(values, "first_k_dense_replace", where, default=3)
+    dense = whole_number(values, "first_k_dense_replace", where)
     return ExpertsConfig(
-        whole_number(values, "n_routed_experts", where, "num_local_experts"),
+        whole_number(values, "n_routed_experts", where),
         size,
         routing,
-        shared_size=size * whole_number(values, "n_shared_experts", where, default=1),
+        shared_size=size * whole_number(values, "n_shared_experts", where),
         choice_bias=True,
         dense_layers=tuple(range(min(dense, whole_number(values, "num_hidden_layers", where)))),
     )

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from itertools import cycle, islice
 from typing import Any
 
 from lockstep.errors import UserError
 from lockstep.model.config import ExpertsConfig, ModelConfig, Yarn
-from lockstep.model.families.reading import whole_number
+from lockstep.model.families.reading import layer_kinds, whole_number
 from lockstep.ops.clamped_swiglu import LIMIT, SLOPE
 from lockstep.ops.routing import Routing
 
@@ -19,20 +20,33 @@ ONLY = {"attention_bias": True, "swiglu_alpha": SLOPE, "swiglu_limit": LIMIT}
 QUANTIZED = ("mxfp4",)
 """Quantized formats of a folder's experts that can be read; they are read into bfloat16."""
 DEFAULTS = {
-    "head_dim": 64,
+    "vocab_size": 201088,
+    "hidden_size": 2880,
+    "intermediate_size": 2880,
+    "num_hidden_layers": 36,
+    "num_attention_heads": 64,
     "num_key_value_heads": 8,
+    "head_dim": 64,
     "max_position_embeddings": 131072,
     "rms_norm_eps": 1e-5,
+    "tie_word_embeddings": False,
     "rope_theta": 150_000.0,
-    "rope_scaling": {
+    "rope_parameters": {
         "rope_type": "yarn",
         "factor": 32.0,
         "original_max_position_embeddings": 4096,
         "truncate": False,
     },
+    "sliding_window": 128,
+    "num_local_experts": 128,
+    "num_experts_per_tok": 4,
 }
-"""Values of keys that a `config.json` lacks, where they are not those of the other families; as in transformers."""
+"""Values of keys that a `config.json` lacks: those of transformers' class."""
+ALIASES = {"num_experts": "num_local_experts"}
+WITHOUT_EFFECT = {"initial_context_length", "router_aux_loss_coef", "experts_per_token"}
+"""`experts_per_token` is compared with `num_experts_per_tok`, which is what transformers reads."""
 KINDS = {"sliding_attention": True, "full_attention": False}
+"""Kinds of layers and whether they have a window; the layers take turns."""
 
 
 def config(
@@ -61,11 +75,14 @@ def _experts(count: int, size: int, active: int) -> ExpertsConfig:
 
 def read_experts(values: dict[str, Any], where: str) -> ExpertsConfig:
     """From the keys of `config.json`. Raises UserError."""
-    return _experts(
-        whole_number(values, "num_local_experts", where, "num_experts"),
-        whole_number(values, "intermediate_size", where),
-        whole_number(values, "num_experts_per_tok", where, "experts_per_token"),
-    )
+    active = whole_number(values, "num_experts_per_tok", where)
+    if values.get("experts_per_token") not in (None, active):
+        raise UserError(
+            f"{where}: experts_per_token is {values['experts_per_token']!r:.100}, but num_experts_per_tok is {active}"
+            " (by default 4); give both the same value"
+        )
+    experts = whole_number(values, "num_local_experts", where)
+    return _experts(experts, whole_number(values, "intermediate_size", where), active)
 
 
 def write_experts(config: ModelConfig) -> dict[str, Any]:
@@ -81,12 +98,8 @@ def write_experts(config: ModelConfig) -> dict[str, Any]:
 def read_attention(values: dict[str, Any], where: str) -> dict[str, Any]:
     """Fields of ModelConfig from the keys of `config.json`. Raises UserError."""
     count = whole_number(values, "num_hidden_layers", where)
-    kinds = values.get("layer_types") or ["full_attention" if n % 2 else "sliding_attention" for n in range(count)]
-    if not isinstance(kinds, list) or len(kinds) != count or any(kind not in KINDS for kind in map(str, kinds)):
-        raise UserError(
-            f"{where}: layer_types is {kinds!r:.100}; it must name one of {', '.join(KINDS)} for each layer"
-        )
-    window = whole_number(values, "sliding_window", where, default=128)
+    kinds = layer_kinds(values, KINDS, where, count) or list(islice(cycle(KINDS), count))
+    window = whole_number(values, "sliding_window", where, least=1)
     return {
         "attention_bias": True,
         "sinks": True,

@@ -7,6 +7,21 @@ from lockstep.model.config import ModelConfig, RopeScaling
 ARCHITECTURE = "LlamaForCausalLM"
 MODEL_TYPE = "llama"
 QK_NORM = False
+DEFAULTS = {
+    "vocab_size": 32000,
+    "hidden_size": 4096,
+    "intermediate_size": 11008,
+    "num_hidden_layers": 32,
+    "num_attention_heads": 32,
+    "max_position_embeddings": 2048,
+    "rms_norm_eps": 1e-6,
+    "tie_word_embeddings": False,
+    "rope_theta": 10_000.0,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+}
+"""Values of keys that a `config.json` lacks: those of transformers' class. There are as many key-value heads as heads,
+and `head_dim` follows from `hidden_size`."""
 
 
 def config(vocab_size: int, tie_embeddings: bool = False, rope_factor: float = 8.0, **sizes: int) -> ModelConfig:

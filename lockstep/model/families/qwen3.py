@@ -7,7 +7,23 @@ from lockstep.model.config import ModelConfig
 ARCHITECTURE = "Qwen3ForCausalLM"
 MODEL_TYPE = "qwen3"
 QK_NORM = True
-DEFAULTS = {"head_dim": 128, "num_key_value_heads": 32}
+DEFAULTS = {
+    "vocab_size": 151936,
+    "hidden_size": 4096,
+    "intermediate_size": 22016,
+    "num_hidden_layers": 32,
+    "num_attention_heads": 32,
+    "num_key_value_heads": 32,
+    "head_dim": 128,
+    "max_position_embeddings": 32768,
+    "rms_norm_eps": 1e-6,
+    "tie_word_embeddings": False,
+    "rope_theta": 10_000.0,
+}
+"""Values of keys that a `config.json` lacks: those of transformers' class."""
+ONLY = {"use_qk_norm": True}
+WITHOUT_EFFECT = {"sliding_window", "max_window_layers"}
+"""Without `use_sliding_window`, which is refused."""
 
 
 def config(vocab_size: int, tie_embeddings: bool = True, **sizes: int) -> ModelConfig:

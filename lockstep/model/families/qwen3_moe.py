@@ -11,7 +11,29 @@ from lockstep.ops.routing import Routing
 ARCHITECTURE = "Qwen3MoeForCausalLM"
 MODEL_TYPE = "qwen3_moe"
 QK_NORM = True
-DEFAULTS = {"num_key_value_heads": 4}
+DEFAULTS = {
+    "vocab_size": 151936,
+    "hidden_size": 2048,
+    "intermediate_size": 6144,
+    "num_hidden_layers": 24,
+    "num_attention_heads": 32,
+    "num_key_value_heads": 4,
+    "max_position_embeddings": 32768,
+    "rms_norm_eps": 1e-6,
+    "tie_word_embeddings": False,
+    "rope_theta": 10_000.0,
+    "num_experts": 128,
+    "num_experts_per_tok": 8,
+    "moe_intermediate_size": 768,
+    "norm_topk_prob": False,
+    "decoder_sparse_step": 1,
+    "mlp_only_layers": None,
+}
+"""Values of keys that a `config.json` lacks: those of transformers' class. `head_dim` follows from `hidden_size`."""
+ALIASES = {"num_local_experts": "num_experts"}
+ONLY = {"use_qk_norm": True, "shared_expert_intermediate_size": 0}
+WITHOUT_EFFECT = {"sliding_window", "max_window_layers", "router_aux_loss_coef"}
+"""Without `use_sliding_window` and `output_router_logits`, which are refused."""
 
 
 def config(
@@ -32,12 +54,12 @@ def config(
 def read_experts(values: dict[str, Any], where: str) -> ExpertsConfig:
     """From the keys of `config.json`. Raises UserError."""
     layers = whole_number(values, "num_hidden_layers", where)
-    step = max(1, whole_number(values, "decoder_sparse_step", where, default=1))
+    step = whole_number(values, "decoder_sparse_step", where, least=1)
     dense = {*layer_numbers(values, "mlp_only_layers", where, layers), *(n for n in range(layers) if (n + 1) % step)}
     active = whole_number(values, "num_experts_per_tok", where)
-    normalized = truth(values, "norm_topk_prob", where, False)
+    normalized = truth(values, "norm_topk_prob", where)
     return ExpertsConfig(
-        whole_number(values, "num_experts", where, "num_local_experts"),
+        whole_number(values, "num_experts", where, least=1),
         whole_number(values, "moe_intermediate_size", where),
         Routing(active, "softmax_of_chosen" if normalized else "softmax"),
         dense_layers=tuple(sorted(dense)),

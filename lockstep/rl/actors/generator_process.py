@@ -312,8 +312,9 @@ class _Generator:
 def _open(welcome: dict[str, Any], key: bytes, world: World) -> tuple[ShelfReader, Engine]:
     """The model as the trainer describes it, with its weights still to be read, and an engine over it."""
     folder, device = local_folder(welcome["model"]), world.device
-    shape = dataclasses.replace(read_config(folder), reduction_chunks=welcome["reduction_chunks"])
     expected = welcome["shape"]
+    ends = tuple(expected["eos_token_ids"])
+    shape = dataclasses.replace(read_config(folder), reduction_chunks=welcome["reduction_chunks"], eos_token_ids=ends)
     if shape.lora is None and (lora := expected.get("lora")):  # a new adapter that the run trains
         shape = dataclasses.replace(shape, lora=Lora(lora["rank"], lora["alpha"], tuple(lora["modules"])))
     own = plain_shape(shape)

@@ -40,6 +40,8 @@ class _Playing:
     tool_calls: int = 0
     asks: int = 0
     """Including those that it has given up."""
+    prompt_tokens: int = 0
+    """Of the reply that it waits for."""
     tokens: int = 0
     """Of the model's replies."""
     sample: Sample | None = None
@@ -77,8 +79,10 @@ def play(
     anything is a rollout without tokens. Raises UserError for messages that the chat template refuses, for a first
     prompt that does not fit, and if the environment blocks this process for too long.
     """
+    for example in groups.values():
+        rendering.check(example)
     playing = [
-        _Playing(example, group, episode, Transcript(rendering))
+        _Playing(example, group, episode, Transcript(rendering, example.chat_template_kwargs))
         for group, example in groups.items()
         for episode in range(samples)
     ]
@@ -135,7 +139,8 @@ class _Conversations:
             one.ended = said
             self.going.discard(said.number)
         elif isinstance(said, Again):
-            one.transcript, one.tool_calls, one.asks, one.tokens = Transcript(self._rendering), 0, 0, 0
+            one.transcript = Transcript(self._rendering, one.example.chat_template_kwargs)
+            one.tool_calls, one.asks, one.tokens = 0, 0, 0
         elif isinstance(said, Asked):
             one.asks += 1
             prompt = None
@@ -145,7 +150,7 @@ class _Conversations:
                 self._hosting.answer(said.number, said.ask, None)
                 return
             params = _params(one, self._seed, self._environment, self._rendering, self._config)
-            request = self._engine.add(prompt, params)
+            request, one.prompt_tokens = self._engine.add(prompt, params), len(prompt)
             self.sampling[request], one.sample = said, self._engine.samples(request)[0]
 
     def answer(self) -> None:
@@ -245,7 +250,7 @@ def sampling_params(
         n=samples,
         seed=seed,
         stop=environment.stop,
-        stop_token_ids=rendering.stop_token_ids,
+        stop_token_ids=rendering.end_ids,
         routes=routes_form(config),
     )
 
@@ -264,7 +269,8 @@ def _reply(one: _Playing, sample: Sample, engine: Sampler, rendering: Rendering)
     one.tool_calls += len(read.calls)
     one.tokens += len(said.token_ids)
     message = message_values(read) if rendering.form.channels else {}
-    return Reply(text, said.finish_reason, read.calls, read.reasoning, message)
+    tokens = one.prompt_tokens, len(said.token_ids)
+    return Reply(text, said.finish_reason, read.calls, *tokens, read.reasoning, message)
 
 
 def _rollouts(one: _Playing, environment: ConversationEnvironment, version: int) -> list[Rollout]:

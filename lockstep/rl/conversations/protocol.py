@@ -10,10 +10,8 @@ from dataclasses import dataclass, field
 from typing import Any, ClassVar
 
 from lockstep.data.replies import ToolCall
-from lockstep.rl.environment import Environment, Example
+from lockstep.rl.environment import Environment, Example, Message
 
-Message = dict[str, Any]
-"""As chat templates expect: `role` (system, user, assistant, tool), `content`, and whatever else a template shows."""
 Rewards = float | Mapping[str, float]
 """One number, or several by name."""
 
@@ -30,6 +28,10 @@ class Reply:
     finish_reason: str = "stop"
     """`stop`, or `length` if it was cut off at max_new_tokens."""
     tool_calls: tuple[ToolCall, ...] = ()
+    prompt_tokens: int | None = None
+    """Tokens of the conversation that it replies to; None if it was not sampled, but written by hand."""
+    completion_tokens: int | None = None
+    """Tokens that were sampled, with the one that ended it; None as for `prompt_tokens`."""
     reasoning: str = ""
     """What it thought before. It is in `text` too, between `<think>` and `</think>`, where the family writes it so."""
     message: Mapping[str, Any] = field(default_factory=dict)
@@ -66,9 +68,12 @@ class Chat:
         """Seconds that each tool took, by name."""
         self._ask = ask
 
-    def add(self, content: str, role: str = "user", **values: Any) -> None:
-        """Adds a message, which the model sees when it writes the next reply."""
-        self.messages.append({"role": role, "content": content, **values})
+    def add(self, content: str | Sequence[Message], role: str = "user", **values: Any) -> None:
+        """Adds a message, which the model sees when it writes the next reply, or all those of an example's prompt."""
+        if isinstance(content, str):
+            self.messages.append({"role": role, "content": content, **values})
+        else:
+            self.messages += [dict(message) for message in content]
 
     async def reply(self) -> Reply:
         """The model's next reply. Raises ConversationOver at the limit of turns or tokens."""

@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import Any
 
 from lockstep.config import RLConfig
-from lockstep.data import Tokenizer
+from lockstep.data import Tokenizer, ends_of_text
 from lockstep.data.chat import ChatTemplate, ChatTemplateError, load_chat_template
 from lockstep.data.messages import SHOWN_REASONING
 from lockstep.data.replies import ReplyParts, read_reply, reply_form
+from lockstep.data.template_values import command_values, template_values
 from lockstep.errors import UserError
 from lockstep.hub import local_folder
 from lockstep.model import TrainableModel
@@ -58,9 +60,12 @@ class Rendering:
         end_ids: Collection[int] = (),
         tools: Sequence[Callable[..., Any]] = (),
         keeps_rendered: bool = True,
+        template_values: Mapping[str, Any] | None = None,
     ):
         self.tokenizer = tokenizer
         self.template = template
+        self.template_values = dict(template_values or {})
+        """For the template; an example's own win over them."""
         self._names = [*tokenizer.special_tokens(), LEFT, RIGHT]
         self._special = _any_of(self._names)
         self._tokens_in_text = _any_of(self._names[:-2])
@@ -73,42 +78,80 @@ class Rendering:
             self.schemas = [schema_of(tool) for tool in tools]
         self.form = reply_form(tokenizer, template.source if template else None, bool(tools))
         """How replies are taken apart."""
-        self.stop_token_ids = self._end_of_turn()
-        """Tokens that end a reply according to the template, besides the model's own end-of-text tokens."""
-        self.end_ids = {*end_ids, *self.stop_token_ids}
+        self.end_ids = ends_of_text(end_ids, tokenizer, template)
+        """Tokens that end a reply."""
 
     def prompt(self, example: Example) -> list[int]:
-        """A single prompt's tokens: with a template, as a user message.
+        """A single prompt's tokens: with a template, those of its messages, or of a user message.
 
         A prompt that contains a special token counts as rendered already, and is encoded as is, unless `chat` is
-        always.
+        always. Raises UserError as `check` does, and for messages that the template refuses.
         """
+        self.check(example)
         if self.is_rendered(example.prompt):
             if self.template is not None and not self._warned:
                 self._warned = True
                 log.warning(RENDERED, example.name)
-            return self.tokenizer.encode(example.prompt)
+            return self.tokenizer.encode("".join(message["content"] for message in example.messages))
         try:
-            return self.tokens(self.text([{"role": "user", "content": example.prompt}]))
+            return self.tokens(self.text(example.messages, example.chat_template_kwargs))
         except ChatTemplateError as error:
             raise UserError(f"example {example.name}: {error}") from error
 
-    def is_rendered(self, prompt: str) -> bool:
+    def is_rendered(self, prompt: str | list[Message]) -> bool:
         """Whether a single prompt is used as it is, not as a user message."""
-        return self.template is None or (self.keeps_rendered and bool(self._tokens_in_text.search(prompt)))
+        if self.template is None:
+            return True
+        return self.keeps_rendered and isinstance(prompt, str) and bool(self._tokens_in_text.search(prompt))
 
-    def text(self, messages: Sequence[Message]) -> str:
+    def check(self, example: Example) -> None:
+        """Raises UserError for a prompt of several messages without a template, and for values it does not read."""
+        if self.template is None and [message["role"] for message in example.messages] != ["user"]:
+            raise UserError(
+                f"example {example.name}: its prompt is a list of messages, but the model has no chat template; put a "
+                'chat_template.jinja next to its weights, leave chat = "auto", or give prompts as texts'
+            )
+        try:
+            template_values(example.chat_template_kwargs, self.template)
+        except ChatTemplateError as error:
+            raise UserError(f"example {example.name}: {error}") from error
+
+    def text(self, messages: Sequence[Message], values: Mapping[str, Any] | None = None) -> str:
         """The conversation up to the model's turn, with names of special tokens escaped for `tokens`.
 
-        Raises ChatTemplateError for messages that the template refuses.
+        values: the example's own for the template. Raises ChatTemplateError for messages that the template refuses, or
+        does not show.
         """
-        return self.render([self.written(message) for message in messages])
+        written = [self.written(message) for message in messages]
+        text = self.render(written, values)
+        for number, message in enumerate(written):
+            said = message.get("content")
+            if self.template is None or message.get("role") in ("assistant", "tool") or not isinstance(said, str):
+                continue
+            if said.strip() not in text:
+                other = [*written[:number], {**message, "content": f"{said}?"}, *written[number + 1 :]]
+                if self.render(other, values) == text:
+                    raise ChatTemplateError(f"the chat template does not show a message of the role {message['role']}")
+        return text
 
-    def render(self, written: list[Message]) -> str:
-        """`text` for messages that are already escaped (`written`)."""
+    def render(self, written: list[Message], values: Mapping[str, Any] | None = None) -> str:
+        """`text` for messages that are already escaped (`written`), without looking whether all are shown."""
         if self.template is None:
             return "".join(map(_content, written))
-        return self.template.render(written, tools=self.schemas)
+        if not self._knows_developer and any(message.get("role") == "developer" for message in written):
+            written = [m | {"role": "system"} if m.get("role") == "developer" else m for m in written]
+        return self.template.render(written, tools=self.schemas, **self.template_values | dict(values or {}))
+
+    @cached_property
+    def _knows_developer(self) -> bool:
+        """Whether the template shows the developer's messages; most know the developer as the system."""
+        assert self.template is not None
+        try:
+            return MARK in self.template.render(
+                [{"role": "developer", "content": MARK}, {"role": "user", "content": "?"}]
+            )
+        except ChatTemplateError:
+            return False
 
     def tokens(self, text: str) -> list[int]:
         """The tokens of what `text` returned, or of a part of it."""
@@ -145,22 +188,14 @@ class Rendering:
             return {self.written(key): self.written(own) for key, own in value.items()}
         return [self.written(own) for own in value] if isinstance(value, list) else value
 
-    def _end_of_turn(self) -> tuple[int, ...]:
-        """The special token that the template writes right after an assistant message; empty if there is none."""
-        if self.template is None:
-            return ()
-        messages = [{"role": "user", "content": "?"}, {"role": "assistant", "content": MARK}]
-        try:
-            after = self.template.render(messages, add_generation_prompt=False).partition(MARK)[2]
-        except ChatTemplateError:
-            return ()
-        return tuple(token for token in self.tokens(after)[:1] if token in self.tokenizer.special_tokens().values())
-
 
 def open_rendering(
     config: RLConfig, environment: Environment, tokenizer: Tokenizer, model: TrainableModel
 ) -> Rendering:
-    """The rendering that `config.chat` asks for. Raises UserError if it is always and the model has no template."""
+    """The rendering that `config.chat` asks for.
+
+    Raises UserError if it is always and the model has no template, and for values that the template does not read.
+    """
     template = None if config.chat == "never" else load_chat_template(local_folder(config.model))
     if config.chat == "always" and template is None:
         raise UserError(
@@ -170,7 +205,8 @@ def open_rendering(
     tools = environment.tools if isinstance(environment, ConversationEnvironment) else ()
     if tools and (template is None or "tools" not in template.variables):
         log.warning(UNSHOWN if template else NO_TEMPLATE, config.model, type(environment).__name__)
-    rendering = Rendering(tokenizer, template, model.config.eos_token_ids, tools, config.chat == "auto")
+    values = command_values(config.chat_template_kwargs, template)
+    rendering = Rendering(tokenizer, template, model.config.eos_token_ids, tools, config.chat == "auto", values)
     if tools and template and "tools" in template.variables and rendering.form.calls is None:
         log.warning(UNREAD, config.model, type(environment).__name__)
     return rendering
@@ -222,11 +258,12 @@ class Transcript:
     environment, shows the history differently from what the model saw, apart from whitespace, the row is finished, and
     a new one begins with the tokens of all that is shown now, none of which are targets.
 
-    A prompt costs two renderings, and the encoding of what is new; the first one costs one rendering.
+    A prompt costs two renderings, and the encoding of what is new; the first one costs one rendering. values: the
+    example's own for the template.
     """
 
-    def __init__(self, rendering: Rendering):
-        self.rendering = rendering
+    def __init__(self, rendering: Rendering, values: Mapping[str, Any] | None = None):
+        self.rendering, self._values = rendering, values
         self.rows: list[Row] = []
         self.turns = 0
         self.read = ReplyParts("", "")
@@ -244,7 +281,7 @@ class Transcript:
         positions: the model's context, to refuse a text that can never fit before it is encoded. Raises TooLongError
         for such a text, and ChatTemplateError for messages that the template refuses.
         """
-        text = self.rendering.text(messages)
+        text = self.rendering.text(messages, self._values)
         if positions is not None and len(text) > MOST_CHARACTERS * positions:
             raise TooLongError(f"{len(text):,} characters, which cannot fit in the context of {positions} tokens")
         suffix = self._suffix(messages, text)
@@ -295,7 +332,7 @@ class Transcript:
         written = [self.rendering.written(message) for message in messages]
         written[self._seen] = {**written[self._seen], "content": MARK}
         try:
-            marked = self.rendering.render(written)
+            marked = self.rendering.render(written, self._values)
         except ChatTemplateError:
             return None
         if marked.count(MARK) != 1:

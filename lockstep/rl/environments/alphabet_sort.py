@@ -92,7 +92,7 @@ def listed(text: str) -> list[str]:
     if begin < 0:
         return []
     names = said[begin + len(BEGIN) : said.find(END, begin)]
-    return [" ".join(line.split()) for line in names.splitlines() if line.strip()]
+    return [" ".join(line.split()) for line in names.split("\n") if line.strip()]
 
 
 def similarity(wanted: Sequence[str], got: Sequence[str]) -> float:

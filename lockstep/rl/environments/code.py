@@ -13,15 +13,16 @@ from lockstep.errors import UserError
 from lockstep.rl.conversations import ConversationEnvironment
 from lockstep.rl.environment import Example
 from lockstep.rl.environments.code_harness import count_tests
-from lockstep.rl.environments.problems import needs_text, read_problems, text_of
+from lockstep.rl.environments.problems import needs_text, prompt_of, read_problems, template_values_of
 from lockstep.rl.sandbox import SandboxLimits, missing_protections, run_code
 
 PROMPT_KEYS = ("prompt", "problem", "question")
 NEEDS = "`prompt`, and `tests`: Python source, or a list of sources, or of {input, output}"
 STOPPED_SECONDS = 3.0
 """Seconds after its own timeout after which a silent harness is given up: the code may have stopped it."""
-FENCE = "```"
-LANGUAGE = re.compile(r"[ \t]*(\w*)")
+LANGUAGE = re.compile(r"\s*\{?\s*\.?(\w*)")
+"""The first word of an info string: `python title="x"`, `{.python}`."""
+PYTHON = ("python", "py", "python3")
 INSTRUCTION = "\n\nWrite Python. Give the whole program in one ```python block."
 
 
@@ -52,10 +53,11 @@ class Code(ConversationEnvironment):
             reasons = "; ".join(f"{name} ({reason})" for name, reason in missing.items())
             raise UserError(f"code is not run here, because the kernel cannot confine it sufficiently: {reasons}")
         for where, values in read_problems(self.data, split, self.skip_bad_lines, NEEDS):
-            prompt = text_of(values, PROMPT_KEYS)
+            prompt = prompt_of(values, PROMPT_KEYS, INSTRUCTION)
             tests, problem = _tests(values)
             if prompt is not None and not problem:
-                yield Example(prompt + INSTRUCTION, id=where, metadata={"tests": tests})
+                given = template_values_of(where, values)
+                yield Example(prompt, id=where, metadata={"tests": tests}, chat_template_kwargs=given)
             elif not self.skip_bad_lines:
                 if prompt is None:
                     raise needs_text(where, values, PROMPT_KEYS)
@@ -68,29 +70,35 @@ class Code(ConversationEnvironment):
 
 
 def code_in(completion: str) -> str:
-    """A reply's last Python block, after its reasoning; if none is marked Python, the last block, else all of it."""
+    """A reply's last Python block, after its reasoning; if none is marked Python, the last block, else all of it. A
+    block that is not closed, as of a reply that was cut off, counts if no such block is."""
     _, closed, after = completion.partition("</think>")
     said = after if closed else completion
     blocks = _blocks(said)
-    python = [body for language, body in blocks if language in ("python", "py", "python3")]
-    return (python or [body for _, body in blocks] or [said])[-1].strip("\n")
+    chosen = [block for block in blocks if block[0] in PYTHON] or blocks
+    bodies = [body for _, body, is_closed in chosen if is_closed] or [body for _, body, _ in chosen] or [said]
+    return bodies[-1].strip("\n")
 
 
-def _blocks(text: str) -> list[tuple[str, str]]:
-    """Language and body of each closed block. Works line by line, so its time is linear in the text's length."""
-    blocks: list[tuple[str, str]] = []
-    language: str | None = None
-    body: list[str] = []
-    for line in text.split("\n"):
-        if language is None:
-            if line.startswith(FENCE) and (marked := LANGUAGE.match(line, len(FENCE))):
-                language, body = marked[1].lower(), []
-        elif line.rstrip(" \t") == FENCE:
-            blocks.append((language, "\n".join(body)))
-            language = None
-        else:
-            body.append(line)
+def _blocks(text: str) -> list[tuple[str, str, bool]]:
+    """Language and body of each fenced block as CommonMark defines them, and whether it is closed.
+
+    Tags such as <answer> do not hide a block that follows at once, as they do in CommonMark.
+    """
+    blocks = []
+    for token in _parser().parse(text + "\n"):
+        if token.type == "fence" and token.map:
+            language = LANGUAGE.match(token.info)
+            fences = token.map[1] - token.map[0] - token.content.count("\n")
+            blocks.append((language[1].lower() if language else "", token.content, fences == 2))
     return blocks
+
+
+@cache
+def _parser() -> Any:
+    from markdown_it import MarkdownIt
+
+    return MarkdownIt("commonmark").disable(["html_block", "inline"])
 
 
 def run_tests(code: str, tests: Any, seconds: float = 5.0, memory_mib: int = 512) -> tuple[int, int]:

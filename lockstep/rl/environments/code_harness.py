@@ -93,7 +93,7 @@ def run_program(given: str, until: float, most: int) -> str | None:
 
 def lines_of(text: str) -> list[str]:
     """Without spaces at the ends of lines and without empty lines at the end."""
-    return [line.rstrip() for line in text.rstrip().splitlines()]
+    return [line.rstrip() for line in text.rstrip().split("\n")]
 
 
 def functions(job: dict[str, Any], until: float) -> Iterator[bool]:

@@ -5,16 +5,17 @@ from __future__ import annotations
 import logging
 import re
 from collections.abc import Iterator
+from typing import Any
 
 from lockstep.errors import UserError
-from lockstep.rl.environment import Environment, Example
-from lockstep.rl.environments.problems import read_problems
+from lockstep.rl.environment import Environment, Example, Message
+from lockstep.rl.environments.problems import answer_of, needs_text, prompt_of, read_problems, template_values_of
 
-NEEDS = "the strings `question` and `answer`"
+NEEDS = "the strings `question` and `answer`, or `prompt`, a list of messages, and an answer"
 # No two adjacent repeats match the same characters, so a long run of digits is matched in linear time.
 DIGITS = r"(?:(?:[0-9]{1,3}(?:,[0-9]{3})+|[0-9]+)(?:\.[0-9]+)?|\.[0-9]+)"
-FINAL = re.compile(rf"(?<!#)#### *((?:-?\$?|\$-){DIGITS})\s*\Z")
-"""`#### NUMBER` at the end, optionally with dollar sign, thousands separators, decimals; only whitespace after it."""
+FINAL = re.compile(rf"(?<!#)#### *((?:-?(?:\\?\$)?|\\?\$-){DIGITS})\.?\s*\Z")
+"""`#### NUMBER` at the end, optionally with dollar sign, thousands separators, decimals and a period."""
 
 PROMPT = "Question: {question}\nAnswer:"
 """The text that the model continues."""
@@ -25,6 +26,9 @@ TEMPLATE = PROMPT + " {answer}"
 class GSM8K(Environment):
     """Lines of `question` and `answer`, with the result after `####`, from train.jsonl and test.jsonl or the hub.
 
+    A `prompt` that is a list of messages is used as it is, instead of the question; `reward_model.ground_truth` (verl's
+    layout) is a result without `####`.
+
     Rewards: `correct`, 1 if math-verify finds the completion's final number equal to the answer's; `format`, 1 if the
     completion ends with a single `#### NUMBER`. The format has weight 0.3 in the total.
     """
@@ -32,11 +36,17 @@ class GSM8K(Environment):
     reward_weights = {"correct": 1.0, "format": 0.3}  # noqa: RUF012
 
     def examples(self, split: str) -> Iterator[Example]:
-        for where, question, answer in problems(self.data, split, self.skip_bad_lines):
-            final = FINAL.search(answer)
-            if final is not None:
-                yield Example(PROMPT.format(question=question), final.group(1), id=where.rpartition("/")[2])
+        for where, values in read_problems(self.data, split, self.skip_bad_lines, NEEDS):
+            prompt, answer = _asked(values), _answer(values)
+            final = FINAL.search(answer or "")
+            if prompt is not None and final is not None:
+                given = template_values_of(where, values)
+                yield Example(prompt, final.group(1), where.rpartition("/")[2], chat_template_kwargs=given)
             elif not self.skip_bad_lines:
+                if prompt is None and isinstance(values.get("prompt"), list):
+                    raise needs_text(where, values, ("prompt",))
+                if prompt is None or answer is None:
+                    raise UserError(f"{where}: needs {NEEDS}; or use --skip-bad-lines")
                 raise UserError(f"{where}: the answer has no `#### NUMBER` at its end; fix it or use --skip-bad-lines")
 
     def reward(self, example: Example, completion: str) -> dict[str, float]:
@@ -44,14 +54,18 @@ class GSM8K(Environment):
         return {"correct": float(is_right(example.answer, completion)), "format": float(formatted)}
 
 
-def problems(data: str, split: str, skip_bad_lines: bool = False) -> Iterator[tuple[str, str, str]]:
-    """(`file:line`, question, answer) of each problem of a split. Raises UserError as `read_problems`."""
-    for where, values in read_problems(data, split, skip_bad_lines, NEEDS):
-        question, answer = values.get("question"), values.get("answer")
-        if isinstance(question, str) and isinstance(answer, str):
-            yield where, question, answer
-        elif not skip_bad_lines:
-            raise UserError(f"{where}: needs {NEEDS}; or use --skip-bad-lines")
+def _asked(values: dict[str, Any]) -> str | list[Message] | None:
+    question = values.get("question")
+    if isinstance(values.get("prompt"), list):
+        return prompt_of(values, ("prompt",))
+    return PROMPT.format(question=question) if isinstance(question, str) else None
+
+
+def _answer(values: dict[str, Any]) -> str | None:
+    if isinstance(answer := values.get("answer"), str):
+        return answer
+    truth = answer_of(values, ())
+    return None if truth is None else f"#### {truth}"
 
 
 def is_right(answer: str, completion: str) -> bool:
@@ -69,4 +83,4 @@ def is_right(answer: str, completion: str) -> bool:
 
 def _plain(number: str) -> str:
     # math-verify parses ".5", but not "-.5".
-    return re.sub(r"^(-?)\.", r"\g<1>0.", number.replace(",", "").replace("$", ""))
+    return re.sub(r"^(-?)\.", r"\g<1>0.", re.sub(r"[,$\\]", "", number))

@@ -24,6 +24,7 @@ SECONDS = 3.0
 """Processor time that one comparison may take: on a busy machine a right answer must not be given up."""
 PATIENCE = 40
 """By the clock, it may take this many times as long."""
+TINY = 1e-4
 MEMORY_BYTES = 2 * 2**30
 
 
@@ -127,6 +128,16 @@ def compare(answer: str, given: str) -> bool:
 
     wanted, found = (parse(f"\\boxed{{{text}}}", parsing_timeout=None) for text in (answer, given))
     try:
-        return bool(wanted) and bool(found) and bool(verify(wanted, found, timeout_seconds=None))
+        equal = bool(wanted) and bool(found) and bool(verify(wanted, found, timeout_seconds=None))
+        return equal and not _tiny_and_different(wanted[0], found[0])
     except (RecursionError, MemoryError):
         return False
+
+
+def _tiny_and_different(wanted: Any, found: Any) -> bool:
+    """Numbers that math-verify, which compares six decimals or 15 digits of the difference, takes for 0."""
+    try:
+        one, other = (abs(float(number)) for number in (wanted, found))
+    except (TypeError, ValueError, OverflowError):
+        return False
+    return max(one, other) < TINY and abs(one - other) > 1e-3 * max(one, other)

@@ -10,19 +10,27 @@ from typing import ClassVar
 from lockstep.errors import UserError
 from lockstep.rl.conversations import ConversationEnvironment
 from lockstep.rl.environment import Example
+from lockstep.rl.environments.answer_forms import NUMBER, POWER_OF_TEN, canonical, choice, same_text, without_bare_unit
 from lockstep.rl.environments.math_checker import MathChecker
-from lockstep.rl.environments.problems import needs_text, read_problems, text_of
+from lockstep.rl.environments.problems import answer_of, needs_text, prompt_of, read_problems, template_values_of
 
 NEEDS = "`problem` or `question`, and `answer` or `solution`"
 INSTRUCTION = "\n\nReason step by step, and give the final answer in \\boxed{}."
 LONGEST = 300
 """Most characters of an answer: anything longer does not count as one."""
-BOXED = "\\boxed"
-UNIT = re.compile(r"\^\s*\{?\s*\\circ\s*\}?|\\(?:text|textrm|mathrm|mbox)\{[^{}]*\}(?:\^\{?[0-9]\}?)?")
-"""Degrees, and words with a power behind them: after a number they are its unit, and no power of it."""
-NUMBER = re.compile(r"-?[0-9][0-9,]*(\.[0-9]+)?")
-SUM = re.compile(r"[0-9)}]\s*(?:[-+*^!]|\\(?:times|cdot|div|pm)\b)|\\(?:binom|sum|prod|int|left\s*\()")
+BOX = re.compile(r"\\boxed(?![A-Za-z])")
+FRAMED = re.compile(r"\\fbox(?![A-Za-z])")
+BARE = re.compile(r"(?:\s+|(?=[0-9]))((?:(?!\\[)\]])[^$\n])*)")
+"""The content of a box without braces: up to the formula's end, as MATH's own code reads it."""
+BETWEEN = re.compile(r"[\s$.]*(?:[,;]|[,;]?[\s$]*(?:and|or|\\text\{\s*(?:and|or)\s*\}))[\s$]*(?:[A-Za-z]\s*=\s*)?")
+"""Between boxes that are one answer together."""
+SUM = re.compile(r"[0-9)}]\s*(?:[-+*^!(]|\\(?:times|cdot|div|pm)\b)|\\(?:binom|sum|prod|int)\b")
 """Unevaluated expressions: 37*43 equals 1591, but is not an answer."""
+DECIMAL_COMMA = re.compile(r"-?[0-9]+,(?:[0-9]{1,2}|[0-9]{4,})")
+UNIT_LETTER = r"(?<![A-Za-z\\])([cdghlmost])(?![A-Za-z])"
+"""A letter that math-verify takes for a unit where it ends a formula."""
+ASSIGNED = re.compile(r"[A-Za-z]\s*=\s*")
+LISTED = re.compile(r"[,;]|\\text|\b(?:and|or)\b")
 WORDS = re.compile(r"[A-Za-z]{2,}(?:[ -][A-Za-z]+)*")
 
 
@@ -41,10 +49,11 @@ class Math(ConversationEnvironment):
 
     def examples(self, split: str) -> Iterator[Example]:
         for where, values in read_problems(self.data, split, self.skip_bad_lines, NEEDS):
-            problem, solution = text_of(values, self.problem_keys), text_of(values, self.answer_keys)
+            problem = prompt_of(values, self.problem_keys, INSTRUCTION)
+            solution = answer_of(values, self.answer_keys)
             answer = None if solution is None else final_answer(solution)
             if problem is not None and answer:
-                yield Example(problem + INSTRUCTION, answer, where)
+                yield Example(problem, answer, where, chat_template_kwargs=template_values_of(where, values))
             elif not self.skip_bad_lines:
                 if problem is None or solution is None:
                     raise needs_text(where, values, self.problem_keys if problem is None else self.answer_keys)
@@ -54,53 +63,103 @@ class Math(ConversationEnvironment):
 
     def reward(self, example: Example, completion: str) -> dict[str, float]:
         _, closed, after = completion.partition("</think>")
-        given = last_boxed(after if closed else completion)
+        given = boxed_answer(after if closed else completion)
         return {"correct": float(given is not None and is_right(example.answer, given))}
 
 
 def final_answer(solution: str) -> str:
     """The answer in a dataset's solution; empty if it is too long."""
-    boxed = last_boxed(solution)
+    boxed = boxed_answer(solution)
     found = solution.rpartition("####")[2] if "####" in solution else solution if boxed is None else boxed
     answer = found.strip().strip("$").strip()
     return answer if len(answer) <= LONGEST else ""
 
 
+def boxed_answer(text: str) -> str | None:
+    """The content of the last box, or of the last ones if only commas, "and" or "or" stand between them."""
+    contents: list[str] = []
+    following = 0
+    for box in reversed(_boxes(text)):
+        content, end = _content(text, box.end())
+        if contents and not (content and 0 < following - end <= 40 and BETWEEN.fullmatch(text, end, following)):
+            break
+        if content is None:
+            return None
+        contents.insert(0, content)
+        following = box.start()
+        if sum(map(len, contents)) > LONGEST:
+            break
+    return ", ".join(dict.fromkeys(contents)) or None
+
+
 def last_boxed(text: str) -> str | None:
-    """The content of the last `\\boxed{…}`, with balanced braces, or what follows `\\boxed` up to the formula's end, as
-    some of MATH's solutions write it; None if there is none or it is not closed."""
-    begin = text.rfind(BOXED)
-    if begin < 0:
-        return None
-    inside = text[begin + len(BOXED) : begin + len(BOXED) + LONGEST]
+    """The content of the last `\\boxed{…}` (`\\fbox{…}` if there is none), with balanced braces, or what follows
+    `\\boxed` up to the formula's end, as some of MATH's solutions write it; None if it is not closed or absent."""
+    boxes = _boxes(text)
+    return _content(text, boxes[-1].end())[0] if boxes else None
+
+
+def _boxes(text: str) -> list[re.Match[str]]:
+    return list(BOX.finditer(text)) or list(FRAMED.finditer(text))
+
+
+def _content(text: str, begin: int) -> tuple[str | None, int]:
+    """What a box that is opened before `begin` contains, and where it ends."""
+    inside = text[begin : begin + LONGEST]
     if not inside.lstrip().startswith("{"):
-        bare = re.match(r"(?:\s+|(?=[0-9]))([^$\n]*)", inside)
-        return (bare[1].strip(" .") or None) if bare else None
-    inside = inside.lstrip()
+        bare = BARE.match(inside)
+        return ((bare[1].strip(" .") or None), begin + bare.end()) if bare else (None, begin)
     depth = 0
     for place, character in enumerate(inside):
         depth += {"{": 1, "}": -1}.get(character, 0) * (inside[place - 1] != "\\" or not place)
-        if depth == 0:
-            return inside[1:place].strip()
-    return None
+        if depth == 0 and character == "}":
+            return inside[:place].lstrip()[1:].strip(), begin + place + 1
+    return None, begin
 
 
 def is_right(answer: str, given: str) -> bool:
     """Whether an answer equals the right one, according to math-verify; words, which it reads as products of letters,
     are compared as words. A number must be given as a number, not as an expression for it."""
-    if plain(given) == plain(answer):
-        return bool(plain(answer))
-    if WORDS.fullmatch(plain(answer)):
+    wanted, said = canonical(answer), canonical(given)
+    if same_text(wanted, said) or _same_choice(wanted, said):
+        return True
+    if WORDS.fullmatch(wanted):
         return False
-    if NUMBER.fullmatch(plain(answer)) and SUM.search(UNIT.sub("", given).lstrip("+-")):
-        return False
-    return _checker().equal(answer, given)
+    if wanted.endswith("\\%") or said.endswith("\\%"):  # 12.5% is given as 12.5, as 12.5% or as 0.125
+        values = (text.removesuffix("\\%").rstrip() for text in (wanted, said))
+        return _equal(*values) or _equal(wanted, said)
+    return _equal(wanted, said)
 
 
-def plain(text: str) -> str:
-    """An answer without surrounding markup."""
-    inner = re.fullmatch(r"\\(?:text|mathrm|textbf)\{([^{}]*)\}", text.strip("$ ."))
-    return " ".join((inner.group(1) if inner else text).strip("$ .").casefold().split())
+def _equal(wanted: str, said: str) -> bool:
+    """Whether math-verify finds two canonical answers equal, of which a number is stated as one."""
+    name, other = ASSIGNED.match(wanted), ASSIGNED.match(said)
+    if name and ("=" not in said or (other and other[0][0] == name[0][0])):
+        wanted = wanted[name.end() :]
+    number, stated = without_bare_unit(wanted), _stated(said)
+    if NUMBER.fullmatch(number) and (number == wanted or NUMBER.fullmatch(stated)):
+        if SUM.search(stated.lstrip("+-")) and not POWER_OF_TEN.fullmatch(stated):
+            return False
+        if "." in number and DECIMAL_COMMA.fullmatch(stated):
+            stated = stated.replace(",", ".")
+        wanted, said = number, stated
+    if re.search(UNIT_LETTER, wanted):  # in braces it stays a variable: 3t is not 3
+        wanted, said = (re.sub(UNIT_LETTER + r"\Z", r"{\1}", text) for text in (wanted, said))
+    return _checker().equal(wanted, said)
+
+
+def _same_choice(answer: str, given: str) -> bool:
+    pairs = (choice(answer), choice(given, long=True)), (choice(answer, long=True), choice(given))
+    return any(one is not None and one == other for one, other in pairs)
+
+
+def _stated(said: str) -> str:
+    """The number in an equation, without its unit: 1591 in 37*43 = 1591 and in 1591 = 37*43. Lists stay as they are."""
+    said = re.sub(r"(?<=[0-9]),(?=[0-9]{3}(?![0-9]))", "", said)
+    if LISTED.search(said):
+        return said
+    sides = [side.strip() for side in re.split(r"(?<![<>!])=", said)]
+    return without_bare_unit(next((side for side in reversed(sides) if not SUM.search(side.lstrip("+-"))), sides[-1]))
 
 
 @cache

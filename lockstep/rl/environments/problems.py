@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterator, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 from lockstep.errors import UserError, closest
+from lockstep.rl.environment import Message
+from lockstep.rl.message_prompts import prompt_messages, with_instruction
 
 NAMES = {"train": ("train",), "validation": ("validation", "test")}
 """Of files, and of splits of data sets on the hub."""
@@ -85,10 +89,48 @@ def text_of(values: dict[str, Any], keys: Sequence[str]) -> str | None:
     return None
 
 
+def prompt_of(values: dict[str, Any], keys: Sequence[str], instruction: str = "") -> str | list[Message] | None:
+    """What the first of the keys asks, a text or a list of messages, with an instruction; None if none asks anything.
+
+    The instruction is added to the text, or to what the user says last.
+    """
+    for key in keys:
+        if isinstance(given := values.get(key), list):
+            with suppress(ValueError):
+                return with_instruction(prompt_messages(given), instruction)
+            return None
+        if (text := text_of(values, (key,))) is not None:
+            return text + instruction
+    return None
+
+
+def answer_of(values: dict[str, Any], keys: Sequence[str]) -> str | None:
+    """The text of the first of the keys that has one, or else of verl's `reward_model.ground_truth`; None: neither."""
+    judged = values.get("reward_model")
+    truth = judged if isinstance(judged, dict) else {}
+    return text_of(values, keys) or text_of(truth, ("ground_truth",))
+
+
+def template_values_of(where: str, values: dict[str, Any]) -> dict[str, Any]:
+    """A line's `chat_template_kwargs`, an object or JSON of one. Raises UserError for anything else."""
+    given = values.get("chat_template_kwargs")
+    if isinstance(given, str):
+        with suppress(ValueError, RecursionError):
+            given = json.loads(given)
+    if given is not None and not isinstance(given, dict):
+        raise UserError(f"{where}: its `chat_template_kwargs` are not an object, nor JSON of one; fix it")
+    return {name: value for name, value in (given or {}).items() if value is not None}
+
+
 def needs_text(where: str, values: dict[str, Any], keys: Sequence[str]) -> UserError:
     """The error for a line that has no text for any of the keys."""
     if there := next((key for key in keys if key in values), None):
         value = values[there]
+        if isinstance(value, list) and any(isinstance(one, dict) for one in value):
+            try:
+                prompt_messages(value)
+            except ValueError as error:
+                return UserError(f"{where}: `{there}` {error}; fix it or use --skip-bad-lines")
         kind = "empty" if isinstance(value, str) or value == [] else f"{KINDS[type(value)]}, not a string"
         return UserError(f"{where}: `{there}` is {kind}; fix it or use --skip-bad-lines")
     hint = next((h for key in keys if (h := closest(key, values))), "")

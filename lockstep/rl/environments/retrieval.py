@@ -14,10 +14,17 @@ from typing import Any, ClassVar
 from lockstep.errors import UserError
 from lockstep.rl.conversations import ConversationEnvironment
 from lockstep.rl.environment import Example
-from lockstep.rl.environments.problems import SUFFIXES, needs_text, read_problems, text_of
+from lockstep.rl.environments.problems import (
+    SUFFIXES,
+    needs_text,
+    prompt_of,
+    read_problems,
+    template_values_of,
+    text_of,
+)
 
 NEEDS = "`question` and `answer` (a string, or a list of right answers)"
-TEXT_KEYS, QUESTION_KEYS, ANSWER_KEYS = ("text", "contents", "content"), ("question",), ("answer", "answers")
+TEXT_KEYS, QUESTION_KEYS, ANSWER_KEYS = ("text", "contents", "content"), ("question", "prompt"), ("answer", "answers")
 FOLDER, TEXTS = "documents", (".txt", ".md")
 HITS, PAGE = 5, 4000
 INSTRUCTION = "\n\nSearch the texts for it. Reply with the last line `Answer: …`, as short as it can be."
@@ -46,9 +53,10 @@ class Retrieval(ConversationEnvironment):
 
     def examples(self, split: str) -> Iterator[Example]:
         for where, values in read_problems(self.data, split, self.skip_bad_lines, NEEDS):
-            question, answers = text_of(values, QUESTION_KEYS), _answers(values)
+            question, answers = prompt_of(values, QUESTION_KEYS, INSTRUCTION), _answers(values)
             if question is not None and answers:
-                yield Example(question + INSTRUCTION, answers[0], where, {"answers": answers})
+                given = template_values_of(where, values)
+                yield Example(question, answers[0], where, {"answers": answers}, given)
             elif not self.skip_bad_lines:
                 raise needs_text(where, values, QUESTION_KEYS if question is None else ANSWER_KEYS)
 

@@ -7,28 +7,32 @@ with the model in training, which sees the same messages and tools.
 
 from __future__ import annotations
 
+import asyncio
 import inspect
-import json
 import tomllib
-from collections.abc import AsyncIterator, Callable, Iterator, Sequence
-from contextlib import asynccontextmanager
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, ClassVar
 
 from lockstep.errors import UserError
-from lockstep.rl.conversations import Chat, ConversationEnvironment, ConversationOver, Reply
-from lockstep.rl.conversations.tools import answer_calls, schema_of
+from lockstep.rl.conversations import Chat, ConversationEnvironment
+from lockstep.rl.conversations.tools import schema_of
 from lockstep.rl.environment import Environment, Example
 
 MOST_TASKS, HELD_OUT = 10_000, 10
 """Number of tasks taken from a taskset, which can be endless; every tenth is for validation."""
+NOT_ITS_OWN = ("model", "client", "sampling")
+"""Fields of an agent's config that would have it played by another model than the one in training, or otherwise."""
+FOR_PROGRAMS = ("image", "agent_user", "skills", "artifacts")
+"""Fields of a task that need a container, or a program in it."""
 
 
 class VerifiersTasks(ConversationEnvironment):
     """A taskset; `data` can be a TOML file with its settings.
 
-    Rewards are those of its tasks, by name, already weighted. A taskset that needs a container, a program, several
-    agents or state shared with tools is rejected when it is loaded.
+    Rewards are those of its tasks, by name, already weighted; their trace has what happened, up to the agent's own
+    limits and timeouts. A taskset that needs a container, a program, several agents or state shared with tools is
+    rejected when it is loaded.
     """
 
     taskset: ClassVar[str] = ""
@@ -45,12 +49,14 @@ class VerifiersTasks(ConversationEnvironment):
                 f"verifiers:{self.taskset}: cannot be loaded ({' '.join(str(error).split())}); give the name of an "
                 "installed package that exports a Taskset, and its settings, if it has any, as --data FILE.toml"
             ) from error
-        self._seats = [name for name, value in config if isinstance(value, vf.AgentConfig)]
-        self._refuse(vf)
-        shown = [tool for toolset in self._toolsets() for tool in _tools(toolset)]
-        self.tools: Sequence[Callable[..., Any]] = tuple(shown)  # type: ignore[misc]
         # Taken here, not at first use: conversations' processes are forked from the one that has them.
         self._tasks: list[Any] = list(self._env.taskset.take(MOST_TASKS))
+        self._seats = [name for name, value in config if isinstance(value, vf.AgentConfig)]
+        self._refuse(vf)
+        self._agent_config = getattr(self._env.config, self._seats[0])
+        self.turns = self._agent_config.max_turns or self.turns  # type: ignore[misc]
+        shown = [tool for toolset in self._toolsets() for tool in _tools(toolset)]
+        self.tools: Sequence[Callable[..., Any]] = tuple(shown)  # type: ignore[misc]
 
     def examples(self, split: str) -> Iterator[Example]:
         for index in range(len(self._tasks)):
@@ -64,16 +70,16 @@ class VerifiersTasks(ConversationEnvironment):
                 f"{self.taskset} yields different tasks each time it is loaded, and every worker loads it; set a seed "
                 'in its settings, or set rewards.isolate = "never"'
             )
-        task = self._tasks[index]
-        toolsets = self._toolsets()
-        for toolset in toolsets:
-            await toolset.setup()
-            await toolset.setup_task(task.data)
-        tools = [tool for toolset in toolsets for tool in _tools(toolset)]
-        traces: list[Any] = []
-        seat = _Seat(chat, tools, getattr(self._env.config, self._seats[0]), traces)
-        await self._env.run(task, _Seats({self._seats[0]: seat}))
-        rewards = [pair for trace in traces for pair in trace.rewards.items() if pair[1] is not None]
+        from lockstep.rl.environments.verifiers_agent import Agent, Agents
+
+        name = self._seats[0]
+        kind = type(self._tasks[index])
+        agent = Agent(chat, name, self._agent_config, kind, self._toolsets, _tools, self.turns)
+        async with asyncio.timeout(self._env.config.timeout.episode):
+            await self._env.run(self._tasks[index], Agents({name: agent}))
+        if failed := next((one.failure for one in agent.interactions if one.failure), None):
+            raise failed
+        rewards = [pair for one in agent.interactions for pair in one.trace.rewards.items() if pair[1] is not None]
         if not rewards:
             raise ValueError(f"{self.taskset} returned no reward")
         return {name: float(reward.value) for name, reward in rewards}
@@ -93,22 +99,31 @@ class VerifiersTasks(ConversationEnvironment):
         from verifiers.v1.state import state_cls
 
         kind, env = self._env.taskset.task_type(), type(self._env)
+        tasks = list({type(task): task for task in self._tasks}.values())  # one of each class
+        kinds = list(dict.fromkeys([kind, *map(type, tasks)]))
+        of_tasks, of_env = ("setup", "finalize", "stage_verifier"), ("setup", "finalize", "start", "stop")
         changed = [
             f"{base.__name__}.{name}"
-            for base, own, names in (
-                (vf.Task, kind, ("setup", "finalize", "stage_verifier")),
-                (vf.Env, env, ("setup", "finalize", "start", "stop")),
-            )
+            for base, own, names in [*((vf.Task, own, of_tasks) for own in kinds), (vf.Env, env, of_env)]
             for name in names
             if getattr(own, name) is not getattr(base, name)
         ]
-        hooks = [fn for name in ("reward", "metric") for fn in _decorated(kind, name)]
+        hooks = [fn for task in tasks for name in ("reward", "metric") for fn in task.hooks(name)]
+        hooks += [judge.score for task in tasks for judge in task.plugged_judges()]
+        stops = [fn for task in tasks for fn in task.hooks("stop")]
+        roles = [getattr(self._env.config, name) for name in self._seats]
+        its_own = [name for role in roles for name in NOT_ITS_OWN if getattr(role, name) is not None]
+        programs = [name for task in self._tasks for name in FOR_PROGRAMS if getattr(task.data, name)]
         problems = [
             (len(self._seats) != 1, f"it has the agents {', '.join(self._seats)} instead of one"),
-            (kind.NEEDS_CONTAINER, "its tasks need a container"),
-            (bool(changed), f"it has its own {', '.join(changed)}"),
+            (any(own.NEEDS_CONTAINER for own in kinds), "its tasks need a container"),
+            (bool(changed), f"it has its own {', '.join(dict.fromkeys(changed))}"),
+            (len({own.toolsets.__func__ for own in kinds}) > 1, "not all of its tasks have the same tools"),
             (any(map(_needs_runtime, hooks)), "its rewards need a runtime"),
-            (bool(_decorated(kind, "stop") or _decorated(kind, "intercept")), "it stops or changes single requests"),
+            (bool(its_own), f"its agent has its own {', '.join(dict.fromkeys(its_own))}"),
+            (bool(programs), f"its tasks have {', '.join(dict.fromkeys(programs))}"),
+            (any(_decorated(own, "intercept") for own in kinds), "it changes single requests"),
+            (not all(map(_stops_by_trace, stops)), "it stops by single requests, not by its trace"),
             (any(state_cls(type(t)) is not vf.State for t in self._toolsets()), "its tools share state with it"),
         ]
         for wrong, problem in problems:
@@ -119,114 +134,10 @@ class VerifiersTasks(ConversationEnvironment):
                 )
 
 
-class _Seats:
-    """The agents of an environment, which its `run` looks up by name."""
-
-    def __init__(self, seats: dict[str, _Seat]):
-        self.__dict__.update(seats)
-
-
-class _Seat:
-    """An agent whose replies come from the chat."""
-
-    def __init__(self, chat: Chat, tools: Sequence[Callable[..., Any]], config: Any, traces: list[Any]):
-        self.chat, self.tools, self.config, self.traces = chat, tools, config, traces
-
-    async def run(self, task: Any, **_: Any) -> Any:
-        """One segment: the task's prompt, tools, and the reply that ends it. Returns the trace, scored."""
-        async with self.interaction(task) as interaction:
-            await interaction.turn()
-        return interaction.trace
-
-    @asynccontextmanager
-    async def interaction(self, task: Any, **_: Any) -> AsyncIterator[_Interaction]:
-        """An exchange with the caller as the user; scored when it is left."""
-        if self.traces:
-            raise UserError("a verifiers environment that runs its agent twice in an episode cannot be trained here")
-        held = _Interaction(self, task)
-        self.traces.append(held.trace)
-        yield held
-        await task.score(held.trace)
-
-
-class _Interaction:
-    """The part of the package's Interaction that `run` can use here: `turn` and `trace`."""
-
-    def __init__(self, seat: _Seat, task: Any):
-        vf = _verifiers()
-        self.seat, self.task, self.started, self.over = seat, task, False, False
-        described = vf.TraceTask(type=type(task).__name__, data=task.data)
-        self.trace = vf.Trace(task=described, agent=vf.AgentInfo(config=seat.config))
-
-    async def turn(self, message: Any = None) -> Any:
-        """A user message (none if the task starts with a prompt), and the model's reply to it."""
-        vf, chat = _verifiers(), self.seat.chat
-        if self.over:
-            return vf_segment([], terminated=True)
-        if not self.started:
-            self.started = True
-            if self.task.data.system_prompt:
-                self._say(vf.SystemMessage(content=self.task.data.system_prompt))
-            message = self.task.data.prompt if self.task.data.prompt is not None else message
-        for one in [vf.UserMessage(content=message)] if isinstance(message, str) else message or []:
-            self._say(one if not isinstance(one, dict) else vf.UserMessage(content=one["content"]))
-        begin = len(self.trace.nodes)
-        try:
-            reply = await self._reply()
-            while reply.tool_calls:
-                before = len(chat.messages)
-                await answer_calls(chat, reply, self.seat.tools)
-                for number, answer in enumerate(chat.messages[before:]):
-                    call = f"{len(self.trace.nodes) - number - 1}-{number}"
-                    self._keep(vf.ToolMessage(tool_call_id=call, content=answer["content"]))
-                reply = await self._reply()
-        except ConversationOver:
-            self.trace.stop("max_turns")
-            self.over = True
-        # What was said before the limit is still an answer; only the next turn reports the end.
-        said = [node.message for node in self.trace.nodes[begin:]]
-        return vf_segment(said, terminated=not said)
-
-    async def _reply(self) -> Reply:
-        vf = _verifiers()
-        reply = await self.seat.chat.reply()
-        reasoning, closed, said = reply.text.partition("</think>")
-        text = said if closed else reply.text
-        calls = [
-            vf.ToolCall(
-                id=f"{len(self.trace.nodes)}-{number}", name=c.name or "?", arguments=json.dumps(dict(c.arguments))
-            )
-            for number, c in enumerate(reply.tool_calls)
-        ]
-        content = text.partition("<tool_call>")[0].strip() if calls else text.strip()
-        thought = reasoning.removeprefix("<think>").strip() if closed else reply.reasoning or None
-        message = vf.AssistantMessage(content=content, reasoning_content=thought, tool_calls=calls or None)
-        self._keep(message, sampled=True)
-        return reply
-
-    def _say(self, message: Any) -> None:
-        from verifiers.v1.types import content_text
-
-        self.seat.chat.add(content_text(message.content), role=message.role)
-        self._keep(message)
-
-    def _keep(self, message: Any, sampled: bool = False) -> None:
-        nodes = self.trace.nodes
-        parent = len(nodes) - 1 if nodes else None
-        nodes.append(_verifiers().MessageNode(parent=parent, message=message, sampled=sampled))
-
-
 def verifiers_tasks(name: str) -> type[Environment]:
     """The class of a taskset, by the name of its package. Raises UserError if verifiers is not installed."""
     _verifiers()
     return type("VerifiersTasks", (VerifiersTasks,), {"taskset": name, "__module__": __name__})
-
-
-def vf_segment(messages: list[Any], terminated: bool = False) -> Any:
-    """The result of a turn: the messages of the model and of its tools."""
-    from verifiers.v1.agent import Segment
-
-    return Segment(messages=messages, terminated=terminated)
 
 
 def _tools(toolset: Any) -> list[Callable[..., Any]]:
@@ -255,6 +166,16 @@ def _decorated(kind: type, name: str) -> list[Callable[..., Any]]:
 def _needs_runtime(function: Callable[..., Any]) -> bool:
     parameter = inspect.signature(function).parameters.get("runtime")
     return parameter is not None and parameter.default is parameter.empty
+
+
+def _stops_by_trace(function: Callable[..., Any]) -> bool:
+    import verifiers.v1 as vf
+    from verifiers.v1.session import hook_boundary
+
+    try:
+        return hook_boundary(function, allow_trace=True) is vf.Trace
+    except (TypeError, NameError):  # its annotations say nothing, or cannot be read
+        return False
 
 
 def _settings(data: str) -> dict[str, Any]:

@@ -312,7 +312,9 @@ class KeeperProcess:
 
 def fields_of(example: Example) -> dict[str, Any]:
     """An example as plain data. Raises UserError if its metadata is not plain data."""
-    fields = {"prompt": example.prompt, "answer": example.answer, "id": example.id}
+    fields: dict[str, Any] = {"prompt": example.prompt, "answer": example.answer, "id": example.id}
+    if example.chat_template_kwargs:
+        fields["chat_template_kwargs"] = dict(example.chat_template_kwargs)
     if not example.metadata:
         return fields
     metadata = dict(example.metadata)

@@ -174,5 +174,5 @@ def test_ready_environments_and_validation_get_the_final_channel(folder, name, r
 
 
 def test_a_reply_survives_the_way_to_a_worker(folder):
-    reply = rl.Reply("yo", "stop", (rl.ToolCall("f", {"a": [1]}),), "hm", {"thinking": "hm"})
+    reply = rl.Reply("yo", "stop", (rl.ToolCall("f", {"a": [1]}),), 3, 2, "hm", {"thinking": "hm"})
     assert reply_of(json.loads(json.dumps(reply_data(reply)))) == reply

@@ -7,7 +7,7 @@ import pytest
 
 from lockstep.errors import UserError
 from lockstep.rl.environment import Example
-from lockstep.rl.environments.code import Code, code_in, run_tests
+from lockstep.rl.environments.code import Code, run_tests
 from lockstep.rl.environments.code_harness import decode, encode
 from lockstep.rl.prompts import examples_of
 from lockstep.rl.sandbox import missing_protections
@@ -220,21 +220,6 @@ PROGRAMS = [{"input": "2 3\n", "output": "5\n"}, {"input": "-1 1\n", "output": "
 )
 def test_programs_are_judged_by_what_they_print(code, passed):
     assert run_tests(code, PROGRAMS, 5.0)[0] == passed
-
-
-def test_the_last_block_of_python_is_what_counts():
-    assert code_in("x\n```python\na\n```\ny\n```py\nb\n```\n```text\nc\n```") == "b"
-    assert code_in("<think>\n```python\na\n```\n</think>\n```\nb\n```") == "b"
-    assert code_in("def f(): pass") == "def f(): pass"
-    assert code_in("```python\nunfinished") == "```python\nunfinished"
-    assert code_in("``` Python3 x\na\n```python\n\n``` \t\n```python\nunfinished") == "a\n```python"
-
-
-def test_a_reply_of_nothing_but_fences_is_read_in_linear_time():
-    """A pattern that looks for the end of each block anew would not come back from these."""
-    assert code_in("```python\n" * 200_000) == ("```python\n" * 200_000).strip("\n")
-    assert code_in("```" + "a" * 200_000 + " " * 200_000) == "```" + "a" * 200_000 + " " * 200_000
-    assert code_in("```python\n" * 200_000 + "```") == ("```python\n" * 199_999).strip("\n")
 
 
 def test_a_conversation_is_rewarded(tmp_path):

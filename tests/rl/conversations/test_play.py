@@ -510,3 +510,24 @@ def test_a_template_that_refuses_names_the_example(engine_of, renderings):
 
     with pytest.raises(UserError, match="example 'stone': the model's chat template refuses these messages"):
         talk(Refused(), engine_of("llama3_1"), renderings["llama3_1"])
+
+
+class Counts(rl.ConversationEnvironment):
+    """Two replies, whose tokens are the rewards."""
+
+    async def converse(self, example, chat):
+        found = {}
+        for turn in range(2):
+            chat.add(example.prompt)
+            reply = await chat.reply()
+            found |= {f"prompt_{turn}": reply.prompt_tokens, f"completion_{turn}": reply.completion_tokens}
+        return found
+
+
+def test_a_reply_says_how_many_tokens_it_read_and_has(engine_of, renderings):
+    for own in episodes_of(graded(Counts(), engine_of("llama3"), renderings["llama3"])):
+        row, counts = own[-1], own[-1].rewards
+        turns = [counts["completion_0"], counts["completion_1"]]
+        assert len(own) == 1 and sum(turns) == row.num_sampled and min(turns) > 0
+        assert counts["prompt_0"] == len(row.prompt_ids)
+        assert counts["prompt_1"] + turns[1] == len(row.prompt_ids) + len(row.token_ids)

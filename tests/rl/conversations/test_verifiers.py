@@ -172,7 +172,7 @@ def test_tasks_that_every_worker_would_have_otherwise_are_refused(package, tmp_p
         ((GAME, "player: vf", "other: vf.AgentConfig = vf.AgentConfig()\n    player: vf"), "the agents other, player"),
         ((TASKS, "@vf.reward(weight=2.0)", "NEEDS_CONTAINER = True\n    @vf.reward(weight=2.0)"), "need a container"),
         ((TASKS, "(self, task, trace) -> float", "(self, task, trace, runtime) -> float"), "rewards need a runtime"),
-        ((TASKS, "@vf.reward(weight=0.1)", "@vf.stop"), "stops or changes single requests"),
+        ((TASKS, "@vf.reward(weight=0.1)", "@vf.stop"), "stops by single requests"),
         ((GAME, "    pass", "    async def setup(self, trace, runtime): pass"), "its own Task.setup"),
         ((GAME, '__all__ = ["Words", "Game"]', ""), "cannot be loaded .*defines no `__all__`"),
     ],

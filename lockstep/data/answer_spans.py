@@ -1,0 +1,195 @@
+"""Where the assistant's answers stand in a rendered conversation, each as the model would have sampled it.
+
+A template may write an earlier turn otherwise than it was sampled: Qwen3's drop its reasoning, gpt-oss's end it with
+another token. Rendering the conversation up to each answer shows what the model had before it, and what it said.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any, Literal, NamedTuple
+
+from lockstep.data.chat import BEGINS, ENDS, ChatTemplate, ChatTemplateError
+
+Turns = Literal["apart", "whole"]
+STRANGE = "\ue000"
+"""A character for private use: an answer that is changed by it differs from its first character to its last."""
+
+
+class ScoredText(NamedTuple):
+    """A text, and the spans of its characters that are to be scored, ascending."""
+
+    text: str
+    spans: list[tuple[int, int]]
+
+
+def render_answers(
+    template: ChatTemplate, messages: list[dict[str, Any]], trained: Sequence[bool], turns: Turns, **values: Any
+) -> list[ScoredText]:
+    """The whole conversation, and the spans of the messages that are `trained`; if `turns` are "apart", also the
+    beginnings of the conversation whose last answer the whole has otherwise.
+
+    A template with `{% generation %}` says itself what is scored of an answer. values: for the template, such as
+    `tools`. Raises ChatTemplateError for messages that the template refuses.
+    """
+    conversation = _Conversation(template, messages, values)
+    wanted = [i for i, message in enumerate(messages) if message.get("role") == "assistant" and trained[i]]
+    if turns == "whole":
+        return [ScoredText(conversation.whole, conversation.spans_in_whole(wanted))]
+    found = [ScoredText(conversation.whole, [])]
+    for index in reversed(wanted):
+        text, spans = conversation.as_sampled(index)
+        same = next((one for one in found if one.text.startswith(text)), None)
+        if same is None:
+            found.append(same := ScoredText(text, []))
+        same.spans[:0] = spans
+    return [one for one in found if one.spans] or found[:1]
+
+
+class _Conversation:
+    """Messages and their template; `whole`: their rendering."""
+
+    def __init__(self, template: ChatTemplate, messages: list[dict[str, Any]], values: Mapping[str, Any]):
+        self._template, self._messages, self._values = template, messages, values
+        self.whole = template.render(messages, add_generation_prompt=False, **values)
+
+    def as_sampled(self, index: int) -> ScoredText:
+        """The text up to the end of the answer at `index`, as when it was sampled, with the answer's spans."""
+        through = self._rendered(self._messages[: index + 1], False)
+        if through is None:  # some templates want a user's message
+            spans = self.spans_in_whole([index])
+            return ScoredText(self.whole[: spans[-1][1]] if spans else self.whole, spans)
+        text, start = self._as_sampled(index, through)
+        if not self._template.marks:
+            return ScoredText(text, [(start, len(text))] if start < len(text) else [])
+        earlier = self._rendered(self._messages[:index], False)
+        marked = self._marked(self._messages[: index + 1], through)
+        own = marked[0 if earlier is None else len(self._marked(self._messages[:index], earlier)) :]
+        moved = len(text) - len(through)  # both end with the answer
+        return ScoredText(text, [(begin + moved, end + moved) for begin, end in own])
+
+    def _as_sampled(self, index: int, through: str) -> tuple[str, int]:
+        """The text up to the end of the answer, and where the answer begins; `through`: as rendered."""
+        before = self._rendered(self._messages[:index], True)
+        if before is not None and through.startswith(before):
+            return through, len(before)
+        start, complete = self._start(through, self._messages[: index + 1], index)
+        # gpt-oss's drop the reasoning of earlier calls only once there is an answer.
+        return (before + through[start:], len(before)) if complete and before is not None else (through, start)
+
+    def spans_in_whole(self, wanted: Sequence[int]) -> list[tuple[int, int]]:
+        """The spans of the answers at `wanted`, with their ends of turn, in the whole."""
+        if not self._template.marks:
+            spans = [self._span_in_whole(index) for index in wanted]
+            return [(start, stop) for start, stop in spans if stop > start]
+        spans = self._marked(self._messages, self.whole)
+        answers = [index for index, message in enumerate(self._messages) if message.get("role") == "assistant"]
+        if answers == list(wanted):
+            return spans
+        if len(spans) != len(answers):
+            raise ChatTemplateError(
+                f"some of its {len(answers)} answers are not to be trained on, but the chat template marks "
+                f"{len(spans)} spans with {{% generation %}}, so it is not known which they are"
+            )
+        return [span for index, span in zip(answers, spans) if index in wanted]
+
+    def _marked(self, messages: list[dict[str, Any]], text: str) -> list[tuple[int, int]]:
+        """The contents of `{% generation %}` in `text`, the rendering of `messages`."""
+        marks = {"generation_begins": BEGINS, "generation_ends": ENDS}
+        marked = self._template.render(messages, add_generation_prompt=False, **self._values, **marks)
+        plain, *said = marked.split(BEGINS)
+        spans = []
+        for part in said:
+            inside, _, after = part.partition(ENDS)
+            spans.append((len(plain), len(plain) + len(inside)))
+            plain += inside + after
+        if plain != text:
+            raise ChatTemplateError(
+                "the chat template changes the contents of {% generation %} afterwards; let it write them unchanged"
+            )
+        return [(start, stop) for start, stop in spans if stop > start]
+
+    def _span_in_whole(self, index: int) -> tuple[int, int]:
+        """The span of the answer at `index` in the whole, if the template marks nothing."""
+        before = self._rendered(self._messages[:index], True)
+        through = self._rendered(self._messages[: index + 1], False)
+        if before is not None and self.whole.startswith(before):
+            start = len(before)
+        else:
+            start, _ = self._start(self.whole, self._messages, index)
+        if through is not None and self.whole.startswith(through):
+            return start, len(through)
+        _, last = self._changed(self.whole, self._messages, index)
+        return start, last + self._end_of_turn(through, index, self.whole[last:])
+
+    def _start(self, text: str, messages: list[dict[str, Any]], index: int) -> tuple[int, bool]:
+        """Where the answer at `index` begins in `text`, the rendering of `messages`, and whether all of the generation
+        prompt is before it: some templates leave out the <think> at its end."""
+        first, _ = self._changed(text, messages, index)
+        after = min(first, self._changed(text, messages, index - 1)[1]) if index else 0
+        prompt = self._generation_prompt(index)
+        for length in range(len(prompt), len(prompt) // 2, -1):
+            if (place := text.rfind(prompt[:length], after, first)) >= 0:
+                return place + length, length == len(prompt)
+        return first, False
+
+    def _end_of_turn(self, through: str | None, index: int, rest: str) -> int:
+        """How much of `rest`, which follows an answer's own text, is as when the answer is the last message."""
+        if through is None:
+            return 0
+        _, last = self._changed(through, self._messages[: index + 1], index)
+        return _alike(rest, through[last:])
+
+    def _changed(self, text: str, messages: list[dict[str, Any]], index: int) -> tuple[int, int]:
+        """Where the answer at `index` begins and ends at the latest in `text`, the rendering of `messages`: where other
+        answers make a difference."""
+        others = [
+            self._template.render(
+                [*messages[:index], other, *messages[index + 1 :]], add_generation_prompt=False, **self._values
+            )
+            for other in _others(messages[index])
+        ]
+        return min(_alike(text, other) for other in others), len(text) - _alike(text[::-1], others[-1][::-1])
+
+    def _generation_prompt(self, index: int) -> str:
+        """What the template writes before an answer that is to come at `index`; empty if that cannot be known."""
+        earlier = self._messages[:index]
+        if (without := self._rendered(earlier, False)) is None:
+            earlier = [{"role": "user", "content": "-"}]
+            without = self._rendered(earlier, False) or ""
+        prompt = self._rendered(earlier, True) or ""
+        return prompt[len(without) :] if prompt.startswith(without) else ""
+
+    def _rendered(self, messages: list[dict[str, Any]], prompt: bool) -> str | None:
+        """None if the template refuses these, as the beginning of a conversation that it does not refuse."""
+        if not messages:
+            return None
+        if not prompt and messages == self._messages:
+            return self.whole
+        try:
+            return self._template.render(messages, add_generation_prompt=prompt, **self._values)
+        except ChatTemplateError:
+            return None
+
+
+def _alike(one: str, other: str) -> int:
+    """How many characters both begin with."""
+    return next((place for place, (a, b) in enumerate(zip(one, other)) if a != b), min(len(one), len(other)))
+
+
+def _others(message: Mapping[str, Any]) -> list[dict[str, Any]]:
+    """Other answers: one whose texts begin and end otherwise and, if it has calls, one in which they have an argument
+    more: templates write content before or after them."""
+    texts = {key: value for key, value in message.items() if key != "role" and isinstance(value, str) and value}
+    changed = {key: f"{STRANGE}{value}{STRANGE}" for key, value in ({"content": ""} | texts).items()}
+    calls = [_with_argument(call) for call in message.get("tool_calls") or []]
+    return [{**message, **changed}, *([{**message, "tool_calls": calls}] if calls else [])]
+
+
+def _with_argument(call: Any) -> Any:
+    if not isinstance(call, dict):
+        return call
+    if isinstance(function := call.get("function"), dict):
+        return {**call, "function": _with_argument(function)}
+    arguments = call.get("arguments")
+    return {**call, "arguments": {**(arguments if isinstance(arguments, dict) else {}), STRANGE: STRANGE}}

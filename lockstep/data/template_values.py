@@ -1,0 +1,51 @@
+"""Values for a chat template besides the messages, such as `{"enable_thinking": false}`: `chat_template_kwargs`."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from typing import Any
+
+from lockstep.data.chat import ChatTemplate, ChatTemplateError
+from lockstep.errors import UserError, closest
+
+KEY, OPTION = "chat_template_kwargs", "--chat-template-kwargs"
+GIVEN_TO_TEMPLATES = frozenset(
+    ("messages", "add_generation_prompt", "tools", "documents", "self", "generation_begins", "generation_ends")
+)
+"""Names that every rendering has already."""
+
+
+def template_values(given: Any, template: ChatTemplate | None, named: str = f'"{KEY}"') -> dict[str, Any]:
+    """A row's or command's values: an object, or JSON of one in a string; None: none. Null values are none either.
+
+    Raises ChatTemplateError for anything else, and for a name that the template does not read.
+    """
+    if isinstance(given, str):
+        try:
+            given = json.loads(given)
+        except (ValueError, RecursionError) as error:
+            raise ChatTemplateError(f"{named} is not JSON ({error})") from error
+    if given is not None and not isinstance(given, Mapping):
+        raise ChatTemplateError(f"{named} is not an object")
+    values = {name: value for name, value in (given or {}).items() if value is not None}
+    known = readable_values(template)
+    if unread := next((name for name in values if name not in known), None):
+        hint = closest(unread, known) or " Leave it out"
+        raise ChatTemplateError(f"{named} has {unread!r:.60}, which the chat template does not read.{hint}")
+    return values
+
+
+def readable_values(template: ChatTemplate | None) -> set[str]:
+    """Names that the template reads and that are given to it by nothing else."""
+    found = template.variables if template else frozenset()
+    found |= template.tool_use.variables if template and template.tool_use else frozenset()
+    return {name for name in found - GIVEN_TO_TEMPLATES if not name.endswith("_token")}
+
+
+def command_values(given: str | Mapping[str, Any], template: ChatTemplate | None) -> dict[str, Any]:
+    """As `template_values`, for a command's `--chat-template-kwargs`; empty: none. Raises UserError."""
+    try:
+        return template_values(given or None, template, OPTION)
+    except ChatTemplateError as error:
+        raise UserError(f"{error}; give an object, such as '{{\"enable_thinking\": false}}'") from error

@@ -1,0 +1,96 @@
+"""The keys of `config.json`: those that are read, those that have one supported value, and those without effect.
+
+A key that is none of these is refused by name, so that nothing that changes results is ignored.
+"""
+
+from __future__ import annotations
+
+from types import ModuleType
+from typing import Any
+
+from lockstep.errors import UserError, closest
+from lockstep.model.families.rope import TOP_LEVEL
+
+READ = {
+    "architectures", "model_type", "vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers",
+    "num_attention_heads", "num_key_value_heads", "head_dim", "rms_norm_eps", "max_position_embeddings",
+    "tie_word_embeddings", "bos_token_id", "eos_token_id", "layer_types", "reduction_chunks", "dtype", "torch_dtype",
+    "quantization_config", "num_labels", "id2label", "label2id", *TOP_LEVEL,
+}  # fmt: skip
+"""Keys that are read for every family. A family's own are those of its `DEFAULTS`."""
+
+ONLY = {
+    "hidden_act": "silu",
+    "activation": "swiglu",
+    "attention_bias": False,
+    "mlp_bias": False,
+    "qkv_bias": False,
+    "use_sliding_window": False,
+    "rope_interleaved": False,
+    "is_encoder_decoder": False,
+    "attention_dropout": 0,
+    "output_router_logits": False,
+}
+"""Settings that would change results, and the only value that is supported; a family's `ONLY` adds to these. The last
+two act in training: dropout, and a loss that balances the experts' load."""
+
+WITHOUT_EFFECT = {
+    # Where the folder comes from.
+    "_name_or_path", "name_or_path", "_commit_hash", "transformers_version", "auto_map", "custom_pipelines",
+    "unsloth_fixed", "unsloth_version", "transformers.js_config", "is_llama_config",
+    # The start of a pretraining run.
+    "initializer_range", "pretraining_tp",
+    # How it is computed, and what else is returned.
+    "use_cache", "cache_implementation", "attn_implementation", "_attn_implementation", "_attn_implementation_autoset",
+    "_attn_implementation_internal", "experts_implementation", "_experts_implementation",
+    "_experts_implementation_internal", "gradient_checkpointing", "torchscript", "use_bfloat16", "tf_legacy_loss",
+    "output_attentions", "output_hidden_states", "return_dict", "use_return_dict", "chunk_size_feed_forward",
+    "pruned_heads",
+    # Of encoders and classifiers; every configuration once had them.
+    "is_decoder", "add_cross_attention", "cross_attention_hidden_size", "tie_encoder_decoder", "finetuning_task",
+    "task_specific_params", "problem_type", "prefix",
+    # The tokenizer's.
+    "tokenizer_class", "pad_token_id", "sep_token_id", "unk_token_id", "decoder_start_token_id", "model_max_length",
+    "max_sequence_length", "seq_length",
+    # Sampling, which transformers 5 reads from generation_config.json only.
+    "assistant_confidence_threshold", "assistant_lookbehind", "bad_words_ids", "begin_suppress_tokens",
+    "diversity_penalty", "do_sample", "early_stopping", "encoder_no_repeat_ngram_size", "encoder_repetition_penalty",
+    "epsilon_cutoff", "eta_cutoff", "exponential_decay_length_penalty", "forced_bos_token_id", "forced_eos_token_id",
+    "length_penalty", "max_length", "min_length", "no_repeat_ngram_size", "num_assistant_tokens",
+    "num_assistant_tokens_schedule", "num_beam_groups", "num_beams", "num_return_sequences", "output_scores",
+    "remove_invalid_values", "repetition_penalty", "return_dict_in_generate", "suppress_tokens", "target_lookbehind",
+    "temperature", "top_k", "top_p", "typical_p",
+}  # fmt: skip
+"""Keys that transformers reads for no family, or that leave log-probabilities, losses and gradients as they are; a
+family's `WITHOUT_EFFECT` adds to these."""
+
+_NULL_IS_MISSING = (
+    "head_dim", "rms_norm_eps", "max_position_embeddings", "tie_word_embeddings", "rope_parameters", "layer_types"
+)  # fmt: skip
+"""Other nulls are values: of `eos_token_id` that there is none, of `num_key_value_heads` that there are as many as
+heads."""
+
+
+def refuse_unknown(values: dict[str, Any], family: ModuleType, where: str) -> None:
+    """Raises UserError for a key that is not known, and for a setting whose value is not supported."""
+    only = ONLY | getattr(family, "ONLY", {})
+    read = READ | family.DEFAULTS.keys() | only.keys() | getattr(family, "ALIASES", {}).keys()
+    known = read | WITHOUT_EFFECT | getattr(family, "WITHOUT_EFFECT", set())
+    unknown = sorted(key for key, value in values.items() if key not in known and value is not None)
+    if unknown:
+        others = f" The same holds for {', '.join(unknown[1:])}." if unknown[1:] else ""
+        raise UserError(
+            f"{where}: key {unknown[0]} is not known for {family.MODEL_TYPE}; it could change what the model computes."
+            f"{closest(unknown[0], read)}{others} Remove what has no effect"
+        )
+    for key, value in only.items():
+        if values.get(key) is not None and values[key] != value:
+            raise UserError(f"{where}: {key} is {values[key]!r:.100}; only {value!r} is supported")
+
+
+def with_defaults(values: dict[str, Any], family: ModuleType) -> dict[str, Any]:
+    """The values; those that are missing are the family's defaults, which are its class's in transformers."""
+    found = {key: value for key, value in values.items() if value is not None or key not in _NULL_IS_MISSING}
+    # As in transformers, a value under a key's other name counts if there are two.
+    renamed = {key: found[alias] for alias, key in getattr(family, "ALIASES", {}).items() if alias in found}
+    return family.DEFAULTS | found | renamed

@@ -1,0 +1,138 @@
+"""What a model folder has: its JSON files, in which file each tensor is, and the dtype to compute in."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections import Counter
+from pathlib import Path, PurePath
+from typing import Any
+
+import torch
+from safetensors import SafetensorError, safe_open
+
+from lockstep.errors import UserError
+from lockstep.model.adapter_folder import adapter_files, base_folder, is_adapter_folder
+from lockstep.model.dtypes import DTYPES
+from lockstep.model.mxfp4 import BLOCKS, SCALES
+from lockstep.model.stored import PEFT_ROOT, is_adapter, is_float32
+
+GENERATION = "generation_config.json"
+SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
+FLOATS = {"BF16": torch.bfloat16, "F16": torch.float16, "F32": torch.float32, "F64": torch.float64}
+"""The floating-point types of safetensors that are read."""
+JSON_BYTES = 2**26
+"""Limit for a JSON file in a model folder: far larger than any, and still parsed in seconds."""
+
+
+def tensor_files(folder: Path) -> dict[str, Path]:
+    """The file of every tensor name in the folder. Raises UserError for a file outside it.
+
+    As in transformers, a single file counts more than an index, and an index only says which files there are: what is
+    in them is read, whether it lists it or not.
+    """
+    if is_adapter_folder(folder):
+        own = adapter_files(folder)
+        # Its head replaces the base's.
+        return {n: f for n, f in tensor_files(base_folder(folder)).items() if f"{PEFT_ROOT}{n}" not in own} | own
+    listed = read_json(folder / INDEX).get("weight_map", {}) if (folder / INDEX).is_file() else {}
+    if not isinstance(listed, dict) or not all(isinstance(file, str) for file in listed.values()):
+        raise UserError(f"{folder / INDEX}: weight_map is not a table of file names; download it again")
+    if (folder / SINGLE).is_file():
+        listed = {}
+    elif not (folder / INDEX).is_file():
+        raise UserError(f"{folder}: neither {SINGLE} nor {INDEX}; only safetensors are read, never pickles")
+    names = sorted(set(listed.values())) or [SINGLE]
+    for name in names:
+        if "\0" in name or PurePath(name).is_absolute() or ".." in PurePath(name).parts:
+            raise UserError(f"{folder / INDEX}: names {name!r}, which is not in this folder; download it again")
+        if not (folder / name).is_file():
+            raise UserError(f"{folder / INDEX}: names {name}, which does not exist; download it again")
+        _refuse_outside(folder, folder / name)
+    files = {tensor: folder / name for name in names for tensor in open_tensors(folder / name).keys()}  # noqa: SIM118
+    if missing := next((tensor for tensor in listed if tensor not in files), None):
+        raise UserError(
+            f"{folder / listed[missing]}: tensor {missing} is missing, though {INDEX} places it here; download it again"
+        )
+    return files
+
+
+def _refuse_outside(folder: Path, file: Path) -> None:
+    """Links may point into the folder or, in a snapshot of a Hugging Face cache, to the blobs next to the snapshots."""
+    home, target = folder.resolve(), file.resolve()
+    allowed = [home]
+    if home.parent.name == "snapshots":
+        allowed.append(home.parent.parent / "blobs")
+    if not any(target.is_relative_to(place) for place in allowed):
+        raise UserError(f"{file}: is a link to {target}, outside the model's folder; put the file itself there")
+
+
+def open_tensors(path: Path) -> Any:
+    """A safetensors file. Raises UserError for one that cannot be read."""
+    try:
+        return safe_open(path, framework="pt")
+    except (SafetensorError, OSError) as error:
+        raise UserError(f"{path}: cannot be read as safetensors ({error}); download it again") from error
+
+
+def folder_dtype(folder: Path) -> torch.dtype:
+    """The dtype to compute a folder's model in. Raises UserError if it is neither bfloat16 nor float32."""
+    dtype, origin = stored_dtype(folder)
+    if dtype not in DTYPES.values():
+        name = str(dtype).removeprefix("torch.")
+        raise UserError(f"{origin} {name}; give dtype bfloat16 or float32 to convert the weights")
+    return dtype
+
+
+def stored_dtype(folder: Path) -> tuple[torch.dtype, str]:
+    """The dtype in the folder's configuration or, if there is none, that of most of the tensors' bytes; and the
+    beginning of a sentence that says so. Raises UserError for a configuration that names no dtype of torch."""
+    path = base_folder(folder) / "config.json"
+    values = read_json(path)
+    text = values.get("text_config")
+    for part in (values, text if isinstance(text, dict) else {}):
+        for key in ("dtype", "torch_dtype"):
+            if (name := part.get(key)) is not None:
+                dtype = getattr(torch, str(name).removeprefix("torch."), None)
+                if not isinstance(name, str) or not isinstance(dtype, torch.dtype):
+                    raise UserError(f"{path}: {key} is {name!r:.100}; it must be a dtype, such as bfloat16")
+                return dtype, f"{path}: {key} is"
+    return _commonest(folder), f"{folder}: most of its tensors are"
+
+
+def _commonest(folder: Path) -> torch.dtype:
+    sizes: Counter[torch.dtype] = Counter()
+    by_file: dict[Path, list[str]] = {}
+    for name, path in tensor_files(folder).items():
+        # Quantized tensors are read as bfloat16, and the bias of an expert choice is float32 in any folder.
+        if not name.endswith((BLOCKS, SCALES)) and not is_float32(name) and not is_adapter(name):
+            by_file.setdefault(path, []).append(name)
+    for path, names in by_file.items():
+        opened = open_tensors(path)
+        for entry in map(opened.get_slice, names):
+            if (dtype := FLOATS.get(entry.get_dtype())) is not None:
+                sizes[dtype] += dtype.itemsize * math.prod(entry.get_shape())
+    return max(sizes, key=lambda dtype: (sizes[dtype], dtype.itemsize), default=torch.bfloat16)
+
+
+def generation_ends(folder: Path) -> list[int]:
+    """The end tokens in the folder's `generation_config.json`. Raises UserError for what is not one or a list."""
+    path = folder / GENERATION
+    found = read_json(path).get("eos_token_id") if path.is_file() else None
+    ends = found if isinstance(found, list) else [] if found is None else [found]
+    if any(type(token) is not int for token in ends):
+        raise UserError(f"{path}: eos_token_id is {found!r:.100}; it must be a token id or a list of them")
+    return ends
+
+
+def read_json(path: Path) -> dict[str, Any]:
+    """The object in a file. Raises UserError for a file that is not JSON of one."""
+    try:
+        if path.stat().st_size > JSON_BYTES:
+            raise ValueError(f"larger than {JSON_BYTES} bytes")
+        values = json.loads(path.read_text())
+    except (OSError, ValueError, RecursionError) as error:
+        raise UserError(f"{path}: not valid JSON ({error}); download or write the file again") from error
+    if not isinstance(values, dict):
+        raise UserError(f"{path}: not a JSON object")
+    return values

@@ -1,0 +1,120 @@
+"""Written answers in one form: units, currency, thousands, mixed numbers and text as MATH and models write them.
+
+math-verify reads most of these itself, but not all, and not everywhere; docs/environments.md lists what is left.
+"""
+
+from __future__ import annotations
+
+import re
+
+NUMBER = re.compile(r"-?(?:(?:[0-9]{1,3}(?:,[0-9]{3})+|[0-9]+)(?:\.[0-9]+)?|\.[0-9]+)")
+POWER_OF_TEN = re.compile(
+    rf"(?:{NUMBER.pattern}\s*(?:\\times|\\cdot|\*)\s*)?10\s*\^\s*(?:\{{\s*[-+]?[0-9]+\s*\}}|-?[0-9]+)"
+)
+"""A number in scientific notation."""
+
+TEXT = r"\\text\{[^{}]*\}"
+POWER = r"(?:\s*\^\s*(?:\{\s*-?[0-9]\s*\}|-?[0-9]))?"
+UNIT = re.compile(
+    r"(?<=[0-9A-Za-z)}\]!%])\s*(?:"
+    r"\^\s*(?:\{\s*(?:\\circ|o)\s*\}|\\circ|o\b)\s*[CF]?"
+    r"|\^\s*\{?\s*\\text\{\s*(?:st|nd|rd|th|o)\s*\}\s*\}?"
+    rf"|(?:/|\\cdot)?\s*(?:{TEXT}|\\frac\{{\s*{TEXT}{POWER}\s*\}}\{{\s*{TEXT}{POWER}\s*\}}){POWER}"
+    r")\s*\Z"
+)
+"""Degrees, ordinals, words with a power, quotients of words: behind a value they do not change it."""
+SHORT_UNITS = r"(?:cm|mm|km|kg|mg|ft|in|mi|lb|oz|hr|ml|mL|sq|m|s|g|h|l|L)\b"
+NOT_UNITS = (
+    r"(?:and|or|to|pi|sqrt|sin|cos|tan|sec|csc|cot|log|ln|exp|mod|plus|minus|times|over|choose|half|halves|thirds?"
+    r"|factorial|squared|cubed|dozen|hundred|thousand|million|billion|trillion)\b"
+)
+BARE_UNIT = re.compile(
+    rf"({NUMBER.pattern}(?:/[0-9]+)?)(?:[ -](?!{NOT_UNITS})(?:{SHORT_UNITS}|[A-Za-z]{{3,}})|(?=[ck]?m\^|km/))"
+    rf"(?:[A-Za-z ./-]|\^\{{?-?[0-9]\}}?)*"
+)
+"""A number with its unit in plain letters: "5 miles per hour", "18 cm^2"."""
+
+REWRITTEN = [
+    (re.compile(pattern), replacement)
+    for pattern, replacement in (
+        (r"\\degree\b|°", r"^\\circ"),
+        ("²", "^2"),
+        ("³", "^3"),
+        ("√", r"\\sqrt "),
+        ("×", r"\\times "),
+        ("·", r"\\cdot "),
+        ("[−–]", "-"),
+        # Thousands first: what separates them is a mere space elsewhere.
+        (r"(?<=[0-9])\s*(?:\{\s*,\s*\}|,\s*\\!)\s*(?=[0-9]{3}(?![0-9]))", ""),
+        (r"(?<!\\)\\[()]|\A\s*(?:\\approx\b|=)", ""),
+        (r"\\!|\\(?:left|right)(?![A-Za-z])\.?|\\(?:displaystyle|checkmark)\b|✓", ""),
+        (r"\\(?:text)?color\s*\{[^{}]*\}|\\(?:mathbf|boldsymbol|bold|underline)(?=\s*\{)", ""),
+        (r"(?<!\\)\\[,;: ]|~|\\q?quad\b|\s+", " "),
+        (r"(?<![0-9.,])([0-9]{1,3}(?: [0-9]{3})+)(?![0-9/])", lambda found: found[1].replace(" ", "")),
+        (r"\\(?:text(?:bf|it|rm|sf|tt|normal)|math(?:rm|it|sf)|mbox|emph)\s*\{", r"\\text{"),
+        (r"(?:US ?)?\\?\$|[€£¥₹¢]|\\(?:pounds|euro|cent|textcent)\b|\bRs\b\.?", ""),
+        (r"\\text\{\s*:\s*\}", ":"),
+        (r"\\text\{\s*([ei])\s*\}", r"{\1}"),
+        (rf"\\text\{{\s*({NUMBER.pattern})?\s*\}}", r"\1"),
+        (r"(?<!\\)%", r"\\%"),
+        (r"\\text\{\s*(?:percent(?:age)?|pct)\s*\}|\b(?:percent(?:age)?|pct)\b", r"\\%"),
+        (r"\\text\{\s*infinity\s*\}|\binfinity\b", r"\\infty"),
+        (r"(?<=[0-9])\\text\{\s*([AaPp]\.?[Mm]\.?)\s*\}", r" \1"),
+        (r"(?<=[0-9])\s*([AaPp])\.?[Mm]\b\.?", lambda found: f" {found[1].lower()}m"),
+        (r"\\[cdt]?frac\s*(\\[a-z]+)\s*([0-9])", r"\\frac{\1}{\2}"),
+        (r"\\varnothing\b", r"\\emptyset"),
+        (r"\\c?dots\b", r"\\ldots"),
+        (rf"\A\s*({NUMBER.pattern})\s*\\[pb]?mod\s*(?:\{{[^{{}}]*\}}|[0-9]+)\s*\Z", r"\1"),
+        (r"\A\s*(?:\\text\{)?\s*(?i:(?:the )?(?:final )?answer(?: is\b:?|:))\s*\}?", ""),
+        (r"(?<![0-9./^_])([0-9]+) ([0-9]+)/([0-9]+)(?![0-9])", r"\1\\frac{\2}{\3}"),
+        (r"\A\s*\(\s*(-?[0-9]+(?:\.[0-9]+)?)\s*\)\s*\Z", r"\1"),
+        (rf"\A\s*({NUMBER.pattern})[eE]([-+]?[0-9]+)\s*\Z", r"\1\\times 10^{\2}"),
+        (r"(?<=[0-9])\s*[xX]\s*(?=10\s*\^)", r"\\times "),
+    )
+]
+ENDING = re.compile(r"[\\\s.,;:*`_\"]+\Z")
+"""Punctuation, markdown and a line's end behind an answer."""
+
+
+def canonical(text: str) -> str:
+    """An answer without markup and units, in the one form that LaTeX and math-verify have for it."""
+    for pattern, replacement in REWRITTEN:
+        text = pattern.sub(replacement, text)
+    text = ENDING.sub("", text.lstrip('* `_"'))
+    if whole := re.fullmatch(r"(?:\\text)?\{([^{}]*)\}", text):
+        return canonical(whole[1])
+    while (unit := UNIT.search(text)) and _has_value(text[: unit.start()]):
+        text = text[: unit.start()]
+    return text
+
+
+def without_bare_unit(text: str) -> str:
+    """The number of a canonical answer such as "5 miles per hour"; other answers as they are."""
+    bare = BARE_UNIT.fullmatch(text)
+    return bare[1] if bare else text
+
+
+def _has_value(text: str) -> bool:
+    return bool(re.sub(TEXT, "", text).strip())
+
+
+def same_text(answer: str, given: str) -> bool:
+    """Whether two canonical answers read the same. Capitals and spaces matter in formulas only."""
+    return bool(answer) and _text(answer) == _text(given)
+
+
+def _text(answer: str) -> str:
+    answer = re.sub(r"\\text\{([^{}]*)\}", r"\1", answer)
+    letters = re.sub(r"\\cdot\b|[\s*{}]", "", answer)
+    if not re.search(r"[\\0-9=<>+^]", letters):
+        return letters.casefold()
+    return re.sub(r"\s*([^\w\s])\s*", r"\1", " ".join(answer.split()))
+
+
+def choice(answer: str, long: bool = False) -> str | None:
+    """The letter of a multiple-choice answer: A, (A), A. With `long`, also of one with its content: `(A) 12`."""
+    found = re.match(r"(?:\\text\{)?\s*(?:\(?([A-J])[).:]\s*\}?|([A-J])\s*\Z)(.*)", answer, re.DOTALL)
+    content = found[3].strip() if found else ""
+    if not found or (content and not long) or re.search(r"(?<![A-Za-z])[A-J][).:]", content):
+        return None
+    return found[1] or found[2]

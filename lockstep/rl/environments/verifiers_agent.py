@@ -1,0 +1,280 @@
+"""The agent of a `verifiers` environment, played by the model in training through the chat.
+
+What happened is recorded in the package's own trace, by its own classes where it has them: the message graph, the calls
+with their token counts, the agent's limits and timeouts, what ended the exchange, errors and times.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import time
+from collections.abc import AsyncIterator, Callable, Sequence
+from contextlib import asynccontextmanager
+from typing import Any
+
+import verifiers.v1 as vf
+from verifiers.v1 import graph
+from verifiers.v1.agent import Segment, resolve_rollout_timeouts
+from verifiers.v1.dialects import parse_message
+from verifiers.v1.dialects.chat import message_to_wire
+from verifiers.v1.errors import TaskError, boundary
+from verifiers.v1.session import RolloutLimits, RolloutSession
+from verifiers.v1.state import state_cls
+from verifiers.v1.types import FinishReason, Response, Usage
+
+from lockstep.data.chat import ChatTemplateError
+from lockstep.data.messages import plain
+from lockstep.errors import UserError
+from lockstep.rl.conversations import Chat, ConversationOver, Reply
+from lockstep.rl.conversations.tools import answer_calls
+
+LIMITS = ("max_turns", "max_input_tokens", "max_output_tokens", "max_total_tokens")
+"""Of an agent's config, checked before each reply."""
+
+
+class Agents:
+    """The agents of an environment, which its `run` looks up by name."""
+
+    def __init__(self, agents: dict[str, Agent]):
+        self.__dict__.update(agents)
+
+
+class Agent:
+    """An agent whose replies come from the chat.
+
+    kind: the class of its tasks. toolsets: creates those of a conversation. tools_of: the functions of a toolset, with
+    their schemas. turns: the most replies that the chat gives.
+    """
+
+    def __init__(
+        self,
+        chat: Chat,
+        name: str,
+        config: Any,
+        kind: type,
+        toolsets: Callable[[], Sequence[Any]],
+        tools_of: Callable[[Any], Sequence[Callable[..., Any]]],
+        turns: int,
+    ):
+        self.chat, self.name, self.config, self.turns = chat, name, config, turns
+        self.kind, self.toolsets, self.tools_of = kind, toolsets, tools_of
+        self.interactions: list[Interaction] = []
+
+    async def run(self, task: Any, **options: Any) -> Any:
+        """One segment: the task's prompt, tools, and the reply that ends it. Returns the trace, scored."""
+        if task.data.prompt is None:
+            raise ValueError("the task has no prompt, and `run` no user to open the conversation; use `interaction`")
+        async with self.interaction(task, **options) as interaction:
+            await interaction.turn()
+            if interaction.ok:
+                interaction.trace.stop("agent_completed")
+        return interaction.trace
+
+    @asynccontextmanager
+    async def interaction(
+        self, task: Any, *, on_trace: Callable[[Any], None] | None = None, **options: Any
+    ) -> AsyncIterator[Interaction]:
+        """An exchange with the caller as the user; scored when it is left."""
+        if other := [name for name, value in options.items() if value]:
+            raise UserError(
+                f"a verifiers environment that runs its agent with {', '.join(other)} cannot be trained here"
+            )
+        if type(task) is not self.kind:
+            raise UserError(
+                f"a verifiers environment that runs its agent on a {type(task).__name__}, not on the "
+                f"{self.kind.__name__} of its taskset, cannot be trained here"
+            )
+        if self.interactions:
+            raise UserError("a verifiers environment that runs its agent twice in an episode cannot be trained here")
+        interaction = Interaction(self, task)
+        self.interactions.append(interaction)
+        if on_trace is not None:
+            on_trace(interaction.trace)
+        await interaction.open()
+        try:
+            yield interaction
+        except Exception as error:
+            interaction.fail(error)
+            raise
+        finally:
+            await interaction.close()
+
+
+class Interaction:
+    """The part of the package's Interaction that `run` can use here: `turn`, `trace` and `close`."""
+
+    def __init__(self, agent: Agent, task: Any):
+        self._agent, self._task = agent, task
+        described = vf.TraceTask(type=type(task).__name__, data=task.data, key=task.key, hash=task.hash)
+        seat = vf.AgentInfo(config=agent.config, name=agent.name)
+        self.trace: Any = vf.Trace(task=described, state=state_cls(type(task))(), agent=seat)
+        self.failure: Exception | None = None
+        """What was raised last, in the episode or by a reward."""
+        limits = RolloutLimits(**{name: getattr(agent.config, name) for name in LIMITS})
+        stops = list(task.hooks("stop"))
+        self._session = RolloutSession(ctx=None, trace=self.trace, trace_stops=stops, limits=limits)  # type: ignore[arg-type]
+        self._timeouts = resolve_rollout_timeouts(agent.config.timeout, task)
+        self._seconds = self._timeouts.agent
+        """Left of the agent's own time."""
+        self._messages: list[Any] = []
+        """The conversation. What the last reply has not seen is not in the trace."""
+        self._tools: list[Callable[..., Any]] = []
+        self._started = self._over = self._closed = False
+
+    @property
+    def ok(self) -> bool:
+        """Whether the exchange can continue: nothing failed, nothing stopped it."""
+        return self.failure is None and self.trace.stop_condition is None
+
+    def fail(self, error: Exception) -> None:
+        self.failure = error
+        self.trace.record_error(error)
+
+    async def open(self) -> None:
+        """Sets the task's tools up."""
+        timing = self.trace.timing
+        timing.boot.start = timing.boot.end = timing.setup.start = time.time()
+        try:
+            async with asyncio.timeout(self._timeouts.setup) as timeout:
+                for toolset in self._agent.toolsets():
+                    await toolset.setup()
+                    await toolset.setup_task(self._task.data)
+                    self._tools += self._agent.tools_of(toolset)
+        except TimeoutError:
+            if not timeout.expired():
+                raise
+            self.trace.record_timeout("setup")
+        timing.setup.end = timing.agent.start = time.time()
+
+    async def turn(self, message: Any = None) -> Segment:
+        """A user message (none if the task begins with a prompt), and what the model and its tools say to it."""
+        data = self._task.data
+        prompted = not self._started and data.prompt is not None
+        if self._closed or self._over:
+            raise RuntimeError("the exchange is over; read interaction.trace")
+        if (message is None) != prompted:
+            raise ValueError("a task with a prompt opens the exchange with turn(); every other turn needs a message")
+        said = data.prompt if prompted else message
+        if not self._started and data.system_prompt:
+            said = [vf.SystemMessage(content=data.system_prompt), *_typed(said)]
+        self._started = True
+        nodes, turns = len(self.trace.nodes), self.trace.num_turns
+        if self.ok:
+            await self._step(_typed(said))
+        # What was said before a limit is still an answer; only the next turn reports the end.
+        if self.trace.num_turns > turns:
+            new = [node for node in self.trace.nodes[nodes:] if node.sampled or node.message.role == "tool"]
+            return Segment(messages=[node.message for node in new])
+        self._over = True
+        return Segment(messages=[], terminated=True)
+
+    async def close(self) -> Any:
+        """Ends the exchange and scores it; what a reward raises is recorded in the trace."""
+        if self._closed:
+            return self.trace
+        self._closed = True
+        if self.ok:
+            self.trace.stop("user_closed")
+        timing = self.trace.timing
+        timing.agent.end = timing.finalize.start = timing.finalize.end = time.time()
+        if self.failure is None:
+            timing.scoring.start = time.time()
+            try:
+                async with asyncio.timeout(self._timeouts.scoring) as timeout, boundary(TaskError, "scoring"):
+                    await self._task.score(self.trace)
+            except TimeoutError:
+                assert timeout.expired()
+                self.trace.record_timeout("scoring")
+            except Exception as error:
+                self.fail(error)
+            timing.scoring.end = time.time()
+        self.trace.is_completed = True
+        self.trace.ok = self.failure is None
+        self.trace.split_agent_time()
+        return self.trace
+
+    async def _step(self, said: Sequence[Any]) -> None:
+        """Replies and tools, until a reply calls none or something stops the exchange."""
+        began = time.monotonic()
+        try:
+            async with asyncio.timeout(self._seconds) as timeout:
+                for message in said:
+                    self._hear(message)
+                while await self._session.refused() is None and (reply := await self._reply()).tool_calls:
+                    await self._call_tools(reply)
+        except ConversationOver:
+            turns = self.trace.num_turns >= self._agent.turns
+            self.trace.stop("max_turns" if turns else "max_total_tokens")
+        except TimeoutError:
+            if not timeout.expired():
+                raise
+            self.trace.record_timeout("agent")
+        if self._seconds is not None:
+            self._seconds = max(0.0, self._seconds + began - time.monotonic())
+
+    def _hear(self, message: Any) -> None:
+        """A message that the model has not written."""
+        try:
+            self._agent.chat.messages.append(plain(message_to_wire(message)))
+        except ChatTemplateError as error:
+            raise UserError(f"{self._task.data.name or 'a task'}: {error}; only text can be trained on") from error
+        self._messages.append(message)
+
+    async def _reply(self) -> Reply:
+        began = time.time()
+        tools = [_described(tool) for tool in self._tools]
+        turn = graph.prepare_turn(self.trace, self._messages, tools)
+        reply = await self._agent.chat.reply()
+        # A reply that is written by hand has no tokens: its words stand for them.
+        written = sum(_words(m.get("content")) for m in self._agent.chat.messages[:-1])
+        usage = Usage(
+            prompt_tokens=written if reply.prompt_tokens is None else reply.prompt_tokens,
+            completion_tokens=_words(reply.text) if reply.completion_tokens is None else reply.completion_tokens,
+        )
+        message = self._assistant(reply)
+        cut = reply.finish_reason == "length"
+        reason: FinishReason = "length" if cut else "tool_calls" if reply.tool_calls else "stop"
+        model = self._agent.config.model or "policy"
+        answer = Response(id="", created=int(began), model=model, message=message, finish_reason=reason, usage=usage)
+        node = turn.commit(answer)
+        self._messages = [*self._messages, message]
+        span = vf.TimeSpan(start=began, end=time.time())
+        self.trace.calls.append(vf.ModelCall(node=node, model=model, finish_reason=reason, usage=usage, time=span))
+        return reply
+
+    def _assistant(self, reply: Reply) -> Any:
+        reasoning, closed, said = reply.text.partition("</think>")
+        text = said if closed else reply.text
+        calls = [
+            vf.ToolCall(
+                id=f"{self.trace.num_turns}-{number}", name=call.name or "?", arguments=json.dumps(dict(call.arguments))
+            )
+            for number, call in enumerate(reply.tool_calls)
+        ]
+        content = text.partition("<tool_call>")[0].strip() if calls else text.strip()
+        thought = reasoning.removeprefix("<think>").strip() if closed else reply.reasoning or None
+        return vf.AssistantMessage(content=content or None, reasoning_content=thought, tool_calls=calls or None)
+
+    async def _call_tools(self, reply: Reply) -> None:
+        chat = self._agent.chat
+        before = len(chat.messages)
+        await answer_calls(chat, reply, self._tools)
+        for call, answer in zip(self._messages[-1].tool_calls, chat.messages[before:]):
+            self._messages.append(vf.ToolMessage(tool_call_id=call.id, content=answer["content"], name=call.name))
+
+
+def _typed(said: Any) -> list[Any]:
+    """Messages in the package's types, from a text, or from messages in them or on the wire."""
+    if isinstance(said, str):
+        return [vf.UserMessage(content=said)]
+    return [parse_message(one) if isinstance(one, dict) else one for one in said]
+
+
+def _described(tool: Callable[..., Any]) -> Any:
+    function = tool.schema["function"]  # type: ignore[attr-defined]
+    return vf.Tool(name=function["name"], description=function["description"], parameters=function["parameters"])
+
+
+def _words(content: Any) -> int:
+    return len(str(content or "").split())

@@ -1,0 +1,117 @@
+"""`{% generation %}` and templates by name, against transformers on random templates and folders."""
+
+import json
+import random
+
+import pytest
+
+from lockstep.data import ByteTokenizer, load_tokenizer, train_bpe
+from lockstep.data.chat import ChatTemplate, load_chat_template
+from lockstep.data.conversations import Conversation, ConversationEncoder
+from lockstep.errors import UserError
+
+MESSAGES = [
+    {"role": "user", "content": "a"},
+    {"role": "assistant", "content": "b"},
+    {"role": "user", "content": "c"},
+    {"role": "assistant", "content": "d"},
+]
+
+
+def _statement(draw, depth):
+    """A statement that sets, shows, repeats, or marks; names are few, so that scopes matter."""
+    name, other = draw.choice("xyz"), draw.choice("xyz")
+    kind = draw.choice(
+        ("set", "show", "space", "call", "if", "for", "generation") if depth else ("set", "show", "space")
+    )
+    inner = "".join(_statement(draw, depth - 1) for _ in range(draw.randint(1, 3))) if depth else ""
+    match kind:
+        case "set":
+            return f"{{% set {name} = ({other} | default('')) ~ '{draw.randint(0, 9)}' %}}"
+        case "show":
+            return f"{{{{ {name} }}}}[{{{{ space.{other} }}}}]"
+        case "space":
+            return f"{{% set space.{name} = (space.{name} | default('')) ~ ({other} | default('-')) %}}"
+        case "call":
+            return f"{{{{ twice({name}) }}}}"
+        case "if":
+            return f"{{% if {name} %}}{inner}{{% else %}}!{{% endif %}}"
+        case "for":
+            return f"{{% for {name} in [1, 2] %}}{inner}{{% endfor %}}"
+    return f"{{% generation %}}{inner}{{% endgeneration %}}"
+
+
+def _template(draw):
+    said = "".join(_statement(draw, 2) for _ in range(3))
+    marked = "{% generation %}" + said + "{{ m.content }}{{ x }}{% endgeneration %}{{ x }}{{ y }}"
+    return (
+        "{% macro twice(v) %}{{ v }}{{ v }}{% set x = v %}{% endmacro %}{% set space = namespace() %}{% set x = '0' %}"
+        "{% for m in messages %}<{{ m.role }}>{% if m.role == 'assistant' %}" + marked + "{% else %}{{ m.content }}"
+        "{% endif %}{{ z }}{% endfor %}{{ x }}{{ space.x }}"
+    )
+
+
+@pytest.mark.parametrize("seed", range(40))
+def test_what_is_set_within_generation_is_known_where_it_is_in_transformers(seed):
+    from transformers.utils.chat_template_utils import render_jinja_template
+
+    source = _template(random.Random(seed))
+    (expected,), _ = render_jinja_template([MESSAGES], chat_template=source)
+    assert ChatTemplate(source, {}).render(MESSAGES, add_generation_prompt=False) == expected, source
+
+
+TURNS = "{% for m in messages %}<{{ m.role }}>{{ m.content }}</s>{% endfor %}"
+TOOL_USE = "{{ tools | tojson }}" + TURNS
+TOOLS = [{"type": "function", "function": {"name": "f", "parameters": {}}}]
+ROW = {"messages": MESSAGES[:2]}
+FORMS = ("files", "list", "files over the list")
+
+
+@pytest.fixture(params=FORMS)
+def folder(request, tmp_path):
+    train_bpe(["a b c"], 300).save(tmp_path)
+    settings = json.loads((tmp_path / "tokenizer_config.json").read_text())
+    sources = {"rag": "-", "default": TURNS, "tool_use": TOOL_USE}
+    named = [{"name": name, "template": template} for name, template in sources.items()]
+    if request.param != "files":
+        listed = named if request.param == "list" else [{"name": "default", "template": "old"}]
+        (tmp_path / "tokenizer_config.json").write_text(json.dumps(settings | {"chat_template": listed}))
+    if request.param != "list":
+        (tmp_path / "chat_template.jinja").write_text(TURNS)
+        (tmp_path / "additional_chat_templates").mkdir()
+        for one in named:
+            if one["name"] != "default":
+                (tmp_path / "additional_chat_templates" / f"{one['name']}.jinja").write_text(one["template"])
+    return tmp_path
+
+
+def _theirs(folder, **values):
+    from transformers import AutoTokenizer
+
+    return AutoTokenizer.from_pretrained(folder).apply_chat_template(ROW["messages"], tokenize=False, **values)
+
+
+@pytest.mark.parametrize("tools", [None, TOOLS])
+def test_a_conversation_with_tools_is_rendered_by_the_template_of_that_name(folder, tools):
+    template = load_chat_template(folder)
+    expected = _theirs(folder, tools=tools)
+    assert template.render(ROW["messages"], add_generation_prompt=False, tools=tools) == expected
+    (encoded,) = ConversationEncoder(ByteTokenizer(), template).encode([Conversation("line 1", ROW | {"tools": tools})])
+    assert not encoded.problem and ("parameters" in ByteTokenizer().decode(encoded.tokens.tolist())) == bool(tools)
+
+
+def test_a_saved_tokenizer_has_all_of_the_folders_templates(folder, tmp_path_factory):
+    copy = tmp_path_factory.mktemp("copy")
+    load_tokenizer(folder).save(copy)
+    for tools in (None, TOOLS):
+        assert _theirs(copy, tools=tools) == _theirs(folder, tools=tools)
+        ours = load_chat_template(copy).render(ROW["messages"], add_generation_prompt=False, tools=tools)
+        assert ours == _theirs(folder, tools=tools)
+
+
+def test_templates_without_a_default_are_refused(tmp_path):
+    ByteTokenizer().save(tmp_path)
+    (tmp_path / "additional_chat_templates").mkdir()
+    (tmp_path / "additional_chat_templates" / "rag.jinja").write_text(TURNS)
+    with pytest.raises(UserError, match=r"none named default \(rag\)"):
+        load_chat_template(tmp_path)

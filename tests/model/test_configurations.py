@@ -1,0 +1,133 @@
+"""A `config.json` is read as transformers reads it, or refused by the name of a key."""
+
+import json
+import re
+from dataclasses import replace
+
+import pytest
+import torch
+from safetensors.torch import save_file
+from transformers import AutoConfig, AutoModelForCausalLM
+
+from lockstep import build_model, load_model, save_model, score
+from lockstep.errors import UserError
+from lockstep.model import Yarn, preset, read_config
+from lockstep.model.families import from_hugging_face
+from tests.model.drawn_configurations import draw
+from tests.model.public_configurations import PUBLIC
+
+# Both sides sum in float32, in different orders, through up to three layers.
+TOLERANCE = 1e-4
+LENGTH = 40
+
+
+def write_weights(folder, seed):
+    """Of the shapes that transformers takes from the folder's `config.json`, large enough for differences to show."""
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(folder))
+    generator = torch.Generator().manual_seed(seed)
+    tensors = {}
+    for name, tensor in model.state_dict().items():
+        drawn = torch.randn(tensor.shape, generator=generator)
+        if "norm" in name:
+            drawn = 1 + 0.2 * drawn
+        elif tensor.dim() > 1:
+            drawn *= (2 if "q_" in name or "k_" in name else 1) / tensor.shape[-1] ** 0.5
+        tensors[name] = drawn
+    if model.config.tie_word_embeddings:
+        del tensors["lm_head.weight"]
+    save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
+
+
+@torch.no_grad()
+def their_log_probs(folder, tokens):
+    model = AutoModelForCausalLM.from_pretrained(folder)
+    logits = model(torch.tensor([tokens])).logits[0].log_softmax(-1)
+    return model, logits[:-1].gather(1, torch.tensor(tokens[1:])[:, None])[:, 0]
+
+
+@pytest.mark.filterwarnings("ignore:.*replaces rope_parameters")
+@pytest.mark.parametrize("seed", [*range(60), *(pytest.param(n, marks=pytest.mark.slow) for n in range(60, 2000))])
+def test_a_configuration_gives_the_log_probabilities_of_transformers_or_a_refusal_that_names_its_key(tmp_path, seed):
+    drawn = draw(seed)
+    (tmp_path / "config.json").write_text(json.dumps(drawn.values))
+    try:
+        config = read_config(tmp_path)
+    except UserError as error:
+        assert any(re.search(rf"\b{key}\b", str(error)) for key in drawn.refused), error
+        return
+    write_weights(tmp_path, seed)
+    tokens = torch.randint(60, (LENGTH,), generator=torch.Generator().manual_seed(seed)).tolist()
+    theirs, expected = their_log_probs(tmp_path, tokens)
+    ours = load_model(tmp_path)
+    assert ours.config == config and ours.dtype == theirs.dtype
+    torch.testing.assert_close(score(ours, [tokens])[0], expected, rtol=0, atol=TOLERANCE)
+    eos = theirs.config.eos_token_id
+    assert list(config.eos_token_ids) == (eos if isinstance(eos, list) else [] if eos is None else [eos])
+    assert config.bos_token_id == theirs.config.bos_token_id
+
+
+@pytest.mark.parametrize("name", list(PUBLIC))
+def test_public_folders_are_read_as_the_sizes_that_they_are(name):
+    size, values = PUBLIC[name]
+    ours, known = from_hugging_face(values, "config.json"), preset(size)
+    eos = values["eos_token_id"]
+    expected = replace(
+        known,
+        bos_token_id=values.get("bos_token_id"),
+        eos_token_ids=tuple(eos) if isinstance(eos, list) else (eos,),
+        intermediate_size=values["intermediate_size"],
+    )
+    assert ours == expected
+
+
+@pytest.fixture
+def folder(tmp_path):
+    """Of a model without a stretched rotation, and a function that changes its `config.json`."""
+    save_model(build_model(preset("qwen3:micro"), dtype="float32", seed=0), tmp_path)
+    path = tmp_path / "config.json"
+
+    def change(without=(), **values):
+        old = json.loads(path.read_text())
+        path.write_text(json.dumps({key: value for key, value in old.items() if key not in without} | values))
+        return tmp_path
+
+    return change
+
+
+YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 64}
+
+
+def test_rope_scaling_that_is_added_to_a_folder_with_rope_parameters_counts(folder):
+    config = read_config(folder(rope_scaling=YARN))
+    assert config.rope_scaling == Yarn(4.0, 64) and config.rope_theta == 1e6
+
+
+def test_a_base_that_rope_scaling_replaces_is_warned_of(folder):
+    with pytest.warns(UserWarning, match=r"rope_scaling replaces .* rope_theta of 1000000.0: .* it is 10000.0 now"):
+        assert read_config(folder(["rope_theta"], rope_scaling=YARN)).rope_theta == 10000.0
+
+
+def test_unknown_keys_are_refused_with_file_and_names(folder):
+    message = r"config\.json: key logit_scale is not known for qwen3; .* The same holds for residual_scale\."
+    with pytest.raises(UserError, match=message):
+        load_model(folder(residual_scale=0.5, logit_scale=2.0, odd_but_null=None))
+    with pytest.raises(UserError, match='key head_dims is not known for qwen3; .* Did you mean "head_dim"'):
+        load_model(folder(head_dims=64))
+
+
+@pytest.mark.parametrize(
+    ("values", "message"),
+    [
+        (dict(model_type="llama"), "model_type is 'llama', but architectures Qwen3ForCausalLM"),
+        (dict(architectures=None, model_type="qwen2"), 'model_type "qwen2" is not supported. Did you mean "qwen3"'),
+        (dict(text_config={"hidden_size": 8}), "text_config describes the language model inside a larger one"),
+        (dict(layer_types=["sliding_attention"] * 4), "layer_types is .* it must name one of full_attention"),
+        (dict(num_attention_heads=3), "config.json: model: 3 heads do not divide"),
+        (dict(rope_scaling={"type": "linear", "factor": 2.0}), 'rope_scaling: rope type "linear" is not supported'),
+    ],
+    ids=str,
+)
+def test_what_transformers_would_read_otherwise_is_refused(folder, values, message):
+    with pytest.raises(UserError, match=message):
+        load_model(folder(**values))
