@@ -5,14 +5,18 @@ from __future__ import annotations
 import contextlib
 import signal
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 from lockstep.commands.terminal import printable
 from lockstep.config import Arithmetic
 from lockstep.errors import UserError, closest
 
+if TYPE_CHECKING:
+    from lockstep.data.replies import Piece
+
+FAINT, PLAIN = "\x1b[2m", "\x1b[0m"
 HELP = {
     "/reset": "forget the conversation, except the system message",
     "/system TEXT": "set the system message and reset; without TEXT: show it",
@@ -80,15 +84,37 @@ def chat(options: ChatOptions) -> None:
         elif line:
             try:
                 with _interrupts() as interrupted:
-                    for text in talk.answer(line, interrupted):
+                    thoughts = _Thoughts()
+                    for text in talk.answer(line, interrupted, thoughts.show):
+                        if text:
+                            thoughts.end()
                         print(printable(text) if sys.stdout.isatty() else text, end="", flush=True)
+                    thoughts.end()
                     print(" (stopped)" if interrupted else CUT if talk.was_cut else "")
             except UserError as error:
                 print(f"lockstep: {printable(str(error))}", file=sys.stderr)
 
 
+class _Thoughts:
+    """An answer's reasoning, faint and before the answer on a terminal; elsewhere it is left out."""
+
+    def __init__(self) -> None:
+        self._open = False
+
+    def show(self, text: str) -> None:
+        if sys.stdout.isatty():
+            self._open = True
+            print(f"{FAINT}{printable(text)}{PLAIN}", end="", flush=True)
+
+    def end(self) -> None:
+        if self._open:
+            print("\n")
+        self._open = False
+
+
 class Talk:
-    """A conversation with a model, whose replies stay the tokens that were sampled."""
+    """A conversation with a model, whose replies stay the tokens that were sampled, unless they have reasoning, which
+    templates show differently."""
 
     def __init__(self, engine: Any, rendering: Any, options: ChatOptions):
         self._engine, self._rendering, self._options = engine, rendering, options
@@ -103,18 +129,23 @@ class Talk:
         self.messages = [{"role": "system", "content": self.system}] if self.system else []
         self._transcript = Transcript(self._rendering)
 
-    def answer(self, said: str, interrupted: list[bool]) -> Iterator[str]:
-        """The reply's text as it is sampled, until it ends or `interrupted` is not empty.
+    def answer(
+        self, said: str, interrupted: list[bool], thinks: Callable[[str], None] = lambda text: None
+    ) -> Iterator[str]:
+        """The reply's content as it is sampled, until it ends or `interrupted` is not empty; `thinks` gets its
+        reasoning, which the template shows to the model again or not.
 
         The reply up to then becomes part of the conversation; if it is empty, what the user `said` does not either.
         Raises UserError if the conversation does not fit the context, or the template refuses it.
         """
         from lockstep.data import StreamDecoder
+        from lockstep.data.replies import ReplyReader
+        from lockstep.rl.conversations.rendering import message_values
 
         prompt = self._prompt(said)
         request = self._engine.add(prompt, self.params(len(prompt)))
         sample = self._engine.samples(request)[0]
-        decoder = StreamDecoder(self._rendering.tokenizer)
+        reader = ReplyReader(self._rendering.form, StreamDecoder(self._rendering.tokenizer), prompt)
         try:
             # A step computes at most max_tokens_per_step of the prompt, so Ctrl-C works before all of it is read.
             while sample.finish_reason is None and not interrupted:
@@ -122,15 +153,17 @@ class Talk:
                     if event.finish_reason == "error":
                         raise UserError("the model's logits are not finite (NaN or infinite); check the weights")
                     if event.token_id not in self._rendering.end_ids:
-                        yield decoder.push(event.token_id)
-            yield decoder.finish()
+                        yield _content(reader.push(event.token_id), thinks)
+            yield _content(reader.finish(), thinks)
         finally:
             self._engine.abort(request)
             completion = sample.completion()
             self.was_cut = completion.finish_reason == "length"
             if completion.token_ids and completion.finish_reason != "error":
-                reply = self._transcript.add(completion.token_ids, completion.logprobs, completion.finish_reason)
-                self.messages += [{"role": "user", "content": said}, {"role": "assistant", "content": reply}]
+                self._transcript.add(completion.token_ids, completion.logprobs, completion.finish_reason)
+                read = self._transcript.read
+                reply = {"role": "assistant", "content": read.content, **message_values(read)}
+                self.messages += [{"role": "user", "content": said}, reply]
                 self._turns += 1
 
     def _prompt(self, said: str) -> list[int]:
@@ -202,6 +235,13 @@ def open_talk(options: ChatOptions) -> Talk:
     ends = name_ends(model.config.eos_token_ids, tokenizer)
     announce("chat: " + start_line(options.model, model.config, model.device, model.dtype, work, ends=ends))
     return talk
+
+
+def _content(pieces: Sequence[Piece], thinks: Callable[[str], None]) -> str:
+    """The text of the content; the reasoning's goes to `thinks`."""
+    if reasoning := "".join(piece.text for piece in pieces if piece.section == "reasoning"):
+        thinks(reasoning)
+    return "".join(piece.text for piece in pieces if piece.section == "content")
 
 
 def _command(line: str, talk: Talk) -> str:

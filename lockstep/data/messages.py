@@ -10,6 +10,8 @@ from lockstep.data.chat import ChatTemplate, ChatTemplateError
 
 REASONING = ("reasoning_content", "thinking", "reasoning")
 """Names of a message's reasoning in data. Templates read the first, gpt-oss's the second; transformers gives both."""
+SHOWN_REASONING = REASONING[:2]
+"""The names under which reasoning is given to templates: each reads one of them."""
 FLAGS = ("weight", "train", "trainable", "loss", "loss_mask")
 """Names under which data says whether a message is trained on: OpenAI's is the first."""
 OTHER_ANSWERS = ("function_call", "audio", "refusal")

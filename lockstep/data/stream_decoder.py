@@ -44,7 +44,7 @@ class StreamDecoder:
     """
 
     def __init__(self, tokenizer: Tokenizer, context: Sequence[int] = ()):
-        self._tokenizer, self._special = tokenizer, special_ids(tokenizer)
+        self.tokenizer, self.special = tokenizer, special_ids(tokenizer)
         self._bytes = codecs.getincrementaldecoder("utf-8")(errors="replace")
         # Decoded together: the context, later the tokens of the last finished piece, and those since. A piece starts
         # and ends between characters, so the context cannot spoil a character that follows. `_shown` of their
@@ -55,12 +55,12 @@ class StreamDecoder:
 
     def push(self, token: int) -> str:
         """The text that this token completes; empty while a character is still open."""
-        if isinstance(self._tokenizer, ByteTokenizer):
+        if isinstance(self.tokenizer, ByteTokenizer):
             return self._bytes.decode(bytes([token]) if token < 256 else b"")
-        if token in self._special:
+        if token in self.special:
             return ""
         self._held.append(token)
-        text = self._tokenizer.decode(self._held)
+        text = self.tokenizer.decode(self._held)
         whole = text.rstrip("\N{REPLACEMENT CHARACTER}")
         new = whole[self._shown :]
         self._shown = max(self._shown, len(whole))
@@ -75,13 +75,20 @@ class StreamDecoder:
 
     def finish(self) -> str:
         """What is left, with replacement characters for a character that never ended."""
-        if isinstance(self._tokenizer, ByteTokenizer):
+        if isinstance(self.tokenizer, ByteTokenizer):
             return self._bytes.decode(b"", final=True)
-        return self._tokenizer.decode(self._held)[self._shown :]
+        return self.tokenizer.decode(self._held)[self._shown :]
+
+    def flush(self) -> str:
+        """As `finish`, but other text follows, which does not continue a character that is still open."""
+        left = self.finish()
+        if left and not isinstance(self.tokenizer, ByteTokenizer):
+            self._held, self._context, self._shown = [], 0, 0
+        return left
 
     def _drop(self, count: int, length: int) -> None:
         """Forgets the first `count` of the held tokens, whose text has `length` characters."""
         pending = length - self._shown
         self._held = self._held[count:]
         self._context = len(self._held)
-        self._shown = max(0, len(self._tokenizer.decode(self._held)) - pending)
+        self._shown = max(0, len(self.tokenizer.decode(self._held)) - pending)

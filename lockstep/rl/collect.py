@@ -262,6 +262,9 @@ def encode_prompt(rendering: Rendering, example: Example, engine: Sampler, max_n
 
 
 def completion_text(rendering: Rendering, prompt: list[int], completion: Completion) -> str:
-    """What the environment grades: the text that the completion adds to the prompt, without end tokens."""
+    """What the environment grades: the text that the completion adds to the prompt, without end tokens; of a family
+    with channels, only what it says in the final one."""
+    if rendering.form.channels:
+        return rendering.reply(completion.token_ids, prompt)
     said = [token for token in completion.token_ids if token not in rendering.end_ids]
     return continuation(rendering.tokenizer, prompt, said)

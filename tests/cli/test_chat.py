@@ -17,9 +17,12 @@ import pytest
 
 from lockstep.cli import main
 from lockstep.commands.chat import ChatOptions, open_talk
+from lockstep.data import load_tokenizer
 from lockstep.errors import UserError
 from lockstep.rl.conversations.rendering import Transcript
+from tests.rl.conversations.families import write_family
 from tests.server.conftest import chat_folder  # noqa: F401
+from tests.server.scripted import save_scripted
 
 
 class Terminal:
@@ -128,6 +131,40 @@ def test_what_was_said_stays_the_tokens_that_were_sampled_and_a_reset_forgets_it
         and talk._transcript.rows == []
     )
     assert talk._transcript.rendering is not None and isinstance(talk._transcript, Transcript)
+
+
+@pytest.fixture(scope="module")
+def thinking_folder(tmp_path_factory, bpe_tokenizer):
+    """A model that answers everything with the same thought and words, in Qwen3's form."""
+    folder = tmp_path_factory.mktemp("thinking") / "qwen3"
+    write_family(folder, "qwen3", bpe_tokenizer)
+    tokenizer = load_tokenizer(folder)
+    script = tokenizer.encode("\n<think>We add.</think> now:4!")
+    save_scripted(folder, tokenizer, [*script, tokenizer.eos_id], [tokenizer.eos_id])
+    return folder
+
+
+def test_reasoning_is_apart_and_the_next_turn_is_rendered_from_the_content(thinking_folder):
+    talk = open_talk(ChatOptions(str(thinking_folder), temperature=0))
+    thoughts = []
+    for _ in range(2):
+        assert "".join(talk.answer("hi", [], thoughts.append)) == "now:4!"
+    assert "".join(thoughts) == "We add." * 2
+    assert talk.messages[1]["content"] == "now:4!" and talk.messages[1]["reasoning_content"] == "We add."
+    second = talk._transcript.rows[-1].prompt_ids
+    template, tokenizer = talk._rendering.template, talk._rendering.tokenizer
+    plain = [{"role": m["role"], "content": m["content"]} for m in talk.messages[:3]]
+    assert second == tokenizer.encode(template.render(plain))  # Qwen3's leaves earlier reasoning out
+
+
+@pytest.mark.parametrize("terminal", [True, False])
+def test_reasoning_is_faint_on_a_terminal_and_left_out_elsewhere(thinking_folder, capsys, monkeypatch, terminal):
+    monkeypatch.setattr("sys.stdin", io.StringIO("hi\n"))
+    monkeypatch.setattr(sys.stdout, "isatty", lambda: terminal)
+    assert main(["chat", "--model", str(thinking_folder), "--temperature", "0"]) == 0
+    shown = capsys.readouterr().out.partition("> ")[2]
+    thought = re.sub(r"\x1b\[0m\x1b\[2m", "", shown).partition("now:4!")[0]
+    assert "now:4!" in shown and thought == ("\x1b[2mWe add.\x1b[0m\n\n" if terminal else "")
 
 
 def test_an_answer_that_is_stopped_before_its_first_token_leaves_the_conversation_as_it_was(chat_folder):  # noqa: F811

@@ -13,6 +13,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from lockstep.data import StreamDecoder, decoding_context
+from lockstep.data.replies import PLAIN, ReplyForm, ReplyReader
 from lockstep.errors import UserError
 from lockstep.generate.sampling_params import Completion, SamplingParams
 from lockstep.generate.server.access_log import RequestRecord, record_of
@@ -79,7 +80,9 @@ async def answer(
     record = record_of(request)
     record.stream = bool(body.stream)
     record.prompt_tokens = sum(map(len, prompts))
-    steps = _steps(service, record, prompts, params, begun)
+    # A completion is the text that follows, whatever it means.
+    form = service.reply_form if chat else PLAIN
+    steps = _steps(service, record, prompts, params, begun, form)
     if not body.stream:
         return await _whole(service, reply, record, steps)
     # The first step yields nothing: after it, the request is accepted, and the response can begin.
@@ -122,16 +125,17 @@ async def _steps(
     prompts: list[list[int]],
     params: SamplingParams,
     begun: Sequence[Completion],
+    form: ReplyForm,
 ) -> AsyncGenerator[list[Piece], None]:
     """Yields an empty list once the engine has accepted the prompts, then what each step adds to the choices."""
     stop_ids = set(params.ending_ids(service.engine.model.config.eos_token_ids))
     stop = [StopString(text) for text in params.stop]
-    contexts = [decoding_context(service.tokenizer, prompt) for prompt in prompts]
-    choices = [
-        _Choice(GrowingText(StreamDecoder(service.tokenizer, context), stop, stop_ids))
-        for context in contexts
-        for _ in range(params.n)
-    ]
+    choices = []
+    for prompt in prompts:
+        context = decoding_context(service.tokenizer, prompt)
+        for _ in range(params.n):
+            decoder = StreamDecoder(service.tokenizer, context)
+            choices.append(_Choice(GrowingText(decoder, stop, stop_ids, ReplyReader(form, decoder, prompt))))
     if begun:
         await in_turn(service.turns.tokenizing, partial(_go_on, choices, begun))
     try:
@@ -183,7 +187,7 @@ def _piece(service: Service, choices: list[_Choice], n: int, prompt_event: Promp
         service.metrics.sample_finished(time.perf_counter() - choice.first_token, choice.tokens)
     # A stop string may be completed only when the last, broken character is written out.
     reason = "stop" if last and choice.text.stopped else event.finish_reason
-    return Piece(index, position, choice.tokens == 1, text, [event], [offset], reason)
+    return Piece(index, position, choice.tokens == 1, text, [event], [offset], reason, choice.text.reasoning)
 
 
 async def _whole(

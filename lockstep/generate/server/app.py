@@ -19,6 +19,7 @@ from starlette.types import ASGIApp
 
 from lockstep import __version__
 from lockstep.data.chat import ChatTemplate, ChatTemplateError
+from lockstep.data.messages import SHOWN_REASONING
 from lockstep.data.template_values import readable_values
 from lockstep.errors import UserError, closest
 from lockstep.generate.sampling_params import Completion
@@ -118,7 +119,8 @@ async def _chat(service: Service, request: Request, data: bytes) -> Response:
         )
     messages = [message.plain() for message in body.messages]
     values, of_values = _template_values(service.template, body)
-    characters = sum(len(message["content"]) for message in messages)
+    # Reasoning has two names, of which a template writes one.
+    characters = sum(len(m["content"]) + len(m.get(SHOWN_REASONING[0], "")) for m in messages)
     check_text(service, characters, "messages")
     render = partial(service.template.render, messages, **values)
     try:

@@ -8,6 +8,7 @@ from typing import Annotated, Any, Literal, TypeVar
 
 from pydantic import BaseModel, ConfigDict, Field
 
+from lockstep.data.messages import SHOWN_REASONING
 from lockstep.errors import closest
 from lockstep.generate.sampling_params import MAX_TOP_LOGPROBS, SamplingParams
 from lockstep.generate.server.api_error import ApiError
@@ -67,18 +68,20 @@ NEUTRAL: dict[str, tuple[Any, ...]] = {
     "guided_grammar": (),
     "guided_json": (),
     "guided_regex": (),
+    "include_reasoning": (True,),
     "include_stop_str_in_output": (False,),
     "length_penalty": (1,),
     "min_tokens": (0,),
     "priority": (0,),
     "prompt_logprobs": (),
+    "separate_reasoning": (True,),
     "skip_special_tokens": (True,),
     "spaces_between_special_tokens": (True,),
     "structured_outputs": (),
     "truncate_prompt_tokens": (),
     "use_beam_search": (False,),
 }
-"""OpenAI's fields, then vLLM's, that are not supported, with the values that have no effect."""
+"""OpenAI's fields, then vLLM's and SGLang's, that are not supported, with the values that have no effect."""
 
 
 class Options(BaseModel):
@@ -214,12 +217,15 @@ class Message(BaseModel):
     content: str | Strictly[TextPart] | None = Field(None, description=CONTENT)
     name: str | None = None
     tool_call_id: str | None = None
+    reasoning_content: str | None = Field(None, description="what an earlier answer had as its reasoning")
+    reasoning: str | None = Field(None, description="another name of reasoning_content")
 
     def plain(self) -> dict[str, Any]:
         """The message as templates expect it, with the content in one string."""
         content = self.content
         text = "\n".join(part.text for part in content) if isinstance(content, list) else content or ""
-        others = {"name": self.name, "tool_call_id": self.tool_call_id}
+        thought = self.reasoning_content or self.reasoning or None
+        others = {"name": self.name, "tool_call_id": self.tool_call_id, **dict.fromkeys(SHOWN_REASONING, thought)}
         return {"role": self.role, "content": text} | {k: v for k, v in others.items() if v is not None}
 
 
@@ -248,6 +254,8 @@ class ChatRequest(SamplingRequest):
             _refuse_unknown(message, f"messages.{position}")
             for number, part in enumerate(message.content if isinstance(message.content, list) else ()):
                 _refuse_unknown(part, f"messages.{position}.content.{number}")
+            if (message.reasoning_content or message.reasoning) and message.role != "assistant":
+                raise ApiError(400, f"messages.{position}: only the assistant's messages have reasoning", "messages")
             if message.content is None and message.role != "assistant":
                 raise ApiError(400, f"messages.{position}.content must be {CONTENT}", "messages")
         if self.top_logprobs and not self.logprobs:

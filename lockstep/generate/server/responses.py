@@ -27,9 +27,12 @@ class Piece:
     offsets: list[int] = field(default_factory=list)
     """Where in the text each token begins."""
     finish_reason: str | None = None
+    reasoning: str = ""
+    """Of a chat."""
 
     def add(self, later: Piece) -> None:
         self.text += later.text
+        self.reasoning += later.reasoning
         self.events += later.events
         self.offsets += later.offsets
         self.finish_reason = later.finish_reason
@@ -65,7 +68,7 @@ class Reply:
     def shows(self, piece: Piece) -> bool:
         """Whether a chunk with this piece would contain anything for the client."""
         exact = self.token_ids or self.top_logprobs is not None
-        return bool(piece.text or piece.finish_reason or (exact and piece.events))
+        return bool(piece.text or piece.reasoning or piece.finish_reason or (exact and piece.events))
 
     # JSON is written token by token: json.dumps blocks every other thread until it is done, and garbage collection of a
     # tree of hundreds of thousands of objects does so again.
@@ -82,8 +85,7 @@ class Reply:
     def _choice(self, piece: Piece, holder: str) -> str:
         choice: dict[str, Any] = {"index": piece.index}
         if self.chat:
-            role = {"role": "assistant"} if piece.first else {}
-            choice[holder] = role | {"content": piece.text} | ({"refusal": None} if holder == "message" else {})
+            choice[holder] = _message(piece, holder == "message")
         else:
             choice["text"] = piece.text
         choice["finish_reason"] = piece.finish_reason
@@ -141,6 +143,17 @@ class Reply:
     def _name(self, token: int) -> str:
         """A token's text; `token_id:N` if it has none of its own (special tokens, parts of a character)."""
         return token_text(self.tokenizer, token) or f"token_id:{token}"
+
+
+def _message(piece: Piece, whole: bool) -> dict[str, Any]:
+    """A chat's message, or what a piece adds to it. The reasoning's key is DeepSeek's and SGLang's, which most clients
+    read and chat templates take back; the other one in use is vLLM's `reasoning`."""
+    message: dict[str, Any] = {"role": "assistant"} if piece.first else {}
+    if piece.reasoning:
+        message["reasoning_content"] = piece.reasoning
+    if whole or piece.text or not piece.reasoning:
+        message["content"] = piece.text
+    return message | ({"refusal": None} if whole else {})
 
 
 def server_sent_event(content: str) -> str:

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Iterator, Sequence
 
 from lockstep.data import StreamDecoder
+from lockstep.data.replies import Piece, ReplyReader, reply_form
 
 
 class StopString:
@@ -25,44 +26,100 @@ class StopString:
 
 
 class GrowingText:
-    """The text of one sample.
+    """The content of one sample, and apart from it its reasoning.
 
-    `stop_ids` are tokens that end it and have no text; `length` counts the characters decoded so far.
+    `stop_ids` are tokens that end it and have no text; `length` counts the characters decoded so far. reader: what
+    takes it apart; by default in the form that the decoder's vocabulary suggests. A stop string ends the sample in
+    its reasoning too, as in the engine, but never in the names of channels.
     """
 
-    def __init__(self, decoder: StreamDecoder, stop: Sequence[StopString], stop_ids: Collection[int]):
-        self._decoder = decoder
+    def __init__(
+        self,
+        decoder: StreamDecoder,
+        stop: Sequence[StopString],
+        stop_ids: Collection[int],
+        reader: ReplyReader | None = None,
+    ):
+        self._reader = reader or ReplyReader(reply_form(decoder.tokenizer), decoder)
         self._stop = stop
         self._matched = [0] * len(stop)
         self._stop_ids = stop_ids
-        self._held = ""
+        self._held: list[Piece] = []
         self.length = 0
         self.stopped = False
         """A stop string was found."""
+        self.reasoning = ""
+        """The reasoning that can be shown after the last token."""
 
     def push(self, token: int, last: bool) -> str:
-        """The text that can be shown after `token`; if it is the last, everything up to the end or the stop string."""
-        new = "" if last and token in self._stop_ids else self._decoder.push(token)
+        """The content that can be shown after `token`; if it is the last, everything up to the end or the stop string.
+
+        Sets `reasoning` to that of this token.
+        """
+        new = [] if last and token in self._stop_ids else self._reader.push(token)
         if last:
-            new += self._decoder.finish()
-        self.length += len(new)
+            new += self._reader.finish()
+        self.length += _length(new)
+        content = self.reasoning = ""
+        for piece in self._before_stop(new, last) if self._stop else new:
+            if piece.section == "content":
+                content += piece.text
+            elif piece.section == "reasoning":
+                self.reasoning += piece.text
+        return content
+
+    def _before_stop(self, new: list[Piece], last: bool) -> list[Piece]:
+        """The pieces, of those held back and new ones, that are no part of a stop string."""
         if self.stopped:
-            return ""
-        text = self._held + new
+            return []
         found = self._found(new)
         self.stopped = found is not None
         # What is held back may turn out to be the beginning of a stop string.
-        shown = len(text) - (0 if last else max(self._matched, default=0)) if found is None else len(self._held) + found
-        self._held = text[shown:]
-        return text[:shown]
+        end = _length(new) - (0 if last else max(self._matched)) if found is None else found
+        shown, self._held = _divided(self._held + new, _length(self._held) + end)
+        return shown
 
-    def _found(self, new: str) -> int | None:
-        """Where in `new` the first stop string begins, negative if before it."""
-        found = []
+    def _found(self, new: Sequence[Piece]) -> int | None:
+        """Where in the sampled text of `new` the first stop string begins, negative if before it."""
+        found: list[int] = []
+        begin = 0
+        for piece in new:
+            if piece.section == "structure":
+                self._matched = [0] * len(self._stop)
+            elif piece.sampled:
+                found += (begin + place for place in self._found_in(piece.text))
+            if found:
+                return min(found)
+            begin += len(piece.text) if piece.sampled else 0
+        return None
+
+    def _found_in(self, text: str) -> Iterator[int]:
+        """Where each stop string that `text` completes begins."""
         for number, stop in enumerate(self._stop):
-            for position, character in enumerate(new, 1):
+            for position, character in enumerate(text, 1):
                 self._matched[number] = stop.advance(self._matched[number], character)
                 if self._matched[number] == len(stop.text):
-                    found.append(position - len(stop.text))
+                    yield position - len(stop.text)
                     break
-        return min(found, default=None)
+
+
+def _length(pieces: Sequence[Piece]) -> int:
+    return sum([len(piece.text) for piece in pieces if piece.sampled])
+
+
+def _divided(pieces: Sequence[Piece], count: int) -> tuple[list[Piece], list[Piece]]:
+    """The pieces of the first `count` sampled characters, and the others."""
+    first: list[Piece] = []
+    for number, piece in enumerate(pieces):
+        if not piece.sampled:
+            # It stands between two texts, of which the second has to be shown.
+            if count == 0:
+                return first, list(pieces[number:])
+            first.append(piece)
+        elif len(piece.text) > count:
+            begin, rest = piece.text[:count], piece.text[count:]
+            return [*first, piece._replace(text=begin)], [piece._replace(text=rest), *pieces[number + 1 :]]
+        else:
+            first.append(piece)
+            count -= len(piece.text)
+    return first, []

@@ -88,15 +88,16 @@ def reply_data(reply: Reply | None) -> list[Any] | None:
     if reply is None:
         return None
     calls = [[call.name, dict(call.arguments), call.problem] for call in reply.tool_calls]
-    return [reply.text, reply.finish_reason, calls, reply.prompt_tokens, reply.completion_tokens]
+    tokens = [reply.prompt_tokens, reply.completion_tokens]
+    return [reply.text, reply.finish_reason, calls, *tokens, reply.reasoning, dict(reply.message)]
 
 
 def reply_of(data: Any) -> Reply | None:
     """The inverse of `reply_data`."""
     if data is None:
         return None
-    text, finish_reason, calls, *tokens = data
-    return Reply(text, finish_reason, tuple(ToolCall(*call) for call in calls), *tokens)
+    text, finish_reason, calls, *others = data
+    return Reply(text, finish_reason, tuple(ToolCall(*call) for call in calls), *others)
 
 
 def episode_data(episode: Episode) -> list[Any]:

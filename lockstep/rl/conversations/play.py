@@ -18,7 +18,7 @@ from lockstep.rl.conversations.exchange import Again, Asked, Ended, Said
 from lockstep.rl.conversations.hosting import Hosting
 from lockstep.rl.conversations.in_workers import HostingInWorkers, task_of
 from lockstep.rl.conversations.protocol import ConversationEnvironment, Reply
-from lockstep.rl.conversations.rendering import Rendering, Row, TooLongError, Transcript
+from lockstep.rl.conversations.rendering import Rendering, Row, TooLongError, Transcript, message_values
 from lockstep.rl.environment import Environment, Example
 from lockstep.rl.rewards.calling import INVALID, Grader, about, failure
 from lockstep.rl.rewards.workers import Workers
@@ -265,10 +265,12 @@ def _reply(one: _Playing, sample: Sample, engine: Sampler, rendering: Rendering)
     text = one.transcript.add(
         said.token_ids, said.logprobs, said.finish_reason, said.cut_logprobs, said.versions, said.routes
     )
-    calls = rendering.calls(text)
-    one.tool_calls += len(calls)
+    read = one.transcript.read
+    one.tool_calls += len(read.calls)
     one.tokens += len(said.token_ids)
-    return Reply(text, said.finish_reason, calls, one.prompt_tokens, len(said.token_ids))
+    message = message_values(read) if rendering.form.channels else {}
+    tokens = one.prompt_tokens, len(said.token_ids)
+    return Reply(text, said.finish_reason, read.calls, *tokens, read.reasoning, message)
 
 
 def _rollouts(one: _Playing, environment: ConversationEnvironment, version: int) -> list[Rollout]:

@@ -9,6 +9,7 @@ from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, ClassVar
 
+from lockstep.data.replies import ToolCall
 from lockstep.rl.environment import Environment, Example, Message
 
 Rewards = float | Mapping[str, float]
@@ -17,16 +18,6 @@ Rewards = float | Mapping[str, float]
 
 class ConversationOver(Exception):
     """There are no more replies: the conversation is at its limit of turns or tokens. Let it propagate, or return."""
-
-
-@dataclass(frozen=True)
-class ToolCall:
-    """A call that the model wrote in a reply."""
-
-    name: str
-    arguments: Mapping[str, Any] = field(default_factory=dict)
-    problem: str = ""
-    """Why it cannot be parsed, for the model; empty if it can."""
 
 
 @dataclass(frozen=True)
@@ -41,6 +32,10 @@ class Reply:
     """Tokens of the conversation that it replies to; None if it was not sampled, but written by hand."""
     completion_tokens: int | None = None
     """Tokens that were sampled, with the one that ended it; None as for `prompt_tokens`."""
+    reasoning: str = ""
+    """What it thought before. It is in `text` too, between `<think>` and `</think>`, where the family writes it so."""
+    message: Mapping[str, Any] = field(default_factory=dict)
+    """What its message has besides role and content: reasoning and calls, where the family has channels for them."""
 
 
 @dataclass(frozen=True)
@@ -83,8 +78,8 @@ class Chat:
     async def reply(self) -> Reply:
         """The model's next reply. Raises ConversationOver at the limit of turns or tokens."""
         reply = await self._ask(self.messages)
-        # Verbatim, including calls: a template that shows it shows what the model wrote.
-        self.messages.append({"role": "assistant", "content": reply.text})
+        # Verbatim, including calls: a template that shows it shows what the model wrote. Only channels are apart.
+        self.messages.append({"role": "assistant", "content": reply.text, **reply.message})
         return reply
 
 

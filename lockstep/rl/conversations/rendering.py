@@ -11,12 +11,14 @@ from typing import Any
 from lockstep.config import RLConfig
 from lockstep.data import Tokenizer, ends_of_text
 from lockstep.data.chat import ChatTemplate, ChatTemplateError, load_chat_template
+from lockstep.data.messages import SHOWN_REASONING
+from lockstep.data.replies import ReplyParts, read_reply, reply_form
 from lockstep.data.template_values import command_values, template_values
 from lockstep.errors import UserError
 from lockstep.hub import local_folder
 from lockstep.model import TrainableModel
 from lockstep.observe import log
-from lockstep.rl.conversations.protocol import ConversationEnvironment, Message, ToolCall
+from lockstep.rl.conversations.protocol import ConversationEnvironment, Message
 from lockstep.rl.environment import Environment, Example
 
 # Private-use characters: templates keep them unchanged, also in JSON. If a text contains them itself, they are
@@ -33,8 +35,9 @@ RENDERED = (
 )
 UNSHOWN = "the chat template of %s does not show tools, so the model does not see those of %s; list them in the prompt"
 UNREAD = (
-    "the chat template of %s shows the tools of %s, but its call format is neither Qwen3's nor Llama 3.1's, so no call "
-    "is parsed and no tool runs; parse them in `converse`, or train a model with one of these formats"
+    "the chat template of %s shows the tools of %s, but its call format is not Qwen3's, Llama 3.1's, DeepSeek's or "
+    "gpt-oss's, so no call is parsed and no tool runs; parse them in `converse`, or train a model with one of these "
+    "formats"
 )
 NO_TEMPLATE = "%s has no chat template, so the model does not see the tools of %s; list them in the prompt"
 
@@ -69,12 +72,12 @@ class Rendering:
         self.keeps_rendered = keeps_rendered
         self._warned = False
         self.schemas: list[dict[str, Any]] | None = None
-        self._format: Any = None
         if tools:
-            from lockstep.rl.conversations.tools import schema_of, tool_format
+            from lockstep.rl.conversations.tools import schema_of
 
             self.schemas = [schema_of(tool) for tool in tools]
-            self._format = tool_format(template.source) if template else None
+        self.form = reply_form(tokenizer, template.source if template else None, bool(tools))
+        """How replies are taken apart."""
         self.end_ids = ends_of_text(end_ids, tokenizer, template)
         """Tokens that end a reply."""
 
@@ -162,24 +165,18 @@ class Rendering:
             ids += self.tokenizer.encode(after) if after else []
         return ids
 
-    def reply(self, token_ids: Sequence[int]) -> str:
-        """The text of sampled tokens, without the one that ended them."""
+    def reply(self, token_ids: Sequence[int], prompt: Sequence[int] = ()) -> str:
+        """The text of sampled tokens, without the one that ended them; of a family with channels only the content."""
+        if self.form.channels:
+            return self.read(token_ids, prompt).content
         ended = bool(token_ids) and token_ids[-1] in self.end_ids
         said = token_ids[:-1] if ended else token_ids
         return self.tokenizer.decode([token for token in said if token != self.tokenizer.eos_id])
 
-    @property
-    def reads_calls(self) -> bool:
-        """Whether there are tools, and the template has a known format for calls."""
-        return self._format is not None
-
-    def calls(self, text: str) -> tuple[ToolCall, ...]:
-        """The tool calls in a reply, if there are tools and the template has a known format for calls."""
-        if self._format is None:
-            return ()
-        from lockstep.rl.conversations.tools import parse_calls
-
-        return parse_calls(text, self._format)
+    def read(self, token_ids: Sequence[int], prompt: Sequence[int] = ()) -> ReplyParts:
+        """Sampled tokens taken apart; `prompt` is what they continue. Calls are read if there are tools, and the
+        template has a known format for calls."""
+        return read_reply(self.form, self.tokenizer, token_ids, prompt, self.end_ids)
 
     def written(self, value: Any) -> Any:
         """A message, or a part of one, with every special token's name escaped for `tokens`."""
@@ -210,7 +207,7 @@ def open_rendering(
         log.warning(UNSHOWN if template else NO_TEMPLATE, config.model, type(environment).__name__)
     values = command_values(config.chat_template_kwargs, template)
     rendering = Rendering(tokenizer, template, model.config.eos_token_ids, tools, config.chat == "auto", values)
-    if tools and template and "tools" in template.variables and not rendering.reads_calls:
+    if tools and template and "tools" in template.variables and rendering.form.calls is None:
         log.warning(UNREAD, config.model, type(environment).__name__)
     return rendering
 
@@ -269,6 +266,8 @@ class Transcript:
         self.rendering, self._values = rendering, values
         self.rows: list[Row] = []
         self.turns = 0
+        self.read = ReplyParts("", "")
+        """The last reply, taken apart."""
         self._shown = ""
         """The text of the last prompt."""
         self._seen = 0
@@ -307,6 +306,8 @@ class Transcript:
         row, new = self._continued
         if not self.rows or row is not self.rows[-1]:
             self.rows.append(row)
+        prompt = [*row.prompt_ids, *row.token_ids, *new]
+        self.read = self.rendering.read(token_ids, prompt)
         row.token_ids += [*new, *token_ids]
         row.sampled += [False] * len(new) + [True] * len(token_ids)
         row.logprobs += logprobs
@@ -315,7 +316,7 @@ class Transcript:
         row.routes += routes
         row.turns += 1
         row.finish_reason = finish_reason
-        row.completion = self.rendering.reply(token_ids)
+        row.completion = self.rendering.reply(token_ids, prompt)
         self.turns += 1
         self._shown, self._seen = self._next
         return row.completion
@@ -349,6 +350,14 @@ class Transcript:
         if self.rendering.template is not None and last in self.rendering.end_ids and new[:1] == [last]:
             return new[1:]
         return new
+
+
+def message_values(read: ReplyParts) -> dict[str, Any]:
+    """What templates take apart from a message's content: its reasoning, and its calls."""
+    calls = [{"type": "function", "function": {"name": c.name or "?", "arguments": c.arguments}} for c in read.calls]
+    # Before a call, gpt-oss's template takes either of content and reasoning.
+    reasoning = "" if calls and read.content else read.reasoning
+    return (dict.fromkeys(SHOWN_REASONING, reasoning) if reasoning else {}) | ({"tool_calls": calls} if calls else {})
 
 
 def _squeezed(text: str) -> str:

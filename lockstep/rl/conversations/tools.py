@@ -11,8 +11,8 @@ from collections.abc import Callable, Sequence
 from contextlib import suppress
 from typing import Any
 
+from lockstep.data.replies import LLAMA3, QWEN3, ToolFormat, parse_calls, tool_format
 from lockstep.errors import closest
-from lockstep.rl.conversations.calls import LLAMA3, QWEN3, ToolFormat, parse_calls, tool_format
 from lockstep.rl.conversations.protocol import Chat, ConversationOver, Reply, ToolCall
 from lockstep.rl.conversations.schemas import problem_with, schema_of, tool_name
 

@@ -253,7 +253,7 @@ class Interaction:
             for number, call in enumerate(reply.tool_calls)
         ]
         content = text.partition("<tool_call>")[0].strip() if calls else text.strip()
-        thought = reasoning.removeprefix("<think>").strip() if closed else None
+        thought = reasoning.removeprefix("<think>").strip() if closed else reply.reasoning or None
         return vf.AssistantMessage(content=content or None, reasoning_content=thought, tool_calls=calls or None)
 
     async def _call_tools(self, reply: Reply) -> None:

@@ -22,6 +22,17 @@ FAMILIES = {
     "deepseek_r1_distill": (DEEPSEEK, ["<think>", "</think>"], "<｜end▁of▁sentence｜>", "<｜begin▁of▁sentence｜>"),
 }
 """By the template's file: special tokens, other added tokens, the end of a turn, and the beginning of a text."""
+GPT_OSS = ["return", "constrain", "channel", "start", "end", "message", "call"]
+DEEPSEEK_CALLS = ["tool▁calls▁begin", "tool▁call▁begin", "tool▁sep", "tool▁call▁end", "tool▁calls▁end"]
+OTHERS = {
+    "qwen2_5": (QWEN, QWEN_WORDS[:2], "<|im_end|>", None),
+    "gptoss": ([f"<|{name}|>" for name in GPT_OSS], [], "<|return|>", None),
+    "deepseekv3": (
+        *(DEEPSEEK, ["<think>", "</think>", *(f"<｜{name}｜>" for name in DEEPSEEK_CALLS)]),
+        *("<｜end▁of▁sentence｜>", "<｜begin▁of▁sentence｜>"),
+    ),
+}
+"""Those that have structure of their own within replies."""
 
 
 def template_source(name: str) -> str:
@@ -33,7 +44,7 @@ def template_source(name: str) -> str:
 
 def write_family(folder: Path, name: str, bpe_tokenizer) -> None:
     """Writes tokenizer and template; the model, if there is to be one, is the caller's."""
-    special, words, end, begin = FAMILIES[name]
+    special, words, end, begin = (FAMILIES | OTHERS)[name]
     folder.mkdir(parents=True, exist_ok=True)
     bpe_tokenizer.save(folder)
     (folder / "chat_template.jinja").write_text(template_source(name))

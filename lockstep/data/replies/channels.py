@@ -1,0 +1,153 @@
+"""Replies in channels, as gpt-oss writes them: messages with a header of role, channel, recipient and type.
+
+    <|channel|>analysis<|message|>…<|end|><|start|>assistant<|channel|>final<|message|>…<|return|>
+    <|channel|>commentary to=functions.NAME <|constrain|>json<|message|>{…}<|call|>
+
+The recipient may stand before the channel too.
+"""
+
+from __future__ import annotations
+
+import re
+from collections import deque
+from collections.abc import Iterator
+from typing import Literal
+
+from lockstep.data.replies.calls import ToolCall, bounded, call_to
+from lockstep.data.replies.form import CHANNEL, CONSTRAIN, ENDS, MESSAGE, START
+from lockstep.data.replies.marked_text import Marked
+from lockstep.data.replies.sections import Piece, Section
+
+RECIPIENT = re.compile(r"(?:^|\s)to=([^\s<]+)")
+
+
+class ChannelReply:
+    """Content is what the assistant says in the final channel, or in none. What it says to a tool is a call, everything
+    else that it says reasoning: analysis, and comments to nobody. Messages of a section are joined by line breaks.
+
+    A reply without any header is content, so that a model tuned to answer without channels is still read.
+    """
+
+    def __init__(self) -> None:
+        self._state: Literal["header", "body", "between"] = "header"
+        self._header = "assistant"
+        self._unmarked: str | None = ""
+        """What the reply began with, while it may be the rest of the prompt's header; None once that is known."""
+        self._section: Section = "structure"
+        self._parts: dict[Section, list[list[str]]] = {"reasoning": [], "content": []}
+        """The texts of each message of a section."""
+        self._recipient = ""
+        self._call_text: list[str] = []
+        self._calls: list[ToolCall] = []
+
+    @property
+    def reasoning(self) -> str:
+        return self._joined("reasoning")
+
+    @property
+    def content(self) -> str:
+        return self._joined("content")
+
+    @property
+    def calls(self) -> tuple[ToolCall, ...]:
+        """Once the reply is finished."""
+        return bounded(self._calls)
+
+    def continues(self, items: Iterator[Marked]) -> None:
+        """Reads the prompt's text from its last `<|start|>` on, which the reply continues."""
+        for item in items:
+            deque(self.take(item), 0)
+        self._parts = {"reasoning": [], "content": []}
+        self._unmarked = "" if self._state == "header" and CHANNEL not in self._header else None
+
+    def take(self, item: Marked) -> Iterator[Piece]:
+        """The pieces that this text or mark completes."""
+        if item.mark or self._unmarked is None:
+            yield from self._known(item)
+            return
+        text = self._unmarked + item.text
+        self._unmarked = text
+        if not text.strip() or " to=".startswith(text) or re.match(r"\s*to=", text):
+            return
+        self._unmarked = None
+        self._begin("content")
+        yield from self._known(Marked(text))
+
+    def finish(self) -> Iterator[Piece]:
+        """Ends the reply."""
+        if self._unmarked:
+            yield Piece("structure", self._unmarked)
+        self._unmarked = None
+        self._end_call(ENDS[2])
+
+    def _known(self, item: Marked) -> Iterator[Piece]:
+        if self._unmarked:
+            self._header += self._unmarked
+            yield Piece("structure", self._unmarked)
+        self._unmarked = None
+        if item.mark:
+            self._mark(item.mark)
+        elif self._state == "header":
+            self._header += item.text
+        elif self._state == "body":
+            yield from self._said(item.text)
+            return
+        if item.text:
+            yield Piece("structure", item.text)
+
+    def _mark(self, mark: str) -> None:
+        if mark in ENDS:
+            self._end_call("")
+            self._state = "between"
+        elif mark == START:
+            self._end_call(ENDS[2])
+            self._state, self._header = "header", ""
+        elif mark == CHANNEL:
+            # Without an end before it, it begins another message: what follows is a name, not content.
+            if self._state != "header":
+                self._end_call(ENDS[2])
+                self._state, self._header = "header", "assistant"
+            self._header += CHANNEL
+        elif mark == CONSTRAIN and self._state == "header":
+            self._header += f" {CONSTRAIN}"
+        elif mark == MESSAGE and self._state != "body":
+            self._read_header(self._header if self._state == "header" else "assistant")
+
+    def _read_header(self, header: str) -> None:
+        before, _, after = header.partition(CHANNEL)
+        found = RECIPIENT.search(after) or RECIPIENT.search(before)
+        role = RECIPIENT.sub("", before).strip()
+        channel = re.split(r"[\s<]", after, maxsplit=1)[0]
+        recipient = found[1] if found and found[1] not in ("assistant", "user", "all") else ""
+        if role not in ("", "assistant"):
+            self._begin("structure")
+        elif recipient:
+            self._begin("call", recipient)
+        else:
+            self._begin("content" if channel in ("", "final") else "reasoning")
+
+    def _begin(self, section: Section, recipient: str = "") -> None:
+        self._state, self._section, self._recipient, self._call_text = "body", section, recipient, []
+        if section in self._parts:
+            self._parts[section].append([])
+
+    def _said(self, text: str) -> Iterator[Piece]:
+        if self._section == "call":
+            self._call_text.append(text)
+        elif self._section in self._parts:
+            messages = self._parts[self._section]
+            if not messages:
+                messages.append([])  # the prompt has the beginning of this message
+            if not messages[-1] and any(messages[:-1]):
+                yield Piece(self._section, "\n", sampled=False)
+            messages[-1].append(text)
+        yield Piece(self._section, text)
+
+    def _end_call(self, missing: str) -> None:
+        if self._state == "body" and self._section == "call":
+            name = self._recipient.removeprefix("functions.")
+            self._calls.append(call_to(name, "".join(self._call_text), missing))
+        self._section = "structure"
+
+    def _joined(self, section: Section) -> str:
+        return "\n".join("".join(texts) for texts in self._parts[section] if texts)
