@@ -31,8 +31,8 @@ def render_answers(
     turns: Turns,
     **values: Any,
 ) -> list[ScoredText]:
-    """`whole`, the rendering of all messages, and the spans of the messages that are `trained`; if `turns` are "apart", also the
-    beginnings of the conversation whose last answer the whole has otherwise.
+    """`whole`, the rendering of all messages, and the spans of those that are `trained`; if `turns` are "apart", also
+    the beginnings of the conversation whose last answer the whole has otherwise.
 
     A template with `{% generation %}` says itself what is scored of an answer. values: for the template, such as
     `tools`. Raises ChatTemplateError for messages that the template refuses.
