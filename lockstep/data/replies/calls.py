@@ -5,24 +5,16 @@ from __future__ import annotations
 import json
 import math
 import re
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any, Literal
+
+from lockstep.tool_call import ToolCall
 
 MOST_CALLS = 32
 """Most calls in a reply; further ones are not read."""
 DEEPEST = 32
 """Deepest nesting of objects and lists in a call's arguments."""
-
-
-@dataclass(frozen=True)
-class ToolCall:
-    """A call that the model wrote in a reply."""
-
-    name: str
-    arguments: Mapping[str, Any] = field(default_factory=dict)
-    problem: str = ""
-    """Why it cannot be parsed, for the model; empty if it can."""
 
 
 @dataclass(frozen=True)
