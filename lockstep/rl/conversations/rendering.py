@@ -76,7 +76,7 @@ class Rendering:
             from lockstep.rl.conversations.tools import schema_of
 
             self.schemas = [schema_of(tool) for tool in tools]
-        self.form = reply_form(tokenizer, template.source if template else None, bool(tools))
+        self.form = reply_form(tokenizer, template.used_with(self.schemas).source if template else None, bool(tools))
         """How replies are taken apart."""
         self.end_ids = ends_of_text(end_ids, tokenizer, template)
         """Tokens that end a reply."""
