@@ -203,11 +203,12 @@ def open_rendering(
             'weights, or set chat = "auto"'
         )
     tools = environment.tools if isinstance(environment, ConversationEnvironment) else ()
-    if tools and (template is None or "tools" not in template.variables):
+    shows = template is not None and "tools" in template.used_with(tools).variables
+    if tools and not shows:
         log.warning(UNSHOWN if template else NO_TEMPLATE, config.model, type(environment).__name__)
     values = command_values(config.chat_template_kwargs, template)
     rendering = Rendering(tokenizer, template, model.config.eos_token_ids, tools, config.chat == "auto", values)
-    if tools and template and "tools" in template.variables and rendering.form.calls is None:
+    if tools and shows and rendering.form.calls is None:
         log.warning(UNREAD, config.model, type(environment).__name__)
     return rendering
 
