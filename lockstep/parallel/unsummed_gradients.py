@@ -1,7 +1,8 @@
 """The gradient of a gathered weight, before FSDP sums it over the data ranks: the same bits in torch 2.11 to 2.15.
 
 Up to 2.14, the gathered weight's gradient has the dtype of the computation, and FSDP keeps a float32 copy of it between
-micro-batches. From 2.15 on it is float32 from the start (the parameter's `grad_dtype`), and the copy is gone.
+micro-batches. In 2.15 it seems to be float32 from the start (the parameter's `grad_dtype`), and the copy is gone; what
+is here holds either way, but has not run there (docs/versions.md).
 """
 
 from __future__ import annotations
@@ -19,8 +20,9 @@ from lockstep.model.shard import is_fsdp, local_values
 def round_tied_gradient(model: Decoder, compute: torch.dtype) -> None:
     """Makes autograd add the gradients of a tied `model`'s embedding and head in `compute`, as in one process.
 
-    Torch 2.15 widens both to float32 before it adds them. That sum, rounded, has the bits of a sum in `compute`, which
-    is also added in float32 and rounded. Call after `fully_shard(model)`, whose hook gathers the weights.
+    If FSDP has set a wider `grad_dtype`, both are widened before they are added. That sum, rounded, has the bits of a
+    sum in `compute`, which is also added in float32 and rounded. Call after `fully_shard(model)`, whose hook gathers
+    the weights.
     """
     hooked: Tensor | None = None
 
