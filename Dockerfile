@@ -10,7 +10,7 @@ FROM python:3.12-slim
 # torch comes with CUDA unless an index without it is given: --build-arg TORCH_OPTIONS="--index-url …/whl/cpu"
 ARG TORCH_OPTIONS=""
 COPY --from=build /wheels /wheels
-RUN pip install --no-cache-dir $TORCH_OPTIONS "torch>=2.11,<2.14" \
+RUN pip install --no-cache-dir $TORCH_OPTIONS "torch>=2.11,<2.16" \
     && pip install --no-cache-dir /wheels/*.whl && rm -rf /wheels
 WORKDIR /work
 EXPOSE 8000

@@ -7,7 +7,7 @@ PIP := $(VENV)/bin/pip install --quiet
 PRODUCT := $(VENV)/.product
 PEERS := $(VENV)/.peers
 
-.PHONY: parity gpu-check gpu-test gpu-bench demo demo-picture test test-slow test-security lint api format bench clean
+.PHONY: parity gpu-check gpu-test gpu-bench demo demo-picture test test-slow test-security test-torch lint api format bench clean
 
 $(PRODUCT): pyproject.toml
 	$(PYTHON) -m venv $(VENV)
@@ -38,6 +38,19 @@ test: $(PEERS)
 # What `make test` leaves out; for a part of it: make test-slow ARGS=tests/generate
 test-slow: $(PEERS)
 	$(RUN) pytest $(PARALLEL) -m slow $(ARGS)
+
+# What computes, with another torch, in an environment of its own: make test-torch TORCH=2.14.1
+TORCH ?= 2.14.1
+TORCH_TESTS := $(addprefix tests/,ops model data generate train parallel checkpoint rl/algorithms) \
+	$(addprefix tests/rl/test_,digest.py losses.py losses_and_advantages.py ppo.py)
+
+$(VENV)-torch-%/.peers: pyproject.toml
+	$(PYTHON) -m venv $(@D)
+	$(@D)/bin/pip install --quiet "torch==$*" --editable ".[dev]"
+	touch $@
+
+test-torch: $(VENV)-torch-$(TORCH)/.peers
+	$(VENV)-torch-$(TORCH)/bin/python -m pytest $(PARALLEL) --durations 15 $(TORCH_TESTS) $(ARGS)
 
 # 20,000 damaged requests and 2,000 damaged folders, by fixed seeds; `make test` has a tenth of them.
 test-security: $(PEERS)
@@ -83,4 +96,4 @@ gpu-bench:
 	@if $(GPU); then PYTHONPATH=. $(PYTHON) benchmarks/gpu.py; else echo "no GPU: skipped"; fi
 
 clean:
-	rm -rf $(VENV) run run-pretrain
+	rm -rf $(VENV) $(VENV)-torch-* run run-pretrain

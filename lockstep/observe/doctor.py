@@ -236,7 +236,7 @@ def _version(package: str) -> str:
 
 
 def _wanted(package: str) -> str:
-    """The versions that this installation requires, such as `>=2.11,<2.14`; empty if it does not say."""
+    """The versions that this installation requires, such as `>=2.11,<2.16`; empty if it does not say."""
     try:
         lines = importlib.metadata.requires("lockstep-lm") or []
     except importlib.metadata.PackageNotFoundError:

@@ -19,7 +19,8 @@ SLOPE, LIMIT = 1.702, 7.0
 def clamped_swiglu(gate: Float[Tensor, "rows dim"], up: Float[Tensor, "rows dim"]) -> Float[Tensor, "rows dim"]:
     """`(up + 1) · gate · sigmoid(1.702 · gate)`, with gate clamped to 7 and up to [-7, 7] (arXiv 2508.10925).
 
-    In float32, rounded once.
+    In float32, rounded once. A value exactly on a bound has the gradient of one within it, in every form and torch
+    version.
     """
     if torch.compiler.is_compiling():
         return _opaque(gate, up)

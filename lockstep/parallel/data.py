@@ -15,6 +15,7 @@ from lockstep.model.shard import local_values
 from lockstep.model.stored import is_float32
 from lockstep.parallel.exchange import ExchangedSum, SumOverReplicas
 from lockstep.parallel.tensor import experts_of
+from lockstep.parallel.unsummed_gradients import round_tied_gradient
 from lockstep.parallel.world import World
 
 
@@ -24,7 +25,8 @@ def shard_data_parallel(model: Decoder, world: World, config: ParallelConfig, co
     A step's loss is a sum whose weights add up to 1 over all ranks, so gradients are summed in float32, not averaged.
     With `data_shard` 1, each replica keeps unsharded weights: data parallelism as in DDP.
     """
-    always = {"default": world.degrees["pipeline"] == 1, "always": True, "never": False}[config.reshard_after_forward]
+    pipelined = world.degrees["pipeline"] > 1
+    always = {"default": not pipelined, "always": True, "never": False}[config.reshard_after_forward]
     offload = CPUOffloadPolicy() if config.cpu_offload else OffloadPolicy()
     precision = MixedPrecisionPolicy(
         param_dtype=None if compute == torch.float32 else compute,
@@ -54,6 +56,8 @@ def shard_data_parallel(model: Decoder, world: World, config: ParallelConfig, co
             module.set_custom_reduce_scatter(ExchangedSum(shared))  # type: ignore[arg-type]
         if world.replicas is not None and module not in shared_experts:
             module.set_all_reduce_hook(SumOverReplicas(world.replicas))
+    if model.config.tie_embeddings and compute != torch.float32 and not pipelined:  # stages: `TiedEmbedding`
+        round_tied_gradient(model, compute)
 
 
 def _cut_experts(world: World, parameter: nn.Parameter) -> Shard | None:

@@ -8,8 +8,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from lockstep.model.shard import is_fsdp, local_part, local_values
+from lockstep.model.shard import local_part
 from lockstep.parallel.pipeline_stage import Stage
+from lockstep.parallel.unsummed_gradients import UnsummedGradient
 
 TAG = 1
 """The tag of gradients sent concurrently with a schedule's own messages, which have tag 0."""
@@ -65,9 +66,9 @@ class TiedEmbedding:
         finishes a micro-batch before the first stage does, so its gradient has been sent by then.
         """
         if stage is self.borrower:
-            held = _Unsummed(stage)
-            assert held.gradient is not None
-            source = held.gradient.contiguous()
+            held = UnsummedGradient(stage, stage.embed_tokens)
+            assert held.values is not None
+            source = held.values.contiguous()
             held.drop()
             if self.owner is not None:
                 self._kept.append(source)
@@ -76,13 +77,13 @@ class TiedEmbedding:
                 assert work is not None
                 self._sent.append((work, source))
         if stage is self.owner:
-            held = _Unsummed(stage)
+            held = UnsummedGradient(stage, stage.embed_tokens)
             if self.borrower is not None:
                 source = self._kept.pop(0)
             else:
-                source = held.room()
+                source = held.empty_like()
                 dist.recv(source, group=self.group, group_src=self.last_rank, tag=TAG)
-            if (target := held.gradient) is not None:  # a frozen weight needs no gradient
+            if (target := held.values) is not None:  # a frozen weight needs no gradient
                 # In the dtype of the computation, as autograd adds the two if they are one parameter.
                 target.copy_(target.to(self.dtype) + source.to(self.dtype))
 
@@ -107,28 +108,3 @@ class TiedEmbedding:
             dist.send(source.contiguous(), group=self.group, group_dst=receiver)
         elif target is not None:
             dist.recv(target, group=self.group, group_src=sender)
-
-
-class _Unsummed:
-    """The gradient of a stage's gathered embedding, before FSDP sums it over the data ranks."""
-
-    def __init__(self, stage: Stage):
-        embedding = stage.embed_tokens
-        assert is_fsdp(stage)
-        group = stage._get_fsdp_state()._fsdp_param_group
-        assert group is not None
-        (self._held,) = (each for each in group.fsdp_params if each._module_info.module is embedding)
-
-    def room(self) -> Tensor:
-        """For a gradient like this one."""
-        return torch.empty_like(local_values(self._held.unsharded_param), dtype=torch.float32)
-
-    @property
-    def gradient(self) -> Tensor | None:
-        """This tensor rank's part of it, in float32; None if there is none."""
-        held, weight = self._held, self._held.unsharded_param
-        grad = weight.grad if held.unsharded_accumulated_grad is None else held.unsharded_accumulated_grad
-        return None if grad is None else local_values(grad)
-
-    def drop(self) -> None:
-        self._held.unsharded_accumulated_grad = self._held.unsharded_param.grad = None

@@ -84,5 +84,5 @@ def test_a_terminal_without_these_characters_gets_others():
 
 
 def test_the_wanted_version_is_read_from_the_installation(monkeypatch):
-    monkeypatch.setattr(doctor.importlib.metadata, "requires", lambda name: ["torchmonarch>=1", "torch>=2.11,<2.14"])
-    assert doctor._wanted("torch") == ">=2.11,<2.14" and doctor._wanted("jinja2") == ""
+    monkeypatch.setattr(doctor.importlib.metadata, "requires", lambda name: ["torchmonarch>=1", "torch>=2.11,<2.16"])
+    assert doctor._wanted("torch") == ">=2.11,<2.16" and doctor._wanted("jinja2") == ""

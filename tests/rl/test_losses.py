@@ -5,7 +5,9 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from lockstep import ops
 from lockstep.rl import PolicyLossInputs, policy_loss, token_weights
+from lockstep.rl.algorithms.losses import clip, clip_sequence
 
 
 def _inputs(lengths, average, seed=0):
@@ -66,6 +68,20 @@ def test_each_bound_cuts_the_gradient_on_its_own_side_only(ratio, advantage, cli
     assert (float(log_prob.grad) == 0.0) == clipped and float(metrics["policy/clip_fraction"]) == float(clipped)
     # exp(log(r)) in float32: within two units in the last place of r (3e-8 measured).
     assert float(metrics["policy/ratio_max"]) == pytest.approx(ratio, rel=3e-7)
+
+
+@pytest.mark.parametrize("loss_of", [clip, clip_sequence])
+@pytest.mark.parametrize("advantage", [1.5, -1.5])
+@pytest.mark.parametrize("log_ratio", [0.25, -0.25])
+def test_a_ratio_exactly_on_a_bound_keeps_its_whole_gradient(log_ratio, advantage, loss_of):
+    log_prob = torch.tensor([log_ratio], requires_grad=True)
+    inputs = PolicyLossInputs(log_prob, torch.zeros(1), torch.tensor([advantage]), torch.ones(1))
+    ratio = ops.exp(log_prob.detach())
+    bound = abs(float(ratio.double()) - 1)  # exact in float64, and so is 1 plus or minus it
+    losses, clipped = loss_of(inputs, bound, bound)
+    losses.sum().backward()
+    assert torch.equal(losses.detach(), -advantage * ratio) and torch.equal(log_prob.grad, -advantage * ratio)
+    assert not clipped.any()
 
 
 def test_the_divergence_from_oneself_is_exactly_zero_and_has_no_gradient():

@@ -75,6 +75,14 @@ def test_a_value_that_went_far_enough_has_no_gradient_and_one_that_went_astray_h
     assert free.tolist() == pytest.approx([0.405, 0.125, 1.125, 0.125], rel=2.4e-7) and not none.any()
 
 
+def test_a_value_exactly_on_the_bound_or_as_far_from_the_return_as_the_bound_has_its_whole_gradient():
+    old, returns = torch.zeros(3), torch.tensor([1.0, -1.0, 0.375])
+    values = torch.tensor([0.25, -0.25, 0.5], requires_grad=True)
+    losses, bounded = value_losses(values, old, returns, 0.25)
+    losses.sum().backward()
+    assert values.grad.tolist() == [-0.75, 0.75, 0.125] and not bounded.any()
+
+
 def test_explained_variance_is_1_for_the_returns_and_0_for_a_constant():
     returns = [0.0, 1.0, 3.0, -2.5]
     assert explained_variance(returns, returns) == 1.0

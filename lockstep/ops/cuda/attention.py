@@ -369,7 +369,7 @@ def _join_kernel(
     for start in range(first, stop, AHEAD):
         for index in tl.static_range(AHEAD):
             chunk = start + index
-            inside, shift = (chunk < stop) & (one == 0), chunk * lines.to(tl.int64)
+            inside, shift = chunk + one < stop, chunk * lines.to(tl.int64)
             next_top = tl.load(tops + shift + line, mask=inside, other=float("-inf"))
             next_total = tl.load(totals + shift + line, mask=inside, other=0.0)
             part = tl.load(parts + shift * DIM + place, mask=inside[:, None] & present, other=0.0)

@@ -45,14 +45,15 @@ def value_losses(
 
     The value loss of PPO (arXiv 1707.06347, equation 9) with the clipping of its authors' implementation: as for the
     policy, there is no gradient where a value has already moved further than `clip` from the one before the step and is
-    closer to R than the bound.
+    closer to R than the bound. Exactly on the bound, or exactly as far from R, it has the whole gradient.
     """
     plain = (values - returns).square()
     if clip == 0:
         return 0.5 * plain, torch.zeros_like(plain, dtype=torch.bool)
-    bounded = old_values + (values - old_values).clamp(-clip, clip)
-    clipped = (bounded - returns).square()
-    return 0.5 * torch.maximum(plain, clipped), clipped > plain
+    moved = (values - old_values).detach()
+    clipped = (old_values + moved.clamp(-clip, clip) - returns).square()
+    is_clipped = (moved.abs() > clip) & (clipped > plain)
+    return 0.5 * torch.where(is_clipped, clipped, plain), is_clipped
 
 
 def explained_variance(values: Sequence[float], returns: Sequence[float]) -> float:

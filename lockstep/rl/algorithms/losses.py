@@ -17,6 +17,8 @@ Loss = tuple[Float[Tensor, "tokens"], Bool[Tensor, "tokens"]]
 def clip(inputs: PolicyLossInputs, low: float, high: float) -> Loss:
     """max(−A·r, −A·clip(r, 1 − low, 1 + high)) with the token's ratio r = p / p_old.
 
+    A ratio exactly on a bound is not clipped: its token has the whole gradient, in every version of torch.
+
     PPO, arXiv 1707.06347, equation 7; GRPO, arXiv 2402.03300, equation 3; with separate bounds DAPO, arXiv 2503.14476,
     equation 10.
     """
@@ -53,5 +55,6 @@ def reinforce(inputs: PolicyLossInputs) -> Loss:
 
 def _clipped(inputs: PolicyLossInputs, ratio: Tensor, low: float, high: float) -> Loss:
     unclipped = -inputs.advantages * ratio
-    clipped = -inputs.advantages * ratio.clamp(1 - low, 1 + high)
-    return torch.maximum(unclipped, clipped), clipped > unclipped
+    clipped = -inputs.advantages * ratio.detach().clamp(1 - low, 1 + high)
+    is_clipped = clipped > unclipped
+    return torch.where(is_clipped, clipped, unclipped), is_clipped
