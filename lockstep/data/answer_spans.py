@@ -29,15 +29,17 @@ def render_answers(
     whole: str,
     trained: Sequence[bool],
     turns: Turns,
+    ends: Sequence[str],
     **values: Any,
 ) -> list[ScoredText]:
     """`whole`, the rendering of all messages, and the spans of those that are `trained`; if `turns` are "apart", also
     the beginnings of the conversation whose last answer the whole has otherwise.
 
-    A template with `{% generation %}` says itself what is scored of an answer. values: for the template, such as
-    `tools`. Raises ChatTemplateError for messages that the template refuses.
+    A template with `{% generation %}` says itself what is scored of an answer. Else it is scored up to the first of
+    `ends`, the tokens that end what a model says. values: for the template, such as `tools`. Raises ChatTemplateError
+    for messages that the template refuses.
     """
-    conversation = _Conversation(template, messages, whole, values)
+    conversation = _Conversation(template, messages, whole, ends, values)
     wanted = [i for i, message in enumerate(messages) if message.get("role") == "assistant" and trained[i]]
     if turns == "whole":
         return [ScoredText(conversation.whole, conversation.spans_in_whole(wanted))]
@@ -54,8 +56,16 @@ def render_answers(
 class _Conversation:
     """Messages and their template; `whole`: their rendering."""
 
-    def __init__(self, template: ChatTemplate, messages: list[dict[str, Any]], whole: str, values: Mapping[str, Any]):
-        self._template, self._messages, self.whole, self._values = template, messages, whole, values
+    def __init__(
+        self,
+        template: ChatTemplate,
+        messages: list[dict[str, Any]],
+        whole: str,
+        ends: Sequence[str],
+        values: Mapping[str, Any],
+    ):
+        self._template, self._messages, self.whole = template, messages, whole
+        self._ends, self._values = ends, values
 
     def as_sampled(self, index: int) -> ScoredText:
         """The text up to the end of the answer at `index`, as when it was sampled, with the answer's spans."""
@@ -65,12 +75,10 @@ class _Conversation:
             return ScoredText(self.whole[: spans[-1][1]] if spans else self.whole, spans)
         text, start = self._as_sampled(index, through)
         if not self._template.marks:
-            return ScoredText(text, [(start, len(text))] if start < len(text) else [])
-        earlier = self._rendered(self._messages[:index], False)
-        marked = self._marked(self._messages[: index + 1], through)
-        own = marked[0 if earlier is None else len(self._marked(self._messages[:index], earlier)) :]
+            stop = self._first_end(text, start)
+            return ScoredText(text[:stop], [(start, stop)] if start < stop else [])
         moved = len(text) - len(through)  # both end with the answer
-        return ScoredText(text, [(begin + moved, end + moved) for begin, end in own])
+        return ScoredText(text, [(begin + moved, end + moved) for begin, end in self._marked_of(index)])
 
     def _as_sampled(self, index: int, through: str) -> tuple[str, int]:
         """The text up to the end of the answer, and where the answer begins; `through`: as rendered."""
@@ -90,12 +98,26 @@ class _Conversation:
         answers = [index for index, message in enumerate(self._messages) if message.get("role") == "assistant"]
         if answers == list(wanted):
             return spans
-        if len(spans) != len(answers):
+        owners = [index for index in answers for _ in self._marked_of(index)]
+        if len(spans) != len(owners):
             raise ChatTemplateError(
                 f"some of its {len(answers)} answers are not to be trained on, but the chat template marks "
                 f"{len(spans)} spans with {{% generation %}}, so it is not known which they are"
             )
-        return [span for index, span in zip(answers, spans) if index in wanted]
+        return [span for index, span in zip(owners, spans) if index in wanted]
+
+    def _marked_of(self, index: int) -> list[tuple[int, int]]:
+        """What the template marks of the answer at `index`, in the text up to it; nothing if it refuses that."""
+        earlier, through = (self._rendered(self._messages[:end], False) for end in (index, index + 1))
+        if through is None:
+            return []
+        before = 0 if earlier is None else len(self._marked(self._messages[:index], earlier))
+        return self._marked(self._messages[: index + 1], through)[before:]
+
+    def _first_end(self, text: str, start: int) -> int:
+        """Where the first end token from `start` on ends; the text's end if there is none."""
+        found = [(place, len(end)) for end in self._ends if (place := text.find(end, start)) >= 0]
+        return sum(min(found)) if found else len(text)
 
     def _marked(self, messages: list[dict[str, Any]], text: str) -> list[tuple[int, int]]:
         """The contents of `{% generation %}` in `text`, the rendering of `messages`."""
@@ -122,9 +144,10 @@ class _Conversation:
         else:
             start, _ = self._start(self.whole, self._messages, index)
         if through is not None and self.whole.startswith(through):
-            return start, len(through)
+            return start, self._first_end(through, start)
         _, last = self._changed(self.whole, self._messages, index)
-        return start, last + self._end_of_turn(through, index, self.whole[last:])
+        stop = last + self._end_of_turn(through, index, self.whole[last:])
+        return start, min(stop, self._first_end(self.whole, start))
 
     def _start(self, text: str, messages: list[dict[str, Any]], index: int) -> tuple[int, bool]:
         """Where the answer at `index` begins in `text`, the rendering of `messages`, and whether all of the generation
@@ -132,7 +155,7 @@ class _Conversation:
         first, _ = self._changed(text, messages, index)
         after = min(first, self._changed(text, messages, index - 1)[1]) if index else 0
         prompt = self._generation_prompt(index)
-        for length in range(len(prompt), len(prompt) // 2, -1):
+        for length in range(len(prompt), len(prompt) // 3, -1):
             if (place := text.rfind(prompt[:length], after, first)) >= 0:
                 return place + length, length == len(prompt)
         return first, False
@@ -147,13 +170,14 @@ class _Conversation:
     def _changed(self, text: str, messages: list[dict[str, Any]], index: int) -> tuple[int, int]:
         """Where the answer at `index` begins and ends at the latest in `text`, the rendering of `messages`: where other
         answers make a difference."""
-        others = [
-            self._template.render(
-                [*messages[:index], other, *messages[index + 1 :]], add_generation_prompt=False, **self._values
-            )
+        others = (
+            self._rendered([*messages[:index], other, *messages[index + 1 :]], False)
             for other in _others(messages[index])
-        ]
-        return min(_alike(text, other) for other in others), len(text) - _alike(text[::-1], others[-1][::-1])
+        )
+        found = [other for other in others if other is not None]
+        if not found:
+            raise ChatTemplateError(f"the chat template takes no other message in place of message {index + 1}")
+        return min(_alike(text, other) for other in found), len(text) - _alike(text[::-1], found[-1][::-1])
 
     def _generation_prompt(self, index: int) -> str:
         """What the template writes before an answer that is to come at `index`; empty if that cannot be known."""
@@ -182,12 +206,21 @@ def _alike(one: str, other: str) -> int:
 
 
 def _others(message: Mapping[str, Any]) -> list[dict[str, Any]]:
-    """Other answers: one whose texts begin and end otherwise and, if it has calls, one in which they have an argument
-    more: templates write content before or after them."""
+    """Other messages: one whose texts begin and end otherwise and, if it has calls, ones in which these have another
+    name, and an argument more: templates write content before or after them."""
     texts = {key: value for key, value in message.items() if key != "role" and isinstance(value, str) and value}
-    changed = {key: f"{STRANGE}{value}{STRANGE}" for key, value in ({"content": ""} | texts).items()}
-    calls = [_with_argument(call) for call in message.get("tool_calls") or []]
-    return [{**message, **changed}, *([{**message, "tool_calls": calls}] if calls else [])]
+    changed = {key: f"{STRANGE}{value}{STRANGE}" for key, value in (texts or {"content": ""}).items()}
+    calls = message.get("tool_calls") or []
+    others = [[change(call) for call in calls] for change in (_renamed, _with_argument) if calls]
+    return [{**message, **changed}, *({**message, "tool_calls": other} for other in others)]
+
+
+def _renamed(call: Any) -> Any:
+    if not isinstance(call, dict):
+        return call
+    if isinstance(function := call.get("function"), dict):
+        return {**call, "function": _renamed(function)}
+    return {**call, "name": f"{STRANGE}{call.get('name')}"}
 
 
 def _with_argument(call: Any) -> Any:

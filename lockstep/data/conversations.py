@@ -13,7 +13,17 @@ import numpy as np
 from lockstep.data.answer_spans import ScoredText, Turns, render_answers
 from lockstep.data.chat import ChatTemplate, ChatTemplateError
 from lockstep.data.encode import Branch, Encoded, half_a_pair, token_dtype
-from lockstep.data.messages import FLAGS, LAYOUTS, are_messages, in_our_layout, is_trained, plain, refuse_hidden
+from lockstep.data.ends import ends_of_text
+from lockstep.data.messages import (
+    FLAGS,
+    LAYOUTS,
+    are_messages,
+    between_parts,
+    in_our_layout,
+    is_trained,
+    plain,
+    refuse_hidden,
+)
 from lockstep.data.records import HUB, Tally, holds_records, read_hub, read_records
 from lockstep.data.template_values import template_values
 from lockstep.data.text import find_files
@@ -82,6 +92,8 @@ class ConversationEncoder:
 
     def __post_init__(self) -> None:
         self._special = np.array(sorted(special_ids(self.tokenizer)), dtype=np.int64)
+        names = {number: name for name, number in self.tokenizer.vocabulary().items()}
+        self._ends = [names[token] for token in ends_of_text((), self.tokenizer, self.template)]
 
     def encode(self, batch: list[Conversation]) -> list[Encoded]:
         return [self._encode(conversation) for conversation in batch]
@@ -167,7 +179,9 @@ class ConversationEncoder:
                 "the data has messages, but the model's folder has no chat template; give --template FILE, or "
                 "--template chatml"
             )
-        plain_ones = [plain(message) for message in messages]
+        several = any(isinstance(m.get("content"), list) and len(m["content"]) > 1 for m in messages)
+        between = between_parts(self.template.used_with(values["tools"])) if several else ""
+        plain_ones = [plain(message, between) for message in messages]
         others = [{**m, "role": "system"} if m["role"] == "developer" else m for m in plain_ones]
         try:
             return self._shown(plain_ones, trained, values)
@@ -181,7 +195,7 @@ class ConversationEncoder:
         template = self.template.used_with(values["tools"])
         text = template.render(messages, add_generation_prompt=False, **values)
         refuse_hidden(template, messages, trained, text, **values)
-        return render_answers(template, messages, text, trained, self.turns, **values)
+        return render_answers(template, messages, text, trained, self.turns, self._ends, **values)
 
     def _values(self, row: dict[str, Any]) -> dict[str, Any]:
         """What a row gives the template besides the messages."""

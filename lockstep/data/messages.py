@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from typing import Any, TypeGuard
 
 from lockstep.data.chat import ChatTemplate, ChatTemplateError
@@ -16,8 +18,8 @@ FLAGS = ("weight", "train", "trainable", "loss", "loss_mask")
 """Names under which data says whether a message is trained on: OpenAI's is the first."""
 OTHER_ANSWERS = ("function_call", "audio", "refusal")
 """What an answer of OpenAI's can consist of, and no chat template knows."""
-LAYOUTS = ("conversations", "instruction", "input", "output")
-"""Keys of rows in ShareGPT's layout, and in Alpaca's."""
+LAYOUTS = ("conversations", "instruction", "input", "output", "history", "system")
+"""Keys of rows in ShareGPT's layout, and in Alpaca's; the last is beside `messages` too."""
 SPEAKERS = {
     "human": "user", "user": "user", "gpt": "assistant", "assistant": "assistant", "system": "system", "tool": "tool",
     "observation": "tool",
@@ -27,22 +29,49 @@ SPEAKERS = {
 
 def in_our_layout(row: Mapping[str, Any]) -> dict[str, Any]:
     """A row of ShareGPT's (`conversations` of `from` and `value`, also under `messages`) or Alpaca's layout
-    (`instruction`, `input`, `output`) with `messages`; any other row as it is.
+    (`instruction`, `input`, `output`, and `history`, a list of pairs) with `messages`; any other row as it is.
 
-    Raises ChatTemplateError for a speaker that is not known.
+    A text `system` beside them, or beside `messages`, is the first message. Raises ChatTemplateError for a speaker that
+    is not known, and for a `history` or `system` that cannot be one.
     """
     turns = row.get("messages") or row.get("conversations")
-    if isinstance(turns, list) and turns and all(isinstance(t, dict) and {"from", "value"} <= t.keys() for t in turns):
-        return {**row, "conversations": None, "messages": [_turn(turn) for turn in turns]}
-    if row.get("messages") is None and are_messages(turns):
-        return {**row, "conversations": None, "messages": turns}
     instruction, given, output = (row.get(key) for key in ("instruction", "input", "output"))
     others = (row.get(key) for key in ("messages", "prompt", "completion"))
-    if isinstance(instruction, str) and isinstance(output, str) and not any(others):
+    if isinstance(turns, list) and turns and all(isinstance(t, dict) and {"from", "value"} <= t.keys() for t in turns):
+        messages = [_turn(turn) for turn in turns]
+    elif are_messages(turns):
+        messages = turns
+    elif isinstance(instruction, str) and isinstance(output, str) and not any(others):
         asked = f"{instruction}\n\n{given}" if isinstance(given, str) and given.strip() else instruction
-        said = [{"role": "user", "content": asked}, {"role": "assistant", "content": output}]
-        return {**row, **dict.fromkeys(LAYOUTS), "messages": said}
-    return dict(row)
+        messages = [message for pair in [*_history(row), (asked, output)] for message in _exchange(*pair)]
+    else:
+        return dict(row)
+    return {**row, **dict.fromkeys(LAYOUTS), "messages": [*_system(row, messages), *messages]}
+
+
+def _history(row: Mapping[str, Any]) -> list[tuple[str, str]]:
+    pairs = row.get("history") or []
+    if not isinstance(pairs, list) or not all(
+        isinstance(pair, list | tuple) and [type(said) for said in pair] == [str, str] for pair in pairs
+    ):
+        raise ChatTemplateError('"history" is not a list of pairs of texts')
+    return [(asked, said) for asked, said in pairs]
+
+
+def _exchange(asked: str, said: str) -> list[dict[str, Any]]:
+    return [{"role": "user", "content": asked}, {"role": "assistant", "content": said}]
+
+
+def _system(row: Mapping[str, Any], messages: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
+    """The row's `system` as a message, unless the messages begin with it."""
+    text = row.get("system")
+    if text in (None, "") or (messages and messages[0] == {"role": "system", "content": text}):
+        return []
+    if not isinstance(text, str):
+        raise ChatTemplateError('"system" is not a text')
+    if any(message["role"] == "system" for message in messages):
+        raise ChatTemplateError('has "system", but also a message of that role; leave one of them out')
+    return [{"role": "system", "content": text}]
 
 
 def _turn(turn: Mapping[str, Any]) -> dict[str, Any]:
@@ -74,8 +103,9 @@ def is_trained(message: Mapping[str, Any]) -> bool:
     return all(flags.values())
 
 
-def plain(message: Mapping[str, Any]) -> dict[str, Any]:
-    """A message as templates expect it: parts of texts in one string, arguments of tool calls as objects, no flags.
+def plain(message: Mapping[str, Any], between: str = "\n") -> dict[str, Any]:
+    """A message as templates expect it: parts of texts in one string with `between` between them, arguments of tool
+    calls as objects, no flags.
 
     Raises ChatTemplateError if its content is not text, which a tool's result need not be. The assistant's tool calls
     and reasoning need no content at all.
@@ -84,9 +114,11 @@ def plain(message: Mapping[str, Any]) -> dict[str, Any]:
     found = {key: value for key, value in message.items() if value is not None and key not in FLAGS}
     content = found.get("content")
     if isinstance(content, list) and all(isinstance(p, dict) and isinstance(p.get("text"), str) for p in content):
-        found["content"] = content = "\n".join(part["text"] for part in content)
+        found["content"] = content = between.join(part["text"] for part in content)
     if isinstance(calls := found.get("tool_calls"), list):
         found["tool_calls"] = [_call(call) for call in calls]
+        if not calls:
+            del found["tool_calls"]  # templates take it for a call
     reasoning = next((found[name] for name in REASONING if name in found), None)
     can_be_other = message["role"] == "tool" if content is not None else found.get("tool_calls")
     if content is None and message["role"] == "assistant" and isinstance(reasoning, str):
@@ -99,53 +131,79 @@ def plain(message: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _call(call: Any) -> Any:
-    """A tool call whose arguments are an object: on the wire they are its JSON."""
-    function = call.get("function") if isinstance(call, dict) else None
-    if not isinstance(function, dict) or not isinstance(function.get("arguments"), str):
+    """A tool call, with `function` or flat, whose arguments are an object: on the wire they are its JSON."""
+    if isinstance(call, dict) and isinstance(call.get("function"), dict):
+        return {**call, "function": _call(call["function"])}
+    if not isinstance(call, dict) or not isinstance(call.get("arguments"), str):
         return call
-    name = function.get("name")
+    name = call.get("name")
     try:
-        arguments = json.loads(function["arguments"].strip() or "{}")
+        arguments = json.loads(call["arguments"].strip() or "{}")
     except (ValueError, RecursionError) as error:
         raise ChatTemplateError(f"the arguments of a call of {name!r:.60} are not JSON ({error})") from error
     if not isinstance(arguments, dict):
         raise ChatTemplateError(f"the arguments of a call of {name!r:.60} are JSON, but not of an object")
-    return {**call, "function": {**function, "arguments": arguments}}
+    return {**call, "arguments": arguments}
+
+
+def between_parts(template: ChatTemplate) -> str:
+    """What a template writes between two parts of a message's content: nothing, as a rule; a line break for a template
+    that knows no parts."""
+    parts = [{"type": "text", "text": text} for text in ("\ue000", "\ue001")]
+    try:
+        text = template.render([{"role": "user", "content": parts}], add_generation_prompt=False)
+    except ChatTemplateError:
+        return "\n"
+    found = re.search("\ue000(.*)\ue001", text, re.DOTALL)
+    return "\n" if found is None or "text" in found[1] else found[1]
 
 
 def refuse_hidden(
     template: ChatTemplate, messages: Sequence[dict[str, Any]], trained: Sequence[bool], text: str, **values: Any
 ) -> None:
-    """Raises ChatTemplateError if the rendering `text` lacks a message, its tool calls, or all that it consists of; and
-    if the reasoning of an answer that is trained on is not even shown when the answer is the last message.
+    """Raises ChatTemplateError if the rendering `text` lacks a message, its tool calls, or all that it consists of. An
+    answer may lack what is shown when it is the last message, and its reasoning unless it is trained on.
 
-    Content that does not stand in the text as it is, tool calls and reasoning are changed to see whether the text
-    changes.
+    Content, tool calls and reasoning are changed to see whether the text changes.
     """
 
-    def shows(index: int, change: dict[str, Any], last: bool = False) -> bool:
-        others = [*messages[:index], {**messages[index], **change}, *messages[index + 1 :]]
-        if last:
-            try:
-                alone = template.render([*messages[: index + 1]], add_generation_prompt=False, **values)
-                return template.render(others[: index + 1], add_generation_prompt=False, **values) != alone
-            except ChatTemplateError:
-                pass  # some templates want a user's message
-        return template.render(others, add_generation_prompt=False, **values) != text
+    def shows(index: int, change: dict[str, Any]) -> bool:
+        whole, until = text, len(messages)
+        if messages[index]["role"] == "assistant":  # of earlier answers a template may drop a part
+            with suppress(ChatTemplateError):  # some templates want a user's message
+                whole = template.render([*messages[: index + 1]], add_generation_prompt=False, **values)
+                until = index + 1
+        others = [*messages[:index], {**messages[index], **change}, *messages[index + 1 :]][:until]
+        return template.render(others, add_generation_prompt=False, **values) != whole
 
+    seen = _seen(template, messages, **values)
     for index, message in enumerate(messages):
         content, calls = message.get("content"), message.get("tool_calls")
         who = f"the role {message['role']!r:.60}"
         if other := next((key for key in OTHER_ANSWERS if message.get(key)), None):
             raise ChatTemplateError(f"a message of {who} has {other!r}, which chat templates do not show")
-        if isinstance(content, str) and content.strip() not in text and not shows(index, {"content": f"{content}?"}):
+        if isinstance(content, str) and content and index not in seen and not shows(index, {"content": f"{content}?"}):
             raise ChatTemplateError(f"the chat template does not show the content of {who}")
         if isinstance(calls, list) and calls and not shows(index, {"tool_calls": [_renamed(call) for call in calls]}):
             raise ChatTemplateError("the chat template does not show tool calls")
-        if thought := _other_thought(message):
-            alone = "content" not in message and not calls
-            if (alone and not shows(index, thought)) or (trained[index] and not shows(index, thought, last=True)):
-                raise ChatTemplateError(f"the chat template does not show the reasoning of {who}")
+        is_all = "content" not in message and not calls
+        if (trained[index] or is_all) and (thought := _other_thought(message)) and not shows(index, thought):
+            raise ChatTemplateError(f"the chat template does not show the reasoning of {who}")
+
+
+def _seen(template: ChatTemplate, messages: Sequence[dict[str, Any]], **values: Any) -> set[int]:
+    """Which messages' contents the template shows at their ends, found by one rendering with a mark in each."""
+    marked = [
+        {**message, "content": f"{message['content']}\ue000{index}\ue001"}
+        if isinstance(message.get("content"), str)
+        else message
+        for index, message in enumerate(messages)
+    ]
+    try:
+        text = template.render(marked, add_generation_prompt=False, **values)
+    except ChatTemplateError:
+        return set()
+    return {int(index) for index in re.findall("\ue000([0-9]+)\ue001", text)}
 
 
 def _other_thought(message: Mapping[str, Any]) -> dict[str, Any]:

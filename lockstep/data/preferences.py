@@ -134,6 +134,8 @@ def _prompt_and_answers(values: dict[str, Any]) -> tuple[Any, tuple[Any, Any]]:
     prompt: Any = values.get("prompt")
     chosen: Any = values.get("chosen")
     rejected: Any = values.get("rejected")
+    if _kind(prompt) == "text" and _kind(chosen) == _kind(rejected) == "messages":
+        prompt = None  # as in TRL: the answers are whole conversations, and the prompt a text of what they begin with
     kinds = {_kind(value) for value in (chosen, rejected, *([] if prompt is None else [prompt]))}
     if len(kinds) > 1 or "" in kinds:
         if chosen is None and isinstance(values.get("label"), bool):

@@ -22,6 +22,8 @@ class Family:
     plain: tuple[str, ...] = ()
     """Names of added tokens that are not special."""
     tools: bool = False
+    says_why: bool = False
+    """Whether an answer may have content beside calls."""
     reasoning: bool = False
     system: bool = True
     starts: bool = True
@@ -85,6 +87,7 @@ QWEN3 = Family(
     _qwen3,
     *_QWEN_TOKENS,
     tools=True,
+    says_why=True,
     reasoning=True,
 )
 QWEN3_THINKING = Family(
@@ -92,6 +95,7 @@ QWEN3_THINKING = Family(
     lambda message: _qwen3(message).removeprefix("<think>\n"),
     *_QWEN_TOKENS,
     tools=True,
+    says_why=True,
     reasoning=True,
 )
 
@@ -202,7 +206,13 @@ ENDS_ONCE = Family(
     lambda message: f"{message['content']}\n</s>",
     ("<s>", "</s>"),
 )
+PHI3 = Family(
+    "{% for m in messages %}<|{{ m.role }}|>\n{{ m.content }}<|end|>\n{% endfor %}"
+    "{% if add_generation_prompt %}<|assistant|>\n{% else %}{{ eos_token }}{% endif %}",
+    lambda message: f"{message['content']}<|end|>",
+    ("<|user|>", "<|assistant|>", "<|system|>", "<|end|>", "<|endoftext|>"),
+)
 FAMILIES = {
     "chatml": CHATML, "qwen3": QWEN3, "qwen3_thinking": QWEN3_THINKING, "llama3": LLAMA3, "gpt_oss": GPT_OSS,
-    "deepseek": DEEPSEEK, "mistral": MISTRAL, "gemma": GEMMA, "ends_once": ENDS_ONCE,
+    "deepseek": DEEPSEEK, "mistral": MISTRAL, "gemma": GEMMA, "ends_once": ENDS_ONCE, "phi3": PHI3,
 }  # fmt: skip

@@ -136,6 +136,49 @@ def test_sharegpts_and_alpacas_layouts_are_read(key):
         assert text(row) == text({"messages": [say("user", asked), YES]})
 
 
+def test_a_rows_system_and_history_come_first():
+    turns = [{"from": "human", "value": "a"}, {"from": "gpt", "value": "yes"}]
+    expected = {"messages": [say("system", "s"), say("user", "a"), YES]}
+    for row in ({"conversations": turns}, {"messages": expected["messages"][1:]}, {"messages": expected["messages"]}):
+        assert text({**row, "system": "s"}) == text(expected)
+        assert text({**row, "system": ""}) == text(row)
+    row = {"instruction": "b", "input": "", "output": "yes", "system": "s", "history": [["a", "one"]]}
+    whole = {"messages": [say("system", "s"), say("user", "a"), say("assistant", "one"), say("user", "b"), YES]}
+    assert text(row) == text(whole) and learned(row) == learned(whole) == "oneyes"
+    assert '"history" is not a list of pairs of texts' in text({**row, "history": ["a"]})
+    assert 'has "system", but also a message of that role' in text({**expected, "system": "other"})
+    assert '"system" is not a text' in text({"messages": [ASK, YES], "system": {"a": 1}})
+
+
+def test_calls_without_a_function_and_empty_lists_of_calls_are_those_of_the_wire():
+    asked = say("assistant", "", tool_calls=calls(("f", '{"a": 1}')))
+    flat = say("assistant", "", tool_calls=[{"name": "f", "arguments": '{"a": 1}'}])
+    shows = ChatTemplate(
+        "{% for m in messages %}<{{ m.role }}>{{ m.content }}{% for c in m.tool_calls or [] %}"
+        "{{ (c.function or c).arguments | tojson }}{% endfor %}<|endoftext|>{% endfor %}",
+        {},
+    )
+    assert text({"messages": [ASK, flat, say("tool", "1"), YES]}, shows) == text(
+        {"messages": [ASK, asked, say("tool", "1"), YES]}, shows
+    )
+    assert '{"a": 1}' in text({"messages": [ASK, flat]}, shows)
+    counts = ChatTemplate("{% for m in messages %}{{ m.tool_calls is defined }}{{ m.content }}{% endfor %}", {})
+    assert text({"messages": [ASK, {**YES, "tool_calls": []}]}, counts) == text({"messages": [ASK, YES]}, counts)
+
+
+def test_texts_in_parts_are_joined_as_the_template_joins_them():
+    parts = [{"type": "text", "text": part} for part in ("a", "b")]
+    row = {"messages": [say("user", parts), YES]}
+    assert text(row).startswith("<user>a\nb<")  # a template that knows no parts
+    for between in ("", " "):
+        knows = ChatTemplate(
+            "{% for m in messages %}<{{ m.role }}>{% if m.content is string %}{{ m.content }}{% else %}"
+            f"{{{{ m.content | map(attribute='text') | join('{between}') }}}}{{% endif %}}<|endoftext|>{{% endfor %}}",
+            {},
+        )
+        assert text(row, knows).startswith(f"<user>a{between}b<")
+
+
 def _arguments(draw):
     # `datasets` writes ten digits of a float (findings/).
     kinds = [lambda: draw.choice(["x", "", "é🙂"]), lambda: draw.randrange(9), lambda: 0.25, lambda: True]

@@ -291,6 +291,9 @@ def test_prompts_in_both_answers_and_messages_give_the_same_tokens(tmp_path, mod
     explicit = _encode(folder, {"prompt": prompt, **answers}, template=MARKED)
     whole = _encode(folder, {kind: prompt + answer for kind, answer in answers.items()}, template=MARKED)
     assert explicit.tokens.tolist() == whole.tokens.tolist() and explicit.scored.tolist() == whole.scored.tolist()
+    # As in data sets of which TRL takes the prompt from the answers.
+    named = {"prompt": "c", **{kind: prompt + answer for kind, answer in answers.items()}}
+    assert _encode(folder, named, template=MARKED).tokens.tolist() == whole.tokens.tolist()
     tokenizer = load_tokenizer(folder)
     said = explicit.tokens[(explicit.scored & SCORED) > 0].tolist()
     # What the assistant said in the prompt is not among it.

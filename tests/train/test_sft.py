@@ -221,7 +221,7 @@ def test_what_the_assistant_says_in_a_prompt_can_be_nothing(chat_folder, prompt)
     ],
 )
 def test_a_run_without_anything_to_learn_is_refused(tmp_path, chat_folder, changes, row, said):
-    begins = "{% for m in messages %}{% if m.role == 'assistant' %}{% generation %}a{% endgeneration %}{% endif %}{{ 'b' * 63 }}{% endfor %}"  # fmt: skip # noqa: E501
+    begins = "{% for m in messages %}{% if m.role == 'assistant' %}{% generation %}{{ m.content }}{% endgeneration %}{% endif %}{{ 'b' * 63 }}{% endfor %}"  # fmt: skip # noqa: E501
     (tmp_path / "begins.jinja").write_text(begins)
     said_alone = [{"role": "assistant", "content": "a"}]
     (tmp_path / "data.jsonl").write_text(json.dumps({"messages": said_alone * (2 if row == 16 else 1)}))
@@ -306,13 +306,13 @@ def test_a_rows_tools_reach_the_template_as_in_transformers(chat_folder, tools, 
     assert ours.scored.astype(int).tolist() == theirs["assistant_masks"]
 
 
-FORGETS = "{% for m in messages %}{% if m.role != 'assistant' or loop.last %}[{{ m.content }}]{% endif %}{% endfor %}"
+FORGETS = "{% for m in messages %}{% if m.role != 'user' or loop.index0 > 1 %}[{{ m.content }}]{% endif %}{% endfor %}"
 
 
 @pytest.mark.parametrize(
     ("line", "template", "message"),
     [
-        (LINES[1], FORGETS, "a.jsonl:1: the chat template does not show the content of the role 'assistant'"),
+        (LINES[1], FORGETS, "a.jsonl:1: the chat template does not show the content of the role 'user'"),
         (LINES[0], MARKED.replace("{% for", "{{ raise_exception('not these') }}{% for"), "a.jsonl:1: .*not these"),
         ({"messages": LINES[0]["messages"][:1]}, MARKED, "a.jsonl:1: the assistant says nothing"),
         (
