@@ -7,7 +7,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import lockstep
-from lockstep.data import Rows, open_token_folder, write_token_folder
+from lockstep.data import Row, Rows, open_token_folder, write_token_folder
 from lockstep.data.corpus import TokenizedCorpus, collect
 from lockstep.data.encode import Branch, Encoded
 from lockstep.data.records import Tally
@@ -122,6 +122,14 @@ def test_the_gradient_is_that_of_complete_sequences(model):
         # Both sum the same terms in float32, in different orders.
         torch.testing.assert_close(ours[name], value.grad, rtol=1e-4, atol=1e-5)
     model.zero_grad()
+
+
+def test_a_shared_token_counts_for_every_sequence_that_has_it():
+    row = Row(np.arange(8), [4, 1, 3], np.array([0, 1, 1, 1, 0, 0, 1, 1], bool), 0, [0, 2, 2])
+    packed = pack_rows([row, row])
+    assert packed.counts.tolist()[:16] == 2 * [3, 3, 1, 1, 1, 1, 1, 1]
+    assert packed.positions.tolist()[:16] == 2 * [0, 1, 2, 3, 2, 2, 3, 4]
+    assert packed.lengths == 2 * [4, 3, 5] and packed.left_out == 2 * [0, 2, 2]
 
 
 def test_a_folder_of_tokens_keeps_the_branches_and_refuses_damaged_ones(tmp_path):

@@ -115,3 +115,21 @@ def test_templates_without_a_default_are_refused(tmp_path):
     (tmp_path / "additional_chat_templates" / "rag.jinja").write_text(TURNS)
     with pytest.raises(UserError, match=r"none named default \(rag\)"):
         load_chat_template(tmp_path)
+
+
+TWO_MARKS = (
+    "{% for m in messages %}<{{ m.role }}>{% if m.role == 'assistant' %}{% generation %}t:{{ m.reasoning_content }}"
+    "{% endgeneration %}|{% generation %}{{ m.content }}</s>{% endgeneration %}{% else %}{{ m.content }}{% endif %}"
+    "{% endfor %}{% if add_generation_prompt %}<assistant>{% endif %}"
+)
+
+
+@pytest.mark.parametrize("turns", ["apart", "whole"])
+@pytest.mark.parametrize("wanted", [(0,), (1,), (0, 1)])
+def test_all_that_is_marked_of_the_answers_that_are_trained_on_is_scored_and_nothing_else(turns, wanted):
+    answers = [{"role": "assistant", "content": said, "reasoning_content": why} for said, why in ("bx", "dy")]
+    messages = [MESSAGES[0], {**answers[0], "weight": int(0 in wanted)}, MESSAGES[2], {**answers[1], "weight": int(1 in wanted)}]  # fmt: skip # noqa: E501
+    encoder = ConversationEncoder(ByteTokenizer(), ChatTemplate(TWO_MARKS, {}), turns)
+    (encoded,) = encoder.encode([Conversation("line 1", {"messages": messages})])
+    scored = ByteTokenizer().decode(encoded.tokens[encoded.scored].tolist())
+    assert not encoded.problem and scored == "".join(("t:xb</s>", "t:yd</s>")[index] for index in wanted)

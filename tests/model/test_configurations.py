@@ -13,6 +13,7 @@ from lockstep import build_model, load_model, save_model, score
 from lockstep.errors import UserError
 from lockstep.model import Yarn, preset, read_config
 from lockstep.model.families import from_hugging_face
+from lockstep.model.families.keys import NULL_IS_MISSING, ONLY
 from tests.model.drawn_configurations import draw
 from tests.model.public_configurations import PUBLIC
 
@@ -65,6 +66,22 @@ def test_a_configuration_gives_the_log_probabilities_of_transformers_or_a_refusa
     eos = theirs.config.eos_token_id
     assert list(config.eos_token_ids) == (eos if isinstance(eos, list) else [] if eos is None else [eos])
     assert config.bos_token_id == theirs.config.bos_token_id
+
+
+@pytest.mark.parametrize("key", ONLY)
+def test_a_setting_that_is_not_supported_is_refused_by_name(key):
+    values = PUBLIC["Qwen3 8B"][1]
+    other = "gelu" if isinstance(ONLY[key], str) else 0.1 if ONLY[key] == 0 and key == "attention_dropout" else True
+    with pytest.raises(UserError, match=rf"config\.json: {key} is .*; only .* is supported"):
+        from_hugging_face(values | {key: other}, "config.json")
+    assert from_hugging_face(values | {key: ONLY[key]}, "config.json") == from_hugging_face(values, "config.json")
+
+
+@pytest.mark.parametrize("key", NULL_IS_MISSING)
+def test_a_null_is_a_key_that_is_missing(key):
+    values = PUBLIC["Qwen3 8B"][1]
+    without = {name: value for name, value in values.items() if name != key}
+    assert from_hugging_face(values | {key: None}, "config.json") == from_hugging_face(without, "config.json")
 
 
 @pytest.mark.parametrize("name", list(PUBLIC))

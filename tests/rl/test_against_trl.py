@@ -81,6 +81,25 @@ def test_a_step_of_truncated_completions_alone_moves_nothing():
         assert all(math.isfinite(value) for value in step.metrics().values())
 
 
+def test_metrics_of_a_step_are_those_of_what_is_not_masked():
+    config = RLConfig(model="none", loss_average="sequence", mask_truncated_completions=True)
+
+    def metrics(*reasons):
+        rollouts = [
+            Rollout(Example("p"), 0, [1, 2], [5 + n, 6], [-2.0, -2.0 - n], reason, "", 0, advantage=1.0)
+            for n, reason in enumerate(reasons)
+        ]
+        step = PolicyLoss(config, compare=False)
+        for batch in policy_batches(rollouts, config):
+            step(_model(), batch)
+        return step.metrics()
+
+    alone, beside = metrics("stop"), metrics("stop", "length")
+    means = [name for name in alone if not name.endswith(("_min", "_max"))]  # which look at every token
+    assert alone["policy/entropy"] > 0
+    assert {name: beside[name] for name in means} == pytest.approx({name: alone[name] for name in means})
+
+
 def test_a_conversation_is_truncated_if_its_last_reply_is():
     def rows(episode, *reasons):
         held = Conversation([], None, False, len(reasons), 0, {})

@@ -63,7 +63,7 @@ WITHOUT_EFFECT = {
 """Keys that transformers reads for no family, or that leave log-probabilities, losses and gradients as they are; a
 family's `WITHOUT_EFFECT` adds to these."""
 
-_NULL_IS_MISSING = (
+NULL_IS_MISSING = (
     "head_dim", "rms_norm_eps", "max_position_embeddings", "tie_word_embeddings", "rope_parameters", "layer_types"
 )  # fmt: skip
 """Other nulls are values: of `eos_token_id` that there is none, of `num_key_value_heads` that there are as many as
@@ -89,7 +89,7 @@ def refuse_unknown(values: dict[str, Any], family: ModuleType, where: str) -> No
 
 def with_defaults(values: dict[str, Any], family: ModuleType) -> dict[str, Any]:
     """The values; those that are missing are the family's defaults, which are its class's in transformers."""
-    found = {key: value for key, value in values.items() if value is not None or key not in _NULL_IS_MISSING}
+    found = {key: value for key, value in values.items() if value is not None or key not in NULL_IS_MISSING}
     # As in transformers, a value under a key's other name counts if there are two.
     renamed = {key: found[alias] for alias, key in getattr(family, "ALIASES", {}).items() if alias in found}
     return family.DEFAULTS | found | renamed

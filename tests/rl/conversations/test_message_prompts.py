@@ -57,6 +57,12 @@ def test_rows_of_messages_are_read_by_every_environment(tmp_path, name):
         assert [{"role": "user", "content": text.prompt}] == read(name, tmp_path, row, prompt=[USER]).messages
 
 
+def test_an_instruction_is_added_to_the_last_question_alone(tmp_path):
+    turns = [{"role": "user", "content": "What is 1 + 1?"}, {"role": "assistant", "content": "2"}, USER]
+    messages = read("math", tmp_path, ROWS["math"][0], prompt=turns).messages
+    assert messages[:2] == turns[:2] and messages[2]["content"] == USER["content"] + IN_A_BOX
+
+
 @pytest.mark.parametrize("name", ["gsm8k", "math"])
 def test_rows_in_verls_layout_have_their_answer_in_the_reward_model(tmp_path, name):
     judged = {"data_source": "x", "ability": "math", "reward_model": {"style": "rule", "ground_truth": "15"}}

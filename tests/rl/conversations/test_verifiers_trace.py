@@ -122,7 +122,7 @@ class Script:
         reply = self.left.pop(0)
         calls = parse_calls(reply.text, QWEN3)
         self.asked += 20
-        sent = Reply(reply.text, reply.finish_reason, calls, self.asked, len(reply.text.split()))
+        sent = Reply(reply.text, reply.finish_reason, calls, self.asked, 7 + len(reply.text.split()))
         return reply_of(json.loads(json.dumps(reply_data(sent))))
 
     async def __call__(self, messages):
