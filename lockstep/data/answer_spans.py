@@ -43,14 +43,14 @@ def render_answers(
     wanted = [i for i, message in enumerate(messages) if message.get("role") == "assistant" and trained[i]]
     if turns == "whole":
         return [ScoredText(conversation.whole, conversation.spans_in_whole(wanted))]
-    found = [ScoredText(conversation.whole, [])]
+    texts = [ScoredText(conversation.whole, [])]
     for index in reversed(wanted):
         text, spans = conversation.as_sampled(index)
-        same = next((one for one in found if one.text.startswith(text)), None)
-        if same is None:
-            found.append(same := ScoredText(text, []))
-        same.spans[:0] = spans
-    return [one for one in found if one.spans] or found[:1]
+        longer = next((other for other in texts if other.text.startswith(text)), None)
+        if longer is None:
+            texts.append(longer := ScoredText(text, []))
+        longer.spans[:0] = spans
+    return [text for text in texts if text.spans] or texts[:1]
 
 
 class _Conversation:
@@ -116,16 +116,16 @@ class _Conversation:
 
     def _first_end(self, text: str, start: int) -> int:
         """Where the first end token from `start` on ends; the text's end if there is none."""
-        found = [(place, len(end)) for end in self._ends if (place := text.find(end, start)) >= 0]
-        return sum(min(found)) if found else len(text)
+        ends = [(place, len(end)) for end in self._ends if (place := text.find(end, start)) >= 0]
+        return sum(min(ends)) if ends else len(text)
 
     def _marked(self, messages: list[dict[str, Any]], text: str) -> list[tuple[int, int]]:
         """The contents of `{% generation %}` in `text`, the rendering of `messages`."""
         marks = {"generation_begins": BEGINS, "generation_ends": ENDS}
         marked = self._template.render(messages, add_generation_prompt=False, **self._values, **marks)
-        plain, *said = marked.split(BEGINS)
+        plain, *parts = marked.split(BEGINS)
         spans = []
-        for part in said:
+        for part in parts:
             inside, _, after = part.partition(ENDS)
             spans.append((len(plain), len(plain) + len(inside)))
             plain += inside + after
@@ -170,14 +170,14 @@ class _Conversation:
     def _changed(self, text: str, messages: list[dict[str, Any]], index: int) -> tuple[int, int]:
         """Where the answer at `index` begins and ends at the latest in `text`, the rendering of `messages`: where other
         answers make a difference."""
-        others = (
+        rendered = (
             self._rendered([*messages[:index], other, *messages[index + 1 :]], False)
             for other in _others(messages[index])
         )
-        found = [other for other in others if other is not None]
-        if not found:
+        others = [other for other in rendered if other is not None]
+        if not others:
             raise ChatTemplateError(f"the chat template takes no other message in place of message {index + 1}")
-        return min(_alike(text, other) for other in found), len(text) - _alike(text[::-1], found[-1][::-1])
+        return min(_alike(text, other) for other in others), len(text) - _alike(text[::-1], others[-1][::-1])
 
     def _generation_prompt(self, index: int) -> str:
         """What the template writes before an answer that is to come at `index`; empty if that cannot be known."""

@@ -117,7 +117,7 @@ async def _chat(service: Service, request: Request, data: bytes) -> Response:
             "weights",
             code="no_chat_template",
         )
-    messages = [message.plain() for message in body.messages]
+    messages = [message.plain(service.between) for message in body.messages]
     values, of_values = _template_values(service.template, body)
     # Reasoning has two names, of which a template writes one.
     characters = sum(len(m["content"]) + len(m.get(SHOWN_REASONING[0], "")) for m in messages)

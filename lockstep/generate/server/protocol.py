@@ -220,10 +220,10 @@ class Message(BaseModel):
     reasoning_content: str | None = Field(None, description="what an earlier answer had as its reasoning")
     reasoning: str | None = Field(None, description="another name of reasoning_content")
 
-    def plain(self) -> dict[str, Any]:
-        """The message as templates expect it, with the content in one string."""
+    def plain(self, between: str = "\n") -> dict[str, Any]:
+        """The message as templates expect it, with the content in one string, `between` between its parts."""
         content = self.content
-        text = "\n".join(part.text for part in content) if isinstance(content, list) else content or ""
+        text = between.join(part.text for part in content) if isinstance(content, list) else content or ""
         thought = self.reasoning_content or self.reasoning or None
         others = {"name": self.name, "tool_call_id": self.tool_call_id, **dict.fromkeys(SHOWN_REASONING, thought)}
         return {"role": self.role, "content": text} | {k: v for k, v in others.items() if v is not None}

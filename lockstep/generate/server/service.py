@@ -10,6 +10,7 @@ from lockstep import ops
 from lockstep.config import ServeConfig
 from lockstep.data import Tokenizer
 from lockstep.data.chat import ChatTemplate
+from lockstep.data.messages import between_parts
 from lockstep.data.replies import ReplyForm, reply_form
 from lockstep.generate.engine import Engine
 from lockstep.generate.server.engine_loop import EngineLoop
@@ -32,12 +33,15 @@ class Service:
     started: int = field(default_factory=lambda: int(time.time()))
     reply_form: ReplyForm = field(init=False)
     """How the model's answers in chats are taken apart."""
+    between: str = field(init=False)
+    """What the chat template writes between two parts of a message's content."""
     engine_loop: EngineLoop = field(init=False)
     limits: Limits = field(init=False)
     metrics: Metrics = field(init=False)
 
     def __post_init__(self) -> None:
         self.reply_form = reply_form(self.tokenizer, self.template.source if self.template else None)
+        self.between = between_parts(self.template) if self.template else ""
         self.engine_loop = EngineLoop(self.engine)
         places = self.config.engine.max_sequences + self.config.max_waiting
         self.limits = Limits(self.config.max_requests, places)
