@@ -72,7 +72,7 @@ class TensorFile:
 
     def __init__(self, path: Path):
         self._file = safe_open(path, framework="pt")
-        held = set(self._file.keys())
+        held = dict.fromkeys(self._file.keys())
         self._names = {name if (full := in_language_model(name)) in held else full: name for name in held}
 
     def keys(self) -> list[str]:
