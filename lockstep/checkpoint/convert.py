@@ -14,11 +14,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lockstep.checkpoint.boxes import bytes_of, open_safetensors
+from lockstep.checkpoint.boxes import bytes_of
 from lockstep.checkpoint.manifest import MANIFEST, damage_of_model
 from lockstep.checkpoint.safetensors_file import MAX_FILE_BYTES, file_name, header, split_files
 from lockstep.data import load_tokenizer, with_ends
 from lockstep.data.chat import load_chat_template
+from lockstep.data.tokenizer import tokenizer_folder
 from lockstep.errors import UserError
 from lockstep.model import (
     Decoder,
@@ -38,13 +39,13 @@ from lockstep.model import (
     tensor_files,
     write_description,
 )
-from lockstep.model.folder import GENERATION, generation_ends, read_json
+from lockstep.model.folder import GENERATION, generation_ends, open_tensors, read_json
 from lockstep.model.mxfp4 import BLOCK, BLOCKS, SCALES, Mxfp4
 from lockstep.model.stored import EMBEDDING, HEAD, SCORE, adapter_name, hugging_face_name, is_adapter, is_float32
 
 TOKENIZER_FILES = (
-    "tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "chat_template.jinja",
-    "additional_chat_templates/*.jinja", GENERATION, "byte_tokenizer.json",
+    "tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json", "chat_template.jinja",
+    "additional_chat_templates/*.jinja", "byte_tokenizer.json",
 )  # fmt: skip
 
 
@@ -106,13 +107,14 @@ def _write_folder(target: Path, source: Path, weights: Weights, kind: torch.dtyp
     unfinished = target.with_name(f"{target.name}.{os.getpid()}.partial")
     unfinished.mkdir(parents=True)
     try:
-        for pattern in TOKENIZER_FILES:
-            # An adapter saved by peft may not have its own tokenizer.
-            found = (list(folder.glob(pattern)) for folder in (source, base_folder(source)))
-            for path in next(filter(None, found), []):
-                copy = unfinished / pattern.replace("*.jinja", path.name)
-                copy.parent.mkdir(exist_ok=True)
-                shutil.copyfile(path, copy)
+        home = tokenizer_folder(source)  # of all files: the base's template is not for the adapter's tokenizer
+        for path in (path for pattern in TOKENIZER_FILES for path in home.glob(pattern)):
+            copy = unfinished / path.relative_to(home)
+            copy.parent.mkdir(exist_ok=True)
+            shutil.copyfile(path, copy)
+        settings = (folder / GENERATION for folder in (source, base_folder(source)))
+        if generation := next(filter(Path.is_file, settings), None):
+            shutil.copyfile(generation, unfinished / GENERATION)
         config = _with_ends(unfinished, weights.config)
         files = _write(unfinished, weights, kind, max_file_bytes)
         write_description(unfinished, config, kind, files, config.num_parameters * kind.itemsize)
@@ -151,7 +153,7 @@ def _hugging_face(source: Path) -> Weights:
     # What cannot be loaded cannot be converted.
     refuse_few_bytes(source, config)
     check_tensors(Decoder(config, torch.float32, "meta"), source, files)
-    opened = {path: open_safetensors(path) for path in set(files.values())}
+    opened = {path: open_tensors(path) for path in set(files.values())}
     is_embedding = config.tie_embeddings and EMBEDDING not in files
     tensors: dict[str, tuple[torch.Size, Callable[[], Tensor]]] = {}
     for stored, path in files.items():

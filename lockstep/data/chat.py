@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from lockstep.data.chatml import CHATML, SOURCE
-from lockstep.data.tokenizer import CHAT_TEMPLATE_FILE, MORE_TEMPLATES, Tokenizer, read_text
+from lockstep.data.tokenizer import CHAT_TEMPLATE_FILE, MORE_TEMPLATES, Tokenizer, read_text, tokenizer_folder
 from lockstep.data.workers import python_path
 from lockstep.errors import UserError
 
@@ -104,10 +104,12 @@ class ChatTemplate:
 def load_chat_template(folder: Path, file: str = "") -> ChatTemplate | None:
     """The folder's templates, `default` and `tool_use`, from its files or `tokenizer_config.json`; None without any.
 
-    A `file`, or `chatml`, if given, takes the place of all. Raises UserError for a template that cannot be read.
+    They are those of the `tokenizer_folder`. A `file`, or `chatml`, if given, takes the place of all. Raises
+    UserError for a template that cannot be read.
     """
     if file == CHATML:
         return make_chat_template(SOURCE, {}, CHATML)
+    folder = tokenizer_folder(folder)
     settings: dict[str, Any] = {}
     for name in SETTINGS_FILES:
         if (folder / name).is_file():

@@ -42,8 +42,8 @@ def name_ends(ends: Iterable[int], tokenizer: Tokenizer) -> str:
 
 
 def _end_of_turn(tokenizer: Tokenizer, template: ChatTemplate | None) -> int | None:
-    """The special token that the template writes right after the last answer, apart from white space; None: there is
-    none.
+    """The added token, special or not, that the template writes right after the last answer, apart from white space;
+    None: there is none.
 
     Only after the last: gpt-oss's template ends earlier answers with a token that also ends its reasoning.
     """
@@ -56,7 +56,7 @@ def _end_of_turn(tokenizer: Tokenizer, template: ChatTemplate | None) -> int | N
         except ChatTemplateError:
             continue
         _, found, after = text.rpartition(ANSWER)
-        special = tokenizer.special_tokens()
-        begun = [name for name in special if found and after.lstrip().startswith(name)]
-        return special[max(begun, key=len)] if begun else None
+        added = tokenizer.added_tokens()
+        begun = [name for name in added if found and after.lstrip().startswith(name)]
+        return added[max(begun, key=len)] if begun else None
     return None

@@ -62,6 +62,10 @@ class Tokenizer(Protocol):
         """The ids, by name, of tokens that are never a text's own characters; `decode` leaves them out as a rule."""
         ...
 
+    def added_tokens(self) -> dict[str, int]:
+        """The special tokens, and others outside the learned vocabulary, which a text may contain as its own words."""
+        ...
+
     def save(self, folder: str | Path) -> None: ...
 
 
@@ -87,6 +91,9 @@ class ByteTokenizer:
     def special_tokens(self) -> dict[str, int]:
         """The end of a text."""
         return {END_OF_TEXT: 256}
+
+    def added_tokens(self) -> dict[str, int]:
+        return self.special_tokens()
 
     def encode(self, text: str) -> list[int]:
         first, *others = text.split(END_OF_TEXT)
@@ -278,6 +285,10 @@ class HuggingFaceTokenizer:
         added = self._backend.get_added_tokens_decoder()
         return {token.content: number for number, token in added.items() if token.special}
 
+    def added_tokens(self) -> dict[str, int]:
+        """The ids of all added tokens by name."""
+        return {token.content: number for number, token in self._backend.get_added_tokens_decoder().items()}
+
     def _token_id(self, token: str | int | None) -> int | None:
         found: int | None
         if isinstance(token, int):
@@ -373,11 +384,7 @@ def load_tokenizer(folder: str | Path, model_vocab_size: int | None = None) -> B
     Raises UserError if there is none, if it cannot be read, if it lacks a token that the settings name, or if its
     vocabulary is larger than the model's.
     """
-    folder = local_folder(folder)
-    if not (folder / BYTE_FILE).is_file() and not (folder / "tokenizer.json").is_file():
-        from lockstep.model.adapter_folder import base_folder
-
-        folder = base_folder(folder)  # peft saves adapters without a tokenizer
+    folder = tokenizer_folder(local_folder(folder))
     tokenizer: ByteTokenizer | HuggingFaceTokenizer
     if (folder / BYTE_FILE).is_file():  # which comes with a tokenizer.json for others
         tokenizer = ByteTokenizer(_carried(folder))
@@ -391,6 +398,18 @@ def load_tokenizer(folder: str | Path, model_vocab_size: int | None = None) -> B
             "they do not belong together"
         )
     return tokenizer
+
+
+def tokenizer_folder(folder: Path) -> Path:
+    """The folder whose tokenizer and chat template count: an adapter's own, or its base's if it has no tokenizer.
+
+    Raises UserError if there is no base.
+    """
+    if (folder / BYTE_FILE).is_file() or (folder / "tokenizer.json").is_file():
+        return folder
+    from lockstep.model.adapter_folder import base_folder
+
+    return base_folder(folder)  # peft saves adapters without a tokenizer
 
 
 def _hugging_face(folder: Path) -> HuggingFaceTokenizer:

@@ -12,6 +12,7 @@ import hashlib
 import json
 import math
 import os
+import re
 import zlib
 from collections import defaultdict
 from collections.abc import Mapping
@@ -24,6 +25,7 @@ from safetensors.torch import save_file
 
 from lockstep.errors import UserError
 from lockstep.hub import hub_name, local_folder
+from lockstep.model.adapter_settings import MERGE, refuse_settings
 from lockstep.model.config import Lora, ModelConfig
 from lockstep.model.decoder import Decoder
 from lockstep.model.lora import projections
@@ -35,13 +37,6 @@ BASE = "LOCKSTEP_BASE"
 SCORE_TENSOR = adapter_name(SCORE)
 """The head of a reward model with an adapter; it is trained in full."""
 JSON_BYTES = 2**20
-# Settings that change the arithmetic, and the only values that are supported.
-_ONLY: dict[str, Any] = {
-    "peft_type": "LORA", "bias": "none", "use_dora": False, "use_rslora": False, "fan_in_fan_out": False,
-    "lora_bias": False, "modules_to_save": None, "rank_pattern": {}, "alpha_pattern": {}, "target_parameters": None,
-    "layer_replication": None, "trainable_token_indices": None, "alora_invocation_tokens": None, "use_qalora": False,
-    "use_bdlora": None, "arrow_config": None, "kasa_config": None, "velora_config": None, "monteclora_config": None,
-}  # fmt: skip
 
 
 def is_adapter_folder(folder: Path) -> bool:
@@ -92,19 +87,7 @@ def with_adapter(folder: Path, base: ModelConfig) -> ModelConfig:
     settings = _settings(folder)
     shapes = _shapes(folder)
     scores = SCORE_TENSOR in shapes
-    for key, value in _ONLY.items():
-        if key == "modules_to_save" and scores:
-            continue  # the head; peft names those of other models with it
-        if (found := settings.get(key, value)) != value and found not in (None, False, [], ""):
-            # What peft writes if nothing is set is the same as nothing.
-            if found == {} and key.endswith("_pattern"):
-                continue
-            raise UserError(f"{folder / SETTINGS}: {key} is {found!r:.100}; only {value!r} is supported")
-    if (start := settings.get("init_lora_weights")) not in (None, True, False, "gaussian", "orthogonal", "eva"):
-        raise UserError(
-            f"{folder / SETTINGS}: init_lora_weights is {start!r:.100}, which changes the base's weights; convert the "
-            "adapter with peft's save_pretrained(path_initial_model_for_weight_conversion=…)"
-        )
+    refuse_settings(settings, folder / SETTINGS, scores)
     rank, alpha = settings.get("r"), settings.get("lora_alpha")
     if not isinstance(rank, int) or not isinstance(alpha, int | float) or rank < 1 or not 0 < alpha < math.inf:
         raise UserError(
@@ -154,18 +137,18 @@ def refuse_other_adapter(folder: Path, lora: Lora) -> None:
 def digest(folder: Path) -> str:
     """Digest of all tensors in a model folder, in whichever files: their names, dtypes, shapes and checksums."""
     # Imported here because that module, which knows a folder's files, imports this one.
-    from lockstep.model.folder import tensor_files
+    from lockstep.model.folder import open_tensors, tensor_files
 
     by_file: dict[Path, list[str]] = defaultdict(list)
     for name, path in tensor_files(folder).items():
         by_file[path].append(name)
     lines = []
     for path, names in by_file.items():
-        with safe_open(path, framework="pt") as file:
-            for name in names:
-                tensor = file.get_tensor(name)
-                values = tensor.contiguous().view(-1).view(torch.uint8).numpy()
-                lines.append(f"{name} {tensor.dtype} {list(tensor.shape)} {zlib.crc32(values):08x}")
+        file = open_tensors(path)
+        for name in names:
+            tensor = file.get_tensor(name)
+            values = tensor.contiguous().view(-1).view(torch.uint8).numpy()
+            lines.append(f"{name} {tensor.dtype} {list(tensor.shape)} {zlib.crc32(values):08x}")
     return hashlib.blake2b("\n".join(sorted(lines)).encode(), digest_size=16).hexdigest()
 
 
@@ -236,8 +219,8 @@ def _modules(folder: Path, shapes: Mapping[str, list[int]]) -> tuple[str, ...]:
         stem, found, _ = name.partition(".lora_")
         if not found or not name.startswith(f"{PEFT_PREFIX}") or name[len(stem) :] not in _ENDINGS:
             raise UserError(
-                f"{folder / TENSORS}: tensor {name} is not a LoRA adapter's matrix "
-                f"({PEFT_PREFIX}….lora_A.weight); only those are read"
+                f"{folder / TENSORS}: tensor {name} is not the LoRA matrix of a layer that can have an adapter here "
+                f"({PEFT_PREFIX}….lora_A.weight or B); {MERGE}"
             )
         modules[stem.removeprefix(f"{PEFT_PREFIX}")] = None
     if not modules:
@@ -251,9 +234,13 @@ _ENDINGS = (".lora_A.weight", ".lora_B.weight")
 def _refuse_other_shapes(folder: Path, config: ModelConfig, shapes: Mapping[str, list[int]]) -> None:
     """Raises UserError naming the first tensor that does not fit the base, before anything is built from it."""
     assert config.lora is not None
-    layers = dict(projections(Decoder(dataclasses.replace(config, lora=None), torch.float32, "meta")))
+    base = Decoder(dataclasses.replace(config, lora=None), torch.float32, "meta")
+    layers, others = dict(projections(base)), {name.removesuffix(".weight") for name, _ in base.named_parameters()}
     rank = config.lora.rank
     for module in config.lora.modules:
+        if module not in layers and re.sub(r"(?<=\.experts)\.[0-9]+", "", module) in others:
+            kinds = ", ".join(sorted({name.rpartition(".")[2] for name in layers}))
+            raise UserError(f"{folder}: adapts {module}, but only {kinds} can have an adapter here; {MERGE}")
         if module not in layers:
             raise UserError(
                 f"{folder}: is an adapter for another base: it adapts {module}, which {base_folder(folder)} does not "

@@ -35,12 +35,15 @@ from lockstep.model.folder import (
 from lockstep.model.initialize import initialize_some
 from lockstep.model.more_tokens import OF_TOKENS, MoreTokens
 from lockstep.model.mxfp4 import BLOCKS, SCALES, Mxfp4
+from lockstep.model.other_names import more, refuse_names, refuse_quantized_tensors
 from lockstep.model.protocols import TrainableModel
 from lockstep.model.shard import local_part
 from lockstep.model.stored import Stored, found_as, is_adapter, is_beside_base, is_score_head, stored_as
 from lockstep.model.tied_head import has_own_head
 
 QUANTIZED = ("U8",)
+OF_FOLDER = ("bos_token_id", "eos_token_ids", "pad_token_id", "reduction_chunks")
+"""Fields of ModelConfig that stay those of the folder that the model came from, whichever weights are loaded."""
 
 log = logging.getLogger("lockstep")
 
@@ -88,6 +91,7 @@ def refuse_few_bytes(folder: Path, config: ModelConfig) -> None:
     size = sum(path.stat().st_size for path in set(files.values()))
     in_a_byte = 2 if any(name.endswith(BLOCKS) for name in files) else 1
     if config.num_parameters > in_a_byte * size:
+        refuse_quantized_tensors(folder, files)
         raise UserError(
             f"{folder}: config.json describes {config.num_parameters:,} weights, but the files have {size:,} bytes; "
             "download it again"
@@ -169,9 +173,7 @@ def sources_of_weights(
         config = read_config(folder)
         for field in dataclasses.fields(config):
             new, own = getattr(config, field.name), getattr(model.config, field.name)
-            # End-of-text tokens and reduction chunks belong to the folder that the model came from.
-            of_folder = ("bos_token_id", "eos_token_ids", "reduction_chunks", *(added.fields if added else ()))
-            if new != own and field.name not in of_folder:
+            if new != own and field.name not in (*OF_FOLDER, *(added.fields if added else ())):
                 raise UserError(
                     f"{folder}: {field.name} is {new}, but {own} in the loaded model; give a folder of that model"
                 )
@@ -212,12 +214,9 @@ def check_tensors(
     whole = {name for part, parameter in everything for name in part.tensors(parameter.shape)}
     others = [n for n in files if n not in whole and not is_copy(n, model.config)]
     unknown = [n for n in others if not is_ignored(n, model.config)]
-    if missing := [name for name in shapes if name not in files]:
-        raise UserError(f"{folder}: tensor {missing[0]} is missing{_more(missing)}; the download may be incomplete")
-    if unknown:
-        raise UserError(f"{folder}: tensor {unknown[0]} is not part of this model{_more(unknown)}; check config.json")
+    refuse_names(folder, [name for name in shapes if name not in files], unknown)
     if others and added is None:
-        _name_unused(folder, f"{others[0]}{_more(others)}")
+        _name_unused(folder, f"{others[0]}{more(others)}")
     opened = {path: open_tensors(path) for path in sorted({files[name] for name in shapes})}
     quantized = {name for part, parameter in wanted if part.quantized for name in part.tensors(parameter.shape)}
     slices = {}
@@ -344,10 +343,6 @@ def refuse_score_head(config: ModelConfig, name: str) -> None:
             f"{name}: is a reward model, which scores a text and predicts no next token; give a language model here, "
             "and the reward model as lockstep rl --reward-model"
         )
-
-
-def _more(names: list[str]) -> str:
-    return f" (and {len(names) - 1} more)" if len(names) > 1 else ""
 
 
 def _shards(tensors: dict[str, Tensor], max_bytes: int) -> list[dict[str, Tensor]]:

@@ -149,6 +149,8 @@ class ModelConfig:
     lora: Lora | None = None
     """The adapter that is trained instead of the weights, if any. `num_parameters` does not count it."""
     bos_token_id: int | None = None
+    pad_token_id: int | None = None
+    """Only kept for transformers, whose reward models find the ends of a batch's texts with it."""
     eos_token_ids: tuple[int, ...] = ()
     reduction_chunks: int = 1
     """Number of parts in which attention's output and the feed-forward's second product are summed, and then in a tree:

@@ -15,7 +15,7 @@ from lockstep.errors import UserError
 from lockstep.model.adapter_folder import adapter_files, base_folder, is_adapter_folder
 from lockstep.model.dtypes import DTYPES
 from lockstep.model.mxfp4 import BLOCKS, SCALES
-from lockstep.model.stored import PEFT_ROOT, is_adapter, is_float32
+from lockstep.model.stored import PEFT_ROOT, in_language_model, is_adapter, is_float32
 
 GENERATION = "generation_config.json"
 SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
@@ -50,7 +50,7 @@ def tensor_files(folder: Path) -> dict[str, Path]:
             raise UserError(f"{folder / INDEX}: names {name}, which does not exist; download it again")
         _refuse_outside(folder, folder / name)
     files = {tensor: folder / name for name in names for tensor in open_tensors(folder / name).keys()}  # noqa: SIM118
-    if missing := next((tensor for tensor in listed if tensor not in files), None):
+    if missing := next((tensor for tensor in listed if in_language_model(tensor) not in files), None):
         raise UserError(
             f"{folder / listed[missing]}: tensor {missing} is missing, though {INDEX} places it here; download it again"
         )
@@ -67,10 +67,28 @@ def _refuse_outside(folder: Path, file: Path) -> None:
         raise UserError(f"{file}: is a link to {target}, outside the model's folder; put the file itself there")
 
 
-def open_tensors(path: Path) -> Any:
-    """A safetensors file. Raises UserError for one that cannot be read."""
+class TensorFile:
+    """A safetensors file whose tensors have the names `in_language_model`, unless there are two with the same then."""
+
+    def __init__(self, path: Path):
+        self._file = safe_open(path, framework="pt")
+        held = dict.fromkeys(self._file.keys())
+        self._names = {name if (full := in_language_model(name)) in held else full: name for name in held}
+
+    def keys(self) -> list[str]:
+        return list(self._names)
+
+    def get_slice(self, name: str) -> Any:
+        return self._file.get_slice(self._names[name])
+
+    def get_tensor(self, name: str) -> Any:
+        return self._file.get_tensor(self._names[name])
+
+
+def open_tensors(path: Path) -> TensorFile:
+    """Raises UserError for a file that cannot be read."""
     try:
-        return safe_open(path, framework="pt")
+        return TensorFile(path)
     except (SafetensorError, OSError) as error:
         raise UserError(f"{path}: cannot be read as safetensors ({error}); download it again") from error
 

@@ -99,6 +99,12 @@ def hugging_face_name(name: str) -> str:
     return name if name.startswith(HEADS) else f"model.{name}"
 
 
+def in_language_model(name: str) -> str:
+    """The name of a file's tensor under the model with a head: transformers' classes without one save their tensors
+    without `model.`, and load such files into both."""
+    return f"model.{name}" if name.startswith(("embed_tokens.", "layers.", "norm.")) else name
+
+
 def stored_as(name: str, shape: Sequence[int]) -> list[Stored]:
     """The tensors that a parameter is written as: experts one by one, as Hugging Face's folders have them."""
     layer, _, projection = name.partition(EXPERTS)

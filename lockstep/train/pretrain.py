@@ -434,7 +434,7 @@ def model_shape(config: PretrainConfig, tokenizer: Tokenizer, template: ChatTemp
             )
         if config.tokenizer not in ("", "byte") and Path(config.tokenizer).resolve() != folder.resolve():
             # The folder's ids are those of other tokens.
-            shape = replace(shape, eos_token_ids=(), bos_token_id=tokenizer.bos_id)
+            shape = replace(shape, eos_token_ids=(), bos_token_id=tokenizer.bos_id, pad_token_id=None)
     else:
         shape = preset(config.model, tokenizer.vocab_size)
     return with_ends(shape, tokenizer, template)

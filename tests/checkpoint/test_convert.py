@@ -6,17 +6,19 @@ import signal
 import subprocess
 import sys
 import zipfile
+from dataclasses import replace
 
 import pytest
 import torch
 from safetensors.torch import load_file
+from transformers import AutoModelForSequenceClassification
 
 from lockstep import build_model, load_model, save_model
 from lockstep.checkpoint.convert import convert
 from lockstep.checkpoint.meta_llama import LAYER_NAMES
 from lockstep.cli import main
 from lockstep.errors import UserError
-from lockstep.model import preset
+from lockstep.model import load_weights, preset
 
 TOKENS = [3, 1, 41, 59, 26, 53, 58, 97]
 
@@ -35,6 +37,19 @@ def test_a_folder_is_written_in_another_dtype_and_in_several_files(tmp_path, fam
     assert one.keys() == two.keys() == three.keys()
     assert all(torch.equal(one[n].bfloat16(), two[n]) and torch.equal(two[n].float(), three[n]) for n in one)
     assert load_model(tmp_path / "two").dtype == torch.bfloat16
+
+
+def test_a_reward_model_keeps_the_pad_token_with_which_transformers_scores_batches(tmp_path):
+    shape = replace(preset("llama3:micro", 100), score_head=True, tie_embeddings=False, pad_token_id=3)
+    save_model(build_model(shape, "float32", seed=0), tmp_path / "saved")
+    convert(tmp_path / "saved", tmp_path / "converted")
+    assert load_model(tmp_path / "converted").config == shape
+    one, two = (
+        AutoModelForSequenceClassification.from_pretrained(tmp_path / name)(torch.tensor([[5, 6, 7], [8, 9, 3]])).logits
+        for name in ("saved", "converted")
+    )
+    assert torch.equal(one, two)
+    load_weights(build_model(replace(shape, pad_token_id=4), "float32"), tmp_path / "converted")  # is not the model's
 
 
 def test_a_runs_checkpoint_becomes_a_model_folder_by_command(tmp_path, capsys):

@@ -83,6 +83,14 @@ def test_so_do_others_whatever_else_they_write(tmp_path, name, end):
     assert ends(tmp_path)[1:] == ((256 + special.index(end),) if end else ())
 
 
+def test_a_turn_may_end_with_an_added_token_that_is_not_special(tmp_path):
+    write_tokenizer(tmp_path, TURNS.replace("<|im_end|>", "<|end_of_turn|>"))
+    tokenizer = Tokenizer.from_file(str(tmp_path / "tokenizer.json"))
+    tokenizer.add_tokens([AddedToken("<|end_of_turn|>", special=False)])
+    tokenizer.save(str(tmp_path / "tokenizer.json"))
+    assert ends(tmp_path) == (256, 262)
+
+
 def test_the_models_own_come_first_and_each_once(tmp_path):
     write_tokenizer(tmp_path, TURNS, eos="<|end|>")
     assert ends(tmp_path, [7, 258, 7]) == (7, 258, 259)

@@ -13,6 +13,7 @@ ARCHITECTURES = {
     "gpt_oss": "GptOssForCausalLM",
     "deepseek_v3": "DeepseekV3ForCausalLM",
 }
+WRITTEN_AS = ("{}", "{}", "FSDP{}")
 ORIGINAL = "original_max_position_embeddings"
 HARMLESS: dict[str, Any] = {
     "transformers_version": "4.51.0", "_name_or_path": "someone/model", "use_cache": False, "pad_token_id": 3,
@@ -81,7 +82,9 @@ def draw(seed: int) -> Drawn:
     """The same one for the same seed."""
     rng = random.Random(seed)
     kind = rng.choice(list(ARCHITECTURES))
-    drawn = Drawn(rng, kind, {"model_type": kind, "architectures": [ARCHITECTURES[kind]]})
+    drawn = Drawn(
+        rng, kind, {"model_type": kind, "architectures": [rng.choice(WRITTEN_AS).format(ARCHITECTURES[kind])]}
+    )
     _sizes(drawn)
     _mixture(drawn)
     _tokens_and_dtype(drawn)
@@ -271,9 +274,11 @@ def _table(drawn: Drawn, kind: str) -> dict[str, Any]:
             table["attention_factor"] = 0.0
             drawn.refused.add("attention_factor")
     if drawn.often(0.03):
-        name = drawn.one("full_attention", "attn_factor", "mrope_section")
-        table[name] = {"full_attention": {"rope_theta": 10.0}, "attn_factor": 2.0, "mrope_section": [1, 1, 2]}[name]
+        name = drawn.one("full_attention", "mrope_section")
+        table[name] = {"full_attention": {"rope_theta": 10.0}, "mrope_section": [1, 1, 2]}[name]
         drawn.refused.add(name)
+    if drawn.often(0.05):
+        table[drawn.one("attn_factor", "extrapolation_factor")] = drawn.one(2.0, 0.88, None)
     return table
 
 

@@ -47,7 +47,7 @@ def their_log_probs(folder, tokens):
     return model, logits[:-1].gather(1, torch.tensor(tokens[1:])[:, None])[:, 0]
 
 
-@pytest.mark.filterwarnings("ignore:.*replaces rope_parameters")
+@pytest.mark.filterwarnings("ignore:.*(replaces rope_parameters|is ignored, as in transformers)")
 @pytest.mark.parametrize("seed", [*range(60), *(pytest.param(n, marks=pytest.mark.slow) for n in range(60, 2000))])
 def test_a_configuration_gives_the_log_probabilities_of_transformers_or_a_refusal_that_names_its_key(tmp_path, seed):
     drawn = draw(seed)
@@ -65,7 +65,7 @@ def test_a_configuration_gives_the_log_probabilities_of_transformers_or_a_refusa
     torch.testing.assert_close(score(ours, [tokens])[0], expected, rtol=0, atol=TOLERANCE)
     eos = theirs.config.eos_token_id
     assert list(config.eos_token_ids) == (eos if isinstance(eos, list) else [] if eos is None else [eos])
-    assert config.bos_token_id == theirs.config.bos_token_id
+    assert config.bos_token_id == theirs.config.bos_token_id and config.pad_token_id == theirs.config.pad_token_id
 
 
 @pytest.mark.parametrize("key", ONLY)
@@ -92,6 +92,7 @@ def test_public_folders_are_read_as_the_sizes_that_they_are(name):
     expected = replace(
         known,
         bos_token_id=values.get("bos_token_id"),
+        pad_token_id=values.get("pad_token_id"),
         eos_token_ids=tuple(eos) if isinstance(eos, list) else (eos,),
         intermediate_size=values["intermediate_size"],
     )
@@ -123,6 +124,18 @@ def test_rope_scaling_that_is_added_to_a_folder_with_rope_parameters_counts(fold
 def test_a_base_that_rope_scaling_replaces_is_warned_of(folder):
     with pytest.warns(UserWarning, match=r"rope_scaling replaces .* rope_theta of 1000000.0: .* it is 10000.0 now"):
         assert read_config(folder(["rope_theta"], rope_scaling=YARN)).rope_theta == 10000.0
+
+
+@pytest.mark.parametrize("key", ["attn_factor", "extrapolation_factor"])
+def test_factors_of_yarn_that_transformers_does_not_read_are_warned_of(folder, key):
+    with pytest.warns(UserWarning, match=f"rope_scaling: {key} is ignored, .* only reads attention_factor") as caught:
+        assert read_config(folder(rope_scaling=YARN | {key: 0.88})).rope_scaling == Yarn(4.0, 64)
+    assert sum("is ignored" in str(each.message) for each in caught) == 1
+
+
+def test_a_model_that_fsdp_wrapped_is_one_without(folder):
+    expected = read_config(folder())
+    assert read_config(folder(architectures=["FSDPQwen3ForCausalLM"])) == expected
 
 
 def test_unknown_keys_are_refused_with_file_and_names(folder):

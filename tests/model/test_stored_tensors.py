@@ -7,7 +7,7 @@ from functools import partial
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from transformers import AutoModelForCausalLM
+from transformers import AutoModel, AutoModelForCausalLM
 
 from lockstep import build_model, load_model, save_model, score
 from lockstep.checkpoint.convert import convert
@@ -240,6 +240,62 @@ def test_a_tensor_that_the_model_lacks_is_refused_by_name(tmp_path, name):
     file = sorted(tmp_path.glob("*.safetensors"))[0]
     save_file(load_file(file) | {name: torch.zeros(128)}, file)  # which an index does not list
     with pytest.raises(UserError, match=f"tensor {name} is not part of this model"):
+        load_model(tmp_path)
+
+
+@pytest.mark.parametrize("family", ["qwen3:micro", "llama3:micro"])
+@pytest.mark.parametrize("files", [1, 2])
+def test_tensors_saved_without_a_head_lack_a_prefix_and_are_read(tmp_path, family, files):
+    tied(tmp_path / "whole", family)
+    AutoModel.from_pretrained(tmp_path / "whole").save_pretrained(tmp_path / "one")
+    assert "norm.weight" in load_file(tmp_path / "one" / "model.safetensors")
+    assert load_model(tmp_path / "one").config == load_model(tmp_path / "whole").config
+    expected = ours(tmp_path / "whole")
+    if files == 2:
+        in_two_files(tmp_path / "one")
+    assert torch.equal(ours(tmp_path / "one"), expected)
+    assert_as_theirs(tmp_path / "one")
+    convert(tmp_path / "one", tmp_path / "two")
+    assert torch.equal(ours(tmp_path / "two"), expected) and EMBEDDING in load_file(
+        tmp_path / "two" / "model.safetensors"
+    )
+
+
+def test_a_tensor_under_both_names_is_refused(tmp_path):
+    edit(tied(tmp_path), lambda t: t.update({"norm.weight": torch.ones(128)}))
+    with pytest.raises(UserError, match="tensor norm.weight is not part of this model"):
+        load_model(tmp_path)
+
+
+def renamed(tensors, change):
+    for name in list(tensors):
+        tensors[change(name)] = tensors.pop(name)
+
+
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [
+        (lambda t: renamed(t, lambda n: f"module.{n}"), 'have the prefix "module." of a wrapper'),
+        (lambda t: renamed(t, lambda n: f"_orig_mod.{n}"), 'have the prefix "_orig_mod." of a wrapper'),
+        (lambda t: renamed(t, lambda n: f"module._orig_mod.{n}"), 'have the prefix "module._orig_mod." of a wrapper'),
+        (lambda t: renamed(t, lambda n: f"module.{n.removeprefix('model.')}"), 'have the prefix "module."'),
+        (lambda t: renamed(t, lambda n: f"base_model.model.{n}"), 'have the prefix "base_model.model."'),
+        (lambda t: renamed(t, lambda n: n.replace("q_proj.weight", "q_proj.qweight")), "qweight is part of"),
+        (lambda t: t.update({"model.norm.weight_scale_inv": torch.ones(1)}), "weight_scale_inv is part"),
+        (lambda t: [t.update({n: t[n][:1] + 0}) for n in t] + [t.update({"a.qzeros": t["model.norm.weight"] + 0})],
+         "a.qzeros is part of a quantized weight"),
+    ],
+)  # fmt: skip
+def test_names_that_tell_why_a_tensor_is_missing_are_read_out(tmp_path, change, said):
+    edit(tied(tmp_path), change)
+    with pytest.raises(UserError, match=said):
+        load_model(tmp_path)
+
+
+def test_a_model_saved_without_its_head_says_so(tmp_path):
+    save_model(build_model(replace(preset("qwen3:micro", 100), tie_embeddings=False), "float32"), tmp_path)
+    edit(tmp_path, lambda t: t.pop(HEAD))
+    with pytest.raises(UserError, match="lm_head.weight is missing, the output head: the model was saved without it"):
         load_model(tmp_path)
 
 

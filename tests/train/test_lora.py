@@ -28,6 +28,8 @@ from lockstep.config import (
     SFTConfig,
     TrainConfig,
 )
+from lockstep.data import load_tokenizer
+from lockstep.data.chat import load_chat_template
 from lockstep.errors import UserError
 from lockstep.model import ModelConfig, adapter_off, build_model, lora_of, preset, save_adapter, save_model
 from lockstep.model.layers import Projection
@@ -41,6 +43,7 @@ from lockstep.train.dpo import prefer
 from lockstep.train.packing import pack_scored, target_scores
 from lockstep.train.reward_model import train_reward_model
 from lockstep.train.sft import finetune
+from tests.data.test_ends import write_tokenizer
 from tests.parallel.launch import launch
 
 SHAPE = ModelConfig(
@@ -209,6 +212,28 @@ def test_a_merged_adapter_is_a_model_of_its_own(tmp_path, folders):
         convert(base, tmp_path / "other", merge=True)
 
 
+def test_tokenizer_and_template_are_those_of_one_folder(tmp_path, folders):
+    base, adapter, _ = folders
+    write_tokenizer(base, special=["<|endoftext|>"])
+    (base / "chat_template.jinja").write_text("base: {{ messages[0].content }}")
+    (base / "additional_chat_templates").mkdir()
+    (base / "additional_chat_templates" / "tool_use.jinja").write_text("base with tools")
+    (base / "generation_config.json").write_text('{"temperature": 0.5}')
+
+    def rendered(folder):
+        template = load_chat_template(folder)
+        return [template.render([{"role": "user", "content": "hi"}], tools=tools) for tools in (None, [{}])]
+
+    convert(adapter, tmp_path / "merged", merge=True)
+    assert rendered(adapter) == rendered(tmp_path / "merged") == rendered(base) == ["base: hi", "base with tools"]
+
+    write_tokenizer(adapter, "adapter: {{ messages[0].content }}")
+    convert(adapter, tmp_path / "again", merge=True)
+    assert rendered(adapter) == rendered(tmp_path / "again") == ["adapter: hi"] * 2
+    assert load_tokenizer(tmp_path / "again").vocab_size == load_tokenizer(adapter).vocab_size > 257
+    assert json.loads((tmp_path / "again" / "generation_config.json").read_text())["temperature"] == 0.5
+
+
 def test_an_adapter_for_another_base_is_named(tmp_path, folders):
     base, adapter, _ = folders
     save_adapter(load_model(adapter), tmp_path / "own", base)
@@ -239,6 +264,8 @@ def test_an_adapter_for_another_base_is_named(tmp_path, folders):
         ({"kasa_config": {}}, "kasa_config is {}"),
         ({"init_lora_weights": "pissa_niter_4"}, "init_lora_weights is 'pissa_niter_4', which changes the base"),
         ({"lora_alpha": float("inf")}, "lora_alpha inf"),
+        ({"rank_pattern": {"a": 1}, "target_parameters": ["mlp.experts.down_proj"]}, "target_parameters is .*; merge"),
+        ({"use_dorra": True}, 'key use_dorra is not known; .* Did you mean "use_dora"'),
     ],
 )
 def test_adapters_of_other_kinds_are_refused(folders, change, said):
@@ -246,6 +273,38 @@ def test_adapters_of_other_kinds_are_refused(folders, change, said):
     settings_file.write_text(json.dumps(json.loads(settings_file.read_text()) | change))
     with pytest.raises(UserError, match=said):
         load_model(folders[1])
+
+
+def test_settings_of_peft_that_change_nothing_are_read(folders):
+    settings_file, expected = folders[1] / "adapter_config.json", load_model(folders[1]).config
+    more = {
+        "lora_dropout": 0.1,
+        "qalora_group_size": 8,
+        "layers_pattern": "layers",
+        "auto_mapping": {"a": "b"},
+        "new": {},
+    }
+    settings_file.write_text(json.dumps(json.loads(settings_file.read_text()) | more))
+    assert load_model(folders[1]).config == expected
+
+
+@pytest.mark.parametrize(
+    ("family", "target"), [("deepseek_v3", "kv_b_proj"), ("qwen3_moe", "gate"), ("qwen3", "lm_head")]
+)
+def test_a_layer_that_has_no_adapters_here_is_not_called_another_bases(tmp_path, family, target):
+    from peft import LoraConfig as PeftConfig
+    from peft import get_peft_model
+    from transformers import AutoModelForCausalLM
+
+    save_model(build_model(preset(f"{family}:micro", 100), "float32"), tmp_path / "base")
+    theirs = AutoModelForCausalLM.from_pretrained(tmp_path / "base")
+    file = tmp_path / "adapter" / "adapter_model.safetensors"
+    get_peft_model(theirs, PeftConfig(target_modules=["o_proj"])).save_pretrained(file.parent)
+    name = "lm_head" if target == "lm_head" else f"model.layers.1.{'mlp' if target == 'gate' else 'self_attn'}.{target}"
+    more = {f"base_model.model.{name}.lora_{side}.weight": torch.zeros(8, 8) for side in "AB"}
+    save_file(load_file(file) | more, file)
+    with pytest.raises(UserError, match=f"{target}.* can have an adapter here.*; merge the adapter with peft's"):
+        load_model(file.parent)
 
 
 @pytest.mark.parametrize(
@@ -268,7 +327,9 @@ def test_settings_of_our_own_that_make_no_sense_are_refused(folders, change, sai
 def test_a_tensor_that_is_no_adapters_is_refused(folders):
     file = folders[1] / "adapter_model.safetensors"
     save_file(load_file(file) | {"base_model.model.model.embed_tokens.weight": torch.zeros(2)}, file)
-    with pytest.raises(UserError, match="embed_tokens.weight is not a LoRA adapter's matrix"):
+    with pytest.raises(
+        UserError, match="embed_tokens.weight is not the LoRA matrix of a layer that can have an adapter here"
+    ):
         load_model(folders[1])
 
 

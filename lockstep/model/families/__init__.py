@@ -37,6 +37,7 @@ _NAMES = {
     "max_position_embeddings": "max_positions",
     "tie_word_embeddings": "tie_embeddings",
     "bos_token_id": "bos_token_id",
+    "pad_token_id": "pad_token_id",
     "reduction_chunks": "reduction_chunks",
 }
 MOST_LAYERS = 1024
@@ -131,19 +132,22 @@ def _family_of(values: dict[str, Any], where: str) -> tuple[str, bool]:
             )
         return types[kind], False
     known = {module.ARCHITECTURE: name for name, module in FAMILIES.items()}
-    known |= {_scoring(name): family for name, family in known.items()}
-    if architectures[0] not in known:
+    scoring = {_scoring(name): family for name, family in known.items()}
+    headless = {name.replace("ForCausalLM", "Model"): family for name, family in known.items()}  # with a tied head
+    known |= scoring | headless
+    architecture = architectures[0].removeprefix("FSDP")  # which older transformers saved
+    if architecture not in known:
         raise UserError(
-            f'{where}: architecture "{architectures[0]}" is not supported.{closest(architectures[0], known)} '
+            f'{where}: architecture "{architecture}" is not supported.{closest(architecture, known)} '
             f"Supported: {', '.join(known)}"
         )
-    family = known[architectures[0]]
+    family = known[architecture]
     if kind is not None and types.get(kind) != family:
         raise UserError(
-            f"{where}: model_type is {kind!r:.100}, but architectures {architectures[0]}, whose model_type is "
+            f"{where}: model_type is {kind!r:.100}, but architectures {architecture}, whose model_type is "
             f"{FAMILIES[family].MODEL_TYPE!r}; correct one of them"
         )
-    return family, architectures[0] != FAMILIES[family].ARCHITECTURE
+    return family, architecture in scoring
 
 
 def _other_types(family: ModuleType) -> tuple[str, ...]:

@@ -14,8 +14,8 @@ from lockstep.model.families.rope import TOP_LEVEL
 READ = {
     "architectures", "model_type", "vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers",
     "num_attention_heads", "num_key_value_heads", "head_dim", "rms_norm_eps", "max_position_embeddings",
-    "tie_word_embeddings", "bos_token_id", "eos_token_id", "layer_types", "reduction_chunks", "dtype", "torch_dtype",
-    "quantization_config", "num_labels", "id2label", "label2id", *TOP_LEVEL,
+    "tie_word_embeddings", "bos_token_id", "eos_token_id", "pad_token_id", "layer_types", "reduction_chunks",
+    "dtype", "torch_dtype", "quantization_config", "num_labels", "id2label", "label2id", *TOP_LEVEL,
 }  # fmt: skip
 """Keys that are read for every family. A family's own are those of its `DEFAULTS`."""
 
@@ -49,7 +49,7 @@ WITHOUT_EFFECT = {
     "is_decoder", "add_cross_attention", "cross_attention_hidden_size", "tie_encoder_decoder", "finetuning_task",
     "task_specific_params", "problem_type", "prefix",
     # The tokenizer's.
-    "tokenizer_class", "pad_token_id", "sep_token_id", "unk_token_id", "decoder_start_token_id", "model_max_length",
+    "tokenizer_class", "sep_token_id", "unk_token_id", "decoder_start_token_id", "model_max_length",
     "max_sequence_length", "seq_length",
     # Sampling, which transformers 5 reads from generation_config.json only.
     "assistant_confidence_threshold", "assistant_lookbehind", "bad_words_ids", "begin_suppress_tokens",

@@ -26,9 +26,11 @@ TOP_LEVEL = (
 _LLAMA3 = ("factor", "low_freq_factor", "high_freq_factor")
 _YARN = ("beta_fast", "beta_slow", "mscale", "mscale_all_dim")
 """Numbers of YaRN for which 0 means the default."""
+_OTHERS = ("attn_factor", "extrapolation_factor")
+"""Numbers of YaRN that other engines multiply with, but transformers does not."""
 _INSIDE = {
     "rope_type", "type", "rope_theta", "partial_rotary_factor", "original_max_position_embeddings", "attention_factor",
-    "truncate", "finetuned", *_LLAMA3, *_YARN,
+    "truncate", "finetuned", *_LLAMA3, *_YARN, *_OTHERS,
 }  # fmt: skip
 """Keys of the table. A type does not read those of another, and none reads `finetuned`."""
 
@@ -49,6 +51,12 @@ def read_rope(values: dict[str, Any], where: str) -> tuple[float, RopeScaling | 
         raise UserError(
             f"{where}: key {unknown[0]} is not known{', and there are more' * (len(unknown) > 1)}; remove it if it has "
             "no effect (one table for all layers is read)"
+        )
+    if others := [key for key in _OTHERS if table.get(key) is not None]:
+        warnings.warn(
+            f"{where}: {' and '.join(others)} is ignored, as in transformers, which only reads attention_factor "
+            f"({table.get('attention_factor', 'not given')!s:.40}); write that, or remove the key to silence this",
+            stacklevel=2,
         )
     theta = float(number(table.get("rope_theta", values.get("rope_theta")), f"{where}: rope_theta"))
     other = values.get("rope_parameters")

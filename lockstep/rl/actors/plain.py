@@ -16,8 +16,10 @@ FIELDS = [field.name for field in dataclasses.fields(Rollout) if field.name not 
 
 
 def plain_shape(shape: ModelConfig) -> dict[str, Any]:
-    """A model's shape as it comes back from JSON: with lists in place of tuples."""
-    return dict(json.loads(json.dumps(dataclasses.asdict(shape))))
+    """A model's shape as it comes back from JSON: with lists in place of tuples, without the unused pad token."""
+    values = dataclasses.asdict(shape)
+    del values["pad_token_id"]
+    return dict(json.loads(json.dumps(values)))
 
 
 def plain_rollouts(rollouts: Sequence[Rollout]) -> dict[str, Any]:

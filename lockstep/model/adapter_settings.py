@@ -1,0 +1,51 @@
+"""What `adapter_config.json` may say. A key that is not known here is refused by name, as it could change results."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from lockstep.errors import UserError, closest
+
+ONLY: dict[str, Any] = {
+    "target_parameters": None,  # first: with it, peft fills the patterns
+    "peft_type": "LORA", "bias": "none", "use_dora": False, "use_rslora": False, "fan_in_fan_out": False,
+    "lora_bias": False, "modules_to_save": None, "rank_pattern": {}, "alpha_pattern": {},
+    "layer_replication": None, "trainable_token_indices": None, "alora_invocation_tokens": None, "use_qalora": False,
+    "use_bdlora": None, "arrow_config": None, "kasa_config": None, "velora_config": None, "monteclora_config": None,
+}  # fmt: skip
+"""Settings that change the arithmetic, and the only value that is supported."""
+WITHOUT_EFFECT = {
+    # Where it comes from, and how it was trained.
+    "task_type", "auto_mapping", "peft_version", "base_model_name_or_path", "revision", "inference_mode",
+    "lora_dropout", "runtime_config", "merge_weights", "unsloth_fixed",
+    # The layers, which the names of the tensors say too.
+    "target_modules", "exclude_modules", "layers_to_transform", "layers_pattern", "ensure_weight_tying",
+    # Of settings that are refused, of the first weights, and of Megatron's layers.
+    "qalora_group_size", "loftq_config", "eva_config", "corda_config", "lora_ga_config", "megatron_config",
+    "megatron_core",
+}  # fmt: skip
+READ = {"r", "lora_alpha", "init_lora_weights"}
+MERGE = "merge the adapter with peft's merge_and_unload and give the folder of the merged model"
+NOTHING: tuple[Any, ...] = (None, False, "", [])
+"""What peft writes for what is not set."""
+
+
+def refuse_settings(settings: dict[str, Any], file: Path, scores: bool) -> None:
+    """Raises UserError, naming the key, for a setting that would change results. `scores`: the adapter has a reward
+    model's head, which peft calls one of the modules to save."""
+    for key, value in ONLY.items():
+        found = settings.get(key, value)
+        if found != value and found not in NOTHING and not (scores and key == "modules_to_save"):
+            raise UserError(f"{file}: {key} is {found!r:.100}; only {value!r} is supported; {MERGE}")
+    known = {*ONLY, *WITHOUT_EFFECT, *READ}
+    if unknown := sorted(key for key, value in settings.items() if key not in known and value not in (*NOTHING, {})):
+        raise UserError(
+            f"{file}: key {unknown[0]} is not known; it could change what the adapter computes."
+            f"{closest(unknown[0], known)} Remove it if it has no effect; otherwise {MERGE}"
+        )
+    if (start := settings.get("init_lora_weights")) not in (None, True, False, "gaussian", "orthogonal", "eva"):
+        raise UserError(
+            f"{file}: init_lora_weights is {start!r:.100}, which changes the base's weights; convert the adapter with "
+            "peft's save_pretrained(path_initial_model_for_weight_conversion=…)"
+        )
