@@ -25,7 +25,7 @@ def shard_row(row: PackedRow, world: World) -> PackedRow:
     """
     if world.degrees["context"] == 1:
         return row
-    if row.left_out:
+    if any(row.left_out or ()):
         raise UserError(
             "parallel.context does not work with answers that are sequences of their own; give --turns whole, or "
             "another layout"

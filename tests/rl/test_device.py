@@ -7,6 +7,7 @@ import pytest
 import torch
 
 from lockstep.config import ParallelConfig, RLConfig
+from lockstep.data.tokenizer import ByteTokenizer
 from lockstep.errors import UserError
 from lockstep.model import Decoder, arithmetic_of, preset
 from lockstep.parallel import World
@@ -56,7 +57,9 @@ def test_gpus_that_a_run_leaves_idle_are_named_at_its_start(monkeypatch, capsys,
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "a GPU")
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
     model = Decoder(preset("qwen3:micro"), torch.float32, "meta")
-    announce_start(RLConfig(model="m", dtype="float32"), DigitSum(), model, World(torch.device("cuda")), 0)
+    announce_start(
+        RLConfig(model="m", dtype="float32"), DigitSum(), model, ByteTokenizer(), World(torch.device("cuda")), 0
+    )
     first, *others = capsys.readouterr().err.splitlines()
     assert "| cuda (a GPU), " in first
     assert [line.startswith(said) for line in others] == [True] * bool(said)
