@@ -13,6 +13,7 @@ from lockstep.rl.environment import Example
 from lockstep.rl.environments.answer_forms import NUMBER, POWER_OF_TEN, canonical, choice, same_text, without_bare_unit
 from lockstep.rl.environments.math_checker import MathChecker
 from lockstep.rl.environments.problems import answer_of, needs_text, prompt_of, read_problems
+from lockstep.rl.spoken import spoken
 
 NEEDS = "`problem` or `question`, and `answer` or `solution`"
 INSTRUCTION = "\n\nReason step by step, and give the final answer in \\boxed{}."
@@ -45,6 +46,7 @@ class Math(ConversationEnvironment):
     problem_keys: ClassVar[tuple[str, ...]] = ("problem", "question", "prompt")
     answer_keys: ClassVar[tuple[str, ...]] = ("answer", "solution")
     turns = 1
+    marks_reasoning = True
     unfinished: ClassVar[dict[str, float]] = {"correct": 0.0}
 
     def examples(self, split: str) -> Iterator[Example]:
@@ -62,8 +64,7 @@ class Math(ConversationEnvironment):
                 )
 
     def reward(self, example: Example, completion: str) -> dict[str, float]:
-        _, closed, after = completion.partition("</think>")
-        given = boxed_answer(after if closed else completion)
+        given = boxed_answer(spoken(completion))
         return {"correct": float(given is not None and is_right(example.answer, given))}
 
 
@@ -90,13 +91,6 @@ def boxed_answer(text: str) -> str | None:
         if sum(map(len, contents)) > LONGEST:
             break
     return ", ".join(dict.fromkeys(contents)) or None
-
-
-def last_boxed(text: str) -> str | None:
-    """The content of the last `\\boxed{…}` (`\\fbox{…}` if there is none), with balanced braces, or what follows
-    `\\boxed` up to the formula's end, as some of MATH's solutions write it; None if it is not closed or absent."""
-    boxes = _boxes(text)
-    return _content(text, boxes[-1].end())[0] if boxes else None
 
 
 def _boxes(text: str) -> list[re.Match[str]]:
