@@ -245,7 +245,7 @@ def _sample(
             cut_logprobs=completion.cut_logprobs,
             routes=completion.routes,
             finish_reason=completion.finish_reason,
-            completion=completion_text(rendering, prompt, completion),
+            completion=completion_text(rendering, prompt, completion, environment.marks_reasoning),
             **of_versions(completion.versions, engine.weights_version),
         )
         for group, prompt, completions in zip(groups, prompts, engine.generate(prompts, params, first))
@@ -261,10 +261,13 @@ def encode_prompt(rendering: Rendering, example: Example, engine: Sampler, max_n
     return tokens
 
 
-def completion_text(rendering: Rendering, prompt: list[int], completion: Completion) -> str:
+def completion_text(rendering: Rendering, prompt: list[int], completion: Completion, marked: bool = False) -> str:
     """What the environment grades: the text that the completion adds to the prompt, without end tokens; of a family
-    with channels, only what it says in the final one."""
+    with channels, only what it says in the final one. marked: with tags where `spoken` needs them to find the
+    content."""
     if rendering.form.channels:
-        return rendering.reply(completion.token_ids, prompt)
-    said = [token for token in completion.token_ids if token not in rendering.end_ids]
-    return continuation(rendering.tokenizer, prompt, said)
+        text = rendering.reply(completion.token_ids, prompt)
+    else:
+        said = [token for token in completion.token_ids if token not in rendering.end_ids]
+        text = continuation(rendering.tokenizer, prompt, said)
+    return rendering.marked(text, rendering.read(completion.token_ids, prompt)) if marked else text

@@ -61,6 +61,9 @@ class Environment:
     in_workers: ClassVar[bool] = False
     """Whether a built-in task's rewards and conversations can take long or fail, and so run in worker processes if
     `rewards.isolate` is auto, like those of a FILE.py:Class."""
+    marks_reasoning: ClassVar[bool] = False
+    """Whether a completion whose text alone does not show where its reasoning ends, as where the prompt has begun it,
+    gets the tags that show it: see `lockstep.rl.spoken`. The ready environments grade only what is said behind it."""
     rewards: ClassVar[Mapping[str, RewardFunction]] = {}
     """Reward functions by name, in place of a method `reward`."""
 

@@ -166,6 +166,7 @@ def test_a_decimal_without_its_zero_is_right(number):
     assert GSM8K().reward(rl.Example("q", "-0.5"), f"#### {number}") == {"correct": 1.0, "format": 1.0}
     assert GSM8K().reward(rl.Example("q", "-.5"), f"#### {number}") == {"correct": 1.0, "format": 1.0}
     assert GSM8K().reward(rl.Example("q", "0.5"), f"#### {number}")["correct"] == 0.0
+    assert GSM8K().reward(rl.Example("q", "-0.5"), f"<think>#### {number}") == {"correct": 0.0, "format": 0.0}
 
 
 def test_bad_gsm8k_data_is_refused(tmp_path):

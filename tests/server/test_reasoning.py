@@ -62,6 +62,28 @@ def test_a_stream_has_the_reasoning_in_deltas_of_its_own(thinking):
     assert chunks[-1].choices[0].finish_reason == "stop"
 
 
+def test_a_lone_end_of_reasoning_is_read_in_a_whole_answer_and_streamed_as_it_comes(thinking, monkeypatch):
+    tokenizer, step = thinking.service.tokenizer, thinking.engine.step
+    script = [token for text in ("a", "</think>", "b") for token in tokenizer.encode(text)]
+    left = []
+
+    def scripted():
+        return [dataclasses.replace(event, token_id=left.pop(0)) for event in step()]
+
+    monkeypatch.setattr(thinking.engine, "step", scripted)
+    left[:] = script
+    (choice,) = ask(thinking, max_tokens=3)["choices"]
+    assert (choice["message"]["content"], choice["message"]["reasoning_content"]) == ("b", "a")
+    left[:] = script
+    (choice,) = ask(thinking, max_tokens=3, stop=["b"])["choices"]
+    assert choice["message"]["content"] == "a</think>" and choice["finish_reason"] == "stop"
+    left[:] = script
+    with thinking.openai() as client:
+        options = dict(model="thinking", messages=ASK, max_tokens=3, temperature=0, stream=True)
+        deltas = [chunk.choices[0].delta for chunk in client.chat.completions.create(**options)]
+    assert "".join(delta.content or "" for delta in deltas) == "a</think>b"
+
+
 def test_an_answer_that_is_cut_within_its_reasoning_has_no_content(thinking):
     (choice,) = ask(thinking, max_tokens=2)["choices"]
     assert choice["message"]["content"] == "" and choice["finish_reason"] == "length"

@@ -187,7 +187,8 @@ def _piece(service: Service, choices: list[_Choice], n: int, prompt_event: Promp
         service.metrics.sample_finished(time.perf_counter() - choice.first_token, choice.tokens)
     # A stop string may be completed only when the last, broken character is written out.
     reason = "stop" if last and choice.text.stopped else event.finish_reason
-    return Piece(index, position, choice.tokens == 1, text, [event], [offset], reason, choice.text.reasoning)
+    parts = choice.text.parts() if last else None
+    return Piece(index, position, choice.tokens == 1, text, [event], [offset], reason, choice.text.reasoning, parts)
 
 
 async def _whole(
@@ -202,6 +203,9 @@ async def _whole(
                 else:
                     choices[piece.index].add(piece)
     ordered = [choices[index] for index in sorted(choices)]
+    for piece in ordered:
+        if reply.chat and piece.parts is not None:  # a completion may continue one, whose text is not its own
+            piece.text, piece.reasoning = piece.parts.content, piece.parts.reasoning
     usage = usage_of(record.prompt_tokens, record.completion_tokens)
     # The log-probabilities of many long samples are hundreds of thousands of entries.
     long = record.completion_tokens > LONG_ANSWER

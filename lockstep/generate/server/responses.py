@@ -9,6 +9,7 @@ from typing import Any
 
 from lockstep.data import Tokenizer
 from lockstep.data.pieces import token_bytes, token_text
+from lockstep.data.replies import ReplyParts
 from lockstep.generate.sampling_params import TokenEvent
 
 DONE = "data: [DONE]\n\n"
@@ -29,13 +30,15 @@ class Piece:
     finish_reason: str | None = None
     reasoning: str = ""
     """Of a chat."""
+    parts: ReplyParts | None = None
+    """All of a finished choice, read as a whole; None if its pieces are to be joined."""
 
     def add(self, later: Piece) -> None:
         self.text += later.text
         self.reasoning += later.reasoning
         self.events += later.events
         self.offsets += later.offsets
-        self.finish_reason = later.finish_reason
+        self.finish_reason, self.parts = later.finish_reason, later.parts
 
 
 @dataclass

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Collection, Iterator, Sequence
 
 from lockstep.data import StreamDecoder
-from lockstep.data.replies import Piece, ReplyReader, reply_form
+from lockstep.data.replies import Piece, ReplyParts, ReplyReader, reply_form
 
 
 class StopString:
@@ -31,6 +31,9 @@ class GrowingText:
     `stop_ids` are tokens that end it and have no text; `length` counts the characters decoded so far. reader: what
     takes it apart; by default in the form that the decoder's vocabulary suggests. A stop string ends the sample in
     its reasoning too, as in the engine, but never in the names of channels.
+
+    A `</think>` whose beginning neither the sample nor its prompt has shows only then that all before it was reasoning,
+    which has been shown as content: a stream keeps it so, `parts` do not.
     """
 
     def __init__(
@@ -50,6 +53,10 @@ class GrowingText:
         """A stop string was found."""
         self.reasoning = ""
         """The reasoning that can be shown after the last token."""
+
+    def parts(self) -> ReplyParts | None:
+        """All of the finished sample; None if a stop string ended it, for which the pieces count."""
+        return None if self.stopped else self._reader.parts()
 
     def push(self, token: int, last: bool) -> str:
         """The content that can be shown after `token`; if it is the last, everything up to the end or the stop string.

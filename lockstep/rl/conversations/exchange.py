@@ -89,7 +89,7 @@ def reply_data(reply: Reply | None) -> list[Any] | None:
         return None
     calls = [[call.name, dict(call.arguments), call.problem] for call in reply.tool_calls]
     tokens = [reply.prompt_tokens, reply.completion_tokens]
-    return [reply.text, reply.finish_reason, calls, *tokens, reply.reasoning, dict(reply.message)]
+    return [reply.text, reply.finish_reason, calls, *tokens, reply.reasoning, dict(reply.message), reply.content]
 
 
 def reply_of(data: Any) -> Reply | None:

@@ -43,7 +43,7 @@ def grade_conversations(
             said += "; return a number from `converse`, or write `grade` or `reward`"
             outcomes[number] = failure(INVALID, said)
     elif alone:
-        jobs = [(episodes[number][-1].example, _episode(episodes[number]).answer) for number in alone]
+        jobs = [(episodes[number][-1].example, _answer(environment, episodes[number])) for number in alone]
         for number, outcome in zip(alone, grader(jobs)):
             outcomes[number] = outcome
     graded = [outcome for outcome in outcomes if outcome is not None]
@@ -57,6 +57,10 @@ def _has_reward(environment: ConversationEnvironment) -> bool:
 def _conversation(rollout: Rollout) -> Conversation:
     assert rollout.conversation is not None, "rollouts of a conversation environment are conversations"
     return rollout.conversation
+
+
+def _answer(environment: ConversationEnvironment, rows: Sequence[Rollout]) -> str:
+    return rows[-1].completion if environment.marks_reasoning else _episode(rows).answer
 
 
 def _episode(rows: Sequence[Rollout]) -> Episode:

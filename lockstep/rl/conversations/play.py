@@ -100,7 +100,8 @@ def play(
         finally:
             for request in held.sampling:
                 engine.abort(request)
-    return [rollout for one in held.wanted() for rollout in _rollouts(one, environment, engine.weights_version)]
+    version = engine.weights_version
+    return [rollout for one in held.wanted() for rollout in _rollouts(one, environment, rendering, version)]
 
 
 class _Conversations:
@@ -270,10 +271,10 @@ def _reply(one: _Playing, sample: Sample, engine: Sampler, rendering: Rendering)
     one.tokens += len(said.token_ids)
     message = message_values(read) if rendering.form.channels else {}
     tokens = one.prompt_tokens, len(said.token_ids)
-    return Reply(text, said.finish_reason, read.calls, *tokens, read.reasoning, message)
+    return Reply(text, said.finish_reason, read.calls, *tokens, read.reasoning, message, read.content)
 
 
-def _rollouts(one: _Playing, environment: ConversationEnvironment, version: int) -> list[Rollout]:
+def _rollouts(one: _Playing, environment: ConversationEnvironment, rendering: Rendering, version: int) -> list[Rollout]:
     ended = one.ended
     assert ended is not None
     turns, rows = one.transcript.turns, one.transcript.rows
@@ -293,7 +294,7 @@ def _rollouts(one: _Playing, environment: ConversationEnvironment, version: int)
             cut_logprobs=row.cut_logprobs,
             routes=row.routes,
             finish_reason=row.finish_reason,
-            completion=row.completion,
+            completion=rendering.marked(row.completion, row.read) if environment.marks_reasoning else row.completion,
             **of_versions(row.versions, version),
             sampled=row.sampled,
             episode=one.episode,

@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 from typing import Any, ClassVar
 
 from lockstep.rl.environment import Environment, Example, Message
+from lockstep.rl.spoken import spoken
 from lockstep.tool_call import ToolCall
 
 Rewards = float | Mapping[str, float]
@@ -36,6 +37,13 @@ class Reply:
     """What it thought before. It is in `text` too, between `<think>` and `</think>`, where the family writes it so."""
     message: Mapping[str, Any] = field(default_factory=dict)
     """What its message has besides role and content: reasoning and calls, where the family has channels for them."""
+    content: str | None = None
+    """What it said apart from reasoning and calls; None if it was not sampled, but written by hand."""
+
+    @property
+    def spoken(self) -> str:
+        """What it said apart from reasoning; of a reply written by hand, also its calls."""
+        return spoken(self.text) if self.content is None else self.content
 
 
 @dataclass(frozen=True)

@@ -20,6 +20,7 @@ from lockstep.model import TrainableModel
 from lockstep.observe import log
 from lockstep.rl.conversations.protocol import ConversationEnvironment, Message
 from lockstep.rl.environment import Environment, Example
+from lockstep.rl.spoken import with_reasoning_marked
 
 # Private-use characters: templates keep them unchanged, also in JSON. If a text contains them itself, they are
 # escaped in the same way as names of special tokens.
@@ -178,6 +179,13 @@ class Rendering:
         template has a known format for calls."""
         return read_reply(self.form, self.tokenizer, token_ids, prompt, self.end_ids)
 
+    def marked(self, text: str, read: ReplyParts) -> str:
+        """A reply's text in which `spoken` finds its content, in families whose replies have parts."""
+        form = self.form
+        if not (form.thinks or form.channels) or read.calls:
+            return text
+        return with_reasoning_marked(text, read.content)
+
     def written(self, value: Any) -> Any:
         """A message, or a part of one, with every special token's name escaped for `tokens`."""
         if self.template is None:
@@ -250,6 +258,8 @@ class Row:
     """Of the last reply."""
     completion: str = ""
     """The last reply's text."""
+    read: ReplyParts = field(default_factory=lambda: ReplyParts("", ""))
+    """The last reply, taken apart."""
 
 
 class Transcript:
@@ -267,14 +277,17 @@ class Transcript:
         self.rendering, self._values = rendering, values
         self.rows: list[Row] = []
         self.turns = 0
-        self.read = ReplyParts("", "")
-        """The last reply, taken apart."""
         self._shown = ""
         """The text of the last prompt."""
         self._seen = 0
         """Number of messages in it; the reply to it is the next one."""
         self._continued: tuple[Row, list[int]] = Row([]), []
         """The row of the next reply, and the environment's tokens before it."""
+
+    @property
+    def read(self) -> ReplyParts:
+        """The last reply, taken apart."""
+        return self.rows[-1].read
 
     def prompt(self, messages: Sequence[Message], positions: int | None = None) -> list[int]:
         """The tokens that the model is to continue. They are not kept unless a reply is added.
@@ -308,7 +321,7 @@ class Transcript:
         if not self.rows or row is not self.rows[-1]:
             self.rows.append(row)
         prompt = [*row.prompt_ids, *row.token_ids, *new]
-        self.read = self.rendering.read(token_ids, prompt)
+        row.read = self.rendering.read(token_ids, prompt)
         row.token_ids += [*new, *token_ids]
         row.sampled += [False] * len(new) + [True] * len(token_ids)
         row.logprobs += logprobs

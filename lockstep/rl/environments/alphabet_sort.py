@@ -61,7 +61,7 @@ class AlphabetSort(ConversationEnvironment):
             chat.add(example.prompt if not known else _more(turn))
             known += turn
             wanted = sorted(known, key=lambda name: name.split()[0 if by == "first" else 1])
-            scores.append(similarity(wanted, listed((await chat.reply()).text)))
+            scores.append(similarity(wanted, listed((await chat.reply()).spoken)))
         return {
             "similarity": sum(score**POWER for score in scores) / len(scores),
             "correct": float(all(score == 1.0 for score in scores)),
@@ -85,13 +85,11 @@ def _lines(names: Sequence[str]) -> str:
 
 
 def listed(text: str) -> list[str]:
-    """The names of the last list in a reply, after its reasoning; empty if there is no list."""
-    _, closed, after = text.partition("</think>")
-    said = after if closed else text
-    begin = said.rfind(BEGIN, 0, max(0, said.rfind(END)))
+    """The names of the last list in what a reply says; empty if there is no list."""
+    begin = text.rfind(BEGIN, 0, max(0, text.rfind(END)))
     if begin < 0:
         return []
-    names = said[begin + len(BEGIN) : said.find(END, begin)]
+    names = text[begin + len(BEGIN) : text.find(END, begin)]
     return [" ".join(line.split()) for line in names.split("\n") if line.strip()]
 
 

@@ -25,14 +25,26 @@ UNIT = re.compile(
 """Degrees, ordinals, words with a power, quotients of words: behind a value they do not change it."""
 SHORT_UNITS = r"(?:cm|mm|km|kg|mg|ft|in|mi|lb|oz|hr|ml|mL|sq|m|s|g|h|l|L)\b"
 NOT_UNITS = (
-    r"(?:and|or|to|pi|sqrt|sin|cos|tan|sec|csc|cot|log|ln|exp|mod|plus|minus|times|over|choose|half|halves|thirds?"
-    r"|factorial|squared|cubed|dozen|hundred|thousand|million|billion|trillion)\b"
+    r"(?:and|or|to|pi|sqrt|root|sin|cos|tan|sec|csc|cot|log|ln|exp|mod|base|plus|minus|times|divided|multiplied|over"
+    r"|choose|factorial|squared|cubed|not|point|less|fewer|more|below|above|under|past|before|after"
+    r"|half|halves|(?:third|quarter|(?:four|fif|six|seven|eigh|nin|ten|hundred|thousand|million|billion)th"
+    r"|pair|dozen|hundred|thousand|lakh|crore|million|billion|trillion)s?)\b"
 )
+"""Words behind a number that change it."""
 BARE_UNIT = re.compile(
     rf"({NUMBER.pattern}(?:/[0-9]+)?)(?:[ -](?!{NOT_UNITS})(?:{SHORT_UNITS}|[A-Za-z]{{3,}})|(?=[ck]?m\^|km/))"
     rf"(?:[A-Za-z ./-]|\^\{{?-?[0-9]\}}?)*"
 )
 """A number with its unit in plain letters: "5 miles per hour", "18 cm^2"."""
+CHANGED = re.compile(rf"{NUMBER.pattern}(?:/[0-9]+)?[ -]{NOT_UNITS}")
+SCALED = re.compile(rf"(?<=[0-9])\s*\\text\{{\s*((?!times\b){NOT_UNITS}[^{{}}]*)\}}\s*\Z")
+"""Such words as text, apart from those that count: `\\text{ times}`."""
+MONEY = {
+    "cents": re.compile(r"\bcents?\b|\\(?:text)?cent\b|¢"),
+    "dollars": re.compile(r"\\\$|\bdollars?\b|\bUSD\b"),
+    "euros": re.compile(r"\\euro\b|€|\b(?:[Ee]uros?|EUR)\b"),
+    "pounds": re.compile(r"\\pounds\b|£|\bpounds?\b|\bGBP\b"),
+}
 
 REWRITTEN = [
     (re.compile(pattern), replacement)
@@ -44,6 +56,7 @@ REWRITTEN = [
         ("×", r"\\times "),
         ("·", r"\\cdot "),
         ("[−–]", "-"),
+        (r",\s*(?:\.{3}|…)", r", \\ldots"),
         # Thousands first: what separates them is a mere space elsewhere.
         (r"(?<=[0-9])\s*(?:\{\s*,\s*\}|,\s*\\!)\s*(?=[0-9]{3}(?![0-9]))", ""),
         (r"(?<!\\)\\[()]|\A\s*(?:\\approx\b|=)", ""),
@@ -83,6 +96,7 @@ def canonical(text: str) -> str:
     text = ENDING.sub("", text.lstrip('* `_"'))
     if whole := re.fullmatch(r"(?:\\text)?\{([^{}]*)\}", text):
         return canonical(whole[1])
+    text = SCALED.sub(r" \1", text)
     while (unit := UNIT.search(text)) and _has_value(text[: unit.start()]):
         text = text[: unit.start()]
     return text
@@ -92,6 +106,12 @@ def without_bare_unit(text: str) -> str:
     """The number of a canonical answer such as "5 miles per hour"; other answers as they are."""
     bare = BARE_UNIT.fullmatch(text)
     return bare[1] if bare else text
+
+
+def in_other_money(answer: str, given: str) -> bool:
+    """Whether both name a unit of money, and not the same one."""
+    one, other = ({name for name, form in MONEY.items() if form.search(text)} for text in (answer, given))
+    return bool(one and other) and not one & other
 
 
 def _has_value(text: str) -> bool:

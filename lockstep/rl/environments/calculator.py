@@ -12,6 +12,7 @@ from typing import Any, ClassVar
 
 from lockstep.rl.conversations import ConversationEnvironment
 from lockstep.rl.environment import Example
+from lockstep.rl.spoken import spoken
 
 COUNTS = {"train": 5000, "validation": 200}
 LONGEST, MOST_BITS, DEEPEST = 200, 4096, 50
@@ -49,6 +50,7 @@ class Calculator(ConversationEnvironment):
 
     tools: ClassVar[tuple[Callable[..., Any], ...]] = (calculate,)
     turns = 6
+    marks_reasoning = True
     unfinished: ClassVar[dict[str, float]] = {"correct": 0.0}
 
     def examples(self, split: str) -> Iterator[Example]:
@@ -61,7 +63,7 @@ class Calculator(ConversationEnvironment):
             yield Example(prompt, str(evaluate(expression.format(**values))), id=f"{split}:{number}")
 
     def reward(self, example: Example, completion: str) -> dict[str, float]:
-        found = ANSWER.search(completion.rpartition("</think>")[2].rstrip())
+        found = ANSWER.search(spoken(completion).rstrip())
         return {"correct": float(found is not None and found.group(1).replace(",", "") == example.answer)}
 
 

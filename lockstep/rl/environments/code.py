@@ -15,6 +15,7 @@ from lockstep.rl.environment import Example
 from lockstep.rl.environments.code_harness import count_tests
 from lockstep.rl.environments.problems import needs_text, prompt_of, read_problems
 from lockstep.rl.sandbox import SandboxLimits, missing_protections, run_code
+from lockstep.rl.spoken import spoken
 
 PROMPT_KEYS = ("prompt", "problem", "question")
 NEEDS = "`prompt`, and `tests`: Python source, or a list of sources, or of {input, output}"
@@ -43,6 +44,7 @@ class Code(ConversationEnvironment):
     in_workers = True
     reward_weights: ClassVar[Mapping[str, float]] = {"correct": 1.0, "passed": 0.0}
     turns = 1
+    marks_reasoning = True
     unfinished: ClassVar[Mapping[str, float]] = {"correct": 0.0, "passed": 0.0}
     seconds = 5.0
     """Timeout for all tests of a problem together."""
@@ -72,8 +74,7 @@ class Code(ConversationEnvironment):
 def code_in(completion: str) -> str:
     """A reply's last Python block, after its reasoning; if none is marked Python, the last block, else all of it. A
     block that is not closed, as of a reply that was cut off, counts if no such block is."""
-    _, closed, after = completion.partition("</think>")
-    said = after if closed else completion
+    said = spoken(completion)
     blocks = _blocks(said)
     chosen = [block for block in blocks if block[0] in PYTHON] or blocks
     bodies = [body for _, body, is_closed in chosen if is_closed] or [body for _, body, _ in chosen] or [said]

@@ -10,6 +10,7 @@ from typing import Any
 from lockstep.errors import UserError
 from lockstep.rl.environment import Environment, Example, Message
 from lockstep.rl.environments.problems import answer_of, needs_text, prompt_of, read_problems
+from lockstep.rl.spoken import spoken
 
 NEEDS = "the strings `question` and `answer`, or `prompt`, a list of messages, and an answer"
 # No two adjacent repeats match the same characters, so a long run of digits is matched in linear time.
@@ -34,6 +35,7 @@ class GSM8K(Environment):
     """
 
     reward_weights = {"correct": 1.0, "format": 0.3}  # noqa: RUF012
+    marks_reasoning = True
 
     def examples(self, split: str) -> Iterator[Example]:
         for where, values in read_problems(self.data, split, self.skip_bad_lines, NEEDS):
@@ -50,8 +52,9 @@ class GSM8K(Environment):
                 raise UserError(f"{where}: the answer has no `#### NUMBER` at its end; fix it or use --skip-bad-lines")
 
     def reward(self, example: Example, completion: str) -> dict[str, float]:
-        formatted = completion.count("####") == 1 and FINAL.search(completion) is not None
-        return {"correct": float(is_right(example.answer, completion)), "format": float(formatted)}
+        said = spoken(completion)
+        formatted = said.count("####") == 1 and FINAL.search(said) is not None
+        return {"correct": float(is_right(example.answer, said)), "format": float(formatted)}
 
 
 def _asked(values: dict[str, Any]) -> str | list[Message] | None:

@@ -60,7 +60,7 @@ class GymnasiumGame(ConversationEnvironment):
                     reply = await chat.reply()
                 except ConversationOver:
                     break
-                action = reply.text.rpartition("</think>")[2].strip()
+                action = reply.spoken.strip()
                 if not game.action_space.contains(action):
                     observation = _refusal(game.action_space)
                     continue

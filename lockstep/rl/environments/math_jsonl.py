@@ -10,9 +10,19 @@ from typing import ClassVar
 from lockstep.errors import UserError
 from lockstep.rl.conversations import ConversationEnvironment
 from lockstep.rl.environment import Example
-from lockstep.rl.environments.answer_forms import NUMBER, POWER_OF_TEN, canonical, choice, same_text, without_bare_unit
+from lockstep.rl.environments.answer_forms import (
+    CHANGED,
+    NUMBER,
+    POWER_OF_TEN,
+    canonical,
+    choice,
+    in_other_money,
+    same_text,
+    without_bare_unit,
+)
 from lockstep.rl.environments.math_checker import MathChecker
 from lockstep.rl.environments.problems import answer_of, needs_text, prompt_of, read_problems
+from lockstep.rl.spoken import spoken
 
 NEEDS = "`problem` or `question`, and `answer` or `solution`"
 INSTRUCTION = "\n\nReason step by step, and give the final answer in \\boxed{}."
@@ -26,6 +36,8 @@ BETWEEN = re.compile(r"[\s$.]*(?:[,;]|[,;]?[\s$]*(?:and|or|\\text\{\s*(?:and|or)
 """Between boxes that are one answer together."""
 SUM = re.compile(r"[0-9)}]\s*(?:[-+*^!(]|\\(?:times|cdot|div|pm)\b)|\\(?:binom|sum|prod|int)\b")
 """Unevaluated expressions: 37*43 equals 1591, but is not an answer."""
+PERCENT = "\\%"
+FRACTION = re.compile(r"-?(?:\\[cdt]?frac\s*(?:\{([0-9]+)\}|([0-9]))\s*(?:\{([0-9]+)\}|([0-9]))|([0-9]+)/([0-9]+))")
 DECIMAL_COMMA = re.compile(r"-?[0-9]+,(?:[0-9]{1,2}|[0-9]{4,})")
 UNIT_LETTER = r"(?<![A-Za-z\\])([cdghlmost])(?![A-Za-z])"
 """A letter that math-verify takes for a unit where it ends a formula."""
@@ -45,6 +57,7 @@ class Math(ConversationEnvironment):
     problem_keys: ClassVar[tuple[str, ...]] = ("problem", "question", "prompt")
     answer_keys: ClassVar[tuple[str, ...]] = ("answer", "solution")
     turns = 1
+    marks_reasoning = True
     unfinished: ClassVar[dict[str, float]] = {"correct": 0.0}
 
     def examples(self, split: str) -> Iterator[Example]:
@@ -62,8 +75,7 @@ class Math(ConversationEnvironment):
                 )
 
     def reward(self, example: Example, completion: str) -> dict[str, float]:
-        _, closed, after = completion.partition("</think>")
-        given = boxed_answer(after if closed else completion)
+        given = boxed_answer(spoken(completion))
         return {"correct": float(given is not None and is_right(example.answer, given))}
 
 
@@ -92,13 +104,6 @@ def boxed_answer(text: str) -> str | None:
     return ", ".join(dict.fromkeys(contents)) or None
 
 
-def last_boxed(text: str) -> str | None:
-    """The content of the last `\\boxed{…}` (`\\fbox{…}` if there is none), with balanced braces, or what follows
-    `\\boxed` up to the formula's end, as some of MATH's solutions write it; None if it is not closed or absent."""
-    boxes = _boxes(text)
-    return _content(text, boxes[-1].end())[0] if boxes else None
-
-
 def _boxes(text: str) -> list[re.Match[str]]:
     return list(BOX.finditer(text)) or list(FRAMED.finditer(text))
 
@@ -121,14 +126,27 @@ def is_right(answer: str, given: str) -> bool:
     """Whether an answer equals the right one, according to math-verify; words, which it reads as products of letters,
     are compared as words. A number must be given as a number, not as an expression for it."""
     wanted, said = canonical(answer), canonical(given)
+    if in_other_money(answer, given):
+        return False
     if same_text(wanted, said) or _same_choice(wanted, said):
         return True
     if WORDS.fullmatch(wanted):
         return False
-    if wanted.endswith("\\%") or said.endswith("\\%"):  # 12.5% is given as 12.5, as 12.5% or as 0.125
-        values = (text.removesuffix("\\%").rstrip() for text in (wanted, said))
+    if wanted.endswith(PERCENT) or (said.endswith(PERCENT) and not _below_one(wanted)):
+        # 12.5% is given as 12.5, as 12.5% or as 0.125; where 12.5 is wanted, 12.5% is meant.
+        values = (text.removesuffix(PERCENT).rstrip() for text in (wanted, said))
         return _equal(*values) or _equal(wanted, said)
+    if said.endswith(PERCENT):
+        return _equal(f"({wanted})*100", said.removesuffix(PERCENT).rstrip())
     return _equal(wanted, said)
+
+
+def _below_one(answer: str) -> bool:
+    """Whether a canonical answer is a number between -1 and 1."""
+    if fraction := FRACTION.fullmatch(answer):
+        top, bottom = (int(part) for part in fraction.groups() if part)
+        return top < bottom
+    return bool(NUMBER.fullmatch(answer)) and abs(float(answer.replace(",", ""))) < 1
 
 
 def _equal(wanted: str, said: str) -> bool:
@@ -136,6 +154,9 @@ def _equal(wanted: str, said: str) -> bool:
     name, other = ASSIGNED.match(wanted), ASSIGNED.match(said)
     if name and ("=" not in said or (other and other[0][0] == name[0][0])):
         wanted = wanted[name.end() :]
+    is_pair = said.startswith(("(", "[")) and "," in said  # or an interval
+    if NUMBER.fullmatch(wanted) and (is_pair or CHANGED.match(said)):
+        return False
     number, stated = without_bare_unit(wanted), _stated(said)
     if NUMBER.fullmatch(number) and (number == wanted or NUMBER.fullmatch(stated)):
         if SUM.search(stated.lstrip("+-")) and not POWER_OF_TEN.fullmatch(stated):

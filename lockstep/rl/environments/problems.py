@@ -44,7 +44,7 @@ def read_problems(data: str, split: str, skip_bad_lines: bool, needs: str) -> It
         if divided and (number % HELD_OUT == 0) != (split == "validation"):
             continue
         if (given := _template_values(values)) is not None:
-            yield where, {**values, "chat_template_kwargs": given}
+            yield where, {**values, **_prompt_in_json(values), "chat_template_kwargs": given}
         elif not skip_bad_lines:
             raise UserError(
                 f"{where}: its `chat_template_kwargs` are not an object, nor JSON of one; fix it or use "
@@ -100,9 +100,10 @@ def text_of(values: dict[str, Any], keys: Sequence[str]) -> str | None:
 def prompt_of(values: dict[str, Any], keys: Sequence[str], instruction: str = "") -> str | list[Message] | None:
     """What the first of the keys asks, a text or a list of messages, with an instruction; None if none asks anything.
 
-    The instruction is added to the text, or to what the user says last.
+    Messages win over texts, which are columns that they were made from. The instruction is added to the text, or to
+    what the user says last.
     """
-    for key in keys:
+    for key in _messages_first(values, keys):
         if isinstance(given := values.get(key), list):
             with suppress(ValueError):
                 return with_instruction(prompt_messages(given), instruction)
@@ -119,6 +120,25 @@ def answer_of(values: dict[str, Any], keys: Sequence[str]) -> str | None:
     return text_of(values, keys) or text_of(truth, ("ground_truth",))
 
 
+def _messages_first(values: dict[str, Any], keys: Sequence[str]) -> list[str]:
+    return sorted(keys, key=lambda key: not _has_objects(values.get(key)))
+
+
+def _has_objects(value: Any) -> bool:
+    return isinstance(value, list) and any(isinstance(one, dict) for one in value)
+
+
+def _prompt_in_json(values: dict[str, Any]) -> dict[str, list[Any]]:
+    """A line's `prompt`, if it is a text with the JSON of messages, as tables without nested columns hold them."""
+    text = values.get("prompt")
+    if isinstance(text, str) and text.lstrip().startswith("["):
+        with suppress(ValueError, RecursionError):
+            found = json.loads(text)
+            if _has_objects(found) and all(isinstance(one, dict) and "role" in one for one in found):
+                return {"prompt": found}
+    return {}
+
+
 def _template_values(values: dict[str, Any]) -> dict[str, Any] | None:
     """A line's `chat_template_kwargs`, an object or JSON of one; None if they are anything else."""
     given = values.get("chat_template_kwargs")
@@ -132,9 +152,9 @@ def _template_values(values: dict[str, Any]) -> dict[str, Any] | None:
 
 def needs_text(where: str, values: dict[str, Any], keys: Sequence[str]) -> UserError:
     """The error for a line that has no text for any of the keys."""
-    if there := next((key for key in keys if key in values), None):
+    if there := next((key for key in _messages_first(values, keys) if key in values), None):
         value = values[there]
-        if isinstance(value, list) and any(isinstance(one, dict) for one in value):
+        if _has_objects(value):
             try:
                 prompt_messages(value)
             except ValueError as error:

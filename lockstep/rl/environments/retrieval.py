@@ -21,6 +21,7 @@ from lockstep.rl.environments.problems import (
     read_problems,
     text_of,
 )
+from lockstep.rl.spoken import spoken
 
 NEEDS = "`question` and `answer` (a string, or a list of right answers)"
 TEXT_KEYS, QUESTION_KEYS, ANSWER_KEYS = ("text", "contents", "content"), ("question", "prompt"), ("answer", "answers")
@@ -41,6 +42,7 @@ class Retrieval(ConversationEnvironment):
 
     reward_weights: ClassVar[Mapping[str, float]] = {"correct": 1.0, "f1": 0.3}
     turns = 8
+    marks_reasoning = True
     unfinished: ClassVar[Mapping[str, float]] = {"correct": 0.0, "f1": 0.0}
 
     def __init__(self, data: str = "", skip_bad_lines: bool = False):
@@ -83,7 +85,7 @@ class Retrieval(ConversationEnvironment):
         return text[(page - 1) * PAGE : page * PAGE] + rest
 
     def reward(self, example: Example, completion: str) -> dict[str, float]:
-        found = ANSWER.findall(completion.rpartition("</think>")[2])
+        found = ANSWER.findall(spoken(completion))
         given = found[-1] if found else ""
         answers = example.metadata.get("answers", [example.answer])
         if not given or len(given) > LONGEST_ANSWER:

@@ -28,6 +28,7 @@ from lockstep.data.messages import plain
 from lockstep.errors import UserError
 from lockstep.rl.conversations import Chat, ConversationOver, Reply
 from lockstep.rl.conversations.tools import answer_calls
+from lockstep.rl.spoken import thought
 
 LIMITS = ("max_turns", "max_input_tokens", "max_output_tokens", "max_total_tokens")
 """Of an agent's config, checked before each reply."""
@@ -244,17 +245,18 @@ class Interaction:
         return reply
 
     def _assistant(self, reply: Reply) -> Any:
-        reasoning, closed, said = reply.text.partition("</think>")
-        text = said if closed else reply.text
         calls = [
             vf.ToolCall(
                 id=f"{self.trace.num_turns}-{number}", name=call.name or "?", arguments=json.dumps(dict(call.arguments))
             )
             for number, call in enumerate(reply.tool_calls)
         ]
-        content = text.partition("<tool_call>")[0].strip() if calls else text.strip()
-        thought = reasoning.removeprefix("<think>").strip() if closed else reply.reasoning or None
-        return vf.AssistantMessage(content=content or None, reasoning_content=thought, tool_calls=calls or None)
+        # A reply that is written by hand has its reasoning, and its calls, in its text.
+        said = reply.spoken.partition("<tool_call>")[0] if calls and reply.content is None else reply.spoken
+        reasoning = reply.reasoning or (thought(reply.text).strip() if reply.content is None else "")
+        return vf.AssistantMessage(
+            content=said.strip() or None, reasoning_content=reasoning or None, tool_calls=calls or None
+        )
 
     async def _call_tools(self, reply: Reply) -> None:
         chat = self._agent.chat

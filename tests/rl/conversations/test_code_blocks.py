@@ -10,6 +10,9 @@ from lockstep.rl.environments.code import code_in
 def test_the_last_block_of_python_is_what_counts():
     assert code_in("x\n```python\na\n```\ny\n```py\nb\n```\n```text\nc\n```") == "b"
     assert code_in("<think>\n```python\na\n```\n</think>\n```\nb\n```") == "b"
+    assert code_in("<think>Try:\n```python\nx=1\n```\nhmm") == ""
+    assert code_in("Try:\n```python\na\n```\nhm</think>\n```python\nx = '</think>'\n```") == "x = '</think>'"
+    assert code_in("```python\nM='</think>'\nx=1\n```") == "M='</think>'\nx=1"
     assert code_in("def f(): pass") == "def f(): pass"
     assert code_in("``` Python3 x\na\n```python\n\n``` \t\n```python\nunfinished") == "a\n```python"
 

@@ -314,6 +314,18 @@ def test_answers_in_real_forms_are_graded_as_they_are_and_no_stricter_than_math_
 
 
 @pytest.mark.parametrize(
+    "words",
+    [
+        *("million", "millions", "hundreds", "dozens", "lakh", "crore", "tenths", "thousandths", "quarters", "pairs"),
+        *("fewer", "more", "less than x", "divided by two", "base six", "not", "squared", "root two", "point two"),
+    ],
+)
+def test_words_that_change_a_number_are_no_units(words):
+    assert not is_right("5", f"5 {words}") and not is_right("5", f"5\\text{{ {words}}}")
+    assert is_right("5", "5 lots") and is_right("5", "5\\text{ lots}")
+
+
+@pytest.mark.parametrize(
     ("answer", "given", "right"),
     [
         (".5", "5", False),
@@ -328,6 +340,18 @@ def test_answers_in_real_forms_are_graded_as_they_are_and_no_stricter_than_math_
         ("5 miles per hour", "x = 5 km/h", True),  # units are not compared
         ("33\\frac13\\%", "\\frac{100}{3}\\%", True),
         ("12.5\\%", "0.125", True),
+        ("0.25", "25\\%", True),
+        ("1/4", "25%", True),
+        ("50", "50\\%", True),
+        *((wanted, f"{wanted}%", False) for wanted in ("0.25", "1/4", "\\frac14", "\\frac{1}{10}", ".1")),
+        ("1/4", "0.25%", False),
+        ("10,200", "(10,200)", False),
+        ("1, 2", "1, 2, ...", False),
+        ("5 cents", "5 dollars", False),
+        ("\\$5", "5\\text{ cents}", False),
+        ("5 dollars", "\\$5", True),
+        ("3\\text{ times}", "3", True),
+        ("5\\text{ million}", "5 million", True),
         ("5", "\\text{Rs. } 5", True),
         ("3.5", "3 1/2", True),
         ("x \\in \\{1, 2\\}", "1, 2", True),

@@ -52,6 +52,9 @@ def test_rows_of_messages_are_read_by_every_environment(tmp_path, name):
     assert system == SYSTEM and user["role"] == "user"
     assert user["content"].startswith(USER["content"] + instruction)
     assert example.answer == answer and example.chat_template_kwargs == {"enable_thinking": False}
+    texts = {"problem": "column", "question": "that the messages were made from"}
+    for prompt in ([SYSTEM, USER], json.dumps([SYSTEM, USER])):
+        assert read(name, tmp_path, row, prompt=prompt, **texts).messages == example.messages
     if name != "gsm8k":
         text = read(name, tmp_path, row, prompt=USER["content"])
         assert [{"role": "user", "content": text.prompt}] == read(name, tmp_path, row, prompt=[USER]).messages
@@ -79,6 +82,7 @@ def test_rows_in_verls_layout_have_their_answer_in_the_reward_model(tmp_path, na
         ([], "`prompt` is empty"),
         (["x"], "`prompt` is a list, not a string"),
         ([{"content": "x"}], "is a list, but not of messages"),
+        (json.dumps([USER, {"role": "assistant", "content": "It"}]), "ends with the assistant"),
         ([{"role": 3, "content": "x"}], "a message whose role is not a string"),
         ([USER, {"role": "assistant", "content": "It"}], "ends with the assistant"),
         ([{"role": "user", "content": [{"type": "image_url", "image_url": {"url": "a"}}]}], "no text as its content"),

@@ -17,7 +17,7 @@ from lockstep.rl.environment import Example
 from lockstep.rl.environments.alphabet_sort import AlphabetSort, listed, similarity
 from lockstep.rl.environments.calculator import Calculator, evaluate
 from lockstep.rl.environments.math_checker import MathChecker, compare
-from lockstep.rl.environments.math_jsonl import Math, final_answer, is_right, last_boxed
+from lockstep.rl.environments.math_jsonl import Math, boxed_answer, final_answer, is_right
 from lockstep.rl.environments.retrieval import Index, Retrieval, f1, normalized
 from lockstep.rl.load_environment import load_environment
 from lockstep.rl.prompts import examples_of
@@ -109,6 +109,7 @@ def test_answers_are_compared_by_what_they_mean(answer, given, right):
         ("So it is \\boxed{2}.", 1.0),
         ("\\boxed{\\frac{4}{2}}", 1.0),
         ("<think>\\boxed{2}</think> I do not know.", 0.0),
+        ("<think>Try \\boxed{2}? Let me", 0.0),
         ("\\boxed{1} \\boxed{2} \\boxed{3}", 0.0),
         ("\\boxed{3} no: \\boxed{2}", 1.0),
         ("2", 0.0),
@@ -125,7 +126,7 @@ def test_the_answer_of_a_solution_is_found():
     assert final_answer("2+2 = 4\n#### 1,004") == "1,004"
     assert final_answer("Hence $\\boxed{\\frac{1}{2}}$.") == "\\frac{1}{2}"
     assert final_answer("$7$") == "7"
-    assert last_boxed("\\boxed{\\{1, 2\\}}") == "\\{1, 2\\}"
+    assert boxed_answer("\\boxed{\\{1, 2\\}}") == "\\{1, 2\\}"
 
 
 def test_real_answers_are_right_by_their_own_grader_and_wrong_by_one_more(tmp_path):
@@ -439,7 +440,7 @@ def test_texts_that_cannot_be_read_are_named(tmp_path):
     ],
 )
 def test_a_box_is_read_in_the_forms_that_maths_solutions_have(text, content):
-    assert last_boxed(text) == content
+    assert boxed_answer(text) == content
 
 
 UNITS = ("^\\circ", "^{\\circ}", "\\text{ cm}", "\\text{ m}^2", "\\text{ cm}^{3}", "\\mbox{ inches}", "\\%", ".0")

@@ -133,6 +133,9 @@ def test_an_environment_that_runs_several_turns_is_the_user(package):
     assert rewards == {"turns": 1.0, "same": 0.5}
     assert [m["content"] for m in chat.messages][::2] == ["Say word 0.", "again after a", "again after a"]
     assert converse(environment, example, "a", "b")[0] == {"turns": 2 / 3, "same": 0.0}
+    thinks = Reply("hm</think> a", reasoning="hm", content="a")
+    _, chat = converse(environment, example, thinks, "<think>hm</think> b", "c")
+    assert [m["content"] for m in chat.messages][::2] == ["Say word 0.", "again after a", "again after b"]
 
 
 def held_in_workers(name, folder):
