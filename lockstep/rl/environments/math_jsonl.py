@@ -104,6 +104,13 @@ def boxed_answer(text: str) -> str | None:
     return ", ".join(dict.fromkeys(contents)) or None
 
 
+def last_boxed(text: str) -> str | None:
+    """The content of the last `\\boxed{…}` (`\\fbox{…}` if there is none), with balanced braces, or what follows
+    `\\boxed` up to the formula's end, as some of MATH's solutions write it; None if it is not closed or absent."""
+    boxes = _boxes(text)
+    return _content(text, boxes[-1].end())[0] if boxes else None
+
+
 def _boxes(text: str) -> list[re.Match[str]]:
     return list(BOX.finditer(text)) or list(FRAMED.finditer(text))
 

@@ -17,7 +17,7 @@ from lockstep.rl.environment import Example
 from lockstep.rl.environments.alphabet_sort import AlphabetSort, listed, similarity
 from lockstep.rl.environments.calculator import Calculator, evaluate
 from lockstep.rl.environments.math_checker import MathChecker, compare
-from lockstep.rl.environments.math_jsonl import Math, boxed_answer, final_answer, is_right
+from lockstep.rl.environments.math_jsonl import Math, boxed_answer, final_answer, is_right, last_boxed
 from lockstep.rl.environments.retrieval import Index, Retrieval, f1, normalized
 from lockstep.rl.load_environment import load_environment
 from lockstep.rl.prompts import examples_of
@@ -440,7 +440,7 @@ def test_texts_that_cannot_be_read_are_named(tmp_path):
     ],
 )
 def test_a_box_is_read_in_the_forms_that_maths_solutions_have(text, content):
-    assert boxed_answer(text) == content
+    assert boxed_answer(text) == last_boxed(text) == content
 
 
 UNITS = ("^\\circ", "^{\\circ}", "\\text{ cm}", "\\text{ m}^2", "\\text{ cm}^{3}", "\\mbox{ inches}", "\\%", ".0")
