@@ -44,7 +44,8 @@ UNITS = column(r"""
 """)
 DEGREES = ["^\\circ", "^{\\circ}", "°", "\\degree", " degrees", "\\text{ degrees}", "^\\circ\\text{C}"]
 ORDINALS = ["\\text{th}", "^{\\text{th}}"]
-MONEY = ["\\$NUMBER", "$NUMBER", "€NUMBER", "£NUMBER", "\\text{\\$}NUMBER", "NUMBER\\text{ dollars}", "NUMBER USD"]
+DOLLARS = ["\\$NUMBER", "$NUMBER", "\\text{\\$}NUMBER", "NUMBER\\text{ dollars}", "NUMBER USD"]
+MONEY = [*DOLLARS[:2], "€NUMBER", "£NUMBER", *DOLLARS[2:]]
 AROUND = column(r"""
 NUMBER
 NUMBER.
@@ -98,14 +99,15 @@ def thousands(draw, wrong):
     number = draw.choice((1000, 1234, 10_000, 58_500, 123_456, 1_000_000, 1_234_567))
     gold = draw.choice((f"{number}", f"{number:,}", f"{number:,}".replace(",", "{,}"), f"\\${number:,}"))
     said = f"{number + wrong * draw.choice((1, 1000)):,}".replace(",", draw.choice(SEPARATORS))
-    form = draw.choice(("NUMBER", "N = NUMBER", *MONEY[:4]))
+    form = draw.choice(("NUMBER", "N = NUMBER", *MONEY[: 4 if gold[:1].isdigit() else 2]))
     return gold, form.replace("NUMBER", said) + draw.choice(("", "", ".", ".00", *UNITS))
 
 
 def money(draw, wrong):
     number = draw.choice((5, 18, 32.35, 1.5, 0.75))
-    said = draw.choice(MONEY).replace("NUMBER", f"{number + wrong:.2f}")
-    return draw.choice(("{}", "\\${}", "{}\\text{{ dollars}}")).format(number), said
+    gold = draw.choice(("{}", "\\${}", "{}\\text{{ dollars}}"))
+    said = draw.choice(MONEY if gold == "{}" else DOLLARS).replace("NUMBER", f"{number + wrong:.2f}")
+    return gold.format(number), said
 
 
 def percent(draw, wrong):
