@@ -23,6 +23,7 @@ from lockstep.data.messages import (
     is_trained,
     plain,
     refuse_hidden,
+    system_message,
 )
 from lockstep.data.records import HUB, Tally, holds_records, read_hub, read_records
 from lockstep.data.template_values import template_values
@@ -30,7 +31,9 @@ from lockstep.data.text import find_files
 from lockstep.data.tokenizer import Tokenizer, special_ids
 from lockstep.errors import UserError
 
-KEYS = ("messages", "prompt", "completion", "tools", "chat_template_kwargs", *LAYOUTS)
+TOOLS = ("tools", "tool_defs", "functions")
+"""Names of a row's tools; the last is OpenAI's older one, of functions alone."""
+KEYS = ("messages", "prompt", "completion", *TOOLS, "chat_template_kwargs", *LAYOUTS)
 """Keys of a line or row that are read."""
 
 
@@ -151,9 +154,12 @@ class ConversationEncoder:
         if messages is not None and completion is not None:
             raise ChatTemplateError('has "messages" as well as "completion"; leave one of them out')
         if isinstance(prompt, str) and isinstance(completion, str):
+            if values.get("system"):
+                raise ChatTemplateError('has "system" beside a prompt that is a text; write the prompt as messages')
             return [ScoredText(prompt + completion, [(len(prompt), len(prompt) + len(completion))])]
         if are_messages(prompt) and are_messages(completion):
             # What the assistant says in the prompt is not its own, flagged or not.
+            prompt = [*system_message(values, prompt), *prompt]
             unflagged = [{key: value for key, value in message.items() if key not in FLAGS} for message in prompt]
             trained = [False] * len(prompt) + [is_trained(message) for message in completion]
             return self._rendered([*unflagged, *completion], trained, self._values(values))
@@ -205,9 +211,12 @@ class ConversationEncoder:
 
     def _tools(self, values: dict[str, Any]) -> list[Any] | None:
         """The row's `tools`, which can be JSON in a string, since in Parquet objects have the keys of all others."""
-        tools = values.get("tools") or None
+        name = next((name for name in TOOLS if values.get(name)), "tools")
+        tools = values.get(name) or None
         if isinstance(tools, str):
-            tools = _from_json("tools", tools)
+            tools = _from_json(name, tools)
+        if name == "functions" and isinstance(tools, list):
+            tools = [{"type": "function", "function": function} for function in tools]
         if tools is not None and not (isinstance(tools, list) and all(isinstance(tool, dict) for tool in tools)):
             raise ChatTemplateError('"tools" is neither a list of objects nor JSON of one')
         if tools and self.template is not None and "tools" not in self.template.used_with(tools).variables:

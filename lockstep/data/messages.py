@@ -14,10 +14,10 @@ REASONING = ("reasoning_content", "thinking", "reasoning")
 """Names of a message's reasoning in data. Templates read the first, gpt-oss's the second; transformers gives both."""
 SHOWN_REASONING = REASONING[:2]
 """The names under which reasoning is given to templates: each reads one of them."""
-FLAGS = ("weight", "train", "trainable", "loss", "loss_mask")
+FLAGS = ("weight", "train", "training", "trainable", "loss", "loss_mask")
 """Names under which data says whether a message is trained on: OpenAI's is the first."""
-OTHER_ANSWERS = ("function_call", "audio", "refusal")
-"""What an answer of OpenAI's can consist of, and no chat template knows."""
+OTHER_ANSWERS = ("function_call", "audio", "refusal", "train_detail")
+"""What an answer can consist of elsewhere, and no chat template knows: OpenAI's, and axolotl's parts of an answer."""
 LAYOUTS = ("conversations", "instruction", "input", "output", "history", "system")
 """Keys of rows in ShareGPT's layout, and in Alpaca's; the last is beside `messages` too."""
 SPEAKERS = {
@@ -46,7 +46,7 @@ def in_our_layout(row: Mapping[str, Any]) -> dict[str, Any]:
         messages = [message for pair in [*_history(row), (asked, output)] for message in _exchange(*pair)]
     else:
         return dict(row)
-    return {**row, **dict.fromkeys(LAYOUTS), "messages": [*_system(row, messages), *messages]}
+    return {**row, **dict.fromkeys(LAYOUTS), "messages": [*system_message(row, messages), *messages]}
 
 
 def _history(row: Mapping[str, Any]) -> list[tuple[str, str]]:
@@ -62,7 +62,7 @@ def _exchange(asked: str, said: str) -> list[dict[str, Any]]:
     return [{"role": "user", "content": asked}, {"role": "assistant", "content": said}]
 
 
-def _system(row: Mapping[str, Any], messages: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
+def system_message(row: Mapping[str, Any], messages: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
     """The row's `system` as a message, unless the messages begin with it."""
     text = row.get("system")
     if text in (None, "") or (messages and messages[0] == {"role": "system", "content": text}):

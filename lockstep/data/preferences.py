@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from lockstep.data.chat import ChatTemplate, ChatTemplateError
-from lockstep.data.conversations import Conversation, ConversationEncoder, ConversationSource
+from lockstep.data.conversations import TOOLS, Conversation, ConversationEncoder, ConversationSource
 from lockstep.data.corpus import TokenizedCorpus
 from lockstep.data.encode import Encoded, token_dtype
 from lockstep.data.messages import are_messages
@@ -27,7 +27,10 @@ SCORED, MARK = 1, 2
 class PreferenceSource(ConversationSource):
     """Lines or rows as they are; a data set on the hub is read whole, since its examples are scored before the run."""
 
-    keys = ("prompt", "chosen", "rejected", "completion", "label", "tools", "chat_template_kwargs")
+    keys = (
+        *("prompt", "chosen", "rejected", "completion", "label", "system", "question", "instruction", "input"),
+        *("chat_template_kwargs", *TOOLS),
+    )
 
     def __init__(self, data: str, skip_bad_lines: bool = False):
         super().__init__(data, skip_bad_lines)
@@ -107,7 +110,7 @@ class PreferenceEncoder:
 
     def _answer(self, line: Conversation, prompt: Any, answer: Any) -> Encoded:
         """The whole sequence, with its answer scored."""
-        own = {name: line.values.get(name) for name in ("tools", "chat_template_kwargs")}
+        own = {name: line.values.get(name) for name in ("system", "chat_template_kwargs", *TOOLS)}
         values = {"prompt": prompt, "completion": answer, **own}
         (scored_text,) = self._answers.scored_texts(values)
         return self._answers.tokens(line.where, scored_text)
@@ -134,6 +137,8 @@ def _prompt_and_answers(values: dict[str, Any]) -> tuple[Any, tuple[Any, Any]]:
     prompt: Any = values.get("prompt")
     chosen: Any = values.get("chosen")
     rejected: Any = values.get("rejected")
+    if prompt is None and _kind(chosen) == _kind(rejected) == "text":
+        prompt = _question(values)
     if _kind(prompt) == "text" and _kind(chosen) == _kind(rejected) == "messages":
         prompt = None  # as in TRL: the answers are whole conversations, and the prompt a text of what they begin with
     kinds = {_kind(value) for value in (chosen, rejected, *([] if prompt is None else [prompt]))}
@@ -147,10 +152,20 @@ def _prompt_and_answers(values: dict[str, Any]) -> tuple[Any, tuple[Any, Any]]:
         )
     if prompt is None:
         shared = next((i for i, (a, b) in enumerate(zip(chosen, rejected)) if a != b), min(len(chosen), len(rejected)))
+        if not shared:
+            raise ChatTemplateError('its two answers begin differently, so it needs a "prompt"')
         if isinstance(chosen, str) and shared and chosen[shared - 1] == " ":
             shared -= 1  # a space belongs to the word after it
         prompt, chosen, rejected = chosen[:shared], chosen[shared:], rejected[shared:]
     return prompt, (chosen, rejected)
+
+
+def _question(values: dict[str, Any]) -> str | None:
+    """A text prompt under the names that it has in other layouts."""
+    asked, given = values.get("question") or values.get("instruction"), values.get("input")
+    if not isinstance(asked, str):
+        return None
+    return f"{asked}\n\n{given}" if isinstance(given, str) and given.strip() else asked
 
 
 class AnswerTokens(NamedTuple):

@@ -90,7 +90,7 @@ def test_tool_calls_that_the_template_does_not_show_are_refused():
     assert "the chat template does not show tool calls" in text(row, silent)
 
 
-@pytest.mark.parametrize("flag", ["weight", "train", "trainable", "loss", "loss_mask"])
+@pytest.mark.parametrize("flag", ["weight", "train", "training", "trainable", "loss", "loss_mask"])
 @pytest.mark.parametrize("template", [TEMPLATE, MARKED], ids=["prefixes", "marks"])
 def test_an_answer_that_is_flagged_is_context_and_not_learned(flag, template):
     for value in (0, False):
@@ -148,6 +148,20 @@ def test_a_rows_system_and_history_come_first():
     assert '"history" is not a list of pairs of texts' in text({**row, "history": ["a"]})
     assert 'has "system", but also a message of that role' in text({**expected, "system": "other"})
     assert '"system" is not a text' in text({"messages": [ASK, YES], "system": {"a": 1}})
+
+
+def test_a_rows_system_comes_before_a_prompt_of_messages_and_is_refused_beside_texts():
+    row = {"prompt": [say("user", "a")], "completion": [YES], "system": "s"}
+    assert text(row) == text({"prompt": [say("system", "s"), say("user", "a")], "completion": [YES]})
+    assert 'has "system" beside a prompt that is a text' in text({"prompt": "a", "completion": "b", "system": "s"})
+
+
+def test_tools_under_their_other_names_reach_the_template():
+    shows = ChatTemplate("{{ tools | tojson }}" + TURNS, {})
+    tool = {"type": "function", "function": {"name": "f"}}
+    expected = text({"messages": [ASK, YES], "tools": [tool]}, shows)
+    for others in ({"tools": None, "tool_defs": [tool]}, {"functions": [tool["function"]]}):
+        assert text({"messages": [ASK, YES], **others}, shows) == expected
 
 
 def test_calls_without_a_function_and_empty_lists_of_calls_are_those_of_the_wire():

@@ -291,6 +291,14 @@ def test_prompts_in_both_answers_and_messages_give_the_same_tokens(tmp_path, mod
     explicit = _encode(folder, {"prompt": prompt, **answers}, template=MARKED)
     whole = _encode(folder, {kind: prompt + answer for kind, answer in answers.items()}, template=MARKED)
     assert explicit.tokens.tolist() == whole.tokens.tolist() and explicit.scored.tolist() == whole.scored.tolist()
+    asked = {"question": "a?", "chosen": "b", "rejected": "c"}
+    plain = _encode(folder, {"prompt": "a?", "chosen": "b", "rejected": "c"})
+    assert _encode(folder, asked).tokens.tolist() == plain.tokens.tolist()
+    assert "needs a" in _encode(folder, {"chosen": "b", "rejected": "c"}).problem
+    first = [{"role": "system", "content": "s"}, *prompt]
+    named = {"prompt": prompt, "system": "s", **answers}
+    expected = _encode(folder, {"prompt": first, **answers}, template=MARKED)
+    assert _encode(folder, named, template=MARKED).tokens.tolist() == expected.tokens.tolist()
     # As in data sets of which TRL takes the prompt from the answers.
     named = {"prompt": "c", **{kind: prompt + answer for kind, answer in answers.items()}}
     assert _encode(folder, named, template=MARKED).tokens.tolist() == whole.tokens.tolist()
