@@ -316,3 +316,13 @@ def test_a_model_with_an_adapter_in_its_folder_is_refused(tmp_path):
     (tmp_path / "adapter_config.json").write_text("{}")
     with pytest.raises(UserError, match="both a model .config.json. and an adapter .adapter_config.json."):
         load_model(tmp_path)
+
+
+def test_an_index_that_lists_a_head_which_was_dropped_is_read_as_far_as_the_files_go(tmp_path):
+    model = build_model(preset("qwen3:micro"), dtype="float32", seed=0)
+    save_model(model, tmp_path)
+    (tmp_path / "model.safetensors").rename(tmp_path / "model-00001-of-00001.safetensors")
+    places = dict.fromkeys([*load_file(tmp_path / "model-00001-of-00001.safetensors"), "lm_head.weight"])
+    index = {"metadata": {}, "weight_map": dict.fromkeys(places, "model-00001-of-00001.safetensors")}
+    (tmp_path / "model.safetensors.index.json").write_text(json.dumps(index))
+    assert torch.equal(score(load_model(tmp_path), [[1, 2, 3]])[0], score(model, [[1, 2, 3]])[0])
