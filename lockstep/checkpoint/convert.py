@@ -39,7 +39,8 @@ from lockstep.model import (
     tensor_files,
     write_description,
 )
-from lockstep.model.folder import GENERATION, generation_ends, open_tensors, read_json
+from lockstep.model.folder import GENERATION, generation_ends, open_tensors
+from lockstep.model.json_file import read_json
 from lockstep.model.mxfp4 import BLOCK, BLOCKS, SCALES, Mxfp4
 from lockstep.model.stored import EMBEDDING, HEAD, SCORE, adapter_name, hugging_face_name, is_adapter, is_float32
 

@@ -25,18 +25,18 @@ from safetensors.torch import save_file
 
 from lockstep.errors import UserError
 from lockstep.hub import hub_name, local_folder
-from lockstep.model.adapter_settings import MERGE, refuse_settings
+from lockstep.model.adapter_settings import MERGE, refuse_layers_not_meant, refuse_settings
 from lockstep.model.config import Lora, ModelConfig
 from lockstep.model.decoder import Decoder
+from lockstep.model.json_file import read_json
 from lockstep.model.lora import projections
-from lockstep.model.stored import PEFT_PREFIX, SCORE, adapter_name, is_beside_base
+from lockstep.model.stored import PEFT_PREFIX, PEFT_ROOT, SCORE, adapter_name, is_beside_base
 
 SETTINGS, TENSORS, OWN = "adapter_config.json", "adapter_model.safetensors", "lockstep.json"
 BASE = "LOCKSTEP_BASE"
 """Environment variable, which `--base` sets: the folder of the adapters' base, wherever their own files place it."""
 SCORE_TENSOR = adapter_name(SCORE)
 """The head of a reward model with an adapter; it is trained in full."""
-JSON_BYTES = 2**20
 
 
 def is_adapter_folder(folder: Path) -> bool:
@@ -98,6 +98,8 @@ def with_adapter(folder: Path, base: ModelConfig) -> ModelConfig:
     head: dict[str, Any] = {"score_head": True, "tie_embeddings": False} if scores else {}
     config = _with_own(folder, dataclasses.replace(base, lora=lora, **head))
     _refuse_other_shapes(folder, config, shapes)
+    layers = [f"{PEFT_PREFIX}{module}".removeprefix(PEFT_ROOT) for module in modules]
+    refuse_layers_not_meant(settings, layers, folder / SETTINGS)
     return config
 
 
@@ -270,7 +272,7 @@ def _shapes(folder: Path) -> dict[str, list[int]]:
 
 
 def _settings(folder: Path) -> dict[str, Any]:
-    return _json(folder / SETTINGS)
+    return read_json(folder / SETTINGS)
 
 
 def _with_own(folder: Path, config: ModelConfig) -> ModelConfig:
@@ -296,16 +298,4 @@ _OWN = {
 
 
 def _own(folder: Path) -> dict[str, Any]:
-    return _json(folder / OWN) if (folder / OWN).is_file() else {}
-
-
-def _json(path: Path) -> dict[str, Any]:
-    try:
-        if path.stat().st_size > JSON_BYTES:
-            raise ValueError(f"larger than {JSON_BYTES} bytes")
-        values = json.loads(path.read_text())
-    except (OSError, ValueError, RecursionError) as error:
-        raise UserError(f"{path}: not valid JSON ({error}); copy or write the file again") from error
-    if not isinstance(values, dict):
-        raise UserError(f"{path}: not a JSON object")
-    return values
+    return read_json(folder / OWN) if (folder / OWN).is_file() else {}

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
@@ -19,13 +21,14 @@ WITHOUT_EFFECT = {
     # Where it comes from, and how it was trained.
     "task_type", "auto_mapping", "peft_version", "base_model_name_or_path", "revision", "inference_mode",
     "lora_dropout", "runtime_config", "merge_weights", "unsloth_fixed",
-    # The layers, which the names of the tensors say too.
-    "target_modules", "exclude_modules", "layers_to_transform", "layers_pattern", "ensure_weight_tying",
+    "ensure_weight_tying",
     # Of settings that are refused, of the first weights, and of Megatron's layers.
     "qalora_group_size", "loftq_config", "eva_config", "corda_config", "lora_ga_config", "megatron_config",
     "megatron_core",
 }  # fmt: skip
-READ = {"r", "lora_alpha", "init_lora_weights"}
+LAYERS = ("target_modules", "exclude_modules", "layers_to_transform", "layers_pattern")
+"""Which layers have an adapter. The tensors say so too, but peft drops those of layers that are not meant."""
+READ = {"r", "lora_alpha", "init_lora_weights", *LAYERS}
 MERGE = "merge the adapter with peft's merge_and_unload and give the folder of the merged model"
 NOTHING: tuple[Any, ...] = (None, False, "", [])
 """What peft writes for what is not set."""
@@ -49,3 +52,26 @@ def refuse_settings(settings: dict[str, Any], file: Path, scores: bool) -> None:
             f"{file}: init_lora_weights is {start!r:.100}, which changes the base's weights; convert the adapter with "
             "peft's save_pretrained(path_initial_model_for_weight_conversion=…)"
         )
+
+
+def refuse_layers_not_meant(settings: dict[str, Any], layers: Iterable[str], file: Path) -> None:
+    """Raises UserError for a layer (`model.layers.0.self_attn.q_proj`) that has tensors, but that the settings' lists
+    do not mean: peft leaves its tensors out. Expressions in place of lists are not tried: one can run for hours."""
+    numbers, pattern = settings.get("layers_to_transform"), settings.get("layers_pattern")
+    numbers = [numbers] if type(numbers) is int else numbers or None
+    parents = [pattern] if isinstance(pattern, str) else pattern or None
+    for layer in layers:
+        found = re.search(r"(?:^|\.)([^.]*)\.([0-9]+)\.", layer)
+        meant = {
+            "target_modules": _is_among(layer, settings.get("target_modules"), otherwise=True),
+            "exclude_modules": not _is_among(layer, settings.get("exclude_modules"), otherwise=False),
+            "layers_to_transform": numbers is None
+            or (found is not None and int(found[2]) in numbers and (parents is None or found[1] in parents)),
+        }
+        if key := next((key for key, is_meant in meant.items() if not is_meant), None):
+            raise UserError(f"{file}: {key} does not mean {layer}, for which the adapter has tensors; correct it")
+
+
+def _is_among(layer: str, names: Any, otherwise: bool) -> bool:
+    """Whether one of the names is the layer's or its end; `otherwise`, if these are not a list."""
+    return any(f".{layer}".endswith(f".{name}") for name in names) if isinstance(names, list) and names else otherwise

@@ -29,10 +29,10 @@ from lockstep.model.folder import (
     folder_dtype,
     generation_ends,
     open_tensors,
-    read_json,
     tensor_files,
 )
 from lockstep.model.initialize import initialize_some
+from lockstep.model.json_file import read_json
 from lockstep.model.more_tokens import OF_TOKENS, MoreTokens
 from lockstep.model.mxfp4 import BLOCKS, SCALES, Mxfp4
 from lockstep.model.other_names import more, refuse_names, refuse_quantized_tensors

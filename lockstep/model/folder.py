@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import math
 from collections import Counter
 from pathlib import Path, PurePath
@@ -14,6 +13,7 @@ from safetensors import SafetensorError, safe_open
 from lockstep.errors import UserError
 from lockstep.model.adapter_folder import adapter_files, base_folder, is_adapter_folder
 from lockstep.model.dtypes import DTYPES
+from lockstep.model.json_file import read_json
 from lockstep.model.mxfp4 import BLOCKS, SCALES
 from lockstep.model.stored import PEFT_ROOT, in_language_model, is_adapter, is_float32
 
@@ -21,8 +21,6 @@ GENERATION = "generation_config.json"
 SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
 FLOATS = {"BF16": torch.bfloat16, "F16": torch.float16, "F32": torch.float32, "F64": torch.float64}
 """The floating-point types of safetensors that are read."""
-JSON_BYTES = 2**26
-"""Limit for a JSON file in a model folder: far larger than any, and still parsed in seconds."""
 
 
 def tensor_files(folder: Path) -> dict[str, Path]:
@@ -49,7 +47,6 @@ def tensor_files(folder: Path) -> dict[str, Path]:
         if not (folder / name).is_file():
             raise UserError(f"{folder / INDEX}: names {name}, which does not exist; download it again")
         _refuse_outside(folder, folder / name)
-    # As in transformers, what the files have counts, listed or not.
     return {tensor: folder / name for name in names for tensor in open_tensors(folder / name).keys()}  # noqa: SIM118
 
 
@@ -137,16 +134,3 @@ def generation_ends(folder: Path) -> list[int]:
     if any(type(token) is not int for token in ends):
         raise UserError(f"{path}: eos_token_id is {found!r:.100}; it must be a token id or a list of them")
     return ends
-
-
-def read_json(path: Path) -> dict[str, Any]:
-    """The object in a file. Raises UserError for a file that is not JSON of one."""
-    try:
-        if path.stat().st_size > JSON_BYTES:
-            raise ValueError(f"larger than {JSON_BYTES} bytes")
-        values = json.loads(path.read_text())
-    except (OSError, ValueError, RecursionError) as error:
-        raise UserError(f"{path}: not valid JSON ({error}); download or write the file again") from error
-    if not isinstance(values, dict):
-        raise UserError(f"{path}: not a JSON object")
-    return values

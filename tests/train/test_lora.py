@@ -324,6 +324,31 @@ def test_settings_of_our_own_that_make_no_sense_are_refused(folders, change, sai
         load_model(folders[1])
 
 
+@pytest.mark.parametrize(
+    ("key", "value"),
+    [
+        ("target_modules", ["nothing"]),
+        ("exclude_modules", ["q_proj"]),
+        ("layers_to_transform", [0]),
+        ("layers_to_transform", 0),
+    ],
+)
+def test_settings_that_mean_fewer_layers_than_have_tensors_are_refused(tmp_path, key, value):
+    """peft leaves those tensors out, with a warning at most."""
+    from peft import LoraConfig as PeftConfig
+    from peft import get_peft_model
+    from transformers import AutoModelForCausalLM
+
+    save_model(build_model(preset("qwen3:micro"), "float32"), tmp_path / "base")
+    theirs = AutoModelForCausalLM.from_pretrained(tmp_path / "base")
+    get_peft_model(theirs, PeftConfig(target_modules=["q_proj", "v_proj"])).save_pretrained(tmp_path / "adapter")
+    load_model(tmp_path / "adapter")
+    file = tmp_path / "adapter" / "adapter_config.json"
+    file.write_text(json.dumps(json.loads(file.read_text()) | {key: value}))
+    with pytest.raises(UserError, match=f"{key} does not mean model.layers"):
+        load_model(tmp_path / "adapter")
+
+
 def test_a_tensor_that_is_no_adapters_is_refused(folders):
     file = folders[1] / "adapter_model.safetensors"
     save_file(load_file(file) | {"base_model.model.model.embed_tokens.weight": torch.zeros(2)}, file)
