@@ -18,10 +18,10 @@ from benchmarks.rewards import best
 from lockstep.config import RewardConfig, RLConfig
 from lockstep.rl import Example, Reply
 from lockstep.rl.conversations.exchange import Asked, Ended
-from lockstep.rl.conversations.hosting import Hosting
-from lockstep.rl.conversations.in_workers import HostingInWorkers, task_of
-from lockstep.rl.load_environment import load_environment
-from lockstep.rl.rewards.workers import open_workers
+from lockstep.rl.conversations.runner import Hosting
+from lockstep.rl.conversations.worker_runner import HostingInWorkers, task_of
+from lockstep.rl.environments.loading import load_environment
+from lockstep.rl.grading.pool import open_workers
 
 TASK = """
 import lockstep.rl as rl

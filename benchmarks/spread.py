@@ -15,9 +15,9 @@ from lockstep.model import preset
 from lockstep.parallel import World
 from lockstep.parallel.world import AXES
 from lockstep.rl import Example
-from lockstep.rl.actors.shares import cost, spread, token_budget
-from lockstep.rl.microbatches import microbatches
-from lockstep.rl.rollouts import Rollout
+from lockstep.rl.rollouts.microbatches import microbatches
+from lockstep.rl.rollouts.records import Rollout
+from lockstep.rl.rollouts.shares import cost, spread, token_budget
 
 DRAWS = 20
 SHAPE = preset("qwen3:0.6b", 151_936)

@@ -62,7 +62,7 @@ def measure(size: str, layout: str) -> dict[str, float]:
     from lockstep.model import ModelConfig, initialize
     from lockstep.model.shard import local_part
     from lockstep.parallel import close_world, generator_model, open_world, parallel_model
-    from lockstep.rl.actors.weights import WeightTransfer
+    from lockstep.rl.weights.transfer import WeightTransfer
 
     torch.set_num_threads(1)
     keep_freed_memory()  # as a run's trainer does
@@ -101,7 +101,7 @@ def measure_separate(size: str, way: str) -> dict[str, float]:
     import torch
 
     from lockstep.parallel import World
-    from lockstep.rl.actors.shelf import Shelf
+    from lockstep.rl.weights.server import Shelf
 
     torch.set_num_threads(1)
     model = _model(size)
@@ -136,7 +136,7 @@ def take_all(size: str) -> None:
     import torch
 
     from lockstep.parallel import World
-    from lockstep.rl.actors.shelf_reader import ShelfReader
+    from lockstep.rl.weights.reader import ShelfReader
 
     torch.set_num_threads(1)
     reader = ShelfReader(_model(size), World(torch.device("cpu")), KEY)

@@ -225,7 +225,7 @@ def rl(arguments: list[str]) -> int:
     config = run_config("rl", RLConfig, arguments)
     from lockstep.commands.summary import print_summary
     from lockstep.rl.controller import reinforce
-    from lockstep.rl.parity import ParityError
+    from lockstep.rl.scoring.parity import ParityError
 
     if config.dry_run:
         from lockstep.rl.dry_run import foresee
@@ -285,7 +285,7 @@ def evaluate(arguments: list[str]) -> int:
     config = parse_options(EvalConfig, arguments, "eval")
     from lockstep.commands.evaluate import as_text
     from lockstep.parallel import refuse_ranks
-    from lockstep.rl.evaluation import evaluate as run
+    from lockstep.rl.evaluate import evaluate as run
 
     refuse_ranks("eval")
     evaluation = run(config)

@@ -5,8 +5,8 @@ from __future__ import annotations
 import re
 from functools import partial
 
-from lockstep.rl.evaluation import Comparison, Evaluation
-from lockstep.rl.figures import Figures
+from lockstep.rl.evaluate import Comparison, Evaluation
+from lockstep.rl.rollouts.eval_metrics import Figures
 
 
 def as_text(evaluation: Evaluation) -> str:

@@ -28,14 +28,16 @@ from lockstep.observe import (
     write_report,
 )
 from lockstep.parallel import close_world, open_world
-from lockstep.rl.actors.generators import open_generators, suited_to_actors
-from lockstep.rl.actors.models import policy_model
-from lockstep.rl.actors.replicas import Replicas
-from lockstep.rl.actors.shares import own_batches, share_findings, token_budget
-from lockstep.rl.ahead import Ahead
 from lockstep.rl.alarms import PREFIX, Alarms
-from lockstep.rl.batch import PolicyLoss, masking_metrics, packing_metrics, policy_batches
-from lockstep.rl.bookkeeping import (
+from lockstep.rl.conversations.rendering import open_rendering
+from lockstep.rl.environments.loading import require_environment
+from lockstep.rl.environments.protocol import Environment
+from lockstep.rl.generators.colocated import open_generators, suited_to_actors
+from lockstep.rl.generators.models import policy_model
+from lockstep.rl.grading import Outcome, refuse_too_many
+from lockstep.rl.rollouts.collect import assign_advantages, assign_rewards, charge_overlong
+from lockstep.rl.rollouts.ledger import Ledger
+from lockstep.rl.rollouts.metrics import (
     Stopwatch,
     accepted,
     due,
@@ -43,22 +45,14 @@ from lockstep.rl.bookkeeping import (
     staleness_metrics,
     validation_metrics,
 )
-from lockstep.rl.collect import assign_advantages, assign_rewards, charge_overlong
-from lockstep.rl.conversations.rendering import open_rendering
-from lockstep.rl.critic import assign_values, make_critic, train_settings, value_metrics
-from lockstep.rl.environment import Environment
-from lockstep.rl.ledger import Ledger
-from lockstep.rl.load_environment import require_environment
-from lockstep.rl.opening import (
-    announce_start,
-    learns_from_spread_alone,
-    named_environment,
-    open_examples,
-    resumed_state,
-    title_of,
-    write_ending,
-)
-from lockstep.rl.reference import (
+from lockstep.rl.rollouts.packing import PolicyLoss, masking_metrics, packing_metrics, policy_batches
+from lockstep.rl.rollouts.prefetcher import Ahead
+from lockstep.rl.rollouts.records import write_rollouts
+from lockstep.rl.rollouts.replicas import Replicas
+from lockstep.rl.rollouts.samples import samples_of
+from lockstep.rl.rollouts.sampling import Draws, Sampling
+from lockstep.rl.rollouts.shares import own_batches, share_findings, token_budget
+from lockstep.rl.scoring.reference import (
     WithoutAdapter,
     assign_reference_scores,
     assign_teacher_scores,
@@ -67,16 +61,22 @@ from lockstep.rl.reference import (
     load_teacher,
     moving_average,
 )
-from lockstep.rl.reward_model import assign_scores, load_reward_model
-from lockstep.rl.rewards import Outcome, refuse_too_many
-from lockstep.rl.rollouts import write_rollouts
-from lockstep.rl.routes import refuse_replay_without_experts
-from lockstep.rl.samples import samples_of
-from lockstep.rl.sampling import Draws, Sampling
-from lockstep.rl.stage_routes import routes_on_stages
+from lockstep.rl.scoring.reward_model import assign_scores, load_reward_model
+from lockstep.rl.scoring.routes import refuse_replay_without_experts
+from lockstep.rl.scoring.stage_routes import routes_on_stages
+from lockstep.rl.scoring.value_head import assign_values, make_critic, train_settings, value_metrics
+from lockstep.rl.setup import (
+    announce_start,
+    learns_from_spread_alone,
+    named_environment,
+    open_examples,
+    resumed_state,
+    title_of,
+    write_ending,
+)
 from lockstep.train import Trainer
 from lockstep.train.bad_steps import BadSteps
-from lockstep.train.settle import settle
+from lockstep.train.resolve_defaults import settle
 from lockstep.train.stop_signal import RAISED, STOP_RUN, Interrupted, StopSignal, ends_with_error
 from lockstep.train.threads import fitting_threads
 

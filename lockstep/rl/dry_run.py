@@ -32,14 +32,14 @@ from lockstep.ops.packed_weights import panel_words
 from lockstep.parallel import World, chunks_for, close_world, generator_layout
 from lockstep.parallel.refusals import refuse_generators
 from lockstep.parallel.world import imagined_world
-from lockstep.rl.actors.foreseen import ForeseenTransfer, foresee_shelf, foresee_transfer
-from lockstep.rl.actors.generators import scores_with_policy
-from lockstep.rl.actors.models import refuse_on_ranks
-from lockstep.rl.actors.own_weights import lay_out
-from lockstep.rl.actors.shelf import versions_laid_out
-from lockstep.rl.actors.shelf_memory import length_of
-from lockstep.rl.critic import ValueHead, train_settings
-from lockstep.rl.reference import AVERAGE, START, is_own_base
+from lockstep.rl.generators.colocated import scores_with_policy
+from lockstep.rl.generators.models import refuse_on_ranks
+from lockstep.rl.scoring.reference import AVERAGE, START, is_own_base
+from lockstep.rl.scoring.value_head import ValueHead, train_settings
+from lockstep.rl.weights.estimate import ForeseenTransfer, foresee_shelf, foresee_transfer
+from lockstep.rl.weights.in_place import lay_out
+from lockstep.rl.weights.server import versions_laid_out
+from lockstep.rl.weights.server_memory import length_of
 from lockstep.train import Trainer
 from lockstep.train.adapter import adapted
 from lockstep.train.dry_run import (

@@ -52,8 +52,8 @@ from lockstep.train.preference_batches import (
 from lockstep.train.preference_losses import Answers, dpo_loss, ipo_loss, kto_divergence, kto_loss, simpo_loss
 from lockstep.train.pretrain import check_length, make_loader, make_model, run_training
 from lockstep.train.reference_scores import assign_reference, model_reference
+from lockstep.train.resolve_defaults import settle
 from lockstep.train.same_vocabulary import refuse_other_vocabulary
-from lockstep.train.settle import settle
 from lockstep.train.sft import chat_template, chat_tokenizer
 from lockstep.train.trainer import Trainer
 from lockstep.train.validation import validation_rows

@@ -78,7 +78,7 @@ from lockstep.train.bad_steps import BadSteps
 from lockstep.train.loss_spikes import LossSpikes
 from lockstep.train.objective import NextToken, NextTokenLoss, Objective
 from lockstep.train.read_once import learn_once, read_once
-from lockstep.train.settle import recorded_settings, refuse_fewer_steps, settle
+from lockstep.train.resolve_defaults import recorded_settings, refuse_fewer_steps, settle
 from lockstep.train.stop_signal import Interrupted, StopSignal, ends_with_error
 from lockstep.train.threads import fitting_threads
 from lockstep.train.throughput import Throughput

@@ -25,7 +25,7 @@ from lockstep.train.dpo import examples_of, open_preferences
 from lockstep.train.preference_batches import PreferenceBatch, end_scores, ending, preference_batch, shares_prompts
 from lockstep.train.preference_losses import bradley_terry_loss
 from lockstep.train.pretrain import check_length, model_shape, run_training
-from lockstep.train.settle import settle
+from lockstep.train.resolve_defaults import settle
 from lockstep.train.trainer import Trainer
 
 

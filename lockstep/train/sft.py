@@ -30,7 +30,7 @@ from lockstep.parallel import World, close_world, open_world
 from lockstep.train.answers import Answers
 from lockstep.train.epochs import with_steps
 from lockstep.train.pretrain import make_loader, make_model, run_training
-from lockstep.train.settle import settle
+from lockstep.train.resolve_defaults import settle
 from lockstep.train.validation import validation_rows
 
 

@@ -22,9 +22,9 @@ from lockstep.parallel import Pipeline, World
 from lockstep.parallel.exchange import is_no_subtree
 from lockstep.parallel.expert_traffic import TRAFFIC
 from lockstep.parallel.gradient_sums import set_gradient_sums, sums_every_microbatch
-from lockstep.train.beside import Beside
 from lockstep.train.deterministic_layout import refuse_other_order, share_rows
 from lockstep.train.expert_balance import ExpertBalance
+from lockstep.train.extra_parameters import Beside
 from lockstep.train.optimizer import MasterOptimizer
 from lockstep.train.schedule import make_schedule
 

@@ -15,15 +15,15 @@ from lockstep.generate.sampler import Sample, Sampler
 from lockstep.generate.sampling_params import FinishReason
 from lockstep.generate.stragglers import stragglers
 from lockstep.rl.conversations.exchange import Again, Asked, Ended, Said
-from lockstep.rl.conversations.hosting import Hosting
-from lockstep.rl.conversations.in_workers import HostingInWorkers, task_of
 from lockstep.rl.conversations.protocol import ConversationEnvironment, Reply
 from lockstep.rl.conversations.rendering import Rendering, Row, TooLongError, Transcript, message_values
-from lockstep.rl.environment import Environment, Example
-from lockstep.rl.rewards.calling import INVALID, Grader, about, failure
-from lockstep.rl.rewards.workers import Workers
-from lockstep.rl.rollouts import Conversation, Rollout, of_versions
-from lockstep.rl.routes import routes_form
+from lockstep.rl.conversations.runner import Hosting
+from lockstep.rl.conversations.worker_runner import HostingInWorkers, task_of
+from lockstep.rl.environments.protocol import Environment, Example
+from lockstep.rl.grading.calling import INVALID, Grader, about, failure
+from lockstep.rl.grading.pool import Workers
+from lockstep.rl.rollouts.records import Conversation, Rollout, of_versions
+from lockstep.rl.scoring.routes import routes_form
 
 ASKS_PER_TURN = 4
 """Most requests per allowed turn of a conversation; requests whose reply it does not wait for count."""

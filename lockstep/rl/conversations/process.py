@@ -13,11 +13,11 @@ from typing import Any
 
 from lockstep.config import RewardConfig
 from lockstep.rl.conversations.exchange import Asked, Ended, Graded, Said, data_of, reply_of
-from lockstep.rl.conversations.hosting import BlockedError, Hosting, Pulse, graded
 from lockstep.rl.conversations.protocol import ConversationEnvironment, Episode
-from lockstep.rl.environment import Environment, Example
-from lockstep.rl.rewards.calling import INVALID, TIMEOUT, about, event_loop, failed, failure
-from lockstep.rl.rewards.frames import Closed, encode, receive
+from lockstep.rl.conversations.runner import BlockedError, Hosting, Pulse, graded
+from lockstep.rl.environments.protocol import Environment, Example
+from lockstep.rl.grading.calling import INVALID, TIMEOUT, about, event_loop, failed, failure
+from lockstep.rl.grading.frames import Closed, encode, receive
 
 
 def converse(

@@ -7,10 +7,10 @@ import pytest
 import lockstep.rl as rl
 from lockstep.config import RewardConfig, RLConfig
 from lockstep.rl.conversations.exchange import Ended
-from lockstep.rl.conversations.hosting import Hosting
-from lockstep.rl.conversations.in_workers import HostingInWorkers, task_of
-from lockstep.rl.load_environment import load_environment
-from lockstep.rl.rewards.workers import open_workers
+from lockstep.rl.conversations.runner import Hosting
+from lockstep.rl.conversations.worker_runner import HostingInWorkers, task_of
+from lockstep.rl.environments.loading import load_environment
+from lockstep.rl.grading.pool import open_workers
 
 TASK = """
 import asyncio, os, signal, time

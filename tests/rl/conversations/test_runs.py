@@ -10,8 +10,8 @@ from lockstep.config import CheckpointConfig, EngineConfig, RewardConfig, RLConf
 from lockstep.data import load_tokenizer
 from lockstep.errors import UserError
 from lockstep.rl.controller import reinforce
-from lockstep.rl.load_environment import load_environment
-from lockstep.rl.processes import descendants
+from lockstep.rl.environments.loading import load_environment
+from lockstep.rl.grading.processes import descendants
 from lockstep.rl.replay import replay
 
 TASK = '''

@@ -12,15 +12,15 @@ import pytest
 import lockstep.rl as rl
 from lockstep.config import RewardConfig, RLConfig
 from lockstep.rl.conversations.exchange import Again, Asked, Ended
-from lockstep.rl.conversations.in_workers import HostingInWorkers, hosted, task_of
-from lockstep.rl.processes import descendants
-from lockstep.rl.rewards.workers import open_workers
-from tests.rl.misbehaving import CAUSES
+from lockstep.rl.conversations.worker_runner import HostingInWorkers, hosted, task_of
+from lockstep.rl.grading.pool import open_workers
+from lockstep.rl.grading.processes import descendants
+from tests.rl.grading.misbehaving import CAUSES
 
 TASK = """
 import asyncio, json, os, random, signal, struct, time
 import lockstep.rl as rl
-from tests.rl.misbehaving import Misbehaving, kept
+from tests.rl.grading.misbehaving import Misbehaving, kept
 
 class Talk(Misbehaving, rl.ConversationEnvironment):
     def examples(self, split):
@@ -105,8 +105,8 @@ def task(tmp_path_factory):
 @pytest.fixture
 def workers(task, tmp_path, monkeypatch):
     """`workers(…)`: a context manager of workers, which leaves no process behind. Stopped ones are found at once."""
-    monkeypatch.setattr("lockstep.rl.rewards.workers.LOOK_SECONDS", 0.1)
-    monkeypatch.setattr("lockstep.rl.conversations.in_workers.LOOK_SECONDS", 0.1)
+    monkeypatch.setattr("lockstep.rl.grading.pool.LOOK_SECONDS", 0.1)
+    monkeypatch.setattr("lockstep.rl.conversations.worker_runner.LOOK_SECONDS", 0.1)
     opened, before = [], set(descendants(os.getpid()))
 
     def make(**changes):
@@ -176,8 +176,8 @@ def test_a_grade_that_fails_costs_its_own_group(workers, bad, cause):
 
 @pytest.mark.parametrize("looks", [3, 10**9], ids=["seen to be stopped", "by its silence"])
 def test_a_keeper_that_says_nothing_is_started_again(workers, monkeypatch, looks):
-    monkeypatch.setattr("lockstep.rl.conversations.in_workers.SILENCE", 1.0 if looks > 3 else 10**9)
-    monkeypatch.setattr("lockstep.rl.rewards.workers.STOPPED_LOOKS", looks)
+    monkeypatch.setattr("lockstep.rl.conversations.worker_runner.SILENCE", 1.0 if looks > 3 else 10**9)
+    monkeypatch.setattr("lockstep.rl.grading.pool.STOPPED_LOOKS", looks)
     ends = ended(workers(seconds=0.5), ["fine", "stops_its_keeper", "fine"])
     assert [end.outcome.cause for end in ends] == ["", "killed", ""]
 
@@ -224,9 +224,9 @@ from collections import defaultdict
 from pathlib import Path
 import lockstep.rl as rl
 from lockstep.config import RewardConfig, RLConfig
-from lockstep.rl.conversations.in_workers import HostingInWorkers, task_of
-from lockstep.rl.processes import descendants
-from lockstep.rl.rewards.workers import open_workers
+from lockstep.rl.conversations.worker_runner import HostingInWorkers, task_of
+from lockstep.rl.grading.processes import descendants
+from lockstep.rl.grading.pool import open_workers
 config = RLConfig(environment=r"{task}:Talk", rewards=RewardConfig(workers=1, seconds=900))
 with open_workers(config, Path(r"{tmp_path}")) as workers:
     tasks = [task_of(rl.Example(prompt), 0) for prompt in ("leaves_a_process", "spins")]
