@@ -10,7 +10,7 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from functools import cached_property, partial
 from pathlib import Path
 from types import TracebackType
-from typing import Any, NamedTuple, Protocol, TypeVar, runtime_checkable
+from typing import Any, Protocol, TypeVar, runtime_checkable
 
 import torch
 import torch.distributed as dist
@@ -63,14 +63,6 @@ class Training(Protocol):
     def load_counts(self, counts: Mapping[str, Any]) -> None: ...
 
 
-class _Copied(NamedTuple):
-    """A run as it was after `step`, in the staging buffers."""
-
-    step: int
-    parts: dict[str, Part]
-    counts: dict[str, Any]
-
-
 class Checkpoints:
     """Saves a run to `RUN/checkpoints/step_…` and resumes it. All ranks call its methods. A context manager.
 
@@ -86,7 +78,6 @@ class Checkpoints:
         self._group = dist.new_group(backend="gloo") if self.world.mesh is not None else None
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="checkpoint")
         self._staging = Staging()
-        self._copied: _Copied | None = None
         self._running: Future[str] | None = None
         self._needed: set[Path] = set()
         """Superseded checkpoints that are kept for adapters, as a warning has said."""
@@ -103,7 +94,6 @@ class Checkpoints:
     def save(self, step: int, state: dict[str, Any], last: bool = False) -> None:
         """Saves the trainer and `state` (JSON, equal on all ranks) as of `step`, the run's `last` or not.
 
-        If the trainer's state after `step` has been copied (`holds`), saves the copy: training may have gone on since.
         Waits for a save that is still running, then writes in the background if configured; the last save is waited
         for, without copying what is saved. If a save fails because of the disk, the run warns and continues.
         """
@@ -114,39 +104,17 @@ class Checkpoints:
         trainer = self.trainer
         # Nothing changes the tensors while this waits, or after the last step.
         in_background = settings.asynchronous and not last
+        tensors = tensors_to_save(trainer.model, trainer.optimizer, dtype, self.world.rank, model_only)
         if in_background:
-            copied = self._copy(step)
+            parts = self._staging.copy(tensors)
         else:
-            self._copied = None
             self._staging.release()
-            tensors = tensors_to_save(trainer.model, trainer.optimizer, dtype, self.world.rank, model_only)
-            copied = _Copied(step, in_place(tensors), trainer.counts())
-        state = {**state, **copied.counts, "step": step, "model_only": model_only}
+            parts = in_place(tensors)
+        state = {**state, **trainer.counts(), "step": step, "model_only": model_only}
         state["arithmetic"] = arithmetic_of(self.world.device)
-        self._running = self._thread.submit(self._write, step, copied.parts, dtype, state)
+        self._running = self._thread.submit(self._write, step, parts, dtype, state)
         if not in_background:
             self.wait()
-
-    def keep(self, step: int) -> None:
-        """Copies the trainer's state, that after `step`, so that it can be saved once training has gone on.
-
-        Not if it is copied or saved already, or without `checkpoint.asynchronous`, which has the memory for it.
-        """
-        if self.config.checkpoint.asynchronous and not self.holds(step):
-            self.wait()
-            self._copy(step)
-
-    def holds(self, step: int) -> bool:
-        """Whether the state after `step` is saved or can be, however far training has gone on; equal on all ranks."""
-        return step == self.newest or (self._copied is not None and step == self._copied.step)
-
-    def _copy(self, step: int) -> _Copied:
-        if self._copied is None or self._copied.step != step:
-            self._copied = None  # what it has is about to be overwritten
-            trainer, dtype = self.trainer, resolve_dtype(self.config.dtype)
-            tensors = tensors_to_save(trainer.model, trainer.optimizer, dtype, self.world.rank)
-            self._copied = _Copied(step, self._staging.copy(tensors), trainer.counts())
-        return self._copied
 
     def wait(self) -> str:
         """Waits until no save is running. Returns why the last one failed, empty if it did not."""
@@ -162,7 +130,7 @@ class Checkpoints:
         UserError from `restore` is passed on.
         """
         self.wait()
-        self._copied = self.newest = None
+        self.newest = None
         if self.world.is_main:
             for left_over in self.folder.glob("*.partial"):
                 _delete(left_over)

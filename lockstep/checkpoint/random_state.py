@@ -26,10 +26,10 @@ def random_state() -> dict[str, Tensor]:
     name, keys, position, has_gauss, cached = numpy
     assert name == "MT19937"
     state = {
-        "python": torch.tensor(words, dtype=torch.int64),
+        "python": torch.from_numpy(np.array(words, np.int64)),
         # NaN stands for None: no second number of a normal pair is pending.
         "python_gauss": torch.tensor(float("nan") if gauss is None else gauss, dtype=torch.float64),
-        "numpy": torch.tensor([*keys.tolist(), position, has_gauss], dtype=torch.int64),
+        "numpy": torch.from_numpy(np.append(keys.astype(np.int64), [position, has_gauss])),
         "numpy_gauss": torch.tensor(cached, dtype=torch.float64),
         "torch": torch.get_rng_state(),
     }

@@ -27,7 +27,7 @@ class RowStream(Protocol):
     def targets(self, pieces: list[Piece]) -> int: ...
     def read(self, pieces: list[Piece]) -> Row: ...
     def state(self) -> dict[str, Any]: ...
-    def load_state(self, state: dict[str, Any]) -> None: ...
+    def restore(self, state: dict[str, Any]) -> None: ...
 
 
 @dataclass
@@ -91,7 +91,7 @@ class RowLoader:
         while self.rows.epoch < epochs and not self.rows.ended:
             self.rows.plan()
             rows += 1
-        self.rows.load_state(before)
+        self.rows.restore(before)
         return max(1, -(-rows // self.rows_per_step))
 
     def epochs_of(self, steps: int) -> float:
@@ -101,14 +101,14 @@ class RowLoader:
             if not self.rows.ended:
                 self.rows.plan()
         epochs = self.rows.epoch
-        self.rows.load_state(before)
+        self.rows.restore(before)
         return epochs
 
     def peek(self) -> StepRows:
         """What `next` will give."""
         before = self.state()
         step = self.next()
-        self.load_state(before)
+        self.restore(before)
         return step
 
     def next(self) -> StepRows:
@@ -129,9 +129,9 @@ class RowLoader:
         """The whole position, the same on every rank and for any number of them; JSON-able."""
         return self.rows.state()
 
-    def load_state(self, state: dict[str, Any]) -> None:
+    def restore(self, state: dict[str, Any]) -> None:
         """Continues with the step after those taken before `state`. Raises UserError for another run's state."""
-        self.rows.load_state(state)
+        self.rows.restore(state)
 
 
 def divide_step(

@@ -91,7 +91,7 @@ class MixedRows:
         streams = [stream.state() for stream in self.streams]
         return {"weights": self.weights, "given": list(self._given), "streams": streams}
 
-    def load_state(self, state: dict[str, Any]) -> None:
+    def restore(self, state: dict[str, Any]) -> None:
         """Raises UserError if the sources or their weights are not those of `state`."""
         if state.get("weights") != self.weights:
             raise UserError(
@@ -100,4 +100,4 @@ class MixedRows:
             )
         self._given = [int(tokens) for tokens in state["given"]]
         for stream, own in zip(self.streams, state["streams"], strict=True):
-            stream.load_state(own)
+            stream.restore(own)

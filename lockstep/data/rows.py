@@ -231,7 +231,7 @@ class Rows:
         place = {"epoch": self._epoch, "window": self._window, "index": self._index, "offset": self._offset}
         return {**self._settings(), **place}
 
-    def load_state(self, state: dict[str, Any]) -> None:
+    def restore(self, state: dict[str, Any]) -> None:
         """Continues after the rows taken before `state`.
 
         Raises UserError if the data, the seed, the packing or `repeat` are not those of `state`: the rows would differ.

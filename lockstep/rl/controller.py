@@ -77,8 +77,8 @@ from lockstep.rl.setup import (
 from lockstep.train import Trainer
 from lockstep.train.bad_steps import BadSteps
 from lockstep.train.resolve_defaults import resolve_defaults
-from lockstep.train.stop_signal import RAISED, STOP_RUN, Interrupted, StopSignal, ends_with_error
-from lockstep.train.threads import fitting_threads
+from lockstep.run.stop import RAISED, STOP_RUN, Interrupted, StopSignal, ends_with_error
+from lockstep.run.threads import fitting_threads
 
 
 def reinforce(

@@ -177,7 +177,7 @@ class PreferenceObjective:
                 break
             for piece in loader.rows.plan():
                 yield piece.corpus, number_of(piece)
-        loader.load_state(before)
+        loader.restore(before)
 
     def step(self, trainer: Trainer, batch: StepRows) -> dict[str, float]:
         """One update; the metrics are means over the step's examples."""

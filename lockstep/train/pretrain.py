@@ -79,8 +79,8 @@ from lockstep.train.loss_spikes import LossSpikes
 from lockstep.train.objective import NextToken, NextTokenLoss, Objective
 from lockstep.train.read_once import learn_once, read_once
 from lockstep.train.resolve_defaults import recorded_settings, refuse_fewer_steps, resolve_defaults
-from lockstep.train.stop_signal import Interrupted, StopSignal, ends_with_error
-from lockstep.train.threads import fitting_threads
+from lockstep.run.stop import Interrupted, StopSignal, ends_with_error
+from lockstep.run.threads import fitting_threads
 from lockstep.train.throughput import Throughput
 from lockstep.train.trainer import Trainer
 from lockstep.train.validation import validation_rows
@@ -192,8 +192,8 @@ def _train(
     objective.prepare(trainer, loader, held_out)
 
     def restore(state: dict[str, Any]) -> None:
-        loader.load_state(state["loader"])
-        spikes.load_state(state.get("losses", ()))
+        loader.restore(state["loader"])
+        spikes.restore(state.get("losses", ()))
 
     if config.resume and (state := checkpoints.resume(restore)):
         start, validation_pending = state["step"], held_out is not None and state.get("unjudged", False)

@@ -11,7 +11,7 @@ import pytest
 
 from lockstep.config import ActorsConfig, CheckpointConfig, FaultConfig, RewardConfig, to_toml
 from lockstep.observe.metrics import read_metrics
-from lockstep.train.stop_signal import EVERY
+from lockstep.run.stop import EVERY
 from tests.parallel.launch import CONTEXT, free_port, launch, ranks_environment
 from tests.rl.generators.test_colocated import LAYOUTS, ONE, config_of, outcome, run
 

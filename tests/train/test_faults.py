@@ -33,7 +33,7 @@ from lockstep.train import Trainer, loss_spikes, pack
 from lockstep.train.loss_spikes import LossSpikes
 from lockstep.train.objective import NextTokenLoss
 from lockstep.train.pretrain import pretrain
-from lockstep.train.stop_signal import Interrupted, StopSignal
+from lockstep.run.stop import Interrupted, StopSignal
 from tests.parallel.launch import launch, ranks_environment
 
 
@@ -211,7 +211,7 @@ def test_a_resumed_run_compares_losses_with_those_before_it():
     before, after = (LossSpikes(FaultConfig(spike_deviations=4.0)) for _ in range(2))
     assert not any(before.found(step, 3.0 + 0.1 * (step % 2)) for step in range(30))
     assert not after.found(30, 9.0)
-    after.load_state(json.loads(json.dumps(before.state())))
+    after.restore(json.loads(json.dumps(before.state())))
     assert before.found(30, 9.0) and after.found(30, 9.0)
 
 
@@ -350,7 +350,7 @@ def test_a_last_validation_is_finished_where_only_the_model_is_saved(tmp_path, m
 def test_what_does_not_end_within_its_deadline_is_ended_and_told_what_is_left(saved, there):
     code = f"""
 import os, signal, time
-from lockstep.train.stop_signal import StopSignal
+from lockstep.run.stop import StopSignal
 with StopSignal(0.2, lambda: {saved}):
     os.kill(os.getpid(), signal.SIGTERM)
     time.sleep(30)

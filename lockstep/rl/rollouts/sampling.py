@@ -21,7 +21,7 @@ from lockstep.rl.grading.pool import Workers, open_grader, own_limit
 from lockstep.rl.rollouts.collect import assign_rewards, collect, sample_held_out
 from lockstep.rl.rollouts.records import Rollout
 from lockstep.rl.rollouts.replicas import Replicas
-from lockstep.train.stop_signal import StopSignal
+from lockstep.run.stop import StopSignal
 
 Draws = Callable[[Sequence[Example]], list[Rollout]]
 """Returns recorded rollouts of these examples."""
