@@ -17,7 +17,6 @@ from lockstep.hub import local_folder
 from lockstep.observe import (
     Observer,
     OnMetrics,
-    Progress,
     RunFolder,
     Timeline,
     append_step,
@@ -28,6 +27,7 @@ from lockstep.observe import (
     write_report,
 )
 from lockstep.parallel import close_world, open_world
+from lockstep.progress import Progress
 from lockstep.rl.actors.generators import open_generators, suited_to_actors
 from lockstep.rl.actors.models import policy_model
 from lockstep.rl.actors.replicas import Replicas

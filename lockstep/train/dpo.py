@@ -39,8 +39,9 @@ from lockstep.data.template_values import command_values
 from lockstep.data.tokenizer import Tokenizer
 from lockstep.errors import UserError
 from lockstep.model import ScoringModel, TrainableModel, load_weights, read_config, refuse_score_head, resolve_dtype
-from lockstep.observe import OnMetrics, Progress
+from lockstep.observe import OnMetrics
 from lockstep.parallel import World, close_world, open_world, parallel_model
+from lockstep.progress import Progress
 from lockstep.train.epochs import with_steps
 from lockstep.train.preference_batches import (
     PreferenceBatch,

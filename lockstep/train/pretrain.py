@@ -58,7 +58,6 @@ from lockstep.model import (
 from lockstep.observe import (
     Observer,
     OnMetrics,
-    Progress,
     RunFolder,
     announce,
     awaits_validation,
@@ -72,6 +71,7 @@ from lockstep.observe import (
     write_report,
 )
 from lockstep.parallel import Pipeline, World, close_world, open_world, parallel_model
+from lockstep.progress import Progress
 from lockstep.train.adapter import adapted
 from lockstep.train.answers import Answers
 from lockstep.train.bad_steps import BadSteps

@@ -18,8 +18,9 @@ from lockstep.data.preferences import Example
 from lockstep.data.tokenizer import Tokenizer
 from lockstep.errors import UserError
 from lockstep.model import ScoringModel, TrainableModel, begin_adapter, begin_score_head, load_weights, resolve_dtype
-from lockstep.observe import OnMetrics, Progress
+from lockstep.observe import OnMetrics
 from lockstep.parallel import World, close_world, open_world, parallel_model
+from lockstep.progress import Progress
 from lockstep.train.adapter import adapted
 from lockstep.train.dpo import examples_of, open_preferences
 from lockstep.train.preference_batches import PreferenceBatch, end_scores, ending, preference_batch, shares_prompts

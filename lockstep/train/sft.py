@@ -25,8 +25,9 @@ from lockstep.data.template_values import OPTION, command_values
 from lockstep.data.tokenizer import CHAT_TEMPLATE_FILE, Tokenizer
 from lockstep.errors import UserError
 from lockstep.model import read_config
-from lockstep.observe import OnMetrics, Progress, announce, log
+from lockstep.observe import OnMetrics, announce, log
 from lockstep.parallel import World, close_world, open_world
+from lockstep.progress import Progress
 from lockstep.train.answers import Answers
 from lockstep.train.epochs import with_steps
 from lockstep.train.pretrain import make_loader, make_model, run_training

@@ -7,13 +7,13 @@ import threading
 from collections.abc import Mapping
 from typing import Any
 
-from lockstep import __version__
 from lockstep.errors import one_line
 from lockstep.observe import announce, log
 from lockstep.rl.actors.claims import FalseClaim, believable_hello
 from lockstep.rl.actors.fleet import Fleet
 from lockstep.rl.actors.wire import HANDSHAKE_SECONDS, Channel, Closed, Listener
 from lockstep.rl.actors.wire_remote import Hearing, WireRemote
+from lockstep.version import __version__
 
 
 class Reception:
