@@ -17,7 +17,8 @@ from pathlib import Path
 from typing import Any, ClassVar, get_args
 
 from lockstep.config.algorithm import AlgorithmName
-from lockstep.observe import Progress, read_metrics
+from lockstep.observe import read_metrics
+from lockstep.progress import Progress
 from lockstep.recipes import digit_sum
 from lockstep.recipes.demo import ERROR_RATE, LINES, careless_start
 from lockstep.rl import Example

@@ -6,6 +6,8 @@ The trainer and the generator compute the same bits: `Completion.logprobs` equal
 import os
 from typing import TYPE_CHECKING, Any
 
+from lockstep.version import __version__ as __version__
+
 if TYPE_CHECKING:
     from lockstep.checkpoint import load_model
     from lockstep.config import EngineConfig, EvalConfig
@@ -49,7 +51,6 @@ _HOMES = {
     "score": "lockstep.train",
 }
 
-__version__ = "0.1.0"
 __all__ = [
     "Completion",
     "Decoder",

@@ -34,7 +34,7 @@ def main(arguments: list[str] | None = None) -> int:
             print(_overview())
             return 0
         if name == "--version":
-            from lockstep import __version__
+            from lockstep.version import __version__
 
             print(f"lockstep {__version__}")
             return 0
@@ -432,7 +432,7 @@ def doctor(arguments: list[str]) -> int:
         options = DoctorOptions("--json" in arguments)
     try:
         from lockstep.observe.doctor import AREAS, as_json, as_text, examine, usable
-        from lockstep.observe.progress import Progress
+        from lockstep.progress import Progress
     except ModuleNotFoundError as error:
         print(f"✗ {error.name} is not installed, and nothing runs without it: pip install {error.name}")
         return 1

@@ -191,7 +191,7 @@ def _write_all(prompts: list[Prompt], params: Any, engine: Any, tokenizer: Any, 
     """One JSON object per completion, in the order of the prompts, each written as soon as it is its turn."""
     import dataclasses
 
-    from lockstep.observe import Progress
+    from lockstep.progress import Progress
 
     tokens = [tokenizer.encode(prompt.text) for prompt in prompts]
     # Two equal lines are two draws, and a line's draws do not depend on how many other lines there are.

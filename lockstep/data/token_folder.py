@@ -144,7 +144,7 @@ def write_token_folder(
 
 def tokenize_with_progress(folder: Path, source: Source, encoder: Encoder, workers: int) -> None:
     """`write_token_folder` with a progress bar over the files' bytes; for a stream of unknown length it ends full."""
-    from lockstep.observe import Progress
+    from lockstep.progress import Progress
 
     total = sum(path.stat().st_size for path in source.files)
     with Progress("tokenize", total or 1) as bar:

@@ -64,7 +64,8 @@ def careless_start(output: str, seed: int, device: str = "") -> PretrainConfig:
 def run_demo(config: DemoConfig) -> Path:
     """Runs both stages and returns the run's folder, whose summary.json holds the times and tokens of both."""
     # Here, so that `lockstep demo --help` need not wait for PyTorch.
-    from lockstep.observe import Progress, read_metrics, write_report
+    from lockstep.observe import read_metrics, write_report
+    from lockstep.progress import Progress
     from lockstep.rl.controller import reinforce
     from lockstep.train.pretrain import pretrain
 

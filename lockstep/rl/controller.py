@@ -17,7 +17,6 @@ from lockstep.hub import local_folder
 from lockstep.observe import (
     Observer,
     OnMetrics,
-    Progress,
     RunFolder,
     Timeline,
     append_step,
@@ -28,6 +27,7 @@ from lockstep.observe import (
     write_report,
 )
 from lockstep.parallel import close_world, open_world
+from lockstep.progress import Progress
 from lockstep.rl.alarms import PREFIX, Alarms
 from lockstep.rl.conversations.rendering import open_rendering
 from lockstep.rl.environments.loading import require_environment
@@ -74,11 +74,11 @@ from lockstep.rl.setup import (
     title_of,
     write_ending,
 )
+from lockstep.run.stop import RAISED, STOP_RUN, Interrupted, StopSignal, ends_with_error
+from lockstep.run.threads import fitting_threads
 from lockstep.train import Trainer
 from lockstep.train.bad_steps import BadSteps
 from lockstep.train.resolve_defaults import resolve_defaults
-from lockstep.run.stop import RAISED, STOP_RUN, Interrupted, StopSignal, ends_with_error
-from lockstep.run.threads import fitting_threads
 
 
 def reinforce(

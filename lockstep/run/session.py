@@ -173,7 +173,7 @@ class Session:
         if self.validation_pending:
             return
         added = tuple(observer.prefix for observer in task.observers if observer.prefix)
-        last = {name: value for name, value in self.metrics.items() if not name.startswith(added)} if added else self.metrics
+        last = {name: value for name, value in self.metrics.items() if not (added and name.startswith(added))}
         validation |= self._observed(task, self.step, last | validation)
         self.observer.extend(last, validation)
         self.metrics, self.worked = last | validation, True
@@ -216,7 +216,8 @@ class Session:
         self.stopped_by = self.stop.agreed(self.world)
         # The data is not rewound: the run continues with what follows the spike, if there is any.
         rewound = None if task.ended else next(filter(None, (o.rewind(self.checkpoints) for o in task.observers)), None)
-        if self._rewound := rewound is not None:
+        self._rewound = rewound is not None
+        if rewound is not None:
             self.step = rewound
             self.observer.rewind(rewound)
 

@@ -53,6 +53,7 @@ class StopSignal:
         self._deferrals = 0
         self._ended = threading.Event()
         self._before: dict[int, Any] = {}
+
     def __enter__(self) -> StopSignal:
         if threading.current_thread() is threading.main_thread():
             # C code that never returns to Python blocks a Python handler, but not this: the byte is sent at once.
@@ -95,7 +96,7 @@ class StopSignal:
 
     @contextmanager
     def interruptible(self, shared: bool = False) -> Iterator[None]:
-        """Within it, a signal interrupts the work of this thread, the main one, with Interrupted; so does an earlier one.
+        """Within it, a signal raises Interrupted in this thread, the main one; so does an earlier signal.
 
         shared: the work is shared with other ranks, which end together, at the points where they call `poll`. Has no
         effect within `deferred`.
@@ -125,7 +126,9 @@ class StopSignal:
         calls = itertools.count()
 
         def poll() -> None:
-            if self._mode == "shared" and not self._deferrals and next(calls) % every == 0 and count_ranks(float(self.received > 0)):
+            if self._mode != "shared" or self._deferrals or next(calls) % every:
+                return
+            if count_ranks(float(self.received > 0)):
                 raise Interrupted
 
         return poll

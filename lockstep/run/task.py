@@ -47,9 +47,13 @@ class StepObserver(Protocol):
 class Task(Protocol):
     """One step of a run, and nothing of signals, resuming, schedules, replay or progress bars."""
 
-    resumables: Mapping[str, Resumable]
-    """By their names in a checkpoint's state."""
-    observers: Sequence[StepObserver]
+    @property
+    def resumables(self) -> Mapping[str, Resumable]:
+        """By their names in a checkpoint's state."""
+        ...
+
+    @property
+    def observers(self) -> Sequence[StepObserver]: ...
 
     def step(self, step: int) -> Metrics:
         """Makes one step. Raises Interrupted before its first update, if a signal interrupts it on any rank."""

@@ -76,6 +76,7 @@ def train_rows(
                 answers.write(session.step, model)
         metrics = session.last_metrics
         return session.finish(
+            task,
             f"{parts.command} {config.model}",
             lambda: {"loss": metrics.get("loss"), "validation_loss": metrics.get("validation/loss")},
         )

@@ -29,11 +29,11 @@ from lockstep.model import initialize, preset
 from lockstep.observe import read_metrics
 from lockstep.parallel import close_world, open_world, parallel_model
 from lockstep.parallel.pipeline_stage import Stage
+from lockstep.run.stop import Interrupted, StopSignal
 from lockstep.train import Trainer, loss_spikes, pack
 from lockstep.train.loss_spikes import LossSpikes
 from lockstep.train.objective import NextTokenLoss
 from lockstep.train.pretrain import pretrain
-from lockstep.run.stop import Interrupted, StopSignal
 from tests.parallel.launch import launch, ranks_environment
 
 
