@@ -32,8 +32,8 @@ from lockstep.rl.alarms import PREFIX, Alarms
 from lockstep.rl.conversations.rendering import open_rendering
 from lockstep.rl.environments.loading import require_environment
 from lockstep.rl.environments.protocol import Environment
-from lockstep.rl.generators.colocated import open_generators, suited_to_actors
 from lockstep.rl.generators.models import policy_model
+from lockstep.rl.generators.open import open_generators, resolve_generator_settings
 from lockstep.rl.grading import Outcome, refuse_too_many
 from lockstep.rl.rollouts.collect import assign_advantages, assign_rewards, charge_overlong
 from lockstep.rl.rollouts.ledger import Ledger
@@ -123,7 +123,7 @@ def _reinforce(
         require_environment(config.environment)
     world = open_world(config.parallel, config.device)
     opened.callback(close_world, world)
-    config = resolve_defaults(suited_to_actors(config, world), world)
+    config = resolve_defaults(resolve_generator_settings(config, world), world)
     seed_generators(config.seed)
     algorithm = algorithm_of(config)
     config, environment = named_environment(config, environment)
@@ -155,7 +155,7 @@ def _reinforce(
     start = state["step"]
     if start and average:
         average.write()
-    generators.new_weights(start)
+    generators.load_weights(start)
     replicas = Replicas(world, config.actors.separate)
     stop = StopSignal(config.faults.stop_seconds, lambda: checkpoints.newest)
     sampling = Sampling(
@@ -168,7 +168,7 @@ def _reinforce(
         generators.sampler,
         config.prompts_per_step,
         config.actors.max_staleness,
-        generators.remembering,
+        generators.caching_sampler,
         at_once=not sampling.talks,
         recorded=recorded is not None,
         oversampling=config.oversampling_factor,
@@ -323,7 +323,7 @@ def _reinforce(
                 give_up_if_stopped(step)
                 if config.inner_steps > 1 and step > 1:
                     keep_if_long(step - 1)
-                generators.training_begins()
+                generators.pause()
                 updates_began = time.perf_counter()
                 for inner in range(config.inner_steps):
                     loss = PolicyLoss(config, compare=inner == 0, critic=critic)
@@ -338,13 +338,13 @@ def _reinforce(
                     metrics |= stepped | loss.metrics()
                     bad_steps.check(step, trainer)
                     if inner == 0:
-                        metrics |= accepted(loss.parity, config, step, generators.kept).metrics()
+                        metrics |= accepted(loss.parity, config, step, generators.policy_while_paused).metrics()
                         metrics["policy/ratio_first_max"] = loss.ratio_max
                 updating = time.perf_counter() - updates_began
                 if average:
                     average.update()
                 stopwatch.begin("time/weight_sync", sampling.waits_for, sampling.start_seconds)
-                generators.new_weights(step)
+                generators.load_weights(step)
                 timeline.message = f"weights version {step}"
                 stopwatch.end()
 

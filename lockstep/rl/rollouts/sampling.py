@@ -16,7 +16,7 @@ from lockstep.observe import Timeline
 from lockstep.rl.conversations.protocol import ConversationEnvironment
 from lockstep.rl.conversations.rendering import Rendering
 from lockstep.rl.environments.protocol import Environment, Example
-from lockstep.rl.generators.colocated import Generators
+from lockstep.rl.generators.protocol import Generators
 from lockstep.rl.grading.pool import Workers, open_grader, own_limit
 from lockstep.rl.rollouts.collect import assign_rewards, collect, sample_held_out
 from lockstep.rl.rollouts.records import Rollout
