@@ -29,7 +29,7 @@ from lockstep.rl import Example
 from lockstep.rl.controller import reinforce
 from lockstep.rl.environments.digit_sum import pretraining_text
 from lockstep.rl.rollouts.packing import PolicyLoss, policy_batches
-from lockstep.rl.rollouts.records import Rollout
+from lockstep.rl.rollouts.records import Rollout, Scores
 from lockstep.train.pretrain import pretrain
 
 SUMS = ("tokens_checked", "tokens_different", "routes_checked", "routes_different")
@@ -91,10 +91,13 @@ def replay() -> None:
     params = SamplingParams(max_tokens=NEW, seed=0, ignore_eos=True, routes="whole")
     groups = Engine(other, EngineConfig()).generate(prompts(vocab), params)
     rollouts = [
-        Rollout(Example(""), i, prompt, c.token_ids, c.logprobs, "length", "", 0, advantage=1.0, routes=c.routes)
+        Rollout(
+            Example(""), i, prompt, c.token_ids, c.logprobs, "length", "", 0, routes=c.routes,
+            scores=Scores(advantage=1.0),
+        )
         for i, (prompt, group) in enumerate(zip(prompts(vocab), groups))
         for c in group
-    ]
+    ]  # fmt: skip
     config = RLConfig(
         dtype="float32", router_replay=True, on_parity_error="measure", train=TrainConfig(tokens_per_microbatch=2048)
     )

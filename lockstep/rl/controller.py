@@ -313,7 +313,7 @@ def _reinforce(
                     assign_values(ledger.trained, generators.policy, critic, config, replicas, timeline.moved)
                 assign_advantages(ledger.trained, algorithm)
                 if algorithm.advantage == "best":
-                    ledger.drop(lambda rollout: rollout.advantage == 0, "not_best")
+                    ledger.drop(lambda rollout: rollout.scores.advantage == 0, "not_best")
                     ledger.keep_some()
                 batches = policy_batches(
                     ledger.trained, config, world.device, token_budget(ledger.trained, config, world), step - 1

@@ -240,8 +240,8 @@ def _ks(config: EvalConfig) -> list[int]:
 def _by_prompt(rollouts: Sequence[Rollout], prompts: int) -> list[float | None]:
     rewards: list[list[float]] = [[] for _ in range(prompts)]
     for rows in episodes_of(rollouts):
-        if rows[-1].counts:
-            rewards[rows[-1].group].append(rows[-1].reward)
+        if rows[-1].scores.counts:
+            rewards[rows[-1].group].append(rows[-1].scores.reward)
     return [math.fsum(own) / len(own) if own else None for own in rewards]
 
 

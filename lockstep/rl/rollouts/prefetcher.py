@@ -90,8 +90,6 @@ class RolloutPrefetcher:
             places, asked, rollouts = begun.places, begun.examples, begun.rollouts()
             # Until here a checkpoint would hold them.
             del self._begun[step]
-        for rollout in rollouts:
-            rollout.place = places[rollout.group]
         oldest = min((min(rollout.versions or [rollout.version]) for rollout in rollouts), default=step)
         if oldest < step - 1 - self.depth and not self._recorded:
             raise LedgerError(

@@ -139,7 +139,7 @@ def test_a_conversation_has_calls_and_reasoning_as_its_template_wants_them_and_k
         assert rollout.logprobs == [-1.0] * len(rollout.token_ids)
     assert ["I add" in shown(tokenizer, rollout.prompt_ids) for rollout in rollouts] == [False, True, False]
     assert [rollout.completion for rollout in rollouts] == ["", "Answer: 5", "Answer: 5"]
-    assert rollouts[0].conversation.tool_calls == 1 and rollouts[-1].reward == 1.0
+    assert rollouts[0].conversation.tool_calls == 1 and rollouts[-1].scores.reward == 1.0
 
 
 def test_a_call_that_cannot_be_read_is_answered_with_its_problem(folder):

@@ -82,7 +82,7 @@ class Run:
             self._draw, self.prompts, self.pool, PROMPTS, depth, lambda k: CachingGeneratorPool(self.pool, k),
             oversampling=oversampling,
         )  # fmt: skip
-        self.step, self.trained, self.ledgers = step, {}, {}
+        self.step, self.trained, self.places, self.ledgers = step, {}, {}, {}
         self.remotes = [Scripted(f"generator_{n}", self.pool, finish, room) for n in range(generators)]
         self.losses, self.rng, self.ended = losses, random.Random(seed), threading.Event()
         if state:
@@ -128,11 +128,12 @@ class Run:
     def train(self, until, last=1000, extra_rounds=()):
         for step in range(self.step + 1, until + 1):
             self.prefetcher.begin(step, last)
-            drawn, ledger = [], Ledger(PROMPTS)
+            drawn, ledger, self.places[step] = [], Ledger(PROMPTS), []
             for extra_round in range(1 + (step in extra_rounds)):
                 of_round = self.prefetcher.drawn(step, extra_round, 1 if extra_round else PROMPTS)
                 drawn += of_round.rollouts
                 ledger.wanted = PROMPTS + extra_round
+                self.places[step] += [of_round.places[rollout.group] for rollout in of_round.rollouts]
                 ledger.add(of_round.rollouts, of_round.places)
             self.trained[step], self.ledgers[step] = drawn, ledger.places()
             self.step = step
@@ -163,12 +164,12 @@ def ages(run):
 
 
 def places(*runs):
-    return [list(dict.fromkeys(r.place for r in run.trained[step])) for run in runs for step in run.trained]
+    return [list(dict.fromkeys(of_step)) for run in runs for of_step in run.places.values()]
 
 
 def plain(run, first=1):
     return {
-        s: [(r.place, r.token_ids, r.logprobs, r.staleness(s - 1)) for r in own]
+        s: [(place, r.token_ids, r.logprobs, r.staleness(s - 1)) for place, r in zip(run.places[s], own)]
         for s, own in run.trained.items()
         if s >= first
     }
@@ -186,7 +187,11 @@ def test_no_token_is_older_than_promised_whoever_is_slow_or_lost(finish, depth):
             found.update(own)
         held = sorted(place for own in places(run) for place in own)
         assert len(set(held)) == len(held) == run.prompts.position - run.prompts.left_out
-        assert all(r.example is run.prompts.at(r.place) for own in run.trained.values() for r in own)
+        assert all(
+            r.example is run.prompts.at(place)
+            for step, own in run.trained.items()
+            for place, r in zip(run.places[step], own)
+        )
         assert all(len(r.logprobs) == len(r.token_ids) for own in run.trained.values() for r in own)
     assert max(found) == depth  # it is made use of
 
