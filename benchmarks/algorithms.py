@@ -22,8 +22,8 @@ from lockstep.progress import Progress
 from lockstep.recipes import digit_sum
 from lockstep.recipes.demo import ERROR_RATE, LINES, careless_start
 from lockstep.rl import Example
-from lockstep.rl.controller import reinforce
 from lockstep.rl.environments.digit_sum import DigitSum, pretraining_text
+from lockstep.rl.reinforce import reinforce
 from lockstep.train.pretrain import pretrain
 
 STEPS, SEEDS, EVERY, COLUMNS = 80, 3, 10, 6

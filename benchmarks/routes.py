@@ -26,8 +26,8 @@ from lockstep.observe import read_metrics
 from lockstep.recipes import digit_sum
 from lockstep.recipes.demo import ERROR_RATE, LINES, careless_start
 from lockstep.rl import Example
-from lockstep.rl.controller import reinforce
 from lockstep.rl.environments.digit_sum import pretraining_text
+from lockstep.rl.reinforce import reinforce
 from lockstep.rl.rollouts.packing import PolicyLoss, policy_batches
 from lockstep.rl.rollouts.records import Rollout, Scores
 from lockstep.train.pretrain import pretrain

@@ -14,8 +14,8 @@ if TYPE_CHECKING:
     from lockstep.errors import StopRun
     from lockstep.generate import Completion, Engine, SamplingParams
     from lockstep.model import Decoder, ModelConfig, build_model, save_model
-    from lockstep.rl.controller import reinforce
     from lockstep.rl.evaluate import evaluate
+    from lockstep.rl.reinforce import reinforce
     from lockstep.train import score
     from lockstep.train.pretrain import pretrain
     from lockstep.train.sft import finetune
@@ -47,7 +47,7 @@ _HOMES = {
     "evaluate": "lockstep.rl.evaluate",
     "finetune": "lockstep.train.sft",
     "pretrain": "lockstep.train.pretrain",
-    "reinforce": "lockstep.rl.controller",
+    "reinforce": "lockstep.rl.reinforce",
     "score": "lockstep.train",
 }
 

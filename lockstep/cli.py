@@ -224,7 +224,7 @@ def rl(arguments: list[str]) -> int:
 
     config = run_config("rl", RLConfig, arguments)
     from lockstep.commands.summary import print_summary
-    from lockstep.rl.controller import reinforce
+    from lockstep.rl.reinforce import reinforce
     from lockstep.rl.scoring.parity import ParityError
 
     if config.dry_run:

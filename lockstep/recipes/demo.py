@@ -66,7 +66,7 @@ def run_demo(config: DemoConfig) -> Path:
     # Here, so that `lockstep demo --help` need not wait for PyTorch.
     from lockstep.observe import read_metrics, write_report
     from lockstep.progress import Progress
-    from lockstep.rl.controller import reinforce
+    from lockstep.rl.reinforce import reinforce
     from lockstep.train.pretrain import pretrain
 
     first = careless_start(f"{config.output}-pretrain", config.seed, config.device)

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext, suppress
-from functools import partial
+from contextlib import AbstractContextManager, suppress
 from typing import Any
 
 from lockstep.config import RLConfig, algorithm_of
@@ -14,15 +13,15 @@ from lockstep.rl.rollouts.collect import assign_advantages, charge_overlong
 from lockstep.rl.rollouts.ledger import Ledger
 from lockstep.rl.rollouts.metrics import Stopwatch, accepted, due, rollout_metrics, staleness_metrics
 from lockstep.rl.rollouts.packing import PolicyBatch, PolicyLoss, masking_metrics, packing_metrics, policy_batches
-from lockstep.rl.rollouts.prefetcher import RolloutPrefetcher
-from lockstep.rl.rollouts.prompts import PromptLoader
+from lockstep.rl.rollouts.prefetcher import Drawn, RolloutPrefetcher
 from lockstep.rl.rollouts.records import Rollout
 from lockstep.rl.rollouts.run_records import RunRecords
 from lockstep.rl.rollouts.sampling import Sampling
 from lockstep.rl.rollouts.shares import own_batches, share_findings, token_budget
+from lockstep.rl.scoring.reference import moving_average
 from lockstep.rl.scoring.stage_routes import routes_on_stages
 from lockstep.rl.scoring.value_head import value_metrics
-from lockstep.rl.setup import Scoring
+from lockstep.rl.setup import Parts, reward_scorer, scorers
 from lockstep.rl.validation import Validation
 from lockstep.run.session import Session
 from lockstep.run.stop import Interrupted
@@ -37,29 +36,44 @@ class PolicyTask:
     def __init__(
         self,
         config: RLConfig,
-        session: Session,
+        parts: Parts,
         trainer: Trainer,
-        scoring: Scoring,
         generators: Generators,
         sampling: Sampling,
         prefetcher: RolloutPrefetcher,
-        held_out: Sequence[Example],
+        session: Session,
     ):
         self.config, self.algorithm = config, algorithm_of(config)
-        self.trainer, self.scoring, self.generators = trainer, scoring, generators
+        self.parts, self.trainer, self.generators = parts, trainer, generators
         self.sampling, self.prefetcher = sampling, prefetcher
         self.timeline, self.run = session.timeline, session.run
+        self.scorers = scorers(config, parts, generators, sampling.replicas, self.timeline.moved)
+        self.score_rewards = reward_scorer(config, parts, sampling.replicas, self.timeline.moved)
+        self.average = moving_average(config, parts.reference, trainer)
         self.records = RunRecords(session, config.router_replay)
-        self.bad_steps = BadSteps(config.faults, session.run.path, scoring.tokenizer)
-        self.validation = Validation(held_out, scoring.environment, sampling, self.records, self.timeline, scoring.reward)
+        self.bad_steps = BadSteps(config.faults, session.run.path, parts.tokenizer)
+        self.validation = Validation(
+            parts.held_out, parts.environment, sampling, self.records, self.timeline, self.score_rewards
+        )
         self.observers: list[StepObserver] = []
-        self.resumables: Mapping[str, Resumable] = {"prompts": prompts, "ahead": _InFlight(prefetcher, waiting)}
+        finishes = config.actors.on_update == "finish"
+        self.resumables: Mapping[str, Resumable] = {
+            "prompts": parts.prompts,
+            "ahead": _InFlight(prefetcher, self._waiting if finishes else None),
+        }
+
+    def start(self, step: int) -> None:
+        """Gives generators and reference the weights after `step`, from which the run starts or resumes."""
+        if step and self.average:
+            self.average.write()
+        self.generators.load_weights(step)
+        self.prefetcher.complete(step)
 
     def step(self, step: int) -> Metrics:
         """Samples, and updates the weights `updates_per_batch` times on what it has sampled."""
         self.clock = Stopwatch(self.timeline)
         groups = self.sample(step)
-        for score in self.scoring.scorers:
+        for score in self.scorers:
             score(groups.trained)
         assign_advantages(groups.trained, self.algorithm)
         if self.algorithm.advantage == "best":
@@ -97,3 +111,90 @@ class PolicyTask:
         groups.keep_some()
         charge_overlong(groups.rollouts, self.config.max_new_tokens, self.algorithm.overlong_share)
         return groups
+
+    def _round(self, step: int, extra_round: int, missing: int) -> tuple[list[Rollout], list[int], list[Outcome]]:
+        """One round of a step's sampling, graded: rollouts, the positions of their prompts, outcomes of the rewards."""
+        clock, sampling = self.clock, self.sampling
+        clock.begin("time/generate", sampling.waits_for, sampling.seconds)
+        drawn, outcomes = Drawn([], [], []), list[Outcome]()
+        with suppress(Interrupted):
+            with sampling.interruptible():
+                drawn = self.prefetcher.drawn(step, extra_round, missing)
+            clock.begin("time/reward", patience=sampling.grading_seconds)
+            outcomes = sampling.grade(drawn.rollouts)
+        clock.begin("time/wait", sampling.other_ranks)
+        rollouts, outcomes = sampling.gather(drawn.examples, drawn.rollouts, outcomes)
+        if self.score_rewards:
+            clock.begin("time/reward", patience=sampling.grading_seconds)
+            self.score_rewards(rollouts)
+        self.timeline.message = f"{len(rollouts)} rollouts, graded"
+        clock.begin("time/train")
+        return rollouts, drawn.places, outcomes
+
+    def update(self, step: int, batches: Sequence[PolicyBatch], share: Sequence[PolicyBatch]) -> Metrics:
+        """Updates the weights on a step's micro-batches, of which this rank computes `share`.
+
+        The first update compares the trainer's log-probabilities with the generator's. Raises ParityError if they
+        differ, unless the run's settings allow it.
+        """
+        metrics: Metrics = {}
+        for update in range(self.config.inner_steps):
+            loss = PolicyLoss(self.config, compare=update == 0, critic=self.parts.value_head)
+            with routes_on_stages(loss, self.trainer.model, share):
+                metrics |= self.trainer.step(share, loss)
+            share_findings(loss, batches, share, self.sampling.replicas)
+            metrics |= loss.metrics()
+            self.bad_steps.check(step, self.trainer)
+            if update == 0:
+                metrics |= accepted(loss.parity, self.config, step, self.generators.policy_while_paused).metrics()
+                metrics["policy/ratio_first_max"] = loss.ratio_max
+        if self.average:
+            self.average.update()
+        return metrics
+
+    def step_metrics(self, step: int, groups: Ledger, batches: Sequence[PolicyBatch]) -> Metrics:
+        """What the parts of a finished step report."""
+        packed = (rollout for batch in batches for rollout in batch.rollouts)
+        metrics: Metrics = packing_metrics(batches) | masking_metrics(batches, self.config)
+        metrics |= rollout_metrics(groups.rollouts) | groups.metrics(packed) | self.clock.metrics()
+        metrics |= staleness_metrics(groups.trained, step) | self.generators.metrics() | self.prefetcher.metrics()
+        metrics |= value_metrics(groups.trained) | self.sampling.replicas.metrics()
+        metrics["tokens"] = self.config.inner_steps * int(metrics["rollout/tokens_trained"])
+        metrics["rollout/tokens_per_second"] = metrics["rollout/tokens"] / metrics["time/generate"]
+        return metrics
+
+    @property
+    def ended(self) -> bool:
+        return False  # prompts are repeated, in another order
+
+    def validates_after(self, step: int) -> bool:
+        return bool(self.parts.held_out) and (step == 0 or due(step, self.config.validation_every, self.config.steps))
+
+    def validate(self, step: int) -> Metrics:
+        return self.validation.run(step)
+
+    def shown(self, metrics: Metrics) -> dict[str, float]:
+        return {"reward": metrics["reward/mean"], "different": metrics["parity/tokens_different"]}
+
+    def _waiting(self) -> AbstractContextManager[None]:
+        return self.timeline.span("generate", self.sampling.waits_for, self.sampling.seconds)
+
+
+class _InFlight:
+    """What a checkpoint includes of the samples in flight.
+
+    waiting: entered while samples of older weights are finished first, if generators finish them (actors.on_update):
+    in a resumed run they would continue with newer weights.
+    """
+
+    def __init__(self, prefetcher: RolloutPrefetcher, waiting: Callable[[], AbstractContextManager[None]] | None):
+        self._prefetcher, self._waiting = prefetcher, waiting
+
+    def state(self) -> dict[str, Any]:
+        if self._waiting:
+            with self._waiting():
+                self._prefetcher.wait()
+        return self._prefetcher.state()
+
+    def restore(self, state: Any) -> None:
+        self._prefetcher.restore(state)

@@ -6,7 +6,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager, nullcontext
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, Protocol, runtime_checkable
 
 from torch import Tensor
 
@@ -35,6 +35,7 @@ from lockstep.run.task import Metrics, Task
 from lockstep.run.threads import fitting_threads
 
 
+@runtime_checkable
 class Observed(Training, Protocol):
     """A trainer, as a session needs it."""
 

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Any, Protocol
+from typing import Any, Protocol, runtime_checkable
 
 from lockstep.checkpoint.checkpoints import Checkpoints
 
 Metrics = dict[str, Any]
 
 
+@runtime_checkable
 class Resumable(Protocol):
     """A part of a run that a checkpoint includes."""
 
@@ -25,6 +26,7 @@ class Resumable(Protocol):
         ...
 
 
+@runtime_checkable
 class StepObserver(Protocol):
     """Watches a run's metrics, and may rewind or end the run."""
 
@@ -44,6 +46,7 @@ class StepObserver(Protocol):
         ...
 
 
+@runtime_checkable
 class Task(Protocol):
     """One step of a run, and nothing of signals, resuming, schedules, replay or progress bars."""
 

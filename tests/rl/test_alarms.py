@@ -7,8 +7,8 @@ import pytest
 from lockstep.config import ALARMS, AlarmConfig, CheckpointConfig, RLConfig, from_toml, to_toml, validate
 from lockstep.errors import RunStopped, UserError
 from lockstep.rl.alarms import Alarms, alarms, new_alarms
-from lockstep.rl.controller import reinforce
 from lockstep.rl.environments.digit_sum import DigitSum
+from lockstep.rl.reinforce import reinforce
 from tests.rl.test_algorithm_runs import _config, folders  # noqa: F401
 
 CALM = {
@@ -36,7 +36,7 @@ def _series(steps=12, validations=None, **changes):
 def _watched(series):
     """What a run raises at the last step, which of the others has kept what it needs."""
     *before, last = series
-    return list(Alarms(CONFIG, before).enter(last["step"], last))
+    return list(Alarms(CONFIG, before).observe(last["step"], last))
 
 
 RISING = {"reward__mean": [0.5] * 3 + [0.6] * 6 + [0.7] * 3}

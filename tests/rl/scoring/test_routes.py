@@ -26,7 +26,7 @@ from lockstep.model import preset
 from lockstep.ops import routing
 from lockstep.parallel.recompute import apply_recompute
 from lockstep.rl import Example
-from lockstep.rl.controller import reinforce
+from lockstep.rl.reinforce import reinforce
 from lockstep.rl.rollouts.metrics import accepted
 from lockstep.rl.rollouts.packing import PolicyLoss, policy_batches
 from lockstep.rl.rollouts.records import Rollout, Scores
