@@ -10,14 +10,14 @@ from lockstep.data.chat import ChatTemplate, ChatTemplateError
 from lockstep.errors import UserError, closest
 
 KEY, OPTION = "chat_template_kwargs", "--chat-template-kwargs"
-GIVEN_TO_TEMPLATES = frozenset(
+ALWAYS_SET = frozenset(
     ("messages", "add_generation_prompt", "tools", "documents", "self", "generation_begins", "generation_ends")
 )
-"""Names that every rendering has already."""
+"""Names that every rendering sets already."""
 
 
 def template_values(given: Any, template: ChatTemplate | None, named: str = f'"{KEY}"') -> dict[str, Any]:
-    """A row's or command's values: an object, or JSON of one in a string; None: none. Null values are none either.
+    """A row's or command's values: an object, a string of its JSON, or None. Null values are dropped.
 
     Raises ChatTemplateError for anything else, and for a name that the template does not read.
     """
@@ -37,14 +37,14 @@ def template_values(given: Any, template: ChatTemplate | None, named: str = f'"{
 
 
 def readable_values(template: ChatTemplate | None) -> set[str]:
-    """Names that the template reads and that are given to it by nothing else."""
-    found = template.variables if template else frozenset()
-    found |= template.tool_use.variables if template and template.tool_use else frozenset()
-    return {name for name in found - GIVEN_TO_TEMPLATES if not name.endswith("_token")}
+    """Names that the template reads and nothing else sets."""
+    names = template.variables if template else frozenset()
+    names |= template.tool_use.variables if template and template.tool_use else frozenset()
+    return {name for name in names - ALWAYS_SET if not name.endswith("_token")}
 
 
 def command_values(given: str | Mapping[str, Any], template: ChatTemplate | None) -> dict[str, Any]:
-    """As `template_values`, for a command's `--chat-template-kwargs`; empty: none. Raises UserError."""
+    """`template_values` of a command's `--chat-template-kwargs`, which may be empty. Raises UserError."""
     try:
         return template_values(given or None, template, OPTION)
     except ChatTemplateError as error:
