@@ -12,7 +12,7 @@ from lockstep import Engine, EngineConfig, SamplingParams, score
 from lockstep.config import RLConfig, TrainConfig
 from lockstep.model import Decoder, ModelConfig, preset
 from lockstep.rl import Example, Rollout, group_advantages
-from lockstep.rl.batch import PolicyLoss, policy_batches
+from lockstep.rl.rollouts.packing import PolicyLoss, policy_batches
 from lockstep.train import Trainer, pack, target_log_probs
 
 PROMPTS, SAMPLES, NEW, STEPS, PROMPT_TOKENS = 5, 8, 100, 10, 64

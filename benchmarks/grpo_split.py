@@ -75,7 +75,7 @@ def main() -> None:
 
     from lockstep.generate import Engine
     from lockstep.ops import Tape, native
-    from lockstep.rl.batch import PolicyLoss
+    from lockstep.rl.rollouts.packing import PolicyLoss
     from lockstep.train.optimizer import MasterOptimizer
 
     assert torch.get_num_threads() == 1, "run it with OMP_NUM_THREADS=1"

@@ -18,9 +18,9 @@ from pathlib import Path
 
 from lockstep.config import RewardConfig, RLConfig
 from lockstep.rl.environments.digit_sum import DigitSum
-from lockstep.rl.rewards import grade_here
-from lockstep.rl.rewards.workers import open_workers
-from lockstep.rl.sandbox import run_code
+from lockstep.rl.grading import grade_here
+from lockstep.rl.grading.pool import open_workers
+from lockstep.rl.grading.sandbox import run_code
 
 
 def best(call: Callable[[], object], times: int = 30) -> float:

@@ -26,10 +26,10 @@ from lockstep.observe import read_metrics
 from lockstep.recipes import digit_sum
 from lockstep.recipes.demo import ERROR_RATE, LINES, demo_pretraining
 from lockstep.rl import Example
-from lockstep.rl.batch import PolicyLoss, policy_batches
 from lockstep.rl.controller import reinforce
 from lockstep.rl.environments.digit_sum import pretraining_text
-from lockstep.rl.rollouts import Rollout
+from lockstep.rl.rollouts.packing import PolicyLoss, policy_batches
+from lockstep.rl.rollouts.records import Rollout
 from lockstep.train.pretrain import pretrain
 
 SUMS = ("tokens_checked", "tokens_different", "routes_checked", "routes_different")

@@ -18,7 +18,7 @@ from lockstep import build_model
 from lockstep.config import RLConfig
 from lockstep.model import Decoder, preset
 from lockstep.rl import Example, Rollout
-from lockstep.rl.reference import score_rollouts
+from lockstep.rl.scoring.reference import score_rollouts
 from lockstep.train.packing import pack_scored, split_by_tokens, target_log_probs
 
 GROUPS, GROUP, NEW, ROUNDS = 4, 8, 64, 7

@@ -16,7 +16,7 @@ MODULES = (
     "lockstep",
     "lockstep.config",
     "lockstep.rl",
-    "lockstep.rl.sandbox",
+    "lockstep.rl.grading.sandbox",
     "lockstep.data",
     "lockstep.model",
     "lockstep.train",

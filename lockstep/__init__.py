@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from lockstep.generate import Completion, Engine, SamplingParams
     from lockstep.model import Decoder, ModelConfig, build_model, save_model
     from lockstep.rl.controller import reinforce
-    from lockstep.rl.evaluation import evaluate
+    from lockstep.rl.evaluate import evaluate
     from lockstep.train import score
     from lockstep.train.pretrain import pretrain
     from lockstep.train.sft import finetune
@@ -44,7 +44,7 @@ _HOMES = {
     "build_model": "lockstep.model",
     "load_model": "lockstep.checkpoint",
     "save_model": "lockstep.model",
-    "evaluate": "lockstep.rl.evaluation",
+    "evaluate": "lockstep.rl.evaluate",
     "finetune": "lockstep.train.sft",
     "pretrain": "lockstep.train.pretrain",
     "reinforce": "lockstep.rl.controller",

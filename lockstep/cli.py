@@ -124,11 +124,11 @@ def pretrain(arguments: list[str]) -> int:
     from lockstep.config import PretrainConfig
 
     config = run_config("pretrain", PretrainConfig, arguments)
-    from lockstep.train.pretrain import foresee
+    from lockstep.train.pretrain import estimate_memory
     from lockstep.train.pretrain import pretrain as run
 
     if config.dry_run:
-        print(foresee(config).text())
+        print(estimate_memory(config).text())
         return 0
     _print_next(run(config), "generate --model {folder} --prompt TEXT")
     return 0
@@ -225,12 +225,12 @@ def rl(arguments: list[str]) -> int:
     config = run_config("rl", RLConfig, arguments)
     from lockstep.commands.summary import print_summary
     from lockstep.rl.controller import reinforce
-    from lockstep.rl.parity import ParityError
+    from lockstep.rl.scoring.parity import ParityError
 
     if config.dry_run:
-        from lockstep.rl.dry_run import foresee
+        from lockstep.rl.dry_run import estimate_memory
 
-        print(foresee(config).text())
+        print(estimate_memory(config).text())
         return 0
     try:
         folder = reinforce(config)
@@ -285,7 +285,7 @@ def evaluate(arguments: list[str]) -> int:
     config = parse_options(EvalConfig, arguments, "eval")
     from lockstep.commands.evaluate import as_text
     from lockstep.parallel import refuse_ranks
-    from lockstep.rl.evaluation import evaluate as run
+    from lockstep.rl.evaluate import evaluate as run
 
     refuse_ranks("eval")
     evaluation = run(config)

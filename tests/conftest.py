@@ -36,11 +36,11 @@ LONG = set((Path(__file__).parent / "long.txt").read_text().splitlines())
 """Tests that only `make test-slow` runs, for the time that they take; the file says by which rule."""
 
 LONGEST = [
-    "rl/test_parity_matrix.py",
+    "rl/scoring/test_parity_matrix.py",
     "parallel/test_compile.py",
     "checkpoint/test_kills.py",
-    "rl/actors/test_colocated.py",
-    "rl/actors/test_soak.py",
+    "rl/generators/test_colocated.py",
+    "rl/generators/test_soak.py",
     "ops/test_cuda_kernels.py",
     "parallel/test_deterministic_layout.py",
     "parallel/test_layouts.py",

@@ -12,7 +12,7 @@ from fnmatch import fnmatchcase
 from pathlib import Path, PurePosixPath
 from typing import Any
 
-from lockstep.checkpoint.boxes import bytes_of, open_safetensors, slices
+from lockstep.checkpoint.shard_slices import bytes_of, open_safetensors, slices
 from lockstep.errors import UserError
 
 MANIFEST = "manifest.json"
@@ -24,7 +24,7 @@ CHUNK = 1 << 26
 
 @dataclass(frozen=True)
 class Piece:
-    """A box of a tensor that one rank wrote, with the CRC-32 of its values in row-major order."""
+    """A shard slice that one rank wrote, with the CRC-32 of its values in row-major order."""
 
     file: str
     name: str

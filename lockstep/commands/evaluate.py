@@ -5,8 +5,8 @@ from __future__ import annotations
 import re
 from functools import partial
 
-from lockstep.rl.evaluation import Comparison, Evaluation
-from lockstep.rl.figures import Figures
+from lockstep.rl.evaluate import Comparison, Evaluation
+from lockstep.rl.rollouts.eval_metrics import EvalMetrics
 
 
 def as_text(evaluation: Evaluation) -> str:
@@ -25,7 +25,7 @@ def as_text(evaluation: Evaluation) -> str:
     return "\n".join(lines)
 
 
-def _row(figures: Figures) -> dict[str, str]:
+def _row(figures: EvalMetrics) -> dict[str, str]:
     rewards = figures.rewards if len(figures.rewards) > 1 else {}
     failed = {"failed": str(sum(figures.failed.values()))} if figures.failed else {}
     return {

@@ -26,7 +26,7 @@ class GeneratorOptions:
 
 def generator(options: GeneratorOptions) -> int:
     """Runs the command; returns its exit code. Raises UserError if the run cannot be joined."""
-    from lockstep.rl.processes import die_with_parent
+    from lockstep.rl.grading.processes import die_with_parent
 
     if options.parent:
         die_with_parent()
@@ -37,8 +37,8 @@ def generator(options: GeneratorOptions) -> int:
 
     from lockstep.config import ParallelConfig
     from lockstep.parallel import close_world, open_world
-    from lockstep.rl.actors.generator_process import run_generator
-    from lockstep.rl.actors.wire import key_of, read_key
+    from lockstep.rl.generators.channel import key_of, read_key
+    from lockstep.rl.generators.process import run_generator
 
     key = key_of(sys.stdin.readline(), "standard input") if options.key == "-" else read_key(Path(options.key))
     if count := torch.cuda.device_count():

@@ -57,7 +57,7 @@ def parity(options: ParityOptions) -> int:
 
 def _matrix(options: ParityOptions) -> int:
     from lockstep.parallel import refuse_ranks
-    from lockstep.rl.parity_matrix import run_matrix, table, write_results
+    from lockstep.rl.scoring.parity_matrix import run_matrix, table, write_results
 
     refuse_ranks("parity --matrix")
     plain = ParityOptions(matrix=options.matrix, output=options.output)
@@ -80,7 +80,7 @@ def _one_model(options: ParityOptions, world: World) -> int:
     from lockstep.model.known_operators import refuse_unknown_operators
     from lockstep.observe import announce, start_line
     from lockstep.parallel import apply_compile
-    from lockstep.rl.parity_check import check_parity
+    from lockstep.rl.scoring.parity_check import check_parity
 
     folder = Path(world.from_main(lambda: str(model_folder(options.model))))
     chunks = options.parallel.reduction_chunks
@@ -102,7 +102,7 @@ def _one_model(options: ParityOptions, world: World) -> int:
     print("\nload: " + ", ".join(f"{count} {name}" for name, count in load.items()))
     if options.explain:
         from lockstep.parallel.messages import from_all
-        from lockstep.rl.explain import in_words
+        from lockstep.rl.scoring.explain import in_words
 
         # The difference of the first rank that has one; explaining it is a collective.
         places: list[Any] = [[result.first, result.sequence]]

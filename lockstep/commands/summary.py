@@ -6,7 +6,7 @@ import json
 from pathlib import Path
 
 from lockstep.observe.report import duration, in_tokens, parity_meaning, validated
-from lockstep.rl.prompt_balance import PromptBalance
+from lockstep.rl.rollouts.prompt_balance import PromptBalance
 
 
 def print_summary(folder: Path) -> None:

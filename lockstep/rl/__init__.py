@@ -13,31 +13,31 @@ if TYPE_CHECKING:
         Reply,
         ToolCall,
     )
-    from lockstep.rl.environment import Environment, Example
-    from lockstep.rl.load_environment import load_environment
-    from lockstep.rl.rewards import Grade, grade
-    from lockstep.rl.rollouts import Rollout, write_rollouts
+    from lockstep.rl.environments.loading import load_environment
+    from lockstep.rl.environments.protocol import Environment, Example
+    from lockstep.rl.grading import Grade, grade
+    from lockstep.rl.rollouts.records import Rollout, write_rollouts
 
 # Imported at first use: a file with an environment imports this package in every reward worker, which needs no torch.
 _HOMES = {
     "Chat": "lockstep.rl.conversations",
     "ConversationEnvironment": "lockstep.rl.conversations",
     "ConversationOver": "lockstep.rl.conversations",
-    "Environment": "lockstep.rl.environment",
+    "Environment": "lockstep.rl.environments.protocol",
     "Episode": "lockstep.rl.conversations",
-    "Example": "lockstep.rl.environment",
-    "Grade": "lockstep.rl.rewards",
+    "Example": "lockstep.rl.environments.protocol",
+    "Grade": "lockstep.rl.grading",
     "PolicyLossInputs": "lockstep.rl.algorithms",
     "Reply": "lockstep.rl.conversations",
-    "Rollout": "lockstep.rl.rollouts",
+    "Rollout": "lockstep.rl.rollouts.records",
     "ToolCall": "lockstep.rl.conversations",
-    "grade": "lockstep.rl.rewards",
+    "grade": "lockstep.rl.grading",
     "group_advantages": "lockstep.rl.algorithms",
-    "load_environment": "lockstep.rl.load_environment",
+    "load_environment": "lockstep.rl.environments.loading",
     "objective": "lockstep.rl.algorithms",
     "policy_loss": "lockstep.rl.algorithms",
     "token_weights": "lockstep.rl.algorithms",
-    "write_rollouts": "lockstep.rl.rollouts",
+    "write_rollouts": "lockstep.rl.rollouts.records",
 }
 
 __all__ = [

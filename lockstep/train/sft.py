@@ -31,7 +31,7 @@ from lockstep.progress import Progress
 from lockstep.train.answers import Answers
 from lockstep.train.epochs import with_steps
 from lockstep.train.pretrain import make_loader, make_model, run_training
-from lockstep.train.settle import settle
+from lockstep.train.resolve_defaults import resolve_defaults
 from lockstep.train.validation import validation_rows
 
 
@@ -44,7 +44,7 @@ def finetune(config: SFTConfig, progress: Progress | None = None, on_metrics: On
     validate_run(config, SFTConfig)
     world = open_world(config.parallel, config.device)
     try:
-        return _sft(settle(config, world), world, progress, on_metrics)
+        return _sft(resolve_defaults(config, world), world, progress, on_metrics)
     finally:
         close_world(world)
 

@@ -32,7 +32,7 @@ def test_one_process_that_trains_and_samples_imports_nothing_that_shards_a_model
 
 
 def test_generators_and_servers_import_nothing_of_the_kind_at_their_start():
-    modules = "lockstep.rl.actors.generator_process, lockstep.generate.server.serve"
+    modules = "lockstep.rl.generators.process, lockstep.generate.server.serve"
     program = f"import sys, {modules}; sys.exit(' '.join(set({LEFT_OUT}) & set(sys.modules)) or 0)"
     ran = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)
     assert ran.returncode == 0, ran.stderr

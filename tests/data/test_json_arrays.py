@@ -10,8 +10,8 @@ from lockstep.data import ConversationSource, TextSource
 from lockstep.data.json_array import items
 from lockstep.data.records import Tally, holds_records, read_records
 from lockstep.errors import UserError
+from lockstep.rl.environments.loading import load_environment
 from lockstep.rl.environments.problems import _on_the_hub as problems_on_the_hub
-from lockstep.rl.load_environment import load_environment
 
 
 def _value(draw, depth=0):

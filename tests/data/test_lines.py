@@ -9,8 +9,8 @@ from lockstep.data import TextSource
 from lockstep.data.records import Tally, read_records
 from lockstep.rl.environments.alphabet_sort import listed
 from lockstep.rl.environments.code_harness import lines_of
-from lockstep.rl.load_environment import load_environment
-from lockstep.rl.prompts import examples_of
+from lockstep.rl.environments.loading import load_environment
+from lockstep.rl.rollouts.prompts import examples_of
 
 TEXT = "one\u2028two\u2029three\x85four"
 """Valid in JSON strings as it is, unlike control characters."""

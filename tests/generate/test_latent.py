@@ -12,7 +12,7 @@ from lockstep.generate.runner import make_cache
 from lockstep.model import Latent, Yarn, initialize
 from lockstep.model.families import deepseek_v3
 from lockstep.parallel import apply_compile, close_world, generator_model, open_world
-from lockstep.rl.explain import first_difference
+from lockstep.rl.scoring.explain import first_difference
 from tests.generate.test_engine import check_load
 from tests.parallel.launch import launch
 

@@ -13,7 +13,7 @@ from lockstep.model import preset
 from lockstep.model.lora import lora_of
 from lockstep.parallel.compile import apply_compile
 from lockstep.parallel.recompute import apply_recompute
-from lockstep.rl.parity_check import check_parity
+from lockstep.rl.scoring.parity_check import check_parity
 from lockstep.train import Trainer, pack, target_log_probs
 
 pytestmark = [

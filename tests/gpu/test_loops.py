@@ -37,7 +37,7 @@ from lockstep.train.dpo import prefer
 from lockstep.train.pretrain import pretrain
 from lockstep.train.reward_model import train_reward_model
 from lockstep.train.sft import finetune
-from tests.rl.actors.test_colocated import TASK, outcome
+from tests.rl.generators.test_colocated import TASK, outcome
 
 DEVICE = "cuda"
 pytestmark = [

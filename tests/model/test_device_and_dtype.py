@@ -22,7 +22,7 @@ from lockstep.model import (
 )
 from lockstep.observe.speed import peak_flops
 from lockstep.ops.native import instruction_sets
-from lockstep.rl.parity_check import check_parity
+from lockstep.rl.scoring.parity_check import check_parity
 from lockstep.train import pack
 
 CPU = torch.device("cpu")

@@ -21,7 +21,7 @@ from lockstep.errors import UserError
 from lockstep.model import ModelConfig, initialize, preset
 from lockstep.parallel import apply_compile, close_world, generator_model, open_world, parallel_model
 from lockstep.parallel.compile import keep_artifacts
-from lockstep.rl.parity_check import check_parity
+from lockstep.rl.scoring.parity_check import check_parity
 from lockstep.train import Trainer, pack
 from lockstep.train.packing import target_log_probs
 from tests.parallel.launch import launch
@@ -184,7 +184,7 @@ def compiled_on(ranks, dtype, name="qwen3:micro"):
     return found, gradients, [(c.token_ids, c.logprobs) for group in sampled for c in group]
 
 
-@pytest.mark.slow  # rl/test_parity_matrix.py compiles on ranks in every run
+@pytest.mark.slow  # rl/scoring/test_parity_matrix.py compiles on ranks in every run
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 @pytest.mark.parametrize("name", ["qwen3:micro", "qwen3_moe:micro"])
 def test_compiled_ranks_have_the_bits_of_one_compiled_process(dtype, name):

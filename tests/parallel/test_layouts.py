@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from lockstep.config import ParallelConfig
-from lockstep.rl.parity_matrix import LAYOUTS as MATRIX
+from lockstep.rl.scoring.parity_matrix import LAYOUTS as MATRIX
 from tests.faults import VARIABLE
 from tests.parallel.launch import launch
 from tests.parallel.layouts import LAYOUTS, Layout, table

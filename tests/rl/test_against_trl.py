@@ -9,8 +9,8 @@ from lockstep import build_model
 from lockstep.config import RLConfig, TrainConfig
 from lockstep.model import ModelConfig, hugging_face_name
 from lockstep.rl import Example
-from lockstep.rl.batch import PolicyLoss, masking_metrics, policy_batches
-from lockstep.rl.rollouts import Conversation, Rollout
+from lockstep.rl.rollouts.packing import PolicyLoss, masking_metrics, policy_batches
+from lockstep.rl.rollouts.records import Conversation, Rollout
 from tests.rl import trl_step as trl
 
 

@@ -17,9 +17,9 @@ from lockstep.errors import UserError
 from lockstep.model import ModelConfig, build_model, load_model, save_model
 from lockstep.rl import Environment, Example
 from lockstep.rl.controller import reinforce
-from lockstep.rl.ledger import Ledger
-from lockstep.rl.reference import MovingAverage
-from lockstep.rl.rollouts import Rollout
+from lockstep.rl.rollouts.ledger import Ledger
+from lockstep.rl.rollouts.records import Rollout
+from lockstep.rl.scoring.reference import MovingAverage
 from lockstep.train import Trainer
 
 

@@ -26,13 +26,13 @@ from lockstep.config import (
 )
 from lockstep.errors import RunStopped, UserError
 from lockstep.rl.controller import reinforce
-from lockstep.rl.environment import Environment, Example
-from lockstep.rl.parity import Parity, ParityError
-from lockstep.rl.parity_check import check_parity
-from lockstep.rl.prompts import PromptLoader
+from lockstep.rl.environments.protocol import Environment, Example
+from lockstep.rl.rollouts.prompts import PromptLoader
+from lockstep.rl.scoring.parity import Parity, ParityError
+from lockstep.rl.scoring.parity_check import check_parity
 from lockstep.train.schedule import make_schedule
 from tests.checkpoint.runs import rewrite_state
-from tests.rl.test_environments import gsm8k_folder
+from tests.rl.environments.test_environments import gsm8k_folder
 
 KEYS = {
     "step", "time", "loss", "grad_norm", "learning_rate", "reward/mean", "reward/std", "reward/correct/mean",
@@ -90,9 +90,9 @@ def test_gsm8k_trains_with_every_bit_compared(tmp_path, model_folder, dtype, cap
         and {"prompt", "completion", "token_ids", "log_probs", "rewards", "advantage"} <= rollouts[0].keys()
     )
     assert len(rollouts[0]["token_ids"]) == len(rollouts[0]["log_probs"])
-    settled = asdict(algorithm_of(config)) | {"arithmetic": summary["arithmetic"]}
-    settled["parallel"] = ParallelConfig(reduction_chunks=1)
-    assert from_toml(folder / "config.toml", RLConfig()) == replace(config, **settled)
+    resolved = asdict(algorithm_of(config)) | {"arithmetic": summary["arithmetic"]}
+    resolved["parallel"] = ParallelConfig(reduction_chunks=1)
+    assert from_toml(folder / "config.toml", RLConfig()) == replace(config, **resolved)
     assert "Parity of trainer and generator" in (folder / "report.html").read_text()
 
 
@@ -241,7 +241,7 @@ def test_a_run_that_learns_nothing_says_so(tmp_path, model_folder, caplog):
 
 
 def test_a_difference_stops_the_run_with_the_token_and_both_values(tmp_path, model_folder, monkeypatch):
-    from lockstep.rl import batch
+    from lockstep.rl.rollouts import packing as batch
 
     (tmp_path / "my_task.py").write_text(TASK)
     exact = batch.target_log_probs

@@ -12,12 +12,12 @@ from lockstep.errors import UserError
 from lockstep.model import Decoder, arithmetic_of, preset
 from lockstep.parallel import World
 from lockstep.rl.algorithms import PolicyLossInputs, policy_loss
-from lockstep.rl.batch import policy_batches
 from lockstep.rl.controller import reinforce
-from lockstep.rl.environment import Example
 from lockstep.rl.environments.digit_sum import DigitSum
-from lockstep.rl.opening import announce_start
-from lockstep.rl.rollouts import Rollout
+from lockstep.rl.environments.protocol import Example
+from lockstep.rl.rollouts.packing import policy_batches
+from lockstep.rl.rollouts.records import Rollout
+from lockstep.rl.setup import announce_start
 
 
 def test_a_batch_and_its_loss_are_on_the_device_that_is_given():

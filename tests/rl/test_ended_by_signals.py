@@ -13,7 +13,7 @@ from lockstep.config import ActorsConfig, CheckpointConfig, FaultConfig, RewardC
 from lockstep.observe.metrics import read_metrics
 from lockstep.train.stop_signal import EVERY
 from tests.parallel.launch import CONTEXT, free_port, launch, ranks_environment
-from tests.rl.actors.test_colocated import LAYOUTS, ONE, config_of, outcome, run
+from tests.rl.generators.test_colocated import LAYOUTS, ONE, config_of, outcome, run
 
 TASK = """
 import os, time
@@ -94,7 +94,7 @@ def _end(config, folder, environment, resume):
     from lockstep.cli import main
     from lockstep.generate import Engine
     from lockstep.parallel.pipeline_stage import Stage
-    from lockstep.rl.batch import PolicyLoss
+    from lockstep.rl.rollouts.packing import PolicyLoss
 
     os.environ |= environment
     with open(folder / "said", "ab") as file:

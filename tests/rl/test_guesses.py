@@ -9,9 +9,9 @@ from lockstep.generate.drafts import HistoryDraft
 from lockstep.generate.drafts.lengths import DraftLengths
 from lockstep.observe import read_metrics
 from lockstep.rl.controller import reinforce
-from lockstep.rl.recorded import sampled_before
+from lockstep.rl.rollouts.recorded import sampled_before
 from tests.parallel.launch import launch
-from tests.rl.actors.test_colocated import TASK, config_of, outcome, run
+from tests.rl.generators.test_colocated import TASK, config_of, outcome, run
 
 
 @pytest.fixture

@@ -16,7 +16,7 @@ import json, sys
 import torch
 from lockstep import Engine, EngineConfig, SamplingParams, build_model, ops, score
 from lockstep.model import ModelConfig
-from lockstep.rl.parity_check import check_parity
+from lockstep.rl.scoring.parity_check import check_parity
 
 shape = ModelConfig(
     family="qwen3", vocab_size=258, dim=64, num_layers=2, num_heads=4, num_kv_heads=2, head_dim=16,
@@ -67,7 +67,7 @@ def test_trainer_and_generator_agree_on_every_instruction_set(name, libraries):
 @pytest.mark.parametrize("name", NAMES[1:])
 def test_engine_and_parity_hold_on_every_lower_instruction_set(name, tmp_path):
     """Their whole files, as on a machine that has no more."""
-    files = ["tests/generate/test_engine.py", "tests/rl/test_parity.py", "tests/ops/test_linear.py"]
+    files = ["tests/generate/test_engine.py", "tests/rl/scoring/test_parity.py", "tests/ops/test_linear.py"]
     command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "--basetemp", str(tmp_path), *files]
     # It is no worker of the tests that run here, which have one thread each.
     own = {key: value for key, value in os.environ.items() if not key.startswith("PYTEST_")}

@@ -10,9 +10,9 @@ from lockstep.cli import main
 from lockstep.config import CheckpointConfig, RLConfig, from_toml, to_toml
 from lockstep.errors import UserError
 from lockstep.rl.controller import reinforce
-from lockstep.rl.environment import Example
+from lockstep.rl.environments.protocol import Example
 from lockstep.rl.replay import OF_ROLLOUTS, _compared_rollouts, replay, replayable
-from lockstep.rl.rollouts import Conversation, Rollout, write_rollouts
+from lockstep.rl.rollouts.records import Conversation, Rollout, write_rollouts
 from tests.rl.test_algorithm_runs import EvenBytes, Half, _config, folders  # noqa: F401
 
 EVERY = CheckpointConfig(every=1, keep_last=0, asynchronous=False)

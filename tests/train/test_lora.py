@@ -36,8 +36,8 @@ from lockstep.model.layers import Projection
 from lockstep.parallel import apply_compile
 from lockstep.parallel.refusals import refuse_generators, refuse_impossible
 from lockstep.parallel.world import AXES, World
-from lockstep.rl.actors.models import policy_model
 from lockstep.rl.controller import reinforce
+from lockstep.rl.generators.models import policy_model
 from lockstep.train import Trainer
 from lockstep.train.dpo import prefer
 from lockstep.train.packing import pack_scored, target_scores

@@ -1,4 +1,4 @@
-// The checksum of lockstep/rl/actors/checksum.py: sums of products modulo 2^64, so in any order the same.
+// The checksum of lockstep/rl/weights/checksum.py: sums of products modulo 2^64, so in any order the same.
 #include <cstdint>
 #include <vector>
 

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from lockstep.rl.conversations.protocol import Episode, Message, Reply, ToolCall
-from lockstep.rl.rewards.calling import Outcome, outcome_from
+from lockstep.rl.grading.calling import Outcome, outcome_from
 
 
 @dataclass(frozen=True)

@@ -11,13 +11,13 @@ from itertools import groupby
 
 from lockstep.config import RewardConfig
 from lockstep.rl.conversations.exchange import Graded
-from lockstep.rl.conversations.hosting import Outcomes, Pulse, graded
-from lockstep.rl.conversations.in_workers import hosted, task_of
 from lockstep.rl.conversations.protocol import ConversationEnvironment, Episode
-from lockstep.rl.environment import Environment, Example
-from lockstep.rl.rewards.calling import INVALID, Grader, Outcome, about, event_loop, failure
-from lockstep.rl.rewards.workers import Workers
-from lockstep.rl.rollouts import Conversation, Rollout
+from lockstep.rl.conversations.runner import Outcomes, Pulse, graded
+from lockstep.rl.conversations.worker_runner import hosted, task_of
+from lockstep.rl.environments.protocol import Environment, Example
+from lockstep.rl.grading.calling import INVALID, Grader, Outcome, about, event_loop, failure
+from lockstep.rl.grading.pool import Workers
+from lockstep.rl.rollouts.records import Conversation, Rollout
 
 Group = tuple[Example, list[Episode]]
 """What `grade` is called with."""

@@ -9,8 +9,8 @@ from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, ClassVar
 
-from lockstep.rl.environment import Environment, Example, Message
-from lockstep.rl.spoken import spoken
+from lockstep.rl.conversations.without_reasoning import spoken
+from lockstep.rl.environments.protocol import Environment, Example, Message
 from lockstep.tool_call import ToolCall
 
 Rewards = float | Mapping[str, float]

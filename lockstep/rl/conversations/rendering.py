@@ -19,8 +19,8 @@ from lockstep.hub import local_folder
 from lockstep.model import TrainableModel
 from lockstep.observe import log
 from lockstep.rl.conversations.protocol import ConversationEnvironment, Message
-from lockstep.rl.environment import Environment, Example
-from lockstep.rl.spoken import with_reasoning_marked
+from lockstep.rl.conversations.without_reasoning import with_reasoning_marked
+from lockstep.rl.environments.protocol import Environment, Example
 
 # Private-use characters: templates keep them unchanged, also in JSON. If a text contains them itself, they are
 # escaped in the same way as names of special tokens.

@@ -11,7 +11,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import ClassVar
 
 from lockstep.rl.conversations import Chat, ConversationEnvironment
-from lockstep.rl.environment import Example
+from lockstep.rl.environments.protocol import Example
 
 FIRST = (
     "Ada", "Amir", "Anna", "Bela", "Boris", "Carla", "Chen", "Dora", "Emil", "Farah", "Felix", "Greta", "Hugo",

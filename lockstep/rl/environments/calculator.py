@@ -11,8 +11,8 @@ from collections.abc import Callable, Iterator
 from typing import Any, ClassVar
 
 from lockstep.rl.conversations import ConversationEnvironment
-from lockstep.rl.environment import Example
-from lockstep.rl.spoken import spoken
+from lockstep.rl.conversations.without_reasoning import spoken
+from lockstep.rl.environments.protocol import Example
 
 COUNTS = {"train": 5000, "validation": 200}
 LONGEST, MOST_BITS, DEEPEST = 200, 4096, 50

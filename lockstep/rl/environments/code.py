@@ -11,11 +11,11 @@ from typing import Any, ClassVar
 
 from lockstep.errors import UserError
 from lockstep.rl.conversations import ConversationEnvironment
-from lockstep.rl.environment import Example
+from lockstep.rl.conversations.without_reasoning import spoken
 from lockstep.rl.environments.code_harness import count_tests
 from lockstep.rl.environments.problems import needs_text, prompt_of, read_problems
-from lockstep.rl.sandbox import SandboxLimits, missing_protections, run_code
-from lockstep.rl.spoken import spoken
+from lockstep.rl.environments.protocol import Example
+from lockstep.rl.grading.sandbox import SandboxLimits, missing_protections, run_code
 
 PROMPT_KEYS = ("prompt", "problem", "question")
 NEEDS = "`prompt`, and `tests`: Python source, or a list of sources, or of {input, output}"

@@ -5,7 +5,7 @@ from __future__ import annotations
 import random
 from collections.abc import Iterator
 
-from lockstep.rl.environment import Environment, Example
+from lockstep.rl.environments.protocol import Environment, Example
 
 TERMS = (2, 3)
 """Numbers of digits in a sum."""

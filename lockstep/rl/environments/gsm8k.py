@@ -8,9 +8,9 @@ from collections.abc import Iterator
 from typing import Any
 
 from lockstep.errors import UserError
-from lockstep.rl.environment import Environment, Example, Message
+from lockstep.rl.conversations.without_reasoning import spoken
 from lockstep.rl.environments.problems import answer_of, needs_text, prompt_of, read_problems
-from lockstep.rl.spoken import spoken
+from lockstep.rl.environments.protocol import Environment, Example, Message
 
 NEEDS = "the strings `question` and `answer`, or `prompt`, a list of messages, and an answer"
 # No two adjacent repeats match the same characters, so a long run of digits is matched in linear time.

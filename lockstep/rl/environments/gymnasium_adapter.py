@@ -7,7 +7,7 @@ from typing import Any, ClassVar
 
 from lockstep.errors import UserError
 from lockstep.rl.conversations import Chat, ConversationEnvironment, ConversationOver
-from lockstep.rl.environment import Environment, Example
+from lockstep.rl.environments.protocol import Environment, Example
 
 GAMES = {"train": range(1000), "validation": range(1_000_000, 1_000_100)}
 """The seeds with which games are reset."""

@@ -112,7 +112,7 @@ def _processor_seconds(pid: int) -> float:
 
 def serve() -> None:
     """The process: compares answers, one line of JSON each, until its input ends."""
-    from lockstep.rl.processes import die_with_parent
+    from lockstep.rl.grading.processes import die_with_parent
 
     die_with_parent()
     resource.setrlimit(resource.RLIMIT_DATA, (MEMORY_BYTES, MEMORY_BYTES))

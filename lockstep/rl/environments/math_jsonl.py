@@ -9,7 +9,7 @@ from typing import ClassVar
 
 from lockstep.errors import UserError
 from lockstep.rl.conversations import ConversationEnvironment
-from lockstep.rl.environment import Example
+from lockstep.rl.conversations.without_reasoning import spoken
 from lockstep.rl.environments.answer_forms import (
     CHANGED,
     NUMBER,
@@ -22,7 +22,7 @@ from lockstep.rl.environments.answer_forms import (
 )
 from lockstep.rl.environments.math_checker import MathChecker
 from lockstep.rl.environments.problems import answer_of, needs_text, prompt_of, read_problems
-from lockstep.rl.spoken import spoken
+from lockstep.rl.environments.protocol import Example
 
 NEEDS = "`problem` or `question`, and `answer` or `solution`"
 INSTRUCTION = "\n\nReason step by step, and give the final answer in \\boxed{}."

@@ -9,8 +9,8 @@ from pathlib import Path
 from typing import Any
 
 from lockstep.errors import UserError, closest
-from lockstep.rl.environment import Message
-from lockstep.rl.message_prompts import prompt_messages, with_instruction
+from lockstep.rl.conversations.message_prompts import prompt_messages, with_instruction
+from lockstep.rl.environments.protocol import Message
 
 NAMES = {"train": ("train",), "validation": ("validation", "test")}
 """Of files, and of splits of data sets on the hub."""

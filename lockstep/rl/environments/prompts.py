@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from lockstep.rl.environment import Environment, Example
 from lockstep.rl.environments.problems import needs_text, prompt_of, read_problems
+from lockstep.rl.environments.protocol import Environment, Example
 
 KEYS = ("prompt",)
 

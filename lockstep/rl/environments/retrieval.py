@@ -13,7 +13,7 @@ from typing import Any, ClassVar
 
 from lockstep.errors import UserError
 from lockstep.rl.conversations import ConversationEnvironment
-from lockstep.rl.environment import Example
+from lockstep.rl.conversations.without_reasoning import spoken
 from lockstep.rl.environments.problems import (
     SUFFIXES,
     needs_text,
@@ -21,7 +21,7 @@ from lockstep.rl.environments.problems import (
     read_problems,
     text_of,
 )
-from lockstep.rl.spoken import spoken
+from lockstep.rl.environments.protocol import Example
 
 NEEDS = "`question` and `answer` (a string, or a list of right answers)"
 TEXT_KEYS, QUESTION_KEYS, ANSWER_KEYS = ("text", "contents", "content"), ("question", "prompt"), ("answer", "answers")

@@ -17,7 +17,7 @@ from typing import Any, ClassVar
 from lockstep.errors import UserError
 from lockstep.rl.conversations import Chat, ConversationEnvironment
 from lockstep.rl.conversations.tools import schema_of
-from lockstep.rl.environment import Environment, Example
+from lockstep.rl.environments.protocol import Environment, Example
 
 MOST_TASKS, HELD_OUT = 10_000, 10
 """Number of tasks taken from a taskset, which can be endless; every tenth is for validation."""

@@ -28,7 +28,7 @@ from lockstep.data.messages import plain
 from lockstep.errors import UserError
 from lockstep.rl.conversations import Chat, ConversationOver, Reply
 from lockstep.rl.conversations.tools import answer_calls
-from lockstep.rl.spoken import thought
+from lockstep.rl.conversations.without_reasoning import thought
 
 LIMITS = ("max_turns", "max_input_tokens", "max_output_tokens", "max_total_tokens")
 """Of an agent's config, checked before each reply."""

@@ -6,8 +6,8 @@ import torch
 
 from lockstep.config import ALGORITHMS
 from lockstep.rl import Example, PolicyLossInputs, objective, token_weights
-from lockstep.rl.collect import assign_advantages
-from lockstep.rl.rollouts import Rollout
+from lockstep.rl.rollouts.collect import assign_advantages
+from lockstep.rl.rollouts.records import Rollout
 
 LIMIT = 9
 """Tokens that a completion may have."""

@@ -7,11 +7,11 @@ from lockstep import build_model
 from lockstep.config import ALGORITHMS, RLConfig, TrainConfig, algorithm_of
 from lockstep.model import ModelConfig
 from lockstep.rl import Example
-from lockstep.rl.batch import PolicyLoss, policy_batches
-from lockstep.rl.collect import assign_advantages
-from lockstep.rl.critic import assign_values, make_critic
-from lockstep.rl.reference import score_rollouts
-from lockstep.rl.rollouts import Rollout
+from lockstep.rl.rollouts.collect import assign_advantages
+from lockstep.rl.rollouts.packing import PolicyLoss, policy_batches
+from lockstep.rl.rollouts.records import Rollout
+from lockstep.rl.scoring.reference import score_rollouts
+from lockstep.rl.scoring.value_head import assign_values, make_critic
 from tests.rl.algorithms.steps import drawn_step, inputs_of, loss_and_gradient, named, sliced
 
 AVERAGES = ("token", "sequence", "budget")

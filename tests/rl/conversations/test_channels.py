@@ -10,11 +10,11 @@ from lockstep.config import RLConfig
 from lockstep.data import load_tokenizer
 from lockstep.data.chat import load_chat_template
 from lockstep.generate.sampling_params import Completion
-from lockstep.rl.collect import assign_rewards, collect, sample_held_out
 from lockstep.rl.conversations.exchange import reply_data, reply_of
 from lockstep.rl.conversations.rendering import Rendering
 from lockstep.rl.conversations.tools import answer_calls
-from lockstep.rl.load_environment import load_environment
+from lockstep.rl.environments.loading import load_environment
+from lockstep.rl.rollouts.collect import assign_rewards, collect, sample_held_out
 from tests.rl.conversations.families import shown, write_family
 
 THINK_END = "<|channel|>analysis<|message|>I add 2 and 3.<|end|><|start|>assistant"

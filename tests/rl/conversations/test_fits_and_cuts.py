@@ -7,8 +7,8 @@ import lockstep
 import lockstep.rl as rl
 from lockstep import ops
 from lockstep.config import EngineConfig
-from lockstep.rl.bookkeeping import validation_metrics
 from lockstep.rl.conversations.play import unfit
+from lockstep.rl.rollouts.metrics import validation_metrics
 from tests.rl.conversations.test_play import Talk, talk
 from tests.rl.conversations.test_rows import as_rows, completions
 

@@ -9,14 +9,14 @@ import lockstep.rl as rl
 from lockstep.config import RewardConfig, RLConfig
 from lockstep.data.chat import ChatTemplate
 from lockstep.errors import UserError
-from lockstep.rl.collect import collect
 from lockstep.rl.conversations.rendering import Rendering
 from lockstep.rl.environments.code import INSTRUCTION as IN_PYTHON
+from lockstep.rl.environments.loading import load_environment
 from lockstep.rl.environments.math_jsonl import INSTRUCTION as IN_A_BOX
-from lockstep.rl.load_environment import load_environment
-from lockstep.rl.prompts import PromptLoader, examples_of, fingerprint
-from lockstep.rl.rewards.workers import fields_of
-from lockstep.rl.sandbox import missing_protections
+from lockstep.rl.grading.pool import fields_of
+from lockstep.rl.grading.sandbox import missing_protections
+from lockstep.rl.rollouts.collect import collect
+from lockstep.rl.rollouts.prompts import PromptLoader, examples_of, fingerprint
 from tests.rl.conversations.families import FAMILIES, rendering_of
 from tests.rl.conversations.scripted import converse
 

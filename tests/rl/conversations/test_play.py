@@ -15,12 +15,12 @@ import lockstep
 import lockstep.rl as rl
 from lockstep.config import EngineConfig, RewardConfig, RLConfig
 from lockstep.errors import UserError
-from lockstep.rl.collect import assign_rewards, collect, sample_held_out
 from lockstep.rl.conversations.rendering import Rendering
-from lockstep.rl.load_environment import load_environment
-from lockstep.rl.rewards import refuse_too_many
-from lockstep.rl.rewards.workers import open_workers
-from lockstep.rl.rollouts import episodes_of
+from lockstep.rl.environments.loading import load_environment
+from lockstep.rl.grading import refuse_too_many
+from lockstep.rl.grading.pool import open_workers
+from lockstep.rl.rollouts.collect import assign_rewards, collect, sample_held_out
+from lockstep.rl.rollouts.records import episodes_of
 
 EXAMPLES = [rl.Example("stone"), rl.Example("river", answer="r")]
 

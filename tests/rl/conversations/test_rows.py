@@ -9,13 +9,13 @@ import torch
 
 import lockstep.rl as rl
 from lockstep.config import ALGORITHMS, RLConfig, TrainConfig
-from lockstep.rl.batch import policy_batches
-from lockstep.rl.bookkeeping import rollout_metrics
-from lockstep.rl.collect import assign_advantages, charge_overlong
-from lockstep.rl.ledger import Ledger
-from lockstep.rl.parity import Parity
-from lockstep.rl.rewards.calling import Outcome
-from lockstep.rl.rollouts import Conversation, episodes_of, write_rollouts
+from lockstep.rl.grading.calling import Outcome
+from lockstep.rl.rollouts.collect import assign_advantages, charge_overlong
+from lockstep.rl.rollouts.ledger import Ledger
+from lockstep.rl.rollouts.metrics import rollout_metrics
+from lockstep.rl.rollouts.packing import policy_batches
+from lockstep.rl.rollouts.records import Conversation, episodes_of, write_rollouts
+from lockstep.rl.scoring.parity import Parity
 
 
 def completions():

@@ -7,9 +7,9 @@ import pytest
 
 import lockstep.rl as rl
 from lockstep.config import RewardConfig, RLConfig
-from lockstep.rl.collect import collect
-from lockstep.rl.load_environment import load_environment
-from lockstep.rl.rewards.workers import open_workers
+from lockstep.rl.environments.loading import load_environment
+from lockstep.rl.grading.pool import open_workers
+from lockstep.rl.rollouts.collect import collect
 
 EXAMPLES = [
     rl.Example("a", "many"),

@@ -9,11 +9,11 @@ import lockstep.rl as rl
 from lockstep import build_model, ops
 from lockstep.config import RLConfig, TrainConfig, algorithm_of
 from lockstep.model import ModelConfig
-from lockstep.rl.batch import PolicyLoss, policy_batches
-from lockstep.rl.collect import assign_advantages
-from lockstep.rl.critic import assign_values, make_critic
-from lockstep.rl.reference import score_rollouts
-from lockstep.rl.rollouts import Conversation
+from lockstep.rl.rollouts.collect import assign_advantages
+from lockstep.rl.rollouts.packing import PolicyLoss, policy_batches
+from lockstep.rl.rollouts.records import Conversation
+from lockstep.rl.scoring.reference import score_rollouts
+from lockstep.rl.scoring.value_head import assign_values, make_critic
 
 SHAPE = ModelConfig(
     family="qwen3", vocab_size=40, dim=32, num_layers=1, num_heads=2, num_kv_heads=1, head_dim=16,

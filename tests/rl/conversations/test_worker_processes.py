@@ -12,15 +12,15 @@ import pytest
 import lockstep.rl as rl
 from lockstep.config import RewardConfig, RLConfig
 from lockstep.rl.conversations.exchange import Again, Asked, Ended
-from lockstep.rl.conversations.in_workers import HostingInWorkers, hosted, task_of
-from lockstep.rl.processes import descendants
-from lockstep.rl.rewards.workers import open_workers
-from tests.rl.misbehaving import CAUSES
+from lockstep.rl.conversations.worker_runner import WorkerConversationRunner, hosted, task_of
+from lockstep.rl.grading.pool import open_workers
+from lockstep.rl.grading.processes import descendants
+from tests.rl.grading.misbehaving import CAUSES
 
 TASK = """
 import asyncio, json, os, random, signal, struct, time
 import lockstep.rl as rl
-from tests.rl.misbehaving import Misbehaving, kept
+from tests.rl.grading.misbehaving import Misbehaving, kept
 
 class Talk(Misbehaving, rl.ConversationEnvironment):
     def examples(self, split):
@@ -105,8 +105,8 @@ def task(tmp_path_factory):
 @pytest.fixture
 def workers(task, tmp_path, monkeypatch):
     """`workers(…)`: a context manager of workers, which leaves no process behind. Stopped ones are found at once."""
-    monkeypatch.setattr("lockstep.rl.rewards.workers.LOOK_SECONDS", 0.1)
-    monkeypatch.setattr("lockstep.rl.conversations.in_workers.LOOK_SECONDS", 0.1)
+    monkeypatch.setattr("lockstep.rl.grading.pool.LOOK_SECONDS", 0.1)
+    monkeypatch.setattr("lockstep.rl.conversations.worker_runner.LOOK_SECONDS", 0.1)
     opened, before = [], set(descendants(os.getpid()))
 
     def make(**changes):
@@ -125,12 +125,12 @@ def ended(workers, prompts, seeds=None):
     tasks = [task_of(rl.Example(p, id=str(n)), seeds[n] if seeds else n) for n, p in enumerate(prompts)]
     ends, replies = {}, dict.fromkeys(range(len(prompts)), 0)
     until = time.monotonic() + 60
-    with HostingInWorkers(tasks, workers) as hosting:
+    with WorkerConversationRunner(tasks, workers) as runner:
         while len(ends) < len(prompts):
             assert time.monotonic() < until, f"only {sorted(ends)} have ended"
-            match said := hosting.next(wait=True):
+            match said := runner.next(wait=True):
                 case Asked():
-                    hosting.answer(said.number, said.ask, rl.Reply(str(replies[said.number])))
+                    runner.answer(said.number, said.ask, rl.Reply(str(replies[said.number])))
                     replies[said.number] += 1
                 case Again():
                     replies[said.number] = 0
@@ -176,8 +176,8 @@ def test_a_grade_that_fails_costs_its_own_group(workers, bad, cause):
 
 @pytest.mark.parametrize("looks", [3, 10**9], ids=["seen to be stopped", "by its silence"])
 def test_a_keeper_that_says_nothing_is_started_again(workers, monkeypatch, looks):
-    monkeypatch.setattr("lockstep.rl.conversations.in_workers.SILENCE", 1.0 if looks > 3 else 10**9)
-    monkeypatch.setattr("lockstep.rl.rewards.workers.STOPPED_LOOKS", looks)
+    monkeypatch.setattr("lockstep.rl.conversations.worker_runner.SILENCE", 1.0 if looks > 3 else 10**9)
+    monkeypatch.setattr("lockstep.rl.grading.pool.STOPPED_LOOKS", looks)
     ends = ended(workers(seconds=0.5), ["fine", "stops_its_keeper", "fine"])
     assert [end.outcome.cause for end in ends] == ["", "killed", ""]
 
@@ -186,11 +186,11 @@ def test_many_conversations_wait_for_the_model_at_once_and_no_more_than_may(work
     held = workers(concurrent=3)
     before = set(descendants(os.getpid()))
     tasks = [task_of(rl.Example("fine"), n) for n in range(40)]
-    with HostingInWorkers(tasks, held) as hosting:
-        asked = [hosting.next(wait=True) for _ in range(12)]
+    with WorkerConversationRunner(tasks, held) as runner:
+        asked = [runner.next(wait=True) for _ in range(12)]
         assert len({said.number for said in asked}) == 12
         time.sleep(0.2)
-        assert hosting.next(wait=False) is None, "the others wait for one of these to end"
+        assert runner.next(wait=False) is None, "the others wait for one of these to end"
         assert len(set(descendants(os.getpid())) - before) == 12
     assert set(descendants(os.getpid())) <= before, "what has not ended is ended on leaving"
     assert [end.outcome.rewards for end in ended(held, ["fine"] * 40)] == [GOOD] * 40
@@ -200,15 +200,15 @@ def test_what_a_conversation_leaves_behind_ends_with_it_and_not_with_others(work
     held = workers()
     before = set(descendants(os.getpid()))
     tasks = [task_of(rl.Example(prompt), 0) for prompt in ("leaves_a_process", "leaves_a_process", "fine")]
-    with HostingInWorkers(tasks, held) as hosting:
-        waiting = [hosting.next(wait=True) for _ in tasks]
+    with WorkerConversationRunner(tasks, held) as runner:
+        waiting = [runner.next(wait=True) for _ in tasks]
         assert {said.number for said in waiting} == {0, 1, 2}
         for number in (0, 1):
-            hosting.answer(number, 1, rl.Reply("0"))
-        assert {hosting.next(wait=True).number for _ in range(2)} == {0, 1}
+            runner.answer(number, 1, rl.Reply("0"))
+        assert {runner.next(wait=True).number for _ in range(2)} == {0, 1}
         assert len(set(descendants(os.getpid())) - before) == 5, "each of two has a process of its own"
-        hosting.answer(0, 2, rl.Reply("1"))
-        assert isinstance(hosting.next(wait=True), Ended)
+        runner.answer(0, 2, rl.Reply("1"))
+        assert isinstance(runner.next(wait=True), Ended)
         assert len(set(descendants(os.getpid())) - before) == 3
 
 
@@ -224,13 +224,13 @@ from collections import defaultdict
 from pathlib import Path
 import lockstep.rl as rl
 from lockstep.config import RewardConfig, RLConfig
-from lockstep.rl.conversations.in_workers import HostingInWorkers, task_of
-from lockstep.rl.processes import descendants
-from lockstep.rl.rewards.workers import open_workers
+from lockstep.rl.conversations.worker_runner import WorkerConversationRunner, task_of
+from lockstep.rl.grading.processes import descendants
+from lockstep.rl.grading.pool import open_workers
 config = RLConfig(environment=r"{task}:Talk", rewards=RewardConfig(workers=1, seconds=900))
 with open_workers(config, Path(r"{tmp_path}")) as workers:
     tasks = [task_of(rl.Example(prompt), 0) for prompt in ("leaves_a_process", "spins")]
-    with HostingInWorkers(tasks, workers) as held:
+    with WorkerConversationRunner(tasks, workers) as held:
         for _ in range(3):
             said = held.next(wait=True)
             held.answer(said.number, said.ask, rl.Reply("0")) if said.ask == 1 else None
@@ -259,10 +259,10 @@ def _is_zombie(process):
 def test_a_conversation_reaches_no_worker_that_grades(workers):
     held = workers()
     assert held([(rl.Example("p"), "fine")])[0].rewards == {"graded": 1.0}
-    keeper_and_worker = set(descendants(os.getpid()))
+    supervisor_and_worker = set(descendants(os.getpid()))
     assert ended(held, ["writes_into_pipes"])[0].outcome.cause == "killed"
     assert held([(rl.Example("p"), "fine")])[0].rewards == {"graded": 1.0}
-    assert set(descendants(os.getpid())) == keeper_and_worker, "no worker had to be replaced"
+    assert set(descendants(os.getpid())) == supervisor_and_worker, "no worker had to be replaced"
 
 
 def test_a_conversation_that_forks_and_returns_twice_ends_once(workers):

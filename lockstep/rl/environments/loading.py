@@ -1,0 +1,183 @@
+"""Loads an environment by name, or from a user's file."""
+
+from __future__ import annotations
+
+import importlib.util
+import inspect
+import sys
+import zlib
+from pathlib import Path
+from typing import Any
+
+from lockstep.errors import UserError, closest
+from lockstep.rl.conversations.protocol import ConversationEnvironment
+from lockstep.rl.environments.protocol import Environment, source_file, user_line
+from lockstep.rl.environments.ready import ADAPTERS, ENVIRONMENTS
+
+GIVEN = "object:"
+"""Prefix under which a run's settings record an environment that was passed as an object."""
+FORMS = {"gymnasium": "gymnasium:ID", "verifiers": "verifiers:TASKSET"}
+"""How environments of other packages are named."""
+
+
+def given_name(environment: Environment) -> str:
+    """What a run's settings record for an environment passed as an object: `object:MODULE.CLASS`."""
+    kind = type(environment)
+    return f"{GIVEN}{kind.__module__}.{kind.__qualname__}"
+
+
+def require_environment(name: str) -> None:
+    """Raises UserError, with what there is, if no environment is named."""
+    if not name:
+        raise UserError(
+            f"which environment? Give --environment {', '.join(ENVIRONMENTS)}, gymnasium:ID, verifiers:TASKSET, or "
+            "FILE.py:Class for your own task (docs/rl.md)"
+        )
+
+
+def load_environment(name: str, data: str = "", skip_bad_lines: bool = False) -> Environment:
+    """A built-in environment by name, another package's as `gymnasium:ID` or `verifiers:TASKSET`, or `FILE.py:Class`.
+
+    `data` and `skip_bad_lines` are passed to an `__init__` that has parameters of these names. Raises UserError if the
+    name is unknown, the file does not import or has no such Environment, or the Environment cannot be created.
+    """
+    require_environment(name)
+    if name.startswith(GIVEN):
+        raise UserError(
+            f"the run got its environment as an object ({name.removeprefix(GIVEN)}); pass it to lockstep.reinforce or "
+            "lockstep.rl.replay.replay"
+        )
+    if (alone := name.removesuffix(":")).endswith(".py"):
+        raise UserError(f"{alone}: add the class: {alone}:Class")
+    file, colon, class_name = name.rpartition(":")
+    package, _, name_there = name.partition(":")
+    if colon and package in ADAPTERS:
+        if not name_there:
+            raise UserError(f'the environment "{name}" is incomplete; write {FORMS[package]}')
+        kind = ADAPTERS[package](name_there)
+    elif colon:
+        kind = _class_in(Path(file), class_name)
+    elif name in ENVIRONMENTS:
+        kind = ENVIRONMENTS[name]
+    else:
+        raise UserError(
+            f'unknown environment "{name}".{closest(name, ENVIRONMENTS)} '
+            f"Built in: {', '.join([*ENVIRONMENTS, *FORMS.values()])}; your own: FILE.py:Class"
+        )
+    return _made(kind, data, skip_bad_lines)
+
+
+def _made(kind: type[Environment], data: str, skip_bad_lines: bool) -> Environment:
+    file = source_file(kind)
+    where = f"{file or kind.__module__}: {kind.__name__}"
+    converses = issubclass(kind, ConversationEnvironment)
+    for method in ("examples", "reward"):
+        elsewhere = kind.rewards or not kind.has_rewards or (converses and converses_or_grades(kind))
+        others = method == "reward" and elsewhere
+        if getattr(kind, method) is getattr(Environment, method) and not others:
+            name = "lockstep.rl.ConversationEnvironment" if converses else "lockstep.rl.Environment"
+            also = ", `converse` or `grade`" if converses and method == "reward" else ""
+            raise UserError(f"{where} defines no `{method}`{also}; write it as described in {name}")
+    signature = inspect.signature(kind)
+    takes_any = any(p.kind is p.VAR_KEYWORD for p in signature.parameters.values())
+    options: dict[str, Any] = {"data": data, "skip_bad_lines": skip_bad_lines}
+    given = {name: value for name, value in options.items() if takes_any or name in signature.parameters}
+    if data and "data" not in given:
+        raise UserError(f"{where}.__init__ takes no `data`; add the parameter, or remove --data")
+    try:
+        signature.bind(**given)
+    except TypeError as error:
+        raise UserError(
+            f"{where}.__init__ cannot be called ({error}); it can take `data` and `skip_bad_lines`, and must have "
+            "defaults for anything else"
+        ) from error
+    try:
+        environment = kind(**given)
+    except UserError:
+        raise
+    except Exception as error:
+        raise UserError(
+            f"{user_line(error, file)}: {kind.__name__} cannot be created ({type(error).__name__}: {error})"
+        ) from error
+    check_environment(environment)
+    return environment
+
+
+CALLED: dict[str, tuple[str, ...]] = {
+    "examples": ("split",),
+    "reward": ("example", "completion"),
+    "converse": ("example", "chat"),
+    "grade": ("example", "episodes"),
+}
+"""The methods of environments, and their arguments."""
+
+
+def check_environment(environment: Environment) -> None:
+    """Raises UserError for methods that a run could not call, and for invalid `tools` and `turns`."""
+    if not isinstance(environment, Environment):
+        return  # `examples_of` reports it
+    kind = type(environment)
+    where = f"{source_file(kind) or kind.__module__}: {kind.__name__}"
+    converses = isinstance(environment, ConversationEnvironment)
+    for method, names in CALLED.items():
+        function = getattr(environment, method, None)
+        if not callable(function):
+            continue
+        if converses and method in ("converse", "grade") and not inspect.iscoroutinefunction(function):
+            raise UserError(f"{where}.{method} is not a coroutine function; write `async def {method}(…)`")
+        try:
+            signature = inspect.signature(function)
+        except (TypeError, ValueError):
+            continue  # functions written in C may have none
+        try:
+            signature.bind(*names)
+        except TypeError as error:
+            word = "async def" if inspect.iscoroutinefunction(function) else "def"
+            written = f"{word} {method}({', '.join(('self', *names))})"
+            raise UserError(f"{where}.{method} cannot be called ({error}); write `{written}`") from error
+    if not isinstance(environment, ConversationEnvironment):
+        return
+    tools, turns = environment.tools, environment.turns
+    if not isinstance(tools, tuple | list):
+        name = getattr(tools, "__name__", "…")
+        raise UserError(f"{where}.tools is {tools!r:.60}, not a tuple or list of functions; write `tools = ({name},)`")
+    if other := [tool for tool in tools if not callable(tool)]:
+        raise UserError(
+            f"{where}.tools contains {other[0]!r:.60}, which is not a function; write `tools = (function,)` with the "
+            "functions themselves"
+        )
+    if type(turns) is not int or turns < 1:
+        raise UserError(f"{where}.turns is {turns!r:.60}, not an integer of at least 1; write `turns = 8`")
+
+
+def converses_or_grades(kind: type[Environment]) -> bool:
+    """Whether it overrides `converse` or `grade`, which can return rewards."""
+    base = ConversationEnvironment
+    return any(getattr(kind, name, None) is not getattr(base, name) for name in ("converse", "grade"))
+
+
+def _class_in(file: Path, class_name: str) -> Any:
+    if not file.is_file():
+        raise UserError(f"{file}: no such file; give the environment as FILE.py:Class")
+    # The path is part of the module's name: files of the same name in two folders are two modules.
+    name = f"lockstep_environment_{file.stem}_{zlib.crc32(str(file.resolve()).encode()):08x}"
+    spec = importlib.util.spec_from_file_location(name, file)
+    if spec is None or spec.loader is None:
+        raise UserError(f"{file}: not a Python file; give the environment as FILE.py:Class")
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[spec.name] = module
+    try:
+        spec.loader.exec_module(module)
+    except (Exception, SystemExit) as error:
+        sys.modules.pop(spec.name, None)
+        raise UserError(f"{user_line(error, file)}: does not import ({type(error).__name__}: {error})") from error
+    classes = [n for n, v in vars(module).items() if isinstance(v, type) and issubclass(v, Environment)]
+    classes = [n for n in classes if n not in ("Environment", "ConversationEnvironment")]
+    if class_name not in classes:
+        there = class_name not in ("Environment", "ConversationEnvironment") and hasattr(module, class_name)
+        problem = f'"{class_name}" is not an Environment' if there else f'no Environment named "{class_name}"'
+        raise UserError(
+            f"{file}: {problem}.{closest(class_name, classes)} "
+            f"Found: {', '.join(classes) or 'none; subclass lockstep.rl.Environment'}"
+        )
+    return getattr(module, class_name)

@@ -1,0 +1,1 @@
+"""Who samples: the ranks that train, or a pool of processes and servers elsewhere."""

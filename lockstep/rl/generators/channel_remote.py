@@ -1,0 +1,115 @@
+"""A generator that has connected: sends it requests, and passes on what it reports."""
+
+from __future__ import annotations
+
+import dataclasses
+import queue
+import threading
+from collections.abc import Mapping
+from typing import Any
+
+from lockstep.errors import one_line
+from lockstep.observe.sign_of_life import runs_here
+from lockstep.rl.generators.channel import Channel, Closed, Malformed
+from lockstep.rl.generators.remote import Reports, Request
+from lockstep.rl.generators.response_checks import InvalidResponse, checked_statistics, sample_of
+from lockstep.rl.weights.server import WeightManifest
+
+BUSY = 20
+"""Silence is allowed this many times longer for a process still running on this host: a busy machine delays it."""
+
+
+class Hearing:
+    """A peer that sends nothing for `seconds` counts as dead; for `BUSY` times as long if it runs on this host."""
+
+    def __init__(self, channel: Channel, seconds: float, hello: Mapping[str, Any]):
+        """hello: identifies its process, by `pid` and `place`."""
+        self.seconds = seconds
+        self._channel, self._pid, self._place = channel, hello["pid"], hello["place"]
+
+    def next(self) -> Any:
+        """The next message. Raises TimeoutError, and Closed."""
+        chances = iter(range(BUSY - 1))
+        return self._channel.receive(
+            self.seconds, lambda: next(chances, None) is not None and runs_here(self._pid, self._place)
+        )[0]
+
+
+class WireRemote:
+    """A `Remote`. Two threads, one per direction, so that nothing waits for a generator that does not read."""
+
+    def __init__(self, name: str, channel: Channel, room: int, hearing: Hearing):
+        self.name, self.room, self._hearing = name, room, hearing
+        self.did: dict[str, float] = {}
+        self._channel = channel
+        self._outbox: queue.SimpleQueue[Any] = queue.SimpleQueue()
+        self._closing = threading.Event()
+        self._threads: list[threading.Thread] = []
+
+    def start(self, reports: Reports) -> None:
+        """From here on it reports what arrives, until it is lost or closed."""
+        for work in (self._write, lambda: self._read(reports)):
+            self._threads.append(threading.Thread(target=work, name=self.name, daemon=True))
+            self._threads[-1].start()
+
+    def ask(self, request: Request) -> None:
+        begun = [dataclasses.asdict(sample) for sample in request.samples]
+        params = dataclasses.asdict(request.params)
+        self._outbox.put({"kind": "ask", "id": request.id, "prompt": request.prompt, "params": params, "begun": begun})
+
+    def abort(self, request_id: int) -> None:
+        self._outbox.put({"kind": "abort", "id": request_id})
+
+    def new_weights(self, manifest: WeightManifest) -> None:
+        self._outbox.put({"kind": "weights", "manifest": manifest})
+
+    def close(self) -> None:
+        self._closing.set()
+        self._outbox.put({"kind": "end"})
+        self._outbox.put(None)
+        self._threads[0].join(self._hearing.seconds)
+        self._channel.close()
+        for thread in self._threads:
+            thread.join()
+
+    def _write(self) -> None:
+        try:
+            while (message := self._outbox.get()) is not None:
+                self._channel.send(message)
+        except Closed:
+            self._channel.close()  # the reading thread notices
+
+    def _read(self, reports: Reports) -> None:
+        false = False
+        try:
+            while True:
+                self._tell(self._hearing.next(), reports)
+        except TimeoutError:
+            why = f"it has sent nothing for {self._hearing.seconds:g} s (actors.silence_seconds)"
+        except (InvalidResponse, Malformed) as error:
+            why, false = str(error), True
+        except Closed as error:
+            why = str(error)
+        except Exception as error:  # whatever it is, no more samples will arrive
+            why, false = f"not a message: {one_line(repr(error))}", True
+        if not self._closing.is_set():
+            self._channel.close()
+            self._outbox.put(None)
+            reports.lost(self, why, false)
+
+    def _tell(self, message: dict[str, Any], reports: Reports) -> None:
+        kind = message["kind"]
+        if "did" in message:
+            self.did = checked_statistics(message["did"])
+        if kind == "tokens":
+            reports.sampled(self, [(i, index, sample_of(new)) for i, index, new in message["samples"]])
+        elif kind == "has_weights":
+            reports.has_weights(self, message["version"])
+        elif kind == "refused":
+            reports.refused(self, message["id"], str(message["problem"]))
+        elif kind == "unfit":
+            reports.unfit(self, str(message["problem"]))
+        elif kind in ("lost", "leaves"):
+            raise Closed(one_line(message["why"]))
+        elif kind != "alive":
+            raise InvalidResponse(f"a message of unknown kind {kind!r}")

@@ -1,0 +1,76 @@
+"""Statistics of graded completions of held-out examples: for a run's validation and for `lockstep eval`."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import groupby
+
+from lockstep.errors import UserError
+from lockstep.rl.environments.protocol import Environment
+from lockstep.rl.rollouts.estimates import Estimate, estimate, pass_at_k
+from lockstep.rl.rollouts.records import Rollout, episodes_of
+
+
+@dataclass(frozen=True)
+class EvalMetrics:
+    """Means over prompts; a conversation is represented by its last reply."""
+
+    prompts: int
+    """Prompts with a completion that counts."""
+    completions: int
+    """All completions, including those that do not count."""
+    right: list[tuple[int, int]]
+    """For each prompt by index: completions that are right, and those that count. Empty if the environment has no
+    notion of right answers."""
+    pass_at: dict[int, Estimate]
+    """pass@k by k, over the prompts with at least k completions that count; empty if `right` is."""
+    reward: Estimate | None
+    """Of the weighted total; None if no completion counts."""
+    rewards: dict[str, Estimate]
+    """By name, over the completions whose rewards did not fail."""
+    failed: dict[str, int]
+    """Completions whose reward failed, by cause."""
+    truncated: float
+    """Fraction of completions cut off at the limit."""
+    tokens_mean: float
+    """Sampled tokens per completion."""
+
+
+def eval_metrics(rollouts: Sequence[Rollout], environment: Environment, pass_at: Sequence[int] = (1,)) -> EvalMetrics:
+    """The statistics of graded rollouts, which are ordered by group.
+
+    A completion whose reward failed counts as a wrong answer if failures are zeros; otherwise it does not count.
+    """
+    episodes = episodes_of(rollouts)
+    prompts = [list(own) for _, own in groupby((rows[-1] for rows in episodes), key=lambda rollout: rollout.group)]
+    counting = [[r for r in own if r.counts] for own in prompts]
+    graded = [[r.rewards for r in own if not r.failure] for own in prompts]
+    graded = [own for own in graded if own]
+    names = graded[0][0] if graded else {}
+    if other := next((rewards for own in graded for rewards in own if rewards.keys() != names.keys()), None):
+        raise UserError(
+            f"the rewards of {type(environment).__name__} are {', '.join(names)} for one example, but "
+            f"{', '.join(other)} for another; give every example the same names"
+        )
+    knows = any(environment.knows_correct(given) for own in counting for r in own if (given := r.own_rewards()))
+    right = [
+        (sum(not r.failure and environment.is_correct(r.own_rewards()) for r in own), len(own)) for own in counting
+    ]
+    # The same prompts for every k.
+    whole = [(own, count) for own, count in right if count >= max(pass_at, default=1)]
+    enough = {k: [pass_at_k(count, own, k) for own, count in whole] for k in pass_at}
+    totals = [[r.reward for r in own] for own in counting if own]
+    last = [rows[-1] for rows in episodes]
+    return EvalMetrics(
+        prompts=len(totals),
+        completions=len(last),
+        right=right if knows else [],
+        pass_at={k: estimate([[value] for value in values]) for k, values in enough.items() if values and knows},
+        reward=estimate(totals) if totals else None,
+        rewards={name: estimate([[rewards[name] for rewards in own] for own in graded]) for name in names},
+        failed=dict(sorted(Counter(r.failure for r in last if r.failure).items())),
+        truncated=sum(r.finish_reason == "length" for r in last) / max(1, len(last)),
+        tokens_mean=sum(r.num_sampled for rows in episodes for r in rows) / max(1, len(last)),
+    )

@@ -1,0 +1,136 @@
+"""What happened to every prompt of a step: its group was trained on, or dropped for a cause; none was lost."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any
+
+from lockstep.errors import UserError
+from lockstep.rl.rollouts.records import Rollout, episodes_of
+
+FAILED_REWARDS = "failed_rewards"
+"""The reward failed; or so many in the group did that fewer than two are left to compare."""
+STRAGGLERS = "stragglers"
+"""More groups were requested than wanted, and this one was not among the first to finish: it was discarded."""
+
+
+class LedgerError(Exception):
+    """Groups were lost or counted twice: a bug in the loop, not a problem with its input."""
+
+
+class Ledger:
+    """All rollouts of a step, including those of dropped groups, and which of them are trained on."""
+
+    def __init__(self, wanted: int, recorded: bool = False) -> None:
+        """recorded: whether the rollouts were drawn by another run, in which case there may be too few."""
+        self.wanted = wanted
+        """Groups to train on."""
+        self._recorded = recorded
+        self.rollouts: list[Rollout] = []
+        self._asked: list[int] = []
+        """The position of each group's prompt."""
+        self._stopped: list[int] = []
+        """The groups without rollouts."""
+
+    def add(self, drawn: Sequence[Rollout], places: Sequence[int]) -> None:
+        """Adds graded rollouts, whose groups are numbered from 0 and are renumbered to follow those already held.
+
+        places: of the prompts of all groups that were requested. Raises LedgerError if there are fewer groups than were
+        missing and than were requested.
+        """
+        came, before = {rollout.group for rollout in drawn}, len(self._asked)
+        if len(came) != min(self.missing, len(places)) and not self._recorded:
+            raise LedgerError(
+                f"{len(came)} groups came from {len(places)} prompts, but {self.missing} were missing; this is a bug "
+                "in Lockstep"
+            )
+        for rollout in drawn:
+            rollout.group += before
+        self._asked += places
+        self._stopped += [before + group for group in range(len(places)) if group not in came]
+        self.rollouts += drawn
+
+    @property
+    def missing(self) -> int:
+        """Number of groups that still have to be drawn."""
+        return self.wanted - len({rollout.group for rollout in self.trained})
+
+    @property
+    def trained(self) -> list[Rollout]:
+        """The rollouts that are not dropped, ordered by group."""
+        return [rollout for rollout in self.rollouts if not rollout.dropped]
+
+    def drop(self, unwanted: Callable[[Rollout], bool], cause: str) -> None:
+        """Drops the rollouts that are `unwanted` and not dropped yet."""
+        for rollout in self.trained:
+            if unwanted(rollout):
+                rollout.dropped = cause
+
+    def drop_failed(self) -> None:
+        """Drops every rollout whose reward failed and does not count, and a group's last remaining rollout."""
+        self.drop(lambda rollout: not rollout.counts, FAILED_REWARDS)
+        failed = {rollout.group for rollout in self.rollouts if not rollout.counts}
+        left = Counter(rows[0].group for rows in episodes_of(self.trained))
+        self.drop(lambda rollout: rollout.group in failed and left[rollout.group] < 2, FAILED_REWARDS)
+
+    def drop_equal_rewards(self) -> None:
+        """Drops every group whose completions all have the same reward (DAPO, arXiv 2503.14476, equation 11)."""
+        rewards: dict[int, set[float]] = {}
+        for rollout in self.trained:
+            rewards.setdefault(rollout.group, set()).add(rollout.reward)
+        self.drop(lambda rollout: len(rewards[rollout.group]) == 1, "equal_rewards")
+
+    def keep_some(self) -> None:
+        """If nothing is left, restores the first groups, up to `wanted`: the step is still made, with whatever has a
+        gradient then, such as the KL divergence. Raises UserError if all rewards failed."""
+        if self.trained:
+            return
+        sound = sorted({rollout.group for rollout in self.rollouts if rollout.dropped != FAILED_REWARDS})
+        for rollout in self.rollouts:
+            if rollout.group in sound[: self.wanted] and rollout.dropped != FAILED_REWARDS:
+                rollout.dropped = ""
+        if not self.trained:
+            raise UserError(
+                f"no group of this step has two rewards that did not fail ({len(self.rollouts)} rollouts), so there is "
+                'nothing to train on; fix the reward, or set rewards.on_failure = "zero"'
+            )
+
+    def places(self) -> dict[str, Any]:
+        """The positions of the prompts trained on, as `trained`, and of the others by cause, as `dropped`."""
+        trained = dict.fromkeys(rollout.group for rollout in self.trained)
+        dropped: dict[str, list[int]] = {}
+        for group, cause in self._causes().items():
+            dropped.setdefault(cause, []).append(self._asked[group])
+        return {"trained": [self._asked[group] for group in trained], "dropped": dropped}
+
+    def _causes(self) -> dict[int, str]:
+        """For each group that is not trained on, the cause."""
+        trained = {rollout.group for rollout in self.trained}
+        causes = {rollout.group: rollout.dropped for rollout in self.rollouts if rollout.group not in trained}
+        return causes | dict.fromkeys(self._stopped, STRAGGLERS)
+
+    def metrics(self, given: Iterable[Rollout]) -> dict[str, float]:
+        """This step's prompts drawn, trained on, and dropped by cause, and completions trained on.
+
+        given: the rollouts that the trainer was given. Raises LedgerError unless they are exactly those not dropped,
+        and drawn = trained + dropped.
+        """
+        trained = {rollout.group for rollout in self.trained}
+        causes = self._causes()
+        dropped = Counter(causes.values())
+        if {id(rollout) for rollout in given} != {id(rollout) for rollout in self.trained} or len(self._asked) != len(
+            trained
+        ) + len(causes):
+            told = ", ".join(f"{count} {cause}" for cause, count in sorted(dropped.items())) or "none"
+            raise LedgerError(
+                f"{len(self._asked)} groups were drawn, {len(trained)} trained on and {len(causes)} dropped ({told}): "
+                "that does not add up, or the trainer was given other groups; this is a bug in Lockstep"
+            )
+        return {
+            "groups/drawn": float(len(self._asked)),
+            "groups/trained": float(len(trained)),
+            **{f"groups/dropped/{cause}": float(count) for cause, count in sorted(dropped.items())},
+            "rollout/completions_trained": float(len(episodes_of(self.trained))),
+            "rollout/tokens_trained": float(sum(len(r.prompt_ids) + len(r.token_ids) for r in self.trained)),
+        }

@@ -1,0 +1,223 @@
+"""What a reinforcement step reports: times, statistics of its rollouts, and whether it is time for a check."""
+
+from __future__ import annotations
+
+import math
+import time
+import warnings
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from itertools import groupby
+from typing import Any
+
+from lockstep.config import RLConfig
+from lockstep.model import Decoder
+from lockstep.observe import Timeline
+from lockstep.rl.environments.protocol import Environment
+from lockstep.rl.rollouts.diversity import distinct_share, pairwise_overlap
+from lockstep.rl.rollouts.eval_metrics import eval_metrics
+from lockstep.rl.rollouts.records import Rollout, episodes_of
+from lockstep.rl.scoring.explain import in_words
+from lockstep.rl.scoring.parity import Parity, ParityError
+
+PERCENTILES = (10, 50, 90)
+
+
+class Stopwatch:
+    """Seconds of a step's laps, and in total. A lap is also a phase of `timeline`; laps of the same name add up."""
+
+    def __init__(self, timeline: Timeline) -> None:
+        self._timeline = timeline
+        self._began = self._last = time.perf_counter()
+        self._lap = ""
+        self._laps: dict[str, float] = {}
+
+    def begin(self, lap: str, waits_for: str = "", patience: float = 0.0) -> None:
+        """Starts a lap and ends the one before. `waits_for` and `patience` are the phase's, for the hang detection."""
+        now = time.perf_counter()
+        if self._lap:
+            self._laps[self._lap] = self._laps.get(self._lap, 0.0) + now - self._last
+            self._timeline.add(self._lap.removeprefix("time/"), self._last, now)
+        self._lap, self._last = lap, now
+        self._timeline.enter(lap.removeprefix("time/"), waits_for, patience)
+
+    def end(self) -> None:
+        """Ends the last lap; what follows in the step belongs to none."""
+        self.begin("record")
+        self._lap = ""
+
+    def metrics(self) -> dict[str, float]:
+        """Seconds, and each lap's share of the step."""
+        whole = self._last - self._began
+        shares = {lap.replace("time/", "time/share/"): seconds / whole for lap, seconds in self._laps.items()}
+        return {**self._laps, "time/step": whole, **shares}
+
+
+def due(step: int, every: int, last: int) -> bool:
+    """Every `every` steps (0: never) and at the last one."""
+    return step == last or (every > 0 and step % every == 0)
+
+
+def accepted(parity: Parity, config: RLConfig, step: int, model: Decoder | None) -> Parity:
+    """Stops the run, or warns, if a step's log-probabilities or routes differ but should not. Raises ParityError.
+
+    model: what finds the operator that differs, on all ranks together; None if there is nothing.
+    """
+    if (parity.tokens_different or parity.routes_different) and config.on_parity_error != "measure":
+        message = f"step {step}: {parity.in_words()}. " + in_words(model, parity.sequence)
+        if config.on_parity_error == "stop":
+            raise ParityError(message + "; set on_parity_error = warn to continue anyway")
+        warnings.warn(message, stacklevel=2)
+    return parity
+
+
+def rollout_metrics(rollouts: Sequence[Rollout]) -> dict[str, float]:
+    """Means over a step's rollouts, by metric name; of rewards, over those that count.
+
+    A conversation of several rows counts once, except for its tokens.
+    """
+    episodes = episodes_of(rollouts)
+    rows, rollouts = rollouts, [own[-1] for own in episodes]
+    counting = [r for r in rollouts if r.counts]
+    rewards = [r.reward for r in counting]
+    advantages = [r.advantage for r in counting]
+    count = len(rollouts)
+    mean = math.fsum(rewards) / len(rewards)
+    groups = [{r.reward for r in group} for _, group in groupby(counting, key=lambda r: r.group)]
+    said = [
+        [[token for r in own for token in r.sampled_ids()] for own in group]
+        for _, group in groupby(episodes, key=lambda own: own[0].group)
+    ]
+    return {
+        "reward/mean": mean,
+        "reward/std": math.sqrt(math.fsum((r - mean) * (r - mean) for r in rewards) / len(rewards)),
+        **_percentiles("reward/total", rewards),
+        "reward/groups_without_spread": sum(len(group) == 1 for group in groups) / len(groups),
+        **{f"reward/{name}/mean": value for name, value in _means(rollouts).items()},
+        **_failures("reward", rollouts),
+        "advantage/mean": math.fsum(advantages) / len(advantages),
+        "advantage/abs_max": max(map(abs, advantages)),
+        "rollout/tokens": sum(r.num_sampled for r in rows),
+        "rollout/prompt_tokens": sum(len(r.prompt_ids) for r in rows),
+        "rollout/tokens_mean": sum(r.num_sampled for r in rows) / count,
+        **_percentiles("rollout/tokens", [sum(r.num_sampled for r in own) for own in episodes]),
+        "rollout/truncated": sum(r.finish_reason == "length" for r in rollouts) / count,
+        "diversity/distinct": sum(map(distinct_share, said)) / len(said),
+        "diversity/overlap": sum(map(pairwise_overlap, said)) / len(said),
+        **_conversations(rows),
+    }
+
+
+def staleness_metrics(rollouts: Sequence[Rollout], step: int) -> dict[str, float]:
+    """How many versions behind the weights were that sampled the tokens of `step`: maximum and mean and, if any are
+    behind, the share of tokens by staleness."""
+    behind = Counter(age for rollout in rollouts for age in rollout.staleness(step - 1))
+    if not behind:
+        return {"policy/staleness_max": 0.0}
+    shares = {f"policy/staleness/{age}": count / behind.total() for age, count in sorted(behind.items())}
+    return {
+        "policy/staleness_max": float(max(behind)),
+        "policy/staleness_mean": sum(age * count for age, count in behind.items()) / behind.total(),
+        **(shares if any(behind) else {}),
+    }
+
+
+def _conversations(rows: Sequence[Rollout]) -> dict[str, float]:
+    """Metrics of conversations; empty if there are none."""
+    held = [own[-1].conversation for own in episodes_of(rows) if own[-1].conversation is not None]
+    if not held:
+        return {}
+    return {
+        "rollout/turns_mean": sum(c.turns for c in held) / len(held),
+        "rollout/tool_calls_mean": sum(c.tool_calls for c in held) / len(held),
+        "rollout/rows_mean": sum(r.num_sampled > 0 for r in rows) / len(held),
+        "rollout/over": sum(c.over for c in held) / len(held),
+        "rollout/environment_seconds": math.fsum(c.environment_seconds for c in held),
+        "rollout/environment_tokens": sum(len(r.token_ids) - r.num_sampled for r in rows),
+        **{
+            f"rollout/tool_seconds/{_escaped(name)}": math.fsum(c.tool_seconds.get(name, 0.0) for c in held)
+            for name in sorted({name for c in held for name in c.tool_seconds})
+        },
+    }
+
+
+def validation_metrics(rollouts: Sequence[Rollout], environment: Environment) -> dict[str, float]:
+    """The results of `eval_metrics` for held-out completions as `validation/…`; the accuracy is pass@1.
+
+    With k completions per prompt, also pass@k over the prompts that have k.
+    """
+    samples = max(Counter(rows[-1].group for rows in episodes_of(rollouts)).values(), default=1)
+    figures = eval_metrics(rollouts, environment)
+    pass_at = figures.pass_at
+    if samples > 1:
+        pass_at = pass_at | eval_metrics(rollouts, environment, [samples]).pass_at
+    metrics = {f"validation/{_escaped(name)}": own.mean for name, own in figures.rewards.items()}
+    for k, own in pass_at.items():
+        name = "accuracy" if k == 1 else f"pass@{k}"
+        metrics[f"validation/{name}"] = own.mean
+        if own.standard_error is not None:
+            metrics[f"validation/{name}_stderr"] = own.standard_error
+    metrics["validation/reward"] = figures.reward.mean if figures.reward else 0.0
+    return metrics | {f"validation/failed/{cause}": count for cause, count in figures.failed.items()}
+
+
+def _means(rollouts: Sequence[Rollout]) -> dict[str, float]:
+    """Mean of each named reward over the rollouts that have it: all but those whose reward failed."""
+    graded = [r for r in rollouts if not r.failure]
+    names = graded[0].rewards if graded else ()
+    return {_escaped(name): sum(r.rewards[name] for r in graded) / len(graded) for name in names}
+
+
+def _escaped(name: str) -> str:
+    """A reward's name as part of a metric's, without separators and unprintable characters."""
+    return "".join(c if c.isprintable() and c not in "/%" else f"%{ord(c):02x}" for c in name)
+
+
+def _percentiles(name: str, values: Sequence[float]) -> dict[str, float]:
+    """The 10th, 50th and 90th percentile (nearest rank)."""
+    ordered = sorted(values)
+    return {f"{name}_p{p}": float(ordered[math.ceil(p / 100 * len(ordered)) - 1]) for p in PERCENTILES}
+
+
+def _failures(prefix: str, rollouts: Sequence[Rollout]) -> dict[str, float]:
+    """How many rewards failed, by cause; empty if none did."""
+    causes = Counter(r.failure for r in rollouts if r.failure)
+    return {f"{prefix}/failed/{cause}": count for cause, count in sorted(causes.items())}
+
+
+def _routes(compared: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+    """Totals over all steps of a run whose model has experts."""
+    names = ("routes_checked", "routes_different") if compared else ()
+    return {f"parity_{name}": sum(m[f"parity/{name}"] for m in compared) for name in names}
+
+
+def summarize(metrics: Sequence[Mapping[str, Any]], inner_steps: int = 1) -> dict[str, Any]:
+    """A run's summary from its metrics: the validations before the first step and after the last one, if there were
+    any, the comparison over all steps, and tokens."""
+    compared = [m for m in metrics if "parity/tokens_checked" in m]
+    ends = {"before": next((m for m in metrics if m["step"] == 0), {}), "after": metrics[-1]}
+    validated = {end: each for end, each in ends.items() if "validation/reward" in each}
+    # The answers of one of them may all have failed.
+    measured = [n for n in ("reward", "accuracy") if all(f"validation/{n}" in each for each in validated.values())]
+    rewards = sorted(
+        {
+            n.split("/")[1]
+            for m in compared
+            for n in m
+            if n.startswith("reward/") and n.endswith("/mean") and n.count("/") == 2
+        }
+    )
+    return {
+        **{f"{n}_{end}": each[f"validation/{n}"] for end, each in validated.items() for n in measured},
+        # The environment's own name if there is only one reward.
+        "reward_name": rewards[0] if len(rewards) == 1 else "reward",
+        "tokens": {
+            "generated": sum(m.get("rollout/tokens", 0) for m in compared),
+            "trained": inner_steps * sum(m.get("rollout/tokens_trained", 0) for m in compared),
+        },
+        "parity_tokens_checked": sum(m["parity/tokens_checked"] for m in compared),
+        "parity_tokens_different": sum(m["parity/tokens_different"] for m in compared),
+        **_routes([m for m in compared if "parity/routes_checked" in m]),
+        "staleness_max": max(m.get("policy/staleness_max", 0.0) for m in compared),
+        "ratio_max_on_first_inner_step": max(m["policy/ratio_first_max"] for m in compared),
+    }

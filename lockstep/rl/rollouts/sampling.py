@@ -1,0 +1,116 @@
+"""How a run samples: which prompts a rank requests, from whom, and where its conversations run."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager, nullcontext
+from pathlib import Path
+
+from lockstep.config import RLConfig
+from lockstep.data import Tokenizer
+from lockstep.generate import Engine
+from lockstep.generate.lead import LeadingEngine
+from lockstep.generate.sampler import Sampler
+from lockstep.observe import Timeline
+from lockstep.rl.conversations.protocol import ConversationEnvironment
+from lockstep.rl.conversations.rendering import Rendering
+from lockstep.rl.environments.protocol import Environment, Example
+from lockstep.rl.generators.colocated import Generators
+from lockstep.rl.grading.pool import Workers, open_grader, own_limit
+from lockstep.rl.rollouts.collect import assign_rewards, collect, sample_held_out
+from lockstep.rl.rollouts.records import Rollout
+from lockstep.rl.rollouts.replicas import Replicas
+from lockstep.train.stop_signal import StopSignal
+
+Draws = Callable[[Sequence[Example]], list[Rollout]]
+"""Returns recorded rollouts of these examples."""
+
+
+class Sampling:
+    """Draws a run's rollouts on each of its ranks, and holds the grader for them."""
+
+    def __init__(
+        self,
+        config: RLConfig,
+        environment: Environment,
+        is_given: bool,
+        tokenizer: Tokenizer,
+        rendering: Rendering,
+        replicas: Replicas,
+        generators: Generators,
+        recorded: Draws | None,
+        run: Path,
+        timeline: Timeline,
+        stop: StopSignal,
+        opened: ExitStack,
+    ):
+        """is_given: whether `environment` is the caller's object, which workers cannot load. recorded: used instead of
+        sampling. `opened` ends the graders."""
+        self._config, self._environment, self._tokenizer = config, environment, tokenizer
+        self._rendering, self._replicas, self._generators = rendering, replicas, generators
+        self._recorded, self._stop = recorded, stop
+        self.talks = isinstance(environment, ConversationEnvironment)
+        self.grader = opened.enter_context(open_grader(config, environment, is_given, run, timeline.moved))
+        if isinstance(self.grader, Workers):
+            timeline.awaited = self.grader.awaited
+        # Conversations of later steps run while this step's are graded, one step after another.
+        self._talking, self._conversing = threading.Lock(), self.grader
+        if self.talks and config.actors.max_staleness:
+            self._conversing = opened.enter_context(open_grader(config, environment, is_given, run, timeline.moved))
+        self.waits_for = "the generators" if config.actors.separate else ""
+        """Whom the watchdog blames if no samples arrive."""
+        self.grading_seconds = own_limit(config.rewards, self.grader)
+        """How long grading may take without any progress."""
+        self.start_seconds = config.actors.start_seconds if config.actors.separate else 0.0
+        """How long there may be no generator at all."""
+        self.together = len(replicas.ranks) > 1 and not config.actors.separate
+        """Whether tensor-parallel ranks sample together."""
+        if self.together and not self.talks:
+            assert isinstance(generators.sampler, Engine) and replicas.world.tensor_group is not None
+            generators.sampler.before_step = stop.asking(replicas.world.tensor_group)
+        if self.together and self.talks and isinstance(generators.sampler, LeadingEngine):
+            generators.sampler.guard = stop.paused
+
+    @property
+    def seconds(self) -> float:
+        """How long sampling may take without any progress."""
+        return max(self.grading_seconds if self.talks else 0.0, self.start_seconds)
+
+    def draw(
+        self, asked: Sequence[Example], step: int, extra_round: int, sampler: Sampler, wanted: int
+    ) -> list[Rollout]:
+        """As `prefetcher.Draw`: this rank's share."""
+        if self._recorded:
+            return self._recorded(asked)
+        own, first = self._replicas.own(asked, wanted)
+        with self._talking if self.talks else nullcontext(), self._asks() as asks:
+            if not asks:
+                return []
+            return collect(
+                asked, self._environment, sampler, self._tokenizer, self._config, step, extra_round, self._rendering,
+                self._conversing, own, first,
+            )  # fmt: skip
+
+    def evaluate(self, held_out: Sequence[Example]) -> list[Rollout]:
+        """This rank's share of a validation, graded."""
+        own, _ = self._replicas.own(held_out, len(held_out))
+        rollouts: list[Rollout] = []
+        with self._asks() as asks:
+            if asks:
+                rollouts = sample_held_out(
+                    held_out, self._environment, self._generators.sampler, self._tokenizer, self._config, self.grader,
+                    self._rendering, own,
+                )  # fmt: skip
+        assign_rewards(rollouts, self._environment, self._config.rewards, self.grader)
+        return rollouts
+
+    @contextmanager
+    def _asks(self) -> Iterator[bool]:
+        """Whether this rank requests samples itself, instead of only following another one."""
+        held = self._stop.held() if self.together else nullcontext()
+        follows = self._generators.conversing() if self.talks else nullcontext(True)
+        # Of conversations, only what the leading rank's engine computes has to end on all ranks.
+        leads = self._stop.released() if self.together and self.talks else nullcontext()
+        with held, follows as asks, leads if asks else nullcontext():
+            yield asks

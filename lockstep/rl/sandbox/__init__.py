@@ -1,5 +1,0 @@
-"""Model-written code in a separate, limited process, without network, files or access to other processes."""
-
-from lockstep.rl.sandbox.run import Result, SandboxError, SandboxLimits, missing_protections, run_code
-
-__all__ = ["Result", "SandboxError", "SandboxLimits", "missing_protections", "run_code"]

@@ -1,0 +1,341 @@
+"""`lockstep parity --matrix`: trainer and generator in every layout compared with each other, on this machine.
+
+A small model of each shape samples a mixed load in every layout of the generator, and every layout of the trainer
+scores what was sampled, in a real training step. Every pair must agree in every bit. For each number of ranks, that
+many processes work through their jobs; they are forked from one that has imported what they need (`parity_worker`).
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict, dataclass, field
+from itertools import product
+from pathlib import Path
+from typing import Any, Literal
+
+from lockstep.config import ParallelConfig
+from lockstep.model import ModelConfig
+from lockstep.model.config import ExpertsConfig
+from lockstep.ops import Routing
+from lockstep.progress import Progress
+
+JOBS = "jobs.json"
+CHUNKS = 4
+"""Reduction chunks: as many as the largest tensor degree here."""
+Recompute = Literal["none", "full", "selective"]
+RECOMPUTE: tuple[Recompute, ...] = ("none", "full", "selective")
+DTYPES = ("float32", "bfloat16")
+Backend = Literal["none", "inductor"]
+BACKENDS: tuple[Backend, ...] = ("none", "inductor")
+"""Compilation: both sides eager, or both compiled."""
+GENERATORS = (1, 2, 4)
+"""Tensor degrees."""
+# Widths that four ranks can divide and compiled loops handle evenly; a vocabulary that they cannot divide; in one shape
+# fewer key-value heads than ranks.
+_SMALL: dict[str, Any] = dict(
+    vocab_size=259, dim=64, num_layers=4, head_dim=32, intermediate_size=128, max_positions=256, tie_embeddings=False
+)
+SHAPES = {
+    "llama3": ModelConfig("llama3", num_heads=8, num_kv_heads=4, **_SMALL),
+    "qwen3, tied head": ModelConfig(
+        "qwen3", num_heads=8, num_kv_heads=2, qk_norm=True, **(_SMALL | {"tie_embeddings": True})
+    ),
+    "grouped heads 3:1": ModelConfig("llama3", num_heads=12, num_kv_heads=4, **_SMALL),
+}
+MIXTURE = "mixture of experts"
+MODELS = SHAPES | {
+    MIXTURE: ModelConfig(
+        "qwen3_moe",
+        num_heads=8,
+        num_kv_heads=4,
+        qk_norm=True,
+        # One layer with a dense feed-forward, and experts that four ranks can divide.
+        experts=ExpertsConfig(8, 32, Routing(2), dense_layers=(1,)),
+        **_SMALL,
+    )
+}
+
+
+@dataclass(frozen=True)
+class Layout:
+    """A layout of the trainer."""
+
+    name: str
+    ranks: int
+    parallel: ParallelConfig = field(hash=False)
+
+
+P = ParallelConfig
+LAYOUTS = (
+    Layout("1", 1, P()),
+    Layout("FSDP 2", 2, P()),
+    Layout("HSDP 2 x 2", 4, P(data_replicate=2)),
+    Layout("TP 2", 2, P(tensor=2)),
+    Layout("TP 4", 4, P(tensor=4)),
+    Layout("CP 2", 2, P(context=2)),
+    Layout("PP 2, 1F1B", 2, P(pipeline=2)),
+    Layout("PP 2, interleaved", 2, P(pipeline=2, pipeline_schedule="interleaved")),
+    Layout("PP 2, ZBV", 2, P(pipeline=2, pipeline_schedule="zbv")),
+    Layout("FSDP 2 x TP 2", 4, P(tensor=2)),
+    Layout("CP 2 x TP 2", 4, P(context=2, tensor=2)),
+    Layout("TP 2 x PP 2", 4, P(tensor=2, pipeline=2)),
+    Layout("full DTensor: CP 2 x TP 2", 4, P(context=2, tensor=2, full_dtensor=True)),
+)
+
+EXPERT_LAYOUTS = (
+    Layout("expert 2", 2, P(expert=2)),
+    Layout("FSDP 2 x expert 2", 4, P(expert=2)),
+    Layout("HSDP 2 x expert 2", 4, P(data_replicate=2, expert=2)),
+    Layout("expert 2 x TP 2", 4, P(expert=2, tensor=2)),
+    Layout("CP 2, expert 2", 2, P(context=2, expert=2)),
+    Layout("PP 2 x expert 2", 4, P(pipeline=2, expert=2)),
+)
+"""Only for mixtures, and never compiled. With context parallelism the ranks of a sequence share the experts."""
+
+
+@dataclass(frozen=True)
+class Generating:
+    """An engine that samples the load."""
+
+    shape: str
+    dtype: str
+    backend: Backend
+    ranks: int
+
+    @property
+    def name(self) -> str:
+        return _file_name("generator", self.shape, self.dtype, self.backend, str(self.ranks))
+
+
+@dataclass(frozen=True)
+class Scoring:
+    """A training step on what was sampled."""
+
+    shape: str
+    dtype: str
+    backend: Backend
+    layout: Layout
+    recompute: Recompute
+    generators: tuple[int, ...] = GENERATORS
+    """Tensor degrees of the engines that it is compared with."""
+
+    @property
+    def ranks(self) -> int:
+        return self.layout.ranks
+
+    @property
+    def name(self) -> str:
+        return _file_name("trainer", self.shape, self.dtype, self.backend, self.layout.name, self.recompute)
+
+    def sampled_by(self, ranks: int) -> Generating:
+        """The engine with this many ranks that made the samples."""
+        return Generating(self.shape, self.dtype, self.backend, ranks)
+
+    def engines(self) -> list[Generating]:
+        return [self.sampled_by(ranks) for ranks in self.generators]
+
+
+Job = Generating | Scoring
+
+
+def _file_name(*parts: str) -> str:
+    return "-".join("".join(c if c.isalnum() else "_" for c in part) for part in parts)
+
+
+def scoring_jobs(covering: bool) -> list[Scoring]:
+    """All combinations of the trainer's settings or, if `covering`, enough that every pair of settings occurs."""
+    jobs = _covering() if covering else _full()
+    # ZBV's split backward is refused for compiled layers.
+    return [j for j in jobs if not (j.backend == "inductor" and j.layout.parallel.pipeline_schedule == "zbv")]
+
+
+def _full() -> Iterator[Scoring]:
+    for shape, dtype, backend, layout, recompute in product(SHAPES, DTYPES, BACKENDS, LAYOUTS, RECOMPUTE):
+        yield Scoring(shape, dtype, backend, layout, recompute)
+    for dtype, backend, layout, recompute in product(DTYPES, BACKENDS, LAYOUTS + EXPERT_LAYOUTS, RECOMPUTE):
+        if backend == "none" or layout in LAYOUTS:
+            yield Scoring(MIXTURE, dtype, backend, layout, recompute)
+
+
+def _covering() -> Iterator[Scoring]:
+    shapes = list(SHAPES)
+    for row, layout in enumerate(LAYOUTS):
+        for column, recompute in enumerate(RECOMPUTE):
+            # A Latin square of recompute modes and shapes; each layout has both dtypes.
+            dtype = DTYPES[(row + (column == 1)) % 2]
+            yield Scoring(shapes[(row + column) % 3], dtype, "none", layout, recompute)
+        # Every rank compiles every shape and dtype separately, which takes time: only one of them over ranks.
+        yield Scoring("qwen3, tied head", "float32", "inductor", layout, RECOMPUTE[row % 3])
+    yield Scoring("llama3", "bfloat16", "inductor", LAYOUTS[0], "full", (1,))
+    yield Scoring("grouped heads 3:1", "float32", "inductor", LAYOUTS[0], "selective", (1,))
+    for row, layout in enumerate(LAYOUTS + EXPERT_LAYOUTS):
+        yield Scoring(MIXTURE, DTYPES[row % 2], "none", layout, RECOMPUTE[row % 3])
+    yield Scoring(MIXTURE, "float32", "inductor", LAYOUTS[3], "none", (1, 2))
+
+
+def jobs_of(folder: Path, ranks: int) -> list[Job]:
+    """The jobs for this many ranks that `run_jobs` has written to `folder`, engines first."""
+    names = set(json.loads((folder / JOBS).read_text()))
+    jobs: list[Job] = [Generating(*each) for each in product(MODELS, DTYPES, BACKENDS, GENERATORS)]
+    jobs += _full()
+    return [job for job in jobs if job.ranks == ranks and job.name in names]
+
+
+@dataclass
+class Cell:
+    """A layout of the trainer compared with one of the generator."""
+
+    trainer: Scoring
+    generator: int
+    checked: int = 0
+    different: int = 0
+    largest: float = 0.0
+
+    def as_json(self) -> dict[str, Any]:
+        own = {"trainer": self.trainer.layout.name, "recompute": self.trainer.recompute, "generator": self.generator}
+        own |= {
+            "model": self.trainer.shape,
+            "dtype": self.trainer.dtype,
+            "compiled": self.trainer.backend == "inductor",
+        }
+        return own | {"checked": self.checked, "different": self.different, "max_delta": self.largest}
+
+
+def run_matrix(covering: bool) -> list[Cell]:
+    """Every cell, compared. Raises RuntimeError with the end of a rank's log if one fails."""
+    jobs = scoring_jobs(covering)
+    with tempfile.TemporaryDirectory() as name:
+        run_jobs(Path(name), jobs)
+        return compare(Path(name), jobs)
+
+
+def run_jobs(folder: Path, scoring: Sequence[Scoring]) -> None:
+    """Writes what every rank of every job, and of the engines that it needs, computes to `folder`."""
+    jobs = {job.name: job for job in scoring} | {e.name: e for job in scoring for e in job.engines()}
+    (folder / JOBS).write_text(json.dumps(list(jobs)))
+    with Progress("parity", len(jobs), "layout") as bar:
+        # One process first: all trainers score what it has sampled.
+        _work(folder, sorted({job.ranks for job in jobs.values()}), bar)
+
+
+def compare(folder: Path, scoring: Sequence[Scoring]) -> list[Cell]:
+    """Compares the results of `run_jobs`: every layout of the trainer with every layout of the generator."""
+    return [_cell(folder, job, generator) for job in scoring for generator in job.generators]
+
+
+def _work(folder: Path, ranks: list[int], bar: Progress) -> None:
+    """Runs the jobs for each of these numbers of ranks."""
+    command = [sys.executable, "-m", "lockstep.rl.scoring.parity_worker", str(folder), *map(str, ranks)]
+    log = folder / "ranks.log"
+    with log.open("w") as file:
+        environment = os.environ | {"OMP_NUM_THREADS": "1"}
+        process = subprocess.Popen(command, env=environment, stdout=file, stderr=file)
+    try:
+        while process.poll() is None:
+            time.sleep(0.2)
+            if (done := len(list(folder.glob("*.0.json")))) > bar.done:
+                bar.reach(done)
+        if process.returncode:
+            raise RuntimeError(log.read_text()[-4000:])
+    finally:
+        process.kill()  # its ranks end with it
+        process.wait()
+    bar.reach(len(list(folder.glob("*.0.json"))))
+
+
+def _cell(folder: Path, job: Scoring, generator: int) -> Cell:
+    import numpy as np
+
+    cell = Cell(job, generator)
+    sampled = _bits_sampled(folder, job.sampled_by(generator))
+    # The trainer has scored what one process sampled: a different token counts like a different number.
+    reference = _bits_sampled(folder, job.sampled_by(1))
+    cell.checked = len(reference)
+    if sampled.shape != reference.shape or (sampled[:, 0] != reference[:, 0]).any():
+        cell.different, cell.largest = cell.checked, float("inf")
+        return cell
+    seen = np.zeros(cell.checked, dtype=bool)
+    wrong = np.zeros(cell.checked, dtype=bool)
+    for rank in range(job.ranks):
+        result = json.loads((folder / f"{job.name}.{rank}.json").read_text())
+        tokens = np.array(result["tokens"], dtype=np.int64)
+        bits = np.array(result["bits"], dtype=np.int32)
+        theirs = sampled[tokens, 1].astype(np.int32)
+        seen[tokens] = True
+        wrong[tokens] |= (bits != theirs) | ~np.isfinite(bits.view(np.float32))
+        with np.errstate(invalid="ignore"):
+            delta = np.abs(bits.view(np.float32) - theirs.view(np.float32))
+        cell.largest = max([cell.largest, *np.nan_to_num(delta[bits != theirs], nan=np.inf).tolist()])
+        cell.different += result["replays_different"]
+    cell.different += int((wrong | ~seen).sum())
+    return cell
+
+
+def _bits_sampled(folder: Path, engine: Generating) -> Any:
+    """`[tokens, 2]`: token and the log-probability's bits, from rank 0 if all ranks agree; empty otherwise."""
+    import numpy as np
+
+    found = []
+    for rank in range(engine.ranks):
+        requests = json.loads((folder / f"{engine.name}.{rank}.json").read_text())
+        samples = [c for request in requests for c in request["completions"]]
+        found.append(np.array([pair for c in samples for pair in zip(c["tokens"], c["bits"])], dtype=np.int64))
+    different = [other for other in found[1:] if not np.array_equal(other, found[0])]
+    return different[0][:0] if different else found[0]
+
+
+def table(cells: list[Cell]) -> str:
+    """The cells as text: `checked / different` by layouts and dtype, summed over shapes and recompute modes."""
+    columns = [(dtype, generator) for dtype in DTYPES for generator in GENERATORS]
+    heads = [f"{dtype}, " + (f"TP {generator}" if generator > 1 else "1") for dtype, generator in columns]
+    rows = [["trainer \\ generator", *heads]]
+    for backend, layout in product(BACKENDS, LAYOUTS + EXPERT_LAYOUTS):
+        if backend == "inductor" and layout in EXPERT_LAYOUTS:
+            continue
+        own = [cell for cell in cells if cell.trainer.layout is layout and cell.trainer.backend == backend]
+        row = [layout.name + (", compiled" if backend == "inductor" else "")]
+        for column in columns:
+            of = [cell for cell in own if (cell.trainer.dtype, cell.generator) == column]
+            row.append(f"{sum(c.checked for c in of)} / {sum(c.different for c in of)}" if of else "-")
+        rows.append(row)
+    widths = [max(len(row[i]) for row in rows) for i in range(len(rows[0]))]
+    return "\n".join("  ".join(text.ljust(width) for text, width in zip(row, widths)).rstrip() for row in rows)
+
+
+def write_results(cells: list[Cell], folder: Path) -> None:
+    """Writes `parity.json` with every cell, and `parity.png`, the table in color."""
+    folder.mkdir(parents=True, exist_ok=True)
+    settings = {
+        "reduction_chunks": CHUNKS,
+        "layouts": {each.name: asdict(each.parallel) for each in LAYOUTS + EXPERT_LAYOUTS},
+    }
+    (folder / "parity.json").write_text(json.dumps(settings | {"cells": [c.as_json() for c in cells]}, indent=1))
+    _draw(cells, folder / "parity.png")
+
+
+def _draw(cells: list[Cell], path: Path) -> None:
+    import matplotlib
+
+    matplotlib.use("agg")
+    from matplotlib import pyplot
+
+    lines = [line.split("  ") for line in table(cells).splitlines()]
+    rows = [[text.strip() for text in line if text.strip()] for line in lines]
+    figure, axes = pyplot.subplots(figsize=(11, 0.24 * len(rows)))
+    axes.axis("off")
+    colours = [
+        ["white", *("#cfead6" if text.endswith("/ 0") else "#eeeeee" if text == "-" else "#f3b3a7" for text in row[1:])]
+        for row in rows[1:]
+    ]
+    drawn = axes.table(rows[1:], colLabels=rows[0], cellColours=colours, loc="center", cellLoc="center")
+    drawn.auto_set_font_size(False)
+    drawn.set_fontsize(8)
+    drawn.auto_set_column_width(list(range(len(rows[0]))))
+    figure.savefig(path, dpi=150, bbox_inches="tight")
+    pyplot.close(figure)

@@ -1,0 +1,163 @@
+"""A reward model's scores of the policy's completions, as an additional reward."""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from lockstep.config import RLConfig
+from lockstep.data import ConversationEncoder, Tokenizer, load_tokenizer
+from lockstep.data.answer_spans import ScoredText
+from lockstep.data.chat import ChatTemplate, ChatTemplateError, load_chat_template
+from lockstep.errors import UserError
+from lockstep.model import Decoder, load_model, read_config
+from lockstep.rl.conversations.rendering import Rendering
+from lockstep.rl.environments.protocol import Environment
+from lockstep.rl.rollouts.records import REWARD_MODEL, Rollout, episodes_of
+from lockstep.rl.rollouts.replicas import Replicas
+from lockstep.rl.scoring.forward import score_groups
+from lockstep.train.packing import PackedRow, target_scores
+
+
+class RewardModel:
+    """A model whose head scores a text, and the tokenization of a prompt and completion for it: the same as
+    `lockstep reward-model` uses for its data."""
+
+    def __init__(self, model: Decoder, tokenizer: Tokenizer, template: ChatTemplate | None):
+        self.model, self.template = model, template
+        self._encoder = ConversationEncoder(tokenizer, template, turns="whole")
+        names = sorted(tokenizer.special_tokens(), key=len, reverse=True)
+        self._special = re.compile("|".join(map(re.escape, names)) or r"(?!)")
+
+    def tokens(self, rollout: Rollout, is_chat: bool) -> list[int]:
+        """The tokens of a completion with its prompt, or of a conversation up to its end. `is_chat`: the prompt is
+        messages, or a user's. Names of special tokens are removed from what was said. Raises UserError."""
+        where = f"example {rollout.example.name}"
+        asked, said = rollout.example.messages, self._without_special(rollout.completion)
+        is_text = rollout.conversation is None and [message["role"] for message in asked] == ["user"]
+        if self.template is None and not is_text:
+            raise UserError(
+                "the reward model has no chat template, so it cannot read conversations; put a chat_template.jinja "
+                "next to its weights"
+            )
+        if rollout.conversation is not None:
+            values: dict[str, Any] = {"messages": self._without_special(rollout.conversation.messages)}
+        elif not is_text or (is_chat and self.template is not None):
+            values = {"messages": [*asked, {"role": "assistant", "content": said}]}
+        else:
+            prompt = asked[0]["content"]
+            values = {"prompt": prompt, "completion": self._behind(prompt, said)}
+        try:
+            ((text, _),) = self._encoder.scored_texts(values)
+        except ChatTemplateError as error:
+            raise UserError(f"{where}: the reward model cannot read it: {error}") from error
+        if not text:
+            raise UserError(f"{where}: has neither a prompt nor a completion, so there is nothing to score")
+        # An answer may be empty: the end of the text is always scored.
+        encoded = self._encoder.tokens(where, ScoredText(text, [(len(text) - 1, len(text))]))
+        if encoded.problem:
+            raise UserError(encoded.problem)
+        most = self.model.config.max_positions
+        if len(encoded.tokens) > most:
+            raise UserError(
+                f"{where}: prompt and completion are {len(encoded.tokens)} tokens for the reward model, whose context "
+                f"is {most}; lower max_new_tokens, or give a reward model with a longer context"
+            )
+        return [int(token) for token in encoded.tokens]
+
+    def _behind(self, prompt: str, said: str) -> str:
+        """What was said, without the rest of a special token's name that starts at the end of the prompt."""
+        while name := next((m for m in self._special.finditer(prompt + said) if m.end() > len(prompt)), None):
+            said = self._without_special(said[name.end() - len(prompt) :])
+        return said
+
+    def _without_special(self, value: Any) -> Any:
+        if isinstance(value, str):
+            while (less := self._special.sub("", value)) != value:  # the rest may form a name again
+                value = less
+            return value
+        if isinstance(value, dict):
+            return {self._without_special(key): self._without_special(own) for key, own in value.items()}
+        return [self._without_special(own) for own in value] if isinstance(value, list) else value
+
+
+def load_reward_model(config: RLConfig, environment: Environment, device: torch.device) -> RewardModel | None:
+    """The run's reward model, in full on every rank and in its own dtype; None without one.
+
+    Raises UserError for a folder without a reward model, and if neither the environment nor a model gives rewards.
+    """
+    if not config.reward_model:
+        if not environment.has_rewards:
+            raise UserError(
+                f"the environment {config.environment} has no rewards of its own; give --reward-model with the folder "
+                "of a lockstep reward-model run"
+            )
+        return None
+    folder = Path(config.reward_model)
+    if not read_config(folder).score_head:
+        raise UserError(
+            f"reward_model {folder}: is a language model without a score head; train one with lockstep reward-model, "
+            "or give the folder of a transformers …ForSequenceClassification model with one label"
+        )
+    model = load_model(folder, device=device).requires_grad_(False)
+    return RewardModel(model, load_tokenizer(folder, model.config.vocab_size), load_chat_template(folder))
+
+
+def assign_scores(
+    rollouts: Sequence[Rollout],
+    reward_model: RewardModel,
+    rendering: Rendering,
+    config: RLConfig,
+    replicas: Replicas | None = None,
+    moved: Callable[[], None] = lambda: None,
+) -> None:
+    """Adds the score of each completion or conversation as the reward `reward_model`, with its weight in the total.
+
+    Completions that do not count because their reward failed get no score; if failures count as 0, it is added to 0.
+    Groups are divided among `replicas`; None: all are scored here. moved: called after each micro-batch. Raises
+    UserError for a score that is not finite.
+    """
+    episodes = [rows for rows in episodes_of(rollouts) if rows[-1].counts]
+    texts = [reward_model.tokens(rows[-1], not rendering.is_rendered(rows[-1].example.prompt)) for rows in episodes]
+
+    def score(row: PackedRow) -> Tensor:
+        return target_scores(reward_model.model, row)
+
+    asked = _as_rollouts([rows[-1] for rows in episodes], texts)
+    for rows, (found,) in zip(episodes, score_groups(asked, config, reward_model.model.device, score, replicas, moved)):
+        if not math.isfinite(found):
+            raise UserError(
+                f"the reward model's score of example {rows[-1].example.name} is {found}; check its weights"
+            )
+        if REWARD_MODEL in rows[-1].rewards:
+            raise UserError(
+                f"the environment has a reward named {REWARD_MODEL}, a name reserved for the reward model; rename it"
+            )
+        for rollout in rows:
+            rollout.rewards[REWARD_MODEL] = found
+            rollout.reward += config.reward_model_weight * found
+
+
+def _as_rollouts(rollouts: Sequence[Rollout], texts: Sequence[list[int]]) -> list[Rollout]:
+    """Each text as a rollout with one sampled token at the end; the common prefix of a group's texts is its prompt,
+    which is computed once."""
+    common: dict[int, list[int]] = {}
+    for rollout, text in zip(rollouts, texts):
+        before = common.setdefault(rollout.group, text)
+        same = next(
+            (i for i, (one, other) in enumerate(zip(before, text)) if one != other), min(len(before), len(text))
+        )
+        common[rollout.group] = before[: max(same, 1)]
+    made = []
+    for rollout, text in zip(rollouts, texts):
+        prompt = common[rollout.group]
+        rest = [*text[len(prompt) :], 0]
+        sampled = [False] * (len(rest) - 1) + [True]
+        made.append(Rollout(rollout.example, rollout.group, prompt, rest, [], "", "", 0, sampled=sampled))
+    return made

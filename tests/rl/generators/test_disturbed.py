@@ -1,0 +1,275 @@
+"""Generators and trainers that are killed, stopped, asked to end, or come late: the same run, and nothing is left."""
+
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from lockstep.config import ActorsConfig
+from tests.rl.generators.disturbed import Disturbed, is_alive, unfinished
+from tests.rl.generators.test_colocated import TASK, command, outcome
+
+
+@pytest.fixture
+def task(tmp_path):
+    file = tmp_path / "task.py"
+    file.write_text(TASK)
+    return file
+
+
+def shared_memory():
+    return {str(file) for file in Path("/dev/shm").iterdir()}
+
+
+BEFORE = shared_memory()
+
+
+def left_over(folder):
+    """Processes that know the run's folder or write into it, and with them their ports; new shared memory that nobody
+    has open; and what it must not leave in its folder."""
+    new, processes = seen()
+    found = [name for name, files in processes.items() if any(str(folder) in file for file in files)]
+    until = time.monotonic() + 10
+    # What a process leaves that another test has killed is removed by its tracker, a moment later.
+    while (lost := unheld(new, processes)) and time.monotonic() < until:
+        time.sleep(0.1)
+        new, processes = seen()
+    return found + lost + [str(path) for path in (folder / "logs").glob("*.key")]
+
+
+def seen():
+    """New shared memory, and the files of all processes. In this order: who opens some meanwhile, as other tests do, is
+    seen to hold it."""
+    new = shared_memory() - BEFORE
+    return new, {p.name: files_of(p) for p in Path("/proc").glob("[0-9]*") if int(p.name) != os.getpid()}
+
+
+def unheld(new, processes):
+    held = {file for files in processes.values() for file in files}
+    return [file for file in new - held if Path(file).exists()]
+
+
+def files_of(process):
+    """What a process of /proc was started with, and the files that it has open or mapped."""
+    try:
+        maps = [line.split(maxsplit=5)[5] for line in (process / "maps").read_text().splitlines() if "/" in line]
+        opened = [os.readlink(link) for link in (process / "fd").iterdir()]
+        return {*arguments_of(process), *maps, *opened}
+    except OSError:  # it has ended
+        return set()
+
+
+def arguments_of(process):
+    try:
+        return (process / "cmdline").read_bytes().decode(errors="replace").split("\0")
+    except OSError:  # it has ended
+        return []
+
+
+def free_port():
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        return server.getsockname()[1]
+
+
+def joined(run, port, *launcher):
+    """`lockstep generator` as a user starts it."""
+    key = run.folder / "logs" / "generators.key"
+    run.wait(key.is_file)
+    return subprocess.Popen(
+        [sys.executable, *launcher, "-m", "lockstep", "generator", "--trainer", f"127.0.0.1:{port}", "--key", str(key)],
+        env=os.environ | {"OMP_NUM_THREADS": "1"},
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+
+
+def test_generators_may_die_stop_come_and_leave_while_a_run_goes_on(whole, tmp_path):
+    config, expected = whole
+    port = free_port()
+    actors = ActorsConfig(generators=1, port=port, threads=1)
+    run = Disturbed(replace(config, output=str(tmp_path / "run"), actors=actors), until=2)
+    guest = joined(run, port)
+    run.wait(lambda: run.step == 0)
+    (killed,) = run.generators()["generator_0"]
+    os.kill(killed, signal.SIGKILL)
+    again = "generator_0 was killed by SIGKILL; restarting it"
+    run.wait(lambda: again in run.said and "generator_0 joins" in run.said.split(again)[1])
+    run.wait(lambda: run.step == 2 and "generator_1 joins" in run.said)
+    (stopped,) = run.generators()["generator_0"]
+    os.kill(stopped, signal.SIGSTOP)
+    run.hold(4)  # it is asked for samples now, and cannot end them
+    run.wait(lambda: "generator_0: it has sent nothing for 1.5 s" in run.said)
+    run.wait(lambda: not is_alive(stopped))
+    run.wait(lambda: run.step == 4)
+    run.hold(6)  # not to its end, which it may reach before the guest leaves
+    time.sleep(0.05)
+    guest.send_signal(signal.SIGTERM)
+    assert guest.wait(60) == 0, guest.stderr.read()
+    run.wait(lambda: "generator_1: it received a signal, and leaves" in run.said)
+    run.hold()
+    assert run.end() == 0
+    assert outcome(run.folder) == expected
+    assert sum(unfinished(run.said)) > 0 and not left_over(run.folder)
+
+
+@pytest.mark.slow
+def test_a_rank_of_a_generator_that_stops_and_a_trainer_that_is_killed_leave_nothing_and_change_nothing(
+    whole, tmp_path
+):
+    config, expected = whole
+    actors = ActorsConfig(generators=1, tensor=2, threads=1)
+    run = Disturbed(replace(config, output=str(tmp_path / "run"), actors=actors), until=1)
+    run.wait(lambda: run.step == 1)
+    ranks = sorted(run.generators()["generator_0"])
+    run.hold(3)
+    time.sleep(0.05)
+    os.kill(ranks[1], signal.SIGSTOP)
+    run.wait(lambda: "generator_0: its rank 1: it has sent nothing for 1.5 s" in run.said)
+    run.wait(lambda: not any(map(is_alive, ranks)))
+    run.wait(lambda: run.step == 3)
+    ranks = run.generators()["generator_0"]
+    run.hold()
+    time.sleep(0.05)
+    os.kill(run.process.pid, signal.SIGKILL)
+    end = time.monotonic() + 2
+    while any(map(is_alive, ranks)):
+        assert time.monotonic() < end
+    assert not left_over(run.folder)
+    run.process.join()
+    run.config = replace(run.config, actors=ActorsConfig(generators=1, threads=1))
+    run.start()
+    assert run.end() == 0
+    assert outcome(run.folder) == expected
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("moment", ["before", "after"])
+def test_trainer_and_generators_that_are_killed_together_as_a_checkpoint_is_renamed_change_nothing(
+    whole, tmp_path, moment
+):
+    config, expected = whole
+    actors = ActorsConfig(generators=2, threads=1)
+    run = Disturbed(replace(config, output=str(tmp_path / "run"), actors=actors), stall=f"{moment} step_00000003")
+    run.wait(lambda: not run.stall.is_file() and len(run.generators()) == 2)
+    generators = [pid for pids in run.generators().values() for pid in pids]
+    os.killpg(run.process.pid, signal.SIGKILL)  # their whole group, the generators too
+    run.process.join()
+    end = time.monotonic() + 2
+    while any(map(is_alive, generators)):
+        assert time.monotonic() < end
+    checkpoints = run.folder / "checkpoints"
+    assert (checkpoints / "step_00000003").is_dir() == (moment == "after")
+    assert (checkpoints / "step_00000003.partial").is_dir() == (moment == "before")
+    run.start()
+    assert run.end() == 0
+    assert outcome(run.folder) == expected and not left_over(run.folder)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("rank", [0, 1])
+@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSTOP])
+def test_any_rank_of_a_generator_may_die_or_stop(whole, tmp_path, rank, number):
+    config, expected = whole
+    actors = ActorsConfig(generators=1, tensor=2, threads=1)
+    run = Disturbed(replace(config, output=str(tmp_path / "run"), actors=actors), until=1)
+    run.wait(lambda: run.step == 1)
+    ranks = sorted(run.generators()["generator_0"])
+    run.hold()
+    time.sleep(0.05)
+    os.kill(ranks[rank], number)
+    run.wait(lambda: unfinished(run.said), seconds=2.5)
+    run.wait(lambda: not any(map(is_alive, ranks)), seconds=2)
+    assert run.end() == 0 and outcome(run.folder) == expected
+
+
+@pytest.mark.slow
+def test_two_ranks_under_torchrun_join_and_leave(whole, tmp_path):
+    config, expected = whole
+    port = free_port()
+    actors = ActorsConfig(generators=0, port=port, threads=1)
+    run = Disturbed(replace(config, output=str(tmp_path / "run"), actors=actors), until=2)
+    torchrun = ["-m", "torch.distributed.run", "--nproc-per-node", "2", "--standalone"]
+    first = joined(run, port, *torchrun)
+    run.wait(lambda: run.step == 2)
+    second = joined(run, port, *torchrun)
+    run.wait(lambda: run.said.count(" joins,") == 2)
+    run.hold()
+    time.sleep(0.05)
+    first.send_signal(signal.SIGTERM)
+    run.wait(lambda: "generator_0: it received a signal, and leaves" in run.said)
+    first.wait(60)
+    assert run.end() == 0 and outcome(run.folder) == expected
+    assert second.wait(60) == 0, second.stderr.read()
+    assert not left_over(run.folder)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("end", ["SIGINT", "SIGINT to all", "SIGTERM", "UserError"])
+def test_however_a_trainer_ends_nothing_is_left(whole, tmp_path, end):
+    config, expected = whole
+    failing = {"environment": config.environment.replace("Vowels", "Failing")} if end == "UserError" else {}
+    actors = ActorsConfig(generators=2, port=free_port(), threads=1)
+    run = Disturbed(replace(config, output=str(tmp_path / "run"), actors=actors, **failing))
+    if end == "UserError":
+        run.end()
+        assert "no reward today" in run.said
+    else:
+        run.wait(lambda: run.step >= 1)
+        generators = [pid for pids in run.generators().values() for pid in pids]
+        begun = time.monotonic()
+        number = getattr(signal, end.split()[0])
+        os.killpg(run.process.pid, number) if "all" in end else os.kill(run.process.pid, number)
+        assert run.end() != 0 and time.monotonic() - begun < config.faults.stop_seconds
+        assert "which is saved" in run.said and not any(map(is_alive, generators))
+        run.config = replace(run.config, actors=ActorsConfig(generators=1, threads=1))
+        run.start()
+        assert run.end() == 0
+        found = outcome(run.folder)
+        assert found[1].items() >= expected[1].items()
+    assert not left_over(run.folder)
+
+
+@pytest.mark.slow
+def test_a_second_signal_ends_a_run_at_once_and_leaves_nothing(whole, tmp_path):
+    config, expected = whole
+    run = Disturbed(
+        replace(config, output=str(tmp_path / "run"), actors=ActorsConfig(generators=2, threads=1)), until=2
+    )
+    run.wait(lambda: run.step == 2)
+    generators = [pid for pids in run.generators().values() for pid in pids]
+    os.kill(run.process.pid, signal.SIGINT)
+    run.wait(lambda: "SIGINT: the run saves and ends" in run.said)
+    os.kill(run.process.pid, signal.SIGINT)
+    assert run.end(2) == 128 + signal.SIGINT and "which is saved" not in run.said
+    end = time.monotonic() + 2
+    while any(map(is_alive, generators)):
+        assert time.monotonic() < end
+    assert not left_over(run.folder)
+    run.hold()
+    run.config = replace(run.config, actors=ActorsConfig(generators=1, threads=1))
+    run.start()
+    assert run.end() == 0 and outcome(run.folder) == expected
+
+
+@pytest.mark.slow
+def test_torchrun_starts_a_run_again_with_its_generators(task, model_folder, tmp_path):
+    environment = os.environ | {"OMP_NUM_THREADS": "1", "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"}
+    plain, again = (command(f"{task}:Vowels", model_folder, tmp_path / name) for name in ("whole", "run"))
+    assert subprocess.run(plain, env=environment, timeout=300).returncode == 0
+    again[5:6] = ["--max-restarts", "2", "--rdzv-backend", "c10d", "--rdzv-endpoint", "127.0.0.1:0"]
+    running = subprocess.Popen([*again, "--actors.generators", "1", "--actors.threads", "1"], env=environment)
+    while not (tmp_path / "run" / "checkpoints" / "step_00000002" / "manifest.json").is_file():
+        assert running.poll() is None
+        time.sleep(0.02)
+    started = {int(p.name): arguments_of(p) for p in Path("/proc").glob("[0-9]*") if int(p.name) != running.pid}
+    ranks = [pid for pid, arguments in started.items() if "rl" in arguments and str(tmp_path / "run") in arguments]
+    os.kill(max(ranks), signal.SIGKILL)
+    assert running.wait(300) == 0
+    assert outcome(tmp_path / "run") == outcome(tmp_path / "whole") and not left_over(tmp_path / "run")

@@ -1,0 +1,78 @@
+"""Actors killed and stopped at random moments, again and again: the run that nothing has disturbed, bit for bit."""
+
+import contextlib
+import json
+import os
+import random
+import signal
+import time
+from dataclasses import replace
+
+import pytest
+
+from lockstep.config import ActorsConfig
+from tests.rl.generators.conftest import whole_run
+from tests.rl.generators.disturbed import Disturbed, is_alive
+from tests.rl.generators.test_colocated import outcome
+from tests.rl.generators.test_disturbed import left_over
+
+
+def soak(config, generators, strikes, at_once, seed):
+    """A run of `config` in which so many actors die, each time so many at once; their names."""
+    draw, victims = random.Random(seed), []
+    names = [f"generator_{number}" for number in range(generators)]
+    run = Disturbed(replace(config, actors=ActorsConfig(generators=generators, threads=1)), until=0)
+    stopped = []
+    for strike in range(strikes):
+        run.wait_for_step(strike * (config.steps - 1) // strikes)
+        # Each once; then chance decides.
+        struck = [*names, "trainer"][strike * at_once :][:at_once]
+        while len(struck) < at_once:
+            # A third start in a row that ends before a generator can sample ends the run.
+            twice = {victims[-1]} if len(victims) > 1 and victims[-1] == victims[-2] else set()
+            struck += {*draw.choices([*names, "trainer"], [2] * generators + [1])} - {*struck} - twice
+        pids = [run.wait_for_generator(name) for name in struck if name != "trainer"]
+        run.hold((strike + 1) * (config.steps - 1) // strikes)
+        for pid in pids:
+            number = draw.choice([signal.SIGKILL, signal.SIGSTOP])
+            time.sleep(draw.random() * 0.3)
+            # On a busy machine the trainer may have given it up by itself.
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(pid, number)
+            stopped += [pid] if number == signal.SIGSTOP else []
+        if "trainer" in struck:
+            time.sleep(draw.random() * 0.3)
+            os.kill(run.process.pid, signal.SIGKILL)
+            run.process.join()
+            run.start()
+        victims += struck
+    run.hold()
+    assert run.end() == 0
+    assert not any(map(is_alive, stopped)) and not left_over(run.folder)
+    return victims
+
+
+def prompts(found):
+    return {name: [json.loads(line)["prompt_ids"] for line in text.splitlines()] for name, text in found[1].items()}
+
+
+def check(whole, tmp_path, generators, kills, at_once, seed):
+    config, expected = whole
+    config = replace(config, output=str(tmp_path / "run"))
+    victims = soak(config, generators, kills // at_once, at_once, seed)
+    assert len(victims) == kills and len(set(victims)) == 1 + generators
+    found = outcome(tmp_path / "run")
+    assert prompts(found) == prompts(expected)
+    assert all(m["parity/tokens_checked"] > 0 and m["parity/tokens_different"] == 0 for m in found[0][1:])
+    assert found == expected and len(found[0]) == 1 + config.steps
+
+
+def test_a_run_outlives_six_kills(whole, tmp_path):
+    # Two at a time, for they start again beside each other.
+    check(whole, tmp_path, generators=2, kills=6, at_once=2, seed=0)
+
+
+@pytest.mark.slow
+def test_a_run_outlives_forty_kills(model_folder, tmp_path, tmp_path_factory):
+    whole = whole_run(model_folder, tmp_path_factory.mktemp("whole"), steps=50)
+    check(whole, tmp_path, generators=2, kills=40, at_once=1, seed=1)

@@ -1,0 +1,234 @@
+"""Micro-batches: few, in an order that rollouts alone decide, and no completion's bits are touched by its company."""
+
+import math
+import random
+from dataclasses import replace
+from itertools import zip_longest
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from benchmarks.spread import rollouts as sampled_lengths
+from benchmarks.spread import spread_over
+from lockstep import build_model
+from lockstep.config import CompileConfig, RLConfig, TrainConfig
+from lockstep.model import ModelConfig
+from lockstep.parallel import World, apply_compile
+from lockstep.parallel.world import AXES
+from lockstep.rl import Example
+from lockstep.rl.rollouts.microbatches import microbatches
+from lockstep.rl.rollouts.packing import packing_metrics, policy_batches
+from lockstep.rl.rollouts.records import Rollout
+from lockstep.rl.rollouts.shares import cost, own_batches, token_budget
+from lockstep.rl.scoring.reference import score_rollouts
+from lockstep.rl.scoring.value_head import assign_values, make_critic
+from lockstep.train.packing import first_fit_decreasing, pack, pack_scored, predicting_states, target_log_probs
+
+SHAPE = ModelConfig(
+    family="qwen3", vocab_size=61, dim=64, num_layers=2, num_heads=4, num_kv_heads=2, head_dim=32,
+    intermediate_size=96, qk_norm=True,
+)  # fmt: skip
+
+
+def _rollouts(groups: list[tuple[int, list[int]]], seed: int = 0) -> list[Rollout]:
+    """Groups of a prompt of so many tokens and completions of so many."""
+    draw = random.Random(seed)
+    made = []
+    for group, (prompt, completions) in enumerate(groups):
+        ids = draw.choices(range(61), k=prompt)
+        for length in completions:
+            tokens = draw.choices(range(61), k=length)
+            old = [-draw.random() for _ in tokens]
+            made.append(Rollout(Example("p"), group, ids, tokens, old, "stop", "", 0, advantage=draw.random()))
+    return made
+
+
+def _sharp(dtype):
+    """A model far from uniform, so that sums cancel."""
+    model = build_model(SHAPE, dtype=dtype, seed=3)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.mul_(3)
+    return model
+
+
+GROUPS = st.lists(
+    st.tuples(st.integers(1, 90), st.lists(st.integers(1, 70), min_size=1, max_size=6)), min_size=1, max_size=5
+)
+
+
+@settings(max_examples=200, deadline=None)
+@given(sizes=st.lists(st.integers(1, 300), max_size=40), budget=st.integers(1, 400))
+def test_first_fit_decreasing_keeps_to_the_budget_and_to_few_bins(sizes, budget):
+    bins = first_fit_decreasing(sizes, budget)
+    assert sorted(item for items in bins for item in items) == list(range(len(sizes)))
+    totals = [sum(sizes[item] for item in items) for items in bins]
+    assert all(total <= budget or len(items) == 1 for total, items in zip(totals, bins))
+    assert all(items == sorted(items) for items in bins) and bins == sorted(bins)
+    # No two bins could be one.
+    assert all(first + second > budget for n, first in enumerate(totals) for second in totals[n + 1 :])
+
+
+def test_first_fit_decreasing_fills_bins_to_the_brim_and_leaves_what_is_too_large_alone():
+    assert first_fit_decreasing([3, 9, 2, 5, 1, 4], 5) == [[0, 2], [1], [3], [4, 5]]
+
+
+@pytest.mark.parametrize("budget", [4096, 8192])
+def test_less_than_5_percent_of_the_budget_stays_free_on_lengths_as_runs_have_them(budget):
+    draw = random.Random(0)
+    sizes = [min(1024, int(draw.lognormvariate(5.3, 0.8)) + 20) for _ in range(512)]
+    bins = first_fit_decreasing(sizes, budget)
+    totals = sorted(sum(sizes[item] for item in items) for items in bins)
+    assert len(bins) > 4
+    # All but the last one, which holds what is left.
+    assert 1 - sum(totals[1:]) / (budget * (len(bins) - 1)) < 0.05
+
+
+@settings(max_examples=100, deadline=None)
+@given(groups=GROUPS, budget=st.integers(20, 500))
+def test_every_rollout_is_trained_on_once_and_within_the_budget(groups, budget):
+    rollouts = _rollouts(groups)
+    batches = microbatches(rollouts, budget)
+    assert sorted(number for batch in batches for number in batch.numbers) == list(range(len(rollouts)))
+    for batch in batches:
+        assert batch.numbers == sorted(batch.numbers)
+        assert all(rollouts[number] is rollout for number, rollout in zip(batch.numbers, batch.rollouts))
+        assert batch.rows <= budget or len(batch.rollouts) == 1
+        row = batch.packed("cpu")
+        assert batch.rows == sum(row.lengths) - sum(batch.left_out) and 0 <= len(row.tokens) - batch.rows < 8
+    assert len(microbatches(rollouts, 10**6)) == 1
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("backend", ["none", pytest.param("inductor", marks=pytest.mark.slow)])
+def test_a_completions_log_probabilities_have_the_bits_of_it_alone(dtype, backend):
+    model = _sharp(dtype)
+    apply_compile(model, CompileConfig(backend))
+    rollouts = _rollouts([(40, [30, 5, 64]), (1, [9, 9]), (70, [20]), (130, [33, 64, 90]), (2, [3, 3, 3])])
+    for budget in (10**6, 250, 90):
+        batches = policy_batches(rollouts, RLConfig(model="m", train=TrainConfig(tokens_per_microbatch=budget)))
+        shared = packing_metrics(batches)["rollout/prompt_tokens_shared"]
+        assert shared > 0.05
+        for batch in batches:
+            with torch.set_grad_enabled(budget != 250):
+                together = target_log_probs(model, batch.row, 0.8)[0].detach()
+            lengths = [len(r.token_ids) for r in batch.rollouts]
+            for rollout, own in zip(batch.rollouts, together.split(lengths)):
+                prompt = len(rollout.prompt_ids)
+                with torch.no_grad():
+                    alone = target_log_probs(model, pack([rollout.prompt_ids + rollout.token_ids], [prompt]), 0.8)[0]
+                assert torch.equal(own, alone)
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@settings(max_examples=15, deadline=None)
+@given(groups=GROUPS, budget=st.integers(20, 500), seed=st.integers(0, 99), masked=st.booleans())
+def test_scores_and_values_are_those_of_each_rollout_whole_and_by_itself(dtype, groups, budget, seed, masked):
+    model, config = _sharp(dtype), RLConfig(model="m", algorithm="ppo", temperature=0.8)
+    config = replace(config, train=TrainConfig(tokens_per_microbatch=budget))
+    critic = make_critic(config, model)
+    with torch.no_grad():
+        critic.weight.copy_(torch.randn(critic.weight.shape, generator=torch.Generator().manual_seed(seed)))
+    rollouts = _rollouts(groups, seed)
+    draw = random.Random(seed)
+    for rollout in rollouts if masked else ():
+        rollout.sampled = [draw.random() < 0.7 for _ in rollout.token_ids]
+    scores = score_rollouts(model, rollouts, config)
+    assign_values(rollouts, model, critic, config)
+    for rollout, own in zip(rollouts, scores):
+        row = pack_scored([rollout.prompt_ids + rollout.token_ids], [rollout.targets()])
+        with torch.no_grad():
+            alone = target_log_probs(model, row, 0.8)[0], critic(predicting_states(model, row))
+        assert torch.equal(torch.tensor(own), alone[0]) and torch.equal(torch.tensor(rollout.values), alone[1])
+
+
+def test_scores_compute_a_groups_prompt_once():
+    model, rollouts = _sharp("float32"), _rollouts([(40, [10] * 8)])
+    rows = []
+    model.register_forward_pre_hook(lambda module, given: rows.append(len(given[0])))
+    score_rollouts(model, rollouts, RLConfig(model="m"))
+    assert rows == [39 + 8 * 10 + 1]  # filled up to a multiple of 8
+
+
+def test_targets_need_not_be_a_suffix():
+    model = build_model(SHAPE, dtype="float32", seed=3)
+    (first, second) = _rollouts([(20, [30, 50])])
+    sequences = [r.prompt_ids + r.token_ids for r in (first, second)]
+    scored = [[20, 21, 30, 49], [25, 60]]
+    row = pack_scored(sequences, scored, [0, 19])
+    assert row.lengths == [49, 60] and row.targets.tolist() == [s[t] for s, own in zip(sequences, scored) for t in own]
+    together = target_log_probs(model, row)[0].split([4, 2])
+    for sequence, own, found in zip(sequences, scored, together):
+        alone = target_log_probs(model, pack([sequence]))[0]
+        assert torch.equal(found, alone[[t - 1 for t in own]])
+    with pytest.raises(ValueError, match="sequence 1 lacks the predictor of token 20"):
+        pack_scored(sequences, [[20], [20]], [0, 20])
+
+
+def test_metrics_say_what_is_computed():
+    rollouts = _rollouts([(10, [5, 7]), (4, [6, 6])])
+    (batch,) = policy_batches(rollouts, RLConfig(model="m"))
+    # 9 + 5 + 7 and 3 + 6 + 6 rows, filled up to a multiple of 8.
+    assert packing_metrics([batch]) == {
+        "rollout/microbatches": 1, "rollout/padding": 1 - 36 / 40, "rollout/prompt_tokens_shared": 12 / 28,
+    }  # fmt: skip
+
+
+def _world(ranks, rank=0):
+    class Of(World):
+        data_rank = rank
+
+    return Of(torch.device("cpu"), dict.fromkeys(AXES, 1) | {"data_shard": ranks})
+
+
+def test_rows_count_as_the_rollouts_tokens_however_they_are_cut_and_shared_and_those_of_idle_ranks_for_nothing():
+    rollouts = _rollouts([(10, [5, 7, 3, 9]), (4, [6, 6])])
+    tokens = sum(len(r.prompt_ids) + len(r.token_ids) - 1 for r in rollouts)  # the last one predicts nothing
+    for budget in (1, 25, 40, 1000):
+        batches = policy_batches(rollouts, RLConfig(model="m"), budget=budget)
+        assert sum(int(batch.row.counts.sum()) for batch in batches) == tokens
+    (idle,) = own_batches(batches, RLConfig(), _world(4, rank=3), build_model(SHAPE, "float32"))
+    assert idle.idle and not idle.row.counts.any() and len(idle.row.counts) == len(idle.row.tokens)
+
+
+@pytest.mark.parametrize(("ranks", "busiest", "waits"), [(2, 1.03, 1.05), (4, 1.1, 1.12), (8, 1.12, 1.15)])
+def test_ranks_have_as_much_to_compute_in_all_and_in_every_turn(ranks, busiest, waits):
+    # Dealt in turn, 8 ranks wait for the slowest 1.6 times as long as an even split takes.
+    for seed in range(8):
+        most, slowest, _ = spread_over(ranks, sampled_lengths(seed, longest=1024), by_cost=True)
+        assert 1 <= most < busiest and most <= slowest < waits
+
+
+def test_long_sequences_cost_more_than_their_rows_and_shared_prompts_only_what_is_computed():
+    def cost_of(*groups):
+        (batch,) = policy_batches(_rollouts([*groups]), RLConfig(model="m"))
+        return cost(batch.row, SHAPE)
+
+    assert cost_of((1, [4000])) > 2 * cost_of((1, [2000]))
+    assert cost_of((1, [2000, 1000])) == cost_of((1, [2000])) + cost_of((1, [1000]))
+    # The second completion brings its own rows and their keys, and not the prompt's.
+    alone, prompt = cost_of((1000, [100])), cost_of((2, [998]))
+    assert cost_of((1000, [100, 100])) == 2 * alone - prompt
+
+
+@settings(max_examples=20, deadline=None)
+@given(groups=GROUPS, ranks=st.integers(2, 5), seed=st.integers(0, 99))
+def test_every_microbatch_is_computed_by_one_rank_and_all_have_as_many(groups, ranks, seed):
+    rollouts, model = _rollouts(groups, seed), build_model(SHAPE, "float32")
+    for deterministic in (False, True):
+        train = TrainConfig(tokens_per_microbatch=100, deterministic_layout=deterministic)
+        config = RLConfig(model="m", train=train)
+        batches = policy_batches(rollouts, config, budget=token_budget(rollouts, config, _world(ranks)))
+        shares = [own_batches(batches, config, _world(ranks, rank), model) for rank in range(ranks)]
+        assert {len(share) for share in shares} == {math.ceil(len(batches) / ranks)}
+        real = [[batch for batch in share if not batch.idle] for share in shares]
+        assert sorted(id(b.rollouts) for own in real for b in own) == sorted(id(b.rollouts) for b in batches)
+        turns = [batch for turn in zip_longest(*real) for batch in turn if batch is not None]
+        if deterministic:
+            # The order in which gradients are summed.
+            assert [id(batch.rollouts) for batch in turns] == [id(batch.rollouts) for batch in batches]
+            assert len(batches) == len(policy_batches(rollouts, config))
+        else:
+            assert len(batches) <= math.ceil(len(policy_batches(rollouts, config)) / ranks) * ranks

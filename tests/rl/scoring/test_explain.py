@@ -1,0 +1,275 @@
+"""Where bits differ, the operator that makes them differ is named: a difference planted in each of them in turn."""
+
+from dataclasses import replace
+from functools import partial
+
+import pytest
+import torch
+
+from lockstep import build_model, ops
+from lockstep.config import ParallelConfig
+from lockstep.errors import UserError
+from lockstep.model import initialize, preset
+from lockstep.parallel import close_world, generator_model, open_world
+from lockstep.rl.scoring.explain import CHUNK, TAPPED, first_difference, in_words
+from tests.parallel.launch import launch
+
+TOKENS, PROMPT = [*range(5, 45)], 21
+
+
+@pytest.fixture(params=["qwen3:micro", "llama3:micro"])
+def model(request):
+    return build_model(preset(request.param, 259), "bfloat16", seed=1)
+
+
+def test_paths_that_agree_are_said_to_agree(model):
+    assert first_difference(model, TOKENS, PROMPT) is None
+    assert in_words(model, (TOKENS, PROMPT)).startswith("Every operator agrees")
+    assert in_words(model, None).startswith("There is no sequence")
+
+
+def in_the_last_place(x, element):
+    """`x`, of one element the lowest bit flipped."""
+    x = x.clone()
+    whole = torch.int16 if x.element_size() == 2 else torch.int32
+    x.view(-1)[element : element + 1].view(whole).bitwise_xor_(1)
+    return x
+
+
+def plant(monkeypatch, model, kind, number):
+    """The `number`-th call of an operator in a forward pass differs where it has a single row: in decoding."""
+    exact, calls = getattr(ops, kind), [0]
+
+    def different(*arguments, **named):
+        out = exact(*arguments, **named)
+        calls[0] += 1
+        rows = out[0] if kind == "route" else out
+        if rows.shape[0] > 1 or calls[0] != number:
+            return out
+        return (in_the_last_place(rows, 0), out[1]) if kind == "route" else in_the_last_place(rows, 3)
+
+    monkeypatch.setattr(ops, kind, different)
+    forward = model.forward
+
+    def counted(*arguments):
+        calls[0] = 0
+        return forward(*arguments)
+
+    monkeypatch.setattr(model, "forward", counted)
+
+
+@pytest.mark.parametrize(
+    ("kind", "number", "name"),
+    [
+        ("embedding", 1, "embed_tokens"),
+        ("rms_norm", 1, "layer 0, input_layernorm"),
+        ("linear", 1, "layer 0, q_proj"),
+        ("linear", 2, "layer 0, k_proj"),
+        ("linear", 3, "layer 0, v_proj"),
+        ("rotary", 1, "layer 0, rotary of queries"),
+        ("rotary", 2, "layer 0, rotary of keys"),
+        ("linear", 4, "layer 0, o_proj"),
+        ("linear", 5, "layer 0, gate_proj"),
+        ("silu_mul", 1, "layer 0, silu_mul"),
+        ("linear", 7, "layer 0, down_proj"),
+        ("linear", 11, "layer 1, o_proj"),
+        ("linear", 14, "layer 1, down_proj"),
+    ],
+)
+def test_the_operator_that_differs_is_named(monkeypatch, model, kind, number, name):
+    plant(monkeypatch, model, kind, number)
+    found = first_difference(model, TOKENS, PROMPT)
+    assert (found.operator, found.position, found.different) == (name, PROMPT, 1)
+    assert str(found).startswith(f"{name}: 1 of {found.elements} elements, largest difference ")
+    assert in_words(model, (TOKENS, PROMPT)).startswith(f"The first operator that differs is {name}: 1 of ")
+
+
+@pytest.mark.parametrize(
+    ("kind", "number", "name"),
+    [
+        ("add_bias", 1, "layer 0, q_proj.bias"),
+        ("add_bias", 4, "layer 0, o_proj.bias"),
+        ("linear", 4, "layer 0, o_proj"),
+    ],
+)
+def test_of_a_projection_with_a_bias_product_and_sum_are_named(monkeypatch, kind, number, name):
+    model = build_model(preset("gpt_oss:micro", 259), "float32", seed=1)
+    plant(monkeypatch, model, kind, number)
+    assert first_difference(model, TOKENS, PROMPT).operator == name
+
+
+@pytest.mark.parametrize("family", ["qwen3", "gpt_oss", "qwen3_moe", "deepseek_v3"])
+def test_in_each_family_a_difference_in_any_kind_of_operator_is_named_in_the_first_layer_and_the_last(family):
+    """The weight that a call gets, or for one without any the layer under way, says what it is to be named."""
+    shape = replace(preset(f"{family}:micro", 259), num_layers=2)
+    model, tokens, prompt = build_model(shape, "float32", seed=1), TOKENS[:4], 3
+    planted = set()
+    for kind in TAPPED:
+        names = names_of_calls(model, kind, tokens)
+        for number in {1, len(names)} if names else ():
+            with pytest.MonkeyPatch.context() as patch:
+                plant(patch, model, kind, number)
+                found = first_difference(model, tokens, prompt)
+            assert (found.operator, found.position) == (names[number - 1], prompt), f"call {number} of {kind}"
+            planted.add((kind, found.operator))
+    mixture = {"router_logits", "route", "clamped_experts" if family == "gpt_oss" else "experts"}
+    biases = {"add_bias"} if family == "gpt_oss" else set()
+    kinds = {kind for kind, _ in planted} - {"embedding", "head_linear", "silu_mul"}
+    assert kinds == {"rms_norm", "linear", "rotary"} | (mixture if shape.experts else set()) | biases
+
+
+def names_of_calls(model, kind, tokens):
+    """What each call of an operator in a forward pass and the head is to be named, by its weight and its layer."""
+    weights = {id(p): n.removesuffix(".weight") for n, p in model.named_parameters()}
+    exact, in_flight, names = getattr(ops, kind), ["layer 0"], []
+
+    def called(*arguments, **named):
+        weight = next((weights[id(x)] for x in arguments if id(x) in weights), "")
+        last = weight.rpartition(".")[2] if not weight.endswith(".bias") else ".".join(weight.split(".")[-2:])
+        if kind == "rotary":
+            last = "rotary of keys" if names and names[-1].endswith("of queries") else "rotary of queries"
+        elif kind.endswith("experts"):
+            last = "experts"
+        elif kind == "route":
+            last = "route"
+        elif not weight:
+            last = kind
+        in_layer = weight.startswith("layers.") or not weight
+        head = kind in ("linear", "head_linear") and weight in ("embed_tokens", "lm_head")
+        names.append("lm_head" if head else f"{in_flight[0]}, {last}" if in_layer else last)
+        return exact(*arguments, **named)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(ops, kind, called)
+        for layer, block in enumerate(model.layers):
+
+            def forward(*arguments, layer=layer, own=block.forward, **named):
+                in_flight[0] = f"layer {layer}"
+                return own(*arguments, **named)
+
+            patch.setattr(block, "forward", forward)
+        model.logits(model(torch.tensor(tokens), torch.arange(len(tokens)), ops.PackedAttention([len(tokens)], "cpu")))
+    return names
+
+
+def test_attention_the_last_norm_and_the_head_are_named_too(monkeypatch, model):
+    layers = model.config.num_layers
+    exact = ops.PagedAttention.__call__
+
+    def attend(self, layer, q, k, v, terms):
+        out = exact(self, layer, q, k, v, terms)
+        return in_the_last_place(out, 3) if layer == 1 and len(q) == 1 else out
+
+    with monkeypatch.context() as patch:
+        patch.setattr(ops.PagedAttention, "__call__", attend)
+        assert first_difference(model, TOKENS, PROMPT).operator == "layer 1, attention"
+    with monkeypatch.context() as patch:
+        plant(patch, model, "linear", 7 * layers + 1)
+        assert first_difference(model, TOKENS, PROMPT).operator == "lm_head"
+    with monkeypatch.context() as patch:
+        norms = (4 if model.config.qk_norm else 2) * layers + 1
+        plant(patch, model, "rms_norm", norms)
+        assert first_difference(model, TOKENS, PROMPT).operator == "norm"
+
+
+def test_the_first_token_that_differs_decides_and_not_the_first_operator(monkeypatch, model):
+    exact = ops.linear
+
+    def linear(x, weight, chunks=1):
+        out = exact(x, weight, chunks)
+        if x.shape[0] == CHUNK:  # the generator's first chunk of the prompt
+            late = weight is model.layers[1].mlp.down_proj.weight
+            if late or weight is model.layers[0].self_attn.v_proj.weight:
+                out = in_the_last_place(out, (2 if late else CHUNK - 1) * out.shape[1])
+        return out
+
+    monkeypatch.setattr(ops, "linear", linear)
+    found = first_difference(model, TOKENS, PROMPT)
+    assert (found.operator, found.position) == ("layer 1, down_proj", 2) and found.different == 1
+
+
+def test_not_a_number_and_a_zeros_sign_are_differences(monkeypatch, model):
+    exact = ops.silu_mul
+    for planted, largest in ((float("nan"), float("inf")), (-0.0, 0.0)):
+
+        def silu_mul(gate, up, planted=planted):
+            out = exact(gate, up).clone()
+            out[..., 0] = planted if out.shape[0] == 1 else 0.0
+            return out
+
+        monkeypatch.setattr(ops, "silu_mul", silu_mul)
+        found = first_difference(model, TOKENS, PROMPT)
+        assert (found.operator, found.different, found.largest) == ("layer 0, silu_mul", 1, largest)
+
+
+def test_another_number_of_chunks_is_named_at_its_first_product(monkeypatch):
+    # Rounded to bfloat16 the two sums hardly ever differ.
+    model = build_model(preset("qwen3:micro", 259), "float32", seed=1)
+    exact = ops.linear
+
+    def linear(x, weight, chunks=1):
+        chunked = any(weight is p for n, p in model.named_parameters() if "o_proj" in n)
+        return exact(x, weight, 4 if chunked and x.shape[0] == 1 else chunks)
+
+    monkeypatch.setattr(ops, "linear", linear)
+    found = first_difference(model, TOKENS, PROMPT)
+    assert found.operator.endswith("o_proj") and found.position >= PROMPT
+
+
+PLANTED = [
+    # The weight, the rank where it differs, whether in decoding, and what is then named.
+    ("layers.0.self_attn.q_proj", 1, True, "layer 0, q_proj", PROMPT, 1),
+    ("layers.1.mlp.gate_proj", 0, True, "layer 1, gate_proj", PROMPT, 0),
+    ("layers.1.self_attn.o_proj", 1, True, "layer 1, o_proj", PROMPT, 1),
+    # A row product of the trainer's, whose rows are shared out: row 3 of the second rank's 20.
+    ("layers.0.mlp.down_proj", 1, False, "layer 0, down_proj", 23, 0),
+]
+
+
+def explained_over_ranks(dtype):
+    parallel = ParallelConfig(tensor=2, reduction_chunks=2)
+    world = open_world(parallel, "cpu")
+    shape = replace(preset("qwen3:micro", 259), num_layers=2)
+    model = generator_model(shape, getattr(torch, dtype), world, parallel, partial(initialize, seed=1))
+    found = [first_difference(model, TOKENS, PROMPT)]
+    for name, rank, in_decoding, *_ in PLANTED:
+        weight, exact = model.get_submodule(name).weight, ops.linear
+
+        def different(x, own, *given, weight=weight, rank=rank, in_decoding=in_decoding, exact=exact):
+            out = exact(x, own, *given)
+            planted = own is weight and world.rank == rank and (x.shape[0] == 1) == in_decoding and len(x) in (1, 40)
+            return in_the_last_place(out, 0 if in_decoding else 3 * out.shape[1]) if planted else out
+
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(ops, "linear", different)
+            found.append(first_difference(model, TOKENS, PROMPT))
+    exact_norm = ops.rms_norm
+
+    def differs_within(x, own, eps):  # what the sharded operator calls with this rank's own weight
+        out = exact_norm(x, own, eps)
+        return in_the_last_place(out, 0) if type(own) is torch.Tensor and len(x) == 1 and world.rank else out
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(ops, "rms_norm", differs_within)
+        found.append(first_difference(model, TOKENS, PROMPT))
+    close_world(world)
+    return [None if f is None else (f.operator, f.position, f.rank, f.different, str(f)) for f in found]
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", pytest.param("float32", marks=pytest.mark.slow)])
+def test_over_tensor_ranks_the_operator_and_the_rank_are_named(dtype):
+    ranks = launch(2, explained_over_ranks, dtype)
+    assert ranks[0] == ranks[1] and ranks[0][0] is None
+    expected = [*PLANTED, ("", 1, True, "layer 0, input_layernorm", PROMPT, 1)]
+    for (operator, position, rank, different, said), (*_, name, token, first) in zip(
+        ranks[0][1:], expected, strict=True
+    ):
+        assert (operator, position, rank, different) == (name, token, first, 1)
+        assert said.startswith(f"{name} on tensor rank {first}: 1 of ")
+
+
+def test_a_compiled_model_is_refused(model):
+    model.halves = object()
+    with pytest.raises(UserError, match="operators can be compared only without compilation"):
+        first_difference(model, TOKENS, PROMPT)
+    assert in_words(model, (TOKENS, PROMPT)).startswith("It cannot be explained: operators can")

@@ -1,0 +1,131 @@
+"""What counts as different between generator and trainer."""
+
+import copy
+import math
+from dataclasses import replace
+
+import pytest
+import torch
+
+from lockstep import build_model
+from lockstep.config import RLConfig
+from lockstep.errors import UserError
+from lockstep.model import preset
+from lockstep.rl import Example
+from lockstep.rl.rollouts.metrics import accepted
+from lockstep.rl.rollouts.packing import PolicyLoss, policy_batches
+from lockstep.rl.rollouts.records import Rollout
+from lockstep.rl.scoring import parity_check
+from lockstep.rl.scoring.parity import Parity, ParityError
+from lockstep.rl.scoring.parity_check import check_parity
+from lockstep.train import score
+
+
+def _compared(generator, trainer):
+    parity = Parity()
+    parity.compare(torch.tensor(generator), torch.tensor(trainer))
+    return parity
+
+
+def test_what_is_not_finite_differs_by_infinity_though_both_sides_have_it():
+    nan, inf = math.nan, math.inf
+    assert _compared([nan, -1.0], [nan, -1.0]) == Parity(2, 1, inf)
+    assert _compared([-inf, -1.0], [-inf, -1.0]) == Parity(2, 1, inf)
+    assert _compared([-2.0, -1.0], [-2.0, nan]) == Parity(2, 1, inf)
+    assert _compared([-2.0, -1.0], [-inf, -1.0]) == Parity(2, 1, inf)
+
+
+def test_a_later_difference_does_not_hide_an_infinite_one():
+    parity = _compared([math.nan], [math.nan])
+    parity.compare(torch.tensor([-1.0]), torch.tensor([-1.5]))
+    assert parity == Parity(2, 2, math.inf)
+    assert _compared([-1.0, -2.0], [-1.0, -2.5]) == Parity(2, 1, 0.5)
+
+
+def test_a_model_of_nan_does_not_pass():
+    model = build_model(preset("qwen3:micro"), dtype="float32")
+    with torch.no_grad():
+        model.norm.weight.fill_(math.nan)
+    with pytest.raises(UserError, match="prompt 0: its logits are not finite"):
+        check_parity(model, tokens=64)
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_heads_that_are_padded_agree(dtype):
+    model = build_model(replace(preset("qwen3:micro"), head_dim=20), dtype=dtype)
+    parity, _ = check_parity(model, tokens=64)
+    assert (parity.tokens_checked >= 64, parity.tokens_different) == (True, 0)
+
+
+def _flipped_bit(model, sequences, temperature):
+    """The lowest bit of one log-probability of the last sequence's last token."""
+    scores = score(model, sequences, temperature)
+    scores[-1][-1:].view(torch.int32).bitwise_xor_(1)
+    return scores
+
+
+def _stale_weights(model, sequences, temperature):
+    """The trainer's weights are ahead of the generator's in the last bit of one element."""
+    prefetcher = copy.deepcopy(model)
+    with torch.no_grad():
+        prefetcher.norm.weight[:1].view(torch.int16 if model.dtype == torch.bfloat16 else torch.int32).bitwise_xor_(1)
+    return score(prefetcher, sequences, temperature)
+
+
+def _half_the_temperature(model, sequences, temperature):
+    return score(model, sequences, temperature / 2)
+
+
+def _repeated_sequence(model, sequences, temperature):
+    """The first sample of a prompt in place of its other samples, where they are of one length."""
+    same = [sequences[0] if len(sequences[0]) == len(other) else other for other in sequences]
+    return score(model, same, temperature)
+
+
+def _swapped_shard(model, sequences, temperature):
+    """Two halves of one weight's rows have changed places."""
+    swapped = copy.deepcopy(model)
+    with torch.no_grad():
+        weight = swapped.layers[0].mlp.up_proj.weight
+        weight.copy_(torch.cat(weight.chunk(2)[::-1]))
+    return score(swapped, sequences, temperature)
+
+
+SLOW = [_stale_weights, _half_the_temperature, _repeated_sequence, _swapped_shard]
+
+
+@pytest.mark.parametrize("fault", [_flipped_bit, *(pytest.param(fault, marks=pytest.mark.slow) for fault in SLOW)])
+@pytest.mark.parametrize("dtype", ["float32", pytest.param("bfloat16", marks=pytest.mark.slow)])
+def test_a_planted_fault_is_found(monkeypatch, dtype, fault):
+    model = build_model(preset("qwen3:micro"), dtype=dtype)
+    monkeypatch.setattr(parity_check, "score", fault)
+    parity, _ = check_parity(model, tokens=64)
+    assert parity.tokens_different > 0 and parity.max_delta > 0
+
+
+def test_of_steps_sampled_ahead_tokens_of_the_current_weights_are_compared_and_all_are_trained_on_as_sampled():
+    model = build_model(preset("qwen3:micro"), dtype="float32", seed=1)
+    prompt, tokens, versions = [5, 6, 7], [8, 9, 10, 11], [3, 4, 5, 5]
+    (scores,) = score(model, [prompt + tokens], 1.0)
+    # What the weights of versions 3 and 4 said.
+    logprobs = [-0.5, -0.25, *scores[len(prompt) + 1 :].tolist()]
+
+    def loss_of(logprobs):
+        rollout = Rollout(
+            Example("p"), 0, prompt, tokens, logprobs, "stop", "", 3, versions=versions, advantage=1.0, reward=1.0
+        )
+        config = RLConfig(dtype="float32")
+        (batch,) = policy_batches([rollout], config, version=5)
+        loss = PolicyLoss(config, compare=True)
+        loss(model, batch)
+        assert batch.old_log_probs.tolist() == torch.tensor(logprobs).tolist()
+        return accepted(loss.parity, config, 6, model), loss.ratio_max
+
+    parity, ratio = loss_of(logprobs)
+    assert parity == Parity(2, 0, 0.0)
+    assert ratio == pytest.approx(max(1.0, *torch.tensor([scores[2] + 0.5, scores[3] + 0.25]).exp().tolist()))
+    assert loss_of([-0.75, *logprobs[1:]])[0] == Parity(2, 0, 0.0)
+    planted = torch.tensor(logprobs)
+    planted[-1:].view(torch.int32).bitwise_xor_(1)
+    with pytest.raises(ParityError, match="step 6: 1 of 2 log-probabilities differ"):
+        loss_of(planted.tolist())

@@ -1,0 +1,442 @@
+"""Which experts a token went to, in the generator and in the trainer: compared, named where they differ, replayed."""
+
+import copy
+import json
+from contextlib import nullcontext
+from dataclasses import replace
+
+import numpy as np
+import pytest
+import torch
+
+from lockstep import Engine, EngineConfig, SamplingParams, build_model, ops, save_model
+from lockstep.config import (
+    ActorsConfig,
+    CompileConfig,
+    RecomputeConfig,
+    RLConfig,
+    TrainConfig,
+)
+from lockstep.data import ByteTokenizer
+from lockstep.errors import UserError
+from lockstep.generate.drafts import Draft
+from lockstep.generate.routes import read_route, shortened, written
+from lockstep.generate.runner import Runner
+from lockstep.model import preset
+from lockstep.ops import routing
+from lockstep.parallel.recompute import apply_recompute
+from lockstep.rl import Example
+from lockstep.rl.controller import reinforce
+from lockstep.rl.rollouts.metrics import accepted
+from lockstep.rl.rollouts.packing import PolicyLoss, policy_batches
+from lockstep.rl.rollouts.records import Rollout
+from lockstep.rl.scoring.explain import first_difference, in_words
+from lockstep.rl.scoring.parity import Parity, ParityError
+from lockstep.rl.scoring.routes import routes_to_replay
+from tests.server.conftest import running_server
+
+SHAPE = replace(
+    preset("qwen3_moe:micro", 258),
+    dim=64,
+    num_layers=3,
+    experts=replace(preset("qwen3_moe:micro", 258).experts, intermediate_size=32, dense_layers=(1,)),
+)
+"""Its routes are shorter than a digest, and so digests themselves; `LONG`'s are longer."""
+LONG = replace(SHAPE, experts=replace(SHAPE.experts, routing=replace(SHAPE.experts.routing, active=5)))
+
+
+def mixture(shape=SHAPE, dtype="float32"):
+    return build_model(shape, dtype, seed=1)
+
+
+def sampled(engine, form="whole", seed=0):
+    """Rollouts of prompts of which one begins with another."""
+    generator = torch.Generator().manual_seed(seed)
+    shared = torch.randint(256, (40,), generator=generator).tolist()
+    prompts = [shared[:3], shared, [*shared, 5, 6], shared[7:19]]
+    params = SamplingParams(max_tokens=40, n=3, seed=3, ignore_eos=True, routes=form)
+    return [
+        Rollout(Example(f"prompt {i}"), i, prompt, c.token_ids, c.logprobs, "length", "", 0, advantage=1.0, reward=1.0,
+                routes=c.routes)
+        for i, (prompt, group) in enumerate(zip(prompts, engine.generate(prompts, params)))
+        for c in group
+    ]  # fmt: skip
+
+
+def loss_of(model, rollouts, **settings):
+    """All micro-batches through the loss, and their gradients, as a step does."""
+    train = TrainConfig(tokens_per_microbatch=90)
+    config = RLConfig(dtype="float32", train=train, on_parity_error="measure", **settings)
+    loss = PolicyLoss(config, compare=True)
+    for batch in policy_batches(rollouts, config):
+        loss(model, batch).backward()
+    return loss
+
+
+class HalfRight(Draft):
+    """Guesses the tokens of another engine, every third one spoiled."""
+
+    def __init__(self, known):
+        self.known = known
+
+    def propose(self, sequences, counts):
+        return [self._of(sequence.tokens, count) for sequence, count in zip(sequences, counts)]
+
+    def _of(self, tokens, count):
+        found = next((k for k in self.known if k[: len(tokens)] == tokens), tokens)
+        guess = found[len(tokens) : len(tokens) + count]
+        return [(t + 1) % 256 if (len(tokens) + i) % 3 == 0 else t for i, t in enumerate(guess)]
+
+
+@pytest.mark.parametrize(
+    ("form", "shape"),
+    [("whole", LONG), pytest.param("digest", LONG, marks=pytest.mark.slow), *((f, SHAPE) for f in ("digest", "whole"))],
+)
+def test_every_sampled_token_has_the_trainers_route_however_it_was_computed(monkeypatch, shape, form):
+    model = mixture(shape)
+    plain = sampled(Engine(model, EngineConfig(cache_tokens=4096)), form)
+    assert all(len(r.routes) == len(r.token_ids) for r in plain)
+    # Prompts in chunks, pages that run out, prefixes that are known, and guesses of which some are wrong.
+    narrow = EngineConfig(cache_tokens=128, max_tokens_per_step=24, max_sequences=5, draft_tokens=4)
+    monkeypatch.setattr(
+        "lockstep.generate.drafts.lengths.DraftLengths.choose", lambda self, sequences, limits, rows, room, *_:
+        [max(0, min(4, limit, room // max(1, len(sequences)))) for limit in limits],
+    )  # fmt: skip
+    monkeypatch.setattr("lockstep.generate.drafts.lengths.DraftLengths.rests", lambda self, chunks: False)
+    engine = Engine(model, narrow, draft=HalfRight([r.prompt_ids + r.token_ids for r in plain]))
+    mixed = sampled(engine, form)
+    did = engine.statistics
+    assert did.preemptions and did.prompt_tokens_reused and did.tokens_guessed > did.guesses_accepted > 0
+    assert [(r.token_ids, r.routes) for r in mixed] == [(r.token_ids, r.routes) for r in plain]
+    parity = loss_of(model, mixed).parity
+    tokens = sum(r.num_sampled for r in mixed)
+    assert (parity.routes_checked, parity.routes_different, parity.tokens_different) == (tokens, 0, 0)
+
+
+def test_a_route_of_the_wrong_row_would_be_found(monkeypatch):
+    model = mixture()
+    from lockstep.generate import engine as module
+
+    exact = module.routes_of_rows
+    monkeypatch.setattr(module, "routes_of_rows", lambda chosen, rows, tokens: exact(chosen, rows.roll(1), tokens))
+    parity = loss_of(model, sampled(Engine(model, EngineConfig(cache_tokens=4096)))).parity
+    assert parity.routes_different > 0 and parity.tokens_different == 0
+
+
+@pytest.mark.parametrize("mode", ["full", "selective", "budget"])
+def test_layers_that_are_computed_again_are_recorded_once(mode):
+    model = mixture()
+    rollouts = sampled(Engine(model, EngineConfig(cache_tokens=4096)))
+    apply_recompute(model, RecomputeConfig(mode=mode, budget_gib=0.001 if mode == "budget" else 0.0))
+    parity = loss_of(model, rollouts).parity
+    assert (parity.routes_checked, parity.routes_different) == (sum(r.num_sampled for r in rollouts), 0)
+
+
+def test_what_ranks_find_of_routes_is_added_up():
+    found = Parity(routes_checked=4, routes_different=1, first_route="here", sequence=([1, 2], 1))
+    of_tokens = Parity(3, 1, 0.5, first="there", sequence=([3, 4], 1), routes_checked=3)
+    parity = Parity()
+    parity.take(json.loads(json.dumps([Parity().plain(), found.plain(), of_tokens.plain()])))
+    assert (parity.routes_checked, parity.routes_different) == (7, 1)
+    assert (parity.first_route, parity.first, parity.sequence) == ("here", "there", ([1, 2], 1))
+
+
+def test_without_experts_or_without_asking_there_are_no_routes():
+    dense = build_model(preset("qwen3:micro", 258), "float32", seed=1)
+    rollouts = sampled(Engine(dense, EngineConfig(cache_tokens=4096)))
+    assert not any(r.routes for r in rollouts)
+    assert "parity/routes_checked" not in loss_of(dense, rollouts).parity.metrics()
+    assert not any(r.routes for r in sampled(Engine(mixture(), EngineConfig(cache_tokens=4096)), form=""))
+
+
+def test_a_digest_is_that_of_its_route_and_names_nothing():
+    route = bytes(range(9))
+    whole, digest = written(route), written(route, "digest")
+    assert shortened(whole) == digest == shortened(digest) != whole
+    assert written(route[:8]) == written(route[:8], "digest") and written(route, "") == ""
+    assert written(bytes([*range(8), 9]), "digest") != digest
+    assert read_route(digest, LONG) is None
+    wide = replace(LONG, experts=replace(LONG.experts, count=300))
+    chosen = np.array([[0, 1, 299, 3, 4], [256, 7, 8, 9, 10]])
+    assert (read_route(written(chosen.astype("<i2").tobytes()), wide) == chosen).all()
+
+
+def plant(monkeypatch, layer_call, step):
+    """In the generator alone: the first row of one call, at one step, goes to another expert than its router chose."""
+    exact, seen = routing._choose, {"step": -1, "call": 0}
+    forward = Engine._compute
+
+    def compute(self, chunks):
+        seen["step"], seen["call"] = seen["step"] + 1, 0
+        try:
+            return forward(self, chunks)
+        finally:
+            seen["call"] = -99
+
+    def choose(logits, *settings):
+        weights, chosen = exact(logits, *settings)
+        seen["call"] += 1
+        if (seen["step"], seen["call"]) == (step, layer_call):
+            chosen = chosen.clone()
+            other = next(e for e in range(logits.shape[1]) if e not in chosen[0].tolist())
+            seen["from"], seen["to"] = chosen[0].tolist(), [*chosen[0, :-1].tolist(), other]
+            chosen[0, -1] = other
+        return weights, chosen
+
+    monkeypatch.setattr(Engine, "_compute", compute)
+    monkeypatch.setattr(routing, "_choose", choose)
+    return seen
+
+
+@pytest.mark.parametrize(("call", "layer"), [(1, 0), (2, 2)])
+def test_one_flipped_route_is_named_with_its_layer_token_and_experts(monkeypatch, call, layer):
+    model = mixture()
+    with monkeypatch.context() as patch:
+        seen = plant(patch, call, step=5)
+        engine = Engine(model, EngineConfig(cache_tokens=4096))
+        engine._runner = Runner(model, engine.cache)  # a repeated step would not call what is planted
+        rollouts = sampled(engine)
+    parity = loss_of(model, rollouts).parity
+    # Of the first row: the first sample's fifth token after the step that computed its prompt.
+    first = rollouts[0]
+    place = f"token {first.token_ids[5]} at position {len(first.prompt_ids) + 5} after 'prompt 0'"
+    sides = f"{seen['to']} in the generator, {seen['from']} in the trainer"
+    assert parity.first_route == f"{place}: layer {layer} chose experts {sides}"
+    assert parity.metrics()["parity/routes_different"] >= 1
+    with pytest.raises(ParityError, match="had different experts in the generator and the trainer; the first is token"):
+        accepted(parity, RLConfig(), 1, model)
+
+
+def test_a_digest_that_differs_is_found_and_the_layer_is_named_by_running_both_paths_again(monkeypatch):
+    model = mixture(LONG)
+    exact = routing._choose
+
+    def choose(logits, *settings):
+        weights, chosen = exact(logits, *settings)
+        # Of single rows, which only the generator has, the last expert is another.
+        if len(logits) == 1:
+            chosen = chosen.clone()
+            chosen[0, -1] = next(e for e in range(8) if e not in chosen[0].tolist())
+        return weights, chosen
+
+    monkeypatch.setattr(routing, "_choose", choose)
+    prompt = [*range(5, 26)]
+    params = SamplingParams(max_tokens=9, seed=3, ignore_eos=True, routes="digest")
+    ((said,),) = Engine(model, EngineConfig(cache_tokens=4096)).generate([prompt], params)
+    rollout = Rollout(Example("p"), 0, prompt, said.token_ids, said.logprobs, "length", "", 0, routes=said.routes)
+    parity = loss_of(model, [rollout]).parity
+    assert parity.first_route.endswith("experts differ (only their digests were compared)")
+    found = first_difference(model, *parity.sequence)
+    assert found.operator == "layer 0, route of experts" and found.position == len(prompt)
+    said = in_words(model, parity.sequence)
+    assert said.startswith("The first operator that differs is layer 0, route of experts: [") and "trainer" in said
+
+
+def test_operators_of_a_mixture_are_named_by_layer(monkeypatch):
+    model = mixture()
+    exact = ops.experts
+
+    def experts(x, *others):
+        out = exact(x, *others).clone()
+        if others[2] is model.layers[2].mlp.experts.gate_proj.weight and len(x) == 1:
+            out.view(torch.int32)[0, 3] ^= 1
+        return out
+
+    assert first_difference(model, [*range(5, 45)], 21) is None
+    monkeypatch.setattr(ops, "experts", experts)
+    assert first_difference(model, [*range(5, 45)], 21).operator == "layer 2, experts"
+
+
+def perturbed(model, size=0.02):
+    """What another engine makes of the model: products that are off by some per cent."""
+    other = copy.deepcopy(model)
+    generator = torch.Generator().manual_seed(0)
+    with torch.no_grad():
+        for parameter in other.parameters():
+            parameter.mul_(1 + size * torch.randn(parameter.shape, generator=generator))
+    return other
+
+
+def test_replayed_routes_are_the_generators_and_the_weights_the_trainers():
+    model = mixture()
+    rollouts = sampled(Engine(perturbed(model), EngineConfig(cache_tokens=4096)))
+    loss = loss_of(model, rollouts, router_replay=True)
+    metrics = loss.metrics()
+    assert 0 < metrics["routes/different"] < 0.5
+    assert metrics["routes/ratio_spread"] != metrics["routes/ratio_spread_without"]
+    assert all(float(model.layers[i].mlp.gate.weight.grad.abs().sum()) > 0 for i in (0, 2))
+
+    config = RLConfig(dtype="float32")
+    batch = policy_batches(rollouts, config)[0]
+    replayed = routes_to_replay(batch.rollouts, batch.row, model.config, len(batch.row.tokens), None)
+    logits = []
+    exact = ops.router_logits
+    with pytest.MonkeyPatch.context() as patch, torch.no_grad():
+        patch.setattr(ops, "router_logits", lambda *x: logits.append(exact(*x)) or logits[-1])
+        with ops.recorded_routes() as recorded, ops.replayed_routes(replayed):
+            model(batch.row.tokens, batch.row.positions, batch.row.attend())
+    for chosen, wanted, found in zip(recorded, replayed.chosen, logits, strict=True):
+        assert torch.equal(chosen[replayed.rows].long().sort(-1).values, wanted.sort(-1).values)
+        weights = torch.softmax(found.gather(1, chosen.long()), -1)
+        given = routing._weigh(found, chosen.long(), 1, 1, 1.0)
+        torch.testing.assert_close(given, weights)
+    # Rows of prompts choose for themselves.
+    rows = torch.ones(len(batch.row.tokens), dtype=torch.bool)
+    rows[replayed.rows] = False
+    assert torch.equal(logits[0].topk(2).indices[rows].sort(-1).values, recorded[0].long()[rows].sort(-1).values)
+
+
+@pytest.mark.parametrize("scoring", routing.SCORINGS)
+def test_gradients_of_a_replayed_route_are_those_of_its_weights(scoring):
+    settings = ops.Routing(3, scoring, scale=1.7)
+    generator = torch.Generator().manual_seed(4)
+    logits = torch.randn(6, 8, generator=generator, requires_grad=True)
+    grad = torch.randn(6, 3, generator=generator)
+    rows = torch.tensor([1, 4])
+    given = torch.stack([logits[r].topk(3, largest=False).indices for r in rows])
+    with ops.replayed_routes(ops.ReplayedRoutes(rows, [given])) as _:
+        weights, chosen = ops.route(logits, settings)
+    (got,) = torch.autograd.grad(weights, logits, grad)
+    scores = torch.sigmoid(logits) if scoring == "sigmoid" else logits
+    own = scores.gather(1, chosen)
+    if scoring == "sigmoid":
+        expected = own / own.sum(-1, keepdim=True)
+    else:
+        expected = torch.softmax(logits, -1).gather(1, chosen) if scoring == "softmax" else torch.softmax(own, -1)
+    torch.testing.assert_close(weights, expected * 1.7)
+    torch.testing.assert_close(got, torch.autograd.grad(expected * 1.7, logits, grad)[0])
+    assert torch.equal(chosen[rows].sort(-1).values, given.sort(-1).values)
+    plain = ops.route(logits.detach(), settings)
+    others = torch.tensor([0, 2, 3, 5])
+    assert torch.equal(weights[others], plain[0][others]) and torch.equal(chosen[others], plain[1][others])
+
+
+def test_replay_of_equal_routes_changes_no_bit():
+    model = mixture()
+    rollouts = sampled(Engine(model, EngineConfig(cache_tokens=4096)))
+    loss = loss_of(model, rollouts, router_replay=True)
+    gradients = [p.grad.clone() for p in model.parameters()]
+    assert loss.metrics()["routes/different"] == loss.metrics()["routes/ratio_spread"] == 0
+    model.zero_grad()
+    without = loss_of(model, rollouts)
+    assert loss.parity == without.parity
+    assert all(torch.equal(a, p.grad) for a, p in zip(gradients, model.parameters()))
+
+
+@pytest.mark.parametrize(
+    "recompute",
+    [
+        RecomputeConfig("full"),
+        RecomputeConfig("every", every=2),
+        RecomputeConfig("selective", keep=("linear",)),
+        RecomputeConfig("selective", keep=("linear", "route")),
+        RecomputeConfig("budget", budget_gib=0.003),
+    ],
+    ids=lambda config: f"{config.mode} {','.join(config.keep) if config.mode == 'selective' else ''}",
+)
+def test_layers_that_are_computed_again_replay_the_same_routes(recompute):
+    model = mixture()
+    rollouts = sampled(Engine(perturbed(model), EngineConfig(cache_tokens=4096)))
+    expected = loss_of(model, rollouts, router_replay=True)
+    gradients = {name: p.grad.clone() for name, p in model.named_parameters()}
+    model.zero_grad()
+    calls = []
+    exact = routing._choose
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(routing, "_choose", lambda *x: calls.append(1) or exact(*x))
+        apply_recompute(model, recompute)
+        found = loss_of(model, rollouts, router_replay=True)
+    assert found.metrics() == expected.metrics() and expected.metrics()["routes/different"] > 0
+    assert all(torch.equal(p.grad, gradients[name]) for name, p in model.named_parameters())
+    batches = len(policy_batches(rollouts, RLConfig(dtype="float32", train=TrainConfig(tokens_per_microbatch=90))))
+    once = (batches + 1) * len(model.config.mixtures)
+    assert (len(calls) > once) == ("route" not in recompute.keep or recompute.mode != "selective")
+
+
+def test_replay_without_experts_or_routes_is_refused(tmp_path, model_folder):
+    settings = {"model": str(model_folder), "output": str(tmp_path / "run"), "environment": "digit_sum"}
+    config = RLConfig(**settings, router_replay=True, steps=1)
+    with pytest.raises(UserError, match="router_replay is set, but .* has no experts"):
+        reinforce(config)
+    model = mixture()
+    rollouts = sampled(Engine(model, EngineConfig(cache_tokens=4096)), form="")
+    with pytest.raises(UserError, match="a rollout lacks routes for all its tokens and layers"):
+        loss_of(model, rollouts, router_replay=True)
+
+
+def run_of(folder, shape=SHAPE, **settings):
+    save_model(build_model(shape, "float32", seed=0), folder / "model")
+    ByteTokenizer().save(folder / "model")
+    defaults = dict(
+        model=str(folder / "model"), output=str(folder / "run"), environment="digit_sum", steps=2, prompts_per_step=4,
+        samples_per_prompt=4, max_new_tokens=6, validation_examples=4,
+        train=TrainConfig(learning_rate=3e-3, schedule="constant"),
+        engine=EngineConfig(max_tokens_per_step=64, max_sequences=8, cache_tokens=2048),
+    )  # fmt: skip
+    path = reinforce(RLConfig(**(defaults | settings)))
+    metrics = [json.loads(line) for line in (path / "metrics.jsonl").read_text().splitlines()][1:]
+    lines = [json.loads(line) for line in (path / "rollouts" / "step_00000002.jsonl").read_text().splitlines()]
+    return metrics, lines
+
+
+def test_a_run_checks_the_route_of_every_token(tmp_path):
+    metrics, lines = run_of(tmp_path, LONG, dtype="bfloat16")
+    for step in metrics:
+        assert step["parity/routes_checked"] == step["parity/tokens_checked"] > 0
+        assert step["parity/routes_different"] == step["parity/tokens_different"] == 0
+    assert all(read_route(route, LONG) is None for line in lines for route in line["routes"]), "digests are written"
+
+
+@pytest.mark.slow
+def test_a_compiled_run_checks_the_route_of_every_token(tmp_path):
+    metrics, _ = run_of(tmp_path, LONG, compile=CompileConfig(backend="inductor"))
+    for step in metrics:
+        assert step["parity/routes_checked"] == step["parity/tokens_checked"] > 0
+        assert step["parity/routes_different"] == step["parity/tokens_different"] == 0
+
+
+def test_a_server_says_the_routes_that_an_engine_here_says(tmp_path):
+    save_model(mixture(LONG), tmp_path)
+    ByteTokenizer().save(tmp_path)
+    params = SamplingParams(max_tokens=9, n=2, seed=1, routes="digest", ignore_eos=True)
+    (expected,) = Engine(mixture(LONG), EngineConfig(cache_tokens=1024)).generate([[5, 6, 7]], params)
+    body = dict(prompt=[5, 6, 7], n=2, max_tokens=9, seed=1, ignore_eos=True, return_token_ids=True)
+    with running_server(tmp_path) as server:
+        answer = server.complete(**body, return_routes="digest").json()
+        whole = server.complete(**body, return_routes="whole").json()
+        without = server.complete(**body).json()
+        wrong = server.complete(**body, return_routes=True)
+        alone = server.complete(**body | {"return_token_ids": False}, return_routes="digest")
+    assert [choice["routes"] for choice in answer["choices"]] == [c.routes for c in expected]
+    assert [list(map(shortened, choice["routes"])) for choice in whole["choices"]] == [c.routes for c in expected]
+    assert all(choice["routes"] != other["routes"] for choice, other in zip(answer["choices"], whole["choices"]))
+    assert not any("routes" in choice for choice in without["choices"])
+    assert wrong.status_code == 400 and "return_routes" in wrong.text
+    assert alone.status_code == 400 and "also set return_token_ids: true" in alone.json()["error"]["message"]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("way", ["process", "http"])
+def test_digests_travel_and_whole_routes_where_they_are_replayed(tmp_path, monkeypatch, way):
+    monkeypatch.setenv("LOCKSTEP_ADMIN_KEY", "secret")
+    for name, replays in (("digests", False), ("whole", True)):
+        (tmp_path / name).mkdir()
+        save_model(build_model(LONG, "float32", seed=0), tmp_path / name / "model")
+        ByteTokenizer().save(tmp_path / name / "model")
+        served = running_server(tmp_path / name / "model", admin_key="secret") if way == "http" else nullcontext()
+        with served as server:
+            actors = ActorsConfig(urls=(server.url,)) if server else ActorsConfig(generators=1, threads=1)
+            metrics, lines = run_of(tmp_path / name, LONG, actors=actors, steps=2, router_replay=replays)
+        for step in metrics:
+            checked = step.get("parity/routes_checked")
+            assert checked == (None if replays else step["parity/tokens_checked"])
+            assert step["routes/different" if replays else "parity/routes_different"] == 0
+        assert all((read_route(r, LONG) is not None) == replays for line in lines for r in line["routes"])
+
+
+def test_a_run_with_replay_writes_whole_routes_and_has_the_bits_of_one_without(tmp_path):
+    with_replay, lines = run_of(tmp_path / "with", LONG, router_replay=True, steps=2)
+    without, _ = run_of(tmp_path / "without", LONG, steps=2)
+    assert [step["loss"] for step in with_replay] == [step["loss"] for step in without]
+    assert all(step["routes/different"] == step["routes/ratio_spread_without"] == 0 for step in with_replay)
+    assert all(read_route(route, LONG) is not None for line in lines for route in line["routes"])

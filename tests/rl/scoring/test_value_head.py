@@ -1,0 +1,373 @@
+"""PPO: generalized advantages, values that are the same bits everywhere, and runs that resume with their value head."""
+
+import dataclasses
+import json
+import math
+import shutil
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from lockstep import build_model, load_model
+from lockstep.checkpoint.manifest import write_manifest
+from lockstep.config import CheckpointConfig, CompileConfig, EngineConfig, RecomputeConfig, RLConfig, TrainConfig
+from lockstep.config import validate as validate_config
+from lockstep.data import ByteTokenizer
+from lockstep.errors import RunStopped, UserError
+from lockstep.model import ModelConfig, save_model
+from lockstep.parallel.recompute import apply_recompute
+from lockstep.rl import Environment, Example, Rollout
+from lockstep.rl.algorithms import explained_variance, generalized_advantages, value_losses, value_returns
+from lockstep.rl.controller import reinforce
+from lockstep.rl.rollouts.collect import assign_advantages
+from lockstep.rl.rollouts.packing import PolicyLoss, policy_batches
+from lockstep.rl.scoring.reference import score_rollouts
+from lockstep.rl.scoring.value_head import ValueHead, assign_values, make_critic, train_settings
+from lockstep.train import Trainer
+
+SHAPE = ModelConfig(
+    family="qwen3", vocab_size=258, dim=32, num_layers=2, num_heads=2, num_kv_heads=1, head_dim=16,
+    intermediate_size=64, qk_norm=True, max_positions=64,
+)  # fmt: skip
+NUMBERS = st.lists(st.tuples(st.floats(-5, 5), st.floats(-5, 5)), min_size=1, max_size=12)
+
+
+@given(tokens=NUMBERS, gamma=st.floats(0, 1), lambda_=st.floats(0, 1))
+def test_advantages_are_the_sum_of_equation_16(tokens, gamma, lambda_):
+    rewards, values = map(list, zip(*tokens))
+    deltas = [r + gamma * v for r, v in zip(rewards, [*values[1:], 0.0])]
+    deltas = [delta - v for delta, v in zip(deltas, values)]
+    expected = [
+        math.fsum((gamma * lambda_) ** k * delta for k, delta in enumerate(deltas[t:])) for t in range(len(deltas))
+    ]
+    found = generalized_advantages(rewards, values, gamma, lambda_)
+    # Two orders of adding a dozen float64 numbers below 15: 9e-16 measured, at worst 12 roundings of 180.
+    assert found == pytest.approx(expected, abs=1e-12)
+    assert value_returns(found, values) == [a + v for a, v in zip(found, values)]
+
+
+@given(tokens=NUMBERS)
+def test_the_ends_of_lambda_are_the_two_estimators_of_the_paper(tokens):
+    """Equations 17 and 18, with γ = 1; the second adds in another order (4e-15 measured)."""
+    rewards, values = map(list, zip(*tokens))
+    following = [*values[1:], 0.0]
+    expected = [r + after - v for r, v, after in zip(rewards, values, following)]
+    assert generalized_advantages(rewards, values, 1.0, 0.0) == expected
+    earned = [math.fsum(rewards[t:]) for t in range(len(rewards))]
+    assert generalized_advantages(rewards, values, 1.0, 1.0) == pytest.approx(
+        [e - v for e, v in zip(earned, values)], abs=1e-12
+    )
+
+
+def test_a_value_that_went_far_enough_has_no_gradient_and_one_that_went_astray_has_its_own():
+    old, returns = torch.zeros(4), torch.tensor([1.0, 1.0, -1.0, 1.0])
+    values = torch.tensor([0.1, 0.5, 0.5, 1.5], requires_grad=True)
+    losses, bounded = value_losses(values, old, returns, 0.2)
+    losses.sum().backward()
+    # Within the bound; beyond it and nearer to the return than the bound is, twice; beyond it the wrong way.
+    assert bounded.tolist() == [False, True, False, True]
+    # float32 squares and products of numbers that are rounded: 7e-8 measured, 2.4e-7 is two units in the last place.
+    assert losses.tolist() == pytest.approx([0.405, 0.32, 1.125, 0.32], rel=2.4e-7)
+    assert values.grad.tolist() == pytest.approx([-0.9, 0.0, 1.5, 0.0], rel=2.4e-7)
+    free, none = value_losses(values.detach(), old, returns, 0.0)
+    assert free.tolist() == pytest.approx([0.405, 0.125, 1.125, 0.125], rel=2.4e-7) and not none.any()
+
+
+def test_a_value_exactly_on_the_bound_or_as_far_from_the_return_as_the_bound_has_its_whole_gradient():
+    old, returns = torch.zeros(3), torch.tensor([1.0, -1.0, 0.375])
+    values = torch.tensor([0.25, -0.25, 0.5], requires_grad=True)
+    losses, bounded = value_losses(values, old, returns, 0.25)
+    losses.sum().backward()
+    assert values.grad.tolist() == [-0.75, 0.75, 0.125] and not bounded.any()
+
+
+def test_explained_variance_is_1_for_the_returns_and_0_for_a_constant():
+    returns = [0.0, 1.0, 3.0, -2.5]
+    assert explained_variance(returns, returns) == 1.0
+    assert explained_variance([0.7] * 4, returns) == 0.0
+    assert explained_variance([r + 5 for r in returns], returns) == 1.0
+    assert explained_variance([-r for r in returns], returns) == -3.0
+    assert explained_variance([1.0, 2.0], [0.5, 0.5]) == 0.0
+
+
+def _model(dtype="float32"):
+    return build_model(SHAPE, dtype=dtype, seed=0)
+
+
+def _critic(config, model, seed=3):
+    critic = make_critic(config, model)
+    draw = torch.Generator().manual_seed(seed)
+    with torch.no_grad():
+        critic.weight.copy_(torch.randn(critic.weight.shape, generator=draw) * 0.1)
+    return critic
+
+
+def _config(**changes):
+    tokens = changes.pop("tokens", 10**6)
+    return RLConfig(**dict(model="m", algorithm="ppo", train=TrainConfig(tokens_per_microbatch=tokens)) | changes)
+
+
+def _rollouts(model):
+    draw, made = torch.Generator().manual_seed(0), []
+    for group in range(3):
+        for _ in range(4):
+            tokens = torch.randint(258, (int(torch.randint(4, 20, (), generator=draw)),), generator=draw).tolist()
+            reward = float(torch.randint(3, (), generator=draw))
+            made.append(Rollout(Example("p"), group, tokens[:3], tokens[3:], [], "stop", "", 0, reward=reward))
+    for rollout, own in zip(made, score_rollouts(model, made, _config())):
+        rollout.logprobs = own
+    return made
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_values_have_the_same_bits_however_a_step_is_packed_and_in_the_loss(dtype):
+    model = _model(dtype)
+    rollouts, critic = _rollouts(model), _critic(_config(), model)
+    found = []
+    for tokens in (1, 40, 10**6):
+        assign_values(rollouts, model, critic, _config(tokens=tokens))
+        found.append([r.values for r in rollouts])
+    assert found[0] == found[1] == found[2]
+    assign_advantages(rollouts, algorithm := PolicyLoss(_config(), False).algorithm)
+    # As float32 tensors, and with a gradient: PPO's bound, however narrow, changes nothing on the first inner step.
+    config = _config(value_clip=1e-30)
+    loss = PolicyLoss(config, compare=True, critic=critic)
+    (batch,) = policy_batches(rollouts, config)
+    within = []
+    critic.register_forward_hook(lambda module, given, out: within.append(out.detach().clone()))
+    loss(model, batch)
+    assert torch.equal(within[0], batch.old_values) and algorithm.advantage == "gae"
+    assert loss.metrics()["value/clip_fraction"] == 0.0
+    assert loss.parity.tokens_different == 0 < loss.parity.tokens_checked
+
+
+def _gradients(model, critic, config, rollouts):
+    assign_values(rollouts, model, critic, config)
+    loss = PolicyLoss(config, compare=False, critic=critic)
+    assign_advantages(rollouts, loss.algorithm)
+    for batch in policy_batches(rollouts, config):
+        loss(model, batch).backward()
+    return {name: p.grad for name, p in [*model.named_parameters(), *critic.parameters_by_name().items()]}
+
+
+def test_a_detached_head_learns_and_leaves_the_models_gradient_as_it_is_without_one():
+    rollouts = _rollouts(_model())
+    settings_of_runs = {"none": {"value_coefficient": 0.0}, "detached": {"value_detached": True}, "shared": {}}
+    found = {}
+    for name, changes in settings_of_runs.items():
+        model, config = _model(), _config(**changes)
+        found[name] = _gradients(model, _critic(config, model), config, rollouts)
+    head = "value_head.weight"
+    assert torch.equal(found["detached"][head], found["shared"][head]) and found["detached"][head].any()
+    for name, gradient in found["none"].items():
+        if name != head:
+            assert torch.equal(found["detached"][name], gradient), name
+            assert not torch.equal(found["shared"][name], gradient), name
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_recomputation_changes_no_gradient(dtype):
+    rollouts = _rollouts(_model(dtype))
+    found = []
+    for mode in ("none", "full"):
+        model = _model(dtype)
+        apply_recompute(model, RecomputeConfig(mode=mode))
+        found.append(_gradients(model, _critic(_config(), model), _config(), rollouts))
+    assert all(torch.equal(gradient, found[1][name]) for name, gradient in found[0].items())
+
+
+def test_the_head_is_float32_and_a_plain_product_with_a_bias():
+    head, hidden = ValueHead(5), torch.randn(7, 5, generator=torch.Generator().manual_seed(0))
+    assert torch.equal(head(hidden), torch.zeros(7)), "it begins as zero"
+    with torch.no_grad():
+        head.weight.copy_(torch.tensor([[1.0, -2.0, 0.5, 0.0, 3.0, 0.25]]))
+    expected = hidden.double() @ head.weight[0, :5].double() + 0.25 * math.sqrt(5)
+    torch.testing.assert_close(head(hidden).double(), expected, rtol=0, atol=1e-6)  # six float32 roundings: 2.2e-7
+    assert head(hidden.bfloat16()).dtype == torch.float32
+
+
+class EvenBytes(Environment):
+    """The share of bytes with an even number."""
+
+    def examples(self, split):
+        for word in ("stone", "river", "cloud", "apple") if split == "train" else ("light",):
+            yield Example(prompt=f"{word}:")
+
+    def reward(self, example, completion):
+        return sum(ord(c) % 2 == 0 for c in completion) / max(1, len(completion))
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    path = tmp_path_factory.mktemp("policy")
+    save_model(_model(), path)
+    ByteTokenizer().save(path)
+    return path
+
+
+def _run(output, folder, **changes):
+    train, environment = changes.pop("train", {}), changes.pop("environment", EvenBytes())
+    defaults = dict(
+        output=str(output), model=str(folder), algorithm="ppo", steps=4, prompts_per_step=2, samples_per_prompt=4,
+        max_new_tokens=5, validation_examples=1, dtype="float32", inner_steps=2, kl_coefficient=0.05,
+        train=TrainConfig(
+            **dict(learning_rate=1e-2, warmup_steps=0, schedule="constant", tokens_per_microbatch=64) | train
+        ),
+        engine=EngineConfig(max_sequences=16, cache_tokens=2048),
+        checkpoint=CheckpointConfig(every=2, last_model_only=False),
+    )  # fmt: skip
+    return reinforce(RLConfig(**(defaults | changes)), environment)
+
+
+def _metrics(run):
+    lines = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()][1:]
+    return [
+        {k: v for k, v in m.items() if not k.startswith(("time", "generators/")) and "per_second" not in k}
+        for m in lines
+    ]
+
+
+def _files(run):
+    newest = run / "checkpoints" / "step_00000004"
+    return {name: (newest / name).read_bytes() for name in ("model.safetensors", "trainer/optimizer.safetensors")}
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_a_run_resumes_to_the_same_bits_with_its_value_head(tmp_path, folder, dtype):
+    run = _run(tmp_path / "run", folder, dtype=dtype)
+    metrics, files = _metrics(run), _files(run)
+    for step in metrics:
+        assert step["parity/tokens_different"] == 0 and step["policy/ratio_first_max"] == 1.0
+        assert step["value/loss"] > 0 and step["grad_norm/value_head"] > 0 and step["value/explained_variance"] < 1
+    assert metrics[0]["value/explained_variance"] == 0.0, "the head begins as zero"
+    assert any(step["value/clip_fraction"] > 0 for step in metrics), "the second inner step"
+    shutil.rmtree(run / "checkpoints" / "step_00000004")
+    assert _run(run, folder, dtype=dtype, resume=True) == run
+    assert _metrics(run) == metrics and _files(run) == files
+
+
+def test_a_checkpoint_is_a_model_folder_and_keeps_the_head_with_the_trainers_tensors(tmp_path, folder):
+    from safetensors import safe_open
+
+    newest = _run(tmp_path / "run", folder) / "checkpoints" / "step_00000004"
+    named = {path.name: set(safe_open(path, "pt").keys()) for path in newest.rglob("*.safetensors")}
+    ours = {name for names in named.values() for name in names if "value_head" in name}
+    assert ours == {f"{kind}.value_head.weight" for kind in ("master", "step", "exp_avg", "exp_avg_sq")}
+    assert not any("value_head" in name for name in named["model.safetensors"])
+    transformers = pytest.importorskip("transformers")
+    theirs, own = transformers.AutoModelForCausalLM.from_pretrained(newest), load_model(newest)
+    assert torch.equal(theirs.get_input_embeddings().weight, own.embed_tokens.weight)
+
+
+def _spoilt(folder, harm):
+    """The trainer's tensors of a checkpoint by `harm`, and its list of files made to fit them."""
+    from safetensors.torch import load_file, save_file
+
+    path = folder / "trainer/optimizer.safetensors"
+    tensors = load_file(path)
+    tensors = {n: t.contiguous() for name, own in tensors.items() for n, t in [harm(name, own)] if t is not None}
+    save_file(tensors, path)
+    (folder / "manifest.json").unlink()
+    write_manifest(folder, [])
+
+
+def _other(name, tensor):
+    return name, tensor[:, :1] if name == "master.value_head.weight" else tensor
+
+
+def _lost(name, tensor):
+    return name, None if name == "master.value_head.weight" else tensor
+
+
+@pytest.mark.parametrize("damage", ["a byte", "no file", "other", "lost"])
+def test_a_damaged_or_missing_head_is_named_on_resuming(tmp_path, folder, damage, caplog):
+    run = _run(tmp_path / "run", folder, steps=2)
+    newest = run / "checkpoints" / "step_00000002"
+    path = newest / "trainer/optimizer.safetensors"
+    if damage == "a byte":
+        from safetensors import safe_open
+
+        whole = path.read_bytes()
+        bits = safe_open(path, "pt").get_tensor("master.value_head.weight").numpy().tobytes()
+        place = whole.index(bits)
+        path.write_bytes(whole[:place] + bytes([whole[place] ^ 1]) + whole[place + 1 :])
+        said = r"optimizer.safetensors: tensor master.value_head.weight does not match its checksum"
+    elif damage == "no file":
+        path.unlink()
+        said = r"trainer/optimizer.safetensors is missing"
+    else:
+        _spoilt(newest, _other if damage == "other" else _lost)
+        said = r"value_head.weight"
+    with pytest.raises((UserError, RunStopped), match=said):
+        _run(run, folder, steps=3, resume=True)
+
+
+def test_a_checkpoint_of_another_algorithm_has_no_head_to_resume_with(tmp_path, folder):
+    run = _run(tmp_path / "run", folder, algorithm="grpo", steps=2)
+    with pytest.raises(UserError, match=r"a run of grpo has no value head, so ppo cannot resume it"):
+        _run(run, folder, resume=True)
+
+
+def test_the_head_has_a_learning_rate_of_its_own_and_cannot_be_frozen():
+    critic = make_critic(_config(), _model())
+    for changes, expected in ({}, 10.0), ({"value_learning_rate": 3.0}, 3.0), ({"algorithm": "grpo"}, 1.0):
+        trainer = Trainer(_model(), train_settings(_config(**changes)), 1, extra_parameters=critic.parameters_by_name())
+        assert trainer.optimizer.settings["value_head.weight"].learning_rate == expected
+    own = _config(train=TrainConfig(rules=("value_head.* learning_rate=2",)))
+    trainer = Trainer(_model(), train_settings(own), 1, extra_parameters=critic.parameters_by_name())
+    assert trainer.optimizer.settings["value_head.weight"].learning_rate == 2.0
+    with pytest.raises(UserError, match=r"train.rules freeze value_head.weight, .* \"value_head.weight frozen=false\""):
+        Trainer(_model(), TrainConfig(rules=("* frozen=true",)), 1, extra_parameters=critic.parameters_by_name())
+
+
+@pytest.mark.parametrize("rules", [("layers.0.* frozen=true",), ()], ids=["frozen layer", "in backward"])
+def test_runs_with_frozen_layers_and_with_updates_in_the_backward_train_the_head(tmp_path, folder, rules):
+    train = {"rules": rules, "optimizer_in_backward": not rules, "tokens_per_microbatch": 4096}
+    train |= {} if rules else {"max_grad_norm": 0.0}
+    metrics = _metrics(_run(tmp_path / "run", folder, steps=2, train=train))
+    assert all(m["parity/tokens_different"] == 0 and m["grad_norm/value_head"] > 0 for m in metrics)
+    assert metrics[1]["value/explained_variance"] != 0.0
+
+
+class KnownByPrompt(EvenBytes):
+    """A reward that the prompt decides, whatever is said: all there is to learn is the value."""
+
+    def reward(self, example, completion):
+        return float(example.prompt[0] in "sa")
+
+
+@pytest.mark.parametrize("detached", [False, True])
+def test_the_values_come_to_foretell_a_reward_that_the_prompt_decides(tmp_path, folder, detached):
+    train = {"learning_rate": 3e-3, "tokens_per_microbatch": 1024}
+    run = tmp_path / "run"
+    config = dict(steps=25, prompts_per_step=4, samples_per_prompt=2, kl_coefficient=0.0, value_detached=detached)
+    _run(run, folder, environment=KnownByPrompt(), train=train, **config)
+    explained = [m["value/explained_variance"] for m in _metrics(run)]
+    assert explained[0] == 0.0 and sum(explained[-5:]) / 5 > 0.4, explained
+
+
+@pytest.mark.slow
+def test_a_compiled_run_compares_every_bit(tmp_path):
+    folder = tmp_path / "policy"
+    save_model(build_model(dataclasses.replace(SHAPE, head_dim=32), dtype="float32", seed=0), folder)
+    ByteTokenizer().save(folder)
+    metrics = _metrics(_run(tmp_path / "run", folder, steps=2, compile=CompileConfig(backend="inductor")))
+    assert all(m["parity/tokens_different"] == 0 and m["policy/ratio_first_max"] == 1.0 for m in metrics)
+    assert all(m["value/loss"] > 0 for m in metrics)
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"loss": "clip_sequence"}, "advantage gae of ppo gives each token its own"),
+        ({"algorithm": "grpo", "value_detached": True}, 'advantage "group" has no value function'),
+        ({"gae_lambda": 1.5}, "gae_lambda is 1.5; it must be 1 or less"),
+        ({"value_clip": -1.0}, "value_clip is -1.0; it must be 0 or more"),
+    ],
+    ids=str,
+)
+def test_settings_that_do_not_go_together_are_refused(changes, message):
+    with pytest.raises(UserError, match=message):
+        validate_config(_config(**changes))
