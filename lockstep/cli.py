@@ -194,8 +194,8 @@ class TokenizeOptions:
     chat: bool = False
     """The data is conversations, for sft; the tokenizer is a model's folder."""
     turns: Literal["apart", "whole"] = "apart"
-    """With --chat, as in sft: `apart`: an answer that the template writes otherwise once others follow is a sequence of
-    its own; `whole`: one sequence per conversation."""
+    """With --chat, as in sft: `apart`: an answer that the template renders differently once others follow is a separate
+    sequence; `whole`: one sequence per conversation."""
     skip_bad_lines: bool = False
     """Count and skip malformed lines instead of stopping at the first."""
     workers: int = 4
@@ -397,7 +397,7 @@ def replay(arguments: list[str]) -> int:
 
 @dataclass
 class WhyOptions:
-    """What each actor of a run does, who waits for whom, and who holds everybody up."""
+    """What each actor of a run is doing, who waits for whom, and who blocks the run."""
 
     run: str
     """The run's folder."""
@@ -406,7 +406,7 @@ class WhyOptions:
 
 
 def why(arguments: list[str]) -> int:
-    """for a run that hangs or has crashed: who waits for whom, and who holds everybody up (exit code 1)"""
+    """for a run that hangs or has crashed: who waits for whom, and who blocks the run (exit code 1)"""
     options = parse_options(WhyOptions, arguments, "why", positional=True)
     from lockstep.commands.why import why as explain
 

@@ -110,12 +110,12 @@ def run_config(command: str, kind: type, arguments: list[str]) -> Any:
         )
     config = parse_options(kind, rest, command, default)
     options = (argument for argument in rest if argument.startswith("--"))  # a value may equal an option's name
-    given = {option[2:].partition("=")[0].replace("-", "_") for option in options}
+    option_names = {option[2:].partition("=")[0].replace("-", "_") for option in options}
     if isinstance(config, RLConfig) and isinstance(default, RLConfig):
-        config = with_algorithm(config, default, given)
-    if "base" in given and config.lora.rank:
+        config = with_algorithm(config, default, option_names)
+    if "base" in option_names and config.lora.rank:
         config.model = os.environ["LOCKSTEP_BASE"]  # a run that trains an adapter starts from its base
-    if isinstance(config, SFTConfig) and "epochs" in given and "steps" not in given:
+    if isinstance(config, SFTConfig) and "epochs" in option_names and "steps" not in option_names:
         config.steps = 0  # not those of a recipe, or of the resumed run's epochs
     return config
 

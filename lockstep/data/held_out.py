@@ -13,7 +13,7 @@ from lockstep.errors import UserError
 
 
 @dataclass
-class Divided:
+class SplitSource:
     """A source of which `share` of the documents are held out for validation; the others are for training."""
 
     source: Any
@@ -46,15 +46,15 @@ class Divided:
 
 
 @dataclass(frozen=True)
-class Portion:
+class SplitPart:
     """The training or the held-out part of a source, in a run's list of sources."""
 
-    divided: Divided
+    source: SplitSource
     held_out: bool
 
 
 def divide(sources: Sequence[tuple[Any, float]], share: float) -> tuple[list[Any], list[Any]]:
     """Splits each of the weighted sources; returns those to train on and those held out."""
-    divided = [(Divided(source, share), weight) for source, weight in sources]
-    training, held_out = ([(Portion(each, which), weight) for each, weight in divided] for which in (False, True))
+    divided = [(SplitSource(source, share), weight) for source, weight in sources]
+    training, held_out = ([(SplitPart(each, which), weight) for each, weight in divided] for which in (False, True))
     return training, held_out

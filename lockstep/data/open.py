@@ -9,7 +9,7 @@ from lockstep.cache import cache_folder
 from lockstep.config import DataConfig
 from lockstep.data.corpus import RunOnce, TokenizedCorpus, collect, in_this_process
 from lockstep.data.encode import Encoder, token_dtype
-from lockstep.data.held_out import Portion
+from lockstep.data.held_out import SplitPart
 from lockstep.data.loader import RowStream
 from lockstep.data.mixture import MixedRows
 from lockstep.data.rows import Documents, Rows
@@ -18,7 +18,7 @@ from lockstep.data.token_folder import Source, cached, open_token_folder
 from lockstep.data.workers import encode_all
 from lockstep.errors import UserError
 
-DataSource = Source | Path | TokenizedCorpus | Portion
+DataSource = Source | Path | TokenizedCorpus | SplitPart
 """A source of documents, the path of a token folder, a corpus, or a part of one of these."""
 IN_MEMORY = 2**28
 """Maximum bytes of files that are tokenized in memory if no cache is configured."""
@@ -33,8 +33,8 @@ def open_documents(
 
     `share` distributes what is tokenized in memory. Raises UserError for bad data.
     """
-    if isinstance(source, Portion):
-        return source.divided.part(source.held_out, lambda whole: open_documents(whole, encoder, settings, share))
+    if isinstance(source, SplitPart):
+        return source.source.part(source.held_out, lambda whole: open_documents(whole, encoder, settings, share))
     if isinstance(source, TokenizedCorpus):
         return source
     if isinstance(source, Path):
