@@ -49,7 +49,7 @@ class SplitSource:
 class SplitPart:
     """The training or the held-out part of a source, in a run's list of sources."""
 
-    source: SplitSource
+    split: SplitSource
     held_out: bool
 
 

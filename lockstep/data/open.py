@@ -34,7 +34,7 @@ def open_documents(
     `share` distributes what is tokenized in memory. Raises UserError for bad data.
     """
     if isinstance(source, SplitPart):
-        return source.source.part(source.held_out, lambda whole: open_documents(whole, encoder, settings, share))
+        return source.split.part(source.held_out, lambda whole: open_documents(whole, encoder, settings, share))
     if isinstance(source, TokenizedCorpus):
         return source
     if isinstance(source, Path):
