@@ -108,13 +108,13 @@ def test_an_alarm_is_said_once_until_it_is_over_and_a_resumed_run_goes_on_where_
 
     series = lengths(0.1, 1.5, 1.6, 0.2, 1.7, 1.8)
     watch = Alarms(CONFIG)
-    found = [watch.enter(m["step"], m) for m in series]
+    found = [watch.observe(m["step"], m) for m in series]
     assert found == [{}, {"alarm/kl": 1.0}, {"alarm/kl": 1.0}, {}, {"alarm/kl": 1.0}, {"alarm/kl": 1.0}]
     said = [record.message.split(":")[0] for record in caplog.records]
     assert said == ["alarm kl at step 2", "alarm kl at step 5"]
     caplog.clear()
     again = Alarms(CONFIG, json.loads(json.dumps(watch.history[:5])))
-    assert again.enter(6, series[5]) == {"alarm/kl": 1.0} and not caplog.records
+    assert again.observe(6, series[5]) == {"alarm/kl": 1.0} and not caplog.records
     assert new_alarms({"kl": "", "ratio": ""}, watch.history) == {"ratio": ""}
 
 

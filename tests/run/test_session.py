@@ -6,7 +6,7 @@ import pytest
 
 from lockstep.checkpoint.folders import checkpoints_in
 from lockstep.config import CheckpointConfig, PretrainConfig, TrainConfig
-from lockstep.train import pretrain
+from lockstep.train.pretrain import pretrain
 from lockstep.train.trainer import Trainer
 
 

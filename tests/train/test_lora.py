@@ -43,7 +43,7 @@ from lockstep.train.dpo import prefer
 from lockstep.train.packing import pack_scored, target_scores
 from lockstep.train.reward_model import train_reward_model
 from lockstep.train.sft import finetune
-from tests.data.test_ends import write_tokenizer
+from tests.data.test_end_tokens import write_tokenizer
 from tests.parallel.launch import launch
 
 SHAPE = ModelConfig(
