@@ -15,7 +15,7 @@ from lockstep.generate.batch import StepBatch
 from lockstep.generate.runner import Decoded, Runner, runs_own_code
 from lockstep.model import Decoder
 from lockstep.model.decoder import Block
-from lockstep.model.lora import projections
+from lockstep.model.lora_layers import projections
 from lockstep.ops import native
 
 SIGHTS = 12

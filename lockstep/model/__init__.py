@@ -1,6 +1,6 @@
 """The one model definition, its families, and Hugging Face folders in and out."""
 
-from lockstep.model.adapter_folder import base_folder, is_adapter_folder, save_adapter, write_adapter_description
+from lockstep.model.adapter_folder import base_folder, is_adapter_folder
 from lockstep.model.arithmetic import arithmetic_of, instruction_set, set_arithmetic
 from lockstep.model.checkpoint import (
     begin_adapter,
@@ -28,6 +28,7 @@ from lockstep.model.lora import adapter_off, lora_of
 from lockstep.model.protocols import ScoringModel, TrainableModel
 from lockstep.model.stored import Stored, found_as, hugging_face_name, stored_as
 from lockstep.model.token_ids import check_token_ids
+from lockstep.model.write_adapter import save_adapter, write_adapter_description
 
 __all__ = [
     "PRESETS",

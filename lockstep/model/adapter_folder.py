@@ -8,31 +8,26 @@ run that trained the adapter that differ from its base's.
 from __future__ import annotations
 
 import dataclasses
-import hashlib
-import json
 import math
 import os
 import re
-import zlib
-from collections import defaultdict
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 import torch
 from safetensors import SafetensorError, safe_open
-from safetensors.torch import save_file
 
 from lockstep.errors import UserError
-from lockstep.hub import hub_name, local_folder
+from lockstep.hub import local_folder
 from lockstep.model.adapter_settings import MERGE, refuse_layers_not_meant, refuse_settings
 from lockstep.model.config import Lora, ModelConfig
 from lockstep.model.decoder import Decoder
 from lockstep.model.json_file import read_json
-from lockstep.model.lora import projections
-from lockstep.model.stored import PEFT_PREFIX, PEFT_ROOT, SCORE, adapter_name, is_beside_base
+from lockstep.model.lora_layers import projections
+from lockstep.model.stored import PEFT_PREFIX, PEFT_ROOT, SCORE, adapter_name
 
-SETTINGS, TENSORS, OWN = "adapter_config.json", "adapter_model.safetensors", "lockstep.json"
+SETTINGS, TENSORS, LOCKSTEP_SETTINGS = "adapter_config.json", "adapter_model.safetensors", "lockstep.json"
 BASE = "LOCKSTEP_BASE"
 """Environment variable, which `--base` sets: the folder of the adapters' base, wherever their own files place it."""
 SCORE_TENSOR = adapter_name(SCORE)
@@ -69,7 +64,7 @@ def base_folder(folder: Path) -> Path:
 
 def _moved_base(folder: Path) -> str:
     """Where the base is if it has moved along with the adapter; empty if it has not."""
-    place = _own(folder).get("base")
+    place = lockstep_settings(folder).get("base")
     base = folder / place if isinstance(place, str) and place else None
     return str(base.resolve()) if base is not None and (base / "config.json").is_file() else ""
 
@@ -96,7 +91,7 @@ def with_adapter(folder: Path, base: ModelConfig) -> ModelConfig:
     modules = _modules(folder, shapes)
     lora = Lora(rank, float(alpha), modules)
     head: dict[str, Any] = {"score_head": True, "tie_embeddings": False} if scores else {}
-    config = _with_own(folder, dataclasses.replace(base, lora=lora, **head))
+    config = _with_lockstep_settings(folder, dataclasses.replace(base, lora=lora, **head))
     _refuse_other_shapes(folder, config, shapes)
     layers = [f"{PEFT_PREFIX}{module}".removeprefix(PEFT_ROOT) for module in modules]
     refuse_layers_not_meant(settings, layers, folder / SETTINGS)
@@ -106,21 +101,6 @@ def with_adapter(folder: Path, base: ModelConfig) -> ModelConfig:
 def adapter_files(folder: Path) -> dict[str, Path]:
     """The file of every tensor of the adapter."""
     return dict.fromkeys(_shapes(folder), folder / TENSORS)
-
-
-def refuse_other_base(folder: Path, base: Path | None = None) -> None:
-    """Raises UserError if the weights in `base`, by default the folder's own, are not those of the adapter's run.
-
-    An adapter that does not say, such as one from `peft`, works with any base of its shapes.
-    """
-    base = base_folder(folder) if base is None else base
-    recorded = _own(folder).get("base_digest")
-    if recorded and (found := digest(base)) != recorded:
-        raise UserError(
-            f"{folder}: is an adapter for other weights than those in {base}: their digest is {found}, but that of the "
-            f"adapter's base is {recorded}; give its own base with --base DIR, or delete "
-            f"{OWN} there to use it with this one anyway"
-        )
 
 
 def refuse_other_adapter(folder: Path, lora: Lora) -> None:
@@ -134,84 +114,6 @@ def refuse_other_adapter(folder: Path, lora: Lora) -> None:
                 f"{folder}: was trained with {name} {theirs!s:.200}, not {own!s:.200}; resume with the same adapter, "
                 "or start a new run"
             )
-
-
-def digest(folder: Path) -> str:
-    """Digest of all tensors in a model folder, in whichever files: their names, dtypes, shapes and checksums."""
-    # Imported here because that module, which knows a folder's files, imports this one.
-    from lockstep.model.folder import open_tensors, tensor_files
-
-    by_file: dict[Path, list[str]] = defaultdict(list)
-    for name, path in tensor_files(folder).items():
-        by_file[path].append(name)
-    lines = []
-    for path, names in by_file.items():
-        file = open_tensors(path)
-        for name in names:
-            tensor = file.get_tensor(name)
-            values = tensor.contiguous().view(-1).view(torch.uint8).numpy()
-            lines.append(f"{name} {tensor.dtype} {list(tensor.shape)} {zlib.crc32(values):08x}")
-    return hashlib.blake2b("\n".join(sorted(lines)).encode(), digest_size=16).hexdigest()
-
-
-def save_adapter(model: Decoder, path: str | Path, base: str | Path) -> None:
-    """Writes the model's adapter to a folder that `peft` loads; `base` is the folder with its other weights.
-
-    Raises UserError for a model without an adapter.
-    """
-    if model.config.lora is None:
-        raise UserError("the model has no adapter; save it with lockstep.save_model")
-    folder = Path(path)
-    folder.mkdir(parents=True, exist_ok=True)
-    named = {adapter_name(n): p.detach().contiguous() for n, p in model.named_parameters() if is_beside_base(n)}
-    partial = folder / (TENSORS + ".partial")
-    save_file(named, partial, metadata={"format": "pt"})
-    partial.replace(folder / TENSORS)
-    write_adapter_description(folder, model.config, Path(base), digest(Path(base)))
-
-
-def write_adapter_description(folder: Path, config: ModelConfig, base: Path, base_digest: str) -> None:
-    """Writes the files that go with an adapter's tensors: `peft`'s settings, and ours. `config.lora` is set."""
-    assert config.lora is not None
-    base = base.resolve()
-    name, revision = hub_name(base) or (str(base), None)
-    settings = {
-        "peft_type": "LORA",
-        "task_type": "SEQ_CLS" if config.score_head else "CAUSAL_LM",
-        **({"modules_to_save": ["score"]} if config.score_head else {}),
-        "base_model_name_or_path": name,
-        **({"revision": revision} if revision else {}),
-        "r": config.lora.rank,
-        "lora_alpha": config.lora.alpha,
-        "lora_dropout": 0.0,
-        "target_modules": _short_names(config),
-        "bias": "none",
-        "inference_mode": True,
-    }
-    own = {
-        **({} if revision else {"base": os.path.relpath(base, folder.resolve())}),
-        "base_digest": base_digest,
-        "bos_token_id": config.bos_token_id,
-        "eos_token_ids": list(config.eos_token_ids),
-        "reduction_chunks": config.reduction_chunks,
-    }
-    (folder / SETTINGS).write_text(json.dumps(settings, indent=2) + "\n")
-    (folder / OWN).write_text(json.dumps(own, indent=2) + "\n")
-
-
-def _short_names(config: ModelConfig) -> list[str]:
-    """`target_modules` as people write them: last names if those of all layers are meant, else full names."""
-    assert config.lora is not None
-    everything: dict[str, list[str]] = defaultdict(list)
-    for name, _ in projections(Decoder(config, torch.float32, "meta")):
-        everything[name.rpartition(".")[2]].append(name)
-    adapted = set(config.lora.modules)
-    names = []
-    for last, layers in everything.items():
-        # peft applies a last name to every layer that ends with it, including an expert's.
-        whole = adapted.issuperset(layers) and config.experts is None
-        names += [last] if whole else [name for name in layers if name in adapted]
-    return names
 
 
 def _modules(folder: Path, shapes: Mapping[str, list[int]]) -> tuple[str, ...]:
@@ -275,27 +177,27 @@ def _settings(folder: Path) -> dict[str, Any]:
     return read_json(folder / SETTINGS)
 
 
-def _with_own(folder: Path, config: ModelConfig) -> ModelConfig:
+def _with_lockstep_settings(folder: Path, config: ModelConfig) -> ModelConfig:
     """`config` with the settings in `lockstep.json`."""
-    own = {key: value for key, value in _own(folder).items() if key in _OWN}
+    own = {key: value for key, value in lockstep_settings(folder).items() if key in _RUN_SETTINGS}
     for key, value in own.items():
         numbers = value if key == "eos_token_ids" else [] if value is None and key == "bos_token_id" else [value]
         if not isinstance(numbers, list) or {type(number) for number in numbers} - {int}:
-            raise UserError(f"{folder / OWN}: {key} is {value!r:.40}; it must be {_OWN[key]}")
+            raise UserError(f"{folder / LOCKSTEP_SETTINGS}: {key} is {value!r:.40}; it must be {_RUN_SETTINGS[key]}")
     if "eos_token_ids" in own:
         own["eos_token_ids"] = tuple(own["eos_token_ids"])
     try:
         return dataclasses.replace(config, **own)
     except UserError as error:
-        raise UserError(f"{folder / OWN}: cannot be used ({error})") from error
+        raise UserError(f"{folder / LOCKSTEP_SETTINGS}: cannot be used ({error})") from error
 
 
-_OWN = {
+_RUN_SETTINGS = {
     "bos_token_id": "a whole number or null",
     "eos_token_ids": "a list of whole numbers",
     "reduction_chunks": "a whole number",
 }
 
 
-def _own(folder: Path) -> dict[str, Any]:
-    return read_json(folder / OWN) if (folder / OWN).is_file() else {}
+def lockstep_settings(folder: Path) -> dict[str, Any]:
+    return read_json(folder / LOCKSTEP_SETTINGS) if (folder / LOCKSTEP_SETTINGS).is_file() else {}

@@ -16,7 +16,8 @@ from torch import Tensor
 
 from lockstep.errors import UserError
 from lockstep.hub import local_folder
-from lockstep.model.adapter_folder import SETTINGS, base_folder, is_adapter_folder, refuse_other_base, with_adapter
+from lockstep.model.adapter_base import refuse_other_base
+from lockstep.model.adapter_folder import SETTINGS, base_folder, is_adapter_folder, with_adapter
 from lockstep.model.config import ModelConfig
 from lockstep.model.decoder import Decoder
 from lockstep.model.device import device_of

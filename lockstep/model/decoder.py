@@ -14,7 +14,7 @@ from lockstep import ops
 from lockstep.model import layers
 from lockstep.model.config import ModelConfig
 from lockstep.model.latent import LatentAttention
-from lockstep.model.lora import add_adapter
+from lockstep.model.lora_layers import add_adapter
 from lockstep.model.moe import feed_forward_of
 from lockstep.model.rotary import RotaryTables
 from lockstep.ops import native

@@ -34,7 +34,7 @@ def _forward(gate: Tensor, up: Tensor) -> Tensor:
     if cuda.usable(gate):
         from lockstep.ops.cuda import clamped_swiglu
 
-        return clamped_swiglu.forward(gate, up)
+        return clamped_swiglu.forward(gate, up, SLOPE, LIMIT)
     if not native.usable(gate):
         wide, factor, sigmoid = _parts(gate, up)
         return ((factor + 1) * (wide * sigmoid)).to(gate.dtype)
@@ -48,7 +48,7 @@ def _backward(grad: Tensor, gate: Tensor, up: Tensor) -> tuple[Tensor, Tensor]:
     if cuda.usable(gate):
         from lockstep.ops.cuda import clamped_swiglu
 
-        return clamped_swiglu.backward(grad, gate, up)
+        return clamped_swiglu.backward(grad, gate, up, SLOPE, LIMIT)
     if not native.usable(gate):
         wide, factor, sigmoid = _parts(gate, up)
         of_gate = (factor + 1) * sigmoid * (1 + SLOPE * wide * (1 - sigmoid)) * (gate <= LIMIT)

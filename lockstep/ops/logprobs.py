@@ -7,7 +7,6 @@ sharded head gives the same bits. Rows go through the head in slices: `[tokens, 
 from __future__ import annotations
 
 import math
-from functools import cache
 from itertools import pairwise
 from typing import Any
 
@@ -29,12 +28,7 @@ from lockstep.ops.head_gradients import (
 from lockstep.ops.linear import linear, weight_gradient
 from lockstep.ops.sums import total
 from lockstep.ops.temperature import inverse_temperature
-
-SHARDS = (2, 4, 8)
-"""Numbers of ranks that a head can be sharded over."""
-PIECES = 16
-"""The most pieces of a vocabulary: `SHARDS` never split it in more places."""
-CPU = torch.device("cpu")
+from lockstep.ops.vocabulary_pieces import PIECES, piece_bounds
 
 
 def token_log_probs(
@@ -78,24 +72,6 @@ def log_prob_sum(
     if trained and type(head) not in FORMS:
         return _LogProbSum.apply(hidden, head, targets, weight)
     return total(token_log_probs(hidden, head, targets)[0]) * weight
-
-
-def piece_bounds(vocab: int, device: torch.device = CPU, first: int = 0, stop: int | None = None) -> Tensor:
-    """Where the pieces of a vocabulary begin, and the end of the last, int64; only for its part `first` to `stop`.
-
-    It is split wherever any number of ranks in `SHARDS` splits it into parts of equal length, the last of which may be
-    shorter: into 8 pieces if 8 divides the vocabulary, otherwise a few more.
-    """
-    stop = vocab if stop is None else stop
-    cuts = {min(vocab, part * -(-vocab // ranks)) for ranks in SHARDS for part in range(ranks + 1)}
-    bounds = tuple(bound - first for bound in sorted(cuts) if first <= bound <= stop)
-    # Only cached for devices, where it would be copied in each step. With fake tensors, the cache would keep a fake.
-    return torch.tensor(bounds) if device.type == "cpu" else _on_device(bounds, device)
-
-
-@cache
-def _on_device(numbers: tuple[int, ...], device: torch.device) -> Tensor:
-    return torch.tensor(numbers, device=device)
 
 
 def logits_log_probs(

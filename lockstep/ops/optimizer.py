@@ -69,7 +69,7 @@ def adamw_step(
     if cuda.usable(master):
         from lockstep.ops.cuda.optimizer import adamw_step as triton_step
 
-        triton_step(master, grad.contiguous(), mean, square, factors, scale, weight)
+        triton_step(master, grad.contiguous(), mean, square, astuple(factors), scale, weight)
         torch.autograd.graph.increment_version(tensors)
         return
     kernel, grad = ("adamw_narrow_grad", grad) if grad.dtype == torch.bfloat16 else ("adamw", grad.float())

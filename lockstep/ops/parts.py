@@ -7,7 +7,7 @@ from typing import Protocol, runtime_checkable
 import torch
 from torch import Tensor
 
-from lockstep.ops.logprobs import piece_bounds
+from lockstep.ops.vocabulary_pieces import piece_bounds
 
 
 @runtime_checkable

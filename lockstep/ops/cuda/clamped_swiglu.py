@@ -7,7 +7,6 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from lockstep.ops.clamped_swiglu import LIMIT, SLOPE
 from lockstep.ops.cuda.kernel import kernel, launch
 from lockstep.ops.cuda.rows import TILE
 
@@ -44,7 +43,7 @@ def _backward_kernel(
     tl.store(grad_up + place, of_up.to(grad_up.dtype.element_ty), mask=mask)
 
 
-def forward(gate: Tensor, up: Tensor) -> Tensor:
+def forward(gate: Tensor, up: Tensor, slope: float, limit: float) -> Tensor:
     """As `lockstep.ops.clamped_swiglu`, without gradient, of contiguous tensors."""
     out, count = torch.empty_like(gate), gate.numel()
     if count:
@@ -55,15 +54,15 @@ def forward(gate: Tensor, up: Tensor) -> Tensor:
             up,
             out,
             count,
-            SLOPE=SLOPE,
-            LIMIT=LIMIT,
+            SLOPE=slope,
+            LIMIT=limit,
             BLOCK=TILE,
             num_warps=4,
         )
     return out
 
 
-def backward(grad: Tensor, gate: Tensor, up: Tensor) -> tuple[Tensor, Tensor]:
+def backward(grad: Tensor, gate: Tensor, up: Tensor, slope: float, limit: float) -> tuple[Tensor, Tensor]:
     """Gradients of `gate` and `up`."""
     grad_gate, grad_up, count = torch.empty_like(gate), torch.empty_like(up), gate.numel()
     if count:
@@ -76,8 +75,8 @@ def backward(grad: Tensor, gate: Tensor, up: Tensor) -> tuple[Tensor, Tensor]:
             grad_gate,
             grad_up,
             count,
-            SLOPE=SLOPE,
-            LIMIT=LIMIT,
+            SLOPE=slope,
+            LIMIT=limit,
             BLOCK=TILE,
             num_warps=4,
         )

@@ -11,7 +11,7 @@ import triton.language as tl
 from torch import Tensor
 
 from lockstep.ops.cuda.kernel import kernel, launch
-from lockstep.ops.logprobs import PIECES
+from lockstep.ops.vocabulary_pieces import PIECES
 
 BLOCK = 1024
 
