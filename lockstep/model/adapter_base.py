@@ -1,4 +1,4 @@
-"""Whether the weights in a folder are those that an adapter was trained for: by their digest."""
+"""Compares an adapter's base with the weights for which it was trained, by their digest."""
 
 from __future__ import annotations
 
@@ -15,22 +15,23 @@ from lockstep.model.folder import open_tensors, tensor_files
 
 
 def refuse_other_base(folder: Path, base: Path | None = None) -> None:
-    """Raises UserError if the weights in `base`, by default the folder's own, are not those of the adapter's run.
+    """Raises UserError if the weights in `base`, by default the adapter's base, are not those of its training run.
 
-    An adapter that does not say, such as one from `peft`, works with any base of its shapes.
+    An adapter without a recorded digest, such as one from `peft`, works with any base of its shapes.
     """
     base = base_folder(folder) if base is None else base
     recorded = lockstep_settings(folder).get("base_digest")
-    if recorded and (found := digest(base)) != recorded:
+    if recorded and (actual := digest(base)) != recorded:
         raise UserError(
-            f"{folder}: is an adapter for other weights than those in {base}: their digest is {found}, but that of the "
-            f"adapter's base is {recorded}; give its own base with --base DIR, or delete "
-            f"{LOCKSTEP_SETTINGS} there to use it with this one anyway"
+            f"{folder}: is an adapter for other weights than those in {base}: their digest is {actual}, but that of "
+            f"the adapter's base is {recorded}; give its own base with --base DIR, or delete {LOCKSTEP_SETTINGS} there "
+            "to use it with this one anyway"
         )
 
 
 def digest(folder: Path) -> str:
-    """Digest of all tensors in a model folder, in whichever files: their names, dtypes, shapes and checksums."""
+    """Digest of the names, dtypes, shapes and checksums of all tensors in a model folder, however they are split into
+    files."""
     by_file: dict[Path, list[str]] = defaultdict(list)
     for name, path in tensor_files(folder).items():
         by_file[path].append(name)

@@ -1,8 +1,8 @@
 """A folder with an adapter in `peft`'s layout: `adapter_config.json`, `adapter_model.safetensors`, and no base.
 
-The base is the model folder that `adapter_config.json` names. What `peft` cannot express is in `lockstep.json`:
-the base's place relative to the adapter (so that both can move together), a digest of its weights, and settings of the
-run that trained the adapter that differ from its base's.
+The base is the model folder that `adapter_config.json` names. `lockstep.json` has what `peft` cannot express: the
+base's path relative to the adapter (so that both can move together), a digest of its weights, and settings of the
+training run that differ from the base's.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from safetensors import SafetensorError, safe_open
 
 from lockstep.errors import UserError
 from lockstep.hub import local_folder
-from lockstep.model.adapter_settings import MERGE, refuse_layers_not_meant, refuse_settings
+from lockstep.model.adapter_settings import MERGE, refuse_settings, refuse_unselected_layers
 from lockstep.model.config import Lora, ModelConfig
 from lockstep.model.decoder import Decoder
 from lockstep.model.json_file import read_json
@@ -29,43 +29,43 @@ from lockstep.model.stored import PEFT_PREFIX, PEFT_ROOT, SCORE, adapter_name
 
 SETTINGS, TENSORS, LOCKSTEP_SETTINGS = "adapter_config.json", "adapter_model.safetensors", "lockstep.json"
 BASE = "LOCKSTEP_BASE"
-"""Environment variable, which `--base` sets: the folder of the adapters' base, wherever their own files place it."""
+"""Environment variable, set by `--base`: the folder of the adapters' base, overriding the adapters' files."""
 SCORE_TENSOR = adapter_name(SCORE)
-"""The head of a reward model with an adapter; it is trained in full."""
+"""The head of a reward model with an adapter; all of it is trained."""
 
 
 def is_adapter_folder(folder: Path) -> bool:
-    """Whether it contains an adapter, and not a full model."""
+    """Whether the folder contains an adapter and not a full model."""
     return (folder / SETTINGS).is_file() and not (folder / "config.json").is_file()
 
 
 def base_folder(folder: Path) -> Path:
     """The folder of the model that an adapter is for; for any other folder, the folder itself.
 
-    It is where `BASE` says, else where it was relative to the adapter, else where `adapter_config.json` says. Raises
-    UserError if there is no base.
+    In this order: the folder in `BASE`, the recorded path relative to the adapter, the one in `adapter_config.json`.
+    Raises UserError if there is no base.
     """
     if not is_adapter_folder(folder):
         return folder
     name = os.environ.get(BASE) or _moved_base(folder) or _named_base(folder)
     try:
-        found = local_folder(name)
+        base = local_folder(name)
     except UserError as error:
         raise UserError(f"{folder}: its base was not found ({error}); say where it is with --base DIR") from error
-    if is_adapter_folder(found):
+    if is_adapter_folder(base):
         raise UserError(f"{folder}: its base {name} is an adapter too; merge that first: lockstep convert --merge")
-    if not (found / "config.json").is_file():
+    if not (base / "config.json").is_file():
         raise UserError(
             f"{folder}: its base was not found ({name} has no config.json; for a run, name one of the folders in "
             "checkpoints/); say where it is with --base DIR"
         )
-    return found
+    return base
 
 
 def _moved_base(folder: Path) -> str:
-    """Where the base is if it has moved along with the adapter; empty if it has not."""
-    place = lockstep_settings(folder).get("base")
-    base = folder / place if isinstance(place, str) and place else None
+    """The base at its recorded path relative to the adapter; empty if it is not there."""
+    relative = lockstep_settings(folder).get("base")
+    base = folder / relative if isinstance(relative, str) and relative else None
     return str(base.resolve()) if base is not None and (base / "config.json").is_file() else ""
 
 
@@ -78,7 +78,8 @@ def _named_base(folder: Path) -> str:
 
 
 def with_adapter(folder: Path, base: ModelConfig) -> ModelConfig:
-    """The base's shape with the folder's adapter. Raises UserError for one of another kind or for another base."""
+    """The base's shape with the folder's adapter. Raises UserError for an unsupported adapter or one for another
+    base."""
     settings = _settings(folder)
     shapes = _shapes(folder)
     scores = SCORE_TENSOR in shapes
@@ -94,7 +95,7 @@ def with_adapter(folder: Path, base: ModelConfig) -> ModelConfig:
     config = _with_lockstep_settings(folder, dataclasses.replace(base, lora=lora, **head))
     _refuse_other_shapes(folder, config, shapes)
     layers = [f"{PEFT_PREFIX}{module}".removeprefix(PEFT_ROOT) for module in modules]
-    refuse_layers_not_meant(settings, layers, folder / SETTINGS)
+    refuse_unselected_layers(settings, layers, folder / SETTINGS)
     return config
 
 
@@ -107,21 +108,21 @@ def refuse_other_adapter(folder: Path, lora: Lora) -> None:
     """Raises UserError if the folder's adapter does not match `lora`: a run cannot continue with a different one."""
     settings = _settings(folder)
     names = {"lora.rank": lora.rank, "lora.alpha": lora.alpha, "lora.targets": sorted(lora.modules)}
-    found = settings.get("r"), settings.get("lora_alpha"), sorted(_modules(folder, _shapes(folder)))
-    for (name, own), theirs in zip(names.items(), found):
-        if own != theirs:
+    stored = settings.get("r"), settings.get("lora_alpha"), sorted(_modules(folder, _shapes(folder)))
+    for (name, wanted), value in zip(names.items(), stored):
+        if wanted != value:
             raise UserError(
-                f"{folder}: was trained with {name} {theirs!s:.200}, not {own!s:.200}; resume with the same adapter, "
+                f"{folder}: was trained with {name} {value!s:.200}, not {wanted!s:.200}; resume with the same adapter, "
                 "or start a new run"
             )
 
 
 def _modules(folder: Path, shapes: Mapping[str, list[int]]) -> tuple[str, ...]:
-    """The layers that the adapter's tensors are for."""
+    """The layers that the adapter's tensors adapt."""
     modules = dict[str, None]()
     for name in (name for name in shapes if name != SCORE_TENSOR):
-        stem, found, _ = name.partition(".lora_")
-        if not found or not name.startswith(f"{PEFT_PREFIX}") or name[len(stem) :] not in _ENDINGS:
+        stem, separator, _ = name.partition(".lora_")
+        if not separator or not name.startswith(f"{PEFT_PREFIX}") or name[len(stem) :] not in _ENDINGS:
             raise UserError(
                 f"{folder / TENSORS}: tensor {name} is not the LoRA matrix of a layer that can have an adapter here "
                 f"({PEFT_PREFIX}….lora_A.weight or B); {MERGE}"
@@ -136,7 +137,7 @@ _ENDINGS = (".lora_A.weight", ".lora_B.weight")
 
 
 def _refuse_other_shapes(folder: Path, config: ModelConfig, shapes: Mapping[str, list[int]]) -> None:
-    """Raises UserError naming the first tensor that does not fit the base, before anything is built from it."""
+    """Raises UserError naming the first tensor that does not fit the base, before anything is built from the folder."""
     assert config.lora is not None
     base = Decoder(dataclasses.replace(config, lora=None), torch.float32, "meta")
     layers, others = dict(projections(base)), {name.removesuffix(".weight") for name, _ in base.named_parameters()}
@@ -152,17 +153,17 @@ def _refuse_other_shapes(folder: Path, config: ModelConfig, shapes: Mapping[str,
             )
         outputs, inputs = layers[module].weight.shape
         for ending, wanted in zip(_ENDINGS, ([rank, inputs], [outputs, rank])):
-            found = shapes.get(f"{PEFT_PREFIX}{module}{ending}", [])
-            if found != wanted:
+            shape = shapes.get(f"{PEFT_PREFIX}{module}{ending}", [])
+            if shape != wanted:
                 raise UserError(
-                    f"{folder}: is an adapter for another base: {module}{ending} has shape {found}, but rank {rank} "
-                    f"beside the {outputs} x {inputs} matrix of {base_folder(folder)} requires {wanted}; give its own "
+                    f"{folder}: is an adapter for another base: {module}{ending} has shape {shape}, but rank {rank} "
+                    f"with the {outputs} x {inputs} matrix of {base_folder(folder)} requires {wanted}; give its own "
                     "base with --base DIR"
                 )
 
 
 def _shapes(folder: Path) -> dict[str, list[int]]:
-    """The shape of every tensor in the adapter's file, by its name there."""
+    """The shape of every tensor in the adapter's file, by its name in the file."""
     path = folder / TENSORS
     if not path.is_file():
         raise UserError(f"{folder}: {TENSORS} is missing; only safetensors are read, never pickles")
@@ -179,15 +180,15 @@ def _settings(folder: Path) -> dict[str, Any]:
 
 def _with_lockstep_settings(folder: Path, config: ModelConfig) -> ModelConfig:
     """`config` with the settings in `lockstep.json`."""
-    own = {key: value for key, value in lockstep_settings(folder).items() if key in _RUN_SETTINGS}
-    for key, value in own.items():
+    settings = {key: value for key, value in lockstep_settings(folder).items() if key in _RUN_SETTINGS}
+    for key, value in settings.items():
         numbers = value if key == "eos_token_ids" else [] if value is None and key == "bos_token_id" else [value]
         if not isinstance(numbers, list) or {type(number) for number in numbers} - {int}:
             raise UserError(f"{folder / LOCKSTEP_SETTINGS}: {key} is {value!r:.40}; it must be {_RUN_SETTINGS[key]}")
-    if "eos_token_ids" in own:
-        own["eos_token_ids"] = tuple(own["eos_token_ids"])
+    if "eos_token_ids" in settings:
+        settings["eos_token_ids"] = tuple(settings["eos_token_ids"])
     try:
-        return dataclasses.replace(config, **own)
+        return dataclasses.replace(config, **settings)
     except UserError as error:
         raise UserError(f"{folder / LOCKSTEP_SETTINGS}: cannot be used ({error})") from error
 

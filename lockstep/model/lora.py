@@ -1,4 +1,4 @@
-"""Which layers of a model a low-rank adapter (LoRA) is for, and the model with its adapter off, which is its base."""
+"""Selects the layers of a low-rank adapter (LoRA), and switches a model's adapter off."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from lockstep.model.lora_layers import projections, refuse_rank
 
 
 def lora_of(shape: ModelConfig, rank: int, alpha: float, targets: Sequence[str]) -> Lora:
-    """The adapter for a model of this shape, for the layers that `targets` name or match as patterns.
+    """The adapter for a model of this shape, for the layers that match `targets`: names, last names or patterns.
 
     Raises UserError for a target that matches nothing, and for a rank larger than a matrix.
     """
@@ -39,7 +39,7 @@ def lora_of(shape: ModelConfig, rank: int, alpha: float, targets: Sequence[str])
 
 @contextmanager
 def adapter_off(model: Decoder) -> Iterator[None]:
-    """Within it the model is its base. Its layers run uncompiled: compiled ones include the adapter's update."""
+    """In this context the model is its base. Its layers run uncompiled: compiled ones include the adapter's update."""
     adapted = [layer for _, layer in projections(model) if layer.adapted]
     halves, model.halves = model.halves, Block
     try:

@@ -1,7 +1,7 @@
 """The weights of a low-rank adapter (LoRA, arXiv 2106.09685) in the layers of a decoder.
 
 The adapter is part of the one forward (`layers.Projection`): trainer and generator compute it with the same operators
-in the same order, unmerged, so their bits agree as they do without one.
+in the same order, unmerged, so their bits agree. With the adapter off, the model is its base.
 """
 
 from __future__ import annotations
@@ -18,10 +18,9 @@ from lockstep.model.stored import is_score_head
 
 
 def add_adapter(model: nn.Module, lora: Lora, dtype: torch.dtype, device: str | torch.device) -> None:
-    """Adds the weights of an adapter, without values, to the layers that it adapts, and freezes all others.
+    """Adds the uninitialized weights of an adapter to its layers, and freezes all others but a reward model's head.
 
-    The head of a reward model is trained as well. Raises UserError for a layer that does not exist, and for a rank
-    larger than a layer's matrix.
+    Raises UserError for a layer that does not exist, and for a rank larger than a layer's matrix.
     """
     for name, parameter in model.named_parameters():
         parameter.requires_grad_(is_score_head(name))

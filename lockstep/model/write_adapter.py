@@ -1,4 +1,4 @@
-"""Writes an adapter folder, which `peft` loads; `adapter_folder` describes and reads it."""
+"""Writes an adapter folder, in the layout that `adapter_folder` describes."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from lockstep.model.adapter_folder import LOCKSTEP_SETTINGS, SETTINGS, TENSORS
 from lockstep.model.config import ModelConfig
 from lockstep.model.decoder import Decoder
 from lockstep.model.lora_layers import projections
-from lockstep.model.stored import adapter_name, is_beside_base
+from lockstep.model.stored import adapter_name, is_saved_with_adapter
 
 
 def save_adapter(model: Decoder, path: str | Path, base: str | Path) -> None:
@@ -29,7 +29,7 @@ def save_adapter(model: Decoder, path: str | Path, base: str | Path) -> None:
         raise UserError("the model has no adapter; save it with lockstep.save_model")
     folder = Path(path)
     folder.mkdir(parents=True, exist_ok=True)
-    named = {adapter_name(n): p.detach().contiguous() for n, p in model.named_parameters() if is_beside_base(n)}
+    named = {adapter_name(n): p.detach().contiguous() for n, p in model.named_parameters() if is_saved_with_adapter(n)}
     partial = folder / (TENSORS + ".partial")
     save_file(named, partial, metadata={"format": "pt"})
     partial.replace(folder / TENSORS)
@@ -37,7 +37,7 @@ def save_adapter(model: Decoder, path: str | Path, base: str | Path) -> None:
 
 
 def write_adapter_description(folder: Path, config: ModelConfig, base: Path, base_digest: str) -> None:
-    """Writes the files that go with an adapter's tensors: `peft`'s settings, and ours. `config.lora` is set."""
+    """Writes everything but the tensors: `peft`'s settings, and Lockstep's. `config.lora` must be set."""
     assert config.lora is not None
     base = base.resolve()
     name, revision = hub_name(base) or (str(base), None)
@@ -66,7 +66,7 @@ def write_adapter_description(folder: Path, config: ModelConfig, base: Path, bas
 
 
 def _short_names(config: ModelConfig) -> list[str]:
-    """`target_modules` as people write them: last names if those of all layers are meant, else full names."""
+    """`target_modules` as people write them: last names if all layers with that name are adapted, else full names."""
     assert config.lora is not None
     everything: dict[str, list[str]] = defaultdict(list)
     for name, _ in projections(Decoder(config, torch.float32, "meta")):
@@ -74,7 +74,7 @@ def _short_names(config: ModelConfig) -> list[str]:
     adapted = set(config.lora.modules)
     names = []
     for last, layers in everything.items():
-        # peft applies a last name to every layer that ends with it, including an expert's.
+        # peft applies a last name to every layer whose name ends with it, including those of experts.
         whole = adapted.issuperset(layers) and config.experts is None
         names += [last] if whole else [name for name in layers if name in adapted]
     return names

@@ -1,4 +1,4 @@
-"""Which part of the vocabulary's logits a process has, and what it gets from the others."""
+"""The part of the vocabulary's logits that a process has, and the exchange with processes that have other parts."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from lockstep.ops.vocabulary_pieces import piece_bounds
 
 @runtime_checkable
 class VocabularyPart(Protocol):
-    """Tokens `first` to `stop` of `vocab`, on the `rank`-th of the processes that have ascending parts."""
+    """Tokens `first` to `stop` of `vocab`: part number `rank` of ascending parts on several processes."""
 
     vocab: int
     first: int
@@ -23,10 +23,10 @@ class VocabularyPart(Protocol):
         """The tensors of all processes, by rank: `[parts, *shape]`."""
 
     def gather_masses(self, own: Tensor) -> Tensor:
-        """The masses `[rows, pieces, 3]` of the whole vocabulary, from those of this part."""
+        """The masses `[rows, pieces, 3]` of the whole vocabulary, gathered from all parts."""
 
     def drawn(self, tokens: Tensor, scaled: Tensor) -> tuple[Tensor, Tensor]:
-        """For each row, the token in the vocabulary and its logit, from the one process whose token is not negative."""
+        """For each row, the token id and its logit, from the one process whose token is not negative."""
 
 
 class Whole:
@@ -47,6 +47,6 @@ class Whole:
         return tokens, scaled
 
 
-def own_pieces(part: VocabularyPart, device: torch.device) -> Tensor:
+def local_piece_bounds(part: VocabularyPart, device: torch.device) -> Tensor:
     """The bounds of the vocabulary's pieces in this part."""
     return piece_bounds(part.vocab, device, part.first, part.stop)

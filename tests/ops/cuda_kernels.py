@@ -264,9 +264,10 @@ def test_rows_agree_with_the_plain_forms_and_so_do_their_gradients(monkeypatch, 
 def test_the_clamped_activation_agrees_with_the_plain_form_and_so_does_its_gradient(dtype):
     gate, up = (_randn(i, 33, 50, dtype=dtype) * 8 for i in range(2))
     grad = _randn(2, 33, 50, dtype=dtype)
+    from lockstep.ops.clamped_swiglu import LIMIT, SLOPE
     from lockstep.ops.cuda import clamped_swiglu as kernel
 
-    ours = kernel.forward(gate, up), *kernel.backward(grad, gate, up)
+    ours = kernel.forward(gate, up, SLOPE, LIMIT), *kernel.backward(grad, gate, up, SLOPE, LIMIT)
     leaves = [gate.requires_grad_(), up.requires_grad_()]
     plain = ops.clamped_swiglu(*leaves)
     _close(ours, [plain.detach(), *torch.autograd.grad(plain, leaves, grad)], dtype)

@@ -345,7 +345,7 @@ def test_settings_that_mean_fewer_layers_than_have_tensors_are_refused(tmp_path,
     load_model(tmp_path / "adapter")
     file = tmp_path / "adapter" / "adapter_config.json"
     file.write_text(json.dumps(json.loads(file.read_text()) | {key: value}))
-    with pytest.raises(UserError, match=f"{key} does not mean model.layers"):
+    with pytest.raises(UserError, match=f"{key} does not select model.layers"):
         load_model(tmp_path / "adapter")
 
 

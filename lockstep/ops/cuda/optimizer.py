@@ -44,6 +44,6 @@ def adamw_step(
         launch(
             _adamw_kernel, (triton.cdiv(count, BLOCK),),
             master, weight, grad, mean, square, count, float(scale), *factors, BLOCK=BLOCK, num_warps=4,
-            # A product and a sum would be rounded once.
+            # With fusion, a product and a sum would be rounded once.
             enable_fp_fusion=False,
         )  # fmt: skip

@@ -5,7 +5,7 @@
 // with one accumulator, so no grouping of rows, sequences or pages changes a bit.
 #include "block_products.h"
 #include "panels.h"
-#include "played.h"
+#include "replay.h"
 
 // As in omp.h, which a compiler may lack.
 extern "C" int omp_get_max_threads();
@@ -193,8 +193,8 @@ static void attend(const T* q, T* out, float* log_sums, const T* key_pages, cons
         attend<T>(q, out, log_sums, key_pages, value_pages, table, query_starts, context_lengths, sequences, width,   \
                   heads, kv_heads, head_dim, Terms{scale, window, sinks});                                            \
     }                                                                                                                 \
-    PLAYED(write_pages##suffix)                                                                                       \
-    PLAYED(attend##suffix)
+    REPLAYABLE(write_pages##suffix)                                                                                       \
+    REPLAYABLE(attend##suffix)
 
 EXPORT(float, _f32)
 EXPORT(bf16, _bf16)

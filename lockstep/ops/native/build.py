@@ -1,4 +1,4 @@
-"""Where the compiled kernels are: in the wheel, or compiled once and kept in the user's cache folder."""
+"""Locates the compiled kernels: in the wheel, or compiled once into the user's cache folder."""
 
 from __future__ import annotations
 
@@ -22,8 +22,8 @@ SHIPPED = SOURCES / "built"
 def library_path(instructions: InstructionSet) -> Path:
     """The shared library for these instructions: the wheel's, or one compiled from this source, now if necessary.
 
-    Where that fails, one that any compiler has made of this source. Raises CompilerMissing with the reason, and
-    UnsafeCache for a library that others could have written.
+    If that fails, a cached one that another compiler built from this source. Raises CompilerMissing with the reason,
+    and UnsafeCache for a library that other users could have written.
     """
     shipped = SHIPPED / file_name(instructions)
     if shipped.is_file():
@@ -44,7 +44,7 @@ def library_path(instructions: InstructionSet) -> Path:
 
 
 def _compiled(compiler: str, flags: list[str], target: Path) -> Path:
-    """`target`, compiled if it is not there."""
+    """Compiles `target` if it does not exist, and returns it."""
     if not _is_whole(target):
         try:
             compile_kernels(compiler, flags, target, umask=0o077)
@@ -57,9 +57,9 @@ def _compiled(compiler: str, flags: list[str], target: Path) -> Path:
 
 
 def _is_whole(library: Path) -> bool:
-    """Whether it is intact: loading a damaged library would end the process without an error message.
+    """Whether the library is intact: loading a damaged one would crash the process without an error message.
 
-    Raises UnsafeCache if others could have written it, or its digest.
+    Raises UnsafeCache if other users could have written it or its digest.
     """
     for path in (library, _digest_file(library)):
         if path.exists():

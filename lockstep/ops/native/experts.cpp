@@ -3,7 +3,7 @@
 #include <algorithm>
 #include <vector>
 
-#include "played.h"
+#include "replay.h"
 #include "vector.h"
 
 constexpr int64_t PARALLEL_ELEMENTS = 16384;
@@ -89,7 +89,7 @@ extern "C" void route_f32(const float* logits, const float* bias, float* weights
         }
     }
 }
-PLAYED(route_f32)
+REPLAYABLE(route_f32)
 
 // Rows in the order of their experts, of one expert by token: `starts` [experts + 1] of each expert's rows, `places`
 // [count] where each choice's row lies, `sources` [count] whose choice a row is.
@@ -104,7 +104,7 @@ extern "C" void order_by_expert_f32(const int64_t* chosen, int64_t* starts, int6
         sources[places[i]] = i;
     }
 }
-PLAYED(order_by_expert_f32)
+REPLAYABLE(order_by_expert_f32)
 
 // out [count][dim]: the token of each row, which is one of its `active` choices.
 template <class T>
@@ -159,8 +159,8 @@ static void combine_backward(const T* grad, const T* rows, const float* weights,
                                              int64_t tokens, int64_t active, int64_t dim) {                           \
         combine_backward<T>(grad, rows, weights, places, grad_rows, grad_weights, tokens, active, dim);               \
     }                                                                                                                 \
-    PLAYED(dispatch##suffix)                                                                                          \
-    PLAYED(combine##suffix)
+    REPLAYABLE(dispatch##suffix)                                                                                          \
+    REPLAYABLE(combine##suffix)
 
 EXPORT(float, _f32)
 EXPORT(bf16, _bf16)

@@ -1,7 +1,7 @@
 // Products of rows that lie in groups, each group with a matrix of its own: the experts of a mixture. A group's product is
 // the product of its rows alone, so neither the other groups nor the order of the groups can change a bit.
 #pragma once
-#include "played.h"
+#include "replay.h"
 #include "product.h"
 
 // Calls one(group, split) for every group that has rows. Many groups are shared by the threads whole; of few, each is
@@ -51,7 +51,7 @@ static void grouped_outer(const T* a, const T* b, T* out, const int64_t* starts,
                                             int64_t depth, int64_t outputs) {                                         \
         grouped_product<T>(x, w, w_group, w_row, w_inner, packed, out, starts, groups, depth, outputs);               \
     }                                                                                                                 \
-    PLAYED(grouped_product##suffix)                                                                                   \
+    REPLAYABLE(grouped_product##suffix)                                                                                   \
     extern "C" void grouped_outer##suffix(const T* a, const T* b, T* out, const int64_t* starts, int64_t groups,      \
                                           int64_t left, int64_t right) {                                              \
         grouped_outer<T>(a, b, out, starts, groups, left, right);                                                     \

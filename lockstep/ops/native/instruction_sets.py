@@ -1,4 +1,4 @@
-"""The instruction sets that the kernels are compiled for, and which of them this processor has."""
+"""The instruction sets for which the kernels are compiled, and which of them this processor supports."""
 
 from __future__ import annotations
 
@@ -64,7 +64,7 @@ NAMES = tuple(dict.fromkeys(each.name for sets in BY_MACHINE.values() for each i
 
 @cache
 def supported() -> tuple[InstructionSet, ...]:
-    """The instruction sets that this processor has, best first, from LOCKSTEP_ISA down if that is set.
+    """The instruction sets that this processor supports, best first, from LOCKSTEP_ISA down if that is set.
 
     Raises UnknownInstructions if LOCKSTEP_ISA names a set that is unknown or that the processor lacks.
     """
@@ -82,7 +82,7 @@ def supported() -> tuple[InstructionSet, ...]:
 
 
 def _may_use_tiles() -> bool:
-    """Requests the matrix unit's registers from Linux, as every process must before it uses them."""
+    """Requests the matrix unit's registers from Linux, as every process must before using them."""
     request_permission, tile_data, system_call = 0x1023, 18, 158  # ARCH_REQ_XCOMP_PERM, XFEATURE_XTILEDATA, arch_prctl
     return ctypes.CDLL(None).syscall(system_call, request_permission, tile_data) == 0
 
@@ -93,7 +93,7 @@ def _sets() -> tuple[InstructionSet, ...]:
 
 @cache
 def processor_flags() -> frozenset[str]:
-    """The processor's features, by Linux's names for them."""
+    """The processor's features, by their names in Linux."""
     try:
         lines = Path("/proc/cpuinfo").read_text().splitlines()
     except OSError:

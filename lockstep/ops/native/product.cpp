@@ -1,6 +1,6 @@
 // The products that others call: of one pair of matrices, and of groups of rows with a matrix each.
 #include "grouped_product.h"
-#include "played.h"
+#include "replay.h"
 #include "product.h"
 
 template <class T>
@@ -16,7 +16,7 @@ static void pack(const T* w, int64_t w_row, int64_t w_inner, word* packed, int64
                          const word* packed, Out* out, int64_t rows, int64_t depth, int64_t outputs, int64_t chunks) { \
         product<T, Out>(x, x_row, x_inner, w, w_row, w_inner, packed, out, rows, depth, outputs, chunks);             \
     }                                                                                                                 \
-    PLAYED(name)
+    REPLAYABLE(name)
 #define EXPORT_PACK(name, T)                                                                                          \
     extern "C" void name(const T* w, int64_t w_row, int64_t w_inner, word* packed, int64_t depth, int64_t outputs) {  \
         pack<T>(w, w_row, w_inner, packed, depth, outputs);                                                           \

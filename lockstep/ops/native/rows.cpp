@@ -2,7 +2,7 @@
 #include <algorithm>
 #include <vector>
 
-#include "played.h"
+#include "replay.h"
 #include "vector.h"
 
 // Work below this many elements is not worth waking the other threads for.
@@ -187,11 +187,11 @@ static void column_sums(const T* x, float* sums, int64_t rows, int64_t dim) {
         column_sums<T>(x, sums, rows, dim);                                                                           \
     }                                                                                                                 \
     extern "C" void add##suffix(const T* a, const T* b, T* out, int64_t count) { add<T>(a, b, out, count); }          \
-    PLAYED(rms_norm##suffix)                                                                                          \
-    PLAYED(rotary##suffix)                                                                                            \
-    PLAYED(silu_mul##suffix)                                                                                          \
-    PLAYED(clamped_swiglu##suffix)                                                                                    \
-    PLAYED(add##suffix)
+    REPLAYABLE(rms_norm##suffix)                                                                                          \
+    REPLAYABLE(rotary##suffix)                                                                                            \
+    REPLAYABLE(silu_mul##suffix)                                                                                          \
+    REPLAYABLE(clamped_swiglu##suffix)                                                                                    \
+    REPLAYABLE(add##suffix)
 
 EXPORT(float, _f32)
 EXPORT(bf16, _bf16)

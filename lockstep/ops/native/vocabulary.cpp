@@ -3,7 +3,7 @@
 #include <limits>
 #include <vector>
 
-#include "played.h"
+#include "replay.h"
 #include "vector.h"
 
 // The vocabulary is reduced in at most so many pieces, joined in a binary tree. Where they begin is given: wherever a
@@ -113,7 +113,7 @@ extern "C" void join_masses_f32(const float* masses, const float* chosen, float*
         finish(pieces, chosen[row], out[row], entropies[row], normalizers[row]);
     }
 }
-PLAYED(join_masses_f32)
+REPLAYABLE(join_masses_f32)
 
 // In place: the logits become the gradient with respect to them. A negative target is not among them: another rank
 // holds its part of the vocabulary.
@@ -222,8 +222,8 @@ static void draw(const T* logits, const float* inverse_temperatures, const doubl
                                  int64_t rows, int64_t part, int64_t count) {                                         \
         draw<T>(logits, inverse_temperatures, uniforms, masses, bounds, tokens, scaled, rows, part, count);           \
     }                                                                                                                 \
-    PLAYED(masses##suffix)                                                                                            \
-    PLAYED(draw##suffix)
+    REPLAYABLE(masses##suffix)                                                                                            \
+    REPLAYABLE(draw##suffix)
 
 EXPORT(float, _f32)
 EXPORT(bf16, _bf16)
