@@ -75,6 +75,6 @@ def _short_names(config: ModelConfig) -> list[str]:
     names = []
     for last, layers in everything.items():
         # peft applies a last name to every layer whose name ends with it, including those of experts.
-        whole = adapted.issuperset(layers) and config.experts is None
-        names += [last] if whole else [name for name in layers if name in adapted]
+        all_adapted = adapted.issuperset(layers) and config.experts is None
+        names += [last] if all_adapted else [name for name in layers if name in adapted]
     return names

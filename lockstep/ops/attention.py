@@ -251,11 +251,11 @@ class TrainedAttention(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, Tensor, Tensor | None, Tensor | None, None, None]:
         q, k, v, out, log_sums, sinks = ctx.saved_tensors
-        made = ctx.attention.backward(grads[0], q, k, v, out, log_sums, ctx.terms)
+        gradients = ctx.attention.backward(grads[0], q, k, v, out, log_sums, ctx.terms)
         of_sinks = None
         if sinks is not None:
             of_sinks = sink_gradient(grads[0], out, log_sums, sinks, ctx.attention.tokens)
-        return *made, of_sinks, None, None
+        return *gradients, of_sinks, None, None
 
 
 Gradients = tuple[Tensor, Tensor, Tensor | None]

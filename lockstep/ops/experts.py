@@ -1,4 +1,4 @@
-"""The experts of a mixture: each token goes through a few of many gated feed-forwards, and their results are summed.
+"""The experts of a mixture: each token uses a few of many gated feed-forwards, and their results are summed.
 
 Rows are sorted by expert, multiplied group by group, and summed per token in the order of its choices. So a token's
 bits do not depend on which, or how many, other tokens use its experts.

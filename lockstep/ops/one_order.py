@@ -25,7 +25,7 @@ class GatheredRows(Protocol):
     is_first: bool
     """Whether this is the rank that computes what only one rank should."""
 
-    def gather(self, own: Tensor) -> Tensor:
+    def gather(self, local: Tensor) -> Tensor:
         """All ranks' rows, in the order of one process; without a gradient."""
         ...
 
@@ -34,7 +34,7 @@ class GatheredRows(Protocol):
 class SharedRows(GatheredRows, Protocol):
     """Tokens, or a loss's targets, shared by several ranks."""
 
-    def whole(self, own: Tensor) -> Tensor:
+    def whole(self, local: Tensor) -> Tensor:
         """`gather` with a gradient, which is that of this rank's rows."""
         ...
 

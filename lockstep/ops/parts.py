@@ -19,10 +19,10 @@ class VocabularyPart(Protocol):
     stop: int
     rank: int
 
-    def gather(self, own: Tensor) -> Tensor:
+    def gather(self, local: Tensor) -> Tensor:
         """The tensors of all processes, by rank: `[parts, *shape]`."""
 
-    def gather_masses(self, own: Tensor) -> Tensor:
+    def gather_masses(self, local: Tensor) -> Tensor:
         """The masses `[rows, pieces, 3]` of the whole vocabulary, gathered from all parts."""
 
     def drawn(self, tokens: Tensor, scaled: Tensor) -> tuple[Tensor, Tensor]:
@@ -37,11 +37,11 @@ class Whole:
     def __init__(self, vocab: int):
         self.vocab = self.stop = vocab
 
-    def gather(self, own: Tensor) -> Tensor:
-        return own[None]
+    def gather(self, local: Tensor) -> Tensor:
+        return local[None]
 
-    def gather_masses(self, own: Tensor) -> Tensor:
-        return own
+    def gather_masses(self, local: Tensor) -> Tensor:
+        return local
 
     def drawn(self, tokens: Tensor, scaled: Tensor) -> tuple[Tensor, Tensor]:
         return tokens, scaled

@@ -103,11 +103,11 @@ def read_attention(values: dict[str, Any], where: str) -> dict[str, Any]:
     return {
         "attention_bias": True,
         "sinks": True,
-        "windows": shortest_turn([window if KINDS[kind] else 0 for kind in kinds]),
+        "windows": shortest_pattern([window if KINDS[kind] else 0 for kind in kinds]),
     }
 
 
-def shortest_turn(windows: Sequence[int]) -> tuple[int, ...]:
+def shortest_pattern(windows: Sequence[int]) -> tuple[int, ...]:
     """The shortest list whose repetition gives all windows."""
     turns = (tuple(windows[:length]) for length in range(1, len(windows) + 1))
     return next(turn for turn in turns if all(turn[n % len(turn)] == window for n, window in enumerate(windows)))

@@ -135,9 +135,9 @@ def refuse_infinite_rotation(config: ModelConfig, where: str) -> None:
         raise UserError(f"{where}: head_dim is {shown}; it can be up to {WIDEST_HEAD}")
     try:
         with np.errstate(all="ignore"):
-            made = [*rotary_frequencies(config).tolist(), table_factor(config)]
-            made += [softmax_scale(config)] if config.latent is not None else []
+            factors = [*rotary_frequencies(config).tolist(), table_factor(config)]
+            factors += [softmax_scale(config)] if config.latent is not None else []
     except (ArithmeticError, ValueError):
-        made = [math.inf]
-    if not all(map(math.isfinite, made)):
+        factors = [math.inf]
+    if not all(map(math.isfinite, factors)):
         raise UserError(f"{where}: rope_theta and the rotary scaling give angles that are not finite; check them")

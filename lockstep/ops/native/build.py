@@ -37,26 +37,26 @@ def library_path(instructions: InstructionSet) -> Path:
             raise CompilerMissing("no C++ compiler was found; install g++ or set CXX")
         return _compiled(compiler, flags, cache_folder() / f"{name}-{fingerprint(compiler)}.so")
     except CompilerMissing:
-        for kept in sorted(cache_folder().glob(f"{name}-*.so")):
-            if _is_whole(kept):
-                return kept
+        for cached in sorted(cache_folder().glob(f"{name}-*.so")):
+            if _is_intact(cached):
+                return cached
         raise
 
 
 def _compiled(compiler: str, flags: list[str], target: Path) -> Path:
     """Compiles `target` if it does not exist, and returns it."""
-    if not _is_whole(target):
+    if not _is_intact(target):
         try:
             compile_kernels(compiler, flags, target, umask=0o077)
             _digest_file(target).unlink(missing_ok=True)
             _digest_file(target).touch(mode=0o600)
             _digest_file(target).write_text(_digest(target))
         except OSError as error:  # a full disk
-            raise CompilerMissing(f"they cannot be kept in {target.parent}: {error.strerror or error}") from error
+            raise CompilerMissing(f"they cannot be cached in {target.parent}: {error.strerror or error}") from error
     return target
 
 
-def _is_whole(library: Path) -> bool:
+def _is_intact(library: Path) -> bool:
     """Whether the library is intact: loading a damaged one would crash the process without an error message.
 
     Raises UnsafeCache if other users could have written it or its digest.

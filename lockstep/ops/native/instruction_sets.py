@@ -68,17 +68,17 @@ def supported() -> tuple[InstructionSet, ...]:
 
     Raises UnknownInstructions if LOCKSTEP_ISA names a set that is unknown or that the processor lacks.
     """
-    own = tuple(each for each in _sets() if each.needs <= processor_flags())
-    if own and own[0].name == "amx" and not _may_use_tiles():
-        own = own[1:]
+    available = tuple(each for each in _sets() if each.needs <= processor_flags())
+    if available and available[0].name == "amx" and not _may_use_tiles():
+        available = available[1:]
     highest = os.environ.get("LOCKSTEP_ISA", "")
     if not highest:
-        return own
-    names = [each.name for each in own]
+        return available
+    names = [each.name for each in available]
     if highest not in names:
         reason = "this processor does not have it" if highest in NAMES else "there is no such instruction set"
         raise UnknownInstructions(f"LOCKSTEP_ISA is {highest}: {reason}; here it can be {', '.join(names)}")
-    return own[names.index(highest) :]
+    return available[names.index(highest) :]
 
 
 def _may_use_tiles() -> bool:
