@@ -25,7 +25,7 @@ from lockstep.generate.batch import StepBatch
 from lockstep.generate.runner import Decoded, Runner, runs_own_code
 from lockstep.model import Decoder
 from lockstep.model.decoder import Block
-from lockstep.model.lora import projections
+from lockstep.model.lora_layers import projections
 from lockstep.parallel.tensor_group import tensor_group_of
 
 GUESSED_ROWS = 64

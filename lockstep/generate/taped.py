@@ -15,7 +15,7 @@ from lockstep.generate.batch import StepBatch
 from lockstep.generate.runner import Decoded, Runner, runs_own_code
 from lockstep.model import Decoder
 from lockstep.model.decoder import Block
-from lockstep.model.lora import projections
+from lockstep.model.lora_layers import projections
 from lockstep.ops import native
 
 SIGHTS = 12
@@ -151,7 +151,7 @@ class _Step:
 
         # Before it is recorded: another engine's thread may make larger tables at any time.
         self._positions = len(model.rotary.reserve(int(positions.max()) + 1, model.device)[0])
-        self._tape = ops.Tape(step, arena)
+        self._graph = ops.StepGraph(step, arena)
         self._kernels = native.library()
         self._generation, self._weights = packed.generation, weights
         self.decoded = self._noted()
@@ -163,18 +163,18 @@ class _Step:
         if (packed.generation, weights) != (self._generation, self._weights):
             if weights[:2] != self._weights[:2]:
                 return False
-            if any(packed.panels_of(weight) is not panels for weight, panels in self._tape.panels):
+            if any(packed.panels_of(weight) is not panels for weight, panels in self._graph.panels):
                 return False
             self._generation, self._weights = packed.generation, weights
         return True
 
     def replay(self, batch: StepBatch) -> Decoded:
         self._fill(batch)
-        self._tape.replay()
+        self._graph.replay()
         return self._noted()
 
     def _noted(self) -> Decoded:
-        logits, tokens, log_probs, *routes = self._tape.results
+        logits, tokens, log_probs, *routes = self._graph.results
         ops.note_routes(routes)
         return Decoded(logits, tokens, log_probs)
 

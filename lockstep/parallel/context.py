@@ -23,7 +23,7 @@ from lockstep import ops
 from lockstep.ops import one_order
 from lockstep.ops.attention import Gradients, attend_backward
 from lockstep.ops.attention_reference import PLAIN
-from lockstep.ops.kept import keep
+from lockstep.ops.saved_outputs import saved_output
 from lockstep.ops.sinks import sink_gradient
 from lockstep.parallel.exchange import all_gather, gather_rows, reduce_scatter
 from lockstep.parallel.one_order import ContextRows
@@ -149,7 +149,9 @@ class _GatheredAttention(torch.autograd.Function):
         terms: ops.Terms,
     ) -> Tensor:
         everything = terms._replace(sinks=sinks)
-        out, log_sums = keep("attention", lambda: attention.pieces.forward(q, *attention.gather(k, v), everything))
+        out, log_sums = saved_output(
+            "attention", lambda: attention.pieces.forward(q, *attention.gather(k, v), everything)
+        )
         ctx.save_for_backward(q, k, v, out, log_sums, sinks)
         ctx.attention, ctx.terms = attention, terms
         return out
@@ -157,7 +159,7 @@ class _GatheredAttention(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, Tensor, Tensor | None, Tensor | None, None, None]:
         q, k, v, out, log_sums, sinks = ctx.saved_tensors
-        if one_order.is_asked():
+        if one_order.is_required():
             return *_in_one_order(ctx.attention, grads[0], q, k, v, out, log_sums, ctx.terms, sinks), None, None
         pieces = ctx.attention.pieces
         keys, values = ctx.attention.gather(k, v)

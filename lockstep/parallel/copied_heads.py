@@ -31,7 +31,7 @@ class OneKeyValueHead:
         self.own = slice(self.rank // self.share, self.rank // self.share + 1)
 
     def before_attention(self, block: Block, hidden: Tensor, cos: Tensor, sin: Tensor) -> Projected:
-        if one_order.is_asked():
+        if one_order.is_required():
             with self._in_one_order(block):
                 q, k, v = block.before_attention(hidden, cos, sin)
             return exchanged(q, self.group, self._gather_queries, self._own_queries), k, v
@@ -39,7 +39,7 @@ class OneKeyValueHead:
         return q, k[:, self.own].contiguous(), None if v is None else v[:, self.own].contiguous()
 
     def after_attention(self, block: Block, hidden: Tensor, attended: Tensor) -> Tensor:
-        if one_order.is_asked():
+        if one_order.is_required():
             attended = exchanged(attended, self.group, self._own_queries, self._gather_queries)
         return block.after_attention(hidden, attended)
 

@@ -98,7 +98,7 @@ def own_rows(x: Tensor, group: dist.ProcessGroup) -> Tensor:
 
 def sum_gathered(grad: Tensor, group: dist.ProcessGroup) -> Tensor:
     """The gradient of gathered rows: the sum over ranks, which with one order the products have already computed."""
-    return own_rows(grad, group) if one_order.is_asked() else sum_rows(grad, group)
+    return own_rows(grad, group) if one_order.is_required() else sum_rows(grad, group)
 
 
 def without_gradient(x: Tensor) -> Tensor:
@@ -196,7 +196,7 @@ class ExchangedSum:
         received = torch.empty_like(input_tensor)
         dist.all_to_all_single(received, input_tensor, group=group)
         parts = list(received.view(group.size(), -1).unbind())
-        if one_order.is_asked() and is_no_subtree(group.size() // self.shared):
+        if one_order.is_required() and is_no_subtree(group.size() // self.shared):
             # With one order, of ranks that share tokens only one has a gradient.
             total = self._apart.add(map(tree_sum, zip(*[iter(parts)] * self.shared)))
             if total is None:
@@ -223,7 +223,7 @@ class SumOverReplicas:
     def __call__(self, x: Tensor) -> None:
         ranks = self.group.size()
         padded = torch.nn.functional.pad(x.flatten(), (0, -x.numel() % ranks))
-        if one_order.is_asked() and is_no_subtree(ranks):
+        if one_order.is_required() and is_no_subtree(ranks):
             share = self._apart.add(swap_rows(padded, self.group).view(ranks, -1))
         else:
             share = sum_rows(padded, self.group)

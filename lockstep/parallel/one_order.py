@@ -13,9 +13,7 @@ from torch import Tensor
 
 from lockstep import ops
 from lockstep.ops import cuda, native, one_order
-from lockstep.ops.asked import asked_for
 from lockstep.ops.bias import bias_gradient, biased
-from lockstep.ops.kept import keep
 from lockstep.ops.linear import (
     input_gradient,
     product,
@@ -24,9 +22,11 @@ from lockstep.ops.linear import (
     token_weight_gradient,
     tree_sum,
 )
+from lockstep.ops.needed_gradients import needs_gradient
 from lockstep.ops.norm import norm_with_scale, token_gradients, trained_norm
 from lockstep.ops.opaque import library
 from lockstep.ops.routing import logits_gradients, trained_logits
+from lockstep.ops.saved_outputs import saved_output
 from lockstep.parallel.exchange import gather_rows, group_named, swap_rows
 
 
@@ -112,12 +112,12 @@ class _ColumnProduct(torch.autograd.Function):
     def forward(ctx: Any, x: Tensor, weight: Tensor, group: dist.ProcessGroup, part: slice | None) -> Tensor:
         ctx.save_for_backward(x, weight)
         ctx.group, ctx.part = group, part
-        return keep("linear", lambda: product(x, weight))
+        return saved_output("linear", lambda: product(x, weight))
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, Tensor | None, None, None]:
         (grad,), (x, weight), part = grads, ctx.saved_tensors, ctx.part
-        asked = asked_for(ctx, 0), asked_for(ctx, 1)
+        asked = needs_gradient(ctx, 0), needs_gradient(ctx, 1)
         if part is None:
             return *_product_gradients(grad, x, weight, ctx.group, *asked), None, None
         grad_x, of_part = _product_gradients(grad[:, part], x, weight[part], ctx.group, *asked)
@@ -133,7 +133,9 @@ def _product_gradients(
 ) -> tuple[Tensor | None, Tensor | None]:
     grad_x = None
     if of_x:
-        grad_x = _shared_input_gradient(grad, weight, group) if one_order.is_asked() else input_gradient(grad, weight)
+        grad_x = (
+            _shared_input_gradient(grad, weight, group) if one_order.is_required() else input_gradient(grad, weight)
+        )
     return grad_x, token_weight_gradient(grad, x) if of_weight else None
 
 

@@ -19,7 +19,7 @@ from lockstep.config.parallel import ROW_MULTIPLE
 from lockstep.errors import UserError
 from lockstep.ops import one_order
 from lockstep.ops.clamped_experts import clamped_feed_forward
-from lockstep.ops.embedding import found_rows
+from lockstep.ops.embedding import plain_embedding
 from lockstep.ops.experts import feed_forward
 from lockstep.parallel.copied_heads import sharing
 from lockstep.parallel.exchange import (
@@ -76,7 +76,7 @@ def embedding(tokens: Tensor, weight: DTensor) -> Tensor:
     length = -(-weight.shape[0] // ranks)
     first = dist.get_rank(group) * length
     held = (tokens >= first) & (tokens < first + own.shape[0])
-    found = found_rows(torch.where(held, tokens - first, 0), own)
+    found = plain_embedding(torch.where(held, tokens - first, 0), own)
     found = torch.where(held[:, None], found, 0.0)
     if rows_are_whole():
         everyone = gather_rows(found, group).unflatten(0, (ranks, -1))
@@ -115,7 +115,7 @@ def text_scores(hidden: Tensor, head: DTensor) -> Tensor:
     if group is not None and dist.get_rank(group) > 0:
         own = without_gradient(own)
         # With one order, each rank takes its rows of a gradient that is already the sum (`exchange.sum_gathered`).
-        hidden = hidden if one_order.is_asked() else without_gradient(hidden)
+        hidden = hidden if one_order.is_required() else without_gradient(hidden)
     return ops.text_scores(hidden, own)
 
 

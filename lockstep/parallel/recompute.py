@@ -17,8 +17,8 @@ from lockstep.config import RecomputeConfig
 from lockstep.errors import UserError
 from lockstep.model import Decoder
 from lockstep.model.shard import local_part
-from lockstep.ops.kept import Tape
 from lockstep.ops.routes import recorded_routes, repeatable
+from lockstep.ops.saved_outputs import SavedOutputs
 
 Forward = Callable[..., Tensor]
 
@@ -50,7 +50,7 @@ def _recomputed(forward: Forward, *arguments: Any, **context: Any) -> Tensor:
 
 
 def _selectively_recomputed(forward: Forward, operators: tuple[str, ...], *arguments: Any) -> Tensor:
-    return _recomputed(forward, *arguments, context_fn=Tape(operators).contexts)
+    return _recomputed(forward, *arguments, context_fn=SavedOutputs(operators).contexts)
 
 
 def _within_budget(forward: Forward, budget: Budget, place: int, block: nn.Module, *arguments: Any) -> Tensor:

@@ -15,10 +15,10 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from lockstep.ops.asked import asked_for
-from lockstep.ops.kept import keep
 from lockstep.ops.linear import input_gradient, product_sums, token_weight_gradient, tree_sum
+from lockstep.ops.needed_gradients import needs_gradient
 from lockstep.ops.opaque import library
+from lockstep.ops.saved_outputs import saved_output
 from lockstep.parallel.exchange import all_gather, gather_rows, group_named, rows_are_whole, sum_rows
 
 OVERLAPPED = 4
@@ -60,12 +60,12 @@ class _RowProduct(torch.autograd.Function):
     def forward(ctx: Any, x: Tensor, weight: Tensor, chunks: int, group: dist.ProcessGroup) -> Tensor:
         ctx.save_for_backward(x, weight)
         ctx.group = group
-        return keep("linear", lambda: _product(x, weight, chunks, group))
+        return saved_output("linear", lambda: _product(x, weight, chunks, group))
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, Tensor | None, None, None]:
         x, weight = ctx.saved_tensors
-        return *_gradients(grads[0], x, weight, ctx.group, asked_for(ctx, 0), asked_for(ctx, 1)), None, None
+        return *_gradients(grads[0], x, weight, ctx.group, needs_gradient(ctx, 0), needs_gradient(ctx, 1)), None, None
 
 
 def _product(x: Tensor, weight: Tensor, chunks: int, group: dist.ProcessGroup) -> Tensor:

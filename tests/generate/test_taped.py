@@ -268,7 +268,7 @@ def test_packed_weights_are_freed_with_the_weights_and_where_they_are_packed_ane
     engine = _engines(model, draft="none")[0]
 
     def packed():
-        return [weakref.ref(panels) for step in engine._runner._steps.values() for _, panels in step._tape.panels]
+        return [weakref.ref(panels) for step in engine._runner._steps.values() for _, panels in step._graph.panels]
 
     def alive(panels):
         gc.collect()
@@ -300,12 +300,12 @@ def test_another_thread_may_make_larger_rotary_tables_meanwhile(monkeypatch):
     model = build_model(SHAPE, "float32", seed=1)
     repeated, direct = _engines(model, draft="none")
 
-    class Disturbed(ops.Tape):
+    class Disturbed(ops.StepGraph):
         def __init__(self, *given):
             super().__init__(*given)
             model.rotary.reserve(600, model.device)
 
-    monkeypatch.setattr(ops, "Tape", Disturbed)
+    monkeypatch.setattr(ops, "StepGraph", Disturbed)
     params = SamplingParams(max_tokens=40, seed=1)
     assert _sampled(repeated, [[5] * 240], params) == _sampled(direct, [[5] * 240], params)
 
@@ -449,4 +449,4 @@ def test_a_step_of_a_dense_model_is_one_call(dtype, shape):
     repeated, _ = _engines(build_model(SHAPES[shape], dtype, seed=2))
     repeated.generate([[1, 2, 3]], SamplingParams(max_tokens=3, n=3, ignore_eos=True))
     (step,) = repeated._runner._steps.values()
-    assert len(step._tape._calls) > 30 and len(step._tape._merged) == 1
+    assert len(step._graph._calls) > 30 and len(step._graph._merged) == 1
