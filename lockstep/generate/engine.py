@@ -30,8 +30,8 @@ from lockstep.generate.sampling_params import Completion, SamplingParams, TokenE
 from lockstep.generate.scheduler import Chunk, Scheduler
 from lockstep.generate.sequence import Sequence
 from lockstep.generate.statistics import Statistics
+from lockstep.generate.step_graphs import StepGraphRunner
 from lockstep.generate.stragglers import stragglers
-from lockstep.generate.taped import TapedRunner
 from lockstep.generate.weight_writes import WeightWrites
 from lockstep.host_memory import return_freed_memory
 from lockstep.model import Decoder, check_token_ids
@@ -97,8 +97,8 @@ class Engine:
         self._arrays = BatchArrays(self.config.max_sequences)
         if (mode := graphs_of(self.config, model)) != "none":
             self._runner: Runner = GraphRunner(model, self.cache, replace(self.config, cuda_graphs=mode))
-        elif self.tensor_group is None and TapedRunner.can_run(model):
-            self._runner = TapedRunner(model, self.cache, self._weights)
+        elif self.tensor_group is None and StepGraphRunner.can_run(model):
+            self._runner = StepGraphRunner(model, self.cache, self._weights)
         else:
             self._runner = Runner(model, self.cache)
         draft = draft or make_draft(self.config, model)
@@ -110,7 +110,7 @@ class Engine:
             else None
         )
         self._token_seconds = 0.0
-        """Seconds per token that the current step would take without guesses; 0 if it had none."""
+        """Seconds per token that the current step would take without drafts; 0 if it had none."""
         self._requests: dict[int, list[Sequence]] = {}
         # Whichever call runs the step, each event goes to the stream or the call of `generate` that owns its request;
         # events without an owner go to the caller of `step`.
@@ -119,7 +119,7 @@ class Engine:
         self._next_id = 0
         self._in_flight = False
         """A step has begun and not finished: if none is running, it was interrupted at some point."""
-        self._away = False
+        self._released = False
         self.before_step: Callable[[], None] = lambda: None
         """Called before each step of `generate`; an exception from it ends `generate`."""
 
@@ -210,7 +210,7 @@ class Engine:
                 prompt_length=len(prompt),
                 stop_ids=stop_ids,
                 decoder=StreamDecoder(decodes, context) if decodes else None,
-                asked_at=now,
+                requested_at=now,
             )
             for index in range(params.n)
         ]
@@ -249,7 +249,7 @@ class Engine:
             sequence.finish_reason = "abort"
         if unfinished and not self._in_flight:
             self.scheduler.remove(unfinished)
-        self._tell_draft(unfinished)
+        self._end_drafts(unfinished)
 
     @property
     def has_work(self) -> bool:
@@ -276,12 +276,12 @@ class Engine:
         """Returns to the system what steps have freed, which the process keeps for the next ones."""
         return_freed_memory()
 
-    def weights_away(self) -> None:
+    def release_weights(self) -> None:
         """Frees the packed weights too, when the memory of the model's weights is released until `weights_changed`.
 
         Nothing can be sampled until then: a step raises RuntimeError.
         """
-        self._away = True
+        self._released = True
         self._runner.release()
         self._weights.release()
 
@@ -298,7 +298,7 @@ class Engine:
                 f"the model is {self.model.dtype} now, but the engine's cache is {self.cache.keys.dtype}; make another "
                 "Engine"
             )
-        self._away = False
+        self._released = False
         self.weights_version = self.weights_version + 1 if version is None else version
         self._writes = WeightWrites(self.model)
         self._weights.forget()
@@ -320,7 +320,7 @@ class Engine:
 
     @torch.no_grad()
     def _step(self) -> None:
-        if self._away:
+        if self._released:
             raise RuntimeError("the engine's weights were released; call weights_changed once the model has them again")
         if self._writes.are_new():
             self._use_new_weights()
@@ -331,7 +331,7 @@ class Engine:
         try:
             if chunks := self.scheduler.schedule():
                 with self._weights.in_use(), whole_rows():
-                    samples = self._guess_and_compute(chunks)
+                    samples = self._draft_and_compute(chunks)
                 self.statistics.count_step(chunks, began)
                 self.statistics.prompt_tokens_reused = self.scheduler.reused_tokens
                 self.statistics.preemptions = self.scheduler.preemptions
@@ -351,25 +351,25 @@ class Engine:
         self.scheduler.restart(s for group in unfinished.values() for s in group)
         self._in_flight = False
 
-    def _guess_and_compute(self, chunks: list[Chunk]) -> list[Sample]:
+    def _draft_and_compute(self, chunks: list[Chunk]) -> list[Sample]:
         if self._speculation is None:
             return self._compute(chunks)
         self._speculation.extend(chunks, self.scheduler)
         began = time.perf_counter()
         samples = self._compute(chunks)
-        guessed, plain = self._speculation.timed(chunks, time.perf_counter() - began, self._runner.pace)
-        self.statistics.guessed_seconds += guessed
+        drafted, plain = self._speculation.timed(chunks, time.perf_counter() - began, self._runner.pace)
+        self.statistics.guessed_seconds += drafted
         self.statistics.unguessed_seconds += plain
         self._token_seconds = plain / len(chunks)
         return samples
 
     def _compute(self, chunks: list[Chunk]) -> list[Sample]:
-        """Runs the model; samples after each chunk that reaches its sequence's end, and after each of its guesses."""
+        """Runs the model; samples after each chunk that reaches its sequence's end, and after each of its drafts."""
         batch = self._arrays.prepare(chunks)
         self._sampling, params = batch.sampled, batch.params
         with self._recorded_routes(params) as recorded:
             decoded = self._runner.decode(batch)
-        if decoded is not None and not any(p.cuts or p.top_logprobs for p in params):
+        if decoded is not None and not any(p.truncates or p.top_logprobs for p in params):
             drawn = zip(decoded.tokens.tolist(), decoded.log_probs.tolist(), self._routes(recorded, batch), strict=True)
             return [(token, score, score, [], route) for token, score, route in drawn]
         batch = batch.to(self.model.device)
@@ -387,10 +387,10 @@ class Engine:
             else:
                 logits = self.model.logits(hidden[batch.sampled_rows[part]])
             sampling = [p[part] for p in batch.sampling]
-            drawn, scores, cut_scores = self._sampler.sample(logits, *sampling)
+            drawn, scores, truncated_scores = self._sampler.sample(logits, *sampling)
             wanted = [p.top_logprobs for p in params[part]]
             tops = self._sampler.top_log_probs(logits, sampling[0], wanted) if any(wanted) else [[]] * len(wanted)
-            samples += zip(drawn.tolist(), scores.tolist(), cut_scores.tolist(), tops, routes[part])
+            samples += zip(drawn.tolist(), scores.tolist(), truncated_scores.tolist(), tops, routes[part])
         return samples
 
     def _hidden(self, batch: StepBatch) -> tuple[Tensor, list[str]]:
@@ -418,15 +418,15 @@ class Engine:
         row = 0
         for chunk in self._sampling:
             before, accepted, sequence = len(events), 0, chunk.sequence
-            for place, guess in enumerate((*chunk.guess, None), row):
+            for place, draft_token in enumerate((*chunk.draft_tokens, None), row):
                 if sequence.finish_reason is not None:  # with this token, or with another sample of its request
                     break
                 events.append(self._drawn(sequence, *samples[place]))
-                if events[-1].token_id != guess:
+                if events[-1].token_id != draft_token:
                     break
                 accepted += 1
-            row += 1 + len(chunk.guess)
-            self._take_guesses(chunk, accepted)
+            row += 1 + len(chunk.draft_tokens)
+            self._accept_drafts(chunk, accepted)
             if len(events) > before and sequence.finish_reason is not None:
                 finished += self._ended_with(sequence)
         self.statistics.tokens_sampled += len(events)
@@ -436,7 +436,7 @@ class Engine:
             for request_id in {s.request_id for s in finished}:
                 if all(s.finish_reason is not None for s in self._requests[request_id]):
                     del self._requests[request_id]
-            self._tell_draft(finished)
+            self._end_drafts(finished)
         return events
 
     def _ended_with(self, sequence: Sequence) -> list[Sequence]:
@@ -444,28 +444,28 @@ class Engine:
         broken = [s for s in self._requests[sequence.request_id] if s.finish_reason == "error"]
         return broken or [sequence]
 
-    def _tell_draft(self, finished: list[Sequence]) -> None:
+    def _end_drafts(self, finished: list[Sequence]) -> None:
         if self._speculation:
             for sequence in finished:
                 self._speculation.draft.ended(sequence)
 
     def _drawn(
-        self, sequence: Sequence, token: int, log_prob: float, cut_log_prob: float, top: list[tuple[int, float]],
+        self, sequence: Sequence, token: int, log_prob: float, truncated_log_prob: float, top: list[tuple[int, float]],
         route: str,
     ) -> TokenEvent:  # fmt: skip
         if math.isfinite(log_prob):
-            sequence.append(token, log_prob, cut_log_prob, route)
+            sequence.append(token, log_prob, truncated_log_prob, route)
         else:
             self._break(sequence.request_id)
-        cut = cut_log_prob if sequence.params.cuts else None
+        cut = truncated_log_prob if sequence.params.truncates else None
         reason = sequence.finish_reason
         version = self.weights_version
         return TokenEvent(sequence.request_id, sequence.index, token, log_prob, reason, version, top, cut, route)
 
-    def _take_guesses(self, chunk: Chunk, accepted: int) -> None:
-        if not chunk.guess or self._speculation is None:
+    def _accept_drafts(self, chunk: Chunk, accepted: int) -> None:
+        if not chunk.draft_tokens or self._speculation is None:
             return
-        self.statistics.count_guesses(len(chunk.guess), accepted, accepted * self._token_seconds)
+        self.statistics.count_drafts(len(chunk.draft_tokens), accepted, accepted * self._token_seconds)
         self._speculation.verified(chunk, accepted)
         if chunk.sequence.finish_reason != "error":
             self.scheduler.accept(chunk, accepted)
@@ -475,7 +475,7 @@ class Engine:
         unfinished = [s for s in self._requests[request_id] if s.finish_reason is None]
         for sequence in unfinished:
             sequence.finish_reason = "error"
-        self.scheduler.forget(unfinished)
+        self.scheduler.unregister_pages(unfinished)
         self.scheduler.remove(unfinished)
 
     def check_length(self, prompt: int, max_tokens: int) -> None:

@@ -22,14 +22,14 @@ from lockstep.config import EngineConfig
 from lockstep.config.engine import Graphs
 from lockstep.errors import UserError
 from lockstep.generate.batch import StepBatch
-from lockstep.generate.runner import Decoded, Runner, runs_own_code
+from lockstep.generate.runner import Decoded, Runner, has_custom_forward
 from lockstep.model import Decoder
 from lockstep.model.decoder import Block
 from lockstep.model.lora_layers import projections
 from lockstep.parallel.tensor_group import tensor_group_of
 
-GUESSED_ROWS = 64
-"""Rows of the largest captured decode step when guesses fill the rows that few sequences leave free."""
+DRAFT_ROWS = 64
+"""Rows of the largest captured decode step when drafts fill the rows that few sequences leave free."""
 
 Tensors = tuple[Any, ...]
 """None in place of the values if they are the same as the keys."""
@@ -108,7 +108,7 @@ class GraphRunner(Runner):
                 'set it to "none", or move the model to a GPU'
             )
         self.mode = config.cuda_graphs
-        self.sizes = ladder(config.max_sequences if config.draft == "none" else max(config.max_sequences, GUESSED_ROWS))
+        self.sizes = ladder(config.max_sequences if config.draft == "none" else max(config.max_sequences, DRAFT_ROWS))
         self._capture: Capture = capture or CudaCapture()
         self._whole: dict[int, Replay] = {}
         self._pieces: dict[tuple[int, int], Replay] = {}
@@ -131,7 +131,7 @@ class GraphRunner(Runner):
     def decode(self, batch: StepBatch) -> Decoded | None:
         """The whole step in one replay, if every row of it is sampled."""
         count = len(batch.tokens)
-        self.pace = "lasting"
+        self.pace = "steady"
         if self.mode == "piecewise" or not batch.decodes or count > self.sizes[-1]:
             return None
         self._drop_if_moved()
@@ -172,7 +172,7 @@ class GraphRunner(Runner):
     def _drop_if_moved(self) -> None:
         """Drops what was recorded of weights that were elsewhere, or with adapters that were on and are off."""
         if self._moved:
-            self._hooked = runs_own_code(self.model)
+            self._hooked = has_custom_forward(self.model)
             self._adapters = [layer for _, layer in projections(self.model) if layer.lora_A is not None]
         adapted = [layer.adapted for layer in self._adapters]
         if not self._moved and adapted == self._adapted:

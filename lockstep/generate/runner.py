@@ -16,7 +16,7 @@ from lockstep.model import Decoder
 from lockstep.parallel.sampler import ShardedSampler
 from lockstep.parallel.tensor_group import tensor_group_of
 
-Pace = Literal["lasting", "slower", "recording"]
+Pace = Literal["steady", "unrecorded", "recording"]
 """As long as later steps; longer by what is between operators; much longer, while it was recorded."""
 
 
@@ -34,7 +34,7 @@ def sampler_of(model: Decoder) -> Any:
     return ops if group is None else ShardedSampler(model.config.vocab_size, group)
 
 
-def runs_own_code(model: Decoder) -> bool:
+def has_custom_forward(model: Decoder) -> bool:
     """Whether some module has hooks, or a forward of its own, which what was recorded would not run."""
     return any(m._forward_hooks or m._forward_pre_hooks or "forward" in vars(m) for m in model.modules())
 
@@ -51,7 +51,7 @@ class Decoded(NamedTuple):
 class Runner:
     """Calls the model directly. `GraphRunner` replays recorded graphs where it can."""
 
-    pace: Pace = "lasting"
+    pace: Pace = "steady"
     """How long the last step took, compared with later ones of as many rows."""
 
     def __init__(self, model: Decoder, cache: ops.KVCache):
@@ -60,11 +60,11 @@ class Runner:
 
     @property
     def most_rows(self) -> int:
-        """The most rows of a step to which guesses are added."""
+        """The most rows of a step to which drafts are added."""
         return sys.maxsize
 
     def fits(self, rows: int) -> bool:
-        """Whether a step with guesses may have so many rows."""
+        """Whether a step with drafts may have so many rows."""
         return True
 
     def padded(self, rows: np.ndarray) -> np.ndarray:

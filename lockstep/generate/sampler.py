@@ -50,7 +50,7 @@ class Sampler(Protocol):
     def abort(self, request_id: int) -> None: ...
 
 
-class Remembering(Sampler, Protocol):
+class RecordingSampler(Sampler, Protocol):
     """A `Sampler` that records its requests and their results."""
 
     @property

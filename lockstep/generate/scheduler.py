@@ -13,12 +13,12 @@ from lockstep.generate.sequence import Sequence
 
 @dataclass(slots=True)
 class Chunk:
-    """Tokens [start, start + count) of a sequence, computed in this step, and guesses at those that follow them."""
+    """Tokens [start, start + count) of a sequence, computed in this step, and drafts at those that follow them."""
 
     sequence: Sequence
     start: int
     count: int
-    guess: list[int] = field(default_factory=list)
+    draft_tokens: list[int] = field(default_factory=list)
     """Only if the sequence is sampled."""
     copies: tuple[tuple[int, int], ...] = ()
     """(source, target) pages, if the last chunk with rows before this one ends a sequence of the same tokens. Then this
@@ -26,12 +26,12 @@ class Chunk:
 
     @property
     def rows(self) -> int:
-        return self.count + len(self.guess)
+        return self.count + len(self.draft_tokens)
 
     @property
     def tokens(self) -> list[int]:
         known = self.sequence.tokens[self.start : self.start + self.count]
-        return known + self.guess if self.guess else known
+        return known + self.draft_tokens if self.draft_tokens else known
 
     @property
     def is_sampled(self) -> bool:
@@ -97,19 +97,19 @@ class Scheduler:
             scheduled.add(id(sequence))
         return chunks
 
-    def extend(self, chunk: Chunk, guess: list[int]) -> None:
-        """Adds guessed tokens to a chunk, as many as fit in free pages: no sequence is preempted for a guess."""
+    def extend(self, chunk: Chunk, tokens: list[int]) -> None:
+        """Adds drafted tokens to a chunk, as many as fit in free pages: no sequence is preempted for a draft."""
         sequence = chunk.sequence
         room = (len(sequence.pages) + self.allocator.num_free) * self.page_size - sequence.computed
-        chunk.guess = guess[:room]
-        missing = self._pages_for(sequence.computed + len(chunk.guess)) - len(sequence.pages)
+        chunk.draft_tokens = tokens[:room]
+        missing = self._pages_for(sequence.computed + len(chunk.draft_tokens)) - len(sequence.pages)
         sequence.pages += [self.allocator.allocate() for _ in range(missing)]
 
     def accept(self, chunk: Chunk, count: int) -> None:
-        """`count` of a chunk's guesses are its sequence's tokens: their keys are in the cache."""
+        """`count` of a chunk's drafts are its sequence's tokens: their keys are in the cache."""
         chunk.sequence.computed += count
         if self.config.prefix_cache:
-            self._make_known(chunk.sequence)
+            self._register_pages(chunk.sequence)
 
     def remove(self, sequences: Iterable[Sequence]) -> None:
         """Frees what finished or aborted sequences hold."""
@@ -121,11 +121,11 @@ class Scheduler:
         if any(id(s) in gone for s in self.waiting):
             self.waiting = deque(s for s in self.waiting if id(s) not in gone)
 
-    def forget(self, sequences: Iterable[Sequence]) -> None:
+    def unregister_pages(self, sequences: Iterable[Sequence]) -> None:
         """From now on, no other sequence finds the pages of these."""
         for sequence in sequences:
             for page in sequence.pages:
-                self.allocator.forget(page)
+                self.allocator.unregister(page)
 
     def restart(self, unfinished: Iterable[Sequence]) -> None:
         """Moves all of these back to the waiting queue and frees every page: the computed keys are no longer valid.
@@ -137,7 +137,7 @@ class Scheduler:
         self.waiting = deque(unfinished)
         for sequence in self.waiting:
             sequence.pages, sequence.chain, sequence.slot = [], ROOT, -1
-            sequence.computed = sequence.known_pages = 0
+            sequence.computed = sequence.registered_pages = 0
         self._slots = list(range(self.config.max_sequences - 1, -1, -1))
 
     def _make_room(self, sequence: Sequence, count: int, scheduled: set[int]) -> bool:
@@ -159,7 +159,7 @@ class Scheduler:
         chunk = Chunk(sequence, sequence.computed, count)
         sequence.computed += count
         if self.config.prefix_cache:
-            self._make_known(sequence)
+            self._register_pages(sequence)
         return chunk
 
     def _take_copy(self, sequence: Sequence, lead: Chunk, scheduled: set[int]) -> Chunk:
@@ -167,31 +167,31 @@ class Scheduler:
         self._make_room(sequence, len(sequence.tokens) - sequence.computed, scheduled)
         self.reused_tokens += len(sequence.tokens)
         sequence.computed = len(sequence.tokens)
-        # The other may have pages for further tokens, which it once guessed.
+        # The other may have pages for further tokens, which it once drafted.
         copies = tuple(zip(lead.sequence.pages[first:], sequence.pages[first:], strict=False))
         # Its full pages are known from its next step on: in this one others would read them before they are filled.
         return Chunk(sequence, sequence.computed, 0, copies=copies)
 
-    def _make_known(self, sequence: Sequence) -> None:
+    def _register_pages(self, sequence: Sequence) -> None:
         size = self.page_size
-        while (sequence.known_pages + 1) * size <= sequence.computed:
-            start = sequence.known_pages * size
+        while (sequence.registered_pages + 1) * size <= sequence.computed:
+            start = sequence.registered_pages * size
             tokens = tuple(sequence.tokens[start : start + size])
-            sequence.chain = self.allocator.know(sequence.pages[sequence.known_pages], sequence.chain, tokens)
-            sequence.known_pages += 1
+            sequence.chain = self.allocator.register(sequence.pages[sequence.registered_pages], sequence.chain, tokens)
+            sequence.registered_pages += 1
 
     def _share_prefix(self, sequence: Sequence) -> None:
         """Shares known pages for as many of the tokens as they cover; the last token is always computed."""
         size = self.page_size
-        while self.config.prefix_cache and (sequence.known_pages + 1) * size < len(sequence.tokens):
-            start = sequence.known_pages * size
+        while self.config.prefix_cache and (sequence.registered_pages + 1) * size < len(sequence.tokens):
+            start = sequence.registered_pages * size
             found = self.allocator.share(sequence.chain, tuple(sequence.tokens[start : start + size]))
             if found is None:
                 break
             page, sequence.chain = found
             sequence.pages.append(page)
-            sequence.known_pages += 1
-            sequence.computed = sequence.known_pages * size
+            sequence.registered_pages += 1
+            sequence.computed = sequence.registered_pages * size
 
     def _pages_for(self, tokens: int) -> int:
         return -(-tokens // self.page_size)
@@ -212,5 +212,5 @@ class Scheduler:
         for page in reversed(sequence.pages):
             self.allocator.release(page)
         sequence.pages = []
-        sequence.computed = sequence.known_pages = 0
+        sequence.computed = sequence.registered_pages = 0
         sequence.chain = ROOT

@@ -1,4 +1,4 @@
-"""Guesses from a smaller model, or from the model's own first layers, drawn as the model itself will draw."""
+"""Drafts from a smaller model, or from the model's own first layers, drawn as the model itself will draw."""
 
 from __future__ import annotations
 
@@ -53,18 +53,18 @@ class ModelDraft(Draft):
         self._sampler = sampler_of(model)
         self._arrays = BatchArrays(config.max_sequences)
         self._slots = list(range(config.max_sequences))
-        self._own: dict[Sequence, Sequence] = {}
-        """The draft's own sequence for each of the engine's: its tokens, followed by guesses."""
+        self._copies: dict[Sequence, Sequence] = {}
+        """The draft's own sequence for each of the engine's: its tokens, followed by drafts."""
 
     def propose(self, sequences: ListLike[Sequence], counts: ListLike[int]) -> list[list[int]]:
-        self._release(s for s in list(self._own) if s.finish_reason is not None)
+        self._release(s for s in list(self._copies) if s.finish_reason is not None)
         going = {s: count for s, count in zip(sequences, counts) if self._make_room(s, count, sequences)}
         for place in range(max(going.values(), default=0)):
-            self._draw([self._own[s] for s, count in going.items() if place < count])
-        return [self._own[s].tokens[len(s.tokens) :] if s in going else [] for s in sequences]
+            self._draw([self._copies[s] for s, count in going.items() if place < count])
+        return [self._copies[s].tokens[len(s.tokens) :] if s in going else [] for s in sequences]
 
     def weights_changed(self) -> None:
-        for own in self._own.values():
+        for own in self._copies.values():
             own.computed = 0
 
     def _make_room(self, sequence: Sequence, count: int, asked: ListLike[Sequence]) -> bool:
@@ -72,16 +72,16 @@ class ModelDraft(Draft):
         length = len(sequence.tokens) + count
         if length > self.model.config.max_positions:
             return False
-        own = self._own.get(sequence)
+        own = self._copies.get(sequence)
         if own is None:
             if not self._slots:
-                self._release([next(s for s in self._own if s not in asked)])
-            own = self._own[sequence] = replace(sequence, tokens=[], pages=[], slot=self._slots.pop(), computed=0)
+                self._release([next(s for s in self._copies if s not in asked)])
+            own = self._copies[sequence] = replace(sequence, tokens=[], pages=[], slot=self._slots.pop(), computed=0)
         same = sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], zip(own.tokens, sequence.tokens)))
         own.computed = min(own.computed, same, len(sequence.tokens) - 1)
         own.tokens = list(sequence.tokens)
         missing = -(-length // ops.PAGE) - len(own.pages)
-        idle = (s for s in list(self._own) if s not in asked)
+        idle = (s for s in list(self._copies) if s not in asked)
         while missing > self._allocator.num_free:
             if (victim := next(idle, None)) is None:
                 return False
@@ -91,7 +91,7 @@ class ModelDraft(Draft):
 
     def _release(self, sequences: Iterable[Sequence]) -> None:
         for sequence in sequences:
-            own = self._own.pop(sequence)
+            own = self._copies.pop(sequence)
             self._slots.append(own.slot)
             for page in own.pages:
                 self._allocator.release(page)

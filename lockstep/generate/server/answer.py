@@ -137,7 +137,7 @@ async def _steps(
             decoder = StreamDecoder(service.tokenizer, context)
             choices.append(_Choice(GrowingText(decoder, stop, stop_ids, ReplyReader(form, decoder, prompt))))
     if begun:
-        await in_turn(service.turns.tokenizing, partial(_go_on, choices, begun))
+        await in_turn(service.turns.tokenizing, partial(_push_begun, choices, begun))
     try:
         with service.limits.places(len(choices)):
             async with service.engine_loop.generation(prompts, params, begun) as generation:
@@ -167,7 +167,7 @@ class _Choice:
         self.first_token = 0.0
 
 
-def _go_on(choices: list[_Choice], begun: Sequence[Completion]) -> None:
+def _push_begun(choices: list[_Choice], begun: Sequence[Completion]) -> None:
     for choice, sample in zip(choices, begun, strict=True):
         for token in sample.token_ids:
             choice.text.push(token, last=False)

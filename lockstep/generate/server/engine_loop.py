@@ -124,9 +124,9 @@ class EngineLoop:
             try:
                 running = self._take_commands()
                 if self._has_work():
-                    self._hand_out(self.engine.step())
+                    self._dispatch(self.engine.step())
             except BaseException as error:  # including a library's panic: whoever waits for the step must be told
-                self._give_up(error)
+                self._fail(error)
 
     def _has_work(self) -> bool:
         return self.engine.has_work and self.failure is None
@@ -167,11 +167,11 @@ class EngineLoop:
         except BaseException as error:
             self._abort(generation)
             expected = isinstance(error, UserError | ApiError)
-            self._post(_settle, generation.accepted, None, error if expected else engine_failed())
+            self._post(_resolve, generation.accepted, None, error if expected else engine_failed())
             if not expected:
                 raise
         else:
-            self._post(_settle, generation.accepted, None, None)
+            self._post(_resolve, generation.accepted, None, None)
 
     def _abort(self, generation: Generation) -> None:
         for request_id in generation.request_ids:
@@ -188,11 +188,11 @@ class EngineLoop:
         except UserError as error:
             failure = error
         except BaseException as error:  # it may have left the engine half changed
-            self._give_up(error)
+            self._fail(error)
             failure = engine_failed()
-        self._post(_settle, future, result, failure)
+        self._post(_resolve, future, result, failure)
 
-    def _hand_out(self, events: list[TokenEvent]) -> None:
+    def _dispatch(self, events: list[TokenEvent]) -> None:
         batches: dict[Generation, list[PromptEvent]] = {}
         for event in events:
             owner = self._owners.get(event.request_id)
@@ -209,7 +209,7 @@ class EngineLoop:
         if batches:
             self._post(_deliver, batches)
 
-    def _give_up(self, error: BaseException) -> None:
+    def _fail(self, error: BaseException) -> None:
         logger.error("the engine has failed; requests are refused until the server is restarted", exc_info=error)
         self.failure = error
         request_ids = list(self._owners)
@@ -232,7 +232,7 @@ def _deliver(batches: dict[Generation, list[PromptEvent]]) -> None:
         generation.received.put_nowait(batch)
 
 
-def _settle(future: asyncio.Future[Any], result: Any, error: Exception | None) -> None:
+def _resolve(future: asyncio.Future[Any], result: Any, error: Exception | None) -> None:
     if future.done():  # the waiting task is gone
         return
     if error is None:

@@ -47,7 +47,7 @@ class GrowingText:
         self._stop = stop
         self._matched = [0] * len(stop)
         self._stop_ids = stop_ids
-        self._held: list[Piece] = []
+        self._withheld: list[Piece] = []
         self.length = 0
         self.stopped = False
         """A stop string was found."""
@@ -79,14 +79,14 @@ class GrowingText:
         """The pieces, of those held back and new ones, that are no part of a stop string."""
         if self.stopped:
             return []
-        found = self._found(new)
+        found = self._stop_position(new)
         self.stopped = found is not None
         # What is held back may turn out to be the beginning of a stop string.
         end = _length(new) - (0 if last else max(self._matched)) if found is None else found
-        shown, self._held = _divided(self._held + new, _length(self._held) + end)
+        shown, self._withheld = _split(self._withheld + new, _length(self._withheld) + end)
         return shown
 
-    def _found(self, new: Sequence[Piece]) -> int | None:
+    def _stop_position(self, new: Sequence[Piece]) -> int | None:
         """Where in the sampled text of `new` the first stop string begins, negative if before it."""
         found: list[int] = []
         begin = 0
@@ -94,13 +94,13 @@ class GrowingText:
             if piece.section == "structure":
                 self._matched = [0] * len(self._stop)
             elif piece.sampled:
-                found += (begin + place for place in self._found_in(piece.text))
+                found += (begin + place for place in self._completed_stops(piece.text))
             if found:
                 return min(found)
             begin += len(piece.text) if piece.sampled else 0
         return None
 
-    def _found_in(self, text: str) -> Iterator[int]:
+    def _completed_stops(self, text: str) -> Iterator[int]:
         """Where each stop string that `text` completes begins."""
         for number, stop in enumerate(self._stop):
             for position, character in enumerate(text, 1):
@@ -114,7 +114,7 @@ def _length(pieces: Sequence[Piece]) -> int:
     return sum([len(piece.text) for piece in pieces if piece.sampled])
 
 
-def _divided(pieces: Sequence[Piece], count: int) -> tuple[list[Piece], list[Piece]]:
+def _split(pieces: Sequence[Piece], count: int) -> tuple[list[Piece], list[Piece]]:
     """The pieces of the first `count` sampled characters, and the others."""
     first: list[Piece] = []
     for number, piece in enumerate(pieces):

@@ -12,21 +12,21 @@ from torch import Tensor, nn
 
 from lockstep import ops
 from lockstep.generate.batch import StepBatch
-from lockstep.generate.runner import Decoded, Runner, runs_own_code
+from lockstep.generate.runner import Decoded, Runner, has_custom_forward
 from lockstep.model import Decoder
 from lockstep.model.decoder import Block
 from lockstep.model.lora_layers import projections
 from lockstep.ops import native
 
-SIGHTS = 12
+SEEN_BEFORE_RECORDING = 12
 """How often a number of rows comes up before it is recorded, which takes as long as a dozen steps gain."""
-GUESSED_ROWS = 16
-"""Rows of a step with guesses: any number up to this, and multiples of it, since other numbers seldom come up again."""
+DRAFT_ROWS = 16
+"""Rows of a step with drafts: any number up to this, and multiples of it, since other numbers seldom come up again."""
 SHARED_CONTEXT = 1024
-"""Longest context of guesses: a tape attends row by row, and longer ones are read once for all rows of a sequence."""
+"""Longest context of drafts: a tape attends row by row, and longer ones are read once for all rows of a sequence."""
 
 
-class TapedRunner(Runner):
+class StepGraphRunner(Runner):
     """Repeats decode steps of as many rows as have come up before.
 
     `weights` are those that are in use when a step runs. A tape holds addresses and packed weights: all are dropped
@@ -40,7 +40,7 @@ class TapedRunner(Runner):
         self._settings: list[Any] = []
         self._look()
         self._arena = ops.Arena()
-        self._sights: Counter[int] = Counter()
+        self._times_seen: Counter[int] = Counter()
         self._most_rows = ops.FEW_ROWS
 
     def _look(self) -> None:
@@ -50,7 +50,7 @@ class TapedRunner(Runner):
             self.release()
             self._settings = settings
         self._generation = self._weights.generation
-        self._hooked = runs_own_code(self.model)
+        self._hooked = has_custom_forward(self.model)
         self._names: list[tuple[dict[str, Any], str]] = [
             (m._parameters, name) for m in modules for name, p in m._parameters.items() if p is not None
         ]
@@ -68,15 +68,15 @@ class TapedRunner(Runner):
         self._steps.clear()
 
     def fits(self, rows: int) -> bool:
-        return rows <= GUESSED_ROWS or rows % GUESSED_ROWS == 0 or rows > self._most_rows
+        return rows <= DRAFT_ROWS or rows % DRAFT_ROWS == 0 or rows > self._most_rows
 
     def decode(self, batch: StepBatch) -> Decoded | None:
         rows = batch.tokens.shape[0]
-        guesses = rows > batch.block_table.shape[0]
-        self.pace = "lasting"
+        drafts = rows > batch.block_table.shape[0]
+        self.pace = "steady"
         if not batch.decodes or rows > self._most_rows or self.model.halves is not Block:
             return None
-        if (guesses and int(batch.positions.max()) >= SHARED_CONTEXT) or torch.is_inference_mode_enabled():
+        if (drafts and int(batch.positions.max()) >= SHARED_CONTEXT) or torch.is_inference_mode_enabled():
             return None
         if self._generation != self._weights.generation:
             self._look()
@@ -89,12 +89,14 @@ class TapedRunner(Runner):
             if step.holds(batch, self._weights, weights):
                 return step.replay(batch)
             self.release()
-        if guesses and not self.fits(rows):
+        if drafts and not self.fits(rows):
             return None
-        self._sights[rows] += 1
+        self._times_seen[rows] += 1
         # The first soon, to know what there is to gain.
-        self.pace = "slower" if self._sights[rows] < (SIGHTS if self._steps else 3) else "recording"
-        if self.pace == "slower":
+        self.pace = (
+            "unrecorded" if self._times_seen[rows] < (SEEN_BEFORE_RECORDING if self._steps else 3) else "recording"
+        )
+        if self.pace == "unrecorded":
             return None
         try:
             step = _Step(self.model, self.cache, batch, self._weights, weights, self._arena)
