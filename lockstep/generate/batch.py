@@ -27,7 +27,7 @@ class StepBatch:
     query_lengths: Tensor
     context_lengths: Tensor
     sampled: list[Chunk]
-    """The chunks whose sequences are sampled in this step: after their last token, and after each guess."""
+    """The chunks whose sequences are sampled in this step: after their last token, and after each draft."""
     sampled_rows: Tensor
     """The rows that are sampled, chunk after chunk."""
     sampling: tuple[Tensor, ...]
@@ -38,7 +38,7 @@ class StepBatch:
     @cached_property
     def params(self) -> list[SamplingParams]:
         """The sampling parameters of each sampled row."""
-        return [params for chunk in self.sampled for params in [chunk.sequence.params] * (1 + len(chunk.guess))]
+        return [params for chunk in self.sampled for params in [chunk.sequence.params] * (1 + len(chunk.draft_tokens))]
 
     def table_of_rows(self) -> Tensor:
         """The pages of each row's sequence."""
@@ -78,12 +78,12 @@ class BatchArrays:
         final = [i for i, c in enumerate(chunks) if c.is_sampled]
         sampled = [chunks[i] for i in final]
         places = np.array([c.sequence.sampled for c in sampled], dtype=np.int64)
-        if (counts == 1).all() and len(sampled) == len(chunks):  # a decode step without guesses
+        if (counts == 1).all() and len(sampled) == len(chunks):  # a decode step without drafts
             positions, sampled_rows, chosen = starts, np.arange(len(tokens)), slots
         else:
             ends = counts.cumsum()
             positions = np.arange(len(tokens)) + np.repeat(starts - (ends - counts), counts)
-            runs = np.array([1 + len(c.guess) for c in sampled], dtype=np.int64)
+            runs = np.array([1 + len(c.draft_tokens) for c in sampled], dtype=np.int64)
             within = np.arange(runs.sum()) - np.repeat(runs.cumsum() - runs, runs)
             # A chunk without rows is sampled from the first row that is sampled of the last one with rows before it.
             firsts = (ends[final] - runs)[np.maximum.accumulate(np.where(counts[final], np.arange(len(final)), 0))]

@@ -110,7 +110,7 @@ class Engine:
             else None
         )
         self._token_seconds = 0.0
-        """Seconds per token that the current step would take without guesses; 0 if it had none."""
+        """Seconds per token that the current step would take without drafts; 0 if it had none."""
         self._requests: dict[int, list[Sequence]] = {}
         # Whichever call runs the step, each event goes to the stream or the call of `generate` that owns its request;
         # events without an owner go to the caller of `step`.
@@ -331,7 +331,7 @@ class Engine:
         try:
             if chunks := self.scheduler.schedule():
                 with self._weights.in_use(), whole_rows():
-                    samples = self._guess_and_compute(chunks)
+                    samples = self._draft_and_compute(chunks)
                 self.statistics.count_step(chunks, began)
                 self.statistics.prompt_tokens_reused = self.scheduler.reused_tokens
                 self.statistics.preemptions = self.scheduler.preemptions
@@ -351,25 +351,25 @@ class Engine:
         self.scheduler.restart(s for group in unfinished.values() for s in group)
         self._under_way = False
 
-    def _guess_and_compute(self, chunks: list[Chunk]) -> list[Sample]:
+    def _draft_and_compute(self, chunks: list[Chunk]) -> list[Sample]:
         if self._speculation is None:
             return self._compute(chunks)
         self._speculation.extend(chunks, self.scheduler)
         began = time.perf_counter()
         samples = self._compute(chunks)
-        guessed, plain = self._speculation.timed(chunks, time.perf_counter() - began, self._runner.pace)
-        self.statistics.guessed_seconds += guessed
+        drafted, plain = self._speculation.timed(chunks, time.perf_counter() - began, self._runner.pace)
+        self.statistics.guessed_seconds += drafted
         self.statistics.unguessed_seconds += plain
         self._token_seconds = plain / len(chunks)
         return samples
 
     def _compute(self, chunks: list[Chunk]) -> list[Sample]:
-        """Runs the model; samples after each chunk that reaches its sequence's end, and after each of its guesses."""
+        """Runs the model; samples after each chunk that reaches its sequence's end, and after each of its drafts."""
         batch = self._arrays.prepare(chunks)
         self._sampling, params = batch.sampled, batch.params
         with self._recorded_routes(params) as recorded:
             decoded = self._runner.decode(batch)
-        if decoded is not None and not any(p.cuts or p.top_logprobs for p in params):
+        if decoded is not None and not any(p.truncates or p.top_logprobs for p in params):
             drawn = zip(decoded.tokens.tolist(), decoded.log_probs.tolist(), self._routes(recorded, batch), strict=True)
             return [(token, score, score, [], route) for token, score, route in drawn]
         batch = batch.to(self.model.device)
@@ -387,10 +387,10 @@ class Engine:
             else:
                 logits = self.model.logits(hidden[batch.sampled_rows[part]])
             sampling = [p[part] for p in batch.sampling]
-            drawn, scores, cut_scores = self._sampler.sample(logits, *sampling)
+            drawn, scores, truncated_scores = self._sampler.sample(logits, *sampling)
             wanted = [p.top_logprobs for p in params[part]]
             tops = self._sampler.top_log_probs(logits, sampling[0], wanted) if any(wanted) else [[]] * len(wanted)
-            samples += zip(drawn.tolist(), scores.tolist(), cut_scores.tolist(), tops, routes[part])
+            samples += zip(drawn.tolist(), scores.tolist(), truncated_scores.tolist(), tops, routes[part])
         return samples
 
     def _hidden(self, batch: StepBatch) -> tuple[Tensor, list[str]]:
@@ -418,15 +418,15 @@ class Engine:
         row = 0
         for chunk in self._sampling:
             before, accepted, sequence = len(events), 0, chunk.sequence
-            for place, guess in enumerate((*chunk.guess, None), row):
+            for place, draft_token in enumerate((*chunk.draft_tokens, None), row):
                 if sequence.finish_reason is not None:  # with this token, or with another sample of its request
                     break
                 events.append(self._drawn(sequence, *samples[place]))
-                if events[-1].token_id != guess:
+                if events[-1].token_id != draft_token:
                     break
                 accepted += 1
-            row += 1 + len(chunk.guess)
-            self._take_guesses(chunk, accepted)
+            row += 1 + len(chunk.draft_tokens)
+            self._accept_drafts(chunk, accepted)
             if len(events) > before and sequence.finish_reason is not None:
                 finished += self._ended_with(sequence)
         self.statistics.tokens_sampled += len(events)
@@ -450,22 +450,22 @@ class Engine:
                 self._speculation.draft.ended(sequence)
 
     def _drawn(
-        self, sequence: Sequence, token: int, log_prob: float, cut_log_prob: float, top: list[tuple[int, float]],
+        self, sequence: Sequence, token: int, log_prob: float, truncated_log_prob: float, top: list[tuple[int, float]],
         route: str,
     ) -> TokenEvent:  # fmt: skip
         if math.isfinite(log_prob):
-            sequence.append(token, log_prob, cut_log_prob, route)
+            sequence.append(token, log_prob, truncated_log_prob, route)
         else:
             self._break(sequence.request_id)
-        cut = cut_log_prob if sequence.params.cuts else None
+        cut = truncated_log_prob if sequence.params.truncates else None
         reason = sequence.finish_reason
         version = self.weights_version
         return TokenEvent(sequence.request_id, sequence.index, token, log_prob, reason, version, top, cut, route)
 
-    def _take_guesses(self, chunk: Chunk, accepted: int) -> None:
-        if not chunk.guess or self._speculation is None:
+    def _accept_drafts(self, chunk: Chunk, accepted: int) -> None:
+        if not chunk.draft_tokens or self._speculation is None:
             return
-        self.statistics.count_guesses(len(chunk.guess), accepted, accepted * self._token_seconds)
+        self.statistics.count_drafts(len(chunk.draft_tokens), accepted, accepted * self._token_seconds)
         self._speculation.verified(chunk, accepted)
         if chunk.sequence.finish_reason != "error":
             self.scheduler.accept(chunk, accepted)

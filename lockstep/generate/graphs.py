@@ -28,8 +28,8 @@ from lockstep.model.decoder import Block
 from lockstep.model.lora import projections
 from lockstep.parallel.tensor_group import tensor_group_of
 
-GUESSED_ROWS = 64
-"""Rows of the largest captured decode step when guesses fill the rows that few sequences leave free."""
+DRAFT_ROWS = 64
+"""Rows of the largest captured decode step when drafts fill the rows that few sequences leave free."""
 
 Tensors = tuple[Any, ...]
 """None in place of the values if they are the same as the keys."""
@@ -108,7 +108,7 @@ class GraphRunner(Runner):
                 'set it to "none", or move the model to a GPU'
             )
         self.mode = config.cuda_graphs
-        self.sizes = ladder(config.max_sequences if config.draft == "none" else max(config.max_sequences, GUESSED_ROWS))
+        self.sizes = ladder(config.max_sequences if config.draft == "none" else max(config.max_sequences, DRAFT_ROWS))
         self._capture: Capture = capture or CudaCapture()
         self._whole: dict[int, Replay] = {}
         self._pieces: dict[tuple[int, int], Replay] = {}

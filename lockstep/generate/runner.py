@@ -60,11 +60,11 @@ class Runner:
 
     @property
     def most_rows(self) -> int:
-        """The most rows of a step to which guesses are added."""
+        """The most rows of a step to which drafts are added."""
         return sys.maxsize
 
     def fits(self, rows: int) -> bool:
-        """Whether a step with guesses may have so many rows."""
+        """Whether a step with drafts may have so many rows."""
         return True
 
     def padded(self, rows: np.ndarray) -> np.ndarray:

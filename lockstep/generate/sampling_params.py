@@ -82,7 +82,7 @@ class SamplingParams:
             _refuse(f"stop is {self.stop!r:.60}; it must be a string, or a tuple of strings")
 
     @cached_property
-    def cuts(self) -> bool:
+    def truncates(self) -> bool:
         """Whether some tokens are excluded from the draw."""
         return self.temperature > 0 and (self.top_k > 0 or self.top_p < 1 or self.min_p > 0)
 
@@ -111,7 +111,7 @@ class Completion:
     logprobs: list[float]
     """log p of each, at the sampling temperature, over the whole vocabulary: what `lockstep.score` returns."""
     finish_reason: FinishReason
-    cut_logprobs: list[float] = field(default_factory=list)
+    truncated_logprobs: list[float] = field(default_factory=list)
     """log p of each among the tokens that top_k, top_p and min_p leave: what it was drawn with. Empty without them."""
     versions: list[int] = field(default_factory=list)
     """The version of the weights that each was sampled from, if weights can change in between; else empty."""
@@ -136,7 +136,7 @@ class TokenEvent:
     """The version of the weights that the token was sampled from."""
     top_logprobs: list[tuple[int, float]]
     """The likeliest tokens with their log-probabilities, best first, as many as were asked for."""
-    cut_logprob: float | None = None
+    truncated_logprob: float | None = None
     """Among the tokens that top_k, top_p and min_p leave; None if the request uses none of them."""
     route: str = ""
     """The experts that computed `logprob`, as `generate.routes` writes them; empty unless they were asked for."""

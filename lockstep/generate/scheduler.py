@@ -13,12 +13,12 @@ from lockstep.generate.sequence import Sequence
 
 @dataclass(slots=True)
 class Chunk:
-    """Tokens [start, start + count) of a sequence, computed in this step, and guesses at those that follow them."""
+    """Tokens [start, start + count) of a sequence, computed in this step, and drafts at those that follow them."""
 
     sequence: Sequence
     start: int
     count: int
-    guess: list[int] = field(default_factory=list)
+    draft_tokens: list[int] = field(default_factory=list)
     """Only if the sequence is sampled."""
     copies: tuple[tuple[int, int], ...] = ()
     """(source, target) pages, if the last chunk with rows before this one ends a sequence of the same tokens. Then this
@@ -26,12 +26,12 @@ class Chunk:
 
     @property
     def rows(self) -> int:
-        return self.count + len(self.guess)
+        return self.count + len(self.draft_tokens)
 
     @property
     def tokens(self) -> list[int]:
         known = self.sequence.tokens[self.start : self.start + self.count]
-        return known + self.guess if self.guess else known
+        return known + self.draft_tokens if self.draft_tokens else known
 
     @property
     def is_sampled(self) -> bool:
@@ -97,16 +97,16 @@ class Scheduler:
             scheduled.add(id(sequence))
         return chunks
 
-    def extend(self, chunk: Chunk, guess: list[int]) -> None:
-        """Adds guessed tokens to a chunk, as many as fit in free pages: no sequence is preempted for a guess."""
+    def extend(self, chunk: Chunk, tokens: list[int]) -> None:
+        """Adds drafted tokens to a chunk, as many as fit in free pages: no sequence is preempted for a draft."""
         sequence = chunk.sequence
         room = (len(sequence.pages) + self.allocator.num_free) * self.page_size - sequence.computed
-        chunk.guess = guess[:room]
-        missing = self._pages_for(sequence.computed + len(chunk.guess)) - len(sequence.pages)
+        chunk.draft_tokens = tokens[:room]
+        missing = self._pages_for(sequence.computed + len(chunk.draft_tokens)) - len(sequence.pages)
         sequence.pages += [self.allocator.allocate() for _ in range(missing)]
 
     def accept(self, chunk: Chunk, count: int) -> None:
-        """`count` of a chunk's guesses are its sequence's tokens: their keys are in the cache."""
+        """`count` of a chunk's drafts are its sequence's tokens: their keys are in the cache."""
         chunk.sequence.computed += count
         if self.config.prefix_cache:
             self._make_known(chunk.sequence)
@@ -167,7 +167,7 @@ class Scheduler:
         self._make_room(sequence, len(sequence.tokens) - sequence.computed, scheduled)
         self.reused_tokens += len(sequence.tokens)
         sequence.computed = len(sequence.tokens)
-        # The other may have pages for further tokens, which it once guessed.
+        # The other may have pages for further tokens, which it once drafted.
         copies = tuple(zip(lead.sequence.pages[first:], sequence.pages[first:], strict=False))
         # Its full pages are known from its next step on: in this one others would read them before they are filled.
         return Chunk(sequence, sequence.computed, 0, copies=copies)

@@ -28,7 +28,7 @@ class Sequence:
     """Only if there are stop strings to look for."""
     text: str = ""
     logprobs: list[float] = field(default_factory=list)
-    cut_logprobs: list[float] = field(default_factory=list)
+    truncated_logprobs: list[float] = field(default_factory=list)
     """Under the cut distribution; empty if `params` cuts nothing."""
     routes: list[str] = field(default_factory=list)
     """The route of each sampled token, if `params` asks for them and the model has experts; else empty."""
@@ -58,19 +58,19 @@ class Sequence:
 
     def resume(self, begun: Completion) -> None:
         """Takes over what another engine has sampled of it."""
-        cut = begun.cut_logprobs or begun.logprobs
+        cut = begun.truncated_logprobs or begun.logprobs
         routes = begun.routes or [""] * len(begun.token_ids)
-        for token, logprob, cut_logprob, route in zip(begun.token_ids, begun.logprobs, cut, routes, strict=True):
-            self.append(token, logprob, cut_logprob, route)
+        for token, logprob, truncated_logprob, route in zip(begun.token_ids, begun.logprobs, cut, routes, strict=True):
+            self.append(token, logprob, truncated_logprob, route)
         if begun.finish_reason != "abort":
             self.finish_reason = begun.finish_reason
 
-    def append(self, token: int, logprob: float, cut_logprob: float, route: str = "") -> None:
+    def append(self, token: int, logprob: float, truncated_logprob: float, route: str = "") -> None:
         """Appends a sampled token and checks whether it is the last."""
         self.tokens.append(token)
         self.logprobs.append(logprob)
-        if self.params.cuts:
-            self.cut_logprobs.append(cut_logprob)
+        if self.params.truncates:
+            self.truncated_logprobs.append(truncated_logprob)
         if self.params.routes:
             self.routes.append(route)
         if token in self.stop_ids or (self.decoder and self._completes_stop_string(token, self.decoder)):
@@ -88,4 +88,4 @@ class Sequence:
     def completion(self) -> Completion:
         sampled = self.tokens[self.prompt_length :]
         routes = self.routes if any(self.routes) else []
-        return Completion(sampled, self.logprobs, self.finish_reason or "abort", self.cut_logprobs, routes=routes)
+        return Completion(sampled, self.logprobs, self.finish_reason or "abort", self.truncated_logprobs, routes=routes)

@@ -23,11 +23,11 @@ class Statistics:
     guesses_accepted: int = 0
     """Proposed tokens that were drawn."""
     runs_guessed: int = 0
-    """Runs of guesses that were checked: at most one per sequence and step."""
+    """Runs of drafts that were checked: at most one per sequence and step."""
     guessed_seconds: float = field(default=0.0, compare=False)
-    """Seconds in decode steps with guesses, including the guessing, if steps of as few rows have also run without."""
+    """Seconds in decode steps with drafts, including the drafting, if steps of as few rows have also run without."""
     unguessed_seconds: float = field(default=0.0, compare=False)
-    """Seconds their tokens would have taken one by one, estimated from the steps without guesses."""
+    """Seconds their tokens would have taken one by one, estimated from the steps without drafts."""
     preemptions: int = 0
     sampling_seconds: float = field(default=0.0, compare=False)
     """In steps."""
@@ -55,9 +55,9 @@ class Statistics:
             if chunk.start < sequence.prompt_length:
                 self.prompt_tokens_computed += min(chunk.count, sequence.prompt_length - chunk.start)
 
-    def count_guesses(self, guessed: int, accepted: int, spared: float) -> None:
-        """spared: this sequence's share of the seconds of a step without guesses."""
-        self.tokens_guessed += guessed
+    def count_drafts(self, drafted: int, accepted: int, spared: float) -> None:
+        """spared: this sequence's share of the seconds of a step without drafts."""
+        self.tokens_guessed += drafted
         self.guesses_accepted += accepted
         self.runs_guessed += 1
         self.unguessed_seconds += spared

@@ -20,10 +20,10 @@ from lockstep.ops import native
 
 SIGHTS = 12
 """How often a number of rows comes up before it is recorded, which takes as long as a dozen steps gain."""
-GUESSED_ROWS = 16
-"""Rows of a step with guesses: any number up to this, and multiples of it, since other numbers seldom come up again."""
+DRAFT_ROWS = 16
+"""Rows of a step with drafts: any number up to this, and multiples of it, since other numbers seldom come up again."""
 SHARED_CONTEXT = 1024
-"""Longest context of guesses: a tape attends row by row, and longer ones are read once for all rows of a sequence."""
+"""Longest context of drafts: a tape attends row by row, and longer ones are read once for all rows of a sequence."""
 
 
 class TapedRunner(Runner):
@@ -68,15 +68,15 @@ class TapedRunner(Runner):
         self._steps.clear()
 
     def fits(self, rows: int) -> bool:
-        return rows <= GUESSED_ROWS or rows % GUESSED_ROWS == 0 or rows > self._most_rows
+        return rows <= DRAFT_ROWS or rows % DRAFT_ROWS == 0 or rows > self._most_rows
 
     def decode(self, batch: StepBatch) -> Decoded | None:
         rows = batch.tokens.shape[0]
-        guesses = rows > batch.block_table.shape[0]
+        drafts = rows > batch.block_table.shape[0]
         self.pace = "lasting"
         if not batch.decodes or rows > self._most_rows or self.model.halves is not Block:
             return None
-        if (guesses and int(batch.positions.max()) >= SHARED_CONTEXT) or torch.is_inference_mode_enabled():
+        if (drafts and int(batch.positions.max()) >= SHARED_CONTEXT) or torch.is_inference_mode_enabled():
             return None
         if self._generation != self._weights.generation:
             self._look()
@@ -89,7 +89,7 @@ class TapedRunner(Runner):
             if step.holds(batch, self._weights, weights):
                 return step.replay(batch)
             self.release()
-        if guesses and not self.fits(rows):
+        if drafts and not self.fits(rows):
             return None
         self._sights[rows] += 1
         # The first soon, to know what there is to gain.

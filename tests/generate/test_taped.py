@@ -54,7 +54,9 @@ def _engines(model, **changes):
 
 
 def _sampled(engine, prompts, params):
-    return [[(c.token_ids, c.logprobs, c.cut_logprobs, c.routes) for c in g] for g in engine.generate(prompts, params)]
+    return [
+        [(c.token_ids, c.logprobs, c.truncated_logprobs, c.routes) for c in g] for g in engine.generate(prompts, params)
+    ]
 
 
 def _load(seed):
@@ -342,41 +344,41 @@ def test_the_first_step_is_recorded_soon():
     assert [*engine._runner._steps] == [2]
 
 
-def test_guesses_fill_few_numbers_of_rows(monkeypatch):
+def test_drafts_fill_few_numbers_of_rows(monkeypatch):
     """Numbers that come up often enough to be recorded."""
-    monkeypatch.setattr(taped, "GUESSED_ROWS", 5)
+    monkeypatch.setattr(taped, "DRAFT_ROWS", 5)
     engines = _engines(build_model(SHAPE, "float32", seed=1))
     runner = engines[0]._runner
     for engine in engines:
-        _always_guess(monkeypatch, engine)
+        _always_draft(monkeypatch, engine)
     prompts, params = [[5, 6] * 9, [7, 8] * 9, [9] * 20], SamplingParams(max_tokens=20, temperature=0.0)
-    guessed, decode = set(), runner.decode
+    drafted, decode = set(), runner.decode
 
     def noting(batch):
         if len(batch.tokens) > len(batch.block_table) and (batch.positions >= 20).all():  # the prompts are computed
-            guessed.add(len(batch.tokens))
+            drafted.add(len(batch.tokens))
         return decode(batch)
 
     monkeypatch.setattr(runner, "decode", noting)
     repeated, direct = (_sampled(engine, prompts, params) for engine in engines)
     assert repeated == direct
-    assert guessed and all(map(runner.fits, guessed)), guessed
+    assert drafted and all(map(runner.fits, drafted)), drafted
     assert {1, 2, 3, 4, 5, 10} >= runner._steps.keys()
     assert [rows for rows in (3, 5, 6, 10, 11, 128, 129) if runner.fits(rows)] == [3, 5, 10, 129]
 
 
-def _always_guess(monkeypatch, engine):
+def _always_draft(monkeypatch, engine):
     """By the clock, it may choose none."""
     lengths = engine._speculation.lengths
     monkeypatch.setattr(lengths, "rests", lambda count: False)
     monkeypatch.setattr(lengths, "choose", lambda _, limits, *rest: [min(3, limit) for limit in limits])
 
 
-def test_guesses_of_long_sequences_are_attended_to_together(monkeypatch):
+def test_drafts_of_long_sequences_are_attended_to_together(monkeypatch):
     monkeypatch.setattr(taped, "SHARED_CONTEXT", 60)
     engines, seen = _engines(build_model(SHAPE, "float32", seed=1)), set()
     for engine in engines:
-        _always_guess(monkeypatch, engine)
+        _always_draft(monkeypatch, engine)
     runner = engines[0]._runner
     decode = runner.decode
 

@@ -1,4 +1,4 @@
-"""Guesses at the next tokens: faster if they are good, and the same bits in any case."""
+"""Drafts at the next tokens: faster if they are good, and the same bits in any case."""
 
 from __future__ import annotations
 

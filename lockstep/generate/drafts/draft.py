@@ -1,4 +1,4 @@
-"""The interface of a draft: it guesses the next tokens, which the engine checks in one pass."""
+"""The interface of a draft: it drafts the next tokens, which the engine checks in one pass."""
 
 from __future__ import annotations
 
@@ -9,14 +9,14 @@ from lockstep.generate.sequence import Sequence
 
 
 class Draft(Protocol):
-    """Guesses what the model will draw next. Subclass it, and pass yours as `Engine(..., draft=...)`.
+    """Drafts what the model will draw next. Subclass it, and pass yours as `Engine(..., draft=...)`.
 
-    A guess never changes a result, only how soon it comes: the engine keeps the guesses that equal its own draws. With
+    A draft never changes a result, only how soon it comes: the engine keeps the drafts that equal its own draws. With
     several ranks, each has a draft, and all must propose the same tokens.
     """
 
     def propose(self, sequences: ListLike[Sequence], counts: ListLike[int]) -> list[list[int]]:
-        """Up to `counts[i]` tokens to follow `sequences[i].tokens`; fewer, or none, if it has no good guess."""
+        """Up to `counts[i]` tokens to follow `sequences[i].tokens`; fewer, or none, if it has no good draft."""
         ...
 
     def verified(self, sequence: Sequence, proposed: int, accepted: int) -> None:

@@ -1,4 +1,4 @@
-"""Guesses from earlier completions of the same prompt: in reinforcement, the policy changes little between epochs."""
+"""Drafts from earlier completions of the same prompt: in reinforcement, the policy changes little between epochs."""
 
 from __future__ import annotations
 
@@ -83,15 +83,15 @@ class Texts:
 
     def continued(self, places: ListLike[int], count: int) -> str:
         """Up to `count` tokens: at each place the one that follows most often, and among equals the newest."""
-        guess = ""
-        while len(places) > 1 and len(guess) < count:
+        draft = ""
+        while len(places) > 1 and len(draft) < count:
             following = [self.text[place] for place in places]
             likeliest = max(dict.fromkeys(following), key=lambda token: (token != BEGIN, following.count(token)))
             if likeliest == BEGIN:
-                return guess
-            guess += likeliest
+                return draft
+            draft += likeliest
             places = self.followed(places, likeliest)
-        return guess + "".join(self.text[place : place + count - len(guess)].split(BEGIN)[0] for place in places[:1])
+        return draft + "".join(self.text[place : place + count - len(draft)].split(BEGIN)[0] for place in places[:1])
 
 
 class HistoryDraft(Draft):
@@ -181,5 +181,5 @@ def _text(tokens: Iterable[int]) -> str:
 
 
 def _key(prompt: ListLike[int]) -> bytes:
-    """A digest: a collision of two prompts would only cause bad guesses."""
+    """A digest: a collision of two prompts would only cause bad drafts."""
     return hashlib.blake2b(array("q", prompt).tobytes(), digest_size=16).digest()

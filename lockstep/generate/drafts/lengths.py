@@ -19,27 +19,27 @@ FIRST_CHANCE = 0.7
 PRIOR = 8
 """Checked tokens that the statistics over all sequences count as, next to a sequence's own."""
 MARGIN = 1.08
-"""Guess only if the expected throughput is this multiple of that without guesses: less is noise."""
+"""Draft only if the expected throughput is this multiple of that without drafts: less is noise."""
 LONGEST_REST = 64
-"""Steps without a guess, after which a few sequences try again; after guesses that were all wrong, up to MOST_REST."""
+"""Steps without a draft, after which a few sequences try again; after drafts that were all wrong, up to MOST_REST."""
 MOST_REST = 256
-REST_WITHOUT_A_GUESS = 8
-"""The same if the draft had no guess."""
+REST_WITHOUT_A_DRAFT = 8
+"""The same if the draft had no draft."""
 TRIED_AGAIN, SELDOM = 16, 256
 """Choices that pay, after which one is of the next larger size: at first, then twice as many each time, and at last."""
 SOON = 2
 """The same if that size is new."""
 IN_VAIN = 0.02
-"""Fraction of the time of steps without guesses that it may take to find that they do not pay."""
+"""Fraction of the time of steps without drafts that it may take to find that they do not pay."""
 WAKING = 0.75
-"""Fraction of the number of sequences at which guesses did not pay: with fewer, rows cost less."""
+"""Fraction of the number of sequences at which drafts did not pay: with fewer, rows cost less."""
 LEAST_GAIN = 0.02
-"""Expected tokens below which a guess is not considered, whatever a row costs."""
+"""Expected tokens below which a draft is not considered, whatever a row costs."""
 KEPT = 3
 """Steps for which chosen lengths stay."""
 
 Fits = Callable[[int], bool]
-"""Whether a step with guesses may have so many rows."""
+"""Whether a step with drafts may have so many rows."""
 
 
 def any_rows(rows: int) -> bool:
@@ -48,7 +48,7 @@ def any_rows(rows: int) -> bool:
 
 @dataclass
 class Acceptance:
-    """How many of the tokens checked lately were drawn; a guess is checked up to its first wrong token."""
+    """How many of the tokens checked lately were drawn; a draft is checked up to its first wrong token."""
 
     accepted: float = 0.0
     checked: float = 0.0
@@ -67,7 +67,7 @@ class Acceptance:
 class DraftLengths:
     """Chooses lengths, and learns from the results.
 
-    The probability that a sequence's guess holds for j tokens is its acceptance rate to the power of j. Of all tokens
+    The probability that a sequence's draft holds for j tokens is its acceptance rate to the power of j. Of all tokens
     that could be proposed in a step, the likeliest are taken, as many as maximize the expected tokens per second.
     """
 
@@ -85,25 +85,25 @@ class DraftLengths:
         self._rest = self._rested = self._paid_not_for = 0
         self._longest = LONGEST_REST
         self._recovering = 0
-        """Steps without a guess after which what was spent in vain is a small part of them."""
+        """Steps without a draft after which what was spent in vain is a small part of them."""
         self._plain = 0.0
-        """Seconds of a step without guesses."""
+        """Seconds of a step without drafts."""
         self._choosing = Usual()
         """Seconds that it takes to choose lengths."""
-        self._guessing = Usual()
-        """Seconds that it takes to guess one token of every sequence."""
+        self._drafting = Usual()
+        """Seconds that it takes to draft one token of every sequence."""
         self._spent = 0.0
-        """Seconds that it usually takes to choose and to guess as was done last."""
+        """Seconds that it usually takes to choose and to draft as was done last."""
         self._chosen: list[int] = []
         self._chosen_for: tuple[int, list[int]] = 0, []
         """Rows and sequences that lengths were last chosen for."""
         self._kept = 0
         """Further steps for which these lengths stay."""
         self._held = self._stays = False
-        """Whether some guess was right since the last choice, and whether lengths stay if none was."""
+        """Whether some draft was right since the last choice, and whether lengths stay if none was."""
 
     def rests(self, sequences: int) -> bool:
-        """Whether to skip guessing in this step, since it did not pay recently with about as many sequences."""
+        """Whether to skip drafting in this step, since it did not pay recently with about as many sequences."""
         self._rested += 1
         dear = sequences > self._paid_not_for * WAKING
         resting = self._rested <= self._recovering or (self._rested <= self._rest and dear)
@@ -112,7 +112,7 @@ class DraftLengths:
         return resting
 
     def spent_in_vain(self) -> None:
-        """Guesses were found not to pay in this step, and maybe some were tried."""
+        """Drafts were found not to pay in this step, and maybe some were tried."""
         self._recovering = min(MOST_REST, int(self._spent / (IN_VAIN * self._plain))) if self._plain else 0
 
     def chose(self, seconds: float) -> None:
@@ -122,7 +122,7 @@ class DraftLengths:
     def choose(
         self, sequences: ListLike[Sequence], limits: ListLike[int], rows: int, room: int, fits: Fits = any_rows
     ) -> list[int]:
-        """Tokens to guess per sequence, at most `limits[i]` and `room` in all; `rows`: the step's rows without them.
+        """Tokens to draft per sequence, at most `limits[i]` and `room` in all; `rows`: the step's rows without them.
 
         What is chosen stays for a few steps if it pays, since to choose takes long.
         """
@@ -156,16 +156,16 @@ class DraftLengths:
             self._kept = KEPT
         return counts
 
-    def guessed(self, asked: ListLike[int], proposed: int, seconds: float, sequences: int) -> None:
-        """`asked` tokens were requested and `proposed` came; to guess for all sequences took so many seconds."""
+    def drafted(self, asked: ListLike[int], proposed: int, seconds: float, sequences: int) -> None:
+        """`asked` tokens were requested and `proposed` came; to draft for all sequences took so many seconds."""
         share = sum(asked) / sequences
-        self._spent += share * self._guessing.follow(seconds / share)
+        self._spent += share * self._drafting.follow(seconds / share)
         if proposed:
             self._rest = self._rested = self._paid_not_for = 0
             self._longest = min(2 * self._longest, MOST_REST)  # until one is right
         else:
-            self._rest = min(self._rest, REST_WITHOUT_A_GUESS)
-            self._begin_rest(sequences, REST_WITHOUT_A_GUESS)
+            self._rest = min(self._rest, REST_WITHOUT_A_DRAFT)
+            self._begin_rest(sequences, REST_WITHOUT_A_DRAFT)
 
     def _begin_rest(self, sequences: int, longest: int) -> None:
         self._paid_not_for = sequences
@@ -182,7 +182,7 @@ class DraftLengths:
     def _best(
         self, sequences: ListLike[Sequence], limits: ListLike[int], rows: int, room: int, fits: Fits
     ) -> list[int]:
-        # Mostly plain Python: with few sequences, when guesses pay most, NumPy's calls would take a tenth of a step.
+        # Mostly plain Python: with few sequences, when drafts pay most, NumPy's calls would take a tenth of a step.
         prior, nothing = self._all.chance(FIRST_CHANCE, PRIOR), Acceptance()
         weights = _weights(sequences)
         gains: list[tuple[float, int]] = []
@@ -197,7 +197,7 @@ class DraftLengths:
         del gains[room:]
         more = np.arange(len(gains) + 1)
         expected = np.cumsum([sum(weights), *(gain for gain, _ in gains)])
-        seconds = self.times.of(rows + more) + self._guessing.mean * more / len(sequences)
+        seconds = self.times.of(rows + more) + self._drafting.mean * more / len(sequences)
         self._plain = float(seconds[0])
         seconds[1:] += self._choosing.mean / (1 + KEPT)
         rates = expected / seconds
@@ -215,7 +215,7 @@ class DraftLengths:
         return counts
 
     def _larger(self, rows: int, taken: int, most: int, fits: Fits) -> int:
-        """Guesses that make a step of the next size, if it is to be tried again; else 0. It may have been timed while
+        """Drafts that make a step of the next size, if it is to be tried again; else 0. It may have been timed while
         the machine was slower, and the first steps of a size may be slow."""
         size = self.times.next_size(rows + taken)
         if size is None or size - rows > most or not fits(size):

@@ -1,4 +1,4 @@
-"""Guesses from a smaller model, or from the model's own first layers, drawn as the model itself will draw."""
+"""Drafts from a smaller model, or from the model's own first layers, drawn as the model itself will draw."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ class ModelDraft(Draft):
         self._arrays = BatchArrays(config.max_sequences)
         self._slots = list(range(config.max_sequences))
         self._own: dict[Sequence, Sequence] = {}
-        """The draft's own sequence for each of the engine's: its tokens, followed by guesses."""
+        """The draft's own sequence for each of the engine's: its tokens, followed by drafts."""
 
     def propose(self, sequences: ListLike[Sequence], counts: ListLike[int]) -> list[list[int]]:
         self._release(s for s in list(self._own) if s.finish_reason is not None)

@@ -1,4 +1,4 @@
-"""Guesses from the sequence itself: what followed its last tokens when they occurred before."""
+"""Drafts from the sequence itself: what followed its last tokens when they occurred before."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ class NGramDraft(Draft):
         for length in self.lengths:
             if start := text.after.get(tuple(tokens[-length:])):
                 following = tokens[start : start + count]
-                # What repeats with a period shorter than the guess is assumed to keep repeating.
+                # What repeats with a period shorter than the draft is assumed to keep repeating.
                 return (following * (-(-count // len(following))))[:count]
         return []
 

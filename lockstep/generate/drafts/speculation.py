@@ -1,4 +1,4 @@
-"""Speculative decoding: a step also computes guessed tokens, and keeps those that equal its own draws.
+"""Speculative decoding: a step also computes drafted tokens, and keeps those that equal its own draws.
 
 A row's bits depend only on its sequence's tokens up to it, and a draw only on (seed, index) and these bits. So tokens
 and log-probabilities are those of decoding one by one: no rejection sampling, and no drift.
@@ -24,10 +24,10 @@ from lockstep.generate.sequence import Sequence
 
 
 class Speculation:
-    """Adds guesses to a step's chunks, and counts them.
+    """Adds drafts to a step's chunks, and counts them.
 
     rows: the most rows of a step; group: the ranks that share the model, of which the first one decides; fits: whether
-    a step with guesses may have so many rows.
+    a step with drafts may have so many rows.
     """
 
     def __init__(
@@ -43,11 +43,11 @@ class Speculation:
         self.lengths = lengths
         self._fits = fits
         self._vocab, self._rows, self._group = vocab, rows, group
-        self._guessing = 0.0
+        self._drafting = 0.0
 
     def extend(self, chunks: ListLike[Chunk], scheduler: Scheduler) -> None:
-        """Guesses for the sequences that are sampled in this step, as far as rows and free pages allow."""
-        self._guessing = 0.0
+        """Drafts for the sequences that are sampled in this step, as far as rows and free pages allow."""
+        self._drafting = 0.0
         resting = self.lengths.rests(len(chunks))
         if resting and self._group is None:
             return
@@ -73,29 +73,29 @@ class Speculation:
             return
         wanted = [counts[place] for place in asked]
         proposals = self.draft.propose([sequences[place] for place in asked], wanted)
-        guesses = [
+        drafts = [
             self._usable(sequences[place], proposal, count)
             for place, proposal, count in zip(asked, proposals, wanted, strict=True)
         ]
-        _trim(guesses, rows, fits)
-        for place, guess in zip(asked, guesses):
-            scheduler.extend(sampled[place], guess)
+        _trim(drafts, rows, fits)
+        for place, draft in zip(asked, drafts):
+            scheduler.extend(sampled[place], draft)
         ended = time.perf_counter()
-        self._guessing = ended - began
-        proposed = sum(len(chunk.guess) for chunk in sampled)
-        self.lengths.guessed(wanted, proposed, ended - chosen, len(chunks))
+        self._drafting = ended - began
+        proposed = sum(len(chunk.draft_tokens) for chunk in sampled)
+        self.lengths.drafted(wanted, proposed, ended - chosen, len(chunks))
         if self.lengths.trying:
             self.lengths.spent_in_vain()
 
     def verified(self, chunk: Chunk, accepted: int) -> None:
-        if chunk.guess:
-            self.lengths.verified(chunk.sequence, len(chunk.guess), accepted)
-            self.draft.verified(chunk.sequence, len(chunk.guess), accepted)
+        if chunk.draft_tokens:
+            self.lengths.verified(chunk.sequence, len(chunk.draft_tokens), accepted)
+            self.draft.verified(chunk.sequence, len(chunk.draft_tokens), accepted)
 
     def timed(self, chunks: ListLike[Chunk], seconds: float, pace: Pace = "lasting") -> tuple[float, float]:
         """Records how long a step took. Steps that compute prompts do not tell what a row costs in decoding.
 
-        Returns the seconds of the step including its guessing, and what a step without guesses takes; (0, 0) if it had
+        Returns the seconds of the step including its drafting, and what a step without drafts takes; (0, 0) if it had
         none, or if no step of as few rows has run so far.
         """
         if any(chunk.count != 1 for chunk in chunks):
@@ -105,7 +105,7 @@ class Speculation:
         if rows > len(chunks) and times.knows(len(chunks)):
             plain = float(times.of(np.array([len(chunks)]))[0])
         times.record(rows, seconds, pace)
-        return (self._guessing + seconds, plain) if plain else (0.0, 0.0)
+        return (self._drafting + seconds, plain) if plain else (0.0, 0.0)
 
     def _agreed(self, counts: list[int]) -> list[int]:
         """The counts of the group's first rank: the ranks' clocks differ."""
@@ -123,7 +123,7 @@ class Speculation:
         return tokens[: next(ends, most)]
 
 
-def _trim(guesses: list[list[int]], rows: int, fits: Fits) -> None:
-    """Drops last tokens of the longest guesses until their rows and `rows` others fit."""
-    while any(guesses) and not fits(rows + sum(map(len, guesses))):
-        max(guesses, key=len).pop()
+def _trim(drafts: list[list[int]], rows: int, fits: Fits) -> None:
+    """Drops last tokens of the longest drafts until their rows and `rows` others fit."""
+    while any(drafts) and not fits(rows + sum(map(len, drafts))):
+        max(drafts, key=len).pop()

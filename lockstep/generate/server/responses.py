@@ -95,9 +95,9 @@ class Reply:
         if self.token_ids:
             choice["token_ids"] = [event.token_id for event in piece.events]
             choice["weights_versions"] = [event.weights_version for event in piece.events]
-            cut = [event.cut_logprob for event in piece.events if event.cut_logprob is not None]
+            cut = [event.truncated_logprob for event in piece.events if event.truncated_logprob is not None]
             if cut and self.top_logprobs is not None:
-                choice["cut_logprobs"] = cut
+                choice["truncated_logprobs"] = cut
             if any(event.route for event in piece.events):
                 choice["routes"] = [event.route for event in piece.events]
             if not self.chat and piece.first:

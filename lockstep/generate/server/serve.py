@@ -20,8 +20,8 @@ from lockstep.config import ServeConfig
 from lockstep.data import load_tokenizer, name_ends, with_ends
 from lockstep.data.chat import load_chat_template
 from lockstep.errors import UserError
+from lockstep.generate.driver import DriverEngine, follow
 from lockstep.generate.engine import Engine
-from lockstep.generate.lead import LeadingEngine, follow
 from lockstep.generate.server.app import create_app
 from lockstep.generate.server.connection import bounded_connections
 from lockstep.generate.server.service import Service
@@ -44,8 +44,8 @@ def build_engine(config: ServeConfig, folder: Path, world: World | None = None) 
     tokenizer = load_tokenizer(folder, model.config.vocab_size)
     model.config = with_ends(model.config, tokenizer, load_chat_template(folder))
     apply_compile(model, config.compile, trains=False)
-    leads = world is not None and world.size > 1 and world.is_main
-    return (LeadingEngine if leads else Engine)(model, config.engine, tokenizer)
+    drives = world is not None and world.size > 1 and world.is_main
+    return (DriverEngine if drives else Engine)(model, config.engine, tokenizer)
 
 
 def build_service(config: ServeConfig, folder: Path, engine: Engine | None = None) -> Service:
@@ -70,7 +70,7 @@ def serve(config: ServeConfig, folder: Path, world: World) -> int:
     try:
         return _serve(config, folder, engine, world.size)
     finally:
-        if isinstance(engine, LeadingEngine):
+        if isinstance(engine, DriverEngine):
             engine.end()
 
 

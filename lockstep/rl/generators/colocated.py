@@ -13,7 +13,7 @@ from lockstep.config import RLConfig, algorithm_of
 from lockstep.data import Tokenizer
 from lockstep.generate import Engine
 from lockstep.generate.drafts import HistoryDraft, make_draft
-from lockstep.generate.lead import LeadingEngine, follow
+from lockstep.generate.driver import DriverEngine, follow
 from lockstep.generate.sampler import Remembering, Sampler
 from lockstep.model import Decoder, ScoringModel, TrainableModel
 from lockstep.parallel import World
@@ -59,7 +59,7 @@ class Generators(Protocol):
     def conversing(self) -> AbstractContextManager[bool]:
         """Inside it, conversations use the sampler on ranks for which it yields True. All ranks enter it.
 
-        A rank for which it yields False has followed the leading rank of its tensor group until that one left it.
+        A rank for which it yields False has followed its tensor group's driver until the driver left it.
         """
 
     def training_begins(self) -> None:
@@ -133,7 +133,7 @@ class OwnGenerator:
         if world.tensor_group is None or self._follows:
             self.sampler = Engine(self._whole.model, config.engine, tokenizer, draft)
         else:
-            self.sampler = LeadingEngine(self._whole.model, config.engine, tokenizer, draft, leads=False)
+            self.sampler = DriverEngine(self._whole.model, config.engine, tokenizer, draft, drives=False)
 
         self._counted, self._asked_at = asdict(self.sampler.statistics), time.monotonic()
 
@@ -175,10 +175,10 @@ class OwnGenerator:
 
     @contextmanager
     def conversing(self) -> Iterator[bool]:
-        """As `Generators`: the timing of requests depends on the environment, so one rank leads, and others follow."""
+        """As `Generators`: requests are timed by the environment, so one rank drives, and others follow."""
         if self._follows:
             follow(self.sampler)
-        with self.sampler.leading() if isinstance(self.sampler, LeadingEngine) else nullcontext():
+        with self.sampler.driving() if isinstance(self.sampler, DriverEngine) else nullcontext():
             yield not self._follows
 
     def training_begins(self) -> None:

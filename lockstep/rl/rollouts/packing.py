@@ -38,7 +38,7 @@ class PolicyBatch:
     """Weight of each token in the loss; over the step they add up to 1, except with `loss_average = "budget"` or masked
     completions, whose tokens weigh 0."""
     reference_log_probs: Float[Tensor, "targets"] | None
-    cut_log_probs: Float[Tensor, "targets"] | None = None
+    truncated_log_probs: Float[Tensor, "targets"] | None = None
     """The generator's own under the cut distribution that the tokens were drawn from; None: nothing was cut."""
     old_values: Float[Tensor, "targets"] | None = None
     """V of each token's state before the step, if there is a value function."""
@@ -72,7 +72,7 @@ def policy_batches(
         chosen = members.rollouts
         reference, cut, values, returns = (
             torch.tensor(all_of, device=device) if (all_of := [x for r in chosen for x in getattr(r, name)]) else None
-            for name in ("reference_logprobs", "cut_logprobs", "values", "returns")
+            for name in ("reference_logprobs", "truncated_logprobs", "values", "returns")
         )
         stale = [] if version is None else [age for rollout in chosen for age in rollout.staleness(version)]
         batches.append(
@@ -84,7 +84,7 @@ def policy_batches(
                 advantages=torch.tensor([a for r in chosen for a in r.advantages_of_tokens()], device=device),
                 weights=torch.cat([weights[number] for number in members.numbers]).to(device),
                 reference_log_probs=reference,
-                cut_log_probs=cut,
+                truncated_log_probs=cut,
                 old_values=values,
                 returns=returns,
             )
@@ -172,7 +172,7 @@ class PolicyLoss:
             if batch.before_step is None:
                 batch.before_step = log_probs.detach()
             old = batch.before_step
-            sampler = batch.old_log_probs if batch.cut_log_probs is None else batch.cut_log_probs
+            sampler = batch.old_log_probs if batch.truncated_log_probs is None else batch.truncated_log_probs
         inputs = PolicyLossInputs(
             log_probs=log_probs,
             old_log_probs=old,

@@ -66,7 +66,7 @@ class Rollout:
     """One per token, by the KL divergence's reference model; empty without one."""
     teacher_logprobs: list[float] = field(default_factory=list)
     """One per token, by the teacher; empty without one."""
-    cut_logprobs: list[float] = field(default_factory=list)
+    truncated_logprobs: list[float] = field(default_factory=list)
     """The generator's, one per token, within the tokens left by top_k, top_p and min_p; empty if nothing was cut."""
     values: list[float] = field(default_factory=list)
     """The value function's estimate of the state in which each token was sampled; empty without one."""
@@ -170,7 +170,7 @@ def _line(rollout: Rollout, whole_routes: bool) -> dict[str, Any]:
         "versions": rollout.versions,
         "routes": rollout.routes if whole_routes else [shortened(route) for route in rollout.routes],
         "values": rollout.values,
-        "cut_log_probs": rollout.cut_logprobs,
+        "truncated_logprobs": rollout.truncated_logprobs,
         "dropped": rollout.dropped,
         "failure": rollout.failure,
         "reference_log_probs": rollout.reference_logprobs,

@@ -10,7 +10,7 @@ from pathlib import Path
 from lockstep.config import RLConfig
 from lockstep.data import Tokenizer
 from lockstep.generate import Engine
-from lockstep.generate.lead import LeadingEngine
+from lockstep.generate.driver import DriverEngine
 from lockstep.generate.sampler import Sampler
 from lockstep.observe import Timeline
 from lockstep.rl.conversations.protocol import ConversationEnvironment
@@ -69,7 +69,7 @@ class Sampling:
         if self.together and not self.talks:
             assert isinstance(generators.sampler, Engine) and replicas.world.tensor_group is not None
             generators.sampler.before_step = stop.asking(replicas.world.tensor_group)
-        if self.together and self.talks and isinstance(generators.sampler, LeadingEngine):
+        if self.together and self.talks and isinstance(generators.sampler, DriverEngine):
             generators.sampler.guard = stop.paused
 
     @property
@@ -110,7 +110,7 @@ class Sampling:
         """Whether this rank requests samples itself, instead of only following another one."""
         held = self._stop.held() if self.together else nullcontext()
         follows = self._generators.conversing() if self.talks else nullcontext(True)
-        # Of conversations, only what the leading rank's engine computes has to end on all ranks.
+        # Of conversations, only what the driver's engine computes has to end on all ranks.
         leads = self._stop.released() if self.together and self.talks else nullcontext()
         with held, follows as asks, leads if asks else nullcontext():
             yield asks

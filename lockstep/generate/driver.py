@@ -20,11 +20,11 @@ from lockstep.model import Decoder
 from lockstep.parallel.messages import SIGN_OF_LIFE, from_rank_0
 
 
-class LeadingEngine(Engine):
+class DriverEngine(Engine):
     """The engine of the first rank of a tensor group.
 
-    While it leads, until `end`, the other ranks run `follow`, and nothing else may be sent in the group; a thread
-    regularly tells them to keep waiting, since the wait for a message has a timeout. While it does not lead, each rank
+    While it drives, until `end`, the other ranks run `follow`, and nothing else may be sent in the group; a thread
+    regularly tells them to keep waiting, since the wait for a message has a timeout. While it does not drive, each rank
     calls its own engine, as ranks that share a model do.
     """
 
@@ -34,15 +34,15 @@ class LeadingEngine(Engine):
         config: EngineConfig | None = None,
         tokenizer: Tokenizer | None = None,
         draft: Draft | None = None,
-        leads: bool = True,
+        drives: bool = True,
     ):
         super().__init__(model, config, tokenizer, draft)
         self.guard: Callable[[], AbstractContextManager[None]] = contextlib.nullcontext
         """Entered around each call that `Sampler` names, which must not end on this rank alone."""
         self._calling = threading.RLock()
-        self._leads, self._ended = False, threading.Event()
-        if leads:
-            self.lead()
+        self._drives, self._ended = False, threading.Event()
+        if drives:
+            self.drive()
 
     def add(self, prompt: list[int], params: SamplingParams, begun: Sequence[Completion] = ()) -> int:
         self._check(prompt, params)  # what is rejected here is not sent
@@ -72,9 +72,9 @@ class LeadingEngine(Engine):
         with self.on_all_ranks("return_freed_memory"):
             super().return_freed_memory()
 
-    def lead(self) -> None:
+    def drive(self) -> None:
         """From now on, the other ranks follow."""
-        self._leads = True
+        self._drives = True
         self._ended.clear()
         self._signs = threading.Thread(target=self._tell_signs_of_life, name="signs of life", daemon=True)
         self._signs.start()
@@ -85,13 +85,13 @@ class LeadingEngine(Engine):
             self._ended.set()
             with contextlib.suppress(RuntimeError), self.on_all_ranks("end"):  # a rank died; torchrun ends all
                 pass
-            self._leads = False
+            self._drives = False
         self._signs.join()
 
     @contextlib.contextmanager
-    def leading(self) -> Iterator[None]:
+    def driving(self) -> Iterator[None]:
         """The other ranks follow within this context."""
-        self.lead()
+        self.drive()
         try:
             yield
         finally:
@@ -104,7 +104,7 @@ class LeadingEngine(Engine):
         name: a method of the engine, or one of the calls that `follow` was given.
         """
         with self._calling:
-            if self._leads:
+            if self._drives:
                 from_rank_0([name, *arguments], self.tensor_group)
             yield
 
