@@ -11,7 +11,7 @@ import sys
 
 from lockstep.errors import UserError
 from lockstep.recipes import FROM_SCRATCH
-from lockstep.train.pretrain import foresee
+from lockstep.train.pretrain import estimate_memory
 
 RANKS = (8, 64, 512)
 
@@ -21,7 +21,7 @@ def memory(name: str, ranks: int) -> str:
     config = FROM_SCRATCH[name]()
     config.dry_run, config.device = ranks, "cuda"
     try:
-        return f"{sum(foresee(config).memory.values()) / 2**30:.1f}"
+        return f"{sum(estimate_memory(config).memory.values()) / 2**30:.1f}"
     except UserError as error:
         print(f"{name} on {ranks}: {error}", file=sys.stderr)
         return ""

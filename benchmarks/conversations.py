@@ -18,8 +18,8 @@ from benchmarks.rewards import best
 from lockstep.config import RewardConfig, RLConfig
 from lockstep.rl import Example, Reply
 from lockstep.rl.conversations.exchange import Asked, Ended
-from lockstep.rl.conversations.runner import Hosting
-from lockstep.rl.conversations.worker_runner import HostingInWorkers, task_of
+from lockstep.rl.conversations.runner import ConversationRunner
+from lockstep.rl.conversations.worker_runner import WorkerConversationRunner, task_of
 from lockstep.rl.environments.loading import load_environment
 from lockstep.rl.grading.pool import open_workers
 
@@ -38,10 +38,10 @@ class Talk(rl.ConversationEnvironment):
 """
 
 
-def held(hosting: AbstractContextManager[Any], count: int) -> list[float]:
+def held(runner: AbstractContextManager[Any], count: int) -> list[float]:
     """The rewards of all conversations."""
     rewards: dict[int, float] = {}
-    with hosting as talks:
+    with runner as talks:
         while len(rewards) < count:
             said = talks.next(wait=True)
             if isinstance(said, Asked):
@@ -60,14 +60,14 @@ def main() -> None:
         (folder / "task.py").write_text(TASK)
         environment_name = f"{folder / 'task.py'}:Talk"
         environment, examples = load_environment(environment_name), [Example(f"p{n}") for n in range(count)]
-        here: Callable[[], list[float]] = lambda: held(Hosting(environment, examples, RewardConfig()), count)  # noqa: E731
+        here: Callable[[], list[float]] = lambda: held(ConversationRunner(environment, examples, RewardConfig()), count)  # noqa: E731
         expected, tasks = here(), [task_of(example, 0) for example in examples]
         print(f"{count} conversations, trainer's own process: {1000 * best(here, 10) / count:.2f} ms each")
         for workers in (1, 2):
             config = RLConfig(environment=environment_name, rewards=RewardConfig(workers=workers))
             with open_workers(config, folder) as opened:
-                assert held(HostingInWorkers(tasks, opened), count) == expected
-                seconds = best(lambda: held(HostingInWorkers(tasks, opened), count), 10)
+                assert held(WorkerConversationRunner(tasks, opened), count) == expected
+                seconds = best(lambda: held(WorkerConversationRunner(tasks, opened), count), 10)
             print(f"{count} conversations, {workers} keeper{'s' * (workers > 1)}: {1000 * seconds / count:.2f} ms each")
 
 

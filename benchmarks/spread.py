@@ -38,7 +38,7 @@ def spread_over(ranks: int, sampled: list[Rollout], by_cost: bool) -> tuple[floa
     """The busiest rank's cost, and that of the costliest micro-batch of every turn, over an even split; all cost."""
     world = World(torch.device("cpu"), dict.fromkeys(AXES, 1) | {"data_shard": ranks})
     budget = token_budget(sampled, CONFIG, world) if by_cost else CONFIG.train.tokens_per_microbatch
-    costs = [cost(members.packed("cpu"), SHAPE) for members in microbatches(sampled, budget)]
+    costs = [cost(plan.packed("cpu"), SHAPE) for plan in microbatches(sampled, budget)]
     shares = spread(costs, ranks) if by_cost else [list(range(rank, len(costs), ranks)) for rank in range(ranks)]
     of_ranks = [[costs[index] for index in share] for share in shares]
     even = sum(costs) / ranks

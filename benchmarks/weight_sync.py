@@ -101,7 +101,7 @@ def measure_separate(size: str, way: str) -> dict[str, float]:
     import torch
 
     from lockstep.parallel import World
-    from lockstep.rl.weights.server import Shelf
+    from lockstep.rl.weights.server import WeightServer
 
     torch.set_num_threads(1)
     model = _model(size)
@@ -110,7 +110,7 @@ def measure_separate(size: str, way: str) -> dict[str, float]:
         "bytes": float(sum(parameter.nbytes for parameter in parameters.values())),
         "copy": _copy_seconds([parameter.detach() for parameter in parameters.values()]),
     }
-    shelf = Shelf(parameters, torch.bfloat16, World(torch.device("cpu")), KEY)
+    weight_server = WeightServer(parameters, torch.bfloat16, World(torch.device("cpu")), KEY)
     command = [sys.executable, __file__, "--replica", "--size", size]
     with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as replica:
         assert replica.stdin is not None and replica.stdout is not None
@@ -118,16 +118,16 @@ def measure_separate(size: str, way: str) -> dict[str, float]:
 
         def transfer() -> None:
             assert replica.stdin is not None and replica.stdout is not None
-            edition = shelf.publish(1)
+            manifest = weight_server.publish(1)
             if way == "TCP":
-                edition["shelf"]["ranks"][0]["place"] = None
-            replica.stdin.write(json.dumps(edition) + "\n")
+                manifest["server"]["ranks"][0]["place"] = None
+            replica.stdin.write(json.dumps(manifest) + "\n")
             replica.stdin.flush()
             assert replica.stdout.readline() == "taken\n"
 
         found["transfer"] = _median(transfer)
         replica.stdin.close()
-    shelf.close()
+    weight_server.close()
     return found
 
 
@@ -136,10 +136,10 @@ def take_all(size: str) -> None:
     import torch
 
     from lockstep.parallel import World
-    from lockstep.rl.weights.reader import ShelfReader
+    from lockstep.rl.weights.reader import WeightReader
 
     torch.set_num_threads(1)
-    reader = ShelfReader(_model(size), World(torch.device("cpu")), KEY)
+    reader = WeightReader(_model(size), World(torch.device("cpu")), KEY)
     print("ready", flush=True)
     for line in sys.stdin:
         print(reader.take(json.loads(line)).outcome, flush=True)

@@ -124,11 +124,11 @@ def pretrain(arguments: list[str]) -> int:
     from lockstep.config import PretrainConfig
 
     config = run_config("pretrain", PretrainConfig, arguments)
-    from lockstep.train.pretrain import foresee
+    from lockstep.train.pretrain import estimate_memory
     from lockstep.train.pretrain import pretrain as run
 
     if config.dry_run:
-        print(foresee(config).text())
+        print(estimate_memory(config).text())
         return 0
     _print_next(run(config), "generate --model {folder} --prompt TEXT")
     return 0
@@ -228,9 +228,9 @@ def rl(arguments: list[str]) -> int:
     from lockstep.rl.scoring.parity import ParityError
 
     if config.dry_run:
-        from lockstep.rl.dry_run import foresee
+        from lockstep.rl.dry_run import estimate_memory
 
-        print(foresee(config).text())
+        print(estimate_memory(config).text())
         return 0
     try:
         folder = reinforce(config)

@@ -14,9 +14,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lockstep.checkpoint.boxes import bytes_of
 from lockstep.checkpoint.manifest import MANIFEST, damage_of_model
 from lockstep.checkpoint.safetensors_file import MAX_FILE_BYTES, file_name, header, split_files
+from lockstep.checkpoint.shard_slices import bytes_of
 from lockstep.data import load_tokenizer, with_ends
 from lockstep.data.chat import load_chat_template
 from lockstep.data.tokenizer import tokenizer_folder
@@ -201,9 +201,9 @@ def _split_experts(
             if part.expert is None or whole.expert is not None or whole.name not in tensors:
                 continue
             stacked.add(whole.name)
-            box = slice(part.expert, part.expert + 1), *(slice(0, size) for size in parameter.shape[1:])
+            shard_slice = slice(part.expert, part.expert + 1), *(slice(0, size) for size in parameter.shape[1:])
             entry = opened[files[whole.name]].get_slice(whole.name)
-            tensors[part.name] = parameter.shape[1:], partial(_expert, entry, whole.place(box))
+            tensors[part.name] = parameter.shape[1:], partial(_expert, entry, whole.place(shard_slice))
     for name in stacked:
         del tensors[name]
 

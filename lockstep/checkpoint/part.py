@@ -16,7 +16,7 @@ class Part:
 
     def __init__(self, local: Tensor, place: tuple[slice, ...], shape: torch.Size):
         self.local, self.place, self.shape = local, place, shape
-        assert local.numel() == math.prod(self.box[1]), f"{list(local.shape)} are not the values at {place}"
+        assert local.numel() == math.prod(self.shard_slice[1]), f"{list(local.shape)} are not the values at {place}"
 
     @classmethod
     def of(cls, tensor: Tensor) -> Part:
@@ -39,6 +39,6 @@ class Part:
         return found
 
     @property
-    def box(self) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    def shard_slice(self) -> tuple[tuple[int, ...], tuple[int, ...]]:
         """Offsets and sizes of the place."""
         return tuple(cut.start for cut in self.place), tuple(cut.stop - cut.start for cut in self.place)

@@ -21,10 +21,10 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
-from lockstep.checkpoint.boxes import bytes_of, open_safetensors, stretches
 from lockstep.checkpoint.manifest import CHUNK, Piece
 from lockstep.checkpoint.part import Part
 from lockstep.checkpoint.safetensors_file import DTYPES, MAX_FILE_BYTES, file_name, header, split_files
+from lockstep.checkpoint.shard_slices import bytes_of, open_safetensors, stretches
 from lockstep.parallel.messages import from_rank_0, to_rank_0
 
 OF_NAME = {name: dtype for dtype, name in DTYPES.items()}
@@ -59,7 +59,7 @@ def save_parts(
     """
     ranks = _Ranks(group)
     held = {name: part for name, part in parts.items() if part.local.numel()}
-    of_ranks = ranks.each(lambda: [(n, *p.box, DTYPES[p.local.dtype], tuple(p.shape)) for n, p in held.items()])
+    of_ranks = ranks.each(lambda: [(n, *p.shard_slice, DTYPES[p.local.dtype], tuple(p.shape)) for n, p in held.items()])
     plan = Plan(**ranks.first(lambda: vars(_plan(of_ranks, folder, stems, max_file_bytes))))
     own = {name: part for (name, part), writes in zip(held.items(), plan.writes[ranks.rank]) if writes}
     pieces = ranks.each(lambda: [vars(piece) for piece in _write_parts(own, folder, plan)])
@@ -134,27 +134,27 @@ def _plan(of_ranks: list[list[Any]], folder: Path, stems: Mapping[str, str], max
     """Assigns each value to the holder with the fewest bytes to write so far, and creates the files."""
     kinds: dict[str, tuple[str, Any]] = {}
     holders: dict[str, dict[Any, list[tuple[int, int]]]] = defaultdict(lambda: defaultdict(list))
-    for rank, boxes in enumerate(of_ranks):
-        for index, (name, offsets, sizes, *kind) in enumerate(boxes):
+    for rank, shard_slices in enumerate(of_ranks):
+        for index, (name, offsets, sizes, *kind) in enumerate(shard_slices):
             if kinds.setdefault(name, kind) != kind:
                 raise RuntimeError(f"{name} is {kinds[name]} on one rank and {kind} on another")
             holders[name][tuple(offsets), tuple(sizes)].append((rank, index))
     tensors = {name: (OF_NAME[dtype], torch.Size(shape)) for name, (dtype, shape) in kinds.items()}
     written = [0] * len(of_ranks)
-    writes = [[0] * len(boxes) for boxes in of_ranks]
-    for name, of_boxes in holders.items():
-        _refuse_gaps(name, tensors[name][1], list(of_boxes))
-        for (_, sizes), of_box in of_boxes.items():
-            rank, index = min(of_box, key=lambda holder: written[holder[0]])
+    writes = [[0] * len(shard_slices) for shard_slices in of_ranks]
+    for name, of_shard_slices in holders.items():
+        _refuse_gaps(name, tensors[name][1], list(of_shard_slices))
+        for (_, sizes), of_shard_slice in of_shard_slices.items():
+            rank, index = min(of_shard_slice, key=lambda holder: written[holder[0]])
             writes[rank][index] = 1
             written[rank] += math.prod(sizes) * tensors[name][0].itemsize
     files, begins = _create_files(tensors, folder, stems, max_file_bytes)
     return Plan(files, begins, writes)
 
 
-def _refuse_gaps(name: str, shape: torch.Size, boxes: list[tuple[tuple[int, ...], tuple[int, ...]]]) -> None:
-    """Raises RuntimeError unless `boxes`, by offsets and sizes, have each value of the tensor once."""
-    begins, sizes = np.array(boxes, np.int64).reshape(len(boxes), 2, len(shape)).swapaxes(0, 1)
+def _refuse_gaps(name: str, shape: torch.Size, shard_slices: list[tuple[tuple[int, ...], tuple[int, ...]]]) -> None:
+    """Raises RuntimeError unless `shard_slices`, by offsets and sizes, have each value of the tensor once."""
+    begins, sizes = np.array(shard_slices, np.int64).reshape(len(shard_slices), 2, len(shape)).swapaxes(0, 1)
     edges = begins, begins + sizes
     # Between two neighboring cuts of each axis all values are in the same boxes.
     cuts = [np.unique(np.concatenate([[0, size], *(e[:, axis] for e in edges)])) for axis, size in enumerate(shape)]
@@ -167,7 +167,7 @@ def _refuse_gaps(name: str, shape: torch.Size, boxes: list[tuple[tuple[int, ...]
         covered = covered.cumsum(axis)
     beyond = any(cut[0] < 0 or cut[-1] > size for cut, size in zip(cuts, shape))
     if beyond or (covered[tuple(slice(-1) for _ in shape)] != 1).any():
-        raise RuntimeError(f"the ranks do not hold each value of {name} ({list(shape)}) once: {boxes[:4]}")
+        raise RuntimeError(f"the ranks do not hold each value of {name} ({list(shape)}) once: {shard_slices[:4]}")
 
 
 def _create_files(
@@ -204,7 +204,7 @@ def _write_parts(parts: Mapping[str, Part], folder: Path, plan: Plan) -> list[Pi
             if file not in opened:
                 opened[file] = os.open(folder / file, os.O_WRONLY)
             values = bytes_of(part.local)
-            offsets, sizes = part.box
+            offsets, sizes = part.shard_slice
             done = 0
             for start, length in stretches(part.shape, offsets, sizes, part.local.dtype):
                 _write(opened[file], values[done : done + length], plan.begins[name] + start)

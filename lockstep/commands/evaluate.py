@@ -6,7 +6,7 @@ import re
 from functools import partial
 
 from lockstep.rl.evaluate import Comparison, Evaluation
-from lockstep.rl.rollouts.eval_metrics import Figures
+from lockstep.rl.rollouts.eval_metrics import EvalMetrics
 
 
 def as_text(evaluation: Evaluation) -> str:
@@ -25,7 +25,7 @@ def as_text(evaluation: Evaluation) -> str:
     return "\n".join(lines)
 
 
-def _row(figures: Figures) -> dict[str, str]:
+def _row(figures: EvalMetrics) -> dict[str, str]:
     rewards = {name: own for name, own in figures.rewards.items() if len(figures.rewards) > 1}
     failed = {"failed": str(sum(figures.failed.values()))} if figures.failed else {}
     return {

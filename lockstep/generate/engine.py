@@ -117,7 +117,7 @@ class Engine:
         self._inboxes: dict[int, deque[TokenEvent]] = {}
         self._unowned: list[TokenEvent] = []
         self._next_id = 0
-        self._under_way = False
+        self._in_flight = False
         """A step has begun and not finished: if none is running, it was interrupted at some point."""
         self._away = False
         self.before_step: Callable[[], None] = lambda: None
@@ -247,7 +247,7 @@ class Engine:
         unfinished = [s for s in self._requests.pop(request_id, []) if s.finish_reason is None]
         for sequence in unfinished:
             sequence.finish_reason = "abort"
-        if unfinished and not self._under_way:
+        if unfinished and not self._in_flight:
             self.scheduler.remove(unfinished)
         self._tell_draft(unfinished)
 
@@ -324,9 +324,9 @@ class Engine:
             raise RuntimeError("the engine's weights were released; call weights_changed once the model has them again")
         if self._writes.are_new():
             self._use_new_weights()
-        if self._under_way:
+        if self._in_flight:
             self._start_over()
-        self._under_way = True
+        self._in_flight = True
         began = time.perf_counter()
         try:
             if chunks := self.scheduler.schedule():
@@ -341,7 +341,7 @@ class Engine:
             # The pages that this step was to fill are already registered, but contain nothing.
             self._start_over()
             raise
-        self._under_way = False
+        self._in_flight = False
         self.statistics.sampling_seconds += time.perf_counter() - began
 
     def _start_over(self) -> None:
@@ -349,7 +349,7 @@ class Engine:
         # What ended in a step that failed has ended, although no event reported it.
         self._requests = {number: group for number, group in self._requests.items() if unfinished[number]}
         self.scheduler.restart(s for group in unfinished.values() for s in group)
-        self._under_way = False
+        self._in_flight = False
 
     def _draft_and_compute(self, chunks: list[Chunk]) -> list[Sample]:
         if self._speculation is None:

@@ -26,7 +26,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from lockstep.ops import native
-from lockstep.parallel.exchange import UnderWay, begin_all_to_all
+from lockstep.parallel.exchange import InFlight, begin_all_to_all
 from lockstep.parallel.messages import from_all
 
 log = logging.getLogger("lockstep")
@@ -55,7 +55,7 @@ def close_buffers() -> None:
     _buffers.clear()
 
 
-def begin_exchange(rows: Tensor, sent: list[int], received: list[int], group: dist.ProcessGroup) -> UnderWay:
+def begin_exchange(rows: Tensor, sent: list[int], received: list[int], group: dist.ProcessGroup) -> InFlight:
     """As `begin_all_to_all`, but with DeepEP if requested and working on all ranks of `group`, which all call it."""
     if not _asked or native.is_pretending():
         return begin_all_to_all(rows, sent, received, group)
@@ -64,11 +64,11 @@ def begin_exchange(rows: Tensor, sent: list[int], received: list[int], group: di
         _buffers[key] = _open(key[1], group)
     if (buffer := _buffers[key]) is None:
         return begin_all_to_all(rows, sent, received, group)
-    under_way = _on_every_rank(lambda: _dispatch(buffer, rows, sent, received), group)
-    if under_way is not None and not first:
-        return under_way
+    in_flight = _on_every_rank(lambda: _dispatch(buffer, rows, sent, received), group)
+    if in_flight is not None and not first:
+        return in_flight
     arrived = begin_all_to_all(rows, sent, received, group)
-    if under_way is None or _on_every_rank(lambda: _compare(under_way.wait(), arrived.wait()), group) is None:
+    if in_flight is None or _on_every_rank(lambda: _compare(in_flight.wait(), arrived.wait()), group) is None:
         _buffers[key] = None
     return arrived
 
@@ -96,7 +96,7 @@ def _buffer(module: Any, width: int, group: Any) -> Any:
     return module.Buffer(group, nbytes, explicitly_destroy=True)
 
 
-def _dispatch(buffer: Any, rows: Tensor, sent: list[int], received: list[int]) -> UnderWay:
+def _dispatch(buffer: Any, rows: Tensor, sent: list[int], received: list[int]) -> InFlight:
     counts = torch.tensor(sent, dtype=torch.int32, device=rows.device)
     goes_to = torch.eye(len(sent), dtype=torch.bool, device=rows.device)
     goes_to = goes_to.repeat_interleave(counts, 0, output_size=len(rows))
@@ -110,7 +110,7 @@ def _dispatch(buffer: Any, rows: Tensor, sent: list[int], received: list[int]) -
     )
     if len(arrived) != sum(received):
         raise RuntimeError(f"{len(arrived)} of {sum(received)} rows arrived")
-    return UnderWay(arrived.view(rows.dtype), words, event.current_stream_wait)
+    return InFlight(arrived.view(rows.dtype), words, event.current_stream_wait)
 
 
 def _compare(arrived: Tensor, expected: Tensor) -> bool:

@@ -64,7 +64,7 @@ def swap_rows(x: Tensor, group: dist.ProcessGroup) -> Tensor:
 
 
 @dataclass
-class UnderWay:
+class InFlight:
     """Rows in flight."""
 
     received: Tensor
@@ -78,11 +78,11 @@ class UnderWay:
         return self.received
 
 
-def begin_all_to_all(rows: Tensor, sent: list[int], received: list[int], group: dist.ProcessGroup) -> UnderWay:
+def begin_all_to_all(rows: Tensor, sent: list[int], received: list[int], group: dist.ProcessGroup) -> InFlight:
     """Starts sending the first `sent[0]` rows to rank 0, and so on; `received[r]` rows come from rank r, in order."""
     out, rows = rows.new_empty(sum(received), rows.shape[1]), rows.contiguous()
     work = dist.all_to_all_single(out, rows, received, sent, group=group, async_op=True)
-    return UnderWay(out, rows, work.wait)
+    return InFlight(out, rows, work.wait)
 
 
 def sum_rows(x: Tensor, group: dist.ProcessGroup) -> Tensor:

@@ -27,7 +27,7 @@ from lockstep.ops import native
 from lockstep.ops.experts import combine, dispatch, order_by_expert
 from lockstep.ops.opaque import library
 from lockstep.parallel.deep_ep import begin_exchange
-from lockstep.parallel.exchange import UnderWay, gather_rows, group_named, rows_are_whole, swap_rows
+from lockstep.parallel.exchange import InFlight, gather_rows, group_named, rows_are_whole, swap_rows
 from lockstep.parallel.expert_traffic import TRAFFIC
 
 FeedForward = Callable[[Tensor, Tensor], Tensor]
@@ -57,10 +57,10 @@ def experts_over_ranks(
         return out if shared is None else out + shared(x)
     rows = dispatch(_own_tokens(x, chosen.shape[0], group), places, sources)
     arrive = _travel(rows, starts, group)
-    beside = None if shared is None else shared(x)
+    extra_parameters = None if shared is None else shared(x)
     arrived, own_starts, counts = arrive()
     out = combine(_come_home(feed_forward(arrived, own_starts), starts, counts, sources, group), weights, places)
-    return out if beside is None else out + beside
+    return out if extra_parameters is None else out + extra_parameters
 
 
 def _own_tokens(x: Tensor, tokens: int, group: dist.ProcessGroup) -> Tensor:
@@ -99,7 +99,7 @@ class _Journey:
     """How many rows of each of this rank's experts come from each rank."""
     length: int
     group: dist.ProcessGroup
-    under_way: UnderWay | None = None
+    in_flight: InFlight | None = None
     """What was sent but not yet waited for: rows in the forward pass, gradients in the backward pass."""
 
     @property
@@ -107,11 +107,11 @@ class _Journey:
         """Where the rows of each of this rank's experts start."""
         return torch.cat([self.counts.new_zeros(1), self.counts.sum(0).cumsum(0)])
 
-    def take(self) -> UnderWay:
+    def take(self) -> InFlight:
         """Takes what is in flight, since a journey lives as long as the graph, but what was sent need not."""
-        assert self.under_way is not None
-        under_way, self.under_way = self.under_way, None
-        return under_way
+        assert self.in_flight is not None
+        in_flight, self.in_flight = self.in_flight, None
+        return in_flight
 
 
 class _Leave(torch.autograd.Function):
@@ -139,9 +139,9 @@ class _Arrive(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
         journey: _Journey = ctx.journey
-        under_way = _begin_back(grads[0], journey.starts, journey.counts, journey.length, journey.group)
-        journey.under_way = under_way
-        return under_way.received, None
+        in_flight = _begin_back(grads[0], journey.starts, journey.counts, journey.length, journey.group)
+        journey.in_flight = in_flight
+        return in_flight.received, None
 
 
 class _ComeHome(torch.autograd.Function):
@@ -162,16 +162,16 @@ class _ComeHome(torch.autograd.Function):
 def _begin_journey(rows: Tensor, starts: Tensor, group: dist.ProcessGroup) -> _Journey:
     own = starts.diff().view(dist.get_world_size(group), -1)
     counts = swap_rows(own, group)  # counts are exchanged on the CPU, which waits for them in any case
-    under_way = _begin_out(rows, starts, counts, group)
-    TRAFFIC.note_call(len(under_way.received), group)
-    return _Journey(starts, counts, len(rows), group, under_way)
+    in_flight = _begin_out(rows, starts, counts, group)
+    TRAFFIC.note_call(len(in_flight.received), group)
+    return _Journey(starts, counts, len(rows), group, in_flight)
 
 
 def _out(rows: Tensor, starts: Tensor, counts: Tensor, group: dist.ProcessGroup) -> Tensor:
     return _by_own_expert(_begin_out(rows, starts, counts, group).wait(), counts)
 
 
-def _begin_out(rows: Tensor, starts: Tensor, counts: Tensor, group: dist.ProcessGroup) -> UnderWay:
+def _begin_out(rows: Tensor, starts: Tensor, counts: Tensor, group: dist.ProcessGroup) -> InFlight:
     sent, received = _lengths(len(rows), starts, counts, group)
     return _begin(rows, sent, received, group)
 
@@ -184,7 +184,7 @@ def _back(rows: Tensor, starts: Tensor, counts: Tensor, length: int, group: dist
     return _begin_back(rows, starts, counts, length, group).wait()
 
 
-def _begin_back(rows: Tensor, starts: Tensor, counts: Tensor, length: int, group: dist.ProcessGroup) -> UnderWay:
+def _begin_back(rows: Tensor, starts: Tensor, counts: Tensor, length: int, group: dist.ProcessGroup) -> InFlight:
     sent, received = _lengths(length, starts, counts, group)
     if not native.is_pretending():
         rows = torch.empty_like(rows).index_copy_(0, _by_expert(counts).to(rows.device), rows)
@@ -208,7 +208,7 @@ def _by_expert(counts: Tensor) -> Tensor:
     return shifts.repeat_interleave(lengths) + torch.arange(int(lengths.sum()))
 
 
-def _begin(rows: Tensor, sent: list[int], received: list[int], group: dist.ProcessGroup) -> UnderWay:
+def _begin(rows: Tensor, sent: list[int], received: list[int], group: dist.ProcessGroup) -> InFlight:
     away = len(rows) - sent[dist.get_rank(group)]
     TRAFFIC.bytes += away * rows.shape[1] * rows.element_size()
     return begin_exchange(rows, sent, received, group)

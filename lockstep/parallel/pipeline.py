@@ -71,11 +71,11 @@ class Pipeline(nn.Module):
     def device(self) -> torch.device:
         return self.world.device
 
-    def put_beside(self, beside: Mapping[str, nn.Parameter]) -> None:
+    def put_extra_parameters(self, extra_parameters: Mapping[str, nn.Parameter]) -> None:
         """Lets the loss use further parameters, by name; their gradients are computed on the last stage's rank."""
         for stage in self.stages:
             if stage.is_last:
-                stage.beside = dict(beside)
+                stage.extra_parameters = dict(extra_parameters)
 
     def _reserve_positions(self, length: int) -> None:
         for stage in self.stages:

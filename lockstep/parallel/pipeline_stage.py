@@ -21,7 +21,7 @@ class Stage(Decoder):
     def __init__(self, config: ModelConfig, dtype: torch.dtype, index: int, layers: list[range]):
         super().__init__(config, dtype, "meta")
         self.index = index
-        self.beside: Mapping[str, nn.Parameter] = {}
+        self.extra_parameters: Mapping[str, nn.Parameter] = {}
         """Further parameters, that the loss uses, by name; of the last stage."""
         self.routes: dict[int, list[Tensor]] | None = None
         """Unless None, a step writes here what its mixtures choose in each micro-batch."""
@@ -55,9 +55,9 @@ class Stage(Decoder):
         return self.final_norm(hidden) if self.is_last else hidden
 
     def parameters(self, recurse: bool = True) -> Iterator[nn.Parameter]:
-        """Those `beside` too: torch computes the gradients of these in a backward in two halves."""
+        """Those `extra_parameters` too: torch computes the gradients of these in a backward in two halves."""
         yield from super().parameters(recurse)
-        yield from self.beside.values()
+        yield from self.extra_parameters.values()
 
     @property
     def own_layers(self) -> list[int]:

@@ -74,13 +74,13 @@ def _product(x: Tensor, weight: Tensor, chunks: int, group: dist.ProcessGroup) -
     ranks = dist.get_world_size(group)
     by_rank = x.unflatten(0, (ranks, -1))
     out = x.new_empty(by_rank.shape[1], weight.shape[0])
-    under_way = []
+    in_flight = []
     for rows in _row_slices(out.shape[0]):
         sums = product_sums(by_rank[:, rows].flatten(0, 1), weight, chunks // ranks)
         received = torch.empty_like(sums)
         work = dist.all_to_all_single(received, sums, group=group, async_op=True)
-        under_way.append((rows, received, sums, work))  # what is sent is kept alive until it has arrived
-    for rows, received, _, work in under_way:
+        in_flight.append((rows, received, sums, work))  # what is sent is kept alive until it has arrived
+    for rows, received, _, work in in_flight:
         work.wait()
         out[rows] = tree_sum(received.unflatten(0, (ranks, -1)).unbind(), overwrite=True)
     return out
@@ -93,14 +93,14 @@ def _gradients(
         whole = gather_rows(grad, group)
         return input_gradient(whole, weight) if of_x else None, token_weight_gradient(whole, x) if of_weight else None
     own, ranks = grad.contiguous(), dist.get_world_size(group)
-    under_way = []
+    in_flight = []
     for rows in _row_slices(own.shape[0]):
         gathered = own.new_empty(ranks, rows.stop - rows.start, own.shape[1])
         work = all_gather(gathered.flatten(0, 1), own[rows], group=group, async_op=True)
-        under_way.append((rows, gathered, work))
+        in_flight.append((rows, gathered, work))
     whole = own.new_empty(ranks, *own.shape)
     grad_x = torch.empty_like(x) if of_x else None
-    for rows, gathered, work in under_way:
+    for rows, gathered, work in in_flight:
         work.wait()
         whole[:, rows] = gathered
         if grad_x is not None:

@@ -115,7 +115,7 @@ class TorchStage(PipelineStage):
             self.stage.set_is_last_backward(False)
             self.stage.set_requires_gradient_sync(False)
         # By name: while weights are gathered, the stage's parameters are not the sharded ones.
-        names = [*(name for name, _ in self.stage.named_parameters()), *self.stage.beside]
+        names = [*(name for name, _ in self.stage.named_parameters()), *self.stage.extra_parameters]
         self.each([n for n in names if not (self.stage.borrows_embedding and n == "embed_tokens.weight")])
 
     def _reduce(self, sync: bool) -> None:

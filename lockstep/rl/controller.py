@@ -46,7 +46,7 @@ from lockstep.rl.rollouts.metrics import (
     validation_metrics,
 )
 from lockstep.rl.rollouts.packing import PolicyLoss, masking_metrics, packing_metrics, policy_batches
-from lockstep.rl.rollouts.prefetcher import Ahead
+from lockstep.rl.rollouts.prefetcher import RolloutPrefetcher
 from lockstep.rl.rollouts.records import write_rollouts
 from lockstep.rl.rollouts.replicas import Replicas
 from lockstep.rl.rollouts.samples import samples_of
@@ -76,7 +76,7 @@ from lockstep.rl.setup import (
 )
 from lockstep.train import Trainer
 from lockstep.train.bad_steps import BadSteps
-from lockstep.train.resolve_defaults import settle
+from lockstep.train.resolve_defaults import resolve_defaults
 from lockstep.train.stop_signal import RAISED, STOP_RUN, Interrupted, StopSignal, ends_with_error
 from lockstep.train.threads import fitting_threads
 
@@ -123,7 +123,7 @@ def _reinforce(
         require_environment(config.environment)
     world = open_world(config.parallel, config.device)
     opened.callback(close_world, world)
-    config = settle(suited_to_actors(config, world), world)
+    config = resolve_defaults(suited_to_actors(config, world), world)
     seed_generators(config.seed)
     algorithm = algorithm_of(config)
     config, environment = named_environment(config, environment)
@@ -137,8 +137,8 @@ def _reinforce(
     reward_model = load_reward_model(config, environment, world.device)
     rendering = open_rendering(config, environment, tokenizer, model)
     critic = make_critic(config, model, world)
-    beside = critic.parameters_by_name() if critic else {}
-    trainer = Trainer(model, train_settings(config), config.steps * config.inner_steps, world, beside)
+    extra_parameters = critic.parameters_by_name() if critic else {}
+    trainer = Trainer(model, train_settings(config), config.steps * config.inner_steps, world, extra_parameters)
     average = moving_average(config, reference, trainer)
 
     require_observers(config.observe, model.device)
@@ -162,7 +162,7 @@ def _reinforce(
         config, environment, is_given, tokenizer, rendering, replicas, generators, recorded, run.path, timeline, stop,
         opened,
     )  # fmt: skip
-    ahead = Ahead(
+    prefetcher = RolloutPrefetcher(
         sampling.draw,
         prompts,
         generators.sampler,
@@ -173,9 +173,9 @@ def _reinforce(
         recorded=recorded is not None,
         oversampling=config.oversampling_factor,
     )
-    opened.callback(ahead.close)
+    opened.callback(prefetcher.close)
     if state.get("ahead"):
-        ahead.restore(state["ahead"])
+        prefetcher.restore(state["ahead"])
     everyone = "the other ranks" if world.size > 1 else ""
 
     def judge(step: int) -> dict[str, Any] | None:
@@ -204,13 +204,13 @@ def _reinforce(
             bar.validated(step, metrics)
         return metrics
 
-    def save(step: int, unjudged: bool = False) -> None:
-        """Saves the run as it is after `step`; if it is `unjudged`, a resumed run begins with its validation."""
+    def save(step: int, validation_pending: bool = False) -> None:
+        """Saves the run as it is after `step`; a resumed run begins with the pending validation."""
         if config.actors.on_update == "finish":
             # Samples in flight would otherwise continue with weights that they would not have had.
             with timeline.span("generate", sampling.waits_for, sampling.seconds):
-                ahead.wait(step)
-        state = {"prompts": prompts.state(), "ahead": world.from_main(ahead.state), "unjudged": unjudged}
+                prefetcher.wait(step)
+        state = {"prompts": prompts.state(), "ahead": world.from_main(prefetcher.state), "unjudged": validation_pending}
         with timeline.span("checkpoint"):
             checkpoints.save(step, state, last=step == config.steps)
 
@@ -221,7 +221,7 @@ def _reinforce(
             return
         checkpoints.wait()
         if step > 1 and not only and checkpoints.newest != step - 1:
-            ahead.take_back()
+            prefetcher.take_back()
             set_random_state(random_before)
             save(step - 1)
         if step > 1:
@@ -239,9 +239,9 @@ def _reinforce(
 
     # All ranks watch what rank 0 has written, and come to the same conclusion.
     before = world.from_main(lambda: read_metrics(run.metrics))
-    unjudged = bool(held_out) and state.get("unjudged", False) and awaits_validation(before, start)
-    unfinished = before.pop() if unjudged else {}
-    ended = start >= config.steps and not unjudged
+    validation_pending = bool(held_out) and state.get("unjudged", False) and awaits_validation(before, start)
+    unfinished = before.pop() if validation_pending else {}
+    ended = start >= config.steps and not validation_pending
     announce_start(config, environment, model, tokenizer, world, start, ended)
     updating = 0.0
     """Seconds that all updates of the last step took."""
@@ -259,7 +259,7 @@ def _reinforce(
         trainer.timeline = timeline
         if bar is not None:
             bar.advance(min(start, config.steps))
-        if held_out and (start == 0 or unjudged) and not only:
+        if held_out and (start == 0 or validation_pending) and not only:
             validation = judge(start)
             if validation is None:
                 give_up_if_stopped(start + 1)  # raises
@@ -280,11 +280,11 @@ def _reinforce(
                 stopwatch = Stopwatch(timeline)
                 ledger, outcomes = Ledger(config.prompts_per_step, recorded is not None), list[Outcome]()
                 random_before = random_state()
-                ahead.begin(step, config.steps)
+                prefetcher.begin(step, config.steps)
                 for extra_round in range(algorithm.extra_rounds + 1):
                     stopwatch.begin("time/generate", sampling.waits_for, sampling.seconds)
                     with suppress(Interrupted), stop.interrupts(at_once=not sampling.together):
-                        asked, drawn, places = ahead.drawn(step, extra_round, ledger.missing)
+                        asked, drawn, places = prefetcher.drawn(step, extra_round, ledger.missing)
                         stopwatch.begin("time/reward", patience=sampling.grading_seconds)
                         graded = assign_rewards(drawn, environment, config.rewards, sampling.grader)
                     stopwatch.begin("time/wait", everyone)
@@ -350,14 +350,14 @@ def _reinforce(
 
                 given = (rollout for batch in batches for rollout in batch.rollouts)
                 metrics |= rollout_metrics(ledger.rollouts) | ledger.metrics(given) | stopwatch.metrics()
-                metrics |= staleness_metrics(ledger.trained, step) | generators.metrics() | ahead.metrics()
+                metrics |= staleness_metrics(ledger.trained, step) | generators.metrics() | prefetcher.metrics()
                 metrics |= value_metrics(ledger.trained) | ({"ranks": world.size} if world.size > 1 else {})
                 metrics["tokens"] = config.inner_steps * int(metrics["rollout/tokens_trained"])
                 metrics["rollout/tokens_per_second"] = metrics["rollout/tokens"] / metrics["time/generate"]
-                unjudged = False
+                validation_pending = False
                 if held_out and not only and due(step, config.validation_every, config.steps):
                     validation = judge(step)
-                    unjudged = validation is None
+                    validation_pending = validation is None
                     metrics |= validation or {}
                 observer.write(step, metrics | watch.enter(step, metrics))
                 if observer.samples_due(step):
@@ -367,11 +367,11 @@ def _reinforce(
                 trainer.balance.write(run.expert_load, step)
                 world.on_main(partial(append_step, run.prompts, step, ledger.places()))
                 if not only and (stopped_by or checkpoints.due(step)):
-                    save(step, unjudged)
+                    save(step, validation_pending)
             if bar is not None:
                 shown = {"reward": metrics["reward/mean"], "different": metrics["parity/tokens_different"]}
                 bar.advance(1, "", **shown | observer.for_terminal(metrics))
-            finished = step >= config.steps and not unjudged
+            finished = step >= config.steps and not validation_pending
             if stopped_by == STOP_RUN:
                 break
             ends: BaseException | None = None if finished else watch.ending()

@@ -36,7 +36,7 @@ from lockstep.rl.generators.colocated import scores_with_policy
 from lockstep.rl.generators.models import refuse_on_ranks
 from lockstep.rl.scoring.reference import AVERAGE, START, is_own_base
 from lockstep.rl.scoring.value_head import ValueHead, train_settings
-from lockstep.rl.weights.estimate import ForeseenTransfer, foresee_shelf, foresee_transfer
+from lockstep.rl.weights.estimate import TransferEstimate, estimate_transfer, estimate_weight_server
 from lockstep.rl.weights.in_place import lay_out
 from lockstep.rl.weights.server import versions_laid_out
 from lockstep.rl.weights.server_memory import length_of
@@ -64,7 +64,7 @@ class RLDryRun:
     trained: DryRun
     memory: dict[str, dict[str, int]]
     """By purpose, at the peak of each of `STAGES`; what is not held then is left out."""
-    transfer: ForeseenTransfer | None
+    transfer: TransferEstimate | None
     """For a weight sync to what the ranks sample from, or compute values with; None if there is no such copy."""
     generator: GeneratorDryRun | None = None
     """For generators in separate processes."""
@@ -144,7 +144,7 @@ def _gib(size: int | None) -> str:
     return f"{'':12}" if size is None else f"{size / 2**30:12.3f}"
 
 
-def foresee(config: RLConfig) -> RLDryRun:
+def estimate_memory(config: RLConfig) -> RLDryRun:
     """What a rank of `config.dry_run` ranks would need; neither data nor weights are read, so a preset is enough.
 
     Raises UserError for bad input.
@@ -197,13 +197,13 @@ def _of_rank(config: RLConfig, shape: ModelConfig, world: World, on_cpu: bool) -
     if algorithm_of(config).advantage == "gae":
         with fake, pretending():
             critic = ValueHead(shape.dim, "cpu", config.value_detached)
-    beside = critic.parameters_by_name() if critic else {}
+    extra_parameters = critic.parameters_by_name() if critic else {}
     settings = replace(config, train=train_settings(config))
     row, share = _microbatch(config), _share(config, world)
-    trainer, trained = imagined_step(settings, shape, world, fake, row, share, _Loss(config, critic), beside)
+    trainer, trained = imagined_step(settings, shape, world, fake, row, share, _Loss(config, critic), extra_parameters)
     with whole_shapes_uncounted():
         found = _with_generator(config, shape, world, fake, trainer, trained, on_cpu)
-    return found, foresee_shelf(dict(trainer.model.named_parameters()), resolve_dtype(config.dtype))
+    return found, estimate_weight_server(dict(trainer.model.named_parameters()), resolve_dtype(config.dtype))
 
 
 def _separate_generator(config: RLConfig, shape: ModelConfig, laid_out: int, on_cpu: bool) -> GeneratorDryRun:
@@ -286,19 +286,19 @@ def _with_generator(
             note("weights in a decode step's order", _panels(whole), *(STAGES if keeps else (SAMPLING,)))
         note("a generator's step at its peak", _generator_step(engine, fake), SAMPLING)
     else:
-        laid_out = foresee_shelf(policy, resolve_dtype(config.dtype))
+        laid_out = estimate_weight_server(policy, resolve_dtype(config.dtype))
         note("versions laid out, in the host's memory", length_of(laid_out, versions_laid_out(config.actors)))
     # With bfloat16 weights in one process the float32 sums keep their memory for the next step.
     note("gradients", gradients, *(STAGES if "float32 masters" in own and not subtrees else STAGES[:1]))
     note("sums of micro-batches", subtrees, TRAINING)
     note("a micro-batch at its peak", at_peak, TRAINING)
-    transfer = foresee_transfer(policy, whole, world, keep=config.actors.keep_copy) if whole and ranks else None
+    transfer = estimate_transfer(policy, whole, world, keep=config.actors.keep_copy) if whole and ranks else None
     # A CPU keeps this memory for the next sync: the system would clear every newly allocated page.
     stages = STAGES if on_cpu and keeps else (SYNC,)
     if transfer:
         note("arriving weights and messages", transfer.held, *stages)
     if ranks and on_cpu and config.kl_coefficient and config.kl_reference == AVERAGE:
-        note("the moving average's, arriving", foresee_transfer(policy, reference, world, in_place=False).held)
+        note("the moving average's, arriving", estimate_transfer(policy, reference, world, in_place=False).held)
     return RLDryRun(trained, memory, transfer)
 
 

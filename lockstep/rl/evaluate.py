@@ -27,7 +27,7 @@ from lockstep.rl.grading import Grader
 from lockstep.rl.grading.pool import open_grader
 from lockstep.rl.rollouts.collect import assign_rewards, encode_prompt, sample_held_out
 from lockstep.rl.rollouts.estimates import Estimate, estimate, randomization_test, randomization_test_of_means
-from lockstep.rl.rollouts.eval_metrics import Figures, figures_of
+from lockstep.rl.rollouts.eval_metrics import EvalMetrics, eval_metrics
 from lockstep.rl.rollouts.prompts import examples_of
 from lockstep.rl.rollouts.records import Rollout, episodes_of, write_rollouts
 from lockstep.rl.scoring.reward_model import RewardModel, assign_scores, load_reward_model
@@ -41,7 +41,7 @@ class ModelResult:
     """The results of one model's completions."""
 
     model: str
-    figures: Figures
+    figures: EvalMetrics
     completions: Path
     """The file with its completions: JSON lines like a run's rollouts."""
     rewards_by_prompt: list[float | None]
@@ -107,7 +107,7 @@ def evaluate(config: EvalConfig, environment: Environment | None = None) -> Eval
             rollouts = _judged(config, model, examples, environment, grader, reward_model)
             completions = output / f"completions_{number}.jsonl"
             _write_completions(completions, rollouts)
-            figures = figures_of(rollouts, environment, _ks(config))
+            figures = eval_metrics(rollouts, environment, _ks(config))
             _refuse_failures(figures, config, rollouts)
             results.append(ModelResult(model.name, figures, completions, _by_prompt(rollouts, len(examples))))
     comparisons = [compare(results[0], other, config.samples_per_prompt) for other in results[1:]]
@@ -244,7 +244,7 @@ def _by_prompt(rollouts: Sequence[Rollout], prompts: int) -> list[float | None]:
     return [math.fsum(own) / len(own) if own else None for own in rewards]
 
 
-def _refuse_failures(figures: Figures, config: EvalConfig, rollouts: Sequence[Rollout]) -> None:
+def _refuse_failures(figures: EvalMetrics, config: EvalConfig, rollouts: Sequence[Rollout]) -> None:
     if sum(figures.failed.values()) > config.rewards.failure_limit * len(episodes_of(rollouts)):
         causes = ", ".join(f"{count} {cause}" for cause, count in figures.failed.items())
         raise UserError(

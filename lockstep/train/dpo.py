@@ -52,7 +52,7 @@ from lockstep.train.preference_batches import (
 from lockstep.train.preference_losses import Answers, dpo_loss, ipo_loss, kto_divergence, kto_loss, simpo_loss
 from lockstep.train.pretrain import check_length, make_loader, make_model, run_training
 from lockstep.train.reference_scores import assign_reference, model_reference
-from lockstep.train.resolve_defaults import settle
+from lockstep.train.resolve_defaults import resolve_defaults
 from lockstep.train.same_vocabulary import refuse_other_vocabulary
 from lockstep.train.sft import chat_template, chat_tokenizer
 from lockstep.train.trainer import Trainer
@@ -70,7 +70,7 @@ def prefer(config: DPOConfig, progress: Progress | None = None, on_metrics: OnMe
     validate_run(config, DPOConfig)
     world = open_world(config.parallel, config.device)
     try:
-        return _prefer(settle(config, world), world, progress, on_metrics)
+        return _prefer(resolve_defaults(config, world), world, progress, on_metrics)
     finally:
         close_world(world)
 

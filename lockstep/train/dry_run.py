@@ -120,7 +120,7 @@ def imagined_step(
     row: PackedRow,
     share: int,
     loss: Callable[[ScoringModel, PackedRow], Tensor],
-    beside: Mapping[str, nn.Parameter] | None = None,
+    extra_parameters: Mapping[str, nn.Parameter] | None = None,
 ) -> tuple[Trainer, DryRun]:
     """Runs a step of `share` micro-batches like `row` on `world`'s rank; the trainer's tensors are those of `fake`.
 
@@ -137,7 +137,7 @@ def imagined_step(
         if world.mesh is not None:
             for part in model.stages if isinstance(model, Pipeline) else (model,):
                 part.to_empty(device="cpu")
-        trainer = Trainer(model, config.train, config.steps, world, beside)
+        trainer = Trainer(model, config.train, config.steps, world, extra_parameters)
         optimizer = trainer.optimizer
         for name in ("tokens", "positions", "predictors", "targets", "counts"):
             setattr(row, name, fake.from_tensor(getattr(row, name)))

@@ -16,7 +16,7 @@ from lockstep.parallel.exchange import gather_rows
 Gradients = dict[str, Tensor]
 
 
-class Beside:
+class ExtraParameters:
     """Every rank has these parameters unsharded. Of ranks that share a micro-batch, one has a gradient, or each has
     some elements of it; the others are zero."""
 

@@ -32,11 +32,13 @@ class MasterOptimizer:
     With `optimizer_in_backward`, every parameter is updated within the backward, and nothing is left for `update`.
     """
 
-    def __init__(self, model: TrainableModel, config: TrainConfig, beside: Mapping[str, nn.Parameter] | None = None):
-        """`beside`: parameters that are trained with the model but are not part of it, by their own names."""
+    def __init__(
+        self, model: TrainableModel, config: TrainConfig, extra_parameters: Mapping[str, nn.Parameter] | None = None
+    ):
+        """`extra_parameters`: parameters that are trained with the model but are not part of it, by their own names."""
         self.config = config
-        further = dict(beside or {})
-        self._beside = further.keys()
+        further = dict(extra_parameters or {})
+        self._extra_parameters = further.keys()
         whole = Decoder(model.config, torch.float32, "meta")  # a rank may have only some of the layers
         settings = settings_of({n: p.shape for n, p in [*whole.named_parameters(), *further.items()]}, config)
         if frozen := [name for name in further if settings[name].frozen]:
@@ -90,7 +92,7 @@ class MasterOptimizer:
 
         stage_groups: process groups whose ranks hold different parameters of the model, as the stages of a pipeline do.
         """
-        return self.gradients.norms(stage_groups, self._beside)
+        return self.gradients.norms(stage_groups, self._extra_parameters)
 
     def update(self, learning_rate: float, grad_norm: float) -> None:
         """Clips the gradients, whose norm is `grad_norm`, updates masters and model, clears the gradients."""

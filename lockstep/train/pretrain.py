@@ -78,7 +78,7 @@ from lockstep.train.bad_steps import BadSteps
 from lockstep.train.loss_spikes import LossSpikes
 from lockstep.train.objective import NextToken, NextTokenLoss, Objective
 from lockstep.train.read_once import learn_once, read_once
-from lockstep.train.resolve_defaults import recorded_settings, refuse_fewer_steps, settle
+from lockstep.train.resolve_defaults import recorded_settings, refuse_fewer_steps, resolve_defaults
 from lockstep.train.stop_signal import Interrupted, StopSignal, ends_with_error
 from lockstep.train.threads import fitting_threads
 from lockstep.train.throughput import Throughput
@@ -109,7 +109,7 @@ def pretrain(
         _refuse_toy_data(config)
     world = open_world(config.parallel, config.device)
     try:
-        return _pretrain(settle(config, world), world, documents, progress, on_metrics)
+        return _pretrain(resolve_defaults(config, world), world, documents, progress, on_metrics)
     finally:
         close_world(world)
 
@@ -153,18 +153,18 @@ def run_training(
     on_metrics: OnMetrics | None = None,
     answers: Answers | None = None,
     objective: Objective | None = None,
-    beside: Mapping[str, nn.Parameter] | None = None,
+    extra_parameters: Mapping[str, nn.Parameter] | None = None,
 ) -> Path:
     """The loop of every run on a loader's rows, from its last checkpoint if it resumes; returns the run's folder.
 
     `held_out`: the rows for validation; `answers`: the model's answers before and after, for the report. `objective`:
-    by default next-token prediction. `beside`: as in `Trainer`. Raises RunStopped if the run ends early, because of a
-    signal or bad steps.
+    by default next-token prediction. `extra_parameters`: as in `Trainer`. Raises RunStopped if the run
+    ends early, because of a signal or bad steps.
     """
     require_observers(config.observe, world.device)
     if isinstance(model, Pipeline):
         model.plan.check_microbatches(loader.microbatches)
-    trainer = Trainer(model, config.train, config.steps, world, beside)
+    trainer = Trainer(model, config.train, config.steps, world, extra_parameters)
     objective = objective or NextToken()
     claimed = claim_run(config.output, to_toml(config), config.resume, config.overwrite)
     with ExitStack() as opened:
@@ -188,7 +188,7 @@ def _train(
     world, model, run = trainer.world, trainer.model, RunFolder(Path(config.output))
     checkpoints = Checkpoints(run.path, trainer, tokenizer, config)
     spikes = LossSpikes(config.faults)
-    start, unjudged = 0, False
+    start, validation_pending = 0, False
     objective.prepare(trainer, loader, held_out)
 
     def restore(state: dict[str, Any]) -> None:
@@ -196,13 +196,13 @@ def _train(
         spikes.load_state(state.get("losses", ()))
 
     if config.resume and (state := checkpoints.resume(restore)):
-        start, unjudged = state["step"], held_out is not None and state.get("unjudged", False)
+        start, validation_pending = state["step"], held_out is not None and state.get("unjudged", False)
         refuse_fewer_steps(config, start)
     if config.resume and world.is_main:
         run.truncate(start)
         run.record(to_toml(config))
-    before = world.from_main(lambda: read_metrics(run.metrics)[-1:]) if unjudged else []
-    unjudged = awaits_validation(before, start)
+    before = world.from_main(lambda: read_metrics(run.metrics)[-1:]) if validation_pending else []
+    validation_pending = awaits_validation(before, start)
 
     compute = resolve_dtype(config.dtype)
     tokens = (config.steps - start) * config.tokens_per_step
@@ -246,11 +246,11 @@ def _train(
 
             is_over = start >= config.steps or loader.ended
             made_up = False
-            if unjudged and (found := validate(start, is_over)) is not None:
-                unjudged, made_up = False, True
+            if validation_pending and (found := validate(start, is_over)) is not None:
+                validation_pending, made_up = False, True
                 observer.extend(before[0], found)
                 metrics = before[0] | found
-            elif start and is_over and not unjudged:
+            elif start and is_over and not validation_pending:
                 ended = "the end of its data" if loader.ended else f"step {start}"
                 log.warning(
                     "the run has finished at %s; to continue, give more --steps or, "
@@ -280,10 +280,10 @@ def _train(
                     bad_steps.check(step, trainer, batch)
                     metrics |= speed.metrics(batch, timeline) | loader.counts | {"epoch": loader.epoch}
                     last = step == config.steps or loader.ended
-                    unjudged = False
+                    validation_pending = False
                     if held_out is not None and (last or step % config.validation_every == 0):
                         found = validate(step, last)
-                        unjudged = found is None
+                        validation_pending = found is None
                         metrics |= found or {}
                     observer.write(step, metrics)
                     stopped_by = stop.agreed(world)
@@ -296,7 +296,7 @@ def _train(
                     elif last or stopped_by or checkpoints.due(step):
                         with timeline.span("checkpoint"):
                             state = {"loader": loader.state(), "losses": spikes.state(), "data_ended": loader.ended}
-                            checkpoints.save(step, state | {"unjudged": unjudged}, last)
+                            checkpoints.save(step, state | {"unjudged": validation_pending}, last)
                 if loader.ended and step < config.steps:
                     log.warning("the data ended after step %d of %d (loader.repeat is off)", step, config.steps)
                 if bar is not None:
@@ -319,7 +319,7 @@ def _train(
             run.write_summary(summary)
         if world.is_main and run.lacks_report:
             write_report(run.path, f"{command} {config.model}")
-    if ends_with_error(stopped_by, finished=step >= config.steps and not unjudged):
+    if ends_with_error(stopped_by, finished=step >= config.steps and not validation_pending):
         raise stop.error(stopped_by, step, config.output)
     return run.path
 
@@ -395,7 +395,7 @@ def make_loader(
     return RowLoader(rows, config.tokens_per_step, tokens, world.data_rank, world.data_size)
 
 
-def foresee(config: PretrainConfig) -> DryRun:
+def estimate_memory(config: PretrainConfig) -> DryRun:
     """A dry run of one of `config.dry_run` ranks; no data is read, so a preset has its family's vocabulary.
 
     Raises UserError for bad input.

@@ -22,7 +22,7 @@ from lockstep.parallel import World, chunks_for
 Config = TypeVar("Config", bound=PretrainConfig | RLConfig)
 
 
-def settle(config: Config, world: World) -> Config:
+def resolve_defaults(config: Config, world: World) -> Config:
     """`config` with model folders, `arithmetic`, `reduction_chunks`, `dtype` and its algorithm's settings resolved.
 
     A run's config.toml records them. A resumed run keeps its own unless others are given; a run that torchrun restarts
@@ -45,11 +45,11 @@ def settle(config: Config, world: World) -> Config:
         dtype, why = world.from_main(lambda: choose_dtype(config.dtype, config.model, world.device))
     if why:
         announce(f"dtype auto: {dtype}, {why}")
-    settled: Any = {"arithmetic": arithmetic, "dtype": dtype}
-    settled["parallel"] = dataclasses.replace(config.parallel, reduction_chunks=_chunks(config, world))
+    resolved: Any = {"arithmetic": arithmetic, "dtype": dtype}
+    resolved["parallel"] = dataclasses.replace(config.parallel, reduction_chunks=_chunks(config, world))
     if isinstance(config, RLConfig):
-        settled |= dataclasses.asdict(algorithm_of(config))
-    return dataclasses.replace(config, **settled)
+        resolved |= dataclasses.asdict(algorithm_of(config))
+    return dataclasses.replace(config, **resolved)
 
 
 def _chunks(config: PretrainConfig | RLConfig, world: World) -> int:

@@ -25,7 +25,7 @@ from lockstep.train.dpo import examples_of, open_preferences
 from lockstep.train.preference_batches import PreferenceBatch, end_scores, ending, preference_batch, shares_prompts
 from lockstep.train.preference_losses import bradley_terry_loss
 from lockstep.train.pretrain import check_length, model_shape, run_training
-from lockstep.train.resolve_defaults import settle
+from lockstep.train.resolve_defaults import resolve_defaults
 from lockstep.train.trainer import Trainer
 
 
@@ -41,7 +41,7 @@ def train_reward_model(
     validate_run(config, RewardModelConfig)
     world = open_world(config.parallel, config.device)
     try:
-        return _train(settle(config, world), world, progress, on_metrics)
+        return _train(resolve_defaults(config, world), world, progress, on_metrics)
     finally:
         close_world(world)
 

@@ -30,7 +30,7 @@ from lockstep.parallel import World, close_world, open_world
 from lockstep.train.answers import Answers
 from lockstep.train.epochs import with_steps
 from lockstep.train.pretrain import make_loader, make_model, run_training
-from lockstep.train.resolve_defaults import settle
+from lockstep.train.resolve_defaults import resolve_defaults
 from lockstep.train.validation import validation_rows
 
 
@@ -43,7 +43,7 @@ def finetune(config: SFTConfig, progress: Progress | None = None, on_metrics: On
     validate_run(config, SFTConfig)
     world = open_world(config.parallel, config.device)
     try:
-        return _sft(settle(config, world), world, progress, on_metrics)
+        return _sft(resolve_defaults(config, world), world, progress, on_metrics)
     finally:
         close_world(world)
 

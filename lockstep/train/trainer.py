@@ -24,7 +24,7 @@ from lockstep.parallel.expert_traffic import TRAFFIC
 from lockstep.parallel.gradient_sums import set_gradient_sums, sums_every_microbatch
 from lockstep.train.deterministic_layout import refuse_other_order, share_rows
 from lockstep.train.expert_balance import ExpertBalance
-from lockstep.train.extra_parameters import Beside
+from lockstep.train.extra_parameters import ExtraParameters
 from lockstep.train.optimizer import MasterOptimizer
 from lockstep.train.schedule import make_schedule
 
@@ -35,8 +35,8 @@ _COUNTS = ("updates", "skipped_steps", "skipped_in_a_row")
 class Trainer:
     """The model, its optimizer and the number of updates. Without a `world`, it trains in this process alone.
 
-    `beside`: further parameters that a loss uses, such as a value head's, by name; trained and saved with the model's.
-    Every rank has them unsharded, and all ranks see different data.
+    `extra_parameters`: parameters besides the model's that a loss uses, such as a value head's, by name; trained and
+    saved with the model's. Every rank has them unsharded, and all ranks see different data.
     """
 
     def __init__(
@@ -45,7 +45,7 @@ class Trainer:
         config: TrainConfig,
         total_updates: int,
         world: World | None = None,
-        beside: Mapping[str, nn.Parameter] | None = None,
+        extra_parameters: Mapping[str, nn.Parameter] | None = None,
     ):
         if isinstance(model, Pipeline) and config.optimizer_in_backward:
             raise UserError(
@@ -62,10 +62,10 @@ class Trainer:
             share_rows(model)
         self.total_updates = total_updates
         self.schedule = make_schedule(config, total_updates)
-        self.beside = Beside(beside or {}, self.world)
+        self.extra_parameters = ExtraParameters(extra_parameters or {}, self.world)
         if isinstance(model, Pipeline):
-            model.put_beside(self.beside.parameters)
-        self.optimizer = MasterOptimizer(model, config, beside)
+            model.put_extra_parameters(self.extra_parameters.parameters)
+        self.optimizer = MasterOptimizer(model, config, extra_parameters)
         self.sums_every_microbatch = config.deterministic_layout or sums_every_microbatch(
             model.config.num_parameters, self.world
         )
@@ -132,7 +132,7 @@ class Trainer:
             self._before_microbatch()  # a stage may have given the step up
             return found
         losses: list[float] = []
-        beside = []
+        extra_parameters = []
         for index, microbatch in enumerate(microbatches):
             self._before_microbatch()
             if is_fsdp(self.model):
@@ -148,11 +148,11 @@ class Trainer:
             with self.timeline.span("backward"):
                 share.backward()
                 if self.config.deterministic_layout:
-                    beside.append(self.beside.take())
+                    extra_parameters.append(self.extra_parameters.take())
                 elif index == len(microbatches) - 1:
-                    self.beside.sum_over_ranks()
+                    self.extra_parameters.sum_over_ranks()
                 self._end_microbatch(self.optimizer.gradients.parameters, index == len(microbatches) - 1)
-        self._add_beside(beside)
+        self._add_extra_parameters(extra_parameters)
         return losses
 
     def _through_stages(
@@ -165,21 +165,21 @@ class Trainer:
         summed over all ranks once the stages have ended."""
         if not self.config.deterministic_layout:
             losses = model.accumulate(microbatches, loss_of, gives_up=self._gives_up)
-            self.beside.sum_over_ranks()
+            self.extra_parameters.sum_over_ranks()
             return losses
-        beside = []
+        extra_parameters = []
         ended: Counter[tuple[str, ...]] = Counter()
 
         def end(names: Iterable[str]) -> None:
             names = tuple(names)
-            if not self.beside.parameters.keys().isdisjoint(names):
-                beside.append(self.beside.take())
+            if not self.extra_parameters.parameters.keys().isdisjoint(names):
+                extra_parameters.append(self.extra_parameters.take())
             ended[names] += 1
-            of_model = [name for name in names if name not in self.beside.parameters]
+            of_model = [name for name in names if name not in self.extra_parameters.parameters]
             self._end_microbatch(of_model, ended[names] == len(microbatches))
 
         losses = model.accumulate(microbatches, loss_of, end, self._gives_up)
-        self._add_beside(beside or [self.beside.take() for _ in microbatches])
+        self._add_extra_parameters(extra_parameters or [self.extra_parameters.take() for _ in microbatches])
         return losses
 
     def _end_microbatch(self, names: Collection[str], last: bool) -> None:
@@ -189,11 +189,11 @@ class Trainer:
                 self.optimizer.gradients.parameters[name].grad = None
         self.optimizer.gradients.end_microbatch(names)
 
-    def _add_beside(self, of_microbatches: Sequence[dict[str, Tensor]]) -> None:
+    def _add_extra_parameters(self, of_microbatches: Sequence[dict[str, Tensor]]) -> None:
         """Adds up the gradients beside the model of a step's micro-batches."""
-        if self.beside.parameters:
-            for _ in self.beside.in_one_order(of_microbatches):
-                self.optimizer.gradients.end_microbatch(self.beside.parameters)
+        if self.extra_parameters.parameters:
+            for _ in self.extra_parameters.in_one_order(of_microbatches):
+                self.optimizer.gradients.end_microbatch(self.extra_parameters.parameters)
 
     def _order(self, microbatches: int = 1) -> AbstractContextManager[None]:
         """The order in which gradients and losses are summed."""

@@ -127,12 +127,12 @@ class _SlowAtFirst(_Graphs):
 
 def _generation(machine: _Machine, batch: int, lengths: DraftLengths | None, right: float) -> float:
     """What it takes to generate NEW tokens of each sequence, with drafts of which so many are right, or without."""
-    under_way, total = [_Sequence() for _ in range(batch)], 0.0
-    while under_way:
-        rows, counts = len(under_way), [0] * len(under_way)
+    in_flight, total = [_Sequence() for _ in range(batch)], 0.0
+    while in_flight:
+        rows, counts = len(in_flight), [0] * len(in_flight)
         if lengths is not None and not lengths.rests(rows):
-            limits = [NEW - each.sampled - 1 for each in under_way]
-            counts = lengths.choose(under_way, limits, rows, 1024 - rows, machine.fits)
+            limits = [NEW - each.sampled - 1 for each in in_flight]
+            counts = lengths.choose(in_flight, limits, rows, 1024 - rows, machine.fits)
             choosing = 0.1 + machine.choosing * rows + machine.late("choosing") if lengths.compared else 0.002
             lengths.chose(choosing)
             total += choosing
@@ -147,12 +147,12 @@ def _generation(machine: _Machine, batch: int, lengths: DraftLengths | None, rig
         total += taken
         if lengths is not None:
             lengths.times.record(rows + sum(counts), seen, pace)
-        for each, count in zip(under_way, counts):
+        for each, count in zip(in_flight, counts):
             accepted = len(list(takewhile(lambda _: machine.random.random() < right, range(count))))
             if count:
                 lengths.verified(each, count, accepted)
             each.sampled += 1 + accepted
-        under_way = [each for each in under_way if each.sampled < NEW]
+        in_flight = [each for each in in_flight if each.sampled < NEW]
     return total
 
 

@@ -13,7 +13,7 @@ from lockstep.model import PRESETS, preset
 from lockstep.recipes import FROM_SCRATCH, RECIPES, recipe
 from lockstep.train.dry_run import dry_run
 from lockstep.train.objective import NextTokenLoss
-from lockstep.train.pretrain import foresee
+from lockstep.train.pretrain import estimate_memory
 from tests.parallel.launch import launch
 
 # What the models' own pages state, in billions.
@@ -58,7 +58,7 @@ def _rehearse(name, whole, on=RANKS):
         shape = dataclasses.replace(preset(config.model), num_layers=2 * config.parallel.pipeline)
         try:
             loss = NextTokenLoss(config.train.tokens_per_microbatch)
-            run = foresee(config) if whole else dry_run(config, shape, ranks, loss)
+            run = estimate_memory(config) if whole else dry_run(config, shape, ranks, loss)
             found.append(sum(run.memory.values()) / 2**30)
         except UserError as error:
             found.append(str(error))

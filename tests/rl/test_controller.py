@@ -90,9 +90,9 @@ def test_gsm8k_trains_with_every_bit_compared(tmp_path, model_folder, dtype, cap
         and {"prompt", "completion", "token_ids", "log_probs", "rewards", "advantage"} <= rollouts[0].keys()
     )
     assert len(rollouts[0]["token_ids"]) == len(rollouts[0]["log_probs"])
-    settled = asdict(algorithm_of(config)) | {"arithmetic": summary["arithmetic"]}
-    settled["parallel"] = ParallelConfig(reduction_chunks=1)
-    assert from_toml(folder / "config.toml", RLConfig()) == replace(config, **settled)
+    resolved = asdict(algorithm_of(config)) | {"arithmetic": summary["arithmetic"]}
+    resolved["parallel"] = ParallelConfig(reduction_chunks=1)
+    assert from_toml(folder / "config.toml", RLConfig()) == replace(config, **resolved)
     assert "Parity of trainer and generator" in (folder / "report.html").read_text()
 
 

@@ -16,7 +16,7 @@ from lockstep.model import arithmetic_of, read_config
 from lockstep.parallel import close_world, open_world
 from lockstep.rl.dry_run import STAGES, dry_run
 from lockstep.rl.generators.models import policy_model, sampling_model
-from lockstep.rl.weights.server import Shelf
+from lockstep.rl.weights.server import WeightServer
 from lockstep.rl.weights.shard_slices import volume
 from lockstep.rl.weights.transfer import WeightTransfer
 from tests.parallel.launch import launch
@@ -64,7 +64,7 @@ def bytes_of_rank_0(transfer):
     """What it sends to other ranks, and what it receives from them."""
     pieces = [p for of_tensor in transfer.pieces.values() for p in of_tensor if p.source != p.target]
     size = transfer.model.dtype.itemsize
-    return [sum(size * volume(p.box) for p in pieces if getattr(p, end) == 0) for end in ("source", "target")]
+    return [sum(size * volume(p.shard_slice) for p in pieces if getattr(p, end) == 0) for end in ("source", "target")]
 
 
 def measured(config):
@@ -95,7 +95,7 @@ def measured(config):
     return {stage: peaks[f"time/{name}"] for stage, name in zip(STAGES, ("train", "generate", "weight_sync"))}, sizes
 
 
-def foreseen(config, ranks):
+def estimate(config, ranks):
     found = dry_run(config, ranks, on_cpu=True)
     return found.peaks, found.transfer and [found.transfer.sent, found.transfer.received]
 
@@ -128,7 +128,7 @@ def foreseen(config, ranks):
 def test_its_memory_is_the_peak_of_each_stage_of_a_real_step(folder, tmp_path, ranks, parallel, changes):
     config = config_of(folder, tmp_path / "run", parallel, **changes)
     (measured_peaks, sizes), *_ = launch(ranks, measured, config)
-    ((peaks, transfer),) = launch(1, foreseen, config, ranks)
+    ((peaks, transfer),) = launch(1, estimate, config, ranks)
     assert (transfer or []) == sizes
     for stage in STAGES if transfer or config.actors.separate else STAGES[:2]:
         # CPUs sum gradients by an all-to-all, which takes 1.7 MB more here than a device's reduce-scatter; checksums a
@@ -148,20 +148,20 @@ def test_a_copy_that_is_dropped_is_not_there_in_training(folder, tmp_path):
     assert kept["weight sync"] - dropped["weight sync"] > 1.8 * copy
 
 
-def memory_foreseen(config, ranks):
+def memory_estimate(config, ranks):
     found = dry_run(config, ranks, on_cpu=True)
     return found.memory, found.text(), found.transfer
 
 
 def test_ranks_that_compute_values_have_a_whole_copy_though_others_sample(folder, tmp_path):
     config = config_of(folder, tmp_path / "run", ParallelConfig(), actors=SEPARATE, algorithm="ppo")
-    ((memory, text, transfer),) = launch(1, memory_foreseen, config, 2)
-    ((colocated, _, moved),) = launch(1, memory_foreseen, dataclasses.replace(config, actors=ActorsConfig()), 2)
+    ((memory, text, transfer),) = launch(1, memory_estimate, config, 2)
+    ((colocated, _, moved),) = launch(1, memory_estimate, dataclasses.replace(config, actors=ActorsConfig()), 2)
     copy = 2 * read_config(folder).num_parameters
     name = "copy for values or the reference"
     assert memory[name] == dict.fromkeys(STAGES, copy) == colocated["generator's copy"]
     assert transfer == moved and "a weight sync sends" in text and "lays out" in text
-    ((memory, text, transfer),) = launch(1, memory_foreseen, config, 1)  # the trainer's own model is whole
+    ((memory, text, transfer),) = launch(1, memory_estimate, config, 1)  # the trainer's own model is whole
     assert name not in memory and transfer is None and "reads the trainer's" not in text
 
 
@@ -187,7 +187,7 @@ def real_transfer(config):
 def test_the_bytes_of_a_weight_sync_are_those_of_a_real_one(folder, tmp_path, ranks, parallel, dtype):
     config = config_of(folder, tmp_path / "run", parallel, dtype=dtype)
     sizes, *_ = launch(ranks, real_transfer, config)
-    ((_, transfer),) = launch(1, foreseen, config, ranks)
+    ((_, transfer),) = launch(1, estimate, config, ranks)
     assert transfer == sizes and sizes[1] > 0
 
 
@@ -198,7 +198,7 @@ def generator_measured(config):
 
     world = open_world(ParallelConfig(tensor=config.actors.tensor, data_shard=1), "cpu")
     trained = load_model(config.model, dtype=config.dtype, device="cpu")
-    shelf = Shelf(dict(trained.named_parameters()), trained.dtype, world, bytes(32))
+    weight_server = WeightServer(dict(trained.named_parameters()), trained.dtype, world, bytes(32))
     shape = dataclasses.replace(trained.config, reduction_chunks=world.size)
     welcome = dict(
         model=config.model, shape=generator.plain_shape(shape),
@@ -210,25 +210,25 @@ def generator_measured(config):
         patched.setattr(generator, "DriverEngine", Engine)  # all of its ranks are asked here
         reader, engine = generator._open(welcome, bytes(32), world)
         for version in (1, 2):  # the first weights meet an engine that has never sampled
-            edition = shelf.publish(version)
+            manifest = weight_server.publish(version)
             peak.nbytes = 0
-            assert reader.take(edition).outcome == "taken"
+            assert reader.take(manifest).outcome == "taken"
             engine.weights_changed(version)
             peaks["weight sync"], peak.nbytes = peak.nbytes, 0
             engine.generate([[1]] * 4, SamplingParams(n=8, max_tokens=8, seed=0))
             peaks["sampling"] = peak.nbytes
     pieces = [(source._memory, piece) for source in reader._sources for piece in source._pieces]
     mapped = sum({id(memory): memory._bytes.nbytes for memory, _ in pieces}.values())  # the trainer's
-    if shelf._held:  # and what stands for the trainer here
-        mapped += shelf._memory._bytes.nbytes + sum(parameter.nbytes for parameter in trained.parameters())
-    read = sum(volume(piece.box) for _, piece in pieces) * trained.dtype.itemsize
+    if weight_server._held:  # and what stands for the trainer here
+        mapped += weight_server._memory._bytes.nbytes + sum(parameter.nbytes for parameter in trained.parameters())
+    read = sum(volume(piece.shard_slice) for _, piece in pieces) * trained.dtype.itemsize
     reader.close()
-    shelf.close()
+    weight_server.close()
     close_world(world)
     return {stage: size - mapped for stage, size in peaks.items()}, read
 
 
-def generator_foreseen(config, ranks):
+def generator_estimate(config, ranks):
     found = dry_run(config, ranks, on_cpu=True).generator
     return found.peaks, found.read
 
@@ -238,19 +238,19 @@ def test_the_memory_of_a_separate_generator_is_that_of_a_real_one(folder, tmp_pa
     actors = dataclasses.replace(SEPARATE, tensor=tensor)
     config = config_of(folder, tmp_path / "run", ParallelConfig(), actors=actors)
     (measured_peaks, bytes_read), *_ = launch(tensor, generator_measured, config)
-    ((peaks, read),) = launch(1, generator_foreseen, config, 2)
+    ((peaks, read),) = launch(1, generator_estimate, config, 2)
     assert read == bytes_read
     for stage in STAGES[1:]:
         assert peaks[stage] == pytest.approx(measured_peaks[stage], rel=0.03), stage
 
 
-def real_shelf(config):
+def real_server(config):
     """Bytes of a version that this rank lays out."""
     world = open_world(config.parallel, "cpu")
     policy = policy_model(config, world)
-    shelf = Shelf(dict(policy.named_parameters()), torch.bfloat16, world, bytes(32))
-    size = shelf.publish(1)["shelf"]["ranks"][0]["size"]
-    shelf.close()
+    weight_server = WeightServer(dict(policy.named_parameters()), torch.bfloat16, world, bytes(32))
+    size = weight_server.publish(1)["server"]["ranks"][0]["size"]
+    weight_server.close()
     close_world(world)
     return size
 
@@ -260,12 +260,12 @@ def real_shelf(config):
 )
 def test_the_bytes_that_are_laid_out_are_those_of_a_real_shelf(folder, tmp_path, ranks, parallel):
     config = config_of(folder, tmp_path / "run", parallel, actors=SEPARATE)
-    size, *_ = launch(ranks, real_shelf, config)
-    ((laid_out,),) = [launch(1, shelf_foreseen, config, ranks)]
+    size, *_ = launch(ranks, real_server, config)
+    ((laid_out,),) = [launch(1, weight_server_estimate, config, ranks)]
     assert laid_out == size
 
 
-def shelf_foreseen(config, ranks):
+def weight_server_estimate(config, ranks):
     return dry_run(config, ranks, on_cpu=True).generator.laid_out
 
 

@@ -22,7 +22,7 @@ from lockstep.model import build_model, read_config
 from lockstep.rl.controller import reinforce
 from lockstep.rl.environments.protocol import Environment, Example
 from lockstep.rl.evaluate import ModelResult, compare
-from lockstep.rl.rollouts.eval_metrics import Figures, figures_of
+from lockstep.rl.rollouts.eval_metrics import EvalMetrics, eval_metrics
 from lockstep.rl.rollouts.records import Rollout
 from tests.parallel.launch import CONTEXT
 from tests.rl.test_algorithm_runs import _config, folders  # noqa: F401
@@ -156,15 +156,15 @@ def test_a_completion_whose_reward_failed_is_left_out_or_no_right_answer():
         )
 
     rollouts = [rollout(0, True), rollout(0, False), rollout(1, True), rollout(1, False, "raised", False)]
-    figures = figures_of(rollouts, Task(), (1, 2))
+    figures = eval_metrics(rollouts, Task(), (1, 2))
     assert figures.right == [(1, 2), (1, 1)] and figures.failed == {"raised": 1}
-    assert figures_of(rollouts, Task()).pass_at[1].mean == 0.75
+    assert eval_metrics(rollouts, Task()).pass_at[1].mean == 0.75
     assert figures.pass_at[1].mean == 0.5 and figures.pass_at[2].mean == 1.0  # of the prompt that has two
     rollouts[3] = rollout(1, False, "raised", True)
-    assert figures_of(rollouts, Task()).pass_at[1].mean == 0.5
+    assert eval_metrics(rollouts, Task()).pass_at[1].mean == 0.5
     rollouts[0].rewards = {"right": 1.0}
     with pytest.raises(UserError, match="are right for one example, but correct for another"):
-        figures_of(rollouts, Task())
+        eval_metrics(rollouts, Task())
 
 
 def test_rewards_that_fail_too_often_end_it_with_their_causes(tmp_path, folders):  # noqa: F811
@@ -310,7 +310,7 @@ def test_a_full_disk_is_named_and_leaves_nothing_half_written(tmp_path, folders,
 
 def test_a_comparison_says_how_many_prompts_it_left_out():
     def result(name, right):
-        figures = Figures(3, 3, right, {}, None, {}, {}, 0.0, 0.0)
+        figures = EvalMetrics(3, 3, right, {}, None, {}, {}, 0.0, 0.0)
         return ModelResult(name, figures, Path(name), [1.0] * 3)
 
     compared = compare(result("a", [(1, 1), (0, 1), (0, 0)]), result("b", [(1, 1), (1, 1), (1, 1)]), 1)
@@ -320,7 +320,7 @@ def test_a_comparison_says_how_many_prompts_it_left_out():
 
 def test_a_p_value_that_no_float_can_be_is_not_0():
     def result(name, right):
-        figures = Figures(2000, 2000, [(right, 1)] * 2000, {}, None, {}, {}, 0.0, 0.0)
+        figures = EvalMetrics(2000, 2000, [(right, 1)] * 2000, {}, None, {}, {}, 0.0, 0.0)
         return ModelResult(name, figures, Path(name), [1.0] * 2000)
 
     assert "; p < 1e-300 (exact paired randomization test)" in _sentence(compare(result("a", 0), result("b", 1), 1))

@@ -11,7 +11,7 @@ from lockstep.checkpoint import name_other_chunks
 from lockstep.config import ParallelConfig, PretrainConfig, to_toml
 from lockstep.model import build_model, load_model, preset, save_model
 from lockstep.parallel import World, close_world, open_world
-from lockstep.train.resolve_defaults import settle
+from lockstep.train.resolve_defaults import resolve_defaults
 from tests.parallel.launch import launch
 
 
@@ -20,9 +20,9 @@ def _settle() -> tuple[str, str]:
     if os.environ["RANK"] == "1":
         os.environ["LOCKSTEP_ISA"] = "plain"
     world = open_world(ParallelConfig(), "cpu")
-    settled = settle(PretrainConfig(model="qwen3:micro"), world)
+    resolved = resolve_defaults(PretrainConfig(model="qwen3:micro"), world)
     close_world(world)
-    return settled.dtype, settled.arithmetic
+    return resolved.dtype, resolved.arithmetic
 
 
 def test_ranks_with_other_instructions_compute_in_one_arithmetic_and_its_dtype():
@@ -34,19 +34,21 @@ def test_a_resumed_run_keeps_the_dtype_it_began_with_whatever_is_faster_now(tmp_
     (tmp_path / "config.toml").write_text(to_toml(PretrainConfig(dtype=dtype)))
     resumed = PretrainConfig(model="qwen3:micro", output=str(tmp_path), resume=True)
     world = World(torch.device("cpu"))
-    assert settle(resumed, world).dtype == dtype
+    assert resolve_defaults(resumed, world).dtype == dtype
     if dtype == "float32":
-        assert settle(resumed, world).arithmetic == "portable"
+        assert resolve_defaults(resumed, world).arithmetic == "portable"
     assert f"dtype auto: {dtype}, as the run began" in capsys.readouterr().err
-    assert settle(replace(resumed, dtype="float32"), world).dtype == "float32", "what is given goes first"
+    assert resolve_defaults(replace(resumed, dtype="float32"), world).dtype == "float32", "what is given goes first"
 
 
 @pytest.mark.parametrize("given", ["setting", "folder"])
 def test_a_float32_run_has_the_same_bits_on_every_processor(tmp_path, given):
     save_model(build_model(preset("qwen3:micro", 258), "float32"), tmp_path / "model")
     name, dtype = ("qwen3:micro", "float32") if given == "setting" else (str(tmp_path / "model"), "auto")
-    settled = settle(PretrainConfig(model=name, dtype=dtype, output=str(tmp_path / "run")), World(torch.device("cpu")))
-    assert (settled.dtype, settled.arithmetic) == ("float32", "portable")
+    resolved = resolve_defaults(
+        PretrainConfig(model=name, dtype=dtype, output=str(tmp_path / "run")), World(torch.device("cpu"))
+    )
+    assert (resolved.dtype, resolved.arithmetic) == ("float32", "portable")
 
 
 def test_sums_have_the_chunks_of_the_tensor_degree_or_of_the_models_own_run(tmp_path, caplog):
@@ -57,7 +59,7 @@ def test_sums_have_the_chunks_of_the_tensor_degree_or_of_the_models_own_run(tmp_
 
     def chunks(model, **parallel):
         config = PretrainConfig(model=model, dtype="float32", parallel=ParallelConfig(**parallel))
-        return settle(config, world).parallel.reduction_chunks
+        return resolve_defaults(config, world).parallel.reduction_chunks
 
     four, one = str(tmp_path / "four"), str(tmp_path / "one")
     assert [chunks(one), chunks(one, tensor=2), chunks(four), chunks(four, tensor=2), chunks("qwen3:micro")] == [

@@ -17,8 +17,8 @@ from lockstep.generate.stragglers import stragglers
 from lockstep.rl.conversations.exchange import Again, Asked, Ended, Said
 from lockstep.rl.conversations.protocol import ConversationEnvironment, Reply
 from lockstep.rl.conversations.rendering import Rendering, Row, TooLongError, Transcript, message_values
-from lockstep.rl.conversations.runner import Hosting
-from lockstep.rl.conversations.worker_runner import HostingInWorkers, task_of
+from lockstep.rl.conversations.runner import ConversationRunner
+from lockstep.rl.conversations.worker_runner import WorkerConversationRunner, task_of
 from lockstep.rl.environments.protocol import Environment, Example
 from lockstep.rl.grading.calling import INVALID, Grader, about, failure
 from lockstep.rl.grading.pool import Workers
@@ -86,11 +86,11 @@ def play(
         for group, example in groups.items()
         for episode in range(samples)
     ]
-    with _hosting(playing, seed, environment, config, grader) as hosting:
-        held = _Conversations(playing, hosting, seed, environment, engine, rendering, config)
+    with _runner(playing, seed, environment, config, grader) as runner:
+        held = _Conversations(playing, runner, seed, environment, engine, rendering, config)
         try:
             while held.going:
-                while held.going and (said := hosting.next(wait=not held.sampling)) is not None:
+                while held.going and (said := runner.next(wait=not held.sampling)) is not None:
                     held.hear(said)
                 if held.sampling:
                     engine.step()
@@ -110,14 +110,14 @@ class _Conversations:
     def __init__(
         self,
         playing: Sequence[_Playing],
-        hosting: Hosting | HostingInWorkers,
+        runner: ConversationRunner | WorkerConversationRunner,
         seed: Sequence[int],
         environment: ConversationEnvironment,
         engine: Sampler,
         rendering: Rendering,
         config: RLConfig,
     ):
-        self._playing, self._hosting, self._seed = playing, hosting, seed
+        self._playing, self._runner, self._seed = playing, runner, seed
         self._environment, self._engine, self._rendering, self._config = environment, engine, rendering, config
         self.going = set(range(len(playing)))
         """Indices of the unfinished ones."""
@@ -148,7 +148,7 @@ class _Conversations:
             if said.number in self.going:
                 prompt = _prompt(one, said, self._environment, self._engine, self._config)
             if prompt is None:
-                self._hosting.answer(said.number, said.ask, None)
+                self._runner.answer(said.number, said.ask, None)
                 return
             params = _params(one, self._seed, self._environment, self._rendering, self._config)
             request, one.prompt_tokens = self._engine.add(prompt, params), len(prompt)
@@ -160,7 +160,7 @@ class _Conversations:
             one = self._playing[asked.number]
             if one.sample is not None and one.sample.finish_reason is not None:
                 del self.sampling[request]
-                self._hosting.answer(asked.number, asked.ask, _reply(one, one.sample, self._engine, self._rendering))
+                self._runner.answer(asked.number, asked.ask, _reply(one, one.sample, self._engine, self._rendering))
                 one.sample = None
 
     def give_up_all_but(self, first: int) -> None:
@@ -171,7 +171,7 @@ class _Conversations:
                 self.going.discard(number)
                 asked = self._abort(number)
                 if asked is not None:
-                    self._hosting.answer(number, asked.ask, None)
+                    self._runner.answer(number, asked.ask, None)
 
     def _abort(self, number: int) -> Asked | None:
         """Ends the request that a conversation waits for, if any; returns it."""
@@ -184,17 +184,17 @@ class _Conversations:
         return None
 
 
-def _hosting(
+def _runner(
     playing: Sequence[_Playing],
     seed: Sequence[int],
     environment: ConversationEnvironment,
     config: RLConfig,
     grader: Grader | None,
-) -> Hosting | HostingInWorkers:
+) -> ConversationRunner | WorkerConversationRunner:
     if not isinstance(grader, Workers):
-        return Hosting(environment, [one.example for one in playing], config.rewards)
+        return ConversationRunner(environment, [one.example for one in playing], config.rewards)
     seeds = [int(np.random.default_rng([*seed, one.group, one.episode]).integers(2**62)) for one in playing]
-    return HostingInWorkers([task_of(one.example, own) for one, own in zip(playing, seeds)], grader)
+    return WorkerConversationRunner([task_of(one.example, own) for one, own in zip(playing, seeds)], grader)
 
 
 def _prompt(

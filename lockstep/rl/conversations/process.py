@@ -14,7 +14,7 @@ from typing import Any
 from lockstep.config import RewardConfig
 from lockstep.rl.conversations.exchange import Asked, Ended, Graded, Said, data_of, reply_of
 from lockstep.rl.conversations.protocol import ConversationEnvironment, Episode
-from lockstep.rl.conversations.runner import BlockedError, Hosting, Pulse, graded
+from lockstep.rl.conversations.runner import BlockedError, ConversationRunner, Pulse, graded
 from lockstep.rl.environments.protocol import Environment, Example
 from lockstep.rl.grading.calling import INVALID, TIMEOUT, about, event_loop, failed, failure
 from lockstep.rl.grading.frames import Closed, encode, receive
@@ -67,20 +67,20 @@ def converse(
 def _converse(
     environment: ConversationEnvironment, example: Example, config: RewardConfig, number: int, pipe: int, say: Any
 ) -> None:
-    with Hosting(environment, [example], config, patience=1) as hosting:
+    with ConversationRunner(environment, [example], config, patience=1) as runner:
 
         def hear() -> None:
             buffer = bytearray()
             try:
                 while True:
                     ask, reply = receive(pipe, buffer)
-                    hosting.answer(0, ask, reply_of(reply))
+                    runner.answer(0, ask, reply_of(reply))
             except Closed:
                 os._exit(0)  # its keeper is gone
 
         threading.Thread(target=hear, name="replies", daemon=True).start()
         while True:
-            match hosting.next(wait=True):
+            match runner.next(wait=True):
                 case Asked(_, ask, messages):
                     say(Asked(number, ask, messages))
                 case Ended() as ended:

@@ -46,7 +46,7 @@ Outcomes = list[Outcome | None]
 LIMIT = "the conversation is at its limit of turns or of tokens"
 
 
-class Hosting:
+class ConversationRunner:
     """Conversations about `examples`, one each, by index. Plain data goes in and out. A context manager.
 
     In at most `rewards.concurrent` of them it is the environment's turn at a time, for at most `rewards.seconds` from
@@ -67,7 +67,7 @@ class Hosting:
         self._pulse = Pulse(environment, config.seconds, patience)
         self._running = asyncio.run_coroutine_threadsafe(self._converse_all(), self._loop)
 
-    def __enter__(self) -> Hosting:
+    def __enter__(self) -> ConversationRunner:
         return self
 
     def __exit__(self, *_: object) -> None:
@@ -104,8 +104,8 @@ class Hosting:
 class _Guest:
     """One conversation."""
 
-    def __init__(self, number: int, example: Example, hosting: Hosting, places: asyncio.Semaphore):
-        self.number, self.example, self.hosting, self.places = number, example, hosting, places
+    def __init__(self, number: int, example: Example, runner: ConversationRunner, places: asyncio.Semaphore):
+        self.number, self.example, self.runner, self.places = number, example, runner, places
         self.chat = Chat(self.ask)
         self.loop = asyncio.get_running_loop()
         self.time_up: asyncio.Future[None] = self.loop.create_future()
@@ -121,7 +121,7 @@ class _Guest:
 
     async def converse(self) -> None:
         await self._begin()
-        task = asyncio.ensure_future(awaited(self.hosting.environment.converse, self.example, self.chat))
+        task = asyncio.ensure_future(awaited(self.runner.environment.converse, self.example, self.chat))
         task.add_done_callback(heard)
         try:
             await asyncio.wait({task, self.time_up}, return_when=asyncio.FIRST_COMPLETED)
@@ -144,11 +144,11 @@ class _Guest:
         except Exception as error:
             problem = problem or f"left chat.seconds that does not map names to times ({described(error)})"
         if problem and (outcome is None or not outcome.cause):
-            outcome = failure(INVALID, about(self.hosting.environment, self.example, problem, "converse"))
-        self.hosting.say(Ended(self.number, messages, self.over, outcome, seconds, self.seconds))
+            outcome = failure(INVALID, about(self.runner.environment, self.example, problem, "converse"))
+        self.runner.say(Ended(self.number, messages, self.over, outcome, seconds, self.seconds))
 
     def _outcome(self, task: asyncio.Future[Any]) -> Outcome | None:
-        environment, example = self.hosting.environment, self.example
+        environment, example = self.runner.environment, self.example
         if self.time_up.done():
             return failed(TimeUpError(), environment, example, "converse")
         try:
@@ -172,7 +172,7 @@ class _Guest:
         self.asks += 1
         self.reply = self.loop.create_future()
         try:
-            self.hosting.say(Asked(self.number, self.asks, sent))
+            self.runner.say(Asked(self.number, self.asks, sent))
             reply = await self.reply
         finally:
             self.reply = None
@@ -197,7 +197,7 @@ class _Guest:
         """Starts the environment's time once there is a free slot."""
         await self.places.acquire()
         self.began = self.loop.time()
-        self.alarm = self.loop.call_later(self.hosting.config.seconds, self._ring)
+        self.alarm = self.loop.call_later(self.runner.config.seconds, self._ring)
 
     def _pause(self) -> None:
         if self.beginning is not None:

@@ -86,7 +86,7 @@ async def _in_thread(function: Callable[[], str]) -> str:
     loop = asyncio.get_running_loop()
     done: asyncio.Future[str] = loop.create_future()
 
-    def settle(value: str, error: BaseException | None) -> None:
+    def resolve_defaults(value: str, error: BaseException | None) -> None:
         if done.cancelled():
             return
         if error is None:
@@ -103,7 +103,7 @@ async def _in_thread(function: Callable[[], str]) -> str:
             foreign = isinstance(error, StopIteration | asyncio.CancelledError | KeyboardInterrupt)
             raised = RuntimeError(type(error).__name__) if foreign else error
         with suppress(RuntimeError):  # the loop is closed
-            loop.call_soon_threadsafe(settle, value, raised)
+            loop.call_soon_threadsafe(resolve_defaults, value, raised)
 
     threading.Thread(target=run, name="tool", daemon=True).start()
     return await done

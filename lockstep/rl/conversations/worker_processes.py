@@ -21,7 +21,7 @@ from lockstep.rl.grading.calling import KILLED, OUTPUT, PROCESSES, TIMEOUT, fail
 from lockstep.rl.grading.frames import Closed, Stream
 from lockstep.rl.grading.processes import descendants, end_tree
 from lockstep.rl.grading.worker import confine
-from lockstep.rl.grading.worker_supervisor import DONE, POLL_SECONDS, Keeper
+from lockstep.rl.grading.worker_supervisor import DONE, POLL_SECONDS, WorkerSupervisor
 
 MOST_BYTES = 2**25
 """Most bytes in one message of a conversation."""
@@ -34,13 +34,13 @@ def grace(seconds: float) -> float:
     return 1.0 + min(2.0, seconds / 2)
 
 
-def keep_conversations(keeper: Keeper, inbox: bytearray) -> None:
+def supervise_conversations(supervisor: WorkerSupervisor, inbox: bytearray) -> None:
     """Runs until the trainer is done. `inbox`: orders received so far. Raises Closed if the trainer is gone."""
-    orders, answers = keeper.trainer
+    orders, answers = supervisor.trainer
     stream = Stream(orders, answers)
     stream.inbox += inbox
     inbox.clear()
-    conversations = _Conversations(keeper, stream)
+    conversations = _Conversations(supervisor, stream)
     try:
         conversations.keep()
     finally:
@@ -52,7 +52,7 @@ def keep_conversations(keeper: Keeper, inbox: bytearray) -> None:
 class _Process:
     """A conversation's process, and its keeper's ends of its pipes."""
 
-    def __init__(self, keeper: Keeper, number: int, task: dict[str, Any], others: list[_Process]):
+    def __init__(self, supervisor: WorkerSupervisor, number: int, task: dict[str, Any], others: list[_Process]):
         self.number, self.task = number, task
         self.until: float | None = None
         """The end of the environment's time; None while the model has its turn."""
@@ -71,11 +71,16 @@ class _Process:
             raise
         if self.process == 0:
             try:
-                ends = [ours.detach(), self.output, *keeper.trainer, *(keeper.worker.ends() if keeper.worker else ())]
+                ends = [
+                    ours.detach(),
+                    self.output,
+                    *supervisor.trainer,
+                    *(supervisor.worker.ends() if supervisor.worker else ()),
+                ]
                 for end in ends + [end for other in others for end in (other.stream.reads, other.output)]:
                     os.close(end)
-                confine(keeper.limits, output)
-                converse(keeper.environment, keeper.limits, number, task, theirs.detach(), MOST_BYTES)
+                confine(supervisor.limits, output)
+                converse(supervisor.environment, supervisor.limits, number, task, theirs.detach(), MOST_BYTES)
             finally:
                 os._exit(1)
         theirs.close()
@@ -105,8 +110,8 @@ class _Process:
 class _Conversations:
     """All unfinished conversations."""
 
-    def __init__(self, keeper: Keeper, trainer: Stream):
-        self.keeper, self.trainer, self.limits = keeper, trainer, keeper.limits
+    def __init__(self, supervisor: WorkerSupervisor, trainer: Stream):
+        self.supervisor, self.trainer, self.limits = supervisor, trainer, supervisor.limits
         self.alive: dict[int, _Process] = {}
         self.beginning: deque[tuple[int, dict[str, Any]]] = deque()
         self.answers: deque[tuple[int, Any]] = deque()
@@ -160,7 +165,7 @@ class _Conversations:
             number, task = self.beginning.popleft()
             places -= 1
             try:
-                process = _Process(self.keeper, number, task, list(self.alive.values()))
+                process = _Process(self.supervisor, number, task, list(self.alive.values()))
             except OSError as error:
                 problem = failure(KILLED, f"could not start a process for a conversation ({error})")
                 self.trainer.put(data_of(Ended(number, [], False, problem, {})))
@@ -187,7 +192,7 @@ class _Conversations:
     def _attend(self, process: _Process, ready: set[int]) -> str:
         """Passes on its messages; returns the cause if it must be killed."""
         if process.output in ready:
-            process.printed += self.keeper.read_output(process.output)
+            process.printed += self.supervisor.read_output(process.output)
         if process.printed > self.limits["output_kib"] * 1024:
             return OUTPUT
         if process.stream.reads in ready:
@@ -219,14 +224,14 @@ class _Conversations:
         self.counted = time.monotonic()
 
     def _failed(self, process: _Process, cause: str) -> Ended:
-        message = self.keeper.message(cause, process.task["example"], process.task["method"])
+        message = self.supervisor.message(cause, process.task["example"], process.task["method"])
         return Ended(process.number, [], False, failure(cause, message), {})
 
     def _end(self, process: _Process, said: Ended | Graded | None = None) -> None:
         process.end_turn()
         del self.alive[process.number]
-        worker = [self.keeper.worker.process] if self.keeper.worker else []
-        process.end(self.keeper.own | {*worker, *(one.process for one in self.alive.values())})
+        worker = [self.supervisor.worker.process] if self.supervisor.worker else []
+        process.end(self.supervisor.own | {*worker, *(one.process for one in self.alive.values())})
         if isinstance(said, Ended) and not said.environment_seconds:
             # It was killed before it could report how long it took.
             said = replace(said, environment_seconds=process.seconds)

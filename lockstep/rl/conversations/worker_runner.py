@@ -23,7 +23,7 @@ from lockstep.rl.conversations.protocol import Episode, Message, Reply
 from lockstep.rl.environments.protocol import Example
 from lockstep.rl.grading.calling import KILLED, failure
 from lockstep.rl.grading.frames import Closed
-from lockstep.rl.grading.pool import ENDED_KEEPER, LOOK_SECONDS, KeeperProcess, Workers, fields_of
+from lockstep.rl.grading.pool import ENDED_SUPERVISOR, LOOK_SECONDS, SupervisorProcess, Workers, fields_of
 from lockstep.rl.grading.worker_supervisor import CONVERSE, DONE
 
 SILENCE = 60.0
@@ -43,7 +43,7 @@ def task_of(example: Example, seed: int, episodes: Sequence[Episode] | None = No
 class _Table:
     """A keeper and its tasks."""
 
-    keeper: KeeperProcess
+    supervisor: SupervisorProcess
     numbers: list[int] = field(default_factory=list)
     """Of the unfinished tasks."""
     begun: list[int] = field(default_factory=list)
@@ -53,8 +53,8 @@ class _Table:
     """Whether the keeper holds conversations."""
 
 
-class HostingInWorkers:
-    """Conversations, or gradings of groups, by index, as in `Hosting`. A context manager.
+class WorkerConversationRunner:
+    """Conversations, or gradings of groups, by index, as in `ConversationRunner`. A context manager.
 
     If a keeper dies, it is not known which of its tasks caused it. All of them are restarted, one by one, and one that
     brings it down again is at fault.
@@ -62,26 +62,26 @@ class HostingInWorkers:
 
     def __init__(self, tasks: Sequence[Task], workers: Workers):
         self._tasks = tasks
-        self._patience = workers.keepers[0].config.seconds + SILENCE
+        self._patience = workers.supervisors[0].config.seconds + SILENCE
         self._moved = workers.moved
-        self._tables = [_Table(keeper) for keeper in workers.keepers]
+        self._tables = [_Table(supervisor) for supervisor in workers.supervisors]
         self._said: deque[Said | Again] = deque()
         self._messages: dict[int, list[Message]] = {}
         """What each requested last, for those that are killed before they send more."""
 
-    def __enter__(self) -> HostingInWorkers:
+    def __enter__(self) -> WorkerConversationRunner:
         for number in range(len(self._tasks)):
             self._table(number).numbers.append(number)
         for table in self._tables:
             if table.numbers:
-                table.keeper.await_ready()
+                table.supervisor.await_ready()
                 self._begin(table, table.numbers)
         return self
 
     def __exit__(self, *_: object) -> None:
         for table in self._tables:
             if table.open:
-                _leave(table.keeper)
+                _leave(table.supervisor)
 
     def next(self, wait: bool) -> Said | Again | None:
         """The next message of a conversation; None if there is none and `wait` is False."""
@@ -93,14 +93,14 @@ class HostingInWorkers:
             looks = 0 if heard else looks + 1
             for table in self._tables if looks else ():
                 # It is the environment's turn in all of them, or the trainer would not wait.
-                if table.numbers and (table.keeper.stays_stopped() or looks * LOOK_SECONDS > self._patience):
+                if table.numbers and (table.supervisor.stays_stopped() or looks * LOOK_SECONDS > self._patience):
                     self._lose(table)
         return self._said.popleft() if self._said else None
 
     def answer(self, number: int, ask: int, reply: Reply | None) -> None:
         """Passes the model's reply to a conversation that has requested one; None: there will be no more."""
         with suppress(Closed):  # its end is noticed when listening to it
-            self._table(number).keeper.send(["answer", number, ask, reply_data(reply)])
+            self._table(number).supervisor.send(["answer", number, ask, reply_data(reply)])
 
     def _table(self, number: int) -> _Table:
         return self._tables[number % len(self._tables)]
@@ -108,14 +108,14 @@ class HostingInWorkers:
     def _listen(self, seconds: float) -> bool:
         """Whether anything has arrived."""
         poll = select.poll()
-        tables = {table.keeper.stream.reads: table for table in self._tables if table.open}
+        tables = {table.supervisor.stream.reads: table for table in self._tables if table.open}
         for end in tables:
             poll.register(end, select.POLLIN)
         heard = poll.poll(1000 * seconds)
         for end, _ in heard:
             table = tables[end]
             try:
-                for data in table.keeper.stream.messages():
+                for data in table.supervisor.stream.messages():
                     self._hear(table, said_of(data))
             except (Closed, TypeError, ValueError, OverflowError):
                 self._lose(table)
@@ -137,11 +137,11 @@ class HostingInWorkers:
 
     def _lose(self, table: _Table) -> None:
         """Handles a keeper that has ended, or is stopped or silent."""
-        table.keeper.end()
+        table.supervisor.end()
         table.open = False
         if not table.numbers:
             return
-        table.keeper.await_ready()
+        table.supervisor.await_ready()
         suspects = [number for number in table.begun if number in table.numbers]
         if len(suspects) > 1:
             self._said.extend(Again(number) for number in suspects)
@@ -149,7 +149,7 @@ class HostingInWorkers:
             self._begin(table, table.numbers[:1])
             return
         task = self._tasks[suspects[0]]
-        problem = f"the {task['method']} of example {Example(**task['example']).name} {ENDED_KEEPER}"
+        problem = f"the {task['method']} of example {Example(**task['example']).name} {ENDED_SUPERVISOR}"
         self._hear(table, Ended(suspects[0], [], False, failure(KILLED, problem), {}))
 
     def _begin(self, table: _Table, numbers: Sequence[int]) -> None:
@@ -160,24 +160,24 @@ class HostingInWorkers:
         table.open = True
         with suppress(Closed):  # its end is noticed when listening to it
             for message in [*opening, *(["begin", number, self._tasks[number]] for number in numbers)]:
-                table.keeper.send(message)
+                table.supervisor.send(message)
 
 
-def _leave(keeper: KeeperProcess) -> None:
+def _leave(supervisor: SupervisorProcess) -> None:
     """Ends its unfinished tasks."""
     try:
-        keeper.send(DONE)
-        while keeper.receive(SILENCE) != DONE:
+        supervisor.send(DONE)
+        while supervisor.receive(SILENCE) != DONE:
             pass
     except Closed:
-        keeper.end()
+        supervisor.end()
 
 
 def hosted(tasks: Sequence[Task], workers: Workers) -> list[Ended | Graded]:
     """The results of tasks that request no reply, in order."""
     found: dict[int, Ended | Graded] = {}
-    with HostingInWorkers(tasks, workers) as hosting:
+    with WorkerConversationRunner(tasks, workers) as runner:
         while len(found) < len(tasks):
-            if isinstance(said := hosting.next(wait=True), Ended | Graded):
+            if isinstance(said := runner.next(wait=True), Ended | Graded):
                 found[said.number] = said
     return [found[number] for number in range(len(tasks))]

@@ -12,8 +12,8 @@ from lockstep.errors import one_line
 from lockstep.observe.sign_of_life import runs_here
 from lockstep.rl.generators.channel import Channel, Closed, Malformed
 from lockstep.rl.generators.remote import Reports, Request
-from lockstep.rl.generators.response_checks import FalseClaim, believable_figures, sample_of
-from lockstep.rl.weights.server import Edition
+from lockstep.rl.generators.response_checks import InvalidResponse, checked_statistics, sample_of
+from lockstep.rl.weights.server import WeightManifest
 
 BUSY = 20
 """Silence is allowed this many times longer for a process still running on this host: a busy machine delays it."""
@@ -60,8 +60,8 @@ class WireRemote:
     def abort(self, request_id: int) -> None:
         self._outbox.put({"kind": "abort", "id": request_id})
 
-    def new_weights(self, edition: Edition) -> None:
-        self._outbox.put({"kind": "weights", "edition": edition})
+    def new_weights(self, manifest: WeightManifest) -> None:
+        self._outbox.put({"kind": "weights", "manifest": manifest})
 
     def close(self) -> None:
         self._closing.set()
@@ -86,7 +86,7 @@ class WireRemote:
                 self._tell(self._hearing.next(), reports)
         except TimeoutError:
             why = f"it has sent nothing for {self._hearing.seconds:g} s (actors.silence_seconds)"
-        except (FalseClaim, Malformed) as error:
+        except (InvalidResponse, Malformed) as error:
             why, false = str(error), True
         except Closed as error:
             why = str(error)
@@ -100,7 +100,7 @@ class WireRemote:
     def _tell(self, message: dict[str, Any], reports: Reports) -> None:
         kind = message["kind"]
         if "did" in message:
-            self.did = believable_figures(message["did"])
+            self.did = checked_statistics(message["did"])
         if kind == "tokens":
             reports.sampled(self, [(i, index, sample_of(new)) for i, index, new in message["samples"]])
         elif kind == "has_weights":
@@ -112,4 +112,4 @@ class WireRemote:
         elif kind in ("lost", "leaves"):
             raise Closed(one_line(message["why"]))
         elif kind != "alive":
-            raise FalseClaim(f"a message of unknown kind {kind!r}")
+            raise InvalidResponse(f"a message of unknown kind {kind!r}")

@@ -18,7 +18,7 @@ from lockstep.generate.sampler import Remembering, Sampler
 from lockstep.model import Decoder, ScoringModel, TrainableModel
 from lockstep.parallel import World
 from lockstep.rl.generators.models import sampling_model
-from lockstep.rl.generators.work_log import figures_of
+from lockstep.rl.generators.work_log import eval_metrics
 from lockstep.rl.rollouts.recorded import recall
 from lockstep.rl.scoring.reference import is_own_base
 from lockstep.rl.weights.transfer import WeightTransfer
@@ -112,7 +112,7 @@ class WholePolicy:
             self._transfer.drop()
 
 
-class OwnGenerator:
+class ColocatedGenerator:
     """An engine on every rank, which samples while no training takes place."""
 
     remembering = None
@@ -154,7 +154,7 @@ class OwnGenerator:
         before, self._counted = self._counted, asdict(self.sampler.statistics)
         asked_before, self._asked_at = self._asked_at, time.monotonic()
         new = {name: count - before[name] for name, count in self._counted.items()}
-        own = figures_of(new, self._asked_at - asked_before)
+        own = eval_metrics(new, self._asked_at - asked_before)
         every = self._world.gather({} if self._follows else own)
         names = [f"rank_{rank}" for rank in range(len(every))] if len(every) > 1 else ["own"]
         return {
@@ -212,7 +212,7 @@ def open_generators(
     `moved` is called as weights are transferred.
     """
     if not config.actors.separate:
-        own = OwnGenerator(config, world, model, tokenizer, moved)
+        own = ColocatedGenerator(config, world, model, tokenizer, moved)
         if config.resume and config.engine.draft == "auto":
             own.recall(run)
         return own

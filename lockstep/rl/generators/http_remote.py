@@ -14,8 +14,8 @@ from lockstep.errors import one_line
 from lockstep.rl.generators.http_client import HttpClient, HttpError, Unreachable
 from lockstep.rl.generators.http_servers import Server
 from lockstep.rl.generators.remote import RemoteSample, Reports, Request
-from lockstep.rl.generators.response_checks import FalseClaim
-from lockstep.rl.weights.server import Edition
+from lockstep.rl.generators.response_checks import InvalidResponse
+from lockstep.rl.weights.server import WeightManifest
 
 SILENCE_SECONDS = 10.0
 """A server that does not answer a health check for this long is considered dead; checks run every fifth of it."""
@@ -31,7 +31,7 @@ class HttpRemote:
     """A server at `client.url`, with one HTTP request for each of the fleet's. A `Remote`; any thread may call it.
 
     Between `ask` and the report of its last token the request's stream is open; `abort` closes it, and the server then
-    ends its samples. `edition["folder"]` of new weights is a model folder that the server can read.
+    ends its samples. `manifest["folder"]` of new weights is a model folder that the server can read.
     """
 
     def __init__(
@@ -59,7 +59,7 @@ class HttpRemote:
         self._heard = 0.0
         self._loop = asyncio.new_event_loop()
         # Requests and new weights, in the order in which they came.
-        self._orders: asyncio.Queue[Request | Edition] = asyncio.Queue()
+        self._orders: asyncio.Queue[Request | WeightManifest] = asyncio.Queue()
         self._ended: asyncio.Future[BaseException | None] = self._loop.create_future()
         self._thread = threading.Thread(target=self._run, name=f"http {client.url}", daemon=True)
         self._thread.start()
@@ -72,8 +72,8 @@ class HttpRemote:
     def abort(self, request_id: int) -> None:
         self._post(self._abort, request_id)
 
-    def new_weights(self, edition: Edition) -> None:
-        self._post(self._orders.put_nowait, edition)
+    def new_weights(self, manifest: WeightManifest) -> None:
+        self._post(self._orders.put_nowait, manifest)
 
     def close(self) -> None:
         self._post(self._end, None)
@@ -130,8 +130,8 @@ class HttpRemote:
             else:
                 await self._load(order)
 
-    async def _load(self, edition: Edition) -> None:
-        version = edition["version"]
+    async def _load(self, manifest: WeightManifest) -> None:
+        version = manifest["version"]
         if version <= self._version:
             return  # it has newer ones already
         if self._finish and self._tasks:
@@ -139,14 +139,14 @@ class HttpRemote:
         # Its next tokens may already be from these before it says so.
         self._versions.add(version)
         try:
-            await self._server.load(self._client, Path(edition["folder"]), version)
+            await self._server.load(self._client, Path(manifest["folder"]), version)
         except HttpError as error:
-            editions = [order for order in self._orders._queue if not isinstance(order, Request)]  # type: ignore[attr-defined]
-            if editions and editions[-1]["version"] > version:
+            manifests = [order for order in self._orders._queue if not isinstance(order, Request)]  # type: ignore[attr-defined]
+            if manifests and manifests[-1]["version"] > version:
                 # Superseded, and perhaps deleted by now. Later requests must not be sampled from older weights.
-                return await self._load(editions[-1])
+                return await self._load(manifests[-1])
             if self._version < 0:
-                problem = f"it cannot load the weights in {edition['folder']}: {error.message}"
+                problem = f"it cannot load the weights in {manifest['folder']}: {error.message}"
                 self._reports.unfit(self, f"{problem}; give an --output that the server can read under the same path")
                 self._end(None)
                 return
@@ -172,7 +172,7 @@ class HttpRemote:
                     async with aclosing(self._server.sample(self._client, request, self._version)) as parts:
                         async for index, new in parts:
                             if new.finish_reason == "error":  # a server would say why
-                                raise FalseClaim("finish_reason 'error'")
+                                raise InvalidResponse("finish_reason 'error'")
                             self._tell(request.id, index, new)
                             if new.finish_reason is not None:
                                 unfinished.discard(index)
@@ -212,7 +212,7 @@ class HttpRemote:
         if told and not self._ended.done():
             try:
                 self._reports.sampled(self, told)
-            except FalseClaim as error:
+            except InvalidResponse as error:
                 self._end(error)
 
     async def _watch(self) -> None:
@@ -231,6 +231,6 @@ class HttpRemote:
 def _in_words(error: BaseException) -> str:
     if isinstance(error, HttpError):
         return f"it responds: {error}"
-    if isinstance(error, Unreachable | FalseClaim):
+    if isinstance(error, Unreachable | InvalidResponse):
         return str(error)
     return f"its response makes no sense ({one_line(repr(error))})"

@@ -101,7 +101,7 @@ def _refuse(client: HttpClient, problem: str, change: str) -> None:
     raise UserError(f"{client.url}: {one_line(problem, 500)}; {change}")
 
 
-class OwnServer:
+class LockstepServer:
     """`lockstep serve`."""
 
     exact = True
@@ -168,7 +168,7 @@ def _sample(
     )
 
 
-async def _own_server(client: HttpClient, wanted: Wanted) -> OwnServer:
+async def _own_server(client: HttpClient, wanted: Wanted) -> LockstepServer:
     try:
         found = await _ask(
             client, "/admin/model", "has another admin key; set LOCKSTEP_ADMIN_KEY to the one that it was started with"
@@ -207,7 +207,7 @@ async def _own_server(client: HttpClient, wanted: Wanted) -> OwnServer:
             client, f"it allows {most} samples per prompt, but the run requests {n}", f"start it with a higher {option}"
         )
     # A remote is given twice as many as it has room for.
-    return OwnServer(max(1, min(found["max_sequences"], places // 2, found["max_requests"] // 2)))
+    return LockstepServer(max(1, min(found["max_sequences"], places // 2, found["max_requests"] // 2)))
 
 
 class VllmServer:

@@ -15,7 +15,7 @@ from lockstep.parallel import World
 from lockstep.rl.generators.http_client import HttpClient, HttpError, Unreachable
 from lockstep.rl.generators.http_remote import SILENCE_SECONDS, HttpRemote
 from lockstep.rl.generators.http_servers import Server, Wanted, find_server, owner_of
-from lockstep.rl.generators.pool import Fleet
+from lockstep.rl.generators.pool import GeneratorPool
 
 RETRY_SECONDS = 5.0
 """Interval of checks whether a lost server is back."""
@@ -63,14 +63,14 @@ class ServerSupervisor:
         self,
         urls: Sequence[str],
         wanted: Wanted,
-        fleet: Fleet,
+        pool: GeneratorPool,
         silence_seconds: float = SILENCE_SECONDS,
         retry_seconds: float = RETRY_SECONDS,
         finish: bool = False,
     ):
         """finish: as `HttpRemote`."""
         self._clients = [client_of(url) for url in urls]
-        self._wanted, self._fleet = wanted, fleet
+        self._wanted, self._pool = wanted, pool
         self._silence_seconds, self._retry_seconds = silence_seconds, retry_seconds
         self._finish = finish
         self._remotes: dict[str, HttpRemote] = {}
@@ -85,7 +85,7 @@ class ServerSupervisor:
 
     def __enter__(self) -> ServerSupervisor:
         for client, server in [(client, self._find(client)) for client in self._clients]:
-            self._fleet.required.add(client.url)
+            self._pool.required.add(client.url)
             self._join(client, server)
         self._thread.start()
         return self
@@ -95,7 +95,7 @@ class ServerSupervisor:
         if self._thread.is_alive():
             self._thread.join()
         for name, remote in self._remotes.items():
-            self._fleet.leave(name)
+            self._pool.leave(name)
             remote.close()
 
     def _find(self, client: HttpClient) -> Server:
@@ -103,16 +103,16 @@ class ServerSupervisor:
 
     def _join(self, client: HttpClient, server: Server) -> None:
         remote = self._remotes[client.url] = HttpRemote(
-            client, server, self._fleet, self._silence_seconds, finish=self._finish
+            client, server, self._pool, self._silence_seconds, finish=self._finish
         )
-        self._fleet.join(remote)
+        self._pool.join(remote)
 
     def _look_again(self) -> None:
         while not self._closing.wait(self._retry_seconds):
             for client in self._clients:
                 if not self._remotes[client.url].gone.is_set() or self._closing.is_set():
                     continue
-                if client.url in self._fleet.false:
+                if client.url in self._pool.false:
                     continue
                 try:
                     server = self._find(client)
@@ -126,7 +126,7 @@ class ServerSupervisor:
                 if server.exact != self._remotes[client.url].exact:
                     continue  # another kind of server has taken its place
                 # It was fit for the run once: if it no longer is, the run still continues.
-                self._fleet.required.discard(client.url)
+                self._pool.required.discard(client.url)
                 self._said.pop(client.url, None)
                 log.info("%s is back", client.url)
                 self._join(client, server)

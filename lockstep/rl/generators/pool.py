@@ -21,15 +21,15 @@ from lockstep.generate import Completion, SamplingParams
 from lockstep.generate.stragglers import stragglers
 from lockstep.observe import log
 from lockstep.rl.generators.remote import Remote, RemoteSample, Request
-from lockstep.rl.generators.response_checks import believable_samples, believable_version
+from lockstep.rl.generators.response_checks import checked_samples, checked_version
 from lockstep.rl.generators.work_log import WorkLog
-from lockstep.rl.weights.server import Edition
+from lockstep.rl.weights.server import WeightManifest
 
 GLANCE = 0.02
 """Seconds that one `step` waits for news, at most."""
 
 
-class Fleet:
+class GeneratorPool:
     """The generators of a run. A `Sampler`, and the `Reports` of its remotes. Any thread may call it."""
 
     def __init__(
@@ -54,7 +54,7 @@ class Fleet:
         self.false: set[str] = set()
         """Names of the generators that have sent invalid data: none of them gets another request."""
         self.weights_version = 0
-        self._edition: Edition | None = None
+        self._manifest: WeightManifest | None = None
         self.changed = threading.Condition(threading.RLock())
         self._remotes: dict[str, Remote] = {}
         """Those that sample, and those that are still loading."""
@@ -204,8 +204,8 @@ class Fleet:
         """Adds a generator that is loading; it gets the newest weights first, and requests once it has them."""
         with self.changed:
             self._remotes[remote.name] = remote
-            if self._edition is not None:
-                remote.new_weights(self._edition)
+            if self._manifest is not None:
+                remote.new_weights(self._manifest)
 
     def leave(self, name: str) -> Remote | None:
         """Removes a generator, whose samples others continue; returns it, if it was in the fleet."""
@@ -219,17 +219,17 @@ class Fleet:
             self._hand_out()
             return remote
 
-    def new_weights(self, edition: Edition) -> None:
+    def new_weights(self, manifest: WeightManifest) -> None:
         """Every generator takes these before any later request."""
         with self.changed:
             if self._finish:
                 # Requests still waiting for room here would be sent after the new weights.
                 self._hand_out(all_of_them=True)
-            if self._edition is None:
-                self._first_version = edition["version"]
-            self._edition, self.weights_version = edition, edition["version"]
+            if self._manifest is None:
+                self._first_version = manifest["version"]
+            self._manifest, self.weights_version = manifest, manifest["version"]
             for remote in list(self._remotes.values()):
-                remote.new_weights(edition)
+                remote.new_weights(manifest)
 
     def wait_for_weights(self, seconds: float = float("inf")) -> None:
         """Returns once there is a generator, and all that are ready have the newest weights. Raises as `step`."""
@@ -303,7 +303,7 @@ class Fleet:
             if self._remotes.get(remote.name) is not remote:
                 return  # it was given up, and others continue its samples
             has = {number: self._requests[number] for number, name in self._asked.items() if name == remote.name}
-            told = believable_samples(parts, has, self._next_id - 1, self._given, self._vocab_size, self._eos_token_ids)
+            told = checked_samples(parts, has, self._next_id - 1, self._given, self._vocab_size, self._eos_token_ids)
             self._work.heard(remote.name, remote.did)
             for asked, index, new in told:
                 asked.first_at = asked.first_at or time.monotonic()
@@ -326,7 +326,7 @@ class Fleet:
             self.heard += 1
             if self._remotes.get(remote.name) is remote:
                 before = self._versions.get(remote.name, 0)
-                self._versions[remote.name] = believable_version(version, before, self._given)
+                self._versions[remote.name] = checked_version(version, before, self._given)
                 self._was_ready = True
                 self._work.heard(remote.name, remote.did)
                 self._hand_out()
@@ -362,23 +362,23 @@ class Fleet:
             self.changed.notify_all()
 
 
-class RememberingFleet:
+class CachingGeneratorPool:
     """A `Remembering` sampler: the fleet, with its requests kept as long as this object is."""
 
-    def __init__(self, fleet: Fleet, kept: Mapping[str, Any]):
+    def __init__(self, pool: GeneratorPool, kept: Mapping[str, Any]):
         """kept: what an earlier one's `state` returned; its samples continue from there."""
-        self._fleet, self._kept = fleet, kept
+        self._pool, self._kept = pool, kept
         self._asked: dict[str, Request] = {}
         """Requests by digest."""
         self._times: Counter[str] = Counter()
         """How often each was requested."""
         self.asked = threading.Event()
         """Set once `generate` has requested its samples."""
-        self.max_positions, self.cache_tokens = fleet.max_positions, fleet.cache_tokens
+        self.max_positions, self.cache_tokens = pool.max_positions, pool.cache_tokens
 
     @property
     def weights_version(self) -> int:
-        return self._fleet.weights_version
+        return self._pool.weights_version
 
     def generate(
         self,
@@ -388,7 +388,7 @@ class RememberingFleet:
     ) -> list[list[Completion]]:
         requests = [self._begin(*each) for each in _pairs(prompts, params)]
         self.asked.set()
-        return self._fleet.complete(requests, first, self)
+        return self._pool.complete(requests, first, self)
 
     def add(self, prompt: list[int], params: SamplingParams) -> int:
         return self._begin(prompt, params).id
@@ -397,13 +397,13 @@ class RememberingFleet:
         return next(request.samples for request in self._asked.values() if request.id == request_id)
 
     def step(self) -> None:
-        self._fleet.step(self)
+        self._pool.step(self)
 
     def abort(self, request_id: int) -> None:
-        self._fleet.abort(request_id)
+        self._pool.abort(request_id)
 
     def state(self) -> dict[str, Any]:
-        with self._fleet.changed:  # no sample grows meanwhile
+        with self._pool.changed:  # no sample grows meanwhile
             # What was kept and has not been requested again yet may still be.
             return {
                 **self._kept,
@@ -414,12 +414,12 @@ class RememberingFleet:
             }
 
     def count(self) -> tuple[int, int]:
-        with self._fleet.changed:
+        with self._pool.changed:
             unfinished = sum(request.unfinished for request in self._asked.values())
             return sum(len(request.samples) for request in self._asked.values()) - unfinished, unfinished
 
     def close(self) -> None:
-        self._fleet.dismiss(self)
+        self._pool.dismiss(self)
 
     def _begin(self, prompt: list[int], params: SamplingParams) -> Request:
         digest = hashlib.sha256(json.dumps([prompt, asdict(params)]).encode()).hexdigest()
@@ -427,8 +427,8 @@ class RememberingFleet:
         if (number := self._times[digest]) > 1:
             digest += f" {number}"  # equal requests have separate samples
         begun = [Completion(**plain) for plain in self._kept.get(digest, ())]
-        with self._fleet.changed:
-            request = self._asked[digest] = self._fleet.begin(prompt, params, begun, self)
+        with self._pool.changed:
+            request = self._asked[digest] = self._pool.begin(prompt, params, begun, self)
         return request
 
 

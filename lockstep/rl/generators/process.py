@@ -40,8 +40,8 @@ from lockstep.parallel import World, apply_compile, generator_model
 from lockstep.rl.generators.channel import HANDSHAKE_SECONDS, Channel, Closed, call
 from lockstep.rl.rollouts.plain import plain_shape
 from lockstep.rl.rollouts.recorded import recall
-from lockstep.rl.weights.reader import ShelfReader, Taken
-from lockstep.rl.weights.server import Edition
+from lockstep.rl.weights.reader import Taken, WeightReader
+from lockstep.rl.weights.server import WeightManifest
 
 TELL_SECONDS = 0.05
 """Seconds between reports of sampled tokens; a finished sample is reported at once."""
@@ -163,9 +163,9 @@ class _Generator:
                 elif kind == "abort":
                     self._abort(message["id"])
                 elif kind == "weights":
-                    self._timeline.begin(message["edition"]["version"] + 1)
+                    self._timeline.begin(message["manifest"]["version"] + 1)
                     with self._timeline.span("weights"):
-                        self._take(message["edition"])
+                        self._take(message["manifest"])
                 self._timeline.message = f"{kind} from rank_0"
             if self._engine.has_work:
                 if self._timeline.phase != "sample":
@@ -225,37 +225,37 @@ class _Generator:
         # It may be queued behind weights that wait.
         self._queue = deque(each for each in self._queue if each["kind"] != "ask" or each["id"] != request)
 
-    def _take(self, edition: Edition) -> None:
+    def _take(self, manifest: WeightManifest) -> None:
         # Tokens are reported with the weights version that they were sampled from.
         self._tell()
         if not self._finishes_first:
-            edition = self._newest(edition)
-        while (taken := self._read(edition)).outcome == "late":
+            manifest = self._newest(manifest)
+        while (taken := self._read(manifest)).outcome == "late":
             # Newer weights are laid out and are, or will be, announced: later requests must be sampled from those.
-            while (newer := self._newest(edition)) is edition:
+            while (newer := self._newest(manifest)) is manifest:
                 self._receive_all(wait=True)
-            edition = newer
+            manifest = newer
         if taken.outcome == "taken":
-            self._engine.weights_changed(edition["version"])
+            self._engine.weights_changed(manifest["version"])
             self._note_work()
-            self._channel.send({"kind": "has_weights", "version": edition["version"], "did": self._did})
+            self._channel.send({"kind": "has_weights", "version": manifest["version"], "did": self._did})
         else:
             self._channel.send({"kind": "lost", "why": f"weights version {taken.version}: {taken.said}"})
 
-    def _newest(self, edition: Edition) -> Edition:
-        """The last edition announced in the queue, from which all are removed; `edition` if there is none."""
+    def _newest(self, manifest: WeightManifest) -> WeightManifest:
+        """The last edition announced in the queue, from which all are removed; `manifest` if there is none."""
         announced = [message for message in self._queue if message["kind"] == "weights"]
         for message in announced:
             self._queue.remove(message)
-        return announced[-1]["edition"] if announced else edition
+        return announced[-1]["manifest"] if announced else manifest
 
-    def _read(self, edition: Edition) -> Taken:
+    def _read(self, manifest: WeightManifest) -> Taken:
         drives = isinstance(self._engine, DriverEngine)
         with (
             self._taking_weights(),
-            self._engine.on_all_ranks("take", edition) if drives else nullcontext(),  # type: ignore[attr-defined]
+            self._engine.on_all_ranks("take", manifest) if drives else nullcontext(),  # type: ignore[attr-defined]
         ):
-            return self._reader.take(edition)
+            return self._reader.take(manifest)
 
     @contextmanager
     def _taking_weights(self) -> Iterator[None]:
@@ -309,7 +309,7 @@ class _Generator:
             pass  # the receiving thread reports it
 
 
-def _open(welcome: dict[str, Any], key: bytes, world: World) -> tuple[ShelfReader, Engine]:
+def _open(welcome: dict[str, Any], key: bytes, world: World) -> tuple[WeightReader, Engine]:
     """The model as the trainer describes it, with its weights still to be read, and an engine over it."""
     folder, device = local_folder(welcome["model"]), world.device
     expected = welcome["shape"]
@@ -334,7 +334,7 @@ def _open(welcome: dict[str, Any], key: bytes, world: World) -> tuple[ShelfReade
     engine = (DriverEngine if drives else Engine)(model, config, tokenizer, draft)
     work = f"{welcome['name']} samples for process {welcome['pid']} on {welcome['host']}"
     announce("generator: " + start_line(welcome["model"], shape, device, model.dtype, work, world.size))
-    return ShelfReader(model, world, key), engine
+    return WeightReader(model, world, key), engine
 
 
 def _history(run: Path, config: EngineConfig, world: World) -> HistoryDraft:

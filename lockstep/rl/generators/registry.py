@@ -12,23 +12,23 @@ from lockstep.errors import one_line
 from lockstep.observe import announce, log
 from lockstep.rl.generators.channel import HANDSHAKE_SECONDS, Channel, Closed, Listener
 from lockstep.rl.generators.channel_remote import Hearing, WireRemote
-from lockstep.rl.generators.pool import Fleet
-from lockstep.rl.generators.response_checks import FalseClaim, believable_hello
+from lockstep.rl.generators.pool import GeneratorPool
+from lockstep.rl.generators.response_checks import InvalidResponse, checked_hello
 
 
-class Reception:
+class GeneratorRegistry:
     """Listens, in a thread, for generators that know the run's key. A context manager."""
 
-    def __init__(self, fleet: Fleet, listener: Listener, welcome: Mapping[str, Any], room: int):
+    def __init__(self, pool: GeneratorPool, listener: Listener, welcome: Mapping[str, Any], room: int):
         """welcome: what a generator is told about the run. room: samples that it works on at a time."""
-        self._fleet, self._listener, self._welcome, self._room = fleet, listener, welcome, room
+        self._pool, self._listener, self._welcome, self._room = pool, listener, welcome, room
         self._greeting = threading.Lock()
-        self._beside: set[Channel] = set()
+        self._extra_parameters: set[Channel] = set()
         """Connections of the generators' other ranks."""
         self._closed = False
-        self._thread = threading.Thread(target=self._listen, name="reception", daemon=True)
+        self._thread = threading.Thread(target=self._listen, name="generator registry", daemon=True)
 
-    def __enter__(self) -> Reception:
+    def __enter__(self) -> GeneratorRegistry:
         self._thread.start()
         return self
 
@@ -37,10 +37,10 @@ class Reception:
         self._thread.join()
         with self._greeting:
             self._closed = True
-        for name in self._fleet.names:
-            if remote := self._fleet.leave(name):
+        for name in self._pool.names:
+            if remote := self._pool.leave(name):
                 remote.close()
-        for channel in list(self._beside):
+        for channel in list(self._extra_parameters):
             channel.close()
 
     def _listen(self) -> None:
@@ -79,10 +79,10 @@ class Reception:
 
     def _refuse_false(self, channel: Channel, hello: Any) -> None:
         try:
-            name = believable_hello(hello).get("name")
-            if name in self._fleet.false:
-                raise FalseClaim(f"{name}, which sent invalid data and gets no more requests in this run")
-        except FalseClaim as error:
+            name = checked_hello(hello).get("name")
+            if name in self._pool.false:
+                raise InvalidResponse(f"{name}, which sent invalid data and gets no more requests in this run")
+        except InvalidResponse as error:
             channel.send({"problem": str(error)})
             raise
 
@@ -93,14 +93,14 @@ class Reception:
                 return
             name = hello["name"] or self._free_name()
             # One that connects again under the same name has been restarted.
-            if before := self._fleet.leave(name):
+            if before := self._pool.leave(name):
                 before.close()
             hearing = Hearing(channel, self._welcome["silence_seconds"], hello)
             remote = WireRemote(name, channel, self._room, hearing)
             channel.send({**self._welcome, "name": name})
             # Before it starts, so that one that is lost at once is known, and removed.
-            self._fleet.join(remote)
-            remote.start(self._fleet)
+            self._pool.join(remote)
+            remote.start(self._pool)
         ranks = f", {hello['tensor']} ranks" if hello["tensor"] > 1 else ""
         announce(f"rl: {name} joins, process {hello['pid']} on {hello['host']}{ranks}")
 
@@ -108,11 +108,11 @@ class Reception:
         """Listens to another rank of a generator until it or the first one is gone: then the generator is lost."""
         name, why = hello["beside"], ""
         with self._greeting:
-            remote = None if self._closed else self._fleet.remote(name)
-            self._beside.add(channel)
+            remote = None if self._closed else self._pool.remote(name)
+            self._extra_parameters.add(channel)
         hearing = Hearing(channel, self._welcome["silence_seconds"], hello)
         try:
-            while remote is not None and self._fleet.remote(name) is remote:
+            while remote is not None and self._pool.remote(name) is remote:
                 hearing.next()
         except TimeoutError:
             why = f"it has sent nothing for {self._welcome['silence_seconds']:g} s (actors.silence_seconds)"
@@ -120,11 +120,11 @@ class Reception:
             why = str(error)
         finally:
             channel.close()
-            self._beside.discard(channel)
-        if why and remote is not None and self._fleet.remote(name) is remote:
-            self._fleet.lost(remote, f"its rank {hello['rank']}: {why}")
+            self._extra_parameters.discard(channel)
+        if why and remote is not None and self._pool.remote(name) is remote:
+            self._pool.lost(remote, f"its rank {hello['rank']}: {why}")
             remote.close()
 
     def _free_name(self) -> str:
-        taken = {*self._fleet.names, *self._fleet.required, *self._fleet.false}
+        taken = {*self._pool.names, *self._pool.required, *self._pool.false}
         return next(name for number in range(len(taken) + 1) if (name := f"generator_{number}") not in taken)

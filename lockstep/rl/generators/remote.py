@@ -9,7 +9,7 @@ from typing import Protocol
 
 from lockstep.generate import Completion, SamplingParams
 from lockstep.generate.sampling_params import FinishReason
-from lockstep.rl.weights.server import Edition
+from lockstep.rl.weights.server import WeightManifest
 
 
 @dataclass(eq=False)
@@ -75,7 +75,7 @@ class Request:
 
 
 class Remote(Protocol):
-    """A generator of a `Fleet`. No method waits: the remote tells its `Reports` about results."""
+    """A generator of a `GeneratorPool`. No method waits: the remote tells its `Reports` about results."""
 
     name: str
     """`generator_0` …"""
@@ -93,7 +93,7 @@ class Remote(Protocol):
     def abort(self, request_id: int) -> None:
         """Ends a request; later reports about it are ignored."""
 
-    def new_weights(self, edition: Edition) -> None:
+    def new_weights(self, manifest: WeightManifest) -> None:
         """Has it take these weights before any later request."""
 
     def close(self) -> None:
@@ -103,7 +103,7 @@ class Remote(Protocol):
 class Reports(Protocol):
     """What a remote reports, from any thread: the fleet's side.
 
-    Raises FalseClaim for invalid data, none of which is used; the remote is `lost` then.
+    Raises InvalidResponse for invalid data, none of which is used; the remote is `lost` then.
     """
 
     def sampled(self, remote: Remote, parts: Sequence[tuple[int, int, RemoteSample]]) -> None:

@@ -39,14 +39,14 @@ FIGURES = (*(each.name for each in fields(Statistics)), "weights_seconds")
 """The keys of `Remote.did`, if it is not empty."""
 
 
-class FalseClaim(Exception):
+class InvalidResponse(Exception):
     """A generator has sent data that cannot be right; says which, on one line."""
 
     def __init__(self, message: str):
         super().__init__(one_line(message))
 
 
-def believable_samples(
+def checked_samples(
     parts: Sequence[tuple[int, int, RemoteSample]],
     asked: Mapping[int, Request],
     last_request: int,
@@ -57,22 +57,22 @@ def believable_samples(
     """Those of `parts` that belong to requests in `asked`; parts of other requests come too late.
 
     asked: the requests that the generator has, by number. last_request: the highest number so far. versions: the
-    weights versions that the run has published. eos_token_ids: the model's. Raises FalseClaim.
+    weights versions that the run has published. eos_token_ids: the model's. Raises InvalidResponse.
     """
     so_far: dict[tuple[int, int], tuple[int, bool]] = {}
     found = []
     for number, index, new in parts:
         if not _is_int(number, 0, last_request):
-            raise FalseClaim(f"samples of request {number!r}, which does not exist")
+            raise InvalidResponse(f"samples of request {number!r}, which does not exist")
         _check_values(new, versions, vocab_size)
         if (request := asked.get(number)) is None:
             continue
         if not _is_int(index, 0, len(request.samples) - 1):
-            raise FalseClaim(f"sample {index!r} of a request for {len(request.samples)} samples")
+            raise InvalidResponse(f"sample {index!r} of a request for {len(request.samples)} samples")
         held = request.samples[index]
         before, ended = so_far.get((number, index), (len(held.token_ids), held.finish_reason is not None))
         if ended and (new.token_ids or new.finish_reason):
-            raise FalseClaim("tokens for a sample that is already finished")
+            raise InvalidResponse("tokens for a sample that is already finished")
         _check_for(request, before + len(new.token_ids), new)
         _check_end(request, before + len(new.token_ids), new, eos_token_ids)
         so_far[number, index] = before + len(new.token_ids), ended or new.finish_reason is not None
@@ -81,20 +81,20 @@ def believable_samples(
 
 
 def sample_of(plain: Any) -> RemoteSample:
-    """The tokens that follow those already known of a sample, from JSON. Raises FalseClaim."""
+    """The tokens that follow those already known of a sample, from JSON. Raises InvalidResponse."""
     if not isinstance(plain, dict) or plain.keys() != FIELDS.keys() | {"finish_reason"}:
-        raise FalseClaim("a sample with missing or unknown fields")
+        raise InvalidResponse("a sample with missing or unknown fields")
     tokens, reason = plain["token_ids"], plain["finish_reason"]
     for name, (said, kind) in FIELDS.items():
         values = plain[name]
         fits = isinstance(values, list) and isinstance(tokens, list)
         if not fits or (len(values) != len(tokens) and not (name in SOME and not values)):
-            raise FalseClaim(f"{_counted(values)} {said} for {_counted(tokens)} tokens")
+            raise InvalidResponse(f"{_counted(values)} {said} for {_counted(tokens)} tokens")
         for value in values:
             if type(value) is not kind:
-                raise FalseClaim(f"{value!r} among {said}")
+                raise InvalidResponse(f"{value!r} among {said}")
     if not (reason is None or isinstance(reason, str)) or reason not in REASONS:
-        raise FalseClaim(f"finish_reason {reason!r}")
+        raise InvalidResponse(f"finish_reason {reason!r}")
     return RemoteSample(**plain)
 
 
@@ -102,33 +102,35 @@ def _check_values(new: RemoteSample, versions: Collection[int], vocab_size: int)
     """Checks that hold for any tokens."""
     for token in new.token_ids:
         if not 0 <= token < vocab_size:
-            raise FalseClaim(f"token {token} outside a vocabulary of {vocab_size}")
+            raise InvalidResponse(f"token {token} outside a vocabulary of {vocab_size}")
     for logprob in (*new.logprobs, *new.truncated_logprobs):
         if not LOWEST <= logprob <= ROUNDING:
-            raise FalseClaim(f"log-probability {logprob}")
+            raise InvalidResponse(f"log-probability {logprob}")
     for route in new.routes:
         if route and not is_written(route):
-            raise FalseClaim(f"route {route!r:.80}")
+            raise InvalidResponse(f"route {route!r:.80}")
     for version in new.versions:
         if version not in versions:
-            raise FalseClaim(f"a token from weights version {version}, which the run has not published")
+            raise InvalidResponse(f"a token from weights version {version}, which the run has not published")
 
 
 def _check_for(request: Request, count: int, new: RemoteSample) -> None:
     """Checks that depend on the request; `count` is the sample's length with the new tokens."""
     most, reason = request.params.max_tokens, new.finish_reason
     if count > most:
-        raise FalseClaim(f"{count} tokens, but at most {most} were requested")
+        raise InvalidResponse(f"{count} tokens, but at most {most} were requested")
     if reason == "error":
         return
     if reason == "length" and count < most:
-        raise FalseClaim(f"finish_reason 'length' after {count} of {most} tokens")
+        raise InvalidResponse(f"finish_reason 'length' after {count} of {most} tokens")
     if reason and not count:
-        raise FalseClaim("a finished sample without any token")
+        raise InvalidResponse("a finished sample without any token")
     if new.token_ids and bool(new.truncated_logprobs) != request.params.truncates:
-        raise FalseClaim(f"{len(new.truncated_logprobs)} truncated log-probabilities for {len(new.token_ids)} tokens")
+        raise InvalidResponse(
+            f"{len(new.truncated_logprobs)} truncated log-probabilities for {len(new.token_ids)} tokens"
+        )
     if new.versions and min(new.versions) < request.given_version:
-        raise FalseClaim(
+        raise InvalidResponse(
             f"a token from weights version {min(new.versions)}, but the request was sent at version "
             f"{request.given_version}"
         )
@@ -143,37 +145,37 @@ def _check_end(request: Request, count: int, new: RemoteSample, eos_token_ids: C
         return
     ending = request.params.ending_ids(eos_token_ids)
     if behind := [token for token in new.token_ids[:-1] if token in ending]:
-        raise FalseClaim(f"tokens after {behind[0]}, which ends a sample")
+        raise InvalidResponse(f"tokens after {behind[0]}, which ends a sample")
     if new.finish_reason is None and new.token_ids[-1] in ending:
-        raise FalseClaim(f"token {new.token_ids[-1]}, which ends a sample, without a finish_reason")
+        raise InvalidResponse(f"token {new.token_ids[-1]}, which ends a sample, without a finish_reason")
     if new.finish_reason is None and count == request.params.max_tokens:
-        raise FalseClaim(f"all {count} requested tokens without a finish_reason")
+        raise InvalidResponse(f"all {count} requested tokens without a finish_reason")
 
 
-def believable_version(version: Any, before: int, versions: Collection[int]) -> int:
-    """The weights version that a generator reports, after `before`. Raises FalseClaim."""
+def checked_version(version: Any, before: int, versions: Collection[int]) -> int:
+    """The weights version that a generator reports, after `before`. Raises InvalidResponse."""
     if type(version) is not int or version not in versions or version < before:
-        raise FalseClaim(f"weights version {version!r}, which the run has not given it")
+        raise InvalidResponse(f"weights version {version!r}, which the run has not given it")
     return version
 
 
-def believable_figures(did: Any) -> dict[str, float]:
-    """`Remote.did`, from JSON. Raises FalseClaim."""
+def checked_statistics(did: Any) -> dict[str, float]:
+    """`Remote.did`, from JSON. Raises InvalidResponse."""
     if not isinstance(did, dict):
-        raise FalseClaim("statistics that are not a dictionary")
+        raise InvalidResponse("statistics that are not a dictionary")
     if not did:
         return {}
     for name in FIGURES:
         value = did.get(name)
         if isinstance(value, bool) or not isinstance(value, int | float) or not 0 <= value <= LARGEST_FIGURE:
-            raise FalseClaim(f"{name} {value!r}")
+            raise InvalidResponse(f"{name} {value!r}")
     return {name: did[name] for name in FIGURES}
 
 
-def believable_hello(hello: Any) -> dict[str, Any]:
-    """How a generator, or another of its ranks, introduces itself. Raises FalseClaim."""
+def checked_hello(hello: Any) -> dict[str, Any]:
+    """How a generator, or another of its ranks, introduces itself. Raises InvalidResponse."""
     if not isinstance(hello, dict):
-        raise FalseClaim("a hello that is not a dictionary")
+        raise InvalidResponse("a hello that is not a dictionary")
     rules = {
         "pid": _is_int(hello.get("pid"), 0, LARGEST_PID),
         "place": _is_text(hello.get("place")),
@@ -188,7 +190,7 @@ def believable_hello(hello: Any) -> dict[str, Any]:
         }
     if wrong := [name for name, holds in rules.items() if not holds]:
         said = f"{wrong[0]} {hello[wrong[0]]!r}" if wrong[0] in hello else f"no {wrong[0]}"
-        raise FalseClaim(f"a hello with {one_line(said, 100)}")
+        raise InvalidResponse(f"a hello with {one_line(said, 100)}")
     return hello
 
 

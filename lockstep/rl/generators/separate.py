@@ -22,13 +22,13 @@ from lockstep.rl.generators.colocated import WholePolicy
 from lockstep.rl.generators.http_remote import SILENCE_SECONDS
 from lockstep.rl.generators.http_servers import Wanted
 from lockstep.rl.generators.http_supervisor import ServerSupervisor
-from lockstep.rl.generators.pool import Fleet, RememberingFleet
-from lockstep.rl.generators.registry import Reception
+from lockstep.rl.generators.pool import CachingGeneratorPool, GeneratorPool
+from lockstep.rl.generators.registry import GeneratorRegistry
 from lockstep.rl.generators.supervisor import Supervisor
 from lockstep.rl.rollouts.plain import plain_shape
 from lockstep.rl.scoring.routes import routes_form
 from lockstep.rl.weights.folders import WeightFolders
-from lockstep.rl.weights.server import Edition, Shelf, versions_laid_out
+from lockstep.rl.weights.server import WeightManifest, WeightServer, versions_laid_out
 
 KEY = "generators.key"
 """Key file in the run's `logs/`, for generators that join later. Removed at the end of the run unless it is killed."""
@@ -50,7 +50,7 @@ class SeparateGenerators:
         pages = config.engine.cache_tokens // ops.PAGE
         self._finish = config.actors.on_update == "finish"
         # Only rank 0's has generators: the others request nothing.
-        self.sampler = Fleet(
+        self.sampler = GeneratorPool(
             model.config.max_positions,
             pages * ops.PAGE,
             config.actors.start_seconds,
@@ -59,7 +59,7 @@ class SeparateGenerators:
             eos_token_ids=model.config.eos_token_ids,
         )
         self._opened = ExitStack()
-        self._shelf: Shelf | None = None
+        self._weight_server: WeightServer | None = None
         self._folders: WeightFolders | None = None
 
     def __enter__(self) -> SeparateGenerators:
@@ -73,9 +73,9 @@ class SeparateGenerators:
         self.sampler.fail(RunStopped("the run ends", exit_code=1))
         self._opened.close()
 
-    def remembering(self, kept: dict[str, Any]) -> RememberingFleet:
+    def remembering(self, kept: dict[str, Any]) -> CachingGeneratorPool:
         """As `Generators`."""
-        return RememberingFleet(self.sampler, kept)
+        return CachingGeneratorPool(self.sampler, kept)
 
     def metrics(self) -> dict[str, float]:
         """As `Generators`; on rank 0, which talks to them."""
@@ -99,12 +99,12 @@ class SeparateGenerators:
         """As `Generators`: waits for the first weights, and for all if nothing is sampled ahead."""
         if self._whole:
             self._whole.new_weights(version)
-        edition: Edition = self._shelf.publish(version) if self._shelf else {"version": version}
+        manifest: WeightManifest = self._weight_server.publish(version) if self._weight_server else {"version": version}
         if self._folders:
-            edition["folder"] = str(self._folders.write(version))
+            manifest["folder"] = str(self._folders.write(version))
         self.sampler.weights_version = version
         if self._world.is_main:
-            self.sampler.new_weights(edition)
+            self.sampler.new_weights(manifest)
             if not self._config.actors.max_staleness or not self.sampler.ready:
                 self.sampler.wait_for_weights()
 
@@ -143,8 +143,10 @@ class SeparateGenerators:
         loopback = actors.host.startswith("127.") or world.is_main
         host = actors.host if loopback else socket.gethostname()
         tensors = dict(self._model.named_parameters())
-        self._shelf = Shelf(tensors, resolve_dtype(config.dtype), world, key, host, versions_laid_out(actors))
-        opening.callback(self._shelf.close)
+        self._weight_server = WeightServer(
+            tensors, resolve_dtype(config.dtype), world, key, host, versions_laid_out(actors)
+        )
+        opening.callback(self._weight_server.close)
         if not world.is_main:
             return
         listener = Listener(key, actors.host, actors.port)
@@ -152,7 +154,7 @@ class SeparateGenerators:
         # Entered in this order, so that generators are told to end before they are killed.
         supervisor = Supervisor(actors, self.sampler, address, key, config.device, self._run / "logs")
         opening.enter_context(supervisor)
-        opening.enter_context(Reception(self.sampler, listener, self._welcome(), config.engine.max_sequences))
+        opening.enter_context(GeneratorRegistry(self.sampler, listener, self._welcome(), config.engine.max_sequences))
         opening.callback(supervisor.start_no_more)
         if actors.port:
             joining = f"lockstep generator --trainer {address} --key {path}"

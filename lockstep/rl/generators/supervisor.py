@@ -17,7 +17,7 @@ from pathlib import Path
 from lockstep.config import ActorsConfig
 from lockstep.config.actors import LOCAL
 from lockstep.observe import log
-from lockstep.rl.generators.pool import Fleet
+from lockstep.rl.generators.pool import GeneratorPool
 from lockstep.rl.generators.ranks import Group, end_ranks, start_ranks, start_stand_in
 
 GLANCE = 0.1
@@ -50,9 +50,9 @@ class _Place:
 class Supervisor:
     """`config.generators` generators on `config.hosts`. A context manager; leaving it leaves none behind."""
 
-    def __init__(self, config: ActorsConfig, fleet: Fleet, address: str, key: bytes, device: str, logs: Path):
+    def __init__(self, config: ActorsConfig, pool: GeneratorPool, address: str, key: bytes, device: str, logs: Path):
         """logs: the folder for their output."""
-        self._config, self._fleet, self._address = config, fleet, address
+        self._config, self._pool, self._address = config, pool, address
         self._key, self._device, self._logs = key, device, logs
         hosts = config.hosts or [LOCAL]
         names = [f"generator_{number}" for number in range(config.generators)]
@@ -62,7 +62,7 @@ class Supervisor:
 
     def __enter__(self) -> Supervisor:
         self._logs.mkdir(parents=True, exist_ok=True)
-        self._fleet.required |= {place.name for place in self._places}
+        self._pool.required |= {place.name for place in self._places}
         self._thread.start()
         return self
 
@@ -87,7 +87,7 @@ class Supervisor:
                 for place in self._places:
                     self._look(place)
         except OSError as error:
-            self._fleet.fail(self._fleet.none_left(f"generators cannot be started: {error}"))
+            self._pool.fail(self._pool.none_left(f"generators cannot be started: {error}"))
             self._ending.wait()
         until = time.monotonic() + END_SECONDS
         for rank in [rank for place in self._places for rank in place.ranks]:
@@ -97,13 +97,13 @@ class Supervisor:
             end_ranks(place.ranks)
 
     def _look(self, place: _Place) -> None:
-        if place.name in self._fleet.false:
+        if place.name in self._pool.false:
             end_ranks(place.ranks)
             place.ranks = []
             return
-        remote = self._fleet.remote(place.name)
+        remote = self._pool.remote(place.name)
         place.has_joined |= remote is not None
-        place.was_ready |= place.name in self._fleet.ready
+        place.was_ready |= place.name in self._pool.ready
         ended = place.ended()
         late = not place.was_ready and time.monotonic() - place.started > self._config.start_seconds
         if not ended and not late and (remote is not None or not place.has_joined):
@@ -116,14 +116,14 @@ class Supervisor:
             return
         why = _said(ended) if ended else "was not ready in time" if late else "was given up"
         if remote is not None:
-            self._fleet.lost(remote, f"it {why}")
+            self._pool.lost(remote, f"it {why}")
         end_ranks(place.ranks)
         if remote is not None:
             remote.close()
         place.failures = 0 if place.was_ready else place.failures + 1
         if place.failures >= MOST_FAILURES:
             own = self._log(place, min(ended, default=0))
-            self._fleet.fail(self._fleet.none_left(
+            self._pool.fail(self._pool.none_left(
                 f"{place.name} {why} before it could sample, {MOST_FAILURES} times in a row. {own} ends with: "
                 f"{_last_line(own)}"))  # fmt: skip
             self._ending.wait()

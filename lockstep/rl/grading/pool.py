@@ -49,7 +49,7 @@ STOPPED_LOOKS = 3
 resumes them, this one first, stops it for less."""
 END_SECONDS = 15.0
 """How long a keeper may take to end itself and all its descendants before it is killed."""
-ENDED_KEEPER = "killed or stopped the workers' keeper"
+ENDED_SUPERVISOR = "killed or stopped the workers' keeper"
 """What the user is told about it."""
 
 
@@ -100,36 +100,36 @@ def open_workers(config: RLConfig, folder: Path, moved: Callable[[], None] = lam
     count = rewards.workers or min(8, max(1, (os.cpu_count() or 1) // 2))
     environment = {"name": config.environment, "data": config.data, "skip_bad_lines": config.skip_bad_lines}
     with ExitStack() as opened:
-        keepers = [
+        supervisors = [
             opened.enter_context(
-                contextlib.closing(KeeperProcess(environment, rewards, folder / f"rewards_{number}.log"))
+                contextlib.closing(SupervisorProcess(environment, rewards, folder / f"rewards_{number}.log"))
             )
             for number in range(count)
         ]
-        yield Workers(keepers, moved)
+        yield Workers(supervisors, moved)
 
 
 @dataclass(frozen=True)
 class Workers:
     """Keepers, each with its worker. A Grader; conversations run in processes of the same keepers."""
 
-    keepers: Sequence[KeeperProcess]
+    supervisors: Sequence[SupervisorProcess]
     moved: Callable[[], None] = lambda: None
     """Called, from any thread, whenever something has arrived from them."""
 
     def __call__(self, jobs: Sequence[Job]) -> list[Outcome]:
-        return _grade(self.keepers, jobs, self.moved)
+        return _grade(self.supervisors, jobs, self.moved)
 
     def awaited(self) -> str:
         """Those that are currently grading: `reward worker 0, reward worker 2`."""
         return ", ".join(
-            f"reward worker {number}{', which a signal has stopped' if keeper.stopped else ''}"
-            for number, keeper in enumerate(self.keepers)
-            if keeper.grades
+            f"reward worker {number}{', which a signal has stopped' if supervisor.stopped else ''}"
+            for number, supervisor in enumerate(self.supervisors)
+            if supervisor.grades
         )
 
 
-def _grade(keepers: Sequence[KeeperProcess], jobs: Sequence[Job], moved: Callable[[], None]) -> list[Outcome]:
+def _grade(supervisors: Sequence[SupervisorProcess], jobs: Sequence[Job], moved: Callable[[], None]) -> list[Outcome]:
     """Every job's outcome, in order. One thread per keeper takes chunks until none are left."""
     plain: dict[int, dict[str, Any]] = {}  # by identity: the completions of a group share their example
     for example, _ in jobs:
@@ -139,34 +139,34 @@ def _grade(keepers: Sequence[KeeperProcess], jobs: Sequence[Job], moved: Callabl
     waiting = deque(range(len(jobs)))
     errors: list[BaseException] = []
     lock = threading.Lock()
-    quick = min(QUICK_CHUNK, -(-len(jobs) // len(keepers)))
+    quick = min(QUICK_CHUNK, -(-len(jobs) // len(supervisors)))
 
-    def chunk(keeper: KeeperProcess) -> list[int]:
+    def chunk(supervisor: SupervisorProcess) -> list[int]:
         with lock:
-            size = min(CHUNK, -(-len(waiting) // len(keepers)))
-            if quick * keeper.seconds_a_job <= QUICK_SECONDS:
+            size = min(CHUNK, -(-len(waiting) // len(supervisors)))
+            if quick * supervisor.seconds_a_job <= QUICK_SECONDS:
                 size = min(quick, len(waiting))
             return [waiting.popleft() for _ in range(size)]
 
-    def drive(keeper: KeeperProcess) -> None:
+    def drive(supervisor: SupervisorProcess) -> None:
         try:
-            while taken := chunk(keeper):
-                keeper.grades = True
+            while taken := chunk(supervisor):
+                supervisor.grades = True
                 asked = [(plain[id(jobs[index][0])], jobs[index][1]) for index in taken]
-                outcomes.update(zip(taken, keeper.grade(asked)))
+                outcomes.update(zip(taken, supervisor.grade(asked)))
                 moved()
         except KeyboardInterrupt:  # a signal, and so in the main thread
             raise
         except BaseException as error:
             errors.append(error)
         finally:
-            keeper.grades = False
+            supervisor.grades = False
 
-    threads = [threading.Thread(target=drive, args=(keeper,), daemon=True) for keeper in keepers[1:]]
+    threads = [threading.Thread(target=drive, args=(supervisor,), daemon=True) for supervisor in supervisors[1:]]
     for thread in threads:
         thread.start()
     try:
-        drive(keepers[0])
+        drive(supervisors[0])
         for thread in threads:
             thread.join()
     finally:
@@ -177,13 +177,13 @@ def _grade(keepers: Sequence[KeeperProcess], jobs: Sequence[Job], moved: Callabl
     return [outcomes[index] for index in range(len(jobs))]
 
 
-class KeeperProcess:
+class SupervisorProcess:
     """A keeper process, restarted if a reward has killed it."""
 
     def __init__(self, environment: dict[str, Any], config: RewardConfig, log: Path):
         self.environment, self.config, self.log = environment, config, log
         # Its descendants inherit this, and can be found by it when the keeper is gone.
-        self.mark = "LOCKSTEP_KEEPER", secrets.token_hex()
+        self.mark = "LOCKSTEP_SUPERVISOR", secrets.token_hex()
         self.process: subprocess.Popen[bytes] | None = None
         self.grades = False
         """Whether the trainer waits for its answers; read by another thread."""
@@ -208,7 +208,7 @@ class KeeperProcess:
             self.start()
         if len(jobs) > 1:
             return [outcome for job in jobs for outcome in self.grade([job])]
-        return [failure(KILLED, f"the reward of example {Example(**jobs[0][0]).name} {ENDED_KEEPER}")]
+        return [failure(KILLED, f"the reward of example {Example(**jobs[0][0]).name} {ENDED_SUPERVISOR}")]
 
     def _ask(self, jobs: list[PlainJob], message: bytes) -> list[Outcome]:
         self.await_ready()

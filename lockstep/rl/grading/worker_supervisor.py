@@ -71,7 +71,7 @@ class Worker:
             os.close(end)
 
 
-class Keeper:
+class WorkerSupervisor:
     """Grades chunks of jobs with one worker at a time."""
 
     def __init__(self, environment: Environment, limits: dict[str, Any], orders: int, answers: int):
@@ -230,15 +230,15 @@ def main() -> None:
             send(answers, {"error": described(error)})
             return
         send(answers, {"error": ""})
-        keeper = Keeper(environment, start["limits"], orders, answers)
+        supervisor = WorkerSupervisor(environment, start["limits"], orders, answers)
         try:
             while True:
                 order = receive(orders, buffer)
                 if order == CONVERSE:
-                    from lockstep.rl.conversations.worker_processes import keep_conversations
+                    from lockstep.rl.conversations.worker_processes import supervise_conversations
 
-                    keep_conversations(keeper, buffer)
+                    supervise_conversations(supervisor, buffer)
                 else:
-                    send(answers, keeper.grade(order, receive_body(orders, buffer)))
+                    send(answers, supervisor.grade(order, receive_body(orders, buffer)))
         finally:
-            keeper.end_worker()
+            supervisor.end_worker()

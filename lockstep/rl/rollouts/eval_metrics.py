@@ -14,7 +14,7 @@ from lockstep.rl.rollouts.records import Rollout, episodes_of
 
 
 @dataclass(frozen=True)
-class Figures:
+class EvalMetrics:
     """Means over prompts; a conversation is represented by its last reply."""
 
     prompts: int
@@ -38,7 +38,7 @@ class Figures:
     """Sampled tokens per completion."""
 
 
-def figures_of(rollouts: Sequence[Rollout], environment: Environment, pass_at: Sequence[int] = (1,)) -> Figures:
+def eval_metrics(rollouts: Sequence[Rollout], environment: Environment, pass_at: Sequence[int] = (1,)) -> EvalMetrics:
     """The statistics of graded rollouts, which are ordered by group.
 
     A completion whose reward failed counts as a wrong answer if failures are zeros; otherwise it does not count.
@@ -63,7 +63,7 @@ def figures_of(rollouts: Sequence[Rollout], environment: Environment, pass_at: S
     enough = {k: [pass_at_k(count, own, k) for own, count in whole] for k in pass_at}
     totals = [[r.reward for r in own] for own in counting if own]
     last = [rows[-1] for rows in episodes]
-    return Figures(
+    return EvalMetrics(
         prompts=len(totals),
         completions=len(last),
         right=right if knows else [],

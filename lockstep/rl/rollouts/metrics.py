@@ -15,7 +15,7 @@ from lockstep.model import Decoder
 from lockstep.observe import Timeline
 from lockstep.rl.environments.protocol import Environment
 from lockstep.rl.rollouts.diversity import distinct_share, pairwise_overlap
-from lockstep.rl.rollouts.eval_metrics import figures_of
+from lockstep.rl.rollouts.eval_metrics import eval_metrics
 from lockstep.rl.rollouts.records import Rollout, episodes_of
 from lockstep.rl.scoring.explain import in_words
 from lockstep.rl.scoring.parity import Parity, ParityError
@@ -142,15 +142,15 @@ def _conversations(rows: Sequence[Rollout]) -> dict[str, float]:
 
 
 def validation_metrics(rollouts: Sequence[Rollout], environment: Environment) -> dict[str, float]:
-    """The results of `figures_of` for held-out completions as `validation/…`; the accuracy is pass@1.
+    """The results of `eval_metrics` for held-out completions as `validation/…`; the accuracy is pass@1.
 
     With k completions per prompt, also pass@k over the prompts that have k.
     """
     samples = max(Counter(rows[-1].group for rows in episodes_of(rollouts)).values(), default=1)
-    figures = figures_of(rollouts, environment)
+    figures = eval_metrics(rollouts, environment)
     pass_at = figures.pass_at
     if samples > 1:
-        pass_at = pass_at | figures_of(rollouts, environment, [samples]).pass_at
+        pass_at = pass_at | eval_metrics(rollouts, environment, [samples]).pass_at
     metrics = {f"validation/{_escaped(name)}": own.mean for name, own in figures.rewards.items()}
     for k, own in pass_at.items():
         name = "accuracy" if k == 1 else f"pass@{k}"

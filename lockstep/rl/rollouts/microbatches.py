@@ -15,7 +15,7 @@ from lockstep.train.packing import PackedRow, first_fit_decreasing, pack_scored
 
 
 @dataclass
-class Members:
+class MicroBatchPlan:
     """Rollouts that are computed together, in the order of the step's rollouts."""
 
     rollouts: list[Rollout] = field(default_factory=list)
@@ -47,7 +47,7 @@ def shares_prompts(config: RLConfig) -> bool:
     return config.parallel.context == 1 and not config.train.deterministic_layout
 
 
-def microbatches(rollouts: Sequence[Rollout], budget: int, share_prompts: bool = True) -> list[Members]:
+def microbatches(rollouts: Sequence[Rollout], budget: int, share_prompts: bool = True) -> list[MicroBatchPlan]:
     """Micro-batches of at most `budget` rows, as few as first-fit decreasing finds; a longer completion goes alone.
 
     With `share_prompts`, consecutive completions of a prompt share it, as many as fit: that pays off for prompts of
@@ -57,7 +57,7 @@ def microbatches(rollouts: Sequence[Rollout], budget: int, share_prompts: bool =
     runs = list(_runs(rollouts, budget, share_prompts))
     batches = []
     for together in first_fit_decreasing([run.rows for run in runs], budget):
-        joined = Members()
+        joined = MicroBatchPlan()
         for run in (runs[index] for index in together):
             joined.rollouts += run.rollouts
             joined.numbers += run.numbers
@@ -67,16 +67,16 @@ def microbatches(rollouts: Sequence[Rollout], budget: int, share_prompts: bool =
     return batches
 
 
-def _runs(rollouts: Sequence[Rollout], budget: int, share_prompts: bool) -> Iterator[Members]:
+def _runs(rollouts: Sequence[Rollout], budget: int, share_prompts: bool) -> Iterator[MicroBatchPlan]:
     """Units that cannot be split: completions that share a prompt, up to the budget."""
     for prompt, members in groupby(enumerate(rollouts), key=lambda member: member[1].prompt_ids):
         # The prompt's last token predicts the first of each completion, and stays with it.
         shared = len(prompt) - 1 if share_prompts else 0
-        run = Members()
+        run = MicroBatchPlan()
         for number, rollout in members:
             if run.rollouts and (not shared or run.rows + len(rollout.token_ids) > budget):
                 yield run
-                run = Members()
+                run = MicroBatchPlan()
             run.add(rollout, number, shared if run.rollouts else 0)
         yield run
 

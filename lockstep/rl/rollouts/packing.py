@@ -68,8 +68,8 @@ def policy_batches(
     """
     weights = _weights(rollouts, config)
     batches = []
-    for members in microbatches(rollouts, budget or config.train.tokens_per_microbatch, shares_prompts(config)):
-        chosen = members.rollouts
+    for plan in microbatches(rollouts, budget or config.train.tokens_per_microbatch, shares_prompts(config)):
+        chosen = plan.rollouts
         reference, cut, values, returns = (
             torch.tensor(all_of, device=device) if (all_of := [x for r in chosen for x in getattr(r, name)]) else None
             for name in ("reference_logprobs", "truncated_logprobs", "values", "returns")
@@ -79,10 +79,10 @@ def policy_batches(
             PolicyBatch(
                 rollouts=chosen,
                 current=torch.tensor([age == 0 for age in stale], device=device) if any(stale) else None,
-                row=members.packed(device),
+                row=plan.packed(device),
                 old_log_probs=torch.tensor([x for r in chosen for x in r.logprobs], device=device),
                 advantages=torch.tensor([a for r in chosen for a in r.advantages_of_tokens()], device=device),
-                weights=torch.cat([weights[number] for number in members.numbers]).to(device),
+                weights=torch.cat([weights[number] for number in plan.numbers]).to(device),
                 reference_log_probs=reference,
                 truncated_log_probs=cut,
                 old_values=values,

@@ -28,7 +28,7 @@ class Drawn(NamedTuple):
     """Positions of the examples in the order of the whole run."""
 
 
-class Ahead:
+class RolloutPrefetcher:
     """Draws each step's rollouts, its first round up to `depth` steps before it is due.
 
     Steps get their prompts, and are trained, in order, however long each takes. A step's prompts are requested once
@@ -175,7 +175,7 @@ class _Begun:
     ):
         self.places, self.examples, self.sampler = places, examples, sampler
         self._found: list[Rollout] | BaseException = []
-        self.thread = threading.Thread(target=self._run, args=(draw,), name="ahead", daemon=True)
+        self.thread = threading.Thread(target=self._run, args=(draw,), name="prefetcher", daemon=True)
         self.thread.start()
 
     def _run(self, draw: Callable[[], list[Rollout]]) -> None:

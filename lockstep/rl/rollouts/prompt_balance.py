@@ -20,7 +20,7 @@ class PromptBalance:
     trained: int
     dropped: dict[str, int]
     """By cause."""
-    under_way: int
+    in_flight: int
     """Requested for steps after the checkpoint, which contains them."""
     repeated: int
     """Used by more than one step, or twice by one step."""
@@ -32,9 +32,9 @@ class PromptBalance:
         dropped = f"{sum(self.dropped.values())} dropped"
         if self.dropped:
             dropped += " (" + ", ".join(f"{count} {cause}" for cause, count in sorted(self.dropped.items())) + ")"
-        under_way = f", {self.under_way} in flight" if self.under_way else ""
+        in_flight = f", {self.in_flight} in flight" if self.in_flight else ""
         return (
-            f"{self.asked} prompts requested: {self.trained} trained on, {dropped}{under_way}, "
+            f"{self.asked} prompts requested: {self.trained} trained on, {dropped}{in_flight}, "
             f"{self.repeated} repeated, {self.lost} lost"
         )
 
@@ -52,9 +52,9 @@ def prompt_balance(run: Path) -> PromptBalance | None:
     lines = [line for line in map(json.loads, file.read_text().splitlines()) if line["step"] <= state["step"]]
     if "left_out" not in state["prompts"] or [line["step"] for line in lines] != list(range(1, state["step"] + 1)):
         return None
-    under_way = state["ahead"]["prompts"]
+    in_flight = state["ahead"]["prompts"]
     dropped = Counter({cause: 0 for line in lines for cause in line["dropped"]})
-    held = Counter(under_way)
+    held = Counter(in_flight)
     for line in lines:
         held.update(line["trained"])
         for cause, places in line["dropped"].items():
@@ -65,7 +65,7 @@ def prompt_balance(run: Path) -> PromptBalance | None:
         asked=asked,
         trained=sum(len(line["trained"]) for line in lines),
         dropped=dict(dropped),
-        under_way=len(under_way),
+        in_flight=len(in_flight),
         repeated=sum(count > 1 for count in held.values()),
         lost=asked - len(held),
     )

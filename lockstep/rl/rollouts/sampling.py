@@ -80,7 +80,7 @@ class Sampling:
     def draw(
         self, asked: Sequence[Example], step: int, extra_round: int, sampler: Sampler, wanted: int
     ) -> list[Rollout]:
-        """As `ahead.Draw`: this rank's share."""
+        """As `prefetcher.Draw`: this rank's share."""
         if self._recorded:
             return self._recorded(asked)
         own, first = self._replicas.own(asked, wanted)

@@ -33,7 +33,7 @@ def token_budget(rollouts: Sequence[Rollout], config: RLConfig, world: World) ->
         return most
     packed = microbatches(rollouts, most, shares_prompts(config))
     room = math.ceil(len(packed) / world.data_size) * world.data_size
-    too_few = max(0, sum(members.rows for members in packed) // room - 1)
+    too_few = max(0, sum(plan.rows for plan in packed) // room - 1)
     # To a hundredth: each try packs all rollouts.
     while most - too_few > max(1, most // 100):
         tried = (most + too_few) // 2

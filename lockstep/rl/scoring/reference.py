@@ -137,8 +137,8 @@ class MovingAverage:
     def __init__(self, reference: Decoder, trainer: Trainer, decay: float):
         self.reference, self.decay = reference, decay
         # Not those of a value head beside the model.
-        beside = trainer.beside.parameters
-        self.masters = {name: m for name, m in trainer.optimizer.masters.items() if name not in beside}
+        extra_parameters = trainer.extra_parameters.parameters
+        self.masters = {name: m for name, m in trainer.optimizer.masters.items() if name not in extra_parameters}
         self.averages = trainer.optimizer.averages
         for name, master in self.masters.items():
             self.averages[name] = master.detach().clone()

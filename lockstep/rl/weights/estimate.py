@@ -15,12 +15,12 @@ from lockstep.model import Decoder
 from lockstep.model.shard import local_values
 from lockstep.parallel import World
 from lockstep.parallel.world import AXES
-from lockstep.rl.weights.shard_slices import Box, common, offsets, volume
+from lockstep.rl.weights.shard_slices import ShardSlice, common, offsets, volume
 from lockstep.rl.weights.transfer import buckets
 
 
 @dataclass
-class ForeseenTransfer:
+class TransferEstimate:
     """Bytes on rank 0 in one weight sync."""
 
     sent: int
@@ -31,9 +31,9 @@ class ForeseenTransfer:
     """Peak memory beyond the weights themselves: copies that have arrived, and what is in flight."""
 
 
-def foresee_transfer(
+def estimate_transfer(
     tensors: Mapping[str, Tensor], model: Decoder, world: World, in_place: bool = True, keep: bool = True
-) -> ForeseenTransfer:
+) -> TransferEstimate:
     """What `WeightTransfer(tensors, model, world, keep=keep)` moves on rank 0, whether or not the other ranks exist. Of
     an adapter's run this is the first sync: later ones do not send what is frozen.
 
@@ -47,14 +47,14 @@ def foresee_transfer(
     for names in buckets(model, _staying(tensors, model, places) if in_place else ()):
         sent_of_bucket = received_of_bucket = rounded = 0
         for name in names:
-            wanted = _boxes(parameters[name], places)
+            wanted = _shard_slices(parameters[name], places)
             kept, copied = 0, True
             if name in tensors:
-                held_by = _boxes(tensors[name], places)
+                held_by = _shard_slices(tensors[name], places)
                 # Ranks of another stage have other tensors.
                 holders = [r for r, place in enumerate(places) if not place["pipeline"] and held_by[r] == held_by[0]]
-                for target, box in enumerate(wanted):
-                    part = common(held_by[0], box)
+                for target, shard_slice in enumerate(wanted):
+                    part = common(held_by[0], shard_slice)
                     nearest = holders[target * len(holders) // len(places)]
                     if part is not None and target not in holders and nearest == 0:
                         sent_of_bucket += volume(part) * itemsize
@@ -66,10 +66,10 @@ def foresee_transfer(
             received_of_bucket += (volume(wanted[0]) - kept) * itemsize
         sent, received = sent + sent_of_bucket, received + received_of_bucket
         held = max(held, arrived + rounded + sent_of_bucket + received_of_bucket)
-    return ForeseenTransfer(sent, received, held)
+    return TransferEstimate(sent, received, held)
 
 
-def foresee_shelf(tensors: Mapping[str, Tensor], dtype: torch.dtype) -> int:
+def estimate_weight_server(tensors: Mapping[str, Tensor], dtype: torch.dtype) -> int:
     """Bytes of each version that rank 0 lays out for generators in other processes: all it holds."""
     parts = {name: local_values(tensor.detach()) for name, tensor in tensors.items()}
     return offsets({name: part.numel() * dtype.itemsize for name, part in parts.items()})[1]
@@ -85,14 +85,14 @@ def _places(world: World) -> list[dict[str, int]]:
     return places
 
 
-def _boxes(tensor: Tensor, places: list[dict[str, int]]) -> list[Box]:
+def _shard_slices(tensor: Tensor, places: list[dict[str, int]]) -> list[ShardSlice]:
     """Which part of `tensor` each rank has."""
     if not isinstance(tensor, DTensor):
         return [tuple((0, size) for size in tensor.shape)] * len(places)
     mesh = tensor.device_mesh
     axes = mesh.mesh_dim_names or ()
-    found: dict[tuple[int, ...], Box] = {}
-    boxes = []
+    found: dict[tuple[int, ...], ShardSlice] = {}
+    shard_slices = []
     for place in places:
         here = tuple(place[axis] for axis in axes)
         if here not in found:
@@ -100,8 +100,8 @@ def _boxes(tensor: Tensor, places: list[dict[str, int]]) -> list[Box]:
                 tensor.shape, tuple(mesh.shape), list(here), tensor.placements
             )
             found[here] = tuple((start, start + size) for start, size in zip(offset, shape))
-        boxes.append(found[here])
-    return boxes
+        shard_slices.append(found[here])
+    return shard_slices
 
 
 def _staying(tensors: Mapping[str, Tensor], model: Decoder, places: list[dict[str, int]]) -> set[str]:
@@ -111,5 +111,6 @@ def _staying(tensors: Mapping[str, Tensor], model: Decoder, places: list[dict[st
     return {
         name
         for name, parameter in model.named_parameters()
-        if tensors[name].dtype == model.dtype and _boxes(tensors[name], places) == _boxes(parameter, places)
+        if tensors[name].dtype == model.dtype
+        and _shard_slices(tensors[name], places) == _shard_slices(parameter, places)
     }

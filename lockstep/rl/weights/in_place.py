@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 from lockstep.model import Decoder
 from lockstep.model.shard import is_dtensor, local_values
-from lockstep.rl.weights.shard_slices import box_of
+from lockstep.rl.weights.shard_slices import shard_slice_of
 
 
 def lay_out(model: Decoder, tensors: Mapping[str, Tensor], device: torch.device) -> set[str]:
@@ -43,7 +43,7 @@ def fits(tensor: Tensor, parameter: Tensor, device: torch.device) -> bool:
     """Whether this rank's part of the trainer's `tensor` is what a generator on `device` reads as its `parameter`."""
     part = local_values(tensor.detach())
     same_kind = part.dtype == parameter.dtype and part.device == device and part.is_contiguous()
-    return same_kind and box_of(tensor) == box_of(parameter)
+    return same_kind and shard_slice_of(tensor) == shard_slice_of(parameter)
 
 
 def same_memory(one: Tensor, other: Tensor) -> bool:

@@ -18,20 +18,20 @@ from lockstep.observe import log
 from lockstep.parallel import World
 from lockstep.parallel.messages import from_all
 from lockstep.rl.generators.channel import Channel, Closed, call
-from lockstep.rl.weights.server import Edition
-from lockstep.rl.weights.server_memory import ShelfMemory, place_of
+from lockstep.rl.weights.server import WeightManifest
+from lockstep.rl.weights.server_memory import ServerMemory, place_of
 from lockstep.rl.weights.shard_slices import (
-    Box,
-    Held,
+    LocalShard,
+    ShardSlice,
     at,
     checksum_of,
     common,
     differing,
     first_copies,
-    held_part,
+    local_shard_of,
     plain_parts,
-    read_box,
     read_parts,
+    read_shard_slice,
     volume,
 )
 
@@ -60,8 +60,8 @@ class _Piece:
     """What one process reads of one part."""
 
     name: str
-    box: Box
-    part: Box
+    shard_slice: ShardSlice
+    part: ShardSlice
     offset: int
 
 
@@ -73,7 +73,7 @@ class _Failed(Exception):
         self.outcome = outcome
 
 
-class ShelfReader:
+class WeightReader:
     """Reads editions of a trainer's shelf into `model`, which has a part of each tensor on every process of a replica.
 
     The processes of a replica (the tensor group of `world`) create it, and call its methods, together. `key`: the
@@ -83,7 +83,7 @@ class ShelfReader:
     def __init__(self, model: Decoder, world: World, key: bytes):
         self._model, self._group, self._key = model, world.tensor_group, key
         self._own = {name: local_part(parameter.detach())[0] for name, parameter in model.named_parameters()}
-        self._wanted = {name: held_part(parameter) for name, parameter in model.named_parameters()}
+        self._wanted = {name: local_shard_of(parameter) for name, parameter in model.named_parameters()}
         self._names = list(self._wanted)
         everyone = [read_parts(parts) for parts in self._gather(plain_parts(self._wanted))]
         self._firsts = torch.tensor(first_copies(everyone, self._names))
@@ -92,65 +92,65 @@ class ShelfReader:
         self._since: dict[str, int] = {}
         """`since` of the last edition taken, for this shelf's tensors that the model has."""
         self._sources: list[_Source] = []
-        self._shelf = ""
+        self._weight_server = ""
 
-    def take(self, edition: Edition) -> Taken:
-        """Replaces the model's weights by those of `edition`, if all of them arrive intact on every process.
+    def take(self, manifest: WeightManifest) -> Taken:
+        """Replaces the model's weights by those of `manifest`, if all of them arrive intact on every process.
 
         Raises UserError if they belong to another model, or have another dtype.
         """
-        if edition["shelf"]["id"] != self._shelf:
-            self._open(edition["shelf"])
-        self._make_room(edition)
+        if manifest["server"]["id"] != self._weight_server:
+            self._open(manifest["server"])
+        self._make_room(manifest)
         for attempt in range(1, TRIES + 1):
-            outcome, said = self._read(edition)
+            outcome, said = self._read(manifest)
             if outcome == "taken":
                 self._keep()
-                self._since = edition["since"]
-                return Taken(edition["version"], outcome)
-            log.warning("weights version %d: %s (try %d of %d)", edition["version"], said, attempt, TRIES)
+                self._since = manifest["since"]
+                return Taken(manifest["version"], outcome)
+            log.warning("weights version %d: %s (try %d of %d)", manifest["version"], said, attempt, TRIES)
             if outcome in ("late", "torn"):
                 break  # another try would not help
             self._since = {}
-            self._make_room(edition)
-        return Taken(edition["version"], outcome, said)
+            self._make_room(manifest)
+        return Taken(manifest["version"], outcome, said)
 
     def close(self) -> None:
         """Releases the trainer's memory."""
         for source in self._sources:
             source.close()
-        self._sources, self._shelf = [], ""
+        self._sources, self._weight_server = [], ""
 
-    def _open(self, shelf: Mapping[str, Any]) -> None:
-        self._refuse_another(shelf)
+    def _open(self, weight_server: Mapping[str, Any]) -> None:
+        self._refuse_another(weight_server)
         self.close()
         self._sources = [
             _Source(rank, plain, self._pieces(plain["parts"]), self._model.dtype, self._key)
-            for rank, plain in enumerate(shelf["ranks"])
+            for rank, plain in enumerate(weight_server["ranks"])
         ]
-        self._shelf = shelf["id"]
+        self._weight_server = weight_server["id"]
         self._since = {}
 
-    def _make_room(self, edition: Edition) -> None:
+    def _make_room(self, manifest: WeightManifest) -> None:
         """For all tensors but those that the model already has."""
-        rooms, since = self._arrived, edition["since"]
+        rooms, since = self._arrived, manifest["since"]
         self._arrived = {
             name: rooms[name] if name in rooms else torch.empty_like(part, memory_format=torch.contiguous_format)
             for name, part in self._own.items()
             if name not in since or since[name] != self._since.get(name)
         }
 
-    def _refuse_another(self, shelf: Mapping[str, Any]) -> None:
+    def _refuse_another(self, weight_server: Mapping[str, Any]) -> None:
         problems = []
         own = str(self._model.dtype).removeprefix("torch.")
-        if shelf["dtype"] != own:
-            problems.append(f"they are {shelf['dtype']}, but the generator is {own}")
-        covered = dict.fromkeys(shelf["shapes"], 0)
-        for rank in shelf["ranks"]:
-            for name, box, _ in rank["parts"]:
-                covered[name] += volume(read_box(box))
-        for name in sorted({*self._names, *shelf["shapes"]}):
-            there = tuple(shelf["shapes"][name]) if name in shelf["shapes"] else None
+        if weight_server["dtype"] != own:
+            problems.append(f"they are {weight_server['dtype']}, but the generator is {own}")
+        covered = dict.fromkeys(weight_server["shapes"], 0)
+        for rank in weight_server["ranks"]:
+            for name, shard_slice, _ in rank["parts"]:
+                covered[name] += volume(read_shard_slice(shard_slice))
+        for name in sorted({*self._names, *weight_server["shapes"]}):
+            there = tuple(weight_server["shapes"][name]) if name in weight_server["shapes"] else None
             here = self._wanted[name].shape if name in self._wanted else None
             if there != here:
                 found = [str(list(shape)) if shape is not None else "missing" for shape in (there, here)]
@@ -170,17 +170,17 @@ class ShelfReader:
         """What this process needs of a rank's parts."""
         pieces = []
         for name, plain, offset in parts:
-            part = read_box(plain)
-            if (box := common(part, self._wanted[name].box)) is not None:
-                pieces.append(_Piece(name, box, part, offset))
+            part = read_shard_slice(plain)
+            if (shard_slice := common(part, self._wanted[name].shard_slice)) is not None:
+                pieces.append(_Piece(name, shard_slice, part, offset))
         return pieces
 
-    def _read(self, edition: Edition) -> tuple[Literal["taken", "late", "torn", "damaged", "unreachable"], str]:
+    def _read(self, manifest: WeightManifest) -> tuple[Literal["taken", "late", "torn", "damaged", "unreachable"], str]:
         """Reads what this process needs; returns the joint result of all processes of the replica."""
         failed: list[str] = []
         try:
             for source in self._sources:
-                source.read(edition, self._arrived, self._wanted)
+                source.read(manifest, self._arrived, self._wanted)
         except _Failed as error:
             failed = [error.outcome, str(error)]
         sums = [] if failed else [self._sum(name) for name in self._names]
@@ -189,7 +189,7 @@ class ShelfReader:
             if problem:
                 return problem[0], problem[1]
         of_ranks = torch.tensor([sums for _, sums in everyone])
-        expected = torch.tensor([edition["sums"][name] for name in self._names])
+        expected = torch.tensor([manifest["sums"][name] for name in self._names])
         damaged = [
             name for name, other in zip(self._names, differing(of_ranks, self._firsts, expected).tolist()) if other
         ]
@@ -216,50 +216,52 @@ class _Source:
     def __init__(self, rank: int, plain: Mapping[str, Any], pieces: list[_Piece], dtype: torch.dtype, key: bytes):
         self._rank, self._pieces, self._dtype, self._key = rank, pieces, dtype, key
         self._host, self._port = plain["address"]
-        self._memory: ShelfMemory | None = None
+        self._memory: ServerMemory | None = None
         if pieces and (place := place_of(plain["place"])) is not None:
             # Impossible if it is on another host, or in a container whose processes are not visible.
             with contextlib.suppress(OSError):
-                self._memory = ShelfMemory.opened(place, plain["size"], plain["slots"])
+                self._memory = ServerMemory.opened(place, plain["size"], plain["slots"])
 
-    def read(self, edition: Edition, arrived: Mapping[str, Tensor], wanted: Mapping[str, Held]) -> None:
+    def read(self, manifest: WeightManifest, arrived: Mapping[str, Tensor], wanted: Mapping[str, LocalShard]) -> None:
         """Reads what is in `arrived`. Raises _Failed."""
         pieces = [piece for piece in self._pieces if piece.name in arrived]
         if not pieces:
             return
         read = self._by_memory if self._memory is not None else self._by_tcp
-        for piece, content in read(edition, pieces):
-            at(arrived[piece.name], piece.box, wanted[piece.name].box).copy_(content)
+        for piece, content in read(manifest, pieces):
+            at(arrived[piece.name], piece.shard_slice, wanted[piece.name].shard_slice).copy_(content)
 
-    def _by_memory(self, edition: Edition, pieces: list[_Piece]) -> Iterator[tuple[_Piece, Tensor]]:
+    def _by_memory(self, manifest: WeightManifest, pieces: list[_Piece]) -> Iterator[tuple[_Piece, Tensor]]:
         assert self._memory is not None
-        self._check(self._memory.mark(edition["slot"]), edition)
+        self._check(self._memory.mark(manifest["slot"]), manifest)
         for piece in pieces:
-            room = self._memory.room(edition["slot"], piece.offset, piece.part, self._dtype)
-            yield piece, at(room, piece.box, piece.part)
-        self._check(self._memory.mark(edition["slot"]), edition)
+            room = self._memory.room(manifest["slot"], piece.offset, piece.part, self._dtype)
+            yield piece, at(room, piece.shard_slice, piece.part)
+        self._check(self._memory.mark(manifest["slot"]), manifest)
 
-    def _by_tcp(self, edition: Edition, pieces: list[_Piece]) -> Iterator[tuple[_Piece, Tensor]]:
+    def _by_tcp(self, manifest: WeightManifest, pieces: list[_Piece]) -> Iterator[tuple[_Piece, Tensor]]:
         channel: Channel | None = None
         try:
             channel = call(self._host, self._port, self._key)
-            ahead = _messages(pieces, self._dtype)
+            prefetcher = _messages(pieces, self._dtype)
             asked: deque[list[_Piece]] = deque()
             while True:
                 # One message is requested ahead: it is signed there while this one is checked here.
-                while len(asked) < 2 and (message := next(ahead, None)) is not None:
-                    channel.send({"slot": edition["slot"], "pieces": [[piece.name, piece.box] for piece in message]})
+                while len(asked) < 2 and (message := next(prefetcher, None)) is not None:
+                    channel.send(
+                        {"slot": manifest["slot"], "pieces": [[piece.name, piece.shard_slice] for piece in message]}
+                    )
                     asked.append(message)
                 if not asked:
                     break
                 message = asked.popleft()
                 marks, content = channel.receive()
                 for mark in marks:
-                    self._check(mark, edition)
+                    self._check(mark, manifest)
                 start = 0
                 for piece in message:
-                    shape = [stop - first for first, stop in piece.box]
-                    end = start + volume(piece.box) * self._dtype.itemsize
+                    shape = [stop - first for first, stop in piece.shard_slice]
+                    end = start + volume(piece.shard_slice) * self._dtype.itemsize
                     yield piece, torch.frombuffer(content, dtype=torch.uint8)[start:end].view(self._dtype).view(shape)
                     start = end
         except Closed as error:
@@ -268,10 +270,10 @@ class _Source:
             if channel is not None:
                 channel.close()
 
-    def _check(self, mark: int, edition: Edition) -> None:
-        if mark == edition["turn"]:
+    def _check(self, mark: int, manifest: WeightManifest) -> None:
+        if mark == manifest["turn"]:
             return
-        if abs(mark) > edition["turn"]:
+        if abs(mark) > manifest["turn"]:
             raise _Failed("late", f"rank {self._rank} of the trainer has overwritten them with newer weights")
         raise _Failed("torn", f"rank {self._rank} of the trainer has not finished writing them")
 
@@ -286,7 +288,7 @@ def _messages(pieces: list[_Piece], dtype: torch.dtype) -> Iterator[list[_Piece]
     together: list[_Piece] = []
     size = 0
     for piece in (small for large in pieces for small in _cut(large, dtype)):
-        length = volume(piece.box) * dtype.itemsize
+        length = volume(piece.shard_slice) * dtype.itemsize
         if together and size + length > MESSAGE:
             yield together
             together, size = [], 0
@@ -296,8 +298,8 @@ def _messages(pieces: list[_Piece], dtype: torch.dtype) -> Iterator[list[_Piece]
 
 
 def _cut(piece: _Piece, dtype: torch.dtype) -> Iterator[_Piece]:
-    (first, stop), *rest = piece.box
+    (first, stop), *rest = piece.shard_slice
     rows = max(1, MESSAGE // (volume(tuple(rest)) * dtype.itemsize))
     for start in range(first, stop, rows):
-        box = ((start, min(stop, start + rows)), *rest)
-        yield _Piece(piece.name, box, piece.part, piece.offset)
+        shard_slice = ((start, min(stop, start + rows)), *rest)
+        yield _Piece(piece.name, shard_slice, piece.part, piece.offset)

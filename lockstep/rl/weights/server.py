@@ -25,35 +25,35 @@ from lockstep.model.shard import local_values
 from lockstep.observe import log
 from lockstep.parallel import World
 from lockstep.rl.generators.channel import Channel, Closed, Listener
-from lockstep.rl.weights.server_memory import ShelfMemory
+from lockstep.rl.weights.server_memory import ServerMemory
 from lockstep.rl.weights.shard_slices import (
     at,
     checksum_of,
     common,
-    held_part,
     holders_of,
+    local_shard_of,
     offsets,
     plain_parts,
-    read_box,
     read_parts,
+    read_shard_slice,
     volume,
 )
 
 READER_SECONDS = 60
 """How long a reader may request nothing, or take nothing of what it requested."""
-Edition = dict[str, Any]
+WeightManifest = dict[str, Any]
 """Where the weights of one version are, JSON-able.
 
 `version`; `turn` and `slot`, where they are; `sums`: each tensor's checksum; `since`: for tensors without a gradient,
-the turn since which they have been bitwise identical; `shelf`: what is the same for all versions, namely its `id`, the
+the turn since which they have been bitwise identical; `server`: what is the same for all versions, namely its `id`, the
 `dtype`, each tensor's shape in `shapes`, and for each of the `ranks` the `address` at which it serves, the `place` of
-its memory (process, file and name there, or null), the bytes of a slot in `size`, and its `parts`: [name, box, offset
-in a slot].
+its memory (process, file and name there, or null), the bytes of a slot in `size`, and its `parts`: [name, shard slice,
+offset in a slot].
 """
 
 
-class Shelf:
-    """The weights of a run, for readers in other processes (`ShelfReader`).
+class WeightServer:
+    """The weights of a run, for readers in other processes (`WeightReader`).
 
     All ranks of `world` create it, and call its methods, together. `tensors`: by the model's names; each rank gives
     what it has. `dtype` is the generators'. `host`: the address of this host for readers on other hosts, which must
@@ -70,14 +70,14 @@ class Shelf:
         slots: int = 2,
     ):
         self._tensors, self._dtype, self._world, self._slots = tensors, dtype, world, slots
-        held = {name: held_part(tensor) for name, tensor in tensors.items()}
+        held = {name: local_shard_of(tensor) for name, tensor in tensors.items()}
         everyone = [read_parts(parts) for parts in world.gather(plain_parts(held))]
         holders = holders_of(everyone)
         # A part held by several ranks is laid out by the first of them.
-        self._held = {name: part for name, part in held.items() if holders[name][part.box][0] == world.rank}
+        self._held = {name: part for name, part in held.items() if holders[name][part.shard_slice][0] == world.rank}
         parts = {name: local_values(tensors[name].detach()) for name in self._held}
         self._offsets, size = offsets({name: part.numel() * dtype.itemsize for name, part in parts.items()})
-        self._memory = ShelfMemory.created(size, slots)
+        self._memory = ServerMemory.created(size, slots)
         frozen = [name for name in self._held if not tensors[name].requires_grad]
         self._since = dict.fromkeys(frozen, 0)
         """As in an edition. Compared at each publication: a router's choice bias has no gradient, but changes."""
@@ -90,7 +90,7 @@ class Shelf:
             "place": self._memory.place,
             "size": size,
             "slots": slots,
-            "parts": [[name, part.box, self._offsets[name]] for name, part in self._held.items()],
+            "parts": [[name, part.shard_slice, self._offsets[name]] for name, part in self._held.items()],
         }
         self._description = {
             "id": world.from_main(lambda: secrets.token_hex(8)),
@@ -100,7 +100,7 @@ class Shelf:
         }
 
     @torch.no_grad()
-    def publish(self, version: int) -> Edition:
+    def publish(self, version: int) -> WeightManifest:
         """Lays out the current weights; returns, on every rank, what readers need to read them."""
         self._turn += 1
         slot = self._turn % self._slots
@@ -114,7 +114,7 @@ class Shelf:
             "slot": slot,
             "sums": _added([sums for sums, _ in everyone]),
             "since": _latest([since for _, since in everyone]),
-            "shelf": self._description,
+            "server": self._description,
         }
 
     def _lay_out(self, name: str, slot: int) -> int:
@@ -134,29 +134,35 @@ class Shelf:
         return checksum
 
     def _room(self, name: str, slot: int) -> Tensor:
-        return self._memory.room(slot, self._offsets[name], self._held[name].box, self._dtype)
+        return self._memory.room(slot, self._offsets[name], self._held[name].shard_slice, self._dtype)
 
     def serve(self, request: Any) -> tuple[list[int], list[memoryview]]:
         """The slot's mark before and after the pieces were read, and the pieces; for the serving threads.
 
         Raises LookupError, TypeError or ValueError for an invalid request.
         """
-        slot, asked = request["slot"], [(name, read_box(box)) for name, box in request["pieces"]]
+        slot, asked = (
+            request["slot"],
+            [(name, read_shard_slice(shard_slice)) for name, shard_slice in request["pieces"]],
+        )
         if slot not in range(self._slots):
             raise ValueError("no such slot")
-        for name, box in asked:
-            if len(box) != len(part := self._held[name].box) or common(box, part) != box:
+        for name, shard_slice in asked:
+            if (
+                len(shard_slice) != len(part := self._held[name].shard_slice)
+                or common(shard_slice, part) != shard_slice
+            ):
                 raise ValueError("not a piece of a part")
         # At most the slot's size, in case a piece is requested over and over.
-        if sum(volume(box) for _, box in asked) * self._dtype.itemsize > self._memory.size:
+        if sum(volume(shard_slice) for _, shard_slice in asked) * self._dtype.itemsize > self._memory.size:
             raise ValueError("more bytes than the slot has")
         before = self._memory.mark(slot)
         pieces = []
-        for name, box in asked:
-            part = self._held[name].box
+        for name, shard_slice in asked:
+            part = self._held[name].shard_slice
             room = self._memory.room(slot, self._offsets[name], part, self._dtype)
             # A copy: signed data must not change while it is sent.
-            piece = at(room, box, part).clone(memory_format=torch.contiguous_format)
+            piece = at(room, shard_slice, part).clone(memory_format=torch.contiguous_format)
             pieces.append(piece.view(-1).view(torch.uint8).numpy().data)
         return [before, self._memory.mark(slot)], pieces
 
@@ -169,18 +175,18 @@ class Shelf:
 class _Server:
     """Threads that serve a shelf: one that accepts connections, and one for each connection."""
 
-    def __init__(self, shelf: Shelf, listener: Listener):
-        self._shelf, self._listener = shelf, listener
+    def __init__(self, weight_server: WeightServer, listener: Listener):
+        self._weight_server, self._listener = weight_server, listener
         self.address = listener.address
         self._lock, self._callers, self._closed = threading.Lock(), dict[threading.Thread, socket.socket](), False
-        self._thread = threading.Thread(target=self._answer, name="shelf", daemon=True)
+        self._thread = threading.Thread(target=self._answer, name="weight server", daemon=True)
         self._thread.start()
 
     def _answer(self) -> None:
         with contextlib.suppress(Closed):
             while True:
                 caller = self._listener.accept()
-                thread = threading.Thread(target=self._talk, args=(caller,), name="shelf", daemon=True)
+                thread = threading.Thread(target=self._talk, args=(caller,), name="weight server", daemon=True)
                 with self._lock:
                     self._callers[thread] = caller
                 thread.start()
@@ -192,7 +198,7 @@ class _Server:
             caller.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, struct.pack("ll", READER_SECONDS, 0))
             while True:
                 request, _ = channel.receive(READER_SECONDS)
-                marks, pieces = self._shelf.serve(request)
+                marks, pieces = self._weight_server.serve(request)
                 channel.send(marks, *pieces)
         except (Closed, TimeoutError):
             pass  # the reader is done, or gone, or not part of this run

@@ -18,13 +18,13 @@ import torch
 from torch import Tensor
 
 from lockstep.parallel.shared_memory import create_memory, open_memory
-from lockstep.rl.weights.shard_slices import Box
+from lockstep.rl.weights.shard_slices import ShardSlice
 
 MARKS = 4096
 """Bytes before the slots."""
 
 
-class ShelfMemory:
+class ServerMemory:
     """Slots of `size` bytes, written here or by another process."""
 
     def __init__(self, content: mmap.mmap, size: int, place: tuple[int, int, str] | None = None):
@@ -35,14 +35,14 @@ class ShelfMemory:
         self._marks = self._bytes[:MARKS].view(torch.int64)
 
     @classmethod
-    def created(cls, size: int, slots: int = 2) -> ShelfMemory:
+    def created(cls, size: int, slots: int = 2) -> ServerMemory:
         """New memory; `place` says where other processes find it, and is None if they cannot."""
         place = create_memory(length_of(size, slots))
         content = mmap.mmap(-1 if place is None else place[1], length_of(size, slots))
         return cls(content, size, place)
 
     @classmethod
-    def opened(cls, place: tuple[int, int, str], size: int, slots: int = 2) -> ShelfMemory:
+    def opened(cls, place: tuple[int, int, str], size: int, slots: int = 2) -> ServerMemory:
         """Opens what another process on this host created, for reading. Raises OSError if that is not possible."""
         file = open_memory(*place, flags=os.O_RDONLY)
         try:
@@ -58,9 +58,9 @@ class ShelfMemory:
     def set_mark(self, slot: int, mark: int) -> None:
         self._marks[slot] = mark
 
-    def room(self, slot: int, offset: int, box: Box, dtype: torch.dtype) -> Tensor:
+    def room(self, slot: int, offset: int, shard_slice: ShardSlice, dtype: torch.dtype) -> Tensor:
         """The view of a part at `offset` in a slot."""
-        shape = [stop - start for start, stop in box]
+        shape = [stop - start for start, stop in shard_slice]
         start = MARKS + slot * _rounded(self.size) + offset
         return self._bytes[start : start + torch.Size(shape).numel() * dtype.itemsize].view(dtype).view(shape)
 

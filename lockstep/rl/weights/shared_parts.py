@@ -15,8 +15,8 @@ import torch.distributed as dist
 from torch import Tensor
 
 from lockstep.parallel.messages import from_all
-from lockstep.rl.weights.server_memory import ShelfMemory, place_of
-from lockstep.rl.weights.shard_slices import Held, offsets, volume
+from lockstep.rl.weights.server_memory import ServerMemory, place_of
+from lockstep.rl.weights.shard_slices import LocalShard, offsets, volume
 
 
 class SharedParts:
@@ -24,8 +24,8 @@ class SharedParts:
 
     def __init__(
         self,
-        memories: list[ShelfMemory],
-        held: Sequence[Mapping[str, Held]],
+        memories: list[ServerMemory],
+        held: Sequence[Mapping[str, LocalShard]],
         buckets: Sequence[Sequence[str]],
         dtype: torch.dtype,
     ):
@@ -39,7 +39,7 @@ class SharedParts:
     def room(self, rank: int, name: str) -> Tensor:
         """The memory for a rank's part of a tensor of this bucket."""
         offset = self._offsets[rank][name]
-        return self._memories[rank].room(self._slot, offset, self._held[rank][name].box, self._dtype)
+        return self._memories[rank].room(self._slot, offset, self._held[rank][name].shard_slice, self._dtype)
 
     def wait_for_all(self) -> None:
         """Returns when every rank has laid out this bucket."""
@@ -51,7 +51,11 @@ class SharedParts:
 
 
 def share_parts(
-    held: Sequence[Mapping[str, Held]], buckets: Sequence[Sequence[str]], dtype: torch.dtype, rank: int, able: bool
+    held: Sequence[Mapping[str, LocalShard]],
+    buckets: Sequence[Sequence[str]],
+    dtype: torch.dtype,
+    rank: int,
+    able: bool,
 ) -> SharedParts | None:
     """The shared memory of all ranks, all of which call this; None if any is not `able`, or they span several hosts.
 
@@ -59,18 +63,18 @@ def share_parts(
     """
     able = able and os.environ.get("LOCKSTEP_SHARED_MEMORY", "1") != "0"
     sizes = [max(_laid_out(parts, names, dtype)[1] for names in buckets) for parts in held]
-    own = ShelfMemory.created(sizes[rank]) if able else None
+    own = ServerMemory.created(sizes[rank]) if able else None
     places = [place_of(place) for place in from_all(own and own.place)]
     memories = []
     with contextlib.suppress(OSError):  # ranks that do not see each other's processes
         for other, (place, size) in enumerate(zip(places, sizes)):
             if place is not None:
-                memories.append(own if own and other == rank else ShelfMemory.opened(place, size))
+                memories.append(own if own and other == rank else ServerMemory.opened(place, size))
     everywhere = all(from_all(len(memories) == len(held)))
     if own is not None:
         own.hide()  # all readers have it open
     return SharedParts(memories, held, buckets, dtype) if everywhere else None
 
 
-def _laid_out(parts: Mapping[str, Held], names: Sequence[str], dtype: torch.dtype) -> tuple[dict[str, int], int]:
-    return offsets({name: volume(parts[name].box) * dtype.itemsize for name in names if name in parts})
+def _laid_out(parts: Mapping[str, LocalShard], names: Sequence[str], dtype: torch.dtype) -> tuple[dict[str, int], int]:
+    return offsets({name: volume(parts[name].shard_slice) * dtype.itemsize for name in names if name in parts})

@@ -25,15 +25,15 @@ from lockstep.parallel.exchange import gather_rows
 from lockstep.parallel.messages import from_all
 from lockstep.rl.weights.in_place import same_memory
 from lockstep.rl.weights.shard_slices import (
-    Box,
-    Held,
+    LocalShard,
+    ShardSlice,
     at,
     checksum_of,
     common,
     differing,
     first_copies,
-    held_part,
     holders_of,
+    local_shard_of,
     offsets,
     plain_parts,
     read_parts,
@@ -52,7 +52,7 @@ class Piece:
     """What one rank sends to another of one tensor."""
 
     name: str
-    box: Box
+    shard_slice: ShardSlice
     source: int
     target: int
 
@@ -98,8 +98,8 @@ class WeightTransfer:
         self.tensors, self.model, self.world, self.moved = tensors, model, world, moved
         self.keep = keep
         self.rank = world.rank
-        own = {name: held_part(tensor) for name, tensor in tensors.items()}
-        wanted = {name: held_part(parameter) for name, parameter in model.named_parameters()}
+        own = {name: local_shard_of(tensor) for name, tensor in tensors.items()}
+        wanted = {name: local_shard_of(parameter) for name, parameter in model.named_parameters()}
         self._parts = {name: local_values(parameter.detach()) for name, parameter in model.named_parameters()}
         self._in_place = {name for name in own if same_memory(local_values(tensors[name]), self._parts[name])}
         of_this_rank = plain_parts(own), plain_parts(wanted), sorted(self._in_place), sorted(own.keys() & frozen)
@@ -115,7 +115,7 @@ class WeightTransfer:
         self._spared = set[str]()
         self.pieces = {name: self._pieces(name, held) for name in self.names}
         # A part held by several ranks counts once in a checksum: for the first of them.
-        self._sums_sent = {n for n, part in own.items() if self._holders[n][part.box][0] == self.rank}
+        self._sums_sent = {n for n, part in own.items() if self._holders[n][part.shard_slice][0] == self.rank}
         self._own = own
         self._copies = {name: part for name, part in self._parts.items() if name not in self._in_place}
         self._arrived: dict[str, Tensor] = {}
@@ -130,7 +130,7 @@ class WeightTransfer:
         self._shared = share_parts(self.held, self._buckets, model.dtype, self.rank, on_cpu) if self._buckets else None
         self._arrived = {}
 
-    def _pieces(self, name: str, held: list[dict[str, Held]]) -> list[Piece]:
+    def _pieces(self, name: str, held: list[dict[str, LocalShard]]) -> list[Piece]:
         shapes = {part[name].shape for part in held if name in part}
         if shapes != {self.wanted[0][name].shape}:
             found = " and ".join(str(list(shape)) for shape in sorted(shapes)) or "missing"
@@ -140,14 +140,16 @@ class WeightTransfer:
             )
         pieces = []
         for target, wants in enumerate(self.wanted):
-            box, covered = wants[name].box, 0
+            shard_slice, covered = wants[name].shard_slice, 0
             for part, ranks in self._holders[name].items():
-                if (shared := common(part, box)) is not None:
+                if (shared := common(part, shard_slice)) is not None:
                     # Among copies, the one nearest to the target, so that every rank sends to equally many.
                     source = target if target in ranks else ranks[target * len(ranks) // len(self.wanted)]
                     pieces.append(Piece(name, shared, source, target))
                     covered += volume(shared)
-            assert covered == volume(box), f"{name}: the ranks hold {covered} of {volume(box)} elements, or some twice"
+            assert covered == volume(shard_slice), (
+                f"{name}: the ranks hold {covered} of {volume(shard_slice)} elements, or some twice"
+            )
         return pieces
 
     def __call__(self, version: int) -> None:
@@ -240,9 +242,11 @@ class WeightTransfer:
             if piece.source == piece.target == self.rank and piece.name in self._in_place:
                 continue
             if piece.source == self.rank:
-                going[piece.target].append(at(sent[piece.name], piece.box, self._own[piece.name].box))
+                going[piece.target].append(at(sent[piece.name], piece.shard_slice, self._own[piece.name].shard_slice))
             if piece.target == self.rank:
-                coming[piece.source].append(at(arrived[piece.name], piece.box, self.wanted[self.rank][piece.name].box))
+                coming[piece.source].append(
+                    at(arrived[piece.name], piece.shard_slice, self.wanted[self.rank][piece.name].shard_slice)
+                )
         # What stays here is copied; the rest goes in one message to each rank.
         for from_here, to_here in zip(going.pop(self.rank, []), coming.pop(self.rank, [])):
             to_here.copy_(from_here)
@@ -269,8 +273,12 @@ class WeightTransfer:
     def _copy(self, arrived: Mapping[str, Tensor], shared: SharedParts) -> None:
         shared.wait_for_all()
         for piece in (piece for name in arrived for piece in self.pieces[name] if piece.target == self.rank):
-            content = at(shared.room(piece.source, piece.name), piece.box, self.held[piece.source][piece.name].box)
-            at(arrived[piece.name], piece.box, self.wanted[self.rank][piece.name].box).copy_(content)
+            content = at(
+                shared.room(piece.source, piece.name),
+                piece.shard_slice,
+                self.held[piece.source][piece.name].shard_slice,
+            )
+            at(arrived[piece.name], piece.shard_slice, self.wanted[self.rank][piece.name].shard_slice).copy_(content)
 
     def _travel(self, going: Mapping[int, list[Tensor]], coming: Mapping[int, list[Tensor]]) -> None:
         ranks = range(self.world.size)

@@ -7,8 +7,8 @@ import pytest
 import lockstep.rl as rl
 from lockstep.config import RewardConfig, RLConfig
 from lockstep.rl.conversations.exchange import Ended
-from lockstep.rl.conversations.runner import Hosting
-from lockstep.rl.conversations.worker_runner import HostingInWorkers, task_of
+from lockstep.rl.conversations.runner import ConversationRunner
+from lockstep.rl.conversations.worker_runner import WorkerConversationRunner, task_of
 from lockstep.rl.environments.loading import load_environment
 from lockstep.rl.grading.pool import open_workers
 
@@ -52,10 +52,10 @@ def task(tmp_path):
     return f"{tmp_path / 'task.py'}:Slow"
 
 
-def held(hosting):
+def held(runner):
     """How a conversation ends, and for how long the model was not asked."""
     began, waited = time.monotonic(), 0.0
-    with hosting as talk:
+    with runner as talk:
         while not isinstance(said := talk.next(wait=True), Ended):
             asked = time.monotonic()
             time.sleep(0.3)
@@ -65,19 +65,19 @@ def held(hosting):
 
 
 @pytest.fixture(params=["here", "in a worker"])
-def hosting_of(request, task, tmp_path):
-    """`hosting_of(prompt)`: of one conversation in this process, or in a worker's."""
+def runner_of(request, task, tmp_path):
+    """`runner_of(prompt)`: of one conversation in this process, or in a worker's."""
     rewards = RewardConfig(workers=1, seconds=5.0)
     if request.param == "here":
         environment = load_environment(task)
-        yield lambda prompt: Hosting(environment, [rl.Example(prompt)], rewards)
+        yield lambda prompt: ConversationRunner(environment, [rl.Example(prompt)], rewards)
     else:
         with open_workers(RLConfig(environment=task, rewards=rewards), tmp_path) as workers:
-            yield lambda prompt: HostingInWorkers([task_of(rl.Example(prompt), 0)], workers)
+            yield lambda prompt: WorkerConversationRunner([task_of(rl.Example(prompt), 0)], workers)
 
 
-def test_the_seconds_are_those_of_the_environments_turns_without_the_models(hosting_of):
-    ended, without_the_model = held(hosting_of("fine"))
+def test_the_seconds_are_those_of_the_environments_turns_without_the_models(runner_of):
+    ended, without_the_model = held(runner_of("fine"))
     assert 0.06 <= ended.seconds["own"] <= ended.environment_seconds <= without_the_model
 
 
@@ -85,5 +85,5 @@ def test_the_seconds_are_those_of_the_environments_turns_without_the_models(host
 def test_a_conversation_that_is_ended_has_the_seconds_that_it_took(task, tmp_path, fault, least):
     config = RLConfig(environment=task, rewards=RewardConfig(workers=1, seconds=0.5))
     with open_workers(config, tmp_path) as workers:
-        ended, without_the_model = held(HostingInWorkers([task_of(rl.Example(fault), 0)], workers))
+        ended, without_the_model = held(WorkerConversationRunner([task_of(rl.Example(fault), 0)], workers))
     assert ended.outcome.cause and least <= ended.environment_seconds <= without_the_model

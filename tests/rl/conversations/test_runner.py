@@ -8,7 +8,7 @@ import pytest
 
 import lockstep.rl as rl
 from lockstep.config import RewardConfig
-from lockstep.rl.conversations.runner import Ended, Hosting
+from lockstep.rl.conversations.runner import ConversationRunner, Ended
 from lockstep.rl.grading.calling import INVALID, TIMEOUT
 
 GIVEN_UP_AFTER = 20.0
@@ -19,13 +19,13 @@ def ended(environment, *names, answers=True, **rewards):
     """How each conversation ends, by its example's prompt, where the model says nothing more, or does not answer."""
     examples, ends = [rl.Example(name) for name in names], {}
     begun = time.monotonic()
-    with Hosting(environment, examples, RewardConfig(**({"seconds": 0.2} | rewards))) as hosting:
+    with ConversationRunner(environment, examples, RewardConfig(**({"seconds": 0.2} | rewards))) as runner:
         while len(ends) < len(names):
             assert time.monotonic() - begun < GIVEN_UP_AFTER, f"only {list(ends)} have ended"
-            if isinstance(said := hosting.next(wait=False), Ended):
+            if isinstance(said := runner.next(wait=False), Ended):
                 ends[names[said.number]] = said
             elif said is not None and answers:
-                hosting.answer(said.number, said.ask, None)
+                runner.answer(said.number, said.ask, None)
             else:
                 time.sleep(0.001)
     return ends

@@ -12,7 +12,7 @@ import pytest
 import lockstep.rl as rl
 from lockstep.config import RewardConfig, RLConfig
 from lockstep.rl.conversations.exchange import Again, Asked, Ended
-from lockstep.rl.conversations.worker_runner import HostingInWorkers, hosted, task_of
+from lockstep.rl.conversations.worker_runner import WorkerConversationRunner, hosted, task_of
 from lockstep.rl.grading.pool import open_workers
 from lockstep.rl.grading.processes import descendants
 from tests.rl.grading.misbehaving import CAUSES
@@ -125,12 +125,12 @@ def ended(workers, prompts, seeds=None):
     tasks = [task_of(rl.Example(p, id=str(n)), seeds[n] if seeds else n) for n, p in enumerate(prompts)]
     ends, replies = {}, dict.fromkeys(range(len(prompts)), 0)
     until = time.monotonic() + 60
-    with HostingInWorkers(tasks, workers) as hosting:
+    with WorkerConversationRunner(tasks, workers) as runner:
         while len(ends) < len(prompts):
             assert time.monotonic() < until, f"only {sorted(ends)} have ended"
-            match said := hosting.next(wait=True):
+            match said := runner.next(wait=True):
                 case Asked():
-                    hosting.answer(said.number, said.ask, rl.Reply(str(replies[said.number])))
+                    runner.answer(said.number, said.ask, rl.Reply(str(replies[said.number])))
                     replies[said.number] += 1
                 case Again():
                     replies[said.number] = 0
@@ -186,11 +186,11 @@ def test_many_conversations_wait_for_the_model_at_once_and_no_more_than_may(work
     held = workers(concurrent=3)
     before = set(descendants(os.getpid()))
     tasks = [task_of(rl.Example("fine"), n) for n in range(40)]
-    with HostingInWorkers(tasks, held) as hosting:
-        asked = [hosting.next(wait=True) for _ in range(12)]
+    with WorkerConversationRunner(tasks, held) as runner:
+        asked = [runner.next(wait=True) for _ in range(12)]
         assert len({said.number for said in asked}) == 12
         time.sleep(0.2)
-        assert hosting.next(wait=False) is None, "the others wait for one of these to end"
+        assert runner.next(wait=False) is None, "the others wait for one of these to end"
         assert len(set(descendants(os.getpid())) - before) == 12
     assert set(descendants(os.getpid())) <= before, "what has not ended is ended on leaving"
     assert [end.outcome.rewards for end in ended(held, ["fine"] * 40)] == [GOOD] * 40
@@ -200,15 +200,15 @@ def test_what_a_conversation_leaves_behind_ends_with_it_and_not_with_others(work
     held = workers()
     before = set(descendants(os.getpid()))
     tasks = [task_of(rl.Example(prompt), 0) for prompt in ("leaves_a_process", "leaves_a_process", "fine")]
-    with HostingInWorkers(tasks, held) as hosting:
-        waiting = [hosting.next(wait=True) for _ in tasks]
+    with WorkerConversationRunner(tasks, held) as runner:
+        waiting = [runner.next(wait=True) for _ in tasks]
         assert {said.number for said in waiting} == {0, 1, 2}
         for number in (0, 1):
-            hosting.answer(number, 1, rl.Reply("0"))
-        assert {hosting.next(wait=True).number for _ in range(2)} == {0, 1}
+            runner.answer(number, 1, rl.Reply("0"))
+        assert {runner.next(wait=True).number for _ in range(2)} == {0, 1}
         assert len(set(descendants(os.getpid())) - before) == 5, "each of two has a process of its own"
-        hosting.answer(0, 2, rl.Reply("1"))
-        assert isinstance(hosting.next(wait=True), Ended)
+        runner.answer(0, 2, rl.Reply("1"))
+        assert isinstance(runner.next(wait=True), Ended)
         assert len(set(descendants(os.getpid())) - before) == 3
 
 
@@ -224,13 +224,13 @@ from collections import defaultdict
 from pathlib import Path
 import lockstep.rl as rl
 from lockstep.config import RewardConfig, RLConfig
-from lockstep.rl.conversations.worker_runner import HostingInWorkers, task_of
+from lockstep.rl.conversations.worker_runner import WorkerConversationRunner, task_of
 from lockstep.rl.grading.processes import descendants
 from lockstep.rl.grading.pool import open_workers
 config = RLConfig(environment=r"{task}:Talk", rewards=RewardConfig(workers=1, seconds=900))
 with open_workers(config, Path(r"{tmp_path}")) as workers:
     tasks = [task_of(rl.Example(prompt), 0) for prompt in ("leaves_a_process", "spins")]
-    with HostingInWorkers(tasks, workers) as held:
+    with WorkerConversationRunner(tasks, workers) as held:
         for _ in range(3):
             said = held.next(wait=True)
             held.answer(said.number, said.ask, rl.Reply("0")) if said.ask == 1 else None
@@ -259,10 +259,10 @@ def _is_zombie(process):
 def test_a_conversation_reaches_no_worker_that_grades(workers):
     held = workers()
     assert held([(rl.Example("p"), "fine")])[0].rewards == {"graded": 1.0}
-    keeper_and_worker = set(descendants(os.getpid()))
+    supervisor_and_worker = set(descendants(os.getpid()))
     assert ended(held, ["writes_into_pipes"])[0].outcome.cause == "killed"
     assert held([(rl.Example("p"), "fine")])[0].rewards == {"graded": 1.0}
-    assert set(descendants(os.getpid())) == keeper_and_worker, "no worker had to be replaced"
+    assert set(descendants(os.getpid())) == supervisor_and_worker, "no worker had to be replaced"
 
 
 def test_a_conversation_that_forks_and_returns_twice_ends_once(workers):

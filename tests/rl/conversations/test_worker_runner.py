@@ -10,7 +10,7 @@ import pytest
 from lockstep.config import RewardConfig, RLConfig
 from lockstep.rl.conversations import Reply, ToolCall
 from lockstep.rl.conversations.exchange import Ended
-from lockstep.rl.conversations.worker_runner import HostingInWorkers, task_of
+from lockstep.rl.conversations.worker_runner import WorkerConversationRunner, task_of
 from lockstep.rl.environments.loading import load_environment
 from lockstep.rl.environments.protocol import Example
 from lockstep.rl.grading.pool import open_grader, open_workers
@@ -60,20 +60,20 @@ def test_texts_are_searched_in_workers_with_the_index_that_their_keeper_has_buil
     )
     answers = {}
     with open_workers(config, tmp_path) as workers:
-        for keeper in workers.keepers:
-            keeper.await_ready()
+        for supervisor in workers.supervisors:
+            supervisor.await_ready()
         shutil.rmtree(tmp_path / "documents")
         tasks = [task_of(Example("?", "w7", metadata={"answers": ["w7"]}), number) for number in range(8)]
-        with HostingInWorkers(tasks, workers) as hosting:
+        with WorkerConversationRunner(tasks, workers) as runner:
             while len(answers) < len(tasks):
-                said = hosting.next(wait=True)
+                said = runner.next(wait=True)
                 if isinstance(said, Ended):
                     answers[said.number] = said.messages[-2]["content"]
                 elif said.ask == 1:
                     searches = tuple(ToolCall("search", {"query": f"w{n}"}) for n in (7, 8, said.number))
-                    hosting.answer(said.number, 1, Reply("", tool_calls=searches))
+                    runner.answer(said.number, 1, Reply("", tool_calls=searches))
                 else:
-                    hosting.answer(said.number, said.ask, Reply("Answer: w7"))
+                    runner.answer(said.number, said.ask, Reply("Answer: w7"))
     for number, answer in answers.items():
         assert answer == f"[{number}.txt] The word of text {number} is w{number}."
 

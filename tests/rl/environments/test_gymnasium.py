@@ -8,7 +8,7 @@ from lockstep.config import RewardConfig, RLConfig
 from lockstep.errors import UserError
 from lockstep.rl.conversations.exchange import Ended
 from lockstep.rl.conversations.protocol import Reply
-from lockstep.rl.conversations.worker_runner import HostingInWorkers, task_of
+from lockstep.rl.conversations.worker_runner import WorkerConversationRunner, task_of
 from lockstep.rl.environments.loading import load_environment
 from lockstep.rl.grading.pool import Workers, open_grader
 from lockstep.rl.rollouts.prompts import examples_of
@@ -55,12 +55,12 @@ def test_games_are_played_in_workers_as_in_this_process(tmp_path):
     ends = {}
     with open_grader(config, environment, False, tmp_path) as workers:
         assert isinstance(workers, Workers)
-        with HostingInWorkers([task_of(example, 0) for example in examples], workers) as hosting:
+        with WorkerConversationRunner([task_of(example, 0) for example in examples], workers) as runner:
             while len(ends) < len(examples):
-                if isinstance(said := hosting.next(wait=True), Ended):
+                if isinstance(said := runner.next(wait=True), Ended):
                     ends[said.number] = said.outcome.rewards["reward"]
                 else:
-                    hosting.answer(said.number, said.ask, Reply("5"))
+                    runner.answer(said.number, said.ask, Reply("5"))
     assert [ends[n] for n in range(4)] == [converse(environment, example, *["5"] * 9)[0] for example in examples]
 
 

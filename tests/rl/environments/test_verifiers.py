@@ -9,7 +9,7 @@ from lockstep.errors import UserError
 from lockstep.rl.conversations import Reply
 from lockstep.rl.conversations.exchange import Ended
 from lockstep.rl.conversations.tools import schema_of
-from lockstep.rl.conversations.worker_runner import HostingInWorkers, task_of
+from lockstep.rl.conversations.worker_runner import WorkerConversationRunner, task_of
 from lockstep.rl.environments.loading import load_environment
 from lockstep.rl.grading.pool import Workers, open_grader
 from lockstep.rl.rollouts.prompts import examples_of
@@ -145,14 +145,14 @@ def held_in_workers(name, folder):
     with open_grader(config, environment, False, folder) as workers:
         assert isinstance(workers, Workers)
         tasks = [task_of(example, 0) for example in examples_of(environment, "train")[:4]]
-        with HostingInWorkers(tasks, workers) as hosting:
+        with WorkerConversationRunner(tasks, workers) as runner:
             while len(ends) < len(tasks):
-                said = hosting.next(wait=True)
+                said = runner.next(wait=True)
                 if isinstance(said, Ended):
                     ends.append(said.outcome)
                 else:
                     asked = int(said.messages[1]["content"].partition("+")[0])
-                    hosting.answer(said.number, said.ask, Reply(str(2 * asked)))
+                    runner.answer(said.number, said.ask, Reply(str(2 * asked)))
     return ends
 
 

@@ -64,7 +64,7 @@ class Generator:
             while True:
                 message, _ = self.channel.receive()
                 if message["kind"] == "weights":
-                    self._version = message["edition"]["version"]
+                    self._version = message["manifest"]["version"]
                     self.channel.send({"kind": "has_weights", "version": self._has(self._version)})
                 elif message["kind"] == "ask":
                     self._answer(self.channel, message, self._version)

@@ -22,7 +22,7 @@ from lockstep.parallel import World
 from lockstep.rl.generators.http_remote import HttpRemote
 from lockstep.rl.generators.http_servers import Wanted, find_server
 from lockstep.rl.generators.http_supervisor import ServerSupervisor, client_of
-from lockstep.rl.generators.pool import Fleet
+from lockstep.rl.generators.pool import GeneratorPool
 from lockstep.rl.generators.remote import RemoteSample, Request
 from lockstep.rl.weights.folders import WeightFolders
 from tests.rl.generators.test_pool import wait_until
@@ -65,11 +65,11 @@ def _wanted(model, **changes):
 
 
 @contextlib.contextmanager
-def _fleet(model, folder, *urls, wanted=None, silence_seconds=10.0):
-    fleet = Fleet(512, 16384, 20.0)
-    fleet.new_weights({"version": 3, "folder": str(folder)})
-    with ServerSupervisor(urls, wanted or _wanted(model), fleet, silence_seconds, retry_seconds=0.1) as generators:
-        yield fleet, generators
+def _pool(model, folder, *urls, wanted=None, silence_seconds=10.0):
+    pool = GeneratorPool(512, 16384, 20.0)
+    pool.new_weights({"version": 3, "folder": str(folder)})
+    with ServerSupervisor(urls, wanted or _wanted(model), pool, silence_seconds, retry_seconds=0.1) as generators:
+        yield pool, generators
 
 
 def _each(**changes):
@@ -83,8 +83,8 @@ def _plain(groups):
 @pytest.mark.parametrize("cuts", [{}, {"top_p": 0.9, "top_k": 50}, {"temperature": 1.0, "min_p": 0.01}])
 def test_a_server_gives_the_tokens_and_bits_of_an_engine_here(server, model, folder, cuts):
     expected = Engine(model, ENGINE).generate(PROMPTS, _each(**cuts))
-    with _fleet(model, folder, server.url) as (fleet, _):
-        found = fleet.generate(PROMPTS, _each(**cuts))
+    with _pool(model, folder, server.url) as (pool, _):
+        found = pool.generate(PROMPTS, _each(**cuts))
     assert _plain(found) == _plain(expected)
     assert {reason for group in _plain(expected) for *_, reason in group} == {"stop", "length"}
     assert all(c.versions == [3] * len(c.token_ids) for group in found for c in group)
@@ -165,27 +165,27 @@ def test_samples_that_another_has_begun_go_on_as_they_would_have(server, model, 
 
 
 def test_what_is_given_up_frees_the_servers_cache(server, model, folder):
-    with _fleet(model, folder, server.url) as (fleet, _):
-        fleet.wait_for_weights()
-        request_id = fleet.add(PROMPTS[0], dataclasses.replace(PARAMS, seed=1, max_tokens=500, stop_token_ids=()))
-        samples = fleet.samples(request_id)
+    with _pool(model, folder, server.url) as (pool, _):
+        pool.wait_for_weights()
+        request_id = pool.add(PROMPTS[0], dataclasses.replace(PARAMS, seed=1, max_tokens=500, stop_token_ids=()))
+        samples = pool.samples(request_id)
         while not any(sample.token_ids for sample in samples):
-            fleet.step()
-        fleet.abort(request_id)
+            pool.step()
+        pool.abort(request_id)
         server.wait_until(server.all_pages_free, seconds=5)
         assert not any(sample.finish_reason for sample in samples)
 
 
 def test_new_weights_come_from_folders_of_which_two_are_kept(server, model, folder, tmp_path):
     trained = load_model(folder)
-    with _fleet(model, folder, server.url) as (fleet, _):
+    with _pool(model, folder, server.url) as (pool, _):
         folders = WeightFolders(tmp_path / "weights", trained, torch.float32, World(CPU))
         for version in (4, 5, 6):
             with torch.no_grad():
                 trained.embed_tokens.weight.mul_(1.01)
-            fleet.new_weights({"version": version, "folder": str(folders.write(version))})
-            fleet.wait_for_weights()
-            found = fleet.generate(PROMPTS, _each())
+            pool.new_weights({"version": version, "folder": str(folders.write(version))})
+            pool.wait_for_weights()
+            found = pool.generate(PROMPTS, _each())
             assert _plain(found) == _plain(Engine(trained, ENGINE).generate(PROMPTS, _each()))
             assert {version} == {v for group in found for c in group for v in c.versions}
         kept = sorted(path.name for path in (tmp_path / "weights").iterdir())
@@ -195,20 +195,20 @@ def test_new_weights_come_from_folders_of_which_two_are_kept(server, model, fold
 
 
 def test_weights_that_the_server_cannot_read_end_the_run_with_what_to_change(server, model, tmp_path):
-    with _fleet(model, tmp_path / "elsewhere", server.url) as (fleet, _), pytest.raises(UserError) as error:
-        fleet.wait_for_weights()
+    with _pool(model, tmp_path / "elsewhere", server.url) as (pool, _), pytest.raises(UserError) as error:
+        pool.wait_for_weights()
     assert str(error.value).startswith(server.url) and "no such folder" in str(error.value)
     assert "--output that the server can read under the same path" in str(error.value)
 
 
 def test_weights_of_another_run_are_noticed(server, model, folder, caplog):
-    with _fleet(model, folder, server.url) as (fleet, _):
-        fleet.wait_for_weights()
+    with _pool(model, folder, server.url) as (pool, _):
+        pool.wait_for_weights()
         with server.http() as client:
             body = {"path": str(folder), "version": 99}
             client.post("/admin/weights", json=body, headers={"Authorization": "Bearer secret"})
         # It is lost, joins again, and gets the run's own weights back.
-        assert _plain(fleet.generate(PROMPTS, _each())) == _plain(Engine(model, ENGINE).generate(PROMPTS, _each()))
+        assert _plain(pool.generate(PROMPTS, _each())) == _plain(Engine(model, ENGINE).generate(PROMPTS, _each()))
     assert "weights version 99, which this run has not published" in caplog.text
 
 
@@ -240,7 +240,7 @@ def _listening(handle):
 
 
 def _refusal(model, folder, url, **changes):
-    with pytest.raises(UserError) as error, _fleet(model, folder, url, wanted=_wanted(model, **changes)):
+    with pytest.raises(UserError) as error, _pool(model, folder, url, wanted=_wanted(model, **changes)):
         pass
     assert str(error.value).startswith(url)
     return str(error.value)
@@ -344,10 +344,10 @@ class Proxy:
                 end.shutdown(socket.SHUT_RDWR)
 
 
-def _half_way(fleet, requests):
-    samples = [sample for request in requests for sample in fleet.samples(request)]
+def _half_way(pool, requests):
+    samples = [sample for request in requests for sample in pool.samples(request)]
     while not all(len(sample.token_ids) > 3 for sample in samples):
-        fleet.step()
+        pool.step()
     return samples
 
 
@@ -357,18 +357,18 @@ LONG = dataclasses.replace(PARAMS, seed=5, max_tokens=150, stop_token_ids=())
 def test_a_server_that_hangs_is_lost_in_time_and_joins_again_once_it_answers(server, model, folder, caplog):
     (expected,) = Engine(model, ENGINE).generate(PROMPTS[:1], LONG)
     proxy = Proxy(server.url)
-    with _listening(proxy.handle) as url, _fleet(model, folder, url, silence_seconds=0.5) as (fleet, _):
-        fleet.wait_for_weights()
-        samples = _half_way(fleet, [fleet.add(PROMPTS[0], LONG)])
+    with _listening(proxy.handle) as url, _pool(model, folder, url, silence_seconds=0.5) as (pool, _):
+        pool.wait_for_weights()
+        samples = _half_way(pool, [pool.add(PROMPTS[0], LONG)])
         proxy.thawed.clear()
         known = [len(sample.token_ids) for sample in samples]
         assert max(known) < 150, "it was done before it froze"
-        while fleet.ready:
-            fleet.step()
+        while pool.ready:
+            pool.step()
         assert "it has not answered for 0.5 s" in caplog.text
         proxy.thawed.set()
         while any(sample.finish_reason is None for sample in samples):
-            fleet.step()
+            pool.step()
     assert _plain([[sample.completion() for sample in samples]]) == _plain([expected])
 
 
@@ -376,26 +376,26 @@ def test_a_server_that_dies_leaves_its_samples_to_another_and_comes_back(server,
     (expected,) = Engine(model, ENGINE).generate(PROMPTS[:1], LONG)
     with contextlib.ExitStack() as opened:
         dying = opened.enter_context(running_server(folder, admin_key="secret", engine=ENGINE))
-        with _fleet(model, folder, dying.url, server.url, silence_seconds=2.0) as (fleet, _):
-            while len(fleet.ready) < 2:
-                fleet.step()
-            samples = _half_way(fleet, [fleet.add(PROMPTS[0], LONG) for _ in range(2)])
+        with _pool(model, folder, dying.url, server.url, silence_seconds=2.0) as (pool, _):
+            while len(pool.ready) < 2:
+                pool.step()
+            samples = _half_way(pool, [pool.add(PROMPTS[0], LONG) for _ in range(2)])
             for _ in range(2):  # the second time it aborts what runs
                 dying.server._event_loop.call_soon_threadsafe(dying.server.begin_end)
             while any(sample.finish_reason is None for sample in samples):
-                fleet.step()
+                pool.step()
             groups = [samples[:3], samples[3:]]
             assert _plain([[s.completion() for s in group] for group in groups]) == _plain([expected] * 2)
-            assert fleet.ready == [server.url]
+            assert pool.ready == [server.url]
             assert re.search(f"{dying.url}: .*; 1 others continue its 3 unfinished samples", caplog.text)
             opened.close()
             port = int(dying.url.rpartition(":")[2])
             with running_server(folder, admin_key="secret", engine=ENGINE, port=port):
                 until = time.monotonic() + 20
-                while len(fleet.ready) < 2:
+                while len(pool.ready) < 2:
                     assert time.monotonic() < until
-                    fleet.step()
-                fleet.leave(dying.url).close()
+                    pool.step()
+                pool.leave(dying.url).close()
 
 
 @pytest.fixture
@@ -405,22 +405,22 @@ def busy(folder):
 
 
 def test_requests_wait_where_other_clients_have_taken_all_places(folder, model, busy):
-    with busy.http() as client, _fleet(model, folder, busy.url) as (fleet, _):
-        fleet.wait_for_weights()
+    with busy.http() as client, _pool(model, folder, busy.url) as (pool, _):
+        pool.wait_for_weights()
         body = dict(prompt=[1], n=16, max_tokens=450, ignore_eos=True, stream=True)
         with client.stream("POST", "/v1/completions", json=body) as others:
             lines = others.iter_lines()  # without which the stream would be closed
             next(lines)
-            request = fleet.add(PROMPTS[0], dataclasses.replace(PARAMS, seed=3))
-            (first, *_) = fleet.samples(request)
+            request = pool.add(PROMPTS[0], dataclasses.replace(PARAMS, seed=3))
+            (first, *_) = pool.samples(request)
             busy.wait_until(lambda: 'status="429"' in busy.metrics())
         while first.finish_reason is None:
-            fleet.step()
+            pool.step()
 
 
 def test_a_request_that_the_server_refuses_is_an_error_of_the_user(server, model, folder):
-    with _fleet(model, folder, server.url) as (fleet, _), pytest.raises(UserError, match="exceed the context of 512"):
-        fleet.generate(PROMPTS[:1], dataclasses.replace(PARAMS, max_tokens=600))
+    with _pool(model, folder, server.url) as (pool, _), pytest.raises(UserError, match="exceed the context of 512"):
+        pool.generate(PROMPTS[:1], dataclasses.replace(PARAMS, max_tokens=600))
 
 
 def test_logits_that_are_not_finite_end_a_request_as_an_engine_here_does(server, model, folder, tmp_path):
@@ -428,13 +428,13 @@ def test_logits_that_are_not_finite_end_a_request_as_an_engine_here_does(server,
     with torch.no_grad():
         broken.norm.weight.fill_(float("nan"))
     folders = WeightFolders(tmp_path, broken, torch.float32, World(CPU))
-    with _fleet(model, folders.write(7), server.url) as (fleet, _), pytest.raises(UserError, match="not finite"):
-        fleet.generate(PROMPTS[:1], dataclasses.replace(PARAMS, seed=1))
+    with _pool(model, folders.write(7), server.url) as (pool, _), pytest.raises(UserError, match="not finite"):
+        pool.generate(PROMPTS[:1], dataclasses.replace(PARAMS, seed=1))
 
 
 def test_a_server_that_answers_nonsense_as_it_comes_back_is_asked_again(server, model, folder, monkeypatch, caplog):
-    with _fleet(model, folder, server.url) as (fleet, _):
-        fleet.wait_for_weights()
+    with _pool(model, folder, server.url) as (pool, _):
+        pool.wait_for_weights()
         find, asked = http_supervisor.find_server, []
 
         async def find_once_it_is_up(*arguments):
@@ -444,7 +444,7 @@ def test_a_server_that_answers_nonsense_as_it_comes_back_is_asked_again(server, 
             return await find(*arguments)
 
         monkeypatch.setattr(http_supervisor, "find_server", find_once_it_is_up)
-        fleet.leave(server.url).close()
-        wait_until(lambda: fleet.ready)
+        pool.leave(server.url).close()
+        wait_until(lambda: pool.ready)
     assert len(asked) == 3
     assert caplog.text.count("is not back: its response makes no sense (KeyError('shape'))") == 1

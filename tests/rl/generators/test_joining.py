@@ -18,14 +18,14 @@ from lockstep.observe.sign_of_life import host as place
 from lockstep.parallel import open_world
 from lockstep.rl.generators.channel import Closed, Listener, call
 from lockstep.rl.generators.channel_remote import WireRemote
-from lockstep.rl.generators.pool import Fleet
+from lockstep.rl.generators.pool import GeneratorPool
 from lockstep.rl.generators.process import run_generator
-from lockstep.rl.generators.registry import Reception
+from lockstep.rl.generators.registry import GeneratorRegistry
 from lockstep.rl.generators.separate import KEY as KEY_FILE
 from lockstep.rl.generators.separate import SeparateGenerators
 from lockstep.rl.generators.supervisor import Supervisor
 from lockstep.rl.rollouts.plain import plain_shape
-from lockstep.rl.weights.server import Shelf
+from lockstep.rl.weights.server import WeightServer
 from tests.rl.generators.liars import Generator, honest
 from tests.rl.generators.test_pool import wait_until
 
@@ -47,34 +47,34 @@ def welcome_of(folder, **changes):
     return plain | changes
 
 
-def reception_of(fleet, welcome):
+def registry_of(pool, welcome):
     listener = Listener(KEY)
-    return Reception(fleet, listener, welcome, room=4), "{}:{}".format(*listener.address)
+    return GeneratorRegistry(pool, listener, welcome, room=4), "{}:{}".format(*listener.address)
 
 
 def test_a_generator_joins_samples_and_is_let_go(model_folder, world):
     model = load_model(model_folder, dtype="bfloat16", device="cpu")
-    shelf = Shelf(dict(model.named_parameters()), torch.bfloat16, world, KEY)
-    fleet = Fleet(512, 1024, 60.0)
-    reception, address = reception_of(fleet, welcome_of(model_folder))
+    weight_server = WeightServer(dict(model.named_parameters()), torch.bfloat16, world, KEY)
+    pool = GeneratorPool(512, 1024, 60.0)
+    registry, address = registry_of(pool, welcome_of(model_folder))
     prompts = [[1, 2, 3], [4, 5]]
     params = SamplingParams(n=3, max_tokens=12, seed=7, ignore_eos=True, top_p=0.9)
     codes = []
-    with reception:
+    with registry:
         run = threading.Thread(target=lambda: codes.append(run_generator(address, KEY, "", world)), daemon=True)
         run.start()
-        fleet.new_weights(shelf.publish(1))
-        fleet.wait_for_weights()
-        groups = fleet.generate(prompts, params)
-        assert fleet.ready == ["generator_0"]
+        pool.new_weights(weight_server.publish(1))
+        pool.wait_for_weights()
+        groups = pool.generate(prompts, params)
+        assert pool.ready == ["generator_0"]
     run.join(20)
-    shelf.close()
+    weight_server.close()
     expected = Engine(model, ENGINE).generate(prompts, params)
     assert [[(c.token_ids, c.logprobs, c.truncated_logprobs, c.finish_reason) for c in group] for group in groups] == [
         [(c.token_ids, c.logprobs, c.truncated_logprobs, c.finish_reason) for c in group] for group in expected
     ]
     assert {version for group in groups for c in group for version in c.versions} == {1}
-    assert codes == [0] and not fleet.names
+    assert codes == [0] and not pool.names
 
 
 @pytest.mark.parametrize(
@@ -97,21 +97,21 @@ def test_who_does_not_fit_is_told_why(model_folder, world, tmp_path, monkeypatch
         changes = {"model": str(tmp_path / changes["model"])}
     if version:
         monkeypatch.setattr(generator_module, "__version__", version)
-    fleet = Fleet(512, 1024, 60.0)
-    fleet.required = {"generator_0"}
-    reception, address = reception_of(fleet, welcome_of(model_folder, **changes))
-    with reception:
+    pool = GeneratorPool(512, 1024, 60.0)
+    pool.required = {"generator_0"}
+    registry, address = registry_of(pool, welcome_of(model_folder, **changes))
+    with registry:
         with pytest.raises(UserError, match=said) as error:
             run_generator(address, key, "generator_0", world)
         if changes:  # one that the run has started itself ends it, with the same sentence
             with pytest.raises(UserError, match="generator_0: ") as failure:
-                fleet.generate([[1]], SamplingParams())
+                pool.generate([[1]], SamplingParams())
             assert str(error.value) in str(failure.value)
 
 
 def test_of_a_generator_every_rank_is_heard(model_folder):
-    fleet = Fleet(512, 1024, 60.0)
-    reception, address = reception_of(fleet, welcome_of(model_folder, silence_seconds=0.5))
+    pool = GeneratorPool(512, 1024, 60.0)
+    registry, address = registry_of(pool, welcome_of(model_folder, silence_seconds=0.5))
     host, port = address.split(":")
     hello = {"lockstep": generator_module.__version__, "host": "here", "pid": 1, "place": "elsewhere"}
 
@@ -122,36 +122,36 @@ def test_of_a_generator_every_rank_is_heard(model_folder):
         second.send(hello | {"beside": name, "rank": 1})
         return first, second
 
-    with reception:
+    with registry:
         talking, beside = channels("silent")
         with contextlib.suppress(Closed):  # when it has been given up
             for _ in range(20):
                 talking.send({"kind": "alive"})
                 threading.Event().wait(0.1)
-        wait_until(lambda: not fleet.names)
-        assert not fleet.names  # though its first rank has gone on to say that it lives
+        wait_until(lambda: not pool.names)
+        assert not pool.names  # though its first rank has gone on to say that it lives
         talking, beside = channels("gone")
         beside.close()
-        wait_until(lambda: not fleet.names)
+        wait_until(lambda: not pool.names)
         talking, beside = channels("silent at once")
-        wait_until(lambda: not fleet.names)
+        wait_until(lambda: not pool.names)
         # One that the kernel of this host says still runs has only not got to speak.
         hello |= {"pid": os.getpid(), "place": place()}
         talking, beside = channels("busy")
         threading.Event().wait(1.5)
-        assert fleet.names == ["busy"]
+        assert pool.names == ["busy"]
         talking.close()
-        wait_until(lambda: not fleet.names)
+        wait_until(lambda: not pool.names)
 
 
 def test_what_is_known_of_samples_goes_with_the_request(model_folder):
-    fleet = Fleet(512, 1024, 60.0)
-    reception, address = reception_of(fleet, welcome_of(model_folder, silence_seconds=30.0))
+    pool = GeneratorPool(512, 1024, 60.0)
+    registry, address = registry_of(pool, welcome_of(model_folder, silence_seconds=30.0))
     host, port = address.split(":")
     new = {"token_ids": [7, 8], "logprobs": [-0.5, -1 / 3], "truncated_logprobs": [], "versions": [0, 0], "routes": []}
     begun = {**new, "finish_reason": None}
-    with reception:
-        request = fleet.add([1], SamplingParams(n=2, seed=3))
+    with registry:
+        request = pool.add([1], SamplingParams(n=2, seed=3))
         for name in ("first", "second"):
             channel = call(host, int(port), KEY)
             channel.send(
@@ -165,7 +165,7 @@ def test_what_is_known_of_samples_goes_with_the_request(model_folder):
                 }
             )
             channel.receive(10)
-            wait_until(lambda: name in fleet.names)  # noqa: B023
+            wait_until(lambda: name in pool.names)  # noqa: B023
             channel.send({"kind": "has_weights", "version": 0})
             asked = channel.receive(10)[0]
             assert asked["kind"] == "ask" and asked["id"] == request and asked["prompt"] == [1]
@@ -178,12 +178,12 @@ def test_what_is_known_of_samples_goes_with_the_request(model_folder):
 def test_a_generator_that_never_starts_ends_the_run_and_its_log_is_quoted(tmp_path, monkeypatch):
     (tmp_path / "tyro.py").write_text("raise RuntimeError('this environment is damaged')")
     monkeypatch.setenv("PYTHONPATH", f"{tmp_path}:.")
-    fleet = Fleet(512, 1024, 60.0)
-    fleet.new_weights({"version": 1})
+    pool = GeneratorPool(512, 1024, 60.0)
+    pool.new_weights({"version": 1})
     actors = ActorsConfig(generators=1, threads=1)
-    supervisor = Supervisor(actors, fleet, "127.0.0.1:1", KEY, "", tmp_path / "logs")
+    supervisor = Supervisor(actors, pool, "127.0.0.1:1", KEY, "", tmp_path / "logs")
     with supervisor, pytest.raises(UserError) as stopped:
-        fleet.generate([[1]], SamplingParams())
+        pool.generate([[1]], SamplingParams())
     assert "generator_0 exited with code 1 before it could sample, 3 times in a row" in str(stopped.value)
     assert f"{tmp_path}/logs/generator_0.log ends with: RuntimeError: this environment is damaged." in str(
         stopped.value
@@ -202,23 +202,23 @@ def test_what_a_generator_has_begun_is_finished_before_new_weights_where_it_shou
     model_folder, world, on_update, prompt, tokens, versions
 ):
     model = load_model(model_folder, dtype="bfloat16", device="cpu")
-    shelf = Shelf(dict(model.named_parameters()), torch.bfloat16, world, KEY)
-    fleet = Fleet(512, 1024, 60.0)
-    reception, address = reception_of(fleet, welcome_of(model_folder, on_update=on_update))
+    weight_server = WeightServer(dict(model.named_parameters()), torch.bfloat16, world, KEY)
+    pool = GeneratorPool(512, 1024, 60.0)
+    registry, address = registry_of(pool, welcome_of(model_folder, on_update=on_update))
     params = SamplingParams(max_tokens=tokens, seed=1, ignore_eos=True)
-    with reception:
+    with registry:
         run = threading.Thread(target=lambda: run_generator(address, KEY, "", world), daemon=True)
         run.start()
-        fleet.new_weights(shelf.publish(1))
-        fleet.wait_for_weights()
+        pool.new_weights(weight_server.publish(1))
+        pool.wait_for_weights()
         # One after the other: the weights come when the first request has begun, and has nearly all to go.
-        first = fleet.begin([5] * prompt, params)
-        fleet.new_weights(shelf.publish(2))
-        second = fleet.begin([5] * prompt, params)
-        found = [set(group[0].versions) for group in fleet.complete([first, second])]
-        metrics = fleet.metrics()
+        first = pool.begin([5] * prompt, params)
+        pool.new_weights(weight_server.publish(2))
+        second = pool.begin([5] * prompt, params)
+        found = [set(group[0].versions) for group in pool.complete([first, second])]
+        metrics = pool.metrics()
     run.join(20)
-    shelf.close()
+    weight_server.close()
     assert found[0] <= versions and max(found[0]) == max(versions)
     assert found[1] == {2}
     figures = {key.split("/")[-1]: value for key, value in metrics.items()}
@@ -229,32 +229,32 @@ def test_what_a_generator_has_begun_is_finished_before_new_weights_where_it_shou
 
 def test_a_sample_whose_end_nobody_has_told_is_ended_by_the_next_generator(model_folder, world):
     model = load_model(model_folder, dtype="bfloat16", device="cpu")
-    shelf = Shelf(dict(model.named_parameters()), torch.bfloat16, world, KEY)
-    fleet = Fleet(512, 1024, 60.0)
-    reception, address = reception_of(fleet, welcome_of(model_folder))
+    weight_server = WeightServer(dict(model.named_parameters()), torch.bfloat16, world, KEY)
+    pool = GeneratorPool(512, 1024, 60.0)
+    registry, address = registry_of(pool, welcome_of(model_folder))
     last = Completion([9, model.config.eos_token_ids[0]], [-1.0, -1.0], "abort", versions=[1, 1])
-    with reception:
+    with registry:
         run = threading.Thread(target=lambda: run_generator(address, KEY, "", world), daemon=True)
         run.start()
-        fleet.new_weights(shelf.publish(1))
-        fleet.wait_for_weights()
-        request = fleet.begin([1, 2], SamplingParams(max_tokens=12, seed=7), [last])
+        pool.new_weights(weight_server.publish(1))
+        pool.wait_for_weights()
+        request = pool.begin([1, 2], SamplingParams(max_tokens=12, seed=7), [last])
         wait_until(lambda: not request.unfinished)
     run.join(20)
-    shelf.close()
+    weight_server.close()
     assert request.samples[0].finish_reason == "stop" and request.samples[0].token_ids == last.token_ids
 
 
 def test_a_generator_of_the_runs_own_that_says_what_cannot_be_so_is_ended_and_not_started_again(tmp_path):
-    fleet = Fleet(512, 1024, 60.0)
+    pool = GeneratorPool(512, 1024, 60.0)
     # They call, and nobody answers them.
     with contextlib.closing(Listener(KEY)) as listener:
         address = "{}:{}".format(*listener.address)
         actors = ActorsConfig(generators=1, threads=1)
-        with Supervisor(actors, fleet, address, KEY, "", tmp_path / "logs") as local:
+        with Supervisor(actors, pool, address, KEY, "", tmp_path / "logs") as local:
             wait_until(lambda: local.processes()["generator_0"])
             (process,) = local.processes()["generator_0"]
-            fleet.false.add("generator_0")
+            pool.false.add("generator_0")
             wait_until(lambda: not os.path.exists(f"/proc/{process}"))
             threading.Event().wait(0.5)
             assert local.processes() == {"generator_0": []}

@@ -14,8 +14,8 @@ from lockstep.model import preset
 from lockstep.rl.generators import http_client
 from lockstep.rl.generators.http_client import HttpClient, HttpError, Unreachable
 from lockstep.rl.generators.http_remote import HttpRemote
-from lockstep.rl.generators.http_servers import OwnServer, Wanted, find_server
-from lockstep.rl.generators.pool import Fleet
+from lockstep.rl.generators.http_servers import LockstepServer, Wanted, find_server
+from lockstep.rl.generators.pool import GeneratorPool
 from tests.rl.generators.test_pool import wait_until
 
 PARAMS = SamplingParams(n=2, max_tokens=4, seed=1)
@@ -78,23 +78,23 @@ def both(**changes):
 @contextlib.contextmanager
 def asked(client):
     """A fleet whose only generator is the server, which has been asked for samples."""
-    fleet = Fleet(512, 1024, 0.2, vocab_size=100, eos_token_ids=(0, 5))
-    remote = HttpRemote(client, OwnServer(4), fleet)
-    fleet.join(remote)
+    pool = GeneratorPool(512, 1024, 0.2, vocab_size=100, eos_token_ids=(0, 5))
+    remote = HttpRemote(client, LockstepServer(4), pool)
+    pool.join(remote)
     try:
-        fleet.new_weights({"version": 1, "folder": "/nowhere"})
-        wait_until(lambda: fleet.ready)
-        request = fleet.add([1, 2], PARAMS)
-        yield fleet, fleet.samples(request)
+        pool.new_weights({"version": 1, "folder": "/nowhere"})
+        wait_until(lambda: pool.ready)
+        request = pool.add([1, 2], PARAMS)
+        yield pool, pool.samples(request)
     finally:
-        fleet.leave(client.url)
+        pool.leave(client.url)
         remote.close()
 
 
 def test_what_a_proper_server_answers_is_taken():
-    with server({"/v1/completions": both()}) as client, asked(client) as (fleet, samples):
+    with server({"/v1/completions": both()}) as client, asked(client) as (pool, samples):
         wait_until(lambda: all(sample.finish_reason for sample in samples))
-        assert fleet.ready and samples[0].token_ids == [7] * 4
+        assert pool.ready and samples[0].token_ids == [7] * 4
 
 
 @pytest.mark.parametrize(
@@ -127,14 +127,14 @@ def test_what_a_proper_server_answers_is_taken():
     ],
 )  # fmt: skip
 def test_a_server_that_says_what_cannot_be_so_is_asked_no_more(caplog, answer, said):
-    with server({"/v1/completions": answer}) as client, asked(client) as (fleet, samples):
-        wait_until(lambda: not fleet.names)
-        assert fleet.false == {client.url} and not any(sample.finish_reason for sample in samples[1:])
+    with server({"/v1/completions": answer}) as client, asked(client) as (pool, samples):
+        wait_until(lambda: not pool.names)
+        assert pool.false == {client.url} and not any(sample.finish_reason for sample in samples[1:])
         (line,) = [line for line in caplog.messages if line.startswith(client.url)]
         assert said in line
         with pytest.raises(RunStopped, match="gets no more requests"):
             while True:
-                fleet.step()
+                pool.step()
 
 
 @pytest.mark.parametrize(
@@ -142,9 +142,9 @@ def test_a_server_that_says_what_cannot_be_so_is_asked_no_more(caplog, answer, s
     [OK + b"data: " + DEEP + b"\n\n", OK + b"data: " + json.dumps({"error": {"message": RED}}).encode() + b"\n\n"],
 )
 def test_a_stream_that_fails_is_lost_on_one_line(caplog, answer):
-    with server({"/v1/completions": answer}) as client, asked(client) as (fleet, _):
-        wait_until(lambda: not fleet.names)
-        assert not fleet.false  # it may come again
+    with server({"/v1/completions": answer}) as client, asked(client) as (pool, _):
+        wait_until(lambda: not pool.names)
+        assert not pool.false  # it may come again
         assert all(line.isprintable() for line in caplog.messages)
 
 

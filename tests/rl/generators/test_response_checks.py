@@ -16,8 +16,8 @@ from lockstep.model import build_model, preset
 from lockstep.observe.report import parity_meaning
 from lockstep.rl.generators import channel as wire
 from lockstep.rl.generators.channel import Closed, Listener, call
-from lockstep.rl.generators.pool import Fleet
-from lockstep.rl.generators.registry import Reception
+from lockstep.rl.generators.pool import GeneratorPool
+from lockstep.rl.generators.registry import GeneratorRegistry
 from tests.rl.generators.liars import Generator, honest, join, send_raw, silent_callers, truth
 from tests.rl.generators.test_pool import wait_until
 
@@ -28,13 +28,13 @@ DEEP = b"[" * 200_000 + b"]" * 200_000
 
 
 @contextlib.contextmanager
-def reception(start_seconds=60.0, silence_seconds=20.0, **more):
-    fleet = Fleet(512, 1024, start_seconds, vocab_size=VOCABULARY, **more)
+def registry(start_seconds=60.0, silence_seconds=20.0, **more):
+    pool = GeneratorPool(512, 1024, start_seconds, vocab_size=VOCABULARY, **more)
     listener = Listener(KEY)
-    with Reception(fleet, listener, {"silence_seconds": silence_seconds}, room=4):
+    with GeneratorRegistry(pool, listener, {"silence_seconds": silence_seconds}, room=4):
         for version in (2, 3):
-            fleet.new_weights({"version": version})
-        yield fleet, listener.address[1]
+            pool.new_weights({"version": version})
+        yield pool, listener.address[1]
 
 
 def told(change):
@@ -123,12 +123,12 @@ LIES = {
 
 @pytest.mark.parametrize(("answer", "said"), LIES.values(), ids=LIES)
 def test_what_cannot_be_so_ends_its_generator_by_name_and_the_run_goes_on(caplog, answer, said):
-    with reception() as (fleet, port):
+    with registry() as (pool, port):
         liar = Generator(port, KEY, answer, "liar")
-        fleet.wait_for_weights()
-        request = fleet.add([1, 2, 3], PARAMS)
-        samples = fleet.samples(request)
-        wait_until(lambda: not fleet.names)
+        pool.wait_for_weights()
+        request = pool.add([1, 2, 3], PARAMS)
+        samples = pool.samples(request)
+        wait_until(lambda: not pool.names)
         assert all(not sample.token_ids and not sample.finish_reason for sample in samples)
         (line,) = [line for line in caplog.messages if line.startswith("liar: ")]
         assert said in line and "gets no more requests" in line and line.isprintable()
@@ -136,41 +136,41 @@ def test_what_cannot_be_so_ends_its_generator_by_name_and_the_run_goes_on(caplog
         wait_until(lambda: all(sample.finish_reason for sample in samples))
         assert [sample.token_ids for sample in samples] == [[7] * 4] * 2
         assert liar.welcome["name"] == "liar" and "gets no more requests" in join(port, KEY, name="liar")[1]["problem"]
-        assert fleet.ready == ["other"] and {name.split("/")[1] for name in fleet.metrics()} == {"other"}
+        assert pool.ready == ["other"] and {name.split("/")[1] for name in pool.metrics()} == {"other"}
 
 
 def test_where_none_is_left_the_run_ends_and_says_why():
-    with reception(start_seconds=0.2) as (fleet, port):
+    with registry(start_seconds=0.2) as (pool, port):
         Generator(port, KEY, put(versions=[1003] * 4), "liar")
         with pytest.raises(RunStopped, match="the last one, liar: it sent invalid data .a token from weights vers"):
-            fleet.generate([[1]], PARAMS)
+            pool.generate([[1]], PARAMS)
 
 
 def test_whatever_fails_where_a_generator_is_heard_ends_it(monkeypatch):
     # A fault of our own, where nobody foresaw one.
-    monkeypatch.setattr(Fleet, "sampled", lambda *_: [][1])
-    with reception() as (fleet, port):
+    monkeypatch.setattr(GeneratorPool, "sampled", lambda *_: [][1])
+    with registry() as (pool, port):
         Generator(port, KEY, honest, "one")
-        fleet.wait_for_weights()
-        fleet.add([1], PARAMS)
-        wait_until(lambda: not fleet.names)
+        pool.wait_for_weights()
+        pool.add([1], PARAMS)
+        wait_until(lambda: not pool.names)
 
 
 def test_what_comes_late_of_a_request_that_was_given_up_is_no_lie():
     asked = []
-    with reception() as (fleet, port):
+    with registry() as (pool, port):
         one = Generator(port, KEY, lambda *message: asked.append(message), "one")
-        fleet.wait_for_weights()
-        late = fleet.add([1], PARAMS)
+        pool.wait_for_weights()
+        late = pool.add([1], PARAMS)
         wait_until(lambda: asked)
-        fleet.abort(late)
-        request = fleet.add([1], PARAMS)
-        samples = fleet.samples(request)
+        pool.abort(late)
+        request = pool.add([1], PARAMS)
+        samples = pool.samples(request)
         wait_until(lambda: len(asked) == 2)
         for message in asked:
             honest(*message)
         wait_until(lambda: all(sample.finish_reason for sample in samples))
-        assert fleet.ready == ["one"] and one.channel
+        assert pool.ready == ["one"] and one.channel
 
 
 def test_our_own_engine_gives_no_log_probability_above_0():
@@ -198,18 +198,18 @@ def test_our_own_engine_gives_no_log_probability_above_0():
     ids=lambda changes: f"{changes}"[:40],
 )  # fmt: skip
 def test_who_introduces_itself_as_nobody_does_is_told_so_and_let_go(caplog, changes):
-    with reception() as (fleet, port):
+    with registry() as (pool, port):
         channel, answer = join(port, KEY, **changes)
         assert answer["problem"].isprintable() and len(answer["problem"]) < 400
         with pytest.raises(Closed):
             channel.receive(20)
-        assert not fleet.names
+        assert not pool.names
         assert all(line.isprintable() and len(line) < 400 for line in caplog.messages)
 
 
 @pytest.mark.parametrize("said", [[1], "x", None, {}])
 def test_who_says_no_hello_is_let_go(said):
-    with reception() as (_, port):
+    with registry() as (_, port):
         channel = call("127.0.0.1", port, KEY)
         channel.send(said)
         with pytest.raises(Closed):
@@ -220,17 +220,17 @@ def test_who_says_no_hello_is_let_go(said):
 @pytest.mark.parametrize("kind", ["lost", "leaves", "refused", "unfit"])
 def test_what_a_generator_says_cannot_forge_a_log(caplog, kind):
     text = "\x1b[31mno\x07\nINFO: forged" + "x" * 10_000
-    with reception() as (fleet, port):
+    with registry() as (pool, port):
         message = {"kind": kind, "why": text, "problem": text, "id": 0}
         Generator(port, KEY, sent(message), "one")
-        fleet.wait_for_weights()
+        pool.wait_for_weights()
         with contextlib.suppress(UserError):
-            fleet.required = {"one"}
-            request = fleet.add([1], PARAMS)
+            pool.required = {"one"}
+            request = pool.add([1], PARAMS)
             assert request == 0
-            while fleet.names:
-                fleet.step()
-        errors = [*caplog.messages, str(fleet._failure or ""), *fleet._refused.values()]
+            while pool.names:
+                pool.step()
+        errors = [*caplog.messages, str(pool._failure or ""), *pool._refused.values()]
     assert any(r"\x1b[31mno\x07\nINFO: forged" in line for line in errors)
     assert all(line.isprintable() and len(line) < 1200 for line in errors)
 
@@ -244,11 +244,11 @@ def test_one_line_keeps_what_can_be_read():
 def test_callers_that_say_nothing_keep_nobody_out(monkeypatch):
     monkeypatch.setattr(wire, "MOST_UNGREETED", 4)
     monkeypatch.setattr(wire, "HANDSHAKE_SECONDS", 100.0)
-    with reception() as (fleet, port):
+    with registry() as (pool, port):
         silent = silent_callers(port, 20)
         _, welcome = join(port, KEY, name="one")
         assert welcome["name"] == "one"
-        wait_until(lambda: fleet.names == ["one"])
+        wait_until(lambda: pool.names == ["one"])
         # All but those that came last have been let go.
         for caller in silent[:10]:
             caller.settimeout(5)
@@ -303,24 +303,24 @@ def test_without_file_descriptors_the_listener_waits_for_some():
 
 
 def test_silence_in_the_middle_of_a_message_is_borne_as_long_as_between_two():
-    with reception(silence_seconds=0.1) as (fleet, port):
+    with registry(silence_seconds=0.1) as (pool, port):
         busy, _ = join(port, KEY, name="busy")
         gone, _ = join(port, KEY, name="gone", place="elsewhere")
         for channel in (busy, gone):
             channel._write(wire.HEADER.pack(20, 0)[:5])
-        wait_until(lambda: fleet.names == ["busy"])
+        wait_until(lambda: pool.names == ["busy"])
         threading.Event().wait(0.5)
-        assert fleet.names == ["busy"]  # the kernel says that it runs
+        assert pool.names == ["busy"]  # the kernel says that it runs
         busy.close()
-        wait_until(lambda: not fleet.names)
+        wait_until(lambda: not pool.names)
 
 
 def test_a_message_longer_than_any_is_not_waited_for():
-    with reception() as (fleet, port):
+    with registry() as (pool, port):
         for name, header in (("json", (2**31, 0)), ("beside", (2, 2**62))):
             channel, _ = join(port, KEY, name=name)
             channel._write(wire.HEADER.pack(*header) + b"{}")
-            wait_until(lambda: not fleet.names)
+            wait_until(lambda: not pool.names)
 
 
 def test_of_nothing_compared_nothing_is_said():
@@ -330,7 +330,7 @@ def test_of_nothing_compared_nothing_is_said():
 
 
 def test_a_hello_as_generators_say_it_is_taken():
-    with reception() as (fleet, port):
+    with registry() as (pool, port):
         channel, welcome = join(port, KEY)
         assert channel and welcome["name"] == "generator_0"
-        wait_until(lambda: fleet.names == ["generator_0"])
+        wait_until(lambda: pool.names == ["generator_0"])

@@ -207,7 +207,7 @@ def _every_prompt_was_trained_on_once(folder, task, config):
     assert max(m["policy/staleness_max"] for m in steps) == config.actors.max_staleness
 
 
-def _ahead(task, model_folder, output, steps, actors):
+def _prefetcher(task, model_folder, output, steps, actors):
     return config_of(
         task, model_folder, output, environment=f"{task}:Many", steps=steps, actors=actors, resume=True,
         inner_steps=1, checkpoint=CheckpointConfig(every=1, keep_last=4), kl_coefficient=0.0,
@@ -218,7 +218,7 @@ def _ahead(task, model_folder, output, steps, actors):
 def test_a_run_that_samples_ahead_is_killed_and_resumed_and_asks_every_prompt_once(task, model_folder, tmp_path):
     with running_server(model_folder, **SERVED) as server:
         actors = ActorsConfig(urls=(server.url,), max_staleness=2)
-        config = _ahead(task, model_folder, tmp_path / "run", 7, actors)
+        config = _prefetcher(task, model_folder, tmp_path / "run", 7, actors)
         _killed_at_random(config, 2, random.Random(3))
     _every_prompt_was_trained_on_once(tmp_path / "run", task, config)
 
@@ -227,7 +227,7 @@ def test_a_run_that_samples_ahead_is_killed_and_resumed_and_asks_every_prompt_on
 @pytest.mark.parametrize("on_update", ["continue", "finish"])
 def test_a_run_with_generators_of_its_own_is_killed_again_and_again(task, model_folder, tmp_path, on_update):
     actors = ActorsConfig(generators=2, threads=1, max_staleness=2, on_update=on_update)
-    config = _ahead(task, model_folder, tmp_path / "run", 10, actors)
+    config = _prefetcher(task, model_folder, tmp_path / "run", 10, actors)
     _killed_at_random(config, 3, random.Random(on_update))
     _every_prompt_was_trained_on_once(tmp_path / "run", task, config)
     if on_update == "finish":
@@ -252,7 +252,7 @@ def test_whatever_is_trained_with_steps_that_were_sampled_ahead_keeps_the_promis
     environment = f"{task}:{changes.get('environment', 'Many')}"
     with running_server(model_folder, **SERVED) as server:
         actors = ActorsConfig(urls=(server.url,), max_staleness=1)
-        config = _ahead(task, model_folder, tmp_path / "run", 5, actors)
+        config = _prefetcher(task, model_folder, tmp_path / "run", 5, actors)
         config = dataclasses.replace(config, **(changes | dict(environment=environment)))
         launch(ranks, _run_with_key, config, seconds=300)
     steps = read_metrics(tmp_path / "run" / "metrics.jsonl")[1:]
@@ -260,7 +260,7 @@ def test_whatever_is_trained_with_steps_that_were_sampled_ahead_keeps_the_promis
     assert sum(m["parity/tokens_checked"] for m in steps) > 0
     assert all(m["parity/tokens_different"] == 0 for m in steps)
     balance = prompt_balance(tmp_path / "run")
-    assert (balance.repeated, balance.lost, balance.under_way) == (0, 0, 0)
+    assert (balance.repeated, balance.lost, balance.in_flight) == (0, 0, 0)
     assert balance.asked == sum(m["groups/drawn"] for m in steps)
     for step in range(1, 6):
         for line in read_lines(RunFolder(tmp_path / "run").rollouts_path(step)):

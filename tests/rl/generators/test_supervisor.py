@@ -4,7 +4,7 @@ import logging
 import subprocess
 
 from lockstep.config import ActorsConfig
-from lockstep.rl.generators.pool import Fleet
+from lockstep.rl.generators.pool import GeneratorPool
 from lockstep.rl.generators.supervisor import Supervisor
 
 
@@ -12,7 +12,7 @@ def test_a_process_whose_end_is_seen_after_its_connection_is_lost_is_said_to_be_
     caplog.set_level(logging.WARNING, "lockstep")
     # Another start is not what this is about: tests/rl/generators/test_disturbed.py has real ones.
     monkeypatch.setattr(Supervisor, "_start", lambda *_: None)
-    supervisor = Supervisor(ActorsConfig(generators=1), Fleet(512, 4096, 60.0), "", b"", "cpu", tmp_path)
+    supervisor = Supervisor(ActorsConfig(generators=1), GeneratorPool(512, 4096, 60.0), "", b"", "cpu", tmp_path)
     (place,) = supervisor._places
     place.has_joined = place.was_ready = True  # and the fleet has no generator: its connection is gone
     place.ranks = [subprocess.Popen(["sh", "-c", "sleep 0.03; kill -9 $$"], stdin=subprocess.PIPE)]

@@ -24,7 +24,7 @@ from lockstep.observe import read_metrics
 from lockstep.parallel import World
 from lockstep.rl.generators.http_servers import Wanted
 from lockstep.rl.generators.http_supervisor import ServerSupervisor, suited_to_servers
-from lockstep.rl.generators.pool import Fleet
+from lockstep.rl.generators.pool import GeneratorPool
 from lockstep.rl.generators.remote import RemoteSample
 from lockstep.rl.weights.folders import WeightFolders
 from tests.rl.generators.test_colocated import TASK
@@ -111,26 +111,26 @@ def _wanted(**changes):
 
 
 @contextlib.contextmanager
-def _fleet(vllm, **changes):
-    fleet = Fleet(512, 16384, 20.0)
-    fleet.new_weights({"version": 3, "folder": "/weights/3"})
-    with ServerSupervisor([vllm.url], _wanted(**changes), fleet):
-        yield fleet
+def _pool(vllm, **changes):
+    pool = GeneratorPool(512, 16384, 20.0)
+    pool.new_weights({"version": 3, "folder": "/weights/3"})
+    with ServerSupervisor([vllm.url], _wanted(**changes), pool):
+        yield pool
 
 
 def test_vllm_is_asked_for_tokens_and_given_weights_between_requests(vllm):
-    with _fleet(vllm) as fleet:
-        fleet.wait_for_weights()
+    with _pool(vllm) as pool:
+        pool.wait_for_weights()
         vllm.may_end.clear()
-        request = fleet.add([7, 8], _wanted().params)
-        samples = fleet.samples(request)
+        request = pool.add([7, 8], _wanted().params)
+        samples = pool.samples(request)
         while min(len(sample.token_ids) for sample in samples) < 3:
-            fleet.step()
-        fleet.new_weights({"version": 4, "folder": "/weights/4"})
-        later = fleet.samples(fleet.add([9], _wanted().params))
+            pool.step()
+        pool.new_weights({"version": 4, "folder": "/weights/4"})
+        later = pool.samples(pool.add([9], _wanted().params))
         vllm.may_end.set()
         while any(sample.finish_reason is None for sample in (*samples, *later)):
-            fleet.step()
+            pool.step()
     assert [sample.token_ids for sample in samples] == [[1, 2, 3, 4]] * 2
     assert [sample.logprobs for sample in samples] == [[-0.5] * 4] * 2
     assert [sample.versions for sample in (samples[0], later[0])] == [[3] * 4, [4] * 4]
@@ -153,7 +153,7 @@ def test_samples_that_another_has_begun_get_their_rest_from_vllm(vllm):
 
 def test_a_vllm_that_would_give_other_numbers_or_old_weights_is_refused_by_name(vllm):
     def refusal(**changes):
-        with pytest.raises(UserError) as error, _fleet(vllm, **changes):
+        with pytest.raises(UserError) as error, _pool(vllm, **changes):
             pass
         assert str(error.value).startswith(vllm.url)
         return str(error.value)
@@ -168,8 +168,8 @@ def test_a_vllm_that_would_give_other_numbers_or_old_weights_is_refused_by_name(
     at_one = dataclasses.replace(params, temperature=1.0)
     assert "tie_word_embeddings" in refusal(params=at_one)
     vllm.info["device_config"]["device"] = "cuda"
-    with _fleet(vllm, params=at_one) as fleet:
-        fleet.wait_for_weights()
+    with _pool(vllm, params=at_one) as pool:
+        pool.wait_for_weights()
     vllm.info = None
     assert "VLLM_SERVER_DEV_MODE=1" in refusal()
 

@@ -13,7 +13,7 @@ import pytest
 from lockstep.config import RewardConfig, RLConfig
 from lockstep.errors import UserError
 from lockstep.rl import Environment, Example, Rollout
-from lockstep.rl.grading.pool import KeeperProcess, open_workers
+from lockstep.rl.grading.pool import SupervisorProcess, open_workers
 from lockstep.rl.grading.processes import descendants, is_stopped
 from lockstep.rl.rollouts.collect import assign_rewards
 from lockstep.rl.rollouts.ledger import Ledger
@@ -123,26 +123,26 @@ def test_a_keeper_that_a_reward_stops_is_given_up_long_before_its_jobs_could_hav
 def test_a_keeper_is_given_up_where_several_looks_in_a_row_find_it_stopped(task, tmp_path):
     config = RLConfig(environment=f"{task}:Task", rewards=RewardConfig(**LIMITS | {"workers": 1}))
     with open_workers(config, tmp_path) as grader:
-        (keeper,) = grader.keepers
-        keeper.await_ready()
-        assert keeper.process
+        (supervisor,) = grader.supervisors
+        supervisor.await_ready()
+        assert supervisor.process
 
         def gets(sent, stopped):
-            os.kill(keeper.process.pid, sent)
+            os.kill(supervisor.process.pid, sent)
             until = time.monotonic() + 60
-            while is_stopped(keeper.process.pid) != stopped:
+            while is_stopped(supervisor.process.pid) != stopped:
                 assert time.monotonic() < until
                 time.sleep(0.01)
 
         gets(signal.SIGSTOP, stopped=True)
-        assert [keeper.stays_stopped() for _ in range(2)] == [False, False]
-        keeper.grades = True
+        assert [supervisor.stays_stopped() for _ in range(2)] == [False, False]
+        supervisor.grades = True
         assert grader.awaited() == "reward worker 0, which a signal has stopped"
         gets(signal.SIGCONT, stopped=False)
-        assert not keeper.stays_stopped()
+        assert not supervisor.stays_stopped()
         assert grader.awaited() == "reward worker 0"
         gets(signal.SIGSTOP, stopped=True)
-        assert [keeper.stays_stopped() for _ in range(3)] == [False, False, True]
+        assert [supervisor.stays_stopped() for _ in range(3)] == [False, False, True]
         gets(signal.SIGCONT, stopped=False)
         assert grader([(Example("p"), "fine")])[0].rewards == {"one": 1.0}
         assert grader.awaited() == ""
@@ -208,9 +208,9 @@ BAD = dict(
 
 def test_quick_rewards_are_sent_in_few_messages_and_slow_ones_in_more(task, tmp_path, monkeypatch):
     sizes = []
-    ask = KeeperProcess._ask
+    ask = SupervisorProcess._ask
     monkeypatch.setattr(
-        KeeperProcess, "_ask", lambda self, jobs, message: (sizes.append(len(jobs)), ask(self, jobs, message))[1]
+        SupervisorProcess, "_ask", lambda self, jobs, message: (sizes.append(len(jobs)), ask(self, jobs, message))[1]
     )
 
     def sizes_of(grader, kind, count):
@@ -232,9 +232,9 @@ def test_quick_rewards_are_sent_in_few_messages_and_slow_ones_in_more(task, tmp_
 
 def test_messages_that_would_be_long_are_several(task, tmp_path, monkeypatch):
     monkeypatch.setattr("lockstep.rl.grading.pool.MESSAGE_BYTES", 2**14)
-    sizes, ask = [], KeeperProcess._ask
+    sizes, ask = [], SupervisorProcess._ask
     monkeypatch.setattr(
-        KeeperProcess, "_ask", lambda self, jobs, message: (sizes.append(len(jobs)), ask(self, jobs, message))[1]
+        SupervisorProcess, "_ask", lambda self, jobs, message: (sizes.append(len(jobs)), ask(self, jobs, message))[1]
     )
     config = RLConfig(environment=f"{task}:Task", rewards=RewardConfig(**LIMITS | {"workers": 1}))
     with open_workers(config, tmp_path) as grader:

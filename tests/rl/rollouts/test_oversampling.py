@@ -48,7 +48,7 @@ def test_a_run_trains_on_the_first_groups_and_is_the_same_when_it_is_resumed_and
         dropped = sum(count for name, count in metrics.items() if name.startswith("groups/dropped/"))
         assert metrics["groups/drawn"] == metrics["groups/trained"] + dropped
     balance = prompt_balance(tmp_path / "whole")
-    assert (balance.repeated, balance.lost, balance.under_way) == (0, 0, 0)
+    assert (balance.repeated, balance.lost, balance.in_flight) == (0, 0, 0)
     assert balance.asked == sum(m["groups/drawn"] for m in steps) >= 18
     assert balance.dropped["stragglers"] == sum(m["groups/dropped/stragglers"] for m in steps)
     for sample in (False, True):

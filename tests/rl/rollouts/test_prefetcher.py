@@ -12,10 +12,10 @@ import pytest
 from lockstep.errors import RunStopped, UserError
 from lockstep.generate import SamplingParams
 from lockstep.rl.environments.protocol import Example
-from lockstep.rl.generators.pool import Fleet, RememberingFleet
+from lockstep.rl.generators.pool import CachingGeneratorPool, GeneratorPool
 from lockstep.rl.generators.remote import RemoteSample
 from lockstep.rl.rollouts.ledger import Ledger, LedgerError
-from lockstep.rl.rollouts.prefetcher import Ahead
+from lockstep.rl.rollouts.prefetcher import RolloutPrefetcher
 from lockstep.rl.rollouts.prompts import PromptLoader
 from lockstep.rl.rollouts.records import Rollout, of_versions
 
@@ -26,8 +26,8 @@ PROMPTS, SAMPLES = 4, 2
 class Scripted:
     """A generator that does one thing at a time: takes weights, takes a request, or samples a token."""
 
-    def __init__(self, name, fleet, finish=False, room=3):
-        self.name, self.room, self.fleet, self.finish = name, room, fleet, finish
+    def __init__(self, name, pool, finish=False, room=3):
+        self.name, self.room, self.pool, self.finish = name, room, pool, finish
         self.orders, self.held, self.version, self.did = deque(), {}, -1, {}
 
     def ask(self, request):
@@ -36,8 +36,8 @@ class Scripted:
     def abort(self, request_id):
         self.orders.append(("abort", request_id))
 
-    def new_weights(self, edition):
-        self.orders.append(("weights", edition["version"]))
+    def new_weights(self, manifest):
+        self.orders.append(("weights", manifest["version"]))
 
     def close(self):
         pass
@@ -47,7 +47,7 @@ class Scripted:
             kind, about, *more = self.orders.popleft()
             if kind == "weights":
                 self.version = about
-                self.fleet.has_weights(self, about)
+                self.pool.has_weights(self, about)
             elif kind == "ask":
                 params, tokens = more
                 ends = [random.Random(f"{params.seed} {n}").randint(1, params.max_tokens) for n in range(params.n)]
@@ -65,7 +65,7 @@ class Scripted:
             reason = "stop" if len(tokens[index]) == ends[index] else None
             if all(len(own) == end for own, end in zip(tokens, ends)):
                 del self.held[about]
-            self.fleet.sampled(
+            self.pool.sampled(
                 self, [(about, index, RemoteSample([token], [-token / 1000], [], [self.version], reason))]
             )
 
@@ -76,25 +76,25 @@ class Run:
     def __init__(
         self, depth, finish=False, generators=2, losses=0.0, seed=0, room=3, state=None, step=0, oversampling=1.0
     ):
-        self.fleet = Fleet(1000, 1000, 10.0, finish)
+        self.pool = GeneratorPool(1000, 1000, 10.0, finish)
         self.prompts = PromptLoader(EXAMPLES, seed=1)
-        self.ahead = Ahead(
-            self._draw, self.prompts, self.fleet, PROMPTS, depth, lambda k: RememberingFleet(self.fleet, k),
+        self.prefetcher = RolloutPrefetcher(
+            self._draw, self.prompts, self.pool, PROMPTS, depth, lambda k: CachingGeneratorPool(self.pool, k),
             oversampling=oversampling,
         )  # fmt: skip
         self.step, self.trained, self.ledgers = step, {}, {}
-        self.remotes = [Scripted(f"generator_{n}", self.fleet, finish, room) for n in range(generators)]
+        self.remotes = [Scripted(f"generator_{n}", self.pool, finish, room) for n in range(generators)]
         self.losses, self.rng, self.ended = losses, random.Random(seed), threading.Event()
         if state:
             state = json.loads(json.dumps(state))
             self.prompts.restore(state["prompts"])
-            self.ahead.restore(state["ahead"])
-        self.fleet.new_weights({"version": step})
+            self.prefetcher.restore(state["ahead"])
+        self.pool.new_weights({"version": step})
         for remote in self.remotes:
-            self.fleet.join(remote)
+            self.pool.join(remote)
         self.driver = threading.Thread(target=self._drive)
         self.driver.start()
-        self.fleet.wait_for_weights(10)
+        self.pool.wait_for_weights(10)
 
     def _draw(self, asked, step, extra_round, sampler, wanted):
         params = [
@@ -119,30 +119,30 @@ class Run:
                 time.sleep(0.0002)
             elif self.rng.random() < self.losses:
                 lost += 1
-                self.fleet.lost(self.remotes[place], "it is gone")
+                self.pool.lost(self.remotes[place], "it is gone")
                 gone = self.remotes[place]
-                self.remotes[place] = Scripted(f"{gone.name.split('.')[0]}.{lost}", self.fleet, gone.finish, gone.room)
-                self.fleet.join(self.remotes[place])
+                self.remotes[place] = Scripted(f"{gone.name.split('.')[0]}.{lost}", self.pool, gone.finish, gone.room)
+                self.pool.join(self.remotes[place])
             self.remotes[place].work(self.rng)
 
     def train(self, until, last=1000, extra_rounds=()):
         for step in range(self.step + 1, until + 1):
-            self.ahead.begin(step, last)
+            self.prefetcher.begin(step, last)
             drawn, ledger = [], Ledger(PROMPTS)
             for extra_round in range(1 + (step in extra_rounds)):
-                of_round = self.ahead.drawn(step, extra_round, 1 if extra_round else PROMPTS)
+                of_round = self.prefetcher.drawn(step, extra_round, 1 if extra_round else PROMPTS)
                 drawn += of_round.rollouts
                 ledger.wanted = PROMPTS + extra_round
                 ledger.add(of_round.rollouts, of_round.places)
             self.trained[step], self.ledgers[step] = drawn, ledger.places()
             self.step = step
-            self.fleet.new_weights({"version": step})
+            self.pool.new_weights({"version": step})
 
     def state(self):
-        return {"prompts": self.prompts.state(), "ahead": self.ahead.state()}
+        return {"prompts": self.prompts.state(), "ahead": self.prefetcher.state()}
 
     def close(self):
-        self.ahead.close()
+        self.prefetcher.close()
         self.ended.set()
         self.driver.join()
 
@@ -219,7 +219,7 @@ def test_a_resumed_run_loses_no_prompt_and_repeats_none_and_keeps_the_promise(be
 def test_samples_that_were_under_way_go_on_where_they_were():
     with running(2, seed=3) as first:
         first.train(3)
-        first.ahead.wait(first.step)
+        first.prefetcher.wait(first.step)
         state = first.state()
         first.train(5, last=5)
     with running(2, seed=4, state=state, step=3) as second:
@@ -241,11 +241,11 @@ def test_samples_that_were_under_way_go_on_where_they_were():
 def test_a_resumed_run_that_is_saved_again_holds_all_that_it_was_given():
     with running(2, seed=3) as first:
         first.train(3)
-        first.ahead.wait(first.step)
+        first.prefetcher.wait(first.step)
         state = first.state()
     with running(2, seed=4, state=state, step=3) as second:
         assert second.state() == state  # before anything is asked
-        second.ahead.begin(4, last=4)  # of two steps that were under way
+        second.prefetcher.begin(4, last=4)  # of two steps that were under way
         again = second.state()["ahead"]
     assert again["prompts"] == state["ahead"]["prompts"]
     assert again["samples"].keys() == state["ahead"]["samples"].keys()
@@ -257,7 +257,7 @@ def test_with_finish_a_run_that_is_resumed_is_the_run_that_was_never_interrupted
     for stop in (1, 3, 6):
         with running(2, True, generators=1, seed=stop) as first:
             first.train(stop, last=9)
-            first.ahead.wait(first.step)
+            first.prefetcher.wait(first.step)
             state = first.state()
         with running(2, True, generators=3, seed=2, state=state, step=stop) as second:
             second.train(9, last=9)
@@ -271,11 +271,11 @@ def test_a_step_that_was_drawn_and_taken_back_is_drawn_again_by_the_run_that_is_
     for stop in (3, 6):
         with running(depth, True, generators=1, seed=stop) as first:
             first.train(stop, last=9, extra_rounds=(4,))
-            first.ahead.begin(stop + 1, 9)
-            first.ahead.drawn(stop + 1, 0, PROMPTS)
-            first.ahead.drawn(stop + 1, 1, 1)
-            first.ahead.take_back()
-            first.ahead.wait(stop)  # what this step's weights sample may go on later
+            first.prefetcher.begin(stop + 1, 9)
+            first.prefetcher.drawn(stop + 1, 0, PROMPTS)
+            first.prefetcher.drawn(stop + 1, 1, 1)
+            first.prefetcher.take_back()
+            first.prefetcher.wait(stop)  # what this step's weights sample may go on later
             state = first.state()
         with running(depth, True, generators=3, seed=2, state=state, step=stop) as second:
             second.train(9, last=9, extra_rounds=(4, 7))
@@ -288,7 +288,7 @@ def test_of_more_prompts_than_are_trained_on_the_stragglers_are_dropped_and_none
         with running(2, finish, generators=2, losses=0.01 * (not finish), seed=stop, oversampling=1.5) as first:
             first.train(stop, last=9, extra_rounds=(2,))
             if finish:
-                first.ahead.wait(first.step)
+                first.prefetcher.wait(first.step)
             state = first.state()
         with running(2, finish, generators=3, seed=1, state=state, step=stop, oversampling=1.5) as second:
             second.train(9, last=9)
@@ -301,7 +301,7 @@ def test_of_more_prompts_than_are_trained_on_the_stragglers_are_dropped_and_none
             whole.train(9, last=9, extra_rounds=(2,))
         if finish:
             assert whole.ledgers == ledgers and plain(whole, stop + 1) == plain(second)
-        assert not whole.fleet._requests and not second.fleet._requests
+        assert not whole.pool._requests and not second.pool._requests
 
 
 def test_a_prompt_asked_with_other_counts_is_still_asked_once(monkeypatch):
@@ -322,8 +322,8 @@ def test_the_buffer_is_counted_in_steps_and_samples_that_are_ready_or_under_way(
         # While nobody drives the generator nothing is sampled.
         run.ended.set()
         run.driver.join()
-        run.ahead.begin(1, last=2)
-        assert run.ahead.metrics() == {
+        run.prefetcher.begin(1, last=2)
+        assert run.prefetcher.metrics() == {
             "buffer/steps_ready": 0,
             "buffer/steps_under_way": 2,
             "buffer/samples_ready": 0,
@@ -332,42 +332,42 @@ def test_the_buffer_is_counted_in_steps_and_samples_that_are_ready_or_under_way(
         run.ended.clear()
         run.driver = threading.Thread(target=run._drive)
         run.driver.start()
-        run.ahead.wait(1)
-        assert list(run.ahead.metrics().values()) == [2, 0, 2 * of_a_step, 0]
-        run.ahead.drawn(1, 0, PROMPTS)
-        assert list(run.ahead.metrics().values()) == [1, 0, of_a_step, 0]
+        run.prefetcher.wait(1)
+        assert list(run.prefetcher.metrics().values()) == [2, 0, 2 * of_a_step, 0]
+        run.prefetcher.drawn(1, 0, PROMPTS)
+        assert list(run.prefetcher.metrics().values()) == [1, 0, of_a_step, 0]
     with running(0) as run:
-        assert run.ahead.metrics() == {}
+        assert run.prefetcher.metrics() == {}
 
 
 def test_what_is_older_than_promised_stops_the_run():
     loader = PromptLoader(EXAMPLES, seed=1)
     with running(0) as run:
         old = [Rollout(EXAMPLES[0], 0, [1], [5, 6], [-1.0, -1.0], "stop", "", 1, versions=[1, 4])]
-        ahead = Ahead(lambda *_: old, loader, run.fleet, 1)
-        assert ahead.drawn(2, 0, 1)[1] == old
+        prefetcher = RolloutPrefetcher(lambda *_: old, loader, run.pool, 1)
+        assert prefetcher.drawn(2, 0, 1)[1] == old
         with pytest.raises(LedgerError, match="version 1, older than actors.max_staleness 0"):
-            ahead.drawn(3, 0, 1)
+            prefetcher.drawn(3, 0, 1)
 
 
 def test_an_error_of_a_step_that_is_sampled_ahead_is_raised_at_that_step_and_nothing_is_left_running():
     with running(2) as run:
-        draw = run.ahead._draw
+        draw = run.prefetcher._draw
 
         def failing(asked, step, extra_round, sampler, wanted):
             if step == 4:
                 raise UserError("step 4 cannot be")
             return draw(asked, step, extra_round, sampler, wanted)
 
-        run.ahead._draw = failing
+        run.prefetcher._draw = failing
         with pytest.raises(UserError, match="step 4 cannot be"):
             run.train(9)
         assert sorted(run.trained) == [1, 2, 3]
-    assert not [thread for thread in threading.enumerate() if thread.name == "ahead"]
+    assert not [thread for thread in threading.enumerate() if thread.name == "prefetcher"]
 
 
 def test_a_step_has_begun_when_its_samples_are_asked_however_long_its_prompts_take():
-    fleet, samplers = Fleet(1000, 1000, 1000.0), []
+    pool, samplers = GeneratorPool(1000, 1000, 1000.0), []
     encoded = threading.Event()
 
     def draw(asked, step, extra_round, sampler, wanted):
@@ -375,21 +375,21 @@ def test_a_step_has_begun_when_its_samples_are_asked_however_long_its_prompts_ta
         return sampler.generate([[1]], SamplingParams(max_tokens=3, seed=step))
 
     def remembering(kept):
-        samplers.append(RememberingFleet(fleet, kept))
+        samplers.append(CachingGeneratorPool(pool, kept))
         return samplers[-1]
 
-    ahead = Ahead(draw, PromptLoader(EXAMPLES, seed=1), fleet, 1, 1, remembering)
+    prefetcher = RolloutPrefetcher(draw, PromptLoader(EXAMPLES, seed=1), pool, 1, 1, remembering)
     timer = threading.Timer(0.2, encoded.set)
     timer.start()
-    ahead.begin(1, 5)
+    prefetcher.begin(1, 5)
     begun = [sampler.asked.is_set() for sampler in samplers]
     timer.join()
-    ahead.close()
+    prefetcher.close()
     assert begun == [True, True]
 
 
 def test_a_run_that_ends_does_not_wait_for_samples_of_later_steps():
-    fleet = Fleet(1000, 1000, 1000.0)  # without a generator nothing comes, for as long as a run may have none
+    pool = GeneratorPool(1000, 1000, 1000.0)  # without a generator nothing comes, for as long as a run may have none
     ended = []
 
     def draw(asked, step, extra_round, sampler, wanted):
@@ -399,9 +399,11 @@ def test_a_run_that_ends_does_not_wait_for_samples_of_later_steps():
             ended.append(step)
             raise
 
-    ahead = Ahead(draw, PromptLoader(EXAMPLES, seed=1), fleet, 1, 1, lambda kept: RememberingFleet(fleet, kept))
-    ahead.begin(1, 5)
-    closing = threading.Thread(target=ahead.close, daemon=True)
+    prefetcher = RolloutPrefetcher(
+        draw, PromptLoader(EXAMPLES, seed=1), pool, 1, 1, lambda kept: CachingGeneratorPool(pool, kept)
+    )
+    prefetcher.begin(1, 5)
+    closing = threading.Thread(target=prefetcher.close, daemon=True)
     closing.start()
     closing.join(20)
     assert sorted(ended) == [1, 2]
@@ -409,7 +411,7 @@ def test_a_run_that_ends_does_not_wait_for_samples_of_later_steps():
 
 def test_nothing_grows_over_a_long_run():
     def sizes(run):
-        owners = (run.fleet, run.fleet._work, run.ahead)
+        owners = (run.pool, run.pool._work, run.prefetcher)
         return {
             f"{type(owner).__name__}.{name}": len(value)
             for owner in owners
@@ -421,8 +423,8 @@ def test_nothing_grows_over_a_long_run():
     with running(2, generators=2, room=100) as run:
         for step in range(20, 321, 100):
             run.train(step)
-            run.ahead.wait(run.step)
-            run.fleet.metrics()
+            run.prefetcher.wait(run.step)
+            run.pool.metrics()
             found.append(sizes(run))
             assert len(run.state()["ahead"]["prompts"]) == 2 * PROMPTS  # the buffer is bounded
             assert len(run.state()["ahead"]["samples"]) == 2 * PROMPTS

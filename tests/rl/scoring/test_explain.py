@@ -121,7 +121,7 @@ def test_in_each_family_a_difference_in_any_kind_of_operator_is_named_in_the_fir
 def names_of_calls(model, kind, tokens):
     """What each call of an operator in a forward pass and the head is to be named, by its weight and its layer."""
     weights = {id(p): n.removesuffix(".weight") for n, p in model.named_parameters()}
-    exact, under_way, names = getattr(ops, kind), ["layer 0"], []
+    exact, in_flight, names = getattr(ops, kind), ["layer 0"], []
 
     def called(*arguments, **named):
         weight = next((weights[id(x)] for x in arguments if id(x) in weights), "")
@@ -136,7 +136,7 @@ def names_of_calls(model, kind, tokens):
             last = kind
         in_layer = weight.startswith("layers.") or not weight
         head = kind in ("linear", "head_linear") and weight in ("embed_tokens", "lm_head")
-        names.append("lm_head" if head else f"{under_way[0]}, {last}" if in_layer else last)
+        names.append("lm_head" if head else f"{in_flight[0]}, {last}" if in_layer else last)
         return exact(*arguments, **named)
 
     with pytest.MonkeyPatch.context() as patch:
@@ -144,7 +144,7 @@ def names_of_calls(model, kind, tokens):
         for layer, block in enumerate(model.layers):
 
             def forward(*arguments, layer=layer, own=block.forward, **named):
-                under_way[0] = f"layer {layer}"
+                in_flight[0] = f"layer {layer}"
                 return own(*arguments, **named)
 
             patch.setattr(block, "forward", forward)

@@ -66,10 +66,10 @@ def _flipped_bit(model, sequences, temperature):
 
 def _stale_weights(model, sequences, temperature):
     """The trainer's weights are ahead of the generator's in the last bit of one element."""
-    ahead = copy.deepcopy(model)
+    prefetcher = copy.deepcopy(model)
     with torch.no_grad():
-        ahead.norm.weight[:1].view(torch.int16 if model.dtype == torch.bfloat16 else torch.int32).bitwise_xor_(1)
-    return score(ahead, sequences, temperature)
+        prefetcher.norm.weight[:1].view(torch.int16 if model.dtype == torch.bfloat16 else torch.int32).bitwise_xor_(1)
+    return score(prefetcher, sequences, temperature)
 
 
 def _half_the_temperature(model, sequences, temperature):

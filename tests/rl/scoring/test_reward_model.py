@@ -19,7 +19,7 @@ from lockstep.errors import UserError
 from lockstep.rl import Environment, Example
 from lockstep.rl.controller import reinforce
 from lockstep.rl.conversations.rendering import Rendering
-from lockstep.rl.rollouts.eval_metrics import figures_of
+from lockstep.rl.rollouts.eval_metrics import eval_metrics
 from lockstep.rl.rollouts.records import Conversation, Rollout
 from lockstep.rl.scoring.reward_model import RewardModel, assign_scores
 from lockstep.train.packing import pack_scored, target_scores
@@ -199,7 +199,7 @@ def test_failed_rewards_stay_without_and_right_answers_are_the_environments_own(
     zero = _rollout("ab", "d", rewards={}, failure="raised")
     assign_scores([zero], _reward_model(folders[1]), Rendering(ByteTokenizer()), config)
     assert zero.reward == 2 * zero.rewards["reward_model"] != 0
-    assert figures_of(rollouts, Right()).pass_at[1].mean == pytest.approx(0.75)
+    assert eval_metrics(rollouts, Right()).pass_at[1].mean == pytest.approx(0.75)
     with pytest.raises(UserError, match="has a reward named reward_model"):
         assign_scores(
             [_rollout("a", "b", rewards={"reward_model": 1.0})],

@@ -313,13 +313,13 @@ def test_a_checkpoint_of_another_algorithm_has_no_head_to_resume_with(tmp_path, 
 def test_the_head_has_a_learning_rate_of_its_own_and_cannot_be_frozen():
     critic = make_critic(_config(), _model())
     for changes, expected in ({}, 10.0), ({"value_learning_rate": 3.0}, 3.0), ({"algorithm": "grpo"}, 1.0):
-        trainer = Trainer(_model(), train_settings(_config(**changes)), 1, beside=critic.parameters_by_name())
+        trainer = Trainer(_model(), train_settings(_config(**changes)), 1, extra_parameters=critic.parameters_by_name())
         assert trainer.optimizer.settings["value_head.weight"].learning_rate == expected
     own = _config(train=TrainConfig(rules=("value_head.* learning_rate=2",)))
-    trainer = Trainer(_model(), train_settings(own), 1, beside=critic.parameters_by_name())
+    trainer = Trainer(_model(), train_settings(own), 1, extra_parameters=critic.parameters_by_name())
     assert trainer.optimizer.settings["value_head.weight"].learning_rate == 2.0
     with pytest.raises(UserError, match=r"train.rules freeze value_head.weight, .* \"value_head.weight frozen=false\""):
-        Trainer(_model(), TrainConfig(rules=("* frozen=true",)), 1, beside=critic.parameters_by_name())
+        Trainer(_model(), TrainConfig(rules=("* frozen=true",)), 1, extra_parameters=critic.parameters_by_name())
 
 
 @pytest.mark.parametrize("rules", [("layers.0.* frozen=true",), ()], ids=["frozen layer", "in backward"])

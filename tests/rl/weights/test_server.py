@@ -19,10 +19,10 @@ from lockstep.errors import UserError
 from lockstep.model import build_model, initialize, preset
 from lockstep.model.shard import local_part
 from lockstep.parallel import World, close_world, generator_model, open_world, parallel_model
-from lockstep.rl.weights import reader as shelf_reader
-from lockstep.rl.weights import server as shelf_module
-from lockstep.rl.weights.reader import ShelfReader
-from lockstep.rl.weights.server import Shelf
+from lockstep.rl.weights import reader as reader_module
+from lockstep.rl.weights import server as server_module
+from lockstep.rl.weights.reader import WeightReader
+from lockstep.rl.weights.server import WeightServer
 from lockstep.train import Trainer, pack
 from lockstep.train.objective import NextTokenLoss
 from tests.parallel.launch import CONTEXT, launch
@@ -56,16 +56,16 @@ def _different(model, dtype, trained):
     ]
 
 
-def _through_json(edition):
-    return json.loads(json.dumps(edition))
+def _through_json(manifest):
+    return json.loads(json.dumps(manifest))
 
 
-def _by_tcp(edition):
+def _by_tcp(manifest):
     """As it looks to a reader on another host."""
-    edition = copy.deepcopy(edition)
-    for rank in edition["shelf"]["ranks"]:
+    manifest = copy.deepcopy(manifest)
+    for rank in manifest["server"]["ranks"]:
         rank["place"] = None
-    return edition
+    return manifest
 
 
 def _wait_for(file):
@@ -78,7 +78,7 @@ def _wait_for(file):
 
 def trainer(ranks, folder):
     """Publishes from every layout of so many ranks, and closes when the replicas are done."""
-    shelves = []
+    weight_servers = []
     for name, parallel in ((name, parallel) for name, (size, parallel) in LAYOUTS.items() if size == ranks):
         world = open_world(parallel, "cpu")
         shape, fill = replace(SHAPE, reduction_chunks=4), partial(initialize, seed=1)
@@ -87,17 +87,17 @@ def trainer(ranks, folder):
             for parameter in trained.parameters():
                 local_part(parameter)[0].mul_(1.0001)
         for kind, dtype in DTYPES.items():
-            shelves.append(Shelf(dict(trained.named_parameters()), dtype, world, KEY))
-            shelves[-1].publish(1)
-            edition = shelves[-1].publish(2)
+            weight_servers.append(WeightServer(dict(trained.named_parameters()), dtype, world, KEY))
+            weight_servers[-1].publish(1)
+            manifest = weight_servers[-1].publish(2)
             if world.is_main:
-                (folder / "writing").write_text(json.dumps(edition))
+                (folder / "writing").write_text(json.dumps(manifest))
                 (folder / "writing").rename(folder / f"{name} {kind}")
     if world.is_main:
         _wait_for(folder / "done")
     world.barrier()
-    for shelf in shelves:
-        shelf.close()
+    for weight_server in weight_servers:
+        weight_server.close()
     close_world(world)
 
 
@@ -107,12 +107,12 @@ def replica(ranks, folder):
     pair = open_world(parallel, "cpu")
     trained, wrong = _trained(), []
     for name in (f"{name} {kind}" for name, (size, _) in LAYOUTS.items() if size == ranks for kind in DTYPES):
-        edition, dtype = json.loads(_wait_for(folder / name).read_text()), DTYPES[name.split()[-1]]
-        for way, found in (("memory", edition), ("TCP", _by_tcp(edition))):
+        manifest, dtype = json.loads(_wait_for(folder / name).read_text()), DTYPES[name.split()[-1]]
+        for way, found in (("memory", manifest), ("TCP", _by_tcp(manifest))):
             for degree, world, degrees in ((1, ALONE, ParallelConfig()), (2, pair, parallel)):
                 shape = replace(SHAPE, reduction_chunks=4)
                 model = generator_model(shape, dtype, world, degrees, partial(initialize, seed=2))
-                reader = ShelfReader(model, world, KEY)
+                reader = WeightReader(model, world, KEY)
                 taken = reader.take(found)
                 if taken.outcome != "taken" or _different(model, dtype, trained):
                     wrong.append((name, way, degree, taken, _different(model, dtype, trained)))
@@ -135,10 +135,10 @@ def test_replicas_of_one_and_two_processes_have_the_bits_of_the_trainers_weights
 @pytest.fixture
 def pair():
     """A trainer's shelf and a replica's reader, in this process."""
-    shelf, reader = Shelf(_trained(), torch.bfloat16, ALONE, KEY), ShelfReader(_model(), ALONE, KEY)
-    yield shelf, reader
+    weight_server, reader = WeightServer(_trained(), torch.bfloat16, ALONE, KEY), WeightReader(_model(), ALONE, KEY)
+    yield weight_server, reader
     reader.close()
-    shelf.close()
+    weight_server.close()
 
 
 def _stayed(reader):
@@ -146,20 +146,20 @@ def _stayed(reader):
 
 
 def test_each_version_is_that_of_its_publication(pair):
-    shelf, reader = pair
-    editions = []
+    weight_server, reader = pair
+    manifests = []
     for version in (3, 7, 8):  # some may be left out
         with torch.no_grad():
-            for parameter in shelf._tensors.values():
+            for parameter in weight_server._tensors.values():
                 parameter.add_(1)
-        trained = {name: parameter.clone() for name, parameter in shelf._tensors.items()}
-        editions.append((_through_json(shelf.publish(version)), trained))
-        if editions[1:]:
-            for edition, expected in editions[-2:]:  # the newest, and the one before it
-                assert reader.take(edition) == shelf_reader.Taken(edition["version"], "taken")
+        trained = {name: parameter.clone() for name, parameter in weight_server._tensors.items()}
+        manifests.append((_through_json(weight_server.publish(version)), trained))
+        if manifests[1:]:
+            for manifest, expected in manifests[-2:]:  # the newest, and the one before it
+                assert reader.take(manifest) == reader_module.Taken(manifest["version"], "taken")
                 assert not _different(reader._model, torch.bfloat16, expected)
-    assert reader.take(editions[0][0]).outcome == "late"
-    assert not _different(reader._model, torch.bfloat16, editions[-1][1])
+    assert reader.take(manifests[0][0]).outcome == "late"
+    assert not _different(reader._model, torch.bfloat16, manifests[-1][1])
 
 
 def every_bit(parallel):
@@ -167,30 +167,32 @@ def every_bit(parallel):
     world = open_world(parallel, "cpu")
     shape, fill = replace(SHAPE, reduction_chunks=4), partial(initialize, seed=1)
     trained = parallel_model(shape, torch.float32, world, parallel, CompileConfig(), fill)
-    shelf = Shelf(dict(trained.named_parameters()), torch.bfloat16, world, KEY)
+    weight_server = WeightServer(dict(trained.named_parameters()), torch.bfloat16, world, KEY)
     model = generator_model(shape, torch.bfloat16, world, parallel, partial(initialize, seed=2))
     before = {name: local_part(parameter.detach())[0].clone() for name, parameter in model.named_parameters()}
-    reader, noticed = ShelfReader(model, world, KEY), {}
-    shelf_reader.TRIES = 1
+    reader, noticed = WeightReader(model, world, KEY), {}
+    reader_module.TRIES = 1
     for rank in range(world.size):
         for name in reader._names:
-            edition = shelf.publish(1)
-            there = name in [part[0] for part in edition["shelf"]["ranks"][rank]["parts"]]
+            manifest = weight_server.publish(1)
+            there = name in [part[0] for part in manifest["server"]["ranks"][rank]["parts"]]
             if world.rank == rank and there:
-                held = shelf._held[name]
-                room = shelf._memory.room(edition["slot"], shelf._offsets[name], held.box, torch.bfloat16)
+                held = weight_server._held[name]
+                room = weight_server._memory.room(
+                    manifest["slot"], weight_server._offsets[name], held.shard_slice, torch.bfloat16
+                )
                 room.reshape(-1)[-1:].view(torch.uint8)[-1] ^= 128
             world.barrier()
             if there:
-                expected = shelf_reader.Taken(1, "damaged", f"{name} did not arrive intact")
-                noticed[rank, name] = reader.take(edition) == expected
+                expected = reader_module.Taken(1, "damaged", f"{name} did not arrive intact")
+                noticed[rank, name] = reader.take(manifest) == expected
             world.barrier()
     stayed = all(
         torch.equal(local_part(parameter.detach())[0], before[name]) for name, parameter in model.named_parameters()
     )
     world.barrier()
     reader.close()
-    shelf.close()
+    weight_server.close()
     close_world(world)
     return noticed, stayed
 
@@ -206,14 +208,16 @@ def test_a_flipped_sign_in_any_tensor_on_any_rank_is_noticed(parallel):
         assert stayed
 
 
-def _leave_one_out(shelf, edition):
-    held = shelf._held["norm.weight"]
-    shelf._memory.room(edition["slot"], shelf._offsets["norm.weight"], held.box, torch.bfloat16).zero_()
+def _leave_one_out(weight_server, manifest):
+    held = weight_server._held["norm.weight"]
+    weight_server._memory.room(
+        manifest["slot"], weight_server._offsets["norm.weight"], held.shard_slice, torch.bfloat16
+    ).zero_()
 
 
 def _swap(one, other):
-    def swap(shelf, edition):
-        parts = {part[0]: part for part in edition["shelf"]["ranks"][0]["parts"]}
+    def swap(weight_server, manifest):
+        parts = {part[0]: part for part in manifest["server"]["ranks"][0]["parts"]}
         parts[one][2], parts[other][2] = parts[other][2], parts[one][2]
 
     return swap
@@ -234,11 +238,11 @@ DAMAGES = {
 
 @pytest.mark.parametrize("damage", DAMAGES)
 def test_damaged_weights_are_named_and_the_replica_keeps_its_own(damage, pair, caplog):
-    shelf, reader = pair
-    edition = _through_json(shelf.publish(7))
+    weight_server, reader = pair
+    manifest = _through_json(weight_server.publish(7))
     change, named = DAMAGES[damage]
-    change(shelf, edition)
-    taken = reader.take(edition)
+    change(weight_server, manifest)
+    taken = reader.take(manifest)
     assert taken.outcome == "damaged" and taken.said == f"{named} did not arrive intact"
     assert _stayed(reader)
     assert f"weights version 7: {named} did not arrive intact (try 3 of 3)" in caplog.text
@@ -261,38 +265,38 @@ def test_weights_of_another_model_are_refused_at_once(change, said):
         del tensors[name]
     elif change in ("shape", "more"):
         tensors[name if change == "shape" else "extra"] = torch.zeros(3, 5)
-    shelf = Shelf(tensors, torch.bfloat16, ALONE, KEY)
-    reader = ShelfReader(_model(torch.float32 if change == "dtype" else torch.bfloat16), ALONE, KEY)
-    edition = _through_json(shelf.publish(1))
+    weight_server = WeightServer(tensors, torch.bfloat16, ALONE, KEY)
+    reader = WeightReader(_model(torch.float32 if change == "dtype" else torch.bfloat16), ALONE, KEY)
+    manifest = _through_json(weight_server.publish(1))
     if change == "a part":
-        rank = edition["shelf"]["ranks"][0]
+        rank = manifest["server"]["ranks"][0]
         rank["parts"] = [part for part in rank["parts"] if part[0] != name]
     with pytest.raises(UserError, match="do not fit this generator") as error:
-        reader.take(edition)
+        reader.take(manifest)
     assert said in str(error.value)
-    shelf.close()
+    weight_server.close()
 
 
 @pytest.mark.parametrize("way", ["memory", "TCP"])
 def test_what_is_overwritten_while_it_is_read_is_late_and_not_taken(way, pair, monkeypatch, caplog):
-    shelf, reader = pair
-    edition = _through_json(shelf.publish(1))
-    edition = edition if way == "memory" else _by_tcp(edition)
-    monkeypatch.setattr(shelf_reader, "MESSAGE", 4096)
-    pieces, source = [0], shelf_reader.at
+    weight_server, reader = pair
+    manifest = _through_json(weight_server.publish(1))
+    manifest = manifest if way == "memory" else _by_tcp(manifest)
+    monkeypatch.setattr(reader_module, "MESSAGE", 4096)
+    pieces, source = [0], reader_module.at
 
-    def overtaken(part, box, of):
+    def overtaken(part, shard_slice, of):
         pieces[0] += 1
         if pieces[0] == 20:
-            shelf.publish(2)
+            weight_server.publish(2)
             with torch.no_grad():
-                for parameter in shelf._tensors.values():
+                for parameter in weight_server._tensors.values():
                     parameter.add_(1)
-            shelf.publish(3)
-        return source(part, box, of)
+            weight_server.publish(3)
+        return source(part, shard_slice, of)
 
-    monkeypatch.setattr(shelf_reader, "at", overtaken)
-    taken = reader.take(edition)
+    monkeypatch.setattr(reader_module, "at", overtaken)
+    taken = reader.take(manifest)
     assert taken.outcome == "late" and "rank 0" in taken.said and _stayed(reader)
     assert "(try 1 of 3)" in caplog.text and "did not arrive" not in caplog.text
 
@@ -303,19 +307,19 @@ def test_what_no_gradient_trains_is_read_where_it_has_changed(way, monkeypatch):
     trained, moving = {name for name in tensors if "mlp" in name}, "norm.weight"  # as a router's choice bias moves
     for name, tensor in tensors.items():
         tensor.requires_grad_(name in trained)
-    shelf, reader = Shelf(tensors, torch.bfloat16, ALONE, KEY), ShelfReader(model, ALONE, KEY)
-    read, read_source = set(), shelf_reader._Source.read
+    weight_server, reader = WeightServer(tensors, torch.bfloat16, ALONE, KEY), WeightReader(model, ALONE, KEY)
+    read, read_source = set(), reader_module._Source.read
 
-    def noting_read(source, edition, arrived, wanted):
+    def noting_read(source, manifest, arrived, wanted):
         read.update(arrived)
-        read_source(source, edition, arrived, wanted)
+        read_source(source, manifest, arrived, wanted)
 
-    monkeypatch.setattr(shelf_reader._Source, "read", noting_read)
+    monkeypatch.setattr(reader_module._Source, "read", noting_read)
 
-    def take(edition):
+    def take(manifest):
         read.clear()
-        edition = _through_json(edition)
-        assert reader.take(edition if way == "memory" else _by_tcp(edition)).outcome == "taken"
+        manifest = _through_json(manifest)
+        assert reader.take(manifest if way == "memory" else _by_tcp(manifest)).outcome == "taken"
         assert not _different(model, torch.bfloat16, tensors)
 
     changes = {1: 1.0, 4: 0.0, 5: -0.0, 9: 2.0}  # of one element: 5 and 9 by its sign, or after slots were written over
@@ -325,22 +329,22 @@ def test_what_no_gradient_trains_is_read_where_it_has_changed(way, monkeypatch):
                 tensors[name].add_(turn)
             if turn in changes:
                 tensors[moving][0] = changes[turn]
-        take(shelf.publish(turn))
+        take(weight_server.publish(turn))
         assert read == (set(tensors) if turn == 1 else trained | {moving} if turn in changes else trained)
         assert str(model.norm.weight[0].item()) == str(tensors[moving][0].item())
     for _ in range(2):  # not taken: the next has all that has changed meanwhile
         with torch.no_grad():
             tensors[moving][0] += 1
-        edition = shelf.publish(12)
-    take(edition)
+        manifest = weight_server.publish(12)
+    take(manifest)
     assert read == trained | {moving}
     # In the generator: what it has already is looked at all the same, and all is read again.
     with torch.no_grad():
         model.norm.weight[1] += 1
-    take(shelf.publish(13))
+    take(weight_server.publish(13))
     assert read == set(tensors)
-    shelf.close()
-    again = Shelf(tensors, torch.bfloat16, ALONE, KEY)
+    weight_server.close()
+    again = WeightServer(tensors, torch.bfloat16, ALONE, KEY)
     take(again.publish(1))
     assert read == set(tensors)
     reader.close()
@@ -350,64 +354,64 @@ def test_what_no_gradient_trains_is_read_where_it_has_changed(way, monkeypatch):
 def test_a_choice_bias_that_balancing_moves_reaches_the_generator():
     policy, generator = (build_model(preset("deepseek_v3:micro", 258), "float32", seed=seed) for seed in (1, 2))
     trainer = Trainer(policy, TrainConfig(router_bias_rate=0.1, learning_rate=1e-3, warmup_steps=0), 10)
-    shelf = Shelf(dict(policy.named_parameters()), torch.float32, ALONE, KEY)
-    reader = ShelfReader(generator, ALONE, KEY)
+    weight_server = WeightServer(dict(policy.named_parameters()), torch.float32, ALONE, KEY)
+    reader = WeightReader(generator, ALONE, KEY)
     (bias, *_) = (p for name, p in generator.named_parameters() if name.endswith("e_score_correction_bias"))
     seen = []
     for step in range(4):
         trainer.step([pack([list(range(40))])], NextTokenLoss(39))
-        assert reader.take(_through_json(shelf.publish(step))).outcome == "taken"
+        assert reader.take(_through_json(weight_server.publish(step))).outcome == "taken"
         assert not _different(generator, torch.float32, dict(policy.named_parameters()))
         seen.append(bias.detach().clone())
     assert not any(torch.equal(one, other) for one, other in zip(seen, seen[1:]))
     reader.close()
-    shelf.close()
+    weight_server.close()
 
 
 @pytest.mark.parametrize("times", [1, 3])
 def test_a_connection_that_is_cut_in_the_middle_is_tried_three_times(times, pair, monkeypatch):
-    shelf, reader = pair
-    monkeypatch.setattr(shelf_reader, "MESSAGE", 4096)
-    served, serve = [0], shelf.serve
+    weight_server, reader = pair
+    monkeypatch.setattr(reader_module, "MESSAGE", 4096)
+    served, serve = [0], weight_server.serve
 
     def cut(request):
         served[0] += 1
         if served[0] % 5 == 0 and served[0] <= 5 * times:
-            for caller in list(shelf._server._callers.values()):
+            for caller in list(weight_server._server._callers.values()):
                 caller.close()
         return serve(request)
 
-    monkeypatch.setattr(shelf, "serve", cut)
-    taken = reader.take(_by_tcp(shelf.publish(1)))
+    monkeypatch.setattr(weight_server, "serve", cut)
+    taken = reader.take(_by_tcp(weight_server.publish(1)))
     if times == 1:
-        assert taken.outcome == "taken" and not _different(reader._model, torch.bfloat16, shelf._tensors)
+        assert taken.outcome == "taken" and not _different(reader._model, torch.bfloat16, weight_server._tensors)
     else:
         assert taken.outcome == "unreachable" and "rank 0 of the trainer" in taken.said and _stayed(reader)
 
 
 def test_who_does_not_know_the_key_gets_nothing(pair):
-    shelf, _ = pair
-    stranger = ShelfReader(_model(), ALONE, KEY[::-1])
-    taken = stranger.take(_by_tcp(shelf.publish(1)))
+    weight_server, _ = pair
+    stranger = WeightReader(_model(), ALONE, KEY[::-1])
+    taken = stranger.take(_by_tcp(weight_server.publish(1)))
     assert taken.outcome == "unreachable" and _stayed(stranger)
 
 
 def killed_while_writing(folder):
     """Publishes twice, and is killed in the middle of the third time."""
-    shelf = Shelf(_trained(), torch.bfloat16, ALONE, KEY)
-    (folder / "first").write_text(json.dumps(shelf.publish(1)))
-    (folder / "writing").write_text(json.dumps(shelf.publish(2)))
+    weight_server = WeightServer(_trained(), torch.bfloat16, ALONE, KEY)
+    (folder / "first").write_text(json.dumps(weight_server.publish(1)))
+    (folder / "writing").write_text(json.dumps(weight_server.publish(2)))
     (folder / "writing").rename(folder / "second")
     _wait_for(folder / "opened")
-    lay_out, parts = shelf._lay_out, iter(range(10))
+    lay_out, parts = weight_server._lay_out, iter(range(10))
 
     def die(name, slot):
         if next(parts) == 9:
             os.kill(os.getpid(), signal.SIGKILL)
         return lay_out(name, slot)
 
-    shelf._lay_out = die
-    shelf.publish(3)
+    weight_server._lay_out = die
+    weight_server.publish(3)
 
 
 def test_of_a_trainer_that_is_killed_while_it_writes_nothing_torn_is_taken_and_nothing_is_left(tmp_path):
@@ -416,7 +420,7 @@ def test_of_a_trainer_that_is_killed_while_it_writes_nothing_torn_is_taken_and_n
     process.start()
     second = json.loads(_wait_for(tmp_path / "second").read_text())
     first = json.loads((tmp_path / "first").read_text())
-    reader = ShelfReader(_model(), ALONE, KEY)
+    reader = WeightReader(_model(), ALONE, KEY)
     assert reader.take(second).outcome == "taken"
     (tmp_path / "opened").touch()
     process.join(PATIENCE)
@@ -426,7 +430,7 @@ def test_of_a_trainer_that_is_killed_while_it_writes_nothing_torn_is_taken_and_n
     assert reader.take(first | {"turn": 3}).outcome == "torn"
     assert not _different(reader._model, torch.bfloat16, _trained())
     reader.close()
-    taken = ShelfReader(_model(), ALONE, KEY).take(second)
+    taken = WeightReader(_model(), ALONE, KEY).take(second)
     assert taken.outcome == "unreachable" and "rank 0" in taken.said
     assert _left_since(before) == (set(), [], [], [])
 
@@ -439,33 +443,33 @@ def _held():
     """What a shelf could leave behind: sockets and files of memory, threads, mappings, entries in /dev/shm."""
     files = {_target(n) for n in os.listdir("/proc/self/fd")}
     files = {file for file in files if file.startswith("socket:") or "lockstep" in file}
-    threads = [thread for thread in threading.enumerate() if thread.name == "shelf"]
+    threads = [thread for thread in threading.enumerate() if thread.name == "weight server"]
     return files, threads, _memory_files(), _entries()
 
 
 def test_who_asks_for_what_is_not_there_is_turned_away_and_others_are_not(monkeypatch, caplog):
     failed = []
     monkeypatch.setattr(threading, "excepthook", failed.append)
-    shelf = Shelf(_trained(), torch.bfloat16, ALONE, KEY)
-    edition = shelf.publish(1)
-    slot, address = edition["slot"], edition["shelf"]["ranks"][0]["address"]
-    name, box, _ = edition["shelf"]["ranks"][0]["parts"][0]
+    weight_server = WeightServer(_trained(), torch.bfloat16, ALONE, KEY)
+    manifest = weight_server.publish(1)
+    slot, address = manifest["slot"], manifest["server"]["ranks"][0]["address"]
+    name, shard_slice, _ = manifest["server"]["ranks"][0]["parts"][0]
     wrong = [
-        {"slot": 99, "pieces": [[name, box]]},
+        {"slot": 99, "pieces": [[name, shard_slice]]},
         {"slot": -1, "pieces": []},
         {"slot": [1], "pieces": []},
-        {"slot": slot, "pieces": [["\x1b[31m" * 1000, box]]},
-        {"slot": slot, "pieces": [[name, [[-5, 10**9], *box[1:]]]]},
-        {"slot": slot, "pieces": [[name, box[:1]]]},
-        {"slot": slot, "pieces": [[name, [[0.0, 1.0], *box[1:]]]]},
-        {"slot": slot, "pieces": [[name, box]] * 1000},
+        {"slot": slot, "pieces": [["\x1b[31m" * 1000, shard_slice]]},
+        {"slot": slot, "pieces": [[name, [[-5, 10**9], *shard_slice[1:]]]]},
+        {"slot": slot, "pieces": [[name, shard_slice[:1]]]},
+        {"slot": slot, "pieces": [[name, [[0.0, 1.0], *shard_slice[1:]]]]},
+        {"slot": slot, "pieces": [[name, shard_slice]] * 1000},
         [1],
         None,
     ]
     for request in wrong:
-        channel = shelf_reader.call(*address, KEY)
+        channel = reader_module.call(*address, KEY)
         channel.send(request)
-        with pytest.raises(shelf_reader.Closed):
+        with pytest.raises(reader_module.Closed):
             channel.receive(PATIENCE)
     # They may have had their end before their thread has said why.
     end = time.monotonic() + PATIENCE
@@ -473,28 +477,28 @@ def test_who_asks_for_what_is_not_there_is_turned_away_and_others_are_not(monkey
         assert time.monotonic() < end
         time.sleep(0.01)
     assert all(line.isprintable() and len(line) < 400 for line in caplog.messages)
-    reader = ShelfReader(_model(), ALONE, KEY)
-    assert reader.take(_by_tcp(edition)).outcome == "taken"
+    reader = WeightReader(_model(), ALONE, KEY)
+    assert reader.take(_by_tcp(manifest)).outcome == "taken"
     reader.close()
-    shelf.close()
+    weight_server.close()
     assert not failed
 
 
 def test_a_reader_that_neither_asks_nor_takes_is_let_go(monkeypatch):
-    monkeypatch.setattr(shelf_module, "READER_SECONDS", 1)
+    monkeypatch.setattr(server_module, "READER_SECONDS", 1)
     large = {"a": torch.zeros(2**24)}
-    shelf = Shelf(large, torch.float32, ALONE, KEY)
-    edition = shelf.publish(1)
-    address = edition["shelf"]["ranks"][0]["address"]
-    silent, greedy = (shelf_reader.call(*address, KEY) for _ in range(2))
-    greedy.send({"slot": edition["slot"], "pieces": [["a", [[0, 2**24]]]]})  # more than the connection holds
+    weight_server = WeightServer(large, torch.float32, ALONE, KEY)
+    manifest = weight_server.publish(1)
+    address = manifest["server"]["ranks"][0]["address"]
+    silent, greedy = (reader_module.call(*address, KEY) for _ in range(2))
+    greedy.send({"slot": manifest["slot"], "pieces": [["a", [[0, 2**24]]]]})  # more than the connection holds
     end = time.monotonic() + PATIENCE
-    while shelf._server._callers:
+    while weight_server._server._callers:
         assert time.monotonic() < end
         time.sleep(0.05)
     for channel in (silent, greedy):
         channel.close()
-    shelf.close()
+    weight_server.close()
 
 
 def _left_since(before):
@@ -513,14 +517,16 @@ def _entries():
 
 def test_nothing_is_left_when_shelf_and_readers_are_closed():
     before = _held()
-    shelf = Shelf(_trained(), torch.bfloat16, ALONE, KEY)
-    readers = [ShelfReader(_model(), ALONE, KEY) for _ in range(2)]
-    edition = shelf.publish(1)
-    assert [reader.take(found).outcome for reader, found in zip(readers, (edition, _by_tcp(edition)))] == 2 * ["taken"]
-    idle = shelf_reader.call(*edition["shelf"]["ranks"][0]["address"], KEY)  # who stays on the line
+    weight_server = WeightServer(_trained(), torch.bfloat16, ALONE, KEY)
+    readers = [WeightReader(_model(), ALONE, KEY) for _ in range(2)]
+    manifest = weight_server.publish(1)
+    assert [reader.take(found).outcome for reader, found in zip(readers, (manifest, _by_tcp(manifest)))] == 2 * [
+        "taken"
+    ]
+    idle = reader_module.call(*manifest["server"]["ranks"][0]["address"], KEY)  # who stays on the line
     assert any("memfd:lockstep" in file for file in _held()[0]) and len(_memory_files()) == 2
-    shelf.close()
-    with pytest.raises(shelf_reader.Closed):
+    weight_server.close()
+    with pytest.raises(reader_module.Closed):
         idle.receive(PATIENCE)
     idle.close()
     for reader in readers:
