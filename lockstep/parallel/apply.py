@@ -69,7 +69,7 @@ def parallel_model(
     fill(model)
     _round(model, dtype)
     for part in _parts(model):
-        apply_recompute(part, recompute or RecomputeConfig(), lambda: _passes_held(model))
+        apply_recompute(part, recompute or RecomputeConfig(), lambda: _passes_in_flight(model))
         apply_compile(part, compiled)
     return model
 
@@ -122,5 +122,5 @@ def _parts(model: Decoder | Pipeline) -> tuple[Decoder, ...]:
     return model.stages if isinstance(model, Pipeline) else (model,)
 
 
-def _passes_held(model: Decoder | Pipeline) -> int:
-    return model.passes_held if isinstance(model, Pipeline) else 1
+def _passes_in_flight(model: Decoder | Pipeline) -> int:
+    return model.passes_in_flight if isinstance(model, Pipeline) else 1

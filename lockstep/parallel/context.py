@@ -32,7 +32,7 @@ Piece = tuple[int, int, int]
 """Sequence, first token, and the token after the last."""
 
 
-def cut_sequences(lengths: Sequence[int], ranks: int) -> list[list[Piece]]:
+def split_sequences(lengths: Sequence[int], ranks: int) -> list[list[Piece]]:
     """Each rank's pieces of packed sequences, in order: `ranks` shares whose token counts differ by at most one.
 
     Rank r has chunks r and 2·ranks - 1 - r of a sequence in 2·ranks chunks, so that causal attention is equal work for
@@ -69,7 +69,7 @@ class ContextAttention:
         """multiple: `padded_rows` is a multiple of this."""
         self.group = group
         ranks, rank = dist.get_world_size(group), dist.get_rank(group)
-        shares = cut_sequences(lengths, ranks)
+        shares = split_sequences(lengths, ranks)
         self.pieces = ops.PieceAttention(lengths, shares[rank], device)
         rows = [_rows(lengths, share) for share in shares]
         self.rows: Int[Tensor, "own"] = rows[rank].to(device)
@@ -158,7 +158,7 @@ class _GatheredAttention(torch.autograd.Function):
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, Tensor, Tensor | None, Tensor | None, None, None]:
         q, k, v, out, log_sums, sinks = ctx.saved_tensors
         if one_order.is_asked():
-            return *_in_one_order(ctx.attention, grads[0], q, k, v, out, log_sums, ctx.terms, sinks), None, None
+            return *_ordered_gradients(ctx.attention, grads[0], q, k, v, out, log_sums, ctx.terms, sinks), None, None
         pieces = ctx.attention.pieces
         keys, values = ctx.attention.gather(k, v)
         grad_q, grad_keys, grad_values = pieces.backward(grads[0], q, keys, values, out, log_sums, ctx.terms)
@@ -169,7 +169,7 @@ class _GatheredAttention(torch.autograd.Function):
         return grad_q, grad_k.to(k.dtype), None if grad_v is None else grad_v.to(k.dtype), of_sinks, None, None
 
 
-def _in_one_order(
+def _ordered_gradients(
     attention: ContextAttention,
     grad_out: Tensor,
     q: Tensor,

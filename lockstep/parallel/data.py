@@ -44,7 +44,7 @@ def shard_data_parallel(model: Decoder, world: World, config: ParallelConfig, co
             mp_policy=precision,
             offload_policy=offload,
             ignored_params=whole,
-            shard_placement_fn=partial(_cut_experts, world),
+            shard_placement_fn=partial(_expert_placement, world),
             reshard_after_forward=always and module is not model,
         )
         assert isinstance(module, FSDPModule)
@@ -60,7 +60,7 @@ def shard_data_parallel(model: Decoder, world: World, config: ParallelConfig, co
         round_tied_gradient(model, compute)
 
 
-def _cut_experts(world: World, parameter: nn.Parameter) -> Shard | None:
+def _expert_placement(world: World, parameter: nn.Parameter) -> Shard | None:
     """Stacked experts are sharded along the first dimension, like all weights, if every rank gets equally many;
     otherwise, as with more ranks than experts, each expert is sharded along its outputs."""
     ranks = world.degrees["data_shard"] * world.degrees["context"] // world.expert

@@ -38,16 +38,16 @@ WIDEST = 16 * 1024 - 16
 
 Result = TypeVar("Result")
 
-_asked = False
-_told = False
+_requested = False
+_warned = False
 _buffers: dict[tuple[str, int], Any] = {}
 """Buffers by a group's name and the bytes per row; None if the group uses the all-to-all."""
 
 
 def use_deep_ep(asked: bool) -> None:
     """Sets whether this process sends rows with DeepEP from now on; see `ParallelConfig.expert_dispatcher`."""
-    global _asked
-    _asked = asked
+    global _requested
+    _requested = asked
 
 
 def close_buffers() -> None:
@@ -57,31 +57,31 @@ def close_buffers() -> None:
 
 def begin_exchange(rows: Tensor, sent: list[int], received: list[int], group: dist.ProcessGroup) -> InFlight:
     """As `begin_all_to_all`, but with DeepEP if requested and working on all ranks of `group`, which all call it."""
-    if not _asked or native.is_pretending():
+    if not _requested or native.is_pretending():
         return begin_all_to_all(rows, sent, received, group)
     key = group.group_name, rows.shape[1] * rows.element_size()
     if first := key not in _buffers:
         _buffers[key] = _open(key[1], group)
     if (buffer := _buffers[key]) is None:
         return begin_all_to_all(rows, sent, received, group)
-    in_flight = _on_every_rank(lambda: _dispatch(buffer, rows, sent, received), group)
+    in_flight = _on_all_ranks(lambda: _dispatch(buffer, rows, sent, received), group)
     if in_flight is not None and not first:
         return in_flight
     arrived = begin_all_to_all(rows, sent, received, group)
-    if in_flight is None or _on_every_rank(lambda: _compare(in_flight.wait(), arrived.wait()), group) is None:
+    if in_flight is None or _on_all_ranks(lambda: _compare(in_flight.wait(), arrived.wait()), group) is None:
         _buffers[key] = None
     return arrived
 
 
 def _open(width: int, group: dist.ProcessGroup) -> Any:
     """A DeepEP buffer for rows of `width` bytes; None if any rank has none."""
-    module = _on_every_rank(lambda: _load(width), group)
+    module = _on_all_ranks(lambda: _load(width), group)
     if module is None:
         return None
     # Its messages about buffers have their own group: a rank that fails in between sends different messages next.
     ranks = dist.get_process_group_ranks(group)
     own = dist.new_group(ranks, timeout=PATIENCE, backend="gloo", use_local_synchronization=True)
-    return _on_every_rank(lambda: _buffer(module, width, own), group)
+    return _on_all_ranks(lambda: _buffer(module, width, own), group)
 
 
 def _load(width: int) -> Any:
@@ -98,13 +98,13 @@ def _buffer(module: Any, width: int, group: Any) -> Any:
 
 def _dispatch(buffer: Any, rows: Tensor, sent: list[int], received: list[int]) -> InFlight:
     counts = torch.tensor(sent, dtype=torch.int32, device=rows.device)
-    goes_to = torch.eye(len(sent), dtype=torch.bool, device=rows.device)
-    goes_to = goes_to.repeat_interleave(counts, 0, output_size=len(rows))
+    destinations = torch.eye(len(sent), dtype=torch.bool, device=rows.device)
+    destinations = destinations.repeat_interleave(counts, 0, output_size=len(rows))
     words = rows.contiguous().view(torch.bfloat16)  # the dtype it is written for; it copies bytes
     arrived, *_, event = buffer.dispatch(
         words,
         num_tokens_per_rank=counts,
-        is_token_in_rank=goes_to,
+        is_token_in_rank=destinations,
         num_tokens_per_expert=counts,  # for DeepEP, every rank is one expert
         async_finish=True,
     )
@@ -120,9 +120,9 @@ def _compare(arrived: Tensor, expected: Tensor) -> bool:
     return True
 
 
-def _on_every_rank(attempt: Callable[[], Result], group: dist.ProcessGroup) -> Result | None:
+def _on_all_ranks(attempt: Callable[[], Result], group: dist.ProcessGroup) -> Result | None:
     """The result of `attempt` if it fails on no rank of `group`; else None on all of them, and a warning."""
-    global _told
+    global _warned
     result, problem = None, ""
     try:
         result = attempt()
@@ -135,8 +135,8 @@ def _on_every_rank(attempt: Callable[[], Result], group: dist.ProcessGroup) -> R
     ranks_of: dict[str, list[int]] = {}
     for rank, each in zip(dist.get_process_group_ranks(group), from_all(problem, group)):
         ranks_of.setdefault(each, []).append(rank)
-    if not _told:
-        said = "; ".join(f"on ranks {ranks}: {each}" for each, ranks in ranks_of.items() if each)
-        log.warning('parallel.expert_dispatcher "deep_ep" failed, using all-to-all instead: %s', said)
-    _told = True
+    if not _warned:
+        causes = "; ".join(f"on ranks {ranks}: {each}" for each, ranks in ranks_of.items() if each)
+        log.warning('parallel.expert_dispatcher "deep_ep" failed, using all-to-all instead: %s', causes)
+    _warned = True
     return None

@@ -178,7 +178,7 @@ class ExchangedSum:
     def __init__(self, shared: int = 1):
         """shared: how many neighboring ranks share a micro-batch's tokens."""
         self.shared = shared
-        self._apart = _Apart()
+        self._tree_of_leaves = _MicrobatchTree()
 
     def allocate(self, size: Sequence[int], *, dtype: torch.dtype, device: torch.device) -> Tensor:
         return torch.empty(size, dtype=dtype, device=device)
@@ -198,7 +198,7 @@ class ExchangedSum:
         parts = list(received.view(group.size(), -1).unbind())
         if one_order.is_asked() and is_no_subtree(group.size() // self.shared):
             # With one order, of ranks that share tokens only one has a gradient.
-            total = self._apart.add(map(tree_sum, zip(*[iter(parts)] * self.shared)))
+            total = self._tree_of_leaves.add(map(tree_sum, zip(*[iter(parts)] * self.shared)))
             if total is None:
                 output_tensor.zero_()
             else:
@@ -218,13 +218,13 @@ class SumOverReplicas:
 
     def __init__(self, group: dist.ProcessGroup):
         self.group = group
-        self._apart = _Apart()
+        self._tree_of_leaves = _MicrobatchTree()
 
     def __call__(self, x: Tensor) -> None:
         ranks = self.group.size()
         padded = torch.nn.functional.pad(x.flatten(), (0, -x.numel() % ranks))
         if one_order.is_asked() and is_no_subtree(ranks):
-            share = self._apart.add(swap_rows(padded, self.group).view(ranks, -1))
+            share = self._tree_of_leaves.add(swap_rows(padded, self.group).view(ranks, -1))
         else:
             share = sum_rows(padded, self.group)
         if share is None:
@@ -238,7 +238,7 @@ def is_no_subtree(ranks: int) -> bool:
     return ranks & (ranks - 1) != 0
 
 
-class _Apart:
+class _MicrobatchTree:
     """Adds up gradients of a step's micro-batches on ranks whose number is no power of two, leaf by leaf.
 
     What is passed on is zero until the step's last micro-batch, and then the sum of all.

@@ -56,11 +56,11 @@ def experts_over_ranks(
         out = combine(_everyones(feed_forward(own, own_starts), starts, sources, group), weights, places)
         return out if shared is None else out + shared(x)
     rows = dispatch(_own_tokens(x, chosen.shape[0], group), places, sources)
-    arrive = _travel(rows, starts, group)
-    extra_parameters = None if shared is None else shared(x)
+    arrive = _send_to_experts(rows, starts, group)
+    shared_out = None if shared is None else shared(x)
     arrived, own_starts, counts = arrive()
-    out = combine(_come_home(feed_forward(arrived, own_starts), starts, counts, sources, group), weights, places)
-    return out if extra_parameters is None else out + extra_parameters
+    out = combine(_send_back(feed_forward(arrived, own_starts), starts, counts, sources, group), weights, places)
+    return out if shared_out is None else out + shared_out
 
 
 def _own_tokens(x: Tensor, tokens: int, group: dist.ProcessGroup) -> Tensor:
@@ -70,29 +70,31 @@ def _own_tokens(x: Tensor, tokens: int, group: dist.ProcessGroup) -> Tensor:
     return x.unflatten(0, (ranks, -1))[dist.get_rank(group) % ranks]
 
 
-def _travel(rows: Tensor, starts: Tensor, group: dist.ProcessGroup) -> Callable[[], tuple[Tensor, Tensor, Tensor]]:
+def _send_to_experts(
+    rows: Tensor, starts: Tensor, group: dist.ProcessGroup
+) -> Callable[[], tuple[Tensor, Tensor, Tensor]]:
     """Starts sending the rows. The returned function waits, and returns the rows of this rank's experts, where each
     expert's rows start, and how many rows of each expert come from each rank."""
     if torch.compiler.is_compiling():  # one operator: the compiler would decide what runs in between
-        arrived = _opaque_travel(rows, starts, group.group_name)
+        arrived = _opaque_send(rows, starts, group.group_name)
         return lambda: arrived
-    journey = _begin_journey(rows, starts, group)
-    left: Tensor = _Leave.apply(rows, journey)
-    return lambda: (_Arrive.apply(left, journey), journey.own_starts, journey.counts)
+    exchange = _start_exchange(rows, starts, group)
+    left: Tensor = _Send.apply(rows, exchange)
+    return lambda: (_Receive.apply(left, exchange), exchange.own_starts, exchange.counts)
 
 
-def _come_home(rows: Tensor, starts: Tensor, counts: Tensor, sources: Tensor, group: dist.ProcessGroup) -> Tensor:
+def _send_back(rows: Tensor, starts: Tensor, counts: Tensor, sources: Tensor, group: dist.ProcessGroup) -> Tensor:
     """The inverse: this rank's own rows, as many as `sources`."""
     if torch.compiler.is_compiling():
         return _opaque_return(rows, starts, counts, sources.shape[0], group.group_name)
     if torch.is_grad_enabled() and rows.requires_grad:
-        return _ComeHome.apply(rows, starts, counts, len(sources), group)
+        return _Return.apply(rows, starts, counts, len(sources), group)
     return _back(rows, starts, counts, len(sources), group)
 
 
 @dataclass
-class _Journey:
-    """The journey of `length` rows to their experts, and of their gradients back."""
+class _ExpertExchange:
+    """The exchange of `length` rows to their experts, and of their gradients back."""
 
     starts: Tensor
     counts: Tensor
@@ -108,43 +110,43 @@ class _Journey:
         return torch.cat([self.counts.new_zeros(1), self.counts.sum(0).cumsum(0)])
 
     def take(self) -> InFlight:
-        """Takes what is in flight, since a journey lives as long as the graph, but what was sent need not."""
+        """Takes what is in flight, since a exchange lives as long as the graph, but what was sent need not."""
         assert self.in_flight is not None
         in_flight, self.in_flight = self.in_flight, None
         return in_flight
 
 
-class _Leave(torch.autograd.Function):
-    """Rows in flight. Its backward waits for their gradients, which the backward of `_Arrive` has begun to send.
+class _Send(torch.autograd.Function):
+    """Rows in flight. Its backward waits for their gradients, which the backward of `_Receive` has begun to send.
 
     Autograd runs in reverse order, so what is called between the two runs between them in the backward pass as well.
     """
 
     @staticmethod
-    def forward(ctx: Any, rows: Tensor, journey: _Journey) -> Tensor:
-        ctx.journey = journey
+    def forward(ctx: Any, rows: Tensor, exchange: _ExpertExchange) -> Tensor:
+        ctx.exchange = exchange
         return rows.view_as(rows)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
-        return ctx.journey.take().wait(), None  # the same memory as `grads`, filled now
+        return ctx.exchange.take().wait(), None  # the same memory as `grads`, filled now
 
 
-class _Arrive(torch.autograd.Function):
+class _Receive(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, rows: Tensor, journey: _Journey) -> Tensor:
-        ctx.journey = journey
-        return _by_own_expert(journey.take().wait(), journey.counts)
+    def forward(ctx: Any, rows: Tensor, exchange: _ExpertExchange) -> Tensor:
+        ctx.exchange = exchange
+        return _by_own_expert(exchange.take().wait(), exchange.counts)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
-        journey: _Journey = ctx.journey
-        in_flight = _begin_back(grads[0], journey.starts, journey.counts, journey.length, journey.group)
-        journey.in_flight = in_flight
+        exchange: _ExpertExchange = ctx.exchange
+        in_flight = _begin_back(grads[0], exchange.starts, exchange.counts, exchange.length, exchange.group)
+        exchange.in_flight = in_flight
         return in_flight.received, None
 
 
-class _ComeHome(torch.autograd.Function):
+class _Return(torch.autograd.Function):
     @staticmethod
     def forward(
         ctx: Any, rows: Tensor, starts: Tensor, counts: Tensor, length: int, group: dist.ProcessGroup
@@ -159,12 +161,12 @@ class _ComeHome(torch.autograd.Function):
         return _out(grads[0], starts, counts, ctx.group), None, None, None, None
 
 
-def _begin_journey(rows: Tensor, starts: Tensor, group: dist.ProcessGroup) -> _Journey:
+def _start_exchange(rows: Tensor, starts: Tensor, group: dist.ProcessGroup) -> _ExpertExchange:
     own = starts.diff().view(dist.get_world_size(group), -1)
     counts = swap_rows(own, group)  # counts are exchanged on the CPU, which waits for them in any case
     in_flight = _begin_out(rows, starts, counts, group)
     TRAFFIC.note_call(len(in_flight.received), group)
-    return _Journey(starts, counts, len(rows), group, in_flight)
+    return _ExpertExchange(starts, counts, len(rows), group, in_flight)
 
 
 def _out(rows: Tensor, starts: Tensor, counts: Tensor, group: dist.ProcessGroup) -> Tensor:
@@ -246,16 +248,16 @@ def _some_rows(like: Tensor) -> Tensor:
 
 
 @library.operator(
-    "travel_to_experts(Tensor rows, Tensor starts, str group) -> (Tensor, Tensor, Tensor)",
+    "send_to_experts(Tensor rows, Tensor starts, str group) -> (Tensor, Tensor, Tensor)",
     fake=lambda rows, starts, group: (
         _some_rows(rows),
         starts.new_empty((starts.shape[0] - 1) // group_named(group).size() + 1),
         starts.new_empty(group_named(group).size(), (starts.shape[0] - 1) // group_named(group).size()),
     ),
 )
-def _opaque_travel(rows: Tensor, starts: Tensor, group: str) -> tuple[Tensor, Tensor, Tensor]:
-    journey = _begin_journey(rows, starts, group_named(group))
-    return _by_own_expert(journey.take().wait(), journey.counts), journey.own_starts, journey.counts
+def _opaque_send(rows: Tensor, starts: Tensor, group: str) -> tuple[Tensor, Tensor, Tensor]:
+    exchange = _start_exchange(rows, starts, group_named(group))
+    return _by_own_expert(exchange.take().wait(), exchange.counts), exchange.own_starts, exchange.counts
 
 
 @library.operator(
@@ -267,7 +269,7 @@ def _opaque_return(rows: Tensor, starts: Tensor, counts: Tensor, length: int, gr
 
 
 @library.operator(
-    "travel_again(Tensor rows, Tensor starts, Tensor counts, SymInt length, str group) -> Tensor",
+    "resend_to_experts(Tensor rows, Tensor starts, Tensor counts, SymInt length, str group) -> Tensor",
     fake=lambda rows, starts, counts, length, group: rows.new_empty(length, rows.shape[1]),
 )
 def _opaque_out(rows: Tensor, starts: Tensor, counts: Tensor, length: int, group: str) -> Tensor:
@@ -293,7 +295,7 @@ def _opaque_gather(rows: Tensor, starts: Tensor, sources: Tensor, group: str) ->
     return _gathered(rows, starts, sources, group)
 
 
-def _save_travel(ctx: Any, inputs: tuple[Tensor, Tensor, str], output: tuple[Tensor, Tensor, Tensor]) -> None:
+def _save_send(ctx: Any, inputs: tuple[Tensor, Tensor, str], output: tuple[Tensor, Tensor, Tensor]) -> None:
     ctx.save_for_backward(inputs[1], output[2])
     ctx.length, ctx.group = inputs[0].shape[0], inputs[2]
 
@@ -304,8 +306,8 @@ def _save_return(ctx: Any, inputs: tuple[Tensor, Tensor, Tensor, int, str], outp
 
 
 library.differentiable(
-    "travel_to_experts",
-    _save_travel,
+    "send_to_experts",
+    _save_send,
     lambda ctx, grad, *_: (_opaque_return(grad, *ctx.saved_tensors, ctx.length, ctx.group), None, None),
 )
 library.differentiable(

@@ -15,7 +15,7 @@ from lockstep import ops
 from lockstep.config import CompileConfig, ParallelConfig
 from lockstep.model import ModelConfig, ScoringModel
 from lockstep.model.shard import is_fsdp
-from lockstep.parallel.pipeline_schedule import Action, PipelinePlan, bubble_fraction, passes_held
+from lockstep.parallel.pipeline_schedule import Action, PipelinePlan, bubble_fraction, passes_in_flight
 from lockstep.parallel.pipeline_split import split_layers, stage_work
 from lockstep.parallel.pipeline_stage import Computed, Stage
 from lockstep.parallel.tied_embedding import TiedEmbedding
@@ -62,7 +62,7 @@ class Pipeline(nn.Module):
         self.tied = TiedEmbedding(self.stages, self.plan.rank_of(self.plan.stages - 1), self.group, dtype)
         self.bubble = float("nan")
         """The share of time that ranks wait in the last step's schedule, as computed from its table."""
-        self.passes_held = 1
+        self.passes_in_flight = 1
         """The most forwards of this rank's stages whose activations it holds at once in the last step's schedule."""
         self._schedules: dict[tuple[int, int], tuple[Any, list[Any], float, list[Action]]] = {}
         self._loss_of: Callable[..., Tensor] = _no_loss
@@ -162,7 +162,7 @@ class Pipeline(nn.Module):
         if (count, tokens) not in self._schedules:
             stages = [self._torch_stage(stage, tokens) for stage in self.stages]
             schedule, table = self.plan.make(stages, count, self._loss)
-            self.passes_held = passes_held(table[self.rank])
+            self.passes_in_flight = passes_in_flight(table[self.rank])
             bubble = bubble_fraction(table, self.work)
             self._schedules = {(count, tokens): (schedule, stages, bubble, table[self.rank])}
         return self._schedules[count, tokens]

@@ -177,7 +177,7 @@ def _actions(order: Sequence[Any]) -> list[Action]:
     return found
 
 
-def passes_held(work: Sequence[Action]) -> int:
+def passes_in_flight(work: Sequence[Action]) -> int:
     """The most forwards of a rank's stages that still wait for their backward."""
     held = most = 0
     for action in work:

@@ -23,14 +23,14 @@ from lockstep.ops.routes import recorded_routes, repeatable
 Forward = Callable[..., Tensor]
 
 
-def apply_recompute(model: Decoder, config: RecomputeConfig, passes_held: Callable[[], int] = lambda: 1) -> None:
+def apply_recompute(model: Decoder, config: RecomputeConfig, passes_in_flight: Callable[[], int] = lambda: 1) -> None:
     """Makes the layers that `config` selects recompute; inside FSDP, whose hooks gather a layer for both passes.
 
-    passes_held: the most forwards through this rank's stages before the backward of the first; the budget is for all of
+    passes_in_flight: the most forwards through this rank's stages before the backward of the first; the budget is for all of
     them together.
     """
     layers = list(model.layers.named_children())
-    budget = Budget(int(config.budget_gib * 2**30), len(layers), passes_held)
+    budget = Budget(int(config.budget_gib * 2**30), len(layers), passes_in_flight)
     for place, (index, block) in enumerate(layers):
         forward: Forward = block.forward
         if config.mode == "full" or (config.mode == "every" and int(index) % config.every == 0):
@@ -66,10 +66,10 @@ class Budget:
     The first layers recompute: when the backward reaches them, the others have freed what they kept.
     """
 
-    def __init__(self, nbytes: int, num_layers: int, passes_held: Callable[[], int] = lambda: 1):
+    def __init__(self, nbytes: int, num_layers: int, passes_in_flight: Callable[[], int] = lambda: 1):
         self.nbytes = nbytes
         self.num_layers = num_layers
-        self.passes_held = passes_held
+        self.passes_in_flight = passes_in_flight
         self.layer_bytes_per_row = 0.0
         """What one layer keeps in addition to its input; measured once, in the first forward with a gradient."""
 
@@ -79,7 +79,7 @@ class Budget:
         rows = hidden.shape[0]
         if not self.layer_bytes_per_row:
             self.layer_bytes_per_row = saved_bytes(forward, block, arguments) / rows
-        passes = self.passes_held()
+        passes = self.passes_in_flight()
         inputs = self.num_layers * hidden.nbytes
         free = self.nbytes // passes - inputs
         if free < 0:

@@ -29,7 +29,7 @@ class TiedEmbedding:
         self.last_rank = last_rank
         self.group = group
         self.dtype = dtype
-        self._kept: list[Tensor] = []
+        self._local_gradients: list[Tensor] = []
         """The borrower's gradients, if it is on the owner's rank."""
         self._sent: list[tuple[dist.Work, Tensor]] = []
         self._weights: tuple[Tensor | None, Tensor | None] | None = None
@@ -71,7 +71,7 @@ class TiedEmbedding:
             source = held.values.contiguous()
             held.drop()
             if self.owner is not None:
-                self._kept.append(source)
+                self._local_gradients.append(source)
             else:
                 work = dist.isend(source, group=self.group, group_dst=0, tag=TAG)
                 assert work is not None
@@ -79,7 +79,7 @@ class TiedEmbedding:
         if stage is self.owner:
             held = UnsummedGradient(stage, stage.embed_tokens)
             if self.borrower is not None:
-                source = self._kept.pop(0)
+                source = self._local_gradients.pop(0)
             else:
                 source = held.empty_like()
                 dist.recv(source, group=self.group, group_src=self.last_rank, tag=TAG)

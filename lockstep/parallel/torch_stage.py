@@ -37,15 +37,15 @@ class TorchStage(PipelineStage):
         """For each direction, what is received for a micro-batch, without values."""
 
     def get_fwd_recv_ops(self, fwd_chunk_id: int) -> Any:
-        self._make_room(HIDDEN, fwd_chunk_id)
+        self._allocate_buffers(HIDDEN, fwd_chunk_id)
         return super().get_fwd_recv_ops(fwd_chunk_id)
 
     def set_local_fwd_input(self, *arguments: Any, **named: Any) -> None:
-        self._let_go_of_all()
+        self._free_all_buffers()
         super().set_local_fwd_input(*arguments, **named)
 
     def forward_one_chunk(self, fwd_chunk_id: int, *arguments: Any, **named: Any) -> Any:
-        self._let_go_of_all()
+        self._free_all_buffers()
         self.stage.skips_layers = self.stage.skips_layers or self.gives_up()
         with ExitStack() as observed:
             if (routes := self.stage.routes) is not None:
@@ -56,10 +56,10 @@ class TorchStage(PipelineStage):
 
     def get_bwd_recv_ops(self, bwd_chunk_id: int) -> Any:
         if not self.is_last:
-            self._make_room(GRADIENTS, bwd_chunk_id)
+            self._allocate_buffers(GRADIENTS, bwd_chunk_id)
         return super().get_bwd_recv_ops(bwd_chunk_id)
 
-    def _let_go_of_all(self) -> None:
+    def _free_all_buffers(self) -> None:
         """Called before anything arrives in the first step, when torch has allocated all buffers."""
         if self._like:
             return
@@ -67,15 +67,15 @@ class TorchStage(PipelineStage):
             arriving = getattr(self, name)
             self._like[name] = [_like(info) for info in arriving.get(0, ())]
             for microbatch in arriving:
-                self._let_go(name, microbatch)
+                self._free_buffers(name, microbatch)
 
-    def _make_room(self, name: str, microbatch: int) -> None:
-        self._let_go_of_all()
+    def _allocate_buffers(self, name: str, microbatch: int) -> None:
+        self._free_all_buffers()
         for info, like in zip(getattr(self, name)[microbatch], self._like[name]):
             if like is not None:
                 info.buffer = torch.empty_like(like, device=self.device).requires_grad_(like.requires_grad)
 
-    def _let_go(self, name: str, microbatch: int) -> None:
+    def _free_buffers(self, name: str, microbatch: int) -> None:
         for info in getattr(self, name).get(microbatch, ()):
             if getattr(info, "buffer", None) is not None:
                 info.buffer = None
@@ -96,8 +96,8 @@ class TorchStage(PipelineStage):
         self._end(bwd_chunk_id)
 
     def _end(self, microbatch: int) -> None:
-        self._let_go(HIDDEN, microbatch)
-        self._let_go(GRADIENTS, microbatch)
+        self._free_buffers(HIDDEN, microbatch)
+        self._free_buffers(GRADIENTS, microbatch)
         if self.each is None:
             return
         if microbatch != self._ended:

@@ -47,26 +47,28 @@ class UnsummedGradient:
         assert is_fsdp(root)
         try:
             group = root._get_fsdp_state()._fsdp_param_group
-            (self._held,) = (each for each in group.fsdp_params if each._module_info.module is module)  # type: ignore[union-attr]
-            self._held.unsharded_accumulated_grad  # noqa: B018  # it must be there
+            (self._fsdp_param,) = (each for each in group.fsdp_params if each._module_info.module is module)  # type: ignore[union-attr]
+            self._fsdp_param.unsharded_accumulated_grad  # noqa: B018  # it must be there
         except (AttributeError, ValueError) as error:
             raise _unknown_torch(str(error)) from error
 
     def empty_like(self) -> Tensor:
         """Room for a gradient like this one."""
-        return torch.empty_like(local_values(self._held.unsharded_param), dtype=torch.float32)
+        return torch.empty_like(local_values(self._fsdp_param.unsharded_param), dtype=torch.float32)
 
     @property
     def values(self) -> Tensor | None:
         """This tensor rank's part of it; float32 once FSDP has seen it. None if there is none."""
-        held, weight = self._held, self._held.unsharded_param
+        held, weight = self._fsdp_param, self._fsdp_param.unsharded_param
         grad = weight.grad if held.unsharded_accumulated_grad is None else held.unsharded_accumulated_grad
         return None if grad is None else local_values(grad)
 
     def drop(self) -> None:
-        self._held.unsharded_param.grad = None
-        if self._held.unsharded_accumulated_grad is not None:  # a property of the former in torch 2.15, without setter
-            self._held.unsharded_accumulated_grad = None
+        self._fsdp_param.unsharded_param.grad = None
+        if (
+            self._fsdp_param.unsharded_accumulated_grad is not None
+        ):  # a property of the former in torch 2.15, without setter
+            self._fsdp_param.unsharded_accumulated_grad = None
 
 
 def _unknown_torch(what: str) -> UserError:

@@ -38,7 +38,7 @@ same experts."""
 PATIENCE = timedelta(minutes=10)
 """A message that takes longer counts as lost."""
 
-IMAGINED_MEMORY = 80 * 2**30
+SIMULATED_MEMORY = 80 * 2**30
 """Memory in bytes of each rank in a dry run."""
 
 
@@ -55,7 +55,7 @@ class World:
     """The same ranks as in `mesh`, by `EXPERT_AXES`, if experts are shared by more than the tensor axis."""
     reduce_gradients: str = "auto"
     """As `ParallelConfig.reduce_gradients`."""
-    imagined_place: int | None = None
+    simulated_stage: int | None = None
     """The place in the pipeline of a dry run's rank, which does not exist; its process group is rank 0's."""
     memory: int = 0
     """Bytes of rank 0's device, or its share of the host's memory; the same number on every rank."""
@@ -75,8 +75,8 @@ class World:
 
     def coordinate(self, axis: str) -> int:
         """This rank's index along an axis."""
-        if axis == "pipeline" and self.imagined_place is not None:
-            return self.imagined_place
+        if axis == "pipeline" and self.simulated_stage is not None:
+            return self.simulated_stage
         return 0 if self.mesh is None else self.mesh.get_local_rank(axis)
 
     @property
@@ -249,7 +249,7 @@ def _store() -> dist.Store:
     return store
 
 
-def imagined_world(config: ParallelConfig, size: int) -> World:
+def simulated_world(config: ParallelConfig, size: int) -> World:
     """Rank 0 of `size` ranks that do not exist: collectives return at once, with undefined contents.
 
     Raises UserError where the degrees do not fit the number of ranks.
@@ -261,7 +261,7 @@ def imagined_world(config: ParallelConfig, size: int) -> World:
     from torch.testing._internal.distributed.fake_pg import FakeStore
 
     dist.init_process_group("fake", rank=0, world_size=size, store=FakeStore())
-    return replace(_world(device, degrees, config), memory=IMAGINED_MEMORY)
+    return replace(_world(device, degrees, config), memory=SIMULATED_MEMORY)
 
 
 @contextmanager

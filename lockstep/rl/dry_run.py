@@ -31,7 +31,7 @@ from lockstep.ops.native import pretending
 from lockstep.ops.packed_weights import panel_words
 from lockstep.parallel import World, chunks_for, close_world, generator_layout
 from lockstep.parallel.refusals import refuse_generators
-from lockstep.parallel.world import imagined_world
+from lockstep.parallel.world import simulated_world
 from lockstep.rl.generators.colocated import scores_with_policy
 from lockstep.rl.generators.models import refuse_on_ranks
 from lockstep.rl.scoring.reference import AVERAGE, START, is_own_base
@@ -175,7 +175,7 @@ def dry_run(config: RLConfig, ranks: int, on_cpu: bool) -> RLDryRun:
     A micro-batch has `train.tokens_per_microbatch` tokens, all but the first of each completion sampled, or one
     completion if that is longer. Raises UserError if the degrees do not fit the ranks or the model.
     """
-    world = imagined_world(config.parallel, ranks)
+    world = simulated_world(config.parallel, ranks)
     try:
         refuse_on_ranks(config, world)
         shape = _shape(config.model)
@@ -212,7 +212,7 @@ def _separate_generator(config: RLConfig, shape: ModelConfig, laid_out: int, on_
     parallel = ParallelConfig(tensor=ranks, data_shard=1, reduction_chunks=config.parallel.reduction_chunks)
     refuse_generators(replace(shape, reduction_chunks=chunks_for(shape.reduction_chunks, parallel)), ranks)
     config = replace(config, parallel=parallel)
-    world = imagined_world(parallel, ranks)
+    world = simulated_world(parallel, ranks)
     try:
         fake = imagined_tensors()
         model = _frozen(shape, config, world, fake)

@@ -26,7 +26,7 @@ from lockstep.ops.native import pretending
 from lockstep.parallel import Pipeline, World, close_world, parallel_model
 from lockstep.parallel.exchange import is_no_subtree
 from lockstep.parallel.gradient_sums import set_gradient_sums
-from lockstep.parallel.world import imagined_world
+from lockstep.parallel.world import simulated_world
 from lockstep.train.context import shard_row
 from lockstep.train.dry_run_pipeline import PipelineStep, imagined_ranks
 from lockstep.train.live_memory import LiveMemory
@@ -91,7 +91,7 @@ def dry_run(
     are those of the fused operators; further savings by torch.compile are not counted. Collectives are those of a GPU;
     CPUs reduce-scatter with an all-to-all.
     """
-    world = imagined_world(config.parallel, ranks)
+    world = simulated_world(config.parallel, ranks)
     try:
         length, tokens = config.sequence_length, config.train.tokens_per_microbatch
         of_step, rows = divide_step(

@@ -32,7 +32,7 @@ def imagined_ranks(world: World, parallel: ParallelConfig) -> list[World]:
         return [world]
     places = range(parallel.pipeline)
     some = places if parallel.pipeline_schedule.endswith(".csv") else sorted({*places[:2], places[-1]})
-    return [replace(world, imagined_place=place) for place in some]
+    return [replace(world, simulated_stage=place) for place in some]
 
 
 class PipelineStep:

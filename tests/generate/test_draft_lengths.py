@@ -16,7 +16,7 @@ import pytest
 
 from lockstep.generate.drafts.lengths import DraftLengths
 from lockstep.generate.drafts.step_times import StepTimes, unpadded
-from lockstep.generate.taped import DRAFT_ROWS, SIGHTS
+from lockstep.generate.step_graphs import DRAFT_ROWS, SEEN_BEFORE_RECORDING
 
 NEW = 128
 """Tokens of a sequence."""
@@ -62,15 +62,15 @@ class _Machine:
     def step(self, rows: int) -> tuple[float, float, str]:
         """What a step takes, what the clock shows of it on a machine with other work, and its pace."""
         self.steps += 1
-        pace = "lasting"
+        pace = "steady"
         if rows <= RECORDED and self.fits(rows) and rows not in self.recorded:
             self.sights[rows] += 1
-            pace = "slower" if self.sights[rows] < (SIGHTS if self.recorded else 3) else "recording"
+            pace = "unrecorded" if self.sights[rows] < (SEEN_BEFORE_RECORDING if self.recorded else 3) else "recording"
         taped = rows in self.recorded or rows > RECORDED
         taken = float(np.interp(rows, ROWS, TIMES)) + (0.0 if taped else PYTHON)
         if pace == "recording":
             self.recorded.add(rows)
-            taken += 0.8 * SIGHTS * PYTHON
+            taken += 0.8 * SEEN_BEFORE_RECORDING * PYTHON
         if self.steps <= COLD_STEPS:
             taken += COLD
         self.level = min(1.25, max(0.8, self.level * math.exp(self.random.gauss(0, 0.01))))
@@ -95,7 +95,7 @@ class _Graphs(_Machine):
         self.steps += 1
         (computed,) = self.padded(np.array([rows]))
         taken = float(np.interp(computed, [1, 16, 64, 128, 256, 1024], [2.4, 2.7, 3.4, 4.8, 5.4, 12.0]))
-        pace = "lasting" if computed in self.recorded else "recording"
+        pace = "steady" if computed in self.recorded else "recording"
         self.recorded.add(computed)
         seen = 2 * taken if self.random.random() < 0.03 else taken * math.exp(self.random.gauss(0, 0.03))
         return taken, seen, pace
@@ -130,7 +130,7 @@ def _generation(machine: _Machine, batch: int, lengths: DraftLengths | None, rig
     in_flight, total = [_Sequence() for _ in range(batch)], 0.0
     while in_flight:
         rows, counts = len(in_flight), [0] * len(in_flight)
-        if lengths is not None and not lengths.rests(rows):
+        if lengths is not None and not lengths.backs_off(rows):
             limits = [NEW - each.sampled - 1 for each in in_flight]
             counts = lengths.choose(in_flight, limits, rows, 1024 - rows, machine.fits)
             choosing = 0.1 + machine.choosing * rows + machine.late("choosing") if lengths.compared else 0.002
@@ -142,7 +142,7 @@ def _generation(machine: _Machine, batch: int, lengths: DraftLengths | None, rig
             if asked:
                 lengths.drafted(asked, sum(asked), drafting + machine.late("drafting"), rows)
             if lengths.trying:
-                lengths.spent_in_vain()
+                lengths.wasted()
         taken, seen, pace = machine.step(rows + sum(counts))
         total += taken
         if lengths is not None:

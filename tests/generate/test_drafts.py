@@ -19,9 +19,9 @@ from lockstep.errors import UserError
 from lockstep.generate.batch import BatchArrays
 from lockstep.generate.drafts import Draft, FirstOf, HistoryDraft, ModelDraft, NGramDraft, first_layers, make_draft
 from lockstep.generate.drafts.history import BEGIN, LONGEST, MOST_PLACES, PROMPT, Texts
-from lockstep.generate.drafts.lengths import LONGEST_REST, MOST_REST, DraftLengths
+from lockstep.generate.drafts.lengths import BACKOFF, MAX_BACKOFF, DraftLengths
 from lockstep.generate.drafts.speculation import Speculation
-from lockstep.generate.drafts.step_times import INVESTED, LEARNT, StepTimes, Usual
+from lockstep.generate.drafts.step_times import RECORDING_COST, SETTLED_AFTER, MovingMean, StepTimes
 from lockstep.generate.sequence import Sequence
 from lockstep.model import ModelConfig, preset
 from lockstep.model.lora import lora_of
@@ -109,7 +109,7 @@ def _forced(monkeypatch):
         return counts
 
     monkeypatch.setattr(DraftLengths, "choose", choose)
-    monkeypatch.setattr(DraftLengths, "rests", lambda self, sequences: False)
+    monkeypatch.setattr(DraftLengths, "backs_off", lambda self, sequences: False)
 
 
 def _load(seed: int) -> tuple[list[list[int]], list[SamplingParams]]:
@@ -324,7 +324,7 @@ def test_no_page_is_lost_whatever_is_cancelled_when(seed, actions):
         while engine.has_work:
             engine.step()
     assert engine.allocator.num_free == engine.allocator.num_pages
-    assert not any(engine.allocator.holders)
+    assert not any(engine.allocator.ref_counts)
 
 
 def test_new_weights_in_the_middle_of_a_text_are_those_that_drafts_are_checked_with(monkeypatch):
@@ -586,7 +586,7 @@ def first_layers_of_its_own(model):
 @pytest.mark.parametrize(
     "settings_of_engine, said",
     [
-        ({"draft": "layers"}, "draft_layers is 0; a draft of the model's own layers takes from 1 to 2"),
+        ({"draft": "layers"}, "draft_layers is 0; a draft of the model's first layers takes from 1 to 2"),
         ({"draft": "layers", "draft_layers": 3}, "draft_layers is 3"),
         ({"draft": "model"}, "draft_model is empty"),
         ({"draft": "model", "draft_model": "/no/such/folder"}, "no/such/folder"),
@@ -627,11 +627,11 @@ def test_lengths_follow_what_was_accepted_and_what_a_row_costs():
             lengths.verified(sequence, 8, 0)
     counts = lengths.choose(sequences, [63] * 4, rows=4, room=500)
     assert counts[:2] == [15, 15] and max(counts[2:]) <= 2
-    lengths._kept = 0
+    lengths._hold = 0
     assert lengths.choose(sequences, [3, 0, 63, 63], rows=4, room=500)[:2] == [3, 0]
     assert sum(lengths.choose(sequences, [63] * 4, rows=4, room=5)) == 5
     dear = _lengths(LINEAR)
-    dear._all, dear._own = lengths._all, lengths._own
+    dear._all, dear._per_sequence = lengths._all, lengths._per_sequence
     assert dear.choose(sequences, [63] * 4, rows=4, room=500) == [0] * 4, "a token costs as much as it brings"
 
 
@@ -641,7 +641,7 @@ def test_what_drafting_takes_counts_and_where_there_is_no_draft_few_are_asked_fo
     assert sum(lengths.choose(sequences, [63] * 2, rows=2, room=500)) > 0
     for _ in range(20):
         lengths.drafted([2, 2], 4, 6.0, 2)
-    lengths._kept = 0
+    lengths._hold = 0
     assert lengths.choose(sequences, [63] * 2, rows=2, room=500) == [0, 0], "a draft takes three steps' time"
     lengths = _lengths(FREE)
     lengths.compared = True
@@ -655,15 +655,15 @@ def test_what_drafting_takes_counts_and_where_there_is_no_draft_few_are_asked_fo
     counts = lengths.choose(sequences, [63] * 2, rows=2, room=500)
     assert sum(counts) > 8, "to choose takes as long for many tokens"
     lengths.chose(240.0)
-    lengths._kept = 0
+    lengths._hold = 0
     assert sum(lengths.choose(sequences, [63] * 2, rows=2, room=500)) > 8, "a hiccup of the machine is none of its time"
     for _ in range(10):
         lengths.chose(240.0)
-    lengths._kept = 0
+    lengths._hold = 0
     assert lengths.choose(sequences, [63] * 2, rows=2, room=500) == [0, 0]
     lengths, asked = _lengths(FREE), 0
     for _ in range(200):
-        if not lengths.rests(2) and any(counts := lengths.choose(sequences, [63] * 2, rows=2, room=500)):
+        if not lengths.backs_off(2) and any(counts := lengths.choose(sequences, [63] * 2, rows=2, room=500)):
             lengths.drafted([c for c in counts if c], 0, 0.0, 2)
             asked += 1
     assert 200 // 9 <= asked <= 200 // 8 + 5
@@ -681,14 +681,14 @@ def test_where_drafts_do_not_pay_they_are_tried_seldom():
     lengths = _lengths({32: 1.0, 64: 2.0, 512: 16.0})
     drafted = []
     for _ in range(400):
-        counts = [0] * 32 if lengths.rests(32) else lengths.choose(sequences, [50] * 32, rows=32, room=400)
+        counts = [0] * 32 if lengths.backs_off(32) else lengths.choose(sequences, [50] * 32, rows=32, room=400)
         for sequence, count in zip(sequences, counts):
             if count:
                 lengths.verified(sequence, count, 0)
         drafted.append(sum(counts))
     late = drafted[100:]
-    assert lengths.rests(32) and not lengths.rests(20), "with fewer sequences a row costs less"
-    assert 0 < sum(late) <= 4 * 3 * (len(late) // LONGEST_REST + 1), "a few sequences, now and then"
+    assert lengths.backs_off(32) and not lengths.backs_off(20), "with fewer sequences a row costs less"
+    assert 0 < sum(late) <= 4 * 3 * (len(late) // BACKOFF + 1), "a few sequences, now and then"
 
 
 def test_a_slow_start_stops_no_drafts():
@@ -696,16 +696,16 @@ def test_a_slow_start_stops_no_drafts():
     as much, and steps of more rows would take no time once they are recorded."""
     lengths = DraftLengths(15)
     for _ in range(2):
-        lengths.times.record(4, 15.0, "slower")
+        lengths.times.record(4, 15.0, "unrecorded")
     lengths.times.record(4, 60.0, "recording")
     for _ in range(5):
         lengths.times.record(4, 3.0)
-    lengths.times.record(2, 8.0, "slower")
-    assert lengths.times.of(np.array([2, 4])).tolist() == [1.5 + INVESTED * 12.0, 3.0], "half of what 4 rows take"
-    lengths.times.record(8, 9.0, "slower")
-    assert lengths.times.of(np.array([4, 8])).tolist() == [3.0, 3.0 + INVESTED * 6.0], "9 s of 8 rows show the gain"
-    lengths.times.record(16, 30.0, "slower")
-    assert lengths.times.of(np.array([4, 16])).tolist() == [3.0, 24.0 + INVESTED * 6.0]
+    lengths.times.record(2, 8.0, "unrecorded")
+    assert lengths.times.of(np.array([2, 4])).tolist() == [1.5 + RECORDING_COST * 12.0, 3.0], "half of what 4 rows take"
+    lengths.times.record(8, 9.0, "unrecorded")
+    assert lengths.times.of(np.array([4, 8])).tolist() == [3.0, 3.0 + RECORDING_COST * 6.0], "8 rows show the gain"
+    lengths.times.record(16, 30.0, "unrecorded")
+    assert lengths.times.of(np.array([4, 16])).tolist() == [3.0, 24.0 + RECORDING_COST * 6.0]
     lengths.times.record(8, 3.5)
     assert lengths.times.of(np.array([4, 8])).tolist() == [3.0, 3.5]
     sequences = [_sequence([1] * 4) for _ in range(4)]
@@ -720,7 +720,7 @@ def test_tries_that_were_all_wrong_are_made_less_often():
     def tried(steps: int, accepted: int) -> int:
         before = len(tries)
         for _ in range(steps):
-            if lengths.rests(1):
+            if lengths.backs_off(1):
                 continue
             if count := lengths.choose([sequence], [50], rows=1, room=400)[0]:
                 tries.append(count)
@@ -728,19 +728,19 @@ def test_tries_that_were_all_wrong_are_made_less_often():
                 lengths.verified(sequence, count, accepted)
         return len(tries) - before
 
-    often, seldom = tried(2 * LONGEST_REST, 0), tried(8 * MOST_REST, 0)
+    often, seldom = tried(2 * BACKOFF, 0), tried(8 * MAX_BACKOFF, 0)
     assert often == 1 and 2 <= seldom <= 8
     # A draft that has nothing costs little: it is asked as often as any, though its drafts were wrong before.
     lengths.times.record(2, 1.0)
     asked = 0
     for _ in range(100):
-        if not lengths.rests(1) and any(counts := lengths.choose([_sequence([1] * 4)], [50], rows=1, room=400)):
+        if not lengths.backs_off(1) and any(counts := lengths.choose([_sequence([1] * 4)], [50], rows=1, room=400)):
             lengths.drafted(counts, 0, 0.0, 1)
             asked += 1
     assert asked >= 10
     lengths = _lengths({1: 1.0, 2: 4.0, 512: 2000.0})
-    tried(2 * MOST_REST, 1)
-    assert tried(8 * LONGEST_REST, 1) >= 4, "one was right"
+    tried(2 * MAX_BACKOFF, 1)
+    assert tried(8 * BACKOFF, 1) >= 4, "one was right"
 
 
 @pytest.mark.parametrize(
@@ -751,7 +751,7 @@ def test_tries_that_were_all_wrong_are_made_less_often():
     ],
 )  # fmt: skip
 def test_what_is_usual_has_no_part_in_a_hiccup_whenever_it_comes(seconds, mean, counted):
-    usual = Usual()
+    usual = MovingMean()
     *_, last = map(usual.follow, seconds)
     assert (usual.mean, last) == pytest.approx((mean, counted))
 
@@ -786,21 +786,21 @@ def test_what_pays_stays_while_drafts_are_wrong_only_if_its_size_has_run(size, s
     assert lengths.compared != stay
 
 
-@pytest.mark.parametrize("ran, stays", [(1, True), (LEARNT, False)])
+@pytest.mark.parametrize("ran, stays", [(1, True), (SETTLED_AFTER, False)])
 def test_a_try_goes_on_while_it_is_right_if_its_size_is_new(ran, stays):
     lengths, sequence = _lengths({1: 1.0, 3: 9.0, 512: 2000.0}), _sequence([1] * 4)
     for _ in range(ran - 1):
         lengths.times.record(3, 9.0)
-    lengths._stays = True  # as after a choice that paid
+    lengths._holds_if_rejected = True  # as after a choice that paid
     counts = [0]
     while not any(counts):
-        counts = [0] if lengths.rests(1) else lengths.choose([sequence], [50], rows=1, room=400)
+        counts = [0] if lengths.backs_off(1) else lengths.choose([sequence], [50], rows=1, room=400)
         lengths.chose(0.1)
     assert counts == [2] and lengths.trying
     lengths.drafted(counts, 2, 0.1, 1)
-    lengths.spent_in_vain()
+    lengths.wasted()
     lengths.verified(sequence, 2, 2)
-    assert lengths.rests(1) != stays, "it has cost more than it may"
+    assert lengths.backs_off(1) != stays, "it has cost more than it may"
     if stays:
         assert lengths.choose([sequence], [50], rows=1, room=400) == [2] and not lengths.compared
         lengths.verified(sequence, 2, 0)

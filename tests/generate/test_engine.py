@@ -158,7 +158,7 @@ def test_no_page_is_lost_whatever_is_cancelled_when(seed, actions):
     while engine.has_work:
         engine.step()
     assert engine.allocator.num_free == engine.allocator.num_pages
-    assert not any(engine.allocator.holders)
+    assert not any(engine.allocator.ref_counts)
 
 
 def test_a_small_cache_preempts_and_a_shared_prompt_is_computed_once():

@@ -82,7 +82,7 @@ def test_a_compiled_model_agrees_with_itself_and_follows_a_step(dtype, graphs):
 def test_drafts_change_no_bit(monkeypatch, dtype, graphs, temperature):
     # Always as many drafts as there is room for: the clock has no say.
     monkeypatch.setattr(DraftLengths, "choose", lambda self, sequences, limits, *_: [min(n, self.most) for n in limits])
-    monkeypatch.setattr(DraftLengths, "rests", lambda self, sequences: False)
+    monkeypatch.setattr(DraftLengths, "backs_off", lambda self, sequences: False)
     model = _model(dtype)
     with torch.no_grad():  # sharper logits: a text that repeats itself, which n-grams draft
         model.embed_tokens.weight.mul_(8)
@@ -135,7 +135,7 @@ def test_an_engine_gives_its_weights_memory_away_and_takes_it_again():
     assert isinstance(engine._runner, GraphRunner), "by default, on one GPU"
     params = SamplingParams(max_tokens=8, seed=1, ignore_eos=True)
     before = engine.generate([[1, 2, 3]], params)[0][0]
-    engine.weights_away()
+    engine.release_weights()
     with pytest.raises(RuntimeError, match="the engine's weights were released"):
         engine.generate([[1, 2, 3]], params)
     engine.weights_changed(1)

@@ -1,4 +1,7 @@
-"""A client's connection: uvicorn's, with a timeout for every wait for the client."""
+"""uvicorn's connections, with a timeout for every wait for the client.
+
+`bounded_connections` is long because uvicorn takes a class, whose limits are its closure.
+"""
 
 from __future__ import annotations
 
@@ -8,7 +11,7 @@ from typing import Any
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
 READ = 2**16
-"""Bytes of a body that are read in one turn of the event loop."""
+"""Bytes of a body that are read in one iteration of the event loop."""
 READ_UNKNOWN = 2**10
 """The same for input that may come in chunks of one byte, at 16 µs each."""
 
@@ -29,7 +32,7 @@ def bounded_connections(seconds: float, most: int) -> type[asyncio.Protocol]:
 
         def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
             super().connection_made(transport)
-            # Whatever the kernel does not accept at once counts as unread: no response piles up here.
+            # All that the kernel does not accept at once counts as unread: responses are not buffered here.
             transport.set_write_buffer_limits(high=0)
             self._read_at_once(READ_UNKNOWN)
             if len(self.connections) > most:
@@ -45,7 +48,7 @@ def bounded_connections(seconds: float, most: int) -> type[asyncio.Protocol]:
         def data_received(self, data: bytes) -> None:
             super().data_received(data)
             self._watch_reading()
-            # The rest of a body of known length (private to h11), and nothing of what follows it.
+            # At most the rest of a body of known length (private to h11), to read nothing of the next request.
             left = getattr(self.conn._reader, "_remaining", 0)
             self._read_at_once(min(READ, left) or READ_UNKNOWN)
 
@@ -63,7 +66,7 @@ def bounded_connections(seconds: float, most: int) -> type[asyncio.Protocol]:
             self._written_in_time()
 
         def _read_at_once(self, most: int) -> None:
-            self.transport.max_size = most  # type: ignore[attr-defined]  # asyncio's own transports read this much
+            self.transport.max_size = most  # type: ignore[attr-defined]  # asyncio's transports read this much
 
         def _watch_reading(self) -> None:
             cycle: Any = self.cycle

@@ -14,7 +14,7 @@ from lockstep.data import Tokenizer
 from lockstep.generate import Engine
 from lockstep.generate.drafts import HistoryDraft, make_draft
 from lockstep.generate.driver import DriverEngine, follow
-from lockstep.generate.sampler import Remembering, Sampler
+from lockstep.generate.sampler import RecordingSampler, Sampler
 from lockstep.model import Decoder, ScoringModel, TrainableModel
 from lockstep.parallel import World
 from lockstep.rl.generators.models import sampling_model
@@ -32,7 +32,7 @@ class Generators(Protocol):
         """The sampler that this rank uses."""
 
     @property
-    def remembering(self) -> Callable[[dict[str, Any]], Remembering] | None:
+    def remembering(self) -> Callable[[dict[str, Any]], RecordingSampler] | None:
         """Makes samplers for steps that are sampled ahead, which continue from another one's `state`."""
 
     def metrics(self) -> dict[str, float]:
@@ -182,7 +182,7 @@ class ColocatedGenerator:
             yield not self._follows
 
     def training_begins(self) -> None:
-        self._whole.training_begins(self.sampler.weights_away)
+        self._whole.training_begins(self.sampler.release_weights)
 
 
 def suited_to_actors(config: RLConfig, world: World) -> RLConfig:

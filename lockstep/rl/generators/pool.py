@@ -306,7 +306,7 @@ class GeneratorPool:
             told = checked_samples(parts, has, self._next_id - 1, self._given, self._vocab_size, self._eos_token_ids)
             self._work.heard(remote.name, remote.did)
             for asked, index, new in told:
-                asked.first_at = asked.first_at or time.monotonic()
+                asked.first_token_at = asked.first_token_at or time.monotonic()
                 _extend(asked.samples[index], new, bool(asked.params.routes))
             for request_id in {part[0] for part in parts}:
                 request = self._requests.get(request_id)
@@ -363,7 +363,7 @@ class GeneratorPool:
 
 
 class CachingGeneratorPool:
-    """A `Remembering` sampler: the fleet, with its requests kept as long as this object is."""
+    """A `RecordingSampler` sampler: the fleet, with its requests kept as long as this object is."""
 
     def __init__(self, pool: GeneratorPool, kept: Mapping[str, Any]):
         """kept: what an earlier one's `state` returned; its samples continue from there."""

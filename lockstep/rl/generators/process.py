@@ -201,7 +201,7 @@ class _Generator:
             return
         sequences = list(self._engine.samples(request))
         for sequence in sequences:
-            sequence.asked_at = message["came_at"]
+            sequence.requested_at = message["came_at"]
         told = [sequence.sampled for sequence in sequences]
         ended = [completion.finish_reason != "abort" for completion in begun]
         self._held[message["id"]] = _Held(request, sequences, told, ended)

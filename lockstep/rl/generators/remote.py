@@ -61,8 +61,8 @@ class Request:
 
     asker: object = None
     """Whose request it is, if several share a fleet."""
-    begun_at: float = field(default_factory=time.monotonic)
-    first_at: float = 0.0
+    started_at: float = field(default_factory=time.monotonic)
+    first_token_at: float = 0.0
     """When its first token was known here; 0: not yet."""
     given_at: float = 0.0
     """When it was first sent to a generator; 0: not yet."""

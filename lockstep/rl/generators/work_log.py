@@ -86,11 +86,11 @@ class WorkLog:
     def ended(self, name: str, request: Request) -> None:
         """Records how long a request took."""
         longest, now = max(len(sample.token_ids) for sample in request.samples), time.monotonic()
-        decode = now - request.first_at
+        decode = now - request.first_token_at
         self._waits[name].append(
             Wait(
-                request.given_at - request.begun_at,
-                request.first_at - request.begun_at,
+                request.given_at - request.started_at,
+                request.first_token_at - request.started_at,
                 decode,
                 decode / max(1, longest - 1),
             )

@@ -102,7 +102,7 @@ def test_every_sampled_token_has_the_trainers_route_however_it_was_computed(monk
         "lockstep.generate.drafts.lengths.DraftLengths.choose", lambda self, sequences, limits, rows, room, *_:
         [max(0, min(4, limit, room // max(1, len(sequences)))) for limit in limits],
     )  # fmt: skip
-    monkeypatch.setattr("lockstep.generate.drafts.lengths.DraftLengths.rests", lambda self, chunks: False)
+    monkeypatch.setattr("lockstep.generate.drafts.lengths.DraftLengths.backs_off", lambda self, chunks: False)
     engine = Engine(model, narrow, draft=HalfRight([r.prompt_ids + r.token_ids for r in plain]))
     mixed = sampled(engine, form)
     did = engine.statistics
