@@ -17,7 +17,7 @@ from lockstep.generate.drafts import Draft
 from lockstep.generate.engine import Engine
 from lockstep.generate.sampling_params import Completion, SamplingParams, sampling_params_of
 from lockstep.model import Decoder
-from lockstep.parallel.messages import SIGN_OF_LIFE, from_rank_0
+from lockstep.parallel.messages import HEARTBEAT_SECONDS, from_rank_0
 
 
 class DriverEngine(Engine):
@@ -110,7 +110,7 @@ class DriverEngine(Engine):
 
     def _send_heartbeats(self) -> None:
         with contextlib.suppress(RuntimeError):  # the next call of the engine raises it
-            while not self._ended.wait(SIGN_OF_LIFE):
+            while not self._ended.wait(HEARTBEAT_SECONDS):
                 with self._calling:
                     if not self._ended.is_set():  # else the others have left `follow`
                         from_rank_0(["wait"], self.tensor_group)

@@ -752,7 +752,7 @@ def test_tries_that_were_all_wrong_are_made_less_often():
 )  # fmt: skip
 def test_what_is_usual_has_no_part_in_a_hiccup_whenever_it_comes(seconds, mean, counted):
     usual = MovingMean()
-    *_, last = map(usual.follow, seconds)
+    *_, last = map(usual.update, seconds)
     assert (usual.mean, last) == pytest.approx((mean, counted))
 
 
