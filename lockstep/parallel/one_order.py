@@ -37,7 +37,7 @@ class ContextRows:
     """
 
     def __init__(self, group: dist.ProcessGroup, padded: int, places: Tensor, local: Tensor):
-        """own: this rank's rows, in its order and without padding, as indices in the order of one process."""
+        """local: this rank's rows, in its order and without padding, as indices in the order of one process."""
         self.group, self.padded, self.places, self.local = group, padded, places, local
         self.rank, self.ranks = dist.get_rank(group), dist.get_world_size(group)
         self.is_first = self.rank == 0
