@@ -1,4 +1,4 @@
-"""How a step's tensors go through the model."""
+"""Runs the model on a step's tensors."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from lockstep.parallel.sampler import ShardedSampler
 from lockstep.parallel.tensor_group import tensor_group_of
 
 Pace = Literal["steady", "unrecorded", "recording"]
-"""As long as later steps; longer by what is between operators; much longer, while it was recorded."""
+"""Whether a step took as long as later ones, longer since it was not recorded yet, or longer since it was recorded."""
 
 
 def make_cache(model: Decoder, num_pages: int) -> ops.KVCache:
@@ -35,12 +35,12 @@ def sampler_of(model: Decoder) -> Any:
 
 
 def has_custom_forward(model: Decoder) -> bool:
-    """Whether some module has hooks, or a forward of its own, which what was recorded would not run."""
+    """Whether some module has hooks or a replaced forward, which a recorded step would not run."""
     return any(m._forward_hooks or m._forward_pre_hooks or "forward" in vars(m) for m in model.modules())
 
 
 class Decoded(NamedTuple):
-    """A decode step's results, one row per sequence. They are valid until the next step."""
+    """A decode step's results, one row per sequence; valid until the next step."""
 
     logits: Float[Tensor, "sequences vocab"]
     tokens: Int[Tensor, "sequences"]
@@ -52,7 +52,7 @@ class Runner:
     """Calls the model directly. `GraphRunner` replays recorded graphs where it can."""
 
     pace: Pace = "steady"
-    """How long the last step took, compared with later ones of as many rows."""
+    """Of the last step, compared with later ones of as many rows."""
 
     def __init__(self, model: Decoder, cache: ops.KVCache):
         self.model = model
@@ -68,17 +68,17 @@ class Runner:
         return True
 
     def padded(self, rows: np.ndarray) -> np.ndarray:
-        """How many rows a decode step of so many computes."""
+        """How many rows a decode step of each of these sizes computes, padding included."""
         return rows
 
     def release(self) -> None:
-        """Frees what it keeps of the weights."""
+        """Frees recorded steps, and all that they keep of the weights."""
 
     def weights_changed(self) -> None:
-        """They have other values, and may be at other addresses."""
+        """The weights have new values, and may have new addresses."""
 
     def decode(self, batch: StepBatch) -> Decoded | None:
-        """The whole step down to the draw, if that is one replay; `batch` is on the CPU."""
+        """The whole step including the draw, if it can be replayed; `batch` is on the CPU."""
         return None
 
     def hidden(self, batch: StepBatch) -> Float[Tensor, "rows dim"]:

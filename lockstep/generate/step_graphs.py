@@ -1,4 +1,7 @@
-"""Decode steps on a CPU, repeated from tapes: a small model's step would be mostly the Python between its operators."""
+"""Step graphs: decode steps on a CPU, recorded and replayed without the Python between operators.
+
+That Python takes most of the time of a small model's step.
+"""
 
 from __future__ import annotations
 
@@ -19,18 +22,19 @@ from lockstep.model.lora_layers import projections
 from lockstep.ops import native
 
 SEEN_BEFORE_RECORDING = 12
-"""How often a number of rows comes up before it is recorded, which takes as long as a dozen steps gain."""
+"""Steps with a number of rows before it is recorded: recording takes as long as a dozen replays save."""
 DRAFT_ROWS = 16
-"""Rows of a step with drafts: any number up to this, and multiples of it, since other numbers seldom come up again."""
+"""Steps with drafts have any number of rows up to this, or a multiple of it: other numbers seldom occur again."""
 SHARED_CONTEXT = 1024
-"""Longest context of drafts: a tape attends row by row, and longer ones are read once for all rows of a sequence."""
+"""The longest context with drafts: a step graph attends row by row, while a direct step reads the keys of a long
+context once for all rows of a sequence."""
 
 
 class StepGraphRunner(Runner):
-    """Repeats decode steps of as many rows as have come up before.
+    """Replays decode steps whose number of rows has been recorded.
 
-    `weights` are those that are in use when a step runs. A tape holds addresses and packed weights: all are dropped
-    when a weight has moved or cannot be packed where it was.
+    `weights` are in use when a step runs. A step graph contains addresses and packed weights: all graphs are dropped
+    when a weight has moved or cannot be packed into the same memory.
     """
 
     def __init__(self, model: Decoder, cache: ops.KVCache, weights: ops.PackedWeights):
@@ -38,13 +42,13 @@ class StepGraphRunner(Runner):
         self._weights = weights
         self._steps: dict[int, _Step] = {}
         self._settings: list[Any] = []
-        self._look()
+        self._inspect()
         self._arena = ops.Arena()
         self._times_seen: Counter[int] = Counter()
         self._most_rows = ops.FEW_ROWS
 
-    def _look(self) -> None:
-        """Modules may have been replaced, or got hooks, settings or another forward, when weights may have changed."""
+    def _inspect(self) -> None:
+        """Reads the model anew: a change of weights may include new modules, hooks, settings or forwards."""
         modules = list(self.model.modules())
         if (settings := [(type(m), _settings(m)) for m in modules]) != self._settings:
             self.release()
@@ -58,11 +62,11 @@ class StepGraphRunner(Runner):
 
     @staticmethod
     def can_run(model: Decoder) -> bool:
-        """Whether a model's decode steps consist of kernels for the CPU, over weights that are plain parameters."""
+        """Whether a model's decode steps consist of CPU kernels on plain parameters."""
         plain = model.halves is Block
-        own = all(type(p) is nn.Parameter and not p.is_inference() for p in model.parameters())
+        parameters = all(type(p) is nn.Parameter and not p.is_inference() for p in model.parameters())
         kernels = native.usable(model.embed_tokens.weight) and not native.is_pretending()
-        return plain and own and kernels and model.runs_on is None
+        return plain and parameters and kernels and model.runs_on is None
 
     def release(self) -> None:
         self._steps.clear()
@@ -79,20 +83,20 @@ class StepGraphRunner(Runner):
         if (drafts and int(batch.positions.max()) >= SHARED_CONTEXT) or torch.is_inference_mode_enabled():
             return None
         if self._generation != self._weights.generation:
-            self._look()
+            self._inspect()
         if self._hooked:
             return None
-        held = [parameters[name] for parameters, name in self._names]
-        places = [*map(id, held)], [*map(Tensor.data_ptr, held)]
-        weights = places, [layer.adapted for layer in self._adapted], [*map(_version, held)]
+        current = [parameters[name] for parameters, name in self._names]
+        places = [*map(id, current)], [*map(Tensor.data_ptr, current)]
+        weights = places, [layer.adapted for layer in self._adapted], [*map(_version, current)]
         if (step := self._steps.get(rows)) is not None:
-            if step.holds(batch, self._weights, weights):
+            if step.is_valid(batch, self._weights, weights):
                 return step.replay(batch)
             self.release()
         if drafts and not self.fits(rows):
             return None
         self._times_seen[rows] += 1
-        # The first soon, to know what there is to gain.
+        # The first number of rows is recorded early, to measure what replaying saves.
         self.pace = (
             "unrecorded" if self._times_seen[rows] < (SEEN_BEFORE_RECORDING if self._steps else 3) else "recording"
         )
@@ -108,7 +112,7 @@ class StepGraphRunner(Runner):
 
 
 def _settings(module: nn.Module) -> dict[str, Any]:
-    """What a module computes with in addition to its tensors and submodules."""
+    """A module's settings: what it computes with besides tensors and submodules."""
     return {
         name: value
         for name, value in vars(module).items()
@@ -138,8 +142,8 @@ class _Step:
         temperature = batch.sampling[0].clone()
         drawing = ops.drawing(temperature, batch.sampling[-1])
         tokens, positions, contexts = batch.tokens.clone(), batch.positions.clone(), (batch.positions + 1).int()
-        # What follows from the batch alone is made outside of the tape, where NumPy does it: of small tensors each of
-        # PyTorch's operators takes as long as a kernel.
+        # Inputs that follow from the batch alone are computed outside of the graph, with NumPy: on small tensors, each
+        # of PyTorch's operators takes as long as a kernel.
         attention = ops.PagedAttention(cache, table, None, contexts)
         inputs = tokens, positions, contexts, attention.slots, temperature, *drawing, table
         self._inputs = [each.numpy() for each in inputs]
@@ -151,15 +155,15 @@ class _Step:
                 logits = model.logits(model(tokens, positions, attention))
             return (logits, *ops.draw_scaled(logits, *drawing), *routes)
 
-        # Before it is recorded: another engine's thread may make larger tables at any time.
+        # Before recording: another engine's thread may replace the tables by larger ones at any time.
         self._positions = len(model.rotary.reserve(int(positions.max()) + 1, model.device)[0])
         self._graph = ops.StepGraph(step, arena)
         self._kernels = native.library()
         self._generation, self._weights = packed.generation, weights
-        self.decoded = self._noted()
+        self.decoded = self._results()
 
-    def holds(self, batch: StepBatch, packed: ops.PackedWeights, weights: Weights) -> bool:
-        """Whether it may be replayed for this batch. Packs weights again where they may have changed."""
+    def is_valid(self, batch: StepBatch, packed: ops.PackedWeights, weights: Weights) -> bool:
+        """Whether it can be replayed for this batch. Packs weights again if they may have changed."""
         if batch.positions.numpy().max() >= self._positions or native.library() is not self._kernels:
             return False
         if (packed.generation, weights) != (self._generation, self._weights):
@@ -173,22 +177,22 @@ class _Step:
     def replay(self, batch: StepBatch) -> Decoded:
         self._fill(batch)
         self._graph.replay()
-        return self._noted()
+        return self._results()
 
-    def _noted(self) -> Decoded:
+    def _results(self) -> Decoded:
         logits, tokens, log_probs, *routes = self._graph.results
         ops.note_routes(routes)
         return Decoded(logits, tokens, log_probs)
 
     def _fill(self, batch: StepBatch) -> None:
         tokens, positions, contexts, slots, temperature, inverse, uniform, table = self._inputs
-        asked, pages, at = batch.sampling[0].numpy(), batch.table_of_rows().numpy(), batch.positions.numpy()
-        if (asked != temperature).any():
-            temperature[:] = asked
+        requested, pages, at = batch.sampling[0].numpy(), batch.table_of_rows().numpy(), batch.positions.numpy()
+        if (requested != temperature).any():
+            temperature[:] = requested
             inverse[:] = ops.inverse_temperature(batch.sampling[0]).numpy()
         # As `ops.drawing` and `PagedAttention.slots` compute them.
         uniform[:] = batch.sampling[-1].numpy()
-        uniform[asked == 0] = -1.0
+        uniform[requested == 0] = -1.0
         table[:, : pages.shape[1]] = pages
         tokens[:] = batch.tokens.numpy()
         positions[:] = at

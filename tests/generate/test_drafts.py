@@ -586,7 +586,7 @@ def first_layers_of_its_own(model):
 @pytest.mark.parametrize(
     "settings_of_engine, said",
     [
-        ({"draft": "layers"}, "draft_layers is 0; a draft of the model's own layers takes from 1 to 2"),
+        ({"draft": "layers"}, "draft_layers is 0; a draft of the model's first layers takes from 1 to 2"),
         ({"draft": "layers", "draft_layers": 3}, "draft_layers is 3"),
         ({"draft": "model"}, "draft_model is empty"),
         ({"draft": "model", "draft_model": "/no/such/folder"}, "no/such/folder"),
@@ -703,9 +703,7 @@ def test_a_slow_start_stops_no_drafts():
     lengths.times.record(2, 8.0, "unrecorded")
     assert lengths.times.of(np.array([2, 4])).tolist() == [1.5 + RECORDING_COST * 12.0, 3.0], "half of what 4 rows take"
     lengths.times.record(8, 9.0, "unrecorded")
-    assert lengths.times.of(np.array([4, 8])).tolist() == [3.0, 3.0 + RECORDING_COST * 6.0], (
-        "9 s of 8 rows show the gain"
-    )
+    assert lengths.times.of(np.array([4, 8])).tolist() == [3.0, 3.0 + RECORDING_COST * 6.0], "8 rows show the gain"
     lengths.times.record(16, 30.0, "unrecorded")
     assert lengths.times.of(np.array([4, 16])).tolist() == [3.0, 24.0 + RECORDING_COST * 6.0]
     lengths.times.record(8, 3.5)
@@ -754,7 +752,7 @@ def test_tries_that_were_all_wrong_are_made_less_often():
 )  # fmt: skip
 def test_what_is_usual_has_no_part_in_a_hiccup_whenever_it_comes(seconds, mean, counted):
     usual = MovingMean()
-    *_, last = map(usual.follow, seconds)
+    *_, last = map(usual.update, seconds)
     assert (usual.mean, last) == pytest.approx((mean, counted))
 
 

@@ -1,4 +1,4 @@
-"""Decode steps from tapes: the tokens and bits of direct ones, whatever happens to the weights in between."""
+"""Decode steps replayed as step graphs: tokens and bits of direct steps, also after changes of the weights."""
 
 import gc
 import random
@@ -26,7 +26,7 @@ from lockstep.model.lora import adapter_off
 from lockstep.ops import native
 from lockstep.parallel.compile import CompiledHalves
 
-pytestmark = pytest.mark.skipif(native.library() is None, reason="tapes are of the compiled kernels")
+pytestmark = pytest.mark.skipif(native.library() is None, reason="step graphs consist of compiled kernels")
 
 SHAPE = ModelConfig(
     family="qwen3", vocab_size=60, dim=32, num_layers=2, num_heads=4, num_kv_heads=2, head_dim=16, intermediate_size=48,
@@ -48,9 +48,8 @@ def _engines(model, **changes):
     """One that repeats steps, and one that does not."""
     engines = [Engine(model, EngineConfig(**changes)) for _ in range(2)]
     assert isinstance(engines[0]._runner, StepGraphRunner)
-    engines[0]._runner._times_seen.update(
-        dict.fromkeys(range(300), step_graphs.SEEN_BEFORE_RECORDING)
-    )  # so that every step is recorded
+    often = step_graphs.SEEN_BEFORE_RECORDING  # so that every step is recorded
+    engines[0]._runner._times_seen.update(dict.fromkeys(range(300), often))
     engines[1]._runner = Runner(model, engines[1].cache)
     return engines
 
@@ -309,7 +308,7 @@ def test_another_thread_may_make_larger_rotary_tables_meanwhile(monkeypatch):
             super().__init__(*given)
             model.rotary.reserve(600, model.device)
 
-    monkeypatch.setattr(ops, "StepGraph", Disturbed)
+    monkeypatch.setattr(ops, "Tape", Disturbed)
     params = SamplingParams(max_tokens=40, seed=1)
     assert _sampled(repeated, [[5] * 240], params) == _sampled(direct, [[5] * 240], params)
 
