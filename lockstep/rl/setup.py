@@ -72,7 +72,7 @@ def load_parts(config: RLConfig, environment: Environment, is_given: bool, world
     reference = load_reference(config, world, tokenizer)
     teacher = load_teacher(config, world, tokenizer)
     reward_model = load_reward_model(config, environment, world.device)
-    rendering = open_rendering(config, environment, tokenizer, policy)
+    rendering = open_rendering(config.model, config.chat, config.chat_template_kwargs, environment, tokenizer, policy)
     value_head = make_critic(config, policy, world)
     if config.resume and value_head:
         refuse_run_without_values(Path(config.output), config)
