@@ -32,8 +32,7 @@ from lockstep.rl.alarms import PREFIX, Alarms
 from lockstep.rl.conversations.rendering import open_rendering
 from lockstep.rl.environments.loading import require_environment
 from lockstep.rl.environments.protocol import Environment
-from lockstep.rl.generators.models import policy_model
-from lockstep.rl.generators.open import open_generators, resolve_generator_settings
+from lockstep.rl.generators.open import open_generators, open_policy, resolve_generator_settings
 from lockstep.rl.grading import Outcome, refuse_too_many
 from lockstep.rl.rollouts.collect import assign_advantages, assign_rewards, charge_overlong
 from lockstep.rl.rollouts.ledger import Ledger
@@ -128,7 +127,7 @@ def _reinforce(
     algorithm = algorithm_of(config)
     config, environment = named_environment(config, environment)
     prompts, held_out = open_examples(config, environment, world)
-    model = policy_model(config, world)
+    model = open_policy(config, world)
     refuse_replay_without_experts(config, model.config)
     tokenizer = load_tokenizer(config.model, model.config.vocab_size)
     model.config = with_ends(model.config, tokenizer, load_chat_template(local_folder(config.model)))

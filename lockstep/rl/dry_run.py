@@ -32,8 +32,8 @@ from lockstep.ops.packed_weights import panel_words
 from lockstep.parallel import World, chunks_for, close_world, generator_layout
 from lockstep.parallel.refusals import refuse_generators
 from lockstep.parallel.world import imagined_world
-from lockstep.rl.generators.models import refuse_on_ranks
 from lockstep.rl.generators.open import scores_with_policy
+from lockstep.rl.generators.refusals import refuse_on_ranks
 from lockstep.rl.scoring.reference import AVERAGE, START, is_own_base
 from lockstep.rl.scoring.value_head import ValueHead, train_settings
 from lockstep.rl.weights.estimate import TransferEstimate, estimate_transfer, estimate_weight_server

@@ -16,8 +16,8 @@ from lockstep.observe import RunFolder, announce, in_short, log, merge_timelines
 from lockstep.parallel import World
 from lockstep.rl.environments.loading import GIVEN, check_environment, given_name, load_environment
 from lockstep.rl.environments.protocol import Environment, Example
-from lockstep.rl.generators.models import refuse_on_ranks
 from lockstep.rl.generators.protocol import Generators
+from lockstep.rl.generators.refusals import refuse_on_ranks
 from lockstep.rl.rollouts.metrics import summarize
 from lockstep.rl.rollouts.prompt_balance import prompt_balance
 from lockstep.rl.rollouts.prompts import PromptLoader, examples_of, refuse_other_examples

@@ -15,7 +15,8 @@ from lockstep.generate import Engine, SamplingParams
 from lockstep.model import arithmetic_of, read_config
 from lockstep.parallel import close_world, open_world
 from lockstep.rl.dry_run import STAGES, dry_run
-from lockstep.rl.generators.models import policy_model, sampling_model
+from lockstep.rl.generators.models import sampling_model
+from lockstep.rl.generators.open import open_policy
 from lockstep.rl.weights.server import WeightServer
 from lockstep.rl.weights.shard_slices import volume
 from lockstep.rl.weights.transfer import WeightTransfer
@@ -168,8 +169,9 @@ def test_ranks_that_compute_values_have_a_whole_copy_though_others_sample(folder
 def real_transfer(config):
     """Bytes that this rank sends and receives in a sync, by the plan of a real one."""
     world = open_world(config.parallel, "cpu")
-    policy = policy_model(config, world)
-    transfer = WeightTransfer(dict(policy.named_parameters()), sampling_model(config, world, policy), world)
+    policy = open_policy(config, world)
+    sampled = sampling_model(policy, world, config.dtype, config.parallel, config.compile)
+    transfer = WeightTransfer(dict(policy.named_parameters()), sampled, world)
     close_world(world)
     return bytes_of_rank_0(transfer)
 
@@ -247,7 +249,7 @@ def test_the_memory_of_a_separate_generator_is_that_of_a_real_one(folder, tmp_pa
 def real_server(config):
     """Bytes of a version that this rank lays out."""
     world = open_world(config.parallel, "cpu")
-    policy = policy_model(config, world)
+    policy = open_policy(config, world)
     weight_server = WeightServer(dict(policy.named_parameters()), torch.bfloat16, world, bytes(32))
     size = weight_server.publish(1)["server"]["ranks"][0]["size"]
     weight_server.close()

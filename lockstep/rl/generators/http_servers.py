@@ -25,7 +25,7 @@ Part = tuple[int, RemoteSample]
 
 
 @dataclass(frozen=True)
-class Wanted:
+class ServerRequirements:
     """What a run requires of a server that samples for it."""
 
     shape: ModelConfig
@@ -55,7 +55,7 @@ class Server(Protocol):
         """Returns once it samples with the weights of `folder`. Raises HttpError if it refuses them."""
 
 
-async def find_server(client: HttpClient, wanted: Wanted) -> Server:
+async def find_server(client: HttpClient, wanted: ServerRequirements) -> Server:
     """The server that answers, if it can sample for the run. Otherwise raises UserError, saying what to change."""
     owner, model = await owner_of(client)
     try:
@@ -166,7 +166,7 @@ def _sample(tokens: Any, logprobs: Any, cut_logprobs: Any, versions: Any, routes
     )
 
 
-async def _own_server(client: HttpClient, wanted: Wanted) -> LockstepServer:
+async def _own_server(client: HttpClient, wanted: ServerRequirements) -> LockstepServer:
     try:
         found = await _ask(
             client, "/admin/model", "has another admin key; set LOCKSTEP_ADMIN_KEY to the one that it was started with"
@@ -276,7 +276,7 @@ class VllmServer:
             raise HttpError(0, "its prefix cache is in use by others, so new weights would read keys of old ones")
 
 
-async def _vllm_server(client: HttpClient, wanted: Wanted, model: dict[str, Any]) -> VllmServer:
+async def _vllm_server(client: HttpClient, wanted: ServerRequirements, model: dict[str, Any]) -> VllmServer:
     try:
         found = await client.call("GET", "/server_info?config_format=json", seconds=CHECK_SECONDS)
         config = found["vllm_config"]
@@ -308,7 +308,7 @@ async def _vllm_server(client: HttpClient, wanted: Wanted, model: dict[str, Any]
     return VllmServer(model["id"], room, load_format == "dummy")
 
 
-def _refuse_short(client: HttpClient, context: int, wanted: Wanted, option: str) -> None:
+def _refuse_short(client: HttpClient, context: int, wanted: ServerRequirements, option: str) -> None:
     if context < wanted.context:
         change = f"start it with a higher {option}, or the run with engine.cache_tokens {context}"
         problem = (

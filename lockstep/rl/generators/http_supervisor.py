@@ -6,40 +6,29 @@ import asyncio
 import os
 import threading
 from collections.abc import Sequence
-from dataclasses import replace
 
-from lockstep.config import RLConfig
+from lockstep.config import ActorsConfig
 from lockstep.errors import UserError
 from lockstep.observe import log
-from lockstep.parallel import World
 from lockstep.rl.generators.http_client import HttpClient, HttpError, Unreachable
 from lockstep.rl.generators.http_remote import SILENCE_SECONDS, HttpRemote
-from lockstep.rl.generators.http_servers import Server, Wanted, find_server, owner_of
+from lockstep.rl.generators.http_servers import Server, ServerRequirements, find_server, owner_of
 from lockstep.rl.generators.pool import GeneratorPool
 
 RETRY_SECONDS = 5.0
 """Interval of checks whether a lost server is back."""
 
 
-def suited_to_servers(config: RLConfig, world: World) -> RLConfig:
-    """`config` with the settings that vLLM needs, if `actors.urls` are vLLM servers.
+def servers_are_exact(actors: ActorsConfig) -> bool:
+    """Whether the log-probabilities of the servers at `actors.urls` match the trainer's bit for bit.
 
-    Their log-probabilities differ from the trainer's: the difference is measured and, unless `off_policy` says
-    otherwise, corrected for. Raises UserError on all ranks if a server does not answer.
+    Raises UserError if one does not answer, or the run's generators are of both kinds.
     """
-    if not config.actors.urls or world.from_main(lambda: _are_exact(config)):
-        return config
-    if config.off_policy == "none":
-        log.warning("off_policy is none, so the difference in vLLM's log-probabilities biases the gradient")
-    return replace(config, off_policy=config.off_policy or "truncate", on_parity_error="measure")
-
-
-def _are_exact(config: RLConfig) -> bool:
-    exact = {url: asyncio.run(owner_of(client_of(url)))[0] == "lockstep" for url in config.actors.urls}
+    exact = {url: asyncio.run(owner_of(client_of(url)))[0] == "lockstep" for url in actors.urls}
     if any(exact.values()) and not all(exact.values()):
         listed = ", ".join(f"{url} ({'lockstep serve' if own else 'vLLM'})" for url, own in exact.items())
         raise UserError(f"actors.urls: the log-probabilities of {listed} differ; give servers of one kind")
-    if not all(exact.values()) and config.actors.processes:
+    if not all(exact.values()) and actors.processes:
         raise UserError(
             "actors.urls has vLLM servers, whose log-probabilities differ from those of other generators; use one kind"
         )
@@ -62,7 +51,7 @@ class ServerSupervisor:
     def __init__(
         self,
         urls: Sequence[str],
-        wanted: Wanted,
+        wanted: ServerRequirements,
         pool: GeneratorPool,
         silence_seconds: float = SILENCE_SECONDS,
         retry_seconds: float = RETRY_SECONDS,

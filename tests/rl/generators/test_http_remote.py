@@ -20,7 +20,7 @@ from lockstep.model import build_model, load_model, preset, save_model
 from lockstep.model.arithmetic import arithmetic_of
 from lockstep.parallel import World
 from lockstep.rl.generators.http_remote import HttpRemote
-from lockstep.rl.generators.http_servers import Wanted, find_server
+from lockstep.rl.generators.http_servers import ServerRequirements, find_server
 from lockstep.rl.generators.http_supervisor import ServerSupervisor, client_of
 from lockstep.rl.generators.pool import GeneratorPool
 from lockstep.rl.generators.remote import RemoteSample, Request
@@ -60,7 +60,7 @@ def admin_key(monkeypatch):
 
 
 def _wanted(model, **changes):
-    wanted = Wanted(model.config, "float32", arithmetic_of(CPU), "none", 512, PARAMS)
+    wanted = ServerRequirements(model.config, "float32", arithmetic_of(CPU), "none", 512, PARAMS)
     return dataclasses.replace(wanted, **changes)
 
 

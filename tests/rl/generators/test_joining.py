@@ -18,6 +18,7 @@ from lockstep.observe.sign_of_life import host as place
 from lockstep.parallel import open_world
 from lockstep.rl.generators.channel import Closed, Listener, call
 from lockstep.rl.generators.channel_remote import WireRemote
+from lockstep.rl.generators.open import generator_spec
 from lockstep.rl.generators.pool import GeneratorPool
 from lockstep.rl.generators.process import run_generator
 from lockstep.rl.generators.registry import GeneratorRegistry
@@ -277,7 +278,7 @@ def test_a_generator_that_the_run_has_told_to_end_is_not_started_again(
     monkeypatch.setattr(WireRemote, "close", slowly)
     monkeypatch.setattr(supervisor_module, "END_SECONDS", 0.1)
     (tmp_path / "logs").mkdir()
-    with SeparateGenerators(config, world, model, tmp_path) as generators:
+    with SeparateGenerators(generator_spec(config, model, world), actors, model, world, tmp_path) as generators:
         # It comes before the process that the run has started, under its name.
         Generator(port, bytes.fromhex((tmp_path / "logs" / KEY_FILE).read_text()), honest, name="generator_0")
         wait_until(lambda: generators.sampler.names == ["generator_0"])

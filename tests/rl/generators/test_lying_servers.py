@@ -14,7 +14,7 @@ from lockstep.model import preset
 from lockstep.rl.generators import http_client
 from lockstep.rl.generators.http_client import HttpClient, HttpError, Unreachable
 from lockstep.rl.generators.http_remote import HttpRemote
-from lockstep.rl.generators.http_servers import LockstepServer, Wanted, find_server
+from lockstep.rl.generators.http_servers import LockstepServer, ServerRequirements, find_server
 from lockstep.rl.generators.pool import GeneratorPool
 from tests.rl.generators.test_pool import wait_until
 
@@ -199,7 +199,7 @@ VLLM = OK + b'{"data": [{"owned_by": "vllm", "id": "m"}]}'
     ],
 )
 def test_whatever_answers_at_the_start_is_refused_in_a_sentence(answers):
-    wanted = Wanted(preset("qwen3:micro", 100), "float32", "portable", "none", 512, PARAMS)
+    wanted = ServerRequirements(preset("qwen3:micro", 100), "float32", "portable", "none", 512, PARAMS)
     with server(answers) as client, pytest.raises(UserError) as error:
         asyncio.run(find_server(client, wanted))
     assert str(error.value).startswith(client.url) and str(error.value).isprintable() and len(str(error.value)) < 1500
