@@ -214,7 +214,7 @@ def generator_measured(config):
         for version in (1, 2):  # the first weights meet an engine that has never sampled
             manifest = weight_server.publish(version)
             peak.nbytes = 0
-            assert reader.take(manifest).outcome == "taken"
+            assert reader.load(manifest).outcome == "loaded"
             engine.weights_changed(version)
             peaks["weight sync"], peak.nbytes = peak.nbytes, 0
             engine.generate([[1]] * 4, SamplingParams(n=8, max_tokens=8, seed=0))

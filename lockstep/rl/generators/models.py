@@ -23,7 +23,7 @@ from lockstep.model.decoder import Block
 from lockstep.model.known_operators import refuse_unknown_operators
 from lockstep.model.shard import local_values
 from lockstep.parallel import World, apply_compile, generator_layout, generator_model
-from lockstep.rl.weights.in_place import lay_out
+from lockstep.rl.weights.in_place import materialize
 
 
 def folder_shape(folder: Path, name: str) -> ModelConfig:
@@ -52,7 +52,7 @@ def sampling_model(
         policy.halves = compiled
         return policy
     model = generator_layout(policy.config, resolve_dtype(dtype), world, _tensor_only(parallel))
-    fitting = lay_out(model, dict(policy.named_parameters()), world.device)
+    fitting = materialize(model, dict(policy.named_parameters()), world.device)
     if compile.backend != "none":
         # Compilation compares outputs on these values, and uninitialized memory may hold NaN, which equals nothing.
         draws = torch.Generator(world.device).manual_seed(0)

@@ -40,7 +40,7 @@ from lockstep.parallel import World, apply_compile, generator_model
 from lockstep.rl.generators.channel import HANDSHAKE_SECONDS, Channel, Closed, call
 from lockstep.rl.rollouts.plain import plain_shape
 from lockstep.rl.rollouts.recorded import recall
-from lockstep.rl.weights.reader import Taken, WeightReader
+from lockstep.rl.weights.reader import LoadResult, WeightReader
 from lockstep.rl.weights.server import WeightManifest
 
 TELL_SECONDS = 0.05
@@ -235,12 +235,12 @@ class _Generator:
             while (newer := self._newest(manifest)) is manifest:
                 self._receive_all(wait=True)
             manifest = newer
-        if taken.outcome == "taken":
+        if taken.outcome == "loaded":
             self._engine.weights_changed(manifest["version"])
             self._note_work()
             self._channel.send({"kind": "has_weights", "version": manifest["version"], "did": self._did})
         else:
-            self._channel.send({"kind": "lost", "why": f"weights version {taken.version}: {taken.said}"})
+            self._channel.send({"kind": "lost", "why": f"weights version {taken.version}: {taken.problem}"})
 
     def _newest(self, manifest: WeightManifest) -> WeightManifest:
         """The last edition announced in the queue, from which all are removed; `manifest` if there is none."""
@@ -249,13 +249,13 @@ class _Generator:
             self._queue.remove(message)
         return announced[-1]["manifest"] if announced else manifest
 
-    def _read(self, manifest: WeightManifest) -> Taken:
+    def _read(self, manifest: WeightManifest) -> LoadResult:
         leads = isinstance(self._engine, LeadingEngine)
         with (
             self._taking_weights(),
             self._engine.on_all_ranks("take", manifest) if leads else nullcontext(),  # type: ignore[attr-defined]
         ):
-            return self._reader.take(manifest)
+            return self._reader.load(manifest)
 
     @contextmanager
     def _taking_weights(self) -> Iterator[None]:
@@ -368,7 +368,7 @@ def _follow(welcome: dict[str, Any], address: str, key: bytes, world: World) -> 
         # torchrun forwards signals to all ranks; the first one ends the others.
         _take_signals(lambda: None)
         try:
-            follow(engine, {"take": reader.take})
+            follow(engine, {"take": reader.load})
         finally:
             reader.close()
     finally:

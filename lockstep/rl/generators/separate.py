@@ -22,7 +22,7 @@ from lockstep.rl.generators.registry import GeneratorRegistry
 from lockstep.rl.generators.spec import GeneratorSpec
 from lockstep.rl.generators.supervisor import Supervisor
 from lockstep.rl.weights.folders import WeightFolders
-from lockstep.rl.weights.server import WeightManifest, WeightServer, versions_laid_out
+from lockstep.rl.weights.server import WeightManifest, WeightServer, versions_to_keep
 
 KEY = "generators.key"
 """Key file in the run's `logs/`, for generators that join later. Removed at the end of the run unless it is killed."""
@@ -130,9 +130,9 @@ class SeparateGenerators:
             finish=self._finish,
         )
         world.on_main(lambda: opening.enter_context(servers))
-        own_head = not world.from_main(lambda: servers.exact)
-        dtype, versions = resolve_dtype(self._spec.dtype), versions_laid_out(actors)
-        self._folders = WeightFolders(self._run / "weights", self._model, dtype, world, own_head, versions)
+        untie_head = not world.from_main(lambda: servers.exact)
+        dtype, versions = resolve_dtype(self._spec.dtype), versions_to_keep(actors)
+        self._folders = WeightFolders(self._run / "weights", self._model, dtype, world, untie_head, versions)
         opening.callback(self._folders.close)
 
     def _open_processes(self, opening: ExitStack) -> None:
@@ -143,7 +143,7 @@ class SeparateGenerators:
         loopback = actors.host.startswith("127.") or world.is_main
         host = actors.host if loopback else socket.gethostname()
         tensors, dtype = dict(self._model.named_parameters()), resolve_dtype(self._spec.dtype)
-        self._weight_server = WeightServer(tensors, dtype, world, key, host, versions_laid_out(actors))
+        self._weight_server = WeightServer(tensors, dtype, world, key, host, versions_to_keep(actors))
         opening.callback(self._weight_server.close)
         if not world.is_main:
             return

@@ -415,15 +415,15 @@ def given_to_the_compiler(config):
     world = open_world(config.parallel, "cpu")
     policy = open_policy(replace(config, compile=CompileConfig()), world)
     before = {name: local_values(p).clone() for name, p in policy.named_parameters()}
-    exact, found = models.lay_out, []
+    exact, found = models.materialize, []
 
-    def lay_out(model, *given):
+    def materialize(model, *given):
         fitting = exact(model, *given)
         for name in dict(model.named_parameters()).keys() - fitting:
             local_values(model.get_parameter(name).detach()).fill_(math.nan)  # new memory may hold anything
         return fitting
 
-    models.lay_out = lay_out
+    models.materialize = materialize
     # Compiling takes seconds; that a compiled run starts in these layouts is in `make test-slow`.
     models.apply_compile = lambda model, *_, **__: found.extend(local_values(p).isfinite() for p in model.parameters())
     models.sampling_model(policy, world, config.dtype, config.parallel, config.compile)

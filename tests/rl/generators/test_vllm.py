@@ -191,7 +191,7 @@ def test_the_correction_is_on_with_vllm_unless_the_run_says_otherwise(vllm, capl
 
 def test_folders_for_vllm_have_a_head_of_its_own(tmp_path, model_folder):
     model = load_model(model_folder)
-    folder = WeightFolders(tmp_path / "weights", model, torch.bfloat16, WORLD, own_head=True).write(1)
+    folder = WeightFolders(tmp_path / "weights", model, torch.bfloat16, WORLD, untie_head=True).write(1)
     from safetensors.torch import load_file
 
     tensors = load_file(folder / "model.safetensors")
