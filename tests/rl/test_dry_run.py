@@ -195,7 +195,7 @@ def test_the_bytes_of_a_weight_sync_are_those_of_a_real_one(folder, tmp_path, ra
 
 def generator_measured(config):
     """The peaks of a rank of a separate generator, and the bytes that it reads of a version."""
-    from lockstep.rl.generators import process as generator
+    from lockstep.rl.generators import process_engine as generator
     from tests.parallel.memory import PeakMemory
 
     world = open_world(ParallelConfig(tensor=config.actors.tensor, data_shard=1), "cpu")
@@ -210,7 +210,7 @@ def generator_measured(config):
     peaks = {}
     with pytest.MonkeyPatch.context() as patched, PeakMemory() as peak:
         patched.setattr(generator, "LeadingEngine", Engine)  # all of its ranks are asked here
-        reader, engine = generator._open(welcome, bytes(32), world)
+        reader, engine = generator.open_engine(welcome, bytes(32), world)
         for version in (1, 2):  # the first weights meet an engine that has never sampled
             manifest = weight_server.publish(version)
             peak.nbytes = 0
@@ -221,7 +221,7 @@ def generator_measured(config):
             peaks["sampling"] = peak.nbytes
     pieces = [(source._memory, piece) for source in reader._sources for piece in source._pieces]
     mapped = sum({id(memory): memory._bytes.nbytes for memory, _ in pieces}.values())  # the trainer's
-    if weight_server._held:  # and what stands for the trainer here
+    if weight_server._shards:  # and what stands for the trainer here
         mapped += weight_server._memory._bytes.nbytes + sum(parameter.nbytes for parameter in trained.parameters())
     read = sum(volume(piece.shard_slice) for _, piece in pieces) * trained.dtype.itemsize
     reader.close()

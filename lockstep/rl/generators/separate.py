@@ -13,11 +13,12 @@ from lockstep.errors import RunStopped
 from lockstep.model import Decoder, ScoringModel, TrainableModel, resolve_dtype
 from lockstep.observe import announce
 from lockstep.parallel import World
+from lockstep.rl.generators.caching_pool import CachingGeneratorPool
 from lockstep.rl.generators.channel import Listener, make_key
 from lockstep.rl.generators.http_remote import SILENCE_SECONDS
 from lockstep.rl.generators.http_supervisor import ServerSupervisor
 from lockstep.rl.generators.policy_replica import PolicyReplica
-from lockstep.rl.generators.pool import CachingGeneratorPool, GeneratorPool
+from lockstep.rl.generators.pool import GeneratorPool
 from lockstep.rl.generators.registry import GeneratorRegistry
 from lockstep.rl.generators.spec import GeneratorSpec
 from lockstep.rl.generators.supervisor import Supervisor
@@ -90,7 +91,7 @@ class SeparateGenerators:
 
     @property
     def progress(self) -> int:
-        return self.sampler.heard
+        return self.sampler.num_reports
 
     def load_weights(self, version: int) -> None:
         """As `Generators`: waits for the first weights, and for all if nothing is sampled ahead."""
@@ -154,7 +155,7 @@ class SeparateGenerators:
         opening.enter_context(supervisor)
         welcome = self._spec.welcome(actors, self._run)
         opening.enter_context(GeneratorRegistry(self.sampler, listener, welcome, self._spec.engine.max_sequences))
-        opening.callback(supervisor.start_no_more)
+        opening.callback(supervisor.stop_restarting)
         if actors.port:
             command = f"lockstep generator --trainer {address} --key {key_file}"
             announce(f"rl: generators join with {command}")

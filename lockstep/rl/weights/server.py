@@ -228,9 +228,8 @@ def _added(sums: list[dict[str, int]]) -> dict[str, int]:
 
 
 def _same_bits(one: Tensor, other: Tensor) -> bool:
-    return torch.equal(
-        one.view(torch.uint8), other.view(torch.uint8)
-    )  # as numbers, -0 equals 0 and NaN differs from itself
+    """Not a comparison of numbers, in which -0 equals 0 and NaN differs from itself."""
+    return torch.equal(one.view(torch.uint8), other.view(torch.uint8))
 
 
 def _latest(since: list[dict[str, int]]) -> dict[str, int]:

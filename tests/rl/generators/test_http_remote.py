@@ -109,7 +109,7 @@ class Recorder:
     def has_weights(self, remote, version):
         self.changed.set()
 
-    def lost(self, remote, why, false=False):
+    def lost(self, remote, why, invalid=False):
         raise AssertionError(why)
 
     def wait(self):
@@ -124,7 +124,7 @@ def finished(url, wanted, folder, prompt, samples):
     try:
         remote.load_weights({"version": 3, "folder": str(folder)})
         reports.wait()
-        remote.ask(Request(0, prompt, wanted.params, samples))
+        remote.submit(Request(0, prompt, wanted.params, samples))
         reports.wait()
     finally:
         remote.close()
@@ -142,7 +142,7 @@ def test_what_is_asked_after_weights_that_are_gone_by_now_is_not_sampled_from_ol
         all_there = threading.Event()
         remote._post(all_there.wait)  # its thread begins with the first when the last is there too
         remote.load_weights({"version": 4, "folder": str(folder / "deleted")})
-        remote.ask(Request(0, PROMPTS[0], params, samples))
+        remote.submit(Request(0, PROMPTS[0], params, samples))
         remote.load_weights({"version": 5, "folder": str(folder)})
         all_there.set()
         while not all(sample.finish_reason for sample in samples):

@@ -17,7 +17,7 @@ from lockstep.model import arithmetic_of, build_model, preset, read_config, save
 from lockstep.observe.sign_of_life import host as place
 from lockstep.parallel import open_world
 from lockstep.rl.generators.channel import Closed, Listener, call
-from lockstep.rl.generators.channel_remote import WireRemote
+from lockstep.rl.generators.channel_remote import ChannelRemote
 from lockstep.rl.generators.open import generator_spec
 from lockstep.rl.generators.pool import GeneratorPool
 from lockstep.rl.generators.process import run_generator
@@ -120,7 +120,7 @@ def test_of_a_generator_every_rank_is_heard(model_folder):
         first, second = call(host, int(port), KEY), call(host, int(port), KEY)
         first.send(hello | {"name": name, "tensor": 2})
         assert first.receive(10)[0]["name"] == name
-        second.send(hello | {"beside": name, "rank": 1})
+        second.send(hello | {"generator": name, "rank": 1})
         return first, second
 
     with registry:
@@ -169,7 +169,7 @@ def test_what_is_known_of_samples_goes_with_the_request(model_folder):
             wait_until(lambda: name in pool.names)  # noqa: B023
             channel.send({"kind": "has_weights", "version": 0})
             asked = channel.receive(10)[0]
-            assert asked["kind"] == "ask" and asked["id"] == request and asked["prompt"] == [1]
+            assert asked["kind"] == "request" and asked["id"] == request and asked["prompt"] == [1]
             if name == "first":
                 channel.send({"kind": "tokens", "samples": [[request, 1, begun]]})
                 channel.send({"kind": "leaves", "why": "it received a signal, and leaves"})
@@ -255,7 +255,7 @@ def test_a_generator_of_the_runs_own_that_says_what_cannot_be_so_is_ended_and_no
         with Supervisor(actors, pool, address, KEY, "", tmp_path / "logs") as local:
             wait_until(lambda: local.processes()["generator_0"])
             (process,) = local.processes()["generator_0"]
-            pool.false.add("generator_0")
+            pool.banned.add("generator_0")
             wait_until(lambda: not os.path.exists(f"/proc/{process}"))
             threading.Event().wait(0.5)
             assert local.processes() == {"generator_0": []}
@@ -269,13 +269,13 @@ def test_a_generator_that_the_run_has_told_to_end_is_not_started_again(
     actors = ActorsConfig(generators=1, threads=1, port=port)
     config = RLConfig(model=str(model_folder), dtype="bfloat16", actors=actors)
     model = load_model(model_folder, dtype="bfloat16", device="cpu")
-    closed = WireRemote.close
+    closed = ChannelRemote.close
 
     def slowly(self):
         closed(self)
         threading.Event().wait(0.5)  # as where several are told one after the other
 
-    monkeypatch.setattr(WireRemote, "close", slowly)
+    monkeypatch.setattr(ChannelRemote, "close", slowly)
     monkeypatch.setattr(supervisor_module, "END_SECONDS", 0.1)
     (tmp_path / "logs").mkdir()
     with SeparateGenerators(generator_spec(config, model, world), actors, model, world, tmp_path) as generators:

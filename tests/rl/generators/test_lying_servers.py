@@ -129,7 +129,7 @@ def test_what_a_proper_server_answers_is_taken():
 def test_a_server_that_says_what_cannot_be_so_is_asked_no_more(caplog, answer, said):
     with server({"/v1/completions": answer}) as client, asked(client) as (pool, samples):
         wait_until(lambda: not pool.names)
-        assert pool.false == {client.url} and not any(sample.finish_reason for sample in samples[1:])
+        assert pool.banned == {client.url} and not any(sample.finish_reason for sample in samples[1:])
         (line,) = [line for line in caplog.messages if line.startswith(client.url)]
         assert said in line
         with pytest.raises(RunStopped, match="gets no more requests"):
@@ -144,7 +144,7 @@ def test_a_server_that_says_what_cannot_be_so_is_asked_no_more(caplog, answer, s
 def test_a_stream_that_fails_is_lost_on_one_line(caplog, answer):
     with server({"/v1/completions": answer}) as client, asked(client) as (pool, _):
         wait_until(lambda: not pool.names)
-        assert not pool.false  # it may come again
+        assert not pool.banned  # it may come again
         assert all(line.isprintable() for line in caplog.messages)
 
 
