@@ -16,7 +16,7 @@ from lockstep.rl.generators.remote import RemoteSample, Request
 
 
 class CachingGeneratorPool:
-    """A `Remembering` sampler: keeps its requests and their samples until it is deleted."""
+    """A `CachingSampler` of the pool's generators."""
 
     def __init__(self, pool: GeneratorPool, saved: Mapping[str, Any]):
         """saved: an earlier one's `state`, from whose samples equal requests continue."""

@@ -20,7 +20,7 @@ class GeneratorRegistry:
     """Listens, in a thread, for generators that know the run's key. A context manager."""
 
     def __init__(self, pool: GeneratorPool, listener: Listener, welcome: Mapping[str, Any], capacity: int):
-        """welcome: describes the run to a generator. room: samples that each decodes at a time."""
+        """welcome: describes the run to a generator. capacity: samples that each decodes at a time."""
         self._pool, self._listener, self._welcome, self._capacity = pool, listener, welcome, capacity
         self._greeting = threading.Lock()
         self._rank_channels: set[Channel] = set()

@@ -154,7 +154,7 @@ def _check_end(request: Request, count: int, new: RemoteSample, eos_token_ids: C
 def checked_version(version: Any, before: int, versions: Collection[int]) -> int:
     """The weights version that a generator reports, after `before`. Raises InvalidResponse."""
     if type(version) is not int or version not in versions or version < before:
-        raise InvalidResponse(f"weights version {version!r}, which the run has not given it")
+        raise InvalidResponse(f"weights version {version!r}, which the run has not published")
     return version
 
 

@@ -63,16 +63,16 @@ def share_parts(
     """
     enabled = enabled and os.environ.get("LOCKSTEP_SHARED_MEMORY", "1") != "0"
     sizes = [max(_layout(parts, names, dtype)[1] for names in buckets) for parts in shards]
-    own = ServerMemory.created(sizes[rank]) if enabled else None
-    handles = [handle_of(handle) for handle in from_all(own and own.handle)]
+    local = ServerMemory.created(sizes[rank]) if enabled else None
+    handles = [handle_of(handle) for handle in from_all(local and local.handle)]
     memories = []
     with contextlib.suppress(OSError):  # of ranks that cannot see each other's processes
         for other, (handle, size) in enumerate(zip(handles, sizes)):
             if handle is not None:
-                memories.append(own if own and other == rank else ServerMemory.opened(handle, size))
+                memories.append(local if local and other == rank else ServerMemory.opened(handle, size))
     everywhere = all(from_all(len(memories) == len(shards)))
-    if own is not None:
-        own.unlink()  # all readers have it open
+    if local is not None:
+        local.unlink()  # all readers have it open
     return SharedParts(memories, shards, buckets, dtype) if everywhere else None
 
 
