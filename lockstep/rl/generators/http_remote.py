@@ -1,4 +1,4 @@
-"""A server as a generator, and the thread of this process that sends it requests."""
+"""A server used as a generator, and the thread that sends it requests."""
 
 from __future__ import annotations
 
@@ -100,11 +100,11 @@ class HttpRemote:
 
     async def _work(self) -> BaseException | None:
         """Runs until it is closed (returns None) or lost (returns the reason)."""
-        loops = [asyncio.ensure_future(self._process_commands()), asyncio.ensure_future(self._watch())]
-        for loop in loops:
-            loop.add_done_callback(self._end_if_failed)
+        background = [asyncio.ensure_future(self._process_commands()), asyncio.ensure_future(self._watch())]
+        for task in background:
+            task.add_done_callback(self._end_if_failed)
         why = await self._ended
-        tasks = [*loops, *self._tasks.values()]
+        tasks = [*background, *self._tasks.values()]
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
@@ -147,9 +147,8 @@ class HttpRemote:
                 return await self._load(manifests[-1])
             if self._version < 0:
                 problem = f"it cannot load the weights in {manifest['folder']}: {error.message}"
-                self._reports.incompatible(
-                    self, f"{problem}; give an --output that the server can read under the same path"
-                )
+                change = "give an --output that the server can read under the same path"
+                self._reports.incompatible(self, f"{problem}; {change}")
                 self._end(None)
                 return
             raise
@@ -173,7 +172,7 @@ class HttpRemote:
                 try:
                     async with aclosing(self._server.sample(self._client, request, self._version)) as parts:
                         async for index, new in parts:
-                            if new.finish_reason == "error":  # servers report errors as such
+                            if new.finish_reason == "error":  # a server responds with an HTTP error instead
                                 raise InvalidResponse("finish_reason 'error'")
                             self._report(request.id, index, new)
                             if new.finish_reason is not None:

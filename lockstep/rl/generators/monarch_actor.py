@@ -17,7 +17,7 @@ from lockstep.rl.generators.ranks import Group, end_ranks, start_ranks
 CHECK_SECONDS = 0.1
 """Seconds between checks of the lease."""
 LEASE_SECONDS = 5.0
-"""Without a poll for this long, the actor ends its generator and itself: Monarch keeps it when its client dies."""
+"""Without a poll for this long, the actor ends its generator and itself: Monarch keeps it alive without its client."""
 OUTPUT_BYTES = 1 << 16
 """Most bytes of each rank's output in one response."""
 
@@ -49,10 +49,10 @@ class GeneratorHost(Actor):
         """Each rank's output since the last call and its exit code, and why the ranks could not be started."""
         with self._changed:
             self._last_poll = time.monotonic()
-            codes = [rank.poll() for rank in self._ranks]  # before reading, so that an ended rank's output is complete
-            parts = [
-                os.pread(file.fileno(), OUTPUT_BYTES, offset) for file, offset in zip(self._outputs, self._offsets)
-            ]
+            # Before reading, so that an ended rank's output is complete.
+            codes = [rank.poll() for rank in self._ranks]
+            outputs = zip(self._outputs, self._offsets)
+            parts = [os.pread(file.fileno(), OUTPUT_BYTES, offset) for file, offset in outputs]
             self._offsets = [offset + len(part) for offset, part in zip(self._offsets, parts)]
             # A rank with more output counts as running.
             codes = [None if len(part) == OUTPUT_BYTES else code for part, code in zip(parts, codes)]

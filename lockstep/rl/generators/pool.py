@@ -27,7 +27,7 @@ POLL_SECONDS = 0.02
 
 
 class GeneratorPool:
-    """The generators of a run. A `Sampler`, and the `Reports` that its remotes call. Thread-safe."""
+    """The separate generators of a run: a `Sampler`, and the `Reports` that its remotes call. Thread-safe."""
 
     def __init__(
         self,
@@ -91,7 +91,7 @@ class GeneratorPool:
     def begin(
         self, prompt: list[int], params: SamplingParams, begun: Sequence[Completion] = (), owner: object = None
     ) -> Request:
-        """Requests a prompt's samples. begun: samples to continue. owner: whom errors of the request are raised for."""
+        """Requests a prompt's samples. begun: samples to continue. owner: as for `step`, `cancel`."""
         seed = secrets.randbits(62) if params.seed is None else params.seed
         samples = [RemoteSample.begun(completion) for completion in begun] or [RemoteSample() for _ in range(params.n)]
         with self.changed:
@@ -211,7 +211,7 @@ class GeneratorPool:
             self._work.record_end(name)
             if self._versions.pop(name, None) is not None and not self._versions:
                 self._none_since = time.monotonic()
-            for request in [request for request, assigned in self._assigned.items() if assigned == name]:
+            for request in [request for request, to in self._assigned.items() if to == name]:
                 del self._assigned[request]
             self._dispatch()
             return remote
@@ -257,7 +257,7 @@ class GeneratorPool:
 
     @property
     def names(self) -> list[str]:
-        """Of all generators in the pool, ready or not."""
+        """Names of all generators in the pool, ready or not."""
         with self.changed:
             return sorted(self._remotes)
 
@@ -290,9 +290,7 @@ class GeneratorPool:
             remote.submit(request)
 
     def _unfinished_at(self, name: str) -> int:
-        return sum(
-            self._requests[request].unfinished for request, assigned in self._assigned.items() if assigned == name
-        )
+        return sum(self._requests[request].unfinished for request, to in self._assigned.items() if to == name)
 
     # The `Reports` of its remotes.
 
@@ -301,11 +299,9 @@ class GeneratorPool:
             self.num_reports += 1
             if self._remotes.get(remote.name) is not remote:
                 return  # removed: others continue its samples
-            assigned = {
-                number: self._requests[number] for number, name in self._assigned.items() if name == remote.name
-            }
+            requests = {number: self._requests[number] for number, to in self._assigned.items() if to == remote.name}
             checked = checked_samples(
-                parts, assigned, self._next_id - 1, self._published, self._vocab_size, self._eos_token_ids
+                parts, requests, self._next_id - 1, self._published, self._vocab_size, self._eos_token_ids
             )
             self._work.update(remote.name, remote.statistics)
             for request, index, new in checked:

@@ -110,9 +110,8 @@ class Supervisor:
             return
         # Removed from the pool, or a rank has ended, or it is late: its remaining processes are killed.
         if not ended and not late:
-            self._ending.wait(
-                CHECK_SECONDS
-            )  # a process that is killed loses its connections before its end can be seen
+            # A killed process loses its connections before it has an exit code.
+            self._ending.wait(CHECK_SECONDS)
             ended = generator.ended()
         if self._ending.is_set():
             return
