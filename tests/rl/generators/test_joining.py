@@ -50,7 +50,7 @@ def welcome_of(folder, **changes):
 
 def registry_of(pool, welcome):
     listener = Listener(KEY)
-    return GeneratorRegistry(pool, listener, welcome, room=4), "{}:{}".format(*listener.address)
+    return GeneratorRegistry(pool, listener, welcome, capacity=4), "{}:{}".format(*listener.address)
 
 
 def test_a_generator_joins_samples_and_is_let_go(model_folder, world):

@@ -31,7 +31,7 @@ DEEP = b"[" * 200_000 + b"]" * 200_000
 def registry(start_seconds=60.0, silence_seconds=20.0, **more):
     pool = GeneratorPool(512, 1024, start_seconds, vocab_size=VOCABULARY, **more)
     listener = Listener(KEY)
-    with GeneratorRegistry(pool, listener, {"silence_seconds": silence_seconds}, room=4):
+    with GeneratorRegistry(pool, listener, {"silence_seconds": silence_seconds}, capacity=4):
         for version in (2, 3):
             pool.load_weights({"version": version})
         yield pool, listener.address[1]
