@@ -260,7 +260,7 @@ def real_server(config):
 @pytest.mark.parametrize(
     ("ranks", "parallel"), [(1, ParallelConfig()), (3, ParallelConfig()), (4, ParallelConfig(tensor=2, pipeline=2))]
 )
-def test_the_bytes_that_are_laid_out_are_those_of_a_real_shelf(folder, tmp_path, ranks, parallel):
+def test_the_bytes_that_are_laid_out_are_those_of_a_real_weight_server(folder, tmp_path, ranks, parallel):
     config = config_of(folder, tmp_path / "run", parallel, actors=SEPARATE)
     size, *_ = launch(ranks, real_server, config)
     ((laid_out,),) = [launch(1, weight_server_estimate, config, ranks)]

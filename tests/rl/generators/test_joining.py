@@ -222,10 +222,10 @@ def test_what_a_generator_has_begun_is_finished_before_new_weights_where_it_shou
     weight_server.close()
     assert found[0] <= versions and max(found[0]) == max(versions)
     assert found[1] == {2}
-    figures = {key.split("/")[-1]: value for key, value in metrics.items()}
-    assert figures["held"] == 0 and figures["prefill_seconds"] > 0 and figures["decode_seconds"] > 0
+    by_key = {key.split("/")[-1]: value for key, value in metrics.items()}
+    assert by_key["held"] == 0 and by_key["prefill_seconds"] > 0 and by_key["decode_seconds"] > 0
     if on_update == "finish":  # the second has waited behind the weights, for 60 tokens of the first
-        assert figures["queue_seconds"] > 0.02
+        assert by_key["queue_seconds"] > 0.02
 
 
 def test_a_sample_whose_end_nobody_has_told_is_ended_by_the_next_generator(model_folder, world):

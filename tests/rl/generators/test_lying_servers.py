@@ -77,7 +77,7 @@ def both(**changes):
 
 @contextlib.contextmanager
 def asked(client):
-    """A fleet whose only generator is the server, which has been asked for samples."""
+    """A pool whose only generator is the server, which has been asked for samples."""
     pool = GeneratorPool(512, 1024, 0.2, vocab_size=100, eos_token_ids=(0, 5))
     remote = HttpRemote(client, LockstepServer(4), pool)
     pool.join(remote)

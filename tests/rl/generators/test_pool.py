@@ -1,4 +1,4 @@
-"""The fleet: every request is answered once and in full, whoever comes, goes, or is too late."""
+"""The generator pool completes every request exactly once while generators join, leave and report late."""
 
 import re
 import threading

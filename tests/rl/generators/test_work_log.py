@@ -1,4 +1,4 @@
-"""What generators did: their figures, and their time in the timeline, idle time included."""
+"""What generators did: their metrics and their timeline, idle time included."""
 
 from dataclasses import fields
 

@@ -1,4 +1,4 @@
-"""Replicas take from a shelf the trainer's weights, rounded, from every layout; what is damaged stays there."""
+"""Replicas load the trainer's weights, rounded, from every layout through a weight server; damage is detected."""
 
 import copy
 import json
@@ -134,7 +134,7 @@ def test_replicas_of_one_and_two_processes_have_the_bits_of_the_trainers_weights
 
 @pytest.fixture
 def pair():
-    """A trainer's shelf and a replica's reader, in this process."""
+    """A trainer's weight server and a replica's reader, in this process."""
     weight_server, reader = WeightServer(_trained(), torch.bfloat16, ALONE, KEY), WeightReader(_model(), ALONE, KEY)
     yield weight_server, reader
     reader.close()
@@ -163,7 +163,7 @@ def test_each_version_is_that_of_its_publication(pair):
 
 
 def every_bit(parallel):
-    """For each tensor whether a flipped bit of it on any rank's shelf is noticed, as the only one."""
+    """For each tensor whether a flipped bit of it in any rank's memory is noticed, as the only one."""
     world = open_world(parallel, "cpu")
     shape, fill = replace(SHAPE, reduction_chunks=4), partial(initialize, seed=1)
     trained = parallel_model(shape, torch.float32, world, parallel, CompileConfig(), fill)
@@ -440,7 +440,7 @@ def _memory_files():
 
 
 def _open_files():
-    """What a shelf could leave behind: sockets and files of memory, threads, mappings, entries in /dev/shm."""
+    """What a weight server could leave behind: sockets and files of memory, threads, mappings, entries in /dev/shm."""
     files = {_target(n) for n in os.listdir("/proc/self/fd")}
     files = {file for file in files if file.startswith("socket:") or "lockstep" in file}
     threads = [thread for thread in threading.enumerate() if thread.name == "weight server"]
@@ -515,7 +515,7 @@ def _entries():
     return sorted(name for name in os.listdir("/dev/shm") if "lockstep" in name)
 
 
-def test_nothing_is_left_when_shelf_and_readers_are_closed():
+def test_nothing_is_left_when_weight_server_and_readers_are_closed():
     before = _open_files()
     weight_server = WeightServer(_trained(), torch.bfloat16, ALONE, KEY)
     readers = [WeightReader(_model(), ALONE, KEY) for _ in range(2)]
