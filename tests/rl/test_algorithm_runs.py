@@ -16,9 +16,9 @@ from lockstep.data import ByteTokenizer
 from lockstep.errors import UserError
 from lockstep.model import ModelConfig, build_model, load_model, save_model
 from lockstep.rl import Environment, Example
-from lockstep.rl.controller import reinforce
+from lockstep.rl.reinforce import reinforce
 from lockstep.rl.rollouts.ledger import Ledger
-from lockstep.rl.rollouts.records import Rollout
+from lockstep.rl.rollouts.records import Rollout, Scores
 from lockstep.rl.scoring.reference import MovingAverage
 from lockstep.train import Trainer
 
@@ -281,7 +281,7 @@ def test_settings_that_do_not_go_together_are_refused(changes, message):
 def test_a_ledger_numbers_the_groups_of_all_rounds_and_counts_each_once():
     def drawn(*rewards):
         return [
-            Rollout(Example("p"), group, [1], [2], [-1.0], "stop", "", 0, reward=reward)
+            Rollout(Example("p"), group, [1], [2], [-1.0], "stop", "", 0, scores=Scores(reward=reward))
             for group, own in enumerate(rewards)
             for reward in own
         ]

@@ -70,7 +70,7 @@ def bytes_of_rank_0(transfer):
 
 def measured(config):
     """The peak of all tensors in each stage of the last step, and what rank 0 sends and receives in a sync."""
-    from lockstep.rl import controller
+    from lockstep.rl import reinforce as controller
     from lockstep.rl.generators import policy_replica
     from lockstep.rl.rollouts.metrics import Stopwatch
     from tests.parallel.memory import PeakMemory

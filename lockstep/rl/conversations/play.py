@@ -14,8 +14,9 @@ from lockstep.generate import SamplingParams
 from lockstep.generate.sampler import Sample, Sampler
 from lockstep.generate.sampling_params import FinishReason
 from lockstep.generate.stragglers import stragglers
+from lockstep.rl.conversations.chat import Reply
 from lockstep.rl.conversations.exchange import Again, Asked, Ended, Said
-from lockstep.rl.conversations.protocol import ConversationEnvironment, Reply
+from lockstep.rl.conversations.protocol import ConversationEnvironment
 from lockstep.rl.conversations.rendering import Rendering, Row, TooLongError, Transcript, message_values
 from lockstep.rl.conversations.runner import ConversationRunner
 from lockstep.rl.conversations.worker_runner import WorkerConversationRunner, task_of

@@ -18,9 +18,10 @@ from lockstep.errors import UserError
 from lockstep.hub import local_folder
 from lockstep.model import TrainableModel
 from lockstep.observe import log
-from lockstep.rl.conversations.protocol import ConversationEnvironment, Message
+from lockstep.rl.conversations.protocol import ConversationEnvironment
+from lockstep.rl.conversations.schemas import schema_of
 from lockstep.rl.conversations.without_reasoning import with_reasoning_marked
-from lockstep.rl.environments.protocol import Environment, Example
+from lockstep.rl.environments.protocol import Environment, Example, Message
 
 # Private-use characters: templates keep them unchanged, also in JSON. If a text contains them itself, they are
 # escaped in the same way as names of special tokens.
@@ -74,8 +75,6 @@ class Rendering:
         self._warned = False
         self.schemas: list[dict[str, Any]] | None = None
         if tools:
-            from lockstep.rl.conversations.tools import schema_of
-
             self.schemas = [schema_of(tool) for tool in tools]
         self.form = reply_form(tokenizer, template.used_with(self.schemas).source if template else None, bool(tools))
         """How replies are taken apart."""

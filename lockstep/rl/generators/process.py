@@ -17,7 +17,6 @@ from pathlib import Path
 from types import FrameType
 from typing import Any
 
-from lockstep import __version__
 from lockstep.config import CONFIG
 from lockstep.errors import UserError
 from lockstep.generate import Completion
@@ -33,6 +32,7 @@ from lockstep.rl.generators.channel import HANDSHAKE_SECONDS, Channel, Closed, c
 from lockstep.rl.generators.process_engine import open_engine
 from lockstep.rl.weights.reader import LoadResult
 from lockstep.rl.weights.server import WeightManifest
+from lockstep.version import __version__
 
 REPORT_SECONDS = 0.05
 """Seconds between reports of new tokens; a finished sample is reported at once."""

@@ -111,11 +111,11 @@ def assign_values(
 
     scored = score_groups(rollouts, config, critic.weight.device, values, replicas, moved)
     for rollout, own in zip(rollouts, scored):
-        rollout.values = own
+        rollout.scores.values = own
 
 
 def value_metrics(rollouts: Sequence[Rollout]) -> dict[str, float]:
     """How well the values before the step predicted the returns; empty without a value function."""
-    values = [v for r in rollouts for v in r.values]
-    returns = [x for r in rollouts for x in r.returns]
+    values = [v for r in rollouts for v in r.scores.values]
+    returns = [x for r in rollouts for x in r.scores.returns]
     return {"value/explained_variance": explained_variance(values, returns)} if values else {}

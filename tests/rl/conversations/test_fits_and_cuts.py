@@ -63,12 +63,12 @@ def test_a_validation_counts_a_conversation_once_however_many_rows_it_has(failed
     # A third row of the last one, and none but one of the first.
     rows = [*rows[1:], rows[-1]]
     for rollout in [*rows[:failed], *whole[:failed]]:
-        rollout.failure, rollout.counts = "raised", False
+        rollout.scores.failure, rollout.scores.counts = "raised", False
     metrics = validation_metrics(rows, Solved())
     assert metrics == validation_metrics(whole, Solved())
     of_a_prompt: dict = {}
     for rollout in whole[failed:]:
-        of_a_prompt.setdefault(rollout.group, []).append(rollout.reward)
+        of_a_prompt.setdefault(rollout.group, []).append(rollout.scores.reward)
     means = [sum(rewards) / len(rewards) for rewards in of_a_prompt.values()]
     shares = [sum(reward % 2 for reward in rewards) / len(rewards) for rewards in of_a_prompt.values()]
     # Sums in another order: the last bits may differ.

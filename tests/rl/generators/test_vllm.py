@@ -236,7 +236,7 @@ def _real_vllm(folder, log):
 
 @pytest.mark.skipif(not PYTHON.exists(), reason="vLLM is not installed: benchmarks/generation.py installs it")
 def test_three_grpo_steps_with_vllm(tmp_path, bpe_tokenizer):
-    from lockstep.rl.controller import reinforce
+    from lockstep.rl.reinforce import reinforce
 
     config = dataclasses.replace(preset("qwen3:micro", bpe_tokenizer.vocab_size, (0,)), max_positions=512)
     save_model(build_model(config, dtype="float32", seed=1), tmp_path / "model")

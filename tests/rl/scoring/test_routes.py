@@ -26,10 +26,10 @@ from lockstep.model import preset
 from lockstep.ops import routing
 from lockstep.parallel.recompute import apply_recompute
 from lockstep.rl import Example
-from lockstep.rl.controller import reinforce
+from lockstep.rl.reinforce import reinforce
 from lockstep.rl.rollouts.metrics import accepted
 from lockstep.rl.rollouts.packing import PolicyLoss, policy_batches
-from lockstep.rl.rollouts.records import Rollout
+from lockstep.rl.rollouts.records import Rollout, Scores
 from lockstep.rl.scoring.explain import first_difference, in_words
 from lockstep.rl.scoring.parity import Parity, ParityError
 from lockstep.rl.scoring.routes import routes_to_replay
@@ -56,8 +56,8 @@ def sampled(engine, form="whole", seed=0):
     prompts = [shared[:3], shared, [*shared, 5, 6], shared[7:19]]
     params = SamplingParams(max_tokens=40, n=3, seed=3, ignore_eos=True, routes=form)
     return [
-        Rollout(Example(f"prompt {i}"), i, prompt, c.token_ids, c.logprobs, "length", "", 0, advantage=1.0, reward=1.0,
-                routes=c.routes)
+        Rollout(Example(f"prompt {i}"), i, prompt, c.token_ids, c.logprobs, "length", "", 0,
+                routes=c.routes, scores=Scores(advantage=1.0, reward=1.0))
         for i, (prompt, group) in enumerate(zip(prompts, engine.generate(prompts, params)))
         for c in group
     ]  # fmt: skip
