@@ -265,7 +265,7 @@ def _reply(one: _Playing, sample: Sample, engine: Sampler, rendering: Rendering)
             f"{engine.weights_version}; check the weights, or load those of an earlier checkpoint"
         )
     text = one.transcript.add(
-        said.token_ids, said.logprobs, said.finish_reason, said.cut_logprobs, said.versions, said.routes
+        said.token_ids, said.logprobs, said.finish_reason, said.truncated_logprobs, said.versions, said.routes
     )
     read = one.transcript.read
     one.tool_calls += len(read.calls)
@@ -292,7 +292,7 @@ def _rollouts(one: _Playing, environment: ConversationEnvironment, rendering: Re
             prompt_ids=row.prompt_ids,
             token_ids=row.token_ids,
             logprobs=row.logprobs,
-            cut_logprobs=row.cut_logprobs,
+            truncated_logprobs=row.truncated_logprobs,
             routes=row.routes,
             finish_reason=row.finish_reason,
             completion=rendering.marked(row.completion, row.read) if environment.marks_reasoning else row.completion,

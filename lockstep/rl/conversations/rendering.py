@@ -245,7 +245,7 @@ class Row:
     """For each of `token_ids`, whether the model sampled it."""
     logprobs: list[float] = field(default_factory=list)
     """One per sampled token."""
-    cut_logprobs: list[float] = field(default_factory=list)
+    truncated_logprobs: list[float] = field(default_factory=list)
     """One per sampled token, within the distribution left by a cut; empty if nothing was cut."""
     versions: list[int] = field(default_factory=list)
     """Weights version of each sampled token; empty if it did not change."""
@@ -311,7 +311,7 @@ class Transcript:
         token_ids: Sequence[int],
         logprobs: Sequence[float],
         finish_reason: str,
-        cut_logprobs: Sequence[float] = (),
+        truncated_logprobs: Sequence[float] = (),
         versions: Sequence[int] = (),
         routes: Sequence[str] = (),
     ) -> str:
@@ -324,7 +324,7 @@ class Transcript:
         row.token_ids += [*new, *token_ids]
         row.sampled += [False] * len(new) + [True] * len(token_ids)
         row.logprobs += logprobs
-        row.cut_logprobs += cut_logprobs
+        row.truncated_logprobs += truncated_logprobs
         row.versions += versions
         row.routes += routes
         row.turns += 1

@@ -14,7 +14,7 @@ import torch.distributed as dist
 from lockstep.config import RLConfig
 from lockstep.data import Tokenizer
 from lockstep.generate import Engine
-from lockstep.generate.lead import LeadingEngine
+from lockstep.generate.driver import DriverEngine
 from lockstep.generate.sampler import Sampler
 from lockstep.observe import Timeline
 from lockstep.rl.conversations.protocol import ConversationEnvironment
@@ -81,7 +81,7 @@ class Sampling:
         if self.together and not self.talks:
             assert isinstance(generators.sampler, Engine) and replicas.world.tensor_group is not None
             generators.sampler.before_step = stop.polling(partial(_sum_over, replicas.world.tensor_group), EVERY)
-        if self.together and self.talks and isinstance(generators.sampler, LeadingEngine):
+        if self.together and self.talks and isinstance(generators.sampler, DriverEngine):
             generators.sampler.guard = stop.deferred
 
     @property
