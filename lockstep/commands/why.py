@@ -29,9 +29,9 @@ from lockstep.observe.actors import (
     waits_words,
     where_words,
 )
+from lockstep.observe.heartbeat import STACKS_SIGNAL, stacks_path
 from lockstep.observe.run_folder import RunFolder
 from lockstep.observe.run_lock import LOCK
-from lockstep.observe.sign_of_life import STACKS_SIGNAL, stacks_path
 from lockstep.observe.watchdog import LEFT
 
 ANSWER_SECONDS = 3.0

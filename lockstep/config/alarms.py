@@ -18,7 +18,7 @@ ALARMS = {
     "entropy": "the policy's entropy has collapsed: its samples are nearly the same every time, so groups have little "
     "left to compare; see diversity/distinct, raise clip_high or entropy_coefficient, or lower train.learning_rate",
     "ratio": "an importance ratio is out of bounds: the policy moves further in a step than its samples support; "
-    "lower train.learning_rate, inner_steps or max_grad_norm",
+    "lower train.learning_rate, updates_per_batch or max_grad_norm",
     "kl": "the policy is far from its reference: it may have unlearned what the reference knows about language; read "
     "completions in rollouts/, raise kl_coefficient, or lower train.learning_rate",
     "dead_experts": "an expert of a mixture no longer gets any tokens, so its weights are useless: its router prefers "

@@ -16,13 +16,13 @@ from lockstep.config.algorithm import ALGORITHMS, algorithm_of
 from lockstep.config.bounds import bound_problems
 from lockstep.config.engine import CompileConfig
 from lockstep.config.evaluation import EvalConfig, greedy_problems
-from lockstep.config.idle import idle_problems
 from lockstep.config.parallel import SCHEDULES, ParallelConfig, tensor_problems
 from lockstep.config.preferences import PreferenceConfig, preference_problems
 from lockstep.config.recompute import KEEPABLE, RecomputeConfig
 from lockstep.config.runs import PretrainConfig, RLConfig, ServeConfig, SFTConfig
 from lockstep.config.toml import recorded_run
 from lockstep.config.train import TrainConfig
+from lockstep.config.unused_settings import unused_setting_problems
 from lockstep.errors import UserError, closest
 
 
@@ -35,7 +35,7 @@ def validate(config: PretrainConfig | RLConfig | ServeConfig | EvalConfig) -> No
         problems += config.problems()
     elif not problems:  # what follows compares fields that are right by themselves
         problems += _problems(config)
-        problems += idle_problems(config, _continued(config))
+        problems += unused_setting_problems(config, _continued(config))
     if problems:
         raise UserError("this configuration cannot run:\n" + "\n".join(f"  - {p}" for p in problems))
 
@@ -114,10 +114,10 @@ def _algorithm_problems(config: RLConfig) -> Iterator[str]:
             yield f"teacher is set, but {given} does not use one; leave it out, or set algorithm = distillation"
         else:
             yield f"{given} needs a teacher: give the folder of a model with --teacher"
-    if algorithm.loss == "reinforce" and algorithm.advantage != "best" and config.inner_steps > 1:
+    if algorithm.loss == "reinforce" and algorithm.advantage != "best" and config.updates_per_batch > 1:
         yield (
-            f"loss reinforce has no ratio, so all but the first of {config.inner_steps} inner steps would be "
-            'off-policy; set inner_steps = 1, or loss = "clip"'
+            f"loss reinforce has no ratio, so all but the first of {config.updates_per_batch} updates would be "
+            'off-policy; set updates_per_batch = 1, or loss = "clip"'
         )
     if algorithm.advantage == "teacher" and algorithm.extra_rounds:
         yield "extra_rounds drops groups with equal rewards, which a teacher's advantages learn from too; leave it out"

@@ -232,7 +232,7 @@ class RLConfig:
     """Mixtures of experts: train with the experts that the generator chose for each sampled token, and the router's own
     weights for them. For samples from an engine with different bits that records its routes; with equal bits it
     changes nothing."""
-    inner_steps: Annotated[int, Above(0)] = 1
+    updates_per_batch: Annotated[int, Above(0)] = 1
     """Optimizer steps per batch of rollouts; from the second on, the ratio leaves 1 and clipping takes effect."""
     on_parity_error: Literal["stop", "warn", "measure"] = "stop"
     """What to do when a token's log-probability differs between generator and trainer. measure: only log the

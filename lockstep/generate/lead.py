@@ -17,7 +17,7 @@ from lockstep.generate.drafts import Draft
 from lockstep.generate.engine import Engine
 from lockstep.generate.sampling_params import Completion, SamplingParams, sampling_params_of
 from lockstep.model import Decoder
-from lockstep.parallel.messages import SIGN_OF_LIFE, from_rank_0
+from lockstep.parallel.messages import HEARTBEAT_SECONDS, from_rank_0
 
 
 class LeadingEngine(Engine):
@@ -76,8 +76,8 @@ class LeadingEngine(Engine):
         """From now on, the other ranks follow."""
         self._leads = True
         self._ended.clear()
-        self._signs = threading.Thread(target=self._tell_signs_of_life, name="signs of life", daemon=True)
-        self._signs.start()
+        self._heartbeats = threading.Thread(target=self._send_heartbeats, name="heartbeats", daemon=True)
+        self._heartbeats.start()
 
     def end(self) -> None:
         """Releases the other ranks."""
@@ -86,7 +86,7 @@ class LeadingEngine(Engine):
             with contextlib.suppress(RuntimeError), self.on_all_ranks("end"):  # a rank died; torchrun ends all
                 pass
             self._leads = False
-        self._signs.join()
+        self._heartbeats.join()
 
     @contextlib.contextmanager
     def leading(self) -> Iterator[None]:
@@ -99,7 +99,7 @@ class LeadingEngine(Engine):
 
     @contextlib.contextmanager
     def on_all_ranks(self, name: str, *arguments: Any) -> Iterator[None]:
-        """Sends a call to the other ranks, to be made within this context: no sign of life may interrupt its messages.
+        """Sends a call to the other ranks, to be made within this context: no heartbeat may interrupt its messages.
 
         name: a method of the engine, or one of the calls that `follow` was given.
         """
@@ -108,9 +108,9 @@ class LeadingEngine(Engine):
                 from_rank_0([name, *arguments], self.tensor_group)
             yield
 
-    def _tell_signs_of_life(self) -> None:
+    def _send_heartbeats(self) -> None:
         with contextlib.suppress(RuntimeError):  # the next call of the engine raises it
-            while not self._ended.wait(SIGN_OF_LIFE):
+            while not self._ended.wait(HEARTBEAT_SECONDS):
                 with self._calling:
                     if not self._ended.is_set():  # else they have gone
                         from_rank_0(["wait"], self.tensor_group)

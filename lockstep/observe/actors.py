@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
-from lockstep.observe.sign_of_life import BYTES, STACKS_SIGNAL, host, stat_fields
+from lockstep.observe.heartbeat import BYTES, STACKS_SIGNAL, host, stat_fields
 
 Process = Literal["running", "stopped", "gone", "elsewhere", "ended"]
 """State of an actor's process: running; stopped by a signal; gone without an error; on another host or in another

@@ -14,11 +14,11 @@ import torch
 from lockstep.config import FaultConfig, ObserveConfig
 from lockstep.observe.determinism import determinism
 from lockstep.observe.garbage import GarbageCollection
+from lockstep.observe.heartbeat import Heartbeat
 from lockstep.observe.logs import log, open_logs
 from lockstep.observe.metrics import TOKENS, TOTAL_TOKENS, MetricsWriter, read_metrics, total_tokens
 from lockstep.observe.profiling import Profiling, require_profiling
 from lockstep.observe.run_folder import RunFolder
-from lockstep.observe.sign_of_life import SignOfLife
 from lockstep.observe.sinks import require_sinks
 from lockstep.observe.tables import Table
 from lockstep.observe.timeline import Timeline, timeline_path
@@ -52,8 +52,8 @@ class Observer:
         self._rank, self._ranks, self._on_metrics = rank, ranks, on_metrics
         self._profiling = Profiling(config, run, rank)
         self._garbage = GarbageCollection(config.gc_every)
-        self._sign = SignOfLife(run, f"rank_{rank}", self.timeline, interval(faults.watchdog_seconds))
-        self._watchdog = Watchdog(self._sign, rank, ranks, faults.watchdog_seconds)
+        self._heartbeat = Heartbeat(run, f"rank_{rank}", self.timeline, interval(faults.watchdog_seconds))
+        self._watchdog = Watchdog(self._heartbeat, rank, ranks, faults.watchdog_seconds)
         self._metrics: MetricsWriter | None = None
         self._tokens = 0
         self._opened = ExitStack()
@@ -68,7 +68,7 @@ class Observer:
             opening.enter_context(self._profiling)
             opening.enter_context(self._garbage)
             opening.callback(self._write_timeline)
-            opening.enter_context(self._sign)
+            opening.enter_context(self._heartbeat)
             opening.enter_context(self._watchdog)
             self._opened = opening.pop_all()
         return self

@@ -209,7 +209,7 @@ def parity_meaning(checked: int, different: int, stale: bool = False) -> str:
         )
     return (
         "The generator and the trainer computed the same log-probability, to the last bit, for every token that was "
-        "trained on, so the gradient of each first inner step is exactly on policy."
+        "trained on, so the gradient of each batch's first update is exactly on policy."
     )
 
 

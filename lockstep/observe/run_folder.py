@@ -16,9 +16,9 @@ from typing import Any
 
 from lockstep.config import CONFIG
 from lockstep.errors import RunStopped, UserError
+from lockstep.observe.heartbeat import remove_heartbeats
 from lockstep.observe.logs import log
 from lockstep.observe.run_lock import LOCK, locked
-from lockstep.observe.sign_of_life import forget_signs
 from lockstep.observe.start import announce
 from lockstep.observe.watchdog import VERDICT
 
@@ -160,7 +160,7 @@ def open_run(output: str, config_toml: str, resume: bool = False, overwrite: boo
         _empty(run.path)
     run.path.mkdir(parents=True, exist_ok=True)
     (run.path / "logs" / VERDICT).unlink(missing_ok=True)
-    forget_signs(run.path)
+    remove_heartbeats(run.path)
     if resume and holds_run and not overwrite:
         if changed := _changed_settings(run.path / CONFIG, config_toml):
             log.warning("%s resumes with different settings: %s", output, "; ".join(changed))

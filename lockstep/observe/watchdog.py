@@ -13,8 +13,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from lockstep.observe.actors import BY_WATCHDOG, Actor, held_up_by, read_actor, read_actors, stopped_words, table
+from lockstep.observe.heartbeat import Heartbeat, heartbeat_path, stacks_path
 from lockstep.observe.logs import log
-from lockstep.observe.sign_of_life import SignOfLife, heartbeat_path, stacks_path
 
 EXIT_CODE = 124
 """Exit code of a run that the watchdog ended, as with timeout(1)."""
@@ -42,16 +42,16 @@ def interval(seconds: float) -> float:
 class Watchdog:
     """A thread next to the training loop. A context manager.
 
-    Rank 0 reads all actors' heartbeats (`SignOfLife`). An actor counts as stopped if it has made no progress for
+    Rank 0 reads all actors' heartbeats (`Heartbeat`). An actor counts as stopped if it has made no progress for
     `seconds` plus what its phase's own limits allow, or has not responded for `seconds`, unless the actor it ultimately
     waits for makes progress. Of those that have stopped, the one that holds up the others is named. The other ranks
     only check whether rank 0's own process still responds. Every rank then writes its threads' stacks and its last
     collectives to `logs/`, and exits with EXIT_CODE, upon which torchrun restarts them.
     """
 
-    def __init__(self, sign: SignOfLife, rank: int, ranks: int, seconds: float):
-        self.sign, self.rank, self.ranks, self.seconds = sign, rank, ranks, seconds
-        self.run = sign.run
+    def __init__(self, heartbeat: Heartbeat, rank: int, ranks: int, seconds: float):
+        self.heartbeat, self.rank, self.ranks, self.seconds = heartbeat, rank, ranks, seconds
+        self.run = heartbeat.run
         self.interval = interval(seconds)
         self._seen: dict[str, _Seen] = {}
         self._looked = time.monotonic()
@@ -136,7 +136,7 @@ class Watchdog:
             if self.ranks > 1 and self.rank == 0:
                 # The others find it at their next check, and write their stacks too before torchrun ends them.
                 self._verdict.write_text(words)
-            self.sign.end(BY_WATCHDOG + (words or self._verdict.read_text()))
+            self.heartbeat.end(BY_WATCHDOG + (words or self._verdict.read_text()))
             dump_stacks(self.run, self.rank)
         time.sleep(4 * self.interval)
         os._exit(EXIT_CODE)

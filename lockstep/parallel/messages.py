@@ -15,8 +15,8 @@ from torch import Tensor
 
 CHUNK = 2**26
 """Bytes of an array sent at a time."""
-SIGN_OF_LIFE = 60.0
-"""Seconds between two signs of life while the other ranks wait for rank 0."""
+HEARTBEAT_SECONDS = 60.0
+"""Seconds between two heartbeats while the other ranks wait for rank 0."""
 
 
 def from_rank_0(value: Any, group: dist.ProcessGroup | None = None) -> Any:
@@ -55,10 +55,10 @@ def others_wait() -> Iterator[None]:
     done = threading.Event()
 
     def tell() -> None:
-        while not done.wait(SIGN_OF_LIFE):
+        while not done.wait(HEARTBEAT_SECONDS):
             from_rank_0(None)
 
-    thread = threading.Thread(target=tell, name="signs of life", daemon=True)
+    thread = threading.Thread(target=tell, name="heartbeats", daemon=True)
     thread.start()
     try:
         yield

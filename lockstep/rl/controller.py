@@ -138,7 +138,7 @@ def _reinforce(
     rendering = open_rendering(config, environment, tokenizer, model)
     critic = make_critic(config, model, world)
     extra_parameters = critic.parameters_by_name() if critic else {}
-    trainer = Trainer(model, train_settings(config), config.steps * config.inner_steps, world, extra_parameters)
+    trainer = Trainer(model, train_settings(config), config.steps * config.updates_per_batch, world, extra_parameters)
     average = moving_average(config, reference, trainer)
 
     require_observers(config.observe, model.device)
@@ -321,11 +321,11 @@ def _reinforce(
                 share = own_batches(batches, config, world, model)
                 metrics = packing_metrics(batches) | masking_metrics(batches, config)
                 give_up_if_stopped(step)
-                if config.inner_steps > 1 and step > 1:
+                if config.updates_per_batch > 1 and step > 1:
                     keep_if_long(step - 1)
                 generators.training_begins()
                 updates_began = time.perf_counter()
-                for inner in range(config.inner_steps):
+                for inner in range(config.updates_per_batch):
                     loss = PolicyLoss(config, compare=inner == 0, critic=critic)
                     can_be_given_up = inner == 0 or step == 1 or checkpoints.holds(step - 1)
                     asking = trainer.asking(*stop.ending(world, late=True)) if can_be_given_up else nullcontext()
@@ -352,7 +352,7 @@ def _reinforce(
                 metrics |= rollout_metrics(ledger.rollouts) | ledger.metrics(given) | stopwatch.metrics()
                 metrics |= staleness_metrics(ledger.trained, step) | generators.metrics() | prefetcher.metrics()
                 metrics |= value_metrics(ledger.trained) | ({"ranks": world.size} if world.size > 1 else {})
-                metrics["tokens"] = config.inner_steps * int(metrics["rollout/tokens_trained"])
+                metrics["tokens"] = config.updates_per_batch * int(metrics["rollout/tokens_trained"])
                 metrics["rollout/tokens_per_second"] = metrics["rollout/tokens"] / metrics["time/generate"]
                 validation_pending = False
                 if held_out and not only and due(step, config.validation_every, config.steps):

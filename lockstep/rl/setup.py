@@ -118,7 +118,7 @@ def write_ending(
     on.
     """
     merge_timelines(run.path, generators.trace_events())
-    summary = summarize(read_metrics(run.metrics), config.inner_steps) | {
+    summary = summarize(read_metrics(run.metrics), config.updates_per_batch) | {
         "seconds": {"rl": time.perf_counter() - clock},
         "arithmetic": arithmetic_of(world.device),
         "validation_also_trained": shared,

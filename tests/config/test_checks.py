@@ -120,7 +120,7 @@ def test_what_cannot_work_is_refused_by_name(config, name, value, message):
     assert message in str(refused.value)
 
 
-IDLE = [
+UNUSED = [
     *(PretrainConfig(**{name: 5}) for name in ("validation_every", "validation_tokens")),
     PretrainConfig(train=TrainConfig(decay_share=0.5)),
     PretrainConfig(train=TrainConfig(decay_shape="sqrt")),
@@ -147,7 +147,7 @@ IDLE = [
 ]
 
 
-@pytest.mark.parametrize("config", IDLE, ids=lambda config: str(IDLE.index(config)))
+@pytest.mark.parametrize("config", UNUSED, ids=lambda config: str(UNUSED.index(config)))
 def test_what_has_no_effect_is_refused_where_it_is_given_but_not_in_a_recorded_run(tmp_path, config):
     config = copy.deepcopy(config)
     config.output, config.resume = str(tmp_path), True
@@ -329,6 +329,14 @@ def test_a_run_of_another_command_is_not_resumed(tmp_path, capsys, command, othe
     assert f"{tmp_path}: is a run of lockstep {other}, which lockstep {command} cannot resume" in said
     assert f"continue it with lockstep {other} --resume --output {tmp_path}" in said
     assert recorded_run(tmp_path, COMMANDS[other]()) is not None
+
+
+def test_a_recorded_run_and_a_file_with_a_setting_of_an_old_name_are_answered_with_the_new_one(tmp_path, capsys):
+    old = to_toml(RLConfig(output=str(tmp_path))).replace("updates_per_batch", "inner_steps")
+    (tmp_path / "config.toml").write_text(old)
+    message = 'config.toml: unknown key "inner_steps". In Lockstep it is updates_per_batch'
+    for option in (["--resume", "--output", str(tmp_path)], ["--config", str(tmp_path / "config.toml")]):
+        assert main(["rl", *option]) == 2 and message in capsys.readouterr().err
 
 
 def test_nor_is_it_from_python(tmp_path, model_folder):

@@ -162,7 +162,7 @@ def compare_draws():
 def led(ranks):
     """Rank 0's calls, each made on all ranks: completions at once, a stream that is left early, and new weights."""
     if ranks > 1:
-        lead.SIGN_OF_LIFE, world_module.PATIENCE = 0.1, timedelta(seconds=3)  # to wait for
+        lead.HEARTBEAT_SECONDS, world_module.PATIENCE = 0.1, timedelta(seconds=3)  # to wait for
     world, model = model_of(ranks, 2, "qwen3:micro", "float32", 258)
     found, returned, really = None, [], engine_module.return_freed_memory
     engine_module.return_freed_memory = lambda: returned.append("once") or really()

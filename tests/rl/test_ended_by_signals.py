@@ -180,7 +180,9 @@ def folder(tmp_path):
 
 def settings(folder, model, environment, parallel=ONE, **changes):
     # Longer than any step takes that nothing holds, shorter than one that stands still.
-    config = config_of(folder / "task.py", model, folder / "run", parallel, **{"steps": 3, "inner_steps": 1, **changes})
+    config = config_of(
+        folder / "task.py", model, folder / "run", parallel, **{"steps": 3, "updates_per_batch": 1, **changes}
+    )
     return replace(config, environment=f"{folder / 'task.py'}:{environment}", faults=FaultConfig(stop_seconds=30))
 
 
@@ -237,7 +239,7 @@ def test_a_step_that_is_sampled_or_graded_is_given_up_and_the_run_saved_as_it_wa
 def test_an_update_that_takes_longer_than_the_run_has_to_end_is_given_up(folder, model_folder, layout, mark):
     ranks, parallel = LAYOUTS.get(layout, (1, ONE))
     environment = "Drawing" if ranks == 1 else "Vowels"  # each rank draws its own
-    config = settings(folder, model_folder, environment, parallel, inner_steps=2 if mark == "later" else 1)
+    config = settings(folder, model_folder, environment, parallel, updates_per_batch=2 if mark == "later" else 1)
     config = replace(config, faults=FaultConfig(stop_seconds=10 * SLOW))
     # Each rank has eight micro-batches or more.
     config = replace(config, train=replace(config.train, tokens_per_microbatch=16))
@@ -270,7 +272,7 @@ def test_a_long_update_over_a_pipeline_is_given_up_where_its_stages_are(folder, 
 
 
 def test_keeping_the_state_before_every_step_changes_no_bit(folder, model_folder):
-    config = settings(folder, model_folder, "Drawing", inner_steps=2)
+    config = settings(folder, model_folder, "Drawing", updates_per_batch=2)
     for name, seconds in (("keeps", 0.001), ("whole", 30.0)):
         output = str(folder / name)
         launch(1, run, replace(config, output=output, faults=FaultConfig(stop_seconds=seconds)))

@@ -34,8 +34,8 @@ from lockstep.model import Lora, arithmetic_of, initialize, read_config, resolve
 from lockstep.model.known_operators import refuse_unknown_operators
 from lockstep.observe import Timeline, announce, log, start_line
 from lockstep.observe.actors import NAME
-from lockstep.observe.sign_of_life import SignOfLife
-from lockstep.observe.sign_of_life import host as place
+from lockstep.observe.heartbeat import Heartbeat
+from lockstep.observe.heartbeat import host as place
 from lockstep.parallel import World, apply_compile, generator_model
 from lockstep.rl.generators.channel import HANDSHAKE_SECONDS, Channel, Closed, call
 from lockstep.rl.rollouts.plain import plain_shape
@@ -76,7 +76,7 @@ def run_generator(address: str, key: bytes, name: str, world: World) -> int:
         return _follow(welcome, address, key, world)
     try:
         timeline = Timeline()
-        with _sign_of_life(welcome, timeline):
+        with _heartbeat(welcome, timeline):
             return _Generator(welcome, channels[0], key, world, timeline).run()
     except Closed as error:
         log.warning("the trainer at %s: %s; this generator exits", address, error)
@@ -103,11 +103,11 @@ def _greet(address: str, key: bytes, name: str, world: World, channels: list[Cha
     return dict(welcome)
 
 
-def _sign_of_life(welcome: dict[str, Any], timeline: Timeline) -> AbstractContextManager[Any]:
+def _heartbeat(welcome: dict[str, Any], timeline: Timeline) -> AbstractContextManager[Any]:
     """In the run's folder, if this host can write there; otherwise the trainer sees only the generator's messages."""
     run, name = Path(welcome.get("run", "")), welcome.get("name", "")
     reachable = (run / CONFIG).is_file() and os.access(run / "logs", os.W_OK)
-    return SignOfLife(run, name, timeline) if reachable and NAME.fullmatch(name) else nullcontext()
+    return Heartbeat(run, name, timeline) if reachable and NAME.fullmatch(name) else nullcontext()
 
 
 class _Generator:

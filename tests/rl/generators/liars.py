@@ -5,7 +5,7 @@ import socket
 import threading
 
 from lockstep import __version__
-from lockstep.observe.sign_of_life import host as place
+from lockstep.observe.heartbeat import host as place
 from lockstep.rl.generators.channel import HEADER, Closed, _signed, call
 
 

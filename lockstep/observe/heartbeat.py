@@ -30,7 +30,7 @@ STACKS_SIGNAL = signal.SIGUSR2
 """Makes a process write its stacks."""
 
 
-class SignOfLife:
+class Heartbeat:
     """`logs/heartbeat_….json` of one actor, written when a phase begins and every `seconds`. A context manager.
 
     The file is removed once the actor has ended; an error that ended the actor is kept in it. While it is open,
@@ -38,7 +38,7 @@ class SignOfLife:
     that is not a rank opens it after the run's folder was claimed, which removes the files of killed processes:
 
         timeline = Timeline()
-        with SignOfLife(run, "generator_0", timeline):
+        with Heartbeat(run, "generator_0", timeline):
             with timeline.span("idle", waits_for="requests of rank_0"):
                 ...
     """
@@ -51,10 +51,10 @@ class SignOfLife:
         self._end = ""
         self._lock = threading.Lock()
         self._ended = threading.Event()
-        self._thread = threading.Thread(target=self._beat_on, name="sign of life", daemon=True)
+        self._thread = threading.Thread(target=self._beat_on, name="heartbeat", daemon=True)
         self._listener = _Listener(timeline)
 
-    def __enter__(self) -> SignOfLife:
+    def __enter__(self) -> Heartbeat:
         self.path.parent.mkdir(parents=True, exist_ok=True)
         self._who = {
             "name": self.name,
@@ -156,7 +156,7 @@ def stacks_path(run: Path, name: str) -> Path:
     return run / "logs" / f"stacks_{name}.txt"
 
 
-def forget_signs(run: Path) -> None:
+def remove_heartbeats(run: Path) -> None:
     """Removes the heartbeats of processes that could not remove their own."""
     for path in run.glob("logs/heartbeat_*.json"):
         path.unlink(missing_ok=True)

@@ -13,7 +13,7 @@ from lockstep.config.runs import PretrainConfig, RLConfig
 from lockstep.config.toml import toml_value
 
 
-class Idle(NamedTuple):
+class UnusedSetting(NamedTuple):
     """A setting that was changed from its usual value and has no effect."""
 
     name: str
@@ -26,16 +26,18 @@ class Idle(NamedTuple):
         return f"{self.name} is {self.value}, but {self.why}: it would have no effect; {mend}"
 
 
-def idle_problems(config: PretrainConfig | RLConfig, recorded: PretrainConfig | RLConfig | None = None) -> list[str]:
-    """A sentence for each setting that has no effect, unless its value is that of the run that is continued.
+def unused_setting_problems(
+    config: PretrainConfig | RLConfig, recorded: PretrainConfig | RLConfig | None = None
+) -> list[str]:
+    """A message for each setting that was changed but has no effect, except those unchanged since the `recorded` run.
 
-    What has no effect there, or not any more, is no reason to end it.
+    A resumed run can keep a setting that no longer has an effect.
     """
-    given = (idle for idle in _idle(config) if not recorded or idle.value != _value(recorded, idle.name))
-    return [str(idle) for idle in given]
+    unused = _unused_settings(config)
+    return [str(each) for each in unused if not recorded or each.value != _value(recorded, each.name)]
 
 
-def _idle(config: PretrainConfig | RLConfig) -> Iterator[Idle]:
+def _unused_settings(config: PretrainConfig | RLConfig) -> Iterator[UnusedSetting]:
     reasons = _reasons(config) | (_reasons_of_rl(config) if isinstance(config, RLConfig) else {})
     for name, why in reasons.items():
         if isinstance(config, RLConfig) and hasattr(Algorithm, name):
@@ -43,7 +45,7 @@ def _idle(config: PretrainConfig | RLConfig) -> Iterator[Idle]:
         else:
             usual = _value(type(config)(), name)
         if (value := _value(config, name)) != usual:
-            yield Idle(name, value, usual, why)
+            yield UnusedSetting(name, value, usual, why)
 
 
 def _value(config: PretrainConfig | RLConfig, name: str) -> Any:
@@ -56,24 +58,24 @@ def _value(config: PretrainConfig | RLConfig, name: str) -> Any:
 
 def _reasons(config: PretrainConfig | RLConfig) -> dict[str, str]:
     """Settings without effect, and why."""
-    idle: dict[str, str] = {}
+    reasons: dict[str, str] = {}
     if isinstance(config, PretrainConfig) and not (config.validation_data or config.validation_share):
         why = "validation_data is empty and validation_share 0"
-        idle |= dict.fromkeys(("validation_every", "validation_tokens"), why)
+        reasons |= dict.fromkeys(("validation_every", "validation_tokens"), why)
     if not config.checkpoint.every:
-        idle["checkpoint.keep_every"] = "checkpoint.every 0 does not write what it keeps"
+        reasons["checkpoint.keep_every"] = "checkpoint.every 0 does not write what it keeps"
     if config.train.schedule != "wsd":
         why = f"only the schedule wsd uses it, not {config.train.schedule}"
-        idle |= dict.fromkeys(("train.decay_share", "train.decay_shape"), why)
+        reasons |= dict.fromkeys(("train.decay_share", "train.decay_shape"), why)
     if not config.lora.rank:
         of_lora = (f"lora.{field.name}" for field in fields(LoraConfig) if field.name != "rank")
-        idle |= dict.fromkeys(of_lora, "lora.rank is 0, so there is no adapter to add")
-    return idle
+        reasons |= dict.fromkeys(of_lora, "lora.rank is 0, so there is no adapter to add")
+    return reasons
 
 
 def _reasons_of_rl(config: RLConfig) -> dict[str, str]:
     algorithm = algorithm_of(config)
-    idle: dict[str, str] = {}
+    reasons: dict[str, str] = {}
     if algorithm.advantage != "gae":
         of_values = (
             "gae_gamma",
@@ -83,19 +85,19 @@ def _reasons_of_rl(config: RLConfig) -> dict[str, str]:
             "value_learning_rate",
             "value_detached",
         )
-        idle |= dict.fromkeys(of_values, f'advantage "{algorithm.advantage}" has no value function')
+        reasons |= dict.fromkeys(of_values, f'advantage "{algorithm.advantage}" has no value function')
     if algorithm.loss == "reinforce":
-        idle |= dict.fromkeys(("clip_low", "clip_high"), 'loss "reinforce" has no ratio to clip')
+        reasons |= dict.fromkeys(("clip_low", "clip_high"), 'loss "reinforce" has no ratio to clip')
     if not algorithm.kl_coefficient:
         of_kl = "kl_in", "kl_estimator", "kl_reference", "kl_average_decay"
-        idle |= dict.fromkeys(of_kl, "kl_coefficient is 0")
+        reasons |= dict.fromkeys(of_kl, "kl_coefficient is 0")
     elif config.kl_reference != "average":
-        idle["kl_average_decay"] = f'kl_reference is "{config.kl_reference}"'
+        reasons["kl_average_decay"] = f'kl_reference is "{config.kl_reference}"'
     if algorithm.off_policy == "none" and (config.off_policy or not config.actors.urls):
-        idle |= dict.fromkeys(("off_policy_level", "off_policy_low", "off_policy_high"), "off_policy is none")
+        reasons |= dict.fromkeys(("off_policy_level", "off_policy_low", "off_policy_high"), "off_policy is none")
     if not config.reward_model:
-        idle["reward_model_weight"] = "there is no reward_model"
+        reasons["reward_model_weight"] = "there is no reward_model"
     if not config.validation_examples:
         of_validations = "validation_samples", "validation_temperature", "validation_seed"
-        idle |= dict.fromkeys(of_validations, "validation_examples is 0")
-    return idle
+        reasons |= dict.fromkeys(of_validations, "validation_examples is 0")
+    return reasons
