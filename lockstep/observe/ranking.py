@@ -15,7 +15,7 @@ DEFAULTS = ("validation/accuracy", "validation/reward", "validation/loss", "rewa
 NOT_METRICS = ("step", "time")
 LOWER = {
     "loss", "kl", "perplexity", "time", "seconds", "memory", "padding", "failed", "truncated", "different", "delta",
-    "stderr", "skipped", "dropped", "staleness", "alarm", "spread",
+    "stderr", "skipped", "dropped", "staleness", "alarm", "spread", "rms",
 }  # fmt: skip
 """Words in the name of a metric of which less is better."""
 NEITHER = {"std", "chosen", "rejected"}
