@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Collection
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 if TYPE_CHECKING:
     from lockstep.config.runs import RLConfig
@@ -94,7 +94,8 @@ def with_algorithm(config: RLConfig, before: RLConfig, given: Collection[str]) -
         return config
     names = {field.name for field in dataclasses.fields(Algorithm)} | {"value_learning_rate", "value_detached"}
     names -= set(given)
-    return dataclasses.replace(config, **{f.name: f.default for f in dataclasses.fields(config) if f.name in names})
+    defaults: dict[str, Any] = {f.name: f.default for f in dataclasses.fields(config) if f.name in names}
+    return dataclasses.replace(config, **defaults)
 
 
 def algorithm_of(config: RLConfig) -> Algorithm:

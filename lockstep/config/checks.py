@@ -2,12 +2,8 @@
 
 from __future__ import annotations
 
-import glob
 import ipaddress
-import itertools
-import os
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
 
@@ -16,12 +12,13 @@ from lockstep.config.algorithm import ALGORITHMS, algorithm_of
 from lockstep.config.bounds import bound_problems
 from lockstep.config.engine import CompileConfig
 from lockstep.config.evaluation import EvalConfig, greedy_problems
-from lockstep.config.parallel import SCHEDULES, ParallelConfig, tensor_problems
+from lockstep.config.overwritten import overwritten_problems
+from lockstep.config.parallel import parallel_problems
 from lockstep.config.preferences import PreferenceConfig, preference_problems
 from lockstep.config.recompute import KEEPABLE, RecomputeConfig
 from lockstep.config.runs import PretrainConfig, RLConfig, ServeConfig, SFTConfig
 from lockstep.config.toml import recorded_run
-from lockstep.config.train import TrainConfig
+from lockstep.config.train import train_problems
 from lockstep.config.unused_settings import unused_setting_problems
 from lockstep.errors import UserError, closest
 
@@ -59,9 +56,10 @@ def _continued(config: PretrainConfig | RLConfig) -> PretrainConfig | RLConfig |
 
 
 def _problems(config: PretrainConfig | RLConfig) -> Iterator[str]:
-    yield from _train_problems(config.train)
+    yield from train_problems(config.train)
     yield from _recompute_problems(config.recompute, config.compile)
-    yield from _parallel_problems(config.parallel)
+    yield from parallel_problems(config.parallel)
+    yield from _layout_problems(config)
     yield from _expert_problems(config)
     yield from _lora_problems(config)
     if isinstance(config, PretrainConfig):
@@ -75,7 +73,7 @@ def _problems(config: PretrainConfig | RLConfig) -> Iterator[str]:
     if config.resume and config.overwrite:
         yield "resume and overwrite exclude each other; give one"
     if config.overwrite:
-        yield from _overwritten(config)
+        yield from overwritten_problems(config)
     if isinstance(config, PretrainConfig) and config.sequence_length < 2 * config.parallel.context:
         yield (
             f"sequence_length {config.sequence_length} cannot be split for parallel.context {config.parallel.context}: "
@@ -100,6 +98,11 @@ def _problems(config: PretrainConfig | RLConfig) -> Iterator[str]:
         yield from greedy_problems("validation_temperature", temperature, "validation_samples", samples)
         yield from config.actors.problems(config.parallel.reduction_chunks)
         yield from _url_problems(config.actors.urls)
+        if config.dry_run and config.actors.urls:
+            yield (
+                "a dry run cannot inspect the servers in actors.urls; remove them, and set actors.generators for "
+                "training ranks that do not sample"
+            )
     if isinstance(config, RLConfig) and config.faults.spike_deviations:
         yield "faults.spike_deviations is only for pretraining; the size of a policy's loss is not meaningful"
 
@@ -156,68 +159,17 @@ def _url_problems(urls: tuple[str, ...]) -> Iterator[str]:
         yield f"actors.urls names {url} more than once; give each server once"
 
 
-READ = (
-    "model", "tokenizer", "teacher", "kl_reference", "reference", "reward_model", "engine.draft_model", "data",
-    "validation_data", "template", "environment", "train.schedule_file", "parallel.pipeline_schedule",
-)  # fmt: skip
-"""Settings that may name files or folders."""
-NO_FILES = ("byte", "start", "average")
-"""Values of these settings that never name a file, whatever is in the folder."""
-
-
-def _overwritten(config: PretrainConfig | RLConfig) -> Iterator[str]:
-    """What a run would read from the folder that it empties first."""
-    output = Path(config.output).resolve()
-    for name in READ:
-        value = str(_setting(config, name))
-        paths = [path for part in value.split(",") for path in _paths(part)]
-        # An adapter's base is read with it.
-        paths += [_base(path) for path in paths]
-        if (name == "environment" and ".py" not in value) or value in NO_FILES:
-            continue
-        if any(path.resolve().is_relative_to(output) for path in paths):
-            yield f"{name} {value} is in {config.output}, which --overwrite would empty; give another --output"
-
-
-def _setting(config: Any, name: str) -> Any:
-    """Empty if the run has no such setting."""
-    for part in name.split("."):
-        config = getattr(config, part, "")
-    return config
-
-
-def _paths(text: str) -> list[Path]:
-    """The files named by a setting that exist: PATH, PATH=WEIGHT, FILE.py:NAME or a glob."""
-    file, _, _ = text.partition(":")
-    # Not `Path.exists`, which raises for what cannot be a file name, such as a long template.
-    names = [name for name in (text, text.rpartition("=")[0], file if file.endswith(".py") else "") if name]
-    found = [name for name in names if os.path.exists(name)]
-    return [Path(name) for name in found or itertools.chain(*(glob.iglob(name, recursive=True) for name in names))]
-
-
-def _base(path: Path) -> Path:
-    from lockstep.model.adapter_folder import base_folder
-
-    try:
-        return base_folder(path)
-    except UserError:  # which the run will report
-        return path
-
-
-def _parallel_problems(parallel: ParallelConfig) -> Iterator[str]:
-    yield from tensor_problems(parallel.tensor, parallel.reduction_chunks)
-    if parallel.asynchronous_tensor and parallel.tensor == 1:
-        yield "parallel.asynchronous_tensor needs parallel.tensor above 1, where there are sums to send; leave it out"
-    if parallel.expert_dispatcher == "deep_ep" and parallel.expert * parallel.tensor == 1:
+def _layout_problems(config: PretrainConfig | RLConfig) -> Iterator[str]:
+    train, parallel = config.train, config.parallel
+    if train.optimizer_in_backward and parallel.pipeline > 1:
         yield (
-            'parallel.expert_dispatcher "deep_ep" needs parallel.expert or parallel.tensor above 1, where experts are '
-            "on other ranks; leave it out"
+            "train.optimizer_in_backward does not work with parallel.pipeline, which computes a weight's gradient in "
+            "several backwards; switch it off"
         )
-    schedule = parallel.pipeline_schedule
-    if schedule not in SCHEDULES and not schedule.endswith(".csv"):
+    if train.deterministic_layout and parallel.pipeline > 1 and parallel.context > 1:
         yield (
-            f'parallel.pipeline_schedule "{schedule}" is unknown.{closest(schedule, SCHEDULES)} Known: '
-            f"{', '.join(SCHEDULES)}, and FILE.csv"
+            "train.deterministic_layout works with parallel.pipeline or with parallel.context, not with both; switch "
+            "it off"
         )
 
 
@@ -274,24 +226,6 @@ def _recompute_problems(recompute: RecomputeConfig, compiled: CompileConfig) -> 
                     f"recompute.keep: {operator} cannot be kept by itself in a compiled half of a layer; "
                     'keep only attention, or set compile.backend = "none"'
                 )
-
-
-def _train_problems(train: TrainConfig) -> Iterator[str]:
-    if (train.schedule == "csv") != bool(train.schedule_file):
-        yield (
-            f'train.schedule is "{train.schedule}" and train.schedule_file is "{train.schedule_file}"; '
-            "csv needs a file, the other schedules take none"
-        )
-    if train.optimizer_in_backward:
-        if train.deterministic_layout:
-            yield "train.deterministic_layout sums gradients that train.optimizer_in_backward does not keep; use one"
-        if train.max_grad_norm > 0:
-            yield (
-                "train.optimizer_in_backward updates before the norm of all gradients is known, so they cannot be "
-                f"clipped to train.max_grad_norm {train.max_grad_norm}; set max_grad_norm = 0"
-            )
-        if train.optimizer == "muon" or any("optimizer=muon" in rule for rule in train.rules):
-            yield "train.optimizer_in_backward works only with adamw: ranks gather Muon's matrices together"
 
 
 def _serve_problems(config: ServeConfig) -> Iterator[str]:

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import Annotated, Literal
 
 from lockstep.config.bounds import AtLeast
+from lockstep.errors import closest
 
 MOST_TENSOR = 8
 """Most ranks along the tensor axis, a power of two: the vocabulary is summed in pieces that this many can hold."""
@@ -72,3 +73,37 @@ class ParallelConfig:
     are gathered for each product and kept until its backward."""
     cpu_offload: bool = False
     """Keep sharded weights, gradients and optimizer state in CPU memory (CUDA only)."""
+
+
+def parallel_problems(parallel: ParallelConfig) -> Iterator[str]:
+    """Settings that cannot work, whatever the model and the number of ranks."""
+    yield from tensor_problems(parallel.tensor, parallel.reduction_chunks)
+    if parallel.asynchronous_tensor and parallel.tensor == 1:
+        yield "parallel.asynchronous_tensor needs parallel.tensor above 1, where there are sums to send; leave it out"
+    if parallel.expert_dispatcher == "deep_ep" and parallel.expert * parallel.tensor == 1:
+        yield (
+            'parallel.expert_dispatcher "deep_ep" needs parallel.expert or parallel.tensor above 1, where experts are '
+            "on other ranks; leave it out"
+        )
+    schedule = parallel.pipeline_schedule
+    if schedule not in SCHEDULES and not schedule.endswith(".csv"):
+        yield (
+            f'parallel.pipeline_schedule "{schedule}" is unknown.{closest(schedule, SCHEDULES)} Known: '
+            f"{', '.join(SCHEDULES)}, and FILE.csv"
+        )
+    if schedule == "interleaved" and parallel.pipeline > 1 and parallel.pipeline_stages_per_rank < 2:
+        yield (
+            f"parallel.pipeline_stages_per_rank is {parallel.pipeline_stages_per_rank}; an interleaved schedule needs "
+            '2 or more; for 1, use pipeline_schedule "1f1b"'
+        )
+    if parallel.reduce_gradients == "microbatch" and parallel.pipeline > 1:
+        yield (
+            'parallel.reduce_gradients "microbatch" does not work with parallel.pipeline, whose schedules sum '
+            'gradients once per step; leave it at "auto"'
+        )
+    if parallel.full_dtensor and parallel.pipeline > 1:
+        yield f"parallel.full_dtensor has no stages, but parallel.pipeline is {parallel.pipeline}; set it to 1"
+    if parallel.full_dtensor and parallel.cpu_offload:
+        yield "parallel.cpu_offload needs FSDP, which parallel.full_dtensor does not use; remove one of them"
+    if parallel.full_dtensor and parallel.expert > 1:
+        yield "parallel.full_dtensor does not work with parallel.expert, whose experts are on a separate mesh"

@@ -15,6 +15,7 @@ from lockstep.config import (
     CheckpointConfig,
     DPOConfig,
     LoraConfig,
+    ParallelConfig,
     PretrainConfig,
     RewardModelConfig,
     RLConfig,
@@ -266,6 +267,47 @@ def test_a_folder_that_is_called_as_a_setting_is_may_be_overwritten(tmp_path, mo
         (tmp_path / name).mkdir()
         validate(RLConfig(model="qwen3:micro", output=name, overwrite=True, environment="gsm8k", kl_reference="start"))
         validate(PretrainConfig(output=name, overwrite=True, model="qwen3:micro"))
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"pipeline": 2, "pipeline_schedule": "interleaved", "pipeline_stages_per_rank": 1}, "needs 2 or more"),
+        ({"pipeline": 2, "reduce_gradients": "microbatch"}, 'leave it at "auto"'),
+        ({"pipeline": 2, "full_dtensor": True}, "parallel.full_dtensor has no stages, but parallel.pipeline is 2"),
+        ({"cpu_offload": True, "full_dtensor": True}, "parallel.cpu_offload needs FSDP"),
+        ({"expert": 2, "full_dtensor": True}, "full_dtensor does not work with parallel.expert"),
+    ],
+)
+def test_layouts_that_work_with_no_model_are_refused(changes, message):
+    for config in (PretrainConfig(), RLConfig(model="m")):
+        with pytest.raises(UserError, match=message):
+            validate(dataclasses.replace(config, parallel=ParallelConfig(**changes)))
+
+
+@pytest.mark.parametrize(
+    ("train", "parallel", "message"),
+    [
+        ({"optimizer_in_backward": True, "max_grad_norm": 0.0}, {"pipeline": 2}, "which computes a weight's gradient"),
+        ({"deterministic_layout": True}, {"pipeline": 2, "context": 2}, "not with both; switch it off"),
+    ],
+)
+def test_training_settings_that_a_layout_does_not_support_are_refused(train, parallel, message):
+    with pytest.raises(UserError, match=message):
+        validate(PretrainConfig(train=TrainConfig(**train), parallel=ParallelConfig(**parallel)))
+
+
+def test_a_rule_that_cannot_be_parsed_is_refused_before_the_run_begins():
+    rules = ("*norm*", "*norm* learning_rat=1", "*norm* frozen=maybe")
+    with pytest.raises(UserError) as refused:
+        validate(PretrainConfig(train=TrainConfig(rules=rules)))
+    assert all(f'train.rules "{rule}"' in str(refused.value) for rule in rules)
+
+
+def test_a_dry_run_with_servers_is_refused():
+    config = RLConfig(model="m", dry_run=8, actors=ActorsConfig(urls=("http://127.0.0.1:1",)))
+    with pytest.raises(UserError, match=r"a dry run cannot inspect the servers in actors.urls"):
+        validate(config)
 
 
 @pytest.mark.parametrize(
