@@ -25,7 +25,7 @@ ALARMS = {
     "other experts, which learn more and are then preferred even more; raise train.router_auxiliary, or "
     "train.router_bias_rate if the model has router biases",
 }
-"""Every alarm's name, its cause and what to check."""
+"""Every alarm by name: its cause and what to check."""
 
 
 @dataclass

@@ -34,9 +34,9 @@ Level = Literal["token", "sequence"]
 
 @dataclass(frozen=True)
 class Algorithm:
-    """A reinforcement algorithm as plain values, each described at the setting of the same name in `RLConfig`.
+    """The parameters of a reinforcement algorithm; the settings of the same names in `RLConfig` describe them.
 
-    The defaults are GRPO's. Losses and advantages are pure functions of it and depend on no other setting of a run.
+    The defaults are GRPO's. Losses and advantages depend on no other settings of a run.
     """
 
     advantage: Advantage = "group"

@@ -18,7 +18,7 @@ READ = (
 )  # fmt: skip
 """Settings that may name files or folders."""
 NO_FILES = ("byte", "start", "average")
-"""Values of these settings that never name a file, whatever is in the folder."""
+"""Values of these settings that never name a file, even if there is one of that name."""
 
 
 def overwritten_problems(config: PretrainConfig | RLConfig) -> Iterator[str]:
@@ -27,7 +27,7 @@ def overwritten_problems(config: PretrainConfig | RLConfig) -> Iterator[str]:
     for name in READ:
         value = str(_setting(config, name))
         paths = [path for part in value.split(",") for path in _paths(part)]
-        # An adapter's base is read with it.
+        # An adapter is read together with its base.
         paths += [_base(path) for path in paths]
         if (name == "environment" and ".py" not in value) or value in NO_FILES:
             continue
@@ -36,19 +36,19 @@ def overwritten_problems(config: PretrainConfig | RLConfig) -> Iterator[str]:
 
 
 def _setting(config: Any, name: str) -> Any:
-    """Empty if the run has no such setting."""
+    """The value of a setting by its dotted name; empty if the run has no such setting."""
     for part in name.split("."):
         config = getattr(config, part, "")
     return config
 
 
 def _paths(text: str) -> list[Path]:
-    """The files named by a setting that exist: PATH, PATH=WEIGHT, FILE.py:NAME or a glob."""
+    """The existing files that a setting names: PATH, PATH=WEIGHT, FILE.py:NAME or a glob."""
     file, _, _ = text.partition(":")
-    # Not `Path.exists`, which raises for what cannot be a file name, such as a long template.
+    # Not `Path.exists`, which raises for values that cannot be file names, such as a long template.
     names = [name for name in (text, text.rpartition("=")[0], file if file.endswith(".py") else "") if name]
-    found = [name for name in names if os.path.exists(name)]
-    return [Path(name) for name in found or itertools.chain(*(glob.iglob(name, recursive=True) for name in names))]
+    existing = [name for name in names if os.path.exists(name)]
+    return [Path(name) for name in existing or itertools.chain(*(glob.iglob(name, recursive=True) for name in names))]
 
 
 def _base(path: Path) -> Path:
@@ -56,5 +56,5 @@ def _base(path: Path) -> Path:
 
     try:
         return base_folder(path)
-    except UserError:  # which the run will report
+    except UserError:  # reported when the run loads it
         return path

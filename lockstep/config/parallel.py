@@ -9,22 +9,22 @@ from typing import Annotated, Literal
 from lockstep.config.bounds import AtLeast
 from lockstep.errors import closest
 
-MOST_TENSOR = 8
-"""Most ranks along the tensor axis, a power of two: the vocabulary is summed in pieces that this many can hold."""
-ROW_MULTIPLE = MOST_TENSOR
+MAX_TENSOR = 8
+"""Maximum tensor degree, a power of two: the vocabulary is summed in pieces that so many ranks can share."""
+ROW_MULTIPLE = MAX_TENSOR
 """The tokens of a micro-batch are padded to a multiple of this, so that any tensor degree can share them."""
 SCHEDULES = ("gpipe", "1f1b", "interleaved", "zbv", "dualpipev")
 
 
 def tensor_problems(tensor: int, chunks: int) -> Iterator[str]:
-    """What is wrong with a tensor degree and the number of `reduction_chunks`."""
-    if tensor not in (1, 2, 4, MOST_TENSOR):
-        yield f"parallel.tensor is {tensor}; give 1, 2, 4 or {MOST_TENSOR}"
+    """A message for a tensor degree, or a number of `reduction_chunks` (`chunks`), that cannot work."""
+    if tensor not in (1, 2, 4, MAX_TENSOR):
+        yield f"parallel.tensor is {tensor}; give 1, 2, 4 or {MAX_TENSOR}"
     if chunks & (chunks - 1) or 0 < chunks < tensor:
         yield (
             f"parallel.reduction_chunks is {chunks}; it must be a power of two, and at least parallel.tensor "
-            f"({tensor}): leave it at 0 (a resumed run keeps its own: --parallel.reduction-chunks 0 changes it, and "
-            "with it the bits from there on)"
+            f"({tensor}): leave it at 0 (a resumed run has its recorded value; --parallel.reduction-chunks 0 changes "
+            "it, and the bits from that step on)"
         )
 
 
@@ -76,7 +76,7 @@ class ParallelConfig:
 
 
 def parallel_problems(parallel: ParallelConfig) -> Iterator[str]:
-    """Settings that cannot work, whatever the model and the number of ranks."""
+    """A message for each combination that works with no model and no number of ranks."""
     yield from tensor_problems(parallel.tensor, parallel.reduction_chunks)
     if parallel.asynchronous_tensor and parallel.tensor == 1:
         yield "parallel.asynchronous_tensor needs parallel.tensor above 1, where there are sums to send; leave it out"

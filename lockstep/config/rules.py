@@ -1,4 +1,4 @@
-"""Rules of `train.rules`, which change the settings of parameters by name."""
+"""`train.rules`, which override optimizer settings of parameters by name."""
 
 from __future__ import annotations
 

@@ -48,7 +48,7 @@ class TrainConfig:
     moments_dtype: Dtype = "float32"
     """Dtype of AdamW's moments and Muon's momentum; the master weights are always float32."""
     weight_decay: Annotated[float, AtLeast(0)] = 0.0
-    """Decoupled weight decay of matrices; vectors are never decayed unless a rule says so."""
+    """Decoupled weight decay of matrices; vectors are not decayed, unless by a rule."""
     rules: tuple[str, ...] = ()
     """`PATTERN key=value …` for parameters by name; keys: learning_rate (a factor), weight_decay, optimizer, frozen."""
     optimizer_in_backward: bool = False
@@ -72,7 +72,7 @@ class TrainConfig:
 
 
 def train_problems(train: TrainConfig) -> Iterator[str]:
-    """Settings that cannot work together, and rules that cannot be parsed."""
+    """A message for each combination that cannot work, and for each rule that cannot be parsed."""
     if (train.schedule == "csv") != bool(train.schedule_file):
         yield (
             f'train.schedule is "{train.schedule}" and train.schedule_file is "{train.schedule_file}"; '

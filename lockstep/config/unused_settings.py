@@ -1,4 +1,4 @@
-"""Settings that have no effect together with the others of a run."""
+"""Settings that have no effect in combination with a run's other settings."""
 
 from __future__ import annotations
 
@@ -14,16 +14,16 @@ from lockstep.config.toml import toml_value
 
 
 class UnusedSetting(NamedTuple):
-    """A setting that was changed from its usual value and has no effect."""
+    """A setting that differs from its default but has no effect."""
 
     name: str
     value: Any
-    usual: Any
+    default: Any
     why: str
 
     def __str__(self) -> str:
-        mend = "leave it out" if self.usual is None else f"leave it out, or set it to {toml_value(self.usual)}"
-        return f"{self.name} is {self.value}, but {self.why}: it would have no effect; {mend}"
+        remedy = "leave it out" if self.default is None else f"leave it out, or set it to {toml_value(self.default)}"
+        return f"{self.name} is {self.value}, but {self.why}: it would have no effect; {remedy}"
 
 
 def unused_setting_problems(
@@ -41,15 +41,15 @@ def _unused_settings(config: PretrainConfig | RLConfig) -> Iterator[UnusedSettin
     reasons = _reasons(config) | (_reasons_of_rl(config) if isinstance(config, RLConfig) else {})
     for name, why in reasons.items():
         if isinstance(config, RLConfig) and hasattr(Algorithm, name):
-            usual = getattr(ALGORITHMS[config.algorithm], name)
+            default = getattr(ALGORITHMS[config.algorithm], name)
         else:
-            usual = _value(type(config)(), name)
-        if (value := _value(config, name)) != usual:
-            yield UnusedSetting(name, value, usual, why)
+            default = _value(type(config)(), name)
+        if (value := _value(config, name)) != default:
+            yield UnusedSetting(name, value, default, why)
 
 
 def _value(config: PretrainConfig | RLConfig, name: str) -> Any:
-    """A setting's value: the algorithm's own where it is not given."""
+    """A setting's value; the algorithm's if it is not set."""
     if isinstance(config, RLConfig) and hasattr(Algorithm, name):
         return getattr(algorithm_of(config), name)
     value = attrgetter(name)(config)
@@ -57,7 +57,7 @@ def _value(config: PretrainConfig | RLConfig, name: str) -> Any:
 
 
 def _reasons(config: PretrainConfig | RLConfig) -> dict[str, str]:
-    """Settings without effect, and why."""
+    """The settings without effect, each with the reason."""
     reasons: dict[str, str] = {}
     if isinstance(config, PretrainConfig) and not (config.validation_data or config.validation_share):
         why = "validation_data is empty and validation_share 0"

@@ -1,4 +1,4 @@
-"""Everything that observes a run's steps, opened and closed together."""
+"""Everything that observes a run's steps, opened and closed as one."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ OnMetrics = Callable[[int, Mapping[str, float]], None]
 
 
 def require_observers(config: ObserveConfig, device: torch.device) -> None:
-    """Raises UserError for what this machine cannot record, before the run has a folder."""
+    """Raises UserError for observers that do not work on this machine."""
     require_sinks(config)
     require_profiling(config, device)
 
@@ -78,7 +78,7 @@ class Observer:
 
     @contextmanager
     def step(self, step: int) -> Iterator[None]:
-        """Everything within belongs to `step`."""
+        """The context of one step: its timeline, profile and garbage collection."""
         self.timeline.begin(step)
         with self._profiling.step(step):
             yield
@@ -87,14 +87,14 @@ class Observer:
                 self._garbage.collect()
 
     def write(self, step: int, metrics: Mapping[str, float]) -> None:
-        """Writes a step's metrics on rank 0, with the tokens of all steps; on other ranks it does nothing."""
+        """Writes a step's metrics and the total tokens so far on rank 0; does nothing on other ranks."""
         if self._metrics is not None:
             if TOKENS in metrics:
                 self._tokens += int(metrics[TOKENS])
                 metrics = {**metrics, TOTAL_TOKENS: self._tokens}
             self._metrics.write(step, metrics)
             if self._on_metrics is not None:
-                self._on_metrics(step, dict(metrics))  # a copy, which it may change
+                self._on_metrics(step, dict(metrics))  # a copy, since the caller may change it
 
     def extend(self, last: Mapping[str, Any], metrics: Mapping[str, float]) -> None:
         """Adds metrics to `last`, the last step's line of metrics.jsonl, on rank 0."""
@@ -104,7 +104,7 @@ class Observer:
                 self._on_metrics(last["step"], dict(metrics))
 
     def samples_due(self, step: int) -> bool:
-        """Whether the trackers get a table of the completions that `step` trained on."""
+        """Whether a table of the completions that `step` trained on is sent to the trackers."""
         every = self.config.samples_every
         return every > 0 and (step == 1 or step % every == 0)
 
@@ -114,13 +114,13 @@ class Observer:
             self._metrics.write_table(step, name, samples)
 
     def for_terminal(self, metrics: Mapping[str, float]) -> dict[str, float]:
-        """The metrics of a step that has been written that `observe.terminal` names, in its order.
+        """The metrics of a written step that match `observe.terminal`, in its order.
 
-        Without those of its validation, which are shown when it has run.
+        Without the validation's, which are printed when it ends.
         """
         metrics = {**metrics, TOTAL_TOKENS: self._tokens} if TOKENS in metrics else metrics
-        found = [name for chosen in self.config.terminal for name in metrics if fnmatchcase(name, chosen)]
-        return {name: metrics[name] for name in found if not name.startswith("validation/")}
+        names = [name for pattern in self.config.terminal for name in metrics if fnmatchcase(name, pattern)]
+        return {name: metrics[name] for name in names if not name.startswith("validation/")}
 
     def rewind(self, step: int) -> None:
         """Drops the metrics after `step`, which the run writes again."""
@@ -129,7 +129,7 @@ class Observer:
             self._count_tokens()
 
     def _count_tokens(self) -> None:
-        """From the file, which a resumed or rewound run has cut: so the total is that of the steps it continues."""
+        """Reads the total from the file, which a resumed or rewound run has truncated to the step it continues from."""
         self._tokens = total_tokens(read_metrics(RunFolder(self.run).metrics, skip_bad=True))
 
     def _write_timeline(self) -> None:
@@ -137,6 +137,6 @@ class Observer:
             path = timeline_path(self.run, self._rank, self._ranks)
             try:
                 self.timeline.write(path)
-            except OSError as error:  # it must not hide what ended the run, such as a full disk
+            except OSError as error:  # must not replace the error that ended the run, such as a full disk
                 path.unlink(missing_ok=True)
                 log.warning("%s: cannot write the timeline (%s)", path, error.strerror)

@@ -6,7 +6,7 @@ import math
 from collections.abc import Iterator, Mapping
 
 from lockstep.config import ParallelConfig
-from lockstep.config.parallel import MOST_TENSOR
+from lockstep.config.parallel import MAX_TENSOR
 from lockstep.errors import UserError
 from lockstep.model import ModelConfig
 
@@ -75,7 +75,7 @@ def _tensor_problems(shape: ModelConfig, tensor: int, setting: str = "parallel.t
         **({"experts": shape.experts.count} if shape.experts is not None else {}),
     }
     if wrong := [f"{count} {what}" for what, count in cut.items() if count % tensor]:
-        common = math.gcd(*cut.values(), MOST_TENSOR)
+        common = math.gcd(*cut.values(), MAX_TENSOR)
         fitting = [str(degree) for degree in (1, 2, 4, 8) if common % degree == 0]
         yield f"{setting} {tensor} does not divide {', '.join(wrong)}; set it to {' or '.join(fitting)}"
     if -(-shape.vocab_size // tensor) * (tensor - 1) >= shape.vocab_size:

@@ -322,7 +322,7 @@ def test_what_is_too_long_for_a_file_is_no_traceback(tmp_path, capsys, option):
 
 def test_every_name_that_is_answered_exists_in_some_command():
     from lockstep.commands.generate import GenerateOptions
-    from lockstep.commands.spelling import HERE, options_of
+    from lockstep.commands.spelling import LOCKSTEP_NAMES, options_of
     from lockstep.config import DPOConfig, PretrainConfig, RLConfig, ServeConfig, SFTConfig
 
     known = {
@@ -330,7 +330,7 @@ def test_every_name_that_is_answered_exists_in_some_command():
         for kind in (PretrainConfig, RLConfig, ServeConfig, SFTConfig, GenerateOptions, DPOConfig)
         for name, _ in options_of(kind)
     }
-    assert {name.partition(" ")[0] for names in HERE.values() for name in names} <= known
+    assert {name.partition(" ")[0] for names in LOCKSTEP_NAMES.values() for name in names} <= known
 
 
 def test_resuming_takes_the_settings_of_the_run_and_says_what_the_command_line_changes(tmp_path, capsys, caplog):

@@ -8,7 +8,7 @@ import pytest
 
 from lockstep.commands.why import why
 from lockstep.errors import UserError
-from lockstep.observe.actors import Actor, damaged_signs, held_up_by, read_actors, table
+from lockstep.observe.actors import Actor, damaged_heartbeats, held_up_by, read_actors, table
 from lockstep.observe.heartbeat import BYTES, Heartbeat
 from lockstep.observe.run_lock import LOCK
 from lockstep.observe.timeline import Timeline
@@ -89,7 +89,7 @@ def test_a_heartbeat_with_values_that_none_has_is_left_out_and_named(tmp_path, c
             (tmp_path / "logs" / f"heartbeat_{number}.json").write_text(content)
         actors = list(read_actors(tmp_path).values())
         assert [each.name for each in actors] == ["rank_0"] == [each.name for each in held_up_by(actors, actors)]
-        assert [path.name for path in damaged_signs(tmp_path)] == ["heartbeat_1.json", "heartbeat_2.json"]
+        assert [path.name for path in damaged_heartbeats(tmp_path)] == ["heartbeat_1.json", "heartbeat_2.json"]
 
 
 def test_a_pipe_in_the_place_of_a_heartbeat_is_not_read(tmp_path):
@@ -97,7 +97,7 @@ def test_a_pipe_in_the_place_of_a_heartbeat_is_not_read(tmp_path):
     os.mkfifo(tmp_path / "logs" / "heartbeat_0.json")
     (tmp_path / "logs" / "heartbeat_1.json").mkdir()
     (tmp_path / "logs" / "heartbeat_2.json").write_text("{}".ljust(100_000))
-    assert read_actors(tmp_path) == {} and len(damaged_signs(tmp_path)) == 3
+    assert read_actors(tmp_path) == {} and len(damaged_heartbeats(tmp_path)) == 3
     (tmp_path / "config.toml").write_text("")
     os.mkfifo(tmp_path / LOCK)
     with pytest.raises(UserError, match="heartbeat_0.json, heartbeat_1.json, heartbeat_2.json cannot be read"):

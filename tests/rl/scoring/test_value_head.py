@@ -361,7 +361,7 @@ def test_a_compiled_run_compares_every_bit(tmp_path):
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"loss": "clip_sequence"}, "advantage gae of ppo gives each token its own"),
+        ({"loss": "clip_sequence"}, "advantage gae of ppo computes one per token"),
         ({"algorithm": "grpo", "value_detached": True}, 'advantage "group" has no value function'),
         ({"gae_lambda": 1.5}, "gae_lambda is 1.5; it must be 1 or less"),
         ({"value_clip": -1.0}, "value_clip is -1.0; it must be 0 or more"),

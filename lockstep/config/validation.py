@@ -1,4 +1,4 @@
-"""Refusal of impossible settings, in one place, before any work is done."""
+"""Refuses impossible combinations of settings before a run begins."""
 
 from __future__ import annotations
 
@@ -24,13 +24,13 @@ from lockstep.errors import UserError, closest
 
 
 def validate(config: PretrainConfig | RLConfig | ServeConfig | EvalConfig) -> None:
-    """Refuses impossible values, naming the field and what to change. Raises UserError."""
+    """Raises UserError for impossible values, naming each field and what to change."""
     problems = list(bound_problems(config))
     if isinstance(config, ServeConfig):
         problems += _serve_problems(config)
     elif isinstance(config, EvalConfig):
         problems += config.problems()
-    elif not problems:  # what follows compares fields that are right by themselves
+    elif not problems:  # the checks below compare fields that are valid on their own
         problems += _problems(config)
         problems += unused_setting_problems(config, _continued(config))
     if problems:
@@ -38,7 +38,7 @@ def validate(config: PretrainConfig | RLConfig | ServeConfig | EvalConfig) -> No
 
 
 def validate_run(config: Any, kind: type[PretrainConfig | RLConfig]) -> None:
-    """As `validate`, where a run begins that takes a `kind`."""
+    """`validate`, and raises UserError for a config that is not a `kind` or that asks for a dry run."""
     if not isinstance(config, kind):
         raise UserError(f"this run takes a {kind.__name__}, not {config!r:.60}")
     validate(config)
@@ -50,9 +50,9 @@ def validate_run(config: Any, kind: type[PretrainConfig | RLConfig]) -> None:
 
 
 def _continued(config: PretrainConfig | RLConfig) -> PretrainConfig | RLConfig | None:
-    """The recorded run that it continues, unless that is of an unknown algorithm."""
-    run = recorded_run(config.output, type(config)()) if config.resume else None  # type: ignore[type-var]
-    return None if isinstance(run, RLConfig) and run.algorithm not in ALGORITHMS else run
+    """The settings of the run that `config` resumes; None if its algorithm is unknown."""
+    recorded = recorded_run(config.output, type(config)()) if config.resume else None  # type: ignore[type-var]
+    return None if isinstance(recorded, RLConfig) and recorded.algorithm not in ALGORITHMS else recorded
 
 
 def _problems(config: PretrainConfig | RLConfig) -> Iterator[str]:
@@ -109,32 +109,32 @@ def _problems(config: PretrainConfig | RLConfig) -> Iterator[str]:
 
 def _algorithm_problems(config: RLConfig) -> Iterator[str]:
     algorithm = algorithm_of(config)
-    given = f"advantage {algorithm.advantage}" + (f" of {config.algorithm}" if not config.advantage else "")
+    advantage = f"advantage {algorithm.advantage}" + (f" of {config.algorithm}" if not config.advantage else "")
     if algorithm.normalize_advantages and algorithm.advantage in ("leave_one_out", "best", "teacher"):
-        yield f"{given} is not normalized; leave normalize_advantages out"
+        yield f"{advantage} is not normalized; leave normalize_advantages out"
     if (algorithm.advantage == "teacher") != bool(config.teacher):
         if config.teacher:
-            yield f"teacher is set, but {given} does not use one; leave it out, or set algorithm = distillation"
+            yield f"teacher is set, but {advantage} does not use one; leave it out, or set algorithm = distillation"
         else:
-            yield f"{given} needs a teacher: give the folder of a model with --teacher"
+            yield f"{advantage} needs a teacher: give the folder of a model with --teacher"
     if algorithm.loss == "reinforce" and algorithm.advantage != "best" and config.updates_per_batch > 1:
         yield (
             f"loss reinforce has no ratio, so all but the first of {config.updates_per_batch} updates would be "
             'off-policy; set updates_per_batch = 1, or loss = "clip"'
         )
     if algorithm.advantage == "teacher" and algorithm.extra_rounds:
-        yield "extra_rounds drops groups with equal rewards, which a teacher's advantages learn from too; leave it out"
+        yield "extra_rounds drops groups with equal rewards, from which a teacher's advantages also learn; leave it out"
     if algorithm.kl_in == "reward" and algorithm.kl_coefficient > 0 and algorithm.advantage in ("best", "teacher"):
-        yield f'{given} ignores a KL divergence in the reward; set kl_in = "loss"'
+        yield f'{advantage} ignores a KL divergence in the reward; set kl_in = "loss"'
     if algorithm.loss == "clip_sequence" and algorithm.advantage == "gae":
         yield (
-            f"loss clip_sequence takes one advantage per completion, but {given} gives each token its own; set "
+            f"loss clip_sequence takes one advantage per completion, but {advantage} computes one per token; set "
             'loss = "clip"'
         )
     if algorithm.loss == "clip_sequence" and algorithm.advantage == "batch" and algorithm.kl_coefficient > 0:
         yield (
             "loss clip_sequence takes one advantage per completion, but the KL divergence in the rewards of advantage "
-            'batch gives each token its own; set kl_in = "loss"'
+            'batch makes them differ per token; set kl_in = "loss"'
         )
 
 
@@ -150,10 +150,10 @@ def _url_problems(urls: tuple[str, ...]) -> Iterator[str]:
     for url in urls:
         try:
             parts = urlsplit(url)
-            whole = parts.scheme in ("http", "https") and parts.hostname and parts.port != 0
+            complete = parts.scheme in ("http", "https") and parts.hostname and parts.port != 0
         except ValueError:
-            parts, whole = None, False
-        if not parts or not whole or parts.path.strip("/") or parts.query or parts.fragment or parts.username:
+            parts, complete = None, False
+        if not parts or not complete or parts.path.strip("/") or parts.query or parts.fragment or parts.username:
             yield f"actors.urls: {url!r} must be http://HOST:PORT or https://HOST:PORT, and nothing more; correct it"
     for url in {url for url in urls if urls.count(url) > 1}:
         yield f"actors.urls names {url} more than once; give each server once"
