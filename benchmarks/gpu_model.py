@@ -153,10 +153,12 @@ def recipe(compiled: bool, graphs: str) -> Iterator[Row]:
         lap = time.perf_counter()
         times["generator"] += lap - clock
         for rollout in rollouts:
-            rollout.reward = sum(t % 2 == 0 for t in rollout.token_ids) / NEW
-        advantages = group_advantages(torch.tensor([r.reward for r in rollouts]).view(PROMPTS, SAMPLES)).flatten()
+            rollout.scores.reward = sum(t % 2 == 0 for t in rollout.token_ids) / NEW
+        advantages = group_advantages(
+            torch.tensor([r.scores.reward for r in rollouts]).view(PROMPTS, SAMPLES)
+        ).flatten()
         for rollout, advantage in zip(rollouts, advantages.tolist()):
-            rollout.advantage = advantage
+            rollout.scores.advantage = advantage
         loss = PolicyLoss(config, compare=True)
         trainer.step(policy_batches(rollouts, config, device="cuda"), loss)
         checked += loss.parity.tokens_checked

@@ -24,12 +24,12 @@ from lockstep.generate.sampling_params import RoutesForm
 from lockstep.model import preset
 from lockstep.observe import read_metrics
 from lockstep.recipes import digit_sum
-from lockstep.recipes.demo import ERROR_RATE, LINES, careless_start
+from lockstep.recipes.demo import ERROR_RATE, LINES, demo_pretraining
 from lockstep.rl import Example
-from lockstep.rl.controller import reinforce
 from lockstep.rl.environments.digit_sum import pretraining_text
+from lockstep.rl.reinforce import reinforce
 from lockstep.rl.rollouts.packing import PolicyLoss, policy_batches
-from lockstep.rl.rollouts.records import Rollout
+from lockstep.rl.rollouts.records import Rollout, Scores
 from lockstep.train.pretrain import pretrain
 
 SUMS = ("tokens_checked", "tokens_different", "routes_checked", "routes_different")
@@ -39,7 +39,7 @@ SEQUENCES, PROMPT, NEW, ROUNDS = 16, 32, 64, 5
 
 def run(folder: Path, steps: int, first_steps: int, compiled: bool) -> None:
     """Both stages, and what differed in the second."""
-    first = careless_start(str(folder / "pretrain"), seed=0)
+    first = demo_pretraining(str(folder / "pretrain"), seed=0)
     first.model, first.steps = "qwen3_moe:micro", first_steps
     began = time.perf_counter()
     pretrain(first, list(pretraining_text(LINES, ERROR_RATE, 0)))
@@ -91,10 +91,13 @@ def replay() -> None:
     params = SamplingParams(max_tokens=NEW, seed=0, ignore_eos=True, routes="whole")
     groups = Engine(other, EngineConfig()).generate(prompts(vocab), params)
     rollouts = [
-        Rollout(Example(""), i, prompt, c.token_ids, c.logprobs, "length", "", 0, advantage=1.0, routes=c.routes)
+        Rollout(
+            Example(""), i, prompt, c.token_ids, c.logprobs, "length", "", 0, routes=c.routes,
+            scores=Scores(advantage=1.0),
+        )
         for i, (prompt, group) in enumerate(zip(prompts(vocab), groups))
         for c in group
-    ]
+    ]  # fmt: skip
     config = RLConfig(
         dtype="float32", router_replay=True, on_parity_error="measure", train=TrainConfig(tokens_per_microbatch=2048)
     )

@@ -1,4 +1,4 @@
-"""The interface of a generator to code that wants samples: a local `Engine`, or remote ones."""
+"""The interface of a generator: a local `Engine`, or remote ones."""
 
 from __future__ import annotations
 
@@ -50,12 +50,12 @@ class Sampler(Protocol):
     def abort(self, request_id: int) -> None: ...
 
 
-class Remembering(Sampler, Protocol):
+class RecordingSampler(Sampler, Protocol):
     """A `Sampler` that records its requests and their results."""
 
     @property
     def asked(self) -> threading.Event:
-        """Set once `generate` has asked for its samples."""
+        """Set once `generate` has requested its samples."""
 
     def state(self) -> dict[str, Any]:
         """Each request's samples so far, JSON-serializable, keyed by a digest of the request."""

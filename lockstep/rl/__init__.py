@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from lockstep.rl.environments.loading import load_environment
     from lockstep.rl.environments.protocol import Environment, Example
     from lockstep.rl.grading import Grade, grade
-    from lockstep.rl.rollouts.records import Rollout, write_rollouts
+    from lockstep.rl.rollouts.records import Rollout, Scores, write_rollouts
 
 # Imported at first use: a file with an environment imports this package in every reward worker, which needs no torch.
 _HOMES = {
@@ -30,6 +30,7 @@ _HOMES = {
     "PolicyLossInputs": "lockstep.rl.algorithms",
     "Reply": "lockstep.rl.conversations",
     "Rollout": "lockstep.rl.rollouts.records",
+    "Scores": "lockstep.rl.rollouts.records",
     "ToolCall": "lockstep.rl.conversations",
     "grade": "lockstep.rl.grading",
     "group_advantages": "lockstep.rl.algorithms",
@@ -51,6 +52,7 @@ __all__ = [
     "PolicyLossInputs",
     "Reply",
     "Rollout",
+    "Scores",
     "ToolCall",
     "grade",
     "group_advantages",

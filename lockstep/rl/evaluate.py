@@ -18,8 +18,9 @@ from lockstep.data.chat import load_chat_template
 from lockstep.errors import RunStopped, UserError
 from lockstep.generate import Engine
 from lockstep.model import empty_model, is_auto, open_device, read_config, refuse_score_head
-from lockstep.observe import Progress, announce, start_line
+from lockstep.observe import announce, start_line
 from lockstep.parallel import apply_compile
+from lockstep.progress import Progress
 from lockstep.rl.conversations.protocol import ConversationEnvironment
 from lockstep.rl.conversations.rendering import Rendering, open_rendering
 from lockstep.rl.environments.protocol import Environment, Example
@@ -239,8 +240,8 @@ def _ks(config: EvalConfig) -> list[int]:
 def _by_prompt(rollouts: Sequence[Rollout], prompts: int) -> list[float | None]:
     rewards: list[list[float]] = [[] for _ in range(prompts)]
     for rows in episodes_of(rollouts):
-        if rows[-1].counts:
-            rewards[rows[-1].group].append(rows[-1].reward)
+        if rows[-1].scores.counts:
+            rewards[rows[-1].group].append(rows[-1].scores.reward)
     return [math.fsum(own) / len(own) if own else None for own in rewards]
 
 

@@ -28,15 +28,15 @@ from lockstep.hub import local_folder
 from lockstep.model import read_config
 from lockstep.observe import RunFolder, read_metrics
 from lockstep.parallel import refuse_ranks
-from lockstep.rl.controller import compute_again
 from lockstep.rl.environments.protocol import Environment, Example
+from lockstep.rl.reinforce import compute_again
 from lockstep.rl.rollouts.recorded import read_lines, refuse_unknown_tokens, rollout_of
 from lockstep.rl.rollouts.records import Rollout
 
 OF_ROLLOUTS = {
     "prompts": ("prompt", "answer"),
     "tokens": ("token_ids", "completion"),
-    "generator's log-probabilities": ("log_probs", "cut_log_probs"),
+    "generator's log-probabilities": ("log_probs", "truncated_logprobs"),
     "routes": ("routes",),
     "conversations": ("sampled", "messages"),
     "rewards": ("rewards", "reward", "failure"),

@@ -198,7 +198,7 @@ def test_parity_over_ranks_explains_a_difference_of_one_of_them(model_folder, tm
     script.write_text(
         "import os, sys\nfrom lockstep import ops\nfrom lockstep.cli import main\nexact = ops.silu_mul\n"
         "def differs(gate, up):\n    out = exact(gate, up)\n"
-        # Not one row alone: whether there are such steps depends on what guesses gain.
+        # Not one row alone: whether there are such steps depends on what drafts gain.
         "    return out * 2 if os.environ['RANK'] == '1' and len(gate) <= 8 else out\n"
         "ops.silu_mul = differs\nsys.exit(main(sys.argv[1:]))\n"
     )
@@ -322,7 +322,7 @@ def test_what_is_too_long_for_a_file_is_no_traceback(tmp_path, capsys, option):
 
 def test_every_name_that_is_answered_exists_in_some_command():
     from lockstep.commands.generate import GenerateOptions
-    from lockstep.commands.spelling import LOCKSTEP_NAMES, options_of
+    from lockstep.commands.option_names import LOCKSTEP_NAMES, options_of
     from lockstep.config import DPOConfig, PretrainConfig, RLConfig, ServeConfig, SFTConfig
 
     known = {

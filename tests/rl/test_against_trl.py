@@ -10,7 +10,7 @@ from lockstep.config import RLConfig, TrainConfig
 from lockstep.model import ModelConfig, hugging_face_name
 from lockstep.rl import Example
 from lockstep.rl.rollouts.packing import PolicyLoss, masking_metrics, policy_batches
-from lockstep.rl.rollouts.records import Conversation, Rollout
+from lockstep.rl.rollouts.records import Conversation, Rollout, Scores
 from tests.rl import trl_step as trl
 
 
@@ -45,8 +45,10 @@ def test_loss_and_gradient_of_a_step_are_those_of_trl(theirs, kind, masked, toke
     for row, (prompt, tokens, advantage) in enumerate(zip(trl.PROMPTS, trl.COMPLETIONS, trl.ADVANTAGES)):
         old = [trl.old_log_prob(row, position) for position in range(len(tokens))]
         reason = "stop" if tokens[-1] == 0 else "length"
-        rollout = Rollout(Example("p"), row // 2, prompt, tokens, old, reason, "", 0, advantage=advantage)
-        rollout.reference_logprobs = [trl.reference_log_prob(row, position) for position in range(len(tokens))]
+        rollout = Rollout(
+            Example("p"), row // 2, prompt, tokens, old, reason, "", 0, scores=Scores(advantage=advantage)
+        )
+        rollout.scores.reference_logprobs = [trl.reference_log_prob(row, position) for position in range(len(tokens))]
         rollouts.append(rollout)
     model, step = _model(), PolicyLoss(config, compare=False)
     loss = 0.0
@@ -73,7 +75,7 @@ def test_loss_and_gradient_of_a_step_are_those_of_trl(theirs, kind, masked, toke
 def test_a_step_of_truncated_completions_alone_moves_nothing():
     for average in ("token", "sequence", "budget"):
         config = RLConfig(model="none", loss_average=average, mask_truncated_completions=True)
-        rollout = Rollout(Example("p"), 0, [1, 2], [5, 6], [-2.0, -2.0], "length", "", 0, advantage=1.0)
+        rollout = Rollout(Example("p"), 0, [1, 2], [5, 6], [-2.0, -2.0], "length", "", 0, scores=Scores(advantage=1.0))
         (batch,) = policy_batches([rollout], config)
         model, step = _model(), PolicyLoss(config, compare=False)
         step(model, batch).backward()
@@ -86,7 +88,7 @@ def test_metrics_of_a_step_are_those_of_what_is_not_masked():
 
     def metrics(*reasons):
         rollouts = [
-            Rollout(Example("p"), 0, [1, 2], [5 + n, 6], [-2.0, -2.0 - n], reason, "", 0, advantage=1.0)
+            Rollout(Example("p"), 0, [1, 2], [5 + n, 6], [-2.0, -2.0 - n], reason, "", 0, scores=Scores(advantage=1.0))
             for n, reason in enumerate(reasons)
         ]
         step = PolicyLoss(config, compare=False)
@@ -103,8 +105,13 @@ def test_metrics_of_a_step_are_those_of_what_is_not_masked():
 def test_a_conversation_is_truncated_if_its_last_reply_is():
     def rows(episode, *reasons):
         held = Conversation([], None, False, len(reasons), 0, {})
-        of_all = {"advantage": 1.0, "episode": episode, "conversation": held}
-        return [Rollout(Example("p"), 0, [1], [5, 6], [-2.0, -2.0], reason, "", 0, **of_all) for reason in reasons]
+        return [
+            Rollout(
+                Example("p"), 0, [1], [5, 6], [-2.0, -2.0], reason, "", 0, episode=episode, conversation=held,
+                scores=Scores(advantage=1.0),
+            )
+            for reason in reasons
+        ]  # fmt: skip
 
     config = RLConfig(model="none", loss_average="token", mask_truncated_completions=True)
     rollouts = [*rows(0, "length", "stop"), *rows(1, "stop", "length")]

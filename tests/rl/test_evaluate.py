@@ -19,11 +19,11 @@ from lockstep.commands.terminal import in_encoding
 from lockstep.config import EngineConfig, EvalConfig, RewardConfig
 from lockstep.errors import RunStopped, UserError
 from lockstep.model import build_model, read_config
-from lockstep.rl.controller import reinforce
 from lockstep.rl.environments.protocol import Environment, Example
 from lockstep.rl.evaluate import ModelResult, compare
+from lockstep.rl.reinforce import reinforce
 from lockstep.rl.rollouts.eval_metrics import EvalMetrics, eval_metrics
-from lockstep.rl.rollouts.records import Rollout
+from lockstep.rl.rollouts.records import Rollout, Scores
 from tests.parallel.launch import CONTEXT
 from tests.rl.test_algorithm_runs import _config, folders  # noqa: F401
 
@@ -152,7 +152,7 @@ def test_a_completion_whose_reward_failed_is_left_out_or_no_right_answer():
     def rollout(group, right, failure="", counts=True):
         rewards = {} if failure else {"correct": float(right)}
         return Rollout(
-            Example("p"), group, [1], [2], [0.0], "stop", "", 0, rewards, float(right), failure=failure, counts=counts
+            Example("p"), group, [1], [2], [0.0], "stop", "", 0, scores=Scores(rewards, float(right), failure, counts)
         )
 
     rollouts = [rollout(0, True), rollout(0, False), rollout(1, True), rollout(1, False, "raised", False)]
@@ -162,7 +162,7 @@ def test_a_completion_whose_reward_failed_is_left_out_or_no_right_answer():
     assert figures.pass_at[1].mean == 0.5 and figures.pass_at[2].mean == 1.0  # of the prompt that has two
     rollouts[3] = rollout(1, False, "raised", True)
     assert eval_metrics(rollouts, Task()).pass_at[1].mean == 0.5
-    rollouts[0].rewards = {"right": 1.0}
+    rollouts[0].scores.rewards = {"right": 1.0}
     with pytest.raises(UserError, match="are right for one example, but correct for another"):
         eval_metrics(rollouts, Task())
 

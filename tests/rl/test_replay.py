@@ -9,10 +9,10 @@ import pytest
 from lockstep.cli import main
 from lockstep.config import CheckpointConfig, RLConfig, from_toml, to_toml
 from lockstep.errors import UserError
-from lockstep.rl.controller import reinforce
 from lockstep.rl.environments.protocol import Example
+from lockstep.rl.reinforce import reinforce
 from lockstep.rl.replay import OF_ROLLOUTS, _compared_rollouts, replay, replayable
-from lockstep.rl.rollouts.records import Conversation, Rollout, write_rollouts
+from lockstep.rl.rollouts.records import Conversation, Rollout, Scores, write_rollouts
 from tests.rl.test_algorithm_runs import EvenBytes, Half, _config, folders  # noqa: F401
 
 EVERY = CheckpointConfig(every=1, keep_last=0, asynchronous=False)
@@ -113,9 +113,9 @@ def test_a_record_that_was_changed_is_found_and_named(tmp_path, run, change, dif
 
 def test_every_field_of_a_rollout_that_is_written_is_compared_by_itself(tmp_path):
     whole = Rollout(
-        Example("p", "a"), 0, [1], [2, 3], [-1.0, -2.0], "stop", "x", 3, {"reward": 1.0}, 1.0, 0.5,
-        *([0.25, 0.5] for _ in range(7)), entropies=[1.0, 2.0], dropped="d", failure="raised", sampled=[True, True],
-        routes=["AA==", "AQ=="], episode=0, conversation=Conversation([{"role": "user"}]),
+        Example("p", "a"), 0, [1], [2, 3], [-1.0, -2.0], "stop", "x", 3, [0.25, 0.5], [True, True],
+        episode=0, routes=["AA==", "AQ=="], conversation=Conversation([{"role": "user"}]),
+        scores=Scores({"reward": 1.0}, 1.0, "raised", True, "d", 0.5, *([0.25, 0.5] for _ in range(7))),
     )  # fmt: skip
     write_rollouts(tmp_path / "line.jsonl", [whole])
     line = json.loads((tmp_path / "line.jsonl").read_text())

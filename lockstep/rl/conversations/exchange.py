@@ -8,8 +8,11 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from lockstep.rl.conversations.protocol import Episode, Message, Reply, ToolCall
+from lockstep.rl.conversations.chat import Reply
+from lockstep.rl.conversations.protocol import Episode
+from lockstep.rl.environments.protocol import Message
 from lockstep.rl.grading.calling import Outcome, outcome_from
+from lockstep.tool_call import ToolCall
 
 
 @dataclass(frozen=True)

@@ -14,8 +14,9 @@ from lockstep.generate import SamplingParams
 from lockstep.generate.sampler import Sample, Sampler
 from lockstep.generate.sampling_params import FinishReason
 from lockstep.generate.stragglers import stragglers
+from lockstep.rl.conversations.chat import Reply
 from lockstep.rl.conversations.exchange import Again, Asked, Ended, Said
-from lockstep.rl.conversations.protocol import ConversationEnvironment, Reply
+from lockstep.rl.conversations.protocol import ConversationEnvironment
 from lockstep.rl.conversations.rendering import Rendering, Row, TooLongError, Transcript, message_values
 from lockstep.rl.conversations.runner import ConversationRunner
 from lockstep.rl.conversations.worker_runner import WorkerConversationRunner, task_of
@@ -264,7 +265,7 @@ def _reply(one: _Playing, sample: Sample, engine: Sampler, rendering: Rendering)
             f"{engine.weights_version}; check the weights, or load those of an earlier checkpoint"
         )
     text = one.transcript.add(
-        said.token_ids, said.logprobs, said.finish_reason, said.cut_logprobs, said.versions, said.routes
+        said.token_ids, said.logprobs, said.finish_reason, said.truncated_logprobs, said.versions, said.routes
     )
     read = one.transcript.read
     one.tool_calls += len(read.calls)
@@ -291,7 +292,7 @@ def _rollouts(one: _Playing, environment: ConversationEnvironment, rendering: Re
             prompt_ids=row.prompt_ids,
             token_ids=row.token_ids,
             logprobs=row.logprobs,
-            cut_logprobs=row.cut_logprobs,
+            truncated_logprobs=row.truncated_logprobs,
             routes=row.routes,
             finish_reason=row.finish_reason,
             completion=rendering.marked(row.completion, row.read) if environment.marks_reasoning else row.completion,

@@ -18,9 +18,10 @@ from lockstep.errors import UserError
 from lockstep.hub import local_folder
 from lockstep.model import TrainableModel
 from lockstep.observe import log
-from lockstep.rl.conversations.protocol import ConversationEnvironment, Message
+from lockstep.rl.conversations.protocol import ConversationEnvironment
+from lockstep.rl.conversations.schemas import schema_of
 from lockstep.rl.conversations.without_reasoning import with_reasoning_marked
-from lockstep.rl.environments.protocol import Environment, Example
+from lockstep.rl.environments.protocol import Environment, Example, Message
 
 # Private-use characters: templates keep them unchanged, also in JSON. If a text contains them itself, they are
 # escaped in the same way as names of special tokens.
@@ -74,8 +75,6 @@ class Rendering:
         self._warned = False
         self.schemas: list[dict[str, Any]] | None = None
         if tools:
-            from lockstep.rl.conversations.tools import schema_of
-
             self.schemas = [schema_of(tool) for tool in tools]
         self.form = reply_form(tokenizer, template.used_with(self.schemas).source if template else None, bool(tools))
         """How replies are taken apart."""
@@ -246,7 +245,7 @@ class Row:
     """For each of `token_ids`, whether the model sampled it."""
     logprobs: list[float] = field(default_factory=list)
     """One per sampled token."""
-    cut_logprobs: list[float] = field(default_factory=list)
+    truncated_logprobs: list[float] = field(default_factory=list)
     """One per sampled token, within the distribution left by a cut; empty if nothing was cut."""
     versions: list[int] = field(default_factory=list)
     """Weights version of each sampled token; empty if it did not change."""
@@ -312,7 +311,7 @@ class Transcript:
         token_ids: Sequence[int],
         logprobs: Sequence[float],
         finish_reason: str,
-        cut_logprobs: Sequence[float] = (),
+        truncated_logprobs: Sequence[float] = (),
         versions: Sequence[int] = (),
         routes: Sequence[str] = (),
     ) -> str:
@@ -325,7 +324,7 @@ class Transcript:
         row.token_ids += [*new, *token_ids]
         row.sampled += [False] * len(new) + [True] * len(token_ids)
         row.logprobs += logprobs
-        row.cut_logprobs += cut_logprobs
+        row.truncated_logprobs += truncated_logprobs
         row.versions += versions
         row.routes += routes
         row.turns += 1

@@ -16,16 +16,10 @@ from typing import Any
 
 from lockstep.config import RewardConfig
 from lockstep.errors import UserError
+from lockstep.rl.conversations.chat import Chat, ConversationOver, Reply
 from lockstep.rl.conversations.exchange import Asked, Ended, plain, times
-from lockstep.rl.conversations.protocol import (
-    Chat,
-    ConversationEnvironment,
-    ConversationOver,
-    Episode,
-    Message,
-    Reply,
-)
-from lockstep.rl.environments.protocol import Example, source_file
+from lockstep.rl.conversations.protocol import ConversationEnvironment, Episode
+from lockstep.rl.environments.protocol import Example, Message, source_file
 from lockstep.rl.grading.calling import (
     INVALID,
     PATIENCE,

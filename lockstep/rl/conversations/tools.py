@@ -1,4 +1,4 @@
-"""Tools that a model can call: how they are described to it, and how its calls are parsed, run and answered."""
+"""Tools that a model can call: runs its calls and answers them."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ from collections.abc import Callable, Sequence
 from contextlib import suppress
 from typing import Any
 
-from lockstep.data.replies import LLAMA3, QWEN3, ToolFormat, parse_calls, tool_format
 from lockstep.errors import closest
-from lockstep.rl.conversations.protocol import Chat, ConversationOver, Reply, ToolCall
+from lockstep.rl.conversations.chat import Chat, ConversationOver, Reply
 from lockstep.rl.conversations.schemas import problem_with, schema_of, tool_name
+from lockstep.tool_call import ToolCall
 
-__all__ = ["LLAMA3", "QWEN3", "ToolFormat", "answer_calls", "parse_calls", "schema_of", "tool_format"]
+__all__ = ["answer_calls", "schema_of"]
 
 LONGEST_RESULT = 8000
 """Characters of a tool's result, or of what was wrong, that the model sees; the rest is cut off."""
@@ -86,7 +86,7 @@ async def _in_thread(function: Callable[[], str]) -> str:
     loop = asyncio.get_running_loop()
     done: asyncio.Future[str] = loop.create_future()
 
-    def resolve_defaults(value: str, error: BaseException | None) -> None:
+    def deliver(value: str, error: BaseException | None) -> None:
         if done.cancelled():
             return
         if error is None:
@@ -103,7 +103,7 @@ async def _in_thread(function: Callable[[], str]) -> str:
             foreign = isinstance(error, StopIteration | asyncio.CancelledError | KeyboardInterrupt)
             raised = RuntimeError(type(error).__name__) if foreign else error
         with suppress(RuntimeError):  # the loop is closed
-            loop.call_soon_threadsafe(resolve_defaults, value, raised)
+            loop.call_soon_threadsafe(deliver, value, raised)
 
     threading.Thread(target=run, name="tool", daemon=True).start()
     return await done

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 
-THINK, THOUGHT = "<think>", "</think>"
+THINK, THINK_END = "<think>", "</think>"
 FENCE = re.compile(r"^ {0,3}(?:```|~~~)", re.MULTILINE)
 
 
@@ -23,7 +23,7 @@ def thought(text: str) -> str:
 
 def _parted(text: str) -> tuple[str, str]:
     begun = text.lstrip().startswith(THINK)
-    before, closed, after = text.partition(THOUGHT)
+    before, closed, after = text.partition(THINK_END)
     if not (begun or closed) or (not begun and len(FENCE.findall(before)) % 2):
         return "", text
     return before.lstrip().removeprefix(THINK), after
@@ -32,5 +32,5 @@ def _parted(text: str) -> tuple[str, str]:
 def with_reasoning_marked(text: str, content: str) -> str:
     """A reply's text in which `spoken` finds its content, which its tokens and its prompt have told: as it is, or with
     the `<think>` that the prompt has, or else the content alone behind an empty thought."""
-    forms = text, THINK + text, THINK + THOUGHT + content
+    forms = text, THINK + text, THINK + THINK_END + content
     return next((form for form in forms if spoken(form).strip() == content.strip()), forms[-1])

@@ -9,6 +9,7 @@ from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from typing import Any
 
+from lockstep.rl.conversations.chat import Reply
 from lockstep.rl.conversations.exchange import (
     Again,
     Asked,
@@ -19,8 +20,8 @@ from lockstep.rl.conversations.exchange import (
     reply_data,
     said_of,
 )
-from lockstep.rl.conversations.protocol import Episode, Message, Reply
-from lockstep.rl.environments.protocol import Example
+from lockstep.rl.conversations.protocol import Episode
+from lockstep.rl.environments.protocol import Example, Message
 from lockstep.rl.grading.calling import KILLED, failure
 from lockstep.rl.grading.frames import Closed
 from lockstep.rl.grading.pool import ENDED_SUPERVISOR, LOOK_SECONDS, SupervisorProcess, Workers, fields_of

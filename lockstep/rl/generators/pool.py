@@ -205,7 +205,7 @@ class GeneratorPool:
         with self.changed:
             self._remotes[remote.name] = remote
             if self._manifest is not None:
-                remote.new_weights(self._manifest)
+                remote.load_weights(self._manifest)
 
     def leave(self, name: str) -> Remote | None:
         """Removes a generator, whose samples others continue; returns it, if it was in the fleet."""
@@ -219,7 +219,7 @@ class GeneratorPool:
             self._hand_out()
             return remote
 
-    def new_weights(self, manifest: WeightManifest) -> None:
+    def load_weights(self, manifest: WeightManifest) -> None:
         """Every generator takes these before any later request."""
         with self.changed:
             if self._finish:
@@ -229,7 +229,7 @@ class GeneratorPool:
                 self._first_version = manifest["version"]
             self._manifest, self.weights_version = manifest, manifest["version"]
             for remote in list(self._remotes.values()):
-                remote.new_weights(manifest)
+                remote.load_weights(manifest)
 
     def wait_for_weights(self, seconds: float = float("inf")) -> None:
         """Returns once there is a generator, and all that are ready have the newest weights. Raises as `step`."""
@@ -306,7 +306,7 @@ class GeneratorPool:
             told = checked_samples(parts, has, self._next_id - 1, self._given, self._vocab_size, self._eos_token_ids)
             self._work.heard(remote.name, remote.did)
             for asked, index, new in told:
-                asked.first_at = asked.first_at or time.monotonic()
+                asked.first_token_at = asked.first_token_at or time.monotonic()
                 _extend(asked.samples[index], new, bool(asked.params.routes))
             for request_id in {part[0] for part in parts}:
                 request = self._requests.get(request_id)
@@ -363,7 +363,7 @@ class GeneratorPool:
 
 
 class CachingGeneratorPool:
-    """A `Remembering` sampler: the fleet, with its requests kept as long as this object is."""
+    """A `RecordingSampler` sampler: the fleet, with its requests kept as long as this object is."""
 
     def __init__(self, pool: GeneratorPool, kept: Mapping[str, Any]):
         """kept: what an earlier one's `state` returned; its samples continue from there."""
@@ -444,7 +444,7 @@ def _pairs(
 def _extend(sample: RemoteSample, new: RemoteSample, with_routes: bool) -> None:
     sample.token_ids += new.token_ids
     sample.logprobs += new.logprobs
-    sample.cut_logprobs += new.cut_logprobs
+    sample.truncated_logprobs += new.truncated_logprobs
     sample.versions += new.versions
     if with_routes:  # one per token, whoever sampled it
         sample.routes += new.routes or [""] * len(new.token_ids)

@@ -20,13 +20,12 @@ from typing import Any
 
 import torch
 
-from lockstep import __version__
 from lockstep.config import CONFIG, CompileConfig, EngineConfig, ParallelConfig
 from lockstep.data import load_tokenizer
 from lockstep.errors import UserError
 from lockstep.generate import Completion, Engine
 from lockstep.generate.drafts import HistoryDraft, make_draft
-from lockstep.generate.lead import LeadingEngine, follow
+from lockstep.generate.driver import DriverEngine, follow
 from lockstep.generate.sampling_params import sampling_params_of
 from lockstep.generate.sequence import Sequence
 from lockstep.hub import local_folder
@@ -42,6 +41,7 @@ from lockstep.rl.rollouts.plain import plain_shape
 from lockstep.rl.rollouts.recorded import recall
 from lockstep.rl.weights.reader import Taken, WeightReader
 from lockstep.rl.weights.server import WeightManifest
+from lockstep.version import __version__
 
 TELL_SECONDS = 0.05
 """Seconds between reports of sampled tokens; a finished sample is reported at once."""
@@ -144,7 +144,7 @@ class _Generator:
             self._channel.send({"kind": "leaves", "why": "it received a signal, and leaves"})
         finally:
             self._ended.set()
-            if isinstance(self._engine, LeadingEngine):
+            if isinstance(self._engine, DriverEngine):
                 self._engine.end()
             self._reader.close()
             self._over.set()
@@ -201,7 +201,7 @@ class _Generator:
             return
         sequences = list(self._engine.samples(request))
         for sequence in sequences:
-            sequence.asked_at = message["came_at"]
+            sequence.requested_at = message["came_at"]
         told = [sequence.sampled for sequence in sequences]
         ended = [completion.finish_reason != "abort" for completion in begun]
         self._held[message["id"]] = _Held(request, sequences, told, ended)
@@ -250,10 +250,10 @@ class _Generator:
         return announced[-1]["manifest"] if announced else manifest
 
     def _read(self, manifest: WeightManifest) -> Taken:
-        leads = isinstance(self._engine, LeadingEngine)
+        drives = isinstance(self._engine, DriverEngine)
         with (
             self._taking_weights(),
-            self._engine.on_all_ranks("take", manifest) if leads else nullcontext(),  # type: ignore[attr-defined]
+            self._engine.on_all_ranks("take", manifest) if drives else nullcontext(),  # type: ignore[attr-defined]
         ):
             return self._reader.take(manifest)
 
@@ -276,7 +276,7 @@ class _Generator:
                 new = {
                     "token_ids": sequence.tokens[sequence.prompt_length + told :],
                     "logprobs": sequence.logprobs[told:],
-                    "cut_logprobs": sequence.cut_logprobs[told:],
+                    "truncated_logprobs": sequence.truncated_logprobs[told:],
                     "versions": [version] * (now - told),
                     "routes": routes if any(routes := sequence.routes[told:]) else [],
                     "finish_reason": sequence.finish_reason,
@@ -328,10 +328,10 @@ def _open(welcome: dict[str, Any], key: bytes, world: World) -> tuple[WeightRead
         refuse_unknown_operators(model)
     apply_compile(model, CompileConfig(**welcome["compile"]), trains=False)
     tokenizer = load_tokenizer(folder, shape.vocab_size)
-    leads = world.size > 1 and world.is_main
+    drives = world.size > 1 and world.is_main
     config = EngineConfig(**welcome["engine"])
     draft = make_draft(config, model, _history(Path(welcome.get("run", "")), config, world))
-    engine = (LeadingEngine if leads else Engine)(model, config, tokenizer, draft)
+    engine = (DriverEngine if drives else Engine)(model, config, tokenizer, draft)
     work = f"{welcome['name']} samples for process {welcome['pid']} on {welcome['host']}"
     announce("generator: " + start_line(welcome["model"], shape, device, model.dtype, work, world.size))
     return WeightReader(model, world, key), engine

@@ -18,7 +18,7 @@ class RemoteSample:
 
     token_ids: list[int] = field(default_factory=list)
     logprobs: list[float] = field(default_factory=list)
-    cut_logprobs: list[float] = field(default_factory=list)
+    truncated_logprobs: list[float] = field(default_factory=list)
     """Empty if the request cuts nothing."""
     versions: list[int] = field(default_factory=list)
     """Version of the weights that each token was sampled from."""
@@ -33,7 +33,7 @@ class RemoteSample:
         return cls(
             list(completion.token_ids),
             list(completion.logprobs),
-            list(completion.cut_logprobs),
+            list(completion.truncated_logprobs),
             list(completion.versions),
             reason,
             list(completion.routes),
@@ -46,7 +46,7 @@ class RemoteSample:
     def completion(self) -> Completion:
         reason = self.finish_reason or "abort"
         routes = self.routes if any(self.routes) else []
-        return Completion(self.token_ids, self.logprobs, reason, self.cut_logprobs, self.versions, routes)
+        return Completion(self.token_ids, self.logprobs, reason, self.truncated_logprobs, self.versions, routes)
 
 
 @dataclass(eq=False)
@@ -61,8 +61,8 @@ class Request:
 
     asker: object = None
     """Whose request it is, if several share a fleet."""
-    begun_at: float = field(default_factory=time.monotonic)
-    first_at: float = 0.0
+    started_at: float = field(default_factory=time.monotonic)
+    first_token_at: float = 0.0
     """When its first token was known here; 0: not yet."""
     given_at: float = 0.0
     """When it was first sent to a generator; 0: not yet."""
@@ -93,7 +93,7 @@ class Remote(Protocol):
     def abort(self, request_id: int) -> None:
         """Ends a request; later reports about it are ignored."""
 
-    def new_weights(self, manifest: WeightManifest) -> None:
+    def load_weights(self, manifest: WeightManifest) -> None:
         """Has it take these weights before any later request."""
 
     def close(self) -> None:

@@ -36,7 +36,7 @@ MESSAGE_BYTES = 2**24
 """Size from which jobs are sent in several messages: it is read while the first job's time runs."""
 SUPERVISOR = (
     "import json, sys; sys.path[:] = json.loads(sys.argv[1]); "
-    "from lockstep.rl.grading.worker_supervisor import main; main()"
+    "from lockstep.rl.conversations.supervisor_main import main; main()"
 )
 """What a keeper runs: it has the trainer's module search path."""
 START_SECONDS = 600.0

@@ -16,11 +16,10 @@ import time
 from collections import deque
 from typing import Any
 
-from lockstep.rl.environments.loading import load_environment
 from lockstep.rl.environments.protocol import Environment, Example
-from lockstep.rl.grading.calling import KILLED, MEMORY, OUTPUT, PROCESSES, TIMEOUT, about, described, is_async
-from lockstep.rl.grading.frames import Closed, PlainJob, chunk_of, decode, jobs_in, receive, receive_body, send, take
-from lockstep.rl.grading.processes import adopt_orphans, descendants, end_tree
+from lockstep.rl.grading.calling import KILLED, MEMORY, OUTPUT, PROCESSES, TIMEOUT, about, is_async
+from lockstep.rl.grading.frames import Closed, PlainJob, chunk_of, decode, jobs_in, send, take
+from lockstep.rl.grading.processes import descendants, end_tree
 from lockstep.rl.grading.worker import BEGUN, work
 
 POLL_SECONDS = 0.1
@@ -208,37 +207,3 @@ def _data_bytes(process: int) -> int:
             return int(file.read().split()[5]) * os.sysconf("SC_PAGE_SIZE")
     except (OSError, IndexError, ValueError):
         return 0
-
-
-def main() -> None:
-    """Reads orders from standard input until it ends, and writes answers to standard output.
-
-    An order is the number of jobs that follow, or CONVERSE.
-    """
-    orders, answers = os.dup(0), os.dup(1)
-    nothing = os.open(os.devnull, os.O_RDONLY)
-    os.dup2(nothing, 0)
-    os.dup2(2, 1)  # what an environment prints while it is loaded goes to the log
-    os.set_blocking(answers, False)
-    adopt_orphans()
-    buffer = bytearray()
-    with contextlib.suppress(Closed):
-        start = receive(orders, buffer)
-        try:
-            environment = load_environment(**start["environment"])
-        except BaseException as error:
-            send(answers, {"error": described(error)})
-            return
-        send(answers, {"error": ""})
-        supervisor = WorkerSupervisor(environment, start["limits"], orders, answers)
-        try:
-            while True:
-                order = receive(orders, buffer)
-                if order == CONVERSE:
-                    from lockstep.rl.conversations.worker_processes import supervise_conversations
-
-                    supervise_conversations(supervisor, buffer)
-                else:
-                    send(answers, supervisor.grade(order, receive_body(orders, buffer)))
-        finally:
-            supervisor.end_worker()

@@ -99,8 +99,9 @@ def assign_rewards(
         log.warning("%s", said)
     for rows, graded in zip(episodes, totals(environment, jobs, outcomes)):
         for rollout in rows:
-            rollout.rewards, rollout.reward, rollout.failure = dict(graded.by_name), graded.total, graded.failure
-            rollout.counts = not graded.failure or (config.on_failure == "zero" and bool(rollout.token_ids))
+            scores = rollout.scores
+            scores.rewards, scores.reward, scores.failure = dict(graded.by_name), graded.total, graded.failure
+            scores.counts = not graded.failure or (config.on_failure == "zero" and bool(rollout.token_ids))
     return outcomes
 
 
@@ -112,8 +113,8 @@ def charge_overlong(rollouts: Sequence[Rollout], limit: int, share: float) -> No
     for rows in episodes_of(rollouts) if share > 0 else ():
         penalty = overlong_penalty(max(rollout.longest_reply() for rollout in rows), limit, share)
         for rollout in rows:
-            rollout.rewards[OVERLONG] = penalty
-            rollout.reward += penalty
+            rollout.scores.rewards[OVERLONG] = penalty
+            rollout.scores.reward += penalty
 
 
 def assign_advantages(rollouts: Sequence[Rollout], algorithm: Algorithm) -> None:
@@ -123,7 +124,7 @@ def assign_advantages(rollouts: Sequence[Rollout], algorithm: Algorithm) -> None
     assigned.
     """
     if algorithm.advantage == "teacher":
-        _assign(rollouts, [distillation_advantages(r.logprobs, r.teacher_logprobs) for r in rollouts])
+        _assign(rollouts, [distillation_advantages(r.logprobs, r.scores.teacher_logprobs) for r in rollouts])
         return
     charges = _charges(rollouts, algorithm)
     episodes = episodes_of(rollouts)
@@ -134,16 +135,16 @@ def assign_advantages(rollouts: Sequence[Rollout], algorithm: Algorithm) -> None
         _assign_to_rows(episodes, whitened(estimates) if algorithm.normalize_advantages else estimates)
         return
     if algorithm.advantage == "batch":
-        to_go = [rewards_to_go(rows[0].reward, own) for rows, own in zip(episodes, charges_of_episodes)]
+        to_go = [rewards_to_go(rows[0].scores.reward, own) for rows, own in zip(episodes, charges_of_episodes)]
         _assign_to_rows(episodes, whitened(to_go, algorithm.normalize_advantages))
         return
     for _, members in groupby(zip(episodes, charges_of_episodes), key=lambda member: member[0][0].group):
         group = list(members)
         # One group at a time: if some rewards failed, groups differ in size.
-        rewards = torch.tensor([[rows[0].reward - math.fsum(own) for rows, own in group]], dtype=torch.float64)
+        rewards = torch.tensor([[rows[0].scores.reward - math.fsum(own) for rows, own in group]], dtype=torch.float64)
         for (rows, _), advantage in zip(group, _relative(rewards, algorithm)[0].tolist()):
             for rollout in rows:
-                rollout.advantage = advantage
+                rollout.scores.advantage = advantage
     if algorithm.advantage == "group_batch":
         own = [[a for rollout in rows for a in rollout.advantages_of_tokens()] for rows in episodes]
         _assign_to_rows(episodes, whitened(own, algorithm.normalize_advantages))
@@ -151,13 +152,13 @@ def assign_advantages(rollouts: Sequence[Rollout], algorithm: Algorithm) -> None
 
 def _estimated(rows: Sequence[Rollout], charges: Sequence[float], algorithm: Algorithm) -> list[float]:
     """Advantages from the values: an episode's reward counts at its last token, each charge at its own token."""
-    values = [value for rollout in rows for value in rollout.values]
+    values = [value for rollout in rows for value in rollout.scores.values]
     rewards = [-charge for charge in charges]
-    rewards[-1] += rows[0].reward
+    rewards[-1] += rows[0].scores.reward
     advantages = generalized_advantages(rewards, values, algorithm.gae_gamma, algorithm.gae_lambda)
     returns = iter(value_returns(advantages, values))
     for rollout in rows:
-        rollout.returns = list(islice(returns, len(rollout.values)))
+        rollout.scores.returns = list(islice(returns, len(rollout.scores.values)))
     return advantages
 
 
@@ -175,7 +176,7 @@ def _charges(rollouts: Sequence[Rollout], algorithm: Algorithm) -> list[list[flo
         return [[0.0] * r.num_sampled for r in rollouts]
     own, reference = (
         torch.tensor([x for r in rollouts for x in logprobs(r)])
-        for logprobs in (lambda r: r.logprobs, lambda r: r.reference_logprobs)
+        for logprobs in (lambda r: r.logprobs, lambda r: r.scores.reference_logprobs)
     )
     charged = divergences(own, reference, algorithm.kl_estimator).double() * algorithm.kl_coefficient
     return [part.tolist() for part in charged.split([r.num_sampled for r in rollouts])]
@@ -187,13 +188,13 @@ def _assign_to_rows(episodes: Sequence[Sequence[Rollout]], of_tokens: Sequence[l
         ends = [0, *accumulate(rollout.num_sampled for rollout in rows)]
         _assign(rows, [own[start:end] for start, end in pairwise(ends)])
         for rollout in rows:
-            rollout.advantage = math.fsum(own) / max(len(own), 1)
+            rollout.scores.advantage = math.fsum(own) / max(len(own), 1)
 
 
 def _assign(rollouts: Sequence[Rollout], of_tokens: Sequence[list[float]]) -> None:
     for rollout, own in zip(rollouts, of_tokens):
-        rollout.token_advantages = own
-        rollout.advantage = math.fsum(own) / max(len(own), 1)
+        rollout.scores.token_advantages = own
+        rollout.scores.advantage = math.fsum(own) / max(len(own), 1)
 
 
 def sample_held_out(
@@ -242,7 +243,7 @@ def _sample(
             prompt_ids=prompt,
             token_ids=completion.token_ids,
             logprobs=completion.logprobs,
-            cut_logprobs=completion.cut_logprobs,
+            truncated_logprobs=completion.truncated_logprobs,
             routes=completion.routes,
             finish_reason=completion.finish_reason,
             completion=completion_text(rendering, prompt, completion, environment.marks_reasoning),

@@ -10,7 +10,7 @@ from itertools import groupby
 from lockstep.errors import UserError
 from lockstep.rl.environments.protocol import Environment
 from lockstep.rl.rollouts.estimates import Estimate, estimate, pass_at_k
-from lockstep.rl.rollouts.records import Rollout, episodes_of
+from lockstep.rl.rollouts.records import Rollout, Scores, episodes_of
 
 
 @dataclass(frozen=True)
@@ -45,8 +45,8 @@ def eval_metrics(rollouts: Sequence[Rollout], environment: Environment, pass_at:
     """
     episodes = episodes_of(rollouts)
     prompts = [list(own) for _, own in groupby((rows[-1] for rows in episodes), key=lambda rollout: rollout.group)]
-    counting = [[r for r in own if r.counts] for own in prompts]
-    graded = [[r.rewards for r in own if not r.failure] for own in prompts]
+    counting = [[r for r in own if r.scores.counts] for own in prompts]
+    graded = [[r.scores.rewards for r in own if not r.scores.failure] for own in prompts]
     graded = [own for own in graded if own]
     names = graded[0][0] if graded else {}
     if other := next((rewards for own in graded for rewards in own if rewards.keys() != names.keys()), None):
@@ -54,14 +54,13 @@ def eval_metrics(rollouts: Sequence[Rollout], environment: Environment, pass_at:
             f"the rewards of {type(environment).__name__} are {', '.join(names)} for one example, but "
             f"{', '.join(other)} for another; give every example the same names"
         )
-    knows = any(environment.knows_correct(given) for own in counting for r in own if (given := r.own_rewards()))
-    right = [
-        (sum(not r.failure and environment.is_correct(r.own_rewards()) for r in own), len(own)) for own in counting
-    ]
+    from_environment = (r.scores.environment_rewards() for own in counting for r in own)
+    knows = any(environment.knows_correct(rewards) for rewards in from_environment if rewards)
+    right = [(sum(_is_right(r.scores, environment) for r in own), len(own)) for own in counting]
     # The same prompts for every k.
     whole = [(own, count) for own, count in right if count >= max(pass_at, default=1)]
     enough = {k: [pass_at_k(count, own, k) for own, count in whole] for k in pass_at}
-    totals = [[r.reward for r in own] for own in counting if own]
+    totals = [[r.scores.reward for r in own] for own in counting if own]
     last = [rows[-1] for rows in episodes]
     return EvalMetrics(
         prompts=len(totals),
@@ -70,7 +69,11 @@ def eval_metrics(rollouts: Sequence[Rollout], environment: Environment, pass_at:
         pass_at={k: estimate([[value] for value in values]) for k, values in enough.items() if values and knows},
         reward=estimate(totals) if totals else None,
         rewards={name: estimate([[rewards[name] for rewards in own] for own in graded]) for name in names},
-        failed=dict(sorted(Counter(r.failure for r in last if r.failure).items())),
+        failed=dict(sorted(Counter(r.scores.failure for r in last if r.scores.failure).items())),
         truncated=sum(r.finish_reason == "length" for r in last) / max(1, len(last)),
         tokens_mean=sum(r.num_sampled for rows in episodes for r in rows) / max(1, len(last)),
     )
+
+
+def _is_right(scores: Scores, environment: Environment) -> bool:
+    return not scores.failure and environment.is_correct(scores.environment_rewards())

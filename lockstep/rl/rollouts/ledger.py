@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
+from dataclasses import replace
 from typing import Any
 
 from lockstep.errors import UserError
@@ -45,11 +46,9 @@ class Ledger:
                 f"{len(came)} groups came from {len(places)} prompts, but {self.missing} were missing; this is a bug "
                 "in Lockstep"
             )
-        for rollout in drawn:
-            rollout.group += before
         self._asked += places
         self._stopped += [before + group for group in range(len(places)) if group not in came]
-        self.rollouts += drawn
+        self.rollouts += [replace(rollout, group=before + rollout.group) for rollout in drawn]
 
     @property
     def missing(self) -> int:
@@ -59,18 +58,18 @@ class Ledger:
     @property
     def trained(self) -> list[Rollout]:
         """The rollouts that are not dropped, ordered by group."""
-        return [rollout for rollout in self.rollouts if not rollout.dropped]
+        return [rollout for rollout in self.rollouts if not rollout.scores.dropped]
 
     def drop(self, unwanted: Callable[[Rollout], bool], cause: str) -> None:
         """Drops the rollouts that are `unwanted` and not dropped yet."""
         for rollout in self.trained:
             if unwanted(rollout):
-                rollout.dropped = cause
+                rollout.scores.dropped = cause
 
     def drop_failed(self) -> None:
         """Drops every rollout whose reward failed and does not count, and a group's last remaining rollout."""
-        self.drop(lambda rollout: not rollout.counts, FAILED_REWARDS)
-        failed = {rollout.group for rollout in self.rollouts if not rollout.counts}
+        self.drop(lambda rollout: not rollout.scores.counts, FAILED_REWARDS)
+        failed = {rollout.group for rollout in self.rollouts if not rollout.scores.counts}
         left = Counter(rows[0].group for rows in episodes_of(self.trained))
         self.drop(lambda rollout: rollout.group in failed and left[rollout.group] < 2, FAILED_REWARDS)
 
@@ -78,18 +77,23 @@ class Ledger:
         """Drops every group whose completions all have the same reward (DAPO, arXiv 2503.14476, equation 11)."""
         rewards: dict[int, set[float]] = {}
         for rollout in self.trained:
-            rewards.setdefault(rollout.group, set()).add(rollout.reward)
+            rewards.setdefault(rollout.group, set()).add(rollout.scores.reward)
         self.drop(lambda rollout: len(rewards[rollout.group]) == 1, "equal_rewards")
+
+    def keep_best(self) -> None:
+        """Drops every rollout without an advantage, of an algorithm that trains on the best completions alone."""
+        self.drop(lambda rollout: rollout.scores.advantage == 0, "not_best")
+        self.keep_some()
 
     def keep_some(self) -> None:
         """If nothing is left, restores the first groups, up to `wanted`: the step is still made, with whatever has a
         gradient then, such as the KL divergence. Raises UserError if all rewards failed."""
         if self.trained:
             return
-        sound = sorted({rollout.group for rollout in self.rollouts if rollout.dropped != FAILED_REWARDS})
+        sound = sorted({rollout.group for rollout in self.rollouts if rollout.scores.dropped != FAILED_REWARDS})
         for rollout in self.rollouts:
-            if rollout.group in sound[: self.wanted] and rollout.dropped != FAILED_REWARDS:
-                rollout.dropped = ""
+            if rollout.group in sound[: self.wanted] and rollout.scores.dropped != FAILED_REWARDS:
+                rollout.scores.dropped = ""
         if not self.trained:
             raise UserError(
                 f"no group of this step has two rewards that did not fail ({len(self.rollouts)} rollouts), so there is "
@@ -107,7 +111,7 @@ class Ledger:
     def _causes(self) -> dict[int, str]:
         """For each group that is not trained on, the cause."""
         trained = {rollout.group for rollout in self.trained}
-        causes = {rollout.group: rollout.dropped for rollout in self.rollouts if rollout.group not in trained}
+        causes = {rollout.group: rollout.scores.dropped for rollout in self.rollouts if rollout.group not in trained}
         return causes | dict.fromkeys(self._stopped, STRAGGLERS)
 
     def metrics(self, given: Iterable[Rollout]) -> dict[str, float]:

@@ -78,12 +78,12 @@ def rollout_metrics(rollouts: Sequence[Rollout]) -> dict[str, float]:
     """
     episodes = episodes_of(rollouts)
     rows, rollouts = rollouts, [own[-1] for own in episodes]
-    counting = [r for r in rollouts if r.counts]
-    rewards = [r.reward for r in counting]
-    advantages = [r.advantage for r in counting]
+    counting = [r for r in rollouts if r.scores.counts]
+    rewards = [r.scores.reward for r in counting]
+    advantages = [r.scores.advantage for r in counting]
     count = len(rollouts)
     mean = math.fsum(rewards) / len(rewards)
-    groups = [{r.reward for r in group} for _, group in groupby(counting, key=lambda r: r.group)]
+    groups = [{r.scores.reward for r in group} for _, group in groupby(counting, key=lambda r: r.group)]
     said = [
         [[token for r in own for token in r.sampled_ids()] for own in group]
         for _, group in groupby(episodes, key=lambda own: own[0].group)
@@ -163,9 +163,9 @@ def validation_metrics(rollouts: Sequence[Rollout], environment: Environment) ->
 
 def _means(rollouts: Sequence[Rollout]) -> dict[str, float]:
     """Mean of each named reward over the rollouts that have it: all but those whose reward failed."""
-    graded = [r for r in rollouts if not r.failure]
-    names = graded[0].rewards if graded else ()
-    return {_escaped(name): sum(r.rewards[name] for r in graded) / len(graded) for name in names}
+    graded = [r for r in rollouts if not r.scores.failure]
+    names = graded[0].scores.rewards if graded else ()
+    return {_escaped(name): sum(r.scores.rewards[name] for r in graded) / len(graded) for name in names}
 
 
 def _escaped(name: str) -> str:
@@ -181,7 +181,7 @@ def _percentiles(name: str, values: Sequence[float]) -> dict[str, float]:
 
 def _failures(prefix: str, rollouts: Sequence[Rollout]) -> dict[str, float]:
     """How many rewards failed, by cause; empty if none did."""
-    causes = Counter(r.failure for r in rollouts if r.failure)
+    causes = Counter(r.scores.failure for r in rollouts if r.scores.failure)
     return {f"{prefix}/failed/{cause}": count for cause, count in sorted(causes.items())}
 
 

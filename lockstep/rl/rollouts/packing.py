@@ -38,7 +38,7 @@ class PolicyBatch:
     """Weight of each token in the loss; over the step they add up to 1, except with `loss_average = "budget"` or masked
     completions, whose tokens weigh 0."""
     reference_log_probs: Float[Tensor, "targets"] | None
-    cut_log_probs: Float[Tensor, "targets"] | None = None
+    truncated_log_probs: Float[Tensor, "targets"] | None = None
     """The generator's own under the cut distribution that the tokens were drawn from; None: nothing was cut."""
     old_values: Float[Tensor, "targets"] | None = None
     """V of each token's state before the step, if there is a value function."""
@@ -70,10 +70,6 @@ def policy_batches(
     batches = []
     for plan in microbatches(rollouts, budget or config.train.tokens_per_microbatch, shares_prompts(config)):
         chosen = plan.rollouts
-        reference, cut, values, returns = (
-            torch.tensor(all_of, device=device) if (all_of := [x for r in chosen for x in getattr(r, name)]) else None
-            for name in ("reference_logprobs", "cut_logprobs", "values", "returns")
-        )
         stale = [] if version is None else [age for rollout in chosen for age in rollout.staleness(version)]
         batches.append(
             PolicyBatch(
@@ -83,13 +79,18 @@ def policy_batches(
                 old_log_probs=torch.tensor([x for r in chosen for x in r.logprobs], device=device),
                 advantages=torch.tensor([a for r in chosen for a in r.advantages_of_tokens()], device=device),
                 weights=torch.cat([weights[number] for number in plan.numbers]).to(device),
-                reference_log_probs=reference,
-                cut_log_probs=cut,
-                old_values=values,
-                returns=returns,
+                reference_log_probs=_optional([x for r in chosen for x in r.scores.reference_logprobs], device),
+                truncated_log_probs=_optional([x for r in chosen for x in r.truncated_logprobs], device),
+                old_values=_optional([x for r in chosen for x in r.scores.values], device),
+                returns=_optional([x for r in chosen for x in r.scores.returns], device),
             )
         )
     return batches
+
+
+def _optional(values: list[float], device: str | torch.device) -> Tensor | None:
+    """None if no rollout has such values."""
+    return torch.tensor(values, device=device) if values else None
 
 
 def _weights(rollouts: Sequence[Rollout], config: RLConfig) -> list[Tensor]:
@@ -172,7 +173,7 @@ class PolicyLoss:
             if batch.before_step is None:
                 batch.before_step = log_probs.detach()
             old = batch.before_step
-            sampler = batch.old_log_probs if batch.cut_log_probs is None else batch.cut_log_probs
+            sampler = batch.old_log_probs if batch.truncated_log_probs is None else batch.truncated_log_probs
         inputs = PolicyLossInputs(
             log_probs=log_probs,
             old_log_probs=old,
@@ -233,8 +234,8 @@ def _note(rollouts: Sequence[Rollout], log_probs: Float[Tensor, "tokens"], entro
     """Stores the trainer's results for each token; its log-probabilities only if they differ from the generator's."""
     lengths = [r.num_sampled for r in rollouts]
     for rollout, own, entropy in zip(rollouts, log_probs.split(lengths), entropies.split(lengths)):
-        rollout.entropies, found = entropy.tolist(), own.tolist()
-        rollout.trainer_logprobs = found if found != rollout.logprobs else []
+        rollout.scores.entropies, found = entropy.tolist(), own.tolist()
+        rollout.scores.trainer_logprobs = found if found != rollout.logprobs else []
 
 
 def _joined(name: str, values: Sequence[float], weight: float) -> float:

@@ -10,9 +10,10 @@ from typing import Any
 from lockstep.model import ModelConfig
 from lockstep.rl.environments.protocol import Example
 from lockstep.rl.grading.calling import Outcome
-from lockstep.rl.rollouts.records import Conversation, Rollout
+from lockstep.rl.rollouts.records import Conversation, Rollout, Scores
 
-FIELDS = [field.name for field in dataclasses.fields(Rollout) if field.name not in ("example", "conversation")]
+SCORES = [field.name for field in dataclasses.fields(Scores)]
+SAMPLE = [f.name for f in dataclasses.fields(Rollout) if f.name not in ("example", "conversation", "scores")]
 
 
 def plain_shape(shape: ModelConfig) -> dict[str, Any]:
@@ -29,7 +30,10 @@ def plain_rollouts(rollouts: Sequence[Rollout]) -> dict[str, Any]:
     }
     places = {identity: place for place, identity in enumerate(conversations)}
     return {
-        "rollouts": [{name: getattr(rollout, name) for name in FIELDS} for rollout in rollouts],
+        "rollouts": [
+            {name: getattr(rollout, name) for name in SAMPLE} | {name: getattr(rollout.scores, name) for name in SCORES}
+            for rollout in rollouts
+        ],
         "conversations": [dataclasses.asdict(conversation) for conversation in conversations.values()],
         "held_in": [places.get(id(rollout.conversation)) for rollout in rollouts],
     }
@@ -45,7 +49,8 @@ def rollouts_of(plain: dict[str, Any], examples: Sequence[Example]) -> list[Roll
         Rollout(
             example=examples[fields["group"]],
             conversation=None if place is None else conversations[place],
-            **fields,
+            scores=Scores(**{name: fields[name] for name in SCORES}),
+            **{name: fields[name] for name in SAMPLE},
         )
         for fields, place in zip(plain["rollouts"], plain["held_in"])
     ]

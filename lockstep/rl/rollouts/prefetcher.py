@@ -7,7 +7,7 @@ import threading
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
-from lockstep.generate.sampler import Remembering, Sampler
+from lockstep.generate.sampler import RecordingSampler, Sampler
 from lockstep.rl.environments.protocol import Example
 from lockstep.rl.rollouts.ledger import LedgerError
 from lockstep.rl.rollouts.prompts import PromptLoader
@@ -43,7 +43,7 @@ class RolloutPrefetcher:
         sampler: Sampler,
         count: int,
         depth: int = 0,
-        remembering: Callable[[dict[str, Any]], Remembering] | None = None,
+        remembering: Callable[[dict[str, Any]], RecordingSampler] | None = None,
         at_once: bool = True,
         recorded: bool = False,
         oversampling: float = 1.0,
@@ -61,8 +61,12 @@ class RolloutPrefetcher:
         """Positions of prompts that were in flight when the run was saved: they are requested before others."""
         self._kept: dict[str, Any] = {}
         """Samples that were in flight then."""
-        self._before: tuple[int, int, list[int], dict[int, _Begun]] = 0, 0, [], {}
-        """Before the current step was drawn: the prompts' position, what they had left out, `_owed`, `_begun`."""
+        self.completed = 0
+        """The last complete step."""
+        self._current: list[_Begun] = []
+        """The first round of the step in progress, if it was sampled ahead."""
+        self._current_places: list[int] = []
+        """Positions of the prompts that the step in progress has taken besides."""
 
     def begin(self, step: int, last: int) -> None:
         """Requests the first rounds of the steps up to `step + depth`, but not beyond `last`."""
@@ -70,11 +74,10 @@ class RolloutPrefetcher:
             for later in range(step, min(step + self.depth, last) + 1):
                 if later not in self._begun:
                     self._begin(later)
-        self._before = self._prompts.position, self._prompts.left_out, list(self._owed), dict(self._begun)
 
-    def take_back(self) -> None:
-        """Undoes the last `begin`, so that a run resumed from `state` draws that step again with the same prompts."""
-        self._prompts.position, self._prompts.left_out, self._owed, self._begun = self._before
+    def complete(self, step: int) -> None:
+        """From here on, `state` is that after `step`; until then, the step in progress counts as in flight."""
+        self.completed, self._current, self._current_places = step, [], []
 
     def drawn(self, step: int, extra_round: int, missing: int) -> Drawn:
         """A step's round, of `missing` groups unless they were requested before.
@@ -83,15 +86,13 @@ class RolloutPrefetcher:
         """
         if extra_round or step not in self._begun:
             places = self._take(missing)
+            self._current_places += places
             asked = [self._prompts.at(place) for place in places]
             rollouts = self._draw(asked, step, extra_round, self._sampler, missing)
         else:
             begun = self._begun[step]
             places, asked, rollouts = begun.places, begun.examples, begun.rollouts()
-            # Until here a checkpoint would hold them.
-            del self._begun[step]
-        for rollout in rollouts:
-            rollout.place = places[rollout.group]
+            self._current = [self._begun.pop(step)]
         oldest = min((min(rollout.versions or [rollout.version]) for rollout in rollouts), default=step)
         if oldest < step - 1 - self.depth and not self._recorded:
             raise LedgerError(
@@ -100,10 +101,10 @@ class RolloutPrefetcher:
             )
         return Drawn(asked, rollouts, places)
 
-    def wait(self, version: int) -> None:
-        """Waits until all that weights older than this version sample has arrived, or failed."""
+    def wait(self) -> None:
+        """Waits until all that weights older than those after the last complete step sample has arrived, or failed."""
         for step, begun in self._begun.items():
-            if step <= version + self.depth:
+            if step <= self.completed + self.depth:
                 begun.wait()
 
     def metrics(self) -> dict[str, float]:
@@ -120,17 +121,19 @@ class RolloutPrefetcher:
         }
 
     def state(self) -> dict[str, Any]:
-        """What is in flight, JSON-able: the positions of its prompts, and their samples so far."""
+        """What is in flight after the last complete step, JSON-able: the positions of its prompts in the order in which
+        a resumed run takes them, and their samples so far."""
         samples = dict(self._kept)
-        for begun in self._begun.values():
+        in_flight = self._current + [begun for _, begun in sorted(self._begun.items())]
+        for begun in in_flight:
             samples |= begun.sampler.state()
-        return {
-            "prompts": [place for _, begun in sorted(self._begun.items()) for place in begun.places] + self._owed,
-            "samples": samples,
-        }
+        places = [place for begun in in_flight for place in begun.places]
+        return {"prompts": places + self._current_places + self._owed, "samples": samples}
 
-    def restore(self, state: dict[str, Any]) -> None:
+    def restore(self, state: dict[str, Any] | None) -> None:
         """Its prompts are requested before others, and if steps are sampled ahead, their samples continue."""
+        if state is None:
+            return
         self._owed, self._kept = list(state["prompts"]), dict(state["samples"]) if self.depth else {}
 
     def close(self) -> None:
@@ -171,7 +174,7 @@ class _Begun:
     """A step's first round, drawn in a thread."""
 
     def __init__(
-        self, places: list[int], examples: list[Example], sampler: Remembering, draw: Callable[[], list[Rollout]]
+        self, places: list[int], examples: list[Example], sampler: RecordingSampler, draw: Callable[[], list[Rollout]]
     ):
         self.places, self.examples, self.sampler = places, examples, sampler
         self._found: list[Rollout] | BaseException = []

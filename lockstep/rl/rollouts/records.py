@@ -1,4 +1,4 @@
-"""A completion with everything known about it, and its line in the run's folder."""
+"""Sampled completions, the scores they are given, and their file in the run's folder."""
 
 from __future__ import annotations
 
@@ -39,8 +39,47 @@ class Conversation:
 
 
 @dataclass
+class Scores:
+    """What graders and scorers add to a rollout, each filling its columns. Those per token are empty until then."""
+
+    rewards: dict[str, float] = field(default_factory=dict)
+    """By name."""
+    reward: float = 0.0
+    """Weighted total."""
+    failure: str = ""
+    """Why the reward failed: `timeout`, `raised` …; empty if it did not."""
+    counts: bool = True
+    """Whether the reward counts: False if it failed and failures are dropped."""
+    dropped: str = ""
+    """Why the rollout is not trained on; empty if it is."""
+    advantage: float = 0.0
+    """Of the completion; the mean over its tokens if `token_advantages` are set."""
+    token_advantages: list[float] = field(default_factory=list)
+    """One per token if they differ; else empty."""
+    reference_logprobs: list[float] = field(default_factory=list)
+    """One per token, by the KL divergence's reference model; empty without one."""
+    teacher_logprobs: list[float] = field(default_factory=list)
+    """One per token, by the teacher; empty without one."""
+    values: list[float] = field(default_factory=list)
+    """The value function's estimate of the state in which each token was sampled; empty without one."""
+    returns: list[float] = field(default_factory=list)
+    """The targets of `values`."""
+    trainer_logprobs: list[float] = field(default_factory=list)
+    """The trainer's, one per token, if any differs from the generator's; else empty."""
+    entropies: list[float] = field(default_factory=list)
+    """Of the distribution that each token was drawn from, in nats; empty if the rollout is not trained on."""
+
+    def environment_rewards(self) -> dict[str, float]:
+        """The rewards that the environment gave."""
+        return {name: value for name, value in self.rewards.items() if name not in (OVERLONG, REWARD_MODEL)}
+
+
+@dataclass(frozen=True)
 class Rollout:
-    """One sampled completion of an example; or a row of a conversation, with the tokens of several turns."""
+    """One sampled completion of an example; or a row of a conversation, with the tokens of several turns.
+
+    What was sampled does not change; what is computed from it is in `scores`.
+    """
 
     example: Example
     group: int
@@ -56,34 +95,8 @@ class Rollout:
     """The last reply's text."""
     version: int
     """Of the weights that sampled it; the oldest if there are several."""
-    rewards: dict[str, float] = field(default_factory=dict)
-    reward: float = 0.0
-    advantage: float = 0.0
-    """Of the completion; the mean over its tokens if they have their own."""
-    token_advantages: list[float] = field(default_factory=list)
-    """One per token if they differ; else empty."""
-    reference_logprobs: list[float] = field(default_factory=list)
-    """One per token, by the KL divergence's reference model; empty without one."""
-    teacher_logprobs: list[float] = field(default_factory=list)
-    """One per token, by the teacher; empty without one."""
-    cut_logprobs: list[float] = field(default_factory=list)
+    truncated_logprobs: list[float] = field(default_factory=list)
     """The generator's, one per token, within the tokens left by top_k, top_p and min_p; empty if nothing was cut."""
-    values: list[float] = field(default_factory=list)
-    """The value function's estimate of the state in which each token was sampled; empty without one."""
-    returns: list[float] = field(default_factory=list)
-    """The targets of `values`."""
-    trainer_logprobs: list[float] = field(default_factory=list)
-    """The trainer's, one per token, if any differs from the generator's; else empty."""
-    entropies: list[float] = field(default_factory=list)
-    """Of the distribution that each token was drawn from, in nats; empty if it is not trained on."""
-    place: int = -1
-    """Position of its prompt in the order of the whole run."""
-    dropped: str = ""
-    """Why it is not trained on; empty if it is."""
-    failure: str = ""
-    """Why its reward failed: `timeout`, `raised` …; empty if it did not."""
-    counts: bool = True
-    """Whether its reward counts: False if it failed and failures are dropped."""
     sampled: list[bool] = field(default_factory=list)
     """For each of `token_ids`, whether the model sampled it or the environment added it; empty: all are the model's."""
     episode: int | None = None
@@ -94,10 +107,11 @@ class Rollout:
     """For each sampled token, the generator's experts in the format of `generate.routes`; empty without experts."""
     conversation: Conversation | None = None
     """The conversation of which this is a row; None: a prompt and its completion."""
+    scores: Scores = field(default_factory=Scores)
 
     def advantages_of_tokens(self) -> list[float]:
         """One advantage per sampled token."""
-        return self.token_advantages or [self.advantage] * self.num_sampled
+        return self.scores.token_advantages or [self.scores.advantage] * self.num_sampled
 
     @property
     def num_sampled(self) -> int:
@@ -116,10 +130,6 @@ class Rollout:
     def staleness(self, version: int) -> list[int]:
         """For each sampled token, how many versions behind `version` its weights were."""
         return [version - own for own in self.versions or [self.version] * self.num_sampled]
-
-    def own_rewards(self) -> dict[str, float]:
-        """The environment's own rewards."""
-        return {name: value for name, value in self.rewards.items() if name not in (OVERLONG, REWARD_MODEL)}
 
     def longest_reply(self) -> int:
         """Length of the longest run of sampled tokens."""
@@ -165,27 +175,28 @@ def write_rollouts(path: Path, rollouts: Sequence[Rollout], whole_routes: bool =
 
 def _line(rollout: Rollout, whole_routes: bool) -> dict[str, Any]:
     """Empty fields are left out, except for those that every rollout has."""
+    scores = rollout.scores
     sometimes = {
-        "token_advantages": rollout.token_advantages,
+        "token_advantages": scores.token_advantages,
         "versions": rollout.versions,
         "routes": rollout.routes if whole_routes else [shortened(route) for route in rollout.routes],
-        "values": rollout.values,
-        "cut_log_probs": rollout.cut_logprobs,
-        "dropped": rollout.dropped,
-        "failure": rollout.failure,
-        "reference_log_probs": rollout.reference_logprobs,
-        "teacher_log_probs": rollout.teacher_logprobs,
-        "trainer_log_probs": rollout.trainer_logprobs,
+        "values": scores.values,
+        "truncated_logprobs": rollout.truncated_logprobs,
+        "dropped": scores.dropped,
+        "failure": scores.failure,
+        "reference_log_probs": scores.reference_logprobs,
+        "teacher_log_probs": scores.teacher_logprobs,
+        "trainer_log_probs": scores.trainer_logprobs,
         # For inspection only: four decimals are enough, and half as long.
-        "entropies": [round(entropy, 4) for entropy in rollout.entropies],
+        "entropies": [round(entropy, 4) for entropy in scores.entropies],
     }
     return {
         "prompt": rollout.example.text,
         "completion": rollout.completion,
         "answer": rollout.example.answer,
-        "rewards": rollout.rewards,
-        "reward": rollout.reward,
-        "advantage": rollout.advantage,
+        "rewards": scores.rewards,
+        "reward": scores.reward,
+        "advantage": scores.advantage,
         "finish_reason": rollout.finish_reason,
         "group": rollout.group,
         "version": rollout.version,

@@ -25,7 +25,8 @@ def samples_of(step: int, rollouts: Sequence[Rollout], advantages: bool = True) 
     rows = []
     for rollout in chosen:
         texts = _shortened(rollout.example.text), _shortened(_completion(rollout))
-        numbers = (float(rollout.reward), float(rollout.advantage)) if advantages else (float(rollout.reward),)
+        scores = rollout.scores
+        numbers = (float(scores.reward), float(scores.advantage)) if advantages else (float(scores.reward),)
         rows.append((step, *texts, *numbers))
     columns = ("step", "prompt", "completion", "reward") + (("advantage",) if advantages else ())
     return Table(columns, rows)

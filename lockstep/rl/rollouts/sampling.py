@@ -4,25 +4,32 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager, nullcontext
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from functools import partial
 from pathlib import Path
+
+import torch
+import torch.distributed as dist
 
 from lockstep.config import RLConfig
 from lockstep.data import Tokenizer
 from lockstep.generate import Engine
-from lockstep.generate.lead import LeadingEngine
+from lockstep.generate.driver import DriverEngine
 from lockstep.generate.sampler import Sampler
 from lockstep.observe import Timeline
 from lockstep.rl.conversations.protocol import ConversationEnvironment
 from lockstep.rl.conversations.rendering import Rendering
 from lockstep.rl.environments.protocol import Environment, Example
-from lockstep.rl.generators.colocated import Generators
+from lockstep.rl.generators.protocol import Generators
+from lockstep.rl.grading import Outcome
 from lockstep.rl.grading.pool import Workers, open_grader, own_limit
 from lockstep.rl.rollouts.collect import assign_rewards, collect, sample_held_out
 from lockstep.rl.rollouts.records import Rollout
 from lockstep.rl.rollouts.replicas import Replicas
-from lockstep.train.stop_signal import StopSignal
+from lockstep.run.stop import StopSignal
 
+EVERY = 4
+"""Steps of an engine that ranks share between two polls for a signal."""
 Draws = Callable[[Sequence[Example]], list[Rollout]]
 """Returns recorded rollouts of these examples."""
 
@@ -48,8 +55,10 @@ class Sampling:
         """is_given: whether `environment` is the caller's object, which workers cannot load. recorded: used instead of
         sampling. `opened` ends the graders."""
         self._config, self._environment, self._tokenizer = config, environment, tokenizer
-        self._rendering, self._replicas, self._generators = rendering, replicas, generators
+        self._rendering, self.replicas, self._generators = rendering, replicas, generators
         self._recorded, self._stop = recorded, stop
+        self.is_recorded = recorded is not None
+        """Whether the rollouts are those of another run."""
         self.talks = isinstance(environment, ConversationEnvironment)
         self.grader = opened.enter_context(open_grader(config, environment, is_given, run, timeline.moved))
         if isinstance(self.grader, Workers):
@@ -64,13 +73,16 @@ class Sampling:
         """How long grading may take without any progress."""
         self.start_seconds = config.actors.start_seconds if config.actors.separate else 0.0
         """How long there may be no generator at all."""
+        self.other_ranks = "the other ranks" if replicas.world.size > 1 else ""
+        """Whom the watchdog blames while this rank waits for all rollouts."""
+        self._poll = stop.polling(lambda received: max(replicas.gather(received)))
         self.together = len(replicas.ranks) > 1 and not config.actors.separate
         """Whether tensor-parallel ranks sample together."""
         if self.together and not self.talks:
             assert isinstance(generators.sampler, Engine) and replicas.world.tensor_group is not None
-            generators.sampler.before_step = stop.asking(replicas.world.tensor_group)
-        if self.together and self.talks and isinstance(generators.sampler, LeadingEngine):
-            generators.sampler.guard = stop.paused
+            generators.sampler.before_step = stop.polling(partial(_sum_over, replicas.world.tensor_group), EVERY)
+        if self.together and self.talks and isinstance(generators.sampler, DriverEngine):
+            generators.sampler.guard = stop.deferred
 
     @property
     def seconds(self) -> float:
@@ -83,9 +95,9 @@ class Sampling:
         """As `prefetcher.Draw`: this rank's share."""
         if self._recorded:
             return self._recorded(asked)
-        own, first = self._replicas.own(asked, wanted)
-        with self._talking if self.talks else nullcontext(), self._asks() as asks:
-            if not asks:
+        own, first = self.replicas.own(asked, wanted)
+        with self._talking if self.talks else nullcontext(), self._requests() as requests:
+            if not requests:
                 return []
             return collect(
                 asked, self._environment, sampler, self._tokenizer, self._config, step, extra_round, self._rendering,
@@ -93,24 +105,50 @@ class Sampling:
             )  # fmt: skip
 
     def evaluate(self, held_out: Sequence[Example]) -> list[Rollout]:
-        """This rank's share of a validation, graded."""
-        own, _ = self._replicas.own(held_out, len(held_out))
+        """This rank's share of a validation, graded. Raises Interrupted if a signal interrupts it on this rank."""
+        own, _ = self.replicas.own(held_out, len(held_out))
         rollouts: list[Rollout] = []
-        with self._asks() as asks:
-            if asks:
+        with self.interruptible(), self._requests() as requests:
+            if requests:
                 rollouts = sample_held_out(
                     held_out, self._environment, self._generators.sampler, self._tokenizer, self._config, self.grader,
                     self._rendering, own,
                 )  # fmt: skip
-        assign_rewards(rollouts, self._environment, self._config.rewards, self.grader)
+        self.grade(rollouts)
         return rollouts
 
+    def grade(self, rollouts: Sequence[Rollout]) -> list[Outcome]:
+        """As `assign_rewards`. Raises Interrupted if a signal interrupts it on this rank."""
+        with self._stop.interruptible():
+            return assign_rewards(rollouts, self._environment, self._config.rewards, self.grader)
+
+    def interruptible(self) -> AbstractContextManager[None]:
+        """For sampling in the main thread: at once on this rank alone, or where ranks that sample together poll."""
+        return self._stop.interruptible(shared=self.together)
+
+    def raise_if_interrupted(self) -> None:
+        """Raises Interrupted on all ranks if any has received a signal."""
+        with self._stop.interruptible(shared=True):
+            self._poll()
+
+    def gather(
+        self, examples: Sequence[Example], rollouts: list[Rollout], outcomes: Sequence[Outcome] = ()
+    ) -> tuple[list[Rollout], list[Outcome]]:
+        """As `Replicas.everyones`. Raises Interrupted on all ranks if any has received a signal."""
+        self.raise_if_interrupted()
+        return self.replicas.everyones(examples, rollouts, outcomes)
+
     @contextmanager
-    def _asks(self) -> Iterator[bool]:
+    def _requests(self) -> Iterator[bool]:
         """Whether this rank requests samples itself, instead of only following another one."""
-        held = self._stop.held() if self.together else nullcontext()
-        follows = self._generators.conversing() if self.talks else nullcontext(True)
-        # Of conversations, only what the leading rank's engine computes has to end on all ranks.
-        leads = self._stop.released() if self.together and self.talks else nullcontext()
-        with held, follows as asks, leads if asks else nullcontext():
-            yield asks
+        with self._generators.conversing() if self.talks else nullcontext(True) as requests:
+            # Of conversations, only what the driver's engine computes has to end on all ranks.
+            drives = self.together and self.talks and requests
+            with self._stop.interruptible() if drives else nullcontext():
+                yield requests
+
+
+def _sum_over(group: dist.ProcessGroup, value: float) -> float:
+    total = torch.tensor([value])
+    dist.all_reduce(total, group=group)
+    return total.item()

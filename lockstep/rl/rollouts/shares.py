@@ -117,7 +117,7 @@ def share_findings(
     for each in everyone:
         for (batch, number), (entropies, log_probs) in zip(each["places"], each["notes"]):
             rollout = batches[batch].rollouts[number]
-            rollout.entropies, rollout.trainer_logprobs = entropies, log_probs
+            rollout.scores.entropies, rollout.scores.trainer_logprobs = entropies, log_probs
 
 
 def _plain(loss: PolicyLoss, batches: Sequence[PolicyBatch], own: Sequence[PolicyBatch]) -> dict[str, Any]:
@@ -129,7 +129,7 @@ def _plain(loss: PolicyLoss, batches: Sequence[PolicyBatch], own: Sequence[Polic
             for number, rollout in enumerate(batch.rollouts):
                 if id(rollout) in held:
                     places.append([index, number])
-                    notes.append([rollout.entropies, rollout.trainer_logprobs])
+                    notes.append([rollout.scores.entropies, rollout.scores.trainer_logprobs])
     return {
         "found": loss.found,
         "weights": loss.weights,

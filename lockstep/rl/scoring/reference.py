@@ -87,7 +87,7 @@ def assign_reference_scores(
 ) -> None:
     """The reference's log-probability of each sampled token; as `score_rollouts`."""
     for rollout, scores in zip(rollouts, score_rollouts(reference, rollouts, config, replicas, moved)):
-        rollout.reference_logprobs = scores
+        rollout.scores.reference_logprobs = scores
 
 
 def assign_teacher_scores(
@@ -99,7 +99,7 @@ def assign_teacher_scores(
 ) -> None:
     """The teacher's log-probability of each sampled token; as `score_rollouts`."""
     for rollout, scores in zip(rollouts, score_rollouts(teacher, rollouts, config, replicas, moved)):
-        rollout.teacher_logprobs = scores
+        rollout.scores.teacher_logprobs = scores
 
 
 def score_rollouts(

@@ -123,7 +123,7 @@ def assign_scores(
     Groups are divided among `replicas`; None: all are scored here. moved: called after each micro-batch. Raises
     UserError for a score that is not finite.
     """
-    episodes = [rows for rows in episodes_of(rollouts) if rows[-1].counts]
+    episodes = [rows for rows in episodes_of(rollouts) if rows[-1].scores.counts]
     texts = [reward_model.tokens(rows[-1], not rendering.is_rendered(rows[-1].example.prompt)) for rows in episodes]
 
     def score(row: PackedRow) -> Tensor:
@@ -135,13 +135,13 @@ def assign_scores(
             raise UserError(
                 f"the reward model's score of example {rows[-1].example.name} is {found}; check its weights"
             )
-        if REWARD_MODEL in rows[-1].rewards:
+        if REWARD_MODEL in rows[-1].scores.rewards:
             raise UserError(
                 f"the environment has a reward named {REWARD_MODEL}, a name reserved for the reward model; rename it"
             )
         for rollout in rows:
-            rollout.rewards[REWARD_MODEL] = found
-            rollout.reward += config.reward_model_weight * found
+            rollout.scores.rewards[REWARD_MODEL] = found
+            rollout.scores.reward += config.reward_model_weight * found
 
 
 def _as_rollouts(rollouts: Sequence[Rollout], texts: Sequence[list[int]]) -> list[Rollout]:

@@ -54,7 +54,7 @@ class ValueHead(nn.Module):
         if not self.counts and torch.is_grad_enabled():
             weight = without_gradient(weight)
             # In one-order mode each rank takes its rows of a gradient that is already summed (`exchange.sum_gathered`).
-            hidden = hidden if one_order.is_asked() else without_gradient(hidden)
+            hidden = hidden if one_order.is_required() else without_gradient(hidden)
         states = F.pad(hidden.float(), (0, 1), value=self.unit)
         shares = torch.is_grad_enabled() and one_order.shared_targets() is not None
         return (target_product if shares else ops.linear)(states, weight)[:, 0]
@@ -111,11 +111,11 @@ def assign_values(
 
     scored = score_groups(rollouts, config, critic.weight.device, values, replicas, moved)
     for rollout, own in zip(rollouts, scored):
-        rollout.values = own
+        rollout.scores.values = own
 
 
 def value_metrics(rollouts: Sequence[Rollout]) -> dict[str, float]:
     """How well the values before the step predicted the returns; empty without a value function."""
-    values = [v for r in rollouts for v in r.values]
-    returns = [x for r in rollouts for x in r.returns]
+    values = [v for r in rollouts for v in r.scores.values]
+    returns = [x for r in rollouts for x in r.scores.returns]
     return {"value/explained_variance": explained_variance(values, returns)} if values else {}

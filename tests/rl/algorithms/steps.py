@@ -7,7 +7,7 @@ import torch
 from lockstep.config import ALGORITHMS
 from lockstep.rl import Example, PolicyLossInputs, objective, token_weights
 from lockstep.rl.rollouts.collect import assign_advantages
-from lockstep.rl.rollouts.records import Rollout
+from lockstep.rl.rollouts.records import Rollout, Scores
 
 LIMIT = 9
 """Tokens that a completion may have."""
@@ -60,8 +60,10 @@ def rollouts_of(step):
     return [
         Rollout(
             Example("p"), index // samples, [1, 2], [3] * n, step.old[index].tolist(), "stop", "", 0,
-            reward=step.rewards[index], reference_logprobs=step.reference[index].tolist(),
-            teacher_logprobs=step.teacher[index].tolist(), values=step.values[index].tolist(),
+            scores=Scores(
+                reward=step.rewards[index], reference_logprobs=step.reference[index].tolist(),
+                teacher_logprobs=step.teacher[index].tolist(), values=step.values[index].tolist(),
+            ),
         )
         for index, n in enumerate(step.lengths)
     ]  # fmt: skip
@@ -73,7 +75,7 @@ def inputs_of(step, algorithm, **given):
     assign_advantages(rollouts, algorithm)
     lengths = step.lengths
     if algorithm.advantage == "best":  # what is not the best is not trained on
-        lengths = [n if r.advantage else 0 for n, r in zip(lengths, rollouts)]
+        lengths = [n if r.scores.advantage else 0 for n, r in zip(lengths, rollouts)]
     kept = [index for index, n in enumerate(lengths) if n]
     chosen = [rollouts[index] for index in kept]
 
@@ -82,7 +84,7 @@ def inputs_of(step, algorithm, **given):
 
     values = {}
     if algorithm.advantage == "gae":
-        returns = torch.tensor([x for r in chosen for x in r.returns], dtype=torch.float64)
+        returns = torch.tensor([x for r in chosen for x in r.scores.returns], dtype=torch.float64)
         current = joined(step.new_values).requires_grad_()
         values = {"values": current, "old_values": joined(step.values), "returns": returns}
     return PolicyLossInputs(

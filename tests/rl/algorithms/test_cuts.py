@@ -1,5 +1,7 @@
 """A step's loss and gradient do not depend on how it was cut into micro-batches, for every algorithm and average."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 
@@ -9,7 +11,7 @@ from lockstep.model import ModelConfig
 from lockstep.rl import Example
 from lockstep.rl.rollouts.collect import assign_advantages
 from lockstep.rl.rollouts.packing import PolicyLoss, policy_batches
-from lockstep.rl.rollouts.records import Rollout
+from lockstep.rl.rollouts.records import Rollout, Scores
 from lockstep.rl.scoring.reference import score_rollouts
 from lockstep.rl.scoring.value_head import assign_values, make_critic
 from tests.rl.algorithms.steps import drawn_step, inputs_of, loss_and_gradient, named, sliced
@@ -56,15 +58,18 @@ def rollouts():
             length = int(torch.randint(1, 9, (), generator=draw))
             tokens = torch.randint(40, (length + 3,), generator=draw).tolist()
             reward = float(torch.randint(3, (), generator=draw))
-            made.append(Rollout(Example("p"), group, tokens[:3], tokens[3:], [], "stop", "", 0, reward=reward))
+            made.append(
+                Rollout(Example("p"), group, tokens[:3], tokens[3:], [], "stop", "", 0, scores=Scores(reward=reward))
+            )
     config = RLConfig(model="m", algorithm="ppo")
     assign_values(made, policy, _critic(config, policy), config)
     scores = score_rollouts(policy, made, config), score_rollouts(other, made, config)
+    sampled = []
     for rollout, own, others in zip(made, *scores):
         noise = 0.1 * torch.randn(len(own), generator=draw)
-        rollout.logprobs = (torch.tensor(own) + noise).tolist()
-        rollout.reference_logprobs = rollout.teacher_logprobs = others
-    return made
+        sampled.append(replace(rollout, logprobs=(torch.tensor(own) + noise).tolist()))
+        rollout.scores.reference_logprobs = rollout.scores.teacher_logprobs = others
+    return sampled
 
 
 def _critic(config, model):

@@ -17,9 +17,9 @@ from lockstep.rl.environments.loading import load_environment
 from lockstep.rl.rollouts.collect import assign_rewards, collect, sample_held_out
 from tests.rl.conversations.families import shown, write_family
 
-THOUGHT = "<|channel|>analysis<|message|>I add 2 and 3.<|end|><|start|>assistant"
-CALLS = THOUGHT + '<|channel|>commentary to=functions.add <|constrain|>json<|message|>{"a": 2, "b": 3}<|call|>'
-ANSWERS = THOUGHT + "<|channel|>final<|message|>Answer: 5<|return|>"
+THINK_END = "<|channel|>analysis<|message|>I add 2 and 3.<|end|><|start|>assistant"
+CALLS = THINK_END + '<|channel|>commentary to=functions.add <|constrain|>json<|message|>{"a": 2, "b": 3}<|call|>'
+ANSWERS = THINK_END + "<|channel|>final<|message|>Answer: 5<|return|>"
 
 
 @pytest.fixture(scope="module")
@@ -139,7 +139,7 @@ def test_a_conversation_has_calls_and_reasoning_as_its_template_wants_them_and_k
         assert rollout.logprobs == [-1.0] * len(rollout.token_ids)
     assert ["I add" in shown(tokenizer, rollout.prompt_ids) for rollout in rollouts] == [False, True, False]
     assert [rollout.completion for rollout in rollouts] == ["", "Answer: 5", "Answer: 5"]
-    assert rollouts[0].conversation.tool_calls == 1 and rollouts[-1].reward == 1.0
+    assert rollouts[0].conversation.tool_calls == 1 and rollouts[-1].scores.reward == 1.0
 
 
 def test_a_call_that_cannot_be_read_is_answered_with_its_problem(folder):
@@ -158,8 +158,8 @@ def test_a_call_that_cannot_be_read_is_answered_with_its_problem(folder):
     ("reply", "completion"),
     [
         (ANSWERS, "Answer: 5"),
-        (THOUGHT, ""),
-        (THOUGHT.replace("I add", "Answer: 5"), ""),
+        (THINK_END, ""),
+        (THINK_END.replace("I add", "Answer: 5"), ""),
         ("Answer: 5<|return|>", "Answer: 5"),
     ],
 )

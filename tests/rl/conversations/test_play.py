@@ -154,19 +154,19 @@ def test_what_kills_its_keeper_costs_its_own_conversations_and_the_others_are_he
         rollouts[fault] = graded(environment, engine, rendering, grader=workers, rewards=limits)
         assert not engine.has_work
     whole, killed = rollouts.values()
-    assert [r.failure for r in killed] == [""] * 3 + ["killed"] * 3
-    assert [r.counts for r in killed] == [True] * 3 + [on_failure == "zero"] * 3
-    assert [(r.token_ids, r.logprobs, r.rewards) for r in killed[:3]] == [
-        (r.token_ids, r.logprobs, r.rewards) for r in whole[:3]
+    assert [r.scores.failure for r in killed] == [""] * 3 + ["killed"] * 3
+    assert [r.scores.counts for r in killed] == [True] * 3 + [on_failure == "zero"] * 3
+    assert [(r.token_ids, r.logprobs, r.scores.rewards) for r in killed[:3]] == [
+        (r.token_ids, r.logprobs, r.scores.rewards) for r in whole[:3]
     ]
 
 
 def test_rewards_are_those_of_the_conversation_for_each_of_its_rows(engine_of, renderings):
     rollouts = graded(Talk(), engine_of("llama3"), renderings["llama3"])
     for rows in episodes_of(rollouts):
-        assert len(rows) == 2 and rows[0].rewards == rows[1].rewards
+        assert len(rows) == 2 and rows[0].scores.rewards == rows[1].scores.rewards
         said = rows[0].conversation.messages[-1]["content"]
-        assert rows[0].rewards == {"length": float(len(said)), "e": float(said.count("e"))}
+        assert rows[0].scores.rewards == {"length": float(len(said)), "e": float(said.count("e"))}
         assert rows[0].conversation.turns == 4
 
 
@@ -195,8 +195,8 @@ def test_a_limit_of_turns_or_tokens_ends_a_conversation(engine_of, renderings):
 
     for environment, turns, reward in ((Endless(), 3, -1.0), (Catching(), 2, 7.0)):
         rollouts = graded(environment, engine_of("llama3"), renderings["llama3"])
-        assert {r.conversation.turns for r in rollouts} == {turns} and {r.reward for r in rollouts} == {reward}
-        assert all(r.conversation.over and not r.failure for r in rollouts)
+        assert {r.conversation.turns for r in rollouts} == {turns} and {r.scores.reward for r in rollouts} == {reward}
+        assert all(r.conversation.over and not r.scores.failure for r in rollouts)
     rollouts = graded(Long(), engine_of("llama3"), renderings["llama3"])
     assert all(1 < r.conversation.turns < 10 and r.conversation.over for r in rollouts)
     assert all(len(r.prompt_ids + r.token_ids) <= 512 and r.sampled[-1] for r in rollouts)
@@ -246,7 +246,7 @@ def test_a_text_that_can_never_fit_is_refused_before_it_is_encoded(engine_of, re
 
     given = engine_of("llama3"), renderings["llama3"]
     rollouts = graded(Loud(), *given, samples_per_prompt=1)
-    assert all(r.conversation.over and r.reward == -1.0 and r.conversation.turns == 1 for r in rollouts)
+    assert all(r.conversation.over and r.scores.reward == -1.0 and r.conversation.turns == 1 for r in rollouts)
     with pytest.raises(
         UserError, match=r"its first prompt has 10,0\d\d,\d\d\d characters, which cannot fit in the context"
     ):
@@ -268,7 +268,7 @@ def test_one_number_of_an_unfinished_conversation_stands_for_all_names(engine_of
             return await super().converse(example, chat)
 
     rollouts = graded(Asks(), engine_of("llama3"), renderings["llama3"])
-    assert {str(r.rewards) for r in rollouts if r.group == 1} == {"{'length': 0.0, 'e': 0.0}"}
+    assert {str(r.scores.rewards) for r in rollouts if r.group == 1} == {"{'length': 0.0, 'e': 0.0}"}
 
 
 class Broken(list):
@@ -333,8 +333,8 @@ def test_what_fails_costs_its_own_conversation(kind, cause, engine_of, rendering
     given = engine_of("llama3"), renderings["llama3"]
     limits = RewardConfig(seconds=0.3)
     rollouts = graded(failing(kind), *given, limit=0.6, rewards=limits)
-    assert [r.failure for r in rollouts] == [""] * 3 + [cause] * 3
-    assert [r.counts for r in rollouts] == [True] * 3 + [False] * 3
+    assert [r.scores.failure for r in rollouts] == [""] * 3 + [cause] * 3
+    assert [r.scores.counts for r in rollouts] == [True] * 3 + [False] * 3
     assert "river" in caplog.text and "converse" in caplog.text
     if cause == "raised":
         assert "test_play.py:" in caplog.text
@@ -352,7 +352,7 @@ def test_a_conversation_without_a_reply_counts_in_no_case(engine_of, renderings)
 
     rewards = RewardConfig(on_failure="zero")
     rollouts = graded(Silent(), engine_of("llama3"), renderings["llama3"], rewards=rewards)
-    assert [(r.failure, r.counts, len(r.token_ids) > 0) for r in rollouts] == [("", True, True)] * 3 + [
+    assert [(r.scores.failure, r.scores.counts, len(r.token_ids) > 0) for r in rollouts] == [("", True, True)] * 3 + [
         ("invalid", False, False)
     ] * 3
 
@@ -380,11 +380,11 @@ def test_a_group_is_graded_together(engine_of, renderings):
     for example, answers in environment.seen:
         own = [r for r in rollouts if r.example is example]
         assert [r.completion for r in own] == answers
-        assert [r.reward for r in own] == [float(len(a) == max(map(len, answers))) for a in answers]
+        assert [r.scores.reward for r in own] == [float(len(a) == max(map(len, answers))) for a in answers]
     first = rollouts[0].completion
     environment.certain = first[0]
     rollouts = graded(environment, engine_of("llama3"), renderings["llama3"])
-    assert rollouts[0].reward == 100.0, "what converse returned stays"
+    assert rollouts[0].scores.reward == 100.0, "what converse returned stays"
 
 
 @pytest.mark.parametrize("kind", ["raises", "short", "sleeps", "none"])
@@ -411,8 +411,8 @@ def test_a_grade_that_fails_costs_its_group(kind, engine_of, renderings):
     causes = {"raises": "raised", "short": "invalid", "sleeps": "timeout", "none": ""}
     limits = RewardConfig(seconds=0.3)
     rollouts = graded(Broken(), engine_of("llama3"), renderings["llama3"], rewards=limits)
-    assert [r.failure for r in rollouts] == [""] * 3 + [causes[kind]] * 3
-    assert ([r.reward for r in rollouts[3:]] == [42.0] * 3) == (kind == "none"), "without a grade, reward counts"
+    assert [r.scores.failure for r in rollouts] == [""] * 3 + [causes[kind]] * 3
+    assert ([r.scores.reward for r in rollouts[3:]] == [42.0] * 3) == (kind == "none"), "without a grade, reward counts"
 
 
 def test_a_function_that_blocks_is_named_and_in_the_end_refused(engine_of, renderings, caplog):
@@ -435,7 +435,7 @@ def test_a_function_that_blocks_is_named_and_in_the_end_refused(engine_of, rende
     environment.freed.set()
     # The loop turns again, and one that took too long in this way has failed by it.
     rollouts = graded(Blocking(0.4), *given, samples_per_prompt=2, rewards=RewardConfig(seconds=0.3))
-    assert {r.failure for r in rollouts} == {"timeout"}
+    assert {r.scores.failure for r in rollouts} == {"timeout"}
 
 
 def test_a_reply_that_is_given_up_is_not_mistaken_for_the_next(engine_of, renderings):
@@ -454,7 +454,7 @@ def test_a_reply_that_is_given_up_is_not_mistaken_for_the_next(engine_of, render
 
     engine = engine_of("llama3")
     rollouts = graded(Hasty(), engine, renderings["llama3"], max_new_tokens=40)
-    assert not any(r.failure for r in rollouts) and not engine.has_work
+    assert not any(r.scores.failure for r in rollouts) and not engine.has_work
     for rows in episodes_of(rollouts):
         assert rows[-1].completion == rows[-1].conversation.messages[-1]["content"]
 
@@ -498,7 +498,7 @@ def test_a_validation_holds_conversations_too(engine_of, renderings):
     )
     assert [r.token_ids for r in rollouts] == [r.token_ids for r in again]
     assign_rewards(rollouts, Talk())
-    assert len(episodes_of(rollouts)) == 2 and all(r.rewards for r in rollouts)
+    assert len(episodes_of(rollouts)) == 2 and all(r.scores.rewards for r in rollouts)
 
 
 def test_a_template_that_refuses_names_the_example(engine_of, renderings):
@@ -526,7 +526,7 @@ class Counts(rl.ConversationEnvironment):
 
 def test_a_reply_says_how_many_tokens_it_read_and_has(engine_of, renderings):
     for own in episodes_of(graded(Counts(), engine_of("llama3"), renderings["llama3"])):
-        row, counts = own[-1], own[-1].rewards
+        row, counts = own[-1], own[-1].scores.rewards
         turns = [counts["completion_0"], counts["completion_1"]]
         assert len(own) == 1 and sum(turns) == row.num_sampled and min(turns) > 0
         assert counts["prompt_0"] == len(row.prompt_ids)

@@ -14,7 +14,7 @@ from lockstep.rl.rollouts.collect import assign_advantages, charge_overlong
 from lockstep.rl.rollouts.ledger import Ledger
 from lockstep.rl.rollouts.metrics import rollout_metrics
 from lockstep.rl.rollouts.packing import policy_batches
-from lockstep.rl.rollouts.records import Conversation, episodes_of, write_rollouts
+from lockstep.rl.rollouts.records import Conversation, Scores, episodes_of, write_rollouts
 from lockstep.rl.scoring.parity import Parity
 
 
@@ -27,9 +27,11 @@ def completions():
             rl.Rollout(
                 rl.Example(f"p{number // 3}"), number // 3, [1, 2, 3], tokens, [-0.1 * t for t in tokens], "stop",
                 completion="x", version=0,
-                rewards={"reward": float(number * number)}, reward=float(number * number),
-                reference_logprobs=[-0.2 * t + number for t in tokens], teacher_logprobs=[-0.3 * t for t in tokens],
-                values=[0.01 * t * t - number for t in tokens],
+                scores=Scores(
+                    rewards={"reward": float(number * number)}, reward=float(number * number),
+                    reference_logprobs=[-0.2 * t + number for t in tokens],
+                    teacher_logprobs=[-0.3 * t for t in tokens], values=[0.01 * t * t - number for t in tokens],
+                ),
             )
         )  # fmt: skip
     return made
@@ -39,16 +41,20 @@ def as_rows(rollouts):
     """Each as a conversation of two rows: the first two tokens of the model, then the rest after the environment's."""
     rows = []
     for number, whole in enumerate(rollouts):
-        conversation = Conversation([], Outcome(whole.rewards), False, 2, environment_seconds=0.25)
+        scores = whole.scores
+        conversation = Conversation([], Outcome(scores.rewards), False, 2, environment_seconds=0.25)
         for part in (slice(0, 2), slice(2, None)):
             tokens = whole.token_ids[part]
             rows.append(
                 replace(
                     whole, prompt_ids=[1, 9] if part.start else [1, 2, 3], token_ids=[tokens[0], 7, 8, *tokens[1:]],
                     sampled=[True, False, False] + [True] * len(tokens[1:]), logprobs=whole.logprobs[part],
-                    reference_logprobs=whole.reference_logprobs[part], teacher_logprobs=whole.teacher_logprobs[part],
-                    values=whole.values[part], rewards=dict(whole.rewards), episode=number % 3,
-                    conversation=conversation,
+                    scores=replace(
+                        scores, reference_logprobs=scores.reference_logprobs[part],
+                        teacher_logprobs=scores.teacher_logprobs[part], values=scores.values[part],
+                        rewards=dict(scores.rewards),
+                    ),
+                    episode=number % 3, conversation=conversation,
                 )
             )  # fmt: skip
     return rows
@@ -64,7 +70,8 @@ def test_an_episode_has_the_advantages_and_weights_of_one_completion(name, kl):
         assign_advantages(rollouts, algorithm)
     assert len(episodes_of(rows)) == 6 and len(episodes_of(whole)) == 6
     if algorithm.advantage != "teacher":
-        assert [r.advantage for r in rows[::2]] == [r.advantage for r in rows[1::2]] == [r.advantage for r in whole]
+        first, second, expected = ([r.scores.advantage for r in some] for some in (rows[::2], rows[1::2], whole))
+        assert first == second == expected
     got = [[a for r in episode for a in r.advantages_of_tokens()] for episode in episodes_of(rows)]
     assert got == [r.advantages_of_tokens() for r in whole]
     fields = ("weights", "old_log_probs", "advantages", "reference_log_probs", "old_values", "returns")
@@ -105,9 +112,9 @@ def test_a_difference_is_located_in_its_row():
 def test_an_episode_counts_once_in_metrics_and_ledger():
     rows, whole = as_rows(completions()), completions()
     for rollout in rows[:4]:
-        rollout.failure, rollout.counts = "raised", False
+        rollout.scores.failure, rollout.scores.counts = "raised", False
     for rollout in whole[:2]:
-        rollout.failure, rollout.counts = "raised", False
+        rollout.scores.failure, rollout.scores.counts = "raised", False
     metrics, expected = rollout_metrics(rows), rollout_metrics(whole)
     own = {
         "rollout/turns_mean": 2.0,
@@ -128,7 +135,7 @@ def test_the_longest_reply_is_charged_for(tmp_path):
     rows = as_rows(completions())
     assert [r.longest_reply() for r in rows[:4]] == [1, 1, 1, 1] and rows[-1].longest_reply() == 5
     charge_overlong(rows, 6, 0.5)
-    assert {r.rewards["overlong"] for r in rows[-2:]} == {-2 / 3} and rows[0].rewards["overlong"] == 0.0
+    assert {r.scores.rewards["overlong"] for r in rows[-2:]} == {-2 / 3} and rows[0].scores.rewards["overlong"] == 0.0
     write_rollouts(tmp_path / "r.jsonl", rows)
     line = json.loads((tmp_path / "r.jsonl").read_text().splitlines()[1])
     assert (line["episode"], line["sampled"], line["turns"], line["messages"]) == (0, [1, 0, 0], 2, [])

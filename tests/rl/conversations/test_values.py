@@ -1,6 +1,7 @@
 """The value function over conversations: what belongs to the model's own tokens, and to which of them."""
 
 import math
+from dataclasses import replace
 
 import pytest
 import torch
@@ -11,7 +12,7 @@ from lockstep.config import RLConfig, TrainConfig, algorithm_of
 from lockstep.model import ModelConfig
 from lockstep.rl.rollouts.collect import assign_advantages
 from lockstep.rl.rollouts.packing import PolicyLoss, policy_batches
-from lockstep.rl.rollouts.records import Conversation
+from lockstep.rl.rollouts.records import Conversation, Scores
 from lockstep.rl.scoring.reference import score_rollouts
 from lockstep.rl.scoring.value_head import assign_values, make_critic
 
@@ -32,7 +33,8 @@ def _row(group=0, episode=0, start=4, tokens=MASK, **changes):
 def _step():
     """Two conversations of two rows, of other lengths, and other masks."""
     return [
-        _row(0, 0, 4, reward=1.0), _row(0, 0, 9, [*MASK[::-1], True, False, True], reward=1.0),
+        _row(0, 0, 4, scores=Scores(reward=1.0)),
+        _row(0, 0, 9, [*MASK[::-1], True, False, True], scores=Scores(reward=1.0)),
         _row(0, 1, 6, MASK[:4]), _row(0, 1, 8),
     ]  # fmt: skip
 
@@ -59,9 +61,10 @@ def test_values_scores_and_entropies_are_those_of_the_models_own_tokens(tokens):
     def scores(ids, which):
         return ops.token_log_probs(states(ids)[:-1], model.head_weight, ids[1:], config.temperature)[which].detach()
 
-    for rollout, own in zip(rollouts, score_rollouts(model, rollouts, config)):
+    for index, (rollout, own) in enumerate(zip(rollouts, score_rollouts(model, rollouts, config))):
         assert own == _alone(rollout, lambda ids: scores(ids, 0))
-        rollout.logprobs = rollout.reference_logprobs = own
+        rollouts[index] = replace(rollout, logprobs=own)
+        rollout.scores.reference_logprobs = own
     assign_values(rollouts, model, critic, config)
     assign_advantages(rollouts, algorithm_of(config))
     loss = PolicyLoss(config, compare=True, critic=critic)
@@ -69,8 +72,9 @@ def test_values_scores_and_entropies_are_those_of_the_models_own_tokens(tokens):
         loss(model, batch)
     assert loss.parity.tokens_different == 0 < loss.parity.tokens_checked
     for rollout in rollouts:
-        assert rollout.values == _alone(rollout, lambda ids: critic(states(ids)).detach())
-        assert rollout.entropies == _alone(rollout, lambda ids: scores(ids, 1)) and not rollout.trainer_logprobs
+        assert rollout.scores.values == _alone(rollout, lambda ids: critic(states(ids)).detach())
+        assert rollout.scores.entropies == _alone(rollout, lambda ids: scores(ids, 1))
+        assert not rollout.scores.trainer_logprobs
 
 
 def test_a_conversations_reward_is_earned_with_the_last_token_of_its_last_row():
@@ -78,12 +82,12 @@ def test_a_conversations_reward_is_earned_with_the_last_token_of_its_last_row():
     config = RLConfig(model="m", algorithm="ppo", gae_lambda=0.0, normalize_advantages=False, kl_coefficient=0.0)
     rollouts = _step()
     for number, rollout in enumerate(rollouts):
-        rollout.values = [float(10 * number + place * place) for place in range(rollout.num_sampled)]
+        rollout.scores.values = [float(10 * number + place * place) for place in range(rollout.num_sampled)]
     assign_advantages(rollouts, algorithm_of(config))
     for first, second in (rollouts[:2], rollouts[2:]):
-        values = first.values + second.values
-        expected = [after - v for v, after in zip(values, [*values[1:], 0.0 + first.reward])]
-        assert first.token_advantages + second.token_advantages == expected
-        assert first.returns + second.returns == [a + v for a, v in zip(expected, values)]
-        assert len(first.returns) == len(first.values)
-        assert first.advantage == second.advantage == math.fsum(expected) / len(expected)
+        values = first.scores.values + second.scores.values
+        expected = [after - v for v, after in zip(values, [*values[1:], 0.0 + first.scores.reward])]
+        assert first.scores.token_advantages + second.scores.token_advantages == expected
+        assert first.scores.returns + second.scores.returns == [a + v for a, v in zip(expected, values)]
+        assert len(first.scores.returns) == len(first.scores.values)
+        assert first.scores.advantage == second.scores.advantage == math.fsum(expected) / len(expected)

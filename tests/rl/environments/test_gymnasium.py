@@ -6,8 +6,8 @@ import pytest
 
 from lockstep.config import RewardConfig, RLConfig
 from lockstep.errors import UserError
+from lockstep.rl.conversations.chat import Reply
 from lockstep.rl.conversations.exchange import Ended
-from lockstep.rl.conversations.protocol import Reply
 from lockstep.rl.conversations.worker_runner import WorkerConversationRunner, task_of
 from lockstep.rl.environments.loading import load_environment
 from lockstep.rl.grading.pool import Workers, open_grader

@@ -11,10 +11,10 @@ import sys
 
 import pytest
 
+from lockstep.data.replies import QWEN3, parse_calls
 from lockstep.errors import UserError
 from lockstep.rl.conversations import Chat, Reply
 from lockstep.rl.conversations.exchange import reply_data, reply_of
-from lockstep.rl.conversations.tools import QWEN3, parse_calls
 from lockstep.rl.environments.loading import load_environment
 from lockstep.rl.rollouts.prompts import examples_of
 from tests.rl.conversations.scripted import call, converse

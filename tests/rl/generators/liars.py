@@ -4,9 +4,9 @@ import os
 import socket
 import threading
 
-from lockstep import __version__
 from lockstep.observe.heartbeat import host as place
 from lockstep.rl.generators.channel import HEADER, Closed, _signed, call
+from lockstep.version import __version__
 
 
 def hello(**changes):
@@ -40,7 +40,7 @@ def truth(message, version):
             {
                 "token_ids": [7] * (count - len(begun["token_ids"])),
                 "logprobs": [-1.0] * (count - len(begun["token_ids"])),
-                "cut_logprobs": [],
+                "truncated_logprobs": [],
                 "versions": [version] * (count - len(begun["token_ids"])),
                 "routes": [],
                 "finish_reason": "length",

@@ -67,7 +67,7 @@ def _wanted(model, **changes):
 @contextlib.contextmanager
 def _pool(model, folder, *urls, wanted=None, silence_seconds=10.0):
     pool = GeneratorPool(512, 16384, 20.0)
-    pool.new_weights({"version": 3, "folder": str(folder)})
+    pool.load_weights({"version": 3, "folder": str(folder)})
     with ServerSupervisor(urls, wanted or _wanted(model), pool, silence_seconds, retry_seconds=0.1) as generators:
         yield pool, generators
 
@@ -77,7 +77,7 @@ def _each(**changes):
 
 
 def _plain(groups):
-    return [[(c.token_ids, c.logprobs, c.cut_logprobs, c.finish_reason) for c in group] for group in groups]
+    return [[(c.token_ids, c.logprobs, c.truncated_logprobs, c.finish_reason) for c in group] for group in groups]
 
 
 @pytest.mark.parametrize("cuts", [{}, {"top_p": 0.9, "top_k": 50}, {"temperature": 1.0, "min_p": 0.01}])
@@ -88,7 +88,7 @@ def test_a_server_gives_the_tokens_and_bits_of_an_engine_here(server, model, fol
     assert _plain(found) == _plain(expected)
     assert {reason for group in _plain(expected) for *_, reason in group} == {"stop", "length"}
     assert all(c.versions == [3] * len(c.token_ids) for group in found for c in group)
-    assert bool(found[0][0].cut_logprobs) == bool(cuts)
+    assert bool(found[0][0].truncated_logprobs) == bool(cuts)
 
 
 class Recorder:
@@ -100,7 +100,7 @@ class Recorder:
     def sampled(self, remote, parts):
         for _, index, new in parts:
             sample = self.samples[index]
-            for name in ("token_ids", "logprobs", "cut_logprobs", "versions"):
+            for name in ("token_ids", "logprobs", "truncated_logprobs", "versions"):
                 getattr(sample, name).extend(getattr(new, name))
             sample.finish_reason = new.finish_reason
         if all(sample.finish_reason for sample in self.samples):
@@ -122,7 +122,7 @@ def finished(url, wanted, folder, prompt, samples):
     client, reports = client_of(url), Recorder(samples)
     remote = HttpRemote(client, asyncio.run(find_server(client, wanted)), reports)
     try:
-        remote.new_weights({"version": 3, "folder": str(folder)})
+        remote.load_weights({"version": 3, "folder": str(folder)})
         reports.wait()
         remote.ask(Request(0, prompt, wanted.params, samples))
         reports.wait()
@@ -137,13 +137,13 @@ def test_what_is_asked_after_weights_that_are_gone_by_now_is_not_sampled_from_ol
     client, reports = client_of(server.url), Recorder(samples)
     remote = HttpRemote(client, asyncio.run(find_server(client, _wanted(model))), reports, finish=True)
     try:
-        remote.new_weights({"version": 3, "folder": str(folder)})
+        remote.load_weights({"version": 3, "folder": str(folder)})
         reports.wait()
         all_there = threading.Event()
         remote._post(all_there.wait)  # its thread begins with the first when the last is there too
-        remote.new_weights({"version": 4, "folder": str(folder / "deleted")})
+        remote.load_weights({"version": 4, "folder": str(folder / "deleted")})
         remote.ask(Request(0, PROMPTS[0], params, samples))
-        remote.new_weights({"version": 5, "folder": str(folder)})
+        remote.load_weights({"version": 5, "folder": str(folder)})
         all_there.set()
         while not all(sample.finish_reason for sample in samples):
             reports.wait()
@@ -156,7 +156,7 @@ def test_samples_that_another_has_begun_go_on_as_they_would_have(server, model, 
     params = dataclasses.replace(PARAMS, seed=17, top_p=0.9)
     (expected,) = Engine(model, ENGINE).generate(PROMPTS[:1], params)
     samples = [
-        RemoteSample(whole.token_ids[:known], whole.logprobs[:known], whole.cut_logprobs[:known], [3] * known)
+        RemoteSample(whole.token_ids[:known], whole.logprobs[:known], whole.truncated_logprobs[:known], [3] * known)
         for whole, known in zip(expected, (7, 0, len(expected[2].token_ids)))
     ]
     samples[2].finish_reason = expected[2].finish_reason
@@ -183,7 +183,7 @@ def test_new_weights_come_from_folders_of_which_two_are_kept(server, model, fold
         for version in (4, 5, 6):
             with torch.no_grad():
                 trained.embed_tokens.weight.mul_(1.01)
-            pool.new_weights({"version": version, "folder": str(folders.write(version))})
+            pool.load_weights({"version": version, "folder": str(folders.write(version))})
             pool.wait_for_weights()
             found = pool.generate(PROMPTS, _each())
             assert _plain(found) == _plain(Engine(trained, ENGINE).generate(PROMPTS, _each()))

@@ -63,15 +63,15 @@ def test_a_generator_joins_samples_and_is_let_go(model_folder, world):
     with registry:
         run = threading.Thread(target=lambda: codes.append(run_generator(address, KEY, "", world)), daemon=True)
         run.start()
-        pool.new_weights(weight_server.publish(1))
+        pool.load_weights(weight_server.publish(1))
         pool.wait_for_weights()
         groups = pool.generate(prompts, params)
         assert pool.ready == ["generator_0"]
     run.join(20)
     weight_server.close()
     expected = Engine(model, ENGINE).generate(prompts, params)
-    assert [[(c.token_ids, c.logprobs, c.cut_logprobs, c.finish_reason) for c in group] for group in groups] == [
-        [(c.token_ids, c.logprobs, c.cut_logprobs, c.finish_reason) for c in group] for group in expected
+    assert [[(c.token_ids, c.logprobs, c.truncated_logprobs, c.finish_reason) for c in group] for group in groups] == [
+        [(c.token_ids, c.logprobs, c.truncated_logprobs, c.finish_reason) for c in group] for group in expected
     ]
     assert {version for group in groups for c in group for version in c.versions} == {1}
     assert codes == [0] and not pool.names
@@ -148,7 +148,7 @@ def test_what_is_known_of_samples_goes_with_the_request(model_folder):
     pool = GeneratorPool(512, 1024, 60.0)
     registry, address = registry_of(pool, welcome_of(model_folder, silence_seconds=30.0))
     host, port = address.split(":")
-    new = {"token_ids": [7, 8], "logprobs": [-0.5, -1 / 3], "cut_logprobs": [], "versions": [0, 0], "routes": []}
+    new = {"token_ids": [7, 8], "logprobs": [-0.5, -1 / 3], "truncated_logprobs": [], "versions": [0, 0], "routes": []}
     begun = {**new, "finish_reason": None}
     with registry:
         request = pool.add([1], SamplingParams(n=2, seed=3))
@@ -179,7 +179,7 @@ def test_a_generator_that_never_starts_ends_the_run_and_its_log_is_quoted(tmp_pa
     (tmp_path / "tyro.py").write_text("raise RuntimeError('this environment is damaged')")
     monkeypatch.setenv("PYTHONPATH", f"{tmp_path}:.")
     pool = GeneratorPool(512, 1024, 60.0)
-    pool.new_weights({"version": 1})
+    pool.load_weights({"version": 1})
     actors = ActorsConfig(generators=1, threads=1)
     supervisor = Supervisor(actors, pool, "127.0.0.1:1", KEY, "", tmp_path / "logs")
     with supervisor, pytest.raises(UserError) as stopped:
@@ -209,11 +209,11 @@ def test_what_a_generator_has_begun_is_finished_before_new_weights_where_it_shou
     with registry:
         run = threading.Thread(target=lambda: run_generator(address, KEY, "", world), daemon=True)
         run.start()
-        pool.new_weights(weight_server.publish(1))
+        pool.load_weights(weight_server.publish(1))
         pool.wait_for_weights()
         # One after the other: the weights come when the first request has begun, and has nearly all to go.
         first = pool.begin([5] * prompt, params)
-        pool.new_weights(weight_server.publish(2))
+        pool.load_weights(weight_server.publish(2))
         second = pool.begin([5] * prompt, params)
         found = [set(group[0].versions) for group in pool.complete([first, second])]
         metrics = pool.metrics()
@@ -236,7 +236,7 @@ def test_a_sample_whose_end_nobody_has_told_is_ended_by_the_next_generator(model
     with registry:
         run = threading.Thread(target=lambda: run_generator(address, KEY, "", world), daemon=True)
         run.start()
-        pool.new_weights(weight_server.publish(1))
+        pool.load_weights(weight_server.publish(1))
         pool.wait_for_weights()
         request = pool.begin([1, 2], SamplingParams(max_tokens=12, seed=7), [last])
         wait_until(lambda: not request.unfinished)

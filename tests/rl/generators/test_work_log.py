@@ -39,7 +39,7 @@ def request_of(clock, given, first, ended, tokens):
     began = clock.monotonic() - ended
     sample = RemoteSample([1] * tokens)
     params = SamplingParams(seed=1)
-    return Request(0, [1], params, [sample], begun_at=began, given_at=began + given, first_at=began + first)
+    return Request(0, [1], params, [sample], started_at=began, given_at=began + given, first_token_at=began + first)
 
 
 def phases(log):

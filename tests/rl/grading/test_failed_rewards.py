@@ -10,9 +10,9 @@ import pytest
 import lockstep.rl as rl
 from lockstep.config import ALGORITHMS, Algorithm, RewardConfig
 from lockstep.errors import UserError
-from lockstep.rl.controller import reinforce
 from lockstep.rl.grading import refuse_too_many
 from lockstep.rl.grading.totals import grade_here
+from lockstep.rl.reinforce import reinforce
 from lockstep.rl.rollouts.collect import assign_advantages, assign_rewards
 from lockstep.rl.rollouts.ledger import Ledger, LedgerError
 from lockstep.rl.rollouts.metrics import summarize, validation_metrics
@@ -53,34 +53,34 @@ def _entered(rollouts):
 def test_a_failed_reward_is_left_out_with_its_rollout_alone():
     rollouts = _rollouts(["1", "bad", "0"], ["1", "0", "0"])
     assign_rewards(rollouts, Says())
-    assert [r.failure for r in rollouts] == ["", "raised", "", "", "", ""]
+    assert [r.scores.failure for r in rollouts] == ["", "raised", "", "", "", ""]
     trained = _entered(rollouts).trained
     assert [r.completion for r in trained] == ["1", "0", "1", "0", "0"]
     assign_advantages(trained, PLAIN)
-    assert [r.advantage for r in trained[:2]] == [0.5, -0.5], "the mean is that of the two that count"
+    assert [r.scores.advantage for r in trained[:2]] == [0.5, -0.5], "the mean is that of the two that count"
 
 
 def test_advantages_are_of_the_rewards_themselves_however_large():
     rollouts = _rollouts(["", ""])
     for rollout, reward in zip(rollouts, (1e6, 1e6 + 0.01)):
-        rollout.reward = reward
+        rollout.scores.reward = reward
     assign_advantages(rollouts, PLAIN)
     # Float64 has steps of 1.2e-10 at a million, 2e-8 of what is expected; float32's are six times as large as that.
-    assert [r.advantage for r in rollouts] == pytest.approx([-0.005, 0.005], rel=1e-6)
+    assert [r.scores.advantage for r in rollouts] == pytest.approx([-0.005, 0.005], rel=1e-6)
     assign_advantages(rollouts, ALGORITHMS["rejection"])
-    assert [r.advantage for r in rollouts] == [0.0, 1.0]
+    assert [r.scores.advantage for r in rollouts] == [0.0, 1.0]
 
 
 def test_of_equally_good_answers_none_is_best_by_its_rounding():
     rollouts = _rollouts(["", "", ""])
     for group in ([0.3, 0.1 + 0.2, 0.3], [-0.3, -0.1 - 0.2, -0.3], [0.0, 0.1 + 0.2 - 0.3, 0.0]):
         for rollout, reward in zip(rollouts, group):
-            rollout.reward = reward
+            rollout.scores.reward = reward
         assign_advantages(rollouts, ALGORITHMS["rejection"])
-        assert [r.advantage for r in rollouts] == [0.0, 0.0, 0.0]
-    rollouts[2].reward = -1e-9
+        assert [r.scores.advantage for r in rollouts] == [0.0, 0.0, 0.0]
+    rollouts[2].scores.reward = -1e-9
     assign_advantages(rollouts, ALGORITHMS["rejection"])
-    assert [r.advantage for r in rollouts] == [1.0, 1.0, 0.0]
+    assert [r.scores.advantage for r in rollouts] == [1.0, 1.0, 0.0]
 
 
 def test_a_failed_reward_is_zero_where_that_is_set():
@@ -88,7 +88,9 @@ def test_a_failed_reward_is_zero_where_that_is_set():
     assign_rewards(rollouts, Says(), RewardConfig(on_failure="zero", failure_limit=0.5))
     assert _entered(rollouts).trained == rollouts
     assign_advantages(rollouts, PLAIN)
-    assert [(r.reward, r.advantage, r.failure) for r in rollouts] == [(1.0, 0.5, ""), (0.0, -0.5, "raised")]
+    assert [(s.reward, s.advantage, s.failure) for s in (r.scores for r in rollouts)] == [
+        (1.0, 0.5, ""), (0.0, -0.5, "raised"),
+    ]  # fmt: skip
 
 
 def test_a_group_with_fewer_than_two_rewards_is_dropped_and_entered_in_the_ledger():
@@ -99,7 +101,7 @@ def test_a_group_with_fewer_than_two_rewards_is_dropped_and_entered_in_the_ledge
     groups = {name: value for name, value in metrics.items() if name.startswith("groups/")}
     assert groups == {"groups/drawn": 3, "groups/trained": 1, "groups/dropped/failed_rewards": 2}
     for rollout in rollouts:
-        rollout.dropped = ""
+        rollout.scores.dropped = ""
     with pytest.raises(UserError, match="no group of this step has two rewards that did not fail"):
         _entered(rollouts[:4])
 
@@ -185,7 +187,7 @@ def test_a_coroutine_that_takes_too_long_fails_by_itself():
 
     rollouts = _rollouts(["a", "slow", "b", "c"])
     assign_rewards(rollouts, Slow(), RewardConfig(seconds=0.2))
-    assert [r.failure for r in rollouts] == ["", "timeout", "", ""]
+    assert [r.scores.failure for r in rollouts] == ["", "timeout", "", ""]
 
 
 def test_a_coroutine_that_goes_on_when_it_is_cancelled_is_left_behind():
@@ -204,7 +206,7 @@ def test_a_coroutine_that_goes_on_when_it_is_cancelled_is_left_behind():
         assign_rewards(rollouts, Stubborn(), RewardConfig(seconds=0.2))
     finally:
         over.set()
-    assert [r.failure for r in rollouts] == ["", "timeout", "", ""]
+    assert [r.scores.failure for r in rollouts] == ["", "timeout", "", ""]
 
 
 @pytest.mark.parametrize("nested", [False, True])

@@ -279,7 +279,7 @@ def test_of_many_rewards_the_fifth_that_is_bad_fails_and_no_other(graded, task, 
     limits = RewardConfig(**LIMITS | {"seconds": 2.0})
     with open_workers(RLConfig(environment=f"{task}:Task", rewards=limits), tmp_path) as grader:
         assign_rewards(rollouts, Environment(), limits, grader)
-    assert [r.failure for r in rollouts] == expected
+    assert [r.scores.failure for r in rollouts] == expected
     groups = 20 * hundreds
     ledger = Ledger(groups)
     ledger.add(rollouts, range(groups))

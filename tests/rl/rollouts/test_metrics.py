@@ -6,11 +6,12 @@ from hypothesis import given
 import lockstep.rl as rl
 from lockstep.rl.rollouts.diversity import PAIRS, distinct_share, pairwise_overlap
 from lockstep.rl.rollouts.metrics import rollout_metrics
+from lockstep.rl.rollouts.records import Scores
 
 
 def _rollout(group, tokens, reward=0.0, **changes):
     return rl.Rollout(rl.Example(f"p{group}"), group, [1], tokens, [-0.5] * len(tokens), "stop", "", 0,
-                      rewards=changes.pop("rewards", {"reward": reward}), reward=reward, **changes)  # fmt: skip
+                      scores=Scores(changes.pop("rewards", {"reward": reward}), reward), **changes)  # fmt: skip
 
 
 def test_percentiles_are_values_that_were_there():

@@ -20,7 +20,7 @@ from lockstep.parallel.world import AXES
 from lockstep.rl import Example
 from lockstep.rl.rollouts.microbatches import microbatches
 from lockstep.rl.rollouts.packing import packing_metrics, policy_batches
-from lockstep.rl.rollouts.records import Rollout
+from lockstep.rl.rollouts.records import Rollout, Scores
 from lockstep.rl.rollouts.shares import cost, own_batches, token_budget
 from lockstep.rl.scoring.reference import score_rollouts
 from lockstep.rl.scoring.value_head import assign_values, make_critic
@@ -41,7 +41,9 @@ def _rollouts(groups: list[tuple[int, list[int]]], seed: int = 0) -> list[Rollou
         for length in completions:
             tokens = draw.choices(range(61), k=length)
             old = [-draw.random() for _ in tokens]
-            made.append(Rollout(Example("p"), group, ids, tokens, old, "stop", "", 0, advantage=draw.random()))
+            made.append(
+                Rollout(Example("p"), group, ids, tokens, old, "stop", "", 0, scores=Scores(advantage=draw.random()))
+            )
     return made
 
 
@@ -133,15 +135,15 @@ def test_scores_and_values_are_those_of_each_rollout_whole_and_by_itself(dtype, 
         critic.weight.copy_(torch.randn(critic.weight.shape, generator=torch.Generator().manual_seed(seed)))
     rollouts = _rollouts(groups, seed)
     draw = random.Random(seed)
-    for rollout in rollouts if masked else ():
-        rollout.sampled = [draw.random() < 0.7 for _ in rollout.token_ids]
+    if masked:
+        rollouts = [replace(r, sampled=[draw.random() < 0.7 for _ in r.token_ids]) for r in rollouts]
     scores = score_rollouts(model, rollouts, config)
     assign_values(rollouts, model, critic, config)
     for rollout, own in zip(rollouts, scores):
         row = pack_scored([rollout.prompt_ids + rollout.token_ids], [rollout.targets()])
         with torch.no_grad():
             alone = target_log_probs(model, row, 0.8)[0], critic(predicting_states(model, row))
-        assert torch.equal(torch.tensor(own), alone[0]) and torch.equal(torch.tensor(rollout.values), alone[1])
+        assert torch.equal(torch.tensor(own), alone[0]) and torch.equal(torch.tensor(rollout.scores.values), alone[1])
 
 
 def test_scores_compute_a_groups_prompt_once():

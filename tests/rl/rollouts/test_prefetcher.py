@@ -36,7 +36,7 @@ class Scripted:
     def abort(self, request_id):
         self.orders.append(("abort", request_id))
 
-    def new_weights(self, manifest):
+    def load_weights(self, manifest):
         self.orders.append(("weights", manifest["version"]))
 
     def close(self):
@@ -82,14 +82,15 @@ class Run:
             self._draw, self.prompts, self.pool, PROMPTS, depth, lambda k: CachingGeneratorPool(self.pool, k),
             oversampling=oversampling,
         )  # fmt: skip
-        self.step, self.trained, self.ledgers = step, {}, {}
+        self.step, self.trained, self.places, self.ledgers = step, {}, {}, {}
         self.remotes = [Scripted(f"generator_{n}", self.pool, finish, room) for n in range(generators)]
         self.losses, self.rng, self.ended = losses, random.Random(seed), threading.Event()
         if state:
             state = json.loads(json.dumps(state))
             self.prompts.restore(state["prompts"])
             self.prefetcher.restore(state["ahead"])
-        self.pool.new_weights({"version": step})
+        self.prefetcher.complete(step)
+        self.pool.load_weights({"version": step})
         for remote in self.remotes:
             self.pool.join(remote)
         self.driver = threading.Thread(target=self._drive)
@@ -128,15 +129,17 @@ class Run:
     def train(self, until, last=1000, extra_rounds=()):
         for step in range(self.step + 1, until + 1):
             self.prefetcher.begin(step, last)
-            drawn, ledger = [], Ledger(PROMPTS)
+            drawn, ledger, self.places[step] = [], Ledger(PROMPTS), []
             for extra_round in range(1 + (step in extra_rounds)):
                 of_round = self.prefetcher.drawn(step, extra_round, 1 if extra_round else PROMPTS)
                 drawn += of_round.rollouts
                 ledger.wanted = PROMPTS + extra_round
+                self.places[step] += [of_round.places[rollout.group] for rollout in of_round.rollouts]
                 ledger.add(of_round.rollouts, of_round.places)
             self.trained[step], self.ledgers[step] = drawn, ledger.places()
             self.step = step
-            self.pool.new_weights({"version": step})
+            self.pool.load_weights({"version": step})
+            self.prefetcher.complete(step)
 
     def state(self):
         return {"prompts": self.prompts.state(), "ahead": self.prefetcher.state()}
@@ -163,12 +166,12 @@ def ages(run):
 
 
 def places(*runs):
-    return [list(dict.fromkeys(r.place for r in run.trained[step])) for run in runs for step in run.trained]
+    return [list(dict.fromkeys(of_step)) for run in runs for of_step in run.places.values()]
 
 
 def plain(run, first=1):
     return {
-        s: [(r.place, r.token_ids, r.logprobs, r.staleness(s - 1)) for r in own]
+        s: [(place, r.token_ids, r.logprobs, r.staleness(s - 1)) for place, r in zip(run.places[s], own)]
         for s, own in run.trained.items()
         if s >= first
     }
@@ -186,7 +189,11 @@ def test_no_token_is_older_than_promised_whoever_is_slow_or_lost(finish, depth):
             found.update(own)
         held = sorted(place for own in places(run) for place in own)
         assert len(set(held)) == len(held) == run.prompts.position - run.prompts.left_out
-        assert all(r.example is run.prompts.at(r.place) for own in run.trained.values() for r in own)
+        assert all(
+            r.example is run.prompts.at(place)
+            for step, own in run.trained.items()
+            for place, r in zip(run.places[step], own)
+        )
         assert all(len(r.logprobs) == len(r.token_ids) for own in run.trained.values() for r in own)
     assert max(found) == depth  # it is made use of
 
@@ -219,7 +226,7 @@ def test_a_resumed_run_loses_no_prompt_and_repeats_none_and_keeps_the_promise(be
 def test_samples_that_were_under_way_go_on_where_they_were():
     with running(2, seed=3) as first:
         first.train(3)
-        first.prefetcher.wait(first.step)
+        first.prefetcher.wait()
         state = first.state()
         first.train(5, last=5)
     with running(2, seed=4, state=state, step=3) as second:
@@ -241,7 +248,7 @@ def test_samples_that_were_under_way_go_on_where_they_were():
 def test_a_resumed_run_that_is_saved_again_holds_all_that_it_was_given():
     with running(2, seed=3) as first:
         first.train(3)
-        first.prefetcher.wait(first.step)
+        first.prefetcher.wait()
         state = first.state()
     with running(2, seed=4, state=state, step=3) as second:
         assert second.state() == state  # before anything is asked
@@ -257,7 +264,7 @@ def test_with_finish_a_run_that_is_resumed_is_the_run_that_was_never_interrupted
     for stop in (1, 3, 6):
         with running(2, True, generators=1, seed=stop) as first:
             first.train(stop, last=9)
-            first.prefetcher.wait(first.step)
+            first.prefetcher.wait()
             state = first.state()
         with running(2, True, generators=3, seed=2, state=state, step=stop) as second:
             second.train(9, last=9)
@@ -265,7 +272,7 @@ def test_with_finish_a_run_that_is_resumed_is_the_run_that_was_never_interrupted
 
 
 @pytest.mark.parametrize("depth", [0, 2])
-def test_a_step_that_was_drawn_and_taken_back_is_drawn_again_by_the_run_that_is_resumed(depth):
+def test_a_step_that_was_drawn_and_interrupted_is_drawn_again_by_the_run_that_is_resumed(depth):
     with running(depth, True, seed=1) as whole:
         whole.train(9, last=9, extra_rounds=(4, 7))
     for stop in (3, 6):
@@ -274,8 +281,7 @@ def test_a_step_that_was_drawn_and_taken_back_is_drawn_again_by_the_run_that_is_
             first.prefetcher.begin(stop + 1, 9)
             first.prefetcher.drawn(stop + 1, 0, PROMPTS)
             first.prefetcher.drawn(stop + 1, 1, 1)
-            first.prefetcher.take_back()
-            first.prefetcher.wait(stop)  # what this step's weights sample may go on later
+            first.prefetcher.wait()  # what this step's weights sample may go on later
             state = first.state()
         with running(depth, True, generators=3, seed=2, state=state, step=stop) as second:
             second.train(9, last=9, extra_rounds=(4, 7))
@@ -288,7 +294,7 @@ def test_of_more_prompts_than_are_trained_on_the_stragglers_are_dropped_and_none
         with running(2, finish, generators=2, losses=0.01 * (not finish), seed=stop, oversampling=1.5) as first:
             first.train(stop, last=9, extra_rounds=(2,))
             if finish:
-                first.prefetcher.wait(first.step)
+                first.prefetcher.wait()
             state = first.state()
         with running(2, finish, generators=3, seed=1, state=state, step=stop, oversampling=1.5) as second:
             second.train(9, last=9)
@@ -332,7 +338,7 @@ def test_the_buffer_is_counted_in_steps_and_samples_that_are_ready_or_under_way(
         run.ended.clear()
         run.driver = threading.Thread(target=run._drive)
         run.driver.start()
-        run.prefetcher.wait(1)
+        run.prefetcher.wait()
         assert list(run.prefetcher.metrics().values()) == [2, 0, 2 * of_a_step, 0]
         run.prefetcher.drawn(1, 0, PROMPTS)
         assert list(run.prefetcher.metrics().values()) == [1, 0, of_a_step, 0]
@@ -423,7 +429,7 @@ def test_nothing_grows_over_a_long_run():
     with running(2, generators=2, room=100) as run:
         for step in range(20, 321, 100):
             run.train(step)
-            run.prefetcher.wait(run.step)
+            run.prefetcher.wait()
             run.pool.metrics()
             found.append(sizes(run))
             assert len(run.state()["ahead"]["prompts"]) == 2 * PROMPTS  # the buffer is bounded

@@ -5,14 +5,14 @@ import json
 import pytest
 
 import lockstep.rl as rl
-from lockstep.rl.rollouts.records import write_rollouts
+from lockstep.rl.rollouts.records import Scores, write_rollouts
 
 
 def _rollout(**changes):
     values = dict(
         example=rl.Example("3+5=", "8"), group=2, prompt_ids=[51, 43], token_ids=[56, 10], logprobs=[-0.1, -1e-7],
-        finish_reason="stop", completion="8\n", version=7, rewards={"correct": 1.0, "format": 0.0}, reward=1.0,
-        advantage=-0.5,
+        finish_reason="stop", completion="8\n", version=7,
+        scores=Scores({"correct": 1.0, "format": 0.0}, reward=1.0, advantage=-0.5),
     )  # fmt: skip
     return rl.Rollout(**(values | changes))
 
@@ -41,7 +41,7 @@ def test_a_failed_write_leaves_the_older_file_whole(tmp_path):
     before = path.read_bytes()
 
     broken = _rollout()
-    broken.rewards = object()  # which JSON cannot say, after the first line is already written
+    broken.scores.rewards = object()  # which JSON cannot say, after the first line is already written
     with pytest.raises(TypeError, match="not JSON serializable"):
         write_rollouts(path, [_rollout(), broken])
     assert path.read_bytes() == before

@@ -2,9 +2,9 @@
 
 from lockstep.config import ObserveConfig
 from lockstep.observe.readable import readable_rollouts
-from lockstep.rl.controller import reinforce
 from lockstep.rl.environments.protocol import Example
-from lockstep.rl.rollouts.records import Conversation, Rollout
+from lockstep.rl.reinforce import reinforce
+from lockstep.rl.rollouts.records import Conversation, Rollout, Scores
 from lockstep.rl.rollouts.samples import LONGEST, SAMPLES, samples_of
 from tests.rl.test_algorithm_runs import EvenBytes, _config, folders  # noqa: F401
 
@@ -19,8 +19,7 @@ def _rollout(group=0, completion="text", reward=0.0, **more):
         "stop",
         completion,
         0,
-        reward=reward,
-        advantage=-reward,
+        scores=Scores(reward=reward, advantage=-reward),
         **more,
     )
 

@@ -14,7 +14,7 @@ from lockstep.model import preset
 from lockstep.rl import Example
 from lockstep.rl.rollouts.metrics import accepted
 from lockstep.rl.rollouts.packing import PolicyLoss, policy_batches
-from lockstep.rl.rollouts.records import Rollout
+from lockstep.rl.rollouts.records import Rollout, Scores
 from lockstep.rl.scoring import parity_check
 from lockstep.rl.scoring.parity import Parity, ParityError
 from lockstep.rl.scoring.parity_check import check_parity
@@ -111,9 +111,8 @@ def test_of_steps_sampled_ahead_tokens_of_the_current_weights_are_compared_and_a
     logprobs = [-0.5, -0.25, *scores[len(prompt) + 1 :].tolist()]
 
     def loss_of(logprobs):
-        rollout = Rollout(
-            Example("p"), 0, prompt, tokens, logprobs, "stop", "", 3, versions=versions, advantage=1.0, reward=1.0
-        )
+        scores = Scores(advantage=1.0, reward=1.0)
+        rollout = Rollout(Example("p"), 0, prompt, tokens, logprobs, "stop", "", 3, versions=versions, scores=scores)
         config = RLConfig(dtype="float32")
         (batch,) = policy_batches([rollout], config, version=5)
         loss = PolicyLoss(config, compare=True)

@@ -18,13 +18,13 @@ OF_RANKS = ("experts/imbalance", "experts/sent_mib")
 
 def run_with_other_routes(config):
     """A run whose generator says, for every third token, another expert than it used, in one of its mixtures."""
-    from lockstep.rl import controller
+    from lockstep.rl import reinforce as controller
 
     exact = controller.policy_batches
 
     def batches(rollouts, *given):
-        for rollout in rollouts:
-            rollout.routes = [another(route, number) for number, route in enumerate(rollout.routes)]
+        for rollout in rollouts:  # in place: the step counts on getting its rollouts back
+            rollout.routes[:] = [another(route, number) for number, route in enumerate(rollout.routes)]
         return exact(rollouts, *given)
 
     controller.policy_batches = batches

@@ -17,10 +17,10 @@ from lockstep.data import ByteTokenizer, load_tokenizer
 from lockstep.data.chat import load_chat_template
 from lockstep.errors import UserError
 from lockstep.rl import Environment, Example
-from lockstep.rl.controller import reinforce
 from lockstep.rl.conversations.rendering import Rendering
+from lockstep.rl.reinforce import reinforce
 from lockstep.rl.rollouts.eval_metrics import eval_metrics
-from lockstep.rl.rollouts.records import Conversation, Rollout
+from lockstep.rl.rollouts.records import Conversation, Rollout, Scores
 from lockstep.rl.scoring.reward_model import RewardModel, assign_scores
 from lockstep.train.packing import pack_scored, target_scores
 from lockstep.train.reward_model import train_reward_model
@@ -118,8 +118,9 @@ def _on_a_rank(config):
     reinforce(config, Words())
 
 
-def _rollout(prompt, completion, group=0, **changes):
-    return Rollout(Example(prompt), group, [1], [2], [0.0], "stop", completion, 0, **changes)
+def _rollout(prompt, completion, group=0, conversation=None, **scores):
+    sample = Example(prompt), group, [1], [2], [0.0], "stop", completion, 0
+    return Rollout(*sample, conversation=conversation, scores=Scores(**scores))
 
 
 def _reward_model(folder, template=None):
@@ -188,17 +189,17 @@ def test_failed_rewards_stay_without_and_right_answers_are_the_environments_own(
     ]
     config = RLConfig(reward_model_weight=2.0)
     assign_scores(rollouts, _reward_model(folders[1]), Rendering(ByteTokenizer()), config)
-    assert rollouts[1].rewards == {} and rollouts[1].reward == 0.0
+    assert rollouts[1].scores.rewards == {} and rollouts[1].scores.reward == 0.0
     expected = _scores_alone(
         folders[1], [[*ByteTokenizer().encode(t), ByteTokenizer().eos_id] for t in ("abc", "ab", "xd")]
     )
     found = [rollouts[i] for i in (0, 2, 3)]
-    assert [r.rewards["reward_model"] for r in found] == expected
-    assert [r.reward for r in found] == [own + 2 * score for own, score in zip((1.0, 0.0, 1.0), expected)]
+    assert [r.scores.rewards["reward_model"] for r in found] == expected
+    assert [r.scores.reward for r in found] == [own + 2 * score for own, score in zip((1.0, 0.0, 1.0), expected)]
     # A failure that counts as 0 has a score too: it is not better than answers whose scores are negative.
     zero = _rollout("ab", "d", rewards={}, failure="raised")
     assign_scores([zero], _reward_model(folders[1]), Rendering(ByteTokenizer()), config)
-    assert zero.reward == 2 * zero.rewards["reward_model"] != 0
+    assert zero.scores.reward == 2 * zero.scores.rewards["reward_model"] != 0
     assert eval_metrics(rollouts, Right()).pass_at[1].mean == pytest.approx(0.75)
     with pytest.raises(UserError, match="has a reward named reward_model"):
         assign_scores(

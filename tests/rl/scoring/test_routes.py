@@ -26,10 +26,10 @@ from lockstep.model import preset
 from lockstep.ops import routing
 from lockstep.parallel.recompute import apply_recompute
 from lockstep.rl import Example
-from lockstep.rl.controller import reinforce
+from lockstep.rl.reinforce import reinforce
 from lockstep.rl.rollouts.metrics import accepted
 from lockstep.rl.rollouts.packing import PolicyLoss, policy_batches
-from lockstep.rl.rollouts.records import Rollout
+from lockstep.rl.rollouts.records import Rollout, Scores
 from lockstep.rl.scoring.explain import first_difference, in_words
 from lockstep.rl.scoring.parity import Parity, ParityError
 from lockstep.rl.scoring.routes import routes_to_replay
@@ -56,8 +56,8 @@ def sampled(engine, form="whole", seed=0):
     prompts = [shared[:3], shared, [*shared, 5, 6], shared[7:19]]
     params = SamplingParams(max_tokens=40, n=3, seed=3, ignore_eos=True, routes=form)
     return [
-        Rollout(Example(f"prompt {i}"), i, prompt, c.token_ids, c.logprobs, "length", "", 0, advantage=1.0, reward=1.0,
-                routes=c.routes)
+        Rollout(Example(f"prompt {i}"), i, prompt, c.token_ids, c.logprobs, "length", "", 0,
+                routes=c.routes, scores=Scores(advantage=1.0, reward=1.0))
         for i, (prompt, group) in enumerate(zip(prompts, engine.generate(prompts, params)))
         for c in group
     ]  # fmt: skip
@@ -74,7 +74,7 @@ def loss_of(model, rollouts, **settings):
 
 
 class HalfRight(Draft):
-    """Guesses the tokens of another engine, every third one spoiled."""
+    """Drafts the tokens of another engine, every third one spoiled."""
 
     def __init__(self, known):
         self.known = known
@@ -84,8 +84,8 @@ class HalfRight(Draft):
 
     def _of(self, tokens, count):
         found = next((k for k in self.known if k[: len(tokens)] == tokens), tokens)
-        guess = found[len(tokens) : len(tokens) + count]
-        return [(t + 1) % 256 if (len(tokens) + i) % 3 == 0 else t for i, t in enumerate(guess)]
+        draft = found[len(tokens) : len(tokens) + count]
+        return [(t + 1) % 256 if (len(tokens) + i) % 3 == 0 else t for i, t in enumerate(draft)]
 
 
 @pytest.mark.parametrize(
@@ -96,13 +96,13 @@ def test_every_sampled_token_has_the_trainers_route_however_it_was_computed(monk
     model = mixture(shape)
     plain = sampled(Engine(model, EngineConfig(cache_tokens=4096)), form)
     assert all(len(r.routes) == len(r.token_ids) for r in plain)
-    # Prompts in chunks, pages that run out, prefixes that are known, and guesses of which some are wrong.
+    # Prompts in chunks, pages that run out, prefixes that are known, and drafts of which some are wrong.
     narrow = EngineConfig(cache_tokens=128, max_tokens_per_step=24, max_sequences=5, draft_tokens=4)
     monkeypatch.setattr(
         "lockstep.generate.drafts.lengths.DraftLengths.choose", lambda self, sequences, limits, rows, room, *_:
         [max(0, min(4, limit, room // max(1, len(sequences)))) for limit in limits],
     )  # fmt: skip
-    monkeypatch.setattr("lockstep.generate.drafts.lengths.DraftLengths.rests", lambda self, chunks: False)
+    monkeypatch.setattr("lockstep.generate.drafts.lengths.DraftLengths.backs_off", lambda self, chunks: False)
     engine = Engine(model, narrow, draft=HalfRight([r.prompt_ids + r.token_ids for r in plain]))
     mixed = sampled(engine, form)
     did = engine.statistics

@@ -18,9 +18,9 @@ from lockstep.data import ByteTokenizer
 from lockstep.errors import RunStopped, UserError
 from lockstep.model import ModelConfig, save_model
 from lockstep.parallel.recompute import apply_recompute
-from lockstep.rl import Environment, Example, Rollout
+from lockstep.rl import Environment, Example, Rollout, Scores
 from lockstep.rl.algorithms import explained_variance, generalized_advantages, value_losses, value_returns
-from lockstep.rl.controller import reinforce
+from lockstep.rl.reinforce import reinforce
 from lockstep.rl.rollouts.collect import assign_advantages
 from lockstep.rl.rollouts.packing import PolicyLoss, policy_batches
 from lockstep.rl.scoring.reference import score_rollouts
@@ -115,10 +115,10 @@ def _rollouts(model):
         for _ in range(4):
             tokens = torch.randint(258, (int(torch.randint(4, 20, (), generator=draw)),), generator=draw).tolist()
             reward = float(torch.randint(3, (), generator=draw))
-            made.append(Rollout(Example("p"), group, tokens[:3], tokens[3:], [], "stop", "", 0, reward=reward))
-    for rollout, own in zip(made, score_rollouts(model, made, _config())):
-        rollout.logprobs = own
-    return made
+            made.append(
+                Rollout(Example("p"), group, tokens[:3], tokens[3:], [], "stop", "", 0, scores=Scores(reward=reward))
+            )
+    return [dataclasses.replace(r, logprobs=own) for r, own in zip(made, score_rollouts(model, made, _config()))]
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
@@ -128,7 +128,7 @@ def test_values_have_the_same_bits_however_a_step_is_packed_and_in_the_loss(dtyp
     found = []
     for tokens in (1, 40, 10**6):
         assign_values(rollouts, model, critic, _config(tokens=tokens))
-        found.append([r.values for r in rollouts])
+        found.append([r.scores.values for r in rollouts])
     assert found[0] == found[1] == found[2]
     assign_advantages(rollouts, algorithm := PolicyLoss(_config(), False).algorithm)
     # As float32 tensors, and with a gradient: PPO's bound, however narrow, changes nothing on the first update.

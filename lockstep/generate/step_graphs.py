@@ -1,0 +1,201 @@
+"""Step graphs: decode steps on a CPU, recorded and replayed without the Python between operators.
+
+That Python takes most of the time of a small model's step.
+"""
+
+from __future__ import annotations
+
+import operator
+from collections import Counter
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from lockstep import ops
+from lockstep.generate.batch import StepBatch
+from lockstep.generate.runner import Decoded, Runner, has_custom_forward
+from lockstep.model import Decoder
+from lockstep.model.decoder import Block
+from lockstep.model.lora_layers import projections
+from lockstep.ops import native
+
+SEEN_BEFORE_RECORDING = 12
+"""Steps with a number of rows before it is recorded: recording takes as long as a dozen replays save."""
+DRAFT_ROWS = 16
+"""Steps with drafts have any number of rows up to this, or a multiple of it: other numbers seldom occur again."""
+SHARED_CONTEXT = 1024
+"""The longest context with drafts: a step graph attends row by row, while a direct step reads the keys of a long
+context once for all rows of a sequence."""
+
+
+class StepGraphRunner(Runner):
+    """Replays decode steps whose number of rows has been recorded.
+
+    `weights` are in use when a step runs. A step graph contains addresses and packed weights: all graphs are dropped
+    when a weight has moved or cannot be packed into the same memory.
+    """
+
+    def __init__(self, model: Decoder, cache: ops.KVCache, weights: ops.PackedWeights):
+        super().__init__(model, cache)
+        self._weights = weights
+        self._steps: dict[int, _Step] = {}
+        self._settings: list[Any] = []
+        self._inspect()
+        self._arena = ops.Arena()
+        self._times_seen: Counter[int] = Counter()
+        self._most_rows = ops.FEW_ROWS
+
+    def _inspect(self) -> None:
+        """Reads the model anew: a change of weights may include new modules, hooks, settings or forwards."""
+        modules = list(self.model.modules())
+        if (settings := [(type(m), _settings(m)) for m in modules]) != self._settings:
+            self.release()
+            self._settings = settings
+        self._generation = self._weights.generation
+        self._hooked = has_custom_forward(self.model)
+        self._names: list[tuple[dict[str, Any], str]] = [
+            (m._parameters, name) for m in modules for name, p in m._parameters.items() if p is not None
+        ]
+        self._adapted = [layer for _, layer in projections(self.model) if layer.lora_A is not None]
+
+    @staticmethod
+    def can_run(model: Decoder) -> bool:
+        """Whether a model's decode steps consist of CPU kernels on plain parameters."""
+        plain = model.halves is Block
+        parameters = all(type(p) is nn.Parameter and not p.is_inference() for p in model.parameters())
+        kernels = native.usable(model.embed_tokens.weight) and not native.is_pretending()
+        return plain and parameters and kernels and model.runs_on is None
+
+    def release(self) -> None:
+        self._steps.clear()
+
+    def fits(self, rows: int) -> bool:
+        return rows <= DRAFT_ROWS or rows % DRAFT_ROWS == 0 or rows > self._most_rows
+
+    def decode(self, batch: StepBatch) -> Decoded | None:
+        rows = batch.tokens.shape[0]
+        drafts = rows > batch.block_table.shape[0]
+        self.pace = "steady"
+        if not batch.decodes or rows > self._most_rows or self.model.halves is not Block:
+            return None
+        if (drafts and int(batch.positions.max()) >= SHARED_CONTEXT) or torch.is_inference_mode_enabled():
+            return None
+        if self._generation != self._weights.generation:
+            self._inspect()
+        if self._hooked:
+            return None
+        current = [parameters[name] for parameters, name in self._names]
+        places = [*map(id, current)], [*map(Tensor.data_ptr, current)]
+        weights = places, [layer.adapted for layer in self._adapted], [*map(_version, current)]
+        if (step := self._steps.get(rows)) is not None:
+            if step.is_valid(batch, self._weights, weights):
+                return step.replay(batch)
+            self.release()
+        if drafts and not self.fits(rows):
+            return None
+        self._times_seen[rows] += 1
+        # The first number of rows is recorded early, to measure what replaying saves.
+        self.pace = (
+            "unrecorded" if self._times_seen[rows] < (SEEN_BEFORE_RECORDING if self._steps else 3) else "recording"
+        )
+        if self.pace == "unrecorded":
+            return None
+        try:
+            step = _Step(self.model, self.cache, batch, self._weights, weights, self._arena)
+        except ops.Unrecordable:
+            self._most_rows = 0
+            return None
+        self._steps[rows] = step
+        return step.decoded
+
+
+def _settings(module: nn.Module) -> dict[str, Any]:
+    """A module's settings: what it computes with besides tensors and submodules."""
+    return {
+        name: value
+        for name, value in vars(module).items()
+        if not name.startswith("_") and isinstance(value, bool | int | float | str | ops.Routing | None)
+    }
+
+
+Weights = tuple[tuple[list[int], list[int]], list[bool], list[int]]
+"""Each weight's identity and address; whether each adapter is on; each weight's version counter."""
+_version = operator.attrgetter("_version")
+
+
+class _Step:
+    """A recorded step, over static buffers."""
+
+    def __init__(
+        self,
+        model: Decoder,
+        cache: ops.KVCache,
+        batch: StepBatch,
+        packed: ops.PackedWeights,
+        weights: Weights,
+        arena: ops.Arena,
+    ):
+        rows, width = len(batch.tokens), min(cache.num_pages, -(-model.config.max_positions // ops.PAGE))
+        table = batch.block_table.new_zeros(rows, width)
+        temperature = batch.sampling[0].clone()
+        drawing = ops.drawing(temperature, batch.sampling[-1])
+        tokens, positions, contexts = batch.tokens.clone(), batch.positions.clone(), (batch.positions + 1).int()
+        # Inputs that follow from the batch alone are computed outside of the graph, with NumPy: on small tensors, each
+        # of PyTorch's operators takes as long as a kernel.
+        attention = ops.PagedAttention(cache, table, None, contexts)
+        inputs = tokens, positions, contexts, attention.slots, temperature, *drawing, table
+        self._inputs = [each.numpy() for each in inputs]
+        self._rows = np.arange(rows)
+        self._fill(batch)
+
+        def step() -> tuple[Tensor, ...]:
+            with ops.recorded_routes() as routes:
+                logits = model.logits(model(tokens, positions, attention))
+            return (logits, *ops.draw_scaled(logits, *drawing), *routes)
+
+        # Before recording: another engine's thread may replace the tables by larger ones at any time.
+        self._positions = len(model.rotary.reserve(int(positions.max()) + 1, model.device)[0])
+        self._graph = ops.StepGraph(step, arena)
+        self._kernels = native.library()
+        self._generation, self._weights = packed.generation, weights
+        self.decoded = self._results()
+
+    def is_valid(self, batch: StepBatch, packed: ops.PackedWeights, weights: Weights) -> bool:
+        """Whether it can be replayed for this batch. Packs weights again if they may have changed."""
+        if batch.positions.numpy().max() >= self._positions or native.library() is not self._kernels:
+            return False
+        if (packed.generation, weights) != (self._generation, self._weights):
+            if weights[:2] != self._weights[:2]:
+                return False
+            if any(packed.panels_of(weight) is not panels for weight, panels in self._graph.panels):
+                return False
+            self._generation, self._weights = packed.generation, weights
+        return True
+
+    def replay(self, batch: StepBatch) -> Decoded:
+        self._fill(batch)
+        self._graph.replay()
+        return self._results()
+
+    def _results(self) -> Decoded:
+        logits, tokens, log_probs, *routes = self._graph.results
+        ops.note_routes(routes)
+        return Decoded(logits, tokens, log_probs)
+
+    def _fill(self, batch: StepBatch) -> None:
+        tokens, positions, contexts, slots, temperature, inverse, uniform, table = self._inputs
+        requested, pages, at = batch.sampling[0].numpy(), batch.table_of_rows().numpy(), batch.positions.numpy()
+        if (requested != temperature).any():
+            temperature[:] = requested
+            inverse[:] = ops.inverse_temperature(batch.sampling[0]).numpy()
+        # As `ops.drawing` and `PagedAttention.slots` compute them.
+        uniform[:] = batch.sampling[-1].numpy()
+        uniform[requested == 0] = -1.0
+        table[:, : pages.shape[1]] = pages
+        tokens[:] = batch.tokens.numpy()
+        positions[:] = at
+        contexts[:] = at + 1
+        page, within = np.divmod(at, ops.PAGE)
+        slots[:] = pages[self._rows, page].astype(np.int64) * ops.PAGE + within
