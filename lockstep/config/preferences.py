@@ -56,7 +56,7 @@ class RewardModelConfig(PreferenceConfig):
 
 
 def preference_problems(config: PreferenceConfig) -> Iterator[str]:
-    """Settings that cannot work."""
+    """A message for each combination that cannot work."""
     if config.loader.packing != "whole" or not config.loader.separate_documents:
         yield 'preferences need loader.packing = "whole" and loader.separate_documents; leave both at their defaults'
     if config.turns != "apart":

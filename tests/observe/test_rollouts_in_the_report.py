@@ -9,7 +9,7 @@ from lockstep.data import ByteTokenizer
 from lockstep.data.pieces import token_pieces
 from lockstep.errors import UserError
 from lockstep.observe import MetricsWriter, open_run, write_report
-from lockstep.observe.report import MOST_BYTES
+from lockstep.observe.report import MAX_BYTES
 from lockstep.observe.token_view import ENVIRONMENTS, _pieces, channels, shown_steps
 
 HOSTILE = "</i></span><script>alert('gotcha')</script><img src=x onerror=\"gotcha()\">&lt;b&gt;\x00\x1b[2Jä\u202e"
@@ -166,7 +166,7 @@ def test_a_report_of_the_longest_rollouts_stays_below_its_size(tmp_path):
             names = ("reward/mean", "rollout/tokens_mean", "policy/entropy", "grad_norm", "learning_rate", "loss")
             file.write(json.dumps({"step": step, **{n: hash((step, n)) % 1000 / 1000 for n in names}}) + "\n")
     page = write_report(run).read_text()
-    assert len(page.encode()) < MOST_BYTES
+    assert len(page.encode()) < MAX_BYTES
     parsed = Page(page)
     assert len(parsed.tokens) > 1000 and "characters left out" in page
     assert any("tokens left out" in text for _, text in parsed.tokens)
@@ -186,12 +186,12 @@ def test_a_piece_is_what_a_token_says_by_itself(bpe_tokenizer):
 
 
 def test_a_long_curve_keeps_its_ends_and_its_spikes():
-    from lockstep.observe.curves import MOST_POINTS, _thinned
+    from lockstep.observe.curves import MAX_POINTS, _thinned
 
     values = [float(n % 7) for n in range(99_999)]
     values[12_345], values[54_321] = 100.0, -100.0
     steps, thinned = _thinned(range(1, 100_000), values)
-    assert len(thinned) <= MOST_POINTS and {100.0, -100.0} <= set(thinned)
+    assert len(thinned) <= MAX_POINTS and {100.0, -100.0} <= set(thinned)
     assert steps == sorted(steps) and all(values[int(step) - 1] == value for step, value in zip(steps, thinned))
     assert _thinned([1, 2, 3], [0.5, 0.1, 0.2]) == ([1, 2, 3], [0.5, 0.1, 0.2])
 

@@ -45,7 +45,7 @@ class PolicyBatch:
     returns: Float[Tensor, "targets"] | None = None
     """The targets of the values."""
     before_step: Float[Tensor, "targets"] | None = None
-    """The trainer's log-probabilities in the first inner step, for off-policy corrections."""
+    """The trainer's log-probabilities in the first update, for off-policy corrections."""
     current: Bool[Tensor, "targets"] | None = None
     """Which tokens were sampled from the weights that the step starts with; None: all."""
     without_replay: Float[Tensor, "targets"] | None = None
@@ -128,7 +128,7 @@ def packing_metrics(batches: Sequence[PolicyBatch]) -> dict[str, float]:
 
 
 class PolicyLoss:
-    """The loss of a micro-batch, as called by `Trainer.step`; collects the metrics and the parity of an inner step."""
+    """The loss of a micro-batch, as called by `Trainer.step`; collects the metrics and the parity of an update."""
 
     def __init__(self, config: RLConfig, compare: bool, critic: ValueHead | None = None):
         self.temperature = config.temperature

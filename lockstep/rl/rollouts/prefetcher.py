@@ -115,9 +115,9 @@ class RolloutPrefetcher:
         samples = [each.samples() for each in begun]
         return {
             "buffer/steps_ready": sum(each.is_ready for each in begun),
-            "buffer/steps_under_way": sum(not each.is_ready for each in begun),
+            "buffer/steps_in_flight": sum(not each.is_ready for each in begun),
             "buffer/samples_ready": sum(ended for ended, _ in samples),
-            "buffer/samples_under_way": sum(going_on for _, going_on in samples),
+            "buffer/samples_in_flight": sum(going_on for _, going_on in samples),
         }
 
     def state(self) -> dict[str, Any]:

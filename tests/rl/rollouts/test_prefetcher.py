@@ -334,9 +334,9 @@ def test_the_buffer_is_counted_in_steps_and_samples_that_are_ready_or_under_way(
         run.prefetcher.begin(1, last=2)
         assert run.prefetcher.metrics() == {
             "buffer/steps_ready": 0,
-            "buffer/steps_under_way": 2,
+            "buffer/steps_in_flight": 2,
             "buffer/samples_ready": 0,
-            "buffer/samples_under_way": 2 * of_a_step,
+            "buffer/samples_in_flight": 2 * of_a_step,
         }
         run.ended.clear()
         run.driver = threading.Thread(target=run._drive)
