@@ -11,7 +11,7 @@ import sys
 
 from lockstep.errors import UserError
 from lockstep.recipes import FROM_SCRATCH
-from lockstep.train.pretrain import estimate_memory
+from lockstep.train.dry_run import estimate_memory
 
 RANKS = (8, 64, 512)
 

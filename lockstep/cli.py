@@ -124,12 +124,13 @@ def pretrain(arguments: list[str]) -> int:
     from lockstep.config import PretrainConfig
 
     config = run_config("pretrain", PretrainConfig, arguments)
-    from lockstep.train.pretrain import estimate_memory
-    from lockstep.train.pretrain import pretrain as run
-
     if config.dry_run:
+        from lockstep.train.dry_run import estimate_memory
+
         print(estimate_memory(config).text())
         return 0
+    from lockstep.train.pretrain import pretrain as run
+
     _print_next(run(config), "generate --model {folder} --prompt TEXT")
     return 0
 

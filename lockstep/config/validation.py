@@ -166,6 +166,11 @@ def _layout_problems(config: PretrainConfig | RLConfig) -> Iterator[str]:
             "train.optimizer_in_backward does not work with parallel.pipeline, which computes a weight's gradient in "
             "several backwards; switch it off"
         )
+    if train.deterministic_layout and parallel.reduce_gradients == "step":
+        yield (
+            "train.deterministic_layout sums gradients over ranks after every micro-batch; leave "
+            'parallel.reduce_gradients at "auto"'
+        )
     if train.deterministic_layout and parallel.pipeline > 1 and parallel.context > 1:
         yield (
             "train.deterministic_layout works with parallel.pipeline or with parallel.context, not with both; switch "

@@ -40,7 +40,6 @@ from lockstep.rl.weights.in_place import materialize
 from lockstep.rl.weights.server import versions_to_keep
 from lockstep.rl.weights.server_memory import memory_bytes
 from lockstep.train import Trainer
-from lockstep.train.adapter import adapted
 from lockstep.train.dry_run import (
     DryRun,
     on_meta,
@@ -51,6 +50,7 @@ from lockstep.train.dry_run import (
 from lockstep.train.dry_run_pipeline import simulated_ranks
 from lockstep.train.live_memory import LiveMemory
 from lockstep.train.packing import PackedRow, pack_scored, predicting_states, target_log_probs
+from lockstep.train.setup import adapted
 
 STAGES = TRAINING, SAMPLING, SYNC = ("training", "sampling", "weight sync")
 """The stages of a step on a rank."""

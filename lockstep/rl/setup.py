@@ -37,7 +37,6 @@ from lockstep.rl.scoring.reference import (
     load_teacher,
 )
 from lockstep.rl.scoring.reward_model import RewardModel, assign_scores, load_reward_model
-from lockstep.rl.scoring.routes import refuse_replay_without_experts
 from lockstep.rl.scoring.value_head import ValueHead, assign_values, make_critic, refuse_run_without_values
 
 Score = Callable[[Sequence[Rollout]], None]
@@ -67,7 +66,6 @@ def load_parts(config: RLConfig, environment: Environment, is_given: bool, world
     """Loads examples and models. Raises UserError if they, or the ranks, are unsuitable."""
     prompts, held_out = open_examples(config, environment, world)
     policy = open_policy(config, world)
-    refuse_replay_without_experts(config, policy.config)
     tokenizer = load_tokenizer(config.model, policy.config.vocab_size)
     policy.config = with_ends(policy.config, tokenizer, load_chat_template(local_folder(config.model)))
     reference = load_reference(config, world, tokenizer)

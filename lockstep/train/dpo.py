@@ -6,43 +6,19 @@ from collections.abc import Callable, Iterator
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import TypeVar
 
 import torch
 from jaxtyping import Float
 from torch import Tensor
 
 from lockstep import ops
-from lockstep.config import DPOConfig, PreferenceConfig, validate_run
-from lockstep.data import (
-    DataSource,
-    RowLoader,
-    Rows,
-    StepRows,
-    TokenizedCorpus,
-    divide,
-    divide_step,
-    is_token_folder,
-    parse_data,
-)
-from lockstep.data.chat import ChatTemplate
-from lockstep.data.preferences import (
-    Example,
-    LabelledRows,
-    PreferenceEncoder,
-    PreferenceRow,
-    PreferenceRows,
-    PreferenceSource,
-    number_of,
-)
-from lockstep.data.template_values import command_values
-from lockstep.data.tokenizer import Tokenizer
-from lockstep.errors import UserError
+from lockstep.config import DPOConfig, validate_run
+from lockstep.data import RowLoader, Rows, StepRows, TokenizedCorpus
+from lockstep.data.preferences import Example, number_of
 from lockstep.model import ScoringModel, TrainableModel, load_weights, read_config, refuse_score_head, resolve_dtype
 from lockstep.observe import OnMetrics
-from lockstep.parallel import World, close_world, open_world, parallel_model
+from lockstep.parallel import World, parallel_model
 from lockstep.progress import Progress
-from lockstep.train.epochs import with_steps
 from lockstep.train.preference_batches import (
     PreferenceBatch,
     Which,
@@ -50,17 +26,13 @@ from lockstep.train.preference_batches import (
     preference_batch,
     shares_prompts,
 )
+from lockstep.train.preference_data import examples_of, open_preferences
 from lockstep.train.preference_losses import Answers, dpo_loss, ipo_loss, kto_divergence, kto_loss, simpo_loss
-from lockstep.train.pretrain import check_length, make_loader, make_model
 from lockstep.train.reference_scores import assign_reference, model_reference
-from lockstep.train.resolve_defaults import resolve_defaults
+from lockstep.train.refusals import refuse_long_rows, refuse_other_vocabulary
 from lockstep.train.rows_task import RowsRun, train_rows
-from lockstep.train.same_vocabulary import refuse_other_vocabulary
-from lockstep.train.sft import chat_template, chat_tokenizer
+from lockstep.train.setup import make_model, training_world
 from lockstep.train.trainer import Trainer
-from lockstep.train.validation import validation_rows
-
-Config = TypeVar("Config", bound=PreferenceConfig)
 
 
 def prefer(config: DPOConfig, progress: Progress | None = None, on_metrics: OnMetrics | None = None) -> Path:
@@ -70,70 +42,22 @@ def prefer(config: DPOConfig, progress: Progress | None = None, on_metrics: OnMe
     UserError for bad input.
     """
     validate_run(config, DPOConfig)
-    world = open_world(config.parallel, config.device)
-    try:
-        return _prefer(resolve_defaults(config, world), world, progress, on_metrics)
-    finally:
-        close_world(world)
-
-
-def _prefer(config: DPOConfig, world: World, progress: Progress | None, on_metrics: OnMetrics | None) -> Path:
-    config, tokenizer, template, loader, held_out = open_preferences(config, world, paired=config.loss != "kto")
-    if config.reference:
-        refuse_other_vocabulary(config.reference, "reference", config.model, tokenizer)
-    model = make_model(config, tokenizer, world, template)
-    parts = RowsRun(tokenizer, model, loader, held_out, "dpo", PreferenceObjective(config))
-    return train_rows(config, world, parts, progress, on_metrics)
-
-
-def open_preferences(
-    config: Config, world: World, paired: bool
-) -> tuple[Config, Tokenizer, ChatTemplate | None, RowLoader, StepRows | None]:
-    """The run's settings including its steps, the tokenizer and template, and the examples for training and validation.
-
-    Raises UserError for data without preferences.
-    """
-    tokens, fixed = config.train.tokens_per_microbatch, config.train.deterministic_layout
-    divide_step(config.sequence_length, config.tokens_per_step, tokens, world.data_size, fixed)
-    tokenizer = chat_tokenizer(config)
-    template = chat_template(config, tokenizer, [], [])
-    values = command_values(config.chat_template_kwargs, template)
-    encoder = PreferenceEncoder(tokenizer, template, config.sequence_length, paired, values)
-    rows = PreferenceRows if paired else LabelledRows
-    sources = preference_sources(config, config.data)
-    held_out_sources = preference_sources(config, config.validation_data) if config.validation_data else []
-    if config.validation_share:
-        sources, held_out_sources = divide(sources, config.validation_share)
-    loader = make_loader(config, sources, encoder, world, rows)
-    config = with_steps(config, loader, world, "pairs" if paired else "answers")
-    return config, tokenizer, template, loader, validation_rows(config, held_out_sources, encoder, world, rows)
-
-
-def preference_sources(config: PreferenceConfig, data: str) -> list[tuple[DataSource, float]]:
-    """The sources in `data`, each with its weight. Raises UserError for a folder of tokens."""
-    sources: list[tuple[DataSource, float]] = []
-    for name, weight in parse_data(data):
-        if is_token_folder(name):
-            raise UserError(f"{name}: contains tokens, not preferences; give .jsonl or .parquet files")
-        sources.append((PreferenceSource(name, config.skip_bad_lines), weight))
-    return sources
-
-
-def examples_of(batch: StepRows) -> list[list[Example]]:
-    """This rank's examples, by micro-batch."""
-    return [
-        [example for row in rows if isinstance(row, PreferenceRow) for example in row.examples]
-        for rows in batch.microbatches
-    ]
+    with training_world(config) as (config, world):
+        config, tokenizer, template, loader, held_out = open_preferences(config, world, paired=config.loss != "kto")
+        if config.reference:
+            refuse_other_vocabulary(config.reference, "reference", config.model, tokenizer)
+        model = make_model(config, tokenizer, world, template)
+        parts = RowsRun(tokenizer, model, loader, held_out, "dpo", PreferenceObjective(config))
+        return train_rows(config, world, parts, progress, on_metrics)
 
 
 def reference_model(config: DPOConfig, trainer: Trainer) -> TrainableModel:
-    """The trainer's own model, or the one in `config.reference`, which is needed only to score the examples."""
+    """The trainer's model, or the one in `config.reference`, which is needed only to score the examples."""
     if not config.reference:
         return trainer.model
     shape = read_config(Path(config.reference))
     refuse_score_head(shape, config.reference)
-    check_length(replace(config, model=config.reference), shape)
+    refuse_long_rows(replace(config, model=config.reference), shape)
     fill = partial(load_weights, path=config.reference)
     kind = resolve_dtype(config.dtype)
     return parallel_model(shape, kind, trainer.world, config.parallel, config.compile, fill, config.recompute)
@@ -165,7 +89,7 @@ class PreferenceObjective:
             scored.append([replace(e, reference=tuple(pair)) for e, pair in zip(batch.examples, pairs)])
             return torch.zeros(())
 
-        # Each rank's own examples, few enough to be scored at every start.
+        # This rank's examples, few enough to be scored at every start.
         trainer.evaluate(self._batches(self._held_out, trainer.world, "both"), record)
         self._held_out = scored
 
@@ -183,19 +107,19 @@ class PreferenceObjective:
         """One update; the metrics are means over the step's examples."""
         examples = examples_of(batch)
         divergence = self._divergence(trainer, examples, batch.targets)
-        found = PreferenceMetrics(self.config)
+        totals = PreferenceMetrics(self.config)
         with trainer.timeline.span("data"):
             batches = list(self._batches(examples, trainer.world, self._trained))
-        metrics = trainer.step(batches, self._loss_of(batch.targets, divergence, found))
-        return metrics | self._named(found.means(trainer.world), divergence, batch.targets)
+        metrics = trainer.step(batches, self._loss_of(batch.targets, divergence, totals))
+        return metrics | self._named(totals.means(trainer.world), divergence, batch.targets)
 
     def validate(self, trainer: Trainer, held_out: StepRows) -> dict[str, float]:
         """The same metrics on the held-out examples."""
         divergence = self._divergence(trainer, self._held_out, held_out.targets)
-        found = PreferenceMetrics(self.config)
+        totals = PreferenceMetrics(self.config)
         batches = self._batches(self._held_out, trainer.world, self._trained)
-        loss = trainer.evaluate(batches, self._loss_of(held_out.targets, divergence, found))
-        named = self._named(found.means(trainer.world), divergence, held_out.targets)
+        loss = trainer.evaluate(batches, self._loss_of(held_out.targets, divergence, totals))
+        named = self._named(totals.means(trainer.world), divergence, held_out.targets)
         return {f"validation/{name}": value for name, value in {"loss": loss, **named}.items()}
 
     @property
@@ -221,15 +145,15 @@ class PreferenceObjective:
         return kto_divergence(trainer.evaluate(self._batches(examples, trainer.world, "second"), log_ratios), count)
 
     def _loss_of(
-        self, count: int, divergence: float, found: PreferenceMetrics
+        self, count: int, divergence: float, totals: PreferenceMetrics
     ) -> Callable[[ScoringModel, PreferenceBatch], Tensor]:
         def loss_of(model: ScoringModel, batch: PreferenceBatch) -> Tensor:
             log_probs, counts = answer_log_probs(model, batch)
             losses = preference_losses(self.config, log_probs, batch, divergence)
             if counts:
-                found.add(log_probs.detach(), batch)
+                totals.add(log_probs.detach(), batch)
             loss = ops.total(losses) / max(count, 1)
-            # Ranks that share a row each have the whole loss, and the gradient of their own tokens: it counts once.
+            # Ranks that share a row all have the whole loss, each with the gradient of its tokens: it counts once.
             return loss if counts else loss - loss.detach()
 
         return loss_of
@@ -243,10 +167,8 @@ def preference_losses(
     lengths = torch.tensor(batch.lengths, dtype=torch.int64, device=log_probs.device).view(-1, of_example)
     reference = log_probs.new_tensor([example.reference[:of_example] for example in batch.examples])
     answers = [
-        Answers(own, theirs, length)
-        for own, theirs, length in zip(
-            log_probs.view(-1, of_example).T, reference.view(-1, of_example).T, lengths.T, strict=True
-        )
+        Answers(*columns)
+        for columns in zip(log_probs.view(-1, of_example).T, reference.view(-1, of_example).T, lengths.T, strict=True)
     ]
     if config.loss == "kto":
         desirable = torch.tensor(
@@ -273,13 +195,13 @@ class PreferenceMetrics:
 
     def add(self, log_probs: Float[Tensor, "sequences"], batch: PreferenceBatch) -> None:
         """Adds the examples of one micro-batch."""
-        own = log_probs.double().tolist()
+        values = log_probs.double().tolist()
         for number, example in enumerate(batch.examples):
             if self.config.loss == "kto":
-                self._add("chosen" if example.desirable else "rejected", own[number], example.reference[0], 1)
+                self._add("chosen" if example.desirable else "rejected", values[number], example.reference[0], 1)
                 continue
             rewards = [
-                self._add(name, own[2 * number + i], example.reference[i], batch.lengths[2 * number + i])
+                self._add(name, values[2 * number + i], example.reference[i], batch.lengths[2 * number + i])
                 for i, name in enumerate(("chosen", "rejected"))
             ]
             self._sums["rewards/margin"] += rewards[0] - rewards[1]
@@ -300,11 +222,11 @@ class PreferenceMetrics:
     def means(self, world: World) -> dict[str, float]:
         """Means over all ranks' examples; kinds of answers that did not occur are left out."""
         *sums, chosen, rejected = world.sum([*self._sums.values(), self._chosen, self._rejected])
-        found = {}
+        means = {}
         for name, value in zip(self._sums, sums):
             if count := rejected if name.endswith("rejected") else chosen:
-                found[name] = value / count
-        return found
+                means[name] = value / count
+        return means
 
 
 LABELLED = ("rewards/chosen", "rewards/rejected", "log_probs/chosen", "log_probs/rejected")

@@ -6,6 +6,7 @@ import math
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -17,9 +18,20 @@ from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import _disable_current_modes
 
 from lockstep import ops
-from lockstep.config import CompileConfig, PretrainConfig, RLConfig
+from lockstep.checkpoint import folder_if_model
+from lockstep.config import CompileConfig, PretrainConfig, RLConfig, validate
 from lockstep.data import Row, divide_step
-from lockstep.model import ModelConfig, ScoringModel, TrainableModel, resolve_dtype
+from lockstep.model import (
+    ModelConfig,
+    ScoringModel,
+    TrainableModel,
+    choose_dtype,
+    is_auto,
+    preset,
+    read_config,
+    refuse_score_head,
+    resolve_dtype,
+)
 from lockstep.model.shard import local_values
 from lockstep.observe.collectives import CollectiveLog, Traffic
 from lockstep.ops.native import pretending
@@ -30,7 +42,11 @@ from lockstep.parallel.world import simulated_world
 from lockstep.train.context import shard_row
 from lockstep.train.dry_run_pipeline import PipelineStep, simulated_ranks
 from lockstep.train.live_memory import LiveMemory
+from lockstep.train.objective import NextTokenLoss
 from lockstep.train.packing import PackedRow, pack_rows
+from lockstep.train.refusals import refuse_long_rows, refuse_shape
+from lockstep.train.resolve_defaults import recorded_settings
+from lockstep.train.setup import adapted
 from lockstep.train.trainer import Trainer
 
 
@@ -70,14 +86,37 @@ class DryRun:
         if self.traffic:
             whose = "that rank" if self.world.degrees["pipeline"] > 1 else "rank 0"
             lines[-1] = f"messages of {whose} in {self.passed} micro-batches and the update"
-        for (axis, kind), held in sorted(self.traffic.items()):
-            lines.append(f"  {axis:16}{kind:28}{held.calls:6} calls{held.bytes / 2**20:12.1f} MiB")
+        for (axis, kind), sent in sorted(self.traffic.items()):
+            lines.append(f"  {axis:16}{kind:28}{sent.calls:6} calls{sent.bytes / 2**20:12.1f} MiB")
         return "\n".join(lines)
 
     def _rank(self) -> str:
         if self.world.degrees["pipeline"] == 1:
             return "a rank"
         return f"rank {self.world.coordinate('pipeline')} of the pipeline, which needs the most"
+
+
+def estimate_memory(config: PretrainConfig) -> DryRun:
+    """A dry run of one of `config.dry_run` ranks; no data is read, so a preset has its family's vocabulary.
+
+    Raises UserError for bad input.
+    """
+    validate(config)
+    config = replace(config, model=folder_if_model(config.model))
+    folder = Path(config.model)
+    shape = read_config(folder) if folder.is_dir() else preset(config.model)
+    refuse_score_head(shape, config.model)
+    refuse_long_rows(config, shape)
+    if config.lora.rank:
+        shape = adapted(shape, config.lora, config.model)
+    # The ranks are on other machines, so nothing is measured for them unless they are known to be CPUs.
+    on_cpu = config.device == "cpu" or (config.dry_run == 1 and not config.device and not torch.cuda.is_available())
+    dtype, why = recorded_settings(config).get("dtype", ""), "as the run began"
+    if not is_auto(config.dtype) or not dtype:
+        dtype, why = choose_dtype(config.dtype, config.model, torch.device("cpu" if on_cpu else "cuda"))
+    loss = NextTokenLoss(config.train.tokens_per_microbatch)
+    result = dry_run(replace(config, dtype=dtype), shape, config.dry_run, loss)  # type: ignore[arg-type]
+    return replace(result, dtype=f"{dtype} (auto: {why})" if why else dtype)
 
 
 def dry_run(
@@ -98,13 +137,13 @@ def dry_run(
             length, config.tokens_per_step, tokens, world.data_size, config.train.deterministic_layout
         )
         share = of_step // (world.data_size * rows)
-        found = [
-            simulated_step(config, shape, each, simulated_tensors(), pack_rows([_row(length)] * rows), share, loss)[1]
-            for each in simulated_ranks(world, config.parallel)
+        results = [
+            simulated_step(config, shape, rank, simulated_tensors(), pack_rows([_row(length)] * rows), share, loss)[1]
+            for rank in simulated_ranks(world, config.parallel)
         ]
     finally:
         close_world(world)
-    return max(found, key=lambda each: sum(each.memory.values()))
+    return max(results, key=lambda result: sum(result.memory.values()))
 
 
 def simulated_tensors() -> FakeTensorMode:
@@ -124,8 +163,10 @@ def simulated_step(
 ) -> tuple[Trainer, DryRun]:
     """Runs a step of `share` micro-batches like `row` on `world`'s rank; the trainer's tensors are those of `fake`.
 
-    beside: as for `Trainer`. Raises UserError if the degrees do not fit the model, or the step the pipeline.
+    extra_parameters: as for `Trainer`. Raises UserError as `refuse_shape` and `parallel_model` do, or if the pipeline
+    cannot run so many micro-batches.
     """
+    refuse_shape(config, shape, world)
     row = shard_row(row, world)
     row.attention = row.attention or ops.PackedAttention(row.lengths)
     with nullcontext() if world.mesh is not None else fake:
@@ -156,20 +197,20 @@ def on_meta(world: World) -> World:
 
 @contextmanager
 def whole_shapes_uncounted() -> Iterator[None]:
-    """DTensor finds a result's full shape with its own fake tensors, which would be counted as memory."""
+    """Excludes the fake tensors from which DTensor infers a result's full shape, which would be counted as memory."""
     from torch.distributed.tensor._sharding_prop import ShardingPropagator
 
-    found = ShardingPropagator._propagate_tensor_meta_non_cached
+    counted = ShardingPropagator._propagate_tensor_meta_non_cached
 
     def uncounted(self: ShardingPropagator, schema: Any) -> Any:
         with _disable_current_modes():
-            return found(self, schema)
+            return counted(self, schema)
 
     ShardingPropagator._propagate_tensor_meta_non_cached = uncounted  # type: ignore[assignment, method-assign]
     try:
         yield
     finally:
-        ShardingPropagator._propagate_tensor_meta_non_cached = found  # type: ignore[method-assign]
+        ShardingPropagator._propagate_tensor_meta_non_cached = counted  # type: ignore[method-assign]
 
 
 def leave(model: TrainableModel) -> None:
@@ -185,7 +226,7 @@ def _pass(
 ) -> int:
     """Forward and backward of as many of a step's `share` micro-batches as show its peak; returns how many.
 
-    From the second on, the gradients of the previous ones are held in addition to a micro-batch's activations.
+    From the second on, the gradients of the previous ones take memory besides a micro-batch's activations.
     """
     model = trainer.model
     count = min(share, 2)
@@ -228,7 +269,7 @@ def _memory(trainer: Trainer, microbatches: int, peak: int) -> dict[str, int]:
 
 
 def _subtrees(nbytes: int, microbatches: int, world: World) -> int:
-    """Bytes of a step's sums in addition to a micro-batch's own: one for each size of subtree."""
+    """Bytes of a step's sums in addition to those of one micro-batch: one for each size of subtree."""
     shards, replicas = world.degrees["data_shard"], world.degrees["data_replicate"]
     if is_no_subtree(replicas):  # each rank adds up the leaves of a part (`exchange.SumOverReplicas`)
         return nbytes * ((microbatches * replicas).bit_length() - 1) // replicas

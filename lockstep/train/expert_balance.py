@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -11,8 +11,7 @@ import torch
 from torch import Tensor
 
 from lockstep.config import TrainConfig
-from lockstep.errors import UserError
-from lockstep.model import TrainableModel
+from lockstep.model import ModelConfig, TrainableModel
 from lockstep.model.moe import Router
 from lockstep.model.shard import local_values
 from lockstep.observe import append_step, log
@@ -35,17 +34,6 @@ class ExpertBalance:
         """How often each layer's experts were chosen in the last step, over all ranks; zeros for a dense layer."""
         self.idle_steps = torch.zeros_like(self.load)
         self.mixtures = model.config.mixtures
-        if config.router_bias_rate and not (experts and experts.choice_bias):
-            raise UserError(
-                "train.router_bias_rate changes the routers' choice biases, which this model does not have; set "
-                "train.router_auxiliary instead"
-            )
-        if config.router_bias_rate and model.config.lora is not None:
-            raise UserError(
-                "train.router_bias_rate changes weights of the base model, which an adapter leaves unchanged; remove it"
-            )
-        if (config.router_auxiliary or config.router_z) and experts is None:
-            raise UserError("train.router_auxiliary and train.router_z are for mixtures of experts; the model is dense")
         for router in self.routers.values():
             router.load.auxiliary, router.load.z = config.router_auxiliary, config.router_z
             router.load.part = (world.coordinate("tensor"), world.degrees["tensor"])
@@ -126,6 +114,19 @@ class ExpertBalance:
                 raise ValueError(f"expert_load is {list(load.shape)}, but the model has {list(self.load.shape)}")
             self.idle_steps = idle
             self._take(load)
+
+
+def balance_problems(config: TrainConfig, shape: ModelConfig) -> Iterator[str]:
+    """A message for each setting that balances experts, or their biases, that the model does not have or train."""
+    if config.router_bias_rate and not (shape.experts and shape.experts.choice_bias):
+        yield (
+            "train.router_bias_rate changes the routers' choice biases, which this model does not have; set "
+            "train.router_auxiliary instead"
+        )
+    if config.router_bias_rate and shape.lora is not None:
+        yield "train.router_bias_rate changes weights of the base model, which an adapter leaves unchanged; remove it"
+    if (config.router_auxiliary or config.router_z) and shape.experts is None:
+        yield "train.router_auxiliary and train.router_z are for mixtures of experts; the model is dense"
 
 
 def moved(load: Tensor) -> Tensor:

@@ -100,15 +100,6 @@ def recorded_settings(config: PretrainConfig | RLConfig) -> dict[str, str]:
     return {name: str(values[name]) for name in names if values.get(name, "auto") != "auto"}
 
 
-def refuse_fewer_steps(config: PretrainConfig | RLConfig, step: int) -> None:
-    """Raises UserError if the run that is resumed is at a later step than its last one is to be."""
-    if config.steps < step:
-        raise UserError(
-            f"{config.output} is at step {step}, but is to end at step {config.steps}, counted from its beginning; "
-            "give more steps or epochs"
-        )
-
-
 def _arithmetic(config: PretrainConfig | RLConfig, world: World, recorded: str, dtype: str) -> str:
     problem = chosen = ""
     if dtype == "float32" and config.arithmetic == "auto" and world.device.type == "cpu":

@@ -17,17 +17,15 @@ from lockstep.data import RowLoader, StepRows
 from lockstep.data.preferences import Example
 from lockstep.data.tokenizer import Tokenizer
 from lockstep.errors import UserError
-from lockstep.model import ScoringModel, TrainableModel, begin_adapter, begin_score_head, load_weights, resolve_dtype
+from lockstep.model import ScoringModel, TrainableModel, begin_adapter, begin_score_head, load_weights
 from lockstep.observe import OnMetrics
-from lockstep.parallel import World, close_world, open_world, parallel_model
+from lockstep.parallel import World
 from lockstep.progress import Progress
-from lockstep.train.adapter import adapted
-from lockstep.train.dpo import examples_of, open_preferences
 from lockstep.train.preference_batches import PreferenceBatch, end_scores, ending, preference_batch, shares_prompts
+from lockstep.train.preference_data import examples_of, open_preferences
 from lockstep.train.preference_losses import bradley_terry_loss
-from lockstep.train.pretrain import check_length, model_shape
-from lockstep.train.resolve_defaults import resolve_defaults
 from lockstep.train.rows_task import RowsRun, train_rows
+from lockstep.train.setup import adapted, model_shape, trained_model, training_world
 from lockstep.train.trainer import Trainer
 
 
@@ -41,25 +39,17 @@ def train_reward_model(
     input.
     """
     validate_run(config, RewardModelConfig)
-    world = open_world(config.parallel, config.device)
-    try:
-        return _train(resolve_defaults(config, world), world, progress, on_metrics)
-    finally:
-        close_world(world)
-
-
-def _train(config: RewardModelConfig, world: World, progress: Progress | None, on_metrics: OnMetrics | None) -> Path:
-    config, tokenizer, _, loader, held_out = open_preferences(config, world, paired=True)
-    model = make_reward_model(config, tokenizer, world)
-    parts = RowsRun(tokenizer, model, loader, held_out, "reward-model", RewardObjective(config))
-    return train_rows(config, world, parts, progress, on_metrics)
+    with training_world(config) as (config, world):
+        config, tokenizer, _, loader, held_out = open_preferences(config, world, paired=True)
+        model = make_reward_model(config, tokenizer, world)
+        parts = RowsRun(tokenizer, model, loader, held_out, "reward-model", RewardObjective(config))
+        return train_rows(config, world, parts, progress, on_metrics)
 
 
 def make_reward_model(config: RewardModelConfig, tokenizer: Tokenizer, world: World) -> TrainableModel:
     """This rank's part of the model in the folder `config.model`, with a score head. Raises UserError if it cannot have
     one."""
     shape = model_shape(config, tokenizer)
-    check_length(config, shape)
     if shape.lora is not None and not shape.score_head:
         raise UserError(f"{config.model}: is a language model's adapter; merge it first: lockstep convert --merge")
     fill: Callable[[TrainableModel], None] = partial(load_weights, path=config.model)
@@ -69,8 +59,7 @@ def make_reward_model(config: RewardModelConfig, tokenizer: Tokenizer, world: Wo
     if not shape.score_head:
         fill = partial(begin_score_head, path=config.model, seed=config.seed)
         shape = replace(shape, score_head=True, tie_embeddings=False)
-    kind = resolve_dtype(config.dtype)
-    return parallel_model(shape, kind, world, config.parallel, config.compile, fill, config.recompute)
+    return trained_model(config, shape, world, fill)
 
 
 class RewardObjective:
@@ -85,24 +74,24 @@ class RewardObjective:
 
     def step(self, trainer: Trainer, batch: StepRows) -> dict[str, float]:
         """One update; the metrics are means over the step's pairs."""
-        found = ScoreMetrics()
+        totals = ScoreMetrics()
         with trainer.timeline.span("data"):
             batches = list(self._batches(examples_of(batch), trainer.world))
-        metrics = trainer.step(batches, self._loss_of(batch.targets, found))
-        return metrics | found.means(trainer.world) | {"examples": batch.targets}
+        metrics = trainer.step(batches, self._loss_of(batch.targets, totals))
+        return metrics | totals.means(trainer.world) | {"examples": batch.targets}
 
     def validate(self, trainer: Trainer, held_out: StepRows) -> dict[str, float]:
         """The same metrics on the held-out pairs."""
-        found = ScoreMetrics()
+        totals = ScoreMetrics()
         batches = self._batches(examples_of(held_out), trainer.world)
-        loss = trainer.evaluate(batches, self._loss_of(held_out.targets, found))
-        named = {"loss": loss, **found.means(trainer.world), "examples": held_out.targets}
+        loss = trainer.evaluate(batches, self._loss_of(held_out.targets, totals))
+        named = {"loss": loss, **totals.means(trainer.world), "examples": held_out.targets}
         return {f"validation/{name}": value for name, value in named.items()}
 
     def _batches(self, examples: list[list[Example]], world: World) -> Iterator[PreferenceBatch]:
         return (preference_batch([ending(e) for e in part], world, self._share) for part in examples)
 
-    def _loss_of(self, count: int, found: ScoreMetrics) -> Callable[[ScoringModel, PreferenceBatch], Tensor]:
+    def _loss_of(self, count: int, totals: ScoreMetrics) -> Callable[[ScoringModel, PreferenceBatch], Tensor]:
         def loss_of(model: ScoringModel, batch: PreferenceBatch) -> Tensor:
             scores, counts = end_scores(model, batch)
             chosen, rejected = scores.view(-1, 2).T
@@ -110,9 +99,9 @@ class RewardObjective:
             if self.config.centering:
                 losses = losses + self.config.centering * (chosen + rejected).square()
             if counts:
-                found.add(chosen.detach(), rejected.detach())
+                totals.add(chosen.detach(), rejected.detach())
             loss = ops.total(losses) / max(count, 1)
-            # Ranks that share a row each have the whole loss, and the gradient of their own tokens: it counts once.
+            # Ranks that share a row all have the whole loss, each with the gradient of its tokens: it counts once.
             return loss if counts else loss - loss.detach()
 
         return loss_of

@@ -12,7 +12,7 @@ from lockstep.config import PretrainConfig
 from lockstep.data import RowLoader, StepRows, Tokenizer
 from lockstep.model import Decoder, TrainableModel, resolve_dtype
 from lockstep.observe import OnMetrics, RunFolder, announce, in_short, start_line
-from lockstep.parallel import Pipeline, World
+from lockstep.parallel import World
 from lockstep.progress import Progress
 from lockstep.run.loop import run_steps
 from lockstep.run.session import Session
@@ -56,8 +56,6 @@ def train_rows(
     Raises RunStopped if the run ends early, because of a signal or bad steps.
     """
     model, loader, answers = parts.model, parts.loader, parts.answers
-    if isinstance(model, Pipeline):
-        model.plan.check_microbatches(loader.microbatches)
     trainer = Trainer(model, config.train, config.steps, world, parts.extra_parameters)
     with Session(config, trainer, parts.tokenizer, parts.command, progress, on_metrics) as session:
         objective = parts.objective or NextToken()

@@ -22,7 +22,7 @@ from lockstep.parallel import Pipeline, World
 from lockstep.parallel.exchange import is_no_subtree
 from lockstep.parallel.expert_traffic import TRAFFIC
 from lockstep.parallel.gradient_sums import set_gradient_sums, sums_every_microbatch
-from lockstep.train.deterministic_layout import refuse_other_order, share_rows
+from lockstep.train.deterministic_layout import share_rows
 from lockstep.train.expert_balance import ExpertBalance
 from lockstep.train.extra_parameters import ExtraParameters
 from lockstep.train.optimizer import MasterOptimizer
@@ -55,7 +55,6 @@ class Trainer:
         self.world = world or World(model.device)
         self.config = config
         if config.deterministic_layout:
-            refuse_other_order(self.world, model)
             share_rows(model)
         self.total_updates = total_updates
         self.schedule = make_schedule(config, total_updates)

@@ -290,6 +290,7 @@ def test_layouts_that_work_with_no_model_are_refused(changes, message):
     [
         ({"optimizer_in_backward": True, "max_grad_norm": 0.0}, {"pipeline": 2}, "which computes a weight's gradient"),
         ({"deterministic_layout": True}, {"pipeline": 2, "context": 2}, "not with both; switch it off"),
+        ({"deterministic_layout": True}, {"reduce_gradients": "step"}, 'leave parallel.reduce_gradients at "auto"'),
     ],
 )
 def test_training_settings_that_a_layout_does_not_support_are_refused(train, parallel, message):

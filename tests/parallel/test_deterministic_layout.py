@@ -13,15 +13,14 @@ from lockstep.cli import main
 from lockstep.config import CompileConfig, ParallelConfig, PretrainConfig, TrainConfig
 from lockstep.data import divide_step
 from lockstep.errors import UserError
-from lockstep.model import Decoder, initialize, preset
+from lockstep.model import initialize, preset
 from lockstep.model.shard import local_values
 from lockstep.ops import head_gradients
 from lockstep.parallel import close_world, open_world, parallel_model
-from lockstep.parallel.compile import CompiledHalves
 from lockstep.parallel.world import AXES, World
 from lockstep.train import Trainer, pack
 from lockstep.train.context import shard_row
-from lockstep.train.deterministic_layout import refuse_other_order
+from lockstep.train.deterministic_layout import layout_problems
 from lockstep.train.gradient_norm import exact_norms
 from lockstep.train.objective import NextTokenLoss
 from lockstep.train.pretrain import pretrain
@@ -217,7 +216,7 @@ def test_squares_are_added_exactly_in_any_order_and_any_parts():
 
 
 @pytest.mark.parametrize(
-    ("degrees", "others", "said"),
+    ("degrees", "others", "message"),
     [
         (
             {"data_shard": 3, "data_replicate": 2},
@@ -225,36 +224,35 @@ def test_squares_are_added_exactly_in_any_order_and_any_parts():
             "with parallel.data_replicate 2, the number of shards must be a power of two and is 3; set "
             "parallel.data_replicate to 1 or 6",
         ),
-        ({"data_shard": 4}, {"reduce_gradients": "step"}, 'leave parallel.reduce_gradients at "auto"'),
         ({"data_shard": 4}, {"device": torch.device("cuda")}, "up to 2 GPUs so far, not 4"),
         (
             {"tensor": 2},
             {"device": torch.device("cuda")},
             "with parallel.tensor 2 only works on CPUs so far, not on cuda",
         ),
-        ({"data_shard": 4}, {}, "does not work with parallel.full_dtensor over data-parallel ranks"),
+        (
+            {"data_shard": 4},
+            {"full_dtensor": True},
+            "does not work with parallel.full_dtensor over data-parallel ranks",
+        ),
     ],
 )
-def test_layouts_with_other_orders_are_refused_by_name(degrees, others, said):
-    model = Decoder(preset("qwen3:micro", 131), torch.float32, "meta")
-    world = World(**({"device": torch.device("cpu")} | others), degrees=dict.fromkeys(AXES, 1) | degrees)
-    with pytest.raises(UserError, match=said):
-        refuse_other_order(world, model)
+def test_layouts_with_other_orders_are_refused_by_name(degrees, others, message):
+    world = World(others.get("device", torch.device("cpu")), dict.fromkeys(AXES, 1) | degrees)
+    parallel = ParallelConfig(full_dtensor=others.get("full_dtensor", False))
+    (problem,) = layout_problems(preset("qwen3:micro", 131), world, parallel, CompileConfig())
+    assert message in problem
 
 
 @pytest.mark.parametrize("name", ["gpt_oss:micro", "deepseek_v3:micro"])
 def test_more_tensor_ranks_than_key_value_heads_are_refused_where_their_gradients_are_not_in_one_order(name):
     shape = preset(name, 131)
     degrees = dict.fromkeys(AXES, 1) | {"tensor": 2 * shape.num_kv_heads}
-    model = Decoder(shape, torch.float32, "meta")
-    said = rf"fewer key-value heads \({shape.num_kv_heads}\) does not work with this model family"
-    with pytest.raises(UserError, match=said):
-        refuse_other_order(World(torch.device("cpu"), degrees=degrees), model)
-    model = Decoder(preset("qwen3:micro", 131), torch.float32, "meta")
-    model.halves = CompiledHalves(model.halves, CompileConfig("inductor"))
-    degrees["tensor"] = 4
-    with pytest.raises(UserError, match=r"fewer key-value heads \(2\) does not work with compile.backend"):
-        refuse_other_order(World(torch.device("cpu"), degrees=degrees), model)
+    (problem,) = layout_problems(shape, World(torch.device("cpu"), degrees), ParallelConfig(), CompileConfig())
+    assert f"fewer key-value heads ({shape.num_kv_heads}) does not work with this model family" in problem
+    world = World(torch.device("cpu"), degrees | {"tensor": 4})
+    (problem,) = layout_problems(preset("qwen3:micro", 131), world, ParallelConfig(), CompileConfig("inductor"))
+    assert "fewer key-value heads (2) does not work with compile.backend" in problem
 
 
 @pytest.mark.parametrize(("head_dim", "chunks"), [(6, 4), (20, 4), (4, 8)])
@@ -262,11 +260,10 @@ def test_keys_that_do_not_divide_into_the_parts_of_a_sum_are_refused_in_every_la
     shape = replace(
         preset("llama3:micro", 131), num_heads=16, num_kv_heads=1, head_dim=head_dim, reduction_chunks=chunks
     )
-    model = Decoder(shape, torch.float32, "meta")
     for tensor in (1, 4):
         world = World(torch.device("cpu"), degrees=dict.fromkeys(AXES, 1) | {"tensor": tensor})
-        with pytest.raises(UserError, match=rf"not divide the {head_dim} features of this model's keys \(1 heads of"):
-            refuse_other_order(world, model)
+        problem = next(layout_problems(shape, world, ParallelConfig(), CompileConfig()))
+        assert f"not divide the {head_dim} features of this model's keys (1 heads of" in problem
 
 
 def not_a_number_on_one_rank():

@@ -10,7 +10,7 @@ import torch.distributed as dist
 from lockstep import Engine, EngineConfig, SamplingParams, ops
 from lockstep.config import CompileConfig, ParallelConfig, PretrainConfig, RecomputeConfig, TrainConfig, validate
 from lockstep.errors import UserError
-from lockstep.model import Decoder, initialize, preset
+from lockstep.model import initialize, preset
 from lockstep.model.shard import local_values
 from lockstep.ops.experts import feed_forward
 from lockstep.parallel import close_world, generator_model, open_world, parallel_model
@@ -19,7 +19,7 @@ from lockstep.parallel.experts import experts_over_ranks
 from lockstep.parallel.refusals import refuse_impossible
 from lockstep.parallel.world import AXES, World, resolve_degrees
 from lockstep.train import Trainer, pack
-from lockstep.train.deterministic_layout import refuse_other_order
+from lockstep.train.deterministic_layout import layout_problems
 from lockstep.train.dry_run import dry_run
 from lockstep.train.objective import NextTokenLoss
 from tests.faults import VARIABLE
@@ -263,6 +263,6 @@ def test_settings_that_do_not_go_with_shared_experts_are_refused_by_name():
     for said, settings in others.items():
         with pytest.raises(UserError, match=said):
             validate(PretrainConfig(parallel=ParallelConfig(expert=2), **settings))
-    model = Decoder(preset(MODEL, 131), torch.float32, "meta")
-    with pytest.raises(UserError, match="parallel.context 2 only works for dense models so far"):
-        refuse_other_order(World(torch.device("cpu"), dict.fromkeys(AXES, 1) | {"context": 2}), model)
+    world = World(torch.device("cpu"), dict.fromkeys(AXES, 1) | {"context": 2})
+    (problem,) = layout_problems(preset(MODEL, 131), world, ParallelConfig(context=2), CompileConfig())
+    assert "parallel.context 2 only works for dense models so far" in problem

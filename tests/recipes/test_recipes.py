@@ -11,9 +11,8 @@ from lockstep.config import PretrainConfig, RLConfig, from_toml, validate
 from lockstep.errors import UserError
 from lockstep.model import PRESETS, preset
 from lockstep.recipes import FROM_SCRATCH, RECIPES, recipe
-from lockstep.train.dry_run import dry_run
+from lockstep.train.dry_run import dry_run, estimate_memory
 from lockstep.train.objective import NextTokenLoss
-from lockstep.train.pretrain import estimate_memory
 from tests.parallel.launch import launch
 
 # What the models' own pages state, in billions.

@@ -12,9 +12,9 @@ from lockstep.config import RLConfig, algorithm_of
 from lockstep.data import Tokenizer
 from lockstep.generate import SamplingParams
 from lockstep.hub import local_folder
-from lockstep.model import TrainableModel, arithmetic_of, begin_adapter, load_weights, resolve_dtype
+from lockstep.model import TrainableModel, arithmetic_of, begin_adapter, load_weights
 from lockstep.observe import log
-from lockstep.parallel import World, parallel_model
+from lockstep.parallel import World
 from lockstep.rl.generators.colocated import ColocatedGenerator
 from lockstep.rl.generators.models import folder_shape, sampling_model
 from lockstep.rl.generators.policy_replica import PolicyReplica
@@ -22,8 +22,8 @@ from lockstep.rl.generators.protocol import Generators
 from lockstep.rl.generators.refusals import refuse_policy_for_generators
 from lockstep.rl.generators.spec import GeneratorSpec
 from lockstep.rl.scoring.reference import is_own_base
-from lockstep.rl.scoring.routes import routes_form
-from lockstep.train.adapter import adapted
+from lockstep.rl.scoring.routes import refuse_replay_without_experts, routes_form
+from lockstep.train.setup import adapted, trained_model
 
 
 def resolve_generator_settings(config: RLConfig, world: World) -> RLConfig:
@@ -47,16 +47,16 @@ def resolve_generator_settings(config: RLConfig, world: World) -> RLConfig:
 
 
 def open_policy(config: RLConfig, world: World) -> TrainableModel:
-    """This rank's part of the policy, laid out as `config.parallel` says. Raises UserError as `parallel_model` does."""
+    """This rank's part of the policy, laid out as `config.parallel` says. Raises UserError as `trained_model` does."""
     folder = local_folder(config.model)
     shape = folder_shape(folder, config.model)
     fill: Callable[[TrainableModel], None] = partial(load_weights, path=folder)
     if config.lora.rank:
         shape = adapted(shape, config.lora, config.model)
         fill = partial(begin_adapter, path=folder, seed=config.seed)
+    refuse_replay_without_experts(config, shape)
     refuse_policy_for_generators(shape, folder, config.dtype, config.actors, config.parallel, world)
-    dtype = resolve_dtype(config.dtype)
-    return parallel_model(shape, dtype, world, config.parallel, config.compile, fill, config.recompute)
+    return trained_model(config, shape, world, fill)
 
 
 def open_generators(

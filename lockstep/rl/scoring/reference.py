@@ -19,7 +19,7 @@ from lockstep.rl.scoring.forward import score_groups
 from lockstep.rl.weights.transfer import WeightTransfer
 from lockstep.train import Trainer
 from lockstep.train.packing import PackedRow, target_log_probs
-from lockstep.train.same_vocabulary import refuse_other_vocabulary
+from lockstep.train.refusals import refuse_other_vocabulary
 
 START, AVERAGE = "start", "average"
 """Values of `RLConfig.kl_reference`; anything else is a folder."""

@@ -1,0 +1,75 @@
+"""What settings, the model's shape and the ranks rule out together: refused once, before weights exist.
+
+What settings rule out alone is in `lockstep.config.validation`, and layouts that no model of a shape can have in
+`lockstep.parallel.refusals`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+
+from lockstep.config import PretrainConfig, RLConfig
+from lockstep.data import Tokenizer, divide_step, load_tokenizer
+from lockstep.errors import UserError
+from lockstep.hub import is_model
+from lockstep.model import ModelConfig, read_config
+from lockstep.parallel import World, chunks_for
+from lockstep.parallel.pipeline_schedule import PipelinePlan
+from lockstep.train.deterministic_layout import layout_problems
+from lockstep.train.expert_balance import balance_problems
+
+
+def refuse_step(config: PretrainConfig, world: World) -> None:
+    """Raises UserError if a step does not divide into the ranks' micro-batches, or their pipeline cannot run as many.
+
+    Called before any data is read.
+    """
+    rows, rows_per_microbatch = divide_step(
+        config.sequence_length,
+        config.tokens_per_step,
+        config.train.tokens_per_microbatch,
+        world.data_size,
+        config.train.deterministic_layout,
+    )
+    if config.parallel.pipeline > 1:
+        PipelinePlan(config.parallel).check_microbatches(rows // world.data_size // rows_per_microbatch)
+
+
+def refuse_shape(config: PretrainConfig | RLConfig, shape: ModelConfig, world: World) -> None:
+    """Raises UserError if a model of this shape cannot be trained with these settings on these ranks."""
+    if isinstance(config, PretrainConfig):
+        refuse_long_rows(config, shape)
+    for problem in _problems(config, shape, world):
+        raise UserError(problem)
+
+
+def _problems(config: PretrainConfig | RLConfig, shape: ModelConfig, world: World) -> Iterator[str]:
+    yield from balance_problems(config.train, shape)
+    if config.train.deterministic_layout:
+        shape = replace(shape, reduction_chunks=chunks_for(shape.reduction_chunks, config.parallel))
+        yield from layout_problems(shape, world, config.parallel, config.compile)
+
+
+def refuse_long_rows(config: PretrainConfig, shape: ModelConfig) -> None:
+    """Raises UserError if a row is longer than the model's context."""
+    if config.sequence_length > shape.max_positions:
+        raise UserError(
+            f"sequence_length is {config.sequence_length}, but {config.model} has {shape.max_positions} positions; "
+            f"give at most {shape.max_positions}"
+        )
+
+
+def refuse_other_vocabulary(folder: str, setting: str, model: str, tokenizer: Tokenizer) -> None:
+    """Raises UserError, naming `setting`, if the model in `folder` has another vocabulary than the run's `model`, whose
+    tokens it is to score."""
+    if not is_model(folder):
+        raise UserError(f"{setting} {folder}: no such model; give a folder with one")
+    sizes = [read_config(Path(each)).vocab_size for each in (folder, model)]
+    if sizes[0] != sizes[1] or load_tokenizer(folder, sizes[0]).vocabulary() != tokenizer.vocabulary():
+        difference = f"{sizes[0]} tokens, not {sizes[1]}" if sizes[0] != sizes[1] else "other tokens for the same ids"
+        raise UserError(
+            f"{setting} {folder}: its vocabulary is not that of {model} ({difference}), so it cannot score that "
+            "model's tokens; give a model with the same tokenizer"
+        )
