@@ -9,7 +9,7 @@ from lockstep.run.task import Task
 
 
 def run_steps(task: Task, session: Session) -> None:
-    """Makes the steps that are left of a run.
+    """Makes the remaining steps of a run.
 
     A signal interrupts a step only before its first update: the run is then saved as of the step before. Later it
     completes with its step. An interrupted validation is pending in the checkpoint, and runs when the run resumes.

@@ -44,7 +44,7 @@ class Observed(Training, Protocol):
 
 
 class Session:
-    """One start of a run. A context manager, in which the run's folder is claimed; `running` opens the rest.
+    """One start of a run: a context manager that claims the run's folder; `running` opens the rest.
 
     All ranks call its methods together. `only`: the one step to make, without validation or checkpoint (a replay).
     """
@@ -59,7 +59,7 @@ class Session:
         on_metrics: OnMetrics | None = None,
         only: int = 0,
     ):
-        """Raises UserError for what this machine cannot observe."""
+        """Raises UserError if this machine lacks what `config.observe` needs."""
         require_observers(config.observe, trainer.world.device)
         self.config, self.command, self.only = config, command, only
         self.world, self.run = trainer.world, RunFolder(Path(config.output))
@@ -73,9 +73,9 @@ class Session:
         self.worked = False
         """Whether this session has made a step or a pending validation."""
         self.metrics: Metrics = {}
-        """Of the last step that has any."""
+        """The last ones written."""
         self.stopped_by = 0
-        """What stops the run, as `StopSignal.agreed`."""
+        """The reason to stop, as `StopSignal.agreed` returns it."""
         self._trainer, self._tokenizer, self._progress, self._on_metrics = trainer, tokenizer, progress, on_metrics
         self._began = self._saved_at = time.perf_counter()
         self._rewound = False
@@ -96,8 +96,8 @@ class Session:
     def resume(self, task: Task) -> None:
         """Restores trainer and task from the newest checkpoint, if the run resumes and has one.
 
-        Removes from the run's folder what later steps have written. Raises UserError as `Checkpoints.resume`, and if
-        the run is to end before that step.
+        Removes later steps' output from the run's folder. Raises UserError as `Checkpoints.resume`, and if the run is
+        to end before that step.
         """
         if not self.config.resume:
             return
@@ -123,13 +123,13 @@ class Session:
             self.metrics = last[0] if self.validation_pending else {}
 
     def history(self) -> list[dict[str, Any]]:
-        """The metrics of the steps before this session, on all ranks, without the line that awaits its validation."""
+        """The metrics of the steps before this session, on all ranks, without a line whose validation is pending."""
         lines = self.world.from_main(lambda: read_metrics(self.run.metrics))
         return lines[:-1] if self.validation_pending else lines
 
     @contextmanager
     def running(self) -> Iterator[None]:
-        """Opens what observes and ends the steps: threads, signals, checkpoints, observer and progress bar."""
+        """Opens what the steps run in: threads, signal handlers, checkpoints, observer and progress bar."""
         config, world, on_metrics = self.config, self.world, self.stop.guarding(self._on_metrics)
         self._began = self._saved_at = time.perf_counter()
         with (
@@ -154,7 +154,7 @@ class Session:
         return self.step >= (self.only or self.config.steps) or task.ended
 
     def begin(self, task: Task) -> None:
-        """Makes the validation that is pending, or the one before the first step."""
+        """Runs the pending validation, or the one before the first step."""
         if not self.only and self.validation_pending:
             self._validate_pending(task)
         elif not self.only and self.start == 0 and task.validates_after(0):
@@ -192,8 +192,8 @@ class Session:
     def validate(self, task: Task, step: int) -> Metrics:
         """The metrics of a validation after `step`; {} if a signal interrupts it, which makes it pending.
 
-        It has random state of its own. One that no checkpoint could make up for is not interrupted: the run's last, if
-        only the model is saved then.
+        Restores the random state afterwards. The run's last validation is not interrupted if only the model is saved
+        after it: such a checkpoint cannot be resumed.
         """
         before = random_state()
         only_model_follows = self.config.checkpoint.last_model_only and (step >= self.config.steps or task.ended)
@@ -228,11 +228,11 @@ class Session:
         self.observer.write(step, self.metrics)
 
     def _observed(self, task: Task, step: int, metrics: Metrics) -> Metrics:
-        """What the task's observers add to a step's metrics."""
+        """The metrics that the task's observers add to a step's."""
         return {name: value for o in task.observers for name, value in o.observe(step, metrics).items()}
 
     def save_if_due(self, task: Task) -> None:
-        """Saves the run if its last step is a checkpoint's, or the last one to be made."""
+        """Saves the run if a checkpoint is due after the last step, or the run ends there."""
         due = self.is_over(task) or self.stopped_by or self.checkpoints.due(self.step) or self._minutes_passed()
         if due and not self._rewound and not self.only:
             self.save(task)
@@ -278,7 +278,7 @@ class Session:
 
     @property
     def last_metrics(self) -> Metrics:
-        """Those of the run's last step, also if this session has made none."""
+        """The metrics of the run's last step, even if this session has made none."""
         return self.metrics or (read_metrics(self.run.metrics) or [{}])[-1]
 
     def finish(
@@ -288,12 +288,12 @@ class Session:
         summary: Callable[[], dict[str, Any]],
         events: Callable[[], list[dict[str, Any]]] = list,
     ) -> Path:
-        """Writes summary, timeline and report, once `running` is left; returns the run's folder.
+        """Writes summary, timeline and report after `running`; returns the run's folder.
 
-        events: of other processes, for the timeline. A run that had finished before keeps its summary. Raises the error
-        that ends a run early, after a report without a summary.
+        events: other processes' events, for the timeline. A run that had finished before keeps its summary. Raises the
+        error that ends a run early, after writing a report without a summary.
         """
-        # The last checkpoint may still be being written.
+        # Another rank may still be writing the last checkpoint.
         self.world.barrier()
         finished = self.step >= self.config.steps and not self.validation_pending
         error = self._ending(task)

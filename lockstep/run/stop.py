@@ -39,12 +39,12 @@ class StopSignal:
     """Records the signals while it is open. A context manager.
 
     The first signal logs a warning and starts a timer of `seconds`, after which the process ends with exit code 124,
-    whatever the main thread is waiting for. A second signal ends it at once, with 128 + its number. Outside the main
+    even if the main thread is blocked. A second signal ends it at once, with 128 + its number. Outside the main
     thread, where Python cannot handle signals, nothing is recorded.
     """
 
     def __init__(self, seconds: float, saved: Callable[[], int | None] = _nothing):
-        """saved: the step of the newest complete checkpoint, for the message if the time was too short; None: none."""
+        """saved: the step of the newest complete checkpoint, for the message if time runs out; None: none."""
         self.seconds, self._saved = seconds, saved
         self.received = 0
         self.raised: BaseException | None = None
@@ -60,7 +60,7 @@ class StopSignal:
             self._reader, self._writer = socket.socketpair()
             self._writer.setblocking(False)
             self._descriptor = signal.set_wakeup_fd(self._writer.fileno(), warn_on_full_buffer=False)
-            self._before = {number: signal.signal(number, self._note) for number in SIGNALS}
+            self._before = {number: signal.signal(number, self._handle) for number in SIGNALS}
             threading.Thread(target=self._watch, name="stop signal", daemon=True).start()
         return self
 
@@ -71,7 +71,7 @@ class StopSignal:
                 signal.signal(number, handler)
             signal.set_wakeup_fd(self._descriptor)
             self._writer.close()
-        # Its thread may briefly outlive the run with what it references: process groups must go before Python ends.
+        # The watching thread may briefly outlive the run, but must not keep its process groups alive at exit.
         self._saved = _nothing
 
     def guarding(self, callback: OnMetrics | None) -> OnMetrics | None:
@@ -110,7 +110,7 @@ class StopSignal:
 
     @contextmanager
     def deferred(self) -> Iterator[None]:
-        """Within it, signals interrupt nothing: they wait for its end."""
+        """Within it, signals interrupt nothing: they take effect at its end."""
         self._deferrals += 1
         try:
             yield
@@ -121,7 +121,7 @@ class StopSignal:
     def polling(self, count_ranks: Callable[[float], float], every: int = 1) -> Callable[[], None]:
         """A function that ranks call equally often in work that they share, which raises Interrupted on all of them.
 
-        count_ranks: sums a number over these ranks. every: one in this many calls asks them.
+        count_ranks: sums a number over these ranks. every: one call in this many communicates.
         """
         calls = itertools.count()
 
@@ -144,9 +144,9 @@ class StopSignal:
             ended = "in its first step, before there was anything to save; --resume starts it again"
         return RunStopped(f"{output}: {name} ended the run {ended}", exit_code=1 if reason == RAISED else 128 + reason)
 
-    def _note(self, number: int, frame: FrameType | None) -> None:
-        """Replaces a handler that would end the process."""
-        # The watching thread may be later, and interruptible work ends at once.
+    def _handle(self, number: int, frame: FrameType | None) -> None:
+        """The signal handler."""
+        # Does not rely on the watching thread: interruptible work ends at once.
         self._receive(number)
         self._interrupt()
 
@@ -169,11 +169,11 @@ class StopSignal:
             first = False
             self._receive(byte[0])
             # Separate threads: a blocked terminal must hold up neither the deadline nor a second signal.
-            for work in (self._deadline, self._say):
+            for work in (self._deadline, self._warn):
                 threading.Thread(target=work, daemon=True).start()
         self._reader.close()
 
-    def _say(self) -> None:
+    def _warn(self) -> None:
         name = signal.Signals(self.received).name
         log.warning(
             "%s: the run saves and ends, within %.0f s (faults.stop_seconds); a second signal ends it at once, unsaved",
@@ -184,14 +184,14 @@ class StopSignal:
     def _deadline(self) -> None:
         if not self._ended.wait(self.seconds):
             step = self._saved()
-            there = "It has no complete checkpoint; --resume starts it again"
+            newest = "It has no complete checkpoint; --resume starts it again"
             if step is not None:
-                there = f"Its newest complete checkpoint is from step {step}; --resume continues from there"
+                newest = f"Its newest complete checkpoint is from step {step}; --resume continues from there"
             log.critical(
                 "%s came %.0f s ago (faults.stop_seconds) and the run has not ended; exiting now. "
                 "%s; --checkpoint.every N saves every N steps",
                 signal.Signals(self.received).name,
                 self.seconds,
-                there,
+                newest,
             )
             os._exit(EXIT_CODE)

@@ -1,4 +1,4 @@
-"""What a run's loop knows of its task: one step, one validation, and what a checkpoint must include."""
+"""What a run's loop knows of its task: one step, one validation, and the state in its checkpoints."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ class Resumable(Protocol):
     """A part of a run that a checkpoint includes."""
 
     def state(self) -> Any:
-        """JSON, equal on all ranks: the state after the last complete step, whatever has begun since."""
+        """JSON, equal on all ranks: the state after the last complete step, even if another one has begun."""
         ...
 
     def restore(self, state: Any) -> None:
@@ -31,7 +31,7 @@ class StepObserver(Protocol):
     """Watches a run's metrics, and may rewind or end the run."""
 
     prefix: str
-    """Of the metrics that `observe` adds."""
+    """The prefix of the metrics that `observe` adds."""
 
     def observe(self, step: int, metrics: Mapping[str, Any]) -> Metrics:
         """Sees the metrics of a finished step, or of a validation before the first; returns metrics to add to them."""
@@ -48,7 +48,7 @@ class StepObserver(Protocol):
 
 @runtime_checkable
 class Task(Protocol):
-    """One step of a run, and nothing of signals, resuming, schedules, replay or progress bars."""
+    """One step of a run. Knows nothing of signal handlers, resuming, schedules, replay or progress bars."""
 
     @property
     def resumables(self) -> Mapping[str, Resumable]:
@@ -63,7 +63,7 @@ class Task(Protocol):
         ...
 
     def record(self, step: int) -> None:
-        """Writes what the step has produced besides its metrics, which are written by then."""
+        """Writes the step's other output, after its metrics have been written."""
         ...
 
     @property

@@ -24,15 +24,15 @@ def is_small(config: ModelConfig, tokens: int) -> bool:
 def fitting_threads(config: ModelConfig, tokens: int) -> Iterator[int]:
     """Uses one thread for a small run on a busy machine, else all there are; yields their number.
 
-    Threads meet at a barrier after every operator. If another process takes one thread's core, the others wait until it
-    is scheduled again, some milliseconds: as long as a small run's operators take. Results do not depend on this.
+    Threads meet at a barrier after every operator. If another process takes one thread's core, the others wait some
+    milliseconds until it is scheduled again: as long as a small run's operators take. Results do not depend on this.
     """
     before = torch.get_num_threads()
-    alone = before > 1 and is_small(config, tokens) and busy_neighbours() > 0
-    if alone:
+    single = before > 1 and is_small(config, tokens) and busy_neighbours() > 0
+    if single:
         torch.set_num_threads(1)
     try:
         yield torch.get_num_threads()
     finally:
-        if alone:
+        if single:
             torch.set_num_threads(before)

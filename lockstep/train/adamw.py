@@ -28,8 +28,8 @@ def adamw_state(master: Tensor, dtype: torch.dtype) -> State:
 
 @torch.no_grad()
 def round_into(weights: Sequence[Tensor], masters: Sequence[Tensor]) -> None:
-    """Rounds masters into the model's own weights, in place, so that all their readers see the new values. A weight
-    that is its own master has them."""
+    """Rounds masters into the model's weights, in place, so that everything that reads them sees the new values.
+    Float32 weights are their own masters."""
     for weight, master in zip(weights, masters):
         if weight is not master:
             weight.copy_(master)
@@ -37,7 +37,7 @@ def round_into(weights: Sequence[Tensor], masters: Sequence[Tensor]) -> None:
 
 @torch.no_grad()
 def scaled_gradients(grads: Sequence[Tensor], scale: float) -> list[Tensor]:
-    """All gradients, in float32 and multiplied; those that are float32 already in place."""
+    """All gradients in float32, times `scale`; float32 gradients are scaled in place."""
     grads = [grad.float() for grad in grads]
     if scale != 1.0:
         torch._foreach_mul_([local_values(grad) for grad in grads], scale)

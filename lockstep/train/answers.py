@@ -15,11 +15,11 @@ from lockstep.model import Decoder
 from lockstep.observe import RunFolder
 
 PROMPTS, TOKENS = 8, 64
-"""The number of prompts, and the most tokens per answer."""
+"""The number of prompts, and the maximum number of tokens per answer."""
 
 
 class Answers:
-    """Greedy answers to the first turns of some rows' conversations, written where the report reads them."""
+    """Greedy answers to the first turns of some rows' conversations, for the report."""
 
     def __init__(self, rows: Sequence[Row], tokenizer: Tokenizer, run: Path):
         self._tokenizer, self._run = tokenizer, RunFolder(run)
@@ -50,8 +50,8 @@ def _first_turns(row: Row) -> Iterator[tuple[list[int], list[int]]]:
     """(tokens before the assistant's first message, tokens of that message) of each conversation in a row."""
     ends = np.cumsum(row.lengths)
     for start, end, shared in zip([0, *ends[:-1]], ends, row.shared or [0] * len(ends)):
-        said = np.flatnonzero(row.scored[start:end])
-        if len(said) and said[0] > 0 and not shared:
-            stop = next((int(i) for i, j in zip(said, said[1:]) if j != i + 1), int(said[-1])) + 1
+        scored = np.flatnonzero(row.scored[start:end])
+        if len(scored) and scored[0] > 0 and not shared:
+            stop = next((int(i) for i, j in zip(scored, scored[1:]) if j != i + 1), int(scored[-1])) + 1
             tokens = row.tokens[start:end].tolist()
-            yield tokens[: said[0]], tokens[said[0] : stop]
+            yield tokens[: scored[0]], tokens[scored[0] : stop]

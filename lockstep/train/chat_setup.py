@@ -16,9 +16,9 @@ from lockstep.model import read_config
 
 
 def chat_tokenizer(config: SFTConfig) -> ByteTokenizer | HuggingFaceTokenizer:
-    """The model's tokenizer, or the one given, with the tokens of a template that brings its own.
+    """The model's tokenizer, or `config.tokenizer`, with the special tokens of ChatML if that is the template.
 
-    Raises UserError for a run that cannot learn what tokens that the model lacks mean.
+    Raises UserError if the model lacks these tokens and the run cannot learn their embeddings.
     """
     tokenizer = load_tokenizer(config.tokenizer or config.model)
     if config.template != CHATML:
@@ -39,11 +39,11 @@ def chat_template(
     sources: Sequence[tuple[DataSource, float]],
     held_out: Sequence[tuple[DataSource, float]],
 ) -> ChatTemplate | None:
-    """The template given, or that which the data was tokenized with, which is then saved with the tokenizer; else the
-    one in the tokenizer's folder.
+    """`config.template`, or the template that the data was tokenized with, either of which is saved with the tokenizer;
+    otherwise the one in the tokenizer's folder.
 
-    Raises UserError for training or validation data that was tokenized with another one, or that was tokenized if there
-    are values for the template.
+    Raises UserError for training or validation data that was tokenized with another template, and for tokenized data
+    with settings that only affect tokenization.
     """
     tokenized = [source for source, _ in [*sources, *held_out] if isinstance(source, Path)]
     if tokenized and (config.chat_template_kwargs or config.turns != "apart"):
@@ -51,15 +51,15 @@ def chat_template(
         raise UserError(f"{tokenized[0]}: is tokenized already, so {option} has no effect on it; leave it out")
     folder, made_with = Path(config.tokenizer or config.model), _template_files(sources)
     template = load_chat_template(folder, config.template)
-    given = bool(config.template)
-    if made_with and not given and (template is None or template.source != made_with[0].read_text()):
-        template, given = load_chat_template(folder, str(made_with[0])), True
+    carried = bool(config.template)
+    if made_with and not carried and (template is None or template.source != made_with[0].read_text()):
+        template, carried = load_chat_template(folder, str(made_with[0])), True
     for other in made_with + _template_files(held_out):
         if template is None or other.read_text() != template.source:
             raise UserError(
                 f"{other.parent}: was tokenized with another chat template; give --template {other}, or tokenize again"
             )
-    if given and template is not None:
+    if carried and template is not None:
         carry_template(tokenizer, template)
     return template
 

@@ -1,4 +1,4 @@
-"""The part of a packed row that one rank computes when ranks share its sequences."""
+"""The part of a packed row that one rank computes under context parallelism."""
 
 from __future__ import annotations
 
@@ -19,9 +19,9 @@ def shard_row(row: PackedRow, world: World) -> PackedRow:
     """This rank's tokens of `row`, the targets they predict, and attention to all of it; `row` itself without context
     parallelism.
 
-    Targets are the next tokens of the whole sequences, so the last token of a piece predicts the first of the next one,
-    wherever that is. Every rank of the context group has the same number of rows, including padding. Raises UserError
-    for a row with shared prefixes.
+    Targets are the next tokens of the whole sequences: the last token of a piece predicts the first of the next one, on
+    whichever rank that is. Every rank of the context group has the same number of rows, including padding. Raises
+    UserError for a row with shared prefixes.
     """
     if world.degrees["context"] == 1:
         return row
@@ -38,13 +38,13 @@ def shard_row(row: PackedRow, world: World) -> PackedRow:
     place = torch.full_like(row.tokens, -1)
     place[attention.rows] = torch.arange(len(attention.rows), device=device)
     predictors = place[row.predictors]
-    own = predictors >= 0
+    local = predictors >= 0
     return replace(
         row,
         tokens=F.pad(row.tokens[attention.rows], (0, padding)),
         positions=F.pad(row.positions[attention.rows], (0, padding)),
-        predictors=predictors[own],
-        targets=row.targets[own],
+        predictors=predictors[local],
+        targets=row.targets[local],
         counts=F.pad(row.counts[attention.rows], (0, padding)),
         attention=attention,
     )

@@ -1,4 +1,4 @@
-"""A run's memory and communication before it is started: one step of rank 0, on tensors without values."""
+"""Estimates a run's memory and communication from one step of rank 0 on tensors without values."""
 
 from __future__ import annotations
 
@@ -191,7 +191,7 @@ def simulated_step(
 
 
 def on_meta(world: World) -> World:
-    """A world to lay out a model without values: meshes need real numbers, so they come before the fake mode."""
+    """A world to lay out a model on the meta device, outside the fake mode, since meshes need real numbers."""
     return replace(world, device=torch.device("meta")) if world.mesh is not None else world
 
 
@@ -253,7 +253,7 @@ def _memory(trainer: Trainer, microbatches: int, peak: int) -> dict[str, int]:
     gradients = 0 if trainer.config.optimizer_in_backward else masters
     sharded = any(isinstance(module, FSDPModule) for module in trainer.model.modules())
     if sharded and microbatches > 1 and not trainer.sums_every_microbatch:
-        # Every rank holds the full gradient of the sharded weights until the step's last micro-batch.
+        # Every rank has the full gradient of the sharded weights until the step's last micro-batch.
         gradients = sum(4 * _gathered(p) for p in optimizer.parameters.values())
     there = weights + (state if apart else state - masters)
     subtrees = _subtrees(masters, microbatches, trainer.world) if trainer.config.deterministic_layout else 0
@@ -281,12 +281,12 @@ def _gathered(parameter: Tensor) -> int:
     if not isinstance(parameter, DTensor):
         return parameter.numel()
     axes = parameter.device_mesh.mesh_dim_names or ()
-    cut = [
+    split = [
         axis
         for axis, place in zip(axes, parameter.placements)
         if axis in ("tensor", "experts") and not place.is_replicate()
     ]
-    return parameter.numel() // math.prod(parameter.device_mesh[axis].size() for axis in cut)
+    return parameter.numel() // math.prod(parameter.device_mesh[axis].size() for axis in split)
 
 
 def _bytes(tensors: Iterable[Tensor]) -> int:

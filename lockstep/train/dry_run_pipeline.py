@@ -31,8 +31,8 @@ def simulated_ranks(world: World, parallel: ParallelConfig) -> list[World]:
     if world.mesh is None:
         return [world]
     places = range(parallel.pipeline)
-    some = places if parallel.pipeline_schedule.endswith(".csv") else sorted({*places[:2], places[-1]})
-    return [replace(world, simulated_stage=place) for place in some]
+    stages = places if parallel.pipeline_schedule.endswith(".csv") else sorted({*places[:2], places[-1]})
+    return [replace(world, simulated_stage=place) for place in stages]
 
 
 class PipelineStep:
@@ -68,7 +68,7 @@ class PipelineStep:
         self.halves: dict[tuple[int, int], Any] = {}
 
     def run(self) -> None:
-        """Runs all of it."""
+        """Runs all actions in the schedule's order."""
         ends = {action.stage: at for at, action in enumerate(self.work) if action.kind in "BW"}
         for at, action in enumerate(self.work):
             stage = self.stages[action.stage]
@@ -108,8 +108,8 @@ class PipelineStep:
         if stage.is_first:
             self._send(stage, -1, None)
             return
-        given, inputs = None if gradient is None else [gradient], [self.hidden[name]]
-        _, self.halves[name] = stage_backward_input([self.outputs[name]], given, inputs, stage.parameters())
+        gradients, inputs = None if gradient is None else [gradient], [self.hidden[name]]
+        _, self.halves[name] = stage_backward_input([self.outputs[name]], gradients, inputs, stage.parameters())
         self._send(stage, stage.index - 1, self.hidden[name].grad)
         self.hidden[name].grad = None
 
@@ -132,7 +132,7 @@ class PipelineStep:
         return self.gradients[name]
 
     def _send(self, stage: Stage, to: int, sent: Tensor | None) -> None:
-        """Records what a forward or backward received and sends, and keeps it if torch does."""
+        """Counts what a forward or backward receives and sends; keeps the sent tensor alive if torch does."""
         messages, links = self.log.traffic["pipeline", "send, receive"], self.links[stage.index]
         messages.calls += len(links)
         messages.bytes += len(links) * self.message

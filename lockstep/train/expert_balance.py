@@ -40,26 +40,26 @@ class ExpertBalance:
         self.penalised = bool(config.router_auxiliary or config.router_z)
 
     def begin_step(self, microbatches: Sequence[Any]) -> None:
-        """Call before a step's first forward: tells every rank how many tokens all ranks' micro-batches have."""
+        """Call before a step's first forward: gives every rank the number of all micro-batches' tokens."""
         for router in self.routers.values():
             router.load.counted.zero_()  # from a backward outside of a step, such as the comparison of compiled layers
         if not self.penalised:
             return
         # The ranks of a pipeline and of a tensor axis have the same micro-batches.
         first = self.world.coordinate("pipeline") == 0
-        own = sum(int(getattr(each, "row", each).counts.sum()) for each in microbatches) if first else 0
-        tokens = int(self.world.sum([own])[0])
+        local = sum(int(getattr(each, "row", each).counts.sum()) for each in microbatches) if first else 0
+        tokens = int(self.world.sum([local])[0])
         for router in self.routers.values():
             router.load.tokens = tokens
 
     def end_step(self, updated: bool) -> dict[str, float]:
-        """Call after a step's last backward: every rank gets the load, and biases change if weights were `updated`."""
+        """Call after a step's last backward: gives every rank the load, and changes biases if `updated`."""
         if not self.mixtures:
             return {}
-        own = torch.zeros_like(self.load)
+        local = torch.zeros_like(self.load)
         for layer, router in self.routers.items():
-            own[layer] = router.load.counted
-        total = torch.tensor(self.world.sum(own.flatten().tolist(), AXES)).view_as(own).long()
+            local[layer] = router.load.counted
+        total = torch.tensor(self.world.sum(local.flatten().tolist(), AXES)).view_as(local).long()
         self._take(total)
         if updated and self.bias_rate:
             for layer, router in self.routers.items():
@@ -94,8 +94,8 @@ class ExpertBalance:
                 expert, layer, len(newly) - 1, DEAD_STEPS,
             )  # fmt: skip
         dead = int((idle >= DEAD_STEPS).sum())
-        found = {"experts/load_max": float(uneven.max()), "experts/load_mean": float(uneven.mean())}
-        return found | {"experts/dead": float(dead)} | ({"alarm/dead_experts": 1.0} if dead else {})
+        metrics = {"experts/load_max": float(uneven.max()), "experts/load_mean": float(uneven.mean())}
+        return metrics | {"experts/dead": float(dead)} | ({"alarm/dead_experts": 1.0} if dead else {})
 
     def write(self, file: Path, step: int) -> None:
         """Appends the step's load, a list per layer, to `file`. Raises RunStopped if it cannot be written."""

@@ -1,4 +1,4 @@
-"""Parameters that a loss uses beside the model, such as a value head's, and their gradients over several ranks."""
+"""Parameters that a loss uses besides the model's, such as a value head's, and their gradients over several ranks."""
 
 from __future__ import annotations
 
@@ -36,8 +36,8 @@ class ExtraParameters:
         """Replaces each gradient by its sum over all ranks, in FSDP's order."""
         if self.world.mesh is None:
             return
-        for name, own in self.take().items():
-            self.parameters[name].grad = tree_sum(self._gathered(own).unbind())
+        for name, grad in self.take().items():
+            self.parameters[name].grad = tree_sum(self._gathered(grad).unbind())
 
     @torch.no_grad()
     def in_one_order(self, of_microbatches: Sequence[Gradients]) -> Iterator[None]:
@@ -50,14 +50,14 @@ class ExtraParameters:
                 parameter.grad = everyone[name][rank][microbatch]
             yield
 
-    def _by_data_rank(self, own: Sequence[Tensor]) -> list[Tensor]:
-        stacked = torch.stack([*own])
+    def _by_data_rank(self, grads: Sequence[Tensor]) -> list[Tensor]:
+        stacked = torch.stack([*grads])
         if self.world.mesh is None:
             return [stacked]
         size = self.world.data_size
         everyone = self._gathered(stacked).unflatten(0, (self.world.degrees["pipeline"], size, -1))
         return [tree_sum(everyone[:, rank].flatten(0, 1).unbind()) for rank in range(size)]
 
-    def _gathered(self, own: Tensor) -> Tensor:
+    def _gathered(self, local: Tensor) -> Tensor:
         assert dist.group.WORLD is not None
-        return gather_rows(own[None], dist.group.WORLD)
+        return gather_rows(local[None], dist.group.WORLD)

@@ -44,8 +44,8 @@ def exact_norms(grads: Mapping[str, Tensor], further_groups: Sequence[dist.Proce
     over `further_groups`, whose ranks may share some.
     """
     local = {name: g.to_local() if is_dtensor(g) else g for name, g in grads.items()}
-    most = [part.abs().amax() if part.numel() else part.new_zeros(()) for part in local.values()]
-    largest = _over_shards(grads, [part.double() for part in most], dist.ReduceOp.MAX)
+    maxima = [part.abs().amax() if part.numel() else part.new_zeros(()) for part in local.values()]
+    largest = _over_shards(grads, [part.double() for part in maxima], dist.ReduceOp.MAX)
     exponents = {
         name: min(ops.EXACT_BITS, 62 - grads[name].numel().bit_length()) - 2 * math.frexp(most)[1]
         for name, most in largest.items()
@@ -72,15 +72,15 @@ def _over_shards(
     for index, tensor in enumerate(placed.values()):
         together[_groups(tensor)].append(index)
     names = list(placed)
-    found: dict[str, Any] = {}
+    totals: dict[str, Any] = {}
     for groups, members in together.items():
-        own = torch.stack([values[index] for index in members]).cpu()
+        local = torch.stack([values[index] for index in members]).cpu()
         if operation == dist.ReduceOp.MAX:
-            own = torch.where(own.isfinite(), own, torch.inf)  # a maximum over ranks may ignore NaN
+            local = torch.where(local.isfinite(), local, torch.inf)  # a maximum over ranks may ignore NaN
         for group in groups:
-            dist.all_reduce(own, op=operation, group=group)
-        found |= dict(zip((names[index] for index in members), own.tolist()))
-    return found
+            dist.all_reduce(local, op=operation, group=group)
+        totals |= dict(zip((names[index] for index in members), local.tolist()))
+    return totals
 
 
 def _norm_of(squares: Iterable[Sequence[int] | None]) -> float:
@@ -119,12 +119,12 @@ def norms_of_squares(
         names[_groups(placed[name])].append(name)
     sums = torch.zeros(len(PARTS), dtype=torch.float64)
     for groups, members in names.items():
-        own = torch.stack([squares[name] for name in members])
+        total = torch.stack([squares[name] for name in members])
         for group in groups:
-            dist.all_reduce(own, group=group)
+            dist.all_reduce(total, group=group)
         places = [[i for i, name in enumerate(members) if part_of(name) == part] for part in PARTS]
         # Added part by part: a scattered addition has no fixed order on a GPU.
-        sums = sums.to(own.device) + torch.stack([ops.total(own[place]) for place in places])
+        sums = sums.to(total.device) + torch.stack([ops.total(total[place]) for place in places])
     sums = sums.cpu()  # as are the zeros of a stage without gradients, whose layers are frozen
     for group in further_groups:
         dist.all_reduce(sums, group=group)

@@ -1,5 +1,5 @@
-"""A step's gradients between backward and update: kept by autograd, summed separately in float32, used at once, or
-summed in a tree over the step's micro-batches."""
+"""A step's gradients between backward and update: accumulated by autograd, summed separately in float32, used at once,
+or summed in a tree over the step's micro-batches."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ Parameters = Mapping[str, nn.Parameter]
 
 @runtime_checkable
 class Gradients(Protocol):
-    """The interface to gradients that `MasterOptimizer` uses."""
+    """What `MasterOptimizer` needs of a step's gradients."""
 
     parameters: Parameters
 
@@ -33,9 +33,9 @@ class Gradients(Protocol):
         """Call when a backward, including its sums over ranks, has ended for all parameters or those named."""
         ...
 
-    def held(self) -> dict[str, Tensor]:
-        """This step's gradients that an update still has to use, by parameter, in the model's order: float32, or the
-        parameter's own dtype."""
+    def pending(self) -> dict[str, Tensor]:
+        """This step's gradients that no update has used yet, by parameter, in the model's order: float32, or the
+        parameter's dtype."""
         ...
 
     def norms(self, stage_groups: Sequence[dist.ProcessGroup], shared: Collection[str]) -> dict[str, float]:
@@ -47,8 +47,8 @@ class Gradients(Protocol):
         ...
 
 
-class OwnGradients:
-    """For float32 parameters, which are their own masters: autograd already accumulates in float32."""
+class Float32Gradients:
+    """For float32 parameters, which are their own masters: autograd accumulates in float32 anyway."""
 
     updated_weights = False
 
@@ -58,11 +58,11 @@ class OwnGradients:
     def end_microbatch(self, of: Iterable[str] | None = None) -> None:
         pass
 
-    def held(self) -> dict[str, Tensor]:
+    def pending(self) -> dict[str, Tensor]:
         return {name: p.grad for name, p in self.parameters.items() if p.grad is not None}
 
     def norms(self, stage_groups: Sequence[dist.ProcessGroup], shared: Collection[str]) -> dict[str, float]:
-        return gradient_norms(self.held(), stage_groups, shared)
+        return gradient_norms(self.pending(), stage_groups, shared)
 
     def clear(self) -> None:
         for parameter in self.parameters.values():
@@ -72,9 +72,9 @@ class OwnGradients:
 class SummedGradients:
     """For narrower parameters: each gradient is added to a float32 sum as soon as the backward has computed it.
 
-    So micro-batches accumulate in float32. A step's first gradient stays as it is until there is a second one to add: a
-    step of one micro-batch is spared a pass over memory, since norms and AdamW read narrow gradients. On a CPU, where
-    both give the same bits, it is widened at once if the last step has left memory for it.
+    So micro-batches accumulate in float32. A step's first gradient is not widened until there is a second one to add:
+    this saves a step of one micro-batch a pass over memory, since norms and AdamW read narrow gradients. On a CPU,
+    where both give the same bits, it is widened at once if memory of the last step's sums can be reused.
     """
 
     updated_weights = False
@@ -100,11 +100,11 @@ class SummedGradients:
             spare = self._spare.pop(name, None)
             self._sums[name] = grad.contiguous() if spare is None else spare.copy_(grad)
 
-    def held(self) -> dict[str, Tensor]:
+    def pending(self) -> dict[str, Tensor]:
         return {name: self._sums[name] for name in self.parameters if name in self._sums}
 
     def norms(self, stage_groups: Sequence[dist.ProcessGroup], shared: Collection[str]) -> dict[str, float]:
-        return gradient_norms(self.held(), stage_groups, shared)
+        return gradient_norms(self.pending(), stage_groups, shared)
 
     def clear(self) -> None:
         self._spare = {
@@ -115,7 +115,7 @@ class SummedGradients:
         self._sums.clear()
 
 
-class GradientsUsedAtOnce:
+class GradientsUsedInBackward:
     """Updates a parameter as soon as the backward has computed its gradient, and frees the gradient."""
 
     def __init__(self, parameters: Parameters, update: Callable[[dict[str, Tensor]], None]):
@@ -139,7 +139,7 @@ class GradientsUsedAtOnce:
         self._squares |= local_squares(grads)
         self.update(grads)
 
-    def held(self) -> dict[str, Tensor]:
+    def pending(self) -> dict[str, Tensor]:
         return {}
 
     def norms(self, stage_groups: Sequence[dist.ProcessGroup], shared: Collection[str]) -> dict[str, float]:
@@ -149,13 +149,13 @@ class GradientsUsedAtOnce:
         self._squares.clear()
 
 
-class GradientsInATree:
+class TreeSummedGradients:
     """Sums in a binary tree over the step's micro-batches, neighbors first: one order for any number of ranks.
 
     Rank r of n has the micro-batches r, n + r, 2n + r and so on of a step. The sum of one micro-batch on each of n
     ranks, n a power of two, is a subtree, and the subtrees come in the order of the tree's leaves. For other n, the
-    exchange over ranks adds up the leaves, and the gradients that come here are zero but for the last. Each stage of a
-    pipeline has its own tree.
+    exchange over ranks adds up the leaves, and all gradients added here but the last are zero. Each stage of a
+    pipeline has a separate tree.
     """
 
     updated_weights = False
@@ -175,12 +175,12 @@ class GradientsInATree:
         self._trees.setdefault(names, Tree(_added)).add(leaf)
 
     @torch.no_grad()
-    def held(self) -> dict[str, Tensor]:
-        found = {name: grad for tree in self._trees.values() for name, grad in (tree.sum() or {}).items()}
-        return {name: found[name] for name in self.parameters if name in found}
+    def pending(self) -> dict[str, Tensor]:
+        sums = {name: grad for tree in self._trees.values() for name, grad in (tree.sum() or {}).items()}
+        return {name: sums[name] for name in self.parameters if name in sums}
 
     def norms(self, stage_groups: Sequence[dist.ProcessGroup], shared: Collection[str]) -> dict[str, float]:
-        return exact_norms(self.held(), stage_groups)
+        return exact_norms(self.pending(), stage_groups)
 
     def clear(self) -> None:
         self._trees.clear()

@@ -1,4 +1,4 @@
-"""Peak memory of this process's tensors, even if they have no values."""
+"""Peak memory of this process's tensors, including fake ones."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ class LiveMemory(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if any(issubclass(kind, DTensor) for kind in types):
-            return NotImplemented  # its operations on this rank's own tensors are dispatched again
+            return NotImplemented  # its operations on local tensors are dispatched again
         out = func(*args, **(kwargs or {}))
         for leaf in tree_leaves(out):
             if isinstance(leaf, Tensor) and leaf.device.type == "cpu":

@@ -16,7 +16,7 @@ from lockstep.observe import log
 WINDOW = 100
 """Steps that a loss is compared with."""
 FEWEST = 20
-"""Without this many losses before it, no loss is a spike."""
+"""Fewer losses than this are too few to compare a loss with."""
 ROLLBACKS = 3
 """Rollbacks to the same checkpoint before the run ends."""
 
@@ -33,7 +33,7 @@ class LossSpikes:
         self._spike = False
 
     def state(self) -> list[float]:
-        """The state for a checkpoint, so that a resumed run finds the same spikes; JSON-serializable."""
+        """The state for a checkpoint, so that a resumed run detects the same spikes; JSON-serializable."""
         return list(self._losses)
 
     def restore(self, state: Iterable[float] | None) -> None:
@@ -42,15 +42,15 @@ class LossSpikes:
 
     def observe(self, step: int, metrics: Mapping[str, Any]) -> dict[str, Any]:
         """Looks for a spike in the step's loss; adds no metrics."""
-        self._spike = self.found(step, metrics["loss"])
+        self._spike = self.is_spike(step, metrics["loss"])
         return {}
 
     def ending(self) -> None:
         """No spike ends the run here; too many rollbacks do (`rewind`)."""
 
-    def found(self, step: int, loss: float) -> bool:
-        """Whether `loss` is `spike_deviations` standard deviations above the median of recent losses. Spikes are not
-        kept."""
+    def is_spike(self, step: int, loss: float) -> bool:
+        """Whether `loss` is `spike_deviations` standard deviations above the median of recent losses, to which
+        spikes do not count."""
         if not self.config.spike_deviations or not math.isfinite(loss):
             return False
         if len(self._losses) >= FEWEST:

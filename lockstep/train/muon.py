@@ -47,14 +47,14 @@ def muon_update(
     beta, dtype = config.muon_momentum, resolve_dtype(config.muon_dtype)
     updates = []
     for grad, state in zip(grads, states):
-        own, momentum = local_values(grad), local_values(state["momentum"])
-        wide = _between(momentum.float(), own, 1 - beta, dtype)
+        local, momentum = local_values(grad), local_values(state["momentum"])
+        wide = _between(momentum.float(), local, 1 - beta, dtype)
         momentum.copy_(wide)
-        updates.append(_between(own, wide, beta, dtype).to(dtype))
+        updates.append(_between(local, wide, beta, dtype).to(dtype))
     for master, update in zip(masters, map_whole_matrices(orthogonalize, updates, masters)):
-        own = local_values(master)
-        own.mul_(1 - learning_rate * weight_decay)
-        own.sub_(update.to(own.dtype) * (learning_rate * RMS * math.sqrt(max(master.shape[-2:]))))
+        local = local_values(master)
+        local.mul_(1 - learning_rate * weight_decay)
+        local.sub_(update.to(local.dtype) * (learning_rate * RMS * math.sqrt(max(master.shape[-2:]))))
     round_into(weights, masters)
 
 
@@ -108,7 +108,7 @@ def _together(matrices: Float[Tensor, "experts rows columns"]) -> Float[Tensor, 
 
 
 def _portable(x: Tensor, wide: bool) -> Tensor:
-    """The same in float32 on a CPU, with our own matrix products: the same bits on every processor."""
+    """The same in float32 on a CPU, with `ops.linear` for the products: the same bits on every processor."""
     a, b, c = COEFFICIENTS
     x = x / math.sqrt(max(float(ops.sum_of_squares(x.contiguous())), 1e-14))
     for _ in range(ITERATIONS):

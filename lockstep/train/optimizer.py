@@ -16,11 +16,11 @@ from lockstep.model import Decoder, TrainableModel, resolve_dtype
 from lockstep.model.stored import is_saved_with_adapter
 from lockstep.train.adamw import State, adamw_state, adamw_update, round_into
 from lockstep.train.gradients import (
+    Float32Gradients,
     Gradients,
-    GradientsInATree,
-    GradientsUsedAtOnce,
-    OwnGradients,
+    GradientsUsedInBackward,
     SummedGradients,
+    TreeSummedGradients,
 )
 from lockstep.train.muon import muon_state, muon_update
 from lockstep.train.parameter_groups import Settings, settings_of
@@ -35,11 +35,11 @@ class MasterOptimizer:
     def __init__(
         self, model: TrainableModel, config: TrainConfig, extra_parameters: Mapping[str, nn.Parameter] | None = None
     ):
-        """`extra_parameters`: parameters that are trained with the model but are not part of it, by their own names."""
+        """`extra_parameters`: parameters that are trained with the model but are not part of it, by name."""
         self.config = config
         further = dict(extra_parameters or {})
         self._extra_parameters = further.keys()
-        whole = Decoder(model.config, torch.float32, "meta")  # a rank may have only some of the layers
+        whole = Decoder(model.config, torch.float32, "meta")  # this rank may have only some of the layers
         settings = settings_of({n: p.shape for n, p in [*whole.named_parameters(), *further.items()]}, config)
         if frozen := [name for name in further if settings[name].frozen]:
             raise UserError(
@@ -49,7 +49,7 @@ class MasterOptimizer:
         if model.config.lora is not None:
             base = [name for name in whole.state_dict() if not is_saved_with_adapter(name)]
             settings |= {name: replace(settings[name], frozen=True) for name in base}
-        if all(found.frozen for found in settings.values()):
+        if all(each.frozen for each in settings.values()):
             rules = ", ".join(f'"{rule}"' for rule in config.rules if "frozen=true" in rule)
             raise UserError(f"train.rules freeze every parameter, which leaves nothing to train: {rules}; remove some")
         self.parameters: dict[str, nn.Parameter] = {}
@@ -71,11 +71,11 @@ class MasterOptimizer:
 
     def _gradients(self) -> Gradients:
         if self.config.optimizer_in_backward:
-            return GradientsUsedAtOnce(self.parameters, lambda grads: self._update(grads, self._learning_rate))
+            return GradientsUsedInBackward(self.parameters, lambda grads: self._update(grads, self._learning_rate))
         if self.config.deterministic_layout:
-            return GradientsInATree(self.parameters)
+            return TreeSummedGradients(self.parameters)
         if all(self.masters[name] is parameter for name, parameter in self.parameters.items()):
-            return OwnGradients(self.parameters)
+            return Float32Gradients(self.parameters)
         return SummedGradients(self.parameters)
 
     def begin(self, learning_rate: float, microbatches: int) -> None:
@@ -98,7 +98,7 @@ class MasterOptimizer:
         """Clips the gradients, whose norm is `grad_norm`, updates masters and model, clears the gradients."""
         clips = 0 < self.config.max_grad_norm < grad_norm
         scale = self.config.max_grad_norm / (grad_norm + 1e-6) if clips else 1.0
-        self._update(self.gradients.held(), learning_rate, scale)
+        self._update(self.gradients.pending(), learning_rate, scale)
         self.gradients.clear()
 
     def skip(self) -> None:
@@ -141,32 +141,33 @@ class MasterOptimizer:
 
     @torch.no_grad()
     def load_state_tensors(self, tensors: dict[str, Tensor]) -> None:
-        """The inverse of `state_tensors`; also writes the model's weights.
+        """The inverse of `state_tensors`; updates the model's weights, too.
 
         Raises UserError if one is missing or has another shape or dtype.
         """
-        own = self.state_tensors()
-        if missing := sorted(own.keys() - tensors.keys()):
+        state = self.state_tensors()
+        if missing := sorted(state.keys() - tensors.keys()):
             raise UserError(
                 f"the checkpoint lacks {len(missing)} of the optimizer's tensors, such as {missing[0]}; "
                 "algorithm, train.optimizer, train.rules and kl_reference (if it averages) must be those of the run "
                 "that wrote it"
             )
         # A smaller one would be broadcast.
-        if other := [name for name in sorted(own) if tensors[name].shape != own[name].shape]:
+        if other := [name for name in sorted(state) if tensors[name].shape != state[name].shape]:
             name = other[0]
             raise UserError(
                 f"the checkpoint has {len(other)} of the optimizer's tensors in another shape, such as {name}: "
-                f"{list(tensors[name].shape)}, not {list(own[name].shape)}; it is from another model or other settings"
+                f"{list(tensors[name].shape)}, not {list(state[name].shape)}; it is from another model or other "
+                "settings"
             )
         # Rounded to this run's dtype or widened, they would differ from those of a run that was never stopped.
-        if other := [name for name in sorted(own) if tensors[name].dtype != own[name].dtype]:
+        if other := [name for name in sorted(state) if tensors[name].dtype != state[name].dtype]:
             name = other[0]
             raise UserError(
                 f"the checkpoint has {len(other)} of the optimizer's tensors in another dtype, such as {name}: "
-                f"{tensors[name].dtype}, not {own[name].dtype}; give the train.moments_dtype that it was written with"
+                f"{tensors[name].dtype}, not {state[name].dtype}; give the train.moments_dtype that it was written with"
             )
-        for name, tensor in own.items():
+        for name, tensor in state.items():
             tensor.copy_(tensors[name])
         round_into([*self.parameters.values()], [*self.masters.values()])
 

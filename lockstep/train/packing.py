@@ -89,7 +89,7 @@ def pack_scored(
     left_out: Sequence[int] | None = None,
     device: str | torch.device = "cpu",
 ) -> PackedRow:
-    """Packs what is needed to score some tokens of each sequence: nothing after the last one, shared prefixes once.
+    """Packs what scoring some tokens of each sequence needs: nothing after the last target, and shared prefixes once.
 
     scored: positions of each sequence's targets, ascending. left_out: how many first tokens of each are not packed
     because the last complete sequence before it begins with the same ones; None: none. Raises ValueError for a target
@@ -104,7 +104,7 @@ def pack_scored(
     for number, (sequence, targets, first) in enumerate(zip(sequences, scored, left_out or [0] * len(sequences))):
         if targets and targets[0] <= first:
             raise ValueError(f"sequence {number} lacks the predictor of token {targets[0]}: {first} are left out")
-        # The last target's own row would predict a token that is not scored.
+        # The last target's row would predict a token that is not scored.
         length = targets[-1] if targets else len(sequence)
         predictors += [len(tokens) + target - 1 - first for target in targets]
         lead = lead if first else len(tokens)
@@ -113,7 +113,7 @@ def pack_scored(
         tokens += sequence[first:length]
         positions += range(first, length)
         lengths.append(length)
-    chosen = [sequence[target] for sequence, own in zip(sequences, scored) for target in own]
+    chosen = [sequence[target] for sequence, targets in zip(sequences, scored) for target in targets]
     padding = [0] * (-len(tokens) % ROW_MULTIPLE)
     return PackedRow(
         tokens=torch.tensor(tokens + padding, device=device),
@@ -189,12 +189,12 @@ def predicting_states(model: ScoringModel, row: PackedRow) -> Float[Tensor, "tar
 def split_by_tokens(lengths: Sequence[int], tokens_per_microbatch: int) -> list[slice]:
     """Consecutive slices of sequences, each of at most `tokens_per_microbatch` tokens; a longer sequence is alone."""
     slices: list[slice] = []
-    start, held = 0, 0
+    start, tokens = 0, 0
     for index, length in enumerate(lengths):
-        if index > start and held + length > tokens_per_microbatch:
+        if index > start and tokens + length > tokens_per_microbatch:
             slices.append(slice(start, index))
-            start, held = index, 0
-        held += length
+            start, tokens = index, 0
+        tokens += length
     if start < len(lengths):
         slices.append(slice(start, len(lengths)))
     return slices
@@ -203,17 +203,17 @@ def split_by_tokens(lengths: Sequence[int], tokens_per_microbatch: int) -> list[
 def first_fit_decreasing(sizes: Sequence[int], budget: int) -> list[list[int]]:
     """Packs items into bins of `budget`: the largest first, each into the first bin with room for it.
 
-    Needs at most 11/9 of the minimal number of bins, plus one (D. S. Johnson, 1973). An item above the budget gets its
-    own bin. Items within a bin ascend, and bins by their first item, so that items that fit into one bin keep their
-    order.
+    Needs at most 11/9 of the minimal number of bins, plus one (D. S. Johnson, 1973). An item above the budget gets a
+    bin to itself. Items within a bin ascend, and bins by their first item, so that items that fit into one bin keep
+    their order.
     """
     bins: list[list[int]] = []
     room: list[int] = []
     for item in sorted(range(len(sizes)), key=lambda item: -sizes[item]):
-        found = next((number for number, left in enumerate(room) if sizes[item] <= left), len(bins))
-        if found == len(bins):
+        fitting = next((number for number, left in enumerate(room) if sizes[item] <= left), len(bins))
+        if fitting == len(bins):
             bins.append([])
             room.append(budget)
-        bins[found].append(item)
-        room[found] -= sizes[item]
+        bins[fitting].append(item)
+        room[fitting] -= sizes[item]
     return sorted(sorted(items) for items in bins)

@@ -33,14 +33,14 @@ class PreferenceBatch:
 
 
 def shares_prompts(config: PretrainConfig) -> bool:
-    """Whether a pair's prompt is computed once; not if ranks share a row, nor with a deterministic layout."""
+    """Whether a pair's prompt is computed once: not if ranks share rows, nor with a deterministic layout."""
     return config.parallel.context == 1 and not config.train.deterministic_layout
 
 
 def preference_batch(
     examples: Sequence[Example], world: World, share_prompts: bool, which: Which = "both"
 ) -> PreferenceBatch:
-    """One micro-batch; without examples it is padding, for ranks with fewer of them.
+    """One micro-batch; without examples it is padding, for ranks with fewer micro-batches of examples.
 
     which: the sequences of each example that are computed. share_prompts: compute their common prefix once.
     """
@@ -68,8 +68,8 @@ def _common(first: AnswerTokens, second: AnswerTokens) -> int:
 def answer_log_probs(model: ScoringModel, batch: PreferenceBatch) -> tuple[Float[Tensor, "sequences"], bool]:
     """log π(y|x) of each sequence's answer, with gradient if enabled, and whether this rank counts it.
 
-    Each answer's sum has the same bits in any batch. Ranks that share a row all have all sums, with the gradient of
-    their own tokens: only one of them counts them.
+    Each answer's sum has the same bits in any batch. Ranks that share a row all have all sums, each with the gradient
+    of its tokens: only one of them counts them.
     """
     log_probs, counts = _of_all_ranks(target_log_probs(model, batch.row)[0], batch.row)
     if not batch.lengths:
@@ -78,18 +78,18 @@ def answer_log_probs(model: ScoringModel, batch: PreferenceBatch) -> tuple[Float
 
 
 def end_scores(model: ScoringModel, batch: PreferenceBatch) -> tuple[Float[Tensor, "sequences"], bool]:
-    """A reward model's score of each sequence, as `answer_log_probs`; the sequences come from `ending`."""
+    """A reward model's score of each sequence, as `answer_log_probs`; the sequences come from `with_end_target`."""
     scores, counts = _of_all_ranks(target_scores(model, batch.row), batch.row)
     return (scores if batch.lengths else scores[:0] + 0.0 * scores.sum()), counts
 
 
-def ending(example: Example) -> Example:
-    """The example with sequences whose only target comes after the last token, where the whole text is known."""
+def with_end_target(example: Example) -> Example:
+    """The example with sequences whose only target follows the last token, so that it is scored as a whole."""
     first, second = (AnswerTokens([*s.tokens, 0], [len(s.tokens)]) for s in example.sequences)
     return replace(example, sequences=(first, second))
 
 
-def _of_all_ranks(own: Float[Tensor, "local"], row: PackedRow) -> tuple[Float[Tensor, "targets"], bool]:
+def _of_all_ranks(local: Float[Tensor, "local"], row: PackedRow) -> tuple[Float[Tensor, "targets"], bool]:
     """The values of all targets, from this rank and those that share the row, and whether this rank counts them."""
     shared = targets_of_others(row)
-    return (own, True) if shared is None else (shared.whole(own), shared.is_first)
+    return (local, True) if shared is None else (shared.whole(local), shared.is_first)

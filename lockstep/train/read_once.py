@@ -10,7 +10,7 @@ from lockstep.data import TokenizedCorpus, Tokenizer, load_tokenizer
 from lockstep.parallel import World
 
 ARRAYS = ("tokens", "offsets", "scored", "branches")
-"""Of a corpus that is read."""
+"""The arrays of a corpus that are sent."""
 
 
 def read_once(world: World, read: Callable[[], TokenizedCorpus | None]) -> TokenizedCorpus | None:
@@ -26,15 +26,15 @@ def read_once(world: World, read: Callable[[], TokenizedCorpus | None]) -> Token
             None if corpus is None else ([name for name in ARRAYS if getattr(corpus, name) is not None], corpus.counts)
         )
 
-    found = world.from_main(counts)
-    if found is None:
+    described = world.from_main(counts)
+    if described is None:
         return None
-    names, found_counts = found
-    own = [] if corpus is None else [getattr(corpus, name).reshape(-1) for name in names]
-    arrays = dict(zip(names, world.arrays_from_main(own)))
+    names, corpus_counts = described
+    local = [] if corpus is None else [getattr(corpus, name).reshape(-1) for name in names]
+    arrays = dict(zip(names, world.arrays_from_main(local)))
     if "branches" in arrays:
         arrays["branches"] = arrays["branches"].reshape(-1, 2)
-    return TokenizedCorpus(**arrays, counts=found_counts)
+    return TokenizedCorpus(**arrays, counts=corpus_counts)
 
 
 def learn_once(world: World, learn: Callable[[], Tokenizer]) -> Tokenizer:

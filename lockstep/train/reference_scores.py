@@ -1,4 +1,4 @@
-"""Log-probabilities of preference examples under the reference model: computed once, and kept in the run's folder."""
+"""Log-probabilities of preference examples under the reference model: computed once, and saved in the run's folder."""
 
 from __future__ import annotations
 
@@ -45,18 +45,18 @@ def model_reference(trainer: Trainer, config: DPOConfig) -> Reference:
         parts = [list(examples[part]) for part in split_by_tokens(sizes, budget)]
         # Every rank computes the same number.
         parts += [[]] * (-len(parts) % world.data_size)
-        found: list[tuple[int, float, float]] = []
+        local: list[tuple[int, float, float]] = []
 
         def record(model: ScoringModel, batch: PreferenceBatch) -> Tensor:
             log_probs, counts = answer_log_probs(model, batch)
             if counts:
                 pairs = log_probs.view(-1, 2).tolist()
-                found.extend((example.number, *pair) for example, pair in zip(batch.examples, pairs))
+                local.extend((example.number, *pair) for example, pair in zip(batch.examples, pairs))
             return log_probs.new_zeros(())
 
-        own = parts[world.data_rank :: world.data_size]
-        trainer.evaluate((preference_batch(part, world, share) for part in own), record)
-        return {number: (first, second) for rank in world.gather(found) for number, first, second in rank}
+        batches = (preference_batch(part, world, share) for part in parts[world.data_rank :: world.data_size])
+        trainer.evaluate(batches, record)
+        return {number: (first, second) for rank in world.gather(local) for number, first, second in rank}
 
     return score
 
@@ -79,13 +79,13 @@ def assign_reference(
             corpora.setdefault(digests[id(corpus)], []).append(corpus)
         numbers.setdefault(digests[id(corpus)], set()).add(number)
     file, made_by = Path(config.output) / FILE, model_digest(config)
-    # Rank 0's file decides for all.
-    kept = world.from_main(lambda: {name: scores.tolist() for name, scores in _read(file, made_by).items()})
+    # Only rank 0 reads the file, so that all ranks compute the same examples.
+    saved = world.from_main(lambda: {name: scores.tolist() for name, scores in _read(file, made_by).items()})
     scores: dict[str, np.ndarray] = {}
     missing: dict[str, list[int]] = {}
     for digest, (corpus, *_) in corpora.items():
         count = len(corpus.offsets) - 1
-        before = np.array(kept.get(digest, []), dtype=np.float32).reshape(-1, 2)
+        before = np.array(saved.get(digest, []), dtype=np.float32).reshape(-1, 2)
         scores[digest] = before if len(before) == count else np.full((count, 2), np.nan, dtype=np.float32)
         missing[digest] = [n for n in sorted(numbers[digest]) if np.isnan(scores[digest][n]).any()]
     total = sum(map(len, missing.values()))
@@ -93,9 +93,9 @@ def assign_reference(
         paired, longest = config.loss != "kto", config.sequence_length
         with Progress("reference", total, "example") if world.is_main else nullcontext() as bar:
             for digest, left in missing.items():
-                most = AT_ONCE * world.data_size
-                for start in range(0, len(left), most):
-                    part = left[start : start + most]
+                size = AT_ONCE * world.data_size
+                for start in range(0, len(left), size):
+                    part = left[start : start + size]
                     examples = [read_example(corpora[digest][0], number, paired, longest) for number in part]
                     for number, pair in reference(examples).items():
                         scores[digest][number] = pair
@@ -119,9 +119,9 @@ def data_digest(corpus: TokenizedCorpus) -> str:
 def model_digest(config: DPOConfig) -> str:
     """A digest of what determines the bits: the model's files by size and time, the arithmetic, and data settings."""
     described = []
-    for given in (Path(name) for name in (config.model, config.reference) if Path(name).is_dir()):
-        given = weights_folder(given)
-        folders = sorted({given, base_folder(given)})
+    for model in (Path(name) for name in (config.model, config.reference) if Path(name).is_dir()):
+        weights = weights_folder(model)
+        folders = sorted({weights, base_folder(weights)})
         files = [path for folder in folders for path in sorted(folder.iterdir())]
         described += [
             (str(path), path.stat().st_size, path.stat().st_mtime_ns)

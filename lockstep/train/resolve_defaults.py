@@ -1,4 +1,4 @@
-"""Settings that a run leaves open, resolved before it starts: arithmetic, reduction chunks and dtype, on all ranks."""
+"""Resolves what a run's settings leave open, the same on all ranks: folders, arithmetic, reduction chunks, dtype."""
 
 from __future__ import annotations
 
@@ -25,9 +25,9 @@ Config = TypeVar("Config", bound=PretrainConfig | RLConfig)
 def resolve_defaults(config: Config, world: World) -> Config:
     """`config` with model folders, `arithmetic`, `reduction_chunks`, `dtype` and its algorithm's settings resolved.
 
-    A run's config.toml records them. A resumed run keeps its own unless others are given; a run that torchrun restarts
-    is resumed. If ranks would use different arithmetics, all use the portable one. Raises UserError for what is not
-    available here.
+    A run's config.toml records them. A resumed run keeps the recorded ones unless others are set; a run that torchrun
+    restarts is resumed. If ranks would use different arithmetics, all use the portable one. Raises UserError for what
+    is not available here.
     """
     if world.from_main(lambda: is_restarted(config.output)):
         # The command is that of the first start, which may lack --resume and have --overwrite.
@@ -37,8 +37,7 @@ def resolve_defaults(config: Config, world: World) -> Config:
     config = dataclasses.replace(config, **folders)
     recorded = world.from_main(lambda: recorded_settings(config))
     dtype, why = recorded.get("dtype", ""), "as the run began"
-    given = not is_auto(config.dtype) or (not dtype and Path(config.model).is_dir())
-    if given:
+    if not is_auto(config.dtype) or (not dtype and Path(config.model).is_dir()):
         dtype, why = world.from_main(lambda: choose_dtype(config.dtype, config.model, world.device))
     arithmetic = _arithmetic(config, world, recorded.get("arithmetic", ""), dtype)
     if not dtype:
@@ -53,20 +52,20 @@ def resolve_defaults(config: Config, world: World) -> Config:
 
 
 def _chunks(config: PretrainConfig | RLConfig, world: World) -> int:
-    """The run's reduction chunks; logs a warning if those of the model's own run differ."""
+    """The run's reduction chunks; logs a warning if the model's run used others."""
     folder = Path(config.model)
-    own = read_config(folder).reduction_chunks if folder.is_dir() else 1
+    trained_with = read_config(folder).reduction_chunks if folder.is_dir() else 1
     parallel = config.parallel
     if isinstance(config, RLConfig):
         parallel = dataclasses.replace(parallel, tensor=max(parallel.tensor, config.actors.tensor))
-    chunks = chunks_for(own, parallel)
+    chunks = chunks_for(trained_with, parallel)
     if world.is_main and folder.is_dir():
         warn_about_reduction_chunks(folder, chunks)
     return chunks
 
 
 def _model_of(config: PretrainConfig | RLConfig) -> str:
-    """The run's `model`; of a resumed run that trains an adapter, and has moved with its base, where that is now."""
+    """The run's `model`; for a resumed run that trains an adapter, the folder of its base, which may have moved."""
     moved = config.resume and config.lora.rank and not is_model(config.model)
     newest = newest_checkpoint(Path(config.output)) if moved else None
     return str(base_folder(newest)) if newest is not None else config.model
@@ -94,7 +93,7 @@ def recorded_settings(config: PretrainConfig | RLConfig) -> dict[str, str]:
     try:
         values = tomllib.loads(path.read_text())
     except (ValueError, RecursionError):
-        return {}  # open_run reports it
+        return {}  # `claim_run` reports it
     refuse_other_command(config.output, values, config)
     names = ("arithmetic", "dtype", "tokenizer")
     return {name: str(values[name]) for name in names if values.get(name, "auto") != "auto"}
@@ -103,8 +102,8 @@ def recorded_settings(config: PretrainConfig | RLConfig) -> dict[str, str]:
 def _arithmetic(config: PretrainConfig | RLConfig, world: World, recorded: str, dtype: str) -> str:
     problem = chosen = ""
     if dtype == "float32" and config.arithmetic == "auto" and world.device.type == "cpu":
-        # The others apply only to bfloat16, and their kernels would be compiled for nothing: such a run has the same
-        # bits everywhere. Where the portable ones cannot be compiled, PyTorch's own operators serve.
+        # The other arithmetics apply only to bfloat16, so this run has the same bits everywhere, and compiling their
+        # kernels would be wasted. If the portable ones cannot be compiled, PyTorch's operators are used.
         with suppress(UserError):
             chosen = set_arithmetic("portable", world.device)
     try:

@@ -21,7 +21,13 @@ from lockstep.model import ScoringModel, TrainableModel, begin_adapter, begin_sc
 from lockstep.observe import OnMetrics
 from lockstep.parallel import World
 from lockstep.progress import Progress
-from lockstep.train.preference_batches import PreferenceBatch, end_scores, ending, preference_batch, shares_prompts
+from lockstep.train.preference_batches import (
+    PreferenceBatch,
+    end_scores,
+    preference_batch,
+    shares_prompts,
+    with_end_target,
+)
 from lockstep.train.preference_data import examples_of, open_preferences
 from lockstep.train.preference_losses import bradley_terry_loss
 from lockstep.train.rows_task import RowsRun, train_rows
@@ -89,7 +95,7 @@ class RewardObjective:
         return {f"validation/{name}": value for name, value in named.items()}
 
     def _batches(self, examples: list[list[Example]], world: World) -> Iterator[PreferenceBatch]:
-        return (preference_batch([ending(e) for e in part], world, self._share) for part in examples)
+        return (preference_batch([with_end_target(e) for e in part], world, self._share) for part in examples)
 
     def _loss_of(self, count: int, totals: ScoreMetrics) -> Callable[[ScoringModel, PreferenceBatch], Tensor]:
         def loss_of(model: ScoringModel, batch: PreferenceBatch) -> Tensor:

@@ -28,7 +28,7 @@ from lockstep.train.trainer import Trainer
 
 @dataclass
 class RowsRun:
-    """What a run on rows is made of, besides its settings."""
+    """The parts of a run on rows, besides its settings."""
 
     tokenizer: Tokenizer
     model: TrainableModel

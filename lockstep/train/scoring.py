@@ -1,4 +1,4 @@
-"""Log-probabilities of given sequences, computed as in training."""
+"""Log-probabilities of sequences, computed as in training."""
 
 from __future__ import annotations
 
@@ -48,8 +48,8 @@ def log_probs(
 
 def _log_probs(model: Decoder, sequences: Sequence[Sequence[int]], temperature: float) -> list[Tensor]:
     row = pack(sequences, device=model.device)
-    found, _ = target_log_probs(model, row, temperature)
-    return list(found.split([n - 1 for n in row.lengths]))
+    scores, _ = target_log_probs(model, row, temperature)
+    return list(scores.split([n - 1 for n in row.lengths]))
 
 
 def _check(model: Decoder, sequences: Sequence[Sequence[int]], temperature: float) -> None:

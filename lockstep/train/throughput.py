@@ -24,9 +24,9 @@ class Throughput:
         """Metrics of the current step over all ranks; memory and times are this rank's. Called by every rank."""
         seconds = timeline.elapsed()
         rows = [row for rows in batch.microbatches for row in rows]
-        own = training_flops(self.config, [n for row in rows for n in document_lengths(row)])
-        own -= training_flops(self.config, [n for row in rows for n in row.shared or ()])
-        (flops,) = self.world.sum([own], ("data_replicate", "data_shard"))
+        local = training_flops(self.config, [n for row in rows for n in document_lengths(row)])
+        local -= training_flops(self.config, [n for row in rows for n in row.shared or ()])
+        (flops,) = self.world.sum([local], ("data_replicate", "data_shard"))
         return {
             "tokens": batch.tokens,
             "tokens_per_second": batch.tokens / seconds,

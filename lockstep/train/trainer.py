@@ -89,12 +89,12 @@ class Trainer:
         already changed weights.
         """
         learning_rate = self.schedule(self.updates)
-        held = list(microbatches)
-        self.optimizer.begin(learning_rate, len(held))
-        self.balance.begin_step(held)
+        microbatches = list(microbatches)
+        self.optimizer.begin(learning_rate, len(microbatches))
+        self.balance.begin_step(microbatches)
         TRAFFIC.clear()
-        with self._order(len(held)):
-            loss = self._sum(self.accumulate(held, loss_of))
+        with self._order(len(microbatches)):
+            loss = self._sum(self.accumulate(microbatches, loss_of))
         with self.timeline.span("optimizer"):
             norms = self.optimizer.gradient_norms(self.world.stage_groups)
             # Both are sums over all ranks, so that every rank decides the same.
@@ -152,8 +152,8 @@ class Trainer:
         microbatches: Sequence[MicroBatch],
         loss_of: Callable[[ScoringModel, MicroBatch], Tensor],
     ) -> list[float]:
-        """`accumulate` for a pipeline. The gradients beside the model, which only the last stage's ranks have, are
-        summed over all ranks once the stages have ended."""
+        """`accumulate` for a pipeline. The gradients of the extra parameters, which only the last stage's ranks have,
+        are summed over all ranks once the stages have ended."""
         if not self.config.deterministic_layout:
             losses = model.accumulate(microbatches, loss_of)
             self.extra_parameters.sum_over_ranks()
@@ -174,14 +174,14 @@ class Trainer:
         return losses
 
     def _end_microbatch(self, names: Collection[str], last: bool) -> None:
-        """Hands over the gradients of parameters of the model."""
-        if self._sums_come_last and not last:  # these are zero, and a tree would keep them
+        """Passes the gradients of these parameters of the model to the optimizer."""
+        if self._sums_come_last and not last:  # these are zero, and would be added to the tree
             for name in self.optimizer.gradients.parameters.keys() & names:
                 self.optimizer.gradients.parameters[name].grad = None
         self.optimizer.gradients.end_microbatch(names)
 
     def _add_extra_parameters(self, of_microbatches: Sequence[dict[str, Tensor]]) -> None:
-        """Adds up the gradients beside the model of a step's micro-batches."""
+        """Adds up the extra parameters' gradients of a step's micro-batches."""
         if self.extra_parameters.parameters:
             for _ in self.extra_parameters.in_one_order(of_microbatches):
                 self.optimizer.gradients.end_microbatch(self.extra_parameters.parameters)
@@ -199,11 +199,11 @@ class Trainer:
         # Ranks that share a micro-batch all have its loss.
         shared = self.world.coordinate("tensor") or self.world.coordinate("context")
         everyone = [loss for of_rank in self.world.gather([] if shared else losses) for loss in of_rank]
-        # Rounded once, so independent of the order; it refuses to add what is not finite.
+        # Rounded once, so independent of the order; fsum raises for values that are not finite.
         return math.fsum(everyone) if all(map(math.isfinite, everyone)) else math.nan
 
     def _scoring_model(self) -> ScoringModel:
-        """The model, which a loss calls itself if it is not a pipeline."""
+        """The model, for losses to call; not for pipelines, which call the loss."""
         assert isinstance(self.model, ScoringModel)
         return self.model
 
@@ -234,12 +234,12 @@ class Trainer:
 
     @contextmanager
     def evaluating(self, model: TrainableModel) -> Iterator[None]:
-        """Within this context, `evaluate` uses another model, laid out like the trainer's own."""
-        own, self.model = self.model, model
+        """Within this context, `evaluate` uses another model, with the same layout as the trainer's."""
+        trained, self.model = self.model, model
         try:
             yield
         finally:
-            self.model = own
+            self.model = trained
 
     def _reshard(self) -> None:
         """Frees gathered weights after a forward without a backward."""
@@ -248,12 +248,12 @@ class Trainer:
                 module.reshard()
 
     def counts(self) -> dict[str, Any]:
-        """What a checkpoint keeps in addition to the tensors; JSON-serializable."""
+        """What a checkpoint includes besides the tensors; JSON-serializable."""
         return {name: getattr(self, name) for name in _COUNTS} | self.balance.state()
 
     def load_counts(self, counts: Mapping[str, Any]) -> None:
         """The inverse of `counts`. Raises, changing nothing, if one is not a number."""
-        found = {name: int(counts.get(name, 0)) for name in _COUNTS}
+        values = {name: int(counts.get(name, 0)) for name in _COUNTS}
         self.balance.restore(counts)
-        for name, count in found.items():
+        for name, count in values.items():
             setattr(self, name, count)

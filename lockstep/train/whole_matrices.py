@@ -29,7 +29,7 @@ def map_whole_matrices(
     `placed` says how each matrix is laid out: a DTensor with its shape and placements, or a plain tensor for a matrix
     that this process has completely. The ranks of a mesh take turns with the matrices, so no work is done twice; all
     must call this with the same matrices in the same order. `function` keeps the shape. It handles stacked matrices
-    separately, so ranks that have complete ones keep those.
+    separately, so ranks that have complete ones process those themselves.
     """
     results: list[Tensor] = list(parts)
     sharded: dict[DeviceMesh, list[int]] = defaultdict(list)

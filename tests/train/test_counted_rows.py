@@ -70,7 +70,7 @@ def stepped(cut, shape=SHAPE, backend="none", **settings):
 
 
 def kept(trainer):
-    return {name: grad.to(torch.float32, copy=True) for name, grad in trainer.optimizer.gradients.held().items()}
+    return {name: grad.to(torch.float32, copy=True) for name, grad in trainer.optimizer.gradients.pending().items()}
 
 
 @pytest.mark.parametrize("cut", list(CUTS)[1:])

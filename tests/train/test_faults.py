@@ -130,10 +130,10 @@ def test_a_spike_goes_back_to_a_checkpoint_and_on_with_later_data(tmp_path, capl
 
 def test_a_resumed_run_compares_losses_with_those_before_it():
     before, after = (LossSpikes(FaultConfig(spike_deviations=4.0)) for _ in range(2))
-    assert not any(before.found(step, 3.0 + 0.1 * (step % 2)) for step in range(30))
-    assert not after.found(30, 9.0)
+    assert not any(before.is_spike(step, 3.0 + 0.1 * (step % 2)) for step in range(30))
+    assert not after.is_spike(30, 9.0)
     after.restore(json.loads(json.dumps(before.state())))
-    assert before.found(30, 9.0) and after.found(30, 9.0)
+    assert before.is_spike(30, 9.0) and after.is_spike(30, 9.0)
 
 
 def test_a_resumed_run_finds_spikes_from_its_first_steps_on(tmp_path, caplog, monkeypatch):

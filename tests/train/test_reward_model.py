@@ -29,7 +29,7 @@ from lockstep.model import hugging_face_name, preset, read_config
 from lockstep.model.families import FAMILIES
 from lockstep.parallel import World
 from lockstep.train.dpo import prefer
-from lockstep.train.preference_batches import end_scores, ending, preference_batch
+from lockstep.train.preference_batches import end_scores, preference_batch, with_end_target
 from lockstep.train.preference_losses import bradley_terry_loss
 from lockstep.train.reward_model import train_reward_model
 from tests.parallel.launch import launch
@@ -48,10 +48,8 @@ def _score(model, texts):
     """Of each alone, by the model's own forward pass."""
     batch = [Example((AnswerTokens(t, [1]), AnswerTokens(t, [1])), False, 0) for t in texts]
     with torch.no_grad():
-        return [
-            end_scores(model, preference_batch([ending(e)], World(torch.device("cpu")), False, "first"))[0].item()
-            for e in batch
-        ]
+        alone = [preference_batch([with_end_target(e)], World(torch.device("cpu")), False, "first") for e in batch]
+        return [end_scores(model, each)[0].item() for each in alone]
 
 
 def test_a_run_learns_and_transformers_scores_as_it_does(tmp_path, model_folder):
@@ -95,7 +93,7 @@ def test_loss_and_gradient_are_those_of_trl(tmp_path, model_folder, centering):
         Example(tuple(AnswerTokens([*tokenizer.encode(p + a), tokenizer.eos_id], [1]) for a in both), False, number)
         for number, (p, *both) in enumerate(answers)
     ]
-    batch = preference_batch([ending(e) for e in examples], World(torch.device("cpu")), True)
+    batch = preference_batch([with_end_target(e) for e in examples], World(torch.device("cpu")), True)
     assert sum(batch.row.left_out) > 0
     chosen, rejected = end_scores(model, batch)[0].view(-1, 2).T
     loss = (bradley_terry_loss(chosen, rejected) + centering * (chosen + rejected).square()).mean()

@@ -47,7 +47,7 @@ def test_micro_batches_add_up_to_the_whole_batch(dtype):
         trainer = Trainer(model, TrainConfig(), 1)
         parts = split_by_tokens([len(s) for s in SEQUENCES], limit)
         trainer.accumulate([pack(SEQUENCES[part]) for part in parts], NextTokenLoss(TARGETS))
-        gradients.append([gradient.float() for gradient in trainer.optimizer.gradients.held().values()])
+        gradients.append([gradient.float() for gradient in trainer.optimizer.gradients.pending().values()])
     for whole, parts in zip(*gradients, strict=True):
         if dtype == "float32":
             # The same terms in another order.
@@ -69,7 +69,7 @@ def test_bfloat16_trains_float32_masters_by_adamw():
     for _ in range(3):
         NextTokenLoss(TARGETS)(model, pack(SEQUENCES)).backward()
         for name, master in masters.items():
-            master.grad = trainer.optimizer.gradients.held()[name].float()
+            master.grad = trainer.optimizer.gradients.pending()[name].float()
         torch.nn.utils.clip_grad_norm_(list(masters.values()), 0.5)
         expected.step()
         trainer.optimizer.update(1e-4, trainer.optimizer.gradient_norms()["grad_norm"])
@@ -96,9 +96,9 @@ def test_gradients_that_stay_narrow_train_as_those_widened_at_once(optimizer, pa
         metrics = []
         for _ in range(3):
             trainer.accumulate(rows, NextTokenLoss(TARGETS))
-            assert {grad.dtype for grad in sums.held().values()} == {torch.bfloat16 if parts == 1 else torch.float32}
+            assert {grad.dtype for grad in sums.pending().values()} == {torch.bfloat16 if parts == 1 else torch.float32}
             if widen:
-                sums._sums = {name: grad.float() for name, grad in sums.held().items()}
+                sums._sums = {name: grad.float() for name, grad in sums.pending().items()}
             metrics.append(trainer.optimizer.gradient_norms())
             trainer.optimizer.update(1e-3, metrics[-1]["grad_norm"])
             sums._spare.clear()
@@ -118,7 +118,7 @@ def test_a_step_has_the_same_bits_whether_or_not_the_one_before_left_memory_for_
             parts = [slice(*cut) for cut in itertools.pairwise([*cuts, len(SEQUENCES)])]
             trainer.accumulate([pack(SEQUENCES[part]) for part in parts], NextTokenLoss(TARGETS))
             narrow = forgets and len(parts) == 1
-            assert {grad.dtype for grad in sums.held().values()} == {torch.bfloat16 if narrow else torch.float32}
+            assert {grad.dtype for grad in sums.pending().values()} == {torch.bfloat16 if narrow else torch.float32}
             assert not sums._spare, "a step's first gradients are in it"
             norms.append(trainer.optimizer.gradient_norms())
             trainer.optimizer.update(1e-3, norms[-1]["grad_norm"])
