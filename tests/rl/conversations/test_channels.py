@@ -150,7 +150,7 @@ def test_a_call_that_cannot_be_read_is_answered_with_its_problem(folder):
             return float("not valid JSON" in chat.messages[-1]["content"] and (await chat.reply()).text == "Answer: 5")
 
     engine = Reciting(rendering_with(folder, (add,)), [CALLS.replace("3}", "3"), ANSWERS])
-    assert conversed(Tries(), engine)[-1].reward == 1.0
+    assert conversed(Tries(), engine)[-1].scores.reward == 1.0
 
 
 @pytest.mark.parametrize("name", ["digit_sum", "calculator"])  # of one answer, and a conversation

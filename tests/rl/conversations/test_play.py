@@ -125,7 +125,7 @@ def test_in_workers_the_tokens_and_rewards_are_those_of_this_process_whoever_ans
     environment, workers = in_workers("Talk", slow, workers=2, concurrent=2)
     for sequences in (8, 2):
         again = graded(environment, engine_of("llama3", sequences), given[1], grader=workers)
-        for field in ("token_ids", "logprobs", "sampled", "rewards", "reward", "group", "episode", "completion"):
+        for field in ("token_ids", "logprobs", "sampled", "scores", "group", "episode", "completion"):
             assert [getattr(r, field) for r in again] == [getattr(r, field) for r in first]
         assert [r.conversation.messages for r in again] == [r.conversation.messages for r in first]
 
