@@ -39,32 +39,33 @@ from lockstep.rl.rollouts.collect import assign_advantages, assign_rewards, char
 from lockstep.rl.rollouts.ledger import Ledger
 from lockstep.rl.rollouts.metrics import (
     Stopwatch,
-    accepted,
     due,
     rollout_metrics,
     staleness_metrics,
     validation_metrics,
 )
-from lockstep.rl.rollouts.packing import PolicyLoss, masking_metrics, packing_metrics, policy_batches
+from lockstep.rl.rollouts.packing import packing_metrics, packing_of, policy_batches
 from lockstep.rl.rollouts.prefetcher import RolloutPrefetcher
 from lockstep.rl.rollouts.records import write_rollouts
 from lockstep.rl.rollouts.replicas import Replicas
 from lockstep.rl.rollouts.samples import samples_of
 from lockstep.rl.rollouts.sampling import Draws, Sampling
-from lockstep.rl.rollouts.shares import own_batches, share_findings, token_budget
+from lockstep.rl.rollouts.shares import batches_of_rank, token_budget
+from lockstep.rl.scoring.forward import ForwardPasses, Scorer
+from lockstep.rl.scoring.policy_loss import PolicyLoss
 from lockstep.rl.scoring.reference import (
+    ReferenceScorer,
+    TeacherScorer,
     WithoutAdapter,
-    assign_reference_scores,
-    assign_teacher_scores,
     is_own_base,
     load_reference,
     load_teacher,
     moving_average,
 )
-from lockstep.rl.scoring.reward_model import assign_scores, load_reward_model
-from lockstep.rl.scoring.routes import refuse_replay_without_experts
+from lockstep.rl.scoring.reward_model import RewardModelScorer, load_reward_model
+from lockstep.rl.scoring.routes import refuse_replay_without_experts, require_routes
 from lockstep.rl.scoring.stage_routes import routes_on_stages
-from lockstep.rl.scoring.value_head import assign_values, make_critic, train_settings, value_metrics
+from lockstep.rl.scoring.value_head import ValueScorer, make_critic, train_settings, value_metrics
 from lockstep.rl.setup import (
     announce_start,
     learns_from_spread_alone,
@@ -157,6 +158,16 @@ def _reinforce(
         average.write()
     generators.new_weights(start)
     replicas = Replicas(world, config.actors.separate)
+    forward = ForwardPasses(config.train.tokens_per_microbatch, replicas, timeline.moved)
+    reward_scorer = reward_model and RewardModelScorer(reward_model, rendering, config.reward_model_weight, forward)
+    scorers: list[Scorer] = []
+    if scored_by:
+        scorers.append(ReferenceScorer(scored_by, config.temperature, forward))
+    if teacher:
+        scorers.append(TeacherScorer(teacher, config.temperature, forward))
+    if critic:
+        scorers.append(ValueScorer(generators.policy, critic, forward))
+    packing = packing_of(config)
     stop = StopSignal(config.faults.stop_seconds, lambda: checkpoints.newest)
     sampling = Sampling(
         config, environment, is_given, tokenizer, rendering, replicas, generators, recorded, run.path, timeline, stop,
@@ -195,8 +206,8 @@ def _reinforce(
             return None
         with timeline.span("wait", everyone):
             validation, _ = replicas.everyones(held_out, judged)
-        if reward_model:
-            assign_scores(validation, reward_model, rendering, config, replicas, timeline.moved)
+        if reward_scorer:
+            reward_scorer.score(validation)
         world.on_main(partial(write_rollouts, run.validation_path(step), validation))
         observer.write_samples(step, "validation/samples", samples_of(step, validation, advantages=False))
         metrics = validation_metrics(validation, environment)
@@ -291,9 +302,9 @@ def _reinforce(
                     give_up_if_stopped(step)
                     drawn, graded = replicas.everyones(asked, drawn, graded)
                     outcomes += graded
-                    if reward_model:
+                    if reward_scorer:
                         stopwatch.begin("time/reward", patience=sampling.grading_seconds)
-                        assign_scores(drawn, reward_model, rendering, config, replicas, timeline.moved)
+                        reward_scorer.score(drawn)
                     timeline.message = f"{len(drawn)} rollouts, graded"
                     stopwatch.begin("time/train")
                     ledger.add(drawn, places)
@@ -305,28 +316,27 @@ def _reinforce(
                 refuse_too_many(outcomes, config.rewards.failure_limit)
                 ledger.keep_some()
                 charge_overlong(ledger.rollouts, config.max_new_tokens, algorithm.overlong_share)
-                if scored_by:
-                    assign_reference_scores(ledger.trained, scored_by, config, replicas, timeline.moved)
-                if teacher:
-                    assign_teacher_scores(ledger.trained, teacher, config, replicas, timeline.moved)
-                if critic:
-                    assign_values(ledger.trained, generators.policy, critic, config, replicas, timeline.moved)
+                for scorer in scorers:
+                    scorer.score(ledger.trained)
                 assign_advantages(ledger.trained, algorithm)
                 if algorithm.advantage == "best":
                     ledger.drop(lambda rollout: rollout.scores.advantage == 0, "not_best")
                     ledger.keep_some()
-                batches = policy_batches(
-                    ledger.trained, config, world.device, token_budget(ledger.trained, config, world), step - 1
-                )
-                share = own_batches(batches, config, world, model)
-                metrics = packing_metrics(batches) | masking_metrics(batches, config)
+                if config.router_replay:
+                    require_routes(ledger.trained, model.config)
+                budget = token_budget(ledger.trained, packing, world)
+                batches = policy_batches(ledger.trained, packing, world.device, budget, step - 1)
+                share = batches_of_rank(batches, packing, world, model)
+                metrics = packing_metrics(batches, packing)
                 give_up_if_stopped(step)
                 if config.inner_steps > 1 and step > 1:
                     keep_if_long(step - 1)
                 generators.training_begins()
                 updates_began = time.perf_counter()
                 for inner in range(config.inner_steps):
-                    loss = PolicyLoss(config, compare=inner == 0, critic=critic)
+                    loss = PolicyLoss(
+                        algorithm, config.temperature, inner == 0, packing.mask_truncated, config.router_replay, critic
+                    )
                     can_be_given_up = inner == 0 or step == 1 or checkpoints.holds(step - 1)
                     asking = trainer.asking(*stop.ending(world, late=True)) if can_be_given_up else nullcontext()
                     try:
@@ -334,11 +344,12 @@ def _reinforce(
                             stepped = trainer.step(share, loss)
                     except Interrupted:
                         give_up_if_stopped(step)  # raises
-                    share_findings(loss, batches, share, replicas)
+                    loss.combine_ranks(batches, share, replicas)
                     metrics |= stepped | loss.metrics()
                     bad_steps.check(step, trainer)
                     if inner == 0:
-                        metrics |= accepted(loss.parity, config, step, generators.kept).metrics()
+                        loss.parity.require_equal(step, config.on_parity_error, generators.kept)
+                        metrics |= loss.parity.metrics()
                         metrics["policy/ratio_first_max"] = loss.ratio_max
                 updating = time.perf_counter() - updates_began
                 if average:

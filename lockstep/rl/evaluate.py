@@ -30,7 +30,8 @@ from lockstep.rl.rollouts.estimates import Estimate, estimate, randomization_tes
 from lockstep.rl.rollouts.eval_metrics import EvalMetrics, eval_metrics
 from lockstep.rl.rollouts.prompts import examples_of
 from lockstep.rl.rollouts.records import Rollout, episodes_of, write_rollouts
-from lockstep.rl.scoring.reward_model import RewardModel, assign_scores, load_reward_model
+from lockstep.rl.scoring.forward import ForwardPasses
+from lockstep.rl.scoring.reward_model import RewardModel, RewardModelScorer, load_reward_model
 from lockstep.rl.setup import named_environment
 
 RESULT = "eval.json"
@@ -218,14 +219,17 @@ def _judged(
     announce("eval: " + start_line(asked.name, model.config, model.device, model.dtype, work, ends=ends))
     # Draws do not depend on what else is in the batch, so examples can go in parts, and the progress bar moves.
     part = max(1, 4 * config.engine.max_sequences // config.samples_per_prompt)
+    forward = ForwardPasses(asked.settings.train.tokens_per_microbatch)
+    weight = asked.settings.reward_model_weight
+    scorer = RewardModelScorer(reward_model, rendering, weight, forward) if reward_model else None
     rollouts: list[Rollout] = []
     with Progress("eval", len(examples)) as bar:
         for start in range(0, len(examples), part):
             numbers = range(start, min(start + part, len(examples)))
             own = sample_held_out(examples, environment, engine, tokenizer, asked.settings, grader, rendering, numbers)
             assign_rewards(own, environment, asked.settings.rewards, grader)
-            if reward_model:
-                assign_scores(own, reward_model, rendering, asked.settings)
+            if scorer:
+                scorer.score(own)
             rollouts += own
             bar.advance(len(numbers))
     return rollouts

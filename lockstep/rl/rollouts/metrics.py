@@ -4,21 +4,16 @@ from __future__ import annotations
 
 import math
 import time
-import warnings
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from itertools import groupby
 from typing import Any
 
-from lockstep.config import RLConfig
-from lockstep.model import Decoder
 from lockstep.observe import Timeline
 from lockstep.rl.environments.protocol import Environment
 from lockstep.rl.rollouts.diversity import distinct_share, pairwise_overlap
 from lockstep.rl.rollouts.eval_metrics import eval_metrics
 from lockstep.rl.rollouts.records import Rollout, episodes_of
-from lockstep.rl.scoring.explain import in_words
-from lockstep.rl.scoring.parity import Parity, ParityError
 
 PERCENTILES = (10, 50, 90)
 
@@ -56,19 +51,6 @@ class Stopwatch:
 def due(step: int, every: int, last: int) -> bool:
     """Every `every` steps (0: never) and at the last one."""
     return step == last or (every > 0 and step % every == 0)
-
-
-def accepted(parity: Parity, config: RLConfig, step: int, model: Decoder | None) -> Parity:
-    """Stops the run, or warns, if a step's log-probabilities or routes differ but should not. Raises ParityError.
-
-    model: what finds the operator that differs, on all ranks together; None if there is nothing.
-    """
-    if (parity.tokens_different or parity.routes_different) and config.on_parity_error != "measure":
-        message = f"step {step}: {parity.in_words()}. " + in_words(model, parity.sequence)
-        if config.on_parity_error == "stop":
-            raise ParityError(message + "; set on_parity_error = warn to continue anyway")
-        warnings.warn(message, stacklevel=2)
-    return parity
 
 
 def rollout_metrics(rollouts: Sequence[Rollout]) -> dict[str, float]:

@@ -3,17 +3,19 @@
 from __future__ import annotations
 
 import dataclasses
+import warnings
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from jaxtyping import Bool, Float
 from torch import Tensor
 
 from lockstep.generate.routes import read_route, shortened, written
-from lockstep.model import ModelConfig
+from lockstep.model import Decoder, ModelConfig
 from lockstep.rl.rollouts.records import Rollout
+from lockstep.rl.scoring.explain import in_words
 
 
 class ParityError(Exception):
@@ -95,11 +97,11 @@ class Parity:
                 self.first_route = f"{place}: {_routes_in_words(theirs, written(own), shape)}"
 
     def plain(self) -> dict[str, Any]:
-        """JSON-able, for `take`."""
+        """JSON-able, for `combine`."""
         return dataclasses.asdict(self)
 
-    def take(self, parts: Sequence[Mapping[str, Any]]) -> None:
-        """Takes over the combined result of several ranks; `first` is that of the first rank with a difference."""
+    def combine(self, parts: Sequence[Mapping[str, Any]]) -> None:
+        """Takes the combined result of several ranks; `first` is that of the first rank with a difference."""
         self.tokens_checked = sum(part["tokens_checked"] for part in parts)
         self.tokens_different = sum(part["tokens_different"] for part in parts)
         self.max_delta = max(part["max_delta"] for part in parts)
@@ -125,6 +127,20 @@ class Parity:
                 f"the trainer; the first is {self.first_route}"
             )
         return ". ".join(said)
+
+    def require_equal(
+        self, step: int, on_error: Literal["stop", "warn", "measure"], model: Decoder | None = None
+    ) -> None:
+        """Stops the run or warns if log-probabilities or routes of a step differ but should not. Raises ParityError.
+
+        model: used, on all ranks together, to find the operator that differs; None: no rank has the whole policy.
+        """
+        if not (self.tokens_different or self.routes_different) or on_error == "measure":
+            return
+        message = f"step {step}: {self.in_words()}. " + in_words(model, self.sequence)
+        if on_error == "stop":
+            raise ParityError(message + "; set on_parity_error = warn to continue anyway")
+        warnings.warn(message, stacklevel=2)
 
     def metrics(self) -> dict[str, float]:
         """Includes `parity/mean_delta`, over all tokens, only if any differ, and routes only if there are any."""

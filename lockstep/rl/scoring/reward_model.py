@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor
 
 from lockstep.config import RLConfig
 from lockstep.data import ConversationEncoder, Tokenizer, load_tokenizer
@@ -20,9 +19,8 @@ from lockstep.model import Decoder, load_model, read_config
 from lockstep.rl.conversations.rendering import Rendering
 from lockstep.rl.environments.protocol import Environment
 from lockstep.rl.rollouts.records import REWARD_MODEL, Rollout, episodes_of
-from lockstep.rl.rollouts.replicas import Replicas
-from lockstep.rl.scoring.forward import score_groups
-from lockstep.train.packing import PackedRow, target_scores
+from lockstep.rl.scoring.forward import ForwardPasses
+from lockstep.train.packing import target_scores
 
 
 class RewardModel:
@@ -109,39 +107,39 @@ def load_reward_model(config: RLConfig, environment: Environment, device: torch.
     return RewardModel(model, load_tokenizer(folder, model.config.vocab_size), load_chat_template(folder))
 
 
-def assign_scores(
-    rollouts: Sequence[Rollout],
-    reward_model: RewardModel,
-    rendering: Rendering,
-    config: RLConfig,
-    replicas: Replicas | None = None,
-    moved: Callable[[], None] = lambda: None,
-) -> None:
-    """Adds the score of each completion or conversation as the reward `reward_model`, with its weight in the total.
+class RewardModelScorer:
+    """Adds a reward model's score of each completion or conversation as the reward `reward_model`."""
 
-    Completions that do not count because their reward failed get no score; if failures count as 0, it is added to 0.
-    Groups are divided among `replicas`; None: all are scored here. moved: called after each micro-batch. Raises
-    UserError for a score that is not finite.
-    """
-    episodes = [rows for rows in episodes_of(rollouts) if rows[-1].scores.counts]
-    texts = [reward_model.tokens(rows[-1], not rendering.is_rendered(rows[-1].example.prompt)) for rows in episodes]
+    def __init__(self, reward_model: RewardModel, rendering: Rendering, weight: float, forward: ForwardPasses):
+        """weight: of the score in the total reward."""
+        self._reward_model, self._rendering, self._weight, self._forward = reward_model, rendering, weight, forward
 
-    def score(row: PackedRow) -> Tensor:
-        return target_scores(reward_model.model, row)
+    def score(self, rollouts: Sequence[Rollout]) -> None:
+        """Scores the rollouts whose reward counts; if its failures count as 0, the score is added to 0.
 
-    asked = _as_rollouts([rows[-1] for rows in episodes], texts)
-    for rows, (found,) in zip(episodes, score_groups(asked, config, reward_model.model.device, score, replicas, moved)):
-        if not math.isfinite(found):
-            raise UserError(
-                f"the reward model's score of example {rows[-1].example.name} is {found}; check its weights"
-            )
-        if REWARD_MODEL in rows[-1].scores.rewards:
-            raise UserError(
-                f"the environment has a reward named {REWARD_MODEL}, a name reserved for the reward model; rename it"
-            )
-        for rollout in rows:
-            rollout.scores.rewards[REWARD_MODEL] = found
-            rollout.scores.reward += config.reward_model_weight * found
+        Raises UserError for a score that is not finite.
+        """
+        model, rendering = self._reward_model, self._rendering
+        episodes = [rows for rows in episodes_of(rollouts) if rows[-1].scores.counts]
+        texts = [model.tokens(rows[-1], not rendering.is_rendered(rows[-1].example.prompt)) for rows in episodes]
+        scored = self._forward.per_token(
+            _as_rollouts([rows[-1] for rows in episodes], texts),
+            model.model.device,
+            lambda row: target_scores(model.model, row),
+        )
+        for rows, (score,) in zip(episodes, scored):
+            if not math.isfinite(score):
+                raise UserError(
+                    f"the reward model's score of example {rows[-1].example.name} is {score}; check its weights"
+                )
+            if REWARD_MODEL in rows[-1].scores.rewards:
+                raise UserError(
+                    f"the environment has a reward named {REWARD_MODEL}, a name reserved for the reward model; rename "
+                    "it"
+                )
+            for rollout in rows:
+                rollout.scores.rewards[REWARD_MODEL] = score
+                rollout.scores.reward += self._weight * score
 
 
 def _as_rollouts(rollouts: Sequence[Rollout], texts: Sequence[list[int]]) -> list[Rollout]:

@@ -37,7 +37,7 @@ def refuse_replay_without_experts(config: RLConfig, shape: ModelConfig) -> None:
         raise UserError(f"router_replay is set, but {config.model} has no experts and hence no routes; remove it")
 
 
-def own_routes(
+def trainer_routes(
     recorded: Sequence[Int[Tensor, "recorded active"]],
     row: PackedRow,
     rows: int,
@@ -54,7 +54,7 @@ def own_routes(
 def different_routes(
     replayed: ops.ReplayedRoutes, row: PackedRow, rows: int, tensor_group: dist.ProcessGroup | None
 ) -> Bool[Tensor, "targets mixtures"]:
-    """For which of all of a row's targets the router would have chosen other experts; arguments as for `own_routes`."""
+    """For which of a row's targets the router would have chosen other experts; arguments as for `trainer_routes`."""
     table = torch.zeros(len(_rows_here(rows, tensor_group)), len(replayed.different), dtype=torch.int32)
     table = table.to(row.tokens.device).index_copy(0, replayed.rows, torch.stack(replayed.different, 1).int())
     return _of_all_targets(table, row, tensor_group).bool()
@@ -86,12 +86,12 @@ def routes_to_replay(
 ) -> ops.ReplayedRoutes:
     """The generator's experts for the positions that predict a sampled token; prompt positions choose their own.
 
-    Those that this rank of the context and tensor groups has; rows and tensor_group as for `own_routes`. mixtures:
+    Those that this rank of the context and tensor groups has; rows and tensor_group as for `trainer_routes`. mixtures:
     those of this rank, by their place among the model's; None: all.
 
-    Raises UserError as `generators_choices`.
+    Raises UserError as `generator_experts`.
     """
-    table = torch.from_numpy(generators_choices(rollouts, shape)).to(row.tokens.device)
+    table = torch.from_numpy(generator_experts(rollouts, shape)).to(row.tokens.device)
     shared = targets_of_others(row)
     table = table if shared is None else shared.own_of(table)
     here = _rows_here(rows, tensor_group)
@@ -102,15 +102,22 @@ def routes_to_replay(
     )
 
 
-def generators_choices(rollouts: Sequence[Rollout], shape: ModelConfig) -> Int[np.ndarray, "tokens mixtures active"]:
+def require_routes(rollouts: Sequence[Rollout], shape: ModelConfig) -> None:
+    """Raises UserError if the routes of a rollout cannot be replayed. Ranks that train call it for all rollouts of a
+    step, not only for their own share, so that all of them raise."""
+    for rollout in rollouts:
+        generator_experts([rollout], shape)
+
+
+def generator_experts(rollouts: Sequence[Rollout], shape: ModelConfig) -> Int[np.ndarray, "tokens mixtures active"]:
     """The experts of all sampled tokens. Raises UserError for a rollout without routes, or with another model's."""
     tables = []
     for rollout in rollouts:
         read = [read_route(route, shape) for route in rollout.routes]
         if len(read) != rollout.num_sampled or any(table is None for table in read):
             raise UserError(
-                "router_replay: a rollout lacks routes for all its tokens and layers, because whoever sampled it did "
-                "not record them; remove router_replay"
+                "router_replay: a rollout lacks routes for all its tokens and layers, because its generator did not "
+                "record them; remove router_replay"
             )
         tables += [table for table in read if table is not None]
     whole = np.stack(tables) if tables else np.zeros((0, len(shape.mixtures), 1), np.int64)
@@ -123,8 +130,8 @@ def generators_choices(rollouts: Sequence[Rollout], shape: ModelConfig) -> Int[n
 
 
 @dataclass
-class ReplayFindings:
-    """What replaying routes has changed so far."""
+class RouteReplayStatistics:
+    """The effect of replaying routes so far."""
 
     routes: int = 0
     """One per token and mixture."""
@@ -156,12 +163,12 @@ class ReplayFindings:
         self.squares_without += _squares(without - generator, kept)
 
     def plain(self) -> dict[str, Any]:
-        """JSON-able, for `take`."""
+        """JSON-able, for `combine`."""
         return dataclasses.asdict(self)
 
-    def take(self, parts: Sequence[Mapping[str, Any]]) -> None:
-        """Takes over the combined result of several ranks: what the ratio was measured on must not depend on them, so
-        it is the step's first micro-batch, which the first rank has."""
+    def combine(self, parts: Sequence[Mapping[str, Any]]) -> None:
+        """Takes the combined result of several ranks. The ratio is the first rank's, which has the step's first
+        micro-batch: what it is measured on must not depend on the number of ranks."""
         for name in ("routes", "different"):
             setattr(self, name, sum(part[name] for part in parts))
         for name in ("tokens", "squares", "squares_without"):

@@ -16,26 +16,27 @@ from lockstep.ops.routes import route_dtype
 from lockstep.parallel import Pipeline
 from lockstep.parallel.pipeline_stage import Stage
 from lockstep.parallel.tensor_group import tensor_group_of
-from lockstep.rl.rollouts.packing import PolicyBatch, PolicyLoss
-from lockstep.rl.scoring.routes import different_routes, own_routes, routes_to_replay
+from lockstep.rl.rollouts.packing import PolicyBatch
+from lockstep.rl.scoring.policy_loss import PolicyLoss
+from lockstep.rl.scoring.routes import different_routes, routes_to_replay, trainer_routes
 
 
 @contextmanager
 def routes_on_stages(loss: PolicyLoss, model: TrainableModel, own: Sequence[PolicyBatch]) -> Iterator[None]:
     """For the step of a pipeline with mixtures: replays the generator's routes, or compares them after the step."""
-    if not (isinstance(model, Pipeline) and model.config.mixtures and (loss.compare or loss.router_replay)):
+    if not (isinstance(model, Pipeline) and model.config.mixtures and (loss.compare or loss.replay_routes)):
         yield
         return
     rows = max(len(batch.row.tokens) for batch in own)  # a pipeline pads its micro-batches to one length
     try:
-        if loss.router_replay:
+        if loss.replay_routes:
             _replay(loss, model, own, rows)
         else:
             for stage in model.stages:
                 stage.routes = {}
         yield
         if loss.compare:
-            (_count if loss.router_replay else _compare)(loss, model, own, rows)
+            (_count if loss.replay_routes else _compare)(loss, model, own, rows)
     finally:
         for stage in model.stages:
             stage.routes, stage.replayed = None, {}
@@ -58,19 +59,19 @@ def _count(loss: PolicyLoss, model: Pipeline, own: Sequence[PolicyBatch], rows: 
         return different_routes(stage.replayed[number], own[number].row, rows, tensor_group_of(stage))[..., None]
 
     for batch, different in zip(own, _of_all_stages(model, own, 1, of_stage)):
-        if loss.found and not batch.idle:  # on the last stage's rank
+        if loss.of_microbatches and not batch.idle:  # on the last stage's rank
             loss.replay.count(different[..., 0].bool(), batch.current)
 
 
 def _compare(loss: PolicyLoss, model: Pipeline, own: Sequence[PolicyBatch], rows: int) -> None:
     def of_stage(stage: Stage, number: int) -> Tensor:
         assert stage.routes is not None
-        return own_routes(stage.routes[number], own[number].row, rows, tensor_group_of(stage))
+        return trainer_routes(stage.routes[number], own[number].row, rows, tensor_group_of(stage))
 
     assert model.config.experts is not None
     dtype = route_dtype(model.config.experts.count)
     for batch, chosen in zip(own, _of_all_stages(model, own, model.config.experts.routing.active, of_stage)):
-        if loss.found and not batch.idle:
+        if loss.of_microbatches and not batch.idle:
             loss.parity.compare_routes(batch.rollouts, routes_in(chosen.to(dtype)), model.config, batch.current)
 
 
