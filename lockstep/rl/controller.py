@@ -136,7 +136,7 @@ def _reinforce(
     reference = load_reference(config, world, tokenizer)
     teacher = load_teacher(config, world, tokenizer)
     reward_model = load_reward_model(config, environment, world.device)
-    rendering = open_rendering(config, environment, tokenizer, model)
+    rendering = open_rendering(config.model, config.chat, config.chat_template_kwargs, environment, tokenizer, model)
     critic = make_critic(config, model, world)
     extra_parameters = critic.parameters_by_name() if critic else {}
     trainer = Trainer(model, train_settings(config), config.steps * config.inner_steps, world, extra_parameters)

@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterator
 from typing import Any, ClassVar
 
 from lockstep.rl.conversations import ConversationEnvironment
-from lockstep.rl.conversations.without_reasoning import spoken
+from lockstep.rl.conversations.reasoning import answer_text
 from lockstep.rl.environments.protocol import Example
 
 COUNTS = {"train": 5000, "validation": 200}
@@ -63,7 +63,7 @@ class Calculator(ConversationEnvironment):
             yield Example(prompt, str(evaluate(expression.format(**values))), id=f"{split}:{number}")
 
     def reward(self, example: Example, completion: str) -> dict[str, float]:
-        found = ANSWER.search(spoken(completion).rstrip())
+        found = ANSWER.search(answer_text(completion).rstrip())
         return {"correct": float(found is not None and found.group(1).replace(",", "") == example.answer)}
 
 

@@ -11,7 +11,7 @@ from typing import Any, ClassVar
 
 from lockstep.errors import UserError
 from lockstep.rl.conversations import ConversationEnvironment
-from lockstep.rl.conversations.without_reasoning import spoken
+from lockstep.rl.conversations.reasoning import answer_text
 from lockstep.rl.environments.code_harness import count_tests
 from lockstep.rl.environments.problems import needs_text, prompt_of, read_problems
 from lockstep.rl.environments.protocol import Example
@@ -74,7 +74,7 @@ class Code(ConversationEnvironment):
 def code_in(completion: str) -> str:
     """A reply's last Python block, after its reasoning; if none is marked Python, the last block, else all of it. A
     block that is not closed, as of a reply that was cut off, counts if no such block is."""
-    said = spoken(completion)
+    said = answer_text(completion)
     blocks = _blocks(said)
     chosen = [block for block in blocks if block[0] in PYTHON] or blocks
     bodies = [body for _, body, is_closed in chosen if is_closed] or [body for _, body, _ in chosen] or [said]

@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from typing import Any
 
 from lockstep.errors import UserError
-from lockstep.rl.conversations.without_reasoning import spoken
+from lockstep.rl.conversations.reasoning import answer_text
 from lockstep.rl.environments.problems import answer_of, needs_text, prompt_of, read_problems
 from lockstep.rl.environments.protocol import Environment, Example, Message
 
@@ -52,7 +52,7 @@ class GSM8K(Environment):
                 raise UserError(f"{where}: the answer has no `#### NUMBER` at its end; fix it or use --skip-bad-lines")
 
     def reward(self, example: Example, completion: str) -> dict[str, float]:
-        said = spoken(completion)
+        said = answer_text(completion)
         formatted = said.count("####") == 1 and FINAL.search(said) is not None
         return {"correct": float(is_right(example.answer, said)), "format": float(formatted)}
 

@@ -6,6 +6,7 @@ import importlib.util
 import inspect
 import sys
 import zlib
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +19,15 @@ GIVEN = "object:"
 """Prefix under which a run's settings record an environment that was passed as an object."""
 FORMS = {"gymnasium": "gymnasium:ID", "verifiers": "verifiers:TASKSET"}
 """How environments of other packages are named."""
+
+
+@dataclass(frozen=True)
+class EnvironmentSource:
+    """How another process loads an environment: the arguments of `load_environment`."""
+
+    name: str
+    data: str = ""
+    skip_bad_lines: bool = False
 
 
 def given_name(environment: Environment) -> str:

@@ -9,7 +9,7 @@ from typing import ClassVar
 
 from lockstep.errors import UserError
 from lockstep.rl.conversations import ConversationEnvironment
-from lockstep.rl.conversations.without_reasoning import spoken
+from lockstep.rl.conversations.reasoning import answer_text
 from lockstep.rl.environments.answer_forms import (
     CHANGED,
     NUMBER,
@@ -75,7 +75,7 @@ class Math(ConversationEnvironment):
                 )
 
     def reward(self, example: Example, completion: str) -> dict[str, float]:
-        given = boxed_answer(spoken(completion))
+        given = boxed_answer(answer_text(completion))
         return {"correct": float(given is not None and is_right(example.answer, given))}
 
 

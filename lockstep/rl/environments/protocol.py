@@ -63,7 +63,7 @@ class Environment:
     `rewards.isolate` is auto, like those of a FILE.py:Class."""
     marks_reasoning: ClassVar[bool] = False
     """Whether a completion whose text alone does not show where its reasoning ends, as where the prompt has begun it,
-    gets the tags that show it: see `lockstep.rl.conversations.without_reasoning`. The ready environments grade only the
+    gets the tags that show it: see `lockstep.rl.conversations.reasoning`. The ready environments grade only the
     text after it."""
     rewards: ClassVar[Mapping[str, RewardFunction]] = {}
     """Reward functions by name, in place of a method `reward`."""

@@ -13,7 +13,7 @@ from typing import Any, ClassVar
 
 from lockstep.errors import UserError
 from lockstep.rl.conversations import ConversationEnvironment
-from lockstep.rl.conversations.without_reasoning import spoken
+from lockstep.rl.conversations.reasoning import answer_text
 from lockstep.rl.environments.problems import (
     SUFFIXES,
     needs_text,
@@ -85,7 +85,7 @@ class Retrieval(ConversationEnvironment):
         return text[(page - 1) * PAGE : page * PAGE] + rest
 
     def reward(self, example: Example, completion: str) -> dict[str, float]:
-        found = ANSWER.findall(spoken(completion))
+        found = ANSWER.findall(answer_text(completion))
         given = found[-1] if found else ""
         answers = example.metadata.get("answers", [example.answer])
         if not given or len(given) > LONGEST_ANSWER:

@@ -27,8 +27,8 @@ from lockstep.data.chat import ChatTemplateError
 from lockstep.data.messages import plain
 from lockstep.errors import UserError
 from lockstep.rl.conversations import Chat, ConversationOver, Reply
+from lockstep.rl.conversations.reasoning import reasoning_text
 from lockstep.rl.conversations.tools import answer_calls
-from lockstep.rl.conversations.without_reasoning import thought
 
 LIMITS = ("max_turns", "max_input_tokens", "max_output_tokens", "max_total_tokens")
 """Of an agent's config, checked before each reply."""
@@ -253,7 +253,7 @@ class Interaction:
         ]
         # A reply that is written by hand has its reasoning, and its calls, in its text.
         said = reply.spoken.partition("<tool_call>")[0] if calls and reply.content is None else reply.spoken
-        reasoning = reply.reasoning or (thought(reply.text).strip() if reply.content is None else "")
+        reasoning = reply.reasoning or (reasoning_text(reply.text).strip() if reply.content is None else "")
         return vf.AssistantMessage(
             content=said.strip() or None, reasoning_content=reasoning or None, tool_calls=calls or None
         )

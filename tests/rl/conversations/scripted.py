@@ -2,8 +2,8 @@
 
 import asyncio
 
+from lockstep.data.replies import QWEN3, parse_calls
 from lockstep.rl.conversations import Chat, ConversationOver, Episode, Reply
-from lockstep.rl.conversations.tools import QWEN3, parse_calls
 
 
 def scripted(*replies, format=QWEN3):

@@ -14,9 +14,10 @@ from hypothesis import strategies as st
 from transformers.utils import get_json_schema
 from transformers.utils.chat_template_utils import render_jinja_template
 
+from lockstep.data.replies import LLAMA3, QWEN3, parse_calls, tool_format
 from lockstep.errors import UserError
 from lockstep.rl.conversations import ConversationOver, Reply, ToolCall
-from lockstep.rl.conversations.tools import LLAMA3, QWEN3, answer_calls, parse_calls, schema_of, tool_format
+from lockstep.rl.conversations.tools import answer_calls, schema_of
 from tests.rl.conversations.scripted import call, scripted
 
 
