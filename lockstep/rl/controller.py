@@ -35,7 +35,7 @@ from lockstep.rl.environments.protocol import Environment
 from lockstep.rl.generators.colocated import open_generators, suited_to_actors
 from lockstep.rl.generators.models import policy_model
 from lockstep.rl.grading import Outcome, refuse_too_many
-from lockstep.rl.rollouts.collect import assign_advantages, assign_rewards, charge_overlong
+from lockstep.rl.rollouts.advantages import assign_advantages
 from lockstep.rl.rollouts.ledger import Ledger
 from lockstep.rl.rollouts.metrics import (
     Stopwatch,
@@ -48,8 +48,9 @@ from lockstep.rl.rollouts.packing import packing_metrics, packing_of, policy_bat
 from lockstep.rl.rollouts.prefetcher import RolloutPrefetcher
 from lockstep.rl.rollouts.records import write_rollouts
 from lockstep.rl.rollouts.replicas import Replicas
+from lockstep.rl.rollouts.rewards import charge_overlong
 from lockstep.rl.rollouts.samples import samples_of
-from lockstep.rl.rollouts.sampling import Draws, Sampling
+from lockstep.rl.rollouts.sampling import Recorded, Sampling, open_graders
 from lockstep.rl.rollouts.shares import batches_of_rank, token_budget
 from lockstep.rl.scoring.forward import ForwardPasses, Scorer
 from lockstep.rl.scoring.policy_loss import PolicyLoss
@@ -98,7 +99,7 @@ def reinforce(
         return _reinforce(config, environment, progress, on_metrics, opened)
 
 
-def compute_again(config: RLConfig, environment: Environment | None, step: int, drawn: Draws | None) -> None:
+def compute_again(config: RLConfig, environment: Environment | None, step: int, drawn: Recorded | None) -> None:
     """Computes only `step`, from the checkpoint before it in `config.output`, and writes metrics and rollouts there.
 
     Its rollouts are those of `drawn`, or sampled again if that is None. No validation, no checkpoint. Raises as
@@ -115,7 +116,7 @@ def _reinforce(
     on_metrics: OnMetrics | None,
     opened: ExitStack,
     only: int = 0,
-    recorded: Draws | None = None,
+    recorded: Recorded | None = None,
 ) -> Path:
     """The run, or `only` one step of it; `opened` closes its folder at the end."""
     validate_run(config, RLConfig)
@@ -169,19 +170,15 @@ def _reinforce(
         scorers.append(ValueScorer(generators.policy, critic, forward))
     packing = packing_of(config)
     stop = StopSignal(config.faults.stop_seconds, lambda: checkpoints.newest)
-    sampling = Sampling(
-        config, environment, is_given, tokenizer, rendering, replicas, generators, recorded, run.path, timeline, stop,
-        opened,
-    )  # fmt: skip
+    graders = open_graders(config, environment, is_given, run.path, timeline, opened)
+    sampling = Sampling(config, environment, rendering, generators, replicas, graders, stop, recorded)
     prefetcher = RolloutPrefetcher(
-        sampling.draw,
+        sampling,
         prompts,
         generators.sampler,
         config.prompts_per_step,
         config.actors.max_staleness,
         generators.remembering,
-        at_once=not sampling.talks,
-        recorded=recorded is not None,
         oversampling=config.oversampling_factor,
     )
     opened.callback(prefetcher.close)
@@ -205,7 +202,7 @@ def _reinforce(
             set_random_state(random_before)
             return None
         with timeline.span("wait", everyone):
-            validation, _ = replicas.everyones(held_out, judged)
+            validation, _ = replicas.gather_rollouts(held_out, judged)
         if reward_scorer:
             reward_scorer.score(validation)
         world.on_main(partial(write_rollouts, run.validation_path(step), validation))
@@ -297,10 +294,10 @@ def _reinforce(
                     with suppress(Interrupted), stop.interrupts(at_once=not sampling.together):
                         asked, drawn, places = prefetcher.drawn(step, extra_round, ledger.missing)
                         stopwatch.begin("time/reward", patience=sampling.grading_seconds)
-                        graded = assign_rewards(drawn, environment, config.rewards, sampling.grader)
+                        graded = sampling.grade(drawn)
                     stopwatch.begin("time/wait", everyone)
                     give_up_if_stopped(step)
-                    drawn, graded = replicas.everyones(asked, drawn, graded)
+                    drawn, graded = replicas.gather_rollouts(asked, drawn, graded)
                     outcomes += graded
                     if reward_scorer:
                         stopwatch.begin("time/reward", patience=sampling.grading_seconds)

@@ -26,11 +26,12 @@ from lockstep.rl.environments.loading import EnvironmentSource
 from lockstep.rl.environments.protocol import Environment, Example
 from lockstep.rl.grading import Grader
 from lockstep.rl.grading.pool import open_grader
-from lockstep.rl.rollouts.collect import assign_rewards, encode_prompt, sample_held_out
+from lockstep.rl.rollouts.collect import collect, encode_prompt, validation_params
 from lockstep.rl.rollouts.estimates import Estimate, estimate, randomization_test, randomization_test_of_means
 from lockstep.rl.rollouts.eval_metrics import EvalMetrics, eval_metrics
 from lockstep.rl.rollouts.prompts import examples_of
 from lockstep.rl.rollouts.records import Rollout, episodes_of, write_rollouts
+from lockstep.rl.rollouts.rewards import assign_rewards
 from lockstep.rl.scoring.forward import ForwardPasses
 from lockstep.rl.scoring.reward_model import RewardModel, RewardModelScorer, load_reward_model
 from lockstep.rl.setup import named_environment
@@ -223,6 +224,7 @@ def _judged(
     announce("eval: " + start_line(asked.name, model.config, model.device, model.dtype, work, ends=ends))
     # Draws do not depend on what else is in the batch, so examples can go in parts, and the progress bar moves.
     part = max(1, 4 * config.engine.max_sequences // config.samples_per_prompt)
+    params, seed = validation_params(asked.settings, environment, rendering)
     forward = ForwardPasses(asked.settings.train.tokens_per_microbatch)
     weight = asked.settings.reward_model_weight
     scorer = RewardModelScorer(reward_model, rendering, weight, forward) if reward_model else None
@@ -230,7 +232,8 @@ def _judged(
     with Progress("eval", len(examples)) as bar:
         for start in range(0, len(examples), part):
             numbers = range(start, min(start + part, len(examples)))
-            own = sample_held_out(examples, environment, engine, tokenizer, asked.settings, grader, rendering, numbers)
+            groups = {number: examples[number] for number in numbers}
+            own = collect(groups, params, seed, environment, engine, rendering, grader)
             assign_rewards(own, environment, asked.settings.rewards, grader)
             if scorer:
                 scorer.score(own)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import threading
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 from lockstep.generate.sampler import Remembering, Sampler
 from lockstep.rl.environments.protocol import Example
@@ -13,8 +13,22 @@ from lockstep.rl.rollouts.ledger import LedgerError
 from lockstep.rl.rollouts.prompts import PromptLoader
 from lockstep.rl.rollouts.records import Rollout
 
-Draw = Callable[[Sequence[Example], int, int, Sampler, int], list[Rollout]]
-"""Arguments: examples, step, round of the step, sampler, number of groups wanted."""
+
+class RolloutSource(Protocol):
+    """Samples rollouts."""
+
+    @property
+    def is_recorded(self) -> bool:
+        """Whether the rollouts are those of another run, as stale as that run allowed."""
+
+    @property
+    def requests_at_once(self) -> bool:
+        """Whether `draw` requests all samples in one `generate`, not one after another."""
+
+    def draw(
+        self, examples: Sequence[Example], step: int, extra_round: int, sampler: Sampler, wanted: int
+    ) -> list[Rollout]:
+        """The rollouts of a step's round. wanted: how many groups are enough."""
 
 
 class Drawn(NamedTuple):
@@ -38,24 +52,18 @@ class RolloutPrefetcher:
 
     def __init__(
         self,
-        draw: Draw,
+        source: RolloutSource,
         prompts: PromptLoader,
         sampler: Sampler,
-        count: int,
+        prompts_per_step: int,
         depth: int = 0,
-        remembering: Callable[[dict[str, Any]], Remembering] | None = None,
-        at_once: bool = True,
-        recorded: bool = False,
+        caching_sampler: Callable[[dict[str, Any]], Remembering] | None = None,
         oversampling: float = 1.0,
     ):
-        """count: prompts per step. remembering: makes samplers that keep their requests; None with depth 0.
-        at_once: whether `draw` requests all samples of a step in one `generate`, not one after another.
-        recorded: whether `draw` returns what another run sampled, as stale as that run allowed.
-        oversampling: prompts requested for each one that is wanted.
-        """
-        self._draw, self._prompts, self._sampler = draw, prompts, sampler
-        self._count, self.depth, self._remembering, self._at_once = count, depth, remembering, at_once
-        self._recorded, self._oversampling = recorded, oversampling
+        """caching_sampler: as in `Generators`, for depth > 0. oversampling: prompts requested per prompt wanted."""
+        self._source, self._prompts, self._sampler = source, prompts, sampler
+        self._prompts_per_step, self.depth, self._caching_sampler = prompts_per_step, depth, caching_sampler
+        self._oversampling = oversampling
         self._begun: dict[int, _Begun] = {}
         self._owed: list[int] = []
         """Positions of prompts that were in flight when the run was saved: they are requested before others."""
@@ -79,24 +87,24 @@ class RolloutPrefetcher:
     def drawn(self, step: int, extra_round: int, missing: int) -> Drawn:
         """A step's round, of `missing` groups unless they were requested before.
 
-        Raises what drawing them raised, and LedgerError if a token is older than `depth` allows.
+        Re-raises the source's exception, and raises LedgerError if a token is older than `depth` allows.
         """
         if extra_round or step not in self._begun:
             places = self._take(missing)
-            asked = [self._prompts.at(place) for place in places]
-            rollouts = self._draw(asked, step, extra_round, self._sampler, missing)
+            examples = [self._prompts.at(place) for place in places]
+            rollouts = self._source.draw(examples, step, extra_round, self._sampler, missing)
         else:
             begun = self._begun[step]
-            places, asked, rollouts = begun.places, begun.examples, begun.rollouts()
+            places, examples, rollouts = begun.places, begun.examples, begun.rollouts()
             # Until here a checkpoint would hold them.
             del self._begun[step]
         oldest = min((min(rollout.versions or [rollout.version]) for rollout in rollouts), default=step)
-        if oldest < step - 1 - self.depth and not self._recorded:
+        if oldest < step - 1 - self.depth and not self._source.is_recorded:
             raise LedgerError(
                 f"step {step} was sampled from weights version {oldest}, older than actors.max_staleness "
                 f"{self.depth} allows; this is a bug in Lockstep"
             )
-        return Drawn(asked, rollouts, places)
+        return Drawn(examples, rollouts, places)
 
     def wait(self, version: int) -> None:
         """Waits until all that weights older than this version sample has arrived, or failed."""
@@ -145,18 +153,20 @@ class RolloutPrefetcher:
         return owed + (self._prompts.next_places(count - len(owed)) if len(owed) < count else [])
 
     def _begin(self, step: int) -> None:
-        assert self._remembering is not None
-        places = self._take(self._count)
+        assert self._caching_sampler is not None
+        places = self._take(self._prompts_per_step)
         # A run saved with a larger depth has older ones.
         young = {key: kept for key, kept in self._kept.items() if _oldest(kept, step) >= step - 1 - self.depth}
-        sampler = self._remembering(young)
+        sampler = self._caching_sampler(young)
         if not self._owed:
             self._kept = {}
         examples = [self._prompts.at(place) for place in places]
-        begun = _Begun(places, examples, sampler, lambda: self._draw(examples, step, 0, sampler, self._count))
+        begun = _Begun(
+            places, examples, sampler, lambda: self._source.draw(examples, step, 0, sampler, self._prompts_per_step)
+        )
         self._begun[step] = begun
         # Otherwise it would be a race whether its samples are requested before the next weights arrive.
-        while self._at_once and begun.thread.is_alive() and not sampler.asked.wait(0.02):
+        while self._source.requests_at_once and begun.thread.is_alive() and not sampler.asked.wait(0.02):
             pass
 
 

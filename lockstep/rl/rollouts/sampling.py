@@ -1,4 +1,4 @@
-"""How a run samples: which prompts a rank requests, from whom, and where its conversations run."""
+"""How a run samples: which prompts a rank requests, from which generators, and where its conversations run."""
 
 from __future__ import annotations
 
@@ -6,9 +6,9 @@ import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext
 from pathlib import Path
+from typing import NamedTuple
 
 from lockstep.config import RLConfig
-from lockstep.data import Tokenizer
 from lockstep.generate import Engine
 from lockstep.generate.lead import LeadingEngine
 from lockstep.generate.sampler import Sampler
@@ -18,52 +18,73 @@ from lockstep.rl.conversations.rendering import Rendering
 from lockstep.rl.environments.loading import EnvironmentSource
 from lockstep.rl.environments.protocol import Environment, Example
 from lockstep.rl.generators.colocated import Generators
+from lockstep.rl.grading import Grader, Outcome
 from lockstep.rl.grading.pool import Workers, open_grader, progress_timeout
-from lockstep.rl.rollouts.collect import assign_rewards, collect, sample_held_out
+from lockstep.rl.rollouts.collect import collect, training_params, validation_params
 from lockstep.rl.rollouts.records import Rollout
 from lockstep.rl.rollouts.replicas import Replicas
+from lockstep.rl.rollouts.rewards import assign_rewards
 from lockstep.train.stop_signal import StopSignal
 
-Draws = Callable[[Sequence[Example]], list[Rollout]]
+Recorded = Callable[[Sequence[Example]], list[Rollout]]
 """Returns recorded rollouts of these examples."""
 
 
+class Graders(NamedTuple):
+    """What grades a run's rollouts."""
+
+    rewards: Grader
+    conversations: Grader
+    """What runs conversations, in processes apart from those of rewards if later steps are sampled meanwhile."""
+
+
+def open_graders(
+    config: RLConfig, environment: Environment, is_given: bool, run: Path, timeline: Timeline, opened: ExitStack
+) -> Graders:
+    """The graders of a run, which closing `opened` ends.
+
+    is_given: whether `environment` is the caller's object, which workers cannot load. Raises UserError as
+    `open_grader`.
+    """
+    source = None if is_given else EnvironmentSource(config.environment, config.data, config.skip_bad_lines)
+    rewards = opened.enter_context(open_grader(environment, config.rewards, source, run, timeline.moved))
+    if isinstance(rewards, Workers):
+        timeline.awaited = rewards.awaited
+    conversations = rewards
+    # Conversations of later steps run while this step's are graded, one step after another.
+    if isinstance(environment, ConversationEnvironment) and config.actors.max_staleness:
+        conversations = opened.enter_context(open_grader(environment, config.rewards, source, run, timeline.moved))
+    return Graders(rewards, conversations)
+
+
 class Sampling:
-    """Draws a run's rollouts on each of its ranks, and holds the grader for them."""
+    """Samples and grades a run's rollouts on each of its ranks. A `RolloutSource`."""
 
     def __init__(
         self,
         config: RLConfig,
         environment: Environment,
-        is_given: bool,
-        tokenizer: Tokenizer,
         rendering: Rendering,
-        replicas: Replicas,
         generators: Generators,
-        recorded: Draws | None,
-        run: Path,
-        timeline: Timeline,
+        replicas: Replicas,
+        graders: Graders,
         stop: StopSignal,
-        opened: ExitStack,
+        recorded: Recorded | None,
     ):
-        """is_given: whether `environment` is the caller's object, which workers cannot load. recorded: used instead of
-        sampling. `opened` ends the graders."""
-        self._config, self._environment, self._tokenizer = config, environment, tokenizer
-        self._rendering, self._replicas, self._generators = rendering, replicas, generators
-        self._recorded, self._stop = recorded, stop
+        """recorded: used instead of sampling."""
+        self._environment, self._rendering, self._graders = environment, rendering, graders
+        self._replicas, self._generators = replicas, generators
+        self._recorded, self._stop, self._rewards, self._seed = recorded, stop, config.rewards, config.seed
+        self.is_recorded = recorded is not None
+        self._params = training_params(config, environment, rendering)
+        self._validation_params, self._validation_seed = validation_params(config, environment, rendering)
         self.talks = isinstance(environment, ConversationEnvironment)
-        source = None if is_given else EnvironmentSource(config.environment, config.data, config.skip_bad_lines)
-        self.grader = opened.enter_context(open_grader(environment, config.rewards, source, run, timeline.moved))
-        if isinstance(self.grader, Workers):
-            timeline.awaited = self.grader.awaited
-        # Conversations of later steps run while this step's are graded, one step after another.
-        self._talking, self._conversing = threading.Lock(), self.grader
-        if self.talks and config.actors.max_staleness:
-            conversing = open_grader(environment, config.rewards, source, run, timeline.moved)
-            self._conversing = opened.enter_context(conversing)
+        """Whether rollouts are conversations."""
+        self._one_step = threading.Lock() if self.talks else nullcontext()
+        """Held while a step's conversations run: those of one step after another."""
         self.waits_for = "the generators" if config.actors.separate else ""
         """Whom the watchdog blames if no samples arrive."""
-        self.grading_seconds = progress_timeout(self.grader)
+        self.grading_seconds = progress_timeout(graders.rewards)
         """How long grading may take without any progress."""
         self.start_seconds = config.actors.start_seconds if config.actors.separate else 0.0
         """How long there may be no generator at all."""
@@ -80,40 +101,60 @@ class Sampling:
         """How long sampling may take without any progress."""
         return max(self.grading_seconds if self.talks else 0.0, self.start_seconds)
 
+    @property
+    def requests_at_once(self) -> bool:
+        """Whether all samples of a step are requested in one `generate`, not one after another."""
+        return not self.talks
+
     def draw(
-        self, asked: Sequence[Example], step: int, extra_round: int, sampler: Sampler, wanted: int
+        self, examples: Sequence[Example], step: int, extra_round: int, sampler: Sampler, wanted: int
     ) -> list[Rollout]:
-        """As `prefetcher.Draw`: this rank's share."""
+        """This rank's share of a step's round, not graded."""
         if self._recorded:
-            return self._recorded(asked)
-        own, first = self._replicas.own(asked, wanted)
-        with self._talking if self.talks else nullcontext(), self._asks() as asks:
-            if not asks:
+            return self._recorded(examples)
+        groups, first = self._replicas.share_of(examples, wanted)
+        with self._one_step, self._requests() as requests:
+            if not requests:
                 return []
             return collect(
-                asked, self._environment, sampler, self._tokenizer, self._config, step, extra_round, self._rendering,
-                self._conversing, own, first,
-            )  # fmt: skip
+                groups,
+                self._params,
+                [self._seed, step, extra_round],
+                self._environment,
+                sampler,
+                self._rendering,
+                self._graders.conversations,
+                first,
+            )
 
     def evaluate(self, held_out: Sequence[Example]) -> list[Rollout]:
         """This rank's share of a validation, graded."""
-        own, _ = self._replicas.own(held_out, len(held_out))
+        groups, _ = self._replicas.share_of(held_out, len(held_out))
         rollouts: list[Rollout] = []
-        with self._asks() as asks:
-            if asks:
-                rollouts = sample_held_out(
-                    held_out, self._environment, self._generators.sampler, self._tokenizer, self._config, self.grader,
-                    self._rendering, own,
-                )  # fmt: skip
-        assign_rewards(rollouts, self._environment, self._config.rewards, self.grader)
+        with self._requests() as requests:
+            if requests:
+                rollouts = collect(
+                    groups,
+                    self._validation_params,
+                    self._validation_seed,
+                    self._environment,
+                    self._generators.sampler,
+                    self._rendering,
+                    self._graders.rewards,
+                )
+        self.grade(rollouts)
         return rollouts
 
+    def grade(self, rollouts: Sequence[Rollout]) -> list[Outcome]:
+        """As `assign_rewards`."""
+        return assign_rewards(rollouts, self._environment, self._rewards, self._graders.rewards)
+
     @contextmanager
-    def _asks(self) -> Iterator[bool]:
+    def _requests(self) -> Iterator[bool]:
         """Whether this rank requests samples itself, instead of only following another one."""
         held = self._stop.held() if self.together else nullcontext()
         follows = self._generators.conversing() if self.talks else nullcontext(True)
         # Of conversations, only what the leading rank's engine computes has to end on all ranks.
         leads = self._stop.released() if self.together and self.talks else nullcontext()
-        with held, follows as asks, leads if asks else nullcontext():
-            yield asks
+        with held, follows as requests, leads if requests else nullcontext():
+            yield requests

@@ -9,7 +9,7 @@ from lockstep import build_model
 from lockstep.config import ALGORITHMS, RLConfig, TrainConfig, algorithm_of
 from lockstep.model import ModelConfig
 from lockstep.rl import Example
-from lockstep.rl.rollouts.collect import assign_advantages
+from lockstep.rl.rollouts.advantages import assign_advantages
 from lockstep.rl.rollouts.records import Rollout, Scores
 from lockstep.rl.scoring.value_head import make_critic
 from tests.rl.algorithms.steps import drawn_step, inputs_of, loss_and_gradient, named, sliced

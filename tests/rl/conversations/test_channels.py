@@ -14,7 +14,8 @@ from lockstep.rl.conversations.exchange import reply_data, reply_from
 from lockstep.rl.conversations.rendering import Rendering
 from lockstep.rl.conversations.tools import answer_calls
 from lockstep.rl.environments.loading import load_environment
-from lockstep.rl.rollouts.collect import assign_rewards, collect, sample_held_out
+from lockstep.rl.rollouts.rewards import assign_rewards
+from tests.rl.collected import collected, held_out
 from tests.rl.conversations.families import shown, write_family
 
 THOUGHT = "<|channel|>analysis<|message|>I add 2 and 3.<|end|><|start|>assistant"
@@ -111,7 +112,7 @@ class Sums(rl.ConversationEnvironment):
 def conversed(environment, engine, config=None):
     config = config or RLConfig(samples_per_prompt=1, max_new_tokens=64)
     rendering = engine.rendering
-    rollouts = collect([rl.Example("2 + 3?")], environment, engine, engine.tokenizer, config, 1, 0, rendering)
+    rollouts = collected([rl.Example("2 + 3?")], environment, engine, rendering, config)
     assign_rewards(rollouts, environment, config.rewards)
     return rollouts
 
@@ -168,7 +169,7 @@ def test_ready_environments_and_validation_get_the_final_channel(folder, name, r
     example = rl.Example("2 + 3?", answer="5")
     for rollouts in (
         conversed(environment, engine),
-        sample_held_out([example], environment, engine, engine.tokenizer, RLConfig(), None, engine.rendering, range(1)),
+        held_out([example], environment, engine, engine.rendering, RLConfig()),
     ):
         assert [rollout.completion for rollout in rollouts] == [completion]
 

@@ -10,10 +10,11 @@ import torch
 import lockstep.rl as rl
 from lockstep.config import ALGORITHMS, RLConfig, TrainConfig
 from lockstep.rl.grading.calling import Outcome
-from lockstep.rl.rollouts.collect import assign_advantages, charge_overlong
+from lockstep.rl.rollouts.advantages import assign_advantages
 from lockstep.rl.rollouts.ledger import Ledger
 from lockstep.rl.rollouts.metrics import rollout_metrics
 from lockstep.rl.rollouts.records import Conversation, Scores, episodes_of, write_rollouts
+from lockstep.rl.rollouts.rewards import charge_overlong
 from lockstep.rl.scoring.parity import Parity
 from tests.rl.losses import batches_of
 

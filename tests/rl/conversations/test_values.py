@@ -10,7 +10,7 @@ import lockstep.rl as rl
 from lockstep import build_model, ops
 from lockstep.config import RLConfig, TrainConfig, algorithm_of
 from lockstep.model import ModelConfig
-from lockstep.rl.rollouts.collect import assign_advantages
+from lockstep.rl.rollouts.advantages import assign_advantages
 from lockstep.rl.rollouts.records import Conversation, Scores
 from lockstep.rl.scoring.value_head import make_critic
 from tests.rl.losses import assign_values, batches_of, log_probs_of, loss_of
