@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import threading
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any, NamedTuple, Protocol
 
 from lockstep.generate.sampler import Remembering, Sampler
@@ -161,10 +162,8 @@ class RolloutPrefetcher:
         if not self._owed:
             self._kept = {}
         examples = [self._prompts.at(place) for place in places]
-        begun = _Begun(
-            places, examples, sampler, lambda: self._source.draw(examples, step, 0, sampler, self._prompts_per_step)
-        )
-        self._begun[step] = begun
+        draw = partial(self._source.draw, examples, step, 0, sampler, self._prompts_per_step)
+        self._begun[step] = begun = _Begun(places, examples, sampler, draw)
         # Otherwise it would be a race whether its samples are requested before the next weights arrive.
         while self._source.requests_at_once and begun.thread.is_alive() and not sampler.asked.wait(0.02):
             pass

@@ -37,7 +37,7 @@ class Replicas:
         self._group = None if world.mesh is None else dist.new_group(backend="gloo", timeout=PATIENCE)
 
     def share_of(self, examples: Sequence[Example], wanted: int) -> tuple[dict[int, Example], int | None]:
-        """The examples that this rank requests, by index: every `count`-th, or all on rank 0 if generators are separate.
+        """The examples that this rank requests, by index: every `count`-th, or with separate generators all on rank 0.
 
         And how many groups of these are enough, if fewer are `wanted` than there are examples; None: all. A rank none
         of whose groups is wanted requests nothing.
@@ -69,7 +69,7 @@ class Replicas:
         )
 
     def spread(self, items: Sequence[Any], work: Callable[[list[int]], list[Value]]) -> list[Value]:
-        """`work`'s value (JSON-able) for each of `items`, on every rank; `work` gets the indices of this rank's share."""
+        """`work`'s value (JSON-able) for each of `items`, on every rank; `work` gets the indices of a rank's share."""
         if self.count == 1:
             return work(list(range(len(items))))
         values = work(self._every_nth(items))
