@@ -17,12 +17,13 @@ from pathlib import Path
 from typing import Any, ClassVar, get_args
 
 from lockstep.config.algorithm import AlgorithmName
-from lockstep.observe import Progress, read_metrics
+from lockstep.observe import read_metrics
+from lockstep.progress import Progress
 from lockstep.recipes import digit_sum
-from lockstep.recipes.demo import ERROR_RATE, LINES, careless_start
+from lockstep.recipes.demo import ERROR_RATE, LINES, demo_pretraining
 from lockstep.rl import Example
-from lockstep.rl.controller import reinforce
 from lockstep.rl.environments.digit_sum import DigitSum, pretraining_text
+from lockstep.rl.reinforce import reinforce
 from lockstep.train.pretrain import pretrain
 
 STEPS, SEEDS, EVERY, COLUMNS = 80, 3, 10, 6
@@ -46,7 +47,7 @@ class Coin(DigitSum):
 
 def start(folder: Path, seed: int, progress: Progress | None = None, steps: int = 0) -> Path:
     """The folder of a model that is to be reinforced."""
-    config = careless_start(str(folder / f"start-{seed}"), seed)
+    config = demo_pretraining(str(folder / f"start-{seed}"), seed)
     config.steps = steps or config.steps
     model = Path(config.output) / "checkpoints" / f"step_{config.steps:08}"
     if not model.exists():
@@ -123,7 +124,7 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as scratch, Progress("algorithms", total) as bar:
         for seed in range(options.seeds):
             folder = options.work or Path(scratch)
-            careless = careless_start("", seed)
+            careless = demo_pretraining("", seed)
             model = start(folder, seed, bar.stage(f"start, seed {seed}", careless.steps, PRETRAINING))
             for name, control in curves:
                 output = folder / f"{name}-{seed}-{'control' if control else 'run'}"

@@ -19,7 +19,7 @@ from typing import Any
 from lockstep.config import ActorsConfig, RLConfig, TrainConfig
 from lockstep.observe import read_metrics
 from lockstep.recipes import digit_sum
-from lockstep.rl.controller import reinforce
+from lockstep.rl.reinforce import reinforce
 
 PLOT = Path(__file__).parents[1] / "docs" / "async.png"
 PROMPTS, GROUP, NEW = 4, 8, 96

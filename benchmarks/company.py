@@ -79,9 +79,9 @@ def work(seconds: float, always: int = 0) -> None:
     from lockstep import Engine, EngineConfig, SamplingParams, build_model
     from lockstep.config import TrainConfig
     from lockstep.model import preset
+    from lockstep.run.threads import fitting_threads
     from lockstep.train import Trainer
     from lockstep.train.packing import PackedRow, pack, target_log_prob_sum
-    from lockstep.train.threads import fitting_threads
 
     model = build_model(preset("qwen3:micro"), dtype="float32")
     trainer = Trainer(model, TrainConfig(), total_updates=10**6)

@@ -60,7 +60,7 @@ def steps_of_run(
     options: RLConfig's.
     """
     from lockstep.config import RLConfig, TrainConfig
-    from lockstep.rl.controller import reinforce
+    from lockstep.rl.reinforce import reinforce
 
     times = [0.0]
     with tempfile.TemporaryDirectory() as scratch:

@@ -24,10 +24,10 @@ from lockstep.generate.sampling_params import RoutesForm
 from lockstep.model import preset
 from lockstep.observe import read_metrics
 from lockstep.recipes import digit_sum
-from lockstep.recipes.demo import ERROR_RATE, LINES, careless_start
+from lockstep.recipes.demo import ERROR_RATE, LINES, demo_pretraining
 from lockstep.rl import Example
-from lockstep.rl.controller import reinforce
 from lockstep.rl.environments.digit_sum import pretraining_text
+from lockstep.rl.reinforce import reinforce
 from lockstep.rl.rollouts.packing import packing_of, policy_batches
 from lockstep.rl.rollouts.records import Rollout, Scores
 from lockstep.rl.scoring.policy_loss import PolicyLoss
@@ -40,7 +40,7 @@ SEQUENCES, PROMPT, NEW, ROUNDS = 16, 32, 64, 5
 
 def run(folder: Path, steps: int, first_steps: int, compiled: bool) -> None:
     """Both stages, and what differed in the second."""
-    first = careless_start(str(folder / "pretrain"), seed=0)
+    first = demo_pretraining(str(folder / "pretrain"), seed=0)
     first.model, first.steps = "qwen3_moe:micro", first_steps
     began = time.perf_counter()
     pretrain(first, list(pretraining_text(LINES, ERROR_RATE, 0)))

@@ -6,30 +6,32 @@ The trainer and the generator compute the same bits: `Completion.logprobs` equal
 import os
 from typing import TYPE_CHECKING, Any
 
+from lockstep.version import __version__ as __version__
+
 if TYPE_CHECKING:
     from lockstep.checkpoint import load_model
     from lockstep.config import EngineConfig, EvalConfig
     from lockstep.errors import StopRun
     from lockstep.generate import Completion, Engine, SamplingParams
     from lockstep.model import Decoder, ModelConfig, build_model, save_model
-    from lockstep.rl.controller import reinforce
     from lockstep.rl.evaluate import evaluate
+    from lockstep.rl.reinforce import reinforce
     from lockstep.train import score
     from lockstep.train.pretrain import pretrain
     from lockstep.train.sft import finetune
 
-# Large tensors in huge pages: on the CPU a training step spends a fifth of its time on page faults without them.
+# Allocates large tensors in huge pages: without them a CPU training step spends a fifth of its time on page faults.
 # torch reads this at its first allocation.
 os.environ.setdefault("THP_MEM_ALLOC_ENABLE", "1")
-# Threads that wait for others sleep after some 50 microseconds. By default they spin for 5 to 20 milliseconds, and on
-# a machine with other work they spend the time that those they wait for need. libgomp reads this when it is loaded,
-# with torch: it has no effect where torch was imported first.
+# Waiting threads sleep after some 50 microseconds. By default they spin for 5 to 20 milliseconds, which on a busy
+# machine takes CPU time from the threads they wait for. libgomp reads this when it is loaded with torch: it has no
+# effect if torch was imported first.
 os.environ.setdefault("GOMP_SPINCOUNT", "1000")
-# The CPU library compiles a product for every number of rows it meets, and keeps 1024 of them: 300 MB in a run whose
-# micro-batches vary. As many as a model's shapes are enough.
+# oneDNN compiles a matrix product for every number of rows and caches 1024 of them: 300 MB in a run with varying
+# micro-batches. As many as a model's shapes are enough.
 os.environ.setdefault("ONEDNN_PRIMITIVE_CACHE_CAPACITY", "128")
 
-# Imported at first use: `lockstep --help` need not wait for torch.
+# Imported at first use, so that `lockstep --help` does not import torch.
 _HOMES = {
     "Completion": "lockstep.generate",
     "Decoder": "lockstep.model",
@@ -45,11 +47,10 @@ _HOMES = {
     "evaluate": "lockstep.rl.evaluate",
     "finetune": "lockstep.train.sft",
     "pretrain": "lockstep.train.pretrain",
-    "reinforce": "lockstep.rl.controller",
+    "reinforce": "lockstep.rl.reinforce",
     "score": "lockstep.train",
 }
 
-__version__ = "0.1.0"
 __all__ = [
     "Completion",
     "Decoder",

@@ -1,4 +1,4 @@
-"""Where compiled code and measurements are kept between processes, and what they depend on."""
+"""The cache folder for compiled code and measurements, and the fingerprint of what they depend on."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from lockstep.errors import UserError
 
 
 class UnsafeCache(UserError):
-    """Other users could put code into the cache folder that this process would run; says what to do about it."""
+    """Other users could put code that this process runs into the cache folder; the message says what to do."""
 
 
 def cache_folder() -> Path:
@@ -27,7 +27,7 @@ def cache_folder() -> Path:
     If it is not writable, a private temporary folder, with a warning. Raises UnsafeCache for a folder of another user,
     or one that others can write to.
     """
-    folder = _wanted()
+    folder = _default_folder()
     try:
         _make(folder)
         problem = "" if os.access(folder, os.W_OK | os.X_OK) else "no permission to write"
@@ -36,13 +36,13 @@ def cache_folder() -> Path:
     else:
         require_private(folder)
     if problem:
-        folder = _instead_of(folder, problem)
+        folder = _fallback_for(folder, problem)
         require_private(folder)
     return folder
 
 
 def _make(folder: Path) -> None:
-    """Creates a folder, and those above it that are missing, for their owner only."""
+    """Creates a folder and its missing parents, accessible to their owner only."""
     if not folder.parent.is_dir():
         _make(folder.parent)
     folder.mkdir(exist_ok=True, mode=0o700)
@@ -55,32 +55,32 @@ def require_private(path: Path, elsewhere: str = "set XDG_CACHE_HOME to a folder
     """
     if not hasattr(os, "geteuid"):
         return
-    found, user = path.stat(), os.geteuid()
-    owners = (user,) if stat.S_ISDIR(found.st_mode) else (user, 0)
-    link = path.lstat().st_uid  # if it is one: whoever owns it can let it lead elsewhere at any time
-    if found.st_uid not in owners or link not in (user, 0):
-        owner = link if found.st_uid in owners else found.st_uid
+    status, user = path.stat(), os.geteuid()
+    owners = (user,) if stat.S_ISDIR(status.st_mode) else (user, 0)
+    link = path.lstat().st_uid  # the owner of a link can change its target at any time
+    if status.st_uid not in owners or link not in (user, 0):
+        owner = link if status.st_uid in owners else status.st_uid
         raise UnsafeCache(
             f"{path}: belongs to user {owner}, but this process runs as user {user}; compiled code in it could "
             f"be anyone's. Give it to this user (chown -hR {user} {path}), or {elsewhere}"
         )
-    if found.st_mode & (stat.S_IWGRP | stat.S_IWOTH):
+    if status.st_mode & (stat.S_IWGRP | stat.S_IWOTH):
         raise UnsafeCache(
-            f"{path}: other users can write to it (mode {stat.S_IMODE(found.st_mode):o}), so compiled code in it could "
-            f"be theirs. Delete it (rm -r {path}; it will be recreated), or {elsewhere}"
+            f"{path}: other users can write to it (mode {stat.S_IMODE(status.st_mode):o}), so compiled code in it "
+            f"could be theirs. Delete it (rm -r {path}; it will be recreated), or {elsewhere}"
         )
 
 
-def _wanted() -> Path:
+def _default_folder() -> Path:
     try:
         return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "lockstep"
-    except RuntimeError:  # a user without a home
+    except RuntimeError:  # the user has no home
         return Path("/nonexistent/.cache/lockstep")
 
 
 @lru_cache
-def _instead_of(folder: Path, problem: str) -> Path:
-    """A temporary folder that this user's processes share, so that they compile once."""
+def _fallback_for(folder: Path, problem: str) -> Path:
+    """A temporary folder that all of this user's processes share, so that they compile once."""
     user = os.geteuid() if hasattr(os, "geteuid") else "user"
     other = Path(tempfile.gettempdir()) / f"lockstep-{user}"
     with suppress(FileExistsError):  # a file or a dangling link is in its place
@@ -90,15 +90,15 @@ def _instead_of(folder: Path, problem: str) -> Path:
             f"{other}: is a link or a file that anyone could have created; set XDG_CACHE_HOME to a folder of your own"
         )
     warnings.warn(
-        f"{folder}: cannot be used ({problem}); compiled code and measurements are kept in {other} instead, which may "
-        "not last. Set XDG_CACHE_HOME to a writable folder",
+        f"{folder}: cannot be used ({problem}); compiled code and measurements are cached in {other} instead, which "
+        "may not persist. Set XDG_CACHE_HOME to a writable folder",
         stacklevel=3,
     )
     return other
 
 
-def kept_measurement(path: Path) -> Any:
-    """What `keep_measurement` was given; None if there is nothing, or the file is damaged."""
+def cached_measurement(path: Path) -> Any:
+    """The value stored by `cache_measurement`; None if there is none, or the file is damaged."""
     if path in _unwritten:
         return _unwritten[path]
     try:
@@ -107,8 +107,8 @@ def kept_measurement(path: Path) -> Any:
         return None
 
 
-def keep_measurement(path: Path, measured: dict[str, Any]) -> None:
-    """Writes it to a file in the cache folder; if the disk is full, it is only kept for this process."""
+def cache_measurement(path: Path, measured: dict[str, Any]) -> None:
+    """Stores a measurement in a file of the cache folder, or in this process if the disk is full."""
     partial = path.with_suffix(f".{os.getpid()}.partial")
     try:
         partial.write_text(json.dumps(measured))
@@ -123,8 +123,8 @@ _unwritten: dict[Path, dict[str, Any]] = {}
 
 
 def fingerprint(*more: str | bytes) -> str:
-    """A fingerprint of the versions and the machine that compiled code belongs to, and of `more`."""
-    import torch  # here: processes that tokenize import this module and nothing of PyTorch
+    """A hash of the versions and the machine that compiled code depends on, and of `more`."""
+    import torch  # imported here: processes that only tokenize import this module without PyTorch
 
     digest = hashlib.sha256()
     device = torch.cuda.get_device_name() if torch.cuda.is_available() else ""
@@ -135,7 +135,7 @@ def fingerprint(*more: str | bytes) -> str:
 
 
 def _cpu_flags() -> str:
-    """What native code depends on: a cache folder may be shared by machines with different processors."""
+    """The processor's features: machines with different processors may share a cache folder."""
     try:
         lines = Path("/proc/cpuinfo").read_text().splitlines()
     except OSError:

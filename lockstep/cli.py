@@ -1,8 +1,8 @@
 """One command: lockstep demo | pretrain | sft | dpo | reward-model | data | rl | replay | generate | chat | eval |
 serve | parity | compare | convert | why | doctor.
 
-Bad input ends with one clear message and exit code 2, without a traceback. A command imports what it runs once its
-options are read, so that help and a wrong option need not wait for PyTorch.
+Bad input ends with one clear message and exit code 2, without a traceback. A command imports its implementation after
+parsing its options, so that --help and wrong options do not import PyTorch.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from typing import Annotated, Any, Literal
 from lockstep.commands.options import parse_options, run_config
 from lockstep.commands.print_once import PrintOnce, print_once, ranks_folder
 from lockstep.commands.terminal import in_encoding, printable
-from lockstep.errors import RunStopped, SaidByRank0, UserError, closest
+from lockstep.errors import ReportedByRank0, RunStopped, UserError, closest
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -34,19 +34,19 @@ def main(arguments: list[str] | None = None) -> int:
             print(_overview())
             return 0
         if name == "--version":
-            from lockstep import __version__
+            from lockstep.version import __version__
 
             print(f"lockstep {__version__}")
             return 0
         if name not in COMMANDS:
-            from lockstep.commands.spelling import COMMANDS_ELSEWHERE
+            from lockstep.commands.option_names import COMMANDS_ELSEWHERE
 
             meant = COMMANDS_ELSEWHERE.get(name)
             hint = f" Use lockstep {meant}." if meant else closest(name, COMMANDS)
             raise UserError(f'unknown command "{name}".{hint} See lockstep --help')
         return COMMANDS[name](arguments[1:])
     except UserError as error:
-        if not isinstance(error, SaidByRank0):
+        if not isinstance(error, ReportedByRank0):
             print_once(printable(str(error)), ends=True)
         return 2
     except RunStopped as error:
@@ -57,7 +57,7 @@ def main(arguments: list[str] | None = None) -> int:
     except RuntimeError as error:
         if not _is_lost_rank(error):
             raise
-        # Its traceback is in the rank's log.
+        # The traceback is in that rank's log.
         print(
             f"lockstep: rank {os.environ['RANK']}: another rank has ended or cannot be reached "
             f"({printable(str(error).splitlines()[0])[:200]}); the run ends here. That rank's output has the cause; "
@@ -69,7 +69,7 @@ def main(arguments: list[str] | None = None) -> int:
         print_once("; ".join(filter(None, ["interrupted", printable(str(error))])), ends=True)
         return 130
     except BrokenPipeError:
-        # The reader of the output, such as `head`, has ended. Nothing is left to flush at exit.
+        # The reader of the output, such as `head`, has ended. Nothing may be flushed at exit.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 141
     except OSError as error:
@@ -80,11 +80,11 @@ def main(arguments: list[str] | None = None) -> int:
 
 
 def _is_lost_rank(error: RuntimeError) -> bool:
-    """Whether it is how gloo and NCCL report that a connection has ended."""
-    said = str(error)
+    """Whether gloo or NCCL raised it for a closed connection."""
+    text = str(error)
     from lockstep.observe.actors import LOST
 
-    return "RANK" in os.environ and any(sign in said for sign in LOST)
+    return "RANK" in os.environ and any(sign in text for sign in LOST)
 
 
 def _show_warning(message: Warning | str, *_: Any, **__: Any) -> None:
@@ -194,8 +194,8 @@ class TokenizeOptions:
     chat: bool = False
     """The data is conversations, for sft; the tokenizer is a model's folder."""
     turns: Literal["apart", "whole"] = "apart"
-    """With --chat, as in sft: `apart`: an answer that the template writes otherwise once others follow is a sequence of
-    its own; `whole`: one sequence per conversation."""
+    """With --chat, as in sft: `apart`: an answer that the template renders differently once others follow is a separate
+    sequence; `whole`: one sequence per conversation."""
     skip_bad_lines: bool = False
     """Count and skip malformed lines instead of stopping at the first."""
     workers: int = 4
@@ -210,10 +210,10 @@ def data(arguments: list[str]) -> int:
         raise UserError("write lockstep data tokenize --data DATA --tokenizer TOKENIZER --output FOLDER")
     options = parse_options(TokenizeOptions, arguments[1:], "data tokenize")
     from lockstep.checkpoint import folder_if_model
-    from lockstep.data.tokenize_once import tokenize_once
+    from lockstep.data.tokenize_to_folder import tokenize_to_folder
 
     options.tokenizer = folder_if_model(options.tokenizer)
-    tokenize_once(**vars(options))
+    tokenize_to_folder(**vars(options))
     print(f"next: lockstep {'sft' if options.chat else 'pretrain'} --data {options.output}")
     return 0
 
@@ -224,7 +224,7 @@ def rl(arguments: list[str]) -> int:
 
     config = run_config("rl", RLConfig, arguments)
     from lockstep.commands.summary import print_summary
-    from lockstep.rl.controller import reinforce
+    from lockstep.rl.reinforce import reinforce
     from lockstep.rl.scoring.parity import ParityError
 
     if config.dry_run:
@@ -234,7 +234,7 @@ def rl(arguments: list[str]) -> int:
         return 0
     try:
         folder = reinforce(config)
-    except ParityError as error:  # on all ranks alike
+    except ParityError as error:  # raised on all ranks
         if _is_first_rank():
             print(f"lockstep: {error}", file=sys.stderr)
         return 1
@@ -397,7 +397,7 @@ def replay(arguments: list[str]) -> int:
 
 @dataclass
 class WhyOptions:
-    """What each actor of a run does, who waits for whom, and who holds everybody up."""
+    """What each actor of a run is doing, who waits for whom, and who blocks the run."""
 
     run: str
     """The run's folder."""
@@ -406,7 +406,7 @@ class WhyOptions:
 
 
 def why(arguments: list[str]) -> int:
-    """for a run that hangs or has crashed: who waits for whom, and who holds everybody up (exit code 1)"""
+    """for a run that hangs or has crashed: who waits for whom, and who blocks the run (exit code 1)"""
     options = parse_options(WhyOptions, arguments, "why", positional=True)
     from lockstep.commands.why import why as explain
 
@@ -428,11 +428,11 @@ def doctor(arguments: list[str]) -> int:
     try:
         options = parse_options(DoctorOptions, arguments, "doctor")
     except ModuleNotFoundError:
-        # The package that reads the command line is missing itself, and the report will say so.
+        # The command-line parser itself is missing, which the report will show.
         options = DoctorOptions("--json" in arguments)
     try:
         from lockstep.observe.doctor import AREAS, as_json, as_text, examine, usable
-        from lockstep.observe.progress import Progress
+        from lockstep.progress import Progress
     except ModuleNotFoundError as error:
         print(f"✗ {error.name} is not installed, and nothing runs without it: pip install {error.name}")
         return 1

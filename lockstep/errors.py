@@ -1,4 +1,4 @@
-"""Exceptions that carry a message for the user, and the hint that goes with it."""
+"""Exceptions with a message for the user, and helpers for such messages."""
 
 from __future__ import annotations
 
@@ -7,18 +7,18 @@ from collections.abc import Iterable
 
 
 class UserError(Exception):
-    """Bad input: says what was wrong, where (file, line, key) and what to do.
+    """Bad input; the message says what is wrong, where (file, line, key) and what to do.
 
     The command line prints the message without a traceback and exits with code 2.
     """
 
 
-class SaidByRank0(UserError):
-    """The UserError of rank 0 on another rank, which need not say it again."""
+class ReportedByRank0(UserError):
+    """The UserError of rank 0, raised on another rank, which does not print it again."""
 
 
 class RunStopped(Exception):
-    """A run that ended before its last step, on all ranks: says at which step, why, and how to continue.
+    """A run ended before its last step, on all ranks; the message says at which step, why, and how to continue.
 
     The command line prints the message without a traceback and exits with `exit_code`.
     """
@@ -29,7 +29,7 @@ class RunStopped(Exception):
 
 
 class StopRun(Exception):
-    """Raised by an `on_metrics` callback: the run saves its state after this step and ends as if it were finished."""
+    """Raised by an `on_metrics` callback: the run saves after this step and ends as if it had finished."""
 
 
 def closest(name: str, names: Iterable[str]) -> str:
@@ -39,7 +39,7 @@ def closest(name: str, names: Iterable[str]) -> str:
 
 
 def one_line(text: object, most: int = 300) -> str:
-    """Text from elsewhere for a log or a terminal: on one line, truncated, with terminal control characters escaped."""
-    said = str(text)
-    cut = said[:most] + "…" * (len(said) > most)
-    return "".join(c if c.isprintable() else repr(c)[1:-1] for c in cut)
+    """Untrusted text for a log or a terminal: on one line, truncated, with control characters escaped."""
+    whole = str(text)
+    truncated = whole[:most] + "…" * (len(whole) > most)
+    return "".join(c if c.isprintable() else repr(c)[1:-1] for c in truncated)

@@ -1,4 +1,4 @@
-"""A model for lm-eval (EleutherAI's evaluation harness): its tasks, on the trainer's log-probabilities and the engine.
+"""A model for lm-eval (EleutherAI's evaluation harness), with the trainer's log-probabilities and the engine.
 
 Importing this module registers it as `lockstep`, and needs the package `lm-eval`:
 
@@ -51,19 +51,19 @@ except ModuleNotFoundError as error:
 
 IGNORED = {"batch_size", "max_batch_size"}
 DEFAULT_DEVICE = "cuda:0"
-"""What lm-eval's command line passes without --device, also on a machine without CUDA."""
+"""lm-eval's default for --device, even on a machine without CUDA."""
 SAMPLING = {"temperature", "top_k", "top_p", "min_p", "seed"}
 Request = tuple[Any, list[int], list[int]]
-"""Its cache key, the context's tokens, and those of the continuation."""
+"""Cache key, tokens of the context, and tokens of the continuation."""
 
 
 @register_model("lockstep")
 class LockstepLM(TemplateLM):
     """`pretrained` is a Hugging Face folder, a run's folder or a model on the hub, as for every command.
 
-    tokens_per_batch: per forward pass, shared prefixes counted once. max_gen_toks: limit of a generation whose task
-    sets none. What lm-eval passes on its own, such as batch_size, has no effect. Raises UserError for a model
-    that cannot be used, and for other arguments.
+    tokens_per_batch: per forward pass, with shared prefixes counted once. max_gen_toks: default limit of a generation.
+    Arguments that lm-eval always passes, such as batch_size, have no effect. Raises UserError for a model that cannot
+    be used, and for unknown arguments.
     """
 
     def __init__(
@@ -97,7 +97,7 @@ class LockstepLM(TemplateLM):
 
     @property
     def eot_token_id(self) -> int:
-        """The end of a text, which also begins a text without context if the tokenizer has no token for that."""
+        """The end-of-text token, which also begins a text without context if there is no beginning-of-text token."""
         if self.tokenizer.eos_id is None:
             raise UserError(
                 f"{self._folder}: its tokenizer has no end-of-text token; name one in tokenizer_config.json"
@@ -120,24 +120,24 @@ class LockstepLM(TemplateLM):
     def _loglikelihood_tokens(
         self, requests: Sequence[Request], disable_tqdm: bool = False, **others: Any
     ) -> list[tuple[float, bool]]:
-        wanted = [self._scored(context, continuation) for _, context, continuation in requests]
-        found: dict[Scored, tuple[float, bool]] = {}
-        for batch in packed_batches(sorted(set(wanted)), self.tokens_per_batch):
-            found |= self._score([sequence for sequence, _ in batch], [shared for _, shared in batch])
-        answers = [found[scored] for scored in wanted]
+        sequences = [self._scored(context, continuation) for _, context, continuation in requests]
+        scores: dict[Scored, tuple[float, bool]] = {}
+        for batch in packed_batches(sorted(set(sequences)), self.tokens_per_batch):
+            scores |= self._score([sequence for sequence, _ in batch], [shared for _, shared in batch])
+        answers = [scores[sequence] for sequence in sequences]
         for (name, _, _), answer in zip(requests, answers):
             if name is not None:
                 self.cache_hook.add_partial("loglikelihood", name, answer)
         return answers
 
     def _scored(self, context: list[int], continuation: list[int]) -> Scored:
-        """The tokens that fit, the last one scored without being computed."""
+        """The last tokens that fit the context, plus one: the last token is only predicted."""
         tokens = (context + continuation)[-(self.max_length + 1) :]
         return Scored(tuple(tokens), max(1, len(tokens) - len(continuation)))
 
     @torch.no_grad()
     def _score(self, sequences: list[Scored], shared: list[int]) -> dict[Scored, tuple[float, bool]]:
-        """For each sequence, the log-probability of its scored tokens, and whether each of them is the likeliest."""
+        """For each sequence, the log-probability of its scored tokens, and whether all of them are the likeliest."""
         targets = [range(sequence.first, len(sequence.tokens)) for sequence in sequences]
         tokens = [sequence.tokens for sequence in sequences]
         row = pack_scored(tokens, targets, shared, self.model.device)
@@ -148,22 +148,22 @@ class LockstepLM(TemplateLM):
             logits, chosen = self.model.logits(states[part]), row.targets[part]
             log_probs += logits_log_probs(logits, chosen, row_factors(1.0, states[part]))[0].tolist()
             likeliest += (logits.argmax(-1) == chosen).tolist()
-        found: dict[Scored, tuple[float, bool]] = {}
+        scores: dict[Scored, tuple[float, bool]] = {}
         begin = 0
-        for sequence, own in zip(sequences, targets):
-            part = slice(begin, begin + len(own))
-            found[sequence] = math.fsum(log_probs[part]), all(likeliest[part])
-            begin += len(own)
-        return found
+        for sequence, scored in zip(sequences, targets):
+            part = slice(begin, begin + len(scored))
+            scores[sequence] = math.fsum(log_probs[part]), all(likeliest[part])
+            begin += len(scored)
+        return scores
 
     def loglikelihood_rolling(self, requests: Sequence[Any], disable_tqdm: bool = False) -> list[float]:
         """The log-probability of whole texts, in windows of the context that predict each token once."""
         windows, counts = list[Request](), []
         for request in requests:
-            own = utils.get_rolling_token_windows(
+            rolling = utils.get_rolling_token_windows(
                 self.tok_encode(request.args[0]), self.prefix_token_id, self.max_length, context_len=1
             )
-            split = [utils.make_disjoint_window(window) for window in own]
+            split = [utils.make_disjoint_window(window) for window in rolling]
             windows += [(None, context, continuation) for context, continuation in split]
             counts.append(len(split))
         scores = iter(self._loglikelihood_tokens(windows))
@@ -173,11 +173,11 @@ class LockstepLM(TemplateLM):
         return totals
 
     def generate_until(self, requests: Sequence[Any], disable_tqdm: bool = False) -> list[str]:
-        """Texts up to the first of a request's stop strings, all requests in one batch of the engine."""
-        asked = [self._asked(*request.args) for request in requests]
-        groups = self._engine.generate([prompt for prompt, _ in asked], [params for _, params in asked])
+        """Texts up to the first of a request's stop strings, with all requests in one call of the engine."""
+        inputs = [self._engine_request(*request.args) for request in requests]
+        groups = self._engine.generate([prompt for prompt, _ in inputs], [params for _, params in inputs])
         texts = []
-        for request, (prompt, params), (completion,) in zip(requests, asked, groups):
+        for request, (prompt, params), (completion,) in zip(requests, inputs, groups):
             sampled = [t for t in completion.token_ids if t not in self._special]
             text = continuation(self.tokenizer, prompt, sampled)
             for stop in params.stop:
@@ -186,12 +186,12 @@ class LockstepLM(TemplateLM):
             self.cache_hook.add_partial("generate_until", request.args, text)
         return texts
 
-    def _asked(self, context: str, arguments: dict[str, Any]) -> tuple[list[int], SamplingParams]:
+    def _engine_request(self, context: str, arguments: dict[str, Any]) -> tuple[list[int], SamplingParams]:
         options: dict[str, Any] = dict(normalize_gen_kwargs(arguments, self.max_gen_toks))
         until, limit = options.pop("until", None) or [], int(options.pop("max_gen_toks"))
         options.pop("do_sample", None)
         if unknown := sorted(options.keys() - SAMPLING):
-            raise UserError(f"the task asks for {', '.join(unknown)}, which the engine does not support")
+            raise UserError(f"the task needs {', '.join(unknown)}, which the engine does not support")
         room = self.max_length - limit
         if room < 1:
             raise UserError(
@@ -229,7 +229,7 @@ class LockstepLM(TemplateLM):
 
 
 def _added_before(folder: Path, bos: int | None) -> list[int]:
-    """The beginning-of-text token if the tokenizer's own template puts one before a text, as Llama 3's does."""
+    """The beginning-of-text token if the tokenizer's post-processor adds one, as Llama 3's does."""
     file = folder / "tokenizer.json"
     if bos is None or not file.is_file():
         return []

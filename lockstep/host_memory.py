@@ -6,20 +6,20 @@ import ctypes
 import sys
 from typing import Any
 
-# Of glibc's malloc.h.
+# From glibc's malloc.h.
 M_TRIM_THRESHOLD, M_MMAP_THRESHOLD = -1, -3
 LARGEST_KEPT = 2**27
-"""In bytes. The head's gradient and its slices of logits are about this large."""
+"""In bytes; about the size of the head's gradient and of slices of logits."""
 LARGEST_BEFORE_2_35 = 2**25
-"""Of glibc before version 2.35, which takes no larger threshold (mallopt's manual page)."""
+"""The maximum threshold of glibc before version 2.35 (mallopt's manual page)."""
 
 
 def keep_freed_memory() -> None:
     """Lets this process reuse freed blocks instead of returning those over 32 MB to the system.
 
-    A training step, or one that computes prompts, allocates and frees the same gigabytes each time, and the system
-    clears every page it hands out, which takes a twentieth to a tenth of a step on two cores. Kept memory fragments:
-    the peak can grow, more so if a step's tensors have many sizes. Does nothing if the C library is not glibc.
+    Each training or prefill step allocates and frees the same gigabytes, and the system clears every page before
+    handing it out, which takes 5 to 10% of a step on two cores. Retained memory fragments: the peak can grow, more so
+    if a step's tensors have many sizes. Does nothing if the C library is not glibc.
     """
     mallopt = _of_the_c_library("mallopt")
     if mallopt is not None:
@@ -29,7 +29,7 @@ def keep_freed_memory() -> None:
 
 
 def return_freed_memory() -> None:
-    """Returns to the system what this process has kept so far. Does nothing if the C library is not glibc."""
+    """Returns retained memory to the system. Does nothing if the C library is not glibc."""
     if (trim := _of_the_c_library("malloc_trim")) is not None:
         trim(ctypes.c_size_t(0))
 

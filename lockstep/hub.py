@@ -1,4 +1,4 @@
-"""Models by their Hugging Face name: downloaded once, into the cache that all of the hub's tools share."""
+"""Models by their Hugging Face name: downloaded once, into the cache that all tools of the hub share."""
 
 from __future__ import annotations
 
@@ -9,31 +9,31 @@ from lockstep.errors import UserError
 
 NAME = re.compile(r"(?P<name>[A-Za-z0-9][\w.-]*/[\w.-]+)(@(?P<revision>[\w./-]+))?")
 """ORGANISATION/MODEL, optionally followed by @ and a branch, tag or commit."""
-READ = ("*.json", "*.safetensors", "*.jinja")
-LEFT_OUT = ("original/*", "consolidated*", "*/*")
+DOWNLOADED = ("*.json", "*.safetensors", "*.jinja")
+EXCLUDED = ("original/*", "consolidated*", "*/*")
 """Weights in other layouts, and files in subfolders."""
 
 
 def local_folder(name: str | Path) -> Path:
-    """`name` itself if it is a folder; else the folder that the hub's model of this name was downloaded to.
+    """`name` itself if it is a folder; else the folder to which the hub's model of this name was downloaded.
 
-    The environment determines the hub, its cache and token, and whether it is accessed at all: HF_ENDPOINT,
-    HF_HOME, HF_TOKEN, HF_HUB_OFFLINE. Raises UserError if there is neither folder nor model.
+    Environment variables set the hub, its cache and token, and whether it is accessed at all: HF_ENDPOINT, HF_HOME,
+    HF_TOKEN, HF_HUB_OFFLINE. Raises UserError if there is neither folder nor model.
     """
     if Path(name).is_dir():
         return Path(name)
-    found = NAME.fullmatch(str(name))
-    if not found or Path(name).is_file():
+    match = NAME.fullmatch(str(name))
+    if not match or Path(name).is_file():
         why = "is a file" if Path(name).is_file() else "no such folder"
         raise UserError(
             f"{name}: {why}; give a folder in Hugging Face layout, a run's folder, or a model on the hub as "
             "ORGANISATION/MODEL"
         )
-    return _download(found["name"], found["revision"])
+    return _download(match["name"], match["revision"])
 
 
 def hub_name(folder: Path) -> tuple[str, str] | None:
-    """Name and revision of the model whose snapshot in the hub's cache `folder` is; None for any other folder."""
+    """Name and revision of a model, if `folder` is its snapshot in the hub's cache; None for any other folder."""
     stored = re.fullmatch(r"models--([\w.-]+?)--([\w.-]+)", folder.parent.parent.name)
     if stored is None or folder.parent.name != "snapshots":
         return None
@@ -54,22 +54,28 @@ def _download(name: str, revision: str | None) -> Path:
         RevisionNotFoundError,
     )
 
-    asked = f"{name}@{revision}" if revision else name
+    requested = f"{name}@{revision}" if revision else name
     try:
         folder = snapshot_download(
-            name, revision=revision, allow_patterns=list(READ), ignore_patterns=list(LEFT_OUT), library_name="lockstep"
+            name,
+            revision=revision,
+            allow_patterns=list(DOWNLOADED),
+            ignore_patterns=list(EXCLUDED),
+            library_name="lockstep",
         )
     except GatedRepoError as error:
         why = "the model is gated: accept its terms on the model's page, then run `hf auth login` or set HF_TOKEN"
-        raise UserError(f"{asked}: {why}") from error
+        raise UserError(f"{requested}: {why}") from error
     except RevisionNotFoundError as error:
-        raise UserError(f'{asked}: the model has no revision "{revision}"') from error
+        raise UserError(f'{requested}: the model has no revision "{revision}"') from error
     except RepositoryNotFoundError as error:
         why = "there is no folder and no model with this name; for a private one run `hf auth login` or set HF_TOKEN"
-        raise UserError(f"{asked}: {why}") from error
+        raise UserError(f"{requested}: {why}") from error
     except LocalEntryNotFoundError as error:
         why = "there is no such folder, it was not downloaded before, and the hub cannot be reached"
-        raise UserError(f"{asked}: {why} (no connection, or HF_HUB_OFFLINE is set)") from error
+        raise UserError(f"{requested}: {why} (no connection, or HF_HUB_OFFLINE is set)") from error
     except Exception as error:  # from the HTTP library, which differs between major versions of huggingface_hub
-        raise UserError(f"{asked}: the download failed ({error}); try again, complete files are kept") from error
+        raise UserError(
+            f"{requested}: the download failed ({error}); try again, complete files are not downloaded again"
+        ) from error
     return Path(folder)

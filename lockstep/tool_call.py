@@ -1,4 +1,4 @@
-"""A call of a tool, as a model wrote it."""
+"""A tool call of a model."""
 
 from __future__ import annotations
 
@@ -9,9 +9,9 @@ from typing import Any
 
 @dataclass(frozen=True)
 class ToolCall:
-    """A call that the model wrote in a reply."""
+    """A tool call that a model wrote in a reply."""
 
     name: str
     arguments: Mapping[str, Any] = field(default_factory=dict)
     problem: str = ""
-    """Why it cannot be parsed, for the model; empty if it can."""
+    """Why it cannot be parsed, as feedback to the model; empty if it can."""

@@ -21,7 +21,7 @@ def form():
 @pytest.fixture
 def home(tmp_path, monkeypatch):
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "home"))
-    cache._instead_of.cache_clear()
+    cache._fallback_for.cache_clear()
     return tmp_path / "home"
 
 

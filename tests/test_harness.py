@@ -200,10 +200,10 @@ def test_a_task_that_asks_for_what_the_engine_lacks_is_refused_by_name(model_fol
     from lockstep.harness import LockstepLM
 
     lm = LockstepLM(str(model_folder))
-    with pytest.raises(UserError, match="the task asks for repetition_penalty, which the engine does not support"):
-        lm._asked("x", {"until": ["a"], "repetition_penalty": 1.1})
+    with pytest.raises(UserError, match="the task needs repetition_penalty, which the engine does not support"):
+        lm._engine_request("x", {"until": ["a"], "repetition_penalty": 1.1})
     with pytest.raises(UserError, match="lower max_gen_toks"):
-        lm._asked("x", {"until": ["a"], "max_gen_toks": 10**6})
+        lm._engine_request("x", {"until": ["a"], "max_gen_toks": 10**6})
 
 
 @pytest.fixture

@@ -1,6 +1,6 @@
-"""Saving and resuming a whole run.
+"""Saves and resumes a whole run.
 
-`Checkpoints` itself is in `lockstep.checkpoint.checkpoints`: commands that only read a model do not need its imports.
+`Checkpoints` is in `lockstep.checkpoint.checkpoints`, because commands that only read a model do not need its imports.
 """
 
 from lockstep.checkpoint.folders import checkpoints_in, newest_checkpoint, step_name, weights_folder
@@ -8,9 +8,9 @@ from lockstep.checkpoint.open_model import (
     folder_if_model,
     load_model,
     model_folder,
-    name_other_chunks,
     open_model,
     trained_arithmetic,
+    warn_about_reduction_chunks,
 )
 
 __all__ = [
@@ -18,10 +18,10 @@ __all__ = [
     "folder_if_model",
     "load_model",
     "model_folder",
-    "name_other_chunks",
     "newest_checkpoint",
     "open_model",
     "step_name",
     "trained_arithmetic",
+    "warn_about_reduction_chunks",
     "weights_folder",
 ]

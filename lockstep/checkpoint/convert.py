@@ -1,4 +1,4 @@
-"""Converts a model folder to another: from Hugging Face's layout, a run's checkpoint or Meta's, tensor by tensor."""
+"""Converts Hugging Face folders, checkpoints and Meta's folders to Hugging Face folders, one tensor at a time."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ TOKENIZER_FILES = (
 
 @dataclass
 class Weights:
-    """A model on disk: its shape, and for each tensor (by Hugging Face's name) its shape and how to read it."""
+    """A model on disk: its config, and by Hugging Face name the shape of each tensor and a function that reads it."""
 
     config: ModelConfig
     dtype: torch.dtype
@@ -66,21 +66,21 @@ def convert(
     max_file_bytes: int = MAX_FILE_BYTES,
     merge: bool = False,
 ) -> None:
-    """Writes the model in `source` as a Hugging Face folder, in `dtype` (auto: its own), in files of limited size.
+    """Writes the model in `source` as a Hugging Face folder, in `dtype` (auto: unchanged), in files of limited size.
 
-    `source` is a Hugging Face folder, which a run's checkpoint is too, or one of Meta's with `params.json` and
-    `consolidated.*.pth`. `merge`: it is an adapter, and the target gets its base's weights with the adapter's updates
-    added, W + scaling · B A, computed in float32 and rounded once to `dtype`; so the merged model's log-probabilities
-    are those of base and adapter up to rounding, not bit for bit. Only one tensor is in memory at a time. Raises
-    UserError, naming file and tensor, for a source that is incomplete or a target that is not empty; the target gets
-    its name when it is complete.
+    `source` is a Hugging Face folder, which includes a run's checkpoint, or one of Meta's with `params.json` and
+    `consolidated.*.pth`. `merge`: it is an adapter, and the target gets the base's weights plus the adapter's updates,
+    W + scaling · B A, computed in float32 and rounded once to `dtype`; so the merged model's log-probabilities equal
+    those of base and adapter up to rounding, not bit for bit. Only one tensor is in memory at a time. Raises UserError,
+    naming file and tensor, for an incomplete source or a target that is not empty; the target is renamed to its final
+    name when it is complete.
     """
     source, target = Path(source), Path(target)
     if not source.is_dir():
         raise UserError(f"{source}: no such folder; give a model's folder or a run's")
     if target.exists() and (not target.is_dir() or any(target.iterdir())):
         raise UserError(f"{target}: is not an empty folder; give another one to write")
-    # One of our checkpoints, from which only the model is read.
+    # A checkpoint of a run, of which only the model is read.
     ours = (source / "state.json").is_file() or (source / MANIFEST).is_file()
     if is_adapter_folder(source) != merge:
         raise UserError(
@@ -104,11 +104,12 @@ def convert(
 
 
 def _write_folder(target: Path, source: Path, weights: Weights, kind: torch.dtype, max_file_bytes: int) -> None:
-    """Writes the whole folder under a name that nobody else uses, and then renames it."""
+    """Writes the whole folder under a unique name, then renames it."""
     unfinished = target.with_name(f"{target.name}.{os.getpid()}.partial")
     unfinished.mkdir(parents=True)
     try:
-        home = tokenizer_folder(source)  # of all files: the base's template is not for the adapter's tokenizer
+        # One folder for all files: the base's template does not fit the adapter's tokenizer.
+        home = tokenizer_folder(source)
         for path in (path for pattern in TOKENIZER_FILES for path in home.glob(pattern)):
             copy = unfinished / path.relative_to(home)
             copy.parent.mkdir(exist_ok=True)
@@ -127,8 +128,8 @@ def _write_folder(target: Path, source: Path, weights: Weights, kind: torch.dtyp
 
 
 def _with_ends(folder: Path, config: ModelConfig) -> ModelConfig:
-    """The shape with the end tokens that the tokenizer's files in `folder` add, which also become those of its
-    `generation_config.json`: other programs read nothing but these."""
+    """The config with the end tokens of the tokenizer's files in `folder`, which are also written to
+    `generation_config.json`, the only place where other programs look."""
     if (folder / "tokenizer.json").is_file():
         config = with_ends(config, load_tokenizer(folder), load_chat_template(folder))
     path = folder / GENERATION
@@ -151,7 +152,7 @@ def _open(source: Path) -> Weights:
 def _hugging_face(source: Path) -> Weights:
     config = read_config(source)
     files = tensor_files(source)
-    # What cannot be loaded cannot be converted.
+    # Refuses what cannot be loaded.
     refuse_few_bytes(source, config)
     check_tensors(Decoder(config, torch.float32, "meta"), source, files)
     opened = {path: open_tensors(path) for path in set(files.values())}
@@ -193,7 +194,7 @@ def _split_experts(
     opened: dict[Path, Any],
     tensors: dict[str, tuple[torch.Size, Callable[[], Tensor]]],
 ) -> None:
-    """Replaces tensors that stack all experts by one tensor per expert."""
+    """Replaces tensors that stack all experts with one tensor per expert."""
     stacked = set()
     for name, parameter in Decoder(config, torch.float32, "meta").named_parameters():
         whole = found_as(name, parameter.shape, files)[0]
@@ -209,12 +210,12 @@ def _split_experts(
 
 
 def _expert(entry: Any, place: tuple[slice, ...]) -> Tensor:
-    found: Tensor = entry[place][0]
-    return found
+    expert: Tensor = entry[place][0]
+    return expert
 
 
 def _quantized(name: str, files: dict[str, Path], opened: dict[Path, Any]) -> tuple[torch.Size, Callable[[], Tensor]]:
-    """A quantized tensor whose names and shapes `check_tensors` has checked."""
+    """An MXFP4 tensor; `check_tensors` has checked its names and shapes."""
     blocks, scales = (opened[files[name + end]].get_slice(name + end) for end in (BLOCKS, SCALES))
     experts, outputs, count = scales.get_shape()
     inputs = count * BLOCK
@@ -235,8 +236,8 @@ def _check(source: Path, weights: Weights) -> None:
         if name not in weights.tensors:
             raise UserError(f"{source}: tensor {name} is missing; the download may be incomplete")
         if weights.tensors[name][0] != shape:
-            found = list(weights.tensors[name][0])
-            raise UserError(f"{source}: tensor {name} has shape {found}, but its configuration requires {list(shape)}")
+            actual = list(weights.tensors[name][0])
+            raise UserError(f"{source}: tensor {name} has shape {actual}, but its configuration requires {list(shape)}")
     if unknown := [name for name in weights.tensors if name not in wanted]:
         raise UserError(f"{source}: tensor {unknown[0]} is not part of this model; check its configuration")
 

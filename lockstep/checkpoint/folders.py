@@ -1,4 +1,4 @@
-"""Which of a run's checkpoints is the newest, and where a model's files are."""
+"""Finds a run's newest checkpoint and the folder of a model's files."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from lockstep.observe.run_folder import ADAPTERS
 
 STATE = "state.json"
 LATEST = "latest"
-"""In a run's folder: a link to its newest checkpoint, for other tools, which look for a model's files in a folder."""
+"""In a run's folder: a link to its newest checkpoint, for other tools, which expect a model's folder."""
 
 
 def step_name(step: int) -> str:
@@ -24,28 +24,28 @@ def step_name(step: int) -> str:
 
 def checkpoints_in(folder: Path) -> list[Path]:
     """The folders with a checkpoint's name, newest first, complete or not."""
-    found = [p for p in folder.glob("step_*") if p.is_dir() and p.name.removeprefix("step_").isdigit()]
-    return sorted(found, reverse=True)
+    folders = [p for p in folder.glob("step_*") if p.is_dir() and p.name.removeprefix("step_").isdigit()]
+    return sorted(folders, reverse=True)
 
 
 def newest_checkpoint(run: Path) -> Path | None:
-    """A run's newest checkpoint whose files are all there with their sizes; `Checkpoints.resume` verifies checksums.
+    """A run's newest checkpoint that has all its files with their sizes; `Checkpoints.resume` verifies checksums.
 
-    None if there are no checkpoints. A warning names newer ones that are incomplete. Raises UserError if all are.
+    None if there are no checkpoints. Warns about newer ones that are incomplete. Raises UserError if all are.
     """
     problem = ""
     for folder in checkpoints_in(run / "checkpoints"):
-        if not (found := damage(folder, checksums=False)):
+        if not (damaged := damage(folder, checksums=False)):
             return folder
-        log.warning("%s is not complete: %s; using an older one", folder, found)
-        problem = problem or f"{folder.name}: {found}"
+        log.warning("%s is not complete: %s; using an older one", folder, damaged)
+        problem = problem or f"{folder.name}: {damaged}"
     if problem:
         raise UserError(f"{run}: has no complete checkpoint ({problem}); give another folder")
     return None
 
 
 def weights_folder(folder: Path) -> Path:
-    """Where a model's files are: in `folder` itself or, if it is a run's, in its newest checkpoint.
+    """The folder of a model's files: `folder` or, for a run's folder, its newest checkpoint.
 
     Raises UserError for a run without a complete checkpoint, and for a checkpoint whose model is incomplete.
     """
@@ -65,7 +65,7 @@ def weights_folder(folder: Path) -> Path:
 
 
 def link_latest(checkpoint: Path) -> None:
-    """Points the run's `latest` to `checkpoint`; on file systems without links there is none."""
+    """Points the run's `latest` to `checkpoint`, where the file system supports links."""
     run, link = checkpoint.parent.parent, Path(checkpoint.parent.name, checkpoint.name)
     unfinished = run / f"{LATEST}.partial"
     with suppress(OSError):
@@ -74,15 +74,15 @@ def link_latest(checkpoint: Path) -> None:
         os.replace(unfinished, run / LATEST)
 
 
-def note_adapter(base: Path, run: Path) -> None:
-    """Writes into a checkpoint that the adapter of `run` needs it: the base's own run then keeps it."""
+def record_adapter(base: Path, run: Path) -> None:
+    """Records in a checkpoint that the adapter of `run` needs it, so that the base's run does not delete it."""
     if (base / STATE).is_file():
-        with suppress(OSError):  # it may be somebody else's
-            (base / ADAPTERS).write_text(json.dumps(sorted({*adapters_of(base), str(run.resolve())})))
+        with suppress(OSError):  # it may belong to another user
+            (base / ADAPTERS).write_text(json.dumps(sorted({*adapters_that_need(base), str(run.resolve())})))
 
 
-def adapters_of(base: Path) -> list[str]:
-    """The runs whose adapters need a checkpoint, where they were; they may have been moved since."""
+def adapters_that_need(base: Path) -> list[str]:
+    """The runs whose adapters need a checkpoint, as recorded; they may have been moved since."""
     try:
         runs = json.loads((base / ADAPTERS).read_text())
     except (OSError, ValueError):

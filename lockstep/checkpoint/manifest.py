@@ -1,4 +1,4 @@
-"""Sizes and checksums of a checkpoint's files, and of their list itself: tells complete from damaged checkpoints."""
+"""A manifest with sizes and checksums of a checkpoint's files and of itself, to detect damage."""
 
 from __future__ import annotations
 
@@ -17,14 +17,14 @@ from lockstep.errors import UserError
 
 MANIFEST = "manifest.json"
 EDITABLE = {"adapter_config.json": ("base_model_name_or_path", "revision")}
-"""Files in which people correct where something else is now: neither these keys nor the size count."""
+"""Files that users edit when a base has moved: these keys and the file size are not checked."""
 CHUNK = 1 << 26
 """Bytes read or written at once."""
 
 
 @dataclass(frozen=True)
 class Piece:
-    """A box of a tensor, as one rank wrote it: CRC-32 of its values in row-major order."""
+    """A shard slice that one rank wrote, with the CRC-32 of its values in row-major order."""
 
     file: str
     name: str
@@ -33,12 +33,12 @@ class Piece:
     crc32: int
 
 
-class NotWhole(Exception):
-    """Describes what is wrong with a checkpoint."""
+class IncompleteCheckpoint(Exception):
+    """A checkpoint is damaged; the message says how."""
 
 
 def write_manifest(folder: Path, pieces: list[Piece]) -> None:
-    """Lists every file in `folder`, synced to disk: safetensors by header and pieces, others by their contents."""
+    """Syncs and lists every file in `folder`: safetensors by header and pieces, others by their contents."""
     files: dict[str, Any] = {}
     by_file: dict[str, list[dict[str, Any]]] = defaultdict(list)
     for piece in pieces:
@@ -55,7 +55,7 @@ def write_manifest(folder: Path, pieces: list[Piece]) -> None:
         if name in by_file:
             files[name]["pieces"] = by_file[name]
     with (folder / MANIFEST).open("wb") as file:
-        file.write(_sealed(json.dumps(files).encode()))
+        file.write(_with_checksum(json.dumps(files).encode()))
         file.flush()
         os.fsync(file.fileno())
     for parent in {path.parent for path in folder.rglob("*")}:
@@ -63,7 +63,7 @@ def write_manifest(folder: Path, pieces: list[Piece]) -> None:
 
 
 def sync_folder(folder: Path) -> None:
-    """Waits until the names in `folder` are on disk."""
+    """Syncs the directory entries of `folder` to disk."""
     descriptor = os.open(folder, os.O_RDONLY)
     try:
         os.fsync(descriptor)
@@ -72,29 +72,29 @@ def sync_folder(folder: Path) -> None:
 
 
 def listed_files(folder: Path) -> dict[str, dict[str, Any]]:
-    """What a checkpoint's manifest says about each file, by its name in `folder`. Raises NotWhole."""
+    """The manifest's entry of each file, by its path in `folder`. Raises IncompleteCheckpoint."""
     try:
         text = (folder / MANIFEST).read_bytes()
     except FileNotFoundError:
-        raise NotWhole(f"{MANIFEST} is missing") from None
+        raise IncompleteCheckpoint(f"{MANIFEST} is missing") from None
     except OSError as error:
-        raise NotWhole(f"{MANIFEST} cannot be read ({error})") from error
-    # Before anything in it is used.
-    files = text[len(_sealed(b"")) - 1 : -1]
-    if text != _sealed(files):
-        raise NotWhole(f"{MANIFEST} cannot be read (it does not match its own checksum)")
+        raise IncompleteCheckpoint(f"{MANIFEST} cannot be read ({error})") from error
+    # Verified before anything in it is used.
+    files = text[len(_with_checksum(b"")) - 1 : -1]
+    if text != _with_checksum(files):
+        raise IncompleteCheckpoint(f"{MANIFEST} cannot be read (it does not match its own checksum)")
     listed: dict[str, dict[str, Any]] = json.loads(files)
     for name in listed:
         path = PurePosixPath(name)
         if path.is_absolute() or ".." in path.parts:
-            raise NotWhole(f"{MANIFEST} lists {name!r}, which is outside the checkpoint")
+            raise IncompleteCheckpoint(f"{MANIFEST} lists {name!r}, which is outside the checkpoint")
     return listed
 
 
 def damage(folder: Path, checksums: bool = True, rank: int = 0, ranks: int = 1, pattern: str = "*") -> str:
-    """What is wrong with a checkpoint, empty if nothing is. Each of `ranks` callers reads its share of the tensors.
+    """What is wrong with a checkpoint; empty if nothing. Each of `ranks` callers checks its share of the tensors.
 
-    Without `checksums` only names and sizes are compared, which reads nothing. Only files whose names match `pattern`
+    Without `checksums` only names and sizes are compared, without reading files. Only files whose names match `pattern`
     are checked.
     """
     try:
@@ -113,14 +113,14 @@ def damage(folder: Path, checksums: bool = True, rank: int = 0, ranks: int = 1, 
         return _damaged_piece(folder, files, rank, ranks)
     except FileNotFoundError as error:
         return f"{Path(error.filename).name} is missing"
-    except (NotWhole, UserError) as error:
+    except (IncompleteCheckpoint, UserError) as error:
         return str(error)
-    except Exception as error:  # whatever a reader fails on, what it reads is not one of our checkpoints
+    except Exception as error:  # readers fail in many ways on what is not our checkpoint
         return f"cannot be read ({type(error).__name__}: {error})"
 
 
 def damage_of_model(folder: Path) -> str:
-    """As `damage`, of the weights alone: a model's or an adapter's."""
+    """`damage` of the weights only, a model's or an adapter's."""
     return damage(folder, pattern="model*") or damage(folder, pattern="adapter_model*")
 
 
@@ -136,16 +136,16 @@ def _damaged_piece(folder: Path, files: dict[str, Any], rank: int, ranks: int) -
     return ""
 
 
-def _sealed(files: bytes) -> bytes:
+def _with_checksum(files: bytes) -> bytes:
     """The manifest's text: the list of files, in JSON, with its own SHA-256."""
     return b'{"sha256": "%s", "files": %s}' % (hashlib.sha256(files).hexdigest().encode(), files)
 
 
 def _crc32_of_file(path: Path, header_only: bool) -> int:
-    """Of the whole file, or only of a safetensors file's header, since its tensors have their own checksums."""
+    """CRC-32 of a file, or only of a safetensors file's header, since its tensors have their own checksums."""
     if path.name in EDITABLE:
-        kept = {k: v for k, v in json.loads(path.read_bytes()).items() if k not in EDITABLE[path.name]}
-        return zlib.crc32(json.dumps(kept, sort_keys=True).encode())
+        checked = {k: v for k, v in json.loads(path.read_bytes()).items() if k not in EDITABLE[path.name]}
+        return zlib.crc32(json.dumps(checked, sort_keys=True).encode())
     with path.open("rb") as file:
         left = path.stat().st_size
         if header_only:

@@ -15,7 +15,7 @@ from torch import Tensor
 from lockstep.errors import UserError
 from lockstep.model import ModelConfig, RopeScaling
 
-# Meta's name within a layer, ours, and the axis that it is sharded along (None: each file has the whole tensor).
+# By Meta's name in a layer: our name, and the axis that it is sharded along (None: each file has the whole tensor).
 LAYER_NAMES = {
     "attention.wq": ("self_attn.q_proj", 0),
     "attention.wk": ("self_attn.k_proj", 0),
@@ -36,9 +36,9 @@ OPTIONAL = ("norm_eps", "rope_theta", "rope_scaling_factor")
 def open_meta_llama(
     folder: Path,
 ) -> tuple[ModelConfig, torch.dtype, dict[str, tuple[torch.Size, Callable[[], Tensor]]]]:
-    """The model's shape, dtype, and each tensor under its Hugging Face name with a function that reads it.
+    """The model's config, dtype, and by Hugging Face name each tensor's shape and a function that reads it.
 
-    The files are mapped, not read, and no code in them is run. Raises UserError, naming the file.
+    The files are memory-mapped, and no code in them is run. Raises UserError, naming the file.
     """
     params = _params(folder / "params.json")
     paths = sorted(folder.glob("consolidated.*.pth"))
@@ -118,7 +118,7 @@ def _model(
 
 
 def _rope_scaling(params: dict[str, Any], tied: bool) -> RopeScaling | None:
-    """params.json says that frequencies are scaled, but rarely how much: 8 in Llama 3.1, 32 in the small, tied 3.2."""
+    """params.json says whether frequencies are scaled, rarely the factor: 8 in Llama 3.1, 32 in the small, tied 3.2."""
     if not params.get("use_scaled_rope"):
         return None
     return RopeScaling(params.get("rope_scaling_factor") or (32.0 if tied else 8.0), 1.0, 4.0, 8192)
@@ -156,11 +156,11 @@ def _is_number(value: Any) -> bool:
 
 def _load(path: Path) -> dict[str, Tensor]:
     try:
-        with zipfile.ZipFile(path) as held:
-            if any(entry.compress_type != zipfile.ZIP_STORED for entry in held.infolist()):
+        with zipfile.ZipFile(path) as archive:
+            if any(entry.compress_type != zipfile.ZIP_STORED for entry in archive.infolist()):
                 raise ValueError("its parts are compressed, which torch never does")
         tensors = torch.load(path, weights_only=True, mmap=True, map_location="cpu")
-    except Exception as error:  # torch raises whatever its reader fails on
+    except Exception as error:  # torch raises many kinds of errors here
         reason = str(error).splitlines()[0] if str(error) else type(error).__name__
         raise UserError(f"{path}: cannot be read as plain tensors ({reason}); download it again") from error
     named = isinstance(tensors, dict) and all(isinstance(name, str) for name in tensors)

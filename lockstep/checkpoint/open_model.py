@@ -1,4 +1,4 @@
-"""A folder's model, ready to compute on this machine: for commands that only read it."""
+"""Opens a folder's model for inference on this machine."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from lockstep.parallel import World, generator_model
 def load_model(path: str | Path, dtype: str | torch.dtype | None = None, device: str | torch.device = "cpu") -> Decoder:
     """A Hugging Face folder, a run's folder (its newest checkpoint) or a model on the hub as a Decoder.
 
-    `dtype` defaults to the folder's own. Raises UserError as `lockstep.model.load_model` does.
+    `dtype` defaults to that of the folder. Raises UserError as `lockstep.model.load_model` does.
     """
     return model.load_model(model_folder(path), dtype, device)
 
@@ -35,11 +35,11 @@ def open_model(
     world: World | None = None,
     chunks: int = 0,
 ) -> Decoder:
-    """The model in its own dtype, on the accelerator, in the arithmetic of its run, unless others are given.
+    """The model, by default in its own dtype, on the accelerator, in the arithmetic of its run.
 
-    In a world with a tensor axis, this rank's part. `chunks`: as `RanksConfig.reduction_chunks`. If this machine
-    lacks the instructions to compute as the run did, a warning names both arithmetics; an emulated one is only used on
-    request. From then on, a process on the CPU keeps the memory it frees. Raises UserError for what is not available.
+    In a world with a tensor axis, this rank's part. `chunks`: as `RanksConfig.reduction_chunks`. If this machine lacks
+    the instructions of the run's arithmetic, warns and uses another; an emulated arithmetic is used only on request. On
+    the CPU, the process then keeps the memory it frees. Raises UserError for what is not available.
     """
     model.refuse_score_head(model.read_config(folder), str(folder))
     place = open_device(device) if world is None else world.device
@@ -53,7 +53,7 @@ def open_model(
         set_arithmetic("auto", place)
     world = world or World(place)
     if chunks or world.degrees["tensor"] > 1:
-        opened = _own_part(folder, dtype, world, chunks)
+        opened = _local_part(folder, dtype, world, chunks)
     else:
         opened = model.load_model(folder, None if is_auto(dtype) else dtype, place)
     if place.type == "cpu":
@@ -70,21 +70,21 @@ def open_model(
     return opened
 
 
-def name_other_chunks(folder: Path, chunks: int) -> None:
-    """Warns if a model that was trained here is computed with another number of reduction chunks than in its run."""
-    own = model.read_config(folder).reduction_chunks
-    if own != chunks and (own > 1 or trained_arithmetic(folder)):
+def warn_about_reduction_chunks(folder: Path, chunks: int) -> None:
+    """Warns if a checkpoint of a run is computed with another number of reduction chunks than in the run."""
+    trained_with = model.read_config(folder).reduction_chunks
+    if trained_with != chunks and (trained_with > 1 or trained_arithmetic(folder)):
         log.warning(
             "%s was trained with reduction_chunks %d, but %d are used here: log-probabilities differ from those of its "
             "run in the last bits; one process gives the bits of this one with --parallel.reduction-chunks %d",
             folder,
-            own,
+            trained_with,
             chunks,
             chunks,
         )
 
 
-def _own_part(folder: Path, dtype: str, world: World, chunks: int) -> Decoder:
+def _local_part(folder: Path, dtype: str, world: World, chunks: int) -> Decoder:
     if len(set(world.gather(arithmetic_of(world.device)))) > 1:
         set_arithmetic("portable", world.device)
     kind = model.folder_dtype(folder) if is_auto(dtype) else model.resolve_dtype(dtype)
@@ -92,7 +92,7 @@ def _own_part(folder: Path, dtype: str, world: World, chunks: int) -> Decoder:
     fill = partial(model.load_weights, path=folder)
     part = generator_model(model.read_config(folder), kind, world, parallel, fill)
     if world.is_main:
-        name_other_chunks(folder, part.config.reduction_chunks)
+        warn_about_reduction_chunks(folder, part.config.reduction_chunks)
     return part
 
 
@@ -105,7 +105,7 @@ def model_folder(name: str | Path) -> Path:
 
 
 def folder_if_model(name: str) -> str:
-    """`model_folder` of what may be a model; any other name, such as a preset's or an empty one, as it is."""
+    """`model_folder` of a name that may be a model; any other name, such as a preset or an empty one, unchanged."""
     return str(model_folder(name)) if is_model(name) else name
 
 

@@ -12,7 +12,7 @@ from torch import Tensor
 
 
 def seed_generators(seed: int) -> None:
-    """Seeds Python's, NumPy's and torch's generators, for the user's code that draws from them."""
+    """Seeds Python's, NumPy's and torch's generators, for user code that draws from them."""
     random.seed(seed)
     np.random.seed(seed % 2**32)
     torch.manual_seed(seed)
@@ -26,10 +26,10 @@ def random_state() -> dict[str, Tensor]:
     name, keys, position, has_gauss, cached = numpy
     assert name == "MT19937"
     state = {
-        "python": torch.tensor(words, dtype=torch.int64),
-        # NaN stands for None: no second number of a normal pair is pending.
+        "python": torch.from_numpy(np.array(words, np.int64)),
+        # NaN stands for None: no cached second value of a normal pair.
         "python_gauss": torch.tensor(float("nan") if gauss is None else gauss, dtype=torch.float64),
-        "numpy": torch.tensor([*keys.tolist(), position, has_gauss], dtype=torch.int64),
+        "numpy": torch.from_numpy(np.append(keys.astype(np.int64), [position, has_gauss])),
         "numpy_gauss": torch.tensor(cached, dtype=torch.float64),
         "torch": torch.get_rng_state(),
     }
@@ -39,7 +39,7 @@ def random_state() -> dict[str, Tensor]:
 
 
 def set_random_state(state: Mapping[str, Tensor]) -> None:
-    """The inverse of `random_state`; a GPU's state is ignored if there is no GPU."""
+    """Restores a `random_state`; ignores a GPU's state if there is no GPU."""
     gauss = float(state["python_gauss"])
     random.setstate((3, tuple(state["python"].tolist()), None if gauss != gauss else gauss))
     *keys, position, has_gauss = state["numpy"].tolist()

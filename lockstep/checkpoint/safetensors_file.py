@@ -1,4 +1,4 @@
-"""The layout of safetensors files, known before any value is: which tensor is in which file, and where."""
+"""The layout of safetensors files, planned before values are known: which tensor is in which file, and where."""
 
 from __future__ import annotations
 
@@ -12,19 +12,19 @@ DTYPES = {
     torch.float64: "F64", torch.int64: "I64", torch.float32: "F32", torch.int32: "I32", torch.bfloat16: "BF16",
     torch.float16: "F16", torch.uint8: "U8", torch.bool: "BOOL",
 }  # fmt: skip
-"""safetensors' names, the widest first: in this order every tensor is aligned to its own width."""
+"""safetensors' names, widest first: in this order every tensor is aligned to its element size."""
 
 
 def split_files(sizes: dict[str, int], max_bytes: int) -> list[list[str]]:
-    """Consecutive tensors of each file, by their `sizes` in bytes; one larger than `max_bytes` has its own file."""
+    """Splits tensors with `sizes` in bytes into consecutive files; one larger than `max_bytes` has its own file."""
     files: list[list[str]] = [[]]
-    held = 0
+    total = 0
     for name, size in sizes.items():
-        if files[-1] and held + size > max_bytes:
+        if files[-1] and total + size > max_bytes:
             files.append([])
-            held = 0
+            total = 0
         files[-1].append(name)
-        held += size
+        total += size
     return files
 
 
@@ -34,7 +34,7 @@ def file_name(stem: str, index: int, count: int) -> str:
 
 
 def header(tensors: dict[str, tuple[torch.dtype, torch.Size]]) -> tuple[bytes, dict[str, int]]:
-    """A file's header, and the byte of the file at which each tensor begins."""
+    """A file's header, and each tensor's offset in the file."""
     entries: dict[str, Any] = {"__metadata__": {"format": "pt"}}
     begins, begin = {}, 0
     for name, (dtype, shape) in tensors.items():

@@ -1,4 +1,4 @@
-"""Copies of a run's tensors in host memory, which a save reads while training continues."""
+"""Copies of a run's tensors in host memory, to save them while training continues."""
 
 from __future__ import annotations
 
@@ -11,13 +11,13 @@ from lockstep.checkpoint.part import Part
 
 
 class Staging:
-    """Holds one copy of every tensor; its memory (pinned, if the tensor is on a GPU) is reused each time."""
+    """Buffers for one copy of every tensor, pinned if it is on a GPU, and reused by every save."""
 
     def __init__(self) -> None:
         self._buffers: dict[str, Tensor] = {}
 
     def copy(self, tensors: Mapping[str, tuple[Part, torch.dtype]]) -> dict[str, Part]:
-        """`tensors`, each in its dtype. Overwrites those of the previous call."""
+        """Copies `tensors`, each in its dtype. Overwrites the copies of the previous call."""
         parts = {}
         on_gpu = False
         for name, (part, dtype) in tensors.items():
@@ -37,10 +37,7 @@ class Staging:
 
 
 def in_place(tensors: Mapping[str, tuple[Part, torch.dtype]]) -> dict[str, Part]:
-    """`tensors`, each in its dtype in host memory: without a copy if it is already.
-
-    They must not change while they are written.
-    """
+    """`tensors`, each in its dtype in host memory, if possible without a copy: they must not change during the save."""
     parts = {}
     for name, (part, dtype) in tensors.items():
         parts[name] = Part(part.local.to("cpu", dtype), part.place, part.shape)

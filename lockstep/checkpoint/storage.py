@@ -1,8 +1,8 @@
 """Tensors sharded over ranks, stored as whole tensors in safetensors files.
 
 Every rank writes its values to their place in the whole tensor's file. So a checkpoint does not depend on the layout
-it was saved under, and its `model` files are those of a Hugging Face folder. Ranks exchange JSON. All ranks must see
-the folder.
+it was saved under, and its `model` files are those of a Hugging Face folder. Ranks exchange JSON messages and need a
+shared file system.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ import torch.distributed as dist
 from lockstep.checkpoint.manifest import CHUNK, Piece
 from lockstep.checkpoint.part import Part
 from lockstep.checkpoint.safetensors_file import DTYPES, MAX_FILE_BYTES, file_name, header, split_files
-from lockstep.checkpoint.shard_slices import bytes_of, open_safetensors, stretches
+from lockstep.checkpoint.shard_slices import bytes_of, contiguous_ranges, open_safetensors
 from lockstep.parallel.messages import from_rank_0, to_rank_0
 
 OF_NAME = {name: dtype for dtype, name in DTYPES.items()}
@@ -32,14 +32,14 @@ OF_NAME = {name: dtype for dtype, name in DTYPES.items()}
 
 @dataclass(frozen=True)
 class Plan:
-    """Where every tensor's values begin, and which rank writes which."""
+    """The file and offset of every tensor, and which rank writes which part."""
 
     files: dict[str, str]
-    """By the tensor's name."""
+    """File by tensor name."""
     begins: dict[str, int]
-    """The byte of its file at which a tensor begins."""
+    """Offset of a tensor in its file, in bytes."""
     writes: list[list[int]]
-    """For each rank, and each part that it holds, 1 if it writes it."""
+    """For each rank and each of its parts, 1 if it writes it."""
 
 
 def save_parts(
@@ -52,17 +52,19 @@ def save_parts(
 ) -> None:
     """Writes tensors named `GROUP/NAME` under `NAME` into the files of the group: `STEM.safetensors`, or several.
 
-    All ranks of `group` call it, each with its own `parts` in host memory; None: only this process. Each
-    value is written by one of the ranks that hold it. `stems` has each group's stem, relative to `folder`. When all
-    have written, rank 0 calls `complete` with the tensors' files by name and what was written where. Raises OSError, on
-    all ranks, if the disk fails on one of them, and RuntimeError if anything else fails on one.
+    A collective over `group` (None: only this process), in which each rank passes its parts in host memory. Each value
+    is written by one of the ranks that have it. `stems` has each group's stem, relative to `folder`. When all have
+    written, rank 0 calls `complete` with the file of each tensor and the pieces written. Raises OSError, on all ranks,
+    if the disk fails on one of them, and RuntimeError if anything else fails on one.
     """
     ranks = _Ranks(group)
-    held = {name: part for name, part in parts.items() if part.local.numel()}
-    of_ranks = ranks.each(lambda: [(n, *p.shard_slice, DTYPES[p.local.dtype], tuple(p.shape)) for n, p in held.items()])
+    local = {name: part for name, part in parts.items() if part.local.numel()}
+    of_ranks = ranks.each(
+        lambda: [(n, *p.shard_slice, DTYPES[p.local.dtype], tuple(p.shape)) for n, p in local.items()]
+    )
     plan = Plan(**ranks.first(lambda: vars(_plan(of_ranks, folder, stems, max_file_bytes))))
-    own = {name: part for (name, part), writes in zip(held.items(), plan.writes[ranks.rank]) if writes}
-    pieces = ranks.each(lambda: [vars(piece) for piece in _write_parts(own, folder, plan)])
+    assigned = {name: part for (name, part), writes in zip(local.items(), plan.writes[ranks.rank]) if writes}
+    pieces = ranks.each(lambda: [vars(piece) for piece in _write_parts(assigned, folder, plan)])
     ranks.first(lambda: complete(plan.files, [Piece(**piece) for of_rank in pieces for piece in of_rank]))
 
 
@@ -77,7 +79,7 @@ class StoredTensor:
 
 
 class StoredTensors(dict[str, StoredTensor]):
-    """The tensors in safetensors files, by `GROUP/NAME`; `files` has the group of every file. Reads no values yet."""
+    """The tensors in safetensors files, by `GROUP/NAME`; `files` has the group of every file. Reads no values."""
 
     def __init__(self, files: Mapping[Path, str]):
         self._opened = {path: open_safetensors(path) for path in files}
@@ -98,25 +100,25 @@ class StoredTensors(dict[str, StoredTensor]):
 
 
 class _Ranks:
-    """Steps that succeed on all ranks or fail on all of them. Their results are JSON-able."""
+    """Runs actions that succeed on all ranks or fail on all of them. Their results are JSON-serializable."""
 
     def __init__(self, group: dist.ProcessGroup | None):
         self._group = group
         self.rank = dist.get_rank(group) if group is not None else 0
 
     def each(self, action: Callable[[], Any]) -> list[Any]:
-        """On rank 0, what `action` returned on every rank; on the other ranks, nothing."""
+        """Runs `action` on every rank; returns all results on rank 0, and nothing on the others."""
         if self._group is None:
             return [action()]
         result: Any = None
         failure: BaseException | None = None
         try:
             result = action()
-        except BaseException as error:  # told to all ranks, which would wait for this one, and raised on all
+        except BaseException as error:  # sent to all ranks, which would wait for this one, and raised on all
             failure = error
-        told = failure and [str(failure) or repr(failure), isinstance(failure, OSError)]
-        answers = to_rank_0([result, told], self._group)
-        failures = from_rank_0([(rank, *told) for rank, (_, told) in enumerate(answers) if told], self._group)
+        reason = failure and [str(failure) or repr(failure), isinstance(failure, OSError)]
+        answers = to_rank_0([result, reason], self._group)
+        failures = from_rank_0([(rank, *reason) for rank, (_, reason) in enumerate(answers) if reason], self._group)
         if failure is not None and not isinstance(failure, Exception):
             raise failure
         if failures:
@@ -125,13 +127,13 @@ class _Ranks:
         return [result for result, _ in answers]
 
     def first(self, action: Callable[[], Any]) -> Any:
-        """What `action` returns on rank 0, on all ranks."""
+        """Runs `action` on rank 0; returns its result on all ranks."""
         results = self.each(lambda: action() if self.rank == 0 else None)
         return results[0] if self._group is None else from_rank_0(results[:1], self._group)[0]
 
 
 def _plan(of_ranks: list[list[Any]], folder: Path, stems: Mapping[str, str], max_file_bytes: int) -> Plan:
-    """Assigns each value to the holder with the fewest bytes to write so far, and creates the files."""
+    """Assigns each shard slice to the rank that has it with the fewest bytes so far, and creates the files."""
     kinds: dict[str, tuple[str, Any]] = {}
     holders: dict[str, dict[Any, list[tuple[int, int]]]] = defaultdict(lambda: defaultdict(list))
     for rank, shard_slices in enumerate(of_ranks):
@@ -153,12 +155,12 @@ def _plan(of_ranks: list[list[Any]], folder: Path, stems: Mapping[str, str], max
 
 
 def _refuse_gaps(name: str, shape: torch.Size, shard_slices: list[tuple[tuple[int, ...], tuple[int, ...]]]) -> None:
-    """Raises RuntimeError unless `shard_slices`, by offsets and sizes, have each value of the tensor once."""
+    """Raises RuntimeError unless `shard_slices`, of offsets and sizes, cover each value of the tensor exactly once."""
     begins, sizes = np.array(shard_slices, np.int64).reshape(len(shard_slices), 2, len(shape)).swapaxes(0, 1)
     edges = begins, begins + sizes
-    # Between two neighboring cuts of each axis all values are in the same boxes.
+    # Between two neighboring cuts of each axis, all values are in the same slices.
     cuts = [np.unique(np.concatenate([[0, size], *(e[:, axis] for e in edges)])) for axis, size in enumerate(shape)]
-    # How many boxes have them: +1 and -1 at the corners of each box, summed along each axis.
+    # The number of slices per value: +1 and -1 at the corners of each slice, summed along each axis.
     covered = np.zeros([len(cut) for cut in cuts], np.int64)
     for corner in itertools.product((0, 1), repeat=len(shape)):
         at = tuple(np.searchsorted(cut, edges[end][:, axis]) for axis, (cut, end) in enumerate(zip(cuts, corner)))
@@ -173,9 +175,9 @@ def _refuse_gaps(name: str, shape: torch.Size, shard_slices: list[tuple[tuple[in
 def _create_files(
     tensors: dict[str, tuple[torch.dtype, torch.Size]], folder: Path, stems: Mapping[str, str], max_file_bytes: int
 ) -> tuple[dict[str, str], dict[str, int]]:
-    """Creates them at their full sizes, so that a full disk is noticed before anything is written.
+    """Creates the files at their full sizes, so that a full disk is noticed before anything is written.
 
-    Returns each tensor's file, and the byte at which it begins there.
+    Returns each tensor's file, and its offset there.
     """
     grouped: dict[str, list[str]] = defaultdict(list)
     widest_first = list(DTYPES)
@@ -186,13 +188,13 @@ def _create_files(
     for group, names in grouped.items():
         sizes = {n: tensors[n][1].numel() * tensors[n][0].itemsize for n in names}
         split = split_files(sizes, max_file_bytes)
-        for index, held in enumerate(split):
+        for index, in_file in enumerate(split):
             file = file_name(stems[group], index, len(split))
-            short = {n: n.partition("/")[2] for n in held}
-            head, starts = header({short[n]: tensors[n] for n in held})
-            _create(folder / file, head, len(head) + sum(sizes[n] for n in held))
-            files |= dict.fromkeys(held, file)
-            begins |= {n: starts[short[n]] for n in held}
+            short = {n: n.partition("/")[2] for n in in_file}
+            head, starts = header({short[n]: tensors[n] for n in in_file})
+            _create(folder / file, head, len(head) + sum(sizes[n] for n in in_file))
+            files |= dict.fromkeys(in_file, file)
+            begins |= {n: starts[short[n]] for n in in_file}
     return files, begins
 
 
@@ -206,7 +208,7 @@ def _write_parts(parts: Mapping[str, Part], folder: Path, plan: Plan) -> list[Pi
             values = bytes_of(part.local)
             offsets, sizes = part.shard_slice
             done = 0
-            for start, length in stretches(part.shape, offsets, sizes, part.local.dtype):
+            for start, length in contiguous_ranges(part.shape, offsets, sizes, part.local.dtype):
                 _write(opened[file], values[done : done + length], plan.begins[name] + start)
                 done += length
             pieces.append(Piece(file, name.partition("/")[2], offsets, sizes, zlib.crc32(values)))

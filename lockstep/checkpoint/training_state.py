@@ -1,9 +1,8 @@
-"""A trainer's tensors under the names that they have in a checkpoint.
+"""A trainer's tensors by their names in a checkpoint.
 
-`model/` has the model under Hugging Face's names, in the run's dtype. With an adapter there is no `model/`: instead
-`adapter/` has the adapter, under `peft`'s names. `trainer/` has `KIND.PARAMETER`: the float32
-masters (unless the model's file has them already) and the optimizer's moments, including those of parameters outside
-the model. `random/` has each rank's generators.
+`model/` has the model under Hugging Face's names, in the run's dtype. With an adapter, `adapter/` has the adapter under
+`peft`'s names instead. `trainer/` has `KIND.PARAMETER`: the float32 masters (unless the model's files have them) and
+the optimizer's moments, including those of parameters outside the model. `random/` has each rank's generators.
 """
 
 from __future__ import annotations
@@ -28,7 +27,7 @@ STEMS = {"model": "model", "adapter": "adapter_model", "trainer": "trainer/optim
 
 @runtime_checkable
 class Optimizer(Protocol):
-    """float32 masters by parameter name, and all state by `KIND.PARAMETER`."""
+    """An optimizer with float32 masters by parameter name, and all state by `KIND.PARAMETER`."""
 
     masters: dict[str, Tensor]
 
@@ -39,8 +38,8 @@ class Optimizer(Protocol):
 def tensors_to_save(
     model: TrainableModel, optimizer: Optimizer, dtype: torch.dtype, rank: int, model_only: bool = False
 ) -> dict[str, tuple[Part, torch.dtype]]:
-    """This rank's tensors, the same objects that training uses, each with the dtype to save it in."""
-    masters, own = optimizer.masters, {f"master.{name}" for name, _ in model.named_parameters()}
+    """This rank's tensors, sharing memory with those in use, each with the dtype to save it in."""
+    masters, of_model = optimizer.masters, {f"master.{name}" for name, _ in model.named_parameters()}
     tensors = {
         f"{group}/{stored}": (part, torch.float32 if is_float32(name) else dtype)
         for name, parameter, group in _saved(model)
@@ -49,7 +48,7 @@ def tensors_to_save(
     if model_only:
         return tensors
     for name, tensor in optimizer.state_tensors().items():
-        if not (dtype == torch.float32 and name in own):
+        if not (dtype == torch.float32 and name in of_model):
             tensors[f"trainer/{name}"] = (Part.of(tensor), tensor.dtype)
     for kind, tensor in random_state().items():
         tensors[f"random/{rank}.{kind}"] = (Part.of(tensor), tensor.dtype)
@@ -57,7 +56,7 @@ def tensors_to_save(
 
 
 def _saved(model: TrainableModel) -> Iterator[tuple[str, Tensor, str]]:
-    """The parameters in a checkpoint, by name, and their group: with an adapter, only the adapter."""
+    """Name, parameter and group of what a checkpoint saves: with an adapter, only the adapter."""
     group = "model" if model.config.lora is None else "adapter"
     for name, parameter in model.named_parameters():
         if group == "model" or is_beside_base(name):
@@ -65,47 +64,47 @@ def _saved(model: TrainableModel) -> Iterator[tuple[str, Tensor, str]]:
 
 
 def _stored(name: str, tensor: Tensor, group: str) -> dict[str, Part]:
-    """`Part.stored`; a head next to an adapter has its name in the adapter's file."""
+    """`Part.stored`; a score head of an adapter has its name in the adapter's file."""
     if group == "adapter" and is_score_head(name):
         return {adapter_name(name): Part.of(tensor)}
     return Part.stored(name, tensor)
 
 
 def parts_to_load(
-    folder: Path, held: Mapping[str, StoredTensor], model: TrainableModel, optimizer: Optimizer, rank: int
+    folder: Path, stored: Mapping[str, StoredTensor], model: TrainableModel, optimizer: Optimizer, rank: int
 ) -> tuple[dict[str, Part], dict[str, Tensor], dict[str, Tensor]]:
-    """What to read from a checkpoint that has the tensors `held`, by name.
+    """What to read from a checkpoint that has the tensors `stored`, by name.
 
-    Returns the parts to fill, and the optimizer's tensors and the random state, which share the parts' memory. Masters,
-    moments of the same dtype and model are filled in place. Raises UserError for a checkpoint of another model.
+    Returns the parts to fill, the optimizer's tensors and the random state, which share the parts' memory. Masters,
+    moments of unchanged dtype, and the model are filled in place. Raises UserError for a checkpoint of another model.
     """
     masters: dict[str, Tensor] = optimizer.masters
-    own = optimizer.state_tensors()
+    current = optimizer.state_tensors()
     parts: dict[str, Part] = {}
     state: dict[str, Tensor] = {}
     for name, parameter, group in _saved(model):
         target = masters.get(name, parameter).detach()
-        own_parts = {f"trainer/master.{name}": Part.of(target)}
-        if name not in masters or own_parts.keys() - held.keys():
-            own_parts = {f"{group}/{stored}": part for stored, part in _stored(name, target, group).items()}
-        for saved, part in own_parts.items():
-            if saved not in held or held[saved].shape != part.shape:
-                shape = list(held[saved].shape) if saved in held else []
-                what = f"shape {shape}, not {list(part.shape)}" if saved in held else "no such tensor"
+        targets = {f"trainer/master.{name}": Part.of(target)}
+        if name not in masters or targets.keys() - stored.keys():
+            targets = {f"{group}/{saved}": part for saved, part in _stored(name, target, group).items()}
+        for saved, part in targets.items():
+            if saved not in stored or stored[saved].shape != part.shape:
+                shape = list(stored[saved].shape) if saved in stored else []
+                what = f"shape {shape}, not {list(part.shape)}" if saved in stored else "no such tensor"
                 raise UserError(
                     f"{folder}: is a checkpoint of a different model ({name}: {what}); give its --model and --tokenizer"
                 )
-        parts |= own_parts
+        parts |= targets
         if name in masters:
             state[f"master.{name}"] = target
     of_model = set(state)
-    for saved, entry in held.items():
+    for saved, entry in stored.items():
         group, _, name = saved.partition("/")
         _, _, owner = name.partition(".")
         if group == "trainer" and owner in masters and name not in of_model:
             dtype, like = entry.dtype, masters[owner].detach()
-            if name in own and (own[name].shape, own[name].dtype) == (entry.shape, dtype):
-                state[name] = own[name]
+            if name in current and (current[name].shape, current[name].dtype) == (entry.shape, dtype):
+                state[name] = current[name]
             elif entry.shape == like.shape:
                 state[name] = torch.empty_like(like, dtype=dtype)
             else:
@@ -113,15 +112,15 @@ def parts_to_load(
             parts[saved] = Part.of(state[name])
     random = {
         name.removeprefix(f"random/{rank}."): torch.empty(entry.shape, dtype=entry.dtype)
-        for name, entry in held.items()
+        for name, entry in stored.items()
         if name.startswith(f"random/{rank}.")
     }
     parts |= {f"random/{rank}.{kind}": Part.of(tensor) for kind, tensor in random.items()}
     return parts, state, random
 
 
-def take_over(optimizer: Optimizer, state: dict[str, Tensor], random: dict[str, Tensor]) -> None:
-    """Puts what was read where training uses it; a rank that the saved run did not have keeps its random state."""
+def load_training_state(optimizer: Optimizer, state: dict[str, Tensor], random: dict[str, Tensor]) -> None:
+    """Loads optimizer and random generators; a rank that the saved run did not have keeps its random state."""
     optimizer.load_state_tensors(state)
     if random:
         set_random_state(random)

@@ -1,1 +1,1 @@
-"""Commands that are more than one call into the library, how options are read, and what runs print at their end."""
+"""Commands that are more than one call into the library, option parsing, and the summary at the end of a run."""

@@ -23,13 +23,13 @@ HELP = {
     "/help": "show this",
     "/quit": "leave, like Ctrl-D",
 }
-CUT = " (truncated: --max-tokens or the end of the context)"
+TRUNCATED = " (truncated: --max-tokens or the end of the context)"
 KEYS = "Ctrl-C stops an answer; the arrow keys recall earlier input"
 
 
 @dataclass
 class ChatOptions:
-    """Talk to a model."""
+    """ChatSession to a model."""
 
     model: str
     """Hugging Face folder, a run's folder (its newest checkpoint), or ORGANISATION/MODEL[@REVISION] of the hub."""
@@ -60,9 +60,9 @@ class ChatOptions:
 
 def chat(options: ChatOptions) -> None:
     """Runs the command until the user leaves. Raises UserError for a model that cannot chat."""
-    with contextlib.suppress(ImportError):  # Python can be built without it
-        import readline  # noqa: F401  # `input` then edits lines and keeps their history
-    talk = open_talk(options)
+    with contextlib.suppress(ImportError):  # Python may be built without it
+        import readline  # noqa: F401  # makes `input` edit lines and remember them
+    session = open_chat(options)
     print(f"/help lists the commands. {KEYS}.")
     while True:
         try:
@@ -80,23 +80,23 @@ def chat(options: ChatOptions) -> None:
         if line.split()[:1] == ["/quit"]:
             return
         if line.startswith("/"):
-            print(_command(line, talk))
+            print(_command(line, session))
         elif line:
             try:
                 with _interrupts() as interrupted:
-                    thoughts = _Thoughts()
-                    for text in talk.answer(line, interrupted, thoughts.show):
+                    reasoning = _ReasoningPrinter()
+                    for text in session.answer(line, interrupted, reasoning.show):
                         if text:
-                            thoughts.end()
+                            reasoning.end()
                         print(printable(text) if sys.stdout.isatty() else text, end="", flush=True)
-                    thoughts.end()
-                    print(" (stopped)" if interrupted else CUT if talk.was_cut else "")
+                    reasoning.end()
+                    print(" (stopped)" if interrupted else TRUNCATED if session.was_truncated else "")
             except UserError as error:
                 print(f"lockstep: {printable(str(error))}", file=sys.stderr)
 
 
-class _Thoughts:
-    """An answer's reasoning, faint and before the answer on a terminal; elsewhere it is left out."""
+class _ReasoningPrinter:
+    """Prints an answer's reasoning, faint, before the answer; only on a terminal."""
 
     def __init__(self) -> None:
         self._open = False
@@ -112,9 +112,9 @@ class _Thoughts:
         self._open = False
 
 
-class Talk:
-    """A conversation with a model, whose replies stay the tokens that were sampled, unless they have reasoning, which
-    templates show differently."""
+class ChatSession:
+    """A conversation with a model. Replies stay the sampled tokens in later prompts, except those with reasoning, which
+    templates render differently."""
 
     def __init__(self, engine: Any, rendering: Any, options: ChatOptions):
         self._engine, self._rendering, self._options = engine, rendering, options
@@ -122,58 +122,58 @@ class Talk:
         self.reset()
 
     def reset(self) -> None:
-        """Forgets everything but the system message."""
+        """Clears everything but the system message."""
         from lockstep.rl.conversations.rendering import Transcript
 
-        self._turns, self.was_cut = 0, False
+        self._turns, self.was_truncated = 0, False
         self.messages = [{"role": "system", "content": self.system}] if self.system else []
         self._transcript = Transcript(self._rendering)
 
     def answer(
-        self, said: str, interrupted: list[bool], thinks: Callable[[str], None] = lambda text: None
+        self, question: str, interrupted: list[bool], on_reasoning: Callable[[str], None] = lambda text: None
     ) -> Iterator[str]:
-        """The reply's content as it is sampled, until it ends or `interrupted` is not empty; `thinks` gets its
-        reasoning, which the template shows to the model again or not.
+        """The reply's content as it is sampled, until it ends or `interrupted` is not empty; `on_reasoning` is called
+        with its reasoning.
 
-        The reply up to then becomes part of the conversation; if it is empty, what the user `said` does not either.
-        Raises UserError if the conversation does not fit the context, or the template refuses it.
+        The `question` and the reply so far become part of the conversation, unless the reply is empty. Raises UserError
+        if the conversation does not fit the context, or the template refuses it.
         """
         from lockstep.data import StreamDecoder
         from lockstep.data.replies import ReplyReader
         from lockstep.rl.conversations.rendering import message_values
 
-        prompt = self._prompt(said)
+        prompt = self._prompt(question)
         request = self._engine.add(prompt, self.params(len(prompt)))
         sample = self._engine.samples(request)[0]
         reader = ReplyReader(self._rendering.form, StreamDecoder(self._rendering.tokenizer), prompt)
         try:
-            # A step computes at most max_tokens_per_step of the prompt, so Ctrl-C works before all of it is read.
+            # A step prefills at most max_tokens_per_step, so Ctrl-C also works during the prompt.
             while sample.finish_reason is None and not interrupted:
                 for event in self._engine.step():
                     if event.finish_reason == "error":
                         raise UserError("the model's logits are not finite (NaN or infinite); check the weights")
                     if event.token_id not in self._rendering.end_ids:
-                        yield _content(reader.push(event.token_id), thinks)
-            yield _content(reader.finish(), thinks)
+                        yield _content(reader.push(event.token_id), on_reasoning)
+            yield _content(reader.finish(), on_reasoning)
         finally:
             self._engine.abort(request)
             completion = sample.completion()
-            self.was_cut = completion.finish_reason == "length"
+            self.was_truncated = completion.finish_reason == "length"
             if completion.token_ids and completion.finish_reason != "error":
                 self._transcript.add(completion)
                 parts = self._transcript.last_reply
                 reply = {"role": "assistant", "content": parts.content, **message_values(parts)}
-                self.messages += [{"role": "user", "content": said}, reply]
+                self.messages += [{"role": "user", "content": question}, reply]
                 self._turns += 1
 
-    def _prompt(self, said: str) -> list[int]:
+    def _prompt(self, question: str) -> list[int]:
         from lockstep.data.chat import ChatTemplateError
         from lockstep.rl.conversations.rendering import TooLongError
 
         full = f"the conversation fills the context of {self.context} tokens; /reset starts a new one"
         try:
             prompt: list[int] = self._transcript.prompt(
-                [*self.messages, {"role": "user", "content": said}], self.context
+                [*self.messages, {"role": "user", "content": question}], self.context
             )
         except TooLongError as error:
             raise UserError(full) from error
@@ -184,7 +184,7 @@ class Talk:
         return prompt
 
     def params(self, prompt_tokens: int) -> Any:
-        """How the next reply is sampled."""
+        """Sampling parameters of the next reply."""
         from lockstep.generate import SamplingParams
 
         options, room = self._options, self.context - prompt_tokens
@@ -199,12 +199,12 @@ class Talk:
 
     @property
     def context(self) -> int:
-        """Most tokens that a conversation can have."""
+        """Maximum number of tokens of a conversation."""
         return min(int(self._engine.max_positions), int(self._engine.cache_tokens))
 
 
-def open_talk(options: ChatOptions) -> Talk:
-    """Raises UserError for a model that does not exist or has no chat template, and for settings that cannot work."""
+def open_chat(options: ChatOptions) -> ChatSession:
+    """Opens a session. Raises UserError for a model that does not exist or cannot chat, and for invalid settings."""
     from lockstep.checkpoint import model_folder, open_model
     from lockstep.config import EngineConfig
     from lockstep.data import load_tokenizer, name_ends, with_ends
@@ -229,34 +229,34 @@ def open_talk(options: ChatOptions) -> Talk:
     cache = min(65536, model.config.max_positions + 16)
     engine = Engine(model, EngineConfig(cache_tokens=cache, max_sequences=1), tokenizer)
     rendering = Rendering(tokenizer, template, model.config.eos_token_ids, template_values=values)
-    talk = Talk(engine, rendering, options)
-    talk.params(0)  # refuses settings before the first question
-    work = f"a context of {talk.context} tokens"
+    session = ChatSession(engine, rendering, options)
+    session.params(0)  # validates settings before the first question
+    work = f"a context of {session.context} tokens"
     ends = name_ends(model.config.eos_token_ids, tokenizer)
     announce("chat: " + start_line(options.model, model.config, model.device, model.dtype, work, ends=ends))
-    return talk
+    return session
 
 
-def _content(pieces: Sequence[Piece], thinks: Callable[[str], None]) -> str:
-    """The text of the content; the reasoning's goes to `thinks`."""
+def _content(pieces: Sequence[Piece], on_reasoning: Callable[[str], None]) -> str:
+    """The text of the content; the reasoning's is passed to `on_reasoning`."""
     if reasoning := "".join(piece.text for piece in pieces if piece.section == "reasoning"):
-        thinks(reasoning)
+        on_reasoning(reasoning)
     return "".join(piece.text for piece in pieces if piece.section == "content")
 
 
-def _command(line: str, talk: Talk) -> str:
-    """Does what a line that begins with `/` asks; returns what to show."""
+def _command(line: str, session: ChatSession) -> str:
+    """Runs a command that begins with `/`; returns what to print."""
     name, _, rest = line.partition(" ")
     if name == "/reset" and rest.strip():
         return "/reset takes no argument; nothing was forgotten"
     if name == "/reset":
-        talk.reset()
+        session.reset()
         return "(a new conversation)"
     if name == "/system" and not rest.strip():
-        return f"system: {printable(talk.system)}" if talk.system else "(no system message)"
+        return f"system: {printable(session.system)}" if session.system else "(no system message)"
     if name == "/system":
-        talk.system = rest.strip()
-        talk.reset()
+        session.system = rest.strip()
+        session.reset()
         return "(a new conversation with this system message)"
     if name == "/help":
         return "\n".join([*(f"{command:14} {does}" for command, does in HELP.items()), KEYS])
@@ -266,10 +266,10 @@ def _command(line: str, talk: Talk) -> str:
 
 @contextlib.contextmanager
 def _interrupts() -> Iterator[list[bool]]:
-    """Ctrl-C appends to the list instead of interrupting whatever is running, which could be reading from a pipe."""
-    heard: list[bool] = []
-    before = signal.signal(signal.SIGINT, lambda *_: heard.append(True))
+    """Ctrl-C appends to the list instead of raising, which could interrupt a read from a pipe."""
+    interrupted: list[bool] = []
+    before = signal.signal(signal.SIGINT, lambda *_: interrupted.append(True))
     try:
-        yield heard
+        yield interrupted
     finally:
         signal.signal(signal.SIGINT, before)

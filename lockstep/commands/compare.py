@@ -13,10 +13,11 @@ from lockstep.observe.ranking import default_metric, rank, ranking_text
 
 
 def compare_runs(runs: Sequence[str], tolerance: float = 0.0, by: str = "", plot: str = "") -> tuple[str, bool]:
-    """What the command prints, and whether no run differs from the first beyond `tolerance`; draws the `plot`.
+    """The command's output, and whether no run differs from the first beyond `tolerance`; also draws the `plot`.
 
-    by: the metric to rank the runs by; empty: one that they have. Raises UserError for fewer than two runs, for a run
-    without metrics or without a step of the first, for a metric that no run has, and for a plot that cannot be written.
+    by: the metric to rank the runs by; empty: a default that they have. Raises UserError for fewer than two runs, for a
+    run without metrics or without a step of the first, for a metric that no run has, and for a plot that cannot be
+    written.
     """
     if not 0 <= tolerance < math.inf:
         raise UserError(f"tolerance is {tolerance}; give a relative difference of 0 or more")

@@ -1,4 +1,4 @@
-"""What `lockstep eval` prints."""
+"""The output of `lockstep eval`."""
 
 from __future__ import annotations
 
@@ -26,12 +26,12 @@ def as_text(evaluation: Evaluation) -> str:
 
 
 def _row(figures: EvalMetrics) -> dict[str, str]:
-    rewards = {name: own for name, own in figures.rewards.items() if len(figures.rewards) > 1}
+    rewards = figures.rewards if len(figures.rewards) > 1 else {}
     failed = {"failed": str(sum(figures.failed.values()))} if figures.failed else {}
     return {
-        **{f"pass@{k}": own.text() for k, own in figures.pass_at.items()},
+        **{f"pass@{k}": mean.text() for k, mean in figures.pass_at.items()},
         "reward": figures.reward.text() if figures.reward else "none counts",
-        **{_one_word(name): own.text() for name, own in rewards.items()},
+        **{_one_word(name): mean.text() for name, mean in rewards.items()},
         "truncated": f"{figures.truncated:.1%}",
         "tokens": f"{figures.tokens_mean:.1f}",
         **failed,
@@ -48,7 +48,7 @@ def _sentence(compared: Comparison) -> str:
     sign = "+" * (compared.difference.mean >= 0)
     p_value = "too few prompts to test"
     if compared.p_value is not None:
-        p_value = f"p = {compared.p_value:.2g}" if compared.p_value else "p < 1e-300"  # below what a float can be
+        p_value = f"p = {compared.p_value:.2g}" if compared.p_value else "p < 1e-300"  # below the smallest float
         p_value += f" ({compared.test})"
     left_out = f" ({compared.left_out} left out because rewards failed)" if compared.left_out else ""
     return (

@@ -67,14 +67,14 @@ class GenerateOptions:
 
 @dataclass
 class Prompt:
-    """One line of the file: what the output repeats, and the text that is continued."""
+    """One line of the file: its object, which the output repeats, and the text to continue."""
 
-    given: dict[str, Any]
+    line: dict[str, Any]
     text: str
 
 
 def generate(options: GenerateOptions, world: World) -> None:
-    """Runs the command. Raises UserError for prompts, or a model, that cannot be used."""
+    """Runs the command. Raises UserError for unusable prompts or models."""
     from lockstep.checkpoint import model_folder, open_model
     from lockstep.config import EngineConfig
     from lockstep.data import load_tokenizer, name_ends, with_ends
@@ -127,15 +127,15 @@ def _prompts(options: GenerateOptions, folder: Path) -> Iterator[Prompt]:
     from lockstep.data.chat import load_chat_template
     from lockstep.data.template_values import OPTION, command_values
 
-    given = [{"prompt": options.prompt}] if options.prompt else list(_read(options.prompts))
-    if not given:
+    lines = [{"prompt": options.prompt}] if options.prompt else list(_read(options.prompts))
+    if not lines:
         raise UserError(f"{options.prompts}: contains no prompts; write one per line")
-    renders = options.chat or any(_messages(line) is not None for line in given)
+    renders = options.chat or any(_messages(line) is not None for line in lines)
     template = load_chat_template(folder) if renders else None
     if options.chat_template_kwargs and not renders:
         raise UserError(f"{OPTION}: no prompt is rendered by the chat template; add --chat, or leave it out")
     values = command_values(options.chat_template_kwargs, template) if template else {}
-    for line in given:
+    for line in lines:
         messages = _messages(line)
         if messages is None and not options.chat:
             text = line["prompt"]
@@ -149,9 +149,9 @@ def _prompts(options: GenerateOptions, folder: Path) -> Iterator[Prompt]:
 
 
 def _messages(line: dict[str, Any]) -> list[Any] | None:
-    """Those of a line; None: it has a text."""
-    given = line.get("messages", line.get("prompt"))
-    return given if isinstance(given, list) else None
+    """A line's messages; None if its prompt is a text."""
+    messages = line.get("messages", line.get("prompt"))
+    return messages if isinstance(messages, list) else None
 
 
 def _rendered(template: Any, messages: Any, line: dict[str, Any], values: dict[str, Any]) -> str:
@@ -165,7 +165,7 @@ def _rendered(template: Any, messages: Any, line: dict[str, Any], values: dict[s
 
 
 def _read(prompts: str | Path) -> Iterator[dict[str, Any]]:
-    """The lines of a file as objects with `prompt` or `messages`, and whatever else they have."""
+    """The lines of a file as objects with `prompt` or `messages`, and their other keys."""
     from lockstep.data.records import HUB, Tally, holds_records, read_hub, read_records
 
     path, data = Path(prompts), str(prompts)
@@ -188,13 +188,13 @@ def _read(prompts: str | Path) -> Iterator[dict[str, Any]]:
 
 
 def _write_all(prompts: list[Prompt], params: Any, engine: Any, tokenizer: Any, output: str) -> None:
-    """One JSON object per completion, in the order of the prompts, each written as soon as it is its turn."""
+    """Writes one JSON object per completion, in the order of the prompts, batch by batch."""
     import dataclasses
 
-    from lockstep.observe import Progress
+    from lockstep.progress import Progress
 
     tokens = [tokenizer.encode(prompt.text) for prompt in prompts]
-    # Two equal lines are two draws, and a line's draws do not depend on how many other lines there are.
+    # Equal lines get different draws, and a line's draws do not depend on the number of lines.
     seeds = [None if params.seed is None else params.seed + line for line in range(len(prompts))]
     each = [dataclasses.replace(params, seed=seed) for seed in seeds]
     batch = max(1, 4 * engine.config.max_sequences // params.n)
@@ -226,12 +226,12 @@ def _write(file: Any, lines: Iterable[dict[str, Any]]) -> None:
         raise
     except OSError as error:
         with contextlib.suppress(OSError):
-            file.close()  # which tries to write again
+            file.close()  # tries to write again
         raise UserError(f"{file.name}: cannot be written ({error.strerror}); give another --output") from error
 
 
 def _line(prompt: Prompt, index: int, text: str, completion: Any) -> dict[str, Any]:
-    return prompt.given | {
+    return prompt.line | {
         "sample": index,
         "completion": text,
         "finish_reason": completion.finish_reason,
@@ -267,5 +267,5 @@ def _stream(shown: str, prompt: Prompt, params: Any, engine: Any, tokenizer: Any
 
 
 def _shown(text: str) -> str:
-    """A file or a pipe gets every character."""
+    """Escaped for a terminal; files and pipes get every character."""
     return printable(text) if sys.stdout.isatty() else text

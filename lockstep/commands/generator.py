@@ -1,4 +1,4 @@
-"""`lockstep generator`: samples for the trainer of a run, which may be on another host."""
+"""`lockstep generator`: samples for a run's trainer, which may be on another host."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def generator(options: GeneratorOptions) -> int:
         die_with_parent()
         if os.getppid() != options.parent:
             return 1
-    # After that, because importing torch takes seconds, in which the parent may end.
+    # Imported afterwards: importing torch takes seconds, in which the parent may end.
     import torch
 
     from lockstep.config import ParallelConfig
@@ -42,7 +42,7 @@ def generator(options: GeneratorOptions) -> int:
 
     key = key_of(sys.stdin.readline(), "standard input") if options.key == "-" else read_key(Path(options.key))
     if count := torch.cuda.device_count():
-        # If there are more processes than GPUs, they share them.
+        # Processes share GPUs if there are more processes than GPUs.
         os.environ["LOCAL_RANK"] = str(int(os.environ.get("LOCAL_RANK", 0)) % count)
     tensor = int(os.environ.get("WORLD_SIZE", 1))
     world = open_world(ParallelConfig(tensor=tensor, data_shard=1), options.device)

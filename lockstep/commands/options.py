@@ -1,4 +1,4 @@
-"""A command line's options, and the configuration of a run from its recipe, its files and its command line."""
+"""Parses command-line options, and a run's configuration from recipe, files and command line."""
 
 from __future__ import annotations
 
@@ -12,18 +12,18 @@ from lockstep.commands.print_once import print_once, ranks_folder
 from lockstep.errors import UserError
 
 RESUMES = ("--resume", "--output")
-"""All that it takes to continue a run."""
+"""The options that suffice to resume a run."""
 
 
 def parse_options(kind: type, arguments: list[str], command: str, default: Any = None, positional: bool = False) -> Any:
-    """A command's options as an instance of `kind`; ends the process after --help and after wrong options.
+    """Parses a command's options into an instance of `kind`; exits after --help and for wrong options.
 
     With `positional`, fields without a default are positional arguments.
     """
     import tyro
 
+    from lockstep.commands.option_names import refuse_other_names
     from lockstep.commands.short_help import BASE_HELP, OF_ADAPTERS, SHORT, print_short_help
-    from lockstep.commands.spelling import refuse_other_names
 
     if command in OF_ADAPTERS:
         arguments = without_base(arguments)
@@ -49,7 +49,7 @@ def parse_options(kind: type, arguments: list[str], command: str, default: Any =
 
 
 def without_base(arguments: list[str]) -> list[str]:
-    """The arguments without `--base DIR`, which this process and those it starts read from the environment."""
+    """The arguments without `--base DIR`, which is set in the environment for this process and its children."""
     rest, remaining = [], iter(arguments)
     for argument in remaining:
         option, equals, value = argument.partition("=")
@@ -66,8 +66,8 @@ def without_base(arguments: list[str]) -> list[str]:
 
 
 def run_config(command: str, kind: type, arguments: list[str]) -> Any:
-    """The recipe's configuration, overridden, in this order, by the settings of the run that --resume continues, a
-    TOML file and the command line."""
+    """The recipe's configuration, overridden, in this order, by the settings of the resumed run, a TOML file and the
+    command line."""
     from lockstep.commands.short_help import FROM_FILE
     from lockstep.config import RLConfig, SFTConfig, from_toml, recorded_run, with_algorithm
     from lockstep.recipes import recipe
@@ -83,17 +83,17 @@ def run_config(command: str, kind: type, arguments: list[str]) -> Any:
         else:
             rest.append(argument)
     default = recipe(command, chosen["--recipe"]) if chosen["--recipe"] else kind()
-    given = default
+    requested = default
     if chosen["--config"]:
-        given = from_toml(chosen["--config"], default)  # type: ignore[type-var]
-    if output := _output_to_resume(rest, given.output):
+        requested = from_toml(chosen["--config"], default)  # type: ignore[type-var]
+    if output := _output_to_resume(rest, requested.output):
         if run := recorded_run(output, default):  # type: ignore[type-var]
             default = run
         elif {argument.partition("=")[0] for argument in arguments if argument.startswith("-")} <= {*RESUMES}:
             raise UserError(f"{output}: has no run to resume; to start one, give its settings along with --resume")
     if chosen["--config"]:
         default = from_toml(chosen["--config"], default)  # type: ignore[type-var]
-        # How to treat the folder was meant for that start alone: a run's own file must not erase it.
+        # These were meant for one start: reusing a run's config.toml must not overwrite the run.
         for action in ("overwrite", "resume", "dry_run"):
             if getattr(default, action, False):
                 file = chosen["--config"]
@@ -102,26 +102,26 @@ def run_config(command: str, kind: type, arguments: list[str]) -> Any:
                 )
                 setattr(default, action, type(getattr(default, action))())
     if "--help-all" in rest:
-        from lockstep.recipes import described
+        from lockstep.recipes import describe_recipes
 
-        recipes = described(command)
+        recipes = describe_recipes(command)
         print(
             f"--config FILE: {FROM_FILE}" + f"\n--recipe NAME: start from a recipe:\n{recipes}" * bool(recipes) + "\n"
         )
     config = parse_options(kind, rest, command, default)
-    options = (argument for argument in rest if argument.startswith("--"))  # a folder can be called as an option is
-    given = {option[2:].partition("=")[0].replace("-", "_") for option in options}
+    options = (argument for argument in rest if argument.startswith("--"))  # a value may equal an option's name
+    option_names = {option[2:].partition("=")[0].replace("-", "_") for option in options}
     if isinstance(config, RLConfig) and isinstance(default, RLConfig):
-        config = with_algorithm(config, default, given)
-    if "base" in given and config.lora.rank:
+        config = with_algorithm(config, default, option_names)
+    if "base" in option_names and config.lora.rank:
         config.model = os.environ["LOCKSTEP_BASE"]  # a run that trains an adapter starts from its base
-    if isinstance(config, SFTConfig) and "epochs" in given and "steps" not in given:
-        config.steps = 0  # a recipe's, or those that the epochs of the run took so far
+    if isinstance(config, SFTConfig) and "epochs" in option_names and "steps" not in option_names:
+        config.steps = 0  # not those of a recipe, or of the resumed run's epochs
     return config
 
 
 def _output_to_resume(arguments: list[str], default: str) -> str:
-    """The run's folder that the command line asks to resume; empty if it does not."""
+    """The folder of the run to resume; empty without --resume."""
     resume, output = False, default
     for index, argument in enumerate(arguments):
         name, equals, value = argument.partition("=")

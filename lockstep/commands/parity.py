@@ -60,8 +60,8 @@ def _matrix(options: ParityOptions) -> int:
     from lockstep.rl.scoring.parity_matrix import run_matrix, table, write_results
 
     refuse_ranks("parity --matrix")
-    own = ParityOptions(matrix=options.matrix, output=options.output)
-    if unused := [field.name for field in fields(own) if getattr(own, field.name) != getattr(options, field.name)]:
+    plain = ParityOptions(matrix=options.matrix, output=options.output)
+    if unused := [field.name for field in fields(plain) if getattr(plain, field.name) != getattr(options, field.name)]:
         raise UserError(f"--matrix uses its own models and settings; leave out --{', --'.join(unused)}")
     cells = run_matrix(options.matrix == "covering")
     write_results(cells, Path(options.output))
@@ -88,7 +88,7 @@ def _one_model(options: ParityOptions, world: World) -> int:
     work = f"at least {options.tokens} tokens to go"
     shape = model.config
     announce("parity: " + start_line(options.model, shape, model.device, model.dtype, work, world.size))
-    if world.size == 1:  # a rank's operators are those of one process, plus collectives
+    if world.size == 1:  # ranks use the same operators, plus collectives
         refuse_unknown_operators(model)
     apply_compile(model, options.compile)
     result, load = check_parity(model, options.tokens, options.seed)
@@ -104,7 +104,7 @@ def _one_model(options: ParityOptions, world: World) -> int:
         from lockstep.parallel.messages import from_all
         from lockstep.rl.scoring.explain import in_words
 
-        # Of the first rank that has found one: all explain it together.
+        # The difference of the first rank that has one; explaining it is a collective.
         places: list[Any] = [[result.first, result.sequence]]
         if world.size > 1:
             places = from_all(places[0])

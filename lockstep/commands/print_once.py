@@ -1,4 +1,4 @@
-"""Messages of torchrun's ranks: what several ranks of a host print alike is printed once."""
+"""Prints messages of torchrun's ranks once per host if several ranks print the same."""
 
 from __future__ import annotations
 
@@ -16,15 +16,15 @@ from pathlib import Path
 from lockstep.commands.terminal import printable
 
 WAIT = 3.0
-"""Seconds that a rank waits for its host's first rank to print the same before it prints, with its own number."""
+"""Seconds that a rank waits for its host's first rank to print the same text before it prints it with its rank."""
 RANK_PROCESS = "LOCKSTEP_RANK_PROCESS"
-"""Environment variable: the process that torchrun started, and its file."""
+"""Environment variable: pid of the process that torchrun started, and its error file."""
 
 
 def print_once(text: str, head: str = "lockstep: ", ends: bool = False) -> None:
     """Prints `text` to stderr, unless a rank of this host has printed it.
 
-    ends: this rank prints nothing afterwards; the others, if their text is another, need not wait for it.
+    ends: this is the rank's last message, so that ranks with other texts need not wait for it.
     """
     folder = ranks_folder()
     if folder is None:
@@ -43,26 +43,27 @@ def print_once(text: str, head: str = "lockstep: ", ends: bool = False) -> None:
 
 
 class PrintOnce(logging.Handler):
-    """Prints what ranks log before their run has opened its logs."""
+    """Prints log records from before the run opens its logs."""
 
     def emit(self, record: logging.LogRecord) -> None:
         print_once(f"{record.levelname.lower()}: {printable(record.getMessage())}")
 
 
 def ranks_folder() -> Path | None:
-    """torchrun's folder for this host and attempt, made anew for each; None for a process that has no such ranks
-    beside it. First called before there are child processes: they inherit the environment and are no ranks."""
+    """torchrun's folder for this host and attempt; None for a process that is not one of several ranks of a host.
+
+    First called before child processes start, which inherit the environment but are not ranks."""
     file = os.environ.get("TORCHELASTIC_ERROR_FILE", "")
     if not file or os.environ.get("LOCAL_WORLD_SIZE", "1") == "1":
         return None
-    own = f"{os.getpid()} {file}"
+    this_process = f"{os.getpid()} {file}"
     if not os.environ.get(RANK_PROCESS, "").endswith(f" {file}"):
-        os.environ[RANK_PROCESS] = own
-    return Path(file).parent.parent if os.environ[RANK_PROCESS] == own else None
+        os.environ[RANK_PROCESS] = this_process
+    return Path(file).parent.parent if os.environ[RANK_PROCESS] == this_process else None
 
 
 def _create(file: Path) -> bool:
-    """Whether the file was not there. If that cannot be known, it counts as not there: better twice than never."""
+    """Creates the file; whether it is new. True if that cannot be determined: printing twice is better than never."""
     with suppress(OSError):
         try:
             file.touch(exist_ok=False)
@@ -78,7 +79,7 @@ def _print(head: str, text: str) -> None:
 
 @contextmanager
 def _signals_later() -> Iterator[None]:
-    """SIGTERM, by which torchrun ends the ranks once one has failed, and SIGINT take effect after this context."""
+    """Defers SIGINT, and SIGTERM, with which torchrun ends the ranks once one has failed, until the context exits."""
     if threading.current_thread() is not threading.main_thread():
         yield
         return

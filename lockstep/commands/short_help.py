@@ -1,4 +1,4 @@
-"""The short form of --help: the settings that most runs give. --help-all lists the others, too."""
+"""The short form of --help: the most used settings. --help-all lists all of them."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from shutil import get_terminal_size
 from textwrap import fill
 from typing import Annotated, Any, get_type_hints
 
-from lockstep.commands.spelling import options_of
+from lockstep.commands.option_names import options_of
 
 _TRAINING = "dtype device train.learning-rate train.warmup-steps train.tokens-per-microbatch"
 _TUNING = f"epochs tokens-per-step sequence-length {_TRAINING} lora.rank parallel.data-shard parallel.tensor"
@@ -33,18 +33,18 @@ SHORT = {
     "eval": "model environment data split examples samples-per-prompt pass-at max-new-tokens temperature top-p chat "
     "reward-model seed output overwrite dtype device engine.cache-tokens rewards.workers rewards.on-failure",
 }
-"""What a command's short help lists, in this order; of other commands, --help lists every setting."""
+"""The settings in a command's short help, in order; for other commands, --help lists every setting."""
 
 OF_ADAPTERS = (
     "chat", "convert", "dpo", "eval", "generate", "parity", "pretrain", "replay", "reward-model", "rl", "serve", "sft",
 )  # fmt: skip
-"""Commands that read models, and so take --base."""
+"""Commands that read models and therefore accept --base."""
 BASE_HELP = "where an adapter's base is now, if it has moved"
 FROM_FILE = "start from a TOML or YAML file, such as a run's config.toml"
 
 
 def print_short_help(kind: type, command: str, default: Any = None) -> None:
-    """Prints the help of a command in `SHORT`; default: an instance of `kind` whose values are the defaults."""
+    """Prints the help of a command in `SHORT`. default: an instance of `kind` with the defaults."""
     import tyro
 
     from lockstep.recipes import RECIPES
@@ -74,15 +74,15 @@ def _field(kind: Any, name: str, option: str, default: Any) -> tuple[str, Any, A
     import tyro
 
     first, _, rest = name.replace("-", "_").partition(".")
-    (own,) = [field for field in dataclasses.fields(kind) if field.name == first]
-    made = own.default if own.default_factory is dataclasses.MISSING else own.default_factory()
-    value: Any = getattr(default, first, made)
+    (field,) = [field for field in dataclasses.fields(kind) if field.name == first]
+    initial = field.default if field.default_factory is dataclasses.MISSING else field.default_factory()
+    value: Any = getattr(default, first, initial)
     if rest:
         return _field(type(value), rest, option, value)
     text = re.split(r"(?<=\.)\s", _texts(kind)[first], maxsplit=1)[0]
     about = tyro.conf.arg(name=option, help=text, help_behavior_hint=_default)
-    kept = dataclasses.field() if value is dataclasses.MISSING else dataclasses.field(default=value)
-    return re.sub(r"\W", "_", option), Annotated[get_type_hints(kind, include_extras=True)[first], about], kept
+    with_default = dataclasses.field() if value is dataclasses.MISSING else dataclasses.field(default=value)
+    return re.sub(r"\W", "_", option), Annotated[get_type_hints(kind, include_extras=True)[first], about], with_default
 
 
 def _default(value: str) -> str:
@@ -91,7 +91,7 @@ def _default(value: str) -> str:
 
 @cache
 def _texts(kind: type) -> dict[str, str]:
-    """The text below each field of a dataclass and of those that it extends."""
+    """The docstring below each field of a dataclass and its bases."""
     texts = {}
     for base in reversed([base for base in kind.__mro__ if dataclasses.is_dataclass(base)]):
         (definition,) = ast.parse(inspect.getsource(base)).body

@@ -1,4 +1,4 @@
-"""What a reinforcement run prints at its end."""
+"""The summary that a reinforcement run prints at its end."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from lockstep.rl.rollouts.prompt_balance import PromptBalance
 
 
 def print_summary(folder: Path) -> None:
-    """The run's result in a few lines, and what they mean."""
+    """Prints the run's result in a few lines, with explanations."""
     summary = json.loads((folder / "summary.json").read_text())
     print()
     name, measured = "accuracy", validated(summary, "accuracy")

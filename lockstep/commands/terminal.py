@@ -1,4 +1,4 @@
-"""Text from elsewhere, made safe to show on a terminal."""
+"""Makes untrusted text safe to print on a terminal."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ CONTROL = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f]")
 
 
 def in_encoding(text: str, encoding: str | None) -> str:
-    """What a terminal with that encoding can show: +/- if it lacks ±, and ? for anything else it lacks."""
+    """Text that a terminal with that encoding can show: with +/- for ±, and ? for other missing characters."""
     name = encoding or "utf-8"
     try:
         text.encode(name)
@@ -18,5 +18,5 @@ def in_encoding(text: str, encoding: str | None) -> str:
 
 
 def printable(text: str) -> str:
-    """Control characters except tabs and line feeds as `\\x1b`: they could rewrite what a terminal shows."""
-    return CONTROL.sub(lambda found: f"\\x{ord(found[0]):02x}", text)
+    """Escapes control characters except tabs and line feeds, as `\\x1b`: they could rewrite a terminal's contents."""
+    return CONTROL.sub(lambda match: f"\\x{ord(match[0]):02x}", text)

@@ -1,4 +1,4 @@
-"""`lockstep why`: what each actor of a run does, who waits for whom, and who holds everybody up."""
+"""`lockstep why`: what each actor of a run is doing, who waits for whom, and who blocks the run."""
 
 from __future__ import annotations
 
@@ -35,31 +35,31 @@ from lockstep.observe.sign_of_life import STACKS_SIGNAL, stacks_path
 from lockstep.observe.watchdog import LEFT
 
 ANSWER_SECONDS = 3.0
-"""Time for a process to write its stacks."""
+"""Seconds that a process has to write its stacks."""
 FRAMES = 10
-"""Number of a stack's frames that are printed."""
+"""Maximum number of printed frames of a stack."""
 INNERMOST = 2
-"""Number of frames that are printed even if they are an installed package's."""
+"""Number of innermost frames that are printed even if they are in an installed package."""
 BRIEF = 10.0
-"""Seconds without progress that are not worth reporting."""
+"""Seconds without progress that are not reported."""
 
 
 @dataclass(frozen=True)
 class Stack:
-    """Where an actor is, innermost frame first; or why that is unknown."""
+    """An actor's stack, innermost frame first, or why it is unknown."""
 
     frames: list[str] = field(default_factory=list)
-    said: str = ""
+    note: str = ""
 
 
 @dataclass(frozen=True)
 class Explanation:
-    """What is currently known about a run."""
+    """The current state of a run."""
 
     run: Path
     summary: str
     moves: bool
-    """Whether nobody holds it up: it is making progress, or has finished."""
+    """Whether the run is making progress or has finished."""
     held_up_by: list[Actor] = field(default_factory=list)
     actors: list[Actor] = field(default_factory=list)
     stacks: Mapping[str, Stack] = field(default_factory=dict)
@@ -72,7 +72,7 @@ class Explanation:
             lines += ["", table(self.actors)]
         for actor in self.actors:
             stack = self.stacks[actor.name]
-            lines += ["", f"{actor.title}{': ' + stack.said if stack.said else ', innermost call first:'}"]
+            lines += ["", f"{actor.title}{': ' + stack.note if stack.note else ', innermost call first:'}"]
             lines += [f"  {frame}" for frame in _shown(stack.frames)]
         if self.damaged:
             lines += ["", f"files that are not heartbeats were ignored: {', '.join(self.damaged)}"]
@@ -107,14 +107,14 @@ class Explanation:
             "message": actor.message,
             "ended": actor.ended,
             "stack": stack.frames,
-            "stack_said": stack.said,
+            "stack_said": stack.note,
         }
 
 
 def why(run: Path) -> Explanation:
-    """Asks every process of the run that can answer. Raises UserError if there is no run, or nothing is known about it.
+    """Explains a run, with the stacks of its processes. Raises UserError if there is no run or no information about it.
 
-    A process of another user, or on another host, is known only by what it has written.
+    For processes of other users or on other hosts, only their heartbeats are known.
     """
     if not (run / CONFIG).is_file():
         raise UserError(f"{run}: is not a run's folder; give a run's --output folder")
@@ -123,10 +123,10 @@ def why(run: Path) -> Explanation:
     if not actors:
         return _without_actors(run, damaged)
     stacks = ask_stacks(run, actors)
-    holding = held_up_by(actors, actors)
-    moves = not any(a.lost or not a.answers for a in holding) and any(a.still <= _brief(a) for a in holding)
+    blocking = held_up_by(actors, actors)
+    moves = not any(a.lost or not a.answers for a in blocking) and any(a.still <= _brief(a) for a in blocking)
     return Explanation(
-        run, _summary(run, holding, actors, moves), moves, [] if moves else holding, actors, stacks, damaged
+        run, _summary(run, blocking, actors, moves), moves, [] if moves else blocking, actors, stacks, damaged
     )
 
 
@@ -144,13 +144,13 @@ def _without_actors(run: Path, damaged: list[str]) -> Explanation:
 
 
 def _starting(run: Path) -> str:
-    """The process that holds the run's folder, as its lock names it; empty if it no longer exists."""
+    """The process that has locked the run's folder, by its lock file; empty if it no longer exists."""
     holder = _text(run / LOCK, 0)
-    found = re.fullmatch(r"process (\d{1,9}) on (\S+)", holder)
-    if found and found[2] == socket.gethostname():
+    match = re.fullmatch(r"process (\d{1,9}) on (\S+)", holder)
+    if match and match[2] == socket.gethostname():
         with suppress(PermissionError):
             try:
-                os.kill(int(found[1]), 0)
+                os.kill(int(match[1]), 0)
             except ProcessLookupError:
                 return ""
     return holder
@@ -160,29 +160,29 @@ def _brief(actor: Actor) -> float:
     return max(BRIEF, 2 * actor.interval)
 
 
-def _summary(run: Path, holding: Sequence[Actor], actors: Sequence[Actor], moves: bool) -> str:
-    """Who holds everybody up, in a sentence."""
+def _summary(run: Path, blocking: Sequence[Actor], actors: Sequence[Actor], moves: bool) -> str:
+    """Who blocks the run, in a sentence."""
     if moves:
         return f"the run is making progress: step {max(actor.step for actor in actors)}"
     limit = _watchdog_seconds(run)
-    first = holding[0]
+    first = blocking[0]
     if ended := verdict(actors):
-        said = ended
+        cause = ended
     elif first.ended:
-        said = f"{first.title} ended in step {first.step}, in {first.phase}: {first.ended}"
+        cause = f"{first.title} ended in step {first.step}, in {first.phase}: {first.ended}"
     elif first.lost or not first.answers or 0 < limit < first.still:
-        said = "; ".join(map(stopped_words, holding))
+        cause = "; ".join(map(stopped_words, blocking))
     else:
-        said = "; ".join(f"{where_words(actor, 'is')}{process_words(actor)}" for actor in holding)
+        cause = "; ".join(f"{where_words(actor, 'is')}{process_words(actor)}" for actor in blocking)
     if all(actor.process in ("gone", "ended") for actor in actors):
-        return f"the run has ended: {said}"
-    names = {actor.name for actor in holding}
+        return f"the run has ended: {cause}"
+    names = {actor.name for actor in blocking}
     waiting = [actor.title for actor in actors if actor.name not in names and not actor.lost and waits(actor, actors)]
     if waiting:
-        said += f"; {_listed(waiting)} {'wait' if waiting[1:] else 'waits'} for it"
+        cause += f"; {_listed(waiting)} {'wait' if waiting[1:] else 'waits'} for it"
     if limit and not first.lost:
-        said += f"; the watchdog ends the run after {limit:g} s without progress"
-    return said
+        cause += f"; the watchdog ends the run after {limit:g} s without progress"
+    return cause
 
 
 def _listed(names: Sequence[str]) -> str:
@@ -190,7 +190,7 @@ def _listed(names: Sequence[str]) -> str:
 
 
 def _watchdog_seconds(run: Path) -> float:
-    """The run's setting; 0 if it cannot be read."""
+    """The run's `watchdog_seconds`; 0 if it cannot be read."""
     try:
         return float(tomllib.loads((run / CONFIG).read_text())["faults"]["watchdog_seconds"])
     except (OSError, ValueError, KeyError, TypeError, RecursionError):
@@ -198,41 +198,41 @@ def _watchdog_seconds(run: Path) -> float:
 
 
 def ask_stacks(run: Path, actors: Sequence[Actor]) -> dict[str, Stack]:
-    """Every actor's stack, by name: the process's own answer, or what a watchdog left."""
-    asked: dict[str, int] = {}
+    """Every actor's stack, by name: dumped by the process on a signal, or recorded by a watchdog."""
+    requested: dict[str, int] = {}
     for actor in actors:
         if catches_stacks_signal(actor):
             size = _size(stacks_path(run, actor.name))
             with suppress(PermissionError, ProcessLookupError):
                 os.kill(actor.pid, STACKS_SIGNAL)
-                asked[actor.name] = size
+                requested[actor.name] = size
     until = time.monotonic() + ANSWER_SECONDS
-    return {actor.name: _stack(run, actor, asked.get(actor.name), until) for actor in actors}
+    return {actor.name: _stack(run, actor, requested.get(actor.name), until) for actor in actors}
 
 
-def _stack(run: Path, actor: Actor, asked: int | None, until: float) -> Stack:
+def _stack(run: Path, actor: Actor, start: int | None, until: float) -> Stack:
     path = stacks_path(run, actor.name)
-    if asked is not None:
-        frames = _answer(path, asked, actor.thread, until)
-        return Stack(frames) if frames else Stack(said=f"no answer within {ANSWER_SECONDS:g} s")
+    if start is not None:
+        frames = _answer(path, start, actor.thread, until)
+        return Stack(frames) if frames else Stack(note=f"no answer within {ANSWER_SECONDS:g} s")
     text = _text(path, 0)
     if text.startswith(f"{LEFT} {actor.pid}\n") and (left := frames_of(text, actor.thread)):
         return Stack(left, "the stack that the watchdog recorded, innermost call first:")
     if actor.process == "stopped":
-        return Stack(said="a stopped process cannot answer; let it continue, and try again")
+        return Stack(note="a stopped process cannot answer; continue it (SIGCONT) and try again")
     if actor.process in ("gone", "ended"):
-        return Stack(said="its process has ended")
+        return Stack(note="its process has ended")
     if actor.process == "elsewhere":
-        return Stack(said=f"run this on its host: lockstep why {run}")
-    return Stack(said="not permitted from here; its own user can ask it")
+        return Stack(note=f"run this on its host: lockstep why {run}")
+    return Stack(note="no permission to signal it; run this as its user")
 
 
 def _answer(path: Path, start: int, thread: int, until: float) -> list[str]:
-    """The frames that a process writes after `start`; empty if it does not."""
+    """The frames that a process writes after byte `start` of the file; empty if it does not answer."""
     before = -1
     while time.monotonic() < until:
         size = _size(path)
-        # The thread's frames are there, and nothing was added since the last look.
+        # The thread's frames are complete once the file has stopped growing.
         if size == before and size > start and (frames := frames_of(_text(path, start), thread)):
             return frames
         before = size
@@ -241,7 +241,7 @@ def _answer(path: Path, start: int, thread: int, until: float) -> list[str]:
 
 
 def frames_of(stacks: str, thread: int) -> list[str]:
-    """One thread's frames in what faulthandler has written, innermost first; the last ones if it is there twice."""
+    """One thread's frames in faulthandler's output, innermost first; of several dumps, those of the last."""
     frames: list[str] = []
     inside = False
     for line in stacks.splitlines():
@@ -256,7 +256,7 @@ def frames_of(stacks: str, thread: int) -> list[str]:
 
 
 def _shown(frames: Sequence[str]) -> list[str]:
-    """The innermost frames, and those around them that are not from installed packages."""
+    """The innermost frames, and the outer ones that are not in installed packages."""
     lines: list[str] = []
     for index, frame in enumerate(frames):
         if index < INNERMOST or "-packages/" not in frame:

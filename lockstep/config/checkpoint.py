@@ -13,7 +13,9 @@ class CheckpointConfig:
     """When a run is saved, and what is kept of it."""
 
     every: Annotated[int, AtLeast(0)] = 0
-    """Steps between checkpoints; 0: only the last."""
+    """Steps between checkpoints; 0: only by the clock, and the last."""
+    every_minutes: Annotated[float, AtLeast(0)] = 15.0
+    """Also save whenever this many minutes have passed since the last checkpoint or the start; 0: never."""
     keep_last: Annotated[int, AtLeast(0)] = 3
     """Newest checkpoints to keep; older ones are deleted once a newer one is complete. 0: keep all."""
     keep_every: Annotated[int, AtLeast(0)] = 0

@@ -3,7 +3,7 @@
 from lockstep.data.conversations import ConversationEncoder, ConversationSource
 from lockstep.data.corpus import TokenizedCorpus, tokenize_documents
 from lockstep.data.encode import Encoder, TextEncoder
-from lockstep.data.ends import ends_of_text, name_ends, with_ends
+from lockstep.data.end_tokens import ends_of_text, name_ends, with_ends
 from lockstep.data.held_out import divide
 from lockstep.data.loader import RowLoader, StepRows, divide_step
 from lockstep.data.mixture import parse_data

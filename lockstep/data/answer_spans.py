@@ -1,7 +1,7 @@
-"""Where the assistant's answers stand in a rendered conversation, each as the model would have sampled it.
+"""The spans of the assistant's answers in a rendered conversation, each as the model would have sampled it.
 
-A template may write an earlier turn otherwise than it was sampled: Qwen3's drop its reasoning, gpt-oss's end it with
-another token. Rendering the conversation up to each answer shows what the model had before it, and what it said.
+A template may render an earlier turn differently from how it was sampled: Qwen3's drop its reasoning, gpt-oss's end
+it with another token. Rendering the conversation up to each answer gives its prompt and its text as sampled.
 """
 
 from __future__ import annotations
@@ -13,11 +13,11 @@ from lockstep.data.chat import BEGINS, ENDS, ChatTemplate, ChatTemplateError
 
 Turns = Literal["apart", "whole"]
 STRANGE = "\ue000"
-"""A character for private use: an answer that is changed by it differs from its first character to its last."""
+"""A private-use character: added at both ends of an answer, it changes its first and its last character."""
 
 
 class ScoredText(NamedTuple):
-    """A text, and the spans of its characters that are to be scored, ascending."""
+    """A text and the spans of its characters to score, ascending."""
 
     text: str
     spans: list[tuple[int, int]]
@@ -32,11 +32,11 @@ def render_answers(
     ends: Sequence[str],
     **values: Any,
 ) -> list[ScoredText]:
-    """`whole`, the rendering of all messages, and the spans of those that are `trained`; if `turns` are "apart", also
-    the beginnings of the conversation whose last answer the whole has otherwise.
+    """`whole`, the rendering of all messages, with the spans of those that are `trained`; if `turns` is "apart", also
+    each prefix of the conversation whose last answer `whole` renders differently.
 
-    A template with `{% generation %}` says itself what is scored of an answer. Else it is scored up to the first of
-    `ends`, the tokens that end what a model says. values: for the template, such as `tools`. Raises ChatTemplateError
+    A template with `{% generation %}` marks what is scored of an answer. Otherwise an answer is scored through the
+    first of `ends`, the end-of-turn tokens. values: passed to the template, such as `tools`. Raises ChatTemplateError
     for messages that the template refuses.
     """
     conversation = _Conversation(template, messages, whole, ends, values)
@@ -68,9 +68,9 @@ class _Conversation:
         self._ends, self._values = ends, values
 
     def as_sampled(self, index: int) -> ScoredText:
-        """The text up to the end of the answer at `index`, as when it was sampled, with the answer's spans."""
+        """The text up to the end of the answer at `index`, as it was sampled, with the answer's spans."""
         through = self._rendered(self._messages[: index + 1], False)
-        if through is None:  # some templates want a user's message
+        if through is None:  # some templates require a user message
             spans = self.spans_in_whole([index])
             return ScoredText(self.whole[: spans[-1][1]] if spans else self.whole, spans)
         text, start = self._as_sampled(index, through)
@@ -81,16 +81,16 @@ class _Conversation:
         return ScoredText(text, [(begin + moved, end + moved) for begin, end in self._marked_of(index)])
 
     def _as_sampled(self, index: int, through: str) -> tuple[str, int]:
-        """The text up to the end of the answer, and where the answer begins; `through`: as rendered."""
+        """The text up to the end of the answer, and where the answer begins. through: the text as rendered."""
         before = self._rendered(self._messages[:index], True)
         if before is not None and through.startswith(before):
             return through, len(before)
         start, complete = self._start(through, self._messages[: index + 1], index)
-        # gpt-oss's drop the reasoning of earlier calls only once there is an answer.
+        # gpt-oss's template drops the reasoning of earlier calls once an answer follows.
         return (before + through[start:], len(before)) if complete and before is not None else (through, start)
 
     def spans_in_whole(self, wanted: Sequence[int]) -> list[tuple[int, int]]:
-        """The spans of the answers at `wanted`, with their ends of turn, in the whole."""
+        """The spans in `whole` of the answers at `wanted`, including their end-of-turn tokens."""
         if not self._template.marks:
             spans = [self._span_in_whole(index) for index in wanted]
             return [(start, stop) for start, stop in spans if stop > start]
@@ -101,13 +101,13 @@ class _Conversation:
         owners = [index for index in answers for _ in self._marked_of(index)]
         if len(spans) != len(owners):
             raise ChatTemplateError(
-                f"some of its {len(answers)} answers are not to be trained on, but the chat template marks "
-                f"{len(spans)} spans with {{% generation %}}, so it is not known which they are"
+                f"some of its {len(answers)} answers are not trained on, but the chat template marks {len(spans)} "
+                "spans with {% generation %}, which cannot be matched to the answers"
             )
         return [span for index, span in zip(owners, spans) if index in wanted]
 
     def _marked_of(self, index: int) -> list[tuple[int, int]]:
-        """What the template marks of the answer at `index`, in the text up to it; nothing if it refuses that."""
+        """The spans that the template marks in the answer at `index`; none if it refuses the messages up to it."""
         earlier, through = (self._rendered(self._messages[:end], False) for end in (index, index + 1))
         if through is None:
             return []
@@ -115,12 +115,12 @@ class _Conversation:
         return self._marked(self._messages[: index + 1], through)[before:]
 
     def _first_end(self, text: str, start: int) -> int:
-        """Where the first end token from `start` on ends; the text's end if there is none."""
+        """The end of the first end token at or after `start`; the end of the text if there is none."""
         ends = [(place, len(end)) for end in self._ends if (place := text.find(end, start)) >= 0]
         return sum(min(ends)) if ends else len(text)
 
     def _marked(self, messages: list[dict[str, Any]], text: str) -> list[tuple[int, int]]:
-        """The contents of `{% generation %}` in `text`, the rendering of `messages`."""
+        """The spans of `{% generation %}` blocks in `text`, the rendering of `messages`."""
         marks = {"generation_begins": BEGINS, "generation_ends": ENDS}
         marked = self._template.render(messages, add_generation_prompt=False, **self._values, **marks)
         plain, *parts = marked.split(BEGINS)
@@ -131,12 +131,12 @@ class _Conversation:
             plain += inside + after
         if plain != text:
             raise ChatTemplateError(
-                "the chat template changes the contents of {% generation %} afterwards; let it write them unchanged"
+                "the chat template changes the contents of {% generation %} afterwards; make it output them unchanged"
             )
         return [(start, stop) for start, stop in spans if stop > start]
 
     def _span_in_whole(self, index: int) -> tuple[int, int]:
-        """The span of the answer at `index` in the whole, if the template marks nothing."""
+        """The span in `whole` of the answer at `index`, for a template without `{% generation %}`."""
         before = self._rendered(self._messages[:index], True)
         through = self._rendered(self._messages[: index + 1], False)
         if before is not None and self.whole.startswith(before):
@@ -150,8 +150,8 @@ class _Conversation:
         return start, min(stop, self._first_end(self.whole, start))
 
     def _start(self, text: str, messages: list[dict[str, Any]], index: int) -> tuple[int, bool]:
-        """Where the answer at `index` begins in `text`, the rendering of `messages`, and whether all of the generation
-        prompt is before it: some templates leave out the <think> at its end."""
+        """Where the answer at `index` begins in `text`, the rendering of `messages`, and whether the whole generation
+        prompt precedes it: some templates omit the <think> at its end."""
         first, _ = self._changed(text, messages, index)
         after = min(first, self._changed(text, messages, index - 1)[1]) if index else 0
         prompt = self._generation_prompt(index)
@@ -161,26 +161,27 @@ class _Conversation:
         return first, False
 
     def _end_of_turn(self, through: str | None, index: int, rest: str) -> int:
-        """How much of `rest`, which follows an answer's own text, is as when the answer is the last message."""
+        """How many characters of `rest`, the text after the answer, also follow it when it is the last message."""
         if through is None:
             return 0
         _, last = self._changed(through, self._messages[: index + 1], index)
-        return _alike(rest, through[last:])
+        return _common_prefix(rest, through[last:])
 
     def _changed(self, text: str, messages: list[dict[str, Any]], index: int) -> tuple[int, int]:
-        """Where the answer at `index` begins and ends at the latest in `text`, the rendering of `messages`: where other
-        answers make a difference."""
+        """Bounds on the answer at `index` in `text`, the rendering of `messages`: the first and the last place at which
+        rendering a different answer changes the text."""
         rendered = (
             self._rendered([*messages[:index], other, *messages[index + 1 :]], False)
-            for other in _others(messages[index])
+            for other in _altered(messages[index])
         )
         others = [other for other in rendered if other is not None]
         if not others:
-            raise ChatTemplateError(f"the chat template takes no other message in place of message {index + 1}")
-        return min(_alike(text, other) for other in others), len(text) - _alike(text[::-1], others[-1][::-1])
+            raise ChatTemplateError(f"the chat template refuses any other message in place of message {index + 1}")
+        first = min(_common_prefix(text, other) for other in others)
+        return first, len(text) - _common_prefix(text[::-1], others[-1][::-1])
 
     def _generation_prompt(self, index: int) -> str:
-        """What the template writes before an answer that is to come at `index`; empty if that cannot be known."""
+        """The generation prompt before an answer at `index`; empty if it cannot be determined."""
         earlier = self._messages[:index]
         if (without := self._rendered(earlier, False)) is None:
             earlier = [{"role": "user", "content": "-"}]
@@ -189,7 +190,7 @@ class _Conversation:
         return prompt[len(without) :] if prompt.startswith(without) else ""
 
     def _rendered(self, messages: list[dict[str, Any]], prompt: bool) -> str | None:
-        """None if the template refuses these, as the beginning of a conversation that it does not refuse."""
+        """The rendering of a prefix of the conversation; None if the template refuses it."""
         if not messages:
             return None
         if not prompt and messages == self._messages:
@@ -200,14 +201,14 @@ class _Conversation:
             return None
 
 
-def _alike(one: str, other: str) -> int:
-    """How many characters both begin with."""
+def _common_prefix(one: str, other: str) -> int:
+    """Length of the common prefix."""
     return next((place for place, (a, b) in enumerate(zip(one, other)) if a != b), min(len(one), len(other)))
 
 
-def _others(message: Mapping[str, Any]) -> list[dict[str, Any]]:
-    """Other messages: one whose texts begin and end otherwise and, if it has calls, ones in which these have another
-    name, and an argument more: templates write content before or after them."""
+def _altered(message: Mapping[str, Any]) -> list[dict[str, Any]]:
+    """Variants of a message: one with its texts changed at both ends and, if it has tool calls, one with renamed calls
+    and one with an extra argument, since templates render content before or after calls."""
     texts = {key: value for key, value in message.items() if key != "role" and isinstance(value, str) and value}
     changed = {key: f"{STRANGE}{value}{STRANGE}" for key, value in (texts or {"content": ""}).items()}
     calls = message.get("tool_calls") or []

@@ -1,6 +1,6 @@
-"""ChatML, for models that have no chat template yet: `--template chatml`.
+"""ChatML, for models without a chat template: `--template chatml`.
 
-A turn is `<|im_start|>ROLE`, a line feed, its text and `<|im_end|>`, which the assistant's answers learn to end with.
+A turn is `<|im_start|>ROLE`, a line feed, its text and `<|im_end|>`, with which the model learns to end its answers.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from pathlib import Path
 from lockstep.data.tokenizer import HuggingFaceTokenizer, Tokenizer
 
 CHATML = "chatml"
-"""The setting `template` that means this template."""
+"""The value of the setting `template` that selects this template."""
 BEGIN, END = "<|im_start|>", "<|im_end|>"
 SOURCE = """\
 {%- for message in messages %}
@@ -34,7 +34,7 @@ SOURCE = """\
 
 
 def with_chatml(tokenizer: Tokenizer) -> HuggingFaceTokenizer:
-    """The tokenizer with ChatML's two tokens as special ones, added if they are missing; `<|im_end|>` ends a text."""
+    """The tokenizer with ChatML's two special tokens, added if missing, and `<|im_end|>` as its end-of-text token."""
     from tokenizers import AddedToken
     from tokenizers import Tokenizer as Backend
 

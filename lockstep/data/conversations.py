@@ -1,4 +1,4 @@
-"""Conversations to tokens, with the loss on what the assistant says."""
+"""Tokenizes conversations, with the loss on the assistant's tokens."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ import numpy as np
 
 from lockstep.data.answer_spans import ScoredText, Turns, render_answers
 from lockstep.data.chat import ChatTemplate, ChatTemplateError
-from lockstep.data.encode import Branch, Encoded, half_a_pair, token_dtype
-from lockstep.data.ends import ends_of_text
+from lockstep.data.encode import Branch, Encoded, surrogate_problem, token_dtype
+from lockstep.data.end_tokens import ends_of_text
 from lockstep.data.messages import (
     FLAGS,
     LAYOUTS,
@@ -32,23 +32,23 @@ from lockstep.data.tokenizer import Tokenizer, special_ids
 from lockstep.errors import UserError
 
 TOOLS = ("tools", "tool_defs", "functions")
-"""Names of a row's tools; the last is OpenAI's older one, of functions alone."""
+"""Names of a row's tools; the last is OpenAI's older one, a list of functions."""
 KEYS = ("messages", "prompt", "completion", *TOOLS, "chat_template_kwargs", *LAYOUTS)
-"""Keys of a line or row that are read."""
+"""Keys that are read of a line or row."""
 
 
 class Conversation(NamedTuple):
-    """A line's or row's values, and its place."""
+    """A line's or row's values and its location."""
 
     where: str
     values: dict[str, Any]
 
 
 class ConversationSource:
-    """Lines of JSONL files, items of JSON arrays, rows of Parquet files or of `hf:NAME[:config][:split]`, as they are.
+    """Lines of JSONL files, items of JSON arrays, rows of Parquet files or of `hf:NAME[:config][:split]`, unchanged.
 
     Raises UserError if nothing matches, and, while reading, for a line that is not a JSON object unless these are
-    skipped. `tally` counts what the latest reading has encountered.
+    skipped. `tally` has the counts of the latest pass.
     """
 
     keys: tuple[str, ...] = KEYS
@@ -65,7 +65,7 @@ class ConversationSource:
             )
 
     def read(self, skip: int = 0) -> Iterator[Conversation]:
-        """The conversations from number `skip` on. Only a data set can skip."""
+        """The conversations from number `skip` on. Only a streamed data set can skip."""
         self.tally = Tally()
         if self.data.startswith(HUB):
             yield from (Conversation(*row) for row in read_hub(self.data, skip))
@@ -79,19 +79,19 @@ class ConversationSource:
 
 @dataclass
 class ConversationEncoder:
-    """Tokens of `messages` rendered by the chat template, or of `prompt` and `completion` one after the other.
+    """Tokens of `messages` rendered by the chat template, or of `prompt` followed by `completion`.
 
-    What the assistant says (if there is a completion, in it alone), or a completion's text, is scored through its end
-    of turn. An answer that the template writes otherwise once others follow is, with `turns` "apart", a sequence of its
-    own, as it was sampled; with "whole" the one rendering of the conversation is scored. If a text ends with the
-    assistant and without an end of turn, the end-of-text token is added, before the template's white space.
+    The assistant's text (with a completion, only there) is scored through its end-of-turn token. With `turns` "apart",
+    an answer that the template renders differently once others follow becomes a separate sequence, as it was sampled;
+    with "whole", the rendering of the whole conversation is scored. If a text ends with an answer that has no
+    end-of-turn token, the end-of-text token is added before the template's trailing white space.
     """
 
     tokenizer: Tokenizer
     template: ChatTemplate | None
     turns: Turns = "apart"
     template_values: Mapping[str, Any] = field(default_factory=dict)
-    """For the template; a row's `chat_template_kwargs` win over them."""
+    """For the template; a row's `chat_template_kwargs` take precedence."""
 
     def __post_init__(self) -> None:
         self._special = np.array(sorted(special_ids(self.tokenizer)), dtype=np.int64)
@@ -106,9 +106,9 @@ class ConversationEncoder:
         if template is None:
             return {}
         tool_use = {"tool_use": template.tool_use.source} if template.tool_use else {}
-        given = {"template_values": dict(self.template_values)} if self.template_values else {}
-        made = {"chat_template": template.source, **tool_use, "special_tokens": template.special_tokens, **given}
-        return {**made, "turns": self.turns}
+        values = {"template_values": dict(self.template_values)} if self.template_values else {}
+        rendering = {"chat_template": template.source, **tool_use, "special_tokens": template.special_tokens, **values}
+        return {**rendering, "turns": self.turns}
 
     def weight(self, item: Conversation) -> int:
         return sum(len(str(value)) for value in item.values.values())
@@ -123,19 +123,19 @@ class ConversationEncoder:
             return bad
         encoded = _as_one(sequences)
         assert encoded.scored is not None
-        if not encoded.scored[1:].any():  # nothing comes before the first
+        if not encoded.scored[1:].any():  # the first token has no context
             return self._bad(f"{conversation.where}: its answer has no token that can be scored; give it a prompt")
         return encoded
 
     def tokens(self, where: str, scored_text: ScoredText) -> Encoded:
-        """Tokens of a text, of which the spans are scored."""
+        """Tokens of a text, scored within its spans."""
         text, spans = scored_text
         if not any(stop > start for start, stop in spans):
             return self._bad(f"{where}: the assistant says nothing in it; leave it out")
         try:
             ids, places = self.tokenizer.encode_with_spans(text)
         except (UnicodeEncodeError, TypeError):
-            return self._bad(f"{where}: {half_a_pair(text)}")
+            return self._bad(f"{where}: {surrogate_problem(text)}")
         tokens = np.array(ids, dtype=np.int64)
         starts, stops = np.array(places, dtype=np.int64).reshape(-1, 2).T
         scored = np.zeros(len(tokens), dtype=bool)
@@ -145,9 +145,9 @@ class ConversationEncoder:
         return Encoded(tokens.astype(token_dtype(self.tokenizer)), scored)
 
     def scored_texts(self, values: dict[str, Any]) -> list[ScoredText]:
-        """The conversation's text, with the spans that are the assistant's, then those of answers that are apart.
+        """The conversation's text with the assistant's spans, then the texts of answers that are separate sequences.
 
-        Raises ChatTemplateError for values that are not a conversation, or not one that the template renders.
+        Raises ChatTemplateError for values that are not a conversation, or that the template refuses.
         """
         values = in_our_layout(values)
         messages, prompt, completion = (values.get(key) for key in ("messages", "prompt", "completion"))
@@ -155,24 +155,24 @@ class ConversationEncoder:
             raise ChatTemplateError('has "messages" as well as "completion"; leave one of them out')
         if isinstance(prompt, str) and isinstance(completion, str):
             if values.get("system"):
-                raise ChatTemplateError('has "system" beside a prompt that is a text; write the prompt as messages')
+                raise ChatTemplateError('has "system" with a prompt that is a text; write the prompt as messages')
             return [ScoredText(prompt + completion, [(len(prompt), len(prompt) + len(completion))])]
         if are_messages(prompt) and are_messages(completion):
-            # What the assistant says in the prompt is not its own, flagged or not.
+            # The assistant's messages in the prompt are context, whatever their flags.
             prompt = [*system_message(values, prompt), *prompt]
             unflagged = [{key: value for key, value in message.items() if key not in FLAGS} for message in prompt]
             trained = [False] * len(prompt) + [is_trained(message) for message in completion]
             return self._rendered([*unflagged, *completion], trained, self._values(values))
         if not are_messages(messages):
-            here = [name for name, value in values.items() if value is not None]
+            present = [name for name, value in values.items() if value is not None]
             raise ChatTemplateError(
                 'needs "messages", a list of objects with "role" and "content", or "prompt" and "completion", both '
-                f"texts or both such lists (here: {', '.join(here):.200})"
+                f"texts or both such lists (here: {', '.join(present):.200})"
             )
         trained = [is_trained(message) for message in messages]
         answers = [wanted for message, wanted in zip(messages, trained) if message["role"] == "assistant"]
         if answers and not any(answers):
-            raise ChatTemplateError("none of its answers is to be trained on; leave it out")
+            raise ChatTemplateError("none of its answers is trained on; leave it out")
         texts = self._rendered(messages, trained, self._values(values))
         if not texts[0].spans:
             roles = ", ".join(dict.fromkeys(str(message["role"]) for message in messages))
@@ -187,16 +187,16 @@ class ConversationEncoder:
             )
         several = any(isinstance(m.get("content"), list) and len(m["content"]) > 1 for m in messages)
         between = between_parts(self.template.used_with(values["tools"])) if several else ""
-        plain_ones = [plain(message, between) for message in messages]
-        others = [{**m, "role": "system"} if m["role"] == "developer" else m for m in plain_ones]
+        converted = [plain(message, between) for message in messages]
+        as_system = [{**m, "role": "system"} if m["role"] == "developer" else m for m in converted]
         try:
-            return self._shown(plain_ones, trained, values)
+            return self._answers(converted, trained, values)
         except ChatTemplateError:
-            if others == plain_ones:
+            if as_system == converted:
                 raise
-        return self._shown(others, trained, values)  # most templates know the developer as the system
+        return self._answers(as_system, trained, values)  # most templates have no developer role
 
-    def _shown(self, messages: list[dict[str, Any]], trained: list[bool], values: dict[str, Any]) -> list[ScoredText]:
+    def _answers(self, messages: list[dict[str, Any]], trained: list[bool], values: dict[str, Any]) -> list[ScoredText]:
         assert self.template is not None
         template = self.template.used_with(values["tools"])
         text = template.render(messages, add_generation_prompt=False, **values)
@@ -204,13 +204,13 @@ class ConversationEncoder:
         return render_answers(template, messages, text, trained, self.turns, self._ends, **values)
 
     def _values(self, row: dict[str, Any]) -> dict[str, Any]:
-        """What a row gives the template besides the messages."""
+        """The row's template variables besides the messages."""
         tools = self._tools(row)
-        own = template_values(row.get("chat_template_kwargs"), self.template and self.template.used_with(tools))
-        return {"tools": tools, **self.template_values, **own}
+        kwargs = template_values(row.get("chat_template_kwargs"), self.template and self.template.used_with(tools))
+        return {"tools": tools, **self.template_values, **kwargs}
 
     def _tools(self, values: dict[str, Any]) -> list[Any] | None:
-        """The row's `tools`, which can be JSON in a string, since in Parquet objects have the keys of all others."""
+        """The row's `tools`; may be a JSON string, since every Parquet object has the keys of all objects."""
         name = next((name for name in TOOLS if values.get(name)), "tools")
         tools = values.get(name) or None
         if isinstance(tools, str):
@@ -224,21 +224,21 @@ class ConversationEncoder:
         return tools
 
     def _up_to_the_end(self, tokens: np.ndarray, inside: np.ndarray, stops: np.ndarray, text: str) -> np.ndarray:
-        """Without what a template writes after the end of the turn, which a model never generates.
+        """Excludes what the template writes after the end of the turn, which a model never generates.
 
         The turn ends with the end-of-text token, or with a special token that only white space follows.
         """
-        own = np.flatnonzero(inside)
-        ends = own[tokens[own] == self.tokenizer.eos_id]
+        span = np.flatnonzero(inside)
+        ends = span[tokens[span] == self.tokenizer.eos_id]
         if not len(ends):
-            ends = own[np.isin(tokens[own], self._special)]
-            ends = ends if len(ends) and not text[stops[ends[-1]] : stops[own[-1]]].strip() else ends[:0]
+            ends = span[np.isin(tokens[span], self._special)]
+            ends = ends if len(ends) and not text[stops[ends[-1]] : stops[span[-1]]].strip() else ends[:0]
         if len(ends):
             inside[ends[-1] + 1 :] = False
         return inside
 
     def _with_the_end(self, tokens: np.ndarray, scored: np.ndarray, ends: bool) -> tuple[np.ndarray, np.ndarray]:
-        """Scores a special token directly after scored tokens; with `ends` and without one, adds the end of text."""
+        """Scores a special token after scored tokens; if there is none and `ends`, adds the end-of-text token."""
         if not scored.any():
             return tokens, scored
         special = np.isin(tokens, self._special) & (tokens != self.tokenizer.bos_id)
@@ -254,13 +254,13 @@ class ConversationEncoder:
 
 
 def _as_one(sequences: Sequence[Encoded]) -> Encoded:
-    """Sequences that begin alike as one document, in which the beginning that they share with the first is once."""
+    """Sequences with a common prefix as one document, which has the prefix shared with the first sequence once."""
     lead, *others = sequences
     assert lead.scored is not None
     branches = []
     for other in others:
         assert other.scored is not None
-        # The predictor of a scored token is among its sequence's own.
+        # The token that predicts a scored token must be in the same branch.
         most = min(len(lead.tokens), max(int(np.flatnonzero(other.scored)[0]) - 1, 0))
         differs = np.flatnonzero(lead.tokens[:most] != other.tokens[:most])
         branches.append((int(differs[0]) if len(differs) else most, other))
@@ -268,12 +268,12 @@ def _as_one(sequences: Sequence[Encoded]) -> Encoded:
     tokens = [lead.tokens, *(other.tokens[shared:] for shared, other in branches)]
     scored = [lead.scored, *(other.scored[shared:] for shared, other in branches)]  # type: ignore[index]
     starts = np.cumsum([len(part) for part in tokens])
-    found = [Branch(int(start), shared) for start, (shared, _) in zip(starts, branches)]
-    return Encoded(np.concatenate(tokens), np.concatenate(scored), branches=found)
+    starts_and_shared = [Branch(int(start), shared) for start, (shared, _) in zip(starts, branches)]
+    return Encoded(np.concatenate(tokens), np.concatenate(scored), branches=starts_and_shared)
 
 
 def _from_json(name: str, text: str) -> Any:
-    """A row's value that is JSON in a string, since in Parquet objects have the keys of all others."""
+    """Decodes a row's value that is a JSON string."""
     try:
         return json.loads(text)
     except (ValueError, RecursionError) as error:

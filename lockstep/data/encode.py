@@ -1,4 +1,4 @@
-"""Texts to tokens, one batch at a time: what a worker process does."""
+"""Tokenizes texts one batch at a time, in this process or in a worker process."""
 
 from __future__ import annotations
 
@@ -12,17 +12,17 @@ from lockstep.data.text import TextPart
 from lockstep.data.tokenizer import END_OF_TEXT, ByteTokenizer, Tokenizer
 
 BATCH = 512
-"""Most documents that are tokenized at once."""
+"""Maximum number of documents tokenized at once."""
 BATCH_CHARACTERS = 2**20
 
 
 class Branch(NamedTuple):
-    """A further sequence of a document, which begins as the document's first one does."""
+    """A further sequence of a document, which shares a prefix with the document's first sequence."""
 
     start: int
-    """Where its own tokens begin among the document's."""
+    """Where its unshared tokens begin among the document's."""
     shared: int
-    """How many of the first sequence's first tokens come before them; 0: the sequence is complete."""
+    """Length of the prefix of the first sequence that precedes them; 0: the sequence is complete."""
 
 
 class Encoded(NamedTuple):
@@ -33,11 +33,11 @@ class Encoded(NamedTuple):
     """Whether the loss counts a token; None: all."""
     ends: bool = True
     problem: str = ""
-    """Why there are no tokens, if the document is bad: with its place and what to do."""
+    """For a bad document without tokens: what is wrong, where, and what to do."""
     branches: Sequence[Branch] = ()
-    """The document's sequences after its first, those that share most of it first; no first own token is scored."""
+    """The document's further sequences, longest shared prefix first; the first unshared token is never scored."""
     left_out: str = ""
-    """Name of the count that it goes into, if `problem` is not an error: the run counts it and continues."""
+    """If `problem` is no error, the name of the counter for such documents; the run continues."""
 
 
 @runtime_checkable
@@ -49,7 +49,7 @@ class Encoder(Protocol):
     def encode(self, batch: list[Any]) -> list[Encoded]: ...
 
     def describe(self) -> dict[str, Any]:
-        """What determines the tokens, apart from the tokenizer."""
+        """Everything but the tokenizer that determines the tokens."""
         ...
 
     def weight(self, item: Any) -> int:
@@ -59,7 +59,7 @@ class Encoder(Protocol):
 
 @dataclass
 class TextEncoder:
-    """A text's tokens, and the tokenizer's end-of-text token after its last part."""
+    """Tokens of a text, with the end-of-text token after its last part."""
 
     tokenizer: Tokenizer
 
@@ -68,10 +68,10 @@ class TextEncoder:
         kind = token_dtype(self.tokenizer)
         try:
             encoded = self._tokens([part.text for part in batch])
-        except (UnicodeEncodeError, TypeError):  # how each kind of tokenizer refuses half a surrogate pair
+        except (UnicodeEncodeError, TypeError):  # what the tokenizers raise for half a surrogate pair
             if len(batch) > 1:
                 return [one for part in batch for one in self.encode([part])]
-            return [Encoded(np.empty(0, kind), problem=half_a_pair(batch[0].text))]
+            return [Encoded(np.empty(0, kind), problem=surrogate_problem(batch[0].text))]
         return [
             Encoded(np.append(ids, end if part.ends and len(ids) else []).astype(kind), None, part.ends)
             for part, ids in zip(batch, encoded)
@@ -94,7 +94,7 @@ class TextEncoder:
         return [np.array(ids, dtype=np.int64) for ids in self.tokenizer.encode_batch(texts)]
 
 
-def half_a_pair(text: str) -> str:
+def surrogate_problem(text: str) -> str:
     try:
         text.encode()
     except UnicodeEncodeError as error:
@@ -109,7 +109,7 @@ def token_dtype(tokenizer: Tokenizer) -> type[np.unsignedinteger]:
 
 
 def batches(items: Iterable[Any], encoder: Encoder) -> Iterator[list[Any]]:
-    """The items in order, in lists of at most `BATCH` items and, unless it is a single one, `BATCH_CHARACTERS`."""
+    """The items in order, in batches that end at `BATCH` items or once they reach `BATCH_CHARACTERS`."""
     batch: list[Any] = []
     weight = 0
     for item in items:

@@ -1,4 +1,4 @@
-"""A share of the documents that is kept for validation."""
+"""Splits the documents into training and validation sets."""
 
 from __future__ import annotations
 
@@ -13,24 +13,24 @@ from lockstep.errors import UserError
 
 
 @dataclass
-class Divided:
-    """A source whose documents are divided: `share` of them are for validation, the others for training."""
+class SplitSource:
+    """A source of which `share` of the documents are held out for validation; the others are for training."""
 
     source: Any
     share: float
     _whole: TokenizedCorpus | None = field(default=None, repr=False)
 
     def part(self, held_out: bool, open_whole: Callable[[Any], Any]) -> TokenizedCorpus:
-        """The documents of one part, in a corpus that `open_whole` opens once for both.
+        """The training or the held-out documents; `open_whole` opens the corpus once for both.
 
-        Which they are depends on their number and on the share alone. Raises UserError for a source that cannot be
-        divided.
+        The split depends only on the number of documents and the share. Raises UserError for a source that cannot be
+        split.
         """
         if self._whole is None:
             opened = open_whole(self.source)
             if not isinstance(opened, TokenizedCorpus):
                 raise UserError(
-                    f"{self.source.data}: validation_share needs data of known length, and this is streamed; give "
+                    f"{self.source.data}: validation_share needs data of known length, but this is streamed; give "
                     "--validation-data"
                 )
             self._whole = opened
@@ -46,15 +46,15 @@ class Divided:
 
 
 @dataclass(frozen=True)
-class Portion:
-    """One part of a divided source, in a run's list of sources."""
+class SplitPart:
+    """The training or the held-out part of a source, in a run's list of sources."""
 
-    divided: Divided
+    split: SplitSource
     held_out: bool
 
 
 def divide(sources: Sequence[tuple[Any, float]], share: float) -> tuple[list[Any], list[Any]]:
-    """Weighted sources as those to train on, and those held out."""
-    divided = [(Divided(source, share), weight) for source, weight in sources]
-    training, held_out = ([(Portion(each, which), weight) for each, weight in divided] for which in (False, True))
+    """Splits each of the weighted sources; returns those to train on and those held out."""
+    divided = [(SplitSource(source, share), weight) for source, weight in sources]
+    training, held_out = ([(SplitPart(each, which), weight) for each, weight in divided] for which in (False, True))
     return training, held_out

@@ -1,4 +1,4 @@
-"""JSON files that are one array of objects: its items one by one, without all of them as values in memory."""
+"""Reads JSON files that are one array of objects item by item, without parsing the whole array at once."""
 
 from __future__ import annotations
 
@@ -9,12 +9,12 @@ from pathlib import Path
 from lockstep.errors import UserError
 
 TOKEN = re.compile(rb'"[^"\\]*(?:\\.[^"\\]*)*"|[][{},"]', re.DOTALL)
-"""A string, in which nothing counts, what begins, separates or ends values, or the quote of a string without an end, at
-which the search ends: so it takes linear time."""
+"""A whole string, a structural character, or the quote of an unterminated string, at which the search ends, so that it
+takes linear time."""
 
 
 def is_array(path: Path) -> bool:
-    """Whether the first character of a file that is not white space begins an array."""
+    """Whether the first non-blank character of a file begins an array."""
     try:
         with path.open("rb") as file:
             return file.read(4096).lstrip().startswith(b"[")
@@ -23,11 +23,11 @@ def is_array(path: Path) -> bool:
 
 
 def items(path: Path, most_bytes: int) -> Iterator[bytes]:
-    """The text of each item of the array that the file is. Raises UserError for a larger file and for half an array."""
+    """Each item's text. Raises UserError for a file that is too large or an array that is not closed."""
     try:
         if path.stat().st_size > most_bytes:
             raise UserError(
-                f"{path}: has {path.stat().st_size} bytes, more than the {most_bytes} of an array that is read; "
+                f"{path}: has {path.stat().st_size} bytes; an array can have at most {most_bytes}; "
                 "write its items to a .jsonl file, one per line"
             )
         text = path.read_bytes()
@@ -49,4 +49,4 @@ def items(path: Path, most_bytes: int) -> Iterator[bytes]:
             break
     if depth or text[start:].strip():
         problem = "text follows the array" if not depth else "the array is not closed"
-        raise UserError(f"{path}: {problem}; is it whole? Write it again, or give a .jsonl file")
+        raise UserError(f"{path}: {problem}; is it complete? Write it again, or give a .jsonl file")

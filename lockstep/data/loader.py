@@ -1,4 +1,4 @@
-"""The rows of each step, for one rank: the same global rows in the same order, however many ranks share them."""
+"""One rank's rows of each step; the global rows and their order do not depend on the number of ranks."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from lockstep.errors import UserError
 
 @runtime_checkable
 class RowStream(Protocol):
-    """What the loader needs from `Rows`, or from a mixture of several."""
+    """What the loader needs from `Rows` or `MixedRows`."""
 
     sequence_length: int
 
@@ -27,29 +27,29 @@ class RowStream(Protocol):
     def targets(self, pieces: list[Piece]) -> int: ...
     def read(self, pieces: list[Piece]) -> Row: ...
     def state(self) -> dict[str, Any]: ...
-    def load_state(self, state: dict[str, Any]) -> None: ...
+    def restore(self, state: dict[str, Any]) -> None: ...
 
 
 @dataclass
 class StepRows:
-    """What one rank computes in a step, and the totals of the step over all ranks."""
+    """One rank's micro-batches of a step, and the totals of the step over all ranks."""
 
     microbatches: list[list[Row]]
-    """This rank's; each has the same number of rows, on every rank."""
+    """This rank's; all have the same number of rows, on every rank."""
     tokens: int
-    """Tokens of documents, without padding, over all ranks."""
+    """Tokens over all ranks, without padding."""
     targets: int
     """Tokens that the loss counts, over all ranks."""
     capacity: int
-    """Tokens of all rows, over all ranks, padding included."""
+    """Tokens of all rows over all ranks, including padding."""
 
 
 class RowLoader:
     """Takes rows of `tokens_per_step` tokens from the stream for each step, and splits this rank's share into
     micro-batches.
 
-    The rows of a step do not depend on the ranks: they are split into micro-batches of consecutive rows, of which rank
-    r of n has r, n + r, 2n + r and so on. A last step that the data does not fill is filled with empty rows.
+    The rows of a step do not depend on the ranks: they are split into micro-batches of consecutive rows, and rank r of
+    n gets micro-batches r, n + r, 2n + r and so on. If the data does not fill the last step, empty rows do.
 
     Raises UserError if the step does not divide into rows, ranks and micro-batches.
     """
@@ -67,7 +67,7 @@ class RowLoader:
 
     @property
     def ended(self) -> bool:
-        """Whether the data has no further step."""
+        """Whether the data has no more steps."""
         return self.rows.ended
 
     @property
@@ -77,13 +77,13 @@ class RowLoader:
 
     @property
     def counts(self) -> dict[str, int]:
-        """What was found in the data, as metrics: `data/skipped_lines`, `data/empty_documents`, if there were any."""
+        """Nonzero counts of the data as metrics, such as `data/skipped_lines` and `data/empty_documents`."""
         return {f"data/{name}": count for name, count in self.rows.counts.items() if count}
 
     def steps_of(self, epochs: float) -> int:
-        """Steps, at least one, from here until the data has been seen `epochs` times; nothing is taken from the stream.
+        """Steps, at least one, from here until the data has been seen `epochs` times; the position does not change.
 
-        Raises UserError for data without a known end and for a number that is not above 0.
+        Raises UserError for data of unknown length and for a number that is not above 0.
         """
         if not epochs > 0:
             raise UserError(f"epochs is {epochs}; it must be above 0")
@@ -91,24 +91,24 @@ class RowLoader:
         while self.rows.epoch < epochs and not self.rows.ended:
             self.rows.plan()
             rows += 1
-        self.rows.load_state(before)
+        self.rows.restore(before)
         return max(1, -(-rows // self.rows_per_step))
 
     def epochs_of(self, steps: int) -> float:
-        """How often the data will have been seen after `steps` steps from here; nothing is taken from the stream."""
+        """How often the data will have been seen after `steps` steps from here; the position does not change."""
         before = self.rows.state()
         for _ in range(steps * self.rows_per_step):
             if not self.rows.ended:
                 self.rows.plan()
         epochs = self.rows.epoch
-        self.rows.load_state(before)
+        self.rows.restore(before)
         return epochs
 
     def peek(self) -> StepRows:
-        """What `next` will give."""
+        """The next step, without advancing."""
         before = self.state()
         step = self.next()
-        self.load_state(before)
+        self.restore(before)
         return step
 
     def next(self) -> StepRows:
@@ -126,20 +126,20 @@ class RowLoader:
         )
 
     def state(self) -> dict[str, Any]:
-        """The whole position, the same on every rank and for any number of them; JSON-able."""
+        """The position, the same on every rank and for any number of ranks; JSON-serializable."""
         return self.rows.state()
 
-    def load_state(self, state: dict[str, Any]) -> None:
-        """Continues with the step after those taken before `state`. Raises UserError for another run's state."""
-        self.rows.load_state(state)
+    def restore(self, state: dict[str, Any]) -> None:
+        """Continues from a position that `state` returned. Raises UserError for another run's state."""
+        self.rows.restore(state)
 
 
 def divide_step(
     length: int, per_step: int, per_microbatch: int, ranks: int, deterministic: bool = False
 ) -> tuple[int, int]:
-    """Rows per step, and per micro-batch. Raises UserError if they do not divide, with numbers that would.
+    """Rows per step and per micro-batch. Raises UserError, with numbers that work, if they do not divide.
 
-    deterministic: refuse a micro-batch that would be smaller because ranks share the step.
+    deterministic: refuse micro-batches that would be smaller because ranks share the step.
     """
     rows, rest = divmod(per_step, length)
     if rest or not rows or rows % ranks:
@@ -150,19 +150,19 @@ def divide_step(
             f"tokens_per_step {per_step} does not divide into rows of sequence_length {length} for {ranks} "
             f"data-parallel rank{'s' * (ranks > 1)}, {unit} tokens in total; give tokens_per_step {near}"
         )
-    own = rows // ranks
-    size = min(max(1, per_microbatch // length), own)
+    per_rank = rows // ranks
+    size = min(max(1, per_microbatch // length), per_rank)
     if deterministic and size < min(max(1, per_microbatch // length), rows):
         raise UserError(
-            f"train.deterministic_layout needs the same micro-batches in every layout, but a rank has {own} rows per "
-            f"step and train.tokens_per_microbatch {per_microbatch} means {per_microbatch // length}; give "
-            f"train.tokens_per_microbatch {own * length} in all layouts"
+            f"train.deterministic_layout needs the same micro-batches in every layout, but a rank has {per_rank} rows "
+            f"per step and train.tokens_per_microbatch {per_microbatch} means {per_microbatch // length}; give "
+            f"train.tokens_per_microbatch {per_rank * length} in all layouts"
         )
-    if own % size:
-        fitting = next(n for n in range(size, 0, -1) if own % n == 0)
+    if per_rank % size:
+        fitting = next(n for n in range(size, 0, -1) if per_rank % n == 0)
         raise UserError(
-            f"a rank's {own} rows per step ({per_step} tokens, {ranks} rank{'s' * (ranks > 1)}) do not divide into "
-            f"micro-batches of {size} rows (train.tokens_per_microbatch {per_microbatch}); "
+            f"a rank's {per_rank} rows per step ({per_step} tokens, {ranks} rank{'s' * (ranks > 1)}) do not divide "
+            f"into micro-batches of {size} rows (train.tokens_per_microbatch {per_microbatch}); "
             f"give train.tokens_per_microbatch {fitting * length}"
         )
     return rows, size

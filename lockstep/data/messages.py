@@ -1,4 +1,4 @@
-"""Messages of data as chat templates expect them: OpenAI's wire format, and what other formats say beside it."""
+"""Converts messages of training data, in OpenAI's and other formats, to what chat templates expect."""
 
 from __future__ import annotations
 
@@ -11,39 +11,39 @@ from typing import Any, TypeGuard
 from lockstep.data.chat import ChatTemplate, ChatTemplateError
 
 REASONING = ("reasoning_content", "thinking", "reasoning")
-"""Names of a message's reasoning in data. Templates read the first, gpt-oss's the second; transformers gives both."""
+"""Keys of a message's reasoning in data. Templates read the first, gpt-oss's the second; transformers passes both."""
 SHOWN_REASONING = REASONING[:2]
-"""The names under which reasoning is given to templates: each reads one of them."""
+"""Keys under which reasoning is passed to templates: each template reads one of them."""
 FLAGS = ("weight", "train", "training", "trainable", "loss", "loss_mask")
-"""Names under which data says whether a message is trained on: OpenAI's is the first."""
+"""Keys of the flag that says whether a message is trained on; the first is OpenAI's."""
 OTHER_ANSWERS = ("function_call", "audio", "refusal", "train_detail")
-"""What an answer can consist of elsewhere, and no chat template knows: OpenAI's, and axolotl's parts of an answer."""
+"""Parts of an answer in OpenAI's and axolotl's formats that no chat template renders."""
 LAYOUTS = ("conversations", "instruction", "input", "output", "history", "system")
-"""Keys of rows in ShareGPT's layout, and in Alpaca's; the last is beside `messages` too."""
+"""Keys of rows in ShareGPT's and Alpaca's layouts; the last may also accompany `messages`."""
 SPEAKERS = {
     "human": "user", "user": "user", "gpt": "assistant", "assistant": "assistant", "system": "system", "tool": "tool",
     "observation": "tool",
 }  # fmt: skip
-"""Of ShareGPT's `from`, the roles that templates know."""
+"""The role for each value of ShareGPT's `from`."""
 
 
 def in_our_layout(row: Mapping[str, Any]) -> dict[str, Any]:
-    """A row of ShareGPT's (`conversations` of `from` and `value`, also under `messages`) or Alpaca's layout
-    (`instruction`, `input`, `output`, and `history`, a list of pairs) with `messages`; any other row as it is.
+    """Converts a row of ShareGPT's layout (`conversations` of `from` and `value`, also under `messages`) or Alpaca's
+    (`instruction`, `input`, `output`, and `history`, a list of pairs) to `messages`; returns any other row unchanged.
 
-    A text `system` beside them, or beside `messages`, is the first message. Raises ChatTemplateError for a speaker that
-    is not known, and for a `history` or `system` that cannot be one.
+    A text `system` in the row becomes the first message. Raises ChatTemplateError for an unknown speaker and for an
+    invalid `history` or `system`.
     """
     turns = row.get("messages") or row.get("conversations")
-    instruction, given, output = (row.get(key) for key in ("instruction", "input", "output"))
+    instruction, context, output = (row.get(key) for key in ("instruction", "input", "output"))
     others = (row.get(key) for key in ("messages", "prompt", "completion"))
     if isinstance(turns, list) and turns and all(isinstance(t, dict) and {"from", "value"} <= t.keys() for t in turns):
         messages = [_turn(turn) for turn in turns]
     elif are_messages(turns):
         messages = turns
     elif isinstance(instruction, str) and isinstance(output, str) and not any(others):
-        asked = f"{instruction}\n\n{given}" if isinstance(given, str) and given.strip() else instruction
-        messages = [message for pair in [*_history(row), (asked, output)] for message in _exchange(*pair)]
+        question = f"{instruction}\n\n{context}" if isinstance(context, str) and context.strip() else instruction
+        messages = [message for pair in [*_history(row), (question, output)] for message in _exchange(*pair)]
     else:
         return dict(row)
     return {**row, **dict.fromkeys(LAYOUTS), "messages": [*system_message(row, messages), *messages]}
@@ -52,18 +52,18 @@ def in_our_layout(row: Mapping[str, Any]) -> dict[str, Any]:
 def _history(row: Mapping[str, Any]) -> list[tuple[str, str]]:
     pairs = row.get("history") or []
     if not isinstance(pairs, list) or not all(
-        isinstance(pair, list | tuple) and [type(said) for said in pair] == [str, str] for pair in pairs
+        isinstance(pair, list | tuple) and [type(text) for text in pair] == [str, str] for pair in pairs
     ):
         raise ChatTemplateError('"history" is not a list of pairs of texts')
-    return [(asked, said) for asked, said in pairs]
+    return [(question, answer) for question, answer in pairs]
 
 
-def _exchange(asked: str, said: str) -> list[dict[str, Any]]:
-    return [{"role": "user", "content": asked}, {"role": "assistant", "content": said}]
+def _exchange(question: str, answer: str) -> list[dict[str, Any]]:
+    return [{"role": "user", "content": question}, {"role": "assistant", "content": answer}]
 
 
 def system_message(row: Mapping[str, Any], messages: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
-    """The row's `system` as a message, unless the messages begin with it."""
+    """The row's `system` as a message, unless the messages already begin with it."""
     text = row.get("system")
     if text in (None, "") or (messages and messages[0] == {"role": "system", "content": text}):
         return []
@@ -82,15 +82,14 @@ def _turn(turn: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def are_messages(value: Any) -> TypeGuard[list[Any]]:
-    """Whether it is a list, maybe empty, of objects with a role."""
+    """Whether it is a possibly empty list of objects with a role."""
     return isinstance(value, list) and all(isinstance(m, dict) and "role" in m for m in value)
 
 
 def is_trained(message: Mapping[str, Any]) -> bool:
-    """Whether a message's own flags leave it to be trained on.
+    """Whether a message's flags allow training on it.
 
-    Raises ChatTemplateError for a flag that is neither true nor false, and for another role's message that is to be
-    trained on.
+    Raises ChatTemplateError for a flag that is neither true nor false, and for a true flag of another role's message.
     """
     flags = {name: message[name] for name in FLAGS if message.get(name) is not None}
     for name, value in flags.items():
@@ -98,40 +97,40 @@ def is_trained(message: Mapping[str, Any]) -> bool:
             raise ChatTemplateError(f"{name} of a message is {value!r:.40}; it must be true or false, 1 or 0")
         if value and message["role"] != "assistant":
             raise ChatTemplateError(
-                f"a message of the role {message['role']!r:.60} has {name} {value!r}; only the assistant's are learned"
+                f"a message of the role {message['role']!r:.60} has {name} {value!r}; "
+                "only the assistant's can be trained on"
             )
     return all(flags.values())
 
 
 def plain(message: Mapping[str, Any], between: str = "\n") -> dict[str, Any]:
-    """A message as templates expect it: parts of texts in one string with `between` between them, arguments of tool
-    calls as objects, no flags.
+    """A message as templates expect it: text parts joined by `between`, arguments of tool calls as objects, no flags.
 
-    Raises ChatTemplateError if its content is not text, which a tool's result need not be. The assistant's tool calls
-    and reasoning need no content at all.
+    Raises ChatTemplateError if its content is not text, except for a tool's result. The assistant's tool calls and
+    reasoning need no content.
     """
-    # In Parquet every message has the keys of all messages. Transformers leaves out null values too.
-    found = {key: value for key, value in message.items() if value is not None and key not in FLAGS}
-    content = found.get("content")
+    # In Parquet every message has the keys of all messages. Transformers also drops null values.
+    values = {key: value for key, value in message.items() if value is not None and key not in FLAGS}
+    content = values.get("content")
     if isinstance(content, list) and all(isinstance(p, dict) and isinstance(p.get("text"), str) for p in content):
-        found["content"] = content = between.join(part["text"] for part in content)
-    if isinstance(calls := found.get("tool_calls"), list):
-        found["tool_calls"] = [_call(call) for call in calls]
+        values["content"] = content = between.join(part["text"] for part in content)
+    if isinstance(calls := values.get("tool_calls"), list):
+        values["tool_calls"] = [_call(call) for call in calls]
         if not calls:
-            del found["tool_calls"]  # templates take it for a call
-    reasoning = next((found[name] for name in REASONING if name in found), None)
-    can_be_other = message["role"] == "tool" if content is not None else found.get("tool_calls")
+            del values["tool_calls"]  # templates treat an empty list as a call
+    reasoning = next((values[name] for name in REASONING if name in values), None)
+    needs_no_text = message["role"] == "tool" if content is not None else values.get("tool_calls")
     if content is None and message["role"] == "assistant" and isinstance(reasoning, str):
-        can_be_other = can_be_other or reasoning.strip()
-    if not isinstance(content, str) and not can_be_other:
+        needs_no_text = needs_no_text or reasoning.strip()
+    if not isinstance(content, str) and not needs_no_text:
         raise ChatTemplateError(f"a message of the role {message['role']!r:.60} has no text as its content")
     if reasoning is not None:
-        found = {"thinking": reasoning, **found, "reasoning_content": reasoning}
-    return found
+        values = {"thinking": reasoning, **values, "reasoning_content": reasoning}
+    return values
 
 
 def _call(call: Any) -> Any:
-    """A tool call, with `function` or flat, whose arguments are an object: on the wire they are its JSON."""
+    """A tool call, flat or with `function`, whose arguments are decoded from JSON to an object."""
     if isinstance(call, dict) and isinstance(call.get("function"), dict):
         return {**call, "function": _call(call["function"])}
     if not isinstance(call, dict) or not isinstance(call.get("arguments"), str):
@@ -147,52 +146,53 @@ def _call(call: Any) -> Any:
 
 
 def between_parts(template: ChatTemplate) -> str:
-    """What a template writes between two parts of a message's content: nothing, as a rule; a line break for a template
-    that knows no parts."""
+    """What a template renders between two parts of a message's content: usually nothing; a line break if the template
+    does not support parts."""
     parts = [{"type": "text", "text": text} for text in ("\ue000", "\ue001")]
     try:
         text = template.render([{"role": "user", "content": parts}], add_generation_prompt=False)
     except ChatTemplateError:
         return "\n"
-    found = re.search("\ue000(.*)\ue001", text, re.DOTALL)
-    return "\n" if found is None or "text" in found[1] else found[1]
+    match = re.search("\ue000(.*)\ue001", text, re.DOTALL)
+    return "\n" if match is None or "text" in match[1] else match[1]
 
 
 def refuse_hidden(
     template: ChatTemplate, messages: Sequence[dict[str, Any]], trained: Sequence[bool], text: str, **values: Any
 ) -> None:
-    """Raises ChatTemplateError if the rendering `text` lacks a message, its tool calls, or all that it consists of. An
-    answer may lack what is shown when it is the last message, and its reasoning unless it is trained on.
+    """Raises ChatTemplateError if the rendering `text` lacks a message's content, tool calls, or only part.
 
-    Content, tool calls and reasoning are changed to see whether the text changes.
+    An answer may lack what the template renders when it is the last message, and its reasoning unless it is trained on.
+
+    Detected by changing content, tool calls and reasoning, and comparing the renderings.
     """
 
     def shows(index: int, change: dict[str, Any]) -> bool:
         whole, until = text, len(messages)
-        if messages[index]["role"] == "assistant":  # of earlier answers a template may drop a part
-            with suppress(ChatTemplateError):  # some templates want a user's message
+        if messages[index]["role"] == "assistant":  # templates may drop parts of earlier answers
+            with suppress(ChatTemplateError):  # some templates require a user message
                 whole = template.render([*messages[: index + 1]], add_generation_prompt=False, **values)
                 until = index + 1
         others = [*messages[:index], {**messages[index], **change}, *messages[index + 1 :]][:until]
         return template.render(others, add_generation_prompt=False, **values) != whole
 
-    seen = _seen(template, messages, **values)
+    shown = _shown_contents(template, messages, **values)
     for index, message in enumerate(messages):
         content, calls = message.get("content"), message.get("tool_calls")
         who = f"the role {message['role']!r:.60}"
         if other := next((key for key in OTHER_ANSWERS if message.get(key)), None):
             raise ChatTemplateError(f"a message of {who} has {other!r}, which chat templates do not show")
-        if isinstance(content, str) and content and index not in seen and not shows(index, {"content": f"{content}?"}):
+        if isinstance(content, str) and content and index not in shown and not shows(index, {"content": f"{content}?"}):
             raise ChatTemplateError(f"the chat template does not show the content of {who}")
         if isinstance(calls, list) and calls and not shows(index, {"tool_calls": [_renamed(call) for call in calls]}):
             raise ChatTemplateError("the chat template does not show tool calls")
-        is_all = "content" not in message and not calls
-        if (trained[index] or is_all) and (thought := _other_thought(message)) and not shows(index, thought):
+        is_only_part = "content" not in message and not calls
+        if (trained[index] or is_only_part) and (changed := _other_reasoning(message)) and not shows(index, changed):
             raise ChatTemplateError(f"the chat template does not show the reasoning of {who}")
 
 
-def _seen(template: ChatTemplate, messages: Sequence[dict[str, Any]], **values: Any) -> set[int]:
-    """Which messages' contents the template shows at their ends, found by one rendering with a mark in each."""
+def _shown_contents(template: ChatTemplate, messages: Sequence[dict[str, Any]], **values: Any) -> set[int]:
+    """Indices of the messages whose contents the template shows to their ends, by one rendering with a mark in each."""
     marked = [
         {**message, "content": f"{message['content']}\ue000{index}\ue001"}
         if isinstance(message.get("content"), str)
@@ -206,8 +206,8 @@ def _seen(template: ChatTemplate, messages: Sequence[dict[str, Any]], **values: 
     return {int(index) for index in re.findall("\ue000([0-9]+)\ue001", text)}
 
 
-def _other_thought(message: Mapping[str, Any]) -> dict[str, Any]:
-    """The keys of a message that have its reasoning, with another one; empty without any."""
+def _other_reasoning(message: Mapping[str, Any]) -> dict[str, Any]:
+    """The keys of a message that have its reasoning, with different reasoning; empty without any."""
     changed = {name: f"{message[name]}?" for name in REASONING if message.get(name)}
     content = message.get("content")
     if message["role"] == "assistant" and isinstance(content, str) and "</think>" in content:
@@ -216,7 +216,7 @@ def _other_thought(message: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _renamed(call: Any) -> Any:
-    """Another call: of another function, with other arguments."""
+    """A call of another function with other arguments."""
     if not isinstance(call, dict):
         return call
     if isinstance(function := call.get("function"), dict):

@@ -13,7 +13,7 @@ from lockstep.errors import UserError
 def parse_data(data: str) -> list[tuple[str, float]]:
     """`a.jsonl=0.7,b.parquet=0.3` as sources and their weights; the weight defaults to 1.
 
-    Text without `=WEIGHT` is a single source, commas and all. Raises UserError for a weight that is not positive.
+    Text without `=WEIGHT` is a single source, even with commas. Raises UserError for a weight that is not positive.
     """
     parts = [part.rpartition("=") for part in data.split(",")]
     if not any(equals and _number(weight) is not None for _, equals, weight in parts):
@@ -36,18 +36,18 @@ def _number(text: str) -> float | None:
 
 
 class MixedRows:
-    """Rows of several streams, each row from one: after any number of rows each stream is about a row from its share.
+    """Interleaves rows of several streams: at any point each stream is within about one row of its share.
 
-    Shares count tokens without padding, which rows of whole documents have in different amounts. Which stream a row
-    comes from is a function of the weights and of the rows before. A stream that ends drops out.
+    Shares count tokens without padding, whose amount differs between rows of whole documents. The choice of stream is a
+    deterministic function of the weights and of the earlier rows. A stream that has ended is no longer chosen.
     """
 
     def __init__(self, streams: Sequence[RowStream], weights: Sequence[float]):
         self.streams = list(streams)
         self.weights = [weight / sum(weights) for weight in weights]
         self.sequence_length = streams[0].sequence_length
-        # Tokens taken from each.
-        self._given = [0] * len(streams)
+        # Tokens taken from each stream.
+        self._taken = [0] * len(streams)
 
     @property
     def ended(self) -> bool:
@@ -60,7 +60,7 @@ class MixedRows:
 
     @property
     def size(self) -> tuple[int, int] | None:
-        """Documents and tokens of all streams; None if one has no known length."""
+        """Documents and tokens of all streams; None if the length of one is unknown."""
         sizes = [stream.size for stream in self.streams]
         known = [size for size in sizes if size is not None]
         return (sum(n for n, _ in known), sum(n for _, n in known)) if len(known) == len(sizes) else None
@@ -71,14 +71,14 @@ class MixedRows:
         return {name: sum(stream.counts.get(name, 0) for stream in self.streams) for name in sorted(names)}
 
     def plan(self) -> list[Piece]:
-        """The next row of the stream that is furthest behind its share; empty where all have ended."""
-        going = [i for i, stream in enumerate(self.streams) if not stream.ended]
-        if not going:
+        """The next row of the stream that is furthest behind its share; empty if all have ended."""
+        active = [i for i, stream in enumerate(self.streams) if not stream.ended]
+        if not active:
             return []
-        total = sum(self._given) + self.sequence_length
-        chosen = max(going, key=lambda i: self.weights[i] * total - self._given[i])
+        total = sum(self._taken) + self.sequence_length
+        chosen = max(active, key=lambda i: self.weights[i] * total - self._taken[i])
         pieces = self.streams[chosen].plan()
-        self._given[chosen] += sum(piece.size for piece in pieces)
+        self._taken[chosen] += sum(piece.size for piece in pieces)
         return pieces
 
     def targets(self, pieces: list[Piece]) -> int:
@@ -89,15 +89,15 @@ class MixedRows:
 
     def state(self) -> dict[str, Any]:
         streams = [stream.state() for stream in self.streams]
-        return {"weights": self.weights, "given": list(self._given), "streams": streams}
+        return {"weights": self.weights, "given": list(self._taken), "streams": streams}
 
-    def load_state(self, state: dict[str, Any]) -> None:
+    def restore(self, state: dict[str, Any]) -> None:
         """Raises UserError if the sources or their weights are not those of `state`."""
         if state.get("weights") != self.weights:
             raise UserError(
                 f"weights of the data: {state.get('weights')} when the run was saved, {self.weights} now; "
                 "resume with the same data, or start over with --overwrite"
             )
-        self._given = [int(tokens) for tokens in state["given"]]
-        for stream, own in zip(self.streams, state["streams"], strict=True):
-            stream.load_state(own)
+        self._taken = [int(tokens) for tokens in state["given"]]
+        for stream, stream_state in zip(self.streams, state["streams"], strict=True):
+            stream.restore(stream_state)

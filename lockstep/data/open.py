@@ -1,4 +1,4 @@
-"""From the sources of a run to its stream of rows."""
+"""Opens a run's data sources as a stream of rows."""
 
 from __future__ import annotations
 
@@ -7,9 +7,9 @@ from pathlib import Path
 
 from lockstep.cache import cache_folder
 from lockstep.config import DataConfig
-from lockstep.data.corpus import Share, TokenizedCorpus, collect, unshared
+from lockstep.data.corpus import RunOnce, TokenizedCorpus, collect, in_this_process
 from lockstep.data.encode import Encoder, token_dtype
-from lockstep.data.held_out import Portion
+from lockstep.data.held_out import SplitPart
 from lockstep.data.loader import RowStream
 from lockstep.data.mixture import MixedRows
 from lockstep.data.rows import Documents, Rows
@@ -18,21 +18,23 @@ from lockstep.data.token_folder import Source, cached, open_token_folder
 from lockstep.data.workers import encode_all
 from lockstep.errors import UserError
 
-DataSource = Source | Path | TokenizedCorpus | Portion
-"""Documents, a folder of tokens by its path, a corpus, or a part of one of these."""
+DataSource = Source | Path | TokenizedCorpus | SplitPart
+"""A source of documents, the path of a token folder, a corpus, or a part of one of these."""
 IN_MEMORY = 2**28
-"""Most bytes of files that are tokenized in memory if no cache is given."""
+"""Maximum bytes of files that are tokenized in memory if no cache is configured."""
 ALONE = 2**23
-"""Bytes of files for which starting worker processes takes longer than they save."""
+"""Bytes of files up to which starting worker processes takes longer than it saves."""
 
 
-def open_documents(source: DataSource, encoder: Encoder, settings: DataConfig, share: Share = unshared) -> Documents:
-    """Tokenized documents: of a folder of tokens as they are, of a stream while it is read, of files beforehand.
+def open_documents(
+    source: DataSource, encoder: Encoder, settings: DataConfig, share: RunOnce = in_this_process
+) -> Documents:
+    """Tokenized documents: token folders are mapped, streams tokenized while they are read, files beforehand.
 
-    `share` is used for what is tokenized in memory. Raises UserError for bad data.
+    `share` distributes what is tokenized in memory. Raises UserError for bad data.
     """
-    if isinstance(source, Portion):
-        return source.divided.part(source.held_out, lambda whole: open_documents(whole, encoder, settings, share))
+    if isinstance(source, SplitPart):
+        return source.split.part(source.held_out, lambda whole: open_documents(whole, encoder, settings, share))
     if isinstance(source, TokenizedCorpus):
         return source
     if isinstance(source, Path):
@@ -48,10 +50,10 @@ def open_documents(source: DataSource, encoder: Encoder, settings: DataConfig, s
         encoded = encode_all(source.read(), encoder, workers)
         corpus = collect(encoded, lambda: source.tally, token_dtype(encoder.tokenizer), source.skip_bad_lines)
         if len(corpus.offsets) == 1:
-            raise source.tally.nothing_left(source.data)
+            raise source.tally.no_documents_error(source.data)
         return corpus
 
-    # If hosts see files of different sizes, one of them decides for all.
+    # One process decides for all, since hosts may see files of different sizes.
     corpus = share(in_memory)
     if corpus is not None:
         return corpus
@@ -64,10 +66,10 @@ def open_rows(
     settings: DataConfig,
     sequence_length: int,
     seed: int,
-    share: Share = unshared,
+    share: RunOnce = in_this_process,
     kind: type[Rows] = Rows,
 ) -> RowStream:
-    """Rows of one source, or of several mixed by their weights; a folder of tokens is given by its path.
+    """Rows of one source, or of several mixed by their weights.
 
     Raises UserError, naming the source, for data without anything to predict.
     """

@@ -1,7 +1,7 @@
-"""How large the values of a Parquet file become, before they are read: a few of its bytes may expand to gigabytes.
+"""Bounds the memory that reading a Parquet file takes, before it is read: a few bytes may expand to gigabytes.
 
-Parsed here by hand, in Thrift's compact protocol, because pyarrow's own classes for it end the process if the metadata
-is damaged. As in pyarrow, which reads the values, a field of the wrong kind counts as missing.
+The metadata (Thrift's compact protocol) is parsed here because pyarrow's metadata classes crash the process if it is
+damaged. As in pyarrow, which reads the values, a field of the wrong type counts as missing.
 """
 
 from __future__ import annotations
@@ -16,31 +16,31 @@ from typing import Any
 import numpy as np
 
 PER_VALUE = 16
-"""Bytes of a value, apart from its text, while Arrow reads it: itself or its text's index, and its place in lists."""
+"""Bytes of a value while Arrow reads it, apart from its text: the value or the text's index, and list offsets."""
 PER_OBJECT = 32
 """Bytes of a value, apart from its text, as a Python object."""
 I32, I64, BINARY, LIST, STRUCT = 5, 6, 8, 9, 12
-"""Kinds of fields."""
+"""Thrift types of fields."""
 DATA, DICTIONARY, DATA_V2 = 0, 2, 3
 ABOUT = {DATA: (5, STRUCT), DICTIONARY: (7, STRUCT), DATA_V2: (8, STRUCT)}
-"""The field of a page's header that describes its values, by the kind of page; in it, field 1 is their number."""
+"""The field of a page's header that describes its values, by the type of page; its field 1 is their number."""
 ENCODING = {DATA: (2, I32), DATA_V2: (4, I32)}
 BYTE_ARRAY, REPEATED, DELTA_BYTE_ARRAY = 6, 2, 7
 LONGEST_END, LONGEST_HEADER = 2**25, 2**22
-"""Bytes of a file's description of itself, and of a page's."""
+"""Maximum bytes of a file's footer and of a page's header."""
 
 Fields = dict[tuple[int, int], Any]
-"""By number and kind."""
+"""By field number and type."""
 
 
 @dataclass(frozen=True)
 class Leaf:
-    """A column of values; a column of structs has several."""
+    """A leaf of the schema; a column of structs has several."""
 
     column: str
     is_text: bool
     length: int
-    """Bytes of each value, if all have the same length."""
+    """Bytes of each value of a fixed-length type."""
     in_lists: bool
 
 
@@ -50,18 +50,18 @@ class Chunk:
 
     leaf: Leaf
     size: int = 0
-    """Most bytes that reading it takes in total, except for texts that values share."""
+    """Upper bound on the bytes that reading it takes, without shared texts."""
     largest_page: int = 0
     """Bytes of the largest page."""
     shares: bool = False
-    """Whether values share texts, or parts of them."""
+    """Whether values share texts or prefixes of texts."""
 
 
 def chunks_of(path: Path) -> list[list[Chunk]]:
-    """The chunks of each group of rows, one per leaf, in order.
+    """The chunks of each row group, one per leaf, in order.
 
-    Sizes come from the headers of the pages, which readers obey, and not from the metadata at the end of the file.
-    Raises ValueError for what is not a Parquet file.
+    Sizes come from the page headers, which readers use, not from the footer. Raises ValueError if it is not a Parquet
+    file.
     """
     with path.open("rb") as file:
         try:
@@ -81,8 +81,8 @@ def chunks_of(path: Path) -> list[list[Chunk]]:
 
 
 def _leaves(elements: list[Fields]) -> Iterator[Leaf]:
-    """The leaves of a schema, in which groups come before their contents."""
-    open_groups: list[tuple[int, str, bool]] = []  # fields to come, the column, whether in lists
+    """The leaves of a schema, which lists groups before their children."""
+    open_groups: list[tuple[int, str, bool]] = []  # remaining children, the column, whether in lists
     for index, element in enumerate(elements):
         children, kind = element.get((5, I32), 0), element.get((1, I32))
         column, in_lists = "", False
@@ -120,7 +120,7 @@ def _chunk(file: io.BufferedIOBase, leaf: Leaf, entry: Fields) -> Chunk:
 
 
 def _header(file: io.BufferedIOBase) -> Fields:
-    """The struct at the file's position, which is then behind it."""
+    """Reads the struct at the file's position."""
     begin = file.tell()
     for length in (2**10, LONGEST_HEADER):
         part = io.BytesIO(file.read(length))
@@ -140,8 +140,8 @@ def _struct(file: io.BufferedIOBase) -> Fields:
         kind = head & 15
         number = number + (head >> 4) if head >> 4 else _integer(file)
         if (number, kind) in fields:
-            raise ValueError("damaged: a field is there twice")
-        # Truth values have no bytes of their own.
+            raise ValueError("damaged: a field occurs twice")
+        # A boolean's value is in its type.
         fields[number, kind] = _value(file, kind) if kind > 2 else kind == 1
     return fields
 
@@ -163,7 +163,7 @@ def _value(file: io.BufferedIOBase, kind: int) -> Any:
         return [_value(file, head & 15) for _ in range(_varint(file) if head >> 4 == 15 else head >> 4)]
     if kind == STRUCT:
         return _struct(file)
-    raise ValueError(f"damaged: a field of unknown kind {kind}")
+    raise ValueError(f"damaged: a field of unknown type {kind}")
 
 
 def _integer(file: io.BufferedIOBase) -> int:
@@ -188,31 +188,31 @@ def _byte(file: io.BufferedIOBase) -> int:
 
 
 def sizes(values: Any) -> np.ndarray:
-    """Approximate bytes of each value of an Arrow array as a Python object; a text counts for each that shares it."""
+    """Approximate bytes of each value of an Arrow array as a Python object; a shared text counts for each value."""
     from pyarrow import compute, types
 
-    own = np.full(len(values), PER_OBJECT, dtype=np.int64)
+    base = np.full(len(values), PER_OBJECT, dtype=np.int64)
     kind = values.type
     if types.is_dictionary(kind):
         lengths = compute.take(_lengths(values.dictionary), values.indices)
-        return own + lengths.fill_null(0).to_numpy(zero_copy_only=False)
+        return base + lengths.fill_null(0).to_numpy(zero_copy_only=False)
     if types.is_struct(kind):
-        return own + np.sum([sizes(field) for field in values.flatten()], axis=0)
+        return base + np.sum([sizes(field) for field in values.flatten()], axis=0)
     if types.is_fixed_size_list(kind):
         items = sizes(values.values).reshape(-1, kind.list_size).sum(axis=1)
-        return own + items[values.offset : values.offset + len(values)]
+        return base + items[values.offset : values.offset + len(values)]
     if types.is_nested(kind):
-        # Lists and maps. What is before the first offset belongs to an earlier batch.
+        # Lists and maps. Items before the first offset belong to an earlier batch.
         ends, offsets = np.append(0, np.cumsum(sizes(values.values))), values.offsets.to_numpy()
-        return own + ends[offsets[1:]] - ends[offsets[:-1]]
+        return base + ends[offsets[1:]] - ends[offsets[:-1]]
     texts = types.is_string, types.is_large_string, types.is_string_view, types.is_binary, types.is_large_binary
     if any(is_one(kind) for is_one in texts):
-        return own + _lengths(values).fill_null(0).to_numpy(zero_copy_only=False)
-    return own
+        return base + _lengths(values).fill_null(0).to_numpy(zero_copy_only=False)
+    return base
 
 
 def _lengths(texts: Any) -> Any:
-    """Bytes of each."""
+    """Bytes of each text."""
     from pyarrow import compute, large_binary
 
     return compute.binary_length(texts.cast(large_binary()))

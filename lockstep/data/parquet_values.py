@@ -1,4 +1,4 @@
-"""Values of Parquet rows as the objects that they were written from."""
+"""Decodes values of Parquet rows to the objects that were written."""
 
 from __future__ import annotations
 
@@ -12,15 +12,15 @@ Decode = Callable[[Any], Any]
 
 
 def decoders(path: Path) -> dict[str, Decode]:
-    """How the values of each column become objects again, by the column's name.
+    """A decoder for the values of each column, by the column's name.
 
-    A text that Arrow's extension type `arrow.json` marks is decoded: `datasets` writes objects whose keys differ so. A
-    struct has the keys of the structs in all rows, and those without a value are left out.
+    Text of Arrow's extension type `arrow.json` is parsed: `datasets` writes objects with different keys as such. A
+    struct has the keys of the structs in all rows; those without a value are dropped.
     """
     from pyarrow import parquet
 
-    shown = "arrow_extensions_enabled" in inspect.signature(parquet.ParquetFile).parameters
-    with parquet.ParquetFile(path, **({"arrow_extensions_enabled": True} if shown else {})) as file:
+    supported = "arrow_extensions_enabled" in inspect.signature(parquet.ParquetFile).parameters
+    with parquet.ParquetFile(path, **({"arrow_extensions_enabled": True} if supported else {})) as file:
         return {field.name: _decoder(field) for field in file.schema_arrow}
 
 

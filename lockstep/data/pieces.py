@@ -1,4 +1,4 @@
-"""What each token of a text stands for, one by one: in readable form, as text, and as bytes."""
+"""Single tokens in readable form, as text, and as bytes."""
 
 from __future__ import annotations
 
@@ -9,17 +9,17 @@ from functools import lru_cache
 from lockstep.data.tokenizer import Tokenizer, byte_characters, special_ids
 
 BYTE = re.compile(r"<0x([0-9A-Fa-f]{2})>")
-"""The name of a token that is a byte, as byte fallback and `ByteTokenizer` write it."""
+"""The name of a byte token, in byte fallback and in `ByteTokenizer`."""
 
 
 def token_pieces(tokenizer: Tokenizer, tokens: Sequence[int]) -> list[str]:
-    """Each token in readable form: its text, the name of a special token, bytes that are not UTF-8 alone as `\\xNN`."""
+    """Each token in readable form: its text, a special token's name, or `\\xNN` for bytes that are not UTF-8 alone."""
     names = _names(tokenizer)
     return [_piece(tokenizer, token, names.get(token)) for token in tokens]
 
 
 def token_text(tokenizer: Tokenizer, token: int) -> str:
-    """What a token adds to a text; empty for a special token and for bytes that are not UTF-8 alone."""
+    """The text that a token adds; empty for a special token and for bytes that are not UTF-8 alone."""
     return _alone(tokenizer, token) or ""
 
 
@@ -35,21 +35,21 @@ def token_bytes(tokenizer: Tokenizer, token: int) -> bytes | None:
 def _piece(tokenizer: Tokenizer, token: int, name: str | None) -> str:
     if name is None:
         return f"[{token}]"
-    found = token_bytes(tokenizer, token)
-    return name if found is None else found.decode(errors="backslashreplace")
+    added = token_bytes(tokenizer, token)
+    return name if added is None else added.decode(errors="backslashreplace")
 
 
 @lru_cache(maxsize=2**18)
 def _alone(tokenizer: Tokenizer, token: int) -> str | None:
-    """What a token adds to a text; None for bytes that are not UTF-8 alone."""
+    """The text that a token adds; None for bytes that are not UTF-8 alone."""
     context, length = _before(tokenizer)
     text = tokenizer.decode([*context, token])[length:]
-    # A vocabulary can have U+FFFD as a token of its own.
+    # A vocabulary can contain U+FFFD itself.
     return None if "\N{REPLACEMENT CHARACTER}" in text and text != _names(tokenizer).get(token) else text
 
 
 def _bytes(name: str) -> bytes | None:
-    """The bytes that a token is named after, which are not UTF-8 alone."""
+    """The bytes that a token's name spells."""
     if byte := BYTE.fullmatch(name):
         return bytes([int(byte[1], 16)])
     bytes_of = _bytes_of_characters()
@@ -68,7 +68,7 @@ def _names(tokenizer: Tokenizer) -> dict[int, str]:
 
 @lru_cache(maxsize=4)
 def _before(tokenizer: Tokenizer) -> tuple[list[int], int]:
-    """A token with a text, to which others may be added, and the length of the text."""
+    """A token with text, as decoding context for others, and the length of its text."""
     for token in range(tokenizer.vocab_size):
         text = tokenizer.decode([token])
         if text.strip() and "\N{REPLACEMENT CHARACTER}" not in text:

@@ -1,7 +1,7 @@
-"""Preferences to tokens: pairs of a chosen and a rejected answer, or single answers with labels.
+"""Tokenizes preferences: pairs of a chosen and a rejected answer, or single answers with labels.
 
-An example is one document of a corpus; of a pair, the two whole sequences one after the other. A byte for each token
-says whether it is scored (`SCORED`), and where a pair's second sequence begins or an answer is desirable (`MARK`).
+An example is one document of a corpus; a pair is its two whole sequences, concatenated. One byte per token holds flags:
+the token is scored (`SCORED`); a pair's second sequence begins here, or the answer is desirable (`MARK`).
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ SCORED, MARK = 1, 2
 
 
 class PreferenceSource(ConversationSource):
-    """Lines or rows as they are; a data set on the hub is read whole, since its examples are scored before the run."""
+    """Lines or rows, unchanged; a data set on the hub is read completely, to score its examples before the run."""
 
     keys = (
         *("prompt", "chosen", "rejected", "completion", "label", "system", "question", "instruction", "input"),
@@ -41,9 +41,8 @@ class PreferenceSource(ConversationSource):
 class PreferenceEncoder:
     """Tokens of `chosen` and `rejected` after `prompt`, or of `completion` with its `label`, as in TRL's data sets.
 
-    All are texts, or all lists of messages; without a `prompt`, it is what both answers begin with. The answer is
-    scored as in `ConversationEncoder`. A pair of equal answers, and an example longer than `longest` tokens, are left
-    out.
+    All are texts, or all lists of messages; without a `prompt`, the answers' common prefix is the prompt. The answer is
+    scored as in `ConversationEncoder`. Pairs of equal answers and examples longer than `longest` tokens are left out.
     """
 
     tokenizer: Tokenizer
@@ -101,7 +100,7 @@ class PreferenceEncoder:
         return self._fitting(line, one.tokens, marks, marks)
 
     def _fitting(self, line: Conversation, tokens: np.ndarray, marks: np.ndarray, *answers: np.ndarray) -> Encoded:
-        if not all((own & SCORED).any() for own in answers):
+        if not all((answer & SCORED).any() for answer in answers):
             return self._without(f"{line.where}: its answer has no token that can be scored; give it a prompt")
         if len(tokens) > self.longest:
             kind = "long_pairs" if self.paired else "long_examples"
@@ -110,8 +109,8 @@ class PreferenceEncoder:
 
     def _answer(self, line: Conversation, prompt: Any, answer: Any) -> Encoded:
         """The whole sequence, with its answer scored."""
-        own = {name: line.values.get(name) for name in ("system", "chat_template_kwargs", *TOOLS)}
-        values = {"prompt": prompt, "completion": answer, **own}
+        options = {name: line.values.get(name) for name in ("system", "chat_template_kwargs", *TOOLS)}
+        values = {"prompt": prompt, "completion": answer, **options}
         (scored_text,) = self._answers.scored_texts(values)
         return self._answers.tokens(line.where, scored_text)
 
@@ -122,7 +121,7 @@ class PreferenceEncoder:
 def _scored(one: Encoded) -> np.ndarray:
     assert one.scored is not None
     marks = one.scored.astype(np.uint8)
-    marks[0] = 0  # nothing comes before it
+    marks[0] = 0  # it has no context
     return marks
 
 
@@ -140,15 +139,15 @@ def _prompt_and_answers(values: dict[str, Any]) -> tuple[Any, tuple[Any, Any]]:
     if prompt is None and _kind(chosen) == _kind(rejected) == "text":
         prompt = _question(values)
     if _kind(prompt) == "text" and _kind(chosen) == _kind(rejected) == "messages":
-        prompt = None  # as in TRL: the answers are whole conversations, and the prompt a text of what they begin with
+        prompt = None  # as in TRL: the answers are whole conversations, and the prompt is the text of their beginning
     kinds = {_kind(value) for value in (chosen, rejected, *([] if prompt is None else [prompt]))}
     if len(kinds) > 1 or "" in kinds:
         if chosen is None and isinstance(values.get("label"), bool):
             raise ChatTemplateError('has a "label" and no "chosen" and "rejected": train on it with --loss kto')
-        here = ", ".join(f"{name}: {_kind(v) or 'neither'}" for name, v in values.items() if v is not None)
+        present = ", ".join(f"{name}: {_kind(v) or 'neither'}" for name, v in values.items() if v is not None)
         raise ChatTemplateError(
             'needs "chosen" and "rejected", and "prompt" or the prompt in both: all texts, or all lists of '
-            f"messages (here: {here:.200})"
+            f"messages (here: {present:.200})"
         )
     if prompt is None:
         shared = next((i for i, (a, b) in enumerate(zip(chosen, rejected)) if a != b), min(len(chosen), len(rejected)))
@@ -161,11 +160,11 @@ def _prompt_and_answers(values: dict[str, Any]) -> tuple[Any, tuple[Any, Any]]:
 
 
 def _question(values: dict[str, Any]) -> str | None:
-    """A text prompt under the names that it has in other layouts."""
-    asked, given = values.get("question") or values.get("instruction"), values.get("input")
-    if not isinstance(asked, str):
+    """A text prompt under its names in other layouts."""
+    question, context = values.get("question") or values.get("instruction"), values.get("input")
+    if not isinstance(question, str):
         return None
-    return f"{asked}\n\n{given}" if isinstance(given, str) and given.strip() else asked
+    return f"{question}\n\n{context}" if isinstance(context, str) and context.strip() else question
 
 
 class AnswerTokens(NamedTuple):
@@ -184,7 +183,7 @@ class Example:
     desirable: bool
     """Whether the label is true; meaningless for a pair."""
     number: int
-    """Number of the document in its corpus."""
+    """Index of the document in its corpus."""
     reference: tuple[float, float] = (math.nan, math.nan)
     """The reference's log-probabilities of the sequences' scored tokens, in nats, if known."""
 
@@ -197,7 +196,7 @@ class PreferenceRow(Row):
 
 
 class PreferenceRows(Rows):
-    """Rows of whole examples, which count as targets; `packing` must be "whole"."""
+    """Rows of whole examples, each of which is one target; `packing` must be "whole"."""
 
     paired = True
 
@@ -209,7 +208,7 @@ class PreferenceRows(Rows):
         """A planned row's examples, and its tokens."""
         row = super().read(pieces)
         examples = [read_example(piece.corpus, number_of(piece), self.paired, self.sequence_length) for piece in pieces]
-        own = [len(s.tokens) for e in examples for s in (e.sequences if self.paired else e.sequences[:1])]
+        lengths = [len(s.tokens) for e in examples for s in (e.sequences if self.paired else e.sequences[:1])]
         scored = np.zeros_like(row.scored)
         start = 0
         for example in examples:
@@ -217,7 +216,7 @@ class PreferenceRows(Rows):
                 scored[np.array(sequence.scored, dtype=np.int64) + start] = True
                 start += len(sequence.tokens)
         padding = row.tokens.size - start
-        return PreferenceRow(row.tokens, own + ([padding] if padding else []), scored, padding, examples=examples)
+        return PreferenceRow(row.tokens, lengths + ([padding] if padding else []), scored, padding, examples=examples)
 
 
 class LabelledRows(PreferenceRows):
@@ -227,12 +226,12 @@ class LabelledRows(PreferenceRows):
 
 
 def number_of(piece: Piece) -> int:
-    """Number of the document that a piece is from, in its corpus."""
+    """Index in its corpus of the document that a piece is from."""
     return int(np.searchsorted(piece.corpus.offsets, piece.start, side="right")) - 1
 
 
 def read_example(corpus: TokenizedCorpus, number: int, paired: bool, longest: int) -> Example:
-    """The example that is document `number`, of sequences of at most `longest` tokens."""
+    """The example in document `number`, with sequences of at most `longest` tokens."""
     tokens, marks = _document(corpus, number)
     desirable = False
     if paired:
@@ -240,9 +239,9 @@ def read_example(corpus: TokenizedCorpus, number: int, paired: bool, longest: in
         sequences = _sequence(tokens[:second], marks[:second]), _sequence(tokens[second:], marks[second:])
     else:
         desirable = bool(marks[0] & MARK)
-        others, their_marks = _document(corpus, (number + 1) % (len(corpus.offsets) - 1))
-        here, there = int(np.flatnonzero(marks & SCORED)[0]), int(np.flatnonzero(their_marks & SCORED)[0])
-        mixed = np.concatenate([tokens[:here], others[there:]]), np.concatenate([marks[:here], their_marks[there:]])
+        other, other_marks = _document(corpus, (number + 1) % (len(corpus.offsets) - 1))
+        here, there = int(np.flatnonzero(marks & SCORED)[0]), int(np.flatnonzero(other_marks & SCORED)[0])
+        mixed = np.concatenate([tokens[:here], other[there:]]), np.concatenate([marks[:here], other_marks[there:]])
         sequences = _sequence(tokens, marks), _sequence(mixed[0][:longest], mixed[1][:longest])
     known = corpus.reference
     reference = (math.nan, math.nan) if known is None else (float(known[number, 0]), float(known[number, 1]))

@@ -1,4 +1,4 @@
-"""Objects from JSON and Parquet files and from Hugging Face `datasets`, each with the place it came from."""
+"""Reads objects from JSON and Parquet files and from Hugging Face `datasets`, each with its location."""
 
 from __future__ import annotations
 
@@ -21,17 +21,17 @@ from lockstep.data.parquet_values import decoders
 from lockstep.errors import UserError
 
 LONGEST_LINE = 2**28
-"""Bytes of a JSONL line; a longer document belongs in a text file, which is read in parts."""
+"""Maximum bytes of a JSONL line; longer documents belong in text files, which are read in parts."""
 MOST_VALUES = 2**22
-"""Occurrences of each of the characters , : [ and { in a JSONL line, including those in its texts: each may mean a
+"""Maximum number of each of the characters , : [ and { in a JSONL line, including those in strings: each may start a
 value, and many small values take 20 times the memory of their line. A book has a comma about every 80 characters."""
 LEAST_LINE = 256
-"""Least bytes that a line counts as in what a gzip file expands to: a billion empty lines take minutes, too."""
+"""Minimum size of a line when a gzip file's expansion is counted: a billion empty lines take minutes, too."""
 HUB = "hf:"
 LARGEST_RATIO, UNPACKED_FREELY = 200, 2**30
-"""A gzip or Parquet file can expand this many times, or to this many bytes anyway; text compresses 3 to 20 times."""
+"""A gzip or Parquet file may expand by this factor, and always to this many bytes; text compresses 3 to 20 times."""
 FEW_ROWS, MANY_ROWS = 64, 2**16
-"""Rows of a Parquet file that are read at once."""
+"""Rows of a Parquet file read at once."""
 
 NO_TEXT = "contains no text: there are no documents in it, or only empty ones; give other data"
 LEFT_OUT = {
@@ -41,37 +41,37 @@ LEFT_OUT = {
     "long_pairs": "longer than a row (give a larger --sequence-length)",
     "long_examples": "longer than a row (give a larger --sequence-length)",
 }
-"""What the counts of a `Tally` mean."""
+"""Descriptions of a `Tally`'s counts."""
 
 
 @dataclass
 class Tally:
-    """What one pass over a source has encountered so far."""
+    """Counts of one pass over a source."""
 
     skipped_lines: int = 0
     empty_documents: int = 0
     bytes_read: int = 0
-    """Of the files, on disk."""
+    """Bytes of the files on disk."""
     left_out: dict[str, int] = field(default_factory=dict)
-    """Examples that nothing can be learned from, by reason."""
+    """Number of examples left out, by reason."""
 
     def counts(self) -> dict[str, int]:
         """The counts that go into a run's metrics."""
         return {"skipped_lines": self.skipped_lines, "empty_documents": self.empty_documents, **self.left_out}
 
-    def nothing_left(self, data: str) -> UserError:
-        """The error for `data` without any document to learn from: why there is none."""
-        found = {name: count for name, count in self.counts().items() if count}
-        if not found.keys() - {"empty_documents"}:
+    def no_documents_error(self, data: str) -> UserError:
+        """The error, with the reason, for `data` that has no document to train on."""
+        counts = {name: count for name, count in self.counts().items() if count}
+        if not counts.keys() - {"empty_documents"}:
             return UserError(f"{data}: {NO_TEXT}")
-        why = ", ".join(f"{count} {LEFT_OUT[name]}" for name, count in found.items())
-        return UserError(f"{data}: none of its {sum(found.values())} examples can be learned from: {why}")
+        why = ", ".join(f"{count} {LEFT_OUT[name]}" for name, count in counts.items())
+        return UserError(f"{data}: none of its {sum(counts.values())} examples can be trained on: {why}")
 
 
 def holds_records(path: Path) -> bool:
     """Whether a file is read as objects; any other file is text.
 
-    A `.json` file is if it has an array of objects, or an object on its first line, as JSONL under that name has.
+    A `.json` file is if it contains an array, or an object on its first line, as JSONL does.
     """
     name = path.name.lower()
     if name.endswith((".jsonl", ".jsonl.gz", ".parquet")):
@@ -93,7 +93,7 @@ def read_records(
 ) -> Iterator[tuple[str, dict[str, Any]]]:
     """(`file:line`, object) of each line of a JSONL file, item of a JSON array, or row of a `.parquet` file.
 
-    From a `.parquet` file only the columns `keys` are read, or all without them; others are None. Raises UserError for
+    From a `.parquet` file only the columns `keys` are read (None: all); the others are None. Raises UserError for
     a file that cannot be read and, unless these are skipped, for a line that is not a JSON object or is longer than
     `LONGEST_LINE`.
     """
@@ -123,7 +123,7 @@ def read_jsonl(
 ) -> Iterator[tuple[int, dict[str, Any]]]:
     """(line number from 1, object) of each line that is not blank; `.gz` is decompressed.
 
-    Raises UserError with file and line for one that is not a JSON object, unless these are skipped; `tally` counts
+    Raises UserError with file and line for a line that is not a JSON object, unless these are skipped; `tally` counts
     them. Also raises UserError for a gzip file that is damaged or expands more than text does.
     """
     tally = tally or Tally()
@@ -166,22 +166,22 @@ JSON_KINDS: dict[type, str] = {
 }  # fmt: skip
 
 
-def kind_of(value: Any) -> str:
-    """What a value is in JSON, in words."""
+def json_type(value: Any) -> str:
+    """The JSON type of a value, in words."""
     return JSON_KINDS.get(type(value), f"a {type(value).__name__}")
 
 
 def _parse(line: bytes) -> tuple[dict[str, Any], str]:
-    """The line's object, or what is wrong with it."""
+    """The line's object, and what is wrong with it, if anything."""
     for character in (b",", b":", b"[", b"{"):
         if line.count(character) > MOST_VALUES:
             return {}, f"has the character {character.decode()} more than {MOST_VALUES} times"
     try:
         values = json.loads(line)
         if not isinstance(values, dict):
-            return {}, kind_of(values)
+            return {}, json_type(values)
         if b"\\ud" in line.lower() or b"\xed" in line:
-            # JSON can contain half a surrogate pair, escaped or in bytes, which no tokenizer takes: it has no UTF-8.
+            # JSON can contain half a surrogate pair, escaped or as bytes, which has no UTF-8: no tokenizer accepts it.
             json.dumps(values, ensure_ascii=False).encode()
     except UnicodeDecodeError as error:
         return {}, f"byte {error.start} of the line, from 0, is not UTF-8"
@@ -204,13 +204,13 @@ def _parquet(
         limit, unpacked, number = max(UNPACKED_FREELY, LARGEST_RATIO * path.stat().st_size), 0, 0
         groups = chunks_of(path)
         names = list(dict.fromkeys(chunk.leaf.column for group in groups for chunk in group))
-        # At least one: without columns there would be as many rows as the file claims.
+        # At least one column: without any, the number of rows is whatever the file claims.
         wanted = names if keys is None else [name for name in names if name in keys] or names[:1]
         if sum(chunk.size for group in groups for chunk in group if chunk.leaf.column in wanted) > limit:
             raise _bomb(path)
         options: dict[str, Any] = {"metadata": parquet.read_metadata(path)}
         if "arrow_extensions_enabled" in inspect.signature(parquet.ParquetFile).parameters:
-            options["arrow_extensions_enabled"] = False  # what is marked as JSON is decoded below
+            options["arrow_extensions_enabled"] = False  # JSON is decoded below
         decode = decoders(path)
         for index, group in enumerate(groups if wanted else ()):
             rows, shared = _how_to_read(group, wanted)
@@ -224,8 +224,8 @@ def _parquet(
                             raise _bomb(path)
                         if size <= LONGEST_LINE:
                             columns = zip(batch.schema.names, batch.columns)
-                            own = {name: decode[name](column[row].as_py()) for name, column in columns}
-                            yield f"{path}: row {number}", dict.fromkeys(names) | own
+                            values = {name: decode[name](column[row].as_py()) for name, column in columns}
+                            yield f"{path}: row {number}", dict.fromkeys(names) | values
                         elif skip_bad_lines:
                             tally.skipped_lines += 1
                         else:
@@ -237,7 +237,7 @@ def _parquet(
 
 
 def _how_to_read(group: list[Chunk], columns: list[str]) -> tuple[int, list[int]]:
-    """Rows of a group to read at once, and the leaves whose texts stay shared, so few bytes cannot become gigabytes."""
+    """Rows of a group to read at once, and the leaves whose texts stay shared, so that they do not expand."""
     read = [chunk for chunk in group if chunk.leaf.column in columns]
     large = FEW_ROWS * sum(chunk.largest_page for chunk in read) > LONGEST_LINE
     shared = [
@@ -245,7 +245,7 @@ def _how_to_read(group: list[Chunk], columns: list[str]) -> tuple[int, list[int]
         for index, chunk in enumerate(group)
         if chunk in read and chunk.leaf.is_text and chunk.shares and (large or chunk.leaf.in_lists)
     ]
-    # With shared texts a batch also has those of all batches before it, so there must be few batches.
+    # With shared texts a batch also contains those of all earlier batches, so there must be few batches.
     return (MANY_ROWS if shared else FEW_ROWS), shared
 
 
@@ -269,13 +269,13 @@ def read_hub(name: str, skip: int = 0) -> Iterator[tuple[str, dict[str, Any]]]:
 
 
 def hub_parts(name: str) -> tuple[str, str, str]:
-    """Data set, config and split of `hf:NAME[:config][:split]`; what is left out is empty."""
+    """Data set, config and split of `hf:NAME[:config][:split]`; missing parts are empty."""
     path, config, split = [*name.removeprefix(HUB).split(":"), "", ""][:3]
     return path, config, split
 
 
 def hub_splits(name: str) -> list[str]:
-    """The splits that a data set on the hub has. Raises UserError as `read_hub` does."""
+    """The splits of a data set on the hub. Raises UserError as `read_hub` does."""
     path, config, _ = hub_parts(name)
     with _hub_errors(name) as datasets:
         return [str(split) for split in datasets.get_dataset_split_names(path, config or None)]
@@ -283,7 +283,7 @@ def hub_splits(name: str) -> list[str]:
 
 @contextmanager
 def _hub_errors(name: str) -> Iterator[Any]:
-    """The package `datasets`, whose errors become a UserError."""
+    """The package `datasets`; its errors become UserErrors."""
     try:
         import datasets
     except ImportError as error:

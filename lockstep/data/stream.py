@@ -1,4 +1,4 @@
-"""Documents that are streamed during the run, shuffled one window at a time."""
+"""Documents streamed during the run, shuffled one window at a time."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from queue import Queue
 from typing import Any
 
-from lockstep.data.corpus import Share, TokenizedCorpus, collect, unshared
+from lockstep.data.corpus import RunOnce, TokenizedCorpus, collect, in_this_process
 from lockstep.data.encode import Encoder, token_dtype
 from lockstep.data.token_folder import Source
 from lockstep.data.workers import encode_all
@@ -16,13 +16,13 @@ from lockstep.errors import UserError
 
 
 class StreamedDocuments:
-    """Windows of `size` documents of a stream; the next one is read and tokenized while this one is used.
+    """Windows of `size` documents of a stream; the next one is read and tokenized while the current one is used.
 
-    Window k holds the documents from number k · size on, without empty ones, so a run resumes by skipping to there.
-    The process that `share` chooses reads; all processes of a run request the same windows in the same order.
+    Window k contains documents k · size to (k + 1) · size - 1, without empty ones, so a run resumes by skipping there.
+    Only the process that `share` runs the call in reads; all processes request the same windows in the same order.
     """
 
-    def __init__(self, source: Source, encoder: Encoder, size: int, workers: int, share: Share = unshared):
+    def __init__(self, source: Source, encoder: Encoder, size: int, workers: int, share: RunOnce = in_this_process):
         self.source, self.encoder, self.size, self.workers = source, encoder, size, workers
         self._share = share
         self._reader: _Reader | None = None
@@ -48,7 +48,7 @@ class StreamedDocuments:
 
 
 class _Reader(threading.Thread):
-    """Reads windows from number `first` on, one ahead of those requested."""
+    """Reads windows from number `first` on, one ahead of the current one."""
 
     def __init__(self, documents: StreamedDocuments, first: int):
         super().__init__(daemon=True, name="windows")
@@ -79,8 +79,8 @@ class _Reader(threading.Thread):
             self._ready.put(error if isinstance(error, UserError) else RuntimeError(f"reading failed: {error!r}"))
 
     def _windows(self) -> Iterator[TokenizedCorpus]:
-        own = self._documents
-        source, kind = own.source, token_dtype(own.encoder.tokenizer)
-        encoded = encode_all(source.read(self._first * own.size), own.encoder, own.workers)
-        while window := list(itertools.islice(encoded, own.size)):
+        documents = self._documents
+        source, kind = documents.source, token_dtype(documents.encoder.tokenizer)
+        encoded = encode_all(source.read(self._first * documents.size), documents.encoder, documents.workers)
+        while window := list(itertools.islice(encoded, documents.size)):
             yield collect(window, lambda: source.tally, kind, source.skip_bad_lines)

@@ -1,12 +1,12 @@
-"""The process in which a chat template is compiled and rendered, with time and memory limits.
+"""The process that compiles and renders a chat template, with time and memory limits.
 
-A template is a program that came with a model: jinja's sandbox keeps it from files and from Python's internals, but not
-from running for hours or using up all memory. This file is run as a script, not imported: it needs only jinja2 and the
+A template is a program that comes with a model: jinja's sandbox keeps it from files and Python's internals, but not
+from running for hours or exhausting memory. This file is run as a script, not imported: it needs only jinja2 and the
 standard library, so the process starts in a fraction of a second.
 
-Requests arrive on standard input, pickled: first (source, bytes of memory, seconds of CPU time, characters of a text),
-then the variables of each rendering. The answers on standard output are bytes: `=` or `!`, eight for the length, and
-JSON of the source's variables, a text, or why there is none.
+Requests arrive pickled on standard input: first (source, bytes of memory, seconds of CPU time, maximum characters of a
+text), then the variables of each rendering. An answer on standard output is `=` or `!`, eight bytes of length, and JSON
+of the source's variables, the text, or the error.
 """
 
 from __future__ import annotations
@@ -28,18 +28,18 @@ from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 
 def serve() -> None:
-    """Answers until the pipe ends or the time limit ends the process."""
+    """Answers requests until the pipe closes or the time limit ends the process."""
     requests, answers = sys.stdin.buffer, os.fdopen(os.dup(1), "wb")
     os.dup2(2, 1)
     source, memory, seconds, longest = pickle.load(requests)
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
-    # If the system does not support this limit, as on macOS, only the time limit is left.
+    # Where the system does not support this limit, as on macOS, only the time limit applies.
     with suppress(OSError, ValueError):
         resource.setrlimit(resource.RLIMIT_AS, (memory, memory))
     environment, template = make_environment(), None
     variables: Any = None
     while True:
-        _give_time(seconds)
+        _extend_time_limit(seconds)
         try:
             if template is None:
                 names = meta.find_undeclared_variables(environment.parse(source))
@@ -53,13 +53,13 @@ def serve() -> None:
             text, kind, answer = "", b"!", f"it needs more than {memory // 2**20} MiB of memory".encode()
         except RecursionError:
             text, kind, answer = "", b"!", b"it is nested too deeply"
-        except Exception as error:  # a template is a program: these variables can make it raise anything
+        except Exception as error:  # a template is a program, which can raise anything
             text, kind, answer = "", b"!", f"{error}"[:1000].encode(errors="replace")
         try:
             answers.write(kind + len(answer).to_bytes(8, "little") + answer)
             answers.flush()
         except BrokenPipeError:
-            return  # whoever asked is gone
+            return  # the parent has ended
         text, answer = "", b""
         try:
             variables = pickle.load(requests)
@@ -67,8 +67,8 @@ def serve() -> None:
             return
 
 
-def _give_time(seconds: float) -> None:
-    """The CPU time from now on after which the system ends the process; it counts whole seconds."""
+def _extend_time_limit(seconds: float) -> None:
+    """Lets the process use `seconds` more of CPU time; the system counts whole seconds."""
     used = sum(resource.getrusage(resource.RUSAGE_SELF)[:2])
     _, hard = resource.getrlimit(resource.RLIMIT_CPU)
     limit = math.ceil(used + seconds)
@@ -76,7 +76,7 @@ def _give_time(seconds: float) -> None:
 
 
 def make_environment() -> ImmutableSandboxedEnvironment:
-    """Like that of transformers' `apply_chat_template`: the same options, functions and blocks."""
+    """The environment of transformers' `apply_chat_template`: the same options, functions and blocks."""
     environment = ImmutableSandboxedEnvironment(
         trim_blocks=True, lstrip_blocks=True, extensions=[GenerationBlock, loopcontrols]
     )
@@ -87,9 +87,9 @@ def make_environment() -> ImmutableSandboxedEnvironment:
 
 
 class GenerationBlock(Extension):
-    """`{% generation %}`, with which templates mark what the assistant says; it changes no text by itself.
+    """`{% generation %}`, with which templates mark the assistant's text; by itself it does not change the output.
 
-    As in transformers it is a call block: what is set in it is not known after it.
+    As in transformers it is a call block: variables set in it are not visible after it.
     """
 
     tags = {"generation"}  # noqa: RUF012
@@ -103,7 +103,7 @@ class GenerationBlock(Extension):
         return nodes.CallBlock(self.call_method("_between", marks), [], [], body).set_lineno(line)
 
     def _between(self, begins: Any, ends: Any, caller: Any) -> str:
-        # A mark that is not given is undefined, which has no text.
+        # A marker that is not passed is undefined and renders as nothing.
         return f"{begins}{caller()}{ends}"
 
 

@@ -10,25 +10,25 @@ from lockstep.data.chat import ChatTemplate, ChatTemplateError
 from lockstep.errors import UserError, closest
 
 KEY, OPTION = "chat_template_kwargs", "--chat-template-kwargs"
-GIVEN_TO_TEMPLATES = frozenset(
+ALWAYS_SET = frozenset(
     ("messages", "add_generation_prompt", "tools", "documents", "self", "generation_begins", "generation_ends")
 )
-"""Names that every rendering has already."""
+"""Names that every rendering sets already."""
 
 
-def template_values(given: Any, template: ChatTemplate | None, named: str = f'"{KEY}"') -> dict[str, Any]:
-    """A row's or command's values: an object, or JSON of one in a string; None: none. Null values are none either.
+def template_values(raw: Any, template: ChatTemplate | None, named: str = f'"{KEY}"') -> dict[str, Any]:
+    """A row's or command's values: an object, a string of its JSON, or None. Null values are dropped.
 
     Raises ChatTemplateError for anything else, and for a name that the template does not read.
     """
-    if isinstance(given, str):
+    if isinstance(raw, str):
         try:
-            given = json.loads(given)
+            raw = json.loads(raw)
         except (ValueError, RecursionError) as error:
             raise ChatTemplateError(f"{named} is not JSON ({error})") from error
-    if given is not None and not isinstance(given, Mapping):
+    if raw is not None and not isinstance(raw, Mapping):
         raise ChatTemplateError(f"{named} is not an object")
-    values = {name: value for name, value in (given or {}).items() if value is not None}
+    values = {name: value for name, value in (raw or {}).items() if value is not None}
     known = readable_values(template)
     if unread := next((name for name in values if name not in known), None):
         hint = closest(unread, known) or " Leave it out"
@@ -37,15 +37,15 @@ def template_values(given: Any, template: ChatTemplate | None, named: str = f'"{
 
 
 def readable_values(template: ChatTemplate | None) -> set[str]:
-    """Names that the template reads and that are given to it by nothing else."""
-    found = template.variables if template else frozenset()
-    found |= template.tool_use.variables if template and template.tool_use else frozenset()
-    return {name for name in found - GIVEN_TO_TEMPLATES if not name.endswith("_token")}
+    """Names that the template reads and nothing else sets."""
+    names = template.variables if template else frozenset()
+    names |= template.tool_use.variables if template and template.tool_use else frozenset()
+    return {name for name in names - ALWAYS_SET if not name.endswith("_token")}
 
 
-def command_values(given: str | Mapping[str, Any], template: ChatTemplate | None) -> dict[str, Any]:
-    """As `template_values`, for a command's `--chat-template-kwargs`; empty: none. Raises UserError."""
+def command_values(raw: str | Mapping[str, Any], template: ChatTemplate | None) -> dict[str, Any]:
+    """`template_values` of a command's `--chat-template-kwargs`, which may be empty. Raises UserError."""
     try:
-        return template_values(given or None, template, OPTION)
+        return template_values(raw or None, template, OPTION)
     except ChatTemplateError as error:
         raise UserError(f"{error}; give an object, such as '{{\"enable_thinking\": false}}'") from error

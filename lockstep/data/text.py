@@ -1,4 +1,4 @@
-"""Documents from text, JSON and Parquet files and from Hugging Face `datasets`."""
+"""Reads documents from text, JSON and Parquet files and from Hugging Face `datasets`."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from lockstep.data.records import HUB, Tally, holds_records, kind_of, read_hub, read_records
+from lockstep.data.records import HUB, Tally, holds_records, json_type, read_hub, read_records
 from lockstep.errors import UserError
 
 LONGEST_PART = 2**22
-"""Most characters of a text file that are held in memory at once."""
+"""Maximum characters of a text file in memory at once."""
 UNPACK = "only .jsonl.gz is read compressed; unpack it, or leave it out"
 FORMATS = {
     rb"\x1f\x8b": f"is compressed with gzip, and {UNPACK}",
@@ -26,12 +26,12 @@ FORMATS = {
     rb"PAR1\x15": "is a Parquet file; give it a name that ends in .parquet",
     rb"ARROW1\0\0": "is an Arrow file, not text; save it as Parquet, or leave it out",
 }
-"""What files are whose first bytes match these, and what to do."""
+"""By a pattern of a file's first bytes: its format, and what to do."""
 UNDECODED = re.compile("[\udc80-\udcff]")
 
 
 class TextPart(NamedTuple):
-    """A document's text, or a part of a very long one's."""
+    """The text of a document, or of a part of a very long one."""
 
     text: str
     ends: bool
@@ -39,15 +39,15 @@ class TextPart(NamedTuple):
 
 
 class TextSource:
-    """Documents of a file, a folder, a glob or a data set, in the order of their names; iterates over strings.
+    """Documents of a file, a folder, a glob or a data set, in order of file names; iterates over strings.
 
     Each line of a `.jsonl` or `.jsonl.gz` file, each item of a `.json` array, and each row of a `.parquet` file or of
     `hf:NAME[:config][:split]`, is a document: `template` with the values in place of the keys in braces. Any other file
-    is one document; a folder's hidden files and folders are left out. Empty `data` is the Python standard library's own
-    source, which every machine has. `tally` counts what the latest iteration has encountered.
+    is one document; a folder's hidden files and folders are left out. Empty `data` is the source code of Python's
+    standard library, which every machine has. `tally` has the counts of the latest pass.
 
     Raises UserError if nothing matches or the template is unusable, and, while iterating, for a bad line (file and
-    line number; the byte in a text file that is not UTF-8), unless these are skipped, or for a file that is not text.
+    line number; in a text file the byte that is not UTF-8), unless these are skipped, and for a file that is not text.
     """
 
     def __init__(self, data: str = "", template: str = "{text}", skip_bad_lines: bool = False):
@@ -56,7 +56,7 @@ class TextSource:
         self.skip_bad_lines = skip_bad_lines
         self.tally = Tally()
         self.streamed = data.startswith(HUB)
-        """Whether it is streamed: it is not tokenized beforehand, and its length is unknown."""
+        """Whether documents are tokenized during the run; the length is then unknown."""
         self.files = [] if self.streamed else find_files(data)
         whole = [p for p in self.files if p.suffix.lower() in (".json", ".csv") and not holds_records(p)]
         if self.files and not Path(data).is_dir() and whole == self.files:
@@ -79,7 +79,7 @@ class TextSource:
             yield part.text
 
     def read(self, skip: int = 0) -> Iterator[TextPart]:
-        """The documents from number `skip` on, in parts if they are very long. Only a data set can skip."""
+        """The documents from number `skip` on, very long ones in parts. Only a streamed data set can skip."""
         self.tally = Tally()
         if self.streamed:
             for where, values in read_hub(self.data, skip):
@@ -95,7 +95,7 @@ class TextSource:
                 yield from _read_text(path, self.skip_bad_lines, self.tally)
 
     def describe(self) -> dict[str, Any]:
-        """What determines the documents, apart from the files."""
+        """Everything but the files that determines the documents."""
         return {"template": self.template}
 
     def _bad_keys(self, values: dict[str, Any]) -> list[str]:
@@ -105,10 +105,10 @@ class TextSource:
         if not (bad := self._bad_keys(values)):
             return self.template.format_map(values)
         if self.skip_bad_lines:
-            # In a data set each row has its number, so an empty document takes its place.
+            # Rows of a data set are counted, so an empty document takes its place.
             self.tally.skipped_lines += 1
             return ""
-        is_what = f"is {kind_of(values[bad[0]])}, not a text" if bad[0] in values else "is missing"
+        is_what = f"is {json_type(values[bad[0]])}, not a text" if bad[0] in values else "is missing"
         chats = "; these are conversations: use lockstep sft, or data tokenize --chat"
         raise UserError(
             f"{where}: key {bad[0]!r} {is_what}; name the line's keys in --template "
@@ -141,7 +141,7 @@ def _hidden(path: Path) -> bool:
 
 
 def _refuse_other_formats(path: Path) -> None:
-    """Raises UserError for a file that is named as text, but whose first bytes are those of a format that is not."""
+    """Raises UserError for a file whose first bytes are those of a format that is not text."""
     with path.open("rb") as file:
         beginning = file.read(16)
     for start, what in FORMATS.items():
@@ -153,9 +153,9 @@ def _read_text(path: Path, skip_bad_lines: bool, tally: Tally) -> Iterator[TextP
     offset = 0
     try:
         _refuse_other_formats(path)
-        # Bytes that are not UTF-8 become surrogates, which are found below; line ends stay, for the offset.
+        # Bytes that are not UTF-8 become surrogates, detected below; line ends are unchanged, for the offset.
         with path.open(encoding="utf-8", errors="surrogateescape", newline="") as file:
-            # To the end of a line, so that no word is cut; an endless line is cut nevertheless.
+            # Parts end at a line's end, so that no word is cut, unless the line is too long.
             parts = (text + file.readline(LONGEST_PART) for text in iter(lambda: file.read(LONGEST_PART), ""))
             for text, following in itertools.pairwise(itertools.chain(parts, [""])):
                 if "\0" in text:

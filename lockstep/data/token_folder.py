@@ -1,8 +1,8 @@
 """Tokens on disk: written once, then memory-mapped by every run and every rank.
 
 A folder contains `tokens.bin`, `offsets.bin` (int64), for conversations `scored.bin` (one byte per token) and, if some
-of them are several sequences, `branches.bin` (two int64 per branch); `tokens.json`, which describes them, and the
-tokenizer. It is written under another name and renamed when complete.
+of them have several sequences, `branches.bin` (two int64 per branch), the description `tokens.json` and the tokenizer.
+It is written under another name and renamed when complete.
 """
 
 from __future__ import annotations
@@ -26,6 +26,7 @@ from lockstep.data.records import Tally
 from lockstep.data.tokenizer import BYTE_FILE, Tokenizer, read_text
 from lockstep.data.workers import encode_all
 from lockstep.errors import UserError
+from lockstep.progress import Progress
 
 DESCRIPTION = "tokens.json"
 DTYPES = {"uint16": np.uint16, "uint32": np.uint32}
@@ -34,7 +35,7 @@ FORMAT = 2
 
 @runtime_checkable
 class Source(Protocol):
-    """Where an encoder's items come from."""
+    """The source of an encoder's items."""
 
     data: str
     skip_bad_lines: bool
@@ -44,7 +45,7 @@ class Source(Protocol):
 
     def read(self, skip: int = 0) -> Iterator[Any]: ...
     def describe(self) -> dict[str, Any]:
-        """What determines the documents, apart from the files."""
+        """Everything but the files that determines the documents."""
         ...
 
 
@@ -61,7 +62,7 @@ def open_token_folder(folder: Path, tokenizer: Tokenizer | None = None) -> Token
     try:
         about = json.loads(read_text(folder / DESCRIPTION))
         tokens, documents = int(about["tokens"]), int(about["documents"])
-        # Any other type that NumPy knows by name would read the file's bytes as something else, even pointers.
+        # Only known types: with others that NumPy accepts by name, bytes of the file could even be read as pointers.
         kind = np.dtype(DTYPES[about["dtype"]])
         scored, counts, made_by = bool(about["scored"]), _counts(about["counts"]), about["tokenizer"]
         branches = int(about.get("branches", 0))
@@ -88,12 +89,18 @@ def open_token_folder(folder: Path, tokenizer: Tokenizer | None = None) -> Token
         arrays[name] = np.memmap(path, dtype, mode="r", shape=(length,)) if length else np.empty(0, dtype)
     if not _ascending(arrays["offsets.bin"], tokens):
         raise UserError(f"{folder / 'offsets.bin'}: the offsets do not ascend from 0 to {tokens}; tokenize again")
-    apart = arrays["branches.bin"].reshape(-1, 2) if branches else None
-    if apart is not None and not _are_branches(apart, arrays["offsets.bin"]):
+    branch_array = arrays["branches.bin"].reshape(-1, 2) if branches else None
+    if branch_array is not None and not _are_branches(branch_array, arrays["offsets.bin"]):
         raise UserError(f"{folder / 'branches.bin'}: these are not branches of its documents; tokenize again")
     vocab_size = None if tokenizer is None else tokenizer.vocab_size
     return TokenizedCorpus(
-        arrays["tokens.bin"], arrays["offsets.bin"], arrays.get("scored.bin"), apart, counts, vocab_size, str(folder)
+        arrays["tokens.bin"],
+        arrays["offsets.bin"],
+        arrays.get("scored.bin"),
+        branch_array,
+        counts,
+        vocab_size,
+        where=str(folder),
     )
 
 
@@ -102,7 +109,7 @@ def _counts(counts: dict[str, Any]) -> dict[str, int]:
 
 
 def _are_branches(branches: np.ndarray, offsets: np.ndarray) -> bool:
-    """Whether they ascend, each within a document, sharing no more than is in its first sequence."""
+    """Whether they ascend, each within a document, and share at most its first sequence."""
     starts, shared = branches.T
     documents = np.searchsorted(offsets, starts, side="right") - 1
     if (starts <= 0).any() or (starts >= offsets[-1]).any() or not (starts[:-1] < starts[1:]).all():
@@ -113,18 +120,18 @@ def _are_branches(branches: np.ndarray, offsets: np.ndarray) -> bool:
 
 
 def _ascending(offsets: np.ndarray, last: int) -> bool:
-    """Whether they ascend from 0 to `last`; a memory-mapped array is read one part at a time."""
+    """Whether they ascend from 0 to `last`; reads a memory-mapped array in parts."""
     if not len(offsets) or offsets[0] != 0 or offsets[-1] != last:
         return False
     parts = (offsets[start : start + 2**20 + 1] for start in range(0, len(offsets) - 1, 2**20))
-    # Compared, not subtracted: the difference of two offsets may overflow an int64.
+    # Compared, since a difference of two offsets may overflow an int64.
     return all((part[:-1] <= part[1:]).all() for part in parts)
 
 
 def write_token_folder(
     folder: Path, source: Source, encoder: Encoder, workers: int = 0, on_bytes: Callable[[int], None] | None = None
 ) -> None:
-    """Tokenizes a source into a folder, which only appears when it is complete; never holds more than a few batches.
+    """Tokenizes a source into a folder, which appears when it is complete; only a few batches are in memory.
 
     `on_bytes` is called with the bytes of the files read so far. Raises UserError for bad data and for a full disk.
     """
@@ -143,9 +150,7 @@ def write_token_folder(
 
 
 def tokenize_with_progress(folder: Path, source: Source, encoder: Encoder, workers: int) -> None:
-    """`write_token_folder` with a progress bar over the files' bytes; for a stream of unknown length it ends full."""
-    from lockstep.observe import Progress
-
+    """`write_token_folder` with a progress bar over the files' bytes; a stream fills it at the end."""
     total = sum(path.stat().st_size for path in source.files)
     with Progress("tokenize", total or 1) as bar:
         write_token_folder(folder, source, encoder, workers, lambda read: bar.advance(read - bar.done))
@@ -174,7 +179,7 @@ def _write(
         _flush(tokens)
         _flush(masks)
     if len(offsets) == 1:
-        raise source.tally.nothing_left(source.data)
+        raise source.tally.no_documents_error(source.data)
     if not scored:
         (folder / "scored.bin").unlink()
     offsets.tofile(folder / "offsets.bin")
@@ -198,13 +203,13 @@ def _write(
 def cached(source: Source, encoder: Encoder, cache: Path, workers: int) -> TokenizedCorpus:
     """The source's corpus from the cache, tokenized now if it is not there.
 
-    Its name there is made from the files (path, size, modification time), the tokenizer and whatever else determines
-    the documents. Of several processes that ask for it, one works and the others wait.
+    The cache key is a hash of the files (path, size, modification time), the tokenizer and everything else that
+    determines the tokens. If several processes need the corpus, one tokenizes and the others wait.
     """
     files = [(str(path.resolve()), path.stat().st_size, path.stat().st_mtime_ns) for path in source.files]
     how = [source.describe(), source.skip_bad_lines, encoder.describe(), tokenizer_fingerprint(encoder.tokenizer)]
-    own = [FORMAT, files, how]
-    folder = cache / hashlib.sha256(json.dumps(own).encode()).hexdigest()[:16]
+    key = [FORMAT, files, how]
+    folder = cache / hashlib.sha256(json.dumps(key).encode()).hexdigest()[:16]
     with _lock(cache / f"{folder.name}.lock"):
         if not is_token_folder(folder):
             tokenize_with_progress(folder, source, encoder, workers)
@@ -213,7 +218,7 @@ def cached(source: Source, encoder: Encoder, cache: Path, workers: int) -> Token
 
 @contextmanager
 def _lock(path: Path) -> Iterator[IO[str]]:
-    # The kernel releases it when the process that holds it ends, however that happens.
+    # The kernel releases it when the process ends, however that happens.
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         file = path.open("w")
@@ -225,7 +230,7 @@ def _lock(path: Path) -> Iterator[IO[str]]:
 
 
 def tokenizer_fingerprint(tokenizer: Tokenizer) -> str:
-    """Equal for tokenizers that give the same tokens and end a text the same way."""
+    """Equal for tokenizers that produce the same tokens and the same end of text."""
     with tempfile.TemporaryDirectory() as folder:
         tokenizer.save(folder)
         digest = hashlib.sha256(f"{tokenizer.vocab_size} {tokenizer.eos_id}".encode())

@@ -1,4 +1,4 @@
-"""Text to tokens and back: bytes, or a `tokenizer.json` as Hugging Face writes it."""
+"""Tokenizers: bytes, or a Hugging Face `tokenizer.json`."""
 
 from __future__ import annotations
 
@@ -17,19 +17,19 @@ END_OF_TEXT = "<|endoftext|>"
 
 CHAT_TEMPLATE_FILE = "chat_template.jinja"
 MORE_TEMPLATES = "additional_chat_templates"
-"""The folder of templates that have names, such as `tool_use.jinja`."""
+"""The folder of named templates, such as `tool_use.jinja`."""
 CARRIED_FILES = (CHAT_TEMPLATE_FILE, f"{MORE_TEMPLATES}/*.jinja", "special_tokens_map.json")
-"""Files that other programs read along with the tokenizer, so that a checkpoint of a chat model still chats."""
+"""Files that belong to the tokenizer and are saved with it, so that other programs can chat with a checkpoint."""
 TOKEN_OPTIONS = ("lstrip", "rstrip", "normalized", "single_word")
 
 TRAINING_CHARACTERS = 2**30
-"""Most characters that a vocabulary is learned from."""
+"""Maximum characters that a vocabulary is trained on."""
 
 PROBE = "A few words, a num8er,\n  and ä\U0001f600."
-"""Text that every tokenizer is tried on when it is loaded."""
+"""Text that every tokenizer encodes when it is loaded, to detect broken ones."""
 
 LARGEST_TEXT = 2**26
-"""Bytes of a file that is read as a whole: settings, templates, a token folder's description."""
+"""Maximum bytes of a file that is read whole: settings, templates, a token folder's description."""
 
 FAILS = ("the tokenizer fails on this text or these tokens", "leave them out")
 
@@ -42,9 +42,9 @@ class Tokenizer(Protocol):
     eos_id: int | None
     bos_id: int | None
     longest_token: int
-    """Most characters that one token stands for."""
+    """Maximum number of characters of a token."""
     carried: dict[str, str]
-    """Texts of other files by name, which `save` writes next to its own."""
+    """Contents of further files by name, which `save` also writes."""
 
     def __hash__(self) -> int: ...
     def encode(self, text: str) -> list[int]: ...
@@ -59,11 +59,11 @@ class Tokenizer(Protocol):
         ...
 
     def special_tokens(self) -> dict[str, int]:
-        """The ids, by name, of tokens that are never a text's own characters; `decode` leaves them out as a rule."""
+        """The ids, by name, of tokens that never stand for ordinary text; `decode` usually leaves them out."""
         ...
 
     def added_tokens(self) -> dict[str, int]:
-        """The special tokens, and others outside the learned vocabulary, which a text may contain as its own words."""
+        """The special tokens, and others outside the trained vocabulary, which may be ordinary text."""
         ...
 
     def save(self, folder: str | Path) -> None: ...
@@ -72,8 +72,8 @@ class Tokenizer(Protocol):
 class ByteTokenizer:
     """UTF-8 bytes as tokens 0–255; 256 ends a text, 257 is unused (an even vocabulary).
 
-    As for other tokenizers, `<|endoftext|>` in a text is the token. `carried` holds texts of other files by name, which
-    `save` writes again. It also writes a `tokenizer.json`, with which transformers gives the same tokens.
+    As for other tokenizers, `<|endoftext|>` in a text is the token. `carried` has the contents of further files by
+    name, which `save` writes. It also writes a `tokenizer.json`, with which transformers produces the same tokens.
     """
 
     vocab_size = 258
@@ -85,11 +85,11 @@ class ByteTokenizer:
         self.carried = carried or {}
 
     def vocabulary(self) -> dict[str, int]:
-        """A name for every byte, and the end of a text."""
+        """A name for every byte and for the end-of-text token."""
         return {f"<0x{byte:02X}>": byte for byte in range(256)} | {END_OF_TEXT: 256}
 
     def special_tokens(self) -> dict[str, int]:
-        """The end of a text."""
+        """The end-of-text token."""
         return {END_OF_TEXT: 256}
 
     def added_tokens(self) -> dict[str, int]:
@@ -131,12 +131,12 @@ class ByteTokenizer:
 
 @lru_cache(maxsize=4)
 def special_ids(tokenizer: Tokenizer) -> frozenset[int]:
-    """The tokens that `decode` leaves out: not special ones that a normalizer changes, as in old files of Llama's."""
+    """The tokens that `decode` leaves out: not special ones that a normalizer changes, as in old Llama files."""
     return frozenset(token for token in tokenizer.special_tokens().values() if not tokenizer.decode([token]))
 
 
 def byte_characters() -> dict[int, str]:
-    """How byte-level BPE writes a byte: as itself if that is printable, else as the next character from 256 on."""
+    """Byte-level BPE's character for each byte: the byte itself if printable, else the next character from 256 on."""
     printable = [*range(33, 127), *range(161, 173), *range(174, 256)]
     others = [byte for byte in range(256) if byte not in printable]
     return {byte: chr(byte) for byte in printable} | {byte: chr(256 + n) for n, byte in enumerate(others)}
@@ -159,12 +159,11 @@ def _bytes_for_transformers() -> dict[str, Any]:
 class HuggingFaceTokenizer:
     """A `tokenizer.json`, read by the `tokenizers` library.
 
-    `eos_token` and `bos_token` are names or ids; one that is not in the vocabulary counts as none. `settings` is
-    the content of `tokenizer_config.json`: its added and special tokens are added as transformers adds them, and `save`
-    writes it again, with the texts in `carried` under their names. Truncation and padding in the file are turned off.
+    `eos_token` and `bos_token` are names or ids; one that is not in the vocabulary is ignored. `settings` is the
+    content of `tokenizer_config.json`: its added and special tokens are added as transformers does, and `save` writes
+    it, with the files in `carried`. Truncation and padding in the file are turned off.
 
-    Raises UserError for a file that is not a tokenizer, and for added tokens that do not get the ids they are listed
-    with.
+    Raises UserError for a file that is not a tokenizer, and for added tokens that do not get their listed ids.
     """
 
     def __init__(
@@ -179,19 +178,19 @@ class HuggingFaceTokenizer:
 
         with _library(f"{path}: cannot be read as a tokenizer", "save it again with tokenizers"):
             self._backend = Backend.from_file(str(path))
-            # Some files contain the limits of the last call that their author made.
+            # Some files contain the truncation and padding of their author's last call.
             self._backend.no_truncation()
             self._backend.no_padding()
             before = repr(self._backend.get_added_tokens_decoder())
             self._add_tokens(settings or {}, Path(path).parent / "tokenizer_config.json")
             if repr(self._backend.get_added_tokens_decoder()) != before:
-                # A token that is added again keeps some of its former options until the file is read again.
+                # A token that is added again keeps some of its old options until the tokenizer is reloaded.
                 self._backend = Backend.from_str(self._backend.to_str())
             self._backend.encode_special_tokens = bool((settings or {}).get("split_special_tokens"))
-            # Some files load and then panic at the first text. An Exception is fine: a vocabulary may lack these words.
+            # Some files load, but panic at the first text. Exceptions are fine: a vocabulary may lack these words.
             with suppress(Exception):
                 self._backend.decode(self._backend.encode(PROBE, add_special_tokens=False).ids)
-        # Not the number of tokens: if ids have gaps, the largest one still needs its row in the embedding.
+        # Not the number of tokens: ids may have gaps, and the largest one needs a row in the embedding.
         vocabulary = self._backend.get_vocab()
         self.vocab_size = max(vocabulary.values(), default=-1) + 1
         self.longest_token = max(map(len, vocabulary), default=1)
@@ -214,7 +213,7 @@ class HuggingFaceTokenizer:
             encoded = self._backend.encode(text, add_special_tokens=False)
         spans, covered = [], 0
         for start, stop in encoded.offsets:
-            # A post-processor that trims offsets leaves a token of spaces none of its characters.
+            # A post-processor that trims offsets leaves a token of spaces an empty span.
             spans.append((min(start, covered) if start == stop else start, stop))
             covered = max(covered, stop)
         return encoded.ids, spans
@@ -230,22 +229,22 @@ class HuggingFaceTokenizer:
         (folder / BYTE_FILE).unlink(missing_ok=True)
         _write(folder / "tokenizer.json", self._backend.to_str(pretty=False))
         names = {"eos_token": self._setting(self.eos_id), "bos_token": self._setting(self.bos_id)}
-        # Without a class transformers takes the one of the model's family, which may split texts differently.
+        # Without a class, transformers uses that of the model's family, which may split texts differently.
         settings = {"tokenizer_class": "PreTrainedTokenizerFast", **self._settings, **names}
         _write(folder / "tokenizer_config.json", json.dumps(settings))
         _write_all(folder, self.carried)
 
     def _add_tokens(self, settings: dict[str, Any], file: Path) -> None:
-        """Adds `added_tokens_decoder` in the order of its ids, and special tokens by name that are in the vocabulary.
+        """Adds `added_tokens_decoder` in order of ids, and the named special tokens that are in the vocabulary.
 
-        A token is special if either file says so. A special token outside the vocabulary would get an id that the
-        model has no row for.
+        A token is special if either file says so. A special token outside the vocabulary would get an id without a row
+        in the embedding.
         """
-        found: list[Any] = [value for key, value in settings.items() if key.endswith("_token")]
+        tokens: list[Any] = [value for key, value in settings.items() if key.endswith("_token")]
         for key in ("additional_special_tokens", "extra_special_tokens"):
             more = settings.get(key) or []
-            found += more.values() if isinstance(more, dict) else more if isinstance(more, list) else []
-        named = [token if isinstance(token, dict) else {"content": token} for token in found]
+            tokens += more.values() if isinstance(more, dict) else more if isinstance(more, list) else []
+        named = [token if isinstance(token, dict) else {"content": token} for token in tokens]
         named = [token for token in named if token.get("special") is not False]
         special = [token.get("content") for token in named] + list(self.special_tokens())
         try:
@@ -269,7 +268,7 @@ class HuggingFaceTokenizer:
                 self._backend.add_special_tokens([known.get(name) or _added(token, special=True)])
 
     def _setting(self, token_id: int | None) -> str | dict[str, Any] | None:
-        """A token as settings name it: given by its name alone, a token would become special."""
+        """A token as written in the settings; a token written as a plain name would become special."""
         name = self._token(token_id)
         if name is None or name in self.special_tokens():
             return name
@@ -290,15 +289,15 @@ class HuggingFaceTokenizer:
         return {token.content: number for number, token in self._backend.get_added_tokens_decoder().items()}
 
     def _token_id(self, token: str | int | None) -> int | None:
-        found: int | None
+        token_id: int | None
         if isinstance(token, int):
-            found = token if 0 <= token < self.vocab_size and self._token(token) is not None else None
+            token_id = token if 0 <= token < self.vocab_size and self._token(token) is not None else None
         else:
-            found = None if token is None else self._backend.token_to_id(token)
-        return found
+            token_id = None if token is None else self._backend.token_to_id(token)
+        return token_id
 
     def _token(self, token_id: int | None) -> str | None:
-        """As settings name it; the library's `id_to_token` gives an added token as the normalizer writes it."""
+        """A token's name in the settings: the library's `id_to_token` returns an added token in normalized form."""
         if token_id is None:
             return None
         added = self._backend.get_added_tokens_decoder().get(token_id)
@@ -315,10 +314,9 @@ def _added(token: dict[str, Any], special: bool) -> Any:
 
 @contextmanager
 def _library(problem: str, advice: str) -> Iterator[None]:
-    """Turns whatever the `tokenizers` library raises into a UserError: bare Exceptions, and panics, which are not
-    Exceptions.
+    """Turns errors of the `tokenizers` library into a UserError, including panics, which are not Exceptions.
 
-    Except its errors for half a surrogate pair, which callers report with its place.
+    Errors for half a surrogate pair are not converted: callers report them with their position.
     """
     try:
         yield
@@ -369,7 +367,7 @@ def named_tokenizer(name: str, texts: Iterable[str]) -> Tokenizer:
 
 
 def _beginning(texts: Iterable[str], characters: int) -> Iterator[str]:
-    """A stream may never end, and the vocabulary is as good long before that."""
+    """The first texts: a stream may never end, and more text does not improve the vocabulary."""
     for text in texts:
         yield text
         characters -= len(text)
@@ -378,15 +376,15 @@ def _beginning(texts: Iterable[str], characters: int) -> Iterator[str]:
 
 
 def load_tokenizer(folder: str | Path, model_vocab_size: int | None = None) -> ByteTokenizer | HuggingFaceTokenizer:
-    """The tokenizer of a folder or of a model on the hub, with the end-of-text and beginning-of-text tokens that its
-    settings name.
+    """The tokenizer of a folder or of a model on the hub, with the end-of-text and beginning-of-text tokens of its
+    settings.
 
-    Raises UserError if there is none, if it cannot be read, if it lacks a token that the settings name, or if its
-    vocabulary is larger than the model's.
+    Raises UserError if there is none, if it cannot be read, if it lacks one of these tokens, or if its vocabulary is
+    larger than the model's.
     """
     folder = tokenizer_folder(local_folder(folder))
     tokenizer: ByteTokenizer | HuggingFaceTokenizer
-    if (folder / BYTE_FILE).is_file():  # which comes with a tokenizer.json for others
+    if (folder / BYTE_FILE).is_file():  # its tokenizer.json is for other programs
         tokenizer = ByteTokenizer(_carried(folder))
     elif (folder / "tokenizer.json").is_file():
         tokenizer = _hugging_face(folder)
@@ -401,7 +399,7 @@ def load_tokenizer(folder: str | Path, model_vocab_size: int | None = None) -> B
 
 
 def tokenizer_folder(folder: Path) -> Path:
-    """The folder whose tokenizer and chat template count: an adapter's own, or its base's if it has no tokenizer.
+    """The folder of the tokenizer and chat template: `folder`, or an adapter's base if the adapter has no tokenizer.
 
     Raises UserError if there is no base.
     """
@@ -414,7 +412,7 @@ def tokenizer_folder(folder: Path) -> Path:
 
 def _hugging_face(folder: Path) -> HuggingFaceTokenizer:
     settings = _with_older_files(_json(folder / "tokenizer_config.json"), folder)
-    # The tokenizer's own files name the token; the model's files give its id, or several, of which the first counts.
+    # The tokenizer's files have the token's name; the model's files its id, or several, of which the first is used.
     named = [("tokenizer_config.json", settings)]
     named += [(n, _json(folder / n)) for n in ("special_tokens_map.json", "generation_config.json", "config.json")]
     chosen: dict[str, str | int | None] = {"eos": END_OF_TEXT, "bos": None}
@@ -432,8 +430,8 @@ def _hugging_face(folder: Path) -> HuggingFaceTokenizer:
     tokenizer = HuggingFaceTokenizer(
         folder / "tokenizer.json", chosen["eos"], chosen["bos"], settings, _carried(folder)
     )
-    for role, found in (("eos", tokenizer.eos_id), ("bos", tokenizer.bos_id)):
-        if found is None and role in origin and isinstance(chosen[role], str):
+    for role, token_id in (("eos", tokenizer.eos_id), ("bos", tokenizer.bos_id)):
+        if token_id is None and role in origin and isinstance(chosen[role], str):
             raise UserError(
                 f"{folder / origin[role]}: {role}_token {chosen[role]!r} is not in tokenizer.json; name one that is"
             )
@@ -445,8 +443,8 @@ def _are_lists(*values: Any) -> bool:
 
 
 def _with_older_files(settings: dict[str, Any], folder: Path) -> dict[str, Any]:
-    """The settings, with what older folders say about tokens in separate files; as in transformers, these files are not
-    read if the settings have a table."""
+    """The settings, merged with the separate token files of older folders; as in transformers, these files are ignored
+    if the settings have `added_tokens_decoder`."""
     if "added_tokens_decoder" in settings:
         return settings
     special = _json(folder / "special_tokens_map.json")
@@ -461,12 +459,12 @@ def _with_older_files(settings: dict[str, Any], folder: Path) -> dict[str, Any]:
 
 
 def _carried(folder: Path) -> dict[str, str]:
-    found = (path for pattern in CARRIED_FILES for path in sorted(folder.glob(pattern)) if path.is_file())
-    return {str(path.relative_to(folder)): read_text(path) for path in found}
+    paths = (path for pattern in CARRIED_FILES for path in sorted(folder.glob(pattern)) if path.is_file())
+    return {str(path.relative_to(folder)): read_text(path) for path in paths}
 
 
 def read_text(path: Path) -> str:
-    """Raises UserError for a file that is not UTF-8, or larger than 64 MiB."""
+    """A file's text. Raises UserError if it is not UTF-8, or larger than 64 MiB."""
     if (size := path.stat().st_size) > LARGEST_TEXT:
         raise UserError(f"{path}: has {size} bytes, more than {LARGEST_TEXT}; fix it or remove it")
     try:

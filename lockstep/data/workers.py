@@ -1,7 +1,7 @@
-"""Encoding in separate processes, in order.
+"""Encodes in separate processes, in order.
 
 A worker is a plain child process that reads batches from its standard input and writes tokens to its standard output:
-it ends when the pipe does, however its parent died, and a Ctrl-C at the terminal does not reach it.
+it ends when the pipe closes, however its parent died, and a Ctrl-C at the terminal does not reach it.
 """
 
 from __future__ import annotations
@@ -22,12 +22,12 @@ from typing import Any
 from lockstep.data.encode import Encoded, Encoder, batches
 from lockstep.errors import UserError
 
-AHEAD = 3
-"""Batches per worker that are encoded before they are needed."""
+IN_FLIGHT = 3
+"""Batches per worker in flight."""
 
 
 def encode_all(items: Iterable[Any], encoder: Encoder, workers: int = 0) -> Iterator[Encoded]:
-    """The items encoded, in order, by `workers` processes, or by this one if `workers` is 0.
+    """Encodes the items in order, in `workers` processes, or in this one if `workers` is 0.
 
     An error in the source or in a worker is raised here, after the items before it have been yielded.
     """
@@ -40,7 +40,7 @@ def encode_all(items: Iterable[Any], encoder: Encoder, workers: int = 0) -> Iter
         pending: deque[Future[list[Encoded]]] = deque()
         for batch in batches(items, encoder):
             pending.append(pool.submit(batch))
-            if len(pending) >= AHEAD * workers:
+            if len(pending) >= IN_FLIGHT * workers:
                 yield from pending.popleft().result()
         while pending:
             yield from pending.popleft().result()
@@ -49,7 +49,7 @@ def encode_all(items: Iterable[Any], encoder: Encoder, workers: int = 0) -> Iter
 
 
 class _Pool:
-    """Worker processes, each with a thread that hands it a batch and waits for its tokens."""
+    """Worker processes, and as many threads that each send a batch and wait for the tokens."""
 
     def __init__(self, encoder: Encoder, workers: int):
         self._free: SimpleQueue[_Worker] = SimpleQueue()
@@ -80,7 +80,7 @@ class _Worker:
     def __init__(self, encoder: Encoder):
         root = str(Path(__file__).parents[2])
         path = python_path(root)
-        # One thread each: the cores are shared by the processes.
+        # One thread per process: the processes share the cores.
         environment = {**os.environ, "PYTHONPATH": path, "TOKENIZERS_PARALLELISM": "false", "OMP_NUM_THREADS": "1"}
         self.process = subprocess.Popen(
             [sys.executable, "-P", "-c", "from lockstep.data.workers import serve; serve()"],
@@ -89,7 +89,7 @@ class _Worker:
             env=environment,
             start_new_session=True,
         )
-        # From a separate thread: this process can continue reading while the worker starts.
+        # Sent from a thread, so that this process reads data while the worker starts.
         self._first = threading.Thread(target=self._send, args=(encoder,), daemon=True)
         self._first.start()
 
@@ -112,7 +112,7 @@ class _Worker:
         self.process.wait()
         for pipe in (self.process.stdin, self.process.stdout):
             if pipe is not None:
-                # What it still contained was for a process that is gone.
+                # Unflushed data was for the process that has ended.
                 with suppress(BrokenPipeError):
                     pipe.close()
 
@@ -121,22 +121,21 @@ class _Worker:
         try:
             pickle.dump(value, self.process.stdin, protocol=pickle.HIGHEST_PROTOCOL)
             self.process.stdin.flush()
-        except BrokenPipeError:  # the missing answer says so
+        except BrokenPipeError:  # reported when the answer is missing
             pass
 
 
 def python_path(*first: str) -> str:
-    """PYTHONPATH for a child that is started with -P: without empty entries, which mean the working folder.
-
-    Files next to the data may have the names of modules.
+    """PYTHONPATH for a child started with -P: without empty entries, which mean the working folder, where files may
+    shadow modules.
     """
     return os.pathsep.join([*first, *filter(None, os.environ.get("PYTHONPATH", "").split(os.pathsep))])
 
 
 def serve() -> None:
-    """The worker: an encoder first, then batches until the pipe ends."""
+    """The worker's loop: reads an encoder, then batches until the pipe closes."""
     source, sink = sys.stdin.buffer, os.fdopen(os.dup(1), "wb")
-    # What a library prints must not end up among the answers.
+    # Output that libraries print must not mix with the answers.
     os.dup2(2, 1)
     encoder: Encoder = pickle.load(source)
     while True:

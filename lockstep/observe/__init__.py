@@ -6,7 +6,6 @@ from lockstep.observe.expert_load import expert_load_png
 from lockstep.observe.logs import log
 from lockstep.observe.metrics import MetricsWriter, awaits_validation, read_metrics
 from lockstep.observe.observer import Observer, OnMetrics, require_observers
-from lockstep.observe.progress import Progress
 from lockstep.observe.report import write_report
 from lockstep.observe.run_folder import RunFolder, append_step, claim_run, open_run
 from lockstep.observe.speed import memory_gib, peak_flops, training_flops
@@ -19,7 +18,6 @@ __all__ = [
     "MetricsWriter",
     "Observer",
     "OnMetrics",
-    "Progress",
     "RunFolder",
     "Table",
     "Timeline",

@@ -11,7 +11,7 @@ from pathlib import Path
 import torch
 
 from lockstep import ops
-from lockstep.cache import cache_folder, fingerprint, keep_measurement, kept_measurement
+from lockstep.cache import cache_folder, cache_measurement, cached_measurement, fingerprint
 from lockstep.model import ModelConfig
 from lockstep.observe.machine import busy_neighbours
 
@@ -78,14 +78,14 @@ def peak_flops(device: torch.device, dtype: torch.dtype) -> float:
     measured = _measure(device, dtype)
     if measured <= before:
         return before
-    keep_measurement(path, {"flops": measured, "dtype": str(dtype), "threads": torch.get_num_threads()})
+    cache_measurement(path, {"flops": measured, "dtype": str(dtype), "threads": torch.get_num_threads()})
     return measured
 
 
 def _kept(path: Path) -> float:
     """The best measurement so far; 0 if there is none, or the file is damaged."""
     try:
-        flops = float(kept_measurement(path)["flops"])
+        flops = float(cached_measurement(path)["flops"])
     except (ValueError, KeyError, TypeError):
         return 0.0
     return flops if 0 < flops < math.inf else 0.0

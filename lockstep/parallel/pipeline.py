@@ -86,7 +86,6 @@ class Pipeline(nn.Module):
         microbatches: Sequence[Any],
         loss_of: Callable[[ScoringModel, Any], Tensor],
         each: Callable[[Iterable[str]], None] | None = None,
-        gives_up: Callable[[], bool] = lambda: False,
     ) -> list[float]:
         """Accumulates the gradients of all micro-batches; returns their losses on the last stage's rank, elsewhere [].
 
@@ -94,8 +93,6 @@ class Pipeline(nn.Module):
         runs on the last stage; it may call the model once. `each` is called after every micro-batch's backward through
         one of this rank's stages, in the order of the micro-batches, with the names of the stage's parameters, after
         the last stage with those beside it too; if it takes their gradients away, they are those of that micro-batch.
-        `gives_up` is called before every forward, equally often on all ranks of a stage; once it is true, this stage
-        skips its layers, so that the step soon ends, with results that mean nothing.
         """
         self.tied.lend_weight()
         rows = _equally_long([_row(microbatch) for microbatch in microbatches])
@@ -106,7 +103,7 @@ class Pipeline(nn.Module):
         for stage in stages:
             stage.has_backward = True
             stage.clear_runtime_states()
-            stage.each, stage.gives_up, stage.stage.skips_layers = each, gives_up, False
+            stage.each = each
         # Not `step`, which splits one batch evenly: the micro-batches already exist, each with its own documents.
         schedule._step_microbatches(
             [(row.tokens,) for row in rows],
@@ -122,17 +119,10 @@ class Pipeline(nn.Module):
         return [loss.item() for loss in losses]
 
     @torch.no_grad()
-    def evaluate(
-        self,
-        microbatches: Iterable[Any],
-        loss_of: Callable[[ScoringModel, Any], Tensor],
-        gives_up: Callable[[], bool] = lambda: False,
-    ) -> list[float]:
+    def evaluate(self, microbatches: Iterable[Any], loss_of: Callable[[ScoringModel, Any], Tensor]) -> list[float]:
         """As `accumulate`, without gradients: each micro-batch passes through all stages, in order."""
         self.tied.lend_weight()
         losses: list[float] = []
-        for stage in self.stages:
-            stage.skips_layers = False
         for microbatch in microbatches:
             row = _row(microbatch)
             self._reserve_positions(max(row.lengths, default=0))
@@ -141,7 +131,6 @@ class Pipeline(nn.Module):
                 if not stage.is_first and self.plan.rank_of(stage.index - 1) != self.rank:
                     hidden = self._hidden(row.tokens.shape[0], self.device)
                     dist.recv(hidden, group=self.group, group_src=self.plan.rank_of(stage.index - 1))
-                stage.skips_layers = stage.skips_layers or gives_up()
                 hidden = stage(hidden, row.positions, _attention(row))
                 if stage.is_last:
                     losses.append(loss_of(Computed(stage, hidden), microbatch).item())

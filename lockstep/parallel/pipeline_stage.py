@@ -25,7 +25,6 @@ class Stage(Decoder):
         """Further parameters, that the loss uses, by name; of the last stage."""
         self.routes: dict[int, list[Tensor]] | None = None
         """Unless None, a step writes here what its mixtures choose in each micro-batch."""
-        self.skips_layers = False
         """Whether it passes on what it is given, for a step that is given up."""
         self.replayed: Mapping[int, ops.ReplayedRoutes] = {}
         """The routes that a step replays in each micro-batch."""
@@ -51,7 +50,7 @@ class Stage(Decoder):
     ) -> Float[Tensor, "tokens dim"]:
         """The hidden states that the next stage takes as `tokens`; after the last stage, normed."""
         hidden = self.embed(tokens) if self.is_first else tokens
-        hidden = hidden.clone() if self.skips_layers else self.run_blocks(hidden, positions, attention)
+        hidden = self.run_blocks(hidden, positions, attention)
         return self.final_norm(hidden) if self.is_last else hidden
 
     def parameters(self, recurse: bool = True) -> Iterator[nn.Parameter]:

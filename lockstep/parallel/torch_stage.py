@@ -31,7 +31,6 @@ class TorchStage(PipelineStage):
         super().__init__(stage, *arguments, **named)
         self.stage, self.tied = stage, tied
         self.each: Callable[[Iterable[str]], None] | None = None
-        self.gives_up: Callable[[], bool] = lambda: False
         self._ended = 0
         self._like: dict[str, list[Tensor | None]] = {}
         """For each direction, what is received for a micro-batch, without values."""
@@ -46,7 +45,6 @@ class TorchStage(PipelineStage):
 
     def forward_one_chunk(self, fwd_chunk_id: int, *arguments: Any, **named: Any) -> Any:
         self._let_go_of_all()
-        self.stage.skips_layers = self.stage.skips_layers or self.gives_up()
         with ExitStack() as observed:
             if (routes := self.stage.routes) is not None:
                 routes[fwd_chunk_id] = observed.enter_context(ops.recorded_routes())

@@ -19,7 +19,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from lockstep.config import ParallelConfig, RanksConfig
 from lockstep.config.parallel import tensor_problems
-from lockstep.errors import SaidByRank0, UserError
+from lockstep.errors import ReportedByRank0, UserError
 from lockstep.model.device import open_device
 from lockstep.observe.machine import memory_bytes
 from lockstep.parallel.deep_ep import close_buffers
@@ -161,7 +161,7 @@ class World:
         return [float(v) for v in total.tolist()]
 
     def on_main(self, action: Callable[[], object]) -> None:
-        """Rank 0 calls `action`, and the others wait, however long. If it fails, they raise SaidByRank0."""
+        """Rank 0 calls `action`, and the others wait, however long. If it fails, they raise ReportedByRank0."""
         if self.mesh is None:
             action()
         elif self.is_main:
@@ -175,10 +175,10 @@ class World:
             if error:
                 raise error
         elif problem := wait_for_rank_0():
-            raise SaidByRank0(problem)
+            raise ReportedByRank0(problem)
 
     def from_main(self, choose: Callable[[], Any]) -> Any:
-        """What rank 0 chooses (JSON-serializable), on every rank. If it fails, the others raise SaidByRank0."""
+        """What rank 0 chooses (JSON-serializable), on every rank. If it fails, the others raise ReportedByRank0."""
         chosen: list[Any] = []
         self.on_main(lambda: chosen.append(choose()))
         if self.mesh is not None:

@@ -30,7 +30,7 @@ def tiny() -> PretrainConfig:
 def from_scratch(model: str, learning_rate: float, recompute: str = "none", **parallel: int) -> PretrainConfig:
     """A preset from scratch, for a cluster: 4M tokens per step in rows of 8192; give --data and --tokenizer.
 
-    The ranks that `parallel` leaves over share the weights (FSDP2).
+    Ranks that `parallel` does not use shard the weights (FSDP2).
     """
     return PretrainConfig(
         model=model,
@@ -57,7 +57,7 @@ FROM_SCRATCH: dict[str, Callable[[], PretrainConfig]] = {
     "qwen3_14b": partial(from_scratch, "qwen3:14b", 2e-4, "full"),
     "qwen3_32b": partial(from_scratch, "qwen3:32b", 1.5e-4, "full", tensor=8),
 }
-"""Learning rates of the Llama family are those of arXiv 2407.21783, table 3, or between them."""
+"""Learning rates of the Llama family are from arXiv 2407.21783, table 3, or interpolated."""
 
 
 def gsm8k_tiny_pretrain() -> PretrainConfig:
@@ -101,7 +101,7 @@ def digit_sum() -> RLConfig:
         samples_per_prompt=8,
         max_new_tokens=4,
         dtype="float32",
-        # A micro-batch's tensors stay in a core's cache, and memory stays small.
+        # Small micro-batches fit a core's cache and need little memory.
         train=TrainConfig(learning_rate=5e-4, warmup_steps=5, schedule="linear", tokens_per_microbatch=1024),
         engine=EngineConfig(max_sequences=256, cache_tokens=16384),
         validation_every=20,
@@ -182,7 +182,7 @@ RECIPES: dict[str, dict[str, Callable[[], PretrainConfig] | Callable[[], RLConfi
 }
 
 
-def described(command: str) -> str:
+def describe_recipes(command: str) -> str:
     """One line per recipe of a command."""
     lines = []
     width = max(map(len, RECIPES[command]), default=0)
@@ -196,7 +196,7 @@ def described(command: str) -> str:
 
 
 def recipe(command: str, name: str) -> PretrainConfig | RLConfig:
-    """The recipe of a command. Raises UserError, with the nearest names, if there is none."""
+    """The recipe of a command. Raises UserError, with the closest names, if there is none."""
     known = RECIPES[command]
     if name not in known:
         raise UserError(f'unknown recipe "{name}".{closest(name, known)} For {command}: {", ".join(known)}')

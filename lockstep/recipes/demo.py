@@ -1,4 +1,4 @@
-"""The whole workflow in a few minutes: pretrain from scratch, reinforce, and show that both sides agree."""
+"""The whole workflow in a few minutes: pretrain from scratch, reinforce, and show that trainer and generator agree."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ from lockstep.recipes import digit_sum
 from lockstep.rl.environments.digit_sum import pretraining_text
 
 PRETRAIN_SHARE = 0.6
-"""Of the demo's time, for the progress bar."""
+"""Share of the demo's time, for the progress bar."""
 PRETRAIN_STEPS = 600
 LINES, ERROR_RATE = 65_000, 0.5
-"""Of the text to pretrain on; each line is seen about once."""
+"""Of the pretraining text; each line is seen about once."""
 
 INTRODUCTION = (
     "A model of 1M parameters learned to continue sums such as 3+5+2=10 from a careless text: half of its lines repeat "
@@ -37,8 +37,8 @@ class DemoConfig:
     """Replace an earlier demo in `output`."""
 
 
-def careless_start(output: str, seed: int, device: str = "") -> PretrainConfig:
-    """The pretraining that reinforcement on sums of digits begins with; its text is `pretraining_text`."""
+def demo_pretraining(output: str, seed: int, device: str = "") -> PretrainConfig:
+    """Pretraining for reinforcement on sums of digits; the text is `pretraining_text`."""
     return PretrainConfig(
         output=output,
         model="qwen3:micro",
@@ -49,8 +49,8 @@ def careless_start(output: str, seed: int, device: str = "") -> PretrainConfig:
         dtype="float32",
         seed=seed,
         device=device,
-        # Muon learns the sums in a quarter of the tokens that AdamW needs. Many small steps do more than few large
-        # ones, and a micro-batch of 1024 tokens keeps a core's cache and the memory small.
+        # Muon learns the sums in a quarter of the tokens that AdamW needs. Many small steps are better than few large
+        # ones, and micro-batches of 1024 tokens fit a core's cache and need little memory.
         train=TrainConfig(
             optimizer="muon",
             muon_dtype="float32",
@@ -62,13 +62,14 @@ def careless_start(output: str, seed: int, device: str = "") -> PretrainConfig:
 
 
 def run_demo(config: DemoConfig) -> Path:
-    """Runs both stages and returns the run's folder, whose summary.json holds the times and tokens of both."""
-    # Here, so that `lockstep demo --help` need not wait for PyTorch.
-    from lockstep.observe import Progress, read_metrics, write_report
-    from lockstep.rl.controller import reinforce
+    """Runs both stages and returns the run's folder, whose summary.json has the times and tokens of both."""
+    # Imported here, so that `lockstep demo --help` does not import PyTorch.
+    from lockstep.observe import read_metrics, write_report
+    from lockstep.progress import Progress
+    from lockstep.rl.reinforce import reinforce
     from lockstep.train.pretrain import pretrain
 
-    first = careless_start(f"{config.output}-pretrain", config.seed, config.device)
+    first = demo_pretraining(f"{config.output}-pretrain", config.seed, config.device)
     first.overwrite = config.overwrite and Path(first.output).is_dir()
     second = digit_sum()
     second.output, second.seed, second.device = config.output, config.seed, config.device

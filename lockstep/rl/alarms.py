@@ -6,6 +6,7 @@ from collections.abc import Mapping, Sequence
 from math import fsum, isfinite
 from typing import Any
 
+from lockstep.checkpoint.checkpoints import Checkpoints
 from lockstep.config import ALARMS, AlarmConfig
 from lockstep.errors import RunStopped
 from lockstep.observe import log
@@ -31,14 +32,16 @@ COMPARED = (
 
 
 class Alarms:
-    """Watches a run's metrics from its first step; `history`: those of the run that is resumed."""
+    """A `StepObserver` of a run's metrics from its first step; `history`: those of the run that is resumed."""
+
+    prefix = PREFIX
 
     def __init__(self, config: AlarmConfig, history: Sequence[Metrics] = (), learns_from_spread_alone: bool = True):
         self.config, self.history = config, [_kept(metrics) for metrics in history]
         self.learns_from_spread_alone = learns_from_spread_alone
         self._raised: dict[str, str] = {}
 
-    def enter(self, step: int, metrics: Metrics) -> dict[str, float]:
+    def observe(self, step: int, metrics: Metrics) -> dict[str, Any]:
         """Warns about each alarm that this step raises and the step before did not; returns `alarm/NAME` of each."""
         now = {"step": step, **metrics}
         self._raised = alarms([*self.history, now], self.config, self.learns_from_spread_alone)
@@ -47,6 +50,9 @@ class Alarms:
         found = {PREFIX + name: 1.0 for name in self._raised}
         self.history.append(_kept(now | found))
         return found
+
+    def rewind(self, checkpoints: Checkpoints) -> None:
+        """No alarm rewinds a run."""
 
     def ending(self) -> RunStopped | None:
         """The error that ends the run, if `alarms.stop` names an alarm that the last step raised."""

@@ -32,8 +32,8 @@ from lockstep.ops.packed_weights import panel_words
 from lockstep.parallel import World, chunks_for, close_world, generator_layout
 from lockstep.parallel.refusals import refuse_generators
 from lockstep.parallel.world import imagined_world
-from lockstep.rl.generators.colocated import scores_with_policy
 from lockstep.rl.generators.models import refuse_on_ranks
+from lockstep.rl.generators.open import scores_with_policy
 from lockstep.rl.scoring.reference import AVERAGE, START, is_own_base
 from lockstep.rl.scoring.value_head import ValueHead, train_settings
 from lockstep.rl.weights.estimate import TransferEstimate, estimate_transfer, estimate_weight_server
@@ -243,7 +243,7 @@ def _with_generator(
     ranks, samples = world.mesh is not None, not config.actors.separate
     policy = dict(trainer.model.named_parameters())
     in_place = set(policy)
-    whole: Decoder | None = None  # as `actors.generators.WholePolicy`
+    whole: Decoder | None = None  # as `PolicyReplica`
     if ranks and (samples or scores_with_policy(config)):
         whole = _layout(shape, config, world)
         with fake:

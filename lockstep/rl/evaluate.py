@@ -18,8 +18,9 @@ from lockstep.data.chat import load_chat_template
 from lockstep.errors import RunStopped, UserError
 from lockstep.generate import Engine
 from lockstep.model import empty_model, is_auto, open_device, read_config, refuse_score_head
-from lockstep.observe import Progress, announce, start_line
+from lockstep.observe import announce, start_line
 from lockstep.parallel import apply_compile
+from lockstep.progress import Progress
 from lockstep.rl.conversations.protocol import ConversationEnvironment
 from lockstep.rl.conversations.rendering import Rendering, open_rendering
 from lockstep.rl.environments.loading import EnvironmentSource

@@ -28,8 +28,8 @@ from lockstep.hub import local_folder
 from lockstep.model import read_config
 from lockstep.observe import RunFolder, read_metrics
 from lockstep.parallel import refuse_ranks
-from lockstep.rl.controller import compute_again
 from lockstep.rl.environments.protocol import Environment, Example
+from lockstep.rl.reinforce import compute_again
 from lockstep.rl.rollouts.recorded import read_lines, refuse_unknown_tokens, rollout_of
 from lockstep.rl.rollouts.records import Rollout
 

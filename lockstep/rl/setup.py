@@ -2,27 +2,98 @@
 
 from __future__ import annotations
 
-import time
-from dataclasses import asdict, replace
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
 from typing import Any
 
 import torch
 
-from lockstep.checkpoint.checkpoints import Checkpoints
-from lockstep.config import RLConfig, algorithm_of, to_toml
-from lockstep.data import Tokenizer, name_ends
-from lockstep.model import TrainableModel, arithmetic_of, resolve_dtype
-from lockstep.observe import RunFolder, announce, in_short, log, merge_timelines, read_metrics, start_line, write_report
+from lockstep.config import RLConfig, algorithm_of
+from lockstep.data import Tokenizer, load_tokenizer, name_ends, with_ends
+from lockstep.data.chat import load_chat_template
+from lockstep.hub import local_folder
+from lockstep.model import Decoder, TrainableModel, arithmetic_of, resolve_dtype
+from lockstep.observe import RunFolder, announce, in_short, log, read_metrics, start_line
 from lockstep.parallel import World
+from lockstep.rl.conversations.rendering import Rendering, open_rendering
 from lockstep.rl.environments.loading import GIVEN, check_environment, given_name, load_environment
 from lockstep.rl.environments.protocol import Environment, Example
-from lockstep.rl.generators.colocated import Generators
-from lockstep.rl.generators.models import refuse_on_ranks
+from lockstep.rl.generators.models import policy_model, refuse_on_ranks
+from lockstep.rl.generators.protocol import Generators
 from lockstep.rl.rollouts.metrics import summarize
 from lockstep.rl.rollouts.prompt_balance import prompt_balance
 from lockstep.rl.rollouts.prompts import PromptLoader, examples_of, refuse_other_examples
-from lockstep.rl.scoring.value_head import ValueHead, refuse_run_without_values
-from lockstep.train.resolve_defaults import refuse_fewer_steps
+from lockstep.rl.scoring.forward import ForwardPasses, Scorer
+from lockstep.rl.scoring.reference import (
+    ReferenceScorer,
+    TeacherScorer,
+    WithoutAdapter,
+    is_own_base,
+    load_reference,
+    load_teacher,
+)
+from lockstep.rl.scoring.reward_model import RewardModel, RewardModelScorer, load_reward_model
+from lockstep.rl.scoring.routes import refuse_replay_without_experts
+from lockstep.rl.scoring.value_head import ValueHead, ValueScorer, make_critic, refuse_run_without_values
+
+
+@dataclass(frozen=True)
+class Parts:
+    """What a reinforcement run is made of, besides its settings."""
+
+    environment: Environment
+    is_given: bool
+    """Whether `environment` is the caller's object, which worker processes cannot load."""
+    prompts: PromptLoader
+    held_out: list[Example]
+    policy: TrainableModel
+    tokenizer: Tokenizer
+    rendering: Rendering
+    reference: Decoder | None
+    """The reference of the KL divergence, if it is a model besides the policy's."""
+    teacher: Decoder | None
+    reward_model: RewardModel | None
+    value_head: ValueHead | None
+
+
+def load_parts(config: RLConfig, environment: Environment, is_given: bool, world: World) -> Parts:
+    """Loads examples and models. Raises UserError if they, or the ranks, are unsuitable."""
+    prompts, held_out = open_examples(config, environment, world)
+    policy = policy_model(config, world)
+    refuse_replay_without_experts(config, policy.config)
+    tokenizer = load_tokenizer(config.model, policy.config.vocab_size)
+    policy.config = with_ends(policy.config, tokenizer, load_chat_template(local_folder(config.model)))
+    reference = load_reference(config, world, tokenizer)
+    teacher = load_teacher(config, world, tokenizer)
+    reward_model = load_reward_model(config, environment, world.device)
+    rendering = open_rendering(config.model, config.chat, config.chat_template_kwargs, environment, tokenizer, policy)
+    value_head = make_critic(config, policy, world)
+    if config.resume and value_head:
+        refuse_run_without_values(Path(config.output), config)
+    return Parts(
+        environment, is_given, prompts, held_out, policy, tokenizer, rendering, reference, teacher, reward_model,
+        value_head,
+    )  # fmt: skip
+
+
+def scorers(config: RLConfig, parts: Parts, generators: Generators, forward: ForwardPasses) -> list[Scorer]:
+    """What scores a step's rollouts before their advantages."""
+    reference = WithoutAdapter(generators.policy) if is_own_base(config) else parts.reference
+    scorers: list[Scorer] = []
+    if reference:
+        scorers.append(ReferenceScorer(reference, config.temperature, forward))
+    if parts.teacher:
+        scorers.append(TeacherScorer(parts.teacher, config.temperature, forward))
+    if parts.value_head:
+        scorers.append(ValueScorer(generators.policy, parts.value_head, forward))
+    return scorers
+
+
+def reward_scorer(config: RLConfig, parts: Parts, forward: ForwardPasses) -> RewardModelScorer | None:
+    """What adds the reward model's scores to the rewards of rollouts; None without a reward model."""
+    if parts.reward_model is None:
+        return None
+    return RewardModelScorer(parts.reward_model, parts.rendering, config.reward_model_weight, forward)
 
 
 def named_environment(config: RLConfig, environment: Environment | None) -> tuple[RLConfig, Environment]:
@@ -51,31 +122,6 @@ def open_examples(config: RLConfig, environment: Environment, world: World) -> t
     return prompts, held_out
 
 
-def resumed_state(
-    config: RLConfig,
-    world: World,
-    run: RunFolder,
-    checkpoints: Checkpoints,
-    prompts: PromptLoader,
-    critic: ValueHead | None,
-) -> dict[str, Any]:
-    """The state of the newest checkpoint if the run resumes from one, else that of step 0; restores `prompts`.
-
-    What the run's folder has from later steps is removed.
-    """
-    state: dict[str, Any] | None = None
-    if config.resume and critic:
-        refuse_run_without_values(run.path, config)
-    if config.resume:
-        state = checkpoints.resume(lambda state: prompts.restore(state["prompts"]))
-        refuse_fewer_steps(config, state["step"] if state else 0)
-    if config.resume and world.is_main:
-        # Without a checkpoint the validation before the first step is repeated, too.
-        run.truncate((state["step"] if state else 0) or -1)
-        run.record(to_toml(config))
-    return state or {"step": 0}
-
-
 def announce_start(
     config: RLConfig,
     environment: Environment,
@@ -83,9 +129,8 @@ def announce_start(
     tokenizer: Tokenizer,
     world: World,
     start: int,
-    ended: bool = False,
 ) -> None:
-    """Announces what the run will do, and with what. ended: there is nothing left to do."""
+    """Announces what the run will do, and with what."""
     samples = max(config.steps - start, 0) * config.prompts_per_step * config.samples_per_prompt
     work = f"{type(environment).__name__}, {in_short(samples)} samples to go, of up to {config.max_new_tokens} tokens"
     compute = resolve_dtype(config.dtype)
@@ -93,8 +138,6 @@ def announce_start(
     announce("rl: " + start_line(config.model, model.config, world.device, compute, work, world.size, ends))
     if world.device.type == "cuda" and (count := torch.cuda.device_count()) > world.size:
         announce(f"rl uses {world.size} of {count} GPUs; torchrun --nproc-per-node {count} -m lockstep rl … uses all")
-    if start and ended:
-        log.warning("the run has finished at step %d; give more --steps to continue", start)
 
 
 def learns_from_spread_alone(config: RLConfig) -> bool:
@@ -109,25 +152,14 @@ def title_of(config: RLConfig) -> str:
     return f"{config.algorithm} on {config.environment.removeprefix(GIVEN)}"
 
 
-def write_ending(
-    config: RLConfig, world: World, run: RunFolder, generators: Generators, start: int, clock: float, shared: int
-) -> None:
-    """Writes the summary, the timeline and the report of a finished run.
-
-    start, clock: the step and the time at which this process began. shared: validation examples that are also trained
-    on.
-    """
-    merge_timelines(run.path, generators.trace_events())
+def summary_of(config: RLConfig, run: RunFolder, world: World, shared: int) -> dict[str, Any]:
+    """The summary of a finished run. shared: validation examples that are also trained on."""
     summary = summarize(read_metrics(run.metrics), config.inner_steps) | {
-        "seconds": {"rl": time.perf_counter() - clock},
         "arithmetic": arithmetic_of(world.device),
         "validation_also_trained": shared,
     }
-    if start:
-        summary["resumed_from"] = start
     if balance := prompt_balance(run.path):
         summary["prompts"] = asdict(balance)
         if balance.repeated or balance.lost:
             log.warning("%s; this is a bug in Lockstep", balance.text())
-    run.write_summary(summary)
-    write_report(run.path, title_of(config))
+    return summary

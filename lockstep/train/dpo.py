@@ -39,8 +39,9 @@ from lockstep.data.template_values import command_values
 from lockstep.data.tokenizer import Tokenizer
 from lockstep.errors import UserError
 from lockstep.model import ScoringModel, TrainableModel, load_weights, read_config, refuse_score_head, resolve_dtype
-from lockstep.observe import OnMetrics, Progress
+from lockstep.observe import OnMetrics
 from lockstep.parallel import World, close_world, open_world, parallel_model
+from lockstep.progress import Progress
 from lockstep.train.epochs import with_steps
 from lockstep.train.preference_batches import (
     PreferenceBatch,
@@ -50,9 +51,10 @@ from lockstep.train.preference_batches import (
     shares_prompts,
 )
 from lockstep.train.preference_losses import Answers, dpo_loss, ipo_loss, kto_divergence, kto_loss, simpo_loss
-from lockstep.train.pretrain import check_length, make_loader, make_model, run_training
+from lockstep.train.pretrain import check_length, make_loader, make_model
 from lockstep.train.reference_scores import assign_reference, model_reference
 from lockstep.train.resolve_defaults import resolve_defaults
+from lockstep.train.rows_task import RowsRun, train_rows
 from lockstep.train.same_vocabulary import refuse_other_vocabulary
 from lockstep.train.sft import chat_template, chat_tokenizer
 from lockstep.train.trainer import Trainer
@@ -80,10 +82,8 @@ def _prefer(config: DPOConfig, world: World, progress: Progress | None, on_metri
     if config.reference:
         refuse_other_vocabulary(config.reference, "reference", config.model, tokenizer)
     model = make_model(config, tokenizer, world, template)
-    objective = PreferenceObjective(config)
-    return run_training(
-        config, world, tokenizer, model, loader, progress, "dpo", held_out, on_metrics, objective=objective
-    )
+    parts = RowsRun(tokenizer, model, loader, held_out, "dpo", PreferenceObjective(config))
+    return train_rows(config, world, parts, progress, on_metrics)
 
 
 def open_preferences(
@@ -140,7 +140,7 @@ def reference_model(config: DPOConfig, trainer: Trainer) -> TrainableModel:
 
 
 class PreferenceObjective:
-    """The objective of `lockstep dpo` for `run_training`."""
+    """The objective of `lockstep dpo` for `train_rows`."""
 
     def __init__(self, config: DPOConfig):
         self.config = config
@@ -177,7 +177,7 @@ class PreferenceObjective:
                 break
             for piece in loader.rows.plan():
                 yield piece.corpus, number_of(piece)
-        loader.load_state(before)
+        loader.restore(before)
 
     def step(self, trainer: Trainer, batch: StepRows) -> dict[str, float]:
         """One update; the metrics are means over the step's examples."""

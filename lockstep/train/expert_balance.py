@@ -118,7 +118,7 @@ class ExpertBalance:
         """The state for a checkpoint, JSON-serializable; empty for a dense model."""
         return {"expert_load": self.load.tolist(), "expert_idle": self.idle_steps.tolist()} if self.mixtures else {}
 
-    def load_state(self, state: Mapping[str, Any]) -> None:
+    def restore(self, state: Mapping[str, Any]) -> None:
         """The inverse of `state`; a checkpoint without it, from before loads were counted, changes nothing."""
         if self.mixtures and "expert_load" in state:
             load, idle = (torch.tensor(state[name], dtype=torch.int64) for name in ("expert_load", "expert_idle"))

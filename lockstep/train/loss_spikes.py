@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections import deque
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from statistics import median, pstdev
 from typing import Any
 
@@ -22,20 +22,31 @@ ROLLBACKS = 3
 
 
 class LossSpikes:
-    """Detects spikes from the losses before them; the same on every rank, since all see the run's loss."""
+    """A `StepObserver` that detects spikes from the losses before them; the same on every rank, as all see the loss."""
+
+    prefix = ""
 
     def __init__(self, config: FaultConfig):
         self.config = config
         self._losses: deque[float] = deque(maxlen=WINDOW)
         self._rollbacks: dict[int, int] = {}
+        self._spike = False
 
     def state(self) -> list[float]:
         """The state for a checkpoint, so that a resumed run finds the same spikes; JSON-serializable."""
         return list(self._losses)
 
-    def load_state(self, losses: Iterable[float]) -> None:
+    def restore(self, state: Iterable[float] | None) -> None:
         """The inverse of `state`."""
-        self._losses = deque(map(float, losses), maxlen=WINDOW)
+        self._losses = deque(map(float, state or ()), maxlen=WINDOW)
+
+    def observe(self, step: int, metrics: Mapping[str, Any]) -> dict[str, Any]:
+        """Looks for a spike in the step's loss; adds no metrics."""
+        self._spike = self.found(step, metrics["loss"])
+        return {}
+
+    def ending(self) -> None:
+        """No spike ends the run here; too many rollbacks do (`rewind`)."""
 
     def found(self, step: int, loss: float) -> bool:
         """Whether `loss` is `spike_deviations` standard deviations above the median of recent losses. Spikes are not
@@ -50,13 +61,13 @@ class LossSpikes:
         self._losses.append(loss)
         return False
 
-    def roll_back(self, checkpoints: Checkpoints) -> dict[str, Any] | None:
-        """Restores trainer and random generators from the newest checkpoint, and returns its state.
+    def rewind(self, checkpoints: Checkpoints) -> int | None:
+        """After a spike, restores trainer and random generators from the newest checkpoint, and returns its step.
 
-        None if spikes only cause warnings, or if there is no checkpoint yet. Raises RunStopped if going back to the
-        same checkpoint has not helped.
+        None if there is no spike or it only causes a warning, or if there is no checkpoint yet. Raises RunStopped if
+        going back to the same checkpoint has not helped.
         """
-        if self.config.on_spike != "rollback":
+        if not self._spike or self.config.on_spike != "rollback":
             return None
         checkpoints.wait()
         try:
@@ -67,7 +78,7 @@ class LossSpikes:
         if state is None:
             log.warning("there is no checkpoint to roll back to; the run continues")
             return None
-        step = state["step"]
+        step: int = state["step"]
         self._rollbacks[step] = self._rollbacks.get(step, 0) + 1
         if self._rollbacks[step] > ROLLBACKS:
             raise RunStopped(
@@ -76,4 +87,4 @@ class LossSpikes:
                 exit_code=1,
             )
         log.warning("rolled back to step %d; continuing with the data after the spike", step)
-        return state
+        return step

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Protocol
+from typing import Protocol, runtime_checkable
 
 from torch import Tensor
 
@@ -14,6 +14,7 @@ from lockstep.train.packing import PackedRow, pack_rows, target_log_prob_sum
 from lockstep.train.trainer import Trainer
 
 
+@runtime_checkable
 class Objective(Protocol):
     """What a run optimizes on a loader's rows."""
 

@@ -3,26 +3,21 @@
 from __future__ import annotations
 
 import itertools
-import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from contextlib import ExitStack, nullcontext, suppress
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch
-from torch import nn
 
 from lockstep.checkpoint import folder_if_model, newest_checkpoint
-from lockstep.checkpoint.checkpoints import Checkpoints
-from lockstep.config import PretrainConfig, SFTConfig, to_toml, validate, validate_run
+from lockstep.config import PretrainConfig, SFTConfig, validate, validate_run
 from lockstep.data import (
     DataSource,
     Encoder,
     RowLoader,
     Rows,
-    StepRows,
     TextEncoder,
     TextSource,
     Tokenizer,
@@ -41,7 +36,6 @@ from lockstep.data.chatml import CHATML
 from lockstep.errors import UserError
 from lockstep.hub import is_model
 from lockstep.model import (
-    Decoder,
     ModelConfig,
     TrainableModel,
     begin_adapter,
@@ -56,33 +50,15 @@ from lockstep.model import (
     resolve_dtype,
 )
 from lockstep.observe import (
-    Observer,
     OnMetrics,
-    Progress,
-    RunFolder,
-    announce,
-    awaits_validation,
-    claim_run,
-    in_short,
-    log,
-    merge_timelines,
-    read_metrics,
-    require_observers,
-    start_line,
-    write_report,
 )
-from lockstep.parallel import Pipeline, World, close_world, open_world, parallel_model
+from lockstep.parallel import World, close_world, open_world, parallel_model
+from lockstep.progress import Progress
 from lockstep.train.adapter import adapted
-from lockstep.train.answers import Answers
-from lockstep.train.bad_steps import BadSteps
-from lockstep.train.loss_spikes import LossSpikes
-from lockstep.train.objective import NextToken, NextTokenLoss, Objective
+from lockstep.train.objective import NextTokenLoss
 from lockstep.train.read_once import learn_once, read_once
-from lockstep.train.resolve_defaults import recorded_settings, refuse_fewer_steps, resolve_defaults
-from lockstep.train.stop_signal import Interrupted, StopSignal, ends_with_error
-from lockstep.train.threads import fitting_threads
-from lockstep.train.throughput import Throughput
-from lockstep.train.trainer import Trainer
+from lockstep.train.resolve_defaults import recorded_settings, resolve_defaults
+from lockstep.train.rows_task import RowsRun, train_rows
 from lockstep.train.validation import validation_rows
 
 if TYPE_CHECKING:
@@ -138,190 +114,7 @@ def _pretrain(
         sources, held_out_sources = divide(sources, config.validation_share)
     loader = make_loader(config, sources, encoder, world)
     held_out = validation_rows(config, held_out_sources, encoder, world)
-    return run_training(config, world, tokenizer, model, loader, progress, held_out=held_out, on_metrics=on_metrics)
-
-
-def run_training(
-    config: PretrainConfig,
-    world: World,
-    tokenizer: Tokenizer,
-    model: TrainableModel,
-    loader: RowLoader,
-    progress: Progress | None = None,
-    command: str = "pretrain",
-    held_out: StepRows | None = None,
-    on_metrics: OnMetrics | None = None,
-    answers: Answers | None = None,
-    objective: Objective | None = None,
-    extra_parameters: Mapping[str, nn.Parameter] | None = None,
-) -> Path:
-    """The loop of every run on a loader's rows, from its last checkpoint if it resumes; returns the run's folder.
-
-    `held_out`: the rows for validation; `answers`: the model's answers before and after, for the report. `objective`:
-    by default next-token prediction. `extra_parameters`: as in `Trainer`. Raises RunStopped if the run
-    ends early, because of a signal or bad steps.
-    """
-    require_observers(config.observe, world.device)
-    if isinstance(model, Pipeline):
-        model.plan.check_microbatches(loader.microbatches)
-    trainer = Trainer(model, config.train, config.steps, world, extra_parameters)
-    objective = objective or NextToken()
-    claimed = claim_run(config.output, to_toml(config), config.resume, config.overwrite)
-    with ExitStack() as opened:
-        world.on_main(lambda: opened.enter_context(claimed))
-        return _train(config, trainer, tokenizer, loader, progress, command, held_out, on_metrics, answers, objective)
-
-
-def _train(
-    config: PretrainConfig,
-    trainer: Trainer,
-    tokenizer: Tokenizer,
-    loader: RowLoader,
-    progress: Progress | None,
-    command: str,
-    held_out: StepRows | None,
-    on_metrics: OnMetrics | None,
-    answers: Answers | None,
-    objective: Objective,
-) -> Path:
-    """The loop, in an open folder."""
-    world, model, run = trainer.world, trainer.model, RunFolder(Path(config.output))
-    checkpoints = Checkpoints(run.path, trainer, tokenizer, config)
-    spikes = LossSpikes(config.faults)
-    start, validation_pending = 0, False
-    objective.prepare(trainer, loader, held_out)
-
-    def restore(state: dict[str, Any]) -> None:
-        loader.load_state(state["loader"])
-        spikes.load_state(state.get("losses", ()))
-
-    if config.resume and (state := checkpoints.resume(restore)):
-        start, validation_pending = state["step"], held_out is not None and state.get("unjudged", False)
-        refuse_fewer_steps(config, start)
-    if config.resume and world.is_main:
-        run.truncate(start)
-        run.record(to_toml(config))
-    before = world.from_main(lambda: read_metrics(run.metrics)[-1:]) if validation_pending else []
-    validation_pending = awaits_validation(before, start)
-
-    compute = resolve_dtype(config.dtype)
-    tokens = (config.steps - start) * config.tokens_per_step
-    work = f"{in_short(tokens)} tokens to go, {in_short(config.tokens_per_step)} per step"
-    announce(f"{command}: " + start_line(config.model, model.config, world.device, compute, work, world.size))
-    began = time.perf_counter()
-    speed = Throughput(model.config, world, compute)
-    bad_steps = BadSteps(config.faults, run.path, tokenizer)
-    metrics: dict[str, float] = {}
-    stopped_by = 0
-    threads = fitting_threads(model.config, config.train.tokens_per_microbatch)
-    with threads, StopSignal(config.faults.stop_seconds, lambda: checkpoints.newest) as stop, checkpoints:
-        with (
-            Observer(
-                config.observe, config.faults, run.path, world.rank, world.size, stop.guarding(on_metrics)
-            ) as observer,
-            (progress or Progress(command, config.steps, "step")) if world.is_main else nullcontext() as bar,
-        ):
-            timeline = trainer.timeline = observer.timeline
-            if bar is not None:
-                bar.advance(start)
-
-            def validate(step: int, last: bool) -> dict[str, float] | None:
-                """None if a signal interrupts it."""
-                assert held_out is not None
-                # No run resumes from a checkpoint with only the model.
-                ends = last and config.checkpoint.last_model_only
-                asking = nullcontext() if ends else trainer.asking(*stop.ending(world))
-                with suppress(Interrupted), asking:
-                    found = objective.validate(trainer, held_out)
-                    if bar is not None:
-                        bar.validated(step, found)
-                    return found
-                return None
-
-            def update(batch: StepRows) -> dict[str, float] | None:
-                """None if a signal interrupts it, which leaves weights and optimizer as they were."""
-                with suppress(Interrupted), trainer.asking(*stop.ending(world, late=True)):
-                    return objective.step(trainer, batch)
-                return None
-
-            is_over = start >= config.steps or loader.ended
-            made_up = False
-            if validation_pending and (found := validate(start, is_over)) is not None:
-                validation_pending, made_up = False, True
-                observer.extend(before[0], found)
-                metrics = before[0] | found
-            elif start and is_over and not validation_pending:
-                ended = "the end of its data" if loader.ended else f"step {start}"
-                log.warning(
-                    "the run has finished at %s; to continue, give more --steps or, "
-                    "from its weights, --model %s and another --output",
-                    ended,
-                    run.path,
-                )
-            if answers is not None and isinstance(model, Decoder) and start == 0:
-                answers.write(0, model)
-            if config.steps == 0:
-                checkpoints.save(0, {"loader": loader.state()}, last=True)
-            step = start
-            stopped_by = stop.agreed(world)
-            while step < config.steps and not loader.ended and not stopped_by:
-                step += 1
-                with observer.step(step):
-                    before_step = {"loader": loader.state(), "losses": spikes.state()}
-                    with timeline.span("data"):
-                        batch = loader.next()
-                    if (updated := update(batch)) is None:
-                        step, stopped_by = step - 1, stop.agreed(world)
-                        checkpoints.wait()
-                        if step and checkpoints.newest != step:
-                            checkpoints.save(step, before_step)
-                        break
-                    metrics = updated
-                    bad_steps.check(step, trainer, batch)
-                    metrics |= speed.metrics(batch, timeline) | loader.counts | {"epoch": loader.epoch}
-                    last = step == config.steps or loader.ended
-                    validation_pending = False
-                    if held_out is not None and (last or step % config.validation_every == 0):
-                        found = validate(step, last)
-                        validation_pending = found is None
-                        metrics |= found or {}
-                    observer.write(step, metrics)
-                    stopped_by = stop.agreed(world)
-                    trainer.balance.write(run.expert_load, step)
-                    # The loader is not rolled back: it continues with the data after the spike, if there is any.
-                    spike = spikes.found(step, metrics["loss"]) and not loader.ended
-                    if spike and (state := spikes.roll_back(checkpoints)):
-                        step = state["step"]
-                        observer.rewind(step)
-                    elif last or stopped_by or checkpoints.due(step):
-                        with timeline.span("checkpoint"):
-                            state = {"loader": loader.state(), "losses": spikes.state(), "data_ended": loader.ended}
-                            checkpoints.save(step, state | {"unjudged": validation_pending}, last)
-                if loader.ended and step < config.steps:
-                    log.warning("the data ended after step %d of %d (loader.repeat is off)", step, config.steps)
-                if bar is not None:
-                    shown = {"loss": metrics["loss"], "tokens_per_s": metrics["tokens_per_second"]}
-                    bar.reach(step, "", **shown | observer.for_terminal(metrics))
-
-            if answers is not None and isinstance(model, Decoder) and (step > start or made_up) and not stopped_by:
-                answers.write(step, model)
-        # The last checkpoint may still be being written.
-        world.barrier()
-        # A run that had already finished keeps its summary.
-        if world.is_main and (metrics or not run.summary.is_file()):
-            merge_timelines(run.path)
-            metrics = metrics or (read_metrics(run.metrics) or [{}])[-1]
-            summary = {
-                "loss": metrics.get("loss"),
-                "validation_loss": metrics.get("validation/loss"),
-                "seconds": {command: time.perf_counter() - began},
-            } | ({"resumed_from": start} if start else {})
-            run.write_summary(summary)
-        if world.is_main and run.lacks_report:
-            write_report(run.path, f"{command} {config.model}")
-    if ends_with_error(stopped_by, finished=step >= config.steps and not validation_pending):
-        raise stop.error(stopped_by, step, config.output)
-    return run.path
+    return train_rows(config, world, RowsRun(tokenizer, model, loader, held_out), progress, on_metrics)
 
 
 def _refuse_toy_data(config: PretrainConfig) -> None:

@@ -20,7 +20,8 @@ from lockstep.data import TokenizedCorpus
 from lockstep.data.preferences import Example, read_example
 from lockstep.errors import UserError
 from lockstep.model import ScoringModel, base_folder
-from lockstep.observe import Progress, log
+from lockstep.observe import log
+from lockstep.progress import Progress
 from lockstep.train.packing import split_by_tokens
 from lockstep.train.preference_batches import PreferenceBatch, answer_log_probs, preference_batch, shares_prompts
 from lockstep.train.trainer import Trainer

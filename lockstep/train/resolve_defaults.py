@@ -9,7 +9,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
 
-from lockstep.checkpoint import folder_if_model, name_other_chunks, newest_checkpoint
+from lockstep.checkpoint import folder_if_model, newest_checkpoint, warn_about_reduction_chunks
 from lockstep.config import CONFIG, PretrainConfig, RLConfig, algorithm_of
 from lockstep.config.toml import refuse_other_command
 from lockstep.errors import UserError
@@ -61,7 +61,7 @@ def _chunks(config: PretrainConfig | RLConfig, world: World) -> int:
         parallel = dataclasses.replace(parallel, tensor=max(parallel.tensor, config.actors.tensor))
     chunks = chunks_for(own, parallel)
     if world.is_main and folder.is_dir():
-        name_other_chunks(folder, chunks)
+        warn_about_reduction_chunks(folder, chunks)
     return chunks
 
 

@@ -18,14 +18,16 @@ from lockstep.data.preferences import Example
 from lockstep.data.tokenizer import Tokenizer
 from lockstep.errors import UserError
 from lockstep.model import ScoringModel, TrainableModel, begin_adapter, begin_score_head, load_weights, resolve_dtype
-from lockstep.observe import OnMetrics, Progress
+from lockstep.observe import OnMetrics
 from lockstep.parallel import World, close_world, open_world, parallel_model
+from lockstep.progress import Progress
 from lockstep.train.adapter import adapted
 from lockstep.train.dpo import examples_of, open_preferences
 from lockstep.train.preference_batches import PreferenceBatch, end_scores, ending, preference_batch, shares_prompts
 from lockstep.train.preference_losses import bradley_terry_loss
-from lockstep.train.pretrain import check_length, model_shape, run_training
+from lockstep.train.pretrain import check_length, model_shape
 from lockstep.train.resolve_defaults import resolve_defaults
+from lockstep.train.rows_task import RowsRun, train_rows
 from lockstep.train.trainer import Trainer
 
 
@@ -49,10 +51,8 @@ def train_reward_model(
 def _train(config: RewardModelConfig, world: World, progress: Progress | None, on_metrics: OnMetrics | None) -> Path:
     config, tokenizer, _, loader, held_out = open_preferences(config, world, paired=True)
     model = make_reward_model(config, tokenizer, world)
-    return run_training(
-        config, world, tokenizer, model, loader, progress, "reward-model", held_out, on_metrics,
-        objective=RewardObjective(config),
-    )  # fmt: skip
+    parts = RowsRun(tokenizer, model, loader, held_out, "reward-model", RewardObjective(config))
+    return train_rows(config, world, parts, progress, on_metrics)
 
 
 def make_reward_model(config: RewardModelConfig, tokenizer: Tokenizer, world: World) -> TrainableModel:
@@ -74,7 +74,7 @@ def make_reward_model(config: RewardModelConfig, tokenizer: Tokenizer, world: Wo
 
 
 class RewardObjective:
-    """The objective of `lockstep reward-model` for `run_training`."""
+    """The objective of `lockstep reward-model` for `train_rows`."""
 
     def __init__(self, config: RewardModelConfig):
         self.config = config

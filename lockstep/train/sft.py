@@ -25,12 +25,14 @@ from lockstep.data.template_values import OPTION, command_values
 from lockstep.data.tokenizer import CHAT_TEMPLATE_FILE, Tokenizer
 from lockstep.errors import UserError
 from lockstep.model import read_config
-from lockstep.observe import OnMetrics, Progress, announce, log
+from lockstep.observe import OnMetrics, announce, log
 from lockstep.parallel import World, close_world, open_world
+from lockstep.progress import Progress
 from lockstep.train.answers import Answers
 from lockstep.train.epochs import with_steps
-from lockstep.train.pretrain import make_loader, make_model, run_training
+from lockstep.train.pretrain import make_loader, make_model
 from lockstep.train.resolve_defaults import resolve_defaults
+from lockstep.train.rows_task import RowsRun, train_rows
 from lockstep.train.validation import validation_rows
 
 
@@ -80,7 +82,8 @@ def _sft(config: SFTConfig, world: World, progress: Progress | None, on_metrics:
     if world.mesh is None and config.steps:
         shown = held_out.microbatches if held_out is not None else loader.peek().microbatches
         answers = Answers([row for rows in shown for row in rows], tokenizer, Path(config.output))
-    return run_training(config, world, tokenizer, model, loader, progress, "sft", held_out, on_metrics, answers)
+    parts = RowsRun(tokenizer, model, loader, held_out, "sft", answers=answers)
+    return train_rows(config, world, parts, progress, on_metrics)
 
 
 def conversation_sources(config: SFTConfig, data: str) -> list[tuple[DataSource, float]]:

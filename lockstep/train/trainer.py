@@ -6,6 +6,7 @@ import math
 from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from itertools import islice
 from typing import Any, TypeVar
 
 import torch
@@ -29,6 +30,8 @@ from lockstep.train.optimizer import MasterOptimizer
 from lockstep.train.schedule import make_schedule
 
 MicroBatch = TypeVar("MicroBatch")
+PIPELINED = 16
+"""Micro-batches that an evaluation sends through a pipeline at a time."""
 _COUNTS = ("updates", "skipped_steps", "skipped_in_a_row")
 
 
@@ -76,8 +79,8 @@ class Trainer:
         """Steps whose loss or gradient was not finite, which left the weights unchanged."""
         self.skipped_in_a_row = 0
         self.timeline = Timeline()
-        self._before_microbatch: Callable[[], None] = lambda: None
-        self._gives_up: Callable[[], bool] = lambda: False
+        self.poll: Callable[[], None] = lambda: None
+        """Called between an evaluation's micro-batches, equally often on all ranks; may raise."""
         shared = self.world.expert * self.world.degrees["tensor"] > 1
         self._shares_experts = model.config.experts is not None and shared
 
@@ -90,8 +93,7 @@ class Trainer:
         and all ranks, so that the split into micro-batches does not matter. Every rank passes the same number of
         micro-batches. A step whose loss or gradient is not finite leaves weights and optimizer unchanged on all ranks,
         and counts as skipped. Raises RunStopped if only the gradient is not finite and updates in the backward have
-        already changed weights. Passes on what the function of `asking` raises, with weights and optimizer unchanged
-        but some of the gradient computed: such a trainer can be saved, and makes no further step.
+        already changed weights.
         """
         learning_rate = self.schedule(self.updates)
         held = list(microbatches)
@@ -126,15 +128,11 @@ class Trainer:
     ) -> list[float]:
         """Accumulates the gradients of all micro-batches; returns the losses that this rank computed."""
         if isinstance(self.model, Pipeline):
-            self._before_microbatch()
             with self.timeline.span("forward and backward"):
-                found = self._through_stages(self.model, microbatches, loss_of)
-            self._before_microbatch()  # a stage may have given the step up
-            return found
+                return self._through_stages(self.model, microbatches, loss_of)
         losses: list[float] = []
         extra_parameters = []
         for index, microbatch in enumerate(microbatches):
-            self._before_microbatch()
             if is_fsdp(self.model):
                 last = self.config.deterministic_layout or index == len(microbatches) - 1
                 set_gradient_sums(self.model, self.sums_every_microbatch, last)
@@ -164,7 +162,7 @@ class Trainer:
         """`accumulate` for a pipeline. The gradients beside the model, which only the last stage's ranks have, are
         summed over all ranks once the stages have ended."""
         if not self.config.deterministic_layout:
-            losses = model.accumulate(microbatches, loss_of, gives_up=self._gives_up)
+            losses = model.accumulate(microbatches, loss_of)
             self.extra_parameters.sum_over_ranks()
             return losses
         extra_parameters = []
@@ -178,7 +176,7 @@ class Trainer:
             of_model = [name for name in names if name not in self.extra_parameters.parameters]
             self._end_microbatch(of_model, ended[names] == len(microbatches))
 
-        losses = model.accumulate(microbatches, loss_of, end, self._gives_up)
+        losses = model.accumulate(microbatches, loss_of, end)
         self._add_extra_parameters(extra_parameters or [self.extra_parameters.take() for _ in microbatches])
         return losses
 
@@ -222,34 +220,24 @@ class Trainer:
     ) -> float:
         """The summed losses without gradients; as in `step`, over all ranks, with equally many on each.
 
-        Passes on what the function of `asking` raises.
+        Calls `poll` before each micro-batch (of a pipeline, each PIPELINED), which may raise Interrupted.
         """
         losses: list[float] = []
         with self.timeline.span("validation"), self._order():
             if isinstance(self.model, Pipeline):
-                self._before_microbatch()
-                losses = self.model.evaluate(microbatches, loss_of, self._gives_up)
-                self._before_microbatch()  # a stage may have given it up
+                every = iter(microbatches)
+                while part := list(islice(every, PIPELINED)):
+                    self.poll()
+                    losses += self.model.evaluate(part, loss_of)
                 return self._sum(losses)
             try:
                 for microbatch in microbatches:
-                    self._before_microbatch()
+                    self.poll()
                     with self.timeline.span("forward"):
                         losses.append(loss_of(self._scoring_model(), microbatch).item())
             finally:
                 self._reshard()
         return self._sum(losses)
-
-    @contextmanager
-    def asking(self, ask: Callable[[], None], gives_up: Callable[[], bool] = lambda: False) -> Iterator[None]:
-        """Within this context, `step` and `evaluate` call `ask` before each micro-batch, equally often on all ranks
-        (with updates in the backward, a step has one). Over a pipeline they call it once before and once after all: if
-        `gives_up`, which the ranks of a stage call before each forward, has been true, `ask` must raise on all."""
-        self._before_microbatch, self._gives_up = ask, gives_up
-        try:
-            yield
-        finally:
-            self._before_microbatch, self._gives_up = lambda: None, lambda: False
 
     @contextmanager
     def evaluating(self, model: TrainableModel) -> Iterator[None]:
@@ -273,6 +261,6 @@ class Trainer:
     def load_counts(self, counts: Mapping[str, Any]) -> None:
         """The inverse of `counts`. Raises, changing nothing, if one is not a number."""
         found = {name: int(counts.get(name, 0)) for name in _COUNTS}
-        self.balance.load_state(counts)
+        self.balance.restore(counts)
         for name, count in found.items():
             setattr(self, name, count)

@@ -13,7 +13,7 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from lockstep.checkpoint.checkpoints import Checkpoints
-from lockstep.checkpoint.manifest import MANIFEST, _sealed
+from lockstep.checkpoint.manifest import MANIFEST, _with_checksum
 from lockstep.config import CheckpointConfig, CompileConfig, ParallelConfig, PretrainConfig, TrainConfig
 from lockstep.data import ByteTokenizer
 from lockstep.model import initialize, preset, resolve_dtype
@@ -107,7 +107,7 @@ def rewrite_state(folder: Path, text: bytes) -> None:
     files = json.loads((folder / MANIFEST).read_text())["files"]
     files["state.json"] = {"bytes": len(text), "crc32": zlib.crc32(text)}
     (folder / "state.json").write_bytes(text)
-    (folder / MANIFEST).write_bytes(_sealed(json.dumps(files).encode()))
+    (folder / MANIFEST).write_bytes(_with_checksum(json.dumps(files).encode()))
 
 
 def equal(first: dict[str, Tensor], second: dict[str, Tensor]) -> bool:

@@ -3,7 +3,6 @@
 import json
 import os
 import re
-import time
 
 import pytest
 import torch
@@ -78,24 +77,6 @@ def test_what_happens_after_a_save_was_called_is_not_in_it(tmp_path, trainer):
     assert equal(whole(trainer), held) and torch.equal(torch.random.get_rng_state(), drawn)
 
 
-def test_a_state_that_was_kept_can_be_saved_after_later_updates(tmp_path, trainer):
-    with checkpoints_of(tmp_path, trainer) as checkpoints:
-        update(trainer)
-        held, drawn = whole(trainer), torch.random.get_rng_state()
-        checkpoints.keep(1)
-        update(trainer)
-        torch.rand(3)
-        assert checkpoints.holds(1) and not checkpoints.holds(2)
-        checkpoints.save(1, {})
-        checkpoints.wait()
-        checkpoints.save(2, {})  # that of now
-    later = whole(trainer)
-    assert checkpoints.resume()["updates"] == 2 and equal(whole(trainer), later)
-    (tmp_path / "checkpoints" / "step_00000002").rename(tmp_path / "2")
-    assert checkpoints.resume()["updates"] == 1 and checkpoints.holds(1)
-    assert equal(whole(trainer), held) and torch.equal(torch.random.get_rng_state(), drawn)
-
-
 def test_a_resumed_run_that_comes_to_a_step_again_saves_what_it_has_then(tmp_path, trainer):
     checkpoints = checkpoints_of(tmp_path, trainer)
     for updates in (1, 2):
@@ -110,26 +91,6 @@ def test_a_resumed_run_that_comes_to_a_step_again_saves_what_it_has_then(tmp_pat
     held = whole(trainer)
     update(trainer)
     assert checkpoints.resume()["updates"] == 3 and equal(whole(trainer), held)
-
-
-def test_a_state_is_kept_once_a_save_that_runs_has_ended(tmp_path, trainer, monkeypatch):
-    write = Checkpoints._write
-    monkeypatch.setattr(Checkpoints, "_write", lambda *arguments: (time.sleep(0.3), write(*arguments))[1])
-    update(trainer)
-    held = whole(trainer)
-    with checkpoints_of(tmp_path, trainer) as checkpoints:
-        checkpoints.save(1, {})
-        update(trainer)
-        checkpoints.keep(2)
-    assert checkpoints.resume()["step"] == 1 and equal(whole(trainer), held)
-
-
-def test_without_background_saves_there_is_no_memory_to_keep_a_state_in(tmp_path, trainer):
-    checkpoints = checkpoints_of(tmp_path, trainer, asynchronous=False)
-    checkpoints.keep(1)
-    assert not checkpoints.holds(1) and not checkpoints._staging._buffers
-    checkpoints.save(1, {})
-    assert checkpoints.holds(1)
 
 
 def test_the_last_save_waits_and_takes_no_copy_of_what_it_saves(tmp_path, trainer):

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from lockstep.checkpoint import checkpoints_in, weights_folder
-from lockstep.checkpoint.manifest import MANIFEST, _sealed, damage
+from lockstep.checkpoint.manifest import MANIFEST, _with_checksum, damage
 from lockstep.cli import main
 from lockstep.config import ParallelConfig
 from lockstep.errors import UserError
@@ -140,13 +140,13 @@ def newest(saved):
 def test_a_manifest_with_a_right_checksum_of_its_own_is_still_not_believed(saved, newest, harm, caplog):
     files = json.loads((newest / MANIFEST).read_text())["files"]
     harm(files)
-    (newest / MANIFEST).write_bytes(_sealed(json.dumps(files).encode()))
+    (newest / MANIFEST).write_bytes(_with_checksum(json.dumps(files).encode()))
     assert saved[2].resume()["mark"] == 2 and f"{newest.name} cannot be resumed from" in caplog.text
 
 
 @pytest.mark.parametrize("deep", [b"[" * 200_000, b"[]", b'{"state.json": 3}', b"null", b"\xff"])
 def test_a_manifest_of_another_shape_is_damage(saved, newest, deep, caplog):
-    (newest / MANIFEST).write_bytes(_sealed(deep))
+    (newest / MANIFEST).write_bytes(_with_checksum(deep))
     assert damage(newest) and damage(newest, checksums=False)
     assert saved[2].resume()["mark"] == 2
 

@@ -11,7 +11,7 @@ from transformers import AutoModelForCausalLM
 
 from lockstep import load_model, score
 from lockstep.checkpoint import newest_checkpoint
-from lockstep.checkpoint.folders import adapters_of
+from lockstep.checkpoint.folders import adapters_that_need
 from lockstep.checkpoint.manifest import damage, write_manifest
 from lockstep.cli import main
 from lockstep.config import CheckpointConfig, LoraConfig, PretrainConfig, TrainConfig
@@ -117,11 +117,11 @@ def test_a_checkpoint_that_adapters_need_outlives_newer_ones_and_is_not_overwrit
     monkeypatch.chdir(runs[0])
     pretrain(replace(lora, output="second"))
     monkeypatch.undo()
-    assert adapters_of(kept) == [str(runs[0] / "lora"), str(runs[0] / "second")]
+    assert adapters_that_need(kept) == [str(runs[0] / "lora"), str(runs[0] / "second")]
     (runs[0] / "lora").rename(runs[0] / "moved")  # which nobody notes
     pretrain(replace(full, steps=4, resume=True))
     assert kept.is_dir() and base_folder(newest_checkpoint(runs[0] / "moved")) == kept
-    said = [m for m in caplog.messages if "is kept, because it is the base of the adapter in" in m]
+    said = [m for m in caplog.messages if "is kept because it is the base of the adapter in" in m]
     assert len(said) == 1 and str(runs[0] / "lora") in said[0], "said once"
     with pytest.raises(UserError, match="step_00000002 is the base of an adapter, which would lose it"):
         pretrain(replace(full, steps=1, overwrite=True))

@@ -16,7 +16,7 @@ from contextlib import contextmanager
 import pytest
 
 from lockstep.cli import main
-from lockstep.commands.chat import ChatOptions, open_talk
+from lockstep.commands.chat import ChatOptions, open_chat
 from lockstep.data import load_tokenizer
 from lockstep.errors import UserError
 from lockstep.rl.conversations.rendering import Transcript
@@ -114,23 +114,23 @@ def test_ctrl_c_stops_the_answer_and_not_the_program(chat_folder):  # noqa: F811
 
 
 def test_what_was_said_stays_the_tokens_that_were_sampled_and_a_reset_forgets_it(chat_folder):  # noqa: F811
-    talk = open_talk(ChatOptions(str(chat_folder), system="Be kind.", seed=1, max_tokens=6, temperature=1.0))
-    said = "".join(talk.answer("one", []))
-    (row,) = talk._transcript.rows
+    session = open_chat(ChatOptions(str(chat_folder), system="Be kind.", seed=1, max_tokens=6, temperature=1.0))
+    said = "".join(session.answer("one", []))
+    (row,) = session._transcript.rows
     sampled = row.prompt_ids + row.token_ids
-    list(talk.answer("two", []))
-    (row,) = talk._transcript.rows  # the second prompt went on after the first reply's own tokens
+    list(session.answer("two", []))
+    (row,) = session._transcript.rows  # the second prompt went on after the first reply's own tokens
     assert (row.prompt_ids + row.token_ids)[: len(sampled)] == sampled and row.turns == 2
-    assert [m["role"] for m in talk.messages] == ["system", "user", "assistant", "user", "assistant"]
-    assert talk.messages[2]["content"] == said
-    assert talk.was_cut
-    talk.reset()
+    assert [m["role"] for m in session.messages] == ["system", "user", "assistant", "user", "assistant"]
+    assert session.messages[2]["content"] == said
+    assert session.was_truncated
+    session.reset()
     assert (
-        talk._turns == 0
-        and talk.messages == [{"role": "system", "content": "Be kind."}]
-        and talk._transcript.rows == []
+        session._turns == 0
+        and session.messages == [{"role": "system", "content": "Be kind."}]
+        and session._transcript.rows == []
     )
-    assert talk._transcript.rendering is not None and isinstance(talk._transcript, Transcript)
+    assert session._transcript.rendering is not None and isinstance(session._transcript, Transcript)
 
 
 @pytest.fixture(scope="module")
@@ -145,15 +145,15 @@ def thinking_folder(tmp_path_factory, bpe_tokenizer):
 
 
 def test_reasoning_is_apart_and_the_next_turn_is_rendered_from_the_content(thinking_folder):
-    talk = open_talk(ChatOptions(str(thinking_folder), temperature=0))
+    session = open_chat(ChatOptions(str(thinking_folder), temperature=0))
     thoughts = []
     for _ in range(2):
-        assert "".join(talk.answer("hi", [], thoughts.append)) == "now:4!"
+        assert "".join(session.answer("hi", [], thoughts.append)) == "now:4!"
     assert "".join(thoughts) == "We add." * 2
-    assert talk.messages[1]["content"] == "now:4!" and talk.messages[1]["reasoning_content"] == "We add."
-    second = talk._transcript.rows[-1].prompt_ids
-    template, tokenizer = talk._rendering.template, talk._rendering.tokenizer
-    plain = [{"role": m["role"], "content": m["content"]} for m in talk.messages[:3]]
+    assert session.messages[1]["content"] == "now:4!" and session.messages[1]["reasoning_content"] == "We add."
+    second = session._transcript.rows[-1].prompt_ids
+    template, tokenizer = session._rendering.template, session._rendering.tokenizer
+    plain = [{"role": m["role"], "content": m["content"]} for m in session.messages[:3]]
     assert second == tokenizer.encode(template.render(plain))  # Qwen3's leaves earlier reasoning out
 
 
@@ -168,16 +168,16 @@ def test_reasoning_is_faint_on_a_terminal_and_left_out_elsewhere(thinking_folder
 
 
 def test_an_answer_that_is_stopped_before_its_first_token_leaves_the_conversation_as_it_was(chat_folder):  # noqa: F811
-    talk = open_talk(ChatOptions(str(chat_folder), max_tokens=6))
-    assert "".join(talk.answer("one", [True])) == "" and talk.messages == []
-    assert not talk._engine.has_work
+    session = open_chat(ChatOptions(str(chat_folder), max_tokens=6))
+    assert "".join(session.answer("one", [True])) == "" and session.messages == []
+    assert not session._engine.has_work
 
 
 def test_a_conversation_that_fills_the_context_is_told_so_and_goes_on_after_a_reset(chat_folder):  # noqa: F811
-    talk = open_talk(ChatOptions(str(chat_folder), max_tokens=3))
+    session = open_chat(ChatOptions(str(chat_folder), max_tokens=3))
     with pytest.raises(UserError, match="fills the context of 512 tokens; /reset starts a new one"):
-        list(talk.answer("word " * 600, []))
-    assert talk.messages == [] and list(talk.answer("hi", []))
+        list(session.answer("word " * 600, []))
+    assert session.messages == [] and list(session.answer("hi", []))
 
 
 def test_a_model_without_a_template_and_impossible_settings_are_refused(chat_folder, model_folder, capsys):  # noqa: F811

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from lockstep.cli import main
-from lockstep.commands.chat import ChatOptions, open_talk
+from lockstep.commands.chat import ChatOptions, open_chat
 from lockstep.data import load_tokenizer
 from lockstep.data.chat import load_chat_template
 from lockstep.data.conversations import Conversation, ConversationEncoder
@@ -92,8 +92,8 @@ def test_values_reach_generation_and_a_lines_own_win(tmp_path, chat_folder, caps
 
 
 def test_values_reach_a_chat(chat_folder):
-    talk = open_talk(ChatOptions(str(chat_folder), chat_template_kwargs=GIVEN))
-    assert talk._rendering.tokenizer.decode(talk._prompt("hello")) == "loud:w<user>hello\n<assistant>"
+    session = open_chat(ChatOptions(str(chat_folder), chat_template_kwargs=GIVEN))
+    assert session._rendering.tokenizer.decode(session._prompt("hello")) == "loud:w<user>hello\n<assistant>"
 
 
 def encoded(encoder, line):

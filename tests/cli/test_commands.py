@@ -321,7 +321,7 @@ def test_what_is_too_long_for_a_file_is_no_traceback(tmp_path, capsys, option):
 
 def test_every_name_that_is_answered_exists_in_some_command():
     from lockstep.commands.generate import GenerateOptions
-    from lockstep.commands.spelling import HERE, options_of
+    from lockstep.commands.option_names import HERE, options_of
     from lockstep.config import DPOConfig, PretrainConfig, RLConfig, ServeConfig, SFTConfig
 
     known = {

@@ -13,11 +13,11 @@ from transformers import AutoModelForCausalLM
 import lockstep
 from lockstep.checkpoint.convert import convert
 from lockstep.cli import main
-from lockstep.commands.chat import ChatOptions, open_talk
+from lockstep.commands.chat import ChatOptions, open_chat
 from lockstep.config import EngineConfig, ServeConfig
 from lockstep.generate.server import build_service
 from lockstep.model import preset
-from tests.data.test_ends import TURNS, write_tokenizer
+from tests.data.test_end_tokens import TURNS, write_tokenizer
 
 CONFIGURED, GENERATION, NAMED, TURN = 97, [98, 99], 256, 258
 NAMES = "ends at ¤ (97), ¥ (98), ¦ (99), <|endoftext|> (256), <|im_end|> (258)"
@@ -94,8 +94,8 @@ def test_rl_ends_there_and_its_checkpoints_say_so(tmp_path, capsys, folder, chat
 
 
 def test_chat_ends_there(folder, capsys):
-    talk = open_talk(ChatOptions(model=str(folder), temperature=0.0, device="cpu"))
-    assert "".join(talk.answer("hi", [])) == "" and not talk.was_cut
+    session = open_chat(ChatOptions(model=str(folder), temperature=0.0, device="cpu"))
+    assert "".join(session.answer("hi", [])) == "" and not session.was_truncated
     assert f", {NAMES} | cpu" in capsys.readouterr().err
 
 

@@ -5,8 +5,8 @@ import re
 import pytest
 
 from lockstep.cli import COMMANDS, main
+from lockstep.commands.option_names import options_of
 from lockstep.commands.short_help import SHORT, _texts
-from lockstep.commands.spelling import options_of
 from lockstep.config import (
     DPOConfig,
     EvalConfig,

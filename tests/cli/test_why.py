@@ -70,7 +70,7 @@ def _reinforce(environment, config):
     torch.set_num_threads(1)
     os.environ |= environment
     os.environ.pop("WORLD_SIZE") if environment["WORLD_SIZE"] == "1" else None
-    from lockstep.rl.controller import reinforce
+    from lockstep.rl.reinforce import reinforce
 
     reinforce(config)
 

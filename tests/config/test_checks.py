@@ -31,7 +31,7 @@ from lockstep.config.parallel import SCHEDULES
 from lockstep.errors import UserError
 from lockstep.parallel import pipeline_schedule
 from lockstep.recipes import RECIPES
-from lockstep.rl.controller import reinforce
+from lockstep.rl.reinforce import reinforce
 from lockstep.train.pretrain import pretrain
 from lockstep.train.sft import finetune
 

@@ -60,7 +60,7 @@ def test_what_cannot_be_divided_is_refused(tmp_path):
         pretrain(config)
     (tmp_path / "set").mkdir()
     (tmp_path / "set" / "train.jsonl").write_text('{"text": "one"}\n' * 30)
-    with pytest.raises(UserError, match="validation_share needs data of known length, and this is streamed"):
+    with pytest.raises(UserError, match="validation_share needs data of known length, but this is streamed"):
         pretrain(replace(config, data=f"hf:{tmp_path / 'set'}"))
     with pytest.raises(UserError, match="validation_data and validation_share exclude each other"):
         pretrain(replace(config, validation_data=str(tmp_path / "one.txt")))

@@ -70,7 +70,7 @@ def test_items_that_are_no_objects_can_be_skipped(tmp_path):
 
 def test_a_larger_array_is_refused_with_what_to_do(tmp_path):
     (tmp_path / "a.json").write_text('[{"a": 1}]')
-    with pytest.raises(UserError, match="has 10 bytes, more than the 9 of an array that is read; write .* .jsonl"):
+    with pytest.raises(UserError, match="has 10 bytes; an array can have at most 9; write .* .jsonl"):
         list(items(tmp_path / "a.json", 9))
 
 

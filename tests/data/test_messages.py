@@ -105,7 +105,7 @@ def test_flags_that_cannot_be_followed_are_refused():
     assert "weight of a message is 0.5; it must be" in text({"messages": [ASK, say("assistant", "x", weight=0.5)]})
     assert "train of a message is 'no'" in text({"messages": [ASK, say("assistant", "x", train="no")]})
     assert "role 'user' has train True; only" in text({"messages": [say("user", "x", train=True), YES]})
-    assert "none of its answers is to be trained on" in text({"messages": [ASK, say("assistant", "x", weight=0)]})
+    assert "none of its answers is trained on" in text({"messages": [ASK, say("assistant", "x", weight=0)]})
     assert learned({"messages": [say("user", "x", train=False), YES]}) == "yes"
 
 
@@ -153,7 +153,7 @@ def test_a_rows_system_and_history_come_first():
 def test_a_rows_system_comes_before_a_prompt_of_messages_and_is_refused_beside_texts():
     row = {"prompt": [say("user", "a")], "completion": [YES], "system": "s"}
     assert text(row) == text({"prompt": [say("system", "s"), say("user", "a")], "completion": [YES]})
-    assert 'has "system" beside a prompt that is a text' in text({"prompt": "a", "completion": "b", "system": "s"})
+    assert 'has "system" with a prompt that is a text' in text({"prompt": "a", "completion": "b", "system": "s"})
 
 
 def test_tools_under_their_other_names_reach_the_template():

@@ -157,7 +157,7 @@ def test_a_state_before_a_part_without_a_target_goes_on_after_it():
     corpus.scored[[2, 36]] = True
     rows = _rows(corpus, 8, packing="whole")
     rows.plan()
-    rows.load_state(rows.state() | {"epoch": 0, "window": 0, "index": 0, "offset": 8})
+    rows.restore(rows.state() | {"epoch": 0, "window": 0, "index": 0, "offset": 8})
     assert [(piece.start, piece.stop) for piece in rows.plan()] == [(32, 40)]
 
 
@@ -219,7 +219,7 @@ def test_the_stream_is_the_same_for_any_ranks_and_resumes_at_any_step_with_other
     states = [json.dumps(loader.state()) for loader in before]
     assert len(set(states)) == 1, "every rank knows the whole position"
     for loader in after:
-        loader.load_state(json.loads(states[0]))
+        loader.restore(json.loads(states[0]))
     parts += [[loader.next() for loader in after] for _ in steps[taken:]]
     for whole, shares in zip(steps, parts, strict=True):
         # Micro-batches in turn: the first of every rank, the second of every rank.
@@ -275,17 +275,17 @@ def test_a_step_that_does_not_divide_is_refused_with_the_numbers(per_step, per_m
 def test_the_state_of_other_data_is_refused(texts, length, seed, packing, message):
     state = _rows(tokenize_documents(["abcdefgh"] * 6, ByteTokenizer()), 8).state()
     with pytest.raises(UserError, match=message):
-        _rows(tokenize_documents(texts, ByteTokenizer()), length, seed=seed, packing=packing).load_state(state)
+        _rows(tokenize_documents(texts, ByteTokenizer()), length, seed=seed, packing=packing).restore(state)
 
 
 def test_a_state_without_a_checksum_of_the_data_is_taken():
     rows = _rows(tokenize_documents(["abcdefgh"] * 6, ByteTokenizer()), 8)
     state = rows.state()
     del state["contents"]
-    rows.load_state(state)
+    rows.restore(state)
     del state["seed"]
     with pytest.raises(UserError, match="seed: None when the run was saved"):
-        rows.load_state(state)
+        rows.restore(state)
 
 
 @pytest.mark.parametrize("place", [0, 77, 99])
@@ -307,7 +307,7 @@ def test_of_a_large_corpus_parts_from_its_beginning_to_its_end_are_compared(monk
 def test_a_place_that_the_data_do_not_have_is_refused(place):
     rows = _rows(tokenize_documents(["abcdefgh"] * 6, ByteTokenizer()), 8)
     with pytest.raises(UserError, match=r"token -?\d+ of document -?\d+ of window 0, where the run was saved, does"):
-        rows.load_state(rows.state() | place)
+        rows.restore(rows.state() | place)
 
 
 def test_data_with_nothing_to_predict_is_refused():

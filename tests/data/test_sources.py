@@ -393,11 +393,11 @@ def test_a_stream_resumes_to_the_token_in_a_later_epoch_too(data_set, taken):
         rows.plan()
     state = json.loads(json.dumps(rows.state()))
     resumed = _stream_rows(data_set)
-    resumed.load_state(state)
+    resumed.restore(state)
     for _ in range(8):
         assert np.array_equal(rows.read(rows.plan()).tokens, resumed.read(resumed.plan()).tokens)
     with pytest.raises(UserError, match="shuffle_window: 16 when the run was saved, 8 now"):
-        _stream_rows(data_set, shuffle_window=8).load_state(state)
+        _stream_rows(data_set, shuffle_window=8).restore(state)
 
 
 def test_bad_rows_of_a_stream_are_named_or_counted(tmp_path):
@@ -450,7 +450,7 @@ def test_a_mixture_keeps_its_proportions_and_resumes(weights, taken, repeat):
             assert all(abs(g - s) < len(weights) for g, s in zip(given_rows, shares))
     resumed, state = mixture(), rows.state()
     saved = json.dumps(state)
-    resumed.load_state(json.loads(saved))
+    resumed.restore(json.loads(saved))
     for _ in range(5):
         assert np.array_equal(resumed.read(resumed.plan()).tokens, rows.read(rows.plan()).tokens)
     # A checkpoint is written while the rows go on.
@@ -459,7 +459,7 @@ def test_a_mixture_keeps_its_proportions_and_resumes(weights, taken, repeat):
         while not rows.ended:
             given_rows[rows.read(rows.plan()).tokens[0] // 1000] += 1
     with pytest.raises(UserError, match="weights of the data"):
-        MixedRows(rows.streams, [w + 1 + i for i, w in enumerate(weights)]).load_state(rows.state())
+        MixedRows(rows.streams, [w + 1 + i for i, w in enumerate(weights)]).restore(rows.state())
 
 
 @pytest.mark.parametrize("weights", [[0.5, 0.5], [0.2, 0.8], [0.7, 0.3]])

@@ -11,7 +11,7 @@ import torch
 from lockstep.config import RLConfig, TrainConfig
 from lockstep.data import ByteTokenizer
 from lockstep.model import build_model, preset, save_model
-from lockstep.rl.controller import reinforce
+from lockstep.rl.reinforce import reinforce
 
 pytestmark = [
     pytest.mark.gpu,

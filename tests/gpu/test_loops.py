@@ -31,7 +31,7 @@ from lockstep.config import (
 from lockstep.data import ByteTokenizer
 from lockstep.model import build_model, preset, save_model
 from lockstep.observe import read_metrics
-from lockstep.rl.controller import reinforce
+from lockstep.rl.reinforce import reinforce
 from lockstep.rl.replay import replay
 from lockstep.train.dpo import prefer
 from lockstep.train.pretrain import pretrain
@@ -150,7 +150,7 @@ def test_a_run_that_a_signal_ended_goes_on_with_the_same_bits(tmp_path):
     config = _rl(tmp_path, name="ended", environment=slow)
     (tmp_path / "rl.toml").write_text(to_toml(config))
     program = "import sys; from lockstep.config import RLConfig, from_toml; "
-    program += "from lockstep.rl.controller import reinforce; reinforce(from_toml(sys.argv[1], RLConfig()))"
+    program += "from lockstep.rl.reinforce import reinforce; reinforce(from_toml(sys.argv[1], RLConfig()))"
     process = subprocess.Popen([sys.executable, "-c", program, str(tmp_path / "rl.toml")], stderr=subprocess.PIPE)
     metrics, patience = tmp_path / "ended" / "metrics.jsonl", time.monotonic() + 240
     while not (metrics.exists() and len(metrics.read_text().splitlines()) > 1):  # a step is done

@@ -20,7 +20,7 @@ CONTEXT = multiprocessing.get_context("forkserver")
 CONTEXT.set_forkserver_preload(
     [
         "lockstep.train.pretrain",
-        "lockstep.rl.controller",
+        "lockstep.rl.reinforce",
         "lockstep.parallel.torch_stage",
         # What PyTorch, and the report at a run's end, import at first use.
         "torch._dynamo",

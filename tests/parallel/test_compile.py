@@ -198,6 +198,6 @@ def test_compiled_ranks_have_the_bits_of_one_compiled_process(dtype, name):
 
 
 def test_the_compiler_is_imported_only_where_something_is_compiled():
-    code = "import sys, lockstep.rl.controller; assert not {'torch._dynamo', 'torch._inductor'} & sys.modules.keys()"
+    code = "import sys, lockstep.rl.reinforce; assert not {'torch._dynamo', 'torch._inductor'} & sys.modules.keys()"
     result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
     assert result.returncode == 0, result.stderr

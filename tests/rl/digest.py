@@ -27,8 +27,8 @@ def digests(folder: Path) -> dict[str, str]:
     from lockstep.data import ByteTokenizer
     from lockstep.model import ModelConfig, build_model, save_model
     from lockstep.observe import report
-    from lockstep.rl.controller import reinforce
     from lockstep.rl.environments.digit_sum import pretraining_text
+    from lockstep.rl.reinforce import reinforce
     from lockstep.train.pretrain import pretrain
 
     report.curves_svg = lambda *arguments: []  # pictures, a fifth of the time, have no part in the digests

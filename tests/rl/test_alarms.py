@@ -7,8 +7,8 @@ import pytest
 from lockstep.config import ALARMS, AlarmConfig, CheckpointConfig, RLConfig, from_toml, to_toml, validate
 from lockstep.errors import RunStopped, UserError
 from lockstep.rl.alarms import Alarms, alarms, new_alarms
-from lockstep.rl.controller import reinforce
 from lockstep.rl.environments.digit_sum import DigitSum
+from lockstep.rl.reinforce import reinforce
 from tests.rl.test_algorithm_runs import _config, folders  # noqa: F401
 
 CALM = {
@@ -36,7 +36,7 @@ def _series(steps=12, validations=None, **changes):
 def _watched(series):
     """What a run raises at the last step, which of the others has kept what it needs."""
     *before, last = series
-    return list(Alarms(CONFIG, before).enter(last["step"], last))
+    return list(Alarms(CONFIG, before).observe(last["step"], last))
 
 
 RISING = {"reward__mean": [0.5] * 3 + [0.6] * 6 + [0.7] * 3}
@@ -108,13 +108,13 @@ def test_an_alarm_is_said_once_until_it_is_over_and_a_resumed_run_goes_on_where_
 
     series = lengths(0.1, 1.5, 1.6, 0.2, 1.7, 1.8)
     watch = Alarms(CONFIG)
-    found = [watch.enter(m["step"], m) for m in series]
+    found = [watch.observe(m["step"], m) for m in series]
     assert found == [{}, {"alarm/kl": 1.0}, {"alarm/kl": 1.0}, {}, {"alarm/kl": 1.0}, {"alarm/kl": 1.0}]
     said = [record.message.split(":")[0] for record in caplog.records]
     assert said == ["alarm kl at step 2", "alarm kl at step 5"]
     caplog.clear()
     again = Alarms(CONFIG, json.loads(json.dumps(watch.history[:5])))
-    assert again.enter(6, series[5]) == {"alarm/kl": 1.0} and not caplog.records
+    assert again.observe(6, series[5]) == {"alarm/kl": 1.0} and not caplog.records
     assert new_alarms({"kl": "", "ratio": ""}, watch.history) == {"ratio": ""}
 
 

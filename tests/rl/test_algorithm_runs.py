@@ -16,7 +16,7 @@ from lockstep.data import ByteTokenizer
 from lockstep.errors import UserError
 from lockstep.model import ModelConfig, build_model, load_model, save_model
 from lockstep.rl import Environment, Example
-from lockstep.rl.controller import reinforce
+from lockstep.rl.reinforce import reinforce
 from lockstep.rl.rollouts.ledger import Ledger
 from lockstep.rl.rollouts.records import Rollout, Scores
 from lockstep.rl.scoring.reference import MovingAverage

@@ -16,7 +16,7 @@ from lockstep.config import ActorsConfig, EngineConfig, ObserveConfig
 from lockstep.errors import RunStopped, UserError
 from lockstep.observe import MetricsWriter, open_run, read_metrics, sinks
 from lockstep.observe.sinks import PATIENCE, Guarded
-from lockstep.rl.controller import reinforce
+from lockstep.rl.reinforce import reinforce
 from lockstep.rl.rollouts import prompts
 from lockstep.rl.rollouts.prompts import examples_of
 from tests.rl.test_algorithm_runs import EvenBytes, _config, folders  # noqa: F401

@@ -25,8 +25,8 @@ from lockstep.config import (
     validate,
 )
 from lockstep.errors import RunStopped, UserError
-from lockstep.rl.controller import reinforce
 from lockstep.rl.environments.protocol import Environment, Example
+from lockstep.rl.reinforce import reinforce
 from lockstep.rl.rollouts.prompts import PromptLoader
 from lockstep.rl.scoring.parity import Parity, ParityError
 from lockstep.rl.scoring.parity_check import check_parity

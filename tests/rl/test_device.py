@@ -12,9 +12,9 @@ from lockstep.errors import UserError
 from lockstep.model import Decoder, arithmetic_of, preset
 from lockstep.parallel import World
 from lockstep.rl.algorithms import PolicyLossInputs, policy_loss
-from lockstep.rl.controller import reinforce
 from lockstep.rl.environments.digit_sum import DigitSum
 from lockstep.rl.environments.protocol import Example
+from lockstep.rl.reinforce import reinforce
 from lockstep.rl.rollouts.records import Rollout, Scores
 from lockstep.rl.setup import announce_start
 from tests.rl.losses import batches_of

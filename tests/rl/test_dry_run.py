@@ -69,14 +69,14 @@ def bytes_of_rank_0(transfer):
 
 def measured(config):
     """The peak of all tensors in each stage of the last step, and what rank 0 sends and receives in a sync."""
-    from lockstep.rl import controller
-    from lockstep.rl.generators import colocated as generators
+    from lockstep.rl import reinforce as controller
+    from lockstep.rl.generators import policy_replica
     from lockstep.rl.rollouts.metrics import Stopwatch
     from tests.parallel.memory import PeakMemory
 
     os.environ["LOCKSTEP_SHARED_MEMORY"] = "0"
     peaks, sizes = {}, []
-    begin, transfer = Stopwatch.begin, generators.WeightTransfer
+    begin, transfer = Stopwatch.begin, policy_replica.WeightTransfer
 
     def noted(self, lap, *arguments, **keywords):
         torch.zeros(1)  # where a trainer waits for generators, no operator has looked
@@ -90,7 +90,7 @@ def measured(config):
 
     with pytest.MonkeyPatch.context() as patched, PeakMemory() as peak:
         patched.setattr(Stopwatch, "begin", noted)
-        patched.setattr(generators, "WeightTransfer", kept)
+        patched.setattr(policy_replica, "WeightTransfer", kept)
         controller.reinforce(config)
     return {stage: peaks[f"time/{name}"] for stage, name in zip(STAGES, ("train", "generate", "weight_sync"))}, sizes
 

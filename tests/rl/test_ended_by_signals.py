@@ -11,7 +11,7 @@ import pytest
 
 from lockstep.config import ActorsConfig, CheckpointConfig, FaultConfig, RewardConfig, to_toml
 from lockstep.observe.metrics import read_metrics
-from lockstep.train.stop_signal import EVERY
+from lockstep.rl.rollouts.sampling import EVERY
 from tests.parallel.launch import CONTEXT, free_port, launch, ranks_environment
 from tests.rl.generators.test_colocated import LAYOUTS, ONE, config_of, outcome, run
 
@@ -93,7 +93,6 @@ def _end(config, folder, environment, resume):
     """The command, as a process; its sampling stalls, and training is slow, where `folder` has a mark."""
     from lockstep.cli import main
     from lockstep.generate import Engine
-    from lockstep.parallel.pipeline_stage import Stage
     from lockstep.rl.rollouts.packing import PolicyLoss
 
     os.environ |= environment
@@ -115,18 +114,10 @@ def _end(config, folder, environment, resume):
     loss = PolicyLoss.__call__
 
     def slow_loss(*arguments):
-        if holds("train") or (not arguments[0].compare and (folder / "later").exists()):
-            holds("later")
+        if holds("train"):
             time.sleep(SLOW)
         return loss(*arguments)
 
-    def slow_layers(*arguments):
-        if holds("layers"):
-            time.sleep(SLOW)
-        return layers(*arguments)
-
-    layers = Stage.run_blocks
-    Stage.run_blocks = slow_layers
     PolicyLoss.__call__ = slow_loss
     sys.exit(main(["rl", "--config", str(config), *(["--resume"] if resume else [])]))
 
@@ -135,8 +126,8 @@ class Ended:
     """A run in `folder` that a signal ends while it stands still in a step."""
 
     def __init__(self, folder, config, mark, steps, ranks=1, own="0"):
-        """mark: "compute" (before a step of the engine), "sample" (after one), "grade", "train" (in a loss), "later"
-        (after the first update, in earlier steps too), "layers" (in those of a stage) or "judge" (a validation).
+        """mark: "compute" (before a step of the engine), "sample" (after one), "grade", "train" (in a loss) or
+        "judge" (a validation).
         steps: those done before. own: the rank whose sampling stands still."""
         self.folder = folder
         (folder / mark).write_text(f"{steps},{own}")
@@ -167,7 +158,7 @@ class Ended:
     def wait(self):
         for process in self.processes:
             process.join(120)
-        for mark in ("compute", "sample", "grade", "train", "later", "layers", "judge", "reached"):
+        for mark in ("compute", "sample", "grade", "train", "judge", "reached"):
             (self.folder / mark).unlink(missing_ok=True)
         return [process.exitcode for process in self.processes]
 
@@ -225,63 +216,24 @@ def test_a_step_that_is_sampled_or_graded_is_given_up_and_the_run_saved_as_it_wa
     check_it_goes_on(config)
 
 
-@pytest.mark.parametrize(
-    ("layout", "mark"),
-    [
-        pytest.param("one process", "train", marks=pytest.mark.slow),
-        pytest.param("FSDP 2", "train", marks=pytest.mark.slow),
-        pytest.param("one process", "later", marks=pytest.mark.slow),
-        ("FSDP 2", "later"),
-    ],
-)
-def test_an_update_that_takes_longer_than_the_run_has_to_end_is_given_up(folder, model_folder, layout, mark):
+@pytest.mark.parametrize("layout", ["one process", pytest.param("FSDP 2", marks=pytest.mark.slow)])
+def test_updates_once_begun_complete_with_their_step(folder, model_folder, layout):
     ranks, parallel = LAYOUTS.get(layout, (1, ONE))
-    environment = "Drawing" if ranks == 1 else "Vowels"  # each rank draws its own
-    config = settings(folder, model_folder, environment, parallel, inner_steps=2 if mark == "later" else 1)
-    config = replace(config, faults=FaultConfig(stop_seconds=10 * SLOW))
-    # Each rank has eight micro-batches or more.
-    config = replace(config, train=replace(config.train, tokens_per_microbatch=16))
-    ended = Ended(folder, config, mark, steps=1, ranks=ranks)
+    config = settings(folder, model_folder, "Vowels", parallel, inner_steps=2)
+    ended = Ended(folder, config, "train", steps=1, ranks=ranks)
     assert ended.end(signal.SIGTERM, ranks - 1) == [143] * ranks, ended.said
-    assert "SIGTERM ended the run after step 1, which is saved" in ended.said and "Traceback" not in ended.said
-    assert checkpoints(folder / "run") == ["step_00000001"]
+    assert "SIGTERM ended the run after step 2, which is saved" in ended.said and "Traceback" not in ended.said
+    assert checkpoints(folder / "run") == ["step_00000002"]
     check_it_goes_on(config, ranks)
 
 
-@pytest.mark.parametrize(
-    ("ranks", "parallel"),
-    [
-        (2, replace(ONE, pipeline=2)),
-        pytest.param(4, replace(ONE, pipeline=2), marks=pytest.mark.slow),
-        pytest.param(4, replace(ONE, pipeline=2, tensor=2), marks=pytest.mark.slow),
-    ],
-    ids=["PP 2", "FSDP 2 x PP 2", "TP 2 x PP 2"],
-)
-def test_a_long_update_over_a_pipeline_is_given_up_where_its_stages_are(folder, model_folder, ranks, parallel):
-    config = settings(folder, model_folder, "Vowels", parallel)
-    config = replace(config, faults=FaultConfig(stop_seconds=20 * SLOW))
-    # Each stage has fifteen micro-batches or more, which take longer than half of that.
-    config = replace(config, train=replace(config.train, tokens_per_microbatch=8), samples_per_prompt=3 * ranks // 2)
-    ended = Ended(folder, config, "layers", steps=1, ranks=ranks)
-    assert ended.end(signal.SIGTERM) == [143] * ranks, ended.said
-    assert "SIGTERM ended the run after step 1, which is saved" in ended.said and "Traceback" not in ended.said
-    assert checkpoints(folder / "run") == ["step_00000001"]
-    check_it_goes_on(config, ranks)
-
-
-def test_keeping_the_state_before_every_step_changes_no_bit(folder, model_folder):
-    config = settings(folder, model_folder, "Drawing", inner_steps=2)
-    for name, seconds in (("keeps", 0.001), ("whole", 30.0)):
-        output = str(folder / name)
-        launch(1, run, replace(config, output=output, faults=FaultConfig(stop_seconds=seconds)))
-    assert outcome(folder / "keeps") == outcome(folder / "whole")
-    assert learnt(folder / "keeps") == learnt(folder / "whole")
-
-
-def test_an_update_that_takes_less_is_finished(folder, model_folder):
-    ended = Ended(folder, settings(folder, model_folder, "Vowels"), "train", steps=1)
-    assert ended.end(signal.SIGTERM) == [143]
-    assert "SIGTERM ended the run after step 2, which is saved" in ended.said
+def test_validations_that_draw_random_numbers_leave_training_as_it_is(folder, model_folder):
+    config = settings(folder, model_folder, "DrawingHeldOut", steps=2)
+    for name, every in (("validated", 1), ("not", 0)):
+        run(replace(config, output=str(folder / name), validation_every=every, validation_examples=4 * every))
+    lines = [read_metrics(folder / name / "metrics.jsonl") for name in ("validated", "not")]
+    validated, alone = ([(m["loss"], m["reward/mean"]) for m in each if "loss" in m] for each in lines)
+    assert validated == alone and len(alone) == 2 and len(lines[0]) == 3
 
 
 @pytest.mark.parametrize("environment", [pytest.param("Awaiting", marks=pytest.mark.slow), "Talk"])

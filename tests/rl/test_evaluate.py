@@ -19,9 +19,9 @@ from lockstep.commands.terminal import in_encoding
 from lockstep.config import EngineConfig, EvalConfig, RewardConfig
 from lockstep.errors import RunStopped, UserError
 from lockstep.model import build_model, read_config
-from lockstep.rl.controller import reinforce
 from lockstep.rl.environments.protocol import Environment, Example
 from lockstep.rl.evaluate import ModelResult, compare
+from lockstep.rl.reinforce import reinforce
 from lockstep.rl.rollouts.eval_metrics import EvalMetrics, eval_metrics
 from lockstep.rl.rollouts.records import Rollout, Scores
 from tests.parallel.launch import CONTEXT

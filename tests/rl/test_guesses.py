@@ -8,7 +8,7 @@ from lockstep.config import ActorsConfig, CheckpointConfig, EngineConfig
 from lockstep.generate.drafts import HistoryDraft
 from lockstep.generate.drafts.lengths import DraftLengths
 from lockstep.observe import read_metrics
-from lockstep.rl.controller import reinforce
+from lockstep.rl.reinforce import reinforce
 from lockstep.rl.rollouts.recorded import sampled_before
 from tests.parallel.launch import launch
 from tests.rl.generators.test_colocated import TASK, config_of, outcome, run

@@ -9,8 +9,8 @@ import pytest
 from lockstep.cli import main
 from lockstep.config import CheckpointConfig, RLConfig, from_toml, to_toml
 from lockstep.errors import UserError
-from lockstep.rl.controller import reinforce
 from lockstep.rl.environments.protocol import Example
+from lockstep.rl.reinforce import reinforce
 from lockstep.rl.replay import OF_ROLLOUTS, _compared_rollouts, replay, replayable
 from lockstep.rl.rollouts.records import Conversation, Rollout, Scores, write_rollouts
 from tests.rl.test_algorithm_runs import EvenBytes, Half, _config, folders  # noqa: F401

@@ -13,7 +13,7 @@ from tests.server.conftest import running_server
 from tests.server.scripted import save_scripted
 
 ASK = [{"role": "user", "content": "hi"}]
-THOUGHT, SAID = "We add.", "now:4!"
+THINK_END, SAID = "We add.", "now:4!"
 
 
 @pytest.fixture(scope="module")
@@ -24,7 +24,7 @@ def thinking(tmp_path_factory, bpe_tokenizer):
     tokenizer = load_tokenizer(folder)
     newline, blank = tokenizer.encode("\n"), tokenizer.encode(" ")
     (opens,), (closes,) = tokenizer.encode("<think>"), tokenizer.encode("</think>")
-    thought, said = tokenizer.encode(THOUGHT), tokenizer.encode(SAID)
+    thought, said = tokenizer.encode(THINK_END), tokenizer.encode(SAID)
     script = [*newline, opens, *thought, closes, *blank, *said, tokenizer.eos_id]
     save_scripted(folder, tokenizer, script, [tokenizer.eos_id])
     with running_server(folder, model_name="thinking", dtype="float32") as running:
@@ -41,13 +41,13 @@ def ask(server, messages=ASK, **body):
 def test_a_chats_answer_has_its_reasoning_apart_and_a_completion_is_the_raw_text(thinking):
     answer = ask(thinking, return_token_ids=True, logprobs=True)
     (choice,) = answer["choices"]
-    message = {"role": "assistant", "content": SAID, "reasoning_content": THOUGHT, "refusal": None}
+    message = {"role": "assistant", "content": SAID, "reasoning_content": THINK_END, "refusal": None}
     assert choice["message"] == message and choice["finish_reason"] == "stop"
     # Tokens, log-probabilities and usage are of everything that was sampled.
     assert choice["token_ids"] == thinking.script and len(choice["logprobs"]["content"]) == len(thinking.script)
     assert answer["usage"]["completion_tokens"] == len(thinking.script)
     raw = thinking.complete(prompt="hi\n", temperature=0, max_tokens=40).json()["choices"][0]["text"]
-    assert raw == f"<think>{THOUGHT}</think> {SAID}"
+    assert raw == f"<think>{THINK_END}</think> {SAID}"
 
 
 def test_a_stream_has_the_reasoning_in_deltas_of_its_own(thinking):
@@ -55,7 +55,7 @@ def test_a_stream_has_the_reasoning_in_deltas_of_its_own(thinking):
         chunks = list(client.chat.completions.create(model="thinking", messages=ASK, temperature=0, stream=True))
     deltas = [chunk.choices[0].delta for chunk in chunks]
     thoughts = [getattr(delta, "reasoning_content", None) for delta in deltas]
-    assert "".join(filter(None, thoughts)) == THOUGHT and len(list(filter(None, thoughts))) > 1
+    assert "".join(filter(None, thoughts)) == THINK_END and len(list(filter(None, thoughts))) > 1
     assert "".join(delta.content or "" for delta in deltas) == SAID
     assert not any(thought and delta.content for thought, delta in zip(thoughts, deltas))
     assert [delta.role for delta in deltas] == ["assistant", *[None] * (len(deltas) - 1)]
@@ -87,26 +87,26 @@ def test_a_lone_end_of_reasoning_is_read_in_a_whole_answer_and_streamed_as_it_co
 def test_an_answer_that_is_cut_within_its_reasoning_has_no_content(thinking):
     (choice,) = ask(thinking, max_tokens=2)["choices"]
     assert choice["message"]["content"] == "" and choice["finish_reason"] == "length"
-    assert THOUGHT.startswith(choice["message"]["reasoning_content"]) and choice["message"]["reasoning_content"]
+    assert THINK_END.startswith(choice["message"]["reasoning_content"]) and choice["message"]["reasoning_content"]
 
 
 def test_a_stop_string_ends_the_content_and_none_of_it_is_shown(thinking):
     (choice,) = ask(thinking, stop=["w:4"])["choices"]
-    assert choice["message"]["content"] == "no" and choice["message"]["reasoning_content"] == THOUGHT
+    assert choice["message"]["content"] == "no" and choice["message"]["reasoning_content"] == THINK_END
     assert choice["finish_reason"] == "stop"
 
 
 @pytest.mark.parametrize("name", ["reasoning_content", "reasoning"])
 def test_reasoning_that_a_client_sends_back_reaches_the_template_under_either_name(thinking, name):
-    history = [*ASK, {"role": "assistant", "content": SAID, name: THOUGHT}]
+    history = [*ASK, {"role": "assistant", "content": SAID, name: THINK_END}]
     template, tokenizer = thinking.service.template, thinking.service.tokenizer
     # Qwen3's shows it within a turn of tools, but not before the user speaks again.
     for role, shown in (("tool", 1), ("user", 0)):
         messages = [*history, {"role": role, "content": "go on"}]
         prompt = ask(thinking, messages, max_tokens=1, return_token_ids=True)["prompt_token_ids"]
-        written = [history[0], {"role": "assistant", "content": SAID, "reasoning_content": THOUGHT}, messages[-1]]
+        written = [history[0], {"role": "assistant", "content": SAID, "reasoning_content": THINK_END}, messages[-1]]
         assert prompt == tokenizer.encode(template.render(written))
-        assert tokenizer.decode(prompt).count(THOUGHT) == shown
+        assert tokenizer.decode(prompt).count(THINK_END) == shown
     body = {"messages": [{"role": "user", "content": "hi", name: "x"}]}
     refused = httpx.post(f"{thinking.url}/v1/chat/completions", json=body)
     assert refused.status_code == 400 and "only the assistant's messages have reasoning" in refused.text

@@ -252,7 +252,7 @@ def test_data_whose_examples_are_all_left_out_say_why(tmp_path, model_folder, ca
     arguments += ["--data", data, "--output", str(tmp_path / "run"), "--skip-bad-lines"]
     assert main([*arguments, "--tokens-per-step", "128", "--sequence-length", "64"]) == 2
     count = len(lines) + 1
-    said = f"{data}: none of its {count} examples can be learned from: {expected} (give a larger --sequence-length)"
+    said = f"{data}: none of its {count} examples can be trained on: {expected} (give a larger --sequence-length)"
     assert said in capsys.readouterr().err
 
 

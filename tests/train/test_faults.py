@@ -7,7 +7,6 @@ import socket
 import subprocess
 import sys
 import time
-from contextlib import suppress
 from dataclasses import replace
 from functools import partial
 
@@ -33,7 +32,6 @@ from lockstep.train import Trainer, loss_spikes, pack
 from lockstep.train.loss_spikes import LossSpikes
 from lockstep.train.objective import NextTokenLoss
 from lockstep.train.pretrain import pretrain
-from lockstep.train.stop_signal import Interrupted, StopSignal
 from tests.parallel.launch import launch, ranks_environment
 
 
@@ -109,83 +107,6 @@ def test_too_many_bad_steps_in_a_row_end_the_run_and_keep_the_data(tmp_path):
     assert [len(row["tokens"]) for row in rows] == [64] * 4 and all("quick brown" in row["text"] for row in rows)
 
 
-def _slow_from(config, step):
-    """A run whose micro-batches take a second in `step`; the last rank sends itself SIGTERM in the first of them."""
-    exact, last = Trainer._scoring_model, int(os.environ["RANK"]) == int(os.environ["WORLD_SIZE"]) - 1
-    signals = [signal.SIGTERM] if last else []
-
-    def slow(trainer):
-        if trainer.updates == step - 1:
-            if signals:
-                os.kill(os.getpid(), signals.pop())
-            time.sleep(1)
-        return exact(trainer)
-
-    Trainer._scoring_model = slow
-    with pytest.raises(RunStopped) as stopped:
-        pretrain(config)
-    return stopped.value.exit_code, str(stopped.value)
-
-
-@pytest.mark.parametrize("ranks", [1, 2])
-@pytest.mark.parametrize("step", [pytest.param(1, marks=pytest.mark.slow), 3])
-def test_an_update_that_takes_longer_than_the_run_has_to_end_is_given_up(tmp_path, ranks, step):
-    train = TrainConfig(learning_rate=3e-3, warmup_steps=0, tokens_per_microbatch=64, deterministic_layout=True)
-    # Sixteen micro-batches a step, eight of each of two ranks.
-    config = _config(tmp_path, steps=4, tokens_per_step=1024, train=train, faults=FaultConfig(stop_seconds=10))
-    for code, said in launch(ranks, _slow_from, config, step):
-        assert code == 143
-        assert ("after step 2, which is saved" if step == 3 else "in its first step, before there was") in said
-    assert [m["step"] for m in read_metrics(tmp_path / "run" / "metrics.jsonl")] == [1, 2][: step - 1]
-    saved = [path.name for path in (tmp_path / "run" / "checkpoints").glob("*")]
-    assert saved == (["step_00000002"] if step == 3 else [])
-    launch(ranks, pretrain, replace(config, resume=True))
-    launch(1, pretrain, replace(config, output=str(tmp_path / "whole")))
-    resumed, whole = (
-        [(m["loss"], m["grad_norm"]) for m in read_metrics(tmp_path / run / "metrics.jsonl")]
-        for run in ("run", "whole")
-    )
-    assert resumed == whole and len(resumed) == 4
-
-
-def _slow_stages(config, forwards):
-    """A run whose layers take a second from so many forwards on; ranks send themselves SIGTERM in the first."""
-    exact, calls = Stage.run_blocks, []
-
-    def slow(stage, *arguments):
-        if torch.is_grad_enabled():
-            calls.append(stage)
-            if len(calls) == forwards:
-                os.kill(os.getpid(), signal.SIGTERM)
-            if len(calls) >= forwards:
-                time.sleep(1)
-        return exact(stage, *arguments)
-
-    Stage.run_blocks = slow
-    with pytest.raises(RunStopped) as stopped:
-        pretrain(config)
-    return stopped.value.exit_code, str(stopped.value)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(("schedule", "stages"), [("1f1b", 1), ("interleaved", 2), ("zbv", 2)])
-def test_a_long_update_over_a_pipeline_is_given_up_and_made_again(tmp_path, schedule, stages):
-    train = TrainConfig(learning_rate=3e-3, warmup_steps=0, tokens_per_microbatch=64, deterministic_layout=True)
-    parallel = ParallelConfig(pipeline=2, pipeline_schedule=schedule)
-    faults = FaultConfig(stop_seconds=20)
-    config = _config(tmp_path, steps=4, tokens_per_step=1024, train=train, parallel=parallel, faults=faults)
-    # In the third update, whose sixteen micro-batches take longer than half of that in each stage.
-    for code, said in launch(2, _slow_stages, config, 2 * 16 * stages + 3):
-        assert code == 143 and "after step 2, which is saved" in said
-    launch(2, pretrain, replace(config, resume=True))
-    launch(1, pretrain, replace(config, output=str(tmp_path / "whole"), parallel=ParallelConfig()))
-    resumed, whole = (
-        [(m["loss"], m["grad_norm"]) for m in read_metrics(tmp_path / run / "metrics.jsonl")]
-        for run in ("run", "whole")
-    )
-    assert resumed == whole and len(resumed) == 4
-
-
 def test_a_spike_goes_back_to_a_checkpoint_and_on_with_later_data(tmp_path, caplog):
     documents = [TEXT[: 40 + i % 5] * 6 for i in range(400)]
     documents[250:262] = ["".join(chr(33 + (7 * i * j * j + i) % 90) for i in range(260)) for j in range(1, 13)]
@@ -211,7 +132,7 @@ def test_a_resumed_run_compares_losses_with_those_before_it():
     before, after = (LossSpikes(FaultConfig(spike_deviations=4.0)) for _ in range(2))
     assert not any(before.found(step, 3.0 + 0.1 * (step % 2)) for step in range(30))
     assert not after.found(30, 9.0)
-    after.load_state(json.loads(json.dumps(before.state())))
+    after.restore(json.loads(json.dumps(before.state())))
     assert before.found(30, 9.0) and after.found(30, 9.0)
 
 
@@ -338,46 +259,3 @@ def test_a_last_validation_is_finished_where_only_the_model_is_saved(tmp_path, m
     monkeypatch.setattr(Trainer, "evaluate", evaluate)
     run = pretrain(config)
     assert "validation/loss" in read_metrics(run / "metrics.jsonl")[-1]
-
-
-@pytest.mark.parametrize(
-    ("saved", "there"),
-    [
-        ("None", "It has no complete checkpoint; --resume starts it again"),
-        ("40", "Its newest complete checkpoint is from step 40; --resume continues from there"),
-    ],
-)
-def test_what_does_not_end_within_its_deadline_is_ended_and_told_what_is_left(saved, there):
-    code = f"""
-import os, signal, time
-from lockstep.train.stop_signal import StopSignal
-with StopSignal(0.2, lambda: {saved}):
-    os.kill(os.getpid(), signal.SIGTERM)
-    time.sleep(30)
-"""
-    result = subprocess.run([sys.executable, "-c", code], timeout=60, capture_output=True, text=True)
-    assert result.returncode == 124 and "SIGTERM came 0 s ago" in result.stderr
-    assert "SIGTERM: the run saves and ends, within 0 s (faults.stop_seconds); a second signal" in result.stderr
-    assert f"{there}; --checkpoint.every N saves every N steps" in result.stderr
-
-
-def test_a_signal_interrupts_only_what_may_be_and_waits_for_what_is_held():
-    done = []
-    with StopSignal(60) as stop:
-        with stop.interrupts():
-            done.append("before")
-        os.kill(os.getpid(), signal.SIGTERM)
-        done.append("after")
-        with suppress(Interrupted), stop.interrupts():
-            done.append("a signal that has come before")
-    with StopSignal(60) as stop:
-        with suppress(Interrupted), stop.interrupts():
-            with stop.held():
-                os.kill(os.getpid(), signal.SIGINT)
-                done.append("held")
-            done.append("what follows it")
-        assert stop.received == signal.SIGINT
-    with StopSignal(60) as stop, suppress(Interrupted), stop.interrupts():
-        os.kill(os.getpid(), signal.SIGINT)
-        time.sleep(60)
-    assert done == ["before", "after", "held"]

@@ -36,14 +36,14 @@ from lockstep.model.layers import Projection
 from lockstep.parallel import apply_compile
 from lockstep.parallel.refusals import refuse_generators, refuse_impossible
 from lockstep.parallel.world import AXES, World
-from lockstep.rl.controller import reinforce
 from lockstep.rl.generators.models import policy_model
+from lockstep.rl.reinforce import reinforce
 from lockstep.train import Trainer
 from lockstep.train.dpo import prefer
 from lockstep.train.packing import pack_scored, target_scores
 from lockstep.train.reward_model import train_reward_model
 from lockstep.train.sft import finetune
-from tests.data.test_ends import write_tokenizer
+from tests.data.test_end_tokens import write_tokenizer
 from tests.parallel.launch import launch
 
 SHAPE = ModelConfig(

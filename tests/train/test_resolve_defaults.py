@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 import torch
 
-from lockstep.checkpoint import name_other_chunks
+from lockstep.checkpoint import warn_about_reduction_chunks
 from lockstep.config import ParallelConfig, PretrainConfig, to_toml
 from lockstep.model import build_model, load_model, preset, save_model
 from lockstep.parallel import World, close_world, open_world
@@ -71,7 +71,7 @@ def test_sums_have_the_chunks_of_the_tensor_degree_or_of_the_models_own_run(tmp_
     caplog.clear()
     # Of a run's checkpoint one chunk is known as well; a folder from elsewhere was never computed here.
     (tmp_path / "one" / "state.json").write_text('{"arithmetic": "portable"}')
-    name_other_chunks(tmp_path / "one", 2)
+    warn_about_reduction_chunks(tmp_path / "one", 2)
     assert "was trained with reduction_chunks 1, but 2 are used here" in caplog.text
     # transformers reads a folder that says so, and one that was summed at once says nothing.
     assert json.loads((tmp_path / "four" / "config.json").read_text())["reduction_chunks"] == 4

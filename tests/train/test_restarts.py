@@ -6,7 +6,7 @@ from lockstep.checkpoint import newest_checkpoint
 from lockstep.config import CheckpointConfig, PretrainConfig, RewardConfig, RLConfig
 from lockstep.errors import UserError
 from lockstep.observe import read_metrics
-from lockstep.rl.controller import reinforce
+from lockstep.rl.reinforce import reinforce
 from lockstep.train.pretrain import pretrain
 
 TASK = """

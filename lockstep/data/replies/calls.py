@@ -1,4 +1,4 @@
-"""Tool calls as models write them: which format a chat template has, and the calls in the text of a reply."""
+"""Tool calls: which format a chat template uses, and parsing the calls in a reply's text."""
 
 from __future__ import annotations
 
@@ -12,9 +12,9 @@ from typing import Any, Literal
 from lockstep.tool_call import ToolCall
 
 MOST_CALLS = 32
-"""Most calls in a reply; further ones are not read."""
+"""Maximum number of calls in a reply; further ones are ignored."""
 DEEPEST = 32
-"""Deepest nesting of objects and lists in a call's arguments."""
+"""Maximum nesting of objects and lists in a call's arguments."""
 
 
 @dataclass(frozen=True)
@@ -23,9 +23,9 @@ class ToolFormat:
 
     family: Literal["qwen3", "llama3", "deepseek", "gpt_oss"]
     arguments: str = "arguments"
-    """The key of the arguments, next to `name`, where a call is one JSON object."""
+    """The key of the arguments if a call is one JSON object with `name`."""
     marks: tuple[str, ...] = ()
-    """The tokens around calls; the first one begins them."""
+    """The tokens that delimit calls; the first one begins them."""
 
 
 QWEN3 = ToolFormat("qwen3", marks=("<tool_call>", "</tool_call>"))
@@ -42,15 +42,15 @@ DEEPSEEK = ToolFormat(
 """Calls between full-width tokens: DeepSeek V3 and R1 write `function`, separator, name and a fence of JSON, V3.1 and
 later write name, separator and JSON."""
 GPT_OSS = ToolFormat("gpt_oss")
-"""A message to `functions.NAME`: the channels are structure of every reply, so `channels.py` reads them."""
+"""A message to `functions.NAME`; parsed by `channels.py`, since every reply of the family consists of messages."""
 
 
 def tool_format(template_source: str) -> ToolFormat | None:
     """The format in which a chat template writes calls; None if it has no tools, or uses another format."""
-    # A template has JSON in strings with either kind of quotes, so the JSON's own quotes may be escaped.
+    # Templates have JSON in strings with either kind of quotes, so the quotes of the JSON may be escaped.
     keys = set(re.findall(r'\\?"(name|arguments|parameters)\\?"', template_source))
     if "<tool_call>" in template_source and {"name", "arguments"} <= keys:
-        # Other formats put their own tags, or only the name, between these two.
+        # Other formats put tags of their own, or only the name, between these two.
         return None if re.search(r"<function=|<arg_key>|<arg_value>", template_source) else QWEN3
     if "<|start_header_id|>" in template_source and {"name", "parameters"} <= keys:
         return LLAMA3
@@ -62,9 +62,9 @@ def tool_format(template_source: str) -> ToolFormat | None:
 
 
 def calls_in(text: str, marks: Sequence[tuple[int, str]], format: ToolFormat) -> tuple[ToolCall, ...]:
-    """The calls in a reply's text from the first one on. What cannot be parsed is a call with a `problem`.
+    """The calls in a reply's text from the first call on. One that cannot be parsed has a `problem`.
 
-    marks: where in the text each of the format's marks stands: text that only looks like one is none.
+    marks: position and name of each of the format's marks in the text; text that only looks like a mark is not one.
     """
     match format.family:
         case "qwen3":
@@ -77,7 +77,7 @@ def calls_in(text: str, marks: Sequence[tuple[int, str]], format: ToolFormat) ->
 
 
 def bounded(calls: Sequence[ToolCall]) -> tuple[ToolCall, ...]:
-    """The first `MOST_CALLS` of the calls, and a call with a problem in place of the others."""
+    """The first `MOST_CALLS` calls, and one call with a problem in place of any others."""
     if len(calls) <= MOST_CALLS:
         return tuple(calls)
     problem = f"there are more than {MOST_CALLS} calls in the reply; the rest is not run"
@@ -85,7 +85,7 @@ def bounded(calls: Sequence[ToolCall]) -> tuple[ToolCall, ...]:
 
 
 def call_to(name: str, text: str, missing: str = "") -> ToolCall:
-    """A call whose arguments are all of `text`. missing: the mark that should have ended it."""
+    """A call whose arguments are the whole `text`. missing: the end mark that the reply lacks, if any."""
     arguments, end, problem = _json(text, 0)
     if not problem and text[end:].strip():
         problem = "only the JSON of its arguments may be in a call"
@@ -98,7 +98,7 @@ def _qwen3(text: str, marks: Sequence[tuple[int, str]]) -> list[ToolCall]:
     place = _next(marks, opening, 0)
     while place >= 0 and len(calls) <= MOST_CALLS:
         begin = place + len(opening)
-        # The JSON determines where it ends: a string in it may contain the closing tag.
+        # The end of the JSON is found by parsing: a string in it may contain the closing tag.
         value, end, problem = _json(text, begin)
         call = ToolCall("", problem=problem) if problem else _call(value, QWEN3)
         close = _next(marks, closing, end)
@@ -122,7 +122,7 @@ def _deepseek(text: str, marks: Sequence[tuple[int, str]]) -> list[ToolCall]:
             place = following
             continue
         name, start, after = text[begin:middle].strip(), middle + len(separator), r"\s*"
-        # Where the name has a line of its own, before a fence of JSON, the type comes first: `function`.
+        # If the name is on a line of its own, before a fence of JSON, the type `function` precedes the separator.
         fenced = re.compile(r"\s*([^\s{][^\n]*?)[ \t\r]*\n\s*```(?:json)?").match(text, start)
         if fenced:
             name, start, after = fenced[1], fenced.end(), r"\s*```\s*"
@@ -136,12 +136,12 @@ def _deepseek(text: str, marks: Sequence[tuple[int, str]]) -> list[ToolCall]:
 
 
 def _next(marks: Sequence[tuple[int, str]], name: str, place: int) -> int:
-    """Where the first such mark at `place` or behind it stands; -1 if there is none."""
+    """Position of the first such mark at or after `place`; -1 if there is none."""
     return next((where for where, mark in marks if where >= place and mark == name), -1)
 
 
 BEGINS_CALL = re.compile(r'\{\s*"(name|parameters|type|function)"\s*:')
-"""JSON may also be an answer: a call has a name."""
+"""JSON may also be an answer; a call has a name."""
 
 
 def _llama3(text: str) -> list[ToolCall]:
@@ -163,7 +163,7 @@ def _llama3(text: str) -> list[ToolCall]:
 
 
 class _Refused(ValueError):
-    """JSON that Python parses, but that is not a call."""
+    """JSON that Python accepts, but a call does not."""
 
 
 def _pairs(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
@@ -190,7 +190,7 @@ _DECODER = json.JSONDecoder(object_pairs_hook=_pairs, parse_constant=_constant, 
 
 
 def _json(text: str, place: int) -> tuple[Any, int, str]:
-    """The JSON that begins at `place`, after whitespace, where it ends, as far as that is known, and what is wrong."""
+    """The JSON value at `place`, after whitespace; where it ends, if known; and what is wrong with it, if anything."""
     while place < len(text) and text[place].isspace():
         place += 1
     try:
@@ -209,7 +209,7 @@ def _json(text: str, place: int) -> tuple[Any, int, str]:
     try:
         json.dumps(value, ensure_ascii=False).encode()
     except UnicodeEncodeError:
-        # "\\ud800" is JSON, but half of a surrogate pair has no UTF-8: no tokenizer and no file takes it.
+        # "\\ud800" is JSON, but half of a surrogate pair has no UTF-8: no tokenizer or file accepts it.
         return None, end, "a text in the call has half of a surrogate pair (\\ud800 to \\udfff)"
     return value, end, ""
 
@@ -228,7 +228,7 @@ def _call(value: Any, format: ToolFormat) -> ToolCall:
 
 
 def _named(name: str, arguments: Any, problem: str) -> ToolCall:
-    """A call whose name does not stand in its JSON."""
+    """A call whose name is outside its JSON."""
     if not problem and not name:
         problem = "a call must have a name"
     if not problem and not isinstance(arguments, dict):

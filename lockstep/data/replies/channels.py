@@ -1,9 +1,9 @@
-"""Replies in channels, as gpt-oss writes them: messages with a header of role, channel, recipient and type.
+"""Replies in gpt-oss's channels: messages with a header of role, channel, recipient and type.
 
     <|channel|>analysis<|message|>…<|end|><|start|>assistant<|channel|>final<|message|>…<|return|>
     <|channel|>commentary to=functions.NAME <|constrain|>json<|message|>{…}<|call|>
 
-The recipient may stand before the channel too.
+The recipient may also precede the channel.
 """
 
 from __future__ import annotations
@@ -22,20 +22,20 @@ RECIPIENT = re.compile(r"(?:^|\s)to=([^\s<]+)")
 
 
 class ChannelReply:
-    """Content is what the assistant says in the final channel, or in none. What it says to a tool is a call, everything
-    else that it says reasoning: analysis, and comments to nobody. Messages of a section are joined by line breaks.
+    """Messages in the final channel, or in none, are content; messages to a tool are calls; all other messages of the
+    assistant (analysis, and commentary without recipient) are reasoning. Line breaks join the messages of a section.
 
-    A reply without any header is content, so that a model tuned to answer without channels is still read.
+    A reply without any header is content, for models tuned to answer without channels.
     """
 
     def __init__(self) -> None:
         self._state: Literal["header", "body", "between"] = "header"
         self._header = "assistant"
         self._unmarked: str | None = ""
-        """What the reply began with, while it may be the rest of the prompt's header; None once that is known."""
+        """The beginning of the reply, while it may belong to the prompt's header; None once that is decided."""
         self._section: Section = "structure"
         self._parts: dict[Section, list[list[str]]] = {"reasoning": [], "content": []}
-        """The texts of each message of a section."""
+        """Per section, the texts of each message."""
         self._recipient = ""
         self._call_text: list[str] = []
         self._calls: list[ToolCall] = []
@@ -54,7 +54,7 @@ class ChannelReply:
         return bounded(self._calls)
 
     def continues(self, items: Iterator[Marked]) -> None:
-        """Reads the prompt's text from its last `<|start|>` on, which the reply continues."""
+        """Reads the prompt from its last `<|start|>` on, which the reply continues."""
         for item in items:
             deque(self.take(item), 0)
         self._parts = {"reasoning": [], "content": []}
@@ -90,7 +90,7 @@ class ChannelReply:
         elif self._state == "header":
             self._header += item.text
         elif self._state == "body":
-            yield from self._said(item.text)
+            yield from self._body(item.text)
             return
         if item.text:
             yield Piece("structure", item.text)
@@ -103,7 +103,7 @@ class ChannelReply:
             self._end_call(ENDS[2])
             self._state, self._header = "header", ""
         elif mark == CHANNEL:
-            # Without an end before it, it begins another message: what follows is a name, not content.
+            # Without a preceding end, it begins another message: a channel name follows, not content.
             if self._state != "header":
                 self._end_call(ENDS[2])
                 self._state, self._header = "header", "assistant"
@@ -115,10 +115,10 @@ class ChannelReply:
 
     def _read_header(self, header: str) -> None:
         before, _, after = header.partition(CHANNEL)
-        found = RECIPIENT.search(after) or RECIPIENT.search(before)
+        match = RECIPIENT.search(after) or RECIPIENT.search(before)
         role = RECIPIENT.sub("", before).strip()
         channel = re.split(r"[\s<]", after, maxsplit=1)[0]
-        recipient = found[1] if found and found[1] not in ("assistant", "user", "all") else ""
+        recipient = match[1] if match and match[1] not in ("assistant", "user", "all") else ""
         if role not in ("", "assistant"):
             self._begin("structure")
         elif recipient:
@@ -131,13 +131,13 @@ class ChannelReply:
         if section in self._parts:
             self._parts[section].append([])
 
-    def _said(self, text: str) -> Iterator[Piece]:
+    def _body(self, text: str) -> Iterator[Piece]:
         if self._section == "call":
             self._call_text.append(text)
         elif self._section in self._parts:
             messages = self._parts[self._section]
             if not messages:
-                messages.append([])  # the prompt has the beginning of this message
+                messages.append([])  # this message began in the prompt
             if not messages[-1] and any(messages[:-1]):
                 yield Piece(self._section, "\n", sampled=False)
             messages[-1].append(text)

@@ -1,4 +1,4 @@
-"""Which form a model's replies have, by its chat template and its vocabulary."""
+"""The format of a model's replies, from its chat template and vocabulary."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from functools import lru_cache
 from lockstep.data.replies.calls import GPT_OSS, ToolFormat, tool_format
 from lockstep.data.tokenizer import Tokenizer
 
-THINK, THOUGHT = "<think>", "</think>"
+THINK, THINK_END = "<think>", "</think>"
 START, CHANNEL, MESSAGE, CONSTRAIN = "<|start|>", "<|channel|>", "<|message|>", "<|constrain|>"
 ENDS = ("<|end|>", "<|return|>", "<|call|>")
 """The tokens that end a message in a channel."""
@@ -18,18 +18,18 @@ CHANNELS = (START, CHANNEL, MESSAGE, CONSTRAIN, *ENDS)
 
 @dataclass(frozen=True)
 class ReplyForm:
-    """What is structure in a family's replies; without anything, a reply is content from its first token on."""
+    """The structure of a family's replies; by default a reply is only content."""
 
     channels: bool = False
-    """Messages in channels, as gpt-oss writes them."""
+    """Messages in channels, as in gpt-oss."""
     thinks: bool = False
-    """Reasoning between `<think>` and `</think>` at the beginning, or in part in the prompt."""
+    """Reasoning between `<think>` and `</think>` at the beginning; it may begin in the prompt."""
     calls: ToolFormat | None = None
-    """The format in which calls are read; None: what looks like calls is content, except in channels."""
+    """The format in which calls are parsed; None: text that looks like calls is content, except in channels."""
     ids: Mapping[int, str] = field(default_factory=dict, hash=False)
-    """The tokens that are structure, whose text alone is not."""
+    """Structural tokens by id; their text, if not from the token, is ordinary text."""
     texts: tuple[str, ...] = ()
-    """Structure that the vocabulary has no token for, so that its text counts."""
+    """Structural marks without a token in the vocabulary, which are recognized by their text."""
 
 
 PLAIN = ReplyForm()
@@ -37,18 +37,18 @@ PLAIN = ReplyForm()
 
 @lru_cache(maxsize=16)
 def reply_form(tokenizer: Tokenizer, template: str | None = None, tools: bool = False) -> ReplyForm:
-    """The form of replies to prompts that are rendered by a chat template, given as its source; None: by the vocabulary
-    alone. tools: whether the model is shown any, so that its calls are read."""
+    """The form of replies to prompts rendered by a chat template (its source; None: decided by the vocabulary alone).
+    tools: whether the prompt has tools, so that calls are parsed."""
     vocabulary = tokenizer.vocabulary()
     channels = {START, CHANNEL, MESSAGE, ENDS[0]} <= vocabulary.keys()
     if channels and (template is None or CHANNEL in template):
         ids = {vocabulary[name]: name for name in CHANNELS if name in vocabulary}
         return ReplyForm(channels=True, calls=GPT_OSS, ids=ids)
     format = tool_format(template) if tools and template is not None else None
-    if format is GPT_OSS:  # without the tokens of channels
+    if format is GPT_OSS:  # but the vocabulary lacks the tokens of channels
         format = None
-    # Calls are not read in reasoning, even if neither template nor vocabulary knows any.
-    thinks = format is not None or {THINK, THOUGHT} <= vocabulary.keys() or THOUGHT in (template or "")
-    marks = [*((THINK, THOUGHT) if thinks else ()), *(format.marks if format else ())]
+    # Calls within reasoning are not parsed, even if neither template nor vocabulary has think tags.
+    thinks = format is not None or {THINK, THINK_END} <= vocabulary.keys() or THINK_END in (template or "")
+    marks = [*((THINK, THINK_END) if thinks else ()), *(format.marks if format else ())]
     ids = {vocabulary[name]: name for name in marks if name in vocabulary}
     return ReplyForm(False, thinks, format, ids, tuple(name for name in marks if name not in vocabulary))

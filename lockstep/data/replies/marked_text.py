@@ -1,4 +1,4 @@
-"""The text of a growing list of tokens, in which the marks of a form stand apart from text that looks like them."""
+"""Splits the text of tokens, as they arrive, into text and the structural marks of a reply form."""
 
 from __future__ import annotations
 
@@ -11,26 +11,26 @@ from lockstep.data.stream_decoder import StreamDecoder, continuation
 from lockstep.data.tokenizer import Tokenizer, special_ids
 
 CONTEXT = 32
-"""Tokens before others with which they are decoded, the special ones among them."""
+"""Number of preceding tokens, including special ones, used as decoding context."""
 
 
 class Marked(NamedTuple):
     """Text, or a mark."""
 
     text: str
-    """Of a mark: what its token has as text, which is nothing if it is a special token."""
+    """For a mark: the text of its token, empty for a special token."""
     mark: str = ""
-    """Its name; empty: this is text."""
+    """The mark's name; empty for text."""
 
 
 class MarkedText:
-    """Text and marks in their order. All texts joined are what the decoder gives for the tokens."""
+    """Yields text and marks in order. All texts joined equal the decoder's text of the tokens."""
 
     def __init__(self, form: ReplyForm, decoder: StreamDecoder):
         self._form, self._decoder = form, decoder
         self._names = re.compile("|".join(map(re.escape, form.texts))) if form.texts else None
-        self._held = ""
-        """Text that may be the beginning of a mark without a token of its own."""
+        self._pending = ""
+        """Text that may be the beginning of a mark that has no token."""
 
     def push(self, token: int) -> Iterator[Marked]:
         """What this token completes."""
@@ -38,15 +38,15 @@ class MarkedText:
         if name is None:
             yield from self._texts(self._decoder.push(token))
             return
-        # A character that has not ended yet never will.
-        before, own = self._decoder.flush() if token in self._decoder.special else "", self._decoder.push(token)
-        if own.endswith(name):
-            before, own = before + own.removesuffix(name), name
+        # A character that is still open will never be completed.
+        before, text = self._decoder.flush() if token in self._decoder.special else "", self._decoder.push(token)
+        if text.endswith(name):
+            before, text = before + text.removesuffix(name), name
         yield from self._texts(before, last=True)
-        yield Marked(own, name)
+        yield Marked(text, name)
 
     def finish(self) -> Iterator[Marked]:
-        """What is left."""
+        """The remaining text."""
         yield from self._texts(self._decoder.finish(), last=True)
 
     def _texts(self, new: str, last: bool = False) -> Iterator[Marked]:
@@ -54,27 +54,27 @@ class MarkedText:
             if new:
                 yield Marked(new)
             return
-        text, place = self._held + new, 0
-        for found in self._names.finditer(text):
-            if found.start() > place:
-                yield Marked(text[place : found.start()])
-            yield Marked(found[0], found[0])
-            place = found.end()
-        end = len(text) if last else max(place, len(text) - _begun(text, self._form.texts))
+        text, place = self._pending + new, 0
+        for match in self._names.finditer(text):
+            if match.start() > place:
+                yield Marked(text[place : match.start()])
+            yield Marked(match[0], match[0])
+            place = match.end()
+        end = len(text) if last else max(place, len(text) - _partial_name(text, self._form.texts))
         if end > place:
             yield Marked(text[place:end])
-        self._held = text[end:]
+        self._pending = text[end:]
 
 
-def _begun(text: str, names: tuple[str, ...]) -> int:
-    """How many of the text's last characters are the beginning of a name."""
+def _partial_name(text: str, names: tuple[str, ...]) -> int:
+    """Length of the longest suffix of the text that is a proper prefix of a name."""
     return max((n for name in names for n in range(1, len(name)) if text.endswith(name[:n])), default=0)
 
 
 def marked(
     form: ReplyForm, tokenizer: Tokenizer, tokens: Sequence[int], before: Sequence[int] = ()
 ) -> Iterator[Marked]:
-    """All of some tokens, which continue those `before`: as `MarkedText` gives them, decoded in long pieces."""
+    """As `MarkedText` for complete `tokens`, which continue those `before`: decoded in long pieces."""
     special, begin = special_ids(tokenizer), 0
     for place, token in enumerate(tokens):
         if name := form.ids.get(token):
@@ -92,7 +92,7 @@ def _continuing(tokenizer: Tokenizer, before: Sequence[int], tokens: Sequence[in
 
 
 def marked_names(text: str, names: tuple[str, ...]) -> Iterator[Marked]:
-    """A whole text, in which every name is a mark."""
+    """Splits a whole text; every name in it is a mark."""
     for part in re.split(f"({'|'.join(map(re.escape, names))})", text) if names else [text]:
         if part:
             yield Marked(part, part if part in names else "")

@@ -1,4 +1,4 @@
-"""A reply's tokens taken apart: as they come, or all at once."""
+"""Parses a reply's tokens: as they arrive, or all at once."""
 
 from __future__ import annotations
 
@@ -11,30 +11,30 @@ from lockstep.data.replies.channels import ChannelReply
 from lockstep.data.replies.form import START, ReplyForm
 from lockstep.data.replies.marked_text import MarkedText, marked
 from lockstep.data.replies.sections import Piece
-from lockstep.data.replies.thoughts import ThoughtReply
+from lockstep.data.replies.think_tags import ThinkTagReply
 from lockstep.data.stream_decoder import StreamDecoder
 from lockstep.data.tokenizer import Tokenizer
 
 TAIL = 16
-"""Tokens at the end of a prompt among which `<think>` or `</think>` would be."""
+"""Tokens at the end of a prompt in which `<think>` or `</think>` is searched for."""
 
 
 @dataclass(frozen=True)
 class ReplyParts:
-    """What a reply says."""
+    """A parsed reply."""
 
     reasoning: str
     content: str
-    """Apart from reasoning and calls."""
+    """Without reasoning and calls."""
     calls: tuple[ToolCall, ...] = ()
-    """Also those that cannot be parsed, each with its problem."""
+    """Including those that cannot be parsed, each with its problem."""
 
 
 class ReplyReader:
-    """Takes a reply apart while it is sampled, with a decoder that has the context of its prompt.
+    """Parses a reply while it is sampled, with a decoder that has the context of its prompt.
 
-    The pieces, apart from those not sampled, joined are the text that the decoder gives. prompt: the tokens that the
-    reply continues, which may end within its reasoning, or within a channel's header.
+    The sampled pieces joined equal the decoder's text. prompt: the tokens that the reply continues, which may end
+    within its reasoning, or within a channel's header.
     """
 
     def __init__(self, form: ReplyForm, decoder: StreamDecoder, prompt: Sequence[int] = ()):
@@ -43,15 +43,15 @@ class ReplyReader:
         self._reply = _begin(form, decoder.tokenizer, prompt)
 
     def push(self, token: int) -> list[Piece]:
-        """What this token completes."""
+        """The pieces that this token completes."""
         return [piece for item in self._text.push(token) for piece in self._reply.take(item)]
 
     def finish(self) -> list[Piece]:
-        """What is left after the last token."""
+        """The remaining pieces after the last token."""
         return [*(piece for item in self._text.finish() for piece in self._reply.take(item)), *self._reply.finish()]
 
     def parts(self) -> ReplyParts:
-        """All of the reply, once it is finished."""
+        """The whole reply, once it is finished."""
         return _parts(self._reply)
 
 
@@ -62,7 +62,7 @@ def read_reply(
     prompt: Sequence[int] = (),
     end_ids: Collection[int] = (),
 ) -> ReplyParts:
-    """Takes a whole reply apart. end_ids: tokens that end a reply, and have no text as its last one."""
+    """Parses a whole reply. end_ids: tokens that end a reply; as the last token they have no text."""
     reply = _begin(form, tokenizer, prompt)
     ends = bool(tokens) and tokens[-1] in end_ids and tokens[-1] not in form.ids
     for item in marked(form, tokenizer, tokens[:-1] if ends else tokens, prompt):
@@ -71,16 +71,16 @@ def read_reply(
     return _parts(reply)
 
 
-def _begin(form: ReplyForm, tokenizer: Tokenizer, prompt: Sequence[int]) -> ChannelReply | ThoughtReply:
+def _begin(form: ReplyForm, tokenizer: Tokenizer, prompt: Sequence[int]) -> ChannelReply | ThinkTagReply:
     if not form.channels:
-        return ThoughtReply(form, _last_mark(form, tokenizer, prompt[-TAIL:]) if form.thinks else "")
+        return ThinkTagReply(form, _last_mark(form, tokenizer, prompt[-TAIL:]) if form.thinks else "")
     reply = ChannelReply()
     if begin := _last_start(form, prompt):
         reply.continues(marked(form, tokenizer, prompt[begin - 1 :]))
     return reply
 
 
-def _parts(reply: ChannelReply | ThoughtReply) -> ReplyParts:
+def _parts(reply: ChannelReply | ThinkTagReply) -> ReplyParts:
     return ReplyParts(reply.reasoning, reply.content, reply.calls)
 
 
@@ -90,6 +90,6 @@ def _last_start(form: ReplyForm, prompt: Sequence[int]) -> int:
 
 
 def _last_mark(form: ReplyForm, tokenizer: Tokenizer, tail: Sequence[int]) -> str:
-    """The mark that a prompt with this end ends with, apart from whitespace; empty if it ends with text."""
+    """The mark at the end of a prompt, before optional whitespace; empty if it ends with text."""
     items = [item for item in marked(form, tokenizer, tail) if item.mark or item.text.strip()]
     return items[-1].mark if items else ""

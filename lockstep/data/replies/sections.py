@@ -1,4 +1,4 @@
-"""What each part of a reply is: reasoning, content, calls, or structure that is not shown."""
+"""The sections of a reply: reasoning, content, calls, and structure that is not shown."""
 
 from __future__ import annotations
 
@@ -13,4 +13,4 @@ class Piece(NamedTuple):
     section: Section
     text: str
     sampled: bool = True
-    """False for a line break between two messages, which no token has."""
+    """False for a line break between two messages, which is not from a token."""

@@ -17,7 +17,6 @@ from starlette.requests import ClientDisconnect, Request
 from starlette.responses import Response
 from starlette.types import ASGIApp
 
-from lockstep import __version__
 from lockstep.data.chat import ChatTemplate, ChatTemplateError
 from lockstep.data.messages import SHOWN_REASONING
 from lockstep.data.template_values import readable_values
@@ -35,6 +34,7 @@ from lockstep.generate.server.service import Service
 from lockstep.generate.server.watch import ClientGone, watch
 from lockstep.generate.server.weights import describe, update_weights
 from lockstep.model import check_token_ids
+from lockstep.version import __version__
 
 COMPLETION_TOKENS = 16
 """OpenAI's default of max_tokens for completions; a chat can continue to the end of the context."""

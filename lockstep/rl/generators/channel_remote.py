@@ -60,7 +60,7 @@ class WireRemote:
     def abort(self, request_id: int) -> None:
         self._outbox.put({"kind": "abort", "id": request_id})
 
-    def new_weights(self, manifest: WeightManifest) -> None:
+    def load_weights(self, manifest: WeightManifest) -> None:
         self._outbox.put({"kind": "weights", "manifest": manifest})
 
     def close(self) -> None:

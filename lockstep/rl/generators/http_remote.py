@@ -72,7 +72,7 @@ class HttpRemote:
     def abort(self, request_id: int) -> None:
         self._post(self._abort, request_id)
 
-    def new_weights(self, manifest: WeightManifest) -> None:
+    def load_weights(self, manifest: WeightManifest) -> None:
         self._post(self._orders.put_nowait, manifest)
 
     def close(self) -> None:

@@ -205,7 +205,7 @@ class GeneratorPool:
         with self.changed:
             self._remotes[remote.name] = remote
             if self._manifest is not None:
-                remote.new_weights(self._manifest)
+                remote.load_weights(self._manifest)
 
     def leave(self, name: str) -> Remote | None:
         """Removes a generator, whose samples others continue; returns it, if it was in the fleet."""
@@ -219,7 +219,7 @@ class GeneratorPool:
             self._hand_out()
             return remote
 
-    def new_weights(self, manifest: WeightManifest) -> None:
+    def load_weights(self, manifest: WeightManifest) -> None:
         """Every generator takes these before any later request."""
         with self.changed:
             if self._finish:
@@ -229,7 +229,7 @@ class GeneratorPool:
                 self._first_version = manifest["version"]
             self._manifest, self.weights_version = manifest, manifest["version"]
             for remote in list(self._remotes.values()):
-                remote.new_weights(manifest)
+                remote.load_weights(manifest)
 
     def wait_for_weights(self, seconds: float = float("inf")) -> None:
         """Returns once there is a generator, and all that are ready have the newest weights. Raises as `step`."""

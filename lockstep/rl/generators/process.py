@@ -20,7 +20,6 @@ from typing import Any
 
 import torch
 
-from lockstep import __version__
 from lockstep.config import CONFIG, CompileConfig, EngineConfig, ParallelConfig
 from lockstep.data import load_tokenizer
 from lockstep.errors import UserError
@@ -42,6 +41,7 @@ from lockstep.rl.rollouts.plain import plain_shape
 from lockstep.rl.rollouts.recorded import recall
 from lockstep.rl.weights.reader import Taken, WeightReader
 from lockstep.rl.weights.server import WeightManifest
+from lockstep.version import __version__
 
 TELL_SECONDS = 0.05
 """Seconds between reports of sampled tokens; a finished sample is reported at once."""

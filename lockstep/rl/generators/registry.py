@@ -7,13 +7,13 @@ import threading
 from collections.abc import Mapping
 from typing import Any
 
-from lockstep import __version__
 from lockstep.errors import one_line
 from lockstep.observe import announce, log
 from lockstep.rl.generators.channel import HANDSHAKE_SECONDS, Channel, Closed, Listener
 from lockstep.rl.generators.channel_remote import Hearing, WireRemote
 from lockstep.rl.generators.pool import GeneratorPool
 from lockstep.rl.generators.response_checks import InvalidResponse, checked_hello
+from lockstep.version import __version__
 
 
 class GeneratorRegistry:

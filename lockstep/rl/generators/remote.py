@@ -93,7 +93,7 @@ class Remote(Protocol):
     def abort(self, request_id: int) -> None:
         """Ends a request; later reports about it are ignored."""
 
-    def new_weights(self, manifest: WeightManifest) -> None:
+    def load_weights(self, manifest: WeightManifest) -> None:
         """Has it take these weights before any later request."""
 
     def close(self) -> None:

@@ -18,10 +18,10 @@ from lockstep.model import Decoder, ScoringModel, TrainableModel, arithmetic_of,
 from lockstep.observe import announce
 from lockstep.parallel import World
 from lockstep.rl.generators.channel import Listener, make_key
-from lockstep.rl.generators.colocated import WholePolicy
 from lockstep.rl.generators.http_remote import SILENCE_SECONDS
 from lockstep.rl.generators.http_servers import Wanted
 from lockstep.rl.generators.http_supervisor import ServerSupervisor
+from lockstep.rl.generators.policy_replica import PolicyReplica
 from lockstep.rl.generators.pool import CachingGeneratorPool, GeneratorPool
 from lockstep.rl.generators.registry import GeneratorRegistry
 from lockstep.rl.generators.supervisor import Supervisor
@@ -43,9 +43,9 @@ class SeparateGenerators:
         world: World,
         model: TrainableModel,
         run: Path,
-        whole: WholePolicy | None = None,
+        replica: PolicyReplica | None = None,
     ):
-        self._whole = whole
+        self._replica = replica
         self._config, self._world, self._model, self._run = config, world, model, run
         pages = config.engine.cache_tokens // ops.PAGE
         self._finish = config.actors.on_update == "finish"
@@ -73,9 +73,9 @@ class SeparateGenerators:
         self.sampler.fail(RunStopped("the run ends", exit_code=1))
         self._opened.close()
 
-    def remembering(self, kept: dict[str, Any]) -> CachingGeneratorPool:
+    def caching_sampler(self, saved: dict[str, Any]) -> CachingGeneratorPool:
         """As `Generators`."""
-        return CachingGeneratorPool(self.sampler, kept)
+        return CachingGeneratorPool(self.sampler, saved)
 
     def metrics(self) -> dict[str, float]:
         """As `Generators`; on rank 0, which talks to them."""
@@ -88,23 +88,23 @@ class SeparateGenerators:
     @property
     def policy(self) -> ScoringModel:
         """As `Generators`."""
-        assert self._whole is not None
-        return self._whole.model
+        assert self._replica is not None
+        return self._replica.model
 
     @property
     def progress(self) -> int:
         return self.sampler.heard
 
-    def new_weights(self, version: int) -> None:
+    def load_weights(self, version: int) -> None:
         """As `Generators`: waits for the first weights, and for all if nothing is sampled ahead."""
-        if self._whole:
-            self._whole.new_weights(version)
+        if self._replica:
+            self._replica.load_weights(version)
         manifest: WeightManifest = self._weight_server.publish(version) if self._weight_server else {"version": version}
         if self._folders:
             manifest["folder"] = str(self._folders.write(version))
         self.sampler.weights_version = version
         if self._world.is_main:
-            self.sampler.new_weights(manifest)
+            self.sampler.load_weights(manifest)
             if not self._config.actors.max_staleness or not self.sampler.ready:
                 self.sampler.wait_for_weights()
 
@@ -112,15 +112,15 @@ class SeparateGenerators:
         """As `Generators`: no rank follows another."""
         return nullcontext(True)
 
-    def training_begins(self) -> None:
+    def pause(self) -> None:
         """As `Generators`: nothing to do, as they have their own memory."""
 
     @property
-    def kept(self) -> Decoder | None:
+    def policy_while_paused(self) -> Decoder | None:
         """As `Generators`."""
-        if self._whole is None and self._world.mesh is None and isinstance(self._model, Decoder):
+        if self._replica is None and self._world.mesh is None and isinstance(self._model, Decoder):
             return self._model
-        return self._whole.kept if self._whole else None
+        return self._replica.model_while_paused if self._replica else None
 
     def _open(self, opening: ExitStack) -> None:
         config, world, actors = self._config, self._world, self._config.actors

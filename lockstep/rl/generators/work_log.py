@@ -23,7 +23,7 @@ IDLE_SECONDS = 0.02
 """A shorter gap is the time between two messages, not idle time."""
 
 
-def eval_metrics(new: Mapping[str, float], past: float) -> dict[str, float]:
+def engine_metrics(new: Mapping[str, float], past: float) -> dict[str, float]:
     """What an engine did whose `Statistics` have grown by `new` in `past` seconds.
 
     `busy`: fraction of the time spent sampling. `tokens_per_second`: per second spent sampling.
@@ -113,7 +113,7 @@ class WorkLog:
     def metrics(self, did: Mapping[str, Mapping[str, float]], held: Mapping[str, int]) -> dict[str, float]:
         """Metrics of each generator by name, since the last call. held: unfinished samples that each has.
 
-        As `eval_metrics`, with the time until a generator got a request included in `queue_seconds`.
+        As `engine_metrics`, with the time until a generator got a request included in `queue_seconds`.
         `first_token_seconds`: the median over finished requests, measured from the request. For a generator that does
         not report what it did, only what the trainer sees.
         """
@@ -129,7 +129,7 @@ class WorkLog:
                 figures["token_seconds"] = statistics.mean(wait.token for wait in waits)
             if counts:
                 new = self._new(name, counts)
-                figures |= eval_metrics(new, past) | {"weights_seconds": new["weights_seconds"]}
+                figures |= engine_metrics(new, past) | {"weights_seconds": new["weights_seconds"]}
             if waits and "queue_seconds" in figures:
                 figures["queue_seconds"] += statistics.mean(wait.given for wait in waits)
             found |= {f"generators/{name}/{key}": value for key, value in figures.items()}

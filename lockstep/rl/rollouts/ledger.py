@@ -80,6 +80,11 @@ class Ledger:
             rewards.setdefault(rollout.group, set()).add(rollout.scores.reward)
         self.drop(lambda rollout: len(rewards[rollout.group]) == 1, "equal_rewards")
 
+    def keep_best(self) -> None:
+        """Drops every rollout without an advantage, of an algorithm that trains on the best completions alone."""
+        self.drop(lambda rollout: rollout.scores.advantage == 0, "not_best")
+        self.keep_some()
+
     def keep_some(self) -> None:
         """If nothing is left, restores the first groups, up to `wanted`: the step is still made, with whatever has a
         gradient then, such as the KL divergence. Raises UserError if all rewards failed."""

@@ -70,8 +70,12 @@ class RolloutPrefetcher:
         """Positions of prompts that were in flight when the run was saved: they are requested before others."""
         self._kept: dict[str, Any] = {}
         """Samples that were in flight then."""
-        self._before: tuple[int, int, list[int], dict[int, _Begun]] = 0, 0, [], {}
-        """Before the current step was drawn: the prompts' position, what they had left out, `_owed`, `_begun`."""
+        self.completed = 0
+        """The last complete step."""
+        self._current: list[_Begun] = []
+        """The first round of the step in progress, if it was sampled ahead."""
+        self._current_places: list[int] = []
+        """Positions of the prompts that the step in progress has taken besides."""
 
     def begin(self, step: int, last: int) -> None:
         """Requests the first rounds of the steps up to `step + depth`, but not beyond `last`."""
@@ -79,11 +83,10 @@ class RolloutPrefetcher:
             for later in range(step, min(step + self.depth, last) + 1):
                 if later not in self._begun:
                     self._begin(later)
-        self._before = self._prompts.position, self._prompts.left_out, list(self._owed), dict(self._begun)
 
-    def take_back(self) -> None:
-        """Undoes the last `begin`, so that a run resumed from `state` draws that step again with the same prompts."""
-        self._prompts.position, self._prompts.left_out, self._owed, self._begun = self._before
+    def complete(self, step: int) -> None:
+        """From here on, `state` is that after `step`; until then, the step in progress counts as in flight."""
+        self.completed, self._current, self._current_places = step, [], []
 
     def drawn(self, step: int, extra_round: int, missing: int) -> Drawn:
         """A step's round, of `missing` groups unless they were requested before.
@@ -92,13 +95,13 @@ class RolloutPrefetcher:
         """
         if extra_round or step not in self._begun:
             places = self._take(missing)
+            self._current_places += places
             examples = [self._prompts.at(place) for place in places]
             rollouts = self._source.draw(examples, step, extra_round, self._sampler, missing)
         else:
             begun = self._begun[step]
             places, examples, rollouts = begun.places, begun.examples, begun.rollouts()
-            # Until here a checkpoint would hold them.
-            del self._begun[step]
+            self._current = [self._begun.pop(step)]
         oldest = min((min(rollout.versions or [rollout.version]) for rollout in rollouts), default=step)
         if oldest < step - 1 - self.depth and not self._source.is_recorded:
             raise LedgerError(
@@ -107,10 +110,10 @@ class RolloutPrefetcher:
             )
         return Drawn(examples, rollouts, places)
 
-    def wait(self, version: int) -> None:
-        """Waits until all that weights older than this version sample has arrived, or failed."""
+    def wait(self) -> None:
+        """Waits until all that weights older than those after the last complete step sample has arrived, or failed."""
         for step, begun in self._begun.items():
-            if step <= version + self.depth:
+            if step <= self.completed + self.depth:
                 begun.wait()
 
     def metrics(self) -> dict[str, float]:
@@ -127,17 +130,19 @@ class RolloutPrefetcher:
         }
 
     def state(self) -> dict[str, Any]:
-        """What is in flight, JSON-able: the positions of its prompts, and their samples so far."""
+        """What is in flight after the last complete step, JSON-able: the positions of its prompts in the order in which
+        a resumed run takes them, and their samples so far."""
         samples = dict(self._kept)
-        for begun in self._begun.values():
+        in_flight = self._current + [begun for _, begun in sorted(self._begun.items())]
+        for begun in in_flight:
             samples |= begun.sampler.state()
-        return {
-            "prompts": [place for _, begun in sorted(self._begun.items()) for place in begun.places] + self._owed,
-            "samples": samples,
-        }
+        places = [place for begun in in_flight for place in begun.places]
+        return {"prompts": places + self._current_places + self._owed, "samples": samples}
 
-    def restore(self, state: dict[str, Any]) -> None:
+    def restore(self, state: dict[str, Any] | None) -> None:
         """Its prompts are requested before others, and if steps are sampled ahead, their samples continue."""
+        if state is None:
+            return
         self._owed, self._kept = list(state["prompts"]), dict(state["samples"]) if self.depth else {}
 
     def close(self) -> None:

@@ -12,7 +12,7 @@ from typing import Any
 
 import numpy as np
 
-from lockstep.data.encode import half_a_pair
+from lockstep.data.encode import surrogate_problem
 from lockstep.errors import UserError
 from lockstep.observe import log
 from lockstep.parallel import World
@@ -160,7 +160,7 @@ def _checked(example: Example, where: str) -> Example:
         try:
             prompt.encode()
         except UnicodeEncodeError as error:
-            raise UserError(f"{where}, {example.name!r:.80}: {half_a_pair(prompt)}") from error
+            raise UserError(f"{where}, {example.name!r:.80}: {surrogate_problem(prompt)}") from error
     elif isinstance(prompt, list):
         try:
             example = dataclasses.replace(example, prompt=prompt_messages(prompt))

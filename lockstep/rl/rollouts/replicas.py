@@ -78,6 +78,10 @@ class Replicas:
             gathered[replica :: self.count] = share
         return gathered
 
+    def metrics(self) -> dict[str, int]:
+        """The number of ranks, if there are several."""
+        return {"ranks": self.world.size} if self.world.size > 1 else {}
+
     def gather(self, value: Any) -> list[Any]:
         """Every rank's `value` (JSON-able) on every rank, however long the slowest takes."""
         return [value] if self._group is None else from_all(value, self._group)

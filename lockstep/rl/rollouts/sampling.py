@@ -4,9 +4,13 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager, nullcontext
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from functools import partial
 from pathlib import Path
 from typing import NamedTuple
+
+import torch
+import torch.distributed as dist
 
 from lockstep.config import RLConfig
 from lockstep.generate import Engine
@@ -17,15 +21,17 @@ from lockstep.rl.conversations.protocol import ConversationEnvironment
 from lockstep.rl.conversations.rendering import Rendering
 from lockstep.rl.environments.loading import EnvironmentSource
 from lockstep.rl.environments.protocol import Environment, Example
-from lockstep.rl.generators.colocated import Generators
+from lockstep.rl.generators.protocol import Generators
 from lockstep.rl.grading import Grader, Outcome
 from lockstep.rl.grading.pool import Workers, open_grader, progress_timeout
 from lockstep.rl.rollouts.collect import collect, training_params, validation_params
 from lockstep.rl.rollouts.records import Rollout
 from lockstep.rl.rollouts.replicas import Replicas
 from lockstep.rl.rollouts.rewards import assign_rewards
-from lockstep.train.stop_signal import StopSignal
+from lockstep.run.stop import StopSignal
 
+POLLING_STEPS = 4
+"""Steps of an engine that ranks share between two polls for a signal."""
 Recorded = Callable[[Sequence[Example]], list[Rollout]]
 """Returns recorded rollouts of these examples."""
 
@@ -73,9 +79,10 @@ class Sampling:
     ):
         """recorded: used instead of sampling."""
         self._environment, self._rendering, self._graders = environment, rendering, graders
-        self._replicas, self._generators = replicas, generators
+        self.replicas, self._generators = replicas, generators
         self._recorded, self._stop, self._rewards, self._seed = recorded, stop, config.rewards, config.seed
         self.is_recorded = recorded is not None
+        """Whether the rollouts are those of another run."""
         self._params = training_params(config, environment, rendering)
         self._validation_params, self._validation_seed = validation_params(config, environment, rendering)
         self.talks = isinstance(environment, ConversationEnvironment)
@@ -88,13 +95,18 @@ class Sampling:
         """How long grading may take without any progress."""
         self.start_seconds = config.actors.start_seconds if config.actors.separate else 0.0
         """How long there may be no generator at all."""
+        self.other_ranks = "the other ranks" if replicas.world.size > 1 else ""
+        """Whom the watchdog blames while this rank waits for all rollouts."""
+        self._poll = stop.polling(lambda received: max(replicas.gather(received)))
         self.together = len(replicas.ranks) > 1 and not config.actors.separate
         """Whether tensor-parallel ranks sample together."""
         if self.together and not self.talks:
             assert isinstance(generators.sampler, Engine) and replicas.world.tensor_group is not None
-            generators.sampler.before_step = stop.asking(replicas.world.tensor_group)
+            generators.sampler.before_step = stop.polling(
+                partial(_sum_over, replicas.world.tensor_group), POLLING_STEPS
+            )
         if self.together and self.talks and isinstance(generators.sampler, LeadingEngine):
-            generators.sampler.guard = stop.paused
+            generators.sampler.guard = stop.deferred
 
     @property
     def seconds(self) -> float:
@@ -112,7 +124,7 @@ class Sampling:
         """This rank's share of a step's round, not graded."""
         if self._recorded:
             return self._recorded(examples)
-        groups, first = self._replicas.share_of(examples, wanted)
+        groups, first = self.replicas.share_of(examples, wanted)
         with self._one_step, self._requests() as requests:
             if not requests:
                 return []
@@ -128,10 +140,10 @@ class Sampling:
             )
 
     def evaluate(self, held_out: Sequence[Example]) -> list[Rollout]:
-        """This rank's share of a validation, graded."""
-        groups, _ = self._replicas.share_of(held_out, len(held_out))
+        """This rank's share of a validation, graded. Raises Interrupted if a signal interrupts it on this rank."""
+        groups, _ = self.replicas.share_of(held_out, len(held_out))
         rollouts: list[Rollout] = []
-        with self._requests() as requests:
+        with self.interruptible(), self._requests() as requests:
             if requests:
                 rollouts = collect(
                     groups,
@@ -146,15 +158,37 @@ class Sampling:
         return rollouts
 
     def grade(self, rollouts: Sequence[Rollout]) -> list[Outcome]:
-        """As `assign_rewards`."""
-        return assign_rewards(rollouts, self._environment, self._rewards, self._graders.rewards)
+        """As `assign_rewards`. Raises Interrupted if a signal interrupts it on this rank."""
+        with self._stop.interruptible():
+            return assign_rewards(rollouts, self._environment, self._rewards, self._graders.rewards)
+
+    def interruptible(self) -> AbstractContextManager[None]:
+        """For sampling in the main thread: at once on this rank alone, or where ranks that sample together poll."""
+        return self._stop.interruptible(shared=self.together)
+
+    def raise_if_interrupted(self) -> None:
+        """Raises Interrupted on all ranks if any has received a signal."""
+        with self._stop.interruptible(shared=True):
+            self._poll()
+
+    def gather(
+        self, examples: Sequence[Example], rollouts: list[Rollout], outcomes: Sequence[Outcome] = ()
+    ) -> tuple[list[Rollout], list[Outcome]]:
+        """As `Replicas.gather_rollouts`. Raises Interrupted on all ranks if any has received a signal."""
+        self.raise_if_interrupted()
+        return self.replicas.gather_rollouts(examples, rollouts, outcomes)
 
     @contextmanager
     def _requests(self) -> Iterator[bool]:
         """Whether this rank requests samples itself, instead of only following another one."""
-        held = self._stop.held() if self.together else nullcontext()
-        follows = self._generators.conversing() if self.talks else nullcontext(True)
-        # Of conversations, only what the leading rank's engine computes has to end on all ranks.
-        leads = self._stop.released() if self.together and self.talks else nullcontext()
-        with held, follows as requests, leads if requests else nullcontext():
-            yield requests
+        with self._generators.conversing() if self.talks else nullcontext(True) as requests:
+            # Of conversations, only what the driver's engine computes has to end on all ranks.
+            drives = self.together and self.talks and requests
+            with self._stop.interruptible() if drives else nullcontext():
+                yield requests
+
+
+def _sum_over(group: dist.ProcessGroup, value: float) -> float:
+    total = torch.tensor([value])
+    dist.all_reduce(total, group=group)
+    return total.item()

@@ -22,8 +22,8 @@ from typing import Any, Literal
 from lockstep.config import ParallelConfig
 from lockstep.model import ModelConfig
 from lockstep.model.config import ExpertsConfig
-from lockstep.observe import Progress
 from lockstep.ops import Routing
+from lockstep.progress import Progress
 
 JOBS = "jobs.json"
 CHUNKS = 4

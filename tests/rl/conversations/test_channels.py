@@ -18,9 +18,9 @@ from lockstep.rl.rollouts.rewards import assign_rewards
 from tests.rl.collected import collected, held_out
 from tests.rl.conversations.families import shown, write_family
 
-THOUGHT = "<|channel|>analysis<|message|>I add 2 and 3.<|end|><|start|>assistant"
-CALLS = THOUGHT + '<|channel|>commentary to=functions.add <|constrain|>json<|message|>{"a": 2, "b": 3}<|call|>'
-ANSWERS = THOUGHT + "<|channel|>final<|message|>Answer: 5<|return|>"
+THINK_END = "<|channel|>analysis<|message|>I add 2 and 3.<|end|><|start|>assistant"
+CALLS = THINK_END + '<|channel|>commentary to=functions.add <|constrain|>json<|message|>{"a": 2, "b": 3}<|call|>'
+ANSWERS = THINK_END + "<|channel|>final<|message|>Answer: 5<|return|>"
 
 
 @pytest.fixture(scope="module")
@@ -159,8 +159,8 @@ def test_a_call_that_cannot_be_read_is_answered_with_its_problem(folder):
     ("reply", "completion"),
     [
         (ANSWERS, "Answer: 5"),
-        (THOUGHT, ""),
-        (THOUGHT.replace("I add", "Answer: 5"), ""),
+        (THINK_END, ""),
+        (THINK_END.replace("I add", "Answer: 5"), ""),
         ("Answer: 5<|return|>", "Answer: 5"),
     ],
 )

@@ -39,7 +39,7 @@ SCRIPT = """
 import json, os, sys
 from pathlib import Path
 from lockstep.config import RLConfig, from_toml
-from lockstep.rl.controller import reinforce
+from lockstep.rl.reinforce import reinforce
 from lockstep.rl.grading.processes import descendants
 
 def taken(process):

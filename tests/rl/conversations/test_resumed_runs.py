@@ -11,7 +11,7 @@ from safetensors.torch import load_file
 
 from lockstep.cli import main
 from lockstep.config import CheckpointConfig, EngineConfig, RewardConfig, RLConfig, TrainConfig, to_toml
-from lockstep.rl.controller import reinforce
+from lockstep.rl.reinforce import reinforce
 from lockstep.rl.replay import NOT_COMPARED
 from tests.checkpoint.runs import equal
 

@@ -9,9 +9,9 @@ import pytest
 from lockstep.config import CheckpointConfig, EngineConfig, RewardConfig, RLConfig, TrainConfig
 from lockstep.data import load_tokenizer
 from lockstep.errors import UserError
-from lockstep.rl.controller import reinforce
 from lockstep.rl.environments.loading import load_environment
 from lockstep.rl.grading.processes import descendants
+from lockstep.rl.reinforce import reinforce
 from lockstep.rl.replay import replay
 
 TASK = '''

@@ -8,8 +8,8 @@ import signal
 import time
 from pathlib import Path
 
-from lockstep.rl.controller import reinforce
 from lockstep.rl.grading.processes import descendants
+from lockstep.rl.reinforce import reinforce
 from tests.parallel.launch import CONTEXT
 
 

@@ -4,9 +4,9 @@ import os
 import socket
 import threading
 
-from lockstep import __version__
 from lockstep.observe.sign_of_life import host as place
 from lockstep.rl.generators.channel import HEADER, Closed, _signed, call
+from lockstep.version import __version__
 
 
 def hello(**changes):

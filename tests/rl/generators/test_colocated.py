@@ -122,7 +122,7 @@ def config_of(task, model, output, parallel=ONE, **changes):
 
 
 def run(config):
-    from lockstep.rl.controller import reinforce
+    from lockstep.rl.reinforce import reinforce
 
     reinforce(config)
 
@@ -234,8 +234,8 @@ def test_a_run_resumes_in_another_layout_as_the_same_run(task, model_folder, tmp
 
 def stopped_by_a_planted_difference(config):
     from lockstep import ops
-    from lockstep.rl.controller import reinforce
     from lockstep.rl.generators import models
+    from lockstep.rl.reinforce import reinforce
     from lockstep.rl.scoring.parity import ParityError
 
     models.refuse_unknown_operators = lambda model: None  # which would refuse the planted one

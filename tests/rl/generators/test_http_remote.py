@@ -67,7 +67,7 @@ def _wanted(model, **changes):
 @contextlib.contextmanager
 def _pool(model, folder, *urls, wanted=None, silence_seconds=10.0):
     pool = GeneratorPool(512, 16384, 20.0)
-    pool.new_weights({"version": 3, "folder": str(folder)})
+    pool.load_weights({"version": 3, "folder": str(folder)})
     with ServerSupervisor(urls, wanted or _wanted(model), pool, silence_seconds, retry_seconds=0.1) as generators:
         yield pool, generators
 
@@ -122,7 +122,7 @@ def finished(url, wanted, folder, prompt, samples):
     client, reports = client_of(url), Recorder(samples)
     remote = HttpRemote(client, asyncio.run(find_server(client, wanted)), reports)
     try:
-        remote.new_weights({"version": 3, "folder": str(folder)})
+        remote.load_weights({"version": 3, "folder": str(folder)})
         reports.wait()
         remote.ask(Request(0, prompt, wanted.params, samples))
         reports.wait()
@@ -137,13 +137,13 @@ def test_what_is_asked_after_weights_that_are_gone_by_now_is_not_sampled_from_ol
     client, reports = client_of(server.url), Recorder(samples)
     remote = HttpRemote(client, asyncio.run(find_server(client, _wanted(model))), reports, finish=True)
     try:
-        remote.new_weights({"version": 3, "folder": str(folder)})
+        remote.load_weights({"version": 3, "folder": str(folder)})
         reports.wait()
         all_there = threading.Event()
         remote._post(all_there.wait)  # its thread begins with the first when the last is there too
-        remote.new_weights({"version": 4, "folder": str(folder / "deleted")})
+        remote.load_weights({"version": 4, "folder": str(folder / "deleted")})
         remote.ask(Request(0, PROMPTS[0], params, samples))
-        remote.new_weights({"version": 5, "folder": str(folder)})
+        remote.load_weights({"version": 5, "folder": str(folder)})
         all_there.set()
         while not all(sample.finish_reason for sample in samples):
             reports.wait()
@@ -183,7 +183,7 @@ def test_new_weights_come_from_folders_of_which_two_are_kept(server, model, fold
         for version in (4, 5, 6):
             with torch.no_grad():
                 trained.embed_tokens.weight.mul_(1.01)
-            pool.new_weights({"version": version, "folder": str(folders.write(version))})
+            pool.load_weights({"version": version, "folder": str(folders.write(version))})
             pool.wait_for_weights()
             found = pool.generate(PROMPTS, _each())
             assert _plain(found) == _plain(Engine(trained, ENGINE).generate(PROMPTS, _each()))

@@ -63,7 +63,7 @@ def test_a_generator_joins_samples_and_is_let_go(model_folder, world):
     with registry:
         run = threading.Thread(target=lambda: codes.append(run_generator(address, KEY, "", world)), daemon=True)
         run.start()
-        pool.new_weights(weight_server.publish(1))
+        pool.load_weights(weight_server.publish(1))
         pool.wait_for_weights()
         groups = pool.generate(prompts, params)
         assert pool.ready == ["generator_0"]
@@ -179,7 +179,7 @@ def test_a_generator_that_never_starts_ends_the_run_and_its_log_is_quoted(tmp_pa
     (tmp_path / "tyro.py").write_text("raise RuntimeError('this environment is damaged')")
     monkeypatch.setenv("PYTHONPATH", f"{tmp_path}:.")
     pool = GeneratorPool(512, 1024, 60.0)
-    pool.new_weights({"version": 1})
+    pool.load_weights({"version": 1})
     actors = ActorsConfig(generators=1, threads=1)
     supervisor = Supervisor(actors, pool, "127.0.0.1:1", KEY, "", tmp_path / "logs")
     with supervisor, pytest.raises(UserError) as stopped:
@@ -209,11 +209,11 @@ def test_what_a_generator_has_begun_is_finished_before_new_weights_where_it_shou
     with registry:
         run = threading.Thread(target=lambda: run_generator(address, KEY, "", world), daemon=True)
         run.start()
-        pool.new_weights(weight_server.publish(1))
+        pool.load_weights(weight_server.publish(1))
         pool.wait_for_weights()
         # One after the other: the weights come when the first request has begun, and has nearly all to go.
         first = pool.begin([5] * prompt, params)
-        pool.new_weights(weight_server.publish(2))
+        pool.load_weights(weight_server.publish(2))
         second = pool.begin([5] * prompt, params)
         found = [set(group[0].versions) for group in pool.complete([first, second])]
         metrics = pool.metrics()
@@ -236,7 +236,7 @@ def test_a_sample_whose_end_nobody_has_told_is_ended_by_the_next_generator(model
     with registry:
         run = threading.Thread(target=lambda: run_generator(address, KEY, "", world), daemon=True)
         run.start()
-        pool.new_weights(weight_server.publish(1))
+        pool.load_weights(weight_server.publish(1))
         pool.wait_for_weights()
         request = pool.begin([1, 2], SamplingParams(max_tokens=12, seed=7), [last])
         wait_until(lambda: not request.unfinished)

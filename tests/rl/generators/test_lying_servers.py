@@ -82,7 +82,7 @@ def asked(client):
     remote = HttpRemote(client, LockstepServer(4), pool)
     pool.join(remote)
     try:
-        pool.new_weights({"version": 1, "folder": "/nowhere"})
+        pool.load_weights({"version": 1, "folder": "/nowhere"})
         wait_until(lambda: pool.ready)
         request = pool.add([1, 2], PARAMS)
         yield pool, pool.samples(request)

@@ -14,9 +14,9 @@ import pytest
 from lockstep.config import ActorsConfig
 from lockstep.config.checks import validate
 from lockstep.errors import UserError
-from lockstep.rl.controller import reinforce
 from lockstep.rl.generators.monarch_workers import require_workers
 from lockstep.rl.generators.ranks import Group, start_stand_in
+from lockstep.rl.reinforce import reinforce
 from tests.parallel.launch import launch
 from tests.rl.generators.disturbed import Disturbed, is_alive
 from tests.rl.generators.test_colocated import TASK, config_of, outcome, run

@@ -34,7 +34,7 @@ class Recorded:
     def abort(self, request_id):
         self.done.append(("abort", request_id))
 
-    def new_weights(self, manifest):
+    def load_weights(self, manifest):
         self.done.append(("weights", manifest["version"]))
 
     def close(self):
@@ -43,7 +43,7 @@ class Recorded:
 
 def pool_of(*remotes, start_seconds=60.0):
     pool = GeneratorPool(512, 4096, start_seconds)
-    pool.new_weights({"version": 1})
+    pool.load_weights({"version": 1})
     for remote in remotes:
         pool.join(remote)
         pool.has_weights(remote, 1)
@@ -139,7 +139,7 @@ def test_a_generator_that_joins_gets_the_newest_weights_first_then_what_waits():
     pool = pool_of(one)
     first, second = pool.add([1], PARAMS), pool.add([2], PARAMS)
     assert list(one.asked) == [first]
-    pool.new_weights({"version": 2})
+    pool.load_weights({"version": 2})
     pool.join(two)
     pool.has_weights(two, 2)
     assert two.done == [("weights", 2), ("ask", second)]

@@ -33,7 +33,7 @@ def registry(start_seconds=60.0, silence_seconds=20.0, **more):
     listener = Listener(KEY)
     with GeneratorRegistry(pool, listener, {"silence_seconds": silence_seconds}, room=4):
         for version in (2, 3):
-            pool.new_weights({"version": version})
+            pool.load_weights({"version": version})
         yield pool, listener.address[1]
 
 

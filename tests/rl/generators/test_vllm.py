@@ -113,7 +113,7 @@ def _wanted(**changes):
 @contextlib.contextmanager
 def _pool(vllm, **changes):
     pool = GeneratorPool(512, 16384, 20.0)
-    pool.new_weights({"version": 3, "folder": "/weights/3"})
+    pool.load_weights({"version": 3, "folder": "/weights/3"})
     with ServerSupervisor([vllm.url], _wanted(**changes), pool):
         yield pool
 
@@ -126,7 +126,7 @@ def test_vllm_is_asked_for_tokens_and_given_weights_between_requests(vllm):
         samples = pool.samples(request)
         while min(len(sample.token_ids) for sample in samples) < 3:
             pool.step()
-        pool.new_weights({"version": 4, "folder": "/weights/4"})
+        pool.load_weights({"version": 4, "folder": "/weights/4"})
         later = pool.samples(pool.add([9], _wanted().params))
         vllm.may_end.set()
         while any(sample.finish_reason is None for sample in (*samples, *later)):
@@ -235,7 +235,7 @@ def _real_vllm(folder, log):
 
 @pytest.mark.skipif(not PYTHON.exists(), reason="vLLM is not installed: benchmarks/generation.py installs it")
 def test_three_grpo_steps_with_vllm(tmp_path, bpe_tokenizer):
-    from lockstep.rl.controller import reinforce
+    from lockstep.rl.reinforce import reinforce
 
     config = dataclasses.replace(preset("qwen3:micro", bpe_tokenizer.vocab_size, (0,)), max_positions=512)
     save_model(build_model(config, dtype="float32", seed=1), tmp_path / "model")

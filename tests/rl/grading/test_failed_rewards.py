@@ -10,9 +10,9 @@ import pytest
 import lockstep.rl as rl
 from lockstep.config import ALGORITHMS, Algorithm, RewardConfig
 from lockstep.errors import UserError
-from lockstep.rl.controller import reinforce
 from lockstep.rl.grading import refuse_too_many
 from lockstep.rl.grading.totals import grade_here
+from lockstep.rl.reinforce import reinforce
 from lockstep.rl.rollouts.advantages import assign_advantages
 from lockstep.rl.rollouts.ledger import Ledger, LedgerError
 from lockstep.rl.rollouts.metrics import summarize, validation_metrics

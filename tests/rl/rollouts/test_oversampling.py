@@ -8,7 +8,7 @@ import pytest
 from lockstep.config import ActorsConfig, CheckpointConfig, RLConfig
 from lockstep.errors import UserError
 from lockstep.observe import read_metrics
-from lockstep.rl.controller import reinforce
+from lockstep.rl.reinforce import reinforce
 from lockstep.rl.replay import replay
 from lockstep.rl.rollouts.prompt_balance import prompt_balance
 from tests.parallel.launch import launch

@@ -37,7 +37,7 @@ class Scripted:
     def abort(self, request_id):
         self.orders.append(("abort", request_id))
 
-    def new_weights(self, manifest):
+    def load_weights(self, manifest):
         self.orders.append(("weights", manifest["version"]))
 
     def close(self):
@@ -91,7 +91,7 @@ class Run:
             state = json.loads(json.dumps(state))
             self.prompts.restore(state["prompts"])
             self.prefetcher.restore(state["ahead"])
-        self.pool.new_weights({"version": step})
+        self.pool.load_weights({"version": step})
         for remote in self.remotes:
             self.pool.join(remote)
         self.driver = threading.Thread(target=self._drive)
@@ -139,7 +139,7 @@ class Run:
                 ledger.add(of_round.rollouts, of_round.places)
             self.trained[step], self.ledgers[step] = drawn, ledger.places()
             self.step = step
-            self.pool.new_weights({"version": step})
+            self.pool.load_weights({"version": step})
 
     def state(self):
         return {"prompts": self.prompts.state(), "ahead": self.prefetcher.state()}

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from lockstep.cli import main
-from lockstep.observe import Progress
+from lockstep.progress import Progress
 from lockstep.rl.scoring.parity_matrix import (
     BACKENDS,
     DTYPES,

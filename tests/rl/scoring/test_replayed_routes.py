@@ -18,7 +18,7 @@ OF_RANKS = ("experts/imbalance", "experts/sent_mib")
 
 def run_with_other_routes(config):
     """A run whose generator says, for every third token, another expert than it used, in one of its mixtures."""
-    from lockstep.rl import controller
+    from lockstep.rl import reinforce as controller
 
     exact = controller.policy_batches
 

@@ -17,8 +17,8 @@ from lockstep.data import ByteTokenizer, load_tokenizer
 from lockstep.data.chat import load_chat_template
 from lockstep.errors import UserError
 from lockstep.rl import Environment, Example
-from lockstep.rl.controller import reinforce
 from lockstep.rl.conversations.rendering import Rendering
+from lockstep.rl.reinforce import reinforce
 from lockstep.rl.rollouts.eval_metrics import eval_metrics
 from lockstep.rl.rollouts.records import Conversation, Rollout, Scores
 from lockstep.rl.scoring.forward import ForwardPasses

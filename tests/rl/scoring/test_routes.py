@@ -26,7 +26,7 @@ from lockstep.model import preset
 from lockstep.ops import routing
 from lockstep.parallel.recompute import apply_recompute
 from lockstep.rl import Example
-from lockstep.rl.controller import reinforce
+from lockstep.rl.reinforce import reinforce
 from lockstep.rl.rollouts.records import Rollout, Scores
 from lockstep.rl.scoring.explain import first_difference, in_words
 from lockstep.rl.scoring.parity import Parity, ParityError

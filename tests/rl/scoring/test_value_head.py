@@ -20,7 +20,7 @@ from lockstep.model import ModelConfig, save_model
 from lockstep.parallel.recompute import apply_recompute
 from lockstep.rl import Environment, Example, Rollout, Scores
 from lockstep.rl.algorithms import explained_variance, generalized_advantages, value_losses, value_returns
-from lockstep.rl.controller import reinforce
+from lockstep.rl.reinforce import reinforce
 from lockstep.rl.rollouts.advantages import assign_advantages
 from lockstep.rl.scoring.value_head import ValueHead, make_critic, train_settings
 from lockstep.train import Trainer

@@ -1,4 +1,8 @@
-"""What ends a run early, once it has saved a checkpoint: SIGTERM, SIGINT, and exceptions of its caller's callback."""
+"""What ends a run early: SIGTERM, SIGINT, and exceptions of its caller's callback.
+
+One rule: sampling, grading, scoring and validation can be interrupted; an update, once begun, completes with its step.
+Either way the run is saved as of its last complete step.
+"""
 
 from __future__ import annotations
 
@@ -7,15 +11,10 @@ import os
 import signal
 import socket
 import threading
-import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from functools import partial
 from types import FrameType
-from typing import Any
-
-import torch
-import torch.distributed as dist
+from typing import Any, Literal
 
 from lockstep.errors import RunStopped, StopRun
 from lockstep.observe import OnMetrics, log
@@ -25,30 +24,23 @@ from lockstep.parallel.world import AXES
 
 SIGNALS = (signal.SIGTERM, signal.SIGINT)
 STOP_RUN, RAISED = -1, -2
-"""Beside the numbers of signals: a callback raised StopRun, or another exception."""
-EVERY = 4
-"""One in this many calls of `asking` asks the other ranks."""
+"""Reasons to stop besides the numbers of signals: a callback raised StopRun, or another exception."""
 
 
 def _nothing() -> None:
     return None
 
 
-def ends_with_error(reason: int, finished: bool) -> bool:
-    """Whether a run that ends for `reason` (of `agreed`) raises: a signal that found it `finished` came too late."""
-    return reason == RAISED or (reason in SIGNALS and not finished)
-
-
 class Interrupted(KeyboardInterrupt):
-    """A signal ended what can be repeated by a resumed run. Code that lets a Ctrl-C through also lets this through."""
+    """A signal interrupted work that a resumed run repeats. Code that lets a Ctrl-C through also lets this through."""
 
 
 class StopSignal:
     """Records the signals while it is open. A context manager.
 
-    The loop calls `agreed` once per step. The first signal logs a warning and starts a timer of `seconds`, after which
-    the process ends with exit code 124, whatever the main thread is waiting for. A second signal ends it at once, with
-    128 + its number. Outside the main thread, where Python cannot handle signals, nothing is recorded.
+    The first signal logs a warning and starts a timer of `seconds`, after which the process ends with exit code 124,
+    whatever the main thread is waiting for. A second signal ends it at once, with 128 + its number. Outside the main
+    thread, where Python cannot handle signals, nothing is recorded.
     """
 
     def __init__(self, seconds: float, saved: Callable[[], int | None] = _nothing):
@@ -56,9 +48,9 @@ class StopSignal:
         self.seconds, self._saved = seconds, saved
         self.received = 0
         self.raised: BaseException | None = None
-        """What a callback raised on this rank."""
-        self._received_at = 0.0
-        self._interrupts = self._within = False
+        """The exception of a callback on this rank."""
+        self._mode: Literal["", "alone", "shared"] = ""
+        self._deferrals = 0
         self._ended = threading.Event()
         self._before: dict[int, Any] = {}
 
@@ -83,7 +75,7 @@ class StopSignal:
         self._saved = _nothing
 
     def guarding(self, callback: OnMetrics | None) -> OnMetrics | None:
-        """`callback`, whose exceptions are kept until the run has saved its step."""
+        """`callback`, whose exceptions are raised once the run has saved its step."""
         if callback is None:
             return None
 
@@ -102,106 +94,69 @@ class StopSignal:
         counts = world.sum([float(reason in (self.received, raised)) for reason in reasons], AXES)
         return next((int(reason) for reason, count in zip(reasons, counts) if count), 0)
 
-    def ending(self, world: World, late: bool = False) -> tuple[Callable[[], None], Callable[[], bool]]:
-        """Arguments of `Trainer.asking`, which end its work once a signal has come to any rank.
-
-        late: once half of the seconds to end have passed since then: what takes less is finished.
-        """
-
-        def ends(axes: tuple[str, ...]) -> bool:
-            waits = self.seconds / 2 if late else 0.0
-            own = self.received and time.monotonic() - self._received_at >= waits
-            return world.sum([float(own)], axes)[0] > 0
-
-        def interrupt() -> None:
-            if ends(AXES):
-                raise Interrupted
-
-        return interrupt, partial(ends, tuple(axis for axis in AXES if axis != "pipeline"))
-
     @contextmanager
-    def interrupts(self, at_once: bool = True) -> Iterator[None]:
-        """Within this context, the first signal, or an earlier one, interrupts the main thread with Interrupted.
+    def interruptible(self, shared: bool = False) -> Iterator[None]:
+        """Within it, a signal raises Interrupted in this thread, the main one; so does an earlier signal.
 
-        Only for work that no other rank takes part in, and that leaves nothing half done. at_once: False if it begins
-        with something that ranks compute together, in `held`.
+        shared: the work is shared with other ranks, which end together, at the points where they call `poll`. Has no
+        effect within `deferred`.
         """
-        self._within, self._interrupts = True, at_once
+        before, self._mode = self._mode, "shared" if shared else "alone"
         try:
             self._interrupt()
             yield
         finally:
-            self._within = self._interrupts = False
+            self._mode = before
 
     @contextmanager
-    def held(self) -> Iterator[None]:
-        """Within `interrupts`, for work that must not end on this rank alone: a signal waits until it is done, or until
-        `asking` ends it on all ranks."""
-        self._interrupts = False
-        yield
-        self._interrupts = self._within
-        self._interrupt()
-
-    @contextmanager
-    def released(self) -> Iterator[None]:
-        """Within `held`, for work that may end on this rank alone: signals interrupt it at once again."""
-        self._interrupts = self._within
+    def deferred(self) -> Iterator[None]:
+        """Within it, signals interrupt nothing: they wait for its end."""
+        self._deferrals += 1
         try:
-            self._interrupt()
             yield
         finally:
-            self._interrupts = False
-
-    @contextmanager
-    def paused(self) -> Iterator[None]:
-        """For work that must be finished: a signal that would interrupt it, in `interrupts` or `released`, waits."""
-        before, self._interrupts = self._interrupts, False
-        yield
-        self._interrupts = before
+            self._deferrals -= 1
         self._interrupt()
 
-    def asking(self, group: dist.ProcessGroup) -> Callable[[], None]:
-        """A function that all ranks of `group` call equally often in what they compute together within `held`.
+    def polling(self, count_ranks: Callable[[float], float], every: int = 1) -> Callable[[], None]:
+        """A function that ranks call equally often in work that they share, which raises Interrupted on all of them.
 
-        Every few calls it checks whether any of them has a signal, and then raises Interrupted on all of them.
+        count_ranks: sums a number over these ranks. every: one in this many calls asks them.
         """
         calls = itertools.count()
 
-        def ask() -> None:
-            if not self._within or next(calls) % EVERY:
+        def poll() -> None:
+            if self._mode != "shared" or self._deferrals or next(calls) % every:
                 return
-            received = torch.tensor([self.received])
-            dist.all_reduce(received, dist.ReduceOp.MAX, group=group)
-            if received.item():
+            if count_ranks(float(self.received > 0)):
                 raise Interrupted
 
-        return ask
+        return poll
 
-    def error(self, number: int, step: int, output: str) -> BaseException:
-        """The error that ends the run once `step` is saved (0: in its first step): the callback's own where it was
-        raised, else RunStopped, with exit code 128 + the signal."""
+    def error(self, reason: int, step: int, output: str) -> BaseException:
+        """The error that ends the run for `reason` (of `agreed`) once `step` is saved (0: in its first step): the
+        callback's exception, else RunStopped, with exit code 128 + the signal."""
         if self.raised is not None:
             return self.raised
-        name = "an exception of on_metrics" if number == RAISED else signal.Signals(number).name
+        name = "an exception of on_metrics" if reason == RAISED else signal.Signals(reason).name
         ended = f"after step {step}, which is saved; resume it with --resume"
         if step == 0:
             ended = "in its first step, before there was anything to save; --resume starts it again"
-        return RunStopped(f"{output}: {name} ended the run {ended}", exit_code=1 if number == RAISED else 128 + number)
+        return RunStopped(f"{output}: {name} ended the run {ended}", exit_code=1 if reason == RAISED else 128 + reason)
 
     def _note(self, number: int, frame: FrameType | None) -> None:
         """Replaces a handler that would end the process."""
-        # The watching thread may be later, and interrupted code asks at once.
+        # The watching thread may be later, and interruptible work ends at once.
         self._receive(number)
         self._interrupt()
 
     def _receive(self, number: int) -> None:
         if not self.received:
-            self._received_at = time.monotonic()
             self.received = number
 
     def _interrupt(self) -> None:
-        if self.received and self._interrupts:
-            self._interrupts = False
+        if self.received and self._mode == "alone" and not self._deferrals:
+            self._mode = ""  # once
             raise Interrupted
 
     def _watch(self) -> None:

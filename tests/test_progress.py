@@ -6,7 +6,7 @@ import sys
 
 import pytest
 
-from lockstep.observe import Progress
+from lockstep.progress import Progress
 
 
 def test_the_end_is_printed_once_however_often_it_is_reached(capsys):

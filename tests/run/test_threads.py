@@ -8,8 +8,8 @@ import pytest
 import torch
 
 from lockstep.model import preset
-from lockstep.train import threads as threads_module
-from lockstep.train.threads import busy_neighbours, fitting_threads
+from lockstep.run import threads as threads_module
+from lockstep.run.threads import busy_neighbours, fitting_threads
 
 
 def test_small_work_with_company_gets_one_thread_and_other_work_all_of_them(monkeypatch):

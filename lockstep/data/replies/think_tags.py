@@ -7,21 +7,21 @@ from collections.abc import Iterator
 from typing import Literal
 
 from lockstep.data.replies.calls import BEGINS_CALL, DEEPSEEK, LLAMA3, ToolCall, calls_in
-from lockstep.data.replies.form import THINK, THOUGHT, ReplyForm
+from lockstep.data.replies.form import THINK, THINK_END, ReplyForm
 from lockstep.data.replies.marked_text import Marked
 from lockstep.data.replies.sections import Piece
 
 PERHAPS_CALL = re.compile(r'\{\s*("[a-z]*("\s*)?)?')
-"""JSON of which too little is there to tell whether it is a call."""
+"""A beginning of JSON too short to tell whether it is a call."""
 
 
-class ThoughtReply:
-    """Only what a reply begins with is reasoning: later tags are content. Whitespace next to the tags is theirs.
+class ThinkTagReply:
+    """Only the beginning of a reply can be reasoning: later tags are content. Whitespace next to tags is structure.
 
-    A reply whose `</think>` has no beginning, nor has the prompt, was all reasoning up to there. The pieces before do
-    not say so, as it was not known; `reasoning` and `content` do.
+    If neither reply nor prompt has the `<think>` of a `</think>`, everything before it was reasoning. Pieces that were
+    returned earlier are then labeled content; `reasoning` and `content` are correct.
 
-    after: the tag that the prompt ends with, if it does: `<think>`, or `</think>` of a reply without reasoning.
+    after: the tag that the prompt ends with, if any: `<think>`, or `</think>` if the reply has no reasoning.
     """
 
     def __init__(self, form: ReplyForm, after: str = ""):
@@ -30,10 +30,10 @@ class ThoughtReply:
         self._begin_calls = frozenset(first)
         self._state: Literal["start", "reasoning", "content", "call"]
         self._state = "reasoning" if after == THINK else "start" if form.thinks else "content"
-        self._closed = after == THOUGHT
-        """There was a `</think>`."""
-        self._held = ""
-        """Text whose section is not known: whitespace, which is shown only between other text, and JSON."""
+        self._closed = after == THINK_END
+        """Whether there was a `</think>`."""
+        self._pending = ""
+        """Text whose section is undecided: whitespace, which is shown only between other text, and JSON."""
         self._reasoning: list[str] = []
         self._content: list[str] = []
         self._call_text: list[str] = []
@@ -57,7 +57,7 @@ class ThoughtReply:
 
     def take(self, item: Marked) -> Iterator[Piece]:
         """The pieces that this text or mark completes."""
-        if item.mark == THOUGHT and not self._closed:
+        if item.mark == THINK_END and not self._closed:
             yield from self._close(item)
         elif item.mark == THINK and not self._closed and self._state in ("start", "reasoning") and self._is_empty():
             yield from self._structure(item.text)
@@ -72,24 +72,24 @@ class ThoughtReply:
             yield from self._text(item.text)
 
     def finish(self) -> Iterator[Piece]:
-        """What is left."""
-        if self._state in ("start", "content") and self._held and not (self._closed and self._is_empty()):
-            yield self._shown("content", self._held)
-            self._held = ""
+        """The remaining pieces."""
+        if self._state in ("start", "content") and self._pending and not (self._closed and self._is_empty()):
+            yield self._shown("content", self._pending)
+            self._pending = ""
         yield from self._structure()
 
     def _close(self, item: Marked) -> Iterator[Piece]:
         if self._state in ("content", "call"):
-            yield Piece("content", self._held + item.text)
+            yield Piece("content", self._pending + item.text)
             self._reasoning, self._content = [(self.content + "".join(self._call_text)).strip()], []
-            self._held, self._call_text, self._call_length, self._call_marks = "", [], 0, []
+            self._pending, self._call_text, self._call_length, self._call_marks = "", [], 0, []
         else:
             yield from self._structure(item.text)
         self._state, self._closed = "start", True
 
     def _text(self, text: str) -> Iterator[Piece]:
-        text = self._held + text
-        self._held = ""
+        text = self._pending + text
+        self._pending = ""
         if self._state == "start":
             begins = self._begins_call(text)
             if begins:
@@ -97,12 +97,12 @@ class ThoughtReply:
                 yield self._called(Marked(text))
                 return
             if begins is None or not text.strip():
-                self._held = text
+                self._pending = text
                 return
             self._state = "content"
         section: Literal["reasoning", "content"] = "reasoning" if self._state == "reasoning" else "content"
         shown = text.rstrip() if section == "reasoning" or self._format else text
-        self._held = text[len(shown) :]
+        self._pending = text[len(shown) :]
         if self._is_before(section) and (section == "reasoning" or self._closed):
             begin = len(shown) - len(shown.lstrip())
             if begin:
@@ -115,15 +115,15 @@ class ThoughtReply:
         return self._state == "start" or (self._state == "content" and self._format is not LLAMA3)
 
     def _begins_call(self, text: str) -> bool | None:
-        """Whether a reply that begins with this text is a call without a mark; None: not known yet."""
+        """Whether a reply that begins with this text is a call without a mark; None if undecided."""
         text = text.lstrip()
         if self._format is not LLAMA3 or (text and not text.startswith("{")):
             return False
         return True if BEGINS_CALL.match(text) else None if not text or PERHAPS_CALL.fullmatch(text) else False
 
     def _is_empty(self) -> bool:
-        """Whether the section has nothing but whitespace so far."""
-        return not self._held.strip() and (self._state == "start" or self._is_before(self._state))
+        """Whether the section has only whitespace so far."""
+        return not self._pending.strip() and (self._state == "start" or self._is_before(self._state))
 
     def _is_before(self, section: str) -> bool:
         return not (self._reasoning if section == "reasoning" else self._content)
@@ -140,7 +140,7 @@ class ThoughtReply:
         return Piece("call", item.text)
 
     def _structure(self, text: str = "") -> Iterator[Piece]:
-        """What is held, and this text, is not shown."""
-        if self._held or text:
-            yield Piece("structure", self._held + text)
-        self._held = ""
+        """Yields the pending text and `text` as structure, which is not shown."""
+        if self._pending or text:
+            yield Piece("structure", self._pending + text)
+        self._pending = ""

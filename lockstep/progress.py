@@ -12,7 +12,7 @@ SECONDS_BETWEEN_LINES = 5.0
 
 
 class Progress:
-    """Counts up to `total`, in percent or in `unit`s, with a few figures next to the bar. A context manager."""
+    """Counts up to `total`, in percent or in `unit`s, with a few metrics next to the bar. A context manager."""
 
     def __init__(self, title: str, total: float, unit: str = ""):
         self.title, self.unit = title, unit
@@ -32,23 +32,23 @@ class Progress:
                 progress.BarColumn(),
                 progress.TaskProgressColumn(),
                 progress.TimeRemainingColumn(),
-                progress.TextColumn("{task.fields[figures]}"),
+                progress.TextColumn("{task.fields[metrics]}"),
             )
             self._bar.start()
-            self._task = self._bar.add_task(self.title, total=self.total, figures="")
+            self._task = self._bar.add_task(self.title, total=self.total, metrics="")
         return self
 
     def __exit__(self, kind: type | None, error: BaseException | None, trace: TracebackType | None) -> None:
         if self._bar is not None:
             self._bar.stop()
 
-    def advance(self, amount: float = 1.0, title: str = "", **figures: float) -> None:
+    def advance(self, amount: float = 1.0, title: str = "", **metrics: float) -> None:
         """Adds `amount` to what is done."""
         self.done += amount
-        text = "  ".join(f"{name} {value:.4g}" for name, value in figures.items())
+        text = "  ".join(f"{name} {value:.4g}" for name, value in metrics.items())
         if self._bar is not None:
-            figures_text = "  ".join(filter(None, (self._place(), text)))
-            self._bar.update(self._task, completed=self.done, description=title or self.title, figures=figures_text)
+            metrics_text = "  ".join(filter(None, (self._place(), text)))
+            self._bar.update(self._task, completed=self.done, description=title or self.title, metrics=metrics_text)
             return
         now = time.monotonic()
         ended_before, self._ended = self._ended, self.done >= self.total
@@ -59,7 +59,7 @@ class Progress:
             print(f"{title or self.title}: {self._place() or f'{share:4.0%}'}, {left:.0f} s left  {text}", flush=True)
 
     def validated(self, step: int, metrics: Mapping[str, float]) -> None:
-        """Prints the validation after `step`, or before step 1, on a line of its own, on every kind of output."""
+        """Prints the validation after `step`, or before step 1, on a separate line, on every kind of output."""
         when = f"after step {step}" if step else "before step 1"
         self._print(f"{self.title}: validation {when}: {_validation_text(metrics)}")
 
@@ -67,19 +67,19 @@ class Progress:
         line = line.encode(sys.stdout.encoding or "utf-8", "backslashreplace").decode(sys.stdout.encoding or "utf-8")
         if self._bar is None:
             print(line, flush=True)
-        else:  # above the bar, whole, and as it is
+        else:  # above the bar, unwrapped and without markup
             self._bar.console.print(line, markup=False, highlight=False, emoji=False, soft_wrap=True)
 
     def _place(self) -> str:
         """`step 12 of 200`, if steps are counted."""
         return f"{self.unit} {self.done:.0f} of {self.total:.0f}" if self.unit else ""
 
-    def reach(self, done: float, title: str = "", **figures: float) -> None:
-        """Sets the total of what is done, which may be less than before."""
-        self.advance(done - self.done, title, **figures)
+    def reach(self, done: float, title: str = "", **metrics: float) -> None:
+        """Sets the progress to `done`, which may be less than before."""
+        self.advance(done - self.done, title, **metrics)
 
     def stage(self, title: str, steps: int, share: float) -> Stage:
-        """A part of this bar with its own progress: its `steps` make up `share` of the total."""
+        """A part of this bar with separate progress: its `steps` make up `share` of the total."""
         return Stage(self, title, share / steps)
 
 
@@ -93,16 +93,16 @@ class Stage(Progress):
     def __enter__(self) -> Stage:
         return self
 
-    def advance(self, amount: float = 1.0, title: str = "", **figures: float) -> None:
+    def advance(self, amount: float = 1.0, title: str = "", **metrics: float) -> None:
         self.done += amount
-        self._whole.advance(amount * self._amount, title or self.title, **figures)
+        self._whole.advance(amount * self._amount, title or self.title, **metrics)
 
     def _print(self, line: str) -> None:
         self._whole._print(line)
 
 
 def _validation_text(metrics: Mapping[str, float]) -> str:
-    """`reward 0.5  accuracy 0.25 (stderr 0.1)`, of `validation/…`."""
+    """`validation/…` metrics as `reward 0.5  accuracy 0.25 (stderr 0.1)`."""
     values = {name.removeprefix("validation/"): value for name, value in metrics.items()}
     shown = [
         f"{name} {value:.4g}" + (f" (stderr {values[error]:.4g})" if (error := f"{name}_stderr") in values else "")

@@ -1,4 +1,4 @@
-"""`lockstep data tokenize`: data to a folder of tokens, with a progress bar."""
+"""`lockstep data tokenize`: tokenizes data into a folder, with a progress bar."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from lockstep.data.tokenizer import named_tokenizer
 from lockstep.errors import UserError
 
 
-def tokenize_once(
+def tokenize_to_folder(
     data: str,
     output: str,
     tokenizer: str = "byte",
@@ -25,7 +25,7 @@ def tokenize_once(
     workers: int = 4,
     turns: Turns = "apart",
 ) -> None:
-    """Writes the folder `output` and prints what is in it. Raises UserError for bad data or an existing folder."""
+    """Writes the folder `output` and prints its contents. Raises UserError for bad data or an existing folder."""
     folder = Path(output)
     if folder.exists():
         raise UserError(f"{folder}: already exists; delete it or give another --output")
@@ -34,8 +34,10 @@ def tokenize_once(
     if chat:
         source = ConversationSource(data, skip_bad_lines)
         chat_template = load_chat_template(Path(tokenizer), "" if template == "{text}" else template)
-        own = named_tokenizer(tokenizer, [])
-        encoder = ConversationEncoder(with_chatml(own) if template == CHATML else own, chat_template, turns)
+        chat_tokenizer = named_tokenizer(tokenizer, [])
+        if template == CHATML:
+            chat_tokenizer = with_chatml(chat_tokenizer)
+        encoder = ConversationEncoder(chat_tokenizer, chat_template, turns)
         if chat_template is not None and template != "{text}":
             carry_template(encoder.tokenizer, chat_template)
     else:
@@ -43,8 +45,8 @@ def tokenize_once(
         encoder = TextEncoder(named_tokenizer(tokenizer, texts))
     tokenize_with_progress(folder, source, encoder, workers)
     corpus = open_token_folder(folder)
-    met = ", ".join(f"{count} {name.replace('_', ' ')}" for name, count in corpus.counts.items() if count)
+    left_out = ", ".join(f"{count} {name.replace('_', ' ')}" for name, count in corpus.counts.items() if count)
     size = sum(path.stat().st_size for path in folder.iterdir()) / 2**20
     print(f"{folder}: {len(corpus.tokens)} tokens in {len(corpus.offsets) - 1} documents, {size:.1f} MiB")
-    if met:
-        print(f"left out: {met}")
+    if left_out:
+        print(f"left out: {left_out}")

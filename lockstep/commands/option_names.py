@@ -1,4 +1,4 @@
-"""Options under the names that other trainers and engines use, answered with their names here."""
+"""Answers options under the names of other trainers and engines with their names here."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from lockstep.config.other_names import HERE, NOT_HERE, VALUES_HERE
 from lockstep.errors import UserError, closest
 
 PREFIXES = ("train", "training", "optimizer", "parallel", "parallelism", "model", "dataset", "checkpoint")
-"""Groups of settings elsewhere: the name after the point is also looked up without them."""
+"""Groups of settings in other tools; the name after the dot is also looked up alone."""
 COMMANDS_ELSEWHERE = {
     "evaluate": "eval",
     "kto": "dpo --loss kto",
@@ -34,28 +34,28 @@ COMMANDS_ELSEWHERE = {
 
 
 def refuse_other_names(kind: type, arguments: list[str], positional: bool = False) -> None:
-    """Raises UserError for an option that `kind`'s command has only under another name, for a value of a choice that
-    it has not, and for a model that is given without `--model`."""
-    own = dict(options_of(kind))
-    if not positional and "model" in own and arguments and not arguments[0].startswith("-"):
-        is_config = "resume" in own and arguments[0].endswith((".toml", ".yaml", ".yml"))
+    """Raises UserError for an option that the command of `kind` has under another name, for an unknown value of a
+    choice, and for a model without `--model`."""
+    options = dict(options_of(kind))
+    if not positional and "model" in options and arguments and not arguments[0].startswith("-"):
+        is_config = "resume" in options and arguments[0].endswith((".toml", ".yaml", ".yml"))
         what = ("file", "config") if is_config else ("model", "model")
         raise UserError(f"{arguments[0]}: settings have names; give the {what[0]} as --{what[1]} {arguments[0]}")
     for argument, following in itertools.zip_longest(arguments, arguments[1:], fillvalue=""):
-        given, equals, value = argument.removeprefix("--").partition("=")
-        name = given.replace("_", "-")
+        option, equals, value = argument.removeprefix("--").partition("=")
+        name = option.replace("_", "-")
         if not argument.startswith("--"):
             continue
-        if name in own:
-            _refuse_value(name, value if equals else following, own[name])
+        if name in options:
+            _refuse_value(name, value if equals else following, options[name])
         elif name in NOT_HERE:
             raise UserError(f"there is no --{name}: {NOT_HERE[name]}")
         else:
             prefix, _, rest = name.partition(".")
             known = HERE.get(name) or (HERE.get(rest, (rest,)) if prefix in PREFIXES and rest else ())
-            found = [other for other in known if other.partition(" ")[0] in own]
-            if found:
-                raise UserError(f"there is no --{name}; use " + " or ".join(f"--{other}" for other in found))
+            names_here = [other for other in known if other.partition(" ")[0] in options]
+            if names_here:
+                raise UserError(f"there is no --{name}; use " + " or ".join(f"--{other}" for other in names_here))
 
 
 def _refuse_value(name: str, value: str, choices: tuple[str, ...]) -> None:
@@ -66,7 +66,7 @@ def _refuse_value(name: str, value: str, choices: tuple[str, ...]) -> None:
 
 
 def options_of(kind: Any, prefix: str = "") -> Iterator[tuple[str, tuple[str, ...]]]:
-    """The names of all command-line settings, including nested ones, each with its values if it is a choice."""
+    """The names of all command-line settings, including nested ones, each with the values of a choice."""
     types = get_type_hints(kind)
     for field in dataclasses.fields(kind):
         name = prefix + field.name.replace("_", "-")
@@ -78,7 +78,7 @@ def options_of(kind: Any, prefix: str = "") -> Iterator[tuple[str, tuple[str, ..
 
 
 def _choices(kind: Any) -> tuple[str, ...]:
-    """The values of a setting that is one of several words, or of a list of them."""
+    """The values of a setting that is a choice or a list of choices."""
     if get_origin(kind) is Literal:
         return get_args(kind)
     return tuple(value for part in get_args(kind) if get_origin(part) is Literal for value in get_args(part))

@@ -1,0 +1,137 @@
+"""A run on a loader's rows: pretraining, fine-tuning, preferences and reward models."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+from torch import nn
+
+from lockstep.config import PretrainConfig
+from lockstep.data import RowLoader, StepRows, Tokenizer
+from lockstep.model import Decoder, TrainableModel, resolve_dtype
+from lockstep.observe import OnMetrics, RunFolder, announce, in_short, start_line
+from lockstep.parallel import Pipeline, World
+from lockstep.progress import Progress
+from lockstep.run.loop import run_steps
+from lockstep.run.session import Session
+from lockstep.run.stop import StopSignal
+from lockstep.run.task import Metrics, Resumable, StepObserver
+from lockstep.train.answers import Answers
+from lockstep.train.bad_steps import BadSteps
+from lockstep.train.loss_spikes import LossSpikes
+from lockstep.train.objective import NextToken, Objective
+from lockstep.train.throughput import Throughput
+from lockstep.train.trainer import Trainer
+
+
+@dataclass
+class RowsRun:
+    """What a run on rows is made of, besides its settings."""
+
+    tokenizer: Tokenizer
+    model: TrainableModel
+    loader: RowLoader
+    held_out: StepRows | None = None
+    """The rows for validation."""
+    command: str = "pretrain"
+    objective: Objective | None = None
+    """None: next-token prediction."""
+    answers: Answers | None = None
+    """The model's answers before and after, for the report."""
+    extra_parameters: Mapping[str, nn.Parameter] | None = None
+    """As in `Trainer`."""
+
+
+def train_rows(
+    config: PretrainConfig,
+    world: World,
+    parts: RowsRun,
+    progress: Progress | None = None,
+    on_metrics: OnMetrics | None = None,
+) -> Path:
+    """Makes the run's steps, from its last checkpoint if it resumes; returns the run's folder.
+
+    Raises RunStopped if the run ends early, because of a signal or bad steps.
+    """
+    model, loader, answers = parts.model, parts.loader, parts.answers
+    if isinstance(model, Pipeline):
+        model.plan.check_microbatches(loader.microbatches)
+    trainer = Trainer(model, config.train, config.steps, world, parts.extra_parameters)
+    with Session(config, trainer, parts.tokenizer, parts.command, progress, on_metrics) as session:
+        objective = parts.objective or NextToken()
+        objective.prepare(trainer, loader, parts.held_out)
+        bad_steps = BadSteps(config.faults, session.run.path, parts.tokenizer)
+        task = RowsTask(config, trainer, objective, loader, parts.held_out, bad_steps, session.stop)
+        session.resume(task)
+        _announce(config, parts, world, session.start)
+        with session.running():
+            if answers is not None and isinstance(model, Decoder) and session.start == 0:
+                answers.write(0, model)
+            run_steps(task, session)
+            if config.steps == 0:
+                session.save(task)
+            if answers is not None and isinstance(model, Decoder) and session.worked and not session.stopped_by:
+                answers.write(session.step, model)
+        metrics = session.last_metrics
+        return session.finish(
+            task,
+            f"{parts.command} {config.model}",
+            lambda: {"loss": metrics.get("loss"), "validation_loss": metrics.get("validation/loss")},
+        )
+
+
+def _announce(config: PretrainConfig, parts: RowsRun, world: World, start: int) -> None:
+    tokens = (config.steps - start) * config.tokens_per_step
+    work = f"{in_short(tokens)} tokens to go, {in_short(config.tokens_per_step)} per step"
+    line = start_line(config.model, parts.model.config, world.device, resolve_dtype(config.dtype), work, world.size)
+    announce(f"{parts.command}: {line}")
+
+
+class RowsTask:
+    """Steps on a loader's rows."""
+
+    def __init__(
+        self,
+        config: PretrainConfig,
+        trainer: Trainer,
+        objective: Objective,
+        loader: RowLoader,
+        held_out: StepRows | None,
+        bad_steps: BadSteps,
+        stop: StopSignal,
+    ):
+        self.config, self.trainer, self.objective, self.stop = config, trainer, objective, stop
+        self.loader, self.held_out, self.bad_steps = loader, held_out, bad_steps
+        self.speed = Throughput(trainer.model.config, trainer.world, resolve_dtype(config.dtype))
+        spikes = LossSpikes(config.faults)
+        self.observers: list[StepObserver] = [spikes]
+        self.resumables: Mapping[str, Resumable] = {"loader": loader, "losses": spikes}
+
+    def step(self, step: int) -> Metrics:
+        """Updates the weights on the loader's next rows."""
+        trainer, timeline = self.trainer, self.trainer.timeline
+        with timeline.span("data"):
+            batch = self.loader.next()
+        metrics = self.objective.step(trainer, batch)
+        self.bad_steps.check(step, trainer, batch)
+        trainer.balance.write(RunFolder(Path(self.config.output)).expert_load, step)
+        return metrics | self.speed.metrics(batch, timeline) | self.loader.counts | {"epoch": self.loader.epoch}
+
+    @property
+    def ended(self) -> bool:
+        return self.loader.ended
+
+    def validates_after(self, step: int) -> bool:
+        last = step == self.config.steps or self.ended
+        return self.held_out is not None and step > 0 and (last or step % self.config.validation_every == 0)
+
+    def validate(self, step: int) -> Metrics:
+        """The objective's metrics on the held-out rows. Ranks share every micro-batch's forward."""
+        assert self.held_out is not None
+        with self.stop.interruptible(shared=True):
+            return dict(self.objective.validate(self.trainer, self.held_out))
+
+    def shown(self, metrics: Metrics) -> dict[str, float]:
+        return {"loss": metrics["loss"], "tokens_per_s": metrics["tokens_per_second"]}
