@@ -91,6 +91,7 @@ class Run:
             state = json.loads(json.dumps(state))
             self.prompts.restore(state["prompts"])
             self.prefetcher.restore(state["ahead"])
+        self.prefetcher.complete(step)
         self.pool.load_weights({"version": step})
         for remote in self.remotes:
             self.pool.join(remote)
@@ -140,6 +141,7 @@ class Run:
             self.trained[step], self.ledgers[step] = drawn, ledger.places()
             self.step = step
             self.pool.load_weights({"version": step})
+            self.prefetcher.complete(step)
 
     def state(self):
         return {"prompts": self.prompts.state(), "ahead": self.prefetcher.state()}
@@ -230,7 +232,7 @@ def test_a_resumed_run_loses_no_prompt_and_repeats_none_and_keeps_the_promise(be
 def test_samples_that_were_under_way_go_on_where_they_were():
     with running(2, seed=3) as first:
         first.train(3)
-        first.prefetcher.wait(first.step)
+        first.prefetcher.wait()
         state = first.state()
         first.train(5, last=5)
     with running(2, seed=4, state=state, step=3) as second:
@@ -252,7 +254,7 @@ def test_samples_that_were_under_way_go_on_where_they_were():
 def test_a_resumed_run_that_is_saved_again_holds_all_that_it_was_given():
     with running(2, seed=3) as first:
         first.train(3)
-        first.prefetcher.wait(first.step)
+        first.prefetcher.wait()
         state = first.state()
     with running(2, seed=4, state=state, step=3) as second:
         assert second.state() == state  # before anything is asked
@@ -268,7 +270,7 @@ def test_with_finish_a_run_that_is_resumed_is_the_run_that_was_never_interrupted
     for stop in (1, 3, 6):
         with running(2, True, generators=1, seed=stop) as first:
             first.train(stop, last=9)
-            first.prefetcher.wait(first.step)
+            first.prefetcher.wait()
             state = first.state()
         with running(2, True, generators=3, seed=2, state=state, step=stop) as second:
             second.train(9, last=9)
@@ -276,7 +278,7 @@ def test_with_finish_a_run_that_is_resumed_is_the_run_that_was_never_interrupted
 
 
 @pytest.mark.parametrize("depth", [0, 2])
-def test_a_step_that_was_drawn_and_taken_back_is_drawn_again_by_the_run_that_is_resumed(depth):
+def test_a_step_that_was_drawn_and_interrupted_is_drawn_again_by_the_run_that_is_resumed(depth):
     with running(depth, True, seed=1) as whole:
         whole.train(9, last=9, extra_rounds=(4, 7))
     for stop in (3, 6):
@@ -285,8 +287,7 @@ def test_a_step_that_was_drawn_and_taken_back_is_drawn_again_by_the_run_that_is_
             first.prefetcher.begin(stop + 1, 9)
             first.prefetcher.drawn(stop + 1, 0, PROMPTS)
             first.prefetcher.drawn(stop + 1, 1, 1)
-            first.prefetcher.take_back()
-            first.prefetcher.wait(stop)  # what this step's weights sample may go on later
+            first.prefetcher.wait()  # what this step's weights sample may go on later
             state = first.state()
         with running(depth, True, generators=3, seed=2, state=state, step=stop) as second:
             second.train(9, last=9, extra_rounds=(4, 7))
@@ -299,7 +300,7 @@ def test_of_more_prompts_than_are_trained_on_the_stragglers_are_dropped_and_none
         with running(2, finish, generators=2, losses=0.01 * (not finish), seed=stop, oversampling=1.5) as first:
             first.train(stop, last=9, extra_rounds=(2,))
             if finish:
-                first.prefetcher.wait(first.step)
+                first.prefetcher.wait()
             state = first.state()
         with running(2, finish, generators=3, seed=1, state=state, step=stop, oversampling=1.5) as second:
             second.train(9, last=9)
@@ -343,7 +344,7 @@ def test_the_buffer_is_counted_in_steps_and_samples_that_are_ready_or_under_way(
         run.ended.clear()
         run.driver = threading.Thread(target=run._drive)
         run.driver.start()
-        run.prefetcher.wait(1)
+        run.prefetcher.wait()
         assert list(run.prefetcher.metrics().values()) == [2, 0, 2 * of_a_step, 0]
         run.prefetcher.drawn(1, 0, PROMPTS)
         assert list(run.prefetcher.metrics().values()) == [1, 0, of_a_step, 0]
@@ -434,7 +435,7 @@ def test_nothing_grows_over_a_long_run():
     with running(2, generators=2, room=100) as run:
         for step in range(20, 321, 100):
             run.train(step)
-            run.prefetcher.wait(run.step)
+            run.prefetcher.wait()
             run.pool.metrics()
             found.append(sizes(run))
             assert len(run.state()["ahead"]["prompts"]) == 2 * PROMPTS  # the buffer is bounded
