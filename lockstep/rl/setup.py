@@ -18,8 +18,9 @@ from lockstep.parallel import World
 from lockstep.rl.conversations.rendering import Rendering, open_rendering
 from lockstep.rl.environments.loading import GIVEN, check_environment, given_name, load_environment
 from lockstep.rl.environments.protocol import Environment, Example
-from lockstep.rl.generators.models import policy_model, refuse_on_ranks
+from lockstep.rl.generators.open import open_policy
 from lockstep.rl.generators.protocol import Generators
+from lockstep.rl.generators.refusals import refuse_on_ranks
 from lockstep.rl.rollouts.metrics import summarize
 from lockstep.rl.rollouts.prompt_balance import prompt_balance
 from lockstep.rl.rollouts.prompts import PromptLoader, examples_of, refuse_other_examples
@@ -59,7 +60,7 @@ class Parts:
 def load_parts(config: RLConfig, environment: Environment, is_given: bool, world: World) -> Parts:
     """Loads examples and models. Raises UserError if they, or the ranks, are unsuitable."""
     prompts, held_out = open_examples(config, environment, world)
-    policy = policy_model(config, world)
+    policy = open_policy(config, world)
     refuse_replay_without_experts(config, policy.config)
     tokenizer = load_tokenizer(config.model, policy.config.vocab_size)
     policy.config = with_ends(policy.config, tokenizer, load_chat_template(local_folder(config.model)))

@@ -6,7 +6,7 @@ from collections.abc import Callable
 from contextlib import AbstractContextManager
 from typing import Any, Protocol
 
-from lockstep.generate.sampler import Remembering, Sampler
+from lockstep.generate.sampler import CachingSampler, Sampler
 from lockstep.model import Decoder, ScoringModel
 
 
@@ -18,7 +18,7 @@ class Generators(Protocol):
         """The sampler that this rank uses."""
 
     @property
-    def caching_sampler(self) -> Callable[[dict[str, Any]], Remembering] | None:
+    def caching_sampler(self) -> Callable[[dict[str, Any]], CachingSampler] | None:
         """Makes samplers that continue from a saved `state`, for steps sampled ahead; None if nothing can be."""
 
     @property

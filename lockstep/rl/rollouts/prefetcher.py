@@ -8,7 +8,7 @@ from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any, NamedTuple, Protocol
 
-from lockstep.generate.sampler import Remembering, Sampler
+from lockstep.generate.sampler import CachingSampler, Sampler
 from lockstep.rl.environments.protocol import Example
 from lockstep.rl.rollouts.ledger import LedgerError
 from lockstep.rl.rollouts.prompts import PromptLoader
@@ -58,7 +58,7 @@ class RolloutPrefetcher:
         sampler: Sampler,
         prompts_per_step: int,
         depth: int = 0,
-        caching_sampler: Callable[[dict[str, Any]], Remembering] | None = None,
+        caching_sampler: Callable[[dict[str, Any]], CachingSampler] | None = None,
         oversampling: float = 1.0,
     ):
         """caching_sampler: as in `Generators`, for depth > 0. oversampling: prompts requested per prompt wanted."""
@@ -183,7 +183,7 @@ class _Begun:
     """A step's first round, drawn in a thread."""
 
     def __init__(
-        self, places: list[int], examples: list[Example], sampler: Remembering, draw: Callable[[], list[Rollout]]
+        self, places: list[int], examples: list[Example], sampler: CachingSampler, draw: Callable[[], list[Rollout]]
     ):
         self.places, self.examples, self.sampler = places, examples, sampler
         self._found: list[Rollout] | BaseException = []
