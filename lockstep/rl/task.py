@@ -13,7 +13,7 @@ from lockstep.rl.rollouts.advantages import assign_advantages
 from lockstep.rl.rollouts.ledger import Ledger
 from lockstep.rl.rollouts.metrics import Stopwatch, due, rollout_metrics, staleness_metrics
 from lockstep.rl.rollouts.packing import PolicyBatch, packing_metrics, packing_of, policy_batches
-from lockstep.rl.rollouts.prefetcher import Drawn, RolloutPrefetcher
+from lockstep.rl.rollouts.prefetcher import RolloutPrefetcher, SampledRound
 from lockstep.rl.rollouts.records import Rollout
 from lockstep.rl.rollouts.rewards import charge_overlong
 from lockstep.rl.rollouts.run_records import RunRecords
@@ -116,7 +116,7 @@ class PolicyTask:
             if not groups.missing:
                 break
         refuse_too_many(outcomes, self.config.rewards.failure_limit)
-        groups.keep_some()
+        groups.restore_if_empty()
         charge_overlong(groups.rollouts, self.config.max_new_tokens, self.algorithm.overlong_share)
         return groups
 
@@ -124,10 +124,10 @@ class PolicyTask:
         """One round of a step's sampling, graded: rollouts, the positions of their prompts, outcomes of the rewards."""
         clock, sampling = self.clock, self.sampling
         clock.begin("time/generate", sampling.waits_for, sampling.seconds)
-        drawn, outcomes = Drawn([], [], []), list[Outcome]()
+        drawn, outcomes = SampledRound([], [], []), list[Outcome]()
         with suppress(Interrupted):
             with sampling.interruptible():
-                drawn = self.prefetcher.drawn(step, extra_round, missing)
+                drawn = self.prefetcher.get_round(step, extra_round, missing)
             clock.begin("time/reward", patience=sampling.grading_seconds)
             outcomes = sampling.grade(drawn.rollouts)
         clock.begin("time/wait", sampling.other_ranks)

@@ -47,7 +47,7 @@ def _entered(rollouts):
     ledger = Ledger(groups)
     ledger.add(rollouts, range(groups))
     ledger.drop_failed()
-    ledger.keep_some()
+    ledger.restore_if_empty()
     return ledger
 
 

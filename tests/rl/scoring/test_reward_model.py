@@ -255,8 +255,8 @@ def test_eval_has_the_figures_of_the_runs_validation(tmp_path, folders):
         model=(str(run),), reward_model=str(folders[1]), examples=2, max_new_tokens=6, output=str(tmp_path / "eval")
     )
     (result,) = lockstep.evaluate(config, Words()).results
-    assert result.figures.reward.mean == last["validation/reward"]
-    assert result.figures.rewards["reward_model"].mean == last["validation/reward_model"]
+    assert result.metrics.reward.mean == last["validation/reward"]
+    assert result.metrics.rewards["reward_model"].mean == last["validation/reward_model"]
     with pytest.raises(UserError, match="has no rewards of its own; give --reward-model"):
         lockstep.evaluate(replace(config, reward_model="", overwrite=True), Words())
 
