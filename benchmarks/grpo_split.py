@@ -48,13 +48,13 @@ class Split:
     def operator(self, name: str, *_: Any) -> Any:
         return _Span(self, self.phase, KINDS.get(name, "other operators"))
 
-    def replay(self, tape: Any) -> Any:
-        """As `Tape.replay`, each kernel timed; those that are not kernels of our own are torch's functions."""
-        for call, arguments in tape._calls:
+    def replay(self, graph: Any) -> Any:
+        """As `StepGraph.replay`, with each kernel timed; other calls are torch's functions."""
+        for call, arguments in graph._calls:
             name = getattr(call, "__name__", "").removesuffix("_f32")
             with self.operator(name) if name else nullcontext():
                 call(*arguments)
-        return tape.results
+        return graph.results
 
 
 class _Span:
@@ -74,14 +74,14 @@ def main() -> None:
     import torch
 
     from lockstep.generate import Engine
-    from lockstep.ops import Tape, native
+    from lockstep.ops import StepGraph, native
     from lockstep.rl.rollouts.packing import PolicyLoss
     from lockstep.train.optimizer import MasterOptimizer
 
     assert torch.get_num_threads() == 1, "run it with OMP_NUM_THREADS=1"
     split = Split()
     timed(native, "call", split.operator)
-    Tape.replay = lambda tape: split.replay(tape)  # type: ignore[method-assign]
+    StepGraph.replay = lambda graph: split.replay(graph)  # type: ignore[method-assign]
     timed(Engine, "generate", split.generation)
     timed(PolicyLoss, "__call__", split.during("forward"))
     timed(torch.Tensor, "backward", split.during("backward"))

@@ -3,7 +3,7 @@
     python benchmarks/products.py [--isa avx2] [--rows 1,8,32,64,512,2048] [--dtype float32,bfloat16]
 
 The library's side is the faster of `F.linear` (MKL or oneDNN, as torch chooses) and oneDNN's own operator where it
-takes the dtype. "packed" reads panels that are kept and is called from a tape, as in a decode step; up to 64 rows that
+takes the dtype. "packed" reads cached panels and is called from a step graph, as in a decode step; up to 64 rows that
 is what counts, above it the product that lays its panels out itself. GF/s are medians.
 """
 
@@ -91,11 +91,11 @@ def main() -> None:
             for rows in map(int, options.rows.split(",")):
                 x = torch.randn(rows, inner).to(dtype)
                 with panels.in_use():
-                    tape = ops.Tape(lambda: (ops.linear(x, weight),), ops.Arena())  # noqa: B023
+                    graph = ops.StepGraph(lambda: (ops.linear(x, weight),), ops.Arena())  # noqa: B023
                 *both, ours, packed = seconds(
                     *library(x, weight),
                     lambda: ops.linear(x, weight),  # noqa: B023
-                    tape.replay,
+                    graph.replay,
                 )
                 theirs = min(both)
                 ratio = theirs / (packed if rows <= FEW else ours)

@@ -142,10 +142,10 @@ def lockstep_side(folder: str, prompts: list[list[int]], draft: str, temperature
 def vllm_side(folder: str, prompts: list[list[int]], speculate: bool, temperature: float) -> dict[str, Any]:
     from vllm import LLM, SamplingParams
 
-    guesses = {"method": "ngram", "num_speculative_tokens": 5, "prompt_lookup_max": 4, "prompt_lookup_min": 2}
+    drafts = {"method": "ngram", "num_speculative_tokens": 5, "prompt_lookup_max": 4, "prompt_lookup_min": 2}
     model = LLM(
         model=folder, skip_tokenizer_init=True, dtype="auto", max_model_len=2048, enable_prefix_caching=False,
-        max_num_seqs=16, disable_log_stats=True, **({"speculative_config": guesses} if speculate else {}),
+        max_num_seqs=16, disable_log_stats=True, **({"speculative_config": drafts} if speculate else {}),
     )  # fmt: skip
     params = SamplingParams(max_tokens=NEW, temperature=temperature, seed=0, ignore_eos=True, detokenize=False)
     times = []
@@ -165,14 +165,14 @@ def report_one(folder: str, data: str, rounds: int) -> None:
         arguments = ["one", "--model", folder, "--data", data, "--temperature", str(temperature)]
         sides = ["plain", "auto", "vLLM", "vLLM n-gram"]
         best = best_of(__file__, arguments, sides, rounds)
-        assert best["plain"]["tokens"] == best["auto"]["tokens"], "other tokens with guesses"
-        assert best["plain"]["logprobs"] == best["auto"]["logprobs"], "other bits with guesses"
+        assert best["plain"]["tokens"] == best["auto"]["tokens"], "other tokens with drafts"
+        assert best["plain"]["logprobs"] == best["auto"]["logprobs"], "other bits with drafts"
         ours = best["auto"]["seconds"]
         print(f"\n{PROMPTS} prompts one after the other, {NEW} new tokens each, temperature {temperature}")
         for side in sides:
             seconds = best[side]["seconds"]
             print(f"  {side:12} {seconds:7.2f} s  {PROMPTS * NEW / seconds:7.0f} tokens/s  ratio {seconds / ours:.2f}")
-        print(f"  accepted {best['auto']['accepted']:.2f} of the guesses, {best['auto']['run']:.2f} tokens a step")
+        print(f"  accepted {best['auto']['accepted']:.2f} of the drafts, {best['auto']['run']:.2f} tokens a step")
 
 
 def report_texts(folder: str, data: str, rounds: int, steps: int) -> None:
@@ -194,14 +194,14 @@ def _print_sides(title: str, best: dict[str, Any], count: int) -> None:
         line = f"  {side:12} {found['seconds']:7.2f} s  {count * NEW / found['seconds']:7.1f} tokens/s"
         line += f"  ratio {found['seconds'] / best['auto']['seconds']:.2f}"
         if "tokens" in found:
-            assert found["tokens"] == best["plain"]["tokens"], "other tokens with guesses"
-            assert found["logprobs"] == best["plain"]["logprobs"], "other bits with guesses"
+            assert found["tokens"] == best["plain"]["tokens"], "other tokens with drafts"
+            assert found["logprobs"] == best["plain"]["logprobs"], "other bits with drafts"
             line += f"  accepted {found['accepted']:.2f}, {found['run']:.2f} tokens a step"
         print(line, flush=True)
 
 
 def report_rollouts(folder: str, data: str, steps: int) -> None:
-    """As many prompts as the steps see five times, sampled with and without guesses: the same run, and its times."""
+    """As many prompts as the steps see five times, sampled with and without drafts: the same run, and its times."""
     rows = {}
     with tempfile.TemporaryDirectory() as place:
         lines = Path(data, "train.jsonl").read_text().splitlines()[: steps * 8 // EPOCHS]
@@ -225,13 +225,13 @@ def report_rollouts(folder: str, data: str, steps: int) -> None:
         part = slice(epoch * first, (epoch + 1) * first)
         figures = []
         for name in ("time/generate", "time/step"):
-            plain, guessed = (statistics.median(r[name] for r in rows[draft][part]) for draft in ("none", "auto"))
-            figures.append(f"{name} {plain:.3f} -> {guessed:.3f} s: {plain / guessed:.2f}x")
+            plain, drafted = (statistics.median(r[name] for r in rows[draft][part]) for draft in ("none", "auto"))
+            figures.append(f"{name} {plain:.3f} -> {drafted:.3f} s: {plain / drafted:.2f}x")
         print(f"  epoch {epoch + 1}: {'; '.join(figures)}; at most {bounds[epoch]:.2f} tokens a step")
 
 
 def tokens_a_step(folder: Path, steps: int) -> list[float]:
-    """By epoch, how many tokens a step brings at most with guesses from history: rows free, guesses as long as can be.
+    """By epoch, how many tokens a step brings at most with drafts from history: rows free, drafts as long as can be.
 
     folder: the rollouts of a run of so many steps.
     """
@@ -264,13 +264,13 @@ class Spoilt:
 
     def __init__(self, answers: dict[int, list[int]], acceptance: float):
         draw = random.Random(0)
-        self.guesses = {
+        self.drafts = {
             first: [token if draw.random() < acceptance else token ^ 1 for token in right]
             for first, right in answers.items()
         }
 
     def propose(self, sequences: list[Any], counts: list[int]) -> list[list[int]]:
-        return [self.guesses[s.tokens[0]][s.sampled :][:count] for s, count in zip(sequences, counts)]
+        return [self.drafts[s.tokens[0]][s.sampled :][:count] for s, count in zip(sequences, counts)]
 
     def verified(self, *_: Any) -> None: ...
 
@@ -307,11 +307,11 @@ def report_acceptance(preset_name: str, vocab: int, new: int, device: str, pictu
         answers = {prompt[0]: group[0].token_ids for prompt, group in zip(prompts, groups)}
         ratios[batch] = []
         for share in shares:
-            guessing = Engine(model, EngineConfig(**settings), draft=Spoilt(answers, share))
+            drafting = Engine(model, EngineConfig(**settings), draft=Spoilt(answers, share))
             for _ in range(WARMING):
-                guessed = guessing.generate(prompts, params)
-            assert [g[0].logprobs for g in guessed] == [g[0].logprobs for g in groups]
-            pairs = [(seconds(plain, prompts), seconds(guessing, prompts)) for _ in range(TURNS)]
+                drafted = drafting.generate(prompts, params)
+            assert [g[0].logprobs for g in drafted] == [g[0].logprobs for g in groups]
+            pairs = [(seconds(plain, prompts), seconds(drafting, prompts)) for _ in range(TURNS)]
             ratios[batch].append(statistics.median(one / other for one, other in pairs))
         print(
             f"  {batch:3} sequences: " + ", ".join(f"{s:.2f}: {r:.2f}x" for s, r in zip(shares, ratios[batch])),
@@ -331,7 +331,7 @@ def _draw(shares: list[float], ratios: dict[int, list[float]], name: str, pictur
     for batch, values in ratios.items():
         axes.plot(shares, values, marker="o", label=f"{batch} sequences")
     axes.axhline(1, color="grey", linewidth=0.8)
-    axes.set(xlabel="share of guesses that are right", ylabel="tokens/s against plain decoding", title=name)
+    axes.set(xlabel="share of drafts that are right", ylabel="tokens/s against plain decoding", title=name)
     axes.legend()
     figure.tight_layout()
     figure.savefig(picture, dpi=100)

@@ -40,12 +40,12 @@ def no_sum_over_data_ranks() -> None:
 def no_sum_over_tensor_ranks() -> None:
     """Each rank of a tensor group keeps its own part of the gradient that the head and column products give back."""
     from lockstep.parallel import operators
-    from lockstep.parallel.exchange import own_rows
+    from lockstep.parallel.exchange import local_rows
 
     exact = operators.exchanged
 
     def exchanged(x: Any, group: Any, forward: Any, backward: Any) -> Any:
-        return exact(x, group, forward, own_rows if forward is operators.gather_rows else backward)
+        return exact(x, group, forward, local_rows if forward is operators.gather_rows else backward)
 
     operators.exchanged = exchanged
 

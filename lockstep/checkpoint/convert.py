@@ -26,11 +26,11 @@ from lockstep.model import (
     ModelConfig,
     base_folder,
     check_tensors,
-    found_as,
     is_adapter_folder,
     is_auto,
     is_ignored,
     name_of,
+    read_as,
     read_config,
     refuse_few_bytes,
     resolve_dtype,
@@ -197,7 +197,7 @@ def _split_experts(
     """Replaces tensors that stack all experts with one tensor per expert."""
     stacked = set()
     for name, parameter in Decoder(config, torch.float32, "meta").named_parameters():
-        whole = found_as(name, parameter.shape, files)[0]
+        whole = read_as(name, parameter.shape, files)[0]
         for part in stored_as(name, parameter.shape):
             if part.expert is None or whole.expert is not None or whole.name not in tensors:
                 continue

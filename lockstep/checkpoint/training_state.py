@@ -19,7 +19,7 @@ from lockstep.checkpoint.random_state import random_state, set_random_state
 from lockstep.checkpoint.storage import StoredTensor
 from lockstep.errors import UserError
 from lockstep.model import TrainableModel
-from lockstep.model.stored import adapter_name, is_beside_base, is_float32, is_score_head
+from lockstep.model.stored import adapter_name, is_float32, is_saved_with_adapter, is_score_head
 
 STEMS = {"model": "model", "adapter": "adapter_model", "trainer": "trainer/optimizer", "random": "trainer/random"}
 """The files of each group, within a checkpoint's folder."""
@@ -59,7 +59,7 @@ def _saved(model: TrainableModel) -> Iterator[tuple[str, Tensor, str]]:
     """Name, parameter and group of what a checkpoint saves: with an adapter, only the adapter."""
     group = "model" if model.config.lora is None else "adapter"
     for name, parameter in model.named_parameters():
-        if group == "model" or is_beside_base(name):
+        if group == "model" or is_saved_with_adapter(name):
             yield name, parameter, group
 
 

@@ -27,7 +27,7 @@ class StepBatch:
     query_lengths: Tensor
     context_lengths: Tensor
     sampled: list[Chunk]
-    """The chunks whose sequences are sampled in this step: after their last token, and after each guess."""
+    """The chunks whose sequences are sampled in this step: after their last token, and after each draft token."""
     sampled_rows: Tensor
     """The rows that are sampled, chunk after chunk."""
     sampling: tuple[Tensor, ...]
@@ -38,7 +38,7 @@ class StepBatch:
     @cached_property
     def params(self) -> list[SamplingParams]:
         """The sampling parameters of each sampled row."""
-        return [params for chunk in self.sampled for params in [chunk.sequence.params] * (1 + len(chunk.guess))]
+        return [params for chunk in self.sampled for params in [chunk.sequence.params] * (1 + len(chunk.draft_tokens))]
 
     def table_of_rows(self) -> Tensor:
         """The pages of each row's sequence."""
@@ -56,7 +56,7 @@ class BatchArrays:
     """One row per running sequence: its pages and its sampling parameters."""
 
     def __init__(self, max_sequences: int):
-        # A row is owned by a list of pages: a preempted sequence comes back with a new list.
+        # A slot is reused; its row is valid for one list of pages, and a preempted sequence returns with a new list.
         self._owner: list[list[int] | None] = [None] * max_sequences
         self._table = np.zeros((max_sequences, 16), dtype=np.int32)
         self._filled = [0] * max_sequences
@@ -78,14 +78,14 @@ class BatchArrays:
         final = [i for i, c in enumerate(chunks) if c.is_sampled]
         sampled = [chunks[i] for i in final]
         places = np.array([c.sequence.sampled for c in sampled], dtype=np.int64)
-        if (counts == 1).all() and len(sampled) == len(chunks):  # a decode step without guesses
+        if (counts == 1).all() and len(sampled) == len(chunks):  # a decode step without drafts
             positions, sampled_rows, chosen = starts, np.arange(len(tokens)), slots
         else:
             ends = counts.cumsum()
             positions = np.arange(len(tokens)) + np.repeat(starts - (ends - counts), counts)
-            runs = np.array([1 + len(c.guess) for c in sampled], dtype=np.int64)
+            runs = np.array([1 + len(c.draft_tokens) for c in sampled], dtype=np.int64)
             within = np.arange(runs.sum()) - np.repeat(runs.cumsum() - runs, runs)
-            # A chunk without rows is sampled from the first row that is sampled of the last one with rows before it.
+            # A chunk without rows is sampled from the first sampled row of the last chunk with rows before it.
             firsts = (ends[final] - runs)[np.maximum.accumulate(np.where(counts[final], np.arange(len(final)), 0))]
             sampled_rows = np.repeat(firsts, runs) + within
             chosen = np.repeat(slots[final], runs)
@@ -108,7 +108,7 @@ class BatchArrays:
         )
 
     def _update(self, sequence: Sequence) -> None:
-        """Updates the sequence's row: all of it if the sequence is new, else only its new pages."""
+        """Updates the sequence's row: all of it if the sequence is new, else only new pages."""
         slot = sequence.slot
         if self._owner[slot] is not sequence.pages:
             self._owner[slot] = sequence.pages

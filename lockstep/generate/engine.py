@@ -30,8 +30,8 @@ from lockstep.generate.sampling_params import Completion, SamplingParams, TokenE
 from lockstep.generate.scheduler import Chunk, Scheduler
 from lockstep.generate.sequence import Sequence
 from lockstep.generate.statistics import Statistics
+from lockstep.generate.step_graphs import StepGraphRunner
 from lockstep.generate.stragglers import stragglers
-from lockstep.generate.taped import TapedRunner
 from lockstep.generate.weight_writes import WeightWrites
 from lockstep.host_memory import return_freed_memory
 from lockstep.model import Decoder, check_token_ids
@@ -41,9 +41,9 @@ from lockstep.parallel.messages import from_all
 from lockstep.parallel.tensor_group import sharded_over_data, tensor_group_of
 
 LOGITS_ELEMENTS = 1 << 24
-"""Logits held at a time: 64 MB in float32."""
+"""Logits in memory at a time: 64 MB in float32."""
 Sample = tuple[int, float, float, list[tuple[int, float]], str]
-"""A token, its log-probability before and after cuts, the likeliest tokens with their log-probabilities, its route."""
+"""A token, its log-probability before and after truncation, the likeliest tokens with theirs, its route."""
 
 
 class Engine:
@@ -52,9 +52,9 @@ class Engine:
     If a model is sharded over a tensor axis, every rank has an engine and makes the same calls as the other ranks. All
     get the same results, which are those of a single process.
 
-    Call `weights_changed` after an update: it drops the cached keys and packed weights of the old ones. In-place writes
-    that PyTorch's version counters show are noticed without it, at the next step; writes through `.data`, NumPy or
-    collectives, and replaced parameters, are not.
+    Call `weights_changed` after an update: it drops cached keys and packed weights. In-place writes that PyTorch's
+    version counters record are detected without it, at the next step; writes through `.data`, NumPy or collectives, and
+    replaced parameters, are not.
     """
 
     def __init__(
@@ -79,14 +79,8 @@ class Engine:
         self.statistics = Statistics()
         self.tensor_group = tensor_group_of(model)
         """The ranks that share the model with this one; None: this rank has the whole model."""
-        if self.tensor_group is not None and self.config.cuda_graphs not in ("none", "auto"):
-            raise UserError("engine.cuda_graphs do not work with parallel.tensor yet; leave them out")
+        _check_config(self.config, self.tensor_group)
         num_pages = self.config.cache_tokens // ops.PAGE
-        if num_pages < 1 or self.config.max_tokens_per_step < 1 or self.config.max_sequences < 1:
-            raise UserError(
-                f"engine: cache_tokens {self.config.cache_tokens} (at least {ops.PAGE}), max_tokens_per_step "
-                f"{self.config.max_tokens_per_step} and max_sequences {self.config.max_sequences} must be positive"
-            )
         self.allocator = PageAllocator(num_pages)
         self.scheduler = Scheduler(self.config, self.allocator, ops.PAGE)
         self.cache = make_cache(model, num_pages)
@@ -95,33 +89,34 @@ class Engine:
         self._weights = ops.PackedWeights()
         self._writes = WeightWrites(model)
         self._arrays = BatchArrays(self.config.max_sequences)
-        if (mode := graphs_of(self.config, model)) != "none":
-            self._runner: Runner = GraphRunner(model, self.cache, replace(self.config, cuda_graphs=mode))
-        elif self.tensor_group is None and TapedRunner.can_run(model):
-            self._runner = TapedRunner(model, self.cache, self._weights)
-        else:
-            self._runner = Runner(model, self.cache)
+        self._runner = self._make_runner()
         draft = draft or make_draft(self.config, model)
-        rows, runner = min(self.config.max_tokens_per_step, self._runner.most_rows), self._runner
-        lengths = DraftLengths(self.config.draft_tokens, runner.padded)
-        self._speculation = (
-            Speculation(draft, model.config.vocab_size, rows, lengths, self.tensor_group, runner.fits)
-            if draft
-            else None
-        )
+        self._speculation = self._speculate(draft) if draft else None
         self._token_seconds = 0.0
-        """Seconds per token that the current step would take without guesses; 0 if it had none."""
+        """Estimated seconds per token of the current step without drafts; 0 if it had none."""
         self._requests: dict[int, list[Sequence]] = {}
-        # Whichever call runs the step, each event goes to the stream or the call of `generate` that owns its request;
-        # events without an owner go to the caller of `step`.
+        # Each event goes to the stream or `generate` call of its request, whichever call ran the step; all others go to
+        # the caller of `step`.
         self._inboxes: dict[int, deque[TokenEvent]] = {}
         self._unowned: list[TokenEvent] = []
         self._next_id = 0
         self._in_flight = False
-        """A step has begun and not finished: if none is running, it was interrupted at some point."""
-        self._away = False
+        """A step has begun and not finished; true between calls only if the step was interrupted."""
+        self._released = False
         self.before_step: Callable[[], None] = lambda: None
         """Called before each step of `generate`; an exception from it ends `generate`."""
+
+    def _make_runner(self) -> Runner:
+        if (mode := graphs_of(self.config, self.model)) != "none":
+            return GraphRunner(self.model, self.cache, replace(self.config, cuda_graphs=mode))
+        if self.tensor_group is None and StepGraphRunner.can_run(self.model):
+            return StepGraphRunner(self.model, self.cache, self._weights)
+        return Runner(self.model, self.cache)
+
+    def _speculate(self, draft: Draft) -> Speculation:
+        rows, runner = min(self.config.max_tokens_per_step, self._runner.most_rows), self._runner
+        lengths = DraftLengths(self.config.draft_tokens, runner.padded)
+        return Speculation(draft, self.model.config.vocab_size, rows, lengths, self.tensor_group, runner.fits)
 
     def generate(
         self,
@@ -129,11 +124,11 @@ class Engine:
         params: SamplingParams | ListLike[SamplingParams] | None = None,
         first: int | None = None,
     ) -> list[list[Completion]]:
-        """Samples the prompts; `result[i][j]` is sample j of prompt i. params: for all, or one for each; None: the
-        defaults.
+        """Samples the prompts; `result[i][j]` is sample j of prompt i.
 
-        first: return only this many prompts, those whose longest sample is shortest. The others are stopped as soon as
-        they are known not to be among them, and their `result[i]` is empty; None: all.
+        params: for all prompts, or one per prompt; None: the defaults. first: return only this many prompts, those
+        whose longest sample is shortest; the others are aborted as soon as they cannot be among them, and their
+        `result[i]` is empty; None: all.
 
         Raises UserError for a prompt that cannot be computed here, or whose logits are not finite.
         """
@@ -142,16 +137,16 @@ class Engine:
         each = [params] * len(prompts) if isinstance(params, SamplingParams) else list(params)
         if len(each) != len(prompts):
             raise UserError(f"{len(prompts)} prompts but {len(each)} sampling parameters; give one, or one per prompt")
-        # Between two calls, weights may change in ways that cannot be detected.
+        # Weights may have changed since the last call in ways that cannot be detected.
         self._weights.forget()
-        begin = self._next_id  # known before any is added, since an interrupt may come in between
+        begin = self._next_id  # before the first `add`, for the cleanup after an interrupt
         groups: list[list[Sequence]] = []
         try:
             for prompt, param in zip(prompts, each):
                 request_id = self.add(prompt, param)
                 groups.append(self._requests[request_id])
-                self._inboxes[request_id] = deque(maxlen=1)  # the last event says how it ended
-            wanted = dict(enumerate(groups))
+                self._inboxes[request_id] = deque(maxlen=1)  # only the last event is needed
+            remaining = dict(enumerate(groups))
             unfinished = set(range(begin, self._next_id))
             while unfinished:
                 self.before_step()
@@ -159,14 +154,14 @@ class Engine:
                 for request_id in [i for i in unfinished if i not in self._requests]:
                     unfinished.remove(request_id)
                     raise_broken(self._inboxes[request_id][-1], f"prompt {request_id - begin}")
-                for number in stragglers(wanted, first) if first is not None else ():
-                    del wanted[number]
+                for number in stragglers(remaining, first) if first is not None else ():
+                    del remaining[number]
                     unfinished.discard(begin + number)
                     self.abort(begin + number)
         finally:
             for request_id in range(begin, self._next_id):
                 self.abort(request_id)
-        return [[s.completion() for s in group] if number in wanted else [] for number, group in enumerate(groups)]
+        return [[s.completion() for s in group] if number in remaining else [] for number, group in enumerate(groups)]
 
     def stream(self, prompt: list[int], params: SamplingParams) -> Iterator[TokenEvent]:
         """Yields the events of one request as they come; closing the iterator aborts the request.
@@ -191,8 +186,8 @@ class Engine:
     def add(self, prompt: list[int], params: SamplingParams, begun: ListLike[Completion] = ()) -> int:
         """Queues a request; returns its id. Raises UserError for a prompt that can never be computed.
 
-        begun: its samples as far as another engine has sampled them; they continue from there, with the draws they
-        would have had. At least one of them must be unfinished.
+        begun: what another engine has already sampled of it; the samples continue from there, with the same draws. At
+        least one of them must be unfinished.
         """
         self._check(prompt, params)
         request_id, self._next_id = self._next_id, self._next_id + 1
@@ -210,7 +205,7 @@ class Engine:
                 prompt_length=len(prompt),
                 stop_ids=stop_ids,
                 decoder=StreamDecoder(decodes, context) if decodes else None,
-                asked_at=now,
+                requested_at=now,
             )
             for index in range(params.n)
         ]
@@ -241,7 +236,7 @@ class Engine:
         return self.allocator.num_pages * ops.PAGE
 
     def abort(self, request_id: int) -> None:
-        """Ends a request and frees its pages at once; the id of a request that has already ended is ignored."""
+        """Ends a request and frees its pages at once; ignored if the request has already ended."""
         self._inboxes.pop(request_id, None)
         self._unowned = [e for e in self._unowned if e.request_id != request_id]
         unfinished = [s for s in self._requests.pop(request_id, []) if s.finish_reason is None]
@@ -249,7 +244,7 @@ class Engine:
             sequence.finish_reason = "abort"
         if unfinished and not self._in_flight:
             self.scheduler.remove(unfinished)
-        self._tell_draft(unfinished)
+        self._end_drafts(unfinished)
 
     @property
     def has_work(self) -> bool:
@@ -273,32 +268,32 @@ class Engine:
         copy_weights(sources)
 
     def return_freed_memory(self) -> None:
-        """Returns to the system what steps have freed, which the process keeps for the next ones."""
+        """Returns to the system memory that steps have freed and the allocator caches."""
         return_freed_memory()
 
-    def weights_away(self) -> None:
-        """Frees the packed weights too, when the memory of the model's weights is released until `weights_changed`.
+    def release_weights(self) -> None:
+        """Frees the packed weights, for a caller that releases the memory of the model's weights.
 
-        Nothing can be sampled until then: a step raises RuntimeError.
+        A step raises RuntimeError until `weights_changed` is called.
         """
-        self._away = True
+        self._released = True
         self._runner.release()
         self._weights.release()
 
     def weights_changed(self, version: int | None = None) -> None:
         """Drops every cached key. In-flight sequences continue with the new weights; their keys are recomputed.
 
-        version: what `weights_version` is from now on; None: one more. Raises UserError if they have another dtype.
+        version: the new `weights_version`; None: one more. Raises UserError if the dtype has changed.
         """
         self._use_new_weights(version)
 
     def _use_new_weights(self, version: int | None = None) -> None:
         if self.model.dtype != self.cache.keys.dtype:
             raise UserError(
-                f"the model is {self.model.dtype} now, but the engine's cache is {self.cache.keys.dtype}; make another "
+                f"the model is {self.model.dtype} now, but the engine's cache is {self.cache.keys.dtype}; create a new "
                 "Engine"
             )
-        self._away = False
+        self._released = False
         self.weights_version = self.weights_version + 1 if version is None else version
         self._writes = WeightWrites(self.model)
         self._weights.forget()
@@ -310,9 +305,9 @@ class Engine:
     def step(self) -> list[TokenEvent]:
         """Runs one forward pass over this step's tokens; returns an event for each token it sampled.
 
-        Events of requests that `generate` or a `stream` waits for go there; events that arrive for other requests in
-        the meantime are returned by the next call. A request whose logits are not finite ends with one event that says
-        so.
+        Events of requests of `generate` or `stream` go there. Events that `generate` or `stream` computed for other
+        requests are returned by the next call of `step`. A request whose logits are not finite ends with one event of
+        finish reason `error`.
         """
         self._step()
         events, self._unowned = self._unowned, []
@@ -320,8 +315,8 @@ class Engine:
 
     @torch.no_grad()
     def _step(self) -> None:
-        if self._away:
-            raise RuntimeError("the engine's weights were released; call weights_changed once the model has them again")
+        if self._released:
+            raise RuntimeError("the engine's weights were released; call weights_changed once the model has new ones")
         if self._writes.are_new():
             self._use_new_weights()
         if self._in_flight:
@@ -331,14 +326,14 @@ class Engine:
         try:
             if chunks := self.scheduler.schedule():
                 with self._weights.in_use(), whole_rows():
-                    samples = self._guess_and_compute(chunks)
+                    samples = self._draft_and_compute(chunks)
                 self.statistics.count_step(chunks, began)
                 self.statistics.prompt_tokens_reused = self.scheduler.reused_tokens
                 self.statistics.preemptions = self.scheduler.preemptions
                 for event in self._events(samples):
                     self._inboxes.get(event.request_id, self._unowned).append(event)
         except BaseException:
-            # The pages that this step was to fill are already registered, but contain nothing.
+            # The pages of this step are already registered, but were not filled.
             self._start_over()
             raise
         self._in_flight = False
@@ -346,30 +341,30 @@ class Engine:
 
     def _start_over(self) -> None:
         unfinished = {number: [s for s in group if s.finish_reason is None] for number, group in self._requests.items()}
-        # What ended in a step that failed has ended, although no event reported it.
+        # Requests that ended in the failed step stay ended, although no event reported it.
         self._requests = {number: group for number, group in self._requests.items() if unfinished[number]}
         self.scheduler.restart(s for group in unfinished.values() for s in group)
         self._in_flight = False
 
-    def _guess_and_compute(self, chunks: list[Chunk]) -> list[Sample]:
+    def _draft_and_compute(self, chunks: list[Chunk]) -> list[Sample]:
         if self._speculation is None:
             return self._compute(chunks)
         self._speculation.extend(chunks, self.scheduler)
         began = time.perf_counter()
         samples = self._compute(chunks)
-        guessed, plain = self._speculation.timed(chunks, time.perf_counter() - began, self._runner.pace)
-        self.statistics.guessed_seconds += guessed
+        drafted, plain = self._speculation.timed(chunks, time.perf_counter() - began, self._runner.pace)
+        self.statistics.guessed_seconds += drafted
         self.statistics.unguessed_seconds += plain
         self._token_seconds = plain / len(chunks)
         return samples
 
     def _compute(self, chunks: list[Chunk]) -> list[Sample]:
-        """Runs the model; samples after each chunk that reaches its sequence's end, and after each of its guesses."""
+        """Runs the model; samples after each chunk that reaches its sequence's end, and after each of its drafts."""
         batch = self._arrays.prepare(chunks)
         self._sampling, params = batch.sampled, batch.params
         with self._recorded_routes(params) as recorded:
             decoded = self._runner.decode(batch)
-        if decoded is not None and not any(p.cuts or p.top_logprobs for p in params):
+        if decoded is not None and not any(p.truncates or p.top_logprobs for p in params):
             drawn = zip(decoded.tokens.tolist(), decoded.log_probs.tolist(), self._routes(recorded, batch), strict=True)
             return [(token, score, score, [], route) for token, score, route in drawn]
         batch = batch.to(self.model.device)
@@ -387,25 +382,26 @@ class Engine:
             else:
                 logits = self.model.logits(hidden[batch.sampled_rows[part]])
             sampling = [p[part] for p in batch.sampling]
-            drawn, scores, cut_scores = self._sampler.sample(logits, *sampling)
-            wanted = [p.top_logprobs for p in params[part]]
-            tops = self._sampler.top_log_probs(logits, sampling[0], wanted) if any(wanted) else [[]] * len(wanted)
-            samples += zip(drawn.tolist(), scores.tolist(), cut_scores.tolist(), tops, routes[part])
+            drawn, scores, truncated_scores = self._sampler.sample(logits, *sampling)
+            tops: list[list[tuple[int, float]]] = [[]] * len(params[part])
+            if any(counts := [p.top_logprobs for p in params[part]]):
+                tops = self._sampler.top_log_probs(logits, sampling[0], counts)
+            samples += zip(drawn.tolist(), scores.tolist(), truncated_scores.tolist(), tops, routes[part])
         return samples
 
     def _hidden(self, batch: StepBatch) -> tuple[Tensor, list[str]]:
-        """The hidden state of every row, and the routes of the sampled rows if they were asked for."""
+        """The hidden state of every row, and the routes of the sampled rows if requested."""
         with self._recorded_routes(batch.params) as recorded:
             hidden = self._runner.hidden(batch)
         return hidden, self._routes(recorded, batch)
 
     def _recorded_routes(self, params: Iterable[SamplingParams]) -> AbstractContextManager[list[Tensor]]:
-        """Records routes if they were asked for: whoever else records them gets them otherwise."""
-        asked = self._has_routes and any(each.routes for each in params)
-        return ops.recorded_routes() if asked else nullcontext([])
+        """Records routes if requested; otherwise an outer recorder stays active."""
+        requested = self._has_routes and any(each.routes for each in params)
+        return ops.recorded_routes() if requested else nullcontext([])
 
     def _routes(self, recorded: list[Tensor], batch: StepBatch) -> list[str]:
-        """The routes of each sampled row, in the form its request asks for."""
+        """The routes of each sampled row, in the form that its request specifies."""
         forms = [params.routes for params in batch.params] if recorded else []
         if not any(forms):
             return [""] * len(batch.sampled_rows)
@@ -418,15 +414,15 @@ class Engine:
         row = 0
         for chunk in self._sampling:
             before, accepted, sequence = len(events), 0, chunk.sequence
-            for place, guess in enumerate((*chunk.guess, None), row):
+            for place, draft_token in enumerate((*chunk.draft_tokens, None), row):
                 if sequence.finish_reason is not None:  # with this token, or with another sample of its request
                     break
                 events.append(self._drawn(sequence, *samples[place]))
-                if events[-1].token_id != guess:
+                if events[-1].token_id != draft_token:
                     break
                 accepted += 1
-            row += 1 + len(chunk.guess)
-            self._take_guesses(chunk, accepted)
+            row += 1 + len(chunk.draft_tokens)
+            self._accept_drafts(chunk, accepted)
             if len(events) > before and sequence.finish_reason is not None:
                 finished += self._ended_with(sequence)
         self.statistics.tokens_sampled += len(events)
@@ -436,36 +432,36 @@ class Engine:
             for request_id in {s.request_id for s in finished}:
                 if all(s.finish_reason is not None for s in self._requests[request_id]):
                     del self._requests[request_id]
-            self._tell_draft(finished)
+            self._end_drafts(finished)
         return events
 
     def _ended_with(self, sequence: Sequence) -> list[Sequence]:
-        """The sequence, or all samples of its request if its logits were not finite."""
+        """The sequence, or the samples of its request that ended with it because its logits were not finite."""
         broken = [s for s in self._requests[sequence.request_id] if s.finish_reason == "error"]
         return broken or [sequence]
 
-    def _tell_draft(self, finished: list[Sequence]) -> None:
+    def _end_drafts(self, finished: list[Sequence]) -> None:
         if self._speculation:
             for sequence in finished:
                 self._speculation.draft.ended(sequence)
 
     def _drawn(
-        self, sequence: Sequence, token: int, log_prob: float, cut_log_prob: float, top: list[tuple[int, float]],
+        self, sequence: Sequence, token: int, log_prob: float, truncated_log_prob: float, top: list[tuple[int, float]],
         route: str,
     ) -> TokenEvent:  # fmt: skip
         if math.isfinite(log_prob):
-            sequence.append(token, log_prob, cut_log_prob, route)
+            sequence.append(token, log_prob, truncated_log_prob, route)
         else:
             self._break(sequence.request_id)
-        cut = cut_log_prob if sequence.params.cuts else None
+        truncated = truncated_log_prob if sequence.params.truncates else None
         reason = sequence.finish_reason
         version = self.weights_version
-        return TokenEvent(sequence.request_id, sequence.index, token, log_prob, reason, version, top, cut, route)
+        return TokenEvent(sequence.request_id, sequence.index, token, log_prob, reason, version, top, truncated, route)
 
-    def _take_guesses(self, chunk: Chunk, accepted: int) -> None:
-        if not chunk.guess or self._speculation is None:
+    def _accept_drafts(self, chunk: Chunk, accepted: int) -> None:
+        if not chunk.draft_tokens or self._speculation is None:
             return
-        self.statistics.count_guesses(len(chunk.guess), accepted, accepted * self._token_seconds)
+        self.statistics.count_drafts(len(chunk.draft_tokens), accepted, accepted * self._token_seconds)
         self._speculation.verified(chunk, accepted)
         if chunk.sequence.finish_reason != "error":
             self.scheduler.accept(chunk, accepted)
@@ -475,11 +471,11 @@ class Engine:
         unfinished = [s for s in self._requests[request_id] if s.finish_reason is None]
         for sequence in unfinished:
             sequence.finish_reason = "error"
-        self.scheduler.forget(unfinished)
+        self.scheduler.unregister_pages(unfinished)
         self.scheduler.remove(unfinished)
 
     def check_length(self, prompt: int, max_tokens: int) -> None:
-        """prompt, max_tokens: in tokens. Raises UserError if they can never be computed."""
+        """prompt, max_tokens: in tokens. Raises UserError if they exceed the context or the cache."""
         limit, total = self.model.config.max_positions, prompt + max_tokens
         if total > limit:
             raise UserError(
@@ -496,4 +492,14 @@ class Engine:
         check_token_ids(prompt, self.model.config.vocab_size, "the prompt")
         self.check_length(len(prompt), params.max_tokens)
         if params.stop and self.tokenizer is None:
-            raise UserError("stop strings need a tokenizer; give one to Engine, or use stop_token_ids")
+            raise UserError("stop strings need a tokenizer; pass one to Engine, or use stop_token_ids")
+
+
+def _check_config(config: EngineConfig, tensor_group: dist.ProcessGroup | None) -> None:
+    if tensor_group is not None and config.cuda_graphs not in ("none", "auto"):
+        raise UserError("engine.cuda_graphs do not work with parallel.tensor yet; leave them out")
+    if config.cache_tokens < ops.PAGE or config.max_tokens_per_step < 1 or config.max_sequences < 1:
+        raise UserError(
+            f"engine: cache_tokens {config.cache_tokens} (at least {ops.PAGE}), max_tokens_per_step "
+            f"{config.max_tokens_per_step} and max_sequences {config.max_sequences} must be positive"
+        )

@@ -22,24 +22,24 @@ from lockstep.config import EngineConfig
 from lockstep.config.engine import Graphs
 from lockstep.errors import UserError
 from lockstep.generate.batch import StepBatch
-from lockstep.generate.runner import Decoded, Runner, runs_own_code
+from lockstep.generate.runner import Decoded, Runner, has_custom_forward
 from lockstep.model import Decoder
 from lockstep.model.decoder import Block
-from lockstep.model.lora import projections
+from lockstep.model.lora_layers import projections
 from lockstep.parallel.tensor_group import tensor_group_of
 
-GUESSED_ROWS = 64
-"""Rows of the largest captured decode step when guesses fill the rows that few sequences leave free."""
+DRAFT_ROWS = 64
+"""Rows of the largest captured decode step when drafts fill the rows that few sequences leave free."""
 
 Tensors = tuple[Any, ...]
-"""None in place of the values if they are the same as the keys."""
+"""The results of a graph; None in place of values that are the keys."""
 Replay = Callable[[], Tensors]
 Capture = Callable[[Callable[[], Tensors]], Replay]
-"""Records what a function does with its static buffers; the result repeats it and returns the same tensors."""
+"""Captures a function of static buffers; the result replays it and returns the same tensors."""
 
 
 def graphs_of(config: EngineConfig, model: Decoder) -> Graphs:
-    """What `config.cuda_graphs` is for this model: `auto` captures the steps that are known to be capturable."""
+    """Resolves `config.cuda_graphs` for this model: `auto` captures steps if all of their operators can be captured."""
     if config.cuda_graphs != "auto":
         return config.cuda_graphs
     sharded = tensor_group_of(model) is not None or model.runs_on is not None
@@ -58,15 +58,15 @@ class CudaCapture:
         self.pool = torch.cuda.graph_pool_handle()
 
     def __call__(self, function: Callable[[], Tensors]) -> Replay:
-        # Outside the graph first: kernels are compiled, tiles compared and counters made then. What a pass writes
-        # into the pages, it writes again with the same values.
+        # A warm-up outside the graph: it compiles kernels, tunes tiles and allocates counters. The replay writes the
+        # same values into the same pages again.
         stream = torch.cuda.Stream()
         stream.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(stream):
             function()
         torch.cuda.current_stream().wait_stream(stream)
         graph = torch.cuda.CUDAGraph()
-        # Other threads may keep using the device meanwhile.
+        # Other threads may use the device meanwhile.
         with torch.cuda.graph(graph, pool=self.pool, capture_error_mode="thread_local"):
             results = function()
 
@@ -78,7 +78,7 @@ class CudaCapture:
 
 
 class Inputs(NamedTuple):
-    """Static buffers of a step, of the ladder's largest size: parts of one piece of memory, filled by one copy."""
+    """Static buffers of a step, of the ladder's largest size: views of one allocation, filled by one copy."""
 
     tokens: Tensor
     positions: Tensor
@@ -97,7 +97,7 @@ class Inputs(NamedTuple):
 class GraphRunner(Runner):
     """Replays whole decode steps, or small steps piece by piece, as `EngineConfig.cuda_graphs` says.
 
-    `capture` replaces CUDA's in tests. Raises UserError when a step runs that cannot be captured.
+    `capture` replaces CUDA's in tests. Raises UserError for a step that cannot be captured.
     """
 
     def __init__(self, model: Decoder, cache: ops.KVCache, config: EngineConfig, capture: Capture | None = None):
@@ -108,7 +108,7 @@ class GraphRunner(Runner):
                 'set it to "none", or move the model to a GPU'
             )
         self.mode = config.cuda_graphs
-        self.sizes = ladder(config.max_sequences if config.draft == "none" else max(config.max_sequences, GUESSED_ROWS))
+        self.sizes = ladder(config.max_sequences if config.draft == "none" else max(config.max_sequences, DRAFT_ROWS))
         self._capture: Capture = capture or CudaCapture()
         self._whole: dict[int, Replay] = {}
         self._pieces: dict[tuple[int, int], Replay] = {}
@@ -120,18 +120,18 @@ class GraphRunner(Runner):
         width = min(cache.num_pages, -(-model.config.max_positions // ops.PAGE))
         heads, head_dim = model.config.num_heads, model.config.head_dim
         even = largest + largest % 2
-        self._given = torch.zeros(8, even, dtype=torch.int32, pin_memory=device.type == "cuda")
+        self._staging = torch.zeros(8, even, dtype=torch.int32, pin_memory=device.type == "cuda")
         self._memory = torch.zeros(8, even, dtype=torch.int32, device=device)
         self._inputs = Inputs.within(self._memory)
         self._table = torch.zeros(largest, width, dtype=torch.int32, device=device)
-        # Graphs read the very tables they were recorded with, but the model replaces its tables by larger ones.
+        # Graphs keep reading the tables they were captured with, which the model may replace by larger ones.
         self._tables = model.rotary.reserve(width * ops.PAGE, device)
         self._attended = torch.zeros(largest, heads, head_dim, dtype=model.dtype, device=device)
 
     def decode(self, batch: StepBatch) -> Decoded | None:
-        """The whole step in one replay, if every row of it is sampled."""
+        """The whole step in one replay, if all of its rows are sampled."""
         count = len(batch.tokens)
-        self.pace = "lasting"
+        self.pace = "steady"
         if self.mode == "piecewise" or not batch.decodes or count > self.sizes[-1]:
             return None
         self._drop_if_moved()
@@ -140,11 +140,11 @@ class GraphRunner(Runner):
         size = self._size(count)
         table = batch.table_of_rows()
         # A context of 0 marks a row as padding.
-        self._given.zero_()
+        self._staging.zero_()
         values = Inputs(batch.tokens, batch.positions, batch.sampling[-1], batch.positions + 1, batch.sampling[0])
-        for given, column in zip(Inputs.within(self._given), values):
-            given[:count] = column
-        self._memory.copy_(self._given, non_blocking=True)
+        for staging, column in zip(Inputs.within(self._staging), values):
+            staging[:count] = column
+        self._memory.copy_(self._staging, non_blocking=True)
         self._table[:count, : table.shape[1]].copy_(table, non_blocking=True)
         if size not in self._whole:
             self.pace = "recording"
@@ -164,15 +164,15 @@ class GraphRunner(Runner):
         self._whole.clear()
         self._pieces.clear()
         if isinstance(self._capture, CudaCapture):
-            self._capture = CudaCapture()  # a pool whose graphs are gone takes no others
+            self._capture = CudaCapture()  # a pool cannot be reused once its graphs are freed
 
     def weights_changed(self) -> None:
         self._moved = True
 
     def _drop_if_moved(self) -> None:
-        """Drops what was recorded of weights that were elsewhere, or with adapters that were on and are off."""
+        """Drops graphs of weights that have moved, or of adapters that have been switched on or off."""
         if self._moved:
-            self._hooked = runs_own_code(self.model)
+            self._hooked = has_custom_forward(self.model)
             self._adapters = [layer for _, layer in projections(self.model) if layer.lora_A is not None]
         adapted = [layer.adapted for layer in self._adapters]
         if not self._moved and adapted == self._adapted:
@@ -237,7 +237,7 @@ class GraphRunner(Runner):
         return self._pieces[size, index]()
 
     def _captured(self, function: Callable[[], Tensors], region: str) -> Replay:
-        """`function`, captured; a replay records the routes that its mixtures chose."""
+        """`function`, captured; a replay records the routes that its mixtures choose."""
         count = 0
 
         def with_routes() -> Tensors:
@@ -255,10 +255,10 @@ class GraphRunner(Runner):
         try:
             captured = self._capture(with_routes)
         except RuntimeError as error:
-            less = '"piecewise" or "none"' if self.mode.startswith("full") else '"none"'
+            alternatives = '"piecewise" or "none"' if self.mode.startswith("full") else '"none"'
             raise UserError(
                 f'engine: cuda_graphs is "{self.mode}", but {region} cannot be captured ({error}); an operator in it '
-                f"synchronizes with the device or allocates outside torch. Set engine.cuda_graphs to {less}"
+                f"synchronizes with the device or allocates outside torch. Set engine.cuda_graphs to {alternatives}"
             ) from error
         return replay
 

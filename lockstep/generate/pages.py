@@ -1,4 +1,4 @@
-"""Which sequence uses which page of the key-value cache."""
+"""Allocates pages of the key-value cache to sequences, and finds full pages by content (the prefix cache)."""
 
 from __future__ import annotations
 
@@ -6,60 +6,59 @@ import itertools
 from collections import OrderedDict
 
 ROOT = 0
-"""The chain before a sequence's first page."""
+"""The chain of a sequence without a full page."""
 
 PageContent = tuple[int, tuple[int, ...]]
-"""The chain that a page continues, and the tokens whose keys it contains."""
+"""The chain of the pages before a page, and the tokens whose keys it contains."""
 
 
 class PageAllocator:
-    """Allocates pages, counts their references, and finds full pages again by content.
+    """Allocates pages, counts their references, and looks up full pages by content.
 
-    A full page is identified by the chain of pages before it and its own tokens, so equal contents are found exactly.
-    A known page without references keeps its contents until its space is needed, least recently used first; it counts
-    as free.
+    The key of a full page is the chain of pages before it and its tokens: exact, not a hash. A registered page without
+    references counts as free, but keeps its contents until it is evicted, least recently used first.
     """
 
     def __init__(self, num_pages: int):
         self.num_pages = num_pages
-        self.holders = [0] * num_pages
+        self.ref_counts = [0] * num_pages
         self._free = list(range(num_pages - 1, -1, -1))
-        self._idle: OrderedDict[int, None] = OrderedDict()
+        self._evictable: OrderedDict[int, None] = OrderedDict()
         self._page_of: dict[PageContent, tuple[int, int]] = {}
         self._content_of: dict[int, PageContent] = {}
         self._chains = itertools.count(ROOT + 1)
 
     @property
     def num_free(self) -> int:
-        return len(self._free) + len(self._idle)
+        return len(self._free) + len(self._evictable)
 
     def allocate(self) -> int:
-        """A page with one reference, to be filled. Raises IndexError if none is free: check `num_free` first."""
+        """An empty page with one reference. Raises IndexError if none is free: check `num_free` first."""
         if self._free:
             page = self._free.pop()
         else:
-            page, _ = self._idle.popitem(last=False) if self._idle else (-1, None)
+            page, _ = self._evictable.popitem(last=False) if self._evictable else (-1, None)
             if page < 0:
                 raise IndexError("no free page")
-            self._forget(page)
-        self.holders[page] = 1
+            self._unregister(page)
+        self.ref_counts[page] = 1
         return page
 
     def share(self, chain: int, tokens: tuple[int, ...]) -> tuple[int, int] | None:
-        """(page, chain after it) of a known full page, with one more reference; None if it is not known."""
-        found = self._page_of.get((chain, tokens))
-        if found is not None:
-            page = found[0]
-            if self.holders[page] == 0:
-                del self._idle[page]
-            self.holders[page] += 1
-        return found
+        """(page, chain after it) of a registered page, with one more reference; None if there is none."""
+        match = self._page_of.get((chain, tokens))
+        if match is not None:
+            page = match[0]
+            if self.ref_counts[page] == 0:
+                del self._evictable[page]
+            self.ref_counts[page] += 1
+        return match
 
-    def know(self, page: int, chain: int, tokens: tuple[int, ...]) -> int:
-        """Makes a full page findable; returns the chain after it. A second page of equal content stays unknown."""
-        found = self._page_of.get((chain, tokens))
-        if found is not None:
-            return found[1]
+    def register(self, page: int, chain: int, tokens: tuple[int, ...]) -> int:
+        """Adds a full page to the lookup; returns the chain after it. A second page of equal content is not added."""
+        match = self._page_of.get((chain, tokens))
+        if match is not None:
+            return match[1]
         after = next(self._chains)
         self._page_of[chain, tokens] = (page, after)
         self._content_of[page] = (chain, tokens)
@@ -67,27 +66,27 @@ class PageAllocator:
 
     def release(self, page: int) -> None:
         """Drops one reference."""
-        if self.holders[page] <= 0:
-            raise ValueError(f"page {page} is released more often than it was held")
-        self.holders[page] -= 1
-        if self.holders[page] == 0:
+        if self.ref_counts[page] <= 0:
+            raise ValueError(f"page {page} has no reference to release")
+        self.ref_counts[page] -= 1
+        if self.ref_counts[page] == 0:
             if page in self._content_of:
-                self._idle[page] = None
+                self._evictable[page] = None
             else:
                 self._free.append(page)
 
-    def forget(self, page: int) -> None:
-        """Makes a page that is in use impossible to find again, since its contents are of no use."""
+    def unregister(self, page: int) -> None:
+        """Removes a page that is in use from the lookup, since its contents are not valid."""
         if page in self._content_of:
-            self._forget(page)
+            self._unregister(page)
 
     def reset(self) -> None:
-        """Frees and forgets every page: the weights have changed, or a step failed before it filled its pages."""
-        self.holders = [0] * self.num_pages
+        """Frees and unregisters every page: the weights have changed, or a step failed before it filled its pages."""
+        self.ref_counts = [0] * self.num_pages
         self._free = list(range(self.num_pages - 1, -1, -1))
-        self._idle.clear()
+        self._evictable.clear()
         self._page_of.clear()
         self._content_of.clear()
 
-    def _forget(self, page: int) -> None:
+    def _unregister(self, page: int) -> None:
         del self._page_of[self._content_of.pop(page)]

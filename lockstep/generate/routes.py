@@ -1,8 +1,8 @@
-"""Which experts computed a token's log-probability, as a string: those of all layers, or a digest of them.
+"""Routes as strings: the experts that computed a token's log-probability in all layers, or a digest of them.
 
 A whole route has one byte per chosen expert of each mixture, or two if a mixture has more than 256 experts. A route
 longer than a digest takes several times the space of the token itself (48 layers of 8 experts: 512 characters versus
-30), and comparing needs only the digest. So the digest is what is sent and written, unless routes are to be replayed.
+30), and comparing needs only the digest. So the digest is sent and written, unless routes are to be replayed.
 """
 
 from __future__ import annotations
@@ -21,10 +21,8 @@ from lockstep.model import ModelConfig
 
 DIGEST = 8
 """Bytes. A shorter route is its own digest."""
-
-
 LONGEST = 16384
-"""The most characters of a route that is received."""
+"""The most characters of a route that is accepted."""
 
 
 def routes_of_rows(
@@ -37,9 +35,9 @@ def routes_of_rows(
 def choices(
     recorded: Sequence[Int[Tensor, "recorded active"]], rows: Int[Tensor, "rows"] | slice, tokens: int
 ) -> Int[Tensor, "rows mixtures active"]:
-    """The experts of some rows in all mixtures; otherwise as `routes_of_rows`."""
-    # A compiled half of a layer gets a single row twice, and a graph's rows are followed by padding, of fewer rows than
-    # there are tokens.
+    """As `routes_of_rows`, but the experts of all mixtures as one tensor."""
+    # A compiled half of a layer computes a single row twice. A CUDA graph pads its rows, by fewer rows than there are
+    # tokens.
     return torch.stack([chosen[:: len(chosen) // tokens][rows] for chosen in recorded], 1)
 
 
@@ -51,14 +49,14 @@ def routes_in(table: Int[Tensor, "rows mixtures active"]) -> list[bytes]:
 
 
 def written(route: bytes, form: RoutesForm = "whole") -> str:
-    """A whole route as a string; empty if it was not asked for."""
+    """A whole route as a string; empty if not requested."""
     if not form:
         return ""
     return b64encode(route if form == "whole" or len(route) <= DIGEST else _digest(route)).decode()
 
 
 def is_written(route: str) -> bool:
-    """Whether a string could have been made by `written` for some model."""
+    """Whether a string is a possible result of `written`."""
     try:
         return len(route) <= LONGEST and len(b64decode(route, validate=True)) > 0
     except ValueError:
@@ -72,7 +70,7 @@ def shortened(route: str) -> str:
 
 
 def read_route(route: str, shape: ModelConfig) -> Int[np.ndarray, "mixtures active"] | None:
-    """The experts of each mixture; None if the route is only a digest, or has another shape."""
+    """The experts of each mixture; None if the route is a digest, or of another shape."""
     assert shape.experts is not None
     kind = np.dtype(np.uint8 if shape.experts.count <= 256 else "<i2")
     content, mixtures, active = b64decode(route), len(shape.mixtures), shape.experts.routing.active

@@ -1,4 +1,4 @@
-"""How a step's tensors go through the model."""
+"""Runs the model on a step's tensors."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ from lockstep.model import Decoder
 from lockstep.parallel.sampler import ShardedSampler
 from lockstep.parallel.tensor_group import tensor_group_of
 
-Pace = Literal["lasting", "slower", "recording"]
-"""As long as later steps; longer by what is between operators; much longer, while it was recorded."""
+Pace = Literal["steady", "unrecorded", "recording"]
+"""Whether a step took as long as later ones, longer since it was not recorded yet, or longer since it was recorded."""
 
 
 def make_cache(model: Decoder, num_pages: int) -> ops.KVCache:
@@ -34,13 +34,13 @@ def sampler_of(model: Decoder) -> Any:
     return ops if group is None else ShardedSampler(model.config.vocab_size, group)
 
 
-def runs_own_code(model: Decoder) -> bool:
-    """Whether some module has hooks, or a forward of its own, which what was recorded would not run."""
+def has_custom_forward(model: Decoder) -> bool:
+    """Whether some module has hooks or a replaced forward, which a recorded step would not run."""
     return any(m._forward_hooks or m._forward_pre_hooks or "forward" in vars(m) for m in model.modules())
 
 
 class Decoded(NamedTuple):
-    """A decode step's results, one row per sequence. They are valid until the next step."""
+    """A decode step's results, one row per sequence; valid until the next step."""
 
     logits: Float[Tensor, "sequences vocab"]
     tokens: Int[Tensor, "sequences"]
@@ -51,8 +51,8 @@ class Decoded(NamedTuple):
 class Runner:
     """Calls the model directly. `GraphRunner` replays recorded graphs where it can."""
 
-    pace: Pace = "lasting"
-    """How long the last step took, compared with later ones of as many rows."""
+    pace: Pace = "steady"
+    """Of the last step, compared with later ones of as many rows."""
 
     def __init__(self, model: Decoder, cache: ops.KVCache):
         self.model = model
@@ -60,25 +60,25 @@ class Runner:
 
     @property
     def most_rows(self) -> int:
-        """The most rows of a step to which guesses are added."""
+        """The most rows of a step to which drafts are added."""
         return sys.maxsize
 
     def fits(self, rows: int) -> bool:
-        """Whether a step with guesses may have so many rows."""
+        """Whether a step with drafts may have so many rows."""
         return True
 
     def padded(self, rows: np.ndarray) -> np.ndarray:
-        """How many rows a decode step of so many computes."""
+        """How many rows a decode step of each of these sizes computes, padding included."""
         return rows
 
     def release(self) -> None:
-        """Frees what it keeps of the weights."""
+        """Frees recorded steps, and all that they keep of the weights."""
 
     def weights_changed(self) -> None:
-        """They have other values, and may be at other addresses."""
+        """The weights have new values, and may have new addresses."""
 
     def decode(self, batch: StepBatch) -> Decoded | None:
-        """The whole step down to the draw, if that is one replay; `batch` is on the CPU."""
+        """The whole step including the draw, if it can be replayed; `batch` is on the CPU."""
         return None
 
     def hidden(self, batch: StepBatch) -> Float[Tensor, "rows dim"]:

@@ -1,4 +1,4 @@
-"""The interface of a generator to code that wants samples: a local `Engine`, or remote ones."""
+"""The interface of a generator: a local `Engine`, or remote ones."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ class CachingSampler(Sampler, Protocol):
 
     @property
     def asked(self) -> threading.Event:
-        """Set once `generate` has asked for its samples."""
+        """Set once `generate` has requested its samples."""
 
     def state(self) -> dict[str, Any]:
         """Each request's samples so far, JSON-serializable, keyed by a digest of the request."""

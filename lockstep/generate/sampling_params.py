@@ -14,13 +14,13 @@ FinishReason = Literal["stop", "length", "abort", "error"]
 RoutesForm = Literal["", "digest", "whole"]
 MAX_TOP_LOGPROBS = 20
 LARGEST_TOP_K = 2**31 - 1
-"""Larger than any vocabulary, and still fits in a tensor."""
+"""Larger than any vocabulary, and fits in a tensor."""
 KINDS = {
     "max_tokens": int, "temperature": float, "top_k": int, "top_p": float, "min_p": float, "n": int, "seed": int,
     "top_logprobs": int,
 }  # fmt: skip
 MOST_SAMPLES = 2**16
-"""Per prompt: each sample is an object before the first one is computed."""
+"""Per prompt: every sample is allocated before the first one is computed."""
 
 
 @dataclass(frozen=True)
@@ -42,15 +42,15 @@ class SamplingParams:
     seed: int | None = None
     """Makes the draws reproducible, whatever else is in the batch; None: a fresh seed."""
     stop_token_ids: tuple[int, ...] = ()
-    """Stop after any of these tokens, in addition to the model's own end-of-text tokens."""
+    """Stop after any of these tokens, in addition to the model's end-of-text tokens."""
     stop: str | tuple[str, ...] = ()
-    """Stop after the token that completes this string, or any of these; needs a tokenizer. Kept as a tuple."""
+    """Stop after the token that completes this string, or any of these; needs a tokenizer. Stored as a tuple."""
     ignore_eos: bool = False
     """Continue after an end-of-text token."""
     top_logprobs: int = 0
     """Also report the log-probabilities of this many of the likeliest tokens at every position."""
     routes: RoutesForm = ""
-    """Also report the experts that computed each token, if the model has any: all of them, or a digest."""
+    """Also report the experts that computed each token, if the model has experts: all of them, or a digest."""
 
     def __post_init__(self) -> None:
         stops = (self.stop,) if isinstance(self.stop, str) or not isinstance(self.stop, Iterable) else tuple(self.stop)
@@ -82,7 +82,7 @@ class SamplingParams:
             _refuse(f"stop is {self.stop!r:.60}; it must be a string, or a tuple of strings")
 
     @cached_property
-    def cuts(self) -> bool:
+    def truncates(self) -> bool:
         """Whether some tokens are excluded from the draw."""
         return self.temperature > 0 and (self.top_k > 0 or self.top_p < 1 or self.min_p > 0)
 
@@ -111,13 +111,13 @@ class Completion:
     logprobs: list[float]
     """log p of each, at the sampling temperature, over the whole vocabulary: what `lockstep.score` returns."""
     finish_reason: FinishReason
-    cut_logprobs: list[float] = field(default_factory=list)
-    """log p of each among the tokens that top_k, top_p and min_p leave: what it was drawn with. Empty without them."""
+    truncated_logprobs: list[float] = field(default_factory=list)
+    """log p of each among the tokens that top_k, top_p and min_p leave, with which it was drawn. Empty without them."""
     versions: list[int] = field(default_factory=list)
     """The version of the weights that each was sampled from, if weights can change in between; else empty."""
     routes: list[str] = field(default_factory=list)
-    """The experts that computed the log-probability of each, as `generate.routes` writes them, if they were asked for
-    and the model has any; else empty."""
+    """The experts that computed the log-probability of each, as `generate.routes` writes them, if requested and
+    the model has experts; else empty."""
 
 
 @dataclass(slots=True)
@@ -135,11 +135,11 @@ class TokenEvent:
     weights_version: int
     """The version of the weights that the token was sampled from."""
     top_logprobs: list[tuple[int, float]]
-    """The likeliest tokens with their log-probabilities, best first, as many as were asked for."""
-    cut_logprob: float | None = None
+    """The likeliest tokens with their log-probabilities, best first, as many as requested."""
+    truncated_logprob: float | None = None
     """Among the tokens that top_k, top_p and min_p leave; None if the request uses none of them."""
     route: str = ""
-    """The experts that computed `logprob`, as `generate.routes` writes them; empty unless they were asked for."""
+    """The experts that computed `logprob`, as `generate.routes` writes them; empty unless requested."""
 
 
 def raise_broken(event: TokenEvent, request: str) -> None:

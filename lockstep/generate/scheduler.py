@@ -13,29 +13,29 @@ from lockstep.generate.sequence import Sequence
 
 @dataclass(slots=True)
 class Chunk:
-    """Tokens [start, start + count) of a sequence, computed in this step, and guesses at those that follow them."""
+    """Tokens [start, start + count) of a sequence, computed in this step, and draft tokens after them."""
 
     sequence: Sequence
     start: int
     count: int
-    guess: list[int] = field(default_factory=list)
+    draft_tokens: list[int] = field(default_factory=list)
     """Only if the sequence is sampled."""
     copies: tuple[tuple[int, int], ...] = ()
-    """(source, target) pages, if the last chunk with rows before this one ends a sequence of the same tokens. Then this
-    one has no rows: its pages are copied when those are filled, and it is sampled from that chunk's last row."""
+    """(source, target) pages, if the last chunk with rows before this one ends a sequence of the same tokens. This
+    chunk then has no rows: its pages are copied from that sequence's, and it is sampled from that chunk's last row."""
 
     @property
     def rows(self) -> int:
-        return self.count + len(self.guess)
+        return self.count + len(self.draft_tokens)
 
     @property
     def tokens(self) -> list[int]:
         known = self.sequence.tokens[self.start : self.start + self.count]
-        return known + self.guess if self.guess else known
+        return known + self.draft_tokens if self.draft_tokens else known
 
     @property
     def is_sampled(self) -> bool:
-        """Whether the next token of its sequence is drawn in this step, which has not finished."""
+        """Whether this step samples the sequence's next token; valid until the step appends it."""
         return self.start + self.count == len(self.sequence.tokens)
 
 
@@ -43,8 +43,8 @@ class Scheduler:
     """A waiting and a running queue, with budgets of tokens, sequences and pages.
 
     A step takes first the sequences that only need their next token, then those whose prompt is partly computed, then
-    waiting ones. If pages run out, the newest sequence not yet part of the step is preempted: it gives up its pages and
-    goes to the front of the waiting queue; its sampled tokens are kept and recomputed.
+    waiting ones. If pages run out, the newest sequence not yet part of the step is preempted: its pages are freed, and
+    it goes to the front of the waiting queue; the keys of its prompt and sampled tokens are recomputed later.
     """
 
     def __init__(self, config: EngineConfig, allocator: PageAllocator, page_size: int):
@@ -59,9 +59,9 @@ class Scheduler:
         """Free rows of the engine's arrays."""
 
     def schedule(self) -> list[Chunk]:
-        """The next step's chunks; the pages they fill are allocated, and known from now on."""
+        """The next step's chunks; the pages they fill are allocated and registered."""
         chunks: list[Chunk] = []
-        lead: Chunk | None = None
+        last: Chunk | None = None
         """The last chunk with rows."""
         budget = self.config.max_tokens_per_step
         scheduled: set[int] = set()
@@ -72,7 +72,7 @@ class Scheduler:
                 break
             count = min(len(sequence.tokens) - sequence.computed, budget)
             if sequence.slot >= 0 and self._make_room(sequence, count, scheduled):
-                chunks.append(lead := self._take(sequence, count))
+                chunks.append(last := self._take(sequence, count))
                 scheduled.add(id(sequence))
                 budget -= count
         while self.waiting and budget and len(self.running) < self.config.max_sequences:
@@ -85,34 +85,34 @@ class Scheduler:
             self.waiting.popleft()
             sequence.slot = self._slots.pop()
             self.running.append(sequence)
-            # As there is budget left, the lead ends its sequence: all keys of that are in its pages after this step.
-            if self.config.prefix_cache and lead is not None and lead.sequence.tokens == sequence.tokens:
-                chunks.append(self._take_copy(sequence, lead, scheduled))
+            # As there is budget left, `last` ends its sequence: this step completes the keys in its pages.
+            if self.config.prefix_cache and last is not None and last.sequence.tokens == sequence.tokens:
+                chunks.append(self._take_copy(sequence, last, scheduled))
             else:
                 count = min(len(sequence.tokens) - sequence.computed, budget)
                 self._make_room(sequence, count, scheduled)
                 self.reused_tokens += sequence.computed
-                chunks.append(lead := self._take(sequence, count))
+                chunks.append(last := self._take(sequence, count))
                 budget -= count
             scheduled.add(id(sequence))
         return chunks
 
-    def extend(self, chunk: Chunk, guess: list[int]) -> None:
-        """Adds guessed tokens to a chunk, as many as fit in free pages: no sequence is preempted for a guess."""
+    def extend(self, chunk: Chunk, tokens: list[int]) -> None:
+        """Adds draft tokens to a chunk, as many as fit in free pages: no sequence is preempted for them."""
         sequence = chunk.sequence
         room = (len(sequence.pages) + self.allocator.num_free) * self.page_size - sequence.computed
-        chunk.guess = guess[:room]
-        missing = self._pages_for(sequence.computed + len(chunk.guess)) - len(sequence.pages)
+        chunk.draft_tokens = tokens[:room]
+        missing = self._pages_for(sequence.computed + len(chunk.draft_tokens)) - len(sequence.pages)
         sequence.pages += [self.allocator.allocate() for _ in range(missing)]
 
     def accept(self, chunk: Chunk, count: int) -> None:
-        """`count` of a chunk's guesses are its sequence's tokens: their keys are in the cache."""
+        """Accepts `count` of a chunk's draft tokens, whose keys are in the cache."""
         chunk.sequence.computed += count
         if self.config.prefix_cache:
-            self._make_known(chunk.sequence)
+            self._register_pages(chunk.sequence)
 
     def remove(self, sequences: Iterable[Sequence]) -> None:
-        """Frees what finished or aborted sequences hold."""
+        """Frees the pages and slots of finished or aborted sequences."""
         gone = {id(s) for s in sequences}
         for sequence in self.running:
             if id(sequence) in gone:
@@ -121,23 +121,23 @@ class Scheduler:
         if any(id(s) in gone for s in self.waiting):
             self.waiting = deque(s for s in self.waiting if id(s) not in gone)
 
-    def forget(self, sequences: Iterable[Sequence]) -> None:
-        """From now on, no other sequence finds the pages of these."""
+    def unregister_pages(self, sequences: Iterable[Sequence]) -> None:
+        """Removes the pages of these sequences from the prefix cache."""
         for sequence in sequences:
             for page in sequence.pages:
-                self.allocator.forget(page)
+                self.allocator.unregister(page)
 
     def restart(self, unfinished: Iterable[Sequence]) -> None:
-        """Moves all of these back to the waiting queue and frees every page: the computed keys are no longer valid.
+        """Moves these sequences back to the waiting queue and frees every page, since the computed keys are invalid.
 
-        The previous state is dropped, since an interrupt may have left it inconsistent.
+        Nothing of the previous state is used: an interrupt may have left it inconsistent.
         """
         self.allocator.reset()
         self.running = []
         self.waiting = deque(unfinished)
         for sequence in self.waiting:
             sequence.pages, sequence.chain, sequence.slot = [], ROOT, -1
-            sequence.computed = sequence.known_pages = 0
+            sequence.computed = sequence.registered_pages = 0
         self._slots = list(range(self.config.max_sequences - 1, -1, -1))
 
     def _make_room(self, sequence: Sequence, count: int, scheduled: set[int]) -> bool:
@@ -148,7 +148,7 @@ class Scheduler:
         while missing > self.allocator.num_free:
             victim = next((s for s in reversed(self.running) if id(s) not in scheduled), sequence)
             if victim is sequence and scheduled and len(sequence.tokens) - sequence.computed > 1:
-                return False  # its prompt is half computed: it keeps its pages until this step's sequences are done
+                return False  # its prompt is partly computed: it keeps its pages and waits for those of this step
             self._preempt(victim)
             if victim is sequence:
                 return False
@@ -159,39 +159,39 @@ class Scheduler:
         chunk = Chunk(sequence, sequence.computed, count)
         sequence.computed += count
         if self.config.prefix_cache:
-            self._make_known(sequence)
+            self._register_pages(sequence)
         return chunk
 
-    def _take_copy(self, sequence: Sequence, lead: Chunk, scheduled: set[int]) -> Chunk:
+    def _take_copy(self, sequence: Sequence, source: Chunk, scheduled: set[int]) -> Chunk:
         first = len(sequence.pages)
         self._make_room(sequence, len(sequence.tokens) - sequence.computed, scheduled)
         self.reused_tokens += len(sequence.tokens)
         sequence.computed = len(sequence.tokens)
-        # The other may have pages for further tokens, which it once guessed.
-        copies = tuple(zip(lead.sequence.pages[first:], sequence.pages[first:], strict=False))
-        # Its full pages are known from its next step on: in this one others would read them before they are filled.
+        # The source may have more pages, allocated for drafts.
+        copies = tuple(zip(source.sequence.pages[first:], sequence.pages[first:], strict=False))
+        # Its full pages are registered in its next step: in this one others would read them before they are filled.
         return Chunk(sequence, sequence.computed, 0, copies=copies)
 
-    def _make_known(self, sequence: Sequence) -> None:
+    def _register_pages(self, sequence: Sequence) -> None:
         size = self.page_size
-        while (sequence.known_pages + 1) * size <= sequence.computed:
-            start = sequence.known_pages * size
+        while (sequence.registered_pages + 1) * size <= sequence.computed:
+            start = sequence.registered_pages * size
             tokens = tuple(sequence.tokens[start : start + size])
-            sequence.chain = self.allocator.know(sequence.pages[sequence.known_pages], sequence.chain, tokens)
-            sequence.known_pages += 1
+            sequence.chain = self.allocator.register(sequence.pages[sequence.registered_pages], sequence.chain, tokens)
+            sequence.registered_pages += 1
 
     def _share_prefix(self, sequence: Sequence) -> None:
-        """Shares known pages for as many of the tokens as they cover; the last token is always computed."""
+        """Shares registered pages that contain the sequence's first tokens; the last token is always computed."""
         size = self.page_size
-        while self.config.prefix_cache and (sequence.known_pages + 1) * size < len(sequence.tokens):
-            start = sequence.known_pages * size
-            found = self.allocator.share(sequence.chain, tuple(sequence.tokens[start : start + size]))
-            if found is None:
+        while self.config.prefix_cache and (sequence.registered_pages + 1) * size < len(sequence.tokens):
+            start = sequence.registered_pages * size
+            shared = self.allocator.share(sequence.chain, tuple(sequence.tokens[start : start + size]))
+            if shared is None:
                 break
-            page, sequence.chain = found
+            page, sequence.chain = shared
             sequence.pages.append(page)
-            sequence.known_pages += 1
-            sequence.computed = sequence.known_pages * size
+            sequence.registered_pages += 1
+            sequence.computed = sequence.registered_pages * size
 
     def _pages_for(self, tokens: int) -> int:
         return -(-tokens // self.page_size)
@@ -208,9 +208,9 @@ class Scheduler:
         sequence.slot = -1
 
     def _release_pages(self, sequence: Sequence) -> None:
-        # The last page first, so that the end of a chain is evicted before what it continues.
+        # The last page first, so that the end of a chain is evicted before its beginning.
         for page in reversed(sequence.pages):
             self.allocator.release(page)
         sequence.pages = []
-        sequence.computed = sequence.known_pages = 0
+        sequence.computed = sequence.registered_pages = 0
         sequence.chain = ROOT

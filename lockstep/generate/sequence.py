@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 
 @dataclass(eq=False)
 class Sequence:
-    """The tokens of a sample, and which of them are in the cache, and where."""
+    """The tokens of a sample, and the cache pages of those that are computed."""
 
     request_id: int
     index: int
@@ -28,49 +28,49 @@ class Sequence:
     """Only if there are stop strings to look for."""
     text: str = ""
     logprobs: list[float] = field(default_factory=list)
-    cut_logprobs: list[float] = field(default_factory=list)
-    """Under the cut distribution; empty if `params` cuts nothing."""
+    truncated_logprobs: list[float] = field(default_factory=list)
+    """Under the truncated distribution; empty unless `params.truncates`."""
     routes: list[str] = field(default_factory=list)
-    """The route of each sampled token, if `params` asks for them and the model has experts; else empty."""
+    """The route of each sampled token, if `params` requests them and the model has experts; else empty."""
     finish_reason: FinishReason | None = None
 
     computed: int = 0
     """Tokens whose keys are in the cache once the steps scheduled so far have run."""
     pages: list[int] = field(default_factory=list)
     chain: int = ROOT
-    """The chain of the full pages so far."""
-    known_pages: int = 0
+    """Identifies the contents of the full pages so far."""
+    registered_pages: int = 0
     slot: int = -1
-    """Row of the engine's arrays while it runs."""
+    """Row of the engine's arrays while it runs; -1: none."""
 
-    asked_at: float = 0.0
-    """A time of time.perf_counter, as are the following."""
-    begun_at: float = 0.0
-    """When the first step began that computed a part of it; 0: none has."""
-    first_at: float = 0.0
-    """When this engine sampled its first token of the sequence; 0: it has not yet."""
+    requested_at: float = 0.0
+    """By time.perf_counter, as the following times."""
+    started_at: float = 0.0
+    """Start of the first step that computed a part of it; 0: none yet."""
+    first_token_at: float = 0.0
+    """When this engine sampled its first token of the sequence; 0: not yet."""
     sampled_before: int = 0
-    """Tokens that existed by then, sampled by another engine."""
+    """Tokens that another engine had sampled before."""
 
     @property
     def sampled(self) -> int:
         return len(self.tokens) - self.prompt_length
 
     def resume(self, begun: Completion) -> None:
-        """Takes over what another engine has sampled of it."""
-        cut = begun.cut_logprobs or begun.logprobs
+        """Appends the tokens that another engine has sampled."""
+        truncated = begun.truncated_logprobs or begun.logprobs
         routes = begun.routes or [""] * len(begun.token_ids)
-        for token, logprob, cut_logprob, route in zip(begun.token_ids, begun.logprobs, cut, routes, strict=True):
-            self.append(token, logprob, cut_logprob, route)
+        for sampled in zip(begun.token_ids, begun.logprobs, truncated, routes, strict=True):
+            self.append(*sampled)
         if begun.finish_reason != "abort":
             self.finish_reason = begun.finish_reason
 
-    def append(self, token: int, logprob: float, cut_logprob: float, route: str = "") -> None:
+    def append(self, token: int, logprob: float, truncated_logprob: float, route: str = "") -> None:
         """Appends a sampled token and checks whether it is the last."""
         self.tokens.append(token)
         self.logprobs.append(logprob)
-        if self.params.cuts:
-            self.cut_logprobs.append(cut_logprob)
+        if self.params.truncates:
+            self.truncated_logprobs.append(truncated_logprob)
         if self.params.routes:
             self.routes.append(route)
         if token in self.stop_ids or (self.decoder and self._completes_stop_string(token, self.decoder)):
@@ -80,7 +80,7 @@ class Sequence:
 
     def _completes_stop_string(self, token: int, decoder: StreamDecoder) -> bool:
         new = decoder.push(token)
-        # A stop string that ends in the new text begins at most its own length before it.
+        # A stop string that ends in the new text begins at most its length before the new text.
         tail = self.text[-max(map(len, self.params.stop)) :] + new
         self.text = tail
         return any(stop in tail for stop in self.params.stop)
@@ -88,4 +88,4 @@ class Sequence:
     def completion(self) -> Completion:
         sampled = self.tokens[self.prompt_length :]
         routes = self.routes if any(self.routes) else []
-        return Completion(sampled, self.logprobs, self.finish_reason or "abort", self.cut_logprobs, routes=routes)
+        return Completion(sampled, self.logprobs, self.finish_reason or "abort", self.truncated_logprobs, routes=routes)

@@ -1,4 +1,4 @@
-"""Which of several groups of samples will be the last to be complete, as early as that can be known."""
+"""Finds the groups of samples that will complete last, as early as that is certain."""
 
 from __future__ import annotations
 
@@ -21,11 +21,11 @@ class Growing(Protocol):
 
 
 def stragglers(groups: Mapping[int, Sequence[Growing]], first: int) -> list[int]:
-    """The numbers of the groups that are known, from the samples so far, not to be among the `first` to complete.
+    """The numbers of the groups that are certain not to be among the `first` to complete.
 
     A group is complete when all of its samples have ended; groups are ordered by the tokens of their longest sample,
-    ties by the lower number. Because the order counts tokens and not seconds, it depends only on the draws: the same
-    groups are left out whoever samples them, how fast, and however often this is called in the meantime.
+    ties by the lower number. The order counts tokens, not seconds, so it depends only on the draws: the same groups are
+    left out for any engine, speed, and number of calls of this function.
     """
     reached = {number: (max(each.sampled for each in samples), number) for number, samples in groups.items()}
     whole = [number for number, samples in groups.items() if all(each.finish_reason for each in samples)]

@@ -1,4 +1,4 @@
-"""In-place writes to a model's weights, noticed by PyTorch's version counters."""
+"""In-place writes to a model's weights, detected by PyTorch's version counters."""
 
 from __future__ import annotations
 
@@ -6,8 +6,8 @@ from torch import nn
 
 
 class WeightWrites:
-    """Whether there were writes since this was made. Those through `.data`, NumPy or collectives are not noticed, nor
-    are replaced parameters."""
+    """Detects writes since its creation, except through `.data`, NumPy or collectives, and except replaced
+    parameters."""
 
     def __init__(self, model: nn.Module):
         self._weights = [parameter for parameter in model.parameters() if not parameter.is_inference()]

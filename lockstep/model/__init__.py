@@ -1,6 +1,6 @@
-"""The one model definition, its families, and Hugging Face folders in and out."""
+"""The one model definition, its families, and reading and writing Hugging Face folders."""
 
-from lockstep.model.adapter_folder import base_folder, is_adapter_folder, save_adapter, write_adapter_description
+from lockstep.model.adapter_folder import base_folder, is_adapter_folder
 from lockstep.model.arithmetic import arithmetic_of, instruction_set, set_arithmetic
 from lockstep.model.checkpoint import (
     begin_adapter,
@@ -26,8 +26,9 @@ from lockstep.model.folder import folder_dtype, stored_dtype, tensor_files
 from lockstep.model.initialize import build_model, initialize
 from lockstep.model.lora import adapter_off, lora_of
 from lockstep.model.protocols import ScoringModel, TrainableModel
-from lockstep.model.stored import Stored, found_as, hugging_face_name, stored_as
+from lockstep.model.stored import Stored, hugging_face_name, read_as, stored_as
 from lockstep.model.token_ids import check_token_ids
+from lockstep.model.write_adapter import save_adapter, write_adapter_description
 
 __all__ = [
     "PRESETS",
@@ -53,7 +54,6 @@ __all__ = [
     "choose_dtype",
     "empty_model",
     "folder_dtype",
-    "found_as",
     "hugging_face_name",
     "initialize",
     "instruction_set",
@@ -66,6 +66,7 @@ __all__ = [
     "name_of",
     "open_device",
     "preset",
+    "read_as",
     "read_config",
     "refuse_few_bytes",
     "refuse_score_head",

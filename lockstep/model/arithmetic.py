@@ -1,7 +1,7 @@
-"""Which arithmetic the operators compute in: chosen once per process, and recorded with everything that depends on it.
+"""The operators' arithmetic: chosen once per process, and recorded with everything that depends on it.
 
 `portable` gives the same bits on every CPU; `bf16_pairs` and `bf16_tiles` are faster in bfloat16 if the processor
-has the instructions, each with its own bits. GPUs have their own, which cannot be chosen.
+has the instructions, each with different bits. A GPU's arithmetic cannot be chosen.
 
 `bf16_tiles` can be requested on any processor: without AMX it is emulated, many times slower.
 """
@@ -17,10 +17,10 @@ from lockstep.errors import UserError
 
 
 def set_arithmetic(wanted: str, device: torch.device, recorded: str = "") -> str:
-    """Makes the CPU's operators compute in `wanted`; returns its name, or `auto` if `device` is not a CPU.
+    """Sets the arithmetic of the CPU's operators; returns its name, or `auto` if `device` is not a CPU.
 
-    auto: `recorded`, that of the run or checkpoint being continued, or if none is recorded the fastest on this
-    processor. Warns if it is emulated. Raises UserError for one that this processor lacks, naming both sides.
+    auto: `recorded`, the arithmetic of the run or checkpoint that is resumed, or if none is recorded the fastest on
+    this processor. Warns if it is emulated. Raises UserError for one that this processor lacks, naming both.
     """
     if device.type != "cpu":
         if wanted != "auto":
@@ -50,7 +50,7 @@ def set_arithmetic(wanted: str, device: torch.device, recorded: str = "") -> str
 
 
 def arithmetic_of(device: torch.device) -> str:
-    """The arithmetic in use: equal names on two machines mean equal bits."""
+    """The name of the arithmetic in use: equal names on two machines mean equal bits."""
     if device.type == "cuda":
         major, minor = torch.cuda.get_device_capability(device)
         return f"cuda sm_{major}{minor}"

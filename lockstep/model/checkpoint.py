@@ -1,4 +1,4 @@
-"""Reads and writes a Hugging Face folder, one tensor at a time: there is never a second copy of the model in memory."""
+"""Reads and writes a Hugging Face folder, one tensor at a time, without a second copy of the model in memory."""
 
 from __future__ import annotations
 
@@ -16,10 +16,11 @@ from torch import Tensor
 
 from lockstep.errors import UserError
 from lockstep.hub import local_folder
-from lockstep.model.adapter_folder import SETTINGS, base_folder, is_adapter_folder, refuse_other_base, with_adapter
+from lockstep.model.adapter_base import refuse_other_base
+from lockstep.model.adapter_folder import SETTINGS, base_folder, is_adapter_folder, with_adapter
 from lockstep.model.config import ModelConfig
 from lockstep.model.decoder import Decoder
-from lockstep.model.device import device_of
+from lockstep.model.device import checked_device
 from lockstep.model.dtypes import is_auto, resolve_dtype
 from lockstep.model.families import from_hugging_face, is_copy, is_ignored, to_hugging_face
 from lockstep.model.folder import (
@@ -35,26 +36,26 @@ from lockstep.model.initialize import initialize_some
 from lockstep.model.json_file import read_json
 from lockstep.model.more_tokens import OF_TOKENS, MoreTokens
 from lockstep.model.mxfp4 import BLOCKS, SCALES, Mxfp4
-from lockstep.model.other_names import more, refuse_names, refuse_quantized_tensors
 from lockstep.model.protocols import TrainableModel
 from lockstep.model.shard import local_part
-from lockstep.model.stored import Stored, found_as, is_adapter, is_beside_base, is_score_head, stored_as
-from lockstep.model.tied_head import has_own_head
+from lockstep.model.stored import Stored, is_adapter, is_saved_with_adapter, is_score_head, read_as, stored_as
+from lockstep.model.tensor_names import more, refuse_names, refuse_quantized_tensors
+from lockstep.model.tied_head import has_untied_head
 
 QUANTIZED = ("U8",)
-OF_FOLDER = ("bos_token_id", "eos_token_ids", "pad_token_id", "reduction_chunks")
-"""Fields of ModelConfig that stay those of the folder that the model came from, whichever weights are loaded."""
+FOLDER_FIELDS = ("bos_token_id", "eos_token_ids", "pad_token_id", "reduction_chunks")
+"""Fields of ModelConfig that `load_weights` does not change: they stay those of the model's first folder."""
 
 log = logging.getLogger("lockstep")
 
 
 def load_model(path: str | Path, dtype: str | torch.dtype | None = None, device: str | torch.device = "cpu") -> Decoder:
-    """A model folder, or a model on the hub, as a Decoder. dtype None, or `auto`, is the folder's own (`folder_dtype`).
+    """A model folder, or a model on the hub, as a Decoder. dtype None or `auto` is the folder's (`folder_dtype`).
 
     Raises UserError, naming the file and the key or tensor, for a folder that is incomplete or of another shape, and
     for a device that this machine lacks.
     """
-    device = device_of(device)
+    device = checked_device(device)
     folder = local_folder(path)
     model, files = _model_and_files(folder, dtype)
     model.to_empty(device=device)
@@ -65,8 +66,8 @@ def load_model(path: str | Path, dtype: str | torch.dtype | None = None, device:
 def empty_model(folder: Path, dtype: str | torch.dtype | None = None) -> Decoder:
     """The folder's model on the meta device, without memory for its weights: only the files' headers are read.
 
-    Raises UserError if `load_model` would. An adapter that records its base is compared with it, which reads the base's
-    files.
+    Raises UserError if `load_model` would. An adapter with a recorded digest is compared with its base, whose files are
+    read for it.
     """
     model, files = _model_and_files(folder, dtype)
     check_tensors(model, folder, files)
@@ -74,7 +75,7 @@ def empty_model(folder: Path, dtype: str | torch.dtype | None = None) -> Decoder
 
 
 def _model_and_files(folder: Path, dtype: str | torch.dtype | None) -> tuple[Decoder, dict[str, Path]]:
-    """The folder's model without memory, and the file of each of its tensors."""
+    """The folder's model on the meta device, and the file of each of its tensors."""
     config = read_config(folder)
     files = tensor_files(folder)
     refuse_few_bytes(folder, config)
@@ -85,7 +86,7 @@ def _model_and_files(folder: Path, dtype: str | torch.dtype | None) -> tuple[Dec
 def refuse_few_bytes(folder: Path, config: ModelConfig) -> None:
     """Raises UserError if the folder's files are too small for all weights of `config`.
 
-    Called before anything is built from a possibly damaged config.json: a layer or a shape of 10¹² would take hours.
+    Called before anything is built from a possibly damaged config.json: 10¹² layers, or such a size, would take hours.
     """
     files = tensor_files(folder)
     size = sum(path.stat().st_size for path in set(files.values()))
@@ -99,7 +100,7 @@ def refuse_few_bytes(folder: Path, config: ModelConfig) -> None:
 
 
 def load_weights(model: TrainableModel, path: str | Path) -> None:
-    """Replaces the model's weights by those of another folder, in place: every user of the model sees the new ones.
+    """Replaces the model's weights with those of another folder, in place: all users of the model see the new ones.
 
     All names, shapes, dtypes and files are checked before the first tensor changes. Raises UserError, with the weights
     unchanged, for a folder that is incomplete, damaged or of another model.
@@ -108,35 +109,35 @@ def load_weights(model: TrainableModel, path: str | Path) -> None:
 
 
 class Added(NamedTuple):
-    """What a model has in addition to the folder that it starts from."""
+    """What a model has in addition to the folder from which it is initialized."""
 
     fields: tuple[str, ...]
-    """Of its ModelConfig."""
+    """Fields of its ModelConfig that differ from the folder's."""
     names: Callable[[str], bool]
-    """Whether a parameter is one of them."""
+    """Whether the parameter of this name is an added one."""
 
 
 ADAPTER = Added(("lora",), is_adapter)
 SCORE_HEAD = Added(("score_head", "tie_embeddings"), is_score_head)
-BOTH = Added(ADAPTER.fields + SCORE_HEAD.fields, is_beside_base)
+BOTH = Added(ADAPTER.fields + SCORE_HEAD.fields, is_saved_with_adapter)
 TOKENS = Added(("vocab_size",), lambda name: False)
 
 
 class Source(NamedTuple):
-    """Values of a parameter that this rank holds, and the place of a file's tensor that they come from."""
+    """This rank's values of a parameter, and the place in a file's tensor from which they are read."""
 
     values: Tensor
     place: tuple[slice, ...]
     tensor: Any
 
     def copy(self) -> None:
-        """Reads the place, and nothing else of the tensor."""
-        found = self.tensor[self.place]
-        self.values.copy_(found.view(self.values.shape))
+        """Reads that place of the tensor, and nothing else."""
+        stored = self.tensor[self.place]
+        self.values.copy_(stored.view(self.values.shape))
 
 
 def begin_adapter(model: TrainableModel, path: str | Path, seed: int) -> None:
-    """Fills a model that has an adapter with the weights of its base's folder, and the adapter with fresh ones.
+    """Loads the base's weights into a model with an adapter, and initializes the adapter.
 
     Raises UserError as `load_weights` does.
     """
@@ -145,7 +146,7 @@ def begin_adapter(model: TrainableModel, path: str | Path, seed: int) -> None:
 
 
 def begin_tokens(model: TrainableModel, path: str | Path, like: int) -> None:
-    """Fills a model that has more tokens than its folder: embedding and head of each new one are those of token `like`.
+    """Loads a folder with fewer tokens than the model: new tokens get the embedding and head of token `like`.
 
     Raises UserError as `load_weights` does.
     """
@@ -153,8 +154,8 @@ def begin_tokens(model: TrainableModel, path: str | Path, like: int) -> None:
 
 
 def begin_score_head(model: TrainableModel, path: str | Path, seed: int) -> None:
-    """Fills a model that has a score head with a language model's weights, and the head, and an adapter if it has one,
-    with fresh ones.
+    """Loads a language model's weights into a model with a score head, and initializes the head, and its adapter if it
+    has one.
 
     Raises UserError as `load_weights` does.
     """
@@ -166,26 +167,26 @@ def begin_score_head(model: TrainableModel, path: str | Path, seed: int) -> None
 def sources_of_weights(
     model: TrainableModel, path: str | Path, added: Added | None = None, like: int | None = None
 ) -> list[Source]:
-    """What `load_weights` checks, and then copies; what is `added` is not looked for; `like` as in `begin_tokens`.
-    Raises UserError."""
+    """The sources that `load_weights` copies, checked. Parameters that are `added` are skipped; `like` as in
+    `begin_tokens`. Raises UserError."""
     folder = Path(path)
     try:
         config = read_config(folder)
         for field in dataclasses.fields(config):
-            new, own = getattr(config, field.name), getattr(model.config, field.name)
-            if new != own and field.name not in (*OF_FOLDER, *(added.fields if added else ())):
+            new, current = getattr(config, field.name), getattr(model.config, field.name)
+            if new != current and field.name not in (*FOLDER_FIELDS, *(added.fields if added else ())):
                 raise UserError(
-                    f"{folder}: {field.name} is {new}, but {own} in the loaded model; give a folder of that model"
+                    f"{folder}: {field.name} is {new}, but {current} in the loaded model; give a folder of that model"
                 )
         return check_tensors(model, folder, tensor_files(folder), added, like)
     except UserError:
         raise
-    except Exception as error:  # nothing has changed yet: whatever it is, the folder is the cause
+    except Exception as error:  # no weight has changed yet, and any error is due to the folder
         raise UserError(f"{folder}: cannot be read as a model folder ({type(error).__name__}: {error})") from error
 
 
 def copy_weights(sources: list[Source]) -> None:
-    """In place; of a sharded parameter only this rank's shard is read."""
+    """Copies in place; only this rank's shard of a sharded parameter is read."""
     with torch.no_grad():
         for source in sources:
             source.copy()
@@ -198,8 +199,8 @@ def check_tensors(
     added: Added | None = None,
     like: int | None = None,
 ) -> list[Source]:
-    """Where each of the model's tensors comes from, file by file; `like` as in `begin_tokens`. Raises UserError if one
-    is missing or wrong.
+    """The source of each of the model's tensors, file by file; `like` as in `begin_tokens`. Raises UserError if one is
+    missing or wrong.
 
     Files are opened once, for the checks and the copies: replacing one in between has no effect.
     """
@@ -209,7 +210,7 @@ def check_tensors(
     tied = model.config.tie_embeddings
     wanted = list(_wanted(parameters, files, tied))
     shapes = {name: shape for part, parameter in wanted for name, shape in part.tensors(parameter.shape).items()}
-    # A model may have only some of the layers.
+    # The model may be a pipeline stage, with some of the layers.
     everything = _wanted(Decoder(model.config, torch.float32, "meta").named_parameters(), files, tied)
     whole = {name for part, parameter in everything for name in part.tensors(parameter.shape)}
     others = [n for n in files if n not in whole and not is_copy(n, model.config)]
@@ -247,25 +248,25 @@ def check_tensors(
 
 @lru_cache(maxsize=64)
 def _name_unused(folder: Path, names: str) -> None:
-    """Once per process."""
+    """Warns once per process."""
     log.warning("%s: not used by this model: tensor %s", folder, names)
 
 
 def _dequantized(part: Stored, local: Tensor, place: tuple[slice, ...], slices: dict[str, Any]) -> Iterator[Source]:
-    """One expert after the other: what is read at once is in memory both in bfloat16 and as its bytes."""
+    """One source per expert: a source is in memory both quantized and in bfloat16 while it is read."""
     tensor = Mxfp4(part.name, slices[part.name + BLOCKS], slices[part.name + SCALES])
-    for own, expert in enumerate(range(place[0].start, place[0].stop)):
-        yield Source(part.of(local[own]), part.place((slice(expert, expert + 1), *place[1:])), tensor)
+    for index, expert in enumerate(range(place[0].start, place[0].stop)):
+        yield Source(part.of(local[index]), part.place((slice(expert, expert + 1), *place[1:])), tensor)
 
 
 def _wanted(
     parameters: Iterable[tuple[str, Tensor]], files: Collection[str], tied: bool
 ) -> Iterator[tuple[Stored, Tensor]]:
-    """For each parameter the tensors that it is read from; for experts only those of this rank."""
+    """For each parameter, the tensors from which it is read; of experts, only those of this rank."""
     for name, parameter in parameters:
-        own = local_part(parameter)[1][:1]
-        for part in found_as(name, parameter.shape, files, tied):
-            if part.expert is None or own[0].start <= part.expert < own[0].stop:
+        local = local_part(parameter)[1][:1]
+        for part in read_as(name, parameter.shape, files, tied):
+            if part.expert is None or local[0].start <= part.expert < local[0].stop:
                 yield part, parameter
 
 
@@ -311,15 +312,15 @@ def save_model(model: Decoder, path: str | Path, max_shard_bytes: int = 5 * 10**
 def write_description(
     folder: Path, config: ModelConfig, dtype: torch.dtype, files: dict[str, str], total_bytes: int
 ) -> None:
-    """Writes `config.json` and, if the tensors are in several `files`, their index: everything but the tensors."""
+    """Writes everything but the tensors: `config.json` and, if they are in several `files`, their index."""
     if len(set(files.values())) > 1:
         _write_json(folder / INDEX, {"metadata": {"total_size": total_bytes}, "weight_map": files})
     _write_json(folder / "config.json", to_hugging_face(config, str(dtype).removeprefix("torch.")))
 
 
 def read_config(folder: Path) -> ModelConfig:
-    """The folder's `config.json`, with end-of-text tokens also from `generation_config.json`, and an output head that
-    is tied only if the files have no other. Raises UserError."""
+    """The folder's `config.json`, with end-of-text tokens also from `generation_config.json`. The output head is only
+    tied if the files have no other. Raises UserError."""
     if is_adapter_folder(folder):
         return with_adapter(folder, read_config(base_folder(folder)))
     path = folder / "config.json"
@@ -328,11 +329,11 @@ def read_config(folder: Path) -> ModelConfig:
     if (folder / SETTINGS).is_file():
         raise UserError(
             f"{folder}: has both a model (config.json) and an adapter ({SETTINGS}), which transformers would apply to "
-            "it; move the adapter's files to a folder of their own, or delete them"
+            "it; move the adapter's files to a separate folder, or delete them"
         )
     config = from_hugging_face(read_json(path), str(path))
     ends = dict.fromkeys([*config.eos_token_ids, *generation_ends(folder)])
-    tied = config.tie_embeddings and not has_own_head(folder)
+    tied = config.tie_embeddings and not has_untied_head(folder)
     return dataclasses.replace(config, eos_token_ids=tuple(ends), tie_embeddings=tied)
 
 
@@ -347,13 +348,13 @@ def refuse_score_head(config: ModelConfig, name: str) -> None:
 
 def _shards(tensors: dict[str, Tensor], max_bytes: int) -> list[dict[str, Tensor]]:
     shards: list[dict[str, Tensor]] = [{}]
-    held = 0
+    size = 0
     for name, tensor in tensors.items():
-        if shards[-1] and held + tensor.nbytes > max_bytes:
+        if shards[-1] and size + tensor.nbytes > max_bytes:
             shards.append({})
-            held = 0
+            size = 0
         shards[-1][name] = tensor
-        held += tensor.nbytes
+        size += tensor.nbytes
     return shards
 
 

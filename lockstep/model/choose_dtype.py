@@ -1,4 +1,4 @@
-"""`dtype = "auto"`: a folder's own; for fresh weights, the one that the device and its instruction set are made for."""
+"""`dtype = "auto"`: a folder's dtype; for fresh weights, the one that is fastest on the device."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ from lockstep.model.folder import folder_dtype
 
 
 def choose_dtype(wanted: str, model: str, device: torch.device) -> tuple[str, str]:
-    """The dtype that `wanted` (a dtype, `auto` or empty) means for `model` (a folder, or fresh weights), and why.
+    """Resolves `wanted` (a dtype, `auto` or empty) for `model` (a folder, or fresh weights), and gives the reason.
 
-    The same on every machine of a kind: nothing is measured. Raises UserError for an unknown dtype, and for a folder in
-    one that is not supported.
+    The same on all machines of a kind: nothing is measured. Raises UserError for an unknown dtype, and for a folder
+    with an unsupported one.
     """
     if not is_auto(wanted):
         return name_of(resolve_dtype(wanted)), ""

@@ -26,13 +26,13 @@ class Yarn:
     factor: float
     original_max_positions: int
     beta_fast: float = 32.0
-    """Frequencies with at least this many turns within the original context are kept."""
+    """Frequencies with at least this many turns within the original context are unchanged."""
     beta_slow: float = 1.0
     """Frequencies with at most this many turns are divided by `factor`; those in between are interpolated."""
     truncate: bool = True
     """Whether the interpolated frequencies begin and end at whole pairs of dimensions."""
     attention_factor: float | None = None
-    """Factor of cosines and sines; by default 0.1·ln(factor) + 1, or what the two fields below give."""
+    """Factor of cosines and sines; by default 0.1·ln(factor) + 1, or computed from the two fields below."""
     mscale: float | None = None
     mscale_all_dim: float | None = None
 
@@ -44,12 +44,12 @@ class Latent:
     kv_rank: int
     """Features of the latent, from which each head's keys and values are computed."""
     nope_dim: int
-    """Features of a head's queries and keys without a position."""
+    """Features of a head's queries and keys that are not rotated."""
     rope_dim: int
     """Features that are rotated: of each head's queries, and of one key for all heads."""
     value_dim: int
     q_rank: int = 0
-    """Features that queries are compressed to; 0: they are not compressed."""
+    """Features of compressed queries; 0: queries are not compressed."""
     interleaved: bool = True
     """Whether neighboring features are rotated together, instead of features half the width apart."""
 
@@ -63,7 +63,7 @@ class Latent:
 class Lora:
     """A low-rank adapter: to the products with the weights of `modules` it adds `scaling · B A x` (arXiv 2106.09685).
 
-    The model's own weights are frozen; A `[rank, in]` and B `[out, rank]` are what is trained.
+    The model's weights are frozen; A `[rank, in]` and B `[out, rank]` are trained.
     """
 
     rank: int
@@ -83,15 +83,15 @@ class ExpertsConfig:
 
     count: int
     intermediate_size: int
-    """Of each expert."""
+    """Intermediate size of each expert."""
     routing: Routing
     shared_size: int = 0
-    """The intermediate size of the shared feed-forward that every token goes through as well; 0: there is none."""
+    """Intermediate size of the shared feed-forward of all tokens; 0: none."""
     choice_bias: bool = False
-    """Whether a bias per expert, which has no gradient, is added to the scores for choosing experts only."""
+    """Whether a bias per expert, without gradient, is added to the scores, only for the choice of experts."""
     clamped: bool = False
-    """Whether they are gpt-oss's: gate and up alternate in the outputs of one product, the activation is clamped, and
-    the router's and all experts' products have biases."""
+    """Whether the experts are gpt-oss's: gate and up are interleaved in one product's outputs, the activation is
+    clamped, and the router's and all experts' products have biases."""
     dense_layers: tuple[int, ...] = ()
     """Layers with a dense feed-forward, of size `ModelConfig.intermediate_size`."""
 
@@ -100,16 +100,16 @@ class ExpertsConfig:
         for name, size in sizes.items():
             if size < 1:
                 raise UserError(f"model: {name} is {size}; it must be at least 1")
-        active, groups, kept = self.routing.active, self.routing.groups, self.routing.groups_kept
+        active, groups, chosen = self.routing.active, self.routing.groups, self.routing.groups_kept
         if not 1 <= active <= self.count:
             raise UserError(f"model: {active} experts per token of {self.count} in total; give 1 to {self.count}")
-        if groups < 1 or self.count % groups or not 1 <= kept <= groups:
+        if groups < 1 or self.count % groups or not 1 <= chosen <= groups:
             raise UserError(
-                f"model: {self.count} experts in {groups} groups, of which {kept} are kept; the groups must be equal, "
-                "and at least 1 and at most all of them kept"
+                f"model: {self.count} experts in {groups} groups, of which {chosen} are chosen; the groups must be "
+                "equal, and at least 1 and at most all of them chosen"
             )
-        if active > (left := self.count // groups * kept):
-            raise UserError(f"model: {active} experts per token, but the {kept} groups that are kept have {left}")
+        if active > (left := self.count // groups * chosen):
+            raise UserError(f"model: {active} experts per token, but the {chosen} chosen groups have {left}")
         if not self.routing.scale > 0:
             raise UserError(f"model: the experts' scale is {self.routing.scale}; it must be above 0")
 
@@ -132,7 +132,7 @@ class ModelConfig:
     max_positions: int = 32768
     tie_embeddings: bool = True
     score_head: bool = False
-    """The head gives one number instead of logits, the score of a text that ends at the token: a reward model."""
+    """A reward model: instead of logits, the head outputs one number, the score of the text up to the token."""
     qk_norm: bool = False
     """Normalize each head's queries and keys (Qwen3)."""
     attention_bias: bool = False
@@ -140,21 +140,21 @@ class ModelConfig:
     sinks: bool = False
     """A learned score per head that enters only the softmax's denominator (gpt-oss)."""
     windows: tuple[int, ...] = ()
-    """How many keys a query sees in successive layers, including its own; 0: all. The list repeats over the layers;
-    empty: all layers see all keys."""
+    """Number of keys that a query sees in successive layers, including the one at its position; 0: all. The list
+    repeats over the layers; empty: all layers see all keys."""
     latent: Latent | None = None
-    """Sizes of latent attention (DeepSeek-V3): there is one key-value head then, and `head_dim` is that of its key."""
+    """Sizes of latent attention (DeepSeek-V3), which has one key-value head, with a key of `head_dim`."""
     experts: ExpertsConfig | None = None
     """The mixture of experts that replaces the feed-forward, if any."""
     lora: Lora | None = None
-    """The adapter that is trained instead of the weights, if any. `num_parameters` does not count it."""
+    """The adapter that is trained instead of the weights, if any. Not counted in `num_parameters`."""
     bos_token_id: int | None = None
     pad_token_id: int | None = None
-    """Only kept for transformers, whose reward models find the ends of a batch's texts with it."""
+    """Only saved for transformers, whose reward models locate the ends of a batch's texts with it."""
     eos_token_ids: tuple[int, ...] = ()
     reduction_chunks: int = 1
-    """Number of parts in which attention's output and the feed-forward's second product are summed, and then in a tree:
-    a power of two, at least as many as the ranks that share them. A different number gives different bits."""
+    """Parts in which the output projection and the feed-forward's down projection are summed, before these are joined
+    in a tree: a power of two, at least the number of ranks that share them. Another number gives different bits."""
 
     def __post_init__(self) -> None:
         sizes = ("vocab_size", "dim", "num_layers", "num_heads", "num_kv_heads", "head_dim", "intermediate_size")
@@ -176,7 +176,7 @@ class ModelConfig:
         if min(self.windows, default=0) < 0:
             raise UserError(f"model: windows are {list(self.windows)}; each must be a number of tokens, or 0 for all")
         chunks = self.reduction_chunks
-        # In bfloat16 a product reads two features at once.
+        # In bfloat16, products read two features at a time.
         cut = {"features of the heads": self.attended_features, **self.dense_sizes}
         wrong = [f"{name} ({size})" for name, size in cut.items() if chunks > 1 and size % (2 * chunks)]
         if chunks < 1 or chunks & (chunks - 1) or wrong:
@@ -211,7 +211,7 @@ class ModelConfig:
         return self.num_heads * (self.head_dim if self.latent is None else self.latent.value_dim)
 
     def window(self, layer: int) -> int:
-        """How many keys a query sees in the layer; 0: all."""
+        """Number of keys that a query sees in the layer; 0: all."""
         return self.windows[layer % len(self.windows)] if self.windows else 0
 
     def is_dense(self, layer: int) -> bool:
@@ -243,7 +243,7 @@ class ModelConfig:
 
     @property
     def num_active_parameters(self) -> int:
-        """Weights that are active per token: in a mixture, those of its experts."""
+        """Weights that are active per token: in a mixture, only those of its chosen experts."""
         return self._parameters(lambda experts: experts.routing.active)
 
     def _parameters(self, met: Callable[[ExpertsConfig], int]) -> int:

@@ -14,7 +14,7 @@ from lockstep import ops
 from lockstep.model import layers
 from lockstep.model.config import ModelConfig
 from lockstep.model.latent import LatentAttention
-from lockstep.model.lora import add_adapter
+from lockstep.model.lora_layers import add_adapter
 from lockstep.model.moe import feed_forward_of
 from lockstep.model.rotary import RotaryTables
 from lockstep.ops import native
@@ -47,10 +47,10 @@ class Block(nn.Module):
         halves: Halves,
         row_counts: Tensor | None = None,
     ) -> Tensor:
-        """`attend` takes queries, keys and values, and the layer's other terms of attention; `halves` calls the
-        two methods below, or their compiled versions. `row_counts` are for the load of a mixture's experts."""
+        """`attend` takes queries, keys, values and the layer's other attention parameters; `halves` calls the two
+        methods below, or their compiled versions. `row_counts` are for the load of a mixture's experts."""
         attended = attend(*halves.before_attention(self, hidden, cos, sin), self.self_attn.terms())
-        # Here, and not around all layers: a layer that recomputes calls this again in its backward.
+        # Here instead of around all layers: a checkpointed layer's backward calls this again.
         with ops.counted_rows(row_counts):
             return halves.after_attention(self, hidden, attended)
 
@@ -65,7 +65,7 @@ class Block(nn.Module):
 
 @runtime_checkable
 class Halves(Protocol):
-    """How a block's two halves are called: directly, which is `Block` itself, or compiled."""
+    """Calls a block's two halves: `Block` itself calls them directly, `CompiledHalves` their compiled versions."""
 
     def before_attention(self, block: Block, hidden: Tensor, cos: Tensor, sin: Tensor) -> Projected: ...
 
@@ -89,17 +89,17 @@ class Decoder(nn.Module):
         if config.lora is not None:
             add_adapter(self, config.lora, dtype, device)
         self.halves: Halves = Block
-        """Part of the model, since it affects the bits: trainer and generator necessarily share it."""
+        """Part of the model, since it affects the bits: trainer and generator share it by construction."""
         self.runs_on: torch.device | None = None
-        """Where the forward runs, if that is not where the weights are: in CPU memory, when offloaded."""
+        """The device of the forward if the weights are elsewhere: offloaded to CPU memory."""
 
     def forward(
         self, tokens: Int[Tensor, "tokens"], positions: Int[Tensor, "tokens"], attention: ops.Attention
     ) -> Float[Tensor, "tokens dim"]:
         """The normed hidden state of every token.
 
-        `attention` knows which rows belong to one sequence: whole packed sequences in the trainer, this step's tokens
-        and a paged cache in the generator.
+        `attention` maps rows to sequences: whole packed sequences in the trainer, this step's tokens and a paged cache
+        in the generator.
         """
         return self.final_norm(self.run_blocks(self.embed(tokens), positions, attention))
 
@@ -118,21 +118,21 @@ class Decoder(nn.Module):
         return hidden
 
     def reserve_positions(self, length: int) -> None:
-        """Prepares the rotary tables for sequences of `length` tokens, so that no forward waits for them."""
+        """Computes the rotary tables for sequences of `length` tokens in advance, so that no forward waits for them."""
         if not native.is_pretending() and self.device.type != "meta":
             self.rotary.reserve(length, self.device)
 
     def final_norm(self, hidden: Float[Tensor, "tokens dim"]) -> Float[Tensor, "tokens dim"]:
-        """What the head reads."""
+        """The head's input."""
         return ops.rms_norm(hidden, self.norm.weight, self.config.norm_eps)
 
     def logits(self, hidden: Float[Tensor, "rows dim"]) -> Float[Tensor, "rows vocab"]:
-        """In the model's dtype; log-probabilities are taken from them in float32 (`ops.logits_log_probs`)."""
+        """In the model's dtype; log-probabilities are computed from them in float32 (`ops.logits_log_probs`)."""
         return ops.linear(hidden, self.head_weight)
 
     @property
     def head_weight(self) -> Float[Tensor, "outputs dim"]:
-        """The output projection: the embedding's weight if they are tied, a reward model's score head."""
+        """The output projection: the embedding's weight if tied, a reward model's score head, else `lm_head`."""
         if self.config.score_head:
             return self.score.weight
         return self.embed_tokens.weight if self.config.tie_embeddings else self.lm_head.weight

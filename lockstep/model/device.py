@@ -1,4 +1,4 @@
-"""The device that a command's model, engine and batches live on."""
+"""The device of a command's model, engine and batches."""
 
 from __future__ import annotations
 
@@ -32,16 +32,16 @@ def open_device(name: str = "") -> torch.device:
     return torch.device("cuda", number)
 
 
-def device_of(given: str | torch.device) -> torch.device:
-    """The device that a caller gives. Raises UserError if torch does not know it, or this machine lacks it."""
+def checked_device(name: str | torch.device) -> torch.device:
+    """The device. Raises UserError if torch does not know it, or this machine lacks it."""
     try:
-        device = torch.device(given)
+        device = torch.device(name)
     except (RuntimeError, TypeError) as error:
-        raise UserError(_unknown(given)) from error
+        raise UserError(_unknown(name)) from error
     if device.type == "cuda" and not _cuda_devices():
-        raise UserError(_missing(given))
+        raise UserError(_missing(name))
     if device.type == "cuda" and (device.index or 0) >= _cuda_devices():
-        raise UserError(_unknown(given))
+        raise UserError(_unknown(name))
     return device
 
 

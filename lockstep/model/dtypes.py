@@ -10,12 +10,12 @@ DTYPES = {"bfloat16": torch.bfloat16, "float32": torch.float32}
 
 
 def is_auto(wanted: str | torch.dtype) -> bool:
-    """Whether no dtype was chosen."""
+    """Whether the dtype is to be chosen automatically."""
     return wanted in ("", "auto")
 
 
 def resolve_dtype(dtype: str | torch.dtype) -> torch.dtype:
-    """`bfloat16` or `float32`, by name or as torch's own. Raises UserError for any other."""
+    """`bfloat16` or `float32`, by name or as a torch.dtype. Raises UserError for any other."""
     name = str(dtype).removeprefix("torch.")
     if name not in DTYPES:
         raise UserError(f'dtype "{name}" is not supported.{closest(name, DTYPES)} Supported: {", ".join(DTYPES)}')

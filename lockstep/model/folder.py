@@ -1,4 +1,4 @@
-"""What a model folder has: its JSON files, in which file each tensor is, and the dtype to compute in."""
+"""A model folder: the file of each tensor, the dtype to compute in, and its end tokens."""
 
 from __future__ import annotations
 
@@ -20,19 +20,21 @@ from lockstep.model.stored import PEFT_ROOT, in_language_model, is_adapter, is_f
 GENERATION = "generation_config.json"
 SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
 FLOATS = {"BF16": torch.bfloat16, "F16": torch.float16, "F32": torch.float32, "F64": torch.float64}
-"""The floating-point types of safetensors that are read."""
+"""The supported floating-point types of safetensors."""
 
 
 def tensor_files(folder: Path) -> dict[str, Path]:
-    """The file of every tensor name in the folder. Raises UserError for a file outside it.
+    """The file of every tensor in the folder, by its name. Raises UserError for a file outside the folder.
 
-    As in transformers, a single file counts more than an index, and an index only says which files there are: what is
-    in them is read, whether it lists it or not.
+    As in transformers, a single file takes precedence over an index, and an index only lists the files: all tensors in
+    them are read, whether the index lists them or not.
     """
     if is_adapter_folder(folder):
-        own = adapter_files(folder)
+        adapter = adapter_files(folder)
         # Its head replaces the base's.
-        return {n: f for n, f in tensor_files(base_folder(folder)).items() if f"{PEFT_ROOT}{n}" not in own} | own
+        return {
+            n: f for n, f in tensor_files(base_folder(folder)).items() if f"{PEFT_ROOT}{n}" not in adapter
+        } | adapter
     listed = read_json(folder / INDEX).get("weight_map", {}) if (folder / INDEX).is_file() else {}
     if not isinstance(listed, dict) or not all(isinstance(file, str) for file in listed.values()):
         raise UserError(f"{folder / INDEX}: weight_map is not a table of file names; download it again")
@@ -51,7 +53,8 @@ def tensor_files(folder: Path) -> dict[str, Path]:
 
 
 def _refuse_outside(folder: Path, file: Path) -> None:
-    """Links may point into the folder or, in a snapshot of a Hugging Face cache, to the blobs next to the snapshots."""
+    """Raises UserError for a link that points neither into the folder nor, in a snapshot of a Hugging Face cache, to
+    the blobs next to the snapshots."""
     home, target = folder.resolve(), file.resolve()
     allowed = [home]
     if home.parent.name == "snapshots":
@@ -61,12 +64,12 @@ def _refuse_outside(folder: Path, file: Path) -> None:
 
 
 class TensorFile:
-    """A safetensors file whose tensors have the names `in_language_model`, unless there are two with the same then."""
+    """A safetensors file whose tensors are named by `in_language_model`, unless that would give two the same name."""
 
     def __init__(self, path: Path):
         self._file = safe_open(path, framework="pt")
-        held = dict.fromkeys(self._file.keys())
-        self._names = {name if (full := in_language_model(name)) in held else full: name for name in held}
+        stored = dict.fromkeys(self._file.keys())
+        self._names = {name if (full := in_language_model(name)) in stored else full: name for name in stored}
 
     def keys(self) -> list[str]:
         return list(self._names)
@@ -96,8 +99,8 @@ def folder_dtype(folder: Path) -> torch.dtype:
 
 
 def stored_dtype(folder: Path) -> tuple[torch.dtype, str]:
-    """The dtype in the folder's configuration or, if there is none, that of most of the tensors' bytes; and the
-    beginning of a sentence that says so. Raises UserError for a configuration that names no dtype of torch."""
+    """The dtype in the folder's configuration or, if there is none, that of most of the tensors' bytes; and its origin,
+    as the beginning of a sentence. Raises UserError for a configuration whose dtype torch does not have."""
     path = base_folder(folder) / "config.json"
     values = read_json(path)
     text = values.get("text_config")
@@ -115,7 +118,7 @@ def _commonest(folder: Path) -> torch.dtype:
     sizes: Counter[torch.dtype] = Counter()
     by_file: dict[Path, list[str]] = {}
     for name, path in tensor_files(folder).items():
-        # Quantized tensors are read as bfloat16, and the bias of an expert choice is float32 in any folder.
+        # Quantized tensors are read as bfloat16, and a router's bias is float32 in any folder.
         if not name.endswith((BLOCKS, SCALES)) and not is_float32(name) and not is_adapter(name):
             by_file.setdefault(path, []).append(name)
     for path, names in by_file.items():
@@ -127,10 +130,10 @@ def _commonest(folder: Path) -> torch.dtype:
 
 
 def generation_ends(folder: Path) -> list[int]:
-    """The end tokens in the folder's `generation_config.json`. Raises UserError for what is not one or a list."""
+    """The end tokens in the folder's `generation_config.json`. Raises UserError unless it is a token or a list."""
     path = folder / GENERATION
-    found = read_json(path).get("eos_token_id") if path.is_file() else None
-    ends = found if isinstance(found, list) else [] if found is None else [found]
+    value = read_json(path).get("eos_token_id") if path.is_file() else None
+    ends = value if isinstance(value, list) else [] if value is None else [value]
     if any(type(token) is not int for token in ends):
-        raise UserError(f"{path}: eos_token_id is {found!r:.100}; it must be a token id or a list of them")
+        raise UserError(f"{path}: eos_token_id is {value!r:.100}; it must be a token id or a list of them")
     return ends

@@ -1,4 +1,4 @@
-"""Fresh weights, drawn so that every layout gets the same model and each rank draws little more than its own shard."""
+"""Fresh weights, drawn so that every layout gets the same model and each rank draws little more than its shard."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from torch import Tensor
 from lockstep.errors import UserError
 from lockstep.model.config import ModelConfig
 from lockstep.model.decoder import Decoder
-from lockstep.model.device import device_of
+from lockstep.model.device import checked_device
 from lockstep.model.dtypes import resolve_dtype
 from lockstep.model.normal import normal, uniform
 from lockstep.model.protocols import TrainableModel
@@ -21,22 +21,22 @@ from lockstep.model.shard import local_part
 from lockstep.model.stored import is_adapter, is_score_head
 
 BLOCK = 1 << 16
-"""Elements drawn from one seed, in whole rows: the smallest piece of a parameter that can be drawn by itself."""
+"""Elements drawn from one seed, in whole rows: the smallest piece of a parameter that can be drawn separately."""
 
 
 def build_model(
     config: ModelConfig, dtype: str | torch.dtype = "bfloat16", device: str | torch.device = "cpu", seed: int = 0
 ) -> Decoder:
-    """Fresh weights: normal(0, 0.02), the projections into the residual stream by 1/√(2·layers) smaller, norms 1,
-    biases and sinks 0.
+    """Fresh weights: normal(0, 0.02), scaled by 1/√(2·layers) in projections into the residual stream; norms 1, biases
+    and sinks 0.
 
-    The draws are made in float32, so a seed gives the same weights in every dtype, rounded, and on every processor.
-    On the `meta` device nothing is allocated. Raises UserError for what is not a ModelConfig, and for a device that
-    this machine lacks.
+    Draws are float32, so a seed gives the same weights, rounded, in every dtype and on every processor. On the `meta`
+    device nothing is allocated. Raises UserError if `config` is not a ModelConfig, and for a device that this machine
+    lacks.
     """
     if not isinstance(config, ModelConfig):
         raise UserError(f'config is {config!r:.60}; give a ModelConfig, such as preset("qwen3:micro")')
-    device = device_of(device)
+    device = checked_device(device)
     model = Decoder(config, resolve_dtype(dtype), device)
     if device.type != "meta":
         initialize(model, seed)
@@ -44,14 +44,14 @@ def build_model(
 
 
 def initialize(model: TrainableModel, seed: int) -> None:
-    """Fills the weights of a Decoder, or of a part of one, in place; for a sharded parameter, this rank's shard."""
+    """Initializes the weights of a Decoder, or of part of one, in place; of a sharded parameter, this rank's shard."""
     initialize_some(model, seed, lambda name: True)
 
 
 @torch.no_grad()
 def initialize_some(model: TrainableModel, seed: int, wanted: Callable[[str], bool]) -> None:
-    """As `initialize`, only for the parameters whose names are `wanted`. An adapter's A is uniform between ±1/√in, as
-    in `peft`, and its B zeros; a score head is normal(0, 1/(dim + 1)) (arXiv 2009.01325, appendix B)."""
+    """`initialize` only the parameters whose names are `wanted`. An adapter's A is uniform between ±1/√in, as in
+    `peft`, and its B zeros; a score head is normal(0, 1/(dim + 1)) (arXiv 2009.01325, appendix B)."""
     for name, parameter in model.named_parameters():
         if not wanted(name):
             continue
@@ -67,8 +67,8 @@ def initialize_some(model: TrainableModel, seed: int, wanted: Callable[[str], bo
             _draw(local, place, parameter.shape[1], deviation, key)
             continue
         for expert in range(place[0].start, place[0].stop):
-            own = local[expert - place[0].start]
-            _draw(own, place[1:], parameter.shape[2], deviation, f"{key}/{expert}")
+            values = local[expert - place[0].start]
+            _draw(values, place[1:], parameter.shape[2], deviation, f"{key}/{expert}")
 
 
 def _begin_adapter(name: str, parameter: Tensor, seed: int) -> None:

@@ -9,11 +9,11 @@ from typing import Any
 from lockstep.errors import UserError
 
 JSON_BYTES = 2**26
-"""Limit for a JSON file in a model folder: far larger than any, and still parsed in seconds."""
+"""Size limit of a JSON file in a model folder: far above any real file, and still parsed in seconds."""
 
 
 def read_json(path: Path) -> dict[str, Any]:
-    """The object in a file. Raises UserError for a file that is not JSON of one."""
+    """The JSON object in a file. Raises UserError if there is none."""
     try:
         if path.stat().st_size > JSON_BYTES:
             raise ValueError(f"larger than {JSON_BYTES} bytes")

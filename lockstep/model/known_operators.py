@@ -1,8 +1,8 @@
-"""Which of PyTorch's own operators a forward pass may use, and the refusal of a model that uses others.
+"""The PyTorch operators that a forward pass may use; a model that uses others is refused.
 
-The invariant operators are functions in the compiled kernels, which PyTorch does not see; everything else that makes
-floating-point values passes through its dispatcher. A product or a reduction of the library there may depend on the
-rest of the batch, even if no test on this machine shows it.
+The invariant operators are compiled kernels, which bypass PyTorch's dispatcher; everything else that creates
+floating-point values goes through it. There, a product or reduction of a library may depend on the rest of the batch,
+even if no test on this machine shows it.
 """
 
 from __future__ import annotations
@@ -23,24 +23,24 @@ MOVED = {
     "full", "gather", "index", "index_select", "lift_fresh", "new_empty", "new_full", "new_zeros", "scalar_tensor",
     "select", "slice", "stack", "transpose", "unbind", "unsqueeze", "view", "zeros",
 }  # fmt: skip
-"""Values are copied, or newly made."""
+"""Operators that copy values, or create constant ones."""
 ELEMENTWISE = {"abs", "add", "ceil", "mul", "reciprocal", "sub", "where"}
-"""One rounding each, which IEEE 754 defines: an element's place and neighbors do not matter."""
+"""One rounding each, defined by IEEE 754: an element's place and neighbors do not matter."""
 CHOSEN = {"amax", "sort"}
-"""One of the values, in whichever order they are compared."""
+"""The results are input values, whatever the order of comparisons."""
 
 
 def unknown_operators(call: Callable[[], object]) -> set[str]:
-    """The names of PyTorch's operators that make floating-point values in a call and are on none of the lists."""
+    """The names of PyTorch operators that create floating-point values in a call and are on none of the lists."""
     with _Seen() as seen:
         call()
     return seen.names - MOVED - ELEMENTWISE - CHOSEN
 
 
 def refuse_unknown_operators(model: Decoder) -> None:
-    """Raises UserError, naming them, where a forward pass of `model` uses operators that are on none of the lists.
+    """Raises UserError, naming them, if a forward pass of `model` uses operators that are on none of the lists.
 
-    A forward of two tokens, on the CPU's compiled operators; elsewhere the operators are PyTorch's own, or Triton's.
+    Runs a forward of two tokens with the CPU's compiled operators; elsewhere operators are PyTorch's, or Triton's.
     """
     if model.device.type != "cpu" or ops.arithmetic() == "pytorch":
         return
@@ -61,11 +61,11 @@ def refuse_unknown_operators(model: Decoder) -> None:
 
 
 class _Seen(TorchDispatchMode):
-    """The names of PyTorch's operators that made floating-point values."""
+    """Collects the names of PyTorch operators that create floating-point values."""
 
     @classmethod
     def _should_skip_dynamo(cls) -> bool:
-        return False  # nothing is compiled within: to skip it, PyTorch would import its whole compiler
+        return False  # nothing is compiled in this mode: to skip compiled code, PyTorch would import its compiler
 
     def __init__(self) -> None:
         super().__init__()

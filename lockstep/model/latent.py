@@ -1,9 +1,9 @@
 """Latent attention: all heads attend to one compressed key per token (arXiv 2405.04434, section 2.1).
 
-A token's latent c gives head h the key `U_h c` and the value `V_h c`. Neither is ever computed: a query meets the
-latent as `U_hᵀ q`, and the values of an attended latent are `V_h` times it. The trainer computes in this absorbed form
-too, so its bits are the generator's. The cache holds the latent and one rotated key for all heads per token; both are
-read as the key, and the latent as the value.
+A token's latent c gives head h the key `U_h c` and the value `V_h c`. Neither is computed: a query is multiplied with
+the latent as `U_hᵀ q`, and the values of an attended latent are `V_h` times it. The trainer uses this absorbed form
+too, so its bits are the generator's. Per token, the cache has the latent and one rotated key for all heads; both
+together are the key, and the latent is the value.
 """
 
 from __future__ import annotations
@@ -17,11 +17,11 @@ from lockstep.model.layers import Projection, Weight
 from lockstep.model.rotary import softmax_scale
 
 LATENT_EPS = 1e-6
-"""Epsilon of the norms of compressed values, whatever that of the other norms is."""
+"""Epsilon of the norms of compressed values, independent of the other norms'."""
 
 
 class LatentAttention(nn.Module):
-    """Projections to queries over the latent and to the latent, and back from what the heads have attended to."""
+    """Projections to queries over the latent and to the latent, and the output projection of the attended values."""
 
     def __init__(self, config: ModelConfig, dtype: torch.dtype, device: str | torch.device):
         super().__init__()
@@ -43,7 +43,7 @@ class LatentAttention(nn.Module):
         self.o_proj = Projection(config.dim, heads * latent.value_dim, dtype=dtype, device=device)
 
     def project(self, x: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor, None]:
-        """Queries `[tokens, heads, key_dim]` and the one key `[tokens, 1, key_dim]`, which is the value too."""
+        """Queries `[tokens, heads, key_dim]`, and the one key `[tokens, 1, key_dim]`, which is also the value."""
         latent = self.latent
         queries = self._queries(x).view(x.shape[0], -1, latent.nope_dim + latent.rope_dim)
         absorbed = ops.head_linear(
@@ -56,11 +56,11 @@ class LatentAttention(nn.Module):
         return torch.cat((absorbed, rotated), -1), torch.cat((key, rotated_key), -1), None
 
     def terms(self) -> ops.Terms:
-        """Attention's arguments other than queries and keys, whose width is not that of the heads they stand for."""
+        """The scale of the scores, since the width of queries and keys is not that of the heads they represent."""
         return ops.Terms(scale=self.scale)
 
     def values(self, attended: Tensor) -> Tensor:
-        """Each head's values `[tokens, heads · value_dim]` of the keys that it has attended to."""
+        """Each head's attended values, `[tokens, heads · value_dim]`."""
         latent = self.latent
         attended = attended[..., : latent.kv_rank]
         stop = latent.nope_dim + latent.value_dim
@@ -73,12 +73,12 @@ class LatentAttention(nn.Module):
         return self.q_b_proj.project(_normed(compressed, self.q_a_layernorm.weight)[:, 0])
 
     def _rotated(self, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-        # Scores are the same for any order of the features that queries and keys share.
+        # Scores do not depend on the order of features if queries and keys have the same.
         if self.latent.interleaved:
             x = torch.cat((x[..., 0::2], x[..., 1::2]), -1)
         return ops.rotary(x, cos, sin)
 
 
 def _normed(compressed: Tensor, weight: Tensor) -> Tensor:
-    """Norm of `[tokens, 1, features]`: every rank of a tensor axis has all tokens, and as a head they are not split."""
+    """Norm of `[tokens, 1, features]`: a single head, so that tensor ranks, which have all tokens, do not split it."""
     return ops.rms_norm(compressed, weight, LATENT_EPS)

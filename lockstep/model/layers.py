@@ -1,4 +1,4 @@
-"""The two halves of a block around attention."""
+"""The parts of a block around attention: projections and the dense feed-forward."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from lockstep.model.config import ModelConfig
 
 
 class Weight(nn.Module):
-    """A parameter that an operator of `ops` reads; named as Hugging Face names it: `….weight`, and `….bias`."""
+    """A parameter that an operator of `ops` reads, with Hugging Face's names: `….weight`, and `….bias`."""
 
     def __init__(self, *shape: int, dtype: torch.dtype, device: str | torch.device, bias: bool = False):
         super().__init__()
@@ -19,7 +19,7 @@ class Weight(nn.Module):
 
 
 class Projection(Weight):
-    """A weight `[out, in]` that tokens are multiplied by, and its low-rank adapter, if any."""
+    """A linear layer with weight `[out, in]`, and its low-rank adapter, if any."""
 
     lora_A: Weight | None
     lora_B: Weight | None
@@ -45,7 +45,7 @@ class Projection(Weight):
 
 
 class Attention(nn.Module):
-    """Projections to queries, keys and values, and back; and the layer's other arguments of attention."""
+    """Projections to queries, keys and values, the output projection, and the layer's other attention parameters."""
 
     def __init__(self, config: ModelConfig, dtype: torch.dtype, device: str | torch.device, window: int):
         super().__init__()
@@ -73,16 +73,16 @@ class Attention(nn.Module):
         return ops.rotary(q, cos, sin), ops.rotary(k, cos, sin), v
 
     def values(self, attended: Tensor) -> Tensor:
-        """What the heads have attended to, `[tokens, heads · head_dim]`."""
+        """The attended values of all heads, `[tokens, heads · head_dim]`."""
         return attended.flatten(1)
 
     def terms(self) -> ops.Terms:
-        """Attention's arguments other than queries, keys and values."""
+        """Attention's parameters other than queries, keys and values."""
         return ops.Terms(window=self.window, sinks=ops.own_part(self.sinks) if self.config.sinks else None)
 
 
 class FeedForward(nn.Module):
-    """The gated feed-forward, of the model's intermediate size unless another is given."""
+    """The gated feed-forward; `size` defaults to the model's intermediate size."""
 
     def __init__(self, config: ModelConfig, dtype: torch.dtype, device: str | torch.device, size: int = 0):
         super().__init__()

@@ -13,7 +13,7 @@ from lockstep.model.layers import FeedForward, Weight
 
 
 class Router(Weight):
-    """One logit per expert, and the bias that the choice may have."""
+    """One logit per expert, and an optional bias for the choice."""
 
     def __init__(self, config: ModelConfig, dtype: torch.dtype, device: str | torch.device):
         assert config.experts is not None
@@ -22,12 +22,12 @@ class Router(Weight):
         self.load = ops.ExpertLoad(config.experts.count, config.experts.routing.active)
         self.e_score_correction_bias: nn.Parameter | None = None
         if config.experts.choice_bias:
-            # Always float32: a step that balances the load is far below bfloat16's resolution.
+            # Always float32: the load-balancing steps are far below bfloat16's resolution.
             bias = torch.empty(config.experts.count, dtype=torch.float32, device=device)
             self.e_score_correction_bias = nn.Parameter(bias, requires_grad=False)
 
     def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
-        """The weights of each token's experts, and which they are."""
+        """The weights and the indices of each token's experts."""
         logits = ops.router_logits(x, self.weight)
         if self.bias is not None:
             logits = ops.add_bias(logits, self.bias)
@@ -70,7 +70,7 @@ class MixtureOfExperts(nn.Module):
 
 
 class ClampedExperts(nn.Module):
-    """All of gpt-oss's experts, stacked; named as Hugging Face names them, but `[experts, out, in]`."""
+    """All of gpt-oss's experts, stacked, with Hugging Face's names, but `[experts, out, in]`."""
 
     def __init__(self, config: ModelConfig, dtype: torch.dtype, device: str | torch.device):
         super().__init__()

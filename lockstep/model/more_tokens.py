@@ -1,4 +1,4 @@
-"""A stored embedding or head, read as if it had more tokens."""
+"""A stored embedding or head, extended to more tokens."""
 
 from __future__ import annotations
 
@@ -10,13 +10,13 @@ from torch import Tensor
 from lockstep.model.stored import EMBEDDING, HEAD
 
 OF_TOKENS = (EMBEDDING, HEAD)
-"""Tensors with a row for each token."""
+"""Tensors with a row per token."""
 
 
 class MoreTokens:
     """A tensor `[tokens, dim]` in a file, followed by copies of its row `like` up to `tokens` rows.
 
-    Copies, because a mean of rows would have other bits on other machines.
+    Copies, because a mean of rows could have different bits on other machines.
     """
 
     def __init__(self, stored: Any, tokens: int, like: int):
@@ -27,9 +27,9 @@ class MoreTokens:
 
     def __getitem__(self, place: tuple[slice, ...]) -> Tensor:
         (start, stop, _), rest = place[0].indices(self._tokens), place[1:]
-        held = min(stop, self._stored.get_shape()[0])
-        parts = [self._stored[(slice(min(start, held), held), *rest)]]
-        new = stop - max(start, held)
+        end = min(stop, self._stored.get_shape()[0])
+        parts = [self._stored[(slice(min(start, end), end), *rest)]]
+        new = stop - max(start, end)
         if new > 0:
             parts.append(self._stored[(slice(self._like, self._like + 1), *rest)].expand(new, -1))
         return torch.cat(parts)

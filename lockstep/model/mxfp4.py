@@ -1,6 +1,6 @@
-"""MXFP4 tensors in a file, read as floating-point numbers: blocks of 32 four-bit numbers that share a scale.
+"""MXFP4 tensors in a file, read as floating-point numbers: blocks of 32 four-bit numbers with a common scale.
 
-A number is e2m1, a scale e8m0, a power of two (Open Compute Project, "OCP Microscaling Formats Specification", 2023).
+Numbers are e2m1; scales are e8m0, powers of two (Open Compute Project, "OCP Microscaling Formats Specification", 2023).
 """
 
 from __future__ import annotations
@@ -14,23 +14,23 @@ from torch import Tensor
 from lockstep.errors import UserError
 
 BLOCK = 32
-"""Numbers that share a scale."""
+"""Numbers per scale."""
 BLOCKS, SCALES = "_blocks", "_scales"
-"""Suffixes of a tensor's name in the names of the two that it is stored as."""
+"""Suffixes of the two stored tensors' names, after the name of the tensor that they represent."""
 NUMBERS = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
 """Values of the lower three bits; the fourth is the sign."""
 BIAS = 127
 NAN = 255
-"""The scale that stands for NaN."""
+"""The scale byte that represents NaN."""
 
 
 def dequantized(
     blocks: UInt8[Tensor, "experts out blocks half"], scales: UInt8[Tensor, "experts out blocks"]
 ) -> Float[Tensor, "experts out in"]:
-    """In bfloat16, which represents all of them exactly: two bits of a number, and a power of two. A scale of `NAN` is
-    NaN.
+    """In bfloat16, which represents all values exactly: a number's two significant bits, and a power of two. A scale of
+    `NAN` gives NaN.
 
-    In each byte the lower four bits come first.
+    In each byte, the lower four bits come first.
     """
     table = torch.tensor([*NUMBERS, *(-x for x in NUMBERS)], dtype=torch.bfloat16)
     numbers = torch.stack((table[(blocks & 15).int()], table[(blocks >> 4).int()]), -1).flatten(-2)
@@ -39,10 +39,10 @@ def dequantized(
 
 
 class Mxfp4:
-    """Experts' weights `[experts, in, out]` in a file, of which one place is read at a time, like a tensor's slice.
+    """Experts' weights `[experts, in, out]` in a file, indexed like a tensor's slice, one place at a time.
 
-    The file has them as `[experts, out, in / 32, 16]` bytes, and `[experts, out, in / 32]` scales. Reading a place
-    raises UserError, with `name`, for a scale that is NaN: no weight is, so the file is damaged.
+    They are stored as `[experts, out, in / 32, 16]` bytes, and `[experts, out, in / 32]` scales. Reading a place raises
+    UserError, with `name`, for a scale that is NaN: no weight is NaN, so the file is damaged.
     """
 
     def __init__(self, name: str, blocks: Any, scales: Any):
@@ -53,15 +53,15 @@ class Mxfp4:
         first = inputs.start // BLOCK
         whole = slice(first, -(-inputs.stop // BLOCK))
         inside = slice(inputs.start - first * BLOCK, inputs.stop - first * BLOCK)
-        # One after the other: a table is looked up by whole numbers, several times as large as what they are made of.
+        # Expert by expert: the table lookup needs int64 indices, several times as large as the stored bytes.
         parts = []
         for expert in range(experts.start, experts.stop):
-            own = (slice(expert, expert + 1), outputs, whole)
-            scales = self.scales[own]
+            stored = (slice(expert, expert + 1), outputs, whole)
+            scales = self.scales[stored]
             if (scales == NAN).any():
                 raise UserError(
                     f"tensor {self.name}{SCALES} has a scale byte of {NAN} for expert {expert}, which MXFP4 defines as "
                     "NaN; the file is damaged or was quantized from weights that were not finite: download it again"
                 )
-            parts.append(dequantized(self.blocks[own], scales)[..., inside].mT)
+            parts.append(dequantized(self.blocks[stored], scales)[..., inside].mT)
         return torch.cat(parts)

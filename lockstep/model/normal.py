@@ -1,7 +1,7 @@
 """Normal and uniform draws with the same bits on every processor.
 
-Philox (Salmon et al., 2011) makes whole numbers; the inverse of the normal distribution, PPND7 of Wichura (1988,
-AS 241) in float32, makes draws of them. Its logarithm is our own, and every operation is rounded by itself.
+Philox (Salmon et al., 2011) generates integers; the inverse of the normal distribution, PPND7 of Wichura (1988,
+AS 241) in float32, maps them to draws. Its logarithm is `ops.elementary`'s, and every operation is rounded separately.
 """
 
 from __future__ import annotations
@@ -18,20 +18,20 @@ TAIL_BELOW = (1.0, 7.3700164250e-01, 1.2021132975e-01)
 
 
 def normal(seed: int, count: int) -> Float32[np.ndarray, "count"]:
-    """`count` draws of mean 0 and deviation 1, none beyond 5.3; the first draws do not depend on `count`."""
+    """`count` draws of mean 0 and standard deviation 1, within ±5.3; the first draws do not depend on `count`."""
     return inverse_normal(uniform(seed, count))
 
 
 def uniform(seed: int, count: int) -> Float32[np.ndarray, "count"]:
-    """`count` draws between -1/2 and 1/2, neither of which occurs; the first draws do not depend on `count`."""
+    """`count` draws strictly between -1/2 and 1/2; the first draws do not depend on `count`."""
     words = np.random.Philox(key=seed).random_raw((count + 1) // 2).astype("<u8", copy=False).view("<u4")[:count]
-    # Odd numbers of 24 bits about zero: exact in float32, and never 0 or 1 as probabilities.
+    # Odd 24-bit integers around zero: exact in float32, and never probability 0 or 1.
     distances = ((words >> np.uint32(8)) | np.uint32(1)).astype(np.int32) - np.int32(1 << 23)
     return distances.astype(np.float32) * np.float32(2.0**-24)
 
 
 def inverse_normal(distance: Float32[np.ndarray, "count"]) -> Float32[np.ndarray, "count"]:
-    """The value that a normal variable stays below with probability 1/2 + `distance`, up to 7 digits."""
+    """The quantile of the normal distribution at probability 1/2 + `distance`, to 7 digits."""
     r = np.float32(0.180625) - distance * distance
     values = distance * (_polynomial(r, CENTRE) / _polynomial(r, CENTRE_BELOW))
     (tails,) = np.nonzero(np.abs(distance) > np.float32(0.425))

@@ -1,4 +1,4 @@
-"""What others need from a model: a loss scores with it, a trainer trains it."""
+"""Interfaces of a model: for losses, which score with it, and for trainers."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ from lockstep.model.config import ModelConfig
 
 @runtime_checkable
 class ScoringModel(Protocol):
-    """What a loss needs: hidden states of packed tokens, `[tokens, dim]`, and the head that reads them.
+    """For losses: hidden states of packed tokens, `[tokens, dim]`, and the head that reads them.
 
-    A `Decoder` is one. In a pipeline it is the last stage, whose hidden states are computed before the loss is called.
+    Implemented by `Decoder`, and in a pipeline by the last stage, whose hidden states exist before the loss is called.
     """
 
     @property
@@ -27,9 +27,10 @@ class ScoringModel(Protocol):
 
 @runtime_checkable
 class TrainableModel(Protocol):
-    """What trainer, optimizer and checkpoints need: the whole model's shape, and this rank's parameters.
+    """For trainer, optimizer and checkpoints: the whole model's shape, and this rank's parameters, with the names that
+    they have in the whole model.
 
-    Those have the names of the whole model. A `Decoder` is one, and so are this rank's stages of a pipeline.
+    Implemented by `Decoder`, and by a rank's stages of a pipeline.
     """
 
     config: ModelConfig

@@ -16,21 +16,21 @@ from lockstep.ops import native
 from lockstep.ops.elementary import cosine_and_sine, logarithm
 
 SMALLEST = 256
-"""Positions of the first tables on a CPU."""
+"""Positions in the first tables on a CPU."""
 CHUNK = 1 << 14
-"""Angles that are computed at once, so that intermediate values stay in the cache."""
+"""Angles computed at a time, so that intermediate values stay in the processor's cache."""
 
 
 class RotaryTables:
-    """Rows of cosines and sines, computed on the CPU when a position first needs them and kept on each device.
+    """Rows of cosines and sines, computed on the CPU on first use and cached on each device.
 
-    On a CPU the tables double in size as needed. Elsewhere the largest position is not known without waiting for the
-    device: there they have all of the model's positions from the start, and more after `reserve`.
+    On a CPU the tables double in size as needed. On other devices, reading the largest position would synchronize, so
+    they start with all of the model's positions, and grow with `reserve`.
     """
 
     def __init__(self, config: ModelConfig):
         self.config = config
-        self._kept: dict[torch.device, tuple[Tensor, Tensor]] = {}
+        self._cached: dict[torch.device, tuple[Tensor, Tensor]] = {}
 
     def __call__(
         self, positions: Int[Tensor, "tokens"]
@@ -41,7 +41,7 @@ class RotaryTables:
             return torch.empty(2, *shape, dtype=torch.float32, device=positions.device).unbind()  # type: ignore[return-value]
         length = 0
         if positions.device.type == "cpu" and len(positions) > 0:
-            with ops.unrecorded():  # whoever replays a tape compares positions with the tables' length
+            with ops.unrecorded():  # before replaying, the generator compares positions with the tables' length
                 length = int(positions.max()) + 1
         cosines, sines = self.reserve(length, positions.device)
         return cosines.index_select(0, positions), sines.index_select(0, positions)
@@ -50,13 +50,13 @@ class RotaryTables:
         self, length: int, device: torch.device
     ) -> tuple[Float[Tensor, "positions half"], Float[Tensor, "positions half"]]:
         """The tables on `device`, of at least `length` positions."""
-        held = self._kept.get(device)
-        if held is None or len(held[0]) < length:
+        cached = self._cached.get(device)
+        if cached is None or len(cached[0]) < length:
             smallest = SMALLEST if device.type == "cpu" else self.config.max_positions
             length = max(smallest, 1 << max(length - 1, 0).bit_length())
             tables = rotary_tables(rotary_frequencies(self.config), length, table_factor(self.config))
-            held = self._kept[device] = tables[0].to(device), tables[1].to(device)
-        return held
+            cached = self._cached[device] = tables[0].to(device), tables[1].to(device)
+        return cached
 
 
 def rotary_tables(
@@ -64,7 +64,7 @@ def rotary_tables(
 ) -> tuple[Float[Tensor, "length half"], Float[Tensor, "length half"]]:
     """Cosine and sine of the float32 product of each position below `length` with each frequency, float32.
 
-    factor: what both are multiplied by, rounded once more.
+    factor: of both, with another rounding.
     """
     cosines, sines = (np.empty((length, len(frequencies)), dtype=np.float32) for _ in range(2))
     step = max(1, CHUNK // len(frequencies))
@@ -91,7 +91,7 @@ def rotary_frequencies(config: ModelConfig) -> Float32[np.ndarray, "half"]:
 
 
 def table_factor(config: ModelConfig) -> float:
-    """What cosines and sines are multiplied by: YaRN's attention factor, else 1."""
+    """The factor of cosines and sines: YaRN's attention factor, else 1."""
     scaling = config.rope_scaling
     if not isinstance(scaling, Yarn):
         return 1.0
@@ -103,7 +103,7 @@ def table_factor(config: ModelConfig) -> float:
 
 
 def softmax_scale(config: ModelConfig) -> float:
-    """What latent attention multiplies its scores by: 1/√width of a query, times YaRN's factor for `mscale_all_dim`."""
+    """The factor of latent attention's scores: 1/√width of a query, times YaRN's factor for `mscale_all_dim`."""
     assert config.latent is not None
     scale: float = (config.latent.nope_dim + config.latent.rope_dim) ** -0.5
     scaling = config.rope_scaling
@@ -121,7 +121,7 @@ def _log(x: float) -> float:
 
 
 def _stretched(frequencies: np.ndarray, scaling: RopeScaling) -> np.ndarray:
-    """Llama 3.1: slow frequencies are divided by `factor`, fast ones kept, those in between interpolated."""
+    """Llama 3.1: slow frequencies are divided by `factor`, fast ones unchanged, those in between interpolated."""
     factor, low, high, positions, turn = map(
         np.float32,
         (
@@ -133,14 +133,14 @@ def _stretched(frequencies: np.ndarray, scaling: RopeScaling) -> np.ndarray:
         ),
     )
     turns = positions / (turn / frequencies)
-    kept = np.clip((turns - low) / (high - low), np.float32(0), np.float32(1))
-    return (np.float32(1) - kept) * frequencies / factor + kept * frequencies
+    unchanged = np.clip((turns - low) / (high - low), np.float32(0), np.float32(1))
+    return (np.float32(1) - unchanged) * frequencies / factor + unchanged * frequencies
 
 
 def stretched_by_yarn(powers: Float32[np.ndarray, "half"], theta: float, scaling: Yarn) -> Float32[np.ndarray, "half"]:
     """YaRN: pairs of dimensions below `low` keep their frequency, from `high` on it is divided by `factor`.
 
-    powers: of `theta`, the reciprocals of the frequencies that are stretched.
+    powers: of `theta`, the reciprocals of the unscaled frequencies.
     """
     dim = 2 * len(powers)
 
@@ -155,6 +155,6 @@ def stretched_by_yarn(powers: Float32[np.ndarray, "half"], theta: float, scaling
         high += 0.001
     one = np.float32(1)
     pairs = np.arange(len(powers), dtype=np.float32)
-    kept = one - np.clip((pairs - np.float32(low)) / np.float32(high - low), np.float32(0), one)
-    slow: np.ndarray = one / (np.float32(scaling.factor) * powers) * (one - kept)
-    return slow + one / powers * kept
+    unchanged = one - np.clip((pairs - np.float32(low)) / np.float32(high - low), np.float32(0), one)
+    slow: np.ndarray = one / (np.float32(scaling.factor) * powers) * (one - unchanged)
+    return slow + one / powers * unchanged

@@ -1,4 +1,4 @@
-"""How a parameter is named and split in the files of a Hugging Face folder."""
+"""The names and layout of parameters in the files of a Hugging Face folder."""
 
 from __future__ import annotations
 
@@ -13,13 +13,13 @@ EXPERTS = ".mlp.experts."
 PROJECTIONS = ("gate_proj.weight", "up_proj.weight", "down_proj.weight")
 FUSED = "gate_up_proj"
 TRANSPOSED = ("gate_up_proj", "down_proj")
-"""Weights of gpt-oss's experts that are `[experts, in, out]` in files."""
+"""Weights of gpt-oss's experts, which are `[experts, in, out]` in files."""
 
 
 PEFT_ROOT = "base_model.model."
-"""Before a tensor's name in an adapter's file: `peft` wraps the model."""
+"""Prefix of tensor names in an adapter's file: `peft` wraps the model."""
 PEFT_PREFIX = f"{PEFT_ROOT}model."
-"""Before a layer's."""
+"""Prefix of layer names in an adapter's file."""
 HEADS = ("lm_head.", "score.")
 EMBEDDING, HEAD = "model.embed_tokens.weight", "lm_head.weight"
 SCORE = "score.weight"
@@ -27,7 +27,7 @@ CHOICE_BIAS = "e_score_correction_bias"
 
 
 def is_adapter(name: str) -> bool:
-    """Whether a parameter is one of a low-rank adapter's."""
+    """Whether a parameter is part of a low-rank adapter."""
     return name.endswith((".lora_A.weight", ".lora_B.weight"))
 
 
@@ -36,44 +36,45 @@ def is_score_head(name: str) -> bool:
     return name == SCORE
 
 
-def is_beside_base(name: str) -> bool:
-    """Whether a parameter is trained and saved if there is an adapter: the adapter's, and a reward model's head."""
+def is_saved_with_adapter(name: str) -> bool:
+    """Whether a parameter is trained and saved with an adapter: the adapter's, and a reward model's head."""
     return is_adapter(name) or is_score_head(name)
 
 
 def adapter_name(name: str) -> str:
-    """The name in an adapter's file of a parameter outside the base."""
+    """The name of a parameter that is not the base's in an adapter's file."""
     return f"{PEFT_ROOT}{name}" if is_score_head(name) else hugging_face_name(name)
 
 
 def is_float32(name: str) -> bool:
-    """Whether a parameter is float32 in a model of any dtype: a router's bias moves in steps below bfloat16's."""
+    """Whether a parameter is float32 in a model of any dtype: the steps of a router's bias are below bfloat16's
+    resolution."""
     return name.endswith(CHOICE_BIAS)
 
 
 class Stored(NamedTuple):
-    """A tensor in a file, and where a parameter's values are in it."""
+    """A tensor in a file, and the place of a parameter's values in it."""
 
     name: str
     expert: int | None = None
-    """The tensor is this expert's part of a parameter that stacks all experts'; None: it has the whole parameter."""
+    """The expert whose part of a stacked parameter the tensor is; None: the tensor has the whole parameter."""
     first_row: int = 0
-    """In a tensor with several parameters' rows, where this one's begin."""
+    """The first row of this parameter in a tensor with the rows of several."""
     shape: tuple[int, ...] = ()
-    """Shape of the tensor, if it has several parameters' rows."""
+    """Shape of the tensor, if it has the rows of several parameters."""
     transposed: bool = False
-    """The parameter's last two dimensions are swapped in the tensor."""
+    """Whether the parameter's last two dimensions are swapped in the tensor."""
     quantized: bool = False
-    """The files have MXFP4 blocks and their scales instead of the tensor."""
+    """Whether the files have MXFP4 blocks and their scales instead of the tensor."""
 
     def of(self, parameter: Tensor) -> Tensor:
-        """A parameter's values as the tensor has them; they share their memory."""
+        """A view of the parameter with the tensor's layout."""
         if self.expert is not None:
             return parameter[self.expert]
         return parameter.mT if self.transposed else parameter
 
     def place(self, place: tuple[slice, ...]) -> tuple[slice, ...]:
-        """Where in the tensor a place of the parameter is."""
+        """The place in the tensor of a place in the parameter."""
         if self.expert is not None:
             return place[1:]
         if self.first_row:
@@ -81,7 +82,7 @@ class Stored(NamedTuple):
         return (*place[:-2], place[-1], place[-2]) if self.transposed else place
 
     def tensors(self, shape: Sequence[int]) -> dict[str, tuple[int, ...]]:
-        """The names and shapes of what the files have, of a parameter's shape."""
+        """The names and shapes of the tensors in the files, for a parameter of this shape."""
         if self.quantized:
             experts, outputs, inputs = shape
             blocks = (experts, outputs, inputs // BLOCK)
@@ -92,21 +93,21 @@ class Stored(NamedTuple):
 
 
 def hugging_face_name(name: str) -> str:
-    """A parameter's name in a Hugging Face file: everything but the head is under `model.`, and an adapter's
-    parameters have `peft`'s names."""
+    """A parameter's name in a Hugging Face file: all but the head are under `model.`, and an adapter's parameters have
+    `peft`'s names."""
     if is_adapter(name):
         return f"{PEFT_PREFIX}{name}"
     return name if name.startswith(HEADS) else f"model.{name}"
 
 
 def in_language_model(name: str) -> str:
-    """The name of a file's tensor under the model with a head: transformers' classes without one save their tensors
-    without `model.`, and load such files into both."""
+    """The name of a file's tensor in the model with a head: transformers' classes without a head save their tensors
+    without `model.`, and both load such files."""
     return f"model.{name}" if name.startswith(("embed_tokens.", "layers.", "norm.")) else name
 
 
 def stored_as(name: str, shape: Sequence[int]) -> list[Stored]:
-    """The tensors that a parameter is written as: experts one by one, as Hugging Face's folders have them."""
+    """The tensors as which a parameter is written: one per expert, as in Hugging Face's folders."""
     layer, _, projection = name.partition(EXPERTS)
     if projection in TRANSPOSED:
         return [Stored(hugging_face_name(name), transposed=True)]
@@ -115,25 +116,25 @@ def stored_as(name: str, shape: Sequence[int]) -> list[Stored]:
     return [Stored(f"model.{layer}{EXPERTS}{expert}.{projection}", expert) for expert in range(shape[0])]
 
 
-def found_as(name: str, shape: Sequence[int], held: Collection[str], tied: bool = False) -> list[Stored]:
-    """As `stored_as`, or stacked, fused or quantized, if that is what the files have; a `tied` embedding also as the
-    head."""
-    if is_score_head(name) and adapter_name(name) in held:
+def read_as(name: str, shape: Sequence[int], stored: Collection[str], tied: bool = False) -> list[Stored]:
+    """The tensors from which a parameter is read: as `stored_as`, or stacked, fused or quantized if the `stored` names
+    are; a `tied` embedding also from the head."""
+    if is_score_head(name) and adapter_name(name) in stored:
         return [Stored(adapter_name(name))]
     written = stored_as(name, shape)
-    if tied and written[0].name == EMBEDDING and EMBEDDING not in held and HEAD in held:
+    if tied and written[0].name == EMBEDDING and EMBEDDING not in stored and HEAD in stored:
         return [Stored(HEAD)]
     layer, _, projection = name.partition(EXPERTS)
-    if written[0].transposed and written[0].name + BLOCKS in held and shape[-1] % BLOCK == 0:
+    if written[0].transposed and written[0].name + BLOCKS in stored and shape[-1] % BLOCK == 0:
         return [written[0]._replace(quantized=True)]
-    if written[0].expert is None or written[0].name in held:
+    if written[0].expert is None or written[0].name in stored:
         return written
     kind = projection.removesuffix("_proj.weight")
     whole = f"model.{layer}{EXPERTS}{kind}_proj"
-    if stacked := next((n for n in (whole, f"{whole}.weight") if n in held), None):
+    if stacked := next((n for n in (whole, f"{whole}.weight") if n in stored), None):
         return [Stored(stacked)]
     fused = f"model.{layer}{EXPERTS}{FUSED}"
-    if kind != "down" and fused in held:
+    if kind != "down" and fused in stored:
         experts, rows, columns = shape
         return [Stored(fused, first_row=0 if kind == "gate" else rows, shape=(experts, 2 * rows, columns))]
     return written

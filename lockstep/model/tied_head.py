@@ -1,7 +1,7 @@
-"""A folder whose configuration ties the output head to the embedding, but whose files have both.
+"""Folders whose configuration ties the output head to the embedding, but whose files have both.
 
-As in transformers: the head counts if its values differ. Adapters merged into the head, and vocabularies that grew,
-leave such folders behind.
+As in transformers, the head is used if its values differ. Such folders result from merging adapters into the head, and
+from extending vocabularies.
 """
 
 from __future__ import annotations
@@ -17,15 +17,15 @@ from lockstep.model.folder import FLOATS, INDEX, SINGLE, open_tensors, tensor_fi
 from lockstep.model.stored import EMBEDDING, HEAD
 
 ELEMENTS = 2**24
-"""Compared at a time."""
+"""Elements compared at a time."""
 
 log = logging.getLogger("lockstep")
 
 
-def has_own_head(folder: Path) -> bool:
-    """Whether the folder has a head whose values are not the embedding's; a warning says so, once per process."""
+def has_untied_head(folder: Path) -> bool:
+    """Whether the folder has a head whose values are not the embedding's; if so, warns once per process."""
     if not (folder / SINGLE).is_file() and not (folder / INDEX).is_file():
-        return False  # only its configuration is looked at
+        return False  # for callers that only read the configuration
     files = tensor_files(folder)
     if HEAD not in files or EMBEDDING not in files:
         return False
@@ -34,7 +34,7 @@ def has_own_head(folder: Path) -> bool:
 
 @lru_cache(maxsize=64)
 def _differ(embedding_file: Path, head_file: Path, *written: int) -> bool:
-    """`written`: when the files were, since a folder's may change."""
+    """written: modification times of the files, so that the cache notices changes."""
     embedding, head = open_tensors(embedding_file).get_slice(EMBEDDING), open_tensors(head_file).get_slice(HEAD)
     if _are_equal(embedding, head):
         return False
@@ -48,7 +48,7 @@ def _differ(embedding_file: Path, head_file: Path, *written: int) -> bool:
 
 
 def _are_equal(one: Any, other: Any) -> bool:
-    """Whether two stored tensors have the same numbers, whatever their dtypes."""
+    """Whether two stored tensors have the same values, in any dtypes."""
     shape, dtypes = one.get_shape(), {FLOATS.get(each.get_dtype()) for each in (one, other)}
     if shape != other.get_shape() or len(shape) != 2 or None in dtypes:
         return False

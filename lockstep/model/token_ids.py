@@ -1,4 +1,4 @@
-"""Checks of token ids from outside, before they are looked up."""
+"""Validation of token ids from callers."""
 
 from __future__ import annotations
 
@@ -9,13 +9,13 @@ from lockstep.errors import UserError
 
 
 def check_token_ids(ids: Sequence[int], vocabulary: int, what: str) -> None:
-    """Raises UserError, naming `what` and the position, unless it is a list of tokens in a vocabulary of that size."""
+    """Raises UserError, naming `what` and the position, unless `ids` is a list of tokens of such a vocabulary."""
     if isinstance(ids, str) or not hasattr(ids, "__len__"):
         raise UserError(f"{what} is {ids!r:.60}; it must be a list of token ids: encode text with a tokenizer")
     if not len(ids):
         raise UserError(f"{what} is empty; give at least one token")
     for position, token in enumerate(ids):
-        if type(token) is not int and not isinstance(token, Integral):  # NumPy's integers are welcome
+        if type(token) is not int and not isinstance(token, Integral):  # accepts NumPy integers
             as_list = "; a tensor's .tolist() is one" * hasattr(ids, "tolist")
             raise UserError(f"{what} has {token!r:.60} at position {position}; it must be a list of token ids{as_list}")
         if not 0 <= token < vocabulary:

@@ -31,8 +31,8 @@ from lockstep.ops.routes import ReplayedRoutes, note_routes, recorded_routes, re
 from lockstep.ops.routing import Routing, route, router_logits
 from lockstep.ops.sampling import draw, draw_scaled, drawing, sample, top_log_probs, uniforms
 from lockstep.ops.shared_attention import SharedPrefixAttention
+from lockstep.ops.step_graph import Arena, StepGraph, Unrecordable, unrecorded
 from lockstep.ops.sums import EXACT_BITS, integer_squares, sum_of_squares, total
-from lockstep.ops.tape import Arena, Tape, Unrecordable, unrecorded
 from lockstep.ops.temperature import inverse_temperature
 
 __all__ = [
@@ -54,7 +54,7 @@ __all__ = [
     "ReplayedRoutes",
     "Routing",
     "SharedPrefixAttention",
-    "Tape",
+    "StepGraph",
     "Terms",
     "Unrecordable",
     "adamw_factors",

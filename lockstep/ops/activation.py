@@ -9,7 +9,7 @@ from jaxtyping import Float
 from torch import Tensor
 
 from lockstep.ops import cuda, native, plain
-from lockstep.ops.kept import keep
+from lockstep.ops.saved_outputs import saved_output
 
 
 def silu_mul(gate: Float[Tensor, "rows dim"], up: Float[Tensor, "rows dim"]) -> Float[Tensor, "rows dim"]:
@@ -43,7 +43,7 @@ class _SiluMul(torch.autograd.Function):
     def forward(ctx: Any, gate: Tensor, up: Tensor) -> Tensor:
         gate, up = gate.contiguous(), up.contiguous()
         ctx.save_for_backward(gate, up)
-        return keep("activation", lambda: _forward(gate, up))
+        return saved_output("activation", lambda: _forward(gate, up))
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, Tensor]:

@@ -24,8 +24,8 @@ from lockstep.ops.attention_reference import (
     attend_reference,
     write_pages_reference,
 )
-from lockstep.ops.kept import keep
 from lockstep.ops.on_demand import zeros_on_demand
+from lockstep.ops.saved_outputs import saved_output
 from lockstep.ops.sinks import sink_gradient
 
 PAGE = 16
@@ -38,9 +38,9 @@ VECTOR = 16
 
 @runtime_checkable
 class Attention(Protocol):
-    """The attention that `Decoder.forward` calls in each layer. Knows which rows belong together and where keys are.
+    """The attention that `Decoder.forward` calls in each layer. It maps rows to sequences, and sequences to their keys.
 
-    v: None if the keys are also the values. terms: the layer's other parameters of attention.
+    v: None if the keys are also the values. terms: the layer's other attention parameters.
     """
 
     def __call__(
@@ -57,7 +57,7 @@ class KVCache:
     """The pages of every layer. Keys are transposed within a page, `[head_dim, PAGE]`, as the products read them.
 
     values: whether values are stored separately from the keys; a page of values is `[PAGE, head_dim]`. `head_dim` is
-    the `paged_width` of the model's.
+    the model's, padded by `paged_width`.
     """
 
     def __init__(
@@ -72,15 +72,15 @@ class KVCache:
     ):
         self.num_pages = num_pages
         width = paged_width(head_dim, torch.empty(0, dtype=dtype, device=device))
-        # Zeroed, and only written with finite values (see `write_pages_reference`): a masked key's weight is exactly 0,
-        # but 0 · NaN would not be.
+        # Zeroed, and only finite values are written (see `write_pages_reference`): a masked key's weight is exactly 0,
+        # but 0 · NaN is NaN.
         self.keys = zeros_on_demand((num_layers, num_pages, num_kv_heads, width, PAGE), dtype, device)
         self.values: Tensor | None = None
         if values:
             self.values = zeros_on_demand((num_layers, num_pages, num_kv_heads, PAGE, width), dtype, device)
 
     def pages(self, layer: int) -> tuple[Tensor, Tensor | None]:
-        """One layer's pages of keys, and of values if there are any."""
+        """One layer's pages of keys, and of values if they are stored."""
         return self.keys[layer], None if self.values is None else self.values[layer]
 
     def tensors(self) -> list[Tensor]:
@@ -88,7 +88,7 @@ class KVCache:
         return [self.keys] if self.values is None else [self.keys, self.values]
 
     def copy_pages(self, copies: Sequence[tuple[int, int]]) -> None:
-        """Fills pages with what others contain, in all layers. copies: (source, target)."""
+        """Copies whole pages in all layers. copies: (source, target)."""
         sources, targets = torch.tensor(copies, device=self.keys.device).T
         for pages in self.tensors():
             pages.index_copy_(1, targets, pages.index_select(1, sources))
@@ -101,9 +101,9 @@ class KVCache:
 class PagedAttention:
     """The generator's attention for one step: writes this step's keys and values into the pages, then attends.
 
-    block_table: pages of each sequence, in order. query_lengths: rows of each sequence in this step, one sequence
-    after the other; None: one each. context_lengths: keys of each sequence after this step, including its queries.
-    Further rows are padding: nothing is written for them and their output is zero.
+    block_table: pages of each sequence, in order. query_lengths: rows of each sequence in this step, sequence by
+    sequence; None: one each. context_lengths: keys of each sequence after this step, including its queries. Rows after
+    them are padding: nothing is written for them and their output is zero.
     """
 
     def __init__(
@@ -150,10 +150,10 @@ class PagedAttention:
 
 
 class PackedAttention:
-    """The trainer's attention: complete sequences one after the other, with a gradient. Further rows are padding."""
+    """The trainer's attention: packed complete sequences, with a gradient. Rows after them are padding."""
 
     row_counts: Int[Tensor, "tokens"] | None = None
-    """How often each row counts when tokens are counted (`counted_rows`); None: once."""
+    """How often each row counts in the experts' load (`counted_rows`); None: once."""
 
     def __init__(self, lengths: list[int], device: str | torch.device = "cpu"):
         self.contexts = torch.tensor(lengths, dtype=torch.int32, device=device)
@@ -161,8 +161,8 @@ class PackedAttention:
         pages = (self.contexts + PAGE - 1) // PAGE
         ends = pages.cumsum(0)
         self.num_pages = int(ends[-1]) if lengths else 0
-        # Pages of their own for every sequence, in order; a short row runs over into other pages, whose keys
-        # are masked.
+        # Every sequence has separate pages, in order; a shorter sequence's table row continues into other pages, whose
+        # keys are masked.
         columns = torch.arange(int(pages.max()) if lengths else 0, device=device)
         self.table = ((ends - pages)[:, None] + columns).clamp(max=self.num_pages - 1).to(torch.int32)
         self.slots = _slots(self.table, self.starts, self.contexts)
@@ -173,7 +173,7 @@ class PackedAttention:
 
     @cached_property
     def page_rows(self) -> tuple[Int[Tensor, "pages"], Int[Tensor, "pages"]]:
-        """Each page's first row of keys, and the end of its sequence's, int32."""
+        """Each page's first row of keys, and the end of its sequence's rows, int32."""
         first_pages, pages = self._ends
         sequence = torch.repeat_interleave(pages, output_size=self.num_pages)
         inside = torch.arange(self.num_pages, device=pages.device) - first_pages[sequence]
@@ -196,8 +196,8 @@ class PackedAttention:
             from lockstep.ops.cuda import attention
 
             assert values is not None
-            given = self.table, self.starts, self.contexts
-            self._planned = self._planned or attention.Planned(*given, q, k, ordered=True)
+            rows = self.table, self.starts, self.contexts
+            self._planned = self._planned or attention.Planned(*rows, q, k, ordered=True)
             return attention.attend(q, keys, values, self._planned, terms)
         return _attend(q, keys, values, self.table, self.starts, self.contexts, self.tokens, terms)
 
@@ -231,8 +231,8 @@ class PackedAttention:
 
 def attend_or_train(attention: Any, q: Tensor, k: Tensor, v: Tensor | None, terms: Terms) -> Tensor:
     """Attention by an object with `forward`, `backward` and `tokens`; with a gradient if one is needed."""
-    given = (q, k, v, terms.sinks)
-    if torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in given):
+    inputs = (q, k, v, terms.sinks)
+    if torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in inputs):
         return TrainedAttention.apply(q, k, v, terms.sinks, attention, terms._replace(sinks=None))
     out: Tensor = attention.forward(q, k, v, terms)[0]
     return out
@@ -243,7 +243,7 @@ class TrainedAttention(torch.autograd.Function):
     def forward(
         ctx: Any, q: Tensor, k: Tensor, v: Tensor | None, sinks: Tensor | None, attention: Any, terms: Terms
     ) -> Tensor:
-        out, log_sums = keep("attention", lambda: attention.forward(q, k, v, terms._replace(sinks=sinks)))
+        out, log_sums = saved_output("attention", lambda: attention.forward(q, k, v, terms._replace(sinks=sinks)))
         ctx.save_for_backward(q, k, v, out, log_sums, sinks)
         ctx.attention, ctx.terms = attention, terms
         return out
@@ -251,17 +251,18 @@ class TrainedAttention(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, Tensor, Tensor | None, Tensor | None, None, None]:
         q, k, v, out, log_sums, sinks = ctx.saved_tensors
-        made = ctx.attention.backward(grads[0], q, k, v, out, log_sums, ctx.terms)
+        gradients = ctx.attention.backward(grads[0], q, k, v, out, log_sums, ctx.terms)
         of_sinks = None
         if sinks is not None:
             of_sinks = sink_gradient(grads[0], out, log_sums, sinks, ctx.attention.tokens)
-        return *made, of_sinks, None, None
+        return *gradients, of_sinks, None, None
 
 
 Gradients = tuple[Tensor, Tensor, Tensor | None]
-"""Of queries, keys and values; None for values that are the keys, whose gradient then includes both."""
+"""Of queries, keys and values. Values that are the keys have None: the gradient of the keys includes both."""
 
 
+# More than eight parameters: each tensor that the forward saved.
 def attend_backward(
     grad_out: Tensor,
     q: Tensor,
@@ -276,18 +277,19 @@ def attend_backward(
     """Gradients of `q`, `k` and `v`; the query rows of each sequence begin at one of `starts`.
 
     With `pieces`, (contexts, first_keys), the rows from `starts[i]` to `starts[i + 1]` are the queries of the last of
-    `contexts[i]` keys, from row `first_keys[i]` of `k` on, both in ascending order. The gradients of `k` and `v` are
-    then float32, since those of other pieces will be added. Sinks only enter through `out` and `log_sums`.
+    `contexts[i]` keys, which start at row `first_keys[i]` of `k`, both in ascending order. The gradients of `k` and `v`
+    are then float32, since those of other pieces will be added. Sinks only enter through `out` and `log_sums`.
     """
     dtype = k.dtype if pieces is None else torch.float32
     if v is None:
-        given = (grad_out, q, k, k, out, log_sums, starts, pieces, terms)
-        grad_q, grad_k, grad_v = _gradients(*given, torch.float32, in_triton(q, v))
+        inputs = (grad_out, q, k, k, out, log_sums, starts, pieces, terms)
+        grad_q, grad_k, grad_v = _gradients(*inputs, torch.float32, in_triton(q, v))
         return grad_q, grad_k.add_(grad_v).to(dtype), None
-    given = (grad_out, q, k, v, out, log_sums, starts, pieces, terms)
-    return _gradients(*given, dtype, in_triton(q, v))
+    inputs = (grad_out, q, k, v, out, log_sums, starts, pieces, terms)
+    return _gradients(*inputs, dtype, in_triton(q, v))
 
 
+# More than eight parameters: those of `attend_backward`, and the form that computes them.
 def _gradients(
     grad_out: Tensor,
     q: Tensor,
@@ -301,7 +303,7 @@ def _gradients(
     dtype: torch.dtype,
     triton: bool,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Those of `k` and `v` in `dtype`."""
+    """Gradients of `q`, in its dtype, and of `k` and `v` in `dtype`."""
     if triton:
         from lockstep.ops.cuda import attention_backward
 
@@ -335,7 +337,7 @@ def _starts(lengths: Tensor) -> Tensor:
 
 
 def _slots(table: Tensor, starts: Tensor, contexts: Tensor) -> Tensor:
-    """Where each row's key and value go: page · PAGE + offset, int64."""
+    """The slot of each row's key and value: page · PAGE + offset, int64."""
     lengths = (starts[1:] - starts[:-1]).long()
     sequence = torch.repeat_interleave(torch.arange(lengths.shape[0], device=table.device), lengths)
     row = torch.arange(sequence.shape[0], device=table.device)
@@ -344,7 +346,7 @@ def _slots(table: Tensor, starts: Tensor, contexts: Tensor) -> Tensor:
 
 
 def in_triton(q: Tensor, v: Tensor | None) -> bool:
-    """Whether to use Triton, whose tiles are too small for the number of heads and key width of latent attention."""
+    """Whether to use Triton; its tiles are too small for the number of heads and the key width of latent attention."""
     if v is None and cuda.usable(q):
         _warn_of_latents()
         return False
@@ -361,9 +363,9 @@ def _warn_of_latents() -> None:
 
 
 def paged_width(head_dim: int, like: Tensor) -> int:
-    """Features of a head in a page: padded with zeros to a multiple of `VECTOR` for the compiled kernels.
+    """A head's features in a page: padded with zeros to a multiple of `VECTOR` for the compiled kernels.
 
-    Zeros add nothing to the scores, and their part of the output is cut off.
+    The zeros add nothing to the scores, and the padding is removed from the output.
     """
     return -(-head_dim // VECTOR) * VECTOR if native.usable(like) else head_dim
 
@@ -386,8 +388,8 @@ def _write_pages(k: Tensor, v: Tensor | None, slots: Tensor, keys: Tensor, value
         return write_pages_reference(k, v, slots, keys, values)
     if k.shape[-1] % VECTOR:
         k, v = _widened(k), None if v is None else _widened(v)
-    given = None if v is None else v.contiguous()
-    native.call("write_pages", k.dtype, k.contiguous(), given, slots, keys, values, *k.shape)
+    v = None if v is None else v.contiguous()
+    native.call("write_pages", k.dtype, k.contiguous(), v, slots, keys, values, *k.shape)
 
 
 def _attend(

@@ -1,7 +1,7 @@
-"""Attention in plain PyTorch: the definition of the compiled form, and its fallback without a compiler.
+"""Attention in plain PyTorch: it defines the compiled forms, and replaces them where there is no compiler.
 
-Query rows are gathered in tiles of one sequence each, so that a step over the key blocks is one product for all tiles
-that still have keys there.
+Query rows are gathered in tiles of one sequence each, so that each key block is one product for all tiles that have
+keys there.
 """
 
 from __future__ import annotations
@@ -18,14 +18,14 @@ TILE = 64
 
 
 class Terms(NamedTuple):
-    """A layer's parameters of attention in addition to queries, keys and values."""
+    """A layer's attention parameters, besides queries, keys and values."""
 
     scale: float | None = None
     """Factor of the scores; None: 1 / √head_dim."""
     window: int = 0
-    """Keys that a query sees, including its own; 0: all."""
+    """Number of keys that a query sees, including the one at its position; 0: all."""
     sinks: Tensor | None = None
-    """A learned score per head without a key, which only contributes to the sum of weights (arXiv 2309.17453)."""
+    """A learned score per head without a key; it only adds to the sum of weights (arXiv 2309.17453)."""
 
     def factor(self, head_dim: int) -> float:
         return 1 / math.sqrt(head_dim) if self.scale is None else float(self.scale)
@@ -48,6 +48,7 @@ def write_pages_reference(k: Tensor, v: Tensor | None, slots: Tensor, keys: Tens
         values[page, :, offset] = torch.where(finite, v, 0.0)
 
 
+# Over 60 lines: one loop whose running state would be the parameters of any part of it.
 def attend_reference(
     q: Tensor,
     keys: Tensor,
@@ -60,7 +61,7 @@ def attend_reference(
 ) -> tuple[Tensor, Tensor]:
     """Attended values, shaped as `q`, and the log-sums `[tokens, heads]`. Shapes as in `PagedAttention`."""
     tokens, heads, head_dim = q.shape
-    kv_heads, page_size = keys.shape[1], keys.shape[3]
+    kv_heads = keys.shape[1]
     group = heads // kv_heads
     out = torch.zeros_like(q)
     log_sums = torch.zeros(tokens, heads, dtype=torch.float32, device=q.device)
@@ -68,7 +69,7 @@ def attend_reference(
     if not len(sequence):
         return out, log_sums
     width = int(row_count.max())
-    # [tiles, width]: the token row of every query of every tile; rows past a tile's end repeat its last one.
+    # [tiles, width]: each tile's token rows; past a tile's end, its last one is repeated.
     rows = first_row[:, None] + torch.minimum(torch.arange(width, device=q.device), row_count[:, None] - 1)
     positions = rows + (contexts - starts[1:]).long()[sequence][:, None]
     queries = q[rows].reshape(-1, width, kv_heads, group, head_dim).permute(0, 2, 1, 3, 4)
@@ -79,11 +80,10 @@ def attend_reference(
     highest = queries.new_full(shape, float("-inf"))
     total, attended = queries.new_zeros(shape), torch.zeros_like(queries)
     if terms.sinks is not None:
-        # A key before all others, whose value is zero.
+        # The sink is a key before all others, whose value is zero.
         highest[:] = terms.sinks.float().view(kv_heads, 1, group).expand(-1, width, -1).flatten(1)
         total.fill_(1.0)
     first_position, last_position = positions[:, 0], positions[:, -1]
-    pages_per_block = block // page_size
     for start in range(0, int(last_position.max()) + 1, block):
         active = last_position >= start
         if terms.window:
@@ -91,21 +91,12 @@ def attend_reference(
         active = active.nonzero()[:, 0]
         if not len(active):
             continue
-        pages = table[sequence[active], start // page_size : start // page_size + pages_per_block].long()
-        pages = torch.nn.functional.pad(pages, (0, pages_per_block - pages.shape[1]))
-        key = keys[pages].permute(0, 2, 3, 1, 4).reshape(len(active) * kv_heads, head_dim, block).float()
-        if values is None:  # a key is written as NaN where its value is not finite
-            value = torch.where(key.isnan(), 0.0, key).mT.view(len(active), kv_heads, block, head_dim)
-        else:
-            value = values[pages].permute(0, 2, 1, 3, 4).reshape(len(active), kv_heads, block, head_dim).float()
-        # Past the sequence's end, a page contains leftovers.
-        behind = start + torch.arange(block, device=q.device) >= contexts[sequence[active], None]
-        value = value.masked_fill(behind[:, None, :, None], 0.0).flatten(0, 1)
+        key, value = _key_block(keys, values, table[sequence[active]], contexts[sequence[active]], start, block)
         scores = plain.product(queries[active].flatten(0, 1), key, fused=False).view(len(active), kv_heads, -1, block)
-        key_position, own = start + torch.arange(block, device=q.device), row_position[active][:, None, :, None]
-        seen = key_position <= own
+        key_position, position = start + torch.arange(block, device=q.device), row_position[active][:, None, :, None]
+        seen = key_position <= position
         if terms.window:
-            seen &= key_position > own - terms.window
+            seen &= key_position > position - terms.window
         scores = scores.masked_fill(~seen, float("-inf"))
         before = highest[active]
         now = torch.maximum(before, scores.amax(-1))
@@ -129,6 +120,27 @@ def attend_reference(
     return out, log_sums
 
 
+def _key_block(
+    keys: Tensor, values: Tensor | None, table: Tensor, contexts: Tensor, start: int, block: int
+) -> tuple[Tensor, Tensor]:
+    """Keys `[tiles * kv_heads, head_dim, block]` and values `[…, block, head_dim]` from position `start` on, float32.
+
+    `table` and `contexts` are those of the tiles' sequences.
+    """
+    kv_heads, head_dim, page_size = keys.shape[1:]
+    pages_per_block = block // page_size
+    pages = table[:, start // page_size : start // page_size + pages_per_block].long()
+    pages = torch.nn.functional.pad(pages, (0, pages_per_block - pages.shape[1]))
+    key = keys[pages].permute(0, 2, 3, 1, 4).reshape(len(table) * kv_heads, head_dim, block).float()
+    if values is None:  # a key is written as NaN where its value is not finite
+        value = torch.where(key.isnan(), 0.0, key).mT.view(len(table), kv_heads, block, head_dim)
+    else:
+        value = values[pages].permute(0, 2, 1, 3, 4).reshape(len(table), kv_heads, block, head_dim).float()
+    # Past the sequence's end, a page contains stale values.
+    past_end = start + torch.arange(block, device=keys.device) >= contexts[:, None]
+    return key, value.masked_fill(past_end[:, None, :, None], 0.0).flatten(0, 1)
+
+
 def _tiles(starts: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """Sequence, first token row and number of token rows of each tile."""
     tiles = [
@@ -140,6 +152,7 @@ def _tiles(starts: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     return columns[:, 0], columns[:, 1], columns[:, 2]
 
 
+# More than eight parameters: each tensor that the forward saved, as in the compiled forms.
 def attend_backward_reference(
     grad_out: Tensor,
     q: Tensor,
@@ -152,9 +165,10 @@ def attend_backward_reference(
     first_keys: Tensor,
     terms: Terms = PLAIN,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Gradients of `q`, in its dtype, and of `k` and `v` in float32. Tile by tile: no T×T matrix is ever held.
+    """Gradients of `q`, in its dtype, and of `k` and `v` in float32. Tile by tile: no T×T matrix is materialized.
 
-    The query rows from `starts[i]` to `starts[i + 1]` are the last of `contexts[i]` keys, from `first_keys[i]` on.
+    The query rows from `starts[i]` to `starts[i + 1]` are the last of `contexts[i]` keys, which start at
+    `first_keys[i]`.
     """
     head_dim, kv_heads = q.shape[-1], k.shape[1]
     group, scale = q.shape[1] // kv_heads, terms.factor(head_dim)
@@ -170,7 +184,7 @@ def attend_backward_reference(
     for piece, row, count in zip(sequence, first_row, row_count):
         stop = row + count
         keys = slice(firsts[piece], firsts[piece] + seen[piece])
-        shift = keys.stop - ends[piece]  # from a query row to its own key
+        shift = keys.stop - ends[piece]  # from a query's row to the row of the key at its position
         query, grad = by_head(q[row:stop]), by_head(grad_out[row:stop])
         key, value = by_head(k[keys]), by_head(v[keys])
         place = torch.arange(row + shift, stop + shift, device=q.device).repeat_interleave(group)

@@ -14,10 +14,11 @@ from lockstep.ops.opaque import library
 
 
 def add_bias(x: Float[Tensor, "rows dim"], bias: Float[Tensor, "dim"]) -> Float[Tensor, "rows dim"]:
-    """`x + bias`, for a product that is already rounded, so that it and the sum are each rounded once, to its dtype.
+    """`x + bias` for an already rounded product: product and sum are each rounded once, to its dtype.
 
-    The bias could be part of the product's own sum, with a single rounding; but then ranks that add up parts of it
-    would have to agree on which rank adds the bias, and where. Libraries also differ here, in bfloat16 by one rounding.
+    The bias could instead be part of the product's sum, with a single rounding; but then ranks that each compute a part
+    of the sum would have to agree on which one adds the bias, and where. Libraries also differ here, in bfloat16 by one
+    rounding.
     """
     if (form := FORMS.get(type(bias))) is not None:
         return form.add_bias(x, bias)
@@ -29,7 +30,7 @@ def add_bias(x: Float[Tensor, "rows dim"], bias: Float[Tensor, "dim"]) -> Float[
 def biased(
     x: Float[Tensor, "rows dim"], bias: Float[Tensor, "dim"], gathered: one_order.GatheredRows | None
 ) -> Float[Tensor, "rows dim"]:
-    """`add_bias` of a plain bias, whose gradient is summed over the rows that `gathered` has."""
+    """`add_bias` of a plain bias, whose gradient is summed over the rows of `gathered`."""
     if torch.is_grad_enabled() and (x.requires_grad or bias.requires_grad):
         return _Biased.apply(x, bias, gathered)
     return x + bias
@@ -38,9 +39,9 @@ def biased(
 def bias_gradient(
     grad: Float[Tensor, "rows dim"], bias: Float[Tensor, "dim"], gathered: one_order.GatheredRows | None = None
 ) -> Float[Tensor, "dim"]:
-    """The sum over rows, in slabs. If other ranks have some and one order is required, the first rank computes it."""
+    """The sum over rows, in slabs. With one order, if other ranks have some of the rows, the first rank computes it."""
     gathered = gathered or one_order.shared_tokens()
-    if gathered is None or not one_order.is_asked():
+    if gathered is None or not one_order.is_required():
         return column_sums(grad).to(bias.dtype)
     grad = gathered.gather(grad)
     return column_sums(grad).to(bias.dtype) if gathered.is_first else torch.zeros_like(bias)
@@ -68,7 +69,7 @@ class _Biased(torch.autograd.Function):
         return grads[0], bias_gradient(grads[0], bias, ctx.gathered), None
 
 
-# Opaque because of its gradient: a compiler picks the order of a sum over rows by their number.
+# Opaque because of its gradient: a compiler would choose the order of the sum over rows by their number.
 @library.operator("add_bias(Tensor x, Tensor bias) -> Tensor", fake=lambda x, bias: torch.empty_like(x))
 def _opaque(x: Tensor, bias: Tensor) -> Tensor:
     return x + bias

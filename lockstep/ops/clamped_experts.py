@@ -46,7 +46,7 @@ def clamped_feed_forward(
 def add_grouped_bias(
     x: Float[Tensor, "rows dim"], bias: Float[Tensor, "groups dim"], starts: Int[Tensor, "groups+1"]
 ) -> Float[Tensor, "rows dim"]:
-    """`add_bias` of each group's own bias to rows `starts[g]` to `starts[g + 1]`."""
+    """`add_bias` of each group's bias, `bias[g]`, to rows `starts[g]` to `starts[g + 1]`."""
     if torch.compiler.is_compiling():
         return _opaque(x, bias, starts)
     if torch.is_grad_enabled() and (x.requires_grad or bias.requires_grad):
@@ -61,7 +61,7 @@ def _forward(x: Tensor, bias: Tensor, starts: Tensor) -> Tensor:
 
 
 def _gradient(grad: Tensor, bias: Tensor, starts: Tensor) -> Tensor:
-    """The gradient of the bias: each group's rows are summed as `add_bias` sums all."""
+    """The gradient of the bias: each group's rows are summed in the order in which `add_bias` sums all rows."""
     if native.is_pretending():
         return torch.empty_like(bias)
     bounds = starts.tolist()

@@ -9,8 +9,8 @@ from jaxtyping import Float
 from torch import Tensor
 
 from lockstep.ops import cuda, native, plain
-from lockstep.ops.kept import keep
 from lockstep.ops.opaque import library
+from lockstep.ops.saved_outputs import saved_output
 
 SLOPE, LIMIT = 1.702, 7.0
 """Also defined in rows.cpp."""
@@ -19,8 +19,7 @@ SLOPE, LIMIT = 1.702, 7.0
 def clamped_swiglu(gate: Float[Tensor, "rows dim"], up: Float[Tensor, "rows dim"]) -> Float[Tensor, "rows dim"]:
     """`(up + 1) · gate · sigmoid(1.702 · gate)`, with gate clamped to 7 and up to [-7, 7] (arXiv 2508.10925).
 
-    In float32, rounded once. A value exactly on a bound has the gradient of one within it, in every form and torch
-    version.
+    In float32, rounded once. The gradient at a bound is that of the interior, in every form and torch version.
     """
     if torch.compiler.is_compiling():
         return _opaque(gate, up)
@@ -34,7 +33,7 @@ def _forward(gate: Tensor, up: Tensor) -> Tensor:
     if cuda.usable(gate):
         from lockstep.ops.cuda import clamped_swiglu
 
-        return clamped_swiglu.forward(gate, up)
+        return clamped_swiglu.forward(gate, up, SLOPE, LIMIT)
     if not native.usable(gate):
         wide, factor, sigmoid = _parts(gate, up)
         return ((factor + 1) * (wide * sigmoid)).to(gate.dtype)
@@ -48,7 +47,7 @@ def _backward(grad: Tensor, gate: Tensor, up: Tensor) -> tuple[Tensor, Tensor]:
     if cuda.usable(gate):
         from lockstep.ops.cuda import clamped_swiglu
 
-        return clamped_swiglu.backward(grad, gate, up)
+        return clamped_swiglu.backward(grad, gate, up, SLOPE, LIMIT)
     if not native.usable(gate):
         wide, factor, sigmoid = _parts(gate, up)
         of_gate = (factor + 1) * sigmoid * (1 + SLOPE * wide * (1 - sigmoid)) * (gate <= LIMIT)
@@ -69,7 +68,7 @@ class _ClampedSwiGLU(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, gate: Tensor, up: Tensor) -> Tensor:
         ctx.save_for_backward(gate, up)
-        return keep("activation", lambda: _forward(gate, up))
+        return saved_output("activation", lambda: _forward(gate, up))
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, Tensor]:

@@ -1,10 +1,10 @@
-"""The tokens that top-k, top-p and min-p keep.
+"""Top-k, top-p and min-p.
 
-A row's tokens are ordered by logit, ties by token, lower first. Top-k keeps the first k; top-p the first whose weights
-reach a share of the total. The last token kept is found by radix selection (Knuth, TAOCP 3, 5.2.5): for one byte of
-the logit's bits at a time, the sums of 256 buckets. Weights are integer multiples of 2^-40 of the likeliest token's, so
-sums are exact in any order: a cut has the same bits however many processes share the vocabulary, and they only exchange
-the buckets' sums.
+A row's tokens are sorted by descending logit, ties by ascending token id. Top-k keeps the first k; top-p the shortest
+prefix whose weights reach a share of the total. Radix selection (Knuth, TAOCP 3, 5.2.5) locates the last token to keep:
+for one byte of the logit's bits at a time, the sums of 256 buckets. Weights are integer multiples of 2^-40 of the
+likeliest token's weight, so sums are exact in any order: the result has the same bits however many processes share the
+vocabulary, and they only exchange the buckets' sums.
 """
 
 from __future__ import annotations
@@ -21,9 +21,9 @@ from lockstep.ops.parts import VocabularyPart
 
 BUCKETS = 256
 GROUPS = 256
-"""Groups of a row's tokens, whose maxima bound the last token of a small top-k."""
+"""Groups of a row's tokens; their maxima bound the last logit of a small top-k."""
 UNIT = 2.0**40
-"""Sums of 2^22 weights fit in 63 bits."""
+"""Weights are integers in units of 1 / UNIT of the largest: sums of 2^22 weights fit in 63 bits."""
 
 
 def cut(
@@ -35,28 +35,27 @@ def cut(
     rows: Bool[Tensor, "rows"],
     part: VocabularyPart,
 ) -> Float[Tensor, "rows part"]:
-    """`logits` with -inf for every token that its row's cuts exclude, for `rows`; other rows are copied.
+    """`logits` with -inf for every excluded token of `rows`; other rows, and rows that are not finite, are copied.
 
-    Rows that are not finite are also copied. Processes that share the vocabulary call it together, with the same
-    parameters.
+    Processes that share the vocabulary call it together, with the same parameters.
     """
     maxima = group_maxima(logits) * inverse_temperature[:, None]
     highest = part.gather(maxima.amax(-1)).amax(0)
     rows = rows & highest.isfinite()
-    hopeless = torch.where(rows & (top_k > 0), lowest_of_first(maxima, top_k), -torch.inf)
-    allowed = _drop_below(logits, inverse_temperature, hopeless)
+    lower_bounds = torch.where(rows & (top_k > 0), lowest_of_first(maxima, top_k), -torch.inf)
+    allowed = _drop_below(logits, inverse_temperature, lower_bounds)
     for wanted, by_weight in ((top_k, False), (top_p, True)):
-        asked = (rows & ((wanted < 1) if by_weight else (wanted > 0))).nonzero()[:, 0]
-        if len(asked):
-            row = _Rows(allowed, asked, inverse_temperature[asked].contiguous(), highest[asked], by_weight)
-            _keep(row, *_last_kept(row, wanted[asked], part))
-    if (asked := rows & (min_p > 0)).any():
-        allowed = _drop_below(allowed, inverse_temperature, torch.where(asked, highest + _log(min_p), -torch.inf))
+        selected = (rows & ((wanted < 1) if by_weight else (wanted > 0))).nonzero()[:, 0]
+        if len(selected):
+            row = _Rows(allowed, selected, inverse_temperature[selected].contiguous(), highest[selected], by_weight)
+            _keep(row, *_last_kept(row, wanted[selected], part))
+    if (selected := rows & (min_p > 0)).any():
+        allowed = _drop_below(allowed, inverse_temperature, torch.where(selected, highest + _log(min_p), -torch.inf))
     return allowed
 
 
 def group_maxima(logits: Float[Tensor, "rows part"]) -> Float[Tensor, "rows groups"]:
-    """The maxima of groups of each row's tokens, -inf if there are fewer groups; NaN if a logit is."""
+    """The maxima of groups of each row's tokens: -inf for an empty group, NaN for one with a NaN."""
     maxima = logits.new_full((len(logits), GROUPS), -torch.inf, dtype=torch.float32)
     size = logits.shape[1] // (GROUPS - 1)
     if size:
@@ -68,13 +67,13 @@ def group_maxima(logits: Float[Tensor, "rows part"]) -> Float[Tensor, "rows grou
 
 
 def lowest_of_first(maxima: Float[Tensor, "rows groups"], counts: Int[Tensor, "rows"]) -> Float[Tensor, "rows"]:
-    """A lower bound of the logits of a row's first `counts` tokens: as many groups have a maximum of at least this."""
+    """A lower bound of the `counts` greatest logits of a row: that many groups have a maximum of at least this."""
     kth = maxima.sort(-1, descending=True).values.gather(1, (counts[:, None] - 1).clamp(0, GROUPS - 1))[:, 0]
     return torch.where(counts <= GROUPS, kth, -torch.inf)
 
 
 def _drop_below(logits: Tensor, inverse: Tensor, lowest: Float[Tensor, "rows"]) -> Tensor:
-    """A copy with -inf for the logits that, divided by the temperature, are below their row's lowest."""
+    """A copy with -inf for the logits that, divided by the temperature, are below their row's `lowest`."""
     if native.usable(logits):
         logits, out = logits.contiguous(), torch.empty_like(logits, memory_format=torch.contiguous_format)
         native.call("drop_below", logits.dtype, logits, out, inverse.contiguous(), lowest, *logits.shape)
@@ -83,7 +82,8 @@ def _drop_below(logits: Tensor, inverse: Tensor, lowest: Float[Tensor, "rows"]) 
 
 
 class _Rows(NamedTuple):
-    """Rows `place` of `logits`, whose tokens a cut counts, or whose weights e^(x / temperature - highest) it adds."""
+    """Rows `place` of `logits`, and what is summed over tokens: the number 1, or with `by_weight` the weight
+    e^(x / temperature - highest)."""
 
     logits: Tensor
     place: Tensor
@@ -93,12 +93,10 @@ class _Rows(NamedTuple):
 
 
 def _last_kept(rows: _Rows, wanted: Tensor, part: VocabularyPart) -> tuple[Tensor, Tensor, int]:
-    """For each row, the logit of the last token kept, and how much the tokens with that logit in this part may add.
-
-    The logit is given as its key without the last `shift` bits.
-    """
+    """For each row, the logit of the last token to keep, how much this part's tokens with that logit may add, and
+    `shift`: the logit is represented by its key without the last `shift` bits."""
     prefixes = torch.zeros_like(rows.place)
-    # A bfloat16's lower 16 bits are zeros.
+    # The lower 16 bits of a bfloat16 are zeros.
     shifts = (24, 16) if rows.logits.dtype == torch.bfloat16 else (24, 16, 8, 0)
     for shift in shifts:
         everyone = part.gather(_bucket_sums(rows, prefixes, shift))
@@ -137,11 +135,11 @@ def _keep(rows: _Rows, prefixes: Int[Tensor, "rows"], remaining: Int[Tensor, "ro
         tensors = (rows.logits, rows.place, rows.inverse, rows.highest, prefixes, remaining)
         native.call("keep", rows.logits.dtype, *tensors, *sizes)
         return
-    own = rows.logits[rows.place]
-    keys, measure = ordering(own) >> shift, _measure(rows)
+    logits = rows.logits[rows.place]
+    keys, measure = ordering(logits) >> shift, _measure(rows)
     tied = measure * (keys == prefixes[:, None])
     out = (keys > prefixes[:, None]) | ((tied > 0) & (tied.cumsum(-1) - tied >= remaining[:, None]))
-    rows.logits[rows.place] = own.masked_fill_(out, -torch.inf)
+    rows.logits[rows.place] = logits.masked_fill_(out, -torch.inf)
 
 
 def _measure(rows: _Rows) -> Int[Tensor, "rows part"]:
@@ -152,7 +150,7 @@ def _measure(rows: _Rows) -> Int[Tensor, "rows part"]:
 
 
 def ordering(logits: Float[Tensor, "*shape"]) -> Int[Tensor, "*shape"]:
-    """A number below 2^32 for each logit, lower for greater logits; the lowest for NaN."""
+    """A sort key below 2^32 for each logit: lower for greater logits, the lowest for NaN."""
     bits = (logits.float() + 0.0).view(torch.int32).long()  # -0 is 0
     return torch.where(bits < 0, bits + 2**32, bits ^ 0x7FFFFFFF)
 

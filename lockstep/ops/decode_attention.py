@@ -1,4 +1,4 @@
-"""Paged attention of a decode step of which only the shapes are known beforehand."""
+"""Paged attention of a decode step when only the shapes are known in advance."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ from lockstep.ops.attention_reference import PLAIN, Terms
 
 
 class DecodeAttention:
-    """`PagedAttention` of one query per sequence. Rows at the end with a context of 0 are padding.
+    """`PagedAttention` with one query per sequence. Rows at the end with a context of 0 are padding.
 
-    The Triton forms do not synchronize with the device, so that a CUDA graph can record it.
+    The Triton forms do not synchronize with the device, so a CUDA graph can capture it.
     """
 
     def __init__(

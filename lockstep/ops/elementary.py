@@ -64,7 +64,7 @@ def cosine(angle: float) -> float:
 def exponential(x: Float64[Array, "*shape"]) -> Float64[Array, "*shape"]:
     """e^x: exactly 1 at 0; 0 or infinity outside of float64's range."""
     with np.errstate(invalid="ignore", over="ignore", under="ignore"):
-        bounded = np.clip(x, -746.0, 710.0)  # NaN stays what it is
+        bounded = np.clip(x, -746.0, 710.0)  # NaN is preserved
         powers = np.rint(bounded * LOG2_E)
         high, low = bounded - powers * LN2_HIGH, powers * LN2_LOW
         rest = high - low
@@ -96,7 +96,7 @@ def logistic(x: Float64[Array, "*shape"]) -> Float64[Array, "*shape"]:
 
 
 def softplus(x: Float64[Array, "*shape"]) -> Float64[Array, "*shape"]:
-    """log(1 + e^x), also where e^x is lost beside 1 (Goldberg 1991, theorem 4)."""
+    """log(1 + e^x), accurate also where e^x is negligible next to 1 (Goldberg 1991, theorem 4)."""
     small = exponential(-np.abs(x))
     sum_ = 1.0 + small
     with np.errstate(invalid="ignore", divide="ignore"):

@@ -17,10 +17,10 @@ def embedding(tokens: Int[Tensor, "tokens"], weight: Float[Tensor, "vocab dim"])
     """`weight[tokens]`."""
     if (form := FORMS.get(type(weight))) is not None:
         return form.embedding(tokens, weight)
-    return found_rows(tokens, weight)
+    return plain_embedding(tokens, weight)
 
 
-def found_rows(tokens: Int[Tensor, "tokens"], weight: Float[Tensor, "vocab dim"]) -> Float[Tensor, "tokens dim"]:
+def plain_embedding(tokens: Int[Tensor, "tokens"], weight: Float[Tensor, "vocab dim"]) -> Float[Tensor, "tokens dim"]:
     """`embedding` of a plain weight. If one order is required, its gradient sums the tokens of all ranks."""
     if one_order.shared_tokens() is None:
         return F.embedding(tokens, weight)
@@ -39,10 +39,10 @@ class _SharedEmbedding(torch.autograd.Function):
         shared = one_order.shared_tokens()
         assert shared is not None
         tokens, grad = shared.gather(tokens), shared.gather(grads[0])
-        # The rows whose head gradient this rank also computes: if head and embedding are tied, they are added here.
-        own = shared.part(len(weight))
-        found = (tokens >= own.start) & (tokens < own.stop)
+        # The rows whose head gradient this rank also computes: with tied embeddings, both are added on one rank.
+        part = shared.part(len(weight))
+        local = (tokens >= part.start) & (tokens < part.stop)
         whole = torch.zeros_like(weight)
-        rows = own.stop - own.start
-        whole[own] = torch.ops.aten.embedding_dense_backward(grad[found], tokens[found] - own.start, rows, -1, False)
+        rows = part.stop - part.start
+        whole[part] = torch.ops.aten.embedding_dense_backward(grad[local], tokens[local] - part.start, rows, -1, False)
         return None, whole

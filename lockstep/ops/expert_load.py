@@ -1,10 +1,9 @@
 """How many tokens each expert of a router gets, and the penalties that balance the load.
 
-The penalties are the gradients of two losses, added where the router's own gradient is computed, so that no loss needs
-to know about routers. They are means over the step's tokens, whose number all ranks know before its first forward, and
-use the load of the previous step, so that a token's gradient does not depend on the other tokens. How often each row
-counts is set by `counted_rows`: padding does not count, and a row that stands for several sequences counts once for
-each.
+The penalties are the gradients of two auxiliary losses, added to the router's gradient, so that loss functions do not
+depend on routers. They are means over the step's tokens, whose number all ranks know before its first forward, and use
+the load of the previous step, so that a token's gradient does not depend on the other tokens. `counted_rows` sets how
+often each row counts: padding does not, and a row shared by several sequences counts once for each.
 """
 
 from __future__ import annotations
@@ -30,9 +29,9 @@ _counts: ContextVar[Tensor | None] = ContextVar("row_counts", default=None)
 
 @contextmanager
 def counted_rows(counts: Int[Tensor, "tokens"] | None) -> Iterator[None]:
-    """Within this context, how often each row of a forward pass counts in its experts' load; None: once.
+    """In this context, how often each row of a forward pass counts in its experts' load; None: once.
 
-    Ranks that share the rows pass the counts of all of them.
+    Ranks that share the rows pass the counts of all rows.
     """
     token = _counts.set(counts)
     try:
@@ -48,50 +47,50 @@ class ExpertLoad:
         self.active = active
         number = next(_numbers)
         self.key = torch.tensor(number)
-        """Identifies it in a compiled graph: a tensor, since a number would be compiled in, for one layer only."""
+        """Identifies it in a compiled graph: a tensor, since a number would be a constant of the graph."""
         _LOADS[number] = self
         self.counted = torch.zeros(experts, dtype=torch.int64)
-        """The choices of this rank's tokens in this step so far."""
+        """Choices per expert of this rank's tokens so far in this step."""
         self.before = torch.zeros(experts, dtype=torch.int64)
-        """The choices of all tokens of the previous step; zeros before the first, when no load is penalized."""
+        """Choices per expert of all tokens of the previous step; zeros in the first step, which has no load penalty."""
         self.auxiliary = 0.0
         """Weight of `experts · Σ share · mean probability`, lowest if the load is even (arXiv 2101.03961)."""
         self.z = 0.0
         """Weight of the mean square of the logits' log-sum-exp (arXiv 2202.08906), which keeps logits small."""
         self.tokens = 0
-        """Tokens of this step on all ranks: what the means are divided by; 0: nothing is penalized."""
+        """Tokens of this step on all ranks, the divisor of the means; 0: no penalties."""
         self.part = (0, 1)
-        """(index, count): which of `count` equal parts of a forward pass's rows this rank's router gets."""
+        """(index, count): this rank's router gets part `index` of `count` equal parts of a forward pass's rows."""
 
     def __deepcopy__(self, memo: object) -> ExpertLoad:
         return ExpertLoad(len(self.counted), self.active)
 
     def counts_of(self, rows: int) -> Int[Tensor, "rows"] | None:
-        """How often this rank's rows count, by `counted_rows`; None: once each."""
+        """How often each of this rank's rows counts (`counted_rows`); None: once."""
         counts = _counts.get()
         if counts is None:
             return None
         rank, ranks = self.part
-        own = counts.unflatten(0, (ranks, -1))[rank]
+        local = counts.unflatten(0, (ranks, -1))[rank]
         # A single row is compiled with a second one, which does not count.
-        return F.pad(own, (0, rows - len(own)))
+        return F.pad(local, (0, rows - len(local)))
 
     def count(self, chosen: Int[Tensor, "tokens active"], counts: Int[Tensor, "tokens"] | None) -> None:
         """Adds the choices of some tokens, each `counts` times."""
         each = torch.ones_like(chosen) if counts is None else counts[:, None].expand_as(chosen)
         load = torch.zeros(len(self.counted), dtype=torch.int64, device=chosen.device)
-        # On the device of the choices, which nobody waits for: a step reads its load once, at its end.
+        # On the device of the choices, without synchronizing: a step reads its load once, at its end.
         self.counted = self.counted.to(chosen.device) + load.index_add_(0, chosen.flatten(), each.flatten())
 
     def end_step(self, total: Int[Tensor, "experts"]) -> None:
-        """Begins the next step; `total`: the choices of this step on all ranks."""
+        """Starts the next step. total: this step's choices per expert on all ranks."""
         self.before.copy_(total)
         self.counted.zero_()
 
     def penalty(
         self, logits: Float32[Tensor, "tokens experts"], counts: Int[Tensor, "tokens"] | None = None
     ) -> Float32[Tensor, "tokens experts"] | None:
-        """The penalties' gradient with respect to `logits`, of rows that count `counts` times; None without any."""
+        """The penalties' gradient with respect to `logits`, whose rows count `counts` times; None without penalties."""
         if not self.tokens or not (self.auxiliary or self.z):
             return None
         highest = logits.amax(-1, keepdim=True)
@@ -108,10 +107,10 @@ class ExpertLoad:
 
 
 def key_of(load: ExpertLoad | None) -> Int[Tensor, ""]:
-    """-1 for none."""
+    """The load's key in a compiled graph; -1 for None."""
     return _NONE if load is None else load.key
 
 
 def load_of(key: Int[Tensor, ""]) -> ExpertLoad | None:
-    """The inverse of `key_of`; None for one that no longer exists."""
+    """The inverse of `key_of`; None for a load that no longer exists."""
     return _LOADS.get(int(key))

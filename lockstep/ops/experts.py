@@ -1,7 +1,7 @@
-"""The experts of a mixture: each token goes through a few of many gated feed-forwards, and their results are summed.
+"""The experts of a mixture: each token uses a few of many gated feed-forwards, and their results are summed.
 
-Rows are sorted by expert, multiplied group by group, and added up per token in the order of its own experts. So a
-token's bits do not depend on which tokens share its experts, nor on how many.
+Rows are sorted by expert, multiplied group by group, and summed per token in the order of its choices. So a token's
+bits do not depend on which, or how many, other tokens use its experts.
 """
 
 from __future__ import annotations
@@ -15,9 +15,9 @@ from torch import Tensor
 
 from lockstep.ops import cuda, native
 from lockstep.ops.activation import silu_mul
-from lockstep.ops.asked import asked_for
 from lockstep.ops.forms import FORMS
 from lockstep.ops.grouped_linear import grouped_linear
+from lockstep.ops.needed_gradients import needs_gradient
 from lockstep.ops.opaque import library
 
 Activation = Callable[[Tensor, Tensor], Tensor]
@@ -34,8 +34,8 @@ def experts(
 ) -> Float[Tensor, "tokens dim"]:
     """The weighted sum of each token's `chosen` experts, in float32 and rounded once; see `route` for both.
 
-    `shared(x)`, which all tokens go through, is added to it. It is called here because it can overlap with sending rows
-    to experts on other ranks.
+    `shared(x)`, the feed-forward of all tokens, is added. It is called here so that it can overlap with sending rows to
+    experts on other ranks.
     """
     if (form := FORMS.get(type(gate))) is not None:
         return form.experts(x, weights, chosen, gate, up, down, shared=shared)
@@ -54,8 +54,8 @@ def feed_forward(rows: Tensor, starts: Tensor, gate: Tensor, up: Tensor, down: T
 def order_by_expert(
     chosen: Int[Tensor, "tokens active"], experts: int
 ) -> tuple[Int[Tensor, "experts+1"], Int[Tensor, "choices"], Int[Tensor, "choices"]]:
-    """The order of rows by expert, then token: where each expert's rows start, the row of each choice, and the choice
-    of each row. All are on the device of `chosen`, and nothing synchronizes with a GPU."""
+    """Sorts choices by expert, then token: the start of each expert's rows, the row of each choice, and the choice of
+    each row. All are on the device of `chosen`, without synchronizing with a GPU."""
     if torch.compiler.is_compiling():
         return _opaque_order(chosen, experts)
     return _order(chosen, experts)
@@ -64,7 +64,7 @@ def order_by_expert(
 def dispatch(
     x: Float[Tensor, "tokens dim"], places: Int[Tensor, "choices"], sources: Int[Tensor, "choices"]
 ) -> Float[Tensor, "choices dim"]:
-    """The token of each row. Its gradient adds up a token's rows in the order of its choices."""
+    """The token of each row. The gradient sums a token's rows in the order of its choices."""
     if torch.compiler.is_compiling():
         return _opaque_dispatch(x, places, sources)
     if torch.is_grad_enabled() and x.requires_grad:
@@ -172,7 +172,7 @@ class _Combine(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, Tensor | None, None]:
         grad_rows, grad_weights = _combine_gradients(grads[0], *ctx.saved_tensors)
-        return grad_rows if asked_for(ctx, 0) else None, grad_weights if asked_for(ctx, 1) else None, None
+        return grad_rows if needs_gradient(ctx, 0) else None, grad_weights if needs_gradient(ctx, 1) else None, None
 
 
 @library.operator(

@@ -35,19 +35,19 @@ def log_sigmoid(x: Float[Tensor, "*shape"]) -> Float[Tensor, "*shape"]:
     return _LogSigmoid.apply(x)
 
 
-def _apply(ours: Callable[[np.ndarray], np.ndarray], devices: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
+def _apply(on_cpu: Callable[[np.ndarray], np.ndarray], devices: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
     if x.device.type != "cpu" or native.is_pretending():
         return devices(x)
-    # As an array: NumPy makes a number of one without dimensions.
-    return torch.from_numpy(np.asarray(ours(x.detach().double().numpy()))).to(x.dtype)
+    # `asarray`, since NumPy returns a scalar for an array without dimensions.
+    return torch.from_numpy(np.asarray(on_cpu(x.detach().double().numpy()))).to(x.dtype)
 
 
 class _FromResult(torch.autograd.Function):
-    """A function whose derivative, `slope`, follows from its result."""
+    """A function whose derivative, `slope`, is computed from its result."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, ours: Any, devices: Any, slope: Callable[[Tensor], Tensor]) -> Tensor:
-        out = _apply(ours, devices, x)
+    def forward(ctx: Any, x: Tensor, on_cpu: Any, devices: Any, slope: Callable[[Tensor], Tensor]) -> Tensor:
+        out = _apply(on_cpu, devices, x)
         ctx.save_for_backward(out)
         ctx.slope = slope
         return out

@@ -1,8 +1,8 @@
-"""Calls each of the library's vector functions once while there is only one thread.
+"""Calls each of MKL's vector functions once while there is only one thread.
 
-MKL chooses a function's kernel at its first call, and if two threads make that call at once, one of them may run a
+MKL selects a function's kernel at the first call. If two threads make that call at once, one of them may run a
 low-accuracy kernel: wrong by up to 1.5e-4, once per process (pytorch/pytorch#188792). No forward pass calls such a
-function, but optimizers and users' own code do.
+function, but optimizers and user code do.
 """
 
 from __future__ import annotations

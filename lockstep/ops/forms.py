@@ -1,8 +1,8 @@
-"""Operators for tensors that are not plain ones.
+"""Dispatch of operators by tensor type.
 
-A layout that shards tensors over ranks registers here how it computes each operator on its kind of tensor, so this
-package need not know about it. The lookup by type costs some 50 ns for a plain tensor; PyTorch's own
-`__torch_function__` cannot be used, since DTensor switches it off.
+A layout that shards tensors over ranks registers how it computes each operator on its tensor type, so this package does
+not depend on it. The lookup costs about 50 ns for a plain tensor; PyTorch's `__torch_function__` cannot be used, since
+DTensor disables it.
 """
 
 from __future__ import annotations
@@ -12,10 +12,10 @@ from typing import Any
 from torch import Tensor
 
 FORMS: dict[type, Any] = {}
-"""By tensor type, an object, such as a module, that has the operators under the same names as here."""
+"""By tensor type: an object, such as a module, with operators of the same names as in this package."""
 
 
 def own_part(weight: Tensor) -> Tensor:
-    """What this process computes with: a plain weight itself, or its part of a sharded one, with a gradient."""
+    """This process's part of a sharded weight, with a gradient; a plain weight itself."""
     form = FORMS.get(type(weight))
     return weight if form is None else form.own_part(weight)

@@ -1,4 +1,4 @@
-"""The product of grouped rows, each group with its own weight: the experts of a mixture.
+"""The product of grouped rows, each group with a separate weight: the experts of a mixture.
 
 A group's product is one chain along K for each element, as `linear` computes it on a CPU, so a row's bits depend only
 on that row and its group's weight. On NVIDIA GPUs it is one kernel for all groups, which reads where they start on the
@@ -14,12 +14,12 @@ from jaxtyping import Float, Int
 from torch import Tensor
 
 from lockstep.ops import cuda, native
-from lockstep.ops.asked import asked_for
-from lockstep.ops.kept import keep
 from lockstep.ops.linear import by_library, input_gradient, product, weight_gradient
+from lockstep.ops.needed_gradients import needs_gradient
 from lockstep.ops.opaque import library
 from lockstep.ops.packed_weights import packed
-from lockstep.ops.tape import unrecorded
+from lockstep.ops.saved_outputs import saved_output
+from lockstep.ops.step_graph import unrecorded
 
 
 def grouped_linear(
@@ -27,8 +27,8 @@ def grouped_linear(
 ) -> Float[Tensor, "rows out"]:
     """Rows `starts[g]` to `starts[g + 1]` of `x`, times `weight[g].T`. `starts`, int64, ends with the number of rows.
 
-    Raises ValueError if `starts` do not fit these rows and groups. Those on a GPU are not checked, which would have to
-    synchronize with it.
+    Raises ValueError if `starts` do not match these rows and groups. Starts on a GPU are not checked, which would
+    require synchronizing with it.
     """
     if torch.compiler.is_compiling():
         return _opaque_product(x, weight, starts)
@@ -72,13 +72,13 @@ def _check(x: Tensor, weight: Tensor, starts: Tensor) -> None:
 
 
 def _wrong(starts: Tensor, rows: int) -> bool:
-    with unrecorded():  # whoever replays a tape has the starts from the kernel that sorts rows by expert
+    with unrecorded():  # a replayed step graph gets the starts from the kernel that sorts rows by expert
         values = starts.tolist()
     return values[0] != 0 or values[-1] != rows or any(a > b for a, b in zip(values, values[1:]))
 
 
 def _panels(weight: Tensor, rows: int) -> Tensor | None:
-    """The panels of all groups' weights, if each group's are complete ones."""
+    """The panels of all groups' weights, if each group has a whole number of panels."""
     if not weight.is_contiguous() or weight.shape[1] % native.function("panel_columns")():
         return None
     return packed(weight.flatten(0, 1), rows)
@@ -105,7 +105,7 @@ def grouped_gradients(
 
 
 def _by_library(grad: Tensor) -> bool:
-    """As for one product, except with pairs of bfloat16: a library's many small products are slower than ours."""
+    """As for `linear`, except with pairs of bfloat16: a library is slower at many small products."""
     pairs = native.usable(grad) and native.arithmetic() == "bf16_pairs"
     return by_library(grad) and not pairs and not native.is_pretending()
 
@@ -142,12 +142,12 @@ class _GroupedLinear(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor, starts: Tensor) -> Tensor:
         ctx.save_for_backward(x, weight, starts)
-        return keep("linear", lambda: _product(x, weight, starts))
+        return saved_output("linear", lambda: _product(x, weight, starts))
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, Tensor | None, None]:
         x, weight, starts = ctx.saved_tensors
-        return *grouped_gradients(grads[0], x, weight, starts, asked_for(ctx, 0), asked_for(ctx, 1)), None
+        return *grouped_gradients(grads[0], x, weight, starts, needs_gradient(ctx, 0), needs_gradient(ctx, 1)), None
 
 
 @library.operator(

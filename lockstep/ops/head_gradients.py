@@ -1,7 +1,8 @@
 """Gradients of log-probabilities with respect to the hidden states and the head, or this rank's part of the head.
 
-The logits are recomputed slice by slice, or given if they are few. With one order (`one_order`), a hidden state's
-gradient is summed over the vocabulary's pieces, which are joined in a tree, and the head's over all ranks' targets.
+The logits are recomputed slice by slice, or saved by the forward if they are few. With one order (`one_order`), a
+hidden state's gradient is summed over the vocabulary's pieces, which are joined in a tree, and the head's over all
+ranks' targets.
 """
 
 from __future__ import annotations
@@ -18,30 +19,30 @@ from lockstep.ops import cuda, native, one_order, plain
 from lockstep.ops.linear import input_gradient, linear, product_sums, tree_sum, weight_gradient
 
 SLICE_BYTES, GPU_SLICE_BYTES = 1 << 27, 1 << 30
-"""Logits of the whole vocabulary held at a time. Smaller slices read the head's weight and write its gradient more
-often."""
-KEPT_BYTES = 1 << 25
-"""Logits that are kept for the gradient at most: several forward passes may be waiting for theirs."""
+"""Most bytes of logits, of the whole vocabulary, in memory at a time. Smaller slices read the head's weight and write
+its gradient more often."""
+SAVED_LOGITS_BYTES = 1 << 25
+"""Most bytes of logits that a forward saves for its backward: several forward passes can be in flight."""
 
 Join = Callable[[Float32[Tensor, "pieces rows dim"]], Float32[Tensor, "rows dim"]]
 
 
 def row_slices(rows: int, vocab: int, head: Tensor) -> list[slice]:
-    """Slices of the rows whose logits are held at a time; `head` may be a part of one for `vocab` tokens."""
+    """Slices of rows whose logits are in memory at a time; `head` may be a part of one for `vocab` tokens."""
     size = max(1, (GPU_SLICE_BYTES if head.is_cuda else SLICE_BYTES) // (vocab * head.element_size()))
     return [slice(start, min(start + size, rows)) for start in range(0, rows, size)]
 
 
 class ScoredRows(NamedTuple):
-    """What is known about each scored row, and the gradients of its log-probability and its entropy."""
+    """Columns with one entry per scored row, among them the gradients of its log-probability and its entropy."""
 
     targets: Int[Tensor, "rows"]
-    """Rows of the head, or of a part of it: then -1 if another part has them."""
+    """Row of the head for each target; in a part of the head, -1 if the target is in another part."""
     inverse_temperature: Float[Tensor, "rows"]
     normalizers: Float[Tensor, "rows"]
     entropies: Float[Tensor, "rows"]
     grad: Float[Tensor, "rows"] | None
-    """None if it is zero; the same for the next."""
+    """None if zero, as `entropy_grad`."""
     entropy_grad: Float[Tensor, "rows"] | None
 
     def map(self, function: Callable[[Tensor], Tensor]) -> ScoredRows:
@@ -65,8 +66,8 @@ def head_gradients(
     """Gradients of `hidden` and `head`, given those of the log-probabilities and entropies.
 
     `head` is a part of a vocabulary of `vocab` tokens. `bounds` are the bounds of the vocabulary's pieces in the part;
-    `join` adds up the sums of all parts' pieces. Without one order, the gradient of `hidden` is only that of this part.
-    `logits`, of all rows in one slice, are overwritten; None: they are computed here.
+    `join` adds the sums of all parts' pieces. Without one order, the gradient of `hidden` is only that of this part.
+    `logits`, of all rows in one slice, are overwritten; None: they are recomputed.
     """
     grad_hidden = torch.empty_like(hidden)
     shared = one_order.shared_targets()
@@ -78,15 +79,15 @@ def head_gradients(
             sums = added_slice(sums, weight_gradient(of_logits, hidden[rows]), len(slices))
     if shared is None:
         return grad_hidden, torch.zeros_like(head) if sums is None else sums.to(head.dtype)
-    own, hidden, scored = shared.part(len(head)), shared.gather(hidden), scored.map(shared.gather)
-    held = (scored.targets >= own.start) & (scored.targets < own.stop)
-    scored = scored._replace(targets=torch.where(held, scored.targets - own.start, -1))
+    part, hidden, scored = shared.part(len(head)), shared.gather(hidden), scored.map(shared.gather)
+    local = (scored.targets >= part.start) & (scored.targets < part.stop)
+    scored = scored._replace(targets=torch.where(local, scored.targets - part.start, -1))
     for rows in (slices := row_slices(len(hidden), vocab, head)):
-        of_logits = _both_gradients(linear(hidden[rows], head[own]), scored.of(rows))
+        of_logits = _both_gradients(linear(hidden[rows], head[part]), scored.of(rows))
         sums = added_slice(sums, weight_gradient(of_logits, hidden[rows]), len(slices))
     grad_head = torch.zeros_like(head)
     if sums is not None:
-        grad_head[own] = sums.to(head.dtype)
+        grad_head[part] = sums.to(head.dtype)
     return grad_hidden, grad_head
 
 
@@ -97,7 +98,7 @@ def hidden_gradient(
     join: Join = lambda sums: tree_sum(sums.unbind()),
 ) -> Float[Tensor, "rows dim"]:
     """The gradient of hidden states, given that of their logits; for `bounds` and `join`, see `head_gradients`."""
-    if not one_order.is_asked():
+    if not one_order.is_required():
         return input_gradient(of_logits, head)
     return join(_sums_by_piece(of_logits, head, bounds)).to(head.dtype)
 
@@ -112,20 +113,20 @@ def _sums_by_piece(grad: Tensor, head: Tensor, bounds: Tensor) -> Float32[Tensor
 def added_slice(
     sums: Float[Tensor, "part dim"] | None, of_slice: Float[Tensor, "part dim"], slices: int
 ) -> Float[Tensor, "part dim"]:
-    """Adds one slice's gradient of the head: several are accumulated in float32; a single one needs no wider copy."""
+    """Adds one slice's gradient of the head. Several slices accumulate in float32; a single one needs no wider copy."""
     if sums is not None:
         return sums.add_(of_slice)
     return of_slice if slices == 1 else of_slice.float()
 
 
 def _both_gradients(logits: Tensor, scored: ScoredRows) -> Tensor:
-    """`logits_gradient`, plus that of the entropies if they have one. Overwrites `logits`."""
+    """`logits_gradient`, plus the gradient through the entropies if there is one. Overwrites `logits`."""
     targets, inverse, normalizers, entropies, grad, entropy_grad = scored
     grad = torch.zeros_like(entropies) if grad is None else grad
     if entropy_grad is None:
         return logits_gradient(logits, targets, inverse, normalizers, grad)
-    own = _entropy_gradient(logits, inverse, normalizers, entropies, entropy_grad)
-    return (logits_gradient(logits, targets, inverse, normalizers, grad).float() + own).to(logits.dtype)
+    of_entropies = _entropy_gradient(logits, inverse, normalizers, entropies, entropy_grad)
+    return (logits_gradient(logits, targets, inverse, normalizers, grad).float() + of_entropies).to(logits.dtype)
 
 
 def _entropy_gradient(logits: Tensor, inverse: Tensor, normalizers: Tensor, entropies: Tensor, grad: Tensor) -> Tensor:
@@ -140,7 +141,7 @@ def logits_gradient(
 ) -> Float[Tensor, "rows part"]:
     """d log p(target) / d logits = (onehot - p) / temperature, times the incoming gradient; overwrites `logits`.
 
-    A negative target is not among these logits, but in another part of the vocabulary.
+    A negative target is in another part of the vocabulary.
     """
     if cuda.usable(logits):
         from lockstep.ops.cuda import vocabulary

@@ -9,12 +9,12 @@ from jaxtyping import Float
 from torch import Tensor
 
 from lockstep.ops import cuda
-from lockstep.ops.asked import asked_for
 from lockstep.ops.forms import FORMS
 from lockstep.ops.grouped_linear import grouped_linear
-from lockstep.ops.kept import keep
 from lockstep.ops.linear import input_gradient, linear, token_weight_gradient
+from lockstep.ops.needed_gradients import needs_gradient
 from lockstep.ops.opaque import library
+from lockstep.ops.saved_outputs import saved_output
 
 
 def head_linear(
@@ -24,10 +24,10 @@ def head_linear(
     stop: int,
     across: bool = False,
 ) -> Float[Tensor, "tokens heads out"]:
-    """Each head's features times its own part of `weight`; the bits of a row do not depend on other rows or heads.
+    """Each head's features times its part of `weight`; the bits of a row do not depend on other rows or heads.
 
-    The weight's rows are divided evenly among the heads; a part is rows `first` to `stop` of a head's, `[out, width]`
-    as `linear` takes it, or with `across` its transpose.
+    The weight's rows are divided evenly among the heads. A part is rows `first` to `stop` of a head's rows:
+    `[out, width]` as in `linear`, or with `across` its transpose.
     """
     if (form := FORMS.get(type(weight))) is not None:
         out: Tensor = form.head_linear(x, weight, first, stop, across)
@@ -54,7 +54,7 @@ def _parts(weight: Tensor, heads: int, first: int, stop: int, across: bool) -> t
 
 def _products(x: Tensor, weight: Tensor, first: int, stop: int, across: bool) -> Tensor:
     tokens, heads = x.shape[:2]
-    rows = x.transpose(0, 1).contiguous().flatten(0, 1)  # one head's after the other
+    rows = x.transpose(0, 1).contiguous().flatten(0, 1)  # head by head
     starts = torch.arange(heads + 1, device=x.device) * tokens
     with torch.no_grad():
         out = grouped_linear(rows, _stacked(weight, heads, first, stop, across), starts)
@@ -78,13 +78,19 @@ class _HeadLinear(torch.autograd.Function):
     def forward(ctx: Any, x: Tensor, weight: Tensor, first: int, stop: int, across: bool) -> Tensor:
         ctx.save_for_backward(x, weight)
         ctx.part = first, stop, across
-        return keep("linear", lambda: _products(x, weight, first, stop, across))
+        return saved_output("linear", lambda: _products(x, weight, first, stop, across))
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, Tensor | None, None, None, None]:
         (x, weight), grad = ctx.saved_tensors, grads[0]
-        grad_x = _input_gradient(grad, weight, *ctx.part) if asked_for(ctx, 0) else None
-        return grad_x, _weight_gradient(grad, x, weight, *ctx.part) if asked_for(ctx, 1) else None, None, None, None
+        grad_x = _input_gradient(grad, weight, *ctx.part) if needs_gradient(ctx, 0) else None
+        return (
+            grad_x,
+            _weight_gradient(grad, x, weight, *ctx.part) if needs_gradient(ctx, 1) else None,
+            None,
+            None,
+            None,
+        )
 
 
 @library.operator(

@@ -1,9 +1,9 @@
 """The row-invariant matrix product.
 
-Each element is one chain of fused multiply-adds along K in ascending order, whatever the number of rows: on the CPU our
-own product (`native/product.cpp`), in plain PyTorch the same chain step by step (`plain.product`), on NVIDIA GPUs a
-fixed order of pieces (`cuda/linear.py`). With several `chunks` of K, each has its own chain, and their sums are joined
-in a binary tree: ranks that each have some of the chunks join them in the same tree.
+Each element is one chain of fused multiply-adds along K in ascending order, for any number of rows: on the CPU a
+hand-written product (`native/product.cpp`), in plain PyTorch the same chain step by step (`plain.product`), on NVIDIA
+GPUs a fixed order of pieces (`cuda/linear.py`). With several `chunks` of K, each is a separate chain, and their sums
+are joined in a binary tree: ranks that each have some of the chunks join them in the same tree.
 """
 
 from __future__ import annotations
@@ -17,18 +17,18 @@ from jaxtyping import Float, Float32
 from torch import Tensor
 
 from lockstep.ops import cuda, native, one_order, plain
-from lockstep.ops.asked import asked_for
 from lockstep.ops.forms import FORMS
-from lockstep.ops.kept import keep
+from lockstep.ops.needed_gradients import needs_gradient
 from lockstep.ops.opaque import library
 from lockstep.ops.packed_weights import packed
+from lockstep.ops.saved_outputs import saved_output
 
 
 def linear(x: Float[Tensor, "rows in"], weight: Float[Tensor, "out in"], chunks: int = 1) -> Float[Tensor, "rows out"]:
     """`x @ weight.T`, where the bits of a row do not depend on how many other rows there are.
 
-    `chunks`, a power of two: parts of K that are summed separately and then in a binary tree. It is part of the
-    arithmetic: another number gives different bits.
+    `chunks`, a power of two: parts of K that are summed separately and then in a binary tree. Another number gives
+    different bits.
     """
     if (form := FORMS.get(type(weight))) is not None:
         return form.linear(x, weight, chunks)
@@ -48,14 +48,14 @@ def text_scores(hidden: Float[Tensor, "rows dim"], head: Float[Tensor, "1 dim"])
 
 
 def product(x: Float[Tensor, "rows in"], weight: Float[Tensor, "out in"], chunks: int = 1) -> Float[Tensor, "rows out"]:
-    """`linear` without gradient, for tensors with any strides. Raises ValueError if they do not fit."""
+    """`linear` without gradient, for tensors with any strides. Raises ValueError for factors that do not match."""
     return _product(x, weight, chunks, x.dtype)
 
 
 def product_sums(
     x: Float[Tensor, "rows in"], weight: Float[Tensor, "out in"], chunks: int = 1
 ) -> Float32[Tensor, "rows out"]:
-    """The sums of `product` before rounding to its dtype, which ranks that each have a part of K add up."""
+    """The sums of `product` before rounding to its dtype, for ranks that each have a part of K and add their sums."""
     if cuda.usable(x):
         from lockstep.ops.cuda.linear import product_sums as triton_sums
 
@@ -101,9 +101,9 @@ def _check_factors(x: Tensor, weight: Tensor, chunks: int) -> None:
 
 
 def tree_sum(parts: Sequence[Float32[Tensor, "*shape"]], overwrite: bool = False) -> Float32[Tensor, "*shape"]:
-    """The sum of tensors in a binary tree: neighbors first, and an odd last one as it is.
+    """The sum of tensors in a binary tree: neighbors first; an odd last one moves up unchanged.
 
-    overwrite: accumulate in the parts' own memory. The total of several parts has its own memory in any case.
+    overwrite: accumulate in the parts' memory. The total of several parts never shares memory with them.
     """
     while len(parts) > 1:
         add = Tensor.add_ if overwrite and len(parts) > 2 else Tensor.add
@@ -117,8 +117,8 @@ def linear_gradients(grad: Tensor, x: Tensor, weight: Tensor, chunks: int = 1) -
 
 
 def _gradient_chunks(grad: Tensor, chunks: int) -> int:
-    """Parts in which the input's gradient is summed: neither a row product, which has chunks, nor a product with one
-    output is split over its outputs."""
+    """Number of parts in which the input's gradient is summed. A row product, which has chunks, and a product with one
+    output are not split over their outputs."""
     return one_order.gradient_chunks() if chunks == 1 and grad.shape[1] > 1 else 1
 
 
@@ -141,22 +141,22 @@ def shared_weight_gradient(grad: Tensor, x: Tensor, shared: one_order.SharedRows
     """`weight_gradient` over all ranks' rows: complete for the outputs that this rank computes, zero for the others."""
     if shared is None:
         return weight_gradient(grad, x)
-    own, whole = shared.part(grad.shape[1]), grad.new_zeros(grad.shape[1], x.shape[1])
+    part, whole = shared.part(grad.shape[1]), grad.new_zeros(grad.shape[1], x.shape[1])
     grad, x = shared.gather(grad), shared.gather(x)
-    whole[own] = weight_gradient(grad[:, own], x)
+    whole[part] = weight_gradient(grad[:, part], x)
     return whole
 
 
 def by_library(grad: Tensor) -> bool:
-    """Whether the gradients' products are computed by a library, with its own bits.
+    """Whether a library computes the gradients' products, with bits that are the library's.
 
-    On a CPU only if it multiplies pairs or tiles of bfloat16, at the machine's peak: otherwise our own product is as
-    fast or faster, and has the same bits on every processor. Never with one order, since a library's bits may depend on
-    the number of threads, and on how much of a weight is on this rank.
+    On a CPU only for pairs or tiles of bfloat16, at the machine's peak: otherwise the native product is as fast or
+    faster, and has the same bits on every processor. Never with one order, since a library's bits may depend on the
+    number of threads, and on how much of a weight is on this rank.
     """
     if not native.usable(grad):
         return True
-    if one_order.is_asked():
+    if one_order.is_required():
         return False
     return grad.dtype == torch.bfloat16 and native.arithmetic() != "portable"
 
@@ -166,16 +166,16 @@ class _Linear(torch.autograd.Function):
     def forward(ctx: Any, x: Tensor, weight: Tensor, chunks: int) -> Tensor:
         ctx.save_for_backward(x, weight)
         ctx.chunks = chunks
-        return keep("linear", lambda: product(x, weight, chunks))
+        return saved_output("linear", lambda: product(x, weight, chunks))
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, Tensor | None, None]:
         (x, weight), grad = ctx.saved_tensors, grads[0]
-        grad_x = input_gradient(grad, weight, _gradient_chunks(grad, ctx.chunks)) if asked_for(ctx, 0) else None
-        return grad_x, token_weight_gradient(grad, x) if asked_for(ctx, 1) else None, None
+        grad_x = input_gradient(grad, weight, _gradient_chunks(grad, ctx.chunks)) if needs_gradient(ctx, 0) else None
+        return grad_x, token_weight_gradient(grad, x) if needs_gradient(ctx, 1) else None, None
 
 
-# Compiled code calls the product as one operator, so that no compiler changes its order of summation.
+# Compiled code calls the product as one operator, so that the compiler cannot change its order of summation.
 @library.operator(
     "linear(Tensor x, Tensor weight, int chunks) -> Tensor",
     fake=lambda x, weight, chunks: x.new_empty(x.shape[0], weight.shape[0]),

@@ -7,7 +7,6 @@ sharded head gives the same bits. Rows go through the head in slices: `[tokens, 
 from __future__ import annotations
 
 import math
-from functools import cache
 from itertools import pairwise
 from typing import Any
 
@@ -18,7 +17,7 @@ from torch import Tensor
 from lockstep.ops import cuda, native, one_order, plain
 from lockstep.ops.forms import FORMS
 from lockstep.ops.head_gradients import (
-    KEPT_BYTES,
+    SAVED_LOGITS_BYTES,
     ScoredRows,
     added_slice,
     head_gradients,
@@ -29,12 +28,7 @@ from lockstep.ops.head_gradients import (
 from lockstep.ops.linear import linear, weight_gradient
 from lockstep.ops.sums import total
 from lockstep.ops.temperature import inverse_temperature
-
-SHARDS = (2, 4, 8)
-"""Numbers of ranks that a head can be sharded over."""
-PIECES = 16
-"""The most pieces of a vocabulary: `SHARDS` never split it in more places."""
-CPU = torch.device("cpu")
+from lockstep.ops.vocabulary_pieces import PIECES, piece_bounds
 
 
 def token_log_probs(
@@ -45,7 +39,7 @@ def token_log_probs(
 ) -> tuple[Float[Tensor, "tokens"], Float[Tensor, "tokens"]]:
     """log p(target) under softmax(hidden · headᵀ / temperature), and the distribution's entropy in nats.
 
-    Both are float32 and have a gradient, which recomputes the logits slice by slice; few of them are kept. The
+    Both are float32 and have a gradient, which recomputes the logits slice by slice, unless they are few and saved. The
     entropies' gradient costs nothing if they are not used.
     """
     if (form := FORMS.get(type(head))) is not None:
@@ -68,34 +62,16 @@ def log_prob_sum(
 ) -> Float[Tensor, ""]:
     """`weight` · Σ log p(target) at temperature 1: `token_log_probs` summed, at two thirds of the cost.
 
-    The weight is known in the forward pass, so the gradient is computed there, while a slice's logits are available,
-    and they are computed once instead of twice. With one order, it is the sum over all ranks' targets, on each of them.
+    The weight is known in the forward pass, so the gradient is computed there from each slice's logits, which are
+    computed once instead of twice. With one order, it is the sum over all ranks' targets, on each rank.
     """
     if (shared := one_order.shared_targets()) is not None:
         return total(shared.whole(token_log_probs(hidden, head, targets)[0])) * weight
-    # Only by the head's type, so that tensors without values take the same path as real ones.
+    # Decided by the head's type alone, so that tensors without values take the same path as real ones.
     trained = torch.is_grad_enabled() and (hidden.requires_grad or head.requires_grad)
     if trained and type(head) not in FORMS:
         return _LogProbSum.apply(hidden, head, targets, weight)
     return total(token_log_probs(hidden, head, targets)[0]) * weight
-
-
-def piece_bounds(vocab: int, device: torch.device = CPU, first: int = 0, stop: int | None = None) -> Tensor:
-    """Where the pieces of a vocabulary begin, and the end of the last, int64; only for its part `first` to `stop`.
-
-    It is split wherever any number of ranks in `SHARDS` splits it into parts of equal length, the last of which may be
-    shorter: into 8 pieces if 8 divides the vocabulary, otherwise a few more.
-    """
-    stop = vocab if stop is None else stop
-    cuts = {min(vocab, part * -(-vocab // ranks)) for ranks in SHARDS for part in range(ranks + 1)}
-    bounds = tuple(bound - first for bound in sorted(cuts) if first <= bound <= stop)
-    # Only cached for devices, where it would be copied in each step. With fake tensors, the cache would keep a fake.
-    return torch.tensor(bounds) if device.type == "cpu" else _on_device(bounds, device)
-
-
-@cache
-def _on_device(numbers: tuple[int, ...], device: torch.device) -> Tensor:
-    return torch.tensor(numbers, device=device)
 
 
 def logits_log_probs(
@@ -150,14 +126,14 @@ def join_masses(
 
 def _plain_masses(logits: Tensor, inverse_temperature: Tensor, bounds: Tensor) -> Tensor:
     scaled = logits.float() * inverse_temperature[:, None]
-    found = []
+    result = []
     for first, stop in pairwise(bounds.tolist()):
         piece = scaled[:, first:stop]
         highest = piece.amax(-1)
         weights = plain.exp(piece - _finite(highest)[:, None])
         moment = plain.row_sum(weights * piece.masked_fill(weights == 0, 0.0))
-        found.append(torch.stack((highest, plain.row_sum(weights), moment), -1))
-    return torch.stack(found, 1) if found else scaled.new_empty(len(scaled), 0, 3)
+        result.append(torch.stack((highest, plain.row_sum(weights), moment), -1))
+    return torch.stack(result, 1) if result else scaled.new_empty(len(scaled), 0, 3)
 
 
 def _plain_join(pieces: Tensor, chosen: Tensor) -> tuple[Tensor, Tensor, Tensor]:
@@ -183,17 +159,17 @@ def _forward(
 ) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
     """Log-probabilities, entropies, normalizers, and the logits if they are few."""
     slices = row_slices(len(hidden), head.shape[0], head)
-    parts, kept = [], None
+    parts, saved = [], None
     for rows in slices:
         logits = linear(hidden[rows], head)
         parts.append(logits_log_probs(logits, targets[rows], inverse[rows]))
-        kept = logits if len(slices) == 1 and logits.nbytes <= KEPT_BYTES else None
-        del logits  # before the next ones are made
+        saved = logits if len(slices) == 1 and logits.nbytes <= SAVED_LOGITS_BYTES else None
+        del logits  # before the next ones are allocated
     if not parts:
         empty = torch.empty(3, 0, dtype=torch.float32, device=hidden.device)
         return empty[0], empty[1], empty[2], None
     log_probs, entropies, normalizers = (torch.cat(column) for column in zip(*parts))
-    return log_probs, entropies, normalizers, kept
+    return log_probs, entropies, normalizers, saved
 
 
 class _TokenLogProbs(torch.autograd.Function):
@@ -207,7 +183,7 @@ class _TokenLogProbs(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor, Tensor, None, None]:
         hidden, head, *scored = ctx.saved_tensors
-        # They are overwritten, so that another backward pass computes them again.
+        # They are overwritten, so another backward pass recomputes them.
         logits, ctx.logits = ctx.logits, None
         vocab, rows = head.shape[0], ScoredRows(*scored, *grads)
         return *head_gradients(hidden, head, rows, vocab, piece_bounds(vocab), logits=logits), None, None

@@ -10,8 +10,8 @@ from torch import Tensor
 
 from lockstep.ops import cuda, native, one_order, plain
 from lockstep.ops.forms import FORMS
-from lockstep.ops.kept import keep
 from lockstep.ops.opaque import library
+from lockstep.ops.saved_outputs import saved_output
 
 
 def rms_norm(x: Float[Tensor, "*rows dim"], weight: Float[Tensor, "dim"], eps: float) -> Float[Tensor, "*rows dim"]:
@@ -85,10 +85,10 @@ def _gradients(grad_out: Tensor, x: Tensor, weight: Tensor, scale: Tensor) -> tu
 def token_gradients(
     grad_out: Tensor, x: Tensor, weight: Tensor, scale: Tensor, gathered: one_order.GatheredRows | None = None
 ) -> tuple[Tensor, Tensor]:
-    """`_gradients` if other ranks may have some of the rows: with one order, the first rank computes the weight's."""
+    """`_gradients` when other ranks may have some of the rows: with one order, the first rank computes the weight's."""
     grad_x, grad_weight = _gradients(grad_out, x, weight, scale)
     gathered = gathered or one_order.shared_tokens()
-    if gathered is None or not one_order.is_asked():
+    if gathered is None or not one_order.is_required():
         return grad_x, grad_weight
     grad_out, x, scale = (gathered.gather(part) for part in (grad_out, x, scale.view(x.shape[:-1])))
     return grad_x, _gradients(grad_out, x, weight, scale)[1] if gathered.is_first else torch.zeros_like(weight)
@@ -97,7 +97,7 @@ def token_gradients(
 def trained_norm(
     x: Float[Tensor, "*rows dim"], weight: Float[Tensor, "dim"], eps: float, gathered: one_order.GatheredRows | None
 ) -> Float[Tensor, "*rows dim"]:
-    """`rms_norm` of a plain weight, with a gradient; that of `weight` is summed over the rows that `gathered` has."""
+    """`rms_norm` of a plain weight, whose gradient is summed over the rows of `gathered`."""
     out: Tensor = _RMSNorm.apply(x, weight, eps, gathered)
     return out
 
@@ -106,7 +106,7 @@ class _RMSNorm(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor, eps: float, gathered: one_order.GatheredRows | None) -> Tensor:
         x = x.contiguous()
-        out, scale = keep("norm", lambda: _forward(x, weight, eps)[::2])
+        out, scale = saved_output("norm", lambda: _forward(x, weight, eps)[::2])
         ctx.save_for_backward(x, weight, scale)
         ctx.gathered = gathered
         return out
@@ -121,8 +121,8 @@ def _empty_like(x: Tensor) -> Tensor:
     return torch.empty_like(x, memory_format=torch.contiguous_format)
 
 
-# Compiled code calls the norm as one operator: a compiler picks the order of the sums over rows and columns by the
-# number of rows, and would recompile for others.
+# Compiled code calls the norm as one operator: a compiler would choose the order of the sums over rows and columns by
+# the number of rows, and recompile for other numbers.
 @library.operator(
     "rms_norm(Tensor x, Tensor weight, float eps) -> (Tensor, Tensor)",
     fake=lambda x, weight, eps: (_empty_like(x), x.new_empty(x.shape[:-1], dtype=torch.float32)),

@@ -1,4 +1,5 @@
-"""The order of sums in a backward pass: that of the layout, or that of one process (`train.deterministic_layout`).
+"""The order of sums in a backward pass: the layout's, or with one order that of one process
+(`train.deterministic_layout`).
 
 Two kinds of sums run over parts on several ranks. Over a product's outputs, for the gradient of its input: with
 `chunks`, each part of the outputs is summed separately, and the parts are joined in a binary tree. Over tokens, for the
@@ -19,13 +20,13 @@ T = TypeVar("T")
 
 @runtime_checkable
 class GatheredRows(Protocol):
-    """Rows of which each of several ranks has some, and which can be gathered on all."""
+    """Rows divided over several ranks, which can gather them all."""
 
     is_first: bool
-    """Whether this rank computes what only one rank should compute."""
+    """Whether this is the rank that computes what only one rank should."""
 
-    def gather(self, own: Tensor) -> Tensor:
-        """All ranks' rows, in the order of one process; without gradient."""
+    def gather(self, local: Tensor) -> Tensor:
+        """All ranks' rows, in the order of one process; without a gradient."""
         ...
 
 
@@ -33,12 +34,12 @@ class GatheredRows(Protocol):
 class SharedRows(GatheredRows, Protocol):
     """Tokens, or a loss's targets, shared by several ranks."""
 
-    def whole(self, own: Tensor) -> Tensor:
-        """`gather` with a gradient: that of this rank's rows."""
+    def whole(self, local: Tensor) -> Tensor:
+        """`gather` with a gradient, which is that of this rank's rows."""
         ...
 
     def own_of(self, whole: Tensor) -> Tensor:
-        """This rank's rows of `whole`, in its order."""
+        """This rank's rows of `whole`, in this rank's order."""
         ...
 
     def part(self, count: int) -> slice:
@@ -47,7 +48,7 @@ class SharedRows(GatheredRows, Protocol):
 
 
 class Tree(Generic[T]):
-    """The sum of leaves that come one after the other: in a binary tree, neighbors first."""
+    """The sum of leaves that arrive one at a time: in a binary tree, neighbors first."""
 
     def __init__(self, add: Callable[[T, T], T]):
         self._add = add
@@ -63,7 +64,7 @@ class Tree(Generic[T]):
         self._subtrees.append(leaf)
 
     def sum(self) -> T | None:
-        """The sum of all leaves; none may be added afterwards. None: there are none."""
+        """The sum of all leaves, None without any. No leaf may be added afterwards."""
         while len(self._subtrees) > 1:
             smallest = self._subtrees.pop()
             self._subtrees.append(self._add(self._subtrees.pop(), smallest))
@@ -79,8 +80,8 @@ _targets: SharedRows | None = None
 
 @contextmanager
 def one_order(chunks: int, microbatches: int = 1) -> Iterator[None]:
-    """Within this context, gradients are summed in one order. `chunks`: those of the model's row products;
-    `microbatches`: how many each data-parallel rank has in the step."""
+    """In this context, gradients are summed in one order. chunks: the model's `reduction_chunks`. microbatches: the
+    number that each data-parallel rank has in the step."""
     global _chunks, _microbatches
     before = _chunks, _microbatches
     _chunks, _microbatches = chunks, microbatches
@@ -91,12 +92,12 @@ def one_order(chunks: int, microbatches: int = 1) -> Iterator[None]:
         share(None, None)
 
 
-def is_asked() -> bool:
+def is_required() -> bool:
     return _chunks > 0
 
 
 def microbatches() -> int:
-    """How many micro-batches each data-parallel rank has in the step."""
+    """The number of micro-batches that each data-parallel rank has in the step."""
     return _microbatches
 
 
@@ -106,16 +107,16 @@ def gradient_chunks() -> int:
 
 
 def share(tokens: SharedRows | None, targets: SharedRows | None) -> None:
-    """From now on, until the micro-batch's backward is over, other ranks have some of its tokens and targets."""
+    """Sets which tokens and targets are shared with other ranks, until the end of the micro-batch's backward."""
     global _tokens, _targets
     _tokens, _targets = tokens, targets
 
 
 def shared_tokens() -> SharedRows | None:
-    """The sharing of the rows that run through the model; None if this rank has all, or without one order."""
-    return _tokens if is_asked() else None
+    """How the rows that run through the model are shared; None if this rank has all, or without one order."""
+    return _tokens if is_required() else None
 
 
 def shared_targets() -> SharedRows | None:
-    """The sharing of the rows that the loss is computed from; as `shared_tokens`."""
-    return _targets if is_asked() else None
+    """As `shared_tokens`, for the rows from which the loss is computed."""
+    return _targets if is_required() else None

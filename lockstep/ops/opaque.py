@@ -14,7 +14,7 @@ class OperatorLibrary:
     def __init__(self, name: str):
         self.name = name
         self.schemas: list[str] = []
-        """The schemas of all operators: a graph that was compiled for others must not be reused."""
+        """The schemas of all operators: a graph compiled with other schemas must not be reused."""
         self._library = torch.library.Library(name, "DEF")
 
     def operator(self, schema: str, fake: Callable[..., Any]) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
@@ -33,9 +33,9 @@ class OperatorLibrary:
         return register
 
     def differentiable(self, name: str, save: Callable[..., None], backward: Callable[..., Any]) -> None:
-        """Gives an operator its gradient: `save(ctx, inputs, output)` after forward, `backward(ctx, *grads)`.
+        """Registers an operator's gradient: `save(ctx, inputs, output)` after the forward, `backward(ctx, *grads)`.
 
-        On the operator itself and not in an `autograd.Function`, which `torch.compile` would trace into.
+        On the operator itself instead of in an `autograd.Function`, which `torch.compile` would trace into.
         """
         torch.library.register_autograd(f"{self.name}::{name}", backward, setup_context=save, lib=self._library)
 

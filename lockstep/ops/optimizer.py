@@ -1,4 +1,4 @@
-"""AdamW's update of one tensor: every operation is rounded separately, so bits are the same everywhere."""
+"""AdamW's update of one tensor: every operation is rounded separately, so the bits are the same on every device."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from lockstep.ops.elementary import power
 
 @dataclass(frozen=True)
 class AdamWFactors:
-    """The factors that all elements of a step share, as `adamw_step` and optimizer.cpp take them."""
+    """The factors shared by all elements of a step, in the order of optimizer.cpp's parameters."""
 
     decay: float
     beta1: float
@@ -58,7 +58,7 @@ def adamw_step(
 ) -> None:
     """Updates float32 `master`, and the moments `mean` and `square` (float32 or bfloat16), in place.
 
-    `grad` is read as float32 and multiplied by `scale` before all else. `weight` gets the new `master`, rounded to its
+    `grad` is converted to float32 and multiplied by `scale` first. `weight` gets the new `master`, rounded to its
     dtype.
     """
     tensors = [master, mean, square] if weight is None else [master, mean, square, weight]
@@ -69,13 +69,13 @@ def adamw_step(
     if cuda.usable(master):
         from lockstep.ops.cuda.optimizer import adamw_step as triton_step
 
-        triton_step(master, grad.contiguous(), mean, square, factors, scale, weight)
+        triton_step(master, grad.contiguous(), mean, square, astuple(factors), scale, weight)
         torch.autograd.graph.increment_version(tensors)
         return
     kernel, grad = ("adamw_narrow_grad", grad) if grad.dtype == torch.bfloat16 else ("adamw", grad.float())
-    given = master, weight, grad.contiguous(), mean, square
-    native.call(kernel, mean.dtype, *given, master.numel(), scale, *astuple(factors))
-    # Written without autograd's knowledge: bump the version, for whatever was derived from a weight.
+    buffers = master, weight, grad.contiguous(), mean, square
+    native.call(kernel, mean.dtype, *buffers, master.numel(), scale, *astuple(factors))
+    # Autograd does not see these writes: bump the version, so that packed copies of a weight are invalidated.
     torch.autograd.graph.increment_version(tensors)
 
 
@@ -94,7 +94,7 @@ def _reference(
     wide_square = square.float() * factors.beta2 + grad * factors.rest2 * grad
     mean.copy_(wide_mean)
     square.copy_(wide_square)
-    # NumPy's square root is the processor's, correctly rounded; torch may call a library's.
+    # NumPy's square root is the processor's, which is correctly rounded; torch may call a library.
     on_cpu = wide_square.device.type == "cpu"
     root = torch.from_numpy(np.sqrt(wide_square.numpy())) if on_cpu else wide_square.sqrt()
     master.copy_(

@@ -1,7 +1,7 @@
-"""Weights kept in the order in which a product with few rows reads them.
+"""A cache of weights packed in the order in which a product with few rows reads them.
 
 A product reads its weight in panels (`native/panels.h`). Many rows amortize packing them; a decode step does not, but
-reads the same weights again and again. Code that does so owns a `PackedWeights`, and tells it when weights change.
+reads the same weights repeatedly. Such code has a `PackedWeights`, and calls `forget` when weights change.
 """
 
 from __future__ import annotations
@@ -15,41 +15,41 @@ import torch
 from torch import Tensor
 
 from lockstep.ops import native
-from lockstep.ops.tape import unrecorded
+from lockstep.ops.step_graph import unrecorded
 
 FEW_ROWS = 128
-"""With more rows, packing costs a product too little to keep the panels."""
+"""With more rows, packing is too small a part of a product's time to cache the panels."""
 MEMORY_SHARE = 0.25
-"""Share of the memory that is free when the first weight is packed."""
+"""The cache's limit, as a share of the memory that is free when the first weight is packed."""
 
 
 class PackedWeights:
     """Panels of weights, each packed at its first use after `forget`. Products have the same bits with or without them.
 
-    A panel is only used while the weight's storage and version counter are those it was packed from. Writes that do not
-    change the counter must be followed by `forget`: collectives, kernels called by address, PyTorch's fused optimizers,
-    and anything that writes through `.data` or NumPy.
+    Panels are only used while the weight has the storage and version counter with which it was packed. Writes that do
+    not change the counter must be followed by `forget`: collectives, kernels called by address, PyTorch's fused
+    optimizers, and anything that writes through `.data` or NumPy.
     """
 
     def __init__(self) -> None:
         self._panels: dict[int, tuple[tuple[object, ...], Tensor]] = {}
-        # Storages of the weights whose panels are up to date: referenced, so that no other tensor gets their address.
+        # Storages of the weights whose panels are valid: referenced, so that no other tensor gets their address.
         self._current: dict[int, torch.UntypedStorage] = {}
         self._budget: int | None = None
         self.generation = 0
-        """How often weights may have changed."""
+        """Incremented whenever weights may have changed."""
 
     def forget(self) -> None:
-        """Call when weights may have changed. Memory is kept for the panels of those used since the last call."""
+        """Call when weights may have changed. The memory of panels used since the last call is kept for repacking."""
         self.generation += 1
         if not self._current:
-            return  # called twice, such as by an update and by the call of `generate` after it
+            return  # called twice, such as by an update and then by `generate`
         for address in self._panels.keys() - self._current.keys():
             self._release(address)
         self._current.clear()
 
     def release(self) -> None:
-        """As `forget`, but also frees the memory of all panels."""
+        """`forget`, and frees the memory of all panels."""
         self.generation += 1
         self._current.clear()
         for address in list(self._panels):
@@ -57,7 +57,7 @@ class PackedWeights:
 
     @contextmanager
     def in_use(self) -> Iterator[None]:
-        """Within this context, products with few rows read, and pack, these panels."""
+        """In this context, products with few rows read, and pack, these panels."""
         token = _in_use.set(self)
         try:
             yield
@@ -107,11 +107,11 @@ def packed(weight: Tensor, rows: int) -> Tensor | None:
     weights = _in_use.get()
     if weights is None or rows > FEW_ROWS:
         return None
-    if (tape := native.tape()) is None:
+    if (graph := native.recorder()) is None:
         return weights.panels_of(weight)
     with unrecorded():
         panels = weights.panels_of(weight)
-    tape.panels.append((weight, panels))
+    graph.panels.append((weight, panels))
     return panels
 
 

@@ -1,4 +1,4 @@
-"""Attention of pieces of packed sequences over all keys before them, for ranks that share sequences."""
+"""Attention of pieces of packed sequences over all earlier keys, for ranks that share sequences."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ from lockstep.ops.attention_reference import PLAIN, Terms
 class PieceAttention:
     """Some rows of `PackedAttention`, bit for bit: queries of pieces, keys and values of whole sequences.
 
-    lengths: tokens of each packed sequence. pieces: (sequence, start, stop) of the queries, one piece after the other,
-    in the order of the packed sequences. Further rows of queries are padding: their output is zero.
+    lengths: tokens of each packed sequence. pieces: (sequence, start, stop) of the queries, piece by piece, in the
+    order of the packed sequences. Query rows after them are padding: their output is zero.
     """
 
     def __init__(
@@ -49,8 +49,8 @@ class PieceAttention:
             from lockstep.ops.cuda import attention
 
             assert values is not None
-            given = self.table, self.starts, self.contexts
-            self._planned = self._planned or attention.Planned(*given, q, k, ordered=True)
+            rows = self.table, self.starts, self.contexts
+            self._planned = self._planned or attention.Planned(*rows, q, k, ordered=True)
             return attention.attend(q, keys, values, self._planned, terms)
         return _attend(q, keys, values, self.table, self.starts, self.contexts, self.tokens, terms)
 
@@ -64,6 +64,6 @@ class PieceAttention:
         log_sums: Tensor,
         terms: Terms = PLAIN,
     ) -> Gradients:
-        """Gradients of `q`, and of `k` and `v` in float32: what these pieces add to the whole sequences' own."""
+        """Gradients of `q`, and of the whole sequences' `k` and `v` in float32: the contribution of these pieces."""
         pieces = self.contexts, self.first_keys
         return attend_backward(grad_out, q, k, v, out, log_sums, self.starts, pieces, terms)

@@ -1,7 +1,7 @@
-"""Arithmetic of the plain forms: elementwise PyTorch operations in an order fixed here.
+"""Arithmetic of the plain forms: elementwise PyTorch operations in a fixed order.
 
-With more rows or threads, a library may sum a row in another order, or round the last elements of a tensor by another
-path. Operations written out element by element cannot differ. They are slow; they define the products' bits.
+With more rows or threads, a library may sum a row in another order, or compute the last elements of a tensor by another
+code path. Operations written out element by element cannot differ. They are slow; they define the products' bits.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Which experts a token goes to, and their weights: float32 from the logits on, each token independently."""
+"""Routing: each token's experts and their weights, in float32 from the logits on, each token independently."""
 
 from __future__ import annotations
 
@@ -10,13 +10,13 @@ from jaxtyping import Float, Float32, Int
 from torch import Tensor
 
 from lockstep.ops import native, one_order, plain
-from lockstep.ops.asked import asked_for
 from lockstep.ops.expert_load import ExpertLoad, key_of, load_of
 from lockstep.ops.forms import FORMS
-from lockstep.ops.kept import keep
 from lockstep.ops.linear import input_gradient, product_sums, token_weight_gradient, weight_gradient
+from lockstep.ops.needed_gradients import needs_gradient
 from lockstep.ops.opaque import library
-from lockstep.ops.routes import observed
+from lockstep.ops.routes import replay_and_record
+from lockstep.ops.saved_outputs import saved_output
 
 Scoring = Literal["softmax", "softmax_of_chosen", "sigmoid"]
 SCORINGS: tuple[Scoring, ...] = get_args(Scoring)
@@ -29,21 +29,21 @@ class Routing:
     active: int
     """Experts per token."""
     scoring: Scoring = "softmax_of_chosen"
-    """`softmax`: over all experts, then the choice; `softmax_of_chosen`: the choice, then over the chosen ones, which
-    equals the softmax over all divided by the sum of the chosen; `sigmoid`: per expert (arXiv 2412.19437)."""
+    """`softmax`: over all experts, before the choice; `softmax_of_chosen`: over the chosen ones, which equals the
+    softmax over all, divided by its sum over the chosen; `sigmoid`: per expert (arXiv 2412.19437)."""
     normalize: bool = True
-    """Whether sigmoid scores are divided by the sum of the chosen."""
+    """Whether sigmoid scores are divided by their sum over the chosen experts."""
     scale: float = 1.0
-    """The final factor of the weights."""
+    """Final factor of the weights."""
     groups: int = 1
-    """Groups of experts, chosen only from the `groups_kept` whose two best scores have the highest sum."""
+    """Groups of experts; the `groups_kept` groups whose two best scores have the highest sum can be chosen from."""
     groups_kept: int = 1
 
 
 def router_logits(
     x: Float[Tensor, "tokens dim"], weight: Float[Tensor, "experts dim"]
 ) -> Float32[Tensor, "tokens experts"]:
-    """`x @ weight.T` without rounding the sums to the dtype of the factors; row-invariant like `linear`."""
+    """`x @ weight.T` with float32 sums that are not rounded to the factors' dtype; row-invariant like `linear`."""
     if (form := FORMS.get(type(weight))) is not None:
         return form.router_logits(x, weight)
     if torch.compiler.is_compiling():
@@ -56,7 +56,7 @@ def router_logits(
 def trained_logits(
     x: Float[Tensor, "tokens dim"], weight: Float[Tensor, "experts dim"], gathered: one_order.GatheredRows | None
 ) -> Float32[Tensor, "tokens experts"]:
-    """`router_logits` of a plain weight, with a gradient; that of `weight` is summed over the rows `gathered` has."""
+    """`router_logits` of a plain weight, whose gradient is summed over the rows of `gathered`."""
     out: Tensor = _RouterLogits.apply(x, weight, gathered)
     return out
 
@@ -69,10 +69,9 @@ def route(
 ) -> tuple[Float32[Tensor, "tokens active"], Int[Tensor, "tokens active"]]:
     """The weights of each token's experts, highest score first, and their indices (int64).
 
-    `load` counts the choices in the backward pass, and adds penalties to the gradient; see `counted_rows`.
-
-    `bias` is added to sigmoid scores only for the choice, and has no gradient: it balances the load (arXiv 2408.15664).
-    Of equal scores, the expert with the lower index comes first.
+    `load` counts the choices in the backward pass, and adds penalties to the gradient; see `counted_rows`. `bias` is
+    added to sigmoid scores only for the choice, and has no gradient: it balances the load (arXiv 2408.15664). Of equal
+    scores, the expert with the lower index comes first.
     """
     if (form := FORMS.get(type(bias))) is not None:
         return form.route(logits, routing, bias, load)
@@ -92,13 +91,13 @@ class _RouterLogits(torch.autograd.Function):
     def forward(ctx: Any, x: Tensor, weight: Tensor, gathered: one_order.GatheredRows | None) -> Tensor:
         ctx.save_for_backward(x, weight)
         ctx.gathered = gathered
-        return keep("linear", lambda: product_sums(x, weight))
+        return saved_output("linear", lambda: product_sums(x, weight))
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, Tensor | None, None]:
         x, weight = ctx.saved_tensors
-        asked = asked_for(ctx, 0), asked_for(ctx, 1)
-        return *logits_gradients(grads[0], x, weight, *asked, ctx.gathered), None
+        needed = needs_gradient(ctx, 0), needs_gradient(ctx, 1)
+        return *logits_gradients(grads[0], x, weight, *needed, ctx.gathered), None
 
 
 def logits_gradients(
@@ -109,12 +108,12 @@ def logits_gradients(
     of_weight: bool = True,
     gathered: one_order.GatheredRows | None = None,
 ) -> tuple[Tensor | None, Tensor | None]:
-    """In float32, like the logits, and rounded once. If other ranks have some of the rows, with one order the first
+    """In float32, like the logits, and rounded once. With one order, if other ranks have some of the rows, the first
     rank computes the weight's."""
     grad_x = input_gradient(grad, weight.float()).to(x.dtype) if of_x else None
     if not of_weight:
         return grad_x, None
-    if gathered is None or not one_order.is_asked():
+    if gathered is None or not one_order.is_required():
         return grad_x, token_weight_gradient(grad, x.float()).to(weight.dtype)
     grad, x = gathered.gather(grad), gathered.gather(x)
     return grad_x, weight_gradient(grad, x.float()).to(weight.dtype) if gathered.is_first else torch.zeros_like(weight)
@@ -124,7 +123,7 @@ def _route(
     logits: Tensor, bias: Tensor | None, active: int, scoring: int, normalize: int, scale: float, groups: int, kept: int
 ) -> tuple[Tensor, Tensor]:
     routes = _choose(logits, bias, active, scoring, normalize, scale, groups, kept)
-    return observed(logits, *routes, lambda chosen: _weigh(logits, chosen, scoring, normalize, scale))
+    return replay_and_record(logits, *routes, lambda chosen: _weigh(logits, chosen, scoring, normalize, scale))
 
 
 def _choose(
@@ -162,12 +161,12 @@ def _route_plainly(
 
 def _weigh(logits: Tensor, chosen: Tensor, scoring: int, normalize: int, scale: float) -> Tensor:
     """The weights of a token's `chosen` experts, as `_route_plainly` sums."""
-    name, own = SCORINGS[scoring], logits.gather(1, chosen)
+    name, scores = SCORINGS[scoring], logits.gather(1, chosen)
     if name == "sigmoid":
-        own = 1 / (1 + plain.exp(-own))
-        return (own / _chain(own)[:, None] if normalize else own) * scale
-    weights = plain.exp(own - own[:, :1])
-    total = plain.row_sum(plain.exp(logits - own[:, :1])) if name == "softmax" else _chain(weights)
+        scores = 1 / (1 + plain.exp(-scores))
+        return (scores / _chain(scores)[:, None] if normalize else scores) * scale
+    weights = plain.exp(scores - scores[:, :1])
+    total = plain.row_sum(plain.exp(logits - scores[:, :1])) if name == "softmax" else _chain(weights)
     return weights / total[:, None] * scale
 
 
@@ -195,7 +194,7 @@ class _Route(torch.autograd.Function):
         counts: Tensor | None,
         settings: tuple[Any, ...],
     ) -> tuple[Tensor, Tensor]:
-        weights, chosen = keep("route", lambda: _route(logits, bias, *settings))
+        weights, chosen = saved_output("route", lambda: _route(logits, bias, *settings))
         ctx.save_for_backward(logits, weights, chosen, counts)
         ctx.load, ctx.settings = load, settings
         ctx.mark_non_differentiable(chosen)
@@ -204,10 +203,11 @@ class _Route(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None, None, None]:
         logits, weights, chosen, counts = ctx.saved_tensors
-        own = _route_gradient(grads[0], logits, weights, chosen, counts, ctx.load, *ctx.settings[1:4])
-        return own, None, None, None, None
+        gradient = _route_gradient(grads[0], logits, weights, chosen, counts, ctx.load, *ctx.settings[1:4])
+        return gradient, None, None, None, None
 
 
+# More than eight parameters: each tensor that the forward saved, and the settings as numbers, as operators take them.
 def _route_gradient(
     grad: Tensor,
     logits: Tensor,
@@ -220,18 +220,18 @@ def _route_gradient(
     scale: float,
 ) -> Tensor:
     """The gradient of the logits, with the penalties of `load`, which counts the choices."""
-    own = _weights_gradient(grad, logits, weights, chosen, scoring, normalize, scale)
+    gradient = _weights_gradient(grad, logits, weights, chosen, scoring, normalize, scale)
     if load is None or native.is_pretending():  # the choices have no values
-        return own
+        return gradient
     load.count(chosen, counts)
     penalty = load.penalty(logits, counts)
-    return own if penalty is None else own + penalty
+    return gradient if penalty is None else gradient + penalty
 
 
 def _weights_gradient(
     grad: Tensor, logits: Tensor, weights: Tensor, chosen: Tensor, scoring: int, normalize: int, scale: float
 ) -> Tensor:
-    """By the formulas of the weights; sums over a token's experts are chains in their order."""
+    """The derivatives of `_weigh`; sums over a token's experts are chains in the order of its choices."""
     name = SCORINGS[scoring]
     if name == "sigmoid":
         scores = 1 / (1 + plain.exp(-logits.gather(1, chosen)))
@@ -245,12 +245,12 @@ def _weights_gradient(
         return torch.zeros_like(logits).scatter(1, chosen, slope * scale)
     shares = weights / scale
     along = _chain(grad * shares)[:, None]
-    own = shares * (grad - along) * scale
+    of_chosen = shares * (grad - along) * scale
     if name == "softmax_of_chosen":
-        return torch.zeros_like(logits).scatter(1, chosen, own)
-    # A share of the softmax over all: the first chosen one gives the sum that they were divided by.
-    everyone = plain.exp(logits - logits.gather(1, chosen[:, :1])) * shares[:, :1]
-    return (everyone * (-along * scale)).scatter(1, chosen, own)
+        return torch.zeros_like(logits).scatter(1, chosen, of_chosen)
+    # The softmax over all experts, from the probability of the first chosen one.
+    probabilities = plain.exp(logits - logits.gather(1, chosen[:, :1])) * shares[:, :1]
+    return (probabilities * (-along * scale)).scatter(1, chosen, of_chosen)
 
 
 @library.operator(
@@ -286,12 +286,12 @@ library.differentiable(
     ),
 )
 def _opaque_route(logits: Tensor, bias: Tensor | None, load: Tensor, *settings: Any) -> tuple[Tensor, Tensor, Tensor]:
-    """The third result is the rows' counts, for the gradient."""
-    known = load_of(load)
-    counts = None if known is None else known.counts_of(len(logits))
-    # Always a copy: compiled code may overwrite what it no longer needs.
-    given = torch.ones(len(logits), dtype=torch.int64, device=logits.device) if counts is None else counts.clone()
-    return *_route(logits, bias, *settings), given
+    """The third result is how often each row counts, for the gradient."""
+    expert_load = load_of(load)
+    counts = None if expert_load is None else expert_load.counts_of(len(logits))
+    # Always a copy: compiled code may overwrite tensors that it no longer needs.
+    counts = torch.ones(len(logits), dtype=torch.int64, device=logits.device) if counts is None else counts.clone()
+    return *_route(logits, bias, *settings), counts
 
 
 @library.operator(

@@ -1,4 +1,4 @@
-"""Drawing the next token of each row, with its log-probability as the trainer will compute it, and that after cuts."""
+"""Draws each row's next token, with its log-probability as the trainer computes it, and that after truncation."""
 
 from __future__ import annotations
 
@@ -9,9 +9,10 @@ from torch import Tensor
 
 from lockstep.ops import cuda, native
 from lockstep.ops.cuts import UNIT, cut, group_maxima, logits_of, lowest_of_first, ordering
-from lockstep.ops.logprobs import join_masses, masses, piece_bounds
-from lockstep.ops.parts import VocabularyPart, Whole, own_pieces
+from lockstep.ops.logprobs import join_masses, masses
+from lockstep.ops.parts import VocabularyPart, Whole, local_piece_bounds
 from lockstep.ops.temperature import inverse_temperature
+from lockstep.ops.vocabulary_pieces import piece_bounds
 
 
 def sample(
@@ -23,14 +24,15 @@ def sample(
     uniform: Float[Tensor, "rows"],
     part: VocabularyPart | None = None,
 ) -> tuple[Int[Tensor, "rows"], Float[Tensor, "rows"], Float[Tensor, "rows"]]:
-    """One token per row, by inverse transform of `uniform` in [0, 1), with its log-probability before and after cuts.
+    """One token per row, by inverse transform of `uniform` in [0, 1), with its log-probability before and after
+    truncation.
 
     temperature 0 selects the likeliest token, with its log-probability at temperature 1. top_k 0, top_p 1 and min_p 0
-    disable a cut; top_p applies to the tokens that top_k leaves. Cuts only affect the draw: the first log-probability
-    (float32) is over the whole vocabulary, and NaN or infinite if a logit is NaN or +inf, or all are -inf. The second
-    is over the tokens that are left, log p − log Σ p of those, and has the bits of the first if none was cut.
+    disable each; top_p applies to the tokens that remain after top_k. Truncation only affects the draw: the first
+    log-probability (float32) is over the whole vocabulary, and NaN or infinite if a logit is NaN or +inf, or all are
+    -inf. The second is over the remaining tokens, log p − log Σ p of those, with the bits of the first if all remain.
 
-    If `logits` are those of a `part` of the vocabulary, all processes that have a part call it with otherwise the same
+    If `logits` are those of a `part` of the vocabulary, all processes with a part call it with otherwise the same
     arguments, and all get the result of one process. They exchange sums over their parts, never logits.
     """
     part = part or Whole(logits.shape[1])
@@ -43,21 +45,21 @@ def sample(
 def draw(
     logits: Float[Tensor, "rows vocab"], temperature: Float[Tensor, "rows"], uniform: Float[Tensor, "rows"]
 ) -> tuple[Int[Tensor, "rows"], Float[Tensor, "rows"]]:
-    """`sample` without cuts. It does not synchronize with the device, so a CUDA graph can record it."""
+    """`sample` without truncation. It does not synchronize with the device, so a CUDA graph can capture it."""
     return draw_scaled(logits, *drawing(temperature, uniform))
 
 
 def drawing(
     temperature: Float[Tensor, "rows"], uniform: Float[Tensor, "rows"]
 ) -> tuple[Float32[Tensor, "rows"], Float64[Tensor, "rows"]]:
-    """What a draw takes of each row's temperature and uniform number: the logits' factor, and -1 if it is greedy."""
+    """Inputs of `draw_scaled`: the logits' factor at each row's temperature, and its uniform number, -1 if greedy."""
     return inverse_temperature(temperature), torch.where(temperature == 0, -1.0, uniform.double())
 
 
 def draw_scaled(
     logits: Float[Tensor, "rows vocab"], inverse: Float32[Tensor, "rows"], uniform: Float64[Tensor, "rows"]
 ) -> tuple[Int[Tensor, "rows"], Float[Tensor, "rows"]]:
-    """`draw` of what `drawing` gives."""
+    """`draw` from the results of `drawing`."""
     return _draw(logits, None, inverse, uniform, Whole(logits.shape[1]))[:2]
 
 
@@ -69,17 +71,17 @@ def top_log_probs(
 ) -> list[list[tuple[int, float]]]:
     """For each row, the `counts[row]` likeliest tokens with their log-probabilities, best first.
 
-    Of equally likely tokens, the lower one comes first. For `part`, see `sample`.
+    Of equally likely tokens, the lower id comes first. For `part`, see `sample`.
     """
     part = part or Whole(logits.shape[1])
     result: list[list[tuple[int, float]]] = [[] for _ in counts]
     rows = [row for row, count in enumerate(counts) if count]
     if not rows:
         return result
-    asked, inverse = logits[rows], inverse_temperature(temperature)[rows]
-    pieces = part.gather_masses(masses(asked, inverse, own_pieces(part, logits.device)))
+    requested, inverse = logits[rows], inverse_temperature(temperature)[rows]
+    pieces = part.gather_masses(masses(requested, inverse, local_piece_bounds(part, logits.device)))
     normalizers = join_masses(pieces, inverse)[2]
-    tokens, best = _likeliest(asked, min(max(counts), part.vocab), part)
+    tokens, best = _likeliest(requested, min(max(counts), part.vocab), part)
     log_probs = best * inverse[:, None] - normalizers[:, None]
     for place, row in enumerate(rows):
         result[row] = list(zip(tokens[place].tolist(), log_probs[place].tolist()))[: counts[row]]
@@ -88,16 +90,16 @@ def top_log_probs(
 
 def _likeliest(logits: Tensor, count: int, part: VocabularyPart) -> tuple[Tensor, Tensor]:
     """For each row, the tokens with the `count` greatest logits, and these logits in float32."""
-    own = logits.new_full((len(logits), count), torch.iinfo(torch.int64).max, dtype=torch.int64)
+    local = logits.new_full((len(logits), count), torch.iinfo(torch.int64).max, dtype=torch.int64)
     here = min(count, logits.shape[1])
     if here:
         counts = torch.full((len(logits),), here, device=logits.device)
         for row, lowest in enumerate(lowest_of_first(group_maxima(logits), counts)):
-            places = (~(logits[row] < lowest)).nonzero()[:, 0]  # which a NaN is not
-            # One unique number per token, which is least for the greatest logit and then the lowest token.
+            places = (~(logits[row] < lowest)).nonzero()[:, 0]  # true for NaN as well
+            # A unique sort key per token: by descending logit, then ascending token id.
             keys = (ordering(logits[row, places]) - 2**31 << 32) + places + part.first
-            own[row, :here] = keys.topk(here, largest=False).values
-    best = part.gather(own).transpose(0, 1).flatten(1).topk(count, largest=False).values
+            local[row, :here] = keys.topk(here, largest=False).values
+    best = part.gather(local).transpose(0, 1).flatten(1).topk(count, largest=False).values
     return best & 0xFFFFFFFF, logits_of((best >> 32) + 2**31)
 
 
@@ -105,7 +107,7 @@ def _draw(
     logits: Tensor, allowed: Tensor | None, inverse: Tensor, uniform: Tensor, part: VocabularyPart
 ) -> tuple[Tensor, Tensor, Tensor]:
     """A token among those `allowed`, its log-probability among all tokens, and among the allowed ones."""
-    bounds = own_pieces(part, logits.device)
+    bounds = local_piece_bounds(part, logits.device)
     pieces = masses(logits, inverse, bounds)
     if allowed is None:
         pieces = weights = part.gather_masses(pieces)
@@ -115,24 +117,24 @@ def _draw(
     drawn = _draw_from_pieces(logits if allowed is None else allowed, inverse, uniform, weights, part)
     tokens, scaled = part.drawn(*drawn)
     log_probs = join_masses(pieces, scaled)[0]
-    # The sums from the draw, joined like those of the whole vocabulary: in the same order in every layout.
+    # The masses from the draw, joined like those of the whole vocabulary: in the same order in every layout.
     return tokens, log_probs, log_probs if allowed is None else join_masses(weights, scaled)[0]
 
 
 def _draw_from_pieces(
     logits: Tensor, inverse: Tensor, uniform: Tensor, pieces: Tensor, part: VocabularyPart
 ) -> tuple[Int[Tensor, "rows"], Float32[Tensor, "rows"]]:
-    """For each row, the token's place in `part`, or -1 if it is in another; the likeliest if `uniform` is negative.
-    With its logit divided by the temperature; any number if it is in another part.
+    """For each row, the token's place in `part`, or -1 if it is in another part, and its logit divided by the
+    temperature, undefined if it is in another part. A negative `uniform` draws the likeliest token.
 
     `pieces` are the masses of the whole vocabulary.
     """
     bounds = piece_bounds(part.vocab, logits.device)
-    bounds = bounds - part.first if part.first else bounds  # a constant, which tapes do not repeat
+    bounds = bounds - part.first if part.first else bounds  # a constant, which step graphs do not recompute
     if native.usable(logits):
-        given = logits.contiguous(), inverse.contiguous(), uniform.contiguous(), pieces.contiguous(), bounds
+        inputs = logits.contiguous(), inverse.contiguous(), uniform.contiguous(), pieces.contiguous(), bounds
         tokens, scaled = torch.empty(len(logits), dtype=torch.int64), torch.empty(len(logits), dtype=torch.float32)
-        native.call("draw", logits.dtype, *given, tokens, scaled, *logits.shape, pieces.shape[1])
+        native.call("draw", logits.dtype, *inputs, tokens, scaled, *logits.shape, pieces.shape[1])
         return tokens, scaled
     if cuda.usable(logits):
         from lockstep.ops.cuda import vocabulary
@@ -150,8 +152,8 @@ def _plain_draw(logits: Tensor, inverse: Tensor, uniform: Tensor, pieces: Tensor
         return torch.full_like(uniform, -1, dtype=torch.int64)
     greedy, tops = (uniform < 0)[:, None], pieces[..., 0]
     highest = tops.amax(1, keepdim=True)
-    # The first piece with the maximum, or where the sum of weights passes uniform · total. If rounding lets none
-    # pass, the last one with any weight.
+    # The first piece with the maximum, or whose running sum of weights exceeds uniform · total. If none does, due to
+    # rounding, the last one with any weight.
     weights = pieces[..., 1].double() * torch.exp((tops - highest).double())
     sums = weights.cumsum(1)
     wanted = uniform[:, None] * sums[:, -1:]
@@ -159,21 +161,21 @@ def _plain_draw(logits: Tensor, inverse: Tensor, uniform: Tensor, pieces: Tensor
     piece = torch.where(greedy, tops != highest, sums <= wanted).cumprod(1).sum(1, keepdim=True).minimum(last)
     wanted = wanted - (sums - weights).gather(1, piece)
     first, stop = bounds[piece], bounds[piece + 1]
-    # The same for the token in the piece. Integer multiples of 2^-40 add up exactly, wherever in a part they are.
+    # The same for the token in the piece. Sums of integer multiples of 2^-40 are exact, in any part.
     place = torch.arange(logits.shape[1], device=logits.device)
     scaled = logits.float() * inverse[:, None]
-    held = (place >= first) & (place < stop)
-    weights = torch.exp((scaled - highest).double()) * held
+    inside = (place >= first) & (place < stop)
+    weights = torch.exp((scaled - highest).double()) * inside
     heavy = (weights * UNIT).long()
-    passed = torch.where(greedy, scaled == highest, (heavy.cumsum(1) > wanted * UNIT) & (heavy > 0)) & held
+    passed = torch.where(greedy, scaled == highest, (heavy.cumsum(1) > wanted * UNIT) & (heavy > 0)) & inside
     some, last = passed.any(1), torch.where(weights > 0, place, first).amax(1)
-    # For a row that is not finite, as its log-probability shows, any token will do.
+    # For a row that is not finite, as its log-probability shows, any token is valid.
     token = torch.where(some, torch.where(passed, place, logits.shape[1]).amin(1), last)
     return torch.where((first >= 0) & (stop <= logits.shape[1]), token[:, None], -1)[:, 0]
 
 
 def uniforms(seeds: Int[Tensor, "rows"], counters: Int[Tensor, "rows"]) -> Float[Tensor, "rows"]:
-    """float64 in [0, 1) that depends only on (seed, counter): SplitMix64 (Steele, Lea & Flood 2014) of both in turn."""
+    """float64 in [0, 1) that depends only on (seed, counter), by SplitMix64 (Steele, Lea & Flood 2014)."""
     with np.errstate(over="ignore"):
         state = _mix(seeds.cpu().numpy().astype(np.uint64) + np.uint64(0x9E3779B97F4A7C15))
         state = _mix(state + counters.cpu().numpy().astype(np.uint64) * np.uint64(0x9E3779B97F4A7C15))

@@ -1,4 +1,4 @@
-"""Attention of packed sequences with shared prefixes, which are in the row only once."""
+"""Attention of packed sequences with shared prefixes, each packed only once."""
 
 from __future__ import annotations
 
@@ -14,16 +14,16 @@ from lockstep.ops.piece_attention import PieceAttention
 
 
 class SharedPrefixAttention:
-    """The trainer's attention when some sequences leave out their first tokens because an earlier one has them.
+    """The trainer's attention when sequences omit a prefix that they share with an earlier one.
 
-    lengths: keys of each sequence, including shared ones. shared: how many of its first tokens each leaves out because
-    the last complete sequence before it begins with them. Further rows are padding.
+    lengths: keys of each sequence, including shared ones. shared: the number of leading tokens that each sequence omits
+    because the last complete sequence before it starts with the same ones. Rows after them are padding.
 
-    Every sequence has all of its keys in its own pages, shared or not, in blocks aligned to its position 0. So a row
+    All keys of a sequence, shared or not, are in pages of that sequence, in blocks aligned to its position 0. So a row
     has the same bits as in `PackedAttention` with complete sequences. The gradient of a shared key is summed in
-    float32: first its own sequence's, then that of each sequence that left it out, in order.
+    float32: first that of the sequence it is packed with, then that of each sequence that omits it, in order.
 
-    Raises ValueError if a sequence leaves out more than there is, or all of its tokens.
+    Raises ValueError if a sequence omits more than can be shared, or all of its tokens.
     """
 
     row_counts: Int[Tensor, "rows"] | None = None
@@ -33,17 +33,17 @@ class SharedPrefixAttention:
         self.pieces = PieceAttention(lengths, [(i, n, lengths[i]) for i, n in enumerate(shared)], device)
         self.tokens = self.pieces.tokens
         keys: list[Tensor] = []
-        own: list[Tensor] = []
+        packed: list[Tensor] = []
         turns: list[tuple[list[Tensor], list[Tensor]]] = []
         lead = lead_length = turn = 0
-        row = key = 0  # where the next sequence begins, among the rows and among all sequences' keys
+        row = key = 0  # where the next sequence begins, in the rows and in the keys of all sequences
         for sequence, (length, left_out) in enumerate(zip(lengths, shared)):
             if left_out == 0:
                 lead, lead_length, turn = row, length, 0
             elif left_out > lead_length or left_out >= length:
                 raise ValueError(
-                    f"sequence {sequence} of {length} tokens leaves out {left_out}: at most {lead_length} can be "
-                    "shared, and its last token cannot"
+                    f"sequence {sequence} of {length} tokens omits {left_out}: at most {lead_length} can be shared, "
+                    "and never its last token"
                 )
             else:
                 turns += [([], [])] if turn == len(turns) else []
@@ -52,11 +52,11 @@ class SharedPrefixAttention:
                 turns[turn][1].append(torch.arange(key, key + left_out))
                 turn += 1
             keys.append(torch.arange(row, row + length - left_out))
-            own.append(torch.arange(key + left_out, key + length))
+            packed.append(torch.arange(key + left_out, key + length))
             row, key = row + length - left_out, key + length
-        # The row of every key of every sequence, and the inverse: the key of every row in its own sequence.
-        self._keys, self._own = torch.cat(keys).to(device), torch.cat(own).to(device)
-        # Rows that the first, second … sequence after their own left out, and where its copies of their keys are.
+        # The row of every key of every sequence, and for every row, its key in the sequence that it is packed with.
+        self._keys, self._packed = torch.cat(keys).to(device), torch.cat(packed).to(device)
+        # Per turn i: the rows that the i-th sequence after theirs omits, and the indices of its copies of their keys.
         self._turns = [tuple(torch.cat(indices).to(device) for indices in turn) for turn in turns]
 
     def __call__(
@@ -99,8 +99,8 @@ class SharedPrefixAttention:
 
     def _summed(self, of_keys: Tensor, like: Tensor) -> Tensor:
         sums = of_keys.new_zeros(like.shape)
-        torch.index_select(of_keys, 0, self._own, out=sums[: len(self._own)])
-        # A row is in a turn at most once, so the order of its sum is that of the turns.
+        torch.index_select(of_keys, 0, self._packed, out=sums[: len(self._packed)])
+        # A row occurs in a turn at most once, so its sum is in the order of the turns.
         for rows, copies in self._turns:
             sums.index_add_(0, rows, of_keys.index_select(0, copies))
         return sums.to(like.dtype)

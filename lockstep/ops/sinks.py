@@ -1,4 +1,4 @@
-"""The gradient of attention sinks: a score per head without a key, which takes weight from the keys."""
+"""The gradient of attention sinks: a score per head without a key, which reduces the weights of the keys."""
 
 from __future__ import annotations
 

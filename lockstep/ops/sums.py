@@ -16,12 +16,12 @@ from torch import Tensor
 from lockstep.ops import native
 
 ROWS, LANES = 32, 32
-"""Of a block; also defined in sums.cpp."""
+"""A block's shape; also defined in sums.cpp."""
 
 
 def total(x: Float[Tensor, "*shape"]) -> Float[Tensor, ""]:
     """The sum of all elements, rounded once from float64, with a gradient."""
-    # Other devices, and tensors of other types, use their own sums.
+    # Other devices and tensor types use torch's sum.
     return _Total.apply(x) if type(x) is Tensor and x.device.type == "cpu" else x.sum()
 
 

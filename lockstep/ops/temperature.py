@@ -8,7 +8,7 @@ from torch import Tensor
 
 
 def inverse_temperature(temperature: Float32[Tensor, "rows"]) -> Float32[Tensor, "rows"]:
-    """1 over each row's temperature, in float32; 1 if that is 0, which means greedy.
+    """1 over each row's temperature, in float32; 1 for temperature 0, which means greedy.
 
     Trainer and generator both call it, since 1/t rounded from float64 differs for every third temperature.
     """

@@ -1,6 +1,6 @@
-"""A model for this rank of a run: its layers, shards and compiled halves, in the order they must be applied.
+"""Builds this rank's model: layers, shards, recomputation and compiled halves, applied in the order they require.
 
-Code for sharding is only imported if there are several ranks: DTensor and FSDP take most of a second to import.
+Code for sharding is imported only with several ranks: DTensor and FSDP take most of a second to import.
 """
 
 from __future__ import annotations
@@ -32,11 +32,11 @@ def parallel_model(
     fill: Callable[[TrainableModel], None],
     recompute: RecomputeConfig | None = None,
 ) -> Decoder | Pipeline:
-    """This rank's part of the model, on the world's device; no more than that part is ever materialized.
+    """This rank's part of the model, on the world's device; only this part is ever materialized.
 
-    `fill` writes the weights; for a sharded parameter, this rank's shard. In a world of one, the weights have `dtype`;
-    with several ranks, they are float32 shards that are gathered in `dtype` for use. Raises UserError for a layout that
-    the model's shape does not allow.
+    `fill` writes the weights, or this rank's shards. In a world of one, the weights have `dtype`; with several ranks,
+    they are float32 shards that are gathered in `dtype`. Raises UserError for a layout that the model's shape does not
+    allow.
     """
     config = replace(config, reduction_chunks=chunks_for(config.reduction_chunks, parallel))
     refuse_impossible(config, world.degrees, parallel)
@@ -69,7 +69,7 @@ def parallel_model(
     fill(model)
     _round(model, dtype)
     for part in _parts(model):
-        apply_recompute(part, recompute or RecomputeConfig(), lambda: _passes_held(model))
+        apply_recompute(part, recompute or RecomputeConfig(), lambda: _passes_in_flight(model))
         apply_compile(part, compiled)
     return model
 
@@ -104,13 +104,13 @@ def generator_layout(config: ModelConfig, dtype: torch.dtype, world: World, para
 
 
 def chunks_for(trained_with: int, parallel: ParallelConfig) -> int:
-    """`reduction_chunks` as set; by default what the tensor degree needs, or what the model was trained with."""
+    """`reduction_chunks` if set; by default as many as the tensor degree needs, but no fewer than in training."""
     return parallel.reduction_chunks or max(parallel.tensor, trained_with)
 
 
 @torch.no_grad()
 def _round(model: Decoder | Pipeline, dtype: torch.dtype) -> None:
-    """Rounds float32 shards to `dtype`, which the weights of one process have: the same run in any layout."""
+    """Rounds float32 shards to `dtype`, as in one process, so that every layout starts from the same weights."""
     for name, parameter in model.named_parameters():
         values = local_values(parameter)
         if values.dtype != dtype and not is_float32(name):
@@ -118,9 +118,9 @@ def _round(model: Decoder | Pipeline, dtype: torch.dtype) -> None:
 
 
 def _parts(model: Decoder | Pipeline) -> tuple[Decoder, ...]:
-    """The modules that a forward runs through: the model, or this rank's stages of it."""
+    """The model, or this rank's pipeline stages."""
     return model.stages if isinstance(model, Pipeline) else (model,)
 
 
-def _passes_held(model: Decoder | Pipeline) -> int:
-    return model.passes_held if isinstance(model, Pipeline) else 1
+def _passes_in_flight(model: Decoder | Pipeline) -> int:
+    return model.passes_in_flight if isinstance(model, Pipeline) else 1

@@ -1,12 +1,12 @@
 """One compilation for trainer and generator: each block's two halves, shared by all layers.
 
 The same compiled functions are called with and without gradients, for any number of tokens. Their results are compared
-at start-up, so that a compiler that lets a row's neighbors, or the gradient, change its bits is refused; for a model
-that only samples, without gradients alone, which takes half as long and a third over tensor ranks. Compiled bits
-differ from eager ones: a model is compiled for both sides or for neither, which is why the compiled functions belong to
-the model.
+at start-up, to refuse a compiler with which a row's bits depend on other rows or on the gradient. A model that only
+samples is compared without gradients alone, which takes half as long, and a third over tensor ranks. Compiled bits
+differ from eager ones, so a model is compiled for both sides or for neither: the compiled functions belong to the
+model.
 
-torch._dynamo and torch._inductor are only imported to compile: they take most of a second.
+torch._dynamo and torch._inductor are imported only to compile: they take most of a second.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from lockstep.model import Decoder
 from lockstep.model.decoder import Block, Halves, Projected
 from lockstep.model.shard import is_dtensor, is_fsdp
 from lockstep.ops.opaque import library
-from lockstep.parallel.exchange import exchanged, gather_rows, own_rows, rows_are_whole, whole_rows
+from lockstep.parallel.exchange import exchanged, gather_rows, local_rows, rows_are_whole, whole_rows
 from lockstep.parallel.messages import from_all
 from lockstep.parallel.tensor_group import sharded_over_data, tensor_group_of
 
@@ -42,10 +42,10 @@ OPTIONS: dict[str, Any] = {"emulate_precision_casts": True}
 
 
 def apply_compile(model: Decoder, config: CompileConfig, trains: bool = True) -> None:
-    """Compiles `model`'s blocks as `config` says; both `Engine` and `Trainer` then run the compiled functions.
+    """Compiles `model`'s blocks as configured; both `Engine` and `Trainer` then run the compiled functions.
 
-    Compiles immediately, with and without gradients, and compares the results bit for bit. A model that does not
-    train is compiled for an `Engine` alone. Raises UserError if the bits depend on the number of rows or on the
+    Compiles immediately, with and without gradients, and compares the results bit for bit. With `trains` False, it
+    compiles for an `Engine` alone. Raises UserError if the bits depend on the number of rows or on the
     gradient.
     """
     if config.backend == "none":
@@ -54,7 +54,7 @@ def apply_compile(model: Decoder, config: CompileConfig, trains: bool = True) ->
     from torch import _dynamo
 
     keep_artifacts()
-    # One function serves all models of a process: dtypes and devices, each with and without gradients.
+    # One function serves all models of a process: several dtypes and devices, with and without gradients.
     _dynamo.config.recompile_limit = max(_dynamo.config.recompile_limit, 64)
     halves = CompiledHalves(model.halves, config)
     for block in _one_of_each_kind(model):
@@ -72,10 +72,10 @@ def apply_compile(model: Decoder, config: CompileConfig, trains: bool = True) ->
 
 @contextmanager
 def _caching_of_sharded_layers() -> Iterator[None]:
-    """Lets code that is compiled for DTensors be found again by later processes.
+    """Lets later processes reuse code that was compiled for DTensors.
 
     The key of an entry contains the DTensors' meshes, with a hash that Python randomizes in each process. PyTorch's
-    other cache, of traced graphs, is off: it does not distinguish the process groups that DTensor names in them.
+    cache of traced graphs is off: its keys do not distinguish DTensor's process groups.
     """
     from torch.distributed.device_mesh import DeviceMesh
 
@@ -125,7 +125,7 @@ class CompiledHalves:
     def _call(self, function: Any, block: Block, *rows: Tensor) -> Any:
         from torch import _dynamo
 
-        # A single row would be compiled separately, so it is doubled; its result does not depend on that.
+        # A single row would be compiled separately, so it is doubled, which does not change its bits.
         rows = rows if rows[0].shape[0] > 1 else tuple(x.repeat_interleave(2, 0) for x in rows)
         for x in rows:
             _dynamo.mark_dynamic(x, 0)
@@ -142,26 +142,26 @@ def _every_other(x: Tensor) -> Tensor:
 
 
 def keep_artifacts() -> Path:
-    """Keeps compiled code in the user's cache folder, separately for each machine, torch version and set of operators.
+    """Caches compiled code in the user's cache folder, by machine, torch version and set of operators.
 
-    Returns the folder; TORCHINDUCTOR_CACHE_DIR overrides it. Raises UnsafeCache if others can write to that.
+    Returns the folder; TORCHINDUCTOR_CACHE_DIR overrides it. Raises UnsafeCache if other users can write to it.
     """
     from torch._inductor.runtime.cache_dir_utils import default_cache_dir
 
-    own = cache_folder() / f"compiled-{fingerprint(*library.schemas)}"
+    default = cache_folder() / f"compiled-{fingerprint(*library.schemas)}"
     # Importing torch._dynamo also sets the variable if the user has not.
     if os.environ.get(CACHE_VARIABLE, default_cache_dir()) == default_cache_dir():
-        os.environ[CACHE_VARIABLE] = str(own)
+        os.environ[CACHE_VARIABLE] = str(default)
     folder = Path(os.environ[CACHE_VARIABLE])
-    if folder == own:
-        own.mkdir(mode=0o700, exist_ok=True)
+    if folder == default:
+        default.mkdir(mode=0o700, exist_ok=True)
     if folder.exists():
-        require_private(folder, "set TORCHINDUCTOR_CACHE_DIR to a folder of your own")
+        require_private(folder, "set TORCHINDUCTOR_CACHE_DIR to a folder that only you can write to")
     return folder
 
 
 def _refuse_unsafe(model: Decoder) -> None:
-    """On the CPU, a compiled loop ends in single elements if its length is not a multiple of the vector length."""
+    """Raises UserError if a CPU loop would have a scalar remainder, whose arithmetic differs from the vector part's."""
     lanes = 32
     shape, group = model.config, tensor_group_of(model)
     ranks = group.size() if group else 1
@@ -179,7 +179,7 @@ def _refuse_unsafe(model: Decoder) -> None:
 
 
 def _compare(model: Decoder, block: Block, halves: CompiledHalves, trains: bool) -> None:
-    """Compiles what trainer and generator will call, and compares parts of the rows bitwise with a forward of all."""
+    """Compiles all that trainer and generator will call, and compares subsets of the rows bitwise with all rows."""
     group = tensor_group_of(model)
     ranks = group.size() if group else 1
     probe = _Probe(model, block, halves, group, trains)
@@ -210,7 +210,7 @@ def _compare(model: Decoder, block: Block, halves: CompiledHalves, trains: bool)
                 if not trains or (group is not None and not sharded_over_data(model)):
                     with whole_rows():
                         problems += probe.differences(rows, expected)
-    # All ranks must reach the same verdict, or some would wait for those that have stopped.
+    # All ranks must raise if one does, or the others would wait for it.
     if group is not None:
         problems = [problem for those in from_all(problems, group) for problem in those]
     if problems:
@@ -221,7 +221,7 @@ def _compare(model: Decoder, block: Block, halves: CompiledHalves, trains: bool)
 
 
 class _Probe:
-    """Rows that a block's halves are called with, as the ranks of a tensor axis hold them."""
+    """Inputs for a block's halves, sharded as on the ranks of a tensor axis."""
 
     def __init__(
         self, model: Decoder, block: Block, halves: CompiledHalves, group: dist.ProcessGroup | None, trains: bool
@@ -235,27 +235,27 @@ class _Probe:
         self.tables = model.rotary(torch.arange(PROBE_ROWS, device=model.device))
 
     def require_gradients(self, hidden: bool, attended: bool | None = None) -> None:
-        """Of what goes into the halves; `attended` as `hidden`, unless given."""
+        """Sets requires_grad of the inputs; `attended`: None: as `hidden`."""
         self.hidden.requires_grad_(hidden)
         self.attended.requires_grad_(hidden if attended is None else attended)
 
     def outputs(self, rows: slice) -> list[Tensor]:
-        """Queries, keys, values where they are others, and the block's output of these tokens."""
-        # Fresh tensors: what is marked dynamic stays marked.
+        """Queries, keys, values if they are separate, and the block's output for these rows."""
+        # Copies, since tensors that are marked dynamic stay marked.
         cos, sin = (table[rows].clone() for table in self.tables)
         hidden, attended = self.hidden[rows].clone(), self.attended[rows].clone()
         shared = self.group if self.group and not rows_are_whole() else None
         if shared:
-            hidden = exchanged(hidden, shared, own_rows, gather_rows)
+            hidden = exchanged(hidden, shared, local_rows, gather_rows)
         first = self.halves.before_attention(self.block, hidden, cos, sin)
         out = self.halves.after_attention(self.block, hidden, attended)
-        own = exchanged(out, shared, gather_rows, own_rows) if shared else out
-        return [*(part for part in first if part is not None), own]
+        local = exchanged(out, shared, gather_rows, local_rows) if shared else out
+        return [*(part for part in first if part is not None), local]
 
     def differences(self, rows: slice, expected: list[Tensor]) -> Iterator[str]:
         names = ("queries", "keys", "values")[: len(expected) - 1]
-        for name, got, want in zip((*names, "the block's output"), self.outputs(rows), expected):
-            if not torch.equal(got, want[rows]):
+        for name, output, reference in zip((*names, "the block's output"), self.outputs(rows), expected):
+            if not torch.equal(output, reference[rows]):
                 count = rows.stop - rows.start
-                one = "with one" if self.trains else "without one"
-                yield f"{name} of {count} rows without a gradient differ from those of {PROBE_ROWS} rows {one}"
+                gradient = "with one" if self.trains else "without one"
+                yield f"{name} of {count} rows without a gradient differ from those of {PROBE_ROWS} rows {gradient}"

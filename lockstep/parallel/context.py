@@ -1,9 +1,9 @@
-"""Context parallelism: each rank computes some tokens of every sequence, and attends to the keys and values of all.
+"""Context parallelism: each rank computes some tokens of every sequence, and attends to all keys and values.
 
-Every sequence is cut into twice as many chunks as there are ranks, and a rank takes one from its start and one from
-its end: equally many tokens, and equally many keys to attend to. In each layer, keys and values are gathered, put back
-into the order of the sequences, and attended to in the fixed blocks, so a token's bits are those of one process.
-Between forward and backward, a rank keeps only its own keys and values.
+Every sequence is split into twice as many chunks as ranks, and each rank has one chunk from its start and one from its
+end: equally many tokens, and equally many keys to attend to. In each layer, keys and values are gathered, reordered by
+position, and attended to in the fixed blocks, so a token's bits are those of one process. Between forward and backward,
+a rank stores only its local keys and values.
 """
 
 from __future__ import annotations
@@ -23,20 +23,20 @@ from lockstep import ops
 from lockstep.ops import one_order
 from lockstep.ops.attention import Gradients, attend_backward
 from lockstep.ops.attention_reference import PLAIN
-from lockstep.ops.kept import keep
+from lockstep.ops.saved_outputs import saved_output
 from lockstep.ops.sinks import sink_gradient
 from lockstep.parallel.exchange import all_gather, gather_rows, reduce_scatter
 from lockstep.parallel.one_order import ContextRows
 
 Piece = tuple[int, int, int]
-"""Sequence, first token, and the token after the last."""
+"""Index of the sequence, first token, and the token after the last."""
 
 
-def cut_sequences(lengths: Sequence[int], ranks: int) -> list[list[Piece]]:
+def split_sequences(lengths: Sequence[int], ranks: int) -> list[list[Piece]]:
     """Each rank's pieces of packed sequences, in order: `ranks` shares whose token counts differ by at most one.
 
     Rank r has chunks r and 2·ranks - 1 - r of a sequence in 2·ranks chunks, so that causal attention is equal work for
-    all. Tokens left over by the division go to the ranks that have the fewest.
+    all. The remainder of the division goes to the ranks with the fewest tokens.
     """
     shares: list[list[Piece]] = [[] for _ in range(ranks)]
     extras = [0] * ranks
@@ -60,7 +60,7 @@ class ContextAttention:
     Each rank passes its tokens in the order of `rows`, padded to `padded_rows` or more.
     """
 
-    row_counts: Int[Tensor, "own"] | None = None
+    row_counts: Int[Tensor, "local"] | None = None
     """As in `ops.PackedAttention`, for this rank's rows."""
 
     def __init__(
@@ -69,14 +69,14 @@ class ContextAttention:
         """multiple: `padded_rows` is a multiple of this."""
         self.group = group
         ranks, rank = dist.get_world_size(group), dist.get_rank(group)
-        shares = cut_sequences(lengths, ranks)
+        shares = split_sequences(lengths, ranks)
         self.pieces = ops.PieceAttention(lengths, shares[rank], device)
         rows = [_rows(lengths, share) for share in shares]
-        self.rows: Int[Tensor, "own"] = rows[rank].to(device)
+        self.rows: Int[Tensor, "local"] = rows[rank].to(device)
         """This rank's tokens of the packed row."""
         self.padded_rows = -(-max(len(r) for r in rows) // multiple) * multiple
-        # Where each token of the packed row is found among all ranks' padded rows.
-        gathered = torch.cat([r * self.padded_rows + torch.arange(len(own)) for r, own in enumerate(rows)])
+        # The index of each token of the packed row among all ranks' padded rows.
+        gathered = torch.cat([r * self.padded_rows + torch.arange(len(local)) for r, local in enumerate(rows)])
         self._places = gathered[torch.cat(rows).argsort()].to(device)
         self.shares = rows
         self.shared_tokens = ContextRows(group, self.padded_rows, self._places, self.rows)
@@ -85,14 +85,14 @@ class ContextAttention:
 
     @cached_property
     def shared_targets(self) -> ContextRows:
-        """The ranks' shares of the row's targets; only used if gradients are summed in one order."""
+        """The ranks' shares of the row's targets; used only if gradients are summed in one order."""
         predictors = self.predictors
         of_rank = [torch.isin(predictors.cpu(), share).nonzero()[:, 0] for share in self.shares]
         padded = max(map(len, of_rank))
-        gathered = torch.cat([rank * padded + torch.arange(len(own)) for rank, own in enumerate(of_rank)])
+        gathered = torch.cat([rank * padded + torch.arange(len(local)) for rank, local in enumerate(of_rank)])
         places = gathered[torch.cat(of_rank).argsort()].to(predictors.device)
-        own = of_rank[dist.get_rank(self.group)].to(predictors.device)
-        return ContextRows(self.group, padded, places, own)
+        local = of_rank[dist.get_rank(self.group)].to(predictors.device)
+        return ContextRows(self.group, padded, places, local)
 
     def __call__(
         self,
@@ -106,35 +106,35 @@ class ContextAttention:
             rows = slice(self.padded_rows)
             out = self(layer, q[rows], k[rows], None if v is None else v[rows], terms)
             return F.pad(out, (0, 0, 0, 0, 0, more))
-        given = (q, k, v, terms.sinks)
-        if torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in given):
+        inputs = (q, k, v, terms.sinks)
+        if torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in inputs):
             return _GatheredAttention.apply(q, k, v, terms.sinks, self, terms._replace(sinks=None))
         return self.pieces.forward(q, *self.gather(k, v), terms)[0]
 
     def gather(
-        self, k: Float[Tensor, "own kv_heads head_dim"], v: Float[Tensor, "own kv_heads head_dim"] | None
+        self, k: Float[Tensor, "local kv_heads head_dim"], v: Float[Tensor, "local kv_heads head_dim"] | None
     ) -> tuple[Float[Tensor, "tokens kv_heads head_dim"], Float[Tensor, "tokens kv_heads head_dim"] | None]:
         """All ranks' keys and values, in the order of the packed sequences."""
-        own = torch.stack((k,) if v is None else (k, v), 1)
-        everyone = own.new_empty(dist.get_world_size(self.group) * own.shape[0], *own.shape[1:])
-        all_gather(everyone, own, group=self.group)
-        keys = everyone[:, 0].index_select(0, self._places)
-        return keys, None if v is None else everyone[:, 1].index_select(0, self._places)
+        local = torch.stack((k,) if v is None else (k, v), 1)
+        gathered = local.new_empty(dist.get_world_size(self.group) * local.shape[0], *local.shape[1:])
+        all_gather(gathered, local, group=self.group)
+        keys = gathered[:, 0].index_select(0, self._places)
+        return keys, None if v is None else gathered[:, 1].index_select(0, self._places)
 
     def sum_back(
         self,
         grad_k: Float[Tensor, "tokens kv_heads head_dim"],
         grad_v: Float[Tensor, "tokens kv_heads head_dim"] | None,
-    ) -> tuple[Float[Tensor, "own kv_heads head_dim"], Float[Tensor, "own kv_heads head_dim"] | None]:
+    ) -> tuple[Float[Tensor, "local kv_heads head_dim"], Float[Tensor, "local kv_heads head_dim"] | None]:
         """The backward of `gather`: the gradients of this rank's tokens, summed over all ranks."""
         parts = (grad_k,) if grad_v is None else (grad_k, grad_v)
         shape = len(parts), *grad_k.shape[1:]
-        everyone = grad_k.new_zeros(dist.get_world_size(self.group) * self.padded_rows, *shape)
+        scattered = grad_k.new_zeros(dist.get_world_size(self.group) * self.padded_rows, *shape)
         for index, part in enumerate(parts):
-            everyone[:, index].index_copy_(0, self._places, part)
-        own = grad_k.new_empty(self.padded_rows, *shape)
-        reduce_scatter(own, everyone, group=self.group)
-        return own[:, 0], None if grad_v is None else own[:, 1]
+            scattered[:, index].index_copy_(0, self._places, part)
+        local = grad_k.new_empty(self.padded_rows, *shape)
+        reduce_scatter(local, scattered, group=self.group)
+        return local[:, 0], None if grad_v is None else local[:, 1]
 
 
 class _GatheredAttention(torch.autograd.Function):
@@ -148,8 +148,10 @@ class _GatheredAttention(torch.autograd.Function):
         attention: ContextAttention,
         terms: ops.Terms,
     ) -> Tensor:
-        everything = terms._replace(sinks=sinks)
-        out, log_sums = keep("attention", lambda: attention.pieces.forward(q, *attention.gather(k, v), everything))
+        with_sinks = terms._replace(sinks=sinks)
+        out, log_sums = saved_output(
+            "attention", lambda: attention.pieces.forward(q, *attention.gather(k, v), with_sinks)
+        )
         ctx.save_for_backward(q, k, v, out, log_sums, sinks)
         ctx.attention, ctx.terms = attention, terms
         return out
@@ -157,8 +159,8 @@ class _GatheredAttention(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, Tensor, Tensor | None, Tensor | None, None, None]:
         q, k, v, out, log_sums, sinks = ctx.saved_tensors
-        if one_order.is_asked():
-            return *_in_one_order(ctx.attention, grads[0], q, k, v, out, log_sums, ctx.terms, sinks), None, None
+        if one_order.is_required():
+            return *_ordered_gradients(ctx.attention, grads[0], q, k, v, out, log_sums, ctx.terms, sinks), None, None
         pieces = ctx.attention.pieces
         keys, values = ctx.attention.gather(k, v)
         grad_q, grad_keys, grad_values = pieces.backward(grads[0], q, keys, values, out, log_sums, ctx.terms)
@@ -169,7 +171,7 @@ class _GatheredAttention(torch.autograd.Function):
         return grad_q, grad_k.to(k.dtype), None if grad_v is None else grad_v.to(k.dtype), of_sinks, None, None
 
 
-def _in_one_order(
+def _ordered_gradients(
     attention: ContextAttention,
     grad_out: Tensor,
     q: Tensor,
@@ -180,44 +182,46 @@ def _in_one_order(
     terms: ops.Terms,
     sinks: Tensor | None,
 ) -> tuple[Tensor, Tensor, Tensor | None, Tensor | None]:
-    """The gradients of this rank's rows. Each rank computes some key-value heads for all queries in one order.
+    """The gradients of this rank's rows, in one order: each rank computes some key-value heads, for all queries.
 
-    The gradient of `sinks` is complete for this rank's heads, and zero for the others.
+    The gradient of `sinks` is complete for these heads, and zero for the others. Takes one argument per tensor of the
+    backward pass.
     """
     tokens, ranks = attention.shared_tokens, dist.get_world_size(attention.group)
     kv_heads, group = k.shape[1], q.shape[1] // k.shape[1]
-    own = tokens.part(kv_heads)
-    queries = slice(own.start * group, own.stop * group)
+    local = tokens.part(kv_heads)
+    queries = slice(local.start * group, local.stop * group)
 
     def of_heads(x: Tensor, heads: slice) -> Tensor:
         return tokens.gather(x)[:, heads].contiguous()
 
-    their_grad, query = (of_heads(x, queries) for x in (grad_out, q))
-    key, value = of_heads(k, own), None if v is None else of_heads(v, own)
+    grad, query = (of_heads(x, queries) for x in (grad_out, q))
+    key, value = of_heads(k, local), None if v is None else of_heads(v, local)
     attended, sums = (of_heads(x, queries) for x in (out, log_sums))
-    made: Gradients = (query, key, value)  # if no head is left for this rank
+    gradients: Gradients = (query, key, value)  # empty, if there are fewer heads than ranks
     of_sinks = None if sinks is None else torch.zeros_like(sinks)
-    if own.stop > own.start:
+    if local.stop > local.start:
         starts = attention.pieces.whole.starts
-        made = attend_backward(their_grad, query, key, value, attended, sums, starts, terms=terms)
+        gradients = attend_backward(grad, query, key, value, attended, sums, starts, terms=terms)
         if sinks is not None and of_sinks is not None:
-            of_sinks[queries] = sink_gradient(their_grad, attended, sums, sinks[queries], len(attended))
+            of_sinks[queries] = sink_gradient(grad, attended, sums, sinks[queries], len(attended))
     most = -(-kv_heads // ranks)  # key-value heads per rank
     return (
-        _own_rows(made[0], q, most * group, attention),
-        _own_rows(made[1], k, most, attention),
-        None if made[2] is None else _own_rows(made[2], k, most, attention),
+        _local_rows(gradients[0], q, most * group, attention),
+        _local_rows(gradients[1], k, most, attention),
+        None if gradients[2] is None else _local_rows(gradients[2], k, most, attention),
         of_sinks,
     )
 
 
-def _own_rows(part: Tensor, like: Tensor, most: int, attention: ContextAttention) -> Tensor:
-    """This rank's rows of all heads, from each rank's part `[tokens, up to most heads, head_dim]`, shaped as `like`."""
+def _local_rows(part: Tensor, like: Tensor, most: int, attention: ContextAttention) -> Tensor:
+    """This rank's rows of all heads, shaped as `like`, from each rank's `part` `[tokens, up to most heads,
+    head_dim]`."""
     padded = part.new_zeros(part.shape[0], most, part.shape[2])
     padded[:, : part.shape[1]] = part
-    everyone = gather_rows(padded[None], attention.group).unbind()
+    all_parts = gather_rows(padded[None], attention.group).unbind()
     whole = torch.zeros_like(like)
-    whole[: len(attention.rows)] = torch.cat(everyone, 1)[attention.rows, : like.shape[1]]
+    whole[: len(attention.rows)] = torch.cat(all_parts, 1)[attention.rows, : like.shape[1]]
     return whole
 
 

@@ -1,8 +1,8 @@
-"""Fewer key-value heads than tensor ranks: every rank has all their weights, and attends with one head.
+"""Fewer key-value heads than tensor ranks: every rank has the weights of all heads, and attends with one head.
 
-Several ranks then share a head, each with some of its queries, and the gradient of its keys is a sum over all queries.
-The ranks' parts of it are added in any order, except with `train.deterministic_layout`: then each of these ranks
-computes the head's attention with all queries, and thus the complete sum.
+Several ranks share a head, each with some of its queries, and the gradient of its keys is a sum over all queries. The
+ranks' parts of the sum are added in any order, except with `train.deterministic_layout`: then each of these ranks
+computes the head's attention with all queries, and so the complete sum.
 """
 
 from __future__ import annotations
@@ -28,34 +28,34 @@ class OneKeyValueHead:
         """The number of ranks that attend with the same head."""
         self.first = self.rank // self.share * self.share
         """The first of them."""
-        self.own = slice(self.rank // self.share, self.rank // self.share + 1)
+        self.local = slice(self.rank // self.share, self.rank // self.share + 1)
 
     def before_attention(self, block: Block, hidden: Tensor, cos: Tensor, sin: Tensor) -> Projected:
-        if one_order.is_asked():
+        if one_order.is_required():
             with self._in_one_order(block):
                 q, k, v = block.before_attention(hidden, cos, sin)
-            return exchanged(q, self.group, self._gather_queries, self._own_queries), k, v
+            return exchanged(q, self.group, self._gather_queries, self._local_queries), k, v
         q, k, v = block.before_attention(hidden, cos, sin)
-        return q, k[:, self.own].contiguous(), None if v is None else v[:, self.own].contiguous()
+        return q, k[:, self.local].contiguous(), None if v is None else v[:, self.local].contiguous()
 
     def after_attention(self, block: Block, hidden: Tensor, attended: Tensor) -> Tensor:
-        if one_order.is_asked():
-            attended = exchanged(attended, self.group, self._own_queries, self._gather_queries)
+        if one_order.is_required():
+            attended = exchanged(attended, self.group, self._local_queries, self._gather_queries)
         return block.after_attention(hidden, attended)
 
-    def own_outputs(self, weight: Tensor) -> Tensor:
+    def local_outputs(self, weight: Tensor) -> Tensor:
         """The outputs of this rank's head, from a weight or bias of all heads' keys or values."""
         size = weight.shape[0] * self.share // self.ranks
-        return weight[self.own.start * size :][:size]
+        return weight[self.local.start * size :][:size]
 
     def part(self, outputs: int) -> slice:
-        """The outputs of a head whose gradients this rank computes, as if the weight were sharded over the ranks."""
+        """The outputs of the head whose gradients this rank computes, as if its ranks sharded the weight."""
         size = outputs // self.share
         return slice((self.rank - self.first) * size, (self.rank - self.first + 1) * size)
 
     @contextmanager
     def _in_one_order(self, block: Block) -> Iterator[None]:
-        """Within this context, `sharing` finds these halves by the parameters of the block's keys and values."""
+        """Within this context, `sharing` returns these halves for the parameters of the block's keys and values."""
         global _sharing, _shared
         before = _sharing, _shared
         attention = block.self_attn
@@ -66,11 +66,11 @@ class OneKeyValueHead:
         finally:
             _sharing, _shared = before
 
-    def _gather_queries(self, own: Tensor, group: dist.ProcessGroup) -> Tensor:
+    def _gather_queries(self, local: Tensor, group: dist.ProcessGroup) -> Tensor:
         """The queries `[tokens, heads, head_dim]` of all ranks that share this rank's key-value head."""
-        return torch.cat(gather_rows(own, group).chunk(self.ranks)[self.first : self.first + self.share], 1)
+        return torch.cat(gather_rows(local, group).chunk(self.ranks)[self.first : self.first + self.share], 1)
 
-    def _own_queries(self, all_queries: Tensor, group: dist.ProcessGroup) -> Tensor:
+    def _local_queries(self, all_queries: Tensor, group: dist.ProcessGroup) -> Tensor:
         return all_queries.chunk(self.share, 1)[self.rank - self.first]
 
 
@@ -80,5 +80,6 @@ _shared: list[torch.nn.Parameter] = []
 
 
 def sharing(parameter: Tensor) -> OneKeyValueHead | None:
-    """The halves that share the outputs of `parameter` in one order; None for other parameters, or without an order."""
+    """The halves that share the outputs of `parameter`; None for other parameters, or if gradients have no fixed
+    order."""
     return _sharing if any(parameter is each for each in _shared) else None

@@ -33,23 +33,24 @@ def shard_data_parallel(model: Decoder, world: World, config: ParallelConfig, co
         reduce_dtype=torch.float32,
         cast_forward_inputs=False,
     )
-    # Unsharded on every rank: they have no gradient to sum, and must not be rounded to `compute`.
+    # Unsharded on every rank: they have no gradient, and must not be rounded to `compute`.
     whole = {parameter for name, parameter in model.named_parameters() if is_float32(name)}
     shared_experts = [] if world.expert_mesh is None else experts_of(model)
     for module in [*shared_experts, *model.layers, model]:
-        # The root contains embedding and head, which the loss needs after the forward: they stay until the backward.
+        # The root contains embedding and head, which the loss needs after the forward: they stay gathered until the
+        # backward.
         fully_shard(
             module,
             mesh=world.expert_fsdp_mesh if module in shared_experts else world.fsdp_mesh,
             mp_policy=precision,
             offload_policy=offload,
             ignored_params=whole,
-            shard_placement_fn=partial(_cut_experts, world),
+            shard_placement_fn=partial(_expert_placement, world),
             reshard_after_forward=always and module is not model,
         )
         assert isinstance(module, FSDPModule)
         module.set_gradient_divide_factor(1.0)
-        # gloo has no pre-multiplied sum; the plain sum is right on every backend.
+        # gloo has no pre-multiplied sum; the plain sum works on every backend.
         module.set_force_sum_reduction_for_comms(True)
         if world.device.type == "cpu":
             shared = 1 if module in shared_experts else world.degrees["context"]
@@ -60,9 +61,9 @@ def shard_data_parallel(model: Decoder, world: World, config: ParallelConfig, co
         round_tied_gradient(model, compute)
 
 
-def _cut_experts(world: World, parameter: nn.Parameter) -> Shard | None:
-    """Stacked experts are sharded along the first dimension, like all weights, if every rank gets equally many;
-    otherwise, as with more ranks than experts, each expert is sharded along its outputs."""
+def _expert_placement(world: World, parameter: nn.Parameter) -> Shard | None:
+    """Stacked experts are sharded along the first dimension, like all weights, if it divides evenly; otherwise, as with
+    more ranks than experts, each expert is sharded along its outputs."""
     ranks = world.degrees["data_shard"] * world.degrees["context"] // world.expert
-    experts, outputs, *others = (*local_values(parameter).shape, 0)
-    return Shard(1) if len(others) == 2 and experts % ranks and outputs % ranks == 0 else None
+    experts, outputs, *rest = (*local_values(parameter).shape, 0)
+    return Shard(1) if len(rest) == 2 and experts % ranks and outputs % ranks == 0 else None

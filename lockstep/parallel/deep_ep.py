@@ -1,16 +1,16 @@
-"""DeepEP for sending rows between the ranks that share experts, instead of the all-to-all: an option on GPUs.
+"""DeepEP instead of the all-to-all for sending rows between the ranks that share experts: an option on GPUs.
 
 https://github.com/deepseek-ai/DeepEP, 1.2 or later: `dispatch` of the normal mode, within one host, in both directions.
 
 The bits are those of the all-to-all. `dispatch` copies rows; they arrive ordered by source rank, and within a rank in
 the order they were sent: a receiver's offsets are sums of counts, and each channel takes consecutive rows (DeepEP's
-csrc/kernels/intranode.cu). Its `combine` is not used: it adds a token's rows in the ranks' order instead of the token's
-own, and adds even a single row to 0.0, which turns -0.0 into 0.0. So rows return by `dispatch` as well, and are
-weighted and added up by `ops.experts.combine`.
+csrc/kernels/intranode.cu). Its `combine` is not used: it adds a token's rows in the order of ranks, not of the token's
+experts, and adds even a single row to 0.0, which turns -0.0 into 0.0. So rows also return by `dispatch`, and
+`ops.experts.combine` weights and adds them.
 
-If the package cannot be loaded, finds no GPU, or fails on any rank of a group, all its ranks use the all-to-all from
-then on, with one warning. They agree on this in every exchange, by a number that is summed over the ranks on the CPU.
-What cannot be caught is a kernel that ends its process, such as one that waits too long for another rank.
+If the package cannot be loaded, finds no GPU, or fails on any rank of a group, all of its ranks use the all-to-all from
+then on, with one warning. They agree on this in every exchange by an all-reduce on the CPU. A kernel that ends its
+process, such as one that waits too long for another rank, cannot be caught.
 """
 
 from __future__ import annotations
@@ -32,56 +32,57 @@ from lockstep.parallel.messages import from_all
 log = logging.getLogger("lockstep")
 
 PATIENCE = timedelta(seconds=60)
-"""Timeout of the other ranks if a rank fails to create its buffer, during which DeepEP exchanges addresses."""
+"""Timeout of DeepEP's exchange of addresses, if a rank fails to create its buffer."""
 WIDEST = 16 * 1024 - 16
-"""The most bytes per row: its kernels pass a row through 16 KiB of shared memory; more is an uncatchable trap."""
+"""The most bytes per row: its kernels pass a row through 16 KiB of shared memory; more is a trap, which cannot be
+caught."""
 
 Result = TypeVar("Result")
 
-_asked = False
-_told = False
+_requested = False
+_warned = False
 _buffers: dict[tuple[str, int], Any] = {}
 """Buffers by a group's name and the bytes per row; None if the group uses the all-to-all."""
 
 
-def use_deep_ep(asked: bool) -> None:
+def use_deep_ep(requested: bool) -> None:
     """Sets whether this process sends rows with DeepEP from now on; see `ParallelConfig.expert_dispatcher`."""
-    global _asked
-    _asked = asked
+    global _requested
+    _requested = requested
 
 
 def close_buffers() -> None:
-    """Call before the groups are destroyed. Their GPU memory is freed when the process ends."""
+    """Drops all buffers; call before their groups are destroyed. Their GPU memory is freed when the process ends."""
     _buffers.clear()
 
 
 def begin_exchange(rows: Tensor, sent: list[int], received: list[int], group: dist.ProcessGroup) -> InFlight:
     """As `begin_all_to_all`, but with DeepEP if requested and working on all ranks of `group`, which all call it."""
-    if not _asked or native.is_pretending():
+    if not _requested or native.is_pretending():
         return begin_all_to_all(rows, sent, received, group)
     key = group.group_name, rows.shape[1] * rows.element_size()
     if first := key not in _buffers:
         _buffers[key] = _open(key[1], group)
     if (buffer := _buffers[key]) is None:
         return begin_all_to_all(rows, sent, received, group)
-    in_flight = _on_every_rank(lambda: _dispatch(buffer, rows, sent, received), group)
+    in_flight = _on_all_ranks(lambda: _dispatch(buffer, rows, sent, received), group)
     if in_flight is not None and not first:
         return in_flight
     arrived = begin_all_to_all(rows, sent, received, group)
-    if in_flight is None or _on_every_rank(lambda: _compare(in_flight.wait(), arrived.wait()), group) is None:
+    if in_flight is None or _on_all_ranks(lambda: _compare(in_flight.wait(), arrived.wait()), group) is None:
         _buffers[key] = None
     return arrived
 
 
 def _open(width: int, group: dist.ProcessGroup) -> Any:
-    """A DeepEP buffer for rows of `width` bytes; None if any rank has none."""
-    module = _on_every_rank(lambda: _load(width), group)
+    """A DeepEP buffer for rows of `width` bytes; None if creating it fails on any rank."""
+    module = _on_all_ranks(lambda: _load(width), group)
     if module is None:
         return None
-    # Its messages about buffers have their own group: a rank that fails in between sends different messages next.
+    # A separate group for DeepEP's messages: a rank that fails before them sends other messages next.
     ranks = dist.get_process_group_ranks(group)
-    own = dist.new_group(ranks, timeout=PATIENCE, backend="gloo", use_local_synchronization=True)
-    return _on_every_rank(lambda: _buffer(module, width, own), group)
+    local = dist.new_group(ranks, timeout=PATIENCE, backend="gloo", use_local_synchronization=True)
+    return _on_all_ranks(lambda: _buffer(module, width, local), group)
 
 
 def _load(width: int) -> Any:
@@ -92,20 +93,20 @@ def _load(width: int) -> Any:
 
 def _buffer(module: Any, width: int, group: Any) -> Any:
     nbytes = module.Buffer.get_dispatch_config(group.size()).get_nvl_buffer_size_hint(width, group.size())
-    # Otherwise its destructor waits for the other ranks, which may have no buffer.
+    # explicitly_destroy: otherwise the destructor waits for the other ranks, which may have no buffer.
     return module.Buffer(group, nbytes, explicitly_destroy=True)
 
 
 def _dispatch(buffer: Any, rows: Tensor, sent: list[int], received: list[int]) -> InFlight:
     counts = torch.tensor(sent, dtype=torch.int32, device=rows.device)
-    goes_to = torch.eye(len(sent), dtype=torch.bool, device=rows.device)
-    goes_to = goes_to.repeat_interleave(counts, 0, output_size=len(rows))
-    words = rows.contiguous().view(torch.bfloat16)  # the dtype it is written for; it copies bytes
+    destinations = torch.eye(len(sent), dtype=torch.bool, device=rows.device)
+    destinations = destinations.repeat_interleave(counts, 0, output_size=len(rows))
+    words = rows.contiguous().view(torch.bfloat16)  # the dtype that DeepEP supports; it copies bytes
     arrived, *_, event = buffer.dispatch(
         words,
         num_tokens_per_rank=counts,
-        is_token_in_rank=goes_to,
-        num_tokens_per_expert=counts,  # for DeepEP, every rank is one expert
+        is_token_in_rank=destinations,
+        num_tokens_per_expert=counts,  # one expert per rank, as far as DeepEP is concerned
         async_finish=True,
     )
     if len(arrived) != sum(received):
@@ -120,13 +121,13 @@ def _compare(arrived: Tensor, expected: Tensor) -> bool:
     return True
 
 
-def _on_every_rank(attempt: Callable[[], Result], group: dist.ProcessGroup) -> Result | None:
-    """The result of `attempt` if it fails on no rank of `group`; else None on all of them, and a warning."""
-    global _told
+def _on_all_ranks(attempt: Callable[[], Result], group: dist.ProcessGroup) -> Result | None:
+    """The result of `attempt` if it succeeds on all ranks of `group`; else None on all of them, and a warning."""
+    global _warned
     result, problem = None, ""
     try:
         result = attempt()
-    except Exception as error:  # whatever it is, there is a fallback
+    except Exception as error:  # any failure: there is a fallback
         problem = f"{type(error).__name__}: {error}"
     failed = torch.tensor([int(bool(problem))])
     dist.all_reduce(failed, group=group)
@@ -135,8 +136,8 @@ def _on_every_rank(attempt: Callable[[], Result], group: dist.ProcessGroup) -> R
     ranks_of: dict[str, list[int]] = {}
     for rank, each in zip(dist.get_process_group_ranks(group), from_all(problem, group)):
         ranks_of.setdefault(each, []).append(rank)
-    if not _told:
-        said = "; ".join(f"on ranks {ranks}: {each}" for each, ranks in ranks_of.items() if each)
-        log.warning('parallel.expert_dispatcher "deep_ep" failed, using all-to-all instead: %s', said)
-    _told = True
+    if not _warned:
+        causes = "; ".join(f"on ranks {ranks}: {each}" for each, ranks in ranks_of.items() if each)
+        log.warning('parallel.expert_dispatcher "deep_ep" failed, using all-to-all instead: %s', causes)
+    _warned = True
     return None

@@ -1,4 +1,4 @@
-"""Collectives under the names of this torch version, sums in a fixed order, and both with gradients."""
+"""Collectives, sums over ranks in a fixed order, and their gradients."""
 
 from __future__ import annotations
 
@@ -21,13 +21,13 @@ all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_te
 reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
 
 
-# Per process, not a context variable: compiled halves are guarded on it, and exchanges are in one thread anyway.
+# A global, not a context variable: compiled halves are guarded on it, and exchanges run in one thread.
 _whole = False
 
 
 @contextmanager
 def whole_rows() -> Iterator[None]:
-    """Within this context, all ranks of a tensor axis have every token's row instead of a share: any number of tokens.
+    """Within this context, all ranks of a tensor axis have all rows instead of a share, so their number is arbitrary.
 
     The bits are the same. Only without gradients.
     """
@@ -43,13 +43,13 @@ def rows_are_whole() -> bool:
     return _whole
 
 
-def gather_rows(own: Tensor, group: dist.ProcessGroup) -> Tensor:
-    """The rows of all ranks, rank after rank; each has the same number."""
-    out = own.new_empty(dist.get_world_size(group) * own.shape[0], *own.shape[1:])
-    if (memory := memory_of(group, own)) is not None:
-        memory.gather(own.contiguous(), out)
+def gather_rows(local: Tensor, group: dist.ProcessGroup) -> Tensor:
+    """The rows of all ranks, in rank order; every rank has the same number."""
+    out = local.new_empty(dist.get_world_size(group) * local.shape[0], *local.shape[1:])
+    if (memory := memory_of(group, local)) is not None:
+        memory.gather(local.contiguous(), out)
     else:
-        all_gather(out, own.contiguous(), group=group)
+        all_gather(out, local.contiguous(), group=group)
     return out
 
 
@@ -65,12 +65,12 @@ def swap_rows(x: Tensor, group: dist.ProcessGroup) -> Tensor:
 
 @dataclass
 class InFlight:
-    """Rows in flight."""
+    """Rows that are being sent."""
 
     received: Tensor
     """Filled when `wait` returns."""
     sent: Tensor
-    """Kept alive until it has arrived."""
+    """Kept alive until it has been received."""
     finish: Callable[[], object]
 
     def wait(self) -> Tensor:
@@ -91,18 +91,18 @@ def sum_rows(x: Tensor, group: dist.ProcessGroup) -> Tensor:
     return tree_sum(parts.unbind(), overwrite=True).to(x.dtype)
 
 
-def own_rows(x: Tensor, group: dist.ProcessGroup) -> Tensor:
+def local_rows(x: Tensor, group: dist.ProcessGroup) -> Tensor:
     """This rank's share of rows that all ranks have."""
     return x.chunk(dist.get_world_size(group))[dist.get_rank(group)]
 
 
 def sum_gathered(grad: Tensor, group: dist.ProcessGroup) -> Tensor:
-    """The gradient of gathered rows: the sum over ranks, which with one order the products have already computed."""
-    return own_rows(grad, group) if one_order.is_asked() else sum_rows(grad, group)
+    """The gradient of gathered rows: the sum over ranks, which the products have already computed if in one order."""
+    return local_rows(grad, group) if one_order.is_required() else sum_rows(grad, group)
 
 
 def without_gradient(x: Tensor) -> Tensor:
-    """The same with a zero gradient; not detached, since a backward that involves other ranks runs through it."""
+    """`x` with a zero gradient. Not detached, since other ranks take part in its backward pass."""
     x = x.view_as(x)
     if x.requires_grad:
         x.register_hook(torch.zeros_like)
@@ -118,8 +118,8 @@ class _Exchange(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None, None]:
-        found: Tensor = ctx.opposite(grads[0], ctx.group)
-        return found, None, None, None
+        gradient: Tensor = ctx.opposite(grads[0], ctx.group)
+        return gradient, None, None, None
 
 
 def exchanged(x: Tensor, group: dist.ProcessGroup, forward: Any, backward: Any) -> Tensor:
@@ -131,16 +131,16 @@ def exchanged(x: Tensor, group: dist.ProcessGroup, forward: Any, backward: Any) 
 
 
 def group_named(name: str) -> dist.ProcessGroup:
-    """The group with a name: operators in a compiled graph take no objects."""
+    """A group by name, since operators in a compiled graph take no objects."""
     return dist.distributed_c10d._resolve_process_group(name)  # type: ignore[arg-type]  # its NewType of str
 
 
 @library.operator(
-    "gather_rows(Tensor own, str group) -> Tensor",
-    fake=lambda own, group: own.new_empty(own.shape[0] * group_named(group).size(), *own.shape[1:]),
+    "gather_rows(Tensor local, str group) -> Tensor",
+    fake=lambda local, group: local.new_empty(local.shape[0] * group_named(group).size(), *local.shape[1:]),
 )
-def _opaque_gather(own: Tensor, group: str) -> Tensor:
-    return gather_rows(own, group_named(group))
+def _opaque_gather(local: Tensor, group: str) -> Tensor:
+    return gather_rows(local, group_named(group))
 
 
 @library.operator(
@@ -156,8 +156,8 @@ def _opaque_sum(x: Tensor, group: str) -> Tensor:
     fake=lambda grad, group: grad.new_empty(grad.shape[0] // group_named(group).size(), *grad.shape[1:]),
 )
 def _opaque_sum_gathered(grad: Tensor, group: str) -> Tensor:
-    found = sum_gathered(grad, group_named(group))
-    return found.clone() if found._is_view() else found
+    total = sum_gathered(grad, group_named(group))
+    return total.clone() if total._is_view() else total
 
 
 def _save_group(ctx: Any, inputs: tuple[Tensor, str], output: Tensor) -> None:
@@ -169,16 +169,16 @@ library.differentiable("sum_rows", _save_group, lambda ctx, grad: (_opaque_gathe
 
 
 class ExchangedSum:
-    """Every rank sends each other rank its part, and adds what it receives in a binary tree, neighboring ranks first.
+    """A reduce-scatter: an all-to-all, whose parts are added in a binary tree, neighboring ranks first.
 
-    gloo's own reduce-scatter is an all-reduce that discards all but one part: 44 ms versus 17 ms for the float32
+    gloo's reduce-scatter is an all-reduce that discards all but one part: 44 ms versus 17 ms for the float32
     gradients of a 7M-parameter layer on two ranks. FSDP uses it through `set_custom_reduce_scatter`.
     """
 
     def __init__(self, shared: int = 1):
         """shared: how many neighboring ranks share a micro-batch's tokens."""
         self.shared = shared
-        self._apart = _Apart()
+        self._tree_of_leaves = _MicrobatchTree()
 
     def allocate(self, size: Sequence[int], *, dtype: torch.dtype, device: torch.device) -> Tensor:
         return torch.empty(size, dtype=dtype, device=device)
@@ -192,13 +192,13 @@ class ExchangedSum:
         async_op: bool = False,
     ) -> None:
         if op != dist.ReduceOp.SUM or async_op:
-            raise ValueError(f"only synchronous sums of gradients are supported here; asked for {op}, async {async_op}")
+            raise ValueError(f"only synchronous sums of gradients are supported here, not {op}, async {async_op}")
         received = torch.empty_like(input_tensor)
         dist.all_to_all_single(received, input_tensor, group=group)
         parts = list(received.view(group.size(), -1).unbind())
-        if one_order.is_asked() and is_no_subtree(group.size() // self.shared):
-            # With one order, of ranks that share tokens only one has a gradient.
-            total = self._apart.add(map(tree_sum, zip(*[iter(parts)] * self.shared)))
+        if one_order.is_required() and is_no_subtree(group.size() // self.shared):
+            # In one order, only one of the ranks that share tokens has a gradient.
+            total = self._tree_of_leaves.add(map(tree_sum, zip(*[iter(parts)] * self.shared)))
             if total is None:
                 output_tensor.zero_()
             else:
@@ -211,20 +211,20 @@ class ExchangedSum:
 
 
 class SumOverReplicas:
-    """Replaces `x` on each rank by its sum over the ranks, added in a binary tree, neighboring ranks first.
+    """An in-place all-reduce of `x`, added in a binary tree, neighboring ranks first.
 
-    FSDP uses it through `set_all_reduce_hook`. A library's all-reduce adds in an order of its own.
+    FSDP uses it through `set_all_reduce_hook`. The order of a library's all-reduce is not specified.
     """
 
     def __init__(self, group: dist.ProcessGroup):
         self.group = group
-        self._apart = _Apart()
+        self._tree_of_leaves = _MicrobatchTree()
 
     def __call__(self, x: Tensor) -> None:
         ranks = self.group.size()
         padded = torch.nn.functional.pad(x.flatten(), (0, -x.numel() % ranks))
-        if one_order.is_asked() and is_no_subtree(ranks):
-            share = self._apart.add(swap_rows(padded, self.group).view(ranks, -1))
+        if one_order.is_required() and is_no_subtree(ranks):
+            share = self._tree_of_leaves.add(swap_rows(padded, self.group).view(ranks, -1))
         else:
             share = sum_rows(padded, self.group)
         if share is None:
@@ -234,14 +234,14 @@ class SumOverReplicas:
 
 
 def is_no_subtree(ranks: int) -> bool:
-    """Whether the sum of one micro-batch on each of so many ranks is none of the sums in a step's tree."""
+    """Whether the sum over so many ranks, of one micro-batch each, is not a subtree of a step's sum."""
     return ranks & (ranks - 1) != 0
 
 
-class _Apart:
-    """Adds up gradients of a step's micro-batches on ranks whose number is no power of two, leaf by leaf.
+class _MicrobatchTree:
+    """Sums a step's gradients leaf by leaf, for a number of ranks that is not a power of two.
 
-    What is passed on is zero until the step's last micro-batch, and then the sum of all.
+    A leaf is one rank's micro-batch. The sum is complete after the step's last micro-batch; until then it is None.
     """
 
     def __init__(self) -> None:

@@ -1,4 +1,4 @@
-"""How many bytes this rank sends to other ranks' experts, and how many rows its own experts get."""
+"""Metrics of expert parallelism: bytes sent to other ranks' experts, and rows received by this rank's experts."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import torch.distributed as dist
 
 
 class ExpertTraffic:
-    """Counts from `clear` to `take`. One per process, which trains one model at a time."""
+    """Counts from `clear` to `take`. Global, since a process trains one model at a time."""
 
     def __init__(self) -> None:
         self.bytes = 0
@@ -17,10 +17,10 @@ class ExpertTraffic:
         self.rows: list[int] = []
         """Rows that arrived in each forward through a layer."""
         self.first_rank = 0
-        """The first of the ranks that share the experts, which identifies the group."""
+        """The first rank of the group that shares the experts, which identifies the group."""
 
     def clear(self) -> None:
-        """Call at the beginning of a step, since validation also sends rows."""
+        """Call at the beginning of a step, since validation sends rows too."""
         self.bytes, self.rows = 0, []
 
     def note_call(self, rows: int, group: dist.ProcessGroup) -> None:
@@ -30,13 +30,13 @@ class ExpertTraffic:
     def take(self, gather: Callable[[Any], list[Any]]) -> dict[str, float]:
         """The metrics, the same on every rank. All ranks call it; `gather` is `World.gather`.
 
-        `experts/sent_mib`, of the rank that sends the most, and `experts/imbalance`: the most rows of a rank relative
-        to the mean, per layer, weighted by the layer's rows: how much longer the ranks take than with an even load.
-        Empty if no experts are shared.
+        `experts/sent_mib`: of the rank that sends the most. `experts/imbalance`: the largest number of rows of a rank
+        relative to the mean, per layer, weighted by the layer's rows: the slowdown compared with an even load. Empty if
+        no experts are shared.
         """
-        everyone = gather([self.bytes, self.first_rank, self.rows])
+        of_all_ranks = gather([self.bytes, self.first_rank, self.rows])
         by_group: dict[int, list[list[int]]] = {}
-        for _, first, rows in everyone:
+        for _, first, rows in of_all_ranks:
             if rows:
                 by_group.setdefault(first, []).append(rows)
         if not by_group:
@@ -44,7 +44,7 @@ class ExpertTraffic:
         calls = [call for ranks in by_group.values() for call in zip(*ranks)]
         mean = sum(sum(call) / len(call) for call in calls)
         return {
-            "experts/sent_mib": max(sent for sent, _, _ in everyone) / 2**20,
+            "experts/sent_mib": max(sent for sent, _, _ in of_all_ranks) / 2**20,
             "experts/imbalance": sum(max(call) for call in calls) / mean if mean else 1.0,
         }
 

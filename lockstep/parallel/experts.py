@@ -1,16 +1,16 @@
 """Expert parallelism: each rank has some of the experts, unsharded; rows are sent to their experts and back.
 
-    tokens ─ dispatch ─> rows by expert ─ travel ─> rows of this rank's experts ─ feed-forward ─ come home ─ combine
+    tokens ─ dispatch ─> rows by expert ─ send ─> rows of this rank's experts ─ feed-forward ─ send back ─ combine
 
-The shared expert, which all tokens go through, is computed while rows are in flight: in the forward pass on their way
-to the experts, in the backward pass while their gradients come back.
+The shared expert, which computes all tokens, runs while rows are in flight: on their way to the experts in the forward
+pass, and while their gradients return in the backward pass.
 
-No sum is split: a row's products are computed where its expert is, and a token's rows are added up on the token's rank,
-in the token's own order, so its bits are those of one process. Arriving rows are ordered by expert, then by source
-rank, then by token; if the ranks' tokens follow each other, as on a tensor axis, that is the order of one process, and
-so are the sums over rows in the weights' gradients.
+No sum is split: a row's products are computed where its expert is, and a token's rows are added on the token's rank, in
+the order of the token's experts, so its bits are those of one process. Received rows are ordered by expert, then by
+source rank, then by token. If the ranks' tokens are consecutive, as on a tensor axis, that is the order of one process,
+also for the sums over rows in the weights' gradients.
 
-The number of rows sent is only known at run time, so a compiler sees operators whose results have an unknown size.
+The number of rows sent is known only at run time, so a compiler sees operators with results of unknown size.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from lockstep.parallel.exchange import InFlight, gather_rows, group_named, rows_
 from lockstep.parallel.expert_traffic import TRAFFIC
 
 FeedForward = Callable[[Tensor, Tensor], Tensor]
-"""The feed-forward of this rank's experts: rows, and where each expert's rows start, to as many rows."""
+"""The feed-forward of this rank's experts, of rows and the start of each expert's rows."""
 
 
 def experts_over_ranks(
@@ -50,101 +50,104 @@ def experts_over_ranks(
     all ranks have the same tokens, and all get the result.
     """
     starts, places, sources = order_by_expert(chosen, count)
-    starts = starts.cpu()  # the lengths of what travels
+    starts = starts.cpu()  # for the lengths of messages
     if rows_are_whole():
-        own, own_starts = _take(x, starts, sources, group)
-        out = combine(_everyones(feed_forward(own, own_starts), starts, sources, group), weights, places)
+        local, local_starts = _take(x, starts, sources, group)
+        out = combine(_gather(feed_forward(local, local_starts), starts, sources, group), weights, places)
         return out if shared is None else out + shared(x)
-    rows = dispatch(_own_tokens(x, chosen.shape[0], group), places, sources)
-    arrive = _travel(rows, starts, group)
-    extra_parameters = None if shared is None else shared(x)
-    arrived, own_starts, counts = arrive()
-    out = combine(_come_home(feed_forward(arrived, own_starts), starts, counts, sources, group), weights, places)
-    return out if extra_parameters is None else out + extra_parameters
+    rows = dispatch(_local_tokens(x, chosen.shape[0], group), places, sources)
+    receive = _send_to_experts(rows, starts, group)
+    shared_out = None if shared is None else shared(x)
+    received, local_starts, counts = receive()
+    out = combine(_send_back(feed_forward(received, local_starts), starts, counts, sources, group), weights, places)
+    return out if shared_out is None else out + shared_out
 
 
-def _own_tokens(x: Tensor, tokens: int, group: dist.ProcessGroup) -> Tensor:
+def _local_tokens(x: Tensor, tokens: int, group: dist.ProcessGroup) -> Tensor:
     if x.shape[0] == tokens:
         return x
     ranks = x.shape[0] // tokens
     return x.unflatten(0, (ranks, -1))[dist.get_rank(group) % ranks]
 
 
-def _travel(rows: Tensor, starts: Tensor, group: dist.ProcessGroup) -> Callable[[], tuple[Tensor, Tensor, Tensor]]:
-    """Starts sending the rows. The returned function waits, and returns the rows of this rank's experts, where each
-    expert's rows start, and how many rows of each expert come from each rank."""
+def _send_to_experts(
+    rows: Tensor, starts: Tensor, group: dist.ProcessGroup
+) -> Callable[[], tuple[Tensor, Tensor, Tensor]]:
+    """Starts sending the rows. The returned function waits, and returns the rows of this rank's experts, the start of
+    each expert's rows, and the number of rows per source rank and expert."""
     if torch.compiler.is_compiling():  # one operator: the compiler would decide what runs in between
-        arrived = _opaque_travel(rows, starts, group.group_name)
-        return lambda: arrived
-    journey = _begin_journey(rows, starts, group)
-    left: Tensor = _Leave.apply(rows, journey)
-    return lambda: (_Arrive.apply(left, journey), journey.own_starts, journey.counts)
+        received = _opaque_send(rows, starts, group.group_name)
+        return lambda: received
+    exchange = _start_exchange(rows, starts, group)
+    sent: Tensor = _Send.apply(rows, exchange)
+    return lambda: (_Receive.apply(sent, exchange), exchange.local_starts, exchange.counts)
 
 
-def _come_home(rows: Tensor, starts: Tensor, counts: Tensor, sources: Tensor, group: dist.ProcessGroup) -> Tensor:
-    """The inverse: this rank's own rows, as many as `sources`."""
+def _send_back(rows: Tensor, starts: Tensor, counts: Tensor, sources: Tensor, group: dist.ProcessGroup) -> Tensor:
+    """The inverse of `_send_to_experts`: the rows of this rank's tokens, as many as `sources`."""
     if torch.compiler.is_compiling():
         return _opaque_return(rows, starts, counts, sources.shape[0], group.group_name)
     if torch.is_grad_enabled() and rows.requires_grad:
-        return _ComeHome.apply(rows, starts, counts, len(sources), group)
+        return _Return.apply(rows, starts, counts, len(sources), group)
     return _back(rows, starts, counts, len(sources), group)
 
 
 @dataclass
-class _Journey:
-    """The journey of `length` rows to their experts, and of their gradients back."""
+class _ExpertExchange:
+    """Sends `length` rows to their experts, and their gradients back."""
 
     starts: Tensor
     counts: Tensor
-    """How many rows of each of this rank's experts come from each rank."""
+    """`[ranks, experts]`: the rows from each rank for each of this rank's experts."""
     length: int
     group: dist.ProcessGroup
     in_flight: InFlight | None = None
-    """What was sent but not yet waited for: rows in the forward pass, gradients in the backward pass."""
+    """Sent but not yet waited for: rows in the forward pass, gradients in the backward pass."""
 
     @property
-    def own_starts(self) -> Tensor:
-        """Where the rows of each of this rank's experts start."""
+    def local_starts(self) -> Tensor:
+        """The start of each of this rank's experts' rows."""
         return torch.cat([self.counts.new_zeros(1), self.counts.sum(0).cumsum(0)])
 
     def take(self) -> InFlight:
-        """Takes what is in flight, since a journey lives as long as the graph, but what was sent need not."""
+        """Returns what is in flight, and drops it: the autograd graph keeps this object alive, but need not keep the
+        rows."""
         assert self.in_flight is not None
         in_flight, self.in_flight = self.in_flight, None
         return in_flight
 
 
-class _Leave(torch.autograd.Function):
-    """Rows in flight. Its backward waits for their gradients, which the backward of `_Arrive` has begun to send.
+class _Send(torch.autograd.Function):
+    """Its backward waits for the gradients that the backward of `_Receive` has started to send.
 
-    Autograd runs in reverse order, so what is called between the two runs between them in the backward pass as well.
+    Autograd runs in reverse order, so what is called between the two runs between them in the backward pass too.
     """
 
     @staticmethod
-    def forward(ctx: Any, rows: Tensor, journey: _Journey) -> Tensor:
-        ctx.journey = journey
+    def forward(ctx: Any, rows: Tensor, exchange: _ExpertExchange) -> Tensor:
+        ctx.exchange = exchange
         return rows.view_as(rows)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
-        return ctx.journey.take().wait(), None  # the same memory as `grads`, filled now
+        return ctx.exchange.take().wait(), None  # the memory of `grads`, which is filled now
 
 
-class _Arrive(torch.autograd.Function):
+class _Receive(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, rows: Tensor, journey: _Journey) -> Tensor:
-        ctx.journey = journey
-        return _by_own_expert(journey.take().wait(), journey.counts)
+    def forward(ctx: Any, rows: Tensor, exchange: _ExpertExchange) -> Tensor:
+        ctx.exchange = exchange
+        return _by_local_expert(exchange.take().wait(), exchange.counts)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
-        journey: _Journey = ctx.journey
-        in_flight = _begin_back(grads[0], journey.starts, journey.counts, journey.length, journey.group)
-        journey.in_flight = in_flight
+        exchange: _ExpertExchange = ctx.exchange
+        in_flight = _begin_back(grads[0], exchange.starts, exchange.counts, exchange.length, exchange.group)
+        exchange.in_flight = in_flight
         return in_flight.received, None
 
 
-class _ComeHome(torch.autograd.Function):
+class _Return(torch.autograd.Function):
     @staticmethod
     def forward(
         ctx: Any, rows: Tensor, starts: Tensor, counts: Tensor, length: int, group: dist.ProcessGroup
@@ -159,16 +162,16 @@ class _ComeHome(torch.autograd.Function):
         return _out(grads[0], starts, counts, ctx.group), None, None, None, None
 
 
-def _begin_journey(rows: Tensor, starts: Tensor, group: dist.ProcessGroup) -> _Journey:
-    own = starts.diff().view(dist.get_world_size(group), -1)
-    counts = swap_rows(own, group)  # counts are exchanged on the CPU, which waits for them in any case
+def _start_exchange(rows: Tensor, starts: Tensor, group: dist.ProcessGroup) -> _ExpertExchange:
+    local = starts.diff().view(dist.get_world_size(group), -1)
+    counts = swap_rows(local, group)  # on the CPU, which needs the counts anyway
     in_flight = _begin_out(rows, starts, counts, group)
     TRAFFIC.note_call(len(in_flight.received), group)
-    return _Journey(starts, counts, len(rows), group, in_flight)
+    return _ExpertExchange(starts, counts, len(rows), group, in_flight)
 
 
 def _out(rows: Tensor, starts: Tensor, counts: Tensor, group: dist.ProcessGroup) -> Tensor:
-    return _by_own_expert(_begin_out(rows, starts, counts, group).wait(), counts)
+    return _by_local_expert(_begin_out(rows, starts, counts, group).wait(), counts)
 
 
 def _begin_out(rows: Tensor, starts: Tensor, counts: Tensor, group: dist.ProcessGroup) -> InFlight:
@@ -176,7 +179,7 @@ def _begin_out(rows: Tensor, starts: Tensor, counts: Tensor, group: dist.Process
     return _begin(rows, sent, received, group)
 
 
-def _by_own_expert(rows: Tensor, counts: Tensor) -> Tensor:
+def _by_local_expert(rows: Tensor, counts: Tensor) -> Tensor:
     return rows if native.is_pretending() else rows.index_select(0, _by_expert(counts).to(rows.device))
 
 
@@ -192,9 +195,9 @@ def _begin_back(rows: Tensor, starts: Tensor, counts: Tensor, length: int, group
 
 
 def _lengths(length: int, starts: Tensor, counts: Tensor, group: dist.ProcessGroup) -> tuple[list[int], list[int]]:
-    """How many of this rank's `length` rows go to each rank, and how many come from each."""
+    """How many of this rank's `length` rows are sent to each rank, and how many are received from each."""
     ranks = dist.get_world_size(group)
-    if native.is_pretending():  # equally many to each, since the choices have no values
+    if native.is_pretending():  # evenly, since the choices have no values
         even = [length * (rank + 1) // ranks - length * rank // ranks for rank in range(ranks)]
         return even, even
     return starts[:: (len(starts) - 1) // ranks].diff().tolist(), counts.sum(1).tolist()
@@ -209,36 +212,37 @@ def _by_expert(counts: Tensor) -> Tensor:
 
 
 def _begin(rows: Tensor, sent: list[int], received: list[int], group: dist.ProcessGroup) -> InFlight:
-    away = len(rows) - sent[dist.get_rank(group)]
-    TRAFFIC.bytes += away * rows.shape[1] * rows.element_size()
+    remote = len(rows) - sent[dist.get_rank(group)]
+    TRAFFIC.bytes += remote * rows.shape[1] * rows.element_size()
     return begin_exchange(rows, sent, received, group)
 
 
 def _take(x: Tensor, starts: Tensor, sources: Tensor, group: dist.ProcessGroup) -> tuple[Tensor, Tensor]:
-    """The rows of this rank's experts, from rows that all ranks have, and where each expert's rows start."""
-    return (_opaque_take if torch.compiler.is_compiling() else _taken)(x, starts, sources, group.group_name)
+    """The rows of this rank's experts, from rows that all ranks have, and the start of each expert's rows."""
+    return (_opaque_take if torch.compiler.is_compiling() else _take_rows)(x, starts, sources, group.group_name)
 
 
-def _everyones(rows: Tensor, starts: Tensor, sources: Tensor, group: dist.ProcessGroup) -> Tensor:
+def _gather(rows: Tensor, starts: Tensor, sources: Tensor, group: dist.ProcessGroup) -> Tensor:
     """The rows of all experts, as many as `sources`, gathered from each rank's experts."""
-    return (_opaque_gather if torch.compiler.is_compiling() else _gathered)(rows, starts, sources, group.group_name)
+    gather = _opaque_gather if torch.compiler.is_compiling() else _gather_experts
+    return gather(rows, starts, sources, group.group_name)
 
 
-def _taken(x: Tensor, starts: Tensor, sources: Tensor, name: str) -> tuple[Tensor, Tensor]:
+def _take_rows(x: Tensor, starts: Tensor, sources: Tensor, name: str) -> tuple[Tensor, Tensor]:
     group = group_named(name)
     share = (len(starts) - 1) // group.size()
-    own = starts[group.rank() * share : (group.rank() + 1) * share + 1]
+    local = starts[group.rank() * share : (group.rank() + 1) * share + 1]
     active = len(sources) // max(len(x), 1)
-    return x[sources[int(own[0]) : int(own[-1])] // max(active, 1)], own - own[0]
+    return x[sources[int(local[0]) : int(local[-1])] // max(active, 1)], local - local[0]
 
 
-def _gathered(rows: Tensor, starts: Tensor, sources: Tensor, name: str) -> Tensor:
+def _gather_experts(rows: Tensor, starts: Tensor, sources: Tensor, name: str) -> Tensor:
     group = group_named(name)
     lengths = starts[:: (len(starts) - 1) // group.size()].diff().tolist()
     padded = rows.new_zeros(max(lengths), rows.shape[1])
     padded[: len(rows)] = rows
-    everyone = gather_rows(padded, group).unflatten(0, (group.size(), -1))
-    return torch.cat([part[:length] for part, length in zip(everyone, lengths)])
+    parts = gather_rows(padded, group).unflatten(0, (group.size(), -1))
+    return torch.cat([part[:length] for part, length in zip(parts, lengths)])
 
 
 def _some_rows(like: Tensor) -> Tensor:
@@ -246,16 +250,16 @@ def _some_rows(like: Tensor) -> Tensor:
 
 
 @library.operator(
-    "travel_to_experts(Tensor rows, Tensor starts, str group) -> (Tensor, Tensor, Tensor)",
+    "send_to_experts(Tensor rows, Tensor starts, str group) -> (Tensor, Tensor, Tensor)",
     fake=lambda rows, starts, group: (
         _some_rows(rows),
         starts.new_empty((starts.shape[0] - 1) // group_named(group).size() + 1),
         starts.new_empty(group_named(group).size(), (starts.shape[0] - 1) // group_named(group).size()),
     ),
 )
-def _opaque_travel(rows: Tensor, starts: Tensor, group: str) -> tuple[Tensor, Tensor, Tensor]:
-    journey = _begin_journey(rows, starts, group_named(group))
-    return _by_own_expert(journey.take().wait(), journey.counts), journey.own_starts, journey.counts
+def _opaque_send(rows: Tensor, starts: Tensor, group: str) -> tuple[Tensor, Tensor, Tensor]:
+    exchange = _start_exchange(rows, starts, group_named(group))
+    return _by_local_expert(exchange.take().wait(), exchange.counts), exchange.local_starts, exchange.counts
 
 
 @library.operator(
@@ -267,7 +271,7 @@ def _opaque_return(rows: Tensor, starts: Tensor, counts: Tensor, length: int, gr
 
 
 @library.operator(
-    "travel_again(Tensor rows, Tensor starts, Tensor counts, SymInt length, str group) -> Tensor",
+    "resend_to_experts(Tensor rows, Tensor starts, Tensor counts, SymInt length, str group) -> Tensor",
     fake=lambda rows, starts, counts, length, group: rows.new_empty(length, rows.shape[1]),
 )
 def _opaque_out(rows: Tensor, starts: Tensor, counts: Tensor, length: int, group: str) -> Tensor:
@@ -282,7 +286,7 @@ def _opaque_out(rows: Tensor, starts: Tensor, counts: Tensor, length: int, group
     ),
 )
 def _opaque_take(x: Tensor, starts: Tensor, sources: Tensor, group: str) -> tuple[Tensor, Tensor]:
-    return _taken(x, starts, sources, group)
+    return _take_rows(x, starts, sources, group)
 
 
 @library.operator(
@@ -290,10 +294,10 @@ def _opaque_take(x: Tensor, starts: Tensor, sources: Tensor, group: str) -> tupl
     fake=lambda rows, starts, sources, group: rows.new_empty(sources.shape[0], rows.shape[1]),
 )
 def _opaque_gather(rows: Tensor, starts: Tensor, sources: Tensor, group: str) -> Tensor:
-    return _gathered(rows, starts, sources, group)
+    return _gather_experts(rows, starts, sources, group)
 
 
-def _save_travel(ctx: Any, inputs: tuple[Tensor, Tensor, str], output: tuple[Tensor, Tensor, Tensor]) -> None:
+def _save_send(ctx: Any, inputs: tuple[Tensor, Tensor, str], output: tuple[Tensor, Tensor, Tensor]) -> None:
     ctx.save_for_backward(inputs[1], output[2])
     ctx.length, ctx.group = inputs[0].shape[0], inputs[2]
 
@@ -304,8 +308,8 @@ def _save_return(ctx: Any, inputs: tuple[Tensor, Tensor, Tensor, int, str], outp
 
 
 library.differentiable(
-    "travel_to_experts",
-    _save_travel,
+    "send_to_experts",
+    _save_send,
     lambda ctx, grad, *_: (_opaque_return(grad, *ctx.saved_tensors, ctx.length, ctx.group), None, None),
 )
 library.differentiable(

@@ -1,7 +1,7 @@
 """Every parameter as a DTensor on one mesh: data, context and tensor parallelism by placements alone.
 
-Weights are sharded over all axes. Operators read them unsharded on the axes whose ranks see different tokens, so the
-redistribution gathers them, and its backward reduce-scatters the gradients: what FSDP does with hooks.
+Weights are sharded over all axes. Operators redistribute them to be unsharded on the axes whose ranks see different
+tokens: an all-gather, whose backward is a reduce-scatter of the gradients. FSDP does the same with hooks.
 """
 
 from __future__ import annotations

@@ -14,13 +14,13 @@ WHOLE_GRADIENT_SHARE = 4
 
 
 def sums_every_microbatch(parameters: int, world: World) -> bool:
-    """Whether ranks sum the gradients of so many parameters after every micro-batch, so that each keeps only its shard.
+    """Whether ranks sum the gradients of so many parameters after every micro-batch, and each keeps only its shard.
 
-    Otherwise once per step: fewer messages, but until then every rank has the unsharded float32 gradient of its tensor
-    part.
+    Otherwise they do once per step: fewer messages, but until then every rank has the unsharded float32 gradient of its
+    tensor part.
     """
     if world.degrees["data_shard"] * world.degrees["context"] == 1 or world.degrees["pipeline"] > 1:
-        return False  # Nothing is sharded, or the pipeline's schedule sums at its end.
+        return False  # nothing is sharded, or the pipeline's schedule sums at its end
     if world.reduce_gradients != "auto":
         return world.reduce_gradients == "microbatch"
     return 4 * parameters / world.degrees["tensor"] > world.memory / WHOLE_GRADIENT_SHARE

@@ -1,4 +1,4 @@
-"""Messages between ranks, as JSON or as the bytes of arrays: unlike a pickle, reading them cannot run code."""
+"""Messages between ranks, as JSON or raw arrays: unlike pickles, they cannot run code."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ import torch.distributed as dist
 from torch import Tensor
 
 CHUNK = 2**26
-"""Bytes of an array sent at a time."""
-SIGN_OF_LIFE = 60.0
-"""Seconds between two signs of life while the other ranks wait for rank 0."""
+"""Bytes of an array per message."""
+HEARTBEAT_SECONDS = 60.0
+"""Seconds between two heartbeats while the other ranks wait for rank 0."""
 
 
 def from_rank_0(value: Any, group: dist.ProcessGroup | None = None) -> Any:
@@ -43,7 +43,7 @@ def arrays_from_rank_0(arrays: Sequence[np.ndarray]) -> list[np.ndarray]:
 
 
 def wait_for_rank_0() -> Any:
-    """What rank 0 sends by `from_rank_0` after `others_wait`: anything but None."""
+    """The value that rank 0 sends by `from_rank_0` after `others_wait`; not None, which is a heartbeat."""
     while (value := from_rank_0(None)) is None:
         pass
     return value
@@ -51,14 +51,14 @@ def wait_for_rank_0() -> Any:
 
 @contextmanager
 def others_wait() -> Iterator[None]:
-    """Lets rank 0 work for longer than the message timeout: a thread tells the others to keep waiting."""
+    """Lets rank 0 work for longer than the message timeout: a thread sends heartbeats to the others."""
     done = threading.Event()
 
-    def tell() -> None:
-        while not done.wait(SIGN_OF_LIFE):
+    def send_heartbeats() -> None:
+        while not done.wait(HEARTBEAT_SECONDS):
             from_rank_0(None)
 
-    thread = threading.Thread(target=tell, name="signs of life", daemon=True)
+    thread = threading.Thread(target=send_heartbeats, name="heartbeats", daemon=True)
     thread.start()
     try:
         yield

@@ -13,9 +13,7 @@ from torch import Tensor
 
 from lockstep import ops
 from lockstep.ops import cuda, native, one_order
-from lockstep.ops.asked import asked_for
 from lockstep.ops.bias import bias_gradient, biased
-from lockstep.ops.kept import keep
 from lockstep.ops.linear import (
     input_gradient,
     product,
@@ -24,35 +22,37 @@ from lockstep.ops.linear import (
     token_weight_gradient,
     tree_sum,
 )
+from lockstep.ops.needed_gradients import needs_gradient
 from lockstep.ops.norm import norm_with_scale, token_gradients, trained_norm
 from lockstep.ops.opaque import library
 from lockstep.ops.routing import logits_gradients, trained_logits
+from lockstep.ops.saved_outputs import saved_output
 from lockstep.parallel.exchange import gather_rows, group_named, swap_rows
 
 
 class ContextRows:
     """`ops.one_order.SharedRows` over `group`: each rank has equally many rows, some of which are padding.
 
-    places: where each row in the order of one process is found among all ranks' rows, rank after rank.
+    places: the index of each row, in the order of one process, among all ranks' rows in rank order.
     """
 
-    def __init__(self, group: dist.ProcessGroup, padded: int, places: Tensor, own: Tensor):
-        """own: this rank's rows, in its order and without padding, as indices in the order of one process."""
-        self.group, self.padded, self.places, self.own = group, padded, places, own
+    def __init__(self, group: dist.ProcessGroup, padded: int, places: Tensor, local: Tensor):
+        """local: this rank's rows, in its order and without padding, as indices in the order of one process."""
+        self.group, self.padded, self.places, self.local = group, padded, places, local
         self.rank, self.ranks = dist.get_rank(group), dist.get_world_size(group)
         self.is_first = self.rank == 0
 
-    def gather(self, own: Tensor) -> Tensor:
-        padded = own.new_zeros(self.padded, *own.shape[1:])
-        padded[: len(own)] = own
+    def gather(self, local: Tensor) -> Tensor:
+        padded = local.new_zeros(self.padded, *local.shape[1:])
+        padded[: len(local)] = local
         return gather_rows(padded, self.group).index_select(0, self.places)
 
-    def whole(self, own: Tensor) -> Tensor:
-        found: Tensor = _Whole.apply(own, self)
-        return found
+    def whole(self, local: Tensor) -> Tensor:
+        gathered: Tensor = _Whole.apply(local, self)
+        return gathered
 
     def own_of(self, whole: Tensor) -> Tensor:
-        return whole.index_select(0, self.own)
+        return whole.index_select(0, self.local)
 
     def part(self, count: int) -> slice:
         size = -(-count // self.ranks)
@@ -61,9 +61,9 @@ class ContextRows:
 
 class _Whole(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, own: Tensor, rows: ContextRows) -> Tensor:
+    def forward(ctx: Any, local: Tensor, rows: ContextRows) -> Tensor:
         ctx.rows = rows
-        return rows.gather(own)
+        return rows.gather(local)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
@@ -71,9 +71,9 @@ class _Whole(torch.autograd.Function):
 
 
 def target_product(x: Tensor, weight: Tensor) -> Tensor:
-    """`ops.linear` for rows that are a loss's targets, of which other ranks have some.
+    """`ops.linear` for rows that are a loss's targets, shared by several ranks.
 
-    Each rank has the gradient of some of the outputs, over all rows in one order, and zero for the others.
+    Each rank computes the weight's gradient for some of the outputs, over all rows in one order; the others are zero.
     """
     out: Tensor = _TargetProduct.apply(x, weight)
     return out
@@ -94,10 +94,10 @@ class _TargetProduct(torch.autograd.Function):
 def column_product(x: Tensor, weight: Tensor, group: dist.ProcessGroup, part: slice | None = None) -> Tensor:
     """`x` `[tokens, in]` times this rank's outputs `weight` `[out / ranks, in]`.
 
-    part: the outputs whose gradients this rank computes, if other ranks have some of the same outputs.
+    part: the outputs whose gradients this rank computes, if several ranks have the same outputs.
 
-    The gradient of `x` is a part of the sum over all ranks' outputs. With one order, it is the complete sum, rounded
-    once, in this rank's share of the rows, and zero in the others: `exchange.sum_gathered` takes the share.
+    The gradient of `x` is a part of the sum over all ranks' outputs. In one order, it is the complete sum, rounded
+    once, for this rank's share of the rows, and zero for the others: `exchange.sum_gathered` takes the share.
     """
     if torch.compiler.is_compiling():
         return _opaque_product(x, weight, group.group_name)
@@ -112,15 +112,15 @@ class _ColumnProduct(torch.autograd.Function):
     def forward(ctx: Any, x: Tensor, weight: Tensor, group: dist.ProcessGroup, part: slice | None) -> Tensor:
         ctx.save_for_backward(x, weight)
         ctx.group, ctx.part = group, part
-        return keep("linear", lambda: product(x, weight))
+        return saved_output("linear", lambda: product(x, weight))
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, Tensor | None, None, None]:
         (grad,), (x, weight), part = grads, ctx.saved_tensors, ctx.part
-        asked = asked_for(ctx, 0), asked_for(ctx, 1)
+        needed = needs_gradient(ctx, 0), needs_gradient(ctx, 1)
         if part is None:
-            return *_product_gradients(grad, x, weight, ctx.group, *asked), None, None
-        grad_x, of_part = _product_gradients(grad[:, part], x, weight[part], ctx.group, *asked)
+            return *_product_gradients(grad, x, weight, ctx.group, *needed), None, None
+        grad_x, of_part = _product_gradients(grad[:, part], x, weight[part], ctx.group, *needed)
         if of_part is None:
             return grad_x, None, None, None
         grad_weight = torch.zeros_like(weight)
@@ -133,7 +133,9 @@ def _product_gradients(
 ) -> tuple[Tensor | None, Tensor | None]:
     grad_x = None
     if of_x:
-        grad_x = _shared_input_gradient(grad, weight, group) if one_order.is_asked() else input_gradient(grad, weight)
+        grad_x = (
+            _shared_input_gradient(grad, weight, group) if one_order.is_required() else input_gradient(grad, weight)
+        )
     return grad_x, token_weight_gradient(grad, x) if of_weight else None
 
 
@@ -149,10 +151,10 @@ def _shared_input_gradient(grad: Tensor, weight: Tensor, group: dist.ProcessGrou
 def shared_norm(x: Tensor, weight: Tensor, eps: float, group: dist.ProcessGroup, share: int = 1) -> Tensor:
     """`ops.rms_norm` of this rank's rows `[rows / ranks, dim]`, or of its heads `[rows, heads / ranks, head_dim]`.
 
-    share: consecutive ranks that have the same heads.
+    share: the number of consecutive ranks that have the same heads.
 
-    The gradient of `weight` is that of these. With one order, it is the sum over all rows and heads on one rank, and
-    zero on the others.
+    The gradient of `weight` is that of these rows or heads. In one order, it is the sum over all of them on one rank,
+    and zero on the others.
     """
     if torch.compiler.is_compiling():
         return _opaque_norm(x, weight, eps, group.group_name)[0]
@@ -178,17 +180,17 @@ def shared_logits(x: Tensor, weight: Tensor, group: dist.ProcessGroup) -> Tensor
 
 
 class _TensorRows:
-    """`ops.one_order.GatheredRows` over the tensor axis, and then over the ranks that have other tokens."""
+    """`ops.one_order.GatheredRows` over the tensor axis, then over the ranks with other tokens."""
 
     def __init__(self, group: dist.ProcessGroup, ndim: int, share: int = 1):
-        """ndim: of the normed tensor; 3 if each rank has some heads of all rows, and `share` ranks have the same."""
-        self.group, self.cut, self.share = group, 1 if ndim > 2 else 0, share
+        """ndim: of the tensor; 3 if ranks have different heads of all rows, and `share` ranks have the same heads."""
+        self.group, self.by_heads, self.share = group, ndim > 2, share
         tokens = one_order.shared_tokens()
         self.is_first = dist.get_rank(group) == 0 and (tokens is None or tokens.is_first)
 
-    def gather(self, own: Tensor) -> Tensor:
-        rows, tokens = gather_rows(own, self.group), one_order.shared_tokens()
-        if self.cut:
+    def gather(self, local: Tensor) -> Tensor:
+        rows, tokens = gather_rows(local, self.group), one_order.shared_tokens()
+        if self.by_heads:
             rows = torch.cat(rows.chunk(dist.get_world_size(self.group))[:: self.share], 1)
         return rows if tokens is None else tokens.gather(rows)
 

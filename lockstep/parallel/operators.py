@@ -1,8 +1,8 @@
-"""The operators on sharded weights: each reads this rank's part and exchanges what has to be summed.
+"""Operators on sharded weights: each computes with this rank's part, and exchanges what has to be summed.
 
-Activations are plain tensors of this rank's part. Their placement on the `tensor` axis follows from where in a block
-they are (`placements`), so it is not recorded. The operators of `ops` run unchanged on a rank's part; DTensor's own
-would replace the row-invariant ones.
+Activations are plain local tensors. Their placement on the `tensor` axis follows from their position in a block
+(`placements`), so it is not recorded. The operators of `ops` run unchanged on local tensors; DTensor's operators are
+not row-invariant.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from lockstep.config.parallel import ROW_MULTIPLE
 from lockstep.errors import UserError
 from lockstep.ops import one_order
 from lockstep.ops.clamped_experts import clamped_feed_forward
-from lockstep.ops.embedding import found_rows
+from lockstep.ops.embedding import plain_embedding
 from lockstep.ops.experts import feed_forward
 from lockstep.parallel.copied_heads import sharing
 from lockstep.parallel.exchange import (
@@ -39,16 +39,16 @@ from lockstep.parallel.vocabulary import sharded_token_log_probs
 
 
 def own_part(weight: DTensor) -> Tensor:
-    """The tensor this rank computes with: its part on the tensor or expert axis, unsharded on the other axes.
+    """The local weight: this rank's part on the tensor or expert axis, unsharded on the other axes.
 
-    Where the weight is replicated, its ranks see different tokens or heads, so their gradients are summed.
+    Ranks with the same weight see different tokens or heads, so their gradients are summed.
     """
     axes = axes_of(weight.device_mesh)
     places = [place if axis in ("tensor", "experts") else COPY for axis, place in zip(axes, weight.placements)]
     if not torch.is_grad_enabled() and list(weight.placements) == places:
         return weight.to_local()
     gradients = [SUM if place == COPY else place for place in places]
-    # If a parameter is placed as it is read, this moves nothing, but its backward sums the copies' gradients.
+    # If the placements are already equal, this moves nothing, but its backward sums the replicas' gradients.
     if list(weight.placements) != places or (weight.is_leaf and SUM in gradients):
         weight = weight.redistribute(placements=places)
     return weight.to_local(grad_placements=gradients)
@@ -60,13 +60,13 @@ def place_on(tensor: DTensor, axis: str) -> Placement | None:
 
 
 def embedding(tokens: Tensor, weight: DTensor) -> Tensor:
-    """This rank's share of the tokens' rows. Each is looked up on its rank and zero elsewhere, so the sum is exact.
+    """This rank's share of the embedded rows. A row is looked up on one rank and zero on the others: the sum is exact.
 
     Raises UserError if the tensor degree does not divide the number of tokens.
     """
-    own, group = own_part(weight), tensor_group(weight)
+    local, group = own_part(weight), tensor_group(weight)
     if group is None:
-        return ops.embedding(tokens, own)
+        return ops.embedding(tokens, local)
     ranks = dist.get_world_size(group)
     if tokens.shape[0] % ranks and not rows_are_whole():
         raise UserError(
@@ -75,17 +75,17 @@ def embedding(tokens: Tensor, weight: DTensor) -> Tensor:
         )
     length = -(-weight.shape[0] // ranks)
     first = dist.get_rank(group) * length
-    held = (tokens >= first) & (tokens < first + own.shape[0])
-    found = found_rows(torch.where(held, tokens - first, 0), own)
-    found = torch.where(held[:, None], found, 0.0)
+    is_local = (tokens >= first) & (tokens < first + local.shape[0])
+    rows = plain_embedding(torch.where(is_local, tokens - first, 0), local)
+    rows = torch.where(is_local[:, None], rows, 0.0)
     if rows_are_whole():
-        everyone = gather_rows(found, group).unflatten(0, (ranks, -1))
-        return everyone[tokens // length, torch.arange(len(tokens), device=tokens.device)]
-    return exchanged(found, group, sum_rows, gather_rows)
+        of_ranks = gather_rows(rows, group).unflatten(0, (ranks, -1))
+        return of_ranks[tokens // length, torch.arange(len(tokens), device=tokens.device)]
+    return exchanged(rows, group, sum_rows, gather_rows)
 
 
 def rms_norm(x: Tensor, weight: DTensor, eps: float) -> Tensor:
-    """RMSNorm of this rank's rows `[tokens, dim]`, then gathered for all products that read them; or of its heads."""
+    """RMSNorm of this rank's rows `[tokens, dim]`, then gathered for the products that read them; or of its heads."""
     group = tensor_group(weight)
     if group is None:
         return ops.rms_norm(x, own_part(weight), eps)
@@ -98,41 +98,41 @@ def rms_norm(x: Tensor, weight: DTensor, eps: float) -> Tensor:
 
 def linear(x: Tensor, weight: DTensor, chunks: int) -> Tensor:
     """A row product if the weight's inputs are sharded over the tensor axis, else a column product."""
-    own, group = own_part(weight), tensor_group(weight)
+    local, group = own_part(weight), tensor_group(weight)
     if group is None:
-        return ops.linear(x, own, chunks)
+        return ops.linear(x, local, chunks)
     if (copied := sharing(weight)) is not None:
-        own = copied.own_outputs(own)
-        return column_product(x, own, group, copied.part(own.shape[0]))
+        local = copied.local_outputs(local)
+        return column_product(x, local, group, copied.part(local.shape[0]))
     if place_on(weight, "tensor") != COLUMNS:
-        return column_product(x, own, group)
-    return row_product(x, own, chunks, group)
+        return column_product(x, local, group)
+    return row_product(x, local, chunks, group)
 
 
 def text_scores(hidden: Tensor, head: DTensor) -> Tensor:
-    """Each tensor rank has all rows and the whole head, and so the whole gradient, which must count once."""
-    own, group = own_part(head), tensor_group(head)
+    """Each tensor rank has all rows and the whole head, so only one rank's gradient counts."""
+    local, group = own_part(head), tensor_group(head)
     if group is not None and dist.get_rank(group) > 0:
-        own = without_gradient(own)
-        # With one order, each rank takes its rows of a gradient that is already the sum (`exchange.sum_gathered`).
-        hidden = hidden if one_order.is_asked() else without_gradient(hidden)
-    return ops.text_scores(hidden, own)
+        local = without_gradient(local)
+        # In one order, `exchange.sum_gathered` takes each rank's rows of the gradient, instead of summing over ranks.
+        hidden = hidden if one_order.is_required() else without_gradient(hidden)
+    return ops.text_scores(hidden, local)
 
 
 def _with_gradient_of(x: Tensor, part: slice) -> Tensor:
-    """The same tensor, with a gradient that is zero outside of `part`."""
+    """`x`, with a gradient that is zero outside of `part`."""
     return torch.cat([x[: part.start].detach(), x[part], x[part.stop :].detach()])
 
 
 def add_bias(x: Tensor, bias: DTensor) -> Tensor:
-    """Adds to this rank's outputs if the bias is sharded over the tensor axis, else to its share of the rows."""
-    own, group = own_part(bias), tensor_group(bias)
+    """Adds the bias to this rank's outputs if it is sharded over the tensor axis, else to its share of the rows."""
+    local, group = own_part(bias), tensor_group(bias)
     if (copied := sharing(bias)) is not None:
-        own = copied.own_outputs(own)
-        return ops.add_bias(x, _with_gradient_of(own, copied.part(own.shape[0])))
+        local = copied.local_outputs(local)
+        return ops.add_bias(x, _with_gradient_of(local, copied.part(local.shape[0])))
     if group is None or place_on(bias, "tensor") != COPY:
-        return ops.add_bias(x, own)
-    return shared_bias(x, own, group)
+        return ops.add_bias(x, local)
+    return shared_bias(x, local, group)
 
 
 def head_linear(x: Tensor, weight: DTensor, first: int, stop: int, across: bool) -> Tensor:
@@ -141,12 +141,12 @@ def head_linear(x: Tensor, weight: DTensor, first: int, stop: int, across: bool)
 
 
 def router_logits(x: Tensor, weight: DTensor) -> Tensor:
-    """The logits of this rank's share of the rows, all of which every tensor rank has."""
-    own, group = own_part(weight), tensor_group(weight)
+    """The logits of this rank's share of the rows; `x` has all rows on every tensor rank."""
+    local, group = own_part(weight), tensor_group(weight)
     if group is None or rows_are_whole():
-        return ops.router_logits(x, own)
+        return ops.router_logits(x, local)
     ranks = dist.get_world_size(group)
-    return shared_logits(x.unflatten(0, (ranks, -1))[dist.get_rank(group)], own, group)
+    return shared_logits(x.unflatten(0, (ranks, -1))[dist.get_rank(group)], local, group)
 
 
 def route(logits: Tensor, routing: ops.Routing, bias: DTensor, load: ops.ExpertLoad | None) -> tuple[Tensor, Tensor]:
@@ -162,36 +162,36 @@ def experts(
     shared: Callable[[Tensor], Tensor] | None = None,
 ) -> Tensor:
     """This rank's share of the tokens through the experts on all ranks; see `experts_over_ranks`."""
-    own, group = [own_part(parameter) for parameter in parameters], expert_group(parameters[0])
+    local, group = [own_part(parameter) for parameter in parameters], expert_group(parameters[0])
     if group is None:
-        gate, up, down = own
+        gate, up, down = local
         return ops.experts(x, weights, chosen, gate, up, down, shared)
     count = parameters[0].shape[0]
     return experts_over_ranks(
-        x, weights, chosen, count, group, lambda rows, starts: feed_forward(rows, starts, *own), shared
+        x, weights, chosen, count, group, lambda rows, starts: feed_forward(rows, starts, *local), shared
     )
 
 
 def clamped_experts(x: Tensor, weights: Tensor, chosen: Tensor, *parameters: DTensor) -> Tensor:
     """As `experts`."""
-    own, group = [own_part(parameter) for parameter in parameters], expert_group(parameters[0])
+    local, group = [own_part(parameter) for parameter in parameters], expert_group(parameters[0])
     if group is None:
-        return ops.clamped_experts(x, weights, chosen, *own)
+        return ops.clamped_experts(x, weights, chosen, *local)
     count = parameters[0].shape[0]
     return experts_over_ranks(
-        x, weights, chosen, count, group, lambda rows, starts: clamped_feed_forward(rows, starts, *own)
+        x, weights, chosen, count, group, lambda rows, starts: clamped_feed_forward(rows, starts, *local)
     )
 
 
 def expert_group(weight: DTensor) -> dist.ProcessGroup | None:
-    """The ranks that share the experts: those of the tensor axis, or more; None if each has all."""
+    """The ranks that share the experts: those of the tensor axis, or more; None if every rank has all experts."""
     mesh, axes = weight.device_mesh, axes_of(weight.device_mesh)
     return next((mesh.get_group(axis) for axis in axes if axis in ("tensor", "experts")), None)
 
 
 def token_log_probs(hidden: Tensor, head: DTensor, targets: Tensor, temperature: float) -> tuple[Tensor, Tensor]:
     """The loss over a vocabulary-sharded head; see `sharded_token_log_probs`."""
-    own, group = own_part(head), tensor_group(head)
+    local, group = own_part(head), tensor_group(head)
     if group is None:
-        return ops.token_log_probs(hidden, own, targets, temperature)
-    return sharded_token_log_probs(hidden, own, targets, temperature, head.shape[0], group)
+        return ops.token_log_probs(hidden, local, targets, temperature)
+    return sharded_token_log_probs(hidden, local, targets, temperature, head.shape[0], group)

@@ -1,4 +1,4 @@
-"""Ranks whose torchrun has died end themselves: nothing else would, and they hold the run's folder and memory."""
+"""Ends ranks whose torchrun has died: nothing else would end them, and they occupy memory and the run's folder."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ SECONDS = 2.0
 
 def end_with_torchrun() -> None:
     """Starts a thread that ends this process once its parent, torchrun, has died; does nothing without torchrun."""
-    # If a script started ranks in the background, their parent may end.
+    # Without torchrun, the parent may be a script that started the ranks in the background and ended.
     if "TORCHELASTIC_RUN_ID" in os.environ and not any(t.name == NAME for t in threading.enumerate()):
         threading.Thread(target=_watch, args=(os.getppid(),), name=NAME, daemon=True).start()
 

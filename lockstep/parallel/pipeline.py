@@ -15,7 +15,7 @@ from lockstep import ops
 from lockstep.config import CompileConfig, ParallelConfig
 from lockstep.model import ModelConfig, ScoringModel
 from lockstep.model.shard import is_fsdp
-from lockstep.parallel.pipeline_schedule import Action, PipelinePlan, bubble_fraction, passes_held
+from lockstep.parallel.pipeline_schedule import Action, PipelinePlan, bubble_fraction, passes_in_flight
 from lockstep.parallel.pipeline_split import split_layers, stage_work
 from lockstep.parallel.pipeline_stage import Computed, Stage
 from lockstep.parallel.tied_embedding import TiedEmbedding
@@ -25,7 +25,7 @@ from lockstep.parallel.world import World
 class Pipeline(nn.Module):
     """A `TrainableModel` of which this rank has some stages; they are created on the meta device.
 
-    It runs whole steps, on all ranks of the pipeline together, so it has no forward of its own.
+    It runs whole steps, on all ranks of the pipeline together, so it has no `forward`.
 
     dtype: of the hidden states sent from rank to rank. Raises UserError for settings that cannot run.
     """
@@ -49,9 +49,9 @@ class Pipeline(nn.Module):
         self.group = world.mesh.get_group("pipeline")
         self.world = world
         self.rank = world.coordinate("pipeline")
-        own = [index for index in range(self.plan.stages) if self.plan.rank_of(index) == self.rank]
-        # In a tuple, so that they are not submodules: their parts are, under the whole model's names.
-        self.stages = tuple(Stage(config, torch.float32, index, layers) for index in own)
+        indices = [index for index in range(self.plan.stages) if self.plan.rank_of(index) == self.rank]
+        # A tuple, so that stages are not submodules: their modules are, under their names in the whole model.
+        self.stages = tuple(Stage(config, torch.float32, index, layers) for index in indices)
         self.layers = nn.ModuleList()
         for stage in self.stages:
             for name, child in stage.named_children():
@@ -61,9 +61,10 @@ class Pipeline(nn.Module):
                 self.layers.add_module(name, block)
         self.tied = TiedEmbedding(self.stages, self.plan.rank_of(self.plan.stages - 1), self.group, dtype)
         self.bubble = float("nan")
-        """The share of time that ranks wait in the last step's schedule, as computed from its table."""
-        self.passes_held = 1
-        """The most forwards of this rank's stages whose activations it holds at once in the last step's schedule."""
+        """The pipeline bubble of the last step's schedule, computed from its table: the share of time that ranks
+        wait."""
+        self.passes_in_flight = 1
+        """The most forwards of this rank's stages whose activations are alive at once in the last step's schedule."""
         self._schedules: dict[tuple[int, int], tuple[Any, list[Any], float, list[Action]]] = {}
         self._loss_of: Callable[..., Tensor] = _no_loss
 
@@ -72,7 +73,7 @@ class Pipeline(nn.Module):
         return self.world.device
 
     def put_extra_parameters(self, extra_parameters: Mapping[str, nn.Parameter]) -> None:
-        """Lets the loss use further parameters, by name; their gradients are computed on the last stage's rank."""
+        """Adds parameters of the loss, by name; their gradients are computed on the last stage's rank."""
         for stage in self.stages:
             if stage.is_last:
                 stage.extra_parameters = dict(extra_parameters)
@@ -91,8 +92,9 @@ class Pipeline(nn.Module):
 
         microbatches: PackedRows, or objects that have one as `row`; the same on all ranks of the pipeline. `loss_of`
         runs on the last stage; it may call the model once. `each` is called after every micro-batch's backward through
-        one of this rank's stages, in the order of the micro-batches, with the names of the stage's parameters, after
-        the last stage with those beside it too; if it takes their gradients away, they are those of that micro-batch.
+        one of this rank's stages, in the order of the micro-batches, with the names of the stage's parameters,
+        including the last stage's extra parameters; if it clears their gradients each time, they are that
+        micro-batch's.
         """
         self.tied.lend_weight()
         rows = _equally_long([_row(microbatch) for microbatch in microbatches])
@@ -104,7 +106,7 @@ class Pipeline(nn.Module):
             stage.has_backward = True
             stage.clear_runtime_states()
             stage.each = each
-        # Not `step`, which splits one batch evenly: the micro-batches already exist, each with its own documents.
+        # Not `step`, which would split one batch evenly: the micro-batches already exist, of whole documents.
         schedule._step_microbatches(
             [(row.tokens,) for row in rows],
             [{"positions": row.positions, "attention": _attention(row)} for row in rows],
@@ -119,7 +121,11 @@ class Pipeline(nn.Module):
         return [loss.item() for loss in losses]
 
     @torch.no_grad()
-    def evaluate(self, microbatches: Iterable[Any], loss_of: Callable[[ScoringModel, Any], Tensor]) -> list[float]:
+    def evaluate(
+        self,
+        microbatches: Iterable[Any],
+        loss_of: Callable[[ScoringModel, Any], Tensor],
+    ) -> list[float]:
         """As `accumulate`, without gradients: each micro-batch passes through all stages, in order."""
         self.tied.lend_weight()
         losses: list[float] = []
@@ -139,25 +145,25 @@ class Pipeline(nn.Module):
         for stage in self.stages:
             for module in stage.modules():
                 if is_fsdp(module):
-                    # No backward follows that would free gathered weights.
+                    # No backward follows, which would free the gathered weights.
                     module.reshard()
         return losses
 
     def order(self, microbatches: int, tokens: int) -> list[Action]:
-        """This rank's work in a step of `microbatches` micro-batches of `tokens` tokens."""
+        """This rank's actions, in order, in a step of `microbatches` micro-batches of `tokens` tokens."""
         return self._schedule(microbatches, tokens)[3]
 
     def _schedule(self, count: int, tokens: int) -> tuple[Any, list[Any], float, list[Action]]:
         if (count, tokens) not in self._schedules:
             stages = [self._torch_stage(stage, tokens) for stage in self.stages]
             schedule, table = self.plan.make(stages, count, self._loss)
-            self.passes_held = passes_held(table[self.rank])
+            self.passes_in_flight = passes_in_flight(table[self.rank])
             bubble = bubble_fraction(table, self.work)
             self._schedules = {(count, tokens): (schedule, stages, bubble, table[self.rank])}
         return self._schedules[count, tokens]
 
     def _torch_stage(self, stage: Stage, tokens: int) -> Any:
-        from lockstep.parallel.torch_stage import TorchStage  # with torch's compiler, most of a second
+        from lockstep.parallel.torch_stage import TorchStage  # imports torch's compiler: most of a second
 
         hidden = self._hidden(tokens, "meta").requires_grad_()
         first = torch.empty(tokens, dtype=torch.int64, device="meta")
@@ -185,7 +191,7 @@ def _row(microbatch: Any) -> Any:
 
 
 def _equally_long(rows: Sequence[Any]) -> list[Any]:
-    """Pads all rows to the same size, since hidden states are sent in buffers of one size."""
+    """Pads all rows to the same length, since hidden states are sent in buffers of one size."""
     total = max(row.tokens.shape[0] for row in rows)
     padded = []
     for row in rows:

@@ -1,6 +1,6 @@
-"""Pipeline schedules: torch's schedules by name, or one read from a CSV file.
+"""Pipeline schedules: torch's schedules by name, or one from a CSV file.
 
-torch's schedules are only imported to create a pipeline: they import its compiler, which takes most of a second.
+torch's schedules are imported only to create a pipeline: they import its compiler, which takes most of a second.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from lockstep.errors import UserError, closest
 
 
 class Action(NamedTuple):
-    """A unit of a rank's work; `kind`: F is a forward, B a backward, I and W its halves for inputs and weights."""
+    """A unit of work; `kind`: F is a forward, B a backward, I and W are its halves for inputs and weights."""
 
     stage: int
     kind: str
@@ -26,7 +26,7 @@ class Action(NamedTuple):
 
 
 Table = list[list[Action]]
-"""The work of every rank, in order."""
+"""The actions of every rank, in order."""
 
 
 @dataclass(frozen=True)
@@ -51,7 +51,7 @@ SCHEDULES = {
 
 
 class PipelinePlan:
-    """The schedule that a config names: which stages each rank has, and the order of its work.
+    """A config's schedule: the stages of each rank, and the order of its work.
 
     Raises UserError for an unknown name, for settings that the schedule does not support, and for a CSV file that
     cannot be run.
@@ -91,7 +91,7 @@ class PipelinePlan:
 
     @property
     def keeps_sent(self) -> bool:
-        """Whether torch keeps what a rank sends until the step ends, as it does with several stages."""
+        """Whether torch keeps sent tensors until the step ends, as it does with several stages per rank."""
         return self.table is not None or SCHEDULES[self.name].stages_per_rank != 1
 
     @property
@@ -102,7 +102,7 @@ class PipelinePlan:
         return self.config.pipeline * (SCHEDULES[self.name].stages_per_rank or self.config.pipeline_stages_per_rank)
 
     def rank_of(self, stage: int) -> int:
-        """The rank, within the pipeline, that has `stage`."""
+        """The rank of `stage` within the pipeline."""
         ranks = self.config.pipeline
         if self.table is not None:
             return next(rank for rank, work in enumerate(self.table) if any(a.stage == stage for a in work))
@@ -122,8 +122,8 @@ class PipelinePlan:
         """Raises UserError if the schedule cannot run with `count` micro-batches per step."""
         ranks, remedy = self.config.pipeline, ""
         if self.table is not None:
-            own = 1 + max(action.microbatch for work in self.table for action in work)
-            remedy = f"exactly {own}" if count != own else ""
+            required = 1 + max(action.microbatch for work in self.table for action in work)
+            remedy = f"exactly {required}" if count != required else ""
         elif self.name == "1f1b" and count < ranks:
             remedy = f"{ranks} or more"
         elif self.name == "dualpipev" and count < self.stages:
@@ -137,7 +137,7 @@ class PipelinePlan:
             )
 
     def make(self, stages: list[Any], microbatches: int, loss_of: Callable[..., Any]) -> tuple[Any, Table]:
-        """torch's schedule for this rank's stages, and the table of all ranks. Losses are sums and not scaled."""
+        """torch's schedule for this rank's stages, and the table of all ranks. Losses are summed, not averaged."""
         self.check_microbatches(microbatches)
         from torch.distributed.pipelining import schedules
 
@@ -168,21 +168,21 @@ def _alternating(stage: int, microbatches: int, ahead: int) -> list[Action]:
 
 
 def _actions(order: Sequence[Any]) -> list[Action]:
-    """Only the compute actions; overlapping pairs become consecutive actions."""
-    found: list[Action] = []
+    """The compute actions of torch's order; overlapping pairs become consecutive actions."""
+    actions: list[Action] = []
     for action in order:
         for part in (action.sub_actions or (action,)) if action is not None else ():
             if part.computation_type.value in ("F", "B", "I", "W"):
-                found.append(Action(part.stage_index, part.computation_type.value, part.microbatch_index))
-    return found
+                actions.append(Action(part.stage_index, part.computation_type.value, part.microbatch_index))
+    return actions
 
 
-def passes_held(work: Sequence[Action]) -> int:
-    """The most forwards of a rank's stages that still wait for their backward."""
-    held = most = 0
+def passes_in_flight(work: Sequence[Action]) -> int:
+    """The most forwards of a rank's stages whose backward has not run."""
+    in_flight = most = 0
     for action in work:
-        held += {"F": 1, "I": 0, "B": -1, "W": -1}[action.kind]
-        most = max(most, held)
+        in_flight += {"F": 1, "I": 0, "B": -1, "W": -1}[action.kind]
+        most = max(most, in_flight)
     return most
 
 
@@ -217,13 +217,13 @@ def read_table(path: Path, ranks: int) -> Table:
 
 
 def _check(table: Table, path: Path) -> None:
-    work = [action for own in table for action in own]
+    work = [action for actions in table for action in actions]
     if not work:
         raise UserError(f"{path} contains no action")
     stages = 1 + max(action.stage for action in work)
     microbatches = 1 + max(action.microbatch for action in work)
     for stage in range(stages):
-        if len(ranks := [r + 1 for r, own in enumerate(table) if any(a.stage == stage for a in own)]) > 1:
+        if len(ranks := [r + 1 for r, actions in enumerate(table) if any(a.stage == stage for a in actions)]) > 1:
             raise UserError(f"{path}: stage {stage} is on lines {ranks}; a stage's weights are on one rank only")
     done = Counter(work)
     for stage in range(stages):
@@ -236,7 +236,7 @@ def _check(table: Table, path: Path) -> None:
                 )
     last = [action.microbatch for action in work if action.stage == stages - 1 and action.kind == "F"]
     if last != sorted(last):
-        # torch's runtime finds a micro-batch's loss by the order in which losses were computed.
+        # torch's runtime assigns losses to micro-batches in the order in which they were computed.
         raise UserError(f"{path}: the last stage must run its forwards in the order of the micro-batches, not {last}")
     try:
         bubble_fraction(table, [1.0] * stages)
@@ -251,19 +251,19 @@ def bubble_fraction(table: Table, work: Sequence[float]) -> float:
     """
     finished: dict[Action, float] = {}
     clocks = [0.0] * len(table)
-    waiting = [list(reversed(own)) for own in table]
+    waiting = [list(reversed(actions)) for actions in table]
     while any(waiting):
         before = len(finished)
-        for rank, own in enumerate(waiting):
-            while own and (ready := _ready(own[-1], finished, len(work))) is not None:
-                action = own.pop()
+        for rank, actions in enumerate(waiting):
+            while actions and (ready := _ready(actions[-1], finished, len(work))) is not None:
+                action = actions.pop()
                 time = work[action.stage] * (2 if action.kind == "B" else 1)
                 clocks[rank] = finished[action] = max(clocks[rank], ready) + time
         if len(finished) == before:
             heads = ", ".join(
                 f"rank {rank} for {a.stage}{a.kind}{a.microbatch}'s inputs"
-                for rank, own in enumerate(waiting)
-                for a in own[-1:]
+                for rank, actions in enumerate(waiting)
+                for a in actions[-1:]
             )
             raise ValueError(f"the ranks wait for each other: {heads}; change the order of their work")
     busy = sum(work[a.stage] * (2 if a.kind == "B" else 1) for a in finished)
@@ -271,7 +271,7 @@ def bubble_fraction(table: Table, work: Sequence[float]) -> float:
 
 
 def _ready(action: Action, finished: dict[Action, float], stages: int) -> float | None:
-    """When the inputs of `action` are available; None if that is not known yet."""
+    """The time at which the inputs of `action` are available; None if they are not computed yet."""
     stage, kind, microbatch = action
     needs: list[tuple[Action, ...]] = []
     if kind == "F" and stage > 0:

@@ -1,4 +1,4 @@
-"""Which layers each stage of a pipeline has."""
+"""Splits the layers into pipeline stages."""
 
 from __future__ import annotations
 
@@ -9,9 +9,10 @@ from lockstep.errors import UserError
 
 
 def split_layers(num_layers: int, stages: int, config: ParallelConfig) -> list[range]:
-    """Consecutive layers for each stage: as `pipeline_split` says, otherwise of about equal work.
+    """Consecutive layers for each stage: from `pipeline_split`, otherwise of about equal work.
 
-    Raises UserError if there are fewer layers than stages, or if the split names layers that cannot begin a stage.
+    Raises UserError if there are fewer layers than stages, or if `pipeline_split` names layers that cannot begin a
+    stage.
     """
     if num_layers < stages:
         raise UserError(
@@ -26,8 +27,8 @@ def split_layers(num_layers: int, stages: int, config: ParallelConfig) -> list[r
 
 
 def stage_work(layers: list[range], config: ParallelConfig) -> list[float]:
-    """The work of each stage, in layers: embedding and head count as the config says."""
-    work = [float(len(own)) for own in layers]
+    """The work of each stage, in layers; the config has the weights of embedding and head."""
+    work = [float(len(stage)) for stage in layers]
     work[0] += config.pipeline_embedding_layers
     work[-1] += config.pipeline_head_layers
     return work
@@ -39,7 +40,7 @@ def _balanced(num_layers: int, stages: int, embedding: float, head: float) -> li
     work[0] += embedding
     work[-1] += head
     # Each layer goes to the stage with the least work, which minimizes the work of the heaviest stage. Ties go to the
-    # last stage, which holds the activations of fewer micro-batches.
+    # last stage, which has fewer micro-batches in flight.
     for _ in range(num_layers - stages):
         least = max(stage for stage in range(stages) if work[stage] == min(work))
         sizes[least] += 1
@@ -49,13 +50,13 @@ def _balanced(num_layers: int, stages: int, embedding: float, head: float) -> li
 
 def _named(split: str, num_layers: int, stages: int) -> list[int]:
     names = [name.strip() for name in split.split(",")]
-    known = {f"layers.{index}": index for index in range(1, num_layers)}
+    starts_by_name = {f"layers.{index}": index for index in range(1, num_layers)}
     for name in names:
-        if name not in known:
+        if name not in starts_by_name:
             raise UserError(
                 f'parallel.pipeline_split: no stage can begin with "{name}"; name layers.1 to layers.{num_layers - 1}'
             )
-    starts = [0, *(known[name] for name in names)]
+    starts = [0, *(starts_by_name[name] for name in names)]
     if len(starts) != stages or any(a >= b for a, b in pairwise(starts)):
         raise UserError(
             f'parallel.pipeline_split = "{split}" does not make {stages} stages; name the {stages - 1} layers that '

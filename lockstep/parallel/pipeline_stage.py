@@ -1,4 +1,4 @@
-"""A stage of a pipeline: consecutive layers of the model, under their names in the whole model."""
+"""A pipeline stage: consecutive layers, under their names in the whole model."""
 
 from __future__ import annotations
 
@@ -22,17 +22,17 @@ class Stage(Decoder):
         super().__init__(config, dtype, "meta")
         self.index = index
         self.extra_parameters: Mapping[str, nn.Parameter] = {}
-        """Further parameters, that the loss uses, by name; of the last stage."""
+        """Of the last stage: parameters of the loss, by name."""
         self.routes: dict[int, list[Tensor]] | None = None
-        """Unless None, a step writes here what its mixtures choose in each micro-batch."""
-        """Whether it passes on what it is given, for a step that is given up."""
+        """Unless None, a step records the experts chosen in each micro-batch here."""
+        """Whether it returns its input unchanged, since the step has been interrupted."""
         self.replayed: Mapping[int, ops.ReplayedRoutes] = {}
         """The routes that a step replays in each micro-batch."""
         self.is_first, self.is_last = index == 0, index == len(layers) - 1
-        for other in range(config.num_layers):
-            if other not in layers[index]:
-                # Not `del self.layers[other]`, which would rename the others.
-                delattr(self.layers, str(other))
+        for layer in range(config.num_layers):
+            if layer not in layers[index]:
+                # Not `del self.layers[layer]`, which would rename the remaining ones.
+                delattr(self.layers, str(layer))
         if not self.is_first and not self.borrows_embedding:
             del self.embed_tokens
         if not self.is_last:
@@ -48,19 +48,19 @@ class Stage(Decoder):
         positions: Int[Tensor, "tokens"],
         attention: ops.Attention,
     ) -> Float[Tensor, "tokens dim"]:
-        """The hidden states that the next stage takes as `tokens`; after the last stage, normed."""
+        """The hidden states that the next stage gets as `tokens`; those of the last stage are normed."""
         hidden = self.embed(tokens) if self.is_first else tokens
         hidden = self.run_blocks(hidden, positions, attention)
         return self.final_norm(hidden) if self.is_last else hidden
 
     def parameters(self, recurse: bool = True) -> Iterator[nn.Parameter]:
-        """Those `extra_parameters` too: torch computes the gradients of these in a backward in two halves."""
+        """With `extra_parameters`: with a split backward, torch computes only these parameters' gradients."""
         yield from super().parameters(recurse)
         yield from self.extra_parameters.values()
 
     @property
     def own_layers(self) -> list[int]:
-        """The numbers of its layers in the whole model."""
+        """The indices of its layers in the whole model."""
         return [int(name) for name, _ in self.layers.named_children()]
 
     @property
@@ -78,7 +78,8 @@ class Stage(Decoder):
 
 
 class Computed:
-    """A `ScoringModel` whose forward has run: a loss that calls it gets the hidden states, and then uses the head."""
+    """A `ScoringModel` whose forward has already run: calling it returns the hidden states, and a loss uses the
+    head."""
 
     def __init__(self, last: Stage, hidden: Shaped[Tensor, "tokens dim"]):
         self.last = last

@@ -4,30 +4,31 @@
     WEIGHTS_ON_DATA        and on the data and context axes, without FSDP?
 
 The placements are DTensor's: `Shard(d)` splits dimension d, `Replicate` copies, `Partial` is a pending sum. Activations
-are plain tensors, whose placement on the `tensor` axis follows from where in a block they are (arXiv 1909.08053, with
+are plain tensors, whose placement on the `tensor` axis follows from their position in a block (arXiv 1909.08053, with
 the sequence parallelism of arXiv 2205.05198):
 
-    tokens ─ embedding ─> hidden, rows cut ─ norm ─> all rows ─ column ─> heads cut ─ row ─> hidden, rows cut
+    tokens ─ embedding ─> hidden, rows sharded ─ norm ─> all rows ─ column ─> heads sharded ─ row ─> hidden, rows
+    sharded
 
 so between the blocks' halves each rank has its share of the tokens, and within them its share of the heads and of the
-feed-forward features. Two collectives per half: the norm's result is gathered, and the row product's sums are exchanged
-so that each rank has those of its tokens. On the data and context axes, a rank has its own tokens everywhere.
+feed-forward features. Two collectives per half: an all-gather of the norm's result, and a reduce-scatter of the row
+product's sums. On the data and context axes, a rank has its tokens everywhere.
 
 A mixture's experts are never split. Each rank of the tensor axis has some of them, and sends the rows of its share of
 the tokens to the ranks that have their experts (`experts`). With `parallel.expert`, these include ranks with other
-tokens, and the experts are on their own mesh (`World.expert_mesh`).
+tokens, and the experts are on a separate mesh (`World.expert_mesh`).
 
 An operator reads a weight as placed on the `tensor` axis, and replicated on all others (`operators.own_part`). For
 example, a norm's weight `[dim]` with `full_dtensor` on the axes (context, tensor):
 
-    at rest     (Shard(0), Replicate)     WEIGHTS_ON_DATA[COPY], WEIGHTS_ON_TENSOR[family]["norm.weight"]
-    read as     (Replicate, Replicate)    redistributing it gathers over context
-    gradient    (Partial, Partial)        each rank has only seen its own tokens
-    comes back  (Shard(0), Replicate)     redistributing backwards: reduce-scatter over context, all-reduce over tensor
+    at rest     (Shard(0), Replicate)     WEIGHTS_ON_DATA[COPY], WEIGHTS_ON_TENSOR[family]["norm.weight"] read as
+    (Replicate, Replicate)    redistributing it gathers over context gradient    (Partial, Partial)        each rank has
+    only seen its tokens stored      (Shard(0), Replicate)     backward of redistributing: reduce-scatter over context,
+    all-reduce over tensor
 
-With FSDP, the context axis belongs to FSDP, which gathers the weight and reduce-scatters its gradient; what is left is
-(Replicate) at rest and as read. Redistributing that moves nothing, but its backward turns the gradient's (Partial) into
-(Replicate), so it is still necessary.
+FSDP, if used, handles the context axis: it gathers the weight and reduce-scatters its gradient. The remaining placement
+is (Replicate), at rest and as read. Redistributing then moves nothing, but is still necessary: its backward turns the
+gradient's (Partial) into (Replicate).
 """
 
 from __future__ import annotations
@@ -47,7 +48,7 @@ LLAMA3: dict[str, Placement] = {
     "self_attn.k_proj.weight": ROWS,
     "self_attn.v_proj.weight": ROWS,
     "self_attn.o_proj.weight": COLUMNS,
-    # Biases, if any, are placed like the outputs they are added to; that of a row product is added once, to the sum.
+    # Biases, if any, are placed like the outputs they are added to; a row product's bias is added once, to the sum.
     "self_attn.q_proj.bias": ROWS,
     "self_attn.k_proj.bias": ROWS,
     "self_attn.v_proj.bias": ROWS,
@@ -62,7 +63,7 @@ LLAMA3: dict[str, Placement] = {
     "score.weight": COPY,
 }
 QWEN3: dict[str, Placement] = LLAMA3 | {"self_attn.q_norm.weight": COPY, "self_attn.k_norm.weight": COPY}
-# The compressed states, and the one key made from them, are replicated; heads are split.
+# The compressed states, and the shared key made from them, are replicated; heads are split.
 DEEPSEEK_V3: dict[str, Placement] = LLAMA3 | {
     "self_attn.q_a_proj.weight": COPY,
     "self_attn.q_a_layernorm.weight": COPY,
@@ -105,9 +106,10 @@ WEIGHTS_ON_DATA: dict[Placement, Placement] = {ROWS: COLUMNS, COLUMNS: ROWS, COP
 
 
 def parameter_placement(shape: ModelConfig, name: str, ranks: int) -> Placement:
-    """Placement on the tensor axis of a parameter such as `layers.3.mlp.up_proj.weight`. KeyError if not declared.
+    """Placement on the tensor axis of a parameter such as `layers.3.mlp.up_proj.weight`. Raises KeyError for an
+    unknown name.
 
-    Fewer key-value heads than ranks are not split: each rank computes all, and attends with one (`copied_heads`).
+    Fewer key-value heads than ranks are replicated: each rank computes all, and attends with one (`copied_heads`).
     """
     parts = name.split(".")
     kind = ".".join(parts[2:] if parts[0] == "layers" else parts)

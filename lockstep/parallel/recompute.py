@@ -1,6 +1,6 @@
-"""Activation checkpointing: a layer keeps its input, and the backward runs its forward again (arXiv 1604.06174).
+"""Activation checkpointing: a layer saves only its input, and the backward recomputes its forward (arXiv 1604.06174).
 
-The same forward runs again on the same input, so losses and gradients have the same bits as without it.
+The same forward runs on the same input, so losses and gradients have the same bits as without it.
 """
 
 from __future__ import annotations
@@ -17,20 +17,21 @@ from lockstep.config import RecomputeConfig
 from lockstep.errors import UserError
 from lockstep.model import Decoder
 from lockstep.model.shard import local_part
-from lockstep.ops.kept import Tape
 from lockstep.ops.routes import recorded_routes, repeatable
+from lockstep.ops.saved_outputs import SavedOutputs
 
 Forward = Callable[..., Tensor]
 
 
-def apply_recompute(model: Decoder, config: RecomputeConfig, passes_held: Callable[[], int] = lambda: 1) -> None:
-    """Makes the layers that `config` selects recompute; inside FSDP, whose hooks gather a layer for both passes.
+def apply_recompute(model: Decoder, config: RecomputeConfig, passes_in_flight: Callable[[], int] = lambda: 1) -> None:
+    """Applies activation checkpointing to the layers that `config` selects; inside FSDP, whose hooks gather for both
+    passes.
 
-    passes_held: the most forwards through this rank's stages before the backward of the first; the budget is for all of
-    them together.
+    passes_in_flight: the most forwards through this rank's stages before the backward of the first; the budget is for
+    all of them together.
     """
     layers = list(model.layers.named_children())
-    budget = Budget(int(config.budget_gib * 2**30), len(layers), passes_held)
+    budget = Budget(int(config.budget_gib * 2**30), len(layers), passes_in_flight)
     for place, (index, block) in enumerate(layers):
         forward: Forward = block.forward
         if config.mode == "full" or (config.mode == "every" and int(index) % config.every == 0):
@@ -50,43 +51,44 @@ def _recomputed(forward: Forward, *arguments: Any, **context: Any) -> Tensor:
 
 
 def _selectively_recomputed(forward: Forward, operators: tuple[str, ...], *arguments: Any) -> Tensor:
-    return _recomputed(forward, *arguments, context_fn=Tape(operators).contexts)
+    return _recomputed(forward, *arguments, context_fn=SavedOutputs(operators).contexts)
 
 
 def _within_budget(forward: Forward, budget: Budget, place: int, block: nn.Module, *arguments: Any) -> Tensor:
-    forward = repeatable(forward)  # measuring runs it once more
+    forward = repeatable(forward)  # measuring runs it twice
     if torch.is_grad_enabled() and place < budget.recomputed_layers(forward, block, arguments):
         return _recomputed(forward, *arguments)
     return forward(*arguments)
 
 
 class Budget:
-    """How many layers must recompute so that everything kept stays within a rank's number of bytes.
+    """How many layers must recompute so that the saved activations fit a number of bytes per rank.
 
-    The first layers recompute: when the backward reaches them, the others have freed what they kept.
+    The first layers recompute: when the backward reaches them, the others have freed their activations.
     """
 
-    def __init__(self, nbytes: int, num_layers: int, passes_held: Callable[[], int] = lambda: 1):
+    def __init__(self, nbytes: int, num_layers: int, passes_in_flight: Callable[[], int] = lambda: 1):
         self.nbytes = nbytes
         self.num_layers = num_layers
-        self.passes_held = passes_held
+        self.passes_in_flight = passes_in_flight
         self.layer_bytes_per_row = 0.0
-        """What one layer keeps in addition to its input; measured once, in the first forward with a gradient."""
+        """Bytes that a layer saves in addition to its input; measured once, in the first forward with a gradient."""
 
     def recomputed_layers(self, forward: Forward, block: nn.Module, arguments: tuple[Any, ...]) -> int:
-        """The number for the rows of `arguments`. Raises UserError if not even the layers' inputs fit."""
+        """The number of recomputed layers for the rows of `arguments`. Raises UserError if the layers' inputs do not
+        fit."""
         hidden = local_part(arguments[0])[0]
         rows = hidden.shape[0]
         if not self.layer_bytes_per_row:
             self.layer_bytes_per_row = saved_bytes(forward, block, arguments) / rows
-        passes = self.passes_held()
+        passes = self.passes_in_flight()
         inputs = self.num_layers * hidden.nbytes
         free = self.nbytes // passes - inputs
         if free < 0:
             of_all = f", for {passes} micro-batches at once" if passes > 1 else ""
             raise UserError(
                 f"recompute.budget_gib {self.nbytes / 2**30:.3g} does not fit the inputs of {self.num_layers} layers"
-                f"{of_all}, which are always kept: give at least {passes * inputs / 2**30:.3g}, or lower "
+                f"{of_all}, which are always saved: give at least {passes * inputs / 2**30:.3g}, or lower "
                 "train.tokens_per_microbatch"
             )
         return self.num_layers - min(self.num_layers, int(free / (rows * self.layer_bytes_per_row)))
@@ -95,20 +97,20 @@ class Budget:
 def saved_bytes(forward: Forward, block: nn.Module, arguments: tuple[Any, ...]) -> int:
     """Bytes that autograd saves in one forward pass, apart from the block's weights and the arguments."""
     tensors = [*block.parameters(), *(a for a in arguments if isinstance(a, Tensor))]
-    known = {_storage(t).data_ptr() for t in tensors}
-    kept: dict[int, int] = {}
+    excluded = {_storage(t).data_ptr() for t in tensors}
+    saved: dict[int, int] = {}
 
     def pack(tensor: Tensor) -> Tensor:
         storage = _storage(tensor)
-        if storage.data_ptr() not in known:
-            kept[storage.data_ptr()] = storage.nbytes()
+        if storage.data_ptr() not in excluded:
+            saved[storage.data_ptr()] = storage.nbytes()
         return tensor
 
-    # A recording of this forward pass's routes must not contain those of the layer twice.
+    # A nested recorder: an outer one must not record the routes of this layer twice.
     with recorded_routes(), torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
         out = forward(*arguments)
-    del out  # held until here: a freed tensor's address could be another's
-    return sum(kept.values())
+    del out  # not earlier: another tensor could get a freed tensor's address
+    return sum(saved.values())
 
 
 def _storage(tensor: Tensor) -> torch.UntypedStorage:

@@ -1,4 +1,4 @@
-"""Layouts that a model's shape does not allow, refused before any weight is created."""
+"""Refuses layouts that a model's shape does not allow, before any weight is created."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ FEATURES = {"intermediate_size": "features of the feed-forward"}
 
 
 def refuse_impossible(shape: ModelConfig, degrees: Mapping[str, int], parallel: ParallelConfig) -> None:
-    """Raises UserError if a degree does not divide what it splits, with the numbers and the degrees that do."""
+    """Raises UserError if a degree does not divide what it splits, naming the degrees that do."""
     problems = list(_tensor_problems(shape, degrees["tensor"]))
     if parallel.full_dtensor and degrees["pipeline"] > 1:
         problems.append(
@@ -80,15 +80,15 @@ def _tensor_problems(shape: ModelConfig, tensor: int, setting: str = "parallel.t
             f"parallel.reduction_chunks {shape.reduction_chunks} is too small for {setting} {tensor}, whose ranks "
             "need at least one each; leave it at 0"
         )
-    copied = tensor % shape.num_kv_heads == 0  # each key-value head is on several ranks, or on one
-    cut = {
+    copied = tensor % shape.num_kv_heads == 0  # every key-value head is on one rank, or on several
+    divided = {
         "attention heads": shape.num_heads,
         "key-value heads": tensor if copied else shape.num_kv_heads,
         **{FEATURES.get(name, name): size for name, size in shape.dense_sizes.items()},
         **({"experts": shape.experts.count} if shape.experts is not None else {}),
     }
-    if wrong := [f"{count} {what}" for what, count in cut.items() if count % tensor]:
-        common = math.gcd(*cut.values(), MOST_TENSOR)
+    if wrong := [f"{count} {what}" for what, count in divided.items() if count % tensor]:
+        common = math.gcd(*divided.values(), MOST_TENSOR)
         fitting = [str(degree) for degree in (1, 2, 4, 8) if common % degree == 0]
         yield f"{setting} {tensor} does not divide {', '.join(wrong)}; set it to {' or '.join(fitting)}"
     if -(-shape.vocab_size // tensor) * (tensor - 1) >= shape.vocab_size:

@@ -1,9 +1,9 @@
-"""The product whose inputs are split over ranks: each sums its chunks, and the ranks' sums join in the chunks' tree.
+"""The row-parallel product, whose inputs are split over ranks: each rank sums its chunks of the tree of all chunks.
 
-Ranks send float32 sums; each receives those of its own tokens and rounds the total once, so the bits are those of one
-process with as many chunks. With `overlap`, a rank's rows are multiplied a slice at a time, and a slice's sums are sent
-while the next is multiplied (asynchronous tensor parallelism); in the backward pass, each slice's all-gather overlaps
-with the product of the one before. A row's bits depend on no other row: only the time changes.
+Ranks send float32 sums; each receives those of its tokens and rounds the total once, so the bits are those of one
+process with as many chunks. With `overlap`, a rank's rows are multiplied in slices, and a slice's sums are sent while
+the next is multiplied (asynchronous tensor parallelism); in the backward pass, each slice's all-gather overlaps with
+the product of the slice before. A row's bits do not depend on other rows: only the time changes.
 """
 
 from __future__ import annotations
@@ -15,10 +15,10 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from lockstep.ops.asked import asked_for
-from lockstep.ops.kept import keep
 from lockstep.ops.linear import input_gradient, product_sums, token_weight_gradient, tree_sum
+from lockstep.ops.needed_gradients import needs_gradient
 from lockstep.ops.opaque import library
+from lockstep.ops.saved_outputs import saved_output
 from lockstep.parallel.exchange import all_gather, gather_rows, group_named, rows_are_whole, sum_rows
 
 OVERLAPPED = 4
@@ -35,8 +35,8 @@ def overlap(asynchronous: bool) -> None:
 def row_product(x: Tensor, weight: Tensor, chunks: int, group: dist.ProcessGroup) -> Tensor:
     """This rank's share of the rows of the whole product `[tokens / ranks, out]`; all rows within `whole_rows`.
 
-    `x` `[tokens, in / ranks]` and `weight` `[out, in / ranks]` are this rank's parts of the factors; `chunks`, those of
-    the whole product, is a multiple of the number of ranks. The backward takes the gradient of these rows.
+    `x` `[tokens, in / ranks]` and `weight` `[out, in / ranks]` are this rank's parts; `chunks`, of the whole product,
+    is a multiple of the number of ranks. The backward takes the gradient of the returned rows.
     """
     if chunks % group.size():
         raise ValueError(f"{chunks} chunks of a product are not a multiple of its {group.size()} ranks")
@@ -60,12 +60,12 @@ class _RowProduct(torch.autograd.Function):
     def forward(ctx: Any, x: Tensor, weight: Tensor, chunks: int, group: dist.ProcessGroup) -> Tensor:
         ctx.save_for_backward(x, weight)
         ctx.group = group
-        return keep("linear", lambda: _product(x, weight, chunks, group))
+        return saved_output("linear", lambda: _product(x, weight, chunks, group))
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, Tensor | None, None, None]:
         x, weight = ctx.saved_tensors
-        return *_gradients(grads[0], x, weight, ctx.group, asked_for(ctx, 0), asked_for(ctx, 1)), None, None
+        return *_gradients(grads[0], x, weight, ctx.group, needs_gradient(ctx, 0), needs_gradient(ctx, 1)), None, None
 
 
 def _product(x: Tensor, weight: Tensor, chunks: int, group: dist.ProcessGroup) -> Tensor:
@@ -79,7 +79,7 @@ def _product(x: Tensor, weight: Tensor, chunks: int, group: dist.ProcessGroup) -
         sums = product_sums(by_rank[:, rows].flatten(0, 1), weight, chunks // ranks)
         received = torch.empty_like(sums)
         work = dist.all_to_all_single(received, sums, group=group, async_op=True)
-        in_flight.append((rows, received, sums, work))  # what is sent is kept alive until it has arrived
+        in_flight.append((rows, received, sums, work))  # `sums` is kept alive until it has been received
     for rows, received, _, work in in_flight:
         work.wait()
         out[rows] = tree_sum(received.unflatten(0, (ranks, -1)).unbind(), overwrite=True)
@@ -92,13 +92,13 @@ def _gradients(
     if _slices == 1:
         whole = gather_rows(grad, group)
         return input_gradient(whole, weight) if of_x else None, token_weight_gradient(whole, x) if of_weight else None
-    own, ranks = grad.contiguous(), dist.get_world_size(group)
+    local, ranks = grad.contiguous(), dist.get_world_size(group)
     in_flight = []
-    for rows in _row_slices(own.shape[0]):
-        gathered = own.new_empty(ranks, rows.stop - rows.start, own.shape[1])
-        work = all_gather(gathered.flatten(0, 1), own[rows], group=group, async_op=True)
+    for rows in _row_slices(local.shape[0]):
+        gathered = local.new_empty(ranks, rows.stop - rows.start, local.shape[1])
+        work = all_gather(gathered.flatten(0, 1), local[rows], group=group, async_op=True)
         in_flight.append((rows, gathered, work))
-    whole = own.new_empty(ranks, *own.shape)
+    whole = local.new_empty(ranks, *local.shape)
     grad_x = torch.empty_like(x) if of_x else None
     for rows, gathered, work in in_flight:
         work.wait()

@@ -1,4 +1,4 @@
-"""Drawing tokens when each rank has a part of the vocabulary: all ranks draw what one process would."""
+"""Sampling over a sharded vocabulary: all ranks draw the tokens that one process would."""
 
 from __future__ import annotations
 

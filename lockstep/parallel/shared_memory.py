@@ -1,11 +1,11 @@
 """Exchanges between ranks on one host through shared memory instead of gloo's connections.
 
-A message of a decode step has some kilobytes: over TCP it takes as long as waking gloo's thread and the waiting rank,
+A decode step's message has a few kilobytes. Over TCP its time is that of waking gloo's thread and the waiting rank,
 some hundred microseconds; through memory, a tenth of that. Only bytes are moved, so results are those of gloo.
 
-The memory is an anonymous file (`memfd`): nothing is left behind however a rank ends, and it counts as memory of the
-processes, not of `/dev/shm`, which is small in containers. The ranks open it through its creator's entry in `/proc`; if
-they cannot, because they are on different hosts or do not see each other's processes, gloo is used.
+The memory is an anonymous file (`memfd`): the system frees it with its processes, and it does not count toward
+`/dev/shm`, which is small in containers. The ranks open it through its creator's entry in `/proc`; if they cannot,
+because they are on different hosts or in different PID namespaces, gloo is used.
 """
 
 from __future__ import annotations
@@ -27,9 +27,9 @@ from lockstep.ops import native
 from lockstep.parallel.messages import from_all
 
 SLOT = 1 << 20
-"""Bytes that a rank writes at a time; it has two such slots. Longer messages are sent in pieces."""
+"""Bytes of a slot; each rank has two. Longer messages are sent in pieces."""
 PLACES = 4096
-"""Bytes before the slots, in which the ranks record their progress."""
+"""Bytes before the slots, for the ranks' progress counters."""
 PROBLEMS = {
     1: "rank {} has ended, or left the group",
     2: "rank {} did not arrive within {}",
@@ -38,13 +38,14 @@ PROBLEMS = {
 
 
 class SharedMemory:
-    """This rank's side of a group's memory. Only one thread may call it at a time, and all ranks in the same order."""
+    """A rank's access to its group's memory. One thread at a time may call it; all ranks make the same calls in
+    order."""
 
     def __init__(self, group: dist.ProcessGroup, file: int, patience: timedelta):
         self._rank, self._ranks, self._file, self._patience = group.rank(), group.size(), file, patience
         self._names = dist.get_process_group_ranks(group)
-        # Held as long as this process lives and takes part. The system releases it when the process ends, however it
-        # does, and forked processes do not inherit it.
+        # Locked while this process takes part: the system releases the lock when the process ends in any way, and
+        # forked processes do not inherit it.
         fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB, 1, self._rank)
         self._memory: mmap.mmap | None = mmap.mmap(file, _size(self._ranks))
         self._address = torch.frombuffer(self._memory, dtype=torch.uint8).data_ptr()
@@ -55,9 +56,9 @@ class SharedMemory:
         self._busy = threading.Lock()
         self._close_file = weakref.finalize(self, os.close, file)
 
-    def gather(self, own: Tensor, out: Tensor) -> None:
-        """Writes every rank's `own` to `out`, in rank order. Both are contiguous and on the CPU."""
-        self._exchange(own, out, 1)
+    def gather(self, local: Tensor, out: Tensor) -> None:
+        """Writes every rank's `local` to `out`, in rank order. Both are contiguous and on the CPU."""
+        self._exchange(local, out, 1)
 
     def swap(self, x: Tensor, out: Tensor) -> None:
         """Sends part r of `x` to rank r; `out` gets what is received, in rank order. Both contiguous, on the CPU."""
@@ -73,7 +74,7 @@ class SharedMemory:
             place = self._address, self._file, self._rank, self._ranks, parts
             outcome = self._function(*place, source.data_ptr(), out.data_ptr(), length, SLOT, limit)
             if outcome:
-                self._leave()  # the ranks are out of step, and the others are notified
+                self._leave()  # the ranks are out of step; this notifies the others
                 rank = self._names[outcome // 4]
                 raise RuntimeError("an exchange of ranks failed: " + PROBLEMS[outcome % 4].format(rank, self._patience))
         finally:
@@ -96,14 +97,14 @@ _shared: weakref.WeakKeyDictionary[dist.ProcessGroup, SharedMemory] = weakref.We
 
 
 def share_memory(group: dist.ProcessGroup, patience: timedelta) -> bool:
-    """Makes exchanges of `group` use shared memory from now on, if all of its ranks can. All of them call it.
+    """Makes exchanges of `group` use shared memory, if all of its ranks can. All of them call it.
 
     An exchange that takes longer than `patience` is an error. LOCKSTEP_SHARED_MEMORY=0 on any rank selects gloo.
     """
-    wanted = os.environ.get("LOCKSTEP_SHARED_MEMORY", "1") != "0" and hasattr(os, "memfd_create")
-    able = wanted and native.library() is not None
-    own = create_memory(_size(group.size())) if able and group.rank() == 0 else None
-    where = from_all(own, group)[0]
+    enabled = os.environ.get("LOCKSTEP_SHARED_MEMORY", "1") != "0" and hasattr(os, "memfd_create")
+    able = enabled and native.library() is not None
+    created = create_memory(_size(group.size())) if able and group.rank() == 0 else None
+    where = from_all(created, group)[0]
     memory = _joined(group, where, patience) if able and where is not None else None
     everywhere = all(from_all(memory is not None, group))
     if everywhere and memory is not None:
@@ -118,9 +119,9 @@ def _size(ranks: int) -> int:
 
 
 def create_memory(size: int) -> tuple[int, int, str] | None:
-    """A new in-memory file of `size` zeros, and where others find it; None if the system has no such files.
+    """A new in-memory file of `size` zeros; None if the system has no such files.
 
-    Returns this process's PID, the file's descriptor in it (to be closed), and its unique name.
+    Returns this process's PID, the file's descriptor (to be closed), and its unique name.
     """
     name = f"lockstep-{secrets.token_hex(16)}"
     try:
@@ -136,7 +137,7 @@ def _joined(group: dist.ProcessGroup, where: tuple[int, int, str], patience: tim
     try:
         file = open_memory(*where) if file is None else file
         return SharedMemory(group, file, patience)
-    except OSError:  # another host or container, or processes that do not see each other
+    except OSError:  # another host, container or PID namespace
         if file is not None:
             os.close(file)
         return None
@@ -145,7 +146,7 @@ def _joined(group: dist.ProcessGroup, where: tuple[int, int, str], patience: tim
 def open_memory(process: int, file: int, name: str, flags: int = os.O_RDWR) -> int:
     """Opens a file that another process created; returns its descriptor here.
 
-    Raises OSError if the processes do not see each other, or if it is another file, of another process.
+    Raises OSError if that process is not visible here, or if the descriptor is of another file.
     """
     path = f"/proc/{process}/fd/{file}"
     if name not in os.readlink(path):
@@ -154,7 +155,7 @@ def open_memory(process: int, file: int, name: str, flags: int = os.O_RDWR) -> i
 
 
 def memory_of(group: dist.ProcessGroup, tensor: Tensor) -> SharedMemory | None:
-    """The memory that `group` shares, if it does and `tensor` is on the CPU."""
+    """The shared memory of `group`; None if it has none, or if `tensor` is not on the CPU."""
     return _shared.get(group) if tensor.device.type == "cpu" else None
 
 

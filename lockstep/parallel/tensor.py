@@ -13,7 +13,7 @@ from lockstep.model import Decoder
 from lockstep.ops import FORMS
 from lockstep.parallel import operators
 from lockstep.parallel.copied_heads import OneKeyValueHead
-from lockstep.parallel.exchange import exchanged, gather_rows, own_rows, rows_are_whole
+from lockstep.parallel.exchange import exchanged, gather_rows, local_rows, rows_are_whole
 from lockstep.parallel.placements import COLUMNS, COPY, ROWS, parameter_placement
 from lockstep.parallel.tensor_group import axes_of
 from lockstep.parallel.world import World
@@ -22,14 +22,14 @@ FORMS[DTensor] = operators
 
 
 def shard_tensor_parallel(model: Decoder, world: World) -> None:
-    """Makes every parameter a DTensor on the tensor axis; on the meta device, before sharding for data parallelism."""
+    """Makes every parameter a DTensor on the tensor axis; on the meta device, before data parallelism."""
     if world.mesh is None or world.degrees["tensor"] == 1:
         return
     distribute_parameters(model, world.mesh["tensor"], lambda on_tensor: [on_tensor])
 
 
 def shard_experts(model: Decoder, world: World) -> None:
-    """Makes experts DTensors on the ranks that share them, if those are more than the ranks of the tensor axis."""
+    """Makes experts DTensors on the ranks that share them, if these are more than the tensor axis's."""
     if world.expert_mesh is None:
         return
     for module in experts_of(model):
@@ -56,11 +56,11 @@ def distribute_parameters(
     ranks = mesh.size(axes.index("tensor")) if "tensor" in axes else 1
     for name, parameter in list(model.named_parameters()):
         if isinstance(parameter, DTensor):
-            continue  # an expert, which is on its own mesh
+            continue  # an expert, which is on a separate mesh
         place = placements(parameter_placement(model.config, name, ranks))
         if parameter.ndim == 1:  # its one dimension may already be sharded by the tensor axis
             place = [COPY if each == COLUMNS else each for each in place]
-        # Nothing is sent: each rank's values come later.
+        # Nothing is sent: values are filled in later.
         part = distribute_tensor(parameter.detach(), mesh, place, src_data_rank=None)
         owner, _, kind = name.rpartition(".")
         model.get_submodule(owner).register_parameter(kind, nn.Parameter(part, parameter.requires_grad))
@@ -73,14 +73,14 @@ def distribute_parameters(
     def enter(model: nn.Module, arguments: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
         first, *others = arguments
         if first.is_floating_point() and not rows_are_whole():
-            first = exchanged(first, group, own_rows, gather_rows)
+            first = exchanged(first, group, local_rows, gather_rows)
         return first, *others
 
     def leave(model: nn.Module, arguments: Any, hidden: Tensor) -> Tensor:
         # The last norm has already gathered the rows.
         if hasattr(model, "norm") or rows_are_whole():
             return hidden
-        return exchanged(hidden, group, gather_rows, own_rows)
+        return exchanged(hidden, group, gather_rows, local_rows)
 
     model.register_forward_pre_hook(enter)
     model.register_forward_hook(leave)

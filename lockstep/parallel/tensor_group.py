@@ -1,4 +1,4 @@
-"""Which ranks share a weight, given its mesh."""
+"""The ranks that share a weight, from its mesh."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
 
 def axes_of(mesh: DeviceMesh) -> tuple[str, ...]:
-    """The names of a mesh's axes. Raises ValueError if they have none, since rules are found by name."""
+    """The names of a mesh's axes. Raises ValueError if they have none: rules are looked up by name."""
     if mesh.mesh_dim_names is None:
         raise ValueError(f"{mesh} has no names for its axes")
     return tuple(mesh.mesh_dim_names)

@@ -1,4 +1,4 @@
-"""One weight for embedding and head when a pipeline has them on different stages."""
+"""Tied embedding and head on different pipeline stages."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ TAG = 1
 class TiedEmbedding:
     """The first stage owns the weight: it is initialized, updated, saved and counted in the gradient norm there.
 
-    The last stage borrows it for each step and returns its gradient. Does nothing if they are not tied.
+    The last stage gets a copy before each step, and sends its gradient back. Does nothing if they are not tied.
     """
 
     def __init__(self, stages: Sequence[Stage], last_rank: int, group: dist.ProcessGroup, dtype: torch.dtype):
@@ -29,8 +29,8 @@ class TiedEmbedding:
         self.last_rank = last_rank
         self.group = group
         self.dtype = dtype
-        self._kept: list[Tensor] = []
-        """The borrower's gradients, if it is on the owner's rank."""
+        self._local_gradients: list[Tensor] = []
+        """The borrower's gradients, if owner and borrower are on one rank."""
         self._sent: list[tuple[dist.Work, Tensor]] = []
         self._weights: tuple[Tensor | None, Tensor | None] | None = None
 
@@ -62,40 +62,40 @@ class TiedEmbedding:
     def join_gradient(self, stage: Stage) -> None:
         """`collect_gradient` for one micro-batch, after its backward through `stage`; call `wait` after the last one.
 
-        Before the sum over data ranks, since autograd adds the two first if they are one parameter. The last stage
+        Called before the sum over data ranks, as autograd first adds the two if they are one parameter. The last stage
         finishes a micro-batch before the first stage does, so its gradient has been sent by then.
         """
         if stage is self.borrower:
-            held = UnsummedGradient(stage, stage.embed_tokens)
-            assert held.values is not None
-            source = held.values.contiguous()
-            held.drop()
+            gradient = UnsummedGradient(stage, stage.embed_tokens)
+            assert gradient.values is not None
+            source = gradient.values.contiguous()
+            gradient.drop()
             if self.owner is not None:
-                self._kept.append(source)
+                self._local_gradients.append(source)
             else:
                 work = dist.isend(source, group=self.group, group_dst=0, tag=TAG)
                 assert work is not None
                 self._sent.append((work, source))
         if stage is self.owner:
-            held = UnsummedGradient(stage, stage.embed_tokens)
+            gradient = UnsummedGradient(stage, stage.embed_tokens)
             if self.borrower is not None:
-                source = self._kept.pop(0)
+                source = self._local_gradients.pop(0)
             else:
-                source = held.empty_like()
+                source = gradient.empty_like()
                 dist.recv(source, group=self.group, group_src=self.last_rank, tag=TAG)
-            if (target := held.values) is not None:  # a frozen weight needs no gradient
+            if (target := gradient.values) is not None:  # a frozen weight needs no gradient
                 # In the dtype of the computation, as autograd adds the two if they are one parameter.
                 target.copy_(target.to(self.dtype) + source.to(self.dtype))
 
     def wait(self) -> None:
-        """Waits until what was sent has arrived."""
+        """Waits until sent gradients have been received."""
         for work, _ in self._sent:
             work.wait()
         self._sent.clear()
 
     def _parameters(self) -> tuple[Tensor | None, Tensor | None]:
         if self._weights is None:
-            # Once, before the first forward: later the modules may show the gathered weights instead.
+            # Once, before the first forward: later the modules' parameters may be the gathered weights.
             owned = self.owner.embed_tokens.weight if self.owner is not None else None
             borrowed = self.borrower.embed_tokens.weight if self.borrower is not None else None
             self._weights = owned, borrowed

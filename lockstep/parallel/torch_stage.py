@@ -1,4 +1,4 @@
-"""A stage for torch's schedules that only has receive buffers for the micro-batches in flight."""
+"""A stage for torch's schedules, with receive buffers only for the micro-batches in flight."""
 
 from __future__ import annotations
 
@@ -17,14 +17,14 @@ from lockstep.parallel.pipeline_stage import Stage
 from lockstep.parallel.tied_embedding import TiedEmbedding
 
 HIDDEN, GRADIENTS = "args_recv_info", "grad_recv_info"
-"""torch's tables of what is received for each micro-batch."""
+"""torch's tables of receive buffers per micro-batch."""
 
 
 class TorchStage(PipelineStage):
-    """After every micro-batch's backward, it calls `each`, if there is one, with the names of its parameters.
+    """Calls `each`, if set, with the names of its parameters after every micro-batch's backward.
 
     torch allocates receive buffers for the hidden states and gradients of all of a step's micro-batches. Here, a
-    micro-batch has its buffers from before it arrives until its backward has ended.
+    micro-batch's buffers are allocated before it is received, and freed after its backward.
     """
 
     def __init__(self, tied: TiedEmbedding, stage: Stage, *arguments: Any, **named: Any):
@@ -33,47 +33,47 @@ class TorchStage(PipelineStage):
         self.each: Callable[[Iterable[str]], None] | None = None
         self._ended = 0
         self._like: dict[str, list[Tensor | None]] = {}
-        """For each direction, what is received for a micro-batch, without values."""
+        """For each direction, meta tensors like the receive buffers of a micro-batch."""
 
     def get_fwd_recv_ops(self, fwd_chunk_id: int) -> Any:
-        self._make_room(HIDDEN, fwd_chunk_id)
+        self._allocate_buffers(HIDDEN, fwd_chunk_id)
         return super().get_fwd_recv_ops(fwd_chunk_id)
 
     def set_local_fwd_input(self, *arguments: Any, **named: Any) -> None:
-        self._let_go_of_all()
+        self._free_all_buffers()
         super().set_local_fwd_input(*arguments, **named)
 
     def forward_one_chunk(self, fwd_chunk_id: int, *arguments: Any, **named: Any) -> Any:
-        self._let_go_of_all()
-        with ExitStack() as observed:
+        self._free_all_buffers()
+        with ExitStack() as contexts:
             if (routes := self.stage.routes) is not None:
-                routes[fwd_chunk_id] = observed.enter_context(ops.recorded_routes())
-            if (given := self.stage.replayed.get(fwd_chunk_id)) is not None:
-                observed.enter_context(ops.replayed_routes(given))
+                routes[fwd_chunk_id] = contexts.enter_context(ops.recorded_routes())
+            if (replayed := self.stage.replayed.get(fwd_chunk_id)) is not None:
+                contexts.enter_context(ops.replayed_routes(replayed))
             return super().forward_one_chunk(fwd_chunk_id, *arguments, **named)
 
     def get_bwd_recv_ops(self, bwd_chunk_id: int) -> Any:
         if not self.is_last:
-            self._make_room(GRADIENTS, bwd_chunk_id)
+            self._allocate_buffers(GRADIENTS, bwd_chunk_id)
         return super().get_bwd_recv_ops(bwd_chunk_id)
 
-    def _let_go_of_all(self) -> None:
-        """Called before anything arrives in the first step, when torch has allocated all buffers."""
+    def _free_all_buffers(self) -> None:
+        """Called before the first step receives anything, when torch has allocated all buffers."""
         if self._like:
             return
         for name in (HIDDEN, GRADIENTS):
-            arriving = getattr(self, name)
-            self._like[name] = [_like(info) for info in arriving.get(0, ())]
-            for microbatch in arriving:
-                self._let_go(name, microbatch)
+            buffers = getattr(self, name)
+            self._like[name] = [_like(info) for info in buffers.get(0, ())]
+            for microbatch in buffers:
+                self._free_buffers(name, microbatch)
 
-    def _make_room(self, name: str, microbatch: int) -> None:
-        self._let_go_of_all()
+    def _allocate_buffers(self, name: str, microbatch: int) -> None:
+        self._free_all_buffers()
         for info, like in zip(getattr(self, name)[microbatch], self._like[name]):
             if like is not None:
                 info.buffer = torch.empty_like(like, device=self.device).requires_grad_(like.requires_grad)
 
-    def _let_go(self, name: str, microbatch: int) -> None:
+    def _free_buffers(self, name: str, microbatch: int) -> None:
         for info in getattr(self, name).get(microbatch, ()):
             if getattr(info, "buffer", None) is not None:
                 info.buffer = None
@@ -86,7 +86,7 @@ class TorchStage(PipelineStage):
         super().backward_one_chunk(bwd_chunk_id, *arguments, **named)
         if named.get("full_backward", True):
             if (loss := named.get("loss")) is not None and not loss._is_view():  # a view cannot be detached
-                loss.detach_()  # torch keeps it until the step ends, and with it the rest of its graph
+                loss.detach_()  # torch keeps the loss until the step ends; this frees its graph
             self._end(bwd_chunk_id)
 
     def backward_weight_one_chunk(self, bwd_chunk_id: int, *arguments: Any, **named: Any) -> None:
@@ -94,8 +94,8 @@ class TorchStage(PipelineStage):
         self._end(bwd_chunk_id)
 
     def _end(self, microbatch: int) -> None:
-        self._let_go(HIDDEN, microbatch)
-        self._let_go(GRADIENTS, microbatch)
+        self._free_buffers(HIDDEN, microbatch)
+        self._free_buffers(GRADIENTS, microbatch)
         if self.each is None:
             return
         if microbatch != self._ended:
@@ -106,31 +106,32 @@ class TorchStage(PipelineStage):
             )
         self._ended += 1
         if isinstance(self.stage, FSDPModule):
-            # First convert all gradients to float32: those of a backward in two halves are not yet.
+            # First convert all gradients to float32: a split backward leaves them in the compute dtype.
             self._reduce(sync=False)
             self.tied.join_gradient(self.stage)
             self._reduce(sync=True)
             self.stage.set_is_last_backward(False)
             self.stage.set_requires_gradient_sync(False)
-        # By name: while weights are gathered, the stage's parameters are not the sharded ones.
+        # Names, since the stage's parameters are not the sharded ones while weights are gathered.
         names = [*(name for name, _ in self.stage.named_parameters()), *self.stage.extra_parameters]
         self.each([n for n in names if not (self.stage.borrows_embedding and n == "embed_tokens.weight")])
 
     def _reduce(self, sync: bool) -> None:
-        """As torch does after a step's last backward, but keeps gathered weights, which other micro-batches need."""
+        """torch's reduction after a step's last backward, but without resharding: other micro-batches need the
+        weights."""
         stage = self.stage
         assert isinstance(stage, FSDPModule)
-        kept = ["set_reshard_after_backward"] + ([] if sync else ["set_requires_gradient_sync"])
-        for setting in kept:
+        unchanged = ["set_reshard_after_backward"] + ([] if sync else ["set_requires_gradient_sync"])
+        for setting in unchanged:
             setattr(stage, setting, lambda *_: None)
         try:
             self.perform_reduce_grad(1)
         finally:
-            for setting in kept:
+            for setting in unchanged:
                 delattr(stage, setting)
 
 
 def _like(info: Any) -> Tensor | None:
-    """A tensor without values like the one that is received; None if nothing is."""
+    """A meta tensor like the receive buffer; None if there is none."""
     buffer = getattr(info, "buffer", None)
     return None if buffer is None else torch.empty_like(buffer, device="meta").requires_grad_(buffer.requires_grad)

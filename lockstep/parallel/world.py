@@ -32,14 +32,13 @@ AXES = ("pipeline", "data_replicate", "data_shard", "context", "tensor")
 
 
 EXPERT_AXES = ("pipeline", "data_replicate", "expert_shard", "experts")
-"""The ranks that share the experts are neighbors: `expert` times `tensor` of them; the others have other parts of the
-same experts."""
+"""`expert` times `tensor` neighboring ranks share the experts; `expert_shard` shards each expert's weights."""
 
 PATIENCE = timedelta(minutes=10)
-"""A message that takes longer counts as lost."""
+"""Timeout of collectives."""
 
-IMAGINED_MEMORY = 80 * 2**30
-"""Memory in bytes of each rank in a dry run."""
+SIMULATED_MEMORY = 80 * 2**30
+"""Bytes of memory per rank in a dry run."""
 
 
 @dataclass(frozen=True)
@@ -52,11 +51,11 @@ class World:
     expert: int = 1
     """As `ParallelConfig.expert`."""
     expert_mesh: DeviceMesh | None = None
-    """The same ranks as in `mesh`, by `EXPERT_AXES`, if experts are shared by more than the tensor axis."""
+    """The ranks of `mesh`, by `EXPERT_AXES`, if more ranks than the tensor axis's share the experts."""
     reduce_gradients: str = "auto"
     """As `ParallelConfig.reduce_gradients`."""
-    imagined_place: int | None = None
-    """The place in the pipeline of a dry run's rank, which does not exist; its process group is rank 0's."""
+    simulated_stage: int | None = None
+    """A dry run's coordinate in the pipeline, instead of rank 0's."""
     memory: int = 0
     """Bytes of rank 0's device, or its share of the host's memory; the same number on every rank."""
 
@@ -70,13 +69,13 @@ class World:
 
     @property
     def is_main(self) -> bool:
-        """Whether this process writes what only one rank writes: metrics, the report, the terminal."""
+        """Whether this process is rank 0, which alone writes metrics, the report and the terminal."""
         return self.rank == 0
 
     def coordinate(self, axis: str) -> int:
         """This rank's index along an axis."""
-        if axis == "pipeline" and self.imagined_place is not None:
-            return self.imagined_place
+        if axis == "pipeline" and self.simulated_stage is not None:
+            return self.simulated_stage
         return 0 if self.mesh is None else self.mesh.get_local_rank(axis)
 
     @property
@@ -90,7 +89,7 @@ class World:
 
     @cached_property
     def _shard_mesh(self) -> DeviceMesh:
-        """Ranks over which one copy of the weights is sharded: those that share a sequence also share the weights."""
+        """The ranks over which one copy of the weights is sharded, context ranks included."""
         assert self.mesh is not None
         if self.degrees["context"] == 1:
             return self.mesh["data_shard"]
@@ -100,7 +99,7 @@ class World:
     def replicas(self) -> dist.ProcessGroup | None:
         """The ranks with copies of this rank's shards, if their gradients are summed by `SumOverReplicas`.
 
-        Otherwise FSDP sums them with the library, whose order is only certain for two ranks.
+        Otherwise FSDP sums them with the library's all-reduce, whose order is specified only for two ranks.
         """
         if self.mesh is None or self.degrees["data_replicate"] <= 2 or self.device.type != "cpu":
             return None
@@ -146,13 +145,13 @@ class World:
         if self.degrees["context"] > 1:
             names[self._shard_mesh.get_group().group_name] = "data_shard, context"
         if self.expert_mesh is not None:
-            for axis in EXPERT_AXES[2:]:  # over all ranks, both meshes have the same group
+            for axis in EXPERT_AXES[2:]:  # both meshes have the same group of all ranks
                 name = self.expert_mesh.get_group(axis).group_name
                 names[name] = f"{names[name]}, {axis}" if name in names else axis
         return names
 
     def sum(self, values: Iterable[float], axes: tuple[str, ...] = AXES[:4]) -> list[float]:
-        """Each value summed over the ranks of `axes`, by default all that have different parts of a step's loss."""
+        """Each value summed over the ranks of `axes`, by default all that compute different parts of a step's loss."""
         total = torch.tensor(list(values), dtype=torch.float64)
         for axis in axes:
             if self.mesh is not None and self.degrees[axis] > 1:
@@ -161,7 +160,7 @@ class World:
         return [float(v) for v in total.tolist()]
 
     def on_main(self, action: Callable[[], object]) -> None:
-        """Rank 0 calls `action`, and the others wait, however long. If it fails, they raise ReportedByRank0."""
+        """Rank 0 calls `action`, and the others wait without a timeout. If it fails, they raise SaidByRank0."""
         if self.mesh is None:
             action()
         elif self.is_main:
@@ -178,7 +177,7 @@ class World:
             raise ReportedByRank0(problem)
 
     def from_main(self, choose: Callable[[], Any]) -> Any:
-        """What rank 0 chooses (JSON-serializable), on every rank. If it fails, the others raise ReportedByRank0."""
+        """Rank 0's result of `choose` (JSON-serializable), on every rank. If it fails, the others raise SaidByRank0."""
         chosen: list[Any] = []
         self.on_main(lambda: chosen.append(choose()))
         if self.mesh is not None:
@@ -208,12 +207,12 @@ def open_world(config: ParallelConfig, device: str = "") -> World:
     degrees = resolve_degrees(config, size)
     chosen = open_device(device)
     if config.cpu_offload and chosen.type == "cpu":
-        raise UserError("parallel.cpu_offload is for CUDA devices: on a CPU, all is already in its memory; remove it")
+        raise UserError("parallel.cpu_offload is for CUDA devices: a CPU has the weights in memory already; remove it")
     if size == 1:
         return World(chosen, degrees)
     end_with_torchrun()
     if not dist.is_initialized():
-        # torch's Flight Recorder keeps the last collectives: the watchdog writes them out if one hangs.
+        # torch's Flight Recorder stores the last collectives, which the watchdog dumps if one hangs.
         os.environ.setdefault("TORCH_FR_BUFFER_SIZE", "2000")
         backend = "cpu:gloo,cuda:nccl" if chosen.type == "cuda" else "gloo"
         dist.init_process_group(
@@ -241,16 +240,16 @@ def refuse_ranks(command: str) -> None:
 
 
 def _store() -> dist.Store:
-    """The store for ranks' addresses. After a restart by torchrun, it still has those of the ranks that died."""
+    """The rendezvous store. After a restart by torchrun, it still has the addresses of the ranks that died."""
     store, _, _ = next(dist.rendezvous("env://", timeout=PATIENCE))
     if os.environ.get("LOCAL_WORLD_SIZE") == os.environ["WORLD_SIZE"]:
-        # With several hosts, the count differs from host to host; docs/cluster.md says what to do then.
+        # With several hosts, the count may differ between them; see docs/cluster.md.
         store = dist.PrefixStore(f"attempt_{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}", store)
     return store
 
 
-def imagined_world(config: ParallelConfig, size: int) -> World:
-    """Rank 0 of `size` ranks that do not exist: collectives return at once, with undefined contents.
+def simulated_world(config: ParallelConfig, size: int) -> World:
+    """Rank 0 of `size` simulated ranks: collectives return at once, with undefined contents.
 
     Raises UserError where the degrees do not fit the number of ranks.
     """
@@ -261,7 +260,7 @@ def imagined_world(config: ParallelConfig, size: int) -> World:
     from torch.testing._internal.distributed.fake_pg import FakeStore
 
     dist.init_process_group("fake", rank=0, world_size=size, store=FakeStore())
-    return replace(_world(device, degrees, config), memory=IMAGINED_MEMORY)
+    return replace(_world(device, degrees, config), memory=SIMULATED_MEMORY)
 
 
 @contextmanager

@@ -31,7 +31,7 @@ from lockstep.ops.native import pretending
 from lockstep.ops.packed_weights import panel_words
 from lockstep.parallel import World, chunks_for, close_world, generator_layout
 from lockstep.parallel.refusals import refuse_generators
-from lockstep.parallel.world import imagined_world
+from lockstep.parallel.world import simulated_world
 from lockstep.rl.generators.open import scores_with_policy
 from lockstep.rl.generators.refusals import refuse_on_ranks
 from lockstep.rl.scoring.reference import AVERAGE, START, is_own_base
@@ -44,12 +44,12 @@ from lockstep.train import Trainer
 from lockstep.train.adapter import adapted
 from lockstep.train.dry_run import (
     DryRun,
-    imagined_step,
-    imagined_tensors,
     on_meta,
+    simulated_step,
+    simulated_tensors,
     whole_shapes_uncounted,
 )
-from lockstep.train.dry_run_pipeline import imagined_ranks
+from lockstep.train.dry_run_pipeline import simulated_ranks
 from lockstep.train.live_memory import LiveMemory
 from lockstep.train.packing import PackedRow, pack_scored, predicting_states, target_log_probs
 
@@ -174,13 +174,13 @@ def dry_run(config: RLConfig, ranks: int, on_cpu: bool) -> RLDryRun:
     A micro-batch has `train.tokens_per_microbatch` tokens, all but the first of each completion sampled, or one
     completion if that is longer. Raises UserError if the degrees do not fit the ranks or the model.
     """
-    world = imagined_world(config.parallel, ranks)
+    world = simulated_world(config.parallel, ranks)
     try:
         refuse_on_ranks(config, world)
         shape = _shape(config.model)
         if config.lora.rank:
             shape = adapted(shape, config.lora, config.model)
-        results = [_of_rank(config, shape, rank, on_cpu) for rank in imagined_ranks(world, config.parallel)]
+        results = [_of_rank(config, shape, rank, on_cpu) for rank in simulated_ranks(world, config.parallel)]
     finally:
         close_world(world)
     result, laid_out = max(results, key=lambda result: sum(result[0].trained.memory.values()))
@@ -191,7 +191,7 @@ def dry_run(config: RLConfig, ranks: int, on_cpu: bool) -> RLDryRun:
 
 def _of_rank(config: RLConfig, shape: ModelConfig, world: World, on_cpu: bool) -> tuple[RLDryRun, int]:
     """The result for `world`'s rank, without separate generators, and the bytes that it lays out for those."""
-    fake = imagined_tensors()
+    fake = simulated_tensors()
     critic = None
     if algorithm_of(config).advantage == "gae":
         with fake, pretending():
@@ -199,7 +199,7 @@ def _of_rank(config: RLConfig, shape: ModelConfig, world: World, on_cpu: bool) -
     extra_parameters = critic.parameters_by_name() if critic else {}
     settings = replace(config, train=train_settings(config))
     row, share = _microbatch(config), _share(config, world)
-    trainer, trained = imagined_step(settings, shape, world, fake, row, share, _Loss(config, critic), extra_parameters)
+    trainer, trained = simulated_step(settings, shape, world, fake, row, share, _Loss(config, critic), extra_parameters)
     with whole_shapes_uncounted():
         result = _with_generator(_RankMemory(config, shape, world, fake, trainer, on_cpu), trained)
     return result, estimate_weight_server(dict(trainer.model.named_parameters()), resolve_dtype(config.dtype))
@@ -211,9 +211,9 @@ def _separate_generator(config: RLConfig, shape: ModelConfig, laid_out: int, on_
     parallel = ParallelConfig(tensor=ranks, data_shard=1, reduction_chunks=config.parallel.reduction_chunks)
     refuse_generators(replace(shape, reduction_chunks=chunks_for(shape.reduction_chunks, parallel)), ranks)
     config = replace(config, parallel=parallel)
-    world = imagined_world(parallel, ranks)
+    world = simulated_world(parallel, ranks)
     try:
-        fake = imagined_tensors()
+        fake = simulated_tensors()
         model = _frozen(shape, config, world, fake)
         with whole_shapes_uncounted():
             with fake, pretending():

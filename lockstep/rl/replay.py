@@ -36,7 +36,7 @@ from lockstep.rl.rollouts.records import Rollout
 OF_ROLLOUTS = {
     "prompts": ("prompt", "answer"),
     "tokens": ("token_ids", "completion"),
-    "generator's log-probabilities": ("log_probs", "cut_log_probs"),
+    "generator's log-probabilities": ("log_probs", "truncated_logprobs"),
     "routes": ("routes",),
     "conversations": ("sampled", "messages"),
     "rewards": ("rewards", "reward", "failure"),

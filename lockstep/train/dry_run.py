@@ -26,9 +26,9 @@ from lockstep.ops.native import pretending
 from lockstep.parallel import Pipeline, World, close_world, parallel_model
 from lockstep.parallel.exchange import is_no_subtree
 from lockstep.parallel.gradient_sums import set_gradient_sums
-from lockstep.parallel.world import imagined_world
+from lockstep.parallel.world import simulated_world
 from lockstep.train.context import shard_row
-from lockstep.train.dry_run_pipeline import PipelineStep, imagined_ranks
+from lockstep.train.dry_run_pipeline import PipelineStep, simulated_ranks
 from lockstep.train.live_memory import LiveMemory
 from lockstep.train.packing import PackedRow, pack_rows
 from lockstep.train.trainer import Trainer
@@ -91,7 +91,7 @@ def dry_run(
     are those of the fused operators; further savings by torch.compile are not counted. Collectives are those of a GPU;
     CPUs reduce-scatter with an all-to-all.
     """
-    world = imagined_world(config.parallel, ranks)
+    world = simulated_world(config.parallel, ranks)
     try:
         length, tokens = config.sequence_length, config.train.tokens_per_microbatch
         of_step, rows = divide_step(
@@ -99,20 +99,20 @@ def dry_run(
         )
         share = of_step // (world.data_size * rows)
         found = [
-            imagined_step(config, shape, each, imagined_tensors(), pack_rows([_row(length)] * rows), share, loss)[1]
-            for each in imagined_ranks(world, config.parallel)
+            simulated_step(config, shape, each, simulated_tensors(), pack_rows([_row(length)] * rows), share, loss)[1]
+            for each in simulated_ranks(world, config.parallel)
         ]
     finally:
         close_world(world)
     return max(found, key=lambda each: sum(each.memory.values()))
 
 
-def imagined_tensors() -> FakeTensorMode:
+def simulated_tensors() -> FakeTensorMode:
     """A mode in which tensors have no values."""
     return FakeTensorMode(allow_non_fake_inputs=True)
 
 
-def imagined_step(
+def simulated_step(
     config: PretrainConfig | RLConfig,
     shape: ModelConfig,
     world: World,

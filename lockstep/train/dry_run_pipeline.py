@@ -22,7 +22,7 @@ from lockstep.parallel.pipeline_stage import Computed, Stage
 from lockstep.train.packing import PackedRow
 
 
-def imagined_ranks(world: World, parallel: ParallelConfig) -> list[World]:
+def simulated_ranks(world: World, parallel: ParallelConfig) -> list[World]:
     """`world` as seen by the ranks of its pipeline that may need the most memory.
 
     The first has the embedding, and the most micro-batches in flight; the last has the head; the second may have more
@@ -32,7 +32,7 @@ def imagined_ranks(world: World, parallel: ParallelConfig) -> list[World]:
         return [world]
     places = range(parallel.pipeline)
     some = places if parallel.pipeline_schedule.endswith(".csv") else sorted({*places[:2], places[-1]})
-    return [replace(world, imagined_place=place) for place in some]
+    return [replace(world, simulated_stage=place) for place in some]
 
 
 class PipelineStep:

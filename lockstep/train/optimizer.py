@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from lockstep.config import TrainConfig
 from lockstep.errors import RunStopped, UserError
 from lockstep.model import Decoder, TrainableModel, resolve_dtype
-from lockstep.model.stored import is_beside_base
+from lockstep.model.stored import is_saved_with_adapter
 from lockstep.train.adamw import State, adamw_state, adamw_update, round_into
 from lockstep.train.gradients import (
     Gradients,
@@ -47,7 +47,7 @@ class MasterOptimizer:
                 f'"{frozen[0]} frozen=false"'
             )
         if model.config.lora is not None:
-            base = [name for name in whole.state_dict() if not is_beside_base(name)]
+            base = [name for name in whole.state_dict() if not is_saved_with_adapter(name)]
             settings |= {name: replace(settings[name], frozen=True) for name in base}
         if all(found.frozen for found in settings.values()):
             rules = ", ".join(f'"{rule}"' for rule in config.rules if "frozen=true" in rule)

@@ -89,7 +89,7 @@ def ending(example: Example) -> Example:
     return replace(example, sequences=(first, second))
 
 
-def _of_all_ranks(own: Float[Tensor, "own"], row: PackedRow) -> tuple[Float[Tensor, "targets"], bool]:
+def _of_all_ranks(own: Float[Tensor, "local"], row: PackedRow) -> tuple[Float[Tensor, "targets"], bool]:
     """The values of all targets, from this rank and those that share the row, and whether this rank counts them."""
     shared = targets_of_others(row)
     return (own, True) if shared is None else (shared.whole(own), shared.is_first)

@@ -198,7 +198,7 @@ def test_parity_over_ranks_explains_a_difference_of_one_of_them(model_folder, tm
     script.write_text(
         "import os, sys\nfrom lockstep import ops\nfrom lockstep.cli import main\nexact = ops.silu_mul\n"
         "def differs(gate, up):\n    out = exact(gate, up)\n"
-        # Not one row alone: whether there are such steps depends on what guesses gain.
+        # Not one row alone: whether there are such steps depends on what drafts gain.
         "    return out * 2 if os.environ['RANK'] == '1' and len(gate) <= 8 else out\n"
         "ops.silu_mul = differs\nsys.exit(main(sys.argv[1:]))\n"
     )

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from lockstep import Engine, EngineConfig, SamplingParams, build_model
 from lockstep.data import ByteTokenizer
 from lockstep.generate import Completion
-from lockstep.generate.lead import LeadingEngine, follow
+from lockstep.generate.driver import DriverEngine, follow
 from lockstep.model import preset
 from lockstep.parallel import close_world
 from tests.generate.test_tensor_parallel import model_of
@@ -38,7 +38,7 @@ def _prefix(whole, length):
     """The first tokens of a completion, as far as another engine has come: ended if the last is among them."""
     length = min(length, len(whole.token_ids))
     ended = whole.finish_reason if length == len(whole.token_ids) else "abort"
-    return Completion(whole.token_ids[:length], whole.logprobs[:length], ended, whole.cut_logprobs[:length])
+    return Completion(whole.token_ids[:length], whole.logprobs[:length], ended, whole.truncated_logprobs[:length])
 
 
 def _go_on(engine, prompt, params, begun):
@@ -79,12 +79,12 @@ def begun_on_ranks(ranks):
     world, model = model_of(ranks, 2, "qwen3:micro", "bfloat16", 258)
     found = None
     if world.is_main:
-        engine = (LeadingEngine if ranks > 1 else Engine)(model)
+        engine = (DriverEngine if ranks > 1 else Engine)(model)
         params = SamplingParams(max_tokens=9, seed=1, n=3, ignore_eos=True, top_p=0.9)
         (whole,) = engine.generate([[4, 5, 6]], params)
         begun = [_prefix(completion, length) for completion, length in zip(whole, (4, 9, 0))]
         assert _go_on(engine, [4, 5, 6], params, begun) == whole
-        found = [(c.token_ids, c.logprobs, c.cut_logprobs) for c in whole]
+        found = [(c.token_ids, c.logprobs, c.truncated_logprobs) for c in whole]
         if ranks > 1:
             engine.end()
     else:

@@ -1,4 +1,4 @@
-"""The lengths of guesses over whole generations, with simulated steps: a machine's clock wanders more than guesses may
+"""The lengths of drafts over whole generations, with simulated steps: a machine's clock wanders more than drafts may
 cost.
 
 Run: python -m tests.generate.test_draft_lengths, for the table in benchmarks/NOTES.md.
@@ -16,7 +16,7 @@ import pytest
 
 from lockstep.generate.drafts.lengths import DraftLengths
 from lockstep.generate.drafts.step_times import StepTimes, unpadded
-from lockstep.generate.taped import GUESSED_ROWS, SIGHTS
+from lockstep.generate.step_graphs import DRAFT_ROWS, SEEN_BEFORE_RECORDING
 
 NEW = 128
 """Tokens of a sequence."""
@@ -38,10 +38,10 @@ class _Sequence:
 
 class _Machine:
     padded = staticmethod(unpadded)
-    choosing, guessing = 0.006, 0.03
-    """To choose the length for one sequence, and to guess for it."""
+    choosing, drafting = 0.006, 0.03
+    """To choose the length for one sequence, and to draft for it."""
     hiccup, hiccup_at = 0.0, ""
-    """By how much one choice or guess takes longer, and which, such as "choosing 2", the second."""
+    """By how much one choice or draft takes longer, and which, such as "choosing 2", the second."""
 
     def __init__(self, seed: int):
         self.random = random.Random(seed)
@@ -57,20 +57,20 @@ class _Machine:
 
     @staticmethod
     def fits(rows: int) -> bool:
-        return rows <= GUESSED_ROWS or rows % GUESSED_ROWS == 0 or rows > RECORDED
+        return rows <= DRAFT_ROWS or rows % DRAFT_ROWS == 0 or rows > RECORDED
 
     def step(self, rows: int) -> tuple[float, float, str]:
         """What a step takes, what the clock shows of it on a machine with other work, and its pace."""
         self.steps += 1
-        pace = "lasting"
+        pace = "steady"
         if rows <= RECORDED and self.fits(rows) and rows not in self.recorded:
             self.sights[rows] += 1
-            pace = "slower" if self.sights[rows] < (SIGHTS if self.recorded else 3) else "recording"
+            pace = "unrecorded" if self.sights[rows] < (SEEN_BEFORE_RECORDING if self.recorded else 3) else "recording"
         taped = rows in self.recorded or rows > RECORDED
         taken = float(np.interp(rows, ROWS, TIMES)) + (0.0 if taped else PYTHON)
         if pace == "recording":
             self.recorded.add(rows)
-            taken += 0.8 * SIGHTS * PYTHON
+            taken += 0.8 * SEEN_BEFORE_RECORDING * PYTHON
         if self.steps <= COLD_STEPS:
             taken += COLD
         self.level = min(1.25, max(0.8, self.level * math.exp(self.random.gauss(0, 0.01))))
@@ -81,7 +81,7 @@ class _Machine:
 class _Graphs(_Machine):
     """A GPU whose steps are padded to powers of two: a 0.6B model on an H100."""
 
-    choosing, guessing = 0.01, 0.01
+    choosing, drafting = 0.01, 0.01
 
     @staticmethod
     def fits(rows: int) -> bool:
@@ -95,7 +95,7 @@ class _Graphs(_Machine):
         self.steps += 1
         (computed,) = self.padded(np.array([rows]))
         taken = float(np.interp(computed, [1, 16, 64, 128, 256, 1024], [2.4, 2.7, 3.4, 4.8, 5.4, 12.0]))
-        pace = "lasting" if computed in self.recorded else "recording"
+        pace = "steady" if computed in self.recorded else "recording"
         self.recorded.add(computed)
         seen = 2 * taken if self.random.random() < 0.03 else taken * math.exp(self.random.gauss(0, 0.03))
         return taken, seen, pace
@@ -126,23 +126,23 @@ class _SlowAtFirst(_Graphs):
 
 
 def _generation(machine: _Machine, batch: int, lengths: DraftLengths | None, right: float) -> float:
-    """What it takes to generate NEW tokens of each sequence, with guesses of which so many are right, or without."""
+    """What it takes to generate NEW tokens of each sequence, with drafts of which so many are right, or without."""
     in_flight, total = [_Sequence() for _ in range(batch)], 0.0
     while in_flight:
         rows, counts = len(in_flight), [0] * len(in_flight)
-        if lengths is not None and not lengths.rests(rows):
+        if lengths is not None and not lengths.backs_off(rows):
             limits = [NEW - each.sampled - 1 for each in in_flight]
             counts = lengths.choose(in_flight, limits, rows, 1024 - rows, machine.fits)
             choosing = 0.1 + machine.choosing * rows + machine.late("choosing") if lengths.compared else 0.002
             lengths.chose(choosing)
             total += choosing
             asked = [count for count in counts if count]
-            guessing = machine.guessing * len(asked)
-            total += guessing
+            drafting = machine.drafting * len(asked)
+            total += drafting
             if asked:
-                lengths.guessed(asked, sum(asked), guessing + machine.late("guessing"), rows)
+                lengths.drafted(asked, sum(asked), drafting + machine.late("drafting"), rows)
             if lengths.trying:
-                lengths.spent_in_vain()
+                lengths.wasted()
         taken, seen, pace = machine.step(rows + sum(counts))
         total += taken
         if lengths is not None:
@@ -161,8 +161,8 @@ def gained(batch: int, right: float, seed: int, kind: type[_Machine] = _Machine,
     machine, lengths = kind(seed), DraftLengths(15, kind.padded)
     for _ in range(before):
         _generation(machine, batch, lengths, right)
-    plain, guessed = (sum(_generation(machine, batch, how, right) for _ in range(5)) for how in (None, lengths))
-    return plain / guessed
+    plain, drafted = (sum(_generation(machine, batch, how, right) for _ in range(5)) for how in (None, lengths))
+    return plain / drafted
 
 
 @pytest.mark.parametrize(
@@ -172,12 +172,12 @@ def gained(batch: int, right: float, seed: int, kind: type[_Machine] = _Machine,
         (16, 0.0, 0.97), (16, 1.0, 1.5),
     ],
 )  # fmt: skip
-def test_guesses_gain_where_they_are_right_and_cost_little_where_not(batch, right, least):
+def test_drafts_gain_where_they_are_right_and_cost_little_where_not(batch, right, least):
     assert statistics.median(gained(batch, right, seed) for seed in range(9)) >= least
 
 
 @pytest.mark.parametrize(("batch", "right", "least"), [(4, 0.9, 3.0), (16, 0.5, 1.1), (64, 0.0, 0.97), (64, 0.9, 1.75)])
-def test_rows_that_padding_computes_in_any_case_are_filled_with_guesses(batch, right, least):
+def test_rows_that_padding_computes_in_any_case_are_filled_with_drafts(batch, right, least):
     assert statistics.median(gained(batch, right, seed, _Graphs) for seed in range(5)) >= least
 
 
@@ -191,10 +191,10 @@ def test_a_size_whose_first_steps_are_slow_is_used_all_the_same(batch, least):
     assert min(gained(batch, 1.0, seed, _SlowWhenNew, before=1) for seed in range(9)) >= least
 
 
-@pytest.mark.parametrize("time", ["choosing 1", "choosing 2", "guessing 1", "guessing 2", "guessing 3"])
+@pytest.mark.parametrize("time", ["choosing 1", "choosing 2", "drafting 1", "drafting 2", "drafting 3"])
 @pytest.mark.parametrize("kind", [_Machine, _Graphs])
-def test_a_hiccup_while_choosing_or_guessing_stops_no_guesses(monkeypatch, kind, time):
-    """The first guess may read all of a prompt."""
+def test_a_hiccup_while_choosing_or_drafting_stops_no_drafts(monkeypatch, kind, time):
+    """The first draft may read all of a prompt."""
     monkeypatch.setattr(kind, "hiccup", 100.0)
     monkeypatch.setattr(kind, "hiccup_at", time)
     assert statistics.median(gained(4, 1.0, seed, kind, before=1) for seed in range(5)) >= 2.0

@@ -1,4 +1,4 @@
-"""Speculation: the very tokens and log-probabilities of decoding one by one, whatever is guessed."""
+"""Speculation: the very tokens and log-probabilities of decoding one by one, whatever is drafted."""
 
 import dataclasses
 import random
@@ -19,9 +19,9 @@ from lockstep.errors import UserError
 from lockstep.generate.batch import BatchArrays
 from lockstep.generate.drafts import Draft, FirstOf, HistoryDraft, ModelDraft, NGramDraft, first_layers, make_draft
 from lockstep.generate.drafts.history import BEGIN, LONGEST, MOST_PLACES, PROMPT, Texts
-from lockstep.generate.drafts.lengths import LONGEST_REST, MOST_REST, DraftLengths
+from lockstep.generate.drafts.lengths import BACKOFF, MAX_BACKOFF, DraftLengths
 from lockstep.generate.drafts.speculation import Speculation
-from lockstep.generate.drafts.step_times import INVESTED, LEARNT, StepTimes, Usual
+from lockstep.generate.drafts.step_times import RECORDING_COST, SETTLED_AFTER, MovingMean, StepTimes
 from lockstep.generate.sequence import Sequence
 from lockstep.model import ModelConfig, preset
 from lockstep.model.lora import lora_of
@@ -99,7 +99,7 @@ SPOILS = {
 
 
 def _forced(monkeypatch):
-    """Always as many guesses as there is room for: the clock has no say."""
+    """Always as many drafts as there is room for: the clock has no say."""
 
     def choose(self, sequences, limits, rows, room, fits):
         counts = []
@@ -109,7 +109,7 @@ def _forced(monkeypatch):
         return counts
 
     monkeypatch.setattr(DraftLengths, "choose", choose)
-    monkeypatch.setattr(DraftLengths, "rests", lambda self, sequences: False)
+    monkeypatch.setattr(DraftLengths, "backs_off", lambda self, sequences: False)
 
 
 def _load(seed: int) -> tuple[list[list[int]], list[SamplingParams]]:
@@ -135,7 +135,7 @@ def _load(seed: int) -> tuple[list[list[int]], list[SamplingParams]]:
 
 
 def _values(groups):
-    return [[(c.token_ids, c.logprobs, c.cut_logprobs, c.finish_reason) for c in group] for group in groups]
+    return [[(c.token_ids, c.logprobs, c.truncated_logprobs, c.finish_reason) for c in group] for group in groups]
 
 
 def _answers(prompts, params, groups):
@@ -180,14 +180,14 @@ DRAFTS = ["n-grams", "history", "first layers", *(f"oracle, {name}" for name in 
     cache_tokens=st.sampled_from([144, 304, 4096]),
     most=st.sampled_from([1, 4, 15]),
 )
-def test_guesses_change_no_bit_and_lose_no_page(name, dtype, compiled, seed, budget, sequences, cache_tokens, most):
-    _check_guesses(_model(dtype, compiled), name, seed, budget, sequences, cache_tokens, most)
+def test_drafts_change_no_bit_and_lose_no_page(name, dtype, compiled, seed, budget, sequences, cache_tokens, most):
+    _check_drafts(_model(dtype, compiled), name, seed, budget, sequences, cache_tokens, most)
 
 
 @pytest.mark.parametrize("family", ["gpt_oss", "deepseek_v3", "qwen3_moe", "adapter"])
 @settings(max_examples=2, deadline=None)
 @given(
-    # Guesses that are right as far as a rejected one, so that keys behind it are left over in every layer's cache.
+    # Drafts that are right as far as a rejected one, so that keys behind it are left over in every layer's cache.
     name=st.sampled_from(["first layers", "oracle, all right", "oracle, the second wrong", "history"]),
     seed=st.integers(0, 1000),
     budget=st.sampled_from([19, 60, 300]),
@@ -195,11 +195,11 @@ def test_guesses_change_no_bit_and_lose_no_page(name, dtype, compiled, seed, bud
     cache_tokens=st.sampled_from([144, 304, 4096]),
     most=st.sampled_from([1, 4, 15]),
 )
-def test_guesses_change_no_bit_in_any_family(family, name, seed, budget, sequences, cache_tokens, most):
-    _check_guesses(_of_family(family), name, seed, budget, sequences, cache_tokens, most)
+def test_drafts_change_no_bit_in_any_family(family, name, seed, budget, sequences, cache_tokens, most):
+    _check_drafts(_of_family(family), name, seed, budget, sequences, cache_tokens, most)
 
 
-def _check_guesses(model, name, seed, budget, sequences, cache_tokens, most):
+def _check_drafts(model, name, seed, budget, sequences, cache_tokens, most):
     prompts, params = _load(seed)
     expected = Engine(model, ROOMY, ByteTokenizer()).generate(prompts, params)
     config = EngineConfig(budget, sequences, cache_tokens, draft_tokens=most)
@@ -216,7 +216,7 @@ def _check_guesses(model, name, seed, budget, sequences, cache_tokens, most):
         assert statistics.guesses_accepted == statistics.tokens_guessed
 
 
-def test_the_time_that_guesses_save_is_counted_by_what_steps_without_take(monkeypatch):
+def test_the_time_that_drafts_save_is_counted_by_what_steps_without_take(monkeypatch):
     _forced(monkeypatch)
     model, prompt = _model("float32"), [9]
     params = SamplingParams(max_tokens=17, seed=4, ignore_eos=True)
@@ -227,7 +227,7 @@ def test_the_time_that_guesses_save_is_counted_by_what_steps_without_take(monkey
     # Of the clock's own figures nothing exact could be asserted.
     monkeypatch.setattr(times, "record", lambda rows, seconds, pace: None)
     engine.generate([prompt], params)
-    assert engine.statistics.steps == 3, "twice seven guesses and a draw, and a last token"
+    assert engine.statistics.steps == 3, "twice seven drafts and a draw, and a last token"
     assert engine.statistics.unguessed_seconds == 2 * 8 * 0.5
     assert 0 < engine.statistics.guessed_seconds < engine.statistics.sampling_seconds
     plain = Engine(model, ROOMY)
@@ -235,17 +235,17 @@ def test_the_time_that_guesses_save_is_counted_by_what_steps_without_take(monkey
     assert plain.statistics.guessed_seconds == plain.statistics.unguessed_seconds == 0
 
 
-def test_no_time_is_saved_by_batches_smaller_than_any_that_ran_without_guesses():
+def test_no_time_is_saved_by_batches_smaller_than_any_that_ran_without_drafts():
     speculation = Speculation(NGramDraft(), 60, 100, DraftLengths(4), None)
     plain = [SimpleNamespace(count=1, rows=1)] * 32
-    guessed = [SimpleNamespace(count=1, rows=3)] * 4
-    assert speculation.timed(guessed, 0.012) == (0.0, 0.0), "nothing has run yet"
+    drafted = [SimpleNamespace(count=1, rows=3)] * 4
+    assert speculation.timed(drafted, 0.012) == (0.0, 0.0), "nothing has run yet"
     speculation = Speculation(NGramDraft(), 60, 100, DraftLengths(4), None)
     assert speculation.timed(plain, 0.032) == (0.0, 0.0)
-    assert speculation.timed(guessed, 0.012) == (0.0, 0.0)
+    assert speculation.timed(drafted, 0.012) == (0.0, 0.0)
     speculation.timed([SimpleNamespace(count=1, rows=1)] * 4, 0.004)
-    assert speculation.timed(guessed, 0.012) == (0.012, 0.004)
-    assert speculation.timed([SimpleNamespace(count=5, rows=5), *guessed], 1.0) == (0.0, 0.0), "it computed a prompt"
+    assert speculation.timed(drafted, 0.012) == (0.012, 0.004)
+    assert speculation.timed([SimpleNamespace(count=5, rows=5), *drafted], 1.0) == (0.0, 0.0), "it computed a prompt"
 
 
 def test_an_accepted_run_comes_as_tokens_of_their_own_each_with_what_was_asked_of_it(monkeypatch):
@@ -256,9 +256,9 @@ def test_an_accepted_run_comes_as_tokens_of_their_own_each_with_what_was_asked_o
     answers = {(4, 0, tuple(prompt)): [event.token_id for event in plain]}
     engine = Engine(model, EngineConfig(draft_tokens=64), draft=Oracle(answers, SPOILS["all right"]))
     assert [dataclasses.replace(e, request_id=0) for e in engine.stream(prompt, params)] == plain
-    assert engine.statistics.steps == 1, "the prompt and guesses on four pages in one step"
+    assert engine.statistics.steps == 1, "the prompt and drafts on four pages in one step"
     assert engine.statistics.runs_guessed == 1 and engine.statistics.guesses_accepted == 59
-    # What was guessed right is in the cache, and found, as what was decoded.
+    # What was drafted right is in the cache, and found, as what was decoded.
     longer = prompt + [event.token_id for event in plain]
     engine.generate([longer], dataclasses.replace(params, max_tokens=1))
     assert engine.statistics.prompt_tokens_reused == 48
@@ -324,10 +324,10 @@ def test_no_page_is_lost_whatever_is_cancelled_when(seed, actions):
         while engine.has_work:
             engine.step()
     assert engine.allocator.num_free == engine.allocator.num_pages
-    assert not any(engine.allocator.holders)
+    assert not any(engine.allocator.ref_counts)
 
 
-def test_new_weights_in_the_middle_of_a_text_are_those_that_guesses_are_checked_with(monkeypatch):
+def test_new_weights_in_the_middle_of_a_text_are_those_that_drafts_are_checked_with(monkeypatch):
     _forced(monkeypatch)
     old, new = build_model(CONFIG, "float32", seed=2), build_model(CONFIG, "float32", seed=3)
     prompt, params = [9, 10, 11], SamplingParams(max_tokens=24, seed=4, ignore_eos=True, temperature=0.5)
@@ -364,7 +364,7 @@ def test_new_weights_in_the_middle_of_a_text_are_those_that_guesses_are_checked_
     assert completion.logprobs == samples[0].completion().logprobs
 
 
-def test_what_is_not_finite_behind_a_wrong_guess_breaks_nothing(monkeypatch):
+def test_what_is_not_finite_behind_a_wrong_draft_breaks_nothing(monkeypatch):
     _forced(monkeypatch)
     # With a head of its own, which stays whole.
     model = build_model(dataclasses.replace(CONFIG, tie_embeddings=False), "float32", seed=2)
@@ -382,7 +382,7 @@ def test_what_is_not_finite_behind_a_wrong_guess_breaks_nothing(monkeypatch):
     assert engine.allocator.num_free == engine.allocator.num_pages
 
 
-def test_a_guess_takes_no_page_from_a_sequence_and_no_row_from_a_prompt(monkeypatch):
+def test_a_draft_takes_no_page_from_a_sequence_and_no_row_from_a_prompt(monkeypatch):
     _forced(monkeypatch)
     model, params = _model("float32"), SamplingParams(max_tokens=16, seed=1, ignore_eos=True)
     prompts = [[9, 10] * 8, [11, 12] * 8, [13] * 16]
@@ -412,14 +412,14 @@ def test_texts_continue_where_the_longest_end_occurred_as_most_of_them_did(compl
         patch.setattr("lockstep.generate.drafts.history.MOST_PLACES", 99)  # all of them
         places = texts.places_after(last)
     assert places == [place for place, length in agreeing.items() if length == longest >= 2]
-    guess = texts.continued(places, count)
-    assert len(guess) <= count and BEGIN not in guess
-    for number, token in enumerate(guess):
-        held = [p for p in places if texts.text.startswith(guess[:number], p)]
+    draft = texts.continued(places, count)
+    assert len(draft) <= count and BEGIN not in draft
+    for number, token in enumerate(draft):
+        held = [p for p in places if texts.text.startswith(draft[:number], p)]
         following = Counter(texts.text[p + number] for p in held)
         assert following[token] == max(n for t, n in following.items() if t != BEGIN)
-    if len(guess) < count:
-        assert all(texts.text[p + len(guess)] == BEGIN for p in places if texts.text.startswith(guess, p))
+    if len(draft) < count:
+        assert all(texts.text[p + len(draft)] == BEGIN for p in places if texts.text.startswith(draft, p))
 
 
 def test_a_frequent_end_is_found_at_its_newest_places_only():
@@ -478,8 +478,8 @@ def test_history_is_what_the_engine_sampled_before(monkeypatch):
     history = HistoryDraft()
     engine = Engine(model, draft=history)
     first = engine.generate([[9, 10], [11, 12]], params)
-    guessed, steps = engine.statistics.tokens_guessed, engine.statistics.steps
-    assert guessed == 0
+    drafted, steps = engine.statistics.tokens_guessed, engine.statistics.steps
+    assert drafted == 0
     assert _values(engine.generate([[9, 10], [11, 12]], params)) == _values(first)
     assert engine.statistics.guesses_accepted == engine.statistics.tokens_guessed >= 2 * 15
     assert engine.statistics.steps - steps <= 3
@@ -487,7 +487,7 @@ def test_history_is_what_the_engine_sampled_before(monkeypatch):
 
 
 def test_what_is_aborted_or_broken_is_forgotten_though_somebody_holds_it(monkeypatch):
-    # Ranks that share a model guess alike: nothing may depend on how long one of them keeps an object.
+    # Ranks that share a model draft alike: nothing may depend on how long one of them keeps an object.
     _forced(monkeypatch)
     model = build_model(dataclasses.replace(CONFIG, tie_embeddings=False), "float32", seed=2)
     history = HistoryDraft()
@@ -497,7 +497,7 @@ def test_what_is_aborted_or_broken_is_forgotten_though_somebody_holds_it(monkeyp
     for ends in ("abort", "error"):
         request = engine.add([9, 10], SamplingParams(max_tokens=30, n=2, seed=1, ignore_eos=True))
         held.append(engine.samples(request))
-        engine.step()  # of whose samples only the first computes the prompt, and may guess on
+        engine.step()  # of whose samples only the first computes the prompt, and may draft on
         engine.step()
         assert len(history._places) == 2 and len(history._texts) == 1
         if ends == "abort":
@@ -527,7 +527,7 @@ def test_a_step_has_no_more_rows_than_its_budget(monkeypatch):
     assert max(rows) == 12 and engine.statistics.guesses_accepted > 50
 
 
-def test_a_guess_ends_where_the_context_does(monkeypatch):
+def test_a_draft_ends_where_the_context_does(monkeypatch):
     _forced(monkeypatch)
     model = build_model(dataclasses.replace(CONFIG, max_positions=32), "float32", seed=2)
     params = SamplingParams(max_tokens=22, seed=1, ignore_eos=True)
@@ -543,7 +543,7 @@ def test_a_guess_ends_where_the_context_does(monkeypatch):
     assert max(positions) == 31, "the last token is drawn, and never computed"
 
 
-def test_a_smaller_model_of_the_same_vocabulary_guesses(tmp_path, monkeypatch):
+def test_a_smaller_model_of_the_same_vocabulary_drafts(tmp_path, monkeypatch):
     _forced(monkeypatch)
     model, params = _model("float32"), SamplingParams(max_tokens=20, seed=3, ignore_eos=True)
     save_model(first_layers_of_its_own(model), tmp_path)
@@ -553,13 +553,13 @@ def test_a_smaller_model_of_the_same_vocabulary_guesses(tmp_path, monkeypatch):
     assert _values(engine.generate(prompts, params)) == _values(Engine(model, ROOMY).generate(prompts, params))
     layers = Engine(model, EngineConfig(draft="layers", draft_layers=2, draft_tokens=4))
     layers.generate(prompts, params)
-    assert engine.statistics == layers.statistics, "the same weights guess the same"
+    assert engine.statistics == layers.statistics, "the same weights draft the same"
     save_model(build_model(dataclasses.replace(CONFIG, vocab_size=61), "float32"), tmp_path / "other")
     with pytest.raises(UserError, match="vocabulary of 61 tokens, but the model has 60"):
         Engine(model, EngineConfig(draft="model", draft_model=str(tmp_path / "other")))
 
 
-def test_the_first_layers_of_a_model_with_an_adapter_guess_with_it(monkeypatch):
+def test_the_first_layers_of_a_model_with_an_adapter_draft_with_it(monkeypatch):
     _forced(monkeypatch)
     model, params = _of_family("adapter"), SamplingParams(max_tokens=20, seed=3, ignore_eos=True)
     layers = first_layers(model, 1)
@@ -568,7 +568,7 @@ def test_the_first_layers_of_a_model_with_an_adapter_guess_with_it(monkeypatch):
     engine = Engine(model, EngineConfig(draft="layers", draft_layers=1, draft_tokens=4))
     prompts = [[9, 10], [11, 12, 13]]
     assert _values(engine.generate(prompts, params)) == _values(Engine(model, ROOMY).generate(prompts, params))
-    # All of what tells such a draft from its model taken away, each guess is right: its adapter has its part in them.
+    # All of what tells such a draft from its model taken away, each draft is right: its adapter has its part in them.
     for name, parameter in model.named_parameters():
         if name.startswith("layers.1.") and name.endswith(("o_proj.weight", "down_proj.weight", "lora_B.weight")):
             parameter.data.zero_()
@@ -586,7 +586,7 @@ def first_layers_of_its_own(model):
 @pytest.mark.parametrize(
     "settings_of_engine, said",
     [
-        ({"draft": "layers"}, "draft_layers is 0; a draft of the model's own layers takes from 1 to 2"),
+        ({"draft": "layers"}, "draft_layers is 0; a draft of the model's first layers takes from 1 to 2"),
         ({"draft": "layers", "draft_layers": 3}, "draft_layers is 3"),
         ({"draft": "model"}, "draft_model is empty"),
         ({"draft": "model", "draft_model": "/no/such/folder"}, "no/such/folder"),
@@ -627,27 +627,27 @@ def test_lengths_follow_what_was_accepted_and_what_a_row_costs():
             lengths.verified(sequence, 8, 0)
     counts = lengths.choose(sequences, [63] * 4, rows=4, room=500)
     assert counts[:2] == [15, 15] and max(counts[2:]) <= 2
-    lengths._kept = 0
+    lengths._hold = 0
     assert lengths.choose(sequences, [3, 0, 63, 63], rows=4, room=500)[:2] == [3, 0]
     assert sum(lengths.choose(sequences, [63] * 4, rows=4, room=5)) == 5
     dear = _lengths(LINEAR)
-    dear._all, dear._own = lengths._all, lengths._own
+    dear._all, dear._per_sequence = lengths._all, lengths._per_sequence
     assert dear.choose(sequences, [63] * 4, rows=4, room=500) == [0] * 4, "a token costs as much as it brings"
 
 
-def test_what_guessing_takes_counts_and_where_there_is_no_guess_few_are_asked_for():
+def test_what_drafting_takes_counts_and_where_there_is_no_draft_few_are_asked_for():
     sequences = [_sequence([1] * 4) for _ in range(2)]
     lengths = _lengths(FREE)
     assert sum(lengths.choose(sequences, [63] * 2, rows=2, room=500)) > 0
     for _ in range(20):
-        lengths.guessed([2, 2], 4, 6.0, 2)
-    lengths._kept = 0
-    assert lengths.choose(sequences, [63] * 2, rows=2, room=500) == [0, 0], "a guess takes three steps' time"
+        lengths.drafted([2, 2], 4, 6.0, 2)
+    lengths._hold = 0
+    assert lengths.choose(sequences, [63] * 2, rows=2, room=500) == [0, 0], "a draft takes three steps' time"
     lengths = _lengths(FREE)
     lengths.compared = True
     for seconds in (60.0, 4.0):
         lengths.chose(seconds)
-        lengths.guessed([1], 1, 0.0, 2)
+        lengths.drafted([1], 1, 0.0, 2)
     lengths.compared = False
     lengths.chose(0.001)
     assert lengths._choosing.mean == 4.0, "nothing was compared"
@@ -655,16 +655,16 @@ def test_what_guessing_takes_counts_and_where_there_is_no_guess_few_are_asked_fo
     counts = lengths.choose(sequences, [63] * 2, rows=2, room=500)
     assert sum(counts) > 8, "to choose takes as long for many tokens"
     lengths.chose(240.0)
-    lengths._kept = 0
+    lengths._hold = 0
     assert sum(lengths.choose(sequences, [63] * 2, rows=2, room=500)) > 8, "a hiccup of the machine is none of its time"
     for _ in range(10):
         lengths.chose(240.0)
-    lengths._kept = 0
+    lengths._hold = 0
     assert lengths.choose(sequences, [63] * 2, rows=2, room=500) == [0, 0]
     lengths, asked = _lengths(FREE), 0
     for _ in range(200):
-        if not lengths.rests(2) and any(counts := lengths.choose(sequences, [63] * 2, rows=2, room=500)):
-            lengths.guessed([c for c in counts if c], 0, 0.0, 2)
+        if not lengths.backs_off(2) and any(counts := lengths.choose(sequences, [63] * 2, rows=2, room=500)):
+            lengths.drafted([c for c in counts if c], 0, 0.0, 2)
             asked += 1
     assert 200 // 9 <= asked <= 200 // 8 + 5
 
@@ -676,36 +676,36 @@ def test_those_that_the_step_waits_for_get_more():
     assert long > short
 
 
-def test_where_guesses_do_not_pay_they_are_tried_seldom():
+def test_where_drafts_do_not_pay_they_are_tried_seldom():
     sequences = [_sequence([1] * 4) for _ in range(32)]
     lengths = _lengths({32: 1.0, 64: 2.0, 512: 16.0})
-    guessed = []
+    drafted = []
     for _ in range(400):
-        counts = [0] * 32 if lengths.rests(32) else lengths.choose(sequences, [50] * 32, rows=32, room=400)
+        counts = [0] * 32 if lengths.backs_off(32) else lengths.choose(sequences, [50] * 32, rows=32, room=400)
         for sequence, count in zip(sequences, counts):
             if count:
                 lengths.verified(sequence, count, 0)
-        guessed.append(sum(counts))
-    late = guessed[100:]
-    assert lengths.rests(32) and not lengths.rests(20), "with fewer sequences a row costs less"
-    assert 0 < sum(late) <= 4 * 3 * (len(late) // LONGEST_REST + 1), "a few sequences, now and then"
+        drafted.append(sum(counts))
+    late = drafted[100:]
+    assert lengths.backs_off(32) and not lengths.backs_off(20), "with fewer sequences a row costs less"
+    assert 0 < sum(late) <= 4 * 3 * (len(late) // BACKOFF + 1), "a few sequences, now and then"
 
 
-def test_a_slow_start_stops_no_guesses():
+def test_a_slow_start_stops_no_drafts():
     """The first steps take long, since code and weights are read for the first time: it looks as if recording gained
     as much, and steps of more rows would take no time once they are recorded."""
     lengths = DraftLengths(15)
     for _ in range(2):
-        lengths.times.record(4, 15.0, "slower")
+        lengths.times.record(4, 15.0, "unrecorded")
     lengths.times.record(4, 60.0, "recording")
     for _ in range(5):
         lengths.times.record(4, 3.0)
-    lengths.times.record(2, 8.0, "slower")
-    assert lengths.times.of(np.array([2, 4])).tolist() == [1.5 + INVESTED * 12.0, 3.0], "half of what 4 rows take"
-    lengths.times.record(8, 9.0, "slower")
-    assert lengths.times.of(np.array([4, 8])).tolist() == [3.0, 3.0 + INVESTED * 6.0], "9 s of 8 rows show the gain"
-    lengths.times.record(16, 30.0, "slower")
-    assert lengths.times.of(np.array([4, 16])).tolist() == [3.0, 24.0 + INVESTED * 6.0]
+    lengths.times.record(2, 8.0, "unrecorded")
+    assert lengths.times.of(np.array([2, 4])).tolist() == [1.5 + RECORDING_COST * 12.0, 3.0], "half of what 4 rows take"
+    lengths.times.record(8, 9.0, "unrecorded")
+    assert lengths.times.of(np.array([4, 8])).tolist() == [3.0, 3.0 + RECORDING_COST * 6.0], "8 rows show the gain"
+    lengths.times.record(16, 30.0, "unrecorded")
+    assert lengths.times.of(np.array([4, 16])).tolist() == [3.0, 24.0 + RECORDING_COST * 6.0]
     lengths.times.record(8, 3.5)
     assert lengths.times.of(np.array([4, 8])).tolist() == [3.0, 3.5]
     sequences = [_sequence([1] * 4) for _ in range(4)]
@@ -720,27 +720,27 @@ def test_tries_that_were_all_wrong_are_made_less_often():
     def tried(steps: int, accepted: int) -> int:
         before = len(tries)
         for _ in range(steps):
-            if lengths.rests(1):
+            if lengths.backs_off(1):
                 continue
             if count := lengths.choose([sequence], [50], rows=1, room=400)[0]:
                 tries.append(count)
-                lengths.guessed([count], count, 0.0, 1)
+                lengths.drafted([count], count, 0.0, 1)
                 lengths.verified(sequence, count, accepted)
         return len(tries) - before
 
-    often, seldom = tried(2 * LONGEST_REST, 0), tried(8 * MOST_REST, 0)
+    often, seldom = tried(2 * BACKOFF, 0), tried(8 * MAX_BACKOFF, 0)
     assert often == 1 and 2 <= seldom <= 8
-    # A draft that has nothing costs little: it is asked as often as any, though its guesses were wrong before.
+    # A draft that has nothing costs little: it is asked as often as any, though its drafts were wrong before.
     lengths.times.record(2, 1.0)
     asked = 0
     for _ in range(100):
-        if not lengths.rests(1) and any(counts := lengths.choose([_sequence([1] * 4)], [50], rows=1, room=400)):
-            lengths.guessed(counts, 0, 0.0, 1)
+        if not lengths.backs_off(1) and any(counts := lengths.choose([_sequence([1] * 4)], [50], rows=1, room=400)):
+            lengths.drafted(counts, 0, 0.0, 1)
             asked += 1
     assert asked >= 10
     lengths = _lengths({1: 1.0, 2: 4.0, 512: 2000.0})
-    tried(2 * MOST_REST, 1)
-    assert tried(8 * LONGEST_REST, 1) >= 4, "one was right"
+    tried(2 * MAX_BACKOFF, 1)
+    assert tried(8 * BACKOFF, 1) >= 4, "one was right"
 
 
 @pytest.mark.parametrize(
@@ -751,8 +751,8 @@ def test_tries_that_were_all_wrong_are_made_less_often():
     ],
 )  # fmt: skip
 def test_what_is_usual_has_no_part_in_a_hiccup_whenever_it_comes(seconds, mean, counted):
-    usual = Usual()
-    *_, last = map(usual.follow, seconds)
+    usual = MovingMean()
+    *_, last = map(usual.update, seconds)
     assert (usual.mean, last) == pytest.approx((mean, counted))
 
 
@@ -777,7 +777,7 @@ def test_what_pays_stays_for_some_steps_for_the_same_sequences():
 
 
 @pytest.mark.parametrize("size, stay", [(3, True), (4, False)])
-def test_what_pays_stays_while_guesses_are_wrong_only_if_its_size_has_run(size, stay):
+def test_what_pays_stays_while_drafts_are_wrong_only_if_its_size_has_run(size, stay):
     """A size that is not recorded yet takes long: a choice by mistake would cost that several times."""
     lengths, sequence = _lengths({1: 1.0, size: 1.0, 5: 40.0}), _sequence([1] * 4)
     assert lengths.choose([sequence], [2], rows=1, room=2) == [2]
@@ -786,31 +786,31 @@ def test_what_pays_stays_while_guesses_are_wrong_only_if_its_size_has_run(size, 
     assert lengths.compared != stay
 
 
-@pytest.mark.parametrize("ran, stays", [(1, True), (LEARNT, False)])
+@pytest.mark.parametrize("ran, stays", [(1, True), (SETTLED_AFTER, False)])
 def test_a_try_goes_on_while_it_is_right_if_its_size_is_new(ran, stays):
     lengths, sequence = _lengths({1: 1.0, 3: 9.0, 512: 2000.0}), _sequence([1] * 4)
     for _ in range(ran - 1):
         lengths.times.record(3, 9.0)
-    lengths._stays = True  # as after a choice that paid
+    lengths._holds_if_rejected = True  # as after a choice that paid
     counts = [0]
     while not any(counts):
-        counts = [0] if lengths.rests(1) else lengths.choose([sequence], [50], rows=1, room=400)
+        counts = [0] if lengths.backs_off(1) else lengths.choose([sequence], [50], rows=1, room=400)
         lengths.chose(0.1)
     assert counts == [2] and lengths.trying
-    lengths.guessed(counts, 2, 0.1, 1)
-    lengths.spent_in_vain()
+    lengths.drafted(counts, 2, 0.1, 1)
+    lengths.wasted()
     lengths.verified(sequence, 2, 2)
-    assert lengths.rests(1) != stays, "it has cost more than it may"
+    assert lengths.backs_off(1) != stays, "it has cost more than it may"
     if stays:
         assert lengths.choose([sequence], [50], rows=1, room=400) == [2] and not lengths.compared
         lengths.verified(sequence, 2, 0)
         lengths.choose([sequence], [50], rows=1, room=400)
-        assert lengths.compared, "its guesses were wrong"
+        assert lengths.compared, "its drafts were wrong"
 
 
 def test_times_are_learnt_and_a_disturbed_step_is_forgotten():
     times = StepTimes()
-    assert times.most_rows == 0, "nothing is guessed before a plain step has run"
+    assert times.most_rows == 0, "nothing is drafted before a plain step has run"
     times.record(8, 1.0)
     assert times.most_rows == 16 and times.of(np.array([8, 16])).tolist() == [1.0, 1.0]
     times.record(16, 2.0)

@@ -79,7 +79,7 @@ def _load(seed: int, count: int) -> tuple[list[list[int]], list[SamplingParams]]
 
 
 def _values(groups):
-    return [[(c.token_ids, c.logprobs, c.cut_logprobs, c.finish_reason) for c in group] for group in groups]
+    return [[(c.token_ids, c.logprobs, c.truncated_logprobs, c.finish_reason) for c in group] for group in groups]
 
 
 LOADS = dict(
@@ -117,7 +117,7 @@ def check_load(model, seed, config):
         scores = score(model, [prompt + c.token_ids for c in group], param.temperature or 1.0)
         for completion, trainer in zip(group, scores):
             assert torch.equal(torch.tensor(completion.logprobs), trainer[len(prompt) - 1 :])
-            assert len(completion.cut_logprobs) == (len(completion.token_ids) if param.cuts else 0)
+            assert len(completion.truncated_logprobs) == (len(completion.token_ids) if param.truncates else 0)
 
 
 def test_a_completion_has_the_log_probabilities_that_its_tokens_were_drawn_with():
@@ -131,9 +131,9 @@ def test_a_completion_has_the_log_probabilities_that_its_tokens_were_drawn_with(
         left = torch.log_softmax(scaled.masked_fill(~kept, -torch.inf), -1)
         expected = left.gather(1, tokens[len(prompt) :, None])[:, 0]
         # float32 logits of up to 100 and their normaliser: 8e-6 each.
-        torch.testing.assert_close(torch.tensor(completion.cut_logprobs).double(), expected, rtol=0, atol=3e-5)
+        torch.testing.assert_close(torch.tensor(completion.truncated_logprobs).double(), expected, rtol=0, atol=3e-5)
     alone = SamplingParams(max_tokens=4, top_k=1, seed=0, ignore_eos=True)
-    assert Engine(model).generate([prompt], alone)[0][0].cut_logprobs == [0.0] * 4, "what could not be otherwise"
+    assert Engine(model).generate([prompt], alone)[0][0].truncated_logprobs == [0.0] * 4, "what could not be otherwise"
 
 
 @settings(max_examples=15, deadline=None)
@@ -158,7 +158,7 @@ def test_no_page_is_lost_whatever_is_cancelled_when(seed, actions):
     while engine.has_work:
         engine.step()
     assert engine.allocator.num_free == engine.allocator.num_pages
-    assert not any(engine.allocator.holders)
+    assert not any(engine.allocator.ref_counts)
 
 
 def test_a_small_cache_preempts_and_a_shared_prompt_is_computed_once():
@@ -210,7 +210,7 @@ def test_a_prompt_that_a_running_sequence_has_arrived_at_is_a_copy_of_it():
     running = engine.samples(engine.add(prompt, params))[0]
     while len(running.tokens) < 43:
         engine.step()
-    running.pages += [engine.allocator.allocate()]  # as for guesses that turned out wrong
+    running.pages += [engine.allocator.allocate()]  # as for drafts that turned out wrong
     joins = engine.samples(engine.add(list(running.tokens), dataclasses.replace(params, max_tokens=27)))[0]
     while engine.has_work:
         engine.step()

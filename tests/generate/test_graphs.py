@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from lockstep import Engine, EngineConfig, SamplingParams, build_model
 from lockstep.errors import UserError
-from lockstep.generate.graphs import GUESSED_ROWS, GraphRunner, graphs_of, ladder
+from lockstep.generate.graphs import DRAFT_ROWS, GraphRunner, graphs_of, ladder
 from lockstep.model import ModelConfig, preset
 from lockstep.model.lora import adapter_off, lora_of
 from tests.generate.recorder import Recorder
@@ -76,12 +76,12 @@ def test_replayed_steps_give_the_same_bits_as_direct_ones(mode, seed, budget, se
     recorder = Recorder()
     engine = _engine(mode, recorder, max_tokens_per_step=budget, max_sequences=sequences, cache_tokens=cache_tokens)
     groups = engine.generate(prompts, params)
-    assert [[(c.token_ids, c.logprobs, c.cut_logprobs) for c in g] for g in groups] == [
-        [(c.token_ids, c.logprobs, c.cut_logprobs) for c in g] for g in expected
+    assert [[(c.token_ids, c.logprobs, c.truncated_logprobs) for c in g] for g in groups] == [
+        [(c.token_ids, c.logprobs, c.truncated_logprobs) for c in g] for g in expected
     ]
     # Recorded once a size: by far most steps are replays.
     parts = MODEL.config.num_layers + 1
-    sizes = len(ladder(GUESSED_ROWS))
+    sizes = len(ladder(DRAFT_ROWS))
     most = {"full": sizes, "piecewise": parts * sizes}
     assert recorder.captured <= most.get(mode, sum(most.values()))
 

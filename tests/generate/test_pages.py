@@ -19,7 +19,7 @@ def test_pages_are_neither_lost_nor_given_twice(actions):
             page = allocator.allocate()
             assert page not in held
             held.append(page)
-            allocator.know(page, ROOT, (content,))
+            allocator.register(page, ROOT, (content,))
         elif action == "share" and (found := allocator.share(ROOT, (content,))):
             held.append(found[0])
         elif action == "release" and held:
@@ -28,7 +28,7 @@ def test_pages_are_neither_lost_nor_given_twice(actions):
             allocator.reset()
             held = []
         assert allocator.num_free == 8 - len(set(held))
-        assert [allocator.holders[p] for p in range(8)] == [held.count(p) for p in range(8)]
+        assert [allocator.ref_counts[p] for p in range(8)] == [held.count(p) for p in range(8)]
     for page in held:
         allocator.release(page)
     assert allocator.num_free == 8
@@ -37,8 +37,8 @@ def test_pages_are_neither_lost_nor_given_twice(actions):
 def test_a_released_page_is_found_again_until_its_place_is_needed():
     allocator = PageAllocator(2)
     first, second = allocator.allocate(), allocator.allocate()
-    chain = allocator.know(first, ROOT, (1, 2))
-    allocator.know(second, chain, (3, 4))
+    chain = allocator.register(first, ROOT, (1, 2))
+    allocator.register(second, chain, (3, 4))
     allocator.release(second)
     allocator.release(first)
     assert allocator.share(ROOT, (1, 2)) == (first, chain)
@@ -52,5 +52,5 @@ def test_a_released_page_is_found_again_until_its_place_is_needed():
 def test_a_page_released_too_often_is_an_error():
     allocator = PageAllocator(1)
     allocator.release(allocator.allocate())
-    with pytest.raises(ValueError, match="released more often"):
+    with pytest.raises(ValueError, match="no reference to release"):
         allocator.release(0)

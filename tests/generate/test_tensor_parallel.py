@@ -12,11 +12,11 @@ import torch
 from lockstep import Engine, SamplingParams, build_model, save_model, score
 from lockstep.config import EngineConfig, ParallelConfig
 from lockstep.errors import UserError
+from lockstep.generate import driver
 from lockstep.generate import engine as engine_module
-from lockstep.generate import lead
 from lockstep.generate.drafts import FirstOf, HistoryDraft, NGramDraft
 from lockstep.generate.drafts.step_times import StepTimes
-from lockstep.generate.lead import LeadingEngine, follow
+from lockstep.generate.driver import DriverEngine, follow
 from lockstep.model import initialize, preset
 from lockstep.parallel import close_world, generator_model, open_world
 from lockstep.parallel import world as world_module
@@ -38,7 +38,7 @@ def model_of(ranks, chunks, name, dtype, vocab):
 def sample(ranks, chunks, name, dtype, vocab):
     """What an engine samples of a mixed load: prompts in chunks, shared prefixes, preemption, cuts, several samples."""
     world, model = model_of(ranks, chunks, name, dtype, vocab)
-    # Without guesses, whose lengths follow the clock: how often pages are taken away and found again must not.
+    # Without drafts, whose lengths follow the clock: how often pages are taken away and found again must not.
     config = EngineConfig(max_tokens_per_step=37, max_sequences=7, cache_tokens=128, draft="none")
     engine = Engine(model, config)
     draw, found = random.Random(0), []
@@ -60,7 +60,7 @@ def sample(ranks, chunks, name, dtype, vocab):
             for _ in range(8)
         ]
         for prompt, param, group in zip(prompts, params, engine.generate(prompts, params)):
-            found += [(c.token_ids, c.logprobs, c.cut_logprobs) for c in group]
+            found += [(c.token_ids, c.logprobs, c.truncated_logprobs) for c in group]
             for c in group:
                 # The trainer's path shares the tokens between ranks, which the engine does not.
                 trainer = score(model, [prompt + c.token_ids], param.temperature or 1.0)[0]
@@ -87,8 +87,8 @@ def test_ranks_sample_what_one_process_does(ranks, chunks, model, dtype, vocab):
         assert rank == alone
 
 
-def guessed(ranks, draft):
-    """With guesses, of as many tokens as the first rank's clock says."""
+def drafted(ranks, draft):
+    """With drafts, of as many tokens as the first rank's clock says."""
     world, model = model_of(ranks, 2, "qwen3:micro", "bfloat16", 259)
     settings = EngineConfig(max_tokens_per_step=60, max_sequences=5, cache_tokens=256, draft=draft, draft_layers=1)
     own = FirstOf(HistoryDraft(), NGramDraft()) if draft == "auto" else None
@@ -99,17 +99,17 @@ def guessed(ranks, draft):
         patch.setattr(StepTimes, "record", lambda times, rows, seconds, pace: timed(times, rows, slow * rows**0.1))
         params = SamplingParams(max_tokens=30, temperature=0.3, n=2, seed=5, ignore_eos=True)
         found = [engine.generate([[9, 10] * 8, [11, 12] * 5, [13] * 7], params) for _ in range(2)]
-    guesses = engine.statistics.tokens_guessed, engine.statistics.guesses_accepted
+    drafts = engine.statistics.tokens_guessed, engine.statistics.guesses_accepted
     close_world(world)
-    return [[[(c.token_ids, c.logprobs) for c in group] for group in groups] for groups in found], guesses
+    return [[[(c.token_ids, c.logprobs) for c in group] for group in groups] for groups in found], drafts
 
 
 @pytest.mark.parametrize("draft", [pytest.param("auto", marks=pytest.mark.slow), "layers"])
-def test_ranks_guess_alike_and_sample_what_one_process_does_without(draft):
-    ((alone, none),) = launch(1, guessed, 1, "none")
-    (first, guesses), second = launch(2, guessed, 2, draft)
-    assert first == alone and none == (0, 0) and guesses[1] > 0
-    assert second == (first, guesses)
+def test_ranks_draft_alike_and_sample_what_one_process_does_without(draft):
+    ((alone, none),) = launch(1, drafted, 1, "none")
+    (first, drafts), second = launch(2, drafted, 2, draft)
+    assert first == alone and none == (0, 0) and drafts[1] > 0
+    assert second == (first, drafts)
 
 
 def unseeded(ranks):
@@ -159,15 +159,15 @@ def compare_draws():
     close_world(world)
 
 
-def led(ranks):
+def driven(ranks):
     """Rank 0's calls, each made on all ranks: completions at once, a stream that is left early, and new weights."""
     if ranks > 1:
-        lead.SIGN_OF_LIFE, world_module.PATIENCE = 0.1, timedelta(seconds=3)  # to wait for
+        driver.HEARTBEAT_SECONDS, world_module.PATIENCE = 0.1, timedelta(seconds=3)  # to wait for
     world, model = model_of(ranks, 2, "qwen3:micro", "float32", 258)
     found, returned, really = None, [], engine_module.return_freed_memory
     engine_module.return_freed_memory = lambda: returned.append("once") or really()
     if world.is_main:
-        engine = (LeadingEngine if ranks > 1 else Engine)(model)
+        engine = (DriverEngine if ranks > 1 else Engine)(model)
         time.sleep(5)  # nothing is asked of it, for longer than a message may take
         with pytest.raises(UserError, match="the prompt"):
             engine.add([999], SamplingParams())
@@ -189,7 +189,7 @@ def led(ranks):
 
 
 def test_ranks_that_follow_make_what_rank_0_is_asked_for():
-    assert launch(2, led, 2) == [launch(1, led, 1)[0], None]
+    assert launch(2, driven, 2) == [launch(1, driven, 1)[0], None]
 
 
 def weights_that_one_rank_lacks(folders):

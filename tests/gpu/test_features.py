@@ -79,21 +79,21 @@ def test_a_compiled_model_agrees_with_itself_and_follows_a_step(dtype, graphs):
 @pytest.mark.parametrize("temperature", [0.0, 0.8])
 @pytest.mark.parametrize("graphs", ["none", "full"])
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_guesses_change_no_bit(monkeypatch, dtype, graphs, temperature):
-    # Always as many guesses as there is room for: the clock has no say.
+def test_drafts_change_no_bit(monkeypatch, dtype, graphs, temperature):
+    # Always as many drafts as there is room for: the clock has no say.
     monkeypatch.setattr(DraftLengths, "choose", lambda self, sequences, limits, *_: [min(n, self.most) for n in limits])
-    monkeypatch.setattr(DraftLengths, "rests", lambda self, sequences: False)
+    monkeypatch.setattr(DraftLengths, "backs_off", lambda self, sequences: False)
     model = _model(dtype)
-    with torch.no_grad():  # sharper logits: a text that repeats itself, which n-grams guess
+    with torch.no_grad():  # sharper logits: a text that repeats itself, which n-grams draft
         model.embed_tokens.weight.mul_(8)
     prompts = [[5, 6, 7, 8] * 8, [9] * 30, list(range(20))]
     params = SamplingParams(max_tokens=60, temperature=temperature, n=2, seed=3, ignore_eos=True)
     sizes = EngineConfig(max_sequences=8, cache_tokens=4096, cuda_graphs=graphs)
     plain = Engine(model, dataclasses.replace(sizes, draft="none")).generate(prompts, params)
     engine = Engine(model, dataclasses.replace(sizes, draft="ngram"))
-    guessed = engine.generate(prompts, params)
+    drafted = engine.generate(prompts, params)
     assert engine.statistics.tokens_guessed > engine.statistics.guesses_accepted > 0
-    for group, expected in zip(guessed, plain, strict=True):
+    for group, expected in zip(drafted, plain, strict=True):
         assert [(c.token_ids, c.logprobs) for c in group] == [(c.token_ids, c.logprobs) for c in expected]
 
 
@@ -135,7 +135,7 @@ def test_an_engine_gives_its_weights_memory_away_and_takes_it_again():
     assert isinstance(engine._runner, GraphRunner), "by default, on one GPU"
     params = SamplingParams(max_tokens=8, seed=1, ignore_eos=True)
     before = engine.generate([[1, 2, 3]], params)[0][0]
-    engine.weights_away()
+    engine.release_weights()
     with pytest.raises(RuntimeError, match="the engine's weights were released"):
         engine.generate([[1, 2, 3]], params)
     engine.weights_changed(1)

@@ -13,7 +13,7 @@ from lockstep import build_model, load_model, save_model
 from lockstep.checkpoint.convert import convert
 from lockstep.errors import UserError
 from lockstep.model import preset, read_config
-from lockstep.model.families.gpt_oss import shortest_turn
+from lockstep.model.families.gpt_oss import shortest_pattern
 from lockstep.model.mxfp4 import Mxfp4, dequantized
 from tests.model.mixture_checks import change, check_engine, check_folder
 
@@ -219,8 +219,8 @@ def test_presets_have_the_published_sizes():
 
 
 def test_layers_take_windows_in_turn():
-    assert shortest_turn([20, 0, 20, 0, 20]) == (20, 0) and shortest_turn([0, 0]) == (0,)
-    assert shortest_turn([5, 0, 0, 5, 0, 0, 0]) == (5, 0, 0, 5, 0, 0, 0)
+    assert shortest_pattern([20, 0, 20, 0, 20]) == (20, 0) and shortest_pattern([0, 0]) == (0,)
+    assert shortest_pattern([5, 0, 0, 5, 0, 0, 0]) == (5, 0, 0, 5, 0, 0, 0)
     config = preset("gpt_oss:micro")
     assert [config.window(layer) for layer in range(5)] == [20, 0, 20, 0, 20]
     assert build_model(replace(config, num_layers=1), "float32").layers[0].self_attn.window == 20

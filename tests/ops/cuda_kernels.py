@@ -25,6 +25,7 @@ from lockstep.ops.cuda.kernel import launch
 from lockstep.ops.cuts import cut
 from lockstep.ops.linear import product_sums, tree_sum
 from lockstep.ops.parts import Whole
+from lockstep.ops.vocabulary_pieces import piece_bounds
 from tests.ops.paging import assert_only_those_who_see_it_break, assert_pieces_agree
 from tests.ops.pieces import assert_pieces_add_up
 
@@ -263,9 +264,10 @@ def test_rows_agree_with_the_plain_forms_and_so_do_their_gradients(monkeypatch, 
 def test_the_clamped_activation_agrees_with_the_plain_form_and_so_does_its_gradient(dtype):
     gate, up = (_randn(i, 33, 50, dtype=dtype) * 8 for i in range(2))
     grad = _randn(2, 33, 50, dtype=dtype)
+    from lockstep.ops.clamped_swiglu import LIMIT, SLOPE
     from lockstep.ops.cuda import clamped_swiglu as kernel
 
-    ours = kernel.forward(gate, up), *kernel.backward(grad, gate, up)
+    ours = kernel.forward(gate, up, SLOPE, LIMIT), *kernel.backward(grad, gate, up, SLOPE, LIMIT)
     leaves = [gate.requires_grad_(), up.requires_grad_()]
     plain = ops.clamped_swiglu(*leaves)
     _close(ours, [plain.detach(), *torch.autograd.grad(plain, leaves, grad)], dtype)
@@ -392,7 +394,7 @@ def test_pieces_of_sequences_attend_as_the_whole_and_their_gradients_add_up_to_i
 
 def _log_probs(masses, join, logits, targets, inverse):
     chosen = logits.gather(1, targets[:, None])[:, 0].float() * inverse
-    return join(masses(logits, inverse, logprobs.piece_bounds(logits.shape[1])), chosen)
+    return join(masses(logits, inverse, piece_bounds(logits.shape[1])), chosen)
 
 
 @pytest.mark.parametrize("dtype", [*DTYPES, torch.bfloat16])
@@ -410,7 +412,7 @@ def test_log_probabilities_their_gradient_and_draws(dtype, vocab):
     _close(ours, plain, torch.float32)
     mine = vocabulary.logits_gradient(logits.clone(), targets, inverse, ours[2], grad)
     _close([mine], [logprobs.logits_gradient(logits.clone(), targets, inverse, ours[2], grad)], dtype)
-    bounds = logprobs.piece_bounds(vocab)
+    bounds = piece_bounds(vocab)
     pieces = vocabulary.masses(logits, inverse, bounds)
     tokens = vocabulary.draw(logits, inverse, uniform, pieces, bounds)
     assert torch.equal(tokens, sampling._plain_draw(logits, inverse, uniform, pieces, bounds))

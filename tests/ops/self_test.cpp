@@ -55,9 +55,9 @@ void masses_f32(const float*, const float*, const int64_t*, float*, int64_t, int
 void draw_f32(const float*, const float*, const double*, const float*, const int64_t*, int64_t*, float*, int64_t,
               int64_t, int64_t);
 void add_f32(const float*, const float*, float*, int64_t);
-void played_rms_norm_f32(const int64_t*);
-void played_add_f32(const int64_t*);
-void play(const int64_t*, int64_t);
+void replay_rms_norm_f32(const int64_t*);
+void replay_add_f32(const int64_t*);
+void replay_calls(const int64_t*, int64_t);
 void bucket_sums_f32(const float*, const int64_t*, const float*, const float*, const int64_t*, int64_t*, int64_t,
                      int64_t, int64_t, int64_t);
 void keep_f32(float*, const int64_t*, const float*, const float*, const int64_t*, const int64_t*, int64_t, int64_t,
@@ -266,11 +266,11 @@ static void calls_in_a_row(const std::vector<float>& x, const std::vector<float>
     const auto word = [](const void* place) { return reinterpret_cast<int64_t>(place); };
     int64_t small = 0;
     std::memcpy(&small, &eps, sizeof(eps));
-    const int64_t tape[] = {word((void*)played_rms_norm_f32), 7, word(x.data()), word(weight.data()), word(normed.data()),
+    const int64_t words[] = {word((void*)replay_rms_norm_f32), 7, word(x.data()), word(weight.data()), word(normed.data()),
                             word(scales.data()), rows, width, small,  //
-                            word((void*)played_add_f32), 4, word(normed.data()), word(up.data()), word(played.data()),
+                            word((void*)replay_add_f32), 4, word(normed.data()), word(up.data()), word(played.data()),
                             (int64_t)x.size()};
-    play(tape, 2);
+    replay_calls(words, 2);
     require("calls in a row", played == expected);
 }
 

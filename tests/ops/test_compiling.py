@@ -78,7 +78,7 @@ def test_kernels_that_a_full_disk_does_not_take_are_refused_with_the_folder(tmp_
 
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     monkeypatch.setattr(build, "compile_kernels", compile_kernels)
-    with pytest.raises(compiling.CompilerMissing, match=f"cannot be kept in {tmp_path}/lockstep: No space left"):
+    with pytest.raises(compiling.CompilerMissing, match=f"cannot be cached in {tmp_path}/lockstep: No space left"):
         build.library_path(supported()[0])
 
 

@@ -113,5 +113,5 @@ def test_a_shared_keys_gradient_is_summed_in_the_order_of_the_sequences_and_roun
 
 @pytest.mark.parametrize(("lengths", "left_out"), [([5, 5], [1, 0]), ([5, 5], [0, 5]), ([5, 9], [0, 6])])
 def test_more_than_another_sequence_has_cannot_be_left_out(lengths, left_out):
-    with pytest.raises(ValueError, match="leaves out"):
+    with pytest.raises(ValueError, match="omits"):
         ops.SharedPrefixAttention(lengths, left_out)

@@ -15,7 +15,7 @@ from lockstep.config import CompileConfig, ParallelConfig, PretrainConfig, Recom
 from lockstep.errors import UserError
 from lockstep.model import initialize, preset
 from lockstep.parallel import close_world, open_world, parallel_model
-from lockstep.parallel.context import cut_sequences
+from lockstep.parallel.context import split_sequences
 from lockstep.train import pack, target_log_probs
 from lockstep.train.context import shard_row
 from lockstep.train.objective import NextTokenLoss
@@ -31,7 +31,7 @@ LENGTHS = [[301, 5, 1, 130, 64, 77], [391]]
 
 @given(lengths=st.lists(st.integers(1, 5000), min_size=1, max_size=20), ranks=st.integers(1, 8))
 def test_ranks_share_all_tokens_once_equally_many_and_with_equal_causal_work(lengths, ranks):
-    shares = cut_sequences(lengths, ranks)
+    shares = split_sequences(lengths, ranks)
     tokens = [sum(stop - start for _, start, stop in share) for share in shares]
     assert max(tokens) - min(tokens) <= 1 and sum(tokens) == sum(lengths)
     covered = sorted(piece for share in shares for piece in share)

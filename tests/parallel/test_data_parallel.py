@@ -13,7 +13,7 @@ from lockstep.parallel import close_world, parallel_model
 from lockstep.parallel.exchange import SumOverReplicas
 from lockstep.parallel.gradient_sums import sums_every_microbatch
 from lockstep.parallel.refusals import refuse_impossible
-from lockstep.parallel.world import AXES, World, imagined_world, open_world, resolve_degrees
+from lockstep.parallel.world import AXES, World, open_world, resolve_degrees, simulated_world
 from tests.parallel.launch import launch
 from tests.parallel.training import train
 
@@ -96,7 +96,7 @@ def test_offloading_to_the_cpu_is_refused_on_a_cpu():
 def _devices_when_offloaded(pipeline):
     """Where this rank's stages say that they run, and where their weights lie: "meta" stands for a GPU."""
     parallel = ParallelConfig(pipeline=pipeline, cpu_offload=True)
-    world = replace(imagined_world(parallel, 4), device=torch.device("meta"))
+    world = replace(simulated_world(parallel, 4), device=torch.device("meta"))
     shape = preset("qwen3:micro", 258)
     # Memory is pinned for a real GPU only.
     with patch.object(torch.Tensor, "pin_memory", lambda tensor: tensor):

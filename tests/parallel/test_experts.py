@@ -205,7 +205,7 @@ def test_fewer_experts_than_ranks_are_cut_within(parallel):
         assert sum(expert * outputs * inputs for expert, outputs, inputs in owned) == 2 * 128 * 128 / 4
 
 
-def imagined(parallel, ranks):
+def simulated(parallel, ranks):
     config = PretrainConfig(
         dtype="bfloat16",
         sequence_length=64,
@@ -217,7 +217,7 @@ def imagined(parallel, ranks):
 
 
 def test_a_dry_run_counts_the_experts_messages_and_their_share():
-    alone, shared = imagined(ParallelConfig(), 4), imagined(ParallelConfig(expert=4), 4)
+    alone, shared = simulated(ParallelConfig(), 4), simulated(ParallelConfig(expert=4), 4)
     messages = {key: held for key, held in shared.traffic.items() if key[1] == "alltoall_base"}
     (travelled,) = messages.values()
     # In a micro-batch and each of 4 layers: counts and rows there, rows back, and both backward.

@@ -72,7 +72,7 @@ def _slow():
     world = open_world(ParallelConfig(), "cpu")
     dist.distributed_c10d._set_pg_timeout(timedelta(seconds=1))
     try:
-        with patch.object(messages, "SIGN_OF_LIFE", 0.05):
+        with patch.object(messages, "HEARTBEAT_SECONDS", 0.05):
             return world.from_main(lambda: time.sleep(1.5) or "done")
     finally:
         close_world(world)

@@ -134,7 +134,7 @@ def test_a_budget_is_for_all_micro_batches_that_a_rank_of_a_pipeline_keeps():
         budget.recomputed_layers(block.forward, block, (hidden,))
 
 
-def _passes_held(schedule):
+def _passes_in_flight(schedule):
     """Of a step of four micro-batches, as this rank's budget learns it."""
     parallel = ParallelConfig(pipeline=2, pipeline_schedule=schedule)
     world = open_world(parallel, "cpu")
@@ -146,7 +146,7 @@ def _passes_held(schedule):
     exact = Budget.recomputed_layers
 
     def recomputed_layers(budget, *arguments):
-        seen.add(budget.passes_held())
+        seen.add(budget.passes_in_flight())
         return exact(budget, *arguments)
 
     with patch.object(Budget, "recomputed_layers", recomputed_layers):
@@ -156,8 +156,8 @@ def _passes_held(schedule):
 
 
 def test_a_pipelines_schedule_says_how_many_micro_batches_are_kept():
-    assert launch(2, _passes_held, "1f1b") == [{2}, {1}]
-    assert launch(2, _passes_held, "gpipe") == [{4}, {4}]
+    assert launch(2, _passes_in_flight, "1f1b") == [{2}, {1}]
+    assert launch(2, _passes_in_flight, "gpipe") == [{4}, {4}]
 
 
 def test_modes_that_cannot_be_followed_are_refused():

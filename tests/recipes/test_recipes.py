@@ -71,7 +71,7 @@ def _rehearse_each():
 
 def test_a_recipes_layout_is_valid_on_8_64_or_512_ranks():
     """One number of ranks each, in turn; the slow test below has all, of all recipes."""
-    # In a process of its own, for the imagined ranks are this process's world.
+    # In a process of its own, for the simulated ranks are this process's world.
     (found,) = launch(1, _rehearse_each, seconds=600)
     for (name, ranks), result in found.items():
         least = NEEDS.get(name, 8)

@@ -92,7 +92,7 @@ def test_a_cut_is_corrected_by_the_mass_that_it_kept_and_parity_compares_what_is
         folder = reinforce(_config(tmp_path / how, folders[0], **changes), EvenBytes())
         for step, metrics in enumerate(_metrics(folder), 1):
             rollouts = _rollouts(folder, step)
-            kept = [p - q for r in rollouts for p, q in zip(r["log_probs"], r["cut_log_probs"], strict=True)]
+            kept = [p - q for r in rollouts for p, q in zip(r["log_probs"], r["truncated_logprobs"], strict=True)]
             assert all(mass < 0 for mass in kept), "some tokens were left out"
             assert metrics["parity/tokens_different"] == 0 < metrics["parity/tokens_checked"]
             assert metrics["policy/ratio_first_max"] == 1.0, "the ratio of the loss is taken before the cut"
@@ -102,7 +102,7 @@ def test_a_cut_is_corrected_by_the_mass_that_it_kept_and_parity_compares_what_is
                 assert metrics["off_policy/ratio_min"] == pytest.approx(math.exp(min(kept)), rel=1e-6)
                 assert metrics["off_policy/ratio_max"] == pytest.approx(math.exp(max(kept)), rel=1e-6)
     uncut = reinforce(_config(tmp_path / "uncut", folders[0], steps=1), EvenBytes())
-    assert not any("cut_log_probs" in r for r in _rollouts(uncut, 1))
+    assert not any("truncated_logprobs" in r for r in _rollouts(uncut, 1))
 
 
 @pytest.mark.parametrize("name", ALGORITHMS)

@@ -209,7 +209,7 @@ def generator_measured(config):
     )  # fmt: skip
     peaks = {}
     with pytest.MonkeyPatch.context() as patched, PeakMemory() as peak:
-        patched.setattr(generator, "LeadingEngine", Engine)  # all of its ranks are asked here
+        patched.setattr(generator, "DriverEngine", Engine)  # all of its ranks are asked here
         reader, engine = generator.open_engine(welcome, bytes(32), world)
         for version in (1, 2):  # the first weights meet an engine that has never sampled
             manifest = weight_server.publish(version)

@@ -246,7 +246,7 @@ def test_coroutines_and_conversations_are_given_up_too(folder, model_folder, env
 
 
 @pytest.mark.parametrize("mark", [pytest.param("grade", marks=pytest.mark.slow), "compute"])
-def test_conversations_that_ranks_sample_together_are_given_up_where_one_leads(folder, model_folder, mark):
+def test_conversations_that_ranks_sample_together_are_interrupted_where_one_drives(folder, model_folder, mark):
     rewards = RewardConfig(workers=1, seconds=600)
     config = settings(folder, model_folder, "Talk", LAYOUTS["TP 2"][1], rewards=rewards)
     ended = Ended(folder, config, mark, steps=1, ranks=2)

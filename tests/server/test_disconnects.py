@@ -82,5 +82,5 @@ def test_200_streams_of_which_many_go_away_leave_every_page_free(server):
     asyncio.run(load())
     server.wait_until(server.all_pages_free)
     assert outcomes["refused"] == 0 and outcomes["done"] >= 40 and outcomes["left"] >= 40, outcomes
-    assert not any(server.engine.allocator.holders) and time.monotonic() - started < 60
+    assert not any(server.engine.allocator.ref_counts) and time.monotonic() - started < 60
     assert server.service.limits.sequences == 0

@@ -473,7 +473,7 @@ def test_health_answers_while_many_short_prompts_are_tokenized(server, monkeypat
 
 def test_health_answers_while_begun_samples_are_decoded(server, monkeypatch):
     held = []
-    monkeypatch.setattr(answers, "_go_on", _until_health_has_answered(server, held, answers._go_on))
+    monkeypatch.setattr(answers, "_push_begun", _until_health_has_answered(server, held, answers._push_begun))
     body = dict(prompt="a", n=2, max_tokens=4, seed=1, begun=[[70], [71, 72]], ignore_eos=True, return_token_ids=True)
     choices = server.complete(**body).json()["choices"]
     assert [len(choice["token_ids"]) for choice in choices] == [3, 2] and held == [200]

@@ -158,9 +158,9 @@ def test_log_probabilities_after_the_cut_are_those_of_an_engine_here(server, cha
     for choice, completion in zip(answer["choices"], expected):
         assert choice["token_ids"] == completion.token_ids
         assert choice["logprobs"]["token_logprobs"] == completion.logprobs
-        assert choice["cut_logprobs"] == completion.cut_logprobs != completion.logprobs
+        assert choice["truncated_logprobs"] == completion.truncated_logprobs != completion.logprobs
     uncut = server.complete(prompt=PROMPTS[0], max_tokens=2, logprobs=0, return_token_ids=True).json()
-    assert "cut_logprobs" not in uncut["choices"][0]
+    assert "truncated_logprobs" not in uncut["choices"][0]
 
 
 @pytest.mark.parametrize("stop", [None, "stop string"])

@@ -30,7 +30,7 @@ def _config(parallel: ParallelConfig, dtype: str = "bfloat16", tokens: int = 512
     )
 
 
-def _imagined(ranks: int, parallel: ParallelConfig, dtype: str = "bfloat16", tokens: int = 512, shape=SHAPE, train=()):
+def _simulated(ranks: int, parallel: ParallelConfig, dtype: str = "bfloat16", tokens: int = 512, shape=SHAPE, train=()):
     found = dry_run(_config(parallel, dtype, tokens, **dict(train)), shape, ranks, NextTokenLoss(126))
     return {key: (t.calls, t.bytes) for key, t in found.traffic.items()}, found.memory, found.microbatches
 
@@ -95,7 +95,7 @@ EACH = ParallelConfig(reduce_gradients="microbatch")
 )
 def test_it_foresees_a_real_step(parallel):
     (expected, weights, state, _), _ = launch(2, _real, parallel)
-    ((traffic, memory, microbatches),) = launch(1, _imagined, 2, parallel)
+    ((traffic, memory, microbatches),) = launch(1, _simulated, 2, parallel)
     assert traffic == _as_on_devices(expected)
     assert memory["weights"] == weights
     # Of two shards a rank holds the gradients whole until the last micro-batch, unless they are summed with each.
@@ -124,7 +124,7 @@ def test_it_foresees_a_real_step(parallel):
 def test_its_memory_is_the_peak_of_a_real_run(ranks, parallel, dtype, shape):
     measured = [peak for *_, peak in launch(ranks, _real, parallel, dtype, shape)]
     # Two micro-batches or more on every rank, as the real run has them.
-    ((_, memory, _),) = launch(1, _imagined, ranks, parallel, dtype, 1024, shape)
+    ((_, memory, _),) = launch(1, _simulated, ranks, parallel, dtype, 1024, shape)
     assert sum(memory.values()) == pytest.approx(measured[0], rel=0.03), (memory, measured)
 
 
@@ -144,7 +144,7 @@ def _pipeline(schedule):
 )
 def test_of_a_pipeline_it_is_the_rank_that_needs_most(schedule, shape):
     measured = [peak for *_, peak in launch(2, _real, _pipeline(schedule), "float32", shape, 16)]
-    ((_, memory, microbatches),) = launch(1, _imagined, 2, _pipeline(schedule), "float32", 2048, shape)
+    ((_, memory, microbatches),) = launch(1, _simulated, 2, _pipeline(schedule), "float32", 2048, shape)
     assert microbatches == 16
     # 0.1 to 1.2 % measured: a real step also has its rows, and messages on their way.
     assert sum(memory.values()) == pytest.approx(max(measured), rel=0.02), (memory, measured)
@@ -169,13 +169,13 @@ def test_what_arrives_of_micro_batches_that_are_not_under_way_takes_no_room(sche
 def test_what_an_update_makes_is_counted(train):
     microbatches = 1 if ("optimizer_in_backward", True) in train else 2
     ((*_, measured),) = launch(1, _real, ParallelConfig(), "float32", SHAPE, microbatches, train)
-    ((_, memory, _),) = launch(1, _imagined, 1, ParallelConfig(), "float32", 128 * microbatches, SHAPE, train)
+    ((_, memory, _),) = launch(1, _simulated, 1, ParallelConfig(), "float32", 128 * microbatches, SHAPE, train)
     # 0.1 % measured for Muon: a real step also has its micro-batches' rows.
     assert sum(memory.values()) == pytest.approx(measured, rel=0.01), (memory, measured)
 
 
 def test_a_micro_batch_is_no_more_than_a_rank_has_rows():
-    ((_, _, microbatches),) = launch(1, _imagined, 8, ParallelConfig())
+    ((_, _, microbatches),) = launch(1, _simulated, 8, ParallelConfig())
     assert microbatches == 1
 
 
@@ -211,14 +211,14 @@ def test_the_command_prints_a_cluster_on_one_process():
     assert "64 ranks (data_shard 16, tensor 4)" in printed
     assert "1.236 B parameters" in printed and "together" in printed and "reduce_scatter" in printed
     with pytest.raises(UserError, match="parallel.*= 3 ranks, but 2 are running"):
-        _imagined(2, ParallelConfig(tensor=3))
+        _simulated(2, ParallelConfig(tensor=3))
     with pytest.raises(UserError, match="a step has 4 micro-batches per rank.* needs 6 or more"):
-        _imagined(6, ParallelConfig(pipeline=6))
+        _simulated(6, ParallelConfig(pipeline=6))
 
 
 @pytest.mark.parametrize("ranks", [1, pytest.param(2, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("model", ["deepseek_v3:micro", "gpt_oss:micro"])
 def test_a_mixture_whose_router_has_a_bias_is_foreseen(ranks, model):
     shape = preset(model)
-    _, memory, _ = _imagined(ranks, ParallelConfig(), dtype="float32", shape=shape)
+    _, memory, _ = _simulated(ranks, ParallelConfig(), dtype="float32", shape=shape)
     assert memory["weights"] * ranks == pytest.approx(4 * shape.num_parameters, rel=1e-3)

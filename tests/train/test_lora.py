@@ -241,7 +241,7 @@ def test_an_adapter_for_another_base_is_named(tmp_path, folders):
     with pytest.raises(UserError, match="for other weights than those in .*: their digest is [0-9a-f]{32}, but that"):
         load_model(tmp_path / "own")
     save_model(build_model(replace(SHAPE, dim=96), "float32"), base)
-    with pytest.raises(UserError, match=r"lora_B.weight has shape \[64, 3\], but rank 3 beside the 96 x 96 matrix"):
+    with pytest.raises(UserError, match=r"lora_B.weight has shape \[64, 3\], but rank 3 with the 96 x 96 matrix"):
         load_model(adapter)
     save_model(build_model(replace(SHAPE, num_layers=1), "float32"), base)
     with pytest.raises(UserError, match=r"another base: it adapts layers.1.*, which .* does not have"):
@@ -345,7 +345,7 @@ def test_settings_that_mean_fewer_layers_than_have_tensors_are_refused(tmp_path,
     load_model(tmp_path / "adapter")
     file = tmp_path / "adapter" / "adapter_config.json"
     file.write_text(json.dumps(json.loads(file.read_text()) | {key: value}))
-    with pytest.raises(UserError, match=f"{key} does not mean model.layers"):
+    with pytest.raises(UserError, match=f"{key} does not select model.layers"):
         load_model(tmp_path / "adapter")
 
 

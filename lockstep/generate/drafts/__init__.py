@@ -1,4 +1,4 @@
-"""Guesses at the next tokens: faster if they are good, and the same bits in any case."""
+"""Speculative decoding: sources of draft tokens, and the choice of how many to check. The bits never change."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ __all__ = [
 
 
 def make_draft(config: EngineConfig, model: Decoder, history: HistoryDraft | None = None) -> Draft | None:
-    """What `config.draft` asks for. Raises UserError, naming the setting, for one that does not fit the model.
+    """The draft that `config.draft` names. Raises UserError, naming the setting, for one that does not fit the model.
 
     history: earlier completions of the same prompts, which `auto` looks up first.
     """
@@ -43,10 +43,10 @@ def _draft_model(config: EngineConfig, model: Decoder) -> Decoder:
     if not config.draft_model:
         raise UserError('engine.draft is "model", but engine.draft_model is empty; set it, or use draft "ngram"')
     draft = load_model(config.draft_model, dtype=str(model.dtype).removeprefix("torch."), device=str(model.device))
-    theirs, ours = draft.config.vocab_size, model.config.vocab_size
-    if theirs != ours:
+    if draft.config.vocab_size != model.config.vocab_size:
         raise UserError(
-            f"engine.draft_model {config.draft_model} has a vocabulary of {theirs} tokens, but the model has {ours}; "
+            f"engine.draft_model {config.draft_model} has a vocabulary of {draft.config.vocab_size} tokens, but the "
+            f"model has {model.config.vocab_size}; "
             "a draft model needs the same tokenizer"
         )
     return draft

@@ -1,4 +1,4 @@
-"""The interface of a draft: it guesses the next tokens, which the engine checks in one pass."""
+"""The interface of a draft: it proposes next tokens, which the engine checks in one pass."""
 
 from __future__ import annotations
 
@@ -9,26 +9,26 @@ from lockstep.generate.sequence import Sequence
 
 
 class Draft(Protocol):
-    """Guesses what the model will draw next. Subclass it, and pass yours as `Engine(..., draft=...)`.
+    """Proposes tokens that the model may draw next. Subclass it, and pass an instance as `Engine(..., draft=...)`.
 
-    A guess never changes a result, only how soon it comes: the engine keeps the guesses that equal its own draws. With
-    several ranks, each has a draft, and all must propose the same tokens.
+    A draft changes the speed, never the result: the engine accepts the tokens that equal its draws. With several ranks,
+    each has a draft, and all must propose the same tokens.
     """
 
     def propose(self, sequences: ListLike[Sequence], counts: ListLike[int]) -> list[list[int]]:
-        """Up to `counts[i]` tokens to follow `sequences[i].tokens`; fewer, or none, if it has no good guess."""
+        """Up to `counts[i]` tokens to follow `sequences[i].tokens`; fewer or none if there are no likely ones."""
         ...
 
     def verified(self, sequence: Sequence, proposed: int, accepted: int) -> None:
-        """Of the tokens that were proposed for it in this step, the first `accepted` were drawn."""
+        """Of the `proposed` tokens of this step, the first `accepted` were accepted."""
         return None
 
     def ended(self, sequence: Sequence) -> None:
-        """The sequence gets no more tokens, for its `finish_reason`. Drop everything kept for it."""
+        """The sequence has ended, with its `finish_reason`. Drop all state of it."""
         return None
 
     def weights_changed(self) -> None:
-        """From now on, the model has other weights."""
+        """The model has new weights."""
         return None
 
 
@@ -42,8 +42,8 @@ class FirstOf(Draft):
         proposals: list[list[int]] = [[] for _ in sequences]
         for draft in self.drafts:
             open_places = [place for place, proposal in enumerate(proposals) if not proposal]
-            own = draft.propose([sequences[p] for p in open_places], [counts[p] for p in open_places])
-            for place, proposal in zip(open_places, own, strict=True):
+            new = draft.propose([sequences[p] for p in open_places], [counts[p] for p in open_places])
+            for place, proposal in zip(open_places, new, strict=True):
                 proposals[place] = proposal
         return proposals
 

@@ -1,4 +1,5 @@
-"""Guesses from earlier completions of the same prompt: in reinforcement, the policy changes little between epochs."""
+"""Drafts from earlier completions of the same prompt: in reinforcement learning, the policy changes little between
+epochs."""
 
 from __future__ import annotations
 
@@ -18,21 +19,21 @@ from lockstep.generate.drafts.draft import Draft
 from lockstep.generate.sequence import Sequence
 
 BEGIN = "\U0010ffff"
-"""Precedes each completion, and follows the last; equal to no token of a vocabulary below a million."""
+"""Precedes each completion, and follows the last; not a token of any vocabulary below a million."""
 PROMPT = 64
-"""The bookkeeping of a prompt takes as much memory as this many tokens."""
+"""Memory overhead per prompt, in tokens."""
 BITS = 21
-"""Of a character."""
+"""Per character."""
 LONGEST = 16
-"""Tokens before a place that are compared to choose among places."""
+"""The longest match that is compared to choose among places, in tokens."""
 MOST_PLACES = 16
-"""Places that are found at most, the newest ones: the last tokens may be frequent ones of long texts."""
+"""The most matches that are considered, newest first: a frequent trigram of long texts has many."""
 
 
 class Texts:
-    """Completions as one text, in which a token is a character, and its trigrams in order.
+    """Completions joined to one string, in which a token is a character, with a sorted index of its trigrams.
 
-    A place is an index of the text, after an occurrence of something; places are given newest first.
+    A place is an index of the string, directly after a match; lists of places are ordered newest first.
     """
 
     def __init__(self, completions: Iterable[str]):
@@ -40,12 +41,12 @@ class Texts:
         self._sorted: tuple[list[int], list[int]] | None = None
 
     def begins(self) -> list[int]:
-        """Of the completions."""
+        """The place at the beginning of each completion."""
         ends = [begin.end() for begin in re.finditer(BEGIN, self.text)]
         return ends[-2:0:-1]
 
     def places_after(self, last: str) -> list[int]:
-        """After the occurrences of the longest end of `last`, of two tokens or more; none if there is none."""
+        """The places after the longest suffix of `last` that occurs, of two tokens or more; empty if none does."""
         places: list[int] = []
         if len(last) > 2:
             places = self._places(last[-3:], 1)
@@ -56,7 +57,7 @@ class Texts:
         return [place for place, agreeing in zip(places, common) if agreeing == longest]
 
     def _places(self, trigram: str, several: int) -> list[int]:
-        """After the trigrams of `several` successive keys, the first of which is that of `trigram`."""
+        """The places after the trigrams of `several` successive keys, beginning with that of `trigram`."""
         keys, order = self._sorted = self._sorted or self._trigrams()
         key = ord(trigram[2]) << 2 * BITS | ord(trigram[1]) << BITS | ord(trigram[0])
         first = bisect_left(keys, key)
@@ -64,41 +65,42 @@ class Texts:
         return [place + 3 for place in newest]
 
     def _trigrams(self) -> tuple[list[int], list[int]]:
-        """The keys of all trigrams in ascending order, in which the last token counts most, and where they begin."""
+        """The keys of all trigrams in ascending order, most significant token last, and their positions."""
         codes = np.frombuffer(self.text.encode("utf-32-le", "surrogatepass"), dtype=np.uint32).astype(np.int64)
         keys = codes[2:] << 2 * BITS | codes[1:-1] << BITS | codes[:-2]
         order = np.argsort(keys)
         return keys[order].tolist(), order.tolist()
 
     def _agreeing(self, place: int, last: str) -> int:
-        """How many of the tokens before a place are those at the end of `last`."""
+        """The length of the common suffix of `last` and the text before a place."""
         count, most = 0, min(len(last), place)
         while count < most and self.text[place - 1 - count] == last[-1 - count]:
             count += 1
         return count
 
     def followed(self, places: ListLike[int], token: str) -> list[int]:
-        """One further, where that token follows."""
+        """The places after `token`, of those that it follows."""
         return [place + 1 for place in places if self.text[place] == token]
 
     def continued(self, places: ListLike[int], count: int) -> str:
-        """Up to `count` tokens: at each place the one that follows most often, and among equals the newest."""
-        guess = ""
-        while len(places) > 1 and len(guess) < count:
+        """Up to `count` tokens, each the one that follows most places so far; among equals, the newest."""
+        draft = ""
+        while len(places) > 1 and len(draft) < count:
             following = [self.text[place] for place in places]
             likeliest = max(dict.fromkeys(following), key=lambda token: (token != BEGIN, following.count(token)))
             if likeliest == BEGIN:
-                return guess
-            guess += likeliest
+                return draft
+            draft += likeliest
             places = self.followed(places, likeliest)
-        return guess + "".join(self.text[place : place + count - len(guess)].split(BEGIN)[0] for place in places[:1])
+        return draft + "".join(self.text[place : place + count - len(draft)].split(BEGIN)[0] for place in places[:1])
 
 
 class HistoryDraft(Draft):
-    """Continues as most of the recent completions of the same prompt did that agree with what was sampled so far.
+    """Proposes the most frequent continuation among recent completions of the same prompt that match the sequence so
+    far.
 
-    It remembers the newest `per_prompt` completions of each prompt, and `capacity` tokens of completions in all, with
-    `PROMPT` more per prompt; least recently seen prompts are evicted first. The idea comes from SRT (arXiv 2601.09083)
+    It stores the newest `per_prompt` completions of each prompt, at most `capacity` tokens in all, counting `PROMPT`
+    more per prompt; least recently seen prompts are evicted first. The idea comes from SRT (arXiv 2601.09083)
     and DAS (2511.13841).
     """
 
@@ -108,10 +110,10 @@ class HistoryDraft(Draft):
         self._size = 0
         self._places: WeakKeyDictionary[Sequence, _Place] = WeakKeyDictionary()
         self._texts: WeakValueDictionary[bytes, Texts] = WeakValueDictionary()
-        """Those of prompts that are being continued; their sequences hold the references."""
+        """The texts of prompts in flight; the references are those of `_Place`."""
 
     def remember(self, prompt: ListLike[int], completion: ListLike[int]) -> None:
-        """Adds a completion, as if it had been sampled here."""
+        """Adds a completion that another engine has sampled."""
         self._remember(_key(prompt), _text(completion))
 
     def propose(self, sequences: ListLike[Sequence], counts: ListLike[int]) -> list[list[int]]:
@@ -147,7 +149,7 @@ class HistoryDraft(Draft):
         return list(map(ord, texts.continued(place.places, count)))
 
     def _texts_of(self, key: bytes) -> Texts | None:
-        """Joined when the prompt comes again, from what is remembered at that time."""
+        """Built from the stored completions when the prompt recurs."""
         texts = self._texts.get(key)
         if texts is None and key in self._completions:
             texts = self._texts[key] = Texts(self._completions[key])
@@ -155,7 +157,7 @@ class HistoryDraft(Draft):
 
 
 class _Place:
-    """Where in the texts of its prompt a sequence is."""
+    """A sequence's places in the texts of its prompt."""
 
     def __init__(self, key: bytes):
         self.key = key
@@ -181,5 +183,5 @@ def _text(tokens: Iterable[int]) -> str:
 
 
 def _key(prompt: ListLike[int]) -> bytes:
-    """A digest: a collision of two prompts would only cause bad guesses."""
+    """A digest: a collision of two prompts only causes bad drafts."""
     return hashlib.blake2b(array("q", prompt).tobytes(), digest_size=16).digest()

@@ -1,4 +1,4 @@
-"""Guesses from a smaller model, or from the model's own first layers, drawn as the model itself will draw."""
+"""Drafts from a smaller model or from the model's first layers, with the random draws of the sequence itself."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def first_layers(model: Decoder, count: int) -> Decoder:
     """A model of the first `count` layers, with the embedding, norm and head of the full model: nothing is copied."""
     if not 1 <= count < model.config.num_layers:
         raise UserError(
-            f"engine.draft_layers is {count}; a draft of the model's own layers takes from 1 to "
+            f"engine.draft_layers is {count}; a draft of the model's first layers takes from 1 to "
             f"{model.config.num_layers - 1} of its {model.config.num_layers}"
         )
     lora = model.config.lora
@@ -40,9 +40,9 @@ def first_layers(model: Decoder, count: int) -> Decoder:
 
 
 class ModelDraft(Draft):
-    """Decodes with `model` a few steps ahead of each sequence, with the draws that the sequence itself will have.
+    """Decodes with `model` a few steps ahead of each sequence, with the random draws of the sequence itself.
 
-    It has its own cache, with as many tokens as the engine's. If a model is sharded over ranks, all of them call it.
+    It has a separate cache, as large as the engine's. If the model is sharded over ranks, all of them call it.
     """
 
     def __init__(self, model: Decoder, config: EngineConfig):
@@ -53,51 +53,51 @@ class ModelDraft(Draft):
         self._sampler = sampler_of(model)
         self._arrays = BatchArrays(config.max_sequences)
         self._slots = list(range(config.max_sequences))
-        self._own: dict[Sequence, Sequence] = {}
-        """The draft's own sequence for each of the engine's: its tokens, followed by guesses."""
+        self._copies: dict[Sequence, Sequence] = {}
+        """For each of the engine's sequences, a copy whose tokens are followed by drafts."""
 
     def propose(self, sequences: ListLike[Sequence], counts: ListLike[int]) -> list[list[int]]:
-        self._release(s for s in list(self._own) if s.finish_reason is not None)
-        going = {s: count for s, count in zip(sequences, counts) if self._make_room(s, count, sequences)}
-        for place in range(max(going.values(), default=0)):
-            self._draw([self._own[s] for s, count in going.items() if place < count])
-        return [self._own[s].tokens[len(s.tokens) :] if s in going else [] for s in sequences]
+        self._release(s for s in list(self._copies) if s.finish_reason is not None)
+        fitting = {s: count for s, count in zip(sequences, counts) if self._make_room(s, count, sequences)}
+        for place in range(max(fitting.values(), default=0)):
+            self._draw([self._copies[s] for s, count in fitting.items() if place < count])
+        return [self._copies[s].tokens[len(s.tokens) :] if s in fitting else [] for s in sequences]
 
     def weights_changed(self) -> None:
-        for own in self._own.values():
-            own.computed = 0
+        for copy in self._copies.values():
+            copy.computed = 0
 
-    def _make_room(self, sequence: Sequence, count: int, asked: ListLike[Sequence]) -> bool:
-        """Brings the draft's own sequence up to date; False if `count` more tokens do not fit, ever or at present."""
+    def _make_room(self, sequence: Sequence, count: int, requested: ListLike[Sequence]) -> bool:
+        """Updates the sequence's copy; False if `count` more tokens do not fit, at all or at present."""
         length = len(sequence.tokens) + count
         if length > self.model.config.max_positions:
             return False
-        own = self._own.get(sequence)
-        if own is None:
+        copy = self._copies.get(sequence)
+        if copy is None:
             if not self._slots:
-                self._release([next(s for s in self._own if s not in asked)])
-            own = self._own[sequence] = replace(sequence, tokens=[], pages=[], slot=self._slots.pop(), computed=0)
-        same = sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], zip(own.tokens, sequence.tokens)))
-        own.computed = min(own.computed, same, len(sequence.tokens) - 1)
-        own.tokens = list(sequence.tokens)
-        missing = -(-length // ops.PAGE) - len(own.pages)
-        idle = (s for s in list(self._own) if s not in asked)
+                self._release([next(s for s in self._copies if s not in requested)])
+            copy = self._copies[sequence] = replace(sequence, tokens=[], pages=[], slot=self._slots.pop(), computed=0)
+        same = sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], zip(copy.tokens, sequence.tokens)))
+        copy.computed = min(copy.computed, same, len(sequence.tokens) - 1)
+        copy.tokens = list(sequence.tokens)
+        missing = -(-length // ops.PAGE) - len(copy.pages)
+        idle = (s for s in list(self._copies) if s not in requested)
         while missing > self._allocator.num_free:
             if (victim := next(idle, None)) is None:
                 return False
             self._release([victim])
-        own.pages += [self._allocator.allocate() for _ in range(missing)]
+        copy.pages += [self._allocator.allocate() for _ in range(missing)]
         return True
 
     def _release(self, sequences: Iterable[Sequence]) -> None:
         for sequence in sequences:
-            own = self._own.pop(sequence)
-            self._slots.append(own.slot)
-            for page in own.pages:
+            copy = self._copies.pop(sequence)
+            self._slots.append(copy.slot)
+            for page in copy.pages:
                 self._allocator.release(page)
 
     def _draw(self, pending: list[Sequence]) -> None:
-        """Draws one more token for each, after computing those of their tokens that are not computed yet."""
+        """Draws one more token for each sequence, after computing the tokens that are missing in its cache."""
         while pending:
             chunks, budget = [], self._budget
             for sequence in pending:

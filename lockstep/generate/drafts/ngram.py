@@ -1,4 +1,4 @@
-"""Guesses from the sequence itself: what followed its last tokens when they occurred before."""
+"""Drafts from the sequence itself: what followed an earlier occurrence of its last tokens."""
 
 from __future__ import annotations
 
@@ -10,7 +10,8 @@ from lockstep.generate.sequence import Sequence
 
 
 class NGramDraft(Draft):
-    """Looks up the last tokens in prompt and output: the longest match of at most `longest`, and the latest of these.
+    """Looks up the last tokens in prompt and output: the longest match of at most `longest` tokens, and its latest
+    place.
 
     A match of fewer than `shortest` tokens proposes nothing. After prompt lookup decoding (Saxena 2023).
     """
@@ -31,7 +32,7 @@ class NGramDraft(Draft):
         for length in self.lengths:
             if start := text.after.get(tuple(tokens[-length:])):
                 following = tokens[start : start + count]
-                # What repeats with a period shorter than the guess is assumed to keep repeating.
+                # A text whose period is shorter than the draft is assumed to keep repeating.
                 return (following * (-(-count // len(following))))[:count]
         return []
 
@@ -44,7 +45,7 @@ class _Text:
         self._read = 0
 
     def follow(self, tokens: list[int], lengths: range) -> None:
-        # The last token is followed by nothing yet.
+        # Nothing follows the last token yet.
         for start in range(max(1, self._read), len(tokens)):
             for length in lengths:
                 if length <= start:

@@ -1,4 +1,4 @@
-"""One JSON line per request, the request's id in the response header, and its times in the metrics."""
+"""Access log: one JSON line per request, its id in the response header, and its times in the metrics."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ logger = logging.getLogger("lockstep.access")
 
 @dataclass
 class RequestRecord:
-    """What is known about a request; filled in by the routes."""
+    """A request's line in the log; filled in by the routes."""
 
     request_id: str
     started: float = field(default_factory=time.perf_counter)
@@ -36,7 +36,7 @@ class RequestRecord:
     first_token: float | None = None
     """Seconds from the start."""
     aborted: str | None = None
-    """Why it ended early: disconnected, deadline, shutdown or failure."""
+    """Why it was aborted: disconnected, deadline, shutdown or failure."""
 
     @property
     def seconds(self) -> float:
@@ -49,7 +49,7 @@ def record_of(request: Request) -> RequestRecord:
 
 
 class AccessLog:
-    """The outermost layer: logs every request and how it ended."""
+    """The outermost layer: logs every request and its outcome."""
 
     def __init__(self, app: ASGIApp, metrics: Metrics):
         self._app = app
@@ -95,5 +95,5 @@ class AccessLog:
 
 
 def _request_id(request: Request) -> str:
-    given = request.headers.get("x-request-id", "")
-    return given if SAFE_ID.fullmatch(given) else f"req-{secrets.token_hex(12)}"
+    client_id = request.headers.get("x-request-id", "")
+    return client_id if SAFE_ID.fullmatch(client_id) else f"req-{secrets.token_hex(12)}"

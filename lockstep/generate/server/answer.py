@@ -1,4 +1,4 @@
-"""From prompts to a response: the path through the engine that both routes share."""
+"""From prompts to a response: what both routes share."""
 
 from __future__ import annotations
 
@@ -27,24 +27,25 @@ from lockstep.generate.server.text import GrowingText, StopString
 from lockstep.generate.server.watch import EventStream
 
 LONG_TEXT = 4096
-"""Characters of all texts of a request; from this many, which take about a millisecond, they are tokenized outside the
-event loop's thread."""
+"""Characters of a request's texts, about a millisecond of work, from which they are tokenized outside of the event
+loop's thread."""
 LONG_ANSWER = 4096
 """In tokens. Longer responses are serialized one at a time."""
 
 
 async def encode(service: Service, texts: list[str], field: str) -> list[list[int]]:
-    """Tokens of a request's texts, with nothing added. Raises ApiError for a text that is certainly too long."""
+    """The tokens of a request's texts, without special tokens added. Raises ApiError for a text that must be too
+    long."""
     for text in texts:
         check_text(service, len(text), field)
     if sum(map(len, texts)) < LONG_TEXT:
         return [service.tokenizer.encode(text) for text in texts]
-    # A batch, even of one text: it keeps no offsets, and other threads run meanwhile.
+    # `encode_batch` even for one text: it computes no offsets, and releases the GIL.
     return await in_turn(service.turns.tokenizing, partial(service.tokenizer.encode_batch, texts))
 
 
 def check_text(service: Service, characters: int, field: str) -> None:
-    """Called before a text costs any work. Raises ApiError if not even the longest tokens make it short enough."""
+    """Call before any work on a text. Raises ApiError if it is too long even if all of its tokens are the longest."""
     limit = _longest_prompt(service)
     if characters > limit * service.tokenizer.longest_token:
         message = f"a prompt of {characters} characters has more than the {limit} tokens that this server allows"
@@ -61,9 +62,9 @@ async def answer(
     chat: bool,
     begun: Sequence[Completion] = (),
 ) -> Response:
-    """Samples the prompts and responds, streamed if the body says so.
+    """Samples the prompts and responds, streamed if requested.
 
-    begun: with a single prompt, the beginnings that its samples continue.
+    begun: with a single prompt, the tokens so far of its samples, which continue from there.
     """
     _check_length(service, prompts, max_tokens, body)
     params = body.sampling_params(max_tokens, top_logprobs or 0)
@@ -80,12 +81,12 @@ async def answer(
     record = record_of(request)
     record.stream = bool(body.stream)
     record.prompt_tokens = sum(map(len, prompts))
-    # A completion is the text that follows, whatever it means.
+    # A completion is plain text: its reasoning is not parsed.
     form = service.reply_form if chat else PLAIN
     steps = _steps(service, record, prompts, params, begun, form)
     if not body.stream:
         return await _whole(service, reply, record, steps)
-    # The first step yields nothing: after it, the request is accepted, and the response can begin.
+    # The first item is empty: the request has been accepted, and the response can begin.
     await anext(steps)
     with_usage = bool(body.stream_options and body.stream_options.include_usage)
     chunks = _chunks(reply, record, steps, with_usage)
@@ -93,7 +94,7 @@ async def answer(
 
 
 def check_count(service: Service, prompts: int, n: int) -> None:
-    """Called before the prompts cost any work. Raises ApiError for more than the server ever accepts."""
+    """Call before any work on the prompts. Raises ApiError for more than the server ever accepts."""
     if n > service.config.max_n:
         raise ApiError(400, f"n is {n}; this server allows {service.config.max_n}", "n")
     limit = service.limits.max_sequences
@@ -137,7 +138,7 @@ async def _steps(
             decoder = StreamDecoder(service.tokenizer, context)
             choices.append(_Choice(GrowingText(decoder, stop, stop_ids, ReplyReader(form, decoder, prompt))))
     if begun:
-        await in_turn(service.turns.tokenizing, partial(_go_on, choices, begun))
+        await in_turn(service.turns.tokenizing, partial(_push_begun, choices, begun))
     try:
         with service.limits.places(len(choices)):
             async with service.engine_loop.generation(prompts, params, begun) as generation:
@@ -167,7 +168,7 @@ class _Choice:
         self.first_token = 0.0
 
 
-def _go_on(choices: list[_Choice], begun: Sequence[Completion]) -> None:
+def _push_begun(choices: list[_Choice], begun: Sequence[Completion]) -> None:
     for choice, sample in zip(choices, begun, strict=True):
         for token in sample.token_ids:
             choice.text.push(token, last=False)
@@ -185,7 +186,7 @@ def _piece(service: Service, choices: list[_Choice], n: int, prompt_event: Promp
     text = choice.text.push(event.token_id, last)
     if last:
         service.metrics.sample_finished(time.perf_counter() - choice.first_token, choice.tokens)
-    # A stop string may be completed only when the last, broken character is written out.
+    # A stop string may be completed by the replacement for an incomplete last character.
     reason = "stop" if last and choice.text.stopped else event.finish_reason
     parts = choice.text.parts() if last else None
     return Piece(index, position, choice.tokens == 1, text, [event], [offset], reason, choice.text.reasoning, parts)
@@ -204,10 +205,10 @@ async def _whole(
                     choices[piece.index].add(piece)
     ordered = [choices[index] for index in sorted(choices)]
     for piece in ordered:
-        if reply.chat and piece.parts is not None:  # a completion may continue one, whose text is not its own
+        if reply.chat and piece.parts is not None:  # not for completions, which may continue a begun sample
             piece.text, piece.reasoning = piece.parts.content, piece.parts.reasoning
     usage = usage_of(record.prompt_tokens, record.completion_tokens)
-    # The log-probabilities of many long samples are hundreds of thousands of entries.
+    # Many long samples have hundreds of thousands of log-probabilities.
     long = record.completion_tokens > LONG_ANSWER
     write = partial(reply.answer, ordered, usage)
     content = await (in_turn(service.turns.writing, write) if long else asyncio.to_thread(write))

@@ -1,4 +1,4 @@
-"""The error responses that clients get, in OpenAI's format."""
+"""Error responses in OpenAI's format."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ class ApiError(Exception):
 
 
 def json_response(content: Any, status: int = 200, headers: Mapping[str, str] | None = None) -> Response:
-    """ASCII only, so that no text can fail to be encoded."""
+    """ASCII only, since UTF-8 cannot encode lone surrogates."""
     return Response(json.dumps(content), status, headers, media_type="application/json")
 
 
@@ -51,11 +51,11 @@ def shutting_down() -> ApiError:
 
 
 def engine_failed() -> ApiError:
-    return ApiError(503, "the engine has failed; the server's log says why; restart it", code="engine_failed")
+    return ApiError(503, "the engine has failed; see the server's log, and restart it", code="engine_failed")
 
 
 def not_finite() -> ApiError:
-    # The official clients retry a request after 500 unless they are told not to.
+    # The official clients retry a request after 500 unless this header forbids it.
     return ApiError(
         500,
         "the logits of this request are not finite; other requests continue. Check the weights, or load others",

@@ -37,11 +37,11 @@ from lockstep.model import check_token_ids
 from lockstep.version import __version__
 
 COMPLETION_TOKENS = 16
-"""OpenAI's default of max_tokens for completions; a chat can continue to the end of the context."""
+"""OpenAI's default of max_tokens for completions; that of chats is the rest of the context."""
 LONG_CHAT = 64
-"""Messages; chats with at least this many are rendered in turn, however short they are."""
+"""Messages; longer chats are rendered one at a time, even if their text is short."""
 MOST_OF_VALUES = 2**16
-"""Characters of a chat template's values as JSON: a template may write them at each message."""
+"""Most characters of a request's template values as JSON: a template may write them in every message."""
 
 routes = APIRouter()
 
@@ -68,7 +68,7 @@ def create_app(service: Service) -> ASGIApp:
 
 
 def _described(body: type[BaseModel]) -> dict[str, Any]:
-    # The body is read by hand, with a limit and before anything else sees it, so FastAPI has to be given its schema.
+    # Bodies are read by `read_body`, with a size limit, so FastAPI does not know their schema.
     schema = body.model_json_schema(ref_template="#/components/schemas/{model}")
     for name, definition in schema.pop("$defs", {}).items():
         schema = _inlined(schema, f"#/components/schemas/{name}", definition)
@@ -85,7 +85,7 @@ def _inlined(node: Any, reference: str, definition: dict[str, Any]) -> Any:
 
 @routes.post("/v1/completions", openapi_extra=_described(CompletionRequest))
 async def completions(request: Request) -> Response:
-    """Continues one or more prompts, given as text or as tokens."""
+    """Continues one or more prompts, as text or as tokens."""
     return await _watched(request, _complete)
 
 
@@ -119,12 +119,12 @@ async def _chat(service: Service, request: Request, data: bytes) -> Response:
         )
     messages = [message.plain(service.between) for message in body.messages]
     values, of_values = _template_values(service.template, body)
-    # Reasoning has two names, of which a template writes one.
+    # Reasoning has two keys, of which a template writes one.
     characters = sum(len(m["content"]) + len(m.get(SHOWN_REASONING[0], "")) for m in messages)
     check_text(service, characters, "messages")
     render = partial(service.template.render, messages, **values)
     try:
-        # A template may write a value at each message.
+        # A template may write the values in every message.
         if characters + of_values * len(messages) < LONG_TEXT and len(messages) < LONG_CHAT:
             text = await asyncio.to_thread(render)
         else:
@@ -138,15 +138,15 @@ async def _chat(service: Service, request: Request, data: bytes) -> Response:
 
 
 def _template_values(template: ChatTemplate, body: ChatRequest) -> tuple[dict[str, Any], int]:
-    """Those that the request gives to its chat template, and their size in characters.
+    """The request's values for its chat template, and their size in characters.
 
-    Raises ApiError for one that the template does not read, and if they are too large.
+    Raises ApiError for a value that the template does not read, and if they are too large.
     """
     values, field = body.chat_template_kwargs or {}, "chat_template_kwargs"
-    known = readable_values(template)
+    readable = readable_values(template)
     for name in values:
-        if name not in known:
-            hint = closest(name[:64], known) or " Remove it"
+        if name not in readable:
+            hint = closest(name[:64], readable) or " Remove it"
             raise ApiError(400, f"{field}: the model's chat template takes no {name[:64]!r}.{hint}", field)
     size = len(json.dumps(values, ensure_ascii=False))
     if size > MOST_OF_VALUES:
@@ -175,7 +175,7 @@ async def model(request: Request, name: str) -> Response:
     return json_response(_model(service))
 
 
-@routes.get("/health")  # for the schema: a route of two methods would be in it twice, with one name
+@routes.get("/health")  # separately for the schema, in which a route of two methods would be duplicated
 @routes.api_route("/health", methods=["GET", "HEAD"], include_in_schema=False)
 async def health(request: Request) -> Response:
     """200 while requests are accepted."""
@@ -202,7 +202,7 @@ async def weights(request: Request) -> Response:
 
 @routes.get("/admin/model")
 async def description(request: Request) -> Response:
-    """What determines the bits of a response, and the server's limits: for a run that samples here."""
+    """What determines the bits of a response, and the server's limits: for a training run that samples here."""
     return json_response(describe(_service(request)))
 
 
@@ -263,7 +263,7 @@ def _check_tokens(service: Service, tokens: list[int], field: str, number: str =
 
 
 def _begun(service: Service, body: CompletionRequest, prompts: int, max_tokens: int) -> list[Completion]:
-    """The samples to continue, whose log-probabilities the client already has."""
+    """The samples to continue; their log-probabilities are not needed, since the client has them."""
     if body.begun is None:
         return []
     if prompts > 1:
@@ -295,7 +295,7 @@ async def _http_error(request: Request, error: Exception) -> Response:
 
 async def _client_gone(request: Request, error: Exception) -> Response:
     record_of(request).aborted = "disconnected"
-    return Response(status_code=DISCONNECTED)  # for the log: nobody reads it
+    return Response(status_code=DISCONNECTED)  # only for the log
 
 
 async def _bug(request: Request, error: Exception) -> Response:

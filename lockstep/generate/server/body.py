@@ -1,4 +1,4 @@
-"""A request's body: limited in size before it is parsed, with errors that name the field."""
+"""Request bodies: limited in size before parsing, with errors that name the field."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from lockstep.generate.server.api_error import ApiError
 Body = TypeVar("Body", bound=BaseModel)
 
 MOST = {",": 2**18, '"': 2**17, ":": 2**15, "[": 2**14, "{": 2**15}
-"""The most of each of JSON's characters in a body, including those in its strings: parsing blocks every other client,
+"""The most occurrences of JSON's characters in a body, including those in strings: parsing blocks every other client,
 for about 0.05 µs per number and 1 to 2 µs per string, list or object."""
 LARGE = 2**14
 """In bytes. Parsing a smaller body takes negligible time."""
@@ -24,12 +24,12 @@ LARGE = 2**14
 async def read_body(request: Request, max_bytes: int) -> bytes:
     """Raises ApiError: 415 for a content type other than JSON's, 413 for more than `max_bytes`."""
     content_type = request.headers.get("content-type", "").partition(";")[0].strip().lower()
-    # Also keeps out pages in a browser: without asking first, they can only send forms and plain text.
+    # Also a defense against web pages: without a CORS preflight, a browser sends only forms and plain text.
     if content_type != "application/json":
         raise ApiError(415, "send JSON, with the header Content-Type: application/json")
     encodings = ",".join(request.headers.getlist("content-encoding")).lower().split(",")
     if encoding := next((name for name in map(str.strip, encodings) if name not in ("", "identity")), ""):
-        raise ApiError(415, f"the body is sent with Content-Encoding: {encoding[:60]}; send it as it is")
+        raise ApiError(415, f"the body is sent with Content-Encoding: {encoding[:60]}; send it unencoded")
     too_large = ApiError(
         413, f"the body is larger than {max_bytes} bytes, the server's limit", headers={"Connection": "close"}
     )
@@ -45,11 +45,11 @@ async def read_body(request: Request, max_bytes: int) -> bytes:
 
 
 async def parse_in_turn(data: bytes, kind: type[Body], parsing: asyncio.Lock) -> Body:
-    """As `parse_body`. parsing: held while a large one is parsed."""
+    """As `parse_body`. parsing: locked while a large body is parsed."""
     if len(data) < LARGE:
         return parse_body(data, kind)
     async with parsing:
-        # One body per turn of the event loop: small requests are answered between two large ones.
+        # One body per iteration of the event loop: small requests are answered between two large ones.
         await asyncio.sleep(0)
         return parse_body(data, kind)
 
@@ -80,8 +80,8 @@ def _message(problem: Any, kind: type[BaseModel]) -> str:
     if problem["type"] == "extra_forbidden":
         return f"unknown field {'.'.join(path)!r}; there are: {', '.join(kind.model_fields)}"
     if problem["type"] == "missing":
-        given = [str(other)[:64] for other in itertools.islice(problem["input"], 64)]
-        near = difflib.get_close_matches(path[-1], given, n=1)
+        present = [str(name)[:64] for name in itertools.islice(problem["input"], 64)]
+        near = difflib.get_close_matches(path[-1], present, n=1)
         return f"{'.'.join(path)} is missing" + (f"; there is {near[0]!r}" if near else "")
     if described := _described(problem["loc"], kind):
         length, description = described
@@ -91,22 +91,22 @@ def _message(problem: Any, kind: type[BaseModel]) -> str:
 
 def _described(path: tuple[int | str, ...], kind: type[BaseModel]) -> tuple[int, str] | None:
     """The description of the innermost field on a path that has one, and the length of the path to it."""
-    found = None
+    innermost = None
     for length, part in enumerate(path, 1):
         if isinstance(part, int):
             continue
         if (field := kind.model_fields.get(part)) is None:
             break  # what follows names a type of a union
         if field.description:
-            found = length, field.description
+            innermost = length, field.description
         if (inner := _model_in(field.annotation)) is None:
             break
         kind = inner
-    return found
+    return innermost
 
 
 def _model_in(annotation: Any) -> type[BaseModel] | None:
-    """The model that a field's values are, or are a list of."""
+    """The pydantic model of a field's value or list items; None if there is none."""
     if isinstance(annotation, type) and issubclass(annotation, BaseModel):
         return annotation
     return next((model for part in get_args(annotation) if (model := _model_in(part))), None)

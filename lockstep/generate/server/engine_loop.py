@@ -1,7 +1,7 @@
-"""The engine in its own thread, and the bridge to asyncio.
+"""The engine's thread, and the bridge to asyncio.
 
-Only that thread touches the engine. Commands reach it through a queue and run between steps; what a step sampled is
-passed back to the event loop in one call. Without work, the thread sleeps on the queue.
+Only this thread calls the engine. Commands arrive through a queue and run between steps; a step's events are passed to
+the event loop in one call. Without work, the thread blocks on the queue.
 """
 
 from __future__ import annotations
@@ -24,9 +24,9 @@ from lockstep.generate.server.api_error import ApiError, engine_failed, not_fini
 
 Result = TypeVar("Result")
 IDLE_SECONDS = 5.0
-"""After which an engine without work returns the memory that its steps have freed."""
+"""Idle time after which the engine returns freed memory to the system."""
 PromptEvent = tuple[int, TokenEvent]
-"""The position of the prompt, and a token sampled for it."""
+"""A prompt's position, and a token sampled for it."""
 
 logger = logging.getLogger("lockstep.server")
 
@@ -38,7 +38,7 @@ class Generation:
         self.prompts = prompts
         self.params = params
         self.begun = begun
-        """The beginnings that the samples continue; only with a single prompt."""
+        """Samples so far, to be continued; only with a single prompt."""
         self.accepted: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         self.unfinished = len(prompts) * params.n
         self.received: asyncio.Queue[list[PromptEvent] | ApiError] = asyncio.Queue()
@@ -46,7 +46,7 @@ class Generation:
         """The engine's ids; only the engine's thread reads and writes them."""
 
     async def events(self) -> AsyncGenerator[list[PromptEvent], None]:
-        """Yields what each step sampled until all samples have ended. Raises ApiError if the engine fails or stops."""
+        """Yields each step's events until all samples have ended. Raises ApiError if the engine fails or stops."""
         while self.unfinished:
             batch = await self.received.get()
             if isinstance(batch, ApiError):
@@ -62,7 +62,7 @@ class Generation:
 
 @dataclass
 class _Owner:
-    """The owner of an engine's request, and how many of its samples are unfinished."""
+    """The generation that an engine's request belongs to, and the number of its unfinished samples."""
 
     generation: Generation
     position: int
@@ -70,12 +70,12 @@ class _Owner:
 
 
 class EngineLoop:
-    """Owns the engine's thread. Everything public is called from the event loop that called `start`."""
+    """Runs the engine's thread. Public methods are called from the event loop that called `start`."""
 
     def __init__(self, engine: Engine):
         self.engine = engine
         self.failure: BaseException | None = None
-        """What a step raised; from then on, every request is refused."""
+        """The exception of a failed step; every request is refused after it."""
         self.generations: set[Generation] = set()
         self._owners: dict[int, _Owner] = {}
         self._commands: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
@@ -95,9 +95,9 @@ class EngineLoop:
     async def generation(
         self, prompts: list[list[int]], params: SamplingParams, begun: Sequence[Completion] = ()
     ) -> AsyncIterator[Generation]:
-        """Queues all of the prompts or none. On leaving the context, their resources are freed before the next step.
+        """Queues all of the prompts or none. Leaving the context frees their resources before the next step.
 
-        Raises UserError for a prompt that can never be computed, ApiError if the engine has failed.
+        Raises UserError for a prompt that does not fit the context or the cache, ApiError if the engine has failed.
         """
         generation = Generation(prompts, params, begun)
         self.generations.add(generation)
@@ -124,15 +124,15 @@ class EngineLoop:
             try:
                 running = self._take_commands()
                 if self._has_work():
-                    self._hand_out(self.engine.step())
-            except BaseException as error:  # including a library's panic: whoever waits for the step must be told
-                self._give_up(error)
+                    self._dispatch(self.engine.step())
+            except BaseException as error:  # including a library's panic: waiting clients must get an error
+                self._fail(error)
 
     def _has_work(self) -> bool:
         return self.engine.has_work and self.failure is None
 
     def _take_commands(self) -> bool:
-        """Runs what is queued, and blocks if there is nothing else to do; False when the thread should end."""
+        """Runs queued commands, and blocks if there is nothing else to do; False if the thread should end."""
         try:
             command = self._commands.get(block=False) if self._has_work() else self._next_command()
             while command is not None:
@@ -143,7 +143,7 @@ class EngineLoop:
         return False
 
     def _next_command(self) -> Callable[[], None] | None:
-        """Waits for one, and meanwhile returns to the system what steps have freed."""
+        """Waits for a command; after IDLE_SECONDS, returns freed memory to the system."""
         try:
             return self._commands.get(timeout=IDLE_SECONDS)
         except queue.Empty:
@@ -167,11 +167,11 @@ class EngineLoop:
         except BaseException as error:
             self._abort(generation)
             expected = isinstance(error, UserError | ApiError)
-            self._post(_settle, generation.accepted, None, error if expected else engine_failed())
+            self._post(_resolve, generation.accepted, None, error if expected else engine_failed())
             if not expected:
                 raise
         else:
-            self._post(_settle, generation.accepted, None, None)
+            self._post(_resolve, generation.accepted, None, None)
 
     def _abort(self, generation: Generation) -> None:
         for request_id in generation.request_ids:
@@ -187,16 +187,16 @@ class EngineLoop:
             result = function(self.engine)
         except UserError as error:
             failure = error
-        except BaseException as error:  # it may have left the engine half changed
-            self._give_up(error)
+        except BaseException as error:  # the engine may be in an inconsistent state
+            self._fail(error)
             failure = engine_failed()
-        self._post(_settle, future, result, failure)
+        self._post(_resolve, future, result, failure)
 
-    def _hand_out(self, events: list[TokenEvent]) -> None:
+    def _dispatch(self, events: list[TokenEvent]) -> None:
         batches: dict[Generation, list[PromptEvent]] = {}
         for event in events:
             owner = self._owners.get(event.request_id)
-            if owner is None:  # its generation has just failed
+            if owner is None:  # its generation has failed
                 continue
             if event.finish_reason == "error":
                 self._abort(owner.generation)
@@ -209,7 +209,7 @@ class EngineLoop:
         if batches:
             self._post(_deliver, batches)
 
-    def _give_up(self, error: BaseException) -> None:
+    def _fail(self, error: BaseException) -> None:
         logger.error("the engine has failed; requests are refused until the server is restarted", exc_info=error)
         self.failure = error
         request_ids = list(self._owners)
@@ -218,7 +218,7 @@ class EngineLoop:
         for generation in generations:
             generation.request_ids = []
             self._post(generation.fail, ApiError(500, "the engine has failed on this request", code="engine_failed"))
-        with contextlib.suppress(Exception):  # it may be in any state, and other ranks may be gone
+        with contextlib.suppress(Exception):  # the engine may be in any state, and other ranks may have died
             for request_id in request_ids:
                 self.engine.abort(request_id)
 
@@ -232,7 +232,7 @@ def _deliver(batches: dict[Generation, list[PromptEvent]]) -> None:
         generation.received.put_nowait(batch)
 
 
-def _settle(future: asyncio.Future[Any], result: Any, error: Exception | None) -> None:
+def _resolve(future: asyncio.Future[Any], result: Any, error: Exception | None) -> None:
     if future.done():  # the waiting task is gone
         return
     if error is None:

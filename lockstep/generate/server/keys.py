@@ -1,4 +1,4 @@
-"""Access: the API key for /v1 and /metrics, the admin key for /admin; without a key, only this machine."""
+"""Access: the API key for /v1 and /metrics, the admin key for /admin; without an API key, only from this machine."""
 
 from __future__ import annotations
 
@@ -25,8 +25,8 @@ class RequireKeys:
         await (error.response() if error else self._app)(scope, receive, send)
 
     def _refusal(self, request: Request) -> ApiError | None:
-        # The path that the router uses. That of request.url is built with the Host header, which can contain anything:
-        # with "x#" in it, there would be no path left to require a key for.
+        # The path that the router uses. request.url is built from the Host header, an arbitrary string: with "x#" in
+        # it, its path would be empty and need no key.
         path = request.scope["path"]
         if not self._api_key and not _is_loopback(request.headers.get("host", "")):
             return _foreign_host()
@@ -48,14 +48,14 @@ def _is_loopback(host: str) -> bool:
 
 
 def _foreign_host() -> ApiError:
-    # A web page can reach this machine under its own host name, by letting that name point here (DNS rebinding).
+    # DNS rebinding: a web page can reach this machine by letting its host name resolve to 127.0.0.1.
     return ApiError(403, "without an API key, this server only answers on localhost; use http://127.0.0.1", code="host")
 
 
 def _compare(request: Request, key: str, name: str) -> ApiError | None:
-    scheme, _, given = request.headers.get("authorization", "").partition(" ")
-    # Header text is the bytes sent, as Latin-1. compare_digest takes the same time wherever the two differ.
-    if scheme.lower() == "bearer" and hmac.compare_digest(given.strip().encode("latin-1"), key.encode()):
+    scheme, _, token = request.headers.get("authorization", "").partition(" ")
+    # Headers are decoded as Latin-1. compare_digest runs in constant time.
+    if scheme.lower() == "bearer" and hmac.compare_digest(token.strip().encode("latin-1"), key.encode()):
         return None
     message = f"send the {name} in the header Authorization: Bearer KEY"
     return ApiError(401, message, code="invalid_api_key", headers={"WWW-Authenticate": "Bearer"})

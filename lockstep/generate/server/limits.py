@@ -1,4 +1,4 @@
-"""Limits on concurrent work; requests beyond them are refused at once, to be sent again later."""
+"""Limits on concurrent work; requests beyond them are refused at once, and clients retry later."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ Result = TypeVar("Result")
 
 
 class Limits:
-    """Counts requests and sequences. Lives in the event loop's thread."""
+    """Counts requests and sequences. Used only in the event loop's thread."""
 
     def __init__(self, max_requests: int, max_sequences: int):
         self.max_requests = max_requests
@@ -27,7 +27,7 @@ class Limits:
         self.draining = False
         """The server is shutting down: no new requests are accepted."""
         self.aborting = asyncio.Event()
-        """Running requests are aborted as well."""
+        """Set when running requests are aborted as well."""
 
     @contextmanager
     def request(self) -> Iterator[None]:
@@ -59,8 +59,8 @@ class Limits:
 
 @dataclass
 class Turns:
-    """Locks held for work on large requests, one at a time of each kind: threads that compete for the GIL or a core
-    delay the event loop, the longer the more of them there are. Small requests do not wait for them."""
+    """Locks for work on large requests, one at a time of each kind: every thread that competes for the GIL or a core
+    delays the event loop. Small requests do not wait for them."""
 
     parsing: asyncio.Lock = field(default_factory=asyncio.Lock)
     rendering: asyncio.Lock = field(default_factory=asyncio.Lock)
@@ -70,9 +70,9 @@ class Turns:
 
 
 async def in_turn(turn: asyncio.Lock, work: Callable[[], Result]) -> Result:
-    """Calls `work` in a thread while the turn is held; returns its result.
+    """Calls `work` in a thread while `turn` is locked; returns its result.
 
-    Waiting for the turn can be cancelled, but the work cannot: the turn is held until it has ended.
+    Waiting for the lock can be cancelled, but the work cannot: the lock is released when it ends.
     """
     await turn.acquire()
     working = asyncio.ensure_future(asyncio.to_thread(work))
@@ -80,21 +80,21 @@ async def in_turn(turn: asyncio.Lock, work: Callable[[], Result]) -> Result:
     def ended(_: object) -> None:
         turn.release()
         if not working.cancelled():
-            working.exception()  # marks it as retrieved: the waiting task may be gone
+            working.exception()  # marks it as retrieved: the waiting task may have been cancelled
 
     working.add_done_callback(ended)
     return await asyncio.shield(working)
 
 
 class LimitRequests:
-    """Lets a request for work through only if there is a free slot, which it holds until it is answered."""
+    """Accepts a request for work only if a slot is free, and keeps the slot until the response is complete."""
 
     def __init__(self, app: ASGIApp, limits: Limits):
         self._app = app
         self._limits = limits
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        # Weight updates and health checks must get through however much work there is.
+        # Weight updates and health checks are accepted under any load.
         if scope["type"] != "http" or scope["method"] != "POST" or not scope["path"].startswith("/v1/"):
             await self._app(scope, receive, send)
             return

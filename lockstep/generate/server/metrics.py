@@ -1,4 +1,4 @@
-"""Metrics for Prometheus: the engine's current state, and counts and times of requests."""
+"""Prometheus metrics: the engine's state, and counts and times of requests."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ PER_TOKEN_BUCKETS = (0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1, 2)
 
 
 class EngineCollector(Collector):
-    """Reads the engine when scraped; single numbers, so no lock against its thread is needed."""
+    """Reads the engine when scraped, without a lock: each metric is a single number."""
 
     def __init__(self, engine: Engine):
         self._engine = engine
@@ -31,21 +31,21 @@ class EngineCollector(Collector):
             ("cache_pages_used", "Pages in use by sequences.", pages - engine.allocator.num_free),
             (
                 "prefix_hit_rate",
-                "Share of all prompt tokens that were found in the cache.",
+                "Share of all prompt tokens that were in the cache.",
                 done.prompt_tokens_reused / max(1, prompt_tokens),
             ),
             ("weights_version", "Version of the weights in use.", engine.weights_version),
         ]
         counters = [
             ("prompt_tokens_computed", "Prompt tokens that went through the model.", done.prompt_tokens_computed),
-            ("prompt_tokens_reused", "Prompt tokens that were found in the cache.", done.prompt_tokens_reused),
+            ("prompt_tokens_reused", "Prompt tokens that were in the cache.", done.prompt_tokens_reused),
             ("tokens_sampled", "Tokens sampled.", done.tokens_sampled),
             ("tokens_guessed", "Tokens that a draft proposed.", done.tokens_guessed),
-            ("guesses_accepted", "Proposed tokens that were drawn.", done.guesses_accepted),
-            ("runs_guessed", "Runs of guesses, at most one per sequence and step.", done.runs_guessed),
-            ("guessed_seconds", "Seconds in decode steps with guesses, including the guessing.", done.guessed_seconds),
-            ("unguessed_seconds", "Seconds their tokens would have taken one by one.", done.unguessed_seconds),
-            ("preemptions", "Sequences that gave up their pages and were recomputed.", done.preemptions),
+            ("guesses_accepted", "Draft tokens that were accepted.", done.guesses_accepted),
+            ("runs_guessed", "Drafts of one or more tokens, at most one per sequence and step.", done.runs_guessed),
+            ("guessed_seconds", "Seconds in decode steps with drafts, drafting included.", done.guessed_seconds),
+            ("unguessed_seconds", "Seconds that their tokens would have taken one by one.", done.unguessed_seconds),
+            ("preemptions", "Sequences whose pages were freed and recomputed.", done.preemptions),
             ("steps", "Forward passes.", done.steps),
         ]
         for name, help_text, value in gauges:
@@ -55,7 +55,7 @@ class EngineCollector(Collector):
 
 
 class Metrics:
-    """The application's own registry."""
+    """The application's registry."""
 
     def __init__(self, engine: Engine):
         self._registry = CollectorRegistry()

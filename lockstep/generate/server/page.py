@@ -1,4 +1,4 @@
-"""The page at `/`: a chat in the browser that uses the server's own routes."""
+"""The page at `/`: a chat in the browser that uses the server's routes."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from starlette.responses import Response
 
 @cache
 def _page() -> tuple[bytes, dict[str, str]]:
-    """The page, and headers that let it run only its own code and connect only to this server."""
+    """The page, and headers that restrict it to its inline code and to this server."""
     text = Path(__file__).with_name("page.html").read_text(encoding="utf-8")
     allowed = {tag: _digest(text, tag) for tag in ("script", "style")}
     policy = (
@@ -31,7 +31,7 @@ def _page() -> tuple[bytes, dict[str, str]]:
 
 
 def page_response() -> Response:
-    """The page, which contains no secret: its requests carry the key that its user enters."""
+    """The page. It contains no secret: its user enters the key."""
     body, headers = _page()
     return Response(body, headers=headers)
 

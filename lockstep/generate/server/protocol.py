@@ -1,4 +1,4 @@
-"""Request bodies: OpenAI's fields, additional ones, and which fields are refused rather than ignored."""
+"""Request bodies: OpenAI's fields, additional ones, and fields that are ignored or refused."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from lockstep.generate.server.api_error import ApiError
 LARGEST = 2**31 - 1
 Item = TypeVar("Item")
 Strictly = Annotated[list[Item], Field(fail_fast=True)]
-"""A list that is refused at its first wrong item: a million wrong items would be a million errors."""
+"""A list that is refused at its first invalid item: a million invalid items would be a million errors."""
 Prompts = Annotated[list[Item], Field(max_length=4096, fail_fast=True)]
 Stop = Annotated[str, Field(min_length=1, max_length=256)]
 TokenId = Annotated[int, Field(ge=0, le=LARGEST)]
@@ -33,11 +33,11 @@ IGNORED = {
 }
 """Fields that do not affect the response."""
 IGNORED_IN_PARTS = {"cache_control", "id", "index"}
-"""Those of a message or of a part of it."""
+"""The same, of a message or of a part of it."""
 UNSUPPORTED_IN_MESSAGES = {"audio", "function_call", "refusal", "tool_calls"}
-"""OpenAI's fields of a message that are not supported, however much they look like others."""
+"""OpenAI's message fields that are not supported: never taken for a misspelled field."""
 NOTHING: tuple[Any, ...] = (None, False, "", [], {})
-"""Values of a part's unknown field that have no effect."""
+"""Values with which an unknown field of a part is accepted."""
 NEUTRAL: dict[str, tuple[Any, ...]] = {
     "echo": (False,),
     "suffix": ("",),
@@ -81,7 +81,7 @@ NEUTRAL: dict[str, tuple[Any, ...]] = {
     "truncate_prompt_tokens": (),
     "use_beam_search": (False,),
 }
-"""OpenAI's fields, then vLLM's and SGLang's, that are not supported, with the values that have no effect."""
+"""Unsupported fields of OpenAI, then of vLLM and SGLang, with the values that have no effect."""
 
 
 class Options(BaseModel):
@@ -118,7 +118,7 @@ class SamplingRequest(BaseModel):
 
     @property
     def prompt_field(self) -> str:
-        """The name of the field that has the prompts."""
+        """The name of the field with the prompts."""
         return "prompt"
 
     @property
@@ -128,14 +128,14 @@ class SamplingRequest(BaseModel):
 
     def check_fields(self) -> None:
         """Raises ApiError for a field that would change the answer and is not supported."""
-        known = type(self).model_fields
+        fields = type(self).model_fields
         for name, value in (self.model_extra or {}).items():
             if name in IGNORED or value is None or any(_same(value, v) for v in NEUTRAL.get(name, ())):
                 continue
             if name in NEUTRAL:
                 raise ApiError(400, f"{name} is not supported here; remove it", name[:64], "unsupported_parameter")
             hint = _hint(name, self)
-            if not hint and not closest(name[:64], known) and closest(name[:64], NEUTRAL):
+            if not hint and not closest(name[:64], fields) and closest(name[:64], NEUTRAL):
                 hint = " It looks like one that is not supported here; remove it"
             raise ApiError(400, f"unknown field {name[:64]!r}.{hint or ' Remove it'}", name[:64], "unknown_parameter")
         if self.stream_options is not None:
@@ -221,12 +221,12 @@ class Message(BaseModel):
     reasoning: str | None = Field(None, description="another name of reasoning_content")
 
     def plain(self, between: str = "\n") -> dict[str, Any]:
-        """The message as templates expect it, with the content in one string, `between` between its parts."""
+        """The message in the form that templates expect: the content is one string, its parts joined by `between`."""
         content = self.content
         text = between.join(part.text for part in content) if isinstance(content, list) else content or ""
         thought = self.reasoning_content or self.reasoning or None
-        others = {"name": self.name, "tool_call_id": self.tool_call_id, **dict.fromkeys(SHOWN_REASONING, thought)}
-        return {"role": self.role, "content": text} | {k: v for k, v in others.items() if v is not None}
+        optional = {"name": self.name, "tool_call_id": self.tool_call_id, **dict.fromkeys(SHOWN_REASONING, thought)}
+        return {"role": self.role, "content": text} | {k: v for k, v in optional.items() if v is not None}
 
 
 class ChatRequest(SamplingRequest):
@@ -273,7 +273,7 @@ class WeightsRequest(BaseModel):
 
 
 def _refuse_unknown(part: BaseModel, where: str, ignored: Collection[str] = IGNORED_IN_PARTS) -> None:
-    """Raises ApiError for a field of a part of the body that is not known, and not at a value that has no effect."""
+    """Raises ApiError for an unknown field of a part of the body, unless its value has no effect."""
     for name, value in (part.model_extra or {}).items():
         if name not in ignored and not any(_same(value, v) for v in NOTHING):
             hint = _hint(name, part)
@@ -282,12 +282,12 @@ def _refuse_unknown(part: BaseModel, where: str, ignored: Collection[str] = IGNO
 
 
 def _hint(name: str, part: BaseModel) -> str:
-    """Which of the fields that are not given an unknown one could be; empty if it is closest to a given one."""
+    """A hint at the unset field that an unknown one may mean; empty if it is closest to a field that is set."""
     fields = type(part).model_fields
-    given = {field for field in part.model_fields_set if getattr(part, field) is not None}
-    if name in UNSUPPORTED_IN_MESSAGES or given & {*difflib.get_close_matches(name[:64], fields, n=1)}:
+    present = {field for field in part.model_fields_set if getattr(part, field) is not None}
+    if name in UNSUPPORTED_IN_MESSAGES or present & {*difflib.get_close_matches(name[:64], fields, n=1)}:
         return ""
-    return closest(name[:64], fields.keys() - given)
+    return closest(name[:64], fields.keys() - present)
 
 
 def _same(value: Any, neutral: Any) -> bool:

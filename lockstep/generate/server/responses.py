@@ -17,7 +17,7 @@ DONE = "data: [DONE]\n\n"
 
 @dataclass
 class Piece:
-    """What one step, or all steps together, added to a choice."""
+    """The output of one step, or of all steps so far, for a choice."""
 
     index: int
     prompt: int
@@ -29,9 +29,9 @@ class Piece:
     """Where in the text each token begins."""
     finish_reason: str | None = None
     reasoning: str = ""
-    """Of a chat."""
+    """Only in chats."""
     parts: ReplyParts | None = None
-    """All of a finished choice, read as a whole; None if its pieces are to be joined."""
+    """The whole text of a finished choice, parsed at once; None if the pieces count."""
 
     def add(self, later: Piece) -> None:
         self.text += later.text
@@ -43,7 +43,7 @@ class Piece:
 
 @dataclass
 class Reply:
-    """What all objects of one response have in common, and what the client wants in them."""
+    """What all objects of a response have in common, and what the client has requested."""
 
     id: str
     created: int
@@ -65,7 +65,7 @@ class Reply:
         return server_sent_event(self._object([self._choice(piece, "delta")], True, piece.first, **more))
 
     def usage_chunk(self, usage: dict[str, int]) -> str:
-        """The last event of a stream that was asked to end with its usage."""
+        """The last event of a stream with usage."""
         return server_sent_event(self._object([], chunk=True, first=False, usage=usage))
 
     def shows(self, piece: Piece) -> bool:
@@ -73,8 +73,8 @@ class Reply:
         exact = self.token_ids or self.top_logprobs is not None
         return bool(piece.text or piece.reasoning or piece.finish_reason or (exact and piece.events))
 
-    # JSON is written token by token: json.dumps blocks every other thread until it is done, and garbage collection of a
-    # tree of hundreds of thousands of objects does so again.
+    # JSON is written token by token: json.dumps of a whole response holds the GIL, and so does the garbage collection
+    # of hundreds of thousands of objects.
 
     def _object(self, choices: list[str], chunk: bool, first: bool = True, **more: Any) -> str:
         kind = "text_completion"
@@ -95,9 +95,9 @@ class Reply:
         if self.token_ids:
             choice["token_ids"] = [event.token_id for event in piece.events]
             choice["weights_versions"] = [event.weights_version for event in piece.events]
-            cut = [event.cut_logprob for event in piece.events if event.cut_logprob is not None]
-            if cut and self.top_logprobs is not None:
-                choice["cut_logprobs"] = cut
+            truncated = [event.truncated_logprob for event in piece.events if event.truncated_logprob is not None]
+            if truncated and self.top_logprobs is not None:
+                choice["truncated_logprobs"] = truncated
             if any(event.route for event in piece.events):
                 choice["routes"] = [event.route for event in piece.events]
             if not self.chat and piece.first:
@@ -136,21 +136,21 @@ class Reply:
         return f'{{"content": [{", ".join(map(json.dumps, entries))}], "refusal": null}}'
 
     def _entry(self, token: int, logprob: float) -> dict[str, Any]:
-        found = token_bytes(self.tokenizer, token)
+        content = token_bytes(self.tokenizer, token)
         return {
             "token": self._name(token),
             "logprob": _number(logprob),
-            "bytes": None if found is None else list(found),
+            "bytes": None if content is None else list(content),
         }
 
     def _name(self, token: int) -> str:
-        """A token's text; `token_id:N` if it has none of its own (special tokens, parts of a character)."""
+        """A token's text; `token_id:N` if it has none (special tokens, parts of a character)."""
         return token_text(self.tokenizer, token) or f"token_id:{token}"
 
 
 def _message(piece: Piece, whole: bool) -> dict[str, Any]:
-    """A chat's message, or what a piece adds to it. The reasoning's key is DeepSeek's and SGLang's, which most clients
-    read and chat templates take back; the other one in use is vLLM's `reasoning`."""
+    """A chat's message, or a piece of it. `reasoning_content` is the key of DeepSeek and SGLang, which most clients and
+    chat templates read; vLLM's is `reasoning`."""
     message: dict[str, Any] = {"role": "assistant"} if piece.first else {}
     if piece.reasoning:
         message["reasoning_content"] = piece.reasoning

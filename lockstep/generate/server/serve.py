@@ -20,8 +20,8 @@ from lockstep.config import ServeConfig
 from lockstep.data import load_tokenizer, name_ends, with_ends
 from lockstep.data.chat import load_chat_template
 from lockstep.errors import UserError
+from lockstep.generate.driver import DriverEngine, follow
 from lockstep.generate.engine import Engine
-from lockstep.generate.lead import LeadingEngine, follow
 from lockstep.generate.server.app import create_app
 from lockstep.generate.server.connection import bounded_connections
 from lockstep.generate.server.service import Service
@@ -44,12 +44,12 @@ def build_engine(config: ServeConfig, folder: Path, world: World | None = None) 
     tokenizer = load_tokenizer(folder, model.config.vocab_size)
     model.config = with_ends(model.config, tokenizer, load_chat_template(folder))
     apply_compile(model, config.compile, trains=False)
-    leads = world is not None and world.size > 1 and world.is_main
-    return (LeadingEngine if leads else Engine)(model, config.engine, tokenizer)
+    drives = world is not None and world.size > 1 and world.is_main
+    return (DriverEngine if drives else Engine)(model, config.engine, tokenizer)
 
 
 def build_service(config: ServeConfig, folder: Path, engine: Engine | None = None) -> Service:
-    """The service for the model in `folder`, with its chat template. Raises UserError if the folder is incomplete."""
+    """The service for the model in `folder`. Raises UserError if the folder is incomplete."""
     engine = engine or build_engine(config, folder)
     assert engine.tokenizer is not None
     engine.weights_changed(step_of(folder) or 0)
@@ -58,11 +58,11 @@ def build_service(config: ServeConfig, folder: Path, engine: Engine | None = Non
 
 
 def serve(config: ServeConfig, folder: Path, world: World) -> int:
-    """Serves until SIGTERM or SIGINT; returns the exit code. Ranks other than 0 compute with rank 0 until it ends."""
+    """Serves until SIGTERM or SIGINT; returns the exit code. The other ranks follow rank 0 until it ends."""
     world.on_main(lambda: _require_address(config.host, config.port))
     engine = build_engine(config, folder, world)
     if not world.is_main:
-        # torchrun sends signals to all ranks: rank 0 tells the others when its last request has been answered.
+        # torchrun sends signals to all ranks: the others end when rank 0 has answered its last request.
         for number in (signal.SIGTERM, signal.SIGINT):
             signal.signal(number, signal.SIG_IGN)
         follow(engine)
@@ -70,7 +70,7 @@ def serve(config: ServeConfig, folder: Path, world: World) -> int:
     try:
         return _serve(config, folder, engine, world.size)
     finally:
-        if isinstance(engine, LeadingEngine):
+        if isinstance(engine, DriverEngine):
             engine.end()
 
 
@@ -84,7 +84,7 @@ def _serve(config: ServeConfig, folder: Path, engine: Engine, ranks: int) -> int
     answers = "completions and chats" if service.template else "completions; chats need a chat_template.jinja in it"
     logger.info("%s is model %r, context %d tokens: %s", folder, service.model_name, service.context, answers)
     server = Server(service)
-    # What is loaded by now is never garbage: traversing it would block every client for a tenth of a second.
+    # What is loaded by now is never garbage; traversing it would block every client for a tenth of a second.
     gc.collect()
     gc.freeze()
     with _access_lines():
@@ -112,7 +112,7 @@ def _require_address(host: str, port: int) -> None:
         family = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)[0][0]
         socket.create_server((host, port), family=family).close()
     except OSError as error:
-        problem = (error.strerror or str(error)).partition(" (while")[0]  # which names the address again
+        problem = (error.strerror or str(error)).partition(" (while")[0]  # the rest repeats the address
         raise UserError(f"{host}, port {port}: {problem}; give another --port or --host") from error
 
 
@@ -148,7 +148,7 @@ class Server(uvicorn.Server):
         await super().startup(*arguments, **keywords)  # type: ignore[arg-type]
 
     def handle_exit(self, sig: int, frame: FrameType | None) -> None:
-        """The first signal begins the shutdown, a second one aborts what still runs. Called by the signal handler."""
+        """The first signal begins the shutdown, a second one aborts running requests. Called by the signal handler."""
         if self._event_loop is None:
             self.should_exit = True
         else:

@@ -1,4 +1,4 @@
-"""What the routes share."""
+"""The state that the routes share."""
 
 from __future__ import annotations
 
@@ -32,9 +32,9 @@ class Service:
     turns: Turns = field(default_factory=Turns)
     started: int = field(default_factory=lambda: int(time.time()))
     reply_form: ReplyForm = field(init=False)
-    """How the model's answers in chats are taken apart."""
+    """How chat replies are split into reasoning and content."""
     between: str = field(init=False)
-    """What the chat template writes between two parts of a message's content."""
+    """The separator that the chat template writes between two parts of a message's content."""
     engine_loop: EngineLoop = field(init=False)
     limits: Limits = field(init=False)
     metrics: Metrics = field(init=False)

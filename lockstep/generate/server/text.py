@@ -1,4 +1,4 @@
-"""The growing text of sampled tokens, which ends before a stop string; no part of the stop string is ever shown."""
+"""The text of a sample as it grows. It ends before a stop string, no part of which is ever shown."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from lockstep.data.replies import Piece, ReplyParts, ReplyReader, reply_form
 
 
 class StopString:
-    """Searches for itself in a growing text, in time independent of its own length (Knuth, Morris and Pratt 1977)."""
+    """Searches for a stop string in a growing text, in constant time per character (Knuth, Morris and Pratt 1977)."""
 
     def __init__(self, text: str):
         self.text = text
@@ -19,21 +19,21 @@ class StopString:
             self._shorter.append(self.advance(self._shorter[-1], character))
 
     def advance(self, matched: int, character: str) -> int:
-        """How many of its first characters the text ends with after `character`; `matched`: before it, not all."""
+        """How many characters of the stop string are matched after `character`; `matched`: before it, not all."""
         while matched and self.text[matched] != character:
             matched = self._shorter[matched - 1]
         return matched + (self.text[matched] == character)
 
 
 class GrowingText:
-    """The content of one sample, and apart from it its reasoning.
+    """The content and the reasoning of one sample.
 
-    `stop_ids` are tokens that end it and have no text; `length` counts the characters decoded so far. reader: what
-    takes it apart; by default in the form that the decoder's vocabulary suggests. A stop string ends the sample in
-    its reasoning too, as in the engine, but never in the names of channels.
+    `stop_ids` are tokens that end it and have no text; `length` counts the characters decoded so far. reader: separates
+    content and reasoning; by default in the form that the decoder's vocabulary suggests. A stop string ends the sample
+    within reasoning too, as in the engine, but never within the names of channels.
 
-    A `</think>` whose beginning neither the sample nor its prompt has shows only then that all before it was reasoning,
-    which has been shown as content: a stream keeps it so, `parts` do not.
+    A `</think>` without `<think>` in the sample or its prompt reveals late that the text before it was reasoning: a
+    stream has already shown that as content, `parts` is correct.
     """
 
     def __init__(
@@ -47,7 +47,7 @@ class GrowingText:
         self._stop = stop
         self._matched = [0] * len(stop)
         self._stop_ids = stop_ids
-        self._held: list[Piece] = []
+        self._withheld: list[Piece] = []
         self.length = 0
         self.stopped = False
         """A stop string was found."""
@@ -55,7 +55,7 @@ class GrowingText:
         """The reasoning that can be shown after the last token."""
 
     def parts(self) -> ReplyParts | None:
-        """All of the finished sample; None if a stop string ended it, for which the pieces count."""
+        """The parts of the finished sample; None if a stop string ended it: then the pushed texts count."""
         return None if self.stopped else self._reader.parts()
 
     def push(self, token: int, last: bool) -> str:
@@ -76,31 +76,31 @@ class GrowingText:
         return content
 
     def _before_stop(self, new: list[Piece], last: bool) -> list[Piece]:
-        """The pieces, of those held back and new ones, that are no part of a stop string."""
+        """The pieces, withheld and new, that cannot be part of a stop string."""
         if self.stopped:
             return []
-        found = self._found(new)
-        self.stopped = found is not None
-        # What is held back may turn out to be the beginning of a stop string.
-        end = _length(new) - (0 if last else max(self._matched)) if found is None else found
-        shown, self._held = _divided(self._held + new, _length(self._held) + end)
+        position = self._stop_position(new)
+        self.stopped = position is not None
+        # Withholds what may be the beginning of a stop string.
+        end = _length(new) - (0 if last else max(self._matched)) if position is None else position
+        shown, self._withheld = _split(self._withheld + new, _length(self._withheld) + end)
         return shown
 
-    def _found(self, new: Sequence[Piece]) -> int | None:
+    def _stop_position(self, new: Sequence[Piece]) -> int | None:
         """Where in the sampled text of `new` the first stop string begins, negative if before it."""
-        found: list[int] = []
+        positions: list[int] = []
         begin = 0
         for piece in new:
             if piece.section == "structure":
                 self._matched = [0] * len(self._stop)
             elif piece.sampled:
-                found += (begin + place for place in self._found_in(piece.text))
-            if found:
-                return min(found)
+                positions += (begin + place for place in self._completed_stops(piece.text))
+            if positions:
+                return min(positions)
             begin += len(piece.text) if piece.sampled else 0
         return None
 
-    def _found_in(self, text: str) -> Iterator[int]:
+    def _completed_stops(self, text: str) -> Iterator[int]:
         """Where each stop string that `text` completes begins."""
         for number, stop in enumerate(self._stop):
             for position, character in enumerate(text, 1):
@@ -114,12 +114,12 @@ def _length(pieces: Sequence[Piece]) -> int:
     return sum([len(piece.text) for piece in pieces if piece.sampled])
 
 
-def _divided(pieces: Sequence[Piece], count: int) -> tuple[list[Piece], list[Piece]]:
+def _split(pieces: Sequence[Piece], count: int) -> tuple[list[Piece], list[Piece]]:
     """The pieces of the first `count` sampled characters, and the others."""
     first: list[Piece] = []
     for number, piece in enumerate(pieces):
         if not piece.sampled:
-            # It stands between two texts, of which the second has to be shown.
+            # Between two texts: shown only together with the second.
             if count == 0:
                 return first, list(pieces[number:])
             first.append(piece)

@@ -1,4 +1,4 @@
-"""Work for a client, which is cancelled at once if the client disconnects or its time is up."""
+"""Cancels work for a client if the client disconnects or a deadline passes."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ Result = TypeVar("Result")
 
 
 class ClientGone(Exception):
-    """Nobody is left to read the answer."""
+    """The client has disconnected."""
 
 
 async def watch(
@@ -30,11 +30,12 @@ async def watch(
     aborting: asyncio.Event,
     reads_body: bool = False,
 ) -> Result:
-    """Returns the result of `work`, if it ends while the client is connected and within `limit_seconds` of the start.
+    """Returns the result of `work`, if it ends while the client is connected and within `limit_seconds` of the
+    request's start (0: no limit).
 
-    aborting: set when the server aborts running requests. reads_body: `work` reads the request's body, and notices by
-    itself when the client disconnects; otherwise the body must have been read. 0 seconds: no limit. Raises ClientGone,
-    or ApiError (408, or 503 when aborting).
+    aborting: set when the server aborts running requests. reads_body: `work` reads the request's body, and so detects
+    a disconnect itself; otherwise the body must have been read. Raises ClientGone, or ApiError (408, or 503 when
+    aborting).
     """
     record = record_of(request)
     task = asyncio.ensure_future(work)
@@ -64,7 +65,7 @@ async def watch(
 
 
 def deadline_passed(limit_seconds: float) -> ApiError:
-    # The official clients retry a request after 408 unless they are told not to.
+    # The official clients retry a request after 408 unless this header forbids it.
     return ApiError(
         408,
         f"the request took longer than {limit_seconds} seconds, the server's limit; ask for fewer tokens",
@@ -81,7 +82,7 @@ async def _disconnected(receive: Receive) -> None:
 class EventStream(Response):
     """Server-sent events. An error after the first event is sent as its own event, without `[DONE]`.
 
-    `source`, from which the events are made, is closed whatever happens, even before the first event.
+    `source`, from which `events` reads, is always closed, even if the first event was never requested.
     """
 
     media_type = "text/event-stream"
@@ -110,7 +111,7 @@ class EventStream(Response):
             except ClientGone:
                 return
             except ApiError as error:
-                # First end the sequences: the client may not even read this.
+                # First abort the sequences: the client may not read the error.
                 await self._events.aclose()
                 await self._source.aclose()
                 await _send_part(send, server_sent_event(json.dumps(error.body())), more=True)

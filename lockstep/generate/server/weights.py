@@ -18,27 +18,28 @@ from lockstep.generate.server.service import Service
 from lockstep.model import arithmetic_of
 
 
-async def update_weights(service: Service, wanted: WeightsRequest) -> dict[str, Any]:
-    """Loads them in place. Raises UserError, leaving the old weights untouched, for a folder that does not fit."""
+async def update_weights(service: Service, request: WeightsRequest) -> dict[str, Any]:
+    """Loads new weights in place. Raises UserError, leaving the old weights untouched, for a folder that does not
+    fit."""
 
     def load(engine: Engine) -> dict[str, Any]:
         started = time.perf_counter()
         engine.load_weights(folder)
-        version = wanted.version
+        version = request.version
         if version is None:
             version = step_of(folder)
         engine.weights_changed(version)
         seconds = time.perf_counter() - started
         return {"weights_version": engine.weights_version, "path": str(folder), "seconds": round(seconds, 4)}
 
-    async with service.turns.updating:  # the later request's weights are the last
-        # Elsewhere, as checksums read whole files: streams and other requests go on.
-        folder = await asyncio.to_thread(_folder, service, wanted)
+    async with service.turns.updating:  # concurrent updates are applied in order
+        # In another thread, since checksums read whole files: other requests continue.
+        folder = await asyncio.to_thread(_folder, service, request)
         return await service.engine_loop.between_steps(load)
 
 
 def describe(service: Service) -> dict[str, Any]:
-    """The model's shape and everything else except the weights that its bits depend on, and the server's limits."""
+    """The model's shape, everything else but the weights that its bits depend on, and the server's limits."""
     engine, config = service.engine, service.config
     return {
         "shape": dataclasses.asdict(engine.model.config),
@@ -57,24 +58,24 @@ def describe(service: Service) -> dict[str, Any]:
 
 def step_of(folder: Path) -> int | None:
     """The step that a checkpoint's folder is named after."""
-    found = re.fullmatch(r"step_(\d{1,18})", folder.name)
-    return int(found[1]) if found else None
+    match = re.fullmatch(r"step_(\d{1,18})", folder.name)
+    return int(match[1]) if match else None
 
 
-def _folder(service: Service, wanted: WeightsRequest) -> Path:
-    if wanted.path is not None:
-        folder = Path(wanted.path)
+def _folder(service: Service, request: WeightsRequest) -> Path:
+    if request.path is not None:
+        folder = Path(request.path)
         try:
             folder = weights_folder(folder)
             folder.is_dir()
         except (OSError, ValueError) as error:
-            raise UserError(f"{wanted.path!r}: cannot be read ({error})") from error
-    elif wanted.version is None:
+            raise UserError(f"{request.path!r}: cannot be read ({error})") from error
+    elif request.version is None:
         raise UserError("give path (a model's folder) or version (a step of the served run)")
     elif step_of(service.folder) is None:
         raise UserError("the server was not started from a run's folder, so it cannot find versions; give path")
     else:
-        folder = service.folder.with_name(step_name(wanted.version))
+        folder = service.folder.with_name(step_name(request.version))
     if not folder.is_dir():
         raise UserError(f"{folder}: no such folder; give a Hugging Face model folder, a run's folder, or its step")
     if (folder / MANIFEST).is_file() and (problem := damage_of_model(folder)):

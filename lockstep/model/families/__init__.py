@@ -1,4 +1,4 @@
-"""The families: their sizes by name, and `config.json` both ways."""
+"""The families: their sizes by name, and reading and writing `config.json`."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from lockstep.model.config import ModelConfig
 from lockstep.model.families import deepseek_v3, gpt_oss, llama3, qwen3, qwen3_moe
 from lockstep.model.families.keys import refuse_unknown, with_defaults
 from lockstep.model.families.reading import layer_kinds, number
-from lockstep.model.families.rope import read_rope, refuse_endless_rotation, write_rope
+from lockstep.model.families.rope import read_rope, refuse_infinite_rotation, write_rope
 from lockstep.model.stored import HEAD
 
 FAMILIES: dict[str, ModuleType] = {
@@ -24,7 +24,7 @@ FAMILIES: dict[str, ModuleType] = {
 }
 PRESETS = [f"{family}:{size}" for family, module in FAMILIES.items() for size in module.PRESETS]
 
-# Keys of config.json and the fields they fill.
+# Keys of config.json and the corresponding fields.
 _NAMES = {
     "vocab_size": "vocab_size",
     "hidden_size": "dim",
@@ -44,7 +44,8 @@ MOST_LAYERS = 1024
 
 
 def preset(name: str, vocab_size: int | None = None, eos_token_ids: tuple[int, ...] = ()) -> ModelConfig:
-    """`family:size`, such as `qwen3:tiny`, with another vocabulary if given. Raises UserError if there is none."""
+    """The shape named `family:size`, such as `qwen3:tiny`, optionally with another vocabulary. Raises UserError for an
+    unknown name."""
     family, _, size = name.partition(":")
     if name not in PRESETS:
         raise UserError(
@@ -74,7 +75,7 @@ def from_hugging_face(values: dict[str, Any], where: str) -> ModelConfig:
         value = fields.get(name)
         if value is not None and (not isinstance(value, kinds) or (isinstance(value, bool) and bool not in kinds)):
             raise UserError(f"{where}: {key}: {name} is {value!r:.100}, which is not of type {kinds[-1].__name__}")
-    # Checked before anything iterates over them.
+    # Checked before anything loops over them.
     if not 0 < fields["num_layers"] <= MOST_LAYERS or fields["num_heads"] < 1:
         raise UserError(
             f"{where}: num_hidden_layers is {_short(fields['num_layers'])} and num_attention_heads "
@@ -105,12 +106,12 @@ def from_hugging_face(values: dict[str, Any], where: str) -> ModelConfig:
         )
     except UserError as error:
         raise UserError(f"{where}: {str(error).removeprefix(f'{where}: ')}") from error
-    refuse_endless_rotation(config, where)
+    refuse_infinite_rotation(config, where)
     return config
 
 
 def _family_of(values: dict[str, Any], where: str) -> tuple[str, bool]:
-    """The family, and whether the head gives a score. transformers goes by `model_type` alone: `architectures` may be
+    """The family, and whether the head outputs a score. transformers uses `model_type` alone: `architectures` may be
     missing, and must not name another family."""
     architectures = values.get("architectures") or [""]
     if not isinstance(architectures, list) or not isinstance(architectures[0], str):
@@ -118,7 +119,7 @@ def _family_of(values: dict[str, Any], where: str) -> tuple[str, bool]:
     if values.get("text_config") is not None:
         raise UserError(
             f"{where}: text_config describes the language model inside a larger one ({architectures[0] or 'unnamed'}), "
-            "which is not supported; save the language model in a folder of its own"
+            "which is not supported; save the language model in a separate folder"
         )
     types = {kind: name for name, module in FAMILIES.items() for kind in (module.MODEL_TYPE, *_other_types(module))}
     kind = values.get("model_type")
@@ -155,13 +156,13 @@ def _other_types(family: ModuleType) -> tuple[str, ...]:
 
 
 def _scoring(architecture: str) -> str:
-    """The name in transformers of an architecture whose head gives scores."""
+    """The name in transformers of the architecture with a score head."""
     return architecture.replace("ForCausalLM", "ForSequenceClassification")
 
 
 def _refuse_classes(values: dict[str, Any], where: str) -> None:
     """Raises UserError for a head with several outputs."""
-    # transformers does not write num_labels, but the labels' names, two of them by default.
+    # transformers writes the labels' names instead of num_labels, two of them by default.
     labels = values.get("id2label", {"0": "", "1": ""})
     count = values.get("num_labels", len(labels) if isinstance(labels, dict) else labels)
     if count != 1:
@@ -198,12 +199,12 @@ def _refuse_quantized(values: dict[str, Any], read: Collection[str], where: str)
 
 
 def is_copy(name: str, config: ModelConfig) -> bool:
-    """Tensors in a folder that say nothing new: older folders' rotary frequencies, and a tied head."""
+    """Whether a tensor in a folder is redundant: older folders' rotary frequencies, and a tied head."""
     return name.endswith("rotary_emb.inv_freq") or (config.tie_embeddings and name == HEAD)
 
 
 def is_ignored(name: str, config: ModelConfig) -> bool:
-    """Tensors in a folder that the model does not use: copies, and what a family or a reward model leaves out."""
+    """Whether the model does not use a tensor in a folder: a copy, or one that a family or a reward model ignores."""
     if is_copy(name, config) or (config.score_head and name == HEAD):
         return True
     module = FAMILIES[config.family]
@@ -214,7 +215,7 @@ def to_hugging_face(config: ModelConfig, dtype: str) -> dict[str, Any]:
     """The `config.json` that transformers reads, old and new."""
     module = FAMILIES[config.family]
     values = {key: getattr(config, field) for key, field in _NAMES.items()}
-    if config.reduction_chunks == 1:  # as in every folder of other libraries
+    if config.reduction_chunks == 1:  # as in folders of other libraries
         del values["reduction_chunks"]
     eos = list(config.eos_token_ids)
     return {

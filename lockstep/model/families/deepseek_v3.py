@@ -42,15 +42,15 @@ DEFAULTS = {
     "routed_scaling_factor": 2.5,
     "first_k_dense_replace": 3,
 }
-"""Values of keys that a `config.json` lacks: those of transformers' class. There are as many key-value heads as
+"""Defaults of missing keys in a `config.json`: those of transformers' class. There are as many key-value heads as
 heads."""
 ALIASES = {"num_local_experts": "n_routed_experts"}
 WITHOUT_EFFECT = {
     "aux_loss_alpha", "seq_aux", "ep_size", "qk_head_dim", "num_nextn_predict_layers", "num_mtp_layers"
 }  # fmt: skip
-"""Of the loss that balances the load, of its own server, of layers that predict further tokens."""
+"""Keys for the load-balancing loss, DeepSeek's inference server, and multi-token prediction layers."""
 ONLY = {"scoring_func": "sigmoid", "topk_method": "noaux_tc", "moe_layer_freq": 1}
-"""Settings that would change the arithmetic, and the only value that is supported."""
+"""Settings that would change the arithmetic, and their only supported value."""
 
 
 def config(
@@ -79,14 +79,14 @@ def config(
 
 
 def _experts(count: int, active: int, size: int, dense_layers: int, groups: int, groups_kept: int) -> ExpertsConfig:
-    """With one shared expert."""
+    """Routing as in the paper, with one shared expert."""
     routing = Routing(active, "sigmoid", scale=2.5, groups=groups, groups_kept=groups_kept)
     return ExpertsConfig(count, size, routing, size, choice_bias=True, dense_layers=tuple(range(dense_layers)))
 
 
 def read_attention(values: dict[str, Any], where: str) -> dict[str, Any]:
     """Fields of ModelConfig from the keys of `config.json`. Raises UserError."""
-    compressed = values["q_lora_rank"] is not None  # null: queries are not compressed
+    compressed = values["q_lora_rank"] is not None  # null means that queries are not compressed
     latent = Latent(
         kv_rank=whole_number(values, "kv_lora_rank", where),
         nope_dim=whole_number(values, "qk_nope_head_dim", where),
@@ -97,13 +97,13 @@ def read_attention(values: dict[str, Any], where: str) -> dict[str, Any]:
     )
     if latent.rope_dim % 2:
         raise UserError(f"{where}: qk_rope_head_dim: rope_dim is {latent.rope_dim}; rotary embedding needs an even one")
-    if values.get("head_dim") not in (None, latent.rope_dim):  # transformers would take the frequencies of that width
+    if values.get("head_dim") not in (None, latent.rope_dim):  # transformers would use the frequencies of that width
         raise UserError(f"{where}: head_dim is {values['head_dim']!r:.100}; it must be qk_rope_head_dim, or missing")
     return {"latent": latent, "num_kv_heads": 1, "head_dim": latent.key_dim}
 
 
 def write_attention(config: ModelConfig) -> dict[str, Any]:
-    """The keys of `config.json`; the number of key-value heads there is the number of heads."""
+    """The keys of `config.json`, where the number of key-value heads is the number of heads."""
     assert config.latent is not None
     return {
         "kv_lora_rank": config.latent.kv_rank,
@@ -159,7 +159,7 @@ def write_experts(config: ModelConfig) -> dict[str, Any]:
 
 
 def is_ignored(name: str, config: ModelConfig) -> bool:
-    """The layers after the last one, which predict further tokens and are not part of the model's own prediction."""
+    """The multi-token prediction layers, after the last layer."""
     layer = re.match(r"model\.layers\.([0-9]{1,9})\.", name)
     return layer is not None and int(layer[1]) >= config.num_layers
 

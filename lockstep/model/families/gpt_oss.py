@@ -16,9 +16,9 @@ ARCHITECTURE = "GptOssForCausalLM"
 MODEL_TYPE = "gpt_oss"
 QK_NORM = False
 ONLY = {"attention_bias": True, "swiglu_alpha": SLOPE, "swiglu_limit": LIMIT}
-"""Settings that would change the arithmetic, and the only value that is supported."""
+"""Settings that would change the arithmetic, and their only supported value."""
 QUANTIZED = ("mxfp4",)
-"""Quantized formats of a folder's experts that can be read; they are read into bfloat16."""
+"""Supported quantized formats of a folder's experts, which are converted to bfloat16."""
 DEFAULTS = {
     "vocab_size": 201088,
     "hidden_size": 2880,
@@ -41,12 +41,12 @@ DEFAULTS = {
     "num_local_experts": 128,
     "num_experts_per_tok": 4,
 }
-"""Values of keys that a `config.json` lacks: those of transformers' class."""
+"""Defaults of missing keys in a `config.json`: those of transformers' class."""
 ALIASES = {"num_experts": "num_local_experts"}
 WITHOUT_EFFECT = {"initial_context_length", "router_aux_loss_coef", "experts_per_token"}
-"""`experts_per_token` is compared with `num_experts_per_tok`, which is what transformers reads."""
+"""transformers reads `num_experts_per_tok`; `experts_per_token` must be equal."""
 KINDS = {"sliding_attention": True, "full_attention": False}
-"""Kinds of layers and whether they have a window; the layers take turns."""
+"""Layer types and whether they have a window; by default they alternate."""
 
 
 def config(
@@ -103,18 +103,18 @@ def read_attention(values: dict[str, Any], where: str) -> dict[str, Any]:
     return {
         "attention_bias": True,
         "sinks": True,
-        "windows": shortest_turn([window if KINDS[kind] else 0 for kind in kinds]),
+        "windows": shortest_pattern([window if KINDS[kind] else 0 for kind in kinds]),
     }
 
 
-def shortest_turn(windows: Sequence[int]) -> tuple[int, ...]:
-    """The shortest list that gives all windows when repeated."""
+def shortest_pattern(windows: Sequence[int]) -> tuple[int, ...]:
+    """The shortest list whose repetition gives all windows."""
     turns = (tuple(windows[:length]) for length in range(1, len(windows) + 1))
-    return next(turn for turn in turns if all(turn[n % len(turn)] == own for n, own in enumerate(windows)))
+    return next(turn for turn in turns if all(turn[n % len(turn)] == window for n, window in enumerate(windows)))
 
 
 def write_attention(config: ModelConfig) -> dict[str, Any]:
-    """Back from `read_attention`. Raises UserError for windows of several widths, which the keys cannot express."""
+    """The inverse of `read_attention`. Raises UserError for several window widths, which the keys cannot express."""
     windows = [config.window(layer) for layer in range(config.num_layers)]
     widths = {window for window in windows if window} or {128}
     if len(widths) > 1:

@@ -1,6 +1,6 @@
-"""The keys of `config.json`: those that are read, those that have one supported value, and those without effect.
+"""The keys of `config.json`: those that are read, those with one supported value, and those without effect.
 
-A key that is none of these is refused by name, so that nothing that changes results is ignored.
+Any other key is refused by name, so that nothing that changes results is ignored.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ READ = {
     "tie_word_embeddings", "bos_token_id", "eos_token_id", "pad_token_id", "layer_types", "reduction_chunks",
     "dtype", "torch_dtype", "quantization_config", "num_labels", "id2label", "label2id", *TOP_LEVEL,
 }  # fmt: skip
-"""Keys that are read for every family. A family's own are those of its `DEFAULTS`."""
+"""Keys that are read for every family; those of one family are in its `DEFAULTS`."""
 
 ONLY = {
     "hidden_act": "silu",
@@ -30,28 +30,28 @@ ONLY = {
     "is_encoder_decoder": False,
     "attention_dropout": 0,
 }
-"""Settings that would change results, dropout in training, and the only value that is supported; a family's `ONLY` adds
-to these."""
+"""Settings that would change results (dropout: of training), and their only supported value; a family's `ONLY` adds to
+these."""
 
 WITHOUT_EFFECT = {
-    # Where the folder comes from.
+    # The folder's origin.
     "_name_or_path", "name_or_path", "_commit_hash", "transformers_version", "auto_map", "custom_pipelines",
     "unsloth_fixed", "unsloth_version", "transformers.js_config", "is_llama_config",
-    # The start of a pretraining run.
+    # Initialization.
     "initializer_range", "pretraining_tp",
-    # How it is computed, and what else is returned.
+    # Implementation, and additional outputs.
     "use_cache", "cache_implementation", "attn_implementation", "_attn_implementation", "_attn_implementation_autoset",
     "_attn_implementation_internal", "experts_implementation", "_experts_implementation",
     "_experts_implementation_internal", "gradient_checkpointing", "torchscript", "use_bfloat16", "tf_legacy_loss",
     "output_attentions", "output_hidden_states", "output_router_logits", "return_dict", "use_return_dict",
     "chunk_size_feed_forward", "pruned_heads",
-    # Of encoders and classifiers; every configuration once had them.
+    # For encoders and classifiers; older transformers wrote them for every model.
     "is_decoder", "add_cross_attention", "cross_attention_hidden_size", "tie_encoder_decoder", "finetuning_task",
     "task_specific_params", "problem_type", "prefix",
-    # The tokenizer's.
+    # The tokenizer.
     "tokenizer_class", "sep_token_id", "unk_token_id", "decoder_start_token_id", "model_max_length",
     "max_sequence_length", "seq_length",
-    # Sampling, which transformers 5 reads from generation_config.json only.
+    # Sampling, which transformers 5 only reads from generation_config.json.
     "assistant_confidence_threshold", "assistant_lookbehind", "bad_words_ids", "begin_suppress_tokens",
     "diversity_penalty", "do_sample", "early_stopping", "encoder_no_repeat_ngram_size", "encoder_repetition_penalty",
     "epsilon_cutoff", "eta_cutoff", "exponential_decay_length_penalty", "forced_bos_token_id", "forced_eos_token_id",
@@ -60,18 +60,18 @@ WITHOUT_EFFECT = {
     "remove_invalid_values", "repetition_penalty", "return_dict_in_generate", "suppress_tokens", "target_lookbehind",
     "temperature", "top_k", "top_p", "typical_p",
 }  # fmt: skip
-"""Keys that transformers reads for no family, or that leave log-probabilities, losses and gradients as they are; a
+"""Keys that transformers does not read for any family, or that do not change log-probabilities, losses and gradients; a
 family's `WITHOUT_EFFECT` adds to these."""
 
 NULL_IS_MISSING = (
     "head_dim", "rms_norm_eps", "max_position_embeddings", "tie_word_embeddings", "rope_parameters", "layer_types"
 )  # fmt: skip
-"""Other nulls are values: of `eos_token_id` that there is none, of `num_key_value_heads` that there are as many as
-heads."""
+"""Keys whose null means missing. Other nulls are values: no end token for `eos_token_id`, as many as heads for
+`num_key_value_heads`."""
 
 
 def refuse_unknown(values: dict[str, Any], family: ModuleType, where: str) -> None:
-    """Raises UserError for a key that is not known, and for a setting whose value is not supported."""
+    """Raises UserError for an unknown key, and for an unsupported value."""
     only = ONLY | getattr(family, "ONLY", {})
     read = READ | family.DEFAULTS.keys() | only.keys() | getattr(family, "ALIASES", {}).keys()
     known = read | WITHOUT_EFFECT | getattr(family, "WITHOUT_EFFECT", set())
@@ -88,8 +88,8 @@ def refuse_unknown(values: dict[str, Any], family: ModuleType, where: str) -> No
 
 
 def with_defaults(values: dict[str, Any], family: ModuleType) -> dict[str, Any]:
-    """The values; those that are missing are the family's defaults, which are its class's in transformers."""
-    found = {key: value for key, value in values.items() if value is not None or key not in NULL_IS_MISSING}
-    # As in transformers, a value under a key's other name counts if there are two.
-    renamed = {key: found[alias] for alias, key in getattr(family, "ALIASES", {}).items() if alias in found}
-    return family.DEFAULTS | found | renamed
+    """The values, with the family's defaults for missing keys, which are those of its class in transformers."""
+    given = {key: value for key, value in values.items() if value is not None or key not in NULL_IS_MISSING}
+    # As in transformers, an alias takes precedence over the key.
+    renamed = {key: given[alias] for alias, key in getattr(family, "ALIASES", {}).items() if alias in given}
+    return family.DEFAULTS | given | renamed

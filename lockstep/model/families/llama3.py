@@ -20,8 +20,8 @@ DEFAULTS = {
     "bos_token_id": 1,
     "eos_token_id": 2,
 }
-"""Values of keys that a `config.json` lacks: those of transformers' class. There are as many key-value heads as heads,
-and `head_dim` follows from `hidden_size`."""
+"""Defaults of missing keys in a `config.json`: those of transformers' class. There are as many key-value heads as
+heads, and `head_dim` follows from `hidden_size`."""
 
 
 def config(vocab_size: int, tie_embeddings: bool = False, rope_factor: float = 8.0, **sizes: int) -> ModelConfig:
@@ -53,5 +53,5 @@ PRESETS = {
     "70b": dict(dim=8192, num_layers=80, num_heads=64, num_kv_heads=8, head_dim=128, intermediate_size=28672),
     "405b": dict(dim=16384, num_layers=126, num_heads=128, num_kv_heads=8, head_dim=128, intermediate_size=53248),
 }  # fmt: skip
-"""1b and 3b are those of Llama 3.2, the larger ones those of Llama 3.1."""
+"""1b and 3b are Llama 3.2, larger ones Llama 3.1."""
 VOCAB_SIZES = {"micro": 258, "tiny": 2048} | dict.fromkeys(("1b", "3b", "8b", "70b", "405b"), 128256)

@@ -20,10 +20,10 @@ DEFAULTS = {
     "tie_word_embeddings": False,
     "rope_theta": 10_000.0,
 }
-"""Values of keys that a `config.json` lacks: those of transformers' class."""
+"""Defaults of missing keys in a `config.json`: those of transformers' class."""
 ONLY = {"use_qk_norm": True}
 WITHOUT_EFFECT = {"sliding_window", "max_window_layers"}
-"""Without `use_sliding_window`, which is refused."""
+"""Without effect unless `use_sliding_window` is set, which is refused."""
 
 
 def config(vocab_size: int, tie_embeddings: bool = True, **sizes: int) -> ModelConfig:

@@ -29,17 +29,18 @@ DEFAULTS = {
     "decoder_sparse_step": 1,
     "mlp_only_layers": None,
 }
-"""Values of keys that a `config.json` lacks: those of transformers' class. `head_dim` follows from `hidden_size`."""
+"""Defaults of missing keys in a `config.json`: those of transformers' class. `head_dim` follows from `hidden_size`."""
 ALIASES = {"num_local_experts": "num_experts"}
 ONLY = {"use_qk_norm": True, "shared_expert_intermediate_size": 0}
 WITHOUT_EFFECT = {"sliding_window", "max_window_layers", "router_aux_loss_coef"}
-"""Without `use_sliding_window`, which is refused."""
+"""Without effect unless `use_sliding_window` is set, which is refused."""
 
 
 def config(
     vocab_size: int, experts: int, active: int, expert_size: int, tie_embeddings: bool = False, **sizes: int
 ) -> ModelConfig:
-    """A Qwen3-MoE of any size, with the family's constants. The dense size, which no layer has, is all active ones'."""
+    """A Qwen3-MoE of any size, with the family's constants. The dense size, which no layer uses, is that of all active
+    experts."""
     return ModelConfig(
         family="qwen3_moe",
         vocab_size=vocab_size,

@@ -1,4 +1,4 @@
-"""The rotary embedding in `config.json`: where transformers looks for each number, and back."""
+"""The rotary embedding's keys in `config.json`, read in transformers' order of precedence, and written."""
 
 from __future__ import annotations
 
@@ -22,25 +22,25 @@ TOP_LEVEL = (
     "partial_rotary_factor",
     "original_max_position_embeddings",
 )
-"""Keys of `config.json` that say how positions are rotated."""
+"""Keys of `config.json` for the rotary embedding."""
 _LLAMA3 = ("factor", "low_freq_factor", "high_freq_factor")
 _YARN = ("beta_fast", "beta_slow", "mscale", "mscale_all_dim")
 """Numbers of YaRN for which 0 means the default."""
 _OTHERS = ("attn_factor", "extrapolation_factor")
-"""Numbers of YaRN that other engines multiply with, but transformers does not."""
+"""Factors of YaRN that other engines apply, but transformers does not."""
 _INSIDE = {
     "rope_type", "type", "rope_theta", "partial_rotary_factor", "original_max_position_embeddings", "attention_factor",
     "truncate", "finetuned", *_LLAMA3, *_YARN, *_OTHERS,
 }  # fmt: skip
-"""Keys of the table. A type does not read those of another, and none reads `finetuned`."""
+"""Keys of the table, by rope type. No type reads `finetuned`."""
 
 
 def read_rope(values: dict[str, Any], where: str) -> tuple[float, RopeScaling | Yarn | None]:
-    """The base of the frequencies, and how they are stretched. Raises UserError.
+    """The base of the frequencies, and their scaling. Raises UserError.
 
-    transformers 5 writes the table `rope_parameters`, earlier ones `rope_scaling` and a `rope_theta` beside it. A
-    `rope_scaling` that is not empty replaces `rope_parameters` as a whole, and what the table lacks is taken from
-    beside it: next to `rope_scaling`, a `rope_theta` inside `rope_parameters` does not count.
+    transformers 5 writes the table `rope_parameters`, earlier versions `rope_scaling` and a top-level `rope_theta`. A
+    non-empty `rope_scaling` replaces `rope_parameters` as a whole, and top-level keys replace those missing in the
+    table: with `rope_scaling`, a `rope_theta` inside `rope_parameters` is ignored.
     """
     name = "rope_scaling" if values.get("rope_scaling") else "rope_parameters"
     table = values.get(name) or {}
@@ -108,7 +108,7 @@ def _yarn(table: dict[str, Any], values: dict[str, Any], where: str) -> Yarn:
 
 
 def _original_positions(table: dict[str, Any], values: dict[str, Any], where: str) -> Any:
-    """Positions before the stretching. Unlike the other numbers, the one beside the table counts if there are two."""
+    """Positions before the scaling. Unlike for other numbers, a top-level key takes precedence over the table's."""
     key, longest = "original_max_position_embeddings", values["max_position_embeddings"]
     return number(values[key] if key in values else table.get(key, longest), f"{where}: {key}")
 
@@ -128,16 +128,16 @@ def write_rope(config: ModelConfig) -> dict[str, Any]:
     }
 
 
-def refuse_endless_rotation(config: ModelConfig, where: str) -> None:
-    """Raises UserError if the numbers of the rotary embedding do not give finite angles."""
+def refuse_infinite_rotation(config: ModelConfig, where: str) -> None:
+    """Raises UserError if the rotary embedding's settings do not give finite angles."""
     if config.head_dim > WIDEST_HEAD:
         shown = str(config.head_dim) if config.head_dim < 10**20 else "a number of more than 20 digits"
         raise UserError(f"{where}: head_dim is {shown}; it can be up to {WIDEST_HEAD}")
     try:
         with np.errstate(all="ignore"):
-            made = [*rotary_frequencies(config).tolist(), table_factor(config)]
-            made += [softmax_scale(config)] if config.latent is not None else []
+            factors = [*rotary_frequencies(config).tolist(), table_factor(config)]
+            factors += [softmax_scale(config)] if config.latent is not None else []
     except (ArithmeticError, ValueError):
-        made = [math.inf]
-    if not all(map(math.isfinite, made)):
+        factors = [math.inf]
+    if not all(map(math.isfinite, factors)):
         raise UserError(f"{where}: rope_theta and the rotary scaling give angles that are not finite; check them")

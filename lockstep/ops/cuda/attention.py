@@ -1,13 +1,13 @@
 """Paged causal attention in Triton: one tile of query rows for decode, prefill and training.
 
-A program handles query rows of one key-value head: some tokens of one sequence, all heads of the group. It goes over
-the keys in blocks of `BLOCK`, aligned to position 0, in ascending order, with the running maximum and sum in float32.
-The running softmax begins anew with every `CHUNK` keys, and the chunks are joined in ascending order: so the chunks of
-a long context can have programs of their own (arXiv 2311.01282), in decode, or follow each other in one.
+A program handles query rows of one key-value head: some tokens of one sequence, all heads of the group. It iterates
+over the keys in blocks of `BLOCK`, aligned to position 0, in ascending order, with the running maximum and sum in
+float32. The running softmax restarts every `CHUNK` keys, and the chunks are joined in ascending order: so one program
+per chunk can process a long context in decode (arXiv 2311.01282), or a single program all chunks in turn.
 The tile has the same height whether one of its rows is used, as in decode, or all: the same instructions run, and rows
-never mix, so neither the piece a row came in nor its place in the tile changes a bit. Long pieces of sequences have
-tiles of twice the height, of two warp groups that each run these instructions; this is checked on the device at the
-first use of a shape.
+never mix, so neither how a prompt was chunked nor a row's place in the tile changes a bit. Long pieces of sequences
+have tiles of twice the height, of two warp groups that each run these instructions; this is checked on the device at
+the first use of a shape.
 """
 
 from __future__ import annotations
@@ -32,23 +32,23 @@ LOG2_E = log2(2.718281828459045)
 CHUNK = 2048
 """Keys of one running softmax, a multiple of BLOCK."""
 PROGRAMS = 264
-"""Up to which the chunks of a tile have programs of their own: two per multiprocessor of an H100."""
+"""Up to this number of programs, each chunk of a tile has one: two per multiprocessor of an H100."""
 AHEAD = 4
-"""Chunks that are read at once where they are joined."""
+"""Chunks loaded at once when they are joined."""
 LONG = 64
-"""Tokens per sequence, on average, from which tiles are twice as high."""
+"""Mean tokens per sequence from which tiles are twice as high."""
 WARPS = 4
-"""Of a tile of ROWS."""
+"""Warps of a tile of ROWS."""
 STAGES = 3
 """Measured on an H100 (`benchmarks/NOTES.md`)."""
 
 
 class Planned:
-    """Which rows belong to which sequence and tile, for all layers of a pass.
+    """The assignment of rows to sequences and tiles, for all layers of a pass.
 
-    All shapes here follow from the arguments' shapes alone: nothing synchronizes with the device, and a CUDA graph can
-    record it. Arguments as in `PagedAttention`; `q` and `k` are one layer's, for their shapes. ordered: whether a
-    sequence's pages follow each other in memory. height: query rows of a tile; None: the faster of those with equal
+    All shapes follow from the arguments' shapes alone: nothing synchronizes with the device, and a CUDA graph can
+    capture it. Arguments as in `PagedAttention`; `q` and `k` are one layer's, for their shapes. ordered: whether a
+    sequence's pages are consecutive in memory. height: query rows of a tile; None: the fastest of those with equal
     bits.
     """
 
@@ -72,14 +72,14 @@ class Planned:
             height = ROWS[q.dtype] * (2 if high else 1)
         self.height, self.tokens_per_tile = height, height // (heads // kv_heads)
         self.table, self.ordered = table, ordered
-        # The padding rows after the last sequence are one more sequence, without keys.
+        # The padding rows after the last sequence are an additional sequence without keys.
         self.starts = torch.cat((starts, starts.new_full((1,), rows)))
         self.contexts = torch.cat((contexts, contexts.new_zeros(1)))
         self.tile_sequences, self.tile_rows = tile_map(self.starts, rows, self.tokens_per_tile)
 
     @cached_property
     def slots(self) -> Tensor:
-        """Where each row's key and value go: page · PAGE + offset, int64; -1 for rows that are padding."""
+        """The slot of each row's key and value: page · PAGE + offset, int64; -1 for padding rows."""
         sequences, width = self.table.shape
         page = (self.positions // PAGE).clamp(0, width - 1)
         slot = self.table[self._sequences.clamp(max=sequences - 1), page].long() * PAGE + self.positions % PAGE
@@ -87,7 +87,7 @@ class Planned:
 
     @cached_property
     def positions(self) -> Tensor:
-        """Of each row in its sequence, int64; below 0 for rows that are padding."""
+        """The position of each row in its sequence, int64; negative for padding rows."""
         row = torch.arange(self.rows, device=self.table.device)
         return row + (self.contexts - self.starts[1:])[self._sequences]
 
@@ -99,19 +99,19 @@ class Planned:
     def __call__(
         self, q: Tensor, k: Tensor, v: Tensor, keys: Tensor, values: Tensor, terms: Terms
     ) -> tuple[Tensor, Tensor]:
-        """Writes one layer's keys and values into the pages; the attended values and log-sums of its queries."""
+        """Writes one layer's keys and values into the pages, and returns its attended values and log-sums."""
         write_pages(k, v, self.slots, keys, values)
         return attend(q, keys, values, self, terms)
 
 
 @cache
 def high_tiles_agree(dtype: torch.dtype, device: torch.device, heads: int, kv_heads: int, dim: int) -> bool:
-    """Whether tiles of twice the height have the bits of the others, with this GPU and compiler.
+    """Whether tiles of twice the height give the same bits as the others, with this GPU and compiler.
 
-    Neighbors have the same key and opposite values: what is left of their sums is how each was rounded.
+    Neighboring tokens have the same key and opposite values, so that their sums consist of rounding errors.
     """
     if dtype == torch.float32:
-        return False  # its products, on the ordinary cores, gain nothing
+        return False  # float32 products run on CUDA cores, and are not faster
     lengths = [LONG + 9, 3 * BLOCK - 1, CHUNK + 5 * BLOCK + 1]
     rows, generator = sum(lengths) + 1, torch.Generator().manual_seed(heads * 1_000_003 + dim)
     q, k, v = (torch.randn(rows, count, dim, generator=generator) for count in (heads, kv_heads, kv_heads))
@@ -130,7 +130,7 @@ def high_tiles_agree(dtype: torch.dtype, device: torch.device, heads: int, kv_he
             for terms in (PLAIN, Terms(window=BLOCK + 6, sinks=sinks))
             for one, other in zip(low(q, k, v, keys, values, terms), high(q, k, v, keys, values, terms))
         )
-    except OutOfResources:  # the shared memory of this GPU is too small for them
+    except OutOfResources:  # this GPU has too little shared memory for them
         return False
 
 
@@ -165,14 +165,14 @@ def _write_kernel(k, v, slots, keys, values, heads, DIM: tl.constexpr, BLOCK_D: 
 
 @kernel
 def heavy_first(HEADS: tl.constexpr):
-    """Tile and head of a program of tiles · heads: the last tiles see the most keys, and long work begins first."""
+    """Tile and head of a program of tiles · heads. The last tiles come first: they see the most keys."""
     index = tl.program_id(0)
     return tl.num_programs(0) // HEADS - 1 - index // HEADS, index % HEADS
 
 
 @kernel
 def _finite(top):
-    """A maximum, to subtract: 0 for a row that has seen no key so far."""
+    """The maximum to subtract: 0 for a row that has not seen a key yet."""
     return tl.where(top == float("-inf"), 0.0, top)
 
 
@@ -182,10 +182,10 @@ def _block(
     KV_HEADS: tl.constexpr, DIM: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK: tl.constexpr, PAGE: tl.constexpr,
     WINDOW: tl.constexpr, ORDERED: tl.constexpr, MASKED: tl.constexpr,
 ):  # fmt: skip
-    """The running softmax after a block of keys. Without a mask, every row sees all of them: the same bits, in less
-    time. `pages`: the sequence's row of the table, or if they are ordered, the first."""
+    """The running softmax after a block of keys. Without MASKED, every row sees all of them: the same bits in less
+    time. `pages`: the sequence's row of the table, or if ORDERED, its first page."""
     key_index, d = start + tl.arange(0, BLOCK), tl.arange(0, BLOCK_D)
-    # Whole pages of keys are read: what is past the sequence's end is masked below.
+    # Whole pages of keys are read; keys past the sequence's end are masked below.
     in_use = (key_index // PAGE) * PAGE < context
     if ORDERED:
         page = pages + key_index // PAGE
@@ -195,28 +195,28 @@ def _block(
         page = tl.load(pages + key_index // PAGE, mask=in_use, other=0)
     else:
         page = tl.load(pages + key_index // PAGE)
-    # Lets the loads of a page's keys be wide.
+    # Lets the compiler use wide loads for a page's keys.
     page = tl.max_constancy(page, [16])
     base = page.to(tl.int64) * (KV_HEADS * DIM * PAGE) + kv_head * (DIM * PAGE)
     offset = key_index % PAGE
     key = tl.load(keys + base[None, :] + offset[None, :] + d[:, None] * PAGE, mask=(d < DIM)[:, None], other=0.0)
     scores = tl.dot(query, key, input_precision="ieee")
-    held = (d < DIM)[None, :]
+    in_bounds = (d < DIM)[None, :]
     if MASKED:
         seen = key_index[None, :] <= position[:, None]
         if WINDOW > 0:
             seen &= key_index[None, :] > position[:, None] - WINDOW
         scores = tl.where(seen, scores, float("-inf"))
-        held &= (key_index < length)[:, None]
+        in_bounds &= (key_index < length)[:, None]
     higher = tl.maximum(top, tl.max(scores, 1) * scale)
     reference = higher
     if MASKED:
         reference = _finite(higher)
-    # Multiplied and subtracted in one rounding, with and without a mask.
+    # An explicit FMA, so that the kernel rounds alike with and without a mask.
     weights = tl.exp2(tl.fma(scores, scale, -reference[:, None]))
     shrink = tl.exp2(top - reference)
     total = total * shrink + tl.sum(weights, 1)
-    value = tl.load(values + base[:, None] + offset[:, None] * DIM + d[None, :], mask=held, other=0.0)
+    value = tl.load(values + base[:, None] + offset[:, None] * DIM + d[None, :], mask=in_bounds, other=0.0)
     attended = tl.dot(weights.to(value.dtype), value, attended * shrink[:, None], input_precision="ieee")
     return higher, total, attended
 
@@ -231,7 +231,7 @@ def _chunk(
     top = tl.full((ROWS,), float("-inf"), dtype=tl.float32)
     total = tl.zeros((ROWS,), dtype=tl.float32)
     attended = tl.zeros((ROWS, BLOCK_D), dtype=tl.float32)
-    # What follows from these hints makes loads wide; the padding's, which are no multiples, bound no block.
+    # These hints make loads wide. Padding rows' values are not multiples, but bound no block.
     begin = tl.multiple_of(begin, BLOCK)
     masked = tl.multiple_of(tl.minimum(tl.maximum(begin, all_seen), stop), BLOCK)
     if WINDOW == 0:
@@ -250,7 +250,7 @@ def _chunk(
 
 @kernel
 def _joined(top, total, attended, next_top, next_total, next_attended):
-    """The softmax over the keys of both. If a row sees none of one, the other's values, bit for bit."""
+    """The softmax over the keys of both. For a row that sees none of one's keys, the other's bits."""
     higher = tl.maximum(top, next_top)
     reference = _finite(higher)
     left, right = tl.exp2(top - reference), tl.exp2(next_top - reference)
@@ -261,14 +261,14 @@ def _joined(top, total, attended, next_top, next_total, next_attended):
 def _finish(out, log_sums, sinks, head, line, place, row_mask, mask, top, total, attended):
     """Writes the attended values and the log-sums of rows that have seen all their keys."""
     if sinks is not None:
-        # A key whose value is zero; scores are in powers of two.
+        # The sink is a key whose value is zero; scores are exponents of two.
         sink = tl.load(sinks + head) * 1.4426950408889634
         top, total, attended = _joined(top, total, attended, sink, tl.zeros_like(total) + 1.0, tl.zeros_like(attended))
-    used = total != 0  # NaN too: a broken row must show
+    used = total != 0  # also true for NaN, which must propagate
     total = tl.where(used, total, 1.0)
     result = tl.where(used[:, None], attended / total[:, None], 0.0)
     tl.store(out + place, result.to(out.dtype.element_ty), mask=mask)
-    # The natural logarithm of Σ e^score, from powers of two.
+    # The natural logarithm of Σ e^score, from the sum of powers of two.
     tl.store(log_sums + line, tl.where(used, (top + tl.log2(total)) * 0.6931471805599453, 0.0), mask=row_mask)
 
 
@@ -280,7 +280,7 @@ def _attend_kernel(
     ROWS: tl.constexpr, BLOCK: tl.constexpr, PAGE: tl.constexpr, WINDOW: tl.constexpr, ORDERED: tl.constexpr,
     CHUNK: tl.constexpr, CHUNKS: tl.constexpr,
 ):  # fmt: skip
-    """CHUNKS: "one" at most; several "in turn"; or "apart", in programs of their own, for `_join_kernel`."""
+    """CHUNKS: at most "one"; several, "in turn" in one program; or "apart", a program each, for `_join_kernel`."""
     GROUP: tl.constexpr = HEADS // KV_HEADS
     tile, kv_head = heavy_first(KV_HEADS)
     sequence = tl.load(tile_sequences + tile)
@@ -305,7 +305,7 @@ def _attend_kernel(
     if WINDOW > 0:
         first_block = tl.maximum(context - end + first + 1 - WINDOW, 0) // BLOCK * BLOCK
     else:
-        # All rows see the blocks up to the first row's own.
+        # All rows see the blocks up to the first row's position.
         all_seen = tl.maximum(context - end + first + 1, 0) // BLOCK * BLOCK
     head = kv_head * GROUP + row % GROUP
     if CHUNKS == "one":
@@ -320,18 +320,18 @@ def _attend_kernel(
             query, keys, values, pages, context, first_block, tl.minimum(chunk + CHUNK, length), all_seen, position,
             length, kv_head, scale, ROWS, KV_HEADS, DIM, BLOCK_D, BLOCK, PAGE, WINDOW, ORDERED,
         )  # fmt: skip
-        # The sums so far wait in memory: registers do not hold those of two chunks. A block for each tile needs no
-        # registers for addresses.
-        kept = parts + (tile.to(tl.int64) * KV_HEADS + kv_head) * (ROWS * BLOCK_D)
-        kept += row[:, None] * BLOCK_D + d[None, :]
+        # The sums so far are spilled to memory: two chunks' sums do not fit in registers. A contiguous block per tile
+        # needs no registers for addresses.
+        spilled = parts + (tile.to(tl.int64) * KV_HEADS + kv_head) * (ROWS * BLOCK_D)
+        spilled += row[:, None] * BLOCK_D + d[None, :]
         for begin in range(chunk + CHUNK, length, CHUNK):
-            tl.store(kept, attended)
+            tl.store(spilled, attended)
             part_top, part_total, part = _chunk(
                 query, keys, values, pages, context, begin, tl.minimum(begin + CHUNK, length), all_seen, position,
                 length, kv_head, scale, ROWS, KV_HEADS, DIM, BLOCK_D, BLOCK, PAGE, WINDOW, ORDERED,
             )  # fmt: skip
             tl.debug_barrier()
-            attended = tl.load(kept)
+            attended = tl.load(spilled)
             tl.debug_barrier()
             top, total, attended = _joined(top, total, attended, part_top, part_total, part)
         _finish(out, log_sums, sinks, head, line, place, row_mask, mask, top, total, attended)
@@ -381,7 +381,7 @@ def _join_kernel(
 def _write_all_kernel(
     k, v, first_rows, end_rows, keys, values, heads, DIM: tl.constexpr, BLOCK_D: tl.constexpr, PAGE: tl.constexpr
 ):
-    """One page of one head, and zeros where it has no row."""
+    """Writes one page of one head, with zeros where there is no row."""
     page, head = tl.program_id(0).to(tl.int64), tl.program_id(1)
     place, d = tl.arange(0, PAGE), tl.arange(0, BLOCK_D)
     row = tl.load(first_rows + page) + place
@@ -396,7 +396,7 @@ def _write_all_kernel(
 
 
 def ordered_pages(k: Tensor, v: Tensor, first_rows: Tensor, end_rows: Tensor) -> tuple[Tensor, Tensor]:
-    """New pages: page i has the rows from `first_rows[i]` on, of those before `end_rows[i]`, int32."""
+    """New pages: page i has the rows from `first_rows[i]` up to `end_rows[i]`, int32, as far as they fit."""
     k, v = k.contiguous(), v.contiguous()
     (_, heads, dim), count = k.shape, len(first_rows)
     keys, values = k.new_empty(count, heads, dim, PAGE), v.new_empty(count, heads, PAGE, dim)
@@ -410,7 +410,7 @@ def ordered_pages(k: Tensor, v: Tensor, first_rows: Tensor, end_rows: Tensor) ->
 
 
 def write_pages(k: Tensor, v: Tensor, slots: Tensor, keys: Tensor, values: Tensor) -> None:
-    """Writes rows `[tokens, kv_heads, head_dim]` into their slots; those with slot -1 are skipped."""
+    """Writes rows `[tokens, kv_heads, head_dim]` into their slots; rows with slot -1 are skipped."""
     k, v = k.contiguous(), v.contiguous()
     tokens, heads, dim = k.shape
     if tokens:
@@ -440,7 +440,7 @@ def attend(q: Tensor, keys: Tensor, values: Tensor, plan: Planned, terms: Terms 
     if not rows:
         return out, log_sums
     high, tiles = plan.height > ROWS[q.dtype], plan.tile_sequences.shape[0]
-    # In a captured graph, the table is as wide as the longest context that it may be replayed for.
+    # In a captured graph, the table is as wide as the longest context of a replay.
     chunks = triton.cdiv(plan.table.shape[1] * PAGE, CHUNK)
     programs = 1 if high else max(1, min(chunks, PROGRAMS // (tiles * kv_heads)))
     tops = totals = parts = None
@@ -452,9 +452,9 @@ def attend(q: Tensor, keys: Tensor, values: Tensor, plan: Planned, terms: Terms 
         parts = torch.empty(tiles, kv_heads, plan.height, width, dtype=torch.float32, device=q.device)
     sizes = dict(HEADS=heads, DIM=dim, BLOCK_D=width, WINDOW=terms.window, CHUNK=CHUNK)
     form = "one" if chunks == 1 else "apart" if programs > 1 else "in turn"
-    # Joining takes registers that the blocks of keys do without: two programs of small heads fit a multiprocessor.
+    # Joining uses more registers than the blocks of keys: two programs with small heads fit on a multiprocessor.
     registers = 128 if form == "in turn" and high and dim <= 64 else None
-    # No product and sum may be rounded once in one variant of a kernel, and twice in another: no fusion.
+    # No fusion: one variant of a kernel must not round a product and sum once, and another twice.
     launch(
         _attend_kernel, (tiles * kv_heads, programs),
         q, out, log_sums, keys, values, plan.table, plan.starts, plan.contexts,

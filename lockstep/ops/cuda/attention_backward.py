@@ -1,8 +1,8 @@
 """The gradient of packed causal attention in Triton, recomputed from the saved log-sums (arXiv 2205.14135).
 
 Query rows come in pieces, each the last rows of its context; with whole sequences, a piece is its context. Two kernels
-without atomic additions: one takes a tile of queries and goes over its keys, the other takes a tile of keys and goes
-over the queries that see them, one head of the group after the other. So a gradient's bits are the same in every run.
+without atomic additions: one iterates over the keys of a tile of queries, the other over the queries that see a tile of
+keys, one head of the group after the other. So a gradient's bits are the same in every run.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ LOG2_E = tl.constexpr(attention.LOG2_E)
 
 
 class Launch(NamedTuple):
-    """Tiles of one of the two kernels."""
+    """Tile sizes of one of the two kernels."""
 
     tile: int
     """Rows whose gradients a program computes."""
@@ -36,8 +36,8 @@ class Launch(NamedTuple):
 # Measured on an H100 (`benchmarks/NOTES.md`).
 QUERIES, KEYS = Launch(128, 64, 8, 3), Launch(64, 32, 4, 3)
 KEYS_NARROW = Launch(64, 64, 4, 3)
-"""Of at most 64 features, whose sums leave registers for more queries."""
-# Of more than 128 features, and of float32: sums in registers, and tiles in shared memory, are as many bytes.
+"""For at most 64 features, whose sums leave registers for more queries."""
+# For more than 128 features, and for float32: their sums in registers, and tiles in shared memory, have the same size.
 QUERIES_WIDE, KEYS_WIDE = Launch(32, 32, 4, 2), Launch(32, 32, 8, 2)
 
 
@@ -56,7 +56,8 @@ def _step_of_queries(
     query, grad, log_sum, delta, sums, k, v, other, token, shift, keys_end, kv_head, scale,
     KV_HEADS: tl.constexpr, DIM: tl.constexpr, BLOCK_D: tl.constexpr, WINDOW: tl.constexpr, MASKED: tl.constexpr,
 ):  # fmt: skip
-    """What the keys of the rows `other` add to the gradients of queries. Without a mask, every query sees them all."""
+    """Adds the contribution of the keys in rows `other` to the gradients of queries. Without MASKED, every query sees
+    them all."""
     d = tl.arange(0, BLOCK_D)
     source, present = (other.to(tl.int64) * KV_HEADS + kv_head)[:, None] * DIM + d[None, :], (d < DIM)[None, :]
     if MASKED:
@@ -88,7 +89,7 @@ def _queries_kernel(
     first, end = tl.load(tile_rows + tile), tl.load(starts + piece + 1)
     begin = tl.load(first_keys + piece)
     keys_end = begin + tl.load(contexts + piece)
-    shift = keys_end - end  # from a query row to its own key
+    shift = keys_end - end  # from a query's row to the row of the key at its position
     token, d = first + tl.arange(0, TILE), tl.arange(0, BLOCK_D)
     line = token.to(tl.int64) * HEADS + head
     place, mask = line[:, None] * DIM + d[None, :], (token < end)[:, None] & (d < DIM)[None, :]
@@ -100,7 +101,7 @@ def _queries_kernel(
     if WINDOW > 0:
         masked_from += tl.maximum(first + shift + 1 - WINDOW - begin, 0) // STEP * STEP
     else:
-        # All rows see the keys up to the first row's own.
+        # All rows see the keys up to the first row's position.
         masked_from += tl.maximum(first + shift + 1 - begin, 0) // STEP * STEP
         for start in range(begin, masked_from, STEP):
             sums = _step_of_queries(
@@ -117,12 +118,12 @@ def _queries_kernel(
 
 @kernel
 def _step_of_keys(
-    key, value, key_sums, value_sums, grad_out, q, log_sums, deltas, own_keys, other, queries_end, token, head, scale,
+    key, value, key_sums, value_sums, grad_out, q, log_sums, deltas, last_keys, other, queries_end, token, head, scale,
     HEADS: tl.constexpr, DIM: tl.constexpr, BLOCK_D: tl.constexpr, WINDOW: tl.constexpr, WHOLE: tl.constexpr,
     MASKED: tl.constexpr,
 ):  # fmt: skip
-    """What the queries of the rows `other` add to the gradients of keys and of values. Without a mask, every query
-    sees all the keys."""
+    """Adds the contribution of the queries in rows `other` to the gradients of keys and values. Without MASKED, every
+    query sees all the keys."""
     d, inside = tl.arange(0, BLOCK_D), other < queries_end
     line = other.to(tl.int64) * HEADS + head
     source, present = line[:, None] * DIM + d[None, :], (d < DIM)[None, :]
@@ -133,14 +134,14 @@ def _step_of_keys(
     else:
         log_sum, delta = tl.load(log_sums + line) * LOG2_E, tl.load(deltas + line)
     query, grad = tl.load(q + source, mask=present, other=0.0), tl.load(grad_out + source, mask=present, other=0.0)
-    # Keys down, queries across: both sums are products with this from the left.
+    # Keys by queries, as both gradients are products with this matrix on the left.
     scores = tl.dot(key, tl.trans(query), input_precision="ieee")
     weights = tl.exp2(scores * (scale * LOG2_E) - log_sum[None, :])
     if MASKED:
-        own = other if WHOLE else tl.load(own_keys + other, mask=inside, other=0)
-        seen = (token[:, None] <= own[None, :]) & inside[None, :]
+        last = other if WHOLE else tl.load(last_keys + other, mask=inside, other=0)
+        seen = (token[:, None] <= last[None, :]) & inside[None, :]
         if WINDOW > 0:
-            seen &= token[:, None] > own[None, :] - WINDOW
+            seen &= token[:, None] > last[None, :] - WINDOW
         weights = tl.where(seen, weights, 0.0)
     value_sums = tl.dot(weights.to(grad.dtype), grad, value_sums, input_precision="ieee")
     grad_weights = tl.dot(value, tl.trans(grad), input_precision="ieee")
@@ -150,7 +151,7 @@ def _step_of_keys(
 
 @kernel
 def _keys_kernel(
-    grad_out, q, k, v, log_sums, deltas, grad_k, grad_v, starts, tile_sequences, tile_rows, sequences, scale, own_keys,
+    grad_out, q, k, v, log_sums, deltas, grad_k, grad_v, starts, tile_sequences, tile_rows, sequences, scale, last_keys,
     first_queries, last_queries, HEADS: tl.constexpr, KV_HEADS: tl.constexpr, DIM: tl.constexpr, BLOCK_D: tl.constexpr,
     TILE: tl.constexpr, STEP: tl.constexpr, WHOLE: tl.constexpr, WINDOW: tl.constexpr,
 ):  # fmt: skip
@@ -165,16 +166,16 @@ def _keys_kernel(
     mask = (token < end)[:, None] & (d < DIM)[None, :]
     key, value = tl.load(k + place, mask=mask, other=0.0), tl.load(v + place, mask=mask, other=0.0)
     key_sums, value_sums = tl.zeros((TILE, BLOCK_D), dtype=tl.float32), tl.zeros((TILE, BLOCK_D), dtype=tl.float32)
-    # The queries that see some of the tile: with whole sequences, all from its own first on.
+    # The queries that see part of the tile: with whole sequences, all from its first row on.
     if WHOLE:
         queries_begin, queries_end = first, end
         if WINDOW > 0:
             queries_end = tl.minimum(end, first + TILE - 1 + WINDOW)
     else:
         queries_begin, queries_end = tl.load(first_queries + tile), tl.load(last_queries + tile)
-    # All keys of the tile are seen by the queries after it, of which `full` steps have no row past the end. Divisors
-    # are 1 where a loop has no step: the compiler moves divisions before the loop, and takes from one by zero, which is
-    # undefined, that there are steps (seen on an H100: rows past the end were read).
+    # The queries after the tile see all of its keys; `full` of their steps have no row past the end. Divisors are 1 for
+    # a loop without steps: the compiler hoists divisions out of the loop, and infers from an undefined division by zero
+    # that there are steps (observed on an H100: rows past the end were read).
     full = 0
     if WHOLE and WINDOW == 0:
         full = tl.maximum(queries_end - queries_begin - TILE, 0) // STEP
@@ -182,7 +183,7 @@ def _keys_kernel(
         for step in range(0, GROUP * full):
             other = queries_begin + TILE + (step % divisor) * STEP + tl.arange(0, STEP)
             key_sums, value_sums = _step_of_keys(
-                key, value, key_sums, value_sums, grad_out, q, log_sums, deltas, own_keys, other, queries_end, token,
+                key, value, key_sums, value_sums, grad_out, q, log_sums, deltas, last_keys, other, queries_end, token,
                 kv_head * GROUP + step // divisor, scale, HEADS, DIM, BLOCK_D, WINDOW, WHOLE, False,
             )  # fmt: skip
     rest = tl.cdiv(queries_end - queries_begin, STEP) - full
@@ -192,7 +193,7 @@ def _keys_kernel(
         index += tl.where(index < TILE // STEP, 0, full)
         other = queries_begin + index * STEP + tl.arange(0, STEP)
         key_sums, value_sums = _step_of_keys(
-            key, value, key_sums, value_sums, grad_out, q, log_sums, deltas, own_keys, other, queries_end, token,
+            key, value, key_sums, value_sums, grad_out, q, log_sums, deltas, last_keys, other, queries_end, token,
             kv_head * GROUP + step // divisor, scale, HEADS, DIM, BLOCK_D, WINDOW, WHOLE, True,
         )  # fmt: skip
     tl.store(grad_k + place, (key_sums * scale).to(grad_k.dtype.element_ty), mask=mask)
@@ -221,36 +222,36 @@ def attend_backward(
     wide = width > 128 or q.dtype == torch.float32
     tile, step, warps, stages = QUERIES_WIDE if wide else QUERIES
     tile_pieces, tile_rows = tile_map(starts, rows, tile)
-    given = grad_out, q, k, v, log_sums, deltas
+    inputs = grad_out, q, k, v, log_sums, deltas
     scale = terms.factor(dim)
     launch(
         _queries_kernel, (tile_pieces.shape[0] * heads,),
-        *given, grad_q, starts, contexts, first_keys, tile_pieces, tile_rows, count, scale,
+        *inputs, grad_q, starts, contexts, first_keys, tile_pieces, tile_rows, count, scale,
         TILE=tile, STEP=step, num_warps=warps, num_stages=stages, **sizes,
     )  # fmt: skip
     tile, step, warps, stages = KEYS_WIDE if wide else KEYS_NARROW if width <= 64 else KEYS
-    own_keys = first_queries = last_queries = None
+    last_keys = first_queries = last_queries = None
     if pieces is None:
         tile_pieces, tile_rows = tile_map(starts, rows, tile)
     else:
-        own_keys = _own_keys(starts, contexts, first_keys)
+        last_keys = _last_keys(starts, contexts, first_keys)
         starts = torch.cat((first_keys.unique_consecutive(), first_keys.new_tensor([k.shape[0]])))
         count = starts.shape[0] - 1
         tile_pieces, tile_rows = tile_map(starts, k.shape[0], tile)
-        first_queries = torch.searchsorted(own_keys, tile_rows, out_int32=True)
+        first_queries = torch.searchsorted(last_keys, tile_rows, out_int32=True)
         ends = starts[tile_pieces.clamp(max=count - 1) + 1]
         if terms.window:
             ends = torch.minimum(ends, tile_rows + tile - 1 + terms.window)
-        last_queries = torch.searchsorted(own_keys, ends, out_int32=True)
+        last_queries = torch.searchsorted(last_keys, ends, out_int32=True)
     launch(
         _keys_kernel, (tile_pieces.shape[0] * kv_heads,),
-        *given, grad_k, grad_v, starts, tile_pieces, tile_rows, count, scale, own_keys, first_queries,
+        *inputs, grad_k, grad_v, starts, tile_pieces, tile_rows, count, scale, last_keys, first_queries,
         last_queries, WHOLE=pieces is None, TILE=tile, STEP=step, num_warps=warps, num_stages=stages, **sizes,
     )  # fmt: skip
     return grad_q, grad_k, grad_v
 
 
-def _own_keys(starts: Tensor, contexts: Tensor, first_keys: Tensor) -> Tensor:
-    """The row in `k` of each query row's own key, ascending, int32."""
-    own = (first_keys + contexts - starts[1:]).repeat_interleave(starts.diff())
-    return own + torch.arange(own.shape[0], dtype=torch.int32, device=own.device)
+def _last_keys(starts: Tensor, contexts: Tensor, first_keys: Tensor) -> Tensor:
+    """The row in `k` of the last key that each query row sees, ascending, int32."""
+    shift = (first_keys + contexts - starts[1:]).repeat_interleave(starts.diff())
+    return shift + torch.arange(shift.shape[0], dtype=torch.int32, device=shift.device)

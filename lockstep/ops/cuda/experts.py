@@ -1,4 +1,4 @@
-"""The sum of each token's rows, which its experts computed, and its gradient, in Triton: a program for each token.
+"""The weighted sum of each token's expert outputs, and its gradient, in Triton: one program per token.
 
 Products and sums are rounded separately, in the order of the token's choices: the bits of `ops.combine` in PyTorch.
 """
@@ -38,13 +38,13 @@ def _combine_backward_kernel(
         line = token * ACTIVE + choice
         source = tl.load(places + line) * DIM + column
         row = tl.load(rows + source, mask=inside, other=0.0).to(tl.float32)
-        own = wide * tl.load(weights + line)
-        tl.store(grad_rows + source, own.to(grad_rows.dtype.element_ty), mask=inside)
+        weighted = wide * tl.load(weights + line)
+        tl.store(grad_rows + source, weighted.to(grad_rows.dtype.element_ty), mask=inside)
         tl.store(grad_weights + line, tl.sum(wide * row, 0))
 
 
 def combine(rows: Tensor, weights: Tensor | None, places: Tensor, out: Tensor) -> None:
-    """Writes as `lockstep.ops.combine`, or without weights the plain sum, of contiguous tensors."""
+    """Writes `lockstep.ops.combine`, or without weights the plain sum, of contiguous tensors."""
     if len(out):
         launch(_combine_kernel, (len(out),), rows, weights, places, out, **_sizes(out, places))
 
@@ -54,8 +54,8 @@ def combine_backward(
 ) -> None:
     """Writes the gradients of contiguous `rows` and `weights`."""
     if len(grad):
-        given = grad, rows, weights, places, grad_rows, grad_weights
-        launch(_combine_backward_kernel, (len(grad),), *given, **_sizes(grad, places))
+        tensors = grad, rows, weights, places, grad_rows, grad_weights
+        launch(_combine_backward_kernel, (len(grad),), *tensors, **_sizes(grad, places))
 
 
 def _sizes(by_token: Tensor, places: Tensor) -> dict[str, int]:

@@ -1,10 +1,9 @@
-"""The row-invariant product of grouped rows, each group with its own weight, in Triton.
+"""The row-invariant product of grouped rows, each group with a separate weight, in Triton.
 
 A tile only has rows of one group, and its sums are those of a dense product's piece (`linear.piece_sums`): a row's bits
-are those of the dense product of that row with its group's weight, with K in one piece, whatever the groups' sizes. The
-groups fill the GPU without split-K. Where they start is read on the device, so that nothing synchronizes with it and a
-CUDA graph can record the product: there are as many programs as there can be tiles, and those without one return at
-once.
+are those of the dense product of that row with its group's weight, with K in one piece, for any sizes of the groups.
+The groups fill the GPU without split-K. Their starts are read on the device, without synchronizing, so a CUDA graph can
+capture the product: it launches a program for every possible tile, and those without one return at once.
 """
 
 from __future__ import annotations
@@ -25,8 +24,8 @@ from lockstep.ops.cuda.linear import Tile, Tiles, described_piece, piece_sums, t
 
 @kernel
 def _rows_of(tile, starts, GROUPS, LANES: tl.constexpr, BLOCK_M: tl.constexpr):
-    """The group of a tile, its first row and the group's end; GROUPS where there is no such tile."""
-    # Groups follow each other in tiles as they do in rows.
+    """The group of a tile, its first row and the group's end; GROUPS if there is no such tile."""
+    # Tiles are in the order of the groups, like rows.
     lanes = tl.arange(0, LANES)
     first = tl.load(starts + lanes, mask=lanes < GROUPS, other=0)
     stop = tl.load(starts + lanes + 1, mask=lanes < GROUPS, other=0)
@@ -63,7 +62,7 @@ def _described_kernel(
     x, weight, out, starts, TILES, GROUPS, N, K,
     LANES: tl.constexpr, GROUP: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
 ):  # fmt: skip
-    """`_grouped_kernel` whose factors the copy engine reads, the weights of all groups as one matrix. Rows and columns
+    """`_grouped_kernel` with factors read by the copy engine, the weights of all groups as one matrix. Rows and columns
     that it reads of the next group are not stored."""
     tile_m, tile_n = tile_of(tl.program_id(0), TILES, tl.cdiv(N, BLOCK_N), GROUP)
     group, begin, end = _rows_of(tile_m, starts, GROUPS, LANES, BLOCK_M)
@@ -85,17 +84,17 @@ HALF_TILES: Tiles = (
     Tile(128, 128, 64, 8, 3),
     Tile(256, 128, 64, 8, 3),
 )
-"""As those of `linear`. Measured on an H100 (`benchmarks/NOTES.md`)."""
+"""As in `linear`. Measured on an H100 (`benchmarks/NOTES.md`)."""
 DECODE_ROWS = HALF_TILES[0].block_m
 
 
 def product(x: Tensor, weight: Tensor, starts: Tensor) -> Tensor:
     """Rows `starts[g]` to `starts[g + 1]` of `x`, times `weight[g].T`; `starts` may also be on the CPU.
 
-    `weight` may have any strides: a gradient takes the transposed one.
+    `weight` may have any strides: a gradient uses its transpose.
     """
     groups, outputs, depth = weight.shape
-    # As if all groups that can have rows had equally many: this only chooses a tile, which changes no bit.
+    # Assumes that all groups that can have rows have equally many: this only chooses a tile, which changes no bit.
     groups = max(1, min(groups, x.shape[0]))
     rows = triton.cdiv(x.shape[0], groups)
     tile = _fitting(x.dtype, x.device, rows, groups, depth, outputs, weight.is_contiguous())
@@ -131,12 +130,12 @@ def product_with(tile: Tile, x: Tensor, weight: Tensor, starts: Tensor) -> Tenso
     tiles = (rows + min(groups, rows) * (tile.block_m - 1)) // tile.block_m
     grid = (tiles * triton.cdiv(N, tile.block_n),)
     options = dict(
-        # Every thread has a lane: scans of fewer elements are another path of the compiler's.
+        # A lane for every thread: the compiler lowers scans of fewer elements differently.
         LANES=max(triton.next_power_of_2(groups), 32 * tile.warps), GROUP=8,
         BLOCK_M=tile.block_m, BLOCK_N=tile.block_n, BLOCK_K=tile.block_k,
         num_warps=tile.warps, num_stages=tile.stages,
     )  # fmt: skip
-    # In decode, most rows of a tile are not read by pointers, but are by the copy engine.
+    # In decode, most rows of a tile are masked: loads by pointer skip them, the copy engine does not.
     if tile.block_m > DECODE_ROWS and linear.is_described(tile, x, 1, K) and weight.is_contiguous():
         left = linear.descriptor(x, tile.block_m, tile.block_k)
         right = linear.descriptor(weight.view(-1, K), tile.block_n, tile.block_k)
@@ -149,7 +148,7 @@ def product_with(tile: Tile, x: Tensor, weight: Tensor, starts: Tensor) -> Tenso
 
 
 def _in_groups(tile: Tile, x: Tensor, weight: Tensor, pieces: int) -> Tensor:
-    """A dense product as a grouped one: four groups with the same weight, one empty and one with a single row."""
+    """A dense product as a grouped one: four groups with the same weight, one of them empty and one with one row."""
     return _in_strided_groups(tile, x, weight, pieces, contiguous=True)
 
 
@@ -159,8 +158,8 @@ def _in_strided_groups(tile: Tile, x: Tensor, weight: Tensor, pieces: int, conti
 
 
 def has_library(grad: Tensor, other: Tensor) -> bool:
-    """Whether torch multiplies these gradients group by group without a word from the CPU: rows and their matrix or
-    other rows, contiguous ones, at multiples of 16 bytes. Of a single row, strides can be anything, which it refuses.
+    """Whether torch computes these gradients group by group without synchronizing with the CPU: `grad` and the weight
+    or the other rows, contiguous, at multiples of 16 bytes. It refuses a single row, whose strides can be anything.
     """
     wide = all(x.shape[-1] % 8 == 0 and x.is_contiguous() and x.data_ptr() % 16 == 0 for x in (grad, other))
     return grad.dtype == torch.bfloat16 and len(grad) > 1 and wide and linear.has_copy_engine(grad)

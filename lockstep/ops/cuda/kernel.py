@@ -1,4 +1,4 @@
-"""How a function becomes a Triton kernel here, and how one is launched."""
+"""Definition and launch of Triton kernels."""
 
 from __future__ import annotations
 
@@ -18,9 +18,9 @@ _variants: dict[tuple[Any, ...], tuple[Any, tuple[Any, ...]]] = {}
 
 
 def kernel(function: Callable[..., Any] | None = None, *, varying: tuple[str, ...] = ()) -> Any:
-    """`triton.jit` of the original function: the tests' type checker wraps every function of the package.
+    """`triton.jit` of the unwrapped function: the tests' type checker wraps every function of the package.
 
-    varying: arguments, such as a number of rows, whose value must not select between compiled variants.
+    varying: arguments, such as a number of rows, whose values must not specialize compiled variants.
     """
     if function is None:
         return lambda f: kernel(f, varying=varying)
@@ -31,10 +31,10 @@ Argument: TypeAlias = Tensor | TensorDescriptor | float | None
 
 
 def launch(function: Any, grid: Grid, *arguments: Argument, **constants: Any) -> None:
-    """`function[grid](*arguments, **constants)`: Triton's own search for the variant takes longer.
+    """`function[grid](*arguments, **constants)` with a faster lookup of the compiled variant than Triton's.
 
-    `constants` are compile-time values and launch options. Arguments of a kernel come before its constants. A GPU whose
-    shared memory is too small for `num_stages` gets fewer.
+    `constants` are compile-time values and launch options. Arguments of a kernel come before its constants. A GPU with
+    too little shared memory for `num_stages` gets fewer stages.
     """
     if not isinstance(function, triton.JITFunction):  # the interpreter's
         function[grid](*arguments, **constants)
@@ -51,7 +51,7 @@ def launch(function: Any, grid: Grid, *arguments: Argument, **constants: Any) ->
 
 
 def _first(function: Any, grid: Grid, arguments: tuple[Any, ...], constants: dict[str, Any]) -> Any:
-    """Compiles and launches; the compiled variant."""
+    """Compiles and launches; returns the compiled variant."""
     try:
         return function[grid](*arguments, **constants)
     except OutOfResources:
@@ -61,7 +61,7 @@ def _first(function: Any, grid: Grid, arguments: tuple[Any, ...], constants: dic
 
 
 def _selects(value: Argument, varies: bool) -> Any:
-    """What Triton compiles separate variants for: a tensor's dtype and alignment, a whole number's size and factors."""
+    """What Triton specializes variants on: a tensor's dtype and alignment, an integer's size and divisibility."""
     if isinstance(value, Tensor):
         return value.dtype, value.data_ptr() % 16 == 0
     if isinstance(value, TensorDescriptor):

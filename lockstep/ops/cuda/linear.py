@@ -1,12 +1,12 @@
 """The row-invariant matrix product in Triton.
 
-An element is summed along K in a fixed order: K is split into as many pieces as the caller says, or `pieces_of(K, N)`;
+An element is summed along K in a fixed order: K is split into the requested number of pieces, or `pieces_of(K, N)`;
 each is one chain of tensor-core steps in ascending order, and the pieces' float32 sums are joined in one binary tree.
-With few rows, a program computes one piece of one tile, so that all of the GPU reads weights (split-K); with many rows,
-one program computes the same pieces one after the other. Rows and columns of a tile never mix, so the tile's height and
-width cannot change a bit as long as the hardware's steps along K are the same; this is checked on the device when a
-tile is first wanted for a shape, and one that disagrees is not used. The largest of which there are enough to fill the
-GPU is the fastest.
+With few rows, a program computes one piece of one tile, so that the whole GPU reads weights (split-K); with many rows,
+one program computes the same pieces in turn. Rows and columns of a tile never mix, so the tile's height and width
+cannot change a bit as long as the hardware's steps along K are the same; this is checked on the device when a tile is
+first requested for a shape, and a tile that disagrees is not used. The largest tile with enough tiles to fill the GPU
+is the fastest.
 """
 
 from __future__ import annotations
@@ -25,13 +25,13 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 from lockstep.ops.cuda.kernel import kernel, launch
 
 MULTIPROCESSORS = 128
-"""Programs that split-K fills. A constant: the number of pieces is part of the arithmetic, not of the device."""
+"""Number of programs that split-K aims for. A constant, since the number of pieces affects the bits."""
 NARROWEST = 16
 """Columns of the narrowest tile."""
 PIECES = (1, 2, 4, 8)
 """Numbers of pieces that K can be split into."""
 PIECE_STEP = 256
-"""Pieces by shape begin at multiples of this: every tile's BLOCK_K divides it."""
+"""Default pieces begin at multiples of this: every tile's BLOCK_K divides it."""
 
 
 @dataclass(frozen=True)
@@ -44,14 +44,14 @@ class Tile:
     warps: int
     stages: int
     split: bool = False
-    """Whether each piece of K has its own program."""
+    """Whether each piece of K is a separate program."""
     looped: bool = False
-    """Whether there are only as many programs as multiprocessors, which compute one tile after the other."""
+    """Whether the kernel is persistent: one program per multiprocessor, which computes one tile after the other."""
 
 
 Tiles = tuple[Tile, ...]
 # 64 rows are one tensor-core instruction of a Hopper warp group; fewer would be another instruction with other bits.
-# The smallest first: the others are compared with it. Measured on an H100 (`benchmarks/NOTES.md`).
+# The smallest comes first: the others are compared with it. Measured on an H100 (`benchmarks/NOTES.md`).
 HALF_TILES: Tiles = (
     Tile(64, 16, 128, 4, 8, True),
     Tile(64, 32, 256, 4, 4, True),
@@ -63,19 +63,19 @@ HALF_TILES: Tiles = (
     Tile(128, 128, 64, 4, 4),
     Tile(128, 256, 64, 8, 3, looped=True),
 )
-# float32 runs on the ordinary cores, one multiply-add after the other.
+# float32 runs on CUDA cores, one multiply-add after the other.
 FLOAT_TILES: Tiles = (Tile(32, 32, 32, 4, 2, True), Tile(64, 64, 32, 8, 2))
 ENOUGH, ENOUGH_LOOPED = 96, 250
-"""Tiles that keep the multiprocessors busy: more, smaller ones are slower."""
+"""Numbers of tiles that keep the multiprocessors busy: a larger number of smaller tiles is slower."""
 MOST_SUMS = 128
-"""Sums in a thread's registers."""
+"""Most sums in a thread's registers."""
 COMPARED = 4096
-"""Most columns of a product that tiles are compared on."""
+"""Most columns of the product on which tiles are compared."""
 Multiply = Callable[[Tile, Tensor, Tensor, int], Tensor]
 
 
 def pieces_of(in_features: int, out_features: int) -> int:
-    """Pieces that K is split into, 1, 2 or 4, by default: enough for a narrow product in decode to fill the GPU."""
+    """Default number of pieces of K, 1, 2 or 4: enough for a narrow product in decode to fill the GPU."""
     count = 1
     tiles = -(-out_features // NARROWEST)
     while count < 4 and tiles * count < MULTIPROCESSORS and in_features // (2 * count) >= PIECE_STEP:
@@ -83,8 +83,8 @@ def pieces_of(in_features: int, out_features: int) -> int:
     return count
 
 
-def own_pieces(in_features: int, out_features: int) -> tuple[int, int]:
-    """The number of pieces for a product's shape, and their length."""
+def default_pieces(in_features: int, out_features: int) -> tuple[int, int]:
+    """The default number of pieces for a product's shape, and their length."""
     pieces = pieces_of(in_features, out_features)
     return pieces, triton.cdiv(triton.cdiv(in_features, pieces), PIECE_STEP) * PIECE_STEP
 
@@ -114,7 +114,7 @@ def _two(
     x, weight, rows, columns, row_mask, column_mask, first, PIECE, K,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
 ):  # fmt: skip
-    """The sums of the pieces at `first` and after it."""
+    """The joined sums of the piece at `first` and the next."""
     middle, last = tl.minimum(first + PIECE, K), tl.minimum(first + 2 * PIECE, K)
     left = piece_sums(
         x, weight, rows, columns, row_mask, column_mask, first, middle, K, K, 1, BLOCK_M, BLOCK_N, BLOCK_K
@@ -139,7 +139,7 @@ def tile_sums(
     x, weight, rows, columns, row_mask, column_mask, PIECE, K,
     PIECES: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
 ):  # fmt: skip
-    """The sums of a tile over all of K, one piece after the other, in their tree."""
+    """The sums of a tile over all of K: its pieces in turn, joined in their tree."""
     if PIECES == 1:
         sums = piece_sums(x, weight, rows, columns, row_mask, column_mask, 0, K, K, K, 1, BLOCK_M, BLOCK_N, BLOCK_K)
     elif PIECES == 2:
@@ -154,7 +154,7 @@ def tile_sums(
 
 @kernel
 def tile_of(program, tiles_m, tiles_n, GROUP: tl.constexpr):
-    """Which tile of rows and columns a program computes: GROUP tiles of rows share a tile of columns before the next,
+    """The tile of rows and columns that a program computes: GROUP tiles of rows use a tile of columns before the next,
     so that its weights stay in the L2 cache."""
     group = program // (GROUP * tiles_n)
     height = tl.minimum(tiles_m - group * GROUP, GROUP)
@@ -165,7 +165,7 @@ def tile_of(program, tiles_m, tiles_n, GROUP: tl.constexpr):
 
 @kernel
 def _two_stored(partial, target, mask, size, piece):
-    """The sums of two pieces that other programs stored."""
+    """The joined sums of two pieces stored by other programs."""
     left = tl.load(partial + piece * size + target, mask=mask, cache_modifier=".cg")
     return left + tl.load(partial + (piece + 1) * size + target, mask=mask, cache_modifier=".cg")
 
@@ -197,7 +197,7 @@ def _linear_kernel(
         if PIECES > 1:
             size = M.to(tl.int64) * N
             tl.store(partial + piece * size + target, sums, mask=mask)
-            # All threads' stores come before the arrival; the last program to arrive finds every piece stored.
+            # All threads store before the arrival, so every piece is stored when the last program arrives.
             tl.debug_barrier()
             before = tl.atomic_add(arrivals + program, 1, sem="acq_rel", scope="gpu")
             if before == PIECES - 1:
@@ -209,7 +209,7 @@ def _linear_kernel(
                 if PIECES == 8:
                     sums += _four_stored(partial, target, mask, size, 4)
                 tl.store(out + target, sums.to(out.dtype.element_ty), mask=mask)
-                # Ready for the next product.
+                # Reset for the next product.
                 tl.atomic_xchg(arrivals + program, 0)
         else:
             tl.store(out + target, sums.to(out.dtype.element_ty), mask=mask)
@@ -222,7 +222,7 @@ def _linear_kernel(
 def described_piece(
     x, weight, row, column, first, last, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr
 ):
-    """`piece_sums` of tensor descriptors, whose tiles the copy engine reads; what is outside of the tensors is zero."""
+    """`piece_sums` of tensor descriptors: the copy engine reads their tiles, and pads with zeros outside of them."""
     sums = tl.zeros((BLOCK_M, BLOCK_N), dtype=tl.float32)
     for k in range(first, last, BLOCK_K):
         sums = tl.dot(x.load([row, k]), weight.load([column, k]).T, sums)
@@ -251,7 +251,7 @@ def _looped_kernel(
     x, weight, out, M, N, K,
     PROGRAMS: tl.constexpr, GROUP: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
 ):  # fmt: skip
-    """One piece. While a tile is stored, the first factors of the next are read."""
+    """K in one piece. The first factors of the next tile are read while a tile is stored."""
     tiles_m, tiles_n = tl.cdiv(M, BLOCK_M), tl.cdiv(N, BLOCK_N)
     for tile in tl.range(tl.program_id(0), tiles_m * tiles_n, PROGRAMS, flatten=True):
         tile_m, tile_n = tile_of(tile, tiles_m, tiles_n, GROUP)
@@ -263,7 +263,7 @@ def _looped_kernel(
 
 
 def product_with(tile: Tile, x: Tensor, weight: Tensor, pieces: int = 0, dtype: torch.dtype | None = None) -> Tensor:
-    """`x @ weight.T` with this tile: K in `pieces` equal pieces, or those by shape (0), rounded to `dtype`."""
+    """`x @ weight.T` with this tile: K in `pieces` equal pieces, or the default ones (0), rounded to `dtype`."""
     x, weight = x.contiguous(), weight.contiguous()
     (M, K), N = x.shape, weight.shape[0]
     out = x.new_empty(M, N, dtype=dtype or x.dtype)
@@ -271,7 +271,7 @@ def product_with(tile: Tile, x: Tensor, weight: Tensor, pieces: int = 0, dtype: 
         return out
     if pieces not in (0, *PIECES):
         raise ValueError(f"a product has {pieces} chunks, but on a GPU it can have {', '.join(map(str, PIECES))}")
-    pieces, piece = (pieces, K // pieces) if pieces else own_pieces(K, N)
+    pieces, piece = (pieces, K // pieces) if pieces else default_pieces(K, N)
     programs = triton.cdiv(M, tile.block_m) * triton.cdiv(N, tile.block_n)
     if is_described(tile, x, pieces, piece):
         _product_described(tile, x, weight, out, pieces, piece, programs)
@@ -293,22 +293,22 @@ def product_with(tile: Tile, x: Tensor, weight: Tensor, pieces: int = 0, dtype: 
 def is_described(tile: Tile, x: Tensor, pieces: int, piece: int) -> bool:
     """Whether the copy engine of Hopper and later reads this tile's factors, `x` and a weight of its width.
 
-    Only shapes decide, not addresses: what is compared for a shape is what computes it.
+    Decided by shapes, not addresses, so that the comparison for a shape runs the same code as the product.
     """
     whole_steps = pieces == 1 or (pieces == 2 and piece % tile.block_k == 0)
     return not tile.split and whole_steps and x.shape[1] % 8 == 0 and has_copy_engine(x)
 
 
 def has_copy_engine(x: Tensor) -> bool:
-    """Whether it is on a GPU that copies described tiles: Hopper and later."""
+    """Whether `x` is on a GPU with a copy engine for tensor descriptors (TMA): Hopper and later."""
     return x.element_size() == 2 and x.is_cuda and torch.cuda.get_device_capability(x.device) >= (9, 0)
 
 
 def descriptor(x: Tensor, *block: int) -> TensorDescriptor:
-    """Of a matrix whose rows follow each other, for tiles of this size. A descriptor begins at a multiple of 16 bytes:
-    others are copied."""
+    """The descriptor of a row-major matrix, for tiles of this size. A descriptor must begin at a multiple of 16 bytes;
+    other matrices are copied."""
     x = x if x.data_ptr() % 16 == 0 else x.clone()
-    # Not x.stride(): that of a single row can be anything.
+    # Not x.stride(), which is arbitrary for a single row.
     return TensorDescriptor(x, [*x.shape], [x.shape[1], 1], [*block])
 
 
@@ -331,10 +331,10 @@ _counters: dict[torch.device, list[Tensor]] = {}
 
 
 def _arrivals(device: torch.device, programs: int) -> Tensor:
-    """Counters that every product leaves at zero. Products on one device run one after the other, on one stream."""
+    """Counters that every product resets to zero. Products on one device run one at a time, on one stream."""
     counters = _counters.setdefault(device, [])
     if not counters or counters[-1].numel() < programs:
-        # Outgrown ones are kept: captured graphs still use them.
+        # Outgrown ones stay allocated: captured graphs still use them.
         counters.append(torch.zeros(max(programs, 1 << 16), dtype=torch.int32, device=device))
     return counters[-1]
 
@@ -342,7 +342,7 @@ def _arrivals(device: torch.device, programs: int) -> Tensor:
 def product(x: Tensor, weight: Tensor, chunks: int, dtype: torch.dtype) -> Tensor:
     """`x @ weight.T`, rounded to `dtype`: the bits of a row are the same for every number of rows.
 
-    K is split into `chunks` pieces, or with 1 into those by shape. Raises ValueError above 8.
+    K is split into `chunks` pieces, or with 1 into the default ones. Raises ValueError above 8.
     """
     return _fitted(x, weight, chunks if chunks > 1 else 0, dtype)
 
@@ -374,7 +374,7 @@ def fitting(
 def largest(
     tiles: Tiles, agrees: Callable[[Tile], bool], rows: int, columns: int, pieces: int, groups: int = 1
 ) -> Tile:
-    """The largest tile that fits a product of `groups` times `rows` rows, of which there are enough to fill the GPU."""
+    """The largest tile for a product of `groups` times `rows` rows with enough tiles to fill the GPU."""
 
     def fits(tile: Tile) -> bool:
         if rows <= tile.block_m // 2 and tile.block_m > tiles[0].block_m:
@@ -399,28 +399,28 @@ def agrees(
     pieces: int = 0,
     multiply: Multiply | None = None,
 ) -> bool:
-    """Whether the bits of `multiply` with this tile are those of `product_with` with another one, for this shape.
+    """Whether `multiply` with this tile gives the bits of `product_with` with another one, for this shape.
 
-    `multiply`: has the arguments and result of `product_with`, which is the default.
+    `multiply` has the arguments and result of `product_with`, which is the default.
     """
     alone = (pieces or pieces_of(in_features, out_features)) == 1
     if alone and out_features > COMPARED:
         out_features = COMPARED + out_features % 8
     generator = torch.Generator(device).manual_seed(in_features * 1_000_003 + out_features)
-    # A program that computes several tiles has more than one here.
+    # Large enough that a program that computes several tiles has more than one.
     rows = (20 if tile.looped else 2) * tile.block_m - 3
     x, weight = (t.to(dtype) for t in _cancelling(generator, rows, in_features, out_features))
     expected = product_with(base, x, weight, pieces)
     try:
         return torch.equal((multiply or product_with)(tile, x, weight, pieces), expected)
-    except OutOfResources:  # the shared memory of this GPU is too small for it
+    except OutOfResources:  # this GPU has too little shared memory for it
         return False
 
 
 def _cancelling(generator: torch.Generator, rows: int, inner: int, outputs: int) -> tuple[Tensor, Tensor]:
-    """Factors whose exact products are near 0, so that what is left is how each partial sum was rounded.
+    """Factors whose exact products are near 0, so that the sums consist of rounding errors.
 
-    With ordinary data, the last bits of a sum are rounded away, and two orders of summation can look the same.
+    With ordinary data, the last bits of a sum are rounded away, and two orders of summation can give equal results.
     """
     device, half = generator.device, inner // 2
     scale = torch.exp2(torch.randint(-6, 7, (half,), generator=generator, device=device).float())

@@ -2,14 +2,11 @@
 
 from __future__ import annotations
 
-from dataclasses import astuple
-
 import triton
 import triton.language as tl
 from torch import Tensor
 
 from lockstep.ops.cuda.kernel import kernel, launch
-from lockstep.ops.optimizer import AdamWFactors
 
 BLOCK = 1024
 
@@ -38,15 +35,15 @@ def adamw_step(
     grad: Tensor,
     mean: Tensor,
     square: Tensor,
-    factors: AdamWFactors,
+    factors: tuple[float, ...],
     scale: float,
     weight: Tensor | None,
 ) -> None:
-    """As `lockstep.ops.adamw_step`, for contiguous tensors."""
+    """As `lockstep.ops.adamw_step`, for contiguous tensors; `factors` are the fields of `AdamWFactors`."""
     if count := master.numel():
         launch(
             _adamw_kernel, (triton.cdiv(count, BLOCK),),
-            master, weight, grad, mean, square, count, float(scale), *astuple(factors), BLOCK=BLOCK, num_warps=4,
-            # A product and a sum would be rounded once.
+            master, weight, grad, mean, square, count, float(scale), *factors, BLOCK=BLOCK, num_warps=4,
+            # With fusion, a product and a sum would be rounded once.
             enable_fp_fusion=False,
         )  # fmt: skip

@@ -13,9 +13,9 @@ from torch import Tensor
 from lockstep.ops.cuda.kernel import kernel, launch
 
 TILE = 2048
-"""Elements that a program handles at a time, if rows are short enough for several."""
+"""Elements that a program processes at a time, if rows are short enough for several."""
 GRADIENT_PROGRAMS = 1024
-"""Partial sums of a norm's weight gradient."""
+"""Programs of a norm's backward, each with a partial sum of the weight gradient."""
 
 
 def _rows_per_program(block: int) -> int:
@@ -59,7 +59,7 @@ def _rms_norm_backward_kernel(
 
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
-    """As `lockstep.ops.rms_norm`, for contiguous rows of any leading shape; and each row's scale, float32."""
+    """`lockstep.ops.rms_norm` of contiguous rows of any leading shape, and each row's scale, float32."""
     dim = x.shape[-1]
     rows, block = x.numel() // dim, triton.next_power_of_2(dim)
     out, scales = torch.empty_like(x), x.new_empty(rows, dtype=torch.float32)
@@ -161,7 +161,7 @@ def silu_mul(gate: Tensor, up: Tensor) -> Tensor:
 
 
 def silu_mul_backward(grad: Tensor, gate: Tensor, up: Tensor) -> tuple[Tensor, Tensor]:
-    """Gradients of `gate` and `up`, which are contiguous."""
+    """Gradients of contiguous `gate` and `up`."""
     grad = grad.contiguous()
     grad_gate, grad_up, count = torch.empty_like(gate), torch.empty_like(up), gate.numel()
     if count:

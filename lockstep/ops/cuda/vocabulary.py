@@ -11,7 +11,7 @@ import triton.language as tl
 from torch import Tensor
 
 from lockstep.ops.cuda.kernel import kernel, launch
-from lockstep.ops.logprobs import PIECES
+from lockstep.ops.vocabulary_pieces import PIECES
 
 BLOCK = 1024
 
@@ -30,7 +30,7 @@ def _masses_kernel(logits, inverse_temperatures, bounds, masses, vocab, BLOCK: t
         x = tl.load(base + place, mask=place < last, other=float("-inf")).to(tl.float32) * inverse
         tops = tl.maximum(tops, x)
     top = tl.max(tops, 0)
-    # For a piece with all tokens cut: -inf minus 0 stays -inf.
+    # For a piece without allowed tokens: -inf minus 0 stays -inf.
     shift = tl.where(top == float("-inf"), 0.0, top)
     sums, moments = tl.zeros((BLOCK,), dtype=tl.float32), tl.zeros((BLOCK,), dtype=tl.float32)
     for start in range(first, last, BLOCK):
@@ -47,7 +47,7 @@ def _masses_kernel(logits, inverse_temperatures, bounds, masses, vocab, BLOCK: t
 
 @kernel
 def _join(m, s, t, COUNT: tl.constexpr):
-    """Joins neighbors of `COUNT` masses: half as many."""
+    """Joins neighboring pairs of `COUNT` masses."""
     m0, m1 = tl.split(tl.reshape(m, (COUNT // 2, 2)))
     s0, s1 = tl.split(tl.reshape(s, (COUNT // 2, 2)))
     t0, t1 = tl.split(tl.reshape(t, (COUNT // 2, 2)))
@@ -61,14 +61,14 @@ def _join(m, s, t, COUNT: tl.constexpr):
 def _log_probs_kernel(masses, chosen, out, entropies, normalizers, COUNT: tl.constexpr, PIECES: tl.constexpr):
     row = tl.program_id(0)
     piece = tl.arange(0, PIECES)
-    slot, held = masses + (row * COUNT + piece) * 3, piece < COUNT
-    m = tl.load(slot, mask=held, other=float("-inf"))
-    s, t = tl.load(slot + 1, mask=held, other=0.0), tl.load(slot + 2, mask=held, other=0.0)
+    slot, exists = masses + (row * COUNT + piece) * 3, piece < COUNT
+    m = tl.load(slot, mask=exists, other=float("-inf"))
+    s, t = tl.load(slot + 1, mask=exists, other=0.0), tl.load(slot + 2, mask=exists, other=0.0)
     m, s, t = _join(m, s, t, 16)
     m, s, t = _join(m, s, t, 8)
     m, s, t = _join(m, s, t, 4)
     m, s, t = _join(m, s, t, 2)
-    top, total, first = tl.sum(m, 0), tl.sum(s, 0), tl.sum(t, 0)  # of one element each
+    top, total, first = tl.sum(m, 0), tl.sum(s, 0), tl.sum(t, 0)  # one element each
     normalizer = top + tl.log(total)
     tl.store(normalizers + row, normalizer)
     tl.store(out + row, tl.load(chosen + row) - normalizer)
@@ -93,9 +93,9 @@ def _draw_kernel(
     logits, inverse_temperatures, uniforms, bounds, masses, tokens, vocab,
     COUNT: tl.constexpr, PIECES: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """The first token at which the running sum of weights passes uniform · total; the likeliest if uniform < 0.
+    """Draws the first token at which the running sum of weights exceeds uniform · total; the likeliest if uniform < 0.
 
-    -1 if its piece is outside of these logits.
+    Stores -1 if its piece is outside of these logits.
     """
     row = tl.program_id(0)
     base = logits + row.to(tl.int64) * vocab
@@ -109,15 +109,15 @@ def _draw_kernel(
     passed = tl.cumsum(weights, 0)
     wanted = uniform * tl.sum(weights, 0)
     greedy = uniform < 0
-    # The piece where the sum passes `wanted`, or which holds the maximum; where rounding lets none pass, the last
+    # The piece where the running sum exceeds `wanted`, or that has the maximum; if none does, due to rounding, the last
     # piece with any weight.
     hit = tl.where(greedy, m == top, passed > wanted)
     last_heavy = tl.max(tl.where(weights > 0, index, 0), 0)
     piece = tl.minimum(tl.min(tl.where(hit, index, PIECES), 0), last_heavy)
     before = tl.sum(tl.where(index < piece, weights, 0.0), 0)
     first, last = tl.load(bounds + piece).to(tl.int32), tl.load(bounds + piece + 1).to(tl.int32)
-    held = (first >= 0) & (last <= vocab)
-    last = tl.where(held, last, first)
+    inside = (first >= 0) & (last <= vocab)
+    last = tl.where(inside, last, first)
     lane = tl.arange(0, BLOCK)
     token, heavy = vocab, first
     for start in range(first, last, BLOCK):
@@ -125,11 +125,11 @@ def _draw_kernel(
         x = tl.load(base + place, mask=place < last, other=float("-inf")).to(tl.float32) * inverse
         weight = tl.exp(x - shift).to(tl.float64)
         running = before + tl.cumsum(weight, 0)
-        found = tl.where(greedy, x == top, (running > wanted) & (weight > 0))
-        token = tl.minimum(token, tl.min(tl.where(found, place, vocab), 0))
+        matches = tl.where(greedy, x == top, (running > wanted) & (weight > 0))
+        token = tl.minimum(token, tl.min(tl.where(matches, place, vocab), 0))
         heavy = tl.maximum(heavy, tl.max(tl.where(weight > 0, place, first), 0))
         before += tl.sum(weight, 0)
-    tl.store(tokens + row, tl.where(held, tl.where(token < vocab, token, heavy), -1).to(tl.int64))
+    tl.store(tokens + row, tl.where(inside, tl.where(token < vocab, token, heavy), -1).to(tl.int64))
 
 
 def masses(logits: Tensor, inverse_temperature: Tensor, bounds: Tensor) -> Tensor:

@@ -1,7 +1,7 @@
 """The operators' fast CPU forms: C++ for this processor's instructions, called through ctypes.
 
 A wheel includes them compiled; a source checkout compiles them at first use. If neither is possible, or with
-LOCKSTEP_NATIVE=0, the plain PyTorch forms are used: slower, and with their own bits, but trainer and generator use the
+LOCKSTEP_NATIVE=0, the plain PyTorch forms are used: slower, and with different bits, but trainer and generator use the
 same form, so they agree either way.
 """
 
@@ -50,7 +50,7 @@ def library() -> ctypes.CDLL | None:
             warnings.warn(f"using the kernels for {each.name}, which are slower: {reason}", stacklevel=2)
         _offer_openmp()
         return ctypes.CDLL(str(path))
-    if _wanted_arithmetic == "auto":  # else it is refused
+    if _wanted_arithmetic == "auto":  # else `_usable_sets` refuses it
         warnings.warn(f"using the plain PyTorch operators, which are slower: {reason}", stacklevel=2)
     return None
 
@@ -62,7 +62,7 @@ def _offer_openmp() -> None:
 
 
 def _usable_sets() -> list[InstructionSet]:
-    """Instruction sets of the wanted arithmetic, best first, without those whose kernels could not be compiled."""
+    """Instruction sets of the requested arithmetic, best first, without those whose kernels could not be compiled."""
     compiled = [each for each in supported() if each.name not in _not_compiled]
     if _wanted_arithmetic == "auto":
         return [each for each in compiled if not each.emulated or each.name == os.environ.get("LOCKSTEP_ISA")]
@@ -87,9 +87,8 @@ def _chosen() -> InstructionSet:
 def set_arithmetic(name: str) -> str:
     """Selects the arithmetic of this process, or with `auto` the processor's fastest. Returns it.
 
-    `pytorch` is the arithmetic of the plain PyTorch forms: the only one available if they are used.
-
-    Tensors that were computed before keep their bits. Raises ValueError if the processor does not support it.
+    `pytorch` is the arithmetic of the plain PyTorch forms: the only one available if they are used. Existing tensors
+    are not recomputed. Raises ValueError if the processor does not support the arithmetic.
     """
     global _wanted_arithmetic
     if name not in ARITHMETICS:
@@ -114,14 +113,14 @@ def set_arithmetic(name: str) -> str:
 
 
 def is_emulated(arithmetic: str) -> bool:
-    """Whether this processor lacks its instructions and can only emulate it, many times slower."""
+    """Whether this processor lacks the instructions for `arithmetic` and can only emulate it, many times slower."""
     sets = [each for each in supported() if each.arithmetic == arithmetic]
     return bool(sets) and all(each.emulated for each in sets)
 
 
 def arithmetic() -> str:
-    """Which bits the CPU operators compute: `portable` (the same on every processor), `bf16_pairs`, `bf16_tiles` or
-    `pytorch` (those of the plain forms, which are used without compiled kernels).
+    """The arithmetic of the CPU operators, which determines their bits: `portable` (the same on every processor),
+    `bf16_pairs`, `bf16_tiles` or `pytorch` (the plain forms, which are used without compiled kernels).
     """
     return "pytorch" if library() is None else _chosen().arithmetic
 
@@ -132,13 +131,13 @@ def instruction_set() -> str:
 
 
 def build_name() -> str:
-    """The name of the kernels in use, which differs for other sources, compilers and instructions."""
+    """The name of the kernels in use, unique to their sources, compiler and instructions."""
     kernels = library()
     return "pytorch" if kernels is None else Path(kernels._name).name
 
 
 def usable(x: Tensor) -> bool:
-    """Whether the compiled kernels can be used for this tensor: on the CPU, float32 or bfloat16, if compiled at all."""
+    """Whether compiled kernels are available for this tensor: on the CPU, float32 or bfloat16."""
     return x.device.type == "cpu" and x.dtype in SUFFIX and (_pretending or library() is not None)
 
 
@@ -148,55 +147,55 @@ def call(name: str, dtype: torch.dtype, *arguments: Tensor | int | float | None)
         return
     bound = _functions.get((name, dtype)) or _bind(name, dtype, arguments)
     values = [a.data_ptr() if isinstance(a, Tensor) else a for a in arguments]
-    if (noting := _tape.get()) is not None:
-        noting.note(bound, values, arguments)
+    if (recording := _recorder.get()) is not None:
+        recording.record_kernel(bound, values, arguments)
     bound(*values)
 
 
-def is_playable(kernel: Callable[..., Any]) -> bool:
-    """Whether `played` takes it."""
-    return hasattr(library(), f"played_{getattr(kernel, '__name__', '')}")
+def is_replayable(kernel: Callable[..., Any]) -> bool:
+    """Whether `combined` takes it."""
+    return hasattr(library(), f"replay_{getattr(kernel, '__name__', '')}")
 
 
-def played(calls: Sequence[tuple[Any, Sequence[int | float | None]]]) -> Callable[[], None]:
-    """Makes all of these calls in one, without Python between them: kernels as `Noting.note` hears of them."""
+def combined(calls: Sequence[tuple[Any, Sequence[int | float | None]]]) -> Callable[[], None]:
+    """One call that makes all of these, without Python between them; each as `record_kernel` gets it."""
     words: list[int] = []
     for kernel, values in calls:
-        form = ctypes.cast(function(f"played_{kernel.__name__}"), ctypes.c_void_p).value
-        words += [form or 0, len(values), *map(_word, values, kernel.argtypes)]
-    return partial(function("play"), (ctypes.c_int64 * len(words))(*words), ctypes.c_int64(len(calls)))
+        replay = ctypes.cast(function(f"replay_{kernel.__name__}"), ctypes.c_void_p).value
+        words += [replay or 0, len(values), *map(_word, values, kernel.argtypes)]
+    return partial(function("replay_calls"), (ctypes.c_int64 * len(words))(*words), ctypes.c_int64(len(calls)))
 
 
 def _word(value: int | float | None, kind: type) -> int:
-    """As `from_word` in played.h reads it."""
+    """The encoding that `from_word` in replay.h reads."""
     return int.from_bytes(struct.pack("<f", value), "little") if kind is ctypes.c_float else int(value or 0)
 
 
-class Noting(Protocol):
-    """What hears of every kernel that is called: a tape."""
+class KernelRecorder(Protocol):
+    """Records every kernel call: a step graph."""
 
-    def note(self, kernel: Callable[..., Any], values: list[Any], arguments: tuple[Any, ...]) -> None:
+    def record_kernel(self, kernel: Callable[..., Any], values: list[Any], arguments: tuple[Any, ...]) -> None:
         """`values` are `arguments` with addresses in place of tensors."""
 
 
 @contextmanager
-def noted_by(tape: Noting | None) -> Iterator[None]:
-    """Within this context, `tape` hears of the kernels that this thread calls."""
-    token = _tape.set(tape)
+def recorded_by(recorder: KernelRecorder | None) -> Iterator[None]:
+    """In this context, `recorder` records the kernels that this thread calls."""
+    token = _recorder.set(recorder)
     try:
         yield
     finally:
-        _tape.reset(token)
+        _recorder.reset(token)
 
 
-def tape() -> Any:
-    """The tape that is being recorded, or None."""
-    return _tape.get()
+def recorder() -> Any:
+    """The active recorder, or None."""
+    return _recorder.get()
 
 
 @contextmanager
 def pretending() -> Iterator[None]:
-    """Within this context, operators allocate and save as usual but compute nothing: for tensors without values."""
+    """In this context, operators allocate and save as usual but compute nothing: for tensors without values."""
     global _pretending
     _pretending = True
     try:
@@ -217,7 +216,7 @@ def function(name: str) -> Any:
     return getattr(compiled, name)
 
 
-_tape: ContextVar[Noting | None] = ContextVar("tape", default=None)
+_recorder: ContextVar[KernelRecorder | None] = ContextVar("recorder", default=None)
 _pretending = False
 _wanted_arithmetic = "auto"
 _not_compiled: dict[str, str] = {}

@@ -1,13 +1,13 @@
 // Attention over keys and values in pages.
 //
-// Every query row sees its keys in blocks of BLOCK, aligned to position 0, in ascending order, with a running
-// maximum and sum in float32. An element of a product is always summed over its inner index in ascending order
-// with one accumulator, so no grouping of rows, sequences or pages changes a bit.
+// Every query row sees its keys in blocks of BLOCK, aligned to position 0, in ascending order, with the running
+// maximum and sum in float32. Each element of a product is summed over its inner index in ascending order with one
+// accumulator, so the grouping of rows, sequences or pages does not change a bit.
 #include "block_products.h"
 #include "panels.h"
-#include "played.h"
+#include "replay.h"
 
-// As in omp.h, which a compiler may lack.
+// Declared as in omp.h, which not every compiler has.
 extern "C" int omp_get_max_threads();
 
 template <class T>
@@ -17,12 +17,12 @@ static inline bool all_finite(const T* x, int64_t count) {
     return !broken;
 }
 
-// A value that is not finite is written as a zero, and its key as NaN: whoever sees the key gets NaN, and the weight of
-// zero of whoever does not meets a finite value. Without pages of values the keys are the values.
+// A value that is not finite is written as zero, and its key as NaN: queries that see the key get NaN, and for the
+// others, its weight of zero meets a finite value. Without pages of values, the keys are the values.
 template <class T>
 static void write_pages(const T* k, const T* v, const int64_t* slots, T* key_pages, T* value_pages, int64_t tokens,
                         int64_t kv_heads, int64_t head_dim) {
-    // A key's elements lie a line of memory apart each, so that few are work for several threads.
+    // Each element of a key is on a separate cache line, so even a few keys are worth several threads.
 #pragma omp parallel for if (tokens * kv_heads * head_dim > 1024)
     for (int64_t token = 0; token < tokens; token++) {
         const int64_t page = slots[token] / PAGE, offset = slots[token] % PAGE;
@@ -45,7 +45,7 @@ static void write_pages(const T* k, const T* v, const int64_t* slots, T* key_pag
     }
 }
 
-// values [PAGE][dim], of a page of keys that are the values too: NaN is written for what is not finite, and read as zero.
+// values [PAGE][dim] of a page whose keys are also the values: non-finite ones, written as NaN, are read as zero.
 template <class T>
 static void turn_page(const T* keys, int64_t dim, T* values) {
     for (int64_t d = 0; d < dim; d += LANES) {
@@ -67,11 +67,11 @@ static void turn_page(const T* keys, int64_t dim, T* values) {
     }
 }
 
-// One block of the running softmax for one row, which sees the block's `keys` first keys but for the `hidden` first of
-// them: scores become weights, the sums are rescaled.
+// One block of the running softmax for one row, which sees the block's first `keys` keys except the first `hidden`:
+// turns scores into weights and rescales the sums.
 static inline void softmax_block(float* scores, int64_t hidden, int64_t keys, float scale, float& highest, float& total,
                                  float* row, int64_t head_dim) {
-    // A row whose window begins in a later block than that of the tile's first row: as if it had not been here.
+    // The row's window begins in a later block than that of the tile's first row: the block has no effect.
     if (hidden >= keys) return std::fill(scores, scores + BLOCK, 0.f);
     f32x16 s[BLOCK / LANES], top = splat(LOWEST);
     for (int i = 0; i < BLOCK / LANES; i++) {
@@ -110,12 +110,12 @@ static void attend_tile(const T* q, T* out, float* log_sums, const Pages<T>& pag
     float* highest = scores + padded * BLOCK;
     float* totals = highest + rows;
     Products products(q, tile, kv_head, shape, totals + rows);
-    static thread_local std::vector<T> turned;  // the values of a block whose pages hold keys alone
+    static thread_local std::vector<T> turned;  // the values of a block whose pages only have keys
     if (!pages.values) turned.resize(BLOCK * dim);
     std::fill(sums, sums + rows * dim, 0.f);
     std::fill(highest, highest + rows, LOWEST);
     std::fill(totals, totals + rows, 0.f);
-    // A sink is a key before all others, whose value is zero.
+    // The sink is a key before all others, whose value is zero.
     for (int64_t r = 0; terms.sinks && r < rows; r++)
         highest[r] = terms.sinks[kv_head * shape.group() + r % shape.group()], totals[r] = 1.f;
 
@@ -130,7 +130,7 @@ static void attend_tile(const T* q, T* out, float* log_sums, const Pages<T>& pag
             block.values[p] = pages.values ? pages.values + page * dim * PAGE : turned.data() + p * PAGE * dim;
             if (!pages.values && p * PAGE < block.count) turn_page(block.keys[p], dim, turned.data() + p * PAGE * dim);
         }
-        // Rows that see nothing of this block are skipped: earlier tokens of the tile, at its start.
+        // Rows at the tile's start that see nothing of this block are skipped.
         const int64_t from = std::max<int64_t>(0, start - first_position) * shape.group(), left = rows - from;
         float* score = scores + from * BLOCK;
         products.scores(block, from, left, score);
@@ -149,7 +149,7 @@ static void attend_tile(const T* q, T* out, float* log_sums, const Pages<T>& pag
     }
 }
 
-// The products that attention over heads of this size is made of.
+// The products of attention with heads of this size.
 template <class T>
 static auto attend_tile_of(int64_t) {
     return attend_tile<T, BlockProducts<T>>;
@@ -169,7 +169,7 @@ static void attend(const T* q, T* out, float* log_sums, const T* key_pages, cons
     const Pages<T> pages{key_pages, value_pages, table, width};
     const std::vector<Tile> tiles = tiles_of(query_starts, sequences, shape.group());
     const auto one_tile = attend_tile_of<T>(head_dim);
-    // A decode step has many small tasks: taken one by one, threads would wait for the counter of the next one.
+    // A decode step has many small tasks: if each were scheduled separately, threads would wait for the shared counter.
     const int64_t tasks = (int64_t)tiles.size() * kv_heads;
     const int64_t at_once = std::clamp<int64_t>(tasks / (8 * omp_get_max_threads()), 1, 4);
 #pragma omp parallel for schedule(dynamic, at_once) collapse(2)
@@ -193,8 +193,8 @@ static void attend(const T* q, T* out, float* log_sums, const T* key_pages, cons
         attend<T>(q, out, log_sums, key_pages, value_pages, table, query_starts, context_lengths, sequences, width,   \
                   heads, kv_heads, head_dim, Terms{scale, window, sinks});                                            \
     }                                                                                                                 \
-    PLAYED(write_pages##suffix)                                                                                       \
-    PLAYED(attend##suffix)
+    REPLAYABLE(write_pages##suffix)                                                                                   \
+    REPLAYABLE(attend##suffix)
 
 EXPORT(float, _f32)
 EXPORT(bf16, _bf16)

@@ -1,4 +1,4 @@
-// What the attention kernels share: pages and blocks, tiles of query rows, and products in registers.
+// Shared by the attention kernels: pages and blocks, tiles of query rows, and products in registers.
 #pragma once
 #include <algorithm>
 #include <limits>
@@ -6,18 +6,18 @@
 
 #include "vector.h"
 
-constexpr int64_t PAGE = 16;    // tokens of a page; a page of keys is stored as [head_dim][PAGE]
+constexpr int64_t PAGE = 16;    // tokens per page; a page of keys is stored as [head_dim][PAGE]
 constexpr int64_t BLOCK = 64;   // keys between two rescalings of the running sum
 constexpr int64_t FEW_ROWS = 8;
 constexpr int64_t TILE = 48;    // query rows (tokens x heads of a group) that share a block's conversion
 
-// Groups of 16 columns whose sums the registers hold for six rows at once.
+// Groups of 16 columns whose sums fit in registers for six rows.
 constexpr int GROUPS = WIDTH == 16 ? 4 : 1;
 
 static const float LOWEST = -std::numeric_limits<float>::infinity();
 
-// c[r][n] += sum over k of a(r, k) b_v[k][n] for ROWS rows and VECTORS groups of 16 columns, held in registers. Each
-// group has a matrix of its own, for the pages of a block may lie anywhere.
+// c[r][n] += sum over k of a(r, k) b_v[k][n] for ROWS rows and VECTORS groups of 16 columns, in registers. Each
+// group has a separate matrix, since the pages of a block can be anywhere.
 template <int ROWS, int VECTORS, class B>
 static inline void product_tile(const float* a, int64_t a_row, int64_t a_k, const B* const* b, int64_t ldb, float* c,
                                 int64_t ldc, int64_t inner) {
@@ -75,15 +75,16 @@ static void widen(const T* in, float* out, int64_t count) {
     for (int64_t i = 0; i < count; i += LANES) store(out + i, load(in + i));
 }
 
-// What a layer asks of attention: the factor of the scores; how many keys a query sees, its own the last of them; and
-// of each head a score without a key, which takes part in the sum of weights alone (null where there are none).
+// A layer's attention parameters: the factor of the scores; the number of keys that a query sees, up to its position;
+// and per head a score without a key, which only adds to the sum of weights (null without sinks).
 struct Terms {
     float scale;
     int64_t window;
     const float* sinks;
     Terms(float scale, int64_t window, const float* sinks)
         : scale(scale), window(window > 0 ? window : std::numeric_limits<int64_t>::max() / 2), sinks(sinks) {}
-    // Of the keys from `start` on, those before the window of the query at `position`; below 0 where it begins earlier.
+    // Number of keys from `start` on that are before the window of the query at `position`; negative if it begins
+    // earlier.
     int64_t hidden(int64_t position, int64_t start) const { return position + 1 - window - start; }
 };
 
@@ -100,7 +101,7 @@ struct Tile {
 static std::vector<Tile> tiles_of(const int32_t* query_starts, int64_t sequences, int64_t group) {
     const int64_t step = std::max<int64_t>(1, TILE / group);
     std::vector<Tile> tiles;
-    // Long tails first would balance better; ascending keeps the queries' memory order.
+    // Descending lengths would balance better; ascending order follows the queries in memory.
     for (int64_t s = 0; s < sequences; s++)
         for (int64_t t = query_starts[s]; t < query_starts[s + 1]; t += step)
             tiles.push_back({s, t, std::min(step, query_starts[s + 1] - t)});

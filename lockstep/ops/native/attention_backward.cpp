@@ -1,4 +1,4 @@
-// The gradient of attention over packed sequences, in float32; in bfloat16 on pairs where the processor has them.
+// The gradient of attention over packed sequences, in float32; in bfloat16 with pair instructions if available.
 #include "attention_backward_pairs.h"
 
 // The gradient for one sequence's keys and one key-value head. The weights are recomputed block by block from the
@@ -103,8 +103,8 @@ static void attend_backward(const T* grad_out, const T* q, const T* k, const T* 
                           kv_head, shape, terms);
 }
 
-// Of each sink: over all rows -weight · (gradient of the output · output), for all that it does is to take its weight
-// from the others. In slabs of so many rows, added in order, whatever the number of threads.
+// The gradient of each sink: Σ over rows of -weight · (gradient of the output · output), since a sink only reduces the
+// other weights. In slabs of this many rows, added in order for any number of threads.
 constexpr int64_t SLAB_ROWS = 64;
 
 template <class T>
@@ -124,7 +124,7 @@ static void sink_gradient(const T* grad_out, const T* out, const float* log_sums
         for (int64_t head = 0; head < heads; head++) grad_sinks[head] += partial[slab * heads + head];
 }
 
-// G: the type of the keys' and values' gradients. Ranks that add theirs up want float32.
+// G: the type of the keys' and values' gradients: float32 if several ranks' are added.
 #define EXPORT(T, G, name)                                                                                           \
     extern "C" void name(const T* grad_out, const T* q, const T* k, const T* v, const T* out, const float* log_sums,  \
                          float* grad_q, G* grad_k, G* grad_v, const int32_t* starts, const int32_t* contexts,         \

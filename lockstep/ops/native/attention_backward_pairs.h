@@ -1,24 +1,24 @@
-// The gradient of attention in bfloat16 on pairs, or in the matrix unit. The weights and the gradients of the scores are
-// rounded to bfloat16 before they are multiplied, as flash attention does; every sum is float32.
+// The gradient of attention in bfloat16, with pair instructions or in the matrix unit. The weights and the gradients of
+// the scores are rounded to bfloat16 before they are multiplied, as in flash attention; every sum is float32.
 #pragma once
 #include "attention_pieces.h"
 #include "pairs.h"
 #include "unit.h"
 
 #ifdef LOCKSTEP_PAIRS
-// A block's products on pairs.
+// A block's products with pair instructions.
 struct BlockPairs {
-    static constexpr int64_t ROWS = 2, COLUMNS_AT_ONCE = LANES;  // that rows and keys are filled up to, with zeros
+    static constexpr int64_t ROWS = 2, COLUMNS_AT_ONCE = LANES;  // rows and keys are padded to multiples
 
-    // sums [rows][columns] (+)= left [rows][pairs] · right [pairs][columns], with rows of the sums as wide as the right
-    // factor's.
+    // sums [rows][columns] (+)= left [rows][pairs] · right [pairs][columns]; the rows of sums have the right factor's
+    // stride.
     template <bool ADD>
     void product(const void* left, int64_t left_pairs, const __m512i* right, int64_t width, float* sums, int64_t rows,
                  int64_t pairs, int64_t columns) const {
         pair_product<ADD>({(const int32_t*)left, left_pairs, 1}, right, width / LANES, sums, width, rows, pairs, columns);
     }
 
-    // The same of a left factor that lies across: [pairs][BLOCK].
+    // The same with a transposed left factor, [pairs][BLOCK].
     void add_across(const __m512i* left, const __m512i* right, int64_t width, float* sums, int64_t rows,
                     int64_t pairs) const {
         pair_product<true>({(const int32_t*)left, 1, BLOCK}, right, width / LANES, sums, width, rows, pairs, width);
@@ -55,7 +55,7 @@ struct BlockUnits {
 };
 #endif
 
-// One block of keys, and one tile at a time of the query rows that see it.
+// One block of keys, and the query rows that see it, one tile at a time.
 template <class Products>
 class BlockGradient {
     const Products products{};
@@ -91,7 +91,7 @@ class BlockGradient {
         for (auto** products : {&scores, &grad_weights}) take(*products, rows * BLOCK);
     }
 
-    // Keys from row `first` of k on, `count` of them.
+    // `count` keys, starting at row `first` of k.
     void begin(const bf16* k, const bf16* v, int64_t first, int64_t count) {
         std::fill(key_sums, key_sums + 2 * BLOCK * dim, 0.f);
         load_block(k, first, count, keys, (int32_t*)keys_across);
@@ -99,8 +99,8 @@ class BlockGradient {
         pair_up(keys, BLOCK, key_pairs);
     }
 
-    // What the rows of `tile` add. Its first token sees the `seen` first keys of the block, its last one up to `most`;
-    // the `hidden` first of them are before its first token's window.
+    // Adds the contribution of the rows of `tile`. Its first token sees the first `seen` keys of the block, its last
+    // token the first `most`; the first `hidden` are before its first token's window.
     void add(const bf16* grad_out, const bf16* q, const float* log_sums, const float* deltas, float* grad_q,
              const Tile& tile, int64_t hidden, int64_t seen, int64_t most) {
         constexpr int64_t AT_ONCE = Products::COLUMNS_AT_ONCE;
@@ -174,7 +174,7 @@ class BlockGradient {
                 *pairs++ = (__m512i)interleaved(rows + r * dim + d, rows + (r + 1) * dim + d);
     }
 
-    // Two rows side by side, rounded; returns one after the other.
+    // Two rows interleaved and rounded; returns them one after the other.
     static __m512i store_pairs(const f32x16 (&rows)[2], __m512i* pairs) {
         const __m512i both = (__m512i)narrowed(rows[0], rows[1]);
         *pairs = (__m512i)interleaved(both);
@@ -193,7 +193,7 @@ static void backward_blocks(const bf16* grad_out, const bf16* q, const bf16* k, 
         for (Tile tile : sequence.tiles) {
             const int64_t position = pieces.position(tile);
             const int64_t unseeing = std::max<int64_t>(0, start - position);  // tokens before the block
-            // The windows of further tokens begin behind the block.
+            // The windows of further tokens begin after the block.
             tile.tokens = std::min(tile.tokens, count - terms.hidden(position, start));
             if (unseeing >= tile.tokens) continue;
             tile.token += unseeing;
@@ -206,7 +206,7 @@ static void backward_blocks(const bf16* grad_out, const bf16* q, const bf16* k, 
     }
 }
 
-// As the form of any type below it.
+// The bfloat16 version of the generic form.
 template <class G>
 static void backward_head(const bf16* grad_out, const bf16* q, const bf16* k, const bf16* v, const float* log_sums,
                           const float* deltas, float* grad_q, G* grad_k, G* grad_v, const Sequence& sequence,

@@ -2,7 +2,7 @@
 #pragma once
 #include "attention.h"
 
-// Consecutive runs of query rows. Those of one piece are the last rows of its context: that many keys, from its first.
+// Consecutive runs of query rows. A piece's rows are the last of its context, which is `contexts` keys from its first.
 struct Pieces {
     const int32_t *starts, *contexts, *first_keys;
     int64_t count;
@@ -11,7 +11,7 @@ struct Pieces {
     }
 };
 
-// A sequence's keys, as many as are seen, and all query rows that see them.
+// The keys of a sequence that are seen, and all query rows that see them.
 struct Sequence {
     int64_t first, length;
     std::vector<Tile> tiles;

@@ -1,21 +1,21 @@
-// The two products of a block of attention: queries with keys, weights with values. In float32; in bfloat16 on pairs
-// where the processor multiplies those (vdpbf16ps), or in its matrix unit, the weights rounded to bfloat16 as flash
-// attention does.
+// The two products of a block of attention: queries with keys, weights with values. In float32; in bfloat16 with pair
+// instructions (vdpbf16ps) or in the matrix unit if the processor has them, with weights rounded to bfloat16 as in
+// flash attention.
 #pragma once
 #include "attention.h"
 #include "pairs.h"
 #include "unit.h"
 
-// The pages of a block's keys and values, `count` keys in all. Past the sequence's end the first page stands in: its
-// scores are masked.
+// The pages of a block's keys and values, `count` keys in total. Past the sequence's end, the first page is repeated;
+// its scores are masked.
 template <class T>
 struct BlockPages {
     const T *keys[BLOCK / PAGE], *values[BLOCK / PAGE];
     int64_t count;
 };
 
-// Few rows, as in decode, read the pages in place; many share a block that is converted once. Both add the same terms
-// in the same order.
+// Few rows, as in decode, read the pages in place; many rows share a block converted once. Both add the same terms in
+// the same order.
 template <class T>
 struct BlockProducts {
     const int64_t dim;
@@ -32,7 +32,7 @@ struct BlockProducts {
         load_rows(q, tile, kv_head, shape, queries);
     }
 
-    // scores [rows][BLOCK] of the query rows from `from` on.
+    // scores [rows][BLOCK] of the query rows starting at `from`.
     void scores(const BlockPages<T>& pages, int64_t from, int64_t rows, float* scores) {
         std::fill(scores, scores + rows * BLOCK, 0.f);
         const float* query = queries + from * dim;
@@ -58,14 +58,14 @@ struct BlockProducts {
 };
 
 #ifdef LOCKSTEP_PAIRS
-struct KeyPairs {  // of the block's pages: vector v is page v
+struct KeyPairs {  // of a block: vector v is page v
     const bf16* const* pages;
     __m512bh operator()(int64_t pair, int v) const {
         return interleaved(_mm512_loadu_si512(pages[v] + 2 * pair * PAGE));
     }
 };
 
-struct ValuePairs {  // of one page, from column `first` on; rows from `count` on count as zeros
+struct ValuePairs {  // of one page, from column `first` on; rows from `count` on are zeros
     const bf16* first;
     int64_t dim, count;
     __m512bh operator()(int64_t pair, int v) const {
@@ -75,7 +75,7 @@ struct ValuePairs {  // of one page, from column `first` on; rows from `count` o
     }
 };
 
-// keys [dim / 2][4] and values [BLOCK / 2][dim / 16] of a whole block; values past its last key are zeros.
+// Packs keys [dim / 2][4] and values [BLOCK / 2][dim / 16] of a block; values past its last key are zeros.
 static void convert_block(const BlockPages<bf16>& pages, int64_t dim, __m512i* keys, __m512i* values) {
     const KeyPairs key_pairs{pages.keys};
     for (int64_t k = 0; k < dim / 2; k++)
@@ -139,7 +139,7 @@ struct BlockProducts<bf16> {
 #endif
 
 #ifdef LOCKSTEP_TILES
-// In the matrix unit, for any number of rows: a whole block at a time, its last keys zeros where it has fewer.
+// In the matrix unit, for any number of rows: a block at a time, padded with zero keys.
 struct BlockTiles {
     const int64_t dim;
     const WholeUnits unit;
@@ -149,7 +149,7 @@ struct BlockTiles {
     static int64_t scratch(int64_t rows, int64_t dim) {
         return padded_rows(rows) * (dim + BLOCK) / 2 + BLOCK * dim + 2 * LANES;
     }
-    // The unit reads and writes 16 rows, from any on.
+    // The unit reads and writes 16 rows, starting at any row.
     static int64_t padded_rows(int64_t rows) { return rows + UNIT_ROWS - 1; }
 
     BlockTiles(const bf16* q, const Tile& tile, int64_t kv_head, const Shape& shape, float* scratch)

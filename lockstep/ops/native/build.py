@@ -1,4 +1,4 @@
-"""Where the compiled kernels are: in the wheel, or compiled once and kept in the user's cache folder."""
+"""Locates the compiled kernels: in the wheel, or compiled once into the user's cache folder."""
 
 from __future__ import annotations
 
@@ -22,8 +22,8 @@ SHIPPED = SOURCES / "built"
 def library_path(instructions: InstructionSet) -> Path:
     """The shared library for these instructions: the wheel's, or one compiled from this source, now if necessary.
 
-    Where that fails, one that any compiler has made of this source. Raises CompilerMissing with the reason, and
-    UnsafeCache for a library that others could have written.
+    If that fails, a cached one that another compiler built from this source. Raises CompilerMissing with the reason,
+    and UnsafeCache for a library that other users could have written.
     """
     shipped = SHIPPED / file_name(instructions)
     if shipped.is_file():
@@ -37,29 +37,29 @@ def library_path(instructions: InstructionSet) -> Path:
             raise CompilerMissing("no C++ compiler was found; install g++ or set CXX")
         return _compiled(compiler, flags, cache_folder() / f"{name}-{fingerprint(compiler)}.so")
     except CompilerMissing:
-        for kept in sorted(cache_folder().glob(f"{name}-*.so")):
-            if _is_whole(kept):
-                return kept
+        for cached in sorted(cache_folder().glob(f"{name}-*.so")):
+            if _is_intact(cached):
+                return cached
         raise
 
 
 def _compiled(compiler: str, flags: list[str], target: Path) -> Path:
-    """`target`, compiled if it is not there."""
-    if not _is_whole(target):
+    """Compiles `target` if it does not exist, and returns it."""
+    if not _is_intact(target):
         try:
             compile_kernels(compiler, flags, target, umask=0o077)
             _digest_file(target).unlink(missing_ok=True)
             _digest_file(target).touch(mode=0o600)
             _digest_file(target).write_text(_digest(target))
         except OSError as error:  # a full disk
-            raise CompilerMissing(f"they cannot be kept in {target.parent}: {error.strerror or error}") from error
+            raise CompilerMissing(f"they cannot be cached in {target.parent}: {error.strerror or error}") from error
     return target
 
 
-def _is_whole(library: Path) -> bool:
-    """Whether it is intact: loading a damaged library would end the process without an error message.
+def _is_intact(library: Path) -> bool:
+    """Whether the library is intact: loading a damaged one would crash the process without an error message.
 
-    Raises UnsafeCache if others could have written it, or its digest.
+    Raises UnsafeCache if other users could have written it or its digest.
     """
     for path in (library, _digest_file(library)):
         if path.exists():

@@ -1,13 +1,13 @@
-// The checksum of lockstep/rl/weights/checksum.py: sums of products modulo 2^64, so in any order the same.
+// The checksum of lockstep/rl/weights/checksum.py: sums of products modulo 2^64, independent of their order.
 #include <cstdint>
 #include <vector>
 
 namespace {
 
-// Work below this many words is not worth waking the other threads for.
+// Fewer words are not worth waking the other threads.
 constexpr int64_t PARALLEL_WORDS = 1 << 16;
 
-// A well-mixed odd number for each (the finalizer of SplitMix64).
+// A well-mixed odd factor for each word (the finalizer of SplitMix64).
 inline uint64_t odd_number(uint64_t number) {
     uint64_t mixed = number * 0x9E3779B97F4A7C15;
     mixed = (mixed ^ (mixed >> 30)) * 0xBF58476D1CE4E5B9;
@@ -15,7 +15,7 @@ inline uint64_t odd_number(uint64_t number) {
     return (mixed ^ (mixed >> 31)) | 1;
 }
 
-// `rows` of `columns` words, contiguous; the first column's number in the whole, and every row's.
+// `rows` rows of `columns` contiguous words; the index in the whole tensor of the first column, and of every row.
 template <class T>
 int64_t checksum(const T* bits, const int64_t* row_numbers, int64_t rows, int64_t columns, int64_t first_column) {
     std::vector<uint64_t> of_columns(columns);

@@ -1,4 +1,4 @@
-"""How the kernels are compiled. Only imports the standard library: a wheel is built without torch."""
+"""Compiles the kernels. Only imports the standard library: a wheel is built without torch."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ FLAGS = [
     "-fPIC",
     "-fopenmp",
     "-fno-math-errno",
-    # Products and sums are only fused where the source says so: the same bits from every compiler.
+    # Products and sums are only fused where the source says so, for the same bits from every compiler.
     "-ffp-contract=off",
 ]
 
@@ -41,12 +41,12 @@ def file_name(instructions: InstructionSet) -> str:
 
 
 def compile_kernels(compiler: str, flags: list[str], target: Path, umask: int = -1) -> None:
-    """Compiles the kernels; raises CompilerMissing if that fails. `umask`: the compiler's; -1: this process's own.
+    """Compiles the kernels; raises CompilerMissing if that fails. umask: the compiler's; -1: this process's.
 
-    OpenMP is not linked: its functions come from the runtime that torch has loaded, whatever its file is called.
+    OpenMP is not linked: its functions come from the runtime that torch has loaded, whose file name varies.
     """
     sources = sorted(SOURCES.glob("*.cpp"))
-    # Renamed into place when complete, so that processes that start together never load half a library.
+    # Renamed into place when complete, so that concurrent processes never load a partial library.
     with tempfile.TemporaryDirectory(dir=target.parent) as scratch:
         objects = [str(Path(scratch) / f"{source.stem}.o") for source in sources]
         commands = [[compiler, *flags, "-c", str(s), "-o", o] for s, o in zip(sources, objects)]

@@ -1,9 +1,9 @@
-// Which tokens top-k and top-p leave to be drawn: the sums by which a row's last one is found, and its cut there.
+// Top-k and top-p: the bucket sums that locate a row's last allowed token, and the masking of tokens after it.
 #include <algorithm>
 
 #include "vector.h"
 
-// Numbers that order logits, greater ones first. -0 is 0.
+// Sort keys of logits, greater logits first. -0 is treated as 0.
 static inline void keys_of(f32x16 logits, uint32_t (&keys)[LANES]) {
     float x[LANES];
     store(x, logits + 0.f);
@@ -11,7 +11,7 @@ static inline void keys_of(f32x16 logits, uint32_t (&keys)[LANES]) {
     for (uint32_t& key : keys) key ^= ~(uint32_t)((int32_t)key >> 31) & 0x7fffffffu;
 }
 
-// Of as many logits at a time it is asked first whether any is left: after top-k few are.
+// Logits per block; blocks without an allowed logit are skipped, and after top-k few are left.
 constexpr int64_t BLOCK = 4 * LANES;
 
 template <class T>
@@ -24,7 +24,7 @@ static inline bool any_left(const T* x, int64_t count) {
     return left;
 }
 
-// Of the blocks in which any logit is left, sixteen at a time: `visit(place, logits, their keys, how many they are)`.
+// Calls `visit(place, logits, keys, count)` for sixteen logits at a time, in blocks with any allowed logit.
 template <class T, class Visit>
 static inline void visit_left(const T* x, int64_t count, Visit visit) {
     uint32_t keys[LANES];
@@ -39,7 +39,7 @@ static inline void visit_left(const T* x, int64_t count, Visit visit) {
     }
 }
 
-// What each token comes to: 1, or its weight in units of 2^-40 of the greatest one's, of which any number adds exactly.
+// What is summed per token: 1, or its weight as an integer in units of 2^-40 of the greatest weight, for exact sums.
 static inline void measure(f32x16 logits, float inverse, float highest, bool by_weight, int64_t (&out)[LANES]) {
     if (!by_weight) return std::fill(out, out + LANES, 1);
     float weights[LANES];
@@ -47,7 +47,7 @@ static inline void measure(f32x16 logits, float inverse, float highest, bool by_
     for (int64_t lane = 0; lane < LANES; lane++) out[lane] = (int64_t)weights[lane];
 }
 
-// Of the tokens whose key begins with its row's prefix, the sums by the key's next byte, which `shift` bits follow.
+// Bucket sums over the tokens whose key begins with the row's prefix, by the key's next byte, above `shift` bits.
 template <class T>
 static void bucket_sums(const T* logits, const int64_t* rows, const float* inverse_temperatures, const float* highest,
                         const int64_t* prefixes, int64_t* sums, bool by_weight, int64_t shift, int64_t count,
@@ -57,7 +57,7 @@ static void bucket_sums(const T* logits, const int64_t* rows, const float* inver
     for (int64_t row = 0; row < count; row++) {
         const T* x = logits + rows[row] * vocab;
         const uint32_t prefix = (uint32_t)prefixes[row];
-        // Neighbouring tokens add to different copies: most fall in few buckets, and would wait for each other.
+        // Neighboring tokens add to different copies: most are in a few buckets, and would depend on each other.
         int64_t found[COPIES][BUCKETS] = {}, measures[LANES];
         visit_left(x, vocab, [&](int64_t, f32x16 v, const uint32_t(&keys)[LANES], int64_t n) {
             uint32_t inside = 0;
@@ -73,8 +73,8 @@ static void bucket_sums(const T* logits, const int64_t* rows, const float* inver
     }
 }
 
-// -inf for every token whose key, but for its last `shift` bits, is after its row's prefix, and for those at the prefix
-// from where they have come to `remaining`.
+// -inf for every token whose key, without its last `shift` bits, is after the row's prefix, and for those at the prefix
+// once their sum has reached `remaining`.
 template <class T>
 static void keep(T* logits, const int64_t* rows, const float* inverse_temperatures, const float* highest,
                  const int64_t* prefixes, const int64_t* remaining, bool by_weight, int64_t shift, int64_t count,
@@ -101,7 +101,7 @@ static void keep(T* logits, const int64_t* rows, const float* inverse_temperatur
     }
 }
 
-// The logits, but -inf for those that come before `lowest` when divided by the temperature.
+// Copies the logits, with -inf for those that, divided by the temperature, are below `lowest`.
 template <class T>
 static void drop_below(const T* logits, T* out, const float* inverse_temperatures, const float* lowest, int64_t rows,
                        int64_t vocab) {

@@ -1,9 +1,9 @@
-// What surrounds the products of a mixture of experts: which experts a token goes to and how much each counts, the order
-// of the rows by expert, and the sum of what a token's experts give. A token's bits depend on that token alone.
+// The parts of a mixture of experts around its products: routing and weights, sorting rows by expert, and the weighted
+// sum of a token's expert outputs. A token's bits depend on that token alone.
 #include <algorithm>
 #include <vector>
 
-#include "played.h"
+#include "replay.h"
 #include "vector.h"
 
 constexpr int64_t PARALLEL_ELEMENTS = 16384;
@@ -12,7 +12,7 @@ enum Scoring { SOFTMAX, SOFTMAX_OF_CHOSEN, SIGMOID };
 
 static inline float sigmoid(float x) { return 1.f / (1.f + exp_float(-x)); }
 
-// Of all scores of a row, e^(x - highest), in a fixed order.
+// The sum of e^(x - highest) over all scores of a row, in a fixed order.
 static float sum_of_powers(const float* x, int64_t count, float highest) {
     f32x16 total = {};
     for (int64_t i = 0; i < count; i += LANES)
@@ -20,7 +20,7 @@ static float sum_of_powers(const float* x, int64_t count, float highest) {
     return sum(total);
 }
 
-// The `count` highest of the candidates, highest first, of equal ones the first: a NaN is lower than any.
+// The `count` highest candidates, in descending order, ties by ascending index. A NaN is lower than any number.
 static void choose(const float* scores, const char* allowed, int64_t candidates, int64_t count, int64_t* chosen) {
     int64_t held = 0;
     const auto above = [&](int64_t a, int64_t b) {
@@ -35,7 +35,7 @@ static void choose(const float* scores, const char* allowed, int64_t candidates,
     }
 }
 
-// A group counts by the sum of its two highest scores (arXiv 2412.19437).
+// A group is ranked by the sum of its two highest scores (arXiv 2412.19437).
 static void allow_groups(const float* scores, int64_t experts, int64_t groups, int64_t kept, char* allowed) {
     const int64_t size = experts / groups;
     std::vector<float> worth(groups);
@@ -50,7 +50,7 @@ static void allow_groups(const float* scores, int64_t experts, int64_t groups, i
     for (int64_t i = 0; i < kept; i++) std::fill_n(allowed + chosen[i] * size, size, 1);
 }
 
-// logits [tokens][experts]; weights and chosen [tokens][active]. `bias` is added to sigmoid scores for the choice alone.
+// logits [tokens][experts]; weights and chosen [tokens][active]. `bias` is only added to sigmoid scores for the choice.
 extern "C" void route_f32(const float* logits, const float* bias, float* weights, int64_t* chosen, int64_t tokens,
                           int64_t experts, int64_t active, int64_t scoring, int64_t normalize, float scale,
                           int64_t groups, int64_t groups_kept) {
@@ -89,10 +89,10 @@ extern "C" void route_f32(const float* logits, const float* bias, float* weights
         }
     }
 }
-PLAYED(route_f32)
+REPLAYABLE(route_f32)
 
-// Rows in the order of their experts, of one expert by token: `starts` [experts + 1] of each expert's rows, `places`
-// [count] where each choice's row lies, `sources` [count] whose choice a row is.
+// Sorts rows by expert, then token: `starts` [experts + 1] of each expert's rows, `places` [count] with the row of each
+// choice, `sources` [count] with the choice of each row.
 extern "C" void order_by_expert_f32(const int64_t* chosen, int64_t* starts, int64_t* places, int64_t* sources,
                                     int64_t count, int64_t experts) {
     std::vector<int64_t> next(experts + 1, 0);
@@ -104,17 +104,17 @@ extern "C" void order_by_expert_f32(const int64_t* chosen, int64_t* starts, int6
         sources[places[i]] = i;
     }
 }
-PLAYED(order_by_expert_f32)
+REPLAYABLE(order_by_expert_f32)
 
-// out [count][dim]: the token of each row, which is one of its `active` choices.
+// out [count][dim]: the token of each row; a token has `active` choices.
 template <class T>
 static void dispatch(const T* x, const int64_t* sources, T* out, int64_t count, int64_t active, int64_t dim) {
 #pragma omp parallel for if (count * dim > PARALLEL_ELEMENTS)
     for (int64_t row = 0; row < count; row++) std::copy_n(x + sources[row] / active * dim, dim, out + row * dim);
 }
 
-// out [tokens][dim]: the sum over a token's choices, in their order, of weight times row, in float32 and rounded once.
-// Without weights each counts 1.
+// out [tokens][dim]: the sum over a token's choices, in order, of weight times row, in float32 and rounded once.
+// Without weights, the plain sum.
 template <class T>
 static void combine(const T* rows, const float* weights, const int64_t* places, T* out, int64_t tokens, int64_t active,
                     int64_t dim) {
@@ -159,8 +159,8 @@ static void combine_backward(const T* grad, const T* rows, const float* weights,
                                              int64_t tokens, int64_t active, int64_t dim) {                           \
         combine_backward<T>(grad, rows, weights, places, grad_rows, grad_weights, tokens, active, dim);               \
     }                                                                                                                 \
-    PLAYED(dispatch##suffix)                                                                                          \
-    PLAYED(combine##suffix)
+    REPLAYABLE(dispatch##suffix)                                                                                      \
+    REPLAYABLE(combine##suffix)
 
 EXPORT(float, _f32)
 EXPORT(bf16, _bf16)

@@ -1,11 +1,11 @@
-// Products of rows that lie in groups, each group with a matrix of its own: the experts of a mixture. A group's product is
-// the product of its rows alone, so neither the other groups nor the order of the groups can change a bit.
+// Products of grouped rows with a separate matrix per group: the experts of a mixture. A group's product only depends
+// on its rows, so neither the other groups nor their order can change a bit.
 #pragma once
-#include "played.h"
+#include "replay.h"
 #include "product.h"
 
-// Calls one(group, split) for every group that has rows. Many groups are shared by the threads whole; of few, each is
-// split among all threads.
+// Calls one(group, split) for every group with rows. Many groups are distributed over the threads; if there are few,
+// each is split among all threads.
 template <class One>
 static void for_groups(const int64_t* starts, int64_t groups, int64_t work_of_row, const One& one) {
     int64_t filled = 0;
@@ -16,8 +16,8 @@ static void for_groups(const int64_t* starts, int64_t groups, int64_t work_of_ro
         if (starts[g + 1] > starts[g]) one(g, split);
 }
 
-// out [rows][outputs]: rows starts[g] to starts[g + 1] are x [rows][depth] · w[g] [outputs][depth]ᵀ. `packed`: the panels
-// of all matrices, which are whole ones, or null.
+// out [rows][outputs]: rows starts[g] to starts[g + 1] are x [rows][depth] · w[g] [outputs][depth]ᵀ. `packed`: the
+// panels of all matrices, whole panels per matrix, or null.
 template <class T>
 static void grouped_product(const T* x, const T* w, int64_t w_group, int64_t w_row, int64_t w_inner, const word* packed,
                             T* out, const int64_t* starts, int64_t groups, int64_t depth, int64_t outputs) {
@@ -30,8 +30,8 @@ static void grouped_product(const T* x, const T* w, int64_t w_group, int64_t w_r
     });
 }
 
-// out [groups][left][right]: the sums over each group's rows of a [rows][left] times b [rows][right]; zeros where a group
-// has no rows.
+// out [groups][left][right]: the sums over each group's rows of a [rows][left] times b [rows][right]; zeros for a group
+// without rows.
 template <class T>
 static void grouped_outer(const T* a, const T* b, T* out, const int64_t* starts, int64_t groups, int64_t left,
                           int64_t right) {
@@ -51,7 +51,7 @@ static void grouped_outer(const T* a, const T* b, T* out, const int64_t* starts,
                                             int64_t depth, int64_t outputs) {                                         \
         grouped_product<T>(x, w, w_group, w_row, w_inner, packed, out, starts, groups, depth, outputs);               \
     }                                                                                                                 \
-    PLAYED(grouped_product##suffix)                                                                                   \
+    REPLAYABLE(grouped_product##suffix)                                                                               \
     extern "C" void grouped_outer##suffix(const T* a, const T* b, T* out, const int64_t* starts, int64_t groups,      \
                                           int64_t left, int64_t right) {                                              \
         grouped_outer<T>(a, b, out, starts, groups, left, right);                                                     \

@@ -1,4 +1,4 @@
-"""The instruction sets that the kernels are compiled for, and which of them this processor has."""
+"""The instruction sets for which the kernels are compiled, and which of them this processor supports."""
 
 from __future__ import annotations
 
@@ -64,25 +64,25 @@ NAMES = tuple(dict.fromkeys(each.name for sets in BY_MACHINE.values() for each i
 
 @cache
 def supported() -> tuple[InstructionSet, ...]:
-    """The instruction sets that this processor has, best first, from LOCKSTEP_ISA down if that is set.
+    """The instruction sets that this processor supports, best first, from LOCKSTEP_ISA down if that is set.
 
     Raises UnknownInstructions if LOCKSTEP_ISA names a set that is unknown or that the processor lacks.
     """
-    own = tuple(each for each in _sets() if each.needs <= processor_flags())
-    if own and own[0].name == "amx" and not _may_use_tiles():
-        own = own[1:]
+    available = tuple(each for each in _sets() if each.needs <= processor_flags())
+    if available and available[0].name == "amx" and not _may_use_tiles():
+        available = available[1:]
     highest = os.environ.get("LOCKSTEP_ISA", "")
     if not highest:
-        return own
-    names = [each.name for each in own]
+        return available
+    names = [each.name for each in available]
     if highest not in names:
         reason = "this processor does not have it" if highest in NAMES else "there is no such instruction set"
         raise UnknownInstructions(f"LOCKSTEP_ISA is {highest}: {reason}; here it can be {', '.join(names)}")
-    return own[names.index(highest) :]
+    return available[names.index(highest) :]
 
 
 def _may_use_tiles() -> bool:
-    """Requests the matrix unit's registers from Linux, as every process must before it uses them."""
+    """Requests the matrix unit's registers from Linux, as every process must before using them."""
     request_permission, tile_data, system_call = 0x1023, 18, 158  # ARCH_REQ_XCOMP_PERM, XFEATURE_XTILEDATA, arch_prctl
     return ctypes.CDLL(None).syscall(system_call, request_permission, tile_data) == 0
 
@@ -93,7 +93,7 @@ def _sets() -> tuple[InstructionSet, ...]:
 
 @cache
 def processor_flags() -> frozenset[str]:
-    """The processor's features, by Linux's names for them."""
+    """The processor's features, by their names in Linux."""
     try:
         lines = Path("/proc/cpuinfo").read_text().splitlines()
     except OSError:

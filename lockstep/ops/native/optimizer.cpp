@@ -1,16 +1,16 @@
-// One step of AdamW, in the operations of lockstep/ops/optimizer.py: each is rounded by itself (-ffp-contract=off), so
-// vectors of any width give the same bits.
+// One step of AdamW, with the operations of lockstep/ops/optimizer.py: each is rounded separately (-ffp-contract=off),
+// so vectors of any width give the same bits.
 #include "vector.h"
 
 namespace {
 
-// Work below this many elements is not worth waking the other threads for.
+// Fewer elements are not worth waking the other threads.
 constexpr int64_t PARALLEL_ELEMENTS = 1 << 16;
-// Elements of a thread's piece, so that a compiler sees plain loops inside.
+// Elements per piece of a thread, so that the compiler sees plain inner loops.
 constexpr int64_t PIECE = 4096;
 
 inline void narrow(float x, float& out) { out = x; }
-// To nearest, ties to even; NaN stays NaN.
+// Rounds to nearest, ties to even; preserves NaN.
 inline void narrow(float x, bf16& out) {
     uint32_t bits;
     std::memcpy(&bits, &x, sizeof bits);
@@ -18,7 +18,7 @@ inline void narrow(float x, bf16& out) {
     out.bits = (bits & 0x7fffffff) > 0x7f800000 ? 0x7fc0 : rounded;
 }
 
-// One thread's piece. `weight`, if there is one, gets the new master rounded.
+// One thread's piece. `weight`, if not null, gets the rounded new master.
 template <class T, class G, bool WEIGHT>
 void adamw_piece(float* __restrict master, bf16* __restrict weight, const G* __restrict grad, T* __restrict mean,
                  T* __restrict square, int64_t start, int64_t stop, float scale, float decay, float beta1, float rest1,

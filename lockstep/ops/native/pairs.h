@@ -1,4 +1,4 @@
-// Products in bfloat16 where the processor multiplies pairs of them and adds in float32 (vdpbf16ps).
+// bfloat16 products with the instruction that multiplies pairs and adds in float32 (vdpbf16ps).
 #pragma once
 #include "vector.h"
 
@@ -10,7 +10,7 @@
 #if defined(LOCKSTEP_AVX512) && defined(__AVX512BF16__) || defined(LOCKSTEP_PLAIN_TILES)
 #define LOCKSTEP_PAIRS
 
-// Pairs along the inner index: element i of two rows side by side in 32 bits.
+// Pairs along the inner index: element i of two rows in one 32-bit word.
 static inline __m512bh interleaved(__m512i rows) {  // 16 elements of one row, then of the next
     const __m512i order = _mm512_set_epi16(31, 15, 30, 14, 29, 13, 28, 12, 27, 11, 26, 10, 25, 9, 24, 8, 23, 7, 22, 6,
                                            21, 5, 20, 4, 19, 3, 18, 2, 17, 1, 16, 0);
@@ -22,12 +22,12 @@ static inline __m512bh interleaved(const bf16* first, const bf16* second) {
     return interleaved(_mm512_inserti64x4(_mm512_castsi256_si512(a), b, 1));
 }
 
-// Two vectors after each other, rounded. What is too small for a normal float becomes zero.
+// Two concatenated vectors, rounded. Denormals become zero.
 static inline __m512bh narrowed(const f32x16& first, const f32x16& second) {
     return _mm512_cvtne2ps_pbh(_mm512_loadu_ps(&second), _mm512_loadu_ps(&first));
 }
 
-struct PackedPairs {  // [pair][stride] as converted
+struct PackedPairs {  // [pair][stride], converted
     const __m512i* at;
     int64_t stride;
     __m512bh operator()(int64_t pair, int v) const { return (__m512bh)at[pair * stride + v]; }
@@ -45,10 +45,10 @@ struct LeftPairs {
     }
 };
 
-// The left factor whose rows lie in memory as they are, `stride` elements apart.
+// A left factor whose rows are unconverted in memory, `stride` elements apart.
 static inline LeftPairs left_rows(const bf16* a, int64_t stride) { return {(const int32_t*)a, stride / 2, 1}; }
 
-// c [ROWS][VECTORS x 16] (+)= a [ROWS][pairs] · b, as `product_tile`; ADD: to what c holds.
+// c [ROWS][VECTORS x 16] (+)= a [ROWS][pairs] · b, as `product_tile`; ADD: to the values in c.
 template <bool ADD, int ROWS, int VECTORS, class Right>
 static inline void pair_tile(const LeftPairs& a, const Right& b, float* c, int64_t ldc, int64_t pairs) {
     __m512 sums[ROWS][VECTORS];

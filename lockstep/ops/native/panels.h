@@ -1,5 +1,5 @@
-// How a product reads its right factor: in panels of a few outputs, whose words lie side by side for each step along k.
-// A word is a float, or two bfloat16 that follow each other along k.
+// The layout of a product's right factor: panels of a few outputs, whose words are contiguous for each step along k. A
+// word is a float, or two bfloat16 that are consecutive along k.
 #pragma once
 #include <algorithm>
 
@@ -8,18 +8,18 @@
 
 typedef uint32_t word;
 
-// Outputs of a panel: a matrix unit takes two registers of 16.
+// Outputs per panel: a matrix unit reads two registers of 16.
 #ifdef LOCKSTEP_TILES
 constexpr int64_t COLUMNS = 32;
 #else
 constexpr int64_t COLUMNS = WIDTH == 16 ? 32 : 16;
 #endif
 
-// Elements along k in one step.
+// Elements along k per step.
 template <class T>
 constexpr int64_t STEP = sizeof(word) / sizeof(T);
 
-// A step's words of WIDTH rows or columns that lie side by side; `next` is the next element along k.
+// A step's words of WIDTH contiguous rows or columns; `next` is the next element along k.
 static inline words words_at(const float* first, const float*) {
     words w;
     std::memcpy(&w, first, sizeof w);
@@ -27,8 +27,8 @@ static inline words words_at(const float* first, const float*) {
 }
 static inline words words_at(const bf16* first, const bf16* next) { return widened(first) | widened(next) << 16; }
 
-// A vector of words of one row. What follows along the row is fetched: of many rows that are read beside each other,
-// processors fetch little by themselves (measured on Zen 4).
+// A vector of words of one row. Prefetches along the row: with many rows read in parallel, hardware prefetching is
+// insufficient (measured on Zen 4).
 template <class T>
 static inline words words_of_row(const T* row) {
     __builtin_prefetch((const char*)row + 256, 0, 2);
@@ -105,10 +105,10 @@ static inline void transpose(words (&r)[WIDTH]) {
 }
 #endif
 
-// out [step][COLUMNS]: outputs from `first` on, `steps` steps from `from` on. Past the last output it is repeated.
+// out [step][COLUMNS]: outputs from `first` on, `steps` steps from `from` on. The last output is repeated as padding.
 template <class T>
 static void pack_panel(const Matrix<T>& w, int64_t first, int64_t from, int64_t steps, word* out) {
-    const int64_t whole = std::min(steps, w.depth / STEP<T> - from);  // without the half step at the end of an odd depth
+    const int64_t whole = std::min(steps, w.depth / STEP<T> - from);  // without the half step of an odd depth
     const auto column = [&](int64_t n) { return std::min(first + n, w.rows - 1); };
     int64_t done = 0;
     if (w.inner == 1) {

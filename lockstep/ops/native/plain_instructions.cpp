@@ -1,15 +1,15 @@
 // Instructions on bfloat16 in plain C, rounded as Intel defines them (tdpbf16ps, vdpbf16ps, vcvtne2ps2bf16): to nearest
-// even, and a number below 2^-126 is a zero of its sign, as a factor and as a result. That is said by bits here, so that
-// the thread's own setting for such numbers has no say, as it has none in the instructions.
+// even, with numbers below 2^-126 flushed to a zero of the same sign, as factors and as results. This is done on the
+// bits, so that the thread's setting for denormals has no effect, as on the instructions.
 #include "pairs.h"
 
 #ifdef LOCKSTEP_PLAIN_TILES
 namespace {
 
-// Two at a time, which every processor has registers for.
+// Two at a time, for which every processor has registers.
 typedef double doubles __attribute__((vector_size(16)));
 
-// A float by its bits, as an instruction takes it.
+// A float from its bits, as an instruction reads it.
 inline doubles taken(uint32_t bits) {
     if (!(bits & 0x7f800000u)) bits &= 0x80000000u;
     float value;
@@ -17,13 +17,13 @@ inline doubles taken(uint32_t bits) {
     return doubles{value, value};
 }
 
-// The halves of a word, two bfloat16.
+// The two bfloat16 halves of a word.
 inline doubles first_half(uint32_t word) { return taken(word << 16); }
 inline doubles second_half(uint32_t word) { return taken(word & 0xffff0000u); }
 
-// A sum with float32's precision. `exact` is a float plus a float, or plus a product of two bfloat16, added in float64:
-// rounding such a sum twice is rounding it once (Figueroa 1995). Zero is what would round to less than 2^-126 if there
-// were exponents for that: all below the midpoint under it.
+// A sum rounded to float32. `exact` is a float plus a float, or plus a product of two bfloat16, added in float64, where
+// double rounding is innocuous (Figueroa 1995). Flushes to zero what would round to less than 2^-126 with an unbounded
+// exponent: everything below the midpoint under it.
 inline doubles rounded(doubles exact) {
     typedef int64_t integers __attribute__((vector_size(16)));
     typedef float floats2 __attribute__((vector_size(8)));
@@ -34,7 +34,7 @@ inline doubles rounded(doubles exact) {
 
 constexpr int REGISTERS = 8, ROWS = 16, WORDS = 16;
 
-struct Settings {  // as the instruction reads them
+struct Settings {  // in the instruction's layout
     uint8_t palette = 0, start = 0, reserved[14] = {};
     uint16_t row_bytes[16] = {};
     uint8_t rows[16] = {};
@@ -51,14 +51,14 @@ struct Unit {
 
 thread_local Unit unit;
 
-// What the processor refuses ends the process here too.
+// Aborts on settings that the processor would refuse.
 void require(bool allowed) {
     if (!allowed) __builtin_trap();
 }
 
 void require_shape(int which) { require(unit.settings.palette == 1 && unit.rows(which) && unit.words(which)); }
 
-// sums [WORDS] of one row, from the words of the left factor's row and the right factor's [step][half][column].
+// sums [WORDS] of one row, from the words of the left factor's row and of the right factor, [step][half][column].
 void add_row(uint32_t* sums, const uint32_t* left, const doubles (*right)[2][WORDS / 2], int steps) {
     doubles halves[2][WORDS / 2] = {};
     for (int k = 0; k < steps; k++) {

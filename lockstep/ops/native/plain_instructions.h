@@ -1,5 +1,5 @@
-// The instructions on bfloat16 that `bf16_tiles` needs of a processor, by Intel's names and for those that lack them:
-// its kernels compile against these as they are. Slow, and exact (plain_instructions.cpp).
+// Emulation of the bfloat16 instructions that `bf16_tiles` needs, under Intel's names, so that its kernels compile
+// unchanged for processors without them. Slow, and exact (plain_instructions.cpp).
 #pragma once
 #include "vector.h"
 
@@ -10,7 +10,7 @@ typedef int64_t __m256i __attribute__((vector_size(32), may_alias));
 typedef uint32_t words16 __attribute__((vector_size(64)));
 
 #define PLAIN __attribute__((visibility("hidden")))
-// The matrix unit, of which each thread has one.
+// The matrix unit; each thread has one.
 PLAIN void _tile_loadconfig(const void* settings);
 PLAIN void _tile_storeconfig(void* settings);
 PLAIN void _tile_release();
@@ -20,7 +20,7 @@ PLAIN void _tile_stored(int tile, void* at, int64_t row_bytes);
 PLAIN void _tile_dpbf16ps(int sums, int left, int right);
 // sums + left · right of each pair's second halves, then of the first ones.
 PLAIN __m512 _mm512_dpbf16_ps(__m512 sums, __m512bh left, __m512bh right);
-// Rounded to nearest even: `first`, then `second`.
+// `first`, then `second`, rounded to nearest even.
 PLAIN __m512bh _mm512_cvtne2ps_pbh(__m512 second, __m512 first);
 PLAIN __m512i _mm512_permutexvar_epi16(__m512i order, __m512i elements);
 #undef PLAIN

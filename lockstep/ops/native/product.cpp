@@ -1,6 +1,6 @@
-// The products that others call: of one pair of matrices, and of groups of rows with a matrix each.
+// The exported products: of two matrices, and of groups of rows with a matrix per group.
 #include "grouped_product.h"
-#include "played.h"
+#include "replay.h"
 #include "product.h"
 
 template <class T>
@@ -16,7 +16,7 @@ static void pack(const T* w, int64_t w_row, int64_t w_inner, word* packed, int64
                          const word* packed, Out* out, int64_t rows, int64_t depth, int64_t outputs, int64_t chunks) { \
         product<T, Out>(x, x_row, x_inner, w, w_row, w_inner, packed, out, rows, depth, outputs, chunks);             \
     }                                                                                                                 \
-    PLAYED(name)
+    REPLAYABLE(name)
 #define EXPORT_PACK(name, T)                                                                                          \
     extern "C" void name(const T* w, int64_t w_row, int64_t w_inner, word* packed, int64_t depth, int64_t outputs) {  \
         pack<T>(w, w_row, w_inner, packed, depth, outputs);                                                           \
@@ -24,7 +24,7 @@ static void pack(const T* w, int64_t w_row, int64_t w_inner, word* packed, int64
 
 EXPORT(product_f32, float, float)
 EXPORT(product_bf16, bf16, bf16)
-// The sums as they are, for ranks that hold a part of k each.
+// Unrounded sums, for ranks that each have a part of k.
 EXPORT(product_sums_bf16, bf16, float)
 EXPORT_PACK(pack_f32, float)
 EXPORT_PACK(pack_bf16, bf16)
@@ -34,9 +34,9 @@ EXPORT_GROUPED(bf16, _bf16)
 extern "C" int64_t panel_columns() { return COLUMNS; }
 
 #ifdef LOCKSTEP_TILES
-// Whether this thread still holds the matrix unit, whose state the system would save at every switch of threads.
+// Whether this thread still uses the matrix unit, whose state the kernel would save at every context switch.
 extern "C" int64_t holds_unit() {
-    uint8_t settings[64];  // all zeros where it is released
+    uint8_t settings[64];  // all zeros once released
     _tile_storeconfig(settings);
     return settings[0];
 }

@@ -1,32 +1,32 @@
 // The matrix product. Each element of the result is one chain of fused multiply-adds over ascending k, from zero; the
-// lanes of a vector are different outputs. So neither the number of rows, nor tiles, threads or the width of a vector
-// can change a bit. With several chunks of k each has a chain of its own, and their sums meet in a binary tree, so that
-// ranks that hold a part of the chunks each can meet in the same tree. In bfloat16 the factors are widened exactly;
-// where the processor has instructions for pairs of bfloat16 (LOCKSTEP_PAIRS) a chain takes two products a step, and
-// where it has a matrix unit (`product_tiles.h`) 32: each has bits of its own (`arithmetic`).
+// lanes of a vector are different outputs. So neither the number of rows, nor tiles, threads or the vector width can
+// change a bit. With several chunks of k, each is a separate chain, and their sums are joined in a binary tree: ranks
+// that each have some of the chunks join them in the same tree. In bfloat16 the factors are widened exactly; with pair
+// instructions (LOCKSTEP_PAIRS) a chain adds two products per step, and with a matrix unit (`product_tiles.h`) 32: each
+// gives different bits (`arithmetic`).
 #pragma once
 #include <type_traits>
 
 #include "product_tiles.h"
 #include "tiling.h"
 
-// As in omp.h, which a compiler may lack.
+// Declared as in omp.h, which not every compiler has.
 extern "C" int omp_get_max_threads();
 extern "C" int omp_get_num_threads();
 extern "C" int omp_get_thread_num();
 
-constexpr int64_t STEPS = 384;                           // in a block of k: a panel's part stays in the first cache
-constexpr int64_t BLOCK_TILES = WIDTH == 16 ? 12 : 30;   // whose part of x stays in the second
-constexpr int64_t GROUP = 16;                            // panels whose sums are held at once
-constexpr int64_t SPLIT_WORK = 1 << 18;                  // multiply-adds below which waking threads costs more
-constexpr int64_t OWN_WORDS = 1 << 15;  // of x that a thread lays out for itself: to wait for others takes longer
-constexpr int64_t OWN_ROWS = 256;    // for each thread, from which on it has rows of its own, and lays w out for itself
-constexpr int64_t FEW_OWN_ROWS = 80;  // the same for few panels, with which no thread then waits for another,
-constexpr int64_t OWN_PANELS = 1 << 21;  // and the words of them that all threads may have: they stay in the last cache
-constexpr int64_t TILES_TOGETHER = 8, STEPS_TOGETHER = 16;  // that are packed at once, side by side in memory
+constexpr int64_t STEPS = 384;                           // in a block of k: a panel's part stays in the L1 cache
+constexpr int64_t BLOCK_TILES = WIDTH == 16 ? 12 : 30;   // whose part of x stays in the L2 cache
+constexpr int64_t GROUP = 16;                            // panels whose sums are in memory at a time
+constexpr int64_t SPLIT_WORK = 1 << 18;                  // with fewer multiply-adds, waking threads costs more
+constexpr int64_t OWN_WORDS = 1 << 15;  // up to which each thread packs x for itself: waiting for others takes longer
+constexpr int64_t OWN_ROWS = 256;    // per thread, from which each thread has separate rows and packs w for itself
+constexpr int64_t FEW_OWN_ROWS = 80;  // the same for few panels, where no thread then waits for another,
+constexpr int64_t OWN_PANELS = 1 << 21;  // and most words of them for all threads: they stay in the last-level cache
+constexpr int64_t TILES_TOGETHER = 8, STEPS_TOGETHER = 16;  // packed together, contiguous in memory
 
-// A step of a chain, or each half of it: what it takes from a word of the left factor and from a vector of words of the
-// right one, and their products added to a sum.
+// A step of a chain, or each half of it: extracts the operands from a word of the left factor and from a vector of
+// words of the right one, and adds their products to a sum.
 template <class T>
 struct Chain;
 template <>
@@ -61,18 +61,18 @@ struct Chain<bf16> : Chain<float> {
 };
 #endif
 
-// Rows of a tile: as many as there are registers for, beside the vectors of a panel.
+// Rows of a tile: as many as there are registers for besides the vectors of a panel.
 template <class T>
 constexpr int TILE_ROWS = WIDTH == 16 ? (Chain<T>::HALVES == 1 ? 14 : 12) : FUSED ? (Chain<T>::HALVES == 1 ? 6 : 5) : 2;
 
-// What a tile fetches into the second cache while it is multiplied, `bytes` at each step and of each panel, so that what
-// is read next need not be waited for: its part of the next panels where those are kept, else the next tile of x.
+// What a tile prefetches into the L2 cache while it is multiplied, `bytes` per step and panel: its part of the next
+// panels if those are packed in advance, else the next tile of x.
 struct Ahead {
     const char* at;
     int64_t bytes;
 };
 
-// sums [panel][ROWS][COLUMNS] (+)= x [step][half][ROWS] · panels [step][COLUMNS], which lie `stride` words apart.
+// sums [panel][ROWS][COLUMNS] (+)= x [step][half][ROWS] · panels [step][COLUMNS], which are `stride` words apart.
 template <class T, int ROWS, int PANELS, bool FETCH>
 static void tile(const word* x, const word* panels, int64_t stride, int64_t steps, bool begin,
                  float* sums, int64_t sums_stride, Ahead ahead) {
@@ -98,7 +98,7 @@ static void tile(const word* x, const word* panels, int64_t stride, int64_t step
         }
 #pragma GCC unroll 2
         for (int half = 0; half < Chain<T>::HALVES; half++, x += ROWS) {
-            // Keeps the compiler from holding both halves' vectors at once, for which there are no registers.
+            // Prevents the compiler from loading both halves' vectors at once, for which there are no registers.
             if (Chain<T>::HALVES > 1) asm volatile("" : "+r"(x), "+r"(panels));
 #pragma GCC unroll 4
             for (int p = 0; p < PANELS; p++) {
@@ -137,16 +137,16 @@ static void tile_of(int64_t rows, const word* x, const word* panels, int64_t cou
         if (rows < ROWS)
             return tile_of<T, FETCH, ROWS - 1>(rows, x, panels, count, stride, steps, begin, sums, sums_stride, ahead);
     constexpr int PANELS = panels_at_once<T>(ROWS);
-    constexpr bool fetch = FETCH && ROWS > 1;  // one row alone is read as fast as memory is
+    constexpr bool fetch = FETCH && ROWS > 1;  // a single row is limited by memory bandwidth
     if (count == PANELS) return tile<T, ROWS, PANELS, fetch>(x, panels, stride, steps, begin, sums, sums_stride, ahead);
     for (int64_t p = 0; p < count; p++, panels += stride, sums += sums_stride)
         tile<T, ROWS, 1, fetch>(x, panels, stride, steps, begin, sums, sums_stride, ahead);
 }
 
-// Steps along k that are multiplied at once; they lie in one chunk.
+// Steps along k that are multiplied at once, all in one chunk.
 struct Block {
     int64_t from, count, chunk;
-    bool first, last;  // of its chunk
+    bool first, last;  // block of its chunk
 };
 
 struct Blocks {
@@ -163,7 +163,7 @@ struct Blocks {
 template <class T, class Out>
 struct Product {
     static constexpr int64_t HALVES = Chain<T>::HALVES;
-    static constexpr int VECTORS = (TILE_ROWS<T> + WIDTH - 1) / WIDTH;  // that hold a tile's rows
+    static constexpr int VECTORS = (TILE_ROWS<T> + WIDTH - 1) / WIDTH;  // for a tile's rows
     const Matrix<T>& x;
     const Matrix<T>& w;
     const word* packed;  // all panels of w, or none
@@ -176,8 +176,8 @@ struct Product {
         : x(x), w(w), packed(packed), out(out), tiling(x.rows, TILE_ROWS<T>), steps(x.steps()),
           panels((w.rows + COLUMNS - 1) / COLUMNS), blocks(steps, chunks) {}
 
-    // Rows of x from `top` on as tiles read them: [block of k][tile][step][half][row of the tile]; of one block at a time
-    // where `rows` is 0.
+    // Packed rows of x from `top` on: [block of k][tile][step][half][row of the tile]; one block at a time if `rows`
+    // is 0.
     struct Left {
         word* at;
         int64_t top, rows;
@@ -186,8 +186,8 @@ struct Product {
         }
     };
 
-    // Steps [k, stop) of a block of x. Inlined into `run` its loop would lack registers: products of few rows take 1.05 to
-    // 1.1 times as long.
+    // Packs steps [k, stop) of a block of x. Not inlined into `run`, whose loop would lack registers: products of few
+    // rows would take 1.05 to 1.1 times as long.
     [[gnu::noinline]] void pack_left(const Left& left, int64_t tile, const Block& block, int64_t k, int64_t stop) const {
         const int64_t start = tiling.start(tile), rows = tiling.start(tile + 1) - start;
         const int64_t from = block.from, count = block.count;
@@ -200,7 +200,7 @@ struct Product {
                     std::memcpy(target + (k * HALVES + half) * rows + r, &part, sizeof part);
                 }
         };
-        // A tile's rows are no whole vectors: what the last one writes too much is written over by the next half or step.
+        // A tile's rows are not a multiple of the vector: the next half or step overwrites the excess of the last one.
         const int64_t whole = std::min({stop, count - (WIDTH + rows - 1) / rows, x.depth / STEP<T> - from});
         if (x.inner == 1) {
             const T* at[VECTORS * WIDTH];
@@ -228,8 +228,8 @@ struct Product {
                     target[(k * HALVES + half) * rows + r] = Chain<T>::left(words{} + x(start + r, from + k), half)[0];
     }
 
-    // Of a matrix whose rows lie side by side (a gradient of a weight has two), some tiles or panels are packed together,
-    // a few steps at a time: one alone would read a line of memory of every step, and again for the next one.
+    // In a matrix whose rows are contiguous (a weight's gradient has two), several tiles or panels are packed together,
+    // a few steps at a time: a single one would read a cache line per step, and again for the next one.
     void pack_tiles(const Left& left, int64_t first, int64_t last, const Block& block) const {
         const int64_t at_once = x.row == 1 ? STEPS_TOGETHER : block.count;
         for (int64_t k = 0; k < block.count; k += at_once)
@@ -243,8 +243,8 @@ struct Product {
                 pack_panel(w, (panel + p) * COLUMNS, k, std::min(at_once, steps - k), right + (p * steps + k) * COLUMNS);
     }
 
-    // Tiles [first, last) with the panels of one group, which may lie `ready`; `next`: what this thread is likely to read
-    // after them.
+    // Tiles [first, last) with the panels of one group, which may be packed already (`ready`); `next`: what this thread
+    // is likely to read after them.
     void group(const Left& left, int64_t first, int64_t last, int64_t panel, int64_t count, const word* ready,
                const word* next) const {
         if (!ready && last - first > BLOCK_TILES) {
@@ -255,13 +255,13 @@ struct Product {
         for (int64_t from = first; from < last; from += BLOCK_TILES) {
             const int64_t to = std::min(last, from + BLOCK_TILES);
             const int64_t top = tiling.start(from), rows = tiling.start(to) - top;
-            // The chunks before one are held as whole subtrees, one for each bit that is set in its number.
+            // The chunks before this one are complete subtrees, one for each bit set in its index.
             const int64_t size = count * rows * COLUMNS, levels = 64 - __builtin_clzll(blocks.chunks);
             float* sums = scratch<float>(levels * size, 1);
             for (int64_t i = 0; i < blocks.count; i++) {
                 const Block block = blocks[i];
                 float* own = sums + __builtin_popcountll(block.chunk) * size;
-                // After the group's last panel: more of its first one, or the next group's.
+                // After the group's last panel: the next part of its first one, or the next group's.
                 const word* after = packed && i + 1 < blocks.count ? ready + blocks[i + 1].from * COLUMNS : next;
                 if (!left.rows) pack_tiles(left, from, to, block);
                 multiply(left, from, to, panel, count, ready, after, block, own, size);
@@ -269,7 +269,7 @@ struct Product {
         }
     }
 
-    // `sums`: of the block's chunk; those of the subtrees before it lie `size` floats before one another.
+    // `sums`: of the block's chunk; those of earlier subtrees precede it, `size` floats apart.
     // `after`: what is read after these panels.
     void multiply(const Left& left, int64_t from, int64_t to, int64_t panel, int64_t count, const word* ready,
                   const word* after, const Block& block, float* sums, int64_t size) const {
@@ -293,7 +293,7 @@ struct Product {
                 Ahead ahead{};
                 if (packed && next)
                     ahead = {(const char*)next + (t - from) * block.count * bytes, bytes};
-                else if (!packed && p == 0 && t + 1 < to && blocks.count > 1)  // a single block is read as a stream
+                else if (!packed && p == 0 && t + 1 < to && blocks.count > 1)  // a single block is streamed
                     ahead = {(const char*)left.tile(start + height, block), height * HALVES * (int64_t)sizeof(word)};
                 const auto multiply_tile = [&](auto fetch) {
                     tile_of<T, fetch.value>(height, left.tile(start, block), right, now, stride, block.count, block.first,
@@ -306,7 +306,7 @@ struct Product {
         }
     }
 
-    // The tile's sums of a chunk join those of the subtrees that it completes.
+    // Joins the tile's sums of a chunk with those of the subtrees that it completes.
     void end_chunk(int64_t chunk, float* sums, int64_t size, int64_t top, int64_t rows, int64_t panel) const {
         for (int64_t subtree = chunk; subtree & 1; subtree >>= 1, sums -= size) add(sums - size, sums, rows * COLUMNS);
         if (chunk == blocks.chunks - 1) put(sums, top, rows, panel);
@@ -316,7 +316,7 @@ struct Product {
         for (int64_t i = 0; i < count; i += LANES) store(sums + i, load(sums + i) + load(others + i));
     }
 
-    // A tile's sums, rounded.
+    // Writes a tile's sums, rounded.
     void put(const float* sums, int64_t top, int64_t rows, int64_t panel) const {
         const int64_t outputs = w.rows, count = std::min(COLUMNS, outputs - panel * COLUMNS);
         Out* target = out + top * outputs + panel * COLUMNS;
@@ -328,9 +328,9 @@ struct Product {
                 for (int64_t n = 0; n < count; n += LANES) store_first(target + n, load(sums + n), count - n);
     }
 
-    // What one thread lays out and another reads goes from core to core, which takes several times as long where these are
-    // on different chips of a processor. So with enough rows each thread has rows of its own and lays w out for itself:
-    // only a thread that has finished its rows reads what another laid out of x.
+    // What one thread packs and another reads is moved between cores, which takes several times as long between
+    // chiplets. So with enough rows, each thread has separate rows and packs w for itself: only a thread that has
+    // finished its rows reads x packed by another.
     void run(bool split) const {
         const int64_t threads = split ? omp_get_max_threads() : 1, rows_each = x.rows / threads;
         const int64_t words = threads * panels * steps * COLUMNS;
@@ -339,8 +339,8 @@ struct Product {
         by_panels(split, !packed && rows_each >= OWN_ROWS);
     }
 
-    // For few panels and many rows: all panels are laid out, then a thread takes some rows, lays out a block of them for
-    // itself and multiplies it with all panels. So x goes through the caches once, not once for each group.
+    // For few panels and many rows: all panels are packed, then each thread takes some rows, packs a block of them and
+    // multiplies it with all panels. So x passes through the caches once, not once per group.
     void by_rows(bool split, bool own) const {
         word* shared = own ? nullptr : scratch<word>(panels * steps * COLUMNS, 0);
 #pragma omp parallel if (split)
@@ -367,17 +367,17 @@ struct Product {
         }
     }
 
-    // A thread takes some panels, with all rows of x or with its own.
+    // Each thread takes some panels, with all rows of x or with its rows.
     void by_panels(bool split, bool own) const {
         const int64_t size = x.rows * steps * HALVES;
         word* shared = size > OWN_WORDS ? scratch<word>(size, 3) : nullptr;
-        std::vector<int64_t> taken(tiling.count);  // groups of each part, of which there are no more than tiles
+        std::vector<int64_t> taken(tiling.count);  // groups taken of each part; at most as many parts as tiles
 #pragma omp parallel if (split)
         {
             const int64_t threads = omp_get_num_threads(), thread = omp_get_thread_num();
-            // Where a thread shares its core with another process, the others take its groups.
+            // If a thread shares its core with another process, other threads take its groups.
             const int64_t groups = std::min(panels, std::max(threads * 4, (panels + GROUP - 1) / GROUP));
-            // Rows are divided where each thread has its own, and where there are too few panels for all threads.
+            // Rows are divided if each thread has separate ones, and if there are too few panels for all threads.
             const int64_t parts = own ? threads : std::min(tiling.count, std::max<int64_t>(1, threads / groups));
             const auto first_tile = [&](int64_t part) { return tiling.count * part / parts; };
             const Left left{shared ? shared : scratch<word>(size, 3), 0, x.rows};
@@ -427,7 +427,7 @@ struct Best<bf16, Out> {
 template <class T, class Out>
 static void product(const T* x, int64_t x_row, int64_t x_inner, const T* w, int64_t w_row, int64_t w_inner,
                     const word* packed, Out* out, int64_t rows, int64_t depth, int64_t outputs, int64_t chunks) {
-    if (depth == 0) return (void)std::memset((void*)out, 0, rows * outputs * sizeof(Out));  // a sum of nothing
+    if (depth == 0) return (void)std::memset((void*)out, 0, rows * outputs * sizeof(Out));  // an empty sum
     if (rows == 0 || outputs == 0) return;
     const Matrix<T> left{x, rows, depth, x_row, x_inner}, right{w, outputs, depth, w_row, w_inner};
     typename Best<T, Out>::Product(left, right, packed, out, chunks).run(rows * outputs * depth > SPLIT_WORK);

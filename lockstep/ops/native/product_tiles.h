@@ -13,7 +13,7 @@ static_assert(COLUMNS == 2 * UNIT_ROWS, "a panel is two registers wide");
 template <class Out>
 struct TileProduct {
     static constexpr int64_t TILE = 2 * UNIT_ROWS * COLUMNS;  // floats of its sums
-    static constexpr int64_t GROUP_WORDS = 3 << 16;           // of panels that stay in the second cache, beside x
+    static constexpr int64_t GROUP_WORDS = 3 << 16;           // of panels that stay in the L2 cache with x
     const Matrix<bf16>& x;
     const Matrix<bf16>& w;
     const word* packed;  // all panels of w, or none
@@ -26,7 +26,7 @@ struct TileProduct {
     TileProduct(const Matrix<bf16>& x, const Matrix<bf16>& w, const word* packed, Out* out, int64_t chunks)
         : x(x), w(w), packed(packed), out(out), chunks(chunks), steps(x.steps()),
           panels((w.rows + COLUMNS - 1) / COLUMNS), tiling(x.rows, 2 * UNIT_ROWS), of_chunk(steps / chunks) {
-        // The unit reads whole words of a row: half a word at an odd end is filled with zero.
+        // The unit reads whole words of a row: an odd end is padded with half a word of zeros.
         if (x.inner != 1 || x.depth % 2) copied = scratch<word>(x.rows * steps, 3);
     }
 
@@ -37,12 +37,12 @@ struct TileProduct {
     }
     static Rows panel_rows(const word* panel) { return rows_of(panel, COLUMNS); }
 
-    // A thread's state. A tile's sums are rounded and put out while the unit is busy with the next tile, whose own sums
-    // then take their place: what was just read is in the first cache (1.1 times as fast where k is short).
+    // A thread's state. A tile's sums are rounded and written while the unit computes the next tile, whose sums then
+    // replace them in the L1 cache (1.1 times as fast for short k).
     struct Worker {
         float* sums;  // [subtrees][TILE]
         UnitShape shape;
-        int64_t tile = 0, panel = 0, panels = 0;  // of the tile whose sums have not been put out, if there are panels
+        int64_t tile = 0, panel = 0, panels = 0;  // of the tile whose sums are not written yet, if `panels` > 0
     };
 
     void finish(Worker& worker) const {
@@ -51,7 +51,7 @@ struct TileProduct {
         worker.panels = 0;
     }
 
-    // Rows of a tile with one panel, or with two where `next` is one.
+    // Multiplies rows of a tile with one panel, or with two if `next` is one.
     void tile(int64_t t, const word* right, const word* next, int64_t panel, Worker& worker) const {
         const int64_t top = tiling.start(t), rows = tiling.height(t), below = std::max<int64_t>(rows - UNIT_ROWS, 0);
         const auto add = [&](int64_t from, int64_t count, int64_t at_once, bool begin, float* own) {
@@ -68,7 +68,7 @@ struct TileProduct {
             else
                 unit_product<NONE>(part, here, {}, count, begin, own, COLUMNS, nullptr, meanwhile);
         };
-        // The chunks before one are held as whole subtrees, one for each bit that is set in its number.
+        // The chunks before this one are complete subtrees, one for each bit set in its index.
         for (int64_t chunk = 0; chunk < chunks; chunk++) {
             float* own = worker.sums + __builtin_popcountll(chunk) * TILE;
             const int64_t from = chunk * of_chunk, rest = of_chunk % UNIT_STEPS, whole = of_chunk - rest;
@@ -85,7 +85,7 @@ struct TileProduct {
         for (int64_t r = tiling.start(t); r < tiling.start(t + 1); r++, sums += COLUMNS) {
             Out* target = out + r * w.rows + first;
             if (count >= COLUMNS && sizeof(Out) == 2 && chunks == 1) {
-                // The unit leaves no number that this rounding would take as zero.
+                // The unit produces no denormals, which this rounding would flush to zero.
                 const __m512bh both = _mm512_cvtne2ps_pbh(_mm512_loadu_ps(sums + LANES), _mm512_loadu_ps(sums));
                 std::memcpy((void*)target, &both, sizeof both);
             } else {
@@ -120,7 +120,7 @@ struct TileProduct {
 #pragma omp for schedule(static)
                 for (int64_t r = 0; r < x.rows; r++)
                     for (int64_t k = 0; k < steps; k++) copied[r * steps + k] = x(r, k);
-            // As many groups as threads can share evenly; a thread alone reads x as few times as the cache allows. Where
+            // As many groups as threads can share evenly; a single thread reads x as rarely as the cache allows. If
             // there are too few panels for all threads, rows are divided too.
             const int64_t in_cache = (panels * steps * COLUMNS + GROUP_WORDS - 1) / GROUP_WORDS;
             const int64_t groups = std::min(panels, std::max(threads > 1 ? threads * 4 : 1, in_cache));

@@ -1,11 +1,11 @@
-// Operators that work on each row, or each element, alone: norm, rotary embedding, gated activation.
+// Operators on single rows or elements: norm, rotary embedding, gated activation.
 #include <algorithm>
 #include <vector>
 
-#include "played.h"
+#include "replay.h"
 #include "vector.h"
 
-// Work below this many elements is not worth waking the other threads for.
+// Fewer elements are not worth waking the other threads.
 constexpr int64_t PARALLEL_ELEMENTS = 16384;
 
 template <class T>
@@ -25,8 +25,8 @@ static void rms_norm(const T* x, const T* weight, T* out, float* scales, int64_t
     }
 }
 
-// The weight's gradient sums over rows: in slabs of so many rows, added in order, whatever the number of threads. Rows
-// of zeros at the end, which are padding, change nothing.
+// The weight's gradient is a sum over rows: in slabs of this many rows, added in order for any number of threads. Rows
+// of zeros at the end, which are padding, do not change it.
 constexpr int64_t SLAB_ROWS = 64;
 
 template <class T>
@@ -57,7 +57,7 @@ static void rms_norm_backward(const T* grad_out, const T* x, const T* weight, co
         for (int64_t i = 0; i < dim; i++) grad_weight[i] += partial[slab * padded + i];
 }
 
-// `sign` -1 rotates back, which is the gradient.
+// `sign` -1 rotates back, for the gradient.
 template <class T>
 static void rotary(const T* x, const float* cosines, const float* sines, T* out, int64_t tokens, int64_t heads,
                    int64_t head_dim, float sign) {
@@ -108,7 +108,7 @@ static void add(const T* a, const T* b, T* out, int64_t count) {
         store_first(out + i, load_first(a + i, count - i) + load_first(b + i, count - i), count - i);
 }
 
-// gpt-oss: (up + 1) · gate · sigmoid(1.702 · gate), with gate up to 7 and up from -7 to 7.
+// gpt-oss: (up + 1) · gate · sigmoid(1.702 · gate), with gate clamped to 7 and up to [-7, 7].
 constexpr float SLOPE = 1.702f, LIMIT = 7.f;
 
 static inline f32x16 at_most(f32x16 x, float most) { return where_less(splat(most), x, splat(most), x); }
@@ -140,7 +140,7 @@ static void clamped_swiglu_backward(const T* grad_out, const T* gate, const T* u
     }
 }
 
-// Over rows, in slabs as the norm's.
+// Sums over rows, in slabs as in the norm.
 template <class T>
 static void column_sums(const T* x, float* sums, int64_t rows, int64_t dim) {
     const int64_t slabs = (rows + SLAB_ROWS - 1) / SLAB_ROWS, padded = (dim + LANES - 1) / LANES * LANES;
@@ -187,11 +187,11 @@ static void column_sums(const T* x, float* sums, int64_t rows, int64_t dim) {
         column_sums<T>(x, sums, rows, dim);                                                                           \
     }                                                                                                                 \
     extern "C" void add##suffix(const T* a, const T* b, T* out, int64_t count) { add<T>(a, b, out, count); }          \
-    PLAYED(rms_norm##suffix)                                                                                          \
-    PLAYED(rotary##suffix)                                                                                            \
-    PLAYED(silu_mul##suffix)                                                                                          \
-    PLAYED(clamped_swiglu##suffix)                                                                                    \
-    PLAYED(add##suffix)
+    REPLAYABLE(rms_norm##suffix)                                                                                      \
+    REPLAYABLE(rotary##suffix)                                                                                        \
+    REPLAYABLE(silu_mul##suffix)                                                                                      \
+    REPLAYABLE(clamped_swiglu##suffix)                                                                                \
+    REPLAYABLE(add##suffix)
 
 EXPORT(float, _f32)
 EXPORT(bf16, _bf16)

@@ -1,8 +1,9 @@
-// Exchanges between processes through memory that they share: each lays its bytes out where all can read them.
+// Exchanges between processes through shared memory: each rank publishes its bytes where all ranks can read them.
 //
-// Exchanges are numbered by turns, the same on all ranks, for all make the same ones. A rank lays out its bytes for a
-// turn, says so, and reads the others' as they say so. A slot is written again two turns later: whoever is asked to
-// arrive at the turn between has read what lay there, so two slots per rank are enough and nobody waits to write.
+// Exchanges are numbered by turns, the same on all ranks, since all make the same exchanges. In each turn, a rank
+// writes its bytes, publishes the turn's number, and reads the others' bytes once they are published. A slot is reused
+// two turns later: a rank that published the turn in between has read the slot, so two slots per rank suffice and no
+// writer waits.
 #include <fcntl.h>
 #include <unistd.h>
 
@@ -21,19 +22,19 @@
 
 using Clock = std::chrono::steady_clock;
 
-// What a rank says, alone on its cache lines. The memory begins as zeros, which are turn 0.
+// What a rank publishes, on separate cache lines. The memory starts as zeros, which is turn 0.
 struct alignas(128) Place {
-    std::atomic<uint32_t> turn;      // whose bytes this rank has laid out; differences count, for it wraps around
-    std::atomic<uint32_t> sleepers;  // that want to be woken by the next turn
-    int64_t bytes[2];                // laid out in each slot: written before `turn`, as the bytes are
+    std::atomic<uint32_t> turn;      // last turn published by this rank; compared by difference, since it wraps
+    std::atomic<uint32_t> sleepers;  // number of ranks to wake at the next turn
+    int64_t bytes[2];                // size of each slot's message: written before `turn`, like the message
 };
 static_assert(std::atomic<uint32_t>::is_always_lock_free, "an atomic with a lock of its own process is not shared");
 
 enum Outcome { DONE, ENDED, LATE, UNEQUAL };
 
-// Longer than ranks with equal work are apart, shorter than what another process with work to do would notice.
+// Longer than the skew between ranks with equal work, shorter than what a competing process would notice.
 constexpr auto SPIN = std::chrono::microseconds(50);
-constexpr int64_t NAP = 20'000'000;  // nanoseconds of sleep after which the others' locks are looked at
+constexpr int64_t NAP = 20'000'000;  // nanoseconds of sleep after which the other ranks' locks are checked
 
 static void relax() {
 #if defined(__x86_64__)
@@ -47,7 +48,7 @@ static bool reached(const Place& place, uint32_t turn) {
     return (int32_t)(place.turn.load(std::memory_order_acquire) - turn) >= 0;
 }
 
-// Sequentially consistent, as in `sleep_for`: either this sees the sleeper, or the sleeper sees the turn.
+// Sequentially consistent, as in `sleep_for`: either this thread sees the sleeper, or the sleeper sees the turn.
 static void arrive(Place& place, uint32_t turn) {
     place.turn.store(turn, std::memory_order_seq_cst);
 #ifdef __linux__
@@ -68,7 +69,7 @@ static void sleep_for(Place& place, uint32_t turn) {
 #endif
 }
 
-// Whether a rank's process has ended, or left: it holds a lock on its byte of the file for as long as it takes part.
+// Whether a rank's process has ended or left: it holds a lock on its byte of the file while it takes part.
 static bool has_ended(int file, int64_t rank) {
     struct flock lock = {};
     lock.l_type = F_WRLCK;
@@ -94,7 +95,7 @@ static Outcome wait_for(Place* places, int64_t& peer, int64_t rank, int64_t rank
         if (reached(place, turn)) return DONE;
         if (Clock::now() - began < std::chrono::nanoseconds(NAP)) continue;
         for (int64_t other = 0; other < ranks; other++)
-            // It may have arrived and then ended, which is no concern of this turn.
+            // It may have published this turn and then ended, which does not affect this turn.
             if (other != rank && !reached(places[other], turn) && has_ended(file, other) &&
                 !reached(places[other], turn)) {
                 peer = other;
@@ -104,11 +105,11 @@ static Outcome wait_for(Place* places, int64_t& peer, int64_t rank, int64_t rank
     }
 }
 
-// Sends each rank a part of `bytes` bytes of `source`, and lays what comes from all into `out` in the ranks' order.
-// `parts` is 1, the same for all, or `ranks`, each its own. `memory` has a page of places and two slots of `capacity`
-// bytes, a multiple of 64 per rank, for each; longer messages go in pieces. `file` is the memory's; `limit` are the
-// milliseconds after which a rank that does not come is given up. One thread of a process at a time.
-// Returns an Outcome, and four times the rank that it is about.
+// Sends each rank a part of `bytes` bytes of `source`, and writes all ranks' parts to `out` in the order of ranks.
+// `parts` is 1 if all ranks get the same bytes, or `ranks` if each gets a different part. `memory` has a page of
+// states, and two slots of `capacity` bytes, a multiple of 64 per rank, for each rank; longer messages are sent in
+// pieces. `file` is the memory's descriptor; `limit` is the timeout in milliseconds. One thread of a process at a time.
+// Returns an Outcome, plus four times the rank that it concerns.
 extern "C" int64_t exchange_parts(char* memory, int64_t file, int64_t rank, int64_t ranks, int64_t parts,
                                   const char* source, char* out, int64_t bytes, int64_t capacity, int64_t limit) {
     Place* places = reinterpret_cast<Place*>(memory);

@@ -3,7 +3,7 @@
 
 namespace {
 
-// Work below this many elements is not worth waking the other threads for.
+// Fewer elements are not worth waking the other threads.
 constexpr int64_t PARALLEL_ELEMENTS = 1 << 16;
 constexpr int64_t ROWS = 32, COLUMNS = 32;
 
@@ -17,7 +17,7 @@ void block_squares(const T* x, double* out, int64_t count) {
     for (int64_t start = 0; start < count; start += BLOCK) {
         double lanes[COLUMNS] = {};
         if (count - start >= BLOCK) {
-            // Eight lanes at a time, which stay in registers down the rows.
+            // Eight lanes at a time, which stay in registers across the rows.
             for (int64_t lane = 0; lane < COLUMNS; lane += 8) {
                 double sums[8] = {};
                 for (int64_t row = 0; row < ROWS; row++)
@@ -33,7 +33,7 @@ void block_squares(const T* x, double* out, int64_t count) {
     }
 }
 
-// Integers below 2^42, of which float64 adds 1024 without rounding.
+// Integers up to 2^42: float64 sums of 1024 of them are exact.
 template <class T>
 void integer_squares(const T* x, int64_t* out, int64_t count, int64_t exponent) {
     const double scale = __builtin_ldexp(1.0, static_cast<int>(exponent));

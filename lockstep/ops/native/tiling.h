@@ -1,10 +1,10 @@
-// What the products share: how rows are divided into tiles, and memory.
+// Shared by the products: the division of rows into tiles, and scratch memory.
 #pragma once
 #include <vector>
 
 #include "panels.h"
 
-// Rows in tiles of as equal heights as can be.
+// Divides rows into tiles of nearly equal heights.
 struct Tiling {
     int64_t rows, count;
     Tiling(int64_t rows, int64_t highest) : rows(rows), count((rows + highest - 1) / highest) {}
@@ -12,7 +12,7 @@ struct Tiling {
     int64_t height(int64_t tile) const { return start(tile + 1) - start(tile); }
 };
 
-// Memory that threads keep from call to call.
+// Scratch memory that a thread reuses between calls.
 template <class T>
 static T* scratch(int64_t count, int which) {
     static thread_local std::vector<char> kept[4];

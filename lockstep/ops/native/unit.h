@@ -1,14 +1,14 @@
-// Intel's matrix unit (AMX, `tdpbf16ps`). It takes 32 elements along k at once: the even ones and the odd ones are a
-// chain of fused multiply-adds each, from zero, and the two sums are added to each other and then to the output's. It
-// takes numbers too small for a normal float as zero. An output depends on its own row and column alone, as the
-// instruction defines it: the number of rows has no say.
+// Intel's matrix unit (AMX, `tdpbf16ps`). It processes 32 elements along k at a time: the even and the odd ones are
+// separate chains of fused multiply-adds, from zero, whose sums are added to each other and then to the output. It
+// treats denormals as zero. By the instruction's definition, an output depends on its row and column alone, not on the
+// number of rows.
 #pragma once
 #ifdef LOCKSTEP_TILES
 #include "panels.h"
 
-constexpr int64_t UNIT_STEPS = 16, UNIT_ROWS = 16;  // of an instruction: words along k, and rows
+constexpr int64_t UNIT_STEPS = 16, UNIT_ROWS = 16;  // per instruction: words along k, and rows
 
-// What the unit's registers hold: 0 to 3 sums, 4 and 5 rows of the left factor, 6 and 7 columns of the right one.
+// The unit's registers: 0 to 3 are sums, 4 and 5 rows of the left factor, 6 and 7 columns of the right one.
 struct UnitShape {
     int64_t rows = 0, rows_below = 0, steps = 0;
     bool operator==(const UnitShape& other) const {
@@ -26,7 +26,7 @@ struct UnitShape {
         for (int sum = 0; sum < 4; sum++) set(sum, sum > 1 && rows_below ? rows_below : rows, UNIT_ROWS);
         set(4, rows, steps), set(5, rows_below, steps);
         set(6, steps, UNIT_ROWS), set(7, steps, UNIT_ROWS);
-        asm volatile("" ::"r"(&settings) : "memory");  // the instruction reads more than the compiler believes
+        asm volatile("" ::"r"(&settings) : "memory");  // the instruction reads more than the compiler assumes
         _tile_loadconfig(&settings);
     }
 };
@@ -38,20 +38,20 @@ struct Rows {
     Rows from(int64_t row, int64_t column) const { return {(const word*)((char*)at + row * bytes) + column, bytes}; }
 };
 
-// Of a factor whose rows lie side by side.
+// Of a factor with contiguous rows.
 static inline Rows rows_of(const void* at, int64_t words) {
     return {(const word*)at, words * (int64_t)sizeof(word)};
 }
 
 enum More { NONE, ROWS_BELOW, NEXT_COLUMNS };
 
-// sums of 16 rows and 32 columns (+)= left · right; beside them `more`, of the next 16 rows of `left`, or of the 32
-// columns of `next`. The right factors are [step][column]. `meanwhile` is done while the unit is at work.
+// sums of 16 rows and 32 columns (+)= left · right; and `more`, of the next 16 rows of `left`, or of the 32 columns of
+// `next`. The right factors are [step][column]. `meanwhile` runs while the unit computes.
 template <More MORE, class Meanwhile>
 static void unit_product(const Rows& left, const Rows& right, const Rows& next, int64_t steps, bool begin, float* sums,
                          int64_t sums_row, float* more, const Meanwhile& meanwhile) {
     const int64_t sums_bytes = sums_row * sizeof(float);
-    asm volatile("" ::: "memory");  // the compiler does not know what the unit's instructions read
+    asm volatile("" ::: "memory");  // the compiler does not see what the unit's instructions read
     if (begin) {
         _tile_zero(0);
         _tile_zero(1);
@@ -95,8 +95,8 @@ static void unit_product(const Rows& left, const Rows& right, const Rows& next, 
     asm volatile("" ::: "memory");
 }
 
-// Products of factors that whole registers divide: rows of the left one up to a multiple of 16 are read, and sums of as
-// many written.
+// Products of factors that are multiples of registers: reads rows of the left one up to a multiple of 16, and writes
+// sums of as many.
 class WholeUnits {
    public:
     static bool divide(int64_t dim) { return dim % (2 * UNIT_ROWS) == 0; }

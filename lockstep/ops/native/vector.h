@@ -1,13 +1,13 @@
-// Sixteen lanes at a time on whatever vector unit there is, with the same bits on all of them: every operation rounds
-// as IEEE 754 says, products are fused with sums only where `multiply_add` says so (the build switches the compiler's
-// own contraction off), and what is added across lanes is added in one fixed tree.
+// Sixteen lanes at a time on any vector unit, with the same bits on all of them: every operation rounds as IEEE 754
+// defines, products are only fused with sums by `multiply_add` (the build disables the compiler's contraction), and
+// sums across lanes are one fixed tree.
 #pragma once
 #include <cmath>
 #include <cstdint>
 #include <cstring>
 #include <initializer_list>
 
-// The instructions to use. With LOCKSTEP_PLAIN none but what every compiler finds by itself.
+// The instructions to use. With LOCKSTEP_PLAIN, only those that the compiler chooses.
 #if defined(LOCKSTEP_PLAIN)
 #elif defined(__AVX512F__)
 #define LOCKSTEP_AVX512
@@ -22,7 +22,7 @@
 #define LOCKSTEP_PLAIN
 #endif
 
-// Floats in a register.
+// Floats per register.
 #if defined(LOCKSTEP_AVX512)
 constexpr int WIDTH = 16;
 #elif defined(LOCKSTEP_AVX2)
@@ -30,7 +30,7 @@ constexpr int WIDTH = 8;
 #else
 constexpr int WIDTH = 4;
 #endif
-// Whether the processor multiplies and adds in one instruction.
+// Whether the processor has fused multiply-add.
 #ifdef LOCKSTEP_PLAIN
 constexpr bool FUSED = false;
 #else
@@ -74,9 +74,8 @@ static inline floats multiply_add(floats a, floats b, floats c) {
     return (floats)vfmaq_f32((float32x4_t)c, (float32x4_t)a, (float32x4_t)b);
 }
 #else
-// The product of two floats is exact in double; the sum is rounded to odd there, so that rounding it again to float
-// rounds the exact value (Boldo & Melquiond 2008). Several times as fast as a C library's `fmaf` without the
-// instruction.
+// The product of two floats is exact in double; the sum is rounded to odd, so that rounding it again to float rounds
+// the exact value (Boldo & Melquiond 2008). Several times as fast as a C library's `fmaf` without the instruction.
 static inline floats multiply_add(floats a, floats b, floats c) {
     typedef double doubles __attribute__((vector_size(WIDTH * sizeof(double))));
     typedef int64_t integers __attribute__((vector_size(WIDTH * sizeof(int64_t))));
@@ -87,13 +86,13 @@ static inline floats multiply_add(floats a, floats b, floats c) {
     const integers inexact = (integers)(error > 0.0) | (integers)(error < 0.0);
     const integers away = (integers)(error > 0.0) ^ ~(integers)(sum > 0.0);  // all ones: away from zero
     const integers even = ((integers)sum & 1) - 1;                           // all ones: the last bit is 0
-    // Away from zero the bits, read as an integer, grow by one; towards it they shrink.
+    // Moving away from zero increments the bits, read as an integer; moving towards it decrements them.
     const integers step = inexact & even & ((away & 1) | (~away));
     return __builtin_convertvector((doubles)((integers)sum + step), floats);
 }
 #endif
 
-// x - 0 is x, where x + 0 would lose the sign of -0 and so cost an addition.
+// x - 0 is x and can be optimized away; x + 0 would change -0, and cost an addition.
 static inline floats splat_part(float x) { return x - floats{}; }
 
 static inline f32x16 splat(float x) {
@@ -102,7 +101,7 @@ static inline f32x16 splat(float x) {
     return v;
 }
 
-// Part by part: GCC copies the whole through memory, in pieces of 16 bytes, and then waits for it.
+// Part by part: GCC would copy the whole through memory in pieces of 16 bytes, and stall on reading it.
 template <class T>
 static inline Lanes<T> load(const T* p) {
     Lanes<T> v;
@@ -143,20 +142,20 @@ static inline f32x16 multiply_add(f32x16 a, float b, float c) { return multiply_
 static inline f32x16 multiply_add(f32x16 a, f32x16 b, float c) { return multiply_add(a, b, splat(c)); }
 static inline f32x16 multiply_add(f32x16 a, float b, f32x16 c) { return multiply_add(a, splat(b), c); }
 
-// Where a < b, x; elsewhere, NaNs included, y.
+// x where a < b; y elsewhere, also for NaN.
 static inline f32x16 where_less(f32x16 a, f32x16 b, f32x16 x, f32x16 y) {
     for (int i = 0; i < PARTS; i++) a.parts[i] = a.parts[i] < b.parts[i] ? x.parts[i] : y.parts[i];
     return a;
 }
 static inline f32x16 maximum(f32x16 a, f32x16 b) { return where_less(b, a, a, b); }
-// Where v is a number, x; elsewhere v.
+// x where v is not NaN; v elsewhere.
 static inline f32x16 where_number(f32x16 v, f32x16 x) {
     for (int i = 0; i < PARTS; i++) v.parts[i] = v.parts[i] == v.parts[i] ? x.parts[i] : v.parts[i];
     return v;
 }
 
-// A register of bfloat16, which are the upper halves of floats. GCC would build these conversions from halves and
-// shuffles, three times as slow.
+// A register of bfloat16, the upper halves of floats. GCC would compile these conversions to halves and shuffles, three
+// times as slow.
 static inline words widened(const bf16* p) {
 #if defined(LOCKSTEP_AVX512)
     return (words)_mm512_cvtepu16_epi32(_mm256_loadu_si256((const __m256i*)p));
@@ -176,7 +175,7 @@ static inline f32x16 load(const bf16* p) {
     return v;
 }
 
-// Rounds to nearest even, as torch does; a NaN stays one.
+// Rounds to nearest even, as torch does; preserves NaN.
 static inline void store(bf16* p, f32x16 v) {
     words rounded[PARTS];
     for (int i = 0; i < PARTS; i++) {
@@ -198,8 +197,8 @@ static inline void store(bf16* p, f32x16 v) {
 #endif
 }
 
-// A row's last elements take the very path of the others, on a padded copy, so their bits do not depend on
-// where in a tensor they stand.
+// A row's last elements take the same path as the others, on a padded copy, so their bits do not depend on their place
+// in the tensor.
 template <class T>
 static inline f32x16 load_first(const T* p, int64_t count) {
     if (count >= LANES) return load(p);
@@ -249,7 +248,7 @@ static inline f32x16 drop_first(f32x16 v, int64_t count, float filler) {
 }
 
 // e^x within about one unit in the last place: x = k ln 2 + r, a polynomial in r (Cephes), 2^k by the exponent bits.
-// Below -87 the result is exactly 0, so a masked score of -inf weighs nothing; e^0 is exactly 1.
+// Below -87 the result is exactly 0, so a masked score of -inf has weight 0; e^0 is exactly 1.
 __attribute__((always_inline)) static inline f32x16 exp(f32x16 x) {
     const f32x16 low = splat(-87.f), high = splat(88.f);
     f32x16 clamped = where_less(x, low, low, x);
@@ -265,7 +264,7 @@ __attribute__((always_inline)) static inline f32x16 exp(f32x16 x) {
     y = multiply_add(y, r, 1.6666665459e-1f);
     y = multiply_add(y, r, 5.0000001201e-1f);
     y = multiply_add(y, r * r, r) + 1.f;
-    // The integer k stands in the last bits of `shifted`.
+    // The integer k is in the last bits of `shifted`.
     for (int i = 0; i < PARTS; i++) y.parts[i] = (floats)((words)y.parts[i] + ((words)shifted.parts[i] << 23));
     return where_number(x, where_less(x, low, f32x16{}, y));
 }

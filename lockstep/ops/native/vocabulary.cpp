@@ -1,16 +1,16 @@
-// Log-probabilities over the vocabulary, their gradient, and the draw of a token.
+// Log-probabilities over the vocabulary, their gradient, and drawing a token.
 #include <algorithm>
 #include <limits>
 #include <vector>
 
-#include "played.h"
+#include "replay.h"
 #include "vector.h"
 
-// The vocabulary is reduced in at most so many pieces, joined in a binary tree. Where they begin is given: wherever a
-// head that is sharded over 2, 4 or 8 ranks is cut, so that each rank reduces whole pieces (`piece_bounds`).
+// The vocabulary is reduced in at most this many pieces, joined in a binary tree. Their bounds are arguments: wherever
+// a head sharded over 2, 4 or 8 ranks is split, so that each rank reduces whole pieces (`piece_bounds`).
 constexpr int64_t PIECES = 16;
 
-// Of a set of logits x (already divided by the temperature): m = max x, s = Σ e^(x-m), t = Σ e^(x-m) x.
+// For a set of logits x (already divided by the temperature): m = max x, s = Σ e^(x-m), t = Σ e^(x-m) x.
 struct Mass {
     float m = -std::numeric_limits<float>::infinity(), s = 0, t = 0;
 };
@@ -32,7 +32,7 @@ static Mass reduce(const T* logits, int64_t count, float inverse_temperature) {
     Mass mass;
     mass.m = maximum(highest);
     if (mass.m == lowest) {
-        int broken = 0;  // a maximum may lose a NaN
+        int broken = 0;  // a maximum may drop a NaN
         for (int64_t i = 0; i < count; i++) broken |= wide(logits[i]) != wide(logits[i]);
         if (broken) mass.m = NAN;
         return mass;
@@ -42,7 +42,7 @@ static Mass reduce(const T* logits, int64_t count, float inverse_temperature) {
         f32x16 x = load_first(logits + i, count - i) * inverse_temperature;
         f32x16 weight = exp(keep_first(x - mass.m, count - i, lowest));
         s += weight;
-        // A token that is cut out has weight 0 and the logit -inf, whose product is no number.
+        // A masked token has weight 0 and logit -inf, whose product is NaN.
         t = where_less(f32x16{}, weight, multiply_add(weight, x, t), t);
     }
     mass.s = sum(s);
@@ -50,7 +50,7 @@ static Mass reduce(const T* logits, int64_t count, float inverse_temperature) {
     return mass;
 }
 
-// Piece p holds the tokens from bounds[p] to bounds[p + 1]; those after the last are empty.
+// Piece p has the tokens from bounds[p] to bounds[p + 1]; pieces after the last are empty.
 template <class T>
 static void reduce_pieces(const T* logits, const int64_t* bounds, int64_t count, float inverse_temperature,
                           Mass (&pieces)[PIECES]) {
@@ -71,7 +71,7 @@ static float element(const T* p) {
     return first_of(load_first(p, 1));
 }
 
-// What a row's pieces come to; `chosen` is the target's logit, divided by the temperature.
+// Joins a row's pieces; `chosen` is the target's logit, divided by the temperature.
 static void finish(const Mass (&pieces)[PIECES], float chosen, float& out, float& entropy, float& normalizer) {
     const Mass all = join(pieces);
     normalizer = all.m + log_float(all.s);
@@ -92,7 +92,7 @@ static void log_probs(const T* logits, const int64_t* targets, const float* inve
     }
 }
 
-// The same in two steps, for ranks that hold some of the pieces each: masses [row][piece][m, s, t], then the rest.
+// The same in two steps, for ranks that each have some of the pieces: masses [row][piece][m, s, t], then the join.
 template <class T>
 static void masses(const T* logits, const float* inverse_temperatures, const int64_t* bounds, float* out, int64_t rows,
                    int64_t vocab, int64_t count) {
@@ -113,10 +113,9 @@ extern "C" void join_masses_f32(const float* masses, const float* chosen, float*
         finish(pieces, chosen[row], out[row], entropies[row], normalizers[row]);
     }
 }
-PLAYED(join_masses_f32)
+REPLAYABLE(join_masses_f32)
 
-// In place: the logits become the gradient with respect to them. A negative target is not among them: another rank
-// holds its part of the vocabulary.
+// In place: replaces the logits with their gradient. A negative target is in another rank's part of the vocabulary.
 template <class T>
 static void log_probs_backward(T* logits, const int64_t* targets, const float* inverse_temperatures,
                                const float* normalizers, const float* grad_out, int64_t rows, int64_t vocab) {
@@ -135,13 +134,13 @@ static void log_probs_backward(T* logits, const int64_t* targets, const float* i
     }
 }
 
-// Inverse transform: the first token at which the running sum of weights passes uniform · total. A negative uniform asks
-// for the likeliest token. Logits of -inf are never drawn. The row's masses name the piece that holds the token; a part
-// of the vocabulary that has the piece then finds the token in it.
+// Inverse transform: the first token at which the running sum of weights exceeds uniform · total. A negative uniform
+// draws the likeliest token. Logits of -inf are never drawn. The row's masses determine the token's piece; the part of
+// the vocabulary with that piece then locates the token in it.
 struct Choice {
-    int64_t piece;     // the first one where no logit is a number
+    int64_t piece;     // the first one if no logit is finite
     float highest;     // of the whole row
-    double remaining;  // weight that the tokens before the one drawn have in the piece
+    double remaining;  // weight in the piece of the tokens before the drawn one
 };
 
 static Choice choose(const Mass (&pieces)[PIECES], int64_t count, double uniform) {
@@ -156,7 +155,7 @@ static Choice choose(const Mass (&pieces)[PIECES], int64_t count, double uniform
     double remaining = uniform * total;
     int64_t p = 0;
     while (p < count - 1 && remaining >= weights[p]) remaining -= weights[p++];
-    // Rounding may leave a little over at the end: then the last token with any weight is taken.
+    // If rounding leaves a remainder at the end, the last token with any weight is drawn.
     if (weights[p] > 0) return {p, highest, remaining};
     while (p > 0 && !(weights[p] > 0)) p--;
     return {p, highest, std::numeric_limits<double>::infinity()};
@@ -183,8 +182,8 @@ static int64_t walk(const T* x, int64_t first, int64_t stop, float inverse, bool
     return token;
 }
 
-// The `logits` are those of a part of the vocabulary, from which `bounds`, of all its pieces, are counted; -1 where the
-// token is another part's. `scaled` gets the tokens' logits divided by the temperature.
+// `logits` are those of a part of the vocabulary; `bounds` of all pieces are relative to it. The token is -1 if it is
+// in another part. `scaled` gets the tokens' logits divided by the temperature.
 template <class T>
 static void draw(const T* logits, const float* inverse_temperatures, const double* uniforms, const float* masses,
                  const int64_t* bounds, int64_t* tokens, float* scaled, int64_t rows, int64_t part, int64_t count) {
@@ -222,8 +221,8 @@ static void draw(const T* logits, const float* inverse_temperatures, const doubl
                                  int64_t rows, int64_t part, int64_t count) {                                         \
         draw<T>(logits, inverse_temperatures, uniforms, masses, bounds, tokens, scaled, rows, part, count);           \
     }                                                                                                                 \
-    PLAYED(masses##suffix)                                                                                            \
-    PLAYED(draw##suffix)
+    REPLAYABLE(masses##suffix)                                                                                        \
+    REPLAYABLE(draw##suffix)
 
 EXPORT(float, _f32)
 EXPORT(bf16, _bf16)

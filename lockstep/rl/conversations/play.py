@@ -277,7 +277,7 @@ def _rollouts(
             prompt_ids=row.prompt_ids,
             token_ids=row.token_ids,
             logprobs=row.logprobs,
-            cut_logprobs=row.cut_logprobs,
+            truncated_logprobs=row.truncated_logprobs,
             routes=row.routes,
             finish_reason=row.finish_reason,
             completion=rendering.with_marks(row.completion, row.parts) if marked else row.completion,

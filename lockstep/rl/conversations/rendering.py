@@ -252,7 +252,7 @@ class Row:
     """For each of `token_ids`, whether the model sampled it."""
     logprobs: list[float] = field(default_factory=list)
     """One per sampled token."""
-    cut_logprobs: list[float] = field(default_factory=list)
+    truncated_logprobs: list[float] = field(default_factory=list)
     """One per sampled token, after truncation by top_k, top_p and min_p; empty without truncation."""
     versions: list[int] = field(default_factory=list)
     """Weights version of each sampled token; empty if it cannot change."""
@@ -322,7 +322,7 @@ class Transcript:
         row.token_ids += [*new, *reply.token_ids]
         row.sampled += [False] * len(new) + [True] * len(reply.token_ids)
         row.logprobs += reply.logprobs
-        row.cut_logprobs += reply.cut_logprobs
+        row.truncated_logprobs += reply.truncated_logprobs
         row.versions += reply.versions
         row.routes += reply.routes
         row.turns += 1

@@ -13,7 +13,7 @@ from lockstep.config import EngineConfig
 from lockstep.data import Tokenizer
 from lockstep.generate import Engine
 from lockstep.generate.drafts import HistoryDraft, make_draft
-from lockstep.generate.lead import LeadingEngine, follow
+from lockstep.generate.driver import DriverEngine, follow
 from lockstep.model import Decoder, ScoringModel
 from lockstep.parallel import World
 from lockstep.rl.generators.policy_replica import PolicyReplica
@@ -35,7 +35,7 @@ class ColocatedGenerator:
         if world.tensor_group is None or self._follows:
             self.sampler = Engine(replica.model, config, tokenizer, draft)
         else:
-            self.sampler = LeadingEngine(replica.model, config, tokenizer, draft, leads=False)
+            self.sampler = DriverEngine(replica.model, config, tokenizer, draft, drives=False)
         self._last_statistics, self._last_metrics = asdict(self.sampler.statistics), time.monotonic()
 
     @property
@@ -84,8 +84,8 @@ class ColocatedGenerator:
         """As `Generators`: when requests come depends on the environment, so one rank leads and the others follow."""
         if self._follows:
             follow(self.sampler)
-        with self.sampler.leading() if isinstance(self.sampler, LeadingEngine) else nullcontext():
+        with self.sampler.driving() if isinstance(self.sampler, DriverEngine) else nullcontext():
             yield not self._follows
 
     def pause(self) -> None:
-        self._replica.pause(self.sampler.weights_away)
+        self._replica.pause(self.sampler.release_weights)

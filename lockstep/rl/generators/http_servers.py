@@ -140,7 +140,7 @@ class LockstepServer:
                         _sample(
                             choice["token_ids"],
                             choice["logprobs"]["token_logprobs"],
-                            choice.get("cut_logprobs", []),
+                            choice.get("truncated_logprobs", []),
                             choice["weights_versions"],
                             choice.get("routes", []),
                             choice["finish_reason"],
@@ -152,14 +152,16 @@ class LockstepServer:
         await client.call("POST", "/admin/weights", body, LOAD_SECONDS)
 
 
-def _sample(tokens: Any, logprobs: Any, cut_logprobs: Any, versions: Any, routes: Any, reason: Any) -> RemoteSample:
+def _sample(
+    tokens: Any, logprobs: Any, truncated_logprobs: Any, versions: Any, routes: Any, reason: Any
+) -> RemoteSample:
     if reason == "abort":  # the server shuts down
         raise Unreachable("it ended a request with 'abort'")
     return sample_of(
         {
             "token_ids": tokens,
             "logprobs": logprobs,
-            "cut_logprobs": cut_logprobs,
+            "truncated_logprobs": truncated_logprobs,
             "versions": versions,
             "routes": routes,
             "finish_reason": reason,
@@ -291,7 +293,7 @@ async def _vllm_server(client: HttpClient, requirements: ServerRequirements, mod
             f"{client.url}: this vLLM has no routes for new weights; start it with VLLM_SERVER_DEV_MODE=1"
         ) from error
     params = requirements.params
-    if params.cuts:
+    if params.truncates:
         problem = "vLLM does not report a token's log-probability both before and after a cut"
         _refuse(client, problem, "remove top_k, top_p and min_p, or sample with `lockstep serve`")
     if params.routes == "whole":

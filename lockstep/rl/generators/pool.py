@@ -374,7 +374,7 @@ def pair_up(
 def _extend(sample: RemoteSample, new: RemoteSample, with_routes: bool) -> None:
     sample.token_ids += new.token_ids
     sample.logprobs += new.logprobs
-    sample.cut_logprobs += new.cut_logprobs
+    sample.truncated_logprobs += new.truncated_logprobs
     sample.versions += new.versions
     if with_routes:  # one per token, also from a generator that reports none
         sample.routes += new.routes or [""] * len(new.token_ids)

@@ -20,7 +20,7 @@ from typing import Any
 from lockstep.config import CONFIG
 from lockstep.errors import UserError
 from lockstep.generate import Completion
-from lockstep.generate.lead import LeadingEngine, follow
+from lockstep.generate.driver import DriverEngine, follow
 from lockstep.generate.sampling_params import sampling_params_of
 from lockstep.generate.sequence import Sequence
 from lockstep.observe import Timeline, log
@@ -139,7 +139,7 @@ class _GeneratorProcess:
             self._channel.send({"kind": "leaves", "why": "it received a signal, and leaves"})
         finally:
             self._stop_heartbeats.set()
-            if isinstance(self._engine, LeadingEngine):
+            if isinstance(self._engine, DriverEngine):
                 self._engine.end()
             self._reader.close()
             self._exiting.set()
@@ -196,7 +196,7 @@ class _GeneratorProcess:
             return
         sequences = list(self._engine.samples(request))
         for sequence in sequences:
-            sequence.asked_at = message["received_at"]
+            sequence.requested_at = message["received_at"]
         reported = [sequence.sampled for sequence in sequences]
         ended = [completion.finish_reason != "abort" for completion in begun]
         self._requests[message["id"]] = _ActiveRequest(request, sequences, reported, ended)
@@ -245,10 +245,10 @@ class _GeneratorProcess:
         return announced[-1]["manifest"] if announced else manifest
 
     def _read(self, manifest: WeightManifest) -> LoadResult:
-        leads = isinstance(self._engine, LeadingEngine)
+        drives = isinstance(self._engine, DriverEngine)
         with (
             self._timing_weights(),
-            self._engine.on_all_ranks("load", manifest) if leads else nullcontext(),  # type: ignore[attr-defined]
+            self._engine.on_all_ranks("load", manifest) if drives else nullcontext(),  # type: ignore[attr-defined]
         ):
             return self._reader.load(manifest)
 
@@ -271,7 +271,7 @@ class _GeneratorProcess:
                 new = {
                     "token_ids": sequence.tokens[sequence.prompt_length + before :],
                     "logprobs": sequence.logprobs[before:],
-                    "cut_logprobs": sequence.cut_logprobs[before:],
+                    "truncated_logprobs": sequence.truncated_logprobs[before:],
                     "versions": [version] * (now - before),
                     "routes": routes if any(routes := sequence.routes[before:]) else [],
                     "finish_reason": sequence.finish_reason,

@@ -16,7 +16,7 @@ from lockstep.data import load_tokenizer
 from lockstep.errors import UserError
 from lockstep.generate import Engine
 from lockstep.generate.drafts import HistoryDraft, make_draft
-from lockstep.generate.lead import LeadingEngine
+from lockstep.generate.driver import DriverEngine
 from lockstep.hub import local_folder
 from lockstep.model import Lora, arithmetic_of, initialize, read_config, resolve_dtype, set_arithmetic
 from lockstep.model.known_operators import refuse_unknown_operators
@@ -52,7 +52,7 @@ def open_engine(welcome: dict[str, Any], key: bytes, world: World) -> tuple[Weig
     leads = world.size > 1 and world.is_main
     config = EngineConfig(**welcome["engine"])
     draft = make_draft(config, model, _history(Path(welcome.get("run", "")), config, world))
-    engine = (LeadingEngine if leads else Engine)(model, config, tokenizer, draft)
+    engine = (DriverEngine if leads else Engine)(model, config, tokenizer, draft)
     work = f"{welcome['name']} samples for process {welcome['pid']} on {welcome['host']}"
     announce("generator: " + start_line(welcome["model"], shape, device, model.dtype, work, world.size))
     return WeightReader(model, world, key), engine

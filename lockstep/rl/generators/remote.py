@@ -18,7 +18,7 @@ class RemoteSample:
 
     token_ids: list[int] = field(default_factory=list)
     logprobs: list[float] = field(default_factory=list)
-    cut_logprobs: list[float] = field(default_factory=list)
+    truncated_logprobs: list[float] = field(default_factory=list)
     """After top-k, top-p and min-p; empty if the request uses none of them."""
     versions: list[int] = field(default_factory=list)
     """Version of the weights that each token was sampled from."""
@@ -33,7 +33,7 @@ class RemoteSample:
         return cls(
             list(completion.token_ids),
             list(completion.logprobs),
-            list(completion.cut_logprobs),
+            list(completion.truncated_logprobs),
             list(completion.versions),
             reason,
             list(completion.routes),
@@ -46,7 +46,7 @@ class RemoteSample:
     def completion(self) -> Completion:
         reason = self.finish_reason or "abort"
         routes = self.routes if any(self.routes) else []
-        return Completion(self.token_ids, self.logprobs, reason, self.cut_logprobs, self.versions, routes)
+        return Completion(self.token_ids, self.logprobs, reason, self.truncated_logprobs, self.versions, routes)
 
 
 @dataclass(eq=False)

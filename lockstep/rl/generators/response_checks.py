@@ -22,12 +22,12 @@ REASONS = (None, "stop", "length", "error")
 FIELDS = {
     "token_ids": ("token ids", int),
     "logprobs": ("log-probabilities", float),
-    "cut_logprobs": ("log-probabilities after cuts", float),
+    "truncated_logprobs": ("truncated log-probabilities", float),
     "versions": ("versions", int),
     "routes": ("routes", str),
 }
 """Fields of a sample with one value per token, their name in messages, and their type."""
-OPTIONAL = ("cut_logprobs", "routes")
+OPTIONAL = ("truncated_logprobs", "routes")
 """Fields that are empty unless the request needs them."""
 ROUNDING = 1e-3
 """How far log-probabilities may exceed 0: ours never do, but other kernels sum exponentials in another order."""
@@ -104,7 +104,7 @@ def _check_values(new: RemoteSample, versions: Collection[int], vocab_size: int)
     for token in new.token_ids:
         if not 0 <= token < vocab_size:
             raise InvalidResponse(f"token {token} outside a vocabulary of {vocab_size}")
-    for logprob in (*new.logprobs, *new.cut_logprobs):
+    for logprob in (*new.logprobs, *new.truncated_logprobs):
         if not LOWEST <= logprob <= ROUNDING:
             raise InvalidResponse(f"log-probability {logprob}")
     for route in new.routes:
@@ -126,8 +126,10 @@ def _check_for(request: Request, count: int, new: RemoteSample) -> None:
         raise InvalidResponse(f"finish_reason 'length' after {count} of {most} tokens")
     if reason and not count:
         raise InvalidResponse("a finished sample without any token")
-    if new.token_ids and bool(new.cut_logprobs) != request.params.cuts:
-        raise InvalidResponse(f"{len(new.cut_logprobs)} log-probabilities after cuts for {len(new.token_ids)} tokens")
+    if new.token_ids and bool(new.truncated_logprobs) != request.params.truncates:
+        raise InvalidResponse(
+            f"{len(new.truncated_logprobs)} truncated log-probabilities for {len(new.token_ids)} tokens"
+        )
     if new.versions and min(new.versions) < request.sent_version:
         raise InvalidResponse(
             f"a token from weights version {min(new.versions)}, but the request was sent at version "

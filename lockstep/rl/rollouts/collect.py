@@ -79,7 +79,7 @@ def collect(
             prompt_ids=prompt,
             token_ids=completion.token_ids,
             logprobs=completion.logprobs,
-            cut_logprobs=completion.cut_logprobs,
+            truncated_logprobs=completion.truncated_logprobs,
             routes=completion.routes,
             finish_reason=completion.finish_reason,
             completion=completion_text(rendering, prompt, completion, environment.marks_reasoning),

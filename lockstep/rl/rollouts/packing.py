@@ -60,7 +60,7 @@ class PolicyBatch:
     """Weight of each token in the loss; over the step they add up to 1, except with `loss_average = "budget"` or masked
     completions, whose tokens weigh 0."""
     reference_log_probs: Float[Tensor, "targets"] | None
-    cut_log_probs: Float[Tensor, "targets"] | None = None
+    truncated_log_probs: Float[Tensor, "targets"] | None = None
     """The generator's, of the distribution that the tokens were drawn from; None: the same as `old_log_probs`."""
     old_values: Float[Tensor, "targets"] | None = None
     """V of each token's state before the step, if there is a value function."""
@@ -102,7 +102,7 @@ def policy_batches(
                 advantages=torch.tensor([a for r in chosen for a in r.advantages_of_tokens()], device=device),
                 weights=torch.cat([weights[number] for number in plan.numbers]).to(device),
                 reference_log_probs=_optional([x for r in chosen for x in r.scores.reference_logprobs], device),
-                cut_log_probs=_optional([x for r in chosen for x in r.cut_logprobs], device),
+                truncated_log_probs=_optional([x for r in chosen for x in r.truncated_logprobs], device),
                 old_values=_optional([x for r in chosen for x in r.scores.values], device),
                 returns=_optional([x for r in chosen for x in r.scores.returns], device),
             )

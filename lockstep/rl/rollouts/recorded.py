@@ -80,7 +80,7 @@ def rollout_of(line: dict[str, Any]) -> Rollout:
         line["finish_reason"],
         line["completion"],
         line["version"],
-        cut_logprobs=line.get("cut_log_probs", []),
+        truncated_logprobs=line.get("truncated_logprobs", []),
         versions=line.get("versions", []),
         routes=line.get("routes", []),
     )
@@ -112,7 +112,7 @@ ALWAYS: dict[str, Callable[[Any], bool]] = {
 }
 SOMETIMES: dict[str, Callable[[Any], bool]] = {
     **dict.fromkeys(("dropped", "failure"), _is_text),
-    **dict.fromkeys(("token_advantages", "values", "cut_log_probs", "entropies"), _are(is_number)),
+    **dict.fromkeys(("token_advantages", "values", "truncated_logprobs", "entropies"), _are(is_number)),
     **dict.fromkeys(("reference_log_probs", "teacher_log_probs", "trainer_log_probs"), _are(is_number)),
     "versions": _are(_is_count),
     "routes": _are(lambda value: value == "" or (_is_text(value) and is_written(value))),
@@ -134,7 +134,7 @@ def _problem(line: Any) -> str:
     if len(is_sampled) != len(tokens):
         return f"its sampled has {len(is_sampled)} entries for {len(tokens)} tokens"
     sampled = sum(is_sampled)
-    for name in ("log_probs", "cut_log_probs"):
+    for name in ("log_probs", "truncated_logprobs"):
         log_probs: list[float] = line.get(name) or line["log_probs"]
         if len(log_probs) != sampled:
             return f"it has {len(log_probs)} {name} for {sampled} sampled tokens"

@@ -95,7 +95,7 @@ class Rollout:
     """The last reply's text."""
     version: int
     """Of the weights that sampled it; the oldest if there are several."""
-    cut_logprobs: list[float] = field(default_factory=list)
+    truncated_logprobs: list[float] = field(default_factory=list)
     """The generator's, one per token, within the tokens left by top_k, top_p and min_p; empty if nothing was cut."""
     sampled: list[bool] = field(default_factory=list)
     """For each of `token_ids`, whether the model sampled it or the environment added it; empty: all are the model's."""
@@ -181,7 +181,7 @@ def _line(rollout: Rollout, whole_routes: bool) -> dict[str, Any]:
         "versions": rollout.versions,
         "routes": rollout.routes if whole_routes else [shortened(route) for route in rollout.routes],
         "values": scores.values,
-        "cut_log_probs": rollout.cut_logprobs,
+        "truncated_logprobs": rollout.truncated_logprobs,
         "dropped": scores.dropped,
         "failure": scores.failure,
         "reference_log_probs": scores.reference_logprobs,

@@ -14,7 +14,7 @@ import torch.distributed as dist
 
 from lockstep.config import RLConfig
 from lockstep.generate import Engine
-from lockstep.generate.lead import LeadingEngine
+from lockstep.generate.driver import DriverEngine
 from lockstep.generate.sampler import Sampler
 from lockstep.observe import Timeline
 from lockstep.rl.conversations.protocol import ConversationEnvironment
@@ -105,7 +105,7 @@ class Sampling:
             generators.sampler.before_step = stop.polling(
                 partial(_sum_over, replicas.world.tensor_group), POLLING_STEPS
             )
-        if self.together and self.talks and isinstance(generators.sampler, LeadingEngine):
+        if self.together and self.talks and isinstance(generators.sampler, DriverEngine):
             generators.sampler.guard = stop.deferred
 
     @property

@@ -82,7 +82,7 @@ class PolicyLoss:
             if batch.before_step is None:
                 batch.before_step = log_probs.detach()
             old = batch.before_step
-            sampler = batch.old_log_probs if batch.cut_log_probs is None else batch.cut_log_probs
+            sampler = batch.old_log_probs if batch.truncated_log_probs is None else batch.truncated_log_probs
         inputs = PolicyLossInputs(
             log_probs=log_probs,
             old_log_probs=old,

@@ -53,7 +53,7 @@ class ValueHead(nn.Module):
         if not self.counts and torch.is_grad_enabled():
             weight = without_gradient(weight)
             # In one-order mode each rank takes its rows of a gradient that is already summed (`exchange.sum_gathered`).
-            hidden = hidden if one_order.is_asked() else without_gradient(hidden)
+            hidden = hidden if one_order.is_required() else without_gradient(hidden)
         states = F.pad(hidden.float(), (0, 1), value=self.unit)
         shares = torch.is_grad_enabled() and one_order.shared_targets() is not None
         return (target_product if shares else ops.linear)(states, weight)[:, 0]

@@ -27,11 +27,11 @@ def test_a_prompt_fits_up_to_the_last_token_of_the_context_and_of_the_cache(engi
 def test_every_sampled_token_has_its_log_probability_under_the_cut_too(engine_of, renderings):
     """log p of the sampled token among the five likeliest: its own less that of all five."""
     engine = engine_of("llama3")
-    assert not any(r.cut_logprobs for r in talk(Talk(), engine, renderings["llama3"], temperature=0.7))
+    assert not any(r.truncated_logprobs for r in talk(Talk(), engine, renderings["llama3"], temperature=0.7))
     rollouts = talk(Talk(), engine, renderings["llama3"], temperature=0.7, top_k=5)
     assert max(r.sampled.count(False) for r in rollouts) > 0, "rows of several turns"
     for rollout in rollouts:
-        assert len(rollout.cut_logprobs) == len(rollout.logprobs) == rollout.num_sampled
+        assert len(rollout.truncated_logprobs) == len(rollout.logprobs) == rollout.num_sampled
         tokens = torch.tensor(rollout.prompt_ids + rollout.token_ids)
         with torch.no_grad():
             hidden = engine.model(tokens, torch.arange(len(tokens)), ops.PackedAttention([len(tokens)]))
@@ -42,7 +42,7 @@ def test_every_sampled_token_has_its_log_probability_under_the_cut_too(engine_of
         cut = own - whole.topk(5).values.logsumexp(-1)
         # Logits of up to 30 in float32, rounded to 2e-6, twice: 2.7e-6 measured.
         torch.testing.assert_close(torch.tensor(rollout.logprobs).double(), own, rtol=0, atol=1e-5)
-        torch.testing.assert_close(torch.tensor(rollout.cut_logprobs).double(), cut, rtol=0, atol=1e-5)
+        torch.testing.assert_close(torch.tensor(rollout.truncated_logprobs).double(), cut, rtol=0, atol=1e-5)
         assert (cut > own).all()
 
 

@@ -40,7 +40,7 @@ def truth(message, version):
             {
                 "token_ids": [7] * (count - len(begun["token_ids"])),
                 "logprobs": [-1.0] * (count - len(begun["token_ids"])),
-                "cut_logprobs": [],
+                "truncated_logprobs": [],
                 "versions": [version] * (count - len(begun["token_ids"])),
                 "routes": [],
                 "finish_reason": "length",

@@ -77,7 +77,7 @@ def _each(**changes):
 
 
 def _plain(groups):
-    return [[(c.token_ids, c.logprobs, c.cut_logprobs, c.finish_reason) for c in group] for group in groups]
+    return [[(c.token_ids, c.logprobs, c.truncated_logprobs, c.finish_reason) for c in group] for group in groups]
 
 
 @pytest.mark.parametrize("cuts", [{}, {"top_p": 0.9, "top_k": 50}, {"temperature": 1.0, "min_p": 0.01}])
@@ -88,7 +88,7 @@ def test_a_server_gives_the_tokens_and_bits_of_an_engine_here(server, model, fol
     assert _plain(found) == _plain(expected)
     assert {reason for group in _plain(expected) for *_, reason in group} == {"stop", "length"}
     assert all(c.versions == [3] * len(c.token_ids) for group in found for c in group)
-    assert bool(found[0][0].cut_logprobs) == bool(cuts)
+    assert bool(found[0][0].truncated_logprobs) == bool(cuts)
 
 
 class Recorder:
@@ -100,7 +100,7 @@ class Recorder:
     def sampled(self, remote, parts):
         for _, index, new in parts:
             sample = self.samples[index]
-            for name in ("token_ids", "logprobs", "cut_logprobs", "versions"):
+            for name in ("token_ids", "logprobs", "truncated_logprobs", "versions"):
                 getattr(sample, name).extend(getattr(new, name))
             sample.finish_reason = new.finish_reason
         if all(sample.finish_reason for sample in self.samples):
@@ -156,7 +156,7 @@ def test_samples_that_another_has_begun_go_on_as_they_would_have(server, model, 
     params = dataclasses.replace(PARAMS, seed=17, top_p=0.9)
     (expected,) = Engine(model, ENGINE).generate(PROMPTS[:1], params)
     samples = [
-        RemoteSample(whole.token_ids[:known], whole.logprobs[:known], whole.cut_logprobs[:known], [3] * known)
+        RemoteSample(whole.token_ids[:known], whole.logprobs[:known], whole.truncated_logprobs[:known], [3] * known)
         for whole, known in zip(expected, (7, 0, len(expected[2].token_ids)))
     ]
     samples[2].finish_reason = expected[2].finish_reason

@@ -71,8 +71,8 @@ def test_a_generator_joins_samples_and_is_let_go(model_folder, world):
     run.join(20)
     weight_server.close()
     expected = Engine(model, ENGINE).generate(prompts, params)
-    assert [[(c.token_ids, c.logprobs, c.cut_logprobs, c.finish_reason) for c in group] for group in groups] == [
-        [(c.token_ids, c.logprobs, c.cut_logprobs, c.finish_reason) for c in group] for group in expected
+    assert [[(c.token_ids, c.logprobs, c.truncated_logprobs, c.finish_reason) for c in group] for group in groups] == [
+        [(c.token_ids, c.logprobs, c.truncated_logprobs, c.finish_reason) for c in group] for group in expected
     ]
     assert {version for group in groups for c in group for version in c.versions} == {1}
     assert codes == [0] and not pool.names
@@ -149,7 +149,7 @@ def test_what_is_known_of_samples_goes_with_the_request(model_folder):
     pool = GeneratorPool(512, 1024, 60.0)
     registry, address = registry_of(pool, welcome_of(model_folder, silence_seconds=30.0))
     host, port = address.split(":")
-    new = {"token_ids": [7, 8], "logprobs": [-0.5, -1 / 3], "cut_logprobs": [], "versions": [0, 0], "routes": []}
+    new = {"token_ids": [7, 8], "logprobs": [-0.5, -1 / 3], "truncated_logprobs": [], "versions": [0, 0], "routes": []}
     begun = {**new, "finish_reason": None}
     with registry:
         request = pool.add([1], SamplingParams(n=2, seed=3))

@@ -66,7 +66,7 @@ LIES = {
     "a route that is none": (put(routes=["a b"] * 4), "route 'a b'"),
     "a version is missing": (put(versions=[3] * 3), "3 versions for 4 tokens"),
     "no versions": (put(versions=None), "no list of versions for 4 tokens"),
-    "cuts that were not asked for": (put(cut_logprobs=[-1.0] * 4), "4 log-probabilities after cuts for 4 tokens"),
+    "cuts that were not asked for": (put(truncated_logprobs=[-1.0] * 4), "4 truncated log-probabilities for 4 tokens"),
     "a token beyond the vocabulary": (put(token_ids=[1, 2, 3, 100]), "token 100 outside a vocabulary of 100"),
     "a negative token": (put(token_ids=[1, 2, 3, -1]), "token -1 outside a vocabulary"),
     "a token that is no whole number": (put(token_ids=[1, 2, 3, 1.5]), "1.5 among token ids"),
@@ -180,7 +180,7 @@ def test_our_own_engine_gives_no_log_probability_above_0():
     engine = Engine(model, EngineConfig(max_tokens_per_step=64, max_sequences=8, cache_tokens=2048))
     params = SamplingParams(n=8, max_tokens=40, seed=2, ignore_eos=True, top_p=0.9)
     found = [c for group in engine.generate([[1, 2], [5]], params) for c in group]
-    values = [value for c in found for value in (*c.logprobs, *c.cut_logprobs)]
+    values = [value for c in found for value in (*c.logprobs, *c.truncated_logprobs)]
     assert max(values) <= 0 and max(values) > -1e-6
 
 

@@ -73,7 +73,7 @@ def gradients_of(model, rollouts, **settings):
 
 
 class HalfRight(Draft):
-    """Guesses the tokens of another engine, every third one spoiled."""
+    """Drafts the tokens of another engine, every third one spoiled."""
 
     def __init__(self, known):
         self.known = known
@@ -83,8 +83,8 @@ class HalfRight(Draft):
 
     def _of(self, tokens, count):
         found = next((k for k in self.known if k[: len(tokens)] == tokens), tokens)
-        guess = found[len(tokens) : len(tokens) + count]
-        return [(t + 1) % 256 if (len(tokens) + i) % 3 == 0 else t for i, t in enumerate(guess)]
+        draft = found[len(tokens) : len(tokens) + count]
+        return [(t + 1) % 256 if (len(tokens) + i) % 3 == 0 else t for i, t in enumerate(draft)]
 
 
 @pytest.mark.parametrize(
@@ -95,13 +95,13 @@ def test_every_sampled_token_has_the_trainers_route_however_it_was_computed(monk
     model = mixture(shape)
     plain = sampled(Engine(model, EngineConfig(cache_tokens=4096)), form)
     assert all(len(r.routes) == len(r.token_ids) for r in plain)
-    # Prompts in chunks, pages that run out, prefixes that are known, and guesses of which some are wrong.
+    # Prompts in chunks, pages that run out, prefixes that are known, and drafts of which some are wrong.
     narrow = EngineConfig(cache_tokens=128, max_tokens_per_step=24, max_sequences=5, draft_tokens=4)
     monkeypatch.setattr(
         "lockstep.generate.drafts.lengths.DraftLengths.choose", lambda self, sequences, limits, rows, room, *_:
         [max(0, min(4, limit, room // max(1, len(sequences)))) for limit in limits],
     )  # fmt: skip
-    monkeypatch.setattr("lockstep.generate.drafts.lengths.DraftLengths.rests", lambda self, chunks: False)
+    monkeypatch.setattr("lockstep.generate.drafts.lengths.DraftLengths.backs_off", lambda self, chunks: False)
     engine = Engine(model, narrow, draft=HalfRight([r.prompt_ids + r.token_ids for r in plain]))
     mixed = sampled(engine, form)
     did = engine.statistics

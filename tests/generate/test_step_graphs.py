@@ -1,4 +1,4 @@
-"""Decode steps from tapes: the tokens and bits of direct ones, whatever happens to the weights in between."""
+"""Decode steps replayed as step graphs: tokens and bits of direct steps, also after changes of the weights."""
 
 import gc
 import random
@@ -15,10 +15,10 @@ from torch import nn
 
 from lockstep import Engine, EngineConfig, SamplingParams, build_model, ops
 from lockstep.config import CompileConfig
-from lockstep.generate import taped
-from lockstep.generate.drafts.step_times import INVESTED, StepTimes
+from lockstep.generate import step_graphs
+from lockstep.generate.drafts.step_times import RECORDING_COST, StepTimes
 from lockstep.generate.runner import Runner
-from lockstep.generate.taped import TapedRunner
+from lockstep.generate.step_graphs import StepGraphRunner
 from lockstep.model import ModelConfig, preset
 from lockstep.model.config import Lora
 from lockstep.model.decoder import Block
@@ -26,7 +26,7 @@ from lockstep.model.lora import adapter_off
 from lockstep.ops import native
 from lockstep.parallel.compile import CompiledHalves
 
-pytestmark = pytest.mark.skipif(native.library() is None, reason="tapes are of the compiled kernels")
+pytestmark = pytest.mark.skipif(native.library() is None, reason="step graphs consist of compiled kernels")
 
 SHAPE = ModelConfig(
     family="qwen3", vocab_size=60, dim=32, num_layers=2, num_heads=4, num_kv_heads=2, head_dim=16, intermediate_size=48,
@@ -47,14 +47,17 @@ SHAPES = {
 def _engines(model, **changes):
     """One that repeats steps, and one that does not."""
     engines = [Engine(model, EngineConfig(**changes)) for _ in range(2)]
-    assert isinstance(engines[0]._runner, TapedRunner)
-    engines[0]._runner._sights.update(dict.fromkeys(range(300), taped.SIGHTS))  # so that every step is recorded
+    assert isinstance(engines[0]._runner, StepGraphRunner)
+    often = step_graphs.SEEN_BEFORE_RECORDING  # so that every step is recorded
+    engines[0]._runner._times_seen.update(dict.fromkeys(range(300), often))
     engines[1]._runner = Runner(model, engines[1].cache)
     return engines
 
 
 def _sampled(engine, prompts, params):
-    return [[(c.token_ids, c.logprobs, c.cut_logprobs, c.routes) for c in g] for g in engine.generate(prompts, params)]
+    return [
+        [(c.token_ids, c.logprobs, c.truncated_logprobs, c.routes) for c in g] for g in engine.generate(prompts, params)
+    ]
 
 
 def _load(seed):
@@ -268,7 +271,7 @@ def test_packed_weights_are_freed_with_the_weights_and_where_they_are_packed_ane
     engine = _engines(model, draft="none")[0]
 
     def packed():
-        return [weakref.ref(panels) for step in engine._runner._steps.values() for _, panels in step._tape.panels]
+        return [weakref.ref(panels) for step in engine._runner._steps.values() for _, panels in step._graph.panels]
 
     def alive(panels):
         gc.collect()
@@ -284,7 +287,7 @@ def test_packed_weights_are_freed_with_the_weights_and_where_they_are_packed_ane
     _sampled(engine, [[5]], SamplingParams(max_tokens=3, seed=1))
     second = packed()
     assert alive(first) == 0 and alive(second) == 15
-    engine.weights_away()
+    engine.release_weights()
     assert alive(second) == 0
 
 
@@ -300,7 +303,7 @@ def test_another_thread_may_make_larger_rotary_tables_meanwhile(monkeypatch):
     model = build_model(SHAPE, "float32", seed=1)
     repeated, direct = _engines(model, draft="none")
 
-    class Disturbed(ops.Tape):
+    class Disturbed(ops.StepGraph):
         def __init__(self, *given):
             super().__init__(*given)
             model.rotary.reserve(600, model.device)
@@ -327,7 +330,7 @@ def test_another_arithmetic_is_not_that_of_the_tapes():
 
 
 def test_a_number_of_rows_is_recorded_when_it_has_come_up_often(monkeypatch):
-    monkeypatch.setattr(taped, "SIGHTS", 3)
+    monkeypatch.setattr(step_graphs, "SEEN_BEFORE_RECORDING", 3)
     engine = Engine(build_model(SHAPE, "float32", seed=1), EngineConfig(draft="none"))
     kept = []
     for count, tokens in [(1, 2), (1, 1), (2, 2), (3, 4), (2, 1)]:
@@ -342,41 +345,41 @@ def test_the_first_step_is_recorded_soon():
     assert [*engine._runner._steps] == [2]
 
 
-def test_guesses_fill_few_numbers_of_rows(monkeypatch):
+def test_drafts_fill_few_numbers_of_rows(monkeypatch):
     """Numbers that come up often enough to be recorded."""
-    monkeypatch.setattr(taped, "GUESSED_ROWS", 5)
+    monkeypatch.setattr(step_graphs, "DRAFT_ROWS", 5)
     engines = _engines(build_model(SHAPE, "float32", seed=1))
     runner = engines[0]._runner
     for engine in engines:
-        _always_guess(monkeypatch, engine)
+        _always_draft(monkeypatch, engine)
     prompts, params = [[5, 6] * 9, [7, 8] * 9, [9] * 20], SamplingParams(max_tokens=20, temperature=0.0)
-    guessed, decode = set(), runner.decode
+    drafted, decode = set(), runner.decode
 
     def noting(batch):
         if len(batch.tokens) > len(batch.block_table) and (batch.positions >= 20).all():  # the prompts are computed
-            guessed.add(len(batch.tokens))
+            drafted.add(len(batch.tokens))
         return decode(batch)
 
     monkeypatch.setattr(runner, "decode", noting)
     repeated, direct = (_sampled(engine, prompts, params) for engine in engines)
     assert repeated == direct
-    assert guessed and all(map(runner.fits, guessed)), guessed
+    assert drafted and all(map(runner.fits, drafted)), drafted
     assert {1, 2, 3, 4, 5, 10} >= runner._steps.keys()
     assert [rows for rows in (3, 5, 6, 10, 11, 128, 129) if runner.fits(rows)] == [3, 5, 10, 129]
 
 
-def _always_guess(monkeypatch, engine):
+def _always_draft(monkeypatch, engine):
     """By the clock, it may choose none."""
     lengths = engine._speculation.lengths
-    monkeypatch.setattr(lengths, "rests", lambda count: False)
+    monkeypatch.setattr(lengths, "backs_off", lambda count: False)
     monkeypatch.setattr(lengths, "choose", lambda _, limits, *rest: [min(3, limit) for limit in limits])
 
 
-def test_guesses_of_long_sequences_are_attended_to_together(monkeypatch):
-    monkeypatch.setattr(taped, "SHARED_CONTEXT", 60)
+def test_drafts_of_long_sequences_are_attended_to_together(monkeypatch):
+    monkeypatch.setattr(step_graphs, "SHARED_CONTEXT", 60)
     engines, seen = _engines(build_model(SHAPE, "float32", seed=1)), set()
     for engine in engines:
-        _always_guess(monkeypatch, engine)
+        _always_draft(monkeypatch, engine)
     runner = engines[0]._runner
     decode = runner.decode
 
@@ -396,7 +399,7 @@ def test_guesses_of_long_sequences_are_attended_to_together(monkeypatch):
 
 def test_a_step_is_timed_as_it_will_be_once_it_is_recorded(monkeypatch):
     """Else more rows would look slow, and be tried no more."""
-    monkeypatch.setattr(taped, "SIGHTS", 3)
+    monkeypatch.setattr(step_graphs, "SEEN_BEFORE_RECORDING", 3)
     engine, paces = Engine(build_model(SHAPE, "float32", seed=1), EngineConfig()), []
     timed = engine._speculation.timed
     monkeypatch.setattr(
@@ -407,21 +410,21 @@ def test_a_step_is_timed_as_it_will_be_once_it_is_recorded(monkeypatch):
     engine.add([1, 2, 3], SamplingParams(max_tokens=6, seed=1))
     for _ in range(6):
         engine.step()
-    assert paces[1:] == ["slower", "slower", "recording", "lasting", "lasting"], "after the prompt"
+    assert paces[1:] == ["unrecorded", "unrecorded", "recording", "steady", "steady"], "after the prompt"
     times = StepTimes()
-    for rows, seconds, pace in [(1, 3.0, "slower"), (1, 2.5, "slower"), (1, 9.0, "recording")]:
+    for rows, seconds, pace in [(1, 3.0, "unrecorded"), (1, 2.5, "unrecorded"), (1, 9.0, "recording")]:
         times.record(rows, seconds, pace)
         assert not times.knows(1), "what is gained is not known"
     times.record(1, 1.25)
-    times.record(2, 3.5, "slower")
-    assert times.of(np.array([1, 2])).tolist() == [1.25, 2.25 + INVESTED * 1.25]
+    times.record(2, 3.5, "unrecorded")
+    assert times.of(np.array([1, 2])).tolist() == [1.25, 2.25 + RECORDING_COST * 1.25]
     times.record(1, 1.0)
-    times.record(2, 4.0, "slower")
-    assert times.of(np.array([1, 2])).tolist() == [1.0, 2.0 + INVESTED * 1.5], "the step of a row was disturbed"
+    times.record(2, 4.0, "unrecorded")
+    assert times.of(np.array([1, 2])).tolist() == [1.0, 2.0 + RECORDING_COST * 1.5], "the step of a row was disturbed"
     times.record(2, 8.0, "recording")
     times.record(2, 1.75)
-    times.record(3, 4.0, "slower")
-    assert times.of(np.array([1, 2, 3])).tolist() == [1.0, 1.75, 2.25 + INVESTED * 1.75]
+    times.record(3, 4.0, "unrecorded")
+    assert times.of(np.array([1, 2, 3])).tolist() == [1.0, 1.75, 2.25 + RECORDING_COST * 1.75]
 
 
 def test_a_model_that_is_not_finite_ends_as_it_does_without():
@@ -449,4 +452,4 @@ def test_a_step_of_a_dense_model_is_one_call(dtype, shape):
     repeated, _ = _engines(build_model(SHAPES[shape], dtype, seed=2))
     repeated.generate([[1, 2, 3]], SamplingParams(max_tokens=3, n=3, ignore_eos=True))
     (step,) = repeated._runner._steps.values()
-    assert len(step._tape._calls) > 30 and len(step._tape._merged) == 1
+    assert len(step._graph._calls) > 30 and len(step._graph._merged) == 1

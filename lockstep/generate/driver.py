@@ -1,4 +1,4 @@
-"""An engine on several ranks, called on one: the first rank sends each call to the others, which make it too."""
+"""The tensor-parallel driver: rank 0 of a tensor group sends each call of its engine to the other ranks."""
 
 from __future__ import annotations
 
@@ -17,15 +17,15 @@ from lockstep.generate.drafts import Draft
 from lockstep.generate.engine import Engine
 from lockstep.generate.sampling_params import Completion, SamplingParams, sampling_params_of
 from lockstep.model import Decoder
-from lockstep.parallel.messages import SIGN_OF_LIFE, from_rank_0
+from lockstep.parallel.messages import HEARTBEAT_SECONDS, from_rank_0
 
 
-class LeadingEngine(Engine):
-    """The engine of the first rank of a tensor group.
+class DriverEngine(Engine):
+    """The engine of a tensor group's first rank.
 
-    While it leads, until `end`, the other ranks run `follow`, and nothing else may be sent in the group; a thread
-    regularly tells them to keep waiting, since the wait for a message has a timeout. While it does not lead, each rank
-    calls its own engine, as ranks that share a model do.
+    While it drives, until `end`, the other ranks run `follow`, and nothing else may be sent in the group; a thread
+    sends heartbeats, since waiting for a message has a timeout. While it does not drive, every rank calls its engine
+    itself.
     """
 
     def __init__(
@@ -34,18 +34,18 @@ class LeadingEngine(Engine):
         config: EngineConfig | None = None,
         tokenizer: Tokenizer | None = None,
         draft: Draft | None = None,
-        leads: bool = True,
+        drives: bool = True,
     ):
         super().__init__(model, config, tokenizer, draft)
         self.guard: Callable[[], AbstractContextManager[None]] = contextlib.nullcontext
-        """Entered around each call that `Sampler` names, which must not end on this rank alone."""
+        """Entered around `add`, `abort` and `step`, which must not be interrupted on this rank alone."""
         self._calling = threading.RLock()
-        self._leads, self._ended = False, threading.Event()
-        if leads:
-            self.lead()
+        self._drives, self._ended = False, threading.Event()
+        if drives:
+            self.drive()
 
     def add(self, prompt: list[int], params: SamplingParams, begun: Sequence[Completion] = ()) -> int:
-        self._check(prompt, params)  # what is rejected here is not sent
+        self._check(prompt, params)  # before sending: a rejected prompt must not reach the others
         with (
             self.guard(),
             self.on_all_ranks("add", prompt, dataclasses.asdict(params), [dataclasses.asdict(c) for c in begun]),
@@ -72,12 +72,12 @@ class LeadingEngine(Engine):
         with self.on_all_ranks("return_freed_memory"):
             super().return_freed_memory()
 
-    def lead(self) -> None:
-        """From now on, the other ranks follow."""
-        self._leads = True
+    def drive(self) -> None:
+        """Starts driving: from now on, the other ranks follow."""
+        self._drives = True
         self._ended.clear()
-        self._signs = threading.Thread(target=self._tell_signs_of_life, name="signs of life", daemon=True)
-        self._signs.start()
+        self._heartbeats = threading.Thread(target=self._send_heartbeats, name="heartbeats", daemon=True)
+        self._heartbeats.start()
 
     def end(self) -> None:
         """Releases the other ranks."""
@@ -85,13 +85,13 @@ class LeadingEngine(Engine):
             self._ended.set()
             with contextlib.suppress(RuntimeError), self.on_all_ranks("end"):  # a rank died; torchrun ends all
                 pass
-            self._leads = False
-        self._signs.join()
+            self._drives = False
+        self._heartbeats.join()
 
     @contextlib.contextmanager
-    def leading(self) -> Iterator[None]:
+    def driving(self) -> Iterator[None]:
         """The other ranks follow within this context."""
-        self.lead()
+        self.drive()
         try:
             yield
         finally:
@@ -99,27 +99,27 @@ class LeadingEngine(Engine):
 
     @contextlib.contextmanager
     def on_all_ranks(self, name: str, *arguments: Any) -> Iterator[None]:
-        """Sends a call to the other ranks, to be made within this context: no sign of life may interrupt its messages.
+        """Sends a call to the other ranks; this rank makes it within the context, in which no heartbeat is sent.
 
-        name: a method of the engine, or one of the calls that `follow` was given.
+        name: a method of the engine, or a key of `follow`'s `calls`.
         """
         with self._calling:
-            if self._leads:
+            if self._drives:
                 from_rank_0([name, *arguments], self.tensor_group)
             yield
 
-    def _tell_signs_of_life(self) -> None:
+    def _send_heartbeats(self) -> None:
         with contextlib.suppress(RuntimeError):  # the next call of the engine raises it
-            while not self._ended.wait(SIGN_OF_LIFE):
+            while not self._ended.wait(HEARTBEAT_SECONDS):
                 with self._calling:
-                    if not self._ended.is_set():  # else they have gone
+                    if not self._ended.is_set():  # else the others have left `follow`
                         from_rank_0(["wait"], self.tensor_group)
 
 
 def follow(engine: Engine, calls: Mapping[str, Callable[..., object]] = {}) -> None:
-    """On the other ranks of a group: makes the calls that the first rank's engine gets, and those in `calls`.
+    """On the other ranks of a group: makes the driver's calls, of the engine's methods and of `calls`.
 
-    Returns once the first rank has ended.
+    Returns once the driver has ended.
     """
     while True:
         name, *arguments = from_rank_0(None, engine.tensor_group)
@@ -129,7 +129,7 @@ def follow(engine: Engine, calls: Mapping[str, Callable[..., object]] = {}) -> N
             prompt, params, begun = arguments
             engine.add(prompt, sampling_params_of(params), [Completion(**completion) for completion in begun])
         elif name == "load_weights":
-            # The first rank answers whoever asked; the old weights are untouched on every rank.
+            # The driver reports the error; the old weights are untouched on every rank.
             with contextlib.suppress(UserError):
                 engine.load_weights(Path(arguments[0]))
         elif name in ("abort", "step", "weights_changed", "return_freed_memory"):

@@ -14,7 +14,7 @@ def test_nothing_is_sampled_until_the_weights_are_there_again():
     params = SamplingParams(max_tokens=8, seed=1)
     before = engine.generate([[1, 2, 3]], params)
     assert engine._weights._panels
-    engine.weights_away()
+    engine.release_weights()
     assert not engine._weights._panels and not engine._weights._current
     with pytest.raises(RuntimeError, match="the engine's weights were released; call weights_changed"):
         engine.generate([[1, 2, 3]], params)

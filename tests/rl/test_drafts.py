@@ -1,4 +1,4 @@
-"""A run that guesses by earlier completions of its prompts is the run that does not, bit for bit."""
+"""A run that drafts by earlier completions of its prompts is the run that does not, bit for bit."""
 
 from dataclasses import replace
 
@@ -23,26 +23,26 @@ def task(tmp_path):
 
 @pytest.fixture
 def always(monkeypatch):
-    """As many guesses as there is room for, whatever the clock says."""
+    """As many drafts as there is room for, whatever the clock says."""
     monkeypatch.setattr(DraftLengths, "choose", lambda self, sequences, limits, *_: [min(max(n, 0), 4) for n in limits])
 
 
-def guessed(folder):
+def drafted(folder):
     steps = read_metrics(folder / "metrics.jsonl")[1:]
     return [m.get("generators/own/tokens_guessed", 0) for m in steps]
 
 
-def test_a_run_of_several_epochs_is_the_same_with_guesses_and_remembers_when_it_is_resumed(
+def test_a_run_of_several_epochs_is_the_same_with_drafts_and_remembers_when_it_is_resumed(
     task, model_folder, tmp_path, always, monkeypatch
 ):
     # A few prompts, which each epoch asks again.
     settings = dict(steps=4, max_new_tokens=12, temperature=0.5, checkpoint=CheckpointConfig(every=1))
     config = config_of(task, model_folder, tmp_path / "plain", **settings, engine=EngineConfig(draft="none"))
     reinforce(config)
-    reinforce(replace(config, output=str(tmp_path / "guessed"), engine=EngineConfig()))
-    assert outcome(tmp_path / "guessed") == outcome(tmp_path / "plain")
-    assert guessed(tmp_path / "plain") == [0] * 4 and guessed(tmp_path / "guessed")[-1] > 0
-    for metrics in read_metrics(tmp_path / "guessed" / "metrics.jsonl"):
+    reinforce(replace(config, output=str(tmp_path / "drafted"), engine=EngineConfig()))
+    assert outcome(tmp_path / "drafted") == outcome(tmp_path / "plain")
+    assert drafted(tmp_path / "plain") == [0] * 4 and drafted(tmp_path / "drafted")[-1] > 0
+    for metrics in read_metrics(tmp_path / "drafted" / "metrics.jsonl"):
         accepted = metrics.get("generators/own/guesses_accepted", 0)
         assert min(1, accepted) <= metrics.get("generators/own/mean_accepted_run", 0) <= accepted
 
@@ -57,7 +57,7 @@ def test_a_run_of_several_epochs_is_the_same_with_guesses_and_remembers_when_it_
     assert recalled == sampled_before(tmp_path / "resumed", 1 << 22)[: len(recalled)] and len(recalled) > 8
 
 
-def test_generators_of_their_own_guess_too(task, model_folder, tmp_path):
+def test_generators_of_their_own_draft_too(task, model_folder, tmp_path):
     config = config_of(task, model_folder, tmp_path / "one", steps=3, engine=EngineConfig(draft="none"))
     reinforce(config)
     separate = replace(

@@ -12,8 +12,8 @@ from torch import Tensor
 Output = TypeVar("Output", Tensor, tuple[Tensor, Tensor])
 
 
-class Tape:
-    """The outputs of the chosen operators while recording, returned in the same order while replaying."""
+class SavedOutputs:
+    """Outputs of the chosen operators: saved in the first forward, returned in the same order in recomputed ones."""
 
     def __init__(self, operators: Collection[str]):
         self.operators = frozenset(operators)
@@ -22,10 +22,10 @@ class Tape:
 
     def contexts(self) -> tuple[AbstractContextManager[None], AbstractContextManager[None]]:
         """Contexts for the first forward and for recomputed ones, as `torch.utils.checkpoint` takes them."""
-        return _Running(self, None), _Running(self, 0)
+        return _ForwardPass(self, None), _ForwardPass(self, 0)
 
     def start(self, first: int | None) -> None:
-        """Records from now on, or replays from output number `first` on."""
+        """Saves from now on if `first` is None, else returns saved outputs from number `first` on."""
         self._next = first
 
     def take(self, compute: Callable[[], Output]) -> Output:
@@ -35,29 +35,29 @@ class Tape:
             parts = (output,) if isinstance(output, Tensor) else output
             self._outputs.append(tuple(part.detach() for part in parts))
             return output
-        kept = tuple(part.detach() for part in self._outputs[self._next])
+        saved = tuple(part.detach() for part in self._outputs[self._next])
         self._next += 1
-        return kept[0] if len(kept) == 1 else kept  # type: ignore[return-value]
+        return saved[0] if len(saved) == 1 else saved  # type: ignore[return-value]
 
 
-class _Running(AbstractContextManager[None]):
-    """A forward pass with a tape. Entered again for each replay: each half of a split backward recomputes one."""
+class _ForwardPass(AbstractContextManager[None]):
+    """One forward pass. Entered again for each recomputation: each half of a split backward recomputes one."""
 
-    def __init__(self, tape: Tape, first: int | None):
-        self.tape, self.first = tape, first
+    def __init__(self, outputs: SavedOutputs, first: int | None):
+        self.outputs, self.first = outputs, first
 
     def __enter__(self) -> None:
-        self._token = _tape.set(self.tape)
-        self.tape.start(self.first)
+        self._token = _active.set(self.outputs)
+        self.outputs.start(self.first)
 
     def __exit__(self, *error: object) -> None:
-        _tape.reset(self._token)
+        _active.reset(self._token)
 
 
-_tape: ContextVar[Tape | None] = ContextVar("tape", default=None)
+_active: ContextVar[SavedOutputs | None] = ContextVar("saved_outputs", default=None)
 
 
-def keep(operator: str, compute: Callable[[], Output]) -> Output:
-    """`compute()`, or in a recomputed forward pass its result in the first one, if a tape keeps this operator."""
-    tape = _tape.get()
-    return compute() if tape is None or operator not in tape.operators else tape.take(compute)
+def saved_output(operator: str, compute: Callable[[], Output]) -> Output:
+    """`compute()`; in a recomputed forward, the output that the first one saved, if it saves this operator's."""
+    outputs = _active.get()
+    return compute() if outputs is None or operator not in outputs.operators else outputs.take(compute)

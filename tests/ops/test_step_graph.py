@@ -1,4 +1,4 @@
-"""Tapes: what was recorded, repeated for other values, has the bits of a call; what reads values is refused."""
+"""Step graphs: a replay with other values has the bits of a call; functions that read values are refused."""
 
 import random
 from contextlib import contextmanager
@@ -11,7 +11,7 @@ from torch import Tensor
 
 from lockstep import ops
 from lockstep.ops import native
-from lockstep.ops.tape import Arena
+from lockstep.ops.step_graph import Arena
 
 X, WEIGHT = torch.zeros(6, 32), torch.randn(32, 32, generator=torch.Generator().manual_seed(0))
 
@@ -87,13 +87,13 @@ def test_a_replay_has_the_bits_of_a_call(order, seed):
                 del seen[pick.randrange(1, 4)]
         return tuple(seen[1:])
 
-    tapes = [ops.Tape(compute, arena) for _ in range(2)]
+    graphs = [ops.StepGraph(compute, arena) for _ in range(2)]
     assert sum(block.nbytes for block in arena._blocks.values()) < 60 * X.nbytes
     for _ in range(3):
-        for tape in tapes:
+        for graph in graphs:
             static.copy_(torch.randn(X.shape, generator=draw))
             expected = [made.clone() for made in compute()]
-            found = tape.replay()
+            found = graph.replay()
             assert len(found) == len(expected) and all(map(torch.equal, found, expected))
 
 
@@ -117,8 +117,8 @@ def test_a_replay_has_the_bits_of_a_call(order, seed):
 )
 def test_what_reads_values_is_refused(reads):
     with pytest.raises(ops.Unrecordable):
-        ops.Tape(lambda: (X + 1, reads(X))[:1], Arena())
-    assert native.tape() is None and not X.any()
+        ops.StepGraph(lambda: (X + 1, reads(X))[:1], Arena())
+    assert native.recorder() is None and not X.any()
 
 
 def test_what_is_not_recorded_is_not_repeated():
@@ -130,18 +130,18 @@ def test_what_is_not_recorded_is_not_repeated():
             ops.rms_norm(static, static, 1e-6)
         return (static + 1,)
 
-    tape = ops.Tape(compute, Arena())
+    graph = ops.StepGraph(compute, Arena())
     static.fill_(4)
-    assert torch.equal(tape.replay()[0], torch.full((3,), 5.0)) and seen == [3] and len(tape._calls) == 1
+    assert torch.equal(graph.replay()[0], torch.full((3,), 5.0)) and seen == [3] and len(graph._calls) == 1
 
 
 def test_a_mode_that_an_interrupt_has_left_behind_is_ended(monkeypatch):
     def interrupted(*_):
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(ops.Tape, "__exit__", interrupted)
+    monkeypatch.setattr(ops.StepGraph, "__exit__", interrupted)
     with pytest.raises(KeyboardInterrupt):
-        ops.Tape(lambda: (X + 1,), Arena())
+        ops.StepGraph(lambda: (X + 1,), Arena())
     assert torch._C._len_torch_function_stack() == 0 and X.tolist()
 
 
@@ -151,22 +151,22 @@ def test_modes_that_an_interrupt_has_ended_are_on_again(monkeypatch):
         torch._C._pop_torch_function_stack()  # an outer one
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(ops.Tape, "__exit__", interrupted)
+    monkeypatch.setattr(ops.StepGraph, "__exit__", interrupted)
     with torch.device("cpu"):
         outer = torch._C._get_function_stack_at(0)
         with pytest.raises(KeyboardInterrupt):
-            ops.Tape(lambda: (X + 1,), Arena())
+            ops.StepGraph(lambda: (X + 1,), Arena())
         assert torch._C._get_function_stack_at(0) is outer and torch._C._len_torch_function_stack() == 1
 
 
-def test_a_recording_that_an_interrupt_has_left_notes_no_kernel(monkeypatch):
+def test_a_recording_that_an_interrupt_ends_records_no_kernel(monkeypatch):
     @contextmanager
-    def interrupted(tape):
-        native._tape.set(tape)
+    def interrupted(graph):
+        native._recorder.set(graph)
         raise KeyboardInterrupt
         yield
 
-    monkeypatch.setattr(native, "noted_by", interrupted)
+    monkeypatch.setattr(native, "recorded_by", interrupted)
     with pytest.raises(KeyboardInterrupt):
-        ops.Tape(lambda: (torch.ones(2),), Arena())
-    assert native.tape() is None
+        ops.StepGraph(lambda: (torch.ones(2),), Arena())
+    assert native.recorder() is None

@@ -1,4 +1,4 @@
-// A kernel's call as words of 8 bytes, so that calls of different kernels can lie in one list.
+// Kernel calls as words of 8 bytes, so that one array can hold calls of different kernels.
 #pragma once
 
 #include <cstddef>
@@ -9,15 +9,15 @@
 template <class A>
 static inline A from_word(int64_t word) {
     A argument;
-    std::memcpy(&argument, &word, sizeof(A));  // of a float, the first four bytes
+    std::memcpy(&argument, &word, sizeof(A));  // a float is the first four bytes
     return argument;
 }
 
 template <auto kernel>
-struct Played;
+struct Replayed;
 
 template <class... A, void (*kernel)(A...)>
-struct Played<kernel> {
+struct Replayed<kernel> {
     template <size_t... i>
     static void call(const int64_t* words, std::index_sequence<i...>) {
         kernel(from_word<A>(words[i])...);
@@ -25,6 +25,6 @@ struct Played<kernel> {
     static void run(const int64_t* words) { call(words, std::index_sequence_for<A...>()); }
 };
 
-// Defines a kernel's form for `play`.
-#define PLAYED(kernel) \
-    extern "C" void played_##kernel(const int64_t* words) { Played<kernel>::run(words); }
+// Defines a kernel's replay function, for `replay_calls`.
+#define REPLAYABLE(kernel) \
+    extern "C" void replay_##kernel(const int64_t* words) { Replayed<kernel>::run(words); }

@@ -1,4 +1,4 @@
-"""Tensors under other names than a model's own: why that is, as far as the names tell, and what to do."""
+"""Errors for tensors whose names are not the model's: the probable cause, from the names, and what to do."""
 
 from __future__ import annotations
 
@@ -9,28 +9,28 @@ from pathlib import Path
 from lockstep.errors import UserError
 from lockstep.model.stored import HEAD, in_language_model
 
-# GPTQ and AWQ, compressed-tensors and fp8, bitsandbytes.
+# Names used by GPTQ and AWQ, compressed-tensors and fp8, bitsandbytes.
 _QUANTIZED = re.compile(
     r"\.(qweight|qzeros|scales|g_idx|weight_packed|weight_scale|weight_scale_inv|absmax|quant_map|SCB)$"
 )
-# Of DDP, torch.compile, FSDP, checkpointing and peft.
+# Prefixes of DDP, torch.compile, FSDP, checkpointing and peft.
 _WRAPPER = re.compile(
     r"(?<![^.])(?:module|_orig_mod|_fsdp_wrapped_module|_checkpoint_wrapped_module|base_model\.model)\."
 )
 
 
 def refuse_quantized_tensors(folder: Path, names: Iterable[str]) -> None:
-    """Raises UserError if one of the names is that of a quantized weight's parts."""
-    if found := next(filter(_QUANTIZED.search, names), None):
+    """Raises UserError if one of the names is that of a part of a quantized weight."""
+    if part := next(filter(_QUANTIZED.search, names), None):
         raise UserError(
-            f"{folder}: tensor {found} is part of a quantized weight; only unquantized floats are read. Give the "
+            f"{folder}: tensor {part} is part of a quantized weight; only unquantized floats are read. Give the "
             "folder that was quantized, or put quantization_config back into config.json and dequantize it with "
             "transformers"
         )
 
 
 def refuse_names(folder: Path, missing: list[str], unknown: list[str]) -> None:
-    """Raises UserError for tensors of a model that its folder lacks, and for others that the model lacks."""
+    """Raises UserError for tensors of the model that are not in the folder, and for others that the model lacks."""
     refuse_quantized_tensors(folder, unknown)
     if missing:
         lack = f"{folder}: tensor {missing[0]} is missing{more(missing)}"
@@ -52,5 +52,5 @@ def refuse_names(folder: Path, missing: list[str], unknown: list[str]) -> None:
 
 
 def more(names: list[str]) -> str:
-    """How many others than the first there are."""
+    """The number of names after the first, for an error message."""
     return f" (and {len(names) - 1} more)" if len(names) > 1 else ""
