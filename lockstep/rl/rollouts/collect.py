@@ -32,7 +32,7 @@ def training_params(config: RLConfig, environment: Environment, rendering: Rende
         n=config.samples_per_prompt,
         stop=environment.stop,
         stop_token_ids=rendering.end_ids,
-        routes=routes_form(config),
+        routes=routes_form(config.router_replay, config.actors.separate),
     )
 
 

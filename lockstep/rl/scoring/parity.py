@@ -1,4 +1,4 @@
-"""The check of every step: the generator's log-probabilities against the trainer's, bit for bit."""
+"""Compares the generator's log-probabilities with the trainer's in every step, bit for bit."""
 
 from __future__ import annotations
 
@@ -84,17 +84,17 @@ class Parity:
         """
         generator = [route for r in rollouts for route in r.routes or [""] * r.num_sampled]
         compared = [True] * len(generator) if comparable is None else comparable.tolist()
-        for index, (theirs, own, counts) in enumerate(zip(generator, trainer, compared, strict=True)):
+        for index, (theirs, ours, counts) in enumerate(zip(generator, trainer, compared, strict=True)):
             if not theirs or not counts:
                 continue
             self.routes_checked += 1
-            if theirs == written(own) or shortened(theirs) == written(own, "digest"):
+            if theirs == written(ours) or shortened(theirs) == written(ours, "digest"):
                 continue
             self.routes_different += 1
             if not self.first_route:
                 place, sequence = _locate(rollouts, index)
                 self.sequence = self.sequence or sequence
-                self.first_route = f"{place}: {_routes_in_words(theirs, written(own), shape)}"
+                self.first_route = f"{place}: {_routes_in_words(theirs, written(ours), shape)}"
 
     def plain(self) -> dict[str, Any]:
         """JSON-able, for `combine`."""
@@ -115,18 +115,18 @@ class Parity:
 
     def in_words(self) -> str:
         """What differs, and where first."""
-        said = []
+        sentences = []
         if self.tokens_different:
-            said.append(
+            sentences.append(
                 f"{self.tokens_different} of {self.tokens_checked} log-probabilities differ between generator and "
                 f"trainer (by up to {self.max_delta:.3e}); the first is {self.first}"
             )
         if self.routes_different:
-            said.append(
+            sentences.append(
                 f"{self.routes_different} of {self.routes_checked} tokens had different experts in the generator and "
                 f"the trainer; the first is {self.first_route}"
             )
-        return ". ".join(said)
+        return ". ".join(sentences)
 
     def require_equal(
         self, step: int, on_error: Literal["stop", "warn", "measure"], model: Decoder | None = None
@@ -161,12 +161,12 @@ class Parity:
 
 def _routes_in_words(generator: str, trainer: str, shape: ModelConfig) -> str:
     """The first layer whose experts differ."""
-    theirs, own = read_route(generator, shape), read_route(trainer, shape)
-    if theirs is None or own is None:
+    theirs, ours = read_route(generator, shape), read_route(trainer, shape)
+    if theirs is None or ours is None:
         return "experts differ (only their digests were compared)"
-    place = int((theirs != own).any(-1).nonzero()[0][0])
+    place = int((theirs != ours).any(-1).nonzero()[0][0])
     layer = shape.mixtures[place]
-    sides = f"{theirs[place].tolist()} in the generator, {own[place].tolist()} in the trainer"
+    sides = f"{theirs[place].tolist()} in the generator, {ours[place].tolist()} in the trainer"
     return f"layer {layer} chose experts {sides}"
 
 

@@ -55,7 +55,7 @@ def is_own_base(config: RLConfig) -> bool:
 
 
 def load_reference(config: RLConfig, world: World, tokenizer: Tokenizer) -> Decoder | None:
-    """The reference model of the KL divergence; None if that has no weight, or it is the policy's own base.
+    """The reference model of the KL divergence; None if that has no weight, or it is the policy without its adapter.
 
     Raises UserError for a folder whose model has another vocabulary.
     """
@@ -122,14 +122,14 @@ def moving_average(config: RLConfig, reference: Decoder | None, trainer: Trainer
 
 
 class MovingAverage:
-    """A reference whose weights are the moving average of the policy's own: a ← decay · a + (1 − decay) · θ.
+    """A reference whose weights are the moving average of the policy's: a ← decay · a + (1 − decay) · θ.
 
     Averaged in float32 from the trainer's masters, and saved with them (`MasterOptimizer.averages`).
     """
 
     def __init__(self, reference: Decoder, trainer: Trainer, decay: float):
         self.reference, self.decay = reference, decay
-        # Not those of a value head beside the model.
+        # Without those of a value head.
         extra_parameters = trainer.extra_parameters.parameters
         self.masters = {name: m for name, m in trainer.optimizer.masters.items() if name not in extra_parameters}
         self.averages = trainer.optimizer.averages

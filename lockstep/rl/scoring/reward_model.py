@@ -35,10 +35,10 @@ class RewardModel:
 
     def tokens(self, rollout: Rollout, is_chat: bool) -> list[int]:
         """The tokens of a completion with its prompt, or of a conversation up to its end. `is_chat`: the prompt is
-        messages, or a user's. Names of special tokens are removed from what was said. Raises UserError."""
+        messages, or a user's. Names of special tokens are removed from messages and completion. Raises UserError."""
         where = f"example {rollout.example.name}"
-        asked, said = rollout.example.messages, self._without_special(rollout.completion)
-        is_text = rollout.conversation is None and [message["role"] for message in asked] == ["user"]
+        prompt_messages, answer = rollout.example.messages, self._without_special(rollout.completion)
+        is_text = rollout.conversation is None and [message["role"] for message in prompt_messages] == ["user"]
         if self.template is None and not is_text:
             raise UserError(
                 "the reward model has no chat template, so it cannot read conversations; put a chat_template.jinja "
@@ -47,10 +47,10 @@ class RewardModel:
         if rollout.conversation is not None:
             values: dict[str, Any] = {"messages": self._without_special(rollout.conversation.messages)}
         elif not is_text or (is_chat and self.template is not None):
-            values = {"messages": [*asked, {"role": "assistant", "content": said}]}
+            values = {"messages": [*prompt_messages, {"role": "assistant", "content": answer}]}
         else:
-            prompt = asked[0]["content"]
-            values = {"prompt": prompt, "completion": self._behind(prompt, said)}
+            prompt = prompt_messages[0]["content"]
+            values = {"prompt": prompt, "completion": self._answer_after(prompt, answer)}
         try:
             ((text, _),) = self._encoder.scored_texts(values)
         except ChatTemplateError as error:
@@ -69,11 +69,11 @@ class RewardModel:
             )
         return [int(token) for token in encoded.tokens]
 
-    def _behind(self, prompt: str, said: str) -> str:
-        """What was said, without the rest of a special token's name that starts at the end of the prompt."""
-        while name := next((m for m in self._special.finditer(prompt + said) if m.end() > len(prompt)), None):
-            said = self._without_special(said[name.end() - len(prompt) :])
-        return said
+    def _answer_after(self, prompt: str, answer: str) -> str:
+        """The answer without the rest of a special token's name that starts at the end of the prompt."""
+        while name := next((m for m in self._special.finditer(prompt + answer) if m.end() > len(prompt)), None):
+            answer = self._without_special(answer[name.end() - len(prompt) :])
+        return answer
 
     def _without_special(self, value: Any) -> Any:
         if isinstance(value, str):
@@ -81,12 +81,12 @@ class RewardModel:
                 value = less
             return value
         if isinstance(value, dict):
-            return {self._without_special(key): self._without_special(own) for key, own in value.items()}
-        return [self._without_special(own) for own in value] if isinstance(value, list) else value
+            return {self._without_special(key): self._without_special(item) for key, item in value.items()}
+        return [self._without_special(item) for item in value] if isinstance(value, list) else value
 
 
 def load_reward_model(config: RLConfig, environment: Environment, device: torch.device) -> RewardModel | None:
-    """The run's reward model, in full on every rank and in its own dtype; None without one.
+    """The run's reward model, whole on every rank and in its folder's dtype; None without one.
 
     Raises UserError for a folder without a reward model, and if neither the environment nor a model gives rewards.
     """

@@ -1,4 +1,4 @@
-"""The value function of PPO: a head on the policy's own hidden states."""
+"""The value function of PPO: a head on the policy's hidden states."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ NAME = "value_head"
 class ValueHead(nn.Module):
     """V of a state, in float32, from the hidden state that the next token is sampled from.
 
-    It is initialized to zero, so the first step's advantages are sums of rewards. It uses the model's own linear
+    It is initialized to zero, so the first step's advantages are sums of rewards. It uses the model's linear
     operator: like a log-probability, a value has the same bits in any batch, hence before and in the first inner step.
     """
 
@@ -88,8 +88,8 @@ def train_settings(config: RLConfig) -> TrainConfig:
     """The run's settings, with a separate learning rate for the value head; `train.rules` take precedence."""
     if algorithm_of(config).advantage != "gae":
         return config.train
-    own = f"{NAME}.* learning_rate={config.value_learning_rate}"
-    return dataclasses.replace(config.train, rules=(own, *config.train.rules))
+    rule = f"{NAME}.* learning_rate={config.value_learning_rate}"
+    return dataclasses.replace(config.train, rules=(rule, *config.train.rules))
 
 
 class ValueScorer:
