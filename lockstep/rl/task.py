@@ -123,20 +123,21 @@ class PolicyTask:
         """One round of a step's sampling, graded: rollouts, the positions of their prompts, outcomes of the rewards."""
         clock, sampling = self.clock, self.sampling
         clock.begin("time/generate", sampling.waits_for, sampling.seconds)
-        drawn, outcomes = SampledRound([], [], []), list[Outcome]()
+        sampled, outcomes = SampledRound([], [], []), list[Outcome]()
+        sample = self.prefetcher.take_round(step, extra_round, missing)
         with suppress(Interrupted):
             with sampling.interruptible():
-                drawn = self.prefetcher.get_round(step, extra_round, missing)
+                sampled = sample()
             clock.begin("time/reward", patience=sampling.grading_seconds)
-            outcomes = sampling.grade(drawn.rollouts)
+            outcomes = sampling.grade(sampled.rollouts)
         clock.begin("time/wait", sampling.other_ranks)
-        rollouts, outcomes = sampling.gather(drawn.examples, drawn.rollouts, outcomes)
+        rollouts, outcomes = sampling.gather(sampled.examples, sampled.rollouts, outcomes)
         if self.reward_scorer:
             clock.begin("time/reward", patience=sampling.grading_seconds)
             self.reward_scorer.score(rollouts)
         self.timeline.message = f"{len(rollouts)} rollouts, graded"
         clock.begin("time/train")
-        return rollouts, drawn.places, outcomes
+        return rollouts, sampled.places, outcomes
 
     def update(self, step: int, batches: Sequence[PolicyBatch], share: Sequence[PolicyBatch]) -> Metrics:
         """Updates the weights on a step's micro-batches, of which this rank computes `share`.

@@ -11,7 +11,7 @@ import pytest
 
 from lockstep.config import ActorsConfig, CheckpointConfig, FaultConfig, RewardConfig, to_toml
 from lockstep.observe.metrics import read_metrics
-from lockstep.rl.rollouts.sampling import EVERY
+from lockstep.rl.rollouts.sampling import POLLING_STEPS
 from tests.parallel.launch import CONTEXT, free_port, launch, ranks_environment
 from tests.rl.generators.test_colocated import LAYOUTS, ONE, config_of, outcome, run
 
@@ -93,7 +93,7 @@ def _end(config, folder, environment, resume):
     """The command, as a process; its sampling stalls, and training is slow, where `folder` has a mark."""
     from lockstep.cli import main
     from lockstep.generate import Engine
-    from lockstep.rl.rollouts.packing import PolicyLoss
+    from lockstep.rl.scoring.policy_loss import PolicyLoss
 
     os.environ |= environment
     with open(folder / "said", "ab") as file:
@@ -335,5 +335,5 @@ def test_ranks_that_share_matrices_give_up_sampling_together_where_one_has_a_sig
     assert ended.wait() == [143, 143]
     assert "SIGTERM ended the run after step 2, which is saved" in ended.said and "Traceback" not in ended.said
     # Of both ranks, and of ten tokens a sample.
-    assert (folder / "steps").stat().st_size - steps <= 2 * EVERY
+    assert (folder / "steps").stat().st_size - steps <= 2 * POLLING_STEPS
     check_it_goes_on(config, ranks=2)
