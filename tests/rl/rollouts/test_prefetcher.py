@@ -223,7 +223,7 @@ def test_a_resumed_run_loses_no_prompt_and_repeats_none_and_keeps_the_promise(be
         assert all(own[-1] <= after and own[0] >= 0 for own in ages(second).values())
 
 
-def test_samples_that_were_under_way_go_on_where_they_were():
+def test_samples_in_flight_resume_where_they_were():
     with running(2, seed=3) as first:
         first.train(3)
         first.prefetcher.wait()
@@ -322,7 +322,7 @@ def test_a_prompt_asked_with_other_counts_is_still_asked_once(monkeypatch):
     assert [len(own) for own in places(second)] == [3] * 6
 
 
-def test_the_buffer_is_counted_in_steps_and_samples_that_are_ready_or_under_way():
+def test_the_buffer_is_counted_in_steps_and_samples_that_are_ready_or_in_flight():
     with running(2, generators=1) as run:
         of_a_step = PROMPTS * SAMPLES
         # While nobody drives the generator nothing is sampled.
