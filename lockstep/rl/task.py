@@ -146,7 +146,7 @@ class PolicyTask:
         differ, unless the run's settings allow it.
         """
         metrics: Metrics = {}
-        for update in range(self.config.inner_steps):
+        for update in range(self.config.updates_per_batch):
             loss = PolicyLoss(
                 self.algorithm,
                 self.config.temperature,
@@ -175,7 +175,7 @@ class PolicyTask:
         metrics |= rollout_metrics(groups.rollouts) | groups.metrics(packed) | self.clock.metrics()
         metrics |= staleness_metrics(groups.trained, step) | self.generators.metrics() | self.prefetcher.metrics()
         metrics |= value_metrics(groups.trained) | self.sampling.replicas.metrics()
-        metrics["tokens"] = self.config.inner_steps * int(metrics["rollout/tokens_trained"])
+        metrics["tokens"] = self.config.updates_per_batch * int(metrics["rollout/tokens_trained"])
         metrics["rollout/tokens_per_second"] = metrics["rollout/tokens"] / metrics["time/generate"]
         return metrics
 

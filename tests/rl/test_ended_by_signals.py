@@ -171,7 +171,9 @@ def folder(tmp_path):
 
 def settings(folder, model, environment, parallel=ONE, **changes):
     # Longer than any step takes that nothing holds, shorter than one that stands still.
-    config = config_of(folder / "task.py", model, folder / "run", parallel, **{"steps": 3, "inner_steps": 1, **changes})
+    config = config_of(
+        folder / "task.py", model, folder / "run", parallel, **{"steps": 3, "updates_per_batch": 1, **changes}
+    )
     return replace(config, environment=f"{folder / 'task.py'}:{environment}", faults=FaultConfig(stop_seconds=30))
 
 
@@ -219,7 +221,7 @@ def test_a_step_that_is_sampled_or_graded_is_given_up_and_the_run_saved_as_it_wa
 @pytest.mark.parametrize("layout", ["one process", pytest.param("FSDP 2", marks=pytest.mark.slow)])
 def test_updates_once_begun_complete_with_their_step(folder, model_folder, layout):
     ranks, parallel = LAYOUTS.get(layout, (1, ONE))
-    config = settings(folder, model_folder, "Vowels", parallel, inner_steps=2)
+    config = settings(folder, model_folder, "Vowels", parallel, updates_per_batch=2)
     ended = Ended(folder, config, "train", steps=1, ranks=ranks)
     assert ended.end(signal.SIGTERM, ranks - 1) == [143] * ranks, ended.said
     assert "SIGTERM ended the run after step 2, which is saved" in ended.said and "Traceback" not in ended.said

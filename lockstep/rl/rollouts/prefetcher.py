@@ -127,9 +127,9 @@ class RolloutPrefetcher:
         samples = [of_step.samples() for of_step in steps]
         return {
             "buffer/steps_ready": sum(of_step.is_ready for of_step in steps),
-            "buffer/steps_under_way": sum(not of_step.is_ready for of_step in steps),
+            "buffer/steps_in_flight": sum(not of_step.is_ready for of_step in steps),
             "buffer/samples_ready": sum(finished for finished, _ in samples),
-            "buffer/samples_under_way": sum(unfinished for _, unfinished in samples),
+            "buffer/samples_in_flight": sum(unfinished for _, unfinished in samples),
         }
 
     def state(self) -> dict[str, Any]:

@@ -232,7 +232,7 @@ def test_a_resumed_run_loses_no_prompt_and_repeats_none_and_keeps_the_promise(be
         assert all(own[-1] <= after and own[0] >= 0 for own in ages(second).values())
 
 
-def test_samples_that_were_under_way_go_on_where_they_were():
+def test_samples_in_flight_resume_where_they_were():
     with running(2, seed=3) as first:
         first.train(3)
         first.prefetcher.wait()
@@ -331,7 +331,7 @@ def test_a_prompt_asked_with_other_counts_is_still_asked_once(monkeypatch):
     assert [len(own) for own in places(second)] == [3] * 6
 
 
-def test_the_buffer_is_counted_in_steps_and_samples_that_are_ready_or_under_way():
+def test_the_buffer_is_counted_in_steps_and_samples_that_are_ready_or_in_flight():
     with running(2, generators=1) as run:
         of_a_step = PROMPTS * SAMPLES
         # While nobody drives the generator nothing is sampled.
@@ -340,9 +340,9 @@ def test_the_buffer_is_counted_in_steps_and_samples_that_are_ready_or_under_way(
         run.prefetcher.begin(1, last=2)
         assert run.prefetcher.metrics() == {
             "buffer/steps_ready": 0,
-            "buffer/steps_under_way": 2,
+            "buffer/steps_in_flight": 2,
             "buffer/samples_ready": 0,
-            "buffer/samples_under_way": 2 * of_a_step,
+            "buffer/samples_in_flight": 2 * of_a_step,
         }
         run.ended.clear()
         run.driver = threading.Thread(target=run._drive)
