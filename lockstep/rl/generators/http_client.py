@@ -16,7 +16,7 @@ CONNECT_SECONDS = 5.0
 HEADER_BYTES = 2**16
 ERROR_BYTES = 2**16
 """Most bytes read of an error response."""
-ANSWER_BYTES = 2**24
+RESPONSE_BYTES = 2**24
 """Most bytes of a response, or of one event of a stream."""
 DATA = b"data:"
 
@@ -47,9 +47,9 @@ class HttpClient:
     async def call(self, method: str, path: str, body: Any = None, seconds: float | None = None) -> Any:
         """The response's JSON; None if it is not JSON. Raises HttpError, Unreachable and TimeoutError."""
         async with asyncio.timeout(seconds), self._response(method, path, body) as parts:
-            content = await _at_most(parts, ANSWER_BYTES + 1)
-        if len(content) > ANSWER_BYTES:
-            raise Unreachable(f"its response to {path} has more than {ANSWER_BYTES} bytes")
+            content = await _at_most(parts, RESPONSE_BYTES + 1)
+        if len(content) > RESPONSE_BYTES:
+            raise Unreachable(f"its response to {path} has more than {RESPONSE_BYTES} bytes")
         try:
             return _read_json(content)
         except ValueError:
@@ -61,8 +61,8 @@ class HttpClient:
             rest = b""
             async for part in parts:
                 *lines, rest = (rest + part).split(b"\n")
-                if len(rest) > ANSWER_BYTES:
-                    raise Unreachable(f"an event of its stream has more than {ANSWER_BYTES} bytes")
+                if len(rest) > RESPONSE_BYTES:
+                    raise Unreachable(f"an event of its stream has more than {RESPONSE_BYTES} bytes")
                 for line in lines:
                     if not line.startswith(DATA):
                         continue

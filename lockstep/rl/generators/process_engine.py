@@ -49,10 +49,10 @@ def open_engine(welcome: dict[str, Any], key: bytes, world: World) -> tuple[Weig
         refuse_unknown_operators(model)
     apply_compile(model, CompileConfig(**welcome["compile"]), trains=False)
     tokenizer = load_tokenizer(folder, shape.vocab_size)
-    leads = world.size > 1 and world.is_main
+    drives = world.size > 1 and world.is_main
     config = EngineConfig(**welcome["engine"])
     draft = make_draft(config, model, _history(Path(welcome.get("run", "")), config, world))
-    engine = (DriverEngine if leads else Engine)(model, config, tokenizer, draft)
+    engine = (DriverEngine if drives else Engine)(model, config, tokenizer, draft)
     work = f"{welcome['name']} samples for process {welcome['pid']} on {welcome['host']}"
     announce("generator: " + start_line(welcome["model"], shape, device, model.dtype, work, world.size))
     return WeightReader(model, world, key), engine

@@ -49,7 +49,7 @@ class Generators(Protocol):
     def conversing(self) -> AbstractContextManager[bool]:
         """Yields whether conversations on this rank use the sampler while the context is open. All ranks enter it.
 
-        On ranks where it yields False, it has already followed the leader of the tensor group to the end.
+        On ranks where it yields False, it has already followed the driver of its tensor group to the end.
         """
 
     def metrics(self) -> dict[str, float]:

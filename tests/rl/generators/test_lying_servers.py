@@ -149,7 +149,7 @@ def test_a_stream_that_fails_is_lost_on_one_line(caplog, answer):
 
 
 def test_of_endless_answers_only_so_much_is_read(monkeypatch):
-    monkeypatch.setattr(http_client, "ANSWER_BYTES", 2**17)
+    monkeypatch.setattr(http_client, "RESPONSE_BYTES", 2**17)
 
     def endless(head):
         def answer(connection):
