@@ -98,8 +98,7 @@ class PolicyTask:
         self.timeline.message = f"weights version {step}"
         self.clock.end()
         self.prefetcher.complete(step)
-        self.records.write(step, groups)
-        self.trainer.balance.write(self.run.expert_load, step)
+        self.groups = groups
         return metrics | self.step_metrics(step, groups, batches)
 
     def sample(self, step: int) -> Ledger:
@@ -178,6 +177,10 @@ class PolicyTask:
         metrics["tokens"] = self.config.inner_steps * int(metrics["rollout/tokens_trained"])
         metrics["rollout/tokens_per_second"] = metrics["rollout/tokens"] / metrics["time/generate"]
         return metrics
+
+    def record(self, step: int) -> None:
+        self.records.write(step, self.groups)
+        self.trainer.balance.write(self.run.expert_load, step)
 
     @property
     def ended(self) -> bool:

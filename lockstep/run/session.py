@@ -211,9 +211,10 @@ class Session:
         return metrics
 
     def observe(self, task: Task, step: int, metrics: Metrics) -> None:
-        """Writes a step's metrics, and lets the task's observers rewind the run."""
+        """Writes a step's metrics and records, and lets the task's observers rewind the run."""
         self.step, self.worked = step, True
         self._write(task, step, metrics)
+        task.record(step)
         self.stopped_by = self.stop.agreed(self.world)
         # The data is not rewound: the run continues with what follows the spike, if there is any.
         rewound = None if task.ended else next(filter(None, (o.rewind(self.checkpoints) for o in task.observers)), None)

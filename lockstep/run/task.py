@@ -62,6 +62,10 @@ class Task(Protocol):
         """Makes one step. Raises Interrupted before its first update, if a signal interrupts it on any rank."""
         ...
 
+    def record(self, step: int) -> None:
+        """Writes what the step has produced besides its metrics, which are written by then."""
+        ...
+
     @property
     def ended(self) -> bool:
         """Whether the data has ended, so that no step follows."""

@@ -116,8 +116,10 @@ class RowsTask:
             batch = self.loader.next()
         metrics = self.objective.step(trainer, batch)
         self.bad_steps.check(step, trainer, batch)
-        trainer.balance.write(RunFolder(Path(self.config.output)).expert_load, step)
         return metrics | self.speed.metrics(batch, timeline) | self.loader.counts | {"epoch": self.loader.epoch}
+
+    def record(self, step: int) -> None:
+        self.trainer.balance.write(RunFolder(Path(self.config.output)).expert_load, step)
 
     @property
     def ended(self) -> bool:
