@@ -15,12 +15,12 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.rewards import best
-from lockstep.config import RewardConfig, RLConfig
+from lockstep.config import RewardConfig
 from lockstep.rl import Example, Reply
-from lockstep.rl.conversations.exchange import Asked, Ended
+from lockstep.rl.conversations.exchange import ConversationEnded, ReplyRequest
 from lockstep.rl.conversations.runner import ConversationRunner
-from lockstep.rl.conversations.worker_runner import WorkerConversationRunner, task_of
-from lockstep.rl.environments.loading import load_environment
+from lockstep.rl.conversations.worker_runner import WorkerConversationRunner, worker_task
+from lockstep.rl.environments.loading import EnvironmentSource, load_environment
 from lockstep.rl.grading.pool import open_workers
 
 TASK = """
@@ -44,9 +44,9 @@ def held(runner: AbstractContextManager[Any], count: int) -> list[float]:
     with runner as talks:
         while len(rewards) < count:
             said = talks.next(wait=True)
-            if isinstance(said, Asked):
-                talks.answer(said.number, said.ask, Reply("word " * 100))
-            elif isinstance(said, Ended) and said.outcome:
+            if isinstance(said, ReplyRequest):
+                talks.answer(said.number, said.request, Reply("word " * 100))
+            elif isinstance(said, ConversationEnded) and said.outcome:
                 rewards[said.number] = said.outcome.rewards["reward"]
     return [rewards[number] for number in range(count)]
 
@@ -61,14 +61,15 @@ def main() -> None:
         environment_name = f"{folder / 'task.py'}:Talk"
         environment, examples = load_environment(environment_name), [Example(f"p{n}") for n in range(count)]
         here: Callable[[], list[float]] = lambda: held(ConversationRunner(environment, examples, RewardConfig()), count)  # noqa: E731
-        expected, tasks = here(), [task_of(example, 0) for example in examples]
+        expected, tasks = here(), [worker_task(example, 0) for example in examples]
         print(f"{count} conversations, trainer's own process: {1000 * best(here, 10) / count:.2f} ms each")
         for workers in (1, 2):
-            config = RLConfig(environment=environment_name, rewards=RewardConfig(workers=workers))
-            with open_workers(config, folder) as opened:
+            source, limits = EnvironmentSource(environment_name), RewardConfig(workers=workers)
+            with open_workers(source, limits, folder) as opened:
                 assert held(WorkerConversationRunner(tasks, opened), count) == expected
                 seconds = best(lambda: held(WorkerConversationRunner(tasks, opened), count), 10)
-            print(f"{count} conversations, {workers} keeper{'s' * (workers > 1)}: {1000 * seconds / count:.2f} ms each")
+            per_conversation = f"{1000 * seconds / count:.2f} ms each"
+            print(f"{count} conversations, {workers} supervisor{'s' * (workers > 1)}: {per_conversation}")
 
 
 if __name__ == "__main__":

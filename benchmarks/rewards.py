@@ -16,8 +16,9 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
-from lockstep.config import RewardConfig, RLConfig
+from lockstep.config import RewardConfig
 from lockstep.rl.environments.digit_sum import DigitSum
+from lockstep.rl.environments.loading import EnvironmentSource
 from lockstep.rl.grading import grade_here
 from lockstep.rl.grading.pool import open_workers
 from lockstep.rl.grading.sandbox import run_code
@@ -43,8 +44,8 @@ def main() -> None:
     jobs = [(examples[i // 8 % len(examples)], f"{i % 19}\n") for i in range(options.completions)]
     found = {"trainer's own process": best(lambda: grade_here(DigitSum(), jobs))}
     for workers in (1, 2):
-        config = RLConfig(environment="digit_sum", rewards=RewardConfig(workers=workers))
-        with tempfile.TemporaryDirectory() as folder, open_workers(config, Path(folder)) as grader:
+        source, limits = EnvironmentSource("digit_sum"), RewardConfig(workers=workers)
+        with tempfile.TemporaryDirectory() as folder, open_workers(source, limits, Path(folder)) as grader:
             assert grader(jobs) == grade_here(DigitSum(), jobs)
             found[f"{workers} worker{'s' * (workers > 1)}"] = best(lambda: grader(jobs))
     step = None

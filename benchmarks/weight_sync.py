@@ -120,10 +120,10 @@ def measure_separate(size: str, way: str) -> dict[str, float]:
             assert replica.stdin is not None and replica.stdout is not None
             manifest = weight_server.publish(1)
             if way == "TCP":
-                manifest["server"]["ranks"][0]["place"] = None
+                manifest["server"]["ranks"][0]["handle"] = None
             replica.stdin.write(json.dumps(manifest) + "\n")
             replica.stdin.flush()
-            assert replica.stdout.readline() == "taken\n"
+            assert replica.stdout.readline() == "loaded\n"
 
         found["transfer"] = _median(transfer)
         replica.stdin.close()
@@ -131,8 +131,8 @@ def measure_separate(size: str, way: str) -> dict[str, float]:
     return found
 
 
-def take_all(size: str) -> None:
-    """The replica's process: takes each edition of a line."""
+def load_all(size: str) -> None:
+    """The replica's process: loads the manifest in each line of its input."""
     import torch
 
     from lockstep.parallel import World
@@ -142,7 +142,7 @@ def take_all(size: str) -> None:
     reader = WeightReader(_model(size), World(torch.device("cpu")), KEY)
     print("ready", flush=True)
     for line in sys.stdin:
-        print(reader.take(json.loads(line)).outcome, flush=True)
+        print(reader.load(json.loads(line)).outcome, flush=True)
 
 
 def _model(size: str) -> Any:
@@ -262,7 +262,7 @@ def main() -> None:
     parser.add_argument("--replica", action="store_true", help=argparse.SUPPRESS)
     options = parser.parse_args()
     if options.replica:
-        take_all(options.size)
+        load_all(options.size)
         return
     if options.rank_of:
         way = options.rank_of

@@ -160,9 +160,9 @@ class ChatSession:
             completion = sample.completion()
             self.was_truncated = completion.finish_reason == "length"
             if completion.token_ids and completion.finish_reason != "error":
-                self._transcript.add(completion.token_ids, completion.logprobs, completion.finish_reason)
-                read = self._transcript.read
-                reply = {"role": "assistant", "content": read.content, **message_values(read)}
+                self._transcript.add(completion)
+                parts = self._transcript.last_reply
+                reply = {"role": "assistant", "content": parts.content, **message_values(parts)}
                 self.messages += [{"role": "user", "content": question}, reply]
                 self._turns += 1
 

@@ -50,8 +50,8 @@ class Sampler(Protocol):
     def abort(self, request_id: int) -> None: ...
 
 
-class RecordingSampler(Sampler, Protocol):
-    """A `Sampler` that records its requests and their results."""
+class CachingSampler(Sampler, Protocol):
+    """A `Sampler` that keeps its requests and their samples, and can continue from them."""
 
     @property
     def asked(self) -> threading.Event:

@@ -31,14 +31,14 @@ from lockstep.ops.packed_weights import panel_words
 from lockstep.parallel import World, chunks_for, close_world, generator_layout
 from lockstep.parallel.refusals import refuse_generators
 from lockstep.parallel.world import simulated_world
-from lockstep.rl.generators.models import refuse_on_ranks
 from lockstep.rl.generators.open import scores_with_policy
+from lockstep.rl.generators.refusals import refuse_on_ranks
 from lockstep.rl.scoring.reference import AVERAGE, START, is_own_base
 from lockstep.rl.scoring.value_head import ValueHead, train_settings
 from lockstep.rl.weights.estimate import TransferEstimate, estimate_transfer, estimate_weight_server
-from lockstep.rl.weights.in_place import lay_out
-from lockstep.rl.weights.server import versions_laid_out
-from lockstep.rl.weights.server_memory import length_of
+from lockstep.rl.weights.in_place import materialize
+from lockstep.rl.weights.server import versions_to_keep
+from lockstep.rl.weights.server_memory import memory_bytes
 from lockstep.train import Trainer
 from lockstep.train.adapter import adapted
 from lockstep.train.dry_run import (
@@ -241,7 +241,7 @@ def _with_generator(
     if ranks and (samples or scores_with_policy(config)):
         whole = _layout(shape, config, world)
         with fake:
-            in_place = lay_out(whole, policy, torch.device("cpu"))
+            in_place = materialize(whole, policy, torch.device("cpu"))
     elif samples:
         assert isinstance(trainer.model, Decoder)
         whole = trainer.model
@@ -281,7 +281,7 @@ def _with_generator(
         note("a generator's step at its peak", _generator_step(engine, fake), SAMPLING)
     else:
         laid_out = estimate_weight_server(policy, resolve_dtype(config.dtype))
-        note("versions laid out, in the host's memory", length_of(laid_out, versions_laid_out(config.actors)))
+        note("versions laid out, in the host's memory", memory_bytes(laid_out, versions_to_keep(config.actors)))
     # With bfloat16 weights in one process the float32 sums keep their memory for the next step.
     note("gradients", gradients, *(STAGES if "float32 masters" in own and not subtrees else STAGES[:1]))
     note("sums of micro-batches", subtrees, TRAINING)
@@ -290,9 +290,9 @@ def _with_generator(
     # A CPU keeps this memory for the next sync: the system would clear every newly allocated page.
     stages = STAGES if on_cpu and keeps else (SYNC,)
     if transfer:
-        note("arriving weights and messages", transfer.held, *stages)
+        note("arriving weights and messages", transfer.buffers, *stages)
     if ranks and on_cpu and config.kl_coefficient and config.kl_reference == AVERAGE:
-        note("the moving average's, arriving", estimate_transfer(policy, reference, world, in_place=False).held)
+        note("the moving average's, arriving", estimate_transfer(policy, reference, world, in_place=False).buffers)
     return RLDryRun(trained, memory, transfer)
 
 

@@ -23,6 +23,7 @@ from lockstep.parallel import apply_compile
 from lockstep.progress import Progress
 from lockstep.rl.conversations.protocol import ConversationEnvironment
 from lockstep.rl.conversations.rendering import Rendering, open_rendering
+from lockstep.rl.environments.loading import EnvironmentSource
 from lockstep.rl.environments.protocol import Environment, Example
 from lockstep.rl.grading import Grader
 from lockstep.rl.grading.pool import open_grader
@@ -92,6 +93,7 @@ def evaluate(config: EvalConfig, environment: Environment | None = None) -> Eval
     validate(config)
     is_given = environment is not None
     settings, environment = named_environment(_settings(config), environment)
+    source = None if is_given else EnvironmentSource(settings.environment, settings.data, settings.skip_bad_lines)
     examples = examples_of(environment, config.split)[: config.examples or None]
     folders = [model_folder(model) for model in config.model]
     reward_model = _reward_model(config, settings, environment)
@@ -102,7 +104,7 @@ def evaluate(config: EvalConfig, environment: Environment | None = None) -> Eval
     with (
         _saying_what_is_kept(results),
         _output(config) as output,
-        open_grader(settings, environment, is_given, output) as grader,
+        open_grader(environment, settings.rewards, source, output) as grader,
     ):
         for number, model in enumerate(asked, 1):
             rollouts = _judged(config, model, examples, environment, grader, reward_model)
@@ -191,7 +193,9 @@ def _open(
     tokenizer = load_tokenizer(folder, model.config.vocab_size)
     model.config = with_ends(model.config, tokenizer, load_chat_template(folder))
     settings = dataclasses.replace(settings, model=str(folder))
-    rendering = open_rendering(settings, environment, tokenizer, model)
+    rendering = open_rendering(
+        settings.model, settings.chat, settings.chat_template_kwargs, environment, tokenizer, model
+    )
     engine = Engine(model, dataclasses.replace(config.engine, cuda_graphs="none"), tokenizer)
     if not isinstance(environment, ConversationEnvironment):  # its prompts are only known during a conversation
         for example in examples:

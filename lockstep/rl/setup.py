@@ -20,8 +20,9 @@ from lockstep.parallel import World
 from lockstep.rl.conversations.rendering import Rendering, open_rendering
 from lockstep.rl.environments.loading import GIVEN, check_environment, given_name, load_environment
 from lockstep.rl.environments.protocol import Environment, Example
-from lockstep.rl.generators.models import policy_model, refuse_on_ranks
+from lockstep.rl.generators.open import open_policy
 from lockstep.rl.generators.protocol import Generators
+from lockstep.rl.generators.refusals import refuse_on_ranks
 from lockstep.rl.rollouts.metrics import summarize
 from lockstep.rl.rollouts.prompt_balance import prompt_balance
 from lockstep.rl.rollouts.prompts import PromptLoader, examples_of, refuse_other_examples
@@ -65,14 +66,14 @@ class Parts:
 def load_parts(config: RLConfig, environment: Environment, is_given: bool, world: World) -> Parts:
     """Loads examples and models. Raises UserError if they, or the ranks, are unsuitable."""
     prompts, held_out = open_examples(config, environment, world)
-    policy = policy_model(config, world)
+    policy = open_policy(config, world)
     refuse_replay_without_experts(config, policy.config)
     tokenizer = load_tokenizer(config.model, policy.config.vocab_size)
     policy.config = with_ends(policy.config, tokenizer, load_chat_template(local_folder(config.model)))
     reference = load_reference(config, world, tokenizer)
     teacher = load_teacher(config, world, tokenizer)
     reward_model = load_reward_model(config, environment, world.device)
-    rendering = open_rendering(config, environment, tokenizer, policy)
+    rendering = open_rendering(config.model, config.chat, config.chat_template_kwargs, environment, tokenizer, policy)
     value_head = make_critic(config, policy, world)
     if config.resume and value_head:
         refuse_run_without_values(Path(config.output), config)

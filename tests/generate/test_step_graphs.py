@@ -308,7 +308,7 @@ def test_another_thread_may_make_larger_rotary_tables_meanwhile(monkeypatch):
             super().__init__(*given)
             model.rotary.reserve(600, model.device)
 
-    monkeypatch.setattr(ops, "Tape", Disturbed)
+    monkeypatch.setattr(ops, "StepGraph", Disturbed)
     params = SamplingParams(max_tokens=40, seed=1)
     assert _sampled(repeated, [[5] * 240], params) == _sampled(direct, [[5] * 240], params)
 

@@ -15,7 +15,8 @@ from lockstep.generate import Engine, SamplingParams
 from lockstep.model import arithmetic_of, read_config
 from lockstep.parallel import close_world, open_world
 from lockstep.rl.dry_run import STAGES, dry_run
-from lockstep.rl.generators.models import policy_model, sampling_model
+from lockstep.rl.generators.models import sampling_model
+from lockstep.rl.generators.open import open_policy
 from lockstep.rl.weights.server import WeightServer
 from lockstep.rl.weights.shard_slices import volume
 from lockstep.rl.weights.transfer import WeightTransfer
@@ -168,8 +169,9 @@ def test_ranks_that_compute_values_have_a_whole_copy_though_others_sample(folder
 def real_transfer(config):
     """Bytes that this rank sends and receives in a sync, by the plan of a real one."""
     world = open_world(config.parallel, "cpu")
-    policy = policy_model(config, world)
-    transfer = WeightTransfer(dict(policy.named_parameters()), sampling_model(config, world, policy), world)
+    policy = open_policy(config, world)
+    sampled = sampling_model(policy, world, config.dtype, config.parallel, config.compile)
+    transfer = WeightTransfer(dict(policy.named_parameters()), sampled, world)
     close_world(world)
     return bytes_of_rank_0(transfer)
 
@@ -193,7 +195,7 @@ def test_the_bytes_of_a_weight_sync_are_those_of_a_real_one(folder, tmp_path, ra
 
 def generator_measured(config):
     """The peaks of a rank of a separate generator, and the bytes that it reads of a version."""
-    from lockstep.rl.generators import process as generator
+    from lockstep.rl.generators import process_engine as generator
     from tests.parallel.memory import PeakMemory
 
     world = open_world(ParallelConfig(tensor=config.actors.tensor, data_shard=1), "cpu")
@@ -208,18 +210,18 @@ def generator_measured(config):
     peaks = {}
     with pytest.MonkeyPatch.context() as patched, PeakMemory() as peak:
         patched.setattr(generator, "DriverEngine", Engine)  # all of its ranks are asked here
-        reader, engine = generator._open(welcome, bytes(32), world)
+        reader, engine = generator.open_engine(welcome, bytes(32), world)
         for version in (1, 2):  # the first weights meet an engine that has never sampled
             manifest = weight_server.publish(version)
             peak.nbytes = 0
-            assert reader.take(manifest).outcome == "taken"
+            assert reader.load(manifest).outcome == "loaded"
             engine.weights_changed(version)
             peaks["weight sync"], peak.nbytes = peak.nbytes, 0
             engine.generate([[1]] * 4, SamplingParams(n=8, max_tokens=8, seed=0))
             peaks["sampling"] = peak.nbytes
     pieces = [(source._memory, piece) for source in reader._sources for piece in source._pieces]
     mapped = sum({id(memory): memory._bytes.nbytes for memory, _ in pieces}.values())  # the trainer's
-    if weight_server._held:  # and what stands for the trainer here
+    if weight_server._shards:  # and what stands for the trainer here
         mapped += weight_server._memory._bytes.nbytes + sum(parameter.nbytes for parameter in trained.parameters())
     read = sum(volume(piece.shard_slice) for _, piece in pieces) * trained.dtype.itemsize
     reader.close()
@@ -247,7 +249,7 @@ def test_the_memory_of_a_separate_generator_is_that_of_a_real_one(folder, tmp_pa
 def real_server(config):
     """Bytes of a version that this rank lays out."""
     world = open_world(config.parallel, "cpu")
-    policy = policy_model(config, world)
+    policy = open_policy(config, world)
     weight_server = WeightServer(dict(policy.named_parameters()), torch.bfloat16, world, bytes(32))
     size = weight_server.publish(1)["server"]["ranks"][0]["size"]
     weight_server.close()
@@ -258,7 +260,7 @@ def real_server(config):
 @pytest.mark.parametrize(
     ("ranks", "parallel"), [(1, ParallelConfig()), (3, ParallelConfig()), (4, ParallelConfig(tensor=2, pipeline=2))]
 )
-def test_the_bytes_that_are_laid_out_are_those_of_a_real_shelf(folder, tmp_path, ranks, parallel):
+def test_the_bytes_that_are_laid_out_are_those_of_a_real_weight_server(folder, tmp_path, ranks, parallel):
     config = config_of(folder, tmp_path / "run", parallel, actors=SEPARATE)
     size, *_ = launch(ranks, real_server, config)
     ((laid_out,),) = [launch(1, weight_server_estimate, config, ranks)]

@@ -36,7 +36,7 @@ from lockstep.model.layers import Projection
 from lockstep.parallel import apply_compile
 from lockstep.parallel.refusals import refuse_generators, refuse_impossible
 from lockstep.parallel.world import AXES, World
-from lockstep.rl.generators.models import policy_model
+from lockstep.rl.generators.open import open_policy
 from lockstep.rl.reinforce import reinforce
 from lockstep.train import Trainer
 from lockstep.train.dpo import prefer
@@ -521,7 +521,7 @@ def test_servers_and_tensor_generators_are_refused_an_adapter_by_name(tmp_path, 
         reinforce(_rl(tmp_path, model_folder, output=str(tmp_path / "new"), actors=served))
     with pytest.raises(UserError, match="is an adapter, but servers .* need full weights"):
         config = _rl(tmp_path, newest_folder(adapter), actors=served, lora=LoraConfig())
-        policy_model(config, World(torch.device("cpu")))
+        open_policy(config, World(torch.device("cpu")))
     shape = replace(preset("qwen3:micro", 258), reduction_chunks=2)
     with pytest.raises(UserError, match="actors.tensor 2 does not work with a low-rank adapter"):
         refuse_generators(replace(shape, lora=lora_of(shape, 2, 4.0, ["q_proj"])), 2)

@@ -1,4 +1,4 @@
-"""Messages between a conversation and the trainer, wherever each of them runs: plain data."""
+"""Messages between conversations and the trainer as plain data, in one process or through pipes."""
 
 from __future__ import annotations
 
@@ -16,33 +16,35 @@ from lockstep.tool_call import ToolCall
 
 
 @dataclass(frozen=True)
-class Asked:
-    """A conversation waits for the model."""
+class ReplyRequest:
+    """A conversation waits for the model's reply."""
 
     number: int
-    ask: int
+    """Index of the conversation."""
+    request: int
     """Index of this request within the conversation."""
     messages: list[Message]
 
 
 @dataclass(frozen=True)
-class Ended:
-    """A conversation is over."""
+class ConversationEnded:
+    """A conversation has ended."""
 
     number: int
     messages: list[Message]
     over: bool
+    """Whether it ended at its limit of turns or tokens."""
     outcome: Outcome | None
     """None: `converse` returned no rewards."""
     seconds: dict[str, float]
-    """Seconds that each tool took, by name."""
+    """Seconds per tool, by name."""
     environment_seconds: float = 0.0
     """Total of the environment's turns: from its start, and from each reply, to the next request or the end."""
 
 
 @dataclass(frozen=True)
-class Graded:
-    """A group is graded."""
+class GroupGraded:
+    """A group has been graded."""
 
     number: int
     outcomes: list[Outcome | None]
@@ -50,44 +52,45 @@ class Graded:
 
 
 @dataclass(frozen=True)
-class Again:
-    """A conversation is restarted: its process is gone, which may not be its own fault."""
+class ConversationRestarted:
+    """A conversation starts again because its process died, possibly through another conversation's fault."""
 
     number: int
 
 
-Said = Asked | Ended | Graded
+Event = ReplyRequest | ConversationEnded | GroupGraded
 
 
-def data_of(said: Said) -> list[Any]:
-    """As JSON-able data."""
-    match said:
-        case Asked():
-            return ["asked", said.number, said.ask, said.messages]
-        case Ended():
-            outcome = _outcome_data(said.outcome)
-            return ["ended", said.number, said.messages, said.over, outcome, said.seconds, said.environment_seconds]
-        case Graded():
-            return ["graded", said.number, [_outcome_data(outcome) for outcome in said.outcomes]]
+def event_data(event: Event) -> list[Any]:
+    """The event as JSON-able data."""
+    match event:
+        case ReplyRequest():
+            return ["asked", event.number, event.request, event.messages]
+        case ConversationEnded():
+            times = event.seconds, event.environment_seconds
+            return ["ended", event.number, event.messages, event.over, _outcome_data(event.outcome), *times]
+        case GroupGraded():
+            return ["graded", event.number, [_outcome_data(outcome) for outcome in event.outcomes]]
 
 
-def said_of(data: Any, number: int | None = None) -> Said:
-    """The inverse of `data_of`. Raises TypeError or ValueError for anything else, or if it is not about `number`."""
+def event_from(data: Any, number: int | None = None) -> Event:
+    """The inverse of `event_data`. Raises TypeError or ValueError for other data or, if given, another `number`."""
     match data:
-        case [_, int(about), *_] if number is not None and about != number:
-            raise ValueError(f"an answer about {about}")
-        case ["asked", int(number), int(ask), list(messages)]:
-            return Asked(number, ask, plain(messages))
-        case ["ended", int(number), list(messages), bool(over), outcome, dict(seconds), took]:
-            own = times({"environment": took})["environment"]
-            return Ended(number, plain(messages), over, _outcome(outcome), times(seconds), own)
+        case [_, int(actual), *_] if number is not None and actual != number:
+            raise ValueError(f"an event of conversation {actual}")
+        case ["asked", int(number), int(request), list(messages)]:
+            return ReplyRequest(number, request, plain_messages(messages))
+        case ["ended", int(number), list(messages), bool(over), outcome, dict(seconds), total]:
+            environment_seconds = checked_seconds({"environment": total})["environment"]
+            plain, by_tool = plain_messages(messages), checked_seconds(seconds)
+            return ConversationEnded(number, plain, over, _outcome_from(outcome), by_tool, environment_seconds)
         case ["graded", int(number), list(outcomes)]:
-            return Graded(number, [_outcome(outcome) for outcome in outcomes])
-    raise TypeError(f"{data!r:.80} is not a message of a conversation")
+            return GroupGraded(number, [_outcome_from(outcome) for outcome in outcomes])
+    raise TypeError(f"{data!r:.80} is not an event of a conversation")
 
 
 def reply_data(reply: Reply | None) -> list[Any] | None:
-    """As JSON-able data; None: the conversation is at a limit."""
+    """The reply as JSON-able data; None: the conversation is at a limit."""
     if reply is None:
         return None
     calls = [[call.name, dict(call.arguments), call.problem] for call in reply.tool_calls]
@@ -95,7 +98,7 @@ def reply_data(reply: Reply | None) -> list[Any] | None:
     return [reply.text, reply.finish_reason, calls, *tokens, reply.reasoning, dict(reply.message), reply.content]
 
 
-def reply_of(data: Any) -> Reply | None:
+def reply_from(data: Any) -> Reply | None:
     """The inverse of `reply_data`."""
     if data is None:
         return None
@@ -104,21 +107,21 @@ def reply_of(data: Any) -> Reply | None:
 
 
 def episode_data(episode: Episode) -> list[Any]:
-    """As JSON-able data."""
+    """The episode as JSON-able data."""
     return [list(episode.messages), episode.rewards, episode.over]
 
 
-def plain(messages: Sequence[Any]) -> list[Message]:
+def plain_messages(messages: Sequence[Any]) -> list[Message]:
     """Messages as JSON-able data, with lone surrogates replaced. Raises TypeError or ValueError if that fails."""
-    sent: list[Message] = json.loads(json.dumps(list(messages), ensure_ascii=False).encode(errors="replace"))
-    for message in sent:
+    plain: list[Message] = json.loads(json.dumps(list(messages), ensure_ascii=False).encode(errors="replace"))
+    for message in plain:
         if not isinstance(message, dict) or not isinstance(message.get("role"), str):
             raise TypeError(f"a message must be a dict with a role: {message!r:.80}")
-    return sent
+    return plain
 
 
-def times(seconds: Any) -> dict[str, float]:
-    """Times by name. Raises TypeError, ValueError or OverflowError if they are not."""
+def checked_seconds(seconds: Any) -> dict[str, float]:
+    """Durations by name. Raises TypeError, ValueError or OverflowError if they are invalid."""
     by_name = dict(seconds)
     for name, value in by_name.items():
         if not isinstance(name, str) or isinstance(value, bool) or not isinstance(value, int | float):
@@ -132,5 +135,5 @@ def _outcome_data(outcome: Outcome | None) -> list[Any] | None:
     return None if outcome is None else [outcome.rewards, outcome.cause, outcome.message]
 
 
-def _outcome(data: Any) -> Outcome | None:
+def _outcome_from(data: Any) -> Outcome | None:
     return None if data is None else outcome_from(data)

@@ -1,4 +1,4 @@
-"""Rewards of conversations: what `converse` returned, else what `grade` returns for the group, else `reward`."""
+"""Rewards of conversations: the result of `converse`, else of `grade` for the group, else of `reward`."""
 
 from __future__ import annotations
 
@@ -9,45 +9,40 @@ from collections.abc import Sequence
 from dataclasses import replace
 from itertools import groupby
 
-from lockstep.config import RewardConfig
-from lockstep.rl.conversations.exchange import Graded
+from lockstep.rl.conversations.exchange import GroupGraded
 from lockstep.rl.conversations.protocol import ConversationEnvironment, Episode
-from lockstep.rl.conversations.runner import Outcomes, Pulse, graded
-from lockstep.rl.conversations.worker_runner import hosted, task_of
+from lockstep.rl.conversations.runner import LoopWatchdog, Outcomes, grade_group
+from lockstep.rl.conversations.worker_runner import run_tasks, worker_task
 from lockstep.rl.environments.protocol import Environment, Example
-from lockstep.rl.grading.calling import INVALID, Grader, Outcome, about, event_loop, failure
+from lockstep.rl.grading.calling import INVALID, Grader, Outcome, call_problem, event_loop, failure
 from lockstep.rl.grading.pool import Workers
 from lockstep.rl.rollouts.records import Conversation, Rollout
 
 Group = tuple[Example, list[Episode]]
-"""What `grade` is called with."""
+"""The arguments of `grade`."""
 
 
 def grade_conversations(
-    environment: ConversationEnvironment,
-    episodes: Sequence[Sequence[Rollout]],
-    config: RewardConfig,
-    grader: Grader,
+    environment: ConversationEnvironment, episodes: Sequence[Sequence[Rollout]], grader: Grader
 ) -> list[Outcome]:
-    """The outcome of each episode's rewards, in order; `reward` runs in `grader`. Episodes of a group are adjacent."""
-    held = [_conversation(rows[0]) for rows in episodes]
-    outcomes: Outcomes = [conversation.outcome for conversation in held]
-    if type(environment).grade is not ConversationEnvironment.grade:
-        outcomes = _grade_groups(environment, episodes, config, grader)
-    alone = [number for number, outcome in enumerate(outcomes) if outcome is None]
-    if alone and not _has_reward(environment):
-        graded_too = type(environment).grade is not ConversationEnvironment.grade
-        problem = f"returned no rewards{', nor did `grade`' if graded_too else ''}, and there is no `reward`,"
-        for number in alone:
-            said = about(environment, episodes[number][-1].example, problem, "converse")
-            said += "; return a number from `converse`, or write `grade` or `reward`"
-            outcomes[number] = failure(INVALID, said)
-    elif alone:
-        jobs = [(episodes[number][-1].example, _answer(environment, episodes[number])) for number in alone]
-        for number, outcome in zip(alone, grader(jobs)):
+    """The outcome of each episode's rewards, in order. Episodes of a group are adjacent."""
+    conversations = [_conversation(rows[0]) for rows in episodes]
+    outcomes: Outcomes = [conversation.outcome for conversation in conversations]
+    has_grade = type(environment).grade is not ConversationEnvironment.grade
+    if has_grade:
+        outcomes = _grade_groups(environment, episodes, grader)
+    ungraded = [number for number, outcome in enumerate(outcomes) if outcome is None]
+    if ungraded and not _has_reward(environment):
+        problem = f"returned no rewards{', nor did `grade`' if has_grade else ''}, and there is no `reward`,"
+        for number in ungraded:
+            message = call_problem(environment, episodes[number][-1].example, problem, "converse")
+            message += "; return a number from `converse`, or write `grade` or `reward`"
+            outcomes[number] = failure(INVALID, message)
+    elif ungraded:
+        jobs = [(episodes[number][-1].example, _answer(environment, episodes[number])) for number in ungraded]
+        for number, outcome in zip(ungraded, grader(jobs)):
             outcomes[number] = outcome
-    graded = [outcome for outcome in outcomes if outcome is not None]
-    return _with_names_of_others(graded, held)
+    return _with_shared_names([outcome for outcome in outcomes if outcome is not None], conversations)
 
 
 def _has_reward(environment: ConversationEnvironment) -> bool:
@@ -64,72 +59,76 @@ def _answer(environment: ConversationEnvironment, rows: Sequence[Rollout]) -> st
 
 
 def _episode(rows: Sequence[Rollout]) -> Episode:
-    held = _conversation(rows[0])
-    rewards = held.outcome.rewards if held.outcome else None
+    conversation = _conversation(rows[0])
+    rewards = conversation.outcome.rewards if conversation.outcome else None
     if rewards is not None and rewards.keys() == {"reward"}:
-        return Episode(held.messages, rewards["reward"], held.over)
-    return Episode(held.messages, rewards, held.over)
+        return Episode(conversation.messages, rewards["reward"], conversation.over)
+    return Episode(conversation.messages, rewards, conversation.over)
 
 
 def _grade_groups(
-    environment: ConversationEnvironment, episodes: Sequence[Sequence[Rollout]], config: RewardConfig, grader: Grader
+    environment: ConversationEnvironment, episodes: Sequence[Sequence[Rollout]], grader: Grader
 ) -> Outcomes:
-    """`grade` of each group that has an episode without rewards; failed episodes are not passed to it."""
+    """Calls `grade` for each group that has an episode without rewards; failed episodes are not passed to it."""
     outcomes: Outcomes = [_conversation(rows[0]).outcome for rows in episodes]
     groups = [
-        list(members) for _, members in groupby(range(len(episodes)), key=lambda number: episodes[number][0].group)
+        list(numbers) for _, numbers in groupby(range(len(episodes)), key=lambda number: episodes[number][0].group)
     ]
-    sound = [[n for n in group if (known := outcomes[n]) is None or not known.cause] for group in groups]
-    open_groups = [group for group in sound if any(outcomes[number] is None for number in group)]
+    without_failed = [[n for n in group if (known := outcomes[n]) is None or not known.cause] for group in groups]
+    ungraded = [group for group in without_failed if any(outcomes[number] is None for number in group)]
 
-    shown = [(episodes[group[0]][0].example, [_episode(episodes[number]) for number in group]) for group in open_groups]
+    arguments = [
+        (episodes[group[0]][0].example, [_episode(episodes[number]) for number in group]) for group in ungraded
+    ]
     if isinstance(grader, Workers):
-        found_of_groups = _grade_in_workers(grader, shown)
+        outcomes_by_group = _grade_in_workers(grader, arguments)
     else:
-        found_of_groups = _grade_here(environment, shown, config)
-    for group, found in zip(open_groups, found_of_groups):
-        for number, outcome in zip(group, found):
+        outcomes_by_group = _grade_here(environment, arguments, grader)
+    for group, group_outcomes in zip(ungraded, outcomes_by_group):
+        for number, outcome in zip(group, group_outcomes):
             outcomes[number] = outcomes[number] or outcome
     return outcomes
 
 
 def _grade_in_workers(workers: Workers, groups: Sequence[Group]) -> list[Outcomes]:
     """If a group's `grade` exceeds a limit, the whole group fails."""
-    seeds = [zlib.crc32("".join(episode.answer for episode in shown).encode()) for _, shown in groups]
-    tasks = [task_of(example, seed, shown) for seed, (example, shown) in zip(seeds, groups)]
+    seeds = [zlib.crc32("".join(episode.answer for episode in episodes).encode()) for _, episodes in groups]
+    tasks = [worker_task(example, seed, episodes) for seed, (example, episodes) in zip(seeds, groups)]
     return [
-        said.outcomes if isinstance(said, Graded) else [said.outcome] * len(shown)
-        for said, (_, shown) in zip(hosted(tasks, workers), groups)
+        result.outcomes if isinstance(result, GroupGraded) else [result.outcome] * len(episodes)
+        for result, (_, episodes) in zip(run_tasks(tasks, workers), groups)
     ]
 
 
-def _grade_here(environment: ConversationEnvironment, groups: Sequence[Group], config: RewardConfig) -> list[Outcomes]:
-    async def grade(example: Example, shown: Sequence[Episode], places: asyncio.Semaphore) -> Outcomes:
-        async with places:
-            return await graded(environment, example, shown, config.seconds)
+def _grade_here(environment: ConversationEnvironment, groups: Sequence[Group], grader: Grader) -> list[Outcomes]:
+    config = grader.config
+
+    async def grade(example: Example, episodes: Sequence[Episode], slots: asyncio.Semaphore) -> Outcomes:
+        async with slots:
+            return await grade_group(environment, example, episodes, config.seconds)
 
     async def grade_all() -> list[Outcomes]:
-        places = asyncio.Semaphore(config.concurrent)
-        return await asyncio.gather(*(grade(example, shown, places) for example, shown in groups))
+        slots = asyncio.Semaphore(config.concurrent)
+        return await asyncio.gather(*(grade(example, episodes, slots) for example, episodes in groups))
 
     running = asyncio.run_coroutine_threadsafe(grade_all(), event_loop())
-    pulse = Pulse(environment, config.seconds)
+    watchdog = LoopWatchdog(environment, config.seconds)
     try:
         while not running.done():
             concurrent.futures.wait([running], timeout=min(1.0, config.seconds / 4))
-            pulse.check("grade")
+            watchdog.check("grade")
     finally:
         running.cancel()
     return running.result()
 
 
-def _with_names_of_others(outcomes: list[Outcome], held: Sequence[Conversation]) -> list[Outcome]:
-    """The single number of a conversation that ended at its limit is used for every name in the others' rewards."""
-    named = (o.rewards for o, conversation in zip(outcomes, held) if not o.cause and not conversation.over)
+def _with_shared_names(outcomes: list[Outcome], conversations: Sequence[Conversation]) -> list[Outcome]:
+    """Uses the single number of a conversation that ended at its limit for every name in the others' rewards."""
+    named = (o.rewards for o, conversation in zip(outcomes, conversations) if not o.cause and not conversation.over)
     names = next(named, {})
     return [
         replace(outcome, rewards=dict.fromkeys(names, outcome.rewards["reward"]))
         if conversation.over and names and outcome.rewards.keys() == {"reward"} != names.keys()
         else outcome
-        for outcome, conversation in zip(outcomes, held)
+        for outcome, conversation in zip(outcomes, conversations)
     ]

@@ -1,4 +1,4 @@
-"""Prompts that are conversations, such as `[system, user]`: what their messages must be."""
+"""Prompts that are lists of messages, such as `[system, user]`: validation and instructions."""
 
 from __future__ import annotations
 
@@ -8,18 +8,18 @@ from typing import Any
 from lockstep.rl.environments.protocol import Message
 
 
-def prompt_messages(given: Any) -> list[Message]:
+def prompt_messages(prompt: Any) -> list[Message]:
     """The messages of a prompt as chat templates expect them: contents as text, arguments of tool calls as objects.
 
-    Raises ValueError that says what is wrong with them.
+    Raises ValueError with what is wrong, as a phrase whose subject is the prompt.
     """
     from lockstep.data.chat import ChatTemplateError  # a reward worker does not need numpy
     from lockstep.data.messages import are_messages, plain
 
-    if not given or not are_messages(given):
+    if not prompt or not are_messages(prompt):
         raise ValueError("is a list, but not of messages: objects with `role` and `content`")
     try:
-        messages: list[Message] = [plain(message) for message in given]
+        messages: list[Message] = [plain(message) for message in prompt]
     except ChatTemplateError as error:
         raise ValueError(f"cannot be rendered: {error}") from error
     if not all(isinstance(message["role"], str) for message in messages):
@@ -34,7 +34,7 @@ def prompt_messages(given: Any) -> list[Message]:
 
 
 def with_instruction(messages: list[Message], instruction: str) -> list[Message]:
-    """With a text added to what the user says last."""
+    """The messages with `instruction` appended to the last user message."""
     last = max((i for i, message in enumerate(messages) if message["role"] == "user"), default=len(messages) - 1)
-    asked = {**messages[last], "content": f"{messages[last].get('content') or ''}{instruction}"}
-    return [*messages[:last], asked, *messages[last + 1 :]]
+    instructed = {**messages[last], "content": f"{messages[last].get('content') or ''}{instruction}"}
+    return [*messages[:last], instructed, *messages[last + 1 :]]

@@ -1,6 +1,6 @@
-"""An environment that talks with the model: what it defines, and its finished conversations.
+"""An environment that talks with the model, and its finished conversations.
 
-It exchanges plain data with the model, and does not see which engine samples the replies, or where.
+It exchanges plain data with the model, and does not know which engine samples the replies, or where.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ class Episode:
 
     messages: Sequence[Message]
     rewards: Rewards | None = None
-    """What `converse` returned."""
+    """The result of `converse`."""
     over: bool = False
     """Whether it ended at its limit of turns or tokens."""
 
@@ -36,20 +36,20 @@ class Episode:
 class ConversationEnvironment(Environment):
     """Examples and conversations about them. Write `examples`, and `converse`, `grade` or `reward`.
 
-    A conversation's rewards are what `converse` returns; if that is None, what `grade` returns for the group; if that
-    is also None, what `reward` or `rewards` return for the last reply, as in any other environment.
+    A conversation's rewards are the result of `converse`; if that is None, the result of `grade` for the group; if that
+    is None too, the result of `reward` or `rewards` for the last reply, as in any other environment.
     """
 
     tools: ClassVar[Sequence[Callable[..., Any]]] = ()
-    """Functions or coroutines that the model can call: it is shown their names, docstrings and types."""
+    """Functions or coroutines that the model can call: it sees their names, docstrings and types."""
     turns: ClassVar[int] = 8
-    """Most replies in a conversation."""
+    """Maximum number of replies in a conversation."""
     unfinished: ClassVar[Rewards] = 0.0
-    """The rewards of a conversation ended by ConversationOver, if `converse` did not catch it. A single number is used
-    for every name in the others' rewards."""
+    """Rewards of a conversation ended by ConversationOver, if `converse` did not catch it. A single number is used for
+    every name in the others' rewards."""
 
     async def converse(self, example: Example, chat: Chat) -> Rewards | None:
-        """Talks about one example: by default its prompt and, while the model calls tools, their results."""
+        """Converses about one example. Default: sends its prompt, then tool results until the model calls no tool."""
         chat.add(example.prompt)
         reply = await chat.reply()
         while reply.tool_calls:

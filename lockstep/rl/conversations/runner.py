@@ -1,4 +1,4 @@
-"""The environment's side of conversations: coroutines that send the model requests and receive its replies."""
+"""Runs the environment's side of conversations: coroutines that send requests to the model and receive its replies."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from typing import Any
 from lockstep.config import RewardConfig
 from lockstep.errors import UserError
 from lockstep.rl.conversations.chat import Chat, ConversationOver, Reply
-from lockstep.rl.conversations.exchange import Asked, Ended, plain, times
+from lockstep.rl.conversations.exchange import ConversationEnded, ReplyRequest, checked_seconds, plain_messages
 from lockstep.rl.conversations.protocol import ConversationEnvironment, Episode
 from lockstep.rl.environments.protocol import Example, Message, source_file
 from lockstep.rl.grading.calling import (
@@ -25,14 +25,14 @@ from lockstep.rl.grading.calling import (
     PATIENCE,
     Outcome,
     TimeUpError,
-    about,
-    described,
+    call_problem,
+    error_text,
     event_loop,
-    failed,
     failure,
-    heard,
     outcome_of,
-    within,
+    outcome_of_error,
+    retrieve_error,
+    with_timeout,
 )
 
 Outcomes = list[Outcome | None]
@@ -41,10 +41,10 @@ LIMIT = "the conversation is at its limit of turns or of tokens"
 
 
 class ConversationRunner:
-    """Conversations about `examples`, one each, by index. Plain data goes in and out. A context manager.
+    """Runs one conversation per example, numbered by the example's index. A context manager.
 
-    In at most `rewards.concurrent` of them it is the environment's turn at a time, for at most `rewards.seconds` from
-    one reply to the next request; the others wait for the model.
+    Up to `rewards.concurrent` environments have their turn at a time, each for at most `rewards.seconds` from a reply
+    to the next request; the other conversations wait for the model.
     """
 
     def __init__(
@@ -56,9 +56,9 @@ class ConversationRunner:
     ):
         self.environment, self.examples, self.config = environment, examples, config
         self._loop = event_loop()
-        self._said: queue.SimpleQueue[Asked | Ended] = queue.SimpleQueue()
-        self._guests: dict[int, _Guest] = {}
-        self._pulse = Pulse(environment, config.seconds, patience)
+        self._events: queue.SimpleQueue[ReplyRequest | ConversationEnded] = queue.SimpleQueue()
+        self._conversations: dict[int, _Conversation] = {}
+        self._watchdog = LoopWatchdog(environment, config.seconds, patience)
         self._running = asyncio.run_coroutine_threadsafe(self._converse_all(), self._loop)
 
     def __enter__(self) -> ConversationRunner:
@@ -67,148 +67,149 @@ class ConversationRunner:
     def __exit__(self, *_: object) -> None:
         self._running.cancel()
 
-    def next(self, wait: bool) -> Asked | Ended | None:
-        """The next message of a conversation; None if there is none and `wait` is False.
+    def next(self, wait: bool) -> ReplyRequest | ConversationEnded | None:
+        """The next event of a conversation; None if there is none and `wait` is False.
 
-        Raises UserError, naming the line, if the environment blocks the event loop for too long.
+        Raises UserError, with file and line, if the environment blocks the event loop for too long.
         """
         while True:
             with suppress(queue.Empty):
-                return self._said.get(block=wait, timeout=min(1.0, self.config.seconds / 4))
+                return self._events.get(block=wait, timeout=min(1.0, self.config.seconds / 4))
             if self._running.done():
                 self._running.result()
             if not wait:
                 return None
-            self._pulse.check("converse")
+            self._watchdog.check("converse")
 
-    def answer(self, number: int, ask: int, reply: Reply | None) -> None:
-        """Passes the model's reply to a conversation that has requested one; None: there will be no more."""
-        self._loop.call_soon_threadsafe(self._guests[number].hear, ask, reply)
+    def answer(self, number: int, request: int, reply: Reply | None) -> None:
+        """Answers a request of a conversation; None: the conversation is at a limit and gets no more replies."""
+        self._loop.call_soon_threadsafe(self._conversations[number].receive, request, reply)
 
     async def _converse_all(self) -> None:
-        places = asyncio.Semaphore(self.config.concurrent)
+        slots = asyncio.Semaphore(self.config.concurrent)
         for number, example in enumerate(self.examples):
-            self._guests[number] = _Guest(number, example, self, places)
-        await asyncio.gather(*(guest.converse() for guest in self._guests.values()))
+            self._conversations[number] = _Conversation(number, example, self, slots)
+        await asyncio.gather(*(conversation.run() for conversation in self._conversations.values()))
 
-    def say(self, said: Asked | Ended) -> None:
-        self._said.put(said)
+    def emit(self, event: ReplyRequest | ConversationEnded) -> None:
+        self._events.put(event)
 
 
-class _Guest:
-    """One conversation."""
+class _Conversation:
+    """One conversation; its attributes are used only in the event loop's thread."""
 
-    def __init__(self, number: int, example: Example, runner: ConversationRunner, places: asyncio.Semaphore):
-        self.number, self.example, self.runner, self.places = number, example, runner, places
+    def __init__(self, number: int, example: Example, runner: ConversationRunner, slots: asyncio.Semaphore):
+        self.number, self.example, self.runner, self.slots = number, example, runner, slots
         self.chat = Chat(self.ask)
         self.loop = asyncio.get_running_loop()
         self.time_up: asyncio.Future[None] = self.loop.create_future()
-        self.asks = 0
+        self.requests = 0
         self.reply: asyncio.Future[Reply | None] | None = None
-        self.alarm: asyncio.TimerHandle | None = None
-        self.beginning: asyncio.Task[None] | None = None
-        """Waits for a free slot, after a reply."""
+        self.timer: asyncio.TimerHandle | None = None
+        """Runs during the environment's turns."""
+        self.resuming: asyncio.Task[None] | None = None
+        """After a reply, waits for a free slot."""
         self.over = False
         self.began = 0.0
         self.seconds = 0.0
         """Total of the environment's turns so far."""
 
-    async def converse(self) -> None:
-        await self._begin()
-        task = asyncio.ensure_future(awaited(self.runner.environment.converse, self.example, self.chat))
-        task.add_done_callback(heard)
+    async def run(self) -> None:
+        await self._begin_turn()
+        task = asyncio.ensure_future(call(self.runner.environment.converse, self.example, self.chat))
+        task.add_done_callback(retrieve_error)
         try:
             await asyncio.wait({task, self.time_up}, return_when=asyncio.FIRST_COMPLETED)
-            self._note_time()
+            self._check_time()
             outcome = self._outcome(task)
         finally:
-            self._pause()
-            # One that runs on regardless can make no more requests.
+            self._end_turn()
+            # If `converse` ignores its cancellation, it can make no more requests.
             self.time_up.cancel()
             task.cancel()
         messages: list[Message] = []
         seconds: dict[str, float] = {}
         problem = ""
         try:
-            messages = plain(self.chat.messages)
-        except Exception as error:  # the messages are the environment's, and so is what reading them raises
-            problem = f"left messages that are not plain data ({described(error)})"
+            messages = plain_messages(self.chat.messages)
+        except Exception as error:  # any: the environment's objects run their own code when they are read
+            problem = f"left messages that are not plain data ({error_text(error)})"
         try:
-            seconds = times(self.chat.seconds)
+            seconds = checked_seconds(self.chat.seconds)
         except Exception as error:
-            problem = problem or f"left chat.seconds that does not map names to times ({described(error)})"
+            problem = problem or f"left chat.seconds that does not map names to times ({error_text(error)})"
         if problem and (outcome is None or not outcome.cause):
-            outcome = failure(INVALID, about(self.runner.environment, self.example, problem, "converse"))
-        self.runner.say(Ended(self.number, messages, self.over, outcome, seconds, self.seconds))
+            outcome = failure(INVALID, call_problem(self.runner.environment, self.example, problem, "converse"))
+        self.runner.emit(ConversationEnded(self.number, messages, self.over, outcome, seconds, self.seconds))
 
     def _outcome(self, task: asyncio.Future[Any]) -> Outcome | None:
         environment, example = self.runner.environment, self.example
         if self.time_up.done():
-            return failed(TimeUpError(), environment, example, "converse")
+            return outcome_of_error(TimeUpError(), environment, example, "converse")
         try:
             value = task.result()
         except ConversationOver:
             self.over, value = True, environment.unfinished
-        except BaseException as error:  # including SystemExit, which is the environment's
-            return failed(error, environment, example, "converse")
+        except BaseException as error:  # including SystemExit, raised by the environment
+            return outcome_of_error(error, environment, example, "converse")
         return None if value is None else _outcome_of(value, environment, example, "converse")
 
     async def ask(self, messages: Sequence[Message]) -> Reply:
-        self._note_time()
+        self._check_time()
         if self.over or self.time_up.done():
-            # Its time runs on, and the others get their turn, even if a loop catches this and tries again.
+            # Yields to the others, and its time continues, even if a loop catches this and tries again.
             await asyncio.sleep(0)
             raise ConversationOver(LIMIT) if self.over else TimeoutError("this conversation has ended")
         if self.reply is not None:
             raise RuntimeError("a conversation can wait for only one reply at a time: await each before the next")
-        sent = plain(messages)
-        self._pause()
-        self.asks += 1
+        plain = plain_messages(messages)
+        self._end_turn()
+        self.requests += 1
         self.reply = self.loop.create_future()
         try:
-            self.runner.say(Asked(self.number, self.asks, sent))
+            self.runner.emit(ReplyRequest(self.number, self.requests, plain))
             reply = await self.reply
         finally:
             self.reply = None
-            # Tasks left behind by a finished conversation take up no slot.
+            # Leftover tasks of a finished conversation take no slot.
             if not self.time_up.done():
                 # In a separate task: the environment may cancel this one here, but its time must still run.
-                self.beginning = asyncio.ensure_future(self._begin())
-                await asyncio.wait({self.beginning})
+                self.resuming = asyncio.ensure_future(self._begin_turn())
+                await asyncio.wait({self.resuming})
         if reply is None:
             self.over = True
             raise ConversationOver(LIMIT)
         return reply
 
-    def hear(self, ask: int, reply: Reply | None) -> None:
-        """The reply to its request `ask`, which it may have given up; None: to all its requests from now on."""
+    def receive(self, request: int, reply: Reply | None) -> None:
+        """Takes the reply to `request`, unless that was abandoned; None ends the conversation at a limit."""
         if reply is None:
             self.over = True
-        if (ask == self.asks or reply is None) and self.reply is not None and not self.reply.done():
+        if (request == self.requests or reply is None) and self.reply is not None and not self.reply.done():
             self.reply.set_result(reply)
 
-    async def _begin(self) -> None:
-        """Starts the environment's time once there is a free slot."""
-        await self.places.acquire()
+    async def _begin_turn(self) -> None:
+        """Waits for a free slot and starts the environment's time."""
+        await self.slots.acquire()
         self.began = self.loop.time()
-        self.alarm = self.loop.call_later(self.runner.config.seconds, self._ring)
+        self.timer = self.loop.call_later(self.runner.config.seconds, self._set_time_up)
 
-    def _pause(self) -> None:
-        if self.beginning is not None:
-            self.beginning.cancel()
-            self.beginning = None
-        if self.alarm is not None:
-            self.alarm.cancel()
-            self.alarm = None
+    def _end_turn(self) -> None:
+        if self.resuming is not None:
+            self.resuming.cancel()
+            self.resuming = None
+        if self.timer is not None:
+            self.timer.cancel()
+            self.timer = None
             self.seconds += self.loop.time() - self.began
-            self.places.release()
+            self.slots.release()
 
-    def _note_time(self) -> None:
-        # Whatever blocks the loop also keeps the alarm from firing.
-        if self.alarm is not None and self.loop.time() >= self.alarm.when():
-            self._ring()
+    def _check_time(self) -> None:
+        # While the loop is blocked, the timer cannot fire.
+        if self.timer is not None and self.loop.time() >= self.timer.when():
+            self._set_time_up()
 
-    def _ring(self) -> None:
+    def _set_time_up(self) -> None:
         if not self.time_up.done():
             self.time_up.set_result(None)
 
@@ -216,84 +217,85 @@ class _Guest:
 class BlockedError(UserError):
     """The environment blocks the event loop."""
 
-    def __init__(self, said: str, place: str):
-        super().__init__(said)
-        self.place = place
-        """Its file and line."""
+    def __init__(self, message: str, location: str):
+        super().__init__(message)
+        self.location = location
+        """File and line of the blocking call."""
 
 
-class Pulse:
-    """Checks from another thread whether the event loop still turns, and reports the file and line that blocks it."""
+class LoopWatchdog:
+    """Checks from another thread that the event loop is responsive; reports the file and line that block it."""
 
     def __init__(self, environment: ConversationEnvironment, seconds: float, patience: float = PATIENCE):
-        self._environment, self._seconds, self._most = environment, seconds, patience * seconds
+        self._environment, self._seconds, self._limit = environment, seconds, patience * seconds
         self._loop = event_loop()
-        self._beat = threading.Event()
-        self._beat.set()
-        self._asked = 0.0
+        self._responded = threading.Event()
+        self._responded.set()
+        self._pinged = 0.0
         self._warned = False
 
     def check(self, method: str) -> None:
-        """Warns after `seconds` without a turn of the loop. Raises BlockedError after `patience` times as many."""
-        if self._beat.is_set():
-            self._beat.clear()
-            self._asked, self._warned = time.monotonic(), False
-            self._loop.call_soon_threadsafe(self._beat.set)
+        """Warns after `seconds` without a response from the loop. Raises BlockedError after `patience` times that."""
+        if self._responded.is_set():
+            self._responded.clear()
+            self._pinged, self._warned = time.monotonic(), False
+            self._loop.call_soon_threadsafe(self._responded.set)
             return
-        waited = time.monotonic() - self._asked
-        if waited < self._seconds or (self._warned and waited < self._most):
+        waited = time.monotonic() - self._pinged
+        if waited < self._seconds or (self._warned and waited < self._limit):
             return
-        place = self._place()
-        said = (
-            f"{place}: {type(self._environment).__name__}.{method} has not awaited anything for {waited:.0f} s and "
+        location = self._location()
+        message = (
+            f"{location}: {type(self._environment).__name__}.{method} has not awaited anything for {waited:.0f} s and "
             "blocks all other conversations; await slow operations, or run them in asyncio.to_thread"
         )
-        if waited >= self._most:
-            raise BlockedError(said, place)
+        if waited >= self._limit:
+            raise BlockedError(message, location)
         self._warned = True
-        from lockstep.observe import log  # imports torch, which a conversation's own process does not need
+        from lockstep.observe import log  # imports torch, which a conversation's process does not need
 
-        log.warning("%s", said)
+        log.warning("%s", message)
 
-    def _place(self) -> str:
+    def _location(self) -> str:
         thread = next((t.ident for t in threading.enumerate() if t.name == "rewards"), None)
         frames = traceback.extract_stack(sys._current_frames()[thread]) if thread in sys._current_frames() else []
         file = source_file(type(self._environment))
-        own = [f for f in frames if file is not None and Path(f.filename).resolve() == file.resolve()]
-        found = own or list(frames)
-        return f"{found[-1].filename}:{found[-1].lineno}" if found else "its code"
+        in_file = [f for f in frames if file is not None and Path(f.filename).resolve() == file.resolve()]
+        candidates = in_file or list(frames)
+        return f"{candidates[-1].filename}:{candidates[-1].lineno}" if candidates else "its code"
 
 
-async def awaited(function: Callable[..., Any], *arguments: Any) -> Any:
+async def call(function: Callable[..., Any], *arguments: Any) -> Any:
+    """The result of a function or coroutine function."""
     value = function(*arguments)
     return await value if inspect.isawaitable(value) else value
 
 
-async def graded(
+async def grade_group(
     environment: ConversationEnvironment, example: Example, episodes: Sequence[Episode], seconds: float
 ) -> Outcomes:
     """The outcome of `grade` for each episode of a group; None if it returns no rewards."""
     try:
-        rewards = await within(seconds, awaited(environment.grade, example, episodes))
-    except BaseException as error:  # including SystemExit, which is the environment's
-        return [failed(error, environment, example, "grade")] * len(episodes)
+        rewards = await with_timeout(seconds, call(environment.grade, example, episodes))
+    except BaseException as error:  # including SystemExit, raised by the environment
+        return [outcome_of_error(error, environment, example, "grade")] * len(episodes)
     if rewards is None:
         return [None] * len(episodes)
     try:
-        each, shown = list(rewards), f"{rewards!r:.80}"
+        values, shown = list(rewards), f"{rewards!r:.80}"
     except TypeError:
-        each, shown = [], f"a {type(rewards).__name__}"
+        values, shown = [], f"a {type(rewards).__name__}"
     except BaseException as error:
-        return [failed(error, environment, example, "grade")] * len(episodes)
-    if len(each) != len(episodes):
+        return [outcome_of_error(error, environment, example, "grade")] * len(episodes)
+    if len(values) != len(episodes):
         problem = f"returned {shown}, not a list with one reward per episode (here {len(episodes)}),"
-        return [failure(INVALID, about(environment, example, problem, "grade"))] * len(episodes)
-    return [_outcome_of(own, environment, example, "grade") for own in each]
+        return [failure(INVALID, call_problem(environment, example, problem, "grade"))] * len(episodes)
+    return [_outcome_of(value, environment, example, "grade") for value in values]
 
 
 def _outcome_of(value: Any, environment: ConversationEnvironment, example: Example, method: str) -> Outcome:
-    """As `outcome_of`; what reading the value raises is also a failure of the environment."""
+    """As `outcome_of`; an error raised by the value itself is also a failure of the environment."""
     try:
         return outcome_of(value, environment, example, method)
     except BaseException as error:
-        return failed(error, environment, example, method)
+        return outcome_of_error(error, environment, example, method)

@@ -1,4 +1,4 @@
-"""How a tool is described to a model: JSON schemas of Python functions, and checks of arguments against them."""
+"""JSON schemas of Python functions, which describe tools to a model, and checks of arguments against them."""
 
 from __future__ import annotations
 
@@ -29,23 +29,23 @@ ARGUMENT = re.compile(r"^[ \t]*(\w+)(?:[ \t]*\([^)\n]*\))?:[ \t]*(.*)$")
 def schema_of(function: Callable[..., Any]) -> dict[str, Any]:
     """The function's schema in OpenAI's tool format, as chat templates show it.
 
-    Its name, its docstring up to the first section, and its parameters by their annotations, described by the `Args:`
-    section (Google style). If the function has a `schema` attribute, a dict, that is used as it is. Raises UserError
-    for a function that cannot be described: without a docstring, or with a parameter that has no annotation, has a type
-    without a JSON equivalent, or cannot be passed by name.
+    It has the function's name, its docstring up to the first section, and its annotated parameters with their
+    descriptions from the `Args:` section (Google style). A `schema` attribute, a dict, is used as it is. Raises
+    UserError for a function without a docstring, or with a parameter that has no annotation, has a type without a JSON
+    equivalent, or cannot be passed by name.
     """
-    given = getattr(function, "schema", None)
-    if isinstance(given, dict):
-        return given
+    schema = getattr(function, "schema", None)
+    if isinstance(schema, dict):
+        return schema
     name = tool_name(function)
-    where = f"the tool {name} ({_place(function)})"
+    where = f"the tool {name} ({_location(function)})"
     text = inspect.getdoc(function) or ""
     section = SECTION.search(text)
     description = text[: section.start()].strip() if section else text.strip()
     if not description:
         raise UserError(f"{where} has no docstring; add one that tells the model what it does")
     try:
-        # Only parameters matter: the return type may well be a class of the user's own.
+        # Only parameters matter: the return type can be any class.
         hints = get_type_hints(function)
         parameters = inspect.signature(function).parameters
     except (NameError, TypeError, ValueError) as error:
@@ -63,33 +63,33 @@ def schema_of(function: Callable[..., Any]) -> dict[str, Any]:
                 f"{where}: the parameter {parameter.name} is a {hints[parameter.name]}, which JSON cannot express; "
                 "use str, int, float, bool, None, Literal, Enum, list, dict, tuple and unions of them"
             )
-        about = described.get(parameter.name)
-        properties[parameter.name] = kind | ({"description": about} if about else {})
+        words = described.get(parameter.name)
+        properties[parameter.name] = kind | ({"description": words} if words else {})
     required = [p.name for p in parameters.values() if p.default is p.empty]
-    schema: dict[str, Any] = {"type": "object", "properties": properties}
+    arguments: dict[str, Any] = {"type": "object", "properties": properties}
     if required:
-        schema["required"] = required
-    return {"type": "function", "function": {"name": name, "description": description, "parameters": schema}}
+        arguments["required"] = required
+    return {"type": "function", "function": {"name": name, "description": description, "parameters": arguments}}
 
 
-def _place(function: Callable[..., Any]) -> str:
-    """`file:line`; the module if there is none, as for a function written in C."""
+def _location(function: Callable[..., Any]) -> str:
+    """`file:line`; the module of a function written in C."""
     code = getattr(inspect.unwrap(function), "__code__", None) or getattr(type(function).__call__, "__code__", None)
     return f"{code.co_filename}:{code.co_firstlineno}" if code else str(getattr(function, "__module__", "?"))
 
 
 def tool_name(function: Callable[..., Any]) -> str:
     """The name by which a model calls a tool."""
-    given = getattr(function, "schema", None)
-    if isinstance(given, dict):
-        return str(given["function"]["name"])
+    schema = getattr(function, "schema", None)
+    if isinstance(schema, dict):
+        return str(schema["function"]["name"])
     return str(getattr(function, "__name__", type(function).__name__))
 
 
 def problem_with(arguments: Mapping[str, Any], schema: Mapping[str, Any]) -> str:
-    """What is wrong with the arguments of a call, for the model; empty if nothing is.
+    """What is wrong with a call's arguments, as a message for the model; empty if they are valid.
 
-    `schema`: of the parameters, as made by `schema_of`.
+    `schema`: of the parameters, as in the result of `schema_of`.
     """
     known = schema.get("properties", {})
     for name in arguments:
@@ -100,7 +100,7 @@ def problem_with(arguments: Mapping[str, Any], schema: Mapping[str, Any]) -> str
         return f'the argument "{missing[0]}" is missing'
     for name, value in arguments.items():
         if not _fits(value, known[name]):
-            return f'the argument "{name}" must be {_wanted(known[name])}'
+            return f'the argument "{name}" must be {_expected(known[name])}'
     return ""
 
 
@@ -108,21 +108,21 @@ def _fits(value: Any, schema: Mapping[str, Any]) -> bool:
     if value is None and schema.get("nullable"):
         return True
     if "anyOf" in schema:
-        return any(_fits(value, one) for one in schema["anyOf"])
+        return any(_fits(value, option) for option in schema["anyOf"])
     if "enum" in schema:
         # 1 == True == 1.0 in Python, but not in JSON.
-        return any(value == one and isinstance(value, bool) == isinstance(one, bool) for one in schema["enum"])
-    wanted = schema.get("type", ())
-    kinds = [wanted] if isinstance(wanted, str) else wanted
+        return any(value == option and isinstance(value, bool) == isinstance(option, bool) for option in schema["enum"])
+    types = schema.get("type", ())
+    kinds = [types] if isinstance(types, str) else types
     if kinds and not any(_is(value, kind) for kind in kinds):
         return False
     if isinstance(value, list):
-        places = schema.get("prefixItems")
-        if places is not None:
-            return len(value) == len(places) and all(map(_fits, value, places))
-        return all(_fits(one, schema.get("items", {})) for one in value)
+        items = schema.get("prefixItems")
+        if items is not None:
+            return len(value) == len(items) and all(map(_fits, value, items))
+        return all(_fits(item, schema.get("items", {})) for item in value)
     if isinstance(value, dict):
-        return all(_fits(one, schema.get("additionalProperties", {})) for one in value.values())
+        return all(_fits(item, schema.get("additionalProperties", {})) for item in value.values())
     return True
 
 
@@ -130,29 +130,29 @@ def _is(value: Any, kind: str) -> bool:
     return isinstance(value, PYTHON.get(kind, object)) and (not isinstance(value, bool) or kind == "boolean")
 
 
-def _wanted(schema: Mapping[str, Any]) -> str:
+def _expected(schema: Mapping[str, Any]) -> str:
     if "anyOf" in schema:
-        said = " or ".join(_wanted(one) for one in schema["anyOf"])
+        text = " or ".join(_expected(one) for one in schema["anyOf"])
     elif "enum" in schema:
-        said = "one of " + ", ".join(map(repr, schema["enum"]))
+        text = "one of " + ", ".join(map(repr, schema["enum"]))
     else:
         kinds = schema.get("type", "anything")
-        said = "of the type " + (kinds if isinstance(kinds, str) else " or ".join(kinds))
+        text = "of the type " + (kinds if isinstance(kinds, str) else " or ".join(kinds))
         if "items" in schema:
-            said += f", each {_wanted(schema['items'])}"
+            text += f", each {_expected(schema['items'])}"
         if "prefixItems" in schema:
-            said += f" of {len(schema['prefixItems'])}: " + ", ".join(map(_wanted, schema["prefixItems"]))
-    return said + (" or null" if schema.get("nullable") else "")
+            text += f" of {len(schema['prefixItems'])}: " + ", ".join(map(_expected, schema["prefixItems"]))
+    return text + (" or null" if schema.get("nullable") else "")
 
 
 def _schema_of_type(hint: Any) -> dict[str, Any] | None:
-    """None if JSON cannot express it."""
+    """The schema of a type hint; None if JSON cannot express it."""
     if hint is Any:
         return {}
     if hint in SCALARS or hint in CONTAINERS:
         return {"type": SCALARS.get(hint) or CONTAINERS[hint]}
     if isinstance(hint, type) and issubclass(hint, Enum):
-        # The function would get a plain value instead of the Enum, a surprise unless the Enum is also a str or int.
+        # The function receives a plain value, not the Enum, which only works if the Enum is also a str or int.
         return _one_of([member.value for member in hint]) if issubclass(hint, str | int) else None
     origin, args = get_origin(hint), get_args(hint)
     if origin is Literal:
@@ -194,13 +194,13 @@ def _union(args: tuple[Any, ...]) -> dict[str, Any] | None:
 
 
 def _descriptions(text: str) -> dict[str, str]:
-    """The `Args:` section, by parameter; lines that are indented further belong to the one above."""
+    """The `Args:` section by parameter; lines that are indented further continue the one above."""
     begin = re.search(r"^(?:Args|Arguments|Parameters):[ \t]*\n", text, re.MULTILINE)
     if begin is None:
         return {}
     end = SECTION.search(text, begin.end())
     lines = [line for line in text[begin.end() : end.start() if end else None].splitlines() if line.strip()]
-    found: dict[str, str] = {}
+    descriptions: dict[str, str] = {}
     depth, name = None, ""
     for line in lines:
         indent = len(line) - len(line.lstrip())
@@ -210,7 +210,7 @@ def _descriptions(text: str) -> dict[str, str]:
             break
         if match and indent == depth:
             name = match.group(1)
-            found[name] = match.group(2).strip()
+            descriptions[name] = match.group(2).strip()
         elif name:
-            found[name] = f"{found[name]} {line.strip()}".strip()
-    return found
+            descriptions[name] = f"{descriptions[name]} {line.strip()}".strip()
+    return descriptions

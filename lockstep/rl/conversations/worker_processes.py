@@ -1,7 +1,6 @@
-"""Conversations in separate processes: their keeper starts them, passes messages on, and enforces the limits.
+"""Conversations in separate processes: their supervisor forks them, relays messages, and enforces the limits.
 
-Each is a process forked from the keeper, which has loaded the environment: whatever one of them does, the others are
-not affected and need not be restarted.
+Each is forked from the supervisor, which has loaded the environment, so a crash of one does not affect the others.
 """
 
 from __future__ import annotations
@@ -15,34 +14,40 @@ from contextlib import suppress
 from dataclasses import replace
 from typing import Any
 
-from lockstep.rl.conversations.exchange import Asked, Ended, Graded, data_of, said_of
-from lockstep.rl.conversations.process import converse
+from lockstep.rl.conversations.exchange import (
+    ConversationEnded,
+    GroupGraded,
+    ReplyRequest,
+    event_data,
+    event_from,
+)
+from lockstep.rl.conversations.process import run_task
 from lockstep.rl.grading.calling import KILLED, OUTPUT, PROCESSES, TIMEOUT, failure
 from lockstep.rl.grading.frames import Closed, Stream
 from lockstep.rl.grading.processes import descendants, end_tree
 from lockstep.rl.grading.worker import confine
 from lockstep.rl.grading.worker_supervisor import DONE, POLL_SECONDS, WorkerSupervisor
 
-MOST_BYTES = 2**25
-"""Most bytes in one message of a conversation."""
+MAX_BYTES = 2**25
+"""Maximum size of one message of a conversation."""
 ALIVE = 4
-"""This many times rewards.concurrent conversations may be alive at a time: most of them wait for the model."""
+"""Up to this many times rewards.concurrent conversations are alive at a time, as most of them wait for the model."""
 
 
 def grace(seconds: float) -> float:
-    """How long after its time is up a process may take to report that itself, and where."""
+    """Seconds after its timeout in which a process can report the timeout itself, with the line that blocks."""
     return 1.0 + min(2.0, seconds / 2)
 
 
 def supervise_conversations(supervisor: WorkerSupervisor, inbox: bytearray) -> None:
-    """Runs until the trainer is done. `inbox`: orders received so far. Raises Closed if the trainer is gone."""
+    """Runs until the trainer sends DONE. `inbox`: bytes received so far. Raises Closed if the trainer is gone."""
     orders, answers = supervisor.trainer
     stream = Stream(orders, answers)
     stream.inbox += inbox
     inbox.clear()
     conversations = _Conversations(supervisor, stream)
     try:
-        conversations.keep()
+        conversations.run()
     finally:
         conversations.end_all()
         os.set_blocking(orders, True)
@@ -50,17 +55,17 @@ def supervise_conversations(supervisor: WorkerSupervisor, inbox: bytearray) -> N
 
 
 class _Process:
-    """A conversation's process, and its keeper's ends of its pipes."""
+    """A conversation's process, and the supervisor's ends of its pipes."""
 
     def __init__(self, supervisor: WorkerSupervisor, number: int, task: dict[str, Any], others: list[_Process]):
         self.number, self.task = number, task
-        self.until: float | None = None
-        """The end of the environment's time; None while the model has its turn."""
+        self.deadline: float | None = None
+        """The end of the environment's time; None during the model's turn."""
         self.began = self.seconds = 0.0
-        """When the environment's turn began, and the total of those before it."""
+        """Start of the environment's turn, and the total of the turns before it."""
         self.printed = 0
         self.over = False
-        """Whether it was told that there are no more replies."""
+        """Whether it is at a limit and gets no more replies."""
         ours, theirs = socket.socketpair()
         self.output, output = os.pipe()
         try:
@@ -80,7 +85,7 @@ class _Process:
                 for end in ends + [end for other in others for end in (other.stream.reads, other.output)]:
                     os.close(end)
                 confine(supervisor.limits, output)
-                converse(supervisor.environment, supervisor.limits, number, task, theirs.detach(), MOST_BYTES)
+                run_task(supervisor.environment, supervisor.limits, number, task, theirs.detach(), MAX_BYTES)
             finally:
                 os._exit(1)
         theirs.close()
@@ -89,17 +94,17 @@ class _Process:
         end = ours.detach()
         self.stream: Stream = Stream(end, end)
 
-    def give_turn(self, seconds: float) -> None:
-        """Starts the environment's time, of at most `seconds`."""
+    def begin_turn(self, seconds: float) -> None:
+        """Starts the environment's turn, of at most `seconds`."""
         now = time.monotonic()
-        if self.until is None:
+        if self.deadline is None:
             self.began = now
-        self.until = now + seconds + grace(seconds)
+        self.deadline = now + seconds + grace(seconds)
 
     def end_turn(self) -> None:
-        if self.until is not None:
+        if self.deadline is not None:
             self.seconds += time.monotonic() - self.began
-        self.until = None
+        self.deadline = None
 
     def end(self, spared: frozenset[int]) -> None:
         end_tree(self.process, spared)
@@ -113,20 +118,20 @@ class _Conversations:
     def __init__(self, supervisor: WorkerSupervisor, trainer: Stream):
         self.supervisor, self.trainer, self.limits = supervisor, trainer, supervisor.limits
         self.alive: dict[int, _Process] = {}
-        self.beginning: deque[tuple[int, dict[str, Any]]] = deque()
+        self.waiting: deque[tuple[int, dict[str, Any]]] = deque()
         self.answers: deque[tuple[int, Any]] = deque()
         self.counted = time.monotonic()
 
-    def keep(self) -> None:
-        ready = {self.trainer.reads}  # some input has arrived before
+    def run(self) -> None:
+        ready = {self.trainer.reads}  # the inbox may have complete orders
         while True:
-            if self.trainer.reads in ready and any([self._obey(order) for order in self.trainer.messages()]):
+            if self.trainer.reads in ready and any([self._handle(order) for order in self.trainer.messages()]):
                 break
             for process in list(self.alive.values()):
-                if cause := self._attend(process, ready):
+                if cause := self._relay(process, ready):
                     self._end(process, self._failed(process, cause))
-            self._count()
-            self._give_turns()
+            self._check_descendants()
+            self._begin_turns()
             self.trainer.flush()
             ready = self._wait()
         self.end_all()
@@ -139,47 +144,47 @@ class _Conversations:
         for process in list(self.alive.values()):
             self._end(process)
 
-    def _obey(self, order: Any) -> bool:
-        """Whether the trainer is done."""
+    def _handle(self, order: Any) -> bool:
+        """Whether the order is DONE."""
         if order == DONE:
             return True
-        word, number, *rest = order
-        if word == "begin":
-            self.beginning.append((number, rest[0]))
+        kind, number, *rest = order
+        if kind == "begin":
+            self.waiting.append((number, rest[0]))
         elif number in self.alive:  # it may have ended in the meantime
             self.answers.append((number, rest))
         return False
 
-    def _give_turns(self) -> None:
-        """Gives `rewards.concurrent` environments their turn at a time; conversations already started come first."""
-        places = self.limits["concurrent"] - sum(one.until is not None for one in self.alive.values())
-        while places > 0 and self.answers:
+    def _begin_turns(self) -> None:
+        """Lets up to `rewards.concurrent` environments run; those of started conversations come first."""
+        slots = self.limits["concurrent"] - sum(process.deadline is not None for process in self.alive.values())
+        while slots > 0 and self.answers:
             number, answer = self.answers.popleft()
             if process := self.alive.get(number):
-                places -= process.until is None
-                process.give_turn(self.limits["seconds"])
+                slots -= process.deadline is None
+                process.begin_turn(self.limits["seconds"])
                 process.over = process.over or answer[1] is None
-                with suppress(Closed):  # its end is noticed in `_attend`
+                with suppress(Closed):  # its end is noticed in `_relay`
                     process.stream.put(answer)
-        while places > 0 and self.beginning and len(self.alive) < ALIVE * self.limits["concurrent"]:
-            number, task = self.beginning.popleft()
-            places -= 1
+        while slots > 0 and self.waiting and len(self.alive) < ALIVE * self.limits["concurrent"]:
+            number, task = self.waiting.popleft()
+            slots -= 1
             try:
                 process = _Process(self.supervisor, number, task, list(self.alive.values()))
             except OSError as error:
                 problem = failure(KILLED, f"could not start a process for a conversation ({error})")
-                self.trainer.put(data_of(Ended(number, [], False, problem, {})))
+                self.trainer.put(event_data(ConversationEnded(number, [], False, problem, {})))
                 continue
-            process.give_turn(self.limits["seconds"])
+            process.begin_turn(self.limits["seconds"])
             self.alive[number] = process
 
     def _wait(self) -> set[int]:
-        """The file descriptors that are ready, after at most POLL_SECONDS."""
+        """Waits up to POLL_SECONDS; returns the file descriptors that are ready."""
         poll = select.poll()
-        streams = [one.stream for one in self.alive.values()]
-        # Backpressure: nothing is read while the trainer does not read.
-        listening = len(self.trainer.outbox) < MOST_BYTES
-        for stream in [self.trainer, *(streams if listening else [])]:
+        streams = [process.stream for process in self.alive.values()]
+        # Backpressure: reads nothing while the trainer does not read.
+        is_listening = len(self.trainer.outbox) < MAX_BYTES
+        for stream in [self.trainer, *(streams if is_listening else [])]:
             events: dict[int, int] = {}
             for end, event in stream.events():
                 events[end] = events.get(end, 0) | event
@@ -189,33 +194,33 @@ class _Conversations:
             poll.register(process.output, select.POLLIN)
         return {end for end, _ in poll.poll(1000 * POLL_SECONDS)}
 
-    def _attend(self, process: _Process, ready: set[int]) -> str:
-        """Passes on its messages; returns the cause if it must be killed."""
+    def _relay(self, process: _Process, ready: set[int]) -> str:
+        """Relays its events to the trainer; returns the cause if it must be killed."""
         if process.output in ready:
             process.printed += self.supervisor.read_output(process.output)
         if process.printed > self.limits["output_kib"] * 1024:
             return OUTPUT
         if process.stream.reads in ready:
             try:
-                for data in process.stream.messages(MOST_BYTES):
-                    said = said_of(data, process.number)
-                    if isinstance(said, Graded if process.task["method"] == "converse" else Asked):
-                        return KILLED  # nothing waits for that: it wrote into the pipe itself
-                    if not isinstance(said, Asked):
-                        self._end(process, said)
+                for data in process.stream.messages(MAX_BYTES):
+                    event = event_from(data, process.number)
+                    if isinstance(event, GroupGraded if process.task["method"] == "converse" else ReplyRequest):
+                        return KILLED  # not an event of this task: the environment wrote into the pipe
+                    if not isinstance(event, ReplyRequest):
+                        self._end(process, event)
                         return ""
                     if process.over:
-                        continue  # its time runs on, whatever it asks
+                        continue  # its time continues, whatever it requests
                     process.end_turn()
-                    self.trainer.put(data_of(said))
+                    self.trainer.put(event_data(event))
                 process.stream.flush()
             except (Closed, TypeError, ValueError, OverflowError):
-                return KILLED  # or broken by writing into its own pipe
-        if process.until is not None and time.monotonic() > process.until:
+                return KILLED  # or the environment wrote into the pipe
+        if process.deadline is not None and time.monotonic() > process.deadline:
             return TIMEOUT
         return ""
 
-    def _count(self) -> None:
+    def _check_descendants(self) -> None:
         if time.monotonic() - self.counted < POLL_SECONDS:
             return
         for process in list(self.alive.values()):
@@ -223,17 +228,18 @@ class _Conversations:
                 self._end(process, self._failed(process, PROCESSES))
         self.counted = time.monotonic()
 
-    def _failed(self, process: _Process, cause: str) -> Ended:
+    def _failed(self, process: _Process, cause: str) -> ConversationEnded:
         message = self.supervisor.message(cause, process.task["example"], process.task["method"])
-        return Ended(process.number, [], False, failure(cause, message), {})
+        return ConversationEnded(process.number, [], False, failure(cause, message), {})
 
-    def _end(self, process: _Process, said: Ended | Graded | None = None) -> None:
+    def _end(self, process: _Process, event: ConversationEnded | GroupGraded | None = None) -> None:
         process.end_turn()
         del self.alive[process.number]
         worker = [self.supervisor.worker.process] if self.supervisor.worker else []
-        process.end(self.supervisor.own | {*worker, *(one.process for one in self.alive.values())})
-        if isinstance(said, Ended) and not said.environment_seconds:
-            # It was killed before it could report how long it took.
-            said = replace(said, environment_seconds=process.seconds)
-        if said is not None:
-            self.trainer.put(data_of(said))
+        others = [other.process for other in self.alive.values()]
+        process.end(self.supervisor.environment_processes | {*worker, *others})
+        if isinstance(event, ConversationEnded) and not event.environment_seconds:
+            # It was killed before it could report its time.
+            event = replace(event, environment_seconds=process.seconds)
+        if event is not None:
+            self.trainer.put(event_data(event))

@@ -11,161 +11,163 @@ from typing import Any
 
 from lockstep.rl.conversations.chat import Reply
 from lockstep.rl.conversations.exchange import (
-    Again,
-    Asked,
-    Ended,
-    Graded,
-    Said,
+    ConversationEnded,
+    ConversationRestarted,
+    Event,
+    GroupGraded,
+    ReplyRequest,
     episode_data,
+    event_from,
     reply_data,
-    said_of,
 )
 from lockstep.rl.conversations.protocol import Episode
 from lockstep.rl.environments.protocol import Example, Message
 from lockstep.rl.grading.calling import KILLED, failure
 from lockstep.rl.grading.frames import Closed
-from lockstep.rl.grading.pool import ENDED_SUPERVISOR, LOOK_SECONDS, SupervisorProcess, Workers, fields_of
+from lockstep.rl.grading.pool import CHECK_SECONDS, ENDED_SUPERVISOR, SupervisorProcess, Workers, fields_of
 from lockstep.rl.grading.worker_supervisor import CONVERSE, DONE
 
 SILENCE = 60.0
-"""Seconds beyond the environment's time after which a silent keeper is considered dead."""
+"""Seconds beyond the environment's time after which a silent supervisor is considered dead."""
 
 Task = dict[str, Any]
-"""What a process is to do: its `method`, `example`, `seed` and, for `grade`, `episodes`."""
+"""Work for a process: `method`, `example`, `seed` and, for `grade`, `episodes`."""
 
 
-def task_of(example: Example, seed: int, episodes: Sequence[Episode] | None = None) -> Task:
-    """A conversation about an example, or the grading of a group's `episodes`. Raises UserError as `fields_of` does."""
+def worker_task(example: Example, seed: int, episodes: Sequence[Episode] | None = None) -> Task:
+    """A conversation about an example, or the grading of a group's `episodes`. Raises UserError as `fields_of`."""
     task: Task = {"method": "converse", "example": fields_of(example), "seed": seed}
     return task if episodes is None else task | {"method": "grade", "episodes": list(map(episode_data, episodes))}
 
 
 @dataclass
-class _Table:
-    """A keeper and its tasks."""
+class _Assignment:
+    """A supervisor and its tasks."""
 
     supervisor: SupervisorProcess
     numbers: list[int] = field(default_factory=list)
-    """Of the unfinished tasks."""
-    begun: list[int] = field(default_factory=list)
+    """Unfinished tasks."""
+    started: list[int] = field(default_factory=list)
     """Tasks that have been started: all of them, or one at a time."""
     one_by_one: bool = False
-    open: bool = False
-    """Whether the keeper holds conversations."""
+    is_open: bool = False
+    """Whether the supervisor runs conversations."""
 
 
 class WorkerConversationRunner:
     """Conversations, or gradings of groups, by index, as in `ConversationRunner`. A context manager.
 
-    If a keeper dies, it is not known which of its tasks caused it. All of them are restarted, one by one, and one that
-    brings it down again is at fault.
+    If a supervisor dies, any of its tasks may be at fault: all are restarted, one by one, and the one that kills it
+    again is.
     """
 
     def __init__(self, tasks: Sequence[Task], workers: Workers):
         self._tasks = tasks
-        self._patience = workers.supervisors[0].config.seconds + SILENCE
-        self._moved = workers.moved
-        self._tables = [_Table(supervisor) for supervisor in workers.supervisors]
-        self._said: deque[Said | Again] = deque()
+        self._patience = workers.config.seconds + SILENCE
+        self._on_progress = workers.on_progress
+        self._assignments = [_Assignment(supervisor) for supervisor in workers.supervisors]
+        self._events: deque[Event | ConversationRestarted] = deque()
         self._messages: dict[int, list[Message]] = {}
-        """What each requested last, for those that are killed before they send more."""
+        """Of each conversation's last request, for those that are killed."""
 
     def __enter__(self) -> WorkerConversationRunner:
         for number in range(len(self._tasks)):
-            self._table(number).numbers.append(number)
-        for table in self._tables:
-            if table.numbers:
-                table.supervisor.await_ready()
-                self._begin(table, table.numbers)
+            self._assignment(number).numbers.append(number)
+        for assignment in self._assignments:
+            if assignment.numbers:
+                assignment.supervisor.await_ready()
+                self._start(assignment, assignment.numbers)
         return self
 
     def __exit__(self, *_: object) -> None:
-        for table in self._tables:
-            if table.open:
-                _leave(table.supervisor)
+        for assignment in self._assignments:
+            if assignment.is_open:
+                _end_tasks(assignment.supervisor)
 
-    def next(self, wait: bool) -> Said | Again | None:
-        """The next message of a conversation; None if there is none and `wait` is False."""
-        looks = 0  # without news; by the clock a keeper would count as silent while this process itself is stopped
-        while not self._said:
-            heard = self._listen(LOOK_SECONDS if wait else 0.0)
+    def next(self, wait: bool) -> Event | ConversationRestarted | None:
+        """The next event of a conversation; None if there is none and `wait` is False."""
+        # Silent checks are counted, as the clock runs on while this process itself is stopped.
+        silent_checks = 0
+        while not self._events:
+            received = self._receive(CHECK_SECONDS if wait else 0.0)
             if not wait:
                 break
-            looks = 0 if heard else looks + 1
-            for table in self._tables if looks else ():
+            silent_checks = 0 if received else silent_checks + 1
+            silent = silent_checks * CHECK_SECONDS > self._patience
+            for assignment in self._assignments if silent_checks else ():
                 # It is the environment's turn in all of them, or the trainer would not wait.
-                if table.numbers and (table.supervisor.stays_stopped() or looks * LOOK_SECONDS > self._patience):
-                    self._lose(table)
-        return self._said.popleft() if self._said else None
+                if assignment.numbers and (assignment.supervisor.stays_stopped() or silent):
+                    self._replace(assignment)
+        return self._events.popleft() if self._events else None
 
-    def answer(self, number: int, ask: int, reply: Reply | None) -> None:
-        """Passes the model's reply to a conversation that has requested one; None: there will be no more."""
-        with suppress(Closed):  # its end is noticed when listening to it
-            self._table(number).supervisor.send(["answer", number, ask, reply_data(reply)])
+    def answer(self, number: int, request: int, reply: Reply | None) -> None:
+        """As `ConversationRunner.answer`."""
+        with suppress(Closed):  # its end is noticed in `_receive`
+            self._assignment(number).supervisor.send(["answer", number, request, reply_data(reply)])
 
-    def _table(self, number: int) -> _Table:
-        return self._tables[number % len(self._tables)]
+    def _assignment(self, number: int) -> _Assignment:
+        return self._assignments[number % len(self._assignments)]
 
-    def _listen(self, seconds: float) -> bool:
-        """Whether anything has arrived."""
+    def _receive(self, seconds: float) -> bool:
+        """Waits up to `seconds`; returns whether anything has arrived."""
         poll = select.poll()
-        tables = {table.supervisor.stream.reads: table for table in self._tables if table.open}
-        for end in tables:
+        assignments = {a.supervisor.stream.reads: a for a in self._assignments if a.is_open}
+        for end in assignments:
             poll.register(end, select.POLLIN)
-        heard = poll.poll(1000 * seconds)
-        for end, _ in heard:
-            table = tables[end]
+        ready = poll.poll(1000 * seconds)
+        for end, _ in ready:
+            assignment = assignments[end]
             try:
-                for data in table.supervisor.stream.messages():
-                    self._hear(table, said_of(data))
+                for data in assignment.supervisor.stream.messages():
+                    self._handle(assignment, event_from(data))
             except (Closed, TypeError, ValueError, OverflowError):
-                self._lose(table)
-        return bool(heard)
+                self._replace(assignment)
+        return bool(ready)
 
-    def _hear(self, table: _Table, said: Said) -> None:
-        if said.number not in table.numbers:
+    def _handle(self, assignment: _Assignment, event: Event) -> None:
+        if event.number not in assignment.numbers:
             return
-        self._moved()
-        if isinstance(said, Asked):
-            self._messages[said.number] = said.messages
+        self._on_progress()
+        if isinstance(event, ReplyRequest):
+            self._messages[event.number] = event.messages
         else:
-            table.numbers.remove(said.number)
-            if isinstance(said, Ended) and not said.messages:
-                said = replace(said, messages=self._messages.get(said.number, []))
-        self._said.append(said)
-        if table.one_by_one and not isinstance(said, Asked):
-            self._begin(table, table.numbers[:1])
+            assignment.numbers.remove(event.number)
+            if isinstance(event, ConversationEnded) and not event.messages:
+                event = replace(event, messages=self._messages.get(event.number, []))
+        self._events.append(event)
+        if assignment.one_by_one and not isinstance(event, ReplyRequest):
+            self._start(assignment, assignment.numbers[:1])
 
-    def _lose(self, table: _Table) -> None:
-        """Handles a keeper that has ended, or is stopped or silent."""
-        table.supervisor.end()
-        table.open = False
-        if not table.numbers:
+    def _replace(self, assignment: _Assignment) -> None:
+        """Restarts a supervisor that has ended, or is stopped or silent, and its tasks."""
+        assignment.supervisor.end()
+        assignment.is_open = False
+        if not assignment.numbers:
             return
-        table.supervisor.await_ready()
-        suspects = [number for number in table.begun if number in table.numbers]
+        assignment.supervisor.await_ready()
+        suspects = [number for number in assignment.started if number in assignment.numbers]
         if len(suspects) > 1:
-            self._said.extend(Again(number) for number in suspects)
-            table.one_by_one = True
-            self._begin(table, table.numbers[:1])
+            self._events.extend(ConversationRestarted(number) for number in suspects)
+            assignment.one_by_one = True
+            self._start(assignment, assignment.numbers[:1])
             return
         task = self._tasks[suspects[0]]
         problem = f"the {task['method']} of example {Example(**task['example']).name} {ENDED_SUPERVISOR}"
-        self._hear(table, Ended(suspects[0], [], False, failure(KILLED, problem), {}))
+        self._handle(assignment, ConversationEnded(suspects[0], [], False, failure(KILLED, problem), {}))
 
-    def _begin(self, table: _Table, numbers: Sequence[int]) -> None:
-        table.begun = list(numbers)
+    def _start(self, assignment: _Assignment, numbers: Sequence[int]) -> None:
+        assignment.started = list(numbers)
         if not numbers:
             return
-        opening = [] if table.open else [CONVERSE]
-        table.open = True
-        with suppress(Closed):  # its end is noticed when listening to it
-            for message in [*opening, *(["begin", number, self._tasks[number]] for number in numbers)]:
-                table.supervisor.send(message)
+        start = [] if assignment.is_open else [CONVERSE]
+        assignment.is_open = True
+        with suppress(Closed):  # its end is noticed in `_receive`
+            for message in [*start, *(["begin", number, self._tasks[number]] for number in numbers)]:
+                assignment.supervisor.send(message)
 
 
-def _leave(supervisor: SupervisorProcess) -> None:
-    """Ends its unfinished tasks."""
+def _end_tasks(supervisor: SupervisorProcess) -> None:
+    """Ends a supervisor's unfinished tasks."""
     try:
         supervisor.send(DONE)
         while supervisor.receive(SILENCE) != DONE:
@@ -174,11 +176,11 @@ def _leave(supervisor: SupervisorProcess) -> None:
         supervisor.end()
 
 
-def hosted(tasks: Sequence[Task], workers: Workers) -> list[Ended | Graded]:
+def run_tasks(tasks: Sequence[Task], workers: Workers) -> list[ConversationEnded | GroupGraded]:
     """The results of tasks that request no reply, in order."""
-    found: dict[int, Ended | Graded] = {}
+    results: dict[int, ConversationEnded | GroupGraded] = {}
     with WorkerConversationRunner(tasks, workers) as runner:
-        while len(found) < len(tasks):
-            if isinstance(said := runner.next(wait=True), Ended | Graded):
-                found[said.number] = said
-    return [found[number] for number in range(len(tasks))]
+        while len(results) < len(tasks):
+            if isinstance(event := runner.next(wait=True), ConversationEnded | GroupGraded):
+                results[event.number] = event
+    return [results[number] for number in range(len(tasks))]

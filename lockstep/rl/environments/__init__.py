@@ -1,1 +1,1 @@
-"""Environments: their protocol, how they are loaded, ready tasks, and adapters of other packages' environments."""
+"""Environments: their protocol, loading, built-in tasks, and adapters for other packages' environments."""

@@ -1,4 +1,4 @@
-"""Names to sort, and more of them in every turn: the model must merge them into its list.
+"""Names to sort, with more in every turn that the model must merge into its list.
 
 The task is that of the public alphabet-sort environments (`primeintellect/alphabet-sort`); names and grading are ours.
 """
@@ -32,10 +32,10 @@ BEGIN, END = "<sorted>", "</sorted>"
 
 
 class AlphabetSort(ConversationEnvironment):
-    """Two to four names in each of one to three turns, to be sorted by first or last name, in `<sorted>` tags.
+    """Two to four names in each of one to three turns, to sort by first or last name, in `<sorted>` tags.
 
-    Rewards: `similarity` of each turn's list to the right one, to the fourth power, averaged over turns; and `correct`,
-    1 if all lists are right.
+    Rewards: `similarity` of each turn's list to the correct one, to the fourth power, averaged over turns; and
+    `correct`, 1 if all lists are correct.
     """
 
     reward_weights: ClassVar[Mapping[str, float]] = {"similarity": 1.0, "correct": 0.5}
@@ -46,7 +46,7 @@ class AlphabetSort(ConversationEnvironment):
         for number in range(COUNTS[split]):
             draw = random.Random(f"{split} {number}")
             sizes = [draw.randint(2, 4) for _ in range(draw.randint(1, 3))]
-            # All first names and all last names differ, so there is exactly one right order.
+            # First names, and last names, are distinct, so there is exactly one correct order.
             firsts, lasts = draw.sample(FIRST, sum(sizes)), draw.sample(LAST, sum(sizes))
             names = iter(f"{first} {last}" for first, last in zip(firsts, lasts))
             turns = [[next(names) for _ in range(size)] for size in sizes]
@@ -56,12 +56,12 @@ class AlphabetSort(ConversationEnvironment):
     async def converse(self, example: Example, chat: Chat) -> dict[str, float]:
         turns, by = example.metadata["turns"], example.metadata["by"]
         scores: list[float] = []
-        known: list[str] = []
+        names_so_far: list[str] = []
         for turn in turns:
-            chat.add(example.prompt if not known else _more(turn))
-            known += turn
-            wanted = sorted(known, key=lambda name: name.split()[0 if by == "first" else 1])
-            scores.append(similarity(wanted, listed((await chat.reply()).spoken)))
+            chat.add(example.prompt if not names_so_far else _more(turn))
+            names_so_far += turn
+            expected = sorted(names_so_far, key=lambda name: name.split()[0 if by == "first" else 1])
+            scores.append(similarity(expected, listed((await chat.reply()).spoken)))
         return {
             "similarity": sum(score**POWER for score in scores) / len(scores),
             "correct": float(all(score == 1.0 for score in scores)),
@@ -85,7 +85,7 @@ def _lines(names: Sequence[str]) -> str:
 
 
 def listed(text: str) -> list[str]:
-    """The names of the last list in what a reply says; empty if there is no list."""
+    """The names of a reply's last list; empty if there is none."""
     begin = text.rfind(BEGIN, 0, max(0, text.rfind(END)))
     if begin < 0:
         return []
@@ -93,9 +93,9 @@ def listed(text: str) -> list[str]:
     return [" ".join(line.split()) for line in names.split("\n") if line.strip()]
 
 
-def similarity(wanted: Sequence[str], got: Sequence[str]) -> float:
-    """How far two lists agree in content and order, from 0 to 1 (Ratcliff and Obershelp, on lines)."""
-    # A list that is far too long counts as wrong, and would take long to compare.
-    if len(got) > 2 * len(wanted):
+def similarity(expected: Sequence[str], actual: Sequence[str]) -> float:
+    """Similarity of two lists in content and order, from 0 to 1 (Ratcliff and Obershelp, on lines)."""
+    # Far too long lists count as wrong; comparing them would take long.
+    if len(actual) > 2 * len(expected):
         return 0.0
-    return difflib.SequenceMatcher(None, wanted, got, autojunk=False).ratio()
+    return difflib.SequenceMatcher(None, expected, actual, autojunk=False).ratio()

@@ -1,6 +1,6 @@
-"""Written answers in one form: units, currency, thousands, mixed numbers and text as MATH and models write them.
+"""Normalizes written answers: units, currency, thousands, mixed numbers and text as MATH and models write them.
 
-math-verify reads most of these itself, but not all, and not everywhere; docs/environments.md lists what is left.
+math-verify parses most of these, but not all, and not everywhere; docs/environments.md lists the remaining ones.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ UNIT = re.compile(
     rf"|(?:/|\\cdot)?\s*(?:{TEXT}|\\frac\{{\s*{TEXT}{POWER}\s*\}}\{{\s*{TEXT}{POWER}\s*\}}){POWER}"
     r")\s*\Z"
 )
-"""Degrees, ordinals, words with a power, quotients of words: behind a value they do not change it."""
+"""Degrees, ordinals, words with a power, quotients of words: after a value they do not change it."""
 SHORT_UNITS = r"(?:cm|mm|km|kg|mg|ft|in|mi|lb|oz|hr|ml|mL|sq|m|s|g|h|l|L)\b"
 NOT_UNITS = (
     r"(?:and|or|to|pi|sqrt|root|sin|cos|tan|sec|csc|cot|log|ln|exp|mod|base|plus|minus|times|divided|multiplied|over"
@@ -30,7 +30,7 @@ NOT_UNITS = (
     r"|half|halves|(?:third|quarter|(?:four|fif|six|seven|eigh|nin|ten|hundred|thousand|million|billion)th"
     r"|pair|dozen|hundred|thousand|lakh|crore|million|billion|trillion)s?)\b"
 )
-"""Words behind a number that change it."""
+"""Words after a number that change its value."""
 BARE_UNIT = re.compile(
     rf"({NUMBER.pattern}(?:/[0-9]+)?)(?:[ -](?!{NOT_UNITS})(?:{SHORT_UNITS}|[A-Za-z]{{3,}})|(?=[ck]?m\^|km/))"
     rf"(?:[A-Za-z ./-]|\^\{{?-?[0-9]\}}?)*"
@@ -38,7 +38,7 @@ BARE_UNIT = re.compile(
 """A number with its unit in plain letters: "5 miles per hour", "18 cm^2"."""
 CHANGED = re.compile(rf"{NUMBER.pattern}(?:/[0-9]+)?[ -]{NOT_UNITS}")
 SCALED = re.compile(rf"(?<=[0-9])\s*\\text\{{\s*((?!times\b){NOT_UNITS}[^{{}}]*)\}}\s*\Z")
-"""Such words as text, apart from those that count: `\\text{ times}`."""
+"""Such words as text, except for units of counting: `\\text{ times}`."""
 MONEY = {
     "cents": re.compile(r"\bcents?\b|\\(?:text)?cent\b|¢"),
     "dollars": re.compile(r"\\\$|\bdollars?\b|\bUSD\b"),
@@ -57,13 +57,13 @@ REWRITTEN = [
         ("·", r"\\cdot "),
         ("[−–]", "-"),
         (r",\s*(?:\.{3}|…)", r", \\ldots"),
-        # Thousands first: what separates them is a mere space elsewhere.
+        # Thousands first: elsewhere their separators are plain spaces.
         (r"(?<=[0-9])\s*(?:\{\s*,\s*\}|,\s*\\!)\s*(?=[0-9]{3}(?![0-9]))", ""),
         (r"(?<!\\)\\[()]|\A\s*(?:\\approx\b|=)", ""),
         (r"\\!|\\(?:left|right)(?![A-Za-z])\.?|\\(?:displaystyle|checkmark)\b|✓", ""),
         (r"\\(?:text)?color\s*\{[^{}]*\}|\\(?:mathbf|boldsymbol|bold|underline)(?=\s*\{)", ""),
         (r"(?<!\\)\\[,;: ]|~|\\q?quad\b|\s+", " "),
-        (r"(?<![0-9.,])([0-9]{1,3}(?: [0-9]{3})+)(?![0-9/])", lambda found: found[1].replace(" ", "")),
+        (r"(?<![0-9.,])([0-9]{1,3}(?: [0-9]{3})+)(?![0-9/])", lambda match: match[1].replace(" ", "")),
         (r"\\(?:text(?:bf|it|rm|sf|tt|normal)|math(?:rm|it|sf)|mbox|emph)\s*\{", r"\\text{"),
         (r"(?:US ?)?\\?\$|[€£¥₹¢]|\\(?:pounds|euro|cent|textcent)\b|\bRs\b\.?", ""),
         (r"\\text\{\s*:\s*\}", ":"),
@@ -73,7 +73,7 @@ REWRITTEN = [
         (r"\\text\{\s*(?:percent(?:age)?|pct)\s*\}|\b(?:percent(?:age)?|pct)\b", r"\\%"),
         (r"\\text\{\s*infinity\s*\}|\binfinity\b", r"\\infty"),
         (r"(?<=[0-9])\\text\{\s*([AaPp]\.?[Mm]\.?)\s*\}", r" \1"),
-        (r"(?<=[0-9])\s*([AaPp])\.?[Mm]\b\.?", lambda found: f" {found[1].lower()}m"),
+        (r"(?<=[0-9])\s*([AaPp])\.?[Mm]\b\.?", lambda match: f" {match[1].lower()}m"),
         (r"\\[cdt]?frac\s*(\\[a-z]+)\s*([0-9])", r"\\frac{\1}{\2}"),
         (r"\\varnothing\b", r"\\emptyset"),
         (r"\\c?dots\b", r"\\ldots"),
@@ -86,16 +86,16 @@ REWRITTEN = [
     )
 ]
 ENDING = re.compile(r"[\\\s.,;:*`_\"]+\Z")
-"""Punctuation, markdown and a line's end behind an answer."""
+"""Punctuation, markdown and line breaks after an answer."""
 
 
 def canonical(text: str) -> str:
-    """An answer without markup and units, in the one form that LaTeX and math-verify have for it."""
+    """An answer without markup and units, in LaTeX that math-verify parses."""
     for pattern, replacement in REWRITTEN:
         text = pattern.sub(replacement, text)
     text = ENDING.sub("", text.lstrip('* `_"'))
-    if whole := re.fullmatch(r"(?:\\text)?\{([^{}]*)\}", text):
-        return canonical(whole[1])
+    if group := re.fullmatch(r"(?:\\text)?\{([^{}]*)\}", text):
+        return canonical(group[1])
     text = SCALED.sub(r" \1", text)
     while (unit := UNIT.search(text)) and _has_value(text[: unit.start()]):
         text = text[: unit.start()]
@@ -103,15 +103,15 @@ def canonical(text: str) -> str:
 
 
 def without_bare_unit(text: str) -> str:
-    """The number of a canonical answer such as "5 miles per hour"; other answers as they are."""
+    """The number in a canonical answer such as "5 miles per hour"; other answers are unchanged."""
     bare = BARE_UNIT.fullmatch(text)
     return bare[1] if bare else text
 
 
 def in_other_money(answer: str, given: str) -> bool:
-    """Whether both name a unit of money, and not the same one."""
-    one, other = ({name for name, form in MONEY.items() if form.search(text)} for text in (answer, given))
-    return bool(one and other) and not one & other
+    """Whether both answers name currencies, but none in common."""
+    first, second = ({name for name, form in MONEY.items() if form.search(text)} for text in (answer, given))
+    return bool(first and second) and not first & second
 
 
 def _has_value(text: str) -> bool:
@@ -119,7 +119,7 @@ def _has_value(text: str) -> bool:
 
 
 def same_text(answer: str, given: str) -> bool:
-    """Whether two canonical answers read the same. Capitals and spaces matter in formulas only."""
+    """Whether two canonical answers are the same text. Case and spaces matter only in formulas."""
     return bool(answer) and _text(answer) == _text(given)
 
 
@@ -132,9 +132,9 @@ def _text(answer: str) -> str:
 
 
 def choice(answer: str, long: bool = False) -> str | None:
-    """The letter of a multiple-choice answer: A, (A), A. With `long`, also of one with its content: `(A) 12`."""
-    found = re.match(r"(?:\\text\{)?\s*(?:\(?([A-J])[).:]\s*\}?|([A-J])\s*\Z)(.*)", answer, re.DOTALL)
-    content = found[3].strip() if found else ""
-    if not found or (content and not long) or re.search(r"(?<![A-Za-z])[A-J][).:]", content):
+    """The letter of a multiple-choice answer: A, (A), A. With `long`, also if its content follows: `(A) 12`."""
+    match = re.match(r"(?:\\text\{)?\s*(?:\(?([A-J])[).:]\s*\}?|([A-J])\s*\Z)(.*)", answer, re.DOTALL)
+    content = match[3].strip() if match else ""
+    if not match or (content and not long) or re.search(r"(?<![A-Za-z])[A-J][).:]", content):
         return None
-    return found[1] or found[2]
+    return match[1] or match[2]

@@ -11,11 +11,11 @@ from collections.abc import Callable, Iterator
 from typing import Any, ClassVar
 
 from lockstep.rl.conversations import ConversationEnvironment
-from lockstep.rl.conversations.without_reasoning import spoken
+from lockstep.rl.conversations.reasoning import answer_text
 from lockstep.rl.environments.protocol import Example
 
 COUNTS = {"train": 5000, "validation": 200}
-LONGEST, MOST_BITS, DEEPEST = 200, 4096, 50
+MAX_CHARACTERS, MAX_BITS, MAX_DEPTH = 200, 4096, 50
 OPERATORS: dict[type, Callable[[Any, Any], Any]] = {
     **{ast.Add: operator.add, ast.Sub: operator.sub, ast.Mult: operator.mul},
     **{ast.Div: operator.truediv, ast.FloorDiv: operator.floordiv, ast.Mod: operator.mod},
@@ -43,7 +43,7 @@ def calculate(expression: str) -> str:
 
 
 class Calculator(ConversationEnvironment):
-    """Word problems; the reply's last line, `Answer: NUMBER`, must be right. The reward is `correct`.
+    """Word problems, graded by the reply's last line, `Answer: NUMBER`. The reward is `correct`.
 
     Tool calls are not rewarded: an answer without the tool counts the same.
     """
@@ -63,18 +63,17 @@ class Calculator(ConversationEnvironment):
             yield Example(prompt, str(evaluate(expression.format(**values))), id=f"{split}:{number}")
 
     def reward(self, example: Example, completion: str) -> dict[str, float]:
-        found = ANSWER.search(spoken(completion).rstrip())
-        return {"correct": float(found is not None and found.group(1).replace(",", "") == example.answer)}
+        match = ANSWER.search(answer_text(completion).rstrip())
+        return {"correct": float(match is not None and match.group(1).replace(",", "") == example.answer)}
 
 
 def evaluate(expression: str) -> int | float:
     """The value of an arithmetic expression. Raises ValueError, ZeroDivisionError or OverflowError.
 
-    It walks the syntax tree, which may contain only numbers and operators; results are bounded, so that no expression
-    takes long.
+    Only numbers and operators are allowed, and results are bounded, so that no expression takes long.
     """
-    if len(expression) > LONGEST:
-        raise ValueError(f"an expression has at most {LONGEST} characters")
+    if len(expression) > MAX_CHARACTERS:
+        raise ValueError(f"an expression has at most {MAX_CHARACTERS} characters")
     try:
         tree = ast.parse(expression.strip(), mode="eval")
     except (SyntaxError, ValueError, RecursionError, MemoryError) as error:
@@ -83,7 +82,7 @@ def evaluate(expression: str) -> int | float:
 
 
 def _value(node: ast.expr, depth: int) -> int | float:
-    if depth > DEEPEST:
+    if depth > MAX_DEPTH:
         raise ValueError("the expression is nested too deep")
     if isinstance(node, ast.Constant) and type(node.value) in (int, float):
         value: int | float = node.value  # type: ignore[assignment]
@@ -100,7 +99,7 @@ def _value(node: ast.expr, depth: int) -> int | float:
             raise ValueError("only + - * / // % ** and parentheses may join numbers; ** is the power")
     else:
         raise ValueError("only numbers, + - * / // % ** and parentheses can be evaluated; write 1000, not 1,000")
-    if isinstance(value, int) and value.bit_length() > MOST_BITS:
+    if isinstance(value, int) and value.bit_length() > MAX_BITS:
         raise OverflowError("the result is too large")
     if isinstance(value, float) and not math.isfinite(value):
         raise OverflowError("the result is too large for a number with a decimal point")
@@ -109,7 +108,7 @@ def _value(node: ast.expr, depth: int) -> int | float:
 
 def _power(base: int | float, exponent: int | float) -> int | float:
     # Checked before it is computed: 9**9**9 has 370 million digits.
-    if isinstance(base, int) and isinstance(exponent, int) and base.bit_length() * abs(exponent) > MOST_BITS:
+    if isinstance(base, int) and isinstance(exponent, int) and base.bit_length() * abs(exponent) > MAX_BITS:
         raise OverflowError("the result is too large")
     value = base**exponent
     if isinstance(value, complex):

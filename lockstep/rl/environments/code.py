@@ -11,7 +11,7 @@ from typing import Any, ClassVar
 
 from lockstep.errors import UserError
 from lockstep.rl.conversations import ConversationEnvironment
-from lockstep.rl.conversations.without_reasoning import spoken
+from lockstep.rl.conversations.reasoning import answer_text
 from lockstep.rl.environments.code_harness import count_tests
 from lockstep.rl.environments.problems import needs_text, prompt_of, read_problems
 from lockstep.rl.environments.protocol import Example
@@ -20,7 +20,7 @@ from lockstep.rl.grading.sandbox import SandboxLimits, missing_protections, run_
 PROMPT_KEYS = ("prompt", "problem", "question")
 NEEDS = "`prompt`, and `tests`: Python source, or a list of sources, or of {input, output}"
 STOPPED_SECONDS = 3.0
-"""Seconds after its own timeout after which a silent harness is given up: the code may have stopped it."""
+"""Seconds after its timeout until a silent harness, which the code may have stopped, is ended."""
 LANGUAGE = re.compile(r"\s*\{?\s*\.?(\w*)")
 """The first word of an info string: `python title="x"`, `{.python}`."""
 PYTHON = ("python", "py", "python3")
@@ -37,7 +37,7 @@ class Code(ConversationEnvironment):
     Rewards: `correct`, 1 if all tests pass; `passed`, the fraction that do, with weight 0: give it a weight in
     `reward_weights` for partial credit.
 
-    The tests run in the sandbox, in a different process from the code, with which they exchange plain data: see
+    The tests run in the sandbox, in another process than the code, and exchange plain data with it: see
     `code_harness.py`.
     """
 
@@ -58,8 +58,8 @@ class Code(ConversationEnvironment):
             prompt = prompt_of(values, PROMPT_KEYS, INSTRUCTION)
             tests, problem = _tests(values)
             if prompt is not None and not problem:
-                given = values["chat_template_kwargs"]
-                yield Example(prompt, id=where, metadata={"tests": tests}, chat_template_kwargs=given)
+                kwargs = values["chat_template_kwargs"]
+                yield Example(prompt, id=where, metadata={"tests": tests}, chat_template_kwargs=kwargs)
             elif not self.skip_bad_lines:
                 if prompt is None:
                     raise needs_text(where, values, PROMPT_KEYS)
@@ -72,19 +72,21 @@ class Code(ConversationEnvironment):
 
 
 def code_in(completion: str) -> str:
-    """A reply's last Python block, after its reasoning; if none is marked Python, the last block, else all of it. A
-    block that is not closed, as of a reply that was cut off, counts if no such block is."""
-    said = spoken(completion)
-    blocks = _blocks(said)
+    """The last Python block after the reasoning; if none is marked Python, the last block; without blocks, all text.
+
+    Blocks that are not closed, as in a truncated reply, count only if there is no closed one.
+    """
+    answer = answer_text(completion)
+    blocks = _blocks(answer)
     chosen = [block for block in blocks if block[0] in PYTHON] or blocks
-    bodies = [body for _, body, is_closed in chosen if is_closed] or [body for _, body, _ in chosen] or [said]
+    bodies = [body for _, body, is_closed in chosen if is_closed] or [body for _, body, _ in chosen] or [answer]
     return bodies[-1].strip("\n")
 
 
 def _blocks(text: str) -> list[tuple[str, str, bool]]:
     """Language and body of each fenced block as CommonMark defines them, and whether it is closed.
 
-    Tags such as <answer> do not hide a block that follows at once, as they do in CommonMark.
+    Unlike in CommonMark, tags such as <answer> do not hide a block on the next line.
     """
     blocks = []
     for token in _parser().parse(text + "\n"):
@@ -103,9 +105,9 @@ def _parser() -> Any:
 
 
 def run_tests(code: str, tests: Any, seconds: float = 5.0, memory_mib: int = 512) -> tuple[int, int]:
-    """(tests passed, tests) of some code, in the sandbox; (0, 0) if there is no result.
+    """Runs tests of some code in the sandbox; returns (tests passed, tests), or (0, 0) if there is no result.
 
-    `tests` is Python source, or a list of `{"input": …, "output": …}`. Raises what `run_code` does.
+    `tests` is Python source, or a list of `{"input": …, "output": …}`. Raises as `run_code`.
     """
     harness = _harness()
     job = {"code": code, "tests": tests, "programs": None, "harness": harness, "seconds": seconds}
@@ -125,7 +127,7 @@ def _harness() -> str:
 
 
 def _tests(values: Mapping[str, Any]) -> tuple[Any, str]:
-    """A line's tests in the form that `run_tests` takes, and what is wrong with them."""
+    """A line's tests for `run_tests`, and what is wrong with them."""
     tests = values.get("tests", values.get("test"))
     if isinstance(tests, list) and tests and all(isinstance(test, dict) for test in tests):
         if all(isinstance(t.get("input"), str) and isinstance(t.get("output"), str) for t in tests):

@@ -1,11 +1,11 @@
 """Runs inside the sandbox: tests in one process, model-written code in another, plain data between them.
 
-The process with the tests reports how many passed. The code runs in a child of it, which has neither the tests nor
-their expected values, cannot write to its parent's output, and cannot read its memory. All it sees of a test are the
-arguments of its calls, and what it returns comes back as plain data, so that an object that equals everything does not
-survive. So the code can pass a test only by returning what the test expects.
+The process with the tests reports how many passed. The code runs in its child, which has neither the tests nor their
+expected values, and can neither write to its parent's output nor read its memory. It only sees the arguments of calls,
+and its results arrive as plain data, so an object that equals everything does not survive. Hence the code can pass a
+test only by returning the expected value.
 
-This file imports only the standard library; it is given to the sandbox as text.
+This file imports only the standard library, as the sandbox receives it as text.
 """
 
 from __future__ import annotations
@@ -26,14 +26,14 @@ from collections.abc import Callable, Iterator
 from contextlib import redirect_stderr, redirect_stdout, suppress
 from typing import Any
 
-LONGEST_ANSWER = 2**20
+MAX_ANSWER_BYTES = 2**20
 PR_SET_DUMPABLE = 4
 SILENT = ("StopIteration", "StopAsyncIteration", "GeneratorExit")
-"""Exceptions that end a loop or a generator silently: raised in `all(map(f, cases))`, the first would make it true."""
+"""Exceptions that end loops or generators silently: raised in `all(map(f, cases))`, the first makes it true."""
 
 
 class Broken(BaseException):
-    """The code's process is gone, hangs or sends nonsense: every test that calls it fails from here on, even one that
+    """The code's process is gone, hangs or sends invalid data: from now on every test that calls it fails, even if it
     expects an exception."""
 
 
@@ -41,31 +41,31 @@ def main() -> None:
     """Reads a job from standard input and prints `[tests passed, tests]`."""
     job = json.loads(sys.stdin.buffer.read())
     sys.set_int_max_str_digits(0)
-    # No process of the same user may attach to this one, read its memory or take its open files.
+    # Forbids processes of the same user to attach to this one, read its memory or take its open files.
     if ctypes.CDLL(None, use_errno=True).prctl(PR_SET_DUMPABLE, 0, 0, 0, 0) != 0:
         raise OSError("PR_SET_DUMPABLE")
-    until = time.monotonic() + job["seconds"]
-    results = list(programs(job, until) if job["programs"] else functions(job, until))
+    deadline = time.monotonic() + job["seconds"]
+    results = list(programs(job, deadline) if job["programs"] else functions(job, deadline))
     print(json.dumps([sum(results), len(results)]))
 
 
-def programs(job: dict[str, Any], until: float) -> Iterator[bool]:
+def programs(job: dict[str, Any], deadline: float) -> Iterator[bool]:
     """Whether the code, run as a program with each input, prints the output."""
     with open("solution.py", "wb") as file:
         file.write(job["code"].encode(errors="surrogatepass"))
     for test in job["programs"]:
-        printed = run_program(test["input"], until, job["output_bytes"])
+        printed = run_program(test["input"], deadline, job["output_bytes"])
         yield printed is not None and lines_of(printed) == lines_of(test["output"])
 
 
-def run_program(given: str, until: float, most: int) -> str | None:
-    """What the code prints; None if it fails, prints too much or takes too long."""
+def run_program(stdin: str, deadline: float, max_bytes: int) -> str | None:
+    """The code's output; None if it fails, prints too much or takes too long."""
     child = start(["solution.py"])
     assert child.stdin and child.stdout
-    left, printed = memoryview(given.encode(errors="surrogatepass")), bytearray()
+    left, printed = memoryview(stdin.encode(errors="surrogatepass")), bytearray()
     os.set_blocking(child.stdin.fileno(), False)
     try:
-        while (seconds := until - time.monotonic()) > 0:
+        while (seconds := deadline - time.monotonic()) > 0:
             writing = [child.stdin] if not child.stdin.closed else []
             readable, writable, _ = select.select([child.stdout], writing, [], seconds)
             if writable:
@@ -79,10 +79,10 @@ def run_program(given: str, until: float, most: int) -> str | None:
             if readable:
                 part = os.read(child.stdout.fileno(), 2**16)
                 printed += part
-                if len(printed) > most:
+                if len(printed) > max_bytes:
                     return None
                 if not part:
-                    code = child.wait(max(0.0, until - time.monotonic()))
+                    code = child.wait(max(0.0, deadline - time.monotonic()))
                     return printed.decode(errors="replace") if code == 0 else None
         return None
     except subprocess.TimeoutExpired:
@@ -92,14 +92,14 @@ def run_program(given: str, until: float, most: int) -> str | None:
 
 
 def lines_of(text: str) -> list[str]:
-    """Without spaces at the ends of lines and without empty lines at the end."""
+    """Lines without trailing spaces, and without empty lines at the end."""
     return [line.rstrip() for line in text.rstrip().split("\n")]
 
 
-def functions(job: dict[str, Any], until: float) -> Iterator[bool]:
-    """Whether each test of the source passes; names that it uses but does not define are the code's functions."""
+def functions(job: dict[str, Any], deadline: float) -> Iterator[bool]:
+    """Whether each test of the source passes. Names that it does not define are the code's functions."""
     child = start(["-c", job["harness"], "child"])
-    answers = Answers(child, until)
+    answers = Answers(child, deadline)
     namespace: dict[str, Any] = {"__name__": "tests"}
     tests = ast.parse(job["tests"])
     try:
@@ -135,13 +135,13 @@ def count_functions(tests: ast.Module) -> int:
     """Functions `test…` and methods `test…` of classes."""
     count = 0
     for statement in tests.body:
-        inner = statement.body if isinstance(statement, ast.ClassDef) else [statement]
-        count += sum(isinstance(one, ast.FunctionDef) and one.name.startswith("test") for one in inner)
+        definitions = statement.body if isinstance(statement, ast.ClassDef) else [statement]
+        count += sum(isinstance(node, ast.FunctionDef) and node.name.startswith("test") for node in definitions)
     return count
 
 
 def count_tests(source: str) -> int:
-    """How many tests a source has. Raises SyntaxError or ValueError if it is not valid Python."""
+    """The number of tests in a source. Raises SyntaxError or ValueError if it is not valid Python."""
     tests = ast.parse(source)
     return sum(map(is_test, tests.body)) + count_functions(tests)
 
@@ -174,8 +174,8 @@ def succeeds(test: Callable[[], Any]) -> bool:
 
 
 def unknown_names(tests: ast.Module) -> set[str]:
-    """Names that the tests read but do not define. Built-ins are never the code's: its own `abs` or `all` would decide
-    what passes."""
+    """Names that the tests read but do not define. Built-ins are excluded: the code's `abs` or `all` could decide what
+    passes."""
     read: set[str] = set()
     known = set(dir(builtins))
     for node in ast.walk(tests):
@@ -193,7 +193,7 @@ def unknown_names(tests: ast.Module) -> set[str]:
 
 
 def caller(name: str, answers: Answers) -> Callable[..., Any]:
-    """A function of the code, as the tests see it: plain data in, plain data out, or a built-in exception."""
+    """A function of the code, for the tests: takes and returns plain data, or raises a built-in exception."""
 
     def call(*args: Any, **kwargs: Any) -> Any:
         answer = answers.ask({"name": name, "args": encode(args), "kwargs": encode(kwargs)})
@@ -215,8 +215,8 @@ def caller(name: str, answers: Answers) -> Callable[..., Any]:
 class Answers:
     """Calls the code's process, with one line of JSON each way."""
 
-    def __init__(self, child: subprocess.Popen[bytes], until: float):
-        self.child, self.until, self.broken = child, until, False
+    def __init__(self, child: subprocess.Popen[bytes], deadline: float):
+        self.child, self.deadline, self.broken = child, deadline, False
 
     def ask(self, question: dict[str, Any]) -> dict[str, Any]:
         """Raises Broken, and then at every later call."""
@@ -238,9 +238,9 @@ class Answers:
         answer = bytearray()
         while b"\n" not in answer:
             writing = [self.child.stdin] if left else []
-            seconds = self.until - time.monotonic()
+            seconds = self.deadline - time.monotonic()
             readable, writable, _ = select.select([self.child.stdout], writing, [], max(0.0, seconds))
-            if seconds <= 0 or len(answer) > LONGEST_ANSWER:
+            if seconds <= 0 or len(answer) > MAX_ANSWER_BYTES:
                 raise Broken
             if writable:
                 left = left[os.write(self.child.stdin.fileno(), left[:4096]) :]
@@ -253,7 +253,7 @@ class Answers:
 
 
 def start(arguments: list[str]) -> subprocess.Popen[bytes]:
-    """Another interpreter, which inherits nothing but pipes for its input and output."""
+    """Starts another interpreter, which inherits only pipes for its input and output."""
     return subprocess.Popen(
         [sys.executable, "-I", "-S", *arguments],
         stdin=subprocess.PIPE,
@@ -281,7 +281,7 @@ def child() -> None:
     questions, answers = os.fdopen(os.dup(0), "rb"), os.fdopen(os.dup(1), "wb")
     nothing = os.open(os.devnull, os.O_RDWR)
     for number in (0, 1, 2):
-        os.dup2(nothing, number)  # what the code prints is not an answer
+        os.dup2(nothing, number)  # so that output of the code is not taken for an answer
     sys.set_int_max_str_digits(0)
     namespace: dict[str, Any] = {"__name__": "solution"}
     for line in questions:
@@ -302,34 +302,34 @@ def child() -> None:
 
 
 def encode(value: Any) -> Any:
-    """Plain data as JSON, with types that JSON lacks tagged by name. Raises TypeError for anything else."""
+    """Plain data as JSON, with tags for types that JSON lacks. Raises TypeError for other data."""
     if value is None or isinstance(value, bool | int | float | str):
         return value
     if isinstance(value, list):
-        return [encode(one) for one in value]
+        return [encode(item) for item in value]
     if isinstance(value, tuple | set | frozenset):
         kind = next(kind for kind in (tuple, set, frozenset) if isinstance(value, kind))
-        return {kind.__name__: [encode(one) for one in value]}
+        return {kind.__name__: [encode(item) for item in value]}
     if isinstance(value, dict):
-        return {"dict": [[encode(key), encode(one)] for key, one in value.items()]}
+        return {"dict": [[encode(key), encode(item)] for key, item in value.items()]}
     if isinstance(value, bytes | bytearray):
         return {"bytes": list(value)}
     if isinstance(value, complex):
         return {"complex": [value.real, value.imag]}
     if hasattr(value, "__next__"):
-        return {"iter": [encode(one) for one in itertools.islice(value, 2**16)]}
+        return {"iter": [encode(item) for item in itertools.islice(value, 2**16)]}
     raise TypeError(f"a {type(value).__name__} is not plain data")
 
 
 def decode(value: Any) -> Any:
-    """The inverse of `encode`. Raises ValueError for anything that it never makes."""
+    """The inverse of `encode`. Raises ValueError for other data."""
     if isinstance(value, list):
-        return [decode(one) for one in value]
+        return [decode(item) for item in value]
     if not isinstance(value, dict):
         return value
     ((kind, parts),) = value.items()
     if kind == "dict":
-        return {decode(key): decode(one) for key, one in parts}
+        return {decode(key): decode(item) for key, item in parts}
     kinds: dict[str, Callable[[Any], Any]] = {
         **{"tuple": tuple, "set": set, "frozenset": frozenset},
         **{"bytes": bytes, "iter": iter},
@@ -338,7 +338,7 @@ def decode(value: Any) -> Any:
         return complex(*parts)
     if kind not in kinds:
         raise ValueError(kind)
-    return kinds[kind]([decode(one) for one in parts])
+    return kinds[kind]([decode(item) for item in parts])
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""Sums of digits: a task with checkable answers that a small model learns in minutes."""
+"""Sums of digits: a task that a small model learns in minutes."""
 
 from __future__ import annotations
 
@@ -10,11 +10,11 @@ from lockstep.rl.environments.protocol import Environment, Example
 TERMS = (2, 3)
 """Numbers of digits in a sum."""
 HELD_OUT = 5
-"""Every fifth sum, by a fixed hash, is for validation and never trained on."""
+"""Every fifth sum, by a fixed hash, is for validation."""
 
 
 class DigitSum(Environment):
-    """`3+5+2=` must be continued with `10` and a line break."""
+    """Prompts such as `3+5+2=`, whose correct completion is `10` and a line break."""
 
     stop = ("\n",)
 
@@ -33,9 +33,9 @@ class DigitSum(Environment):
 def pretraining_text(lines: int, error_rate: float, seed: int = 0) -> Iterator[str]:
     """Sums of the training split, one per document; a fraction `error_rate` repeats the last digit instead of adding.
 
-    So a model pretrained on them knows the format and the arithmetic, but has yet to learn to use it every time.
-    Mistakes of this kind do not interfere with what the right lines teach, as randomly wrong results would. Every line
-    is a separate document, since prompts look like that, and attention over short sequences is cheapest.
+    A model pretrained on them knows the format and the arithmetic, but does not apply it every time. Unlike random
+    wrong results, such mistakes do not interfere with learning from the correct lines. Every line is a separate
+    document, like the prompts, and because attention over short sequences is cheapest.
     """
     draw = random.Random(seed)
     examples = list(DigitSum().examples("train"))

@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from typing import Any
 
 from lockstep.errors import UserError
-from lockstep.rl.conversations.without_reasoning import spoken
+from lockstep.rl.conversations.reasoning import answer_text
 from lockstep.rl.environments.problems import answer_of, needs_text, prompt_of, read_problems
 from lockstep.rl.environments.protocol import Environment, Example, Message
 
@@ -19,9 +19,9 @@ FINAL = re.compile(rf"(?<!#)#### *((?:-?(?:\\?\$)?|\\?\$-){DIGITS})\.?\s*\Z")
 """`#### NUMBER` at the end, optionally with dollar sign, thousands separators, decimals and a period."""
 
 PROMPT = "Question: {question}\nAnswer:"
-"""The text that the model continues."""
+"""The prompt that the model continues."""
 TEMPLATE = PROMPT + " {answer}"
-"""A problem with its solution as a text for pretraining, which begins with the prompt."""
+"""A problem with its solution as a text for pretraining; it begins with the prompt."""
 
 
 class GSM8K(Environment):
@@ -39,11 +39,11 @@ class GSM8K(Environment):
 
     def examples(self, split: str) -> Iterator[Example]:
         for where, values in read_problems(self.data, split, self.skip_bad_lines, NEEDS):
-            prompt, answer = _asked(values), _answer(values)
+            prompt, answer = _prompt(values), _answer(values)
             final = FINAL.search(answer or "")
             if prompt is not None and final is not None:
-                given = values["chat_template_kwargs"]
-                yield Example(prompt, final.group(1), where.rpartition("/")[2], chat_template_kwargs=given)
+                kwargs = values["chat_template_kwargs"]
+                yield Example(prompt, final.group(1), where.rpartition("/")[2], chat_template_kwargs=kwargs)
             elif not self.skip_bad_lines:
                 if prompt is None and isinstance(values.get("prompt"), list):
                     raise needs_text(where, values, ("prompt",))
@@ -52,12 +52,12 @@ class GSM8K(Environment):
                 raise UserError(f"{where}: the answer has no `#### NUMBER` at its end; fix it or use --skip-bad-lines")
 
     def reward(self, example: Example, completion: str) -> dict[str, float]:
-        said = spoken(completion)
-        formatted = said.count("####") == 1 and FINAL.search(said) is not None
-        return {"correct": float(is_right(example.answer, said)), "format": float(formatted)}
+        answer = answer_text(completion)
+        formatted = answer.count("####") == 1 and FINAL.search(answer) is not None
+        return {"correct": float(is_right(example.answer, answer)), "format": float(formatted)}
 
 
-def _asked(values: dict[str, Any]) -> str | list[Message] | None:
+def _prompt(values: dict[str, Any]) -> str | list[Message] | None:
     question = values.get("question")
     if isinstance(values.get("prompt"), list):
         return prompt_of(values, ("prompt",))
@@ -73,14 +73,14 @@ def _answer(values: dict[str, Any]) -> str | None:
 
 def is_right(answer: str, completion: str) -> bool:
     """Whether the completion's final number equals the answer's, according to math-verify; False if it has none."""
-    found = FINAL.search(completion)
-    if found is None:
+    final = FINAL.search(completion)
+    if final is None:
         return False
     from math_verify import parse, verify
 
-    # Its timeouts work only in the main thread; numbers need none, but it warns once about their absence.
+    # Its timeouts work only in the main thread. Numbers need none, but it warns once if they are disabled.
     logging.getLogger("math_verify").setLevel(logging.ERROR)
-    gold, given = (parse(_plain(text), parsing_timeout=None) for text in (answer, found.group(1)))
+    gold, given = (parse(_plain(text), parsing_timeout=None) for text in (answer, final.group(1)))
     return bool(gold) and bool(given) and verify(gold, given, timeout_seconds=None)
 
 

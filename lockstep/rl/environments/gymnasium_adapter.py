@@ -10,15 +10,15 @@ from lockstep.rl.conversations import Chat, ConversationEnvironment, Conversatio
 from lockstep.rl.environments.protocol import Environment, Example
 
 GAMES = {"train": range(1000), "validation": range(1_000_000, 1_000_100)}
-"""The seeds with which games are reset."""
+"""Seeds for resetting games."""
 
 
 class GymnasiumGame(ConversationEnvironment):
-    """One game per conversation: the model is shown the observation, and its reply, without reasoning, is the action.
+    """One game per conversation: the model sees the observation, and its reply without reasoning is the action.
 
     The reward is the sum of the game's rewards, even if the conversation ends before the game. `turns` is the game's
-    `max_episode_steps`, or 8 if it has none. An action outside the game's action space is answered with a description
-    of valid actions, and costs a turn.
+    `max_episode_steps`, or 8 by default. An action outside the game's action space is answered with a description of
+    valid actions, and costs a turn.
     """
 
     game: ClassVar[str] = ""
@@ -91,8 +91,8 @@ def gymnasium_game(name: str) -> type[Environment]:
 def _refusal(space: Any) -> str:
     """A description of valid actions."""
     characters = "".join(sorted(space.character_set))
-    said = f"Error: an action has {space.min_length} to {space.max_length} characters"
-    return said + (f" of these: {characters}" if len(characters) <= 100 else "")
+    message = f"Error: an action has {space.min_length} to {space.max_length} characters"
+    return message + (f" of these: {characters}" if len(characters) <= 100 else "")
 
 
 def _gymnasium() -> Any:

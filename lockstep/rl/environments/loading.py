@@ -6,6 +6,7 @@ import importlib.util
 import inspect
 import sys
 import zlib
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -15,19 +16,28 @@ from lockstep.rl.environments.protocol import Environment, source_file, user_lin
 from lockstep.rl.environments.ready import ADAPTERS, ENVIRONMENTS
 
 GIVEN = "object:"
-"""Prefix under which a run's settings record an environment that was passed as an object."""
+"""Prefix in a run's settings for an environment that was passed as an object."""
 FORMS = {"gymnasium": "gymnasium:ID", "verifiers": "verifiers:TASKSET"}
-"""How environments of other packages are named."""
+"""Names of environments of other packages."""
+
+
+@dataclass(frozen=True)
+class EnvironmentSource:
+    """How another process loads an environment: the arguments of `load_environment`."""
+
+    name: str
+    data: str = ""
+    skip_bad_lines: bool = False
 
 
 def given_name(environment: Environment) -> str:
-    """What a run's settings record for an environment passed as an object: `object:MODULE.CLASS`."""
+    """The name in a run's settings for an environment passed as an object: `object:MODULE.CLASS`."""
     kind = type(environment)
     return f"{GIVEN}{kind.__module__}.{kind.__qualname__}"
 
 
 def require_environment(name: str) -> None:
-    """Raises UserError, with what there is, if no environment is named."""
+    """Raises UserError, with the available environments, if `name` is empty."""
     if not name:
         raise UserError(
             f"which environment? Give --environment {', '.join(ENVIRONMENTS)}, gymnasium:ID, verifiers:TASKSET, or "
@@ -47,14 +57,14 @@ def load_environment(name: str, data: str = "", skip_bad_lines: bool = False) ->
             f"the run got its environment as an object ({name.removeprefix(GIVEN)}); pass it to lockstep.reinforce or "
             "lockstep.rl.replay.replay"
         )
-    if (alone := name.removesuffix(":")).endswith(".py"):
-        raise UserError(f"{alone}: add the class: {alone}:Class")
+    if (path := name.removesuffix(":")).endswith(".py"):
+        raise UserError(f"{path}: add the class: {path}:Class")
     file, colon, class_name = name.rpartition(":")
-    package, _, name_there = name.partition(":")
+    package, _, package_name = name.partition(":")
     if colon and package in ADAPTERS:
-        if not name_there:
+        if not package_name:
             raise UserError(f'the environment "{name}" is incomplete; write {FORMS[package]}')
-        kind = ADAPTERS[package](name_there)
+        kind = ADAPTERS[package](package_name)
     elif colon:
         kind = _class_in(Path(file), class_name)
     elif name in ENVIRONMENTS:
@@ -64,35 +74,35 @@ def load_environment(name: str, data: str = "", skip_bad_lines: bool = False) ->
             f'unknown environment "{name}".{closest(name, ENVIRONMENTS)} '
             f"Built in: {', '.join([*ENVIRONMENTS, *FORMS.values()])}; your own: FILE.py:Class"
         )
-    return _made(kind, data, skip_bad_lines)
+    return _create(kind, data, skip_bad_lines)
 
 
-def _made(kind: type[Environment], data: str, skip_bad_lines: bool) -> Environment:
+def _create(kind: type[Environment], data: str, skip_bad_lines: bool) -> Environment:
     file = source_file(kind)
     where = f"{file or kind.__module__}: {kind.__name__}"
     converses = issubclass(kind, ConversationEnvironment)
     for method in ("examples", "reward"):
-        elsewhere = kind.rewards or not kind.has_rewards or (converses and converses_or_grades(kind))
-        others = method == "reward" and elsewhere
-        if getattr(kind, method) is getattr(Environment, method) and not others:
+        rewards_otherwise = kind.rewards or not kind.has_rewards or (converses and converses_or_grades(kind))
+        is_optional = method == "reward" and rewards_otherwise
+        if getattr(kind, method) is getattr(Environment, method) and not is_optional:
             name = "lockstep.rl.ConversationEnvironment" if converses else "lockstep.rl.Environment"
             also = ", `converse` or `grade`" if converses and method == "reward" else ""
             raise UserError(f"{where} defines no `{method}`{also}; write it as described in {name}")
     signature = inspect.signature(kind)
     takes_any = any(p.kind is p.VAR_KEYWORD for p in signature.parameters.values())
     options: dict[str, Any] = {"data": data, "skip_bad_lines": skip_bad_lines}
-    given = {name: value for name, value in options.items() if takes_any or name in signature.parameters}
-    if data and "data" not in given:
+    arguments = {name: value for name, value in options.items() if takes_any or name in signature.parameters}
+    if data and "data" not in arguments:
         raise UserError(f"{where}.__init__ takes no `data`; add the parameter, or remove --data")
     try:
-        signature.bind(**given)
+        signature.bind(**arguments)
     except TypeError as error:
         raise UserError(
             f"{where}.__init__ cannot be called ({error}); it can take `data` and `skip_bad_lines`, and must have "
             "defaults for anything else"
         ) from error
     try:
-        environment = kind(**given)
+        environment = kind(**arguments)
     except UserError:
         raise
     except Exception as error:
@@ -103,23 +113,23 @@ def _made(kind: type[Environment], data: str, skip_bad_lines: bool) -> Environme
     return environment
 
 
-CALLED: dict[str, tuple[str, ...]] = {
+METHODS: dict[str, tuple[str, ...]] = {
     "examples": ("split",),
     "reward": ("example", "completion"),
     "converse": ("example", "chat"),
     "grade": ("example", "episodes"),
 }
-"""The methods of environments, and their arguments."""
+"""Arguments of an environment's methods."""
 
 
 def check_environment(environment: Environment) -> None:
-    """Raises UserError for methods that a run could not call, and for invalid `tools` and `turns`."""
+    """Raises UserError for methods that a run cannot call, and for invalid `tools` and `turns`."""
     if not isinstance(environment, Environment):
         return  # `examples_of` reports it
     kind = type(environment)
     where = f"{source_file(kind) or kind.__module__}: {kind.__name__}"
     converses = isinstance(environment, ConversationEnvironment)
-    for method, names in CALLED.items():
+    for method, names in METHODS.items():
         function = getattr(environment, method, None)
         if not callable(function):
             continue
@@ -132,9 +142,9 @@ def check_environment(environment: Environment) -> None:
         try:
             signature.bind(*names)
         except TypeError as error:
-            word = "async def" if inspect.iscoroutinefunction(function) else "def"
-            written = f"{word} {method}({', '.join(('self', *names))})"
-            raise UserError(f"{where}.{method} cannot be called ({error}); write `{written}`") from error
+            keyword = "async def" if inspect.iscoroutinefunction(function) else "def"
+            signature_text = f"{keyword} {method}({', '.join(('self', *names))})"
+            raise UserError(f"{where}.{method} cannot be called ({error}); write `{signature_text}`") from error
     if not isinstance(environment, ConversationEnvironment):
         return
     tools, turns = environment.tools, environment.turns
@@ -159,7 +169,7 @@ def converses_or_grades(kind: type[Environment]) -> bool:
 def _class_in(file: Path, class_name: str) -> Any:
     if not file.is_file():
         raise UserError(f"{file}: no such file; give the environment as FILE.py:Class")
-    # The path is part of the module's name: files of the same name in two folders are two modules.
+    # The module's name includes the path, as two folders can have files of the same name.
     name = f"lockstep_environment_{file.stem}_{zlib.crc32(str(file.resolve()).encode()):08x}"
     spec = importlib.util.spec_from_file_location(name, file)
     if spec is None or spec.loader is None:
@@ -174,8 +184,8 @@ def _class_in(file: Path, class_name: str) -> Any:
     classes = [n for n, v in vars(module).items() if isinstance(v, type) and issubclass(v, Environment)]
     classes = [n for n in classes if n not in ("Environment", "ConversationEnvironment")]
     if class_name not in classes:
-        there = class_name not in ("Environment", "ConversationEnvironment") and hasattr(module, class_name)
-        problem = f'"{class_name}" is not an Environment' if there else f'no Environment named "{class_name}"'
+        exists = class_name not in ("Environment", "ConversationEnvironment") and hasattr(module, class_name)
+        problem = f'"{class_name}" is not an Environment' if exists else f'no Environment named "{class_name}"'
         raise UserError(
             f"{file}: {problem}.{closest(class_name, classes)} "
             f"Found: {', '.join(classes) or 'none; subclass lockstep.rl.Environment'}"

@@ -1,7 +1,7 @@
-"""math-verify in a separate process, which is killed if it takes too long.
+"""Runs math-verify in a separate process, which is killed at a timeout.
 
-Its timeouts are signals, which only the main thread of a process receives, and which do not interrupt C code. A reward
-can run in any thread of the trainer, where an answer such as 9^{9^{9^9}} must not hold up the run.
+math-verify's timeouts are signals, which only a process's main thread receives, and which do not interrupt C code.
+A reward can run in any thread of the trainer, where an answer such as 9^{9^{9^9}} must not block the run.
 """
 
 from __future__ import annotations
@@ -19,17 +19,17 @@ import time
 from typing import Any
 
 START_SECONDS = 120.0
-"""To import sympy: takes a second if the machine is not busy."""
+"""Timeout to import sympy, which takes a second on an idle machine."""
 SECONDS = 3.0
-"""Processor time that one comparison may take: on a busy machine a right answer must not be given up."""
+"""Limit of processor time per comparison, so that a busy machine does not make correct answers time out."""
 PATIENCE = 40
-"""By the clock, it may take this many times as long."""
+"""The wall-clock limit is this many times the limit of processor time."""
 TINY = 1e-4
 MEMORY_BYTES = 2 * 2**30
 
 
 class MathChecker:
-    """Compares answers, one at a time. Its process starts with the first, and again after it had to be killed."""
+    """Compares answers, one at a time. Its process starts with the first, and restarts after it was killed."""
 
     def __init__(self, seconds: float = SECONDS):
         self.seconds = seconds
@@ -38,9 +38,9 @@ class MathChecker:
         self.owner = 0
 
     def equal(self, answer: str, given: str) -> bool:
-        """Whether `given` is equal to `answer`; False if that takes too long or cannot be parsed."""
+        """Whether `given` equals `answer`; False at a timeout or if either cannot be parsed."""
         with self.lock:
-            if self.process is None or self.owner != os.getpid():  # a fork would share its parent's pipes
+            if self.process is None or self.owner != os.getpid():  # else a fork would share its parent's pipes
                 self._start()
             try:
                 return self._ask([answer, given], self.seconds) is True
@@ -50,12 +50,12 @@ class MathChecker:
 
     def _start(self) -> None:
         self.process, self.owner = None, os.getpid()
-        # With the same module search path as this process.
+        # The module search path is that of this process.
         code = "import json, sys; sys.path[:] = json.loads(sys.argv[1]); " + (
             "from lockstep.rl.environments.math_checker import serve; serve()"
         )
         self.process = subprocess.Popen(
-            [sys.executable, "-c", code, json.dumps([place or os.getcwd() for place in sys.path])],
+            [sys.executable, "-c", code, json.dumps([path or os.getcwd() for path in sys.path])],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=subprocess.DEVNULL,
@@ -63,7 +63,7 @@ class MathChecker:
             start_new_session=True,
         )
         try:
-            self._ask(["x+1", "1+x"], START_SECONDS)  # loads what expressions need, too
+            self._ask(["x+1", "1+x"], START_SECONDS)  # also imports what expressions need
         except (OSError, ValueError, TimeoutError) as error:
             self._end()
             raise RuntimeError(
@@ -74,13 +74,13 @@ class MathChecker:
     def _ask(self, question: list[str], seconds: float) -> Any:
         assert self.process and self.process.stdin and self.process.stdout
         pid, answer = self.process.pid, bytearray()
-        limit, until = _processor_seconds(pid) + seconds, time.monotonic() + PATIENCE * seconds
-        self.process.stdin.write(json.dumps(question).encode() + b"\n")  # which fits into the pipe
+        limit, deadline = _processor_seconds(pid) + seconds, time.monotonic() + PATIENCE * seconds
+        self.process.stdin.write(json.dumps(question).encode() + b"\n")  # fits into the pipe
         poll = select.poll()
         poll.register(self.process.stdout, select.POLLIN)
         while not answer.endswith(b"\n"):
-            if not poll.poll(1000 * max(0.02, min(limit - _processor_seconds(pid), until - time.monotonic()))):
-                if _processor_seconds(pid) >= limit or time.monotonic() >= until:
+            if not poll.poll(1000 * max(0.02, min(limit - _processor_seconds(pid), deadline - time.monotonic()))):
+                if _processor_seconds(pid) >= limit or time.monotonic() >= deadline:
                     raise TimeoutError
                 continue
             part = os.read(self.process.stdout.fileno(), 4096)
@@ -101,12 +101,12 @@ class MathChecker:
 
 
 def _processor_seconds(pid: int) -> float:
-    """That a process has taken so far; where that cannot be told, the time by the clock."""
+    """Processor time of a process so far; wall-clock time on systems that do not report it."""
     if sys.platform != "linux":
         return time.monotonic()
     try:
-        return time.clock_gettime((~pid << 3) | 2)  # as clock_getcpuclockid(3) makes a process's clock
-    except OSError:  # it has ended, and was waited for
+        return time.clock_gettime((~pid << 3) | 2)  # the clock id of clock_getcpuclockid(3)
+    except OSError:  # it has ended and was reaped
         return math.inf
 
 
@@ -126,18 +126,18 @@ def compare(answer: str, given: str) -> bool:
     """Whether math-verify considers two answers, the contents of `\\boxed{…}`, equal."""
     from math_verify import parse, verify
 
-    wanted, found = (parse(f"\\boxed{{{text}}}", parsing_timeout=None) for text in (answer, given))
+    expected, actual = (parse(f"\\boxed{{{text}}}", parsing_timeout=None) for text in (answer, given))
     try:
-        equal = bool(wanted) and bool(found) and bool(verify(wanted, found, timeout_seconds=None))
-        return equal and not _tiny_and_different(wanted[0], found[0])
+        equal = bool(expected) and bool(actual) and bool(verify(expected, actual, timeout_seconds=None))
+        return equal and not _tiny_and_different(expected[0], actual[0])
     except (RecursionError, MemoryError):
         return False
 
 
-def _tiny_and_different(wanted: Any, found: Any) -> bool:
-    """Numbers that math-verify, which compares six decimals or 15 digits of the difference, takes for 0."""
+def _tiny_and_different(expected: Any, actual: Any) -> bool:
+    """Whether both are tiny numbers that differ: math-verify rounds to six decimals, so that it treats them as 0."""
     try:
-        one, other = (abs(float(number)) for number in (wanted, found))
+        one, other = (abs(float(number)) for number in (expected, actual))
     except (TypeError, ValueError, OverflowError):
         return False
     return max(one, other) < TINY and abs(one - other) > 1e-3 * max(one, other)

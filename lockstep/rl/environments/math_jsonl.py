@@ -9,7 +9,7 @@ from typing import ClassVar
 
 from lockstep.errors import UserError
 from lockstep.rl.conversations import ConversationEnvironment
-from lockstep.rl.conversations.without_reasoning import spoken
+from lockstep.rl.conversations.reasoning import answer_text
 from lockstep.rl.environments.answer_forms import (
     CHANGED,
     NUMBER,
@@ -26,21 +26,21 @@ from lockstep.rl.environments.protocol import Example
 
 NEEDS = "`problem` or `question`, and `answer` or `solution`"
 INSTRUCTION = "\n\nReason step by step, and give the final answer in \\boxed{}."
-LONGEST = 300
-"""Most characters of an answer: anything longer does not count as one."""
+MAX_LENGTH = 300
+"""Longer texts do not count as answers."""
 BOX = re.compile(r"\\boxed(?![A-Za-z])")
 FRAMED = re.compile(r"\\fbox(?![A-Za-z])")
 BARE = re.compile(r"(?:\s+|(?=[0-9]))((?:(?!\\[)\]])[^$\n])*)")
-"""The content of a box without braces: up to the formula's end, as MATH's own code reads it."""
+"""The content of a box without braces: up to the formula's end, as in MATH's grading code."""
 BETWEEN = re.compile(r"[\s$.]*(?:[,;]|[,;]?[\s$]*(?:and|or|\\text\{\s*(?:and|or)\s*\}))[\s$]*(?:[A-Za-z]\s*=\s*)?")
-"""Between boxes that are one answer together."""
+"""Separators between boxes that together are one answer."""
 SUM = re.compile(r"[0-9)}]\s*(?:[-+*^!(]|\\(?:times|cdot|div|pm)\b)|\\(?:binom|sum|prod|int)\b")
-"""Unevaluated expressions: 37*43 equals 1591, but is not an answer."""
+"""Unevaluated expressions: 37*43 equals 1591, but does not count as the answer."""
 PERCENT = "\\%"
 FRACTION = re.compile(r"-?(?:\\[cdt]?frac\s*(?:\{([0-9]+)\}|([0-9]))\s*(?:\{([0-9]+)\}|([0-9]))|([0-9]+)/([0-9]+))")
 DECIMAL_COMMA = re.compile(r"-?[0-9]+,(?:[0-9]{1,2}|[0-9]{4,})")
 UNIT_LETTER = r"(?<![A-Za-z\\])([cdghlmost])(?![A-Za-z])"
-"""A letter that math-verify takes for a unit where it ends a formula."""
+"""A letter that math-verify treats as a unit at the end of a formula."""
 ASSIGNED = re.compile(r"[A-Za-z]\s*=\s*")
 LISTED = re.compile(r"[,;]|\\text|\b(?:and|or)\b")
 WORDS = re.compile(r"[A-Za-z]{2,}(?:[ -][A-Za-z]+)*")
@@ -49,8 +49,8 @@ WORDS = re.compile(r"[A-Za-z]{2,}(?:[ -][A-Za-z]+)*")
 class Math(ConversationEnvironment):
     """Lines of a problem and its answer; the reply's last `\\boxed{…}` is compared with it.
 
-    The answer of a line is what follows `####`, or the content of its last `\\boxed{…}`, or all of it. The keys are
-    tried in order; a subclass can name others. The reward is `correct`.
+    A line's answer is the text after `####`, or the content of its last `\\boxed{…}`, or its whole text. Keys are tried
+    in order; a subclass can name others. The reward is `correct`.
     """
 
     in_workers = True
@@ -70,25 +70,24 @@ class Math(ConversationEnvironment):
             elif not self.skip_bad_lines:
                 if problem is None or solution is None:
                     raise needs_text(where, values, self.problem_keys if problem is None else self.answer_keys)
-                raise UserError(
-                    f"{where}: its answer is empty or longer than {LONGEST} characters; fix it or use --skip-bad-lines"
-                )
+                problem = f"its answer is empty or longer than {MAX_LENGTH} characters"
+                raise UserError(f"{where}: {problem}; fix it or use --skip-bad-lines")
 
     def reward(self, example: Example, completion: str) -> dict[str, float]:
-        given = boxed_answer(spoken(completion))
+        given = boxed_answer(answer_text(completion))
         return {"correct": float(given is not None and is_right(example.answer, given))}
 
 
 def final_answer(solution: str) -> str:
-    """The answer in a dataset's solution; empty if it is too long."""
+    """The answer in a data set's solution; empty if it is too long."""
     boxed = boxed_answer(solution)
-    found = solution.rpartition("####")[2] if "####" in solution else solution if boxed is None else boxed
-    answer = found.strip().strip("$").strip()
-    return answer if len(answer) <= LONGEST else ""
+    text = solution.rpartition("####")[2] if "####" in solution else solution if boxed is None else boxed
+    answer = text.strip().strip("$").strip()
+    return answer if len(answer) <= MAX_LENGTH else ""
 
 
 def boxed_answer(text: str) -> str | None:
-    """The content of the last box, or of the last ones if only commas, "and" or "or" stand between them."""
+    """The content of the last box, or of the last ones if only commas, "and" or "or" separate them."""
     contents: list[str] = []
     following = 0
     for box in reversed(_boxes(text)):
@@ -99,14 +98,14 @@ def boxed_answer(text: str) -> str | None:
             return None
         contents.insert(0, content)
         following = box.start()
-        if sum(map(len, contents)) > LONGEST:
+        if sum(map(len, contents)) > MAX_LENGTH:
             break
     return ", ".join(dict.fromkeys(contents)) or None
 
 
 def last_boxed(text: str) -> str | None:
-    """The content of the last `\\boxed{…}` (`\\fbox{…}` if there is none), with balanced braces, or what follows
-    `\\boxed` up to the formula's end, as some of MATH's solutions write it; None if it is not closed or absent."""
+    """The content of the last `\\boxed{…}` (else `\\fbox{…}`), with balanced braces, or the rest of the formula after
+    `\\boxed`, as in some of MATH's solutions; None if it is absent or not closed."""
     boxes = _boxes(text)
     return _content(text, boxes[-1].end())[0] if boxes else None
 
@@ -116,36 +115,39 @@ def _boxes(text: str) -> list[re.Match[str]]:
 
 
 def _content(text: str, begin: int) -> tuple[str | None, int]:
-    """What a box that is opened before `begin` contains, and where it ends."""
-    inside = text[begin : begin + LONGEST]
+    """The content of a box that opens before `begin`, and the position of its end."""
+    inside = text[begin : begin + MAX_LENGTH]
     if not inside.lstrip().startswith("{"):
         bare = BARE.match(inside)
         return ((bare[1].strip(" .") or None), begin + bare.end()) if bare else (None, begin)
     depth = 0
-    for place, character in enumerate(inside):
-        depth += {"{": 1, "}": -1}.get(character, 0) * (inside[place - 1] != "\\" or not place)
+    for index, character in enumerate(inside):
+        depth += {"{": 1, "}": -1}.get(character, 0) * (inside[index - 1] != "\\" or not index)
         if depth == 0 and character == "}":
-            return inside[:place].lstrip()[1:].strip(), begin + place + 1
+            return inside[:index].lstrip()[1:].strip(), begin + index + 1
     return None, begin
 
 
 def is_right(answer: str, given: str) -> bool:
-    """Whether an answer equals the right one, according to math-verify; words, which it reads as products of letters,
-    are compared as words. A number must be given as a number, not as an expression for it."""
-    wanted, said = canonical(answer), canonical(given)
+    """Whether an answer equals the correct one, according to math-verify.
+
+    Words, which it parses as products of letters, are compared as words. A number must be given as a number, not as an
+    expression.
+    """
+    expected, actual = canonical(answer), canonical(given)
     if in_other_money(answer, given):
         return False
-    if same_text(wanted, said) or _same_choice(wanted, said):
+    if same_text(expected, actual) or _same_choice(expected, actual):
         return True
-    if WORDS.fullmatch(wanted):
+    if WORDS.fullmatch(expected):
         return False
-    if wanted.endswith(PERCENT) or (said.endswith(PERCENT) and not _below_one(wanted)):
-        # 12.5% is given as 12.5, as 12.5% or as 0.125; where 12.5 is wanted, 12.5% is meant.
-        values = (text.removesuffix(PERCENT).rstrip() for text in (wanted, said))
-        return _equal(*values) or _equal(wanted, said)
-    if said.endswith(PERCENT):
-        return _equal(f"({wanted})*100", said.removesuffix(PERCENT).rstrip())
-    return _equal(wanted, said)
+    if expected.endswith(PERCENT) or (actual.endswith(PERCENT) and not _below_one(expected)):
+        # For 12.5%, 12.5 and 0.125 are accepted, too; for 12.5 so is 12.5%.
+        values = (text.removesuffix(PERCENT).rstrip() for text in (expected, actual))
+        return _equal(*values) or _equal(expected, actual)
+    if actual.endswith(PERCENT):
+        return _equal(f"({expected})*100", actual.removesuffix(PERCENT).rstrip())
+    return _equal(expected, actual)
 
 
 def _below_one(answer: str) -> bool:
@@ -156,37 +158,37 @@ def _below_one(answer: str) -> bool:
     return bool(NUMBER.fullmatch(answer)) and abs(float(answer.replace(",", ""))) < 1
 
 
-def _equal(wanted: str, said: str) -> bool:
-    """Whether math-verify finds two canonical answers equal, of which a number is stated as one."""
-    name, other = ASSIGNED.match(wanted), ASSIGNED.match(said)
-    if name and ("=" not in said or (other and other[0][0] == name[0][0])):
-        wanted = wanted[name.end() :]
-    is_pair = said.startswith(("(", "[")) and "," in said  # or an interval
-    if NUMBER.fullmatch(wanted) and (is_pair or CHANGED.match(said)):
+def _equal(expected: str, actual: str) -> bool:
+    """Whether math-verify considers two canonical answers equal. A number must be stated as a number."""
+    name, other = ASSIGNED.match(expected), ASSIGNED.match(actual)
+    if name and ("=" not in actual or (other and other[0][0] == name[0][0])):
+        expected = expected[name.end() :]
+    is_pair = actual.startswith(("(", "[")) and "," in actual  # or an interval
+    if NUMBER.fullmatch(expected) and (is_pair or CHANGED.match(actual)):
         return False
-    number, stated = without_bare_unit(wanted), _stated(said)
-    if NUMBER.fullmatch(number) and (number == wanted or NUMBER.fullmatch(stated)):
+    number, stated = without_bare_unit(expected), _stated(actual)
+    if NUMBER.fullmatch(number) and (number == expected or NUMBER.fullmatch(stated)):
         if SUM.search(stated.lstrip("+-")) and not POWER_OF_TEN.fullmatch(stated):
             return False
         if "." in number and DECIMAL_COMMA.fullmatch(stated):
             stated = stated.replace(",", ".")
-        wanted, said = number, stated
-    if re.search(UNIT_LETTER, wanted):  # in braces it stays a variable: 3t is not 3
-        wanted, said = (re.sub(UNIT_LETTER + r"\Z", r"{\1}", text) for text in (wanted, said))
-    return _checker().equal(wanted, said)
+        expected, actual = number, stated
+    if re.search(UNIT_LETTER, expected):  # in braces it stays a variable: 3t is not 3
+        expected, actual = (re.sub(UNIT_LETTER + r"\Z", r"{\1}", text) for text in (expected, actual))
+    return _checker().equal(expected, actual)
 
 
 def _same_choice(answer: str, given: str) -> bool:
     pairs = (choice(answer), choice(given, long=True)), (choice(answer, long=True), choice(given))
-    return any(one is not None and one == other for one, other in pairs)
+    return any(first is not None and first == second for first, second in pairs)
 
 
-def _stated(said: str) -> str:
-    """The number in an equation, without its unit: 1591 in 37*43 = 1591 and in 1591 = 37*43. Lists stay as they are."""
-    said = re.sub(r"(?<=[0-9]),(?=[0-9]{3}(?![0-9]))", "", said)
-    if LISTED.search(said):
-        return said
-    sides = [side.strip() for side in re.split(r"(?<![<>!])=", said)]
+def _stated(answer: str) -> str:
+    """The number in an equation, without its unit: 1591 in 37*43 = 1591 and in 1591 = 37*43. Lists are unchanged."""
+    answer = re.sub(r"(?<=[0-9]),(?=[0-9]{3}(?![0-9]))", "", answer)
+    if LISTED.search(answer):
+        return answer
+    sides = [side.strip() for side in re.split(r"(?<![<>!])=", answer)]
     return without_bare_unit(next((side for side in reversed(sides) if not SUM.search(side.lstrip("+-"))), sides[-1]))
 
 

@@ -1,4 +1,4 @@
-"""Prompts without answers, rewarded only by a reward model."""
+"""Prompts without answers, for training with a reward model alone."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The ready tasks and adapters by name."""
+"""Built-in tasks and adapters by name."""
 
 from collections.abc import Callable
 
@@ -29,4 +29,4 @@ ADAPTERS: dict[str, Callable[[str], type[Environment]]] = {
     "gymnasium": gymnasium_game,
     "verifiers": verifiers_tasks,
 }
-"""Environments from other packages, given as `PACKAGE:NAME`: functions that make the class from the name."""
+"""Environments of other packages, given as `PACKAGE:NAME`: functions that create the class from the name."""

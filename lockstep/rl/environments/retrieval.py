@@ -1,4 +1,4 @@
-"""Questions whose answers are in a folder of texts, which the model searches and reads."""
+"""Questions about a folder of texts, which the model searches and reads."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from typing import Any, ClassVar
 
 from lockstep.errors import UserError
 from lockstep.rl.conversations import ConversationEnvironment
-from lockstep.rl.conversations.without_reasoning import spoken
+from lockstep.rl.conversations.reasoning import answer_text
 from lockstep.rl.environments.problems import (
     SUFFIXES,
     needs_text,
@@ -29,14 +29,14 @@ FOLDER, TEXTS = "documents", (".txt", ".md")
 HITS, PAGE = 5, 4000
 INSTRUCTION = "\n\nSearch the texts for it. Reply with the last line `Answer: …`, as short as it can be."
 ANSWER = re.compile(r"^[^\w\n]*Answer:[ \t]*(.*)$", re.MULTILINE)
-LONGEST_ANSWER = 500
+MAX_ANSWER_CHARACTERS = 500
 
 
 class Retrieval(ConversationEnvironment):
     """Lines of `question` and `answer`, next to a folder `documents`: texts, or JSON or Parquet with `text` and `id`.
 
-    The model has two tools: `search` (BM25, by SQLite's full-text index, in memory) and `read`. Rewards: `correct`, 1
-    if the answer is one of the right ones, and `f1`, the overlap of their words, both after SQuAD's normalization
+    The model has two tools: `search` (BM25, with SQLite's full-text index in memory) and `read`. Rewards: `correct`, 1
+    if the answer is one of the correct ones, and `f1`, the overlap of their words, both after SQuAD's normalization
     (arXiv 1606.05250, section 6).
     """
 
@@ -49,15 +49,15 @@ class Retrieval(ConversationEnvironment):
         super().__init__(data, skip_bad_lines)
         self.tools: Sequence[Callable[..., Any]] = (self.search, self.read)  # type: ignore[misc]
         if data:
-            # Built here, not at first use: conversations' processes are forked from the one that has it.
+            # Built here, not at first use, so that forked processes of conversations share it.
             self.index = Index(Path(data) / FOLDER, skip_bad_lines)
 
     def examples(self, split: str) -> Iterator[Example]:
         for where, values in read_problems(self.data, split, self.skip_bad_lines, NEEDS):
             question, answers = prompt_of(values, QUESTION_KEYS, INSTRUCTION), _answers(values)
             if question is not None and answers:
-                given = values["chat_template_kwargs"]
-                yield Example(question, answers[0], where, {"answers": answers}, given)
+                kwargs = values["chat_template_kwargs"]
+                yield Example(question, answers[0], where, {"answers": answers}, kwargs)
             elif not self.skip_bad_lines:
                 raise needs_text(where, values, QUESTION_KEYS if question is None else ANSWER_KEYS)
 
@@ -85,17 +85,17 @@ class Retrieval(ConversationEnvironment):
         return text[(page - 1) * PAGE : page * PAGE] + rest
 
     def reward(self, example: Example, completion: str) -> dict[str, float]:
-        found = ANSWER.findall(spoken(completion))
-        given = found[-1] if found else ""
+        matches = ANSWER.findall(answer_text(completion))
+        given = matches[-1] if matches else ""
         answers = example.metadata.get("answers", [example.answer])
-        if not given or len(given) > LONGEST_ANSWER:
+        if not given or len(given) > MAX_ANSWER_CHARACTERS:
             return {"correct": 0.0, "f1": 0.0}
         exact = any(normalized(given) == normalized(answer) != "" for answer in answers)
         return {"correct": float(exact), "f1": max(f1(answer, given) for answer in answers)}
 
 
 class Index:
-    """Texts by name, with search by BM25 (SQLite's FTS5). Any thread may use it."""
+    """Texts by name, with BM25 search (SQLite's FTS5). Thread-safe."""
 
     def __init__(self, folder: Path, skip_bad_lines: bool = False):
         self.lock = threading.Lock()
@@ -114,24 +114,24 @@ class Index:
             raise UserError(f"{folder}: contains no texts; put .txt, .md, .jsonl, .json or .parquet files into it")
 
     def search(self, query: str) -> list[tuple[str, str]]:
-        """(name, a few words around the hits) of the best texts."""
-        # Only words, each in quotes: the model's query could contain operators, or be invalid.
+        """(name, words around the hits) of the best texts."""
+        # Only quoted words, as the model's query could contain operators or be invalid.
         words = re.findall(r"\w+", query)[:32]
         if not words:
             return []
         match = " OR ".join(f'"{word}"' for word in words)
         sql = "SELECT name, snippet(texts, 1, '', '', ' … ', 32) FROM texts WHERE texts MATCH ? ORDER BY rank, name"
         with self.lock:
-            found = self.database.execute(sql, (match,)).fetchmany(HITS)
-        return [(name, " ".join(snippet.split())) for name, snippet in found]
+            rows = self.database.execute(sql, (match,)).fetchmany(HITS)
+        return [(name, " ".join(snippet.split())) for name, snippet in rows]
 
     def read(self, name: str) -> str:
         """Raises ValueError if there is no text of this name."""
         with self.lock:
-            found = self.database.execute("SELECT text FROM texts WHERE name = ?", (name,)).fetchone()
-        if found is None:
+            row = self.database.execute("SELECT text FROM texts WHERE name = ?", (name,)).fetchone()
+        if row is None:
             raise ValueError(f"there is no text {name[:80]!r}; use what a search gave in [ ]")
-        return str(found[0])
+        return str(row[0])
 
 
 def _texts(folder: Path, skip_bad_lines: bool) -> Iterator[tuple[str, str, str]]:
@@ -161,24 +161,24 @@ def _texts(folder: Path, skip_bad_lines: bool) -> Iterator[tuple[str, str, str]]
 
 def _answers(values: Mapping[str, Any]) -> list[str]:
     for key in ANSWER_KEYS:
-        given = values.get(key)
-        many = given if isinstance(given, list) else [given]
-        texts = [text for one in many if (text := text_of({"answer": one}, ("answer",)))]
-        if texts and len(texts) == len(many):
+        value = values.get(key)
+        answers = value if isinstance(value, list) else [value]
+        texts = [text for answer in answers if (text := text_of({"answer": answer}, ("answer",)))]
+        if texts and len(texts) == len(answers):
             return texts
     return []
 
 
 def normalized(text: str) -> str:
-    """As SQuAD's evaluation compares answers: lower case, no punctuation, no articles, single spaces."""
+    """SQuAD's normalization of answers: lower case, no punctuation, no articles, single spaces."""
     bare = "".join(c for c in text.lower() if c not in string.punctuation)
     return " ".join(re.sub(r"\b(a|an|the)\b", " ", bare).split())
 
 
 def f1(answer: str, given: str) -> float:
     """The harmonic mean of precision and recall of the words of `given`, as SQuAD defines it."""
-    wanted, got = Counter(normalized(answer).split()), Counter(normalized(given).split())
-    shared = (wanted & got).total()
+    expected, actual = Counter(normalized(answer).split()), Counter(normalized(given).split())
+    shared = (expected & actual).total()
     if not shared:
         return 0.0
-    return 2 * shared / (wanted.total() + got.total())
+    return 2 * shared / (expected.total() + actual.total())

@@ -1,7 +1,7 @@
-"""The agent of a `verifiers` environment, played by the model in training through the chat.
+"""The agent of a `verifiers` environment, whose replies are those of the model in training.
 
-What happened is recorded in the package's own trace, by its own classes where it has them: the message graph, the calls
-with their token counts, the agent's limits and timeouts, what ended the exchange, errors and times.
+The package's trace records the interaction, with the package's classes where it has them: the message graph, calls with
+token counts, the agent's limits and timeouts, the stop condition, errors and times.
 """
 
 from __future__ import annotations
@@ -27,11 +27,11 @@ from lockstep.data.chat import ChatTemplateError
 from lockstep.data.messages import plain
 from lockstep.errors import UserError
 from lockstep.rl.conversations import Chat, ConversationOver, Reply
+from lockstep.rl.conversations.reasoning import reasoning_text
 from lockstep.rl.conversations.tools import answer_calls
-from lockstep.rl.conversations.without_reasoning import thought
 
 LIMITS = ("max_turns", "max_input_tokens", "max_output_tokens", "max_total_tokens")
-"""Of an agent's config, checked before each reply."""
+"""Fields of an agent's config that are checked before each reply."""
 
 
 class Agents:
@@ -44,8 +44,8 @@ class Agents:
 class Agent:
     """An agent whose replies come from the chat.
 
-    kind: the class of its tasks. toolsets: creates those of a conversation. tools_of: the functions of a toolset, with
-    their schemas. turns: the most replies that the chat gives.
+    kind: the class of its tasks. toolsets: creates a conversation's toolsets. tools_of: a toolset's functions, with
+    their schemas. turns: the maximum number of replies in the chat.
     """
 
     def __init__(
@@ -76,7 +76,7 @@ class Agent:
     async def interaction(
         self, task: Any, *, on_trace: Callable[[Any], None] | None = None, **options: Any
     ) -> AsyncIterator[Interaction]:
-        """An exchange with the caller as the user; scored when it is left."""
+        """An interaction with the caller as the user; scored on exit."""
         if other := [name for name, value in options.items() if value]:
             raise UserError(
                 f"a verifiers environment that runs its agent with {', '.join(other)} cannot be trained here"
@@ -107,25 +107,25 @@ class Interaction:
 
     def __init__(self, agent: Agent, task: Any):
         self._agent, self._task = agent, task
-        described = vf.TraceTask(type=type(task).__name__, data=task.data, key=task.key, hash=task.hash)
-        seat = vf.AgentInfo(config=agent.config, name=agent.name)
-        self.trace: Any = vf.Trace(task=described, state=state_cls(type(task))(), agent=seat)
+        trace_task = vf.TraceTask(type=type(task).__name__, data=task.data, key=task.key, hash=task.hash)
+        agent_info = vf.AgentInfo(config=agent.config, name=agent.name)
+        self.trace: Any = vf.Trace(task=trace_task, state=state_cls(type(task))(), agent=agent_info)
         self.failure: Exception | None = None
-        """What was raised last, in the episode or by a reward."""
+        """The last exception, in the episode or from a reward."""
         limits = RolloutLimits(**{name: getattr(agent.config, name) for name in LIMITS})
         stops = list(task.hooks("stop"))
         self._session = RolloutSession(ctx=None, trace=self.trace, trace_stops=stops, limits=limits)  # type: ignore[arg-type]
         self._timeouts = resolve_rollout_timeouts(agent.config.timeout, task)
         self._seconds = self._timeouts.agent
-        """Left of the agent's own time."""
+        """Left of the agent's timeout."""
         self._messages: list[Any] = []
-        """The conversation. What the last reply has not seen is not in the trace."""
+        """The conversation. Messages after the last reply are not in the trace yet."""
         self._tools: list[Callable[..., Any]] = []
         self._started = self._over = self._closed = False
 
     @property
     def ok(self) -> bool:
-        """Whether the exchange can continue: nothing failed, nothing stopped it."""
+        """Whether the interaction can continue: it neither failed nor was stopped."""
         return self.failure is None and self.trace.stop_condition is None
 
     def fail(self, error: Exception) -> None:
@@ -149,21 +149,21 @@ class Interaction:
         timing.setup.end = timing.agent.start = time.time()
 
     async def turn(self, message: Any = None) -> Segment:
-        """A user message (none if the task begins with a prompt), and what the model and its tools say to it."""
+        """Adds a user message (none if the task begins with a prompt); returns replies of the model and its tools."""
         data = self._task.data
         prompted = not self._started and data.prompt is not None
         if self._closed or self._over:
             raise RuntimeError("the exchange is over; read interaction.trace")
         if (message is None) != prompted:
             raise ValueError("a task with a prompt opens the exchange with turn(); every other turn needs a message")
-        said = data.prompt if prompted else message
+        messages = data.prompt if prompted else message
         if not self._started and data.system_prompt:
-            said = [vf.SystemMessage(content=data.system_prompt), *_typed(said)]
+            messages = [vf.SystemMessage(content=data.system_prompt), *_typed(messages)]
         self._started = True
         nodes, turns = len(self.trace.nodes), self.trace.num_turns
         if self.ok:
-            await self._step(_typed(said))
-        # What was said before a limit is still an answer; only the next turn reports the end.
+            await self._step(_typed(messages))
+        # Replies before a limit still count; only the next turn reports the end.
         if self.trace.num_turns > turns:
             new = [node for node in self.trace.nodes[nodes:] if node.sampled or node.message.role == "tool"]
             return Segment(messages=[node.message for node in new])
@@ -171,7 +171,7 @@ class Interaction:
         return Segment(messages=[], terminated=True)
 
     async def close(self) -> Any:
-        """Ends the exchange and scores it; what a reward raises is recorded in the trace."""
+        """Ends the interaction and scores it; the trace records exceptions of rewards."""
         if self._closed:
             return self.trace
         self._closed = True
@@ -195,13 +195,13 @@ class Interaction:
         self.trace.split_agent_time()
         return self.trace
 
-    async def _step(self, said: Sequence[Any]) -> None:
-        """Replies and tools, until a reply calls none or something stops the exchange."""
+    async def _step(self, messages: Sequence[Any]) -> None:
+        """Samples replies and runs tools, until a reply calls none or the interaction is stopped."""
         began = time.monotonic()
         try:
             async with asyncio.timeout(self._seconds) as timeout:
-                for message in said:
-                    self._hear(message)
+                for message in messages:
+                    self._add(message)
                 while await self._session.refused() is None and (reply := await self._reply()).tool_calls:
                     await self._call_tools(reply)
         except ConversationOver:
@@ -214,8 +214,8 @@ class Interaction:
         if self._seconds is not None:
             self._seconds = max(0.0, self._seconds + began - time.monotonic())
 
-    def _hear(self, message: Any) -> None:
-        """A message that the model has not written."""
+    def _add(self, message: Any) -> None:
+        """Adds a message that the model has not written."""
         try:
             self._agent.chat.messages.append(plain(message_to_wire(message)))
         except ChatTemplateError as error:
@@ -224,18 +224,18 @@ class Interaction:
 
     async def _reply(self) -> Reply:
         began = time.time()
-        tools = [_described(tool) for tool in self._tools]
+        tools = [_tool_definition(tool) for tool in self._tools]
         turn = graph.prepare_turn(self.trace, self._messages, tools)
         reply = await self._agent.chat.reply()
-        # A reply that is written by hand has no tokens: its words stand for them.
-        written = sum(_words(m.get("content")) for m in self._agent.chat.messages[:-1])
+        # A reply written by hand has no tokens: its words are counted instead.
+        words = sum(_words(m.get("content")) for m in self._agent.chat.messages[:-1])
         usage = Usage(
-            prompt_tokens=written if reply.prompt_tokens is None else reply.prompt_tokens,
+            prompt_tokens=words if reply.prompt_tokens is None else reply.prompt_tokens,
             completion_tokens=_words(reply.text) if reply.completion_tokens is None else reply.completion_tokens,
         )
         message = self._assistant(reply)
-        cut = reply.finish_reason == "length"
-        reason: FinishReason = "length" if cut else "tool_calls" if reply.tool_calls else "stop"
+        truncated = reply.finish_reason == "length"
+        reason: FinishReason = "length" if truncated else "tool_calls" if reply.tool_calls else "stop"
         model = self._agent.config.model or "policy"
         answer = Response(id="", created=int(began), model=model, message=message, finish_reason=reason, usage=usage)
         node = turn.commit(answer)
@@ -251,11 +251,11 @@ class Interaction:
             )
             for number, call in enumerate(reply.tool_calls)
         ]
-        # A reply that is written by hand has its reasoning, and its calls, in its text.
-        said = reply.spoken.partition("<tool_call>")[0] if calls and reply.content is None else reply.spoken
-        reasoning = reply.reasoning or (thought(reply.text).strip() if reply.content is None else "")
+        # A reply written by hand has its reasoning and calls in its text.
+        content = reply.spoken.partition("<tool_call>")[0] if calls and reply.content is None else reply.spoken
+        reasoning = reply.reasoning or (reasoning_text(reply.text).strip() if reply.content is None else "")
         return vf.AssistantMessage(
-            content=said.strip() or None, reasoning_content=reasoning or None, tool_calls=calls or None
+            content=content.strip() or None, reasoning_content=reasoning or None, tool_calls=calls or None
         )
 
     async def _call_tools(self, reply: Reply) -> None:
@@ -266,14 +266,14 @@ class Interaction:
             self._messages.append(vf.ToolMessage(tool_call_id=call.id, content=answer["content"], name=call.name))
 
 
-def _typed(said: Any) -> list[Any]:
-    """Messages in the package's types, from a text, or from messages in them or on the wire."""
-    if isinstance(said, str):
-        return [vf.UserMessage(content=said)]
-    return [parse_message(one) if isinstance(one, dict) else one for one in said]
+def _typed(messages: Any) -> list[Any]:
+    """Messages of the package's types, from a text, or from messages of these types or as dicts."""
+    if isinstance(messages, str):
+        return [vf.UserMessage(content=messages)]
+    return [parse_message(message) if isinstance(message, dict) else message for message in messages]
 
 
-def _described(tool: Callable[..., Any]) -> Any:
+def _tool_definition(tool: Callable[..., Any]) -> Any:
     function = tool.schema["function"]  # type: ignore[attr-defined]
     return vf.Tool(name=function["name"], description=function["description"], parameters=function["parameters"])
 

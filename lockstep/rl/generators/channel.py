@@ -1,7 +1,7 @@
-"""Messages between the processes of a run: JSON with attached bytes, every one signed with the run's key.
+"""Messages between the processes of a run: JSON with attached bytes, each signed with the run's key.
 
-Nothing is unpickled, and nothing from a peer beyond its greeting is read until it has proved that it knows the key.
-Messages are not encrypted, but changing, repeating or omitting one is detected.
+Nothing is unpickled, and only a peer's greeting is read before it has proved that it knows the key. Messages are not
+encrypted, but changing, repeating or omitting one is detected.
 """
 
 from __future__ import annotations
@@ -24,36 +24,36 @@ from typing import Any, TypeAlias
 from lockstep.errors import UserError
 
 HEADER = struct.Struct("<IQ")
-"""Number of bytes of a message's JSON, and of its attachment."""
+"""Lengths of a message's JSON and of its attachment, in bytes."""
 NONCE = 32
 TAG = 32
 HANDSHAKE_SECONDS = 10.0
 PARTS = 5
-"""Number of parts into which a timeout is divided (see `_begin`)."""
+"""Parts into which a timeout is divided (see `_begin`)."""
 MOST_JSON = 2**28
 """Most bytes of a message's JSON."""
-MOST_UNGREETED = 64
-"""Most callers of a listener that have not yet proved that they know the key; beyond it, the oldest is dropped."""
+MAX_UNGREETED = 64
+"""Most connections of a listener before their handshake; beyond it, the oldest is dropped."""
 RETRY_SECONDS = 0.1
-"""Delay after which a listener retries an accept that failed, e.g. for want of file descriptors."""
+"""Delay before a listener retries an accept that failed, e.g. because file descriptors ran out."""
 Buffer: TypeAlias = bytes | bytearray | memoryview
 
 
 class Closed(Exception):
-    """The other side is gone, or sent something that is not from this run."""
+    """The peer is gone, or does not belong to this run."""
 
 
 class Malformed(Closed):
-    """The peer knows the key, but what it sent is not a message."""
+    """The peer knows the key, but sent something that is not a message."""
 
 
 class Channel:
-    """One bidirectional connection. Any thread may send; one at a time receives. Closed is permanent."""
+    """A bidirectional connection. Any thread may send; one at a time receives. After Closed it is unusable."""
 
     def __init__(self, connection: socket.socket, key: bytes, *, called: bool):
         """called: whether this side accepted the connection; the two sides must differ.
 
-        Raises Closed if the other side does not prove that it knows the key within `HANDSHAKE_SECONDS`.
+        Raises Closed if the peer does not prove within `HANDSHAKE_SECONDS` that it knows the key.
         """
         self._connection = connection
         self._sending = threading.Lock()
@@ -61,11 +61,11 @@ class Channel:
             connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         connection.settimeout(HANDSHAKE_SECONDS)
         until = time.monotonic() + HANDSHAKE_SECONDS
-        own = secrets.token_bytes(NONCE)
-        self._write(own)
-        other = bytes(self._read(NONCE, lambda: self._wait_until(until)))
-        # A key per connection and direction: what was recorded elsewhere, or is reflected, is never valid.
-        nonces = (other, own) if called else (own, other)
+        own_nonce = secrets.token_bytes(NONCE)
+        self._write(own_nonce)
+        other_nonce = bytes(self._read(NONCE, lambda: self._wait_until(until)))
+        # A key per connection and direction, so that replayed and reflected messages are invalid.
+        nonces = (other_nonce, own_nonce) if called else (own_nonce, other_nonce)
         keys = [_signed(key, name, *nonces) for name in (b"from the caller", b"from the called")]
         self._send_key, self._receive_key = reversed(keys) if called else keys
         self._sent = self._received = 0
@@ -74,13 +74,13 @@ class Channel:
         if not hmac.compare_digest(greeting, _signed(self._receive_key, b"greeting")):
             self.close()
             raise Closed("it does not have the key of this run")
-        # A timeout of the socket would also apply to what another thread sends.
+        # A socket timeout would also apply to sends of another thread.
         connection.settimeout(None)
 
-    def send(self, message: Any, *beside: Buffer) -> None:
-        """Sends `message` (JSON-able), and bytes that the receiver gets as one piece."""
+    def send(self, message: Any, *attachment: Buffer) -> None:
+        """Sends `message` (JSON-able) and an attachment, which arrives as one piece."""
         body = json.dumps(message).encode()
-        parts = [memoryview(part).cast("B") for part in beside]
+        parts = [memoryview(part).cast("B") for part in attachment]
         header = HEADER.pack(len(body), sum(part.nbytes for part in parts))
         with self._sending:
             tag = _signed(self._send_key, self._sent.to_bytes(8, "little"), header, body, *parts)
@@ -91,46 +91,47 @@ class Channel:
             self._write(tag)
 
     def receive(
-        self, seconds: float | None = None, goes_on: Callable[[], bool] = lambda: False
+        self, seconds: float | None = None, keep_waiting: Callable[[], bool] = lambda: False
     ) -> tuple[Any, bytearray]:
-        """The next message and its attached bytes. Raises TimeoutError if none starts within `seconds`.
+        """The next message and its attachment. Raises TimeoutError if none starts within `seconds`.
 
-        Raises Closed if one stalls in the middle for that long. goes_on: asked in both cases whether to keep waiting.
+        Raises Closed if one stalls in the middle for that long. keep_waiting: called first in both cases; if it returns
+        True, waits as long again.
         """
 
         def wait() -> None:
             while not self._arrives(seconds):
-                if not goes_on():
+                if not keep_waiting():
                     raise Closed("it stopped in the middle of a message")
 
-        self._begin(seconds, goes_on)
+        self._begin(seconds, keep_waiting)
         header = self._read(HEADER.size, wait)
-        length, beside_length = HEADER.unpack(header)
+        length, attachment_length = HEADER.unpack(header)
         if length > MOST_JSON:
             raise Closed(f"it announced a message of {length} bytes, more than any message has")
         try:
-            body, beside = self._read(length, wait), self._read(beside_length, wait)
+            body, attachment = self._read(length, wait), self._read(attachment_length, wait)
         except (MemoryError, OverflowError) as error:
-            raise Closed(f"not enough memory for a message of {beside_length} bytes") from error
-        expected = _signed(self._receive_key, self._received.to_bytes(8, "little"), header, body, beside)
+            raise Closed(f"not enough memory for a message of {attachment_length} bytes") from error
+        expected = _signed(self._receive_key, self._received.to_bytes(8, "little"), header, body, attachment)
         self._received += 1
         if not hmac.compare_digest(self._read(TAG, wait), expected):
             self.close()
             raise Closed("a message was altered in transit")
         try:
-            return json.loads(body), beside
+            return json.loads(body), attachment
         except (ValueError, RecursionError) as error:
             raise Malformed(f"a message that is not JSON ({type(error).__name__})") from error
 
-    def _begin(self, seconds: float | None, goes_on: Callable[[], bool]) -> None:
-        # In parts: time in which both sides were suspended, as on a sleeping laptop, uses up only one of them.
+    def _begin(self, seconds: float | None, keep_waiting: Callable[[], bool]) -> None:
+        # In parts: if both sides are suspended, as on a sleeping laptop, only one part expires.
         part = None if seconds is None else seconds / PARTS
         while not any(self._arrives(part) for _ in range(PARTS)):
-            if not goes_on():
+            if not keep_waiting():
                 raise TimeoutError
 
     def _arrives(self, seconds: float | None) -> bool:
-        """Whether there is something to read, or the end, within that time."""
+        """Whether data, or the end of the connection, arrives within that time."""
         try:
             poll = select.poll()
             poll.register(self._connection, select.POLLIN)
@@ -143,7 +144,7 @@ class Channel:
             raise Closed(f"it did not complete the handshake within {HANDSHAKE_SECONDS:g} s")
 
     def close(self) -> None:
-        """Ends the connection; whoever waits on it, on either side, gets Closed."""
+        """Closes the connection: raises Closed in threads that wait on it, on both sides."""
         with contextlib.suppress(OSError):
             self._connection.shutdown(socket.SHUT_RDWR)
         self._connection.close()
@@ -155,7 +156,7 @@ class Channel:
             raise Closed(str(error)) from error
 
     def _read(self, length: int, wait: Callable[[], None]) -> bytearray:
-        """wait: returns once there is something to read, or raises."""
+        """wait: returns once data has arrived, or raises."""
         content = bytearray(length)
         view = memoryview(content)
         while view:
@@ -186,7 +187,7 @@ class Listener:
         self.address: tuple[str, int] = self._socket.getsockname()[:2]
 
     def accept(self) -> socket.socket:
-        """The next caller, before its handshake: `greet` does that, and may be called in another thread.
+        """The next connection, before its handshake (`greet`, which may run in another thread).
 
         Raises Closed when the listener is closed, and only then.
         """
@@ -194,13 +195,13 @@ class Listener:
             try:
                 caller = self._socket.accept()[0]
             except OSError as error:
-                # Out of memory or file descriptors: waits until current callers have gone.
+                # Out of memory or file descriptors: waits for current connections to end.
                 if self._closed.wait(RETRY_SECONDS):
                     raise Closed(str(error)) from error
                 continue
             with self._changing:
                 self._ungreeted[caller] = None
-                if len(self._ungreeted) > MOST_UNGREETED:
+                if len(self._ungreeted) > MAX_UNGREETED:
                     longest = next(iter(self._ungreeted))
                     del self._ungreeted[longest]
                     with contextlib.suppress(OSError):
@@ -208,7 +209,7 @@ class Listener:
             return caller
 
     def greet(self, caller: socket.socket) -> Channel:
-        """Does the handshake. Raises Closed, with the connection closed, if the caller does not know the key."""
+        """Does the handshake. If the caller does not know the key, closes the connection and raises Closed."""
         try:
             return Channel(caller, self._key, called=True)
         except BaseException:
@@ -219,7 +220,7 @@ class Listener:
                 self._ungreeted.pop(caller, None)
 
     def close(self) -> None:
-        """Stops listening, and ends a waiting `accept`."""
+        """Stops listening; a waiting `accept` raises Closed."""
         self._closed.set()
         with contextlib.suppress(OSError):
             self._socket.shutdown(socket.SHUT_RDWR)
@@ -227,7 +228,7 @@ class Listener:
 
 
 def call(host: str, port: int, key: bytes, seconds: float = HANDSHAKE_SECONDS) -> Channel:
-    """Connects to a listener. Raises Closed if nothing answers there, or nothing that knows the key."""
+    """Connects to a listener. Raises Closed if none that knows the key answers."""
     try:
         connection = socket.create_connection((host, port), timeout=seconds)
     except OSError as error:
@@ -247,7 +248,7 @@ def make_key(path: Path) -> bytes:
 
 
 def read_key(path: Path) -> bytes:
-    """The key in a file that `make_key` wrote. Raises UserError if there is none, or others can read it."""
+    """The key in a file that `make_key` wrote. Raises UserError if there is none, or other users can read it."""
     try:
         if path.stat().st_mode & 0o077:
             raise UserError(f"{path}: other users can read this key; chmod 600 it, and restart the run for a new one")
@@ -257,7 +258,7 @@ def read_key(path: Path) -> bytes:
 
 
 def key_of(text: str, source: str) -> bytes:
-    """The key that `source` has as `text`. Raises UserError if it is not a key."""
+    """The key in `text`, which comes from `source`. Raises UserError if it is not a key."""
     try:
         key = bytes.fromhex(text)
     except ValueError:

@@ -1,4 +1,4 @@
-"""A generator that has connected: sends it requests, and passes on what it reports."""
+"""A generator process on the other end of a channel: sends it requests, and passes its reports on."""
 
 from __future__ import annotations
 
@@ -15,47 +15,49 @@ from lockstep.rl.generators.remote import Reports, Request
 from lockstep.rl.generators.response_checks import InvalidResponse, checked_statistics, sample_of
 from lockstep.rl.weights.server import WeightManifest
 
-BUSY = 20
-"""Silence is allowed this many times longer for a process still running on this host: a busy machine delays it."""
+BUSY_FACTOR = 20
+"""Silence is allowed this many times longer for a process that still runs on this host: a busy machine delays it."""
 
 
-class Hearing:
-    """A peer that sends nothing for `seconds` counts as dead; for `BUSY` times as long if it runs on this host."""
+class MonitoredChannel:
+    """A channel whose peer counts as dead after `seconds` of silence, or `BUSY_FACTOR` times that on this host."""
 
     def __init__(self, channel: Channel, seconds: float, hello: Mapping[str, Any]):
-        """hello: identifies its process, by `pid` and `place`."""
+        """hello: identifies the peer's process, by `pid` and `place`."""
         self.seconds = seconds
         self._channel, self._pid, self._place = channel, hello["pid"], hello["place"]
 
     def next(self) -> Any:
-        """The next message. Raises TimeoutError, and Closed."""
-        chances = iter(range(BUSY - 1))
+        """The next message. Raises TimeoutError if the peer counts as dead, and Closed."""
+        extensions = iter(range(BUSY_FACTOR - 1))
         return self._channel.receive(
-            self.seconds, lambda: next(chances, None) is not None and runs_here(self._pid, self._place)
+            self.seconds, lambda: next(extensions, None) is not None and runs_here(self._pid, self._place)
         )[0]
 
 
-class WireRemote:
-    """A `Remote`. Two threads, one per direction, so that nothing waits for a generator that does not read."""
+class ChannelRemote:
+    """A `Remote`. One thread per direction, so that nothing waits for a generator that does not read."""
 
-    def __init__(self, name: str, channel: Channel, room: int, hearing: Hearing):
-        self.name, self.room, self._hearing = name, room, hearing
-        self.did: dict[str, float] = {}
+    def __init__(self, name: str, channel: Channel, capacity: int, monitored: MonitoredChannel):
+        self.name, self.capacity, self._monitored = name, capacity, monitored
+        self.statistics: dict[str, float] = {}
         self._channel = channel
         self._outbox: queue.SimpleQueue[Any] = queue.SimpleQueue()
         self._closing = threading.Event()
         self._threads: list[threading.Thread] = []
 
     def start(self, reports: Reports) -> None:
-        """From here on it reports what arrives, until it is lost or closed."""
+        """Starts to pass on its reports, until it is lost or closed."""
         for work in (self._write, lambda: self._read(reports)):
             self._threads.append(threading.Thread(target=work, name=self.name, daemon=True))
             self._threads[-1].start()
 
-    def ask(self, request: Request) -> None:
+    def submit(self, request: Request) -> None:
         begun = [dataclasses.asdict(sample) for sample in request.samples]
         params = dataclasses.asdict(request.params)
-        self._outbox.put({"kind": "ask", "id": request.id, "prompt": request.prompt, "params": params, "begun": begun})
+        self._outbox.put(
+            {"kind": "request", "id": request.id, "prompt": request.prompt, "params": params, "begun": begun}
+        )
 
     def abort(self, request_id: int) -> None:
         self._outbox.put({"kind": "abort", "id": request_id})
@@ -67,7 +69,7 @@ class WireRemote:
         self._closing.set()
         self._outbox.put({"kind": "end"})
         self._outbox.put(None)
-        self._threads[0].join(self._hearing.seconds)
+        self._threads[0].join(self._monitored.seconds)
         self._channel.close()
         for thread in self._threads:
             thread.join()
@@ -80,35 +82,35 @@ class WireRemote:
             self._channel.close()  # the reading thread notices
 
     def _read(self, reports: Reports) -> None:
-        false = False
+        invalid = False
         try:
             while True:
-                self._tell(self._hearing.next(), reports)
+                self._handle(self._monitored.next(), reports)
         except TimeoutError:
-            why = f"it has sent nothing for {self._hearing.seconds:g} s (actors.silence_seconds)"
+            why = f"it has sent nothing for {self._monitored.seconds:g} s (actors.silence_seconds)"
         except (InvalidResponse, Malformed) as error:
-            why, false = str(error), True
+            why, invalid = str(error), True
         except Closed as error:
             why = str(error)
-        except Exception as error:  # whatever it is, no more samples will arrive
-            why, false = f"not a message: {one_line(repr(error))}", True
+        except Exception as error:  # after any error, no more samples arrive
+            why, invalid = f"not a message: {one_line(repr(error))}", True
         if not self._closing.is_set():
             self._channel.close()
             self._outbox.put(None)
-            reports.lost(self, why, false)
+            reports.lost(self, why, invalid)
 
-    def _tell(self, message: dict[str, Any], reports: Reports) -> None:
+    def _handle(self, message: dict[str, Any], reports: Reports) -> None:
         kind = message["kind"]
-        if "did" in message:
-            self.did = checked_statistics(message["did"])
+        if "statistics" in message:
+            self.statistics = checked_statistics(message["statistics"])
         if kind == "tokens":
             reports.sampled(self, [(i, index, sample_of(new)) for i, index, new in message["samples"]])
         elif kind == "has_weights":
             reports.has_weights(self, message["version"])
         elif kind == "refused":
             reports.refused(self, message["id"], str(message["problem"]))
-        elif kind == "unfit":
-            reports.unfit(self, str(message["problem"]))
+        elif kind == "incompatible":
+            reports.incompatible(self, str(message["problem"]))
         elif kind in ("lost", "leaves"):
             raise Closed(one_line(message["why"]))
         elif kind != "alive":

@@ -81,7 +81,7 @@ class ColocatedGenerator:
 
     @contextmanager
     def conversing(self) -> Iterator[bool]:
-        """As `Generators`: when requests come depends on the environment, so one rank leads and the others follow."""
+        """As `Generators`: when requests come depends on the environment, so one rank drives and the others follow."""
         if self._follows:
             follow(self.sampler)
         with self.sampler.driving() if isinstance(self.sampler, DriverEngine) else nullcontext():

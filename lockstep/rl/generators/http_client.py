@@ -15,14 +15,14 @@ from lockstep.errors import one_line
 CONNECT_SECONDS = 5.0
 HEADER_BYTES = 2**16
 ERROR_BYTES = 2**16
-"""Bytes read of an error response, which may be anything."""
-ANSWER_BYTES = 2**24
+"""Most bytes read of an error response."""
+RESPONSE_BYTES = 2**24
 """Most bytes of a response, or of one event of a stream."""
 DATA = b"data:"
 
 
 class HttpError(Exception):
-    """The server returned an error. `message` is what it says, `code` OpenAI's name for it if it gave one."""
+    """The server returned an error. message: the server's; code: OpenAI's name for the error, if it sent one."""
 
     def __init__(self, status: int, message: str, code: str = ""):
         self.status, self.message, self.code = status, one_line(message, 1000), code
@@ -30,11 +30,11 @@ class HttpError(Exception):
 
 
 class Unreachable(Exception):
-    """Nothing answers, or not in valid HTTP, or the connection broke."""
+    """The server does not answer, or not in valid HTTP, or the connection broke."""
 
 
 class HttpClient:
-    """Sends requests to the server at `url`, each on its own connection, so that closing it tells the server."""
+    """Sends requests to the server at `url`, each on its own connection, whose closing cancels the request."""
 
     def __init__(self, url: str, api_key: str = "", admin_key: str = ""):
         parts = urlsplit(url)
@@ -45,11 +45,11 @@ class HttpClient:
         self._api_key, self._admin_key = api_key, admin_key
 
     async def call(self, method: str, path: str, body: Any = None, seconds: float | None = None) -> Any:
-        """The response's JSON; None if it is not JSON. Raises HttpError, Unreachable, and TimeoutError."""
-        async with asyncio.timeout(seconds), self._answer(method, path, body) as parts:
-            content = await _at_most(parts, ANSWER_BYTES + 1)
-        if len(content) > ANSWER_BYTES:
-            raise Unreachable(f"its response to {path} has more than {ANSWER_BYTES} bytes")
+        """The response's JSON; None if it is not JSON. Raises HttpError, Unreachable and TimeoutError."""
+        async with asyncio.timeout(seconds), self._response(method, path, body) as parts:
+            content = await _at_most(parts, RESPONSE_BYTES + 1)
+        if len(content) > RESPONSE_BYTES:
+            raise Unreachable(f"its response to {path} has more than {RESPONSE_BYTES} bytes")
         try:
             return _read_json(content)
         except ValueError:
@@ -57,12 +57,12 @@ class HttpClient:
 
     async def events(self, path: str, body: Any) -> AsyncGenerator[Any, None]:
         """The server-sent events of a response, each JSON, up to `[DONE]`. Raises HttpError and Unreachable."""
-        async with self._answer("POST", path, body) as parts:
+        async with self._response("POST", path, body) as parts:
             rest = b""
             async for part in parts:
                 *lines, rest = (rest + part).split(b"\n")
-                if len(rest) > ANSWER_BYTES:
-                    raise Unreachable(f"an event of its stream has more than {ANSWER_BYTES} bytes")
+                if len(rest) > RESPONSE_BYTES:
+                    raise Unreachable(f"an event of its stream has more than {RESPONSE_BYTES} bytes")
                 for line in lines:
                     if not line.startswith(DATA):
                         continue
@@ -79,7 +79,7 @@ class HttpClient:
         raise Unreachable("its stream ended before it was done")
 
     @contextlib.asynccontextmanager
-    async def _answer(self, method: str, path: str, body: Any) -> AsyncIterator[AsyncIterator[bytes]]:
+    async def _response(self, method: str, path: str, body: Any) -> AsyncIterator[AsyncIterator[bytes]]:
         """The parts of a successful response's body."""
         writer: asyncio.StreamWriter | None = None
         try:
@@ -182,8 +182,8 @@ async def _json_of(parts: AsyncIterator[bytes]) -> Any:
         return content[:200].decode(errors="replace")
 
 
-def _error_of(status: int, answer: Any) -> HttpError:
-    error = answer.get("error", answer) if isinstance(answer, dict) else answer
+def _error_of(status: int, content: Any) -> HttpError:
+    error = content.get("error", content) if isinstance(content, dict) else content
     if not isinstance(error, dict):
         return HttpError(status, str(error)[:1000] or "no reason given")
     message = error.get("message") or error.get("detail") or json.dumps(error)

@@ -1,4 +1,4 @@
-"""The servers that generate for a run: our own, whose log-probabilities match the trainer's, and vLLM."""
+"""Servers that sample for a run: `lockstep serve`, whose log-probabilities match the trainer's, and vLLM."""
 
 from __future__ import annotations
 
@@ -21,11 +21,11 @@ SEED_STEP = 0x9E3779B97F4A7C15
 CHECK_SECONDS = 10.0
 LOAD_SECONDS = 600.0
 Part = tuple[int, RemoteSample]
-"""The index of a sample, and what follows the tokens already known of it."""
+"""The index of a sample, and its new tokens."""
 
 
 @dataclass(frozen=True)
-class Wanted:
+class ServerRequirements:
     """What a run requires of a server that samples for it."""
 
     shape: ModelConfig
@@ -33,44 +33,45 @@ class Wanted:
     arithmetic: str
     compile: str
     context: int
-    """Longest prompt plus completion that the run may request, in tokens."""
+    """Most tokens of prompt and completion that the run may request."""
     params: SamplingParams
-    """How the run samples: samples per prompt, temperature, and cuts."""
+    """How the run samples: samples per prompt, temperature, and truncation."""
 
 
 class Server(Protocol):
-    """What an `HttpRemote` needs to know about the kind of server that it uses."""
+    """What differs between kinds of servers, for `HttpRemote`."""
 
     exact: bool
     """Whether its log-probabilities match the trainer's bit for bit."""
     loads_between_requests: bool
-    """Whether requests must end before it takes new weights."""
-    room: int
-    """Samples that it works on at a time."""
+    """Whether requests must end before it loads new weights."""
+    capacity: int
+    """Samples that it decodes at a time."""
 
     def sample(self, client: HttpClient, request: Request, version: int) -> AsyncGenerator[Part, None]:
-        """Starts or continues the unfinished samples of a request; `version` is that of the weights it has."""
+        """Starts or continues the unfinished samples of a request. version: of its current weights."""
 
     async def load(self, client: HttpClient, folder: Path, version: int) -> None:
-        """Returns once it samples with the weights of `folder`. Raises HttpError if it refuses them."""
+        """Returns once it samples with the weights in `folder`. Raises HttpError if it refuses them."""
 
 
-async def find_server(client: HttpClient, wanted: Wanted) -> Server:
-    """The server that answers, if it can sample for the run. Otherwise raises UserError, saying what to change."""
+async def find_server(client: HttpClient, requirements: ServerRequirements) -> Server:
+    """The server that answers. Raises UserError, with what to change, if it cannot sample for the run."""
     owner, model = await owner_of(client)
     try:
-        return await (_own_server(client, wanted) if owner == "lockstep" else _vllm_server(client, wanted, model))
+        return await (
+            _lockstep_server(client, requirements) if owner == "lockstep" else _vllm_server(client, requirements, model)
+        )
     except UserError:
         raise
-    except Exception as error:  # it may answer anything
-        said = one_line(repr(error))
-        problem = f"its response makes no sense ({said}); restart the server, or correct actors.urls"
+    except Exception as error:  # the response may be anything
+        problem = f"its response makes no sense ({one_line(repr(error))}); restart the server, or correct actors.urls"
         raise UserError(f"{client.url}: {problem}") from error
 
 
 async def owner_of(client: HttpClient) -> tuple[str, dict[str, Any]]:
-    """`lockstep` or `vllm`, and what it says about its model. Raises UserError if neither answers."""
-    models = await _ask(client, "/v1/models", "requires an API key; set LOCKSTEP_API_KEY to it")
+    """`lockstep` or `vllm`, and its description of the model. Raises UserError if neither answers."""
+    models = await _get(client, "/v1/models", "requires an API key; set LOCKSTEP_API_KEY to it")
     try:
         model = models["data"][0]
         owner = model["owned_by"]
@@ -81,7 +82,7 @@ async def owner_of(client: HttpClient) -> tuple[str, dict[str, Any]]:
     return owner, model
 
 
-async def _ask(client: HttpClient, path: str, without_key: str) -> Any:
+async def _get(client: HttpClient, path: str, without_key: str) -> Any:
     try:
         return await client.call("GET", path, seconds=CHECK_SECONDS)
     except HttpError as error:
@@ -107,8 +108,8 @@ class LockstepServer:
     exact = True
     loads_between_requests = False
 
-    def __init__(self, room: int):
-        self.room = room
+    def __init__(self, capacity: int):
+        self.capacity = capacity
 
     async def sample(self, client: HttpClient, request: Request, version: int) -> AsyncGenerator[Part, None]:
         params = request.params
@@ -154,7 +155,7 @@ class LockstepServer:
 def _sample(
     tokens: Any, logprobs: Any, truncated_logprobs: Any, versions: Any, routes: Any, reason: Any
 ) -> RemoteSample:
-    if reason == "abort":  # which a server says as it shuts down
+    if reason == "abort":  # the server shuts down
         raise Unreachable("it ended a request with 'abort'")
     return sample_of(
         {
@@ -168,9 +169,9 @@ def _sample(
     )
 
 
-async def _own_server(client: HttpClient, wanted: Wanted) -> LockstepServer:
+async def _lockstep_server(client: HttpClient, requirements: ServerRequirements) -> LockstepServer:
     try:
-        found = await _ask(
+        info = await _get(
             client, "/admin/model", "has another admin key; set LOCKSTEP_ADMIN_KEY to the one that it was started with"
         )
     except UserError as error:
@@ -180,34 +181,36 @@ async def _own_server(client: HttpClient, wanted: Wanted) -> LockstepServer:
                 "LOCKSTEP_ADMIN_KEY set"
             ) from error
         raise
-    shape = plain_shape(wanted.shape)
-    if (chunks := found["shape"].pop("reduction_chunks")) != (own := shape.pop("reduction_chunks")):
-        change = f"start it with --parallel.reduction-chunks {own}"
-        _refuse(client, f"it sums with reduction_chunks {chunks}, but the run with {own}", change)
+    shape = plain_shape(requirements.shape)
+    if (chunks := info["shape"].pop("reduction_chunks")) != (wanted := shape.pop("reduction_chunks")):
+        change = f"start it with --parallel.reduction-chunks {wanted}"
+        _refuse(client, f"it sums with reduction_chunks {chunks}, but the run with {wanted}", change)
     for name, value in shape.items():
-        if found["shape"][name] != value:
-            problem = f"its model has {name} {found['shape'][name]}, but the run's has {value}"
+        if info["shape"][name] != value:
+            problem = f"its model has {name} {info['shape'][name]}, but the run's has {value}"
             _refuse(client, problem, "serve the model that the run starts from")
     for name in ("dtype", "arithmetic", "compile"):
-        if found[name] != (own := getattr(wanted, name)):
-            if name == "arithmetic" and wanted.dtype == "float32" and {found[name], own} <= {*ops.ARITHMETICS}:
+        if info[name] != (wanted := getattr(requirements, name)):
+            if name == "arithmetic" and requirements.dtype == "float32" and {info[name], wanted} <= {*ops.ARITHMETICS}:
                 continue  # a CPU's arithmetics differ only in bfloat16
             option = "compile.backend" if name == "compile" else name
             _refuse(
-                client, f"it computes with {option} {found[name]}, but the run with {own}", f"give --{option} {own}"
+                client,
+                f"it computes with {option} {info[name]}, but the run with {wanted}",
+                f"give --{option} {wanted}",
             )
-    _refuse_short(client, found["context"], wanted, "--engine.cache-tokens")
-    limit = found["max_prompt_tokens"]
-    if limit and limit < wanted.context - 1:
+    _refuse_short(client, info["context"], requirements, "--engine.cache-tokens")
+    limit = info["max_prompt_tokens"]
+    if limit and limit < requirements.context - 1:
         _refuse(client, f"it only accepts prompts of up to {limit} tokens", "start it without --max-prompt-tokens")
-    places, n = found["max_sequences"] + found["max_waiting"], wanted.params.n
-    if n > found["max_n"] or n > places:
-        option, most = ("--max-n", found["max_n"]) if n > found["max_n"] else ("--max-waiting", places)
+    places, n = info["max_sequences"] + info["max_waiting"], requirements.params.n
+    if n > info["max_n"] or n > places:
+        option, most = ("--max-n", info["max_n"]) if n > info["max_n"] else ("--max-waiting", places)
         _refuse(
             client, f"it allows {most} samples per prompt, but the run requests {n}", f"start it with a higher {option}"
         )
-    # A remote is given twice as many as it has room for.
-    return LockstepServer(max(1, min(found["max_sequences"], places // 2, found["max_requests"] // 2)))
+    # A remote is sent twice its capacity.
+    return LockstepServer(max(1, min(info["max_sequences"], places // 2, info["max_requests"] // 2)))
 
 
 class VllmServer:
@@ -216,9 +219,9 @@ class VllmServer:
     exact = False
     loads_between_requests = True
 
-    def __init__(self, model: str, room: int, began_empty: bool):
+    def __init__(self, model: str, capacity: int, dummy_weights: bool):
         """began_empty: it was started with `--load-format dummy`."""
-        self.model, self.room, self.began_empty = model, room, began_empty
+        self.model, self.capacity, self.dummy_weights = model, capacity, dummy_weights
 
     async def sample(self, client: HttpClient, request: Request, version: int) -> AsyncGenerator[Part, None]:
         begun = any(sample.token_ids for sample in request.samples)
@@ -226,7 +229,7 @@ class VllmServer:
             async for part in self._stream(client, request, request.prompt, request.params.n, 0, 0, version):
                 yield part
             return
-        # It has its own random generator, which cannot start in the middle of a sample: the rest is a new draw.
+        # vLLM's random generator cannot start in the middle of a sample: the rest is a new draw.
         for index, sample in enumerate(request.samples):
             if sample.finish_reason is None:
                 prompt, known = request.prompt + sample.token_ids, len(sample.token_ids)
@@ -246,7 +249,7 @@ class VllmServer:
             "seed": (params.seed + known + first * SEED_STEP) % 2**62,
             "max_tokens": params.max_tokens - known,
             "temperature": params.temperature,
-            # Otherwise those of the model's generation_config.json apply.
+            # Otherwise the defaults of generation_config.json apply.
             "top_k": 0,
             "top_p": 1.0,
             "min_p": 0.0,
@@ -267,29 +270,29 @@ class VllmServer:
                     yield first + choice["index"], _sample(tokens, scores, [], [version] * len(tokens), [], reason)
 
     async def load(self, client: HttpClient, folder: Path, version: int) -> None:
-        if self.began_empty:
+        if self.dummy_weights:
             settings = {"load_config": {"load_format": "auto"}}
             await client.call("POST", "/collective_rpc", {"method": "update_config", "args": [settings]}, LOAD_SECONDS)
         body = {"method": "reload_weights", "kwargs": {"weights_path": str(folder)}}
         await client.call("POST", "/collective_rpc", body, LOAD_SECONDS)
-        # It holds keys computed with the old weights.
-        answer = await client.call("POST", "/reset_prefix_cache", None, LOAD_SECONDS)
-        if isinstance(answer, dict) and not answer.get("success", True):
+        # Its cache has keys computed with the old weights.
+        response = await client.call("POST", "/reset_prefix_cache", None, LOAD_SECONDS)
+        if isinstance(response, dict) and not response.get("success", True):
             raise HttpError(0, "its prefix cache is in use by others, so new weights would read keys of old ones")
 
 
-async def _vllm_server(client: HttpClient, wanted: Wanted, model: dict[str, Any]) -> VllmServer:
+async def _vllm_server(client: HttpClient, requirements: ServerRequirements, model: dict[str, Any]) -> VllmServer:
     try:
-        found = await client.call("GET", "/server_info?config_format=json", seconds=CHECK_SECONDS)
-        config = found["vllm_config"]
-        own, room = config["model_config"], int(config["scheduler_config"]["max_num_seqs"])
-        mode, overrides = own["logprobs_mode"], own.get("hf_overrides") or {}
+        info = await client.call("GET", "/server_info?config_format=json", seconds=CHECK_SECONDS)
+        config = info["vllm_config"]
+        model_config, capacity = config["model_config"], int(config["scheduler_config"]["max_num_seqs"])
+        mode, overrides = model_config["logprobs_mode"], model_config.get("hf_overrides") or {}
         device, load_format = config["device_config"]["device"], config["load_config"]["load_format"]
     except (HttpError, TypeError, KeyError, ValueError) as error:
         raise UserError(
             f"{client.url}: this vLLM has no routes for new weights; start it with VLLM_SERVER_DEV_MODE=1"
         ) from error
-    params = wanted.params
+    params = requirements.params
     if params.truncates:
         problem = "vLLM does not report a token's log-probability both before and after a cut"
         _refuse(client, problem, "remove top_k, top_p and min_p, or sample with `lockstep serve`")
@@ -299,21 +302,20 @@ async def _vllm_server(client: HttpClient, wanted: Wanted, model: dict[str, Any]
     if mode != "processed_logprobs" and (mode != "raw_logprobs" or params.temperature != 1):
         problem = f"its log-probabilities are {mode}, not those at temperature {params.temperature}"
         _refuse(client, problem, "start it with --logprobs-mode processed_logprobs")
-    if device == "cpu" and wanted.shape.tie_embeddings and overrides.get("tie_word_embeddings", True):
+    if device == "cpu" and requirements.shape.tie_embeddings and overrides.get("tie_word_embeddings", True):
         # Its head is packed once, from the weights it started with; only an untied head is packed again.
         _refuse(
             client,
             "on a CPU vLLM (0.32) keeps the old output head of a model with tied embeddings",
             """start it with --hf-overrides '{"tie_word_embeddings": false}' --load-format dummy""",
         )
-    _refuse_short(client, model.get("max_model_len") or wanted.context, wanted, "--max-model-len")
-    return VllmServer(model["id"], room, load_format == "dummy")
+    _refuse_short(client, model.get("max_model_len") or requirements.context, requirements, "--max-model-len")
+    return VllmServer(model["id"], capacity, load_format == "dummy")
 
 
-def _refuse_short(client: HttpClient, context: int, wanted: Wanted, option: str) -> None:
-    if context < wanted.context:
+def _refuse_short(client: HttpClient, context: int, requirements: ServerRequirements, option: str) -> None:
+    if context < requirements.context:
         change = f"start it with a higher {option}, or the run with engine.cache_tokens {context}"
-        problem = (
-            f"it has room for {context} tokens of prompt and completion, but the run's own limit is {wanted.context}"
-        )
+        limit = f"but the run's own limit is {requirements.context}"
+        problem = f"it has room for {context} tokens of prompt and completion, {limit}"
         _refuse(client, problem, change)

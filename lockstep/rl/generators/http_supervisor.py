@@ -1,4 +1,4 @@
-"""A run's generators behind HTTP: checked at the start, and retried after they were lost."""
+"""A run's servers: checked at the start, and retried after they were lost."""
 
 from __future__ import annotations
 
@@ -6,40 +6,31 @@ import asyncio
 import os
 import threading
 from collections.abc import Sequence
-from dataclasses import replace
 
-from lockstep.config import RLConfig
+from lockstep.config import ActorsConfig
 from lockstep.errors import UserError
 from lockstep.observe import log
-from lockstep.parallel import World
 from lockstep.rl.generators.http_client import HttpClient, HttpError, Unreachable
 from lockstep.rl.generators.http_remote import SILENCE_SECONDS, HttpRemote
-from lockstep.rl.generators.http_servers import Server, Wanted, find_server, owner_of
+from lockstep.rl.generators.http_servers import Server, ServerRequirements, find_server, owner_of
 from lockstep.rl.generators.pool import GeneratorPool
 
 RETRY_SECONDS = 5.0
-"""Interval of checks whether a lost server is back."""
+"""Interval of checks for whether a lost server is back."""
 
 
-def suited_to_servers(config: RLConfig, world: World) -> RLConfig:
-    """`config` with the settings that vLLM needs, if `actors.urls` are vLLM servers.
+def servers_are_exact(actors: ActorsConfig) -> bool:
+    """Whether the log-probabilities of the servers at `actors.urls` match the trainer's bit for bit.
 
-    Their log-probabilities differ from the trainer's: the difference is measured and, unless `off_policy` says
-    otherwise, corrected for. Raises UserError on all ranks if a server does not answer.
+    Raises UserError if one does not answer, or the run's generators are of both kinds.
     """
-    if not config.actors.urls or world.from_main(lambda: _are_exact(config)):
-        return config
-    if config.off_policy == "none":
-        log.warning("off_policy is none, so the difference in vLLM's log-probabilities biases the gradient")
-    return replace(config, off_policy=config.off_policy or "truncate", on_parity_error="measure")
-
-
-def _are_exact(config: RLConfig) -> bool:
-    exact = {url: asyncio.run(owner_of(client_of(url)))[0] == "lockstep" for url in config.actors.urls}
+    exact = {url: asyncio.run(owner_of(client_of(url)))[0] == "lockstep" for url in actors.urls}
     if any(exact.values()) and not all(exact.values()):
-        listed = ", ".join(f"{url} ({'lockstep serve' if own else 'vLLM'})" for url, own in exact.items())
+        listed = ", ".join(
+            f"{url} ({'lockstep serve' if is_lockstep else 'vLLM'})" for url, is_lockstep in exact.items()
+        )
         raise UserError(f"actors.urls: the log-probabilities of {listed} differ; give servers of one kind")
-    if not all(exact.values()) and config.actors.processes:
+    if not all(exact.values()) and actors.processes:
         raise UserError(
             "actors.urls has vLLM servers, whose log-probabilities differ from those of other generators; use one kind"
         )
@@ -53,7 +44,7 @@ def client_of(url: str) -> HttpClient:
 
 
 class ServerSupervisor:
-    """The servers at `urls`, in a run's fleet. A context manager; entering it raises UserError for one that is unfit.
+    """Adds the servers at `urls` to a run's pool. A context manager; entering it raises UserError for unsuitable ones.
 
     Their keys are LOCKSTEP_API_KEY and LOCKSTEP_ADMIN_KEY from the environment. A lost server joins again, with the
     newest weights, once it answers correctly.
@@ -62,7 +53,7 @@ class ServerSupervisor:
     def __init__(
         self,
         urls: Sequence[str],
-        wanted: Wanted,
+        requirements: ServerRequirements,
         pool: GeneratorPool,
         silence_seconds: float = SILENCE_SECONDS,
         retry_seconds: float = RETRY_SECONDS,
@@ -70,13 +61,13 @@ class ServerSupervisor:
     ):
         """finish: as `HttpRemote`."""
         self._clients = [client_of(url) for url in urls]
-        self._wanted, self._pool = wanted, pool
+        self._requirements, self._pool = requirements, pool
         self._silence_seconds, self._retry_seconds = silence_seconds, retry_seconds
         self._finish = finish
         self._remotes: dict[str, HttpRemote] = {}
-        self._said: dict[str, str] = {}
+        self._last_problem: dict[str, str] = {}
         self._closing = threading.Event()
-        self._thread = threading.Thread(target=self._look_again, name="http generators", daemon=True)
+        self._thread = threading.Thread(target=self._retry_lost, name="http generators", daemon=True)
 
     @property
     def exact(self) -> bool:
@@ -99,7 +90,7 @@ class ServerSupervisor:
             remote.close()
 
     def _find(self, client: HttpClient) -> Server:
-        return asyncio.run(find_server(client, self._wanted))
+        return asyncio.run(find_server(client, self._requirements))
 
     def _join(self, client: HttpClient, server: Server) -> None:
         remote = self._remotes[client.url] = HttpRemote(
@@ -107,26 +98,26 @@ class ServerSupervisor:
         )
         self._pool.join(remote)
 
-    def _look_again(self) -> None:
+    def _retry_lost(self) -> None:
         while not self._closing.wait(self._retry_seconds):
             for client in self._clients:
                 if not self._remotes[client.url].gone.is_set() or self._closing.is_set():
                     continue
-                if client.url in self._pool.false:
+                if client.url in self._pool.banned:
                     continue
                 try:
                     server = self._find(client)
-                except Exception as error:  # a server that is starting, or another one, may answer anything
-                    known = isinstance(error, UserError | HttpError | Unreachable)
-                    said = str(error) if known else f"its response makes no sense ({error!r})"
-                    if self._said.get(client.url) != said:
-                        self._said[client.url] = said
-                        log.warning("%s is not back: %s", client.url, said)
+                except Exception as error:  # a server that is starting, or another program, may answer anything
+                    expected = isinstance(error, UserError | HttpError | Unreachable)
+                    problem = str(error) if expected else f"its response makes no sense ({error!r})"
+                    if self._last_problem.get(client.url) != problem:
+                        self._last_problem[client.url] = problem
+                        log.warning("%s is not back: %s", client.url, problem)
                     continue
                 if server.exact != self._remotes[client.url].exact:
                     continue  # another kind of server has taken its place
-                # It was fit for the run once: if it no longer is, the run still continues.
+                # It was suitable once: if it no longer is, the run continues without it.
                 self._pool.required.discard(client.url)
-                self._said.pop(client.url, None)
+                self._last_problem.pop(client.url, None)
                 log.info("%s is back", client.url)
                 self._join(client, server)

@@ -1,4 +1,4 @@
-"""A check that the Monarch workers of a run are usable."""
+"""Waits for the Monarch workers of a run."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ AGAIN_SECONDS = 0.5
 
 
 def require_workers(actors: ActorsConfig) -> None:
-    """Waits up to `actors.start_seconds` until every worker can be reached: they may start together with the trainer.
+    """Waits up to `actors.start_seconds` until every worker can be reached: they may be starting too.
 
     Raises UserError if one cannot, or if Monarch is not installed here.
     """
@@ -34,7 +34,7 @@ def require_workers(actors: ActorsConfig) -> None:
 def _wait_for(worker: str, until: float) -> None:
     address = worker_address(worker)
     assert address is not None
-    waits = False
+    warned = False
     while True:
         left = until - time.monotonic()
         try:
@@ -45,7 +45,7 @@ def _wait_for(worker: str, until: float) -> None:
                 raise UserError(
                     f"no Monarch worker can be reached at {worker}: {error}; start one there, or correct actors.hosts"
                 ) from error
-        if not waits:
+        if not warned:
             log.warning("no Monarch worker at %s yet; waiting up to %g s (actors.start_seconds)", worker, round(left))
-            waits = True
+            warned = True
         time.sleep(AGAIN_SECONDS)

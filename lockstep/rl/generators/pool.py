@@ -1,19 +1,16 @@
 """Remote generators behind the interface of one engine: each request goes to one, and to another if that one dies.
 
-A request's samples depend only on its seed and the weights, not on who computes them: a generator that continues where
-another stopped draws the tokens that the other would have drawn.
+A request's samples depend only on its seed and the weights, not on the generator: one that continues where another
+stopped draws the tokens that the other would have drawn.
 """
 
 from __future__ import annotations
 
-import hashlib
-import json
 import secrets
 import threading
 import time
-from collections import Counter
-from collections.abc import Mapping, Sequence
-from dataclasses import asdict, replace
+from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 from lockstep.errors import RunStopped, UserError, one_line
@@ -25,12 +22,12 @@ from lockstep.rl.generators.response_checks import checked_samples, checked_vers
 from lockstep.rl.generators.work_log import WorkLog
 from lockstep.rl.weights.server import WeightManifest
 
-GLANCE = 0.02
-"""Seconds that one `step` waits for news, at most."""
+POLL_SECONDS = 0.02
+"""Longest wait of one `step`, in seconds."""
 
 
 class GeneratorPool:
-    """The generators of a run. A `Sampler`, and the `Reports` of its remotes. Any thread may call it."""
+    """The separate generators of a run: a `Sampler`, and the `Reports` that its remotes call. Thread-safe."""
 
     def __init__(
         self,
@@ -41,46 +38,46 @@ class GeneratorPool:
         vocab_size: int = 2**31,
         eos_token_ids: Sequence[int] = (),
     ):
-        """start_seconds: how long there may be no generator at all. finish: whether requests are sampled from the
-        weights that are the newest when they are made, however fast each generator is. vocab_size, eos_token_ids: the
+        """start_seconds: how long the pool may be without a ready generator. finish: whether requests are sampled from
+        the weights that are newest when they are made, even if they start later. vocab_size, eos_token_ids: the
         model's."""
         self.max_positions, self.cache_tokens = max_positions, cache_tokens
         self._vocab_size, self._eos_token_ids = vocab_size, eos_token_ids
         self.start_seconds, self._finish = start_seconds, finish
         self.advice = "fix what prevents them from starting"
-        """What to do, for the message, where none was ever ready."""
+        """For the error if no generator has ever been ready: what to do."""
         self.required: set[str] = set()
-        """Names of the generators that the run started itself: if one of them is unfit, the run ends."""
-        self.false: set[str] = set()
-        """Names of the generators that have sent invalid data: none of them gets another request."""
+        """Generators that the run started itself: if one is incompatible, the run ends."""
+        self.banned: set[str] = set()
+        """Generators that have sent invalid data: they get no more requests."""
         self.weights_version = 0
         self._manifest: WeightManifest | None = None
         self.changed = threading.Condition(threading.RLock())
         self._remotes: dict[str, Remote] = {}
-        """Those that sample, and those that are still loading."""
+        """By name; ready or still loading."""
         self._versions: dict[str, int] = {}
-        """Version of the weights that each has; one that is loading has none."""
+        """The weights version of each ready generator."""
         self._requests: dict[int, Request] = {}
-        """Those that are not finished."""
-        self._asked: dict[int, str] = {}
-        """The generator that has each of them."""
+        """The unfinished ones."""
+        self._assigned: dict[int, str] = {}
+        """The generator that each was sent to; none if it waits for capacity."""
         self._added: dict[int, Request] = {}
-        """Those whose samples have not been fetched yet (`samples`)."""
+        """Those whose `samples` have not been fetched yet."""
         self._refused: dict[int, str] = {}
         self._next_id = 0
-        self.heard = 0
-        """Incremented with every report from a generator."""
+        self.num_reports = 0
+        """Reports received from generators."""
         self._none_since = time.monotonic()
         self._was_ready = False
-        """Whether any generator has ever had weights."""
+        """Whether any generator has ever been ready."""
         self._first_version = 0
         self._last_loss = ""
         self._failure: Exception | None = None
-        self._dismissed: set[object] = set()
-        """Askers whose samples are no longer wanted."""
+        self._cancelled: set[object] = set()
+        """Owners whose requests have been cancelled."""
         self._work = WorkLog()
 
-    # A Sampler. Finished requests are forgotten here; `remembering` keeps them.
+    # A Sampler. Finished requests are forgotten here; `CachingGeneratorPool` keeps them.
 
     def generate(
         self,
@@ -88,56 +85,56 @@ class GeneratorPool:
         params: SamplingParams | Sequence[SamplingParams],
         first: int | None = None,
     ) -> list[list[Completion]]:
-        """As `Engine.generate`. Raises RunStopped if no generator is left, UserError if there never was one."""
-        return self.complete([self.begin(*each) for each in _pairs(prompts, params)], first)
+        """As `Engine.generate`. Raises RunStopped if no generator is left, UserError if none has ever been ready."""
+        return self.complete([self.begin(*each) for each in pair_up(prompts, params)], first)
 
     def begin(
-        self, prompt: list[int], params: SamplingParams, begun: Sequence[Completion] = (), asker: object = None
+        self, prompt: list[int], params: SamplingParams, begun: Sequence[Completion] = (), owner: object = None
     ) -> Request:
-        """Requests a prompt's samples, which continue those in `begun`."""
+        """Requests a prompt's samples. begun: samples to continue. owner: as for `step`, `cancel`."""
         seed = secrets.randbits(62) if params.seed is None else params.seed
         samples = [RemoteSample.begun(completion) for completion in begun] or [RemoteSample() for _ in range(params.n)]
         with self.changed:
-            request = Request(self._next_id, list(prompt), replace(params, seed=seed), samples, asker)
+            request = Request(self._next_id, list(prompt), replace(params, seed=seed), samples, owner)
             self._next_id += 1
             if request.unfinished:
                 self._requests[request.id] = request
-                self._hand_out()
+                self._dispatch()
         return request
 
     def complete(
-        self, requests: Sequence[Request], first: int | None = None, asker: object = None
+        self, requests: Sequence[Request], first: int | None = None, owner: object = None
     ) -> list[list[Completion]]:
-        """Waits for all samples of all requests of `asker`, or for the `first` of them, as `generate` does.
+        """Waits for all samples of the requests, or for the `first` requests, as `generate` does.
 
-        Raises as `generate`; the requests are aborted then.
+        Raises as `generate`, and aborts the requests then.
         """
-        wanted = dict(enumerate(requests))
+        remaining = dict(enumerate(requests))
         try:
             with self.changed:
-                while self._unfinished(wanted, first):
-                    self._raise_problems([request.id for request in wanted.values()], asker)
-                    self.changed.wait(GLANCE)
+                while self._unfinished(remaining, first):
+                    self._raise_failures([request.id for request in remaining.values()], owner)
+                    self.changed.wait(POLL_SECONDS)
         finally:
             for request in requests:
                 self.abort(request.id)
-        for number, request in wanted.items():
+        for number, request in remaining.items():
             if any(sample.finish_reason == "error" for sample in request.samples):
                 raise UserError(
                     f"prompt {number}: its logits are not finite (NaN or infinite) with weights version "
                     f"{self.weights_version}; check the weights, or load those of an earlier checkpoint"
                 )
         return [
-            [sample.completion() for sample in request.samples] if number in wanted else []
+            [sample.completion() for sample in request.samples] if number in remaining else []
             for number, request in enumerate(requests)
         ]
 
-    def _unfinished(self, wanted: dict[int, Request], first: int | None) -> bool:
-        """Whether any is unfinished; those that are not among the `first` are aborted and removed."""
+    def _unfinished(self, remaining: dict[int, Request], first: int | None) -> bool:
+        """Whether any is unfinished; aborts and removes those that are not among the `first`."""
         if first is not None:
-            for number in stragglers({number: request.samples for number, request in wanted.items()}, first):
-                self.abort(wanted.pop(number).id)
-        return any(request.unfinished for request in wanted.values())
+            for number in stragglers({number: request.samples for number, request in remaining.items()}, first):
+                self.abort(remaining.pop(number).id)
+        return any(request.unfinished for request in remaining.values())
 
     def add(self, prompt: list[int], params: SamplingParams) -> int:
         with self.changed:
@@ -149,82 +146,82 @@ class GeneratorPool:
         """The samples of a request, which may be finished by now; can be called once."""
         return self._added.pop(request_id).samples
 
-    def step(self, asker: object = None) -> None:
-        """Waits for news, for a moment. Raises as `generate`, and for refused requests only if they are `asker`'s."""
+    def step(self, owner: object = None) -> None:
+        """Waits briefly for reports. Raises as `generate`, and for refused requests of `owner`."""
         with self.changed:
-            refused = [request for request in self._refused if self._requests[request].asker is asker]
-            self._raise_problems(refused, asker)
-            self.changed.wait(GLANCE)
+            refused = [request for request in self._refused if self._requests[request].owner is owner]
+            self._raise_failures(refused, owner)
+            self.changed.wait(POLL_SECONDS)
 
     def abort(self, request_id: int) -> None:
         with self.changed:
             self._requests.pop(request_id, None)
             self._added.pop(request_id, None)
             self._refused.pop(request_id, None)
-            if name := self._asked.pop(request_id, None):
+            if name := self._assigned.pop(request_id, None):
                 self._remotes[name].abort(request_id)
-            self._hand_out()
+            self._dispatch()
 
-    def dismiss(self, asker: object) -> None:
-        """Whoever waits for samples of this asker, now or later, gets RunStopped."""
+    def cancel(self, owner: object) -> None:
+        """Raises RunStopped in every thread that waits for samples of this owner, now or later."""
         with self.changed:
-            self._dismissed.add(asker)
+            self._cancelled.add(owner)
             self.changed.notify_all()
 
-    def _raise_problems(self, requests: Sequence[int], asker: object = None) -> None:
+    def _raise_failures(self, requests: Sequence[int], owner: object = None) -> None:
         if self._failure is not None:
             raise self._failure
-        if asker in self._dismissed:
+        if owner in self._cancelled:
             raise RunStopped("the run ends", exit_code=1)
         for request in requests:
             if request in self._refused:
                 raise UserError(self._refused[request])
         if not self._versions and time.monotonic() - self._none_since > self.start_seconds:
-            raise self.none_left(
+            raise self.no_generators_error(
                 f"no generator has been ready for {self.start_seconds:g} s (actors.start_seconds){self._last_loss}"
             )
 
-    def none_left(self, problem: str) -> Exception:
-        """The error for a run without generators: if none was ever ready, something is wrong with its settings."""
+    def no_generators_error(self, problem: str) -> Exception:
+        """The error for a run without generators: a UserError if none was ever ready, as with wrong settings."""
         if self._was_ready:
             return RunStopped(
                 f"{problem}; their logs are in the run's folder, under logs/. --resume continues from the newest "
                 "checkpoint",
                 exit_code=1,
             )
-        # A new run leaves no folder then.
+        # A UserError leaves no folder of a new run, so this does not refer to its logs.
         return UserError(
             f"{problem}. None has been ready since the run started; {self.advice}, or raise actors.start_seconds, and "
             "start the run again"
         )
 
-    # Its remotes.
+    # Membership and weights.
 
     def join(self, remote: Remote) -> None:
-        """Adds a generator that is loading; it gets the newest weights first, and requests once it has them."""
+        """Adds a generator: it gets the newest weights, and requests once it has loaded them."""
         with self.changed:
             self._remotes[remote.name] = remote
             if self._manifest is not None:
                 remote.load_weights(self._manifest)
 
     def leave(self, name: str) -> Remote | None:
-        """Removes a generator, whose samples others continue; returns it, if it was in the fleet."""
+        """Removes a generator, whose samples others continue; returns it, or None if it was not in the pool."""
         with self.changed:
             remote = self._remotes.pop(name, None)
-            self._work.left(name)
+            self._work.record_end(name)
             if self._versions.pop(name, None) is not None and not self._versions:
                 self._none_since = time.monotonic()
-            for request in [request for request, asked in self._asked.items() if asked == name]:
-                del self._asked[request]
-            self._hand_out()
+            for request in [request for request, to in self._assigned.items() if to == name]:
+                del self._assigned[request]
+            self._dispatch()
             return remote
 
     def load_weights(self, manifest: WeightManifest) -> None:
-        """Every generator takes these before any later request."""
+        """All generators load these before any later request."""
         with self.changed:
             if self._finish:
-                # Requests still waiting for room here would be sent after the new weights.
-                self._hand_out(all_of_them=True)
+                # Requests still waiting for capacity would otherwise be sampled from the new weights.
+                self._dispatch(ignore_capacity=True)
             if self._manifest is None:
                 self._first_version = manifest["version"]
             self._manifest, self.weights_version = manifest, manifest["version"]
@@ -232,35 +229,35 @@ class GeneratorPool:
                 remote.load_weights(manifest)
 
     def wait_for_weights(self, seconds: float = float("inf")) -> None:
-        """Returns once there is a generator, and all that are ready have the newest weights. Raises as `step`."""
+        """Returns once a generator is ready and all ready ones have the newest weights. Raises as `step`."""
         until = time.monotonic() + seconds
         with self.changed:
             while not self._versions or any(version < self.weights_version for version in self._versions.values()):
-                self._raise_problems([])
+                self._raise_failures([])
                 if time.monotonic() > until:
                     return
-                self.changed.wait(GLANCE)
+                self.changed.wait(POLL_SECONDS)
 
     def fail(self, error: Exception) -> None:
-        """Whoever waits or makes a request, now or later, gets `error`."""
+        """Raises `error` in every thread that waits or makes a request, now or later."""
         with self.changed:
             self._failure = self._failure or error
             self.changed.notify_all()
 
     def metrics(self) -> dict[str, float]:
-        """What each generator has done since the last call, as `generators/NAME/…`."""
+        """What each generator did since the last call, as `generators/NAME/…`."""
         with self.changed:
-            held = {name: self._samples_at(name) for name in self._versions}
-            return self._work.metrics({name: self._remotes[name].did for name in held}, held)
+            unfinished = {name: self._unfinished_at(name) for name in self._versions}
+            return self._work.metrics({name: self._remotes[name].statistics for name in unfinished}, unfinished)
 
     def trace_events(self) -> list[dict[str, Any]]:
-        """When generators sampled, took weights and were idle, as Chrome's trace events."""
+        """When generators sampled, loaded weights and were idle, as Chrome trace events."""
         with self.changed:
             return self._work.events()
 
     @property
     def names(self) -> list[str]:
-        """Names of all that have joined, ready or not."""
+        """Names of all generators in the pool, ready or not."""
         with self.changed:
             return sorted(self._remotes)
 
@@ -270,175 +267,108 @@ class GeneratorPool:
 
     @property
     def ready(self) -> list[str]:
-        """Names of those that sample."""
+        """Names of the generators that have weights."""
         with self.changed:
             return sorted(self._versions)
 
-    def _hand_out(self, all_of_them: bool = False) -> None:
-        """Sends waiting requests to the generators with the most room, in the order in which they came.
+    def _dispatch(self, ignore_capacity: bool = False) -> None:
+        """Sends waiting requests, in order of arrival, each to the generator with the fewest unfinished samples.
 
-        all_of_them: even those for which no generator has room.
+        ignore_capacity: even if all generators are full.
         """
-        load = {name: self._samples_at(name) for name in self._versions}
+        load = {name: self._unfinished_at(name) for name in self._versions}
         for request in self._requests.values():
-            if request.id in self._asked or not load or not request.unfinished:
+            if request.id in self._assigned or not load or not request.unfinished:
                 continue
-            name = min(load, key=lambda each: (load[each], each))
+            name = min(load, key=lambda candidate: (load[candidate], candidate))
             remote = self._remotes[name]
-            if not all_of_them and load[name] and load[name] + request.unfinished > 2 * remote.room:
+            if not ignore_capacity and load[name] and load[name] + request.unfinished > 2 * remote.capacity:
                 return
-            self._asked[request.id], request.given_version = name, self._versions[name]
-            request.given_at = request.given_at or time.monotonic()
+            self._assigned[request.id], request.sent_version = name, self._versions[name]
+            request.sent_at = request.sent_at or time.monotonic()
             load[name] += request.unfinished
-            remote.ask(request)
+            remote.submit(request)
 
-    def _samples_at(self, name: str) -> int:
-        return sum(self._requests[request].unfinished for request, asked in self._asked.items() if asked == name)
+    def _unfinished_at(self, name: str) -> int:
+        return sum(self._requests[request].unfinished for request, to in self._assigned.items() if to == name)
 
-    # Reports.
+    # The `Reports` of its remotes.
 
     def sampled(self, remote: Remote, parts: Sequence[tuple[int, int, RemoteSample]]) -> None:
         with self.changed:
-            self.heard += 1
+            self.num_reports += 1
             if self._remotes.get(remote.name) is not remote:
-                return  # it was given up, and others continue its samples
-            has = {number: self._requests[number] for number, name in self._asked.items() if name == remote.name}
-            told = checked_samples(parts, has, self._next_id - 1, self._given, self._vocab_size, self._eos_token_ids)
-            self._work.heard(remote.name, remote.did)
-            for asked, index, new in told:
-                asked.first_token_at = asked.first_token_at or time.monotonic()
-                _extend(asked.samples[index], new, bool(asked.params.routes))
+                return  # removed: others continue its samples
+            requests = {number: self._requests[number] for number, to in self._assigned.items() if to == remote.name}
+            checked = checked_samples(
+                parts, requests, self._next_id - 1, self._published, self._vocab_size, self._eos_token_ids
+            )
+            self._work.update(remote.name, remote.statistics)
+            for request, index, new in checked:
+                request.first_token_at = request.first_token_at or time.monotonic()
+                _extend(request.samples[index], new, bool(request.params.routes))
             for request_id in {part[0] for part in parts}:
-                request = self._requests.get(request_id)
-                if request and not request.unfinished and self._asked.get(request_id) == remote.name:
-                    self._work.ended(remote.name, request)
-                    del self._requests[request_id], self._asked[request_id]
-            self._hand_out()
+                reported = self._requests.get(request_id)
+                if reported and not reported.unfinished and self._assigned.get(request_id) == remote.name:
+                    self._work.record_request(remote.name, reported)
+                    del self._requests[request_id], self._assigned[request_id]
+            self._dispatch()
             self.changed.notify_all()
 
     @property
-    def _given(self) -> range:
+    def _published(self) -> range:
         """The weights versions that have been published."""
         return range(self._first_version, self.weights_version + 1)
 
     def has_weights(self, remote: Remote, version: int) -> None:
         with self.changed:
-            self.heard += 1
+            self.num_reports += 1
             if self._remotes.get(remote.name) is remote:
                 before = self._versions.get(remote.name, 0)
-                self._versions[remote.name] = checked_version(version, before, self._given)
+                self._versions[remote.name] = checked_version(version, before, self._published)
                 self._was_ready = True
-                self._work.heard(remote.name, remote.did)
-                self._hand_out()
+                self._work.update(remote.name, remote.statistics)
+                self._dispatch()
                 self.changed.notify_all()
 
     def refused(self, remote: Remote, request_id: int, problem: str) -> None:
         with self.changed:
-            if self._asked.get(request_id) == remote.name and self._remotes.get(remote.name) is remote:
+            if self._assigned.get(request_id) == remote.name and self._remotes.get(remote.name) is remote:
                 self._refused[request_id] = one_line(problem, 1000)
                 self.changed.notify_all()
 
-    def unfit(self, remote: Remote, problem: str) -> None:
+    def incompatible(self, remote: Remote, problem: str) -> None:
         problem = one_line(problem, 1000)
         if remote.name in self.required:
             self.fail(UserError(f"{remote.name}: {problem}"))
         else:
             log.warning("%s cannot sample for this run: %s", remote.name, problem)
 
-    def lost(self, remote: Remote, why: str, false: bool = False) -> None:
+    def lost(self, remote: Remote, why: str, invalid: bool = False) -> None:
         with self.changed:
             if self._remotes.get(remote.name) is not remote:
                 return
-            if false:
-                self.false.add(remote.name)
-            unfinished = self._samples_at(remote.name)
+            if invalid:
+                self.banned.add(remote.name)
+            unfinished = self._unfinished_at(remote.name)
             self.leave(remote.name)
             others = f"{len(self._versions)} others continue" if self._versions else "the next one gets"
-            said = one_line(why)
-            if false:
-                said = f"it sent invalid data ({said}), and gets no more requests"
-            self._last_loss = f"; the last one, {remote.name}: {said}"
-            log.warning("%s: %s; %s its %d unfinished samples", remote.name, said, others, unfinished)
+            reason = one_line(why)
+            if invalid:
+                reason = f"it sent invalid data ({reason}), and gets no more requests"
+            self._last_loss = f"; the last one, {remote.name}: {reason}"
+            log.warning("%s: %s; %s its %d unfinished samples", remote.name, reason, others, unfinished)
             self.changed.notify_all()
 
 
-class CachingGeneratorPool:
-    """A `RecordingSampler` sampler: the fleet, with its requests kept as long as this object is."""
-
-    def __init__(self, pool: GeneratorPool, kept: Mapping[str, Any]):
-        """kept: what an earlier one's `state` returned; its samples continue from there."""
-        self._pool, self._kept = pool, kept
-        self._asked: dict[str, Request] = {}
-        """Requests by digest."""
-        self._times: Counter[str] = Counter()
-        """How often each was requested."""
-        self.asked = threading.Event()
-        """Set once `generate` has requested its samples."""
-        self.max_positions, self.cache_tokens = pool.max_positions, pool.cache_tokens
-
-    @property
-    def weights_version(self) -> int:
-        return self._pool.weights_version
-
-    def generate(
-        self,
-        prompts: Sequence[list[int]],
-        params: SamplingParams | Sequence[SamplingParams],
-        first: int | None = None,
-    ) -> list[list[Completion]]:
-        requests = [self._begin(*each) for each in _pairs(prompts, params)]
-        self.asked.set()
-        return self._pool.complete(requests, first, self)
-
-    def add(self, prompt: list[int], params: SamplingParams) -> int:
-        return self._begin(prompt, params).id
-
-    def samples(self, request_id: int) -> Sequence[RemoteSample]:
-        return next(request.samples for request in self._asked.values() if request.id == request_id)
-
-    def step(self) -> None:
-        self._pool.step(self)
-
-    def abort(self, request_id: int) -> None:
-        self._pool.abort(request_id)
-
-    def state(self) -> dict[str, Any]:
-        with self._pool.changed:  # no sample grows meanwhile
-            # What was kept and has not been requested again yet may still be.
-            return {
-                **self._kept,
-                **{
-                    digest: [asdict(sample.completion()) for sample in request.samples]
-                    for digest, request in self._asked.items()
-                },
-            }
-
-    def count(self) -> tuple[int, int]:
-        with self._pool.changed:
-            unfinished = sum(request.unfinished for request in self._asked.values())
-            return sum(len(request.samples) for request in self._asked.values()) - unfinished, unfinished
-
-    def close(self) -> None:
-        self._pool.dismiss(self)
-
-    def _begin(self, prompt: list[int], params: SamplingParams) -> Request:
-        digest = hashlib.sha256(json.dumps([prompt, asdict(params)]).encode()).hexdigest()
-        self._times[digest] += 1
-        if (number := self._times[digest]) > 1:
-            digest += f" {number}"  # equal requests have separate samples
-        begun = [Completion(**plain) for plain in self._kept.get(digest, ())]
-        with self._pool.changed:
-            request = self._asked[digest] = self._pool.begin(prompt, params, begun, self)
-        return request
-
-
-def _pairs(
+def pair_up(
     prompts: Sequence[list[int]], params: SamplingParams | Sequence[SamplingParams]
 ) -> list[tuple[list[int], SamplingParams]]:
-    each = [params] * len(prompts) if isinstance(params, SamplingParams) else list(params)
-    if len(each) != len(prompts):
-        raise UserError(f"{len(prompts)} prompts but {len(each)} sampling parameters; give one, or one per prompt")
-    return list(zip(prompts, each))
+    """Each prompt with its sampling parameters. Raises UserError if their numbers differ."""
+    listed = [params] * len(prompts) if isinstance(params, SamplingParams) else list(params)
+    if len(listed) != len(prompts):
+        raise UserError(f"{len(prompts)} prompts but {len(listed)} sampling parameters; give one, or one per prompt")
+    return list(zip(prompts, listed))
 
 
 def _extend(sample: RemoteSample, new: RemoteSample, with_routes: bool) -> None:
@@ -446,6 +376,6 @@ def _extend(sample: RemoteSample, new: RemoteSample, with_routes: bool) -> None:
     sample.logprobs += new.logprobs
     sample.truncated_logprobs += new.truncated_logprobs
     sample.versions += new.versions
-    if with_routes:  # one per token, whoever sampled it
+    if with_routes:  # one per token, also from a generator that reports none
         sample.routes += new.routes or [""] * len(new.token_ids)
     sample.finish_reason = new.finish_reason

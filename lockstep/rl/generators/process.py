@@ -13,71 +13,65 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from functools import partial
 from pathlib import Path
 from types import FrameType
 from typing import Any
 
-import torch
-
-from lockstep.config import CONFIG, CompileConfig, EngineConfig, ParallelConfig
-from lockstep.data import load_tokenizer
+from lockstep.config import CONFIG
 from lockstep.errors import UserError
-from lockstep.generate import Completion, Engine
-from lockstep.generate.drafts import HistoryDraft, make_draft
+from lockstep.generate import Completion
 from lockstep.generate.driver import DriverEngine, follow
 from lockstep.generate.sampling_params import sampling_params_of
 from lockstep.generate.sequence import Sequence
-from lockstep.hub import local_folder
-from lockstep.model import Lora, arithmetic_of, initialize, read_config, resolve_dtype, set_arithmetic
-from lockstep.model.known_operators import refuse_unknown_operators
-from lockstep.observe import Timeline, announce, log, start_line
+from lockstep.observe import Timeline, log
 from lockstep.observe.actors import NAME
 from lockstep.observe.heartbeat import Heartbeat
 from lockstep.observe.heartbeat import host as place
-from lockstep.parallel import World, apply_compile, generator_model
+from lockstep.parallel import World
 from lockstep.rl.generators.channel import HANDSHAKE_SECONDS, Channel, Closed, call
-from lockstep.rl.rollouts.plain import plain_shape
-from lockstep.rl.rollouts.recorded import recall
-from lockstep.rl.weights.reader import Taken, WeightReader
+from lockstep.rl.generators.process_engine import open_engine
+from lockstep.rl.weights.reader import LoadResult
 from lockstep.rl.weights.server import WeightManifest
 from lockstep.version import __version__
 
-TELL_SECONDS = 0.05
-"""Seconds between reports of sampled tokens; a finished sample is reported at once."""
+REPORT_SECONDS = 0.05
+"""Seconds between reports of new tokens; a finished sample is reported at once."""
 SIGNALS = (signal.SIGTERM, signal.SIGINT)
 END_SECONDS = 1.5
-"""A process still running this many seconds after the trainer is gone is stuck, and is killed."""
+"""A process that still runs this many seconds after the trainer is gone is stuck, and is killed."""
 
 
-class _Leaves(Closed):
+class _Signalled(Closed):
     """A signal has asked this generator to end."""
 
 
 @dataclasses.dataclass
-class _Held:
-    """A request of the trainer's in the engine, and how many tokens of each sample have been reported."""
+class _ActiveRequest:
+    """A request in the engine."""
 
-    request: int
+    id: int
+    """The engine's."""
     sequences: list[Sequence]
-    told: list[int]
+    reported: list[int]
+    """Tokens of each sample that have been reported."""
     ended: list[bool]
+    """Whether each sample's end has been reported."""
 
 
 def run_generator(address: str, key: bytes, name: str, world: World) -> int:
-    """Samples for the trainer at `address` (HOST:PORT), which knows `key`, until it says to end; returns the exit code.
+    """Samples for the trainer at `address` (HOST:PORT) until it says to end; returns the exit code.
 
-    All ranks of a generator call it. name: the one under which the trainer expects it; empty: the trainer assigns one.
+    All ranks of a generator call it. key: the run's. name: the one that the trainer expects; empty: it assigns one.
     Raises UserError if the trainer cannot be reached, or needs something that this host cannot provide.
     """
     channels: list[Channel] = []
-    welcome = world.from_main(lambda: _greet(address, key, name, world, channels))
+    welcome = world.from_main(lambda: _connect(address, key, name, world, channels))
     if not channels:
         return _follow(welcome, address, key, world)
     try:
         timeline = Timeline()
-        with _heartbeat(welcome, timeline):
-            return _Generator(welcome, channels[0], key, world, timeline).run()
+        with _heartbeat_file(welcome, timeline):
+            return _GeneratorProcess(welcome, channels[0], key, world, timeline).run()
     except Closed as error:
         log.warning("the trainer at %s: %s; this generator exits", address, error)
         return 0
@@ -85,8 +79,8 @@ def run_generator(address: str, key: bytes, name: str, world: World) -> int:
         channels[0].close()
 
 
-def _greet(address: str, key: bytes, name: str, world: World, channels: list[Channel]) -> dict[str, Any]:
-    """What the trainer says about its run; the connection is appended to `channels`."""
+def _connect(address: str, key: bytes, name: str, world: World, channels: list[Channel]) -> dict[str, Any]:
+    """The trainer's welcome message; appends the connection to `channels`."""
     host, _, port = address.rpartition(":")
     hello = {"name": name, "lockstep": __version__, "tensor": world.size, "pid": os.getpid(), "place": place()}
     try:
@@ -103,14 +97,14 @@ def _greet(address: str, key: bytes, name: str, world: World, channels: list[Cha
     return dict(welcome)
 
 
-def _heartbeat(welcome: dict[str, Any], timeline: Timeline) -> AbstractContextManager[Any]:
+def _heartbeat_file(welcome: dict[str, Any], timeline: Timeline) -> AbstractContextManager[Any]:
     """In the run's folder, if this host can write there; otherwise the trainer sees only the generator's messages."""
     run, name = Path(welcome.get("run", "")), welcome.get("name", "")
     reachable = (run / CONFIG).is_file() and os.access(run / "logs", os.W_OK)
     return Heartbeat(run, name, timeline) if reachable and NAME.fullmatch(name) else nullcontext()
 
 
-class _Generator:
+class _GeneratorProcess:
     """The rank that talks to the trainer."""
 
     def __init__(self, welcome: dict[str, Any], channel: Channel, key: bytes, world: World, timeline: Timeline):
@@ -119,35 +113,36 @@ class _Generator:
         self._queue: deque[dict[str, Any]] = deque()
         """Messages received but not handled yet."""
         self._finishes_first = welcome["on_update"] == "finish"
-        self._ended, self._over = threading.Event(), threading.Event()
-        self._held: dict[int, _Held] = {}
-        self._told = 0.0
-        self._did: dict[str, float] = {}
-        """Its statistics as reported; see `Remote.did`."""
+        self._stop_heartbeats, self._exiting = threading.Event(), threading.Event()
+        self._requests: dict[int, _ActiveRequest] = {}
+        """By the trainer's number."""
+        self._last_report = 0.0
+        self._statistics: dict[str, float] = {}
+        """As last noted for reports; see `Remote.statistics`."""
         self._weights_seconds = 0.0
-        for work in (self._receive, lambda: self._say_alive(welcome["silence_seconds"] / 5)):
+        for work in (self._receive, lambda: self._send_heartbeats(welcome["silence_seconds"] / 5)):
             threading.Thread(target=work, name="trainer", daemon=True).start()
         try:
-            self._reader, self._engine = _open(welcome, key, world)
+            self._reader, self._engine = open_engine(welcome, key, world)
         except UserError as error:
-            self._over.set()
-            channel.send({"kind": "unfit", "problem": str(error)})
+            self._exiting.set()
+            channel.send({"kind": "incompatible", "problem": str(error)})
             raise
         timeline.counters.append(lambda: self._engine.statistics.steps)
 
     def run(self) -> int:
-        _take_signals(lambda: self._inbox.put(_Leaves("a signal")))
+        _on_signal(lambda: self._inbox.put(_Signalled("a signal")))
         try:
             self._serve()
-        except _Leaves:
-            self._tell()
+        except _Signalled:
+            self._report()
             self._channel.send({"kind": "leaves", "why": "it received a signal, and leaves"})
         finally:
-            self._ended.set()
+            self._stop_heartbeats.set()
             if isinstance(self._engine, DriverEngine):
                 self._engine.end()
             self._reader.close()
-            self._over.set()
+            self._exiting.set()
         return 0
 
     def _serve(self) -> None:
@@ -158,21 +153,21 @@ class _Generator:
                 kind = message["kind"]
                 if kind == "end":
                     return
-                if kind == "ask":
-                    self._ask(message)
+                if kind == "request":
+                    self._begin(message)
                 elif kind == "abort":
                     self._abort(message["id"])
                 elif kind == "weights":
                     self._timeline.begin(message["manifest"]["version"] + 1)
                     with self._timeline.span("weights"):
-                        self._take(message["manifest"])
+                        self._load_weights(message["manifest"])
                 self._timeline.message = f"{kind} from rank_0"
             if self._engine.has_work:
                 if self._timeline.phase != "sample":
                     self._timeline.enter("sample")
                 ended = any(event.finish_reason for event in self._engine.step())
-                if ended or time.monotonic() - self._told > TELL_SECONDS:
-                    self._tell()
+                if ended or time.monotonic() - self._last_report > REPORT_SECONDS:
+                    self._report()
 
     def _receive_all(self, wait: bool = False) -> None:
         """Puts received messages into the queue; waits for one if there is nothing to do. Raises Closed."""
@@ -182,16 +177,16 @@ class _Generator:
         while wait or not self._inbox.empty():
             message, wait = self._inbox.get(), False
             if isinstance(message, Closed):
-                if any(each["kind"] == "end" for each in self._queue):
-                    return  # the trainer has said so and is gone
+                if any(queued["kind"] == "end" for queued in self._queue):
+                    return  # the trainer closed the connection after "end"
                 raise message
             if message["kind"] in ("end", "abort"):
-                # Not behind weights that wait for the very samples to be ended.
+                # First, as queued weights may be waiting for the very samples that it ends.
                 self._queue.appendleft(message)
             else:
                 self._queue.append(message)
 
-    def _ask(self, message: dict[str, Any]) -> None:
+    def _begin(self, message: dict[str, Any]) -> None:
         params = sampling_params_of(message["params"])
         begun = [_completion(sample) for sample in message["begun"]]
         try:
@@ -201,204 +196,156 @@ class _Generator:
             return
         sequences = list(self._engine.samples(request))
         for sequence in sequences:
-            sequence.requested_at = message["came_at"]
-        told = [sequence.sampled for sequence in sequences]
+            sequence.requested_at = message["received_at"]
+        reported = [sequence.sampled for sequence in sequences]
         ended = [completion.finish_reason != "abort" for completion in begun]
-        self._held[message["id"]] = _Held(request, sequences, told, ended)
+        self._requests[message["id"]] = _ActiveRequest(request, sequences, reported, ended)
         if not any(sequence.finish_reason is None for sequence in sequences):
-            self._tell()  # no engine step will: a stop string was already complete, but not reported
+            self._report()  # no engine step will: a stop string was already complete, but not reported
 
     def _finishes_before_weights(self) -> bool:
         """Whether samples in flight are finished first: always, or if that is less work than continuing them.
 
-        With new weights the keys of all tokens so far are recomputed.
+        Continuing them with new weights recomputes the keys of all their tokens.
         """
-        begun = [s for held in self._held.values() for s in held.sequences if s.finish_reason is None]
+        active = [s for request in self._requests.values() for s in request.sequences if s.finish_reason is None]
         if self._finishes_first:
-            return bool(begun)
-        left = sum(sequence.params.max_tokens - sequence.sampled for sequence in begun)
-        return left < sum(len(sequence.tokens) for sequence in begun)
+            return bool(active)
+        left = sum(sequence.params.max_tokens - sequence.sampled for sequence in active)
+        return left < sum(len(sequence.tokens) for sequence in active)
 
-    def _abort(self, request: int) -> None:
-        if held := self._held.pop(request, None):
-            self._engine.abort(held.request)
+    def _abort(self, request_id: int) -> None:
+        if request := self._requests.pop(request_id, None):
+            self._engine.abort(request.id)
         # It may be queued behind weights that wait.
-        self._queue = deque(each for each in self._queue if each["kind"] != "ask" or each["id"] != request)
+        self._queue = deque(queued for queued in self._queue if not _is_request(queued, request_id))
 
-    def _take(self, manifest: WeightManifest) -> None:
+    def _load_weights(self, manifest: WeightManifest) -> None:
         # Tokens are reported with the weights version that they were sampled from.
-        self._tell()
+        self._report()
         if not self._finishes_first:
             manifest = self._newest(manifest)
-        while (taken := self._read(manifest)).outcome == "late":
-            # Newer weights are laid out and are, or will be, announced: later requests must be sampled from those.
+        while (result := self._read(manifest)).outcome == "late":
+            # Newer weights are published and are, or will be, announced: later requests must be sampled from those.
             while (newer := self._newest(manifest)) is manifest:
                 self._receive_all(wait=True)
             manifest = newer
-        if taken.outcome == "taken":
+        if result.outcome == "loaded":
             self._engine.weights_changed(manifest["version"])
-            self._note_work()
-            self._channel.send({"kind": "has_weights", "version": manifest["version"], "did": self._did})
+            self._note_statistics()
+            self._channel.send({"kind": "has_weights", "version": manifest["version"], "statistics": self._statistics})
         else:
-            self._channel.send({"kind": "lost", "why": f"weights version {taken.version}: {taken.said}"})
+            self._channel.send({"kind": "lost", "why": f"weights version {result.version}: {result.problem}"})
 
     def _newest(self, manifest: WeightManifest) -> WeightManifest:
-        """The last edition announced in the queue, from which all are removed; `manifest` if there is none."""
+        """The last manifest in the queue, from which all are removed; `manifest` if there is none."""
         announced = [message for message in self._queue if message["kind"] == "weights"]
         for message in announced:
             self._queue.remove(message)
         return announced[-1]["manifest"] if announced else manifest
 
-    def _read(self, manifest: WeightManifest) -> Taken:
+    def _read(self, manifest: WeightManifest) -> LoadResult:
         drives = isinstance(self._engine, DriverEngine)
         with (
-            self._taking_weights(),
-            self._engine.on_all_ranks("take", manifest) if drives else nullcontext(),  # type: ignore[attr-defined]
+            self._timing_weights(),
+            self._engine.on_all_ranks("load", manifest) if drives else nullcontext(),  # type: ignore[attr-defined]
         ):
-            return self._reader.take(manifest)
+            return self._reader.load(manifest)
 
     @contextmanager
-    def _taking_weights(self) -> Iterator[None]:
+    def _timing_weights(self) -> Iterator[None]:
         began = time.monotonic()
         yield
         self._weights_seconds += time.monotonic() - began
 
-    def _tell(self) -> None:
-        """Reports what has been sampled since the last call."""
-        self._told = time.monotonic()
+    def _report(self) -> None:
+        """Sends the tokens sampled since the last report."""
+        self._last_report = time.monotonic()
         version, samples = self._engine.weights_version, []
-        for request_id, held in list(self._held.items()):
-            for index, sequence in enumerate(held.sequences):
-                told, now = held.told[index], sequence.sampled
-                if held.ended[index] or (now == told and sequence.finish_reason is None):
+        for request_id, request in list(self._requests.items()):
+            for index, sequence in enumerate(request.sequences):
+                before, now = request.reported[index], sequence.sampled
+                if request.ended[index] or (now == before and sequence.finish_reason is None):
                     continue
-                held.told[index], held.ended[index] = now, sequence.finish_reason is not None
+                request.reported[index], request.ended[index] = now, sequence.finish_reason is not None
                 new = {
-                    "token_ids": sequence.tokens[sequence.prompt_length + told :],
-                    "logprobs": sequence.logprobs[told:],
-                    "truncated_logprobs": sequence.truncated_logprobs[told:],
-                    "versions": [version] * (now - told),
-                    "routes": routes if any(routes := sequence.routes[told:]) else [],
+                    "token_ids": sequence.tokens[sequence.prompt_length + before :],
+                    "logprobs": sequence.logprobs[before:],
+                    "truncated_logprobs": sequence.truncated_logprobs[before:],
+                    "versions": [version] * (now - before),
+                    "routes": routes if any(routes := sequence.routes[before:]) else [],
                     "finish_reason": sequence.finish_reason,
                 }
                 samples.append([request_id, index, new])
-            if all(held.ended):
-                del self._held[request_id]
-        self._note_work()
+            if all(request.ended):
+                del self._requests[request_id]
+        self._note_statistics()
         if samples:
-            self._channel.send({"kind": "tokens", "samples": samples, "did": self._did})
+            self._channel.send({"kind": "tokens", "samples": samples, "statistics": self._statistics})
 
-    def _note_work(self) -> None:
-        self._did = dataclasses.asdict(self._engine.statistics) | {"weights_seconds": self._weights_seconds}
+    def _note_statistics(self) -> None:
+        self._statistics = dataclasses.asdict(self._engine.statistics) | {"weights_seconds": self._weights_seconds}
 
     def _receive(self) -> None:
         try:
             while True:
                 message = self._channel.receive()[0]
-                # The time spent waiting behind weights counts from here.
-                self._inbox.put(message | {"came_at": time.perf_counter()})
+                # A request's queue time starts here, before it waits behind weights.
+                self._inbox.put(message | {"received_at": time.perf_counter()})
         except Closed as error:
             self._inbox.put(error)
-            _end_unless(self._over)
+            _kill_unless(self._exiting)
 
-    def _say_alive(self, seconds: float) -> None:
+    def _send_heartbeats(self, seconds: float) -> None:
         try:
-            while not self._ended.wait(seconds):
-                self._channel.send({"kind": "alive", "did": self._did})
+            while not self._stop_heartbeats.wait(seconds):
+                self._channel.send({"kind": "alive", "statistics": self._statistics})
         except Closed:
             pass  # the receiving thread reports it
 
 
-def _open(welcome: dict[str, Any], key: bytes, world: World) -> tuple[WeightReader, Engine]:
-    """The model as the trainer describes it, with its weights still to be read, and an engine over it."""
-    folder, device = local_folder(welcome["model"]), world.device
-    expected = welcome["shape"]
-    ends = tuple(expected["eos_token_ids"])
-    shape = dataclasses.replace(read_config(folder), reduction_chunks=welcome["reduction_chunks"], eos_token_ids=ends)
-    if shape.lora is None and (lora := expected.get("lora")):  # a new adapter that the run trains
-        shape = dataclasses.replace(shape, lora=Lora(lora["rank"], lora["alpha"], tuple(lora["modules"])))
-    own = plain_shape(shape)
-    if other := [f"{name} {own[name]} and not {expected.get(name)}" for name in own if own[name] != expected.get(name)]:
-        said = ", ".join(other[:3])
-        raise UserError(f"{folder}: differs from the trainer's model: {said}; copy the trainer's folder")
-    _take_arithmetic(welcome["arithmetic"], device)
-    parallel = ParallelConfig(tensor=world.size, data_shard=1, reduction_chunks=welcome["reduction_chunks"])
-    model = generator_model(shape, resolve_dtype(welcome["dtype"]), world, parallel, partial(initialize, seed=0))
-    if world.size == 1:
-        refuse_unknown_operators(model)
-    apply_compile(model, CompileConfig(**welcome["compile"]), trains=False)
-    tokenizer = load_tokenizer(folder, shape.vocab_size)
-    drives = world.size > 1 and world.is_main
-    config = EngineConfig(**welcome["engine"])
-    draft = make_draft(config, model, _history(Path(welcome.get("run", "")), config, world))
-    engine = (DriverEngine if drives else Engine)(model, config, tokenizer, draft)
-    work = f"{welcome['name']} samples for process {welcome['pid']} on {welcome['host']}"
-    announce("generator: " + start_line(welcome["model"], shape, device, model.dtype, work, world.size))
-    return WeightReader(model, world, key), engine
-
-
-def _history(run: Path, config: EngineConfig, world: World) -> HistoryDraft:
-    """For drafting: what the run has sampled already, if this host has its folder.
-
-    Not if ranks share a model: they must all draft the same tokens.
-    """
-    history = HistoryDraft()
-    recalls = config.draft == "auto" and world.size == 1 and (run / CONFIG).is_file()
-    if recalls and (count := recall(history, run)):
-        announce(f"generator: drafts start from {count} completions of {run}")
-    return history
-
-
-def _take_arithmetic(wanted: str, device: torch.device) -> None:
-    if device.type == "cpu":  # on a GPU there is nothing to choose
-        with contextlib.suppress(UserError):
-            set_arithmetic(wanted, device)
-    if (own := arithmetic_of(device)) != wanted:
-        raise UserError(
-            f"the trainer computes in {wanted}, but a generator on {socket.gethostname()} in {own}; start it on a "
-            "machine like the trainer's, or start the run with --arithmetic portable, which works on any CPU"
-        )
-
-
 def _follow(welcome: dict[str, Any], address: str, key: bytes, world: World) -> int:
-    over = threading.Event()
-    threading.Thread(target=_attend, args=(welcome, address, key, world, over), name="trainer", daemon=True).start()
+    exiting = threading.Event()
+    heartbeats = (welcome, address, key, world, exiting)
+    threading.Thread(target=_send_rank_heartbeats, args=heartbeats, name="trainer", daemon=True).start()
     try:
-        reader, engine = _open(welcome, key, world)
+        reader, engine = open_engine(welcome, key, world)
         # torchrun forwards signals to all ranks; the first one ends the others.
-        _take_signals(lambda: None)
+        _on_signal(lambda: None)
         try:
-            follow(engine, {"take": reader.take})
+            follow(engine, {"load": reader.load})
         finally:
             reader.close()
     finally:
-        over.set()
+        exiting.set()
     return 0
 
 
-def _attend(welcome: dict[str, Any], address: str, key: bytes, world: World, over: threading.Event) -> None:
-    """Tells the trainer that this rank is alive, which it could not see: otherwise only the first one talks to it."""
+def _send_rank_heartbeats(
+    welcome: dict[str, Any], address: str, key: bytes, world: World, exiting: threading.Event
+) -> None:
+    """Shows the trainer that this rank is alive: all other messages come from the first rank."""
     host, _, port = address.rpartition(":")
     try:
         channel = call(host, int(port), key)
-        hello = {"lockstep": __version__, "beside": welcome["name"], "rank": world.rank, "host": socket.gethostname()}
-        channel.send(hello | {"pid": os.getpid(), "place": place()})
-        while not over.is_set():
+        hello = {"generator": welcome["name"], "lockstep": __version__, "rank": world.rank, "pid": os.getpid()}
+        channel.send(hello | {"host": socket.gethostname(), "place": place()})
+        while not exiting.is_set():
             channel.send({"kind": "alive"})
             with contextlib.suppress(TimeoutError):
                 channel.receive(welcome["silence_seconds"] / 5)
         channel.close()
     except Closed:
-        _end_unless(over)
+        _kill_unless(exiting)
 
 
-def _end_unless(over: threading.Event) -> None:
-    """Kills this process, whatever its main thread waits for, unless `over` is set soon."""
-    if not over.wait(END_SECONDS):
+def _kill_unless(exiting: threading.Event) -> None:
+    """Kills this process, even if its main thread is blocked, unless `exiting` is set within `END_SECONDS`."""
+    if not exiting.wait(END_SECONDS):
         os._exit(1)
 
 
-def _take_signals(leave: Callable[[], None]) -> None:
+def _on_signal(leave: Callable[[], None]) -> None:
     """From here on the first SIGTERM or SIGINT calls `leave`, and the second kills the process."""
 
     def handle(number: int, frame: FrameType | None) -> None:
@@ -409,6 +356,10 @@ def _take_signals(leave: Callable[[], None]) -> None:
     if threading.current_thread() is threading.main_thread():
         for number in SIGNALS:
             signal.signal(number, handle)
+
+
+def _is_request(message: dict[str, Any], request_id: int) -> bool:
+    return bool(message["kind"] == "request" and message["id"] == request_id)
 
 
 def _completion(plain: dict[str, Any]) -> Completion:

@@ -6,7 +6,7 @@ from collections.abc import Callable
 from contextlib import AbstractContextManager
 from typing import Any, Protocol
 
-from lockstep.generate.sampler import RecordingSampler, Sampler
+from lockstep.generate.sampler import CachingSampler, Sampler
 from lockstep.model import Decoder, ScoringModel
 
 
@@ -18,7 +18,7 @@ class Generators(Protocol):
         """The sampler that this rank uses."""
 
     @property
-    def caching_sampler(self) -> Callable[[dict[str, Any]], RecordingSampler] | None:
+    def caching_sampler(self) -> Callable[[dict[str, Any]], CachingSampler] | None:
         """Makes samplers that continue from a saved `state`, for steps sampled ahead; None if nothing can be."""
 
     @property
@@ -49,7 +49,7 @@ class Generators(Protocol):
     def conversing(self) -> AbstractContextManager[bool]:
         """Yields whether conversations on this rank use the sampler while the context is open. All ranks enter it.
 
-        On ranks where it yields False, it has already followed the leader of the tensor group to the end.
+        On ranks where it yields False, it has already followed the driver of its tensor group to the end.
         """
 
     def metrics(self) -> dict[str, float]:

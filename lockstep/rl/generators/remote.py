@@ -1,4 +1,4 @@
-"""A generator in another process, as its callers see it."""
+"""The interface between the generator pool and a generator in another process."""
 
 from __future__ import annotations
 
@@ -14,21 +14,21 @@ from lockstep.rl.weights.server import WeightManifest
 
 @dataclass(eq=False)
 class RemoteSample:
-    """One sample of a request, as far as it is known."""
+    """One sample of a request, as far as its tokens have arrived."""
 
     token_ids: list[int] = field(default_factory=list)
     logprobs: list[float] = field(default_factory=list)
     truncated_logprobs: list[float] = field(default_factory=list)
-    """Empty if the request cuts nothing."""
+    """After top-k, top-p and min-p; empty if the request uses none of them."""
     versions: list[int] = field(default_factory=list)
     """Version of the weights that each token was sampled from."""
     finish_reason: FinishReason | None = None
     routes: list[str] = field(default_factory=list)
-    """One per token; empty if the request does not ask for them."""
+    """One per token; empty if not requested."""
 
     @classmethod
     def begun(cls, completion: Completion) -> RemoteSample:
-        """Continues `completion`; one with "abort" or "error" is unfinished."""
+        """A sample that continues `completion`; unfinished if that ended with "abort" or "error"."""
         reason = None if completion.finish_reason in ("abort", "error") else completion.finish_reason
         return cls(
             list(completion.token_ids),
@@ -51,23 +51,23 @@ class RemoteSample:
 
 @dataclass(eq=False)
 class Request:
-    """A prompt, and what is known of its samples, which a generator continues."""
+    """A prompt, and its samples so far, which a generator continues."""
 
     id: int
     prompt: list[int]
     params: SamplingParams
-    """With a seed, so that all generators draw the same."""
+    """With a seed, so that every generator would draw the same tokens."""
     samples: list[RemoteSample]
 
-    asker: object = None
-    """Whose request it is, if several share a fleet."""
-    started_at: float = field(default_factory=time.monotonic)
+    owner: object = None
+    """Which user of the pool made it."""
+    created_at: float = field(default_factory=time.monotonic)
     first_token_at: float = 0.0
-    """When its first token was known here; 0: not yet."""
-    given_at: float = 0.0
+    """When its first token arrived; 0: not yet."""
+    sent_at: float = 0.0
     """When it was first sent to a generator; 0: not yet."""
-    given_version: int = 0
-    """Weights version of the generator that has it, at the time when it was sent."""
+    sent_version: int = 0
+    """The generator's weights version when it was sent."""
 
     @property
     def unfinished(self) -> int:
@@ -75,51 +75,51 @@ class Request:
 
 
 class Remote(Protocol):
-    """A generator of a `GeneratorPool`. No method waits: the remote tells its `Reports` about results."""
+    """A generator of a `GeneratorPool`. No method but `close` blocks: results go to its `Reports`."""
 
     name: str
     """`generator_0` …"""
-    room: int
-    """Samples that it works on at a time; twice as many keep it busy."""
+    capacity: int
+    """Samples that it decodes at a time; it is sent up to twice as many, to keep it busy."""
 
     @property
-    def did(self) -> Mapping[str, float]:
-        """What it has done since it started: the engine's `Statistics`, and seconds spent taking weights as
-        `weights_seconds`. Empty: it does not say."""
+    def statistics(self) -> Mapping[str, float]:
+        """Totals since it started: the engine's `Statistics`, and the seconds spent loading weights as
+        `weights_seconds`. Empty if it does not report them."""
 
-    def ask(self, request: Request) -> None:
+    def submit(self, request: Request) -> None:
         """Starts or continues the unfinished samples of `request`."""
 
     def abort(self, request_id: int) -> None:
         """Ends a request; later reports about it are ignored."""
 
     def load_weights(self, manifest: WeightManifest) -> None:
-        """Has it take these weights before any later request."""
+        """Has it load these weights before any later request."""
 
     def close(self) -> None:
-        """Ends it, and returns once nothing of it is left. It reports nothing after that."""
+        """Ends it, and returns once its threads have ended. It reports nothing after that."""
 
 
 class Reports(Protocol):
-    """What a remote reports, from any thread: the fleet's side.
+    """What a remote reports to the pool, from any thread.
 
-    Raises InvalidResponse for invalid data, none of which is used; the remote is `lost` then.
+    Invalid data raises InvalidResponse and is not used; the remote then reports itself `lost`.
     """
 
     def sampled(self, remote: Remote, parts: Sequence[tuple[int, int, RemoteSample]]) -> None:
-        """New tokens: request, index of the sample, and what follows the tokens already known of it."""
+        """New tokens: request, index of the sample, and what follows the tokens already reported."""
 
     def has_weights(self, remote: Remote, version: int) -> None:
-        """It samples with these weights from here on; the first time, this means that it is ready."""
+        """From here on it samples with these weights; the first report means that it is ready."""
 
     def refused(self, remote: Remote, request_id: int, problem: str) -> None:
-        """It cannot compute this request, and neither can any other."""
+        """It cannot compute this request, and no other generator could."""
 
-    def unfit(self, remote: Remote, problem: str) -> None:
-        """It cannot be a generator of this run, and never will."""
+    def incompatible(self, remote: Remote, problem: str) -> None:
+        """It can never sample for this run, e.g. because its model differs."""
 
-    def lost(self, remote: Remote, why: str, false: bool = False) -> None:
-        """It is gone, or misbehaves: others continue its samples. It is closed by then.
+    def lost(self, remote: Remote, why: str, invalid: bool = False) -> None:
+        """It is gone, or misbehaves: others continue its samples. It has closed itself.
 
-        false: it has sent invalid data, and must not join again.
+        invalid: it sent invalid data, and must not join again.
         """

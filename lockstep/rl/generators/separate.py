@@ -1,34 +1,29 @@
-"""Generators in separate processes, to which rank 0 of the trainer talks, and which take the weights from all ranks."""
+"""Generators in separate processes: rank 0 of the trainer sends them requests, all ranks send them weights."""
 
 from __future__ import annotations
 
-import dataclasses
-import os
 import socket
 from contextlib import AbstractContextManager, ExitStack, nullcontext
 from pathlib import Path
 from secrets import token_bytes
 from typing import Any
 
-from lockstep import ops
-from lockstep.config import RLConfig
+from lockstep.config import ActorsConfig
 from lockstep.errors import RunStopped
-from lockstep.generate import SamplingParams
-from lockstep.model import Decoder, ScoringModel, TrainableModel, arithmetic_of, resolve_dtype
+from lockstep.model import Decoder, ScoringModel, TrainableModel, resolve_dtype
 from lockstep.observe import announce
 from lockstep.parallel import World
+from lockstep.rl.generators.caching_pool import CachingGeneratorPool
 from lockstep.rl.generators.channel import Listener, make_key
 from lockstep.rl.generators.http_remote import SILENCE_SECONDS
-from lockstep.rl.generators.http_servers import Wanted
 from lockstep.rl.generators.http_supervisor import ServerSupervisor
 from lockstep.rl.generators.policy_replica import PolicyReplica
-from lockstep.rl.generators.pool import CachingGeneratorPool, GeneratorPool
+from lockstep.rl.generators.pool import GeneratorPool
 from lockstep.rl.generators.registry import GeneratorRegistry
+from lockstep.rl.generators.spec import GeneratorSpec
 from lockstep.rl.generators.supervisor import Supervisor
-from lockstep.rl.rollouts.plain import plain_shape
-from lockstep.rl.scoring.routes import routes_form
 from lockstep.rl.weights.folders import WeightFolders
-from lockstep.rl.weights.server import WeightManifest, WeightServer, versions_laid_out
+from lockstep.rl.weights.server import WeightManifest, WeightServer, versions_to_keep
 
 KEY = "generators.key"
 """Key file in the run's `logs/`, for generators that join later. Removed at the end of the run unless it is killed."""
@@ -39,24 +34,25 @@ class SeparateGenerators:
 
     def __init__(
         self,
-        config: RLConfig,
-        world: World,
+        spec: GeneratorSpec,
+        actors: ActorsConfig,
         model: TrainableModel,
+        world: World,
         run: Path,
         replica: PolicyReplica | None = None,
     ):
-        self._replica = replica
-        self._config, self._world, self._model, self._run = config, world, model, run
-        pages = config.engine.cache_tokens // ops.PAGE
-        self._finish = config.actors.on_update == "finish"
-        # Only rank 0's has generators: the others request nothing.
+        """model: the policy. run: the run's folder. replica: for scoring with the policy on the training ranks."""
+        self._spec, self._actors, self._replica = spec, actors, replica
+        self._model, self._world, self._run = model, world, run
+        self._finish = actors.on_update == "finish"
+        # Only rank 0's has generators: the other ranks request nothing.
         self.sampler = GeneratorPool(
-            model.config.max_positions,
-            pages * ops.PAGE,
-            config.actors.start_seconds,
+            spec.shape.max_positions,
+            spec.cache_tokens,
+            actors.start_seconds,
             self._finish,
-            vocab_size=model.config.vocab_size,
-            eos_token_ids=model.config.eos_token_ids,
+            vocab_size=spec.shape.vocab_size,
+            eos_token_ids=spec.shape.eos_token_ids,
         )
         self._opened = ExitStack()
         self._weight_server: WeightServer | None = None
@@ -64,26 +60,21 @@ class SeparateGenerators:
 
     def __enter__(self) -> SeparateGenerators:
         with ExitStack() as opening:
-            self._open(opening)
+            if self._actors.urls:
+                self._open_servers(opening)
+            if self._actors.processes:
+                self._open_processes(opening)
             self._opened = opening.pop_all()
         return self
 
     def __exit__(self, *_: object) -> None:
-        # Releases whoever still waits for rollouts of a later step.
+        # Wakes threads that still wait for rollouts of a later step.
         self.sampler.fail(RunStopped("the run ends", exit_code=1))
         self._opened.close()
 
     def caching_sampler(self, saved: dict[str, Any]) -> CachingGeneratorPool:
         """As `Generators`."""
         return CachingGeneratorPool(self.sampler, saved)
-
-    def metrics(self) -> dict[str, float]:
-        """As `Generators`; on rank 0, which talks to them."""
-        return self.sampler.metrics()
-
-    def trace_events(self) -> list[dict[str, Any]]:
-        """As `Generators`."""
-        return self.sampler.trace_events()
 
     @property
     def policy(self) -> ScoringModel:
@@ -92,8 +83,15 @@ class SeparateGenerators:
         return self._replica.model
 
     @property
+    def policy_while_paused(self) -> Decoder | None:
+        """As `Generators`."""
+        if self._replica is not None:
+            return self._replica.model_while_paused
+        return self._model if self._world.mesh is None and isinstance(self._model, Decoder) else None
+
+    @property
     def progress(self) -> int:
-        return self.sampler.heard
+        return self.sampler.num_reports
 
     def load_weights(self, version: int) -> None:
         """As `Generators`: waits for the first weights, and for all if nothing is sampled ahead."""
@@ -105,100 +103,65 @@ class SeparateGenerators:
         self.sampler.weights_version = version
         if self._world.is_main:
             self.sampler.load_weights(manifest)
-            if not self._config.actors.max_staleness or not self.sampler.ready:
+            if not self._actors.max_staleness or not self.sampler.ready:
                 self.sampler.wait_for_weights()
+
+    def pause(self) -> None:
+        """As `Generators`: nothing to do, as they use other memory."""
 
     def conversing(self) -> AbstractContextManager[bool]:
         """As `Generators`: no rank follows another."""
         return nullcontext(True)
 
-    def pause(self) -> None:
-        """As `Generators`: nothing to do, as they have their own memory."""
+    def metrics(self) -> dict[str, float]:
+        """As `Generators`; only on rank 0."""
+        return self.sampler.metrics()
 
-    @property
-    def policy_while_paused(self) -> Decoder | None:
+    def trace_events(self) -> list[dict[str, Any]]:
         """As `Generators`."""
-        if self._replica is None and self._world.mesh is None and isinstance(self._model, Decoder):
-            return self._model
-        return self._replica.model_while_paused if self._replica else None
+        return self.sampler.trace_events()
 
-    def _open(self, opening: ExitStack) -> None:
-        config, world, actors = self._config, self._world, self._config.actors
-        if actors.urls:
-            silence = max(SILENCE_SECONDS, actors.silence_seconds)
-            servers = ServerSupervisor(actors.urls, self._wanted(), self.sampler, silence, finish=self._finish)
-            world.on_main(lambda: opening.enter_context(servers))
-            dtype, own_head = resolve_dtype(config.dtype), not world.from_main(lambda: servers.exact)
-            weights = self._run / "weights"
-            self._folders = WeightFolders(weights, self._model, dtype, world, own_head, versions_laid_out(actors))
-            opening.callback(self._folders.close)
-        if actors.processes:
-            self._open_processes(opening)
+    def _open_servers(self, opening: ExitStack) -> None:
+        actors, world = self._actors, self._world
+        servers = ServerSupervisor(
+            actors.urls,
+            self._spec.server_requirements(),
+            self.sampler,
+            max(SILENCE_SECONDS, actors.silence_seconds),
+            finish=self._finish,
+        )
+        world.on_main(lambda: opening.enter_context(servers))
+        untie_head = not world.from_main(lambda: servers.exact)
+        dtype, versions = resolve_dtype(self._spec.dtype), versions_to_keep(actors)
+        self._folders = WeightFolders(self._run / "weights", self._model, dtype, world, untie_head, versions)
+        opening.callback(self._folders.close)
 
     def _open_processes(self, opening: ExitStack) -> None:
-        config, world, actors = self._config, self._world, self._config.actors
-        path = self._run / "logs" / KEY
-        key = bytes.fromhex(world.from_main(lambda: self._fresh_key(path).hex()))
-        opening.callback(path.unlink, missing_ok=True)
+        actors, world = self._actors, self._world
+        key_file = self._run / "logs" / KEY
+        key = bytes.fromhex(world.from_main(lambda: self._fresh_key(key_file).hex()))
+        opening.callback(key_file.unlink, missing_ok=True)
         loopback = actors.host.startswith("127.") or world.is_main
         host = actors.host if loopback else socket.gethostname()
-        tensors = dict(self._model.named_parameters())
-        self._weight_server = WeightServer(
-            tensors, resolve_dtype(config.dtype), world, key, host, versions_laid_out(actors)
-        )
+        tensors, dtype = dict(self._model.named_parameters()), resolve_dtype(self._spec.dtype)
+        self._weight_server = WeightServer(tensors, dtype, world, key, host, versions_to_keep(actors))
         opening.callback(self._weight_server.close)
         if not world.is_main:
             return
         listener = Listener(key, actors.host, actors.port)
         address = "{}:{}".format(*listener.address)
         # Entered in this order, so that generators are told to end before they are killed.
-        supervisor = Supervisor(actors, self.sampler, address, key, config.device, self._run / "logs")
+        supervisor = Supervisor(actors, self.sampler, address, key, self._spec.device, self._run / "logs")
         opening.enter_context(supervisor)
-        opening.enter_context(GeneratorRegistry(self.sampler, listener, self._welcome(), config.engine.max_sequences))
-        opening.callback(supervisor.start_no_more)
+        welcome = self._spec.welcome(actors, self._run)
+        opening.enter_context(GeneratorRegistry(self.sampler, listener, welcome, self._spec.engine.max_sequences))
+        opening.callback(supervisor.stop_restarting)
         if actors.port:
-            joining = f"lockstep generator --trainer {address} --key {path}"
-            announce(f"rl: generators join with {joining}")
+            command = f"lockstep generator --trainer {address} --key {key_file}"
+            announce(f"rl: generators join with {command}")
             if not actors.generators:
-                self.sampler.advice = f"start one while the run waits for it ({joining})"
+                self.sampler.advice = f"start one while the run waits for it ({command})"
 
-    def _fresh_key(self, path: Path) -> bytes:
-        path.unlink(missing_ok=True)  # of a run that was killed
-        return make_key(path) if self._config.actors.port else token_bytes(32)
-
-    def _wanted(self) -> Wanted:
-        """What the run requires of a server."""
-        config, sampler = self._config, self.sampler
-        return Wanted(
-            shape=dataclasses.replace(self._model.config, reduction_chunks=config.parallel.reduction_chunks),
-            dtype=config.dtype,
-            arithmetic=arithmetic_of(self._world.device),
-            compile=config.compile.backend,
-            context=min(sampler.max_positions, sampler.cache_tokens),
-            params=SamplingParams(
-                n=config.samples_per_prompt,
-                temperature=config.temperature,
-                top_k=config.top_k,
-                top_p=config.top_p,
-                min_p=config.min_p,
-                routes=routes_form(config),
-            ),
-        )
-
-    def _welcome(self) -> dict[str, Any]:
-        """What a generator is told about the run."""
-        config = self._config
-        return {
-            "model": config.model,
-            "shape": plain_shape(self._model.config),
-            "dtype": config.dtype,
-            "arithmetic": arithmetic_of(self._world.device),
-            "reduction_chunks": config.parallel.reduction_chunks,
-            "engine": dataclasses.asdict(config.engine),
-            "compile": dataclasses.asdict(config.compile),
-            "on_update": config.actors.on_update,
-            "silence_seconds": config.actors.silence_seconds,
-            "host": socket.gethostname(),
-            "pid": os.getpid(),
-            "run": str(self._run.resolve()),
-        }
+    def _fresh_key(self, file: Path) -> bytes:
+        file.unlink(missing_ok=True)  # of a run that was killed
+        return make_key(file) if self._actors.port else token_bytes(32)

@@ -1,4 +1,4 @@
-"""Calls an environment's reward once per completion, and returns the outcome as plain data."""
+"""Calls an environment's reward once per completion; the outcome is plain data."""
 
 from __future__ import annotations
 
@@ -10,13 +10,16 @@ from collections.abc import Awaitable, Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from numbers import Real
-from typing import Any
+from typing import TYPE_CHECKING, Any, Protocol
 
 from lockstep.errors import one_line
 from lockstep.rl.environments.protocol import Environment, Example, source_file, user_line
 
+if TYPE_CHECKING:
+    from lockstep.config import RewardConfig  # its import would slow down the start of every sandbox
+
 LARGEST = 1e18
-"""Training uses float32, in which the square of a larger reward, or of a difference, would be infinite."""
+"""Largest magnitude of a reward: squares of larger rewards, or of their differences, overflow float32 in training."""
 
 RAISED, INVALID, TIMEOUT, MEMORY = "raised", "invalid", "timeout", "memory"
 KILLED, PROCESSES, OUTPUT = "killed", "processes", "output"
@@ -25,7 +28,7 @@ CAUSES = (RAISED, INVALID, TIMEOUT, MEMORY, KILLED, PROCESSES, OUTPUT)
 
 @dataclass(frozen=True)
 class Outcome:
-    """Rewards by name, or the cause why there are none and a sentence for the user."""
+    """Rewards by name, or the cause of their failure and a message for the user."""
 
     rewards: dict[str, float] = field(default_factory=dict)
     cause: str = ""
@@ -33,26 +36,34 @@ class Outcome:
 
 
 def failure(cause: str, message: str) -> Outcome:
-    """The message is put on one line, without control characters: a reward could forge log lines or terminal output."""
+    """A failed outcome. The message becomes one line without control characters, so that it cannot forge log lines."""
     return Outcome(cause=cause, message=one_line(message, 2000))
 
 
-def described(error: BaseException) -> str:
-    """Its type and message, unless that raises in turn."""
+def error_text(error: BaseException) -> str:
+    """The error's type and message. Does not raise, even if the error's `__str__` does."""
     try:
-        said = str(error)
+        message = str(error)
     except BaseException:
-        said = "its message cannot be read"
-    return f"{type(error).__name__}: {said}"
+        message = "its message cannot be read"
+    return f"{type(error).__name__}: {message}"
 
 
 Job = tuple[Example, str]
-"""What is graded: an example and a completion of it."""
+"""An example and a completion to grade."""
 PATIENCE = 10
-"""A function may block the trainer's event loop for this many times rewards.seconds before the run ends."""
+"""The run ends if a function blocks the trainer's event loop for this many times rewards.seconds."""
 
-Grader = Callable[[Sequence[Job]], list[Outcome]]
-"""Rewards, wherever they run: the outcome of each job, in the same order. Does not raise if a reward fails."""
+
+class Grader(Protocol):
+    """Grades jobs, in this process or in workers."""
+
+    @property
+    def config(self) -> RewardConfig: ...
+
+    def __call__(self, jobs: Sequence[Job]) -> list[Outcome]:
+        """The outcome of each job, in order. Does not raise if a reward fails."""
+        ...
 
 
 def call_rewards(
@@ -64,8 +75,8 @@ def call_rewards(
 ) -> None:
     """Calls `report(index, outcome)` for each job as soon as it is graded.
 
-    Plain functions run one after another; coroutines `concurrent` at a time, each for at most `seconds`. Nothing here
-    can interrupt a plain function.
+    Plain functions run one after another, without a timeout; up to `concurrent` coroutines run at a time, each for at
+    most `seconds`.
     """
     if not is_async(environment):
         for index, (example, completion) in enumerate(jobs):
@@ -74,21 +85,21 @@ def call_rewards(
             except KeyboardInterrupt:
                 raise
             except BaseException as error:  # including SystemExit, which is the reward's
-                outcome = failed(error, environment, example)
+                outcome = outcome_of_error(error, environment, example)
             report(index, outcome)
         return
 
-    async def call(index: int, job: Job, places: asyncio.Semaphore) -> None:
-        async with places:
+    async def call(index: int, job: Job, slots: asyncio.Semaphore) -> None:
+        async with slots:
             try:
-                outcome = outcome_of(await within(seconds, _value(environment, *job)), environment, job[0])
+                outcome = outcome_of(await with_timeout(seconds, _reward(environment, *job)), environment, job[0])
             except BaseException as error:
-                outcome = failed(error, environment, job[0])
+                outcome = outcome_of_error(error, environment, job[0])
             report(index, outcome)
 
     async def call_all() -> None:
-        places = asyncio.Semaphore(concurrent)
-        await asyncio.gather(*(call(index, job, places) for index, job in enumerate(jobs)))
+        slots = asyncio.Semaphore(concurrent)
+        await asyncio.gather(*(call(index, job, slots) for index, job in enumerate(jobs)))
 
     called = asyncio.run_coroutine_threadsafe(call_all(), event_loop())
     try:
@@ -101,10 +112,10 @@ class TimeUpError(Exception):
     """A coroutine exceeded its time limit."""
 
 
-async def within(seconds: float | None, value: Awaitable[Any]) -> Any:
-    """The result of `value`. Raises TimeUpError after `seconds`, even if it keeps running despite being cancelled."""
+async def with_timeout(seconds: float | None, value: Awaitable[Any]) -> Any:
+    """The result of `value`. Raises TimeUpError after `seconds`, even if it ignores its cancellation."""
     task = asyncio.ensure_future(value)
-    task.add_done_callback(heard)
+    task.add_done_callback(retrieve_error)
     try:
         await asyncio.wait({task}, timeout=seconds)
     finally:
@@ -114,24 +125,24 @@ async def within(seconds: float | None, value: Awaitable[Any]) -> Any:
     return task.result()
 
 
-def heard(task: asyncio.Future[Any]) -> None:
-    """Retrieves an error, as asyncio warns about errors never retrieved, such as one after a timeout."""
+def retrieve_error(task: asyncio.Future[Any]) -> None:
+    """Retrieves a task's error: asyncio would warn about one that nobody awaits, as after a timeout."""
     if not task.cancelled():
         task.exception()
 
 
 @functools.cache
 def event_loop() -> asyncio.AbstractEventLoop:
-    """One loop for all steps: network clients belong to the loop that created them. A notebook has its own."""
+    """The loop for rewards of all steps, as network clients belong to the loop that created them."""
     loop = asyncio.new_event_loop()
     threading.Thread(target=_run, args=(loop,), name="rewards", daemon=True).start()
     return loop
 
 
 def _run(loop: asyncio.AbstractEventLoop) -> None:
-    """Restarts the loop: asyncio ends it on SystemExit or KeyboardInterrupt in a task, after notifying the awaiter."""
+    """Runs the loop, and again after SystemExit or KeyboardInterrupt in a task, on which asyncio stops it."""
     while not loop.is_closed():
-        with suppress(SystemExit, KeyboardInterrupt):  # this thread gets no signals: a reward raised them
+        with suppress(SystemExit, KeyboardInterrupt):  # raised by a reward: this thread receives no signals
             loop.run_forever()
 
 
@@ -140,7 +151,7 @@ def is_async(environment: Environment) -> bool:
     return any(map(inspect.iscoroutinefunction, (environment.reward, *environment.rewards.values())))
 
 
-async def _value(environment: Environment, example: Example, completion: str) -> Any:
+async def _reward(environment: Environment, example: Example, completion: str) -> Any:
     value = environment.reward(example, completion)
     if inspect.isawaitable(value):
         value = await value
@@ -149,44 +160,42 @@ async def _value(environment: Environment, example: Example, completion: str) ->
     return value
 
 
-def failed(error: BaseException, environment: Environment, example: Example, method: str = "reward") -> Outcome:
-    """The outcome of a call that ended with an error, or was ended."""
+def outcome_of_error(
+    error: BaseException, environment: Environment, example: Example, method: str = "reward"
+) -> Outcome:
+    """The outcome of a call of `method` that raised, ran out of memory or timed out."""
     if isinstance(error, MemoryError):
-        return failure(MEMORY, about(environment, example, "ran out of memory", method))
+        return failure(MEMORY, call_problem(environment, example, "ran out of memory", method))
     if isinstance(error, TimeUpError):
-        return failure(TIMEOUT, about(environment, example, "took longer than rewards.seconds", method))
-    return raised(error, environment, example, method)
-
-
-def raised(error: BaseException, environment: Environment, example: Example, method: str = "reward") -> Outcome:
-    """The outcome of a call that raised: with file and line, and the error's message."""
+        return failure(TIMEOUT, call_problem(environment, example, "took longer than rewards.seconds", method))
     where = user_line(error, source_file(type(environment)))
-    said = f"failed on example {example.name} ({described(error)})"
-    return failure(RAISED, f"{where}: {type(environment).__name__}.{method} {said}")
+    problem = f"failed on example {example.name} ({error_text(error)})"
+    return failure(RAISED, f"{where}: {type(environment).__name__}.{method} {problem}")
 
 
-def about(environment: Environment, example: Example, problem: str, method: str = "reward") -> str:
+def call_problem(environment: Environment, example: Example, problem: str, method: str = "reward") -> str:
+    """A message about a call of `method`, as in `Task.reward ran out of memory for example 7`."""
     return f"{type(environment).__name__}.{method} {problem} for example {example.name}"
 
 
 def outcome_of(value: Any, environment: Environment, example: Example, method: str = "reward") -> Outcome:
-    """Rewards by name, from what `method` returned: finite numbers of at most LARGEST, or INVALID."""
+    """Rewards by name, from the value that `method` returned; INVALID unless they are finite and at most LARGEST."""
     rewards = value if isinstance(value, dict) else {"reward": value}
     if not rewards and environment.has_rewards:
-        return failure(INVALID, about(environment, example, "returned no reward", method))
+        return failure(INVALID, call_problem(environment, example, "returned no reward", method))
     checked: dict[str, float] = {}
-    for name, value_of_name in rewards.items():
-        number = finite(value_of_name)
+    for name, reward in rewards.items():
+        number = finite_number(reward)
         if number is None:
-            problem = about(environment, example, f"returned {_shown(value_of_name)} as {name!r}", method)
+            problem = call_problem(environment, example, f"returned {_value_text(reward)} as {name!r}", method)
             return failure(INVALID, f"{problem}; return a number of at most {LARGEST:g}, or a dict of them")
         checked[str(name)] = number
     return Outcome(checked)
 
 
-def finite(value: Any) -> float | None:
+def finite_number(value: Any) -> float | None:
     """The value as a float; None if it is not a number, not finite or too large."""
-    # Real alone, an abstract class, takes seven times as long.
+    # Real, an abstract class, is checked last: it takes seven times as long.
     if not isinstance(value, (float, int, Real)) and not _is_numpy_bool(value):
         return None
     try:
@@ -197,26 +206,26 @@ def finite(value: Any) -> float | None:
 
 
 def _is_numpy_bool(value: Any) -> bool:
-    """Whether it is NumPy's bool, which is not a Real. Checked by name, as a worker need not import NumPy."""
+    """NumPy's bool is not a Real. Checked by name, so that workers need not import NumPy."""
     return type(value).__module__ == "numpy" and type(value).__name__ in ("bool", "bool_")
 
 
-def _shown(value: Any) -> str:
+def _value_text(value: Any) -> str:
     # Python refuses to print integers of thousands of digits.
     text = f"an int of {value.bit_length()} bits" if isinstance(value, int) else repr(value)
     return text if len(text) <= 80 else text[:80] + "…"
 
 
 def outcome_from(answer: Any) -> Outcome:
-    """[rewards, cause, message] from another process, checked by the trainer: finite numbers by name, or a cause.
+    """The outcome from a worker's [rewards, cause, message], which is not trusted: finite numbers by name, or a cause.
 
-    Rewards can be empty for an environment that has none; for any other, `refuse_none` reports it.
+    Empty rewards pass here, as some environments have none; `refuse_none` refuses them for the others.
     """
     try:
         rewards, cause, message = answer
         if cause:
             return failure(cause if cause in CAUSES else KILLED, str(message))
-        numbers = {str(name): number for name, value in rewards.items() if (number := finite(value)) is not None}
+        numbers = {str(name): number for name, value in rewards.items() if (number := finite_number(value)) is not None}
     except (TypeError, ValueError, AttributeError) as error:
         return failure(KILLED, f"a worker returned something that is not a reward ({error})")
     if len(numbers) < len(rewards):
@@ -225,7 +234,7 @@ def outcome_from(answer: Any) -> Outcome:
 
 
 def refuse_none(outcome: Outcome, environment: Environment) -> Outcome:
-    """The outcome, or a failure if there is neither a reward nor a cause although the environment has rewards."""
+    """The outcome; a failure if it has neither rewards nor a cause, although the environment has rewards."""
     if outcome.rewards or outcome.cause or not environment.has_rewards:
         return outcome
     return failure(KILLED, "a worker returned something that is not a number")

@@ -1,4 +1,4 @@
-"""Messages through a pipe: four bytes of length, then JSON. Nothing that a reward writes is ever unpickled."""
+"""Messages through a pipe: four bytes of length, then JSON, never pickle, as rewards can write into the pipes."""
 
 from __future__ import annotations
 
@@ -12,13 +12,13 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 PlainJob = tuple[dict[str, Any], str]
-"""An example's fields, and the completion to grade against it."""
+"""An example's fields, and a completion to grade."""
 LENGTH = struct.Struct("<I")
 MOST_BYTES = 2**28
 
 
 class Closed(Exception):
-    """The other side is gone, or has written something that is not a message."""
+    """The peer is gone, or has written something that is not a message."""
 
 
 class Silent(Closed):
@@ -26,19 +26,19 @@ class Silent(Closed):
 
 
 def chunk_of(jobs: Sequence[PlainJob]) -> dict[str, Any]:
-    """Jobs as one message, which contains an example shared by several completions only once."""
+    """Jobs as one message, in which several completions share one copy of their example."""
     examples = {id(example): example for example, _ in jobs}
-    places = {key: place for place, key in enumerate(examples)}
-    return {"examples": list(examples.values()), "jobs": [[places[id(each)], text] for each, text in jobs]}
+    indices = {key: index for index, key in enumerate(examples)}
+    return {"examples": list(examples.values()), "jobs": [[indices[id(example)], text] for example, text in jobs]}
 
 
 def jobs_in(chunk: dict[str, Any]) -> list[PlainJob]:
-    """The jobs of such a message, in order."""
-    return [(chunk["examples"][place], text) for place, text in chunk["jobs"]]
+    """The inverse of `chunk_of`."""
+    return [(chunk["examples"][index], text) for index, text in chunk["jobs"]]
 
 
 def encode(message: Any) -> bytes:
-    """A message as it goes through a pipe; `bytes` are already JSON."""
+    """A message's bytes on the wire; a message of type `bytes` is already JSON."""
     body = message if isinstance(message, bytes) else json.dumps(message).encode()
     if len(body) > MOST_BYTES:
         raise ValueError(f"a message of {len(body)} bytes; at most {MOST_BYTES} are allowed")
@@ -46,7 +46,7 @@ def encode(message: Any) -> bytes:
 
 
 def take(buffer: bytearray, most_bytes: int = MOST_BYTES) -> Any:
-    """The first message in `buffer`, removed from it; None if it is not complete yet. Raises Closed."""
+    """Removes the first message from `buffer`; None if it is incomplete. Raises Closed if it is invalid."""
     body = take_body(buffer, most_bytes)
     return None if body is None else decode(body)
 
@@ -60,7 +60,7 @@ def decode(body: bytes) -> Any:
 
 
 def take_body(buffer: bytearray, most_bytes: int = MOST_BYTES) -> bytes | None:
-    """The raw JSON of the first message in `buffer`; None if it is not complete yet. Raises Closed."""
+    """As `take`, but without decoding the JSON."""
     if len(buffer) < LENGTH.size:
         return None
     (length,) = LENGTH.unpack_from(buffer)
@@ -74,12 +74,12 @@ def take_body(buffer: bytearray, most_bytes: int = MOST_BYTES) -> bytes | None:
 
 
 def send(pipe: int, *messages: Any, seconds: float = 60.0) -> None:
-    """Writes to a non-blocking pipe in one go, as each write wakes the reader. Raises Closed if nothing is read for
-    `seconds`."""
+    """Writes all messages to a non-blocking pipe at once, as each write wakes the reader. Raises Closed if the reader
+    is gone, or has not read them after `seconds`."""
     left = memoryview(b"".join(map(encode, messages)))
-    until = time.monotonic() + seconds
+    deadline = time.monotonic() + seconds
     while left:
-        if not _ready(pipe, select.POLLOUT, max(0.0, until - time.monotonic())):
+        if not _ready(pipe, select.POLLOUT, max(0.0, deadline - time.monotonic())):
             raise Closed(f"nothing was read for {seconds:g} s")
         try:
             left = left[os.write(pipe, left) :]
@@ -90,15 +90,15 @@ def send(pipe: int, *messages: Any, seconds: float = 60.0) -> None:
 
 
 def receive(pipe: int, buffer: bytearray, seconds: float | None = None) -> Any:
-    """The next message of a pipe; `buffer` keeps what was read beyond it. Raises Closed."""
+    """The next message of a pipe; bytes read beyond it stay in `buffer`. Raises Closed, and Silent after `seconds`."""
     return decode(receive_body(pipe, buffer, seconds))
 
 
 def receive_body(pipe: int, buffer: bytearray, seconds: float | None = None) -> bytes:
-    """The raw JSON of the next message. Raises Closed, and Silent, after which it can be called again."""
-    until = None if seconds is None else time.monotonic() + seconds
+    """As `receive`, but without decoding the JSON. After Silent it can be called again."""
+    deadline = None if seconds is None else time.monotonic() + seconds
     while (message := take_body(buffer)) is None:
-        left = None if until is None else max(0.0, until - time.monotonic())
+        left = None if deadline is None else max(0.0, deadline - time.monotonic())
         if not _ready(pipe, select.POLLIN, left):
             raise Silent(f"no answer for {seconds:g} s")
         if not (read := os.read(pipe, 2**16)):
@@ -108,14 +108,14 @@ def receive_body(pipe: int, buffer: bytearray, seconds: float | None = None) -> 
 
 
 def _ready(pipe: int, event: int, seconds: float | None) -> bool:
-    """Waits for a pipe. Uses poll, as select cannot handle descriptors above 1023, which a trainer may have open."""
+    """Waits for a pipe. Uses poll, as select does not support descriptors above 1023."""
     poll = select.poll()
     poll.register(pipe, event)
     return bool(poll.poll(None if seconds is None else math.ceil(1000 * seconds)))
 
 
 class Stream:
-    """One end of a non-blocking pipe or socket: bytes received, and bytes still to be sent."""
+    """One end of a non-blocking pipe or socket, with its buffers of received and unsent bytes."""
 
     def __init__(self, reads: int, writes: int):
         self.reads, self.writes = reads, writes
@@ -124,12 +124,12 @@ class Stream:
         self.inbox, self.outbox = bytearray(), bytearray()
 
     def put(self, message: Any) -> None:
-        """Sends as much of a message as can be written now; `flush` sends the rest."""
+        """Queues a message, and writes as much as possible without blocking; `flush` writes the rest."""
         self.outbox += encode(message)
         self.flush()
 
     def flush(self) -> None:
-        """Sends what it can. Raises Closed if the reader is gone."""
+        """Writes as much as possible without blocking. Raises Closed if the reader is gone."""
         try:
             while self.outbox:
                 del self.outbox[: os.write(self.writes, self.outbox[: 2**20])]
@@ -139,7 +139,7 @@ class Stream:
             raise Closed(str(error)) from error
 
     def messages(self, most_bytes: int = MOST_BYTES) -> Iterator[Any]:
-        """The complete messages received so far. Raises Closed at the end."""
+        """The complete messages received so far. Raises Closed at the end of the stream."""
         try:
             read = os.read(self.reads, 2**20)
         except BlockingIOError:
@@ -153,5 +153,5 @@ class Stream:
             raise Closed("end of the pipe")
 
     def events(self) -> list[tuple[int, int]]:
-        """What to poll for."""
+        """(descriptor, event) pairs to poll for."""
         return [(self.reads, select.POLLIN)] + ([(self.writes, select.POLLOUT)] if self.outbox else [])

@@ -1,4 +1,4 @@
-"""Finding and killing everything that a process has started, even if it left the group or lost its parent."""
+"""Finds and kills all descendants of a process, even those that left its group or lost their parent."""
 
 from __future__ import annotations
 
@@ -14,33 +14,33 @@ PR_SET_PDEATHSIG, PR_SET_CHILD_SUBREAPER = 1, 36
 
 
 def adopt_orphans() -> None:
-    """From now on descendants whose parent ends become children of this process, not of init.
+    """Makes this process, not init, the new parent of descendants whose parent ends.
 
-    Does nothing if the kernel is not Linux; then only process groups are killed.
+    Linux only: elsewhere it does nothing, and only process groups are killed.
     """
     _prctl(PR_SET_CHILD_SUBREAPER, 1)
 
 
 def die_with_parent() -> None:
-    """Makes the kernel kill this process when its parent ends."""
+    """Makes the kernel kill this process when its parent ends. Linux only."""
     _prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
 
 
 def descendants(process: int, spared: frozenset[int] = frozenset()) -> list[int]:
-    """All descendants of a process, nearest first, without those in `spared` and their descendants.
+    """All descendants of a process, nearest first, except those in `spared` and their descendants.
 
     Empty if the kernel does not report them.
     """
-    found: list[int] = []
+    result: list[int] = []
     level = [process]
     while level:
         level = [child for parent in level for child in _children(parent) if child not in spared]
-        found += level
-    return found
+        result += level
+    return result
 
 
 def is_stopped(child: int) -> bool:
-    """Whether a signal has stopped a child of this process; False if the system does not report it."""
+    """Whether a child of this process is stopped by a signal; False if the system does not report it."""
     with contextlib.suppress(ChildProcessError):  # it has ended
         if hasattr(os, "waitid"):  # macOS has it since Python 3.13
             return os.waitid(os.P_PID, child, os.WSTOPPED | os.WNOHANG | os.WNOWAIT) is not None
@@ -48,20 +48,20 @@ def is_stopped(child: int) -> bool:
 
 
 def end_tree(process: int, spared: frozenset[int] = frozenset(), seconds: float = 10.0) -> None:
-    """Kills and reaps a child that leads its group, and then all descendants of this process except `spared`.
+    """Kills and reaps a child that leads its group, then all descendants of this process except `spared`.
 
-    A group is killed atomically, so processes that keep forking within it cannot outrun this.
+    A group is killed atomically, so processes that keep forking in it cannot outrun this.
     """
-    until = time.monotonic() + seconds
+    deadline = time.monotonic() + seconds
     with contextlib.suppress(ProcessLookupError, PermissionError):
         os.killpg(process, signal.SIGKILL)
-    while time.monotonic() < until:
+    while time.monotonic() < deadline:
         left = descendants(os.getpid(), spared)
-        for found in {process, *left}:
+        for pid in {process, *left}:
             with contextlib.suppress(ProcessLookupError, ChildProcessError):
-                if os.waitpid(found, os.WNOHANG) == (0, 0):
-                    os.kill(found, signal.SIGKILL)
-                    left.append(found)
+                if os.waitpid(pid, os.WNOHANG) == (0, 0):
+                    os.kill(pid, signal.SIGKILL)
+                    left.append(pid)
         # A grandchild becomes a child of this process when its parent is reaped, and is then reaped too.
         if not left:
             return
@@ -69,15 +69,17 @@ def end_tree(process: int, spared: frozenset[int] = frozenset(), seconds: float 
 
 
 def end_marked(variable: str, seconds: float = 10.0) -> None:
-    """Kills all processes that have `variable`, a `NAME=VALUE`, in the environment that they or their ancestors started
-    with. Works even if no ancestor is alive; does nothing if the kernel is not Linux."""
-    until = time.monotonic() + seconds
-    while time.monotonic() < until:
-        found = [process for process in Path("/proc").glob("[0-9]*") if _has(process, variable.encode())]
-        for process in found:
+    """Kills all processes whose initial environment contains `variable`, a `NAME=VALUE`, which children inherit.
+
+    It needs no living ancestor. Linux only: elsewhere it does nothing.
+    """
+    deadline = time.monotonic() + seconds
+    while time.monotonic() < deadline:
+        marked = [process for process in Path("/proc").glob("[0-9]*") if _has(process, variable.encode())]
+        for process in marked:
             with contextlib.suppress(ProcessLookupError, PermissionError):
                 os.kill(int(process.name), signal.SIGKILL)
-        if not found:  # a zombie has no environment
+        if not marked:  # zombies have no environment
             return
         time.sleep(0.001)
 
@@ -90,12 +92,12 @@ def _has(process: Path, variable: bytes) -> bool:
 
 
 def _children(process: int) -> list[int]:
-    found: list[int] = []
+    children: list[int] = []
     with contextlib.suppress(OSError):
         for thread in Path(f"/proc/{process}/task").iterdir():
             with contextlib.suppress(OSError):
-                found += map(int, (thread / "children").read_text().split())
-    return found
+                children += map(int, (thread / "children").read_text().split())
+    return children
 
 
 def _prctl(option: int, value: int) -> None:

@@ -1,32 +1,36 @@
-"""From returned rewards to the total that is trained on, and what to do about rewards that failed."""
+"""From rewards by name to the total used in training, and the limit on failed rewards."""
 
 from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 from lockstep.errors import UserError, closest
 from lockstep.rl.environments.protocol import Environment, Example
 from lockstep.rl.grading.calling import LARGEST, Job, Outcome, call_rewards
 
+if TYPE_CHECKING:
+    from lockstep.config import RewardConfig  # its import would slow down the start of every sandbox
+
 
 @dataclass(frozen=True)
 class Grade:
-    """A completion's rewards by name, and the total that is trained on."""
+    """A completion's rewards by name, and their weighted total, which training uses."""
 
     total: float
     by_name: dict[str, float]
     failure: str = ""
-    """Why there are none: `timeout`, `raised`, `memory` …; empty if there are."""
+    """Cause of a failure: `timeout`, `raised`, `memory` …; empty if there are rewards."""
 
 
 def grade(environment: Environment, examples: Sequence[Example], completions: Sequence[str]) -> list[Grade]:
-    """Rewards of each completion of the corresponding example, in this process.
+    """Grades each completion of the corresponding example, in this process.
 
     A single number is named `reward`; True and False are 1 and 0. Raises UserError, naming the example, for a reward
     that is NaN, above `LARGEST` or not a number, for names that vary between examples, and for an error in the
-    environment's own code.
+    environment's code.
     """
     jobs = list(zip(examples, completions, strict=True))
     outcomes = grade_here(environment, jobs)
@@ -40,27 +44,39 @@ def grade_here(
     jobs: Sequence[Job],
     seconds: float | None = None,
     concurrent: int = 32,
-    moved: Callable[[], None] = lambda: None,
+    on_progress: Callable[[], None] = lambda: None,
 ) -> list[Outcome]:
-    """Outcomes of rewards that run in this process: what they raise is caught, but only coroutines can be timed out.
+    """Grades jobs in this process. Exceptions become outcomes, but only coroutines can time out.
 
-    `moved` is called after each.
+    `on_progress` is called after each job.
     """
     outcomes: dict[int, Outcome] = {}
 
-    def graded(index: int, outcome: Outcome) -> None:
+    def report(index: int, outcome: Outcome) -> None:
         outcomes[index] = outcome
-        moved()
+        on_progress()
 
-    call_rewards(environment, jobs, graded, seconds, concurrent)
+    call_rewards(environment, jobs, report, seconds, concurrent)
     return [outcomes[index] for index in range(len(jobs))]
+
+
+@dataclass(frozen=True)
+class InProcessGrader:
+    """A Grader that runs the environment's rewards in this process."""
+
+    environment: Environment
+    config: RewardConfig
+    on_progress: Callable[[], None] = lambda: None
+    """Called, from any thread, after each job."""
+
+    def __call__(self, jobs: Sequence[Job]) -> list[Outcome]:
+        return grade_here(self.environment, jobs, self.config.seconds, self.config.concurrent, self.on_progress)
 
 
 def totals(environment: Environment, jobs: Sequence[Job], outcomes: Sequence[Outcome]) -> list[Grade]:
     """The weighted sum of each job's rewards; 0 if they failed.
 
-    Raises UserError for names that vary between examples, for a weight without a reward, and for a total that is too
-    large.
+    Raises UserError for names that vary between examples, a weight without a reward, and a total above `LARGEST`.
     """
     grades: list[Grade] = []
     names: list[str] = []
@@ -97,7 +113,7 @@ def _total(environment: Environment, example: Example, by_name: dict[str, float]
 
 
 def failures(outcomes: Sequence[Outcome]) -> str:
-    """How many rewards failed, by cause, and the first failure, in a sentence; empty if none did."""
+    """A sentence with the number of failed rewards by cause, and the first failure; empty if there are none."""
     causes = Counter(o.cause for o in outcomes if o.cause)
     if not causes:
         return ""
@@ -107,6 +123,6 @@ def failures(outcomes: Sequence[Outcome]) -> str:
 
 
 def refuse_too_many(outcomes: Sequence[Outcome], limit: float) -> None:
-    """Raises UserError if a larger fraction than `limit` failed."""
+    """Raises UserError if more than the fraction `limit` failed."""
     if sum(bool(o.cause) for o in outcomes) > limit * len(outcomes):
         raise UserError(f"more rewards failed than rewards.failure_limit {limit:g} allows: {failures(outcomes)}")

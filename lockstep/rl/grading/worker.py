@@ -1,4 +1,4 @@
-"""A process that grades: forked by its keeper, which has loaded the environment and kills it if it exceeds a limit."""
+"""A process that grades, forked by its supervisor, which has loaded the environment and enforces the limits."""
 
 from __future__ import annotations
 
@@ -15,85 +15,85 @@ from lockstep.rl.grading.calling import Outcome, call_rewards, is_async
 from lockstep.rl.grading.frames import encode, receive
 from lockstep.rl.grading.processes import adopt_orphans, die_with_parent
 
-BEGUN = struct.Struct("<q")
+STARTED = struct.Struct("<q")
 ANSWER_SECONDS = 0.02
-"""How long answers of plain functions are batched: a message for each would cost more than a cheap reward."""
+"""Interval at which outcomes of plain functions are sent: one message each would cost more than a cheap reward."""
 MESSAGE_BYTES = 2**16
-"""Most bytes of several answers in one message: the keeper takes a long one for something that a reward wrote."""
+"""Maximum size of a batch of outcomes: the supervisor rejects longer messages, which a reward may have written."""
 
 
 def work(
-    environment: Environment, limits: dict[str, Any], begun: mmap.mmap, requests: int, replies: int, output: int
+    environment: Environment, limits: dict[str, Any], started: mmap.mmap, requests: int, replies: int, output: int
 ) -> None:
-    """Grades what arrives in `requests` and answers in `replies`; never returns.
+    """Grades chunks from `requests` and writes outcomes to `replies`; never returns.
 
-    `begun` is shared with the keeper and holds the index of the job that a plain function has started.
+    `started` is memory shared with the supervisor: the index of the job that a plain function has started.
     """
     confine(limits, output)
-    own = os.getpid()
+    pid = os.getpid()
 
-    answers, held = list[list[Any]](), 0
-    wait = 0.0 if is_async(environment) else ANSWER_SECONDS
+    batch, batch_bytes = list[list[Any]](), 0
+    interval = 0.0 if is_async(environment) else ANSWER_SECONDS
     buffer = bytearray()
     while True:
         chunk = receive(requests, buffer)
         examples = [Example(**fields) for fields in chunk["examples"]]
-        jobs = [(examples[place], completion) for place, completion in chunk["jobs"]]
-        missing, last = len(jobs), time.monotonic()
+        jobs = [(examples[index], completion) for index, completion in chunk["jobs"]]
+        missing, last_sent = len(jobs), time.monotonic()
 
         def report(index: int, outcome: Outcome) -> None:
-            nonlocal missing, last, held
-            if os.getpid() != own:
-                os._exit(0)  # a reward forked and returned twice: this is not the original process
-            for printed in (sys.stdout, sys.stderr):
-                printed.flush()  # while this job still counts as the current one
-            size = _most_bytes(outcome)
-            if answers and held + size > MESSAGE_BYTES:
-                _send(replies, answers)
-                held = 0
-            answers.append([index, outcome.rewards, outcome.cause, outcome.message])
-            held += size
+            nonlocal missing, last_sent, batch_bytes
+            if os.getpid() != pid:
+                os._exit(0)  # the reward forked, and this is the child
+            for stream in (sys.stdout, sys.stderr):
+                stream.flush()  # so that the output counts for this job
+            size = _max_bytes(outcome)
+            if batch and batch_bytes + size > MESSAGE_BYTES:
+                _send(replies, batch)
+                batch_bytes = 0
+            batch.append([index, outcome.rewards, outcome.cause, outcome.message])
+            batch_bytes += size
             missing -= 1
-            begun[:] = BEGUN.pack(index + 1)
-            if not missing or time.monotonic() >= last + wait:
-                _send(replies, answers)
-                held = 0
-                last = time.monotonic()
+            started[:] = STARTED.pack(index + 1)
+            if not missing or time.monotonic() >= last_sent + interval:
+                _send(replies, batch)
+                batch_bytes = 0
+                last_sent = time.monotonic()
 
-        begun[:] = BEGUN.pack(0)
+        started[:] = STARTED.pack(0)
         call_rewards(environment, jobs, report, limits["seconds"], limits["concurrent"])
 
 
 def confine(limits: dict[str, Any], output: int) -> None:
-    """First steps of a process forked from its keeper; what it prints goes to `output`."""
-    os.setsid()  # its own group, to be killed as one
+    """Sets up a process forked from its supervisor: process group, limits, and output to `output`."""
+    os.setsid()  # a new process group, to be killed as one
     die_with_parent()
-    adopt_orphans()  # so that they are known to be its own
+    adopt_orphans()  # so that they stay its descendants
     for stream in (1, 2):
         os.dup2(output, stream)
     _limit_memory(int(limits["memory_gib"] * 2**30))
 
 
-def _limit_memory(most_bytes: int) -> None:
-    """Limits memory that this process writes itself: RLIMIT_DATA counts private memory.
+def _limit_memory(max_bytes: int) -> None:
+    """Limits private writable memory (RLIMIT_DATA).
 
     RLIMIT_AS would also count libraries and reserved memory: several gigabytes if torch is imported.
     """
     _, hard = resource.getrlimit(resource.RLIMIT_DATA)
-    most = most_bytes if hard == resource.RLIM_INFINITY else min(most_bytes, hard)
-    resource.setrlimit(resource.RLIMIT_DATA, (most, most))
+    limit = max_bytes if hard == resource.RLIM_INFINITY else min(max_bytes, hard)
+    resource.setrlimit(resource.RLIMIT_DATA, (limit, limit))
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
 
 
-def _most_bytes(outcome: Outcome) -> int:
-    """More than its answer has as JSON, in which a character can take twelve bytes; encoding each would cost more."""
+def _max_bytes(outcome: Outcome) -> int:
+    """An upper bound of its size as JSON, at twelve bytes per character; cheaper than encoding it."""
     rewards = outcome.rewards
     return 100 + 32 * len(rewards) + 12 * (len(outcome.message) + sum(map(len, rewards)))
 
 
-def _send(pipe: int, answers: list[list[Any]]) -> None:
-    """Sends all answers as one message, and removes them."""
-    left = memoryview(encode(answers))
-    answers.clear()
+def _send(pipe: int, batch: list[list[Any]]) -> None:
+    """Sends a batch as one message, and empties it."""
+    left = memoryview(encode(batch))
+    batch.clear()
     while left:
         left = left[os.write(pipe, left) :]

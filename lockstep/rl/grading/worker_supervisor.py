@@ -1,9 +1,9 @@
-"""The process that keeps one worker: loads the environment once, forks the worker from it, and enforces the limits.
+"""Supervises one worker: forks it from a process that has loaded the environment once, and enforces the limits.
 
-Started by `workers.py`. A worker that hangs, dies, forks too much or prints too much is killed with all its
-descendants, and the next one is ready in milliseconds, whatever the environment imports. The job that the worker had
-started is at fault, unless earlier jobs may have left something behind (memory, threads, processes): then it is graded
-again by a new worker, alone, before it is blamed.
+`pool.py` starts the process. A worker that hangs, dies, forks too much or prints too much is killed with all its
+descendants, and its replacement is ready in milliseconds, whatever the environment imports. The job that the worker
+had started is at fault, unless earlier jobs may have left something behind (memory, threads, processes): then it is
+graded again, alone in a new worker, before it is blamed.
 """
 
 from __future__ import annotations
@@ -17,17 +17,17 @@ from collections import deque
 from typing import Any
 
 from lockstep.rl.environments.protocol import Environment, Example
-from lockstep.rl.grading.calling import KILLED, MEMORY, OUTPUT, PROCESSES, TIMEOUT, about, is_async
+from lockstep.rl.grading.calling import KILLED, MEMORY, OUTPUT, PROCESSES, TIMEOUT, call_problem, is_async
 from lockstep.rl.grading.frames import Closed, PlainJob, chunk_of, decode, jobs_in, send, take
 from lockstep.rl.grading.processes import descendants, end_tree
-from lockstep.rl.grading.worker import BEGUN, work
+from lockstep.rl.grading.worker import STARTED, work
 
 POLL_SECONDS = 0.1
 """Interval at which a worker's processes are counted while a reward runs."""
 ANSWER_BYTES = 2**20
-"""Most bytes of one answer: a megabyte of reward names is not a reward."""
+"""Maximum size of a message from a worker: a megabyte of reward names is not a reward."""
 COROUTINES = 64
-"""Most that a worker is given at once: when it dies, any of them may be at fault, and each is graded alone."""
+"""Maximum number of coroutines sent to a worker at once: if it dies, any may be at fault, so each is graded alone."""
 
 CONVERSE = "converse"
 """Starts conversations, until both sides have sent DONE."""
@@ -38,10 +38,10 @@ Answer = list[Any]
 
 
 class Worker:
-    """A forked worker and the ends of its pipes."""
+    """A forked worker and the supervisor's ends of its pipes."""
 
     def __init__(self, environment: Environment, limits: dict[str, Any], trainer: tuple[int, int]):
-        self.begun = mmap.mmap(-1, BEGUN.size)
+        self.started = mmap.mmap(-1, STARTED.size)
         requests, self.requests = os.pipe()
         self.replies, replies = os.pipe()
         self.output, output = os.pipe()
@@ -50,7 +50,7 @@ class Worker:
             try:
                 for end in (self.requests, self.replies, self.output, *trainer):
                     os.close(end)
-                work(environment, limits, self.begun, requests, replies, output)
+                work(environment, limits, self.started, requests, replies, output)
             finally:
                 os._exit(1)
         for end in (requests, replies, output):
@@ -61,7 +61,6 @@ class Worker:
         self.unused = True
 
     def ends(self) -> tuple[int, int, int]:
-        """The keeper's ends of its pipes."""
         return self.requests, self.replies, self.output
 
     def end(self, spared: frozenset[int]) -> None:
@@ -75,11 +74,12 @@ class WorkerSupervisor:
 
     def __init__(self, environment: Environment, limits: dict[str, Any], orders: int, answers: int):
         self.environment, self.limits, self.trainer = environment, limits, (orders, answers)
-        self.all_at_once = is_async(environment)
+        self.is_async = is_async(environment)
         self.worker: Worker | None = None
-        # Processes that the environment started while it was loaded belong to no worker.
-        self.own = frozenset(descendants(os.getpid()))
+        self.environment_processes = frozenset(descendants(os.getpid()))
+        """Processes that the environment started while it was loaded; they belong to no worker."""
         self.log_left = limits["output_kib"] * 1024
+        """Bytes of output that are still logged."""
 
     def grade(self, count: int, chunk: bytes) -> list[Answer]:
         """The answer to each of the `count` jobs of a chunk, which is JSON, in order."""
@@ -89,106 +89,109 @@ class WorkerSupervisor:
         while waiting or suspects:
             if suspects:
                 self.end_worker()
-                asked = [suspects.popleft()]
+                sent = [suspects.popleft()]
             else:
-                most = COROUTINES if self.all_at_once else count
-                asked, waiting = waiting[:most], waiting[most:]
+                size = COROUTINES if self.is_async else count
+                sent, waiting = waiting[:size], waiting[size:]
             worker = self.worker = self.worker or Worker(self.environment, self.limits, self.trainer)
             fresh, worker.unused = worker.unused, False
             message: Any = chunk
-            if len(asked) < count:
+            if len(sent) < count:
                 jobs = jobs or jobs_in(decode(chunk))
-                message = chunk_of([jobs[index] for index in asked])
-            cause, begun = self._ask(worker, asked, message, answers)
+                message = chunk_of([jobs[index] for index in sent])
+            cause, current = self._run(worker, sent, message, answers)
             if not cause:
                 continue
             self.end_worker()
             jobs = jobs or jobs_in(decode(chunk))
-            # With coroutines, any that has not answered may be at fault.
-            begun_jobs = [i for i in asked if i not in answers] if self.all_at_once else [asked[begun]]
-            waiting += [i for i in asked if i not in answers and i not in begun_jobs]
-            first = fresh and begun_jobs == asked[:1]
-            if begun_jobs and (first or (cause == TIMEOUT and not self.all_at_once)):
-                answers[begun_jobs[0]] = [{}, cause, self.message(cause, jobs[begun_jobs[0]][0])]
+            # Any coroutine that has not answered may be at fault.
+            started = [i for i in sent if i not in answers] if self.is_async else [sent[current]]
+            waiting += [i for i in sent if i not in answers and i not in started]
+            first = fresh and started == sent[:1]
+            if started and (first or (cause == TIMEOUT and not self.is_async)):
+                answers[started[0]] = [{}, cause, self.message(cause, jobs[started[0]][0])]
             else:
-                suspects.extend(begun_jobs)
+                suspects.extend(started)
         if self.worker and _data_bytes(self.worker.process) > self.limits["memory_gib"] * 2**29:
-            self.end_worker()  # it leaks: half of the limit is used up
+            self.end_worker()  # memory leaks: half of the limit is used
         return [answers[index] for index in range(count)]
 
     def end_worker(self) -> None:
         if self.worker:
-            self.worker.end(self.own)
+            self.worker.end(self.environment_processes)
             self.worker = None
 
-    def _ask(self, worker: Worker, asked: list[int], chunk: Any, answers: dict[int, Answer]) -> tuple[str, int]:
-        """Fills in `answers`; returns the cause that ended the worker before all were there, if any, and the index in
-        `asked` of the job that it had started."""
+    def _run(self, worker: Worker, sent: list[int], chunk: Any, answers: dict[int, Answer]) -> tuple[str, int]:
+        """Sends jobs to a worker and adds their results to `answers`.
+
+        If a limit or the worker's death interrupts this, returns the cause and the index in `sent` of the job that the
+        worker had started; otherwise an empty cause.
+        """
         # A worker that dies before it starts counts as having started the first.
-        worker.begun[:] = BEGUN.pack(0)
+        worker.started[:] = STARTED.pack(0)
         try:
             send(worker.requests, chunk, seconds=self.limits["seconds"])
         except Closed:
             return KILLED, 0
-        # Coroutines have their own timeouts, unless one of them blocks the others.
-        patience = self.limits["seconds"] + (1.0 if self.all_at_once else 0.0)
+        # Coroutines time out by themselves, unless one of them blocks the others.
+        timeout = self.limits["seconds"] + (1.0 if self.is_async else 0.0)
         began = counted = time.monotonic()
-        begun, seen, printed, missing = 0, 0, 0, len(asked)
+        current, seen, printed, missing = 0, 0, 0, len(sent)
         while missing:
             pipes = [worker.replies, worker.output, self.trainer[0]]
-            ready, _, _ = select.select(pipes, [], [], min(POLL_SECONDS, patience))
-            if self.trainer[0] in ready:  # nothing else is expected from it now: the trainer is gone
+            ready, _, _ = select.select(pipes, [], [], min(POLL_SECONDS, timeout))
+            if self.trainer[0] in ready:  # the trainer sends nothing now, so it has ended
                 self.end_worker()
                 os._exit(0)
-            now, (newly,) = time.monotonic(), BEGUN.unpack(worker.begun[:])
-            if newly != seen or (self.all_at_once and worker.replies in ready):
-                began, printed, seen, begun = now, 0, newly, min(max(newly, 0), len(asked) - 1)
+            now, (started,) = time.monotonic(), STARTED.unpack(worker.started[:])
+            if started != seen or (self.is_async and worker.replies in ready):
+                began, printed, seen, current = now, 0, started, min(max(started, 0), len(sent) - 1)
             if now - counted >= POLL_SECONDS:
                 counted = now
-                # Counted below this process, which adopts orphans of the worker's children, and minus the worker.
-                if len(descendants(os.getpid())) - len(self.own) - 1 > self.limits["processes"]:
-                    return PROCESSES, begun
-            # Output is read before the answer that follows it. If another job has begun meanwhile, whose it was is
-            # not known.
+                # Counts descendants of this process, which adopts orphans of the worker's children; 1 is the worker.
+                if len(descendants(os.getpid())) - len(self.environment_processes) - 1 > self.limits["processes"]:
+                    return PROCESSES, current
+            # Output is read before the answer that follows it. If another job has started meanwhile, it is unknown
+            # which of the two printed it.
             printed += self.read_output(worker.output)
-            if BEGUN.unpack(worker.begun[:]) != (newly,):
+            if STARTED.unpack(worker.started[:]) != (started,):
                 printed = 0
             if printed > self.limits["output_kib"] * 1024:
-                return OUTPUT, begun
+                return OUTPUT, current
             if worker.replies in ready:
-                read = os.read(worker.replies, 2**16)
-                if not read:
-                    return KILLED, begun
-                worker.buffer += read
+                data = os.read(worker.replies, 2**16)
+                if not data:
+                    return KILLED, current
+                worker.buffer += data
                 try:
                     while (batch := take(worker.buffer, ANSWER_BYTES)) is not None:
-                        for place, *result in batch:
-                            if asked[place] in answers:
-                                return KILLED, begun
+                        for index, *result in batch:
+                            if sent[index] in answers:
+                                return KILLED, current
                             if result[1] == MEMORY:
-                                return MEMORY, place
-                            answers[asked[place]] = result
+                                return MEMORY, index
+                            answers[sent[index]] = result
                             missing -= 1
                 except (Closed, LookupError, TypeError, ValueError):
-                    return KILLED, begun  # a reward wrote into its worker's pipes
-            elif now >= began + patience:
-                return TIMEOUT, begun
+                    return KILLED, current  # a reward wrote into its worker's pipes
+            elif now >= began + timeout:
+                return TIMEOUT, current
         return "", 0
 
     def read_output(self, output: int) -> int:
-        """Reads what was printed, logs the beginning of it, and returns the number of bytes."""
+        """Reads output of a process, logs it up to the limit, and returns the number of bytes."""
         count = 0
         with contextlib.suppress(BlockingIOError):
-            while count <= self.limits["output_kib"] * 1024 and (read := os.read(output, 2**16)):
-                count += len(read)
-                if kept := read[: self.log_left]:
-                    self.log_left -= len(kept)
+            while count <= self.limits["output_kib"] * 1024 and (data := os.read(output, 2**16)):
+                count += len(data)
+                if logged := data[: self.log_left]:
+                    self.log_left -= len(logged)
                     with contextlib.suppress(OSError):  # a full disk only costs the log
-                        os.write(2, kept)
+                        os.write(2, logged)
         return count
 
     def message(self, cause: str, example: dict[str, Any], method: str = "reward") -> str:
-        """What the user is told about a call that was killed for a cause."""
+        """The message for the user about a call that was killed."""
         limits = self.limits
         problem = {
             TIMEOUT: f"took longer than rewards.seconds {limits['seconds']:g}",
@@ -197,7 +200,7 @@ class WorkerSupervisor:
             PROCESSES: f"started more than rewards.processes {limits['processes']}",
             OUTPUT: f"printed more than rewards.output_kib {limits['output_kib']}",
         }[cause]
-        return about(self.environment, Example(**example), problem, method)
+        return call_problem(self.environment, Example(**example), problem, method)
 
 
 def _data_bytes(process: int) -> int:

@@ -14,7 +14,7 @@ from torch import Tensor
 from lockstep.config import Algorithm, RewardConfig, RLConfig
 from lockstep.data import Tokenizer, continuation
 from lockstep.errors import UserError
-from lockstep.generate import Completion
+from lockstep.generate import Completion, SamplingParams
 from lockstep.generate.sampler import Sampler
 from lockstep.observe import log
 from lockstep.rl.algorithms import (
@@ -30,12 +30,13 @@ from lockstep.rl.algorithms import (
     whitened,
 )
 from lockstep.rl.conversations.grading import grade_conversations
-from lockstep.rl.conversations.play import play, sampling_params, unfit
+from lockstep.rl.conversations.play import play, unfit
 from lockstep.rl.conversations.protocol import ConversationEnvironment
 from lockstep.rl.conversations.rendering import Rendering
 from lockstep.rl.environments.protocol import Environment, Example
-from lockstep.rl.grading import Grader, Outcome, failures, grade_here, refuse_none, totals
+from lockstep.rl.grading import Grader, InProcessGrader, Outcome, failures, refuse_none, totals
 from lockstep.rl.rollouts.records import OVERLONG, Rollout, episodes_of, of_versions
+from lockstep.rl.scoring.routes import routes_form
 
 
 def collect(
@@ -63,8 +64,9 @@ def collect(
     samples = config.samples_per_prompt
     groups = _groups(examples, numbers)
     if isinstance(environment, ConversationEnvironment):
-        seed = [config.seed, step, extra_round]
-        return play(groups, samples, seed, environment, engine, rendering, config, grader, first)
+        params = sampling_params(config, environment, rendering, samples)
+        grader = grader or InProcessGrader(environment, config.rewards)
+        return play(groups, params, [config.seed, step, extra_round], environment, engine, rendering, grader, first)
     seed = [config.seed, step, extra_round] if extra_round else [config.seed, step]
     return _sample(groups, samples, seed, environment, engine, rendering, config, first)
 
@@ -89,9 +91,9 @@ def assign_rewards(
     config = config or RewardConfig()
     episodes = episodes_of(rollouts)
     jobs = [(rows[-1].example, rows[-1].completion) for rows in episodes]
-    grader = grader or (lambda jobs: grade_here(environment, jobs, config.seconds))
+    grader = grader or InProcessGrader(environment, config)
     if isinstance(environment, ConversationEnvironment):
-        outcomes = grade_conversations(environment, episodes, config, grader)
+        outcomes = grade_conversations(environment, episodes, grader)
     else:
         outcomes = grader(jobs)
     outcomes = [refuse_none(outcome, environment) for outcome in outcomes]
@@ -218,7 +220,9 @@ def sample_held_out(
         config = replace(config, temperature=config.validation_temperature)
     samples = config.validation_samples
     if isinstance(environment, ConversationEnvironment):
-        return play(groups, samples, [seed, 0, 0], environment, engine, rendering, config, grader)
+        params = sampling_params(config, environment, rendering, samples)
+        grader = grader or InProcessGrader(environment, config.rewards)
+        return play(groups, params, [seed, 0, 0], environment, engine, rendering, grader)
     return _sample(groups, samples, [seed, 0], environment, engine, rendering, config)
 
 
@@ -235,7 +239,8 @@ def _sample(
     prompts = [encode_prompt(rendering, e, engine, config.max_new_tokens) for e in groups.values()]
     # Drawn for all groups up to the last, so that a group's seed does not depend on which rank requests it.
     draws = np.random.default_rng(seed).integers(2**62, size=max(groups, default=-1) + 1).tolist()
-    params = [sampling_params(config, environment, rendering, draws[group], samples) for group in groups]
+    shared = sampling_params(config, environment, rendering, samples)
+    params = [replace(shared, seed=draws[group]) for group in groups]
     return [
         Rollout(
             example=groups[group],
@@ -254,6 +259,21 @@ def _sample(
     ]
 
 
+def sampling_params(config: RLConfig, environment: Environment, rendering: Rendering, samples: int) -> SamplingParams:
+    """How a run samples `samples` completions of each prompt, apart from their seed."""
+    return SamplingParams(
+        max_tokens=config.max_new_tokens,
+        temperature=config.temperature,
+        top_k=config.top_k,
+        top_p=config.top_p,
+        min_p=config.min_p,
+        n=samples,
+        stop=environment.stop,
+        stop_token_ids=rendering.end_ids,
+        routes=routes_form(config),
+    )
+
+
 def encode_prompt(rendering: Rendering, example: Example, engine: Sampler, max_new_tokens: int) -> list[int]:
     """The prompt's tokens. Raises UserError if prompt and completion do not fit the context or the cache."""
     tokens = rendering.prompt(example)
@@ -264,11 +284,11 @@ def encode_prompt(rendering: Rendering, example: Example, engine: Sampler, max_n
 
 def completion_text(rendering: Rendering, prompt: list[int], completion: Completion, marked: bool = False) -> str:
     """What the environment grades: the text that the completion adds to the prompt, without end tokens; of a family
-    with channels, only what it says in the final one. marked: with tags where `spoken` needs them to find the
+    with channels, only what it says in the final one. marked: with tags where `answer_text` needs them to find the
     content."""
     if rendering.form.channels:
-        text = rendering.reply(completion.token_ids, prompt)
+        text = rendering.reply_text(completion.token_ids, prompt)
     else:
         said = [token for token in completion.token_ids if token not in rendering.end_ids]
         text = continuation(rendering.tokenizer, prompt, said)
-    return rendering.marked(text, rendering.read(completion.token_ids, prompt)) if marked else text
+    return rendering.with_marks(text, rendering.reply_parts(completion.token_ids, prompt)) if marked else text

@@ -7,7 +7,7 @@ import threading
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
-from lockstep.generate.sampler import RecordingSampler, Sampler
+from lockstep.generate.sampler import CachingSampler, Sampler
 from lockstep.rl.environments.protocol import Example
 from lockstep.rl.rollouts.ledger import LedgerError
 from lockstep.rl.rollouts.prompts import PromptLoader
@@ -43,7 +43,7 @@ class RolloutPrefetcher:
         sampler: Sampler,
         count: int,
         depth: int = 0,
-        remembering: Callable[[dict[str, Any]], RecordingSampler] | None = None,
+        remembering: Callable[[dict[str, Any]], CachingSampler] | None = None,
         at_once: bool = True,
         recorded: bool = False,
         oversampling: float = 1.0,
@@ -174,7 +174,7 @@ class _Begun:
     """A step's first round, drawn in a thread."""
 
     def __init__(
-        self, places: list[int], examples: list[Example], sampler: RecordingSampler, draw: Callable[[], list[Rollout]]
+        self, places: list[int], examples: list[Example], sampler: CachingSampler, draw: Callable[[], list[Rollout]]
     ):
         self.places, self.examples, self.sampler = places, examples, sampler
         self._found: list[Rollout] | BaseException = []

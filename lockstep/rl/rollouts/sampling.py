@@ -19,10 +19,11 @@ from lockstep.generate.sampler import Sampler
 from lockstep.observe import Timeline
 from lockstep.rl.conversations.protocol import ConversationEnvironment
 from lockstep.rl.conversations.rendering import Rendering
+from lockstep.rl.environments.loading import EnvironmentSource
 from lockstep.rl.environments.protocol import Environment, Example
 from lockstep.rl.generators.protocol import Generators
 from lockstep.rl.grading import Outcome
-from lockstep.rl.grading.pool import Workers, open_grader, own_limit
+from lockstep.rl.grading.pool import Workers, open_grader, progress_timeout
 from lockstep.rl.rollouts.collect import assign_rewards, collect, sample_held_out
 from lockstep.rl.rollouts.records import Rollout
 from lockstep.rl.rollouts.replicas import Replicas
@@ -60,16 +61,18 @@ class Sampling:
         self.is_recorded = recorded is not None
         """Whether the rollouts are those of another run."""
         self.talks = isinstance(environment, ConversationEnvironment)
-        self.grader = opened.enter_context(open_grader(config, environment, is_given, run, timeline.moved))
+        source = None if is_given else EnvironmentSource(config.environment, config.data, config.skip_bad_lines)
+        self.grader = opened.enter_context(open_grader(environment, config.rewards, source, run, timeline.moved))
         if isinstance(self.grader, Workers):
             timeline.awaited = self.grader.awaited
         # Conversations of later steps run while this step's are graded, one step after another.
         self._talking, self._conversing = threading.Lock(), self.grader
         if self.talks and config.actors.max_staleness:
-            self._conversing = opened.enter_context(open_grader(config, environment, is_given, run, timeline.moved))
+            conversing = open_grader(environment, config.rewards, source, run, timeline.moved)
+            self._conversing = opened.enter_context(conversing)
         self.waits_for = "the generators" if config.actors.separate else ""
         """Whom the watchdog blames if no samples arrive."""
-        self.grading_seconds = own_limit(config.rewards, self.grader)
+        self.grading_seconds = progress_timeout(self.grader)
         """How long grading may take without any progress."""
         self.start_seconds = config.actors.start_seconds if config.actors.separate else 0.0
         """How long there may be no generator at all."""

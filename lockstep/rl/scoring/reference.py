@@ -63,7 +63,7 @@ def load_reference(config: RLConfig, world: World, tokenizer: Tokenizer) -> Deco
     if config.kl_coefficient == 0 or is_own_base(config):
         return None
     if config.kl_reference in (START, AVERAGE):
-        return frozen_model(config.model, config, world)
+        return frozen_model(config.model, world, config.dtype, config.parallel)
     return load_with_vocabulary(config.kl_reference, "kl_reference", config, world, tokenizer)
 
 
@@ -75,7 +75,7 @@ def load_teacher(config: RLConfig, world: World, tokenizer: Tokenizer) -> Decode
 def load_with_vocabulary(folder: str, setting: str, config: RLConfig, world: World, tokenizer: Tokenizer) -> Decoder:
     """A model with the policy's vocabulary, without gradient. Raises UserError, naming `setting`, for any other."""
     refuse_other_vocabulary(folder, setting, config.model, tokenizer)
-    return frozen_model(folder, config, world)
+    return frozen_model(folder, world, config.dtype, config.parallel)
 
 
 def assign_reference_scores(

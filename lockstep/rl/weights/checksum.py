@@ -11,27 +11,27 @@ from torch import Tensor
 from lockstep.ops import native
 
 WORD = 8
-"""Bytes multiplied at once, if rows are cut at multiples of this."""
+"""Bytes multiplied at once, if rows are split at multiples of this."""
 ROWS_BYTES = 1 << 20
-"""Bytes of a part processed together, so that they stay in the processor's cache."""
+"""Bytes processed together, so that they stay in the processor's cache."""
 
-KEPT = 64
-"""Places of parts whose factors are cached for the next transfer: layers share them."""
+CACHED = 64
+"""Locations whose factors are cached for the next transfer: layers share them."""
 Bounds = tuple[tuple[int, int], ...]
 """(start, stop) along each dimension but the last."""
 
 
-def checksum(part: Tensor, place: tuple[slice, ...], shape: torch.Size) -> Tensor:
-    """Σ bits · odd number of the place, modulo 2^64, over the elements of `part`, as a scalar int64 tensor.
+def checksum(part: Tensor, location: tuple[slice, ...], shape: torch.Size) -> Tensor:
+    """Σ bits · (odd number of the position), modulo 2^64, over the elements of `part`, as a scalar int64 tensor.
 
-    `part` is at `place` in a tensor of `shape`: the checksums of its parts add up to that of the full tensor. The
-    factors depend on row and column, so swapped elements are detected, and a single flipped bit always is: it changes
-    the sum by a power of two times an odd number.
+    location: of `part` in a tensor of `shape`, whose checksum is the sum of its parts'. The factors depend on row and
+    column, so swapped elements are detected, and a single flipped bit always is: it changes the sum by a power of two
+    times an odd number.
     """
     if len(shape) < 2:
-        part, place, shape = part.reshape(-1, 1), (*place, slice(0, 1))[-2:], torch.Size((*shape, 1)[-2:])
-    bounds = tuple((own.start, own.stop) for own in place[:-1])
-    columns, words = place[-1], WORD // part.element_size()
+        part, location, shape = part.reshape(-1, 1), (*location, slice(0, 1))[-2:], torch.Size((*shape, 1)[-2:])
+    bounds = tuple((rows.start, rows.stop) for rows in location[:-1])
+    columns, words = location[-1], WORD // part.element_size()
     bits = part.detach().reshape(-1, part.shape[-1]).contiguous()
     if shape[-1] % words == 0 and columns.start % words == 0 and columns.stop % words == 0:
         bits, columns = bits.view(torch.int64), slice(columns.start // words, columns.stop // words)
@@ -45,36 +45,36 @@ def checksum(part: Tensor, place: tuple[slice, ...], shape: torch.Size) -> Tenso
 def _native(bits: Tensor, rows: Tensor, first_column: int) -> int:
     function = native.function("checksum" + {2: "_i16", 4: "_i32", 8: "_i64"}[bits.element_size()])
     function.argtypes, function.restype = [ctypes.c_void_p] * 2 + [ctypes.c_int64] * 3, ctypes.c_int64
-    found: int = function(bits.data_ptr(), rows.data_ptr(), *bits.shape, first_column)
-    return found
-
-
-def _plain(bits: Tensor, bounds: Bounds, shape: tuple[int, ...], columns: slice) -> Tensor:
-    of_rows = _row_factors(bounds, shape, bits.device)
-    of_columns = _column_factors(columns.start, columns.stop, bits.device)
-    total = torch.zeros((), dtype=torch.int64, device=bits.device)
-    step = max(1, ROWS_BYTES // max(1, WORD * bits.shape[1]))
-    for first in range(0, len(bits), step):
-        sums = (bits[first : first + step].long() * of_columns).sum(1)
-        total += (sums * of_rows[first : first + step]).sum()
+    total: int = function(bits.data_ptr(), rows.data_ptr(), *bits.shape, first_column)
     return total
 
 
-@lru_cache(maxsize=KEPT)
+def _plain(bits: Tensor, bounds: Bounds, shape: tuple[int, ...], columns: slice) -> Tensor:
+    row_factors = _row_factors(bounds, shape, bits.device)
+    column_factors = _column_factors(columns.start, columns.stop, bits.device)
+    total = torch.zeros((), dtype=torch.int64, device=bits.device)
+    step = max(1, ROWS_BYTES // max(1, WORD * bits.shape[1]))
+    for first in range(0, len(bits), step):
+        sums = (bits[first : first + step].long() * column_factors).sum(1)
+        total += (sums * row_factors[first : first + step]).sum()
+    return total
+
+
+@lru_cache(maxsize=CACHED)
 def _rows(bounds: Bounds, shape: tuple[int, ...]) -> Tensor:
-    """The index of each row of a part in the full tensor, with all dimensions but the last flattened."""
+    """The index in the full tensor of each row of a part, with all dimensions but the last flattened."""
     numbers = torch.zeros(1, dtype=torch.int64)
     for size, (start, stop) in zip(shape[:-1], bounds):
         numbers = (numbers[:, None] * size + torch.arange(start, stop)).reshape(-1)
     return numbers
 
 
-@lru_cache(maxsize=KEPT)
+@lru_cache(maxsize=CACHED)
 def _row_factors(bounds: Bounds, shape: tuple[int, ...], device: torch.device) -> Tensor:
     return _odd_numbers(~_rows(bounds, shape).to(device))
 
 
-@lru_cache(maxsize=KEPT)
+@lru_cache(maxsize=CACHED)
 def _column_factors(start: int, stop: int, device: torch.device) -> Tensor:
     return _odd_numbers(torch.arange(start, stop, device=device))
 

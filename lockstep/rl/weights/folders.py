@@ -1,4 +1,4 @@
-"""A run's newest weights as model folders, for generators that read them from a shared disk."""
+"""A run's newest weights as model folders, for servers that read them from a shared disk."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ class WeightFolders:
     """Writes `FOLDER/version_N`, whatever the model's layout, and deletes older ones. All ranks call its methods.
 
     A folder with its final name is complete. own_head: also writes the output head of a model with tied embeddings.
-    kept: versions kept at a time.
+    keep: how many versions stay on disk.
     """
 
     def __init__(
@@ -32,11 +32,11 @@ class WeightFolders:
         model: TrainableModel,
         dtype: torch.dtype,
         world: World,
-        own_head: bool = False,
-        kept: int = 2,
+        untie_head: bool = False,
+        keep: int = 2,
     ):
         self.folder, self._model, self._dtype, self._world = folder.resolve(), model, dtype, world
-        self._own_head, self._kept = own_head and model.config.tie_embeddings, kept
+        self._untie_head, self._keep = untie_head and model.config.tie_embeddings, keep
         self._group = dist.new_group(backend="gloo") if world.mesh is not None else None
         self._written: list[Path] = []
         self.close()
@@ -48,8 +48,8 @@ class WeightFolders:
 
         def complete(files: dict[str, str], pieces: list[Piece]) -> None:
             shape = self._model.config
-            own = {name.removeprefix("model/"): file for name, file in files.items()}
-            write_description(incomplete, shape, self._dtype, own, shape.num_parameters * self._dtype.itemsize)
+            weights = {name.removeprefix("model/"): file for name, file in files.items()}
+            write_description(incomplete, shape, self._dtype, weights, shape.num_parameters * self._dtype.itemsize)
             shutil.rmtree(folder, ignore_errors=True)
             incomplete.rename(folder)
 
@@ -58,7 +58,7 @@ class WeightFolders:
             for name, parameter in self._model.named_parameters()
             for stored, part in Part.stored(name, parameter).items()
         }
-        if self._own_head and EMBEDDING in tensors:
+        if self._untie_head and EMBEDDING in tensors:
             tensors["model/lm_head.weight"] = tensors[EMBEDDING]
         try:
             save_parts(in_place(tensors), incomplete, {"model": "model"}, complete, self._group)
@@ -69,14 +69,14 @@ class WeightFolders:
                 exit_code=1,
             ) from error
         self._written = [*(old for old in self._written if old != folder), folder]
-        while len(self._written) > self._kept:
+        while len(self._written) > self._keep:
             old = self._written.pop(0)
             if self._world.is_main:
                 shutil.rmtree(old, ignore_errors=True)
         return folder
 
     def close(self) -> None:
-        """Deletes all of them, including those left behind by an earlier process of the run."""
+        """Deletes all versions, including those left behind by an earlier process of the run."""
         if self._world.is_main:
             shutil.rmtree(self.folder, ignore_errors=True)
         self._written = []

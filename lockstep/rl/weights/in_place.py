@@ -1,4 +1,4 @@
-"""A generator that reads the trainer's own weights, for each tensor of which this rank's part is the one it needs."""
+"""Shares the trainer's memory with the generator on the same rank, for tensors that both shard alike."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ from lockstep.model.shard import is_dtensor, local_values
 from lockstep.rl.weights.shard_slices import shard_slice_of
 
 
-def lay_out(model: Decoder, tensors: Mapping[str, Tensor], device: torch.device) -> set[str]:
+def materialize(model: Decoder, tensors: Mapping[str, Tensor], device: torch.device) -> set[str]:
     """Gives the parameters of `model` (on the meta device) memory: that of `tensors` where they fit, else new memory.
 
     Returns the names of those that fit. New memory is uninitialized. tensors: the trainer's, by the model's names. One
-    fits if this rank holds the same part of it, in the same dtype, on `device`: the shards of tensor-parallel ranks
-    that are not sharded further over data ranks, or the layers of a pipeline stage.
+    fits if this rank has the same shard of it, in the same dtype, on `device`: with tensor parallelism and no further
+    sharding over data ranks, or with the layers of a pipeline stage.
     """
     fitting = set()
     for name, parameter in list(model.named_parameters()):
@@ -40,14 +40,14 @@ def lay_out(model: Decoder, tensors: Mapping[str, Tensor], device: torch.device)
 
 
 def fits(tensor: Tensor, parameter: Tensor, device: torch.device) -> bool:
-    """Whether this rank's part of the trainer's `tensor` is what a generator on `device` reads as its `parameter`."""
+    """Whether a generator on `device` can read the trainer's `tensor` as its `parameter` on this rank."""
     part = local_values(tensor.detach())
     same_kind = part.dtype == parameter.dtype and part.device == device and part.is_contiguous()
     return same_kind and shard_slice_of(tensor) == shard_slice_of(parameter)
 
 
 def same_memory(one: Tensor, other: Tensor) -> bool:
-    """Whether both are the same elements at the same addresses; False for freed memory."""
+    """Whether both are views of the same elements; False for freed memory."""
     return (
         one.data_ptr() == other.data_ptr() != 0
         and one.dtype == other.dtype

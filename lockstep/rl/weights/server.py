@@ -1,9 +1,9 @@
-"""Weights laid out by the trainer for generators in separate processes, which read them whenever they are ready.
+"""The trainer's weights for generators in separate processes, which read them whenever they are ready.
 
-Each of the trainer's ranks writes its parts, rounded to the generators' dtype, into memory that processes on its host
-can read, and serves them by TCP to other hosts. So a generator can join, leave or be killed at any time: the trainer
-waits for none, and none is in a collective with it. Slots are written in turn, so that writing the next version does
-not disturb a reader of this one.
+Each training rank writes its shards, cast to the generators' dtype, into memory that processes on its host can read,
+and serves them by TCP to other hosts. Generators can join, leave or be killed at any time: the trainer waits for none,
+and none takes part in its collectives. Versions go to alternating slots, so that writing the next one does not disturb
+readers of this one.
 """
 
 from __future__ import annotations
@@ -27,37 +27,37 @@ from lockstep.parallel import World
 from lockstep.rl.generators.channel import Channel, Closed, Listener
 from lockstep.rl.weights.server_memory import ServerMemory
 from lockstep.rl.weights.shard_slices import (
-    at,
     checksum_of,
-    common,
-    holders_of,
+    intersection,
     local_shard_of,
     offsets,
+    owners_of,
     plain_parts,
     read_parts,
     read_shard_slice,
+    view_at,
     volume,
 )
 
 READER_SECONDS = 60
-"""How long a reader may request nothing, or take nothing of what it requested."""
+"""Timeout for a reader's next request, and for it to receive the response."""
 WeightManifest = dict[str, Any]
-"""Where the weights of one version are, JSON-able.
+"""Where to read one version of the weights; JSON-able.
 
-`version`; `turn` and `slot`, where they are; `sums`: each tensor's checksum; `since`: for tensors without a gradient,
-the turn since which they have been bitwise identical; `server`: what is the same for all versions, namely its `id`, the
-`dtype`, each tensor's shape in `shapes`, and for each of the `ranks` the `address` at which it serves, the `place` of
-its memory (process, file and name there, or null), the bytes of a slot in `size`, and its `parts`: [name, shard slice,
-offset in a slot].
+`version`; `sequence`: number of the publication; `slot` that it was written to; `sums`: each tensor's checksum;
+`since`: for tensors without a gradient, the sequence number since which their bits have not changed; `server`: what is
+the same for all versions, namely its `id`, the `dtype`, each tensor's shape in `shapes`, and for each of the `ranks`
+the `address` that it listens on, the `handle` of its memory (process, file and name there, or null), the bytes of a
+slot in `size`, the number of `slots`, and its `parts`: [name, shard slice, offset in a slot].
 """
 
 
 class WeightServer:
-    """The weights of a run, for readers in other processes (`WeightReader`).
+    """Publishes a run's weights to readers in other processes (`WeightReader`).
 
-    All ranks of `world` create it, and call its methods, together. `tensors`: by the model's names; each rank gives
-    what it has. `dtype` is the generators'. `host`: the address of this host for readers on other hosts, which must
-    know the `key`. `slots`: versions held at a time. Raises UserError if it cannot listen there.
+    All ranks of `world` create it, and call its methods, together. tensors: this rank's, by the model's names. dtype:
+    the generators'. key: readers on other hosts must know it. host: this host's address for them. slots: versions that
+    can be read at a time. Raises UserError if it cannot listen there.
     """
 
     def __init__(
@@ -70,99 +70,95 @@ class WeightServer:
         slots: int = 2,
     ):
         self._tensors, self._dtype, self._world, self._slots = tensors, dtype, world, slots
-        held = {name: local_shard_of(tensor) for name, tensor in tensors.items()}
-        everyone = [read_parts(parts) for parts in world.gather(plain_parts(held))]
-        holders = holders_of(everyone)
-        # A part held by several ranks is laid out by the first of them.
-        self._held = {name: part for name, part in held.items() if holders[name][part.shard_slice][0] == world.rank}
-        parts = {name: local_values(tensors[name].detach()) for name in self._held}
+        local = {name: local_shard_of(tensor) for name, tensor in tensors.items()}
+        per_rank = [read_parts(parts) for parts in world.gather(plain_parts(local))]
+        owners = owners_of(per_rank)
+        # Of replicated shards, the first rank's is published.
+        self._shards = {name: part for name, part in local.items() if owners[name][part.shard_slice][0] == world.rank}
+        parts = {name: local_values(tensors[name].detach()) for name in self._shards}
         self._offsets, size = offsets({name: part.numel() * dtype.itemsize for name, part in parts.items()})
         self._memory = ServerMemory.created(size, slots)
-        frozen = [name for name in self._held if not tensors[name].requires_grad]
+        frozen = [name for name in self._shards if not tensors[name].requires_grad]
         self._since = dict.fromkeys(frozen, 0)
-        """As in an edition. Compared at each publication: a router's choice bias has no gradient, but changes."""
-        self._there: list[dict[str, tuple[int, int]]] = [{} for _ in range(slots)]
-        """For each slot's copies of these: the turn since which they are unchanged, and their checksum."""
+        """As in the manifest. Compared at each publication: a router's choice bias has no gradient, but changes."""
+        self._slot_checksums: list[dict[str, tuple[int, int]]] = [{} for _ in range(slots)]
+        """Per slot, for its copies of these: the sequence number since which they are unchanged, and the checksum."""
         self._server = _Server(self, Listener(key, host))
-        self._turn = 0
-        own = {
+        self._sequence = 0
+        description = {
             "address": list(self._server.address),
-            "place": self._memory.place,
+            "handle": self._memory.handle,
             "size": size,
             "slots": slots,
-            "parts": [[name, part.shard_slice, self._offsets[name]] for name, part in self._held.items()],
+            "parts": [[name, part.shard_slice, self._offsets[name]] for name, part in self._shards.items()],
         }
         self._description = {
             "id": world.from_main(lambda: secrets.token_hex(8)),
             "dtype": str(dtype).removeprefix("torch."),
-            "shapes": {name: part.shape for parts_of in everyone for name, part in parts_of.items()},
-            "ranks": world.gather(own),
+            "shapes": {name: part.shape for parts_of_rank in per_rank for name, part in parts_of_rank.items()},
+            "ranks": world.gather(description),
         }
 
     @torch.no_grad()
     def publish(self, version: int) -> WeightManifest:
-        """Lays out the current weights; returns, on every rank, what readers need to read them."""
-        self._turn += 1
-        slot = self._turn % self._slots
-        self._memory.set_mark(slot, -self._turn)
-        sums = {name: self._lay_out(name, slot) for name in self._held}
-        self._memory.set_mark(slot, self._turn)
-        everyone = self._world.gather([sums, self._since])
+        """Writes the current weights to the next slot; returns the manifest, on every rank."""
+        self._sequence += 1
+        slot = self._sequence % self._slots
+        self._memory.set_mark(slot, -self._sequence)
+        sums = {name: self._write(name, slot) for name in self._shards}
+        self._memory.set_mark(slot, self._sequence)
+        per_rank = self._world.gather([sums, self._since])
         return {
             "version": version,
-            "turn": self._turn,
+            "sequence": self._sequence,
             "slot": slot,
-            "sums": _added([sums for sums, _ in everyone]),
-            "since": _latest([since for _, since in everyone]),
+            "sums": _added([sums for sums, _ in per_rank]),
+            "since": _latest([since for _, since in per_rank]),
             "server": self._description,
         }
 
-    def _lay_out(self, name: str, slot: int) -> int:
-        """Writes a part into the slot and returns its checksum."""
+    def _write(self, name: str, slot: int) -> int:
+        """Writes a shard to the slot and returns its checksum."""
         values = local_values(self._tensors[name].detach())
         if name in self._since:
             values = values.to("cpu", self._dtype).contiguous()
-            if self._turn == 1 or not _same_bits(values, self._room(name, (self._turn - 1) % self._slots)):
-                self._since[name] = self._turn
-            since, checksum = self._there[slot].get(name, (0, 0))
+            if self._sequence == 1 or not _same_bits(values, self._view(name, (self._sequence - 1) % self._slots)):
+                self._since[name] = self._sequence
+            since, checksum = self._slot_checksums[slot].get(name, (0, 0))
             if since == self._since[name]:
                 return checksum
-        room = self._room(name, slot).copy_(values)
-        checksum = int(checksum_of(room, self._held[name]))
+        view = self._view(name, slot).copy_(values)
+        checksum = int(checksum_of(view, self._shards[name]))
         if name in self._since:
-            self._there[slot][name] = self._since[name], checksum
+            self._slot_checksums[slot][name] = self._since[name], checksum
         return checksum
 
-    def _room(self, name: str, slot: int) -> Tensor:
-        return self._memory.room(slot, self._offsets[name], self._held[name].shard_slice, self._dtype)
+    def _view(self, name: str, slot: int) -> Tensor:
+        return self._memory.view(slot, self._offsets[name], self._shards[name].shard_slice, self._dtype)
 
     def serve(self, request: Any) -> tuple[list[int], list[memoryview]]:
-        """The slot's mark before and after the pieces were read, and the pieces; for the serving threads.
+        """The slot's mark before and after the pieces were copied, and the pieces; for the serving threads.
 
         Raises LookupError, TypeError or ValueError for an invalid request.
         """
-        slot, asked = (
-            request["slot"],
-            [(name, read_shard_slice(shard_slice)) for name, shard_slice in request["pieces"]],
-        )
+        slot = request["slot"]
+        requested = [(name, read_shard_slice(shard_slice)) for name, shard_slice in request["pieces"]]
         if slot not in range(self._slots):
             raise ValueError("no such slot")
-        for name, shard_slice in asked:
-            if (
-                len(shard_slice) != len(part := self._held[name].shard_slice)
-                or common(shard_slice, part) != shard_slice
-            ):
+        for name, shard_slice in requested:
+            part = self._shards[name].shard_slice
+            if len(shard_slice) != len(part) or intersection(shard_slice, part) != shard_slice:
                 raise ValueError("not a piece of a part")
-        # At most the slot's size, in case a piece is requested over and over.
-        if sum(volume(shard_slice) for _, shard_slice in asked) * self._dtype.itemsize > self._memory.size:
+        # A request may repeat a piece.
+        if sum(volume(shard_slice) for _, shard_slice in requested) * self._dtype.itemsize > self._memory.size:
             raise ValueError("more bytes than the slot has")
         before = self._memory.mark(slot)
         pieces = []
-        for name, shard_slice in asked:
-            part = self._held[name].shard_slice
-            room = self._memory.room(slot, self._offsets[name], part, self._dtype)
+        for name, shard_slice in requested:
+            part = self._shards[name].shard_slice
+            view = self._memory.view(slot, self._offsets[name], part, self._dtype)
             # A copy: signed data must not change while it is sent.
-            piece = at(room, shard_slice, part).clone(memory_format=torch.contiguous_format)
+            piece = view_at(view, shard_slice, part).clone(memory_format=torch.contiguous_format)
             pieces.append(piece.view(-1).view(torch.uint8).numpy().data)
         return [before, self._memory.mark(slot)], pieces
 
@@ -173,25 +169,25 @@ class WeightServer:
 
 
 class _Server:
-    """Threads that serve a shelf: one that accepts connections, and one for each connection."""
+    """The threads of a weight server: one that accepts connections, and one per connection."""
 
     def __init__(self, weight_server: WeightServer, listener: Listener):
         self._weight_server, self._listener = weight_server, listener
         self.address = listener.address
         self._lock, self._callers, self._closed = threading.Lock(), dict[threading.Thread, socket.socket](), False
-        self._thread = threading.Thread(target=self._answer, name="weight server", daemon=True)
+        self._thread = threading.Thread(target=self._accept, name="weight server", daemon=True)
         self._thread.start()
 
-    def _answer(self) -> None:
+    def _accept(self) -> None:
         with contextlib.suppress(Closed):
             while True:
                 caller = self._listener.accept()
-                thread = threading.Thread(target=self._talk, args=(caller,), name="weight server", daemon=True)
+                thread = threading.Thread(target=self._serve_reader, args=(caller,), name="weight server", daemon=True)
                 with self._lock:
                     self._callers[thread] = caller
                 thread.start()
 
-    def _talk(self, caller: socket.socket) -> None:
+    def _serve_reader(self, caller: socket.socket) -> None:
         channel: Channel | None = None
         try:
             channel = self._listener.greet(caller)
@@ -201,7 +197,7 @@ class _Server:
                 marks, pieces = self._weight_server.serve(request)
                 channel.send(marks, *pieces)
         except (Closed, TimeoutError):
-            pass  # the reader is done, or gone, or not part of this run
+            pass  # the reader is done, gone, or does not know the key
         except Exception as error:  # an invalid request: its connection ends
             log.warning("a reader of the weights was rejected: %s", one_line(repr(error)))
         finally:
@@ -211,7 +207,7 @@ class _Server:
 
     def close(self) -> None:
         self._listener.close()
-        self._thread.join()  # no callers are added from here on
+        self._thread.join()  # accepts no more connections
         with self._lock:
             callers = dict(self._callers)
         for thread, caller in callers.items():
@@ -220,25 +216,26 @@ class _Server:
             thread.join()
 
 
-def versions_laid_out(actors: ActorsConfig) -> int:
-    """The newest, one that may still be read, and those that generators read late, as they finish requests first."""
+def versions_to_keep(actors: ActorsConfig) -> int:
+    """The newest version, one that may still be read, and those that generators load late with `on_update` "finish"."""
     return 2 + (actors.max_staleness if actors.on_update == "finish" else 0)
 
 
 def _added(sums: list[dict[str, int]]) -> dict[str, int]:
-    """The sum of each tensor's parts, wrapped to int64."""
-    names = {name for of_rank in sums for name in of_rank}
-    return {name: _wrapped(sum(of_rank.get(name, 0) for of_rank in sums)) for name in sorted(names)}
+    """Each tensor's sum over the ranks, wrapped to int64."""
+    names = {name for rank_sums in sums for name in rank_sums}
+    return {name: _wrapped(sum(rank_sums.get(name, 0) for rank_sums in sums)) for name in sorted(names)}
 
 
 def _same_bits(one: Tensor, other: Tensor) -> bool:
-    return torch.equal(one.view(torch.uint8), other.view(torch.uint8))  # not as numbers: -0 equals 0, and NaN nothing
+    """Not a comparison of numbers, in which -0 equals 0 and NaN differs from itself."""
+    return torch.equal(one.view(torch.uint8), other.view(torch.uint8))
 
 
-def _latest(turns: list[dict[str, int]]) -> dict[str, int]:
-    """The latest turn of each tensor's parts."""
-    names = {name for of_rank in turns for name in of_rank}
-    return {name: max(of_rank.get(name, 0) for of_rank in turns) for name in sorted(names)}
+def _latest(since: list[dict[str, int]]) -> dict[str, int]:
+    """Each tensor's highest sequence number over the ranks."""
+    names = {name for of_rank in since for name in of_rank}
+    return {name: max(of_rank.get(name, 0) for of_rank in since) for name in sorted(names)}
 
 
 def _wrapped(number: int) -> int:

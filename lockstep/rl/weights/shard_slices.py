@@ -1,4 +1,4 @@
-"""Which part of each tensor a rank holds or wants, as a box of the full tensor, and intersections of such boxes."""
+"""The slice of each tensor that a rank has or needs, and intersections of slices."""
 
 from __future__ import annotations
 
@@ -15,27 +15,28 @@ from lockstep.model.shard import local_part
 from lockstep.rl.weights.checksum import checksum
 
 ShardSlice = tuple[tuple[int, int], ...]
-"""(start, stop) along each dimension of a tensor."""
-LINE = 64
-"""Alignment, in bytes, of parts laid out one after another."""
+"""(start, stop) along each dimension of the full tensor."""
+ALIGNMENT = 64
+"""Of consecutive parts in memory, in bytes."""
 
 
 @dataclass(frozen=True)
 class LocalShard:
-    """Part of a tensor that one rank has or wants."""
+    """The part of a tensor that one rank has or needs."""
 
     shard_slice: ShardSlice
     shape: tuple[int, ...]
+    """Of the full tensor."""
 
 
 def local_shard_of(tensor: Tensor) -> LocalShard:
-    """What this rank holds of `tensor`."""
+    """This rank's part of `tensor`."""
     return LocalShard(shard_slice_of(tensor), tuple(tensor.shape))
 
 
 def shard_slice_of(tensor: Tensor) -> ShardSlice:
-    """Where this rank's part of `tensor` is in the full tensor."""
-    return tuple((own.start, own.stop) for own in local_part(tensor.detach())[1])
+    """The slice of the full tensor that is this rank's part of `tensor`."""
+    return tuple((along.start, along.stop) for along in local_part(tensor.detach())[1])
 
 
 def plain_parts(parts: Mapping[str, LocalShard]) -> dict[str, Any]:
@@ -53,55 +54,58 @@ def read_shard_slice(shard_slice: Sequence[Sequence[int]]) -> ShardSlice:
     return tuple((start, stop) for start, stop in shard_slice)
 
 
-def holders_of(held: Sequence[Mapping[str, LocalShard]]) -> dict[str, dict[ShardSlice, list[int]]]:
-    """The ranks that hold each part of each tensor."""
-    holders: dict[str, dict[ShardSlice, list[int]]] = defaultdict(lambda: defaultdict(list))
-    for rank, parts in enumerate(held):
+def owners_of(shards: Sequence[Mapping[str, LocalShard]]) -> dict[str, dict[ShardSlice, list[int]]]:
+    """The ranks that have each slice of each tensor. shards: by rank and name."""
+    owners: dict[str, dict[ShardSlice, list[int]]] = defaultdict(lambda: defaultdict(list))
+    for rank, parts in enumerate(shards):
         for name, part in parts.items():
-            holders[name][part.shard_slice].append(rank)
-    return holders
+            owners[name][part.shard_slice].append(rank)
+    return owners
 
 
-def common(one: ShardSlice, other: ShardSlice) -> ShardSlice | None:
-    """The intersection of two boxes; None if it is empty."""
-    shared = tuple((max(a, c), min(b, d)) for (a, b), (c, d) in zip(one, other))
-    return shared if all(start < stop for start, stop in shared) else None
+def intersection(one: ShardSlice, other: ShardSlice) -> ShardSlice | None:
+    """The intersection of two slices of one tensor; None if it is empty."""
+    overlap = tuple((max(a, c), min(b, d)) for (a, b), (c, d) in zip(one, other))
+    return overlap if all(start < stop for start, stop in overlap) else None
 
 
 def volume(shard_slice: ShardSlice) -> int:
-    """Number of elements in a box."""
+    """Number of elements in a slice."""
     return math.prod(stop - start for start, stop in shard_slice)
 
 
-def at(part: Tensor, shard_slice: ShardSlice, of: ShardSlice) -> Tensor:
-    """The view of `shard_slice` in a part that covers the box `of`."""
+def view_at(part: Tensor, shard_slice: ShardSlice, of: ShardSlice) -> Tensor:
+    """The view of `shard_slice` in a part that covers the slice `of`."""
     return part[tuple(slice(start - first, stop - first) for (start, stop), (first, _) in zip(shard_slice, of))]
 
 
 def offsets(sizes: Mapping[str, int]) -> tuple[dict[str, int], int]:
-    """Offsets of parts of these sizes (bytes) laid out one after another, and their total size."""
-    found, end = {}, 0
+    """Aligned offsets of consecutive parts of these sizes (bytes), and their total size."""
+    starts, end = {}, 0
     for name, size in sizes.items():
-        found[name], end = end, end + -(-size // LINE) * LINE
-    return found, end
+        starts[name], end = end, end + -(-size // ALIGNMENT) * ALIGNMENT
+    return starts, end
 
 
-def checksum_of(part: Tensor, held: LocalShard) -> Tensor:
-    """The `checksum` of a part at the place that `held` gives."""
-    return checksum(part, tuple(slice(*bounds) for bounds in held.shard_slice), torch.Size(held.shape))
+def checksum_of(part: Tensor, shard: LocalShard) -> Tensor:
+    """The `checksum` of a part whose slice is that of `shard`."""
+    return checksum(part, tuple(slice(*bounds) for bounds in shard.shard_slice), torch.Size(shard.shape))
 
 
-def first_copies(wanted: Sequence[Mapping[str, LocalShard]], names: Sequence[str]) -> list[list[int]]:
-    """For each rank and tensor, the first rank that wants the same part; `[ranks][names]`."""
-    firsts = [[0] * len(names) for _ in wanted]
+def first_copies(shards: Sequence[Mapping[str, LocalShard]], names: Sequence[str]) -> list[list[int]]:
+    """For each rank and tensor, the first rank with the same slice; `[ranks][names]`. shards: by rank and name."""
+    firsts = [[0] * len(names) for _ in shards]
     for index, name in enumerate(names):
-        shard_slices = [of_rank[name].shard_slice for of_rank in wanted]
+        shard_slices = [of_rank[name].shard_slice for of_rank in shards]
         for rank, shard_slice in enumerate(shard_slices):
             firsts[rank][index] = shard_slices.index(shard_slice)
     return firsts
 
 
 def differing(sums: Tensor, firsts: Tensor, expected: Tensor) -> Tensor:
-    """For each tensor, whether its parts `[ranks, names]` do not add up to `expected`, or copies of a part differ."""
+    """For each tensor, whether its checksum differs from `expected`, or the copies of any of its parts differ.
+
+    sums: of each rank's parts, `[ranks, names]`. firsts: from `first_copies`.
+    """
     is_first = firsts == torch.arange(len(firsts), device=firsts.device)[:, None]
     return (sums != sums.gather(0, firsts)).any(0) | ((sums * is_first).sum(0) != expected)

@@ -1,7 +1,7 @@
-"""Parts of tensors in memory that all ranks of a host share: nothing is sent, each rank copies what it needs.
+"""Shards in memory that all ranks of a host share: instead of messages, each rank copies what it needs.
 
-Buckets of tensors alternate between two slots. A rank lays a bucket out, waits for all, and reads; once all have
-reached the next bucket they have read this one, so its slot is free for the bucket after.
+Buckets of tensors alternate between two slots. A rank writes its part of a bucket, waits for all ranks, and reads; once
+all have reached the next bucket they have read this one, and its slot is free for the bucket after.
 """
 
 from __future__ import annotations
@@ -15,34 +15,34 @@ import torch.distributed as dist
 from torch import Tensor
 
 from lockstep.parallel.messages import from_all
-from lockstep.rl.weights.server_memory import ServerMemory, place_of
+from lockstep.rl.weights.server_memory import ServerMemory, handle_of
 from lockstep.rl.weights.shard_slices import LocalShard, offsets, volume
 
 
 class SharedParts:
-    """What each rank holds (`held`, by rank and name), bucket by bucket (`buckets` of names)."""
+    """Each rank's shards in shared memory; shards: by rank and name."""
 
     def __init__(
         self,
         memories: list[ServerMemory],
-        held: Sequence[Mapping[str, LocalShard]],
+        shards: Sequence[Mapping[str, LocalShard]],
         buckets: Sequence[Sequence[str]],
         dtype: torch.dtype,
     ):
-        self._memories, self._held, self._dtype = memories, held, dtype
+        self._memories, self._shards, self._dtype = memories, shards, dtype
         self._offsets = [
-            {name: offset for names in buckets for name, offset in _laid_out(parts, names, dtype)[0].items()}
-            for parts in held
+            {name: offset for names in buckets for name, offset in _layout(parts, names, dtype)[0].items()}
+            for parts in shards
         ]
         self._slot = 0
 
-    def room(self, rank: int, name: str) -> Tensor:
-        """The memory for a rank's part of a tensor of this bucket."""
+    def view(self, rank: int, name: str) -> Tensor:
+        """The memory for a rank's shard of a tensor in this bucket."""
         offset = self._offsets[rank][name]
-        return self._memories[rank].room(self._slot, offset, self._held[rank][name].shard_slice, self._dtype)
+        return self._memories[rank].view(self._slot, offset, self._shards[rank][name].shard_slice, self._dtype)
 
     def wait_for_all(self) -> None:
-        """Returns when every rank has laid out this bucket."""
+        """Returns when every rank has written this bucket."""
         dist.barrier()
 
     def next_bucket(self) -> None:
@@ -51,30 +51,30 @@ class SharedParts:
 
 
 def share_parts(
-    held: Sequence[Mapping[str, LocalShard]],
+    shards: Sequence[Mapping[str, LocalShard]],
     buckets: Sequence[Sequence[str]],
     dtype: torch.dtype,
     rank: int,
-    able: bool,
+    enabled: bool,
 ) -> SharedParts | None:
-    """The shared memory of all ranks, all of which call this; None if any is not `able`, or they span several hosts.
+    """The shared memory of all ranks, which all call this; None if they span several hosts, or it is off on any rank.
 
-    LOCKSTEP_SHARED_MEMORY=0 on any rank disables it.
+    LOCKSTEP_SHARED_MEMORY=0 turns it off.
     """
-    able = able and os.environ.get("LOCKSTEP_SHARED_MEMORY", "1") != "0"
-    sizes = [max(_laid_out(parts, names, dtype)[1] for names in buckets) for parts in held]
-    own = ServerMemory.created(sizes[rank]) if able else None
-    places = [place_of(place) for place in from_all(own and own.place)]
+    enabled = enabled and os.environ.get("LOCKSTEP_SHARED_MEMORY", "1") != "0"
+    sizes = [max(_layout(parts, names, dtype)[1] for names in buckets) for parts in shards]
+    local = ServerMemory.created(sizes[rank]) if enabled else None
+    handles = [handle_of(handle) for handle in from_all(local and local.handle)]
     memories = []
-    with contextlib.suppress(OSError):  # ranks that do not see each other's processes
-        for other, (place, size) in enumerate(zip(places, sizes)):
-            if place is not None:
-                memories.append(own if own and other == rank else ServerMemory.opened(place, size))
-    everywhere = all(from_all(len(memories) == len(held)))
-    if own is not None:
-        own.hide()  # all readers have it open
-    return SharedParts(memories, held, buckets, dtype) if everywhere else None
+    with contextlib.suppress(OSError):  # of ranks that cannot see each other's processes
+        for other, (handle, size) in enumerate(zip(handles, sizes)):
+            if handle is not None:
+                memories.append(local if local and other == rank else ServerMemory.opened(handle, size))
+    everywhere = all(from_all(len(memories) == len(shards)))
+    if local is not None:
+        local.unlink()  # all readers have it open
+    return SharedParts(memories, shards, buckets, dtype) if everywhere else None
 
 
-def _laid_out(parts: Mapping[str, LocalShard], names: Sequence[str], dtype: torch.dtype) -> tuple[dict[str, int], int]:
+def _layout(parts: Mapping[str, LocalShard], names: Sequence[str], dtype: torch.dtype) -> tuple[dict[str, int], int]:
     return offsets({name: volume(parts[name].shard_slice) * dtype.itemsize for name in names if name in parts})

@@ -10,7 +10,7 @@ from lockstep.config import RLConfig
 from lockstep.data import load_tokenizer
 from lockstep.data.chat import load_chat_template
 from lockstep.generate.sampling_params import Completion
-from lockstep.rl.conversations.exchange import reply_data, reply_of
+from lockstep.rl.conversations.exchange import reply_data, reply_from
 from lockstep.rl.conversations.rendering import Rendering
 from lockstep.rl.conversations.tools import answer_calls
 from lockstep.rl.environments.loading import load_environment
@@ -175,4 +175,4 @@ def test_ready_environments_and_validation_get_the_final_channel(folder, name, r
 
 def test_a_reply_survives_the_way_to_a_worker(folder):
     reply = rl.Reply("yo", "stop", (rl.ToolCall("f", {"a": [1]}),), 3, 2, "hm", {"thinking": "hm"})
-    assert reply_of(json.loads(json.dumps(reply_data(reply)))) == reply
+    assert reply_from(json.loads(json.dumps(reply_data(reply)))) == reply

@@ -5,11 +5,11 @@ import time
 import pytest
 
 import lockstep.rl as rl
-from lockstep.config import RewardConfig, RLConfig
-from lockstep.rl.conversations.exchange import Ended
+from lockstep.config import RewardConfig
+from lockstep.rl.conversations.exchange import ConversationEnded
 from lockstep.rl.conversations.runner import ConversationRunner
-from lockstep.rl.conversations.worker_runner import WorkerConversationRunner, task_of
-from lockstep.rl.environments.loading import load_environment
+from lockstep.rl.conversations.worker_runner import WorkerConversationRunner, worker_task
+from lockstep.rl.environments.loading import EnvironmentSource, load_environment
 from lockstep.rl.grading.pool import open_workers
 
 TASK = """
@@ -56,11 +56,11 @@ def held(runner):
     """How a conversation ends, and for how long the model was not asked."""
     began, waited = time.monotonic(), 0.0
     with runner as talk:
-        while not isinstance(said := talk.next(wait=True), Ended):
+        while not isinstance(said := talk.next(wait=True), ConversationEnded):
             asked = time.monotonic()
             time.sleep(0.3)
             waited += time.monotonic() - asked
-            talk.answer(said.number, said.ask, rl.Reply("yes"))
+            talk.answer(said.number, said.request, rl.Reply("yes"))
     return said, time.monotonic() - began - waited
 
 
@@ -72,8 +72,8 @@ def runner_of(request, task, tmp_path):
         environment = load_environment(task)
         yield lambda prompt: ConversationRunner(environment, [rl.Example(prompt)], rewards)
     else:
-        with open_workers(RLConfig(environment=task, rewards=rewards), tmp_path) as workers:
-            yield lambda prompt: WorkerConversationRunner([task_of(rl.Example(prompt), 0)], workers)
+        with open_workers(EnvironmentSource(task), rewards, tmp_path) as workers:
+            yield lambda prompt: WorkerConversationRunner([worker_task(rl.Example(prompt), 0)], workers)
 
 
 def test_the_seconds_are_those_of_the_environments_turns_without_the_models(runner_of):
@@ -83,7 +83,7 @@ def test_the_seconds_are_those_of_the_environments_turns_without_the_models(runn
 
 @pytest.mark.parametrize(("fault", "least"), [("freezes", 0.5), ("blocks", 0.5), ("exits", 0.2)])
 def test_a_conversation_that_is_ended_has_the_seconds_that_it_took(task, tmp_path, fault, least):
-    config = RLConfig(environment=task, rewards=RewardConfig(workers=1, seconds=0.5))
-    with open_workers(config, tmp_path) as workers:
-        ended, without_the_model = held(WorkerConversationRunner([task_of(rl.Example(fault), 0)], workers))
+    source, limits = EnvironmentSource(task), RewardConfig(workers=1, seconds=0.5)
+    with open_workers(source, limits, tmp_path) as workers:
+        ended, without_the_model = held(WorkerConversationRunner([worker_task(rl.Example(fault), 0)], workers))
     assert ended.outcome.cause and least <= ended.environment_seconds <= without_the_model

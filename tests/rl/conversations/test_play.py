@@ -16,7 +16,7 @@ import lockstep.rl as rl
 from lockstep.config import EngineConfig, RewardConfig, RLConfig
 from lockstep.errors import UserError
 from lockstep.rl.conversations.rendering import Rendering
-from lockstep.rl.environments.loading import load_environment
+from lockstep.rl.environments.loading import EnvironmentSource, load_environment
 from lockstep.rl.grading import refuse_too_many
 from lockstep.rl.grading.pool import open_workers
 from lockstep.rl.rollouts.collect import assign_rewards, collect, sample_held_out
@@ -110,8 +110,8 @@ def in_workers(tmp_path):
             examples = "    def examples(self, split):\n        return [rl.Example('p')]\n"
             file = tmp_path / "task.py"
             file.write_text(f"import asyncio, os, random\nimport lockstep.rl as rl\n\n{source}\n{examples}")
-            named = config(environment=f"{file}:{kind}", rewards=RewardConfig(**rewards))
-            return load_environment(named.environment), opened.enter_context(open_workers(named, tmp_path))
+            source, limits = EnvironmentSource(f"{file}:{kind}"), RewardConfig(**rewards)
+            return load_environment(source.name), opened.enter_context(open_workers(source, limits, tmp_path))
 
         yield make
 
@@ -143,7 +143,7 @@ class Killer(rl.ConversationEnvironment):
 
 
 @pytest.mark.parametrize("on_failure", ["drop", "zero"])
-def test_what_kills_its_keeper_costs_its_own_conversations_and_the_others_are_held_again_alike(
+def test_what_kills_its_supervisor_costs_its_own_conversations_and_the_others_are_held_again_alike(
     on_failure, in_workers, engine_of, renderings
 ):
     engine, rendering = engine_of("llama3"), renderings["llama3"]

@@ -6,9 +6,9 @@ from hypothesis import strategies as st
 
 import lockstep.rl as rl
 from lockstep import load_model
-from lockstep.config import RLConfig
 from lockstep.data import load_tokenizer
 from lockstep.data.chat import ChatTemplateError
+from lockstep.generate import Completion
 from lockstep.rl.conversations.rendering import Rendering, Transcript, open_rendering
 from tests.rl.conversations.families import FAMILIES, shown
 
@@ -64,7 +64,7 @@ def test_a_row_is_what_the_model_saw_and_said(name, renderings, dialogue):
     for number, (reply, end, says) in enumerate(turns):
         prompt = transcript.prompt(messages)
         ids = tokens_of(reply, end, tokenizer)
-        text = transcript.add(ids, [-float(number)] * len(ids), "stop")
+        text = transcript.add(Completion(ids, [-float(number)] * len(ids), "stop"))
         given_prompts.append((prompt, list(messages)))
         replies.append(ids)
         messages = [*messages, {"role": "assistant", "content": text}]
@@ -120,7 +120,7 @@ def rows_of(rendering, reply, role, turns=3, end=True):
     for _ in range(turns):
         transcript.prompt(messages)
         ids = rendering.tokenizer.encode(reply) + [rendering.tokenizer.eos_id] * end
-        text = transcript.add(ids, [0.0] * len(ids), "stop")
+        text = transcript.add(Completion(ids, [0.0] * len(ids), "stop"))
         messages += [{"role": "assistant", "content": text}, {"role": role, "content": "more"}]
     return len(transcript.rows)
 
@@ -157,7 +157,7 @@ def test_what_messages_say_is_never_a_special_token(renderings, name):
     asked = [{"role": "user", "content": "hi"}]
     transcript = Transcript(rendering)
     first = transcript.prompt(asked)
-    text = transcript.add([5, rendering.tokenizer.eos_id], [0.0] * 2, "stop")
+    text = transcript.add(Completion([5, rendering.tokenizer.eos_id], [0.0] * 2, "stop"))
     answered = [*asked, {"role": "assistant", "content": text}, {"role": "user", "content": "x"}]
     harmless, attacked = (
         transcript.prompt(answered),
@@ -202,11 +202,11 @@ def test_what_the_environment_edits_is_a_rewritten_history(renderings, bpe_token
     transcript, messages = Transcript(rendering), [{"role": "user", "content": "hi"}]
     transcript.prompt(messages)
     ids = rendering.tokenizer.encode("yes")
-    text = transcript.add(ids, [0.0] * len(ids), "stop")
+    text = transcript.add(Completion(ids, [0.0] * len(ids), "stop"))
     edited = edit([*messages, {"role": "assistant", "content": text}, {"role": "user", "content": "more"}])
     prompt = transcript.prompt(edited)
     assert prompt == rendering.tokens(rendering.text(edited))
-    transcript.add([7], [0.0], "length")
+    transcript.add(Completion([7], [0.0], "length"))
     assert [row.prompt_ids for row in transcript.rows][1] == prompt and transcript.rows[1].sampled == [True]
 
 
@@ -214,7 +214,7 @@ def test_without_a_template_texts_stand_one_after_the_other(bpe_tokenizer):
     transcript = Transcript(Rendering(bpe_tokenizer))
     assert transcript.prompt([{"role": "user", "content": "3+5="}]) == bpe_tokenizer.encode("3+5=")
     # The tokens of a reply are not those that its text has, and the end of a text is kept where the model said it.
-    text = transcript.add([*bpe_tokenizer.encode("8"), bpe_tokenizer.eos_id], [0.0, 0.0], "stop")
+    text = transcript.add(Completion([*bpe_tokenizer.encode("8"), bpe_tokenizer.eos_id], [0.0, 0.0], "stop"))
     assert text == "8"
     messages = [{"role": "user", "content": "3+5="}, {"role": "assistant", "content": "8"}]
     again = transcript.prompt([*messages, {"role": "user", "content": "<|endoftext|>4+4="}])
@@ -228,9 +228,9 @@ def test_a_prompt_that_failed_or_was_not_answered_leaves_no_trace(renderings):
     transcript = Transcript(renderings["llama3"])
     asked = [{"role": "user", "content": "hi"}]
     transcript.prompt(asked)
-    transcript.add([5], [0.0], "length")
+    transcript.add(Completion([5], [0.0], "length"))
     row = list(transcript.rows[0].token_ids)
-    answered = [*asked, {"role": "assistant", "content": renderings["llama3"].reply([5])}]
+    answered = [*asked, {"role": "assistant", "content": renderings["llama3"].reply_text([5])}]
     once = transcript.prompt([*answered, {"role": "user", "content": "not answered"}])
     assert transcript.rows[0].token_ids == row and len(transcript.rows) == 1
     assert transcript.prompt([*answered, {"role": "user", "content": "not answered"}]) == once
@@ -275,5 +275,5 @@ def test_a_template_whose_calls_are_not_read_is_warned_of(name, tools, warned, c
     if tools:
         Task.tools = (words,)
     model = chat_model(name)
-    open_rendering(RLConfig(model=str(model)), Task(), load_tokenizer(model), load_model(model))
+    open_rendering(str(model), "auto", "", Task(), load_tokenizer(model), load_model(model))
     assert ("so no call is parsed" in caplog.text) == warned and "does not show tools" not in caplog.text

@@ -31,7 +31,7 @@ class Talk(rl.ConversationEnvironment):
         chat.add(example.prompt)
         reply = await chat.reply()
         if (RUN / "checkpoints" / "step_00000001").exists() and not KILLED.exists():
-            stat = Path(f"/proc/{os.getppid()}/stat").read_text()  # of the keeper, whose parent is the trainer
+            stat = Path(f"/proc/{os.getppid()}/stat").read_text()  # of the supervisor, whose parent is the trainer
             os.kill(int(stat.rpartition(")")[2].split()[1]), signal.SIGKILL)
             time.sleep(1000)
         drawn = random.random()
@@ -81,6 +81,6 @@ def test_a_run_that_is_killed_in_its_conversations_resumes_and_is_replayed_to_th
     assert records(output) == records(whole)
     assert equal(trained(output), trained(whole))
     causes = [m.get("reward/failed/killed", 0) for m in records(whole)[0][1:]]
-    assert 0 < sum(causes) < 24, "some conversations took a keeper with them"
+    assert 0 < sum(causes) < 24, "some conversations took a supervisor with them"
     for step in (1, 3):
         assert main(["replay", str(output), "--step", str(step), "--sample"]) == 0

@@ -8,7 +8,7 @@ import pytest
 
 import lockstep.rl as rl
 from lockstep.config import RewardConfig
-from lockstep.rl.conversations.runner import ConversationRunner, Ended
+from lockstep.rl.conversations.runner import ConversationEnded, ConversationRunner
 from lockstep.rl.grading.calling import INVALID, TIMEOUT
 
 GIVEN_UP_AFTER = 20.0
@@ -22,10 +22,10 @@ def ended(environment, *names, answers=True, **rewards):
     with ConversationRunner(environment, examples, RewardConfig(**({"seconds": 0.2} | rewards))) as runner:
         while len(ends) < len(names):
             assert time.monotonic() - begun < GIVEN_UP_AFTER, f"only {list(ends)} have ended"
-            if isinstance(said := runner.next(wait=False), Ended):
+            if isinstance(said := runner.next(wait=False), ConversationEnded):
                 ends[names[said.number]] = said
             elif said is not None and answers:
-                runner.answer(said.number, said.ask, None)
+                runner.answer(said.number, said.request, None)
             else:
                 time.sleep(0.001)
     return ends

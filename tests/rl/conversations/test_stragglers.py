@@ -7,7 +7,7 @@ import pytest
 
 import lockstep.rl as rl
 from lockstep.config import RewardConfig, RLConfig
-from lockstep.rl.environments.loading import load_environment
+from lockstep.rl.environments.loading import EnvironmentSource, load_environment
 from lockstep.rl.grading.pool import open_workers
 from lockstep.rl.rollouts.collect import collect
 
@@ -48,7 +48,7 @@ def held(request, tmp_path, engine_of, renderings):
     """`held(numbers, first)`: conversations about some of the examples, and what the engine has sampled for them."""
     file = tmp_path / "task.py"
     file.write_text(f"import asyncio\nimport lockstep.rl as rl\n\n{inspect.getsource(Talk)}")
-    named = config(environment=f"{file}:Talk", rewards=RewardConfig(workers=2, seconds=60))
+    source, limits = EnvironmentSource(f"{file}:Talk"), RewardConfig(workers=2, seconds=60)
 
     def hold(numbers, first, grader):
         engine = engine_of("llama3", 16)
@@ -61,8 +61,8 @@ def held(request, tmp_path, engine_of, renderings):
     if request.param == "here":
         yield lambda numbers, first: hold(numbers, first, None)
     else:
-        load_environment(named.environment)
-        with open_workers(named, tmp_path) as grader:
+        load_environment(source.name)
+        with open_workers(source, limits, tmp_path) as grader:
             yield lambda numbers, first: hold(numbers, first, grader)
 
 

@@ -10,9 +10,10 @@ from pathlib import Path
 import pytest
 
 import lockstep.rl as rl
-from lockstep.config import RewardConfig, RLConfig
-from lockstep.rl.conversations.exchange import Again, Asked, Ended
-from lockstep.rl.conversations.worker_runner import WorkerConversationRunner, hosted, task_of
+from lockstep.config import RewardConfig
+from lockstep.rl.conversations.exchange import ConversationEnded, ConversationRestarted, ReplyRequest
+from lockstep.rl.conversations.worker_runner import WorkerConversationRunner, run_tasks, worker_task
+from lockstep.rl.environments.loading import EnvironmentSource
 from lockstep.rl.grading.pool import open_workers
 from lockstep.rl.grading.processes import descendants
 from tests.rl.grading.misbehaving import CAUSES
@@ -67,11 +68,11 @@ class Talk(Misbehaving, rl.ConversationEnvironment):
         for _ in range(20):
             kept.append(bytearray(b"x" * 50_000_000))
 
-    def leaves_a_process_without_a_keeper(self):
+    def leaves_a_process_without_a_supervisor(self):
         self.leaves_a_process()
         (left,) = open(f"/proc/self/task/{os.getpid()}/children").read().split()
         open(__file__ + ".left", "w").write(left)
-        self.kills_its_keeper()
+        self.kills_its_supervisor()
 
     def forges_a_grade(self):
         message = json.dumps(["graded", 2, []]).encode()
@@ -105,13 +106,13 @@ def task(tmp_path_factory):
 @pytest.fixture
 def workers(task, tmp_path, monkeypatch):
     """`workers(…)`: a context manager of workers, which leaves no process behind. Stopped ones are found at once."""
-    monkeypatch.setattr("lockstep.rl.grading.pool.LOOK_SECONDS", 0.1)
-    monkeypatch.setattr("lockstep.rl.conversations.worker_runner.LOOK_SECONDS", 0.1)
+    monkeypatch.setattr("lockstep.rl.grading.pool.CHECK_SECONDS", 0.1)
+    monkeypatch.setattr("lockstep.rl.conversations.worker_runner.CHECK_SECONDS", 0.1)
     opened, before = [], set(descendants(os.getpid()))
 
     def make(**changes):
-        config = RLConfig(environment=f"{task}:Talk", rewards=RewardConfig(**(LIMITS | changes)))
-        opened.append(open_workers(config, tmp_path))
+        source, limits = EnvironmentSource(f"{task}:Talk"), RewardConfig(**(LIMITS | changes))
+        opened.append(open_workers(source, limits, tmp_path))
         return opened[-1].__enter__()
 
     yield make
@@ -122,19 +123,19 @@ def workers(task, tmp_path, monkeypatch):
 
 def ended(workers, prompts, seeds=None):
     """How each conversation ends, where the model counts its replies."""
-    tasks = [task_of(rl.Example(p, id=str(n)), seeds[n] if seeds else n) for n, p in enumerate(prompts)]
+    tasks = [worker_task(rl.Example(p, id=str(n)), seeds[n] if seeds else n) for n, p in enumerate(prompts)]
     ends, replies = {}, dict.fromkeys(range(len(prompts)), 0)
     until = time.monotonic() + 60
     with WorkerConversationRunner(tasks, workers) as runner:
         while len(ends) < len(prompts):
             assert time.monotonic() < until, f"only {sorted(ends)} have ended"
             match said := runner.next(wait=True):
-                case Asked():
-                    runner.answer(said.number, said.ask, rl.Reply(str(replies[said.number])))
+                case ReplyRequest():
+                    runner.answer(said.number, said.request, rl.Reply(str(replies[said.number])))
                     replies[said.number] += 1
-                case Again():
+                case ConversationRestarted():
                     replies[said.number] = 0
-                case Ended():
+                case ConversationEnded():
                     assert said.number not in ends
                     ends[said.number] = said
     return [ends[number] for number in range(len(prompts))]
@@ -167,25 +168,25 @@ def test_a_bad_conversation_fails_alone_and_says_why(workers, bad, cause):
 )
 def test_a_grade_that_fails_costs_its_own_group(workers, bad, cause):
     groups = [[rl.Episode([{"role": "assistant", "content": text}])] * 2 for text in ("fine", bad, "fine")]
-    tasks = [task_of(rl.Example("p", id=str(n)), 0, group) for n, group in enumerate(groups)]
-    first, second, third = hosted(tasks, workers(seconds=SECONDS[cause]))
+    tasks = [worker_task(rl.Example("p", id=str(n)), 0, group) for n, group in enumerate(groups)]
+    first, second, third = run_tasks(tasks, workers(seconds=SECONDS[cause]))
     assert [[o.rewards for o in one.outcomes] for one in (first, third)] == [[{"reward": 1.0}] * 2] * 2
-    failed = [second.outcome] * 2 if isinstance(second, Ended) else second.outcomes
+    failed = [second.outcome] * 2 if isinstance(second, ConversationEnded) else second.outcomes
     assert [outcome.cause for outcome in failed] == [cause] * 2 and "grade" in failed[0].message
 
 
 @pytest.mark.parametrize("looks", [3, 10**9], ids=["seen to be stopped", "by its silence"])
-def test_a_keeper_that_says_nothing_is_started_again(workers, monkeypatch, looks):
+def test_a_supervisor_that_says_nothing_is_started_again(workers, monkeypatch, looks):
     monkeypatch.setattr("lockstep.rl.conversations.worker_runner.SILENCE", 1.0 if looks > 3 else 10**9)
-    monkeypatch.setattr("lockstep.rl.grading.pool.STOPPED_LOOKS", looks)
-    ends = ended(workers(seconds=0.5), ["fine", "stops_its_keeper", "fine"])
+    monkeypatch.setattr("lockstep.rl.grading.pool.STOPPED_CHECKS", looks)
+    ends = ended(workers(seconds=0.5), ["fine", "stops_its_supervisor", "fine"])
     assert [end.outcome.cause for end in ends] == ["", "killed", ""]
 
 
 def test_many_conversations_wait_for_the_model_at_once_and_no_more_than_may(workers):
     held = workers(concurrent=3)
     before = set(descendants(os.getpid()))
-    tasks = [task_of(rl.Example("fine"), n) for n in range(40)]
+    tasks = [worker_task(rl.Example("fine"), n) for n in range(40)]
     with WorkerConversationRunner(tasks, held) as runner:
         asked = [runner.next(wait=True) for _ in range(12)]
         assert len({said.number for said in asked}) == 12
@@ -199,7 +200,7 @@ def test_many_conversations_wait_for_the_model_at_once_and_no_more_than_may(work
 def test_what_a_conversation_leaves_behind_ends_with_it_and_not_with_others(workers):
     held = workers()
     before = set(descendants(os.getpid()))
-    tasks = [task_of(rl.Example(prompt), 0) for prompt in ("leaves_a_process", "leaves_a_process", "fine")]
+    tasks = [worker_task(rl.Example(prompt), 0) for prompt in ("leaves_a_process", "leaves_a_process", "fine")]
     with WorkerConversationRunner(tasks, held) as runner:
         waiting = [runner.next(wait=True) for _ in tasks]
         assert {said.number for said in waiting} == {0, 1, 2}
@@ -208,12 +209,12 @@ def test_what_a_conversation_leaves_behind_ends_with_it_and_not_with_others(work
         assert {runner.next(wait=True).number for _ in range(2)} == {0, 1}
         assert len(set(descendants(os.getpid())) - before) == 5, "each of two has a process of its own"
         runner.answer(0, 2, rl.Reply("1"))
-        assert isinstance(runner.next(wait=True), Ended)
+        assert isinstance(runner.next(wait=True), ConversationEnded)
         assert len(set(descendants(os.getpid())) - before) == 3
 
 
-def test_what_a_conversation_leaves_behind_ends_with_its_keeper_even_when_that_is_killed(task, workers):
-    assert ended(workers(), ["leaves_a_process_without_a_keeper"])[0].outcome.cause == "killed"
+def test_what_a_conversation_leaves_behind_ends_with_its_supervisor_even_when_that_is_killed(task, workers):
+    assert ended(workers(), ["leaves_a_process_without_a_supervisor"])[0].outcome.cause == "killed"
     assert _is_zombie(int(Path(f"{task}.left").read_text()))
 
 
@@ -223,24 +224,25 @@ import os
 from collections import defaultdict
 from pathlib import Path
 import lockstep.rl as rl
-from lockstep.config import RewardConfig, RLConfig
-from lockstep.rl.conversations.worker_runner import WorkerConversationRunner, task_of
+from lockstep.config import RewardConfig
+from lockstep.rl.conversations.worker_runner import WorkerConversationRunner, worker_task
+from lockstep.rl.environments.loading import EnvironmentSource
 from lockstep.rl.grading.processes import descendants
 from lockstep.rl.grading.pool import open_workers
-config = RLConfig(environment=r"{task}:Talk", rewards=RewardConfig(workers=1, seconds=900))
-with open_workers(config, Path(r"{tmp_path}")) as workers:
-    tasks = [task_of(rl.Example(prompt), 0) for prompt in ("leaves_a_process", "spins")]
+source, limits = EnvironmentSource(r"{task}:Talk"), RewardConfig(workers=1, seconds=900)
+with open_workers(source, limits, Path(r"{tmp_path}")) as workers:
+    tasks = [worker_task(rl.Example(prompt), 0) for prompt in ("leaves_a_process", "spins")]
     with WorkerConversationRunner(tasks, workers) as held:
         for _ in range(3):
             said = held.next(wait=True)
-            held.answer(said.number, said.ask, rl.Reply("0")) if said.ask == 1 else None
+            held.answer(said.number, said.request, rl.Reply("0")) if said.request == 1 else None
         print(*descendants(os.getpid()), flush=True)
         held.next(wait=True)
 """
     trainer = subprocess.Popen([sys.executable, "-c", script], stdout=subprocess.PIPE, text=True)
     assert trainer.stdout
     below = [int(process) for process in trainer.stdout.readline().split()]
-    assert len(below) == 4, "a keeper, two conversations, and what one of them has left behind"
+    assert len(below) == 4, "a supervisor, two conversations, and what one of them has left behind"
     trainer.kill()
     trainer.wait()
     until = time.monotonic() + 60

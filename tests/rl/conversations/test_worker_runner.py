@@ -7,11 +7,11 @@ import sys
 
 import pytest
 
-from lockstep.config import RewardConfig, RLConfig
+from lockstep.config import RewardConfig
 from lockstep.rl.conversations import Reply, ToolCall
-from lockstep.rl.conversations.exchange import Ended
-from lockstep.rl.conversations.worker_runner import WorkerConversationRunner, task_of
-from lockstep.rl.environments.loading import load_environment
+from lockstep.rl.conversations.exchange import ConversationEnded
+from lockstep.rl.conversations.worker_runner import WorkerConversationRunner, worker_task
+from lockstep.rl.environments.loading import EnvironmentSource, load_environment
 from lockstep.rl.environments.protocol import Example
 from lockstep.rl.grading.pool import open_grader, open_workers
 from lockstep.rl.grading.processes import descendants
@@ -19,8 +19,8 @@ from lockstep.rl.grading.sandbox import missing_protections
 
 
 def graded(tmp_path, name, *jobs):
-    config = RLConfig(environment=name, rewards=RewardConfig(isolate="always", workers=1, seconds=30))
-    with open_workers(config, tmp_path) as grader:
+    source, limits = EnvironmentSource(name), RewardConfig(isolate="always", workers=1, seconds=30)
+    with open_workers(source, limits, tmp_path) as grader:
         return grader(list(jobs))
 
 
@@ -43,37 +43,38 @@ def test_code_is_tested_in_workers_and_what_stops_its_tests_is_wrong_within_the_
     ("name", "isolate", "workers"), [("math", "auto", 1), ("math", "never", 0), ("gsm8k", "auto", 0)]
 )
 def test_what_takes_long_is_graded_in_workers_unless_told_otherwise(tmp_path, name, isolate, workers):
-    config = RLConfig(environment=name, rewards=RewardConfig(isolate=isolate, workers=1))
+    source, limits = EnvironmentSource(name), RewardConfig(isolate=isolate, workers=1)
     before = set(descendants(os.getpid()))
-    with open_grader(config, load_environment(name), False, tmp_path):
+    with open_grader(load_environment(name), limits, source, tmp_path):
         started = set(descendants(os.getpid())) - before
     assert bool(started) == bool(workers)
 
 
-def test_texts_are_searched_in_workers_with_the_index_that_their_keeper_has_built(tmp_path):
+def test_texts_are_searched_in_workers_with_the_index_that_their_supervisor_has_built(tmp_path):
     (tmp_path / "documents").mkdir()
     for number in range(50):
         (tmp_path / "documents" / f"{number}.txt").write_text(f"The word of text {number} is w{number}.")
     (tmp_path / "train.jsonl").write_text('{"question": "?", "answer": "w7"}\n')
-    config = RLConfig(
-        environment="retrieval", data=str(tmp_path), rewards=RewardConfig(isolate="always", workers=2, seconds=30)
+    source, limits = (
+        EnvironmentSource("retrieval", str(tmp_path)),
+        RewardConfig(isolate="always", workers=2, seconds=30),
     )
     answers = {}
-    with open_workers(config, tmp_path) as workers:
+    with open_workers(source, limits, tmp_path) as workers:
         for supervisor in workers.supervisors:
             supervisor.await_ready()
         shutil.rmtree(tmp_path / "documents")
-        tasks = [task_of(Example("?", "w7", metadata={"answers": ["w7"]}), number) for number in range(8)]
+        tasks = [worker_task(Example("?", "w7", metadata={"answers": ["w7"]}), number) for number in range(8)]
         with WorkerConversationRunner(tasks, workers) as runner:
             while len(answers) < len(tasks):
                 said = runner.next(wait=True)
-                if isinstance(said, Ended):
+                if isinstance(said, ConversationEnded):
                     answers[said.number] = said.messages[-2]["content"]
-                elif said.ask == 1:
+                elif said.request == 1:
                     searches = tuple(ToolCall("search", {"query": f"w{n}"}) for n in (7, 8, said.number))
                     runner.answer(said.number, 1, Reply("", tool_calls=searches))
                 else:
-                    runner.answer(said.number, said.ask, Reply("Answer: w7"))
+                    runner.answer(said.number, said.request, Reply("Answer: w7"))
     for number, answer in answers.items():
         assert answer == f"[{number}.txt] The word of text {number} is w{number}."
 

@@ -4,12 +4,12 @@ import sys
 
 import pytest
 
-from lockstep.config import RewardConfig, RLConfig
+from lockstep.config import RewardConfig
 from lockstep.errors import UserError
 from lockstep.rl.conversations.chat import Reply
-from lockstep.rl.conversations.exchange import Ended
-from lockstep.rl.conversations.worker_runner import WorkerConversationRunner, task_of
-from lockstep.rl.environments.loading import load_environment
+from lockstep.rl.conversations.exchange import ConversationEnded
+from lockstep.rl.conversations.worker_runner import WorkerConversationRunner, worker_task
+from lockstep.rl.environments.loading import EnvironmentSource, load_environment
 from lockstep.rl.grading.pool import Workers, open_grader
 from lockstep.rl.rollouts.prompts import examples_of
 from tests.rl.conversations.scripted import converse
@@ -50,17 +50,17 @@ def test_games_are_played_to_their_end_and_again_alike():
 
 
 def test_games_are_played_in_workers_as_in_this_process(tmp_path):
-    environment, config = load_environment(GUESS), RLConfig(environment=GUESS, rewards=RewardConfig(workers=1))
+    environment, source, limits = load_environment(GUESS), EnvironmentSource(GUESS), RewardConfig(workers=1)
     examples = examples_of(environment, "train")[:4]
     ends = {}
-    with open_grader(config, environment, False, tmp_path) as workers:
+    with open_grader(environment, limits, source, tmp_path) as workers:
         assert isinstance(workers, Workers)
-        with WorkerConversationRunner([task_of(example, 0) for example in examples], workers) as runner:
+        with WorkerConversationRunner([worker_task(example, 0) for example in examples], workers) as runner:
             while len(ends) < len(examples):
-                if isinstance(said := runner.next(wait=True), Ended):
+                if isinstance(said := runner.next(wait=True), ConversationEnded):
                     ends[said.number] = said.outcome.rewards["reward"]
                 else:
-                    runner.answer(said.number, said.ask, Reply("5"))
+                    runner.answer(said.number, said.request, Reply("5"))
     assert [ends[n] for n in range(4)] == [converse(environment, example, *["5"] * 9)[0] for example in examples]
 
 

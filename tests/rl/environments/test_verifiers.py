@@ -4,13 +4,13 @@ import sys
 
 import pytest
 
-from lockstep.config import RewardConfig, RLConfig
+from lockstep.config import RewardConfig
 from lockstep.errors import UserError
 from lockstep.rl.conversations import Reply
-from lockstep.rl.conversations.exchange import Ended
+from lockstep.rl.conversations.exchange import ConversationEnded
 from lockstep.rl.conversations.tools import schema_of
-from lockstep.rl.conversations.worker_runner import WorkerConversationRunner, task_of
-from lockstep.rl.environments.loading import load_environment
+from lockstep.rl.conversations.worker_runner import WorkerConversationRunner, worker_task
+from lockstep.rl.environments.loading import EnvironmentSource, load_environment
 from lockstep.rl.grading.pool import Workers, open_grader
 from lockstep.rl.rollouts.prompts import examples_of
 from tests.rl.conversations.scripted import call, converse
@@ -141,18 +141,18 @@ def test_an_environment_that_runs_several_turns_is_the_user(package):
 def held_in_workers(name, folder):
     """How a conversation about each of four examples ends, where the model doubles the number that it is asked."""
     ends, environment = [], load_environment(name)
-    config = RLConfig(environment=name, rewards=RewardConfig(workers=2, seconds=30))
-    with open_grader(config, environment, False, folder) as workers:
+    source, limits = EnvironmentSource(name), RewardConfig(workers=2, seconds=30)
+    with open_grader(environment, limits, source, folder) as workers:
         assert isinstance(workers, Workers)
-        tasks = [task_of(example, 0) for example in examples_of(environment, "train")[:4]]
+        tasks = [worker_task(example, 0) for example in examples_of(environment, "train")[:4]]
         with WorkerConversationRunner(tasks, workers) as runner:
             while len(ends) < len(tasks):
                 said = runner.next(wait=True)
-                if isinstance(said, Ended):
+                if isinstance(said, ConversationEnded):
                     ends.append(said.outcome)
                 else:
                     asked = int(said.messages[1]["content"].partition("+")[0])
-                    runner.answer(said.number, said.ask, Reply(str(2 * asked)))
+                    runner.answer(said.number, said.request, Reply(str(2 * asked)))
     return ends
 
 

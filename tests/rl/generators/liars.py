@@ -66,7 +66,7 @@ class Generator:
                 if message["kind"] == "weights":
                     self._version = message["manifest"]["version"]
                     self.channel.send({"kind": "has_weights", "version": self._has(self._version)})
-                elif message["kind"] == "ask":
+                elif message["kind"] == "request":
                     self._answer(self.channel, message, self._version)
                 elif message["kind"] == "end":
                     return

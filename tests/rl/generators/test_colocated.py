@@ -410,22 +410,23 @@ def given_to_the_compiler(config):
     """Whether each weight of the sampling model has values when it is compiled, and whether the policy kept its own."""
     from lockstep.parallel import close_world, open_world
     from lockstep.rl.generators import models
+    from lockstep.rl.generators.open import open_policy
 
     world = open_world(config.parallel, "cpu")
-    policy = models.policy_model(replace(config, compile=CompileConfig()), world)
+    policy = open_policy(replace(config, compile=CompileConfig()), world)
     before = {name: local_values(p).clone() for name, p in policy.named_parameters()}
-    exact, found = models.lay_out, []
+    exact, found = models.materialize, []
 
-    def lay_out(model, *given):
+    def materialize(model, *given):
         fitting = exact(model, *given)
         for name in dict(model.named_parameters()).keys() - fitting:
             local_values(model.get_parameter(name).detach()).fill_(math.nan)  # new memory may hold anything
         return fitting
 
-    models.lay_out = lay_out
+    models.materialize = materialize
     # Compiling takes seconds; that a compiled run starts in these layouts is in `make test-slow`.
     models.apply_compile = lambda model, *_, **__: found.extend(local_values(p).isfinite() for p in model.parameters())
-    models.sampling_model(config, world, policy)
+    models.sampling_model(policy, world, config.dtype, config.parallel, config.compile)
     kept = all(torch.equal(local_values(p), before[name]) for name, p in policy.named_parameters())
     close_world(world)
     return [bool(finite.all()) for finite in found], kept

@@ -20,7 +20,7 @@ from lockstep.model import build_model, load_model, preset, save_model
 from lockstep.model.arithmetic import arithmetic_of
 from lockstep.parallel import World
 from lockstep.rl.generators.http_remote import HttpRemote
-from lockstep.rl.generators.http_servers import Wanted, find_server
+from lockstep.rl.generators.http_servers import ServerRequirements, find_server
 from lockstep.rl.generators.http_supervisor import ServerSupervisor, client_of
 from lockstep.rl.generators.pool import GeneratorPool
 from lockstep.rl.generators.remote import RemoteSample, Request
@@ -60,7 +60,7 @@ def admin_key(monkeypatch):
 
 
 def _wanted(model, **changes):
-    wanted = Wanted(model.config, "float32", arithmetic_of(CPU), "none", 512, PARAMS)
+    wanted = ServerRequirements(model.config, "float32", arithmetic_of(CPU), "none", 512, PARAMS)
     return dataclasses.replace(wanted, **changes)
 
 
@@ -109,7 +109,7 @@ class Recorder:
     def has_weights(self, remote, version):
         self.changed.set()
 
-    def lost(self, remote, why, false=False):
+    def lost(self, remote, why, invalid=False):
         raise AssertionError(why)
 
     def wait(self):
@@ -124,7 +124,7 @@ def finished(url, wanted, folder, prompt, samples):
     try:
         remote.load_weights({"version": 3, "folder": str(folder)})
         reports.wait()
-        remote.ask(Request(0, prompt, wanted.params, samples))
+        remote.submit(Request(0, prompt, wanted.params, samples))
         reports.wait()
     finally:
         remote.close()
@@ -142,7 +142,7 @@ def test_what_is_asked_after_weights_that_are_gone_by_now_is_not_sampled_from_ol
         all_there = threading.Event()
         remote._post(all_there.wait)  # its thread begins with the first when the last is there too
         remote.load_weights({"version": 4, "folder": str(folder / "deleted")})
-        remote.ask(Request(0, PROMPTS[0], params, samples))
+        remote.submit(Request(0, PROMPTS[0], params, samples))
         remote.load_weights({"version": 5, "folder": str(folder)})
         all_there.set()
         while not all(sample.finish_reason for sample in samples):

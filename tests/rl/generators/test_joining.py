@@ -17,7 +17,8 @@ from lockstep.model import arithmetic_of, build_model, preset, read_config, save
 from lockstep.observe.heartbeat import host as place
 from lockstep.parallel import open_world
 from lockstep.rl.generators.channel import Closed, Listener, call
-from lockstep.rl.generators.channel_remote import WireRemote
+from lockstep.rl.generators.channel_remote import ChannelRemote
+from lockstep.rl.generators.open import generator_spec
 from lockstep.rl.generators.pool import GeneratorPool
 from lockstep.rl.generators.process import run_generator
 from lockstep.rl.generators.registry import GeneratorRegistry
@@ -49,7 +50,7 @@ def welcome_of(folder, **changes):
 
 def registry_of(pool, welcome):
     listener = Listener(KEY)
-    return GeneratorRegistry(pool, listener, welcome, room=4), "{}:{}".format(*listener.address)
+    return GeneratorRegistry(pool, listener, welcome, capacity=4), "{}:{}".format(*listener.address)
 
 
 def test_a_generator_joins_samples_and_is_let_go(model_folder, world):
@@ -119,7 +120,7 @@ def test_of_a_generator_every_rank_is_heard(model_folder):
         first, second = call(host, int(port), KEY), call(host, int(port), KEY)
         first.send(hello | {"name": name, "tensor": 2})
         assert first.receive(10)[0]["name"] == name
-        second.send(hello | {"beside": name, "rank": 1})
+        second.send(hello | {"generator": name, "rank": 1})
         return first, second
 
     with registry:
@@ -168,7 +169,7 @@ def test_what_is_known_of_samples_goes_with_the_request(model_folder):
             wait_until(lambda: name in pool.names)  # noqa: B023
             channel.send({"kind": "has_weights", "version": 0})
             asked = channel.receive(10)[0]
-            assert asked["kind"] == "ask" and asked["id"] == request and asked["prompt"] == [1]
+            assert asked["kind"] == "request" and asked["id"] == request and asked["prompt"] == [1]
             if name == "first":
                 channel.send({"kind": "tokens", "samples": [[request, 1, begun]]})
                 channel.send({"kind": "leaves", "why": "it received a signal, and leaves"})
@@ -221,10 +222,10 @@ def test_what_a_generator_has_begun_is_finished_before_new_weights_where_it_shou
     weight_server.close()
     assert found[0] <= versions and max(found[0]) == max(versions)
     assert found[1] == {2}
-    figures = {key.split("/")[-1]: value for key, value in metrics.items()}
-    assert figures["held"] == 0 and figures["prefill_seconds"] > 0 and figures["decode_seconds"] > 0
+    by_key = {key.split("/")[-1]: value for key, value in metrics.items()}
+    assert by_key["held"] == 0 and by_key["prefill_seconds"] > 0 and by_key["decode_seconds"] > 0
     if on_update == "finish":  # the second has waited behind the weights, for 60 tokens of the first
-        assert figures["queue_seconds"] > 0.02
+        assert by_key["queue_seconds"] > 0.02
 
 
 def test_a_sample_whose_end_nobody_has_told_is_ended_by_the_next_generator(model_folder, world):
@@ -254,7 +255,7 @@ def test_a_generator_of_the_runs_own_that_says_what_cannot_be_so_is_ended_and_no
         with Supervisor(actors, pool, address, KEY, "", tmp_path / "logs") as local:
             wait_until(lambda: local.processes()["generator_0"])
             (process,) = local.processes()["generator_0"]
-            pool.false.add("generator_0")
+            pool.banned.add("generator_0")
             wait_until(lambda: not os.path.exists(f"/proc/{process}"))
             threading.Event().wait(0.5)
             assert local.processes() == {"generator_0": []}
@@ -268,16 +269,16 @@ def test_a_generator_that_the_run_has_told_to_end_is_not_started_again(
     actors = ActorsConfig(generators=1, threads=1, port=port)
     config = RLConfig(model=str(model_folder), dtype="bfloat16", actors=actors)
     model = load_model(model_folder, dtype="bfloat16", device="cpu")
-    closed = WireRemote.close
+    closed = ChannelRemote.close
 
     def slowly(self):
         closed(self)
         threading.Event().wait(0.5)  # as where several are told one after the other
 
-    monkeypatch.setattr(WireRemote, "close", slowly)
+    monkeypatch.setattr(ChannelRemote, "close", slowly)
     monkeypatch.setattr(supervisor_module, "END_SECONDS", 0.1)
     (tmp_path / "logs").mkdir()
-    with SeparateGenerators(config, world, model, tmp_path) as generators:
+    with SeparateGenerators(generator_spec(config, model, world), actors, model, world, tmp_path) as generators:
         # It comes before the process that the run has started, under its name.
         Generator(port, bytes.fromhex((tmp_path / "logs" / KEY_FILE).read_text()), honest, name="generator_0")
         wait_until(lambda: generators.sampler.names == ["generator_0"])

@@ -14,7 +14,7 @@ from lockstep.model import preset
 from lockstep.rl.generators import http_client
 from lockstep.rl.generators.http_client import HttpClient, HttpError, Unreachable
 from lockstep.rl.generators.http_remote import HttpRemote
-from lockstep.rl.generators.http_servers import LockstepServer, Wanted, find_server
+from lockstep.rl.generators.http_servers import LockstepServer, ServerRequirements, find_server
 from lockstep.rl.generators.pool import GeneratorPool
 from tests.rl.generators.test_pool import wait_until
 
@@ -77,7 +77,7 @@ def both(**changes):
 
 @contextlib.contextmanager
 def asked(client):
-    """A fleet whose only generator is the server, which has been asked for samples."""
+    """A pool whose only generator is the server, which has been asked for samples."""
     pool = GeneratorPool(512, 1024, 0.2, vocab_size=100, eos_token_ids=(0, 5))
     remote = HttpRemote(client, LockstepServer(4), pool)
     pool.join(remote)
@@ -129,7 +129,7 @@ def test_what_a_proper_server_answers_is_taken():
 def test_a_server_that_says_what_cannot_be_so_is_asked_no_more(caplog, answer, said):
     with server({"/v1/completions": answer}) as client, asked(client) as (pool, samples):
         wait_until(lambda: not pool.names)
-        assert pool.false == {client.url} and not any(sample.finish_reason for sample in samples[1:])
+        assert pool.banned == {client.url} and not any(sample.finish_reason for sample in samples[1:])
         (line,) = [line for line in caplog.messages if line.startswith(client.url)]
         assert said in line
         with pytest.raises(RunStopped, match="gets no more requests"):
@@ -144,12 +144,12 @@ def test_a_server_that_says_what_cannot_be_so_is_asked_no_more(caplog, answer, s
 def test_a_stream_that_fails_is_lost_on_one_line(caplog, answer):
     with server({"/v1/completions": answer}) as client, asked(client) as (pool, _):
         wait_until(lambda: not pool.names)
-        assert not pool.false  # it may come again
+        assert not pool.banned  # it may come again
         assert all(line.isprintable() for line in caplog.messages)
 
 
 def test_of_endless_answers_only_so_much_is_read(monkeypatch):
-    monkeypatch.setattr(http_client, "ANSWER_BYTES", 2**17)
+    monkeypatch.setattr(http_client, "RESPONSE_BYTES", 2**17)
 
     def endless(head):
         def answer(connection):
@@ -199,7 +199,7 @@ VLLM = OK + b'{"data": [{"owned_by": "vllm", "id": "m"}]}'
     ],
 )
 def test_whatever_answers_at_the_start_is_refused_in_a_sentence(answers):
-    wanted = Wanted(preset("qwen3:micro", 100), "float32", "portable", "none", 512, PARAMS)
+    wanted = ServerRequirements(preset("qwen3:micro", 100), "float32", "portable", "none", 512, PARAMS)
     with server(answers) as client, pytest.raises(UserError) as error:
         asyncio.run(find_server(client, wanted))
     assert str(error.value).startswith(client.url) and str(error.value).isprintable() and len(str(error.value)) < 1500

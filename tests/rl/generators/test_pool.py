@@ -1,4 +1,4 @@
-"""The fleet: every request is answered once and in full, whoever comes, goes, or is too late."""
+"""The generator pool completes every request exactly once while generators join, leave and report late."""
 
 import re
 import threading
@@ -10,7 +10,8 @@ import pytest
 import lockstep.rl.generators.pool as pool_module
 from lockstep.errors import RunStopped, UserError
 from lockstep.generate import SamplingParams
-from lockstep.rl.generators.pool import CachingGeneratorPool, GeneratorPool
+from lockstep.rl.generators.caching_pool import CachingGeneratorPool
+from lockstep.rl.generators.pool import GeneratorPool
 from lockstep.rl.generators.remote import RemoteSample
 
 PARAMS = SamplingParams(n=2, max_tokens=3, seed=5)
@@ -21,13 +22,13 @@ class Recorded:
     """A generator that does nothing by itself: what it is told is written down."""
 
     name: str
-    room: int = 4
-    did: dict = field(default_factory=dict)
+    capacity: int = 4
+    statistics: dict = field(default_factory=dict)
     asked: dict = field(default_factory=dict)
     """The tokens that were known of each sample, by the request's number."""
     done: list = field(default_factory=list)
 
-    def ask(self, request):
+    def submit(self, request):
         self.asked[request.id] = [list(sample.token_ids) for sample in request.samples]
         self.done.append(("ask", request.id))
 
@@ -116,7 +117,7 @@ def test_a_lost_ones_requests_go_on_elsewhere_with_their_tokens_and_nothing_coun
     assert [[c.token_ids for c in group] for group in came["groups"]] == [[[10, 11, 15], [12, 13, 14]], [[20], [21]]]
     assert came["groups"][0][0].logprobs == [-1.0, -1.1, -1.5]
     assert [c.finish_reason for group in came["groups"] for c in group] == ["length", "length", "stop", "stop"]
-    assert pool.ready == ["two"] and not pool._requests and not pool._asked
+    assert pool.ready == ["two"] and not pool._requests and not pool._assigned
 
 
 def test_one_that_is_started_anew_under_its_name_is_another():
@@ -135,7 +136,7 @@ def test_one_that_is_started_anew_under_its_name_is_another():
 
 
 def test_a_generator_that_joins_gets_the_newest_weights_first_then_what_waits():
-    one, two = Recorded("one", room=1), Recorded("two")
+    one, two = Recorded("one", capacity=1), Recorded("two")
     pool = pool_of(one)
     first, second = pool.add([1], PARAMS), pool.add([2], PARAMS)
     assert list(one.asked) == [first]
@@ -192,15 +193,15 @@ def test_a_run_that_no_generator_ever_joins_is_badly_set_up():
 def test_one_that_the_run_needs_and_that_does_not_fit_ends_it_but_a_guest_does_not(caplog):
     pool = pool_of(Recorded("one"))
     pool.required = {"one"}
-    pool.unfit(Recorded("guest"), "another model")
+    pool.incompatible(Recorded("guest"), "another model")
     pool.generate([], PARAMS)
-    pool.unfit(pool.remote("one"), "another model")
+    pool.incompatible(pool.remote("one"), "another model")
     with pytest.raises(UserError, match="one: another model"):
         pool.generate([[1]], PARAMS)
 
 
 def test_a_request_that_is_too_large_for_anyone_goes_to_one_that_has_nothing_to_do():
-    small = Recorded("small", room=1)
+    small = Recorded("small", capacity=1)
     pool = pool_of(small)
     pool.add([1], SamplingParams(n=5, seed=1))
     pool.add([2], SamplingParams(n=1, seed=1))
@@ -243,7 +244,7 @@ def test_no_sample_goes_on_while_the_state_is_taken():
     pool = pool_of(Recorded("one"))
     remembering = CachingGeneratorPool(pool, {})
     remembering.add([1], PARAMS)
-    (request,) = remembering._asked.values()
+    (request,) = remembering._requests.values()
     request.samples = [Watched(), Watched()]
     for sample in request.samples:
         sample.lock = pool.changed
@@ -271,7 +272,7 @@ def test_one_that_is_closed_ends_its_own_requests_and_nobody_elses():
 
 
 def test_of_equal_requests_each_goes_on_with_samples_of_its_own():
-    one = Recorded("one", room=8)
+    one = Recorded("one", capacity=8)
     pool = pool_of(one)
     before = CachingGeneratorPool(pool, {})
     for token, request in enumerate([before.add([1], PARAMS) for _ in range(3)]):

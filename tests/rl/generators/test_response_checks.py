@@ -31,7 +31,7 @@ DEEP = b"[" * 200_000 + b"]" * 200_000
 def registry(start_seconds=60.0, silence_seconds=20.0, **more):
     pool = GeneratorPool(512, 1024, start_seconds, vocab_size=VOCABULARY, **more)
     listener = Listener(KEY)
-    with GeneratorRegistry(pool, listener, {"silence_seconds": silence_seconds}, room=4):
+    with GeneratorRegistry(pool, listener, {"silence_seconds": silence_seconds}, capacity=4):
         for version in (2, 3):
             pool.load_weights({"version": version})
         yield pool, listener.address[1]
@@ -111,9 +111,9 @@ LIES = {
     "samples that are none": (sent({"kind": "tokens", "samples": 5}), "not a message"),
     "a message that is a list": (sent([1, 2]), "not a message"),
     "another kind": (sent({"kind": "\x1b[31mred"}), r"a message of unknown kind '\x1b[31mred'"),
-    "figures that are a text": (sent({"kind": "alive", "did": "x"}), "statistics that are not a dictionary"),
-    "figures that are missing": (sent({"kind": "alive", "did": {"steps": 1}}), "prompt_tokens_computed None"),
-    "figures that are not finite": (sent({"kind": "alive", "did": {"steps": float("nan")}}), "steps nan"),
+    "statistics that are a text": (sent({"kind": "alive", "statistics": "x"}), "statistics that are not a dictionary"),
+    "statistics that are missing": (sent({"kind": "alive", "statistics": {"steps": 1}}), "prompt_tokens_computed None"),
+    "statistics that are not finite": (sent({"kind": "alive", "statistics": {"steps": float("nan")}}), "steps nan"),
     "deep JSON": (lambda channel, *_: send_raw(channel, DEEP), "not JSON (RecursionError)"),
     "no UTF-8": (lambda channel, *_: send_raw(channel, b'"\xff"'), "not JSON (UnicodeDecodeError)"),
     "weights that were not given": (sent({"kind": "has_weights", "version": 1003}), "weights version 1003"),
@@ -192,7 +192,8 @@ def test_our_own_engine_gives_no_log_probability_above_0():
     [
         {"name": ["x"]}, {"name": {"a": 1}}, {"name": 5}, {"name": "\x1b[31mred\n"}, {"name": "../up"},
         {"name": "a" * 1_000_000}, {"host": "\x1b[31m\nrl: forged"}, {"host": 1}, {"tensor": "x"}, {"tensor": 10**9},
-        {"pid": "x"}, {"pid": -1}, {"pid": 10**30}, {"place": 5}, {"beside": ["x"]}, {"beside": "one", "rank": "\x1b"},
+        {"pid": "x"}, {"pid": -1}, {"pid": 10**30}, {"place": 5}, {"generator": ["x"]},
+        {"generator": "one", "rank": "\x1b"},
         {"lockstep": "\x1b[31m9"},
     ],
     ids=lambda changes: f"{changes}"[:40],
@@ -217,7 +218,7 @@ def test_who_says_no_hello_is_let_go(said):
                 channel.receive(20)
 
 
-@pytest.mark.parametrize("kind", ["lost", "leaves", "refused", "unfit"])
+@pytest.mark.parametrize("kind", ["lost", "leaves", "refused", "incompatible"])
 def test_what_a_generator_says_cannot_forge_a_log(caplog, kind):
     text = "\x1b[31mno\x07\nINFO: forged" + "x" * 10_000
     with registry() as (pool, port):
@@ -242,7 +243,7 @@ def test_one_line_keeps_what_can_be_read():
 
 
 def test_callers_that_say_nothing_keep_nobody_out(monkeypatch):
-    monkeypatch.setattr(wire, "MOST_UNGREETED", 4)
+    monkeypatch.setattr(wire, "MAX_UNGREETED", 4)
     monkeypatch.setattr(wire, "HANDSHAKE_SECONDS", 100.0)
     with registry() as (pool, port):
         silent = silent_callers(port, 20)

@@ -13,8 +13,8 @@ def test_a_process_whose_end_is_seen_after_its_connection_is_lost_is_said_to_be_
     # Another start is not what this is about: tests/rl/generators/test_disturbed.py has real ones.
     monkeypatch.setattr(Supervisor, "_start", lambda *_: None)
     supervisor = Supervisor(ActorsConfig(generators=1), GeneratorPool(512, 4096, 60.0), "", b"", "cpu", tmp_path)
-    (place,) = supervisor._places
-    place.has_joined = place.was_ready = True  # and the fleet has no generator: its connection is gone
-    place.ranks = [subprocess.Popen(["sh", "-c", "sleep 0.03; kill -9 $$"], stdin=subprocess.PIPE)]
-    supervisor._look(place)
+    (generator,) = supervisor._generators
+    generator.has_joined = generator.was_ready = True  # and the pool has no generator: its connection is gone
+    generator.ranks = [subprocess.Popen(["sh", "-c", "sleep 0.03; kill -9 $$"], stdin=subprocess.PIPE)]
+    supervisor._check(generator)
     assert "generator_0 was killed by SIGKILL; restarting it" in caplog.text

@@ -22,8 +22,9 @@ from lockstep.generate import SamplingParams
 from lockstep.model import build_model, load_model, preset, save_model
 from lockstep.observe import read_metrics
 from lockstep.parallel import World
-from lockstep.rl.generators.http_servers import Wanted
-from lockstep.rl.generators.http_supervisor import ServerSupervisor, suited_to_servers
+from lockstep.rl.generators.http_servers import ServerRequirements
+from lockstep.rl.generators.http_supervisor import ServerSupervisor
+from lockstep.rl.generators.open import resolve_generator_settings
 from lockstep.rl.generators.pool import GeneratorPool
 from lockstep.rl.generators.remote import RemoteSample
 from lockstep.rl.weights.folders import WeightFolders
@@ -106,7 +107,7 @@ def vllm():
 
 def _wanted(**changes):
     params = SamplingParams(n=2, temperature=0.9, max_tokens=4, seed=5)
-    wanted = Wanted(preset("qwen3:micro", 512, (0,)), "float32", "portable", "none", 512, params)
+    wanted = ServerRequirements(preset("qwen3:micro", 512, (0,)), "float32", "portable", "none", 512, params)
     return dataclasses.replace(wanted, **changes)
 
 
@@ -176,21 +177,21 @@ def test_a_vllm_that_would_give_other_numbers_or_old_weights_is_refused_by_name(
 
 def test_the_correction_is_on_with_vllm_unless_the_run_says_otherwise(vllm, caplog):
     config = RLConfig(model="m", actors=ActorsConfig(urls=(vllm.url,)))
-    suited = suited_to_servers(config, WORLD)
+    suited = resolve_generator_settings(config, WORLD)
     assert (suited.off_policy, suited.on_parity_error) == ("truncate", "measure")
-    assert suited_to_servers(dataclasses.replace(config, off_policy="mask"), WORLD).off_policy == "mask"
+    assert resolve_generator_settings(dataclasses.replace(config, off_policy="mask"), WORLD).off_policy == "mask"
     assert not caplog.text
-    assert suited_to_servers(dataclasses.replace(config, off_policy="none"), WORLD).off_policy == "none"
+    assert resolve_generator_settings(dataclasses.replace(config, off_policy="none"), WORLD).off_policy == "none"
     assert "biases the gradient" in caplog.text
-    assert suited_to_servers(RLConfig(model="m"), WORLD) == RLConfig(model="m")
+    assert resolve_generator_settings(RLConfig(model="m"), WORLD) == RLConfig(model="m")
     processes = dataclasses.replace(config, actors=ActorsConfig(urls=(vllm.url,), generators=1))
     with pytest.raises(UserError, match="use one kind"):
-        suited_to_servers(processes, WORLD)
+        resolve_generator_settings(processes, WORLD)
 
 
 def test_folders_for_vllm_have_a_head_of_its_own(tmp_path, model_folder):
     model = load_model(model_folder)
-    folder = WeightFolders(tmp_path / "weights", model, torch.bfloat16, WORLD, own_head=True).write(1)
+    folder = WeightFolders(tmp_path / "weights", model, torch.bfloat16, WORLD, untie_head=True).write(1)
     from safetensors.torch import load_file
 
     tensors = load_file(folder / "model.safetensors")

@@ -1,4 +1,4 @@
-"""What generators did: their figures, and their time in the timeline, idle time included."""
+"""What generators did: their metrics and their timeline, idle time included."""
 
 from dataclasses import fields
 
@@ -39,7 +39,7 @@ def request_of(clock, given, first, ended, tokens):
     began = clock.monotonic() - ended
     sample = RemoteSample([1] * tokens)
     params = SamplingParams(seed=1)
-    return Request(0, [1], params, [sample], started_at=began, given_at=began + given, first_token_at=began + first)
+    return Request(0, [1], params, [sample], created_at=began, sent_at=began + given, first_token_at=began + first)
 
 
 def phases(log):
@@ -54,8 +54,8 @@ def test_queue_prefill_and_decode_are_means_since_the_last_time(clock):
         sampling_seconds=5, tokens_sampled=20, samples_ended=2, queue_seconds=4, prefill_seconds=1, decode_seconds=6,
         tokens_decoded=12,
     )  # fmt: skip
-    log.heard("one", before)
-    log.ended("one", request_of(clock, given=3, first=4, ended=7, tokens=4))
+    log.update("one", before)
+    log.record_request("one", request_of(clock, given=3, first=4, ended=7, tokens=4))
     found = log.metrics({"one": before}, {"one": 5})
     expected = {
         "busy": 0.5, "tokens_per_second": 4, "held": 5, "queue_seconds": 2 + 3, "prefill_seconds": 0.5,
@@ -73,10 +73,10 @@ def test_queue_prefill_and_decode_are_means_since_the_last_time(clock):
 
 def test_of_a_server_that_tells_nothing_there_is_what_the_trainer_sees(clock):
     log = WorkLog()
-    log.heard("http://one", {})
+    log.update("http://one", {})
     clock.now += 10
-    log.ended("http://one", request_of(clock, given=1, first=2, ended=8, tokens=4))
-    log.ended("http://one", request_of(clock, given=1, first=2, ended=4, tokens=3))
+    log.record_request("http://one", request_of(clock, given=1, first=2, ended=8, tokens=4))
+    log.record_request("http://one", request_of(clock, given=1, first=2, ended=4, tokens=3))
     assert log.metrics({"http://one": {}}, {"http://one": 2}) == {
         "generators/http://one/held": 2,
         "generators/http://one/first_token_seconds": 2,
@@ -88,17 +88,17 @@ def test_of_a_server_that_tells_nothing_there_is_what_the_trainer_sees(clock):
 
 def test_the_timeline_shows_when_a_generator_was_idle(clock):
     log = WorkLog()
-    log.heard("one", did(weights_seconds=1))
+    log.update("one", did(weights_seconds=1))
     clock.now += 5
-    log.heard("one", did(weights_seconds=1, sampling_seconds=2))
+    log.update("one", did(weights_seconds=1, sampling_seconds=2))
     clock.now += 1.01
-    log.heard("one", did(weights_seconds=1, sampling_seconds=3))
+    log.update("one", did(weights_seconds=1, sampling_seconds=3))
     clock.now += 4
-    log.left("one")
+    log.record_end("one")
     clock.now += 4
-    log.heard("one", did(weights_seconds=1))
-    log.heard("one", did(weights_seconds=2))
-    log.heard("two", did(weights_seconds=1))
+    log.update("one", did(weights_seconds=1))
+    log.update("one", did(weights_seconds=2))
+    log.update("two", did(weights_seconds=1))
     clock.now += 3
     expected = [
         ("one", "take weights", -1, 1),

@@ -17,8 +17,8 @@ CAUSES = {
     "prints": "output",
     "exits_at_once": "killed",
     "kills_itself": "killed",
-    "kills_its_keeper": "killed",
-    "stops_its_keeper": "killed",
+    "kills_its_supervisor": "killed",
+    "stops_its_supervisor": "killed",
     "forks": "processes",
     "writes_into_pipes": "killed",
 }
@@ -56,11 +56,11 @@ class Misbehaving:
     def kills_itself(self):
         os.kill(os.getpid(), signal.SIGKILL)
 
-    def kills_its_keeper(self):
+    def kills_its_supervisor(self):
         os.kill(os.getppid(), signal.SIGKILL)
         time.sleep(1000)
 
-    def stops_its_keeper(self):
+    def stops_its_supervisor(self):
         os.kill(os.getppid(), signal.SIGSTOP)
         time.sleep(1000)
 

@@ -12,7 +12,8 @@ import pytest
 from lockstep.errors import RunStopped, UserError
 from lockstep.generate import SamplingParams
 from lockstep.rl.environments.protocol import Example
-from lockstep.rl.generators.pool import CachingGeneratorPool, GeneratorPool
+from lockstep.rl.generators.caching_pool import CachingGeneratorPool
+from lockstep.rl.generators.pool import GeneratorPool
 from lockstep.rl.generators.remote import RemoteSample
 from lockstep.rl.rollouts.ledger import Ledger, LedgerError
 from lockstep.rl.rollouts.prefetcher import RolloutPrefetcher
@@ -27,10 +28,10 @@ class Scripted:
     """A generator that does one thing at a time: takes weights, takes a request, or samples a token."""
 
     def __init__(self, name, pool, finish=False, room=3):
-        self.name, self.room, self.pool, self.finish = name, room, pool, finish
-        self.orders, self.held, self.version, self.did = deque(), {}, -1, {}
+        self.name, self.capacity, self.pool, self.finish = name, room, pool, finish
+        self.orders, self.held, self.version, self.statistics = deque(), {}, -1, {}
 
-    def ask(self, request):
+    def submit(self, request):
         self.orders.append(("ask", request.id, request.params, [list(s.token_ids) for s in request.samples]))
 
     def abort(self, request_id):
@@ -122,7 +123,9 @@ class Run:
                 lost += 1
                 self.pool.lost(self.remotes[place], "it is gone")
                 gone = self.remotes[place]
-                self.remotes[place] = Scripted(f"{gone.name.split('.')[0]}.{lost}", self.pool, gone.finish, gone.room)
+                self.remotes[place] = Scripted(
+                    f"{gone.name.split('.')[0]}.{lost}", self.pool, gone.finish, gone.capacity
+                )
                 self.pool.join(self.remotes[place])
             self.remotes[place].work(self.rng)
 

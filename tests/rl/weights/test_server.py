@@ -1,4 +1,4 @@
-"""Replicas take from a shelf the trainer's weights, rounded, from every layout; what is damaged stays there."""
+"""Replicas load the trainer's weights, rounded, from every layout through a weight server; damage is detected."""
 
 import copy
 import json
@@ -64,7 +64,7 @@ def _by_tcp(manifest):
     """As it looks to a reader on another host."""
     manifest = copy.deepcopy(manifest)
     for rank in manifest["server"]["ranks"]:
-        rank["place"] = None
+        rank["handle"] = None
     return manifest
 
 
@@ -113,9 +113,9 @@ def replica(ranks, folder):
                 shape = replace(SHAPE, reduction_chunks=4)
                 model = generator_model(shape, dtype, world, degrees, partial(initialize, seed=2))
                 reader = WeightReader(model, world, KEY)
-                taken = reader.take(found)
-                if taken.outcome != "taken" or _different(model, dtype, trained):
-                    wrong.append((name, way, degree, taken, _different(model, dtype, trained)))
+                result = reader.load(found)
+                if result.outcome != "loaded" or _different(model, dtype, trained):
+                    wrong.append((name, way, degree, result, _different(model, dtype, trained)))
                 reader.close()
     pair.barrier()
     if pair.is_main:
@@ -134,7 +134,7 @@ def test_replicas_of_one_and_two_processes_have_the_bits_of_the_trainers_weights
 
 @pytest.fixture
 def pair():
-    """A trainer's shelf and a replica's reader, in this process."""
+    """A trainer's weight server and a replica's reader, in this process."""
     weight_server, reader = WeightServer(_trained(), torch.bfloat16, ALONE, KEY), WeightReader(_model(), ALONE, KEY)
     yield weight_server, reader
     reader.close()
@@ -156,14 +156,14 @@ def test_each_version_is_that_of_its_publication(pair):
         manifests.append((_through_json(weight_server.publish(version)), trained))
         if manifests[1:]:
             for manifest, expected in manifests[-2:]:  # the newest, and the one before it
-                assert reader.take(manifest) == reader_module.Taken(manifest["version"], "taken")
+                assert reader.load(manifest) == reader_module.LoadResult(manifest["version"], "loaded")
                 assert not _different(reader._model, torch.bfloat16, expected)
-    assert reader.take(manifests[0][0]).outcome == "late"
+    assert reader.load(manifests[0][0]).outcome == "late"
     assert not _different(reader._model, torch.bfloat16, manifests[-1][1])
 
 
 def every_bit(parallel):
-    """For each tensor whether a flipped bit of it on any rank's shelf is noticed, as the only one."""
+    """For each tensor whether a flipped bit of it in any rank's memory is noticed, as the only one."""
     world = open_world(parallel, "cpu")
     shape, fill = replace(SHAPE, reduction_chunks=4), partial(initialize, seed=1)
     trained = parallel_model(shape, torch.float32, world, parallel, CompileConfig(), fill)
@@ -177,15 +177,15 @@ def every_bit(parallel):
             manifest = weight_server.publish(1)
             there = name in [part[0] for part in manifest["server"]["ranks"][rank]["parts"]]
             if world.rank == rank and there:
-                held = weight_server._held[name]
-                room = weight_server._memory.room(
+                held = weight_server._shards[name]
+                view = weight_server._memory.view(
                     manifest["slot"], weight_server._offsets[name], held.shard_slice, torch.bfloat16
                 )
-                room.reshape(-1)[-1:].view(torch.uint8)[-1] ^= 128
+                view.reshape(-1)[-1:].view(torch.uint8)[-1] ^= 128
             world.barrier()
             if there:
-                expected = reader_module.Taken(1, "damaged", f"{name} did not arrive intact")
-                noticed[rank, name] = reader.take(manifest) == expected
+                expected = reader_module.LoadResult(1, "damaged", f"{name} did not arrive intact")
+                noticed[rank, name] = reader.load(manifest) == expected
             world.barrier()
     stayed = all(
         torch.equal(local_part(parameter.detach())[0], before[name]) for name, parameter in model.named_parameters()
@@ -209,8 +209,8 @@ def test_a_flipped_sign_in_any_tensor_on_any_rank_is_noticed(parallel):
 
 
 def _leave_one_out(weight_server, manifest):
-    held = weight_server._held["norm.weight"]
-    weight_server._memory.room(
+    held = weight_server._shards["norm.weight"]
+    weight_server._memory.view(
         manifest["slot"], weight_server._offsets["norm.weight"], held.shard_slice, torch.bfloat16
     ).zero_()
 
@@ -242,8 +242,8 @@ def test_damaged_weights_are_named_and_the_replica_keeps_its_own(damage, pair, c
     manifest = _through_json(weight_server.publish(7))
     change, named = DAMAGES[damage]
     change(weight_server, manifest)
-    taken = reader.take(manifest)
-    assert taken.outcome == "damaged" and taken.said == f"{named} did not arrive intact"
+    result = reader.load(manifest)
+    assert result.outcome == "damaged" and result.problem == f"{named} did not arrive intact"
     assert _stayed(reader)
     assert f"weights version 7: {named} did not arrive intact (try 3 of 3)" in caplog.text
 
@@ -272,7 +272,7 @@ def test_weights_of_another_model_are_refused_at_once(change, said):
         rank = manifest["server"]["ranks"][0]
         rank["parts"] = [part for part in rank["parts"] if part[0] != name]
     with pytest.raises(UserError, match="do not fit this generator") as error:
-        reader.take(manifest)
+        reader.load(manifest)
     assert said in str(error.value)
     weight_server.close()
 
@@ -283,7 +283,7 @@ def test_what_is_overwritten_while_it_is_read_is_late_and_not_taken(way, pair, m
     manifest = _through_json(weight_server.publish(1))
     manifest = manifest if way == "memory" else _by_tcp(manifest)
     monkeypatch.setattr(reader_module, "MESSAGE", 4096)
-    pieces, source = [0], reader_module.at
+    pieces, source = [0], reader_module.view_at
 
     def overtaken(part, shard_slice, of):
         pieces[0] += 1
@@ -295,9 +295,9 @@ def test_what_is_overwritten_while_it_is_read_is_late_and_not_taken(way, pair, m
             weight_server.publish(3)
         return source(part, shard_slice, of)
 
-    monkeypatch.setattr(reader_module, "at", overtaken)
-    taken = reader.take(manifest)
-    assert taken.outcome == "late" and "rank 0" in taken.said and _stayed(reader)
+    monkeypatch.setattr(reader_module, "view_at", overtaken)
+    result = reader.load(manifest)
+    assert result.outcome == "late" and "rank 0" in result.problem and _stayed(reader)
     assert "(try 1 of 3)" in caplog.text and "did not arrive" not in caplog.text
 
 
@@ -316,10 +316,10 @@ def test_what_no_gradient_trains_is_read_where_it_has_changed(way, monkeypatch):
 
     monkeypatch.setattr(reader_module._Source, "read", noting_read)
 
-    def take(manifest):
+    def load(manifest):
         read.clear()
         manifest = _through_json(manifest)
-        assert reader.take(manifest if way == "memory" else _by_tcp(manifest)).outcome == "taken"
+        assert reader.load(manifest if way == "memory" else _by_tcp(manifest)).outcome == "loaded"
         assert not _different(model, torch.bfloat16, tensors)
 
     changes = {1: 1.0, 4: 0.0, 5: -0.0, 9: 2.0}  # of one element: 5 and 9 by its sign, or after slots were written over
@@ -329,23 +329,23 @@ def test_what_no_gradient_trains_is_read_where_it_has_changed(way, monkeypatch):
                 tensors[name].add_(turn)
             if turn in changes:
                 tensors[moving][0] = changes[turn]
-        take(weight_server.publish(turn))
+        load(weight_server.publish(turn))
         assert read == (set(tensors) if turn == 1 else trained | {moving} if turn in changes else trained)
         assert str(model.norm.weight[0].item()) == str(tensors[moving][0].item())
-    for _ in range(2):  # not taken: the next has all that has changed meanwhile
+    for _ in range(2):  # not loaded: the next has all that has changed meanwhile
         with torch.no_grad():
             tensors[moving][0] += 1
         manifest = weight_server.publish(12)
-    take(manifest)
+    load(manifest)
     assert read == trained | {moving}
     # In the generator: what it has already is looked at all the same, and all is read again.
     with torch.no_grad():
         model.norm.weight[1] += 1
-    take(weight_server.publish(13))
+    load(weight_server.publish(13))
     assert read == set(tensors)
     weight_server.close()
     again = WeightServer(tensors, torch.bfloat16, ALONE, KEY)
-    take(again.publish(1))
+    load(again.publish(1))
     assert read == set(tensors)
     reader.close()
     again.close()
@@ -360,7 +360,7 @@ def test_a_choice_bias_that_balancing_moves_reaches_the_generator():
     seen = []
     for step in range(4):
         trainer.step([pack([list(range(40))])], NextTokenLoss(39))
-        assert reader.take(_through_json(weight_server.publish(step))).outcome == "taken"
+        assert reader.load(_through_json(weight_server.publish(step))).outcome == "loaded"
         assert not _different(generator, torch.float32, dict(policy.named_parameters()))
         seen.append(bias.detach().clone())
     assert not any(torch.equal(one, other) for one, other in zip(seen, seen[1:]))
@@ -382,18 +382,18 @@ def test_a_connection_that_is_cut_in_the_middle_is_tried_three_times(times, pair
         return serve(request)
 
     monkeypatch.setattr(weight_server, "serve", cut)
-    taken = reader.take(_by_tcp(weight_server.publish(1)))
+    result = reader.load(_by_tcp(weight_server.publish(1)))
     if times == 1:
-        assert taken.outcome == "taken" and not _different(reader._model, torch.bfloat16, weight_server._tensors)
+        assert result.outcome == "loaded" and not _different(reader._model, torch.bfloat16, weight_server._tensors)
     else:
-        assert taken.outcome == "unreachable" and "rank 0 of the trainer" in taken.said and _stayed(reader)
+        assert result.outcome == "unreachable" and "rank 0 of the trainer" in result.problem and _stayed(reader)
 
 
 def test_who_does_not_know_the_key_gets_nothing(pair):
     weight_server, _ = pair
     stranger = WeightReader(_model(), ALONE, KEY[::-1])
-    taken = stranger.take(_by_tcp(weight_server.publish(1)))
-    assert taken.outcome == "unreachable" and _stayed(stranger)
+    result = stranger.load(_by_tcp(weight_server.publish(1)))
+    assert result.outcome == "unreachable" and _stayed(stranger)
 
 
 def killed_while_writing(folder):
@@ -403,35 +403,35 @@ def killed_while_writing(folder):
     (folder / "writing").write_text(json.dumps(weight_server.publish(2)))
     (folder / "writing").rename(folder / "second")
     _wait_for(folder / "opened")
-    lay_out, parts = weight_server._lay_out, iter(range(10))
+    write, parts = weight_server._write, iter(range(10))
 
     def die(name, slot):
         if next(parts) == 9:
             os.kill(os.getpid(), signal.SIGKILL)
-        return lay_out(name, slot)
+        return write(name, slot)
 
-    weight_server._lay_out = die
+    weight_server._write = die
     weight_server.publish(3)
 
 
 def test_of_a_trainer_that_is_killed_while_it_writes_nothing_torn_is_taken_and_nothing_is_left(tmp_path):
-    before = _held()
+    before = _open_files()
     process = CONTEXT.Process(target=killed_while_writing, args=(tmp_path,), daemon=True)
     process.start()
     second = json.loads(_wait_for(tmp_path / "second").read_text())
     first = json.loads((tmp_path / "first").read_text())
     reader = WeightReader(_model(), ALONE, KEY)
-    assert reader.take(second).outcome == "taken"
+    assert reader.load(second).outcome == "loaded"
     (tmp_path / "opened").touch()
     process.join(PATIENCE)
     assert process.exitcode == -signal.SIGKILL
-    assert reader.take(second).outcome == "taken"  # which the reader still sees, whole
-    assert reader.take(first).outcome == "late"
-    assert reader.take(first | {"turn": 3}).outcome == "torn"
+    assert reader.load(second).outcome == "loaded"  # which the reader still sees, whole
+    assert reader.load(first).outcome == "late"
+    assert reader.load(first | {"sequence": 3}).outcome == "torn"
     assert not _different(reader._model, torch.bfloat16, _trained())
     reader.close()
-    taken = WeightReader(_model(), ALONE, KEY).take(second)
-    assert taken.outcome == "unreachable" and "rank 0" in taken.said
+    result = WeightReader(_model(), ALONE, KEY).load(second)
+    assert result.outcome == "unreachable" and "rank 0" in result.problem
     assert _left_since(before) == (set(), [], [], [])
 
 
@@ -439,8 +439,8 @@ def _memory_files():
     return [line for line in Path("/proc/self/maps").read_text().splitlines() if "memfd:lockstep" in line]
 
 
-def _held():
-    """What a shelf could leave behind: sockets and files of memory, threads, mappings, entries in /dev/shm."""
+def _open_files():
+    """What a weight server could leave behind: sockets and files of memory, threads, mappings, entries in /dev/shm."""
     files = {_target(n) for n in os.listdir("/proc/self/fd")}
     files = {file for file in files if file.startswith("socket:") or "lockstep" in file}
     threads = [thread for thread in threading.enumerate() if thread.name == "weight server"]
@@ -478,7 +478,7 @@ def test_who_asks_for_what_is_not_there_is_turned_away_and_others_are_not(monkey
         time.sleep(0.01)
     assert all(line.isprintable() and len(line) < 400 for line in caplog.messages)
     reader = WeightReader(_model(), ALONE, KEY)
-    assert reader.take(_by_tcp(manifest)).outcome == "taken"
+    assert reader.load(_by_tcp(manifest)).outcome == "loaded"
     reader.close()
     weight_server.close()
     assert not failed
@@ -503,7 +503,7 @@ def test_a_reader_that_neither_asks_nor_takes_is_let_go(monkeypatch):
 
 def _left_since(before):
     """What is held now and was not; sockets of earlier tests may be closed in the meantime."""
-    files, *others = _held()
+    files, *others = _open_files()
     return files - before[0], *([x for x in now if x not in then] for now, then in zip(others, before[1:]))
 
 
@@ -515,16 +515,16 @@ def _entries():
     return sorted(name for name in os.listdir("/dev/shm") if "lockstep" in name)
 
 
-def test_nothing_is_left_when_shelf_and_readers_are_closed():
-    before = _held()
+def test_nothing_is_left_when_weight_server_and_readers_are_closed():
+    before = _open_files()
     weight_server = WeightServer(_trained(), torch.bfloat16, ALONE, KEY)
     readers = [WeightReader(_model(), ALONE, KEY) for _ in range(2)]
     manifest = weight_server.publish(1)
-    assert [reader.take(found).outcome for reader, found in zip(readers, (manifest, _by_tcp(manifest)))] == 2 * [
-        "taken"
+    assert [reader.load(found).outcome for reader, found in zip(readers, (manifest, _by_tcp(manifest)))] == 2 * [
+        "loaded"
     ]
     idle = reader_module.call(*manifest["server"]["ranks"][0]["address"], KEY)  # who stays on the line
-    assert any("memfd:lockstep" in file for file in _held()[0]) and len(_memory_files()) == 2
+    assert any("memfd:lockstep" in file for file in _open_files()[0]) and len(_memory_files()) == 2
     weight_server.close()
     with pytest.raises(reader_module.Closed):
         idle.receive(PATIENCE)

@@ -13,7 +13,7 @@ from lockstep.model import build_model, initialize, preset
 from lockstep.model.shard import local_part
 from lockstep.parallel import close_world, generator_layout, generator_model, open_world, parallel_model
 from lockstep.rl.weights import transfer as weights
-from lockstep.rl.weights.in_place import lay_out
+from lockstep.rl.weights.in_place import materialize
 from lockstep.rl.weights.transfer import WeightTransfer
 from tests.parallel.launch import launch
 
@@ -160,7 +160,7 @@ def every_bit(parallel):
                 return arrived
 
             transfer._send = torn
-            noticed[rank, name] = transfer._exchange()[1] == [name]
+            noticed[rank, name] = transfer._transfer()[1] == [name]
     close_world(world)
     return noticed
 
@@ -226,7 +226,7 @@ def in_place(parallel, dtype, shared=True):
     trained = parallel_model(shape, dtype, world, parallel, CompileConfig(), partial(initialize, seed=1))
     tensors = dict(trained.named_parameters())
     generator = generator_layout(shape, dtype, world, parallel)
-    fitting = lay_out(generator, tensors, world.device)
+    fitting = materialize(generator, tensors, world.device)
     transfer = WeightTransfer(tensors, generator, world)
     transfer(1)
     first = _parts(generator)
@@ -236,7 +236,7 @@ def in_place(parallel, dtype, shared=True):
     changed = {name for name, (part, _) in _local(generator).items() if not torch.equal(part, first[name][0])}
     transfer(2)
     found = _parts(generator)
-    pieces = sum(len(transfer.pieces[name]) for name in transfer.names if name not in transfer.staying)
+    pieces = sum(len(transfer.pieces[name]) for name in transfer.names if name not in transfer.in_place_everywhere)
     close_world(world)
     return fitting, set(tensors), changed, pieces, found
 
@@ -262,7 +262,7 @@ def moved_away(parallel):
     trained = parallel_model(SHAPE, torch.float32, world, parallel, CompileConfig(), partial(initialize, seed=1))
     tensors = dict(trained.named_parameters())
     generator = generator_layout(SHAPE, torch.float32, world, parallel)
-    lay_out(generator, tensors, world.device)
+    materialize(generator, tensors, world.device)
     transfer = WeightTransfer(tensors, generator, world)
     transfer(1)
     name = "layers.0.mlp.up_proj.weight"
@@ -343,7 +343,7 @@ def dropped(parallel, dtype):
     """Bytes of the copied weights and of what a transfer keeps, while they are away; and the weights after it."""
     world, trained, _ = _models(parallel, dtype)
     generator = generator_layout(replace(SHAPE, reduction_chunks=4), dtype, world, parallel)
-    fitting = lay_out(generator, dict(trained.named_parameters()), world.device)
+    fitting = materialize(generator, dict(trained.named_parameters()), world.device)
     transfer = WeightTransfer(dict(trained.named_parameters()), generator, world, keep=False)
     for version in (1, 2):
         transfer(version)
@@ -352,7 +352,7 @@ def dropped(parallel, dtype):
         transfer.drop()
         away = {name: part.untyped_storage().nbytes() for name, (part, _) in _local(generator).items()}
         assert {name for name, size in away.items() if size} == fitting
-        assert not transfer._arrived and not transfer._memory
+        assert not transfer._arrived and not transfer._buffers
     transfer(3)
     found = _parts(generator)
     close_world(world)

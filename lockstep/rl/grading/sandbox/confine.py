@@ -1,8 +1,8 @@
-"""What runs between the caller and model-written code: confines itself, forks the code, and reports how it ended.
+"""Runs between the caller and model-written code: confines itself, forks the code, and reports how it ended.
 
-Three processes. The first waits, and kills everything if there is no process namespace. The second, the first in its
-own process namespace, drops all privileges it can; when it ends, the kernel kills whatever is left in the namespace.
-The third has the limits and becomes the code. `settings` is plain data, see `run.py`.
+Three processes. The first waits, and kills everything if there is no process namespace. The second, init of a process
+namespace, drops all privileges it can; when it ends, the kernel kills the rest of the namespace. The third has the
+limits and becomes the code. `settings` is plain data, see `run.py`.
 """
 
 from __future__ import annotations
@@ -22,13 +22,13 @@ from lockstep.rl.grading.processes import adopt_orphans, die_with_parent, end_tr
 from lockstep.rl.grading.sandbox import landlock, namespaces
 
 NAMESPACES, KEYS, FILES, USER, LANDLOCK = "namespaces", "keys", "files", "user", "landlock"
-"""Protections: no network and no other processes; none of the caller's keys; its own root file system; a user who owns
-nothing in place of root; no mounts, no TCP and no signals, even if the other protections allow them."""
+"""Protections: no network and no other processes; none of the caller's keys; a separate root file system; an
+unprivileged user instead of root; no mounts, TCP or signals, even if the other protections allow them."""
 
 
 def main(settings: dict[str, Any], source: int, status: int) -> None:
-    """Runs what is read from `source`; writes protections and how it ended to `status`, one JSON object per line."""
-    os.set_inheritable(status, False)  # the code could otherwise report here how it ended
+    """Runs the code read from `source`; reports protections and its end to `status`, one JSON object per line."""
+    os.set_inheritable(status, False)  # else the code could write its report
     with os.fdopen(source, "rb") as file:
         text = file.read()
     missing: dict[str, str] = {}
@@ -46,14 +46,14 @@ def main(settings: dict[str, Any], source: int, status: int) -> None:
         try:
             _first(settings, text, status, missing, scratch, number)
         except BaseException as error:
-            _say(status, {"error": f"{type(error).__name__}: {error}"})
+            _report(status, {"error": f"{type(error).__name__}: {error}"})
         finally:
             os._exit(1)
 
     def end(*_: object) -> None:
         with suppress(ProcessLookupError, ChildProcessError):
             os.kill(first, signal.SIGKILL)
-            os.waitpid(first, 0)  # it is gone only once all of its namespace is
+            os.waitpid(first, 0)  # returns once its whole namespace is gone
         if scratch:
             end_tree(first)
             shutil.rmtree(scratch, ignore_errors=True)
@@ -69,45 +69,45 @@ def _first(
 ) -> None:
     """Confines itself, starts the code and waits for it."""
     readable, above = settings["readable"], 1 if os.getuid() == 0 else 2
-    # Before root becomes another user, whose keyring quota is small.
+    # Before root becomes an unprivileged user, whose keyring quota is small.
     _try(settings, missing, KEYS, namespaces.leave_keyring)
     if NAMESPACES not in missing:
         _try(settings, missing, FILES, lambda: namespaces.build_root(readable, settings["scratch_mib"] * 2**20))
     else:
         missing[FILES] = "needs the namespaces"
-    own_root = FILES not in missing
-    if not own_root:
+    has_root = FILES not in missing
+    if not has_root:
         if not scratch and settings["allow_unprotected"]:
             raise OSError(missing[FILES])
         os.chdir(scratch or "/")
-    if own_root or namespaces.open_to_all(settings["python"]):
+    if has_root or namespaces.open_to_all(settings["python"]):
         _try(settings, missing, USER, lambda: namespaces.drop_root(number))
     elif os.getuid() == 0:
-        missing[USER] = f"only root can run {settings['python']} without its own root file system"
-    die_with_parent()  # only now: changing the user resets it
-    here, seen = os.getcwd(), ["/"] if own_root else readable
-    _try(settings, missing, LANDLOCK, lambda: landlock.restrict(seen, [here, *namespaces.DEVICES]))
-    _say(status, {"missing": missing})
+        missing[USER] = f"only root can run {settings['python']} without a separate root file system"
+    die_with_parent()  # not earlier, as changing the user resets it
+    scratch_here, visible = os.getcwd(), ["/"] if has_root else readable
+    _try(settings, missing, LANDLOCK, lambda: landlock.restrict(visible, [scratch_here, *namespaces.DEVICES]))
+    _report(status, {"missing": missing})
     if (missing and not settings["allow_unprotected"]) or settings["probe"]:
         return
     with open("main.py", "wb") as file:
         file.write(text)
     code = os.fork()
     if code == 0:
-        # The process above the code has the same user and, unless it is root, so does the first.
+        # The second process has the same user as the code and, unless it is root, so has the first.
         alone = NAMESPACES not in missing or (settings["root"] and USER not in missing)
         _limit(settings, settings["processes"] + above if alone else None)
         os.execve(settings["python"], [settings["python"], "-I", "-S", "main.py"], {})
-    # Orphans of the code also end up here; the code's own end decides.
+    # Orphans of the code are reaped here, too.
     while True:
-        process, how = os.wait()
+        process, wait_status = os.wait()
         if process == code:
-            _say(status, {"exit": os.waitstatus_to_exitcode(how)})
+            _report(status, {"exit": os.waitstatus_to_exitcode(wait_status)})
             return
 
 
 def _limit(settings: dict[str, Any], processes: int | None) -> None:
-    """Limits each process. processes: None if this user has other processes outside, as the kernel counts per user."""
+    """Sets resource limits. processes: None if the user has processes outside, as the kernel counts them per user."""
     memory, scratch = settings["memory_mib"] * 2**20, settings["scratch_mib"] * 2**20
     limits = {
         resource.RLIMIT_AS: memory,
@@ -117,10 +117,10 @@ def _limit(settings: dict[str, Any], processes: int | None) -> None:
         resource.RLIMIT_CORE: 0,
         **({} if processes is None else {resource.RLIMIT_NPROC: processes}),
     }
-    for kind, most in limits.items():
+    for kind, limit in limits.items():
         _, hard = resource.getrlimit(kind)
-        most = most if hard == resource.RLIM_INFINITY else min(most, hard)
-        resource.setrlimit(kind, (most, most))
+        limit = limit if hard == resource.RLIM_INFINITY else min(limit, hard)
+        resource.setrlimit(kind, (limit, limit))
 
 
 def _try(settings: dict[str, Any], missing: dict[str, str], name: str, protect: Callable[[], None]) -> None:
@@ -129,9 +129,9 @@ def _try(settings: dict[str, Any], missing: dict[str, str], name: str, protect: 
         return
     try:
         protect()
-    except (OSError, AttributeError) as error:  # AttributeError: a C library without the call
+    except (OSError, AttributeError) as error:  # AttributeError: the C library lacks the call
         missing[name] = str(error)
 
 
-def _say(status: int, message: dict[str, Any]) -> None:
+def _report(status: int, message: dict[str, Any]) -> None:
     os.write(status, json.dumps(message).encode() + b"\n")

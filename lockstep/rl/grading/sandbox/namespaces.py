@@ -1,7 +1,7 @@
-"""A process's own view of the system: a few folders to read, a scratch folder, no network, no other processes.
+"""Namespaces in which a process sees a few read-only folders, a scratch folder, no network and no other processes.
 
-It uses unshare(2), mount(2) and pivot_root(2). An ordinary user gets the privileges for them in a user namespace; root
-has them, and becomes an unprivileged user afterwards.
+Uses unshare(2), mount(2) and pivot_root(2). An ordinary user gets the privileges for them in a user namespace; root has
+them, and becomes an unprivileged user afterwards.
 """
 
 from __future__ import annotations
@@ -35,8 +35,8 @@ libc = ctypes.CDLL(None, use_errno=True)
 def leave(number: int, may_drop: bool) -> None:
     """Leaves the network, mount, IPC and UTS namespaces; the next child is the first in a new process namespace.
 
-    If root is not allowed to, as in a container, it becomes the user `number` first, if it `may_drop`, and does it as
-    any user does. Raises OSError if the kernel, or a confinement of this process, does not allow it.
+    If root may not, as in a container, it first becomes the user `number`, if `may_drop`, and proceeds as any user.
+    Raises OSError if the kernel, or a confinement of this process, forbids it.
     """
     flags = NEWNS | NEWPID | NEWNET | NEWIPC | NEWUTS
     if os.getuid() == 0:
@@ -50,7 +50,7 @@ def leave(number: int, may_drop: bool) -> None:
             if not may_drop:
                 raise
             drop_root(number)
-            _call("prctl", PR_SET_DUMPABLE, 1, 0, 0, 0)  # or its files in /proc would still be root's
+            _call("prctl", PR_SET_DUMPABLE, 1, 0, 0, 0)  # else root still owns its files in /proc
     user, group = os.getuid(), os.getgid()
     _call("unshare", flags | NEWUSER)
     Path("/proc/self/setgroups").write_text("deny")
@@ -59,7 +59,7 @@ def leave(number: int, may_drop: bool) -> None:
 
 
 def leave_keyring() -> None:
-    """Switches to an empty session keyring, as namespaces do not: the caller's may hold passwords. Raises OSError."""
+    """Joins an empty session keyring, as the caller's may hold passwords; namespaces keep it. Raises OSError."""
     try:
         _call("syscall", KEYCTL.get(os.uname().machine, 219), KEYCTL_JOIN_SESSION_KEYRING, None)
     except OSError as error:
@@ -68,33 +68,33 @@ def leave_keyring() -> None:
 
 
 def build_root(readable: Sequence[str], scratch_bytes: int) -> None:
-    """Replaces the root by one with only `readable`, read-only, some devices, and a scratch folder. Raises OSError.
+    """Replaces the root by one with `readable` (read-only), some devices, and a scratch folder. Raises OSError.
 
-    It has no /proc and no /sys.
+    The new root has no /proc and no /sys.
     """
     _mount("none", "/", "", MS_REC | MS_PRIVATE)
     # Opened before anything is mounted over them.
     paths = {path for path in (*readable, *DEVICES) if os.path.lexists(path)}
     paths = {path for path in paths if not paths.intersection(map(str, Path(path).parents))}
-    places = {path: os.open(path, os.O_PATH) for path in paths if not os.path.islink(path)}
+    descriptors = {path: os.open(path, os.O_PATH) for path in paths if not os.path.islink(path)}
     root = "/tmp"
     _mount("tmpfs", root, "tmpfs", MS_NOSUID | MS_NODEV, "size=1m,nr_inodes=4096,mode=755")
     for path in sorted(paths):
         target = Path(root + path)
         target.parent.mkdir(parents=True, exist_ok=True)
-        if path not in places:
+        if path not in descriptors:
             target.symlink_to(os.readlink(path))
             continue
-        source = f"/proc/self/fd/{places[path]}"
+        source = f"/proc/self/fd/{descriptors[path]}"
         if os.path.isdir(source):
             target.mkdir(exist_ok=True)
         else:
             target.touch()
         _mount(source, str(target), "", MS_BIND | MS_REC)
         _set_attributes(str(target), MS_RDONLY | MS_NOSUID, AT_RECURSIVE)
-        os.close(places[path])
+        os.close(descriptors[path])
     Path(root + SCRATCH).mkdir()
-    if not os.path.exists(root + "/tmp"):  # unless something in it is to be read
+    if not os.path.exists(root + "/tmp"):  # unless parts of it are readable
         Path(root + "/tmp").symlink_to(SCRATCH)
     options = f"size={scratch_bytes},nr_inodes=10000,mode=777"
     _mount("tmpfs", root + SCRATCH, "tmpfs", MS_NOSUID | MS_NODEV, options)
@@ -106,7 +106,7 @@ def build_root(readable: Sequence[str], scratch_bytes: int) -> None:
 
 
 def drop_root(number: int) -> None:
-    """Root becomes a user that owns nothing, chosen per sandbox by `number`; any other user stays the same."""
+    """Makes root a user that owns nothing, chosen per sandbox by `number`; other users stay the same."""
     if os.getuid() == 0:
         user = FIRST_USER + number % USERS
         os.setgroups([])
@@ -116,7 +116,7 @@ def drop_root(number: int) -> None:
 
 def open_to_all(path: str) -> bool:
     """Whether every user can traverse all folders to a file, and execute it."""
-    return all(place.stat().st_mode & 0o001 for place in (Path(path), *Path(path).parents))
+    return all(part.stat().st_mode & 0o001 for part in (Path(path), *Path(path).parents))
 
 
 def _mount(source: str, target: str, kind: str, flags: int, options: str = "") -> None:
@@ -124,7 +124,7 @@ def _mount(source: str, target: str, kind: str, flags: int, options: str = "") -
 
 
 def _set_attributes(path: str, attributes: int, flags: int) -> None:
-    """Sets attributes of a mount, and with AT_RECURSIVE of all below it. The bits used here are those of mount(2)."""
+    """Sets attributes of a mount, and with AT_RECURSIVE of all mounts below it. The bits are those of mount(2)."""
     settings = struct.pack("<QQQQ", attributes, 0, 0, 0)
     _call("syscall", MOUNT_SETATTR, AT_FDCWD, path.encode(), flags, settings, ctypes.c_size_t(len(settings)))
 

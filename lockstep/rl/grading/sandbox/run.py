@@ -24,10 +24,10 @@ CONFINE = (
     "main(json.loads(sys.argv[2]), int(sys.argv[3]), int(sys.argv[4]))"
 )
 SYSTEM = ("/usr", "/lib", "/lib64", "/bin", "/etc/ld.so.cache")
-"""Where an interpreter finds its shared libraries."""
+"""Locations of the interpreter's shared libraries."""
 
 BUILD_SECONDS = 60.0
-"""Timeout to start an interpreter and build the sandbox: takes a tenth of a second if the machine is not busy."""
+"""Timeout to start an interpreter and build the sandbox, which takes 0.1 s on an idle machine."""
 
 
 @dataclass(frozen=True)
@@ -41,25 +41,25 @@ class SandboxLimits:
     processes: int = 16
     """Concurrent processes, including threads."""
     output_kib: int = 64
-    """Standard output, and the same again for standard error."""
+    """Of standard output and of standard error, each."""
     scratch_mib: int = 64
-    """Total size of all files that it writes, which are held in memory."""
+    """Total size of the files that it writes, which are in memory."""
 
 
 @dataclass(frozen=True)
 class Result:
-    """How a run ended, and what it printed."""
+    """How a run ended, and its output."""
 
     exit: int | None
-    """Its exit code, or minus the signal that killed it; None if the sandbox had to end it."""
+    """Exit code, or minus the signal that killed it; None if the sandbox ended it."""
     stdout: str
     stderr: str
     cause: str
-    """Why the sandbox had to end it: `timeout` or `output`; empty if it ended by itself."""
+    """Why the sandbox ended it: `timeout` or `output`; empty if it ended by itself."""
 
 
 class SandboxError(Exception):
-    """The sandbox could not be built, for a reason that has nothing to do with the code."""
+    """The sandbox could not be built, for a reason unrelated to the code."""
 
 
 def run_code(
@@ -80,10 +80,10 @@ def run_code(
 
 @functools.cache
 def missing_protections() -> dict[str, str]:
-    """The protections that a sandbox lacks on this machine, with the reason; empty if it has all.
+    """The protections that this machine does not support, with reasons; empty if it supports all.
 
-    `namespaces`: no network, no other processes. `keys`: none of the caller's keys. `files`: its own root file system.
-    `user`: not root. `landlock`: no mounts, no TCP, no signals, even if the other protections allow them.
+    `namespaces`: no network, no other processes. `keys`: none of the caller's keys. `files`: a separate root file
+    system. `user`: not root. `landlock`: no mounts, no TCP, no signals, even if the other protections allow them.
     """
     return _run("", "", SandboxLimits(), (), probe=True)[1]
 
@@ -97,11 +97,9 @@ def _run(
     probe: bool = False,
     without: Sequence[str] = (),
 ) -> tuple[Result, dict[str, str]]:
-    """The result, and what was missing. `without` names protections to leave out, to test what each is for."""
+    """The result, and the missing protections. `without` names protections to leave out, for tests of each."""
     if sys.platform != "linux":
         raise UserError("the sandbox needs Linux with namespaces and Landlock; run model-written code there")
-    # A lone surrogate cannot be encoded as UTF-8: let it be the code's error, not the caller's.
-    program, given = (text.encode("utf-8", "surrogatepass") for text in (source, stdin))
     python = os.path.realpath(getattr(sys, "_base_executable", sys.executable))
     settings: dict[str, Any] = {
         **dataclasses.asdict(limits),
@@ -112,39 +110,10 @@ def _run(
         "probe": probe,
         "without": list(without),
     }
-    source_end, source_pipe = os.pipe()
-    status, status_end = os.pipe()
-    package = str(Path(__file__).parents[4])
-    process = subprocess.Popen(
-        [python, "-I", "-S", "-c", CONFINE, package, json.dumps(settings), str(source_end), str(status_end)],
-        stdin=subprocess.PIPE,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        pass_fds=(source_end, status_end),
-        bufsize=0,
-        start_new_session=True,
-        env={},
-        cwd="/",
-    )
-    assert process.stdin and process.stdout and process.stderr
-    most = limits.output_kib * 1024
-    with process:  # which waits for its end
-        try:
-            os.close(source_end)
-            os.close(status_end)
-            with os.fdopen(source_pipe, "wb", 0) as code, os.fdopen(status, "rb", 0) as told:
-                inputs = {code: program, process.stdin: given}
-                outputs = {process.stdout: most, process.stderr: most, told: 2**16}
-                printed, cause = _exchange(inputs, outputs, told, limits.seconds)
-        finally:
-            _end(process)
-    said: dict[str, Any] = {}
-    for line in printed[told].splitlines():
-        said |= json.loads(line)
-    stdout, stderr = (printed[pipe][:most].decode(errors="replace") for pipe in (process.stdout, process.stderr))
-    if "error" in said or ("missing" not in said and not cause):
-        raise SandboxError(f"the sandbox could not be built: {said.get('error', stderr[-500:])}")
-    missing = said.get("missing", {})
+    run = _run_process(settings, source, stdin, limits)
+    if "error" in run.report or ("missing" not in run.report and not run.cause):
+        raise SandboxError(f"the sandbox could not be built: {run.report.get('error', run.stderr[-500:])}")
+    missing = run.report.get("missing", {})
     if missing and not allow_unprotected and not probe:
         raise UserError(
             "model-written code is not run here, because the kernel cannot confine it sufficiently: "
@@ -152,18 +121,69 @@ def _run(
             + ". Run where user namespaces and Landlock are allowed (a container may forbid them), or set "
             "allow_unprotected if nothing here is worth protecting"
         )
-    return Result(None if cause else said.get("exit"), stdout, stderr, cause), missing
+    return Result(None if run.cause else run.report.get("exit"), run.stdout, run.stderr, run.cause), missing
+
+
+@dataclass(frozen=True)
+class _Run:
+    """What a sandbox's processes printed and reported."""
+
+    stdout: str
+    stderr: str
+    report: dict[str, Any]
+    """From `confine.py`: `missing` protections, and the code's `exit`, or an `error`."""
+    cause: str
+    """As `Result.cause`."""
+
+
+def _run_process(settings: dict[str, Any], source: str, stdin: str, limits: SandboxLimits) -> _Run:
+    """Starts the sandbox, exchanges its inputs and outputs, and ends it."""
+    # Lone surrogates cannot be encoded as UTF-8: the error should be the code's, not the caller's.
+    program, given = (text.encode("utf-8", "surrogatepass") for text in (source, stdin))
+    code_end, code_pipe = os.pipe()
+    report_pipe, report_end = os.pipe()
+    package = str(Path(__file__).parents[4])
+    arguments = [CONFINE, package, json.dumps(settings), str(code_end), str(report_end)]
+    process = subprocess.Popen(
+        [settings["python"], "-I", "-S", "-c", *arguments],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        pass_fds=(code_end, report_end),
+        bufsize=0,
+        start_new_session=True,
+        env={},
+        cwd="/",
+    )
+    assert process.stdin and process.stdout and process.stderr
+    max_bytes = limits.output_kib * 1024
+    with process:  # waits for its end
+        try:
+            os.close(code_end)
+            os.close(report_end)
+            with os.fdopen(code_pipe, "wb", 0) as code, os.fdopen(report_pipe, "rb", 0) as report:
+                inputs = {code: program, process.stdin: given}
+                bounds = {process.stdout: max_bytes, process.stderr: max_bytes, report: 2**16}
+                outputs, cause = _exchange(inputs, bounds, report, limits.seconds)
+        finally:
+            _end(process)
+    stdout, stderr = (outputs[pipe][:max_bytes].decode(errors="replace") for pipe in (process.stdout, process.stderr))
+    reported: dict[str, Any] = {}
+    for line in outputs[report].splitlines():
+        reported |= json.loads(line)
+    return _Run(stdout, stderr, reported, cause)
 
 
 def _exchange(
-    inputs: dict[IO[bytes], bytes], bounds: dict[IO[bytes], int], told: IO[bytes], seconds: float
+    inputs: dict[IO[bytes], bytes], bounds: dict[IO[bytes], int], report: IO[bytes], seconds: float
 ) -> tuple[dict[IO[bytes], bytearray], str]:
-    """Writes the inputs and reads up to the bounds, until all is read or a limit is exceeded; returns the cause.
+    """Writes the inputs and reads outputs up to their bounds, until all end or a limit is exceeded.
 
-    The code's time starts when `told` reports that the sandbox is built.
+    Returns the outputs and the cause, as `Result.cause`. The code's time starts at the first `report`: the sandbox is
+    built.
     """
-    until = time.monotonic() + BUILD_SECONDS
-    printed = {pipe: bytearray() for pipe in bounds}
+    deadline = time.monotonic() + BUILD_SECONDS
+    outputs = {pipe: bytearray() for pipe in bounds}
     open_outputs = set(bounds)
     with selectors.DefaultSelector() as selector:
         for pipe, data in inputs.items():
@@ -172,27 +192,27 @@ def _exchange(
         for pipe in bounds:
             selector.register(pipe, selectors.EVENT_READ, (pipe, None))
         while open_outputs:
-            if (left := until - time.monotonic()) <= 0:
-                return printed, "timeout"
+            if (left := deadline - time.monotonic()) <= 0:
+                return outputs, "timeout"
             for key, _ in selector.select(left):
                 pipe, data = key.data
                 if data is not None:
                     _write_some(selector, pipe, data)
                     continue
                 read = os.read(key.fd, 2**16)
-                if pipe is told and not printed[told]:
-                    until = time.monotonic() + seconds
-                printed[pipe] += read
+                if pipe is report and not outputs[report]:
+                    deadline = time.monotonic() + seconds
+                outputs[pipe] += read
                 if not read:
                     selector.unregister(pipe)
                     open_outputs.remove(pipe)
-                elif len(printed[pipe]) > bounds[pipe]:
-                    return printed, "output"
-    return printed, ""
+                elif len(outputs[pipe]) > bounds[pipe]:
+                    return outputs, "output"
+    return outputs, ""
 
 
 def _write_some(selector: selectors.BaseSelector, pipe: IO[bytes], data: memoryview) -> None:
-    """Closes the pipe after the last byte, or if the reader is gone."""
+    """Writes without blocking; closes the pipe after the last byte, or if the reader is gone."""
     with suppress(BrokenPipeError, BlockingIOError):
         written = os.write(pipe.fileno(), data[: 2**16]) if data else 0
         if written < len(data):
@@ -203,9 +223,9 @@ def _write_some(selector: selectors.BaseSelector, pipe: IO[bytes], data: memoryv
 
 
 def _end(process: subprocess.Popen[bytes]) -> None:
-    """With a process namespace, its first process dies with the group, and everything in it with that."""
+    """Kills the sandbox's process group; with a process namespace, that ends everything in it."""
     if process.poll() is None:
-        process.terminate()  # without a namespace, the first process kills what it can find
+        process.terminate()  # without a namespace, the first process kills the descendants it can find
         with suppress(subprocess.TimeoutExpired):
             process.wait(5)
     with suppress(ProcessLookupError):

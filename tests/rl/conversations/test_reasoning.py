@@ -4,7 +4,7 @@ import pytest
 
 import lockstep.rl as rl
 from lockstep.config import RewardConfig, RLConfig
-from lockstep.rl.conversations.without_reasoning import spoken, thought
+from lockstep.rl.conversations.reasoning import answer_text, reasoning_text
 from lockstep.rl.environments.gsm8k import GSM8K
 from lockstep.rl.environments.math_jsonl import Math
 from lockstep.rl.rollouts.collect import collect
@@ -31,7 +31,7 @@ class OwnMath(Math):
     ],
 )
 def test_a_text_is_reasoning_up_to_its_end_tag(text, reasoning, said):
-    assert (thought(text), spoken(text)) == (reasoning, said)
+    assert (reasoning_text(text), answer_text(text)) == (reasoning, said)
 
 
 @pytest.mark.parametrize(
@@ -48,8 +48,8 @@ def test_a_text_is_reasoning_up_to_its_end_tag(text, reasoning, said):
 )
 def test_a_reply_is_marked_where_its_text_alone_misleads(renderings, name, prompt, reply, marked):
     rendering = renderings[name]
-    read = rendering.read(rendering.tokenizer.encode(reply), rendering.tokenizer.encode(prompt))
-    assert rendering.marked(reply, read) == marked and spoken(marked).strip() == read.content.strip()
+    parts = rendering.reply_parts(rendering.tokenizer.encode(reply), rendering.tokenizer.encode(prompt))
+    assert rendering.with_marks(reply, parts) == marked and answer_text(marked).strip() == parts.content.strip()
 
 
 @pytest.mark.parametrize(("ready", "own"), [(GSM8K, OwnGSM8K), (Math, OwnMath)])
