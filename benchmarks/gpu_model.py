@@ -9,10 +9,11 @@ import torch
 from gpu_clock import Row, bandwidth, elapsed, peak, row
 
 from lockstep import Engine, EngineConfig, SamplingParams, score
-from lockstep.config import RLConfig, TrainConfig
+from lockstep.config import RLConfig, TrainConfig, algorithm_of
 from lockstep.model import Decoder, ModelConfig, preset
 from lockstep.rl import Example, Rollout, group_advantages
-from lockstep.rl.rollouts.packing import PolicyLoss, policy_batches
+from lockstep.rl.rollouts.packing import packing_of, policy_batches
+from lockstep.rl.scoring.policy_loss import PolicyLoss
 from lockstep.train import Trainer, pack, target_log_probs
 
 PROMPTS, SAMPLES, NEW, STEPS, PROMPT_TOKENS = 5, 8, 100, 10, 64
@@ -159,8 +160,8 @@ def recipe(compiled: bool, graphs: str) -> Iterator[Row]:
         ).flatten()
         for rollout, advantage in zip(rollouts, advantages.tolist()):
             rollout.scores.advantage = advantage
-        loss = PolicyLoss(config, compare=True)
-        trainer.step(policy_batches(rollouts, config, device="cuda"), loss)
+        loss = PolicyLoss(algorithm_of(config), config.temperature, compare=True)
+        trainer.step(policy_batches(rollouts, packing_of(config), device="cuda"), loss)
         checked += loss.parity.tokens_checked
         different += loss.parity.tokens_different
         torch.cuda.synchronize()

@@ -19,7 +19,7 @@ from pathlib import Path
 import torch
 
 from lockstep import Engine, EngineConfig, SamplingParams, build_model
-from lockstep.config import CompileConfig, RLConfig, TrainConfig
+from lockstep.config import CompileConfig, RLConfig, TrainConfig, algorithm_of
 from lockstep.generate.sampling_params import RoutesForm
 from lockstep.model import preset
 from lockstep.observe import read_metrics
@@ -28,8 +28,9 @@ from lockstep.recipes.demo import ERROR_RATE, LINES, demo_pretraining
 from lockstep.rl import Example
 from lockstep.rl.environments.digit_sum import pretraining_text
 from lockstep.rl.reinforce import reinforce
-from lockstep.rl.rollouts.packing import PolicyLoss, policy_batches
+from lockstep.rl.rollouts.packing import packing_of, policy_batches
 from lockstep.rl.rollouts.records import Rollout, Scores
+from lockstep.rl.scoring.policy_loss import PolicyLoss
 from lockstep.train.pretrain import pretrain
 
 SUMS = ("tokens_checked", "tokens_different", "routes_checked", "routes_different")
@@ -98,11 +99,9 @@ def replay() -> None:
         for i, (prompt, group) in enumerate(zip(prompts(vocab), groups))
         for c in group
     ]  # fmt: skip
-    config = RLConfig(
-        dtype="float32", router_replay=True, on_parity_error="measure", train=TrainConfig(tokens_per_microbatch=2048)
-    )
-    loss = PolicyLoss(config, compare=True)
-    for batch in policy_batches(rollouts, config):
+    config = RLConfig(dtype="float32", train=TrainConfig(tokens_per_microbatch=2048))
+    loss = PolicyLoss(algorithm_of(config), config.temperature, compare=True, replay_routes=True)
+    for batch in policy_batches(rollouts, packing_of(config)):
         loss(model, batch)
     print(f"sampled in bfloat16, trained in float32, {sum(r.num_sampled for r in rollouts)} tokens:")
     for name, value in loss.replay.metrics().items():

@@ -18,7 +18,8 @@ from lockstep import build_model
 from lockstep.config import RLConfig
 from lockstep.model import Decoder, preset
 from lockstep.rl import Example, Rollout
-from lockstep.rl.scoring.reference import score_rollouts
+from lockstep.rl.scoring.forward import ForwardPasses
+from lockstep.rl.scoring.reference import token_log_probs
 from lockstep.train.packing import pack_scored, split_by_tokens, target_log_probs
 
 GROUPS, GROUP, NEW, ROUNDS = 4, 8, 64, 7
@@ -49,13 +50,14 @@ def scored_whole(model: Decoder, rollouts: list[Rollout]) -> list[list[float]]:
 
 def main() -> None:
     torch.set_num_threads(1)
+    forward = ForwardPasses(CONFIG.train.tokens_per_microbatch)
     for dtype in ("float32", "bfloat16"):
         model = build_model(preset("qwen3:tiny", 2048), dtype=dtype)
         for prompt in (8, 256):
             rollouts = drawn(prompt, model.config.vocab_size)
             ways = [
                 lambda rollouts=rollouts, model=model: scored_whole(model, rollouts),
-                lambda rollouts=rollouts, model=model: score_rollouts(model, rollouts, CONFIG),
+                lambda rollouts=rollouts, model=model: token_log_probs(model, rollouts, CONFIG.temperature, forward),
             ]
             whole, shared = (way() for way in ways)
             assert whole == shared, "other bits"

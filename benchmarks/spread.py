@@ -16,6 +16,7 @@ from lockstep.parallel import World
 from lockstep.parallel.world import AXES
 from lockstep.rl import Example
 from lockstep.rl.rollouts.microbatches import microbatches
+from lockstep.rl.rollouts.packing import packing_of
 from lockstep.rl.rollouts.records import Rollout
 from lockstep.rl.rollouts.shares import cost, spread, token_budget
 
@@ -37,7 +38,7 @@ def rollouts(seed: int, longest: int) -> list[Rollout]:
 def spread_over(ranks: int, sampled: list[Rollout], by_cost: bool) -> tuple[float, float, int]:
     """The busiest rank's cost, and that of the costliest micro-batch of every turn, over an even split; all cost."""
     world = World(torch.device("cpu"), dict.fromkeys(AXES, 1) | {"data_shard": ranks})
-    budget = token_budget(sampled, CONFIG, world) if by_cost else CONFIG.train.tokens_per_microbatch
+    budget = token_budget(sampled, packing_of(CONFIG), world) if by_cost else CONFIG.train.tokens_per_microbatch
     costs = [cost(plan.packed("cpu"), SHAPE) for plan in microbatches(sampled, budget)]
     shares = spread(costs, ranks) if by_cost else [list(range(rank, len(costs), ranks)) for rank in range(ranks)]
     of_ranks = [[costs[index] for index in share] for share in shares]

@@ -37,7 +37,7 @@ evaluation = lockstep.evaluate(
     LetterE(),
 )
 for result in evaluation.results:
-    for k, estimate in result.figures.pass_at.items():
+    for k, estimate in result.metrics.pass_at.items():
         print(f"{result.model}: pass@{k} {estimate.text()}")
 for compared in evaluation.comparisons:
     print(

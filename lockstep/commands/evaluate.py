@@ -14,8 +14,8 @@ def as_text(evaluation: Evaluation) -> str:
     config, results = evaluation.config, evaluation.results
     how = "greedy" if config.temperature == 0 else f"temperature {config.temperature:g}"
     samples = f"{config.samples_per_prompt} sample{'s' * (config.samples_per_prompt > 1)}"
-    lines = [f"{evaluation.environment}: {results[0].figures.prompts} prompts, {samples} of each, {how}", ""]
-    rows = [_row(result.figures) for result in results]
+    lines = [f"{evaluation.environment}: {results[0].metrics.prompts} prompts, {samples} of each, {how}", ""]
+    rows = [_row(result.metrics) for result in results]
     columns = list(dict.fromkeys(column for row in rows for column in row))
     table = [["model", *columns]]
     table += [[result.model, *(row.get(column, "") for column in columns)] for result, row in zip(results, rows)]
@@ -25,15 +25,15 @@ def as_text(evaluation: Evaluation) -> str:
     return "\n".join(lines)
 
 
-def _row(figures: EvalMetrics) -> dict[str, str]:
-    rewards = figures.rewards if len(figures.rewards) > 1 else {}
-    failed = {"failed": str(sum(figures.failed.values()))} if figures.failed else {}
+def _row(metrics: EvalMetrics) -> dict[str, str]:
+    rewards = metrics.rewards if len(metrics.rewards) > 1 else {}
+    failed = {"failed": str(sum(metrics.failed.values()))} if metrics.failed else {}
     return {
-        **{f"pass@{k}": mean.text() for k, mean in figures.pass_at.items()},
-        "reward": figures.reward.text() if figures.reward else "none counts",
+        **{f"pass@{k}": mean.text() for k, mean in metrics.pass_at.items()},
+        "reward": metrics.reward.text() if metrics.reward else "none counts",
         **{_one_word(name): mean.text() for name, mean in rewards.items()},
-        "truncated": f"{figures.truncated:.1%}",
-        "tokens": f"{figures.tokens_mean:.1f}",
+        "truncated": f"{metrics.truncated:.1%}",
+        "tokens": f"{metrics.tokens_mean:.1f}",
         **failed,
     }
 

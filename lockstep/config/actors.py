@@ -51,9 +51,8 @@ class ActorsConfig:
     does not depend on timing (except for conversations, whose later turns are requested when they come)."""
     keep_copy: bool = True
     """Whether ranks that both train and sample keep the copy of the weights that they sample from while they train. If
-    not, its memory is free for training, and the copy is made again after each step; the bits are the same. If the
-    generator reads the trainer's own weights, as in one process or on tensor-parallel ranks in float32, there is no
-    copy."""
+    not, its memory is free for training, and the copy is made again after each step; the bits are the same. There is no
+    copy if the generator reads the trainer's weights, as in one process or on tensor-parallel ranks in float32."""
 
     def problems(self, reduction_chunks: int) -> Iterator[str]:
         """A message for each combination that cannot work."""

@@ -19,7 +19,7 @@ class PreferenceConfig(SFTConfig):
     """JSONL, JSON, Parquet or hf:… with `prompt`, `chosen` and `rejected`, as texts or messages; without a `prompt`
     column it is in both answers; several as a.jsonl=0.7,b.jsonl=0.3."""
     sequence_length: Annotated[int, Above(0)] = 2048
-    """Tokens per row, which holds both sequences of its pairs with their prompts. Longer pairs are left out."""
+    """Tokens per row, which holds both sequences of its pairs with their prompts. Longer pairs are dropped."""
 
 
 @dataclass

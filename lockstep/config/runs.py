@@ -71,7 +71,7 @@ class PretrainConfig:
     validation_every: Annotated[int, Above(0)] = 100
     """Steps between validations; there is always one after the last step."""
     validation_tokens: Annotated[int, Above(0)] = 65536
-    """Tokens per validation: the first of its data, which has its own order, the same every time."""
+    """Tokens per validation: the first of the validation data, in the same order every time."""
     resume: bool = False
     """Continue the run in `output` from its newest complete checkpoint; if there is no run yet, start one."""
     overwrite: bool = False
@@ -203,9 +203,9 @@ class RLConfig:
     value_detached: bool = False
     """Train only the value head with the value loss, without a gradient through the model."""
     kl_coefficient: Annotated[float, AtLeast(0)] = 0.0
-    """Weight of the KL divergence to the reference model; 0: no reference model is kept."""
+    """Weight of the KL divergence to the reference model; 0: no reference model."""
     kl_reference: str = "start"
-    """`start`: the weights that the run began with; `average`: a moving average of the run's own weights; or the
+    """`start`: the weights that the run began with; `average`: a moving average of the policy's weights; or the
     folder of a model with the same vocabulary."""
     kl_average_decay: Annotated[float, AtLeast(0), Below(1)] = 0.99
     """`kl_reference = "average"`: the share of the average that each step keeps."""
@@ -229,8 +229,8 @@ class RLConfig:
     off_policy_high: Annotated[float, AtLeast(1)] = 2.0
     """truncate: largest factor; mask: largest ratio that counts."""
     router_replay: bool = False
-    """Mixtures of experts: train with the experts that the generator chose for each sampled token, and the router's own
-    weights for them. For samples from an engine with different bits that records its routes; with equal bits it
+    """Mixtures of experts: train with the experts that the generator chose for each sampled token, with the trainer's
+    router weights. For samples from an engine with different bits that records its routes; with equal bits it
     changes nothing."""
     updates_per_batch: Annotated[int, Above(0)] = 1
     """Optimizer steps per batch of rollouts; from the second on, the ratio leaves 1 and clipping takes effect."""

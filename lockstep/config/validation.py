@@ -62,48 +62,61 @@ def _problems(config: PretrainConfig | RLConfig) -> Iterator[str]:
     yield from _layout_problems(config)
     yield from _expert_problems(config)
     yield from _lora_problems(config)
-    if isinstance(config, PretrainConfig):
-        if config.compile.backend != "none" and any("frozen=true" in rule for rule in config.train.rules):
-            yield 'train.rules that freeze do not work with compiled layers; set compile.backend = "none"'
-        if config.faults.on_spike == "rollback" and not config.checkpoint.every:
-            yield (
-                'faults.on_spike is "rollback" and checkpoint.every is 0, so there would be no checkpoint to go back '
-                "to; give checkpoint.every"
-            )
     if config.resume and config.overwrite:
         yield "resume and overwrite exclude each other; give one"
     if config.overwrite:
         yield from overwritten_problems(config)
-    if isinstance(config, PretrainConfig) and config.sequence_length < 2 * config.parallel.context:
+    if isinstance(config, RLConfig | SFTConfig) and not config.model:
+        yield "model is empty; give a Hugging Face folder with --model DIR"
+    if isinstance(config, PretrainConfig):
+        yield from _pretrain_problems(config)
+    if isinstance(config, SFTConfig):
+        yield from _sft_problems(config)
+    if isinstance(config, PreferenceConfig):
+        yield from preference_problems(config)
+    if isinstance(config, RLConfig):
+        yield from _rl_problems(config)
+
+
+def _pretrain_problems(config: PretrainConfig) -> Iterator[str]:
+    if config.compile.backend != "none" and any("frozen=true" in rule for rule in config.train.rules):
+        yield 'train.rules that freeze do not work with compiled layers; set compile.backend = "none"'
+    if config.faults.on_spike == "rollback" and not config.checkpoint.every:
+        yield (
+            'faults.on_spike is "rollback" and checkpoint.every is 0, so there would be no checkpoint to go back '
+            "to; give checkpoint.every"
+        )
+    if config.sequence_length < 2 * config.parallel.context:
         yield (
             f"sequence_length {config.sequence_length} cannot be split for parallel.context {config.parallel.context}: "
             f"each rank takes two pieces of a sequence, so give at least {2 * config.parallel.context} tokens, or a "
             "smaller degree"
         )
-    if isinstance(config, SFTConfig) and config.dry_run:
+    if config.validation_data and config.validation_share:
+        yield "validation_data and validation_share exclude each other; give one"
+
+
+def _sft_problems(config: SFTConfig) -> Iterator[str]:
+    if config.dry_run:
         yield "dry_run is only for pretrain and rl; lockstep pretrain --dry-run of this model and layout needs as much"
-    if isinstance(config, RLConfig | SFTConfig) and not config.model:
-        yield "model is empty; give a Hugging Face folder with --model DIR"
-    if isinstance(config, SFTConfig) and not config.data:
+    if not config.data:
         kind = "preferences" if isinstance(config, PreferenceConfig) else "conversations"
         yield f"data is empty; give {kind} with --data FILE"
-    if isinstance(config, PretrainConfig) and config.validation_data and config.validation_share:
-        yield "validation_data and validation_share exclude each other; give one"
-    if isinstance(config, PreferenceConfig):
-        yield from preference_problems(config)
-    if isinstance(config, RLConfig):
-        yield from _algorithm_problems(config)
-        yield from _alarm_problems(config.alarms)
-        temperature, samples = config.validation_temperature, config.validation_samples
-        yield from greedy_problems("validation_temperature", temperature, "validation_samples", samples)
-        yield from config.actors.problems(config.parallel.reduction_chunks)
-        yield from _url_problems(config.actors.urls)
-        if config.dry_run and config.actors.urls:
-            yield (
-                "a dry run cannot inspect the servers in actors.urls; remove them, and set actors.generators for "
-                "training ranks that do not sample"
-            )
-    if isinstance(config, RLConfig) and config.faults.spike_deviations:
+
+
+def _rl_problems(config: RLConfig) -> Iterator[str]:
+    yield from _algorithm_problems(config)
+    yield from _alarm_problems(config.alarms)
+    temperature, samples = config.validation_temperature, config.validation_samples
+    yield from greedy_problems("validation_temperature", temperature, "validation_samples", samples)
+    yield from config.actors.problems(config.parallel.reduction_chunks)
+    yield from _url_problems(config.actors.urls)
+    if config.dry_run and config.actors.urls:
+        yield (
+            "a dry run cannot inspect the servers in actors.urls; remove them, and set actors.generators for training "
+            "ranks that do not sample"
+        )
+    if config.faults.spike_deviations:
         yield "faults.spike_deviations is only for pretraining; the size of a policy's loss is not meaningful"
 
 

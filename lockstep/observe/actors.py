@@ -282,7 +282,7 @@ def describe_stopped(actor: Actor) -> str:
 
 
 def describe_position(actor: Actor, does: str) -> str:
-    """`rank 1 stands in step 3, in forward: no progress for 12.0 s`, if `does` is "stands"."""
+    """`rank 1 is in step 3, in forward: no progress for 12.0 s`, if `does` is "is"."""
     waits_for = f", waiting for {actor.waits_for}" if actor.waits_for else ""
     return (
         f"{actor.title} {does} in step {actor.step}, in {actor.phase}{waits_for}: no progress for {actor.still:.1f} s"

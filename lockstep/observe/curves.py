@@ -168,7 +168,7 @@ def panels_of(metrics: Sequence[dict[str, Any]]) -> list[Panel]:
         same = panel.names == ("validation/reward",) and _equal(metrics, "validation/reward", "validation/accuracy")
         if not same:
             panels.append(panel)
-    # Without the policy's loss, which on policy is near 0 whatever the model learns.
+    # Without the policy's loss, which on policy is near 0 regardless of progress.
     return _with_data([*panels, *TRAINING], metrics)
 
 

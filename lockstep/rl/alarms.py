@@ -37,7 +37,7 @@ class Alarms:
     prefix = PREFIX
 
     def __init__(self, config: AlarmConfig, history: Sequence[Metrics] = (), learns_from_spread_alone: bool = True):
-        self.config, self.history = config, [_kept(metrics) for metrics in history]
+        self.config, self.history = config, [_compared(metrics) for metrics in history]
         self.learns_from_spread_alone = learns_from_spread_alone
         self._raised: dict[str, str] = {}
 
@@ -47,9 +47,9 @@ class Alarms:
         self._raised = alarms([*self.history, now], self.config, self.learns_from_spread_alone)
         for name, sentence in new_alarms(self._raised, self.history).items():
             log.warning("alarm %s at step %d: %s", name, step, sentence)
-        found = {PREFIX + name: 1.0 for name in self._raised}
-        self.history.append(_kept(now | found))
-        return found
+        raised = {PREFIX + name: 1.0 for name in self._raised}
+        self.history.append(_compared(now | raised))
+        return raised
 
     def rewind(self, checkpoints: Checkpoints) -> None:
         """No alarm rewinds a run."""
@@ -66,7 +66,7 @@ class Alarms:
         return None
 
 
-def _kept(metrics: Metrics) -> Metrics:
+def _compared(metrics: Metrics) -> Metrics:
     return {name: value for name, value in metrics.items() if name in COMPARED or name.startswith(PREFIX)}
 
 
@@ -79,7 +79,7 @@ def alarms(history: Sequence[Metrics], config: AlarmConfig, learns_from_spread_a
     if not history or "loss" not in history[-1]:
         return {}
     steps = [m for m in history if "loss" in m]
-    found = {
+    raised = {
         "no_signal": _no_signal(steps, config) if learns_from_spread_alone else "",
         "reward_gap": _reward_gap(history, steps, config),
         "length": _length(steps, config),
@@ -87,13 +87,13 @@ def alarms(history: Sequence[Metrics], config: AlarmConfig, learns_from_spread_a
         "ratio": _ratio(steps[-1], config),
         "kl": _kl(steps[-1], config),
     }
-    return {name: f"{figures}: {ALARMS[name]}" for name, figures in found.items() if figures}
+    return {name: f"{evidence}: {ALARMS[name]}" for name, evidence in raised.items() if evidence}
 
 
 def new_alarms(raised: Mapping[str, str], before: Sequence[Metrics]) -> dict[str, str]:
     """Those of `raised` that the step before did not raise."""
-    held = before[-1] if before else {}
-    return {name: sentence for name, sentence in raised.items() if PREFIX + name not in held}
+    last = before[-1] if before else {}
+    return {name: sentence for name, sentence in raised.items() if PREFIX + name not in last}
 
 
 def _no_signal(steps: Sequence[Metrics], config: AlarmConfig) -> str:
@@ -108,7 +108,7 @@ def _reward_gap(history: Sequence[Metrics], steps: Sequence[Metrics], config: Al
     validations = [m for m in history if m.get("validation/reward") is not None]
     if not config.reward_gap or len(validations) < 2:
         return ""
-    # Between validations it stays what it was at the last one.
+    # Between validations the gap is that of the last one.
     steps = [m for m in steps if m["step"] <= validations[-1]["step"]]
     best = max(validations[:-1], key=lambda m: float(m["validation/reward"]))
     # The steps up to the best validation; a validation before the first step uses the first window.
@@ -137,8 +137,8 @@ def _length(steps: Sequence[Metrics], config: AlarmConfig) -> str:
     first, last = _ends(steps, "rollout/tokens_mean", config.window)
     if not config.length or last is None or last <= config.length * max(first, 1.0):
         return ""
-    cut = _mean([m["rollout/truncated"] for m in steps[-config.window :]])
-    return f"the mean length went from {first:.4g} to {last:.4g} tokens, and {100 * cut:.0f} % are cut off"
+    truncated = _mean([m["rollout/truncated"] for m in steps[-config.window :]])
+    return f"the mean length went from {first:.4g} to {last:.4g} tokens, and {100 * truncated:.0f} % are cut off"
 
 
 def _entropy(steps: Sequence[Metrics], config: AlarmConfig) -> str:

@@ -62,7 +62,7 @@ class RLDryRun:
 
     trained: DryRun
     memory: dict[str, dict[str, int]]
-    """By purpose, at the peak of each of `STAGES`; what is not held then is left out."""
+    """By purpose, at the peak of each of `STAGES` in which it is allocated."""
     transfer: TransferEstimate | None
     """For a weight sync to what the ranks sample from, or compute values with; None if there is no such copy."""
     generator: GeneratorDryRun | None = None
@@ -75,13 +75,13 @@ class RLDryRun:
 
     def text(self) -> str:
         """Tables for a terminal."""
-        found, peaks = self.trained, self.peaks
+        trained, peaks = self.trained, self.peaks
         stages = STAGES if self.transfer or self.generator else STAGES[:2]
-        degrees = ", ".join(f"{axis} {degree}" for axis, degree in found.world.degrees.items() if degree > 1)
+        degrees = ", ".join(f"{axis} {degree}" for axis, degree in trained.world.degrees.items() if degree > 1)
         lines = [
-            f"{found.world.size} ranks ({degrees or 'alone'})",
-            f"{found.parameters / 1e9:.3f} B parameters in {found.dtype}",
-            f"about {found.microbatches} full micro-batches per rank and step, not counting prompts",
+            f"{trained.world.size} ranks ({degrees or 'alone'})",
+            f"{trained.parameters / 1e9:.3f} B parameters in {trained.dtype}",
+            f"about {trained.microbatches} full micro-batches per rank and step, not counting prompts",
             "",
             *_table("memory per rank, GiB", self.memory, stages),
             "",
@@ -134,7 +134,7 @@ def _table(title: str, memory: dict[str, dict[str, int]], stages: Sequence[str])
     peaks = _peaks(memory)
     return [
         f"{title:36}" + "".join(f"{stage:>12}" for stage in stages),
-        *(f"  {name:34}" + "".join(_gib(held.get(stage)) for stage in stages) for name, held in memory.items()),
+        *(f"  {name:34}" + "".join(_gib(sizes.get(stage)) for stage in stages) for name, sizes in memory.items()),
         f"  {'together':34}" + "".join(_gib(peaks[stage]) for stage in stages),
     ]
 
@@ -153,18 +153,17 @@ def estimate_memory(config: RLConfig) -> RLDryRun:
     # The ranks are assumed to be elsewhere, on GPUs, unless the config says CPU.
     on_cpu = config.device == "cpu" or (config.dry_run == 1 and not config.device and not torch.cuda.is_available())
     dtype, why = choose_dtype(config.dtype, config.model, torch.device("cpu" if on_cpu else "cuda"))
-    found = dry_run(replace(config, dtype=dtype), config.dry_run, on_cpu)  # type: ignore[arg-type]
+    result = dry_run(replace(config, dtype=dtype), config.dry_run, on_cpu)  # type: ignore[arg-type]
     if is_auto(config.dtype) and why:
-        found.trained = replace(found.trained, dtype=f"{dtype} (auto: {why})")
-    return found
+        result.trained = replace(result.trained, dtype=f"{dtype} (auto: {why})")
+    return result
 
 
 def dry_run(config: RLConfig, ranks: int, on_cpu: bool) -> RLDryRun:
     """Builds one rank of `ranks`, and runs a micro-batch, an update, and a forward of its generator.
 
-    With a pipeline, it is the rank whose training needs the most memory.
-
-    With separate generators, the forward is that of one of their ranks.
+    With a pipeline, it is the rank whose training needs the most memory. With separate generators, the forward is that
+    of one of their ranks.
 
     A micro-batch has `train.tokens_per_microbatch` tokens, all but the first of each completion sampled, or one
     completion if that is longer. Raises UserError if the degrees do not fit the ranks or the model.
@@ -175,13 +174,13 @@ def dry_run(config: RLConfig, ranks: int, on_cpu: bool) -> RLDryRun:
         shape = _shape(config.model)
         if config.lora.rank:
             shape = adapted(shape, config.lora, config.model)
-        each = [_of_rank(config, shape, rank, on_cpu) for rank in simulated_ranks(world, config.parallel)]
+        results = [_of_rank(config, shape, rank, on_cpu) for rank in simulated_ranks(world, config.parallel)]
     finally:
         close_world(world)
-    found, laid_out = max(each, key=lambda rank: sum(rank[0].trained.memory.values()))
+    result, laid_out = max(results, key=lambda result: sum(result[0].trained.memory.values()))
     if config.actors.separate:
-        found.generator = _separate_generator(config, shape, laid_out, on_cpu)
-    return found
+        result.generator = _separate_generator(config, shape, laid_out, on_cpu)
+    return result
 
 
 def _of_rank(config: RLConfig, shape: ModelConfig, world: World, on_cpu: bool) -> tuple[RLDryRun, int]:
@@ -196,8 +195,8 @@ def _of_rank(config: RLConfig, shape: ModelConfig, world: World, on_cpu: bool) -
     row, share = _microbatch(config), _share(config, world)
     trainer, trained = simulated_step(settings, shape, world, fake, row, share, _Loss(config, critic), extra_parameters)
     with whole_shapes_uncounted():
-        found = _with_generator(config, shape, world, fake, trainer, trained, on_cpu)
-    return found, estimate_weight_server(dict(trainer.model.named_parameters()), resolve_dtype(config.dtype))
+        result = _with_generator(_RankMemory(config, shape, world, fake, trainer, on_cpu), trained)
+    return result, estimate_weight_server(dict(trainer.model.named_parameters()), resolve_dtype(config.dtype))
 
 
 def _separate_generator(config: RLConfig, shape: ModelConfig, laid_out: int, on_cpu: bool) -> GeneratorDryRun:
@@ -214,7 +213,7 @@ def _separate_generator(config: RLConfig, shape: ModelConfig, laid_out: int, on_
             with fake, pretending():
                 engine = Engine(model, replace(config.engine, cuda_graphs="none"))
             weights = _bytes(model.parameters())
-            # Kept for the next weights, on every device.
+            # Allocated for the next weights, on every device.
             sizes = {"weights": weights, "arriving weights": weights, "cache of keys and values": engine.cache.nbytes}
             if on_cpu:
                 sizes["weights in a decode step's order"] = _panels(model)
@@ -225,75 +224,101 @@ def _separate_generator(config: RLConfig, shape: ModelConfig, laid_out: int, on_
     return GeneratorDryRun(ranks, memory, laid_out, weights)
 
 
-def _with_generator(
-    config: RLConfig,
-    shape: ModelConfig,
-    world: World,
-    fake: FakeTensorMode,
-    trainer: Trainer,
-    trained: DryRun,
-    on_cpu: bool,
-) -> RLDryRun:
-    ranks, samples = world.mesh is not None, not config.actors.separate
-    policy = dict(trainer.model.named_parameters())
-    in_place = set(policy)
-    whole: Decoder | None = None  # as `PolicyReplica`
-    if ranks and (samples or scores_with_policy(config)):
-        whole = _layout(shape, config, world)
-        with fake:
-            in_place = materialize(whole, policy, torch.device("cpu"))
-    elif samples:
-        assert isinstance(trainer.model, Decoder)
-        whole = trainer.model
-    memory: dict[str, dict[str, int]] = {}
+class _RankMemory:
+    """The memory of a rank that trains, by purpose: of training, of other models, and of its generator."""
 
-    def note(name: str, size: int, *stages: str) -> None:
+    def __init__(
+        self, config: RLConfig, shape: ModelConfig, world: World, fake: FakeTensorMode, trainer: Trainer, on_cpu: bool
+    ):
+        self.memory: dict[str, dict[str, int]] = {}
+        self._config, self._world, self._fake, self._trainer, self._on_cpu = config, world, fake, trainer, on_cpu
+        self._samples = not config.actors.separate
+        self._on_ranks = world.mesh is not None
+        self._keeps_copy = config.actors.keep_copy or not self._on_ranks
+        self._averages = bool(config.kl_coefficient and config.kl_reference == AVERAGE)
+        self._policy = dict(trainer.model.named_parameters())
+        in_place = set(self._policy)
+        self._whole: Decoder | None = None  # as `PolicyReplica`
+        if self._on_ranks and (self._samples or scores_with_policy(config)):
+            self._whole = _layout(shape, config, world)
+            with fake:
+                in_place = materialize(self._whole, self._policy, torch.device("cpu"))
+        elif self._samples:
+            assert isinstance(trainer.model, Decoder)
+            self._whole = trainer.model
+        whole = self._whole.named_parameters() if self._whole else ()
+        self._copied = [parameter for name, parameter in whole if name not in in_place]
+        self._reference: Decoder | None = None
+
+    def add(self, name: str, size: int, *stages: str) -> None:
+        """Bytes that are in use in these stages; none: in all."""
         if size:
-            memory[name] = dict.fromkeys(stages or STAGES, size)
+            self.memory[name] = dict.fromkeys(stages or STAGES, size)
 
-    own = dict(trained.memory)
-    at_peak, gradients = own.pop("a micro-batch at its peak"), own.pop("gradients")
-    subtrees = own.pop("sums of micro-batches", 0)
-    for name, size in own.items():
-        note(name, size)
-    if config.kl_coefficient and config.kl_reference == AVERAGE:
-        note("moving average", _bytes(trainer.optimizer.masters.values()))
-    keeps = config.actors.keep_copy or not ranks
-    if whole:
-        copied = (parameter for name, parameter in whole.named_parameters() if name not in in_place)
-        name = "generator's copy" if samples else "copy for values or the reference"
-        note(name, _bytes(copied), *(STAGES if keeps else (SAMPLING, SYNC)))
-    if config.kl_coefficient and not is_own_base(config):
-        folder = config.model if config.kl_reference in (START, AVERAGE) else config.kl_reference
-        reference = _frozen(_shape(folder), config, world, fake)
-        note("reference model", _bytes(reference.parameters()))
-    if config.teacher:
-        note("teacher", _bytes(_frozen(_shape(config.teacher), config, world, fake).parameters()))
-    if config.reward_model:
-        scored = Decoder(_shape(config.reward_model), folder_dtype(Path(folder_if_model(config.reward_model))), "meta")
-        note("reward model", _bytes(scored.parameters()))
-    if whole and samples:
-        with fake, pretending():
-            engine = Engine(whole, replace(config.engine, cuda_graphs="none"))
-        note("cache of keys and values", engine.cache.nbytes)
-        if on_cpu:
-            note("weights in a decode step's order", _panels(whole), *(STAGES if keeps else (SAMPLING,)))
-        note("a generator's step at its peak", _generator_step(engine, fake), SAMPLING)
-    else:
-        laid_out = estimate_weight_server(policy, resolve_dtype(config.dtype))
-        note("versions laid out, in the host's memory", memory_bytes(laid_out, versions_to_keep(config.actors)))
+    def add_models(self) -> None:
+        """The policy's copies, and the models that score."""
+        config = self._config
+        if self._averages:
+            self.add("moving average", _bytes(self._trainer.optimizer.masters.values()))
+        if self._whole:
+            name = "generator's copy" if self._samples else "copy for values or the reference"
+            self.add(name, _bytes(self._copied), *(STAGES if self._keeps_copy else (SAMPLING, SYNC)))
+        if config.kl_coefficient and not is_own_base(config):
+            folder = config.model if config.kl_reference in (START, AVERAGE) else config.kl_reference
+            self._reference = _frozen(_shape(folder), config, self._world, self._fake)
+            self.add("reference model", _bytes(self._reference.parameters()))
+        if config.teacher:
+            teacher = _frozen(_shape(config.teacher), config, self._world, self._fake)
+            self.add("teacher", _bytes(teacher.parameters()))
+        if config.reward_model:
+            dtype = folder_dtype(Path(folder_if_model(config.reward_model)))
+            self.add("reward model", _bytes(Decoder(_shape(config.reward_model), dtype, "meta").parameters()))
+
+    def add_generator(self) -> None:
+        """The generator on this rank, or the weights that it lays out for separate ones."""
+        config = self._config
+        if self._whole and self._samples:
+            with self._fake, pretending():
+                engine = Engine(self._whole, replace(config.engine, cuda_graphs="none"))
+            self.add("cache of keys and values", engine.cache.nbytes)
+            if self._on_cpu:
+                stages = STAGES if self._keeps_copy else (SAMPLING,)
+                self.add("weights in a decode step's order", _panels(self._whole), *stages)
+            self.add("a generator's step at its peak", _generator_step(engine, self._fake), SAMPLING)
+        else:
+            laid_out = estimate_weight_server(self._policy, resolve_dtype(config.dtype))
+            size = memory_bytes(laid_out, versions_to_keep(config.actors))
+            self.add("versions laid out, in the host's memory", size)
+
+    def add_transfer(self) -> TransferEstimate | None:
+        """The weight sync to the rank's copies; returns that of the policy."""
+        transfer, on_ranks = None, self._on_ranks
+        if self._whole and on_ranks:
+            transfer = estimate_transfer(self._policy, self._whole, self._world, keep=self._config.actors.keep_copy)
+            # A CPU keeps this memory for the next sync: the system would clear every newly allocated page.
+            stages = STAGES if self._on_cpu and self._keeps_copy else (SYNC,)
+            self.add("arriving weights and messages", transfer.buffers, *stages)
+        if on_ranks and self._on_cpu and self._averages and self._reference:
+            average = estimate_transfer(self._policy, self._reference, self._world, in_place=False)
+            self.add("the moving average's, arriving", average.buffers)
+        return transfer
+
+
+def _with_generator(rank: _RankMemory, trained: DryRun) -> RLDryRun:
+    """trained: the memory of training alone."""
+    training = dict(trained.memory)
+    at_peak, gradients = training.pop("a micro-batch at its peak"), training.pop("gradients")
+    subtrees = training.pop("sums of micro-batches", 0)
+    for name, size in training.items():
+        rank.add(name, size)
+    rank.add_models()
+    rank.add_generator()
     # With bfloat16 weights in one process the float32 sums keep their memory for the next step.
-    note("gradients", gradients, *(STAGES if "float32 masters" in own and not subtrees else STAGES[:1]))
-    note("sums of micro-batches", subtrees, TRAINING)
-    note("a micro-batch at its peak", at_peak, TRAINING)
-    transfer = estimate_transfer(policy, whole, world, keep=config.actors.keep_copy) if whole and ranks else None
-    # A CPU keeps this memory for the next sync: the system would clear every newly allocated page.
-    stages = STAGES if on_cpu and keeps else (SYNC,)
-    if transfer:
-        note("arriving weights and messages", transfer.buffers, *stages)
-    if ranks and on_cpu and config.kl_coefficient and config.kl_reference == AVERAGE:
-        note("the moving average's, arriving", estimate_transfer(policy, reference, world, in_place=False).buffers)
-    return RLDryRun(trained, memory, transfer)
+    rank.add("gradients", gradients, *(STAGES if "float32 masters" in training and not subtrees else STAGES[:1]))
+    rank.add("sums of micro-batches", subtrees, TRAINING)
+    rank.add("a micro-batch at its peak", at_peak, TRAINING)
+    transfer = rank.add_transfer()
+    return RLDryRun(trained, rank.memory, transfer)
 
 
 def _shape(model: str) -> ModelConfig:
@@ -333,7 +358,7 @@ class _Loss:
 
 
 def _frozen(shape: ModelConfig, config: RLConfig, world: World, fake: FakeTensorMode) -> Decoder:
-    """As `actors.models.frozen_model`, without values."""
+    """As `generators.models.frozen_model`, without values."""
     model = _layout(shape, config, world)
     with fake:
         return model.to_empty(device="cpu")

@@ -27,12 +27,14 @@ from lockstep.rl.environments.loading import EnvironmentSource
 from lockstep.rl.environments.protocol import Environment, Example
 from lockstep.rl.grading import Grader
 from lockstep.rl.grading.pool import open_grader
-from lockstep.rl.rollouts.collect import assign_rewards, encode_prompt, sample_held_out
+from lockstep.rl.rollouts.collect import collect, encode_prompt, validation_params
 from lockstep.rl.rollouts.estimates import Estimate, estimate, randomization_test, randomization_test_of_means
 from lockstep.rl.rollouts.eval_metrics import EvalMetrics, eval_metrics
 from lockstep.rl.rollouts.prompts import examples_of
 from lockstep.rl.rollouts.records import Rollout, episodes_of, write_rollouts
-from lockstep.rl.scoring.reward_model import RewardModel, assign_scores, load_reward_model
+from lockstep.rl.rollouts.rewards import assign_rewards
+from lockstep.rl.scoring.forward import ForwardPasses
+from lockstep.rl.scoring.reward_model import RewardModel, RewardModelScorer, load_reward_model
 from lockstep.rl.setup import named_environment
 
 RESULT = "eval.json"
@@ -43,7 +45,7 @@ class ModelResult:
     """The results of one model's completions."""
 
     model: str
-    figures: EvalMetrics
+    metrics: EvalMetrics
     completions: Path
     """The file with its completions: JSON lines like a run's rollouts."""
     rewards_by_prompt: list[float | None]
@@ -74,7 +76,7 @@ class Comparison:
 
 @dataclass(frozen=True)
 class Evaluation:
-    """The models' results, in the order in which they were given."""
+    """The models' results, in the order of `config.model`."""
 
     config: EvalConfig
     environment: str
@@ -97,22 +99,22 @@ def evaluate(config: EvalConfig, environment: Environment | None = None) -> Eval
     examples = examples_of(environment, config.split)[: config.examples or None]
     folders = [model_folder(model) for model in config.model]
     reward_model = _reward_model(config, settings, environment)
-    asked = [
+    models = [
         _open(config, settings, name, folder, examples, environment) for name, folder in zip(config.model, folders)
     ]
     results: list[ModelResult] = []
     with (
-        _saying_what_is_kept(results),
+        _naming_finished_files(results),
         _output(config) as output,
         open_grader(environment, settings.rewards, source, output) as grader,
     ):
-        for number, model in enumerate(asked, 1):
-            rollouts = _judged(config, model, examples, environment, grader, reward_model)
+        for number, model in enumerate(models, 1):
+            rollouts = _graded_completions(config, model, examples, environment, grader, reward_model)
             completions = output / f"completions_{number}.jsonl"
             _write_completions(completions, rollouts)
-            figures = eval_metrics(rollouts, environment, _ks(config))
-            _refuse_failures(figures, config, rollouts)
-            results.append(ModelResult(model.name, figures, completions, _by_prompt(rollouts, len(examples))))
+            metrics = eval_metrics(rollouts, environment, _pass_at(config))
+            _refuse_failures(metrics, config.rewards.failure_limit, rollouts)
+            results.append(ModelResult(model.name, metrics, completions, _rewards_by_prompt(rollouts, len(examples))))
     comparisons = [compare(results[0], other, config.samples_per_prompt) for other in results[1:]]
     evaluation = Evaluation(config, settings.environment, results, comparisons, output / RESULT)
     _write(evaluation)
@@ -120,14 +122,14 @@ def evaluate(config: EvalConfig, environment: Environment | None = None) -> Eval
 
 
 @contextmanager
-def _saying_what_is_kept(results: Sequence[ModelResult]) -> Iterator[None]:
-    """Makes an interruption inside it name the files of the models that are finished (`results`)."""
+def _naming_finished_files(results: Sequence[ModelResult]) -> Iterator[None]:
+    """If interrupted, names the files of the finished models in the error; results: those models' so far."""
     try:
         yield
     except KeyboardInterrupt:
         files = ", ".join(str(result.completions) for result in results)
-        kept = f"{files} kept, without {RESULT}" if files else "no model was finished, so nothing is kept"
-        raise KeyboardInterrupt(kept) from None
+        saved = f"{files} kept, without {RESULT}" if files else "no model was finished, so nothing is kept"
+        raise KeyboardInterrupt(saved) from None
 
 
 def compare(baseline: ModelResult, model: ModelResult, samples: int) -> Comparison:
@@ -137,14 +139,14 @@ def compare(baseline: ModelResult, model: ModelResult, samples: int) -> Comparis
     there are many.
     """
     against = model.model, baseline.model
-    if baseline.figures.right and model.figures.right:
-        both = zip(model.figures.right, baseline.figures.right)
-        gains = [own - other for (own, n), (other, m) in both if n == m == samples]
+    if baseline.metrics.right and model.metrics.right:
+        both = zip(model.metrics.right, baseline.metrics.right)
+        gains = [right - other for (right, n), (other, m) in both if n == m == samples]
         p_value, test = (randomization_test(gains) if gains else None), "exact paired randomization test"
         differences, measure = [gain / samples for gain in gains], "pass@1"
     else:
         pairs = zip(model.rewards_by_prompt, baseline.rewards_by_prompt)
-        differences = [own - other for own, other in pairs if own is not None and other is not None]
+        differences = [reward - other for reward, other in pairs if reward is not None and other is not None]
         p_value = randomization_test_of_means(differences) if differences else None
         test, measure = "paired randomization test", "reward"
     difference = estimate([[each] for each in differences]) if differences else None
@@ -162,13 +164,13 @@ def _settings(config: EvalConfig) -> RLConfig:
 
 def _reward_model(config: EvalConfig, settings: RLConfig, environment: Environment) -> RewardModel | None:
     folder = folder_if_model(config.reward_model) if config.reward_model else ""
-    own = dataclasses.replace(settings, reward_model=folder)
-    return load_reward_model(own, environment, open_device(config.device))
+    settings = dataclasses.replace(settings, reward_model=folder)
+    return load_reward_model(settings, environment, open_device(config.device))
 
 
 @dataclass(frozen=True)
-class _Asked:
-    """A model that can be given the examples."""
+class _OpenedModel:
+    """A model whose examples have been checked."""
 
     name: str
     folder: Path
@@ -186,7 +188,7 @@ def _open(
     folder: Path,
     examples: Sequence[Example],
     environment: Environment,
-) -> _Asked:
+) -> _OpenedModel:
     """Raises UserError for a model that cannot take all examples, before any is sampled or a folder is created."""
     refuse_score_head(read_config(folder), str(folder))
     model = empty_model(folder, None if is_auto(config.dtype) else config.dtype)
@@ -200,61 +202,66 @@ def _open(
     if not isinstance(environment, ConversationEnvironment):  # its prompts are only known during a conversation
         for example in examples:
             encode_prompt(rendering, example, engine, config.max_new_tokens)
-    return _Asked(name, folder, settings, rendering, model.config.eos_token_ids)
+    return _OpenedModel(name, folder, settings, rendering, model.config.eos_token_ids)
 
 
-def _judged(
+def _graded_completions(
     config: EvalConfig,
-    asked: _Asked,
+    opened: _OpenedModel,
     examples: Sequence[Example],
     environment: Environment,
     grader: Grader,
     reward_model: RewardModel | None,
 ) -> list[Rollout]:
     """One model's graded completions; the model is freed afterwards."""
-    model = open_model(asked.folder, config.dtype, config.device, config.arithmetic)
-    model.config = dataclasses.replace(model.config, eos_token_ids=asked.ends)
+    model = open_model(opened.folder, config.dtype, config.device, config.arithmetic)
+    model.config = dataclasses.replace(model.config, eos_token_ids=opened.ends)
     apply_compile(model, config.compile, trains=False)
-    rendering, tokenizer = asked.rendering, asked.rendering.tokenizer
+    rendering, tokenizer = opened.rendering, opened.rendering.tokenizer
     engine = Engine(model, config.engine, tokenizer)
     count = len(examples) * config.samples_per_prompt
     work = f"{type(environment).__name__}, {count} samples of up to {config.max_new_tokens} tokens to go"
-    ends = name_ends(asked.ends, tokenizer)
-    announce("eval: " + start_line(asked.name, model.config, model.device, model.dtype, work, ends=ends))
+    ends = name_ends(opened.ends, tokenizer)
+    announce("eval: " + start_line(opened.name, model.config, model.device, model.dtype, work, ends=ends))
     # Draws do not depend on what else is in the batch, so examples can go in parts, and the progress bar moves.
     part = max(1, 4 * config.engine.max_sequences // config.samples_per_prompt)
+    params, seed = validation_params(opened.settings, environment, rendering)
+    forward = ForwardPasses(opened.settings.train.tokens_per_microbatch)
+    weight = opened.settings.reward_model_weight
+    scorer = RewardModelScorer(reward_model, rendering, weight, forward) if reward_model else None
     rollouts: list[Rollout] = []
     with Progress("eval", len(examples)) as bar:
         for start in range(0, len(examples), part):
             numbers = range(start, min(start + part, len(examples)))
-            own = sample_held_out(examples, environment, engine, tokenizer, asked.settings, grader, rendering, numbers)
-            assign_rewards(own, environment, asked.settings.rewards, grader)
-            if reward_model:
-                assign_scores(own, reward_model, rendering, asked.settings)
-            rollouts += own
+            groups = {number: examples[number] for number in numbers}
+            sampled = collect(groups, params, seed, environment, engine, rendering, grader)
+            assign_rewards(sampled, environment, opened.settings.rewards, grader)
+            if scorer:
+                scorer.score(sampled)
+            rollouts += sampled
             bar.advance(len(numbers))
     return rollouts
 
 
-def _ks(config: EvalConfig) -> list[int]:
+def _pass_at(config: EvalConfig) -> list[int]:
     powers = [2**i for i in range(config.samples_per_prompt.bit_length())]
     return sorted({1, *(config.pass_at or [*powers, config.samples_per_prompt])})
 
 
-def _by_prompt(rollouts: Sequence[Rollout], prompts: int) -> list[float | None]:
+def _rewards_by_prompt(rollouts: Sequence[Rollout], prompts: int) -> list[float | None]:
     rewards: list[list[float]] = [[] for _ in range(prompts)]
     for rows in episodes_of(rollouts):
         if rows[-1].scores.counts:
             rewards[rows[-1].group].append(rows[-1].scores.reward)
-    return [math.fsum(own) / len(own) if own else None for own in rewards]
+    return [math.fsum(of_prompt) / len(of_prompt) if of_prompt else None for of_prompt in rewards]
 
 
-def _refuse_failures(figures: EvalMetrics, config: EvalConfig, rollouts: Sequence[Rollout]) -> None:
-    if sum(figures.failed.values()) > config.rewards.failure_limit * len(episodes_of(rollouts)):
-        causes = ", ".join(f"{count} {cause}" for cause, count in figures.failed.items())
+def _refuse_failures(metrics: EvalMetrics, failure_limit: float, rollouts: Sequence[Rollout]) -> None:
+    if sum(metrics.failed.values()) > failure_limit * len(episodes_of(rollouts)):
+        causes = ", ".join(f"{count} {cause}" for cause, count in metrics.failed.items())
         raise UserError(
-            f"more rewards failed than rewards.failure_limit {config.rewards.failure_limit:g} allows ({causes} of "
-            f"{figures.completions}); the warning above shows the first failure"
+            f"more rewards failed than rewards.failure_limit {failure_limit:g} allows ({causes} of "
+            f"{metrics.completions}); the warning above shows the first failure"
         )
 
 
@@ -270,7 +277,7 @@ def _output(config: EvalConfig) -> Iterator[Path]:
     try:
         yield output
     except BaseException:
-        with suppress(OSError):  # not empty: finished files are kept
+        with suppress(OSError):  # not empty: there are finished files
             for folder in made:
                 folder.rmdir()
         raise
@@ -294,7 +301,7 @@ def _write_completions(path: Path, rollouts: Sequence[Rollout]) -> None:
     try:
         write_rollouts(path, rollouts)
     except RunStopped as error:
-        raise _unwritten(path, error.__cause__) from error
+        raise _write_error(path, error.__cause__) from error
 
 
 def _write(evaluation: Evaluation) -> None:
@@ -307,10 +314,10 @@ def _write(evaluation: Evaluation) -> None:
     except OSError as error:
         with suppress(OSError):
             partial_path.unlink(missing_ok=True)
-        raise _unwritten(path, error) from error
+        raise _write_error(path, error) from error
 
 
-def _unwritten(path: Path, error: BaseException | None) -> RunStopped:
+def _write_error(path: Path, error: BaseException | None) -> RunStopped:
     why = error.strerror if isinstance(error, OSError) else error
     return RunStopped(f"{path}: cannot be written ({why}); free some space, or give another --output", exit_code=1)
 
@@ -326,6 +333,6 @@ def as_json(evaluation: Evaluation) -> dict[str, Any]:
 
 
 def _model_json(result: ModelResult) -> dict[str, Any]:
-    figures = dataclasses.asdict(result.figures)
-    by_k = {f"pass@{k}": own for k, own in figures.pop("pass_at").items()}
-    return {"model": result.model, "completions_file": result.completions.name} | by_k | figures
+    metrics = dataclasses.asdict(result.metrics)
+    by_k = {f"pass@{k}": estimate for k, estimate in metrics.pop("pass_at").items()}
+    return {"model": result.model, "completions_file": result.completions.name} | by_k | metrics

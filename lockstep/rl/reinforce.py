@@ -16,7 +16,7 @@ from lockstep.rl.environments.protocol import Environment
 from lockstep.rl.generators.open import open_generators, resolve_generator_settings
 from lockstep.rl.rollouts.prefetcher import RolloutPrefetcher
 from lockstep.rl.rollouts.replicas import Replicas
-from lockstep.rl.rollouts.sampling import Draws, Sampling
+from lockstep.rl.rollouts.sampling import Recorded, Sampling, open_graders
 from lockstep.rl.scoring.value_head import train_settings
 from lockstep.rl.setup import (
     Parts,
@@ -50,7 +50,7 @@ def reinforce(
     return _reinforce(config, environment, progress, on_metrics)
 
 
-def compute_again(config: RLConfig, environment: Environment | None, step: int, recorded: Draws | None) -> None:
+def compute_again(config: RLConfig, environment: Environment | None, step: int, recorded: Recorded | None) -> None:
     """Computes only `step`, from the checkpoint before it in `config.output`, and writes metrics and rollouts there.
 
     Its rollouts are those of `recorded`, or sampled again if that is None. No validation, no checkpoint. Raises as
@@ -65,7 +65,7 @@ def _reinforce(
     progress: Progress | None,
     on_metrics: OnMetrics | None,
     only: int = 0,
-    recorded: Draws | None = None,
+    recorded: Recorded | None = None,
 ) -> Path:
     """The run, or `only` one step of it."""
     validate_run(config, RLConfig)
@@ -100,27 +100,26 @@ def _reinforce(
 
 
 def _open_task(
-    config: RLConfig, parts: Parts, trainer: Trainer, session: Session, recorded: Draws | None
+    config: RLConfig, parts: Parts, trainer: Trainer, session: Session, recorded: Recorded | None
 ) -> PolicyTask:
     """Opens what samples, which the session closes."""
     world, timeline, opened = session.world, session.timeline, session.opened
     # In one process the engine samples from the very tensors that the trainer's forward reads.
     generators = open_generators(config, world, parts.policy, parts.tokenizer, session.run.path, opened, timeline.moved)
     timeline.counters.append(lambda: generators.progress)
+    graders = open_graders(config, parts.environment, parts.is_given, session.run.path, timeline, opened)
+    replicas = Replicas(world, config.actors.separate)
     sampling = Sampling(
-        config, parts.environment, parts.is_given, parts.tokenizer, parts.rendering,
-        Replicas(world, config.actors.separate), generators, recorded, session.run.path, timeline, session.stop, opened,
-    )  # fmt: skip
+        config, parts.environment, parts.rendering, generators, replicas, graders, session.stop, recorded
+    )
     prefetcher = RolloutPrefetcher(
-        sampling.draw,
+        sampling,
         parts.prompts,
         generators.sampler,
         config.prompts_per_step,
         config.actors.max_staleness,
         generators.caching_sampler,
-        at_once=not sampling.talks,
-        recorded=recorded is not None,
-        oversampling=config.oversampling_factor,
+        config.oversampling_factor,
     )
     opened.callback(prefetcher.close)
     return PolicyTask(config, parts, trainer, generators, sampling, prefetcher, session)

@@ -98,8 +98,8 @@ class Replay:
         """What `lockstep replay` prints."""
         lines = [f"step {self.step}, recomputed from the checkpoint before it:"]
         for quantity in self.quantities:
-            found = f"{quantity.different} of {quantity.compared} differ" if quantity.different else "equal"
-            lines.append(f"  {quantity.name:32} {found}" + (f": {quantity.first}" if quantity.first else ""))
+            result = f"{quantity.different} of {quantity.compared} differ" if quantity.different else "equal"
+            lines.append(f"  {quantity.name:32} {result}" + (f": {quantity.first}" if quantity.first else ""))
         if any(quantity.name == "rewards" and quantity.different for quantity in self.quantities):
             lines.append(REWARDS_DIFFER)
         return "\n".join([*lines, "the recorded bits" if self.equal else "NOT the recorded bits"])
@@ -131,7 +131,7 @@ def replay(
             f"step {step} of {folder.path} was partly sampled from weights of earlier steps (actors.max_staleness), "
             "which its checkpoint does not contain; remove --sample"
         )
-    drawn = None if sample else _Drawn([rollout_of(line) for line in before])
+    rollouts = None if sample else _RecordedRollouts([rollout_of(line) for line in before])
     with tempfile.TemporaryDirectory(prefix="lockstep-replay-") as name:
         again = RunFolder(Path(name) / "run")
         config = _config(folder, step, again.path)
@@ -147,7 +147,7 @@ def replay(
         if step > 1:
             start = Path("checkpoints") / step_name(step - 1)
             (again.path / start).symlink_to((folder.path / start).resolve(), target_is_directory=True)
-        compute_again(config, environment, step, drawn)
+        compute_again(config, environment, step, rollouts)
         lines = before, read_lines(again.rollouts_path(step))
         metrics = next(m for m in read_metrics(again.metrics) if m["step"] == step)
     names = [name for name in OF_ROLLOUTS if sample or name not in SAMPLED]
@@ -161,19 +161,19 @@ def replayable(run: Path) -> list[int]:
     return [s for s in sorted(steps) if folder.rollouts_path(s).is_file() and (s == 1 or _can_resume(run, s - 1))]
 
 
-class _Drawn:
+class _RecordedRollouts:
     """Recorded rollouts, returned group by group as the examples of a step are requested."""
 
     def __init__(self, rollouts: Sequence[Rollout]):
-        self._rollouts, self._asked = rollouts, 0
+        self._rollouts, self._requested = rollouts, 0
 
-    def __call__(self, asked: Sequence[Example]) -> list[Rollout]:
-        """Nothing for stragglers, or for requests beyond the record, which changed rewards can lead to."""
-        before, self._asked = self._asked, self._asked + len(asked)
+    def __call__(self, examples: Sequence[Example]) -> list[Rollout]:
+        """No rollouts for stragglers, and for requests beyond the record, which changed rewards can lead to."""
+        first, self._requested = self._requested, self._requested + len(examples)
         return [
-            dataclasses.replace(rollout, example=asked[rollout.group - before], group=rollout.group - before)
+            dataclasses.replace(rollout, example=examples[rollout.group - first], group=rollout.group - first)
             for rollout in self._rollouts
-            if before <= rollout.group < self._asked
+            if first <= rollout.group < self._requested
         ]
 
 
@@ -221,8 +221,8 @@ def _can_resume(run: Path, step: int) -> bool:
 
 def _counted(recorded: list[dict[str, Any]], again: list[dict[str, Any]]) -> Quantity:
     difference = abs(len(recorded) - len(again))
-    said = f"{len(recorded)} recorded, {len(again)} now" if difference else ""
-    return Quantity("rollouts", len(recorded), difference, said)
+    first = f"{len(recorded)} recorded, {len(again)} now" if difference else ""
+    return Quantity("rollouts", len(recorded), difference, first)
 
 
 def _compared_rollouts(name: str, recorded: list[dict[str, Any]], again: list[dict[str, Any]]) -> Quantity | None:
@@ -236,14 +236,14 @@ def _compared_rollouts(name: str, recorded: list[dict[str, Any]], again: list[di
         for field in fields
         if _bits(before.get(field)) != _bits(now.get(field))
     ]
-    said = ""
+    first = ""
     if different:
         index, field, before, now = different[0]
         if isinstance(before, list) and isinstance(now, list):
             place = next((i for i, pair in enumerate(zip(before, now)) if _bits(pair[0]) != _bits(pair[1])), len(now))
             field, before, now = f"{field}[{place}]", before[place : place + 1], now[place : place + 1]
-        said = f"line {index + 1}, {field}: {_short(before)} recorded, {_short(now)} now"
-    return Quantity(name, len(recorded), len({index for index, *_ in different}), said)
+        first = f"line {index + 1}, {field}: {_short(before)} recorded, {_short(now)} now"
+    return Quantity(name, len(recorded), len({index for index, *_ in different}), first)
 
 
 def _compared_metrics(recorded: dict[str, Any], again: dict[str, Any]) -> list[Quantity]:
@@ -251,15 +251,15 @@ def _compared_metrics(recorded: dict[str, Any], again: dict[str, Any]) -> list[Q
     names = [name for name in recorded if not name.startswith(NOT_COMPARED)]
     different = [name for name in names if _bits(recorded[name]) != _bits(again.get(name))]
 
-    def said(name: str) -> str:
+    def difference(name: str) -> str:
         return f"{recorded[name]!r} recorded, {again.get(name)!r} now"
 
     alone = [
-        Quantity(name, 1, int(name in different), said(name) if name in different else "")
+        Quantity(name, 1, int(name in different), difference(name) if name in different else "")
         for name in ("loss", "grad_norm")
     ]
     others = [name for name in different if name not in ("loss", "grad_norm")]
-    first = f"{others[0]} {said(others[0])}" if others else ""
+    first = f"{others[0]} {difference(others[0])}" if others else ""
     return [*alone, Quantity("other metrics", len(names) - 2, len(others), first)]
 
 

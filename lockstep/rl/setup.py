@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, replace
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -26,21 +24,17 @@ from lockstep.rl.generators.refusals import refuse_on_ranks
 from lockstep.rl.rollouts.metrics import summarize
 from lockstep.rl.rollouts.prompt_balance import prompt_balance
 from lockstep.rl.rollouts.prompts import PromptLoader, examples_of, refuse_other_examples
-from lockstep.rl.rollouts.records import Rollout
-from lockstep.rl.rollouts.replicas import Replicas
+from lockstep.rl.scoring.forward import ForwardPasses, Scorer
 from lockstep.rl.scoring.reference import (
+    ReferenceScorer,
+    TeacherScorer,
     WithoutAdapter,
-    assign_reference_scores,
-    assign_teacher_scores,
     is_own_base,
     load_reference,
     load_teacher,
 )
-from lockstep.rl.scoring.reward_model import RewardModel, assign_scores, load_reward_model
-from lockstep.rl.scoring.value_head import ValueHead, assign_values, make_critic, refuse_run_without_values
-
-Score = Callable[[Sequence[Rollout]], None]
-"""Assigns scores to rollouts."""
+from lockstep.rl.scoring.reward_model import RewardModel, RewardModelScorer, load_reward_model
+from lockstep.rl.scoring.value_head import ValueHead, ValueScorer, make_critic, refuse_run_without_values
 
 
 @dataclass(frozen=True)
@@ -81,34 +75,24 @@ def load_parts(config: RLConfig, environment: Environment, is_given: bool, world
     )  # fmt: skip
 
 
-def scorers(
-    config: RLConfig, parts: Parts, generators: Generators, replicas: Replicas, moved: Callable[[], None]
-) -> list[Score]:
-    """What scores a step's rollouts before their advantages. moved: called after each micro-batch."""
-    shared: dict[str, Any] = {"config": config, "replicas": replicas, "moved": moved}
+def scorers(config: RLConfig, parts: Parts, generators: Generators, forward: ForwardPasses) -> list[Scorer]:
+    """What scores a step's rollouts before their advantages."""
     reference = WithoutAdapter(generators.policy) if is_own_base(config) else parts.reference
-    scores: list[Score] = []
+    scorers: list[Scorer] = []
     if reference:
-        scores.append(partial(assign_reference_scores, reference=reference, **shared))
+        scorers.append(ReferenceScorer(reference, config.temperature, forward))
     if parts.teacher:
-        scores.append(partial(assign_teacher_scores, teacher=parts.teacher, **shared))
+        scorers.append(TeacherScorer(parts.teacher, config.temperature, forward))
     if parts.value_head:
-        scores.append(partial(assign_values, model=generators.policy, critic=parts.value_head, **shared))
-    return scores
+        scorers.append(ValueScorer(generators.policy, parts.value_head, forward))
+    return scorers
 
 
-def reward_scorer(config: RLConfig, parts: Parts, replicas: Replicas, moved: Callable[[], None]) -> Score | None:
+def reward_scorer(config: RLConfig, parts: Parts, forward: ForwardPasses) -> RewardModelScorer | None:
     """What adds the reward model's scores to the rewards of rollouts; None without a reward model."""
     if parts.reward_model is None:
         return None
-    return partial(
-        assign_scores,
-        reward_model=parts.reward_model,
-        rendering=parts.rendering,
-        config=config,
-        replicas=replicas,
-        moved=moved,
-    )
+    return RewardModelScorer(parts.reward_model, parts.rendering, config.reward_model_weight, forward)
 
 
 def named_environment(config: RLConfig, environment: Environment | None) -> tuple[RLConfig, Environment]:

@@ -9,16 +9,20 @@ from typing import Any
 from lockstep.config import RLConfig, algorithm_of
 from lockstep.rl.generators.protocol import Generators
 from lockstep.rl.grading import Outcome, refuse_too_many
-from lockstep.rl.rollouts.collect import assign_advantages, charge_overlong
+from lockstep.rl.rollouts.advantages import assign_advantages
 from lockstep.rl.rollouts.ledger import Ledger
-from lockstep.rl.rollouts.metrics import Stopwatch, accepted, due, rollout_metrics, staleness_metrics
-from lockstep.rl.rollouts.packing import PolicyBatch, PolicyLoss, masking_metrics, packing_metrics, policy_batches
-from lockstep.rl.rollouts.prefetcher import Drawn, RolloutPrefetcher
+from lockstep.rl.rollouts.metrics import Stopwatch, due, rollout_metrics, staleness_metrics
+from lockstep.rl.rollouts.packing import PolicyBatch, packing_metrics, packing_of, policy_batches
+from lockstep.rl.rollouts.prefetcher import RolloutPrefetcher, SampledRound
 from lockstep.rl.rollouts.records import Rollout
+from lockstep.rl.rollouts.rewards import charge_overlong
 from lockstep.rl.rollouts.run_records import RunRecords
 from lockstep.rl.rollouts.sampling import Sampling
-from lockstep.rl.rollouts.shares import own_batches, share_findings, token_budget
+from lockstep.rl.rollouts.shares import batches_of_rank, token_budget
+from lockstep.rl.scoring.forward import ForwardPasses
+from lockstep.rl.scoring.policy_loss import PolicyLoss
 from lockstep.rl.scoring.reference import moving_average
+from lockstep.rl.scoring.routes import require_routes
 from lockstep.rl.scoring.stage_routes import routes_on_stages
 from lockstep.rl.scoring.value_head import value_metrics
 from lockstep.rl.setup import Parts, reward_scorer, scorers
@@ -47,13 +51,15 @@ class PolicyTask:
         self.parts, self.trainer, self.generators = parts, trainer, generators
         self.sampling, self.prefetcher = sampling, prefetcher
         self.timeline, self.run = session.timeline, session.run
-        self.scorers = scorers(config, parts, generators, sampling.replicas, self.timeline.moved)
-        self.score_rewards = reward_scorer(config, parts, sampling.replicas, self.timeline.moved)
+        forward = ForwardPasses(config.train.tokens_per_microbatch, sampling.replicas, self.timeline.moved)
+        self.scorers = scorers(config, parts, generators, forward)
+        self.reward_scorer = reward_scorer(config, parts, forward)
+        self.packing = packing_of(config)
         self.average = moving_average(config, parts.reference, trainer)
         self.records = RunRecords(session, config.router_replay)
         self.bad_steps = BadSteps(config.faults, session.run.path, parts.tokenizer)
         self.validation = Validation(
-            parts.held_out, parts.environment, sampling, self.records, self.timeline, self.score_rewards
+            parts.held_out, parts.environment, sampling, self.records, self.timeline, self.reward_scorer
         )
         self.observers: list[StepObserver] = []
         finishes = config.actors.on_update == "finish"
@@ -73,15 +79,18 @@ class PolicyTask:
         """Samples, and updates the weights `updates_per_batch` times on what it has sampled."""
         self.clock = Stopwatch(self.timeline)
         groups = self.sample(step)
-        for score in self.scorers:
-            score(groups.trained)
+        for scorer in self.scorers:
+            with self.sampling.scoring():
+                scorer.score(groups.trained)
         assign_advantages(groups.trained, self.algorithm)
         if self.algorithm.advantage == "best":
             groups.keep_best()
         world, model = self.trainer.world, self.trainer.model
-        budget = token_budget(groups.trained, self.config, world)
-        batches = policy_batches(groups.trained, self.config, world.device, budget, version=step - 1)
-        share = own_batches(batches, self.config, world, model)
+        if self.config.router_replay:
+            require_routes(groups.trained, model.config)
+        budget = token_budget(groups.trained, self.packing, world)
+        batches = policy_batches(groups.trained, self.packing, world.device, budget, version=step - 1)
+        share = batches_of_rank(batches, self.packing, world, model)
         self.sampling.raise_if_interrupted()
         self.generators.pause()
         metrics = self.update(step, batches, share)
@@ -107,7 +116,7 @@ class PolicyTask:
             if not groups.missing:
                 break
         refuse_too_many(outcomes, self.config.rewards.failure_limit)
-        groups.keep_some()
+        groups.restore_if_empty()
         charge_overlong(groups.rollouts, self.config.max_new_tokens, self.algorithm.overlong_share)
         return groups
 
@@ -115,20 +124,22 @@ class PolicyTask:
         """One round of a step's sampling, graded: rollouts, the positions of their prompts, outcomes of the rewards."""
         clock, sampling = self.clock, self.sampling
         clock.begin("time/generate", sampling.waits_for, sampling.seconds)
-        drawn, outcomes = Drawn([], [], []), list[Outcome]()
+        sampled, outcomes = SampledRound([], [], []), list[Outcome]()
+        sample = self.prefetcher.take_round(step, extra_round, missing)
         with suppress(Interrupted):
             with sampling.interruptible():
-                drawn = self.prefetcher.drawn(step, extra_round, missing)
+                sampled = sample()
             clock.begin("time/reward", patience=sampling.grading_seconds)
-            outcomes = sampling.grade(drawn.rollouts)
+            outcomes = sampling.grade(sampled.rollouts)
         clock.begin("time/wait", sampling.other_ranks)
-        rollouts, outcomes = sampling.gather(drawn.examples, drawn.rollouts, outcomes)
-        if self.score_rewards:
+        rollouts, outcomes = sampling.gather(sampled.examples, sampled.rollouts, outcomes)
+        if self.reward_scorer:
             clock.begin("time/reward", patience=sampling.grading_seconds)
-            self.score_rewards(rollouts)
+            with sampling.scoring():
+                self.reward_scorer.score(rollouts)
         self.timeline.message = f"{len(rollouts)} rollouts, graded"
         clock.begin("time/train")
-        return rollouts, drawn.places, outcomes
+        return rollouts, sampled.places, outcomes
 
     def update(self, step: int, batches: Sequence[PolicyBatch], share: Sequence[PolicyBatch]) -> Metrics:
         """Updates the weights on a step's micro-batches, of which this rank computes `share`.
@@ -138,14 +149,22 @@ class PolicyTask:
         """
         metrics: Metrics = {}
         for update in range(self.config.updates_per_batch):
-            loss = PolicyLoss(self.config, compare=update == 0, critic=self.parts.value_head)
+            loss = PolicyLoss(
+                self.algorithm,
+                self.config.temperature,
+                compare=update == 0,
+                mask_truncated=self.config.mask_truncated_completions,
+                replay_routes=self.config.router_replay,
+                critic=self.parts.value_head,
+            )
             with routes_on_stages(loss, self.trainer.model, share):
                 metrics |= self.trainer.step(share, loss)
-            share_findings(loss, batches, share, self.sampling.replicas)
+            loss.combine_ranks(batches, share, self.sampling.replicas)
             metrics |= loss.metrics()
             self.bad_steps.check(step, self.trainer)
             if update == 0:
-                metrics |= accepted(loss.parity, self.config, step, self.generators.policy_while_paused).metrics()
+                loss.parity.require_equal(step, self.config.on_parity_error, self.generators.policy_while_paused)
+                metrics |= loss.parity.metrics()
                 metrics["policy/ratio_first_max"] = loss.ratio_max
         if self.average:
             self.average.update()
@@ -154,7 +173,7 @@ class PolicyTask:
     def step_metrics(self, step: int, groups: Ledger, batches: Sequence[PolicyBatch]) -> Metrics:
         """What the parts of a finished step report."""
         packed = (rollout for batch in batches for rollout in batch.rollouts)
-        metrics: Metrics = packing_metrics(batches) | masking_metrics(batches, self.config)
+        metrics: Metrics = packing_metrics(batches, self.packing)
         metrics |= rollout_metrics(groups.rollouts) | groups.metrics(packed) | self.clock.metrics()
         metrics |= staleness_metrics(groups.trained, step) | self.generators.metrics() | self.prefetcher.metrics()
         metrics |= value_metrics(groups.trained) | self.sampling.replicas.metrics()

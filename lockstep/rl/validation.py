@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from contextlib import suppress
 
 from lockstep.observe import Timeline
@@ -11,6 +11,7 @@ from lockstep.rl.rollouts.metrics import validation_metrics
 from lockstep.rl.rollouts.records import Rollout
 from lockstep.rl.rollouts.run_records import RunRecords
 from lockstep.rl.rollouts.sampling import Sampling
+from lockstep.rl.scoring.reward_model import RewardModelScorer
 from lockstep.run.stop import Interrupted
 from lockstep.run.task import Metrics
 
@@ -25,11 +26,11 @@ class Validation:
         sampling: Sampling,
         records: RunRecords,
         timeline: Timeline,
-        score: Callable[[Sequence[Rollout]], None] | None = None,
+        reward_scorer: RewardModelScorer | None = None,
     ):
-        """score: adds a reward model's scores; None: there is none."""
+        """reward_scorer: None without a reward model."""
         self.held_out, self._environment, self._sampling = held_out, environment, sampling
-        self._records, self._timeline, self._score = records, timeline, score
+        self._records, self._timeline, self._reward_scorer = records, timeline, reward_scorer
 
     def run(self, step: int) -> Metrics:
         """Writes the rollouts of the validation after `step`; returns its metrics.
@@ -42,7 +43,8 @@ class Validation:
             rollouts = sampling.evaluate(self.held_out)
         with timeline.span("wait", sampling.other_ranks):
             rollouts, _ = sampling.gather(self.held_out, rollouts)
-        if self._score:
-            self._score(rollouts)
+        if self._reward_scorer:
+            with sampling.scoring():
+                self._reward_scorer.score(rollouts)
         self._records.write_validation(step, rollouts)
         return validation_metrics(rollouts, self._environment)

@@ -214,7 +214,7 @@ def test_recipes_are_within_their_bounds():
             assert list(bound_problems(recipe())) == []
 
 
-def test_the_schedules_that_are_known_are_those_that_there_are():
+def test_the_known_schedules_are_the_implemented_ones():
     assert list(pipeline_schedule.SCHEDULES) == list(SCHEDULES)
 
 
@@ -334,7 +334,7 @@ def test_one_value_is_no_list_and_nothing_is_no_text(tmp_path, name, value, mess
         from_toml(tmp_path / "c.yaml", PretrainConfig())
 
 
-def test_a_run_takes_its_own_settings_and_no_estimate(tmp_path):
+def test_a_run_refuses_the_settings_of_another_command_and_dry_runs(tmp_path):
     for run, config in ((pretrain, RLConfig()), (pretrain, {}), (finetune, PretrainConfig()), (reinforce, SFTConfig())):
         with pytest.raises(UserError, match=r"this run takes a \w+Config, not "):
             run(config)
@@ -343,16 +343,16 @@ def test_a_run_takes_its_own_settings_and_no_estimate(tmp_path):
             run(config)
 
 
-def test_what_to_do_about_a_folder_is_not_taken_from_a_file_and_that_is_said(tmp_path, capsys):
+def test_how_to_treat_the_folder_is_ignored_in_a_file_with_a_warning(tmp_path, capsys):
     (tmp_path / "c.yaml").write_text("overwrite: true\ndry_run: 4\nsteps: 0\nresume: false\n")
     (tmp_path / "t.txt").write_text("some text to learn from. " * 50)
     arguments = ["--model", "qwen3:micro", "--data", str(tmp_path / "t.txt"), "--output", str(tmp_path / "run")]
     length = ["--tokens-per-step", "256", "--sequence-length", "32"]
     assert main(["pretrain", "--config", str(tmp_path / "c.yaml"), *arguments, *length]) == 0
-    said = capsys.readouterr().err
+    printed = capsys.readouterr().err
     for name in ("overwrite", "dry_run"):
-        assert f"c.yaml: {name} is ignored in a file; give it on the command line" in said
-    assert "resume is not taken" not in said
+        assert f"c.yaml: {name} is ignored in a file; give it on the command line" in printed
+    assert "resume is not taken" not in printed
 
 
 def test_a_long_template_is_no_file_that_overwriting_could_delete():
@@ -368,13 +368,13 @@ COMMANDS = {
 def test_a_run_of_another_command_is_not_resumed(tmp_path, capsys, command, other):
     (tmp_path / "config.toml").write_text(to_toml(COMMANDS[other](output=str(tmp_path))))
     assert main([command, "--resume", "--output", str(tmp_path)]) == 2
-    said = capsys.readouterr().err
-    assert f"{tmp_path}: is a run of lockstep {other}, which lockstep {command} cannot resume" in said
-    assert f"continue it with lockstep {other} --resume --output {tmp_path}" in said
+    printed = capsys.readouterr().err
+    assert f"{tmp_path}: is a run of lockstep {other}, which lockstep {command} cannot resume" in printed
+    assert f"continue it with lockstep {other} --resume --output {tmp_path}" in printed
     assert recorded_run(tmp_path, COMMANDS[other]()) is not None
 
 
-def test_a_recorded_run_and_a_file_with_a_setting_of_an_old_name_are_answered_with_the_new_one(tmp_path, capsys):
+def test_an_old_name_of_a_setting_in_a_recorded_run_or_a_file_is_answered_with_the_new_name(tmp_path, capsys):
     old = to_toml(RLConfig(output=str(tmp_path))).replace("updates_per_batch", "inner_steps")
     (tmp_path / "config.toml").write_text(old)
     message = 'config.toml: unknown key "inner_steps". In Lockstep it is updates_per_batch'

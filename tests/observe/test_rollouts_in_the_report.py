@@ -65,7 +65,7 @@ def _run(folder, **steps):
     return run.path
 
 
-def test_a_token_has_a_colour_for_each_figure_that_is_known_of_it(tmp_path):
+def test_a_token_has_a_colour_for_each_known_value(tmp_path):
     text = "ab\n"
     lines = [
         _line(0, text, 1.0, log_probs=[-0.5, -2.0, -8.0], entropies=[0.0, 1.0, 4.0],
@@ -131,7 +131,7 @@ def test_what_cannot_be_read_is_left_out_of_the_report(tmp_path, damage):
     assert "held out" in text and "whole" in text and "odd 0" in text and "0 of 5" in text
 
 
-def test_the_first_a_middle_and_the_last_step_are_shown_or_those_that_are_asked_for(tmp_path):
+def test_the_first_a_middle_and_the_last_step_are_shown_or_requested_ones(tmp_path):
     steps = {f"step{n}": [_line(g, f"{n}{g}", a) for g in range(9) for a in (0.5, 0.1, -0.5)] for n in range(1, 12)}
     run = _run(tmp_path / "run", **steps)
     assert [one.step for one in shown_steps(run)] == [1, 6, 11]
@@ -196,7 +196,7 @@ def test_a_long_curve_keeps_its_ends_and_its_spikes():
     assert _thinned([1, 2, 3], [0.5, 0.1, 0.2]) == ([1, 2, 3], [0.5, 0.1, 0.2])
 
 
-def test_a_token_view_colours_the_models_tokens_by_their_own_figures():
+def test_a_token_view_colours_the_models_tokens_by_their_values():
     rollout = {
         "token_ids": list(b"abcdef"), "sampled": [0, 1, 0, 0, 1, 1], "log_probs": [-1.0, -2.0, -3.0],
         "advantage": 0.0, "token_advantages": [0.25, 0.5, 1.0], "entropies": [0.4, 0.8, 1.2],

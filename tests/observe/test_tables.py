@@ -89,8 +89,8 @@ def test_a_tracker_that_takes_no_tables_is_named_once_and_keeps_its_metrics(tmp_
         sink.write(step, {"loss": 1.0})
     sink.close()
     assert Tracker.metrics == [*range(1, 10)] and Tracker.tables == [*range(1, 1 + PATIENCE)]
-    (said,) = caplog.messages
-    assert "observe.wandb failed to write the table rollout/samples at step 3 (no such type)" in said
+    (message,) = caplog.messages
+    assert "observe.wandb failed to write the table rollout/samples at step 3 (no such type)" in message
 
 
 def test_tables_are_for_trackers_alone(tmp_path):

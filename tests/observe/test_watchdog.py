@@ -73,7 +73,7 @@ def test_the_rank_that_stopped_is_named(tmp_path, how):
             process.kill()
 
 
-def test_a_run_that_goes_on_is_left_alone_and_its_files_are_removed(tmp_path):
+def test_a_run_that_makes_progress_is_not_ended_and_its_files_are_removed(tmp_path):
     timeline = Timeline()
     with Heartbeat(tmp_path, "rank_0", timeline, 0.05) as heartbeat, Watchdog(heartbeat, 0, 2, 0.5):
         for step in range(8):
@@ -170,7 +170,7 @@ def test_a_process_is_not_blamed_for_the_time_that_it_was_stopped_itself(tmp_pat
         rank.kill()
 
 
-def test_an_error_that_ended_an_actor_is_kept_and_its_next_run_forgets_it(tmp_path):
+def test_an_error_that_ended_an_actor_is_recorded_until_its_next_run(tmp_path):
     with pytest.raises(ValueError), Heartbeat(tmp_path, "rank_0", Timeline()):
         raise ValueError("no such\nthing")
     actor = read_actors(tmp_path)["rank_0"]

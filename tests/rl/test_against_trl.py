@@ -9,9 +9,10 @@ from lockstep import build_model
 from lockstep.config import RLConfig, TrainConfig
 from lockstep.model import ModelConfig, hugging_face_name
 from lockstep.rl import Example
-from lockstep.rl.rollouts.packing import PolicyLoss, masking_metrics, policy_batches
+from lockstep.rl.rollouts.packing import packing_metrics, packing_of
 from lockstep.rl.rollouts.records import Conversation, Rollout, Scores
 from tests.rl import trl_step as trl
+from tests.rl.losses import batches_of, loss_of
 
 
 @pytest.fixture(scope="module")
@@ -50,16 +51,16 @@ def test_loss_and_gradient_of_a_step_are_those_of_trl(theirs, kind, masked, toke
         )
         rollout.scores.reference_logprobs = [trl.reference_log_prob(row, position) for position in range(len(tokens))]
         rollouts.append(rollout)
-    model, step = _model(), PolicyLoss(config, compare=False)
+    model, step = _model(), loss_of(config, compare=False)
     loss = 0.0
-    batches = policy_batches(rollouts, config)
+    batches = batches_of(rollouts, config)
     for batch in batches:
         part = step(model, batch)
         part.backward()
         loss += float(part.detach())
     assert len(batches) == (1 if tokens_per_microbatch == 1000 else 3)
     assert 0.1 < step.metrics()["policy/clip_fraction"] < 0.9, "some tokens are clipped, others not"
-    assert masking_metrics(batches, config) == ({"rollout/masked_tokens": 5} if masked else {})
+    assert packing_metrics(batches, packing_of(config)).get("rollout/masked_tokens") == (5 if masked else None)
     expected = theirs[kind, masked]
     # TRL's model is in float64, ours in float32: measured are 5.4e-7 of the loss (TRL's own float32: 1.1e-6), and
     # of a parameter's gradient 3e-6 of its norm and 2.3e-5 along a direction, where terms cancel.
@@ -76,8 +77,8 @@ def test_a_step_of_truncated_completions_alone_moves_nothing():
     for average in ("token", "sequence", "budget"):
         config = RLConfig(model="none", loss_average=average, mask_truncated_completions=True)
         rollout = Rollout(Example("p"), 0, [1, 2], [5, 6], [-2.0, -2.0], "length", "", 0, scores=Scores(advantage=1.0))
-        (batch,) = policy_batches([rollout], config)
-        model, step = _model(), PolicyLoss(config, compare=False)
+        (batch,) = batches_of([rollout], config)
+        model, step = _model(), loss_of(config, compare=False)
         step(model, batch).backward()
         assert all(not parameter.grad.any() for parameter in model.parameters())
         assert all(math.isfinite(value) for value in step.metrics().values())
@@ -91,8 +92,8 @@ def test_metrics_of_a_step_are_those_of_what_is_not_masked():
             Rollout(Example("p"), 0, [1, 2], [5 + n, 6], [-2.0, -2.0 - n], reason, "", 0, scores=Scores(advantage=1.0))
             for n, reason in enumerate(reasons)
         ]
-        step = PolicyLoss(config, compare=False)
-        for batch in policy_batches(rollouts, config):
+        step = loss_of(config, compare=False)
+        for batch in batches_of(rollouts, config):
             step(_model(), batch)
         return step.metrics()
 
@@ -115,5 +116,5 @@ def test_a_conversation_is_truncated_if_its_last_reply_is():
 
     config = RLConfig(model="none", loss_average="token", mask_truncated_completions=True)
     rollouts = [*rows(0, "length", "stop"), *rows(1, "stop", "length")]
-    weights = {id(r): batch.weights for batch in policy_batches(rollouts, config, budget=1) for r in batch.rollouts}
+    weights = {id(r): batch.weights for batch in batches_of(rollouts, config, budget=1) for r in batch.rollouts}
     assert [weights[id(r)].tolist() for r in rollouts] == [[0.25, 0.25], [0.25, 0.25], [0.0, 0.0], [0.0, 0.0]]

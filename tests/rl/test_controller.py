@@ -241,10 +241,10 @@ def test_a_run_that_learns_nothing_says_so(tmp_path, model_folder, caplog):
 
 
 def test_a_difference_stops_the_run_with_the_token_and_both_values(tmp_path, model_folder, monkeypatch):
-    from lockstep.rl.rollouts import packing as batch
+    from lockstep.rl.scoring import policy_loss
 
     (tmp_path / "my_task.py").write_text(TASK)
-    exact = batch.target_log_probs
+    exact = policy_loss.target_log_probs
 
     def off_by_a_bit(*given):
         log_probs, entropy = exact(*given)
@@ -253,7 +253,7 @@ def test_a_difference_stops_the_run_with_the_token_and_both_values(tmp_path, mod
         return log_probs + (off - log_probs.detach()), entropy
 
     # The bits do agree, so the one that differs has to be made.
-    monkeypatch.setattr(batch, "target_log_probs", off_by_a_bit)
+    monkeypatch.setattr(policy_loss, "target_log_probs", off_by_a_bit)
     changes = dict(environment=f"{tmp_path / 'my_task.py'}:Vowels", steps=1)
     with pytest.raises(
         ParityError, match=r"step 1: 1 of \d+ .* token \d+ at position \d+ .*generator -\d.*trainer -\d"

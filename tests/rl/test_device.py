@@ -15,9 +15,9 @@ from lockstep.rl.algorithms import PolicyLossInputs, policy_loss
 from lockstep.rl.environments.digit_sum import DigitSum
 from lockstep.rl.environments.protocol import Example
 from lockstep.rl.reinforce import reinforce
-from lockstep.rl.rollouts.packing import policy_batches
 from lockstep.rl.rollouts.records import Rollout, Scores
 from lockstep.rl.setup import announce_start
+from tests.rl.losses import batches_of
 
 
 def test_a_batch_and_its_loss_are_on_the_device_that_is_given():
@@ -27,7 +27,7 @@ def test_a_batch_and_its_loss_are_on_the_device_that_is_given():
         Rollout(example, 0, [1, 2, 3], [4] * n, [-0.5] * n, "stop", "text", 0, scores=Scores(advantage=1.0))
         for n in (2, 5)
     ]
-    (batch,) = policy_batches(rollouts, RLConfig(model="m"), device="meta")
+    (batch,) = batches_of(rollouts, RLConfig(model="m"), device="meta")
     tensors = [batch.old_log_probs, batch.advantages, batch.weights, batch.row.tokens, batch.row.targets]
     assert {t.device.type for t in tensors} == {"meta"} and len(batch.old_log_probs) == 7
     log_probs = torch.empty(7, device="meta", requires_grad=True)

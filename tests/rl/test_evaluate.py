@@ -85,10 +85,10 @@ def test_the_figures_are_those_of_the_validation_of_a_run_on_the_same_weights(tm
         line.pop("version")
     assert own == recorded and len(own) == 12 * settings.get("samples_per_prompt", 1)
     metrics = _lines(run / "metrics.jsonl")[-1]
-    assert metrics["validation/accuracy"] == result.figures.pass_at[1].mean
-    assert metrics["validation/accuracy_stderr"] == result.figures.pass_at[1].standard_error
-    assert metrics["validation/reward"] == result.figures.reward.mean
-    assert metrics["validation/length"] == result.figures.rewards["length"].mean
+    assert metrics["validation/accuracy"] == result.metrics.pass_at[1].mean
+    assert metrics["validation/accuracy_stderr"] == result.metrics.pass_at[1].standard_error
+    assert metrics["validation/reward"] == result.metrics.reward.mean
+    assert metrics["validation/length"] == result.metrics.rewards["length"].mean
     assert ("validation/pass@3" in metrics) == ("samples_per_prompt" in settings)
 
 
@@ -138,7 +138,7 @@ def test_without_right_answers_mean_rewards_are_compared_and_there_is_no_pass_at
             return len(completion.encode()) / 10
 
     evaluation = lockstep.evaluate(_eval(tmp_path, *folders[:2]), Length())
-    assert not evaluation.results[0].figures.pass_at
+    assert not evaluation.results[0].metrics.pass_at
     (compared,) = evaluation.comparisons
     rewards = [result.rewards_by_prompt for result in evaluation.results]
     assert compared.measure == "reward" and compared.test == "paired randomization test"
@@ -178,7 +178,7 @@ def test_rewards_that_fail_too_often_end_it_with_their_causes(tmp_path, folders)
         lockstep.evaluate(_eval(tmp_path, folders[0]), Broken())
     assert not (tmp_path / "eval/eval.json").exists()
     config = _eval(tmp_path, folders[0], rewards=RewardConfig(failure_limit=1.0))
-    assert lockstep.evaluate(config, Broken()).results[0].figures.reward is None
+    assert lockstep.evaluate(config, Broken()).results[0].metrics.reward is None
 
 
 @pytest.mark.parametrize(

@@ -104,7 +104,7 @@ def generator_spec(config: RLConfig, model: TrainableModel, world: World) -> Gen
             top_k=config.top_k,
             top_p=config.top_p,
             min_p=config.min_p,
-            routes=routes_form(config),
+            routes=routes_form(config.router_replay, config.actors.separate),
         ),
         device=config.device,
     )

@@ -28,12 +28,12 @@ def estimate(values: Sequence[Sequence[float]]) -> Estimate:
     The standard error is clustered by prompt (arXiv 2411.00640, section 2.2): samples of one prompt are not
     independent, so the prompts' means are the observations.
     """
-    means = [math.fsum(own) / len(own) for own in values]
+    means = [math.fsum(of_prompt) / len(of_prompt) for of_prompt in values]
     count = len(means)
     mean = math.fsum(means) / count
     if count < 2:
         return Estimate(mean, None)
-    variance = math.fsum((own - mean) ** 2 for own in means) / (count - 1)
+    variance = math.fsum((value - mean) ** 2 for value in means) / (count - 1)
     return Estimate(mean, math.sqrt(variance / count))
 
 

@@ -44,23 +44,23 @@ def eval_metrics(rollouts: Sequence[Rollout], environment: Environment, pass_at:
     A completion whose reward failed counts as a wrong answer if failures are zeros; otherwise it does not count.
     """
     episodes = episodes_of(rollouts)
-    prompts = [list(own) for _, own in groupby((rows[-1] for rows in episodes), key=lambda rollout: rollout.group)]
-    counting = [[r for r in own if r.scores.counts] for own in prompts]
-    graded = [[r.scores.rewards for r in own if not r.scores.failure] for own in prompts]
-    graded = [own for own in graded if own]
+    prompts = [list(group) for _, group in groupby((rows[-1] for rows in episodes), key=lambda rollout: rollout.group)]
+    counting = [[r for r in group if r.scores.counts] for group in prompts]
+    graded = [[r.scores.rewards for r in group if not r.scores.failure] for group in prompts]
+    graded = [group for group in graded if group]
     names = graded[0][0] if graded else {}
-    if other := next((rewards for own in graded for rewards in own if rewards.keys() != names.keys()), None):
+    if other := next((rewards for group in graded for rewards in group if rewards.keys() != names.keys()), None):
         raise UserError(
             f"the rewards of {type(environment).__name__} are {', '.join(names)} for one example, but "
             f"{', '.join(other)} for another; give every example the same names"
         )
-    from_environment = (r.scores.environment_rewards() for own in counting for r in own)
+    from_environment = (r.scores.environment_rewards() for group in counting for r in group)
     knows = any(environment.knows_correct(rewards) for rewards in from_environment if rewards)
-    right = [(sum(_is_right(r.scores, environment) for r in own), len(own)) for own in counting]
+    right = [(sum(_is_right(r.scores, environment) for r in group), len(group)) for group in counting]
     # The same prompts for every k.
-    whole = [(own, count) for own, count in right if count >= max(pass_at, default=1)]
-    enough = {k: [pass_at_k(count, own, k) for own, count in whole] for k in pass_at}
-    totals = [[r.scores.reward for r in own] for own in counting if own]
+    whole = [(correct, count) for correct, count in right if count >= max(pass_at, default=1)]
+    enough = {k: [pass_at_k(count, correct, k) for correct, count in whole] for k in pass_at}
+    totals = [[r.scores.reward for r in group] for group in counting if group]
     last = [rows[-1] for rows in episodes]
     return EvalMetrics(
         prompts=len(totals),
@@ -68,7 +68,7 @@ def eval_metrics(rollouts: Sequence[Rollout], environment: Environment, pass_at:
         right=right if knows else [],
         pass_at={k: estimate([[value] for value in values]) for k, values in enough.items() if values and knows},
         reward=estimate(totals) if totals else None,
-        rewards={name: estimate([[rewards[name] for rewards in own] for own in graded]) for name in names},
+        rewards={name: estimate([[rewards[name] for rewards in group] for group in graded]) for name in names},
         failed=dict(sorted(Counter(r.scores.failure for r in last if r.scores.failure).items())),
         truncated=sum(r.finish_reason == "length" for r in last) / max(1, len(last)),
         tokens_mean=sum(r.num_sampled for rows in episodes for r in rows) / max(1, len(last)),

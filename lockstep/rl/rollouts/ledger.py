@@ -1,4 +1,4 @@
-"""What happened to every prompt of a step: its group was trained on, or dropped for a cause; none was lost."""
+"""The groups of a step: each is trained on, or dropped for a recorded cause; none is lost."""
 
 from __future__ import annotations
 
@@ -11,9 +11,9 @@ from lockstep.errors import UserError
 from lockstep.rl.rollouts.records import Rollout, episodes_of
 
 FAILED_REWARDS = "failed_rewards"
-"""The reward failed; or so many in the group did that fewer than two are left to compare."""
+"""The reward failed, or fewer than two rewards of the group are left to compare because others failed."""
 STRAGGLERS = "stragglers"
-"""More groups were requested than wanted, and this one was not among the first to finish: it was discarded."""
+"""Discarded: more groups were requested than wanted, and this one was not among the first to finish."""
 
 
 class LedgerError(Exception):
@@ -24,35 +24,35 @@ class Ledger:
     """All rollouts of a step, including those of dropped groups, and which of them are trained on."""
 
     def __init__(self, wanted: int, recorded: bool = False) -> None:
-        """recorded: whether the rollouts were drawn by another run, in which case there may be too few."""
+        """recorded: whether the rollouts are those of another run, in which case there may be too few."""
         self.wanted = wanted
         """Groups to train on."""
         self._recorded = recorded
         self.rollouts: list[Rollout] = []
-        self._asked: list[int] = []
+        self._places: list[int] = []
         """The position of each group's prompt."""
-        self._stopped: list[int] = []
+        self._stragglers: list[int] = []
         """The groups without rollouts."""
 
-    def add(self, drawn: Sequence[Rollout], places: Sequence[int]) -> None:
-        """Adds graded rollouts, whose groups are numbered from 0 and are renumbered to follow those already held.
+    def add(self, rollouts: Sequence[Rollout], places: Sequence[int]) -> None:
+        """Adds the graded rollouts of a round, whose groups are numbered from 0, and renumbers them.
 
-        places: of the prompts of all groups that were requested. Raises LedgerError if there are fewer groups than were
-        missing and than were requested.
+        places: positions of the prompts of all groups that were requested. Raises LedgerError if there are fewer groups
+        than were missing and than were requested.
         """
-        came, before = {rollout.group for rollout in drawn}, len(self._asked)
-        if len(came) != min(self.missing, len(places)) and not self._recorded:
+        groups, before = {rollout.group for rollout in rollouts}, len(self._places)
+        if len(groups) != min(self.missing, len(places)) and not self._recorded:
             raise LedgerError(
-                f"{len(came)} groups came from {len(places)} prompts, but {self.missing} were missing; this is a bug "
+                f"{len(groups)} groups came from {len(places)} prompts, but {self.missing} were missing; this is a bug "
                 "in Lockstep"
             )
-        self._asked += places
-        self._stopped += [before + group for group in range(len(places)) if group not in came]
-        self.rollouts += [replace(rollout, group=before + rollout.group) for rollout in drawn]
+        self._places += places
+        self._stragglers += [before + group for group in range(len(places)) if group not in groups]
+        self.rollouts += [replace(rollout, group=before + rollout.group) for rollout in rollouts]
 
     @property
     def missing(self) -> int:
-        """Number of groups that still have to be drawn."""
+        """Number of groups that still have to be sampled."""
         return self.wanted - len({rollout.group for rollout in self.trained})
 
     @property
@@ -83,16 +83,16 @@ class Ledger:
     def keep_best(self) -> None:
         """Drops every rollout without an advantage, of an algorithm that trains on the best completions alone."""
         self.drop(lambda rollout: rollout.scores.advantage == 0, "not_best")
-        self.keep_some()
+        self.restore_if_empty()
 
-    def keep_some(self) -> None:
-        """If nothing is left, restores the first groups, up to `wanted`: the step is still made, with whatever has a
-        gradient then, such as the KL divergence. Raises UserError if all rewards failed."""
+    def restore_if_empty(self) -> None:
+        """If all groups are dropped, restores the first ones, up to `wanted`: the step then trains on what still has a
+        gradient, such as the KL divergence. Raises UserError if all rewards failed."""
         if self.trained:
             return
-        sound = sorted({rollout.group for rollout in self.rollouts if rollout.scores.dropped != FAILED_REWARDS})
+        valid = sorted({rollout.group for rollout in self.rollouts if rollout.scores.dropped != FAILED_REWARDS})
         for rollout in self.rollouts:
-            if rollout.group in sound[: self.wanted] and rollout.scores.dropped != FAILED_REWARDS:
+            if rollout.group in valid[: self.wanted] and rollout.scores.dropped != FAILED_REWARDS:
                 rollout.scores.dropped = ""
         if not self.trained:
             raise UserError(
@@ -105,34 +105,33 @@ class Ledger:
         trained = dict.fromkeys(rollout.group for rollout in self.trained)
         dropped: dict[str, list[int]] = {}
         for group, cause in self._causes().items():
-            dropped.setdefault(cause, []).append(self._asked[group])
-        return {"trained": [self._asked[group] for group in trained], "dropped": dropped}
+            dropped.setdefault(cause, []).append(self._places[group])
+        return {"trained": [self._places[group] for group in trained], "dropped": dropped}
 
     def _causes(self) -> dict[int, str]:
         """For each group that is not trained on, the cause."""
         trained = {rollout.group for rollout in self.trained}
         causes = {rollout.group: rollout.scores.dropped for rollout in self.rollouts if rollout.group not in trained}
-        return causes | dict.fromkeys(self._stopped, STRAGGLERS)
+        return causes | dict.fromkeys(self._stragglers, STRAGGLERS)
 
-    def metrics(self, given: Iterable[Rollout]) -> dict[str, float]:
-        """This step's prompts drawn, trained on, and dropped by cause, and completions trained on.
+    def metrics(self, packed: Iterable[Rollout]) -> dict[str, float]:
+        """This step's prompts sampled, trained on, and dropped by cause, and completions trained on.
 
-        given: the rollouts that the trainer was given. Raises LedgerError unless they are exactly those not dropped,
-        and drawn = trained + dropped.
+        packed: the rollouts of the trainer's micro-batches. Raises LedgerError unless they are exactly those not
+        dropped, and sampled = trained + dropped.
         """
         trained = {rollout.group for rollout in self.trained}
         causes = self._causes()
         dropped = Counter(causes.values())
-        if {id(rollout) for rollout in given} != {id(rollout) for rollout in self.trained} or len(self._asked) != len(
-            trained
-        ) + len(causes):
-            told = ", ".join(f"{count} {cause}" for cause, count in sorted(dropped.items())) or "none"
+        is_complete = len(self._places) == len(trained) + len(causes)
+        if not is_complete or {id(rollout) for rollout in packed} != {id(rollout) for rollout in self.trained}:
+            by_cause = ", ".join(f"{count} {cause}" for cause, count in sorted(dropped.items())) or "none"
             raise LedgerError(
-                f"{len(self._asked)} groups were drawn, {len(trained)} trained on and {len(causes)} dropped ({told}): "
-                "that does not add up, or the trainer was given other groups; this is a bug in Lockstep"
+                f"{len(self._places)} groups were drawn, {len(trained)} trained on and {len(causes)} dropped "
+                f"({by_cause}): that does not add up, or the trainer was given other groups; this is a bug in Lockstep"
             )
         return {
-            "groups/drawn": float(len(self._asked)),
+            "groups/drawn": float(len(self._places)),
             "groups/trained": float(len(trained)),
             **{f"groups/dropped/{cause}": float(count) for cause, count in sorted(dropped.items())},
             "rollout/completions_trained": float(len(episodes_of(self.trained))),

@@ -4,21 +4,16 @@ from __future__ import annotations
 
 import math
 import time
-import warnings
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from itertools import groupby
 from typing import Any
 
-from lockstep.config import RLConfig
-from lockstep.model import Decoder
 from lockstep.observe import Timeline
 from lockstep.rl.environments.protocol import Environment
 from lockstep.rl.rollouts.diversity import distinct_share, pairwise_overlap
 from lockstep.rl.rollouts.eval_metrics import eval_metrics
 from lockstep.rl.rollouts.records import Rollout, episodes_of
-from lockstep.rl.scoring.explain import in_words
-from lockstep.rl.scoring.parity import Parity, ParityError
 
 PERCENTILES = (10, 50, 90)
 
@@ -58,35 +53,22 @@ def due(step: int, every: int, last: int) -> bool:
     return step == last or (every > 0 and step % every == 0)
 
 
-def accepted(parity: Parity, config: RLConfig, step: int, model: Decoder | None) -> Parity:
-    """Stops the run, or warns, if a step's log-probabilities or routes differ but should not. Raises ParityError.
-
-    model: what finds the operator that differs, on all ranks together; None if there is nothing.
-    """
-    if (parity.tokens_different or parity.routes_different) and config.on_parity_error != "measure":
-        message = f"step {step}: {parity.in_words()}. " + in_words(model, parity.sequence)
-        if config.on_parity_error == "stop":
-            raise ParityError(message + "; set on_parity_error = warn to continue anyway")
-        warnings.warn(message, stacklevel=2)
-    return parity
-
-
 def rollout_metrics(rollouts: Sequence[Rollout]) -> dict[str, float]:
     """Means over a step's rollouts, by metric name; of rewards, over those that count.
 
     A conversation of several rows counts once, except for its tokens.
     """
     episodes = episodes_of(rollouts)
-    rows, rollouts = rollouts, [own[-1] for own in episodes]
+    rows, rollouts = rollouts, [of_episode[-1] for of_episode in episodes]
     counting = [r for r in rollouts if r.scores.counts]
     rewards = [r.scores.reward for r in counting]
     advantages = [r.scores.advantage for r in counting]
     count = len(rollouts)
     mean = math.fsum(rewards) / len(rewards)
     groups = [{r.scores.reward for r in group} for _, group in groupby(counting, key=lambda r: r.group)]
-    said = [
-        [[token for r in own for token in r.sampled_ids()] for own in group]
-        for _, group in groupby(episodes, key=lambda own: own[0].group)
+    tokens_by_group = [
+        [[token for r in of_episode for token in r.sampled_ids()] for of_episode in group]
+        for _, group in groupby(episodes, key=lambda of_episode: of_episode[0].group)
     ]
     return {
         "reward/mean": mean,
@@ -100,10 +82,10 @@ def rollout_metrics(rollouts: Sequence[Rollout]) -> dict[str, float]:
         "rollout/tokens": sum(r.num_sampled for r in rows),
         "rollout/prompt_tokens": sum(len(r.prompt_ids) for r in rows),
         "rollout/tokens_mean": sum(r.num_sampled for r in rows) / count,
-        **_percentiles("rollout/tokens", [sum(r.num_sampled for r in own) for own in episodes]),
+        **_percentiles("rollout/tokens", [sum(r.num_sampled for r in of_episode) for of_episode in episodes]),
         "rollout/truncated": sum(r.finish_reason == "length" for r in rollouts) / count,
-        "diversity/distinct": sum(map(distinct_share, said)) / len(said),
-        "diversity/overlap": sum(map(pairwise_overlap, said)) / len(said),
+        "diversity/distinct": sum(map(distinct_share, tokens_by_group)) / len(tokens_by_group),
+        "diversity/overlap": sum(map(pairwise_overlap, tokens_by_group)) / len(tokens_by_group),
         **_conversations(rows),
     }
 
@@ -124,19 +106,20 @@ def staleness_metrics(rollouts: Sequence[Rollout], step: int) -> dict[str, float
 
 def _conversations(rows: Sequence[Rollout]) -> dict[str, float]:
     """Metrics of conversations; empty if there are none."""
-    held = [own[-1].conversation for own in episodes_of(rows) if own[-1].conversation is not None]
-    if not held:
+    last_rows = [of_episode[-1] for of_episode in episodes_of(rows)]
+    conversations = [row.conversation for row in last_rows if row.conversation is not None]
+    if not conversations:
         return {}
     return {
-        "rollout/turns_mean": sum(c.turns for c in held) / len(held),
-        "rollout/tool_calls_mean": sum(c.tool_calls for c in held) / len(held),
-        "rollout/rows_mean": sum(r.num_sampled > 0 for r in rows) / len(held),
-        "rollout/limit_reached": sum(c.over for c in held) / len(held),
-        "rollout/environment_seconds": math.fsum(c.environment_seconds for c in held),
+        "rollout/turns_mean": sum(c.turns for c in conversations) / len(conversations),
+        "rollout/tool_calls_mean": sum(c.tool_calls for c in conversations) / len(conversations),
+        "rollout/rows_mean": sum(r.num_sampled > 0 for r in rows) / len(conversations),
+        "rollout/limit_reached": sum(c.over for c in conversations) / len(conversations),
+        "rollout/environment_seconds": math.fsum(c.environment_seconds for c in conversations),
         "rollout/environment_tokens": sum(len(r.token_ids) - r.num_sampled for r in rows),
         **{
-            f"rollout/tool_seconds/{_escaped(name)}": math.fsum(c.tool_seconds.get(name, 0.0) for c in held)
-            for name in sorted({name for c in held for name in c.tool_seconds})
+            f"rollout/tool_seconds/{_escaped(name)}": math.fsum(c.tool_seconds.get(name, 0.0) for c in conversations)
+            for name in sorted({name for c in conversations for name in c.tool_seconds})
         },
     }
 
@@ -147,18 +130,18 @@ def validation_metrics(rollouts: Sequence[Rollout], environment: Environment) ->
     With k completions per prompt, also pass@k over the prompts that have k.
     """
     samples = max(Counter(rows[-1].group for rows in episodes_of(rollouts)).values(), default=1)
-    figures = eval_metrics(rollouts, environment)
-    pass_at = figures.pass_at
+    evaluated = eval_metrics(rollouts, environment)
+    pass_at = evaluated.pass_at
     if samples > 1:
         pass_at = pass_at | eval_metrics(rollouts, environment, [samples]).pass_at
-    metrics = {f"validation/{_escaped(name)}": own.mean for name, own in figures.rewards.items()}
-    for k, own in pass_at.items():
+    metrics = {f"validation/{_escaped(name)}": reward.mean for name, reward in evaluated.rewards.items()}
+    for k, estimate in pass_at.items():
         name = "accuracy" if k == 1 else f"pass@{k}"
-        metrics[f"validation/{name}"] = own.mean
-        if own.standard_error is not None:
-            metrics[f"validation/{name}_stderr"] = own.standard_error
-    metrics["validation/reward"] = figures.reward.mean if figures.reward else 0.0
-    return metrics | {f"validation/failed/{cause}": count for cause, count in figures.failed.items()}
+        metrics[f"validation/{name}"] = estimate.mean
+        if estimate.standard_error is not None:
+            metrics[f"validation/{name}_stderr"] = estimate.standard_error
+    metrics["validation/reward"] = evaluated.reward.mean if evaluated.reward else 0.0
+    return metrics | {f"validation/failed/{cause}": count for cause, count in evaluated.failed.items()}
 
 
 def _means(rollouts: Sequence[Rollout]) -> dict[str, float]:
@@ -209,7 +192,7 @@ def summarize(metrics: Sequence[Mapping[str, Any]], updates_per_batch: int = 1) 
     )
     return {
         **{f"{n}_{end}": each[f"validation/{n}"] for end, each in validated.items() for n in measured},
-        # The environment's own name if there is only one reward.
+        # The reward's name in the environment if there is only one.
         "reward_name": rewards[0] if len(rewards) == 1 else "reward",
         "tokens": {
             "generated": sum(m.get("rollout/tokens", 0) for m in compared),

@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from itertools import groupby
 
 import torch
-from torch import Tensor
 
-from lockstep.config import RLConfig
 from lockstep.rl.rollouts.records import Rollout
 from lockstep.train.packing import PackedRow, first_fit_decreasing, pack_scored
 
@@ -20,9 +18,9 @@ class MicroBatchPlan:
 
     rollouts: list[Rollout] = field(default_factory=list)
     numbers: list[int] = field(default_factory=list)
-    """Index of each among the step's rollouts."""
+    """Index of each rollout among the step's."""
     left_out: list[int] = field(default_factory=list)
-    """For each, how many leading tokens it shares with the last rollout before it that leaves out none."""
+    """For each rollout, the number of leading tokens that it shares with the last one before it that shares none."""
     rows: int = 0
     """Tokens to compute: a completion's last one makes no prediction."""
 
@@ -36,15 +34,6 @@ class MicroBatchPlan:
         """Their tokens in one row, whose targets are the sampled ones."""
         sequences = [rollout.prompt_ids + rollout.token_ids for rollout in self.rollouts]
         return pack_scored(sequences, [rollout.targets() for rollout in self.rollouts], self.left_out, device)
-
-
-def shares_prompts(config: RLConfig) -> bool:
-    """Whether a prompt is computed once for the completions after it.
-
-    Its gradient is then summed over them first, which gives other bits than without. Ranks that share a row cannot do
-    so, and it is disabled with `train.deterministic_layout`.
-    """
-    return config.parallel.context == 1 and not config.train.deterministic_layout
 
 
 def microbatches(rollouts: Sequence[Rollout], budget: int, share_prompts: bool = True) -> list[MicroBatchPlan]:
@@ -79,25 +68,3 @@ def _runs(rollouts: Sequence[Rollout], budget: int, share_prompts: bool) -> Iter
                 run = MicroBatchPlan()
             run.add(rollout, number, shared if run.rollouts else 0)
         yield run
-
-
-@torch.no_grad()
-def score_sampled(
-    rollouts: Sequence[Rollout],
-    budget: int,
-    device: str | torch.device,
-    score: Callable[[PackedRow], Tensor],
-    moved: Callable[[], None] = lambda: None,
-) -> list[list[float]]:
-    """One number for each sampled token of each rollout, by a forward pass over micro-batches of at most `budget` rows.
-
-    score: the numbers of a row's targets, `[targets]`. A model's are bitwise those of each rollout alone. moved: called
-    after each micro-batch.
-    """
-    scores: list[list[float]] = [[] for _ in rollouts]
-    for members in microbatches(rollouts, budget):
-        of_row = score(members.packed(device)).split([rollout.num_sampled for rollout in members.rollouts])
-        for number, own in zip(members.numbers, of_row):
-            scores[number] = own.tolist()
-        moved()
-    return scores

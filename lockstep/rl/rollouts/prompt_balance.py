@@ -54,18 +54,18 @@ def prompt_balance(run: Path) -> PromptBalance | None:
         return None
     in_flight = state["ahead"]["prompts"]
     dropped = Counter({cause: 0 for line in lines for cause in line["dropped"]})
-    held = Counter(in_flight)
+    positions = Counter(in_flight)
     for line in lines:
-        held.update(line["trained"])
+        positions.update(line["trained"])
         for cause, places in line["dropped"].items():
             dropped[cause] += len(places)
-            held.update(places)
-    asked = state["prompts"]["position"] - state["prompts"]["left_out"]
+            positions.update(places)
+    requested = state["prompts"]["position"] - state["prompts"]["left_out"]
     return PromptBalance(
-        asked=asked,
+        asked=requested,
         trained=sum(len(line["trained"]) for line in lines),
         dropped=dict(dropped),
         in_flight=len(in_flight),
-        repeated=sum(count > 1 for count in held.values()),
-        lost=asked - len(held),
+        repeated=sum(count > 1 for count in positions.values()),
+        lost=requested - len(positions),
     )

@@ -39,8 +39,8 @@ class PromptLoader:
 
     def shared(self, others: Sequence[Example]) -> int:
         """How many of `others` have the same prompt and answer as one of the examples."""
-        own = {_question(example) for example in self.examples}
-        return sum(bool(example.prompt) and _question(example) in own for example in others)
+        questions = {_question(example) for example in self.examples}
+        return sum(bool(example.prompt) and _question(example) in questions for example in others)
 
     def next(self, count: int) -> list[Example]:
         """The next `count` examples: from one epoch, or from several if there are fewer examples."""
@@ -109,7 +109,7 @@ def _in_json(value: Any) -> str:
 def refuse_other_examples(split: str, examples: Sequence[Example], world: World) -> None:
     """Raises UserError if ranks have read other examples than the first: they would treat them as the same."""
     first, *others = world.gather(fingerprint(examples, whole=True))
-    different = [rank for rank, own in enumerate(others, 1) if own != first]
+    different = [rank for rank, digest in enumerate(others, 1) if digest != first]
     if different:
         raise UserError(
             f'the environment\'s "{split}" examples on rank {different[0]} differ from those on rank 0 '
@@ -121,17 +121,19 @@ def refuse_other_examples(split: str, examples: Sequence[Example], world: World)
 def examples_of(environment: Environment, split: str) -> list[Example]:
     """All examples of a split. A warning counts duplicates, which are used as often as they occur.
 
-    Raises UserError if there are none or endlessly many, or if the environment's own code fails.
+    Raises UserError if there are none or endlessly many, or if the environment's code fails.
     """
     kind = type(environment)
     if not isinstance(environment, Environment):
-        given = f"the class {environment.__name__}" if isinstance(environment, type) else f"a {kind.__name__}"
-        raise UserError(f"the environment is {given}; pass an instance of a subclass of rl.Environment, e.g. MyTask()")
+        kind_name = f"the class {environment.__name__}" if isinstance(environment, type) else f"a {kind.__name__}"
+        raise UserError(
+            f"the environment is {kind_name}; pass an instance of a subclass of rl.Environment, e.g. MyTask()"
+        )
     try:
-        found = environment.examples(split)
-        if found is None:
+        yielded = environment.examples(split)
+        if yielded is None:
             raise UserError(f'{kind.__name__}.examples("{split}") returns None; it must yield rl.Example')
-        examples = list(itertools.islice(found, MOST_EXAMPLES + 1))
+        examples = list(itertools.islice(yielded, MOST_EXAMPLES + 1))
     except UserError:
         raise
     except Exception as error:  # the user's code may raise anything
@@ -148,8 +150,8 @@ def examples_of(environment: Environment, split: str) -> list[Example]:
     if strange := next((e for e in examples if not isinstance(e, Example)), None):
         raise UserError(f'{kind.__name__}.examples("{split}") yields {strange!r:.60}; it must yield rl.Example')
     examples = [_checked(example, f'{kind.__name__}.examples("{split}")') for example in examples]
-    if said := _repeated(examples):
-        log.warning('%s.examples("%s") yields %s', kind.__name__, split, said)
+    if problem := _repeated(examples):
+        log.warning('%s.examples("%s") yields %s', kind.__name__, split, problem)
     return examples
 
 
@@ -186,17 +188,17 @@ def _repeated(examples: Sequence[Example]) -> str:
     """What occurs more than once, in words; empty if nothing does."""
     contents = Counter(map(_question, examples))
     ids = Counter(e.id for e in examples if e.id)
-    found = []
+    problems = []
     if repeated := len(examples) - len(contents):
         first = next(e for e in examples if contents[_question(e)] > 1)
         times = "example" if repeated == 1 else "examples"
-        found.append(f"{repeated} of {len(examples)} {times} again, such as {first.name}")
+        problems.append(f"{repeated} of {len(examples)} {times} again, such as {first.name}")
     if several := [name for name, count in ids.items() if count > 1]:
         named = ", ".join(map(repr, several[:3])) + (", …" if several[3:] else "")
-        found.append(f"the same id for several examples: {named}")
-    return ", and ".join(found)
+        problems.append(f"the same id for several examples: {named}")
+    return ", and ".join(problems)
 
 
 def _question(example: Example) -> str:
-    given = (dict(example.chat_template_kwargs),) if example.chat_template_kwargs else ()
-    return repr((example.prompt, example.answer, *given))  # an environment can make them of anything
+    values = (dict(example.chat_template_kwargs),) if example.chat_template_kwargs else ()
+    return repr((example.prompt, example.answer, *values))  # an environment can make them of anything

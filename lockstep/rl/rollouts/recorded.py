@@ -1,4 +1,4 @@
-"""Reads and checks the rollouts file of a step: whatever is wrong with it, the error names the line."""
+"""Reads and checks the rollouts file of a step; errors name the line."""
 
 from __future__ import annotations
 
@@ -40,15 +40,15 @@ def read_lines(path: Path) -> list[dict[str, Any]]:
 def sampled_before(run: Path, most: int) -> list[tuple[list[int], list[int]]]:
     """Prompts and completions of the run's newest steps, about `most` completion tokens, in the order of steps.
 
-    What cannot be read is left out: it only serves drafting.
+    Files that cannot be read are skipped: this is only for drafting.
     """
-    found: list[tuple[list[int], list[int]]] = []
+    samples: list[tuple[list[int], list[int]]] = []
     for path in sorted((run / "rollouts").glob("step_*.jsonl"), reverse=True):
         with suppress(UserError):
-            found = [(line["prompt_ids"], line["token_ids"]) for line in read_lines(path)] + found
-        if sum(len(completion) for _, completion in found) >= most:
+            samples = [(line["prompt_ids"], line["token_ids"]) for line in read_lines(path)] + samples
+        if sum(len(completion) for _, completion in samples) >= most:
             break
-    return found
+    return samples
 
 
 def recall(history: HistoryDraft, run: Path) -> int:
@@ -130,14 +130,14 @@ def _problem(line: Any) -> str:
         if name in line and not fits(line[name]):
             return f"its {name} cannot be {line[name]!r:.40}"
     tokens: list[int] = line["token_ids"]
-    said_by: list[int] = line.get("sampled", [1] * len(tokens))
-    if len(said_by) != len(tokens):
-        return f"its sampled has {len(said_by)} entries for {len(tokens)} tokens"
-    sampled = sum(said_by)
+    is_sampled: list[int] = line.get("sampled", [1] * len(tokens))
+    if len(is_sampled) != len(tokens):
+        return f"its sampled has {len(is_sampled)} entries for {len(tokens)} tokens"
+    sampled = sum(is_sampled)
     for name in ("log_probs", "truncated_logprobs"):
-        held: list[float] = line.get(name) or line["log_probs"]
-        if len(held) != sampled:
-            return f"it has {len(held)} {name} for {sampled} sampled tokens"
+        log_probs: list[float] = line.get(name) or line["log_probs"]
+        if len(log_probs) != sampled:
+            return f"it has {len(log_probs)} {name} for {sampled} sampled tokens"
     if len(line.get("versions", ()) or line["log_probs"]) != sampled:
         return f"it has {len(line['versions'])} versions for {sampled} sampled tokens"
     if len(line.get("routes", ()) or line["log_probs"]) != sampled:

@@ -125,17 +125,17 @@ class Rollout:
     def targets(self) -> list[int]:
         """Positions of the sampled tokens in prompt_ids + token_ids."""
         sampled = self.sampled or [True] * len(self.token_ids)
-        return [len(self.prompt_ids) + index for index, own in enumerate(sampled) if own]
+        return [len(self.prompt_ids) + index for index, is_sampled in enumerate(sampled) if is_sampled]
 
     def staleness(self, version: int) -> list[int]:
         """For each sampled token, how many versions behind `version` its weights were."""
-        return [version - own for own in self.versions or [self.version] * self.num_sampled]
+        return [version - older for older in self.versions or [self.version] * self.num_sampled]
 
     def longest_reply(self) -> int:
         """Length of the longest run of sampled tokens."""
         if not self.sampled:
             return len(self.token_ids)
-        return max((sum(1 for _ in run) for own, run in groupby(self.sampled) if own), default=0)
+        return max((sum(1 for _ in run) for is_sampled, run in groupby(self.sampled) if is_sampled), default=0)
 
 
 def episodes_of(rollouts: Sequence[Rollout]) -> list[list[Rollout]]:
@@ -208,10 +208,10 @@ def _line(rollout: Rollout, whole_routes: bool) -> dict[str, Any]:
     }
 
 
-def _conversation(rollout: Rollout, held: Conversation) -> dict[str, Any]:
+def _conversation(rollout: Rollout, conversation: Conversation) -> dict[str, Any]:
     return {
         "episode": rollout.episode,
-        "sampled": [int(own) for own in rollout.sampled],
-        "turns": held.turns,
-        "messages": held.messages,
+        "sampled": [int(is_sampled) for is_sampled in rollout.sampled],
+        "turns": conversation.turns,
+        "messages": conversation.messages,
     }

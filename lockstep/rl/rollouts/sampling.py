@@ -1,4 +1,4 @@
-"""How a run samples: which prompts a rank requests, from whom, and where its conversations run."""
+"""How a run samples: which prompts a rank requests, from which generators, and where its conversations run."""
 
 from __future__ import annotations
 
@@ -7,12 +7,12 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from functools import partial
 from pathlib import Path
+from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
 
 from lockstep.config import RLConfig
-from lockstep.data import Tokenizer
 from lockstep.generate import Engine
 from lockstep.generate.driver import DriverEngine
 from lockstep.generate.sampler import Sampler
@@ -22,57 +22,76 @@ from lockstep.rl.conversations.rendering import Rendering
 from lockstep.rl.environments.loading import EnvironmentSource
 from lockstep.rl.environments.protocol import Environment, Example
 from lockstep.rl.generators.protocol import Generators
-from lockstep.rl.grading import Outcome
+from lockstep.rl.grading import Grader, Outcome
 from lockstep.rl.grading.pool import Workers, open_grader, progress_timeout
-from lockstep.rl.rollouts.collect import assign_rewards, collect, sample_held_out
+from lockstep.rl.rollouts.collect import collect, training_params, validation_params
 from lockstep.rl.rollouts.records import Rollout
 from lockstep.rl.rollouts.replicas import Replicas
+from lockstep.rl.rollouts.rewards import assign_rewards
 from lockstep.run.stop import StopSignal
 
-EVERY = 4
+POLLING_STEPS = 4
 """Steps of an engine that ranks share between two polls for a signal."""
-Draws = Callable[[Sequence[Example]], list[Rollout]]
+Recorded = Callable[[Sequence[Example]], list[Rollout]]
 """Returns recorded rollouts of these examples."""
 
 
+class Graders(NamedTuple):
+    """What grades a run's rollouts."""
+
+    rewards: Grader
+    conversations: Grader
+    """What runs conversations, in processes apart from those of rewards if later steps are sampled meanwhile."""
+
+
+def open_graders(
+    config: RLConfig, environment: Environment, is_given: bool, run: Path, timeline: Timeline, opened: ExitStack
+) -> Graders:
+    """The graders of a run, which closing `opened` ends.
+
+    is_given: whether `environment` is the caller's object, which workers cannot load. Raises UserError as
+    `open_grader`.
+    """
+    source = None if is_given else EnvironmentSource(config.environment, config.data, config.skip_bad_lines)
+    rewards = opened.enter_context(open_grader(environment, config.rewards, source, run, timeline.moved))
+    if isinstance(rewards, Workers):
+        timeline.awaited = rewards.awaited
+    conversations = rewards
+    # Conversations of later steps run while this step's are graded, one step after another.
+    if isinstance(environment, ConversationEnvironment) and config.actors.max_staleness:
+        conversations = opened.enter_context(open_grader(environment, config.rewards, source, run, timeline.moved))
+    return Graders(rewards, conversations)
+
+
 class Sampling:
-    """Draws a run's rollouts on each of its ranks, and holds the grader for them."""
+    """Samples and grades a run's rollouts on each of its ranks. A `RolloutSource`."""
 
     def __init__(
         self,
         config: RLConfig,
         environment: Environment,
-        is_given: bool,
-        tokenizer: Tokenizer,
         rendering: Rendering,
-        replicas: Replicas,
         generators: Generators,
-        recorded: Draws | None,
-        run: Path,
-        timeline: Timeline,
+        replicas: Replicas,
+        graders: Graders,
         stop: StopSignal,
-        opened: ExitStack,
+        recorded: Recorded | None,
     ):
-        """is_given: whether `environment` is the caller's object, which workers cannot load. recorded: used instead of
-        sampling. `opened` ends the graders."""
-        self._config, self._environment, self._tokenizer = config, environment, tokenizer
-        self._rendering, self.replicas, self._generators = rendering, replicas, generators
-        self._recorded, self._stop = recorded, stop
+        """recorded: used instead of sampling."""
+        self._environment, self._rendering, self._graders = environment, rendering, graders
+        self.replicas, self._generators = replicas, generators
+        self._recorded, self._stop, self._rewards, self._seed = recorded, stop, config.rewards, config.seed
         self.is_recorded = recorded is not None
         """Whether the rollouts are those of another run."""
+        self._params = training_params(config, environment, rendering)
+        self._validation_params, self._validation_seed = validation_params(config, environment, rendering)
         self.talks = isinstance(environment, ConversationEnvironment)
-        source = None if is_given else EnvironmentSource(config.environment, config.data, config.skip_bad_lines)
-        self.grader = opened.enter_context(open_grader(environment, config.rewards, source, run, timeline.moved))
-        if isinstance(self.grader, Workers):
-            timeline.awaited = self.grader.awaited
-        # Conversations of later steps run while this step's are graded, one step after another.
-        self._talking, self._conversing = threading.Lock(), self.grader
-        if self.talks and config.actors.max_staleness:
-            conversing = open_grader(environment, config.rewards, source, run, timeline.moved)
-            self._conversing = opened.enter_context(conversing)
+        """Whether rollouts are conversations."""
+        self._one_step = threading.Lock() if self.talks else nullcontext()
+        """Held while a step's conversations run: those of one step after another."""
         self.waits_for = "the generators" if config.actors.separate else ""
         """Whom the watchdog blames if no samples arrive."""
-        self.grading_seconds = progress_timeout(self.grader)
+        self.grading_seconds = progress_timeout(graders.rewards)
         """How long grading may take without any progress."""
         self.start_seconds = config.actors.start_seconds if config.actors.separate else 0.0
         """How long there may be no generator at all."""
@@ -83,7 +102,9 @@ class Sampling:
         """Whether tensor-parallel ranks sample together."""
         if self.together and not self.talks:
             assert isinstance(generators.sampler, Engine) and replicas.world.tensor_group is not None
-            generators.sampler.before_step = stop.polling(partial(_sum_over, replicas.world.tensor_group), EVERY)
+            generators.sampler.before_step = stop.polling(
+                partial(_sum_over, replicas.world.tensor_group), POLLING_STEPS
+            )
         if self.together and self.talks and isinstance(generators.sampler, DriverEngine):
             generators.sampler.guard = stop.deferred
 
@@ -92,42 +113,65 @@ class Sampling:
         """How long sampling may take without any progress."""
         return max(self.grading_seconds if self.talks else 0.0, self.start_seconds)
 
+    @property
+    def requests_at_once(self) -> bool:
+        """Whether all samples of a step are requested in one `generate`, not one after another."""
+        return not self.talks
+
     def draw(
-        self, asked: Sequence[Example], step: int, extra_round: int, sampler: Sampler, wanted: int
+        self, examples: Sequence[Example], step: int, extra_round: int, sampler: Sampler, wanted: int
     ) -> list[Rollout]:
-        """As `prefetcher.Draw`: this rank's share."""
+        """This rank's share of a step's round, not graded."""
         if self._recorded:
-            return self._recorded(asked)
-        own, first = self.replicas.own(asked, wanted)
-        with self._talking if self.talks else nullcontext(), self._requests() as requests:
+            return self._recorded(examples)
+        groups, first = self.replicas.share_of(examples, wanted)
+        with self._one_step, self._requests() as requests:
             if not requests:
                 return []
             return collect(
-                asked, self._environment, sampler, self._tokenizer, self._config, step, extra_round, self._rendering,
-                self._conversing, own, first,
-            )  # fmt: skip
+                groups,
+                self._params,
+                [self._seed, step, extra_round],
+                self._environment,
+                sampler,
+                self._rendering,
+                self._graders.conversations,
+                first,
+            )
 
     def evaluate(self, held_out: Sequence[Example]) -> list[Rollout]:
         """This rank's share of a validation, graded. Raises Interrupted if a signal interrupts it on this rank."""
-        own, _ = self.replicas.own(held_out, len(held_out))
+        groups, _ = self.replicas.share_of(held_out, len(held_out))
         rollouts: list[Rollout] = []
         with self.interruptible(), self._requests() as requests:
             if requests:
-                rollouts = sample_held_out(
-                    held_out, self._environment, self._generators.sampler, self._tokenizer, self._config, self.grader,
-                    self._rendering, own,
-                )  # fmt: skip
+                rollouts = collect(
+                    groups,
+                    self._validation_params,
+                    self._validation_seed,
+                    self._environment,
+                    self._generators.sampler,
+                    self._rendering,
+                    self._graders.rewards,
+                )
         self.grade(rollouts)
         return rollouts
 
     def grade(self, rollouts: Sequence[Rollout]) -> list[Outcome]:
         """As `assign_rewards`. Raises Interrupted if a signal interrupts it on this rank."""
         with self._stop.interruptible():
-            return assign_rewards(rollouts, self._environment, self._config.rewards, self.grader)
+            return assign_rewards(rollouts, self._environment, self._rewards, self._graders.rewards)
 
     def interruptible(self) -> AbstractContextManager[None]:
         """For sampling in the main thread: at once on this rank alone, or where ranks that sample together poll."""
         return self._stop.interruptible(shared=self.together)
+
+    @contextmanager
+    def scoring(self) -> Iterator[None]:
+        """For work that all ranks share: one process is interrupted at once, several at the end."""
+        with self._stop.interruptible(shared=self.replicas.world.size > 1):
+            yield
+        self.raise_if_interrupted()
 
     def raise_if_interrupted(self) -> None:
         """Raises Interrupted on all ranks if any has received a signal."""
@@ -137,9 +181,9 @@ class Sampling:
     def gather(
         self, examples: Sequence[Example], rollouts: list[Rollout], outcomes: Sequence[Outcome] = ()
     ) -> tuple[list[Rollout], list[Outcome]]:
-        """As `Replicas.everyones`. Raises Interrupted on all ranks if any has received a signal."""
+        """As `Replicas.gather_rollouts`. Raises Interrupted on all ranks if any has received a signal."""
         self.raise_if_interrupted()
-        return self.replicas.everyones(examples, rollouts, outcomes)
+        return self.replicas.gather_rollouts(examples, rollouts, outcomes)
 
     @contextmanager
     def _requests(self) -> Iterator[bool]:

@@ -76,26 +76,26 @@ def first_difference(model: TrainableModel, tokens: list[int], prompt_length: in
     group = tensor_group_of(model)
     whole = _trainer(model, tokens, group)
     for first, taps in _generator(model, tokens, prompt_length):
-        own = _first_apart(taps, whole, first)
-        places = [own] if group is None else from_all(own, group)
+        local = _first_difference(taps, whole, first)
+        places = [local] if group is None else from_all(local, group)
         if not any(places):
             continue
         rank = min((place, rank) for rank, place in enumerate(places) if place)[1]
-        found = None
-        if own is not None and rank == (0 if group is None else dist.get_rank(group)):
-            (operator, mine), other, row = taps[own[1]], whole[own[1]][1], own[0]
-            found = _difference(operator, first + row, mine[row], other[first + row])
+        difference = None
+        if local is not None and rank == (0 if group is None else dist.get_rank(group)):
+            (operator, mine), other, row = taps[local[1]], whole[local[1]][1], local[0]
+            difference = _difference(operator, first + row, mine[row], other[first + row])
         if group is None:
-            return found
-        fields = from_all(found and asdict(found), group)[rank]
+            return difference
+        fields = from_all(difference and asdict(difference), group)[rank]
         return Difference(**fields | {"rank": rank, "ranks": len(places)})
     return None
 
 
-def _first_apart(taps: list[Tap], whole: list[Tap], first: int) -> list[int] | None:
+def _first_difference(taps: list[Tap], whole: list[Tap], first: int) -> list[int] | None:
     """The row of the first difference, and the index of its operator, the earliest in that row."""
-    found = [_rows_apart(own, other[first : first + len(own)]) for (_, own), (_, other) in zip(taps, whole)]
-    places = [[int(rows[0]), index] for index, rows in enumerate(found) if len(rows)]
+    of_operators = [_rows_apart(out, other[first : first + len(out)]) for (_, out), (_, other) in zip(taps, whole)]
+    places = [[int(rows[0]), index] for index, rows in enumerate(of_operators) if len(rows)]
     return min(places, default=None)
 
 
@@ -112,15 +112,15 @@ def in_words(model: Decoder | None, sequence: tuple[list[int], int] | None) -> s
             "--explain on the model"
         )
     try:
-        found = first_difference(model, *sequence)
+        difference = first_difference(model, *sequence)
     except UserError as error:
         return f"It cannot be explained: {error}"
-    if found is None:
+    if difference is None:
         return (
             "Every operator agrees when both paths run over that sequence with the current weights: other weights "
             "were used then, or the difference is outside the model's forward pass"
         )
-    return f"The first operator that differs is {found}"
+    return f"The first operator that differs is {difference}"
 
 
 def _trainer(model: Decoder, tokens: list[int], group: dist.ProcessGroup | None) -> list[Tap]:
@@ -175,7 +175,7 @@ def _tapped(model: Decoder) -> Iterator[list[Tap]]:
             nonlocal within
             if within:
                 return exact[kind](*arguments, **named)
-            # An operator on a sharded weight calls others on its own part.
+            # An operator on a sharded weight calls others on its local part.
             within = any(map(is_dtensor, arguments))
             try:
                 out = exact[kind](*arguments, **named)
@@ -211,10 +211,10 @@ def _in_words(kind: str, weight: str, before: list[Tap]) -> str:
     """`layer 7, o_proj`; an operator without a weight belongs to the layer of the one before it."""
     if kind == "linear" and weight in ("embed_tokens", "lm_head"):
         return "lm_head"
-    if found := re.fullmatch(r"layers\.(\d+)\.(?:\w+\.)*?(\w+(?:\.bias)?)", weight):
+    if match := re.fullmatch(r"layers\.(\d+)\.(?:\w+\.)*?(\w+(?:\.bias)?)", weight):
         # These are not named after their weights: a route's can be its choice bias, and experts have three.
-        own = "experts" if kind.endswith("experts") else kind if kind == "route" else found[2]
-        return f"layer {found[1]}, {own}"
+        operator = "experts" if kind.endswith("experts") else kind if kind == "route" else match[2]
+        return f"layer {match[1]}, {operator}"
     if weight:
         return weight
     last = before[-1][0]
@@ -222,15 +222,15 @@ def _in_words(kind: str, weight: str, before: list[Tap]) -> str:
     return f"{last.partition(',')[0]}, {kind}{side}"
 
 
-def _rows_apart(own: Tensor, other: Tensor) -> Tensor:
+def _rows_apart(out: Tensor, other: Tensor) -> Tensor:
     """The rows in which any bit differs."""
-    kind = torch.int16 if own.element_size() == 2 else torch.int32
-    apart = own.contiguous().view(kind) != other.contiguous().view(kind)
+    kind = torch.int16 if out.element_size() == 2 else torch.int32
+    apart = out.contiguous().view(kind) != other.contiguous().view(kind)
     return apart.flatten(1).any(1).nonzero()[:, 0]
 
 
-def _difference(operator: str, position: int, own: Tensor, other: Tensor) -> Difference:
-    apart = (own.float() - other.float()).abs().nan_to_num(nan=torch.inf)
-    different = len(_rows_apart(own.flatten()[:, None], other.flatten()[:, None]))
-    experts = f"{own.tolist()} in the generator, {other.tolist()} in the trainer" if operator.endswith(CHOICE) else ""
-    return Difference(operator, position, different, own.numel(), float(apart.max()), experts)
+def _difference(operator: str, position: int, out: Tensor, other: Tensor) -> Difference:
+    apart = (out.float() - other.float()).abs().nan_to_num(nan=torch.inf)
+    different = len(_rows_apart(out.flatten()[:, None], other.flatten()[:, None]))
+    experts = f"{out.tolist()} in the generator, {other.tolist()} in the trainer" if operator.endswith(CHOICE) else ""
+    return Difference(operator, position, different, out.numel(), float(apart.max()), experts)

@@ -1,19 +1,21 @@
-"""The check of every step: the generator's log-probabilities against the trainer's, bit for bit."""
+"""Compares the generator's log-probabilities with the trainer's in every step, bit for bit."""
 
 from __future__ import annotations
 
 import dataclasses
+import warnings
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from jaxtyping import Bool, Float
 from torch import Tensor
 
 from lockstep.generate.routes import read_route, shortened, written
-from lockstep.model import ModelConfig
+from lockstep.model import Decoder, ModelConfig
 from lockstep.rl.rollouts.records import Rollout
+from lockstep.rl.scoring.explain import in_words
 
 
 class ParityError(Exception):
@@ -82,24 +84,24 @@ class Parity:
         """
         generator = [route for r in rollouts for route in r.routes or [""] * r.num_sampled]
         compared = [True] * len(generator) if comparable is None else comparable.tolist()
-        for index, (theirs, own, counts) in enumerate(zip(generator, trainer, compared, strict=True)):
+        for index, (theirs, ours, counts) in enumerate(zip(generator, trainer, compared, strict=True)):
             if not theirs or not counts:
                 continue
             self.routes_checked += 1
-            if theirs == written(own) or shortened(theirs) == written(own, "digest"):
+            if theirs == written(ours) or shortened(theirs) == written(ours, "digest"):
                 continue
             self.routes_different += 1
             if not self.first_route:
                 place, sequence = _locate(rollouts, index)
                 self.sequence = self.sequence or sequence
-                self.first_route = f"{place}: {_routes_in_words(theirs, written(own), shape)}"
+                self.first_route = f"{place}: {_routes_in_words(theirs, written(ours), shape)}"
 
     def plain(self) -> dict[str, Any]:
-        """JSON-able, for `take`."""
+        """JSON-able, for `combine`."""
         return dataclasses.asdict(self)
 
-    def take(self, parts: Sequence[Mapping[str, Any]]) -> None:
-        """Takes over the combined result of several ranks; `first` is that of the first rank with a difference."""
+    def combine(self, parts: Sequence[Mapping[str, Any]]) -> None:
+        """Takes the combined result of several ranks; `first` is that of the first rank with a difference."""
         self.tokens_checked = sum(part["tokens_checked"] for part in parts)
         self.tokens_different = sum(part["tokens_different"] for part in parts)
         self.max_delta = max(part["max_delta"] for part in parts)
@@ -113,18 +115,32 @@ class Parity:
 
     def in_words(self) -> str:
         """What differs, and where first."""
-        said = []
+        sentences = []
         if self.tokens_different:
-            said.append(
+            sentences.append(
                 f"{self.tokens_different} of {self.tokens_checked} log-probabilities differ between generator and "
                 f"trainer (by up to {self.max_delta:.3e}); the first is {self.first}"
             )
         if self.routes_different:
-            said.append(
+            sentences.append(
                 f"{self.routes_different} of {self.routes_checked} tokens had different experts in the generator and "
                 f"the trainer; the first is {self.first_route}"
             )
-        return ". ".join(said)
+        return ". ".join(sentences)
+
+    def require_equal(
+        self, step: int, on_error: Literal["stop", "warn", "measure"], model: Decoder | None = None
+    ) -> None:
+        """Stops the run or warns if log-probabilities or routes of a step differ but should not. Raises ParityError.
+
+        model: used, on all ranks together, to find the operator that differs; None: no rank has the whole policy.
+        """
+        if not (self.tokens_different or self.routes_different) or on_error == "measure":
+            return
+        message = f"step {step}: {self.in_words()}. " + in_words(model, self.sequence)
+        if on_error == "stop":
+            raise ParityError(message + "; set on_parity_error = warn to continue anyway")
+        warnings.warn(message, stacklevel=2)
 
     def metrics(self) -> dict[str, float]:
         """Includes `parity/mean_delta`, over all tokens, only if any differ, and routes only if there are any."""
@@ -145,12 +161,12 @@ class Parity:
 
 def _routes_in_words(generator: str, trainer: str, shape: ModelConfig) -> str:
     """The first layer whose experts differ."""
-    theirs, own = read_route(generator, shape), read_route(trainer, shape)
-    if theirs is None or own is None:
+    theirs, ours = read_route(generator, shape), read_route(trainer, shape)
+    if theirs is None or ours is None:
         return "experts differ (only their digests were compared)"
-    place = int((theirs != own).any(-1).nonzero()[0][0])
+    place = int((theirs != ours).any(-1).nonzero()[0][0])
     layer = shape.mixtures[place]
-    sides = f"{theirs[place].tolist()} in the generator, {own[place].tolist()} in the trainer"
+    sides = f"{theirs[place].tolist()} in the generator, {ours[place].tolist()} in the trainer"
     return f"layer {layer} chose experts {sides}"
 
 

@@ -1,8 +1,8 @@
-"""Other models that score what the policy sampled: the reference of the KL divergence, and a teacher."""
+"""Other models that score rollouts: the reference of the KL divergence, and a teacher."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
@@ -14,8 +14,7 @@ from lockstep.model import Decoder, ScoringModel, adapter_off
 from lockstep.parallel import World
 from lockstep.rl.generators.models import frozen_model
 from lockstep.rl.rollouts.records import Rollout
-from lockstep.rl.rollouts.replicas import Replicas
-from lockstep.rl.scoring.forward import score_groups
+from lockstep.rl.scoring.forward import ForwardPasses
 from lockstep.rl.weights.transfer import WeightTransfer
 from lockstep.train import Trainer
 from lockstep.train.packing import PackedRow, target_log_probs
@@ -56,7 +55,7 @@ def is_own_base(config: RLConfig) -> bool:
 
 
 def load_reference(config: RLConfig, world: World, tokenizer: Tokenizer) -> Decoder | None:
-    """The reference model of the KL divergence; None if that has no weight, or it is the policy's own base.
+    """The reference model of the KL divergence; None if that has no weight, or it is the policy without its adapter.
 
     Raises UserError for a folder whose model has another vocabulary.
     """
@@ -78,47 +77,41 @@ def load_with_vocabulary(folder: str, setting: str, config: RLConfig, world: Wor
     return frozen_model(folder, world, config.dtype, config.parallel)
 
 
-def assign_reference_scores(
-    rollouts: Sequence[Rollout],
-    reference: Decoder | WithoutAdapter,
-    config: RLConfig,
-    replicas: Replicas | None = None,
-    moved: Callable[[], None] = lambda: None,
-) -> None:
-    """The reference's log-probability of each sampled token; as `score_rollouts`."""
-    for rollout, scores in zip(rollouts, score_rollouts(reference, rollouts, config, replicas, moved)):
-        rollout.scores.reference_logprobs = scores
+class ReferenceScorer:
+    """Scores rollouts with the reference model of the KL divergence."""
+
+    def __init__(self, model: Decoder | WithoutAdapter, temperature: float, forward: ForwardPasses):
+        self._model, self._temperature, self._forward = model, temperature, forward
+
+    def score(self, rollouts: Sequence[Rollout]) -> None:
+        """Assigns the model's log-probability of each sampled token."""
+        scored = token_log_probs(self._model, rollouts, self._temperature, self._forward)
+        for rollout, log_probs in zip(rollouts, scored):
+            rollout.scores.reference_logprobs = log_probs
 
 
-def assign_teacher_scores(
-    rollouts: Sequence[Rollout],
-    teacher: Decoder,
-    config: RLConfig,
-    replicas: Replicas | None = None,
-    moved: Callable[[], None] = lambda: None,
-) -> None:
-    """The teacher's log-probability of each sampled token; as `score_rollouts`."""
-    for rollout, scores in zip(rollouts, score_rollouts(teacher, rollouts, config, replicas, moved)):
-        rollout.scores.teacher_logprobs = scores
+class TeacherScorer:
+    """Scores rollouts with the model to distill from."""
+
+    def __init__(self, model: Decoder, temperature: float, forward: ForwardPasses):
+        self._model, self._temperature, self._forward = model, temperature, forward
+
+    def score(self, rollouts: Sequence[Rollout]) -> None:
+        """Assigns the model's log-probability of each sampled token."""
+        scored = token_log_probs(self._model, rollouts, self._temperature, self._forward)
+        for rollout, log_probs in zip(rollouts, scored):
+            rollout.scores.teacher_logprobs = log_probs
 
 
-def score_rollouts(
-    model: Decoder | WithoutAdapter,
-    rollouts: Sequence[Rollout],
-    config: RLConfig,
-    replicas: Replicas | None = None,
-    moved: Callable[[], None] = lambda: None,
+def token_log_probs(
+    model: Decoder | WithoutAdapter, rollouts: Sequence[Rollout], temperature: float, forward: ForwardPasses
 ) -> list[list[float]]:
-    """The model's log-probability of each sampled token of each rollout, at the run's temperature.
-
-    Groups are divided among `replicas`, so that a group's prompt is computed once; None: all are scored here.
-    moved: called after each micro-batch.
-    """
+    """The model's log-probability of each sampled token of each rollout, at the temperature of sampling."""
 
     def log_probs(row: PackedRow) -> Tensor:
-        return target_log_probs(model, row, config.temperature)[0]
+        return target_log_probs(model, row, temperature)[0]
 
-    return score_groups(rollouts, config, model.device, log_probs, replicas, moved)
+    return forward.per_token(rollouts, model.device, log_probs)
 
 
 def moving_average(config: RLConfig, reference: Decoder | None, trainer: Trainer) -> MovingAverage | None:
@@ -129,14 +122,14 @@ def moving_average(config: RLConfig, reference: Decoder | None, trainer: Trainer
 
 
 class MovingAverage:
-    """A reference whose weights are the moving average of the policy's own: a ← decay · a + (1 − decay) · θ.
+    """A reference whose weights are the moving average of the policy's: a ← decay · a + (1 − decay) · θ.
 
     Averaged in float32 from the trainer's masters, and saved with them (`MasterOptimizer.averages`).
     """
 
     def __init__(self, reference: Decoder, trainer: Trainer, decay: float):
         self.reference, self.decay = reference, decay
-        # Not those of a value head beside the model.
+        # Without those of a value head.
         extra_parameters = trainer.extra_parameters.parameters
         self.masters = {name: m for name, m in trainer.optimizer.masters.items() if name not in extra_parameters}
         self.averages = trainer.optimizer.averages

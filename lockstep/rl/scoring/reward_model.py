@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor
 
 from lockstep.config import RLConfig
 from lockstep.data import ConversationEncoder, Tokenizer, load_tokenizer
@@ -20,9 +19,8 @@ from lockstep.model import Decoder, load_model, read_config
 from lockstep.rl.conversations.rendering import Rendering
 from lockstep.rl.environments.protocol import Environment
 from lockstep.rl.rollouts.records import REWARD_MODEL, Rollout, episodes_of
-from lockstep.rl.rollouts.replicas import Replicas
-from lockstep.rl.scoring.forward import score_groups
-from lockstep.train.packing import PackedRow, target_scores
+from lockstep.rl.scoring.forward import ForwardPasses
+from lockstep.train.packing import target_scores
 
 
 class RewardModel:
@@ -37,10 +35,10 @@ class RewardModel:
 
     def tokens(self, rollout: Rollout, is_chat: bool) -> list[int]:
         """The tokens of a completion with its prompt, or of a conversation up to its end. `is_chat`: the prompt is
-        messages, or a user's. Names of special tokens are removed from what was said. Raises UserError."""
+        messages, or a user's. Names of special tokens are removed from messages and completion. Raises UserError."""
         where = f"example {rollout.example.name}"
-        asked, said = rollout.example.messages, self._without_special(rollout.completion)
-        is_text = rollout.conversation is None and [message["role"] for message in asked] == ["user"]
+        prompt_messages, answer = rollout.example.messages, self._without_special(rollout.completion)
+        is_text = rollout.conversation is None and [message["role"] for message in prompt_messages] == ["user"]
         if self.template is None and not is_text:
             raise UserError(
                 "the reward model has no chat template, so it cannot read conversations; put a chat_template.jinja "
@@ -49,10 +47,10 @@ class RewardModel:
         if rollout.conversation is not None:
             values: dict[str, Any] = {"messages": self._without_special(rollout.conversation.messages)}
         elif not is_text or (is_chat and self.template is not None):
-            values = {"messages": [*asked, {"role": "assistant", "content": said}]}
+            values = {"messages": [*prompt_messages, {"role": "assistant", "content": answer}]}
         else:
-            prompt = asked[0]["content"]
-            values = {"prompt": prompt, "completion": self._behind(prompt, said)}
+            prompt = prompt_messages[0]["content"]
+            values = {"prompt": prompt, "completion": self._answer_after(prompt, answer)}
         try:
             ((text, _),) = self._encoder.scored_texts(values)
         except ChatTemplateError as error:
@@ -71,11 +69,11 @@ class RewardModel:
             )
         return [int(token) for token in encoded.tokens]
 
-    def _behind(self, prompt: str, said: str) -> str:
-        """What was said, without the rest of a special token's name that starts at the end of the prompt."""
-        while name := next((m for m in self._special.finditer(prompt + said) if m.end() > len(prompt)), None):
-            said = self._without_special(said[name.end() - len(prompt) :])
-        return said
+    def _answer_after(self, prompt: str, answer: str) -> str:
+        """The answer without the rest of a special token's name that starts at the end of the prompt."""
+        while name := next((m for m in self._special.finditer(prompt + answer) if m.end() > len(prompt)), None):
+            answer = self._without_special(answer[name.end() - len(prompt) :])
+        return answer
 
     def _without_special(self, value: Any) -> Any:
         if isinstance(value, str):
@@ -83,12 +81,12 @@ class RewardModel:
                 value = less
             return value
         if isinstance(value, dict):
-            return {self._without_special(key): self._without_special(own) for key, own in value.items()}
-        return [self._without_special(own) for own in value] if isinstance(value, list) else value
+            return {self._without_special(key): self._without_special(item) for key, item in value.items()}
+        return [self._without_special(item) for item in value] if isinstance(value, list) else value
 
 
 def load_reward_model(config: RLConfig, environment: Environment, device: torch.device) -> RewardModel | None:
-    """The run's reward model, in full on every rank and in its own dtype; None without one.
+    """The run's reward model, whole on every rank and in its folder's dtype; None without one.
 
     Raises UserError for a folder without a reward model, and if neither the environment nor a model gives rewards.
     """
@@ -109,39 +107,39 @@ def load_reward_model(config: RLConfig, environment: Environment, device: torch.
     return RewardModel(model, load_tokenizer(folder, model.config.vocab_size), load_chat_template(folder))
 
 
-def assign_scores(
-    rollouts: Sequence[Rollout],
-    reward_model: RewardModel,
-    rendering: Rendering,
-    config: RLConfig,
-    replicas: Replicas | None = None,
-    moved: Callable[[], None] = lambda: None,
-) -> None:
-    """Adds the score of each completion or conversation as the reward `reward_model`, with its weight in the total.
+class RewardModelScorer:
+    """Adds a reward model's score of each completion or conversation as the reward `reward_model`."""
 
-    Completions that do not count because their reward failed get no score; if failures count as 0, it is added to 0.
-    Groups are divided among `replicas`; None: all are scored here. moved: called after each micro-batch. Raises
-    UserError for a score that is not finite.
-    """
-    episodes = [rows for rows in episodes_of(rollouts) if rows[-1].scores.counts]
-    texts = [reward_model.tokens(rows[-1], not rendering.is_rendered(rows[-1].example.prompt)) for rows in episodes]
+    def __init__(self, reward_model: RewardModel, rendering: Rendering, weight: float, forward: ForwardPasses):
+        """weight: of the score in the total reward."""
+        self._reward_model, self._rendering, self._weight, self._forward = reward_model, rendering, weight, forward
 
-    def score(row: PackedRow) -> Tensor:
-        return target_scores(reward_model.model, row)
+    def score(self, rollouts: Sequence[Rollout]) -> None:
+        """Scores the rollouts whose reward counts; if its failures count as 0, the score is added to 0.
 
-    asked = _as_rollouts([rows[-1] for rows in episodes], texts)
-    for rows, (found,) in zip(episodes, score_groups(asked, config, reward_model.model.device, score, replicas, moved)):
-        if not math.isfinite(found):
-            raise UserError(
-                f"the reward model's score of example {rows[-1].example.name} is {found}; check its weights"
-            )
-        if REWARD_MODEL in rows[-1].scores.rewards:
-            raise UserError(
-                f"the environment has a reward named {REWARD_MODEL}, a name reserved for the reward model; rename it"
-            )
-        for rollout in rows:
-            rollout.scores.rewards[REWARD_MODEL] = found
-            rollout.scores.reward += config.reward_model_weight * found
+        Raises UserError for a score that is not finite.
+        """
+        model, rendering = self._reward_model, self._rendering
+        episodes = [rows for rows in episodes_of(rollouts) if rows[-1].scores.counts]
+        texts = [model.tokens(rows[-1], not rendering.is_rendered(rows[-1].example.prompt)) for rows in episodes]
+        scored = self._forward.per_token(
+            _as_rollouts([rows[-1] for rows in episodes], texts),
+            model.model.device,
+            lambda row: target_scores(model.model, row),
+        )
+        for rows, (score,) in zip(episodes, scored):
+            if not math.isfinite(score):
+                raise UserError(
+                    f"the reward model's score of example {rows[-1].example.name} is {score}; check its weights"
+                )
+            if REWARD_MODEL in rows[-1].scores.rewards:
+                raise UserError(
+                    f"the environment has a reward named {REWARD_MODEL}, a name reserved for the reward model; rename "
+                    "it"
+                )
+            for rollout in rows:
+                rollout.scores.rewards[REWARD_MODEL] = score
+                rollout.scores.reward += self._weight * score
 
 
 def _as_rollouts(rollouts: Sequence[Rollout], texts: Sequence[list[int]]) -> list[Rollout]:

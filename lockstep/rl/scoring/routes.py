@@ -1,4 +1,4 @@
-"""Routes of a step's tokens: those chosen by the trainer's own forward pass, and the generator's, replayed."""
+"""Routes of a step's tokens: those that the trainer chooses, and the generator's, replayed."""
 
 from __future__ import annotations
 
@@ -26,9 +26,9 @@ from lockstep.train.context import targets_of_others
 from lockstep.train.packing import PackedRow
 
 
-def routes_form(config: RLConfig) -> RoutesForm:
-    """The form in which a run requests routes: whole if they are replayed, or if they need not be sent anywhere."""
-    return "whole" if config.router_replay or not config.actors.separate else "digest"
+def routes_form(replayed: bool, separate: bool) -> RoutesForm:
+    """The form in which a run requests routes: whole if they are replayed, or generators are not separate processes."""
+    return "whole" if replayed or not separate else "digest"
 
 
 def refuse_replay_without_experts(config: RLConfig, shape: ModelConfig) -> None:
@@ -37,7 +37,7 @@ def refuse_replay_without_experts(config: RLConfig, shape: ModelConfig) -> None:
         raise UserError(f"router_replay is set, but {config.model} has no experts and hence no routes; remove it")
 
 
-def own_routes(
+def trainer_routes(
     recorded: Sequence[Int[Tensor, "recorded active"]],
     row: PackedRow,
     rows: int,
@@ -47,14 +47,14 @@ def own_routes(
 
     recorded: what a forward pass over `rows` rows chose, of which each rank of the tensor group has as many.
     """
-    own = choices(recorded, slice(None), len(_rows_here(rows, tensor_group)))
-    return _of_all_targets(own, row, tensor_group).to(recorded[0].dtype)
+    local = choices(recorded, slice(None), len(_rows_here(rows, tensor_group)))
+    return _of_all_targets(local, row, tensor_group).to(recorded[0].dtype)
 
 
 def different_routes(
     replayed: ops.ReplayedRoutes, row: PackedRow, rows: int, tensor_group: dist.ProcessGroup | None
 ) -> Bool[Tensor, "targets mixtures"]:
-    """For which of all of a row's targets the router would have chosen other experts; arguments as for `own_routes`."""
+    """For which of a row's targets the router would have chosen other experts; arguments as for `trainer_routes`."""
     table = torch.zeros(len(_rows_here(rows, tensor_group)), len(replayed.different), dtype=torch.int32)
     table = table.to(row.tokens.device).index_copy(0, replayed.rows, torch.stack(replayed.different, 1).int())
     return _of_all_targets(table, row, tensor_group).bool()
@@ -68,10 +68,10 @@ def _rows_here(rows: int, tensor_group: dist.ProcessGroup | None) -> range:
     return range(rows)[dist.get_rank(tensor_group) * count :][:count]
 
 
-def _of_all_targets(own: Tensor, row: PackedRow, tensor_group: dist.ProcessGroup | None) -> Int[Tensor, "targets *"]:
-    """Of a value for each of this rank's rows, those of the targets."""
-    own = own.int()  # not every backend sends 8 or 16 bits
-    table = (gather_rows(own, tensor_group) if tensor_group else own)[row.predictors]
+def _of_all_targets(local: Tensor, row: PackedRow, tensor_group: dist.ProcessGroup | None) -> Int[Tensor, "targets *"]:
+    """The values of all of a row's targets; local: one value for each of this rank's rows."""
+    local = local.int()  # not every backend sends 8 or 16 bits
+    table = (gather_rows(local, tensor_group) if tensor_group else local)[row.predictors]
     shared = targets_of_others(row)
     return table if shared is None else shared.gather(table)
 
@@ -84,33 +84,40 @@ def routes_to_replay(
     tensor_group: dist.ProcessGroup | None,
     mixtures: Sequence[int] | None = None,
 ) -> ops.ReplayedRoutes:
-    """The generator's experts for the positions that predict a sampled token; prompt positions choose their own.
+    """The generator's experts for the positions that predict a sampled token; prompt positions choose for themselves.
 
-    Those that this rank of the context and tensor groups has; rows and tensor_group as for `own_routes`. mixtures:
+    Those that this rank of the context and tensor groups has; rows and tensor_group as for `trainer_routes`. mixtures:
     those of this rank, by their place among the model's; None: all.
 
-    Raises UserError as `generators_choices`.
+    Raises UserError as `generator_experts`.
     """
-    table = torch.from_numpy(generators_choices(rollouts, shape)).to(row.tokens.device)
+    table = torch.from_numpy(generator_experts(rollouts, shape)).to(row.tokens.device)
     shared = targets_of_others(row)
     table = table if shared is None else shared.own_of(table)
     here = _rows_here(rows, tensor_group)
-    kept = (row.predictors >= here.start) & (row.predictors < here.stop)
-    chosen = table[kept].unbind(1)
+    is_here = (row.predictors >= here.start) & (row.predictors < here.stop)
+    chosen = table[is_here].unbind(1)
     return ops.ReplayedRoutes(
-        row.predictors[kept] - here.start, chosen if mixtures is None else [chosen[number] for number in mixtures]
+        row.predictors[is_here] - here.start, chosen if mixtures is None else [chosen[number] for number in mixtures]
     )
 
 
-def generators_choices(rollouts: Sequence[Rollout], shape: ModelConfig) -> Int[np.ndarray, "tokens mixtures active"]:
+def require_routes(rollouts: Sequence[Rollout], shape: ModelConfig) -> None:
+    """Raises UserError if the routes of a rollout cannot be replayed. Ranks that train call it for all rollouts of a
+    step, not only for a rank's share, so that all of them raise."""
+    for rollout in rollouts:
+        generator_experts([rollout], shape)
+
+
+def generator_experts(rollouts: Sequence[Rollout], shape: ModelConfig) -> Int[np.ndarray, "tokens mixtures active"]:
     """The experts of all sampled tokens. Raises UserError for a rollout without routes, or with another model's."""
     tables = []
     for rollout in rollouts:
         read = [read_route(route, shape) for route in rollout.routes]
         if len(read) != rollout.num_sampled or any(table is None for table in read):
             raise UserError(
-                "router_replay: a rollout lacks routes for all its tokens and layers, because whoever sampled it did "
-                "not record them; remove router_replay"
+                "router_replay: a rollout lacks routes for all its tokens and layers, because its generator did not "
+                "record them; remove router_replay"
             )
         tables += [table for table in read if table is not None]
     whole = np.stack(tables) if tables else np.zeros((0, len(shape.mixtures), 1), np.int64)
@@ -123,8 +130,8 @@ def generators_choices(rollouts: Sequence[Rollout], shape: ModelConfig) -> Int[n
 
 
 @dataclass
-class ReplayFindings:
-    """What replaying routes has changed so far."""
+class RouteReplayStatistics:
+    """The effect of replaying routes so far."""
 
     routes: int = 0
     """One per token and mixture."""
@@ -150,18 +157,18 @@ class ReplayFindings:
         comparable: Bool[Tensor, "targets"] | None,
     ) -> None:
         """Adds a micro-batch's log-probabilities; without: the trainer's without replay."""
-        kept = torch.ones_like(generator, dtype=torch.bool) if comparable is None else comparable
-        self.tokens += int(kept.sum())
-        self.squares += _squares(trainer.detach() - generator, kept)
-        self.squares_without += _squares(without - generator, kept)
+        compared = torch.ones_like(generator, dtype=torch.bool) if comparable is None else comparable
+        self.tokens += int(compared.sum())
+        self.squares += _squares(trainer.detach() - generator, compared)
+        self.squares_without += _squares(without - generator, compared)
 
     def plain(self) -> dict[str, Any]:
-        """JSON-able, for `take`."""
+        """JSON-able, for `combine`."""
         return dataclasses.asdict(self)
 
-    def take(self, parts: Sequence[Mapping[str, Any]]) -> None:
-        """Takes over the combined result of several ranks: what the ratio was measured on must not depend on them, so
-        it is the step's first micro-batch, which the first rank has."""
+    def combine(self, parts: Sequence[Mapping[str, Any]]) -> None:
+        """Takes the combined result of several ranks. The ratio is the first rank's, which has the step's first
+        micro-batch: what it is measured on must not depend on the number of ranks."""
         for name in ("routes", "different"):
             setattr(self, name, sum(part[name] for part in parts))
         for name in ("tokens", "squares", "squares_without"):
@@ -179,5 +186,5 @@ class ReplayFindings:
         }
 
 
-def _squares(log_ratios: Tensor, kept: Tensor) -> float:
-    return float((log_ratios.double()[kept].exp() - 1).square().sum())
+def _squares(log_ratios: Tensor, compared: Tensor) -> float:
+    return float((log_ratios.double()[compared].exp() - 1).square().sum())

@@ -1,10 +1,10 @@
-"""The value function of PPO: a head on the policy's own hidden states."""
+"""The value function of PPO: a head on the policy's hidden states."""
 
 from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 
 import torch
@@ -22,8 +22,7 @@ from lockstep.parallel.exchange import without_gradient
 from lockstep.parallel.one_order import target_product
 from lockstep.rl.algorithms import explained_variance
 from lockstep.rl.rollouts.records import Rollout
-from lockstep.rl.rollouts.replicas import Replicas
-from lockstep.rl.scoring.forward import score_groups
+from lockstep.rl.scoring.forward import ForwardPasses
 from lockstep.train.packing import PackedRow, predicting_states
 
 NAME = "value_head"
@@ -33,7 +32,7 @@ NAME = "value_head"
 class ValueHead(nn.Module):
     """V of a state, in float32, from the hidden state that the next token is sampled from.
 
-    It is initialized to zero, so the first step's advantages are sums of rewards. It uses the model's own linear
+    It is initialized to zero, so the first step's advantages are sums of rewards. It uses the model's linear
     operator: like a log-probability, a value has the same bits in any batch, hence before and in the first update.
     """
 
@@ -89,29 +88,25 @@ def train_settings(config: RLConfig) -> TrainConfig:
     """The run's settings, with a separate learning rate for the value head; `train.rules` take precedence."""
     if algorithm_of(config).advantage != "gae":
         return config.train
-    own = f"{NAME}.* learning_rate={config.value_learning_rate}"
-    return dataclasses.replace(config.train, rules=(own, *config.train.rules))
+    rule = f"{NAME}.* learning_rate={config.value_learning_rate}"
+    return dataclasses.replace(config.train, rules=(rule, *config.train.rules))
 
 
-def assign_values(
-    rollouts: Sequence[Rollout],
-    model: ScoringModel,
-    critic: ValueHead,
-    config: RLConfig,
-    replicas: Replicas | None = None,
-    moved: Callable[[], None] = lambda: None,
-) -> None:
-    """V of the state in which each token was sampled, with the weights before the step, which `model` has.
+class ValueScorer:
+    """Scores rollouts with the value function."""
 
-    Groups are divided among `replicas`; None: all are scored here.
-    """
+    def __init__(self, model: ScoringModel, critic: ValueHead, forward: ForwardPasses):
+        """model: the policy with the weights before the step."""
+        self._model, self._critic, self._forward = model, critic, forward
 
-    def values(row: PackedRow) -> Tensor:
-        return critic(predicting_states(model, row))
+    def score(self, rollouts: Sequence[Rollout]) -> None:
+        """Assigns V of the state in which each token was sampled."""
 
-    scored = score_groups(rollouts, config, critic.weight.device, values, replicas, moved)
-    for rollout, own in zip(rollouts, scored):
-        rollout.scores.values = own
+        def values(row: PackedRow) -> Tensor:
+            return self._critic(predicting_states(self._model, row))
+
+        for rollout, of_tokens in zip(rollouts, self._forward.per_token(rollouts, self._critic.weight.device, values)):
+            rollout.scores.values = of_tokens
 
 
 def value_metrics(rollouts: Sequence[Rollout]) -> dict[str, float]:

@@ -6,7 +6,7 @@ import torch
 
 from lockstep.config import ALGORITHMS
 from lockstep.rl import Example, PolicyLossInputs, objective, token_weights
-from lockstep.rl.rollouts.collect import assign_advantages
+from lockstep.rl.rollouts.advantages import assign_advantages
 from lockstep.rl.rollouts.records import Rollout, Scores
 
 LIMIT = 9

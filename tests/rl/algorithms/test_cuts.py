@@ -9,12 +9,11 @@ from lockstep import build_model
 from lockstep.config import ALGORITHMS, RLConfig, TrainConfig, algorithm_of
 from lockstep.model import ModelConfig
 from lockstep.rl import Example
-from lockstep.rl.rollouts.collect import assign_advantages
-from lockstep.rl.rollouts.packing import PolicyLoss, policy_batches
+from lockstep.rl.rollouts.advantages import assign_advantages
 from lockstep.rl.rollouts.records import Rollout, Scores
-from lockstep.rl.scoring.reference import score_rollouts
-from lockstep.rl.scoring.value_head import assign_values, make_critic
+from lockstep.rl.scoring.value_head import make_critic
 from tests.rl.algorithms.steps import drawn_step, inputs_of, loss_and_gradient, named, sliced
+from tests.rl.losses import assign_values, batches_of, log_probs_of, loss_of
 
 AVERAGES = ("token", "sequence", "budget")
 CORRECTIONS = [{}, {"off_policy": "truncate", "off_policy_level": "sequence"}, {"off_policy": "mask"}]
@@ -63,7 +62,7 @@ def rollouts():
             )
     config = RLConfig(model="m", algorithm="ppo")
     assign_values(made, policy, _critic(config, policy), config)
-    scores = score_rollouts(policy, made, config), score_rollouts(other, made, config)
+    scores = log_probs_of(policy, made, config), log_probs_of(other, made, config)
     sampled = []
     for rollout, own, others in zip(made, *scores):
         noise = 0.1 * torch.randn(len(own), generator=draw)
@@ -91,8 +90,8 @@ def _gradients(rollouts, name, average, tokens):
     critic = _critic(config, model)
     parameters = dict(model.named_parameters()) | (critic.parameters_by_name() if critic else {})
     sums = {n: torch.zeros_like(p, dtype=torch.float64) for n, p in parameters.items()}
-    batches = policy_batches(rollouts, config)
-    step = PolicyLoss(config, compare=False, critic=critic)
+    batches = batches_of(rollouts, config)
+    step = loss_of(config, compare=False, critic=critic)
     for batch in batches:
         for parameter in parameters.values():
             parameter.grad = None

@@ -14,7 +14,8 @@ from lockstep.rl.conversations.exchange import reply_data, reply_from
 from lockstep.rl.conversations.rendering import Rendering
 from lockstep.rl.conversations.tools import answer_calls
 from lockstep.rl.environments.loading import load_environment
-from lockstep.rl.rollouts.collect import assign_rewards, collect, sample_held_out
+from lockstep.rl.rollouts.rewards import assign_rewards
+from tests.rl.collected import collected, held_out
 from tests.rl.conversations.families import shown, write_family
 
 THINK_END = "<|channel|>analysis<|message|>I add 2 and 3.<|end|><|start|>assistant"
@@ -111,7 +112,7 @@ class Sums(rl.ConversationEnvironment):
 def conversed(environment, engine, config=None):
     config = config or RLConfig(samples_per_prompt=1, max_new_tokens=64)
     rendering = engine.rendering
-    rollouts = collect([rl.Example("2 + 3?")], environment, engine, engine.tokenizer, config, 1, 0, rendering)
+    rollouts = collected([rl.Example("2 + 3?")], environment, engine, rendering, config)
     assign_rewards(rollouts, environment, config.rewards)
     return rollouts
 
@@ -150,7 +151,7 @@ def test_a_call_that_cannot_be_read_is_answered_with_its_problem(folder):
             return float("not valid JSON" in chat.messages[-1]["content"] and (await chat.reply()).text == "Answer: 5")
 
     engine = Reciting(rendering_with(folder, (add,)), [CALLS.replace("3}", "3"), ANSWERS])
-    assert conversed(Tries(), engine)[-1].reward == 1.0
+    assert conversed(Tries(), engine)[-1].scores.reward == 1.0
 
 
 @pytest.mark.parametrize("name", ["digit_sum", "calculator"])  # of one answer, and a conversation
@@ -168,7 +169,7 @@ def test_ready_environments_and_validation_get_the_final_channel(folder, name, r
     example = rl.Example("2 + 3?", answer="5")
     for rollouts in (
         conversed(environment, engine),
-        sample_held_out([example], environment, engine, engine.tokenizer, RLConfig(), None, engine.rendering, range(1)),
+        held_out([example], environment, engine, engine.rendering, RLConfig()),
     ):
         assert [rollout.completion for rollout in rollouts] == [completion]
 

@@ -15,8 +15,8 @@ from lockstep.rl.environments.loading import load_environment
 from lockstep.rl.environments.math_jsonl import INSTRUCTION as IN_A_BOX
 from lockstep.rl.grading.pool import fields_of
 from lockstep.rl.grading.sandbox import missing_protections
-from lockstep.rl.rollouts.collect import collect
 from lockstep.rl.rollouts.prompts import PromptLoader, examples_of, fingerprint
+from tests.rl.collected import collected
 from tests.rl.conversations.families import FAMILIES, rendering_of
 from tests.rl.conversations.scripted import converse
 
@@ -225,11 +225,11 @@ def test_completions_continue_the_messages_with_the_examples_values(environment,
     engine, rendering = engine_of("qwen3"), renderings["qwen3"]
     examples = [rl.Example([SYSTEM, USER]), rl.Example([SYSTEM, USER], chat_template_kwargs={"enable_thinking": False})]
     config = RLConfig(samples_per_prompt=2, max_new_tokens=4, rewards=RewardConfig())
-    rollouts = collect(examples, environment, engine, engine.tokenizer, config, 1, 0, rendering, None)
+    rollouts = collected(examples, environment, engine, rendering, config)
     assert [r.prompt_ids for r in rollouts] == [rendering.prompt(e) for e in examples for _ in range(2)]
     with pytest.raises(UserError, match="has 'nothing', which the chat template does not read"):
         wrong = [rl.Example([USER], chat_template_kwargs={"nothing": 1})]
-        collect(wrong, environment, engine, engine.tokenizer, config, 1, 0, rendering, None)
+        collected(wrong, environment, engine, rendering, config)
 
 
 def test_a_conversation_begins_with_all_messages_of_its_prompt(tmp_path):

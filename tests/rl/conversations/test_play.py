@@ -19,8 +19,9 @@ from lockstep.rl.conversations.rendering import Rendering
 from lockstep.rl.environments.loading import EnvironmentSource, load_environment
 from lockstep.rl.grading import refuse_too_many
 from lockstep.rl.grading.pool import open_workers
-from lockstep.rl.rollouts.collect import assign_rewards, collect, sample_held_out
 from lockstep.rl.rollouts.records import episodes_of
+from lockstep.rl.rollouts.rewards import assign_rewards
+from tests.rl.collected import collected, held_out
 
 EXAMPLES = [rl.Example("stone"), rl.Example("river", answer="r")]
 
@@ -48,7 +49,7 @@ def config(**changes):
 
 
 def talk(environment, engine, rendering, grader=None, **changes):
-    return collect(EXAMPLES, environment, engine, engine.tokenizer, config(**changes), 1, 0, rendering, grader)
+    return collected(EXAMPLES, environment, engine, rendering, config(**changes), grader=grader)
 
 
 def graded(environment, engine, rendering, limit=1.0, grader=None, **changes):
@@ -97,7 +98,7 @@ def test_draws_do_not_depend_on_who_answers_when(name, engine_of, renderings):
         assert [r.logprobs for r in again] == [r.logprobs for r in first]
     assert len({str(r.token_ids) for r in first}) == len(first), "each has draws of its own"
     engine = engine_of(name)
-    other = collect(EXAMPLES, Talk(), engine, engine.tokenizer, config(), 1, 1, renderings[name])
+    other = collected(EXAMPLES, Talk(), engine, renderings[name], config(), extra_round=1)
     assert [r.token_ids for r in other] != [r.token_ids for r in first], "another round, other draws"
 
 
@@ -125,7 +126,7 @@ def test_in_workers_the_tokens_and_rewards_are_those_of_this_process_whoever_ans
     environment, workers = in_workers("Talk", slow, workers=2, concurrent=2)
     for sequences in (8, 2):
         again = graded(environment, engine_of("llama3", sequences), given[1], grader=workers)
-        for field in ("token_ids", "logprobs", "sampled", "rewards", "reward", "group", "episode", "completion"):
+        for field in ("token_ids", "logprobs", "sampled", "scores", "group", "episode", "completion"):
             assert [getattr(r, field) for r in again] == [getattr(r, field) for r in first]
         assert [r.conversation.messages for r in again] == [r.conversation.messages for r in first]
 
@@ -492,10 +493,7 @@ def test_an_interrupt_ends_conversations_and_requests(engine_of, renderings, int
 
 def test_a_validation_holds_conversations_too(engine_of, renderings):
     engine = engine_of("llama3")
-    rollouts, again = (
-        sample_held_out(EXAMPLES, Talk(), engine, engine.tokenizer, config(), None, renderings["llama3"])
-        for _ in range(2)
-    )
+    rollouts, again = (held_out(EXAMPLES, Talk(), engine, renderings["llama3"], config()) for _ in range(2))
     assert [r.token_ids for r in rollouts] == [r.token_ids for r in again]
     assign_rewards(rollouts, Talk())
     assert len(episodes_of(rollouts)) == 2 and all(r.scores.rewards for r in rollouts)

@@ -7,7 +7,7 @@ from lockstep.config import RewardConfig, RLConfig
 from lockstep.rl.conversations.reasoning import answer_text, reasoning_text
 from lockstep.rl.environments.gsm8k import GSM8K
 from lockstep.rl.environments.math_jsonl import Math
-from lockstep.rl.rollouts.collect import collect
+from tests.rl.collected import collected
 
 
 class OwnGSM8K(GSM8K):
@@ -57,10 +57,7 @@ def test_reasoning_that_the_prompt_begins_is_marked_for_ready_environments_alone
     engine, rendering = engine_of("qwen3_5_think"), renderings["qwen3_5_think"]
     config = RLConfig(samples_per_prompt=2, max_new_tokens=4, rewards=RewardConfig())
     marked, plain = (
-        [
-            rollout.completion
-            for rollout in collect([rl.Example("q")], kind(), engine, engine.tokenizer, config, 1, 0, rendering, None)
-        ]
+        [rollout.completion for rollout in collected([rl.Example("q")], kind(), engine, rendering, config)]
         for kind in (ready, own)
     )
     assert all(plain) and marked == [f"<think>{text}" for text in plain]

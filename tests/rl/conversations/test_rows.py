@@ -10,12 +10,13 @@ import torch
 import lockstep.rl as rl
 from lockstep.config import ALGORITHMS, RLConfig, TrainConfig
 from lockstep.rl.grading.calling import Outcome
-from lockstep.rl.rollouts.collect import assign_advantages, charge_overlong
+from lockstep.rl.rollouts.advantages import assign_advantages
 from lockstep.rl.rollouts.ledger import Ledger
 from lockstep.rl.rollouts.metrics import rollout_metrics
-from lockstep.rl.rollouts.packing import policy_batches
 from lockstep.rl.rollouts.records import Conversation, Scores, episodes_of, write_rollouts
+from lockstep.rl.rollouts.rewards import charge_overlong
 from lockstep.rl.scoring.parity import Parity
+from tests.rl.losses import batches_of
 
 
 def completions():
@@ -83,7 +84,7 @@ def test_an_episode_has_the_advantages_and_weights_of_one_completion(name, kl):
 def of_episodes(rollouts, config, fields):
     """Of each episode, its targets and what the loss has of each, wherever its rows were packed."""
     found = {}
-    for batch in policy_batches(rollouts, config):
+    for batch in batches_of(rollouts, config):
         lengths = [r.num_sampled for r in batch.rollouts]
         columns = [getattr(batch, field).split(lengths) for field in fields] + [batch.row.targets.split(lengths)]
         for rollout, *own in zip(batch.rollouts, *columns):
@@ -94,7 +95,7 @@ def of_episodes(rollouts, config, fields):
 
 
 def test_a_target_is_predicted_by_the_token_before_it():
-    (batch,) = policy_batches(as_rows(completions())[:2], RLConfig(max_new_tokens=10))
+    (batch,) = batches_of(as_rows(completions())[:2], RLConfig(max_new_tokens=10))
     assert batch.row.tokens.tolist()[:7] == [1, 2, 3, 20, 7, 8, 1]
     assert batch.row.tokens[batch.row.predictors].tolist()[:2] == [3, 8] and batch.row.targets.tolist()[:2] == [20, 21]
 

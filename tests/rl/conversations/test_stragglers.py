@@ -9,7 +9,7 @@ import lockstep.rl as rl
 from lockstep.config import RewardConfig, RLConfig
 from lockstep.rl.environments.loading import EnvironmentSource, load_environment
 from lockstep.rl.grading.pool import open_workers
-from lockstep.rl.rollouts.collect import collect
+from tests.rl.collected import collected
 
 EXAMPLES = [
     rl.Example("a", "many"),
@@ -52,8 +52,8 @@ def held(request, tmp_path, engine_of, renderings):
 
     def hold(numbers, first, grader):
         engine = engine_of("llama3", 16)
-        rollouts = collect(
-            EXAMPLES, Talk(), engine, engine.tokenizer, config(), 1, 0, renderings["llama3"], grader, numbers, first
+        rollouts = collected(
+            EXAMPLES, Talk(), engine, renderings["llama3"], config(), grader=grader, numbers=numbers, first=first
         )
         assert not engine.has_work
         return rollouts, engine.statistics.tokens_sampled

@@ -10,11 +10,10 @@ import lockstep.rl as rl
 from lockstep import build_model, ops
 from lockstep.config import RLConfig, TrainConfig, algorithm_of
 from lockstep.model import ModelConfig
-from lockstep.rl.rollouts.collect import assign_advantages
-from lockstep.rl.rollouts.packing import PolicyLoss, policy_batches
+from lockstep.rl.rollouts.advantages import assign_advantages
 from lockstep.rl.rollouts.records import Conversation, Scores
-from lockstep.rl.scoring.reference import score_rollouts
-from lockstep.rl.scoring.value_head import assign_values, make_critic
+from lockstep.rl.scoring.value_head import make_critic
+from tests.rl.losses import assign_values, batches_of, log_probs_of, loss_of
 
 SHAPE = ModelConfig(
     family="qwen3", vocab_size=40, dim=32, num_layers=1, num_heads=2, num_kv_heads=1, head_dim=16,
@@ -61,14 +60,14 @@ def test_values_scores_and_entropies_are_those_of_the_models_own_tokens(tokens):
     def scores(ids, which):
         return ops.token_log_probs(states(ids)[:-1], model.head_weight, ids[1:], config.temperature)[which].detach()
 
-    for index, (rollout, own) in enumerate(zip(rollouts, score_rollouts(model, rollouts, config))):
+    for index, (rollout, own) in enumerate(zip(rollouts, log_probs_of(model, rollouts, config))):
         assert own == _alone(rollout, lambda ids: scores(ids, 0))
         rollouts[index] = replace(rollout, logprobs=own)
         rollout.scores.reference_logprobs = own
     assign_values(rollouts, model, critic, config)
     assign_advantages(rollouts, algorithm_of(config))
-    loss = PolicyLoss(config, compare=True, critic=critic)
-    for batch in policy_batches(rollouts, config):
+    loss = loss_of(config, compare=True, critic=critic)
+    for batch in batches_of(rollouts, config):
         loss(model, batch)
     assert loss.parity.tokens_different == 0 < loss.parity.tokens_checked
     for rollout in rollouts:

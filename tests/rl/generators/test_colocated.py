@@ -33,6 +33,7 @@ from lockstep.parallel.world import AXES, World
 from lockstep.rl.environments.protocol import Example
 from lockstep.rl.replay import replay
 from lockstep.rl.rollouts.microbatches import microbatches
+from lockstep.rl.rollouts.packing import packing_of
 from lockstep.rl.rollouts.records import Rollout
 from lockstep.rl.rollouts.shares import token_budget
 from tests.faults import VARIABLE
@@ -468,10 +469,10 @@ def test_every_data_parallel_rank_has_a_microbatch_though_prompts_are_long_and_s
         sampled = rollouts(*shape)
         for ranks in (1, 2, 3, 4, 8):
             world = World(torch.device("cpu"), dict.fromkeys(AXES, 1) | {"data_shard": ranks})
-            budget = token_budget(sampled, config, world)
+            budget = token_budget(sampled, packing_of(config), world)
             assert len(microbatches(sampled, budget)) >= ranks, (shape, ranks)
             fixed = replace(config, train=TrainConfig(deterministic_layout=True))
-            assert token_budget(sampled, fixed, world) == config.train.tokens_per_microbatch
+            assert token_budget(sampled, packing_of(fixed), world) == config.train.tokens_per_microbatch
 
 
 @pytest.mark.parametrize(

@@ -13,9 +13,10 @@ from lockstep.errors import UserError
 from lockstep.rl.grading import refuse_too_many
 from lockstep.rl.grading.totals import grade_here
 from lockstep.rl.reinforce import reinforce
-from lockstep.rl.rollouts.collect import assign_advantages, assign_rewards
+from lockstep.rl.rollouts.advantages import assign_advantages
 from lockstep.rl.rollouts.ledger import Ledger, LedgerError
 from lockstep.rl.rollouts.metrics import summarize, validation_metrics
+from lockstep.rl.rollouts.rewards import assign_rewards
 from tests.rl.test_algorithm_runs import EvenBytes, folders  # noqa: F401
 from tests.rl.test_algorithm_runs import _config as run_of_even_bytes
 from tests.rl.test_controller import TASK, _config, _metrics
@@ -46,7 +47,7 @@ def _entered(rollouts):
     ledger = Ledger(groups)
     ledger.add(rollouts, range(groups))
     ledger.drop_failed()
-    ledger.keep_some()
+    ledger.restore_if_empty()
     return ledger
 
 

@@ -16,8 +16,8 @@ from lockstep.rl import Environment, Example, Rollout
 from lockstep.rl.environments.loading import EnvironmentSource
 from lockstep.rl.grading.pool import SupervisorProcess, open_workers
 from lockstep.rl.grading.processes import descendants, is_stopped
-from lockstep.rl.rollouts.collect import assign_rewards
 from lockstep.rl.rollouts.ledger import Ledger
+from lockstep.rl.rollouts.rewards import assign_rewards
 from tests.rl.grading.misbehaving import CAUSES
 
 TASK = """

@@ -6,7 +6,8 @@ from lockstep import Engine, EngineConfig, load_model
 from lockstep.config import RLConfig
 from lockstep.data import load_tokenizer
 from lockstep.rl import Environment, Example
-from lockstep.rl.rollouts.collect import collect, sample_held_out
+from lockstep.rl.conversations.rendering import Rendering
+from tests.rl.collected import collected, held_out
 
 EXAMPLES = [Example("stone:"), Example("river:")]
 
@@ -28,8 +29,8 @@ def asked(engine, model_folder):
 
     def ask(step, environment=None, **changes):
         config = RLConfig(**(dict(samples_per_prompt=4, max_new_tokens=8) | changes))
-        given = EXAMPLES, environment or Vowels(), engine, engine.tokenizer, config
-        return sample_held_out(*given) if step is None else collect(*given, step)
+        given = EXAMPLES, environment or Vowels(), engine, Rendering(engine.tokenizer), config
+        return held_out(*given) if step is None else collected(*given, step)
 
     return ask
 

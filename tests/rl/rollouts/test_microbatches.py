@@ -19,12 +19,12 @@ from lockstep.parallel import World, apply_compile
 from lockstep.parallel.world import AXES
 from lockstep.rl import Example
 from lockstep.rl.rollouts.microbatches import microbatches
-from lockstep.rl.rollouts.packing import packing_metrics, policy_batches
+from lockstep.rl.rollouts.packing import packing_metrics, packing_of
 from lockstep.rl.rollouts.records import Rollout, Scores
-from lockstep.rl.rollouts.shares import cost, own_batches, token_budget
-from lockstep.rl.scoring.reference import score_rollouts
-from lockstep.rl.scoring.value_head import assign_values, make_critic
+from lockstep.rl.rollouts.shares import batches_of_rank, cost, token_budget
+from lockstep.rl.scoring.value_head import make_critic
 from lockstep.train.packing import first_fit_decreasing, pack, pack_scored, predicting_states, target_log_probs
+from tests.rl.losses import assign_values, batches_of, log_probs_of
 
 SHAPE = ModelConfig(
     family="qwen3", vocab_size=61, dim=64, num_layers=2, num_heads=4, num_kv_heads=2, head_dim=32,
@@ -110,8 +110,9 @@ def test_a_completions_log_probabilities_have_the_bits_of_it_alone(dtype, backen
     apply_compile(model, CompileConfig(backend))
     rollouts = _rollouts([(40, [30, 5, 64]), (1, [9, 9]), (70, [20]), (130, [33, 64, 90]), (2, [3, 3, 3])])
     for budget in (10**6, 250, 90):
-        batches = policy_batches(rollouts, RLConfig(model="m", train=TrainConfig(tokens_per_microbatch=budget)))
-        shared = packing_metrics(batches)["rollout/prompt_tokens_shared"]
+        config = RLConfig(model="m", train=TrainConfig(tokens_per_microbatch=budget))
+        batches = batches_of(rollouts, config)
+        shared = packing_metrics(batches, packing_of(config))["rollout/prompt_tokens_shared"]
         assert shared > 0.05
         for batch in batches:
             with torch.set_grad_enabled(budget != 250):
@@ -137,7 +138,7 @@ def test_scores_and_values_are_those_of_each_rollout_whole_and_by_itself(dtype, 
     draw = random.Random(seed)
     if masked:
         rollouts = [replace(r, sampled=[draw.random() < 0.7 for _ in r.token_ids]) for r in rollouts]
-    scores = score_rollouts(model, rollouts, config)
+    scores = log_probs_of(model, rollouts, config)
     assign_values(rollouts, model, critic, config)
     for rollout, own in zip(rollouts, scores):
         row = pack_scored([rollout.prompt_ids + rollout.token_ids], [rollout.targets()])
@@ -150,7 +151,7 @@ def test_scores_compute_a_groups_prompt_once():
     model, rollouts = _sharp("float32"), _rollouts([(40, [10] * 8)])
     rows = []
     model.register_forward_pre_hook(lambda module, given: rows.append(len(given[0])))
-    score_rollouts(model, rollouts, RLConfig(model="m"))
+    log_probs_of(model, rollouts, RLConfig(model="m"))
     assert rows == [39 + 8 * 10 + 1]  # filled up to a multiple of 8
 
 
@@ -171,9 +172,9 @@ def test_targets_need_not_be_a_suffix():
 
 def test_metrics_say_what_is_computed():
     rollouts = _rollouts([(10, [5, 7]), (4, [6, 6])])
-    (batch,) = policy_batches(rollouts, RLConfig(model="m"))
+    (batch,) = batches_of(rollouts, RLConfig(model="m"))
     # 9 + 5 + 7 and 3 + 6 + 6 rows, filled up to a multiple of 8.
-    assert packing_metrics([batch]) == {
+    assert packing_metrics([batch], packing_of(RLConfig(model="m"))) == {
         "rollout/microbatches": 1, "rollout/padding": 1 - 36 / 40, "rollout/prompt_tokens_shared": 12 / 28,
     }  # fmt: skip
 
@@ -189,9 +190,9 @@ def test_rows_count_as_the_rollouts_tokens_however_they_are_cut_and_shared_and_t
     rollouts = _rollouts([(10, [5, 7, 3, 9]), (4, [6, 6])])
     tokens = sum(len(r.prompt_ids) + len(r.token_ids) - 1 for r in rollouts)  # the last one predicts nothing
     for budget in (1, 25, 40, 1000):
-        batches = policy_batches(rollouts, RLConfig(model="m"), budget=budget)
+        batches = batches_of(rollouts, RLConfig(model="m"), budget=budget)
         assert sum(int(batch.row.counts.sum()) for batch in batches) == tokens
-    (idle,) = own_batches(batches, RLConfig(), _world(4, rank=3), build_model(SHAPE, "float32"))
+    (idle,) = batches_of_rank(batches, packing_of(RLConfig()), _world(4, rank=3), build_model(SHAPE, "float32"))
     assert idle.idle and not idle.row.counts.any() and len(idle.row.counts) == len(idle.row.tokens)
 
 
@@ -205,7 +206,7 @@ def test_ranks_have_as_much_to_compute_in_all_and_in_every_turn(ranks, busiest, 
 
 def test_long_sequences_cost_more_than_their_rows_and_shared_prompts_only_what_is_computed():
     def cost_of(*groups):
-        (batch,) = policy_batches(_rollouts([*groups]), RLConfig(model="m"))
+        (batch,) = batches_of(_rollouts([*groups]), RLConfig(model="m"))
         return cost(batch.row, SHAPE)
 
     assert cost_of((1, [4000])) > 2 * cost_of((1, [2000]))
@@ -222,8 +223,8 @@ def test_every_microbatch_is_computed_by_one_rank_and_all_have_as_many(groups, r
     for deterministic in (False, True):
         train = TrainConfig(tokens_per_microbatch=100, deterministic_layout=deterministic)
         config = RLConfig(model="m", train=train)
-        batches = policy_batches(rollouts, config, budget=token_budget(rollouts, config, _world(ranks)))
-        shares = [own_batches(batches, config, _world(ranks, rank), model) for rank in range(ranks)]
+        batches = batches_of(rollouts, config, budget=token_budget(rollouts, packing_of(config), _world(ranks)))
+        shares = [batches_of_rank(batches, packing_of(config), _world(ranks, rank), model) for rank in range(ranks)]
         assert {len(share) for share in shares} == {math.ceil(len(batches) / ranks)}
         real = [[batch for batch in share if not batch.idle] for share in shares]
         assert sorted(id(b.rollouts) for own in real for b in own) == sorted(id(b.rollouts) for b in batches)
@@ -231,6 +232,6 @@ def test_every_microbatch_is_computed_by_one_rank_and_all_have_as_many(groups, r
         if deterministic:
             # The order in which gradients are summed.
             assert [id(batch.rollouts) for batch in turns] == [id(batch.rollouts) for batch in batches]
-            assert len(batches) == len(policy_batches(rollouts, config))
+            assert len(batches) == len(batches_of(rollouts, config))
         else:
-            assert len(batches) <= math.ceil(len(policy_batches(rollouts, config)) / ranks) * ranks
+            assert len(batches) <= math.ceil(len(batches_of(rollouts, config)) / ranks) * ranks

@@ -6,6 +6,7 @@ import random
 import threading
 import time
 from collections import deque
+from types import SimpleNamespace
 
 import pytest
 
@@ -74,15 +75,16 @@ class Scripted:
 class Run:
     """A trainer that only counts, over a fleet of scripted generators that a thread drives."""
 
+    is_recorded, requests_at_once = False, True
+
     def __init__(
         self, depth, finish=False, generators=2, losses=0.0, seed=0, room=3, state=None, step=0, oversampling=1.0
     ):
         self.pool = GeneratorPool(1000, 1000, 10.0, finish)
         self.prompts = PromptLoader(EXAMPLES, seed=1)
         self.prefetcher = RolloutPrefetcher(
-            self._draw, self.prompts, self.pool, PROMPTS, depth, lambda k: CachingGeneratorPool(self.pool, k),
-            oversampling=oversampling,
-        )  # fmt: skip
+            self, self.prompts, self.pool, PROMPTS, depth, lambda k: CachingGeneratorPool(self.pool, k), oversampling
+        )
         self.step, self.trained, self.places, self.ledgers = step, {}, {}, {}
         self.remotes = [Scripted(f"generator_{n}", self.pool, finish, room) for n in range(generators)]
         self.losses, self.rng, self.ended = losses, random.Random(seed), threading.Event()
@@ -98,7 +100,7 @@ class Run:
         self.driver.start()
         self.pool.wait_for_weights(10)
 
-    def _draw(self, asked, step, extra_round, sampler, wanted):
+    def draw(self, asked, step, extra_round, sampler, wanted):
         params = [
             SamplingParams(max_tokens=6, n=SAMPLES, seed=1000 * step + 100 * extra_round + n) for n in range(len(asked))
         ]
@@ -134,7 +136,7 @@ class Run:
             self.prefetcher.begin(step, last)
             drawn, ledger, self.places[step] = [], Ledger(PROMPTS), []
             for extra_round in range(1 + (step in extra_rounds)):
-                of_round = self.prefetcher.drawn(step, extra_round, 1 if extra_round else PROMPTS)
+                of_round = self.prefetcher.take_round(step, extra_round, 1 if extra_round else PROMPTS)()
                 drawn += of_round.rollouts
                 ledger.wanted = PROMPTS + extra_round
                 self.places[step] += [of_round.places[rollout.group] for rollout in of_round.rollouts]
@@ -151,6 +153,10 @@ class Run:
         self.prefetcher.close()
         self.ended.set()
         self.driver.join()
+
+
+def source(draw):
+    return SimpleNamespace(draw=draw, is_recorded=False, requests_at_once=True)
 
 
 @contextlib.contextmanager
@@ -226,7 +232,7 @@ def test_a_resumed_run_loses_no_prompt_and_repeats_none_and_keeps_the_promise(be
         assert all(own[-1] <= after and own[0] >= 0 for own in ages(second).values())
 
 
-def test_samples_that_were_under_way_go_on_where_they_were():
+def test_samples_in_flight_resume_where_they_were():
     with running(2, seed=3) as first:
         first.train(3)
         first.prefetcher.wait()
@@ -282,8 +288,8 @@ def test_a_step_that_was_drawn_and_interrupted_is_drawn_again_by_the_run_that_is
         with running(depth, True, generators=1, seed=stop) as first:
             first.train(stop, last=9, extra_rounds=(4,))
             first.prefetcher.begin(stop + 1, 9)
-            first.prefetcher.drawn(stop + 1, 0, PROMPTS)
-            first.prefetcher.drawn(stop + 1, 1, 1)
+            first.prefetcher.take_round(stop + 1, 0, PROMPTS)()
+            first.prefetcher.take_round(stop + 1, 1, 1)()
             first.prefetcher.wait()  # what this step's weights sample may go on later
             state = first.state()
         with running(depth, True, generators=3, seed=2, state=state, step=stop) as second:
@@ -325,7 +331,7 @@ def test_a_prompt_asked_with_other_counts_is_still_asked_once(monkeypatch):
     assert [len(own) for own in places(second)] == [3] * 6
 
 
-def test_the_buffer_is_counted_in_steps_and_samples_that_are_ready_or_under_way():
+def test_the_buffer_is_counted_in_steps_and_samples_that_are_ready_or_in_flight():
     with running(2, generators=1) as run:
         of_a_step = PROMPTS * SAMPLES
         # While nobody drives the generator nothing is sampled.
@@ -343,7 +349,7 @@ def test_the_buffer_is_counted_in_steps_and_samples_that_are_ready_or_under_way(
         run.driver.start()
         run.prefetcher.wait()
         assert list(run.prefetcher.metrics().values()) == [2, 0, 2 * of_a_step, 0]
-        run.prefetcher.drawn(1, 0, PROMPTS)
+        run.prefetcher.take_round(1, 0, PROMPTS)()
         assert list(run.prefetcher.metrics().values()) == [1, 0, of_a_step, 0]
     with running(0) as run:
         assert run.prefetcher.metrics() == {}
@@ -353,22 +359,22 @@ def test_what_is_older_than_promised_stops_the_run():
     loader = PromptLoader(EXAMPLES, seed=1)
     with running(0) as run:
         old = [Rollout(EXAMPLES[0], 0, [1], [5, 6], [-1.0, -1.0], "stop", "", 1, versions=[1, 4])]
-        prefetcher = RolloutPrefetcher(lambda *_: old, loader, run.pool, 1)
-        assert prefetcher.drawn(2, 0, 1)[1] == old
+        prefetcher = RolloutPrefetcher(source(lambda *_: old), loader, run.pool, 1)
+        assert prefetcher.take_round(2, 0, 1)()[1] == old
         with pytest.raises(LedgerError, match="version 1, older than actors.max_staleness 0"):
-            prefetcher.drawn(3, 0, 1)
+            prefetcher.take_round(3, 0, 1)()
 
 
 def test_an_error_of_a_step_that_is_sampled_ahead_is_raised_at_that_step_and_nothing_is_left_running():
     with running(2) as run:
-        draw = run.prefetcher._draw
+        draw = run.draw
 
         def failing(asked, step, extra_round, sampler, wanted):
             if step == 4:
                 raise UserError("step 4 cannot be")
             return draw(asked, step, extra_round, sampler, wanted)
 
-        run.prefetcher._draw = failing
+        run.draw = failing
         with pytest.raises(UserError, match="step 4 cannot be"):
             run.train(9)
         assert sorted(run.trained) == [1, 2, 3]
@@ -387,7 +393,7 @@ def test_a_step_has_begun_when_its_samples_are_asked_however_long_its_prompts_ta
         samplers.append(CachingGeneratorPool(pool, kept))
         return samplers[-1]
 
-    prefetcher = RolloutPrefetcher(draw, PromptLoader(EXAMPLES, seed=1), pool, 1, 1, remembering)
+    prefetcher = RolloutPrefetcher(source(draw), PromptLoader(EXAMPLES, seed=1), pool, 1, 1, remembering)
     timer = threading.Timer(0.2, encoded.set)
     timer.start()
     prefetcher.begin(1, 5)
@@ -409,7 +415,7 @@ def test_a_run_that_ends_does_not_wait_for_samples_of_later_steps():
             raise
 
     prefetcher = RolloutPrefetcher(
-        draw, PromptLoader(EXAMPLES, seed=1), pool, 1, 1, lambda kept: CachingGeneratorPool(pool, kept)
+        source(draw), PromptLoader(EXAMPLES, seed=1), pool, 1, 1, lambda kept: CachingGeneratorPool(pool, kept)
     )
     prefetcher.begin(1, 5)
     closing = threading.Thread(target=prefetcher.close, daemon=True)

@@ -12,13 +12,12 @@ from lockstep.config import RLConfig
 from lockstep.errors import UserError
 from lockstep.model import preset
 from lockstep.rl import Example
-from lockstep.rl.rollouts.metrics import accepted
-from lockstep.rl.rollouts.packing import PolicyLoss, policy_batches
 from lockstep.rl.rollouts.records import Rollout, Scores
 from lockstep.rl.scoring import parity_check
 from lockstep.rl.scoring.parity import Parity, ParityError
 from lockstep.rl.scoring.parity_check import check_parity
 from lockstep.train import score
+from tests.rl.losses import batches_of, loss_of
 
 
 def _compared(generator, trainer):
@@ -110,21 +109,22 @@ def test_of_steps_sampled_ahead_tokens_of_the_current_weights_are_compared_and_a
     # What the weights of versions 3 and 4 said.
     logprobs = [-0.5, -0.25, *scores[len(prompt) + 1 :].tolist()]
 
-    def loss_of(logprobs):
+    def checked(logprobs):
         scores = Scores(advantage=1.0, reward=1.0)
         rollout = Rollout(Example("p"), 0, prompt, tokens, logprobs, "stop", "", 3, versions=versions, scores=scores)
         config = RLConfig(dtype="float32")
-        (batch,) = policy_batches([rollout], config, version=5)
-        loss = PolicyLoss(config, compare=True)
+        (batch,) = batches_of([rollout], config, version=5)
+        loss = loss_of(config, compare=True)
         loss(model, batch)
         assert batch.old_log_probs.tolist() == torch.tensor(logprobs).tolist()
-        return accepted(loss.parity, config, 6, model), loss.ratio_max
+        loss.parity.require_equal(6, config.on_parity_error, model)
+        return loss.parity, loss.ratio_max
 
-    parity, ratio = loss_of(logprobs)
+    parity, ratio = checked(logprobs)
     assert parity == Parity(2, 0, 0.0)
     assert ratio == pytest.approx(max(1.0, *torch.tensor([scores[2] + 0.5, scores[3] + 0.25]).exp().tolist()))
-    assert loss_of([-0.75, *logprobs[1:]])[0] == Parity(2, 0, 0.0)
+    assert checked([-0.75, *logprobs[1:]])[0] == Parity(2, 0, 0.0)
     planted = torch.tensor(logprobs)
     planted[-1:].view(torch.int32).bitwise_xor_(1)
     with pytest.raises(ParityError, match="step 6: 1 of 2 log-probabilities differ"):
-        loss_of(planted.tolist())
+        checked(planted.tolist())

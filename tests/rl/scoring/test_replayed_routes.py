@@ -18,17 +18,18 @@ OF_RANKS = ("experts/imbalance", "experts/sent_mib")
 
 def run_with_other_routes(config):
     """A run whose generator says, for every third token, another expert than it used, in one of its mixtures."""
-    from lockstep.rl import reinforce as controller
+    from lockstep.rl import task
+    from lockstep.rl.reinforce import reinforce
 
-    exact = controller.policy_batches
+    exact = task.policy_batches
 
-    def batches(rollouts, *given):
+    def batches(rollouts, *given, **named):
         for rollout in rollouts:  # in place: the step counts on getting its rollouts back
             rollout.routes[:] = [another(route, number) for number, route in enumerate(rollout.routes)]
-        return exact(rollouts, *given)
+        return exact(rollouts, *given, **named)
 
-    controller.policy_batches = batches
-    controller.reinforce(config)
+    task.policy_batches = batches
+    reinforce(config)
 
 
 def another(route, number):

@@ -21,7 +21,8 @@ from lockstep.rl.conversations.rendering import Rendering
 from lockstep.rl.reinforce import reinforce
 from lockstep.rl.rollouts.eval_metrics import eval_metrics
 from lockstep.rl.rollouts.records import Conversation, Rollout, Scores
-from lockstep.rl.scoring.reward_model import RewardModel, assign_scores
+from lockstep.rl.scoring.forward import ForwardPasses
+from lockstep.rl.scoring.reward_model import RewardModel, RewardModelScorer
 from lockstep.train.packing import pack_scored, target_scores
 from lockstep.train.reward_model import train_reward_model
 from tests.parallel.launch import launch
@@ -187,8 +188,9 @@ def test_failed_rewards_stay_without_and_right_answers_are_the_environments_own(
         _rollout("ab", "", rewards={"reward": 0.0}),
         _rollout("x", "d", group=1, rewards={"reward": 1.0}, reward=1.0),
     ]
-    config = RLConfig(reward_model_weight=2.0)
-    assign_scores(rollouts, _reward_model(folders[1]), Rendering(ByteTokenizer()), config)
+    forward = ForwardPasses(RLConfig().train.tokens_per_microbatch)
+    scorer = RewardModelScorer(_reward_model(folders[1]), Rendering(ByteTokenizer()), 2.0, forward)
+    scorer.score(rollouts)
     assert rollouts[1].scores.rewards == {} and rollouts[1].scores.reward == 0.0
     expected = _scores_alone(
         folders[1], [[*ByteTokenizer().encode(t), ByteTokenizer().eos_id] for t in ("abc", "ab", "xd")]
@@ -198,21 +200,16 @@ def test_failed_rewards_stay_without_and_right_answers_are_the_environments_own(
     assert [r.scores.reward for r in found] == [own + 2 * score for own, score in zip((1.0, 0.0, 1.0), expected)]
     # A failure that counts as 0 has a score too: it is not better than answers whose scores are negative.
     zero = _rollout("ab", "d", rewards={}, failure="raised")
-    assign_scores([zero], _reward_model(folders[1]), Rendering(ByteTokenizer()), config)
+    scorer.score([zero])
     assert zero.scores.reward == 2 * zero.scores.rewards["reward_model"] != 0
     assert eval_metrics(rollouts, Right()).pass_at[1].mean == pytest.approx(0.75)
     with pytest.raises(UserError, match="has a reward named reward_model"):
-        assign_scores(
-            [_rollout("a", "b", rewards={"reward_model": 1.0})],
-            _reward_model(folders[1]),
-            Rendering(ByteTokenizer()),
-            config,
-        )
+        scorer.score([_rollout("a", "b", rewards={"reward_model": 1.0})])
     broken = _reward_model(folders[1])
     with torch.no_grad():
         broken.model.score.weight.fill_(float("nan"))
     with pytest.raises(UserError, match="score of example 'a' is nan"):
-        assign_scores([_rollout("a", "b")], broken, Rendering(ByteTokenizer()), config)
+        RewardModelScorer(broken, Rendering(ByteTokenizer()), 2.0, forward).score([_rollout("a", "b")])
 
 
 def test_prompts_from_a_file_are_rewarded_by_the_model_alone(tmp_path, folders, capsys):
@@ -258,8 +255,8 @@ def test_eval_has_the_figures_of_the_runs_validation(tmp_path, folders):
         model=(str(run),), reward_model=str(folders[1]), examples=2, max_new_tokens=6, output=str(tmp_path / "eval")
     )
     (result,) = lockstep.evaluate(config, Words()).results
-    assert result.figures.reward.mean == last["validation/reward"]
-    assert result.figures.rewards["reward_model"].mean == last["validation/reward_model"]
+    assert result.metrics.reward.mean == last["validation/reward"]
+    assert result.metrics.rewards["reward_model"].mean == last["validation/reward_model"]
     with pytest.raises(UserError, match="has no rewards of its own; give --reward-model"):
         lockstep.evaluate(replace(config, reward_model="", overwrite=True), Words())
 

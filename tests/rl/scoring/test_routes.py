@@ -27,12 +27,11 @@ from lockstep.ops import routing
 from lockstep.parallel.recompute import apply_recompute
 from lockstep.rl import Example
 from lockstep.rl.reinforce import reinforce
-from lockstep.rl.rollouts.metrics import accepted
-from lockstep.rl.rollouts.packing import PolicyLoss, policy_batches
 from lockstep.rl.rollouts.records import Rollout, Scores
 from lockstep.rl.scoring.explain import first_difference, in_words
 from lockstep.rl.scoring.parity import Parity, ParityError
 from lockstep.rl.scoring.routes import routes_to_replay
+from tests.rl.losses import batches_of, loss_of
 from tests.server.conftest import running_server
 
 SHAPE = replace(
@@ -63,12 +62,12 @@ def sampled(engine, form="whole", seed=0):
     ]  # fmt: skip
 
 
-def loss_of(model, rollouts, **settings):
+def gradients_of(model, rollouts, **settings):
     """All micro-batches through the loss, and their gradients, as a step does."""
     train = TrainConfig(tokens_per_microbatch=90)
     config = RLConfig(dtype="float32", train=train, on_parity_error="measure", **settings)
-    loss = PolicyLoss(config, compare=True)
-    for batch in policy_batches(rollouts, config):
+    loss = loss_of(config, compare=True)
+    for batch in batches_of(rollouts, config):
         loss(model, batch).backward()
     return loss
 
@@ -108,7 +107,7 @@ def test_every_sampled_token_has_the_trainers_route_however_it_was_computed(monk
     did = engine.statistics
     assert did.preemptions and did.prompt_tokens_reused and did.tokens_guessed > did.guesses_accepted > 0
     assert [(r.token_ids, r.routes) for r in mixed] == [(r.token_ids, r.routes) for r in plain]
-    parity = loss_of(model, mixed).parity
+    parity = gradients_of(model, mixed).parity
     tokens = sum(r.num_sampled for r in mixed)
     assert (parity.routes_checked, parity.routes_different, parity.tokens_different) == (tokens, 0, 0)
 
@@ -119,7 +118,7 @@ def test_a_route_of_the_wrong_row_would_be_found(monkeypatch):
 
     exact = module.routes_of_rows
     monkeypatch.setattr(module, "routes_of_rows", lambda chosen, rows, tokens: exact(chosen, rows.roll(1), tokens))
-    parity = loss_of(model, sampled(Engine(model, EngineConfig(cache_tokens=4096)))).parity
+    parity = gradients_of(model, sampled(Engine(model, EngineConfig(cache_tokens=4096)))).parity
     assert parity.routes_different > 0 and parity.tokens_different == 0
 
 
@@ -128,7 +127,7 @@ def test_layers_that_are_computed_again_are_recorded_once(mode):
     model = mixture()
     rollouts = sampled(Engine(model, EngineConfig(cache_tokens=4096)))
     apply_recompute(model, RecomputeConfig(mode=mode, budget_gib=0.001 if mode == "budget" else 0.0))
-    parity = loss_of(model, rollouts).parity
+    parity = gradients_of(model, rollouts).parity
     assert (parity.routes_checked, parity.routes_different) == (sum(r.num_sampled for r in rollouts), 0)
 
 
@@ -136,7 +135,7 @@ def test_what_ranks_find_of_routes_is_added_up():
     found = Parity(routes_checked=4, routes_different=1, first_route="here", sequence=([1, 2], 1))
     of_tokens = Parity(3, 1, 0.5, first="there", sequence=([3, 4], 1), routes_checked=3)
     parity = Parity()
-    parity.take(json.loads(json.dumps([Parity().plain(), found.plain(), of_tokens.plain()])))
+    parity.combine(json.loads(json.dumps([Parity().plain(), found.plain(), of_tokens.plain()])))
     assert (parity.routes_checked, parity.routes_different) == (7, 1)
     assert (parity.first_route, parity.first, parity.sequence) == ("here", "there", ([1, 2], 1))
 
@@ -145,7 +144,7 @@ def test_without_experts_or_without_asking_there_are_no_routes():
     dense = build_model(preset("qwen3:micro", 258), "float32", seed=1)
     rollouts = sampled(Engine(dense, EngineConfig(cache_tokens=4096)))
     assert not any(r.routes for r in rollouts)
-    assert "parity/routes_checked" not in loss_of(dense, rollouts).parity.metrics()
+    assert "parity/routes_checked" not in gradients_of(dense, rollouts).parity.metrics()
     assert not any(r.routes for r in sampled(Engine(mixture(), EngineConfig(cache_tokens=4096)), form=""))
 
 
@@ -196,7 +195,7 @@ def test_one_flipped_route_is_named_with_its_layer_token_and_experts(monkeypatch
         engine = Engine(model, EngineConfig(cache_tokens=4096))
         engine._runner = Runner(model, engine.cache)  # a repeated step would not call what is planted
         rollouts = sampled(engine)
-    parity = loss_of(model, rollouts).parity
+    parity = gradients_of(model, rollouts).parity
     # Of the first row: the first sample's fifth token after the step that computed its prompt.
     first = rollouts[0]
     place = f"token {first.token_ids[5]} at position {len(first.prompt_ids) + 5} after 'prompt 0'"
@@ -204,7 +203,7 @@ def test_one_flipped_route_is_named_with_its_layer_token_and_experts(monkeypatch
     assert parity.first_route == f"{place}: layer {layer} chose experts {sides}"
     assert parity.metrics()["parity/routes_different"] >= 1
     with pytest.raises(ParityError, match="had different experts in the generator and the trainer; the first is token"):
-        accepted(parity, RLConfig(), 1, model)
+        parity.require_equal(1, "stop", model)
 
 
 def test_a_digest_that_differs_is_found_and_the_layer_is_named_by_running_both_paths_again(monkeypatch):
@@ -224,7 +223,7 @@ def test_a_digest_that_differs_is_found_and_the_layer_is_named_by_running_both_p
     params = SamplingParams(max_tokens=9, seed=3, ignore_eos=True, routes="digest")
     ((said,),) = Engine(model, EngineConfig(cache_tokens=4096)).generate([prompt], params)
     rollout = Rollout(Example("p"), 0, prompt, said.token_ids, said.logprobs, "length", "", 0, routes=said.routes)
-    parity = loss_of(model, [rollout]).parity
+    parity = gradients_of(model, [rollout]).parity
     assert parity.first_route.endswith("experts differ (only their digests were compared)")
     found = first_difference(model, *parity.sequence)
     assert found.operator == "layer 0, route of experts" and found.position == len(prompt)
@@ -260,14 +259,14 @@ def perturbed(model, size=0.02):
 def test_replayed_routes_are_the_generators_and_the_weights_the_trainers():
     model = mixture()
     rollouts = sampled(Engine(perturbed(model), EngineConfig(cache_tokens=4096)))
-    loss = loss_of(model, rollouts, router_replay=True)
+    loss = gradients_of(model, rollouts, router_replay=True)
     metrics = loss.metrics()
     assert 0 < metrics["routes/different"] < 0.5
     assert metrics["routes/ratio_rms"] != metrics["routes/ratio_rms_without"]
     assert all(float(model.layers[i].mlp.gate.weight.grad.abs().sum()) > 0 for i in (0, 2))
 
     config = RLConfig(dtype="float32")
-    batch = policy_batches(rollouts, config)[0]
+    batch = batches_of(rollouts, config)[0]
     replayed = routes_to_replay(batch.rollouts, batch.row, model.config, len(batch.row.tokens), None)
     logits = []
     exact = ops.router_logits
@@ -314,11 +313,11 @@ def test_gradients_of_a_replayed_route_are_those_of_its_weights(scoring):
 def test_replay_of_equal_routes_changes_no_bit():
     model = mixture()
     rollouts = sampled(Engine(model, EngineConfig(cache_tokens=4096)))
-    loss = loss_of(model, rollouts, router_replay=True)
+    loss = gradients_of(model, rollouts, router_replay=True)
     gradients = [p.grad.clone() for p in model.parameters()]
     assert loss.metrics()["routes/different"] == loss.metrics()["routes/ratio_rms"] == 0
     model.zero_grad()
-    without = loss_of(model, rollouts)
+    without = gradients_of(model, rollouts)
     assert loss.parity == without.parity
     assert all(torch.equal(a, p.grad) for a, p in zip(gradients, model.parameters()))
 
@@ -337,7 +336,7 @@ def test_replay_of_equal_routes_changes_no_bit():
 def test_layers_that_are_computed_again_replay_the_same_routes(recompute):
     model = mixture()
     rollouts = sampled(Engine(perturbed(model), EngineConfig(cache_tokens=4096)))
-    expected = loss_of(model, rollouts, router_replay=True)
+    expected = gradients_of(model, rollouts, router_replay=True)
     gradients = {name: p.grad.clone() for name, p in model.named_parameters()}
     model.zero_grad()
     calls = []
@@ -345,10 +344,10 @@ def test_layers_that_are_computed_again_replay_the_same_routes(recompute):
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(routing, "_choose", lambda *x: calls.append(1) or exact(*x))
         apply_recompute(model, recompute)
-        found = loss_of(model, rollouts, router_replay=True)
+        found = gradients_of(model, rollouts, router_replay=True)
     assert found.metrics() == expected.metrics() and expected.metrics()["routes/different"] > 0
     assert all(torch.equal(p.grad, gradients[name]) for name, p in model.named_parameters())
-    batches = len(policy_batches(rollouts, RLConfig(dtype="float32", train=TrainConfig(tokens_per_microbatch=90))))
+    batches = len(batches_of(rollouts, RLConfig(dtype="float32", train=TrainConfig(tokens_per_microbatch=90))))
     once = (batches + 1) * len(model.config.mixtures)
     assert (len(calls) > once) == ("route" not in recompute.keep or recompute.mode != "selective")
 
@@ -361,7 +360,7 @@ def test_replay_without_experts_or_routes_is_refused(tmp_path, model_folder):
     model = mixture()
     rollouts = sampled(Engine(model, EngineConfig(cache_tokens=4096)), form="")
     with pytest.raises(UserError, match="a rollout lacks routes for all its tokens and layers"):
-        loss_of(model, rollouts, router_replay=True)
+        gradients_of(model, rollouts, router_replay=True)
 
 
 def run_of(folder, shape=SHAPE, **settings):

@@ -21,11 +21,10 @@ from lockstep.parallel.recompute import apply_recompute
 from lockstep.rl import Environment, Example, Rollout, Scores
 from lockstep.rl.algorithms import explained_variance, generalized_advantages, value_losses, value_returns
 from lockstep.rl.reinforce import reinforce
-from lockstep.rl.rollouts.collect import assign_advantages
-from lockstep.rl.rollouts.packing import PolicyLoss, policy_batches
-from lockstep.rl.scoring.reference import score_rollouts
-from lockstep.rl.scoring.value_head import ValueHead, assign_values, make_critic, train_settings
+from lockstep.rl.rollouts.advantages import assign_advantages
+from lockstep.rl.scoring.value_head import ValueHead, make_critic, train_settings
 from lockstep.train import Trainer
+from tests.rl.losses import assign_values, batches_of, log_probs_of, loss_of
 
 SHAPE = ModelConfig(
     family="qwen3", vocab_size=258, dim=32, num_layers=2, num_heads=2, num_kv_heads=1, head_dim=16,
@@ -118,7 +117,7 @@ def _rollouts(model):
             made.append(
                 Rollout(Example("p"), group, tokens[:3], tokens[3:], [], "stop", "", 0, scores=Scores(reward=reward))
             )
-    return [dataclasses.replace(r, logprobs=own) for r, own in zip(made, score_rollouts(model, made, _config()))]
+    return [dataclasses.replace(r, logprobs=own) for r, own in zip(made, log_probs_of(model, made, _config()))]
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
@@ -130,11 +129,11 @@ def test_values_have_the_same_bits_however_a_step_is_packed_and_in_the_loss(dtyp
         assign_values(rollouts, model, critic, _config(tokens=tokens))
         found.append([r.scores.values for r in rollouts])
     assert found[0] == found[1] == found[2]
-    assign_advantages(rollouts, algorithm := PolicyLoss(_config(), False).algorithm)
+    assign_advantages(rollouts, algorithm := loss_of(_config(), False).algorithm)
     # As float32 tensors, and with a gradient: PPO's bound, however narrow, changes nothing on the first update.
     config = _config(value_clip=1e-30)
-    loss = PolicyLoss(config, compare=True, critic=critic)
-    (batch,) = policy_batches(rollouts, config)
+    loss = loss_of(config, compare=True, critic=critic)
+    (batch,) = batches_of(rollouts, config)
     within = []
     critic.register_forward_hook(lambda module, given, out: within.append(out.detach().clone()))
     loss(model, batch)
@@ -145,9 +144,9 @@ def test_values_have_the_same_bits_however_a_step_is_packed_and_in_the_loss(dtyp
 
 def _gradients(model, critic, config, rollouts):
     assign_values(rollouts, model, critic, config)
-    loss = PolicyLoss(config, compare=False, critic=critic)
+    loss = loss_of(config, compare=False, critic=critic)
     assign_advantages(rollouts, loss.algorithm)
-    for batch in policy_batches(rollouts, config):
+    for batch in batches_of(rollouts, config):
         loss(model, batch).backward()
     return {name: p.grad for name, p in [*model.named_parameters(), *critic.parameters_by_name().items()]}
 
