@@ -182,8 +182,8 @@ def simulated_step(
         optimizer = trainer.optimizer
         for name in ("tokens", "positions", "predictors", "targets", "counts"):
             setattr(row, name, fake.from_tensor(getattr(row, name)))
-        there = [local_values(tensor) for tensor in [*model.parameters(), *optimizer.state_tensors().values()]]
-        with CollectiveLog(world.group_names) as log, LiveMemory(there) as live, whole_shapes_uncounted():
+        existing = [local_values(tensor) for tensor in [*model.parameters(), *optimizer.state_tensors().values()]]
+        with CollectiveLog(world.group_names) as log, LiveMemory(existing) as live, whole_shapes_uncounted():
             passed = _pass(trainer, row, loss, share, log)
             optimizer.update(config.train.learning_rate, 0.0)
         memory = _memory(trainer, share, live.peak)
@@ -249,22 +249,22 @@ def _memory(trainer: Trainer, microbatches: int, peak: int) -> dict[str, int]:
     optimizer = trainer.optimizer
     weights, masters = _bytes(trainer.model.parameters()), _bytes(optimizer.masters.values())
     state = _bytes(optimizer.state_tensors().values())
-    apart = any(m is not p for m, p in zip(optimizer.masters.values(), optimizer.parameters.values()))
+    separate = any(m is not p for m, p in zip(optimizer.masters.values(), optimizer.parameters.values()))
     gradients = 0 if trainer.config.optimizer_in_backward else masters
     sharded = any(isinstance(module, FSDPModule) for module in trainer.model.modules())
     if sharded and microbatches > 1 and not trainer.sums_every_microbatch:
         # Every rank has the full gradient of the sharded weights until the step's last micro-batch.
         gradients = sum(4 * _gathered(p) for p in optimizer.parameters.values())
-    there = weights + (state if apart else state - masters)
+    existing = weights + (state if separate else state - masters)
     subtrees = _subtrees(masters, microbatches, trainer.world) if trainer.config.deterministic_layout else 0
     return {
         "weights": weights,
-        **({"float32 masters": masters} if apart else {}),
+        **({"float32 masters": masters} if separate else {}),
         "gradients": gradients,
         **({"sums of micro-batches": subtrees} if subtrees else {}),
         "optimizer state": state - masters,
         # Activations, gathered weights, buffers, and temporaries of an update.
-        "a micro-batch at its peak": max(0, peak - there - gradients),
+        "a micro-batch at its peak": max(0, peak - existing - gradients),
     }
 
 

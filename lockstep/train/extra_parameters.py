@@ -44,10 +44,10 @@ class ExtraParameters:
         """Sets the gradients of each micro-batch of a step in turn, in the order of one process."""
         if not of_microbatches:
             return
-        everyone = {name: self._by_data_rank([grads[name] for grads in of_microbatches]) for name in self.parameters}
+        gathered = {name: self._by_data_rank([grads[name] for grads in of_microbatches]) for name in self.parameters}
         for microbatch, rank in itertools.product(range(len(of_microbatches)), range(self.world.data_size)):
             for name, parameter in self.parameters.items():
-                parameter.grad = everyone[name][rank][microbatch]
+                parameter.grad = gathered[name][rank][microbatch]
             yield
 
     def _by_data_rank(self, grads: Sequence[Tensor]) -> list[Tensor]:
@@ -55,8 +55,8 @@ class ExtraParameters:
         if self.world.mesh is None:
             return [stacked]
         size = self.world.data_size
-        everyone = self._gathered(stacked).unflatten(0, (self.world.degrees["pipeline"], size, -1))
-        return [tree_sum(everyone[:, rank].flatten(0, 1).unbind()) for rank in range(size)]
+        gathered = self._gathered(stacked).unflatten(0, (self.world.degrees["pipeline"], size, -1))
+        return [tree_sum(gathered[:, rank].flatten(0, 1).unbind()) for rank in range(size)]
 
     def _gathered(self, local: Tensor) -> Tensor:
         assert dist.group.WORLD is not None

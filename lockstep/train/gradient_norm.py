@@ -68,12 +68,12 @@ def _over_shards(
     placed: Mapping[str, Tensor], values: Sequence[Tensor], operation: dist.ReduceOp.RedOpType = dist.ReduceOp.SUM
 ) -> dict[str, Any]:
     """One number per name, from those of this rank's shards; a maximum is infinite if one is not finite."""
-    together: dict[tuple[dist.ProcessGroup, ...], list[int]] = defaultdict(list)
+    by_groups: dict[tuple[dist.ProcessGroup, ...], list[int]] = defaultdict(list)
     for index, tensor in enumerate(placed.values()):
-        together[_groups(tensor)].append(index)
+        by_groups[_groups(tensor)].append(index)
     names = list(placed)
     totals: dict[str, Any] = {}
-    for groups, members in together.items():
+    for groups, members in by_groups.items():
         local = torch.stack([values[index] for index in members]).cpu()
         if operation == dist.ReduceOp.MAX:
             local = torch.where(local.isfinite(), local, torch.inf)  # a maximum over ranks may ignore NaN

@@ -14,17 +14,17 @@ from torch.utils._pytree import tree_leaves
 
 
 class LiveMemory(TorchDispatchMode):
-    """Within its context, tracks the storages of `there` and of what operators create on the CPU.
+    """Within its context, tracks the storages of `existing` and of what operators create on the CPU.
 
     Unlike torch's MemTracker, it puts no hooks into a graph, so that a backward in two halves, which frees parts of its
     graph in between, is counted correctly.
     """
 
-    def __init__(self, there: Iterable[Tensor] = ()):
+    def __init__(self, existing: Iterable[Tensor] = ()):
         super().__init__()
         self.nbytes = self.peak = 0
         self._sizes: dict[int, int] = {}
-        for tensor in there:
+        for tensor in existing:
             self._note(tensor.untyped_storage())
 
     def __enter__(self) -> LiveMemory:

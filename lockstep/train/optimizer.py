@@ -116,10 +116,10 @@ class MasterOptimizer:
         self.gradients.clear()
 
     def _update(self, grads: dict[str, Tensor], learning_rate: float, scale: float = 1.0) -> None:
-        together: dict[Settings, list[str]] = defaultdict(list)
+        groups: dict[Settings, list[str]] = defaultdict(list)
         for name in grads:
-            together[self.settings[name]].append(name)
-        for settings, names in together.items():
+            groups[self.settings[name]].append(name)
+        for settings, names in groups.items():
             update = muon_update if settings.optimizer == "muon" else adamw_update
             update(
                 [self.masters[name] for name in names],

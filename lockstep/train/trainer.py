@@ -198,9 +198,9 @@ class Trainer:
             return self.world.sum([sum(losses)])[0]
         # Ranks that share a micro-batch all have its loss.
         shared = self.world.coordinate("tensor") or self.world.coordinate("context")
-        everyone = [loss for of_rank in self.world.gather([] if shared else losses) for loss in of_rank]
+        all_losses = [loss for of_rank in self.world.gather([] if shared else losses) for loss in of_rank]
         # Rounded once, so independent of the order; fsum raises for values that are not finite.
-        return math.fsum(everyone) if all(map(math.isfinite, everyone)) else math.nan
+        return math.fsum(all_losses) if all(map(math.isfinite, all_losses)) else math.nan
 
     def _scoring_model(self) -> ScoringModel:
         """The model, for losses to call; not for pipelines, which call the loss."""
