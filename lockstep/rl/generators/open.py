@@ -19,10 +19,10 @@ from lockstep.rl.generators.colocated import ColocatedGenerator
 from lockstep.rl.generators.models import folder_shape, sampling_model
 from lockstep.rl.generators.policy_replica import PolicyReplica
 from lockstep.rl.generators.protocol import Generators
-from lockstep.rl.generators.refusals import refuse_policy_for_generators
+from lockstep.rl.generators.refusals import refuse_policy_for_generators, refuse_replay_without_experts
 from lockstep.rl.generators.spec import GeneratorSpec
 from lockstep.rl.scoring.reference import is_own_base
-from lockstep.rl.scoring.routes import refuse_replay_without_experts, routes_form
+from lockstep.rl.scoring.routes import routes_form
 from lockstep.train.setup import adapted, trained_model
 
 

@@ -35,6 +35,12 @@ def refuse_policy_for_generators(
         refuse_generators(replace(shape, reduction_chunks=chunks), actors.tensor)
 
 
+def refuse_replay_without_experts(config: RLConfig, shape: ModelConfig) -> None:
+    """Raises UserError if `config.router_replay` has nothing to replay."""
+    if config.router_replay and not shape.mixtures:
+        raise UserError(f"router_replay is set, but {config.model} has no experts and hence no routes; remove it")
+
+
 def refuse_on_ranks(config: RLConfig, world: World) -> None:
     """Raises UserError for what a run on several ranks does not support yet."""
     if world.size == 1:

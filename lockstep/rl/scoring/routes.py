@@ -15,7 +15,6 @@ from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
 from lockstep import ops
-from lockstep.config import RLConfig
 from lockstep.errors import UserError
 from lockstep.generate.routes import choices, read_route
 from lockstep.generate.sampling_params import RoutesForm
@@ -29,12 +28,6 @@ from lockstep.train.packing import PackedRow
 def routes_form(replayed: bool, separate: bool) -> RoutesForm:
     """The form in which a run requests routes: whole if they are replayed, or generators are not separate processes."""
     return "whole" if replayed or not separate else "digest"
-
-
-def refuse_replay_without_experts(config: RLConfig, shape: ModelConfig) -> None:
-    """Raises UserError if `rl.router_replay` has nothing to replay."""
-    if config.router_replay and not shape.mixtures:
-        raise UserError(f"router_replay is set, but {config.model} has no experts and hence no routes; remove it")
 
 
 def trainer_routes(
