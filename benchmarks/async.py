@@ -31,7 +31,7 @@ def actors(staleness: int) -> ActorsConfig:
     return ActorsConfig(generators=1, threads=1, max_staleness=staleness)
 
 
-def speed(steps: int, inner_steps: int, rounds: int) -> None:
+def speed(steps: int, updates_per_batch: int, rounds: int) -> None:
     """Prints a line for each staleness, the rounds interleaved."""
     from grpo import TASK, write_model
 
@@ -45,7 +45,7 @@ def speed(steps: int, inner_steps: int, rounds: int) -> None:
                 config = RLConfig(
                     output=output, model=f"{scratch}/model", environment=f"{scratch}/task.py:Letters",
                     prompts_per_step=PROMPTS, samples_per_prompt=GROUP, max_new_tokens=NEW, steps=steps,
-                    inner_steps=inner_steps, validation_examples=1, train=TrainConfig(learning_rate=1e-5),
+                    updates_per_batch=updates_per_batch, validation_examples=1, train=TrainConfig(learning_rate=1e-5),
                     actors=actors(staleness),
                 )  # fmt: skip
                 reinforce(config)
@@ -118,7 +118,7 @@ if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("work", choices=("speed", "curves"))
     parser.add_argument("--steps", type=int, default=20)
-    parser.add_argument("--inner-steps", type=int, default=1)
+    parser.add_argument("--updates-per-batch", type=int, default=1)
     parser.add_argument("--rounds", type=int, default=2)
     parser.add_argument("--seconds", type=float, default=60.0)
     parser.add_argument("--learning-rate", type=float, default=5e-4, help="of curves; the recipe's by default")
@@ -126,6 +126,6 @@ if __name__ == "__main__":
     parser.add_argument("--output", type=Path, default=PLOT)
     options = parser.parse_args()
     if options.work == "speed":
-        speed(options.steps, options.inner_steps, options.rounds)
+        speed(options.steps, options.updates_per_batch, options.rounds)
     else:
         curves(options.seconds, options.model, options.output, options.learning_rate)

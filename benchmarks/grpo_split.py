@@ -75,7 +75,7 @@ def main() -> None:
 
     from lockstep.generate import Engine
     from lockstep.ops import StepGraph, native
-    from lockstep.rl.rollouts.packing import PolicyLoss
+    from lockstep.rl.scoring.policy_loss import PolicyLoss
     from lockstep.train.optimizer import MasterOptimizer
 
     assert torch.get_num_threads() == 1, "run it with OMP_NUM_THREADS=1"

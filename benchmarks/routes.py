@@ -57,7 +57,7 @@ def run(folder: Path, steps: int, first_steps: int, compiled: bool) -> None:
         print(f"  {name:18} {sum(m[f'parity/{name}'] for m in trained):,}")
     accuracy = [m["validation/accuracy"] for m in metrics if "validation/accuracy" in m]
     print(f"  accuracy           {accuracy[0]:.3f} -> {accuracy[-1]:.3f}")
-    print(f"  largest ratio on a first inner step {max(m['policy/ratio_first_max'] for m in trained)!r}")
+    print(f"  largest ratio on a batch's first update {max(m['policy/ratio_first_max'] for m in trained)!r}")
 
 
 def prompts(vocab_size: int) -> list[list[int]]:

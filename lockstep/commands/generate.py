@@ -38,7 +38,7 @@ class GenerateOptions:
     chat: bool = False
     """Each prompt is a user's message, which the model's chat template renders."""
     chat_template_kwargs: str = ""
-    """Values for the chat template, a JSON object such as '{"enable_thinking": false}'; a line's own win."""
+    """Values for the chat template, a JSON object such as '{"enable_thinking": false}'; a line's override them."""
     n: int = 1
     """Completions per prompt."""
     max_tokens: int = 128

@@ -7,7 +7,7 @@ import itertools
 from collections.abc import Iterator
 from typing import Any, Literal, get_args, get_origin, get_type_hints
 
-from lockstep.config.other_names import HERE, NOT_HERE, VALUES_HERE
+from lockstep.config.other_names import LOCKSTEP_NAMES, LOCKSTEP_VALUES, UNSUPPORTED
 from lockstep.errors import UserError, closest
 
 PREFIXES = ("train", "training", "optimizer", "parallel", "parallelism", "model", "dataset", "checkpoint")
@@ -48,19 +48,19 @@ def refuse_other_names(kind: type, arguments: list[str], positional: bool = Fals
             continue
         if name in options:
             _refuse_value(name, value if equals else following, options[name])
-        elif name in NOT_HERE:
-            raise UserError(f"there is no --{name}: {NOT_HERE[name]}")
+        elif name in UNSUPPORTED:
+            raise UserError(f"there is no --{name}: {UNSUPPORTED[name]}")
         else:
             prefix, _, rest = name.partition(".")
-            known = HERE.get(name) or (HERE.get(rest, (rest,)) if prefix in PREFIXES and rest else ())
-            names_here = [other for other in known if other.partition(" ")[0] in options]
-            if names_here:
-                raise UserError(f"there is no --{name}; use " + " or ".join(f"--{other}" for other in names_here))
+            in_group = prefix in PREFIXES and rest
+            known = LOCKSTEP_NAMES.get(name) or (LOCKSTEP_NAMES.get(rest, (rest,)) if in_group else ())
+            if equivalents := [other for other in known if other.partition(" ")[0] in options]:
+                raise UserError(f"there is no --{name}; use " + " or ".join(f"--{other}" for other in equivalents))
 
 
 def _refuse_value(name: str, value: str, choices: tuple[str, ...]) -> None:
     if choices and value not in ("", "None", *choices) and not value.startswith("-"):
-        meant = VALUES_HERE.get(value)
+        meant = LOCKSTEP_VALUES.get(value)
         hint = f' Did you mean "{meant}"?' if meant in choices else closest(value, choices)
         raise UserError(f'--{name} "{value}" is not one of {", ".join(filter(None, choices))}.{hint}')
 

@@ -24,7 +24,7 @@ def print_summary(folder: Path) -> None:
     checked, different = int(summary["parity_tokens_checked"]), int(summary["parity_tokens_different"])
     print(
         f"{checked} log-probabilities compared, {different} different; "
-        f"largest ratio on a first inner step: {summary['ratio_max_on_first_inner_step']!r}"
+        f"largest ratio on a batch's first update: {summary['ratio_max_on_first_inner_step']!r}"
     )
     if "parity_routes_checked" in summary:
         routes, others = int(summary["parity_routes_checked"]), int(summary["parity_routes_different"])

@@ -18,20 +18,20 @@ from lockstep.errors import UserError
 from lockstep.observe.actors import (
     Actor,
     catches_stacks_signal,
-    damaged_signs,
+    damaged_heartbeats,
+    describe_position,
+    describe_process,
+    describe_stopped,
+    describe_wait,
     held_up_by,
-    process_words,
     read_actors,
-    stopped_words,
     table,
     verdict,
     waits,
-    waits_words,
-    where_words,
 )
+from lockstep.observe.heartbeat import STACKS_SIGNAL, stacks_path
 from lockstep.observe.run_folder import RunFolder
 from lockstep.observe.run_lock import LOCK
-from lockstep.observe.sign_of_life import STACKS_SIGNAL, stacks_path
 from lockstep.observe.watchdog import LEFT
 
 ANSWER_SECONDS = 3.0
@@ -100,7 +100,7 @@ class Explanation:
             "host": actor.host.split(" ")[0],
             "step": actor.step,
             "phase": actor.phase,
-            "waits_for": waits_words(actor, self.actors),
+            "waits_for": describe_wait(actor, self.actors),
             "waits_for_actors": [other.name for other in waits(actor, self.actors)],
             "seconds_without_progress": actor.still,
             "seconds_silent": actor.silent,
@@ -119,7 +119,7 @@ def why(run: Path) -> Explanation:
     if not (run / CONFIG).is_file():
         raise UserError(f"{run}: is not a run's folder; give a run's --output folder")
     actors = list(read_actors(run).values())
-    damaged = [path.name for path in damaged_signs(run)]
+    damaged = [path.name for path in damaged_heartbeats(run)]
     if not actors:
         return _without_actors(run, damaged)
     stacks = ask_stacks(run, actors)
@@ -171,9 +171,9 @@ def _summary(run: Path, blocking: Sequence[Actor], actors: Sequence[Actor], move
     elif first.ended:
         cause = f"{first.title} ended in step {first.step}, in {first.phase}: {first.ended}"
     elif first.lost or not first.answers or 0 < limit < first.still:
-        cause = "; ".join(map(stopped_words, blocking))
+        cause = "; ".join(map(describe_stopped, blocking))
     else:
-        cause = "; ".join(f"{where_words(actor, 'is')}{process_words(actor)}" for actor in blocking)
+        cause = "; ".join(f"{describe_position(actor, 'is')}{describe_process(actor)}" for actor in blocking)
     if all(actor.process in ("gone", "ended") for actor in actors):
         return f"the run has ended: {cause}"
     names = {actor.name for actor in blocking}

@@ -1,14 +1,13 @@
 """The dataclasses every run is made of, their validation, and TOML in and out.
 
 A run is described by one flat dataclass with nested ones (`train`, `engine`, `compile`, `parallel` …). The docstring
-under a field is its help on the command line. `validate` refuses impossible combinations before any work is done.
+under a field is its help on the command line. `validate` refuses impossible combinations before a run begins.
 """
 
 from lockstep.config.actors import ActorsConfig
 from lockstep.config.alarms import ALARMS, AlarmConfig
 from lockstep.config.algorithm import ALGORITHMS, Algorithm, algorithm_of, with_algorithm
 from lockstep.config.checkpoint import CheckpointConfig
-from lockstep.config.checks import validate, validate_run
 from lockstep.config.data import DataConfig
 from lockstep.config.engine import CompileConfig, EngineConfig, RanksConfig
 from lockstep.config.evaluation import EvalConfig
@@ -22,6 +21,7 @@ from lockstep.config.rewards import RewardConfig
 from lockstep.config.runs import PretrainConfig, RLConfig, ServeConfig, SFTConfig
 from lockstep.config.toml import CONFIG, from_toml, recorded_run, to_toml
 from lockstep.config.train import Arithmetic, Dtype, ModelDtype, TrainConfig
+from lockstep.config.validation import validate, validate_run
 
 __all__ = [
     "ALARMS",

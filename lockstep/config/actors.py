@@ -8,12 +8,12 @@ from typing import Annotated, Literal
 from urllib.parse import urlsplit
 
 from lockstep.config.bounds import Above, AtLeast, AtMost
-from lockstep.config.parallel import MOST_TENSOR
+from lockstep.config.parallel import MAX_TENSOR
 
 LOCAL = "local"
 """In `hosts`: the trainer's own host."""
 ANYWHERE = ("", "0.0.0.0", "::")
-"""Addresses that can be listened on but not connected to."""
+"""Addresses to listen on that cannot be connected to."""
 
 
 @dataclass
@@ -49,17 +49,15 @@ class ActorsConfig:
     """What generators do when new weights arrive while they sample: `continue` loads them at once and continues
     rollouts with them, unless finishing these is less work; `finish` finishes started rollouts first, so that the run
     does not depend on timing (except for conversations, whose later turns are requested when they come)."""
-
     keep_copy: bool = True
     """Whether ranks that both train and sample keep the copy of the weights that they sample from while they train. If
-    not, its memory is free for training, and the copy is made again after each step; the bits are the same. If the
-    generator reads the trainer's own weights, as in one process or on tensor-parallel ranks in float32, there is no
-    copy."""
+    not, its memory is free for training, and the copy is made again after each step; the bits are the same. There is no
+    copy if the generator reads the trainer's weights, as in one process or on tensor-parallel ranks in float32."""
 
     def problems(self, reduction_chunks: int) -> Iterator[str]:
-        """Settings that cannot work."""
-        if self.tensor not in (1, 2, 4, MOST_TENSOR):
-            yield f"actors.tensor is {self.tensor}; give 1, 2, 4 or {MOST_TENSOR}"
+        """A message for each combination that cannot work."""
+        if self.tensor not in (1, 2, 4, MAX_TENSOR):
+            yield f"actors.tensor is {self.tensor}; give 1, 2, 4 or {MAX_TENSOR}"
         if 0 < reduction_chunks < self.tensor:
             yield (
                 f"parallel.reduction_chunks is {reduction_chunks}; it must be at least actors.tensor "
@@ -99,12 +97,12 @@ class ActorsConfig:
 
     @property
     def separate(self) -> bool:
-        """Whether sampling is done by anything other than the training ranks."""
+        """Whether generators other than the training ranks sample."""
         return self.processes or bool(self.urls)
 
     @property
     def processes(self) -> bool:
-        """Whether Lockstep's own generator processes sample, which read the weights from the trainer's memory."""
+        """Whether Lockstep's generator processes sample, which read the weights from the trainer's memory."""
         return self.generators > 0 or self.port > 0
 
 

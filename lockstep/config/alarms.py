@@ -18,14 +18,14 @@ ALARMS = {
     "entropy": "the policy's entropy has collapsed: its samples are nearly the same every time, so groups have little "
     "left to compare; see diversity/distinct, raise clip_high or entropy_coefficient, or lower train.learning_rate",
     "ratio": "an importance ratio is out of bounds: the policy moves further in a step than its samples support; "
-    "lower train.learning_rate, inner_steps or max_grad_norm",
+    "lower train.learning_rate, updates_per_batch or max_grad_norm",
     "kl": "the policy is far from its reference: it may have unlearned what the reference knows about language; read "
     "completions in rollouts/, raise kl_coefficient, or lower train.learning_rate",
     "dead_experts": "an expert of a mixture no longer gets any tokens, so its weights are useless: its router prefers "
     "other experts, which learn more and are then preferred even more; raise train.router_auxiliary, or "
     "train.router_bias_rate if the model has router biases",
 }
-"""Every alarm's name, its cause and what to check."""
+"""Every alarm by name: its cause and what to check."""
 
 
 @dataclass

@@ -34,9 +34,9 @@ Level = Literal["token", "sequence"]
 
 @dataclass(frozen=True)
 class Algorithm:
-    """A reinforcement algorithm as plain values, each described at the setting of the same name in `RLConfig`.
+    """The parameters of a reinforcement algorithm; the settings of the same names in `RLConfig` describe them.
 
-    The defaults are GRPO's. Losses and advantages are pure functions of it and depend on no other setting of a run.
+    The defaults are GRPO's. Losses and advantages depend on no other settings of a run.
     """
 
     advantage: Advantage = "group"
@@ -81,30 +81,25 @@ ALGORITHMS: dict[str, Algorithm] = {
     "distillation": Algorithm(advantage="teacher", normalize_advantages=False, loss="reinforce"),
     "ppo": Algorithm(advantage="gae", kl_in="reward", kl_estimator="k1"),
 }
-"""By the names in `RLConfig.algorithm`; docs/algorithms.md lists their papers."""
+"""By their names in `RLConfig.algorithm`; docs/algorithms.md lists the papers."""
 
 
 def with_algorithm(config: RLConfig, before: RLConfig, given: Collection[str]) -> RLConfig:
-    """`config`, with the algorithm's settings unset if it names a different algorithm than `before`.
+    """`config`, with the algorithm's settings reset to their defaults if it names a different algorithm than `before`.
 
-    A run's config.toml has all of them, and they would otherwise stay. given: the user's own settings, which stay.
+    A recorded config.toml contains all of them, and they would override the new algorithm's. given: names of settings
+    that the user has set, which are not reset.
     """
     if config.algorithm == before.algorithm:
         return config
-    unset = {name: default for name, default in _unset().items() if name not in given}
-    return dataclasses.replace(config, **unset)
-
-
-def _unset() -> dict[str, Any]:
-    """The algorithm's settings and those of its value function, all at their unset defaults."""
-    from lockstep.config.runs import RLConfig
-
     names = {field.name for field in dataclasses.fields(Algorithm)} | {"value_learning_rate", "value_detached"}
-    return {field.name: field.default for field in dataclasses.fields(RLConfig) if field.name in names}
+    names -= set(given)
+    defaults: dict[str, Any] = {f.name: f.default for f in dataclasses.fields(config) if f.name in names}
+    return dataclasses.replace(config, **defaults)
 
 
 def algorithm_of(config: RLConfig) -> Algorithm:
-    """The run's algorithm: `config.algorithm`, overridden by the settings that `config` gives."""
-    given = {field.name: getattr(config, field.name) for field in dataclasses.fields(Algorithm)}
-    chosen = {name: value for name, value in given.items() if value is not None and value != ""}
-    return dataclasses.replace(ALGORITHMS[config.algorithm], **chosen)
+    """The run's algorithm: that of `config.algorithm`, overridden by the settings that are set in `config`."""
+    values = {field.name: getattr(config, field.name) for field in dataclasses.fields(Algorithm)}
+    overrides = {name: value for name, value in values.items() if value is not None and value != ""}
+    return dataclasses.replace(ALGORITHMS[config.algorithm], **overrides)

@@ -44,9 +44,9 @@ _NAMES = {int: "a whole number", float: "a number", str: "text", bool: "true or 
 
 
 def bound_problems(config: Any, prefix: str = "") -> Iterator[str]:
-    """What is wrong with each field of a config dataclass, including nested ones, judging by its annotation alone.
+    """A message for each field of a config dataclass, including nested ones, that does not fit its annotation.
 
-    A value must be of its type, one of the choices if there are any, finite, and within its bounds.
+    A value must have its type, be finite and within its bounds, and be one of the choices if there are any.
     """
     hints = get_type_hints(type(config), include_extras=True)
     for field in dataclasses.fields(config):
@@ -79,7 +79,7 @@ def bound_problems(config: Any, prefix: str = "") -> Iterator[str]:
 
 
 def type_problem(name: str, value: Any, kind: Any) -> str:
-    """What is wrong with a value that is not of its type; empty if nothing is."""
+    """A message if a value does not have its type; else empty."""
     if _is(value, kind):
         return ""
     if get_origin(kind) is tuple:

@@ -1,4 +1,4 @@
-"""When a run is saved, and what is kept."""
+"""When a run is saved, and which checkpoints are kept."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from lockstep.config.bounds import AtLeast
 
 @dataclass
 class CheckpointConfig:
-    """When a run is saved, and what is kept of it."""
+    """When a run is saved, and which checkpoints are kept."""
 
     every: Annotated[int, AtLeast(0)] = 0
     """Steps between checkpoints; 0: only by the clock, and the last."""

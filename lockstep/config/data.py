@@ -1,4 +1,4 @@
-"""How documents become rows, and where they are kept once tokenized."""
+"""How documents become rows, and where tokenized files are cached."""
 
 from __future__ import annotations
 

@@ -69,7 +69,7 @@ class EvalConfig:
     rewards: RewardConfig = field(default_factory=RewardConfig)
 
     def problems(self) -> Iterator[str]:
-        """What cannot work, beyond the fields' bounds."""
+        """A message for each combination that cannot work, beyond the fields' bounds."""
         if not self.model:
             yield "model is empty; give one or more with --model DIR"
         if len(set(self.model)) < len(self.model):
@@ -83,7 +83,7 @@ class EvalConfig:
 
 
 def greedy_problems(name: str, temperature: float | None, samples_name: str, samples: int) -> Iterator[str]:
-    """At temperature 0 all samples of a prompt are the same."""
+    """A message if several samples are drawn at temperature 0, where all are the same."""
     if temperature == 0 and samples > 1:
         yield (
             f"{name} 0 takes the likeliest token each time, so {samples_name} {samples} would all be the same; set "

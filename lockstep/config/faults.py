@@ -21,4 +21,4 @@ class FaultConfig:
     stop_seconds: Annotated[float, Above(0)] = 25.0
     """Seconds from SIGTERM or SIGINT to the end, including saving. torchrun kills its ranks after 30."""
     watchdog_seconds: Annotated[float, AtLeast(0)] = 480.0
-    """Seconds without progress on a rank after which the run ends, naming who holds it up, step and phase; 0: off."""
+    """Seconds without progress on a rank after which the run ends, naming the blocking rank, step and phase; 0: off."""

@@ -1,8 +1,8 @@
-"""Settings under the names that other trainers and engines use."""
+"""Names that other trainers and engines, or earlier versions, use for settings."""
 
 from __future__ import annotations
 
-HERE = {
+LOCKSTEP_NAMES = {
     "lr": ("train.learning-rate",),
     "learning-rate": ("train.learning-rate",),
     "weight-decay": ("train.weight-decay",),
@@ -65,7 +65,8 @@ HERE = {
     "max-model-len": ("max-prompt-tokens",),
     "gpu-memory-utilization": ("engine.cache-tokens",),
     "served-model-name": ("model-name",),
-    "num-iterations": ("inner-steps",),
+    "num-iterations": ("updates-per-batch",),
+    "inner-steps": ("updates-per-batch",),
     "scale-rewards": ("normalize-advantages",),
     "reward-funcs": ("environment",),
     "loss-type": ("algorithm", "loss", "loss-average"),
@@ -84,14 +85,14 @@ HERE = {
     "packing": ("loader.packing",),
     "enable-prefix-caching": ("engine.prefix-cache",),
 }
-"""The name elsewhere, and the names here; a message gives those that the command has."""
-VALUES_HERE = {"fp32": "float32", "fp16": "bfloat16", "float16": "bfloat16", "sigmoid": "dpo"}
-"""Values elsewhere, and those here."""
-NOT_HERE = {
+"""For a name elsewhere, or a former one, the names in Lockstep; error messages list those that the command has."""
+LOCKSTEP_VALUES = {"fp32": "float32", "fp16": "bfloat16", "float16": "bfloat16", "sigmoid": "dpo"}
+"""For a value elsewhere, the value in Lockstep."""
+UNSUPPORTED = {
     "load-in-4bit": "weights are not quantized",
     "load-in-8bit": "weights are not quantized",
     "quantization": "weights are not quantized",
     "trust-remote-code": "code in a model's folder is never run",
     "push-to-hub": "upload the folder that lockstep convert writes",
 }
-"""What has no counterpart, and why or what to do."""
+"""Options without a counterpart, and why or what to do."""

@@ -7,23 +7,24 @@ from dataclasses import dataclass
 from typing import Annotated, Literal
 
 from lockstep.config.bounds import AtLeast
+from lockstep.errors import closest
 
-MOST_TENSOR = 8
-"""Most ranks along the tensor axis, a power of two: the vocabulary is summed in pieces that this many can hold."""
-ROW_MULTIPLE = MOST_TENSOR
+MAX_TENSOR = 8
+"""Maximum tensor degree, a power of two: the vocabulary is summed in pieces that so many ranks can share."""
+ROW_MULTIPLE = MAX_TENSOR
 """The tokens of a micro-batch are padded to a multiple of this, so that any tensor degree can share them."""
 SCHEDULES = ("gpipe", "1f1b", "interleaved", "zbv", "dualpipev")
 
 
 def tensor_problems(tensor: int, chunks: int) -> Iterator[str]:
-    """What is wrong with a tensor degree and the number of `reduction_chunks`."""
-    if tensor not in (1, 2, 4, MOST_TENSOR):
-        yield f"parallel.tensor is {tensor}; give 1, 2, 4 or {MOST_TENSOR}"
+    """A message for a tensor degree, or a number of `reduction_chunks` (`chunks`), that cannot work."""
+    if tensor not in (1, 2, 4, MAX_TENSOR):
+        yield f"parallel.tensor is {tensor}; give 1, 2, 4 or {MAX_TENSOR}"
     if chunks & (chunks - 1) or 0 < chunks < tensor:
         yield (
             f"parallel.reduction_chunks is {chunks}; it must be a power of two, and at least parallel.tensor "
-            f"({tensor}): leave it at 0 (a resumed run keeps its own: --parallel.reduction-chunks 0 changes it, and "
-            "with it the bits from there on)"
+            f"({tensor}): leave it at 0 (a resumed run has its recorded value; --parallel.reduction-chunks 0 changes "
+            "it, and the bits from that step on)"
         )
 
 
@@ -72,3 +73,37 @@ class ParallelConfig:
     are gathered for each product and kept until its backward."""
     cpu_offload: bool = False
     """Keep sharded weights, gradients and optimizer state in CPU memory (CUDA only)."""
+
+
+def parallel_problems(parallel: ParallelConfig) -> Iterator[str]:
+    """A message for each combination that works with no model and no number of ranks."""
+    yield from tensor_problems(parallel.tensor, parallel.reduction_chunks)
+    if parallel.asynchronous_tensor and parallel.tensor == 1:
+        yield "parallel.asynchronous_tensor needs parallel.tensor above 1, where there are sums to send; leave it out"
+    if parallel.expert_dispatcher == "deep_ep" and parallel.expert * parallel.tensor == 1:
+        yield (
+            'parallel.expert_dispatcher "deep_ep" needs parallel.expert or parallel.tensor above 1, where experts are '
+            "on other ranks; leave it out"
+        )
+    schedule = parallel.pipeline_schedule
+    if schedule not in SCHEDULES and not schedule.endswith(".csv"):
+        yield (
+            f'parallel.pipeline_schedule "{schedule}" is unknown.{closest(schedule, SCHEDULES)} Known: '
+            f"{', '.join(SCHEDULES)}, and FILE.csv"
+        )
+    if schedule == "interleaved" and parallel.pipeline > 1 and parallel.pipeline_stages_per_rank < 2:
+        yield (
+            f"parallel.pipeline_stages_per_rank is {parallel.pipeline_stages_per_rank}; an interleaved schedule needs "
+            '2 or more; for 1, use pipeline_schedule "1f1b"'
+        )
+    if parallel.reduce_gradients == "microbatch" and parallel.pipeline > 1:
+        yield (
+            'parallel.reduce_gradients "microbatch" does not work with parallel.pipeline, whose schedules sum '
+            'gradients once per step; leave it at "auto"'
+        )
+    if parallel.full_dtensor and parallel.pipeline > 1:
+        yield f"parallel.full_dtensor has no stages, but parallel.pipeline is {parallel.pipeline}; set it to 1"
+    if parallel.full_dtensor and parallel.cpu_offload:
+        yield "parallel.cpu_offload needs FSDP, which parallel.full_dtensor does not use; remove one of them"
+    if parallel.full_dtensor and parallel.expert > 1:
+        yield "parallel.full_dtensor does not work with parallel.expert, whose experts are on a separate mesh"

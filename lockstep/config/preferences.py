@@ -19,7 +19,7 @@ class PreferenceConfig(SFTConfig):
     """JSONL, JSON, Parquet or hf:… with `prompt`, `chosen` and `rejected`, as texts or messages; without a `prompt`
     column it is in both answers; several as a.jsonl=0.7,b.jsonl=0.3."""
     sequence_length: Annotated[int, Above(0)] = 2048
-    """Tokens per row, which holds both sequences of its pairs with their prompts. Longer pairs are left out."""
+    """Tokens per row, which holds both sequences of its pairs with their prompts. Longer pairs are dropped."""
 
 
 @dataclass
@@ -56,7 +56,7 @@ class RewardModelConfig(PreferenceConfig):
 
 
 def preference_problems(config: PreferenceConfig) -> Iterator[str]:
-    """Settings that cannot work."""
+    """A message for each combination that cannot work."""
     if config.loader.packing != "whole" or not config.loader.separate_documents:
         yield 'preferences need loader.packing = "whole" and loader.separate_documents; leave both at their defaults'
     if config.turns != "apart":

@@ -8,7 +8,7 @@ from typing import Annotated, Literal
 from lockstep.config.bounds import AtLeast
 
 KEEPABLE = ("attention", "linear", "norm", "activation")
-"""Operators whose outputs can be kept while the rest of a layer is recomputed."""
+"""Operators whose outputs can be saved while the rest of a layer is recomputed."""
 
 
 @dataclass

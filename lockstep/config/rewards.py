@@ -14,8 +14,8 @@ class RewardConfig:
 
     isolate: Literal["auto", "always", "never"] = "auto"
     """Whether rewards and conversations run in worker processes, where the limits apply. auto: for FILE.py:Class,
-    `gymnasium:ID` and `verifiers:TASKSET`, and the built-in tasks `math` and `code`. An environment that is given as an
-    object always runs in the trainer's own process."""
+    `gymnasium:ID` and `verifiers:TASKSET`, and the built-in tasks `math` and `code`. An environment that is passed
+    as an object always runs in the trainer's process."""
     workers: Annotated[int, AtLeast(0)] = 0
     """Worker processes; 0: half the number of processors, at most 8."""
     seconds: Annotated[float, Above(0)] = 10.0
@@ -25,7 +25,7 @@ class RewardConfig:
     processes: Annotated[int, AtLeast(0)] = 32
     """Maximum number of concurrent processes started by one worker."""
     output_kib: Annotated[int, Above(0)] = 256
-    """Output limit of one reward; a worker's log in the run's folder keeps that much and drops the rest."""
+    """Output limit of one reward; a worker's log in the run's folder is truncated to it, too."""
     concurrent: Annotated[int, Above(0)] = 32
     """Per worker: maximum number of rewards awaited concurrently, if they are coroutines, and of conversations that are
     not waiting for the model. Up to four times as many conversations can have begun."""

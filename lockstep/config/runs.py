@@ -32,7 +32,7 @@ class PretrainConfig:
     folder, a run's folder, or a model on the Hugging Face hub as ORGANISATION/MODEL or ORGANISATION/MODEL@REVISION."""
     data: str = ""
     """Text, JSONL, a JSON array or Parquet: a file, a folder or a glob; hf:NAME[:config][:split]; a folder of tokens;
-    several as a.jsonl=0.7,b.parquet=0.3. Empty: the Python standard library's own source."""
+    several as a.jsonl=0.7,b.parquet=0.3. Empty: the source of the Python standard library."""
     template: str = "{text}"
     """How a JSONL line or a row becomes text: keys in braces are replaced by their values."""
     tokenizer: str = "byte"
@@ -50,7 +50,7 @@ class PretrainConfig:
     fresh weights bfloat16 if the device has instructions for it, else float32."""
     arithmetic: Arithmetic = "auto"
     """On a CPU: `portable` gives the same bits on every processor, `bf16_pairs` and `bf16_tiles` are faster in bfloat16
-    if the processor has the instructions; auto: the run's own when it is resumed, else the fastest here."""
+    if the processor supports them; auto: the recorded one in a resumed run, else the fastest on this machine."""
     seed: Annotated[int, AtLeast(0), Below(2**63)] = 0
     """Seed of the initial weights and of the data order."""
     device: str = ""
@@ -71,14 +71,14 @@ class PretrainConfig:
     validation_every: Annotated[int, Above(0)] = 100
     """Steps between validations; there is always one after the last step."""
     validation_tokens: Annotated[int, Above(0)] = 65536
-    """Tokens per validation: the first of its data, which has its own order, the same every time."""
+    """Tokens per validation: the first of the validation data, in the same order every time."""
     resume: bool = False
     """Continue the run in `output` from its newest complete checkpoint; if there is no run yet, start one."""
     overwrite: bool = False
     """Delete an existing run in `output`."""
     dry_run: Annotated[int, AtLeast(0)] = 0
-    """Only print the memory and messages of a rank in a run on this many ranks; needs neither the ranks nor the
-    memory."""
+    """Only print the memory and messages of a rank in a run on this many ranks; runs in one process without allocating
+    the memory."""
 
 
 @dataclass
@@ -94,10 +94,10 @@ class SFTConfig(PretrainConfig):
     """Chat template file (jinja) to use instead of the model's own; `chatml`: ChatML, whose special tokens are added to
     tokenizer and model if they are missing."""
     turns: Literal["apart", "whole"] = "apart"
-    """`apart`: an answer that the template writes otherwise once others follow (Qwen3's drop its reasoning) is a
-    sequence of its own, as it was sampled; `whole`: one sequence per conversation, as the template renders it."""
+    """`apart`: an answer that the template renders differently once other messages follow (Qwen3's drops its
+    reasoning) is a separate sequence, as it was sampled; `whole`: one sequence per conversation, as rendered."""
     chat_template_kwargs: str = ""
-    """Values for the chat template, a JSON object such as '{"enable_thinking": false}'; a row's own win."""
+    """Values for the chat template, a JSON object such as '{"enable_thinking": false}'; a row's override them."""
     tokenizer: str = ""
     """Folder to take the tokenizer, the chat template and the end-of-text token from, instead of the model's."""
     steps: Annotated[int, AtLeast(0)] = 0
@@ -146,7 +146,7 @@ class RLConfig:
     """Whether to render prompts and conversations with the model's chat template. auto: if it has one, except prompts
     that contain a special token, which count as already rendered; never: the model reads them as they are."""
     chat_template_kwargs: str = ""
-    """Values for the chat template, a JSON object such as '{"enable_thinking": false}'; an example's own win."""
+    """Values for the chat template, a JSON object such as '{"enable_thinking": false}'; an example's override them."""
     temperature: Annotated[float, AtLeast(0.01), AtMost(100)] = 1.0
     """Sampling temperature; log-probabilities on both sides are computed at it."""
     top_k: Annotated[int, AtLeast(0)] = 0
@@ -203,9 +203,9 @@ class RLConfig:
     value_detached: bool = False
     """Train only the value head with the value loss, without a gradient through the model."""
     kl_coefficient: Annotated[float, AtLeast(0)] = 0.0
-    """Weight of the KL divergence to the reference model; 0: no reference model is kept."""
+    """Weight of the KL divergence to the reference model; 0: no reference model."""
     kl_reference: str = "start"
-    """`start`: the weights that the run began with; `average`: a moving average of the run's own weights; or the
+    """`start`: the weights that the run began with; `average`: a moving average of the policy's weights; or the
     folder of a model with the same vocabulary."""
     kl_average_decay: Annotated[float, AtLeast(0), Below(1)] = 0.99
     """`kl_reference = "average"`: the share of the average that each step keeps."""
@@ -229,10 +229,10 @@ class RLConfig:
     off_policy_high: Annotated[float, AtLeast(1)] = 2.0
     """truncate: largest factor; mask: largest ratio that counts."""
     router_replay: bool = False
-    """Mixtures of experts: train with the experts that the generator chose for each sampled token, and the router's own
-    weights for them. For samples from an engine with different bits that records its routes; with equal bits it
+    """Mixtures of experts: train with the experts that the generator chose for each sampled token, with the trainer's
+    router weights. For samples from an engine with different bits that records its routes; with equal bits it
     changes nothing."""
-    inner_steps: Annotated[int, Above(0)] = 1
+    updates_per_batch: Annotated[int, Above(0)] = 1
     """Optimizer steps per batch of rollouts; from the second on, the ratio leaves 1 and clipping takes effect."""
     on_parity_error: Literal["stop", "warn", "measure"] = "stop"
     """What to do when a token's log-probability differs between generator and trainer. measure: only log the
@@ -241,7 +241,7 @@ class RLConfig:
     """Dtype of the weights in the forward pass; the optimizer keeps float32 master weights. auto: the folder's."""
     arithmetic: Arithmetic = "auto"
     """On a CPU: `portable` gives the same bits on every processor, `bf16_pairs` and `bf16_tiles` are faster in bfloat16
-    if the processor has the instructions; auto: the run's own when it is resumed, else the fastest here."""
+    if the processor supports them; auto: the recorded one in a resumed run, else the fastest on this machine."""
     seed: Annotated[int, AtLeast(0), Below(2**63)] = 0
     """Seed of the order of prompts and of every draw."""
     device: str = ""
@@ -273,8 +273,8 @@ class RLConfig:
     overwrite: bool = False
     """Delete an existing run in `output`."""
     dry_run: Annotated[int, AtLeast(0)] = 0
-    """Only print the memory of a rank and the bytes of a weight sync in a run on this many ranks; needs neither the
-    ranks nor the memory. `model` can be `family:size`."""
+    """Only print the memory of a rank and the bytes of a weight sync in a run on this many ranks; runs in one process
+    without allocating the memory. `model` can be `family:size`."""
 
 
 @dataclass

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Annotated, Literal
 
 from lockstep.config.bounds import Above, AtLeast, AtMost, Below
+from lockstep.config.rules import parse_rule
+from lockstep.errors import UserError
 
 Dtype = Literal["bfloat16", "float32"]
 ModelDtype = Literal["auto", "bfloat16", "float32"]
@@ -45,7 +48,7 @@ class TrainConfig:
     moments_dtype: Dtype = "float32"
     """Dtype of AdamW's moments and Muon's momentum; the master weights are always float32."""
     weight_decay: Annotated[float, AtLeast(0)] = 0.0
-    """Decoupled weight decay of matrices; vectors are never decayed unless a rule says so."""
+    """Decoupled weight decay of matrices; vectors are not decayed, unless by a rule."""
     rules: tuple[str, ...] = ()
     """`PATTERN key=value …` for parameters by name; keys: learning_rate (a factor), weight_decay, optimizer, frozen."""
     optimizer_in_backward: bool = False
@@ -66,3 +69,27 @@ class TrainConfig:
     """Clip gradients to this global norm; 0: no clipping."""
     tokens_per_microbatch: Annotated[int, Above(0)] = 8192
     """Tokens per packed forward and backward pass; a step accumulates as many passes as it needs."""
+
+
+def train_problems(train: TrainConfig) -> Iterator[str]:
+    """A message for each combination that cannot work, and for each rule that cannot be parsed."""
+    if (train.schedule == "csv") != bool(train.schedule_file):
+        yield (
+            f'train.schedule is "{train.schedule}" and train.schedule_file is "{train.schedule_file}"; '
+            "csv needs a file, the other schedules take none"
+        )
+    if train.optimizer_in_backward:
+        if train.deterministic_layout:
+            yield "train.deterministic_layout sums gradients that train.optimizer_in_backward does not keep; use one"
+        if train.max_grad_norm > 0:
+            yield (
+                "train.optimizer_in_backward updates before the norm of all gradients is known, so they cannot be "
+                f"clipped to train.max_grad_norm {train.max_grad_norm}; set max_grad_norm = 0"
+            )
+        if train.optimizer == "muon" or any("optimizer=muon" in rule for rule in train.rules):
+            yield "train.optimizer_in_backward works only with adamw: ranks gather Muon's matrices together"
+    for rule in train.rules:
+        try:
+            parse_rule(rule)
+        except UserError as error:
+            yield str(error)

@@ -1,4 +1,4 @@
-"""Which of a run's actors waits for which, and how that is put into words, for `lockstep why` and the watchdog."""
+"""Which of a run's actors waits for which, and messages that say so, for `lockstep why` and the watchdog."""
 
 from __future__ import annotations
 
@@ -13,24 +13,24 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
-from lockstep.observe.sign_of_life import BYTES, STACKS_SIGNAL, host, stat_fields
+from lockstep.observe.heartbeat import BYTES, STACKS_SIGNAL, host, stat_fields
 
 Process = Literal["running", "stopped", "gone", "elsewhere", "ended"]
 """State of an actor's process: running; stopped by a signal; gone without an error; on another host or in another
 container; ended by an error that it reported."""
 NAME = re.compile(r"[a-z]{1,40}_[0-9]{1,9}")
 LOST = ("Connection closed by peer", "Connection reset by peer", "an exchange of ranks failed", "NCCL error")
-"""How gloo and NCCL report that a connection was lost, because another rank ended before."""
+"""Parts of the errors that gloo and NCCL raise when a connection is lost because another rank has ended."""
 
 GENERATORS = "the generators"
-"""All generators, as what an actor waits for."""
+"""What an actor waits for, if it is any of the generators."""
 BY_WATCHDOG = "ended by the watchdog: "
-"""How the message of actors that the watchdog ended begins."""
+"""Prefix of the final message of an actor that the watchdog ended."""
 
 
 @dataclass
 class Actor:
-    """An actor's last heartbeat, and what has become of its process since."""
+    """An actor's last heartbeat, and the current state of its process."""
 
     name: str
     pid: int = 0
@@ -70,7 +70,7 @@ class Actor:
 
     @property
     def lost(self) -> bool:
-        """Nothing more will come from it."""
+        """Whether it can make no more progress."""
         return self.process in ("stopped", "gone", "ended")
 
 
@@ -86,7 +86,7 @@ def read_actors(run: Path) -> dict[str, Actor]:
     return dict(sorted(actors.items(), key=lambda item: (not item[1].is_rank, _number(item[0]), item[0])))
 
 
-def damaged_signs(run: Path) -> list[Path]:
+def damaged_heartbeats(run: Path) -> list[Path]:
     """Heartbeat files that are not valid."""
     return sorted(path for path in run.glob("logs/heartbeat_*.json") if read_actor(path) is None and path.exists())
 
@@ -96,7 +96,7 @@ def _number(name: str) -> int:
 
 
 def read_actor(path: Path) -> Actor | None:
-    """None for what cannot be read: not written yet, or half written."""
+    """The actor of a heartbeat file; None if that cannot be read: not written yet, or only partly."""
     for _ in range(3):
         try:
             content = json.loads(_content(path))
@@ -113,7 +113,7 @@ def read_actor(path: Path) -> Actor | None:
 
 
 def _content(path: Path) -> str:
-    """Raises ValueError for anything but a regular file of a heartbeat's size: a pipe has no end."""
+    """A heartbeat file's text. Raises ValueError for anything but a regular file of that size, such as a pipe."""
     file = os.open(path, os.O_RDONLY | os.O_NONBLOCK)
     try:
         if not stat.S_ISREG(os.fstat(file).st_mode):
@@ -157,11 +157,11 @@ KINDS: dict[str, Any] = {
     "step": _count, "phase": _text, "waits_for": _text, "patience": _finite, "progress": _count, "work": _count,
     "moved": _finite, "time": _finite, "message": _text, "ended": _text, "collectives": _collectives,
 }  # fmt: skip
-"""The fields of a heartbeat that are read, with their types."""
+"""The fields of a heartbeat, with a parser for each."""
 
 
 def process_of(actor: Actor) -> Process:
-    """The state of its process, as far as this machine can see."""
+    """The state of the actor's process, as seen from this machine."""
     if actor.ended:
         return "ended"
     if actor.host != host():
@@ -185,7 +185,7 @@ def _exists(pid: int) -> bool:
 
 
 def catches_stacks_signal(actor: Actor) -> bool:
-    """Whether the process has a handler for the signal, which otherwise would end it."""
+    """Whether the process has a handler for STACKS_SIGNAL, which would otherwise end it."""
     if actor.process != "running" or not actor.started:
         return False
     try:
@@ -197,70 +197,68 @@ def catches_stacks_signal(actor: Actor) -> bool:
 
 
 def waits(actor: Actor, actors: Iterable[Actor]) -> list[Actor]:
-    """The actors it waits for directly: those it names; else ranks that have begun fewer collectives in a group they
-    share; else ranks in an earlier phase."""
+    """The actors that `actor` waits for directly: those it names; else ranks that have begun fewer collectives in a
+    shared group; else ranks in an earlier phase."""
     if actor.lost:
         return []
     others = [other for other in actors if other.name != actor.name]
-    words = set(NAME.findall(actor.waits_for))
-    beside = GENERATORS in actor.waits_for
-    if named := [other for other in others if other.name in words or (beside and not other.is_rank)]:
+    names = set(NAME.findall(actor.waits_for))
+    any_generator = GENERATORS in actor.waits_for
+    if named := [other for other in others if other.name in names or (any_generator and not other.is_rank)]:
         return named
     if not actor.is_rank:
         return []
     ranks = [other for other in others if other.is_rank]
     if behind := [other for other in ranks if _is_behind(other, actor)]:
         return behind
-    place = actor.step, actor.progress
-    return [r for r in ranks if (r.step, r.progress) < place and not _is_behind(actor, r)]
+    position = actor.step, actor.progress
+    return [r for r in ranks if (r.step, r.progress) < position and not _is_behind(actor, r)]
 
 
 def _is_behind(other: Actor, actor: Actor) -> bool:
     pairs = [(actor.collectives[g], other.collectives[g]) for g in actor.collectives.keys() & other.collectives.keys()]
-    return any(own[0] > theirs[0] for own, theirs in pairs if own[1] == theirs[1])
+    return any(mine[0] > theirs[0] for mine, theirs in pairs if mine[1] == theirs[1])
 
 
 def held_up_by(waiting: Sequence[Actor], actors: Sequence[Actor]) -> list[Actor]:
-    """The ends of the chains of waiting actors that begin at `waiting`.
-
-    If some are stopped or gone, only those; else those furthest behind.
-    """
+    """The actors at the ends of the chains of waits that begin at `waiting`: the cause among those that are lost, or
+    else those furthest behind."""
     if not waiting:
         return []
     seen: dict[str, Actor] = {}
     ends: list[Actor] = []
-    left = list(waiting)
-    while left:
-        actor = left.pop()
+    pending = list(waiting)
+    while pending:
+        actor = pending.pop()
         if actor.name not in seen:
             seen[actor.name] = actor
             following = waits(actor, actors)
-            left += following
+            pending += following
             if not following:
                 ends.append(actor)
     if not ends:
         return _ring(list(seen.values()))
     if lost := [actor for actor in ends if actor.lost]:
         return _first_lost(lost)
-    # Only ranks count phases alike.
+    # Progress counters are comparable among ranks only.
     least = min((a.step, a.progress if a.is_rank else 0) for a in ends)
     return [a for a in ends if (a.step, a.progress if a.is_rank else 0) == least]
 
 
 def _ring(actors: list[Actor]) -> list[Actor]:
-    """The actors that wait for each other, without those that only wait for them."""
+    """The actors that wait for each other in a cycle, without those that only wait for the cycle."""
     awaited = {other.name for actor in actors for other in waits(actor, actors)}
-    left = [actor for actor in actors if actor.name in awaited]
-    return left if len(left) in (0, len(actors)) else _ring(left)
+    remaining = [actor for actor in actors if actor.name in awaited]
+    return remaining if len(remaining) in (0, len(actors)) else _ring(remaining)
 
 
 def _first_lost(lost: list[Actor]) -> list[Actor]:
-    """The cause, in this order: a process that is stopped, or that the watchdog named; an error of its own; an end
-    without an error message; an error about others."""
-    said = verdict(lost)
+    """The most likely cause: a process that is stopped, or that the watchdog named; else the first error that is not
+    about a lost connection; else a process that ended without an error; else the first error."""
+    named = verdict(lost)
     for kind in (
         [a for a in lost if a.process == "stopped"],
-        [a for a in lost if f"{a.title} stopped in" in said],
+        [a for a in lost if f"{a.title} stopped in" in named],
         sorted((a for a in lost if a.ended and not _is_about_others(a)), key=lambda a: a.time)[:1],
         [a for a in lost if a.process == "gone"],
     ):
@@ -270,7 +268,7 @@ def _first_lost(lost: list[Actor]) -> list[Actor]:
 
 
 def _is_about_others(actor: Actor) -> bool:
-    return any(sign in actor.ended for sign in (*LOST, BY_WATCHDOG))
+    return any(part in actor.ended for part in (*LOST, BY_WATCHDOG))
 
 
 def verdict(actors: Iterable[Actor]) -> str:
@@ -278,21 +276,21 @@ def verdict(actors: Iterable[Actor]) -> str:
     return next((a.ended for a in actors if a.ended.startswith(BY_WATCHDOG)), "")
 
 
-def stopped_words(actor: Actor) -> str:
+def describe_stopped(actor: Actor) -> str:
     """`rank 1 stopped in step 3, in forward: no progress for 480.2 s, and …`."""
-    return where_words(actor, "stopped") + process_words(actor)
+    return describe_position(actor, "stopped") + describe_process(actor)
 
 
-def where_words(actor: Actor, does: str) -> str:
-    """`rank 1 stands in step 3, in forward: no progress for 12.0 s`, if `does` is "stands"."""
+def describe_position(actor: Actor, does: str) -> str:
+    """`rank 1 is in step 3, in forward: no progress for 12.0 s`, if `does` is "is"."""
     waits_for = f", waiting for {actor.waits_for}" if actor.waits_for else ""
     return (
         f"{actor.title} {does} in step {actor.step}, in {actor.phase}{waits_for}: no progress for {actor.still:.1f} s"
     )
 
 
-def process_words(actor: Actor) -> str:
-    """What became of the process, as the end of a sentence; empty if it responds."""
+def describe_process(actor: Actor) -> str:
+    """The state of the process, as the end of a sentence; empty if it responds."""
     if actor.process == "stopped":
         return (
             f", and its process {actor.pid} does not answer: a signal has stopped it (kill -CONT {actor.pid} lets it "
@@ -322,13 +320,13 @@ def _row(actor: Actor, actors: Sequence[Actor]) -> tuple[str, ...]:
     elif not actor.lost and not actor.answers:
         process += f", silent for {actor.silent:.0f} s"
     return (
-        actor.title, process, str(actor.step), actor.phase, waits_words(actor, actors) or "-",
+        actor.title, process, str(actor.step), actor.phase, describe_wait(actor, actors) or "-",
         f"{actor.still:.1f} s", _short(actor.ended or actor.message) or "-",
     )  # fmt: skip
 
 
-def waits_words(actor: Actor, actors: Sequence[Actor]) -> str:
-    """What it says it waits for, or else the actors that it is found to wait for."""
+def describe_wait(actor: Actor, actors: Sequence[Actor]) -> str:
+    """What the actor reports to wait for, or else the actors that `waits` infers."""
     return actor.waits_for or ", ".join(other.title for other in waits(actor, actors))
 
 

@@ -21,7 +21,7 @@ class Traffic:
 
     calls: int = 0
     bytes: int = 0
-    """Of the larger side of each: the gathered result, or the input before it is summed and scattered."""
+    """Of the larger side of each collective: the gathered result, or the input of a reduce-scatter."""
 
 
 class CollectiveLog(TorchDispatchMode):
@@ -36,9 +36,9 @@ class CollectiveLog(TorchDispatchMode):
         result = func(*args, **(kwargs or {}))
         if func.namespace in ("c10d", "_c10d_functional") and func._opname.strip("_") not in NO_MESSAGE:
             leaves = tree_leaves((args, kwargs, result))
-            held = self.traffic[self._axis(leaves), func._opname.strip("_")]
-            held.calls += 1
-            held.bytes += max((t.nbytes for t in leaves if isinstance(t, Tensor)), default=0)
+            traffic = self.traffic[self._axis(leaves), func._opname.strip("_")]
+            traffic.calls += 1
+            traffic.bytes += max((t.nbytes for t in leaves if isinstance(t, Tensor)), default=0)
         return result
 
     def _axis(self, arguments: list[Any]) -> str:

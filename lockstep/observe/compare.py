@@ -16,7 +16,7 @@ from lockstep.observe.text_table import text_table
 NAMES = (
     "loss", "grad_norm", "validation/loss", "reward/mean", "rollout/tokens", "policy/entropy", "validation/reward",
 )  # fmt: skip
-"""Those that the runs have."""
+"""Metrics that are compared, if the runs have them."""
 ROWS = 8
 """Rows of the table, starting at the step before the first difference."""
 
@@ -65,7 +65,7 @@ class Comparison:
 def compare_runs(first: str | Path, second: str | Path) -> Comparison:
     """Compares the metrics of two runs' folders. Raises UserError if one has none, or they share no step.
 
-    JSON keeps every bit of a number, so equal numbers had equal bits.
+    JSON represents a number exactly, so equal numbers have equal bits.
     """
     return compare_steps(str(first), steps_of(Path(first)), str(second), steps_of(Path(second)))
 

@@ -59,6 +59,6 @@ def refuse_plot(path: Path) -> None:
 
 
 def curve(steps: Steps, name: str) -> dict[int, float]:
-    """A metric by step. A step without it, such as between two validations, is no gap in the curve; a NaN is."""
+    """A metric by step, without the steps that lack it, such as those between validations; NaN (a gap) where null."""
     values = {step: metrics[name] for step, metrics in steps.items() if name in metrics}
     return {step: math.nan if value is None else value for step, value in values.items()}

@@ -9,7 +9,7 @@ from pathlib import Path
 from lockstep.config import CONFIG
 from lockstep.config.toml import toml_value
 from lockstep.errors import one_line
-from lockstep.observe.run_folder import OF_ONE_START, flat_settings
+from lockstep.observe.run_folder import START_SETTINGS, flat_settings
 from lockstep.observe.text_table import text_table
 
 ABSENT = "-"
@@ -26,7 +26,7 @@ def read_settings(run: str | Path) -> dict[str, str] | None:
         flat = flat_settings(tomllib.loads((Path(run) / CONFIG).read_text()))
     except (OSError, ValueError, RecursionError):
         return None
-    return {name.replace("_", "-"): toml_value(value) for name, value in flat.items() if name not in OF_ONE_START}
+    return {name.replace("_", "-"): toml_value(value) for name, value in flat.items() if name not in START_SETTINGS}
 
 
 def different_settings(runs: Sequence[dict[str, str]]) -> dict[str, list[str]]:

@@ -117,9 +117,9 @@ TRAINING = [
 SMOOTH = ("learning_rate", "memory_gib", "skipped_steps")
 COLORS = ("#2563eb", "#ea580c", "#16a34a", "#9333ea")
 FEW = 20
-"""Curves of fewer points have a marker at each and are not smoothed."""
-MOST_POINTS = 2_000
-"""The most points per line: more than can be told apart, and a limit to the page's size."""
+"""Curves with fewer points have markers and are not smoothed."""
+MAX_POINTS = 2_000
+"""Maximum number of points per line: more than can be distinguished, and it limits the size of the page."""
 
 
 def curves_png(run: Path, path: Path, columns: int = 3) -> None:
@@ -143,10 +143,10 @@ def curves_svg(run: Path, only: Sequence[Panel] | None = None) -> list[Curve]:
     metrics = read_metrics(run / METRICS, skip_bad=True)
     curves = []
     for panel in panels_of(metrics) if only is None else _with_data(only, metrics):
-        # The page's own font, so that a curve's file is small and its text sharp.
+        # Text is drawn with the page's font, so that the SVG is small and its text sharp.
         with rc_context({"svg.fonttype": "none", "font.family": "sans-serif"}):
             figure = Figure(figsize=(3.9, 2.3))
-            # Room for any tick label; measuring the labels takes as long as drawing them.
+            # Fixed margins, wide enough for any tick label: measuring the labels takes as long as drawing them.
             _draw(figure.add_axes((0.2, 0.19, 0.78, 0.78)), panel, metrics, title=False)
             buffer = io.StringIO()
             figure.savefig(buffer, format="svg", transparent=True)
@@ -168,7 +168,7 @@ def panels_of(metrics: Sequence[dict[str, Any]]) -> list[Panel]:
         same = panel.names == ("validation/reward",) and _equal(metrics, "validation/reward", "validation/accuracy")
         if not same:
             panels.append(panel)
-    # A policy's loss is left out: on policy it is near 0 whatever the model learns.
+    # Without the policy's loss, which on policy is near 0 regardless of progress.
     return _with_data([*panels, *TRAINING], metrics)
 
 
@@ -184,7 +184,7 @@ def _draw(axis: Any, panel: Panel, metrics: Sequence[dict[str, Any]], title: boo
     drawn = [(name, *_series(metrics, name)) for name in panel.names]
     for (name, steps, values), color in zip((d for d in drawn if d[1]), COLORS):
         few = len(values) < FEW
-        # Curves that are smooth by nature are drawn as they are.
+        # Curves that are smooth anyway are drawn without a moving average.
         smooth = few or name in SMOOTH
         label = _label(name, panel) if smooth else None
         marker, alpha = "o" if few else "", 1.0 if smooth else 0.25
@@ -219,21 +219,21 @@ def _smoothed(values: Sequence[float], weight: float = 0.85) -> list[float]:
 
 
 def _thinned(steps: Sequence[float], values: Sequence[float]) -> tuple[list[float], list[float]]:
-    """At most `MOST_POINTS`: the lowest and the highest point of each stretch, so that no spike is lost."""
-    stretch = -(-2 * len(values) // MOST_POINTS)
+    """At most `MAX_POINTS` points: the lowest and the highest of each interval, so that no spike is lost."""
+    stretch = -(-2 * len(values) // MAX_POINTS)
     if stretch <= 2:
         return list(steps), list(values)
-    kept = []
+    chosen = []
     for start in range(0, len(values), stretch):
-        places = range(start, min(start + stretch, len(values)))
-        kept += sorted({min(places, key=values.__getitem__), max(places, key=values.__getitem__)})
-    return [steps[place] for place in kept], [values[place] for place in kept]
+        indices = range(start, min(start + stretch, len(values)))
+        chosen += sorted({min(indices, key=values.__getitem__), max(indices, key=values.__getitem__)})
+    return [steps[index] for index in chosen], [values[index] for index in chosen]
 
 
 def _label(name: str, panel: Panel) -> str:
     """`reward/format/mean` -> format; `rollout/tokens_per_second` -> rollout; `tokens_per_second` -> training.
 
-    If all names of a panel begin alike, their ends are used.
+    If all names of a panel share their first part, the second part is used.
     """
     parts = name.split("/")
     if len(parts) == 1:

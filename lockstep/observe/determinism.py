@@ -10,12 +10,12 @@ import torch
 
 
 @contextmanager
-def determinism(wanted: bool) -> Iterator[None]:
-    """While open and `wanted`, torch uses deterministic kernels, or raises RuntimeError if there is none.
+def determinism(enabled: bool) -> Iterator[None]:
+    """If `enabled`, torch uses deterministic kernels within this context, and raises RuntimeError if there is none.
 
-    Open it before the process first uses CUDA, which is when cuBLAS reads its workspace setting.
+    Enter it before the process first uses CUDA, which is when cuBLAS reads its workspace setting.
     """
-    if not wanted:
+    if not enabled:
         yield
         return
     before = torch.are_deterministic_algorithms_enabled()
@@ -24,7 +24,7 @@ def determinism(wanted: bool) -> Iterator[None]:
     os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
     torch.use_deterministic_algorithms(True)
     torch.backends.cudnn.deterministic, torch.backends.cudnn.benchmark = True, False
-    # It would fill every new tensor, for code that reads uninitialized memory.
+    # It would fill every new tensor, which only code that reads uninitialized memory needs.
     torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]
     try:
         yield

@@ -1,4 +1,4 @@
-"""`lockstep doctor`: what this machine has, how fast it is, and what to do about anything that is missing."""
+"""`lockstep doctor`: this machine's hardware, speed and software, and remedies for what is missing."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from lockstep.ops import native
 from lockstep.ops.native.compiling import find_compiler
 
 State = Literal["ok", "absent", "note", "bad"]
-"""Fine; missing but not needed; worth a look, although commands run; broken, so that some command does not run."""
+"""Fine; missing but not needed; worth a look, although commands run; broken, so that some commands do not run."""
 REQUIRED = {
     "torch": "torch", "numpy": "numpy", "safetensors": "safetensors", "tokenizers": "tokenizers", "jinja2": "jinja2",
     "jaxtyping": "jaxtyping", "tyro": "tyro", "rich": "rich", "matplotlib": "matplotlib",
@@ -61,7 +61,7 @@ class Finding:
     value: Any
     """For JSON."""
     text: str
-    """The value in words."""
+    """The value as text."""
     remedy: str = ""
     """What to do if it is not fine."""
 
@@ -215,17 +215,18 @@ def _packages() -> Iterator[Finding]:
     python = sys.version.split()[0]
     yield Finding("packages/python", "ok", python, python)
     for package, module in REQUIRED.items():
-        found = importlib.util.find_spec(module) is not None
+        installed = importlib.util.find_spec(module) is not None
         version = _version(package)
         wanted = _wanted(package)
-        fits = found and _fits(version, wanted)
+        fits = installed and _fits(version, wanted)
         remedy = "" if fits else f'pip install "{package}{wanted}"'
-        state: State = "bad" if not found else "ok" if fits else "note"
-        yield Finding(f"packages/{package}", state, version, version or ("found" if found else "missing"), remedy)
+        state: State = "bad" if not installed else "ok" if fits else "note"
+        yield Finding(f"packages/{package}", state, version, version or ("found" if installed else "missing"), remedy)
     for package, purpose in OPTIONAL.items():
-        found = importlib.util.find_spec(package) is not None
-        text = f"{_version(package)}" if found else f"not installed; for {purpose}: pip install {package}"
-        yield Finding(f"packages/{package}", "ok" if found else "absent", _version(package) if found else None, text)
+        installed = importlib.util.find_spec(package) is not None
+        text = _version(package) if installed else f"not installed; for {purpose}: pip install {package}"
+        value = _version(package) if installed else None
+        yield Finding(f"packages/{package}", "ok" if installed else "absent", value, text)
 
 
 def _version(package: str) -> str:
@@ -236,7 +237,7 @@ def _version(package: str) -> str:
 
 
 def _wanted(package: str) -> str:
-    """The versions that this installation requires, such as `>=2.11,<2.16`; empty if it does not say."""
+    """The versions that this installation requires, such as `>=2.11,<2.16`; empty if unknown."""
     try:
         lines = importlib.metadata.requires("lockstep-lm") or []
     except importlib.metadata.PackageNotFoundError:
@@ -258,16 +259,16 @@ def _fits(version: str, wanted: str) -> bool:
 
 def _folders() -> Iterator[Finding]:
     try:
-        with warnings.catch_warnings(record=True) as said:
+        with warnings.catch_warnings(record=True) as caught:
             warnings.simplefilter("always")
             cache = cache_folder()
     except UnsafeCache as error:
         place, _, remedy = str(error).partition(": ")
         yield Finding("folders/cache", "bad", place, place, remedy)
     else:
-        away = "it may not last: set XDG_CACHE_HOME to a writable folder"
-        lasting = not said and Path(tempfile.gettempdir()) not in cache.parents
-        yield Finding("folders/cache", "ok" if lasting else "note", str(cache), str(cache), "" if lasting else away)
+        remedy = "it may not last: set XDG_CACHE_HOME to a writable folder"
+        lasting = not caught and Path(tempfile.gettempdir()) not in cache.parents
+        yield Finding("folders/cache", "ok" if lasting else "note", str(cache), str(cache), "" if lasting else remedy)
     here = Path.cwd()
     writable = os.access(here, os.W_OK)
     remedy = "" if writable else "runs are written here: change to another folder, or give --output"

@@ -21,7 +21,7 @@ MEANING = (
 )
 HIGHEST = 3.0
 """Multiple of the mean from which a load has the brightest color."""
-MOST_EXPERTS = 4096
+MAX_EXPERTS = 4096
 
 Load = list[list[int]]
 """How often each expert was chosen, layer by layer."""
@@ -75,19 +75,19 @@ def _draw(axes: Axes, load: Load) -> AxesImage:
     axes.set_yticks(range(0, layers, max(1, layers // 6)))
     axes.set_xticks(range(0, experts, max(1, experts // 8)))
     axes.tick_params(labelsize=7)
-    # As an embedded image: thousands of rectangles would not be small.
+    # As an embedded image, which is much smaller than thousands of rectangles.
     return axes.imshow(shares, aspect="auto", vmin=0, vmax=HIGHEST, cmap="viridis", interpolation="nearest")
 
 
 def _loads(run: Path) -> dict[int, Load]:
-    """The mixture layers of each step; lines that no run has written are left out."""
-    file, found = RunFolder(run).expert_load, {}
+    """The load of the mixture layers, by step; damaged lines are skipped."""
+    file, loads = RunFolder(run).expert_load, {}
     for line in file.read_text(errors="replace").splitlines() if file.is_file() else ():
         try:
             values = json.loads(line)
             mixtures = [[int(count) for count in layer] for layer in values["load"] if sum(layer) > 0]
-            if len({len(layer) for layer in mixtures}) == 1 and len(mixtures[0]) <= MOST_EXPERTS:
-                found[int(values["step"])] = mixtures
+            if len({len(layer) for layer in mixtures}) == 1 and len(mixtures[0]) <= MAX_EXPERTS:
+                loads[int(values["step"])] = mixtures
         except (ValueError, KeyError, TypeError, OverflowError, RecursionError):
             continue
-    return found
+    return loads

@@ -8,7 +8,7 @@ import gc
 class GarbageCollection:
     """Collects garbage only at every `every`-th step: ranks that collect at different times wait for each other.
 
-    Objects alive when it is opened are never traversed again, so that a collection is short. 0 changes nothing.
+    Objects that are alive on entry are frozen, so that collections are short. 0: Python's default behavior.
     """
 
     def __init__(self, every: int):

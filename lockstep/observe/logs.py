@@ -14,12 +14,12 @@ log = logging.getLogger("lockstep")
 
 @contextmanager
 def open_logs(run: Path, rank: int = 0, ranks: int = 1) -> Iterator[None]:
-    """While open, `lockstep`'s loggers write to stderr (rank 0) and to `logs/rank_N.log` (several ranks).
+    """Within this context, `lockstep`'s loggers write to stderr (rank 0) and to `logs/rank_N.log` (several ranks).
 
     An exception that ends the run is logged to its rank's file.
     """
     handlers: list[logging.Handler] = []
-    # A caller that has set up logging already sees everything through the root logger.
+    # A caller that has set up logging gets all messages through the root logger.
     if rank == 0 and not logging.getLogger().handlers:
         handlers.append(_Terminal())
         handlers[-1].setFormatter(logging.Formatter("%(levelname)s: %(message)s"))

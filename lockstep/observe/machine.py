@@ -1,4 +1,4 @@
-"""What a machine has, read from the system, and how fast it is, measured in about a second each."""
+"""A machine's hardware, as the system reports it, and its speed, measured in about a second each."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ COPIED = 1 << 25
 
 
 def busy_neighbours() -> int:
-    """Other processes that want a core right now, as Linux counts them; 0 on other systems."""
+    """The number of other runnable processes, as Linux counts them; 0 on other systems."""
     counts = []
     for _ in range(9):
         try:
@@ -47,7 +47,7 @@ def processor() -> str:
 
 
 def instructions() -> list[str]:
-    """Those of INSTRUCTIONS that the processor has."""
+    """The instruction sets of INSTRUCTIONS that the processor has."""
     flags = next((value.split() for key, value in _cpuinfo() if key in ("flags", "Features")), [])
     return [name for name in INSTRUCTIONS if name in flags]
 
@@ -58,7 +58,7 @@ def usable_cpus() -> int:
 
 
 def memory_bytes() -> tuple[int, int]:
-    """This machine's (or container's) total memory, and how much is free; zeros if the system does not say."""
+    """Total and free memory of this machine or container; zeros if unknown."""
     fields = _fields("/proc/meminfo")
     total, free = (int(fields.get(name, "0 kB").split()[0]) * 1024 for name in ("MemTotal", "MemAvailable"))
     try:
@@ -75,20 +75,20 @@ def driver_version() -> str:
         words = Path("/proc/driver/nvidia/version").read_text().split()
     except OSError:
         words = []
-    if found := [w for w in words if w[0].isdigit() and w.count(".") >= 1]:
-        return found[0]
+    if versions := [w for w in words if w[0].isdigit() and w.count(".") >= 1]:
+        return versions[0]
     if not (program := shutil.which("nvidia-smi")):
         return ""
     command = [program, "--query-gpu=driver_version", "--format=csv,noheader"]
     try:
-        said = subprocess.run(command, capture_output=True, text=True, timeout=5)
+        result = subprocess.run(command, capture_output=True, text=True, timeout=5)
     except (OSError, subprocess.TimeoutExpired):
         return ""
-    return said.stdout.split("\n")[0].strip() if said.returncode == 0 else ""
+    return result.stdout.split("\n")[0].strip() if result.returncode == 0 else ""
 
 
 def product_flops(dtype: torch.dtype) -> float:
-    """FLOP/s of the operators' own matrix product on the CPU, the best of several."""
+    """FLOP/s of `ops.linear` on the CPU, the best of several measurements."""
     draw = torch.Generator().manual_seed(0)
     features = FEATURES if ops.arithmetic() != "pytorch" else 64
     x, weight = (torch.randn(n, features, generator=draw).to(dtype) for n in (ROWS, features))
@@ -97,7 +97,7 @@ def product_flops(dtype: torch.dtype) -> float:
 
 
 def copied_bytes() -> float:
-    """Bytes per second read and written when copying memory, the best of several."""
+    """Bytes per second read and written when copying memory, the best of several measurements."""
     source, target = torch.zeros(COPIED), torch.zeros(COPIED)
     return 2 * source.nbytes / _best(lambda: target.copy_(source))
 

@@ -20,11 +20,11 @@ from lockstep.observe.sinks import open_sinks
 from lockstep.observe.tables import Table
 
 TOKENS, TOTAL_TOKENS = "tokens", "tokens/total"
-"""What a step trained on, and all steps so far."""
+"""Metrics: the tokens that a step trained on, and those of all steps so far."""
 
 
 class MetricsWriter:
-    """Appends to `metrics.jsonl` and to the sinks that `config` asks for. A context manager."""
+    """Appends to `metrics.jsonl` and to the sinks that `config` enables. A context manager."""
 
     def __init__(self, folder: Path, config: ObserveConfig | None = None):
         self._run = RunFolder(folder)
@@ -32,13 +32,13 @@ class MetricsWriter:
         self._file = self._open()
 
     def _open(self) -> FileIO:
-        # Unbuffered: whoever watches the run, or finds it killed, has everything.
+        # Unbuffered, so that the file is complete at any time, also after the run was killed.
         return FileIO(self._run.metrics, "a")
 
     def write(self, step: int, metrics: Mapping[str, float]) -> None:
         """Adds `step` and `time` (Unix seconds). Values that are not finite are written as null: JSON has no NaN.
 
-        Raises RunStopped if the line cannot be written to disk; then nothing of it is left.
+        Raises RunStopped if the line cannot be written to disk, without leaving part of it.
         """
         line = _line({"step": step, "time": time.time(), **metrics})
         size = os.fstat(self._file.fileno()).st_size
@@ -53,7 +53,7 @@ class MetricsWriter:
             sink.write(step, metrics)
 
     def extend(self, last: Mapping[str, Any], metrics: Mapping[str, float]) -> None:
-        """Writes `last`, the last line, again with these metrics in addition; other sinks get those alone.
+        """Adds metrics to `last`, the last line; the sinks get only the added ones.
 
         Raises RunStopped as `write` does.
         """
@@ -70,12 +70,12 @@ class MetricsWriter:
             sink.write(last["step"], metrics)
 
     def write_table(self, step: int, name: str, table: Table) -> None:
-        """Writes a table of a step to the sinks alone."""
+        """Writes a table of a step to the sinks only."""
         for sink in self._sinks:
             sink.write_table(step, name, table)
 
     def rewind(self, step: int) -> None:
-        """Drops the lines after `step`, which the run writes again; other sinks keep both."""
+        """Drops the lines after `step`, which the run writes again; the sinks keep both versions."""
         self._file.close()
         self._run.truncate(step)
         self._file = self._open()
@@ -104,7 +104,7 @@ def _line(values: Mapping[str, float | None]) -> bytes:
 def read_metrics(path: Path, skip_bad: bool = False) -> list[dict[str, Any]]:
     """The lines of a `metrics.jsonl`, without a last line that was cut off; a missing file counts as empty.
 
-    Raises UserError, naming the line, for one that no run has written; with `skip_bad` it is left out.
+    Raises UserError, naming the line, for a damaged one; with `skip_bad` it is skipped.
     """
     if not path.is_file():
         return []
@@ -126,7 +126,7 @@ def total_tokens(lines: Iterable[Mapping[str, Any]]) -> int:
     """Tokens that the steps in `lines` and those before them trained on."""
     total = 0
     for line in lines:
-        # Not all lines have a total: runs of earlier versions have begun without.
+        # Lines of earlier versions have no total.
         total = line.get(TOTAL_TOKENS) or total + (line.get(TOKENS) or 0)
     return int(total)
 

@@ -1,4 +1,4 @@
-"""Everything that observes a run's steps, opened and closed together."""
+"""Everything that observes a run's steps, opened and closed as one."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ import torch
 from lockstep.config import FaultConfig, ObserveConfig
 from lockstep.observe.determinism import determinism
 from lockstep.observe.garbage import GarbageCollection
+from lockstep.observe.heartbeat import Heartbeat
 from lockstep.observe.logs import log, open_logs
 from lockstep.observe.metrics import TOKENS, TOTAL_TOKENS, MetricsWriter, read_metrics, total_tokens
 from lockstep.observe.profiling import Profiling, require_profiling
 from lockstep.observe.run_folder import RunFolder
-from lockstep.observe.sign_of_life import SignOfLife
 from lockstep.observe.sinks import require_sinks
 from lockstep.observe.tables import Table
 from lockstep.observe.timeline import Timeline, timeline_path
@@ -29,7 +29,7 @@ OnMetrics = Callable[[int, Mapping[str, float]], None]
 
 
 def require_observers(config: ObserveConfig, device: torch.device) -> None:
-    """Raises UserError for what this machine cannot record, before the run has a folder."""
+    """Raises UserError for observers that do not work on this machine."""
     require_sinks(config)
     require_profiling(config, device)
 
@@ -52,8 +52,8 @@ class Observer:
         self._rank, self._ranks, self._on_metrics = rank, ranks, on_metrics
         self._profiling = Profiling(config, run, rank)
         self._garbage = GarbageCollection(config.gc_every)
-        self._sign = SignOfLife(run, f"rank_{rank}", self.timeline, interval(faults.watchdog_seconds))
-        self._watchdog = Watchdog(self._sign, rank, ranks, faults.watchdog_seconds)
+        self._heartbeat = Heartbeat(run, f"rank_{rank}", self.timeline, interval(faults.watchdog_seconds))
+        self._watchdog = Watchdog(self._heartbeat, rank, ranks, faults.watchdog_seconds)
         self._metrics: MetricsWriter | None = None
         self._tokens = 0
         self._opened = ExitStack()
@@ -68,7 +68,7 @@ class Observer:
             opening.enter_context(self._profiling)
             opening.enter_context(self._garbage)
             opening.callback(self._write_timeline)
-            opening.enter_context(self._sign)
+            opening.enter_context(self._heartbeat)
             opening.enter_context(self._watchdog)
             self._opened = opening.pop_all()
         return self
@@ -78,7 +78,7 @@ class Observer:
 
     @contextmanager
     def step(self, step: int) -> Iterator[None]:
-        """Everything within belongs to `step`."""
+        """The context of one step: its timeline, profile and garbage collection."""
         self.timeline.begin(step)
         with self._profiling.step(step):
             yield
@@ -87,14 +87,14 @@ class Observer:
                 self._garbage.collect()
 
     def write(self, step: int, metrics: Mapping[str, float]) -> None:
-        """Writes a step's metrics on rank 0, with the tokens of all steps; on other ranks it does nothing."""
+        """Writes a step's metrics and the total tokens so far on rank 0; does nothing on other ranks."""
         if self._metrics is not None:
             if TOKENS in metrics:
                 self._tokens += int(metrics[TOKENS])
                 metrics = {**metrics, TOTAL_TOKENS: self._tokens}
             self._metrics.write(step, metrics)
             if self._on_metrics is not None:
-                self._on_metrics(step, dict(metrics))  # a copy, which it may change
+                self._on_metrics(step, dict(metrics))  # a copy, since the caller may change it
 
     def extend(self, last: Mapping[str, Any], metrics: Mapping[str, float]) -> None:
         """Adds metrics to `last`, the last step's line of metrics.jsonl, on rank 0."""
@@ -104,7 +104,7 @@ class Observer:
                 self._on_metrics(last["step"], dict(metrics))
 
     def samples_due(self, step: int) -> bool:
-        """Whether the trackers get a table of the completions that `step` trained on."""
+        """Whether a table of the completions that `step` trained on is sent to the trackers."""
         every = self.config.samples_every
         return every > 0 and (step == 1 or step % every == 0)
 
@@ -114,13 +114,13 @@ class Observer:
             self._metrics.write_table(step, name, samples)
 
     def for_terminal(self, metrics: Mapping[str, float]) -> dict[str, float]:
-        """The metrics of a step that has been written that `observe.terminal` names, in its order.
+        """The metrics of a written step that match `observe.terminal`, in its order.
 
-        Without those of its validation, which are shown when it has run.
+        Without the validation's, which are printed when it ends.
         """
         metrics = {**metrics, TOTAL_TOKENS: self._tokens} if TOKENS in metrics else metrics
-        found = [name for chosen in self.config.terminal for name in metrics if fnmatchcase(name, chosen)]
-        return {name: metrics[name] for name in found if not name.startswith("validation/")}
+        names = [name for pattern in self.config.terminal for name in metrics if fnmatchcase(name, pattern)]
+        return {name: metrics[name] for name in names if not name.startswith("validation/")}
 
     def rewind(self, step: int) -> None:
         """Drops the metrics after `step`, which the run writes again."""
@@ -129,7 +129,7 @@ class Observer:
             self._count_tokens()
 
     def _count_tokens(self) -> None:
-        """From the file, which a resumed or rewound run has cut: so the total is that of the steps it continues."""
+        """Reads the total from the file, which a resumed or rewound run has truncated to the step it continues from."""
         self._tokens = total_tokens(read_metrics(RunFolder(self.run).metrics, skip_bad=True))
 
     def _write_timeline(self) -> None:
@@ -137,6 +137,6 @@ class Observer:
             path = timeline_path(self.run, self._rank, self._ranks)
             try:
                 self.timeline.write(path)
-            except OSError as error:  # it must not hide what ended the run, such as a full disk
+            except OSError as error:  # must not replace the error that ended the run, such as a full disk
                 path.unlink(missing_ok=True)
                 log.warning("%s: cannot write the timeline (%s)", path, error.strerror)

@@ -45,7 +45,7 @@ class Profiling:
 
     @contextmanager
     def step(self, step: int) -> Iterator[None]:
-        """Records what happens within the context, if `step` is among the chosen steps."""
+        """Records this context if `step` is one of the configured steps."""
         if step not in {*self.config.profile_steps, *self.config.memory_snapshot_steps}:
             yield
             return

@@ -11,17 +11,17 @@ from lockstep.errors import UserError, closest
 from lockstep.observe.text_table import text_table
 
 DEFAULTS = ("validation/accuracy", "validation/reward", "validation/loss", "reward/mean", "loss")
-"""What runs are ranked by: the first that all of them have, or else that one has."""
+"""Metrics to rank runs by: the first that all runs have, or else the first that any has."""
 NOT_METRICS = ("step", "time")
 LOWER = {
     "loss", "kl", "perplexity", "time", "seconds", "memory", "padding", "failed", "truncated", "different", "delta",
-    "stderr", "skipped", "dropped", "staleness", "alarm", "spread",
+    "stderr", "skipped", "dropped", "staleness", "alarm", "spread", "rms",
 }  # fmt: skip
-"""Words in the name of a metric of which less is better."""
+"""Words in the names of metrics for which lower is better."""
 NEITHER = {"std", "chosen", "rejected"}
-"""Words in the name of a metric of which neither more nor less is better."""
+"""Words in the names of metrics for which neither is better."""
 HIGHER = {"reward", "rewards", "accuracy", "validation", "score", "scores", "margin", "mfu", "tflops", "explained"}
-"""Words in the name of a metric of which more is better, if no word of `LOWER` or `NEITHER` is in it."""
+"""Words in the names of metrics for which higher is better, unless they also contain one of `LOWER` or `NEITHER`."""
 
 
 @dataclass(frozen=True)
@@ -34,7 +34,7 @@ class Ranked:
 
 
 def lower_is_better(name: str) -> bool | None:
-    """Whether less of a metric is better, judged by its name; None if that does not say."""
+    """Whether lower values of a metric are better, judged by its name; None if unknown."""
     if "pass@" in name or "_per_second" in name:
         return False
     words = set(re.split(r"[/_]", name))
@@ -51,17 +51,17 @@ def default_metric(runs: Sequence[Sequence[Mapping[str, Any]]]) -> str:
 
 
 def rank(runs: Mapping[str, Sequence[Mapping[str, Any]]], metric: str) -> list[Ranked]:
-    """The runs, given by name with their lines of metrics.jsonl, best first; those without the metric are last.
+    """The runs, best first; those without the metric are last. `runs`: the lines of metrics.jsonl by the run's name.
 
-    Where the name does not say which direction is better, the highest is first and there is no best. Raises UserError
-    for a metric that no run has.
+    If it is unknown which direction is better, the highest is first and there is no best. Raises UserError for a metric
+    that no run has.
     """
     names = set.union(*map(_names, runs.values()))
     if metric not in names:
         raise UserError(f'no run has the metric "{metric}".{closest(metric, sorted(names))}')
     lower = lower_is_better(metric)
     ranked = [_ranked(run, lines, metric, lower) for run, lines in runs.items()]
-    # Sorting is stable: equal runs stay in the order in which they were given.
+    # Stable: runs with equal values keep the order of `runs`.
     having = [each for each in ranked if each.last]
     having.sort(key=lambda each: each.last[0] if each.last else 0.0, reverse=not lower)
     return having + [each for each in ranked if not each.last]

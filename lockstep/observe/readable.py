@@ -1,4 +1,4 @@
-"""What can be shown of a run's rollouts, even if their files are damaged."""
+"""The parts of a run's rollouts that can be displayed, even if their files are damaged."""
 
 from __future__ import annotations
 
@@ -7,22 +7,22 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-FIGURES = ("token_advantages", "trainer_log_probs", "entropies", "reference_log_probs", "teacher_log_probs")
-"""Values per sampled token, if a rollout has them."""
+PER_TOKEN = ("token_advantages", "trainer_log_probs", "entropies", "reference_log_probs", "teacher_log_probs")
+"""Optional values per sampled token."""
 ABSENT: dict[str, Any] = {"answer": "", "rewards": {}, "reward": 0.0, "advantage": 0.0, "finish_reason": ""}
-"""Defaults for what a line does not have: answers to held-out conversations in fine-tuning have no advantage."""
+"""Defaults of missing fields: answers to held-out conversations in fine-tuning, for example, have no advantage."""
 
 
 def readable_rollouts(path: Path) -> list[dict[str, Any]]:
-    """The rollouts of a file; lines and per-token figures that cannot be read are left out."""
-    found = []
+    """The rollouts of a file, without damaged lines and damaged values per token."""
+    rollouts = []
     with suppress(OSError):
         for text in path.read_bytes().splitlines():
             with suppress(ValueError, RecursionError):
                 rollout = json.loads(text.decode())
                 if isinstance(rollout, dict) and _can_be_shown(rollout := ABSENT | rollout):
-                    found.append(_without_what_is_wrong(rollout))
-    return found
+                    rollouts.append(_without_damaged_values(rollout))
+    return rollouts
 
 
 def is_number(value: Any) -> bool:
@@ -30,7 +30,7 @@ def is_number(value: Any) -> bool:
 
 
 def _can_be_shown(rollout: dict[str, Any]) -> bool:
-    """Whether it has what every table and every ordering of rollouts needs."""
+    """Whether it has the fields that every table and every ordering of rollouts needs."""
     return (
         type(rollout.get("group")) is int
         and all(is_number(rollout.get(name)) for name in ("reward", "advantage"))
@@ -40,21 +40,21 @@ def _can_be_shown(rollout: dict[str, Any]) -> bool:
     )
 
 
-def _without_what_is_wrong(rollout: dict[str, Any]) -> dict[str, Any]:
+def _without_damaged_values(rollout: dict[str, Any]) -> dict[str, Any]:
     numbers: Any = rollout.get("log_probs")
     tokens: Any = rollout.get("token_ids")
     sampled = rollout.get("sampled", [])
     bad = {name for name in ("dropped", "failure") if not isinstance(rollout.get(name, ""), str)}
     if not _are_numbers(numbers) or not isinstance(tokens, list) or any(type(token) is not int for token in tokens):
-        bad |= {"log_probs", "token_ids", *FIGURES}
+        bad |= {"log_probs", "token_ids", *PER_TOKEN}
     elif "sampled" in rollout and not (
-        isinstance(sampled, list) and len(sampled) == len(tokens) and all(type(own) is int for own in sampled)
+        isinstance(sampled, list) and len(sampled) == len(tokens) and all(type(flag) is int for flag in sampled)
     ):
         bad |= {"token_ids", "sampled"}
     else:
         bad |= {
             name
-            for name in FIGURES
+            for name in PER_TOKEN
             if name in rollout and not (_are_numbers(rollout[name]) and len(rollout[name]) == len(numbers))
         }
     return {name: value for name, value in rollout.items() if name not in bad}

@@ -19,7 +19,7 @@ from lockstep.observe.run_folder import METRICS
 from lockstep.observe.token_view import channels, shown_steps, visible
 
 SAMPLES = 12
-MOST_BYTES = 5_000_000
+MAX_BYTES = 5_000_000
 """Size limit of a report; if a run would need more, fewer tokens are shown."""
 TOKENS = (12_000, 2_000, 0)
 """Tokens shown one by one; the first of these numbers that fits."""
@@ -43,7 +43,7 @@ class Figure:
 
 @dataclass(frozen=True)
 class Sample:
-    """A held-out prompt with its samples in the first and the last validation."""
+    """A validation prompt with its samples in the first and the last validation."""
 
     prompt: str
     answer: str
@@ -58,11 +58,11 @@ def write_report(
     pretraining: Path | None = None,
     steps: Sequence[int] = (),
 ) -> Path:
-    """Writes `report.html` into the run's folder from what is there; returns its path.
+    """Writes `report.html` into the run's folder from the files there; returns its path.
 
-    `pretraining` is the run that this one started from, whose loss is then plotted too. steps: the steps of a
-    reinforcement run whose rollouts are shown; empty: the first, a middle and the last one. A run without rollouts or
-    without a summary, or an interrupted one, gets the parts that it has. Raises UserError for a step without rollouts.
+    pretraining: the run that this one started from, to plot its loss too. steps: the steps of a reinforcement run whose
+    rollouts are shown; empty: the first, a middle and the last one. For a run without rollouts or summary, or an
+    interrupted one, the report has the available parts. Raises UserError for a step without rollouts.
     """
     from jinja2 import Environment
 
@@ -90,7 +90,7 @@ def write_report(
             channels=channels(shown),
             config=(run / CONFIG).read_text(errors="replace") if (run / CONFIG).is_file() else "",
         )
-        if len(page.encode()) < MOST_BYTES:
+        if len(page.encode()) < MAX_BYTES:
             break
     partial = run / "report.html.partial"
     partial.write_text(page)
@@ -103,7 +103,7 @@ def _clipped(value: Any, longest: int = LONGEST) -> str:
 
 
 def _visible(value: Any) -> Any:
-    """Escapes texts of models and data, which may contain control characters; the report's own HTML stays as it is."""
+    """Escapes control characters in texts of models and data; the report's HTML is not changed."""
     return visible(value) if type(value) is str else value
 
 
@@ -119,36 +119,38 @@ class Alarm:
 def _alarms(metrics: list[dict[str, Any]]) -> list[Alarm]:
     """Every alarm that was raised, with the first steps of its occurrences."""
     names = sorted({name for m in metrics for name in m if name.startswith("alarm/")})
-    found = []
+    raised = []
     for name in names:
         begun = [m["step"] for before, m in zip([{}, *metrics], metrics) if name in m and name not in before]
         count = sum(name in m for m in metrics)
         first = ", ".join(map(str, begun[:5])) + (", …" if begun[5:] else "")
         alarm = name.removeprefix("alarm/")
-        found.append(Alarm(alarm, f"from step {first}; {count} in all", ALARMS.get(alarm, "")))
-    return found
+        raised.append(Alarm(alarm, f"from step {first}; {count} in all", ALARMS.get(alarm, "")))
+    return raised
 
 
 def _results(summary: dict[str, Any]) -> list[Figure]:
-    """What reinforcement improved, in the environment's own terms."""
+    """The environment's measures before and after reinforcement."""
     figures = []
-    asked = "prompts that were never trained on"
+    held_out = "prompts that were never trained on"
     if also_trained := int(summary.get("validation_also_trained", 0)):
-        asked = f"prompts, {also_trained} of which are also trained on"
+        held_out = f"prompts, {also_trained} of which are also trained on"
     accuracy, reward = validated(summary, "accuracy"), validated(summary, "reward")
     if accuracy:
         values, when = accuracy
-        figures.append(Figure(" → ".join(values), "held-out accuracy", f"Share of correct answers {when}, on {asked}."))
+        figures.append(
+            Figure(" → ".join(values), "held-out accuracy", f"Share of correct answers {when}, on {held_out}.")
+        )
     if reward and reward != accuracy:
         values, when = reward
         name = f"held-out {summary.get('reward_name', 'reward')}"
-        figures.append(Figure(" → ".join(values), name, f"Mean reward {when}, on {asked}."))
+        figures.append(Figure(" → ".join(values), name, f"Mean reward {when}, on {held_out}."))
     return figures
 
 
 def validated(summary: dict[str, Any], measured: str) -> tuple[list[str], str] | None:
-    """What the validations at the run's ends measured, and when: `(["0.443", "0.950"], "before and after")`; None if
-    there were none."""
+    """The results of the first and the last validation, and when they ran: `(["0.443", "0.950"], "before and after")`;
+    None without validations."""
     ends = {"before": "before the first step", "after": "after the last step"}
     values = {end: f"{summary[f'{measured}_{end}']:.3f}" for end in ends if f"{measured}_{end}" in summary}
     when = "before and after" if len(values) == 2 else "".join(ends[end] for end in values)
@@ -189,7 +191,7 @@ def _parity_figure(parity: dict[str, Any] | None, stale: bool) -> list[Figure]:
 
 
 def parity_meaning(checked: int, different: int, stale: bool = False) -> str:
-    """The result of comparing trainer and generator, in a sentence; stale: tokens of older weights, which are not
+    """The result of comparing trainer and generator, as text. stale: tokens sampled from older weights, which are not
     compared, were trained on."""
     if not checked:
         return (
@@ -209,7 +211,7 @@ def parity_meaning(checked: int, different: int, stale: bool = False) -> str:
         )
     return (
         "The generator and the trainer computed the same log-probability, to the last bit, for every token that was "
-        "trained on, so the gradient of each first inner step is exactly on policy."
+        "trained on, so the gradient of the first update on each batch is exactly on policy."
     )
 
 
@@ -228,7 +230,7 @@ def _totals(summary: dict[str, Any]) -> list[Figure]:
 
 
 def tokens_meaning(tokens: dict[str, int]) -> str:
-    """`{"pretrained": 8e5, "generated": 9e4, "trained": 4e5}` in words."""
+    """`{"pretrained": 8e5, "generated": 9e4, "trained": 4e5}` as text."""
     words = {"pretrained": "in pretraining", "trained": "in reinforcement"}
     parts = " and ".join(f"{in_tokens(tokens[name])} {word}" for name, word in words.items() if name in tokens)
     return f"{parts}; the model generated {in_tokens(tokens.get('generated', 0))} of them itself."
@@ -248,7 +250,7 @@ def in_tokens(count: float) -> str:
 
 
 def _samples(run: Path) -> list[Sample]:
-    """The same held-out prompts, before and after; none if there was only one validation."""
+    """Validation prompts with their first and last samples; empty with fewer than two validations."""
     validations = sorted(run.glob("rollouts/validation_*.jsonl"))
     if len(validations) < 2:
         return []
@@ -273,7 +275,7 @@ def _parity(metrics: list[dict[str, Any]]) -> dict[str, Any] | None:
 
 
 def _json(path: Path) -> dict[str, Any]:
-    """The numbers, strings and tables of numbers in a file; everything else is left out."""
+    """The numbers, strings and tables of numbers in a JSON file, without anything else."""
     with suppress(OSError, ValueError, RecursionError):
         values = json.loads(path.read_text())
         if isinstance(values, dict):

@@ -1,4 +1,4 @@
-"""A run's folder, and who may write to it."""
+"""A run's folder, which one run at a time may write to."""
 
 from __future__ import annotations
 
@@ -16,9 +16,9 @@ from typing import Any
 
 from lockstep.config import CONFIG
 from lockstep.errors import RunStopped, UserError
+from lockstep.observe.heartbeat import remove_heartbeats
 from lockstep.observe.logs import log
 from lockstep.observe.run_lock import LOCK, locked
-from lockstep.observe.sign_of_life import forget_signs
 from lockstep.observe.start import announce
 from lockstep.observe.watchdog import VERDICT
 
@@ -32,9 +32,9 @@ WRITTEN = {
     "reference.safetensors", "report.html", "rollouts", "summary.json", "tensorboard", "timeline", "timeline.json",
     "wandb", "wandb_id",
 }  # fmt: skip
-"""What runs write into their folders: no other file is ever deleted."""
-OF_ONE_START = ("output", "resume", "overwrite")
-"""Settings that say where and how a run starts, not what it computes."""
+"""Files and folders that runs write: nothing else in the folder is ever deleted."""
+START_SETTINGS = ("output", "resume", "overwrite")
+"""Settings for where and how a run starts, without effect on its results."""
 
 
 @dataclass(frozen=True)
@@ -49,7 +49,7 @@ class RunFolder:
 
     @property
     def prompts(self) -> Path:
-        """What became of each step's prompts, by their position in the order of the whole run."""
+        """For each step's prompts, by position in the run's order, whether they were trained on or why not."""
         return self.path / PROMPTS
 
     @property
@@ -63,7 +63,7 @@ class RunFolder:
 
     @property
     def lacks_report(self) -> bool:
-        """Whether a process was killed between the summary of a finished run and the report that shows it."""
+        """Whether the process was killed after writing a finished run's summary and before writing its report."""
         report = self.path / "report.html"
         return not report.is_file() or report.stat().st_mtime_ns < self.summary.stat().st_mtime_ns
 
@@ -79,12 +79,12 @@ class RunFolder:
         return self.path / "rollouts" / f"validation_{step:08}.jsonl"
 
     def record(self, config_toml: str) -> None:
-        """Writes the settings of the run from now on."""
+        """Replaces the recorded settings, atomically."""
         partial = self.path / (CONFIG + ".partial")
         with partial.open("w") as file:
             file.write(config_toml)
             file.flush()
-            os.fsync(file.fileno())  # else it can be empty after a power cut, which resumes with other settings
+            os.fsync(file.fileno())  # else it can be empty after a power failure, and the run resumes with defaults
         partial.replace(self.path / CONFIG)
 
     def truncate(self, step: int) -> None:
@@ -94,11 +94,11 @@ class RunFolder:
                 continue
             lines = file.read_text(errors="replace").splitlines()
             steps = [_step_of(line) for line in lines]
-            kept = [line for line, of_line in zip(lines, steps) if of_line <= step]
+            remaining = [line for line, of_line in zip(lines, steps) if of_line <= step]
             if broken := steps[:-1].count(inf):
                 log.warning("%s: dropped %d damaged lines", file, broken)
             partial = file.with_name(file.name + ".partial")
-            partial.write_text("".join(line + "\n" for line in kept))
+            partial.write_text("".join(line + "\n" for line in remaining))
             partial.replace(file)
         for kind in ("step", "validation"):
             for path in self.path.glob(f"rollouts/{kind}_*.jsonl"):
@@ -107,7 +107,7 @@ class RunFolder:
 
 
 def append_step(file: Path, step: int, values: Mapping[str, Any]) -> None:
-    """Adds a step's line to a file that `truncate` cuts. Raises RunStopped if it cannot be written."""
+    """Appends a step's line to one of the files that `truncate` truncates. Raises RunStopped if that fails."""
     try:
         with file.open("a") as opened:
             opened.write(json.dumps({"step": step, **values}) + "\n")
@@ -121,9 +121,9 @@ def append_step(file: Path, step: int, values: Mapping[str, Any]) -> None:
 
 @contextmanager
 def claim_run(output: str, config_toml: str, resume: bool = False, overwrite: bool = False) -> Iterator[RunFolder]:
-    """`open_run`, with the folder locked until the context is left. Raises UserError if another run has locked it.
+    """`open_run`, with the folder locked within the context. Raises UserError if another run has locked it.
 
-    A run that ends with an error before its first step is done leaves no folder behind.
+    A run that ends with an error before its first step is complete leaves no folder behind.
     """
     path = Path(output)
     existed, continued = path.exists(), _holds_run(path, resume, overwrite) and not overwrite
@@ -148,11 +148,11 @@ def claim_run(output: str, config_toml: str, resume: bool = False, overwrite: bo
 
 
 def open_run(output: str, config_toml: str, resume: bool = False, overwrite: bool = False) -> RunFolder:
-    """Creates the run's folder, or reopens it.
+    """Creates or reopens the run's folder.
 
     Raises UserError if `output` already contains a run (without `resume` or `overwrite`) or something else. A folder
-    without a run is accepted with `resume`: whoever restarts a run need not know how far it got. The new settings of a
-    resumed run are written by `record`.
+    without a run is accepted with `resume`, so that a run can be restarted before its first checkpoint. The new
+    settings of a resumed run are written by `record`.
     """
     run = RunFolder(Path(output))
     holds_run = _holds_run(run.path, resume, overwrite)
@@ -160,14 +160,14 @@ def open_run(output: str, config_toml: str, resume: bool = False, overwrite: boo
         _empty(run.path)
     run.path.mkdir(parents=True, exist_ok=True)
     (run.path / "logs" / VERDICT).unlink(missing_ok=True)
-    forget_signs(run.path)
+    remove_heartbeats(run.path)
     if resume and holds_run and not overwrite:
         if changed := _changed_settings(run.path / CONFIG, config_toml):
             log.warning("%s resumes with different settings: %s", output, "; ".join(changed))
     else:
         if resume:
             announce(f"{output} has no run to resume: this is its first start")
-        # First, and atomically: if the run is killed here, the folder is that run's or still empty.
+        # First, and atomically: if the run is killed here, the folder is empty or recognized as that run's.
         run.record(config_toml)
     (run.path / "checkpoints").mkdir(exist_ok=True)
     (run.path / "logs" / LAUNCH).unlink(missing_ok=True)
@@ -180,7 +180,7 @@ def open_run(output: str, config_toml: str, resume: bool = False, overwrite: boo
 def is_restarted(output: str) -> bool:
     """Whether torchrun is restarting the run in `output` that it started before (`--max-restarts`).
 
-    The environment alone would not distinguish it from an older run there that the first start had refused.
+    The environment alone does not distinguish this from an older run there, which the first start refused to replace.
     """
     path = Path(output)
     if int(os.environ.get("TORCHELASTIC_RESTART_COUNT", 0)) == 0 or not _is_run(path):
@@ -190,23 +190,23 @@ def is_restarted(output: str) -> bool:
 
 
 def _launch() -> str:
-    """The torchrun that started this process; empty without one."""
+    """Identifies the torchrun that started this process; empty without one."""
     if "TORCHELASTIC_RESTART_COUNT" not in os.environ:
         return ""
     return f"{os.environ.get('TORCHELASTIC_RUN_ID', '')}: process {os.getppid()} on {socket.gethostname()}"
 
 
 def _holds_run(path: Path, resume: bool, overwrite: bool) -> bool:
-    """Whether there is a run to resume or overwrite. Raises UserError for a folder that must not be touched."""
+    """Whether there is a run to resume or overwrite. Raises UserError for a folder that must not be written to."""
     holds_run = _is_run(path)
     if path.exists() and not path.is_dir():
         raise UserError(f"{path}: is a file; give another --output")
     if holds_run and not (resume or overwrite):
         raise UserError(f"{path}: already contains a run; resume it with --resume, or replace it with --overwrite")
-    held = [p for p in path.iterdir() if p.suffix != ".partial" and p.name != LOCK] if path.is_dir() else []
-    if held and not holds_run:
+    entries = [p for p in path.iterdir() if p.suffix != ".partial" and p.name != LOCK] if path.is_dir() else []
+    if entries and not holds_run:
         raise UserError(f"{path}: is not empty and is not a run's folder; give another --output")
-    if overwrite and (others := sorted(p.name for p in held if p.name not in WRITTEN)):
+    if overwrite and (others := sorted(p.name for p in entries if p.name not in WRITTEN)):
         named = ", ".join(others[:3]) + (", …" if others[3:] else "")
         raise UserError(f"{path}: contains files that no run wrote ({named}); move them, or give another --output")
     if overwrite and (needed := next(path.glob(f"checkpoints/*/{ADAPTERS}"), None)):
@@ -218,7 +218,7 @@ def _holds_run(path: Path, resume: bool, overwrite: bool) -> bool:
 
 
 def _is_run(path: Path) -> bool:
-    """Whether a run has begun there: many other programs have a file with the name of its settings."""
+    """Whether the folder contains a run: a config.toml alone may be another program's."""
     config = path / CONFIG
     if not config.is_file():
         return False
@@ -226,20 +226,20 @@ def _is_run(path: Path) -> bool:
 
 
 def _has_results(path: Path) -> bool:
-    """Whether a step was written, or something that explains why there is none."""
-    own = (CONFIG, CONFIG + ".partial", LOCK, LAUNCH)
-    passing = ("timeline", "heartbeat_")
-    files = [p for p in path.rglob("*") if p.is_file() and p.name not in own and not p.name.startswith(passing)]
+    """Whether a step was written, or logs that explain why there is none."""
+    setup = (CONFIG, CONFIG + ".partial", LOCK, LAUNCH)
+    transient = ("timeline", "heartbeat_")
+    files = [p for p in path.rglob("*") if p.is_file() and p.name not in setup and not p.name.startswith(transient)]
     return any(p.stat().st_size for p in files)
 
 
 def _empty(path: Path) -> None:
     """Deletes the contents of a folder, except for the lock."""
-    for held in path.iterdir():
-        if held.is_dir() and not held.is_symlink():
-            shutil.rmtree(held)
-        elif held.name != LOCK:
-            held.unlink()
+    for entry in path.iterdir():
+        if entry.is_dir() and not entry.is_symlink():
+            shutil.rmtree(entry)
+        elif entry.name != LOCK:
+            entry.unlink()
 
 
 def _changed_settings(config: Path, config_toml: str) -> list[str]:
@@ -247,7 +247,7 @@ def _changed_settings(config: Path, config_toml: str) -> list[str]:
         before, now = (flat_settings(tomllib.loads(text)) for text in (config.read_text(), config_toml))
     except (ValueError, RecursionError):
         return [f"the previous ones in {config} cannot be read"]
-    names = [n for n in now if n not in OF_ONE_START and now[n] != before.get(n, now[n])]
+    names = [n for n in now if n not in START_SETTINGS and now[n] != before.get(n, now[n])]
     return [f"{name} {now[name]!r}, was {before[name]!r}" for name in names]
 
 
@@ -263,4 +263,4 @@ def _step_of(line: str) -> float:
     try:
         return float(json.loads(line)["step"])
     except (ValueError, KeyError, TypeError, OverflowError, RecursionError):
-        return inf  # a line that was cut off when the run was
+        return inf  # a line that was truncated when the run was killed

@@ -1,4 +1,4 @@
-"""One run at a time per folder: a lock that the kernel releases when its holder ends, however it ends."""
+"""One run at a time per folder: a lock that the kernel releases when the process that holds it ends."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ LOCK = ".lock"
 
 @contextmanager
 def locked(folder: Path) -> Iterator[None]:
-    """Holds `folder`'s lock file, which is removed afterwards. Raises UserError, naming the holder, if it is locked.
+    """Locks `folder` by a lock file, removed afterwards. Raises UserError, naming the holder, if it is locked.
 
     Logs a warning if the file system has no locks.
     """

@@ -18,10 +18,10 @@ from lockstep.observe.tables import Table
 
 PATIENCE = 3
 """Consecutive failures after which a sink is no longer written to."""
-MOST_WAITING = 1000
-"""Steps that are queued for a sink that is slower than the run."""
+MAX_QUEUED = 1000
+"""Maximum number of steps that are queued for a sink slower than the run."""
 CLOSE_SECONDS = 10.0
-"""Less than `faults.stop_seconds`, within which a run ends after a signal."""
+"""Time limit for closing a sink: less than `faults.stop_seconds`, within which a run ends after a signal."""
 LEFT_OUT = "observe.%s could not be %s (%s), and the run continues without it; metrics.jsonl in %s is complete"
 
 
@@ -46,8 +46,8 @@ def require_sinks(config: ObserveConfig) -> None:
 def open_sinks(config: ObserveConfig, folder: Path) -> list[Sink]:
     """The chosen sinks, for the run in `folder`; a resumed run continues the same curves.
 
-    A sink that cannot be reached is named in a warning and left out: `metrics.jsonl` has everything. The run does not
-    wait if finding that out takes minutes.
+    A sink that cannot be reached is dropped with a warning: `metrics.jsonl` has everything. The run does not wait for
+    sinks to open.
     """
     require_sinks(config)
     kinds: dict[str, Callable[[ObserveConfig, Path], Sink]] = {
@@ -55,14 +55,14 @@ def open_sinks(config: ObserveConfig, folder: Path) -> list[Sink]:
         "wandb": WeightsAndBiases,
         "trackio": Trackio,
     }
-    return [Guarded(name, partial(kinds[name], config, folder), folder) for name in _chosen(config)]
+    return [BackgroundSink(name, partial(kinds[name], config, folder), folder) for name in _chosen(config)]
 
 
-class Guarded:
-    """A sink on its own thread, so that it cannot block the run. Its failures are warnings.
+class BackgroundSink:
+    """Runs a sink on a separate thread, so that it cannot block the run. Failures are logged as warnings.
 
-    After `PATIENCE` consecutive failures it gets no more steps; if only tables fail, no more tables. What is written
-    keeps its order; while `MOST_WAITING` writes are queued, further ones are dropped.
+    After `PATIENCE` consecutive failures the sink gets no more steps; if only tables fail, no more tables. Writes keep
+    their order; while `MAX_QUEUED` are queued, further ones are dropped.
     """
 
     def __init__(self, name: str, open_sink: Callable[[], Sink], folder: Path):
@@ -85,13 +85,13 @@ class Guarded:
     def _queue(self, step: int, written: dict[str, float] | tuple[str, Table]) -> None:
         if self._failures >= PATIENCE:
             return
-        if self._waiting.qsize() < MOST_WAITING:
+        if self._waiting.qsize() < MAX_QUEUED:
             self._waiting.put((step, written))
             return
         if not self._left_out:
             log.warning(
                 "observe.%s is %d steps behind at step %d, and drops steps until it catches up; metrics.jsonl in the "
-                "run's folder is complete", self._name, MOST_WAITING, step,
+                "run's folder is complete", self._name, MAX_QUEUED, step,
             )  # fmt: skip
         self._left_out.add(step)
 
@@ -111,7 +111,7 @@ class Guarded:
     def _work(self) -> None:
         try:
             sink = self._open()
-        except (Exception, SystemExit) as error:  # whatever a tracker raises, the run does not depend on it
+        except (Exception, SystemExit) as error:  # no exception of a tracker ends the run
             self._failures = PATIENCE
             log.warning(LEFT_OUT, self._name, "opened", error, self._folder)
             return
@@ -142,7 +142,7 @@ class Guarded:
             self._failed_tables += 1
             if self._failed_tables == PATIENCE:
                 log.warning(
-                    "observe.%s has not taken the table %s at step %d (%s), and gets no more tables; rollouts/ in %s "
+                    "observe.%s failed to write the table %s at step %d (%s), and gets no more tables; rollouts/ in %s "
                     "has every completion", self._name, name, step, error, self._folder,
                 )  # fmt: skip
 
@@ -220,7 +220,7 @@ def _chosen(config: ObserveConfig) -> list[str]:
 
 
 def _run_id(folder: Path) -> str:
-    """Drawn once and kept in the folder, so that a resumed run is recognized."""
+    """Drawn once and stored in the folder, so that a resumed run continues the same one."""
     path = folder / "wandb_id"
     if not path.is_file():
         path.write_text(secrets.token_hex(4))

@@ -40,28 +40,28 @@ def training_flops(config: ModelConfig, lengths: Iterable[int]) -> int:
     """FLOPs to train on sequences of these lengths, without recomputation.
 
     Each weight of a matrix product costs 2 FLOPs per token forward and 4 backward, or 2 backward if an adapter is
-    trained in its place; the adapter's own, about a hundredth, are left out. Causal attention adds its two products
+    trained instead; the adapter's FLOPs, about a hundredth, are not counted. Causal attention adds its two products
     over the pairs that are not masked (arXiv 2204.02311, appendix B, which counts all pairs).
     """
     lengths = list(lengths)
-    looked_up = 0 if config.tie_embeddings else config.vocab_size * config.dim
+    embedding = 0 if config.tie_embeddings else config.vocab_size * config.dim
     pairs = sum(_pairs(n, config.window(layer)) for layer in range(config.num_layers) for n in lengths)
     attention = 12 * config.num_heads * config.head_dim * pairs
     each = 6 if config.lora is None else 4
-    return each * (config.num_active_parameters - looked_up) * sum(lengths) + attention
+    return each * (config.num_active_parameters - embedding) * sum(lengths) + attention
 
 
 def _pairs(length: int, window: int) -> int:
-    """Pairs of queries and the keys they see; a window of 0 is none."""
-    seen = min(length, window or length)
-    return seen * (seen + 1) // 2 + (length - seen) * seen
+    """Pairs of queries and the keys they attend to; window 0: no sliding window."""
+    span = min(length, window or length)
+    return span * (span + 1) // 2 + (length - span) * span
 
 
 def peak_flops(device: torch.device, dtype: torch.dtype) -> float:
     """Peak FLOP/s of one rank: from the table for a known NVIDIA device and bfloat16, else measured.
 
-    It is measured with a matrix product, only while no other process wants a core; the best measurement is kept in the
-    cache folder, for this machine and this number of threads. 0 if the machine has been busy each time.
+    It is measured with a matrix product, only while no other process is runnable; the best measurement is stored in the
+    cache folder, for this machine and this number of threads. 0 if the machine was always busy.
     """
     if device.type == "cuda" and dtype == torch.bfloat16:
         name = torch.cuda.get_device_name(device)
@@ -105,7 +105,7 @@ def _measure(device: torch.device, dtype: torch.dtype) -> float:
     for size in PRODUCTS:
         square = torch.randn(size, size, generator=draw).to(device, dtype)
         best, until = float("inf"), time.perf_counter() + MEASURED_SECONDS / len(PRODUCTS)
-        # At least twice, on however slow a machine: the first one also warms up.
+        # At least twice, also on a slow machine: the first round warms up.
         rounds = 0
         while rounds < 2 or time.perf_counter() < until:
             began = time.perf_counter()

@@ -1,4 +1,4 @@
-"""What a command prints before it starts: which model, where, in which arithmetic, and how much there is to do."""
+"""The line that a command prints before it starts: model, device, arithmetic and amount of work."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from lockstep.model import ModelConfig, arithmetic_of, instruction_set, name_of
 def start_line(
     model: str, shape: ModelConfig, device: torch.device, dtype: torch.dtype, work: str, ranks: int = 1, ends: str = ""
 ) -> str:
-    """One line for the terminal or a log; `work` says how much there is to do, `ends` at which tokens samples end."""
+    """One line for the terminal or a log. work: the amount of work; ends: the tokens at which samples end."""
     parameters = f"{in_short(shape.num_parameters)} parameters"
     if shape.mixtures:
         parameters += f" ({in_short(shape.num_active_parameters)} active)"
@@ -29,13 +29,13 @@ def start_line(
 
 
 def announce(text: str) -> None:
-    """Prints to stderr, since stdout is for results; on one rank only."""
+    """Prints to stderr, since stdout is for results, on rank 0 only."""
     if os.environ.get("RANK", "0") == "0":
         print(text, file=sys.stderr, flush=True)
 
 
 def in_short(count: int) -> str:
-    """A count with three digits: 1.05M, 8.03B."""
+    """A count with three significant digits: 1.05M, 8.03B."""
     for size, letter in ((10**9, "B"), (10**6, "M"), (10**3, "k")):
         if count >= size:
             return f"{count / size:.3g}{letter}"

@@ -17,7 +17,7 @@ class Table:
     rows: Sequence[Sequence[Cell]]
 
     def markdown(self) -> str:
-        """The table in Markdown, its text shown as it is, whatever HTML or Markdown it contains."""
+        """The table in Markdown, with HTML and Markdown in its text escaped."""
         rule = "|".join("---" for _ in self.columns)
         lines = ["|".join(map(_cell, self.columns)), rule, *("|".join(map(_cell, row)) for row in self.rows)]
         return "\n".join(f"|{line}|" for line in lines)
@@ -26,6 +26,6 @@ class Table:
 def _cell(value: Cell) -> str:
     if not isinstance(value, str):
         return f"{value:.6g}" if isinstance(value, float) else str(value)
-    # As character references punctuation has no meaning; a table's row is one line.
+    # Punctuation as character references has no meaning in Markdown; a row must be one line.
     escaped = "".join(f"&#{ord(c)};" if c in string.punctuation else c for c in value)
     return "<br>".join(escaped.splitlines()) or " "

@@ -1,4 +1,4 @@
-"""What this rank is doing, and what it did in its last steps: seconds per phase, and a trace to view."""
+"""The phases of this rank: the current one, seconds per phase of a step, and a trace of the last steps."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ class Span:
 
 
 class Timeline:
-    """Phases of the training loop by name, for the last `steps` steps; 0 keeps none and only tracks the current one.
+    """Phases of the training loop by name, for the last `steps` steps; 0: only the current phase.
 
     Times are the host's. On CUDA, a phase ends when its kernels are launched, unless it waits for a result (a loss read
     back, a gradient norm): for kernel times, use the torch profiler, which also shows these phases.
@@ -42,7 +42,7 @@ class Timeline:
         self.message = ""
         """The last message sent, received or logged."""
         self.progress = 0
-        """Grows with every phase begun or ended, in the same way on all ranks: the lowest is furthest behind."""
+        """Counts beginnings and ends of phases, in the same way on all ranks: the rank with the lowest is last."""
         self.counters: list[Callable[[], int]] = []
         """Counters of work within phases, such as an engine's steps; read by another thread."""
         self.awaited: Callable[[], str] = str
@@ -50,10 +50,10 @@ class Timeline:
         self.changed: Callable[[], None] = _nothing
         """Called when a step or a phase begins."""
         self._moves = 0
-        self._held: deque[list[Span]] = deque(maxlen=steps)
+        self._steps: deque[list[Span]] = deque(maxlen=steps)
         self._current: list[Span] = []
         self._began = time.perf_counter()
-        # Wall-clock time, so that ranks share an axis; steps of perf_counter, which never jumps.
+        # Wall-clock time, so that ranks share an axis, measured with perf_counter, which never jumps.
         self._offset = time.time() - time.perf_counter()
 
     def begin(self, step: int) -> None:
@@ -62,7 +62,7 @@ class Timeline:
         self.progress += 1
         self._current = []
         self._began = time.perf_counter()
-        self._held.append(self._current)
+        self._steps.append(self._current)
         self.changed()
 
     def enter(self, phase: str, waits_for: str = "", patience: float = 0.0) -> None:
@@ -80,19 +80,19 @@ class Timeline:
         try:
             with record_function(name):
                 yield
-            # A phase that fails keeps its name, so that whoever reports the failure can tell it.
+            # Not restored after an exception, so that the failure is reported with its phase.
             self.phase, self.waits_for, self.patience = outer
         finally:
             self.progress += 1
             self.add(name, began, time.perf_counter())
 
     def moved(self) -> None:
-        """Call when some of the phase's work is done, so that it does not count as stopped."""
+        """Reports progress within a phase, so that the watchdog does not consider it stopped."""
         self._moves += 1
 
     @property
     def work(self) -> int:
-        """Grows while there is progress within a phase."""
+        """Counts progress within phases."""
         return self._moves + sum(counter() for counter in self.counters)
 
     def add(self, name: str, began: float, ended: float) -> None:
@@ -108,7 +108,7 @@ class Timeline:
         return sum(s.microseconds for s in self._current if s.name == name) / 1e6
 
     def write(self, path: Path) -> None:
-        """The kept steps as Chrome's trace events, which chrome://tracing and ui.perfetto.dev open."""
+        """Writes the last steps as Chrome trace events, for chrome://tracing and ui.perfetto.dev."""
         names = {"ph": "M", "pid": self.rank, "name": "process_name", "args": {"name": f"rank {self.rank}"}}
         spans = [
             {
@@ -121,7 +121,7 @@ class Timeline:
                 "dur": span.microseconds,
                 "args": {"step": span.step},
             }
-            for step in self._held
+            for step in self._steps
             for span in step
         ]
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -133,12 +133,12 @@ def _nothing() -> None:
 
 
 def timeline_path(run: Path, rank: int = 0, ranks: int = 1) -> Path:
-    """Where a rank writes its trace; `merge_timelines` makes one file of all ranks."""
+    """The path of a rank's trace; `merge_timelines` merges those of all ranks."""
     return run / "timeline.json" if ranks == 1 else run / "timeline" / f"rank_{rank}.json"
 
 
 def merge_timelines(run: Path, others: Sequence[dict[str, Any]] = ()) -> None:
-    """Writes `timeline.json` with every rank's trace, once all are written, and the events of `others`."""
+    """Merges every rank's trace, once all are written, and the events `others` into `timeline.json`."""
     paths = sorted((run / "timeline").glob("rank_*.json"))
     alone = timeline_path(run)
     sources = paths or ([alone] if others and alone.is_file() else [])

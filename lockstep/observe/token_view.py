@@ -1,4 +1,4 @@
-"""Rollouts of chosen steps for the report, token by token, with the values that each token's color is made of."""
+"""Rollouts of chosen steps for the report, token by token, with the values that determine each token's color."""
 
 from __future__ import annotations
 
@@ -17,16 +17,16 @@ from lockstep.observe.readable import readable_rollouts
 GROUPS = 4
 """Groups shown per step, with two completions of each: the best and the worst."""
 LONGEST = 40
-"""Characters of a token that are shown."""
-FULL = 4.0
-"""Nats at which the color of a log-probability, entropy or difference is at full strength."""
+"""Maximum number of characters shown of a token."""
+FULL_STRENGTH_NATS = 4.0
+"""Log-probability, entropy or difference, in nats, at which the color is at full strength."""
 LEFT_OUT = "left out"
 ENVIRONMENTS = "written by the environment"
 
 
 @dataclass(frozen=True)
 class Piece:
-    """A token: its text, the strengths of its colors as CSS variables, and its figures as text."""
+    """A token: its text, the strengths of its colors as CSS variables, and its values as text."""
 
     text: str
     style: str
@@ -56,7 +56,7 @@ def shown_steps(run: Path, steps: Sequence[int] = (), most_tokens: int = 12_000)
     files = {int(path.stem[5:]): path for path in paths}
     if missing := [step for step in steps if step not in files]:
         raise UserError(f"{run}: has no rollouts of step {missing[0]}; it has rollouts of {len(files)} steps")
-    chosen = {step: _chosen(files[step]) for step in steps or _some(list(files))}
+    chosen = {step: _chosen(files[step]) for step in steps or _first_middle_last(list(files))}
     count = sum(map(len, chosen.values()))
     name_of = _names(run)
     longest = most_tokens // max(count, 1)
@@ -68,7 +68,7 @@ def shown_steps(run: Path, steps: Sequence[int] = (), most_tokens: int = 12_000)
 
 
 def channels(steps: Sequence[ShownStep]) -> dict[str, str]:
-    """What tokens can be colored by, by the letter of their CSS variable: values that at least one rollout has."""
+    """The values that tokens can be colored by, by the letter of their CSS variable: those that any rollout has."""
     known = {name for step in steps for shown in step.rollouts if shown.pieces for name in shown.rollout}
     return {letter: title for letter, (title, field) in CHANNELS.items() if field in known}
 
@@ -84,7 +84,7 @@ CHANNELS = {
 """For each way to color tokens, its title and the key in a rollout."""
 
 
-def _some(steps: list[int]) -> list[int]:
+def _first_middle_last(steps: list[int]) -> list[int]:
     return sorted({steps[0], steps[len(steps) // 2], steps[-1]}) if steps else []
 
 
@@ -102,8 +102,8 @@ def _chosen(path: Path) -> list[dict[str, Any]]:
 
 
 def _names(run: Path) -> Any:
-    """A function from tokens to their texts; None if the run's tokenizer cannot be found."""
-    # Imported here: a report of pretraining does not need lockstep.data.
+    """A function from tokens to their texts; None if the run's tokenizer cannot be loaded."""
+    # Imported here, since a report of pretraining does not need lockstep.data.
     from lockstep.data import load_tokenizer
     from lockstep.data.pieces import token_pieces
 
@@ -126,23 +126,23 @@ def _pieces(rollout: dict[str, Any], name_of: Any, longest: int, largest: float)
     sampled = rollout.get("sampled") or [1] * len(tokens)
     if name_of is None or not tokens or longest < 2 or len(rollout.get("log_probs", ())) != sum(sampled):
         return []
-    numbers = list(accumulate(sampled, initial=0))  # for each token, how many before it are the model's
-    places: list[int | None] = list(range(len(tokens)))
-    if len(places) > longest:
-        places = [*places[: longest // 2], None, *places[len(places) - longest // 2 :]]
-    texts = dict(zip((p for p in places if p is not None), name_of([tokens[p] for p in places if p is not None])))
+    numbers = list(accumulate(sampled, initial=0))  # for each token, how many sampled ones precede it
+    positions: list[int | None] = list(range(len(tokens)))
+    if len(positions) > longest:
+        positions = [*positions[: longest // 2], None, *positions[len(positions) - longest // 2 :]]
+    texts = dict(zip((p for p in positions if p is not None), name_of([tokens[p] for p in positions if p is not None])))
     advantages = _advantages(rollout)
     pieces = []
-    for place in places:
-        if place is None:
+    for position in positions:
+        if position is None:
             pieces.append(Piece(f" [{len(tokens) - 2 * (longest // 2)} tokens {LEFT_OUT}] ", "", LEFT_OUT))
             continue
-        if not sampled[place]:
-            pieces.append(Piece(_visible(texts[place]), "", ENVIRONMENTS))
+        if not sampled[position]:
+            pieces.append(Piece(_visible(texts[position]), "", ENVIRONMENTS))
             continue
-        values = _values(rollout, numbers[place], advantages)
+        values = _values(rollout, numbers[position], advantages)
         figures = " · ".join(f"{CHANNELS[letter][0]} {value:.4g}" for letter, value in values.items())
-        pieces.append(Piece(_visible(texts[place]), _style(values, largest), figures))
+        pieces.append(Piece(_visible(texts[position]), _style(values, largest), figures))
     return pieces
 
 
@@ -152,15 +152,15 @@ def _advantages(rollout: dict[str, Any]) -> list[float]:
 
 def _values(rollout: dict[str, Any], number: int, advantages: Sequence[float]) -> dict[str, float]:
     """The values of a sampled token, by the letters of `CHANNELS`, without those that the rollout does not have."""
-    own = rollout["log_probs"][number]
+    log_prob = rollout["log_probs"][number]
     values = {
-        "l": own,
+        "l": log_prob,
         "a": advantages[number],
-        "d": rollout.get("trainer_log_probs", rollout["log_probs"])[number] - own,
+        "d": rollout.get("trainer_log_probs", rollout["log_probs"])[number] - log_prob,
     }
     for letter in "ert":
         if rollout.get(name := CHANNELS[letter][1]):
-            values[letter] = rollout[name][number] - (0 if letter == "e" else own)
+            values[letter] = rollout[name][number] - (0 if letter == "e" else log_prob)
     return values
 
 
@@ -168,8 +168,8 @@ def _style(values: dict[str, float], largest: float) -> str:
     """`--l` and `--e` from 0 to 1; the others like `--a` if positive and `--an` if negative."""
     parts = []
     for letter, value in values.items():
-        # Any difference between trainer and generator is a fault.
-        scale = {"a": largest, "d": abs(value)}.get(letter, FULL)
+        # Any difference between trainer and generator is an error.
+        scale = {"a": largest, "d": abs(value)}.get(letter, FULL_STRENGTH_NATS)
         strength = min(1.0, abs(value) / scale) if scale else 0.0
         if strength >= 0.005:
             parts.append(f"--{letter}{'n' if value < 0 and letter in 'adrt' else ''}:{strength:.2g}")

@@ -1,4 +1,4 @@
-"""Names the actor that stopped and its step, saves what there is to see, and ends the run."""
+"""Detects a run that hangs: reports which actor stopped in which step, saves stacks and collectives, ends the run."""
 
 from __future__ import annotations
 
@@ -12,14 +12,14 @@ from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
-from lockstep.observe.actors import BY_WATCHDOG, Actor, held_up_by, read_actor, read_actors, stopped_words, table
+from lockstep.observe.actors import BY_WATCHDOG, Actor, describe_stopped, held_up_by, read_actor, read_actors, table
+from lockstep.observe.heartbeat import Heartbeat, heartbeat_path, stacks_path
 from lockstep.observe.logs import log
-from lockstep.observe.sign_of_life import SignOfLife, heartbeat_path, stacks_path
 
 EXIT_CODE = 124
 """Exit code of a run that the watchdog ended, as with timeout(1)."""
 VERDICT = "stopped"
-"""A file in `logs/` from rank 0 to the others; removed before a run starts again."""
+"""A file in `logs/` by which rank 0 informs the others; removed before a run starts again."""
 
 LEFT = "left by the watchdog of process"
 """The first line of the watchdog's stacks, followed by the PID."""
@@ -35,23 +35,23 @@ class _Seen:
 
 
 def interval(seconds: float) -> float:
-    """Seconds between two heartbeats, and between two checks of them, if `seconds` without progress are too long."""
+    """Seconds between heartbeats, and between checks of them, for a watchdog limit of `seconds`."""
     return min(5.0, max(0.05, seconds / 10)) if seconds else 5.0
 
 
 class Watchdog:
-    """A thread next to the training loop. A context manager.
+    """A thread that watches the run's actors. A context manager.
 
-    Rank 0 reads all actors' heartbeats (`SignOfLife`). An actor counts as stopped if it has made no progress for
-    `seconds` plus what its phase's own limits allow, or has not responded for `seconds`, unless the actor it ultimately
-    waits for makes progress. Of those that have stopped, the one that holds up the others is named. The other ranks
-    only check whether rank 0's own process still responds. Every rank then writes its threads' stacks and its last
-    collectives to `logs/`, and exits with EXIT_CODE, upon which torchrun restarts them.
+    Rank 0 reads all actors' heartbeats (`Heartbeat`). An actor counts as stopped if it has made no progress for
+    `seconds` plus its phase's time limit, or has not responded for `seconds`, unless the actor it ultimately waits for
+    makes progress. Of the stopped actors, those that hold up the others are named. Ranks other than 0 only check
+    whether rank 0's process still responds. Every rank then writes its threads' stacks and its last collectives to
+    `logs/`, and exits with EXIT_CODE, upon which torchrun restarts them.
     """
 
-    def __init__(self, sign: SignOfLife, rank: int, ranks: int, seconds: float):
-        self.sign, self.rank, self.ranks, self.seconds = sign, rank, ranks, seconds
-        self.run = sign.run
+    def __init__(self, heartbeat: Heartbeat, rank: int, ranks: int, seconds: float):
+        self.heartbeat, self.rank, self.ranks, self.seconds = heartbeat, rank, ranks, seconds
+        self.run = heartbeat.run
         self.interval = interval(seconds)
         self._seen: dict[str, _Seen] = {}
         self._looked = time.monotonic()
@@ -77,19 +77,19 @@ class Watchdog:
                 self._end_run(stopped)
 
     def _look(self) -> None:
-        """Reads heartbeats. Ages are by this process's clock, since the clocks of several machines disagree."""
+        """Reads heartbeats. Ages are measured by this process's clock, since clocks differ between machines."""
         now = time.monotonic()
         if (slept := now - self._looked) > 3 * self.interval:
-            # This process itself was stopped, or the machine slept: that time does not count against the others.
+            # This process was stopped, or the machine slept: that time does not count as the others' silence.
             for seen in self._seen.values():
                 seen.progressed, seen.answered = seen.progressed + slept, seen.answered + slept
         self._looked = now
         if self.rank == 0:
-            found = read_actors(self.run)
+            actors = read_actors(self.run)
         else:
             first = read_actor(heartbeat_path(self.run, "rank_0"))
-            found = {first.name: first} if first else {}
-        for name, actor in found.items():
+            actors = {first.name: first} if first else {}
+        for name, actor in actors.items():
             seen = self._seen.setdefault(name, _Seen(actor, now, now))
             if (actor.progress, actor.work) != (seen.actor.progress, seen.actor.work):
                 seen.progressed = now
@@ -97,8 +97,8 @@ class Watchdog:
                 seen.answered = now
             seen.actor = actor
         for name in list(self._seen):
-            # An actor whose heartbeat was half written keeps its age.
-            if name not in found and not heartbeat_path(self.run, name).is_file():
+            # An actor whose heartbeat cannot be read at the moment keeps its age.
+            if name not in actors and not heartbeat_path(self.run, name).is_file():
                 del self._seen[name]
 
     def _actors(self) -> list[Actor]:
@@ -113,7 +113,7 @@ class Watchdog:
         if self.rank != 0:
             return [actor for actor in actors if actor.silent > self.seconds]
         stuck = {actor.name: actor for actor in actors if self._stands_still(actor)}
-        # A generator that nothing waits for may stop: others do its work.
+        # A stopped generator that no rank waits for is no problem: other generators do its work.
         ranks = [actor for actor in stuck.values() if actor.is_rank]
         return [actor for actor in held_up_by(ranks, actors) if actor.name in stuck]
 
@@ -121,7 +121,7 @@ class Watchdog:
         return actor.silent > self.seconds or actor.still > self.seconds + actor.patience
 
     def _end_run(self, stopped: Sequence[Actor]) -> None:
-        words = "; ".join(map(stopped_words, stopped))
+        words = "; ".join(map(describe_stopped, stopped))
         if stopped:
             where = ", ".join(str(stacks_path(self.run, actor.name)) for actor in stopped)
             others = f"\nwho waits for whom:\n{table(self._actors())}" if len(self._seen) > 1 else ""
@@ -132,11 +132,11 @@ class Watchdog:
                 EXIT_CODE,
                 others,
             )
-        with suppress(OSError):  # a full disk must not keep the run from ending
+        with suppress(OSError):  # the run ends on a full disk, too
             if self.ranks > 1 and self.rank == 0:
-                # The others find it at their next check, and write their stacks too before torchrun ends them.
+                # The other ranks read it at their next check, and write their stacks before torchrun ends them.
                 self._verdict.write_text(words)
-            self.sign.end(BY_WATCHDOG + (words or self._verdict.read_text()))
+            self.heartbeat.end(BY_WATCHDOG + (words or self._verdict.read_text()))
             dump_stacks(self.run, self.rank)
         time.sleep(4 * self.interval)
         os._exit(EXIT_CODE)

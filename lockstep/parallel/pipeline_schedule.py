@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from lockstep.config import CompileConfig, ParallelConfig
-from lockstep.errors import UserError, closest
+from lockstep.errors import UserError
 
 
 class Action(NamedTuple):
@@ -53,24 +53,13 @@ SCHEDULES = {
 class PipelinePlan:
     """A config's schedule: the stages of each rank, and the order of its work.
 
-    Raises UserError for an unknown name, for settings that the schedule does not support, and for a CSV file that
-    cannot be run.
+    Raises UserError for settings that the schedule does not support, and for a CSV file that cannot be run.
     """
 
     def __init__(self, config: ParallelConfig):
         self.config = config
         self.name = config.pipeline_schedule
         self.table = read_table(Path(self.name), config.pipeline) if self.name.endswith(".csv") else None
-        if self.table is None and self.name not in SCHEDULES:
-            raise UserError(
-                f'parallel.pipeline_schedule "{self.name}" is unknown.{closest(self.name, SCHEDULES)} Give one of '
-                f"{', '.join(SCHEDULES)}, or FILE.csv"
-            )
-        if self.name == "interleaved" and config.pipeline_stages_per_rank < 2:
-            raise UserError(
-                f"parallel.pipeline_stages_per_rank is {config.pipeline_stages_per_rank}; an interleaved schedule "
-                'needs 2 or more; for 1, use pipeline_schedule "1f1b"'
-            )
         if self.splits_backward and config.reshard_after_forward == "always":
             raise UserError(
                 f'parallel.reshard_after_forward "always" does not work with pipeline_schedule "{self.name}", whose '

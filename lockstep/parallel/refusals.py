@@ -6,7 +6,7 @@ import math
 from collections.abc import Iterator, Mapping
 
 from lockstep.config import ParallelConfig
-from lockstep.config.parallel import MOST_TENSOR
+from lockstep.config.parallel import MAX_TENSOR
 from lockstep.errors import UserError
 from lockstep.model import ModelConfig
 
@@ -16,17 +16,6 @@ FEATURES = {"intermediate_size": "features of the feed-forward"}
 def refuse_impossible(shape: ModelConfig, degrees: Mapping[str, int], parallel: ParallelConfig) -> None:
     """Raises UserError if a degree does not divide what it splits, naming the degrees that do."""
     problems = list(_tensor_problems(shape, degrees["tensor"]))
-    if parallel.full_dtensor and degrees["pipeline"] > 1:
-        problems.append(
-            f"parallel.full_dtensor has no stages, but parallel.pipeline is {degrees['pipeline']}; set it to 1"
-        )
-    if parallel.full_dtensor and parallel.cpu_offload:
-        problems.append("parallel.cpu_offload needs FSDP, which parallel.full_dtensor does not use; remove one of them")
-    if parallel.reduce_gradients == "microbatch" and degrees["pipeline"] > 1:
-        problems.append(
-            'parallel.reduce_gradients "microbatch" does not work with parallel.pipeline, whose schedules sum '
-            'gradients once per step; leave it at "auto"'
-        )
     problems += _expert_problems(shape, degrees["tensor"], parallel)
     problems += _lora_problems(shape, degrees, parallel)
     if problems:
@@ -45,8 +34,6 @@ def _expert_problems(shape: ModelConfig, tensor: int, parallel: ParallelConfig) 
             f"parallel.expert {degree}{f' x parallel.tensor {tensor}' if tensor > 1 else ''} does not divide the "
             f"{count} experts; set parallel.expert to {' or '.join(fitting)}"
         )
-    if parallel.full_dtensor:
-        yield "parallel.full_dtensor does not work with parallel.expert, whose experts are on a separate mesh"
 
 
 def _lora_problems(shape: ModelConfig, degrees: Mapping[str, int], parallel: ParallelConfig) -> Iterator[str]:
@@ -88,7 +75,7 @@ def _tensor_problems(shape: ModelConfig, tensor: int, setting: str = "parallel.t
         **({"experts": shape.experts.count} if shape.experts is not None else {}),
     }
     if wrong := [f"{count} {what}" for what, count in divided.items() if count % tensor]:
-        common = math.gcd(*divided.values(), MOST_TENSOR)
+        common = math.gcd(*divided.values(), MAX_TENSOR)
         fitting = [str(degree) for degree in (1, 2, 4, 8) if common % degree == 0]
         yield f"{setting} {tensor} does not divide {', '.join(wrong)}; set it to {' or '.join(fitting)}"
     if -(-shape.vocab_size // tensor) * (tensor - 1) >= shape.vocab_size:

@@ -13,7 +13,6 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from lockstep import ops
 from lockstep.checkpoint import folder_if_model
 from lockstep.config import ParallelConfig, RLConfig, algorithm_of, validate
-from lockstep.errors import UserError
 from lockstep.generate.engine import LOGITS_ELEMENTS, Engine
 from lockstep.model import (
     Decoder,
@@ -150,11 +149,6 @@ def estimate_memory(config: RLConfig) -> RLDryRun:
     Raises UserError for bad input.
     """
     validate(config)
-    if config.actors.urls:
-        raise UserError(
-            "a dry run cannot inspect the servers in actors.urls; remove them, and set actors.generators to compute "
-            "the trainer's ranks without generators of their own"
-        )
     config = replace(config, model=folder_if_model(config.model))
     # The ranks are assumed to be elsewhere, on GPUs, unless the config says CPU.
     on_cpu = config.device == "cpu" or (config.dry_run == 1 and not config.device and not torch.cuda.is_available())

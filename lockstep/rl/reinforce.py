@@ -80,7 +80,7 @@ def _reinforce(
         config, environment = named_environment(config, environment)
         parts = load_parts(config, environment, is_given, world)
         extra_parameters = parts.value_head.parameters_by_name() if parts.value_head else {}
-        updates = config.steps * config.inner_steps
+        updates = config.steps * config.updates_per_batch
         trainer = Trainer(parts.policy, train_settings(config), updates, world, extra_parameters)
         session = Session(config, trainer, parts.tokenizer, "rl", progress, on_metrics, only)
         with session:

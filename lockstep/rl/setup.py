@@ -155,7 +155,7 @@ def title_of(config: RLConfig) -> str:
 
 def summary_of(config: RLConfig, run: RunFolder, world: World, shared: int) -> dict[str, Any]:
     """The summary of a finished run. shared: validation examples that are also trained on."""
-    summary = summarize(read_metrics(run.metrics), config.inner_steps) | {
+    summary = summarize(read_metrics(run.metrics), config.updates_per_batch) | {
         "arithmetic": arithmetic_of(world.device),
         "validation_also_trained": shared,
     }

@@ -123,20 +123,21 @@ class PolicyTask:
         """One round of a step's sampling, graded: rollouts, the positions of their prompts, outcomes of the rewards."""
         clock, sampling = self.clock, self.sampling
         clock.begin("time/generate", sampling.waits_for, sampling.seconds)
-        drawn, outcomes = SampledRound([], [], []), list[Outcome]()
+        sampled, outcomes = SampledRound([], [], []), list[Outcome]()
+        sample = self.prefetcher.take_round(step, extra_round, missing)
         with suppress(Interrupted):
             with sampling.interruptible():
-                drawn = self.prefetcher.get_round(step, extra_round, missing)
+                sampled = sample()
             clock.begin("time/reward", patience=sampling.grading_seconds)
-            outcomes = sampling.grade(drawn.rollouts)
+            outcomes = sampling.grade(sampled.rollouts)
         clock.begin("time/wait", sampling.other_ranks)
-        rollouts, outcomes = sampling.gather(drawn.examples, drawn.rollouts, outcomes)
+        rollouts, outcomes = sampling.gather(sampled.examples, sampled.rollouts, outcomes)
         if self.reward_scorer:
             clock.begin("time/reward", patience=sampling.grading_seconds)
             self.reward_scorer.score(rollouts)
         self.timeline.message = f"{len(rollouts)} rollouts, graded"
         clock.begin("time/train")
-        return rollouts, drawn.places, outcomes
+        return rollouts, sampled.places, outcomes
 
     def update(self, step: int, batches: Sequence[PolicyBatch], share: Sequence[PolicyBatch]) -> Metrics:
         """Updates the weights on a step's micro-batches, of which this rank computes `share`.
@@ -145,7 +146,7 @@ class PolicyTask:
         differ, unless the run's settings allow it.
         """
         metrics: Metrics = {}
-        for update in range(self.config.inner_steps):
+        for update in range(self.config.updates_per_batch):
             loss = PolicyLoss(
                 self.algorithm,
                 self.config.temperature,
@@ -174,7 +175,7 @@ class PolicyTask:
         metrics |= rollout_metrics(groups.rollouts) | groups.metrics(packed) | self.clock.metrics()
         metrics |= staleness_metrics(groups.trained, step) | self.generators.metrics() | self.prefetcher.metrics()
         metrics |= value_metrics(groups.trained) | self.sampling.replicas.metrics()
-        metrics["tokens"] = self.config.inner_steps * int(metrics["rollout/tokens_trained"])
+        metrics["tokens"] = self.config.updates_per_batch * int(metrics["rollout/tokens_trained"])
         metrics["rollout/tokens_per_second"] = metrics["rollout/tokens"] / metrics["time/generate"]
         return metrics
 

@@ -38,20 +38,10 @@ def refuse_other_order(world: World, model: TrainableModel) -> None:
             f"train.deterministic_layout with {', '.join(shared)} only works on CPUs so far, not on "
             f"{world.device.type}, whose libraries sum in their own order; switch it off"
         )
-    if world.expert > 1:
-        raise UserError(
-            f"train.deterministic_layout does not work with parallel.expert {world.expert} yet: the gradients of "
-            "experts are summed over the tokens of several ranks at once; switch one of them off"
-        )
     if model.config.experts is not None and world.degrees["context"] > 1:
         raise UserError(
             f"train.deterministic_layout with parallel.context {world.degrees['context']} only works for dense models "
             "so far: the gradients of a mixture's experts are summed by rank; switch it off"
-        )
-    if world.degrees["pipeline"] > 1 and world.degrees["context"] > 1:
-        raise UserError(
-            "train.deterministic_layout works with parallel.pipeline or with parallel.context, not with both; switch "
-            "it off"
         )
     if world.degrees["tensor"] > model.config.num_kv_heads:
         _refuse_copied_heads(world, model)

@@ -6,11 +6,11 @@ import dataclasses
 from collections.abc import Mapping
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
-from typing import Any
 
 import torch
 
 from lockstep.config import TrainConfig
+from lockstep.config.rules import parse_rule
 from lockstep.errors import UserError, closest
 from lockstep.model.stored import is_float32
 
@@ -56,41 +56,3 @@ def _default(name: str, shape: torch.Size, config: TrainConfig) -> Settings:
     muon = config.optimizer == "muon" and len(shape) in MATRICES and name.startswith("layers.") and not bias
     decayed = len(shape) > 1 and not bias
     return Settings("muon" if muon else "adamw", weight_decay=config.weight_decay if decayed else 0.0)
-
-
-def parse_rule(rule: str) -> tuple[str, dict[str, Any]]:
-    """`PATTERN key=value …` as the pattern and its changes to Settings. Raises UserError, quoting the rule."""
-    pattern, *changes = rule.split() or [""]
-    if not changes:
-        raise UserError(f'train.rules "{rule}": give PATTERN key=value …, such as "*norm.weight learning_rate=0.5"')
-    values: dict[str, Any] = {}
-    for change in changes:
-        key, _, value = change.partition("=")
-        if key not in _READERS:
-            raise UserError(f'train.rules "{rule}": unknown key "{key}".{closest(key, _READERS)}')
-        try:
-            values[key] = _READERS[key](value)
-        except (KeyError, ValueError):
-            raise UserError(f'train.rules "{rule}": {key} cannot be "{value}"; {_EXPECTED[key]}') from None
-    return pattern, values
-
-
-def _not_negative(text: str) -> float:
-    value = float(text)
-    if not 0 <= value < float("inf"):
-        raise ValueError(text)
-    return value
-
-
-_READERS = {
-    "optimizer": {"adamw": "adamw", "muon": "muon"}.__getitem__,
-    "learning_rate": _not_negative,
-    "weight_decay": _not_negative,
-    "frozen": {"true": True, "false": False}.__getitem__,
-}
-_EXPECTED = {
-    "optimizer": "give adamw or muon",
-    "learning_rate": "give a factor for the schedule's learning rate, 0 or more",
-    "weight_decay": "give a number of 0 or more",
-    "frozen": "give true or false",
-}

@@ -13,7 +13,6 @@ import torch
 from torch import Tensor, nn
 
 from lockstep.config import TrainConfig
-from lockstep.errors import UserError
 from lockstep.host_memory import keep_freed_memory
 from lockstep.model import ScoringModel, TrainableModel
 from lockstep.model.shard import is_fsdp
@@ -50,11 +49,6 @@ class Trainer:
         world: World | None = None,
         extra_parameters: Mapping[str, nn.Parameter] | None = None,
     ):
-        if isinstance(model, Pipeline) and config.optimizer_in_backward:
-            raise UserError(
-                "train.optimizer_in_backward does not work with parallel.pipeline, which computes a weight's gradient "
-                "in several backwards; switch it off"
-            )
         if config.keep_freed_memory and model.device.type == "cpu":
             keep_freed_memory()
         self.model = model

@@ -57,7 +57,7 @@ def test_a_task_from_a_file_goes_through_the_command_line(tmp_path, model_folder
     options += ["--output", str(tmp_path / "run"), "--steps", "2", "--prompts-per-step", "2", "--max-new-tokens", "6"]
     result = run("rl", *options)
     assert result.returncode == 0, result.stderr
-    assert "0 different" in result.stdout and "largest ratio on a first inner step: 1.0" in result.stdout
+    assert "0 different" in result.stdout and "largest ratio on a batch's first update: 1.0" in result.stdout
     assert json.loads((tmp_path / "run" / "summary.json").read_text())["parity_tokens_different"] == 0
     again = run("rl", *options)
     assert again.returncode == 2 and "already contains a run" in again.stderr and "Traceback" not in again.stderr
@@ -276,6 +276,7 @@ def test_every_command_refuses_a_device_that_is_not_there(arguments, model_folde
         (["pretrain", "--parallelism.tensor_parallel_degree", "2"], "use --parallel.tensor"),
         (["serve", "--tensor-parallel-size", "2"], "use --parallel.tensor"),
         (["sft", "--lora-r", "8"], "there is no --lora-r; use --lora.rank"),
+        (["rl", "--inner-steps", "2"], "there is no --inner-steps; use --updates-per-batch"),
         (["rl", "--loss-type", "dapo"], "use --algorithm or --loss or --loss-average"),
         (["serve", "--max-model-len", "99"], "use --max-prompt-tokens"),
         (["serve", "--trust-remote-code"], "there is no --trust-remote-code: code in a model's folder is never run"),
@@ -321,7 +322,7 @@ def test_what_is_too_long_for_a_file_is_no_traceback(tmp_path, capsys, option):
 
 def test_every_name_that_is_answered_exists_in_some_command():
     from lockstep.commands.generate import GenerateOptions
-    from lockstep.commands.option_names import HERE, options_of
+    from lockstep.commands.option_names import LOCKSTEP_NAMES, options_of
     from lockstep.config import DPOConfig, PretrainConfig, RLConfig, ServeConfig, SFTConfig
 
     known = {
@@ -329,7 +330,7 @@ def test_every_name_that_is_answered_exists_in_some_command():
         for kind in (PretrainConfig, RLConfig, ServeConfig, SFTConfig, GenerateOptions, DPOConfig)
         for name, _ in options_of(kind)
     }
-    assert {name.partition(" ")[0] for names in HERE.values() for name in names} <= known
+    assert {name.partition(" ")[0] for names in LOCKSTEP_NAMES.values() for name in names} <= known
 
 
 def test_resuming_takes_the_settings_of_the_run_and_says_what_the_command_line_changes(tmp_path, capsys, caplog):

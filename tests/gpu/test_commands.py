@@ -37,7 +37,7 @@ def test_rl_trains_and_samples_on_the_gpu_with_every_bit_compared(tmp_path, caps
     pytest.importorskip("matplotlib")
     config = RLConfig(
         output=str(tmp_path / "run"), model=str(_folder(tmp_path / "model", dtype)), steps=2, prompts_per_step=4,
-        samples_per_prompt=4, max_new_tokens=8, inner_steps=2, kl_coefficient=0.1, validation_examples=4,
+        samples_per_prompt=4, max_new_tokens=8, updates_per_batch=2, kl_coefficient=0.1, validation_examples=4,
         temperature=0.85, device=device, train=TrainConfig(learning_rate=1e-3, warmup_steps=0),
     )  # fmt: skip
     before = torch.cuda.memory_allocated()

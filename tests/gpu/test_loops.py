@@ -76,7 +76,7 @@ def _rl(tmp_path, family="qwen3", name="run", **changes):
     train = TrainConfig(**SMALL, tokens_per_microbatch=64)
     settings = dict(
         output=str(tmp_path / name), model=str(model), environment=f"{tmp_path / 'task.py'}:Vowels", steps=3,
-        prompts_per_step=4, samples_per_prompt=4, max_new_tokens=12, validation_examples=2, inner_steps=2,
+        prompts_per_step=4, samples_per_prompt=4, max_new_tokens=12, validation_examples=2, updates_per_batch=2,
         temperature=0.85, device=DEVICE, train=train, rewards=RewardConfig(isolate="never"),
         engine=EngineConfig(max_tokens_per_step=256, max_sequences=8, cache_tokens=2048),
         checkpoint=CheckpointConfig(every=1, keep_last=0),
@@ -100,11 +100,11 @@ def _check(folder):
         ("dapo", {"extra_rounds": 2, "entropy_coefficient": 0.01}),
         ("gspo", {"kl_coefficient": 0.05, "kl_reference": "average", "off_policy": "truncate"}),
         ("cispo", {"recompute": RecomputeConfig("full")}),
-        ("rloo", {"kl_coefficient": 0.05, "inner_steps": 1}),
+        ("rloo", {"kl_coefficient": 0.05, "updates_per_batch": 1}),
         ("reinforce++", {"top_p": 0.9, "off_policy": "mask"}),
         ("reinforce++-baseline", {"lora": LoraConfig(rank=4)}),
         ("rejection", {"compile": CompileConfig(backend="inductor")}),
-        ("distillation", {"inner_steps": 1}),
+        ("distillation", {"updates_per_batch": 1}),
         ("ppo", {"value_detached": True}),
         ("ppo", {"dtype": "float32"}),
     ],

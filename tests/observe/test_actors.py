@@ -8,9 +8,9 @@ import pytest
 
 from lockstep.commands.why import why
 from lockstep.errors import UserError
-from lockstep.observe.actors import Actor, damaged_signs, held_up_by, read_actors, table
+from lockstep.observe.actors import Actor, damaged_heartbeats, held_up_by, read_actors, table
+from lockstep.observe.heartbeat import BYTES, Heartbeat
 from lockstep.observe.run_lock import LOCK
-from lockstep.observe.sign_of_life import BYTES, SignOfLife
 from lockstep.observe.timeline import Timeline
 
 
@@ -56,7 +56,7 @@ def test_of_those_that_have_ended_the_cause_is_named():
 
 
 @pytest.mark.parametrize("content", ["", "{}", "[1]", '{"pid": 1e999}', "\0" * BYTES, '{"a":' * 5000])
-def test_a_damaged_sign_of_life_is_left_out(tmp_path, content):
+def test_a_damaged_heartbeat_is_left_out(tmp_path, content):
     (tmp_path / "logs").mkdir()
     (tmp_path / "logs" / "heartbeat_0.json").write_text(content)
     assert read_actors(tmp_path) == {}
@@ -81,32 +81,32 @@ def test_a_damaged_sign_of_life_is_left_out(tmp_path, content):
     ],
     ids=lambda change: f"{change}"[:30],
 )
-def test_a_sign_of_life_with_values_that_none_has_is_left_out_and_named(tmp_path, change):
-    with SignOfLife(tmp_path, "rank_0", Timeline()):
+def test_a_heartbeat_with_values_that_none_has_is_left_out_and_named(tmp_path, change):
+    with Heartbeat(tmp_path, "rank_0", Timeline()):
         whole = json.loads((tmp_path / "logs" / "heartbeat_0.json").read_text())
         for number in (1, 2):  # two of them, which would be compared
             content = json.dumps(whole | {"name": f"rank_{number}"} | change)
             (tmp_path / "logs" / f"heartbeat_{number}.json").write_text(content)
         actors = list(read_actors(tmp_path).values())
         assert [each.name for each in actors] == ["rank_0"] == [each.name for each in held_up_by(actors, actors)]
-        assert [path.name for path in damaged_signs(tmp_path)] == ["heartbeat_1.json", "heartbeat_2.json"]
+        assert [path.name for path in damaged_heartbeats(tmp_path)] == ["heartbeat_1.json", "heartbeat_2.json"]
 
 
-def test_a_pipe_in_the_place_of_a_sign_of_life_is_not_read(tmp_path):
+def test_a_pipe_in_the_place_of_a_heartbeat_is_not_read(tmp_path):
     (tmp_path / "logs").mkdir()
     os.mkfifo(tmp_path / "logs" / "heartbeat_0.json")
     (tmp_path / "logs" / "heartbeat_1.json").mkdir()
     (tmp_path / "logs" / "heartbeat_2.json").write_text("{}".ljust(100_000))
-    assert read_actors(tmp_path) == {} and len(damaged_signs(tmp_path)) == 3
+    assert read_actors(tmp_path) == {} and len(damaged_heartbeats(tmp_path)) == 3
     (tmp_path / "config.toml").write_text("")
     os.mkfifo(tmp_path / LOCK)
     with pytest.raises(UserError, match="heartbeat_0.json, heartbeat_1.json, heartbeat_2.json cannot be read"):
         why(tmp_path)
 
 
-def test_a_sign_of_life_stays_on_its_page_and_a_line_of_the_table(tmp_path):
+def test_a_heartbeat_stays_on_its_page_and_a_line_of_the_table(tmp_path):
     timeline = Timeline()
-    with SignOfLife(tmp_path, "rank_0", timeline):
+    with Heartbeat(tmp_path, "rank_0", timeline):
         timeline.message = "é\n\x1b" * 10_000
         timeline.begin(7)
         (path,) = (tmp_path / "logs").glob("heartbeat*")

@@ -91,7 +91,7 @@ def test_a_curve_joins_the_steps_that_have_the_metric_and_breaks_at_a_nan():
 
 
 @pytest.mark.parametrize(
-    ("option", "said"),
+    ("option", "message"),
     [
         (["--tolerance", "nan"], "tolerance is nan; give a relative difference of 0 or more"),
         (["--tolerance", "-1"], "tolerance is -1.0"),
@@ -99,9 +99,9 @@ def test_a_curve_joins_the_steps_that_have_the_metric_and_breaks_at_a_nan():
         (["--plot", "nowhere/x.png"], "there is no folder nowhere"),
     ],
 )
-def test_options_that_cannot_work_are_refused_before_anything_is_compared(option, said, capsys):
+def test_options_that_cannot_work_are_refused_before_anything_is_compared(option, message, capsys):
     assert main(["compare", "one", "two", *option]) == 2
-    assert said in capsys.readouterr().err
+    assert message in capsys.readouterr().err
 
 
 def test_fewer_than_two_runs_are_refused(tmp_path, capsys):

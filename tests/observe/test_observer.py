@@ -75,7 +75,7 @@ def test_weights_and_biases_works_without_a_network(tmp_path, monkeypatch):
     assert runs and len({path.name for path in runs}) == 1
 
 
-def test_each_rank_has_a_log_of_its_own_and_its_error_in_it(tmp_path):
+def test_each_rank_has_a_separate_log_with_its_error(tmp_path):
     log = logging.getLogger("lockstep")
     for rank in (0, 1):
         with pytest.raises(ValueError), open_logs(tmp_path, rank, 2):
@@ -89,7 +89,7 @@ def test_each_rank_has_a_log_of_its_own_and_its_error_in_it(tmp_path):
     assert not (tmp_path / "alone").exists() and log.level == logging.NOTSET and not log.handlers
 
 
-def test_the_terminal_shows_what_it_is_asked_for_beside_its_own(tmp_path):
+def test_the_terminal_shows_requested_metrics_next_to_the_defaults(tmp_path):
     config = PretrainConfig(observe=ObserveConfig(terminal=("time/*", "loss", "nothing", "validation/*")))
     metrics = {"loss": 2.5, "validation/loss": 3.0, "time/train": 0.25, "tokens": 7.0, "time/step": 1.0}
     assert Observer(config.observe, FaultConfig(), tmp_path).for_terminal(metrics) == {

@@ -9,7 +9,7 @@ from lockstep.data import ByteTokenizer
 from lockstep.data.pieces import token_pieces
 from lockstep.errors import UserError
 from lockstep.observe import MetricsWriter, open_run, write_report
-from lockstep.observe.report import MOST_BYTES
+from lockstep.observe.report import MAX_BYTES
 from lockstep.observe.token_view import ENVIRONMENTS, _pieces, channels, shown_steps
 
 HOSTILE = "</i></span><script>alert('gotcha')</script><img src=x onerror=\"gotcha()\">&lt;b&gt;\x00\x1b[2Jä\u202e"
@@ -65,7 +65,7 @@ def _run(folder, **steps):
     return run.path
 
 
-def test_a_token_has_a_colour_for_each_figure_that_is_known_of_it(tmp_path):
+def test_a_token_has_a_colour_for_each_known_value(tmp_path):
     text = "ab\n"
     lines = [
         _line(0, text, 1.0, log_probs=[-0.5, -2.0, -8.0], entropies=[0.0, 1.0, 4.0],
@@ -131,7 +131,7 @@ def test_what_cannot_be_read_is_left_out_of_the_report(tmp_path, damage):
     assert "held out" in text and "whole" in text and "odd 0" in text and "0 of 5" in text
 
 
-def test_the_first_a_middle_and_the_last_step_are_shown_or_those_that_are_asked_for(tmp_path):
+def test_the_first_a_middle_and_the_last_step_are_shown_or_requested_ones(tmp_path):
     steps = {f"step{n}": [_line(g, f"{n}{g}", a) for g in range(9) for a in (0.5, 0.1, -0.5)] for n in range(1, 12)}
     run = _run(tmp_path / "run", **steps)
     assert [one.step for one in shown_steps(run)] == [1, 6, 11]
@@ -166,7 +166,7 @@ def test_a_report_of_the_longest_rollouts_stays_below_its_size(tmp_path):
             names = ("reward/mean", "rollout/tokens_mean", "policy/entropy", "grad_norm", "learning_rate", "loss")
             file.write(json.dumps({"step": step, **{n: hash((step, n)) % 1000 / 1000 for n in names}}) + "\n")
     page = write_report(run).read_text()
-    assert len(page.encode()) < MOST_BYTES
+    assert len(page.encode()) < MAX_BYTES
     parsed = Page(page)
     assert len(parsed.tokens) > 1000 and "characters left out" in page
     assert any("tokens left out" in text for _, text in parsed.tokens)
@@ -186,17 +186,17 @@ def test_a_piece_is_what_a_token_says_by_itself(bpe_tokenizer):
 
 
 def test_a_long_curve_keeps_its_ends_and_its_spikes():
-    from lockstep.observe.curves import MOST_POINTS, _thinned
+    from lockstep.observe.curves import MAX_POINTS, _thinned
 
     values = [float(n % 7) for n in range(99_999)]
     values[12_345], values[54_321] = 100.0, -100.0
     steps, thinned = _thinned(range(1, 100_000), values)
-    assert len(thinned) <= MOST_POINTS and {100.0, -100.0} <= set(thinned)
+    assert len(thinned) <= MAX_POINTS and {100.0, -100.0} <= set(thinned)
     assert steps == sorted(steps) and all(values[int(step) - 1] == value for step, value in zip(steps, thinned))
     assert _thinned([1, 2, 3], [0.5, 0.1, 0.2]) == ([1, 2, 3], [0.5, 0.1, 0.2])
 
 
-def test_a_token_view_colours_the_models_tokens_by_their_own_figures():
+def test_a_token_view_colours_the_models_tokens_by_their_values():
     rollout = {
         "token_ids": list(b"abcdef"), "sampled": [0, 1, 0, 0, 1, 1], "log_probs": [-1.0, -2.0, -3.0],
         "advantage": 0.0, "token_advantages": [0.25, 0.5, 1.0], "entropies": [0.4, 0.8, 1.2],

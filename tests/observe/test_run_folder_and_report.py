@@ -183,7 +183,7 @@ def test_metrics_are_added_to_the_last_line(tmp_path):
     assert read_metrics(run.metrics) == found
 
 
-def test_tensorboard_files_are_written_where_asked(tmp_path):
+def test_tensorboard_files_are_written_if_enabled(tmp_path):
     run = open_run(str(tmp_path / "run"), "")
     with MetricsWriter(run.path, ObserveConfig(tensorboard=True)) as writer:
         writer.write(1, {"loss": 2.5})
@@ -208,7 +208,7 @@ def test_a_report_escapes_what_models_write_and_shows_what_there_is(tmp_path):
     page = write_report(run.path, "a run").read_text()
     assert "<script>" not in page and "&lt;script&gt;alert" in page and "&lt;/td&gt;" in page
     assert "<svg" in page and ">290</td>" in page
-    assert "so the gradient of each first inner step is exactly on policy" in page, "what a 0 means is said"
+    assert "so the gradient of the first update on each batch is exactly on policy" in page, "the meaning of a 0"
     assert "before and after" not in page, "without a second validation there is nothing to compare"
     curves_png(run.path, tmp_path / "curves.png")
     assert (tmp_path / "curves.png").read_bytes().startswith(b"\x89PNG")

@@ -34,7 +34,7 @@ def test_a_window_has_fewer_pairs():
     assert training_flops(replace(whole, windows=()), [50]) - training_flops(whole, [50]) == factor * fewer
 
 
-def test_the_best_measured_peak_is_kept_for_the_machine(tmp_path, monkeypatch):
+def test_the_best_measured_peak_is_cached_for_the_machine(tmp_path, monkeypatch):
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     monkeypatch.setattr("lockstep.observe.speed.MEASURED_SECONDS", 0.0)
     monkeypatch.setattr("lockstep.observe.speed.busy_neighbours", lambda: 2)

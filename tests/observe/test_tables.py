@@ -8,7 +8,7 @@ import pytest
 
 from lockstep.config import FaultConfig, ObserveConfig
 from lockstep.observe import Observer, Table
-from lockstep.observe.sinks import PATIENCE, Guarded
+from lockstep.observe.sinks import PATIENCE, BackgroundSink
 
 ODD = "# no *heading* <script>alert(1)</script> | no `cell` &amp; [link](x)\n\n1. second \\ line"
 TABLE = Table(("step", "prompt", "reward"), [(1, "2 + 2 =", 0.5), (1, ODD, -1.0)])
@@ -83,14 +83,14 @@ def test_a_tracker_that_takes_no_tables_is_named_once_and_keeps_its_metrics(tmp_
         def close(self):
             pass
 
-    sink = Guarded("wandb", Tracker, tmp_path)
+    sink = BackgroundSink("wandb", Tracker, tmp_path)
     for step in range(1, 10):
         sink.write_table(step, "rollout/samples", TABLE)
         sink.write(step, {"loss": 1.0})
     sink.close()
     assert Tracker.metrics == [*range(1, 10)] and Tracker.tables == [*range(1, 1 + PATIENCE)]
-    (said,) = caplog.messages
-    assert "observe.wandb has not taken the table rollout/samples at step 3 (no such type)" in said
+    (message,) = caplog.messages
+    assert "observe.wandb failed to write the table rollout/samples at step 3 (no such type)" in message
 
 
 def test_tables_are_for_trackers_alone(tmp_path):

@@ -10,8 +10,8 @@ import torch
 import torch.distributed as dist
 
 from lockstep.observe.actors import held_up_by, read_actors
+from lockstep.observe.heartbeat import Heartbeat
 from lockstep.observe.run_folder import open_run
-from lockstep.observe.sign_of_life import SignOfLife
 from lockstep.observe.timeline import Timeline
 from lockstep.observe.watchdog import EXIT_CODE, Watchdog
 from tests.parallel.launch import CONTEXT
@@ -28,8 +28,8 @@ def _train(run, rank, port, how):
     timeline = Timeline(rank)
     from lockstep.observe.logs import open_logs
 
-    sign = SignOfLife(run, f"rank_{rank}", timeline, SECONDS / 10)
-    with open_logs(run, rank, 2), sign, Watchdog(sign, rank, 2, SECONDS):
+    heartbeat = Heartbeat(run, f"rank_{rank}", timeline, SECONDS / 10)
+    with open_logs(run, rank, 2), heartbeat, Watchdog(heartbeat, rank, 2, SECONDS):
         for step in range(1, 100):
             timeline.begin(step)
             with timeline.span("forward"):
@@ -73,9 +73,9 @@ def test_the_rank_that_stopped_is_named(tmp_path, how):
             process.kill()
 
 
-def test_a_run_that_goes_on_is_left_alone_and_its_files_are_removed(tmp_path):
+def test_a_run_that_makes_progress_is_not_ended_and_its_files_are_removed(tmp_path):
     timeline = Timeline()
-    with SignOfLife(tmp_path, "rank_0", timeline, 0.05) as sign, Watchdog(sign, 0, 2, 0.5):
+    with Heartbeat(tmp_path, "rank_0", timeline, 0.05) as heartbeat, Watchdog(heartbeat, 0, 2, 0.5):
         for step in range(8):
             timeline.begin(step)
             time.sleep(0.1)
@@ -84,7 +84,7 @@ def test_a_run_that_goes_on_is_left_alone_and_its_files_are_removed(tmp_path):
 
 def _generate(run, how):
     timeline = Timeline()
-    with SignOfLife(run, "generator_0", timeline, SECONDS / 10):
+    with Heartbeat(run, "generator_0", timeline, SECONDS / 10):
         if how == "idle":
             with timeline.span("idle", waits_for="requests of rank_0"):
                 time.sleep(60)
@@ -98,8 +98,8 @@ def _wait_for_rollouts(run, seconds, how):
     timeline = Timeline()
     from lockstep.observe.logs import open_logs
 
-    sign = SignOfLife(run, "rank_0", timeline, SECONDS / 10)
-    with open_logs(run, 0, 2), sign, Watchdog(sign, 0, 1, SECONDS):
+    heartbeat = Heartbeat(run, "rank_0", timeline, SECONDS / 10)
+    with open_logs(run, 0, 2), heartbeat, Watchdog(heartbeat, 0, 1, SECONDS):
         timeline.begin(1)
         until = time.monotonic() + seconds
         if how == "idle":
@@ -150,7 +150,7 @@ def test_who_waits_for_one_that_moves_has_not_stopped(tmp_path):
 
 def _stop_itself(run):
     timeline = Timeline()
-    with SignOfLife(run, "rank_0", timeline, SECONDS / 10) as sign, Watchdog(sign, 0, 1, SECONDS):
+    with Heartbeat(run, "rank_0", timeline, SECONDS / 10) as heartbeat, Watchdog(heartbeat, 0, 1, SECONDS):
         time.sleep(SECONDS / 4)  # some looks of the watchdog
         os.kill(os.getpid(), signal.SIGSTOP)
         time.sleep(SECONDS / 4)
@@ -170,13 +170,13 @@ def test_a_process_is_not_blamed_for_the_time_that_it_was_stopped_itself(tmp_pat
         rank.kill()
 
 
-def test_an_error_that_ended_an_actor_is_kept_and_its_next_run_forgets_it(tmp_path):
-    with pytest.raises(ValueError), SignOfLife(tmp_path, "rank_0", Timeline()):
+def test_an_error_that_ended_an_actor_is_recorded_until_its_next_run(tmp_path):
+    with pytest.raises(ValueError), Heartbeat(tmp_path, "rank_0", Timeline()):
         raise ValueError("no such\nthing")
     actor = read_actors(tmp_path)["rank_0"]
     assert (actor.process, actor.ended) == ("ended", "ValueError: no such")
     open_run(str(tmp_path / "run"), 'output = "x"')
-    with pytest.raises(ValueError), SignOfLife(tmp_path / "run", "rank_3", Timeline()):
+    with pytest.raises(ValueError), Heartbeat(tmp_path / "run", "rank_3", Timeline()):
         raise ValueError
     open_run(str(tmp_path / "run"), 'output = "x"', resume=True)
     assert not read_actors(tmp_path / "run")

@@ -12,7 +12,6 @@ from lockstep.model import preset
 from lockstep.parallel import close_world, parallel_model
 from lockstep.parallel.exchange import SumOverReplicas
 from lockstep.parallel.gradient_sums import sums_every_microbatch
-from lockstep.parallel.refusals import refuse_impossible
 from lockstep.parallel.world import AXES, World, open_world, resolve_degrees, simulated_world
 from tests.parallel.launch import launch
 from tests.parallel.training import train
@@ -70,12 +69,6 @@ def test_a_whole_gradient_is_kept_where_it_fits_a_quarter_of_a_ranks_memory():
     assert not every(10**12, small, data_shard=1) and not every(10**12, small, pipeline=2)
     assert every(1, replace(small, reduce_gradients="microbatch"))
     assert not every(10**12, replace(small, reduce_gradients="step"))
-    with pytest.raises(UserError, match=r'reduce_gradients "microbatch" does not work with parallel.pipeline'):
-        refuse_impossible(
-            preset("qwen3:micro"),
-            dict.fromkeys(AXES, 1) | {"pipeline": 2},
-            ParallelConfig(pipeline=2, reduce_gradients="microbatch"),
-        )
 
 
 def test_degrees_must_multiply_to_the_number_of_ranks():

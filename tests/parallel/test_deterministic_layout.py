@@ -219,7 +219,6 @@ def test_squares_are_added_exactly_in_any_order_and_any_parts():
 @pytest.mark.parametrize(
     ("degrees", "others", "said"),
     [
-        ({"pipeline": 2, "context": 2}, {}, "works with parallel.pipeline or with parallel.context, not with both"),
         (
             {"data_shard": 3, "data_replicate": 2},
             {},

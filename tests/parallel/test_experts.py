@@ -234,7 +234,6 @@ def test_a_dry_run_counts_the_experts_messages_and_their_share():
     [
         (ParallelConfig(expert=3), {}, "parallel.expert 3 does not divide the 8 experts; set .* to 1 or 2 or 4 or 8"),
         (ParallelConfig(expert=4), {"tensor": 4}, "expert 4 x parallel.tensor 4 does not .* 8 experts; .* to 1 or 2"),
-        (ParallelConfig(expert=2, full_dtensor=True), {}, "full_dtensor does not work with parallel.expert"),
     ],
 )
 def test_degrees_that_do_not_divide_the_experts_are_refused_with_those_that_do(parallel, degrees, said):
@@ -267,5 +266,3 @@ def test_settings_that_do_not_go_with_shared_experts_are_refused_by_name():
     model = Decoder(preset(MODEL, 131), torch.float32, "meta")
     with pytest.raises(UserError, match="parallel.context 2 only works for dense models so far"):
         refuse_other_order(World(torch.device("cpu"), dict.fromkeys(AXES, 1) | {"context": 2}), model)
-    with pytest.raises(UserError, match="does not work with parallel.expert 2 yet"):
-        refuse_other_order(World(torch.device("cpu"), expert=2), model)

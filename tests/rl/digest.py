@@ -50,7 +50,7 @@ def digests(folder: Path) -> dict[str, str]:
     second = RLConfig(
         output=str(folder / "rl"), model=str(folder / "pretrain" / "checkpoints" / "step_00000010"),
         environment=f"{__file__}:Digits", steps=20, prompts_per_step=4, samples_per_prompt=4, max_new_tokens=8,
-        temperature=0.85, top_p=0.95, kl_coefficient=0.05, inner_steps=2, validation_examples=8, dtype="float32",
+        temperature=0.85, top_p=0.95, kl_coefficient=0.05, updates_per_batch=2, validation_examples=8, dtype="float32",
         train=TrainConfig(learning_rate=3e-3, warmup_steps=0, tokens_per_microbatch=128),
         engine=EngineConfig(max_tokens_per_step=64, max_sequences=8, cache_tokens=1024),
     )  # fmt: skip

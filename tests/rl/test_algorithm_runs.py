@@ -88,7 +88,7 @@ def _rollouts(folder, step):
 def test_a_cut_is_corrected_by_the_mass_that_it_kept_and_parity_compares_what_is_before_it(tmp_path, folders):
     cuts = dict(top_k=20, top_p=0.8, temperature=0.7)
     for how in ("truncate", "none"):
-        changes = dict(cuts, off_policy=how, inner_steps=2)
+        changes = dict(cuts, off_policy=how, updates_per_batch=2)
         folder = reinforce(_config(tmp_path / how, folders[0], **changes), EvenBytes())
         for step, metrics in enumerate(_metrics(folder), 1):
             rollouts = _rollouts(folder, step)
@@ -110,7 +110,7 @@ def test_every_algorithm_trains_with_every_bit_compared_and_records_its_settings
     teacher = {"teacher": str(folders[1])} if name == "distillation" else {}
     kl = {} if name == "distillation" else {"kl_coefficient": 0.05, "kl_in": "loss"}
     inner = 1 if name in ("rloo", "distillation") else 2
-    changes = {"algorithm": name, "inner_steps": inner, "off_policy": "truncate", "entropy_coefficient": 0.01}
+    changes = {"algorithm": name, "updates_per_batch": inner, "off_policy": "truncate", "entropy_coefficient": 0.01}
     config = _config(tmp_path / "run", folders[0], **changes, **teacher, **kl)
     folder = reinforce(config, EvenBytes())
     for metrics in _metrics(folder):
@@ -262,7 +262,10 @@ def test_a_setting_that_is_given_goes_before_the_algorithms(tmp_path):
         ({"algorithm": "rloo", "normalize_advantages": True}, "advantage leave_one_out of rloo is not normalized"),
         ({"algorithm": "distillation"}, "advantage teacher of distillation needs a teacher: give the folder"),
         ({"teacher": "DIR"}, "teacher is set, but advantage group of grpo does not use one"),
-        ({"algorithm": "rloo", "inner_steps": 2}, "loss reinforce has no ratio, so all but the first of 2 inner steps"),
+        (
+            {"algorithm": "rloo", "updates_per_batch": 2},
+            "loss reinforce has no ratio, so all but the first of 2 updates",
+        ),
         ({"algorithm": "distillation", "teacher": "D", "extra_rounds": 1}, "extra_rounds drops groups with equal"),
         ({"algorithm": "rejection", "kl_in": "reward", "kl_coefficient": 0.1}, "ignores a KL divergence in"),
         ({"kl_reference": "average"}, "kl_reference is average, but kl_coefficient is 0"),

@@ -15,7 +15,7 @@ import lockstep.rl as rl
 from lockstep.config import ActorsConfig, EngineConfig, ObserveConfig
 from lockstep.errors import RunStopped, UserError
 from lockstep.observe import MetricsWriter, open_run, read_metrics, sinks
-from lockstep.observe.sinks import PATIENCE, Guarded
+from lockstep.observe.sinks import PATIENCE, BackgroundSink
 from lockstep.rl.reinforce import reinforce
 from lockstep.rl.rollouts import prompts
 from lockstep.rl.rollouts.prompts import examples_of
@@ -130,7 +130,7 @@ def test_a_tracker_that_fails_on_its_way_is_left_alone_after_a_few_times(tmp_pat
     tracker = Unreachable()
     run = open_run(str(tmp_path / "run"), "")
     with MetricsWriter(run.path) as writer:
-        writer._sinks = [Guarded("wandb", lambda: tracker, run.path)]
+        writer._sinks = [BackgroundSink("wandb", lambda: tracker, run.path)]
         for step in range(1, 12):
             writer.write(step, {"loss": 1.0})
     assert tracker.tried == [*range(1, 4 + PATIENCE)], "steps 1, 2 and 3, and then three in a row"
@@ -147,7 +147,7 @@ def test_a_tracker_that_ends_its_thread_as_it_is_opened_is_named(tmp_path, caplo
         raise SystemExit("log in first")
 
     with MetricsWriter(run.path) as writer:
-        writer._sinks = [Guarded("wandb", opened, run.path)]
+        writer._sinks = [BackgroundSink("wandb", opened, run.path)]
         writer.write(1, {"loss": 1.0})
     (said,) = caplog.messages
     assert "observe.wandb could not be opened (log in first), and the run continues without it" in said
@@ -172,11 +172,11 @@ def test_a_tracker_that_never_returns_holds_nothing_up(tmp_path, caplog, monkeyp
                 stuck.set()
                 never.wait(30)
 
-    monkeypatch.setattr(sinks, "MOST_WAITING", 5)
+    monkeypatch.setattr(sinks, "MAX_QUEUED", 5)
     monkeypatch.setattr(sinks, "CLOSE_SECONDS", 0.1)
     run = open_run(str(tmp_path / "run"), "")
     with MetricsWriter(run.path) as writer:
-        writer._sinks = [Guarded("wandb", Tracker, run.path)]
+        writer._sinks = [BackgroundSink("wandb", Tracker, run.path)]
         writer.write(1, {"loss": 1.0})
         assert stuck_in == "close" or stuck.wait(60)
         for step in range(2, 10) if stuck_in != "close" else ():

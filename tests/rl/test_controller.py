@@ -62,7 +62,7 @@ def _metrics(folder):
 def test_gsm8k_trains_with_every_bit_compared(tmp_path, model_folder, dtype, capsys):
     data = gsm8k_folder(tmp_path)
     config = _config(
-        tmp_path / "run", model_folder, data, dtype=dtype, inner_steps=2, kl_coefficient=0.05, temperature=0.9
+        tmp_path / "run", model_folder, data, dtype=dtype, updates_per_batch=2, kl_coefficient=0.05, temperature=0.9
     )
     folder = reinforce(config)
     steps = _metrics(folder)[1:]
@@ -115,7 +115,7 @@ def test_a_task_of_the_users_own_is_learnt_and_a_run_resumes_to_the_same_bits(tm
         steps=9,
         prompts_per_step=4,
         samples_per_prompt=16,
-        inner_steps=2,
+        updates_per_batch=2,
         checkpoint=CheckpointConfig(every=3),
         train=TrainConfig(learning_rate=5e-3, warmup_steps=0, schedule="constant"),
     )
@@ -123,7 +123,7 @@ def test_a_task_of_the_users_own_is_learnt_and_a_run_resumes_to_the_same_bits(tm
     rewards = [m["reward/mean"] for m in _metrics(whole)[1:]]
     assert max(rewards[-3:]) > max(rewards[:2]) + 0.02, rewards
     ratios = [(m["policy/ratio_first_max"], m["policy/ratio_max"]) for m in _metrics(whole)[1:]]
-    assert all(first == 1.0 and second > 1.0 for first, second in ratios), "the second inner step has moved away"
+    assert all(first == 1.0 and second > 1.0 for first, second in ratios), "the second update has moved away"
 
     summary = json.loads((whole / "summary.json").read_text())
     assert summary["reward_name"] == "reward" and "accuracy_after" not in summary, "a share of vowels is no accuracy"
@@ -212,9 +212,9 @@ def test_the_divergence_is_that_from_the_starting_model_at_the_runs_temperature(
     assert divergences[0] == 0 and divergences[1] > 0
 
 
-def test_the_schedule_counts_every_inner_step(tmp_path, model_folder):
+def test_the_schedule_counts_every_update(tmp_path, model_folder):
     train = TrainConfig(learning_rate=1e-3, warmup_steps=0, schedule="cosine")
-    changes = dict(environment=_task(tmp_path), steps=2, inner_steps=3, max_new_tokens=4, train=train)
+    changes = dict(environment=_task(tmp_path), steps=2, updates_per_batch=3, max_new_tokens=4, train=train)
     rates = [
         m["learning_rate"] for m in _metrics(reinforce(_config(tmp_path / "run", model_folder, "", **changes)))[1:]
     ]
@@ -241,10 +241,10 @@ def test_a_run_that_learns_nothing_says_so(tmp_path, model_folder, caplog):
 
 
 def test_a_difference_stops_the_run_with_the_token_and_both_values(tmp_path, model_folder, monkeypatch):
-    from lockstep.rl.rollouts import packing as batch
+    from lockstep.rl.scoring import policy_loss
 
     (tmp_path / "my_task.py").write_text(TASK)
-    exact = batch.target_log_probs
+    exact = policy_loss.target_log_probs
 
     def off_by_a_bit(*given):
         log_probs, entropy = exact(*given)
@@ -253,7 +253,7 @@ def test_a_difference_stops_the_run_with_the_token_and_both_values(tmp_path, mod
         return log_probs + (off - log_probs.detach()), entropy
 
     # The bits do agree, so the one that differs has to be made.
-    monkeypatch.setattr(batch, "target_log_probs", off_by_a_bit)
+    monkeypatch.setattr(policy_loss, "target_log_probs", off_by_a_bit)
     changes = dict(environment=f"{tmp_path / 'my_task.py'}:Vowels", steps=1)
     with pytest.raises(
         ParityError, match=r"step 1: 1 of \d+ .* token \d+ at position \d+ .*generator -\d.*trainer -\d"

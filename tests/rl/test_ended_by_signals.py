@@ -11,7 +11,7 @@ import pytest
 
 from lockstep.config import ActorsConfig, CheckpointConfig, FaultConfig, RewardConfig, to_toml
 from lockstep.observe.metrics import read_metrics
-from lockstep.rl.rollouts.sampling import EVERY
+from lockstep.rl.rollouts.sampling import POLLING_STEPS
 from tests.parallel.launch import CONTEXT, free_port, launch, ranks_environment
 from tests.rl.generators.test_colocated import LAYOUTS, ONE, config_of, outcome, run
 
@@ -93,7 +93,7 @@ def _end(config, folder, environment, resume):
     """The command, as a process; its sampling stalls, and training is slow, where `folder` has a mark."""
     from lockstep.cli import main
     from lockstep.generate import Engine
-    from lockstep.rl.rollouts.packing import PolicyLoss
+    from lockstep.rl.scoring.policy_loss import PolicyLoss
 
     os.environ |= environment
     with open(folder / "said", "ab") as file:
@@ -171,7 +171,9 @@ def folder(tmp_path):
 
 def settings(folder, model, environment, parallel=ONE, **changes):
     # Longer than any step takes that nothing holds, shorter than one that stands still.
-    config = config_of(folder / "task.py", model, folder / "run", parallel, **{"steps": 3, "inner_steps": 1, **changes})
+    config = config_of(
+        folder / "task.py", model, folder / "run", parallel, **{"steps": 3, "updates_per_batch": 1, **changes}
+    )
     return replace(config, environment=f"{folder / 'task.py'}:{environment}", faults=FaultConfig(stop_seconds=30))
 
 
@@ -219,7 +221,7 @@ def test_a_step_that_is_sampled_or_graded_is_given_up_and_the_run_saved_as_it_wa
 @pytest.mark.parametrize("layout", ["one process", pytest.param("FSDP 2", marks=pytest.mark.slow)])
 def test_updates_once_begun_complete_with_their_step(folder, model_folder, layout):
     ranks, parallel = LAYOUTS.get(layout, (1, ONE))
-    config = settings(folder, model_folder, "Vowels", parallel, inner_steps=2)
+    config = settings(folder, model_folder, "Vowels", parallel, updates_per_batch=2)
     ended = Ended(folder, config, "train", steps=1, ranks=ranks)
     assert ended.end(signal.SIGTERM, ranks - 1) == [143] * ranks, ended.said
     assert "SIGTERM ended the run after step 2, which is saved" in ended.said and "Traceback" not in ended.said
@@ -335,5 +337,5 @@ def test_ranks_that_share_matrices_give_up_sampling_together_where_one_has_a_sig
     assert ended.wait() == [143, 143]
     assert "SIGTERM ended the run after step 2, which is saved" in ended.said and "Traceback" not in ended.said
     # Of both ranks, and of ten tokens a sample.
-    assert (folder / "steps").stat().st_size - steps <= 2 * EVERY
+    assert (folder / "steps").stat().st_size - steps <= 2 * POLLING_STEPS
     check_it_goes_on(config, ranks=2)

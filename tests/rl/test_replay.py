@@ -21,7 +21,9 @@ EVERY = CheckpointConfig(every=1, keep_last=0, asynchronous=False)
 @pytest.fixture(scope="module")
 def run(tmp_path_factory, folders):  # noqa: F811
     """Two steps of DAPO on a task of which half the groups teach nothing, with a KL divergence."""
-    changes = dict(algorithm="dapo", extra_rounds=6, inner_steps=2, kl_coefficient=0.05, kl_reference=str(folders[1]))
+    changes = dict(
+        algorithm="dapo", extra_rounds=6, updates_per_batch=2, kl_coefficient=0.05, kl_reference=str(folders[1])
+    )
     config = _config(tmp_path_factory.mktemp("replay") / "run", folders[0], checkpoint=EVERY, **changes)
     return reinforce(config, Half())
 
@@ -33,7 +35,7 @@ def _differing(result):
 @pytest.mark.parametrize("name", ["grpo", "dapo", "reinforce++", "rejection", "distillation", "ppo"])
 def test_a_step_of_an_algorithm_has_the_recorded_bits(tmp_path, folders, name):  # noqa: F811
     changes = {"teacher": str(folders[1])} if name == "distillation" else {"kl_coefficient": 0.05, "kl_in": "loss"}
-    changes |= {} if name == "distillation" else {"inner_steps": 2, "off_policy": "truncate"}
+    changes |= {} if name == "distillation" else {"updates_per_batch": 2, "off_policy": "truncate"}
     folder = reinforce(_config(tmp_path / "run", folders[0], algorithm=name, checkpoint=EVERY, **changes), EvenBytes())
     result = replay(folder, 2, EvenBytes())
     assert result.equal, result.text()

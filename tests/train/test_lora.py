@@ -461,7 +461,7 @@ def test_ranks_train_the_adapter_of_one_process(tmp_path, model_folder):
 def _rl(tmp_path, model, **changes):
     defaults = dict(
         output=str(tmp_path / "rl"), model=str(model), steps=2, prompts_per_step=2, samples_per_prompt=4,
-        max_new_tokens=8, validation_examples=2, inner_steps=2, kl_coefficient=0.05, lora=LoraConfig(rank=4),
+        max_new_tokens=8, validation_examples=2, updates_per_batch=2, kl_coefficient=0.05, lora=LoraConfig(rank=4),
         train=TrainConfig(learning_rate=1e-2, warmup_steps=0, schedule="constant"), algorithm="dr_grpo",
         engine=EngineConfig(max_tokens_per_step=64, max_sequences=8, cache_tokens=2048),
         environment=str(tmp_path / "task.py") + ":Even",

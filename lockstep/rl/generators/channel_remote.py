@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from lockstep.errors import one_line
-from lockstep.observe.sign_of_life import runs_here
+from lockstep.observe.heartbeat import runs_here
 from lockstep.rl.generators.channel import Channel, Closed, Malformed
 from lockstep.rl.generators.remote import Reports, Request
 from lockstep.rl.generators.response_checks import InvalidResponse, checked_statistics, sample_of

@@ -25,8 +25,8 @@ from lockstep.generate.sampling_params import sampling_params_of
 from lockstep.generate.sequence import Sequence
 from lockstep.observe import Timeline, log
 from lockstep.observe.actors import NAME
-from lockstep.observe.sign_of_life import SignOfLife
-from lockstep.observe.sign_of_life import host as place
+from lockstep.observe.heartbeat import Heartbeat
+from lockstep.observe.heartbeat import host as place
 from lockstep.parallel import World
 from lockstep.rl.generators.channel import HANDSHAKE_SECONDS, Channel, Closed, call
 from lockstep.rl.generators.process_engine import open_engine
@@ -101,7 +101,7 @@ def _heartbeat_file(welcome: dict[str, Any], timeline: Timeline) -> AbstractCont
     """In the run's folder, if this host can write there; otherwise the trainer sees only the generator's messages."""
     run, name = Path(welcome.get("run", "")), welcome.get("name", "")
     reachable = (run / CONFIG).is_file() and os.access(run / "logs", os.W_OK)
-    return SignOfLife(run, name, timeline) if reachable and NAME.fullmatch(name) else nullcontext()
+    return Heartbeat(run, name, timeline) if reachable and NAME.fullmatch(name) else nullcontext()
 
 
 class _GeneratorProcess:

@@ -114,7 +114,7 @@ def _conversations(rows: Sequence[Rollout]) -> dict[str, float]:
         "rollout/turns_mean": sum(c.turns for c in conversations) / len(conversations),
         "rollout/tool_calls_mean": sum(c.tool_calls for c in conversations) / len(conversations),
         "rollout/rows_mean": sum(r.num_sampled > 0 for r in rows) / len(conversations),
-        "rollout/over": sum(c.over for c in conversations) / len(conversations),
+        "rollout/limit_reached": sum(c.over for c in conversations) / len(conversations),
         "rollout/environment_seconds": math.fsum(c.environment_seconds for c in conversations),
         "rollout/environment_tokens": sum(len(r.token_ids) - r.num_sampled for r in rows),
         **{
@@ -174,7 +174,7 @@ def _routes(compared: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
     return {f"parity_{name}": sum(m[f"parity/{name}"] for m in compared) for name in names}
 
 
-def summarize(metrics: Sequence[Mapping[str, Any]], inner_steps: int = 1) -> dict[str, Any]:
+def summarize(metrics: Sequence[Mapping[str, Any]], updates_per_batch: int = 1) -> dict[str, Any]:
     """A run's summary from its metrics: the validations before the first step and after the last one, if there were
     any, the comparison over all steps, and tokens."""
     compared = [m for m in metrics if "parity/tokens_checked" in m]
@@ -196,7 +196,7 @@ def summarize(metrics: Sequence[Mapping[str, Any]], inner_steps: int = 1) -> dic
         "reward_name": rewards[0] if len(rewards) == 1 else "reward",
         "tokens": {
             "generated": sum(m.get("rollout/tokens", 0) for m in compared),
-            "trained": inner_steps * sum(m.get("rollout/tokens_trained", 0) for m in compared),
+            "trained": updates_per_batch * sum(m.get("rollout/tokens_trained", 0) for m in compared),
         },
         "parity_tokens_checked": sum(m["parity/tokens_checked"] for m in compared),
         "parity_tokens_different": sum(m["parity/tokens_different"] for m in compared),

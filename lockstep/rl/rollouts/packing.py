@@ -67,7 +67,7 @@ class PolicyBatch:
     returns: Float[Tensor, "targets"] | None = None
     """The targets of the values."""
     before_step: Float[Tensor, "targets"] | None = None
-    """The trainer's log-probabilities in the first inner step, for off-policy corrections."""
+    """The trainer's log-probabilities in the first update, for off-policy corrections."""
     current: Bool[Tensor, "targets"] | None = None
     """Which tokens were sampled from the weights that the step starts with; None: all."""
     without_replay: Float[Tensor, "targets"] | None = None

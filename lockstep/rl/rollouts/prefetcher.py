@@ -88,33 +88,36 @@ class RolloutPrefetcher:
         """From here on, `state` is that after `step`; until then, the step in progress counts as in flight."""
         self.completed, self._current, self._current_places = step, [], []
 
-    def get_round(self, step: int, extra_round: int, missing: int) -> SampledRound:
-        """A step's round, of `missing` groups unless they were requested before.
+    def take_round(self, step: int, extra_round: int, missing: int) -> Callable[[], SampledRound]:
+        """Takes the prompts of a step's round, of `missing` groups unless they were requested before.
 
-        Re-raises the source's exception, and raises LedgerError if a token is older than `depth` allows.
+        Returns what samples it, or waits for it, and may be interrupted: the prompts are in flight from here on. It
+        re-raises the source's exception, and raises LedgerError if a token is older than `depth` allows.
         """
         if extra_round or step not in self._in_flight:
             places = self._take(missing)
             self._current_places += places
             examples = [self._prompts.at(place) for place in places]
-            rollouts = self._source.draw(examples, step, extra_round, self._sampler, missing)
-        else:
-            in_flight = self._in_flight[step]
-            places, examples, rollouts = in_flight.places, in_flight.examples, in_flight.rollouts()
-            self._current = [self._in_flight.pop(step)]
+            sample = partial(self._source.draw, examples, step, extra_round, self._sampler, missing)
+            return lambda: SampledRound(examples, self._checked(step, sample()), places)
+        in_flight = self._in_flight.pop(step)
+        self._current = [in_flight]
+        return lambda: SampledRound(in_flight.examples, self._checked(step, in_flight.rollouts()), in_flight.places)
+
+    def _checked(self, step: int, rollouts: list[Rollout]) -> list[Rollout]:
         oldest = min((min(rollout.versions or [rollout.version]) for rollout in rollouts), default=step)
         if oldest < step - 1 - self.depth and not self._source.is_recorded:
             raise LedgerError(
                 f"step {step} was sampled from weights version {oldest}, older than actors.max_staleness "
                 f"{self.depth} allows; this is a bug in Lockstep"
             )
-        return SampledRound(examples, rollouts, places)
+        return rollouts
 
     def wait(self) -> None:
         """Waits for the steps that are sampled from weights older than those after the last complete step."""
-        for step, in_flight in self._in_flight.items():
-            if step <= self.completed + self.depth:
-                in_flight.wait()
+        older = [of_step for step, of_step in self._in_flight.items() if step <= self.completed + self.depth]
+        for of_step in self._current + older:
+            of_step.wait()
 
     def metrics(self) -> dict[str, float]:
         """Steps requested so far, and their samples: how many are ready, and how many are still in flight."""
@@ -124,9 +127,9 @@ class RolloutPrefetcher:
         samples = [of_step.samples() for of_step in steps]
         return {
             "buffer/steps_ready": sum(of_step.is_ready for of_step in steps),
-            "buffer/steps_under_way": sum(not of_step.is_ready for of_step in steps),
+            "buffer/steps_in_flight": sum(not of_step.is_ready for of_step in steps),
             "buffer/samples_ready": sum(finished for finished, _ in samples),
-            "buffer/samples_under_way": sum(unfinished for _, unfinished in samples),
+            "buffer/samples_in_flight": sum(unfinished for _, unfinished in samples),
         }
 
     def state(self) -> dict[str, Any]:
@@ -150,10 +153,11 @@ class RolloutPrefetcher:
 
     def close(self) -> None:
         """Ends what is in flight."""
-        for in_flight in self._in_flight.values():
-            in_flight.sampler.close()
-        for in_flight in self._in_flight.values():
-            in_flight.thread.join()
+        steps = [*self._current, *self._in_flight.values()]
+        for of_step in steps:
+            of_step.sampler.close()
+        for of_step in steps:
+            of_step.thread.join()
 
     def _take(self, wanted: int) -> list[int]:
         """The positions of the next prompts, for this many groups."""

@@ -181,8 +181,8 @@ class RouteReplayStatistics:
         tokens = max(self.tokens, 1)
         return {
             "routes/different": self.different / self.routes,
-            "routes/ratio_spread": math.sqrt(self.squares / tokens),
-            "routes/ratio_spread_without": math.sqrt(self.squares_without / tokens),
+            "routes/ratio_rms": math.sqrt(self.squares / tokens),
+            "routes/ratio_rms_without": math.sqrt(self.squares_without / tokens),
         }
 
 

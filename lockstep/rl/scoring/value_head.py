@@ -33,7 +33,7 @@ class ValueHead(nn.Module):
     """V of a state, in float32, from the hidden state that the next token is sampled from.
 
     It is initialized to zero, so the first step's advantages are sums of rewards. It uses the model's linear
-    operator: like a log-probability, a value has the same bits in any batch, hence before and in the first inner step.
+    operator: like a log-probability, a value has the same bits in any batch, hence before and in the first update.
     """
 
     def __init__(self, dim: int, device: str | torch.device = "cpu", detached: bool = False, counts: bool = True):

@@ -117,7 +117,12 @@ def test_an_episode_counts_once_in_metrics_and_ledger():
     for rollout in whole[:2]:
         rollout.scores.failure, rollout.scores.counts = "raised", False
     metrics, expected = rollout_metrics(rows), rollout_metrics(whole)
-    own = {"rollout/turns_mean": 2.0, "rollout/tool_calls_mean": 0.0, "rollout/rows_mean": 2.0, "rollout/over": 0.0}
+    own = {
+        "rollout/turns_mean": 2.0,
+        "rollout/tool_calls_mean": 0.0,
+        "rollout/rows_mean": 2.0,
+        "rollout/limit_reached": 0.0,
+    }
     own |= {"rollout/environment_tokens": 24, "rollout/prompt_tokens": 30, "rollout/environment_seconds": 1.5}
     assert metrics == expected | own
     ledger = Ledger(2)

@@ -116,7 +116,7 @@ def test_a_run_of_conversations_trains_with_every_bit_compared(
     tmp_path, chat_model, model_folder, task, name, algorithm
 ):
     model = chat_model(name) if name else model_folder
-    changes = dict(algorithm=algorithm, kl_coefficient=0.05, inner_steps=2, checkpoint=CheckpointConfig(every=1))
+    changes = dict(algorithm=algorithm, kl_coefficient=0.05, updates_per_batch=2, checkpoint=CheckpointConfig(every=1))
     whole = reinforce(config(tmp_path / "whole", model, task("Talk"), **changes))
     for step in metrics(whole)[1:]:
         assert step["parity/tokens_different"] == 0 and step["policy/ratio_first_max"] == 1.0

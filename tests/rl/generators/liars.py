@@ -4,7 +4,7 @@ import os
 import socket
 import threading
 
-from lockstep.observe.sign_of_life import host as place
+from lockstep.observe.heartbeat import host as place
 from lockstep.rl.generators.channel import HEADER, Closed, _signed, call
 from lockstep.version import __version__
 

@@ -114,7 +114,7 @@ def config_of(task, model, output, parallel=ONE, **changes):
     )
     settings = dict(
         output=str(output), model=str(model), environment=f"{task}:Vowels", steps=3, prompts_per_step=5,
-        samples_per_prompt=3, max_new_tokens=10, validation_examples=3, inner_steps=2, kl_coefficient=0.1,
+        samples_per_prompt=3, max_new_tokens=10, validation_examples=3, updates_per_batch=2, kl_coefficient=0.1,
         parallel=parallel, train=train, rewards=RewardConfig(isolate="never"),
         engine=EngineConfig(max_tokens_per_step=256, max_sequences=8, cache_tokens=2048),
     )  # fmt: skip

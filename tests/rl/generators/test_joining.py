@@ -14,7 +14,7 @@ from lockstep.checkpoint import load_model
 from lockstep.config import ActorsConfig, CompileConfig, EngineConfig, ParallelConfig, RLConfig
 from lockstep.errors import UserError
 from lockstep.model import arithmetic_of, build_model, preset, read_config, save_model
-from lockstep.observe.sign_of_life import host as place
+from lockstep.observe.heartbeat import host as place
 from lockstep.parallel import open_world
 from lockstep.rl.generators.channel import Closed, Listener, call
 from lockstep.rl.generators.channel_remote import ChannelRemote

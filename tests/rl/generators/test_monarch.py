@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from lockstep.config import ActorsConfig
-from lockstep.config.checks import validate
+from lockstep.config.validation import validate
 from lockstep.errors import UserError
 from lockstep.rl.generators.monarch_workers import require_workers
 from lockstep.rl.generators.ranks import Group, start_stand_in

@@ -210,7 +210,7 @@ def _every_prompt_was_trained_on_once(folder, task, config):
 def _prefetcher(task, model_folder, output, steps, actors):
     return config_of(
         task, model_folder, output, environment=f"{task}:Many", steps=steps, actors=actors, resume=True,
-        inner_steps=1, checkpoint=CheckpointConfig(every=1, keep_last=4), kl_coefficient=0.0,
+        updates_per_batch=1, checkpoint=CheckpointConfig(every=1, keep_last=4), kl_coefficient=0.0,
     )  # fmt: skip
 
 
@@ -241,7 +241,7 @@ AHEAD = {
     "conversations in workers": (1, dict(environment="Talk", rewards=RewardConfig(workers=1))),
     "rounds": (1, dict(algorithm="dapo", extra_rounds=2)),
     "PPO": (1, dict(algorithm="ppo")),
-    "a reference": (1, dict(kl_coefficient=0.1, off_policy="truncate", inner_steps=2)),
+    "a reference": (1, dict(kl_coefficient=0.1, off_policy="truncate", updates_per_batch=2)),
     "FSDP 2": (2, dict(validation_every=1)),
 }
 

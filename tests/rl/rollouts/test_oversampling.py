@@ -32,7 +32,9 @@ def task(tmp_path):
 
 def oversampling(task, model, output, *arguments, environment="Stopping", **changes):
     """Of six prompts, four are trained on. The longest completions have many times the tokens of the others."""
-    settings = dict(prompts_per_step=4, oversampling_factor=1.5, max_new_tokens=80, kl_coefficient=0.0, inner_steps=1)
+    settings = dict(
+        prompts_per_step=4, oversampling_factor=1.5, max_new_tokens=80, kl_coefficient=0.0, updates_per_batch=1
+    )
     settings |= dict(environment=f"{task}:{environment}", checkpoint=CheckpointConfig(every=1))
     return config_of(task, model, output, *arguments, **(settings | changes))
 

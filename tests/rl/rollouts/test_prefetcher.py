@@ -136,7 +136,7 @@ class Run:
             self.prefetcher.begin(step, last)
             drawn, ledger, self.places[step] = [], Ledger(PROMPTS), []
             for extra_round in range(1 + (step in extra_rounds)):
-                of_round = self.prefetcher.get_round(step, extra_round, 1 if extra_round else PROMPTS)
+                of_round = self.prefetcher.take_round(step, extra_round, 1 if extra_round else PROMPTS)()
                 drawn += of_round.rollouts
                 ledger.wanted = PROMPTS + extra_round
                 self.places[step] += [of_round.places[rollout.group] for rollout in of_round.rollouts]
@@ -232,7 +232,7 @@ def test_a_resumed_run_loses_no_prompt_and_repeats_none_and_keeps_the_promise(be
         assert all(own[-1] <= after and own[0] >= 0 for own in ages(second).values())
 
 
-def test_samples_that_were_under_way_go_on_where_they_were():
+def test_samples_in_flight_resume_where_they_were():
     with running(2, seed=3) as first:
         first.train(3)
         first.prefetcher.wait()
@@ -288,8 +288,8 @@ def test_a_step_that_was_drawn_and_interrupted_is_drawn_again_by_the_run_that_is
         with running(depth, True, generators=1, seed=stop) as first:
             first.train(stop, last=9, extra_rounds=(4,))
             first.prefetcher.begin(stop + 1, 9)
-            first.prefetcher.get_round(stop + 1, 0, PROMPTS)
-            first.prefetcher.get_round(stop + 1, 1, 1)
+            first.prefetcher.take_round(stop + 1, 0, PROMPTS)()
+            first.prefetcher.take_round(stop + 1, 1, 1)()
             first.prefetcher.wait()  # what this step's weights sample may go on later
             state = first.state()
         with running(depth, True, generators=3, seed=2, state=state, step=stop) as second:
@@ -331,7 +331,7 @@ def test_a_prompt_asked_with_other_counts_is_still_asked_once(monkeypatch):
     assert [len(own) for own in places(second)] == [3] * 6
 
 
-def test_the_buffer_is_counted_in_steps_and_samples_that_are_ready_or_under_way():
+def test_the_buffer_is_counted_in_steps_and_samples_that_are_ready_or_in_flight():
     with running(2, generators=1) as run:
         of_a_step = PROMPTS * SAMPLES
         # While nobody drives the generator nothing is sampled.
@@ -340,16 +340,16 @@ def test_the_buffer_is_counted_in_steps_and_samples_that_are_ready_or_under_way(
         run.prefetcher.begin(1, last=2)
         assert run.prefetcher.metrics() == {
             "buffer/steps_ready": 0,
-            "buffer/steps_under_way": 2,
+            "buffer/steps_in_flight": 2,
             "buffer/samples_ready": 0,
-            "buffer/samples_under_way": 2 * of_a_step,
+            "buffer/samples_in_flight": 2 * of_a_step,
         }
         run.ended.clear()
         run.driver = threading.Thread(target=run._drive)
         run.driver.start()
         run.prefetcher.wait()
         assert list(run.prefetcher.metrics().values()) == [2, 0, 2 * of_a_step, 0]
-        run.prefetcher.get_round(1, 0, PROMPTS)
+        run.prefetcher.take_round(1, 0, PROMPTS)()
         assert list(run.prefetcher.metrics().values()) == [1, 0, of_a_step, 0]
     with running(0) as run:
         assert run.prefetcher.metrics() == {}
@@ -360,9 +360,9 @@ def test_what_is_older_than_promised_stops_the_run():
     with running(0) as run:
         old = [Rollout(EXAMPLES[0], 0, [1], [5, 6], [-1.0, -1.0], "stop", "", 1, versions=[1, 4])]
         prefetcher = RolloutPrefetcher(source(lambda *_: old), loader, run.pool, 1)
-        assert prefetcher.get_round(2, 0, 1)[1] == old
+        assert prefetcher.take_round(2, 0, 1)()[1] == old
         with pytest.raises(LedgerError, match="version 1, older than actors.max_staleness 0"):
-            prefetcher.get_round(3, 0, 1)
+            prefetcher.take_round(3, 0, 1)()
 
 
 def test_an_error_of_a_step_that_is_sampled_ahead_is_raised_at_that_step_and_nothing_is_left_running():

@@ -262,7 +262,7 @@ def test_replayed_routes_are_the_generators_and_the_weights_the_trainers():
     loss = gradients_of(model, rollouts, router_replay=True)
     metrics = loss.metrics()
     assert 0 < metrics["routes/different"] < 0.5
-    assert metrics["routes/ratio_spread"] != metrics["routes/ratio_spread_without"]
+    assert metrics["routes/ratio_rms"] != metrics["routes/ratio_rms_without"]
     assert all(float(model.layers[i].mlp.gate.weight.grad.abs().sum()) > 0 for i in (0, 2))
 
     config = RLConfig(dtype="float32")
@@ -315,7 +315,7 @@ def test_replay_of_equal_routes_changes_no_bit():
     rollouts = sampled(Engine(model, EngineConfig(cache_tokens=4096)))
     loss = gradients_of(model, rollouts, router_replay=True)
     gradients = [p.grad.clone() for p in model.parameters()]
-    assert loss.metrics()["routes/different"] == loss.metrics()["routes/ratio_spread"] == 0
+    assert loss.metrics()["routes/different"] == loss.metrics()["routes/ratio_rms"] == 0
     model.zero_grad()
     without = gradients_of(model, rollouts)
     assert loss.parity == without.parity
@@ -437,5 +437,5 @@ def test_a_run_with_replay_writes_whole_routes_and_has_the_bits_of_one_without(t
     with_replay, lines = run_of(tmp_path / "with", LONG, router_replay=True, steps=2)
     without, _ = run_of(tmp_path / "without", LONG, steps=2)
     assert [step["loss"] for step in with_replay] == [step["loss"] for step in without]
-    assert all(step["routes/different"] == step["routes/ratio_spread_without"] == 0 for step in with_replay)
+    assert all(step["routes/different"] == step["routes/ratio_rms_without"] == 0 for step in with_replay)
     assert all(read_route(route, LONG) is not None for line in lines for route in line["routes"])

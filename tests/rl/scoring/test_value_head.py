@@ -130,7 +130,7 @@ def test_values_have_the_same_bits_however_a_step_is_packed_and_in_the_loss(dtyp
         found.append([r.scores.values for r in rollouts])
     assert found[0] == found[1] == found[2]
     assign_advantages(rollouts, algorithm := loss_of(_config(), False).algorithm)
-    # As float32 tensors, and with a gradient: PPO's bound, however narrow, changes nothing on the first inner step.
+    # As float32 tensors, and with a gradient: PPO's bound, however narrow, changes nothing on the first update.
     config = _config(value_clip=1e-30)
     loss = loss_of(config, compare=True, critic=critic)
     (batch,) = batches_of(rollouts, config)
@@ -210,7 +210,7 @@ def _run(output, folder, **changes):
     train, environment = changes.pop("train", {}), changes.pop("environment", EvenBytes())
     defaults = dict(
         output=str(output), model=str(folder), algorithm="ppo", steps=4, prompts_per_step=2, samples_per_prompt=4,
-        max_new_tokens=5, validation_examples=1, dtype="float32", inner_steps=2, kl_coefficient=0.05,
+        max_new_tokens=5, validation_examples=1, dtype="float32", updates_per_batch=2, kl_coefficient=0.05,
         train=TrainConfig(
             **dict(learning_rate=1e-2, warmup_steps=0, schedule="constant", tokens_per_microbatch=64) | train
         ),
@@ -241,7 +241,7 @@ def test_a_run_resumes_to_the_same_bits_with_its_value_head(tmp_path, folder, dt
         assert step["parity/tokens_different"] == 0 and step["policy/ratio_first_max"] == 1.0
         assert step["value/loss"] > 0 and step["grad_norm/value_head"] > 0 and step["value/explained_variance"] < 1
     assert metrics[0]["value/explained_variance"] == 0.0, "the head begins as zero"
-    assert any(step["value/clip_fraction"] > 0 for step in metrics), "the second inner step"
+    assert any(step["value/clip_fraction"] > 0 for step in metrics), "the second update"
     shutil.rmtree(run / "checkpoints" / "step_00000004")
     assert _run(run, folder, dtype=dtype, resume=True) == run
     assert _metrics(run) == metrics and _files(run) == files
@@ -360,7 +360,7 @@ def test_a_compiled_run_compares_every_bit(tmp_path):
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"loss": "clip_sequence"}, "advantage gae of ppo gives each token its own"),
+        ({"loss": "clip_sequence"}, "advantage gae of ppo computes one per token"),
         ({"algorithm": "grpo", "value_detached": True}, 'advantage "group" has no value function'),
         ({"gae_lambda": 1.5}, "gae_lambda is 1.5; it must be 1 or less"),
         ({"value_clip": -1.0}, "value_clip is -1.0; it must be 0 or more"),

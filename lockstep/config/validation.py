@@ -1,13 +1,9 @@
-"""Refusal of impossible settings, in one place, before any work is done."""
+"""Refuses impossible combinations of settings before a run begins."""
 
 from __future__ import annotations
 
-import glob
 import ipaddress
-import itertools
-import os
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
 
@@ -16,32 +12,33 @@ from lockstep.config.algorithm import ALGORITHMS, algorithm_of
 from lockstep.config.bounds import bound_problems
 from lockstep.config.engine import CompileConfig
 from lockstep.config.evaluation import EvalConfig, greedy_problems
-from lockstep.config.idle import idle_problems
-from lockstep.config.parallel import SCHEDULES, ParallelConfig, tensor_problems
+from lockstep.config.overwritten import overwritten_problems
+from lockstep.config.parallel import parallel_problems
 from lockstep.config.preferences import PreferenceConfig, preference_problems
 from lockstep.config.recompute import KEEPABLE, RecomputeConfig
 from lockstep.config.runs import PretrainConfig, RLConfig, ServeConfig, SFTConfig
 from lockstep.config.toml import recorded_run
-from lockstep.config.train import TrainConfig
+from lockstep.config.train import train_problems
+from lockstep.config.unused_settings import unused_setting_problems
 from lockstep.errors import UserError, closest
 
 
 def validate(config: PretrainConfig | RLConfig | ServeConfig | EvalConfig) -> None:
-    """Refuses impossible values, naming the field and what to change. Raises UserError."""
+    """Raises UserError for impossible values, naming each field and what to change."""
     problems = list(bound_problems(config))
     if isinstance(config, ServeConfig):
         problems += _serve_problems(config)
     elif isinstance(config, EvalConfig):
         problems += config.problems()
-    elif not problems:  # what follows compares fields that are right by themselves
+    elif not problems:  # the checks below compare fields that are valid on their own
         problems += _problems(config)
-        problems += idle_problems(config, _continued(config))
+        problems += unused_setting_problems(config, _continued(config))
     if problems:
         raise UserError("this configuration cannot run:\n" + "\n".join(f"  - {p}" for p in problems))
 
 
 def validate_run(config: Any, kind: type[PretrainConfig | RLConfig]) -> None:
-    """As `validate`, where a run begins that takes a `kind`."""
+    """`validate`, and raises UserError for a config that is not a `kind` or that asks for a dry run."""
     if not isinstance(config, kind):
         raise UserError(f"this run takes a {kind.__name__}, not {config!r:.60}")
     validate(config)
@@ -53,85 +50,104 @@ def validate_run(config: Any, kind: type[PretrainConfig | RLConfig]) -> None:
 
 
 def _continued(config: PretrainConfig | RLConfig) -> PretrainConfig | RLConfig | None:
-    """The recorded run that it continues, unless that is of an unknown algorithm."""
-    run = recorded_run(config.output, type(config)()) if config.resume else None  # type: ignore[type-var]
-    return None if isinstance(run, RLConfig) and run.algorithm not in ALGORITHMS else run
+    """The settings of the run that `config` resumes; None if its algorithm is unknown."""
+    recorded = recorded_run(config.output, type(config)()) if config.resume else None  # type: ignore[type-var]
+    return None if isinstance(recorded, RLConfig) and recorded.algorithm not in ALGORITHMS else recorded
 
 
 def _problems(config: PretrainConfig | RLConfig) -> Iterator[str]:
-    yield from _train_problems(config.train)
+    yield from train_problems(config.train)
     yield from _recompute_problems(config.recompute, config.compile)
-    yield from _parallel_problems(config.parallel)
+    yield from parallel_problems(config.parallel)
+    yield from _layout_problems(config)
     yield from _expert_problems(config)
     yield from _lora_problems(config)
-    if isinstance(config, PretrainConfig):
-        if config.compile.backend != "none" and any("frozen=true" in rule for rule in config.train.rules):
-            yield 'train.rules that freeze do not work with compiled layers; set compile.backend = "none"'
-        if config.faults.on_spike == "rollback" and not config.checkpoint.every:
-            yield (
-                'faults.on_spike is "rollback" and checkpoint.every is 0, so there would be no checkpoint to go back '
-                "to; give checkpoint.every"
-            )
     if config.resume and config.overwrite:
         yield "resume and overwrite exclude each other; give one"
     if config.overwrite:
-        yield from _overwritten(config)
-    if isinstance(config, PretrainConfig) and config.sequence_length < 2 * config.parallel.context:
+        yield from overwritten_problems(config)
+    if isinstance(config, RLConfig | SFTConfig) and not config.model:
+        yield "model is empty; give a Hugging Face folder with --model DIR"
+    if isinstance(config, PretrainConfig):
+        yield from _pretrain_problems(config)
+    if isinstance(config, SFTConfig):
+        yield from _sft_problems(config)
+    if isinstance(config, PreferenceConfig):
+        yield from preference_problems(config)
+    if isinstance(config, RLConfig):
+        yield from _rl_problems(config)
+
+
+def _pretrain_problems(config: PretrainConfig) -> Iterator[str]:
+    if config.compile.backend != "none" and any("frozen=true" in rule for rule in config.train.rules):
+        yield 'train.rules that freeze do not work with compiled layers; set compile.backend = "none"'
+    if config.faults.on_spike == "rollback" and not config.checkpoint.every:
+        yield (
+            'faults.on_spike is "rollback" and checkpoint.every is 0, so there would be no checkpoint to go back '
+            "to; give checkpoint.every"
+        )
+    if config.sequence_length < 2 * config.parallel.context:
         yield (
             f"sequence_length {config.sequence_length} cannot be split for parallel.context {config.parallel.context}: "
             f"each rank takes two pieces of a sequence, so give at least {2 * config.parallel.context} tokens, or a "
             "smaller degree"
         )
-    if isinstance(config, SFTConfig) and config.dry_run:
+    if config.validation_data and config.validation_share:
+        yield "validation_data and validation_share exclude each other; give one"
+
+
+def _sft_problems(config: SFTConfig) -> Iterator[str]:
+    if config.dry_run:
         yield "dry_run is only for pretrain and rl; lockstep pretrain --dry-run of this model and layout needs as much"
-    if isinstance(config, RLConfig | SFTConfig) and not config.model:
-        yield "model is empty; give a Hugging Face folder with --model DIR"
-    if isinstance(config, SFTConfig) and not config.data:
+    if not config.data:
         kind = "preferences" if isinstance(config, PreferenceConfig) else "conversations"
         yield f"data is empty; give {kind} with --data FILE"
-    if isinstance(config, PretrainConfig) and config.validation_data and config.validation_share:
-        yield "validation_data and validation_share exclude each other; give one"
-    if isinstance(config, PreferenceConfig):
-        yield from preference_problems(config)
-    if isinstance(config, RLConfig):
-        yield from _algorithm_problems(config)
-        yield from _alarm_problems(config.alarms)
-        temperature, samples = config.validation_temperature, config.validation_samples
-        yield from greedy_problems("validation_temperature", temperature, "validation_samples", samples)
-        yield from config.actors.problems(config.parallel.reduction_chunks)
-        yield from _url_problems(config.actors.urls)
-    if isinstance(config, RLConfig) and config.faults.spike_deviations:
+
+
+def _rl_problems(config: RLConfig) -> Iterator[str]:
+    yield from _algorithm_problems(config)
+    yield from _alarm_problems(config.alarms)
+    temperature, samples = config.validation_temperature, config.validation_samples
+    yield from greedy_problems("validation_temperature", temperature, "validation_samples", samples)
+    yield from config.actors.problems(config.parallel.reduction_chunks)
+    yield from _url_problems(config.actors.urls)
+    if config.dry_run and config.actors.urls:
+        yield (
+            "a dry run cannot inspect the servers in actors.urls; remove them, and set actors.generators for training "
+            "ranks that do not sample"
+        )
+    if config.faults.spike_deviations:
         yield "faults.spike_deviations is only for pretraining; the size of a policy's loss is not meaningful"
 
 
 def _algorithm_problems(config: RLConfig) -> Iterator[str]:
     algorithm = algorithm_of(config)
-    given = f"advantage {algorithm.advantage}" + (f" of {config.algorithm}" if not config.advantage else "")
+    advantage = f"advantage {algorithm.advantage}" + (f" of {config.algorithm}" if not config.advantage else "")
     if algorithm.normalize_advantages and algorithm.advantage in ("leave_one_out", "best", "teacher"):
-        yield f"{given} is not normalized; leave normalize_advantages out"
+        yield f"{advantage} is not normalized; leave normalize_advantages out"
     if (algorithm.advantage == "teacher") != bool(config.teacher):
         if config.teacher:
-            yield f"teacher is set, but {given} does not use one; leave it out, or set algorithm = distillation"
+            yield f"teacher is set, but {advantage} does not use one; leave it out, or set algorithm = distillation"
         else:
-            yield f"{given} needs a teacher: give the folder of a model with --teacher"
-    if algorithm.loss == "reinforce" and algorithm.advantage != "best" and config.inner_steps > 1:
+            yield f"{advantage} needs a teacher: give the folder of a model with --teacher"
+    if algorithm.loss == "reinforce" and algorithm.advantage != "best" and config.updates_per_batch > 1:
         yield (
-            f"loss reinforce has no ratio, so all but the first of {config.inner_steps} inner steps would be "
-            'off-policy; set inner_steps = 1, or loss = "clip"'
+            f"loss reinforce has no ratio, so all but the first of {config.updates_per_batch} updates would be "
+            'off-policy; set updates_per_batch = 1, or loss = "clip"'
         )
     if algorithm.advantage == "teacher" and algorithm.extra_rounds:
-        yield "extra_rounds drops groups with equal rewards, which a teacher's advantages learn from too; leave it out"
+        yield "extra_rounds drops groups with equal rewards, from which a teacher's advantages also learn; leave it out"
     if algorithm.kl_in == "reward" and algorithm.kl_coefficient > 0 and algorithm.advantage in ("best", "teacher"):
-        yield f'{given} ignores a KL divergence in the reward; set kl_in = "loss"'
+        yield f'{advantage} ignores a KL divergence in the reward; set kl_in = "loss"'
     if algorithm.loss == "clip_sequence" and algorithm.advantage == "gae":
         yield (
-            f"loss clip_sequence takes one advantage per completion, but {given} gives each token its own; set "
+            f"loss clip_sequence takes one advantage per completion, but {advantage} computes one per token; set "
             'loss = "clip"'
         )
     if algorithm.loss == "clip_sequence" and algorithm.advantage == "batch" and algorithm.kl_coefficient > 0:
         yield (
             "loss clip_sequence takes one advantage per completion, but the KL divergence in the rewards of advantage "
-            'batch gives each token its own; set kl_in = "loss"'
+            'batch makes them differ per token; set kl_in = "loss"'
         )
 
 
@@ -147,77 +163,26 @@ def _url_problems(urls: tuple[str, ...]) -> Iterator[str]:
     for url in urls:
         try:
             parts = urlsplit(url)
-            whole = parts.scheme in ("http", "https") and parts.hostname and parts.port != 0
+            complete = parts.scheme in ("http", "https") and parts.hostname and parts.port != 0
         except ValueError:
-            parts, whole = None, False
-        if not parts or not whole or parts.path.strip("/") or parts.query or parts.fragment or parts.username:
+            parts, complete = None, False
+        if not parts or not complete or parts.path.strip("/") or parts.query or parts.fragment or parts.username:
             yield f"actors.urls: {url!r} must be http://HOST:PORT or https://HOST:PORT, and nothing more; correct it"
     for url in {url for url in urls if urls.count(url) > 1}:
         yield f"actors.urls names {url} more than once; give each server once"
 
 
-READ = (
-    "model", "tokenizer", "teacher", "kl_reference", "reference", "reward_model", "engine.draft_model", "data",
-    "validation_data", "template", "environment", "train.schedule_file", "parallel.pipeline_schedule",
-)  # fmt: skip
-"""Settings that may name files or folders."""
-NO_FILES = ("byte", "start", "average")
-"""Values of these settings that never name a file, whatever is in the folder."""
-
-
-def _overwritten(config: PretrainConfig | RLConfig) -> Iterator[str]:
-    """What a run would read from the folder that it empties first."""
-    output = Path(config.output).resolve()
-    for name in READ:
-        value = str(_setting(config, name))
-        paths = [path for part in value.split(",") for path in _paths(part)]
-        # An adapter's base is read with it.
-        paths += [_base(path) for path in paths]
-        if (name == "environment" and ".py" not in value) or value in NO_FILES:
-            continue
-        if any(path.resolve().is_relative_to(output) for path in paths):
-            yield f"{name} {value} is in {config.output}, which --overwrite would empty; give another --output"
-
-
-def _setting(config: Any, name: str) -> Any:
-    """Empty if the run has no such setting."""
-    for part in name.split("."):
-        config = getattr(config, part, "")
-    return config
-
-
-def _paths(text: str) -> list[Path]:
-    """The files named by a setting that exist: PATH, PATH=WEIGHT, FILE.py:NAME or a glob."""
-    file, _, _ = text.partition(":")
-    # Not `Path.exists`, which raises for what cannot be a file name, such as a long template.
-    names = [name for name in (text, text.rpartition("=")[0], file if file.endswith(".py") else "") if name]
-    found = [name for name in names if os.path.exists(name)]
-    return [Path(name) for name in found or itertools.chain(*(glob.iglob(name, recursive=True) for name in names))]
-
-
-def _base(path: Path) -> Path:
-    from lockstep.model.adapter_folder import base_folder
-
-    try:
-        return base_folder(path)
-    except UserError:  # which the run will report
-        return path
-
-
-def _parallel_problems(parallel: ParallelConfig) -> Iterator[str]:
-    yield from tensor_problems(parallel.tensor, parallel.reduction_chunks)
-    if parallel.asynchronous_tensor and parallel.tensor == 1:
-        yield "parallel.asynchronous_tensor needs parallel.tensor above 1, where there are sums to send; leave it out"
-    if parallel.expert_dispatcher == "deep_ep" and parallel.expert * parallel.tensor == 1:
+def _layout_problems(config: PretrainConfig | RLConfig) -> Iterator[str]:
+    train, parallel = config.train, config.parallel
+    if train.optimizer_in_backward and parallel.pipeline > 1:
         yield (
-            'parallel.expert_dispatcher "deep_ep" needs parallel.expert or parallel.tensor above 1, where experts are '
-            "on other ranks; leave it out"
+            "train.optimizer_in_backward does not work with parallel.pipeline, which computes a weight's gradient in "
+            "several backwards; switch it off"
         )
-    schedule = parallel.pipeline_schedule
-    if schedule not in SCHEDULES and not schedule.endswith(".csv"):
+    if train.deterministic_layout and parallel.pipeline > 1 and parallel.context > 1:
         yield (
-            f'parallel.pipeline_schedule "{schedule}" is unknown.{closest(schedule, SCHEDULES)} Known: '
-            f"{', '.join(SCHEDULES)}, and FILE.csv"
+            "train.deterministic_layout works with parallel.pipeline or with parallel.context, not with both; switch "
+            "it off"
         )
 
 
@@ -274,24 +239,6 @@ def _recompute_problems(recompute: RecomputeConfig, compiled: CompileConfig) -> 
                     f"recompute.keep: {operator} cannot be kept by itself in a compiled half of a layer; "
                     'keep only attention, or set compile.backend = "none"'
                 )
-
-
-def _train_problems(train: TrainConfig) -> Iterator[str]:
-    if (train.schedule == "csv") != bool(train.schedule_file):
-        yield (
-            f'train.schedule is "{train.schedule}" and train.schedule_file is "{train.schedule_file}"; '
-            "csv needs a file, the other schedules take none"
-        )
-    if train.optimizer_in_backward:
-        if train.deterministic_layout:
-            yield "train.deterministic_layout sums gradients that train.optimizer_in_backward does not keep; use one"
-        if train.max_grad_norm > 0:
-            yield (
-                "train.optimizer_in_backward updates before the norm of all gradients is known, so they cannot be "
-                f"clipped to train.max_grad_norm {train.max_grad_norm}; set max_grad_norm = 0"
-            )
-        if train.optimizer == "muon" or any("optimizer=muon" in rule for rule in train.rules):
-            yield "train.optimizer_in_backward works only with adamw: ranks gather Muon's matrices together"
 
 
 def _serve_problems(config: ServeConfig) -> Iterator[str]:

@@ -15,6 +15,7 @@ from lockstep.config import (
     CheckpointConfig,
     DPOConfig,
     LoraConfig,
+    ParallelConfig,
     PretrainConfig,
     RewardModelConfig,
     RLConfig,
@@ -120,7 +121,7 @@ def test_what_cannot_work_is_refused_by_name(config, name, value, message):
     assert message in str(refused.value)
 
 
-IDLE = [
+UNUSED = [
     *(PretrainConfig(**{name: 5}) for name in ("validation_every", "validation_tokens")),
     PretrainConfig(train=TrainConfig(decay_share=0.5)),
     PretrainConfig(train=TrainConfig(decay_shape="sqrt")),
@@ -147,7 +148,7 @@ IDLE = [
 ]
 
 
-@pytest.mark.parametrize("config", IDLE, ids=lambda config: str(IDLE.index(config)))
+@pytest.mark.parametrize("config", UNUSED, ids=lambda config: str(UNUSED.index(config)))
 def test_what_has_no_effect_is_refused_where_it_is_given_but_not_in_a_recorded_run(tmp_path, config):
     config = copy.deepcopy(config)
     config.output, config.resume = str(tmp_path), True
@@ -213,7 +214,7 @@ def test_recipes_are_within_their_bounds():
             assert list(bound_problems(recipe())) == []
 
 
-def test_the_schedules_that_are_known_are_those_that_there_are():
+def test_the_known_schedules_are_the_implemented_ones():
     assert list(pipeline_schedule.SCHEDULES) == list(SCHEDULES)
 
 
@@ -269,6 +270,47 @@ def test_a_folder_that_is_called_as_a_setting_is_may_be_overwritten(tmp_path, mo
 
 
 @pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"pipeline": 2, "pipeline_schedule": "interleaved", "pipeline_stages_per_rank": 1}, "needs 2 or more"),
+        ({"pipeline": 2, "reduce_gradients": "microbatch"}, 'leave it at "auto"'),
+        ({"pipeline": 2, "full_dtensor": True}, "parallel.full_dtensor has no stages, but parallel.pipeline is 2"),
+        ({"cpu_offload": True, "full_dtensor": True}, "parallel.cpu_offload needs FSDP"),
+        ({"expert": 2, "full_dtensor": True}, "full_dtensor does not work with parallel.expert"),
+    ],
+)
+def test_layouts_that_work_with_no_model_are_refused(changes, message):
+    for config in (PretrainConfig(), RLConfig(model="m")):
+        with pytest.raises(UserError, match=message):
+            validate(dataclasses.replace(config, parallel=ParallelConfig(**changes)))
+
+
+@pytest.mark.parametrize(
+    ("train", "parallel", "message"),
+    [
+        ({"optimizer_in_backward": True, "max_grad_norm": 0.0}, {"pipeline": 2}, "which computes a weight's gradient"),
+        ({"deterministic_layout": True}, {"pipeline": 2, "context": 2}, "not with both; switch it off"),
+    ],
+)
+def test_training_settings_that_a_layout_does_not_support_are_refused(train, parallel, message):
+    with pytest.raises(UserError, match=message):
+        validate(PretrainConfig(train=TrainConfig(**train), parallel=ParallelConfig(**parallel)))
+
+
+def test_a_rule_that_cannot_be_parsed_is_refused_before_the_run_begins():
+    rules = ("*norm*", "*norm* learning_rat=1", "*norm* frozen=maybe")
+    with pytest.raises(UserError) as refused:
+        validate(PretrainConfig(train=TrainConfig(rules=rules)))
+    assert all(f'train.rules "{rule}"' in str(refused.value) for rule in rules)
+
+
+def test_a_dry_run_with_servers_is_refused():
+    config = RLConfig(model="m", dry_run=8, actors=ActorsConfig(urls=("http://127.0.0.1:1",)))
+    with pytest.raises(UserError, match=r"a dry run cannot inspect the servers in actors.urls"):
+        validate(config)
+
+
+@pytest.mark.parametrize(
     ("name", "value", "message"),
     [
         ("recompute.keep", "attention", "recompute.keep is 'attention'; it must be a list, each item text"),
@@ -291,7 +333,7 @@ def test_one_value_is_no_list_and_nothing_is_no_text(tmp_path, name, value, mess
         from_toml(tmp_path / "c.yaml", PretrainConfig())
 
 
-def test_a_run_takes_its_own_settings_and_no_estimate(tmp_path):
+def test_a_run_refuses_the_settings_of_another_command_and_dry_runs(tmp_path):
     for run, config in ((pretrain, RLConfig()), (pretrain, {}), (finetune, PretrainConfig()), (reinforce, SFTConfig())):
         with pytest.raises(UserError, match=r"this run takes a \w+Config, not "):
             run(config)
@@ -300,16 +342,16 @@ def test_a_run_takes_its_own_settings_and_no_estimate(tmp_path):
             run(config)
 
 
-def test_what_to_do_about_a_folder_is_not_taken_from_a_file_and_that_is_said(tmp_path, capsys):
+def test_how_to_treat_the_folder_is_ignored_in_a_file_with_a_warning(tmp_path, capsys):
     (tmp_path / "c.yaml").write_text("overwrite: true\ndry_run: 4\nsteps: 0\nresume: false\n")
     (tmp_path / "t.txt").write_text("some text to learn from. " * 50)
     arguments = ["--model", "qwen3:micro", "--data", str(tmp_path / "t.txt"), "--output", str(tmp_path / "run")]
     length = ["--tokens-per-step", "256", "--sequence-length", "32"]
     assert main(["pretrain", "--config", str(tmp_path / "c.yaml"), *arguments, *length]) == 0
-    said = capsys.readouterr().err
+    printed = capsys.readouterr().err
     for name in ("overwrite", "dry_run"):
-        assert f"c.yaml: {name} is ignored in a file; give it on the command line" in said
-    assert "resume is not taken" not in said
+        assert f"c.yaml: {name} is ignored in a file; give it on the command line" in printed
+    assert "resume is not taken" not in printed
 
 
 def test_a_long_template_is_no_file_that_overwriting_could_delete():
@@ -325,10 +367,18 @@ COMMANDS = {
 def test_a_run_of_another_command_is_not_resumed(tmp_path, capsys, command, other):
     (tmp_path / "config.toml").write_text(to_toml(COMMANDS[other](output=str(tmp_path))))
     assert main([command, "--resume", "--output", str(tmp_path)]) == 2
-    said = capsys.readouterr().err
-    assert f"{tmp_path}: is a run of lockstep {other}, which lockstep {command} cannot resume" in said
-    assert f"continue it with lockstep {other} --resume --output {tmp_path}" in said
+    printed = capsys.readouterr().err
+    assert f"{tmp_path}: is a run of lockstep {other}, which lockstep {command} cannot resume" in printed
+    assert f"continue it with lockstep {other} --resume --output {tmp_path}" in printed
     assert recorded_run(tmp_path, COMMANDS[other]()) is not None
+
+
+def test_an_old_name_of_a_setting_in_a_recorded_run_or_a_file_is_answered_with_the_new_name(tmp_path, capsys):
+    old = to_toml(RLConfig(output=str(tmp_path))).replace("updates_per_batch", "inner_steps")
+    (tmp_path / "config.toml").write_text(old)
+    message = 'config.toml: unknown key "inner_steps". In Lockstep it is updates_per_batch'
+    for option in (["--resume", "--output", str(tmp_path)], ["--config", str(tmp_path / "config.toml")]):
+        assert main(["rl", *option]) == 2 and message in capsys.readouterr().err
 
 
 def test_nor_is_it_from_python(tmp_path, model_folder):

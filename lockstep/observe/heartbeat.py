@@ -25,20 +25,20 @@ BEAT = 5.0
 BYTES = 4096
 """Size of a heartbeat, padded with blanks: one page, one block."""
 MESSAGE = 200
-"""Characters of a message that are kept."""
+"""Maximum number of characters of a message."""
 STACKS_SIGNAL = signal.SIGUSR2
-"""Makes a process write its stacks."""
+"""Signal upon which a process writes its stacks."""
 
 
-class SignOfLife:
+class Heartbeat:
     """`logs/heartbeat_….json` of one actor, written when a phase begins and every `seconds`. A context manager.
 
-    The file is removed once the actor has ended; an error that ended the actor is kept in it. While it is open,
-    STACKS_SIGNAL makes the process write all threads' stacks to `logs/stacks_NAME.txt`, whatever it is doing. An actor
-    that is not a rank opens it after the run's folder was claimed, which removes the files of killed processes:
+    The file is removed when the actor ends, except after an error, which is recorded in it. Within the context,
+    STACKS_SIGNAL makes the process write all threads' stacks to `logs/stacks_NAME.txt` at any time. An actor that is
+    not a rank enters it after the run's folder was claimed, which removes the files of killed processes:
 
         timeline = Timeline()
-        with SignOfLife(run, "generator_0", timeline):
+        with Heartbeat(run, "generator_0", timeline):
             with timeline.span("idle", waits_for="requests of rank_0"):
                 ...
     """
@@ -51,10 +51,10 @@ class SignOfLife:
         self._end = ""
         self._lock = threading.Lock()
         self._ended = threading.Event()
-        self._thread = threading.Thread(target=self._beat_on, name="sign of life", daemon=True)
+        self._thread = threading.Thread(target=self._beat_on, name="heartbeat", daemon=True)
         self._listener = _Listener(timeline)
 
-    def __enter__(self) -> SignOfLife:
+    def __enter__(self) -> Heartbeat:
         self.path.parent.mkdir(parents=True, exist_ok=True)
         self._who = {
             "name": self.name,
@@ -65,7 +65,7 @@ class SignOfLife:
             "interval": self.seconds,
         }
         self._file = os.open(self.path, os.O_WRONLY | os.O_CREAT)
-        # Appended to: what an earlier attempt left there explains why it ended.
+        # In append mode: stacks that an earlier attempt left there explain why it ended.
         self._stacks = self._stacks_path.open("a")
         self._stacks_size = self._stacks.tell()
         faulthandler.register(STACKS_SIGNAL, self._stacks, all_threads=True)
@@ -87,7 +87,7 @@ class SignOfLife:
         if error is None:
             # An actor that has ended is not stuck, so its heartbeat is removed.
             self.path.unlink(missing_ok=True)
-        # Requested stacks have been read by now; those that the watchdog of an earlier attempt wrote stay.
+        # Requested stacks have been read by now; those from the watchdog of an earlier attempt are not removed.
         self._stacks.close()
         with suppress(OSError):
             os.truncate(self._stacks_path, self._stacks_size)
@@ -96,7 +96,7 @@ class SignOfLife:
             self.path.parent.rmdir()  # if it is empty
 
     def end(self, why: str) -> None:
-        """Records why the actor ends; its heartbeat shows this from now on."""
+        """Records in the heartbeat why the actor ends."""
         self._end = why.splitlines()[0]
         self._beat()
 
@@ -105,7 +105,7 @@ class SignOfLife:
             self._collectives = collectives()
             self._beat()
             with suppress(OSError):
-                # A shared file system shows other machines what was written only after this.
+                # On a shared file system, writes are visible to other machines only after this.
                 os.fsync(self._file)
 
     def _beat(self) -> None:
@@ -130,7 +130,7 @@ class SignOfLife:
             written = json.dumps(content)
             if len(written) > BYTES:
                 written = json.dumps(content | {"collectives": {}, "message": ""})
-            # Overwritten in place: it takes microseconds, and a full disk does not make an actor look dead.
+            # Overwritten in place, which takes microseconds and works on a full disk.
             with suppress(OSError):
                 os.pwrite(self._file, written.ljust(BYTES).encode(), 0)
 
@@ -156,8 +156,8 @@ def stacks_path(run: Path, name: str) -> Path:
     return run / "logs" / f"stacks_{name}.txt"
 
 
-def forget_signs(run: Path) -> None:
-    """Removes the heartbeats of processes that could not remove their own."""
+def remove_heartbeats(run: Path) -> None:
+    """Removes the heartbeats of killed processes."""
     for path in run.glob("logs/heartbeat_*.json"):
         path.unlink(missing_ok=True)
 
@@ -170,7 +170,7 @@ def host() -> str:
 
 
 def start_ticks(pid: int) -> int:
-    """When a process started, to tell it from a later one with the same PID; 0 if the kernel does not say."""
+    """When a process started, which distinguishes it from a later one with the same PID; 0 if unknown."""
     return int(stat_fields(pid)[19]) if stat_fields(pid) else 0
 
 
@@ -182,24 +182,24 @@ def stat_fields(pid: int) -> list[str]:
         return []
 
 
-def runs_here(pid: int, place: str) -> bool:
-    """Whether a process of `place`, as `host` returns it there, is on this host and neither stopped nor gone."""
-    fields = stat_fields(pid) if place == host() else []
+def runs_here(pid: int, its_host: str) -> bool:
+    """Whether a process whose `host()` is `its_host` runs on this host, neither stopped nor ended."""
+    fields = stat_fields(pid) if its_host == host() else []
     return bool(fields) and fields[0] not in "TtZX"
 
 
 def collectives() -> dict[str, Any]:
-    """For each process group, how many collectives this rank has begun in it, and the group's ranks."""
+    """For each process group, the number of collectives that this rank has begun in it, and the group's ranks."""
     import torch.distributed as dist
 
     if not (dist.is_available() and dist.is_initialized()):
         return {}
     known: Any = dist.distributed_c10d._world
-    found: dict[str, Any] = {}
+    begun: dict[str, Any] = {}
     for group in list(known.pg_map):
-        # A group that is being created or destroyed right now, or whose backend does not count.
+        # Raised for a group that is being created or destroyed, or whose backend has no counter.
         with suppress(RuntimeError, ValueError, KeyError):
             ranks = dist.get_process_group_ranks(group)
             if len(ranks) > 1:
-                found[known.pg_names[group]] = [group._get_sequence_number_for_group(), ranks]
-    return found
+                begun[known.pg_names[group]] = [group._get_sequence_number_for_group(), ranks]
+    return begun
