@@ -80,7 +80,8 @@ class PolicyTask:
         self.clock = Stopwatch(self.timeline)
         groups = self.sample(step)
         for scorer in self.scorers:
-            scorer.score(groups.trained)
+            with self.sampling.scoring():
+                scorer.score(groups.trained)
         assign_advantages(groups.trained, self.algorithm)
         if self.algorithm.advantage == "best":
             groups.keep_best()
@@ -134,7 +135,8 @@ class PolicyTask:
         rollouts, outcomes = sampling.gather(sampled.examples, sampled.rollouts, outcomes)
         if self.reward_scorer:
             clock.begin("time/reward", patience=sampling.grading_seconds)
-            self.reward_scorer.score(rollouts)
+            with sampling.scoring():
+                self.reward_scorer.score(rollouts)
         self.timeline.message = f"{len(rollouts)} rollouts, graded"
         clock.begin("time/train")
         return rollouts, sampled.places, outcomes

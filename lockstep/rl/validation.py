@@ -44,6 +44,7 @@ class Validation:
         with timeline.span("wait", sampling.other_ranks):
             rollouts, _ = sampling.gather(self.held_out, rollouts)
         if self._reward_scorer:
-            self._reward_scorer.score(rollouts)
+            with sampling.scoring():
+                self._reward_scorer.score(rollouts)
         self._records.write_validation(step, rollouts)
         return validation_metrics(rollouts, self._environment)

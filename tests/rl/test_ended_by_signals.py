@@ -93,6 +93,7 @@ def _end(config, folder, environment, resume):
     """The command, as a process; its sampling stalls, and training is slow, where `folder` has a mark."""
     from lockstep.cli import main
     from lockstep.generate import Engine
+    from lockstep.rl.scoring.forward import ForwardPasses
     from lockstep.rl.scoring.policy_loss import PolicyLoss
 
     os.environ |= environment
@@ -119,6 +120,14 @@ def _end(config, folder, environment, resume):
         return loss(*arguments)
 
     PolicyLoss.__call__ = slow_loss
+    per_token = ForwardPasses.per_token
+
+    def stalled_scores(*arguments):
+        scores = per_token(*arguments)
+        stall("score")
+        return scores
+
+    ForwardPasses.per_token = stalled_scores
     sys.exit(main(["rl", "--config", str(config), *(["--resume"] if resume else [])]))
 
 
@@ -126,7 +135,8 @@ class Ended:
     """A run in `folder` that a signal ends while it stands still in a step."""
 
     def __init__(self, folder, config, mark, steps, ranks=1, own="0"):
-        """mark: "compute" (before a step of the engine), "sample" (after one), "grade", "train" (in a loss) or
+        """mark: "compute" (before a step of the engine), "sample" (after one), "grade", "score" (by the
+        reference), "train" (in a loss) or
         "judge" (a validation).
         steps: those done before. own: the rank whose sampling stands still."""
         self.folder = folder
@@ -158,7 +168,7 @@ class Ended:
     def wait(self):
         for process in self.processes:
             process.join(120)
-        for mark in ("compute", "sample", "grade", "train", "judge", "reached"):
+        for mark in ("compute", "sample", "grade", "score", "train", "judge", "reached"):
             (self.folder / mark).unlink(missing_ok=True)
         return [process.exitcode for process in self.processes]
 
@@ -203,13 +213,14 @@ def check_it_goes_on(config, ranks=1):
         pytest.param("Drawing", "sample", "never", signal.SIGINT, marks=pytest.mark.slow),
         ("Drawing", "grade", "never", signal.SIGTERM),
         ("Vowels", "grade", "auto", signal.SIGINT),
+        ("Drawing", "score", "never", signal.SIGTERM),
     ],
 )
-def test_a_step_that_is_sampled_or_graded_is_given_up_and_the_run_saved_as_it_was_before(
+def test_a_step_that_is_sampled_graded_or_scored_is_interrupted_and_the_run_saved_as_it_was_before(
     folder, model_folder, environment, mark, isolate, number
 ):
     rewards = RewardConfig(isolate=isolate, workers=2, seconds=600)
-    config = settings(folder, model_folder, environment, rewards=rewards)
+    config = settings(folder, model_folder, environment, rewards=rewards, kl_coefficient=0.1 * (mark == "score"))
     ended = Ended(folder, config, mark, steps=2)
     assert ended.end(number) == [128 + number]
     assert f"{signal.Signals(number).name} ended the run after step 2, which is saved" in ended.said

@@ -166,6 +166,13 @@ class Sampling:
         """For sampling in the main thread: at once on this rank alone, or where ranks that sample together poll."""
         return self._stop.interruptible(shared=self.together)
 
+    @contextmanager
+    def scoring(self) -> Iterator[None]:
+        """For work that all ranks share: one process is interrupted at once, several at the end."""
+        with self._stop.interruptible(shared=self.replicas.world.size > 1):
+            yield
+        self.raise_if_interrupted()
+
     def raise_if_interrupted(self) -> None:
         """Raises Interrupted on all ranks if any has received a signal."""
         with self._stop.interruptible(shared=True):
