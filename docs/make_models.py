@@ -142,7 +142,7 @@ CHECKS: dict[str, Callable[[str], bool | str]] = {
     "activation checkpointing changes no bit": recomputes,
     "a prefix in the cache changes no bit": reuses_prefixes,
     "sampling has the trainer's bits, with an adapter": samples_as_it_trains("float32", with_adapter=True),
-    "a run that is resumed has its own bits": resumes,
+    "a resumed run has the bits of an uninterrupted one": resumes,
     "`--dry-run`": rehearses,
     "Hugging Face folder, written and read": goes_to_disk_and_back,
     "`lockstep convert`": converts,

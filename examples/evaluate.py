@@ -17,7 +17,7 @@ class LetterE(rl.Environment):
             yield rl.Example(prompt=f"{word}:")
 
     def reward(self, example: rl.Example, completion: str) -> dict[str, float]:
-        # A reward named `correct` makes pass@k; others are averaged beside it.
+        # A reward named `correct` makes pass@k; the others are averaged.
         return {"correct": float("e" in completion), "length": len(completion) / 100}
 
 

@@ -35,7 +35,7 @@ finally:
     server.wait()
 
 print(choice["text"])
-# On the server's device: GPUs have their own bits.
+# On the server's device: GPUs have other bits than CPUs.
 model = lockstep.load_model(arguments.model, device="cuda" if torch.cuda.is_available() else "cpu")
 scored = lockstep.score(model, [prompt + choice["token_ids"]])[0][len(prompt) - 1 :].cpu()
 served = torch.tensor(choice["logprobs"]["token_logprobs"])
