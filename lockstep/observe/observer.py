@@ -101,7 +101,7 @@ class Observer:
         if self._metrics is not None:
             self._metrics.extend(last, metrics)
             if self._on_metrics is not None:
-                self._on_metrics(last["step"], dict(metrics))
+                self._on_metrics(last["step"], {**last, **metrics})
 
     def samples_due(self, step: int) -> bool:
         """Whether a table of the completions that `step` trained on is sent to the trackers."""

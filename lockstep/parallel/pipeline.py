@@ -90,7 +90,7 @@ class Pipeline(nn.Module):
     ) -> list[float]:
         """Accumulates the gradients of all micro-batches; returns their losses on the last stage's rank, elsewhere [].
 
-        microbatches: PackedRows, or objects that have one as `row`; the same on all ranks of the pipeline. `loss_of`
+        microbatches: `PackedRow`s, or objects that have one as `row`; the same on all ranks of the pipeline. `loss_of`
         runs on the last stage; it may call the model once. `each` is called after every micro-batch's backward through
         one of this rank's stages, in the order of the micro-batches, with the names of the stage's parameters,
         including the last stage's extra parameters; if it clears their gradients each time, they are that

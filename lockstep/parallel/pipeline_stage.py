@@ -59,7 +59,7 @@ class Stage(Decoder):
         yield from self.extra_parameters.values()
 
     @property
-    def own_layers(self) -> list[int]:
+    def local_layers(self) -> list[int]:
         """The indices of its layers in the whole model."""
         return [int(name) for name, _ in self.layers.named_children()]
 

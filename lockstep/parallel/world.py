@@ -160,7 +160,7 @@ class World:
         return [float(v) for v in total.tolist()]
 
     def on_main(self, action: Callable[[], object]) -> None:
-        """Rank 0 calls `action`, and the others wait without a timeout. If it fails, they raise SaidByRank0."""
+        """Rank 0 calls `action`, and the others wait without a timeout. If it fails, they raise ReportedByRank0."""
         if self.mesh is None:
             action()
         elif self.is_main:
@@ -177,7 +177,7 @@ class World:
             raise ReportedByRank0(problem)
 
     def from_main(self, choose: Callable[[], Any]) -> Any:
-        """Rank 0's result of `choose` (JSON-serializable), on every rank. If it fails, the others raise SaidByRank0."""
+        """Rank 0's result of `choose` (JSON-serializable), on every rank. If it fails, others raise ReportedByRank0."""
         chosen: list[Any] = []
         self.on_main(lambda: chosen.append(choose()))
         if self.mesh is not None:

@@ -33,7 +33,7 @@ from lockstep.parallel.refusals import refuse_generators
 from lockstep.parallel.world import simulated_world
 from lockstep.rl.generators.open import scores_with_policy
 from lockstep.rl.generators.refusals import refuse_on_ranks
-from lockstep.rl.scoring.reference import AVERAGE, START, is_own_base
+from lockstep.rl.scoring.reference import AVERAGE, START, reference_is_base
 from lockstep.rl.scoring.value_head import ValueHead, train_settings
 from lockstep.rl.weights.estimate import TransferEstimate, estimate_transfer, estimate_weight_server
 from lockstep.rl.weights.in_place import materialize
@@ -186,14 +186,16 @@ def dry_run(config: RLConfig, ranks: int, on_cpu: bool) -> RLDryRun:
 def _of_rank(config: RLConfig, shape: ModelConfig, world: World, on_cpu: bool) -> tuple[RLDryRun, int]:
     """The result for `world`'s rank, without separate generators, and the bytes that it lays out for those."""
     fake = simulated_tensors()
-    critic = None
+    value_head = None
     if algorithm_of(config).advantage == "gae":
         with fake, pretending():
-            critic = ValueHead(shape.dim, "cpu", config.value_detached)
-    extra_parameters = critic.parameters_by_name() if critic else {}
+            value_head = ValueHead(shape.dim, "cpu", config.value_detached)
+    extra_parameters = value_head.parameters_by_name() if value_head else {}
     settings = replace(config, train=train_settings(config))
     row, share = _microbatch(config), _share(config, world)
-    trainer, trained = simulated_step(settings, shape, world, fake, row, share, _Loss(config, critic), extra_parameters)
+    trainer, trained = simulated_step(
+        settings, shape, world, fake, row, share, _Loss(config, value_head), extra_parameters
+    )
     with whole_shapes_uncounted():
         result = _with_generator(_RankMemory(config, shape, world, fake, trainer, on_cpu), trained)
     return result, estimate_weight_server(dict(trainer.model.named_parameters()), resolve_dtype(config.dtype))
@@ -263,7 +265,7 @@ class _RankMemory:
         if self._whole:
             name = "generator's copy" if self._samples else "copy for values or the reference"
             self.add(name, _bytes(self._copied), *(STAGES if self._keeps_copy else (SAMPLING, SYNC)))
-        if config.kl_coefficient and not is_own_base(config):
+        if config.kl_coefficient and not reference_is_base(config):
             folder = config.model if config.kl_reference in (START, AVERAGE) else config.kl_reference
             self._reference = _frozen(_shape(folder), config, self._world, self._fake)
             self.add("reference model", _bytes(self._reference.parameters()))
@@ -346,15 +348,15 @@ def _microbatch(config: RLConfig) -> PackedRow:
 class _Loss:
     """A loss with the same gradients as `PolicyLoss`."""
 
-    def __init__(self, config: RLConfig, critic: nn.Module | None):
-        self.temperature, self.critic = config.temperature, critic
+    def __init__(self, config: RLConfig, value_head: nn.Module | None):
+        self.temperature, self.value_head = config.temperature, value_head
         self.of_entropies = config.entropy_coefficient > 0
 
     def __call__(self, model: ScoringModel, row: PackedRow) -> Tensor:
         states = predicting_states(model, row)
         log_probs, entropies = target_log_probs(model, row, self.temperature, states)
         loss = log_probs.sum() + (entropies.sum() if self.of_entropies else 0.0)
-        return loss + self.critic(states).sum() if self.critic else loss
+        return loss + self.value_head(states).sum() if self.value_head else loss
 
 
 def _frozen(shape: ModelConfig, config: RLConfig, world: World, fake: FakeTensorMode) -> Decoder:

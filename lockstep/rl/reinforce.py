@@ -16,10 +16,10 @@ from lockstep.rl.environments.protocol import Environment
 from lockstep.rl.generators.open import open_generators, resolve_generator_settings
 from lockstep.rl.rollouts.prefetcher import RolloutPrefetcher
 from lockstep.rl.rollouts.replicas import Replicas
-from lockstep.rl.rollouts.sampling import Recorded, Sampling, open_graders
+from lockstep.rl.rollouts.sampling import RolloutReplay, Sampling, open_graders
 from lockstep.rl.scoring.value_head import train_settings
 from lockstep.rl.setup import (
-    Parts,
+    RunParts,
     announce_start,
     learns_from_spread_alone,
     load_parts,
@@ -50,7 +50,7 @@ def reinforce(
     return _reinforce(config, environment, progress, on_metrics)
 
 
-def compute_again(config: RLConfig, environment: Environment | None, step: int, recorded: Recorded | None) -> None:
+def replay_step(config: RLConfig, environment: Environment | None, step: int, recorded: RolloutReplay | None) -> None:
     """Computes only `step`, from the checkpoint before it in `config.output`, and writes metrics and rollouts there.
 
     Its rollouts are those of `recorded`, or sampled again if that is None. No validation, no checkpoint. Raises as
@@ -64,10 +64,10 @@ def _reinforce(
     environment: Environment | None,
     progress: Progress | None,
     on_metrics: OnMetrics | None,
-    only: int = 0,
-    recorded: Recorded | None = None,
+    only_step: int = 0,
+    recorded: RolloutReplay | None = None,
 ) -> Path:
-    """The run, or `only` one step of it."""
+    """The run, or `only_step` one step of it."""
     validate_run(config, RLConfig)
     is_given = environment is not None
     if environment is None:
@@ -82,7 +82,7 @@ def _reinforce(
         extra_parameters = parts.value_head.parameters_by_name() if parts.value_head else {}
         updates = config.steps * config.updates_per_batch
         trainer = Trainer(parts.policy, train_settings(config), updates, world, extra_parameters)
-        session = Session(config, trainer, parts.tokenizer, "rl", progress, on_metrics, only)
+        session = Session(config, trainer, parts.tokenizer, "rl", progress, on_metrics, only_step)
         with session:
             task = _open_task(config, parts, trainer, session, recorded)
             session.resume(task)
@@ -100,13 +100,15 @@ def _reinforce(
 
 
 def _open_task(
-    config: RLConfig, parts: Parts, trainer: Trainer, session: Session, recorded: Recorded | None
+    config: RLConfig, parts: RunParts, trainer: Trainer, session: Session, recorded: RolloutReplay | None
 ) -> PolicyTask:
     """Opens what samples, which the session closes."""
     world, timeline, opened = session.world, session.timeline, session.opened
     # In one process the engine samples from the very tensors that the trainer's forward reads.
     generators = open_generators(config, world, parts.policy, parts.tokenizer, session.run.path, opened, timeline.moved)
     timeline.counters.append(lambda: generators.progress)
+    # Closed after the graders: what still samples may be waiting for a conversation that they run.
+    sampled_ahead = opened.enter_context(ExitStack())
     graders = open_graders(config, parts.environment, parts.is_given, session.run.path, timeline, opened)
     replicas = Replicas(world, config.actors.separate)
     sampling = Sampling(
@@ -121,5 +123,5 @@ def _open_task(
         generators.caching_sampler,
         config.oversampling_factor,
     )
-    opened.callback(prefetcher.close)
+    sampled_ahead.callback(prefetcher.close)
     return PolicyTask(config, parts, trainer, generators, sampling, prefetcher, session)

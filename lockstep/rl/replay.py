@@ -29,7 +29,7 @@ from lockstep.model import read_config
 from lockstep.observe import RunFolder, read_metrics
 from lockstep.parallel import refuse_ranks
 from lockstep.rl.environments.protocol import Environment, Example
-from lockstep.rl.reinforce import compute_again
+from lockstep.rl.reinforce import replay_step
 from lockstep.rl.rollouts.recorded import read_lines, refuse_unknown_tokens, rollout_of
 from lockstep.rl.rollouts.records import Rollout
 
@@ -147,7 +147,7 @@ def replay(
         if step > 1:
             start = Path("checkpoints") / step_name(step - 1)
             (again.path / start).symlink_to((folder.path / start).resolve(), target_is_directory=True)
-        compute_again(config, environment, step, rollouts)
+        replay_step(config, environment, step, rollouts)
         lines = before, read_lines(again.rollouts_path(step))
         metrics = next(m for m in read_metrics(again.metrics) if m["step"] == step)
     names = [name for name in OF_ROLLOUTS if sample or name not in SAMPLED]

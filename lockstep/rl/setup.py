@@ -29,16 +29,16 @@ from lockstep.rl.scoring.reference import (
     ReferenceScorer,
     TeacherScorer,
     WithoutAdapter,
-    is_own_base,
     load_reference,
     load_teacher,
+    reference_is_base,
 )
 from lockstep.rl.scoring.reward_model import RewardModel, RewardModelScorer, load_reward_model
-from lockstep.rl.scoring.value_head import ValueHead, ValueScorer, make_critic, refuse_run_without_values
+from lockstep.rl.scoring.value_head import ValueHead, ValueScorer, make_value_head, refuse_run_without_values
 
 
 @dataclass(frozen=True)
-class Parts:
+class RunParts:
     """What a reinforcement run is made of, besides its settings."""
 
     environment: Environment
@@ -56,7 +56,7 @@ class Parts:
     value_head: ValueHead | None
 
 
-def load_parts(config: RLConfig, environment: Environment, is_given: bool, world: World) -> Parts:
+def load_parts(config: RLConfig, environment: Environment, is_given: bool, world: World) -> RunParts:
     """Loads examples and models. Raises UserError if they, or the ranks, are unsuitable."""
     prompts, held_out = open_examples(config, environment, world)
     policy = open_policy(config, world)
@@ -66,18 +66,18 @@ def load_parts(config: RLConfig, environment: Environment, is_given: bool, world
     teacher = load_teacher(config, world, tokenizer)
     reward_model = load_reward_model(config, environment, world.device)
     rendering = open_rendering(config.model, config.chat, config.chat_template_kwargs, environment, tokenizer, policy)
-    value_head = make_critic(config, policy, world)
+    value_head = make_value_head(config, policy, world)
     if config.resume and value_head:
         refuse_run_without_values(Path(config.output), config)
-    return Parts(
+    return RunParts(
         environment, is_given, prompts, held_out, policy, tokenizer, rendering, reference, teacher, reward_model,
         value_head,
     )  # fmt: skip
 
 
-def scorers(config: RLConfig, parts: Parts, generators: Generators, forward: ForwardPasses) -> list[Scorer]:
+def scorers(config: RLConfig, parts: RunParts, generators: Generators, forward: ForwardPasses) -> list[Scorer]:
     """What scores a step's rollouts before their advantages."""
-    reference = WithoutAdapter(generators.policy) if is_own_base(config) else parts.reference
+    reference = WithoutAdapter(generators.policy) if reference_is_base(config) else parts.reference
     scorers: list[Scorer] = []
     if reference:
         scorers.append(ReferenceScorer(reference, config.temperature, forward))
@@ -88,7 +88,7 @@ def scorers(config: RLConfig, parts: Parts, generators: Generators, forward: For
     return scorers
 
 
-def reward_scorer(config: RLConfig, parts: Parts, forward: ForwardPasses) -> RewardModelScorer | None:
+def reward_scorer(config: RLConfig, parts: RunParts, forward: ForwardPasses) -> RewardModelScorer | None:
     """What adds the reward model's scores to the rewards of rollouts; None without a reward model."""
     if parts.reward_model is None:
         return None

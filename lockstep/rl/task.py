@@ -25,7 +25,7 @@ from lockstep.rl.scoring.reference import moving_average
 from lockstep.rl.scoring.routes import require_routes
 from lockstep.rl.scoring.stage_routes import routes_on_stages
 from lockstep.rl.scoring.value_head import value_metrics
-from lockstep.rl.setup import Parts, reward_scorer, scorers
+from lockstep.rl.setup import RunParts, reward_scorer, scorers
 from lockstep.rl.validation import Validation
 from lockstep.run.session import Session
 from lockstep.run.stop import Interrupted
@@ -35,12 +35,12 @@ from lockstep.train.bad_steps import BadSteps
 
 
 class PolicyTask:
-    """Steps that improve a policy by the rewards of what it samples."""
+    """Reinforcement: samples with the policy, scores the samples, and trains on their rewards."""
 
     def __init__(
         self,
         config: RLConfig,
-        parts: Parts,
+        parts: RunParts,
         trainer: Trainer,
         generators: Generators,
         sampling: Sampling,
@@ -65,6 +65,7 @@ class PolicyTask:
         finishes = config.actors.on_update == "finish"
         self.resumables: Mapping[str, Resumable] = {
             "prompts": parts.prompts,
+            # The key is older than the prefetcher's name.
             "ahead": _InFlight(prefetcher, self._waiting if finishes else None),
         }
 
@@ -155,7 +156,7 @@ class PolicyTask:
                 compare=update == 0,
                 mask_truncated=self.config.mask_truncated_completions,
                 replay_routes=self.config.router_replay,
-                critic=self.parts.value_head,
+                value_head=self.parts.value_head,
             )
             with routes_on_stages(loss, self.trainer.model, share):
                 metrics |= self.trainer.step(share, loss)
@@ -203,7 +204,7 @@ class PolicyTask:
 
 
 class _InFlight:
-    """What a checkpoint includes of the samples in flight.
+    """Checkpoint state of the samples in flight.
 
     waiting: entered while samples of older weights are finished first, if generators finish them (actors.on_update):
     in a resumed run they would continue with newer weights.

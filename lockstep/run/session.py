@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager, nullcontext
 from pathlib import Path
 from typing import Any, Protocol, runtime_checkable
@@ -31,12 +31,12 @@ from lockstep.observe import (
 from lockstep.parallel.world import AXES
 from lockstep.progress import Progress
 from lockstep.run.stop import RAISED, SIGNALS, Interrupted, StopSignal
-from lockstep.run.task import Metrics, Task
+from lockstep.run.task import Metrics, StepObserver, Task
 from lockstep.run.threads import fitting_threads
 
 
 @runtime_checkable
-class Observed(Training, Protocol):
+class SessionTrainer(Training, Protocol):
     """A trainer, as a session needs it."""
 
     timeline: Timeline
@@ -46,26 +46,27 @@ class Observed(Training, Protocol):
 class Session:
     """One start of a run: a context manager that claims the run's folder; `running` opens the rest.
 
-    All ranks call its methods together. `only`: the one step to make, without validation or checkpoint (a replay).
+    All ranks call its methods together. `only_step`: the one step to make, without validation or checkpoint (a replay).
     """
 
     def __init__(
         self,
         config: PretrainConfig | RLConfig,
-        trainer: Observed,
+        trainer: SessionTrainer,
         tokenizer: Tokenizer,
         command: str,
         progress: Progress | None = None,
         on_metrics: OnMetrics | None = None,
-        only: int = 0,
+        only_step: int = 0,
     ):
         """Raises UserError if this machine lacks what `config.observe` needs."""
         require_observers(config.observe, trainer.world.device)
-        self.config, self.command, self.only = config, command, only
+        self.config, self.command, self.only_step = config, command, only_step
         self.world, self.run = trainer.world, RunFolder(Path(config.output))
         self.timeline = trainer.timeline = Timeline(self.world.rank, config.observe.timeline_steps)
         self.opened = ExitStack()
         """Closed in reverse order before the folder is released."""
+        self._deadline = ExitStack()
         self.step = self.start = 0
         """The last complete step, now and when the session started."""
         self.validation_pending = False
@@ -91,7 +92,8 @@ class Session:
         return self
 
     def __exit__(self, *error: Any) -> None:
-        self.opened.__exit__(*error)
+        with self._deadline:  # a signal's, which what closes here must meet too
+            self.opened.__exit__(*error)
 
     def resume(self, task: Task) -> None:
         """Restores trainer and task from the newest checkpoint, if the run resumes and has one.
@@ -134,7 +136,7 @@ class Session:
         self._began = self._saved_at = time.perf_counter()
         with (
             fitting_threads(self._trainer.model.config, config.train.tokens_per_microbatch),
-            self.stop,
+            self._signals(),
             self.checkpoints,
             Observer(
                 config.observe, config.faults, self.run.path, world.rank, world.size, on_metrics, self.timeline
@@ -145,19 +147,27 @@ class Session:
                 self.bar.reach(self.step)
             yield
 
+    @contextmanager
+    def _signals(self) -> Iterator[None]:
+        self._deadline.enter_context(self.stop)
+        try:
+            yield
+        finally:
+            self.stop.release()
+
     def _bar(self) -> Any:
-        total = self.only or self.config.steps
+        total = self.only_step or self.config.steps
         return (self._progress or Progress(self.command, total, "step")) if self.world.is_main else nullcontext()
 
     def is_over(self, task: Task) -> bool:
         """Whether all steps are made, or the data has ended."""
-        return self.step >= (self.only or self.config.steps) or task.ended
+        return self.step >= (self.only_step or self.config.steps) or task.ended
 
     def begin(self, task: Task) -> None:
         """Runs the pending validation, or the one before the first step."""
-        if not self.only and self.validation_pending:
+        if not self.only_step and self.validation_pending:
             self._validate_pending(task)
-        elif not self.only and self.start == 0 and task.validates_after(0):
+        elif not self.only_step and self.start == 0 and task.validates_after(0):
             if validation := self.validate(task, 0):
                 self._write(task, 0, validation)
         elif self.start and self.is_over(task):
@@ -175,7 +185,9 @@ class Session:
             return
         added = tuple(observer.prefix for observer in task.observers if observer.prefix)
         last = {name: value for name, value in self.metrics.items() if not (added and name.startswith(added))}
-        validation |= self._observed(task, self.step, last | validation)
+        # Those that add no metrics have seen the step: their state in the checkpoint is that after it.
+        again = [observer for observer in task.observers if observer.prefix]
+        validation |= self._observed(again, self.step, last | validation)
         self.observer.extend(last, validation)
         self.metrics, self.worked = last | validation, True
 
@@ -187,7 +199,7 @@ class Session:
 
     def validates_after(self, task: Task, step: int) -> bool:
         """Whether a validation follows the step."""
-        return not self.only and task.validates_after(step)
+        return not self.only_step and task.validates_after(step)
 
     def validate(self, task: Task, step: int) -> Metrics:
         """The metrics of a validation after `step`; {} if a signal interrupts it, which makes it pending.
@@ -224,17 +236,17 @@ class Session:
             self.observer.rewind(rewound)
 
     def _write(self, task: Task, step: int, metrics: Metrics) -> None:
-        self.metrics = metrics | self._observed(task, step, metrics)
+        self.metrics = metrics | self._observed(task.observers, step, metrics)
         self.observer.write(step, self.metrics)
 
-    def _observed(self, task: Task, step: int, metrics: Metrics) -> Metrics:
+    def _observed(self, observers: Iterable[StepObserver], step: int, metrics: Metrics) -> Metrics:
         """The metrics that the task's observers add to a step's."""
-        return {name: value for o in task.observers for name, value in o.observe(step, metrics).items()}
+        return {name: value for o in observers for name, value in o.observe(step, metrics).items()}
 
     def save_if_due(self, task: Task) -> None:
         """Saves the run if a checkpoint is due after the last step, or the run ends there."""
         due = self.is_over(task) or self.stopped_by or self.checkpoints.due(self.step) or self._minutes_passed()
-        if due and not self._rewound and not self.only:
+        if due and not self._rewound and not self.only_step:
             self.save(task)
 
     def save(self, task: Task) -> None:
@@ -249,7 +261,9 @@ class Session:
     def _minutes_passed(self) -> bool:
         """Whether the last checkpoint is older than `checkpoint.every_minutes`, by any rank's clock."""
         seconds = 60 * self.config.checkpoint.every_minutes
-        passed = seconds > 0 and time.perf_counter() - self._saved_at >= seconds
+        if seconds == 0 or self.only_step:
+            return False
+        passed = time.perf_counter() - self._saved_at >= seconds
         return self.world.sum([float(passed)], AXES)[0] > 0
 
     def save_interrupted(self, task: Task, before: Mapping[str, Tensor]) -> None:
@@ -259,7 +273,7 @@ class Session:
         """
         self.stopped_by = self.stop.agreed(self.world)
         self.checkpoints.wait()
-        if self.step and not self.only and self.checkpoints.newest != self.step:
+        if self.step and not self.only_step and self.checkpoints.newest != self.step:
             set_random_state(before)
             self.save(task)
 
@@ -300,7 +314,7 @@ class Session:
         if self.stopped_by == RAISED or (self.stopped_by in SIGNALS and not finished):
             error = self.stop.error(self.stopped_by, self.step, self.config.output)
         has_begun = self.step > 0 or self.config.steps == 0
-        if self.world.is_main and has_begun and not self.only:
+        if self.world.is_main and has_begun and not self.only_step:
             self._write_ending(title, summary, events, error)
         if error:
             raise error
@@ -316,7 +330,7 @@ class Session:
         keeps_summary = self.run.summary.is_file() and not self.worked
         if not keeps_summary:
             merge_timelines(self.run.path, events())
-        if not keeps_summary and error is None:
+        if not (keeps_summary or error or self.validation_pending):
             values = summary() | {"seconds": {self.command: time.perf_counter() - self._began}}
             self.run.write_summary(values | ({"resumed_from": self.start} if self.start else {}))
         if error or not keeps_summary or self.run.lacks_report:

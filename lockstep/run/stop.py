@@ -65,14 +65,19 @@ class StopSignal:
         return self
 
     def __exit__(self, *_: object) -> None:
+        self.release()
         self._ended.set()
+        # The watching thread may briefly outlive the run, but must not keep its process groups alive at exit.
+        self._saved = _nothing
+
+    def release(self) -> None:
+        """Restores the handlers of before. The deadline of a signal that was received stays until the context ends."""
         if self._before:
             for number, handler in self._before.items():
                 signal.signal(number, handler)
             signal.set_wakeup_fd(self._descriptor)
             self._writer.close()
-        # The watching thread may briefly outlive the run, but must not keep its process groups alive at exit.
-        self._saved = _nothing
+            self._before = {}
 
     def guarding(self, callback: OnMetrics | None) -> OnMetrics | None:
         """`callback`, whose exceptions are raised once the run has saved its step."""

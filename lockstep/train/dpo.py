@@ -27,7 +27,7 @@ from lockstep.train.preference_batches import (
     shares_prompts,
 )
 from lockstep.train.preference_data import examples_of, open_preferences
-from lockstep.train.preference_losses import Answers, dpo_loss, ipo_loss, kto_divergence, kto_loss, simpo_loss
+from lockstep.train.preference_losses import AnswerLogProbs, dpo_loss, ipo_loss, kto_divergence, kto_loss, simpo_loss
 from lockstep.train.reference_scores import assign_reference, model_reference
 from lockstep.train.refusals import refuse_long_rows, refuse_other_vocabulary
 from lockstep.train.rows_task import RowsRun, train_rows
@@ -167,7 +167,7 @@ def preference_losses(
     lengths = torch.tensor(batch.lengths, dtype=torch.int64, device=log_probs.device).view(-1, of_example)
     reference = log_probs.new_tensor([example.reference[:of_example] for example in batch.examples])
     answers = [
-        Answers(*columns)
+        AnswerLogProbs(*columns)
         for columns in zip(log_probs.view(-1, of_example).T, reference.view(-1, of_example).T, lengths.T, strict=True)
     ]
     if config.loss == "kto":

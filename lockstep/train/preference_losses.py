@@ -15,7 +15,7 @@ from lockstep import ops
 
 
 @dataclass
-class Answers:
+class AnswerLogProbs:
     """One answer for each example of a batch; log-probabilities are sums over an answer's tokens, float32, in nats."""
 
     log_probs: Float[Tensor, "examples"]
@@ -31,7 +31,7 @@ class Answers:
 
 
 def dpo_loss(
-    chosen: Answers, rejected: Answers, beta: float, label_smoothing: float = 0.0
+    chosen: AnswerLogProbs, rejected: AnswerLogProbs, beta: float, label_smoothing: float = 0.0
 ) -> Float[Tensor, "examples"]:
     """-log σ(β (r(w) - r(l))), arXiv 2305.18290, equation 7.
 
@@ -40,7 +40,7 @@ def dpo_loss(
     return _logistic(beta * (chosen.log_ratios - rejected.log_ratios), label_smoothing)
 
 
-def ipo_loss(chosen: Answers, rejected: Answers, beta: float) -> Float[Tensor, "examples"]:
+def ipo_loss(chosen: AnswerLogProbs, rejected: AnswerLogProbs, beta: float) -> Float[Tensor, "examples"]:
     """(r(w) / |w| - r(l) / |l| - 1 / (2 β))², arXiv 2310.12036, equation 17, where β is written τ.
 
     Ratios are means over an answer's tokens, as in TRL, so that one β fits answers of any length.
@@ -50,7 +50,7 @@ def ipo_loss(chosen: Answers, rejected: Answers, beta: float) -> Float[Tensor, "
 
 
 def simpo_loss(
-    chosen: Answers, rejected: Answers, beta: float, margin: float, label_smoothing: float = 0.0
+    chosen: AnswerLogProbs, rejected: AnswerLogProbs, beta: float, margin: float, label_smoothing: float = 0.0
 ) -> Float[Tensor, "examples"]:
     """-log σ(β / |w| log π(w|x) - β / |l| log π(l|x) - γ), arXiv 2405.14734, equation 6; without a reference.
 
@@ -61,7 +61,7 @@ def simpo_loss(
 
 
 def kto_loss(
-    answers: Answers,
+    answers: AnswerLogProbs,
     desirable: Bool[Tensor, "examples"],
     divergence: float,
     beta: float,

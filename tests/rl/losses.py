@@ -12,17 +12,17 @@ def batches_of(rollouts, config, **others):
     return policy_batches(rollouts, packing_of(config), **others)
 
 
-def loss_of(config, compare=False, critic=None):
+def loss_of(config, compare=False, value_head=None):
     masked, replayed = config.mask_truncated_completions, config.router_replay
-    return PolicyLoss(algorithm_of(config), config.temperature, compare, masked, replayed, critic)
+    return PolicyLoss(algorithm_of(config), config.temperature, compare, masked, replayed, value_head)
 
 
 def log_probs_of(model, rollouts, config):
     return token_log_probs(model, rollouts, config.temperature, _forward(config))
 
 
-def assign_values(rollouts, model, critic, config):
-    ValueScorer(model, critic, _forward(config)).score(rollouts)
+def assign_values(rollouts, model, value_head, config):
+    ValueScorer(model, value_head, _forward(config)).score(rollouts)
 
 
 def _forward(config):

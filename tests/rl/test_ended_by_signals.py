@@ -258,6 +258,14 @@ def test_coroutines_and_conversations_are_given_up_too(folder, model_folder, env
     assert checkpoints(folder / "run") == ["step_00000001"]
 
 
+def test_conversations_of_later_steps_hold_nothing_up(folder, model_folder):
+    actors = ActorsConfig(generators=1, max_staleness=1, on_update="continue")
+    config = settings(folder, model_folder, "Talk", actors=actors, rewards=RewardConfig(workers=1, seconds=600))
+    ended = Ended(folder, config, "grade", steps=1)
+    assert ended.end(signal.SIGTERM) == [143], ended.said
+    assert "SIGTERM ended the run after step 1, which is saved" in ended.said and "Traceback" not in ended.said
+
+
 @pytest.mark.parametrize("mark", [pytest.param("grade", marks=pytest.mark.slow), "compute"])
 def test_conversations_that_ranks_sample_together_are_interrupted_where_one_drives(folder, model_folder, mark):
     rewards = RewardConfig(workers=1, seconds=600)

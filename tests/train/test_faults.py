@@ -229,6 +229,7 @@ def test_a_signal_ends_a_validation_and_a_resumed_run_begins_with_it(tmp_path, r
     config = _config(tmp_path, steps=4, validation_every=2, validation_data=str(tmp_path / "text.txt"))
     config.parallel.pipeline = pipeline
     config.validation_tokens, config.train.tokens_per_microbatch = 2048, 64
+    config.faults = FaultConfig(spike_deviations=1000.0)
     launch(ranks, _end_in_a_validation, config, step)
     run = tmp_path / "run"
     last = read_metrics(run / "metrics.jsonl")[-1]
@@ -242,6 +243,8 @@ def test_a_signal_ends_a_validation_and_a_resumed_run_begins_with_it(tmp_path, r
         assert found == expected and len(found) == 4
     summaries = [json.loads((folder / "summary.json").read_text()) for folder in (run, whole)]
     assert summaries[0] | {"seconds": 0} == summaries[1] | {"seconds": 0, "resumed_from": step}
+    losses = [json.loads((f / "checkpoints/step_00000004/state.json").read_text())["losses"] for f in (run, whole)]
+    assert losses[0] == losses[1] and len(losses[1]) == 4, "a validation that is made up is no new step"
     # Nothing is left to do.
     pretrain(replace(config, resume=True, parallel=ParallelConfig()))
     assert "the run has finished at step 4" in caplog.text

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from lockstep.train.preference_losses import (
-    Answers,
+    AnswerLogProbs,
     bradley_terry_loss,
     dpo_loss,
     ipo_loss,
@@ -24,7 +24,7 @@ LENGTHS = [3, 11, 2, 7], [4, 9, 2, 7]
 
 def _answers(which, dtype=torch.float32):
     own = torch.tensor((CHOSEN, REJECTED)[which], dtype=dtype, requires_grad=True)
-    return Answers(own, torch.tensor(REFERENCE[which], dtype=dtype), torch.tensor(LENGTHS[which]))
+    return AnswerLogProbs(own, torch.tensor(REFERENCE[which], dtype=dtype), torch.tensor(LENGTHS[which]))
 
 
 def _sigmoid(x):
@@ -85,7 +85,7 @@ def test_losses_and_gradients_have_the_same_bits_on_every_processor():
     own, others, reference, other = ((torch.arange(1000) * step % 1009 - 500) / 25 for step in (37, 101, 211, 401))
     lengths = torch.arange(1000) % 7 + 1
     own.requires_grad_()
-    chosen, rejected = Answers(own, reference, lengths), Answers(others, other, lengths.flip(0))
+    chosen, rejected = AnswerLogProbs(own, reference, lengths), AnswerLogProbs(others, other, lengths.flip(0))
     for loss in (
         dpo_loss(chosen, rejected, BETA, SMOOTHING),
         ipo_loss(chosen, rejected, BETA),
@@ -112,8 +112,8 @@ def test_no_loss_has_a_gradient_through_the_reference_and_all_have_one_of_float6
         def of_log_probs(own, others, loss=loss):
             chosen, rejected = _answers(0, torch.float64), _answers(1, torch.float64)
             return loss(
-                Answers(own, chosen.reference_log_probs, chosen.lengths),
-                Answers(others, rejected.reference_log_probs, rejected.lengths),
+                AnswerLogProbs(own, chosen.reference_log_probs, chosen.lengths),
+                AnswerLogProbs(others, rejected.reference_log_probs, rejected.lengths),
             )
 
         inputs = _answers(0, torch.float64).log_probs, _answers(1, torch.float64).log_probs

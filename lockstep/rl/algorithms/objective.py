@@ -77,4 +77,5 @@ def _token_losses(inputs: PolicyLossInputs, algorithm: Algorithm) -> Loss:
         return clip_sequence(inputs, *bounds)
     if algorithm.loss == "clip_weight":
         return clip_weight(inputs, *bounds)
+    assert algorithm.loss == "reinforce", algorithm.loss
     return reinforce(inputs)

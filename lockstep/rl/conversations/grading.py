@@ -15,7 +15,7 @@ from lockstep.rl.conversations.runner import LoopWatchdog, Outcomes, grade_group
 from lockstep.rl.conversations.worker_runner import run_tasks, worker_task
 from lockstep.rl.environments.protocol import Environment, Example
 from lockstep.rl.grading.calling import INVALID, Grader, Outcome, call_problem, event_loop, failure
-from lockstep.rl.grading.pool import Workers
+from lockstep.rl.grading.pool import GraderPool
 from lockstep.rl.rollouts.records import Conversation, Rollout
 
 Group = tuple[Example, list[Episode]]
@@ -80,7 +80,7 @@ def _grade_groups(
     arguments = [
         (episodes[group[0]][0].example, [_episode(episodes[number]) for number in group]) for group in ungraded
     ]
-    if isinstance(grader, Workers):
+    if isinstance(grader, GraderPool):
         outcomes_by_group = _grade_in_workers(grader, arguments)
     else:
         outcomes_by_group = _grade_here(environment, arguments, grader)
@@ -90,7 +90,7 @@ def _grade_groups(
     return outcomes
 
 
-def _grade_in_workers(workers: Workers, groups: Sequence[Group]) -> list[Outcomes]:
+def _grade_in_workers(workers: GraderPool, groups: Sequence[Group]) -> list[Outcomes]:
     """If a group's `grade` exceeds a limit, the whole group fails."""
     seeds = [zlib.crc32("".join(episode.answer for episode in episodes).encode()) for _, episodes in groups]
     tasks = [worker_task(example, seed, episodes) for seed, (example, episodes) in zip(seeds, groups)]

@@ -21,7 +21,7 @@ from lockstep.rl.conversations.runner import ConversationRunner
 from lockstep.rl.conversations.worker_runner import WorkerConversationRunner, worker_task
 from lockstep.rl.environments.protocol import Example
 from lockstep.rl.grading.calling import INVALID, Grader, call_problem, failure
-from lockstep.rl.grading.pool import Workers
+from lockstep.rl.grading.pool import GraderPool
 from lockstep.rl.rollouts.records import Conversation, Rollout, of_versions
 
 REQUESTS_PER_TURN = 4
@@ -216,7 +216,7 @@ class _Batch:
 def _open_runner(
     conversations: Sequence[_Conversation], seed: Sequence[int], environment: ConversationEnvironment, grader: Grader
 ) -> ConversationRunner | WorkerConversationRunner:
-    if not isinstance(grader, Workers):
+    if not isinstance(grader, GraderPool):
         return ConversationRunner(environment, [one.example for one in conversations], grader.config)
     seeds = [int(np.random.default_rng([*seed, one.group, one.episode]).integers(2**62)) for one in conversations]
     tasks = [worker_task(one.example, task_seed) for one, task_seed in zip(conversations, seeds)]

@@ -24,7 +24,7 @@ from lockstep.rl.conversations.protocol import Episode
 from lockstep.rl.environments.protocol import Example, Message
 from lockstep.rl.grading.calling import KILLED, failure
 from lockstep.rl.grading.frames import Closed
-from lockstep.rl.grading.pool import CHECK_SECONDS, ENDED_SUPERVISOR, SupervisorProcess, Workers, fields_of
+from lockstep.rl.grading.pool import CHECK_SECONDS, ENDED_SUPERVISOR, GraderPool, SupervisorProcess, fields_of
 from lockstep.rl.grading.worker_supervisor import CONVERSE, DONE
 
 SILENCE = 60.0
@@ -61,7 +61,7 @@ class WorkerConversationRunner:
     again is.
     """
 
-    def __init__(self, tasks: Sequence[Task], workers: Workers):
+    def __init__(self, tasks: Sequence[Task], workers: GraderPool):
         self._tasks = tasks
         self._patience = workers.config.seconds + SILENCE
         self._on_progress = workers.on_progress
@@ -176,7 +176,7 @@ def _end_tasks(supervisor: SupervisorProcess) -> None:
         supervisor.end()
 
 
-def run_tasks(tasks: Sequence[Task], workers: Workers) -> list[ConversationEnded | GroupGraded]:
+def run_tasks(tasks: Sequence[Task], workers: GraderPool) -> list[ConversationEnded | GroupGraded]:
     """The results of tasks that request no reply, in order."""
     results: dict[int, ConversationEnded | GroupGraded] = {}
     with WorkerConversationRunner(tasks, workers) as runner:

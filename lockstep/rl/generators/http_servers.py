@@ -220,7 +220,7 @@ class VllmServer:
     loads_between_requests = True
 
     def __init__(self, model: str, capacity: int, dummy_weights: bool):
-        """began_empty: it was started with `--load-format dummy`."""
+        """dummy_weights: it was started with `--load-format dummy`."""
         self.model, self.capacity, self.dummy_weights = model, capacity, dummy_weights
 
     async def sample(self, client: HttpClient, request: Request, version: int) -> AsyncGenerator[Part, None]:

@@ -21,7 +21,7 @@ from lockstep.rl.generators.policy_replica import PolicyReplica
 from lockstep.rl.generators.protocol import Generators
 from lockstep.rl.generators.refusals import refuse_policy_for_generators, refuse_replay_without_experts
 from lockstep.rl.generators.spec import GeneratorSpec
-from lockstep.rl.scoring.reference import is_own_base
+from lockstep.rl.scoring.reference import reference_is_base
 from lockstep.rl.scoring.routes import routes_form
 from lockstep.train.setup import adapted, trained_model
 
@@ -113,4 +113,4 @@ def generator_spec(config: RLConfig, model: TrainableModel, world: World) -> Gen
 def scores_with_policy(config: RLConfig) -> bool:
     """Whether the training ranks run the policy's forward even with separate generators: for its values, or for a
     reference that is the policy with its adapter off."""
-    return algorithm_of(config).advantage == "gae" or is_own_base(config)
+    return algorithm_of(config).advantage == "gae" or reference_is_base(config)

@@ -42,7 +42,7 @@ END_SECONDS = 1.5
 
 
 class _Signalled(Closed):
-    """A signal has asked this generator to end."""
+    """A signal requested shutdown."""
 
 
 @dataclasses.dataclass

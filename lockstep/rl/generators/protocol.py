@@ -56,4 +56,4 @@ class Generators(Protocol):
         """What each generator did since the last call. All ranks call it."""
 
     def trace_events(self) -> list[dict[str, Any]]:
-        """When each generator did it, as Chrome trace events."""
+        """The generators' activity, as Chrome trace events."""

@@ -21,7 +21,7 @@ from lockstep.rl.generators.policy_replica import PolicyReplica
 from lockstep.rl.generators.pool import GeneratorPool
 from lockstep.rl.generators.registry import GeneratorRegistry
 from lockstep.rl.generators.spec import GeneratorSpec
-from lockstep.rl.generators.supervisor import Supervisor
+from lockstep.rl.generators.supervisor import GeneratorSupervisor
 from lockstep.rl.weights.folders import WeightFolders
 from lockstep.rl.weights.server import WeightManifest, WeightServer, versions_to_keep
 
@@ -151,7 +151,7 @@ class SeparateGenerators:
         listener = Listener(key, actors.host, actors.port)
         address = "{}:{}".format(*listener.address)
         # Entered in this order, so that generators are told to end before they are killed.
-        supervisor = Supervisor(actors, self.sampler, address, key, self._spec.device, self._run / "logs")
+        supervisor = GeneratorSupervisor(actors, self.sampler, address, key, self._spec.device, self._run / "logs")
         opening.enter_context(supervisor)
         welcome = self._spec.welcome(actors, self._run)
         opening.enter_context(GeneratorRegistry(self.sampler, listener, welcome, self._spec.engine.max_sequences))

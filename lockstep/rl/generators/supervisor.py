@@ -47,7 +47,7 @@ class _Generator:
         return {rank: code for rank, code in codes.items() if code is not None}
 
 
-class Supervisor:
+class GeneratorSupervisor:
     """Runs `config.generators` generators on `config.hosts`. A context manager; leaving it ends them all."""
 
     def __init__(self, config: ActorsConfig, pool: GeneratorPool, address: str, key: bytes, device: str, logs: Path):
@@ -60,7 +60,7 @@ class Supervisor:
         self._ending = threading.Event()
         self._thread = threading.Thread(target=self._watch, name="generators", daemon=True)
 
-    def __enter__(self) -> Supervisor:
+    def __enter__(self) -> GeneratorSupervisor:
         self._logs.mkdir(parents=True, exist_ok=True)
         self._pool.required |= {generator.name for generator in self._generators}
         self._thread.start()

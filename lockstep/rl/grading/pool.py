@@ -87,7 +87,7 @@ def _isolates(environment: Environment, source: EnvironmentSource) -> bool:
 
 def progress_timeout(grader: Grader) -> float:
     """Seconds that the trainer waits for rewards, or for a conversation's environment, without any progress."""
-    if not isinstance(grader, Workers):
+    if not isinstance(grader, GraderPool):
         return PATIENCE * grader.config.seconds
     return START_SECONDS + _chunk_timeout(grader.config, QUICK_CHUNK)
 
@@ -100,7 +100,7 @@ def _chunk_timeout(config: RewardConfig, jobs: int) -> float:
 @contextmanager
 def open_workers(
     source: EnvironmentSource, config: RewardConfig, folder: Path, on_progress: Callable[[], None] = lambda: None
-) -> Iterator[Workers]:
+) -> Iterator[GraderPool]:
     """Workers that load the environment from `source`; on exit they end with all their processes.
 
     They log to `folder/rewards_N.log`. Raises UserError if the environment cannot be loaded there.
@@ -113,11 +113,11 @@ def open_workers(
             )
             for number in range(count)
         ]
-        yield Workers(supervisors, config, on_progress)
+        yield GraderPool(supervisors, config, on_progress)
 
 
 @dataclass(frozen=True)
-class Workers:
+class GraderPool:
     """A Grader: supervisor processes with a worker each, which also fork the processes of conversations."""
 
     supervisors: Sequence[SupervisorProcess]

@@ -27,7 +27,7 @@ POLL_SECONDS = 0.1
 ANSWER_BYTES = 2**20
 """Maximum size of a message from a worker: a megabyte of reward names is not a reward."""
 COROUTINES = 64
-"""Maximum number of coroutines sent to a worker at once: if it dies, any may be at fault, so each is graded alone."""
+"""Maximum number of coroutines sent to a worker at once: if it dies, any could be the cause: each is regraded alone."""
 
 CONVERSE = "converse"
 """Starts conversations, until both sides have sent DONE."""

@@ -14,6 +14,9 @@ from lockstep.rl.rollouts.ledger import LedgerError
 from lockstep.rl.rollouts.prompts import PromptLoader
 from lockstep.rl.rollouts.records import Rollout
 
+CLOSE_SECONDS = 5.0
+"""How long closing waits for each step that is sampled ahead."""
+
 
 class RolloutSource(Protocol):
     """Samples rollouts."""
@@ -152,12 +155,12 @@ class RolloutPrefetcher:
         )
 
     def close(self) -> None:
-        """Ends what is in flight."""
+        """Aborts what is in flight. Its threads end with the process if code of the environment holds them up."""
         steps = [*self._current, *self._in_flight.values()]
         for of_step in steps:
             of_step.sampler.close()
         for of_step in steps:
-            of_step.thread.join()
+            of_step.thread.join(CLOSE_SECONDS)
 
     def _take(self, wanted: int) -> list[int]:
         """The positions of the next prompts, for this many groups."""

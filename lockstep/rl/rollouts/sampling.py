@@ -23,7 +23,7 @@ from lockstep.rl.environments.loading import EnvironmentSource
 from lockstep.rl.environments.protocol import Environment, Example
 from lockstep.rl.generators.protocol import Generators
 from lockstep.rl.grading import Grader, Outcome
-from lockstep.rl.grading.pool import Workers, open_grader, progress_timeout
+from lockstep.rl.grading.pool import GraderPool, open_grader, progress_timeout
 from lockstep.rl.rollouts.collect import collect, training_params, validation_params
 from lockstep.rl.rollouts.records import Rollout
 from lockstep.rl.rollouts.replicas import Replicas
@@ -32,7 +32,7 @@ from lockstep.run.stop import StopSignal
 
 POLLING_STEPS = 4
 """Steps of an engine that ranks share between two polls for a signal."""
-Recorded = Callable[[Sequence[Example]], list[Rollout]]
+RolloutReplay = Callable[[Sequence[Example]], list[Rollout]]
 """Returns recorded rollouts of these examples."""
 
 
@@ -54,7 +54,7 @@ def open_graders(
     """
     source = None if is_given else EnvironmentSource(config.environment, config.data, config.skip_bad_lines)
     rewards = opened.enter_context(open_grader(environment, config.rewards, source, run, timeline.moved))
-    if isinstance(rewards, Workers):
+    if isinstance(rewards, GraderPool):
         timeline.awaited = rewards.awaited
     conversations = rewards
     # Conversations of later steps run while this step's are graded, one step after another.
@@ -75,7 +75,7 @@ class Sampling:
         replicas: Replicas,
         graders: Graders,
         stop: StopSignal,
-        recorded: Recorded | None,
+        recorded: RolloutReplay | None,
     ):
         """recorded: used instead of sampling."""
         self._environment, self._rendering, self._graders = environment, rendering, graders
@@ -85,10 +85,10 @@ class Sampling:
         """Whether the rollouts are those of another run."""
         self._params = training_params(config, environment, rendering)
         self._validation_params, self._validation_seed = validation_params(config, environment, rendering)
-        self.talks = isinstance(environment, ConversationEnvironment)
+        self.is_conversational = isinstance(environment, ConversationEnvironment)
         """Whether rollouts are conversations."""
-        self._one_step = threading.Lock() if self.talks else nullcontext()
-        """Held while a step's conversations run: those of one step after another."""
+        self._one_step = threading.Lock() if self.is_conversational else nullcontext()
+        """Serializes steps: conversations of two steps do not overlap."""
         self.waits_for = "the generators" if config.actors.separate else ""
         """Whom the watchdog blames if no samples arrive."""
         self.grading_seconds = progress_timeout(graders.rewards)
@@ -98,25 +98,25 @@ class Sampling:
         self.other_ranks = "the other ranks" if replicas.world.size > 1 else ""
         """Whom the watchdog blames while this rank waits for all rollouts."""
         self._poll = stop.polling(lambda received: max(replicas.gather(received)))
-        self.together = len(replicas.ranks) > 1 and not config.actors.separate
+        self.samples_together = len(replicas.ranks) > 1 and not config.actors.separate
         """Whether tensor-parallel ranks sample together."""
-        if self.together and not self.talks:
+        if self.samples_together and not self.is_conversational:
             assert isinstance(generators.sampler, Engine) and replicas.world.tensor_group is not None
             generators.sampler.before_step = stop.polling(
                 partial(_sum_over, replicas.world.tensor_group), POLLING_STEPS
             )
-        if self.together and self.talks and isinstance(generators.sampler, DriverEngine):
+        if self.samples_together and self.is_conversational and isinstance(generators.sampler, DriverEngine):
             generators.sampler.guard = stop.deferred
 
     @property
     def seconds(self) -> float:
         """How long sampling may take without any progress."""
-        return max(self.grading_seconds if self.talks else 0.0, self.start_seconds)
+        return max(self.grading_seconds if self.is_conversational else 0.0, self.start_seconds)
 
     @property
     def requests_at_once(self) -> bool:
         """Whether all samples of a step are requested in one `generate`, not one after another."""
-        return not self.talks
+        return not self.is_conversational
 
     def draw(
         self, examples: Sequence[Example], step: int, extra_round: int, sampler: Sampler, wanted: int
@@ -164,7 +164,7 @@ class Sampling:
 
     def interruptible(self) -> AbstractContextManager[None]:
         """For sampling in the main thread: at once on this rank alone, or where ranks that sample together poll."""
-        return self._stop.interruptible(shared=self.together)
+        return self._stop.interruptible(shared=self.samples_together)
 
     @contextmanager
     def scoring(self) -> Iterator[None]:
@@ -188,9 +188,9 @@ class Sampling:
     @contextmanager
     def _requests(self) -> Iterator[bool]:
         """Whether this rank requests samples itself, instead of only following another one."""
-        with self._generators.conversing() if self.talks else nullcontext(True) as requests:
+        with self._generators.conversing() if self.is_conversational else nullcontext(True) as requests:
             # Of conversations, only what the driver's engine computes has to end on all ranks.
-            drives = self.together and self.talks and requests
+            drives = self.samples_together and self.is_conversational and requests
             with self._stop.interruptible() if drives else nullcontext():
                 yield requests
 

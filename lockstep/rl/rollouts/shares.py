@@ -42,7 +42,7 @@ def token_budget(rollouts: Sequence[Rollout], packing: Packing, world: World) ->
 def batches_of_rank(
     batches: Sequence[PolicyBatch], packing: Packing, world: World, model: TrainableModel
 ) -> list[PolicyBatch]:
-    """Those that this rank computes, with rows sharded by its layout; equally many on every rank, so some may be idle.
+    """This rank's micro-batches, with rows sharded by its layout; equally many on every rank, so some may be padding.
 
     With a deterministic layout data-parallel rank r of n has the micro-batches r, n + r and so on; without it, those
     that `spread` assigns.

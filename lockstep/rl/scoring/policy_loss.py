@@ -36,7 +36,7 @@ class PolicyLoss:
         compare: bool,
         mask_truncated: bool = False,
         replay_routes: bool = False,
-        critic: ValueHead | None = None,
+        value_head: ValueHead | None = None,
     ):
         """compare: whether to compare the trainer's log-probabilities and routes with the generator's.
 
@@ -45,7 +45,7 @@ class PolicyLoss:
         self.algorithm, self.temperature = algorithm, temperature
         self.sums_to_one = algorithm.loss_average != "budget" and not mask_truncated
         """Whether the weights of the step's tokens add up to 1."""
-        self.compare, self.replay_routes, self.critic = compare, replay_routes, critic
+        self.compare, self.replay_routes, self.value_head = compare, replay_routes, value_head
         self.parity = Parity()
         self.replay = RouteReplayStatistics()
         self._measured = False
@@ -60,7 +60,7 @@ class PolicyLoss:
         log_probs, entropies = target_log_probs(model, batch.row, self.temperature, states)
         if (shared := targets_of_others(batch.row)) is not None:
             log_probs, entropies = shared.whole(log_probs), shared.whole(entropies)
-        values = self.critic(states) if self.critic else None
+        values = self.value_head(states) if self.value_head else None
         if values is not None and shared is not None:
             values = shared.whole(values)
         if batch.idle:
@@ -167,7 +167,7 @@ class PolicyLoss:
         return max(self.of_microbatches.get("policy/ratio_max", [0.0]))
 
     def metrics(self) -> dict[str, float]:
-        """Over all micro-batches so far, with sums as weighted means; the order in which they came does not matter."""
+        """Over all micro-batches so far, with sums as weighted means; independent of their order."""
         # Where the weights add up to 1, dividing by their rounded sum would change bits.
         weight = 1.0 if self.sums_to_one else math.fsum(self.weights)
         means = {name: _combined(name, values, weight or 1.0) for name, values in self.of_microbatches.items()}

@@ -49,7 +49,7 @@ class WithoutAdapter:
         return hidden
 
 
-def is_own_base(config: RLConfig) -> bool:
+def reference_is_base(config: RLConfig) -> bool:
     """Whether the reference is the policy itself with its adapter switched off."""
     return bool(config.kl_coefficient and config.lora.rank and config.kl_reference == START)
 
@@ -59,7 +59,7 @@ def load_reference(config: RLConfig, world: World, tokenizer: Tokenizer) -> Deco
 
     Raises UserError for a folder whose model has another vocabulary.
     """
-    if config.kl_coefficient == 0 or is_own_base(config):
+    if config.kl_coefficient == 0 or reference_is_base(config):
         return None
     if config.kl_reference in (START, AVERAGE):
         return frozen_model(config.model, world, config.dtype, config.parallel)

@@ -92,4 +92,4 @@ def _of_all_stages(
 
 def _mixtures(stage: Stage) -> list[int]:
     """Its layers that are mixtures, by their numbers in the whole model."""
-    return [layer for layer in stage.own_layers if layer in stage.config.mixtures]
+    return [layer for layer in stage.local_layers if layer in stage.config.mixtures]

@@ -43,7 +43,7 @@ class ValueHead(nn.Module):
         self.weight = nn.Parameter(torch.zeros(1, dim + 1, dtype=torch.float32, device=device))
         """The last one is the bias, in units of `unit`: its gradient is summed like the others, in one order."""
         self.unit = math.sqrt(dim)
-        """Lets the bias move as far per step as the rest together: most of the initial values' error is their mean."""
+        """Scales the bias so that an update moves it as far as all weights: the initial error is mostly the mean."""
         self.detached = detached
         """Whether the value loss has no gradient into the model."""
 
@@ -76,7 +76,7 @@ def refuse_run_without_values(run: Path, config: RLConfig) -> None:
         )
 
 
-def make_critic(config: RLConfig, model: TrainableModel, world: World | None = None) -> ValueHead | None:
+def make_value_head(config: RLConfig, model: TrainableModel, world: World | None = None) -> ValueHead | None:
     """The value function of the run's algorithm; None if it has none."""
     if algorithm_of(config).advantage != "gae":
         return None
@@ -95,9 +95,9 @@ def train_settings(config: RLConfig) -> TrainConfig:
 class ValueScorer:
     """Scores rollouts with the value function."""
 
-    def __init__(self, model: ScoringModel, critic: ValueHead, forward: ForwardPasses):
+    def __init__(self, model: ScoringModel, value_head: ValueHead, forward: ForwardPasses):
         """model: the policy with the weights before the step."""
-        self._model, self._critic, self._forward = model, critic, forward
+        self._model, self._critic, self._forward = model, value_head, forward
 
     def score(self, rollouts: Sequence[Rollout]) -> None:
         """Assigns V of the state in which each token was sampled."""

@@ -22,7 +22,7 @@ EMBEDDING = "model/model.embed_tokens.weight"
 class WeightFolders:
     """Writes `FOLDER/version_N`, whatever the model's layout, and deletes older ones. All ranks call its methods.
 
-    A folder with its final name is complete. own_head: also writes the output head of a model with tied embeddings.
+    A folder with its final name is complete. untie_head: also writes the output head of a model with tied embeddings.
     keep: how many versions stay on disk.
     """
 

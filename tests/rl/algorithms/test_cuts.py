@@ -11,7 +11,7 @@ from lockstep.model import ModelConfig
 from lockstep.rl import Example
 from lockstep.rl.rollouts.advantages import assign_advantages
 from lockstep.rl.rollouts.records import Rollout, Scores
-from lockstep.rl.scoring.value_head import make_critic
+from lockstep.rl.scoring.value_head import make_value_head
 from tests.rl.algorithms.steps import drawn_step, inputs_of, loss_and_gradient, named, sliced
 from tests.rl.losses import assign_values, batches_of, log_probs_of, loss_of
 
@@ -72,11 +72,13 @@ def rollouts():
 
 
 def _critic(config, model):
-    critic = make_critic(config, model)
-    if critic:
+    value_head = make_value_head(config, model)
+    if value_head:
         with torch.no_grad():
-            critic.weight.copy_(torch.randn(critic.weight.shape, generator=torch.Generator().manual_seed(3)) * 0.1)
-    return critic
+            value_head.weight.copy_(
+                torch.randn(value_head.weight.shape, generator=torch.Generator().manual_seed(3)) * 0.1
+            )
+    return value_head
 
 
 def _gradients(rollouts, name, average, tokens):
@@ -87,11 +89,11 @@ def _gradients(rollouts, name, average, tokens):
     )  # fmt: skip
     assign_advantages(rollouts, algorithm_of(config))
     model = build_model(SHAPE, dtype="float32", seed=0)
-    critic = _critic(config, model)
-    parameters = dict(model.named_parameters()) | (critic.parameters_by_name() if critic else {})
+    value_head = _critic(config, model)
+    parameters = dict(model.named_parameters()) | (value_head.parameters_by_name() if value_head else {})
     sums = {n: torch.zeros_like(p, dtype=torch.float64) for n, p in parameters.items()}
     batches = batches_of(rollouts, config)
-    step = loss_of(config, compare=False, critic=critic)
+    step = loss_of(config, compare=False, value_head=value_head)
     for batch in batches:
         for parameter in parameters.values():
             parameter.grad = None

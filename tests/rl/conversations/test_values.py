@@ -12,7 +12,7 @@ from lockstep.config import RLConfig, TrainConfig, algorithm_of
 from lockstep.model import ModelConfig
 from lockstep.rl.rollouts.advantages import assign_advantages
 from lockstep.rl.rollouts.records import Conversation, Scores
-from lockstep.rl.scoring.value_head import make_critic
+from lockstep.rl.scoring.value_head import make_value_head
 from tests.rl.losses import assign_values, batches_of, log_probs_of, loss_of
 
 SHAPE = ModelConfig(
@@ -49,9 +49,9 @@ def _alone(rollout, found):
 def test_values_scores_and_entropies_are_those_of_the_models_own_tokens(tokens):
     config = RLConfig(model="m", algorithm="ppo", temperature=0.7, train=TrainConfig(tokens_per_microbatch=tokens))
     model, rollouts = build_model(SHAPE, dtype="float32", seed=0), _step()
-    critic = make_critic(config, model)
+    value_head = make_value_head(config, model)
     with torch.no_grad():
-        critic.weight.copy_(torch.randn(critic.weight.shape, generator=torch.Generator().manual_seed(3)))
+        value_head.weight.copy_(torch.randn(value_head.weight.shape, generator=torch.Generator().manual_seed(3)))
 
     @torch.no_grad()
     def states(ids):
@@ -64,14 +64,14 @@ def test_values_scores_and_entropies_are_those_of_the_models_own_tokens(tokens):
         assert own == _alone(rollout, lambda ids: scores(ids, 0))
         rollouts[index] = replace(rollout, logprobs=own)
         rollout.scores.reference_logprobs = own
-    assign_values(rollouts, model, critic, config)
+    assign_values(rollouts, model, value_head, config)
     assign_advantages(rollouts, algorithm_of(config))
-    loss = loss_of(config, compare=True, critic=critic)
+    loss = loss_of(config, compare=True, value_head=value_head)
     for batch in batches_of(rollouts, config):
         loss(model, batch)
     assert loss.parity.tokens_different == 0 < loss.parity.tokens_checked
     for rollout in rollouts:
-        assert rollout.scores.values == _alone(rollout, lambda ids: critic(states(ids)).detach())
+        assert rollout.scores.values == _alone(rollout, lambda ids: value_head(states(ids)).detach())
         assert rollout.scores.entropies == _alone(rollout, lambda ids: scores(ids, 1))
         assert not rollout.scores.trainer_logprobs
 

@@ -10,7 +10,7 @@ from lockstep.rl.conversations.chat import Reply
 from lockstep.rl.conversations.exchange import ConversationEnded
 from lockstep.rl.conversations.worker_runner import WorkerConversationRunner, worker_task
 from lockstep.rl.environments.loading import EnvironmentSource, load_environment
-from lockstep.rl.grading.pool import Workers, open_grader
+from lockstep.rl.grading.pool import GraderPool, open_grader
 from lockstep.rl.rollouts.prompts import examples_of
 from tests.rl.conversations.scripted import converse
 
@@ -54,7 +54,7 @@ def test_games_are_played_in_workers_as_in_this_process(tmp_path):
     examples = examples_of(environment, "train")[:4]
     ends = {}
     with open_grader(environment, limits, source, tmp_path) as workers:
-        assert isinstance(workers, Workers)
+        assert isinstance(workers, GraderPool)
         with WorkerConversationRunner([worker_task(example, 0) for example in examples], workers) as runner:
             while len(ends) < len(examples):
                 if isinstance(said := runner.next(wait=True), ConversationEnded):

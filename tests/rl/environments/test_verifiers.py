@@ -11,7 +11,7 @@ from lockstep.rl.conversations.exchange import ConversationEnded
 from lockstep.rl.conversations.tools import schema_of
 from lockstep.rl.conversations.worker_runner import WorkerConversationRunner, worker_task
 from lockstep.rl.environments.loading import EnvironmentSource, load_environment
-from lockstep.rl.grading.pool import Workers, open_grader
+from lockstep.rl.grading.pool import GraderPool, open_grader
 from lockstep.rl.rollouts.prompts import examples_of
 from tests.rl.conversations.scripted import call, converse
 
@@ -143,7 +143,7 @@ def held_in_workers(name, folder):
     ends, environment = [], load_environment(name)
     source, limits = EnvironmentSource(name), RewardConfig(workers=2, seconds=30)
     with open_grader(environment, limits, source, folder) as workers:
-        assert isinstance(workers, Workers)
+        assert isinstance(workers, GraderPool)
         tasks = [worker_task(example, 0) for example in examples_of(environment, "train")[:4]]
         with WorkerConversationRunner(tasks, workers) as runner:
             while len(ends) < len(tasks):

@@ -24,7 +24,7 @@ from lockstep.rl.generators.process import run_generator
 from lockstep.rl.generators.registry import GeneratorRegistry
 from lockstep.rl.generators.separate import KEY as KEY_FILE
 from lockstep.rl.generators.separate import SeparateGenerators
-from lockstep.rl.generators.supervisor import Supervisor
+from lockstep.rl.generators.supervisor import GeneratorSupervisor
 from lockstep.rl.rollouts.plain import plain_shape
 from lockstep.rl.weights.server import WeightServer
 from tests.rl.generators.liars import Generator, honest
@@ -182,7 +182,7 @@ def test_a_generator_that_never_starts_ends_the_run_and_its_log_is_quoted(tmp_pa
     pool = GeneratorPool(512, 1024, 60.0)
     pool.load_weights({"version": 1})
     actors = ActorsConfig(generators=1, threads=1)
-    supervisor = Supervisor(actors, pool, "127.0.0.1:1", KEY, "", tmp_path / "logs")
+    supervisor = GeneratorSupervisor(actors, pool, "127.0.0.1:1", KEY, "", tmp_path / "logs")
     with supervisor, pytest.raises(UserError) as stopped:
         pool.generate([[1]], SamplingParams())
     assert "generator_0 exited with code 1 before it could sample, 3 times in a row" in str(stopped.value)
@@ -252,7 +252,7 @@ def test_a_generator_of_the_runs_own_that_says_what_cannot_be_so_is_ended_and_no
     with contextlib.closing(Listener(KEY)) as listener:
         address = "{}:{}".format(*listener.address)
         actors = ActorsConfig(generators=1, threads=1)
-        with Supervisor(actors, pool, address, KEY, "", tmp_path / "logs") as local:
+        with GeneratorSupervisor(actors, pool, address, KEY, "", tmp_path / "logs") as local:
             wait_until(lambda: local.processes()["generator_0"])
             (process,) = local.processes()["generator_0"]
             pool.banned.add("generator_0")

@@ -18,7 +18,7 @@ PARAMS = SamplingParams(n=2, max_tokens=3, seed=5)
 
 
 @dataclass(eq=False)
-class Recorded:
+class RolloutReplay:
     """A generator that does nothing by itself: what it is told is written down."""
 
     name: str
@@ -81,7 +81,7 @@ def wait_until(condition):
 
 
 def test_requests_go_to_whom_has_the_least_to_do_and_none_gets_more_than_twice_its_room():
-    one, two = Recorded("one"), Recorded("two")
+    one, two = RolloutReplay("one"), RolloutReplay("two")
     pool = pool_of(one, two)
     requests = [pool.add([1], PARAMS) for _ in range(12)]
     assert [len(one.asked), len(two.asked)] == [4, 4]  # of 2 samples each: 8 at each, who has room for 4
@@ -94,7 +94,7 @@ def test_requests_go_to_whom_has_the_least_to_do_and_none_gets_more_than_twice_i
 
 
 def test_a_lost_ones_requests_go_on_elsewhere_with_their_tokens_and_nothing_counts_twice():
-    one, two = Recorded("one"), Recorded("two")
+    one, two = RolloutReplay("one"), RolloutReplay("two")
     pool = pool_of(one)
     thread, came = asked_in_the_background(pool, [[1], [2]])
     wait_until(lambda: len(one.asked) == 2)
@@ -121,7 +121,7 @@ def test_a_lost_ones_requests_go_on_elsewhere_with_their_tokens_and_nothing_coun
 
 
 def test_one_that_is_started_anew_under_its_name_is_another():
-    before, anew = Recorded("one"), Recorded("one")
+    before, anew = RolloutReplay("one"), RolloutReplay("one")
     pool = pool_of(before)
     request = pool.add([1], PARAMS)
     samples = pool.samples(request)
@@ -136,7 +136,7 @@ def test_one_that_is_started_anew_under_its_name_is_another():
 
 
 def test_a_generator_that_joins_gets_the_newest_weights_first_then_what_waits():
-    one, two = Recorded("one", capacity=1), Recorded("two")
+    one, two = RolloutReplay("one", capacity=1), RolloutReplay("two")
     pool = pool_of(one)
     first, second = pool.add([1], PARAMS), pool.add([2], PARAMS)
     assert list(one.asked) == [first]
@@ -155,7 +155,7 @@ def test_a_generator_that_joins_gets_the_newest_weights_first_then_what_waits():
 
 
 def test_what_is_refused_or_not_finite_is_an_error_of_its_prompt_alone():
-    one = Recorded("one")
+    one = RolloutReplay("one")
     pool = pool_of(one)
     thread, came = asked_in_the_background(pool, [[1]])
     wait_until(lambda: one.asked)
@@ -172,7 +172,7 @@ def test_what_is_refused_or_not_finite_is_an_error_of_its_prompt_alone():
 
 
 def test_without_a_generator_for_too_long_the_run_ends_and_says_where_to_look():
-    one = Recorded("one")
+    one = RolloutReplay("one")
     pool = pool_of(one, start_seconds=0.05)
     thread, came = asked_in_the_background(pool, [[1]])
     wait_until(lambda: one.asked)
@@ -191,9 +191,9 @@ def test_a_run_that_no_generator_ever_joins_is_badly_set_up():
 
 
 def test_one_that_the_run_needs_and_that_does_not_fit_ends_it_but_a_guest_does_not(caplog):
-    pool = pool_of(Recorded("one"))
+    pool = pool_of(RolloutReplay("one"))
     pool.required = {"one"}
-    pool.incompatible(Recorded("guest"), "another model")
+    pool.incompatible(RolloutReplay("guest"), "another model")
     pool.generate([], PARAMS)
     pool.incompatible(pool.remote("one"), "another model")
     with pytest.raises(UserError, match="one: another model"):
@@ -201,7 +201,7 @@ def test_one_that_the_run_needs_and_that_does_not_fit_ends_it_but_a_guest_does_n
 
 
 def test_a_request_that_is_too_large_for_anyone_goes_to_one_that_has_nothing_to_do():
-    small = Recorded("small", capacity=1)
+    small = RolloutReplay("small", capacity=1)
     pool = pool_of(small)
     pool.add([1], SamplingParams(n=5, seed=1))
     pool.add([2], SamplingParams(n=1, seed=1))
@@ -211,7 +211,7 @@ def test_a_request_that_is_too_large_for_anyone_goes_to_one_that_has_nothing_to_
 def test_the_time_without_a_generator_counts_from_when_the_last_one_was_lost(monkeypatch):
     now = [0.0]
     monkeypatch.setattr(pool_module, "time", SimpleNamespace(monotonic=lambda: now[0]))
-    one = Recorded("one")
+    one = RolloutReplay("one")
     pool = pool_of(one, start_seconds=10.0)
     now[0] = 1000.0
     pool.step()
@@ -241,7 +241,7 @@ class Watched(RemoteSample):
 
 
 def test_no_sample_goes_on_while_the_state_is_taken():
-    pool = pool_of(Recorded("one"))
+    pool = pool_of(RolloutReplay("one"))
     remembering = CachingGeneratorPool(pool, {})
     remembering.add([1], PARAMS)
     (request,) = remembering._requests.values()
@@ -253,7 +253,7 @@ def test_no_sample_goes_on_while_the_state_is_taken():
 
 
 def test_one_that_is_closed_ends_its_own_requests_and_nobody_elses():
-    one = Recorded("one")
+    one = RolloutReplay("one")
     pool = pool_of(one)
     closed, other = CachingGeneratorPool(pool, {}), CachingGeneratorPool(pool, {})
     waiting = [asked_in_the_background(each, [[number]]) for number, each in enumerate((closed, other))]
@@ -272,7 +272,7 @@ def test_one_that_is_closed_ends_its_own_requests_and_nobody_elses():
 
 
 def test_of_equal_requests_each_goes_on_with_samples_of_its_own():
-    one = Recorded("one", capacity=8)
+    one = RolloutReplay("one", capacity=8)
     pool = pool_of(one)
     before = CachingGeneratorPool(pool, {})
     for token, request in enumerate([before.add([1], PARAMS) for _ in range(3)]):

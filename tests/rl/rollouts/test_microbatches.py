@@ -22,7 +22,7 @@ from lockstep.rl.rollouts.microbatches import microbatches
 from lockstep.rl.rollouts.packing import packing_metrics, packing_of
 from lockstep.rl.rollouts.records import Rollout, Scores
 from lockstep.rl.rollouts.shares import batches_of_rank, cost, token_budget
-from lockstep.rl.scoring.value_head import make_critic
+from lockstep.rl.scoring.value_head import make_value_head
 from lockstep.train.packing import first_fit_decreasing, pack, pack_scored, predicting_states, target_log_probs
 from tests.rl.losses import assign_values, batches_of, log_probs_of
 
@@ -131,19 +131,19 @@ def test_a_completions_log_probabilities_have_the_bits_of_it_alone(dtype, backen
 def test_scores_and_values_are_those_of_each_rollout_whole_and_by_itself(dtype, groups, budget, seed, masked):
     model, config = _sharp(dtype), RLConfig(model="m", algorithm="ppo", temperature=0.8)
     config = replace(config, train=TrainConfig(tokens_per_microbatch=budget))
-    critic = make_critic(config, model)
+    value_head = make_value_head(config, model)
     with torch.no_grad():
-        critic.weight.copy_(torch.randn(critic.weight.shape, generator=torch.Generator().manual_seed(seed)))
+        value_head.weight.copy_(torch.randn(value_head.weight.shape, generator=torch.Generator().manual_seed(seed)))
     rollouts = _rollouts(groups, seed)
     draw = random.Random(seed)
     if masked:
         rollouts = [replace(r, sampled=[draw.random() < 0.7 for _ in r.token_ids]) for r in rollouts]
     scores = log_probs_of(model, rollouts, config)
-    assign_values(rollouts, model, critic, config)
+    assign_values(rollouts, model, value_head, config)
     for rollout, own in zip(rollouts, scores):
         row = pack_scored([rollout.prompt_ids + rollout.token_ids], [rollout.targets()])
         with torch.no_grad():
-            alone = target_log_probs(model, row, 0.8)[0], critic(predicting_states(model, row))
+            alone = target_log_probs(model, row, 0.8)[0], value_head(predicting_states(model, row))
         assert torch.equal(torch.tensor(own), alone[0]) and torch.equal(torch.tensor(rollout.scores.values), alone[1])
 
 

@@ -22,7 +22,7 @@ from lockstep.rl import Environment, Example, Rollout, Scores
 from lockstep.rl.algorithms import explained_variance, generalized_advantages, value_losses, value_returns
 from lockstep.rl.reinforce import reinforce
 from lockstep.rl.rollouts.advantages import assign_advantages
-from lockstep.rl.scoring.value_head import ValueHead, make_critic, train_settings
+from lockstep.rl.scoring.value_head import ValueHead, make_value_head, train_settings
 from lockstep.train import Trainer
 from tests.rl.losses import assign_values, batches_of, log_probs_of, loss_of
 
@@ -96,11 +96,11 @@ def _model(dtype="float32"):
 
 
 def _critic(config, model, seed=3):
-    critic = make_critic(config, model)
+    value_head = make_value_head(config, model)
     draw = torch.Generator().manual_seed(seed)
     with torch.no_grad():
-        critic.weight.copy_(torch.randn(critic.weight.shape, generator=draw) * 0.1)
-    return critic
+        value_head.weight.copy_(torch.randn(value_head.weight.shape, generator=draw) * 0.1)
+    return value_head
 
 
 def _config(**changes):
@@ -123,32 +123,32 @@ def _rollouts(model):
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_values_have_the_same_bits_however_a_step_is_packed_and_in_the_loss(dtype):
     model = _model(dtype)
-    rollouts, critic = _rollouts(model), _critic(_config(), model)
+    rollouts, value_head = _rollouts(model), _critic(_config(), model)
     found = []
     for tokens in (1, 40, 10**6):
-        assign_values(rollouts, model, critic, _config(tokens=tokens))
+        assign_values(rollouts, model, value_head, _config(tokens=tokens))
         found.append([r.scores.values for r in rollouts])
     assert found[0] == found[1] == found[2]
     assign_advantages(rollouts, algorithm := loss_of(_config(), False).algorithm)
     # As float32 tensors, and with a gradient: PPO's bound, however narrow, changes nothing on the first update.
     config = _config(value_clip=1e-30)
-    loss = loss_of(config, compare=True, critic=critic)
+    loss = loss_of(config, compare=True, value_head=value_head)
     (batch,) = batches_of(rollouts, config)
     within = []
-    critic.register_forward_hook(lambda module, given, out: within.append(out.detach().clone()))
+    value_head.register_forward_hook(lambda module, given, out: within.append(out.detach().clone()))
     loss(model, batch)
     assert torch.equal(within[0], batch.old_values) and algorithm.advantage == "gae"
     assert loss.metrics()["value/clip_fraction"] == 0.0
     assert loss.parity.tokens_different == 0 < loss.parity.tokens_checked
 
 
-def _gradients(model, critic, config, rollouts):
-    assign_values(rollouts, model, critic, config)
-    loss = loss_of(config, compare=False, critic=critic)
+def _gradients(model, value_head, config, rollouts):
+    assign_values(rollouts, model, value_head, config)
+    loss = loss_of(config, compare=False, value_head=value_head)
     assign_advantages(rollouts, loss.algorithm)
     for batch in batches_of(rollouts, config):
         loss(model, batch).backward()
-    return {name: p.grad for name, p in [*model.named_parameters(), *critic.parameters_by_name().items()]}
+    return {name: p.grad for name, p in [*model.named_parameters(), *value_head.parameters_by_name().items()]}
 
 
 def test_a_detached_head_learns_and_leaves_the_models_gradient_as_it_is_without_one():
@@ -310,15 +310,17 @@ def test_a_checkpoint_of_another_algorithm_has_no_head_to_resume_with(tmp_path, 
 
 
 def test_the_head_has_a_learning_rate_of_its_own_and_cannot_be_frozen():
-    critic = make_critic(_config(), _model())
+    value_head = make_value_head(_config(), _model())
     for changes, expected in ({}, 10.0), ({"value_learning_rate": 3.0}, 3.0), ({"algorithm": "grpo"}, 1.0):
-        trainer = Trainer(_model(), train_settings(_config(**changes)), 1, extra_parameters=critic.parameters_by_name())
+        trainer = Trainer(
+            _model(), train_settings(_config(**changes)), 1, extra_parameters=value_head.parameters_by_name()
+        )
         assert trainer.optimizer.settings["value_head.weight"].learning_rate == expected
     own = _config(train=TrainConfig(rules=("value_head.* learning_rate=2",)))
-    trainer = Trainer(_model(), train_settings(own), 1, extra_parameters=critic.parameters_by_name())
+    trainer = Trainer(_model(), train_settings(own), 1, extra_parameters=value_head.parameters_by_name())
     assert trainer.optimizer.settings["value_head.weight"].learning_rate == 2.0
     with pytest.raises(UserError, match=r"train.rules freeze value_head.weight, .* \"value_head.weight frozen=false\""):
-        Trainer(_model(), TrainConfig(rules=("* frozen=true",)), 1, extra_parameters=critic.parameters_by_name())
+        Trainer(_model(), TrainConfig(rules=("* frozen=true",)), 1, extra_parameters=value_head.parameters_by_name())
 
 
 @pytest.mark.parametrize("rules", [("layers.0.* frozen=true",), ()], ids=["frozen layer", "in backward"])
