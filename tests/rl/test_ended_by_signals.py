@@ -1,6 +1,7 @@
 """A signal within a step that takes longer than the run has to end: nothing that was learnt is lost, nor any bit."""
 
 import os
+import re
 import signal
 import sys
 import time
@@ -263,7 +264,9 @@ def test_conversations_of_later_steps_hold_nothing_up(folder, model_folder):
     config = settings(folder, model_folder, "Talk", actors=actors, rewards=RewardConfig(workers=1, seconds=600))
     ended = Ended(folder, config, "grade", steps=1)
     assert ended.end(signal.SIGTERM) == [143], ended.said
-    assert "SIGTERM ended the run after step 1, which is saved" in ended.said and "Traceback" not in ended.said
+    # Those that stand still are of step 2 or already of step 3.
+    assert re.search("SIGTERM ended the run after step [12], which is saved", ended.said), ended.said
+    assert "Traceback" not in ended.said
 
 
 @pytest.mark.parametrize("mark", [pytest.param("grade", marks=pytest.mark.slow), "compute"])
