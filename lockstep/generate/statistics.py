@@ -12,7 +12,7 @@ from lockstep.generate.sequence import Sequence
 
 @dataclass
 class Statistics:
-    """Compared without times: equal if the same work was done."""
+    """Compared without times: equal if the same work was done. Fields have the names of their metrics."""
 
     steps: int = 0
     prompt_tokens_computed: int = 0
