@@ -88,9 +88,9 @@ class Checkpoints:
         """The step of the newest complete checkpoint that this object saved or resumed from."""
 
     def due(self, step: int) -> bool:
-        """Whether to save: every `checkpoint.every` steps, and at the last one."""
+        """Whether to save after `step`: every `checkpoint.every` steps."""
         every = self.config.checkpoint.every
-        return step == self.config.steps or (every > 0 and step % every == 0)
+        return every > 0 and step % every == 0
 
     def save(self, step: int, state: dict[str, Any], last: bool = False) -> None:
         """Saves the trainer and `state` (JSON, equal on all ranks) as of `step`, the run's `last` or not.

@@ -6,8 +6,6 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
-from torch import nn
-
 from lockstep.config import PretrainConfig
 from lockstep.data import RowLoader, StepRows, Tokenizer
 from lockstep.model import Decoder, TrainableModel, resolve_dtype
@@ -40,8 +38,6 @@ class RowsRun:
     """None: next-token prediction."""
     answers: Answers | None = None
     """The model's answers before and after, for the report."""
-    extra_parameters: Mapping[str, nn.Parameter] | None = None
-    """As in `Trainer`."""
 
 
 def train_rows(
@@ -56,7 +52,7 @@ def train_rows(
     Raises RunStopped if the run ends early, because of a signal or bad steps.
     """
     model, loader, answers = parts.model, parts.loader, parts.answers
-    trainer = Trainer(model, config.train, config.steps, world, parts.extra_parameters)
+    trainer = Trainer(model, config.train, config.steps, world)
     with Session(config, trainer, parts.tokenizer, parts.command, progress, on_metrics) as session:
         objective = parts.objective or NextToken()
         objective.prepare(trainer, loader, parts.held_out)

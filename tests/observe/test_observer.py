@@ -130,3 +130,12 @@ def test_chosen_steps_survive_a_configuration_file(tmp_path):
     config = PretrainConfig(observe=ObserveConfig(profile_steps=(3, 10), wandb=True))
     (tmp_path / "config.toml").write_text(to_toml(config))
     assert from_toml(tmp_path / "config.toml", PretrainConfig()) == config
+
+
+def test_a_validation_that_is_made_up_reaches_the_callback_with_its_whole_step(tmp_path):
+    seen = []
+    with Observer(ObserveConfig(), FaultConfig(), tmp_path, on_metrics=lambda *each: seen.append(each)) as observer:
+        observer.write(2, {"loss": 1.5})
+        (last,) = read_metrics(tmp_path / "metrics.jsonl")
+        observer.extend(last, {"validation/loss": 2.5})
+    assert seen[-1][0] == 2 and seen[-1][1]["loss"] == 1.5 and seen[-1][1]["validation/loss"] == 2.5

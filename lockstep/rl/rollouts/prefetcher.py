@@ -14,9 +14,6 @@ from lockstep.rl.rollouts.ledger import LedgerError
 from lockstep.rl.rollouts.prompts import PromptLoader
 from lockstep.rl.rollouts.records import Rollout
 
-CLOSE_SECONDS = 5.0
-"""How long closing waits for each step that is sampled ahead."""
-
 
 class RolloutSource(Protocol):
     """Samples rollouts."""
@@ -155,12 +152,12 @@ class RolloutPrefetcher:
         )
 
     def close(self) -> None:
-        """Aborts what is in flight. Its threads end with the process if code of the environment holds them up."""
+        """Aborts what is in flight. Its threads may wait for conversations, so graders are closed before."""
         steps = [*self._current, *self._in_flight.values()]
         for of_step in steps:
             of_step.sampler.close()
         for of_step in steps:
-            of_step.thread.join(CLOSE_SECONDS)
+            of_step.thread.join()
 
     def _take(self, wanted: int) -> list[int]:
         """The positions of the next prompts, for this many groups."""
