@@ -16,13 +16,12 @@ from lockstep.model.checkpoint import (
     save_model,
     write_description,
 )
-from lockstep.model.choose_dtype import choose_dtype, name_of
 from lockstep.model.config import ExpertsConfig, Latent, Lora, ModelConfig, RopeScaling, Yarn
 from lockstep.model.decoder import Decoder
 from lockstep.model.device import open_device
-from lockstep.model.dtypes import is_auto, resolve_dtype
+from lockstep.model.dtypes import is_auto, name_of, resolve_dtype
 from lockstep.model.families import PRESETS, is_ignored, preset
-from lockstep.model.folder import folder_dtype, stored_dtype, tensor_files
+from lockstep.model.folder import choose_dtype, folder_dtype, stored_dtype, tensor_files
 from lockstep.model.initialize import build_model, initialize
 from lockstep.model.lora import adapter_off, lora_of
 from lockstep.model.protocols import ScoringModel, TrainableModel
