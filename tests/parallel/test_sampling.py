@@ -11,7 +11,7 @@ from lockstep import ops
 from lockstep.config import ParallelConfig
 from lockstep.ops import native
 from lockstep.ops.cuts import cut
-from lockstep.ops.parts import Whole
+from lockstep.ops.vocabulary import Whole
 from lockstep.parallel import close_world, open_world
 from lockstep.parallel.sampler import ShardedSampler
 from tests.parallel.launch import launch
