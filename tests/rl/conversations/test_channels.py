@@ -10,10 +10,10 @@ from lockstep.config import RLConfig
 from lockstep.data import load_tokenizer
 from lockstep.data.chat import load_chat_template
 from lockstep.generate.sampling_params import Completion
-from lockstep.rl.conversations.exchange import reply_data, reply_from
 from lockstep.rl.conversations.rendering import Rendering
 from lockstep.rl.conversations.tools import answer_calls
 from lockstep.rl.environments.loading import load_environment
+from lockstep.rl.grading.exchange import reply_data, reply_from
 from lockstep.rl.rollouts.rewards import assign_rewards
 from tests.rl.collected import collected, held_out
 from tests.rl.conversations.families import shown, write_family

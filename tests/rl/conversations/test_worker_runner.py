@@ -9,13 +9,13 @@ import pytest
 
 from lockstep.config import RewardConfig
 from lockstep.rl.conversations import Reply, ToolCall
-from lockstep.rl.conversations.exchange import ConversationEnded
 from lockstep.rl.conversations.worker_runner import WorkerConversationRunner, worker_task
 from lockstep.rl.environments.loading import EnvironmentSource, load_environment
 from lockstep.rl.environments.protocol import Example
+from lockstep.rl.grading.exchange import ConversationEnded
 from lockstep.rl.grading.pool import open_grader, open_workers
-from lockstep.rl.grading.processes import descendants
 from lockstep.rl.grading.sandbox import missing_protections
+from lockstep.workers.processes import descendants
 
 
 def graded(tmp_path, name, *jobs):
