@@ -6,15 +6,31 @@ import importlib.util
 import inspect
 import sys
 import zlib
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from lockstep.errors import UserError, closest
 from lockstep.rl.conversations.protocol import ConversationEnvironment
+from lockstep.rl.environments.code import Code
+from lockstep.rl.environments.digit_sum import DigitSum
+from lockstep.rl.environments.gsm8k import GSM8K
+from lockstep.rl.environments.gymnasium_adapter import gymnasium_game
+from lockstep.rl.environments.math_jsonl import Math
+from lockstep.rl.environments.prompts import Prompts
 from lockstep.rl.environments.protocol import Environment, source_file, user_line
-from lockstep.rl.environments.ready import ADAPTERS, ENVIRONMENTS
+from lockstep.rl.environments.verifiers_adapter import verifiers_tasks
 
+ENVIRONMENTS: dict[str, type[Environment]] = {
+    "code": Code,
+    "digit_sum": DigitSum,
+    "gsm8k": GSM8K,
+    "math": Math,
+    "prompts": Prompts,
+}
+ADAPTERS: dict[str, Callable[[str], type[Environment]]] = {"gymnasium": gymnasium_game, "verifiers": verifiers_tasks}
+"""Environments of other packages, given as `PACKAGE:NAME`: functions that create the class from the name."""
 GIVEN = "object:"
 """Prefix in a run's settings for an environment that was passed as an object."""
 FORMS = {"gymnasium": "gymnasium:ID", "verifiers": "verifiers:TASKSET"}

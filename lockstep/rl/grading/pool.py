@@ -20,9 +20,8 @@ from typing import Any
 
 from lockstep.config import RewardConfig
 from lockstep.errors import UserError
-from lockstep.rl.environments.loading import EnvironmentSource
+from lockstep.rl.environments.loading import ADAPTERS, EnvironmentSource
 from lockstep.rl.environments.protocol import Environment, Example
-from lockstep.rl.environments.ready import ADAPTERS
 from lockstep.rl.grading.calling import KILLED, PATIENCE, Grader, Job, Outcome, failure, outcome_from
 from lockstep.rl.grading.frames import Closed, PlainJob, Silent, Stream, chunk_of, receive, send
 from lockstep.rl.grading.processes import end_marked, is_stopped
