@@ -152,11 +152,7 @@ def check_environment(environment: Environment) -> None:
         if converses and method in ("converse", "grade") and not inspect.iscoroutinefunction(function):
             raise UserError(f"{where}.{method} is not a coroutine function; write `async def {method}(…)`")
         try:
-            signature = inspect.signature(function)
-        except (TypeError, ValueError):
-            continue  # functions written in C may have none
-        try:
-            signature.bind(*names)
+            inspect.signature(function).bind(*names)
         except TypeError as error:
             keyword = "async def" if inspect.iscoroutinefunction(function) else "def"
             signature_text = f"{keyword} {method}({', '.join(('self', *names))})"
@@ -164,14 +160,8 @@ def check_environment(environment: Environment) -> None:
     if not isinstance(environment, ConversationEnvironment):
         return
     tools, turns = environment.tools, environment.turns
-    if not isinstance(tools, tuple | list):
-        name = getattr(tools, "__name__", "…")
-        raise UserError(f"{where}.tools is {tools!r:.60}, not a tuple or list of functions; write `tools = ({name},)`")
-    if other := [tool for tool in tools if not callable(tool)]:
-        raise UserError(
-            f"{where}.tools contains {other[0]!r:.60}, which is not a function; write `tools = (function,)` with the "
-            "functions themselves"
-        )
+    if not isinstance(tools, tuple | list) or not all(map(callable, tools)):
+        raise UserError(f"{where}.tools is {tools!r:.60}, not a tuple or list of functions; write `tools = (f,)`")
     if type(turns) is not int or turns < 1:
         raise UserError(f"{where}.turns is {turns!r:.60}, not an integer of at least 1; write `turns = 8`")
 
