@@ -21,6 +21,7 @@ from lockstep.rl.environments.math_jsonl import Math, boxed_answer, final_answer
 from lockstep.rl.environments.protocol import Example
 from lockstep.rl.environments.retrieval import Index, Retrieval, f1, normalized
 from lockstep.rl.rollouts.prompts import examples_of
+from lockstep.workers.processes import descendants
 from tests.rl.conversations.scripted import call, converse
 
 RULES = {"math": {"problem": "1+1?", "answer": "2"}, "retrieval": {"question": "Who?", "answer": "Ada"}}
@@ -161,13 +162,14 @@ def test_a_comparison_that_hangs_ends_and_the_next_one_works_in_any_thread():
 
 
 def test_a_comparison_that_waits_for_the_processor_is_not_given_up():
-    checker, found = MathChecker(seconds=0.5), []
+    before, checker, found = set(descendants(os.getpid())), MathChecker(seconds=0.5), []
     assert checker.equal("x+1", "1+x")
-    os.kill(checker.process.pid, signal.SIGSTOP)
+    (process,) = set(descendants(os.getpid())) - before
+    os.kill(process, signal.SIGSTOP)
     thread = threading.Thread(target=lambda: found.append(checker.equal("x+2", "2+x")))
     thread.start()
     time.sleep(1.5)
-    os.kill(checker.process.pid, signal.SIGCONT)
+    os.kill(process, signal.SIGCONT)
     thread.join()
     assert found == [True]
 
