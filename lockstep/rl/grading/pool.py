@@ -13,9 +13,8 @@ from pathlib import Path
 
 from lockstep.config import RewardConfig
 from lockstep.errors import UserError
-from lockstep.rl.environments.loading import EnvironmentSource
+from lockstep.rl.environments.loading import ADAPTERS, EnvironmentSource
 from lockstep.rl.environments.protocol import Environment
-from lockstep.rl.environments.ready import ADAPTERS
 from lockstep.rl.grading.calling import (
     KILLED,
     MEMORY,

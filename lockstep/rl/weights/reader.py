@@ -249,7 +249,7 @@ class _Source:
             messages = _messages(pieces, self._dtype)
             requested: deque[list[_Piece]] = deque()
             while True:
-                # Requests one message ahead: the trainer signs it while this side verifies the previous one.
+                # Requests one message ahead: the trainer copies it while this side reads the previous one.
                 while len(requested) < 2 and (message := next(messages, None)) is not None:
                     channel.send(
                         {"slot": manifest["slot"], "pieces": [[piece.name, piece.shard_slice] for piece in message]}

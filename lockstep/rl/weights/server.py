@@ -157,7 +157,7 @@ class WeightServer:
         for name, shard_slice in requested:
             part = self._shards[name].shard_slice
             view = self._memory.view(slot, self._offsets[name], part, self._dtype)
-            # A copy: signed data must not change while it is sent.
+            # A copy: what is sent must not change after the mark was read.
             piece = view_at(view, shard_slice, part).clone(memory_format=torch.contiguous_format)
             pieces.append(piece.view(-1).view(torch.uint8).numpy().data)
         return [before, self._memory.mark(slot)], pieces

@@ -102,6 +102,7 @@ def package(tmp_path, monkeypatch):
     return write
 
 
+@pytest.mark.slow
 def test_tasks_are_solved_with_tools_and_rewarded_as_the_package_does(package, tmp_path):
     settings = tmp_path / "settings.toml"
     settings.write_text("first = 2\n")
