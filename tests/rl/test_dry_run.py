@@ -195,7 +195,7 @@ def test_the_bytes_of_a_weight_sync_are_those_of_a_real_one(folder, tmp_path, ra
 
 def generator_measured(config):
     """The peaks of a rank of a separate generator, and the bytes that it reads of a version."""
-    from lockstep.rl.generators import process_engine as generator
+    from lockstep.rl.generators import spec as generator
     from tests.parallel.memory import PeakMemory
 
     world = open_world(ParallelConfig(tensor=config.actors.tensor, data_shard=1), "cpu")

@@ -37,7 +37,7 @@ from lockstep.rl.rollouts.packing import packing_of
 from lockstep.rl.rollouts.records import Rollout
 from lockstep.rl.rollouts.shares import token_budget
 from tests.faults import VARIABLE
-from tests.parallel.launch import launch, start
+from tests.parallel.launch import launch
 
 TASK = """
 import lockstep.rl as rl
