@@ -277,7 +277,7 @@ def test_replayed_routes_are_the_generators_and_the_weights_the_trainers():
     for chosen, wanted, found in zip(recorded, replayed.chosen, logits, strict=True):
         assert torch.equal(chosen[replayed.rows].long().sort(-1).values, wanted.sort(-1).values)
         weights = torch.softmax(found.gather(1, chosen.long()), -1)
-        given = routing._weigh(found, chosen.long(), 1, 1, 1.0)
+        given = routing._weigh(found, chosen.long(), ops.Routing(chosen.shape[1]))
         torch.testing.assert_close(given, weights)
     # Rows of prompts choose for themselves.
     rows = torch.ones(len(batch.row.tokens), dtype=torch.bool)
