@@ -37,8 +37,8 @@ from lockstep.rl.scoring.reference import AVERAGE, START, reference_is_base
 from lockstep.rl.scoring.value_head import ValueHead, train_settings
 from lockstep.rl.weights.estimate import TransferEstimate, estimate_transfer, estimate_weight_server
 from lockstep.rl.weights.in_place import materialize
+from lockstep.rl.weights.reader import MESSAGE
 from lockstep.rl.weights.server import versions_to_keep
-from lockstep.rl.weights.server_memory import memory_bytes
 from lockstep.train import Trainer
 from lockstep.train.dry_run import (
     DryRun,
@@ -221,6 +221,8 @@ def _separate_generator(config: RLConfig, shape: ModelConfig, laid_out: int, on_
                 sizes["weights in a decode step's order"] = _panels(model)
             memory = {name: dict.fromkeys(STAGES[1:], size) for name, size in sizes.items()}
             memory["a generator's step at its peak"] = {SAMPLING: _generator_step(engine, fake)}
+            largest = max(local_values(parameter).nbytes for parameter in model.parameters())
+            memory["a message with weights"] = {SYNC: min(largest, MESSAGE)}
     finally:
         close_world(world)
     return GeneratorDryRun(ranks, memory, laid_out, weights)
@@ -250,7 +252,6 @@ class _RankMemory:
             self._whole = trainer.model
         whole = self._whole.named_parameters() if self._whole else ()
         self._copied = [parameter for name, parameter in whole if name not in in_place]
-        self._reference: Decoder | None = None
 
     def add(self, name: str, size: int, *stages: str) -> None:
         """Bytes that are in use in these stages; none: in all."""
@@ -267,8 +268,8 @@ class _RankMemory:
             self.add(name, _bytes(self._copied), *(STAGES if self._keeps_copy else (SAMPLING, SYNC)))
         if config.kl_coefficient and not reference_is_base(config):
             folder = config.model if config.kl_reference in (START, AVERAGE) else config.kl_reference
-            self._reference = _frozen(_shape(folder), config, self._world, self._fake)
-            self.add("reference model", _bytes(self._reference.parameters()))
+            reference = _frozen(_shape(folder), config, self._world, self._fake)
+            self.add("reference model", _bytes(reference.parameters()))
         if config.teacher:
             teacher = _frozen(_shape(config.teacher), config, self._world, self._fake)
             self.add("teacher", _bytes(teacher.parameters()))
@@ -289,20 +290,14 @@ class _RankMemory:
             self.add("a generator's step at its peak", _generator_step(engine, self._fake), SAMPLING)
         else:
             laid_out = estimate_weight_server(self._policy, resolve_dtype(config.dtype))
-            size = memory_bytes(laid_out, versions_to_keep(config.actors))
-            self.add("versions laid out, in the host's memory", size)
+            self.add("versions laid out, in the host's memory", laid_out * versions_to_keep(config.actors))
 
     def add_transfer(self) -> TransferEstimate | None:
         """The weight sync to the rank's copies; returns that of the policy."""
-        transfer, on_ranks = None, self._on_ranks
-        if self._whole and on_ranks:
-            transfer = estimate_transfer(self._policy, self._whole, self._world, keep=self._config.actors.keep_copy)
-            # A CPU keeps this memory for the next sync: the system would clear every newly allocated page.
-            stages = STAGES if self._on_cpu and self._keeps_copy else (SYNC,)
-            self.add("arriving weights and messages", transfer.buffers, *stages)
-        if on_ranks and self._on_cpu and self._averages and self._reference:
-            average = estimate_transfer(self._policy, self._reference, self._world, in_place=False)
-            self.add("the moving average's, arriving", average.buffers)
+        if not (self._whole and self._on_ranks):
+            return None
+        transfer = estimate_transfer(self._policy, self._whole, self._world, keep=self._config.actors.keep_copy)
+        self.add("arriving weights and messages", transfer.buffers, SYNC)
         return transfer
 
 

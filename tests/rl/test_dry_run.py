@@ -13,6 +13,7 @@ from lockstep.config import ActorsConfig, EngineConfig, ParallelConfig, RewardCo
 from lockstep.errors import UserError
 from lockstep.generate import Engine, SamplingParams
 from lockstep.model import arithmetic_of, read_config
+from lockstep.model.shard import local_values
 from lockstep.parallel import close_world, open_world
 from lockstep.rl.dry_run import STAGES, dry_run
 from lockstep.rl.generators.models import sampling_model
@@ -193,6 +194,11 @@ def test_the_bytes_of_a_weight_sync_are_those_of_a_real_one(folder, tmp_path, ra
     assert transfer == sizes and sizes[1] > 0
 
 
+def bytes_of_parts(manifest, rank):
+    """Of what a rank publishes, in bfloat16."""
+    return sum(2 * volume(tuple(map(tuple, bounds))) for _, bounds in manifest["ranks"][rank]["parts"])
+
+
 def generator_measured(config):
     """The peaks of a rank of a separate generator, and the bytes that it reads of a version."""
     from lockstep.rl.generators import process_engine as generator
@@ -212,6 +218,9 @@ def generator_measured(config):
         patched.setattr(generator, "DriverEngine", Engine)  # all of its ranks are asked here
         reader, engine = generator.open_engine(welcome, bytes(32), world)
         for version in (1, 2):  # the first weights meet an engine that has never sampled
+            with torch.no_grad():
+                for parameter in trained.parameters():
+                    parameter.mul_(1.5)  # what has not changed is not read again
             manifest = weight_server.publish(version)
             peak.nbytes = 0
             assert reader.load(manifest).outcome == "loaded"
@@ -219,15 +228,13 @@ def generator_measured(config):
             peaks["weight sync"], peak.nbytes = peak.nbytes, 0
             engine.generate([[1]] * 4, SamplingParams(n=8, max_tokens=8, seed=0))
             peaks["sampling"] = peak.nbytes
-    pieces = [(source._memory, piece) for source in reader._sources for piece in source._pieces]
-    mapped = sum({id(memory): memory._bytes.nbytes for memory, _ in pieces}.values())  # the trainer's
-    if weight_server._shards:  # and what stands for the trainer here
-        mapped += weight_server._memory._bytes.nbytes + sum(parameter.nbytes for parameter in trained.parameters())
-    read = sum(volume(piece.shard_slice) for _, piece in pieces) * trained.dtype.itemsize
-    reader.close()
+    # What stands for the trainer here: its parameters and, on the rank that publishes them, two versions.
+    trainers = sum(parameter.nbytes for parameter in trained.parameters())
+    trainers += 2 * bytes_of_parts(manifest, world.rank)
+    read = sum(local_values(parameter.detach()).nbytes for parameter in engine.model.parameters())
     weight_server.close()
     close_world(world)
-    return {stage: size - mapped for stage, size in peaks.items()}, read
+    return {stage: size - trainers for stage, size in peaks.items()}, read
 
 
 def generator_estimate(config, ranks):
@@ -251,7 +258,7 @@ def real_server(config):
     world = open_world(config.parallel, "cpu")
     policy = open_policy(config, world)
     weight_server = WeightServer(dict(policy.named_parameters()), torch.bfloat16, world, bytes(32))
-    size = weight_server.publish(1)["server"]["ranks"][0]["size"]
+    size = bytes_of_parts(weight_server.publish(1), 0)
     weight_server.close()
     close_world(world)
     return size
