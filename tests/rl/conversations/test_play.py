@@ -1,6 +1,7 @@
 """Conversations over one engine: what is trained on is what it computed, and what fails costs its own conversation."""
 
 import asyncio
+import contextlib
 import inspect
 import random
 import signal
@@ -298,10 +299,8 @@ class Failing(rl.ConversationEnvironment):
                 await asyncio.sleep(60)
             case "stays":
                 while True:
-                    try:
+                    with contextlib.suppress(asyncio.CancelledError):
                         await asyncio.sleep(60)
-                    except asyncio.CancelledError:
-                        pass
             case "says strange things":
                 chat.messages.append({"role": "user", "content": object()})
             case "asks strange things":
