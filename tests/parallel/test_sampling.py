@@ -79,7 +79,7 @@ def same(found, expected):
 @pytest.mark.parametrize("form", ["native", "pytorch"])
 @pytest.mark.parametrize("ranks", [2, pytest.param(4, marks=pytest.mark.slow)])
 def test_ranks_draw_and_rank_tokens_as_one_process(ranks, form):
-    launch(ranks, compare, ranks, form, 6 if form == "native" else 2)
+    launch(ranks, compare, ranks, form, 6 if form == "native" else 2, fresh=True)
 
 
 def compare_edges():

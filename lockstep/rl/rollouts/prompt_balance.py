@@ -52,7 +52,7 @@ def prompt_balance(run: Path) -> PromptBalance | None:
     lines = [line for line in map(json.loads, file.read_text().splitlines()) if line["step"] <= state["step"]]
     if "left_out" not in state["prompts"] or [line["step"] for line in lines] != list(range(1, state["step"] + 1)):
         return None
-    in_flight = state["ahead"]["prompts"]
+    in_flight = state["in_flight"]["prompts"]
     dropped = Counter({cause: 0 for line in lines for cause in line["dropped"]})
     positions = Counter(in_flight)
     for line in lines:

@@ -521,14 +521,13 @@ def command(task, model_folder, output):
 def test_a_run_whose_ranks_are_killed_resumes_bit_for_bit(task, model_folder, tmp_path):
     config = config_of(task, model_folder, tmp_path / "killed", steps=4, checkpoint=CheckpointConfig(every=1))
     launch(1, run, replace(config, output=str(tmp_path / "whole")), seconds=300)
-    ranks, results = start(2, run, config)
+    ranks = start(2, run, config)
     while not (tmp_path / "killed" / "checkpoints" / "step_00000002" / "manifest.json").is_file():
         assert all(rank.is_alive() for rank in ranks)
         time.sleep(0.02)
     for rank in ranks:
         os.kill(rank.pid, signal.SIGKILL)
         rank.join()
-    results.close()
     launch(2, run, replace(config, resume=True), seconds=300)
     assert outcome(tmp_path / "killed") == outcome(tmp_path / "whole")
 

@@ -1,10 +1,12 @@
-"""Finds and kills all descendants of a process, even those that left its group or lost their parent."""
+"""Ends processes with all their descendants, even those that left their group or lost their parent, and limits them."""
 
 from __future__ import annotations
 
 import contextlib
 import ctypes
+import math
 import os
+import resource
 import signal
 import sys
 import time
@@ -24,6 +26,26 @@ def adopt_orphans() -> None:
 def die_with_parent() -> None:
     """Makes the kernel kill this process when its parent ends. Linux only."""
     _prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
+
+
+def limit_memory(max_bytes: int) -> None:
+    """Limits this process's private writable memory (RLIMIT_DATA), which children inherit; no limit on macOS.
+
+    RLIMIT_AS would also count libraries and reserved memory: several gigabytes if torch is imported.
+    """
+    with contextlib.suppress(OSError, ValueError):
+        _, hard = resource.getrlimit(resource.RLIMIT_DATA)
+        limit = max_bytes if hard == resource.RLIM_INFINITY else min(max_bytes, hard)
+        resource.setrlimit(resource.RLIMIT_DATA, (limit, limit))
+    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+
+
+def extend_time_limit(seconds: float) -> None:
+    """Lets this process use `seconds` more of processor time, in whole seconds; then SIGXCPU ends it."""
+    used = sum(resource.getrusage(resource.RUSAGE_SELF)[:2])
+    _, hard = resource.getrlimit(resource.RLIMIT_CPU)
+    limit = math.ceil(used + seconds)
+    resource.setrlimit(resource.RLIMIT_CPU, (limit if hard == resource.RLIM_INFINITY else min(limit, hard), hard))
 
 
 def descendants(process: int, spared: frozenset[int] = frozenset()) -> list[int]:
