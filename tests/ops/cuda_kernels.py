@@ -22,9 +22,8 @@ from lockstep.ops import attention_reference, cuda, logprobs, sampling
 from lockstep.ops.cuda import attention, linear, vocabulary
 from lockstep.ops.cuda.attention_backward import attend_backward
 from lockstep.ops.cuda.kernel import launch
-from lockstep.ops.cuts import cut
 from lockstep.ops.linear import product_sums, tree_sum
-from lockstep.ops.vocabulary import Whole, piece_bounds
+from lockstep.ops.vocabulary import piece_bounds
 from tests.ops.attention_checks import (
     FEW_SHARES,
     assert_only_those_who_see_it_break,
@@ -231,12 +230,6 @@ def test_a_product_takes_the_largest_tile_of_which_there_are_enough(monkeypatch)
     assert chosen(600, 3072, 1024) == (64, 128, True)  # few of the others
 
 
-def test_gradients_of_a_product(kernels):
-    x, weight, grad = _randn(0, 20, 40).requires_grad_(), _randn(1, 30, 40).requires_grad_(), _randn(2, 20, 30)
-    ours = torch.autograd.grad(ops.linear(x, weight), [x, weight], grad)
-    _close(ours, torch.autograd.grad(x @ weight.T, [x, weight], grad), torch.float32)
-
-
 @pytest.mark.parametrize(("dtype", "dim"), [(torch.float32, 50), (torch.float16, 128), (torch.bfloat16, 50)])
 def test_rows_agree_with_the_plain_forms_and_so_do_their_gradients(monkeypatch, dtype, dim):
     x, up, weight = (_randn(i, *s, dtype=dtype).requires_grad_() for i, s in enumerate([(33, dim), (33, dim), (dim,)]))
@@ -426,23 +419,6 @@ def test_log_probabilities_their_gradient_and_draws(dtype, vocab):
         assert all(torch.equal(a, o[part]) for a, o in zip(alone, ours))
         drawn = vocabulary.draw(logits[part], inverse[part], uniform[part], pieces[part], bounds)
         assert torch.equal(drawn, tokens[part])
-
-
-def test_a_drawn_token_has_its_log_probability_among_what_the_cuts_left(kernels):
-    count, vocab = 8, 258
-    logits, off = _randn(0, count, vocab) * 3, torch.zeros(count)
-    top_k, top_p = torch.tensor([0, 1, 5, 0, 40, 258, 0, 1]), torch.tensor([0.5] * 3 + [1.0] * 5)
-    uniform = torch.rand(count, generator=torch.Generator().manual_seed(2), dtype=torch.float64)
-    params = torch.full((count,), 0.8), top_k, top_p, off, uniform
-    tokens, log_probs, drawn_with = ops.sample(logits, *params)
-    left = cut(logits, torch.full((count,), 1.25), top_k, top_p, off, off == 0, Whole(vocab)).double() / 0.8
-    expected = torch.log_softmax(left, -1).gather(1, tokens[:, None])[:, 0]
-    _close([drawn_with], [expected], torch.float32)
-    uncut = ((top_k == 0) | (top_k == vocab)) & (top_p == 1)
-    assert torch.equal(drawn_with[uncut], log_probs[uncut]) and uncut.any()
-    for part in (slice(0, 1), slice(2, 7)):
-        alone = ops.sample(logits[part], *(p[part] for p in params))
-        assert all(torch.equal(own, each[part]) for own, each in zip(alone, (tokens, log_probs, drawn_with)))
 
 
 def test_engine_and_trainer_agree_bit_for_bit_through_the_kernels(kernels):
