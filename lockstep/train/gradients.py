@@ -1,11 +1,10 @@
-"""A step's gradients between backward and update: accumulated by autograd, summed separately in float32, used at once,
-or summed in a tree over the step's micro-batches."""
+"""A step's gradients between backward and update: accumulated in float32, used at once, or summed in a tree over the
+step's micro-batches."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from functools import partial
-from typing import Protocol, runtime_checkable
 
 import torch
 import torch.distributed as dist
@@ -18,66 +17,14 @@ Parameters = Mapping[str, nn.Parameter]
 """The trained parameters, by name."""
 
 
-@runtime_checkable
-class Gradients(Protocol):
-    """What `MasterOptimizer` needs of a step's gradients."""
+class Gradients:
+    """Accumulated over a step's micro-batches in float32.
 
-    parameters: Parameters
-
-    @property
-    def updated_weights(self) -> bool:
-        """Whether some gradient of this step has already changed weights, so that the step cannot be skipped."""
-        ...
-
-    def end_microbatch(self, of: Iterable[str] | None = None) -> None:
-        """Call when a backward, including its sums over ranks, has ended for all parameters or those named."""
-        ...
-
-    def pending(self) -> dict[str, Tensor]:
-        """This step's gradients that no update has used yet, by parameter, in the model's order: float32, or the
-        parameter's dtype."""
-        ...
-
-    def norms(self, stage_groups: Sequence[dist.ProcessGroup], shared: Collection[str]) -> dict[str, float]:
-        """As `gradient_norm.gradient_norms`."""
-        ...
-
-    def clear(self) -> None:
-        """Drops all gradients at the end of a step."""
-        ...
-
-
-class Float32Gradients:
-    """For float32 parameters, which are their own masters: autograd accumulates in float32 anyway."""
-
-    updated_weights = False
-
-    def __init__(self, parameters: Parameters):
-        self.parameters = parameters
-
-    def end_microbatch(self, of: Iterable[str] | None = None) -> None:
-        pass
-
-    def pending(self) -> dict[str, Tensor]:
-        return {name: p.grad for name, p in self.parameters.items() if p.grad is not None}
-
-    def norms(self, stage_groups: Sequence[dist.ProcessGroup], shared: Collection[str]) -> dict[str, float]:
-        return gradient_norms(self.pending(), stage_groups, shared)
-
-    def clear(self) -> None:
-        for parameter in self.parameters.values():
-            parameter.grad = None
-
-
-class SummedGradients:
-    """For narrower parameters: each gradient is added to a float32 sum as soon as the backward has computed it.
-
-    So micro-batches accumulate in float32. A step's first gradient is not widened until there is a second one to add:
-    this saves a step of one micro-batch a pass over memory, since norms and AdamW read narrow gradients. On a CPU,
-    where both give the same bits, it is widened at once if memory of the last step's sums can be reused.
+    Autograd does so for float32 parameters. Each gradient of a narrower one is added to a float32 sum as soon as the
+    backward has computed it. A step's first gradient is not widened until there is a second one to add: this saves a
+    step of one micro-batch a pass over memory, since norms and AdamW read narrow gradients. On a CPU, where both give
+    the same bits, it is widened at once if memory of the last step's sums can be reused.
     """
-
-    updated_weights = False
 
     def __init__(self, parameters: Parameters):
         self.parameters = parameters
@@ -85,10 +32,16 @@ class SummedGradients:
         self._spare: dict[str, Tensor] = {}
         """Memory of the last step's float32 sums on a CPU, where new memory takes time to clear."""
         for name, parameter in parameters.items():
-            parameter.register_post_accumulate_grad_hook(partial(self._add, name))
+            if parameter.dtype != torch.float32:
+                parameter.register_post_accumulate_grad_hook(partial(self._add, name))
+
+    @property
+    def updated_weights(self) -> bool:
+        """Whether some gradient of this step has already changed weights, so that the step cannot be skipped."""
+        return False
 
     def end_microbatch(self, of: Iterable[str] | None = None) -> None:
-        pass
+        """Call when a backward, including its sums over ranks, has ended for all parameters or those named."""
 
     @torch.no_grad()
     def _add(self, name: str, parameter: Tensor) -> None:
@@ -101,21 +54,28 @@ class SummedGradients:
             self._sums[name] = grad.contiguous() if spare is None else spare.copy_(grad)
 
     def pending(self) -> dict[str, Tensor]:
-        return {name: self._sums[name] for name in self.parameters if name in self._sums}
+        """This step's gradients that no update has used yet, by parameter, in the model's order: float32, or the
+        parameter's dtype."""
+        grads = ((name, self._sums.get(name, p.grad)) for name, p in self.parameters.items())
+        return {name: grad for name, grad in grads if grad is not None}
 
     def norms(self, stage_groups: Sequence[dist.ProcessGroup], shared: Collection[str]) -> dict[str, float]:
+        """As `gradient_norm.gradient_norms`."""
         return gradient_norms(self.pending(), stage_groups, shared)
 
     def clear(self) -> None:
+        """Drops all gradients at the end of a step."""
         self._spare = {
             name: grad
             for name, grad in self._sums.items()
             if grad.dtype != self.parameters[name].dtype and grad.device.type == "cpu"
         }
         self._sums.clear()
+        for parameter in self.parameters.values():
+            parameter.grad = None
 
 
-class GradientsUsedInBackward:
+class GradientsUsedInBackward(Gradients):
     """Updates a parameter as soon as the backward has computed its gradient, and frees the gradient."""
 
     def __init__(self, parameters: Parameters, update: Callable[[dict[str, Tensor]], None]):
@@ -128,9 +88,6 @@ class GradientsUsedInBackward:
     @property
     def updated_weights(self) -> bool:
         return bool(self._squares)
-
-    def end_microbatch(self, of: Iterable[str] | None = None) -> None:
-        pass
 
     @torch.no_grad()
     def _use(self, name: str, parameter: Tensor) -> None:
@@ -149,7 +106,7 @@ class GradientsUsedInBackward:
         self._squares.clear()
 
 
-class TreeSummedGradients:
+class TreeSummedGradients(Gradients):
     """Sums in a binary tree over the step's micro-batches, neighbors first: one order for any number of ranks.
 
     Rank r of n has the micro-batches r, n + r, 2n + r and so on of a step. The sum of one micro-batch on each of n
@@ -157,8 +114,6 @@ class TreeSummedGradients:
     exchange over ranks adds up the leaves, and all gradients added here but the last are zero. Each stage of a
     pipeline has a separate tree.
     """
-
-    updated_weights = False
 
     def __init__(self, parameters: Parameters):
         self.parameters = parameters

@@ -1,8 +1,8 @@
-"""What pretraining, fine-tuning, preference and reward model runs set up alike: ranks, loader and model."""
+"""What pretraining, fine-tuning, preference and reward model runs set up alike: ranks and model."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import TypeVar
 
 from lockstep.config import LoraConfig, PretrainConfig, RLConfig, SFTConfig
-from lockstep.data import DataSource, Encoder, RowLoader, Rows, Tokenizer, open_rows, with_ends
+from lockstep.data import Tokenizer, with_ends
 from lockstep.data.chat import ChatTemplate
 from lockstep.data.chatml import CHATML
 from lockstep.errors import UserError
@@ -28,7 +28,6 @@ from lockstep.model import (
     resolve_dtype,
 )
 from lockstep.parallel import World, close_world, open_world, parallel_model
-from lockstep.train.read_once import read_once
 from lockstep.train.refusals import refuse_shape, refuse_step
 from lockstep.train.resolve_defaults import resolve_defaults
 
@@ -48,20 +47,6 @@ def training_world(config: Config) -> Iterator[tuple[Config, World]]:
         yield config, world
     finally:
         close_world(world)
-
-
-def make_loader(
-    config: PretrainConfig,
-    sources: Sequence[tuple[DataSource, float]],
-    encoder: Encoder,
-    world: World,
-    kind: type[Rows] = Rows,
-) -> RowLoader:
-    """The loader of this rank's rows from the sources, mixed by their weights."""
-    share = partial(read_once, world)
-    rows = open_rows(sources, encoder, config.loader, config.sequence_length, config.seed, share, kind)
-    tokens = config.train.tokens_per_microbatch
-    return RowLoader(rows, config.tokens_per_step, tokens, world.data_rank, world.data_size)
 
 
 def model_shape(config: PretrainConfig, tokenizer: Tokenizer, template: ChatTemplate | None = None) -> ModelConfig:

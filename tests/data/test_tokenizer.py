@@ -19,7 +19,7 @@ from lockstep.data import (
     load_tokenizer,
 )
 from lockstep.data.chat import load_chat_template
-from lockstep.data.pieces import token_bytes, token_text
+from lockstep.data.decoding import token_bytes, token_text
 from lockstep.data.text import TextPart
 from lockstep.errors import UserError
 

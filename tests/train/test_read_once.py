@@ -9,7 +9,7 @@ import pytest
 from lockstep.config import CheckpointConfig, DataConfig, ParallelConfig, PretrainConfig, TrainConfig
 from lockstep.errors import UserError
 from lockstep.observe import read_metrics
-from lockstep.train import pretrain as pretraining
+from lockstep.train.pretrain import pretrain
 from tests.parallel.launch import launch
 
 # 512 documents are tokenized together, and the run shall have begun when it meets one that is bad.
@@ -43,7 +43,7 @@ def _train_in_own_folder(config, folders):
     """Why the run ended early, if it did, and whether this rank could have read a stream."""
     os.chdir(folders / f"rank_{os.environ['RANK']}")
     try:
-        pretraining.pretrain(config)
+        pretrain(config)
         message = ""
     except UserError as error:
         message = str(error)
@@ -60,6 +60,7 @@ def _assert_same_losses(folders, ranks, alone):
         assert both == pytest.approx(one, rel=1e-5)
 
 
+@pytest.mark.slow
 def test_a_stream_ends_all_ranks_at_a_bad_row_and_once_mended_they_resume_to_what_one_rank_computes(
     folders, monkeypatch
 ):
@@ -76,7 +77,7 @@ def test_a_stream_ends_all_ranks_at_a_bad_row_and_once_mended_they_resume_to_wha
     ended = launch(2, _train_in_own_folder, config, folders)
     assert ended == [("", True), ("", False)]
     monkeypatch.chdir(folders / "rank_0")
-    pretraining.pretrain(_config(folders, "one"))
+    pretrain(_config(folders, "one"))
     _assert_same_losses(folders, "two", "one")
     assert _metrics(folders, "two", "tokens", "epoch") == _metrics(folders, "one", "tokens", "epoch")
     assert _metrics(folders, "one", "epoch")[-1] == [1.0], "the stream's second epoch is in it"
@@ -90,7 +91,7 @@ def test_files_are_tokenized_and_a_vocabulary_is_learnt_from_those_of_rank_0(fol
     config = dict(data="text.jsonl", validation_data="held_out.jsonl", tokenizer="bpe:300", steps=2)
     assert launch(2, _train_in_own_folder, _config(folders, "two", **config), folders) == [("", False)] * 2
     monkeypatch.chdir(folders / "rank_0")
-    pretraining.pretrain(_config(folders, "one", **config))
+    pretrain(_config(folders, "one", **config))
     _assert_same_losses(folders, "two", "one")
     (one,), (two,) = (_metrics(folders, name, "validation/loss")[-1] for name in ("one", "two"))
     assert two == pytest.approx(one, rel=1e-5)

@@ -1,10 +1,11 @@
-"""The format of a model's replies, from its chat template and vocabulary."""
+"""The format of a model's replies, from its chat template and vocabulary; text and marks of it; sections."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from functools import lru_cache
+from typing import Literal, NamedTuple
 
 from lockstep.data.replies.calls import GPT_OSS, ToolFormat, tool_format
 from lockstep.data.tokenizer import Tokenizer
@@ -52,3 +53,15 @@ def reply_form(tokenizer: Tokenizer, template: str | None = None, tools: bool = 
     marks = [*((THINK, THINK_END) if thinks else ()), *(format.marks if format else ())]
     ids = {vocabulary[name]: name for name in marks if name in vocabulary}
     return ReplyForm(False, thinks, format, ids, tuple(name for name in marks if name not in vocabulary))
+
+
+Section = Literal["reasoning", "content", "call", "structure"]
+
+
+class Piece(NamedTuple):
+    """Text of a section."""
+
+    section: Section
+    text: str
+    sampled: bool = True
+    """False for a line break between two messages, which is not from a token."""

@@ -6,8 +6,8 @@ import re
 from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
+from lockstep.data.decoding import StreamDecoder, continuation
 from lockstep.data.replies.form import ReplyForm
-from lockstep.data.stream_decoder import StreamDecoder, continuation
 from lockstep.data.tokenizer import Tokenizer, special_ids
 
 CONTEXT = 32
@@ -28,7 +28,6 @@ class MarkedText:
 
     def __init__(self, form: ReplyForm, decoder: StreamDecoder):
         self._form, self._decoder = form, decoder
-        self._names = re.compile("|".join(map(re.escape, form.texts))) if form.texts else None
         self._pending = ""
         """Text that may be the beginning of a mark that has no token."""
 
@@ -50,20 +49,14 @@ class MarkedText:
         yield from self._texts(self._decoder.finish(), last=True)
 
     def _texts(self, new: str, last: bool = False) -> Iterator[Marked]:
-        if self._names is None:
-            if new:
-                yield Marked(new)
-            return
-        text, place = self._pending + new, 0
-        for match in self._names.finditer(text):
-            if match.start() > place:
-                yield Marked(text[place : match.start()])
-            yield Marked(match[0], match[0])
-            place = match.end()
-        end = len(text) if last else max(place, len(text) - _partial_name(text, self._form.texts))
-        if end > place:
-            yield Marked(text[place:end])
-        self._pending = text[end:]
+        items = list(marked_names(self._pending + new, self._form.texts))
+        self._pending = ""
+        if items and not items[-1].mark and not last:
+            text = items.pop().text
+            end = len(text) - _partial_name(text, self._form.texts)
+            self._pending = text[end:]
+            items += [Marked(text[:end])] if end else []
+        yield from items
 
 
 def _partial_name(text: str, names: tuple[str, ...]) -> int:
