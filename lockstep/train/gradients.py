@@ -1,16 +1,20 @@
 """A step's gradients between backward and update: accumulated in float32, used at once, or summed in a tree over the
-step's micro-batches."""
+step's micro-batches; and those of parameters besides the model's."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+import itertools
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from functools import partial
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from lockstep.ops.linear import tree_sum
 from lockstep.ops.one_order import Tree
+from lockstep.parallel import World
+from lockstep.parallel.exchange import gather_rows
 from lockstep.train.gradient_norm import exact_norms, gradient_norms, local_squares, norms_of_squares
 
 Parameters = Mapping[str, nn.Parameter]
@@ -146,3 +150,53 @@ def _added(first: dict[str, Tensor], second: dict[str, Tensor]) -> dict[str, Ten
     for name, grad in second.items():
         first[name] = first[name].add_(grad) if name in first else grad
     return first
+
+
+class ExtraParameters:
+    """Parameters that a loss uses besides the model's, such as a value head's, and their gradients over several ranks.
+
+    Every rank has these parameters unsharded. Of ranks that share a micro-batch, one has a gradient, or each has
+    some elements of it; the others are zero.
+    """
+
+    def __init__(self, parameters: Mapping[str, nn.Parameter], world: World):
+        self.parameters = dict(parameters)
+        self.world = world
+
+    def take(self) -> dict[str, Tensor]:
+        """This rank's gradients, zero where there are none; the parameters have none afterwards."""
+        taken = {n: torch.zeros_like(p) if p.grad is None else p.grad for n, p in self.parameters.items()}
+        for parameter in self.parameters.values():
+            parameter.grad = None
+        return taken
+
+    @torch.no_grad()
+    def sum_over_ranks(self) -> None:
+        """Replaces each gradient by its sum over all ranks, in FSDP's order."""
+        if self.world.mesh is None:
+            return
+        for name, grad in self.take().items():
+            self.parameters[name].grad = tree_sum(self._gathered(grad).unbind())
+
+    @torch.no_grad()
+    def in_one_order(self, of_microbatches: Sequence[dict[str, Tensor]]) -> Iterator[None]:
+        """Sets the gradients of each micro-batch of a step in turn, in the order of one process."""
+        if not of_microbatches:
+            return
+        gathered = {name: self._by_data_rank([grads[name] for grads in of_microbatches]) for name in self.parameters}
+        for microbatch, rank in itertools.product(range(len(of_microbatches)), range(self.world.data_size)):
+            for name, parameter in self.parameters.items():
+                parameter.grad = gathered[name][rank][microbatch]
+            yield
+
+    def _by_data_rank(self, grads: Sequence[Tensor]) -> list[Tensor]:
+        stacked = torch.stack([*grads])
+        if self.world.mesh is None:
+            return [stacked]
+        size = self.world.data_size
+        gathered = self._gathered(stacked).unflatten(0, (self.world.degrees["pipeline"], size, -1))
+        return [tree_sum(gathered[:, rank].flatten(0, 1).unbind()) for rank in range(size)]
+
+    def _gathered(self, local: Tensor) -> Tensor:
+        assert dist.group.WORLD is not None
+        return gather_rows(local[None], dist.group.WORLD)

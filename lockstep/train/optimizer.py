@@ -193,21 +193,15 @@ class MasterOptimizer:
                 "algorithm, train.optimizer, train.rules and kl_reference (if it averages) must be those of the run "
                 "that wrote it"
             )
-        # A smaller one would be broadcast.
-        if other := [name for name in sorted(state) if tensors[name].shape != state[name].shape]:
-            name = other[0]
-            raise UserError(
-                f"the checkpoint has {len(other)} of the optimizer's tensors in another shape, such as {name}: "
-                f"{list(tensors[name].shape)}, not {list(state[name].shape)}; it is from another model or other "
-                "settings"
-            )
-        # Rounded to this run's dtype or widened, they would differ from those of a run that was never stopped.
-        if other := [name for name in sorted(state) if tensors[name].dtype != state[name].dtype]:
-            name = other[0]
-            raise UserError(
-                f"the checkpoint has {len(other)} of the optimizer's tensors in another dtype, such as {name}: "
-                f"{tensors[name].dtype}, not {state[name].dtype}; give the train.moments_dtype that it was written with"
-            )
+        # A smaller one would be broadcast, and one of another dtype rounded or widened.
+        for what, of in (("shape", lambda t: list(t.shape)), ("dtype", lambda t: t.dtype)):
+            if other := [name for name in sorted(state) if of(tensors[name]) != of(state[name])]:
+                name = other[0]
+                raise UserError(
+                    f"the checkpoint has {len(other)} of the optimizer's tensors in another {what}, such as {name}: "
+                    f"{of(tensors[name])}, not {of(state[name])}; give the train.moments_dtype that it was "
+                    "written with, unless it is from another model"
+                )
         for name, tensor in state.items():
             tensor.copy_(tensors[name])
         round_into([*self.parameters.values()], [*self.masters.values()])

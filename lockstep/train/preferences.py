@@ -29,10 +29,10 @@ from lockstep.data.tokenizer import Tokenizer
 from lockstep.errors import UserError
 from lockstep.model import ScoringModel
 from lockstep.parallel import World
-from lockstep.train.chat_setup import chat_template, chat_tokenizer
 from lockstep.train.context import shard_row, targets_of_others
 from lockstep.train.packing import PackedRow, pack_scored, target_log_probs, target_scores
 from lockstep.train.rows import run_rows, with_steps
+from lockstep.train.setup import chat_template, chat_tokenizer
 
 Config = TypeVar("Config", bound=PreferenceConfig)
 

@@ -19,10 +19,9 @@ from lockstep.errors import UserError
 from lockstep.observe import OnMetrics, announce, log
 from lockstep.progress import Progress
 from lockstep.train.answers import Answers
-from lockstep.train.chat_setup import chat_template, chat_tokenizer
 from lockstep.train.rows import run_rows, with_steps
 from lockstep.train.rows_task import RowsRun, train_rows
-from lockstep.train.setup import make_model, training_world
+from lockstep.train.setup import chat_template, chat_tokenizer, make_model, training_world
 
 
 def finetune(config: SFTConfig, progress: Progress | None = None, on_metrics: OnMetrics | None = None) -> Path:

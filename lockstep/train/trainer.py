@@ -23,7 +23,7 @@ from lockstep.parallel.exchange import is_no_subtree
 from lockstep.parallel.expert_traffic import TRAFFIC
 from lockstep.parallel.gradient_sums import set_gradient_sums, sums_every_microbatch
 from lockstep.train.expert_balance import ExpertBalance
-from lockstep.train.extra_parameters import ExtraParameters
+from lockstep.train.gradients import ExtraParameters
 from lockstep.train.optimizer import MasterOptimizer
 from lockstep.train.schedule import make_schedule
 
@@ -251,8 +251,8 @@ class Trainer:
         return {name: getattr(self, name) for name in _COUNTS} | self.balance.state()
 
     def load_counts(self, counts: Mapping[str, Any]) -> None:
-        """The inverse of `counts`. Raises, changing nothing, if one is not a number."""
-        values = {name: int(counts.get(name, 0)) for name in _COUNTS}
+        """The inverse of `counts`. Raises, changing nothing, if one is missing or not a number."""
+        values = {name: int(counts[name]) for name in _COUNTS}
         self.balance.restore(counts)
         for name, count in values.items():
             setattr(self, name, count)

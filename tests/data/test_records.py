@@ -157,13 +157,15 @@ def test_what_is_no_text_is_named_and_hidden_files_are_left_out(tmp_path):
     with pa.ipc.new_file(arrow, table.schema) as writer:
         writer.write_table(table)
     parquet.write_table(table, tmp_path / ".hidden")
-    words = b"one two three\n" * 20
+    words, packers = b"one two three\n" * 20, (gzip.compress, bz2.compress, lzma.compress, _zipped)
     for content, message in (
         (b"\x89PNG\0\0\0", "contains NUL bytes"),
-        *((pack(words), r"is compressed with .* unpack it") for pack in (gzip.compress, bz2.compress, lzma.compress)),
-        (_zipped(words), "is a zip archive, not text; unpack it"),
-        ((tmp_path / ".hidden").read_bytes(), r"is a Parquet file; give it a name that ends in \.parquet"),
-        (arrow.getvalue(), "is an Arrow file"),
+        *(
+            (pack(words), "is compressed, .* unpack it")
+            for pack in (gzip.compress, bz2.compress, lzma.compress, _zipped)
+        ),
+        ((tmp_path / ".hidden").read_bytes(), r"is compressed, or a Parquet .*a name that ends in .*\.parquet"),
+        (arrow.getvalue(), "is compressed, or a Parquet or Arrow file"),
     ):
         (tmp_path / "b.txt").write_bytes(content)
         refused(rf"b\.txt: {message}", lambda: TextSource(str(tmp_path), skip_bad_lines=True))

@@ -46,28 +46,21 @@ def test_the_learning_rate_rises_and_falls_as_its_schedule_says():
         assert rates[18] == pytest.approx(half) and rates[17] > rates[18] > rates[19] > 0
 
 
-def test_a_schedule_file_is_interpolated_and_held_at_its_ends(tmp_path):
+def test_a_schedule_file_is_interpolated_held_at_its_ends_and_refused_by_file_and_line(tmp_path):
     path = tmp_path / "rates.csv"
     path.write_text("step,learning_rate\n2,1.0\n6,0.2\n")
     rates = _rates(8, schedule="csv", schedule_file=str(path))
     assert rates == pytest.approx([1.0, 1.0, 0.8, 0.6, 0.4, 0.2, 0.2, 0.2], rel=1e-12)
-
-
-@pytest.mark.parametrize(
-    "text, message",
-    [
+    for text, message in (
         ("1,0.1\n", "line 1: the header must be step,learning_rate"),
-        ("step,learning_rate\n1,0.1\n\nfast,0.2\n", "line 4: 'fast,0.2' is not step,learning_rate"),
-        ("step,learning_rate\n5,0.1\n5,0.2\n", "line 3: step 5 does not come after step 5"),
-        ("step,learning_rate\n5,-0.1\n", "line 2: the learning rate must be the last column, and 0 or more"),
+        ("step,learning_rate\n1,0.1\n\nfast,0.2\n", "line 4: 'fast,0.2' is not a later step"),
+        ("step,learning_rate\n5,0.1\n5,0.2\n", "line 3: '5,0.2' is not a later step"),
+        ("step,learning_rate\n5,-0.1\n", "line 2: '5,-0.1' is not .* its learning rate of 0 or more"),
         ("step,learning_rate\n", "has no steps"),
-    ],
-)
-def test_a_schedule_file_that_cannot_be_followed_is_refused_by_file_and_line(tmp_path, text, message):
-    path = tmp_path / "rates.csv"
-    path.write_text(text)
-    with pytest.raises(UserError, match=f"rates.csv.*{message}"):
-        _rates(8, schedule="csv", schedule_file=str(path))
+    ):
+        path.write_text(text)
+        with pytest.raises(UserError, match=f"rates.csv.*{message}"):
+            _rates(8, schedule="csv", schedule_file=str(path))
 
 
 def test_settings_that_cannot_go_together_are_refused():
@@ -107,21 +100,19 @@ def test_rules_set_what_a_parameter_is_trained_by_and_survive_a_file(tmp_path):
     assert not any("layers.0." in name for name in trainer.optimizer.state_tensors())
 
 
-@pytest.mark.parametrize(
-    "rule, message",
-    [
+def test_a_rule_that_cannot_be_followed_is_quoted():
+    model = build_model(preset("qwen3:micro"))
+    for rule, message in (
         ("layers.9.* frozen=true", "no parameter has such a name"),
         ("* frozen=true", "freeze every parameter"),
         ("*norm* lr=1", 'unknown key "lr"'),
         ("*norm* optimizer=muon", "is not a matrix"),
         ("*norm* learning_rate=-1", "give a factor"),
         ("*norm*", "give PATTERN key=value"),
-    ],
-)
-def test_a_rule_that_cannot_be_followed_is_quoted(rule, message):
-    with pytest.raises(UserError, match=message) as error:
-        MasterOptimizer(build_model(preset("qwen3:micro")), TrainConfig(rules=(rule,)))
-    assert f'"{rule}"' in str(error.value)
+    ):
+        with pytest.raises(UserError, match=message) as error:
+            MasterOptimizer(model, TrainConfig(rules=(rule,)))
+        assert f'"{rule}"' in str(error.value)
 
 
 @pytest.mark.slow
@@ -154,7 +145,7 @@ def test_moments_in_bfloat16_learn_as_float32_ones_do(optimizer):
     _, wide = _trained(10, learning_rate=1e-2, optimizer=optimizer)
     kept = trainer.optimizer.state_tensors()
     assert {t.dtype for n, t in kept.items() if n.startswith(("exp_avg", "momentum"))} == {torch.bfloat16}
-    assert narrow[-1]["loss"] == pytest.approx(wide[-1]["loss"], abs=0.1) and wide[-1]["loss"] < 3.0
+    assert narrow[-1]["loss"] == pytest.approx(wide[-1]["loss"], abs=0.1) and wide[-1]["loss"] < wide[0]["loss"] - 1
 
 
 @pytest.mark.parametrize("dtype", [pytest.param("float32", marks=pytest.mark.slow), "bfloat16"])

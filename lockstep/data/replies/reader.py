@@ -9,8 +9,17 @@ from dataclasses import dataclass
 from lockstep.data.decoding import StreamDecoder
 from lockstep.data.replies.calls import GPT_OSS, ToolCall, ToolFormat
 from lockstep.data.replies.channels import ChannelReply
-from lockstep.data.replies.form import CHANNELS, START, THINK, THINK_END, Piece, ReplyForm
-from lockstep.data.replies.marked_text import MarkedText, marked, marked_names
+from lockstep.data.replies.form import (
+    CHANNELS,
+    START,
+    THINK,
+    THINK_END,
+    MarkedText,
+    Piece,
+    ReplyForm,
+    marked,
+    marked_names,
+)
 from lockstep.data.replies.think_tags import ThinkTagReply
 from lockstep.data.tokenizer import Tokenizer
 
