@@ -7,6 +7,7 @@ import threading
 import time
 from dataclasses import replace
 from functools import partial
+from pathlib import Path
 
 import pytest
 import torch
@@ -134,14 +135,14 @@ def test_a_resumed_run_compares_losses_with_those_before_it(tmp_path):
 
 
 def _signalled(config, rank, number):
-    """A run that one rank gets a signal in once two steps are made: its error."""
+    """A run in which one rank gets a signal once two steps are made: its error."""
+    path = Path(config.output) / "metrics.jsonl"
 
     def send():
         while len(read_metrics(path)) < 2:
             time.sleep(0.02)
         os.kill(os.getpid(), number)
 
-    path = os.path.join(config.output, "metrics.jsonl")
     if int(os.environ["RANK"]) == rank:
         threading.Thread(target=send, daemon=True).start()
     with pytest.raises(RunStopped) as error:

@@ -327,21 +327,19 @@ def test_muon_is_the_default_of_experts_and_not_of_their_biases():
 
 
 def _stacked_over_ranks():
-    return [_stacked(dimension) for dimension in (0, 1)]
-
-
-def _stacked(dimension):
-    """This rank's part of stacked matrices that are orthogonalised, against the same part of those of one process."""
+    """Whether this rank's part of orthogonalized stacked matrices is that of one process, for each way to cut them."""
     from torch.distributed.tensor import Shard, distribute_tensor
 
     world = open_world(ParallelConfig(), "cpu")
-    mesh = world.mesh["data_shard"]
+    mesh, same = world.mesh["data_shard"], []
     matrices = torch.randn(3, 8, 12, generator=torch.Generator().manual_seed(0))
-    placed = distribute_tensor(matrices, mesh, [Shard(dimension)])
-    (part,) = map_whole_matrices(orthogonalize, [placed.to_local()], [placed])
-    expected = distribute_tensor(orthogonalize(matrices), mesh, [Shard(dimension)]).to_local()
+    for dimension in (0, 1):
+        placed = distribute_tensor(matrices, mesh, [Shard(dimension)])
+        (part,) = map_whole_matrices(orthogonalize, [placed.to_local()], [placed])
+        expected = distribute_tensor(orthogonalize(matrices), mesh, [Shard(dimension)]).to_local()
+        same.append(torch.equal(part, expected))
     close_world(world)
-    return torch.equal(part, expected)
+    return same
 
 
 def test_stacked_matrices_are_orthogonalized_whole_wherever_ranks_cut_them():
