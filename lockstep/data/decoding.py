@@ -14,6 +14,8 @@ LONGEST_PIECE = 32
 """Maximum number of tokens whose text is held back."""
 LONGEST_CONTEXT = 8
 """In tokens; more than the bytes of a character."""
+BYTE = re.compile(r"<0x([0-9A-Fa-f]{2})>")
+"""The name of a byte token, in byte fallback and in `ByteTokenizer`."""
 
 
 def decoding_context(tokenizer: Tokenizer, tokens: Sequence[int]) -> list[int]:
@@ -94,10 +96,6 @@ class StreamDecoder:
         self._tokens = self._tokens[count:]
         self._context = len(self._tokens)
         self._shown = max(0, len(self.tokenizer.decode(self._tokens)) - pending)
-
-
-BYTE = re.compile(r"<0x([0-9A-Fa-f]{2})>")
-"""The name of a byte token, in byte fallback and in `ByteTokenizer`."""
 
 
 def token_pieces(tokenizer: Tokenizer, tokens: Sequence[int]) -> list[str]:

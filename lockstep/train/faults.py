@@ -17,6 +17,13 @@ from lockstep.errors import RunStopped, UserError
 from lockstep.observe import log
 from lockstep.train.trainer import Trainer
 
+WINDOW = 100
+"""Steps that a loss is compared with."""
+FEWEST = 20
+"""Fewer losses than this are too few to compare a loss with."""
+ROLLBACKS = 3
+"""Rollbacks to the same checkpoint before the run ends."""
+
 
 class BadSteps:
     """Saves the data of every skipped step, and ends the run after too many in a row."""
@@ -55,14 +62,6 @@ class BadSteps:
         if lines:
             self.folder.mkdir(exist_ok=True)
             (self.folder / f"step_{step:08}_rank_{rank}.jsonl").write_text("\n".join(lines) + "\n")
-
-
-WINDOW = 100
-"""Steps that a loss is compared with."""
-FEWEST = 20
-"""Fewer losses than this are too few to compare a loss with."""
-ROLLBACKS = 3
-"""Rollbacks to the same checkpoint before the run ends."""
 
 
 class LossSpikes:

@@ -21,6 +21,10 @@ from lockstep.model import resolve_dtype
 from lockstep.model.shard import is_dtensor, local_values
 from lockstep.train.adamw import State, round_into, scaled_gradients
 
+if TYPE_CHECKING:
+    from torch.distributed.tensor.placement_types import Placement
+
+Place = tuple[slice, ...]
 COEFFICIENTS = (3.4445, -4.7750, 2.0315)
 ITERATIONS = 5
 RMS = 0.2
@@ -120,12 +124,6 @@ def _portable(x: Tensor, wide: bool) -> Tensor:
         gram = ops.linear(x, x)
         x = x * a + ops.linear(gram * b + ops.linear(gram, gram) * c, x.T)
     return x if wide else x.T
-
-
-if TYPE_CHECKING:
-    from torch.distributed.tensor.placement_types import Placement
-
-Place = tuple[slice, ...]
 
 
 def map_whole_matrices(

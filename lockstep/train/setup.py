@@ -33,6 +33,23 @@ from lockstep.parallel import World, close_world, open_world, parallel_model
 from lockstep.train.refusals import refuse_shape, refuse_step
 from lockstep.train.resolve_defaults import resolve_defaults
 
+Config = TypeVar("Config", bound=PretrainConfig)
+
+
+@contextmanager
+def training_world(config: Config) -> Iterator[tuple[Config, World]]:
+    """Joins the run's ranks; yields its settings, with defaults resolved, and the world.
+
+    Raises UserError if the ranks do not fit the settings.
+    """
+    world = open_world(config.parallel, config.device)
+    try:
+        config = resolve_defaults(config, world)
+        refuse_step(config, world)
+        yield config, world
+    finally:
+        close_world(world)
+
 
 def chat_tokenizer(config: SFTConfig) -> Tokenizer:
     """The model's tokenizer, or `config.tokenizer`, with the special tokens of ChatML if that is the template.
@@ -86,24 +103,6 @@ def chat_template(
 def _template_files(sources: Sequence[tuple[DataSource, float]]) -> list[Path]:
     files = [source / CHAT_TEMPLATE_FILE for source, _ in sources if isinstance(source, Path)]
     return [file for file in files if file.is_file()]
-
-
-Config = TypeVar("Config", bound=PretrainConfig)
-
-
-@contextmanager
-def training_world(config: Config) -> Iterator[tuple[Config, World]]:
-    """Joins the run's ranks; yields its settings, with defaults resolved, and the world.
-
-    Raises UserError if the ranks do not fit the settings.
-    """
-    world = open_world(config.parallel, config.device)
-    try:
-        config = resolve_defaults(config, world)
-        refuse_step(config, world)
-        yield config, world
-    finally:
-        close_world(world)
 
 
 def model_shape(config: PretrainConfig, tokenizer: Tokenizer, template: ChatTemplate | None = None) -> ModelConfig:

@@ -160,10 +160,7 @@ def test_what_is_no_text_is_named_and_hidden_files_are_left_out(tmp_path):
     words, packers = b"one two three\n" * 20, (gzip.compress, bz2.compress, lzma.compress, _zipped)
     for content, message in (
         (b"\x89PNG\0\0\0", "contains NUL bytes"),
-        *(
-            (pack(words), "is compressed, .* unpack it")
-            for pack in (gzip.compress, bz2.compress, lzma.compress, _zipped)
-        ),
+        *((pack(words), "is compressed, .* unpack it") for pack in packers),
         ((tmp_path / ".hidden").read_bytes(), r"is compressed, or a Parquet .*a name that ends in .*\.parquet"),
         (arrow.getvalue(), "is compressed, or a Parquet or Arrow file"),
     ):

@@ -17,6 +17,9 @@ START, CHANNEL, MESSAGE, CONSTRAIN = "<|start|>", "<|channel|>", "<|message|>", 
 ENDS = ("<|end|>", "<|return|>", "<|call|>")
 """The tokens that end a message in a channel."""
 CHANNELS = (START, CHANNEL, MESSAGE, CONSTRAIN, *ENDS)
+Section = Literal["reasoning", "content", "call", "structure"]
+CONTEXT = 32
+"""Number of preceding tokens, including special ones, used as decoding context."""
 
 
 @dataclass(frozen=True)
@@ -57,9 +60,6 @@ def reply_form(tokenizer: Tokenizer, template: str | None = None, tools: bool = 
     return ReplyForm(False, thinks, format, ids, tuple(name for name in marks if name not in vocabulary))
 
 
-Section = Literal["reasoning", "content", "call", "structure"]
-
-
 class Piece(NamedTuple):
     """Text of a section."""
 
@@ -67,10 +67,6 @@ class Piece(NamedTuple):
     text: str
     sampled: bool = True
     """False for a line break between two messages, which is not from a token."""
-
-
-CONTEXT = 32
-"""Number of preceding tokens, including special ones, used as decoding context."""
 
 
 class Marked(NamedTuple):
