@@ -30,7 +30,7 @@ from lockstep.run.session import Session
 from lockstep.run.stop import Interrupted
 from lockstep.run.task import Metrics, Resumable, StepObserver
 from lockstep.train import Trainer
-from lockstep.train.bad_steps import BadSteps
+from lockstep.train.faults import BadSteps
 
 
 class PolicyTask:
