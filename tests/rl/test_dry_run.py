@@ -119,8 +119,8 @@ def test_copies_are_counted_where_they_are_allocated(folder, tmp_path):
     assert name not in alone.memory and alone.transfer is None and "reads the trainer's" not in alone.text()
 
     dropped = found(2, actors=ActorsConfig(keep_copy=False))
-    # Itself, what had arrived and the messages, and nearly as many bytes in a decode step's order.
-    assert colocated.peaks["training"] - dropped.peaks["training"] > 4 * copy
+    # Itself, and nearly as many bytes in a decode step's order.
+    assert colocated.peaks["training"] - dropped.peaks["training"] > 1.9 * copy
 
     # A separate generator samples as one on a trainer's rank does, whose memory the test above measures.
     names = ("cache of keys and values", "weights in a decode step's order", "a generator's step at its peak")
@@ -143,7 +143,8 @@ def real_sizes(config):
         for end in ("source", "target")
     )
     server = WeightServer(tensors, sampled.dtype, world, bytes(32))
-    laid_out = server.publish(1)["server"]["ranks"][0]["size"]
+    parts = server.publish(1)["ranks"][0]["parts"]
+    laid_out = sum(volume(tuple(map(tuple, bounds))) for _, bounds in parts) * sampled.dtype.itemsize
     server.close()
     close_world(world)
     return [sent * sampled.dtype.itemsize, received * sampled.dtype.itemsize, laid_out]
