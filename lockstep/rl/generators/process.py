@@ -146,7 +146,6 @@ class _GeneratorProcess:
         finally:
             if isinstance(self._engine, DriverEngine):
                 self._engine.end()
-            self._reader.close()
             self._exiting.set()
         return 0
 
@@ -307,10 +306,7 @@ def _follow(welcome: dict[str, Any], address: str, key: bytes, world: World) -> 
         reader, engine = open_engine(welcome, key, world)
         # torchrun forwards signals to all ranks; the first one ends the others.
         _on_signal(lambda: None)
-        try:
-            follow(engine, {"load": reader.load})
-        finally:
-            reader.close()
+        follow(engine, {"load": reader.load})
     finally:
         exiting.set()
     return 0

@@ -31,8 +31,7 @@ from lockstep.observe import RunFolder, read_metrics
 from lockstep.parallel.world import AXES, World
 from lockstep.rl.environments.protocol import Example
 from lockstep.rl.replay import replay
-from lockstep.rl.rollouts.microbatches import microbatches
-from lockstep.rl.rollouts.packing import packing_of
+from lockstep.rl.rollouts.packing import microbatches, packing_of
 from lockstep.rl.rollouts.records import Rollout
 from lockstep.rl.rollouts.shares import token_budget
 from tests.faults import VARIABLE
