@@ -7,7 +7,7 @@ PIP := $(VENV)/bin/pip install --quiet
 PRODUCT := $(VENV)/.product
 PEERS := $(VENV)/.peers
 
-.PHONY: parity gpu-check gpu-test gpu-bench demo demo-picture test test-slow test-security test-torch lint api format bench clean
+.PHONY: parity gpu-check gpu-test gpu-bench demo demo-picture test test-slow test-types test-security test-torch lint api format bench clean
 
 $(PRODUCT): pyproject.toml
 	$(PYTHON) -m venv $(VENV)
@@ -34,6 +34,10 @@ PARALLEL := -n auto --maxprocesses 8 --dist worksteal
 
 test: $(PEERS)
 	$(RUN) pytest $(PARALLEL) --durations 15 $(ARGS)
+
+# With every annotation's types and shapes checked.
+test-types: $(PEERS)
+	LOCKSTEP_CHECK_TYPES=1 $(RUN) pytest $(PARALLEL) tests/ops tests/model tests/generate tests/train tests/rl $(ARGS)
 
 # What `make test` leaves out; for a part of it: make test-slow ARGS=tests/generate
 test-slow: $(PEERS)

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from lockstep.ops import cuda, native, one_order, plain
 from lockstep.ops.forms import FORMS
-from lockstep.ops.opaque import library
+from lockstep.ops.opaque import empty_like, library
 from lockstep.ops.saved_outputs import saved_output
 
 
@@ -117,15 +117,11 @@ class _RMSNorm(torch.autograd.Function):
         return (*token_gradients(grads[0], x, weight, scale, ctx.gathered), None, None)
 
 
-def _empty_like(x: Tensor) -> Tensor:
-    return torch.empty_like(x, memory_format=torch.contiguous_format)
-
-
 # Compiled code calls the norm as one operator: a compiler would choose the order of the sums over rows and columns by
 # the number of rows, and recompile for other numbers.
 @library.operator(
     "rms_norm(Tensor x, Tensor weight, float eps) -> (Tensor, Tensor)",
-    fake=lambda x, weight, eps: (_empty_like(x), x.new_empty(x.shape[:-1], dtype=torch.float32)),
+    fake=lambda x, weight, eps: (empty_like(x), x.new_empty(x.shape[:-1], dtype=torch.float32)),
 )
 def _opaque(x: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
     return norm_with_scale(x, weight, eps)
@@ -133,7 +129,7 @@ def _opaque(x: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
 
 @library.operator(
     "rms_norm_gradients(Tensor grad_out, Tensor x, Tensor weight, Tensor scale) -> (Tensor, Tensor)",
-    fake=lambda grad_out, x, weight, scale: (_empty_like(x), torch.empty_like(weight)),
+    fake=lambda grad_out, x, weight, scale: (empty_like(x), torch.empty_like(weight)),
 )
 def _opaque_gradients(grad_out: Tensor, x: Tensor, weight: Tensor, scale: Tensor) -> tuple[Tensor, Tensor]:
     return token_gradients(grad_out, x, weight, scale)

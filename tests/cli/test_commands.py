@@ -72,7 +72,7 @@ def test_a_task_from_a_file_goes_through_the_command_line(tmp_path, model_folder
         (["rl", "--recipe", "gsm9k"], 'unknown recipe "gsm9k". Did you mean "gsm8k"'),
         (["pretrain", "--recipe", "tny"], 'Did you mean "tiny"'),
         (["rl"], "model is empty; give a Hugging Face folder with --model DIR"),
-        (["rl", "--model", "/nowhere"], "which environment? Give --environment alphabet_sort, "),
+        (["rl", "--model", "/nowhere"], "which environment? Give --environment code, "),
         (["rl", "--model", "/nowhere", "--environment", "digit_sum"], "/nowhere: no such folder"),
         (["pretrain", "--model", "qwen3:tini"], 'unknown model "qwen3:tini". Did you mean "qwen3:tiny"'),
         (["pretrain", "--data", "/nowhere/*.txt"], "no such file, folder or match"),

@@ -10,7 +10,7 @@ from lockstep.model import ModelConfig
 from lockstep.ops import cuda
 from lockstep.train import Trainer, pack, target_log_probs
 from lockstep.train.gradient_norm import local_squares
-from tests.ops.pieces import assert_pieces_add_up
+from tests.ops.attention_checks import assert_pieces_add_up
 
 pytestmark = [
     pytest.mark.gpu,

@@ -10,9 +10,8 @@ from typing import Any
 
 from lockstep.errors import one_line
 from lockstep.observe.heartbeat import runs_here
-from lockstep.rl.generators.channel import Channel, Closed, Malformed
-from lockstep.rl.generators.remote import Reports, Request
-from lockstep.rl.generators.response_checks import InvalidResponse, checked_statistics, sample_of
+from lockstep.rl.generators.channel import Channel, Closed
+from lockstep.rl.generators.remote import InvalidResponse, RemoteSample, Reports, Request
 from lockstep.rl.weights.server import WeightManifest
 
 BUSY_FACTOR = 20
@@ -24,24 +23,27 @@ class MonitoredChannel:
 
     def __init__(self, channel: Channel, seconds: float, hello: Mapping[str, Any]):
         """hello: identifies the peer's process, by `pid` and `place`."""
-        self.seconds = seconds
-        self._channel, self._pid, self._place = channel, hello["pid"], hello["place"]
+        self.channel, self.seconds = channel, seconds
+        self._pid, self._place = hello["pid"], hello["place"]
 
     def next(self) -> Any:
-        """The next message. Raises TimeoutError if the peer counts as dead, and Closed."""
+        """The next message. Raises Closed, also if the peer counts as dead."""
         extensions = iter(range(BUSY_FACTOR - 1))
-        return self._channel.receive(
-            self.seconds, lambda: next(extensions, None) is not None and runs_here(self._pid, self._place)
-        )[0]
+        try:
+            return self.channel.receive(
+                self.seconds, lambda: next(extensions, None) is not None and runs_here(self._pid, self._place)
+            )[0]
+        except TimeoutError:
+            raise Closed(f"it has sent nothing for {self.seconds:g} s (actors.silence_seconds)") from None
 
 
 class ChannelRemote:
     """A `Remote`. One thread per direction, so that nothing waits for a generator that does not read."""
 
-    def __init__(self, name: str, channel: Channel, capacity: int, monitored: MonitoredChannel):
-        self.name, self.capacity, self._monitored = name, capacity, monitored
+    def __init__(self, name: str, capacity: int, monitored: MonitoredChannel):
+        self.name, self.capacity = name, capacity
         self.statistics: dict[str, float] = {}
-        self._channel = channel
+        self._monitored, self._channel = monitored, monitored.channel
         self._outbox: queue.SimpleQueue[Any] = queue.SimpleQueue()
         self._closing = threading.Event()
         self._threads: list[threading.Thread] = []
@@ -86,14 +88,10 @@ class ChannelRemote:
         try:
             while True:
                 self._handle(self._monitored.next(), reports)
-        except TimeoutError:
-            why = f"it has sent nothing for {self._monitored.seconds:g} s (actors.silence_seconds)"
-        except (InvalidResponse, Malformed) as error:
-            why, invalid = str(error), True
         except Closed as error:
             why = str(error)
         except Exception as error:  # after any error, no more samples arrive
-            why, invalid = f"not a message: {one_line(repr(error))}", True
+            why, invalid = str(error) if isinstance(error, InvalidResponse) else f"not a message: {error!r}", True
         if not self._closing.is_set():
             self._channel.close()
             self._outbox.put(None)
@@ -101,17 +99,14 @@ class ChannelRemote:
 
     def _handle(self, message: dict[str, Any], reports: Reports) -> None:
         kind = message["kind"]
-        if "statistics" in message:
-            self.statistics = checked_statistics(message["statistics"])
+        self.statistics = message.get("statistics", self.statistics)
         if kind == "tokens":
-            reports.sampled(self, [(i, index, sample_of(new)) for i, index, new in message["samples"]])
+            reports.sampled(self, [(i, index, RemoteSample(**new)) for i, index, new in message["samples"]])
         elif kind == "has_weights":
             reports.has_weights(self, message["version"])
         elif kind == "refused":
-            reports.refused(self, message["id"], str(message["problem"]))
+            reports.refused(self, message["id"], message["problem"])
         elif kind == "incompatible":
-            reports.incompatible(self, str(message["problem"]))
+            reports.incompatible(self, message["problem"])
         elif kind in ("lost", "leaves"):
             raise Closed(one_line(message["why"]))
-        elif kind != "alive":
-            raise InvalidResponse(f"a message of unknown kind {kind!r}")

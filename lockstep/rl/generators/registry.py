@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import socket
 import threading
 from collections.abc import Mapping
@@ -12,8 +13,10 @@ from lockstep.observe import announce, log
 from lockstep.rl.generators.channel import HANDSHAKE_SECONDS, Channel, Closed, Listener
 from lockstep.rl.generators.channel_remote import ChannelRemote, MonitoredChannel
 from lockstep.rl.generators.pool import GeneratorPool
-from lockstep.rl.generators.response_checks import InvalidResponse, checked_hello
 from lockstep.version import __version__
+
+NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.:@-]{0,63}")
+"""Of a generator; used in metrics, logs and file names."""
 
 
 class GeneratorRegistry:
@@ -57,8 +60,9 @@ class GeneratorRegistry:
         try:
             channel = self._listener.greet(caller)
             hello, _ = channel.receive(HANDSHAKE_SECONDS)
-            self._refuse_other_version(channel, hello)
-            self._refuse_invalid(channel, hello)
+            if problem := self._problem(hello):
+                channel.send({"problem": problem})
+                raise Closed(f"a generator on {hello['host']}: {problem}")
             if "generator" in hello:
                 self._monitor_rank(channel, hello)
             else:
@@ -69,22 +73,16 @@ class GeneratorRegistry:
                 channel.close()
             log.warning("a connection was rejected: %s", one_line(error))
 
-    def _refuse_other_version(self, channel: Channel, hello: Any) -> None:
-        version = one_line(hello.get("lockstep"), 40) if isinstance(hello, dict) else ""
-        if version and version != __version__:
-            channel.send(
-                {"problem": f"it runs lockstep {__version__}, you {version}; install the same version on both sides"}
-            )
-            raise Closed(f"lockstep {version} on {one_line(hello.get('host'), 100)}, but this is {__version__}")
-
-    def _refuse_invalid(self, channel: Channel, hello: Any) -> None:
-        try:
-            name = checked_hello(hello).get("name")
-            if name in self._pool.banned:
-                raise InvalidResponse(f"{name}, which sent invalid data and gets no more requests in this run")
-        except InvalidResponse as error:
-            channel.send({"problem": str(error)})
-            raise
+    def _problem(self, hello: Mapping[str, Any]) -> str:
+        """Why a generator cannot join; empty if it can."""
+        name = hello.get("name", "")
+        if hello["lockstep"] != __version__:
+            return f"it runs lockstep {__version__}, you {hello['lockstep']}; install the same version on both sides"
+        if name and not NAME.fullmatch(name):
+            return f"the name {name!r} is used in metrics and files; give one of letters, digits and _ . : @ -"
+        if name in self._pool.banned:
+            return f"{name} sent invalid data and gets no more requests in this run"
+        return ""
 
     def _admit(self, channel: Channel, hello: Mapping[str, Any]) -> None:
         with self._greeting:
@@ -96,7 +94,7 @@ class GeneratorRegistry:
             if previous := self._pool.leave(name):
                 previous.close()
             monitored = MonitoredChannel(channel, self._welcome["silence_seconds"], hello)
-            remote = ChannelRemote(name, channel, self._capacity, monitored)
+            remote = ChannelRemote(name, self._capacity, monitored)
             channel.send({**self._welcome, "name": name})
             # Before it starts, so that one that is lost at once is removed.
             self._pool.join(remote)
@@ -114,8 +112,6 @@ class GeneratorRegistry:
         try:
             while remote is not None and self._pool.remote(name) is remote:
                 monitored.next()
-        except TimeoutError:
-            why = f"it has sent nothing for {self._welcome['silence_seconds']:g} s (actors.silence_seconds)"
         except Closed as error:
             why = str(error)
         finally:

@@ -43,6 +43,16 @@ class RemoteSample:
     def sampled(self) -> int:
         return len(self.token_ids)
 
+    def extend(self, new: RemoteSample, with_routes: bool) -> None:
+        """Appends the tokens of `new`, and its end. with_routes: whether routes are kept, one per token."""
+        self.token_ids += new.token_ids
+        self.logprobs += new.logprobs
+        self.truncated_logprobs += new.truncated_logprobs
+        self.versions += new.versions
+        if with_routes:  # also from a generator that reports none
+            self.routes += new.routes or [""] * len(new.token_ids)
+        self.finish_reason = new.finish_reason
+
     def completion(self) -> Completion:
         reason = self.finish_reason or "abort"
         routes = self.routes if any(self.routes) else []
@@ -58,9 +68,12 @@ class Request:
     params: SamplingParams
     """With a seed, so that every generator would draw the same tokens."""
     samples: list[RemoteSample]
-
     owner: object = None
     """Which user of the pool made it."""
+    generator: str = ""
+    """The generator that it was sent to; empty if it waits for capacity."""
+    refusal: str = ""
+    """Why a generator cannot compute it."""
     created_at: float = field(default_factory=time.monotonic)
     first_token_at: float = 0.0
     """When its first token arrived; 0: not yet."""
@@ -123,3 +136,7 @@ class Reports(Protocol):
 
         invalid: it sent invalid data, and must not join again.
         """
+
+
+class InvalidResponse(Exception):
+    """A generator sent data that none should send; the message says which."""

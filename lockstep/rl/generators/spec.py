@@ -13,7 +13,6 @@ from lockstep import ops
 from lockstep.config import ActorsConfig, CompileConfig, EngineConfig
 from lockstep.generate import SamplingParams
 from lockstep.model import ModelConfig
-from lockstep.rl.generators.http_servers import ServerRequirements
 from lockstep.rl.rollouts.plain import plain_shape
 
 
@@ -37,16 +36,10 @@ class GeneratorSpec:
         """Capacity of a generator's cache: whole pages."""
         return self.engine.cache_tokens // ops.PAGE * ops.PAGE
 
-    def server_requirements(self) -> ServerRequirements:
-        """For servers behind HTTP."""
-        return ServerRequirements(
-            shape=self.shape,
-            dtype=self.dtype,
-            arithmetic=self.arithmetic,
-            compile=self.compile.backend,
-            context=min(self.shape.max_positions, self.cache_tokens),
-            params=self.params,
-        )
+    @property
+    def context(self) -> int:
+        """Most tokens of prompt and completion that the run may request."""
+        return min(self.shape.max_positions, self.cache_tokens)
 
     def welcome(self, actors: ActorsConfig, run: Path) -> dict[str, Any]:
         """The trainer's first message to a generator process; JSON-able. run: the run's folder."""

@@ -24,12 +24,12 @@ from lockstep.generate import Engine
 from lockstep.model import ScoringModel, initialize, resolve_dtype
 from lockstep.parallel import World, apply_compile, close_world, generator_model, open_world, parallel_model
 from lockstep.parallel.world import AXES
-from lockstep.rl.grading.processes import die_with_parent
 from lockstep.rl.scoring.parity_check import mixed_load
 from lockstep.rl.scoring.parity_matrix import CHUNKS, MODELS, Generating, Job, Results, Scoring
 from lockstep.train import Trainer, pack, target_log_probs
 from lockstep.train.context import shard_row
 from lockstep.train.packing import PackedRow
+from lockstep.workers.processes import die_with_parent
 
 SEED = 3
 REQUESTS = 8

@@ -14,8 +14,8 @@ import pytest
 from lockstep.config import ActorsConfig
 from lockstep.config.validation import validate
 from lockstep.errors import UserError
-from lockstep.rl.generators.monarch_workers import require_workers
 from lockstep.rl.generators.ranks import Group, start_stand_in
+from lockstep.rl.generators.supervisor import require_workers
 from lockstep.rl.reinforce import reinforce
 from tests.parallel.launch import launch
 from tests.rl.generators.disturbed import Disturbed, is_alive

@@ -13,8 +13,8 @@ import pytest
 from lockstep.errors import RunStopped, UserError
 from lockstep.generate import SamplingParams
 from lockstep.rl.environments.protocol import Example
-from lockstep.rl.generators.caching_pool import CachingGeneratorPool
 from lockstep.rl.generators.pool import GeneratorPool
+from lockstep.rl.generators.pool_sampler import PoolSampler
 from lockstep.rl.generators.remote import RemoteSample
 from lockstep.rl.rollouts.ledger import Ledger, LedgerError
 from lockstep.rl.rollouts.prefetcher import RolloutPrefetcher
@@ -82,8 +82,9 @@ class Run:
     ):
         self.pool = GeneratorPool(1000, 1000, 10.0, finish)
         self.prompts = PromptLoader(EXAMPLES, seed=1)
+        sampler = PoolSampler(self.pool)
         self.prefetcher = RolloutPrefetcher(
-            self, self.prompts, self.pool, PROMPTS, depth, lambda k: CachingGeneratorPool(self.pool, k), oversampling
+            self, self.prompts, sampler, PROMPTS, depth, lambda k: PoolSampler(self.pool, k), oversampling
         )
         self.step, self.trained, self.places, self.ledgers = step, {}, {}, {}
         self.remotes = [Scripted(f"generator_{n}", self.pool, finish, room) for n in range(generators)]
@@ -98,7 +99,7 @@ class Run:
             self.pool.join(remote)
         self.driver = threading.Thread(target=self._drive)
         self.driver.start()
-        self.pool.wait_for_weights(10)
+        self.pool.wait_for_weights()
 
     def draw(self, asked, step, extra_round, sampler, wanted):
         params = [
@@ -359,7 +360,7 @@ def test_what_is_older_than_promised_stops_the_run():
     loader = PromptLoader(EXAMPLES, seed=1)
     with running(0) as run:
         old = [Rollout(EXAMPLES[0], 0, [1], [5, 6], [-1.0, -1.0], "stop", "", 1, versions=[1, 4])]
-        prefetcher = RolloutPrefetcher(source(lambda *_: old), loader, run.pool, 1)
+        prefetcher = RolloutPrefetcher(source(lambda *_: old), loader, PoolSampler(run.pool), 1)
         assert prefetcher.take_round(2, 0, 1)()[1] == old
         with pytest.raises(LedgerError, match="version 1, older than actors.max_staleness 0"):
             prefetcher.take_round(3, 0, 1)()
@@ -390,10 +391,10 @@ def test_a_step_has_begun_when_its_samples_are_asked_however_long_its_prompts_ta
         return sampler.generate([[1]], SamplingParams(max_tokens=3, seed=step))
 
     def remembering(kept):
-        samplers.append(CachingGeneratorPool(pool, kept))
+        samplers.append(PoolSampler(pool, kept))
         return samplers[-1]
 
-    prefetcher = RolloutPrefetcher(source(draw), PromptLoader(EXAMPLES, seed=1), pool, 1, 1, remembering)
+    prefetcher = RolloutPrefetcher(source(draw), PromptLoader(EXAMPLES, seed=1), PoolSampler(pool), 1, 1, remembering)
     timer = threading.Timer(0.2, encoded.set)
     timer.start()
     prefetcher.begin(1, 5)
@@ -415,7 +416,7 @@ def test_a_run_that_ends_does_not_wait_for_samples_of_later_steps():
             raise
 
     prefetcher = RolloutPrefetcher(
-        source(draw), PromptLoader(EXAMPLES, seed=1), pool, 1, 1, lambda kept: CachingGeneratorPool(pool, kept)
+        source(draw), PromptLoader(EXAMPLES, seed=1), PoolSampler(pool), 1, 1, lambda kept: PoolSampler(pool, kept)
     )
     prefetcher.begin(1, 5)
     closing = threading.Thread(target=prefetcher.close, daemon=True)
