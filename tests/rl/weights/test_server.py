@@ -22,7 +22,7 @@ from lockstep.rl.weights.server import WeightServer
 from lockstep.train import Trainer, pack
 from lockstep.train.objective import NextTokenLoss
 from tests.parallel.launch import launch
-from tests.rl.weights.test_transfer import LAYOUTS, SHAPE, UP, different, expected_weights, trained_model
+from tests.rl.weights.test_transfer import LAYOUTS, SHAPE, different, expected_weights, trained_model
 
 KEY = bytes(range(32))
 ALONE = World(torch.device("cpu"))
