@@ -29,7 +29,7 @@ from lockstep.observe.heartbeat import Heartbeat
 from lockstep.observe.heartbeat import host as place
 from lockstep.parallel import World
 from lockstep.rl.generators.channel import HANDSHAKE_SECONDS, Channel, Closed, call
-from lockstep.rl.generators.process_engine import open_engine
+from lockstep.rl.generators.spec import open_engine
 from lockstep.rl.weights.reader import LoadResult
 from lockstep.rl.weights.server import WeightManifest
 from lockstep.version import __version__
