@@ -6,6 +6,7 @@ import gzip
 import inspect
 import json
 import math
+import re
 import zlib
 from collections.abc import Collection, Iterator
 from contextlib import contextmanager
@@ -15,7 +16,6 @@ from typing import Any
 
 import numpy as np
 
-from lockstep.data.json_array import is_array, items
 from lockstep.data.parquet_size import Chunk, chunks_of, sizes
 from lockstep.data.parquet_values import decoders
 from lockstep.errors import UserError
@@ -27,6 +27,9 @@ MOST_VALUES = 2**22
 value, and many small values take 20 times the memory of their line. A book has a comma about every 80 characters."""
 LEAST_LINE = 256
 """Minimum size of a line when a gzip file's expansion is counted: a billion empty lines take minutes, too."""
+TOKEN = re.compile(rb'"[^"\\]*(?:\\.[^"\\]*)*"|[][{},"]', re.DOTALL)
+"""A whole string in JSON, a structural character, or the quote of an unterminated string, at which the search ends, so
+that it takes linear time."""
 HUB = "hf:"
 LARGEST_RATIO, UNPACKED_FREELY = 200, 2**30
 """A gzip or Parquet file may expand by this factor, and always to this many bytes; text compresses 3 to 20 times."""
@@ -76,7 +79,16 @@ def holds_records(path: Path) -> bool:
     name = path.name.lower()
     if name.endswith((".jsonl", ".jsonl.gz", ".parquet")):
         return True
-    return name.endswith(".json") and (is_array(path) or _begins_with_an_object(path))
+    return name.endswith(".json") and (_is_array(path) or _begins_with_an_object(path))
+
+
+def _is_array(path: Path) -> bool:
+    """Whether the first non-blank character of a file begins an array."""
+    try:
+        with path.open("rb") as file:
+            return file.read(4096).lstrip().startswith(b"[")
+    except OSError:
+        return False
 
 
 def _begins_with_an_object(path: Path) -> bool:
@@ -99,7 +111,7 @@ def read_records(
     """
     if path.suffix.lower() == ".parquet":
         yield from _parquet(path, skip_bad_lines, tally, keys)
-    elif path.suffix.lower() == ".json" and is_array(path):
+    elif path.suffix.lower() == ".json" and _is_array(path):
         yield from _array(path, skip_bad_lines, tally)
     else:
         for number, values in read_jsonl(path, skip_bad_lines, tally):
@@ -107,15 +119,56 @@ def read_records(
 
 
 def _array(path: Path, skip_bad_lines: bool, tally: Tally) -> Iterator[tuple[str, dict[str, Any]]]:
-    for number, item in enumerate(items(path, LONGEST_LINE), start=1):
-        values, problem = _parse(item)
-        if not problem:
-            yield f"{path}: item {number}", values
-        elif not skip_bad_lines:
-            raise UserError(f"{path}: item {number}: not a JSON object ({problem}); fix it or use --skip-bad-lines")
-        else:
-            tally.skipped_lines += 1
+    for number, item in enumerate(_items(path), start=1):
+        where = f"{path}: item {number}"
+        if (values := _good(where, *_parse(item), skip_bad_lines, tally)) is not None:
+            yield where, values
     tally.bytes_read += path.stat().st_size
+
+
+def _items(path: Path) -> Iterator[bytes]:
+    """Each item's text of an array of objects, which is not parsed as a whole.
+
+    Raises UserError for a file that is too large or an array that is not closed.
+    """
+    try:
+        if path.stat().st_size > LONGEST_LINE:
+            raise UserError(
+                f"{path}: has {path.stat().st_size} bytes; an array can have at most {LONGEST_LINE}; "
+                "write its items to a .jsonl file, one per line"
+            )
+        text = path.read_bytes()
+    except OSError as error:
+        raise UserError(f"{path}: cannot be read ({error.strerror}); fix it or leave it out") from error
+    depth, start, commas = 0, 0, 0
+    for match in TOKEN.finditer(text):
+        token = match[0]
+        if token in (b"[", b"{"):
+            depth += 1
+            start = match.end() if depth == 1 else start
+        elif token in (b"]", b"}"):
+            depth -= 1
+        if (token == b"," and depth == 1) or (depth == 0 and token == b"]"):
+            if commas or depth or text[start : match.start()].strip():
+                yield text[start : match.start()]
+            start, commas = match.end(), commas + 1
+        if depth == 0 or token == b'"':
+            break
+    if depth or text[start:].strip():
+        problem = "text follows the array" if not depth else "the array is not closed"
+        raise UserError(f"{path}: {problem}; is it complete? Write it again, or give a .jsonl file")
+
+
+def _good(
+    where: str, values: dict[str, Any], problem: str, skip_bad_lines: bool, tally: Tally
+) -> dict[str, Any] | None:
+    """The values, unless there is a problem: None, and counted, if bad lines are skipped, else UserError."""
+    if not problem:
+        return values
+    if not skip_bad_lines:
+        raise UserError(f"{where}: not a JSON object ({problem}); fix it or use --skip-bad-lines")
+    tally.skipped_lines += 1
+    return None
 
 
 def read_jsonl(
@@ -148,12 +201,8 @@ def read_jsonl(
                             break
                 else:
                     values, problem = _parse(line)
-                if not problem:
-                    yield number, values
-                elif not skip_bad_lines:
-                    raise UserError(f"{path}:{number}: not a JSON object ({problem}); fix it or use --skip-bad-lines")
-                else:
-                    tally.skipped_lines += 1
+                if (good := _good(f"{path}:{number}", values, problem, skip_bad_lines, tally)) is not None:
+                    yield number, good
     except (OSError, EOFError, zlib.error) as error:
         reason = getattr(error, "strerror", None) or error
         raise UserError(f"{path}: cannot be read ({reason}); fix it or leave it out") from error

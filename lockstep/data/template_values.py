@@ -22,10 +22,7 @@ def template_values(raw: Any, template: ChatTemplate | None, named: str = f'"{KE
     Raises ChatTemplateError for anything else, and for a name that the template does not read.
     """
     if isinstance(raw, str):
-        try:
-            raw = json.loads(raw)
-        except (ValueError, RecursionError) as error:
-            raise ChatTemplateError(f"{named} is not JSON ({error})") from error
+        raw = from_json(named, raw)
     if raw is not None and not isinstance(raw, Mapping):
         raise ChatTemplateError(f"{named} is not an object")
     values = {name: value for name, value in (raw or {}).items() if value is not None}
@@ -34,6 +31,14 @@ def template_values(raw: Any, template: ChatTemplate | None, named: str = f'"{KE
         hint = closest(unread, known) or " Leave it out"
         raise ChatTemplateError(f"{named} has {unread!r:.60}, which the chat template does not read.{hint}")
     return values
+
+
+def from_json(named: str, text: str) -> Any:
+    """Decodes a value that is a string of JSON. Raises ChatTemplateError, naming it."""
+    try:
+        return json.loads(text)
+    except (ValueError, RecursionError) as error:
+        raise ChatTemplateError(f"{named} is not JSON ({error})") from error
 
 
 def readable_values(template: ChatTemplate | None) -> set[str]:

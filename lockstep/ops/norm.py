@@ -24,7 +24,7 @@ def rms_norm(x: Float[Tensor, "*rows dim"], weight: Float[Tensor, "dim"], eps: f
         return _reference(x, weight, eps)[0]
     if torch.is_grad_enabled() and (x.requires_grad or weight.requires_grad):
         return trained_norm(x, weight, eps, None)
-    return _forward(x, weight, eps)[0]
+    return norm_with_scale(x, weight, eps)[0]
 
 
 def _has_kernels(x: Tensor) -> bool:
@@ -46,25 +46,18 @@ def _reference_gradients(grad_out: Tensor, x: Tensor, weight: Tensor, scale: Ten
     return ((direct - wide * along) * scale).to(x.dtype), grad_weight.to(weight.dtype)
 
 
-def _forward(x: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor, Tensor]:
-    x = x.contiguous()
-    if cuda.usable(x):
-        from lockstep.ops.cuda import rows as triton_rows
-
-        out, scale = triton_rows.rms_norm(x, weight, eps)
-        return out, x, scale
-    rows = x.numel() // x.shape[-1]
-    out = torch.empty_like(x)
-    scale = torch.empty(rows, dtype=torch.float32)
-    native.call("rms_norm", x.dtype, x, weight, out, scale, rows, x.shape[-1], float(eps))
-    return out, x, scale
-
-
 def norm_with_scale(x: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
     """`rms_norm` without gradient, and each row's scale, float32."""
     if not _has_kernels(x):
         return _reference(x, weight, eps)
-    out, _, scale = _forward(x, weight, eps)
+    x = x.contiguous()
+    if cuda.usable(x):
+        from lockstep.ops.cuda import rows
+
+        out, scale = rows.rms_norm(x, weight, eps)
+    else:
+        out, scale = torch.empty_like(x), torch.empty(x.shape[:-1].numel(), dtype=torch.float32)
+        native.call("rms_norm", x.dtype, x, weight, out, scale, scale.numel(), x.shape[-1], float(eps))
     return out, scale.view(x.shape[:-1])
 
 
@@ -106,7 +99,7 @@ class _RMSNorm(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor, eps: float, gathered: one_order.GatheredRows | None) -> Tensor:
         x = x.contiguous()
-        out, scale = saved_output("norm", lambda: _forward(x, weight, eps)[::2])
+        out, scale = saved_output("norm", lambda: norm_with_scale(x, weight, eps))
         ctx.save_for_backward(x, weight, scale)
         ctx.gathered = gathered
         return out

@@ -28,8 +28,8 @@ from lockstep.rl.scoring.reference import AVERAGE, START, reference_is_base
 from lockstep.rl.scoring.value_head import ValueHead, train_settings
 from lockstep.rl.weights.estimate import TransferEstimate, estimate_transfer, estimate_weight_server
 from lockstep.rl.weights.in_place import materialize
+from lockstep.rl.weights.reader import MESSAGE
 from lockstep.rl.weights.server import versions_to_keep
-from lockstep.rl.weights.server_memory import memory_bytes
 from lockstep.train.dry_run import (
     TRAINING,
     DryRun,
@@ -147,14 +147,13 @@ def _of_rank(config: RLConfig, shape: ModelConfig, world: World, on_cpu: bool) -
         if config.kl_coefficient and config.kl_reference == AVERAGE:
             rank.add("moving average", bytes_of(trainer.optimizer.masters.values()))
         whole = rank.add_copy(shape, cast(Decoder, trainer.model))
-        reference = rank.add_scoring_models()
+        rank.add_scoring_models()
         if whole and not config.actors.separate:
             rank.add_generator(whole)
         laid_out = estimate_weight_server(policy, resolve_dtype(config.dtype))
         if config.actors.separate:
-            versions = memory_bytes(laid_out, versions_to_keep(config.actors))
-            rank.add("versions laid out, in the host's memory", versions)
-        transfer = rank.add_transfer(policy, whole, reference)
+            rank.add("versions laid out, in the host's memory", laid_out * versions_to_keep(config.actors))
+        transfer = rank.add_transfer(policy, whole)
     return RLDryRun(trained, rank.memory, transfer, laid_out)
 
 
@@ -173,6 +172,8 @@ def _separate_generator(config: RLConfig, shape: ModelConfig, on_cpu: bool) -> S
             rank.add("weights", weights)
             rank.add("arriving weights", weights)  # allocated for the next ones, on every device
             rank.add_generator(model)
+            largest = max(local_values(parameter).nbytes for parameter in model.parameters())
+            rank.add("a message with weights", min(largest, MESSAGE), SYNC)
     finally:
         close_world(world)
     return rank.memory
@@ -221,19 +222,17 @@ class _RankMemory:
         self.add(name, bytes_of(copied), *(STAGES if self._keeps_copy else (SAMPLING, SYNC)))
         return whole
 
-    def add_scoring_models(self) -> Decoder | None:
-        """Returns the reference, if it is a model besides the policy's."""
-        config, reference = self._config, None
+    def add_scoring_models(self) -> None:
+        """The models that score, besides the policy."""
+        config = self._config
         if config.kl_coefficient and not reference_is_base(config):
             folder = config.model if config.kl_reference in (START, AVERAGE) else config.kl_reference
-            reference = self.frozen(shape_of(folder))
-            self.add("reference model", bytes_of(reference.parameters()))
+            self.add("reference model", bytes_of(self.frozen(shape_of(folder)).parameters()))
         if config.teacher:
             self.add("teacher", bytes_of(self.frozen(shape_of(config.teacher)).parameters()))
         if config.reward_model:
             dtype = folder_dtype(Path(folder_if_model(config.reward_model)))
             self.add("reward model", bytes_of(Decoder(shape_of(config.reward_model), dtype, "meta").parameters()))
-        return reference
 
     def add_generator(self, model: Decoder) -> None:
         """An engine with this model."""
@@ -245,21 +244,12 @@ class _RankMemory:
             self.add("weights in a decode step's order", _panels(model), *stages)
         self.add("a generator's step at its peak", _generator_step(engine, self._fake), SAMPLING)
 
-    def add_transfer(
-        self, policy: dict[str, nn.Parameter], whole: Decoder | None, reference: Decoder | None
-    ) -> TransferEstimate | None:
-        """The weight sync to the rank's copies; returns that of the policy."""
-        if not self._on_ranks:
+    def add_transfer(self, policy: dict[str, nn.Parameter], whole: Decoder | None) -> TransferEstimate | None:
+        """The weight sync to the rank's copy."""
+        if not (whole and self._on_ranks):
             return None
-        transfer = None
-        if whole:
-            transfer = estimate_transfer(policy, whole, self._world, keep=self._keeps_copy)
-            # A CPU keeps this memory for the next sync: the system would clear every newly allocated page.
-            stages = STAGES if self._on_cpu and self._keeps_copy else (SYNC,)
-            self.add("arriving weights and messages", transfer.buffers, *stages)
-        if self._on_cpu and reference and self._config.kl_reference == AVERAGE:
-            average = estimate_transfer(policy, reference, self._world, in_place=False)
-            self.add("the moving average's, arriving", average.buffers)
+        transfer = estimate_transfer(policy, whole, self._world, keep=self._keeps_copy)
+        self.add("arriving weights and messages", transfer.buffers, SYNC)
         return transfer
 
     def frozen(self, shape: ModelConfig) -> Decoder:

@@ -1,9 +1,7 @@
 """Where a model computes, in which dtype and arithmetic: as asked, and as chosen where nothing is."""
 
-import errno
 import re
 import shutil
-from pathlib import Path
 
 import pytest
 import torch
@@ -18,7 +16,6 @@ from lockstep.model import (
     open_device,
     set_arithmetic,
 )
-from lockstep.observe.speed import peak_flops
 from lockstep.ops.native import instruction_sets
 from lockstep.rl.scoring.parity_check import check_parity
 from lockstep.train import pack
@@ -47,11 +44,14 @@ def test_a_folder_keeps_its_dtype(model_folder):
         choose_dtype("float16", "qwen3:micro", CPU)
 
 
-@pytest.mark.parametrize("arithmetic", ["portable", "bf16_pairs", "bf16_tiles"])
-def test_fresh_weights_get_the_dtype_that_the_arithmetic_has_instructions_for(arithmetic, monkeypatch):
-    monkeypatch.setattr("lockstep.ops.arithmetic", lambda: arithmetic)
-    expected = "float32" if arithmetic == "portable" else "bfloat16"
-    assert choose_dtype("auto", "qwen3:micro", CPU)[0] == expected
+def test_fresh_weights_get_the_dtype_that_the_arithmetic_has_instructions_for():
+    before = arithmetic_of(CPU)
+    try:
+        for arithmetic in {each.arithmetic for each in instruction_sets.supported() if not each.emulated}:
+            expected = "float32" if set_arithmetic(arithmetic, CPU) == "portable" else "bfloat16"
+            assert choose_dtype("auto", "qwen3:micro", CPU)[0] == expected
+    finally:
+        set_arithmetic(before, CPU)
 
 
 def test_another_arithmetic_is_taken_or_refused_by_name():
@@ -103,39 +103,6 @@ def test_an_arithmetic_that_cannot_be_had_is_refused_with_one_that_can(monkeypat
         monkeypatch.undo()
         forget_forms()
         set_arithmetic(before, CPU)
-
-
-def test_portable_kernels_that_cannot_be_compiled_are_named_with_the_compilers_reason(monkeypatch):
-    from lockstep.ops import native
-
-    # As where the disk is full, and the cache folder holds those of another arithmetic, which are loaded.
-    assert native.library()
-    sets = {each.name: "No space left on device" for each in instruction_sets.supported() if not each.emulated}
-    monkeypatch.setattr(native, "_not_compiled", sets)
-    monkeypatch.setattr(native, "_usable_sets", lambda: [])
-    monkeypatch.setattr(native, "arithmetic", lambda: "bf16_pairs")
-    monkeypatch.setattr("lockstep.ops.arithmetic", native.arithmetic)
-    with pytest.raises(UserError, match="portable could not be compiled .*No space left.*give --arithmetic bf16_pairs"):
-        set_arithmetic("portable", CPU)
-
-
-def test_what_was_measured_outlasts_a_full_disk_in_memory(tmp_path, monkeypatch):
-    from lockstep import cache
-    from lockstep.ops import native
-
-    def full(path, text):
-        path.touch()
-        raise OSError(errno.ENOSPC, "No space left on device")
-
-    native.library()  # compiled before the cache folder is another
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    monkeypatch.setattr(cache, "_unwritten", {})
-    monkeypatch.setattr("lockstep.observe.speed.busy_neighbours", lambda: 0)
-    monkeypatch.setattr(Path, "write_text", full)
-    measured = peak_flops(CPU, torch.float32)
-    assert not list((tmp_path / "lockstep").iterdir())
-    monkeypatch.setattr("lockstep.observe.speed.busy_neighbours", lambda: 1)
-    assert peak_flops(CPU, torch.float32) == measured
 
 
 def test_a_checkpoint_of_another_arithmetic_is_named_where_it_is_opened(tmp_path, model_folder, caplog):

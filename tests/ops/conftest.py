@@ -28,6 +28,7 @@ def forget_forms() -> None:
     instruction_sets.supported.cache_clear()
     native.library.cache_clear()
     native._functions.clear()
+    native._not_compiled.clear()
 
 
 @pytest.fixture(params=FORMS, scope="module", autouse=True)

@@ -22,7 +22,7 @@ from lockstep.ops.cuda import linear
 from lockstep.ops.cuda.kernel import launch
 from tests.generate.recorder import Recorder
 from tests.ops.cuda_kernels import DTYPES, compare, dots_of_fixed_order, form, kernels, nothing_twice  # noqa: F401
-from tests.ops.test_experts import mixture, starts_of
+from tests.ops.test_experts import starts_of
 from tests.ops.test_linear import cancelling
 
 # A step along K is the same everywhere: the interpreter adds up each by itself, which a device does not.
@@ -113,10 +113,6 @@ def test_a_grouped_tile_is_compared_with_the_dense_product(monkeypatch):
     assert not any(compare(own, small, *given, multiply=multiply) for multiply in forms)
 
 
-def test_no_rows_are_no_product(kernels):  # noqa: F811
-    assert ops.grouped_linear(torch.zeros(0, 8), torch.zeros(3, 5, 8), starts_of([0, 0, 0])).shape == (0, 5)
-
-
 def test_gradients_of_a_grouped_product_are_its_own_with_transposed_weights_and_the_librarys(kernels):  # noqa: F811
     counts = [3, 0, 1, 17]
     x, w = _factors(5, counts, 34, 41, torch.float16)
@@ -150,13 +146,6 @@ def test_gradients_are_the_librarys_where_it_takes_them(kernels, monkeypatch, ro
             assert (mine.float() - exact).abs().max() <= 2e-2 * exact.abs().max()
 
 
-def test_a_token_of_a_mixture_has_its_bits_in_any_company(kernels):  # noqa: F811
-    x, weights, chosen, *matrices = mixture(3, 12, 6, 2, torch.float16)
-    whole = ops.experts(x, weights, chosen, *matrices)
-    for part in (slice(0, 1), slice(3, 9)):
-        assert torch.equal(ops.experts(x[part], weights[part], chosen[part], *matrices), whole[part])
-
-
 class _NothingReadsValues(TorchFunctionMode):
     """Of tensors without values only shapes can be known. Copies to the CPU, which are none here, are refused, too."""
 
@@ -168,7 +157,8 @@ class _NothingReadsValues(TorchFunctionMode):
 
 def test_nothing_between_a_mixtures_products_waits_for_their_values(monkeypatch):
     module = importlib.import_module("lockstep.ops.grouped_linear")
-    monkeypatch.setattr(module, "_product", lambda x, weight, starts: x.new_empty(x.shape[0], weight.shape[1]))
+    product = module._grouped_linear
+    monkeypatch.setattr(product, "forward", lambda x, weight, starts: x.new_empty(x.shape[0], weight.shape[1]))
     routing = ops.Routing(4, "sigmoid", groups=4, groups_kept=2)
     with FakeTensorMode(), _NothingReadsValues():
         x, router, bias = torch.randn(5, 32), torch.randn(8, 32), torch.randn(8)

@@ -8,7 +8,6 @@ from hypothesis import strategies as st
 from lockstep import ops
 from lockstep.ops.attention import zeros_on_demand
 from lockstep.ops.attention_gradient import Attended, sink_gradient
-from lockstep.ops.attention_reference import PLAIN
 from tests.ops.attention_checks import (
     assert_only_those_who_see_it_break,
     assert_pieces_add_up,
@@ -178,20 +177,6 @@ def test_what_a_broken_batch_leaves_in_memory_reaches_no_gradient_of_the_next(br
     expected = gradients(21)
     gradients(64, broken)
     assert all(map(torch.equal, gradients(21), expected))
-
-
-def test_terms_that_ask_for_nothing_change_no_bit():
-    leaves = [x.requires_grad_() for x in qkv(200, 4, 2, 32, HALF)]
-    grad = cancelling(4, 200, 4, 32, dtype=HALF)
-
-    def bits(terms):
-        out = ops.PackedAttention([70, 130])(0, *leaves, terms)
-        return [out, *torch.autograd.grad(out, leaves, grad)]
-
-    expected, unreached = bits(PLAIN), torch.full((4,), -torch.inf, dtype=HALF)
-    for terms in (ops.Terms(scale=32**-0.5), ops.Terms(window=130), ops.Terms(sinks=unreached)):
-        assert all(map(torch.equal, bits(terms), expected)), terms
-    assert not torch.equal(bits(ops.Terms(window=129))[0], expected[0])
 
 
 def test_the_gradient_of_sinks_is_summed_in_slabs_whatever_the_number_of_threads(form, threads):

@@ -14,7 +14,7 @@ import torch
 from lockstep import ops
 from lockstep.ops.native import build, compiling
 from lockstep.ops.native.instruction_sets import BY_MACHINE, supported
-from tests.ops.conftest import forget_forms
+from tests.ops.conftest import forget_forms, use
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -23,10 +23,11 @@ def form():
 
 
 @pytest.fixture
-def fresh_kernels():
+def fresh_kernels(monkeypatch):
     """Kernels are looked for again in the test, and after it."""
-    forget_forms()
+    use(monkeypatch, supported()[0].name)
     yield
+    monkeypatch.undo()
     forget_forms()
 
 

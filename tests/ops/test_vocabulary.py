@@ -176,19 +176,6 @@ def test_a_row_that_is_not_finite_shows_it_and_changes_no_other():
     assert all(torch.equal(own, each[whole]) for own, each in zip(alone, drawn, strict=True))
 
 
-def test_the_lowest_temperature_draws_the_likeliest_token_where_it_is_clearly_so():
-    logits = _randn(0, 300, 200) * 30 + 1000
-    likeliest = logits.argmax(-1)
-    logits[torch.arange(300), likeliest] += 1.0
-    off = torch.zeros(300, dtype=torch.int64), torch.ones(300), torch.zeros(300)
-    for temperature in (0.01, 0.1):
-        uniform = ops.uniforms(torch.arange(300), torch.arange(300))
-        tokens, log_probs, drawn_with = ops.sample(logits, torch.full((300,), temperature), *off, uniform)
-        assert torch.equal(drawn_with, log_probs)
-        assert torch.equal(tokens, likeliest) or temperature == 0.1
-        assert (log_probs <= 0).all() and (log_probs[tokens == likeliest] > -0.01).all()
-
-
 @settings(max_examples=8, deadline=None)
 @given(seed=st.integers(0, 10**6))
 def test_cuts_keep_the_tokens_that_the_processors_of_transformers_keep(seed):
@@ -308,14 +295,6 @@ def test_the_likeliest_tokens_have_the_log_probabilities_that_a_draw_of_them_has
         inverse = ops.inverse_temperature(temperature[:1]).repeat(len(top))
         scores = ops.logits_log_probs(logits[row].expand(len(top), -1), tokens, inverse)[0]
         assert [score for _, score in top] == scores.tolist() == sorted(scores.tolist(), reverse=True)
-
-
-def test_top_p_counts_from_what_top_k_leaves():
-    # Of .4 and .35, the first alone is more than half: of all, .5 takes both.
-    logits = torch.tensor([[0.4, 0.35, 0.25]]).log()
-    one = torch.ones(1)
-    cuts = torch.tensor([2]), one * 0.5, torch.zeros(1), torch.tensor([True])
-    assert cut(logits, one, *cuts, Whole(3)).isfinite().tolist() == [[True, False, False]]
 
 
 def test_a_uniform_number_of_zero_draws_no_token_that_was_cut():

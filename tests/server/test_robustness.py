@@ -19,7 +19,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from lockstep import build_model, load_model, save_model
-from lockstep.data.pieces import token_bytes, token_text
+from lockstep.data.decoding import token_bytes, token_text
 from lockstep.generate import engine as engine_module
 from lockstep.generate.server import answer as answers
 from lockstep.generate.server import engine_loop

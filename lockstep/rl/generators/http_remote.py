@@ -12,7 +12,7 @@ from lockstep.errors import UserError
 from lockstep.observe import log
 from lockstep.rl.generators.http_servers import HttpClient, HttpError, Server, Unreachable, find_server
 from lockstep.rl.generators.pool import GeneratorPool
-from lockstep.rl.generators.remote import InvalidResponse, RemoteSample, Reports, Request
+from lockstep.rl.generators.remote import InvalidResponse, RemoteSample, Request
 from lockstep.rl.generators.spec import GeneratorSpec
 from lockstep.rl.weights.server import WeightManifest
 
@@ -37,9 +37,8 @@ class HttpRemote:
         self,
         url: str,
         server: Server,
-        reports: Reports,
+        pool: GeneratorPool,
         silence_seconds: float = SILENCE_SECONDS,
-        stall_seconds: float = STALL_SECONDS,
         finish: bool = False,
     ):
         """finish: whether requests in flight end before it loads new weights."""
@@ -47,9 +46,8 @@ class HttpRemote:
         self.statistics: dict[str, float] = {}
         self.gone = threading.Event()
         """Set once it is lost or closed."""
-        self._server, self._reports = server, reports
-        self._silence_seconds, self._stall_seconds = silence_seconds, stall_seconds
-        self._finish = finish or server.loads_between_requests
+        self._server, self._pool = server, pool
+        self._silence_seconds, self._finish = silence_seconds, finish or server.loads_between_requests
         self._loaded: set[int] = set()
         """Weights versions that its tokens may come from."""
         self._version, self._newest = -1, WeightManifest()
@@ -95,13 +93,13 @@ class HttpRemote:
 
     def _lose(self, error: Exception) -> None:
         if self._end():
-            known = isinstance(error, HttpError | Unreachable)
-            why = (
-                str(error)
-                if known or isinstance(error, InvalidResponse)
-                else f"its response makes no sense ({error!r})"
-            )
-            self._reports.lost(self, f"it responds: {why}" if isinstance(error, HttpError) else why, invalid=not known)
+            if isinstance(error, HttpError):
+                why = f"it responds: {error}"
+            elif isinstance(error, Unreachable | InvalidResponse):
+                why = str(error)
+            else:
+                why = f"its response makes no sense ({error!r})"
+            self._pool.lost(self, why, invalid=not isinstance(error, HttpError | Unreachable))
 
     def _work(self) -> None:
         try:
@@ -134,13 +132,11 @@ class HttpRemote:
             if self._version >= 0:
                 raise
             problem = f"it cannot load the weights in {manifest['folder']}: {error.message}"
-            self._reports.incompatible(
-                self, f"{problem}; give an --output that the server can read under the same path"
-            )
+            self._pool.incompatible(self, f"{problem}; give an --output that the server can read under the same path")
             self._end()
             return
         self._version, self._last_activity = version, time.monotonic()
-        self._reports.has_weights(self, version)
+        self._pool.has_weights(self, version)
 
     def _sample(self, request: Request) -> None:
         client = self._clients.get(str(request.id))
@@ -173,7 +169,7 @@ class HttpRemote:
                 for index in unfinished:
                     self._report(request.id, index, RemoteSample(finish_reason="error"))
             elif error.status in (400, 408, 413) or error.code == "deadline":
-                self._reports.refused(self, request.id, f"{self.name} refuses a request: {error.message}")
+                self._pool.refused(self, request.id, f"{self.name} refuses a request: {error.message}")
             else:
                 raise
             return True
@@ -188,14 +184,14 @@ class HttpRemote:
                 f"it samples from weights version {unknown[0]}, which this run has not published; is another run using "
                 "it?"
             )
-        self._reports.sampled(self, [(request_id, index, new)])
+        self._pool.sampled(self, [(request_id, index, new)])
 
     def _watch(self) -> None:
         try:
             while not self.gone.wait(self._silence_seconds / 5):
                 self._clients["health"].call("GET", "/health", seconds=self._silence_seconds)
                 stalled = time.monotonic() - self._last_activity
-                if stalled > self._stall_seconds and any(thread.is_alive() for thread in self._samplers):
+                if stalled > STALL_SECONDS and any(thread.is_alive() for thread in self._samplers):
                     raise Unreachable(f"it has sampled no token for {stalled:.0f} s, although it has requests")
         except TimeoutError:
             self._lose(Unreachable(f"it has not answered for {self._silence_seconds:g} s"))
@@ -261,7 +257,7 @@ class ServerSupervisor:
                 except UserError as error:
                     if problems.get(url) != str(error):
                         problems[url] = str(error)
-                        log.warning("%s is not back: %s", url, error)
+                        log.warning("a lost server is not back: %s", error)
                     continue
                 if server.exact != remote.exact:
                     continue  # another kind of server has taken its place

@@ -9,7 +9,7 @@ import os
 import socket
 import ssl
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any, Protocol
 from urllib.parse import urlsplit
@@ -169,7 +169,7 @@ def find_server(url: str, spec: GeneratorSpec) -> Server:
 
 def owner_of(client: HttpClient) -> tuple[str, dict[str, Any]]:
     """`lockstep` or `vllm`, and its description of the model. Raises UserError if neither answers."""
-    models = _get(client, "/v1/models", "requires an API key; set LOCKSTEP_API_KEY to it")
+    models = _get(client, "/v1/models", {401: "requires an API key; set LOCKSTEP_API_KEY to it"})
     try:
         model = models["data"][0]
         owner = model["owned_by"]
@@ -197,13 +197,13 @@ def servers_are_exact(actors: ActorsConfig) -> bool:
     return exact
 
 
-def _get(client: HttpClient, path: str, without_key: str) -> Any:
+def _get(client: HttpClient, path: str, hints: Mapping[int, str]) -> Any:
+    """hints: what an error status means here, and what to do. Raises UserError."""
     try:
         return client.call("GET", path)
     except HttpError as error:
-        if error.status == 401:
-            raise UserError(f"{client.url} {without_key}") from error
-        raise UserError(f"{client.url}: {path} returns {error}; correct actors.urls") from error
+        hint = hints.get(error.status, f"returns {error} for {path}; correct actors.urls")
+        raise UserError(f"{client.url} {hint}") from error
     except Unreachable as error:
         raise UserError(f"{client.url} does not answer: {error}; start the server, or correct actors.urls") from error
     except TimeoutError as error:
@@ -271,17 +271,11 @@ class LockstepServer:
 
 
 def _lockstep_server(client: HttpClient, spec: GeneratorSpec) -> LockstepServer:
-    try:
-        info = _get(
-            client, "/admin/model", "has another admin key; set LOCKSTEP_ADMIN_KEY to the one that it was started with"
-        )
-    except UserError as error:
-        if isinstance(error.__cause__, HttpError) and error.__cause__.status == 404:
-            raise UserError(
-                f"{client.url} has no admin key, so it accepts no weights; start both it and the run with "
-                "LOCKSTEP_ADMIN_KEY set"
-            ) from error
-        raise
+    hints = {
+        401: "has another admin key; set LOCKSTEP_ADMIN_KEY to the one that it was started with",
+        404: "has no admin key, so it accepts no weights; start both it and the run with LOCKSTEP_ADMIN_KEY set",
+    }
+    info = _get(client, "/admin/model", hints)
     shape = plain_shape(spec.shape)
     if (chunks := info["shape"].pop("reduction_chunks")) != (wanted := shape.pop("reduction_chunks")):
         change = f"start it with --parallel.reduction-chunks {wanted}"

@@ -85,13 +85,7 @@ def open_generators(
         return colocated
     from lockstep.rl.generators.separate import SeparateGenerators
 
-    spec = generator_spec(config, model, world)
-    return opened.enter_context(SeparateGenerators(spec, actors, model, world, run, replica))
-
-
-def generator_spec(config: RLConfig, model: TrainableModel, world: World) -> GeneratorSpec:
-    """What separate generators of the policy `model` must match."""
-    return GeneratorSpec(
+    spec = GeneratorSpec(
         model=config.model,
         shape=model.config,
         dtype=config.dtype,
@@ -108,6 +102,7 @@ def generator_spec(config: RLConfig, model: TrainableModel, world: World) -> Gen
         ),
         device=config.device,
     )
+    return opened.enter_context(SeparateGenerators(spec, actors, model, world, run, replica))
 
 
 def scores_with_policy(config: RLConfig) -> bool:

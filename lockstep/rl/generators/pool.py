@@ -26,7 +26,7 @@ POLL_SECONDS = 0.02
 
 
 class GeneratorPool:
-    """Distributes requests; the `Reports` that its remotes call. `PoolSampler` is its users' side. Thread-safe."""
+    """Distributes requests, and takes the reports of its remotes. `PoolSampler` is its users' side. Thread-safe."""
 
     def __init__(
         self,
@@ -216,9 +216,10 @@ class GeneratorPool:
     def _unfinished_at(self, name: str) -> int:
         return sum(request.unfinished for request in self._requests_of(name))
 
-    # The `Reports` of its remotes.
+    # Reports of its remotes, from any thread. They raise InvalidResponse; the remote then reports itself `lost`.
 
     def sampled(self, remote: Remote, parts: Sequence[tuple[int, int, RemoteSample]]) -> None:
+        """New tokens: request, index of the sample, and what follows the tokens already reported."""
         with self.changed:
             self.num_reports += 1
             if self._remotes.get(remote.name) is not remote:
@@ -244,6 +245,7 @@ class GeneratorPool:
         return range(self._first_version, self.weights_version + 1)
 
     def has_weights(self, remote: Remote, version: int) -> None:
+        """From here on it samples with these weights; the first report means that it is ready."""
         with self.changed:
             self.num_reports += 1
             if self._remotes.get(remote.name) is not remote:
@@ -256,6 +258,7 @@ class GeneratorPool:
             self.changed.notify_all()
 
     def refused(self, remote: Remote, request_id: int, problem: str) -> None:
+        """It cannot compute this request, and no other generator could."""
         with self.changed:
             request = self._requests.get(request_id)
             if request and request.generator == remote.name and self._remotes.get(remote.name) is remote:
@@ -263,12 +266,14 @@ class GeneratorPool:
                 self.changed.notify_all()
 
     def incompatible(self, remote: Remote, problem: str) -> None:
+        """It can never sample for this run, e.g. because its model differs."""
         if remote.name in self.required:
             self.fail(UserError(f"{remote.name}: {one_line(problem, 1000)}"))
         else:
             log.warning("%s cannot sample for this run: %s", remote.name, one_line(problem, 1000))
 
     def lost(self, remote: Remote, why: str, invalid: bool = False) -> None:
+        """It is gone and has closed itself: others continue its samples. invalid: it must not join again."""
         with self.changed:
             if self._remotes.get(remote.name) is not remote:
                 return

@@ -29,7 +29,7 @@ from lockstep.observe.heartbeat import Heartbeat
 from lockstep.observe.heartbeat import host as place
 from lockstep.parallel import World
 from lockstep.rl.generators.channel import HANDSHAKE_SECONDS, Channel, Closed, call
-from lockstep.rl.generators.process_engine import open_engine
+from lockstep.rl.generators.spec import open_engine
 from lockstep.rl.weights.reader import LoadResult
 from lockstep.rl.weights.server import WeightManifest
 from lockstep.version import __version__
@@ -146,7 +146,6 @@ class _GeneratorProcess:
         finally:
             if isinstance(self._engine, DriverEngine):
                 self._engine.end()
-            self._reader.close()
             self._exiting.set()
         return 0
 
@@ -307,10 +306,7 @@ def _follow(welcome: dict[str, Any], address: str, key: bytes, world: World) -> 
         reader, engine = open_engine(welcome, key, world)
         # torchrun forwards signals to all ranks; the first one ends the others.
         _on_signal(lambda: None)
-        try:
-            follow(engine, {"load": reader.load})
-        finally:
-            reader.close()
+        follow(engine, {"load": reader.load})
     finally:
         exiting.set()
     return 0

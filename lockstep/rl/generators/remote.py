@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Protocol
 
@@ -88,7 +88,7 @@ class Request:
 
 
 class Remote(Protocol):
-    """A generator of a `GeneratorPool`. No method but `close` blocks: results go to its `Reports`."""
+    """A generator of a `GeneratorPool`. No method but `close` blocks: results are reported to the pool."""
 
     name: str
     """`generator_0` …"""
@@ -111,31 +111,6 @@ class Remote(Protocol):
 
     def close(self) -> None:
         """Ends it, and returns once its threads have ended. It reports nothing after that."""
-
-
-class Reports(Protocol):
-    """What a remote reports to the pool, from any thread.
-
-    Invalid data raises InvalidResponse and is not used; the remote then reports itself `lost`.
-    """
-
-    def sampled(self, remote: Remote, parts: Sequence[tuple[int, int, RemoteSample]]) -> None:
-        """New tokens: request, index of the sample, and what follows the tokens already reported."""
-
-    def has_weights(self, remote: Remote, version: int) -> None:
-        """From here on it samples with these weights; the first report means that it is ready."""
-
-    def refused(self, remote: Remote, request_id: int, problem: str) -> None:
-        """It cannot compute this request, and no other generator could."""
-
-    def incompatible(self, remote: Remote, problem: str) -> None:
-        """It can never sample for this run, e.g. because its model differs."""
-
-    def lost(self, remote: Remote, why: str, invalid: bool = False) -> None:
-        """It is gone, or misbehaves: others continue its samples. It has closed itself.
-
-        invalid: it sent invalid data, and must not join again.
-        """
 
 
 class InvalidResponse(Exception):

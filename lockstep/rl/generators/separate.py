@@ -29,7 +29,7 @@ KEY = "generators.key"
 
 
 class SeparateGenerators:
-    """As `Generators`. A context manager; leaving it ends the processes that it started."""
+    """The `Generators` in other processes and servers. A context manager; leaving it ends what it started."""
 
     def __init__(
         self,
@@ -73,18 +73,15 @@ class SeparateGenerators:
         self._opened.close()
 
     def caching_sampler(self, saved: dict[str, Any]) -> PoolSampler:
-        """As `Generators`."""
         return PoolSampler(self._pool, saved)
 
     @property
     def policy(self) -> ScoringModel:
-        """As `Generators`."""
         assert self._replica is not None
         return self._replica.model
 
     @property
     def policy_while_paused(self) -> Decoder | None:
-        """As `Generators`."""
         if self._replica is not None:
             return self._replica.model_while_paused
         return self._model if self._world.mesh is None and isinstance(self._model, Decoder) else None
@@ -107,18 +104,15 @@ class SeparateGenerators:
                 self._pool.wait_for_weights()
 
     def pause(self) -> None:
-        """As `Generators`: nothing to do, as they use other memory."""
+        """Nothing to do: they use other memory."""
 
     def conversing(self) -> AbstractContextManager[bool]:
-        """As `Generators`: no rank follows another."""
-        return nullcontext(True)
+        return nullcontext(True)  # no rank follows another
 
     def metrics(self) -> dict[str, float]:
-        """As `Generators`; only on rank 0."""
         return self._pool.metrics()
 
     def trace_events(self) -> list[dict[str, Any]]:
-        """As `Generators`."""
         return self._pool.trace_events()
 
     def _open_servers(self, opening: ExitStack) -> None:

@@ -27,13 +27,11 @@ from lockstep.config import (
 )
 from lockstep.errors import UserError
 from lockstep.model import preset, read_config
-from lockstep.model.shard import local_values
 from lockstep.observe import RunFolder, read_metrics
 from lockstep.parallel.world import AXES, World
 from lockstep.rl.environments.protocol import Example
 from lockstep.rl.replay import replay
-from lockstep.rl.rollouts.microbatches import microbatches
-from lockstep.rl.rollouts.packing import packing_of
+from lockstep.rl.rollouts.packing import microbatches, packing_of
 from lockstep.rl.rollouts.records import Rollout
 from lockstep.rl.rollouts.shares import token_budget
 from tests.faults import VARIABLE
@@ -389,40 +387,6 @@ def test_routes_are_those_of_their_micro_batch_in_any_order_of_a_stage(task, mod
     metrics = read_metrics(tmp_path / "run" / "metrics.jsonl")[1]
     assert metrics["parity/routes_different"] == 0
     assert metrics["parity/routes_checked"] == metrics["parity/tokens_checked"] > 50
-
-
-def given_to_the_compiler(config):
-    """Whether each weight of the sampling model has values when it is compiled, and whether the policy kept its own."""
-    from lockstep.parallel import close_world, open_world
-    from lockstep.rl.generators import models
-    from lockstep.rl.generators.open import open_policy
-
-    world = open_world(config.parallel, "cpu")
-    policy = open_policy(replace(config, compile=CompileConfig()), world)
-    before = {name: local_values(p).clone() for name, p in policy.named_parameters()}
-    exact, found = models.materialize, []
-
-    def materialize(model, *given):
-        fitting = exact(model, *given)
-        for name in dict(model.named_parameters()).keys() - fitting:
-            local_values(model.get_parameter(name).detach()).fill_(math.nan)  # new memory may hold anything
-        return fitting
-
-    models.materialize = materialize
-    # Compiling takes seconds; that a compiled run starts in these layouts is in `make test-slow`.
-    models.apply_compile = lambda model, *_, **__: found.extend(local_values(p).isfinite() for p in model.parameters())
-    models.sampling_model(policy, world, config.dtype, config.parallel, config.compile)
-    kept = all(torch.equal(local_values(p), before[name]) for name, p in policy.named_parameters())
-    close_world(world)
-    return [bool(finite.all()) for finite in found], kept
-
-
-@pytest.mark.parametrize("name", ["FSDP 2", *(pytest.param(name, marks=pytest.mark.slow) for name in ("TP 2", "PP 2"))])
-def test_a_copy_that_samples_is_compiled_with_values(task, model_folder, tmp_path, name):
-    ranks, parallel = LAYOUTS[name]
-    config = config_of(task, model_folder, tmp_path, parallel, compile=CompileConfig("inductor"), dtype="float32")
-    for has_values, kept in launch(ranks, given_to_the_compiler, config):
-        assert len(has_values) > 10 and all(has_values) and kept
 
 
 @pytest.mark.slow

@@ -82,8 +82,14 @@ def plain(groups):
     return [[(c.token_ids, c.logprobs, c.truncated_logprobs, c.finish_reason) for c in group] for group in groups]
 
 
-@pytest.mark.parametrize("cuts", [{}, {"top_p": 0.9, "top_k": 50}, {"temperature": 1.0, "min_p": 0.01}])
-def test_a_server_gives_the_tokens_and_bits_of_an_engine_here(server, model, folder, cuts):
+@pytest.mark.parametrize(
+    "cuts",
+    [
+        {"temperature": 1.0, "min_p": 0.01},
+        *(pytest.param(cuts, marks=pytest.mark.slow) for cuts in ({}, {"top_p": 0.9, "top_k": 50})),
+    ],
+)
+def test_a_server_gives_the_tokens_and_bits_of_a_local_engine(server, model, folder, cuts):
     expected = Engine(model, ENGINE).generate(PROMPTS, each(**cuts))
     with pool_of(model, folder, server.url) as pool:
         found = generate(pool, PROMPTS, each(**cuts))
@@ -449,7 +455,6 @@ def test_a_server_that_dies_leaves_its_samples_to_another_and_comes_back(server,
             with running_server(folder, admin_key="secret", engine=ENGINE, port=port):
                 wait_until(lambda: len(pool.ready) == 2)
                 pool.leave(dying.url).close()
-    assert caplog.text.count("is not back: ") == len(set(re.findall("is not back: .*", caplog.text)))
 
 
 def test_requests_wait_while_other_clients_have_taken_all_places(folder, model):
