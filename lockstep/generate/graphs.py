@@ -12,7 +12,6 @@ from collections.abc import Callable
 from functools import partial
 from typing import Any, NamedTuple
 
-import numpy as np
 import torch
 import torch.nn.functional as F
 from torch import Tensor
@@ -131,7 +130,6 @@ class GraphRunner(Runner):
     def decode(self, batch: StepBatch) -> Decoded | None:
         """The whole step in one replay, if all of its rows are sampled."""
         count = len(batch.tokens)
-        self.pace = "steady"
         if self.mode == "piecewise" or not batch.decodes or count > self.sizes[-1]:
             return None
         self._drop_if_moved()
@@ -147,7 +145,6 @@ class GraphRunner(Runner):
         self._memory.copy_(self._staging, non_blocking=True)
         self._table[:count, : table.shape[1]].copy_(table, non_blocking=True)
         if size not in self._whole:
-            self.pace = "recording"
             self._whole[size] = self._captured(partial(self._step, size), f"a decode step of {size} rows")
         logits, tokens, log_probs = self._whole[size]()
         return Decoded(logits[:count], tokens[:count], log_probs[:count])
@@ -156,9 +153,8 @@ class GraphRunner(Runner):
     def most_rows(self) -> int:
         return self.sizes[-1]
 
-    def padded(self, rows: np.ndarray) -> np.ndarray:
-        sizes = np.array(self.sizes)
-        return np.where(rows <= sizes[-1], sizes[np.searchsorted(sizes[:-1], rows)], rows)
+    def padded(self, rows: int) -> int:
+        return self._size(rows) if rows <= self.sizes[-1] else rows
 
     def release(self) -> None:
         self._whole.clear()

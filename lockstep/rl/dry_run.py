@@ -13,7 +13,8 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from lockstep import ops
 from lockstep.checkpoint import folder_if_model
 from lockstep.config import ParallelConfig, RLConfig, algorithm_of, validate
-from lockstep.generate.engine import LOGITS_ELEMENTS, Engine
+from lockstep.generate.draws import LOGITS_ELEMENTS
+from lockstep.generate.engine import Engine
 from lockstep.model import (
     Decoder,
     ModelConfig,

@@ -273,9 +273,9 @@ def test_a_draft_that_one_model_cannot_have_is_refused_before_any_is_sampled(tmp
     shape = read_config(folders[0])
     small = tmp_path / "small"
     shutil.copytree(folders[0], small)
-    lockstep.save_model(build_model(replace(shape, num_layers=1), "float32", seed=0), small)
-    engine = EngineConfig(draft="layers", draft_layers=shape.num_layers - 1)
-    with pytest.raises(UserError, match="draft_layers is"):
+    lockstep.save_model(build_model(replace(shape, vocab_size=shape.vocab_size + 1), "float32", seed=0), small)
+    engine = EngineConfig(draft="model", draft_model=folders[0])
+    with pytest.raises(UserError, match="a draft model needs the same tokenizer"):
         lockstep.evaluate(_eval(tmp_path, folders[0], small, engine=engine), Early())
     assert not (tmp_path / "eval").exists()
 
@@ -292,8 +292,8 @@ def test_what_fails_while_it_is_sampled_leaves_no_empty_folders(tmp_path, folder
 
 def test_a_folder_that_was_there_stays_where_nothing_comes_of_it(tmp_path, folders):  # noqa: F811
     (tmp_path / "eval").mkdir()
-    engine = EngineConfig(draft="layers", draft_layers=100)
-    with pytest.raises(UserError, match="draft_layers is 100"):
+    engine = EngineConfig(draft="model")
+    with pytest.raises(UserError, match="draft_model is empty"):
         lockstep.evaluate(_eval(tmp_path, folders[0], engine=engine), Early())
     assert not list((tmp_path / "eval").iterdir())
 

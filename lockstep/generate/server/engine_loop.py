@@ -21,6 +21,7 @@ from lockstep.errors import UserError
 from lockstep.generate.engine import Engine
 from lockstep.generate.sampling_params import Completion, SamplingParams, TokenEvent
 from lockstep.generate.server.api_error import ApiError, engine_failed, not_finite
+from lockstep.host_memory import return_freed_memory
 
 Result = TypeVar("Result")
 IDLE_SECONDS = 5.0
@@ -148,7 +149,7 @@ class EngineLoop:
             return self._commands.get(timeout=IDLE_SECONDS)
         except queue.Empty:
             if self.failure is None:
-                self.engine.return_freed_memory()
+                return_freed_memory()
             return self._commands.get()
 
     def _add(self, generation: Generation) -> None:

@@ -91,17 +91,12 @@ class HalfRight(Draft):
     ("form", "shape"),
     [("whole", LONG), pytest.param("digest", LONG, marks=pytest.mark.slow), *((f, SHAPE) for f in ("digest", "whole"))],
 )
-def test_every_sampled_token_has_the_trainers_route_however_it_was_computed(monkeypatch, shape, form):
+def test_every_sampled_token_has_the_trainers_route_however_it_was_computed(shape, form):
     model = mixture(shape)
     plain = sampled(Engine(model, EngineConfig(cache_tokens=4096)), form)
     assert all(len(r.routes) == len(r.token_ids) for r in plain)
     # Prompts in chunks, pages that run out, prefixes that are known, and drafts of which some are wrong.
     narrow = EngineConfig(cache_tokens=128, max_tokens_per_step=24, max_sequences=5, draft_tokens=4)
-    monkeypatch.setattr(
-        "lockstep.generate.drafts.lengths.DraftLengths.choose", lambda self, sequences, limits, rows, room, *_:
-        [max(0, min(4, limit, room // max(1, len(sequences)))) for limit in limits],
-    )  # fmt: skip
-    monkeypatch.setattr("lockstep.generate.drafts.lengths.DraftLengths.backs_off", lambda self, chunks: False)
     engine = Engine(model, narrow, draft=HalfRight([r.prompt_ids + r.token_ids for r in plain]))
     mixed = sampled(engine, form)
     did = engine.statistics
@@ -114,7 +109,7 @@ def test_every_sampled_token_has_the_trainers_route_however_it_was_computed(monk
 
 def test_a_route_of_the_wrong_row_would_be_found(monkeypatch):
     model = mixture()
-    from lockstep.generate import engine as module
+    from lockstep.generate import draws as module
 
     exact = module.routes_of_rows
     monkeypatch.setattr(module, "routes_of_rows", lambda chosen, rows, tokens: exact(chosen, rows.roll(1), tokens))
@@ -193,7 +188,7 @@ def test_one_flipped_route_is_named_with_its_layer_token_and_experts(monkeypatch
     with monkeypatch.context() as patch:
         seen = plant(patch, call, step=5)
         engine = Engine(model, EngineConfig(cache_tokens=4096))
-        engine._runner = Runner(model, engine.cache)  # a repeated step would not call what is planted
+        engine.runner = Runner(model, engine.cache)  # a repeated step would not call what is planted
         rollouts = sampled(engine)
     parity = gradients_of(model, rollouts).parity
     # Of the first row: the first sample's fifth token after the step that computed its prompt.
