@@ -7,7 +7,7 @@ from typing import Annotated, Literal
 
 from lockstep.config.bounds import Above, AtLeast
 
-Graphs = Literal["auto", "none", "piecewise", "full", "full_and_piecewise"]
+Graphs = Literal["auto", "none", "full"]
 
 
 @dataclass
@@ -25,8 +25,8 @@ class EngineConfig:
     """Share full cache pages between sequences with a common prefix, and compute equal prompts that come one after the
     other once (such as the n samples of a prompt)."""
     cuda_graphs: Graphs = "auto"
-    """CUDA graphs for the generator: capture whole decode steps, or the parts of small steps between attentions.
-    `auto`: `full` on one GPU, unless the model has latent attention; else `none`."""
+    """CUDA graphs for the generator: `full` captures decode steps. `auto`: `full` on one GPU, unless the model has
+    latent attention; else `none`."""
     draft: Literal["auto", "none", "ngram", "model"] = "auto"
     """Source of draft tokens for speculative decoding; results have the same bits with any of them.
     `ngram`: what followed the last tokens earlier; `auto`: that, and in `rl` earlier completions of the same prompt;

@@ -221,15 +221,20 @@ def test_an_adapter_that_is_off_or_scaled_anew_is_not_that_of_recorded_steps():
 
 
 @pytest.mark.parametrize("form", ["", "digest"])
-def test_whoever_records_routes_gets_those_of_repeated_steps_that_no_request_asks_for(form):
-    model = build_model(SHAPES["qwen3_moe"], "float32", seed=1)
-    found = []
-    for engine in _engines(model, draft="none"):
-        with ops.recorded_routes() as recorded:
-            _sampled(engine, [[1, 2, 3]], replace(ONE, max_tokens=9, routes=form))
-        found.append([each.tolist() for each in recorded])
-        model.layers[1].mlp.routing = replace(model.layers[1].mlp.routing, scale=1.0)  # as it is: nothing changes
-    assert found[0] == found[1] and len(found[0]) == (0 if form else 9 * 2)
+def test_routes_of_repeated_steps_are_recorded_and_settings_of_a_mixture_that_change_are_seen(form):
+    model, params = build_model(SHAPES["qwen3_moe"], "float32", seed=1), replace(ONE, max_tokens=9, routes=form)
+    engines, found = _engines(model, draft="none"), []
+    for scale in (1.0, 3.0):
+        for module in model.modules():
+            if hasattr(module, "routing"):
+                module.routing = replace(module.routing, scale=scale)
+        for engine in engines:
+            engine.weights_changed(1)
+            with ops.recorded_routes() as recorded:  # which gets those that no request asks for
+                sampled = _sampled(engine, [[1, 2, 3]], params)
+            found.append((sampled, [each.tolist() for each in recorded]))
+    assert found[0] == found[1] and found[2] == found[3] and found[0][0] != found[2][0]
+    assert [len(routes) for _, routes in found] == [0 if form else 9 * 2] * 4
 
 
 def test_packed_weights_are_freed_with_the_weights_and_nothing_is_sampled_until_there_are_others():
@@ -283,7 +288,7 @@ def test_a_number_of_rows_is_recorded_when_it_has_come_up_often():
     engine = Engine(build_model(SHAPE, "float32", seed=1), EngineConfig(draft="none"))
     engine.runner.steps_before_recording = 3
     kept = []
-    for count, tokens in [(1, 3), (1, 2), (2, 3), (3, 4), (2, 2)]:
+    for count, tokens in [(1, 2), (1, 1), (2, 2), (3, 4), (2, 1)]:
         _sampled(engine, [[i] for i in range(count)], replace(ONE, max_tokens=tokens))
         kept.append(engine.runner.recorded)
     assert kept == [[], [1], [1], [1, 3], [1, 3, 2]]

@@ -13,7 +13,6 @@ from lockstep import Engine, SamplingParams, build_model, save_model, score
 from lockstep.config import EngineConfig, ParallelConfig
 from lockstep.errors import UserError
 from lockstep.generate import driver
-from lockstep.generate import engine as engine_module
 from lockstep.generate.drafts import FirstOf, HistoryDraft, NGramDraft
 from lockstep.generate.driver import DriverEngine, follow
 from lockstep.model import initialize, preset
@@ -73,10 +72,15 @@ def sample(ranks, chunks, name, dtype, vocab):
 @pytest.mark.parametrize(
     ("ranks", "chunks", "model", "dtype", "vocab"),
     [
-        (2, 2, "qwen3:micro", "float32", 258),
         (2, 4, "llama3:micro", "bfloat16", 1031),
-        pytest.param(4, 4, "qwen3:micro", "bfloat16", 259, marks=pytest.mark.slow),
-        (2, 2, "llama3:micro+sinks", "bfloat16", 258),
+        *(
+            pytest.param(*case, marks=pytest.mark.slow)
+            for case in [
+                (2, 2, "qwen3:micro", "float32", 258),
+                (4, 4, "qwen3:micro", "bfloat16", 259),
+                (2, 2, "llama3:micro+sinks", "bfloat16", 258),
+            ]
+        ),
     ],
 )
 def test_ranks_sample_what_one_process_does(ranks, chunks, model, dtype, vocab):
@@ -107,17 +111,17 @@ def test_ranks_draft_alike_and_sample_what_one_process_does_without():
 
 def unseeded(ranks):
     world, model = model_of(ranks, ranks, "qwen3:micro", "float32", 258)
-    (group,) = Engine(model).generate([[1, 2, 3]], SamplingParams(max_tokens=20, n=2, ignore_eos=True))
+    engine, params = Engine(model), SamplingParams(max_tokens=20, n=2, ignore_eos=True)
+    groups = [engine.generate([[1, 2, 3]], params)[0] for _ in range(2)]
     with pytest.raises(UserError, match="cuda_graphs do not work with parallel.tensor"):
         Engine(model, EngineConfig(cuda_graphs="full"))
     close_world(world)
-    return [c.token_ids for c in group]
+    return [c.token_ids for group in groups for c in group]
 
 
 def test_without_a_seed_ranks_agree_on_one():
     first, second = launch(2, unseeded, 2)
-    assert first == second and first[0] != first[1]
-    assert launch(2, unseeded, 2)[0] != first
+    assert first == second and len({tuple(tokens) for tokens in first}) == 4
 
 
 def test_a_draw_in_two_steps_is_the_draw_in_one():
@@ -157,8 +161,7 @@ def driven(ranks):
     if ranks > 1:
         driver.HEARTBEAT_SECONDS, world_module.PATIENCE = 0.1, timedelta(seconds=3)  # to wait for
     world, model = model_of(ranks, 2, "qwen3:micro", "float32", 258)
-    found, returned, really = None, [], engine_module.return_freed_memory
-    engine_module.return_freed_memory = lambda: returned.append("once") or really()
+    found = None
     if world.is_main:
         engine = (DriverEngine if ranks > 1 else Engine)(model)
         time.sleep(5)  # nothing is asked of it, for longer than a message may take
@@ -171,16 +174,15 @@ def driven(ranks):
         stream.close()
         engine.weights_changed(1)
         found.append(engine.generate([[6]], SamplingParams(max_tokens=4, seed=2, ignore_eos=True)))
-        engine.return_freed_memory()
         if ranks > 1:
             engine.end()
     else:
         follow(Engine(model))
     close_world(world)
-    assert returned == ["once"]
     return found
 
 
+@pytest.mark.slow
 def test_ranks_that_follow_make_what_rank_0_is_asked_for():
     assert launch(2, driven, 2) == [launch(1, driven, 1)[0], None]
 

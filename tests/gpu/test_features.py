@@ -60,7 +60,7 @@ def test_sums_in_chunks_agree_too(dtype, chunks):
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("graphs", ["none", "full_and_piecewise"])
+@pytest.mark.parametrize("graphs", ["none", "full"])
 def test_a_compiled_model_agrees_with_itself_and_follows_a_step(dtype, graphs):
     model = _model(dtype)
     apply_compile(model, CompileConfig(backend="inductor"))
