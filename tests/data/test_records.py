@@ -13,7 +13,6 @@ import zipfile
 
 import pyarrow as pa
 import pytest
-from lockstep.rl.environments.alphabet_sort import listed
 from pyarrow import parquet
 
 from lockstep.cli import main
