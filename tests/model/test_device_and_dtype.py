@@ -81,7 +81,7 @@ BEST, *_, LOWEST = (each.name for each in instruction_sets.supported())
     [
         ("pytorch", "portable", "compiled operators, which LOCKSTEP_NATIVE=0 switches off; give --arithmetic pytorch"),
         (BEST, "pytorch", "plain operators, which need LOCKSTEP_NATIVE=0; give --arithmetic portable"),
-        (LOWEST, "bf16_pairs", f"or LOCKSTEP_ISA rules out (instruction sets here: {LOWEST}); give --arithmetic portable"),
+        (LOWEST, "bf16_pairs", f"LOCKSTEP_ISA rules out (instruction sets here: {LOWEST}); give --arithmetic portable"),
     ],
 )  # fmt: skip
 def test_an_arithmetic_that_cannot_be_had_is_refused_with_one_that_can(monkeypatch, form, wanted, message):
