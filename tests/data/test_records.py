@@ -13,13 +13,13 @@ import zipfile
 
 import pyarrow as pa
 import pytest
+from lockstep.rl.environments.alphabet_sort import listed
 from pyarrow import parquet
 
 from lockstep.cli import main
 from lockstep.data import ByteTokenizer, ConversationSource, TextSource, records, text, tokenize_documents
 from lockstep.data.records import Tally, holds_records, read_records
 from lockstep.errors import UserError
-from lockstep.rl.environments.alphabet_sort import listed
 from lockstep.rl.environments.code_harness import lines_of
 from lockstep.rl.environments.loading import load_environment
 from lockstep.rl.rollouts.prompts import examples_of
