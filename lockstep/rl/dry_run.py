@@ -14,7 +14,8 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from lockstep import ops
 from lockstep.checkpoint import folder_if_model
 from lockstep.config import ParallelConfig, RLConfig, algorithm_of
-from lockstep.generate.engine import LOGITS_ELEMENTS, Engine
+from lockstep.generate.draws import LOGITS_ELEMENTS
+from lockstep.generate.engine import Engine
 from lockstep.model import Decoder, ModelConfig, ScoringModel, folder_dtype, resolve_dtype
 from lockstep.model.shard import local_values
 from lockstep.ops.native import pretending

@@ -13,7 +13,6 @@ import zipfile
 
 import pyarrow as pa
 import pytest
-from lockstep.rl.environments.alphabet_sort import listed
 from pyarrow import parquet
 
 from lockstep.cli import main
@@ -70,7 +69,6 @@ def test_lines_end_at_line_feeds_alone(tmp_path):
     assert [example.id.rpartition(":")[2] for example in examples] == ["1", "2"]
     assert examples[0].prompt.startswith(BREAKS)
     assert lines_of(f"{BREAKS}\x0c5 \r\n6\n\n") == [f"{BREAKS}\x0c5", "6"] and lines_of("5\x0c6") != lines_of("5\n6")
-    assert listed("<sorted>\nAda\u2028B\nBob\r\n</sorted>") == ["Ada B", "Bob"]
 
 
 def test_the_default_is_the_standard_library_on_every_machine():
