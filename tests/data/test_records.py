@@ -19,7 +19,6 @@ from lockstep.cli import main
 from lockstep.data import ByteTokenizer, ConversationSource, TextSource, records, text, tokenize_documents
 from lockstep.data.records import Tally, holds_records, read_records
 from lockstep.errors import UserError
-from lockstep.rl.environments.alphabet_sort import listed
 from lockstep.rl.environments.code_harness import lines_of
 from lockstep.rl.environments.loading import load_environment
 from lockstep.rl.rollouts.prompts import examples_of
@@ -70,7 +69,6 @@ def test_lines_end_at_line_feeds_alone(tmp_path):
     assert [example.id.rpartition(":")[2] for example in examples] == ["1", "2"]
     assert examples[0].prompt.startswith(BREAKS)
     assert lines_of(f"{BREAKS}\x0c5 \r\n6\n\n") == [f"{BREAKS}\x0c5", "6"] and lines_of("5\x0c6") != lines_of("5\n6")
-    assert listed("<sorted>\nAda\u2028B\nBob\r\n</sorted>") == ["Ada B", "Bob"]
 
 
 def test_the_default_is_the_standard_library_on_every_machine():

@@ -1,4 +1,4 @@
-"""The trainer: masters in float32, micro-batches that do not matter, steps that learn, runs that resume, log-probabilities."""
+"""The trainer: masters in float32, micro-batches that do not matter, steps that learn, runs that resume."""
 
 import json
 import os

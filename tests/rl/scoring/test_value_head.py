@@ -343,24 +343,6 @@ def test_runs_with_frozen_layers_and_with_updates_in_the_backward_train_the_head
     assert metrics[1]["value/explained_variance"] != 0.0
 
 
-class KnownByPrompt(EvenBytes):
-    """A reward that the prompt decides, whatever is said: all there is to learn is the value."""
-
-    def reward(self, example, completion):
-        return float(example.prompt[0] in "sa")
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("detached", [False, True])
-def test_the_values_come_to_foretell_a_reward_that_the_prompt_decides(tmp_path, folder, detached):
-    train = {"learning_rate": 3e-3, "tokens_per_microbatch": 1024}
-    run = tmp_path / "run"
-    config = dict(steps=25, prompts_per_step=4, samples_per_prompt=2, kl_coefficient=0.0, value_detached=detached)
-    _run(run, folder, environment=KnownByPrompt(), train=train, **config)
-    explained = [m["value/explained_variance"] for m in _metrics(run)]
-    assert explained[0] == 0.0 and sum(explained[-5:]) / 5 > 0.4, explained
-
-
 @pytest.mark.slow
 def test_a_compiled_run_compares_every_bit(tmp_path):
     folder = tmp_path / "policy"
