@@ -94,14 +94,14 @@ TENSOR, CONTEXT = (Case(ParallelConfig(**{axis: 2}), "bfloat16", has_peak=False)
 FOUR = ParallelConfig(tensor=2)
 STEPS = [
     *((1, Case()), (1, Case(train={"optimizer": "muon"}))),
-    *((2, EACH_SUMMED), (2, TENSOR), (2, pipeline("zbv"))),
+    *((2, EACH_SUMMED), (2, TENSOR), (2, pipeline("zbv", 8))),
 ]
 MORE_STEPS = [
     *((1, Case(dtype="bfloat16")), (1, Case(shape=WIDE))),
     (1, Case(microbatches=1, train={"optimizer_in_backward": True, "max_grad_norm": 0.0})),
     *((2, Case(shape=DEEP)), (2, Case(EACH, shape=DEEP)), (2, Case(dtype="bfloat16", shape=DEEP)), (2, CONTEXT)),
     *((2, pipeline("1f1b", shape=WIDE)), (2, pipeline("gpipe")), (2, pipeline("interleaved"))),
-    *((2, pipeline("dualpipev")), (4, Case(FOUR, shape=DEEP)), (4, Case(FOUR, shape=WIDE))),
+    *((2, pipeline("dualpipev")), (2, pipeline("zbv")), (4, Case(FOUR, shape=DEEP)), (4, Case(FOUR, shape=WIDE))),
     (4, Case(ParallelConfig(data_replicate=2, reduce_gradients="microbatch"), shape=DEEP)),
 ]
 
