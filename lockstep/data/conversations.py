@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from lockstep.data.answer_spans import ScoredText, Turns, render_answers
-from lockstep.data.chat import ChatTemplate, ChatTemplateError
+from lockstep.data.chat import ChatTemplate, ChatTemplateError, decoded, template_values
 from lockstep.data.encode import Branch, Encoded, surrogate_problem, token_dtype
 from lockstep.data.end_tokens import ends_of_text
 from lockstep.data.messages import (
@@ -25,7 +25,6 @@ from lockstep.data.messages import (
     system_message,
 )
 from lockstep.data.records import HUB, Tally, holds_records, read_hub, read_records
-from lockstep.data.template_values import from_json, template_values
 from lockstep.data.text import find_files
 from lockstep.data.tokenizer import Tokenizer, special_ids
 from lockstep.errors import UserError
@@ -213,7 +212,7 @@ class ConversationEncoder:
         name = next((name for name in TOOLS if values.get(name)), "tools")
         tools = values.get(name) or None
         if isinstance(tools, str):
-            tools = from_json(f'"{name}"', tools)
+            tools = decoded(f'"{name}"', tools)
         if name == "functions" and isinstance(tools, list):
             tools = [{"type": "function", "function": function} for function in tools]
         if tools is not None and not (isinstance(tools, list) and all(isinstance(tool, dict) for tool in tools)):

@@ -21,8 +21,7 @@ from typing import IO, Any, Protocol, runtime_checkable
 import numpy as np
 
 from lockstep.data.answer_spans import Turns
-from lockstep.data.chat import carry_template, load_chat_template
-from lockstep.data.chatml import CHATML, with_chatml
+from lockstep.data.chat import CHATML, carry_template, load_chat_template, with_chatml
 from lockstep.data.conversations import ConversationEncoder, ConversationSource
 from lockstep.data.corpus import TokenizedCorpus, drain
 from lockstep.data.encode import Encoded, Encoder, TextEncoder, token_dtype

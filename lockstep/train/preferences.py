@@ -14,7 +14,7 @@ from lockstep import ops
 from lockstep.config import PreferenceConfig, PretrainConfig
 from lockstep.config.parallel import ROW_MULTIPLE
 from lockstep.data import DataSource, RowLoader, StepRows, is_token_folder, parse_data
-from lockstep.data.chat import ChatTemplate
+from lockstep.data.chat import ChatTemplate, command_values
 from lockstep.data.preferences import (
     AnswerTokens,
     Example,
@@ -24,7 +24,6 @@ from lockstep.data.preferences import (
     PreferenceRows,
     PreferenceSource,
 )
-from lockstep.data.template_values import command_values
 from lockstep.data.tokenizer import Tokenizer
 from lockstep.errors import UserError
 from lockstep.model import ScoringModel

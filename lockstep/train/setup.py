@@ -11,9 +11,7 @@ from typing import TypeVar
 
 from lockstep.config import LoraConfig, PreferenceConfig, PretrainConfig, RLConfig, SFTConfig
 from lockstep.data import DataSource, Tokenizer, load_tokenizer, with_ends
-from lockstep.data.chat import ChatTemplate, carry_template, load_chat_template
-from lockstep.data.chatml import CHATML, with_chatml
-from lockstep.data.template_values import OPTION
+from lockstep.data.chat import CHATML, OPTION, ChatTemplate, carry_template, load_chat_template, with_chatml
 from lockstep.data.tokenizer import CHAT_TEMPLATE_FILE
 from lockstep.errors import UserError
 from lockstep.model import (

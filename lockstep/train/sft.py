@@ -14,7 +14,7 @@ from lockstep.data import (
     open_token_folder,
     parse_data,
 )
-from lockstep.data.template_values import command_values
+from lockstep.data.chat import command_values
 from lockstep.errors import UserError
 from lockstep.observe import OnMetrics, announce, log
 from lockstep.progress import Progress

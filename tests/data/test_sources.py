@@ -6,11 +6,8 @@ import multiprocessing
 import os
 import re
 import shutil
-import signal
 import subprocess
 import sys
-import time
-from pathlib import Path
 
 import numpy as np
 import pytest
@@ -40,7 +37,6 @@ from lockstep.data.open import StreamedDocuments
 from lockstep.data.workers import encode_all
 from lockstep.errors import UserError
 from lockstep.train.pretrain import pretrain
-from lockstep.workers.processes import descendants
 from tests.data.failing import Fails, Imported
 
 TEXTS = [f"document {i}: " + "word " * (i % 7) + "日本語 🙂" for i in range(60)]
@@ -65,66 +61,21 @@ def test_half_a_surrogate_pair_is_named_or_skipped(bpe_tokenizer):
         assert len(corpus.offsets) == 3 and corpus.counts["skipped_lines"] == 1
 
 
-def test_workers_give_what_one_process_gives_in_order(tmp_path, bpe_tokenizer):
+def test_workers_give_what_one_process_gives_in_order_or_raise_what_went_wrong(tmp_path, bpe_tokenizer, monkeypatch):
     source = TextSource(str(_jsonl(tmp_path / "a.jsonl", TEXTS * 60)))
     encoder = TextEncoder(bpe_tokenizer)
     alone, together = _read(source, encoder), _read(source, encoder, workers=2)
     assert np.array_equal(alone.tokens, together.tokens) and np.array_equal(alone.offsets, together.offsets)
-
-
-@pytest.mark.parametrize(
-    ("first", "message"), [("fail", "ValueError: no such token"), ("die", "process ended with code -9")]
-)
-def test_what_goes_wrong_in_a_worker_is_raised_here(first, message, monkeypatch):
     monkeypatch.setenv("PYTHONPATH", os.pathsep.join(sys.path))
-    parts = (text.TextPart(t, True) for t in [first, *TEXTS])
-    with pytest.raises(RuntimeError, match=message):
-        list(encode_all(parts, Fails(ByteTokenizer()), workers=1))
-
-
-def test_a_worker_imports_no_pytorch(bpe_tokenizer, monkeypatch):
-    """Which takes 4 s and 300 MB, for each core."""
-    monkeypatch.setenv("PYTHONPATH", os.pathsep.join(sys.path))
+    for first, message in (("fail", "ValueError: no such token"), ("die", "process ended with code -9")):
+        parts = (text.TextPart(t, True) for t in [first, *TEXTS])
+        with pytest.raises(RuntimeError, match=message):
+            list(encode_all(parts, Fails(ByteTokenizer()), workers=1))
+    # It imports no PyTorch, which takes 4 s and 300 MB, for each core.
     with pytest.raises(RuntimeError) as raised:
         list(encode_all([text.TextPart(TEXTS[0], True)], Imported(bpe_tokenizer), workers=1))
     imported = str(raised.value).split()
     assert "tokenizers" in imported and "torch" not in imported
-
-
-def test_workers_end_with_a_parent_that_is_killed_or_interrupted(tmp_path):
-    script = (
-        "import itertools, signal\n"
-        # Tests that run in the background of a shell inherit that it is ignored.
-        "signal.signal(signal.SIGINT, signal.default_int_handler)\n"
-        "from lockstep.data import ByteTokenizer, TextEncoder\n"
-        "from lockstep.data.text import TextPart\n"
-        "from lockstep.data.workers import encode_all\n"
-        "parts = (TextPart('a' * 1000, True) for _ in itertools.count())\n"
-        "for number, _ in enumerate(encode_all(parts, TextEncoder(ByteTokenizer()), workers=2)):\n"
-        "    if number == 5000: print('running', flush=True)\n"
-    )
-    for sent in (signal.SIGKILL, signal.SIGINT):
-        parent = subprocess.Popen([sys.executable, "-c", script], stdout=subprocess.PIPE, stderr=subprocess.PIPE)
-        assert parent.stdout.readline() == b"running\n"
-        children = descendants(parent.pid)
-        assert len(children) == 2
-        parent.send_signal(sent)
-        try:
-            _, errors = parent.communicate(timeout=20)
-        finally:
-            parent.kill()
-        assert sent == signal.SIGKILL or errors.rstrip().endswith(b"KeyboardInterrupt")
-        deadline = time.monotonic() + 10
-        while any(_runs(child) for child in children):
-            assert time.monotonic() < deadline, "a worker outlived its parent"
-            time.sleep(0.02)
-
-
-def _runs(process):
-    try:
-        return Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
-    except FileNotFoundError:
-        return False
 
 
 def test_tokens_on_disk_are_those_in_memory_and_bad_data_leaves_no_folder(tmp_path, bpe_tokenizer):
@@ -191,16 +142,6 @@ def test_a_token_outside_of_the_vocabulary_is_named_by_whoever_reads_it(tmp_path
     assert rows.read(plans[0]).tokens.tolist() == [*b"abcde", 256]
     with pytest.raises(UserError, match=r"tokens: token 7 \(from 0\) in tokens\.bin is 258, .* vocabulary of 258; .*"):
         rows.read(plans[1])
-
-
-def test_workers_import_nothing_from_the_working_folder(tmp_path, monkeypatch):
-    for name in ("queue", "pickle", "numpy", "tokenizers", "lockstep"):
-        (tmp_path / f"{name}.py").write_text(f"open('imported', 'w').write('{name}'); raise SystemExit(3)")
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.setenv("PYTHONPATH", os.pathsep.join(["", os.environ.get("PYTHONPATH", "")]))
-    parts = [text.TextPart("a text", True)]
-    (encoded,) = encode_all(parts, TextEncoder(ByteTokenizer()), workers=1)
-    assert encoded.tokens.tolist() == [*b"a text", 256] and not (tmp_path / "imported").exists()
 
 
 def test_a_document_larger_than_the_memory_it_takes_is_tokenized_to_disk(tmp_path):

@@ -14,8 +14,7 @@ from lockstep.checkpoint import newest_checkpoint
 from lockstep.cli import main
 from lockstep.config import CheckpointConfig, DPOConfig, LoraConfig, SFTConfig, TrainConfig
 from lockstep.data import ByteTokenizer, ConversationEncoder, load_tokenizer
-from lockstep.data.chat import load_chat_template
-from lockstep.data.chatml import CHATML, SOURCE, with_chatml
+from lockstep.data.chat import CHATML, CHATML_SOURCE, load_chat_template, with_chatml
 from lockstep.data.conversations import Conversation
 from lockstep.errors import UserError
 from lockstep.model import build_model, preset, save_model
@@ -115,7 +114,7 @@ def test_runs_that_would_not_learn_the_tokens_or_have_none_for_tools_are_refused
     with pytest.raises(UserError, match=lacks):
         prefer(DPOConfig(model=str(fresh), data="d", template=CHATML, output=str(tmp_path / "run")))
     with_chatml(load_tokenizer(fresh)).save(tmp_path / "larger")
-    (tmp_path / "t.jinja").write_text(SOURCE)
+    (tmp_path / "t.jinja").write_text(CHATML_SOURCE)
     with pytest.raises(UserError, match="the tokenizer has .* tokens, but .* only"):
         finetune(_config(tmp_path, fresh, template=str(tmp_path / "t.jinja"), tokenizer=str(tmp_path / "larger")))
     called = [*TALK[:2], {"role": "assistant", "content": "", "tool_calls": [{"function": {"name": "f"}}]}]

@@ -214,7 +214,8 @@ def test_a_signal_ends_a_validation_and_a_resumed_run_begins_with_it(tmp_path, r
     run, whole = tmp_path / "run", tmp_path / "whole"
     last = read_metrics(run / "metrics.jsonl")[-1]
     assert last["step"] == step and "loss" in last and "validation/loss" not in last
-    launch(ranks, _pretrain_both, replace(config, resume=True), replace(config, output=str(whole)))
+    launch(ranks, pretrain, replace(config, resume=True))
+    launch(ranks, pretrain, replace(config, output=str(whole)))
     for name in ("step", "loss", "tokens/total", "validation/loss"):
         assert logged(run, name) == logged(whole, name) and len(logged(run, name)) == 2
     summaries = [json.loads((folder / "summary.json").read_text()) for folder in (run, whole)]
@@ -224,11 +225,6 @@ def test_a_signal_ends_a_validation_and_a_resumed_run_begins_with_it(tmp_path, r
     # Nothing is left to do.
     pretrain(replace(config, resume=True, parallel=ParallelConfig()))
     assert "the run has finished at step 2" in caplog.text
-
-
-def _pretrain_both(first, second):
-    pretrain(first)
-    pretrain(second)
 
 
 def test_a_last_validation_is_finished_where_only_the_model_is_saved(tmp_path, monkeypatch):

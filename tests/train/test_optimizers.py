@@ -158,13 +158,8 @@ def test_an_update_in_backward_is_the_very_update_and_keeps_no_gradient(dtype):
     assert [m["grad_norm"] for m in metrics] == [m["grad_norm"] for m in expected]
 
 
-def _in_backward():
-    """By what is not finite: a good step and a bad one with updates in the backward: the bad one's metrics, what it
-    changed and its error."""
-    return {poison: _bad_step(poison) for poison in ("loss", "gradient")}
-
-
 def _bad_step(poison):
+    """A good step and a bad one with updates in the backward: the bad one's metrics, what it changed and its error."""
     parallel = ParallelConfig()
     world = open_world(parallel, "cpu")
     fill = partial(initialize, seed=0)
@@ -198,11 +193,10 @@ def _bad_step(poison):
 
 @pytest.mark.parametrize("ranks", [1, pytest.param(2, marks=pytest.mark.slow)])
 def test_with_updates_in_the_backward_a_bad_loss_changes_no_bit_and_a_bad_gradient_ends_the_run_on_all_ranks(ranks):
-    for found in launch(ranks, _in_backward):
-        metrics, changed, error = found["loss"]
+    for metrics, changed, error in launch(ranks, _bad_step, "loss"):
         assert metrics["skipped_steps"] == 1 and not changed and not error
         assert math.isfinite(metrics["next"])
-        metrics, changed, error = found["gradient"]
+    for metrics, changed, error in launch(ranks, _bad_step, "gradient"):
         assert not metrics and changed and "the step cannot be skipped and the run ends. --resume goes back" in error
 
 

@@ -178,11 +178,6 @@ LAYOUTS = {
 }
 
 
-def _train_both(config, deterministic):
-    train_reward_model(config)
-    train_reward_model(deterministic)
-
-
 # As preferences are trained on such ranks, which are tried more often.
 @pytest.mark.parametrize("layout", [pytest.param(n, marks=[] if n == "tensor" else pytest.mark.slow) for n in LAYOUTS])
 def test_ranks_follow_one_process_and_a_deterministic_layout_has_its_bits(tmp_path, model_folder, layout):
@@ -192,8 +187,8 @@ def test_ranks_follow_one_process_and_a_deterministic_layout_has_its_bits(tmp_pa
     exact = _config(tmp_path, model_folder, "exact", parallel=alone, **steps)
     exact.train.deterministic_layout, exact.train.tokens_per_microbatch = True, 64
     train_reward_model(exact)
-    many = _config(tmp_path, model_folder, "many", parallel=parallel, **steps)
-    launch(ranks, _train_both, many, replace(exact, output=str(tmp_path / "exact many"), parallel=parallel))
+    launch(ranks, train_reward_model, _config(tmp_path, model_folder, "many", parallel=parallel, **steps))
+    launch(ranks, train_reward_model, replace(exact, output=str(tmp_path / "exact many"), parallel=parallel))
     # The step's sums are added in another order, in float32.
     for name, tolerance in (("loss", 1e-4), ("scores/margin", 1e-3), ("grad_norm", 1e-4)):
         assert logged(tmp_path / "many", name) == pytest.approx(logged(one, name), rel=tolerance), name

@@ -48,11 +48,7 @@ def test_what_does_not_fit_the_shape_is_refused(settings, message):
         refuse_shape(PretrainConfig(**settings), MODEL, World(torch.device("cpu")))
 
 
-def test_a_run_is_refused_before_weights_exist(tmp_path, monkeypatch):
-    def initialize(*_, **__):
-        raise AssertionError("weights were created")
-
-    monkeypatch.setattr("lockstep.train.setup.initialize", initialize)
+def test_a_run_is_refused_before_its_folder_exists(tmp_path):
     config = PretrainConfig(output=str(tmp_path / "run"), model="qwen3:micro", train=TrainConfig(router_auxiliary=0.1))
     with pytest.raises(UserError, match="the model is dense"):
         pretrain(config, ["a text"])

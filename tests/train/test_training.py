@@ -1,4 +1,4 @@
-"""The trainer: masters in float32, micro-batches that do not matter, steps that learn, runs that resume."""
+"""The trainer: float32 masters, micro-batches that do not matter, runs that learn and resume, log-probabilities."""
 
 import json
 import os
