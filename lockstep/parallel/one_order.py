@@ -167,7 +167,7 @@ def shared_bias(x: Tensor, bias: Tensor, group: dist.ProcessGroup) -> Tensor:
     """`ops.add_bias` to this rank's rows, with a gradient like that of `shared_norm`'s weight."""
     if torch.compiler.is_compiling():
         return _opaque_bias(x, bias, group.group_name)
-    return biased(x, bias, _TensorRows(group, x.ndim))
+    return biased(x, bias, gathered=_TensorRows(group, x.ndim))
 
 
 def shared_logits(x: Tensor, weight: Tensor, group: dist.ProcessGroup) -> Tensor:
@@ -271,7 +271,7 @@ def _opaque_bias(x: Tensor, bias: Tensor, group: str) -> Tensor:
     fake=lambda grad, bias, group: torch.empty_like(bias),
 )
 def _opaque_bias_gradient(grad: Tensor, bias: Tensor, group: str) -> Tensor:
-    return bias_gradient(grad, bias, _TensorRows(group_named(group), grad.ndim))
+    return bias_gradient(grad, bias, gathered=_TensorRows(group_named(group), grad.ndim))
 
 
 def _save_bias(ctx: Any, inputs: tuple[Tensor, Tensor, str], output: Tensor) -> None:

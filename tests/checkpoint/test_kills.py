@@ -64,7 +64,7 @@ def test_a_run_that_is_killed_again_and_again_is_the_run_that_never_was(tmp_path
     config = _config(tmp_path, "killed", dtype, steps)
     for kill in range(kills):
         written = len(_lines(killed))
-        processes, results = start(ranks, pretrain, config)
+        processes = start(ranks, pretrain, config)
         # New steps are written, and a moment of one is met: every other time, one within a save.
         _wait(processes, killed, steps=written + draw.randint(1, 2), saving=kill % 2 == 1)
         time.sleep(draw.random() * 0.03)
@@ -72,7 +72,6 @@ def test_a_run_that_is_killed_again_and_again_is_the_run_that_never_was(tmp_path
             os.kill(process.pid, signal.SIGKILL)
         for process in processes:
             process.join()
-        results.close()
     launch(ranks, pretrain, config)
     assert _history(killed) == _history(whole) and len(_history(whole)) == steps
 

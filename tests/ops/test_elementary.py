@@ -3,12 +3,20 @@
 import math
 
 import numpy as np
+import pytest
 import torch
 
 from lockstep import ops
 from lockstep.ops.elementary import cosine_and_sine, exponential, logarithm, logistic, power, softplus
 
 WIDE = np.longdouble
+
+
+@pytest.fixture(scope="module", autouse=True)
+def form():
+    """These functions have one form."""
+
+
 DRAW = np.random.default_rng(0)
 
 

@@ -1,21 +1,23 @@
 """The bias of a router's choice keeps its float32 on ranks that share bfloat16 weights, and moves as in one process."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 
 from lockstep.config import ParallelConfig
-from lockstep.model import ExpertsConfig, Latent
-from lockstep.model.families import deepseek_v3
+from lockstep.model import ExpertsConfig, Latent, preset
 from lockstep.ops import Routing
 from tests.parallel.launch import launch
 from tests.parallel.training import train
 
 VOCAB = 259
-SHAPE = deepseek_v3.config(
-    VOCAB,
-    Latent(32, 16, 16, 24, q_rank=40),
-    ExpertsConfig(8, 48, Routing(2, "sigmoid", groups=4, groups_kept=2), 48, choice_bias=True, dense_layers=(0,)),
-    dim=64, num_layers=2, num_heads=4, intermediate_size=96,
+SHAPE = replace(
+    preset("deepseek_v3:micro", VOCAB), dim=64, num_layers=2, intermediate_size=96, head_dim=48,
+    latent=Latent(32, 16, 16, 24, q_rank=40),
+    experts=ExpertsConfig(
+        8, 48, Routing(2, "sigmoid", groups=4, groups_kept=2), 48, choice_bias=True, dense_layers=(0,)
+    ),
 )  # fmt: skip
 BIAS = "layers.1.mlp.gate.e_score_correction_bias"
 # A step that bfloat16 would round away beside 0.01.

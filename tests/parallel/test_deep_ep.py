@@ -111,7 +111,7 @@ def write_package(folder, fault="", rank=1):
 
 def test_rows_that_travel_by_deep_ep_have_the_bits_of_those_that_travel_by_all_to_all(tmp_path):
     write_package(tmp_path)
-    assert launch(2, travelled, tmp_path, 3) == [(True, [], 12)] * 2
+    assert launch(2, travelled, tmp_path, 3, fresh=True) == [(True, [], 12)] * 2
 
 
 @pytest.mark.parametrize(
@@ -129,7 +129,7 @@ def test_rows_that_travel_by_deep_ep_have_the_bits_of_those_that_travel_by_all_t
 def test_a_failure_on_any_rank_makes_all_of_them_use_the_all_to_all_with_one_warning(tmp_path, fault, said):
     if fault is not None:
         write_package(tmp_path, fault)
-    for same, warnings, calls in launch(2, travelled, tmp_path, 2 if fault == "dispatch 6" else 1):
+    for same, warnings, calls in launch(2, travelled, tmp_path, 2 if fault == "dispatch 6" else 1, fresh=True):
         assert same and calls == 0
         (warning,) = warnings
         assert said in warning and "using all-to-all instead" in warning

@@ -19,9 +19,9 @@ from lockstep.parallel.experts import experts_over_ranks
 from lockstep.parallel.refusals import refuse_impossible
 from lockstep.parallel.world import AXES, World, resolve_degrees
 from lockstep.train import Trainer, pack
-from lockstep.train.deterministic_layout import layout_problems
 from lockstep.train.dry_run import dry_run
 from lockstep.train.objective import NextTokenLoss
+from lockstep.train.refusals import layout_problems
 from tests.faults import VARIABLE
 from tests.parallel.launch import launch
 from tests.parallel.test_deterministic_layout import check
@@ -157,7 +157,7 @@ def order_of_events():
 def test_the_shared_expert_is_computed_while_rows_travel_there_and_their_gradients_back():
     forward = ["begin", "shared expert", "wait", "begin", "wait"]
     backward = ["begin", "wait", "begin", "its gradient", "wait"]
-    assert launch(2, order_of_events) == [(forward, backward)] * 2
+    assert launch(2, order_of_events, fresh=True) == [(forward, backward)] * 2
 
 
 @pytest.mark.parametrize("layout", [(2, ParallelConfig(tensor=2)), (4, ParallelConfig(tensor=2))])

@@ -1,22 +1,23 @@
 """Latent attention under every kind of layout: the same training as in one process, and the same bits forward."""
 
+from dataclasses import replace
 from functools import cache
 
 import pytest
 import torch
 
 from lockstep.config import ParallelConfig, RecomputeConfig
-from lockstep.model import Latent
-from lockstep.model.families import deepseek_v3
+from lockstep.model import Latent, preset
 from tests.parallel.launch import launch
 from tests.parallel.layouts import Layout
 from tests.parallel.test_layouts import assert_training_follows
 from tests.parallel.training import train
 
 VOCAB = 259
-SHAPE = deepseek_v3.config(
-    VOCAB, Latent(32, 16, 16, 24, q_rank=40), dim=64, num_layers=2, num_heads=4, intermediate_size=96
-)
+SHAPE = replace(
+    preset("deepseek_v3:micro", VOCAB), dim=64, num_layers=2, intermediate_size=96, head_dim=48,
+    latent=Latent(32, 16, 16, 24, q_rank=40), experts=None,
+)  # fmt: skip
 
 P = ParallelConfig
 LAYOUTS = [

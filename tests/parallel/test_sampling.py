@@ -11,7 +11,7 @@ from lockstep import ops
 from lockstep.config import ParallelConfig
 from lockstep.ops import native
 from lockstep.ops.cuts import cut
-from lockstep.ops.parts import Whole
+from lockstep.ops.vocabulary import Whole
 from lockstep.parallel import close_world, open_world
 from lockstep.parallel.sampler import ShardedSampler
 from tests.parallel.launch import launch
@@ -79,7 +79,7 @@ def same(found, expected):
 @pytest.mark.parametrize("form", ["native", "pytorch"])
 @pytest.mark.parametrize("ranks", [2, pytest.param(4, marks=pytest.mark.slow)])
 def test_ranks_draw_and_rank_tokens_as_one_process(ranks, form):
-    launch(ranks, compare, ranks, form, 6 if form == "native" else 2)
+    launch(ranks, compare, ranks, form, 6 if form == "native" else 2, fresh=True)
 
 
 def compare_edges():

@@ -49,12 +49,12 @@ def compare_with_gloo(slot, rows):
 
 @pytest.mark.parametrize("ranks", [2, 4])
 def test_what_arrives_has_the_bytes_that_gloo_brings_in_one_piece_and_in_many(ranks):
-    launch(ranks, compare_with_gloo, 0, [0, 1, 7, 300])
-    launch(ranks, compare_with_gloo, 64 * ranks, [1, 5, 64])
+    launch(ranks, compare_with_gloo, 0, [0, 1, 7, 300], fresh=True)
+    launch(ranks, compare_with_gloo, 64 * ranks, [1, 5, 64], fresh=True)
 
 
 def test_messages_longer_than_the_memory_arrive_whole():
-    launch(2, compare_with_gloo, 0, [shared_memory.SLOT // 7])
+    launch(2, compare_with_gloo, 0, [shared_memory.SLOT // 7], fresh=True)
 
 
 def exchange_at_all_paces(before_wrap):
@@ -79,7 +79,7 @@ def exchange_at_all_paces(before_wrap):
 
 @pytest.mark.parametrize(("ranks", "before_wrap"), [(2, 0), (2, 100), (4, 100)])
 def test_turns_follow_each_other_at_any_pace_and_past_the_end_of_their_numbers(ranks, before_wrap):
-    launch(ranks, exchange_at_all_paces, before_wrap)
+    launch(ranks, exchange_at_all_paces, before_wrap, fresh=True)
 
 
 def lose_a_rank(rank, ranks, port, said, dies):
@@ -147,7 +147,7 @@ def come_late():
 
 
 def test_a_rank_that_does_not_come_is_given_up_and_hears_of_it():
-    launch(2, come_late)
+    launch(2, come_late, fresh=True)
 
 
 def differ_in_length():
@@ -158,7 +158,7 @@ def differ_in_length():
 
 
 def test_ranks_that_no_longer_do_the_same_are_told_so():
-    launch(2, differ_in_length)
+    launch(2, differ_in_length, fresh=True)
 
 
 def exchange_in_two_threads():
@@ -179,7 +179,7 @@ def exchange_in_two_threads():
 
 
 def test_two_threads_at_once_are_refused():
-    launch(2, exchange_in_two_threads)
+    launch(2, exchange_in_two_threads, fresh=True)
 
 
 def held(what="memfd:lockstep"):
@@ -206,7 +206,7 @@ def leave_nothing(by_hand):
 
 @pytest.mark.parametrize("by_hand", [False, True])
 def test_nothing_is_left_of_the_memory_when_the_world_is_closed(by_hand):
-    launch(2, leave_nothing, by_hand)
+    launch(2, leave_nothing, by_hand, fresh=True)
 
 
 def go_without(why):
@@ -226,7 +226,7 @@ def go_without(why):
 
 @pytest.mark.parametrize("why", ["switched off", "no kernels", "processes do not see each other"])
 def test_where_one_rank_cannot_share_all_use_gloo(why):
-    launch(2, go_without, why)
+    launch(2, go_without, why, fresh=True)
 
 
 def test_another_file_under_the_same_number_is_refused():

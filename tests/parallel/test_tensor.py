@@ -149,7 +149,7 @@ def compare_pieces(model, dtype):
 
 @pytest.mark.parametrize(("ranks", "vocab"), [(2, 50), (2, 1031), (4, 259), (4, 64)])
 def test_the_loss_of_a_sharded_vocabulary_has_the_bits_of_a_whole_one(ranks, vocab):
-    launch(ranks, compare_losses, vocab)
+    launch(ranks, compare_losses, vocab, fresh=True)
 
 
 def compare_losses(vocab):
@@ -205,7 +205,7 @@ def compare_sums_of_rows():
 
 
 def test_gradients_of_rows_are_summed_in_float32_where_they_were_received_and_rounded_once():
-    launch(4, compare_sums_of_rows)
+    launch(4, compare_sums_of_rows, fresh=True)
 
 
 def refuse_few_chunks():

@@ -44,7 +44,7 @@ def train_as_torch_2_15(*arguments):
 def test_a_tied_embeddings_gradient_has_the_bits_of_one_process_where_autograd_widens_it(ranks, parallel):
     settings = "bfloat16", 4, 2
     (alone,) = launch(1, train, ParallelConfig(reduction_chunks=2), *settings)
-    results = launch(ranks, train_as_torch_2_15, ParallelConfig(**parallel, reduction_chunks=2), *settings)
+    results = launch(ranks, train_as_torch_2_15, ParallelConfig(**parallel, reduction_chunks=2), *settings, fresh=True)
     for found, masters in results:
         assert found == alone[0]
         assert all(torch.equal(master, alone[1][name]) for name, master in masters.items())

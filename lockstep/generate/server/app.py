@@ -17,9 +17,8 @@ from starlette.requests import ClientDisconnect, Request
 from starlette.responses import Response
 from starlette.types import ASGIApp
 
-from lockstep.data.chat import ChatTemplate, ChatTemplateError
+from lockstep.data.chat import ChatTemplate, ChatTemplateError, readable_values
 from lockstep.data.messages import SHOWN_REASONING
-from lockstep.data.template_values import readable_values
 from lockstep.errors import UserError, closest
 from lockstep.generate.sampling_params import Completion
 from lockstep.generate.server.access_log import DISCONNECTED, AccessLog, record_of

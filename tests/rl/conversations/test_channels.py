@@ -2,6 +2,7 @@
 
 import json
 from dataclasses import dataclass, field
+from pathlib import Path
 
 import pytest
 
@@ -10,16 +11,17 @@ from lockstep.config import RLConfig
 from lockstep.data import load_tokenizer
 from lockstep.data.chat import load_chat_template
 from lockstep.generate.sampling_params import Completion
-from lockstep.rl.conversations.exchange import reply_data, reply_from
 from lockstep.rl.conversations.rendering import Rendering
 from lockstep.rl.conversations.tools import answer_calls
 from lockstep.rl.environments.loading import load_environment
+from lockstep.rl.grading.exchange import reply_data, reply_from
 from lockstep.rl.rollouts.rewards import assign_rewards
 from tests.rl.collected import collected, held_out
 from tests.rl.conversations.families import shown, write_family
 
 THINK_END = "<|channel|>analysis<|message|>I add 2 and 3.<|end|><|start|>assistant"
 CALLS = THINK_END + '<|channel|>commentary to=functions.add <|constrain|>json<|message|>{"a": 2, "b": 3}<|call|>'
+CALCULATOR = f"{Path(__file__).parents[3] / 'examples' / 'calculator.py'}:Calculator"
 ANSWERS = THINK_END + "<|channel|>final<|message|>Answer: 5<|return|>"
 
 
@@ -154,24 +156,19 @@ def test_a_call_that_cannot_be_read_is_answered_with_its_problem(folder):
     assert conversed(Tries(), engine)[-1].scores.reward == 1.0
 
 
-@pytest.mark.parametrize("name", ["digit_sum", "calculator"])  # of one answer, and a conversation
-@pytest.mark.parametrize(
-    ("reply", "completion"),
-    [
-        (ANSWERS, "Answer: 5"),
-        (THINK_END, ""),
-        (THINK_END.replace("I add", "Answer: 5"), ""),
+@pytest.mark.parametrize("name", ["digit_sum", CALCULATOR])  # of one answer, and a conversation
+def test_environments_and_validation_get_the_final_channel(folder, name):
+    environment, rendering, example = load_environment(name), rendering_with(folder), rl.Example("2 + 3?", answer="5")
+    for reply, completion in (
+        (ANSWERS, "Answer: 5"), (THINK_END, ""), (THINK_END.replace("I add", "Answer: 5"), ""),
         ("Answer: 5<|return|>", "Answer: 5"),
-    ],
-)
-def test_ready_environments_and_validation_get_the_final_channel(folder, name, reply, completion):
-    environment, engine = load_environment(name), Reciting(rendering_with(folder), [reply])
-    example = rl.Example("2 + 3?", answer="5")
-    for rollouts in (
-        conversed(environment, engine),
-        held_out([example], environment, engine, engine.rendering, RLConfig()),
-    ):
-        assert [rollout.completion for rollout in rollouts] == [completion]
+    ):  # fmt: skip
+        engine = Reciting(rendering, [reply])
+        for rollouts in (
+            conversed(environment, engine),
+            held_out([example], environment, engine, rendering, RLConfig()),
+        ):
+            assert [rollout.completion for rollout in rollouts] == [completion]
 
 
 def test_a_reply_survives_the_way_to_a_worker(folder):
