@@ -56,7 +56,7 @@ $(VENV)-torch-%/.peers: pyproject.toml
 test-torch: $(VENV)-torch-$(TORCH)/.peers
 	$(VENV)-torch-$(TORCH)/bin/python -m pytest $(PARALLEL) --durations 15 $(TORCH_TESTS) $(ARGS)
 
-# 20,000 damaged requests and 2,000 damaged folders, by fixed seeds; `make test` has a tenth of them.
+# 20,000 damaged requests and 2,000 damaged folders, by fixed seeds; `make test` has a fortieth of them.
 test-security: $(PEERS)
 	$(RUN) pytest -m "slow or not slow" tests/security
 

@@ -14,7 +14,8 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from lockstep import ops
 from lockstep.checkpoint import folder_if_model
 from lockstep.config import ParallelConfig, RLConfig, algorithm_of
-from lockstep.generate.engine import LOGITS_ELEMENTS, Engine
+from lockstep.generate.draws import LOGITS_ELEMENTS
+from lockstep.generate.engine import Engine
 from lockstep.model import Decoder, ModelConfig, ScoringModel, folder_dtype, resolve_dtype
 from lockstep.model.shard import local_values
 from lockstep.ops.native import pretending
@@ -26,10 +27,9 @@ from lockstep.rl.generators.open import scores_with_policy
 from lockstep.rl.generators.refusals import refuse_on_ranks
 from lockstep.rl.scoring.reference import AVERAGE, START, reference_is_base
 from lockstep.rl.scoring.value_head import ValueHead, train_settings
-from lockstep.rl.weights.estimate import TransferEstimate, estimate_transfer, estimate_weight_server
 from lockstep.rl.weights.in_place import materialize
 from lockstep.rl.weights.server import versions_to_keep
-from lockstep.rl.weights.server_memory import memory_bytes
+from lockstep.rl.weights.transfer import TransferEstimate, estimate_transfer
 from lockstep.train.dry_run import (
     TRAINING,
     DryRun,
@@ -77,8 +77,8 @@ class RLDryRun:
         stages = STAGES if self.transfer or self.generator else STAGES[:2]
         lines += _with_peak("memory per rank, GiB", self.memory, stages)
         if self.transfer:
-            sent, received = self.transfer.sent / 2**20, self.transfer.received / 2**20
-            lines.append(f"a weight sync sends {sent:.1f} MiB and receives {received:.1f} MiB on that rank")
+            received = self.transfer.received / 2**20
+            lines.append(f"a weight sync sends and receives {received:.1f} MiB on that rank")
         elif not self.generator:
             lines.append("no weight sync: the generator reads the trainer's own weights")
         if self.generator:
@@ -147,14 +147,16 @@ def _of_rank(config: RLConfig, shape: ModelConfig, world: World, on_cpu: bool) -
         if config.kl_coefficient and config.kl_reference == AVERAGE:
             rank.add("moving average", bytes_of(trainer.optimizer.masters.values()))
         whole = rank.add_copy(shape, cast(Decoder, trainer.model))
-        reference = rank.add_scoring_models()
+        rank.add_scoring_models()
         if whole and not config.actors.separate:
             rank.add_generator(whole)
-        laid_out = estimate_weight_server(policy, resolve_dtype(config.dtype))
+        laid_out = sum(local_values(p).numel() for p in policy.values()) * resolve_dtype(config.dtype).itemsize
         if config.actors.separate:
-            versions = memory_bytes(laid_out, versions_to_keep(config.actors))
-            rank.add("versions laid out, in the host's memory", versions)
-        transfer = rank.add_transfer(policy, whole, reference)
+            rank.add("versions laid out, in the host's memory", laid_out * versions_to_keep(config.actors))
+        transfer = None
+        if whole and world.mesh is not None:
+            transfer = estimate_transfer(policy, whole, config.actors.keep_copy)
+            rank.add("arriving weights and messages", transfer.buffers, SYNC)
     return RLDryRun(trained, rank.memory, transfer, laid_out)
 
 
@@ -221,19 +223,17 @@ class _RankMemory:
         self.add(name, bytes_of(copied), *(STAGES if self._keeps_copy else (SAMPLING, SYNC)))
         return whole
 
-    def add_scoring_models(self) -> Decoder | None:
-        """Returns the reference, if it is a model besides the policy's."""
-        config, reference = self._config, None
+    def add_scoring_models(self) -> None:
+        """The reference, a teacher and a reward model."""
+        config = self._config
         if config.kl_coefficient and not reference_is_base(config):
             folder = config.model if config.kl_reference in (START, AVERAGE) else config.kl_reference
-            reference = self.frozen(shape_of(folder))
-            self.add("reference model", bytes_of(reference.parameters()))
+            self.add("reference model", bytes_of(self.frozen(shape_of(folder)).parameters()))
         if config.teacher:
             self.add("teacher", bytes_of(self.frozen(shape_of(config.teacher)).parameters()))
         if config.reward_model:
             dtype = folder_dtype(Path(folder_if_model(config.reward_model)))
             self.add("reward model", bytes_of(Decoder(shape_of(config.reward_model), dtype, "meta").parameters()))
-        return reference
 
     def add_generator(self, model: Decoder) -> None:
         """An engine with this model."""
@@ -244,23 +244,6 @@ class _RankMemory:
             stages = self._stages if self._keeps_copy else (SAMPLING,)
             self.add("weights in a decode step's order", _panels(model), *stages)
         self.add("a generator's step at its peak", _generator_step(engine, self._fake), SAMPLING)
-
-    def add_transfer(
-        self, policy: dict[str, nn.Parameter], whole: Decoder | None, reference: Decoder | None
-    ) -> TransferEstimate | None:
-        """The weight sync to the rank's copies; returns that of the policy."""
-        if not self._on_ranks:
-            return None
-        transfer = None
-        if whole:
-            transfer = estimate_transfer(policy, whole, self._world, keep=self._keeps_copy)
-            # A CPU keeps this memory for the next sync: the system would clear every newly allocated page.
-            stages = STAGES if self._on_cpu and self._keeps_copy else (SYNC,)
-            self.add("arriving weights and messages", transfer.buffers, *stages)
-        if self._on_cpu and reference and self._config.kl_reference == AVERAGE:
-            average = estimate_transfer(policy, reference, self._world, in_place=False)
-            self.add("the moving average's, arriving", average.buffers)
-        return transfer
 
     def frozen(self, shape: ModelConfig) -> Decoder:
         """As `generators.models.frozen_model`, without values."""

@@ -62,6 +62,7 @@ UNBOUNDED = ["parallel." + name for name in ("data_replicate", "data_shard", "co
 """Refused where the number of ranks is known."""
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("config", CONFIGS, ids=lambda c: type(c).__name__)
 def test_every_number_is_finite_and_has_a_lower_bound(config):
     validate(config)

@@ -20,10 +20,10 @@ from lockstep.parallel import close_world, open_world, parallel_model
 from lockstep.parallel.world import AXES, World
 from lockstep.train import Trainer, pack
 from lockstep.train.context import shard_row
-from lockstep.train.deterministic_layout import layout_problems
 from lockstep.train.gradient_norm import exact_norms
 from lockstep.train.objective import NextTokenLoss
 from lockstep.train.pretrain import pretrain
+from lockstep.train.refusals import layout_problems
 from tests.parallel.launch import launch
 from tests.parallel.training import whole
 

@@ -19,9 +19,9 @@ from lockstep.parallel.experts import experts_over_ranks
 from lockstep.parallel.refusals import refuse_impossible
 from lockstep.parallel.world import AXES, World, resolve_degrees
 from lockstep.train import Trainer, pack
-from lockstep.train.deterministic_layout import layout_problems
 from lockstep.train.dry_run import dry_run
 from lockstep.train.objective import NextTokenLoss
+from lockstep.train.refusals import layout_problems
 from tests.faults import VARIABLE
 from tests.parallel.launch import launch
 from tests.parallel.test_deterministic_layout import check

@@ -13,8 +13,10 @@ import pytest
 LONG = dict(max_tokens=490, ignore_eos=True)
 
 
-@pytest.mark.parametrize("stream", [False, True])
-@pytest.mark.parametrize("shape", [{"prompt": "x"}, {"prompt": "x", "n": 3}, {"prompt": ["x", "y"], "n": 2}])
+@pytest.mark.parametrize(
+    ("stream", "shape"),
+    [(False, {"prompt": "x"}), (True, {"prompt": "x", "n": 3}), (False, {"prompt": ["x", "y"], "n": 2})],
+)
 def test_pages_are_free_after_one_more_step(server, monkeypatch, stream, shape):
     engine, generations = server.engine, server.service.engine_loop.generations
     step, late = engine.step, []
@@ -45,7 +47,7 @@ def test_pages_are_free_after_one_more_step(server, monkeypatch, stream, shape):
     assert sum(late) <= 1
 
 
-def test_200_streams_of_which_many_go_away_leave_every_page_free(server):
+def test_100_streams_of_which_many_go_away_leave_every_page_free(server):
     draw = random.Random(7)
     outcomes = {"done": 0, "left": 0, "refused": 0}
 
@@ -76,11 +78,11 @@ def test_200_streams_of_which_many_go_away_leave_every_page_free(server):
     async def load():
         limits = httpx.Limits(max_connections=None, max_keepalive_connections=0)
         async with httpx.AsyncClient(base_url=server.url, timeout=60, limits=limits) as client:
-            await asyncio.gather(*(ask(client, seed) for seed in range(200)))
+            await asyncio.gather(*(ask(client, seed) for seed in range(100)))
 
     started = time.monotonic()
     asyncio.run(load())
     server.wait_until(server.all_pages_free)
-    assert outcomes["refused"] == 0 and outcomes["done"] >= 40 and outcomes["left"] >= 40, outcomes
+    assert outcomes["refused"] == 0 and outcomes["done"] >= 20 and outcomes["left"] >= 20, outcomes
     assert not any(server.engine.allocator.ref_counts) and time.monotonic() - started < 60
     assert server.service.limits.sequences == 0

@@ -6,8 +6,8 @@ from lockstep.config import EngineConfig
 from lockstep.errors import UserError
 from lockstep.generate.drafts.draft import Draft, FirstOf
 from lockstep.generate.drafts.history import HistoryDraft
-from lockstep.generate.drafts.lengths import DraftLengths
-from lockstep.generate.drafts.model import ModelDraft, first_layers
+from lockstep.generate.drafts.lengths import DraftLengths, free_rows
+from lockstep.generate.drafts.model import ModelDraft
 from lockstep.generate.drafts.ngram import NGramDraft
 from lockstep.generate.drafts.speculation import Speculation
 from lockstep.model import Decoder, load_model
@@ -20,7 +20,7 @@ __all__ = [
     "ModelDraft",
     "NGramDraft",
     "Speculation",
-    "first_layers",
+    "free_rows",
     "make_draft",
 ]
 
@@ -30,10 +30,9 @@ def make_draft(config: EngineConfig, model: Decoder, history: HistoryDraft | Non
 
     history: earlier completions of the same prompts, which `auto` looks up first.
     """
-    if config.draft == "layers":
-        return ModelDraft(first_layers(model, config.draft_layers), config)
     if config.draft == "model":
-        return ModelDraft(_draft_model(config, model), config)
+        draft = _draft_model(config, model)
+        return ModelDraft(draft, config, cost=_size(draft) / _size(model))
     if config.draft == "none":
         return None
     return FirstOf(history, NGramDraft()) if history and config.draft == "auto" else NGramDraft()
@@ -50,3 +49,7 @@ def _draft_model(config: EngineConfig, model: Decoder) -> Decoder:
             "a draft model needs the same tokenizer"
         )
     return draft
+
+
+def _size(model: Decoder) -> int:
+    return sum(parameter.numel() for parameter in model.parameters())

@@ -157,23 +157,18 @@ def test_a_call_that_cannot_be_read_is_answered_with_its_problem(folder):
 
 
 @pytest.mark.parametrize("name", ["digit_sum", CALCULATOR])  # of one answer, and a conversation
-@pytest.mark.parametrize(
-    ("reply", "completion"),
-    [
-        (ANSWERS, "Answer: 5"),
-        (THINK_END, ""),
-        (THINK_END.replace("I add", "Answer: 5"), ""),
+def test_environments_and_validation_get_the_final_channel(folder, name):
+    environment, rendering, example = load_environment(name), rendering_with(folder), rl.Example("2 + 3?", answer="5")
+    for reply, completion in (
+        (ANSWERS, "Answer: 5"), (THINK_END, ""), (THINK_END.replace("I add", "Answer: 5"), ""),
         ("Answer: 5<|return|>", "Answer: 5"),
-    ],
-)
-def test_ready_environments_and_validation_get_the_final_channel(folder, name, reply, completion):
-    environment, engine = load_environment(name), Reciting(rendering_with(folder), [reply])
-    example = rl.Example("2 + 3?", answer="5")
-    for rollouts in (
-        conversed(environment, engine),
-        held_out([example], environment, engine, engine.rendering, RLConfig()),
-    ):
-        assert [rollout.completion for rollout in rollouts] == [completion]
+    ):  # fmt: skip
+        engine = Reciting(rendering, [reply])
+        for rollouts in (
+            conversed(environment, engine),
+            held_out([example], environment, engine, rendering, RLConfig()),
+        ):
+            assert [rollout.completion for rollout in rollouts] == [completion]
 
 
 def test_a_reply_survives_the_way_to_a_worker(folder):

@@ -43,7 +43,7 @@ def config(**changes):
     return RLConfig(**(dict(samples_per_prompt=2, max_new_tokens=6, rewards=RewardConfig(seconds=60)) | changes))
 
 
-@pytest.fixture(params=["here", "in workers"])
+@pytest.fixture(params=["here", pytest.param("in workers", marks=pytest.mark.slow)])
 def held(request, tmp_path, engine_of, renderings):
     """`held(numbers, first)`: conversations about some of the examples, and what the engine has sampled for them."""
     file = tmp_path / "task.py"

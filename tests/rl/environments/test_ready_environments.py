@@ -14,6 +14,7 @@ from lockstep.rl.environments.loading import load_environment
 from lockstep.rl.environments.math_checker import MathChecker
 from lockstep.rl.environments.math_jsonl import Math
 from lockstep.rl.rollouts.prompts import examples_of
+from lockstep.workers.processes import descendants
 
 
 @pytest.mark.parametrize("name", ["math", "code"])
@@ -79,12 +80,13 @@ def test_a_comparison_that_hangs_ends_and_the_next_one_works_in_any_thread():
 
 
 def test_a_comparison_that_waits_for_the_processor_is_not_given_up():
-    checker, found = MathChecker(seconds=0.5), []
+    before, checker, found = set(descendants(os.getpid())), MathChecker(seconds=0.5), []
     assert checker.equal("x+1", "1+x")
-    os.kill(checker.process.pid, signal.SIGSTOP)
+    (process,) = set(descendants(os.getpid())) - before
+    os.kill(process, signal.SIGSTOP)
     thread = threading.Thread(target=lambda: found.append(checker.equal("x+2", "2+x")))
     thread.start()
     time.sleep(1.5)
-    os.kill(checker.process.pid, signal.SIGCONT)
+    os.kill(process, signal.SIGCONT)
     thread.join()
     assert found == [True]

@@ -44,17 +44,13 @@ def test_code_reads_its_input_prints_and_exits_as_a_program_does():
     source = "import math, sys\nprint(math.factorial(int(input())))\nprint('no', file=sys.stderr)\nsys.exit(3)"
     result = run_code(source, "20\n", LIMITS)
     assert (result.exit, result.stdout, result.stderr, result.cause) == (3, "2432902008176640000\n", "no\n", "")
-
-
-@pytest.mark.parametrize("half", ["\ud800", "\udc80"])
-def test_half_a_surrogate_pair_is_the_codes_error(half):
-    assert "SyntaxError" in run_code(f"print('{half}')", "", LIMITS).stderr
-    reads = "import sys; print(sys.stdin.buffer.read())"
-    assert run_code(reads, half, LIMITS).stdout == f"{half.encode('utf-8', 'surrogatepass')}\n"
-
-
-def test_code_that_a_signal_ends_says_which():
     assert run_code("import os; os.kill(os.getpid(), 11)", "", LIMITS).exit == -signal.SIGSEGV
+
+
+def test_half_a_surrogate_pair_is_the_codes_error():
+    assert "SyntaxError" in run_code("print('\ud800')", "", LIMITS).stderr
+    reads = "import sys; print(sys.stdin.buffer.read())"
+    assert run_code(reads, "\udc80", LIMITS).stdout == r"b'\xed\xb2\x80'" + "\n"
 
 
 def test_a_scratch_folder_is_there_and_gone_with_the_run():
@@ -100,8 +96,9 @@ def test_it_does_not_write_outside_of_the_scratch_folder(public_folder):
     write = f"open('{public_folder}/new', 'w').write('x')"
     assert run_code(write, "", LIMITS).exit == 1 and not (public_folder / "new").exists()
     assert _unprotected(write).exit == 0 and (public_folder / "new").exists()
-    for path in ("/new", "/usr/new", "/dev/new", "/etc/new"):
-        assert run_code(f"open('{path}', 'w')", "", LIMITS).exit == 1 and not Path(path).exists()
+    paths = "/new", "/usr/new", "/dev/new", "/etc/new"
+    tries = f"for path in {paths}:\n    try: open(path, 'w')\n    except OSError: continue\n    print(path)"
+    assert run_code(tries, "", LIMITS).stdout == "" and not any(Path(path).exists() for path in paths)
 
 
 KEYS = """
@@ -145,7 +142,7 @@ for without in ((), ("keys",)):
     assert (shared, changed) == ("['found', \"b'secret'\"]", "b'forged' True")
 
 
-@pytest.mark.parametrize("kind", ["STREAM", "DGRAM"])
+@pytest.mark.parametrize("kind", ["STREAM", pytest.param("DGRAM", marks=pytest.mark.slow)])
 def test_it_reaches_no_socket(kind):
     with socket.socket(socket.AF_INET, getattr(socket, f"SOCK_{kind}")) as server:
         server.bind(("127.0.0.1", 0))
@@ -228,7 +225,7 @@ def test_it_does_not_print_more_than_the_bound():
     code = "import sys\nfor _ in range(50): sys.stdout.write('x' * 10**6)"
     result = run_code(code, "", LIMITS)
     assert (result.cause, result.exit, len(result.stdout)) == ("output", None, 64 * 1024)
-    assert len(run_code(code, "", SandboxLimits(seconds=60, output_kib=60000)).stdout) == 50 * 10**6
+    assert len(run_code("print('x' * 10**5)", "", SandboxLimits(seconds=60, output_kib=100)).stdout) == 10**5 + 1
 
 
 def test_it_does_not_kill_who_runs_it():
@@ -296,7 +293,7 @@ def test_it_has_no_shared_memory_that_no_limit_counts():
     assert Path("/proc/sys/kernel/shmall").read_text() == before, "the limit is the sandbox's own"
 
 
-@pytest.mark.parametrize("name", ["namespaces", "keys", "landlock", "user"])
+@pytest.mark.parametrize("name", ["namespaces", *(pytest.param(n, marks=pytest.mark.slow) for n in EVERYTHING[1:])])
 def test_where_the_kernel_offers_too_little_nothing_runs(name, public_folder):
     if name == "user" and os.getuid() != 0:
         pytest.skip("only root can become another user")

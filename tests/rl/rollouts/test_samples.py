@@ -5,7 +5,7 @@ from lockstep.observe.readable import readable_rollouts
 from lockstep.rl.environments.protocol import Example
 from lockstep.rl.reinforce import reinforce
 from lockstep.rl.rollouts.records import Conversation, Rollout, Scores
-from lockstep.rl.rollouts.samples import LONGEST, SAMPLES, samples_of
+from lockstep.rl.rollouts.run_records import LONGEST, SAMPLES, samples_of
 from tests.rl.small_runs import EvenBytes
 from tests.rl.small_runs import small_config as _config
 
