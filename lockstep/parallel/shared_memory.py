@@ -143,7 +143,7 @@ def _joined(group: dist.ProcessGroup, where: tuple[int, int, str], patience: tim
         return None
 
 
-def open_memory(process: int, file: int, name: str, flags: int = os.O_RDWR) -> int:
+def open_memory(process: int, file: int, name: str) -> int:
     """Opens a file that another process created; returns its descriptor here.
 
     Raises OSError if that process is not visible here, or if the descriptor is of another file.
@@ -151,7 +151,7 @@ def open_memory(process: int, file: int, name: str, flags: int = os.O_RDWR) -> i
     path = f"/proc/{process}/fd/{file}"
     if name not in os.readlink(path):
         raise OSError(f"{path} is not {name}")
-    return os.open(path, flags)
+    return os.open(path, os.O_RDWR)
 
 
 def memory_of(group: dist.ProcessGroup, tensor: Tensor) -> SharedMemory | None:
