@@ -26,8 +26,7 @@ from lockstep.checkpoint.folders import (
     weights_folder,
 )
 from lockstep.checkpoint.manifest import Piece, damage, listed_files, sync_folder, write_manifest
-from lockstep.checkpoint.part import Part
-from lockstep.checkpoint.staging import Staging, in_place
+from lockstep.checkpoint.part import Part, Staging, in_place
 from lockstep.checkpoint.storage import StoredTensors, save_parts
 from lockstep.checkpoint.training_state import STEMS, load_training_state, parts_to_load, tensors_to_save
 from lockstep.config import CONFIG, PretrainConfig, RLConfig, to_toml

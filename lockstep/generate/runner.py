@@ -13,8 +13,8 @@ from torch import Tensor
 from lockstep import ops
 from lockstep.generate.batch import StepBatch
 from lockstep.model import Decoder
-from lockstep.parallel.sampler import ShardedSampler
 from lockstep.parallel.tensor_group import tensor_group_of
+from lockstep.parallel.vocabulary import ShardedSampler
 
 Pace = Literal["steady", "unrecorded", "recording"]
 """Whether a step took as long as later ones, longer since it was not recorded yet, or longer since it was recorded."""

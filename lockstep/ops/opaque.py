@@ -1,4 +1,4 @@
-"""Operators that are opaque to a compiled graph."""
+"""Operators that are opaque to a compiled graph, with their gradients."""
 
 from __future__ import annotations
 
@@ -6,6 +6,10 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
+from torch import Tensor
+
+from lockstep.ops.needed_gradients import needs_gradient
+from lockstep.ops.saved_outputs import saved_output
 
 
 class OperatorLibrary:
@@ -41,3 +45,67 @@ class OperatorLibrary:
 
 
 library = OperatorLibrary("lockstep")
+
+
+class Operator:
+    """A function whose first two arguments are differentiable: eager calls and compiled graphs compute the same.
+
+    Calls with a gradient save all arguments, of which tensors come first. `gradients(grad, *arguments, needed)` returns
+    those of the first two, each shaped like its argument; `needed`, by default both, says which. `kind` is the name by
+    which a recomputed forward finds a saved output.
+    """
+
+    def __init__(
+        self,
+        schema: str,
+        forward: Callable[..., Tensor],
+        fake: Callable[..., Tensor],
+        gradients: Callable[..., Any],
+        kind: str = "",
+    ):
+        self.forward, self.gradients, self.kind = forward, gradients, kind
+        self._opaque = library.operator(schema, fake)(forward)
+        name, _, rest = schema.partition("(")
+        arguments = rest.partition(")")[0]
+        others = arguments.count(",") - 1
+        of_gradients = library.operator(
+            f"{name}_gradients(Tensor grad, {arguments}) -> (Tensor, Tensor)",
+            fake=lambda grad, *inputs: (empty_like(inputs[0]), empty_like(inputs[1])),
+        )(gradients)
+        library.differentiable(
+            name,
+            save=lambda ctx, inputs, output: _save(ctx, inputs),
+            backward=lambda ctx, grad: (*of_gradients(grad, *ctx.saved_tensors, *ctx.settings), *[None] * others),
+        )
+
+    def __call__(self, *arguments: Any) -> Any:
+        if torch.compiler.is_compiling():
+            return self._opaque(*arguments)
+        if torch.is_grad_enabled() and (arguments[0].requires_grad or arguments[1].requires_grad):
+            return _Differentiated.apply(self, *arguments)
+        return self.forward(*arguments)
+
+
+def _save(ctx: Any, arguments: tuple[Any, ...]) -> None:
+    tensors = [x for x in arguments if isinstance(x, Tensor)]
+    ctx.save_for_backward(*tensors)
+    ctx.settings = arguments[len(tensors) :]
+
+
+class _Differentiated(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, operator: Operator, *arguments: Any) -> Tensor:
+        _save(ctx, arguments)
+        ctx.operator = operator
+        return saved_output(operator.kind, lambda: operator.forward(*arguments))
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        tensors, others = ctx.saved_tensors, len(ctx.saved_tensors) + len(ctx.settings) - 2
+        needed = needs_gradient(ctx, 0), needs_gradient(ctx, 1)
+        return None, *ctx.operator.gradients(grads[0], *tensors, *ctx.settings, needed=needed), *[None] * others
+
+
+def empty_like(x: Tensor) -> Tensor:
+    """An empty contiguous tensor, also for an `x` that is not contiguous."""
+    return torch.empty_like(x, memory_format=torch.contiguous_format)

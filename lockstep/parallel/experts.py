@@ -52,8 +52,10 @@ def experts_over_ranks(
     starts, places, sources = order_by_expert(chosen, count)
     starts = starts.cpu()  # for the lengths of messages
     if rows_are_whole():
-        local, local_starts = _take(x, starts, sources, group)
-        out = combine(_gather(feed_forward(local, local_starts), starts, sources, group), weights, places)
+        compiling = torch.compiler.is_compiling()
+        take, gather = (_opaque_take, _opaque_gather) if compiling else (_take_rows, _gather_rows)
+        local, local_starts = take(x, starts, sources, group.group_name)
+        out = combine(gather(feed_forward(local, local_starts), starts, sources, group.group_name), weights, places)
         return out if shared is None else out + shared(x)
     rows = dispatch(_local_tokens(x, chosen.shape[0], group), places, sources)
     receive = _send_to_experts(rows, starts, group)
@@ -217,18 +219,8 @@ def _begin(rows: Tensor, sent: list[int], received: list[int], group: dist.Proce
     return begin_exchange(rows, sent, received, group)
 
 
-def _take(x: Tensor, starts: Tensor, sources: Tensor, group: dist.ProcessGroup) -> tuple[Tensor, Tensor]:
-    """The rows of this rank's experts, from rows that all ranks have, and the start of each expert's rows."""
-    return (_opaque_take if torch.compiler.is_compiling() else _take_rows)(x, starts, sources, group.group_name)
-
-
-def _gather(rows: Tensor, starts: Tensor, sources: Tensor, group: dist.ProcessGroup) -> Tensor:
-    """The rows of all experts, as many as `sources`, gathered from each rank's experts."""
-    gather = _opaque_gather if torch.compiler.is_compiling() else _gather_experts
-    return gather(rows, starts, sources, group.group_name)
-
-
 def _take_rows(x: Tensor, starts: Tensor, sources: Tensor, name: str) -> tuple[Tensor, Tensor]:
+    """The rows of this rank's experts, from rows that all ranks have, and the start of each expert's rows."""
     group = group_named(name)
     share = (len(starts) - 1) // group.size()
     local = starts[group.rank() * share : (group.rank() + 1) * share + 1]
@@ -236,7 +228,8 @@ def _take_rows(x: Tensor, starts: Tensor, sources: Tensor, name: str) -> tuple[T
     return x[sources[int(local[0]) : int(local[-1])] // max(active, 1)], local - local[0]
 
 
-def _gather_experts(rows: Tensor, starts: Tensor, sources: Tensor, name: str) -> Tensor:
+def _gather_rows(rows: Tensor, starts: Tensor, sources: Tensor, name: str) -> Tensor:
+    """The rows of all experts, as many as `sources`, gathered from each rank's experts."""
     group = group_named(name)
     lengths = starts[:: (len(starts) - 1) // group.size()].diff().tolist()
     padded = rows.new_zeros(max(lengths), rows.shape[1])
@@ -278,25 +271,6 @@ def _opaque_out(rows: Tensor, starts: Tensor, counts: Tensor, length: int, group
     return _out(rows, starts, counts, group_named(group))
 
 
-@library.operator(
-    "take_own_experts_rows(Tensor x, Tensor starts, Tensor sources, str group) -> (Tensor, Tensor)",
-    fake=lambda x, starts, sources, group: (
-        _some_rows(x),
-        starts.new_empty((starts.shape[0] - 1) // group_named(group).size() + 1),
-    ),
-)
-def _opaque_take(x: Tensor, starts: Tensor, sources: Tensor, group: str) -> tuple[Tensor, Tensor]:
-    return _take_rows(x, starts, sources, group)
-
-
-@library.operator(
-    "gather_experts_rows(Tensor rows, Tensor starts, Tensor sources, str group) -> Tensor",
-    fake=lambda rows, starts, sources, group: rows.new_empty(sources.shape[0], rows.shape[1]),
-)
-def _opaque_gather(rows: Tensor, starts: Tensor, sources: Tensor, group: str) -> Tensor:
-    return _gather_experts(rows, starts, sources, group)
-
-
 def _save_send(ctx: Any, inputs: tuple[Tensor, Tensor, str], output: tuple[Tensor, Tensor, Tensor]) -> None:
     ctx.save_for_backward(inputs[1], output[2])
     ctx.length, ctx.group = inputs[0].shape[0], inputs[2]
@@ -317,3 +291,14 @@ library.differentiable(
     _save_return,
     lambda ctx, grad: (_opaque_out(grad, *ctx.saved_tensors, ctx.length, ctx.group), None, None, None, None),
 )
+_opaque_take = library.operator(
+    "take_own_experts_rows(Tensor x, Tensor starts, Tensor sources, str group) -> (Tensor, Tensor)",
+    fake=lambda x, starts, sources, group: (
+        _some_rows(x),
+        starts.new_empty((starts.shape[0] - 1) // group_named(group).size() + 1),
+    ),
+)(_take_rows)
+_opaque_gather = library.operator(
+    "gather_experts_rows(Tensor rows, Tensor starts, Tensor sources, str group) -> Tensor",
+    fake=lambda rows, starts, sources, group: rows.new_empty(sources.shape[0], rows.shape[1]),
+)(_gather_rows)

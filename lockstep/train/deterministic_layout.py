@@ -7,7 +7,7 @@ from typing import Any
 
 from torch import nn
 
-from lockstep.config import CompileConfig, ParallelConfig
+from lockstep.config import ParallelConfig
 from lockstep.model import ModelConfig, TrainableModel
 from lockstep.ops import one_order
 from lockstep.parallel import Pipeline, World
@@ -28,9 +28,7 @@ def share_rows(model: TrainableModel) -> None:
     model.register_forward_pre_hook(record)
 
 
-def layout_problems(
-    shape: ModelConfig, world: World, parallel: ParallelConfig, compiled: CompileConfig
-) -> Iterator[str]:
+def layout_problems(shape: ModelConfig, world: World, parallel: ParallelConfig) -> Iterator[str]:
     """A message for each reason why gradients would not be summed in the order of train.deterministic_layout."""
     yield from _key_problems(shape)
     shared = [f"parallel.{axis} {world.degrees[axis]}" for axis in ("pipeline", "context", "tensor")]
@@ -46,7 +44,11 @@ def layout_problems(
             "so far: the gradients of a mixture's experts are summed by rank; switch it off"
         )
     if world.degrees["tensor"] > shape.num_kv_heads:
-        yield from _copied_head_problems(shape, world, compiled)
+        yield (
+            f"train.deterministic_layout with parallel.tensor {world.degrees['tensor']} does not work with fewer "
+            f"key-value heads ({shape.num_kv_heads}), whose gradients are summed by rank; lower parallel.tensor, or "
+            "switch it off"
+        )
     if world.device.type == "cuda" and world.data_size > 2:
         yield (
             f"train.deterministic_layout works on up to 2 GPUs so far, not {world.data_size}, over which a library "
@@ -75,15 +77,3 @@ def _key_problems(shape: ModelConfig) -> Iterator[str]:
             f"number does not divide the {keys} features of this model's keys ({shape.num_kv_heads} heads of "
             f"{shape.head_dim}); lower parallel.reduction_chunks, and parallel.tensor with it, or switch it off"
         )
-
-
-def _copied_head_problems(shape: ModelConfig, world: World, compiled: CompileConfig) -> Iterator[str]:
-    """Models whose sums have another order with fewer key-value heads than tensor ranks."""
-    layout = (
-        f"train.deterministic_layout with parallel.tensor {world.degrees['tensor']} and fewer key-value heads "
-        f"({shape.num_kv_heads})"
-    )
-    if shape.latent is not None or shape.sinks:
-        yield f"{layout} does not work with this model family yet; lower parallel.tensor, or switch it off"
-    if compiled.backend != "none":
-        yield f"{layout} does not work with compile.backend yet; lower parallel.tensor, or compile nothing"

@@ -49,7 +49,7 @@ def _problems(config: PretrainConfig | RLConfig, shape: ModelConfig, world: Worl
     yield from balance_problems(config.train, shape)
     if config.train.deterministic_layout:
         shape = replace(shape, reduction_chunks=chunks_for(shape.reduction_chunks, config.parallel))
-        yield from layout_problems(shape, world, config.parallel, config.compile)
+        yield from layout_problems(shape, world, config.parallel)
 
 
 def refuse_long_rows(config: PretrainConfig, shape: ModelConfig) -> None:

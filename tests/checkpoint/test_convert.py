@@ -88,7 +88,7 @@ def _write_as_meta(model, folder, ranks, **params):
         torch.save(part | {"rope.freqs": torch.zeros(4)}, folder / f"consolidated.{rank:02}.pth")
 
 
-@pytest.mark.parametrize("ranks", [1, 2])
+@pytest.mark.parametrize("ranks", [pytest.param(1, marks=pytest.mark.slow), 2])
 def test_metas_format_gives_the_logits_that_transformers_gives(tmp_path, ranks):
     from transformers import AutoModelForCausalLM
 
@@ -225,6 +225,7 @@ def test_parts_that_are_compressed_or_no_pickles_are_refused(tmp_path, pickled):
         convert(tmp_path, tmp_path / "converted")
 
 
+@pytest.mark.slow
 def test_a_disk_that_is_full_is_named_and_nobody_elses_folder_is_touched(tmp_path):
     save_model(build_model(preset("llama3:tiny", 100), dtype="bfloat16"), tmp_path / "model")
     theirs = tmp_path / "out.partial"

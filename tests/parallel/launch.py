@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+import atexit
 import contextlib
 import itertools
 import multiprocessing
 import os
 import pickle
-import queue
 import socket
+import sys
+import time
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from multiprocessing.connection import Connection, wait
+from types import BuiltinFunctionType, FunctionType
 from typing import Any
 
 from tests.faults import FAULTS, VARIABLE
@@ -49,81 +53,147 @@ def free_port() -> int:
     raise AssertionError("numbers end")
 
 
-def launch(ranks: int, function: Callable[..., Any], *arguments: Any, seconds: float = 120.0) -> list[Any]:
-    """`function(*arguments)` on each of `ranks` processes, one thread each; returns every rank's result.
+class Ranks:
+    """Processes of one thread each that run one function after another."""
 
-    Function, arguments and results are pickled. The fault that the environment names (`tests.faults`) is planted in all
-    of the processes. Raises AssertionError with the traceback of the first rank that failed,
-    and TimeoutError after `seconds`.
-    """
-    # A rank that ends closes its connections, on which another may still wait for the last bytes.
-    taken = CONTEXT.Event()
-    processes, results = start(ranks, function, *arguments, taken=taken)
-    try:
+    def __init__(self, size: int):
+        self.connections: list[Connection] = []
+        self.processes = []
+        for rank in range(size):
+            connection, child = CONTEXT.Pipe()
+            process = CONTEXT.Process(target=_serve, args=(rank, size, child), daemon=True)
+            process.start()
+            child.close()
+            self.connections.append(connection)
+            self.processes.append(process)
+
+    def begin(self, function: Callable[..., Any], *arguments: Any) -> None:
+        port, fault = free_port(), os.environ.get(VARIABLE, "")
+        for connection in self.connections:
+            connection.send((port, fault, function, arguments))
+
+    def results(self, seconds: float) -> list[Any]:
+        """Raises as `launch`."""
         returned: dict[int, Any] = {}
-        while len(returned) < ranks:
-            try:
-                rank, value, error = results.get(timeout=seconds)
-            except queue.Empty:
-                missing = sorted(set(range(ranks)) - set(returned))
-                raise TimeoutError(f"ranks {missing} did not end within {seconds} s") from None
-            if error:
-                raise AssertionError(f"rank {rank} failed:\n{error}")
-            returned[rank] = pickle.loads(value)
-        return [returned[rank] for rank in range(ranks)]
-    finally:
-        taken.set()
-        for process in processes:
-            process.join(timeout=0 if len(returned) < ranks else 10)
+        until = time.monotonic() + seconds
+        while len(returned) < len(self.connections):
+            waiting = {c: rank for rank, c in enumerate(self.connections) if rank not in returned}
+            ready = wait(list(waiting), timeout=max(0.0, until - time.monotonic()))
+            if not ready:
+                raise TimeoutError(f"ranks {sorted(waiting.values())} did not end within {seconds} s")
+            for connection in ready:
+                rank = waiting[connection]
+                try:
+                    value, error = connection.recv()
+                except EOFError:
+                    raise AssertionError(f"rank {rank} died") from None
+                if error:
+                    raise AssertionError(f"rank {rank} failed:\n{error}")
+                returned[rank] = pickle.loads(value)
+        return [returned[rank] for rank in range(len(self.connections))]
+
+    def close(self) -> None:
+        for process in self.processes:
             process.kill()
 
 
-def start(ranks: int, function: Callable[..., Any], *arguments: Any, taken: Any = None) -> tuple[list[Any], Any]:
-    """The processes that `launch` waits for, begun, and the queue that takes their results.
+_standing: dict[int, Ranks] = {}
 
-    With `taken`, an event, a rank that has put its result waits for it.
+
+@atexit.register
+def _end_standing() -> None:
+    while _standing:
+        _standing.popitem()[1].close()
+
+
+def launch(
+    ranks: int, function: Callable[..., Any], *arguments: Any, seconds: float = 120.0, fresh: bool = False
+) -> list[Any]:
+    """`function(*arguments)` on each of `ranks` processes, one thread each; returns every rank's result.
+
+    Function, arguments and results are pickled. The processes then stand ready for the next function, unless `fresh`:
+    for one that changes more than `_Replaced` puts back, or whose process ends. The fault that the environment names
+    (`tests.faults`) is planted in all of the processes. Raises AssertionError with the traceback of the first rank that
+    failed, and TimeoutError after `seconds`.
     """
-    port = free_port()
-    results: Any = CONTEXT.Queue()
-    fault = os.environ.get(VARIABLE, "")  # not the processes' own, which is that of the server they are forked from
-    processes = [
-        CONTEXT.Process(
-            target=_child, args=(rank, ranks, port, results, taken, fault, function, arguments), daemon=True
-        )
-        for rank in range(ranks)
-    ]
-    for process in processes:
-        process.start()
-    return processes, results
+    fresh = fresh or VARIABLE in os.environ
+    group = None if fresh else _standing.pop(ranks, None)
+    group = group or Ranks(ranks)
+    try:
+        group.begin(function, *arguments)
+        values = group.results(seconds)
+    except BaseException:
+        group.close()
+        raise
+    if fresh:
+        group.close()
+    else:
+        _standing[ranks] = group
+    return values
 
 
-def _child(
-    rank: int,
-    ranks: int,
-    port: int,
-    results: Any,
-    taken: Any,
-    fault: str,
-    function: Callable[..., Any],
-    arguments: tuple[Any, ...],
-) -> None:
+def start(ranks: int, function: Callable[..., Any], *arguments: Any) -> list[Any]:
+    """Fresh processes that have begun as those of `launch`, to be killed."""
+    group = Ranks(ranks)
+    group.begin(function, *arguments)
+    return group.processes
+
+
+def _serve(rank: int, ranks: int, connection: Connection) -> None:
     import torch
+    import torch.distributed as dist
 
     from lockstep.observe import report
 
     torch.set_num_threads(1)
     report.curves_svg = lambda *arguments: []  # as in tests/conftest.py
-    os.environ |= ranks_environment(rank, ranks, port)
-    try:
-        if fault:
-            FAULTS[fault]()
-        value, error = function(*arguments), ""
-    except BaseException:
-        value, error = None, traceback.format_exc()
-    # As bytes: a queue would share a tensor's memory, which ends with this process.
-    results.put((rank, pickle.dumps(value), error))
-    if taken is not None and not error:
-        taken.wait(60)
+    environment, folder = dict(os.environ), os.getcwd()
+    replaced = _Replaced()
+    while True:
+        try:
+            port, fault, function, arguments = connection.recv()
+        except EOFError:
+            return
+        # What the function before has left. All ranks have returned its result, so none waits for another's last bytes.
+        if dist.is_initialized():
+            dist.destroy_process_group()
+        replaced.put_back()
+        os.environ.clear()
+        os.environ.update(environment | ranks_environment(rank, ranks, port))
+        os.chdir(folder)
+        torch.manual_seed(0)
+        try:
+            if fault:
+                FAULTS[fault]()
+            value, error = function(*arguments), ""
+        except BaseException:
+            value, error = None, traceback.format_exc()
+        # As bytes: a connection would share a tensor's memory, which ends with this process.
+        connection.send((pickle.dumps(value), error))
+
+
+class _Replaced:
+    """Puts back functions, classes and numbers of the product's modules and classes that a test has replaced."""
+
+    def __init__(self) -> None:
+        self.values = list(self._product())
+
+    def put_back(self) -> None:
+        for owner, name, value in self.values:
+            if vars(owner).get(name) is not value:
+                setattr(owner, name, value)
+        self.values = list(self._product())
+
+    def _product(self) -> Iterator[tuple[Any, str, Any]]:
+        modules = [module for name, module in list(sys.modules.items()) if name.startswith("lockstep.")]
+        classes = {each for module in modules for each in vars(module).values() if _is_class_of_product(each)}
+        kinds = type, FunctionType, BuiltinFunctionType, property, int, float, str
+        for owner in [*modules, *classes]:
+            yield from ((owner, name, value) for name, value in list(vars(owner).items()) if isinstance(value, kinds))
+
+
+def _is_class_of_product(value: Any) -> bool:
+    return isinstance(value, type) and value.__module__.startswith("lockstep.")
 
 
 def ranks_environment(rank: int, ranks: int, port: int) -> dict[str, str]:

@@ -17,6 +17,8 @@ class Layout:
     dtype: str = "float32"
     steps: int = 20
     layers: int = 4
+    quick: bool = False
+    """Whether `make test` has it too, with few steps: every axis, schedule, model and dtype is among these."""
 
     @property
     def tied(self) -> bool:
@@ -52,41 +54,41 @@ class Layout:
 P = ParallelConfig
 LAYOUTS = [
     Layout(2, P()),
-    Layout(2, P(), dtype="bfloat16"),
+    Layout(2, P(), dtype="bfloat16", quick=True),
     Layout(2, P(data_replicate=2)),
-    Layout(4, P(data_replicate=2), "llama3:micro"),
+    Layout(4, P(data_replicate=2), "llama3:micro", quick=True),
     Layout(2, P(tensor=2), "llama3:micro"),
     Layout(2, P(tensor=2), dtype="bfloat16", steps=5),
     Layout(4, P(tensor=2)),
     Layout(2, P(tensor=2, reduction_chunks=4), "llama3:micro", steps=5),
     # More ranks than key-value heads.
-    Layout(4, P(tensor=4), steps=5),
+    Layout(4, P(tensor=4), steps=5, quick=True),
     Layout(2, P(context=2)),
     Layout(4, P(context=2), "llama3:micro"),
     Layout(4, P(context=4), steps=5),
-    Layout(4, P(context=2, data_replicate=2), steps=5),
+    Layout(4, P(context=2, data_replicate=2), steps=5, quick=True),
     Layout(4, P(context=2, tensor=2), steps=5),
     Layout(2, P(pipeline=2, pipeline_schedule="gpipe"), "llama3:micro"),
     Layout(2, P(pipeline=2, pipeline_schedule="1f1b")),
-    Layout(2, P(pipeline=2, pipeline_schedule="interleaved")),
+    Layout(2, P(pipeline=2, pipeline_schedule="interleaved"), quick=True),
     Layout(2, P(pipeline=2, pipeline_schedule="zbv")),
     Layout(2, P(pipeline=2, pipeline_schedule="zbv"), dtype="bfloat16", steps=5),
     Layout(2, P(pipeline=2, pipeline_schedule="dualpipev")),
     Layout(4, P(pipeline=2, pipeline_schedule="1f1b")),
     Layout(4, P(pipeline=2, pipeline_schedule="interleaved"), "llama3:micro", steps=5),
-    Layout(4, P(pipeline=2, tensor=2, pipeline_schedule="zbv"), steps=5),
-    Layout(4, P(pipeline=2, context=2, pipeline_schedule="dualpipev"), steps=5),
-    Layout(4, P(context=2, tensor=2, full_dtensor=True), "llama3:micro"),
+    Layout(4, P(pipeline=2, tensor=2, pipeline_schedule="zbv"), steps=5, quick=True),
+    Layout(4, P(pipeline=2, context=2, pipeline_schedule="dualpipev"), steps=5, quick=True),
+    Layout(4, P(context=2, tensor=2, full_dtensor=True), "llama3:micro", quick=True),
     Layout(4, P(data_replicate=2, data_shard=2, full_dtensor=True, reduction_chunks=4), "llama3:micro", steps=5),
     Layout(2, P(), "qwen3_moe:micro", steps=5),
-    Layout(2, P(tensor=2), "qwen3_moe:micro", dtype="bfloat16", steps=5),
+    Layout(2, P(tensor=2), "qwen3_moe:micro", dtype="bfloat16", steps=5, quick=True),
     Layout(2, P(context=2), "qwen3_moe:micro", steps=5),
     Layout(4, P(tensor=2, pipeline=2), "qwen3_moe:micro", steps=5),
     Layout(2, P(expert=2), "qwen3_moe:micro", dtype="bfloat16", steps=5),
-    Layout(2, P(context=2, expert=2), "qwen3_moe:micro", steps=5),
+    Layout(2, P(context=2, expert=2), "qwen3_moe:micro", steps=5, quick=True),
     Layout(4, P(expert=2), "qwen3_moe:micro", steps=5),
     Layout(4, P(data_replicate=2, expert=2), "qwen3_moe:micro", steps=5),
-    Layout(4, P(tensor=2, expert=2), "qwen3_moe:micro", steps=5),
+    Layout(4, P(tensor=2, expert=2), "qwen3_moe:micro", steps=5, quick=True),
     Layout(4, P(pipeline=2, expert=2), "qwen3_moe:micro", steps=5),
     Layout(4, P(context=2, tensor=2, full_dtensor=True), "qwen3_moe:micro", steps=5),
 ]
