@@ -144,6 +144,7 @@ def _serve(rank: int, ranks: int, connection: Connection) -> None:
     import torch.distributed as dist
 
     from lockstep.observe import report
+    from lockstep.ops import native
 
     torch.set_num_threads(1)
     report.curves_svg = lambda *arguments: []  # as in tests/conftest.py
@@ -158,6 +159,7 @@ def _serve(rank: int, ranks: int, connection: Connection) -> None:
         if dist.is_initialized():
             dist.destroy_process_group()
         replaced.put_back()
+        native.set_arithmetic("auto")
         os.environ.clear()
         os.environ.update(environment | ranks_environment(rank, ranks, port))
         os.chdir(folder)
@@ -187,7 +189,7 @@ class _Replaced:
     def _product(self) -> Iterator[tuple[Any, str, Any]]:
         modules = [module for name, module in list(sys.modules.items()) if name.startswith("lockstep.")]
         classes = {each for module in modules for each in vars(module).values() if _is_class_of_product(each)}
-        kinds = type, FunctionType, BuiltinFunctionType, property, int, float, str
+        kinds = type, FunctionType, BuiltinFunctionType, property, int, float
         for owner in [*modules, *classes]:
             yield from ((owner, name, value) for name, value in list(vars(owner).items()) if isinstance(value, kinds))
 

@@ -11,8 +11,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from benchmarks.context import measure
-from lockstep.config import CompileConfig, ParallelConfig, PretrainConfig, RecomputeConfig, validate
-from lockstep.errors import UserError
+from lockstep.config import CompileConfig, ParallelConfig, PretrainConfig, RecomputeConfig
 from lockstep.model import initialize, preset
 from lockstep.parallel import close_world, open_world, parallel_model
 from lockstep.parallel.context import split_sequences
@@ -106,11 +105,6 @@ def test_pretrain_shares_each_sequence(tmp_path):
         lines = (tmp_path / f"run{ranks}" / "metrics.jsonl").read_text().splitlines()
         losses[ranks] = [json.loads(line)["loss"] for line in lines]
     assert len(losses[2]) == 2 and losses[2] == pytest.approx(losses[1], rel=1e-5)
-
-
-def test_a_sequence_that_is_shorter_than_its_cut_is_refused_with_the_numbers():
-    with pytest.raises(UserError, match=r"sequence_length 12 cannot .* parallel.context 8: .* 16 tokens"):
-        validate(PretrainConfig(sequence_length=12, parallel=ParallelConfig(context=8)))
 
 
 @pytest.mark.slow

@@ -7,11 +7,10 @@ import pytest
 import torch
 
 from lockstep.config import CompileConfig, ParallelConfig
-from lockstep.errors import UserError
 from lockstep.model import preset
 from lockstep.parallel import close_world, parallel_model
 from lockstep.parallel.exchange import SumOverReplicas
-from lockstep.parallel.world import AXES, World, open_world, resolve_degrees, simulated_world
+from lockstep.parallel.world import AXES, World, open_world, simulated_world
 from tests.parallel.launch import launch
 from tests.parallel.training import train
 
@@ -72,21 +71,6 @@ def test_a_whole_gradient_is_kept_where_it_fits_a_quarter_of_a_ranks_memory():
     assert not every(10**12, small, data_shard=1) and not every(10**12, small, pipeline=2)
     assert every(1, replace(small, reduce_gradients="microbatch"))
     assert not every(10**12, replace(small, reduce_gradients="step"))
-
-
-def test_degrees_must_multiply_to_the_number_of_ranks():
-    assert resolve_degrees(ParallelConfig(tensor=2), 8)["data_shard"] == 4
-    with pytest.raises(
-        UserError, match=r"tensor 3 = 3 ranks, but 4 are running; start 3 with torchrun --nproc-per-node 3"
-    ):
-        resolve_degrees(ParallelConfig(tensor=3), 4)
-    with pytest.raises(UserError, match=r"parallel.context is 0; it must be 1 or more"):
-        resolve_degrees(ParallelConfig(context=0), 1)
-
-
-def test_offloading_to_the_cpu_is_refused_on_a_cpu():
-    with pytest.raises(UserError, match="cpu_offload is for CUDA devices"):
-        open_world(ParallelConfig(cpu_offload=True), "cpu")
 
 
 def _devices_when_offloaded(pipeline):

@@ -12,15 +12,11 @@ from torch.distributed.fsdp._fully_shard._fsdp_param import FSDPParam
 from lockstep import ops
 from lockstep.cli import main
 from lockstep.config import CompileConfig, ParallelConfig, PretrainConfig, TrainConfig
-from lockstep.data import divide_step
-from lockstep.errors import UserError
 from lockstep.model import ExpertsConfig, Latent, ModelConfig, initialize, preset
 from lockstep.model.shard import local_values
 from lockstep.ops import Routing, head_gradients
 from lockstep.parallel import close_world, open_world, parallel_model
-from lockstep.parallel.world import AXES, World
 from lockstep.train import Trainer, pack
-from lockstep.train.deterministic_layout import layout_problems
 from lockstep.train.gradient_norm import exact_norms
 from lockstep.train.objective import NextTokenLoss
 from lockstep.train.pretrain import pretrain
@@ -221,35 +217,6 @@ def test_squares_are_added_exactly_in_any_order_and_any_parts():
         assert int(total) == sum(int(s) for s in np.rint(squares))
 
 
-@pytest.mark.parametrize(
-    ("degrees", "others", "message"),
-    [
-        (
-            {"data_shard": 3, "data_replicate": 2},
-            {},
-            "with parallel.data_replicate 2, the number of shards must be a power of two and is 3; set "
-            "parallel.data_replicate to 1 or 6",
-        ),
-        ({"data_shard": 4}, {"device": "cuda"}, "up to 2 GPUs so far, not 4"),
-        ({"tensor": 2}, {"device": "cuda"}, "with parallel.tensor 2 only works on CPUs so far, not on cuda"),
-        ({"data_shard": 4}, {"full_dtensor": True}, "does not work with parallel.full_dtensor over data-parallel"),
-        ({"tensor": 4}, {}, "with parallel.tensor 4 does not work with fewer key-value heads (2)"),
-        ({"context": 2}, {"model": "qwen3_moe:micro"}, "parallel.context 2 only works for dense models so far"),
-        *(
-            ({"tensor": tensor}, {"num_heads": 16, "num_kv_heads": 1, "head_dim": head_dim, "reduction_chunks": chunks},
-             f"not divide the {head_dim} features of this model's keys (1 heads of")
-            for head_dim, chunks in ((6, 4), (20, 4), (4, 8)) for tensor in (1, 4)
-        ),
-    ],
-)  # fmt: skip
-def test_layouts_with_other_orders_are_refused_by_name(degrees, others, message):
-    shape = preset(others.get("model", "qwen3:micro"), VOCAB)
-    shape = replace(shape, **{name: value for name, value in others.items() if hasattr(shape, name)})
-    world = World(torch.device(others.get("device", "cpu")), dict.fromkeys(AXES, 1) | degrees)
-    parallel = ParallelConfig(full_dtensor=others.get("full_dtensor", False))
-    assert message in next(layout_problems(shape, world, parallel))
-
-
 def not_a_number_on_one_rank():
     world = open_world(ParallelConfig(), "cpu")
     shape = preset("qwen3:micro", VOCAB)
@@ -321,9 +288,3 @@ def test_a_run_resumed_in_other_layouts_is_the_run_of_one_process(tmp_path, caps
     assert "steps compared: 8, from 1 to 8" in out and " at step" not in out, out
     weights = [tmp_path / name / "checkpoints" / "step_00000008" / "model.safetensors" for name in ("alone", "several")]
     assert weights[0].read_bytes() == weights[1].read_bytes()
-
-
-def test_micro_batches_that_ranks_would_make_smaller_are_refused():
-    divide_step(32, 8 * 32, 8 * 32, 2)
-    with pytest.raises(UserError, match="rank has 4 rows .*give train.tokens_per_microbatch 128 in all layouts"):
-        divide_step(32, 8 * 32, 8 * 32, 2, deterministic=True)

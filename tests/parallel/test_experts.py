@@ -7,16 +7,13 @@ import pytest
 import torch
 
 from lockstep import Engine, EngineConfig, SamplingParams, ops
-from lockstep.config import CompileConfig, ParallelConfig, PretrainConfig, RecomputeConfig, TrainConfig, validate
-from lockstep.errors import UserError
+from lockstep.config import CompileConfig, ParallelConfig, PretrainConfig, RecomputeConfig, TrainConfig
 from lockstep.model import initialize, preset
 from lockstep.model.shard import local_values
 from lockstep.ops.experts import feed_forward
 from lockstep.parallel import close_world, generator_model, open_world, parallel_model
 from lockstep.parallel.exchange import whole_rows
 from lockstep.parallel.experts import experts_over_ranks
-from lockstep.parallel.refusals import refuse_impossible
-from lockstep.parallel.world import AXES, resolve_degrees
 from lockstep.train import Trainer, pack
 from lockstep.train.dry_run import dry_run
 from lockstep.train.objective import NextTokenLoss
@@ -191,39 +188,3 @@ def test_a_dry_run_counts_the_experts_messages_and_their_share():
     assert not [key for key in alone.traffic if key[1] == "alltoall_base"]
     assert shared.memory["weights"] == pytest.approx(alone.memory["weights"], rel=0.01)
     assert "expert 4" in shared.text()
-
-
-@pytest.mark.parametrize(
-    ("parallel", "degrees", "said"),
-    [
-        (ParallelConfig(expert=3), {}, "parallel.expert 3 does not divide the 8 experts; set .* to 1 or 2 or 4 or 8"),
-        (ParallelConfig(expert=4), {"tensor": 4}, "expert 4 x parallel.tensor 4 does not .* 8 experts; .* to 1 or 2"),
-    ],
-)
-def test_degrees_that_do_not_divide_the_experts_are_refused_with_those_that_do(parallel, degrees, said):
-    shape = replace(preset(MODEL, 258), reduction_chunks=4, num_kv_heads=4)
-    with pytest.raises(UserError, match=said):
-        refuse_impossible(shape, dict.fromkeys(AXES, 1) | degrees, parallel)
-
-
-def test_tensor_degrees_are_asked_to_divide_the_experts_and_not_features_that_are_not_cut():
-    shape = replace(preset(MODEL, 258), reduction_chunks=4, num_kv_heads=4, intermediate_size=6)
-    refuse_impossible(shape, dict.fromkeys(AXES, 1) | {"tensor": 4}, ParallelConfig(tensor=4))
-    fewer = replace(shape, experts=replace(shape.experts, count=6))
-    with pytest.raises(UserError, match="parallel.tensor 4 does not divide 6 experts; set it to 1 or 2"):
-        refuse_impossible(fewer, dict.fromkeys(AXES, 1) | {"tensor": 4}, ParallelConfig(tensor=4))
-
-
-def test_settings_that_do_not_go_with_shared_experts_are_refused_by_name():
-    with pytest.raises(UserError, match="parallel.expert is 2, but the model has no experts"):
-        refuse_impossible(preset("qwen3:micro", 258), dict.fromkeys(AXES, 1), ParallelConfig(expert=2))
-    with pytest.raises(UserError, match="expert is 4; it must divide the 6 ranks of data_shard 3 x context 2.*1 or 2"):
-        resolve_degrees(ParallelConfig(expert=4, context=2), 6)
-    others = {
-        'recompute.mode "budget" does not work': dict(recompute=RecomputeConfig("budget", budget_gib=1.0)),
-        "compiled layers do not work": dict(compile=CompileConfig("inductor")),
-        "deterministic_layout does not work": dict(train=TrainConfig(deterministic_layout=True)),
-    }
-    for said, settings in others.items():
-        with pytest.raises(UserError, match=said):
-            validate(PretrainConfig(parallel=ParallelConfig(expert=2), **settings))

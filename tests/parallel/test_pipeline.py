@@ -3,9 +3,8 @@
 import pytest
 import torch
 
-from lockstep.config import CompileConfig, ParallelConfig, RecomputeConfig
-from lockstep.errors import UserError
-from lockstep.parallel.pipeline_schedule import PipelinePlan, alternating, bubble_fraction, split_layers
+from lockstep.config import ParallelConfig, RecomputeConfig
+from lockstep.parallel.pipeline_schedule import alternating, bubble_fraction, split_layers
 from tests.parallel.launch import launch
 from tests.parallel.training import train
 
@@ -75,17 +74,6 @@ def test_layers_are_split_by_work_or_by_name(layers, stages, settings, expected)
     assert [layer for own in split for layer in own] == list(range(layers))
 
 
-def test_splits_that_cannot_be_are_refused():
-    with pytest.raises(
-        UserError, match=r"4 stages needs at least as many layers, but the model has 3; lower parallel.pipeline"
-    ):
-        split_layers(3, 4, ParallelConfig())
-    with pytest.raises(UserError, match=r'no stage can begin with "norm"; name layers.1 to layers.5'):
-        split_layers(6, 2, ParallelConfig(pipeline_split="norm"))
-    with pytest.raises(UserError, match=r'"layers.2" does not make 3 stages; name the 2 layers'):
-        split_layers(6, 3, ParallelConfig(pipeline_split="layers.2"))
-
-
 def test_the_bubble_is_that_of_the_papers():
     def table(name, ranks, count):
         ahead = [count if name == "gpipe" else min(count, ranks - rank) for rank in range(ranks)]
@@ -97,22 +85,3 @@ def test_the_bubble_is_that_of_the_papers():
         assert bubble_fraction(table("gpipe", ranks, count), [1.0] * ranks) == pytest.approx(share)
         assert bubble_fraction(table("1f1b", ranks, count), [1.0] * ranks) == pytest.approx(share)
     assert bubble_fraction(table("gpipe", 2, 4), [1.0, 2.0]) > bubble_fraction(table("gpipe", 2, 4), [1.5, 1.5])
-
-
-@pytest.mark.parametrize(
-    "settings, count, complaint",
-    [
-        ({"pipeline_schedule": "1f1b"}, 3, r'3 micro-batches per rank, but .* "1f1b" on 4 ranks needs 4 or more'),
-        ({"pipeline_schedule": "dualpipev"}, 7, r"needs 8 or more"),
-        ({"pipeline_schedule": "interleaved"}, 9, r"needs a multiple of 4"),
-        ({"pipeline_schedule": "zbv", "reshard_after_forward": "always"}, 4, r"halves of the backward"),
-    ],
-)
-def test_settings_that_do_not_go_together_are_refused(settings, count, complaint):
-    with pytest.raises(UserError, match=complaint):
-        PipelinePlan(ParallelConfig(pipeline=4, **settings)).check_microbatches(count)
-
-
-def test_a_split_backward_is_refused_for_compiled_blocks():
-    with pytest.raises(UserError, match=r'set compile.backend = "none"'):
-        PipelinePlan(ParallelConfig(pipeline=2, pipeline_schedule="zbv")).check_compile(CompileConfig("inductor"))

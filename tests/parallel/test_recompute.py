@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from lockstep import ops
-from lockstep.config import CompileConfig, ParallelConfig, PretrainConfig, RecomputeConfig, TrainConfig, validate
+from lockstep.config import CompileConfig, ParallelConfig, RecomputeConfig, TrainConfig
 from lockstep.errors import UserError
 from lockstep.model import initialize, preset
 from lockstep.ops import native
@@ -155,15 +155,3 @@ def _passes_in_flight():
 
 def test_a_pipelines_schedule_says_how_many_micro_batches_are_kept():
     assert launch(2, _passes_in_flight) == [[{2}, {4}], [{1}, {4}]]
-
-
-def test_modes_that_cannot_be_followed_are_refused():
-    def refused(recompute, compiled="none"):
-        with pytest.raises(UserError) as error:
-            validate(PretrainConfig(recompute=recompute, compile=CompileConfig(backend=compiled)))
-        return str(error.value)
-
-    assert "every is 0" in refused(RecomputeConfig("every", every=0))
-    assert "budget needs a number above 0" in refused(RecomputeConfig("budget"))
-    assert 'no operator "sorting"' in refused(RecomputeConfig("selective", keep=("sorting",)))
-    assert "keep only attention" in refused(RecomputeConfig("selective", keep=("linear",)), "inductor")

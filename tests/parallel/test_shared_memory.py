@@ -17,7 +17,7 @@ from lockstep.parallel import close_world, open_world, shared_memory
 from lockstep.parallel.exchange import all_gather, gather_rows, group_named, swap_rows
 from tests.parallel.launch import CONTEXT, free_port, launch, ranks_environment
 
-DTYPES = torch.float32, torch.bfloat16, torch.float64, torch.int64, torch.uint8, torch.bool
+DTYPES = torch.bfloat16, torch.int64, torch.bool
 LONG = shared_memory.SLOT // 7
 """Rows of a message that is longer than the memory."""
 
@@ -51,10 +51,10 @@ def compare_with_gloo(slots):
 
 
 @pytest.mark.parametrize(
-    ("ranks", "rows"), [(2, [0, 1, 7, 300]), pytest.param(4, [0, 1, 7, 300, LONG], marks=pytest.mark.slow)]
+    ("ranks", "rows"), [(2, [0, 7]), pytest.param(4, [0, 1, 7, 300, LONG], marks=pytest.mark.slow)]
 )
 def test_what_arrives_has_the_bytes_that_gloo_brings_in_one_piece_and_in_many(ranks, rows):
-    launch(ranks, compare_with_gloo, {shared_memory.SLOT: rows, 64 * ranks: [1, 5, 64]})
+    launch(ranks, compare_with_gloo, {shared_memory.SLOT: rows, 64 * ranks: [5, 64]})
 
 
 def exchange_at_all_paces(before_wrap, turns):

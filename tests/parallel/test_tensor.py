@@ -9,13 +9,11 @@ import torch.distributed as dist
 from torch.distributed.tensor import DTensor, Partial
 
 from lockstep import ops
-from lockstep.config import CompileConfig, ParallelConfig, PretrainConfig, validate
-from lockstep.errors import UserError
+from lockstep.config import CompileConfig, ParallelConfig
 from lockstep.model import Decoder, initialize, preset
 from lockstep.ops import head_gradients
 from lockstep.parallel import close_world, open_world, parallel_model
 from lockstep.parallel.exchange import sum_rows
-from lockstep.parallel.refusals import refuse_impossible
 from lockstep.parallel.row_product import row_product
 from lockstep.parallel.tensor import distribute_parameters
 from lockstep.parallel.vocabulary import sharded_token_log_probs
@@ -171,27 +169,3 @@ def compare_sums_of_rows(world):
         total = sum_rows(wide, world.mesh.get_group("tensor"))
     assert total.untyped_storage().nbytes() == total.nbytes == wide.nbytes / 4
     assert peak.nbytes == wide.nbytes + total.nbytes  # what was received, and the last sum
-
-
-def test_a_degree_that_does_not_divide_the_model_is_refused_with_those_that_do():
-    shape = preset("qwen3:micro", 258)
-    with pytest.raises(UserError, match=r"tensor 3 does not divide 4 attention heads, 2 key-value .*set it to 1 or 2"):
-        refuse_impossible(shape, {"tensor": 3}, TENSOR)
-    with pytest.raises(UserError, match=r"tensor 8 leaves a rank with none of the 9 tokens"):
-        shape = dataclasses.replace(preset("qwen3:micro", 9), num_heads=8, num_kv_heads=8, reduction_chunks=8)
-        refuse_impossible(shape, {"tensor": 8}, ParallelConfig(tensor=8))
-    shape = preset("qwen3:micro", 258)
-    with pytest.raises(UserError, match=r"reduction_chunks 1 is too small for parallel.tensor 2"):
-        refuse_impossible(shape, {"tensor": 2}, TENSOR)
-    refuse_impossible(dataclasses.replace(shape, reduction_chunks=2), {"tensor": 2}, TENSOR)
-
-
-def test_degrees_and_chunks_that_are_no_powers_of_two_are_refused():
-    for degree in (3, 6, 16):
-        with pytest.raises(UserError, match=f"parallel.tensor is {degree}; give 1, 2, 4 "):
-            validate(PretrainConfig(parallel=ParallelConfig(tensor=degree)))
-    for chunks in (3, 2):
-        with pytest.raises(UserError, match=rf"reduction_chunks is {chunks}; .* at least parallel.tensor \(4\)"):
-            validate(PretrainConfig(parallel=ParallelConfig(tensor=4, reduction_chunks=chunks)))
-    validate(PretrainConfig(parallel=ParallelConfig(tensor=4), sequence_length=25))
-    validate(PretrainConfig(parallel=ParallelConfig(reduction_chunks=4)))
