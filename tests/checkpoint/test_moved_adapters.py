@@ -105,16 +105,6 @@ def test_a_run_that_moved_with_its_base_resumes_as_it_is(runs, tmp_path):
     assert newest_checkpoint(again).name == "step_00000003"
 
 
-def test_folders_may_have_the_names_of_options(runs, tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
-    (runs[0] / "full").rename(tmp_path / "base")
-    rest = ["--data", runs[1].data, "--lora.rank", "2", "--tokens-per-step", "64", "--sequence-length", "32"]
-    assert main(["pretrain", "--model", "base", "--steps", "1", "--output", "rank", *rest]) == 0
-    assert main(["generate", "--model", "rank", "--prompt", "the", "--max-tokens", "1"]) == 0
-    shutil.rmtree(tmp_path / "rank")
-    shutil.rmtree(tmp_path / "base")
-
-
 def test_a_base_that_is_another_model_is_refused(runs, tmp_path, monkeypatch):
     other = replace(runs[1], output=str(tmp_path / "other"), seed=1)
     monkeypatch.setenv(BASE, str(newest_checkpoint(pretrain(other))))

@@ -6,70 +6,23 @@ from functools import partial
 import pytest
 import torch
 import torch.distributed as dist
-from torch.distributed.tensor import DTensor, Partial
 
 from lockstep import ops
-from lockstep.config import CompileConfig, ParallelConfig
+from lockstep.config import ParallelConfig
 from lockstep.model import Decoder, initialize, preset
 from lockstep.ops import head_gradients
-from lockstep.parallel import close_world, open_world, parallel_model
+from lockstep.parallel import close_world, open_world
 from lockstep.parallel.exchange import sum_rows
 from lockstep.parallel.row_product import row_product
 from lockstep.parallel.tensor import distribute_parameters
 from lockstep.parallel.vocabulary import sharded_token_log_probs
-from lockstep.train import pack, target_log_probs
-from lockstep.train.context import shard_row
+from lockstep.train import pack
 from tests.parallel.launch import launch
 from tests.parallel.memory import PeakMemory
 
 TENSOR = ParallelConfig(tensor=2)
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 SEQUENCES = [list(range(40)), list(range(50, 73)), [7] * 17]
-
-
-def build(parallel, model, dtype="float32"):
-    world = open_world(parallel, "cpu")
-    shape = preset(model, 258)
-    fill = partial(initialize, seed=3)
-    return world, parallel_model(shape, DTYPES[dtype], world, parallel, CompileConfig(), fill)
-
-
-@pytest.mark.parametrize(
-    "ranks, model, layout",
-    [
-        (2, "qwen3:micro", TENSOR),
-        pytest.param(4, "qwen3:micro", ParallelConfig(tensor=4), marks=pytest.mark.slow),
-        (4, "llama3:micro", ParallelConfig(context=2, tensor=2, full_dtensor=True)),
-    ],
-)
-def test_every_gradient_is_that_of_one_process_and_copies_are_equal_on_all_ranks(ranks, model, layout):
-    (expected,) = launch(1, gradients, ParallelConfig(), model)
-    for found in launch(ranks, gradients, layout, model):
-        assert found.keys() == expected.keys()
-        for name, gradient in found.items():
-            error = (gradient - expected[name]).norm() / expected[name].norm()
-            assert error < 1e-4, name
-
-
-def gradients(parallel, model):
-    world, decoder = build(parallel, model)
-    row = pack(SEQUENCES)
-    log_probs, _ = target_log_probs(decoder, shard_row(row, world))
-    (-log_probs.sum() / len(row.targets)).backward()
-    found = {}
-    for name, parameter in decoder.named_parameters():
-        gradient = parameter.grad
-        if isinstance(gradient, DTensor):
-            assert not any(isinstance(place, Partial) for place in gradient.placements), name
-            assert gradient.placements == parameter.placements, name
-            if "norm" in name:
-                copies = [torch.empty_like(gradient.to_local()) for _ in range(world.degrees["tensor"])]
-                dist.all_gather(copies, gradient.to_local(), group=world.mesh.get_group("tensor"))
-                assert all(torch.equal(copy, copies[0]) for copy in copies), name
-            gradient = gradient.full_tensor()
-        found[name] = gradient.clone()
-    close_world(world)
-    return found
 
 
 @pytest.mark.parametrize(("model", "dtype"), [("qwen3:micro", "float32"), ("llama3:micro", "bfloat16")])
