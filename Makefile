@@ -7,7 +7,7 @@ PIP := $(VENV)/bin/pip install --quiet
 PRODUCT := $(VENV)/.product
 PEERS := $(VENV)/.peers
 
-.PHONY: parity gpu-check gpu-test gpu-bench demo demo-picture test test-slow test-security test-torch lint api format bench clean
+.PHONY: parity gpu-check gpu-test gpu-bench demo demo-picture test test-slow test-types test-security test-torch lint api format bench clean
 
 $(PRODUCT): pyproject.toml
 	$(PYTHON) -m venv $(VENV)
@@ -35,6 +35,10 @@ PARALLEL := -n auto --maxprocesses 8 --dist worksteal
 test: $(PEERS)
 	$(RUN) pytest $(PARALLEL) --durations 15 $(ARGS)
 
+# With every annotation's types and shapes checked.
+test-types: $(PEERS)
+	LOCKSTEP_CHECK_TYPES=1 $(RUN) pytest $(PARALLEL) tests/ops tests/model tests/generate tests/train tests/rl $(ARGS)
+
 # What `make test` leaves out; for a part of it: make test-slow ARGS=tests/generate
 test-slow: $(PEERS)
 	$(RUN) pytest $(PARALLEL) -m slow $(ARGS)
@@ -52,7 +56,7 @@ $(VENV)-torch-%/.peers: pyproject.toml
 test-torch: $(VENV)-torch-$(TORCH)/.peers
 	$(VENV)-torch-$(TORCH)/bin/python -m pytest $(PARALLEL) --durations 15 $(TORCH_TESTS) $(ARGS)
 
-# 20,000 damaged requests and 2,000 damaged folders, by fixed seeds; `make test` has a tenth of them.
+# 20,000 damaged requests and 2,000 damaged folders, by fixed seeds; `make test` has a fortieth of them.
 test-security: $(PEERS)
 	$(RUN) pytest -m "slow or not slow" tests/security
 

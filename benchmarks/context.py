@@ -14,6 +14,7 @@ import subprocess
 import sys
 import tempfile
 import time
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -35,8 +36,7 @@ def one_rank(tokens: int, ranks: int, dtype: str) -> dict[str, Any]:
     import torch
 
     from lockstep.config import CompileConfig, ParallelConfig, TrainConfig
-    from lockstep.model import initialize, resolve_dtype
-    from lockstep.model.families.llama3 import config
+    from lockstep.model import initialize, preset, resolve_dtype
     from lockstep.parallel import close_world, open_world, parallel_model
     from lockstep.train import Trainer, pack
     from lockstep.train.context import shard_row
@@ -44,7 +44,7 @@ def one_rank(tokens: int, ranks: int, dtype: str) -> dict[str, Any]:
 
     parallel = ParallelConfig(context=ranks)
     world = open_world(parallel, "cpu")
-    shape = config(VOCAB, dim=128, num_layers=3, num_heads=2, num_kv_heads=1, head_dim=32, intermediate_size=384)
+    shape = replace(preset("llama3:micro", VOCAB), num_layers=3, num_heads=2, num_kv_heads=1)
     fill = partial(initialize, seed=0)
     model = parallel_model(shape, resolve_dtype(dtype), world, parallel, CompileConfig(), fill)
     trainer = Trainer(model, TrainConfig(keep_freed_memory=False), 10, world)
@@ -70,7 +70,7 @@ def one_rank(tokens: int, ranks: int, dtype: str) -> dict[str, Any]:
 
 def attention_seconds() -> list[float]:
     """The processor time of every call of attention, forward and backward, from now on."""
-    from lockstep.ops import attention, piece_attention
+    from lockstep.ops import packed_attention
 
     calls: list[float] = []
 
@@ -85,10 +85,9 @@ def attention_seconds() -> list[float]:
 
         setattr(owner, name, timed)
 
-    time_calls(attention.PackedAttention, "forward")
-    time_calls(attention, "attend_backward")
-    time_calls(piece_attention.PieceAttention, "forward")
-    time_calls(piece_attention.PieceAttention, "backward")
+    time_calls(packed_attention.PackedAttention, "forward")
+    time_calls(packed_attention, "attend_backward")
+    time_calls(packed_attention.PieceAttention, "forward")
     return calls
 
 

@@ -17,10 +17,10 @@ from typing import Any
 from benchmarks.rewards import best
 from lockstep.config import RewardConfig
 from lockstep.rl import Example, Reply
-from lockstep.rl.conversations.exchange import ConversationEnded, ReplyRequest
 from lockstep.rl.conversations.runner import ConversationRunner
 from lockstep.rl.conversations.worker_runner import WorkerConversationRunner, worker_task
 from lockstep.rl.environments.loading import EnvironmentSource, load_environment
+from lockstep.rl.grading.exchange import ConversationEnded, ReplyRequest
 from lockstep.rl.grading.pool import open_workers
 
 TASK = """

@@ -107,7 +107,7 @@ def decode_attention(batch: int, context: int, heads: int, kv_heads: int, dim: i
     contexts = torch.full((batch,), context, dtype=torch.int32, device="cuda")
     q = torch.randn(batch, heads, dim, device="cuda", dtype=torch.bfloat16)
     k, v = torch.randn(2, batch, kv_heads, dim, device="cuda", dtype=torch.bfloat16)
-    attention = ops.DecodeAttention(cache, table, contexts)
+    attention = ops.PagedAttention(cache, table, None, contexts)
     mine = device_seconds([lambda: attention(0, q, k, v)], rounds=20)
     dense = torch.randn(2, batch, kv_heads, context, dim, device="cuda", dtype=torch.bfloat16)
     query = q[:, :, None]

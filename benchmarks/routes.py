@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import argparse
 import copy
+import math
 import random
 import tempfile
 import time
@@ -100,12 +101,15 @@ def replay() -> None:
         for c in group
     ]  # fmt: skip
     config = RLConfig(dtype="float32", train=TrainConfig(tokens_per_microbatch=2048))
-    loss = PolicyLoss(algorithm_of(config), config.temperature, compare=True, replay_routes=True)
-    for batch in policy_batches(rollouts, packing_of(config)):
-        loss(model, batch)
     print(f"sampled in bfloat16, trained in float32, {sum(r.num_sampled for r in rollouts)} tokens:")
-    for name, value in loss.replay.metrics().items():
-        print(f"  {name:28} {value:.5f}")
+    for replayed in (False, True):
+        loss = PolicyLoss(algorithm_of(config), config.temperature, compare=True, replay_routes=replayed)
+        for batch in policy_batches(rollouts, packing_of(config)):
+            loss(model, batch)
+        mean, square = (sum(loss.of_microbatches[f"policy/ratio_{name}"]) for name in ("mean", "square"))
+        distance = math.sqrt(square - 2 * mean + 1)
+        print(f"  {'with' if replayed else 'without'} replay: RMS distance of the ratio from 1: {distance:.5f}")
+    print(f"  routes that differ: {loss.metrics()['routes/different']:.5f}")
 
 
 def main() -> None:

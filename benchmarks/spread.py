@@ -15,8 +15,7 @@ from lockstep.model import preset
 from lockstep.parallel import World
 from lockstep.parallel.world import AXES
 from lockstep.rl import Example
-from lockstep.rl.rollouts.microbatches import microbatches
-from lockstep.rl.rollouts.packing import packing_of
+from lockstep.rl.rollouts.packing import microbatches, packing_of
 from lockstep.rl.rollouts.records import Rollout
 from lockstep.rl.rollouts.shares import cost, spread, token_budget
 

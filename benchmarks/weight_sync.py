@@ -1,9 +1,9 @@
 """How long new weights take from the trainer's ranks to the generators, against a copy of as many bytes in memory.
 
 Two processes of one thread each, bfloat16, models of 5M to 0.6B parameters. Colocated: both train and generate (FSDP 2,
-also with all but one layer frozen, TP 2 and two stages of a pipeline). Separate: one trains, and the other takes what
-it publishes, through memory or TCP. GB/s are bytes of the weights that a rank receives, in seconds of the whole
-transfer: rounding, sending, checksums of all tensors, and the copy into the generator's.
+also with all but one layer frozen, TP 2 and two stages of a pipeline). Separate: one trains, and the other reads what
+it publishes. GB/s are bytes of the weights that a rank receives, in seconds of the whole transfer: rounding, sending,
+checksums of all tensors, and the copy into the generator's.
 
 Run: python benchmarks/weight_sync.py [--size 110M] [--plot docs/weight_sync.png]
      python benchmarks/weight_sync.py --steps 5       share of a real GRPO step (32 completions of 64 tokens), 110M
@@ -29,7 +29,7 @@ TIMES = 7
 KEY = bytes(32)
 FROZEN = "FSDP 2, one layer trained"
 LAYOUTS: dict[str, dict[str, int]] = {"FSDP 2": {}, FROZEN: {}, "TP 2": {"tensor": 2}, "PP 2": {"pipeline": 2}}
-SEPARATE = ("memory", "TCP")
+SEPARATE = "separate"
 WAYS: dict[str, list[str]] = {
     "FSDP 2": [],
     "TP 2": ["--parallel.tensor", "2"],
@@ -96,14 +96,16 @@ def measure(size: str, layout: str) -> dict[str, float]:
     return found
 
 
-def measure_separate(size: str, way: str) -> dict[str, float]:
+def measure_separate(size: str) -> dict[str, float]:
     """Medians of one trainer that publishes to one replica, in seconds; runs in the trainer's process."""
     import torch
 
+    from lockstep.host_memory import keep_freed_memory
     from lockstep.parallel import World
     from lockstep.rl.weights.server import WeightServer
 
     torch.set_num_threads(1)
+    keep_freed_memory()
     model = _model(size)
     parameters = dict(model.named_parameters())
     found = {
@@ -118,10 +120,10 @@ def measure_separate(size: str, way: str) -> dict[str, float]:
 
         def transfer() -> None:
             assert replica.stdin is not None and replica.stdout is not None
-            manifest = weight_server.publish(1)
-            if way == "TCP":
-                manifest["server"]["ranks"][0]["handle"] = None
-            replica.stdin.write(json.dumps(manifest) + "\n")
+            with torch.no_grad():
+                for parameter in parameters.values():
+                    parameter.view(-1)[0] += 1  # what has not changed is not read again
+            replica.stdin.write(json.dumps(weight_server.publish(1)) + "\n")
             replica.stdin.flush()
             assert replica.stdout.readline() == "loaded\n"
 
@@ -172,7 +174,7 @@ def _median(work: Callable[[], None]) -> float:
 
 def run(size: str, layout: str) -> dict[str, float]:
     """Rank 0's medians."""
-    if layout in SEPARATE:
+    if layout == SEPARATE:
         command = [sys.executable, __file__, "--rank-of", layout, "--size", size]
         environment = os.environ | {"OMP_NUM_THREADS": "1"}
         done = subprocess.run(command, stdout=subprocess.PIPE, text=True, env=environment, check=True)
@@ -240,9 +242,9 @@ def plot(results: dict[str, dict[str, dict[str, Any]]], file: Path) -> None:
     import matplotlib.pyplot as plt
 
     figure, axes = plt.subplots(figsize=(6, 4))
-    for layout in (*LAYOUTS, *SEPARATE):
+    for layout in (*LAYOUTS, SEPARATE):
         points = [(of[layout]["bytes"] / 2**20, of[layout]["transfer"]) for of in results.values()]
-        axes.plot(*zip(*points), marker="o", label=f"separate, {layout}" if layout in SEPARATE else layout)
+        axes.plot(*zip(*points), marker="o", label=layout)
     copies = [(of["FSDP 2"]["bytes"] / 2**20, of["FSDP 2"]["copy"]) for of in results.values()]
     axes.plot(*zip(*copies), marker="o", linestyle="--", color="gray", label="copy in memory")
     axes.set(xscale="log", yscale="log", xlabel="weights of a rank's generator, MiB", ylabel="seconds")
@@ -258,7 +260,7 @@ def main() -> None:
     parser.add_argument("--keep", type=Path, help="file of what was measured; what stands there is not measured again")
     parser.add_argument("--steps", type=int, default=0, help="steps of a GRPO run, whose share a sync is")
     parser.add_argument("--way", choices=WAYS, help="one way instead of all, with --steps")
-    parser.add_argument("--rank-of", choices=[*LAYOUTS, *SEPARATE], help=argparse.SUPPRESS)
+    parser.add_argument("--rank-of", choices=[*LAYOUTS, SEPARATE], help=argparse.SUPPRESS)
     parser.add_argument("--replica", action="store_true", help=argparse.SUPPRESS)
     options = parser.parse_args()
     if options.replica:
@@ -266,7 +268,7 @@ def main() -> None:
         return
     if options.rank_of:
         way = options.rank_of
-        found = measure_separate(options.size, way) if way in SEPARATE else measure(options.size, way)
+        found = measure_separate(options.size) if way == SEPARATE else measure(options.size, way)
         print(json.dumps(found))
         return
     if options.steps:
@@ -280,7 +282,7 @@ def main() -> None:
     results: dict[str, dict[str, dict[str, Any]]] = json.loads(options.keep.read_text()) if kept else {}
     print(f"{'model':>6} {'layout':>25} {'MiB':>8} {'transfer':>10} {'GB/s':>6} {'copy':>9} {'GB/s':>6}")
     for size in [options.size] if options.size else SIZES:
-        for layout in (*LAYOUTS, *SEPARATE):
+        for layout in (*LAYOUTS, SEPARATE):
             of_size = results.setdefault(size, {})
             found = of_size[layout] = of_size.get(layout) or run(size, layout)
             if options.keep:

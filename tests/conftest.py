@@ -1,4 +1,4 @@
-"""Turns on the checking of shapes and types in every annotated function, and makes small real models and tokenizers."""
+"""Small real models and tokenizers, and what all tests share."""
 
 import inspect
 import os
@@ -11,20 +11,16 @@ if "PYTEST_XDIST_WORKER" in os.environ:
     # Before torch is imported, and for all processes that tests start: the workers fill the cores already.
     os.environ.setdefault("OMP_NUM_THREADS", "1")
 
-import jaxtyping
+import tests.typechecker
+
+if os.environ.get("LOCKSTEP_CHECK_TYPES"):
+    tests.typechecker.install()  # before the package is imported
+
 import pytest
 from hypothesis import settings
 from hypothesis.configuration import set_hypothesis_home_dir
-from jaxtyping import install_import_hook
 
-import tests.typechecker
-
-jaxtyping.jaxtyped = tests.typechecker.checked_once_a_kind(jaxtyping.jaxtyped)
-# Before anything else imports the package: only modules imported under the hook are checked.
-install_import_hook("lockstep", "tests.typechecker.check")
-
-
-from lockstep.observe.garbage import GarbageCollection  # noqa: E402
+from lockstep.observe.garbage import GarbageCollection
 
 # The same examples in every run; `pytest --hypothesis-profile random` draws others.
 settings.register_profile("random", settings())

@@ -1,7 +1,7 @@
 """lm-eval's tasks over this model: the figures of its own Hugging Face backend, on tasks made of local files."""
 
-import importlib.util
 import json
+import runpy
 import shutil
 import subprocess
 import sys
@@ -11,11 +11,16 @@ import torch
 
 import lockstep
 from lockstep.data import load_tokenizer
+from lockstep.errors import UserError
 from lockstep.shared_prefixes import Scored, packed_batches
 
-needs_lm_eval = pytest.mark.skipif(
-    importlib.util.find_spec("lm_eval") is None, reason="needs lm-eval (pip install lm-eval)"
-)
+pytest.importorskip("lm_eval", reason="needs lm-eval (pip install lm-eval)")
+
+from lm_eval import simple_evaluate
+from lm_eval.api.instance import Instance
+from lm_eval.tasks import TaskManager
+
+from lockstep.harness import LockstepLM, main
 
 CHOICE = """
 task: {name}
@@ -85,28 +90,25 @@ def tasks(tmp_path_factory):
     return folder
 
 
-def _results(model, tasks, **arguments):
-    from lm_eval import simple_evaluate
-    from lm_eval.tasks import TaskManager
-
+def results(model, tasks, **arguments):
     names = [f"local_{path.stem}" for path in sorted(tasks.glob("*.yaml"))]
     manager = TaskManager(include_path=str(tasks), include_defaults=False)
     return simple_evaluate(model, tasks=names, task_manager=manager, bootstrap_iters=0, log_samples=True, **arguments)
 
 
-@needs_lm_eval
-def test_every_figure_is_that_of_the_hugging_face_backend(tmp_path, tasks, model_folder):
-    """In float32: the two differ by the rounding of their sums, some 1e-6 of each log-probability."""
-    import lockstep.harness  # noqa: F401  # registers the model
+@pytest.fixture(scope="module")
+def ours(tasks, model_folder):
+    return results("lockstep", tasks, model_args=f"pretrained={model_folder},dtype=float32")
 
-    arguments = f"pretrained={model_folder},dtype=float32"
-    ours = _results("lockstep", tasks, model_args=arguments)
-    theirs = _results("hf", tasks, model_args=arguments + ",device=cpu", batch_size=8)
+
+def test_every_result_is_that_of_the_hugging_face_backend(tasks, model_folder, ours):
+    """In float32: the two differ by the rounding of their sums, some 1e-6 of each log-probability."""
+    theirs = results("hf", tasks, model_args=f"pretrained={model_folder},dtype=float32,device=cpu", batch_size=8)
     assert ours["results"].keys() == theirs["results"].keys() and len(ours["results"]) == 4
-    for task, figures in theirs["results"].items():
-        for name, figure in figures.items():
-            if isinstance(figure, float):
-                assert ours["results"][task][name] == pytest.approx(figure, rel=1e-4), f"{task} {name}"
+    for task, expected in theirs["results"].items():
+        for name, value in expected.items():
+            if isinstance(value, float):
+                assert ours["results"][task][name] == pytest.approx(value, rel=1e-4), f"{task} {name}"
     compared = 0
     for task, samples in theirs["samples"].items():
         for own, other in zip(ours["samples"][task], samples, strict=True):
@@ -123,21 +125,7 @@ def test_every_figure_is_that_of_the_hugging_face_backend(tmp_path, tasks, model
     assert compared == 24 * 4 * 2 + 24 + 24
 
 
-@needs_lm_eval
-def test_an_argument_that_is_not_known_is_named(model_folder):
-    from lockstep.errors import UserError
-    from lockstep.harness import LockstepLM
-
-    with pytest.raises(UserError, match='dytpe is not an argument of lockstep. Did you mean "dtype"'):
-        LockstepLM(str(model_folder), dytpe="bfloat16", batch_size=1)
-
-
-@needs_lm_eval
 def test_an_answer_has_no_end_of_text_even_if_the_tokenizer_writes_it(tmp_path, model_folder):
-    from lm_eval.api.instance import Instance
-
-    from lockstep.harness import LockstepLM
-
     def generate(folder):
         (text,) = LockstepLM(pretrained=str(folder), dtype="float32").generate_until(
             [Instance("generate_until", {}, ("def main", {"until": [], "max_gen_toks": 8, "temperature": 0.0}), 0)]
@@ -162,10 +150,7 @@ def test_an_answer_has_no_end_of_text_even_if_the_tokenizer_writes_it(tmp_path, 
     assert generate(folder) == ""
 
 
-@needs_lm_eval
 def test_a_continuations_log_probability_has_the_trainers_bits_however_it_was_packed(model_folder):
-    from lockstep.harness import LockstepLM
-
     lm = LockstepLM(str(model_folder), tokens_per_batch=200)
     contexts = [list(range(3, 3 + n)) for n in (1, 17, 40, 41)] + [[9, 9, 9]]
     requests = [(None, context, [40 + i, 50 + i, i][: 1 + i]) for context in contexts for i in range(3)]
@@ -194,22 +179,22 @@ def test_what_sequences_begin_with_is_computed_once_and_the_predictor_of_a_score
         assert sum(sequence.computed - shared for sequence, shared in batch) <= 100
 
 
-@needs_lm_eval
-def test_a_task_that_asks_for_what_the_engine_lacks_is_refused_by_name(model_folder):
-    from lockstep.errors import UserError
-    from lockstep.harness import LockstepLM
+def test_arguments_and_requests_that_have_no_effect_are_refused_by_name(model_folder):
+    def ask(**arguments):
+        lm.generate_until([Instance("generate_until", {}, ("x", {"until": ["a"], **arguments}), 0)])
 
     lm = LockstepLM(str(model_folder))
     with pytest.raises(UserError, match="the task needs repetition_penalty, which the engine does not support"):
-        lm._engine_request("x", {"until": ["a"], "repetition_penalty": 1.1})
+        ask(repetition_penalty=1.1)
     with pytest.raises(UserError, match="lower max_gen_toks"):
-        lm._engine_request("x", {"until": ["a"], "max_gen_toks": 10**6})
+        ask(max_gen_toks=10**6)
+    with pytest.raises(UserError, match='dytpe is not an argument of lockstep. Did you mean "dtype"'):
+        LockstepLM(str(model_folder), dytpe="bfloat16", batch_size=1)
 
 
 @pytest.fixture
 def command_line(monkeypatch, capsys):
     """Runs lm-eval's command line in this process; returns its exit code and what it printed."""
-    from lockstep.harness import main
 
     def run(*arguments):
         monkeypatch.setattr(sys, "argv", ["lm-eval", *map(str, arguments)])
@@ -218,55 +203,42 @@ def command_line(monkeypatch, capsys):
     return run
 
 
-@needs_lm_eval
-@pytest.mark.parametrize("subcommand", [[], pytest.param(["run"], marks=pytest.mark.slow)])
-def test_lm_evals_command_line_evaluates_the_model(tmp_path, tasks, model_folder, command_line, subcommand):
+def test_lm_evals_command_line_evaluates_the_model(tmp_path, tasks, model_folder, command_line, ours):
     arguments = f"pretrained={model_folder},dtype=float32"
-    files = sorted(tasks.glob("*.yaml"))
     options = ["--model_args", arguments, "--batch_size", "4", "--log_samples", "--output_path", tmp_path]
-    code, said = command_line(*subcommand, "--model", "lockstep", *options, "--tasks", *files)
+    code, said = command_line("--model", "lockstep", *options, "--tasks", *sorted(tasks.glob("*.yaml")))
     assert code == 0 and "local_generation" in said.out and "exact_match" in said.out
     (written,) = tmp_path.glob("**/results_*.json")
-    figures = json.loads(written.read_text())["results"]
-    expected = _results("lockstep", tasks, model_args=arguments)["results"]
-    assert figures.keys() == expected.keys() and len(figures) == 4
-    for task, own in expected.items():
-        for name, figure in own.items():
-            if isinstance(figure, float):
-                assert figures[task][name] == figure, f"{task} {name}"
+    found = json.loads(written.read_text())["results"]
+    assert found.keys() == ours["results"].keys() and len(found) == 4
+    for task, own in ours["results"].items():
+        for name, value in own.items():
+            if isinstance(value, float):
+                assert found[task][name] == value, f"{task} {name}"
     assert len(list(tmp_path.glob("**/samples_local_*.jsonl"))) == 4
 
 
-@needs_lm_eval
-def test_the_module_is_lm_evals_command_line():
-    outputs = []
-    for module in ("lockstep.harness", "lm_eval"):
-        command = [sys.executable, "-m", module, "--help"]
-        outputs.append(subprocess.run(command, capture_output=True, text=True, timeout=120).stdout)
-    assert outputs[0] == outputs[1] and "validate" in outputs[0]
-
-
-@needs_lm_eval
 @pytest.mark.slow
-def test_lm_evals_command_line_lists_tasks(tasks, command_line):
+def test_what_the_model_refuses_ends_lm_evals_command_line_with_its_message(tasks, command_line):
+    options = ["--model_args", "pretrained=/nowhere", "--tasks", tasks / "choice.yaml"]
+    code, said = command_line("run", "--model", "lockstep", *options)
+    assert code == 2 and said.err.splitlines()[-1].startswith("lockstep: /nowhere: no such folder")
     code, said = command_line("ls", "subtasks", "--include_path", tasks)
     assert code == 0 and "local_choice" in said.out
 
 
-@needs_lm_eval
-def test_what_the_model_refuses_ends_lm_evals_command_line_with_its_message(tasks, command_line):
-    options = ["--model_args", "pretrained=/nowhere", "--tasks", tasks / "choice.yaml"]
-    code, said = command_line("--model", "lockstep", *options)
-    assert code == 2 and said.err.splitlines()[-1].startswith("lockstep: /nowhere: no such folder")
+def test_the_module_is_lm_evals_command_line():
+    command = [sys.executable, "-m", "lockstep.harness", "--help"]
+    printed = subprocess.run(command, capture_output=True, text=True, timeout=120, check=True).stdout
+    assert "lm-eval" in printed and "validate" in printed
 
 
-def test_without_lm_eval_it_is_said_what_to_install():
-    program = "import runpy, sys; sys.modules['lm_eval'] = None; runpy.run_module('lockstep.harness', run_name={!r})"
-    for name, code in (("__main__", 2), ("lockstep.harness", 1)):
-        result = subprocess.run(
-            [sys.executable, "-c", program.format(name)], capture_output=True, text=True, timeout=120
-        )
-        assert result.returncode == code
-        last = result.stderr.splitlines()[-1]
-        assert last.endswith(": lm_eval is not installed; pip install 'lm-eval[hf]>=0.4.13'")
-        assert (last.startswith("lockstep: ") and "Traceback" not in result.stderr) == (name == "__main__")
+def test_without_lm_eval_it_is_said_what_to_install(monkeypatch, capsys):
+    said = "lm_eval is not installed; pip install 'lm-eval[hf]>=0.4.13'"
+    monkeypatch.setitem(sys.modules, "lm_eval", None)
+    with pytest.raises(UserError) as error:
+        runpy.run_module("lockstep.harness", run_name="lockstep.harness")
+    assert str(error.value) == said
+    with pytest.raises(SystemExit, match="2"):
+        runpy.run_module("lockstep.harness", run_name="__main__")
+    assert capsys.readouterr().err == f"lockstep: {said}\n"

@@ -8,10 +8,10 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from tests.typechecker import check
+from tests.typechecker import check, checked_once_a_kind
 
 
-@jaxtyping.jaxtyped(typechecker=check)
+@checked_once_a_kind(jaxtyping.jaxtyped)(typechecker=check)
 def scaled(
     rows: Float[Tensor, "tokens dim"],
     scales: Float[Tensor, "tokens"],

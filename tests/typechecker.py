@@ -1,4 +1,4 @@
-"""How annotations are checked: an int may stand where a float is asked for, as PEP 484 has it.
+"""How `make test-types` checks annotations: an int may stand where a float is asked for, as PEP 484 has it.
 
 A check sees types, shapes and dtypes alone, so a call whose arguments and result have those of a call that was checked
 is not checked again; and of a function that a test calls often, only some calls are looked at. Checking every call
@@ -12,6 +12,7 @@ from collections import Counter
 from threading import get_ident
 from unittest.mock import patch
 
+import jaxtyping
 import numpy as np
 import torch
 
@@ -109,3 +110,9 @@ def checked_once_a_kind(jaxtyped):
         return decorate
 
     return decorator
+
+
+def install():
+    """Checks shapes and types in the package's annotated functions: in modules that are imported after this."""
+    jaxtyping.jaxtyped = checked_once_a_kind(jaxtyping.jaxtyped)
+    jaxtyping.install_import_hook("lockstep", "tests.typechecker.check")

@@ -43,8 +43,8 @@ from lockstep.model import (
     write_adapter_description,
     write_description,
 )
-from lockstep.model.adapter_base import digest, refuse_other_base
 from lockstep.model.adapter_folder import refuse_other_adapter
+from lockstep.model.folder import digest, refuse_other_base
 from lockstep.observe.logs import log
 from lockstep.parallel.world import World
 

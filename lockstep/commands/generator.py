@@ -26,7 +26,7 @@ class GeneratorOptions:
 
 def generator(options: GeneratorOptions) -> int:
     """Runs the command; returns its exit code. Raises UserError if the run cannot be joined."""
-    from lockstep.rl.grading.processes import die_with_parent
+    from lockstep.workers.processes import die_with_parent
 
     if options.parent:
         die_with_parent()

@@ -57,13 +57,14 @@ def parity(options: ParityOptions) -> int:
 
 def _matrix(options: ParityOptions) -> int:
     from lockstep.parallel import refuse_ranks
-    from lockstep.rl.scoring.parity_matrix import run_matrix, table, write_results
+    from lockstep.rl.scoring.parity_matrix import compare, run_jobs, scoring_jobs, table, write_results
 
     refuse_ranks("parity --matrix")
     plain = ParityOptions(matrix=options.matrix, output=options.output)
     if unused := [field.name for field in fields(plain) if getattr(plain, field.name) != getattr(options, field.name)]:
         raise UserError(f"--matrix uses its own models and settings; leave out --{', --'.join(unused)}")
-    cells = run_matrix(options.matrix == "covering")
+    jobs = scoring_jobs(options.matrix == "covering")
+    cells = compare(run_jobs(jobs), jobs)
     write_results(cells, Path(options.output))
     print(
         "log-probabilities checked / different, by layout of the trainer (rows) and dtype and layout of the generator"

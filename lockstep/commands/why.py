@@ -18,7 +18,6 @@ from lockstep.errors import UserError
 from lockstep.observe.actors import (
     Actor,
     catches_stacks_signal,
-    damaged_heartbeats,
     describe_position,
     describe_process,
     describe_stopped,
@@ -63,8 +62,6 @@ class Explanation:
     held_up_by: list[Actor] = field(default_factory=list)
     actors: list[Actor] = field(default_factory=list)
     stacks: Mapping[str, Stack] = field(default_factory=dict)
-    damaged: list[str] = field(default_factory=list)
-    """Files that should be heartbeats and cannot be read."""
 
     def text(self) -> str:
         lines = [self.summary]
@@ -74,8 +71,6 @@ class Explanation:
             stack = self.stacks[actor.name]
             lines += ["", f"{actor.title}{': ' + stack.note if stack.note else ', innermost call first:'}"]
             lines += [f"  {frame}" for frame in _shown(stack.frames)]
-        if self.damaged:
-            lines += ["", f"files that are not heartbeats were ignored: {', '.join(self.damaged)}"]
         return "\n".join(lines)
 
     def as_json(self) -> str:
@@ -86,7 +81,6 @@ class Explanation:
                 "moves": self.moves,
                 "held_up_by": [actor.name for actor in self.held_up_by],
                 "actors": [self._plain(actor) for actor in self.actors],
-                "damaged": self.damaged,
             },
             indent=1,
         )
@@ -119,24 +113,19 @@ def why(run: Path) -> Explanation:
     if not (run / CONFIG).is_file():
         raise UserError(f"{run}: is not a run's folder; give a run's --output folder")
     actors = list(read_actors(run).values())
-    damaged = [path.name for path in damaged_heartbeats(run)]
     if not actors:
-        return _without_actors(run, damaged)
+        return _without_actors(run)
     stacks = ask_stacks(run, actors)
     blocking = held_up_by(actors, actors)
     moves = not any(a.lost or not a.answers for a in blocking) and any(a.still <= _brief(a) for a in blocking)
-    return Explanation(
-        run, _summary(run, blocking, actors, moves), moves, [] if moves else blocking, actors, stacks, damaged
-    )
+    return Explanation(run, _summary(run, blocking, actors, moves), moves, [] if moves else blocking, actors, stacks)
 
 
-def _without_actors(run: Path, damaged: list[str]) -> Explanation:
+def _without_actors(run: Path) -> Explanation:
     if holder := _starting(run):
         return Explanation(run, f"the run is starting, without a heartbeat yet: {holder} loads the model", True)
     if RunFolder(run).summary.is_file():
         return Explanation(run, "the run has finished all its steps (summary.json)", True)
-    if damaged:
-        raise UserError(f"{run}/logs: {', '.join(damaged)} cannot be read as heartbeats of the run's processes")
     raise UserError(
         f"{run}: nothing is known about its processes: it ended, or was killed, before its first step began; start it "
         "again with --resume or --overwrite"

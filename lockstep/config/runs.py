@@ -120,12 +120,11 @@ class RLConfig:
     """Llama 3 or Qwen3 to start from: a Hugging Face folder, a run's folder, or ORGANISATION/MODEL[@REVISION] of the
     hub."""
     environment: str = ""
-    """What to learn: `alphabet_sort`, `calculator`, `code`, `digit_sum`, `gsm8k`, `math`, `prompts` or `retrieval`;
-    `gymnasium:ID` or `verifiers:TASKSET`; or `FILE.py:Class` for your own task."""
+    """What to learn: `code`, `digit_sum`, `gsm8k`, `math` or `prompts`; `gymnasium:ID` or `verifiers:TASKSET`; or
+    `FILE.py:Class` for your own task."""
     data: str = ""
     """The environment's data. code, gsm8k, math, prompts: a folder with train.jsonl and validation.jsonl (or
-    test.jsonl; .json and .parquet too), one such file, or hf:NAME[:config][:split]; retrieval: a folder that also has
-    `documents`; verifiers: a .toml file."""
+    test.jsonl; .json and .parquet too), one such file, or hf:NAME[:config][:split]; verifiers: a .toml file."""
     skip_bad_lines: bool = False
     """Count and skip malformed JSONL lines instead of stopping at the first."""
     steps: Annotated[int, Above(0)] = 100

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import fields
 from operator import attrgetter
-from typing import Any, NamedTuple
+from typing import Any
 
 from lockstep.config.algorithm import ALGORITHMS, Algorithm, algorithm_of
 from lockstep.config.lora import LoraConfig
@@ -13,31 +13,8 @@ from lockstep.config.runs import PretrainConfig, RLConfig
 from lockstep.config.toml import toml_value
 
 
-class UnusedSetting(NamedTuple):
-    """A setting that differs from its default but has no effect."""
-
-    name: str
-    value: Any
-    default: Any
-    why: str
-
-    def __str__(self) -> str:
-        remedy = "leave it out" if self.default is None else f"leave it out, or set it to {toml_value(self.default)}"
-        return f"{self.name} is {self.value}, but {self.why}: it would have no effect; {remedy}"
-
-
-def unused_setting_problems(
-    config: PretrainConfig | RLConfig, recorded: PretrainConfig | RLConfig | None = None
-) -> list[str]:
-    """A message for each setting that was changed but has no effect, except those unchanged since the `recorded` run.
-
-    A resumed run can keep a setting that no longer has an effect.
-    """
-    unused = _unused_settings(config)
-    return [str(each) for each in unused if not recorded or each.value != _value(recorded, each.name)]
-
-
-def _unused_settings(config: PretrainConfig | RLConfig) -> Iterator[UnusedSetting]:
+def unused_setting_problems(config: PretrainConfig | RLConfig) -> Iterator[str]:
+    """A message for each setting that was changed but has no effect together with the others."""
     reasons = _reasons(config) | (_reasons_of_rl(config) if isinstance(config, RLConfig) else {})
     for name, why in reasons.items():
         if isinstance(config, RLConfig) and hasattr(Algorithm, name):
@@ -45,7 +22,8 @@ def _unused_settings(config: PretrainConfig | RLConfig) -> Iterator[UnusedSettin
         else:
             default = _value(type(config)(), name)
         if (value := _value(config, name)) != default:
-            yield UnusedSetting(name, value, default, why)
+            remedy = "leave it out" + ("" if default is None else f", or set it to {toml_value(default)}")
+            yield f"{name} is {value}, but {why}: it would have no effect; {remedy}"
 
 
 def _value(config: PretrainConfig | RLConfig, name: str) -> Any:

@@ -8,7 +8,7 @@ from typing import Any
 from urllib.parse import urlsplit
 
 from lockstep.config.alarms import ALARMS, AlarmConfig
-from lockstep.config.algorithm import ALGORITHMS, algorithm_of
+from lockstep.config.algorithm import algorithm_of
 from lockstep.config.bounds import bound_problems
 from lockstep.config.engine import CompileConfig
 from lockstep.config.evaluation import EvalConfig, greedy_problems
@@ -17,7 +17,6 @@ from lockstep.config.parallel import parallel_problems
 from lockstep.config.preferences import PreferenceConfig, preference_problems
 from lockstep.config.recompute import KEEPABLE, RecomputeConfig
 from lockstep.config.runs import PretrainConfig, RLConfig, ServeConfig, SFTConfig
-from lockstep.config.toml import recorded_run
 from lockstep.config.train import train_problems
 from lockstep.config.unused_settings import unused_setting_problems
 from lockstep.errors import UserError, closest
@@ -32,7 +31,8 @@ def validate(config: PretrainConfig | RLConfig | ServeConfig | EvalConfig) -> No
         problems += config.problems()
     elif not problems:  # the checks below compare fields that are valid on their own
         problems += _problems(config)
-        problems += unused_setting_problems(config, _continued(config))
+        if not config.resume:  # what is changed in a recorded run may leave other settings without effect
+            problems += unused_setting_problems(config)
     if problems:
         raise UserError("this configuration cannot run:\n" + "\n".join(f"  - {p}" for p in problems))
 
@@ -47,12 +47,6 @@ def validate_run(config: Any, kind: type[PretrainConfig | RLConfig]) -> None:
             f"dry_run is {config.dry_run}, but this call would train; lockstep pretrain --dry-run and rl --dry-run "
             "print what a rank needs"
         )
-
-
-def _continued(config: PretrainConfig | RLConfig) -> PretrainConfig | RLConfig | None:
-    """The settings of the run that `config` resumes; None if its algorithm is unknown."""
-    recorded = recorded_run(config.output, type(config)()) if config.resume else None  # type: ignore[type-var]
-    return None if isinstance(recorded, RLConfig) and recorded.algorithm not in ALGORITHMS else recorded
 
 
 def _problems(config: PretrainConfig | RLConfig) -> Iterator[str]:

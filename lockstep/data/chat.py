@@ -3,29 +3,23 @@
 from __future__ import annotations
 
 import json
-import os
 import pickle
 import re
-import signal
-import subprocess
-import sys
-import threading
-import weakref
-from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 from lockstep.data.chatml import CHATML, SOURCE
 from lockstep.data.tokenizer import CHAT_TEMPLATE_FILE, MORE_TEMPLATES, Tokenizer, read_text, tokenizer_folder
-from lockstep.data.workers import python_path
 from lockstep.errors import UserError
+from lockstep.workers import Worker, WorkerEnded, from_json
+from lockstep.workers.templates import MEMORY_BYTES
 
 SETTINGS_FILES = ("special_tokens_map.json", "tokenizer_config.json")
 FIX = "fix it, remove it or put a chat_template.jinja next to it"
 
-MEMORY_BYTES, SECONDS = 2**30, 5.0
-"""Limits of the rendering process: total memory, and CPU time for compiling or for one rendering."""
-LONGEST_TEXT, MOST_INPUT_BYTES = 2**26, 2**26
+SECONDS = 5.0
+"""Limit of processor time for compiling or for one rendering."""
+MOST_INPUT_BYTES = 2**26
 
 
 # Delimiters around the contents of `{% generation %}`; no conversation contains them.
@@ -39,9 +33,9 @@ class ChatTemplateError(ValueError):
 class ChatTemplate:
     """Renders as transformers' `apply_chat_template` does: the same environment, functions and special tokens.
 
-    The template is compiled and rendered in a separate process (`template_process.py`), which is started once, and
-    again after a rendering exceeded its limits. Thread-safe: renderings run one at a time. `tool_use`: the template
-    used instead for conversations with tools.
+    The template is compiled and rendered in a worker process (`workers/templates.py`), which is started once, and again
+    after a rendering exceeded its limits. Thread-safe: renderings run one at a time. `tool_use`: the template used
+    instead for conversations with tools.
 
     Raises ChatTemplateError for a source that is not a template, or whose compilation exceeds the limits.
     """
@@ -55,10 +49,12 @@ class ChatTemplate:
         self.marks = re.search(r"\{%[-+]?\s*generation\b", source) is not None
         """Whether it marks the assistant's text with `{% generation %}`."""
         self.tool_use = None if tool_use is None else ChatTemplate(tool_use, special_tokens)
-        self._lock = threading.Lock()
-        self._process: _Process | None = None
-        with self._lock:
-            self._start()
+        compile_it = pickle.dumps(source)
+        self._worker = Worker("lockstep.workers.templates:Renderer", compile_it, seconds=SECONDS, memory=MEMORY_BYTES)
+        try:
+            self.variables = frozenset(_result(self._worker.start()))
+        except WorkerEnded as error:
+            raise ChatTemplateError(str(error)) from error
 
     def __reduce__(self) -> tuple[type[ChatTemplate], tuple[str, dict[str, str], str | None]]:
         return ChatTemplate, (self.source, self.special_tokens, self.tool_use.source if self.tool_use else None)
@@ -78,27 +74,28 @@ class ChatTemplate:
         names = {"tools": None, "documents": None, **self.special_tokens, **values}
         names |= {"messages": messages, "add_generation_prompt": add_generation_prompt}
         try:
-            with self._lock:
-                process = self._process or self._start()
-                try:
-                    return process.ask(names)
-                except _ProcessEnded:
-                    self._process = None
-                    raise
+            return str(_result(self._worker.ask(_pickled(names))))
         except ChatTemplateError as error:
             raise ChatTemplateError(f"the model's chat template refuses these messages: {error}") from error
-        except _ProcessEnded as error:
+        except WorkerEnded as error:
             raise ChatTemplateError(f"the model's chat template fails on these messages: {error}") from error
 
-    def _start(self) -> _Process:
-        process = _Process()
-        try:
-            names = process.ask((self.source, MEMORY_BYTES, SECONDS, LONGEST_TEXT))
-        except _ProcessEnded as error:
-            raise ChatTemplateError(str(error)) from error
-        self.variables = frozenset(json.loads(names))
-        self._process = process
-        return process
+
+def _pickled(variables: dict[str, Any]) -> bytes:
+    try:
+        data = pickle.dumps(variables, protocol=pickle.HIGHEST_PROTOCOL)
+    except (RecursionError, TypeError, AttributeError, pickle.PicklingError) as error:
+        raise ChatTemplateError(f"they cannot be passed to it ({type(error).__name__}: {error})"[:300]) from error
+    if len(data) > MOST_INPUT_BYTES:
+        raise ChatTemplateError(f"they have {len(data)} bytes, more than {MOST_INPUT_BYTES}")
+    return data
+
+
+def _result(answer: bytes) -> Any:
+    succeeded, result = from_json(answer)
+    if not succeeded:
+        raise ChatTemplateError(result)
+    return result
 
 
 def load_chat_template(folder: Path, file: str = "") -> ChatTemplate | None:
@@ -166,68 +163,3 @@ def make_chat_template(
         return ChatTemplate(source, special_tokens, tool_use)
     except ChatTemplateError as error:
         raise UserError(f"{where}: the chat template cannot be read ({error}); fix it or remove it") from error
-
-
-class _ProcessEnded(Exception):
-    """The rendering process ended; the message says why."""
-
-
-class _Process:
-    """A running `template_process.py`. It ends with this object, or when its pipe closes, however its parent died."""
-
-    def __init__(self) -> None:
-        # -P leaves the working folder out of the path: files in it may shadow modules.
-        self._child = subprocess.Popen(
-            [sys.executable, "-P", str(Path(__file__).with_name("template_process.py"))],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            env={**os.environ, "PYTHONPATH": python_path()},
-            start_new_session=True,
-        )
-        self._close = weakref.finalize(self, _end, self._child)
-
-    def ask(self, request: Any) -> str:
-        """Sends a request and returns the text of the answer.
-
-        Raises ChatTemplateError for an error in the template, _ProcessEnded if there is no answer.
-        """
-        try:
-            data = pickle.dumps(request, protocol=pickle.HIGHEST_PROTOCOL)
-        except (RecursionError, TypeError, AttributeError, pickle.PicklingError) as error:
-            raise ChatTemplateError(f"they cannot be passed to it ({type(error).__name__}: {error})"[:300]) from error
-        if len(data) > MOST_INPUT_BYTES:
-            raise ChatTemplateError(f"they have {len(data)} bytes, more than {MOST_INPUT_BYTES}")
-        assert self._child.stdin is not None and self._child.stdout is not None
-        try:
-            self._child.stdin.write(data)
-            self._child.stdin.flush()
-        except BrokenPipeError:
-            pass  # reported when the answer is missing
-        head = self._child.stdout.read(9)
-        length = int.from_bytes(head[1:], "little")
-        # A character is at most four bytes of UTF-8.
-        text = self._child.stdout.read(length) if len(head) == 9 and length <= 4 * LONGEST_TEXT else b""
-        if len(head) < 9 or len(text) < length:
-            raise self._ended()
-        answer = text.decode(errors="surrogatepass")
-        if head[:1] != b"=":
-            raise ChatTemplateError(answer)
-        return answer
-
-    def _ended(self) -> _ProcessEnded:
-        with suppress(subprocess.TimeoutExpired):
-            self._child.wait(timeout=1)
-        self._close()
-        if self._child.returncode == -signal.SIGXCPU:
-            return _ProcessEnded(f"it takes more than {SECONDS:g} seconds")
-        return _ProcessEnded(f"its process ended with code {self._child.returncode}; out of memory?")
-
-
-def _end(child: subprocess.Popen[bytes]) -> None:
-    child.kill()
-    child.wait()
-    for pipe in (child.stdin, child.stdout):
-        if pipe is not None:
-            # Unflushed data was for the process that has ended.
-            with suppress(BrokenPipeError):
-                pipe.close()

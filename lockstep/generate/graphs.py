@@ -195,7 +195,7 @@ class GraphRunner(Runner):
     def _step(self, size: int) -> Tensors:
         """From the embedding to the draw, over the first `size` rows of the static buffers."""
         tokens, positions, uniform, contexts, temperature = (buffer[:size] for buffer in self._inputs)
-        hidden = self.model(tokens, positions, ops.DecodeAttention(self.cache, self._table[:size], contexts))
+        hidden = self.model(tokens, positions, ops.PagedAttention(self.cache, self._table[:size], None, contexts))
         logits = self.model.logits(hidden)
         return (logits, *ops.draw(logits, temperature, uniform))
 

@@ -16,12 +16,11 @@ from torch import Tensor
 
 from lockstep.errors import UserError
 from lockstep.hub import local_folder
-from lockstep.model.adapter_base import refuse_other_base
 from lockstep.model.adapter_folder import SETTINGS, base_folder, is_adapter_folder, with_adapter
 from lockstep.model.config import ModelConfig
 from lockstep.model.decoder import Decoder
 from lockstep.model.device import checked_device
-from lockstep.model.dtypes import is_auto, resolve_dtype
+from lockstep.model.dtypes import is_auto, name_of, resolve_dtype
 from lockstep.model.families import from_hugging_face, is_copy, is_ignored, to_hugging_face
 from lockstep.model.folder import (
     FLOATS,
@@ -30,6 +29,7 @@ from lockstep.model.folder import (
     folder_dtype,
     generation_ends,
     open_tensors,
+    refuse_other_base,
     tensor_files,
 )
 from lockstep.model.initialize import initialize_some
@@ -315,7 +315,7 @@ def write_description(
     """Writes everything but the tensors: `config.json` and, if they are in several `files`, their index."""
     if len(set(files.values())) > 1:
         _write_json(folder / INDEX, {"metadata": {"total_size": total_bytes}, "weight_map": files})
-    _write_json(folder / "config.json", to_hugging_face(config, str(dtype).removeprefix("torch.")))
+    _write_json(folder / "config.json", to_hugging_face(config, name_of(dtype)))
 
 
 def read_config(folder: Path) -> ModelConfig:

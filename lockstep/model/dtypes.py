@@ -14,9 +14,14 @@ def is_auto(wanted: str | torch.dtype) -> bool:
     return wanted in ("", "auto")
 
 
+def name_of(dtype: str | torch.dtype) -> str:
+    """`bfloat16` for torch.bfloat16."""
+    return str(dtype).removeprefix("torch.")
+
+
 def resolve_dtype(dtype: str | torch.dtype) -> torch.dtype:
     """`bfloat16` or `float32`, by name or as a torch.dtype. Raises UserError for any other."""
-    name = str(dtype).removeprefix("torch.")
+    name = name_of(dtype)
     if name not in DTYPES:
         raise UserError(f'dtype "{name}" is not supported.{closest(name, DTYPES)} Supported: {", ".join(DTYPES)}')
     return DTYPES[name]

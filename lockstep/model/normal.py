@@ -9,7 +9,7 @@ from __future__ import annotations
 import numpy as np
 from jaxtyping import Float32
 
-from lockstep.ops.elementary import logarithm
+from lockstep.ops.elementary import logarithm, polynomial
 
 CENTRE = (3.3871327179e00, 5.0434271938e01, 1.5929113202e02, 5.9109374720e01)
 CENTRE_BELOW = (1.0, 1.7895169469e01, 7.8757757664e01, 6.7187563600e01)
@@ -33,17 +33,9 @@ def uniform(seed: int, count: int) -> Float32[np.ndarray, "count"]:
 def inverse_normal(distance: Float32[np.ndarray, "count"]) -> Float32[np.ndarray, "count"]:
     """The quantile of the normal distribution at probability 1/2 + `distance`, to 7 digits."""
     r = np.float32(0.180625) - distance * distance
-    values = distance * (_polynomial(r, CENTRE) / _polynomial(r, CENTRE_BELOW))
+    values = distance * (polynomial(r, CENTRE) / polynomial(r, CENTRE_BELOW))
     (tails,) = np.nonzero(np.abs(distance) > np.float32(0.425))
     far = distance[tails]
     roots = np.sqrt(-logarithm(0.5 - np.abs(far).astype(np.float64))).astype(np.float32) - np.float32(1.6)
-    values[tails] = np.copysign(_polynomial(roots, TAIL) / _polynomial(roots, TAIL_BELOW), far)
+    values[tails] = np.copysign(polynomial(roots, TAIL) / polynomial(roots, TAIL_BELOW), far)
     return values
-
-
-def _polynomial(x: np.ndarray, coefficients: tuple[float, ...]) -> np.ndarray:
-    result = np.full_like(x, np.float32(coefficients[-1]))
-    for coefficient in coefficients[-2::-1]:
-        result *= x
-        result += np.float32(coefficient)
-    return result

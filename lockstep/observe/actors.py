@@ -3,17 +3,16 @@
 from __future__ import annotations
 
 import json
-import math
 import os
 import re
-import stat
 import time
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
-from lockstep.observe.heartbeat import BYTES, STACKS_SIGNAL, host, stat_fields
+from lockstep.errors import one_line
+from lockstep.observe.heartbeat import STACKS_SIGNAL, host, stat_fields
 
 Process = Literal["running", "stopped", "gone", "elsewhere", "ended"]
 """State of an actor's process: running; stopped by a signal; gone without an error; on another host or in another
@@ -86,11 +85,6 @@ def read_actors(run: Path) -> dict[str, Actor]:
     return dict(sorted(actors.items(), key=lambda item: (not item[1].is_rank, _number(item[0]), item[0])))
 
 
-def damaged_heartbeats(run: Path) -> list[Path]:
-    """Heartbeat files that are not valid."""
-    return sorted(path for path in run.glob("logs/heartbeat_*.json") if read_actor(path) is None and path.exists())
-
-
 def _number(name: str) -> int:
     return int(name.rpartition("_")[2])
 
@@ -99,65 +93,15 @@ def read_actor(path: Path) -> Actor | None:
     """The actor of a heartbeat file; None if that cannot be read: not written yet, or only partly."""
     for _ in range(3):
         try:
-            content = json.loads(_content(path))
-            actor = Actor(**{name: kind(content[name]) for name, kind in KINDS.items()})
+            actor = Actor(**json.loads(path.read_text()))
         except FileNotFoundError:
             return None
-        except (OSError, ValueError, TypeError, KeyError, AttributeError, RecursionError, OverflowError):
+        except (OSError, ValueError, TypeError):
             time.sleep(0.002)
             continue
-        if NAME.fullmatch(actor.name):
-            actor.process = process_of(actor)
-            return actor
+        actor.process = process_of(actor)
+        return actor
     return None
-
-
-def _content(path: Path) -> str:
-    """A heartbeat file's text. Raises ValueError for anything but a regular file of that size, such as a pipe."""
-    file = os.open(path, os.O_RDONLY | os.O_NONBLOCK)
-    try:
-        if not stat.S_ISREG(os.fstat(file).st_mode):
-            raise ValueError(f"{path} is not a regular file")
-        if len(content := os.read(file, 16 * BYTES)) == 16 * BYTES:
-            raise ValueError(f"{path} is too long")
-        return content.decode()
-    finally:
-        os.close(file)
-
-
-def _finite(value: Any) -> float:
-    if not math.isfinite(number := float(value)):
-        raise ValueError(value)
-    return number
-
-
-def _count(value: Any) -> int:
-    if not 0 <= (number := int(value)) < 2**64:
-        raise ValueError(value)
-    return number
-
-
-def _process_number(value: Any) -> int:
-    if not 0 < (number := int(value)) < 2**31:
-        raise ValueError(value)
-    return number
-
-
-def _text(value: Any) -> str:
-    return " ".join(str(value).split())
-
-
-def _collectives(value: Any) -> dict[str, Any]:
-    """For each group, [number of collectives begun, the group's ranks]."""
-    return {str(group): [_count(begun), [_count(rank) for rank in ranks]] for group, (begun, ranks) in value.items()}
-
-
-KINDS: dict[str, Any] = {
-    "name": _text, "pid": _process_number, "started": _count, "host": _text, "thread": _count, "interval": _finite,
-    "step": _count, "phase": _text, "waits_for": _text, "patience": _finite, "progress": _count, "work": _count,
-    "moved": _finite, "time": _finite, "message": _text, "ended": _text, "collectives": _collectives,
-}  # fmt: skip
-"""The fields of a heartbeat, with a parser for each."""
 
 
 def process_of(actor: Actor) -> Process:
@@ -321,14 +265,10 @@ def _row(actor: Actor, actors: Sequence[Actor]) -> tuple[str, ...]:
         process += f", silent for {actor.silent:.0f} s"
     return (
         actor.title, process, str(actor.step), actor.phase, describe_wait(actor, actors) or "-",
-        f"{actor.still:.1f} s", _short(actor.ended or actor.message) or "-",
+        f"{actor.still:.1f} s", one_line(actor.ended or actor.message, 80) or "-",
     )  # fmt: skip
 
 
 def describe_wait(actor: Actor, actors: Sequence[Actor]) -> str:
     """What the actor reports to wait for, or else the actors that `waits` infers."""
     return actor.waits_for or ", ".join(other.title for other in waits(actor, actors))
-
-
-def _short(message: str) -> str:
-    return message if len(message) <= 80 else message[:79] + "…"

@@ -6,7 +6,7 @@ import json
 import math
 import os
 import time
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from io import FileIO
 from pathlib import Path
@@ -120,15 +120,6 @@ def read_metrics(path: Path, skip_bad: bool = False) -> list[dict[str, Any]]:
             if not skip_bad and index < len(lines) - 1:
                 raise UserError(f"{path}:{index + 1}: not the metrics of a step ({error})") from error
     return metrics
-
-
-def total_tokens(lines: Iterable[Mapping[str, Any]]) -> int:
-    """Tokens that the steps in `lines` and those before them trained on."""
-    total = 0
-    for line in lines:
-        # Lines of earlier versions have no total.
-        total = line.get(TOTAL_TOKENS) or total + (line.get(TOKENS) or 0)
-    return int(total)
 
 
 def awaits_validation(lines: Sequence[Mapping[str, Any]], step: int) -> bool:

@@ -16,7 +16,7 @@ from lockstep.observe.determinism import determinism
 from lockstep.observe.garbage import GarbageCollection
 from lockstep.observe.heartbeat import Heartbeat
 from lockstep.observe.logs import log, open_logs
-from lockstep.observe.metrics import TOKENS, TOTAL_TOKENS, MetricsWriter, read_metrics, total_tokens
+from lockstep.observe.metrics import TOKENS, TOTAL_TOKENS, MetricsWriter, read_metrics
 from lockstep.observe.profiling import Profiling, require_profiling
 from lockstep.observe.run_folder import RunFolder
 from lockstep.observe.sinks import require_sinks
@@ -130,7 +130,8 @@ class Observer:
 
     def _count_tokens(self) -> None:
         """Reads the total from the file, which a resumed or rewound run has truncated to the step it continues from."""
-        self._tokens = total_tokens(read_metrics(RunFolder(self.run).metrics, skip_bad=True))
+        lines = read_metrics(RunFolder(self.run).metrics, skip_bad=True)
+        self._tokens = next((int(line[TOTAL_TOKENS]) for line in reversed(lines) if TOTAL_TOKENS in line), 0)
 
     def _write_timeline(self) -> None:
         if self.config.timeline_steps:

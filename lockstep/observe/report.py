@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 from collections.abc import Sequence
-from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 from statistics import median
@@ -14,7 +13,7 @@ from lockstep.config import ALARMS, CONFIG
 from lockstep.observe.curves import LOSS, curves_svg
 from lockstep.observe.expert_load import expert_load_svg
 from lockstep.observe.metrics import read_metrics
-from lockstep.observe.readable import is_number, readable_rollouts
+from lockstep.observe.readable import readable_rollouts
 from lockstep.observe.run_folder import METRICS
 from lockstep.observe.token_view import channels, shown_steps, visible
 
@@ -70,7 +69,7 @@ def write_report(
     environment.filters["clip"] = _clipped
     template = environment.from_string(TEMPLATE.read_text())
     metrics = read_metrics(run / METRICS, skip_bad=True)
-    summary = _json(run / "summary.json")
+    summary = json.loads((run / "summary.json").read_text()) if (run / "summary.json").is_file() else {}
     parity = _parity(metrics)
     stale = any(m.get("policy/staleness_max") for m in metrics)
     curves = [*(curves_svg(pretraining, [PRETRAINING_LOSS]) if pretraining is not None else []), *curves_svg(run)]
@@ -272,18 +271,3 @@ def _parity(metrics: list[dict[str, Any]]) -> dict[str, Any] | None:
         "max_delta": max(m.get("parity/max_delta") or 0.0 for m in checked),
         "ratio": max(m.get("policy/ratio_first_max") or 1.0 for m in checked),
     }
-
-
-def _json(path: Path) -> dict[str, Any]:
-    """The numbers, strings and tables of numbers in a JSON file, without anything else."""
-    with suppress(OSError, ValueError, RecursionError):
-        values = json.loads(path.read_text())
-        if isinstance(values, dict):
-            return {name: value for name, value in values.items() if _fits(name, value)}
-    return {}
-
-
-def _fits(name: str, value: Any) -> bool:
-    if name in ("seconds", "tokens"):
-        return isinstance(value, dict) and all(map(is_number, value.values()))
-    return isinstance(value, str) if name == "reward_name" else is_number(value)

@@ -4,28 +4,25 @@ Each has a plain PyTorch form, which defines it, a compiled CPU form, and a Trit
 only imports torch and numpy, and triton for CUDA tensors.
 """
 
-from lockstep.ops.activation import silu_mul
-from lockstep.ops.attention import BLOCK, PAGE, Attention, KVCache, PackedAttention, PagedAttention
+from lockstep.ops.activation import clamped_swiglu, silu_mul
+from lockstep.ops.attention import BLOCK, PAGE, Attention, KVCache, PagedAttention
 from lockstep.ops.attention_reference import Terms
-from lockstep.ops.bias import add_bias
-from lockstep.ops.clamped_experts import add_grouped_bias, clamped_experts
-from lockstep.ops.clamped_swiglu import clamped_swiglu
-from lockstep.ops.decode_attention import DecodeAttention
+from lockstep.ops.bias import add_bias, add_grouped_bias
+from lockstep.ops.elementary import exp, log, log_sigmoid, sigmoid
 from lockstep.ops.embedding import embedding
 from lockstep.ops.expert_load import ExpertLoad, counted_rows
-from lockstep.ops.experts import combine, dispatch, experts, order_by_expert
-from lockstep.ops.exponential import exp, log, log_sigmoid, sigmoid
+from lockstep.ops.experts import clamped_experts, combine, dispatch, experts, order_by_expert
 from lockstep.ops.first_calls import call_once
 from lockstep.ops.forms import FORMS, own_part
 from lockstep.ops.grouped_linear import grouped_linear
 from lockstep.ops.heads import head_linear
 from lockstep.ops.linear import linear, text_scores
-from lockstep.ops.logprobs import log_prob_sum, logits_log_probs, token_log_probs
+from lockstep.ops.logprobs import inverse_temperature, log_prob_sum, logits_log_probs, token_log_probs
 from lockstep.ops.native import ARITHMETICS, arithmetic, instruction_set, is_emulated, set_arithmetic
 from lockstep.ops.norm import rms_norm
 from lockstep.ops.optimizer import adamw_factors, adamw_step
+from lockstep.ops.packed_attention import PackedAttention, PieceAttention
 from lockstep.ops.packed_weights import FEW_ROWS, PackedWeights
-from lockstep.ops.piece_attention import PieceAttention
 from lockstep.ops.rotary import rotary
 from lockstep.ops.routes import ReplayedRoutes, note_routes, recorded_routes, replayed_routes
 from lockstep.ops.routing import Routing, route, router_logits
@@ -33,77 +30,17 @@ from lockstep.ops.sampling import draw, draw_scaled, drawing, sample, top_log_pr
 from lockstep.ops.shared_attention import SharedPrefixAttention
 from lockstep.ops.step_graph import Arena, StepGraph, Unrecordable, unrecorded
 from lockstep.ops.sums import EXACT_BITS, integer_squares, sum_of_squares, total
-from lockstep.ops.temperature import inverse_temperature
 
 __all__ = [
-    "ARITHMETICS",
-    "BLOCK",
-    "EXACT_BITS",
-    "FEW_ROWS",
-    "FORMS",
-    "PAGE",
-    "Arena",
-    "Attention",
-    "DecodeAttention",
-    "ExpertLoad",
-    "KVCache",
-    "PackedAttention",
-    "PackedWeights",
-    "PagedAttention",
-    "PieceAttention",
-    "ReplayedRoutes",
-    "Routing",
-    "SharedPrefixAttention",
-    "StepGraph",
-    "Terms",
-    "Unrecordable",
-    "adamw_factors",
-    "adamw_step",
-    "add_bias",
-    "add_grouped_bias",
-    "arithmetic",
-    "clamped_experts",
-    "clamped_swiglu",
-    "combine",
-    "counted_rows",
-    "dispatch",
-    "draw",
-    "draw_scaled",
-    "drawing",
-    "embedding",
-    "exp",
-    "experts",
-    "grouped_linear",
-    "head_linear",
-    "instruction_set",
-    "integer_squares",
-    "inverse_temperature",
-    "is_emulated",
-    "linear",
-    "log",
-    "log_prob_sum",
-    "log_sigmoid",
-    "logits_log_probs",
-    "note_routes",
-    "order_by_expert",
-    "own_part",
-    "recorded_routes",
-    "replayed_routes",
-    "rms_norm",
-    "rotary",
-    "route",
-    "router_logits",
-    "sample",
-    "set_arithmetic",
-    "sigmoid",
-    "silu_mul",
-    "sum_of_squares",
-    "text_scores",
-    "token_log_probs",
-    "top_log_probs",
-    "total",
-    "uniforms",
-    "unrecorded",
-]
+    "ARITHMETICS", "BLOCK", "EXACT_BITS", "FEW_ROWS", "FORMS", "PAGE", "Arena", "Attention", "ExpertLoad", "KVCache",
+    "PackedAttention", "PackedWeights", "PagedAttention", "PieceAttention", "ReplayedRoutes", "Routing",
+    "SharedPrefixAttention", "StepGraph", "Terms", "Unrecordable", "adamw_factors", "adamw_step", "add_bias",
+    "add_grouped_bias", "arithmetic", "clamped_experts", "clamped_swiglu", "combine", "counted_rows", "dispatch",
+    "draw", "draw_scaled", "drawing", "embedding", "exp", "experts", "grouped_linear", "head_linear", "instruction_set",
+    "integer_squares", "inverse_temperature", "is_emulated", "linear", "log", "log_prob_sum", "log_sigmoid",
+    "logits_log_probs", "note_routes", "order_by_expert", "own_part", "recorded_routes", "replayed_routes", "rms_norm",
+    "rotary", "route", "router_logits", "sample", "set_arithmetic", "sigmoid", "silu_mul", "sum_of_squares",
+    "text_scores", "token_log_probs", "top_log_probs", "total", "uniforms", "unrecorded",
+]  # fmt: skip
 
 call_once()

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from lockstep.ops import native, plain
 from lockstep.ops.elementary import logarithm
-from lockstep.ops.parts import VocabularyPart
+from lockstep.ops.vocabulary import VocabularyPart
 
 BUCKETS = 256
 GROUPS = 256

@@ -1,4 +1,4 @@
-"""Elementary functions in float64, using only additions, multiplications and divisions.
+"""Elementary functions in float64, using only additions, multiplications and divisions; four also as operators.
 
 IEEE 754 fixes the result of each of those, so these functions have the same bits on every processor. A library's differ
 between instruction sets and versions. NumPy runs every operation separately: nothing fuses a product with a sum.
@@ -8,9 +8,16 @@ Reductions and polynomials are those of fdlibm (Sun Microsystems, 1993), accurat
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
+from typing import Any
 
 import numpy as np
-from jaxtyping import Float64
+import torch
+import torch.nn.functional as F
+from jaxtyping import Float, Float64
+from torch import Tensor
+
+from lockstep.ops import native
 
 LN2_HIGH, LN2_LOW = map(float.fromhex, ("0x1.62e42fee00000p-1", "0x1.a39ef35793c76p-33"))
 LOG2_E = float.fromhex("0x1.71547652b82fep+0")
@@ -46,8 +53,8 @@ def cosine_and_sine(
     turns = np.rint(angles * (2 / math.pi))
     rest = ((angles - turns * HALF_PI[0]) - turns * HALF_PI[1]) - turns * HALF_PI[2]
     square = rest * rest
-    sine = rest + rest * square * _polynomial(square, SINE)
-    cosine = (1.0 - 0.5 * square) + square * square * _polynomial(square, COSINE)
+    sine = rest + rest * square * polynomial(square, SINE)
+    cosine = (1.0 - 0.5 * square) + square * square * polynomial(square, COSINE)
     quarter = turns.astype(np.int64) & 3
     odd = (quarter & 1).astype(bool)
     return (
@@ -69,7 +76,7 @@ def exponential(x: Float64[Array, "*shape"]) -> Float64[Array, "*shape"]:
         high, low = bounded - powers * LN2_HIGH, powers * LN2_LOW
         rest = high - low
         square = rest * rest
-        c = rest - square * _polynomial(square, EXPONENTIAL)
+        c = rest - square * polynomial(square, EXPONENTIAL)
         y = 1.0 - ((low - (rest * c) / (2.0 - c)) - high)
         return np.ldexp(y, powers.astype(np.int32))
 
@@ -84,7 +91,7 @@ def logarithm(x: Float64[Array, "*shape"]) -> Float64[Array, "*shape"]:
         s = f / (2.0 + f)
         square = s * s
         half = 0.5 * f * f
-        rest = s * (half + square * _polynomial(square, LOGARITHM))
+        rest = s * (half + square * polynomial(square, LOGARITHM))
         result = k * LN2_HIGH - ((half - (rest + k * LN2_LOW)) - f)
         result = np.where(np.isinf(x), np.inf, np.where(x == 0, -np.inf, result))
         return np.where((x < 0) | np.isnan(x), np.nan, result)
@@ -115,9 +122,65 @@ def power(base: float, exponent: int) -> float:
     return result
 
 
-def _polynomial(x: Array, coefficients: tuple[float, ...]) -> Array:
+def polynomial(x: Array, coefficients: tuple[float, ...]) -> Array:
+    """By Horner's scheme, in the dtype of `x`; the coefficients are those of ascending powers."""
     result = np.full_like(x, coefficients[-1])
     for coefficient in coefficients[-2::-1]:
         result *= x
         result += coefficient
     return result
+
+
+def exp(x: Float[Tensor, "*shape"]) -> Float[Tensor, "*shape"]:
+    """e^x rounded once from float64, with a gradient; exactly 1 at 0."""
+    return _FromResult.apply(x, exponential, torch.exp, lambda out: out)
+
+
+def log(x: Float[Tensor, "*shape"]) -> Float[Tensor, "*shape"]:
+    """The natural logarithm rounded once from float64, without a gradient."""
+    return _apply(logarithm, torch.log, x.detach())
+
+
+def sigmoid(x: Float[Tensor, "*shape"]) -> Float[Tensor, "*shape"]:
+    """1 / (1 + e^-x) rounded once from float64, with a gradient."""
+    return _FromResult.apply(x, logistic, torch.sigmoid, lambda out: out * (1 - out))
+
+
+def log_sigmoid(x: Float[Tensor, "*shape"]) -> Float[Tensor, "*shape"]:
+    """log(1 / (1 + e^-x)) rounded once from float64, with a gradient."""
+    return _LogSigmoid.apply(x)
+
+
+def _apply(on_cpu: Callable[[np.ndarray], np.ndarray], devices: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
+    if x.device.type != "cpu" or native.is_pretending():
+        return devices(x)
+    # `asarray`, since NumPy returns a scalar for an array without dimensions.
+    return torch.from_numpy(np.asarray(on_cpu(x.detach().double().numpy()))).to(x.dtype)
+
+
+class _FromResult(torch.autograd.Function):
+    """A function whose derivative, `slope`, is computed from its result."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, on_cpu: Any, devices: Any, slope: Callable[[Tensor], Tensor]) -> Tensor:
+        out = _apply(on_cpu, devices, x)
+        ctx.save_for_backward(out)
+        ctx.slope = slope
+        return out
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None, None]:
+        (out,) = ctx.saved_tensors
+        return grads[0] * ctx.slope(out), None, None, None
+
+
+class _LogSigmoid(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        ctx.save_for_backward(x)
+        return _apply(lambda wide: -softplus(-wide), F.logsigmoid, x)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> Tensor:
+        (x,) = ctx.saved_tensors
+        return grads[0] * sigmoid(-x)

@@ -14,13 +14,14 @@ from jaxtyping import Float, Float32, Int
 from torch import Tensor
 
 from lockstep.ops import cuda, native
-from lockstep.ops.activation import silu_mul
+from lockstep.ops.activation import clamped_swiglu, silu_mul
+from lockstep.ops.bias import add_grouped_bias
 from lockstep.ops.forms import FORMS
 from lockstep.ops.grouped_linear import grouped_linear
-from lockstep.ops.needed_gradients import needs_gradient
-from lockstep.ops.opaque import library
+from lockstep.ops.opaque import Operator, library
 
-Activation = Callable[[Tensor, Tensor], Tensor]
+FeedForward = Callable[..., Tensor]
+"""Takes rows, the start of each expert's rows, and the experts' parameters."""
 
 
 def experts(
@@ -37,11 +38,35 @@ def experts(
     `shared(x)`, the feed-forward of all tokens, is added. It is called here so that it can overlap with sending rows to
     experts on other ranks.
     """
-    if (form := FORMS.get(type(gate))) is not None:
-        return form.experts(x, weights, chosen, gate, up, down, shared=shared)
-    starts, places, sources = order_by_expert(chosen, gate.shape[0])
-    rows = feed_forward(dispatch(x, places, sources), starts, gate, up, down)
-    out = combine(rows, weights, places)
+    return mixture(feed_forward, x, weights, chosen, (gate, up, down), shared)
+
+
+def clamped_experts(
+    x: Float[Tensor, "tokens dim"],
+    weights: Float32[Tensor, "tokens active"],
+    chosen: Int[Tensor, "tokens active"],
+    gate_up: Float[Tensor, "experts 2*inner dim"],
+    gate_up_bias: Float[Tensor, "experts 2*inner"],
+    down: Float[Tensor, "experts dim inner"],
+    down_bias: Float[Tensor, "experts dim"],
+) -> Float[Tensor, "tokens dim"]:
+    """As `experts`, of gpt-oss: gate and up interleaved in one product's outputs, biases, the clamped activation."""
+    return mixture(clamped_feed_forward, x, weights, chosen, (gate_up, gate_up_bias, down, down_bias), None)
+
+
+def mixture(
+    feed_forward: FeedForward,
+    x: Tensor,
+    weights: Tensor,
+    chosen: Tensor,
+    parameters: tuple[Tensor, ...],
+    shared: Callable[[Tensor], Tensor] | None,
+) -> Tensor:
+    """`experts` or `clamped_experts`, by its `feed_forward` and the experts' `parameters`."""
+    if (form := FORMS.get(type(parameters[0]))) is not None:
+        return form.mixture(feed_forward, x, weights, chosen, parameters, shared)
+    starts, places, sources = order_by_expert(chosen, parameters[0].shape[0])
+    out = combine(feed_forward(dispatch(x, places, sources), starts, *parameters), weights, places)
     return out if shared is None else out + shared(x)
 
 
@@ -49,6 +74,15 @@ def feed_forward(rows: Tensor, starts: Tensor, gate: Tensor, up: Tensor, down: T
     """Each row through its expert; the rows of expert e are `starts[e]` to `starts[e + 1]`."""
     gated = silu_mul(grouped_linear(rows, gate, starts), grouped_linear(rows, up, starts))
     return grouped_linear(gated, down, starts)
+
+
+def clamped_feed_forward(
+    rows: Tensor, starts: Tensor, gate_up: Tensor, gate_up_bias: Tensor, down: Tensor, down_bias: Tensor
+) -> Float[Tensor, "rows dim"]:
+    """As `feed_forward`."""
+    both = add_grouped_bias(grouped_linear(rows, gate_up, starts), gate_up_bias, starts)
+    gated = clamped_swiglu(both[:, ::2], both[:, 1::2])
+    return add_grouped_bias(grouped_linear(gated, down, starts), down_bias, starts)
 
 
 def order_by_expert(
@@ -76,11 +110,7 @@ def combine(
     rows: Float[Tensor, "choices dim"], weights: Float32[Tensor, "tokens active"], places: Int[Tensor, "choices"]
 ) -> Float[Tensor, "tokens dim"]:
     """The weighted sum of each token's rows, in the order of its choices, in float32 and rounded once."""
-    if torch.compiler.is_compiling():
-        return _opaque_combine(rows, weights, places)
-    if torch.is_grad_enabled() and (rows.requires_grad or weights.requires_grad):
-        return _Combine.apply(rows, weights, places)
-    return _combine(rows, weights, places)
+    return _weighted_sum(rows, weights, places)
 
 
 def _order(chosen: Tensor, experts: int) -> tuple[Tensor, Tensor, Tensor]:
@@ -134,7 +164,9 @@ def _combine(rows: Tensor, weights: Tensor | None, places: Tensor, tokens: int =
     return total.to(rows.dtype)
 
 
-def _combine_gradients(grad: Tensor, rows: Tensor, weights: Tensor, places: Tensor) -> tuple[Tensor, Tensor]:
+def _combine_gradients(
+    grad: Tensor, rows: Tensor, weights: Tensor, places: Tensor, needed: tuple[bool, bool] = (True, True)
+) -> tuple[Tensor, Tensor]:
     if native.usable(rows) or cuda.usable(rows):
         grad_rows, grad_weights = rows.new_empty(rows.shape), weights.new_empty(weights.shape)
         tensors = (grad.contiguous(), rows.contiguous(), weights.contiguous(), places, grad_rows, grad_weights)
@@ -163,18 +195,6 @@ class _Dispatch(torch.autograd.Function):
         return _combine(grads[0], None, places, ctx.tokens), None, None
 
 
-class _Combine(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, rows: Tensor, weights: Tensor, places: Tensor) -> Tensor:
-        ctx.save_for_backward(rows, weights, places)
-        return _combine(rows, weights, places)
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, Tensor | None, None]:
-        grad_rows, grad_weights = _combine_gradients(grads[0], *ctx.saved_tensors)
-        return grad_rows if needs_gradient(ctx, 0) else None, grad_weights if needs_gradient(ctx, 1) else None, None
-
-
 @library.operator(
     "order_by_expert(Tensor chosen, int experts) -> (Tensor, Tensor, Tensor)",
     fake=lambda chosen, experts: (
@@ -195,12 +215,12 @@ def _opaque_dispatch(x: Tensor, places: Tensor, sources: Tensor) -> Tensor:
     return _dispatch(x, places, sources)
 
 
-@library.operator(
+_weighted_sum = Operator(
     "combine(Tensor rows, Tensor weights, Tensor places) -> Tensor",
+    _combine,
     fake=lambda rows, weights, places: rows.new_empty(weights.shape[0], rows.shape[1]),
+    gradients=_combine_gradients,
 )
-def _opaque_combine(rows: Tensor, weights: Tensor, places: Tensor) -> Tensor:
-    return _combine(rows, weights, places)
 
 
 @library.operator(
@@ -211,14 +231,6 @@ def _opaque_sum(rows: Tensor, places: Tensor, tokens: int) -> Tensor:
     return _combine(rows, None, places, tokens)
 
 
-@library.operator(
-    "combine_gradients(Tensor grad, Tensor rows, Tensor weights, Tensor places) -> (Tensor, Tensor)",
-    fake=lambda grad, rows, weights, places: (torch.empty_like(rows), torch.empty_like(weights)),
-)
-def _opaque_combine_gradients(grad: Tensor, rows: Tensor, weights: Tensor, places: Tensor) -> tuple[Tensor, Tensor]:
-    return _combine_gradients(grad, rows, weights, places)
-
-
 def _save_dispatch(ctx: Any, inputs: tuple[Tensor, Tensor, Tensor], output: Tensor) -> None:
     ctx.save_for_backward(inputs[1])
     ctx.tokens = inputs[0].shape[0]
@@ -226,9 +238,4 @@ def _save_dispatch(ctx: Any, inputs: tuple[Tensor, Tensor, Tensor], output: Tens
 
 library.differentiable(
     "dispatch", _save_dispatch, lambda ctx, grad: (_opaque_sum(grad, *ctx.saved_tensors, ctx.tokens), None, None)
-)
-library.differentiable(
-    "combine",
-    lambda ctx, inputs, output: ctx.save_for_backward(*inputs),
-    lambda ctx, grad: (*_opaque_combine_gradients(grad, *ctx.saved_tensors), None),
 )

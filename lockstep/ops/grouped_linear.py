@@ -15,10 +15,8 @@ from torch import Tensor
 
 from lockstep.ops import cuda, native
 from lockstep.ops.linear import by_library, input_gradient, product, weight_gradient
-from lockstep.ops.needed_gradients import needs_gradient
-from lockstep.ops.opaque import library
+from lockstep.ops.opaque import Operator
 from lockstep.ops.packed_weights import packed
-from lockstep.ops.saved_outputs import saved_output
 from lockstep.ops.step_graph import unrecorded
 
 
@@ -30,11 +28,7 @@ def grouped_linear(
     Raises ValueError if `starts` do not match these rows and groups. Starts on a GPU are not checked, which would
     require synchronizing with it.
     """
-    if torch.compiler.is_compiling():
-        return _opaque_product(x, weight, starts)
-    if torch.is_grad_enabled() and (x.requires_grad or weight.requires_grad):
-        return _GroupedLinear.apply(x, weight, starts)
-    return _product(x, weight, starts)
+    return _grouped_linear(x, weight, starts)
 
 
 def _product(x: Tensor, weight: Tensor, starts: Tensor) -> Tensor:
@@ -94,14 +88,12 @@ def _by_group(x: Tensor, weight: Tensor, starts: Tensor, one: Any, out: Tensor) 
 
 
 def grouped_gradients(
-    grad: Tensor, x: Tensor, weight: Tensor, starts: Tensor, of_x: bool = True, of_weight: bool = True
+    grad: Tensor, x: Tensor, weight: Tensor, starts: Tensor, needed: tuple[bool, bool] = (True, True)
 ) -> tuple[Tensor | None, Tensor | None]:
     """Gradients of `x` and of `weight`."""
     grad = grad.contiguous()
-    return (
-        _input_gradient(grad, weight, starts) if of_x else None,
-        _weight_gradient(grad, x.contiguous(), starts) if of_weight else None,
-    )
+    grad_x = _input_gradient(grad, weight, starts) if needed[0] else None
+    return grad_x, _weight_gradient(grad, x.contiguous(), starts) if needed[1] else None
 
 
 def _by_library(grad: Tensor) -> bool:
@@ -138,36 +130,10 @@ def _weight_gradient(grad: Tensor, x: Tensor, starts: Tensor) -> Tensor:
     return out
 
 
-class _GroupedLinear(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, weight: Tensor, starts: Tensor) -> Tensor:
-        ctx.save_for_backward(x, weight, starts)
-        return saved_output("linear", lambda: _product(x, weight, starts))
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, Tensor | None, None]:
-        x, weight, starts = ctx.saved_tensors
-        return *grouped_gradients(grads[0], x, weight, starts, needs_gradient(ctx, 0), needs_gradient(ctx, 1)), None
-
-
-@library.operator(
+_grouped_linear = Operator(
     "grouped_linear(Tensor x, Tensor weight, Tensor starts) -> Tensor",
+    _product,
     fake=lambda x, weight, starts: x.new_empty(x.shape[0], weight.shape[1]),
+    gradients=grouped_gradients,
+    kind="linear",
 )
-def _opaque_product(x: Tensor, weight: Tensor, starts: Tensor) -> Tensor:
-    return _product(x, weight, starts)
-
-
-@library.operator(
-    "grouped_linear_gradients(Tensor grad, Tensor x, Tensor weight, Tensor starts) -> (Tensor, Tensor)",
-    fake=lambda grad, x, weight, starts: (torch.empty_like(x), weight.new_empty(weight.shape)),
-)
-def _opaque_gradients(grad: Tensor, x: Tensor, weight: Tensor, starts: Tensor) -> tuple[Tensor | None, Tensor | None]:
-    return grouped_gradients(grad, x, weight, starts)
-
-
-def _save(ctx: Any, inputs: tuple[Tensor, Tensor, Tensor], output: Tensor) -> None:
-    ctx.save_for_backward(*inputs)
-
-
-library.differentiable("grouped_linear", _save, lambda ctx, grad: (*_opaque_gradients(grad, *ctx.saved_tensors), None))

@@ -9,7 +9,6 @@ are joined in a binary tree: ranks that each have some of the chunks join them i
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -18,10 +17,8 @@ from torch import Tensor
 
 from lockstep.ops import cuda, native, one_order, plain
 from lockstep.ops.forms import FORMS
-from lockstep.ops.needed_gradients import needs_gradient
-from lockstep.ops.opaque import library
+from lockstep.ops.opaque import Operator
 from lockstep.ops.packed_weights import packed
-from lockstep.ops.saved_outputs import saved_output
 
 
 def linear(x: Float[Tensor, "rows in"], weight: Float[Tensor, "out in"], chunks: int = 1) -> Float[Tensor, "rows out"]:
@@ -32,11 +29,7 @@ def linear(x: Float[Tensor, "rows in"], weight: Float[Tensor, "out in"], chunks:
     """
     if (form := FORMS.get(type(weight))) is not None:
         return form.linear(x, weight, chunks)
-    if torch.compiler.is_compiling():
-        return _opaque_linear(x, weight, chunks)
-    if torch.is_grad_enabled() and (x.requires_grad or weight.requires_grad):
-        return _Linear.apply(x, weight, chunks)
-    return product(x, weight, chunks)
+    return _linear(x, weight, chunks)
 
 
 def text_scores(hidden: Float[Tensor, "rows dim"], head: Float[Tensor, "1 dim"]) -> Float32[Tensor, "rows"]:
@@ -49,27 +42,23 @@ def text_scores(hidden: Float[Tensor, "rows dim"], head: Float[Tensor, "1 dim"])
 
 def product(x: Float[Tensor, "rows in"], weight: Float[Tensor, "out in"], chunks: int = 1) -> Float[Tensor, "rows out"]:
     """`linear` without gradient, for tensors with any strides. Raises ValueError for factors that do not match."""
-    return _product(x, weight, chunks, x.dtype)
+    return _product(x, weight, chunks, x.dtype, chunks if chunks > 1 else 0)
 
 
 def product_sums(
     x: Float[Tensor, "rows in"], weight: Float[Tensor, "out in"], chunks: int = 1
 ) -> Float32[Tensor, "rows out"]:
     """The sums of `product` before rounding to its dtype, for ranks that each have a part of K and add their sums."""
-    if cuda.usable(x):
-        from lockstep.ops.cuda.linear import product_sums as triton_sums
-
-        _check_factors(x, weight, chunks)
-        return triton_sums(x, weight, chunks)
-    return _product(x, weight, chunks, torch.float32)
+    return _product(x, weight, chunks, torch.float32, chunks)
 
 
-def _product(x: Tensor, weight: Tensor, chunks: int, dtype: torch.dtype) -> Tensor:
+def _product(x: Tensor, weight: Tensor, chunks: int, dtype: torch.dtype, pieces: int) -> Tensor:
+    """pieces: those of K on a GPU; 0: its default."""
     _check_factors(x, weight, chunks)
     if cuda.usable(x):
-        from lockstep.ops.cuda.linear import product as triton_product
+        from lockstep.ops.cuda import linear
 
-        return triton_product(x, weight, chunks, dtype)
+        return linear.product(x, weight, pieces, dtype)
     if native.usable(x):
         out = x.new_empty(x.shape[0], weight.shape[0], dtype=dtype)
         panels = None if native.is_pretending() else packed(weight, x.shape[0])
@@ -111,9 +100,12 @@ def tree_sum(parts: Sequence[Float32[Tensor, "*shape"]], overwrite: bool = False
     return parts[0]
 
 
-def linear_gradients(grad: Tensor, x: Tensor, weight: Tensor, chunks: int = 1) -> tuple[Tensor, Tensor]:
+def linear_gradients(
+    grad: Tensor, x: Tensor, weight: Tensor, chunks: int = 1, needed: tuple[bool, bool] = (True, True)
+) -> tuple[Tensor | None, Tensor | None]:
     """Gradients of `x` and of `weight`, for the product in `chunks` chunks."""
-    return input_gradient(grad, weight, _gradient_chunks(grad, chunks)), token_weight_gradient(grad, x)
+    grad_x = input_gradient(grad, weight, _gradient_chunks(grad, chunks)) if needed[0] else None
+    return grad_x, token_weight_gradient(grad, x) if needed[1] else None
 
 
 def _gradient_chunks(grad: Tensor, chunks: int) -> int:
@@ -161,46 +153,11 @@ def by_library(grad: Tensor) -> bool:
     return grad.dtype == torch.bfloat16 and native.arithmetic() != "portable"
 
 
-class _Linear(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, weight: Tensor, chunks: int) -> Tensor:
-        ctx.save_for_backward(x, weight)
-        ctx.chunks = chunks
-        return saved_output("linear", lambda: product(x, weight, chunks))
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, Tensor | None, None]:
-        (x, weight), grad = ctx.saved_tensors, grads[0]
-        grad_x = input_gradient(grad, weight, _gradient_chunks(grad, ctx.chunks)) if needs_gradient(ctx, 0) else None
-        return grad_x, token_weight_gradient(grad, x) if needs_gradient(ctx, 1) else None, None
-
-
 # Compiled code calls the product as one operator, so that the compiler cannot change its order of summation.
-@library.operator(
+_linear = Operator(
     "linear(Tensor x, Tensor weight, int chunks) -> Tensor",
+    product,
     fake=lambda x, weight, chunks: x.new_empty(x.shape[0], weight.shape[0]),
-)
-def _opaque_linear(x: Tensor, weight: Tensor, chunks: int) -> Tensor:
-    with torch.no_grad():
-        return linear(x, weight, chunks)
-
-
-@library.operator(
-    "product_gradients(Tensor grad, Tensor x, Tensor weight, int chunks) -> (Tensor, Tensor)",
-    fake=lambda grad, x, weight, chunks: (
-        grad.new_empty(grad.shape[0], weight.shape[1]),
-        grad.new_empty(grad.shape[1], x.shape[1]),
-    ),
-)
-def _opaque_gradients(grad: Tensor, x: Tensor, weight: Tensor, chunks: int) -> tuple[Tensor, Tensor]:
-    return linear_gradients(grad, x, weight, chunks)
-
-
-def _save(ctx: Any, inputs: tuple[Tensor, Tensor, int], output: Tensor) -> None:
-    ctx.save_for_backward(*inputs[:2])
-    ctx.chunks = inputs[2]
-
-
-library.differentiable(
-    "linear", _save, lambda ctx, grad: (*_opaque_gradients(grad, *ctx.saved_tensors, ctx.chunks), None)
+    gradients=linear_gradients,
+    kind="linear",
 )

@@ -27,8 +27,7 @@ from lockstep.ops.head_gradients import (
 )
 from lockstep.ops.linear import linear, weight_gradient
 from lockstep.ops.sums import total
-from lockstep.ops.temperature import inverse_temperature
-from lockstep.ops.vocabulary_pieces import PIECES, piece_bounds
+from lockstep.ops.vocabulary import PIECES, piece_bounds
 
 
 def token_log_probs(
@@ -49,6 +48,14 @@ def token_log_probs(
         return _TokenLogProbs.apply(hidden, head, targets, inverse)
     log_probs, entropies, _, _ = _forward(hidden, head, targets, inverse)
     return log_probs, entropies
+
+
+def inverse_temperature(temperature: Float32[Tensor, "rows"]) -> Float32[Tensor, "rows"]:
+    """The factor of logits: 1 over each row's temperature, in float32; 1 for temperature 0, which means greedy.
+
+    Trainer and generator both call it, since 1/t rounded from float64 differs for every third temperature.
+    """
+    return torch.where(temperature == 0, 1.0, 1.0 / temperature)
 
 
 def row_factors(temperature: float, hidden: Float[Tensor, "tokens dim"]) -> Float[Tensor, "tokens"]:

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from lockstep.ops import cuda, native, one_order, plain
 from lockstep.ops.forms import FORMS
-from lockstep.ops.opaque import library
+from lockstep.ops.opaque import empty_like, library
 from lockstep.ops.saved_outputs import saved_output
 
 
@@ -24,7 +24,7 @@ def rms_norm(x: Float[Tensor, "*rows dim"], weight: Float[Tensor, "dim"], eps: f
         return _reference(x, weight, eps)[0]
     if torch.is_grad_enabled() and (x.requires_grad or weight.requires_grad):
         return trained_norm(x, weight, eps, None)
-    return _forward(x, weight, eps)[0]
+    return norm_with_scale(x, weight, eps)[0]
 
 
 def _has_kernels(x: Tensor) -> bool:
@@ -46,25 +46,18 @@ def _reference_gradients(grad_out: Tensor, x: Tensor, weight: Tensor, scale: Ten
     return ((direct - wide * along) * scale).to(x.dtype), grad_weight.to(weight.dtype)
 
 
-def _forward(x: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor, Tensor]:
-    x = x.contiguous()
-    if cuda.usable(x):
-        from lockstep.ops.cuda import rows as triton_rows
-
-        out, scale = triton_rows.rms_norm(x, weight, eps)
-        return out, x, scale
-    rows = x.numel() // x.shape[-1]
-    out = torch.empty_like(x)
-    scale = torch.empty(rows, dtype=torch.float32)
-    native.call("rms_norm", x.dtype, x, weight, out, scale, rows, x.shape[-1], float(eps))
-    return out, x, scale
-
-
 def norm_with_scale(x: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
     """`rms_norm` without gradient, and each row's scale, float32."""
     if not _has_kernels(x):
         return _reference(x, weight, eps)
-    out, _, scale = _forward(x, weight, eps)
+    x = x.contiguous()
+    if cuda.usable(x):
+        from lockstep.ops.cuda import rows
+
+        out, scale = rows.rms_norm(x, weight, eps)
+    else:
+        out, scale = torch.empty_like(x), torch.empty(x.shape[:-1].numel(), dtype=torch.float32)
+        native.call("rms_norm", x.dtype, x, weight, out, scale, scale.numel(), x.shape[-1], float(eps))
     return out, scale.view(x.shape[:-1])
 
 
@@ -106,7 +99,7 @@ class _RMSNorm(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor, eps: float, gathered: one_order.GatheredRows | None) -> Tensor:
         x = x.contiguous()
-        out, scale = saved_output("norm", lambda: _forward(x, weight, eps)[::2])
+        out, scale = saved_output("norm", lambda: norm_with_scale(x, weight, eps))
         ctx.save_for_backward(x, weight, scale)
         ctx.gathered = gathered
         return out
@@ -117,15 +110,11 @@ class _RMSNorm(torch.autograd.Function):
         return (*token_gradients(grads[0], x, weight, scale, ctx.gathered), None, None)
 
 
-def _empty_like(x: Tensor) -> Tensor:
-    return torch.empty_like(x, memory_format=torch.contiguous_format)
-
-
 # Compiled code calls the norm as one operator: a compiler would choose the order of the sums over rows and columns by
 # the number of rows, and recompile for other numbers.
 @library.operator(
     "rms_norm(Tensor x, Tensor weight, float eps) -> (Tensor, Tensor)",
-    fake=lambda x, weight, eps: (_empty_like(x), x.new_empty(x.shape[:-1], dtype=torch.float32)),
+    fake=lambda x, weight, eps: (empty_like(x), x.new_empty(x.shape[:-1], dtype=torch.float32)),
 )
 def _opaque(x: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
     return norm_with_scale(x, weight, eps)
@@ -133,7 +122,7 @@ def _opaque(x: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
 
 @library.operator(
     "rms_norm_gradients(Tensor grad_out, Tensor x, Tensor weight, Tensor scale) -> (Tensor, Tensor)",
-    fake=lambda grad_out, x, weight, scale: (_empty_like(x), torch.empty_like(weight)),
+    fake=lambda grad_out, x, weight, scale: (empty_like(x), torch.empty_like(weight)),
 )
 def _opaque_gradients(grad_out: Tensor, x: Tensor, weight: Tensor, scale: Tensor) -> tuple[Tensor, Tensor]:
     return token_gradients(grad_out, x, weight, scale)

@@ -101,9 +101,10 @@ class _Differentiated(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        tensors, others = ctx.saved_tensors, len(ctx.saved_tensors) + len(ctx.settings) - 2
+        arguments = *ctx.saved_tensors, *ctx.settings  # a checkpoint unpacks saved tensors only once
         needed = needs_gradient(ctx, 0), needs_gradient(ctx, 1)
-        return None, *ctx.operator.gradients(grads[0], *tensors, *ctx.settings, needed=needed), *[None] * others
+        gradients = ctx.operator.gradients(grads[0], *arguments, needed=needed)
+        return None, *gradients, *[None] * (len(arguments) - 2)
 
 
 def empty_like(x: Tensor) -> Tensor:

@@ -13,8 +13,7 @@ from lockstep.ops import native, one_order, plain
 from lockstep.ops.expert_load import ExpertLoad, key_of, load_of
 from lockstep.ops.forms import FORMS
 from lockstep.ops.linear import input_gradient, product_sums, token_weight_gradient, weight_gradient
-from lockstep.ops.needed_gradients import needs_gradient
-from lockstep.ops.opaque import library
+from lockstep.ops.opaque import Operator, library
 from lockstep.ops.routes import replay_and_record
 from lockstep.ops.saved_outputs import saved_output
 
@@ -46,19 +45,7 @@ def router_logits(
     """`x @ weight.T` with float32 sums that are not rounded to the factors' dtype; row-invariant like `linear`."""
     if (form := FORMS.get(type(weight))) is not None:
         return form.router_logits(x, weight)
-    if torch.compiler.is_compiling():
-        return _opaque_logits(x, weight)
-    if torch.is_grad_enabled() and (x.requires_grad or weight.requires_grad):
-        return trained_logits(x, weight, None)
-    return product_sums(x, weight)
-
-
-def trained_logits(
-    x: Float[Tensor, "tokens dim"], weight: Float[Tensor, "experts dim"], gathered: one_order.GatheredRows | None
-) -> Float32[Tensor, "tokens experts"]:
-    """`router_logits` of a plain weight, whose gradient is summed over the rows of `gathered`."""
-    out: Tensor = _RouterLogits.apply(x, weight, gathered)
-    return out
+    return _router_logits(x, weight)
 
 
 def route(
@@ -75,43 +62,35 @@ def route(
     """
     if (form := FORMS.get(type(bias))) is not None:
         return form.route(logits, routing, bias, load)
-    settings = (
-        routing.active, SCORINGS.index(routing.scoring), int(routing.normalize), float(routing.scale), routing.groups,
-        routing.groups_kept,
-    )  # fmt: skip
     if torch.compiler.is_compiling():
-        return _opaque_route(logits, bias, key_of(load), *settings)[:2]
+        return _opaque_route(logits, bias, key_of(load), *_numbers(routing))[:2]
     if torch.is_grad_enabled() and logits.requires_grad:
-        return _Route.apply(logits, bias, load, None if load is None else load.counts_of(len(logits)), settings)
-    return _route(logits, bias, *settings)
+        return _Route.apply(logits, bias, load, None if load is None else load.counts_of(len(logits)), routing)
+    return _route(logits, bias, routing)
 
 
-class _RouterLogits(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, weight: Tensor, gathered: one_order.GatheredRows | None) -> Tensor:
-        ctx.save_for_backward(x, weight)
-        ctx.gathered = gathered
-        return saved_output("linear", lambda: product_sums(x, weight))
+def _numbers(routing: Routing) -> tuple[int, int, int, float, int, int]:
+    """As kernels and opaque operators take them."""
+    scoring, normalize = SCORINGS.index(routing.scoring), int(routing.normalize)
+    return routing.active, scoring, normalize, float(routing.scale), routing.groups, routing.groups_kept
 
-    @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, Tensor | None, None]:
-        x, weight = ctx.saved_tensors
-        needed = needs_gradient(ctx, 0), needs_gradient(ctx, 1)
-        return *logits_gradients(grads[0], x, weight, *needed, ctx.gathered), None
+
+def _routing(active: int, scoring: int, normalize: int, scale: float, groups: int, kept: int) -> Routing:
+    """The inverse of `_numbers`."""
+    return Routing(active, SCORINGS[scoring], bool(normalize), scale, groups, kept)
 
 
 def logits_gradients(
     grad: Tensor,
     x: Tensor,
     weight: Tensor,
-    of_x: bool = True,
-    of_weight: bool = True,
+    needed: tuple[bool, bool] = (True, True),
     gathered: one_order.GatheredRows | None = None,
 ) -> tuple[Tensor | None, Tensor | None]:
     """In float32, like the logits, and rounded once. With one order, if other ranks have some of the rows, the first
     rank computes the weight's."""
-    grad_x = input_gradient(grad, weight.float()).to(x.dtype) if of_x else None
-    if not of_weight:
+    grad_x = input_gradient(grad, weight.float()).to(x.dtype) if needed[0] else None
+    if not needed[1]:
         return grad_x, None
     if gathered is None or not one_order.is_required():
         return grad_x, token_weight_gradient(grad, x.float()).to(weight.dtype)
@@ -119,54 +98,49 @@ def logits_gradients(
     return grad_x, weight_gradient(grad, x.float()).to(weight.dtype) if gathered.is_first else torch.zeros_like(weight)
 
 
-def _route(
-    logits: Tensor, bias: Tensor | None, active: int, scoring: int, normalize: int, scale: float, groups: int, kept: int
-) -> tuple[Tensor, Tensor]:
-    routes = _choose(logits, bias, active, scoring, normalize, scale, groups, kept)
-    return replay_and_record(logits, *routes, lambda chosen: _weigh(logits, chosen, scoring, normalize, scale))
+def _route(logits: Tensor, bias: Tensor | None, routing: Routing) -> tuple[Tensor, Tensor]:
+    routes = _choose(logits, bias, routing)
+    return replay_and_record(logits, *routes, lambda chosen: _weigh(logits, chosen, routing))
 
 
-def _choose(
-    logits: Tensor, bias: Tensor | None, active: int, scoring: int, normalize: int, scale: float, groups: int, kept: int
-) -> tuple[Tensor, Tensor]:
-    settings = (active, scoring, normalize, scale, groups, kept)
+def _choose(logits: Tensor, bias: Tensor | None, routing: Routing) -> tuple[Tensor, Tensor]:
     if logits.is_meta or not native.usable(logits):
-        return _route_plainly(logits, bias, *settings)
+        return _route_plainly(logits, bias, routing)
     tokens, experts = logits.shape
-    weights = logits.new_empty(tokens, active)
-    chosen = torch.empty(tokens, active, dtype=torch.int64)
+    weights = logits.new_empty(tokens, routing.active)
+    chosen = torch.empty(tokens, routing.active, dtype=torch.int64)
     if native.is_pretending():
-        chosen.copy_(torch.arange(tokens * active).view(tokens, active) % experts)
-    native.call("route", torch.float32, logits.contiguous(), bias, weights, chosen, tokens, experts, *settings)
+        chosen.copy_(torch.arange(tokens * routing.active).view(tokens, -1) % experts)
+    sizes = tokens, experts, *_numbers(routing)
+    native.call("route", torch.float32, logits.contiguous(), bias, weights, chosen, *sizes)
     return weights, chosen
 
 
-def _route_plainly(
-    logits: Tensor, bias: Tensor | None, active: int, scoring: int, normalize: int, scale: float, groups: int, kept: int
-) -> tuple[Tensor, Tensor]:
+def _route_plainly(logits: Tensor, bias: Tensor | None, routing: Routing) -> tuple[Tensor, Tensor]:
     """Sums over a row are chains in ascending order, element by element (`plain`)."""
-    name = SCORINGS[scoring]
-    scores = 1 / (1 + plain.exp(-logits)) if name == "sigmoid" else logits
-    choices = scores if bias is None or name != "sigmoid" else scores + bias
+    sigmoid = routing.scoring == "sigmoid"
+    scores = 1 / (1 + plain.exp(-logits)) if sigmoid else logits
+    choices = scores if bias is None or not sigmoid else scores + bias
     choices = choices.nan_to_num(nan=-torch.inf, posinf=torch.inf, neginf=-torch.inf)
-    if groups > 1:
-        by_group = choices.unflatten(1, (groups, -1))
+    if routing.groups > 1:
+        by_group = choices.unflatten(1, (routing.groups, -1))
         worth = _chain(_descending(by_group)[0][..., :2])
-        best = _descending(worth)[1][:, :kept]
+        best = _descending(worth)[1][:, : routing.groups_kept]
         allowed = torch.zeros_like(worth, dtype=torch.bool).scatter(1, best, True)
         choices = by_group.masked_fill(~allowed[..., None], -torch.inf).flatten(1)
-    chosen = _descending(choices)[1][:, :active]
-    return _weigh(logits, chosen, scoring, normalize, scale), chosen
+    chosen = _descending(choices)[1][:, : routing.active]
+    return _weigh(logits, chosen, routing), chosen
 
 
-def _weigh(logits: Tensor, chosen: Tensor, scoring: int, normalize: int, scale: float) -> Tensor:
+def _weigh(logits: Tensor, chosen: Tensor, routing: Routing) -> Tensor:
     """The weights of a token's `chosen` experts, as `_route_plainly` sums."""
-    name, scores = SCORINGS[scoring], logits.gather(1, chosen)
-    if name == "sigmoid":
+    scores, scale = logits.gather(1, chosen), float(routing.scale)
+    if routing.scoring == "sigmoid":
         scores = 1 / (1 + plain.exp(-scores))
-        return (scores / _chain(scores)[:, None] if normalize else scores) * scale
+        return (scores / _chain(scores)[:, None] if routing.normalize else scores) * scale
     weights = plain.exp(scores - scores[:, :1])
-    total = plain.row_sum(plain.exp(logits - scores[:, :1])) if name == "softmax" else _chain(weights)
+    over_all = routing.scoring == "softmax"
+    total = plain.row_sum(plain.exp(logits - scores[:, :1])) if over_all else _chain(weights)
     return weights / total[:, None] * scale
 
 
@@ -187,40 +161,32 @@ def _chain(x: Tensor) -> Tensor:
 class _Route(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any,
-        logits: Tensor,
-        bias: Tensor | None,
-        load: ExpertLoad | None,
-        counts: Tensor | None,
-        settings: tuple[Any, ...],
+        ctx: Any, logits: Tensor, bias: Tensor | None, load: ExpertLoad | None, counts: Tensor | None, routing: Routing
     ) -> tuple[Tensor, Tensor]:
-        weights, chosen = saved_output("route", lambda: _route(logits, bias, *settings))
+        weights, chosen = saved_output("route", lambda: _route(logits, bias, routing))
         ctx.save_for_backward(logits, weights, chosen, counts)
-        ctx.load, ctx.settings = load, settings
+        ctx.load, ctx.routing = load, routing
         ctx.mark_non_differentiable(chosen)
         return weights, chosen
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None, None, None]:
         logits, weights, chosen, counts = ctx.saved_tensors
-        gradient = _route_gradient(grads[0], logits, weights, chosen, counts, ctx.load, *ctx.settings[1:4])
+        gradient = _route_gradient(grads[0], logits, weights, chosen, counts, ctx.load, ctx.routing)
         return gradient, None, None, None, None
 
 
-# More than eight parameters: each tensor that the forward saved, and the settings as numbers, as operators take them.
 def _route_gradient(
     grad: Tensor,
     logits: Tensor,
     weights: Tensor,
     chosen: Tensor,
-    counts: Tensor | None,
+    counts: Any,
     load: ExpertLoad | None,
-    scoring: int,
-    normalize: int,
-    scale: float,
+    routing: Routing,
 ) -> Tensor:
     """The gradient of the logits, with the penalties of `load`, which counts the choices."""
-    gradient = _weights_gradient(grad, logits, weights, chosen, scoring, normalize, scale)
+    gradient = _weights_gradient(grad, logits, weights, chosen, routing)
     if load is None or native.is_pretending():  # the choices have no values
         return gradient
     load.count(chosen, counts)
@@ -228,51 +194,30 @@ def _route_gradient(
     return gradient if penalty is None else gradient + penalty
 
 
-def _weights_gradient(
-    grad: Tensor, logits: Tensor, weights: Tensor, chosen: Tensor, scoring: int, normalize: int, scale: float
-) -> Tensor:
+def _weights_gradient(grad: Tensor, logits: Tensor, weights: Tensor, chosen: Tensor, routing: Routing) -> Tensor:
     """The derivatives of `_weigh`; sums over a token's experts are chains in the order of its choices."""
-    name = SCORINGS[scoring]
-    if name == "sigmoid":
-        scores = 1 / (1 + plain.exp(-logits.gather(1, chosen)))
-        slope = scores * (1 - scores)
-        if normalize:
-            shares = weights / scale
-            along = _chain(grad * shares)[:, None]
-            slope = slope * ((grad - along) / _chain(scores)[:, None])
-        else:
-            slope = slope * grad
-        return torch.zeros_like(logits).scatter(1, chosen, slope * scale)
+    scale = float(routing.scale)
     shares = weights / scale
     along = _chain(grad * shares)[:, None]
+    if routing.scoring == "sigmoid":
+        scores = 1 / (1 + plain.exp(-logits.gather(1, chosen)))
+        slope = scores * (1 - scores)
+        slope = slope * ((grad - along) / _chain(scores)[:, None]) if routing.normalize else slope * grad
+        return torch.zeros_like(logits).scatter(1, chosen, slope * scale)
     of_chosen = shares * (grad - along) * scale
-    if name == "softmax_of_chosen":
+    if routing.scoring == "softmax_of_chosen":
         return torch.zeros_like(logits).scatter(1, chosen, of_chosen)
     # The softmax over all experts, from the probability of the first chosen one.
     probabilities = plain.exp(logits - logits.gather(1, chosen[:, :1])) * shares[:, :1]
     return (probabilities * (-along * scale)).scatter(1, chosen, of_chosen)
 
 
-@library.operator(
+_router_logits = Operator(
     "router_logits(Tensor x, Tensor weight) -> Tensor",
+    product_sums,
     fake=lambda x, weight: x.new_empty(x.shape[0], weight.shape[0], dtype=torch.float32),
-)
-def _opaque_logits(x: Tensor, weight: Tensor) -> Tensor:
-    return product_sums(x, weight)
-
-
-@library.operator(
-    "router_logits_gradients(Tensor grad, Tensor x, Tensor weight) -> (Tensor, Tensor)",
-    fake=lambda grad, x, weight: (torch.empty_like(x), torch.empty_like(weight)),
-)
-def _opaque_logits_gradients(grad: Tensor, x: Tensor, weight: Tensor) -> tuple[Tensor | None, Tensor | None]:
-    return logits_gradients(grad, x, weight)
-
-
-library.differentiable(
-    "router_logits",
-    lambda ctx, inputs, output: ctx.save_for_backward(*inputs),
-    lambda ctx, grad: _opaque_logits_gradients(grad, *ctx.saved_tensors),
+    gradients=logits_gradients,
+    kind="linear",
 )
 
 
@@ -291,23 +236,23 @@ def _opaque_route(logits: Tensor, bias: Tensor | None, load: Tensor, *settings: 
     counts = None if expert_load is None else expert_load.counts_of(len(logits))
     # Always a copy: compiled code may overwrite tensors that it no longer needs.
     counts = torch.ones(len(logits), dtype=torch.int64, device=logits.device) if counts is None else counts.clone()
-    return *_route(logits, bias, *settings), counts
+    return *_route(logits, bias, _routing(*settings)), counts
 
 
 @library.operator(
-    "route_gradient(Tensor grad, Tensor logits, Tensor weights, Tensor chosen, Tensor counts, Tensor load, "
-    "int scoring, int normalize, float scale) -> Tensor",
+    "route_gradient(Tensor grad, Tensor logits, Tensor weights, Tensor chosen, Tensor counts, Tensor load, int active, "
+    "int scoring, int normalize, float scale, int groups, int kept) -> Tensor",
     fake=lambda grad, logits, *others: torch.empty_like(logits),
 )
 def _opaque_route_gradient(
     grad: Tensor, logits: Tensor, weights: Tensor, chosen: Tensor, counts: Tensor, load: Tensor, *settings: Any
 ) -> Tensor:
-    return _route_gradient(grad, logits, weights, chosen, counts, load_of(load), *settings)
+    return _route_gradient(grad, logits, weights, chosen, counts, load_of(load), _routing(*settings))
 
 
 def _save_route(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor, Tensor]) -> None:
     ctx.save_for_backward(inputs[0], *output, inputs[2])
-    ctx.settings = inputs[4:7]
+    ctx.settings = inputs[3:]
 
 
 library.differentiable(

@@ -9,10 +9,8 @@ from torch import Tensor
 
 from lockstep.ops import cuda, native
 from lockstep.ops.cuts import UNIT, cut, group_maxima, logits_of, lowest_of_first, ordering
-from lockstep.ops.logprobs import join_masses, masses
-from lockstep.ops.parts import VocabularyPart, Whole, local_piece_bounds
-from lockstep.ops.temperature import inverse_temperature
-from lockstep.ops.vocabulary_pieces import piece_bounds
+from lockstep.ops.logprobs import inverse_temperature, join_masses, masses
+from lockstep.ops.vocabulary import VocabularyPart, Whole, local_piece_bounds, piece_bounds
 
 
 def sample(

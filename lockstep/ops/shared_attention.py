@@ -8,9 +8,9 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
-from lockstep.ops.attention import Gradients, attend_or_train
+from lockstep.ops.attention_gradient import Attended, Gradients, attend_or_train
 from lockstep.ops.attention_reference import PLAIN, Terms
-from lockstep.ops.piece_attention import PieceAttention
+from lockstep.ops.packed_attention import PieceAttention
 
 
 class SharedPrefixAttention:
@@ -59,14 +59,7 @@ class SharedPrefixAttention:
         # Per turn i: the rows that the i-th sequence after theirs omits, and the indices of its copies of their keys.
         self._turns = [tuple(torch.cat(indices).to(device) for indices in turn) for turn in turns]
 
-    def __call__(
-        self,
-        layer: int,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor | None,
-        terms: Terms = PLAIN,
-    ) -> Tensor:
+    def __call__(self, layer: int, q: Tensor, k: Tensor, v: Tensor | None, terms: Terms = PLAIN) -> Tensor:
         return attend_or_train(self, q, k, v, terms)
 
     def forward(
@@ -79,18 +72,11 @@ class SharedPrefixAttention:
         """The attended values and, for the gradient, the log of each row's sum of weights."""
         return self.pieces.forward(q, *self._of_keys(k, v), terms)
 
-    def backward(
-        self,
-        grad_out: Tensor,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor | None,
-        out: Tensor,
-        log_sums: Tensor,
-        terms: Terms = PLAIN,
-    ) -> Gradients:
-        """Gradients of `q`, `k` and `v`, in their dtype."""
-        grad_q, grad_k, grad_v = self.pieces.backward(grad_out, q, *self._of_keys(k, v), out, log_sums, terms)
+    def backward(self, grad_out: Tensor, attended: Attended, terms: Terms = PLAIN) -> Gradients:
+        """Gradients of queries, keys and values, in their dtype."""
+        k = attended.k
+        keys, values = self._of_keys(k, attended.v)
+        grad_q, grad_k, grad_v = self.pieces.backward(grad_out, attended._replace(k=keys, v=values), terms)
         return grad_q, self._summed(grad_k, k), None if grad_v is None else self._summed(grad_v, k)
 
     def _of_keys(self, k: Tensor, v: Tensor | None) -> tuple[Tensor, Tensor | None]:

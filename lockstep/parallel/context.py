@@ -21,10 +21,9 @@ from torch import Tensor
 
 from lockstep import ops
 from lockstep.ops import one_order
-from lockstep.ops.attention import Gradients, attend_backward
+from lockstep.ops.attention_gradient import Attended, Gradients, attend_backward, sink_gradient
 from lockstep.ops.attention_reference import PLAIN
 from lockstep.ops.saved_outputs import saved_output
-from lockstep.ops.sinks import sink_gradient
 from lockstep.parallel.exchange import all_gather, gather_rows, reduce_scatter
 from lockstep.parallel.one_order import ContextRows
 
@@ -163,7 +162,8 @@ class _GatheredAttention(torch.autograd.Function):
             return *_ordered_gradients(ctx.attention, grads[0], q, k, v, out, log_sums, ctx.terms, sinks), None, None
         pieces = ctx.attention.pieces
         keys, values = ctx.attention.gather(k, v)
-        grad_q, grad_keys, grad_values = pieces.backward(grads[0], q, keys, values, out, log_sums, ctx.terms)
+        attended = Attended(q, keys, values, out, log_sums)
+        grad_q, grad_keys, grad_values = pieces.backward(grads[0], attended, ctx.terms)
         grad_k, grad_v = ctx.attention.sum_back(grad_keys, grad_values)
         of_sinks = None
         if sinks is not None:
@@ -202,7 +202,7 @@ def _ordered_gradients(
     of_sinks = None if sinks is None else torch.zeros_like(sinks)
     if local.stop > local.start:
         starts = attention.pieces.whole.starts
-        gradients = attend_backward(grad, query, key, value, attended, sums, starts, terms=terms)
+        gradients = attend_backward(grad, Attended(query, key, value, attended, sums), starts, terms=terms)
         if sinks is not None and of_sinks is not None:
             of_sinks[queries] = sink_gradient(grad, attended, sums, sinks[queries], len(attended))
     most = -(-kv_heads // ranks)  # key-value heads per rank

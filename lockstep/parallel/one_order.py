@@ -126,7 +126,7 @@ def _input_gradient(grad: Tensor, weight: Tensor, group: dist.ProcessGroup) -> T
 def _logits_gradients(
     grad: Tensor, x: Tensor, weight: Tensor, group: str, needed: tuple[bool, bool] = (True, True)
 ) -> tuple[Tensor | None, Tensor | None]:
-    return logits_gradients(grad, x, weight, *needed, gathered=_TensorRows(group_named(group), x.ndim))
+    return logits_gradients(grad, x, weight, needed, _TensorRows(group_named(group), x.ndim))
 
 
 column_product = Operator(
@@ -147,6 +147,7 @@ shared_logits = Operator(
     forward=lambda x, weight, group: product_sums(x, weight),
     fake=lambda x, weight, group: x.new_empty(x.shape[0], weight.shape[0], dtype=torch.float32),
     gradients=_logits_gradients,
+    kind="linear",
 )
 """`ops.router_logits` of this rank's rows, with a gradient like that of `shared_norm`'s weight."""
 

@@ -18,9 +18,9 @@ from lockstep import ops
 from lockstep.config.parallel import ROW_MULTIPLE
 from lockstep.errors import UserError
 from lockstep.ops import one_order
-from lockstep.ops.clamped_experts import clamped_feed_forward
 from lockstep.ops.embedding import plain_embedding
-from lockstep.ops.experts import feed_forward
+from lockstep.ops.experts import FeedForward
+from lockstep.ops.experts import mixture as plain_mixture
 from lockstep.parallel.exchange import (
     exchanged,
     gather_rows,
@@ -141,32 +141,22 @@ def route(logits: Tensor, routing: ops.Routing, bias: DTensor, load: ops.ExpertL
     return ops.route(logits, routing, own_part(bias), load)
 
 
-def experts(
+def mixture(
+    feed_forward: FeedForward,
     x: Tensor,
     weights: Tensor,
     chosen: Tensor,
-    *parameters: DTensor,
-    shared: Callable[[Tensor], Tensor] | None = None,
+    parameters: tuple[DTensor, ...],
+    shared: Callable[[Tensor], Tensor] | None,
 ) -> Tensor:
-    """This rank's share of the tokens through the experts on all ranks; see `experts_over_ranks`."""
+    """`ops.experts` or `ops.clamped_experts` of this rank's share of the tokens, through the experts on all ranks; see
+    `experts_over_ranks`."""
     local, group = [own_part(parameter) for parameter in parameters], expert_group(parameters[0])
     if group is None:
-        gate, up, down = local
-        return ops.experts(x, weights, chosen, gate, up, down, shared)
+        return plain_mixture(feed_forward, x, weights, chosen, tuple(local), shared)
     count = parameters[0].shape[0]
     return experts_over_ranks(
         x, weights, chosen, count, group, lambda rows, starts: feed_forward(rows, starts, *local), shared
-    )
-
-
-def clamped_experts(x: Tensor, weights: Tensor, chosen: Tensor, *parameters: DTensor) -> Tensor:
-    """As `experts`."""
-    local, group = [own_part(parameter) for parameter in parameters], expert_group(parameters[0])
-    if group is None:
-        return ops.clamped_experts(x, weights, chosen, *local)
-    count = parameters[0].shape[0]
-    return experts_over_ranks(
-        x, weights, chosen, count, group, lambda rows, starts: clamped_feed_forward(rows, starts, *local)
     )
 
 

@@ -18,7 +18,7 @@ from lockstep import ops
 from lockstep.ops.head_gradients import ScoredRows, head_gradients, row_slices
 from lockstep.ops.linear import tree_sum
 from lockstep.ops.logprobs import join_masses, masses, row_factors
-from lockstep.ops.vocabulary_pieces import piece_bounds
+from lockstep.ops.vocabulary import piece_bounds
 from lockstep.parallel.exchange import gather_rows, swap_rows
 
 

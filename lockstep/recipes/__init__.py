@@ -4,10 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import partial
-from typing import get_args
 
 from lockstep.config import (
-    ALGORITHMS,
     DataConfig,
     EngineConfig,
     ParallelConfig,
@@ -17,7 +15,6 @@ from lockstep.config import (
     SFTConfig,
     TrainConfig,
 )
-from lockstep.config.algorithm import AlgorithmName
 from lockstep.errors import UserError, closest
 from lockstep.rl.environments.gsm8k import TEMPLATE as GSM8K_TEMPLATE
 
@@ -108,25 +105,6 @@ def digit_sum() -> RLConfig:
     )
 
 
-def digit_sum_with(algorithm: AlgorithmName) -> Callable[[], RLConfig]:
-    """The recipe for sums of digits with another algorithm; distillation also needs a --teacher."""
-
-    def make() -> RLConfig:
-        config = digit_sum()
-        config.algorithm = algorithm
-        return config
-
-    make.__doc__ = f"Sums of digits with --algorithm {algorithm}" + (
-        "; give --teacher." if ALGORITHMS[algorithm].advantage == "teacher" else "."
-    )
-    return make
-
-
-DIGIT_SUMS: dict[str, Callable[[], RLConfig]] = {
-    f"digit_sum_{name}": digit_sum_with(name) for name in get_args(AlgorithmName) if name != "grpo"
-}
-
-
 def gsm8k() -> RLConfig:
     """GSM8K with any Llama 3 or Qwen3 folder: correctness 1.0 and format 0.3."""
     return RLConfig(
@@ -174,7 +152,6 @@ RECIPES: dict[str, dict[str, Callable[[], PretrainConfig] | Callable[[], RLConfi
     "reward-model": {},
     "rl": {
         "digit_sum": digit_sum,
-        **DIGIT_SUMS,
         "gsm8k": gsm8k,
         "gsm8k_tiny": gsm8k_tiny_rl,
         "qwen3_moe_tiny": qwen3_moe_tiny_rl,

@@ -19,27 +19,15 @@ if TYPE_CHECKING:
     from lockstep.rl.rollouts.records import Rollout, Scores, write_rollouts
 
 # Imported at first use: a file with an environment imports this package in every reward worker, which needs no torch.
-_HOMES = {
-    "Chat": "lockstep.rl.conversations",
-    "ConversationEnvironment": "lockstep.rl.conversations",
-    "ConversationOver": "lockstep.rl.conversations",
-    "Environment": "lockstep.rl.environments.protocol",
-    "Episode": "lockstep.rl.conversations",
-    "Example": "lockstep.rl.environments.protocol",
-    "Grade": "lockstep.rl.grading",
-    "PolicyLossInputs": "lockstep.rl.algorithms",
-    "Reply": "lockstep.rl.conversations",
-    "Rollout": "lockstep.rl.rollouts.records",
-    "Scores": "lockstep.rl.rollouts.records",
-    "ToolCall": "lockstep.rl.conversations",
-    "grade": "lockstep.rl.grading",
-    "group_advantages": "lockstep.rl.algorithms",
-    "load_environment": "lockstep.rl.environments.loading",
-    "objective": "lockstep.rl.algorithms",
-    "policy_loss": "lockstep.rl.algorithms",
-    "token_weights": "lockstep.rl.algorithms",
-    "write_rollouts": "lockstep.rl.rollouts.records",
+_NAMES = {
+    "lockstep.rl.algorithms": "PolicyLossInputs group_advantages objective policy_loss token_weights",
+    "lockstep.rl.conversations": "Chat ConversationEnvironment ConversationOver Episode Reply ToolCall",
+    "lockstep.rl.environments.loading": "load_environment",
+    "lockstep.rl.environments.protocol": "Environment Example",
+    "lockstep.rl.grading": "Grade grade",
+    "lockstep.rl.rollouts.records": "Rollout Scores write_rollouts",
 }
+_HOMES = {name: module for module, names in _NAMES.items() for name in names.split()}
 
 __all__ = [
     "Chat",

@@ -45,8 +45,10 @@ class Alarms:
         """Warns about each alarm that this step raises and the step before did not; returns `alarm/NAME` of each."""
         now = {"step": step, **metrics}
         self._raised = alarms([*self.history, now], self.config, self.learns_from_spread_alone)
-        for name, sentence in new_alarms(self._raised, self.history).items():
-            log.warning("alarm %s at step %d: %s", name, step, sentence)
+        before = self.history[-1] if self.history else {}
+        for name, sentence in self._raised.items():
+            if PREFIX + name not in before:
+                log.warning("alarm %s at step %d: %s", name, step, sentence)
         raised = {PREFIX + name: 1.0 for name in self._raised}
         self.history.append(_compared(now | raised))
         return raised
@@ -88,12 +90,6 @@ def alarms(history: Sequence[Metrics], config: AlarmConfig, learns_from_spread_a
         "kl": _kl(steps[-1], config),
     }
     return {name: f"{evidence}: {ALARMS[name]}" for name, evidence in raised.items() if evidence}
-
-
-def new_alarms(raised: Mapping[str, str], before: Sequence[Metrics]) -> dict[str, str]:
-    """Those of `raised` that the step before did not raise."""
-    last = before[-1] if before else {}
-    return {name: sentence for name, sentence in raised.items() if PREFIX + name not in last}
 
 
 def _no_signal(steps: Sequence[Metrics], config: AlarmConfig) -> str:

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import cast
 
 import torch
 from torch import Tensor, nn
@@ -12,19 +13,9 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 from lockstep import ops
 from lockstep.checkpoint import folder_if_model
-from lockstep.config import ParallelConfig, RLConfig, algorithm_of, validate
+from lockstep.config import ParallelConfig, RLConfig, algorithm_of
 from lockstep.generate.engine import LOGITS_ELEMENTS, Engine
-from lockstep.model import (
-    Decoder,
-    ModelConfig,
-    ScoringModel,
-    choose_dtype,
-    folder_dtype,
-    is_auto,
-    preset,
-    read_config,
-    resolve_dtype,
-)
+from lockstep.model import Decoder, ModelConfig, ScoringModel, folder_dtype, resolve_dtype
 from lockstep.model.shard import local_values
 from lockstep.ops.native import pretending
 from lockstep.ops.packed_weights import panel_words
@@ -37,22 +28,27 @@ from lockstep.rl.scoring.reference import AVERAGE, START, reference_is_base
 from lockstep.rl.scoring.value_head import ValueHead, train_settings
 from lockstep.rl.weights.estimate import TransferEstimate, estimate_transfer, estimate_weight_server
 from lockstep.rl.weights.in_place import materialize
+from lockstep.rl.weights.reader import MESSAGE
 from lockstep.rl.weights.server import versions_to_keep
-from lockstep.rl.weights.server_memory import memory_bytes
-from lockstep.train import Trainer
 from lockstep.train.dry_run import (
+    TRAINING,
     DryRun,
+    StageMemory,
+    bytes_of,
     on_meta,
+    peaks_of,
+    resolve_simulated,
+    shape_of,
     simulated_step,
     simulated_tensors,
+    table,
     whole_shapes_uncounted,
 )
 from lockstep.train.dry_run_pipeline import simulated_ranks
 from lockstep.train.live_memory import LiveMemory
 from lockstep.train.packing import PackedRow, pack_scored, predicting_states, target_log_probs
-from lockstep.train.setup import adapted
 
-STAGES = TRAINING, SAMPLING, SYNC = ("training", "sampling", "weight sync")
+STAGES = TRAINING, SAMPLING, SYNC = (TRAINING, "sampling", "weight sync")
 """The stages of a step on a rank."""
 
 
@@ -61,86 +57,41 @@ class RLDryRun:
     """The result. Memory is in bytes, of one rank."""
 
     trained: DryRun
-    memory: dict[str, dict[str, int]]
+    memory: StageMemory
     """By purpose, at the peak of each of `STAGES` in which it is allocated."""
     transfer: TransferEstimate | None
     """For a weight sync to what the ranks sample from, or compute values with; None if there is no such copy."""
-    generator: GeneratorDryRun | None = None
-    """For generators in separate processes."""
+    laid_out: int
+    """Bytes that the rank lays out per version of the weights if generators are separate."""
+    generator: StageMemory | None = None
+    """As `memory`, for one rank of each separate generator."""
 
     @property
     def peaks(self) -> dict[str, int]:
         """Total bytes in each of `STAGES`."""
-        return _peaks(self.memory)
+        return peaks_of(self.memory, STAGES)
 
     def text(self) -> str:
         """Tables for a terminal."""
-        trained, peaks = self.trained, self.peaks
+        lines = self.trained.heading(", if all are full and prompts are not counted")
         stages = STAGES if self.transfer or self.generator else STAGES[:2]
-        degrees = ", ".join(f"{axis} {degree}" for axis, degree in trained.world.degrees.items() if degree > 1)
-        lines = [
-            f"{trained.world.size} ranks ({degrees or 'alone'})",
-            f"{trained.parameters / 1e9:.3f} B parameters in {trained.dtype}",
-            f"about {trained.microbatches} full micro-batches per rank and step, not counting prompts",
-            "",
-            *_table("memory per rank, GiB", self.memory, stages),
-            "",
-        ]
-        lines.append(f"the peak is {max(peaks.values()) / 2**30:.3f} GiB, in {max(stages, key=peaks.__getitem__)}")
+        lines += _with_peak("memory per rank, GiB", self.memory, stages)
         if self.transfer:
             sent, received = self.transfer.sent / 2**20, self.transfer.received / 2**20
             lines.append(f"a weight sync sends {sent:.1f} MiB and receives {received:.1f} MiB on that rank")
-        if self.generator:
-            lines += ["", *self.generator.lines()]
-        elif not self.transfer:
+        elif not self.generator:
             lines.append("no weight sync: the generator reads the trainer's own weights")
+        if self.generator:
+            sizes = f"{self.laid_out / 2**20:.1f} MiB on the trainer's rank, and a generator's reads"
+            lines += ["", *_with_peak("memory per generator rank, GiB", self.generator, STAGES[1:])]
+            lines.append(f"a weight sync lays out {sizes} {self.generator['weights'][SYNC] / 2**20:.1f} MiB")
         return "\n".join(lines)
 
 
-@dataclass
-class GeneratorDryRun:
-    """The result for one rank of each separate generator. Memory and weights are in bytes."""
-
-    ranks: int
-    """Ranks of each generator."""
-    memory: dict[str, dict[str, int]]
-    """As `RLDryRun.memory`, without training."""
-    laid_out: int
-    """Bytes that the trainer's rank lays out per version of the weights."""
-    read: int
-    """Bytes that a generator's rank reads, from this and other ranks of the trainer."""
-
-    @property
-    def peaks(self) -> dict[str, int]:
-        """Total bytes in each of `STAGES`."""
-        return _peaks(self.memory)
-
-    def lines(self) -> list[str]:
-        """A table for a terminal."""
-        laid_out, read = self.laid_out / 2**20, self.read / 2**20
-        return [
-            *_table(f"memory per generator rank, GiB ({self.ranks} ranks each)", self.memory, STAGES[1:]),
-            "",
-            f"the peak is {max(self.peaks.values()) / 2**30:.3f} GiB, in {max(STAGES[1:], key=self.peaks.__getitem__)}",
-            f"a weight sync lays out {laid_out:.1f} MiB on the trainer's rank, and a generator's reads {read:.1f} MiB",
-        ]
-
-
-def _peaks(memory: dict[str, dict[str, int]]) -> dict[str, int]:
-    return {stage: sum(of_stage.get(stage, 0) for of_stage in memory.values()) for stage in STAGES}
-
-
-def _table(title: str, memory: dict[str, dict[str, int]], stages: Sequence[str]) -> list[str]:
-    peaks = _peaks(memory)
-    return [
-        f"{title:36}" + "".join(f"{stage:>12}" for stage in stages),
-        *(f"  {name:34}" + "".join(_gib(sizes.get(stage)) for stage in stages) for name, sizes in memory.items()),
-        f"  {'together':34}" + "".join(_gib(peaks[stage]) for stage in stages),
-    ]
-
-
-def _gib(size: int | None) -> str:
-    return f"{'':12}" if size is None else f"{size / 2**30:12.3f}"
+def _with_peak(title: str, memory: StageMemory, stages: Sequence[str]) -> list[str]:
+    peaks = peaks_of(memory, stages)
+    highest = max(stages, key=peaks.__getitem__)
+    return [*table(title, memory, stages), "", f"the peak is {peaks[highest] / 2**30:.3f} GiB, in {highest}"]
 
 
 def estimate_memory(config: RLConfig) -> RLDryRun:
@@ -148,14 +99,9 @@ def estimate_memory(config: RLConfig) -> RLDryRun:
 
     Raises UserError for bad input.
     """
-    validate(config)
-    config = replace(config, model=folder_if_model(config.model))
-    # The ranks are assumed to be elsewhere, on GPUs, unless the config says CPU.
-    on_cpu = config.device == "cpu" or (config.dry_run == 1 and not config.device and not torch.cuda.is_available())
-    dtype, why = choose_dtype(config.dtype, config.model, torch.device("cpu" if on_cpu else "cuda"))
-    result = dry_run(replace(config, dtype=dtype), config.dry_run, on_cpu)  # type: ignore[arg-type]
-    if is_auto(config.dtype) and why:
-        result.trained = replace(result.trained, dtype=f"{dtype} (auto: {why})")
+    config, _, why, on_cpu = resolve_simulated(config)
+    result = dry_run(config, config.dry_run, on_cpu)
+    result.trained.dtype += why
     return result
 
 
@@ -171,20 +117,18 @@ def dry_run(config: RLConfig, ranks: int, on_cpu: bool) -> RLDryRun:
     world = simulated_world(config.parallel, ranks)
     try:
         refuse_on_ranks(config, world)
-        shape = _shape(config.model)
-        if config.lora.rank:
-            shape = adapted(shape, config.lora, config.model)
+        shape = shape_of(config.model, config.lora)
         results = [_of_rank(config, shape, rank, on_cpu) for rank in simulated_ranks(world, config.parallel)]
     finally:
         close_world(world)
-    result, laid_out = max(results, key=lambda result: sum(result[0].trained.memory.values()))
+    result = max(results, key=lambda result: sum(result.trained.memory.values()))
     if config.actors.separate:
-        result.generator = _separate_generator(config, shape, laid_out, on_cpu)
+        result.generator = _separate_generator(config, shape, on_cpu)
     return result
 
 
-def _of_rank(config: RLConfig, shape: ModelConfig, world: World, on_cpu: bool) -> tuple[RLDryRun, int]:
-    """The result for `world`'s rank, without separate generators, and the bytes that it lays out for those."""
+def _of_rank(config: RLConfig, shape: ModelConfig, world: World, on_cpu: bool) -> RLDryRun:
+    """The result for `world`'s rank, without separate generators."""
     fake = simulated_tensors()
     value_head = None
     if algorithm_of(config).advantage == "gae":
@@ -196,136 +140,128 @@ def _of_rank(config: RLConfig, shape: ModelConfig, world: World, on_cpu: bool) -
     trainer, trained = simulated_step(
         settings, shape, world, fake, row, share, _Loss(config, value_head), extra_parameters
     )
+    policy = dict(trainer.model.named_parameters())
     with whole_shapes_uncounted():
-        result = _with_generator(_RankMemory(config, shape, world, fake, trainer, on_cpu), trained)
-    return result, estimate_weight_server(dict(trainer.model.named_parameters()), resolve_dtype(config.dtype))
+        rank = _RankMemory(config, world, fake, on_cpu)
+        rank.add_training(trained)
+        if config.kl_coefficient and config.kl_reference == AVERAGE:
+            rank.add("moving average", bytes_of(trainer.optimizer.masters.values()))
+        whole = rank.add_copy(shape, cast(Decoder, trainer.model))
+        rank.add_scoring_models()
+        if whole and not config.actors.separate:
+            rank.add_generator(whole)
+        laid_out = estimate_weight_server(policy, resolve_dtype(config.dtype))
+        if config.actors.separate:
+            rank.add("versions laid out, in the host's memory", laid_out * versions_to_keep(config.actors))
+        transfer = rank.add_transfer(policy, whole)
+    return RLDryRun(trained, rank.memory, transfer, laid_out)
 
 
-def _separate_generator(config: RLConfig, shape: ModelConfig, laid_out: int, on_cpu: bool) -> GeneratorDryRun:
-    """The result for a rank of each of `config.actors.generators`."""
+def _separate_generator(config: RLConfig, shape: ModelConfig, on_cpu: bool) -> StageMemory:
+    """The memory of a rank of each of `config.actors.generators`."""
     ranks = config.actors.tensor
     parallel = ParallelConfig(tensor=ranks, data_shard=1, reduction_chunks=config.parallel.reduction_chunks)
     refuse_generators(replace(shape, reduction_chunks=chunks_for(shape.reduction_chunks, parallel)), ranks)
     config = replace(config, parallel=parallel)
     world = simulated_world(parallel, ranks)
     try:
-        fake = simulated_tensors()
-        model = _frozen(shape, config, world, fake)
+        rank = _RankMemory(config, world, simulated_tensors(), on_cpu, STAGES[1:])
+        model = rank.frozen(shape)
         with whole_shapes_uncounted():
-            with fake, pretending():
-                engine = Engine(model, replace(config.engine, cuda_graphs="none"))
-            weights = _bytes(model.parameters())
-            # Allocated for the next weights, on every device.
-            sizes = {"weights": weights, "arriving weights": weights, "cache of keys and values": engine.cache.nbytes}
-            if on_cpu:
-                sizes["weights in a decode step's order"] = _panels(model)
-            memory = {name: dict.fromkeys(STAGES[1:], size) for name, size in sizes.items()}
-            memory["a generator's step at its peak"] = {SAMPLING: _generator_step(engine, fake)}
+            weights = bytes_of(model.parameters())
+            rank.add("weights", weights)
+            rank.add("arriving weights", weights)  # allocated for the next ones, on every device
+            rank.add_generator(model)
+            largest = max(local_values(parameter).nbytes for parameter in model.parameters())
+            rank.add("a message with weights", min(largest, MESSAGE), SYNC)
     finally:
         close_world(world)
-    return GeneratorDryRun(ranks, memory, laid_out, weights)
+    return rank.memory
 
 
 class _RankMemory:
-    """The memory of a rank that trains, by purpose: of training, of other models, and of its generator."""
+    """The memory of a rank by purpose: of training, of its generator, and of other models.
+
+    stages: those that the rank takes part in.
+    """
 
     def __init__(
-        self, config: RLConfig, shape: ModelConfig, world: World, fake: FakeTensorMode, trainer: Trainer, on_cpu: bool
+        self, config: RLConfig, world: World, fake: FakeTensorMode, on_cpu: bool, stages: Sequence[str] = STAGES
     ):
-        self.memory: dict[str, dict[str, int]] = {}
-        self._config, self._world, self._fake, self._trainer, self._on_cpu = config, world, fake, trainer, on_cpu
-        self._samples = not config.actors.separate
+        self.memory: StageMemory = {}
+        self._config, self._world, self._fake, self._on_cpu, self._stages = config, world, fake, on_cpu, stages
         self._on_ranks = world.mesh is not None
         self._keeps_copy = config.actors.keep_copy or not self._on_ranks
-        self._averages = bool(config.kl_coefficient and config.kl_reference == AVERAGE)
-        self._policy = dict(trainer.model.named_parameters())
-        in_place = set(self._policy)
-        self._whole: Decoder | None = None  # as `PolicyReplica`
-        if self._on_ranks and (self._samples or scores_with_policy(config)):
-            self._whole = _layout(shape, config, world)
-            with fake:
-                in_place = materialize(self._whole, self._policy, torch.device("cpu"))
-        elif self._samples:
-            assert isinstance(trainer.model, Decoder)
-            self._whole = trainer.model
-        whole = self._whole.named_parameters() if self._whole else ()
-        self._copied = [parameter for name, parameter in whole if name not in in_place]
-        self._reference: Decoder | None = None
 
     def add(self, name: str, size: int, *stages: str) -> None:
         """Bytes that are in use in these stages; none: in all."""
         if size:
-            self.memory[name] = dict.fromkeys(stages or STAGES, size)
+            self.memory[name] = dict.fromkeys(stages or self._stages, size)
 
-    def add_models(self) -> None:
-        """The policy's copies, and the models that score."""
+    def add_training(self, trained: DryRun) -> None:
+        """A step's memory, some of which remains allocated in the other stages."""
+        remaining = {"weights", "float32 masters", "optimizer state"}
+        if "float32 masters" in trained.memory and "sums of micro-batches" not in trained.memory:
+            # With bfloat16 weights in one process the float32 sums keep their memory for the next step.
+            remaining.add("gradients")
+        for name, size in trained.memory.items():
+            self.add(name, size, *(STAGES if name in remaining else [TRAINING]))
+
+    def add_copy(self, shape: ModelConfig, policy: Decoder) -> Decoder | None:
+        """Returns the model that samples or scores on this rank, as `PolicyReplica`; its own memory is added."""
+        samples = not self._config.actors.separate
+        if not self._on_ranks:
+            return policy if samples else None
+        if not samples and not scores_with_policy(self._config):
+            return None
+        whole = self._layout(shape)
+        with self._fake:
+            in_place = materialize(whole, dict(policy.named_parameters()), torch.device("cpu"))
+        copied = [parameter for name, parameter in whole.named_parameters() if name not in in_place]
+        name = "generator's copy" if samples else "copy for values or the reference"
+        self.add(name, bytes_of(copied), *(STAGES if self._keeps_copy else (SAMPLING, SYNC)))
+        return whole
+
+    def add_scoring_models(self) -> None:
+        """The models that score, besides the policy."""
         config = self._config
-        if self._averages:
-            self.add("moving average", _bytes(self._trainer.optimizer.masters.values()))
-        if self._whole:
-            name = "generator's copy" if self._samples else "copy for values or the reference"
-            self.add(name, _bytes(self._copied), *(STAGES if self._keeps_copy else (SAMPLING, SYNC)))
         if config.kl_coefficient and not reference_is_base(config):
             folder = config.model if config.kl_reference in (START, AVERAGE) else config.kl_reference
-            self._reference = _frozen(_shape(folder), config, self._world, self._fake)
-            self.add("reference model", _bytes(self._reference.parameters()))
+            self.add("reference model", bytes_of(self.frozen(shape_of(folder)).parameters()))
         if config.teacher:
-            teacher = _frozen(_shape(config.teacher), config, self._world, self._fake)
-            self.add("teacher", _bytes(teacher.parameters()))
+            self.add("teacher", bytes_of(self.frozen(shape_of(config.teacher)).parameters()))
         if config.reward_model:
             dtype = folder_dtype(Path(folder_if_model(config.reward_model)))
-            self.add("reward model", _bytes(Decoder(_shape(config.reward_model), dtype, "meta").parameters()))
+            self.add("reward model", bytes_of(Decoder(shape_of(config.reward_model), dtype, "meta").parameters()))
 
-    def add_generator(self) -> None:
-        """The generator on this rank, or the weights that it lays out for separate ones."""
-        config = self._config
-        if self._whole and self._samples:
-            with self._fake, pretending():
-                engine = Engine(self._whole, replace(config.engine, cuda_graphs="none"))
-            self.add("cache of keys and values", engine.cache.nbytes)
-            if self._on_cpu:
-                stages = STAGES if self._keeps_copy else (SAMPLING,)
-                self.add("weights in a decode step's order", _panels(self._whole), *stages)
-            self.add("a generator's step at its peak", _generator_step(engine, self._fake), SAMPLING)
-        else:
-            laid_out = estimate_weight_server(self._policy, resolve_dtype(config.dtype))
-            size = memory_bytes(laid_out, versions_to_keep(config.actors))
-            self.add("versions laid out, in the host's memory", size)
+    def add_generator(self, model: Decoder) -> None:
+        """An engine with this model."""
+        with self._fake, pretending():
+            engine = Engine(model, replace(self._config.engine, cuda_graphs="none"))
+        self.add("cache of keys and values", engine.cache.nbytes)
+        if self._on_cpu:
+            stages = self._stages if self._keeps_copy else (SAMPLING,)
+            self.add("weights in a decode step's order", _panels(model), *stages)
+        self.add("a generator's step at its peak", _generator_step(engine, self._fake), SAMPLING)
 
-    def add_transfer(self) -> TransferEstimate | None:
-        """The weight sync to the rank's copies; returns that of the policy."""
-        transfer, on_ranks = None, self._on_ranks
-        if self._whole and on_ranks:
-            transfer = estimate_transfer(self._policy, self._whole, self._world, keep=self._config.actors.keep_copy)
-            # A CPU keeps this memory for the next sync: the system would clear every newly allocated page.
-            stages = STAGES if self._on_cpu and self._keeps_copy else (SYNC,)
-            self.add("arriving weights and messages", transfer.buffers, *stages)
-        if on_ranks and self._on_cpu and self._averages and self._reference:
-            average = estimate_transfer(self._policy, self._reference, self._world, in_place=False)
-            self.add("the moving average's, arriving", average.buffers)
+    def add_transfer(self, policy: dict[str, nn.Parameter], whole: Decoder | None) -> TransferEstimate | None:
+        """The weight sync to the rank's copy."""
+        if not (whole and self._on_ranks):
+            return None
+        transfer = estimate_transfer(policy, whole, self._world, keep=self._keeps_copy)
+        self.add("arriving weights and messages", transfer.buffers, SYNC)
         return transfer
 
+    def frozen(self, shape: ModelConfig) -> Decoder:
+        """As `generators.models.frozen_model`, without values."""
+        model = self._layout(shape)
+        with self._fake:
+            return model.to_empty(device="cpu")
 
-def _with_generator(rank: _RankMemory, trained: DryRun) -> RLDryRun:
-    """trained: the memory of training alone."""
-    training = dict(trained.memory)
-    at_peak, gradients = training.pop("a micro-batch at its peak"), training.pop("gradients")
-    subtrees = training.pop("sums of micro-batches", 0)
-    for name, size in training.items():
-        rank.add(name, size)
-    rank.add_models()
-    rank.add_generator()
-    # With bfloat16 weights in one process the float32 sums keep their memory for the next step.
-    rank.add("gradients", gradients, *(STAGES if "float32 masters" in training and not subtrees else STAGES[:1]))
-    rank.add("sums of micro-batches", subtrees, TRAINING)
-    rank.add("a micro-batch at its peak", at_peak, TRAINING)
-    transfer = rank.add_transfer()
-    return RLDryRun(trained, rank.memory, transfer)
-
-
-def _shape(model: str) -> ModelConfig:
-    folder = Path(folder_if_model(model))
-    return read_config(folder) if folder.is_dir() else preset(model)
+    def _layout(self, shape: ModelConfig) -> Decoder:
+        config = self._config
+        parallel = ParallelConfig(tensor=config.parallel.tensor, reduction_chunks=config.parallel.reduction_chunks)
+        return generator_layout(shape, resolve_dtype(config.dtype), on_meta(self._world), parallel)
 
 
 def _share(config: RLConfig, world: World) -> int:
@@ -359,18 +295,6 @@ class _Loss:
         return loss + self.value_head(states).sum() if self.value_head else loss
 
 
-def _frozen(shape: ModelConfig, config: RLConfig, world: World, fake: FakeTensorMode) -> Decoder:
-    """As `generators.models.frozen_model`, without values."""
-    model = _layout(shape, config, world)
-    with fake:
-        return model.to_empty(device="cpu")
-
-
-def _layout(shape: ModelConfig, config: RLConfig, world: World) -> Decoder:
-    parallel = ParallelConfig(tensor=config.parallel.tensor, reduction_chunks=config.parallel.reduction_chunks)
-    return generator_layout(shape, resolve_dtype(config.dtype), on_meta(world), parallel)
-
-
 def _generator_step(engine: Engine, fake: FakeTensorMode) -> int:
     """Peak bytes of a forward over `engine.max_tokens_per_step` rows, and of sampling from as many logits as are held
     at once."""
@@ -400,7 +324,3 @@ def _panels(model: Decoder) -> int:
         for name, parameter in model.named_parameters()
         if parameter.ndim == 2 and (model.config.tie_embeddings or not name.startswith("embed_tokens"))
     )
-
-
-def _bytes(tensors: Iterable[Tensor]) -> int:
-    return sum(local_values(tensor).nbytes for tensor in tensors)

@@ -104,8 +104,7 @@ def evaluate(config: EvalConfig, environment: Environment | None = None) -> Eval
     ]
     results: list[ModelResult] = []
     with (
-        _naming_finished_files(results),
-        _output(config) as output,
+        _output(config, results) as output,
         open_grader(environment, settings.rewards, source, output) as grader,
     ):
         for number, model in enumerate(models, 1):
@@ -119,17 +118,6 @@ def evaluate(config: EvalConfig, environment: Environment | None = None) -> Eval
     evaluation = Evaluation(config, settings.environment, results, comparisons, output / RESULT)
     _write(evaluation)
     return evaluation
-
-
-@contextmanager
-def _naming_finished_files(results: Sequence[ModelResult]) -> Iterator[None]:
-    """If interrupted, names the files of the finished models in the error; results: those models' so far."""
-    try:
-        yield
-    except KeyboardInterrupt:
-        files = ", ".join(str(result.completions) for result in results)
-        saved = f"{files} kept, without {RESULT}" if files else "no model was finished, so nothing is kept"
-        raise KeyboardInterrupt(saved) from None
 
 
 def compare(baseline: ModelResult, model: ModelResult, samples: int) -> Comparison:
@@ -266,25 +254,14 @@ def _refuse_failures(metrics: EvalMetrics, failure_limit: float, rollouts: Seque
 
 
 @contextmanager
-def _output(config: EvalConfig) -> Iterator[Path]:
+def _output(config: EvalConfig, results: Sequence[ModelResult]) -> Iterator[Path]:
     """The folder, without an earlier evaluation's files; if the evaluation fails, new empty folders are removed again.
 
-    Raises UserError if there are files and they must not be replaced.
+    results: those of the models finished so far, whose files a KeyboardInterrupt then names. Raises UserError if there
+    are files and they must not be replaced.
     """
     output = Path(config.output)
     made = [folder for folder in (output, *output.parents) if not folder.exists()]
-    output = _open_output(config)
-    try:
-        yield output
-    except BaseException:
-        with suppress(OSError):  # not empty: there are finished files
-            for folder in made:
-                folder.rmdir()
-        raise
-
-
-def _open_output(config: EvalConfig) -> Path:
-    output = Path(config.output)
     there = [path for path in (output / RESULT, *output.glob("completions_*.jsonl")) if path.exists()]
     if there and not config.overwrite:
         raise UserError(f"{there[0]}: already exists; replace it with --overwrite, or give another --output")
@@ -294,7 +271,17 @@ def _open_output(config: EvalConfig) -> Path:
             path.unlink()
     except OSError as error:
         raise UserError(f"{output}: cannot be written ({error.strerror}); give another --output") from error
-    return output
+    try:
+        yield output
+    except BaseException as error:
+        with suppress(OSError):  # not empty: there are finished files
+            for folder in made:
+                folder.rmdir()
+        if isinstance(error, KeyboardInterrupt):
+            files = ", ".join(str(result.completions) for result in results)
+            saved = f"{files} kept, without {RESULT}" if files else "no model was finished, so nothing is kept"
+            raise KeyboardInterrupt(saved) from None
+        raise
 
 
 def _write_completions(path: Path, rollouts: Sequence[Rollout]) -> None:

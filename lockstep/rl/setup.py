@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import asdict, dataclass, replace
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -25,16 +24,9 @@ from lockstep.rl.rollouts.metrics import summarize
 from lockstep.rl.rollouts.prompt_balance import prompt_balance
 from lockstep.rl.rollouts.prompts import PromptLoader, examples_of, refuse_other_examples
 from lockstep.rl.scoring.forward import ForwardPasses, Scorer
-from lockstep.rl.scoring.reference import (
-    ReferenceScorer,
-    TeacherScorer,
-    WithoutAdapter,
-    load_reference,
-    load_teacher,
-    reference_is_base,
-)
+from lockstep.rl.scoring.reference import LogProbScorer, load_reference, load_teacher, reference_is_base
 from lockstep.rl.scoring.reward_model import RewardModel, RewardModelScorer, load_reward_model
-from lockstep.rl.scoring.value_head import ValueHead, ValueScorer, make_value_head, refuse_run_without_values
+from lockstep.rl.scoring.value_head import ValueHead, ValueScorer, make_value_head
 
 
 @dataclass(frozen=True)
@@ -67,8 +59,6 @@ def load_parts(config: RLConfig, environment: Environment, is_given: bool, world
     reward_model = load_reward_model(config, environment, world.device)
     rendering = open_rendering(config.model, config.chat, config.chat_template_kwargs, environment, tokenizer, policy)
     value_head = make_value_head(config, policy, world)
-    if config.resume and value_head:
-        refuse_run_without_values(Path(config.output), config)
     return RunParts(
         environment, is_given, prompts, held_out, policy, tokenizer, rendering, reference, teacher, reward_model,
         value_head,
@@ -77,12 +67,16 @@ def load_parts(config: RLConfig, environment: Environment, is_given: bool, world
 
 def scorers(config: RLConfig, parts: RunParts, generators: Generators, forward: ForwardPasses) -> list[Scorer]:
     """What scores a step's rollouts before their advantages."""
-    reference = WithoutAdapter(generators.policy) if reference_is_base(config) else parts.reference
     scorers: list[Scorer] = []
-    if reference:
-        scorers.append(ReferenceScorer(reference, config.temperature, forward))
+    if reference_is_base(config):
+        assert isinstance(generators.policy, Decoder)
+        scorers.append(
+            LogProbScorer(generators.policy, config.temperature, forward, "reference_logprobs", is_base=True)
+        )
+    if parts.reference:
+        scorers.append(LogProbScorer(parts.reference, config.temperature, forward, "reference_logprobs"))
     if parts.teacher:
-        scorers.append(TeacherScorer(parts.teacher, config.temperature, forward))
+        scorers.append(LogProbScorer(parts.teacher, config.temperature, forward, "teacher_logprobs"))
     if parts.value_head:
         scorers.append(ValueScorer(generators.policy, parts.value_head, forward))
     return scorers

@@ -11,7 +11,7 @@ from lockstep.rl.generators.protocol import Generators
 from lockstep.rl.grading import Outcome, refuse_too_many
 from lockstep.rl.rollouts.advantages import assign_advantages
 from lockstep.rl.rollouts.ledger import Ledger
-from lockstep.rl.rollouts.metrics import Stopwatch, due, rollout_metrics, staleness_metrics
+from lockstep.rl.rollouts.metrics import Stopwatch, due, rollout_metrics, staleness_metrics, validation_metrics
 from lockstep.rl.rollouts.packing import PolicyBatch, packing_metrics, packing_of, policy_batches
 from lockstep.rl.rollouts.prefetcher import RolloutPrefetcher, SampledRound
 from lockstep.rl.rollouts.records import Rollout
@@ -26,7 +26,6 @@ from lockstep.rl.scoring.routes import require_routes
 from lockstep.rl.scoring.stage_routes import routes_on_stages
 from lockstep.rl.scoring.value_head import value_metrics
 from lockstep.rl.setup import RunParts, reward_scorer, scorers
-from lockstep.rl.validation import Validation
 from lockstep.run.session import Session
 from lockstep.run.stop import Interrupted
 from lockstep.run.task import Metrics, Resumable, StepObserver
@@ -58,14 +57,10 @@ class PolicyTask:
         self.average = moving_average(config, parts.reference, trainer)
         self.records = RunRecords(session, config.router_replay)
         self.bad_steps = BadSteps(config.faults, session.run.path, parts.tokenizer)
-        self.validation = Validation(
-            parts.held_out, parts.environment, sampling, self.records, self.timeline, self.reward_scorer
-        )
         self.observers: list[StepObserver] = []
         finishes = config.actors.on_update == "finish"
         self.resumables: Mapping[str, Resumable] = {
             "prompts": parts.prompts,
-            # The key is older than the prefetcher's name.
             "ahead": _InFlight(prefetcher, self._waiting if finishes else None),
         }
 
@@ -194,7 +189,21 @@ class PolicyTask:
         return bool(self.parts.held_out) and (step == 0 or due(step, self.config.validation_every, self.config.steps))
 
     def validate(self, step: int) -> Metrics:
-        return self.validation.run(step)
+        """Samples and grades the held-out examples, the same ones every time, and writes the rollouts.
+
+        Raises Interrupted on all ranks, without a trace, if a signal interrupts it on any.
+        """
+        sampling, rollouts = self.sampling, list[Rollout]()
+        patience = max(sampling.grading_seconds, sampling.start_seconds)
+        with self.timeline.span("validation", sampling.waits_for, patience), suppress(Interrupted):
+            rollouts = sampling.evaluate(self.parts.held_out)
+        with self.timeline.span("wait", sampling.other_ranks):
+            rollouts, _ = sampling.gather(self.parts.held_out, rollouts)
+        if self.reward_scorer:
+            with sampling.scoring():
+                self.reward_scorer.score(rollouts)
+        self.records.write_validation(step, rollouts)
+        return validation_metrics(rollouts, self.parts.environment)
 
     def shown(self, metrics: Metrics) -> dict[str, float]:
         return {"reward": metrics["reward/mean"], "different": metrics["parity/tokens_different"]}

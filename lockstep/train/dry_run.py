@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 import torch
@@ -19,7 +19,7 @@ from torch.utils._python_dispatch import _disable_current_modes
 
 from lockstep import ops
 from lockstep.checkpoint import folder_if_model
-from lockstep.config import CompileConfig, PretrainConfig, RLConfig, validate
+from lockstep.config import CompileConfig, LoraConfig, PretrainConfig, RLConfig, validate
 from lockstep.data import Row, divide_step
 from lockstep.model import (
     ModelConfig,
@@ -48,10 +48,15 @@ from lockstep.train.resolve_defaults import recorded_settings
 from lockstep.train.setup import adapted
 from lockstep.train.trainer import Trainer
 
+Run = TypeVar("Run", PretrainConfig, RLConfig)
+StageMemory = dict[str, dict[str, int]]
+"""Bytes by purpose, for each stage of a step in which they are allocated."""
+TRAINING = "training"
+
 
 @dataclass
 class DryRun:
-    """The results. Memory is in bytes, for one rank."""
+    """What training needs. Memory is in bytes, for one rank."""
 
     world: World
     parameters: int
@@ -67,32 +72,52 @@ class DryRun:
     dtype: str
     """The dtype of the weights in the forward pass."""
 
-    def text(self) -> str:
-        """Tables for a terminal."""
+    def heading(self, note: str = "") -> list[str]:
+        """The first lines of a text. note: on the number of micro-batches."""
         of_axes = {**self.world.degrees, "expert": self.world.expert}
         degrees = ", ".join(f"{axis} {degree}" for axis, degree in of_axes.items() if degree > 1)
-        lines = [
+        return [
             f"{self.world.size} ranks ({degrees or 'no parallelism'})",
             f"{self.parameters / 1e9:.3f} B parameters in {self.dtype}",
-            f"{self.microbatches} micro-batches per rank and step",
+            f"{self.microbatches} micro-batches per rank and step{note}",
             "",
-            f"memory of {self._rank()}, GiB",
-            *(f"  {name:28}{size / 2**30:10.3f}" for name, size in self.memory.items()),
-            f"  {'together':28}{sum(self.memory.values()) / 2**30:10.3f}",
+        ]
+
+    def text(self) -> str:
+        """Tables for a terminal."""
+        in_pipeline = self.world.degrees["pipeline"] > 1
+        place = f"rank {self.world.coordinate('pipeline')} of the pipeline, which needs the most"
+        of_stage = {name: {TRAINING: size} for name, size in self.memory.items()}
+        lines = [
+            *self.heading(),
+            *table(f"memory of {place if in_pipeline else 'a rank'}, GiB", of_stage, [TRAINING]),
             "",
             "no messages",
         ]
         if self.traffic:
-            whose = "that rank" if self.world.degrees["pipeline"] > 1 else "rank 0"
+            whose = "that rank" if in_pipeline else "rank 0"
             lines[-1] = f"messages of {whose} in {self.passed} micro-batches and the update"
         for (axis, kind), sent in sorted(self.traffic.items()):
             lines.append(f"  {axis:16}{kind:28}{sent.calls:6} calls{sent.bytes / 2**20:12.1f} MiB")
         return "\n".join(lines)
 
-    def _rank(self) -> str:
-        if self.world.degrees["pipeline"] == 1:
-            return "a rank"
-        return f"rank {self.world.coordinate('pipeline')} of the pipeline, which needs the most"
+
+def peaks_of(memory: StageMemory, stages: Sequence[str]) -> dict[str, int]:
+    """Total bytes in each of the stages."""
+    return {stage: sum(sizes.get(stage, 0) for sizes in memory.values()) for stage in stages}
+
+
+def table(title: str, memory: StageMemory, stages: Sequence[str]) -> list[str]:
+    """Memory by purpose and stage, with sums, for a terminal."""
+
+    def cells(sizes: Mapping[str, int]) -> str:
+        return "".join(f"{sizes[stage] / 2**30:12.3f}" if stage in sizes else " " * 12 for stage in stages)
+
+    return [
+        f"{title:36}" + "".join(f"{stage:>12}" for stage in stages),
+        *(f"  {name:34}{cells(sizes)}" for name, sizes in memory.items()),
+        f"  {'together':34}{cells(peaks_of(memory, stages))}",
+    ]
 
 
 def estimate_memory(config: PretrainConfig) -> DryRun:
@@ -100,22 +125,34 @@ def estimate_memory(config: PretrainConfig) -> DryRun:
 
     Raises UserError for bad input.
     """
+    config, shape, why, _ = resolve_simulated(config)
+    refuse_long_rows(config, shape)
+    result = dry_run(config, shape, config.dry_run, NextTokenLoss(config.train.tokens_per_microbatch))
+    return replace(result, dtype=result.dtype + why)
+
+
+def resolve_simulated(config: Run) -> tuple[Run, ModelConfig, str, bool]:
+    """(config with its model's folder and a dtype, the model's shape, why this dtype, whether ranks are CPUs).
+
+    Raises UserError for bad input.
+    """
     validate(config)
     config = replace(config, model=folder_if_model(config.model))
-    folder = Path(config.model)
-    shape = read_config(folder) if folder.is_dir() else preset(config.model)
+    shape = shape_of(config.model, config.lora)
     refuse_score_head(shape, config.model)
-    refuse_long_rows(config, shape)
-    if config.lora.rank:
-        shape = adapted(shape, config.lora, config.model)
-    # The ranks are on other machines, so nothing is measured for them unless they are known to be CPUs.
+    # The ranks are assumed to be elsewhere, on GPUs, unless the config says CPU.
     on_cpu = config.device == "cpu" or (config.dry_run == 1 and not config.device and not torch.cuda.is_available())
     dtype, why = recorded_settings(config).get("dtype", ""), "as the run began"
     if not is_auto(config.dtype) or not dtype:
         dtype, why = choose_dtype(config.dtype, config.model, torch.device("cpu" if on_cpu else "cuda"))
-    loss = NextTokenLoss(config.train.tokens_per_microbatch)
-    result = dry_run(replace(config, dtype=dtype), shape, config.dry_run, loss)  # type: ignore[arg-type]
-    return replace(result, dtype=f"{dtype} (auto: {why})" if why else dtype)
+    return replace(config, dtype=dtype), shape, f" (auto: {why})" if why else "", on_cpu  # type: ignore[arg-type]
+
+
+def shape_of(model: str, lora: LoraConfig | None = None) -> ModelConfig:
+    """The shape of a folder or a preset, with a fresh adapter if `lora` has a rank."""
+    folder = Path(folder_if_model(model))
+    shape = read_config(folder) if folder.is_dir() else preset(model)
+    return adapted(shape, lora, model) if lora and lora.rank else shape
 
 
 def dry_run(
@@ -247,8 +284,8 @@ def _pass(
 
 def _memory(trainer: Trainer, microbatches: int, peak: int) -> dict[str, int]:
     optimizer = trainer.optimizer
-    weights, masters = _bytes(trainer.model.parameters()), _bytes(optimizer.masters.values())
-    state = _bytes(optimizer.state_tensors().values())
+    weights, masters = bytes_of(trainer.model.parameters()), bytes_of(optimizer.masters.values())
+    state = bytes_of(optimizer.state_tensors().values())
     separate = any(m is not p for m, p in zip(optimizer.masters.values(), optimizer.parameters.values()))
     gradients = 0 if trainer.config.optimizer_in_backward else masters
     sharded = any(isinstance(module, FSDPModule) for module in trainer.model.modules())
@@ -289,7 +326,8 @@ def _gathered(parameter: Tensor) -> int:
     return parameter.numel() // math.prod(parameter.device_mesh[axis].size() for axis in split)
 
 
-def _bytes(tensors: Iterable[Tensor]) -> int:
+def bytes_of(tensors: Iterable[Tensor]) -> int:
+    """Bytes of this rank's parts."""
     return sum(local_values(t).nbytes for t in tensors)
 
 

@@ -57,28 +57,15 @@ def _lines(processes):
 
 
 def test_an_error_of_all_ranks_is_printed_once(ranks):
-    processes = ranks("refuse('bad input')", 4)
+    processes = ranks("refuse('bad input')")
     assert list(chain(*_lines(processes))) == ["lockstep: bad input"]
-    assert [process.returncode for process in processes] == [2] * 4
+    assert [process.returncode for process in processes] == [2] * 2
     # And again by a restarted attempt.
     assert list(chain(*_lines(ranks("refuse('bad input')", attempt=1)))) == ["lockstep: bad input"]
 
 
-def test_a_later_rank_0_is_waited_for(ranks):
-    assert _lines(ranks("rank == '0' and time.sleep(1); refuse('bad input')")) == [["lockstep: bad input"], []]
-
-
 def test_an_error_of_one_rank_is_printed_with_its_number(ranks):
     assert _lines(ranks("rank == '1' and refuse('no such file')")) == [[], ["lockstep: rank 1: no such file"]]
-
-
-def test_different_errors_are_all_printed_without_a_wait(ranks):
-    first, second = ranks("refuse(f'bad {rank}')")
-    first.wait(60)
-    began = time.monotonic()
-    second.wait(60)
-    assert time.monotonic() - began < 2
-    assert _lines([first, second]) == [["lockstep: bad 0"], ["lockstep: rank 1: bad 1"]]
 
 
 def test_a_rank_that_is_ended_while_it_waits_prints_its_error_first(ranks):
@@ -91,33 +78,14 @@ def test_a_rank_that_is_ended_while_it_waits_prints_its_error_first(ranks):
     assert second.returncode == -signal.SIGTERM and first.poll() is None
 
 
-def test_warnings_of_all_ranks_are_printed_once_and_those_of_one_with_its_number(ranks):
-    code = "warnings.warn('slow'); logging.getLogger('lockstep').warning('old'); rank == '1' and warnings.warn('here')"
-    first, second = _lines(ranks(code))
-    assert first == ["lockstep: warning: slow", "lockstep: warning: old"]
-    assert second == ["lockstep: rank 1: warning: here"]
-
-
 def test_commands_that_a_rank_starts_are_no_ranks(ranks):
     code = "rank == '0' and [subprocess.run([sys.executable, '-m', 'lockstep', 'trian']) for _ in range(2)]"
     (first, _) = _lines(ranks(code))
     assert len(first) == 2 and all('unknown command "trian"' in line for line in first)
 
 
-def test_without_the_folder_that_torchrun_makes_every_rank_prints(ranks, tmp_path):
-    remove = f"import shutil; shutil.rmtree({str(tmp_path)!r}, ignore_errors=True); refuse('bad input')"
-    assert _lines(ranks(remove)) == [["lockstep: bad input"], ["lockstep: rank 1: bad input"]]
-
-
-@pytest.mark.parametrize(
-    ("arguments", "said"),
-    [
-        (["--recipe", "tiny", "--steps", "0", "--sequence-length", "99999"], "does not divide into rows"),
-        (["--no-such-option", "1"], "For full helptext"),
-    ],
-)
-def test_torchruns_ranks_print_a_refusal_once(arguments, said, tmp_path):
+def test_torchruns_ranks_print_a_refusal_once(tmp_path):
     command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", "-m", "lockstep", "pretrain"]
-    options = ["--device", "cpu", "--output", str(tmp_path / "run")]
-    result = subprocess.run([*command, *arguments, *options], capture_output=True, text=True, timeout=120)
-    assert result.returncode != 0 and result.stderr.count(said) == 1, result.stderr
+    options = ["--recipe", "tiny", "--sequence-length", "99999", "--device", "cpu", "--output", str(tmp_path / "run")]
+    result = subprocess.run([*command, *options], capture_output=True, text=True, timeout=120)
+    assert result.returncode != 0 and result.stderr.count("does not divide into rows") == 1, result.stderr

@@ -118,6 +118,7 @@ def stop_in(run, name, phases, processes):
             os.kill(actor.pid, signal.SIGCONT)
 
 
+@pytest.mark.slow
 def test_a_rank_that_is_stopped_is_named_while_it_samples_and_while_it_trains(tmp_path, model_folder, start):
     config = config_of(tmp_path, model_folder, "Vowels")
     run, ranks = tmp_path / "run", start(2, config)
@@ -139,6 +140,7 @@ def test_a_rank_that_is_stopped_is_named_while_it_samples_and_while_it_trains(tm
     assert "rank 0  " in log.split("who waits for whom")[1]
 
 
+@pytest.mark.slow
 def test_a_generator_that_is_stopped_is_named(tmp_path, model_folder, start):
     actors = ActorsConfig(generators=1, threads=1, silence_seconds=60.0)
     config = config_of(tmp_path, model_folder, "Vowels", actors=actors)

@@ -7,7 +7,6 @@ import pytest
 
 from lockstep.data import TextSource
 from lockstep.data.records import Tally, read_records
-from lockstep.rl.environments.alphabet_sort import listed
 from lockstep.rl.environments.code_harness import lines_of
 from lockstep.rl.environments.loading import load_environment
 from lockstep.rl.rollouts.prompts import examples_of
@@ -47,7 +46,6 @@ def test_problems_of_environments(tmp_path):
     assert examples[0].prompt.startswith(TEXT)
 
 
-def test_lines_that_programs_print_and_models_list():
+def test_lines_that_programs_print():
     assert lines_of(f"{TEXT}\x0c5 \r\n6\n\n") == [f"{TEXT}\x0c5", "6"]
     assert lines_of("5\x0c6") != lines_of("5\n6")
-    assert listed("<sorted>\nAda\u2028B\nBob\r\n</sorted>") == ["Ada B", "Bob"]

@@ -43,6 +43,7 @@ from lockstep.data.token_folder import _ascending
 from lockstep.data.workers import encode_all
 from lockstep.errors import UserError
 from lockstep.train.pretrain import pretrain
+from lockstep.workers.processes import descendants
 from tests.data.failing import Fails, Imported
 
 TEXTS = [f"document {i}: " + "word " * (i % 7) + "日本語 🙂" for i in range(60)]
@@ -209,7 +210,7 @@ def test_workers_end_with_a_parent_that_is_killed_or_interrupted(tmp_path):
     for sent in (signal.SIGKILL, signal.SIGINT):
         parent = subprocess.Popen([sys.executable, "-c", script], stdout=subprocess.PIPE, stderr=subprocess.PIPE)
         assert parent.stdout.readline() == b"running\n"
-        children = Path(f"/proc/{parent.pid}/task/{parent.pid}/children").read_text().split()
+        children = descendants(parent.pid)
         assert len(children) == 2
         parent.send_signal(sent)
         try:

@@ -9,18 +9,15 @@ import torch
 from lockstep import Engine, EngineConfig, SamplingParams, build_model, score
 from lockstep.config import CompileConfig, ParallelConfig
 from lockstep.generate.runner import make_cache
-from lockstep.model import Latent, Yarn, initialize
-from lockstep.model.families import deepseek_v3
+from lockstep.model import Latent, Yarn, initialize, preset
 from lockstep.parallel import apply_compile, close_world, generator_model, open_world
 from lockstep.rl.scoring.explain import first_difference
 from tests.generate.test_engine import check_load
 from tests.parallel.launch import launch
 
 SHAPE = replace(
-    deepseek_v3.config(
-        120, Latent(32, 16, 32, 24, q_rank=40), dim=64, num_layers=2, num_heads=4, intermediate_size=96,
-        max_positions=512,
-    ),
+    preset("deepseek_v3:micro", 120), dim=64, num_layers=2, intermediate_size=96, max_positions=512, head_dim=64,
+    latent=Latent(32, 16, 32, 24, q_rank=40), experts=None,
     rope_scaling=Yarn(4.0, 128, mscale=1.0, mscale_all_dim=1.0),
 )  # fmt: skip
 """Of a key's 64 features 32 are the latent's: less than half of what its four heads' keys and values would take."""

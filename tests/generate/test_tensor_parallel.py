@@ -188,7 +188,7 @@ def driven(ranks):
 
 
 def test_ranks_that_follow_make_what_rank_0_is_asked_for():
-    assert launch(2, driven, 2) == [launch(1, driven, 1)[0], None]
+    assert launch(2, driven, 2, fresh=True) == [launch(1, driven, 1, fresh=True)[0], None]
 
 
 def weights_that_one_rank_lacks(folders):

@@ -47,8 +47,8 @@ def test_a_grouped_product_has_the_bits_of_each_groups_dense_one(dtype, shape, c
     w = w.view(len(counts), shape[1], shape[0])
     got = ops.grouped_linear(x, w, _starts(counts))
     for group, (rows, own) in enumerate(zip(x.split(counts), got.split(counts), strict=True)):
-        assert torch.equal(own, linear.product_sums(rows, w[group], 1).to(dtype))
-        assert not len(rows) or torch.equal(own[-1:], linear.product_sums(rows[-1:], w[group], 1).to(dtype))
+        assert torch.equal(own, linear.product(rows, w[group], 1, torch.float32).to(dtype))
+        assert not len(rows) or torch.equal(own[-1:], linear.product(rows[-1:], w[group], 1, torch.float32).to(dtype))
 
 
 @pytest.mark.parametrize("dtype", DTYPES)

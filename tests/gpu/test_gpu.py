@@ -1,16 +1,18 @@
 """The promises on a real GPU. Run: make gpu-test PYTHON=python3. Needs neither a network nor files."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 import torch.nn.functional as F
 
 from lockstep import Engine, EngineConfig, SamplingParams, build_model, ops, score
 from lockstep.config import TrainConfig
-from lockstep.model import ModelConfig
+from lockstep.model import preset
 from lockstep.ops import cuda
 from lockstep.train import Trainer, pack, target_log_probs
 from lockstep.train.gradient_norm import local_squares
-from tests.ops.pieces import assert_pieces_add_up
+from tests.ops.attention_checks import assert_pieces_add_up
 
 pytestmark = [
     pytest.mark.gpu,
@@ -33,19 +35,15 @@ def _close(ours: torch.Tensor, expected: torch.Tensor, dtype: torch.dtype) -> No
 
 
 def _model(dtype: str, device: str = "cuda"):
-    config = ModelConfig(
-        family="qwen3",
-        vocab_size=1000,
-        dim=256,
-        num_layers=3,
-        num_heads=8,
-        num_kv_heads=4,
-        head_dim=64,
-        intermediate_size=512,
-        qk_norm=True,
-        max_positions=1024,
-    )
-    return build_model(config, dtype, device=device, seed=2)
+    sizes = dict(num_layers=3, num_heads=8, num_kv_heads=4, intermediate_size=512, max_positions=1024)
+    return build_model(replace(preset("qwen3:tiny", 1000), **sizes), dtype, device=device, seed=2)
+
+
+def _exact_attention(lengths: list[int], *qkv: torch.Tensor) -> torch.Tensor:
+    sequences = zip(*(x.split(lengths) for x in qkv))
+    rows = ([x.transpose(0, 1)[None] for x in sequence] for sequence in sequences)
+    outs = (F.scaled_dot_product_attention(*each, is_causal=True, enable_gqa=True) for each in rows)
+    return torch.cat([out[0].transpose(0, 1) for out in outs])
 
 
 def test_the_triton_forms_serve_this_gpu():
@@ -94,13 +92,7 @@ def test_attention_is_the_same_in_training_chunks_and_decode_wherever_its_pages_
     q = _randn(total, heads, head_dim, dtype=dtype)
     k, v = (_randn(total, kv_heads, head_dim, dtype=dtype, seed=s) for s in (1, 2))
     expected = ops.PackedAttention(lengths, "cuda")(0, q, k, v)
-    exact = [
-        F.scaled_dot_product_attention(
-            *(x[start : start + n].double().transpose(0, 1)[None] for x in (q, k, v)), is_causal=True, enable_gqa=True
-        )[0].transpose(0, 1)
-        for start, n in zip([0, 1, 131, 831], lengths)
-    ]
-    _close(expected, torch.cat(exact), dtype)
+    _close(expected, _exact_attention(lengths, *(x.double() for x in (q, k, v))), dtype)
     pages = [-(-n // ops.PAGE) for n in lengths]
     order = torch.randperm(100, generator=torch.Generator().manual_seed(3))
     table = torch.zeros(len(lengths), max(pages), dtype=torch.int32)
@@ -164,15 +156,7 @@ def test_the_gradient_of_attention(dtype):
     out = ops.PackedAttention(lengths, "cuda")(0, *leaves)
     ours = torch.autograd.grad(out, leaves, grad)
     exact = [x.detach().double().requires_grad_() for x in leaves]
-    parts = zip(*(x.split(lengths) for x in exact))
-    expected = torch.cat(
-        [
-            F.scaled_dot_product_attention(*(x.transpose(0, 1)[None] for x in qkv), is_causal=True, enable_gqa=True)[
-                0
-            ].transpose(0, 1)
-            for qkv in parts
-        ]
-    )
+    expected = _exact_attention(lengths, *exact)
     for mine, theirs in zip(ours, torch.autograd.grad(expected, exact, grad.double())):
         _close(mine, theirs, dtype)
 

@@ -112,8 +112,13 @@ def _check(folder):
 def test_every_algorithm_runs_and_its_steps_have_the_recorded_bits(tmp_path, algorithm, changes):
     if algorithm == "distillation":
         changes = changes | {"teacher": str(_folder(tmp_path / "teacher", seed=2))}
+    before = torch.cuda.memory_allocated()
+    torch.cuda.reset_peak_memory_stats()
     folder = reinforce(_rl(tmp_path, algorithm=algorithm, **changes))
+    assert torch.cuda.max_memory_allocated() > before, "nothing was computed on the GPU"
     _check(folder)
+    state = json.loads((folder / "checkpoints" / "step_00000003" / "state.json").read_text())
+    assert state["arithmetic"].startswith("cuda sm_")
     result = replay(folder, 3)
     assert result.equal, result.text()
 

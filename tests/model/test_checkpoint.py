@@ -1,8 +1,10 @@
 """Model folders: what is written is what was there, and a bad folder is named for what is wrong with it."""
 
 import json
+import shutil
 import subprocess
 import sys
+from dataclasses import replace
 
 import pytest
 import torch
@@ -13,25 +15,20 @@ from lockstep.errors import UserError
 from lockstep.model import preset
 
 
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-@pytest.mark.parametrize("family", ["qwen3:micro", "llama3:tiny"])
-def test_a_folder_survives_loading_and_saving_tensor_by_tensor(tmp_path, dtype, family):
-    save_model(build_model(preset(family, 100), dtype=dtype), tmp_path / "one")
+@pytest.mark.parametrize(("family", "dtype"), [("qwen3:micro", "bfloat16"), ("llama3:micro", "float32")])
+def test_a_folder_survives_loading_and_saving_tensor_by_tensor_in_shards_and_whole(tmp_path, family, dtype):
+    model = build_model(replace(preset(family, 100), num_layers=2), dtype=dtype)
+    save_model(model, tmp_path / "one")
     save_model(load_model(tmp_path / "one"), tmp_path / "two", max_shard_bytes=10**6)
     first = load_file(tmp_path / "one" / "model.safetensors")
     shards = sorted((tmp_path / "two").glob("*.safetensors"))
     second = {name: tensor for shard in shards for name, tensor in load_file(shard).items()}
     assert len(shards) > 1 and first.keys() == second.keys()
     assert all(torch.equal(first[n], second[n]) and first[n].dtype == second[n].dtype for n in first)
-    third = dict(load_model(tmp_path / "two").named_parameters())
-    assert all(torch.equal(p, dict(load_model(tmp_path / "one").named_parameters())[n]) for n, p in third.items())
-
-
-def test_saving_over_a_folder_of_shards_leaves_no_stale_file(tmp_path):
-    model = build_model(preset("qwen3:micro"), dtype="bfloat16")
-    save_model(model, tmp_path, max_shard_bytes=500_000)
-    save_model(model, tmp_path)
-    assert sorted(p.name for p in tmp_path.iterdir()) == ["config.json", "model.safetensors"]
+    for (name, one), two in zip(model.named_parameters(), load_model(tmp_path / "two").parameters(), strict=True):
+        assert torch.equal(one, two), name
+    save_model(model, tmp_path / "two")
+    assert sorted(p.name for p in (tmp_path / "two").iterdir()) == ["config.json", "model.safetensors"], "nothing stale"
 
 
 @pytest.mark.slow
@@ -61,12 +58,12 @@ def test_the_meta_device_allocates_nothing_and_a_seed_gives_the_same_weights():
     assert all(torch.equal(a.bfloat16(), b) for a, b in zip(one.parameters(), two.parameters()))
 
 
-def _broken(tmp_path, change):
-    save_model(build_model(preset("qwen3:micro"), dtype="float32"), tmp_path)
-    change(tmp_path)
-    with pytest.raises(UserError) as caught:
-        load_model(tmp_path)
-    return str(caught.value)
+@pytest.fixture(scope="module")
+def whole(tmp_path_factory):
+    """A folder of a small model, which nobody changes."""
+    folder = tmp_path_factory.mktemp("whole")
+    save_model(build_model(replace(preset("qwen3:micro", 100), num_layers=2), dtype="float32"), folder)
+    return folder
 
 
 def _set(**values):
@@ -99,7 +96,6 @@ NAME = "model.layers.1.mlp.up_proj.weight"
         (_set(num_key_value_heads=3), "4 heads do not divide into 3"),
         (_set(rms_norm_eps=10**400), "rms_norm_eps is 1000.*must be a number above 0"),
         (_set(rms_norm_eps=float("nan")), "rms_norm_eps is nan"),
-        (_set(rms_norm_eps=-1), "rms_norm_eps is -1"),
         (_set(rope_parameters={"rope_type": "longrope"}), 'rope type "longrope" is not supported'),
         (_set(rope_parameters={"rope_type": "yarn"}), "rope type yarn needs factor"),
         (lambda f: (f / "model.safetensors").unlink(), "neither model.safetensors nor"),
@@ -109,17 +105,19 @@ NAME = "model.layers.1.mlp.up_proj.weight"
         (_tensors(lambda t: t.update({"model.odd": torch.zeros(3)})), "tensor model.odd is not part of"),
     ],
 )
-def test_a_bad_folder_is_refused_for_what_is_wrong_with_it(tmp_path, change, message):
-    import re
-
-    assert re.search(message, _broken(tmp_path, change))
+def test_a_bad_folder_is_refused_for_what_is_wrong_with_it(tmp_path, whole, change, message):
+    shutil.copytree(whole, folder := tmp_path / "changed")
+    change(folder)
+    with pytest.raises(UserError, match=message):
+        load_model(folder)
 
 
 @pytest.fixture
 def sharded(tmp_path):
     """A folder of shards as a snapshot in a Hugging Face cache: links to blobs."""
     snapshot, blobs = tmp_path / "hub" / "snapshots" / "abc", tmp_path / "hub" / "blobs"
-    save_model(build_model(preset("qwen3:micro", 100)), snapshot, max_shard_bytes=100_000)
+    model = build_model(replace(preset("qwen3:micro", 100), num_layers=1))
+    save_model(model, snapshot, max_shard_bytes=100_000)
     blobs.mkdir()
     for number, file in enumerate(sorted(snapshot.glob("*.safetensors"))):
         file.rename(blobs / str(number))
@@ -133,7 +131,7 @@ def test_the_links_of_a_hugging_face_cache_are_followed(tmp_path, sharded):
     assert all(torch.equal(tensor, whole[name]) for name, tensor in load_model(sharded).state_dict().items())
 
 
-@pytest.mark.parametrize("name", ["../blobs/0", "{hub}/blobs/0", "a/../../../blobs/0", "\0"])
+@pytest.mark.parametrize("name", ["../blobs/0", "{hub}/blobs/0", "\0"])
 def test_shard_names_that_leave_the_folder_are_refused(tmp_path, sharded, name):
     index = json.loads((sharded / "model.safetensors.index.json").read_text())
     index["weight_map"]["model.norm.weight"] = name.format(hub=tmp_path / "hub")

@@ -48,7 +48,7 @@ def their_log_probs(folder, tokens):
 
 
 @pytest.mark.filterwarnings("ignore:.*(replaces rope_parameters|is ignored, as in transformers)")
-@pytest.mark.parametrize("seed", [*range(60), *(pytest.param(n, marks=pytest.mark.slow) for n in range(60, 2000))])
+@pytest.mark.parametrize("seed", [*range(24), *(pytest.param(n, marks=pytest.mark.slow) for n in range(24, 2000))])
 def test_a_configuration_gives_the_log_probabilities_of_transformers_or_a_refusal_that_names_its_key(tmp_path, seed):
     drawn = draw(seed)
     (tmp_path / "config.json").write_text(json.dumps(drawn.values))
@@ -77,11 +77,11 @@ def test_a_setting_that_is_not_supported_is_refused_by_name(key):
     assert from_hugging_face(values | {key: ONLY[key]}, "config.json") == from_hugging_face(values, "config.json")
 
 
-@pytest.mark.parametrize("key", NULL_IS_MISSING)
-def test_a_null_is_a_key_that_is_missing(key):
+def test_a_null_is_a_key_that_is_missing():
     values = PUBLIC["Qwen3 8B"][1]
-    without = {name: value for name, value in values.items() if name != key}
-    assert from_hugging_face(values | {key: None}, "config.json") == from_hugging_face(without, "config.json")
+    for key in NULL_IS_MISSING:
+        without = {name: value for name, value in values.items() if name != key}
+        assert from_hugging_face(values | {key: None}, "") == from_hugging_face(without, ""), key
 
 
 @pytest.mark.parametrize("name", list(PUBLIC))
@@ -116,26 +116,18 @@ def folder(tmp_path):
 YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 64}
 
 
-def test_rope_scaling_that_is_added_to_a_folder_with_rope_parameters_counts(folder):
+def test_rope_scaling_replaces_rope_parameters_and_warns_of_a_base_that_it_replaces(folder):
     config = read_config(folder(rope_scaling=YARN))
     assert config.rope_scaling == Yarn(4.0, 64) and config.rope_theta == 1e6
-
-
-def test_a_base_that_rope_scaling_replaces_is_warned_of(folder):
     with pytest.warns(UserWarning, match=r"rope_scaling replaces .* rope_theta of 1000000.0: .* it is 10000.0 now"):
         assert read_config(folder(["rope_theta"], rope_scaling=YARN)).rope_theta == 10000.0
 
 
-@pytest.mark.parametrize("key", ["attn_factor", "extrapolation_factor"])
-def test_factors_of_yarn_that_transformers_does_not_read_are_warned_of(folder, key):
+def test_factors_of_yarn_that_transformers_does_not_read_are_warned_of(folder):
+    key = "attn_factor"
     with pytest.warns(UserWarning, match=f"rope_scaling: {key} is ignored, .* only reads attention_factor") as caught:
         assert read_config(folder(rope_scaling=YARN | {key: 0.88})).rope_scaling == Yarn(4.0, 64)
     assert sum("is ignored" in str(each.message) for each in caught) == 1
-
-
-def test_a_model_that_fsdp_wrapped_is_one_without(folder):
-    expected = read_config(folder())
-    assert read_config(folder(architectures=["FSDPQwen3ForCausalLM"])) == expected
 
 
 def test_unknown_keys_are_refused_with_file_and_names(folder):

@@ -101,6 +101,7 @@ print(float(sum(p.double().sum() for p in model.state_dict().values())))
 """
 
 
+@pytest.mark.slow
 def test_a_model_of_the_hub_is_downloaded_once_and_then_needs_no_network(hub, model_folder, tmp_path):
     from lockstep import load_model
 
@@ -117,22 +118,6 @@ def test_a_model_of_the_hub_is_downloaded_once_and_then_needs_no_network(hub, mo
 
 
 @pytest.mark.slow
-def test_commands_and_runs_take_its_name(hub, tmp_path):
-    (tmp_path / "text.txt").write_text("a few words of text\n" * 50)
-    commands = f"""
-from lockstep.cli import main
-import os
-os.chdir({str(tmp_path)!r})
-assert main(["convert", "{NAME}", "converted"]) == 0
-pretrain = ["--data", "text.txt", "--steps", "1", "--tokens-per-step", "64", "--sequence-length", "64"]
-assert main(["pretrain", "--model", "{NAME}", "--tokenizer", "{NAME}", *pretrain]) == 0
-assert main(["pretrain", "--model", "{NAME}", "--dry-run", "1"]) == 0
-assert main(["data", "tokenize", "--data", "text.txt", "--tokenizer", "{NAME}", "--output", "tokens"]) == 0
-"""
-    result = _run(commands, tmp_path / "home", **hub.environment)
-    assert result.returncode == 0, result.stdout[-2000:] + result.stderr[-3000:]
-
-
 def test_what_the_hub_does_not_give_is_said_in_a_sentence(hub, tmp_path):
     said = {
         "acme/nothing": "no model with this name",
@@ -152,7 +137,10 @@ for name in {list(said)}:
         assert message.startswith(f"lockstep: {name}: ") and sentence in message
 
 
-@pytest.mark.parametrize("environment", [{"HF_HUB_OFFLINE": "1"}, {"HF_ENDPOINT": "http://127.0.0.1:9"}])
+@pytest.mark.parametrize(
+    "environment",
+    [{"HF_HUB_OFFLINE": "1"}, pytest.param({"HF_ENDPOINT": "http://127.0.0.1:9"}, marks=pytest.mark.slow)],
+)
 def test_without_a_network_a_model_that_is_not_in_the_cache_is_named(tmp_path, environment):
     code = f"import sys; from lockstep.cli import main; sys.exit(main(['convert', {NAME!r}, 'converted']))"
     result = _run(code, tmp_path, **environment)
@@ -160,6 +148,7 @@ def test_without_a_network_a_model_that_is_not_in_the_cache_is_named(tmp_path, e
     assert "the hub cannot be reached" in result.stderr
 
 
+@pytest.mark.slow
 def test_every_command_asks_the_hub_for_a_model_by_its_name(model_folder, tmp_path):
     other = str(model_folder)
     pairs = tmp_path / "pairs.jsonl"

@@ -44,28 +44,22 @@ def test_frequencies_are_the_powers_that_others_take(config):
         assert (np.diff(ratio) >= -1e-6).all()
 
 
-def _theirs(scaling, head_dim, theta):
-    config = replace(QWEN, head_dim=head_dim, rope_theta=theta, rope_scaling=scaling, max_positions=8 * 4096)
-    values = to_hugging_face(config, "float32")
-    assert from_hugging_face(values, "config.json") == config
-    return config, *ROPE_INIT_FUNCTIONS["yarn"](Qwen3Config(**values))
-
-
 @pytest.mark.parametrize(
-    "scaling",
+    ("scaling", "head_dim", "theta"),
     [
-        Yarn(8.0, 4096),
-        Yarn(32.0, 4096, truncate=False),
-        Yarn(40, 4096, 32, 1, mscale=1.0, mscale_all_dim=0.7),
-        Yarn(40, 64, 16.5, 2.5, attention_factor=1.25, mscale=1.0, mscale_all_dim=1.0),
-        Yarn(1.0, 32768, truncate=False),
+        (Yarn(8.0, 4096), 96, 10000.0),
+        (Yarn(32.0, 4096, truncate=False), 64, 150000.0),
+        (Yarn(40, 4096, 32, 1, mscale=1.0, mscale_all_dim=0.7), 64, 10000.0),
+        (Yarn(40, 64, 16.5, 2.5, attention_factor=1.25, mscale=1.0, mscale_all_dim=1.0), 32, 150000.0),
+        (Yarn(1.0, 32768, truncate=False), 96, 150000.0),
     ],
     ids=str,
 )
-@pytest.mark.parametrize("head_dim", [32, 64, 96])
-@pytest.mark.parametrize("theta", [10000.0, 150000.0])
 def test_yarn_stretches_as_transformers_does(scaling, head_dim, theta):
-    config, frequencies, factor = _theirs(scaling, head_dim, theta)
+    config = replace(QWEN, head_dim=head_dim, rope_theta=theta, rope_scaling=scaling, max_positions=8 * 4096)
+    values = to_hugging_face(config, "float32")
+    assert from_hugging_face(values, "config.json") == config
+    frequencies, factor = ROPE_INIT_FUNCTIONS["yarn"](Qwen3Config(**values))
     # Of equal powers the very same frequencies. Their powers are a vectorised function's, which rounds some otherwise.
     powers = theta ** (torch.arange(0, head_dim, 2).float() / head_dim)
     assert np.array_equal(stretched_by_yarn(powers.numpy(), theta, scaling), frequencies.numpy())
@@ -90,23 +84,17 @@ def test_the_tables_bits_are_those_of_every_processor():
 DIGEST = "e8a6c26e3301067c4b3961a6db17d366f77efb48e06700d8193ca8277938ce2f"
 
 
-def test_rows_do_not_depend_on_how_far_the_tables_reach():
-    small, large = RotaryTables(QWEN), RotaryTables(QWEN)
-    positions = torch.tensor([3, 100, 255])
-    large(torch.tensor([40_000]))
-    for a, b in zip(small(positions), large(positions)):
-        assert torch.equal(a, b)
-
-
-def test_tables_grow_to_the_largest_position_met_and_stay():
-    tables, cpu = RotaryTables(QWEN), torch.device("cpu")
-    tables(torch.tensor([5]))
+def test_tables_grow_to_the_largest_position_met_and_stay_and_rows_do_not_depend_on_it():
+    tables, cpu, positions = RotaryTables(QWEN), torch.device("cpu"), torch.tensor([3, 100, 255])
+    small = tables(positions)
     assert len(tables.reserve(0, cpu)[0]) == 256
     tables(torch.tensor([5, 256]))
     assert len(tables.reserve(0, cpu)[0]) == 512
     kept = tables.reserve(512, cpu)[0]
     assert tables.reserve(1, cpu)[0] is kept
     assert [len(t) for t in tables(torch.tensor([], dtype=torch.int64))] == [0, 0]
+    tables(torch.tensor([9_000]))
+    assert all(map(torch.equal, small, tables(positions)))
 
 
 def test_a_model_on_the_meta_device_needs_no_tables():

@@ -7,7 +7,7 @@ from functools import partial
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from transformers import AutoModel, AutoModelForCausalLM
+from transformers import AutoConfig, AutoModel, AutoModelForCausalLM
 
 from lockstep import build_model, load_model, save_model, score
 from lockstep.checkpoint.convert import convert
@@ -26,7 +26,7 @@ from lockstep.model import (
 from lockstep.parallel import close_world, open_world, parallel_model
 from lockstep.train import Trainer
 from tests.checkpoint.runs import checkpoints_of, update
-from tests.model.mixture_checks import change
+from tests.model.test_families import change
 from tests.parallel.launch import launch
 
 TOKENS = [3, 1, 41, 59, 26, 53, 58, 97]
@@ -36,7 +36,8 @@ TIED = "config.json says tie_word_embeddings, but lm_head.weight differs"
 
 def tied(folder, family="qwen3:micro", dtype="float32"):
     """A folder with one matrix for embedding and head."""
-    save_model(build_model(replace(preset(family, 100), tie_embeddings=True), dtype=dtype, seed=0), folder)
+    shape = replace(preset(family, 100), num_layers=2, tie_embeddings=True)
+    save_model(build_model(shape, dtype=dtype, seed=0), folder)
     return folder
 
 
@@ -84,8 +85,9 @@ def assert_as_theirs(folder):
     torch.testing.assert_close(ours(folder), theirs(folder), atol=1e-4, rtol=0)
 
 
-@pytest.mark.parametrize("family", ["qwen3:micro", "llama3:micro", "gpt_oss:micro"])
-@pytest.mark.parametrize("place", ["one file", "listed", "not listed"])
+@pytest.mark.parametrize(
+    ("family", "place"), [("qwen3:micro", "one file"), ("gpt_oss:micro", "listed"), ("llama3:micro", "not listed")]
+)
 def test_a_head_of_its_own_counts_in_a_tied_folder_and_is_kept(tmp_path, caplog, family, place):
     folder = with_head(tmp_path / "one", family=family)
     if place != "one file":
@@ -102,24 +104,16 @@ def test_a_head_of_its_own_counts_in_a_tied_folder_and_is_kept(tmp_path, caplog,
         assert_as_theirs(tmp_path / kept)
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_a_copy_of_the_embedding_stays_tied_whatever_its_dtype(tmp_path, dtype):
+def test_a_copy_of_the_embedding_stays_tied_whatever_its_dtype_and_another_head_counts(tmp_path):
     tied(tmp_path, dtype="bfloat16")
-    edit(tmp_path, lambda tensors: tensors.update({HEAD: tensors[EMBEDDING].to(dtype).clone()}))
+    edit(tmp_path, lambda tensors: tensors.update({HEAD: tensors[EMBEDDING].float()}))
     assert read_config(tmp_path).tie_embeddings
     assert_as_theirs(tmp_path)
-
-
-def test_a_head_in_another_dtype_counts(tmp_path):
-    assert_as_theirs(with_head(tmp_path, torch.bfloat16))
+    with_head(tmp_path, torch.bfloat16)
     assert not read_config(tmp_path).tie_embeddings
-
-
-def test_a_head_is_compared_again_when_the_file_changes(tmp_path):
-    with_head(tmp_path)
-    assert not read_config(tmp_path).tie_embeddings
+    assert_as_theirs(tmp_path)
     edit(tmp_path, lambda tensors: tensors.update({HEAD: tensors[EMBEDDING].clone()}))
-    assert read_config(tmp_path).tie_embeddings
+    assert read_config(tmp_path).tie_embeddings, "compared again when the file changes"
 
 
 def test_an_embedding_that_is_stored_as_the_head_alone_is_both(tmp_path):
@@ -131,13 +125,6 @@ def test_an_embedding_that_is_stored_as_the_head_alone_is_both(tmp_path):
     change(tmp_path / "one", tie_word_embeddings=False)
     with pytest.raises(UserError, match=f"tensor {EMBEDDING} is missing"):
         load_model(tmp_path / "one")
-
-
-def test_a_head_for_another_vocabulary_is_refused(tmp_path):
-    tied(tmp_path)
-    edit(tmp_path, lambda tensors: tensors.update({HEAD: tensors[EMBEDDING][:90].clone()}))
-    with pytest.raises(UserError, match=r"lm_head.weight has shape \[90, \d+\]"):
-        load_model(tmp_path)
 
 
 def test_a_folder_with_a_single_file_and_an_index_is_read_from_the_single_file(tmp_path):
@@ -181,12 +168,11 @@ def trained(folder, run, parallel):
 @pytest.mark.parametrize(
     "ranks, parallel",
     [
-        (1, ParallelConfig()),
         pytest.param(2, ParallelConfig(), marks=pytest.mark.slow),
         pytest.param(2, ParallelConfig(tensor=2), marks=pytest.mark.slow),
         (2, ParallelConfig(pipeline=2)),
     ],
-    ids=["alone", "fsdp", "tensor", "pipeline"],
+    ids=["fsdp", "tensor", "pipeline"],
 )
 def test_every_layout_trains_and_saves_the_head(tmp_path, ranks, parallel):
     folder = with_head(tmp_path / "one")
@@ -199,15 +185,13 @@ def test_every_layout_trains_and_saves_the_head(tmp_path, ranks, parallel):
         assert 0 < (one - two).abs().max() < 1e-5, weight
 
 
-@pytest.mark.parametrize("dtype", [None, "auto"])
-def test_the_configurations_dtype_counts_and_not_that_of_any_tensor(tmp_path, dtype):
+def test_the_configurations_dtype_counts_and_not_that_of_any_tensor(tmp_path):
     tied(tmp_path)
-    for key, other in (("dtype", "torch_dtype"), ("torch_dtype", "dtype")):
-        change(tmp_path, **{key: "bfloat16", other: None})
-        assert load_model(tmp_path, dtype=dtype).dtype == AutoModelForCausalLM.from_pretrained(tmp_path).dtype
-        assert load_model(tmp_path, dtype=dtype).dtype == torch.bfloat16
-    change(tmp_path, dtype="float32", torch_dtype="bfloat16")
-    assert load_model(tmp_path, dtype=dtype).dtype == AutoModelForCausalLM.from_pretrained(tmp_path).dtype
+    for dtype, older in (("bfloat16", None), (None, "bfloat16"), ("float32", "bfloat16")):
+        change(tmp_path, dtype=dtype, torch_dtype=older)
+        found = AutoConfig.from_pretrained(tmp_path).dtype
+        assert load_model(tmp_path).dtype == load_model(tmp_path, dtype="auto").dtype == found
+        assert found == (torch.float32 if dtype == "float32" else torch.bfloat16)
     change(tmp_path, dtype=None, torch_dtype=None, text_config={"dtype": "bfloat16"})
     assert folder_dtype(tmp_path) == torch.bfloat16
 
@@ -226,7 +210,7 @@ def test_without_one_the_dtype_is_that_of_most_bytes(tmp_path):
     assert load_model(tmp_path / "one", dtype="float32").dtype == torch.float32
 
 
-@pytest.mark.parametrize("dtype", ["float8", "float16", 16, ["bfloat16"], "nn"])
+@pytest.mark.parametrize("dtype", ["float16", 16, "nn"])
 def test_a_configured_dtype_that_is_none_or_not_computed_in_is_named(tmp_path, dtype):
     tied(tmp_path)
     change(tmp_path, dtype=dtype)
@@ -234,7 +218,7 @@ def test_a_configured_dtype_that_is_none_or_not_computed_in_is_named(tmp_path, d
         load_model(tmp_path)
 
 
-@pytest.mark.parametrize("name", ["model.layers.0.self_attn.q_proj.bias", "lm_head.bias", "v_head.summary.weight"])
+@pytest.mark.parametrize("name", ["model.layers.0.self_attn.q_proj.bias", "lm_head.bias"])
 def test_a_tensor_that_the_model_lacks_is_refused_by_name(tmp_path, name):
     in_two_files(with_head(tmp_path)) if name.startswith("lm_head") else tied(tmp_path)
     file = sorted(tmp_path.glob("*.safetensors"))[0]
@@ -243,8 +227,7 @@ def test_a_tensor_that_the_model_lacks_is_refused_by_name(tmp_path, name):
         load_model(tmp_path)
 
 
-@pytest.mark.parametrize("family", ["qwen3:micro", "llama3:micro"])
-@pytest.mark.parametrize("files", [1, 2])
+@pytest.mark.parametrize(("family", "files"), [("qwen3:micro", 1), ("llama3:micro", 2)])
 def test_tensors_saved_without_a_head_lack_a_prefix_and_are_read(tmp_path, family, files):
     tied(tmp_path / "whole", family)
     AutoModel.from_pretrained(tmp_path / "whole").save_pretrained(tmp_path / "one")
@@ -275,8 +258,6 @@ def renamed(tensors, change):
 @pytest.mark.parametrize(
     ("change", "said"),
     [
-        (lambda t: renamed(t, lambda n: f"module.{n}"), 'have the prefix "module." of a wrapper'),
-        (lambda t: renamed(t, lambda n: f"_orig_mod.{n}"), 'have the prefix "_orig_mod." of a wrapper'),
         (lambda t: renamed(t, lambda n: f"module._orig_mod.{n}"), 'have the prefix "module._orig_mod." of a wrapper'),
         (lambda t: renamed(t, lambda n: f"module.{n.removeprefix('model.')}"), 'have the prefix "module."'),
         (lambda t: renamed(t, lambda n: f"base_model.model.{n}"), 'have the prefix "base_model.model."'),
@@ -293,8 +274,7 @@ def test_names_that_tell_why_a_tensor_is_missing_are_read_out(tmp_path, change, 
 
 
 def test_a_model_saved_without_its_head_says_so(tmp_path):
-    save_model(build_model(replace(preset("qwen3:micro", 100), tie_embeddings=False), "float32"), tmp_path)
-    edit(tmp_path, lambda t: t.pop(HEAD))
+    change(tied(tmp_path), tie_word_embeddings=False)
     with pytest.raises(UserError, match="lm_head.weight is missing, the output head: the model was saved without it"):
         load_model(tmp_path)
 
@@ -304,7 +284,7 @@ def test_tensors_that_are_left_out_are_named_once_except_old_rotary_buffers(tmp_
     edit(tmp_path / "one", lambda t: t.update({"model.layers.0.self_attn.rotary_emb.inv_freq": torch.ones(16)}))
     load_model(tmp_path / "one")
     assert not caplog.text
-    save_model(build_model(preset("deepseek_v3:micro"), dtype="float32"), tmp_path / "two")
+    save_model(build_model(replace(preset("deepseek_v3:micro"), num_layers=2), dtype="float32"), tmp_path / "two")
     edit(tmp_path / "two", lambda t: t.update({"model.layers.4.eh_proj.weight": torch.ones(16)}))
     load_model(tmp_path / "two")
     load_model(tmp_path / "two")
@@ -319,10 +299,9 @@ def test_a_model_with_an_adapter_in_its_folder_is_refused(tmp_path):
 
 
 def test_an_index_that_lists_a_head_which_was_dropped_is_read_as_far_as_the_files_go(tmp_path):
-    model = build_model(preset("qwen3:micro"), dtype="float32", seed=0)
-    save_model(model, tmp_path)
-    (tmp_path / "model.safetensors").rename(tmp_path / "model-00001-of-00001.safetensors")
-    places = dict.fromkeys([*load_file(tmp_path / "model-00001-of-00001.safetensors"), "lm_head.weight"])
-    index = {"metadata": {}, "weight_map": dict.fromkeys(places, "model-00001-of-00001.safetensors")}
+    expected = ours(tied(tmp_path))
+    in_two_files(tmp_path)
+    index = json.loads((tmp_path / "model.safetensors.index.json").read_text())
+    index["weight_map"][HEAD] = index["weight_map"][EMBEDDING]
     (tmp_path / "model.safetensors.index.json").write_text(json.dumps(index))
-    assert torch.equal(score(load_model(tmp_path), [[1, 2, 3]])[0], score(model, [[1, 2, 3]])[0])
+    assert torch.equal(ours(tmp_path), expected)

@@ -6,6 +6,8 @@ import socket
 import subprocess
 import sys
 
+import pytest
+
 from lockstep.observe import doctor
 from lockstep.observe.doctor import as_json, as_text, usable
 from lockstep.ops.native.build import SHIPPED
@@ -15,6 +17,7 @@ def _found(area):
     return {finding.name: finding for finding in doctor.AREAS[area]()}
 
 
+@pytest.mark.slow
 def test_the_command_prints_one_json_object_within_ten_seconds():
     command = [sys.executable, "-m", "lockstep", "doctor", "--json"]
     result = subprocess.run(command, capture_output=True, text=True, timeout=120)

@@ -119,13 +119,6 @@ def test_tokens_are_totalled_over_resumed_and_rewound_steps(tmp_path):
     assert read_metrics(tmp_path / "metrics.jsonl")[-1]["tokens/total"] == 31
 
 
-def test_a_run_that_an_earlier_version_began_is_totalled_from_its_first_step(tmp_path):
-    (tmp_path / "metrics.jsonl").write_text('{"step": 1, "tokens": 5}\n{"step": 2, "tokens": 7}\n')
-    with Observer(ObserveConfig(), FaultConfig(), tmp_path) as observer:
-        observer.write(3, {"tokens": 1})
-    assert read_metrics(tmp_path / "metrics.jsonl")[-1]["tokens/total"] == 13
-
-
 def test_chosen_steps_survive_a_configuration_file(tmp_path):
     config = PretrainConfig(observe=ObserveConfig(profile_steps=(3, 10), wandb=True))
     (tmp_path / "config.toml").write_text(to_toml(config))

@@ -107,28 +107,11 @@ def test_nothing_that_a_model_says_becomes_part_of_the_page(tmp_path):
     assert "<script>alert('gotcha')</script>" in shown and "\\x00\\x1b[2J\\xc3\\xa4" in shown
 
 
-DAMAGE = [b"\xff\xfe\0", b"[1]", b"5", b"[" * 10**5, b'{"prompt": ', b'{"group": {}, "step": "a", "advantage": 1}', b""]
-
-
-@pytest.mark.parametrize("damage", DAMAGE)
-def test_what_cannot_be_read_is_left_out_of_the_report(tmp_path, damage):
-    run = _run(tmp_path / "run", step1=[_line(0, "whole", 1.0)], step2=[_line(0, "other", 1.0)])
-    odd = [("token_ids", ["a"]), ("log_probs", [1]), ("log_probs", 5), ("entropies", ["x"]), ("sampled", [None])]
-    odd += [("token_ids", [-5, 10**30]), ("token_advantages", [1.0]), ("dropped", {}), ("reward", "x"), ("group", "z")]
-    odd = "".join(json.dumps(_line(n, f"odd {n}", 1.0) | {name: value}) + "\n" for n, (name, value) in enumerate(odd))
-    with MetricsWriter(run) as writer:
-        writer.write(1, {"reward/mean": 1.0, "loss": 0.5, "parity/tokens_checked": 5})
-    for path in (run / "rollouts/step_00000001.jsonl", run / "metrics.jsonl"):
-        path.write_bytes(damage + b"\n" + path.read_bytes() + odd.encode() + damage)
-    for step in (0, 1):
-        whole = json.dumps(_line(0, "held out")).encode()
-        (run / f"rollouts/validation_{step:08}.jsonl").write_bytes(damage + b"\n" + whole + b"\n" + odd.encode())
-    (run / "rollouts/step_00000002.jsonl").write_bytes(damage)
-    (run / "rollouts/step_x.jsonl").write_bytes(damage)
-    (run / "summary.json").write_bytes(damage)
-    (run / "config.toml").write_bytes((run / "config.toml").read_bytes() + b"# \xff")
-    text = write_report(run).read_text()
-    assert "held out" in text and "whole" in text and "odd 0" in text and "0 of 5" in text
+def test_a_line_that_a_killed_run_has_not_finished_is_left_out_of_the_report(tmp_path):
+    run = _run(tmp_path / "run", step1=[_line(0, "whole", 1.0)])
+    path = run / "rollouts/step_00000001.jsonl"
+    path.write_bytes(path.read_bytes() + b'{"prompt": ')
+    assert "whole" in write_report(run).read_text()
 
 
 def test_the_first_a_middle_and_the_last_step_are_shown_or_requested_ones(tmp_path):

@@ -43,7 +43,10 @@ def _train(run, rank, port, how):
                 dist.all_reduce(torch.ones(1))
 
 
-@pytest.mark.parametrize("how", ["frozen", "asleep", "asleep in the phase of the others"])
+@pytest.mark.parametrize(
+    "how",
+    ["frozen", *(pytest.param(how, marks=pytest.mark.slow) for how in ("asleep", "asleep in the phase of the others"))],
+)
 def test_the_rank_that_stopped_is_named(tmp_path, how):
     import socket
 

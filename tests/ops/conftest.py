@@ -1,12 +1,18 @@
-"""Every operator test runs on all forms: the kernels of each instruction set that this processor has, best first, and
-the plain PyTorch ones that serve where there are none."""
+"""Operator tests run on several forms: the best kernels of this processor, the best portable ones, and the plain
+PyTorch ones that serve where there are none; those of every other instruction set are slow tests."""
 
 import pytest
+import torch
 
 from lockstep.ops import native
 from lockstep.ops.native import instruction_sets
 
-FORMS = [*(each.name for each in instruction_sets.supported()), "pytorch"]
+SETS = instruction_sets.supported()
+BEST = {SETS[0].name, next(each.name for each in SETS if each.arithmetic == "portable")}
+FORMS = [
+    *(each.name if each.name in BEST else pytest.param(each.name, marks=pytest.mark.slow) for each in SETS),
+    "pytorch",
+]
 
 
 def use(patch: pytest.MonkeyPatch, form: str) -> None:
@@ -22,6 +28,7 @@ def forget_forms() -> None:
     instruction_sets.supported.cache_clear()
     native.library.cache_clear()
     native._functions.clear()
+    native._not_compiled.clear()
 
 
 @pytest.fixture(params=FORMS, scope="module", autouse=True)
@@ -34,3 +41,11 @@ def form(request):
     yield request.param
     patch.undo()
     forget_forms()
+
+
+@pytest.fixture
+def threads():
+    """Sets the number of threads for a test."""
+    before = torch.get_num_threads()
+    yield torch.set_num_threads
+    torch.set_num_threads(before)

@@ -22,7 +22,7 @@ from lockstep.ops.cuda import linear
 from lockstep.ops.cuda.kernel import launch
 from tests.generate.recorder import Recorder
 from tests.ops.cuda_kernels import DTYPES, compare, dots_of_fixed_order, form, kernels, nothing_twice  # noqa: F401
-from tests.ops.test_experts import mixture, starts_of
+from tests.ops.test_experts import starts_of
 from tests.ops.test_linear import cancelling
 
 # A step along K is the same everywhere: the interpreter adds up each by itself, which a device does not.
@@ -50,9 +50,9 @@ def _row_by_row(x, w, counts):
 @pytest.mark.parametrize(
     ("tile", "sizes"),
     # A dense product cuts the last into two pieces.
-    [(TILES[0], (7, 5)), (TILES[1], (65, 21)), (TILES[2], (65, 21)), (TILES[0], (601, 9))],
+    [(TILES[2], (65, 21)), pytest.param(TILES[1], (65, 21), marks=pytest.mark.slow), (TILES[0], (513, 5))],
 )
-@settings(max_examples=2, deadline=None, phases=[Phase.generate])  # to shrink takes the interpreter minutes
+@settings(max_examples=1, deadline=None, phases=[Phase.generate])  # to shrink takes the interpreter minutes
 @given(
     counts=st.lists(st.sampled_from([0, 1, 2, 3, 17]), min_size=3, max_size=5).filter(any),
     dtype=st.sampled_from(DTYPES),
@@ -64,9 +64,14 @@ def test_a_row_of_a_grouped_product_is_that_row_of_its_groups_dense_product(tile
     assert torch.equal(got, _row_by_row(x, w, counts))
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("sizes", [(72, 24), (72, 21), (512, 40)])
-@pytest.mark.parametrize("counts", [[3, 0, 17, 1, 0], [0, 0, 40]])
+@pytest.mark.parametrize(
+    ("dtype", "sizes", "counts"),
+    [
+        (torch.float32, (72, 21), [3, 0, 17, 1, 0]),
+        (torch.float16, (72, 24), [0, 0, 40]),
+        pytest.param(torch.float16, (512, 40), [3, 0, 17, 1, 0], marks=pytest.mark.slow),
+    ],
+)
 def test_described_tiles_of_groups_have_the_bits_of_others(monkeypatch, dtype, sizes, counts):
     (x, w), starts = _factors(1, counts, *sizes, dtype), starts_of(counts)
     expected, used = grouped.product_with(TILES[1], x, w, starts), []
@@ -83,11 +88,10 @@ def test_described_tiles_of_groups_have_the_bits_of_others(monkeypatch, dtype, s
     assert used == [grouped._described_kernel, grouped._grouped_kernel]
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
-def test_another_order_along_k_gives_other_bits(dtype):
+def test_another_order_along_k_gives_other_bits():
     """Else the data would not show that the orders are the same."""
     counts = [3, 0, 4]
-    (x, w), starts = _factors(0, counts, 64, 16, dtype), starts_of(counts)
+    (x, w), starts = _factors(0, counts, 64, 16, torch.float32), starts_of(counts)
     backwards = grouped.product_with(TILES[0], x.flip(1), w.flip(2), starts)
     assert not torch.equal(backwards, grouped.product_with(TILES[0], x, w, starts))
 
@@ -109,15 +113,10 @@ def test_a_grouped_tile_is_compared_with_the_dense_product(monkeypatch):
     assert not any(compare(own, small, *given, multiply=multiply) for multiply in forms)
 
 
-def test_no_rows_are_no_product(kernels):  # noqa: F811
-    assert ops.grouped_linear(torch.zeros(0, 8), torch.zeros(3, 5, 8), starts_of([0, 0, 0])).shape == (0, 5)
-
-
-@pytest.mark.parametrize("dtype", DTYPES)
-def test_gradients_of_a_grouped_product_are_its_own_with_transposed_weights_and_the_librarys(kernels, dtype):  # noqa: F811
+def test_gradients_of_a_grouped_product_are_its_own_with_transposed_weights_and_the_librarys(kernels):  # noqa: F811
     counts = [3, 0, 1, 17]
-    x, w = _factors(5, counts, 34, 41, dtype)
-    grad, _ = cancelling(6, sum(counts), 41, 1, dtype)
+    x, w = _factors(5, counts, 34, 41, torch.float16)
+    grad, _ = cancelling(6, sum(counts), 41, 1, torch.float16)
     leaves = x.requires_grad_(), w.requires_grad_()
     of_x, of_weight = torch.autograd.grad(ops.grouped_linear(*leaves, starts_of(counts)), leaves, grad)
     assert torch.equal(of_x, _row_by_row(grad, w.detach().mT, counts))
@@ -147,14 +146,6 @@ def test_gradients_are_the_librarys_where_it_takes_them(kernels, monkeypatch, ro
             assert (mine.float() - exact).abs().max() <= 2e-2 * exact.abs().max()
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
-def test_a_token_of_a_mixture_has_its_bits_in_any_company(kernels, dtype):  # noqa: F811
-    x, weights, chosen, *matrices = mixture(3, 20, 6, 2, dtype)
-    whole = ops.experts(x, weights, chosen, *matrices)
-    for part in (slice(0, 1), slice(3, 12)):
-        assert torch.equal(ops.experts(x[part], weights[part], chosen[part], *matrices), whole[part])
-
-
 class _NothingReadsValues(TorchFunctionMode):
     """Of tensors without values only shapes can be known. Copies to the CPU, which are none here, are refused, too."""
 
@@ -166,7 +157,8 @@ class _NothingReadsValues(TorchFunctionMode):
 
 def test_nothing_between_a_mixtures_products_waits_for_their_values(monkeypatch):
     module = importlib.import_module("lockstep.ops.grouped_linear")
-    monkeypatch.setattr(module, "_product", lambda x, weight, starts: x.new_empty(x.shape[0], weight.shape[1]))
+    product = module._grouped_linear
+    monkeypatch.setattr(product, "forward", lambda x, weight, starts: x.new_empty(x.shape[0], weight.shape[1]))
     routing = ops.Routing(4, "sigmoid", groups=4, groups_kept=2)
     with FakeTensorMode(), _NothingReadsValues():
         x, router, bias = torch.randn(5, 32), torch.randn(8, 32), torch.randn(8)
@@ -181,6 +173,7 @@ def test_nothing_between_a_mixtures_products_waits_for_their_values(monkeypatch)
             routes[1].max().item()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("family", ["qwen3_moe", "gpt_oss"])
 def test_a_mixtures_decode_steps_replayed_have_the_trainers_bits(kernels, family):  # noqa: F811
     shape = replace(preset(f"{family}:micro", 60), num_layers=1, dim=32, max_positions=128)
@@ -198,32 +191,19 @@ def test_a_mixtures_decode_steps_replayed_have_the_trainers_bits(kernels, family
         assert torch.equal(torch.tensor(completion.logprobs), trainer[len(prompt) - 1 :])
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("weighted", [True, False])
-def test_a_tokens_rows_are_summed_with_the_bits_of_pytorch(dtype, weighted):
+@pytest.mark.parametrize(("dtype", "weighted"), [(torch.float32, True), (torch.float16, False)])
+def test_a_tokens_rows_are_summed_with_the_bits_of_pytorch_and_so_are_their_gradients(dtype, weighted):
     combine = importlib.import_module("lockstep.ops.experts")
     tokens, active, dim = 7, 3, 40
     rows, _ = cancelling(2, tokens * active, dim, 1, dtype)
     generator = torch.Generator().manual_seed(4)
     places = torch.randperm(tokens * active, generator=generator)
-    weights = torch.rand(tokens, active, generator=generator) if weighted else None
-    expected = combine._combine(rows, weights, places, tokens)
-    out = torch.full_like(expected, torch.nan)
-    summed.combine(rows, weights, places, out)
-    assert torch.equal(out, expected)
-
-
-@pytest.mark.parametrize("dtype", DTYPES)
-def test_gradients_of_a_tokens_rows_are_those_of_pytorch(dtype):
-    combine = importlib.import_module("lockstep.ops.experts")
-    tokens, active, dim = 7, 3, 40
-    rows, _ = cancelling(2, tokens * active, dim, 1, dtype)
-    generator = torch.Generator().manual_seed(4)
+    weights = torch.rand(tokens, active, generator=generator)
     grad = torch.randn(tokens, dim, generator=generator).to(dtype)
-    places, weights = (
-        torch.randperm(tokens * active, generator=generator),
-        torch.rand(tokens, active, generator=generator),
-    )
+    expected = combine._combine(rows, weights if weighted else None, places, tokens)
+    out = torch.full_like(expected, torch.nan)
+    summed.combine(rows, weights if weighted else None, places, out)
+    assert torch.equal(out, expected)
     of_rows, of_weights = combine._combine_gradients(grad, rows, weights, places)
     mine = torch.full_like(of_rows, torch.nan), torch.full_like(of_weights, torch.nan)
     summed.combine_backward(grad, rows, weights, places, *mine)

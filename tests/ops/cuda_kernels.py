@@ -22,12 +22,14 @@ from lockstep.ops import attention_reference, cuda, logprobs, sampling
 from lockstep.ops.cuda import attention, linear, vocabulary
 from lockstep.ops.cuda.attention_backward import attend_backward
 from lockstep.ops.cuda.kernel import launch
-from lockstep.ops.cuts import cut
 from lockstep.ops.linear import product_sums, tree_sum
-from lockstep.ops.parts import Whole
-from lockstep.ops.vocabulary_pieces import piece_bounds
-from tests.ops.paging import assert_only_those_who_see_it_break, assert_pieces_agree
-from tests.ops.pieces import assert_pieces_add_up
+from lockstep.ops.vocabulary import piece_bounds
+from tests.ops.attention_checks import (
+    FEW_SHARES,
+    assert_only_those_who_see_it_break,
+    assert_pieces_add_up,
+    assert_pieces_agree,
+)
 
 # One rounding to the dtype on values up to 8, and float32 sums of some hundred terms in another order.
 TOLERANCE = {torch.float32: 1e-5, torch.float16: 1e-2, torch.bfloat16: 4e-2}
@@ -59,6 +61,7 @@ def dots_of_fixed_order():
     patch.setattr(attention, "AHEAD", 2)
     patch.setattr(attention, "PROGRAMS", 8)  # few rows only: the interpreter takes long to join them
     patch.setattr(attention, "high_tiles_agree", lambda dtype, *_: dtype == torch.float16)
+    patch.setattr(vocabulary, "BLOCK", 32)  # so that a piece of a small vocabulary has several
     yield
     patch.undo()
 
@@ -86,12 +89,8 @@ def nothing_twice():
 
 
 def _dot(a: np.ndarray, b: np.ndarray, dtype: np.dtype) -> np.ndarray:
-    a, b = a.astype(dtype).T[:, :, None], b.astype(dtype)
-    out, term = np.zeros((2, a.shape[1], b.shape[1]), dtype)
-    for column, row in zip(a, b, strict=True):
-        np.multiply(column, row, out=term)
-        np.add(out, term, out=out)
-    return out
+    # In this memory order numpy adds along the first axis one after the other, whatever the others' lengths.
+    return np.add.reduce(np.multiply(a.astype(dtype).T[:, :, None], b.astype(dtype)[:, None, :], order="C"), 0)
 
 
 @pytest.fixture
@@ -101,7 +100,7 @@ def kernels(monkeypatch):
 
 
 def _product(x: torch.Tensor, weight: torch.Tensor, chunks: int = 1) -> torch.Tensor:
-    return linear.product(x, weight, chunks, x.dtype)
+    return linear.product(x, weight, chunks if chunks > 1 else 0, x.dtype)
 
 
 def _randn(seed: int, *shape: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
@@ -113,36 +112,36 @@ def _close(ours, expected, dtype: torch.dtype) -> None:
         assert (mine.float() - theirs.float()).abs().max() <= TOLERANCE[dtype] * max(1.0, float(theirs.abs().max()))
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize(("inner", "outer"), [(64, 96), (200, 259), (1024, 48), (2048, 64)])
+@pytest.mark.parametrize(("dtype", "inner", "outer"), [(torch.float32, 64, 96), (torch.float16, 200, 35)])
 def test_a_product_equals_the_library_and_a_row_is_the_same_in_any_company(dtype, inner, outer):
-    x, weight = _randn(0, 140, inner, dtype=dtype), _randn(1, outer, inner, dtype=dtype) * inner**-0.5
+    x, weight = _randn(0, 70, inner, dtype=dtype), _randn(1, outer, inner, dtype=dtype) * inner**-0.5
     expected = _product(x, weight)
     _close([expected], [x.float() @ weight.float().T], dtype)
 
-    @settings(max_examples=3, deadline=None)
-    @given(chosen=st.lists(st.integers(0, 139), min_size=1, max_size=40))
+    @settings(max_examples=2, deadline=None)
+    @given(chosen=st.lists(st.integers(0, 69), min_size=1, max_size=40))
     def same(chosen):
         assert torch.equal(_product(x[chosen], weight), expected[chosen])
 
     same()
 
 
-@pytest.mark.parametrize("inner", [300, 1024, 1100, 2048])
-def test_pieces_in_programs_of_their_own_and_in_one_program_give_the_same_bits(inner):
-    x, weight = _randn(0, 70, inner), _randn(1, 48, inner)
-    assert linear.pieces_of(inner, 48) == {300: 1, 1024: 4, 1100: 4, 2048: 4}[inner]
+@pytest.mark.parametrize(("inner", "pieces"), [(300, 1), (520, 2), pytest.param(1100, 4, marks=pytest.mark.slow)])
+def test_pieces_in_programs_of_their_own_and_in_one_program_give_the_same_bits(inner, pieces):
+    x, weight = _randn(0, 35, inner), _randn(1, 40, inner)
+    assert linear.pieces_of(inner, 40) == pieces
     apart, together = (linear.Tile(32, 32, 32, 4, 2, split) for split in (True, False))
     assert torch.equal(linear.product_with(apart, x, weight), linear.product_with(together, x, weight))
     # The counters are back at zero: a second product meets as the first did.
     assert torch.equal(linear.product_with(apart, x, weight), linear.product_with(together, x, weight))
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize(("inner", "outer"), [(256, 64), (1024, 48), (2048, 72)])
-@pytest.mark.parametrize("looped", [False, True])
+@pytest.mark.parametrize(
+    ("dtype", "inner", "outer", "looped"),
+    [(torch.float16, 256, 64, False), (torch.float32, 1024, 48, False), (torch.float16, 256, 72, True)],
+)
 def test_described_tiles_have_the_bits_of_others(monkeypatch, dtype, inner, outer, looped):
-    x, weight = _randn(0, 70, inner, dtype=dtype), _randn(1, outer, inner, dtype=dtype)
+    x, weight = _randn(0, 35, inner, dtype=dtype), _randn(1, outer, inner, dtype=dtype)
     used = _launches(monkeypatch)
     monkeypatch.setattr(linear, "pieces_of", lambda *_: 1 if looped else min(2, pieces_of(inner, outer)))
     pointers = linear.product_with(linear.Tile(32, 32, 32, 4, 2), x, weight)
@@ -168,7 +167,7 @@ def _launches(monkeypatch) -> list:
     return used
 
 
-@pytest.mark.parametrize("outer", [48, 44, 104, 100])
+@pytest.mark.parametrize("outer", [48, 100])
 def test_what_is_compared_for_a_shape_is_what_computes_it(monkeypatch, outer):
     used = _launches(monkeypatch)
     monkeypatch.setattr(linear, "COMPARED", 64)
@@ -187,15 +186,16 @@ def test_what_is_compared_for_a_shape_is_what_computes_it(monkeypatch, outer):
     assert used[-1] is used[1]
 
 
-@pytest.mark.parametrize("rows", [3, 70])
-def test_ranks_that_hold_some_chunks_each_meet_in_the_same_bits(kernels, rows):
-    x, weight = _randn(0, rows, 640), _randn(1, 48, 640)
+def test_ranks_that_hold_some_chunks_each_meet_in_the_same_bits(kernels):
+    x, weight = _randn(0, 3, 640), _randn(1, 40, 640)
     for chunks in (4, 8):
         whole = _product(x, weight, chunks)
         assert not torch.equal(whole, _product(x, weight, 2))
         for ranks in (2, 4):
             cut = zip(x.chunk(ranks, 1), weight.chunk(ranks, 1))
-            assert torch.equal(tree_sum([linear.product_sums(*part, chunks // ranks) for part in cut]), whole), ranks
+            assert torch.equal(
+                tree_sum([linear.product(*part, chunks // ranks, torch.float32) for part in cut]), whole
+            ), ranks
     with pytest.raises(ValueError, match="a product has 16 chunks, but on a GPU it can have 1, 2, 4, 8"):
         _product(x, weight, 16)
     for product in (ops.linear, product_sums):
@@ -230,20 +230,15 @@ def test_a_product_takes_the_largest_tile_of_which_there_are_enough(monkeypatch)
     assert chosen(600, 3072, 1024) == (64, 128, True)  # few of the others
 
 
-def test_gradients_of_a_product(kernels):
-    x, weight, grad = _randn(0, 20, 40).requires_grad_(), _randn(1, 30, 40).requires_grad_(), _randn(2, 20, 30)
-    ours = torch.autograd.grad(ops.linear(x, weight), [x, weight], grad)
-    _close(ours, torch.autograd.grad(x @ weight.T, [x, weight], grad), torch.float32)
-
-
-@pytest.mark.parametrize("dtype", [*DTYPES, torch.bfloat16])
-@pytest.mark.parametrize("dim", [50, 128])
+@pytest.mark.parametrize(("dtype", "dim"), [(torch.float32, 50), (torch.float16, 128), (torch.bfloat16, 50)])
 def test_rows_agree_with_the_plain_forms_and_so_do_their_gradients(monkeypatch, dtype, dim):
     x, up, weight = (_randn(i, *s, dtype=dtype).requires_grad_() for i, s in enumerate([(33, dim), (33, dim), (dim,)]))
     heads, angles = _randn(3, 33, 3, dim, dtype=dtype).requires_grad_(), _randn(4, 33, dim // 2)
+    wide = [(part.detach() * 8).requires_grad_() for part in (x, up)]
     cases = [
         (ops.rms_norm, (x, weight, 1e-5), [x, weight]),
         (ops.silu_mul, (x, up), [x, up]),
+        (ops.clamped_swiglu, wide, wide),
         (ops.rotary, (heads, angles.cos(), angles.sin()), [heads]),
     ]
     for operator, arguments, leaves in cases:
@@ -260,22 +255,10 @@ def test_rows_agree_with_the_plain_forms_and_so_do_their_gradients(monkeypatch, 
             assert torch.equal(operator(*alone), mine[part])
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
-def test_the_clamped_activation_agrees_with_the_plain_form_and_so_does_its_gradient(dtype):
-    gate, up = (_randn(i, 33, 50, dtype=dtype) * 8 for i in range(2))
-    grad = _randn(2, 33, 50, dtype=dtype)
-    from lockstep.ops.clamped_swiglu import LIMIT, SLOPE
-    from lockstep.ops.cuda import clamped_swiglu as kernel
-
-    ours = kernel.forward(gate, up, SLOPE, LIMIT), *kernel.backward(grad, gate, up, SLOPE, LIMIT)
-    leaves = [gate.requires_grad_(), up.requires_grad_()]
-    plain = ops.clamped_swiglu(*leaves)
-    _close(ours, [plain.detach(), *torch.autograd.grad(plain, leaves, grad)], dtype)
-
-
 # The interpreter rounds to bfloat16 in its own way.
-@pytest.mark.parametrize("moments", DTYPES)
-@pytest.mark.parametrize("kind", [*DTYPES, None])
+@pytest.mark.parametrize(
+    ("moments", "kind"), [(torch.float32, torch.float16), (torch.float16, torch.float32), (torch.float16, None)]
+)
 def test_an_update_has_the_bits_of_the_cpus(monkeypatch, moments, kind):
     def stepped() -> list[torch.Tensor]:
         master, grad, mean = _randn(0, 3001), _randn(1, 3001).half(), (_randn(2, 3001) * 0.01).to(moments)
@@ -294,9 +277,9 @@ def test_an_update_has_the_bits_of_the_cpus(monkeypatch, moments, kind):
         assert torch.equal(ours, theirs)
 
 
-@settings(max_examples=4, deadline=None)
+@settings(max_examples=3, deadline=None)
 @given(
-    lengths=st.lists(st.integers(1, 90), min_size=1, max_size=2),
+    lengths=st.lists(st.integers(1, 80), min_size=1, max_size=2),
     terms=st.sampled_from([ops.Terms(), ops.Terms(window=1), ops.Terms(window=70), ops.Terms(0.3, 20, SINKS)]),
     heads=st.sampled_from([(2, 2), (4, 2), (3, 1)]),
     head_dim=st.sampled_from([32, 40]),
@@ -321,10 +304,14 @@ def test_attention_is_the_same_however_sequences_are_cut_ordered_and_paged(
 
 
 @pytest.mark.parametrize(
-    ("dtype", "terms"), [(torch.float32, ops.Terms()), (torch.float16, ops.Terms(window=100, sinks=SINKS[:2]))]
+    ("dtype", "terms"),
+    [
+        pytest.param(torch.float32, ops.Terms(), marks=pytest.mark.slow),
+        (torch.float16, ops.Terms(window=40, sinks=SINKS[:2])),
+    ],
 )
 def test_chunks_have_the_same_bits_in_programs_of_their_own_and_in_turn(kernels, monkeypatch, dtype, terms):
-    lengths, padding, forms = [130, 4], 2, []  # three chunks, and one
+    lengths, padding, forms = [70, 4], 2, []  # two chunks, and one
     total = sum(lengths) + padding
     q, k, v = (_randn(i, total, heads, 40, dtype=dtype) for i, heads in enumerate((2, 1, 1)))
     # Neighbors have the same key and opposite values: what is left of their sums is how each was rounded.
@@ -341,8 +328,9 @@ def test_chunks_have_the_same_bits_in_programs_of_their_own_and_in_turn(kernels,
     assert not outs[1][0][-padding:].any()
 
 
+@pytest.mark.slow
 def test_tiles_of_twice_the_height_are_used_if_they_have_the_same_bits(monkeypatch):
-    monkeypatch.setattr(attention, "BLOCK", 16)
+    monkeypatch.setattr(attention, "BLOCK", 32)
     monkeypatch.setattr(attention, "CHUNK", 32)
     given = torch.float16, torch.device("cpu"), 2, 1, 32
     assert agree(*given) and not agree(torch.float32, *given[1:])
@@ -358,17 +346,23 @@ def test_tiles_of_twice_the_height_are_used_if_they_have_the_same_bits(monkeypat
     assert not agree(*given)
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("part", ["key", "value"])
+@pytest.mark.parametrize(
+    ("dtype", "part"), [(torch.float16, "key"), pytest.param(torch.float32, "value", marks=pytest.mark.slow)]
+)
 def test_a_broken_token_breaks_those_that_see_it_and_changes_no_bit_of_others(kernels, dtype, part):
     assert_only_those_who_see_it_break(dtype, part, torch.nan)
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize(("heads", "kv_heads", "head_dim"), [(4, 2, 32), (3, 1, 40)])
-@pytest.mark.parametrize("terms", [ops.Terms(), ops.Terms(0.3, 20, SINKS)], ids=["plain", "terms"])
+@pytest.mark.parametrize(
+    ("dtype", "heads", "kv_heads", "head_dim", "terms"),
+    [
+        (torch.float32, 3, 1, 40, ops.Terms(0.3, 20, SINKS)),
+        (torch.float16, 2, 2, 32, ops.Terms()),
+        pytest.param(torch.float32, 4, 2, 32, ops.Terms(), marks=pytest.mark.slow),
+    ],
+)
 def test_the_gradient_of_attention(kernels, dtype, heads, kv_heads, head_dim, terms):
-    lengths, padding = [5, 130, 64, 1], 3
+    lengths, padding = [5, 70, 64, 1], 3
     tokens = sum(lengths) + padding
     q, grad = _randn(0, tokens, heads, head_dim, dtype=dtype), _randn(3, tokens, heads, head_dim, dtype=dtype)
     k, v = (_randn(i, tokens, kv_heads, head_dim, dtype=dtype) for i in (1, 2))
@@ -383,13 +377,14 @@ def test_the_gradient_of_attention(kernels, dtype, heads, kv_heads, head_dim, te
 
 
 @pytest.mark.parametrize(
-    ("dtype", "heads", "kv_heads", "head_dim"), [(torch.float32, 3, 1, 40), (torch.float16, 2, 2, 32)]
+    ("dtype", "heads", "kv_heads", "head_dim"),
+    [pytest.param(torch.float32, 3, 1, 40, marks=pytest.mark.slow), (torch.float16, 2, 2, 32)],
 )
 def test_pieces_of_sequences_attend_as_the_whole_and_their_gradients_add_up_to_its(
     kernels, dtype, heads, kv_heads, head_dim
 ):
     terms = ops.Terms() if dtype == torch.float32 else ops.Terms(0.3, 50, SINKS[:heads].to(dtype))
-    assert_pieces_add_up(dtype, heads, kv_heads, head_dim, TOLERANCE[dtype], terms=terms)
+    assert_pieces_add_up(dtype, heads, kv_heads, head_dim, TOLERANCE[dtype], terms=terms, shares=FEW_SHARES)
 
 
 def _log_probs(masses, join, logits, targets, inverse):
@@ -397,10 +392,9 @@ def _log_probs(masses, join, logits, targets, inverse):
     return join(masses(logits, inverse, piece_bounds(logits.shape[1])), chosen)
 
 
-@pytest.mark.parametrize("dtype", [*DTYPES, torch.bfloat16])
-@pytest.mark.parametrize("vocab", [5, 258, 9000])
+@pytest.mark.parametrize(("dtype", "vocab"), [(torch.float32, 258), (torch.float16, 5), (torch.bfloat16, 258)])
 def test_log_probabilities_their_gradient_and_draws(dtype, vocab):
-    count = 6
+    count = 5
     logits, targets = _randn(0, count, vocab, dtype=dtype) * 3, torch.arange(count) % vocab
     inverse, grad = torch.linspace(0.5, 2, count), _randn(1, count)
     uniform = torch.rand(count, generator=torch.Generator().manual_seed(2), dtype=torch.float64)
@@ -427,28 +421,11 @@ def test_log_probabilities_their_gradient_and_draws(dtype, vocab):
         assert torch.equal(drawn, tokens[part])
 
 
-def test_a_drawn_token_has_its_log_probability_among_what_the_cuts_left(kernels):
-    count, vocab = 8, 258
-    logits, off = _randn(0, count, vocab) * 3, torch.zeros(count)
-    top_k, top_p = torch.tensor([0, 1, 5, 0, 40, 258, 0, 1]), torch.tensor([0.5] * 3 + [1.0] * 5)
-    uniform = torch.rand(count, generator=torch.Generator().manual_seed(2), dtype=torch.float64)
-    params = torch.full((count,), 0.8), top_k, top_p, off, uniform
-    tokens, log_probs, drawn_with = ops.sample(logits, *params)
-    left = cut(logits, torch.full((count,), 1.25), top_k, top_p, off, off == 0, Whole(vocab)).double() / 0.8
-    expected = torch.log_softmax(left, -1).gather(1, tokens[:, None])[:, 0]
-    _close([drawn_with], [expected], torch.float32)
-    uncut = ((top_k == 0) | (top_k == vocab)) & (top_p == 1)
-    assert torch.equal(drawn_with[uncut], log_probs[uncut]) and uncut.any()
-    for part in (slice(0, 1), slice(2, 7)):
-        alone = ops.sample(logits[part], *(p[part] for p in params))
-        assert all(torch.equal(own, each[part]) for own, each in zip(alone, (tokens, log_probs, drawn_with)))
-
-
 def test_engine_and_trainer_agree_bit_for_bit_through_the_kernels(kernels):
     shape = dict(vocab_size=60, dim=32, num_layers=1, num_heads=2, num_kv_heads=1, head_dim=16, intermediate_size=48)
     model = build_model(ModelConfig(family="qwen3", qk_norm=True, max_positions=128, **shape), "float32", seed=1)
     engine = Engine(model, EngineConfig(max_tokens_per_step=11, max_sequences=3, cache_tokens=256))
-    prompts = [[1, 2, 3], [4] * 18, [5, 6]]
+    prompts = [[1, 2, 3], [4] * 13]
     groups = engine.generate(prompts, SamplingParams(max_tokens=2, temperature=1.0, seed=0, ignore_eos=True))
     for prompt, (completion,) in zip(prompts, groups):
         trainer = score(model, [prompt + completion.token_ids])[0]

@@ -6,16 +6,29 @@ import platform
 import shutil
 import subprocess
 import sys
+import warnings
 
 import pytest
+import torch
 
+from lockstep import ops
 from lockstep.ops.native import build, compiling
 from lockstep.ops.native.instruction_sets import BY_MACHINE, supported
+from tests.ops.conftest import forget_forms, use
 
 
 @pytest.fixture(scope="module", autouse=True)
 def form():
-    """Processes of their own, which need no form of this one."""
+    """Each test chooses the kernels itself."""
+
+
+@pytest.fixture
+def fresh_kernels(monkeypatch):
+    """Kernels are looked for again in the test, and after it."""
+    use(monkeypatch, supported()[0].name)
+    yield
+    monkeypatch.undo()
+    forget_forms()
 
 
 PROGRAM = """
@@ -51,23 +64,23 @@ def test_damaged_kernels_are_compiled_anew(tmp_path, monkeypatch):
     assert (tmp_path / "calls").exists()
 
 
-def test_without_a_compiler_those_that_were_compiled_before_are_used(tmp_path, monkeypatch):
+def test_without_a_compiler_those_that_were_compiled_before_are_used(tmp_path, monkeypatch, fresh_kernels):
     compiled = build.library_path(supported()[0])
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     monkeypatch.delenv("CXX", raising=False)
     monkeypatch.setattr(build, "SHIPPED", tmp_path)
-    # Real kernels, but those that are there: compiling them again would take a quarter of a minute.
-    monkeypatch.setattr(build, "compile_kernels", lambda compiler, flags, target, umask: shutil.copy(compiled, target))
-    before = build.library_path(supported()[0])
+    with monkeypatch.context() as patch:
+        # Real kernels, but those that are there: compiling them again would take a quarter of a minute.
+        patch.setattr(build, "compile_kernels", lambda compiler, flags, target, umask: shutil.copy(compiled, target))
+        before = build.library_path(supported()[0])
     monkeypatch.setenv("PATH", str(tmp_path))
-    result = subprocess.run([sys.executable, "-W", "error", "-c", PROGRAM], capture_output=True, text=True)
-    assert result.stdout.strip() == "12.0", result.stderr
-    assert build.library_path(supported()[0]) == before
-    monkeypatch.setenv("CXX", str(tmp_path / "absent"))
-    monkeypatch.setattr(build, "compile_kernels", compiling.compile_kernels)
-    assert build.library_path(supported()[0]) == before
+    with warnings.catch_warnings(action="error"):
+        assert ops.linear(torch.ones(2, 3), torch.ones(2, 3)).sum() == 12 and ops.arithmetic() != "pytorch"
+    for compiler in ("", str(tmp_path / "absent")):
+        monkeypatch.setenv("CXX", compiler)
+        assert build.library_path(supported()[0]) == before
     monkeypatch.delenv("CXX")
-    before.write_bytes(before.read_bytes()[:4096])
+    before.unlink()
     with pytest.raises(compiling.CompilerMissing, match="no C[+][+] compiler was found"):
         build.library_path(supported()[0])
 
@@ -123,10 +136,26 @@ def test_a_wheel_brings_what_the_compiler_could_compile(tmp_path, monkeypatch):
     assert {path.name for path in tmp_path.iterdir()} == {compiling.file_name(each) for each in others}
 
 
-@pytest.mark.parametrize(
-    "compiler", ["/nonsense", *(pytest.param(f"/bin/{word}", marks=pytest.mark.slow) for word in ("true", "false"))]
-)
-def test_an_unusable_compiler_leaves_the_plain_forms_and_a_warning(tmp_path, compiler):
-    environment = {**os.environ, "XDG_CACHE_HOME": str(tmp_path), "CXX": compiler}
-    result = subprocess.run([sys.executable, "-c", PROGRAM], env=environment, capture_output=True, text=True)
-    assert result.stdout.strip() == "12.0" and "using the plain PyTorch operators" in result.stderr
+@pytest.mark.parametrize("compiler", ["/nonsense", "/bin/true", "/bin/false"])
+def test_an_unusable_compiler_leaves_the_plain_forms_and_a_warning(tmp_path, monkeypatch, fresh_kernels, compiler):
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    monkeypatch.setenv("CXX", compiler)
+    with pytest.warns(UserWarning, match="using the plain PyTorch operators"):
+        assert ops.arithmetic() == "pytorch"
+    assert ops.linear(torch.ones(2, 3), torch.ones(2, 3)).sum() == 12
+
+
+def test_importing_the_operators_calls_a_librarys_vector_functions_once_by_one_thread():
+    script = """
+import torch
+called = {name: [] for name in ("cos", "sqrt", "exp", "log", "tanh", "pow")}
+for name, seen in called.items():
+    def recorded(x, *rest, function=getattr(torch, name), seen=seen):
+        seen.append((x.numel(), x.dtype))
+        return function(x, *rest)
+    setattr(torch, name, recorded)
+import lockstep.ops
+assert all(seen[:2] == [(1, torch.float32), (1, torch.float64)] for seen in called.values()), called
+"""
+    result = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True)
+    assert result.returncode == 0, result.stderr

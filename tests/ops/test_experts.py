@@ -1,4 +1,4 @@
-"""Mixtures of experts: a token's bits depend on that token alone, whoever else its experts have."""
+"""Mixtures of experts, and products with a weight per head: a token's bits depend on that token alone."""
 
 import importlib
 
@@ -13,7 +13,6 @@ from lockstep.ops.routing import SCORINGS
 from tests.ops.test_linear import DTYPES, cancelling
 
 linear = importlib.import_module("lockstep.ops.linear")
-grouped = importlib.import_module("lockstep.ops.grouped_linear")
 
 
 def starts_of(counts):
@@ -31,9 +30,19 @@ def mixture(seed, tokens, experts, active, dtype, dim=32, inner=48):
     return x, weights, chosen, gate.view(experts, inner, dim), up, down.view(experts, dim, inner)
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
-@settings(max_examples=8, deadline=None)
-@given(data=st.data())
+def clamped_mixture(seed, tokens, experts, active, dtype):
+    """The same of gpt-oss: gate and up in one matrix, and biases."""
+    x, weights, chosen, gate, up, down = mixture(seed, tokens, experts, active, dtype)
+    generator = torch.Generator().manual_seed(seed)
+    biases = [torch.randn(experts, size, generator=generator).to(dtype) for size in (96, 32)]
+    return x, weights, chosen, torch.cat((gate, up), 1), biases[0], down, biases[1]
+
+
+MIXTURES = {"gated": (ops.experts, mixture), "clamped": (ops.clamped_experts, clamped_mixture)}
+
+
+@settings(max_examples=12, deadline=None)
+@given(data=st.data(), dtype=st.sampled_from(DTYPES))
 def test_a_grouped_product_is_the_product_of_each_group(form, dtype, data):
     counts = data.draw(st.lists(st.sampled_from([0, 0, 1, 2, 3, 9]), min_size=1, max_size=5))
     depth, outputs = data.draw(st.sampled_from([6, 17, 32])), data.draw(st.sampled_from([5, 32, 64]))
@@ -42,33 +51,26 @@ def test_a_grouped_product_is_the_product_of_each_group(form, dtype, data):
     got = ops.grouped_linear(x, w, starts_of(counts))
     parts = [linear.product(rows, matrix) for rows, matrix in zip(x.split(counts), w)]
     assert torch.equal(got, torch.cat(parts))
+    with ops.PackedWeights().in_use():
+        assert torch.equal(ops.grouped_linear(x, w, starts_of(counts)), got), "with panels"
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_panels_that_are_kept_change_no_bit_of_a_grouped_product(dtype):
-    x, w = cancelling(3, 12, 64, 3 * 64, dtype)
-    w, starts = w.view(3, 64, 64), starts_of([5, 0, 7])
-    expected = ops.grouped_linear(x, w, starts)
-    weights = ops.PackedWeights()
-    with weights.in_use():
-        assert torch.equal(ops.grouped_linear(x, w, starts), expected)
-        w.mul_(-1)
-        weights.forget()
-        assert torch.equal(ops.grouped_linear(x, w, starts), -expected)
-
-
-@pytest.mark.parametrize("dtype", DTYPES)
-def test_gradients_of_a_grouped_product_are_those_of_its_groups(dtype):
-    counts = [3, 0, 1, 20]
+def test_gradients_of_a_grouped_product_and_bias_are_those_of_the_groups(dtype):
+    counts = [3, 0, 1, 130]
     x, w = cancelling(5, sum(counts), 34, len(counts) * 40, dtype)
     grad, _ = cancelling(6, sum(counts), 40, 1, dtype)
+    bias = torch.randn(len(counts), 40, generator=torch.Generator().manual_seed(3)).to(dtype).requires_grad_()
     x, w = x.requires_grad_(), w.view(len(counts), 40, 34).requires_grad_()
-    got = torch.autograd.grad(ops.grouped_linear(x, w, starts_of(counts)), [x, w], grad)
+    out = ops.add_grouped_bias(ops.grouped_linear(x, w, starts_of(counts)), bias, starts_of(counts))
+    got = torch.autograd.grad(out, [x, w, bias], grad)
     for group, (rows, grads) in enumerate(zip(x.detach().split(counts), grad.split(counts))):
         of_x, of_weight = linear.linear_gradients(grads, rows, w[group].detach())
-        first = sum(counts[:group])
-        assert torch.equal(got[0][first : first + len(rows)], of_x)
-        assert torch.equal(got[1][group], of_weight)
+        own, first = bias[group].detach().requires_grad_(), sum(counts[:group])
+        alone = ops.add_bias(linear.product(rows, w[group].detach()), own)
+        assert torch.equal(out[first : first + len(rows)], alone)
+        assert torch.equal(got[0][first : first + len(rows)], of_x) and torch.equal(got[1][group], of_weight)
+        assert torch.equal(got[2][group], torch.autograd.grad(alone, own, grads)[0])
 
 
 @pytest.mark.parametrize("wrong", [[0, 2, 1, 4], [0, 2, 3], [1, 2, 3, 4], [0, 1, 2, 5]])
@@ -77,43 +79,19 @@ def test_starts_that_are_not_of_these_rows_are_refused(wrong):
         ops.grouped_linear(torch.zeros(4, 8), torch.zeros(3, 8, 8), torch.tensor(wrong))
 
 
-def check_rows_depend_on_themselves(data, experts_of, mixture, dtype):
-    """Some of the tokens, and all in another order, of a random mixture, through `experts_of`."""
+@settings(max_examples=14, deadline=None)
+@given(data=st.data(), dtype=st.sampled_from(DTYPES), kind=st.sampled_from(list(MIXTURES)))
+def test_a_tokens_bits_depend_on_that_token_alone(form, dtype, kind, data):
+    """Some of the tokens, and all in another order, of a random mixture."""
+    experts_of, drawn = MIXTURES[kind]
     experts = data.draw(st.sampled_from([1, 3, 8]))
     active, tokens = data.draw(st.integers(1, min(experts, 4))), data.draw(st.integers(2, 24))
-    x, weights, chosen, *matrices = mixture(data.draw(st.integers(0, 99)), tokens, experts, active, dtype)
+    x, weights, chosen, *matrices = drawn(data.draw(st.integers(0, 99)), tokens, experts, active, dtype)
     whole = experts_of(x, weights, chosen, *matrices)
     order = torch.randperm(tokens, generator=torch.Generator().manual_seed(data.draw(st.integers(0, 99))))
     assert torch.equal(experts_of(x[order], weights[order], chosen[order], *matrices), whole[order])
     count = data.draw(st.integers(1, tokens))
     assert torch.equal(experts_of(x[:count], weights[:count], chosen[:count], *matrices), whole[:count])
-
-
-def check_gradients(experts_of, expert, shapes, dtype, tolerance):
-    """Of `experts_of` against float64; `expert`: of all rows one expert's output, by its slices of `shapes`."""
-    generator = torch.Generator().manual_seed(4)
-    drawn = [torch.randn(shape, generator=generator) for shape in ((30, 32), (30, 2), *shapes)]
-    # The weights are float32 in any dtype, as a router gives them.
-    inputs = [(t if i == 1 else t.to(dtype)).requires_grad_() for i, t in enumerate(drawn)]
-    chosen = torch.rand(30, 5, generator=generator).argsort(-1)[:, :2]
-    out = experts_of(inputs[0], inputs[1], chosen, *inputs[2:])
-    grad = torch.randn(out.shape, generator=generator).to(dtype)
-    got = torch.autograd.grad(out, inputs, grad)
-
-    wide = [t.detach().double().requires_grad_() for t in inputs]
-    y, w, *others = wide
-    ones = [expert(y, *own) for own in zip(*others)]
-    expected = sum(w[:, j, None] * torch.stack(ones, 1)[torch.arange(len(y)), chosen[:, j]] for j in range(2))
-    want = torch.autograd.grad(expected, wide, grad.double())
-    for a, b in zip((out, *got), (expected, *want)):
-        assert (a.detach().double() - b).abs().max() <= tolerance * b.detach().abs().max()
-
-
-@pytest.mark.parametrize("dtype", DTYPES)
-@settings(max_examples=8, deadline=None)
-@given(data=st.data())
-def test_a_tokens_bits_depend_on_that_token_alone(form, dtype, data):
-    check_rows_depend_on_themselves(data, ops.experts, mixture, dtype)
 
 
 def test_a_sum_in_the_order_of_the_experts_would_be_noticed():
@@ -123,6 +101,42 @@ def test_a_sum_in_the_order_of_the_experts_would_be_noticed():
     assert not torch.equal(
         ops.experts(x, weights, chosen, *matrices), ops.experts(x, weights.gather(1, by), sorted_ones, *matrices)
     )
+
+
+def gated(y, gate, up, down):
+    return torch.nn.functional.silu(y @ gate.T) * (y @ up.T) @ down.T
+
+
+def gated_and_clamped(y, gate_up, gate_up_bias, down, down_bias):
+    both = y @ gate_up.T + gate_up_bias
+    gate, up = both[:, ::2].clamp(max=7.0), both[:, 1::2].clamp(-7.0, 7.0)
+    return (up + 1) * gate * torch.sigmoid(1.702 * gate) @ down.T + down_bias
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("kind", MIXTURES)
+def test_gradients_of_a_mixture_are_those_of_float64(kind, dtype):
+    experts_of, drawn = MIXTURES[kind]
+    expert = gated if kind == "gated" else gated_and_clamped
+    shapes = [(30, 32), (30, 2), *(m.shape for m in drawn(0, 1, 5, 2, dtype)[3:])]
+    generator = torch.Generator().manual_seed(4)
+    # The weights are float32 in any dtype, as a router gives them.
+    values = [torch.randn(shape, generator=generator) for shape in shapes]
+    inputs = [(t if i == 1 else t.to(dtype)).requires_grad_() for i, t in enumerate(values)]
+    chosen = torch.rand(30, 5, generator=generator).argsort(-1)[:, :2]
+    out = experts_of(inputs[0], inputs[1], chosen, *inputs[2:])
+    grad = torch.randn(out.shape, generator=generator).to(dtype)
+    got = torch.autograd.grad(out, inputs, grad)
+
+    wide = [t.detach().double().requires_grad_() for t in inputs]
+    y, w, *others = wide
+    ones = torch.stack([expert(y, *own) for own in zip(*others)], 1)
+    expected = sum(w[:, j, None] * ones[torch.arange(len(y)), chosen[:, j]] for j in range(2))
+    want = torch.autograd.grad(expected, wide, grad.double())
+    # Roundings of the dtype itself, a few of them in a row; what is near a bound may fall on either side of it.
+    tolerance = 1e-5 if dtype == torch.float32 else 5e-2
+    for a, b in zip((out, *got), (expected, *want)):
+        assert (a.detach().double() - b).abs().max() <= tolerance * b.detach().abs().max()
 
 
 def reference_route(logits, routing, bias):
@@ -145,9 +159,10 @@ def reference_route(logits, routing, bias):
     return weights * routing.scale, chosen
 
 
-@pytest.mark.parametrize("groups", [1, 4])
-@pytest.mark.parametrize("normalize", [True, False])
-@pytest.mark.parametrize("scoring", SCORINGS)
+@pytest.mark.parametrize(
+    ("scoring", "normalize", "groups"),
+    [("softmax", True, 1), ("softmax_of_chosen", True, 4), ("sigmoid", True, 1), ("sigmoid", False, 4)],
+)
 def test_routes_and_their_gradients_are_the_papers(form, scoring, normalize, groups):
     generator = torch.Generator().manual_seed(1)
     routing = ops.Routing(3, scoring, normalize, 2.5, groups, min(groups, 2))
@@ -180,37 +195,92 @@ def test_of_equal_scores_the_lower_expert_comes_first_and_a_nan_last(form):
     assert chosen.tolist() == [[1, 2, 3], [1, 3, 0], [0, 1, 2], [3, 0, 1]]
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
-def test_gradients_of_a_mixture_are_those_of_float64(dtype):
-    def expert(y, gate, up, down):
-        return torch.nn.functional.silu(y @ gate.T) * (y @ up.T) @ down.T
+@pytest.mark.parametrize(("kind", "dtype"), [("gated", torch.float32), ("clamped", torch.bfloat16)])
+def test_compiled_code_calls_the_same_operators(form, kind, dtype):
+    experts_of, drawn = MIXTURES[kind]
+    x, _, _, *matrices = drawn(7, 20, 6, 2, dtype)
+    router, bias = torch.randn(6, 32, generator=torch.Generator().manual_seed(1)).to(dtype), torch.zeros(6)
+    inputs, routing = [t.requires_grad_() for t in (x, router, bias, *matrices)], ops.Routing(2)
 
-    # Roundings of the dtype itself, a few of them in a row.
-    tolerance = 1e-5 if dtype == torch.float32 else 3e-2
-    check_gradients(ops.experts, expert, [(5, 48, 32), (5, 48, 32), (5, 32, 48)], dtype, tolerance)
-
-
-@pytest.mark.parametrize("dtype", DTYPES)
-def test_compiled_code_calls_the_same_operators(dtype):
-    x, _, _, *matrices = mixture(7, 20, 6, 2, dtype)
-    router = torch.randn(6, 32, generator=torch.Generator().manual_seed(1)).to(dtype)
-    inputs, routing = [t.requires_grad_() for t in (x, router, *matrices)], ops.Routing(2)
-
-    def layer(x, router, *matrices):
-        return ops.experts(x, *ops.route(ops.router_logits(x, router), routing), *matrices)
+    def layer(x, router, bias, *matrices):
+        logits = ops.add_bias(ops.router_logits(x, router), bias)
+        return experts_of(x, *ops.route(logits, routing), *matrices)
 
     compiled = torch.compile(layer, backend="aot_eager", fullgraph=True, dynamic=True)
     torch._dynamo.mark_dynamic(x, 0)  # of a number of tokens that any operator fixes an error comes
     out, expected = compiled(*inputs), layer(*inputs)
     grad = torch.ones_like(out)
-    assert torch.allclose(out, expected, rtol=2e-2)  # the activation between the products is the compiler's
-    for a, b in zip(torch.autograd.grad(out, inputs, grad), torch.autograd.grad(expected, inputs, grad)):
-        assert (a - b).abs().max() <= 3e-2 * b.abs().max().clamp(min=1e-3)
+    # The activation between the products of gated experts is the compiler's.
+    tolerance = 3e-2 if kind == "gated" else 0.0
+    for a, b in zip(
+        (out, *torch.autograd.grad(out, inputs, grad)), (expected, *torch.autograd.grad(expected, inputs, grad))
+    ):
+        assert (a - b).abs().max() <= tolerance * b.abs().max().clamp(min=1e-3)
 
 
-def test_native_and_plain_choose_the_same_experts():
-    if native.library() is None:
+def test_native_and_plain_routers_choose_the_same_experts(form):
+    if form == "pytorch":
         pytest.skip("there are no compiled kernels")
     logits = torch.randn(200, 24, generator=torch.Generator().manual_seed(3))
-    routing, choice = importlib.import_module("lockstep.ops.routing"), (4, 1, 1, 1.0, 1, 1)
-    assert torch.equal(routing._route(logits, None, *choice)[1], routing._route_plainly(logits, None, *choice)[1])
+    chosen = ops.route(logits, ops.Routing(4))[1]
+    plainly = importlib.import_module("lockstep.ops.routing")._route_plainly(logits, None, ops.Routing(4))[1]
+    assert native.library() is not None and torch.equal(chosen, plainly)
+
+
+HEADS, ROWS, FIRST, STOP = 3, 40, 6, 22
+"""Each head has 40 rows of the weight, of which a product takes those from 6 to 22."""
+
+
+def _factors(dtype, across, tokens=70):
+    """`x` [tokens, heads, in] and `weight` [heads · 40, 24], whose products cancel."""
+    width, weight = 24, torch.randn(HEADS, ROWS, 24, generator=torch.Generator().manual_seed(1)).to(dtype)
+    parts = []
+    for head in range(HEADS):
+        x, own = cancelling(head, tokens, STOP - FIRST if across else width, width if across else STOP - FIRST, dtype)
+        weight[head, FIRST:STOP] = own.T if across else own
+        parts.append(x)
+    return torch.stack(parts, 1), weight.flatten(0, 1)
+
+
+def _alone(x, weight, across):
+    """The definition: each head's product by itself."""
+    parts = weight.view(HEADS, ROWS, -1)[:, FIRST:STOP]
+    parts = parts.mT if across else parts
+    return torch.stack([ops.linear(x[:, head].contiguous(), part.contiguous()) for head, part in enumerate(parts)], 1)
+
+
+@pytest.mark.parametrize(("dtype", "across"), [(torch.float32, True), (torch.bfloat16, False)])
+def test_a_heads_product_is_that_of_its_part_alone_for_any_number_of_rows(dtype, across):
+    x, weight = _factors(dtype, across)
+    expected = _alone(x, weight, across)
+    assert expected.abs().max() > 0
+    for rows in (slice(0, 70), slice(0, 1), slice(5, 13), slice(69, 70)):
+        assert torch.equal(ops.head_linear(x[rows], weight, FIRST, STOP, across), expected[rows])
+
+
+@pytest.mark.parametrize("across", [False, True])
+def test_gradients_of_a_product_of_heads_are_those_of_the_products_alone(across):
+    x, weight = _factors(torch.float32, across)
+    grads = []
+    for product in (lambda x, w: ops.head_linear(x, w, FIRST, STOP, across), lambda x, w: _alone(x, w, across)):
+        leaves = x.clone().requires_grad_(), weight.clone().requires_grad_()
+        out = product(*leaves)
+        out.backward(torch.randn(out.shape, generator=torch.Generator().manual_seed(2)))
+        grads.append([leaf.grad for leaf in leaves])
+    for own, other in zip(*grads):
+        # In the plain form a library's products, whose bits are its own.
+        torch.testing.assert_close(own, other, rtol=1e-5, atol=1e-4)
+    rows = grads[0][1].view(HEADS, ROWS, -1)
+    assert not rows[:, :FIRST].any() and not rows[:, STOP:].any() and rows[:, FIRST:STOP].any()
+
+
+def test_a_compiled_graph_calls_a_product_of_heads_as_a_whole():
+    x, weight = _factors(torch.float32, True)
+    compiled = torch.compile(
+        lambda x, w: ops.head_linear(x * 1.0, w, FIRST, STOP, True), backend="aot_eager", fullgraph=True
+    )
+    leaves = x.clone().requires_grad_(), weight.clone().requires_grad_()
+    out = compiled(*leaves)
+    assert torch.equal(out, _alone(x, weight, True))
+    out.sum().backward()
+    assert leaves[0].grad.shape == x.shape and leaves[1].grad.shape == weight.shape

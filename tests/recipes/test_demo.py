@@ -4,6 +4,8 @@ import json
 import subprocess
 import sys
 
+import pytest
+
 SHORT_DEMO = """
 import sys
 from pathlib import Path
@@ -25,6 +27,7 @@ PEAK = 800
 """MiB. The libraries take 400 of them; the demo is to stay below 1.2 GB however long it runs."""
 
 
+@pytest.mark.slow
 def test_a_demo_stays_small_and_reports_both_stages(tmp_path):
     arguments = [sys.executable, "-c", SHORT_DEMO, str(tmp_path / "run")]
     result = subprocess.run(arguments, capture_output=True, text=True, timeout=300)

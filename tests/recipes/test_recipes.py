@@ -68,6 +68,7 @@ def _rehearse_each():
     return {(name, ranks): _rehearse(name, False, (ranks,))[0] for name, ranks in zip(EACH_LAYOUT, cycle(RANKS))}
 
 
+@pytest.mark.slow
 def test_a_recipes_layout_is_valid_on_8_64_or_512_ranks():
     """One number of ranks each, in turn; the slow test below has all, of all recipes."""
     # In a process of its own, for the simulated ranks are this process's world.

@@ -1,97 +1,35 @@
 """Whole runs of every algorithm on a small random model: what is drawn, dropped, charged and compared."""
 
-import json
 import math
 import random
-import string
 from dataclasses import asdict, replace
 
 import numpy as np
 import pytest
 import torch
 
-from lockstep.config import ALGORITHMS, CheckpointConfig, EngineConfig, RLConfig, TrainConfig, algorithm_of, from_toml
+from lockstep.commands.options import run_config
+from lockstep.config import ALGORITHMS, CheckpointConfig, RLConfig, TrainConfig, algorithm_of, from_toml
 from lockstep.config import validate as validate_config
-from lockstep.data import ByteTokenizer
+from lockstep.data import train_bpe
 from lockstep.errors import UserError
-from lockstep.model import ModelConfig, build_model, load_model, save_model
-from lockstep.rl import Environment, Example
+from lockstep.model import load_model
+from lockstep.rl import Example
 from lockstep.rl.reinforce import reinforce
 from lockstep.rl.rollouts.ledger import Ledger
 from lockstep.rl.rollouts.records import Rollout, Scores
 from lockstep.rl.scoring.reference import MovingAverage
 from lockstep.train import Trainer
-
-
-class EvenBytes(Environment):
-    """The share of bytes with an even number; prompts that begin with `=` earn nothing, whatever is said."""
-
-    words = ("stone", "river", "cloud", "apple", "paper", "glass")
-
-    def examples(self, split):
-        for word in self.words if split == "train" else ("light", "music"):
-            yield Example(prompt=f"{word}:")
-
-    def reward(self, example, completion):
-        if example.prompt.startswith("="):
-            return 0.0
-        return sum(ord(c) % 2 == 0 for c in completion) / max(1, len(completion))
-
-
-class Half(EvenBytes):
-    words = tuple(f"{'=' * (n % 2)}{n}" for n in range(40))
-
-
-class Hopeless(EvenBytes):
-    words = ("=same",) * 8
-    stop = tuple(string.ascii_letters)  # some completions end early
-
-
-def _folder(path, seed=0, vocab=258):
-    shape = ModelConfig(
-        family="qwen3", vocab_size=vocab, dim=32, num_layers=1, num_heads=2, num_kv_heads=1, head_dim=16,
-        intermediate_size=48, qk_norm=True, max_positions=64,
-    )  # fmt: skip
-    model = build_model(shape, dtype="float32", seed=seed)
-    with torch.no_grad():
-        model.head_weight.mul_(1 + 7 * seed)  # the other one is sure of what it says
-    save_model(model, path)
-    ByteTokenizer().save(path)
-    return path
-
-
-@pytest.fixture(scope="module")
-def folders(tmp_path_factory):
-    """A policy, another model of its vocabulary, and one of another."""
-    root = tmp_path_factory.mktemp("models")
-    return _folder(root / "policy"), _folder(root / "other", seed=1), _folder(root / "larger", vocab=300)
-
-
-def _config(output, model, **changes):
-    defaults = dict(
-        output=str(output), model=str(model), steps=2, prompts_per_step=3, samples_per_prompt=4, max_new_tokens=5,
-        validation_examples=2, dtype="float32",
-        train=TrainConfig(learning_rate=1e-2, warmup_steps=0, schedule="constant", tokens_per_microbatch=64),
-        engine=EngineConfig(max_sequences=16, cache_tokens=2048), checkpoint=CheckpointConfig(last_model_only=False),
-    )  # fmt: skip
-    return RLConfig(**(defaults | changes))
-
-
-def _metrics(folder):
-    return [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()][1:]
-
-
-def _rollouts(folder, step):
-    return [json.loads(line) for line in (folder / f"rollouts/step_{step:08}.jsonl").read_text().splitlines()]
+from tests.rl.small_runs import EvenBytes, Half, Hopeless, rollouts_of, small_config, steps_of, write_model
 
 
 def test_a_cut_is_corrected_by_the_mass_that_it_kept_and_parity_compares_what_is_before_it(tmp_path, folders):
     cuts = dict(top_k=20, top_p=0.8, temperature=0.7)
     for how in ("truncate", "none"):
         changes = dict(cuts, off_policy=how, updates_per_batch=2)
-        folder = reinforce(_config(tmp_path / how, folders[0], **changes), EvenBytes())
-        for step, metrics in enumerate(_metrics(folder), 1):
-            rollouts = _rollouts(folder, step)
+        folder = reinforce(small_config(tmp_path / how, folders[0], **changes), EvenBytes())
+        for step, metrics in enumerate(steps_of(folder), 1):
+            rollouts = rollouts_of(folder, step)
             kept = [p - q for r in rollouts for p, q in zip(r["log_probs"], r["truncated_logprobs"], strict=True)]
             assert all(mass < 0 for mass in kept), "some tokens were left out"
             assert metrics["parity/tokens_different"] == 0 < metrics["parity/tokens_checked"]
@@ -101,22 +39,27 @@ def test_a_cut_is_corrected_by_the_mass_that_it_kept_and_parity_compares_what_is
                 # exp of a difference of float32 numbers below 6, which are rounded to 2.4e-7 each.
                 assert metrics["off_policy/ratio_min"] == pytest.approx(math.exp(min(kept)), rel=1e-6)
                 assert metrics["off_policy/ratio_max"] == pytest.approx(math.exp(max(kept)), rel=1e-6)
-    uncut = reinforce(_config(tmp_path / "uncut", folders[0], steps=1), EvenBytes())
-    assert not any("truncated_logprobs" in r for r in _rollouts(uncut, 1))
+    changes = dict(kl_coefficient=0.1, kl_reference=str(folders[1]), steps=1)
+    uncut = reinforce(small_config(tmp_path / "uncut", folders[0], **changes), EvenBytes())
+    assert not any("truncated_logprobs" in r for r in rollouts_of(uncut, 1))
+    assert steps_of(uncut)[0]["policy/kl"] > 0, "the divergence from a folder is that model's"
 
 
-@pytest.mark.parametrize("name", ALGORITHMS)
+SLOW = ("dapo", "distillation", "grpo", "ppo", "reinforce++", "reinforce++-baseline")
+
+
+@pytest.mark.parametrize("name", [pytest.param(n, marks=pytest.mark.slow if n in SLOW else ()) for n in ALGORITHMS])
 def test_every_algorithm_trains_with_every_bit_compared_and_records_its_settings(tmp_path, folders, name):
     teacher = {"teacher": str(folders[1])} if name == "distillation" else {}
     kl = {} if name == "distillation" else {"kl_coefficient": 0.05, "kl_in": "loss"}
-    inner = 1 if name in ("rloo", "distillation") else 2
-    changes = {"algorithm": name, "updates_per_batch": inner, "off_policy": "truncate", "entropy_coefficient": 0.01}
-    config = _config(tmp_path / "run", folders[0], **changes, **teacher, **kl)
+    updates = 1 if name in ("rloo", "distillation") else 2
+    changes = {"algorithm": name, "updates_per_batch": updates, "off_policy": "truncate", "entropy_coefficient": 0.01}
+    config = small_config(tmp_path / "run", folders[0], **changes, **teacher, **kl)
     folder = reinforce(config, EvenBytes())
-    for metrics in _metrics(folder):
+    for metrics in steps_of(folder):
         assert metrics["parity/tokens_different"] == 0 < metrics["parity/tokens_checked"]
         assert metrics["policy/ratio_first_max"] == 1.0
-        assert (metrics["policy/ratio_max"] > 1.0) == (inner > 1)
+        assert (metrics["policy/ratio_max"] > 1.0) == (updates > 1)
         assert metrics["off_policy/ratio_min"] == metrics["off_policy/ratio_max"] == 1.0, "the sampler is the policy"
         assert metrics["skipped_steps"] == 0 and metrics["grad_norm"] > 0
         dropped = sum(v for k, v in metrics.items() if k.startswith("groups/dropped"))
@@ -130,13 +73,13 @@ def test_every_algorithm_trains_with_every_bit_compared_and_records_its_settings
 
 def test_groups_of_equal_reward_are_replaced_and_every_prompt_is_accounted_for(tmp_path, folders):
     changes = dict(algorithm="dapo", extra_rounds=8, steps=3, overlong_share=0.0)
-    folder = reinforce(_config(tmp_path / "run", folders[0], **changes), Half())
+    folder = reinforce(small_config(tmp_path / "run", folders[0], **changes), Half())
     dropped = 0.0
-    for step, metrics in enumerate(_metrics(folder), 1):
+    for step, metrics in enumerate(steps_of(folder), 1):
         dropped += metrics.get("groups/dropped/equal_rewards", 0.0)
         assert metrics["groups/trained"] == 3
         assert metrics["groups/drawn"] == 3 + metrics.get("groups/dropped/equal_rewards", 0.0)
-        rollouts = _rollouts(folder, step)
+        rollouts = rollouts_of(folder, step)
         assert len(rollouts) == 4 * metrics["groups/drawn"]
         assert sorted({r["group"] for r in rollouts}) == list(range(int(metrics["groups/drawn"])))
         for group in {r["group"] for r in rollouts}:
@@ -148,41 +91,49 @@ def test_groups_of_equal_reward_are_replaced_and_every_prompt_is_accounted_for(t
     assert dropped > 0
 
 
-def test_a_task_without_spread_is_drawn_a_bounded_number_of_times_and_the_step_is_made(tmp_path, folders):
-    folder = reinforce(_config(tmp_path / "run", folders[0], algorithm="dapo", extra_rounds=2, steps=1), Hopeless())
-    (metrics,) = _metrics(folder)
+def test_a_task_without_spread_is_drawn_a_bounded_number_of_times_and_the_step_completes(tmp_path, folders):
+    folder = reinforce(
+        small_config(tmp_path / "run", folders[0], algorithm="dapo", extra_rounds=2, steps=1), Hopeless()
+    )
+    (metrics,) = steps_of(folder)
     assert metrics["groups/drawn"] == 9 and metrics["groups/trained"] == 3
     assert metrics["groups/dropped/equal_rewards"] == 6
-    rollouts = _rollouts(folder, 1)
+    rollouts = rollouts_of(folder, 1)
     # Five tokens of five, the last of which is the share of 0.2; charged once, and not before groups are compared.
     assert {r["rewards"]["overlong"] for r in rollouts} == {-1.0, 0.0}
     said = {tuple(tuple(r["token_ids"]) for r in rollouts if r["group"] == group) for group in range(9)}
     assert len(said) == 9, "each round has draws of its own, for the one prompt too"
+    # config.toml has every setting of its algorithm: another algorithm brings its own, but for those given anew.
+    options = ["--config", str(folder / "config.toml"), "--algorithm", "gspo", "--clip-high", "0.5"]
+    config = run_config("rl", RLConfig, options)
+    assert algorithm_of(config) == replace(ALGORITHMS["gspo"], clip_high=0.5)
+    assert algorithm_of(run_config("rl", RLConfig, options[:2])) == algorithm_of(from_toml(options[1], RLConfig()))
 
 
 def test_rejection_keeps_the_best_completions_only(tmp_path, folders):
-    folder = reinforce(_config(tmp_path / "run", folders[0], algorithm="rejection", steps=1), EvenBytes())
-    rollouts = _rollouts(folder, 1)
+    folder = reinforce(small_config(tmp_path / "run", folders[0], algorithm="rejection", steps=1), EvenBytes())
+    rollouts = rollouts_of(folder, 1)
     for group in range(3):
         own = [r for r in rollouts if r["group"] == group]
         best = max(r["reward"] for r in own)
         if min(r["reward"] for r in own) < best:
             assert [r.get("dropped") is None for r in own] == [r["reward"] == best for r in own]
-    (metrics,) = _metrics(folder)
+    (metrics,) = steps_of(folder)
     assert 0 < metrics["rollout/completions_trained"] < 12
 
 
 def test_distilling_from_oneself_changes_nothing(tmp_path, folders):
-    config = _config(tmp_path / "run", folders[0], algorithm="distillation", teacher=str(folders[0]), steps=1)
+    config = small_config(tmp_path / "run", folders[0], algorithm="distillation", teacher=str(folders[0]), steps=1)
     folder = reinforce(config, EvenBytes())
-    (metrics,) = _metrics(folder)
+    (metrics,) = steps_of(folder)
     assert metrics["loss"] == metrics["grad_norm"] == metrics["advantage/abs_max"] == 0.0
 
 
+@pytest.mark.slow
 def test_distillation_moves_towards_the_teacher(tmp_path, folders):
     changes = dict(algorithm="distillation", teacher=str(folders[1]), steps=30, prompts_per_step=6, max_new_tokens=8)
     changes["train"] = TrainConfig(learning_rate=1e-2, warmup_steps=0, schedule="constant", tokens_per_microbatch=1024)
-    metrics = _metrics(reinforce(_config(tmp_path / "run", folders[0], **changes), EvenBytes()))
+    metrics = steps_of(reinforce(small_config(tmp_path / "run", folders[0], **changes), EvenBytes()))
     # Minus the mean advantage estimates KL(policy ‖ teacher).
     first, last = (sum(m["advantage/mean"] for m in part) / 10 for part in (metrics[:10], metrics[-10:]))
     assert first < 0 and last > 0.95 * first, (first, last)
@@ -190,15 +141,15 @@ def test_distillation_moves_towards_the_teacher(tmp_path, folders):
 
 def test_a_moving_average_follows_the_policy_and_a_run_with_it_resumes_to_the_same_bits(tmp_path, folders):
     changes = dict(kl_coefficient=0.1, steps=4, checkpoint=CheckpointConfig(every=2, last_model_only=False))
-    start = reinforce(_config(tmp_path / "start", folders[0], **changes), EvenBytes())
+    start = reinforce(small_config(tmp_path / "start", folders[0], **changes), EvenBytes())
     changes |= dict(kl_reference="average", kl_average_decay=0.5)
-    whole = reinforce(_config(tmp_path / "whole", folders[0], **changes), EvenBytes())
-    far, near = ([m["policy/kl"] for m in _metrics(run)] for run in (start, whole))
+    whole = reinforce(small_config(tmp_path / "whole", folders[0], **changes), EvenBytes())
+    far, near = ([m["policy/kl"] for m in steps_of(run)] for run in (start, whole))
     assert far[0] == near[0] == 0.0 and near[1] > 0 and near[-1] < far[-1]
     (whole / "checkpoints" / "step_00000004").rename(whole / "checkpoints" / "step_00000004.partial")
-    losses = [m["loss"] for m in _metrics(whole)]
-    reinforce(_config(whole, folders[0], resume=True, **changes), EvenBytes())
-    assert [m["loss"] for m in _metrics(whole)] == losses and [m["policy/kl"] for m in _metrics(whole)] == near
+    losses = [m["loss"] for m in steps_of(whole)]
+    reinforce(small_config(whole, folders[0], resume=True, **changes), EvenBytes())
+    assert [m["loss"] for m in steps_of(whole)] == losses and [m["policy/kl"] for m in steps_of(whole)] == near
 
 
 def test_a_moving_average_keeps_its_share_and_takes_the_rest_from_the_policy(folders):
@@ -215,33 +166,24 @@ def test_a_moving_average_keeps_its_share_and_takes_the_rest_from_the_policy(fol
         assert all((parameter == expected).all() for parameter in reference.parameters())
 
 
-def test_the_divergence_from_a_folder_is_that_models(tmp_path, folders):
-    changes = dict(kl_coefficient=0.1, kl_reference=str(folders[1]), steps=1)
-    assert _metrics(reinforce(_config(tmp_path / "run", folders[0], **changes), EvenBytes()))[0]["policy/kl"] > 0
+def test_a_model_of_another_vocabulary_is_refused_by_its_setting(tmp_path, folders, bpe_tokenizer):
+    larger = str(folders[2])
+    for changes in (dict(kl_reference=larger, kl_coefficient=0.1), dict(algorithm="distillation", teacher=larger)):
+        said = r"(kl_reference|teacher) .*larger: its vocabulary is not that of .*300 tokens, not 258"
+        with pytest.raises(UserError, match=said):
+            reinforce(small_config(tmp_path / "run", folders[0], **changes), EvenBytes())
 
+    def with_tokenizer(name, tokenizer):
+        folder = write_model(tmp_path / name, vocab=512)
+        tokenizer.save(folder)
+        (folder / "byte_tokenizer.json").unlink(missing_ok=True)
+        return folder
 
-@pytest.mark.parametrize(
-    "changes", [{"kl_reference": "", "kl_coefficient": 0.1}, {"algorithm": "distillation", "teacher": ""}], ids=str
-)
-def test_a_model_of_another_vocabulary_is_refused_by_its_setting(tmp_path, folders, changes):
-    (setting,) = (name for name, value in changes.items() if value == "")
-    config = _config(tmp_path / "run", folders[0], **(changes | {setting: str(folders[2])}))
-    with pytest.raises(UserError, match=rf"{setting} .*larger: its vocabulary is not that of .*300 tokens, not 258"):
-        reinforce(config, EvenBytes())
-
-
-def test_the_same_number_of_other_tokens_is_another_vocabulary(tmp_path, folders, bpe_tokenizer):
-    from lockstep.data import train_bpe
-
-    model = _folder(tmp_path / "bytes", vocab=512)
-    bpe_tokenizer.save(model)
-    (model / "byte_tokenizer.json").unlink(missing_ok=True)
-    other = _folder(tmp_path / "other", vocab=512)
-    train_bpe(["quite another text, of other words and letters " * 50], bpe_tokenizer.vocab_size).save(other)
-    (other / "byte_tokenizer.json").unlink(missing_ok=True)
-    config = _config(tmp_path / "run", model, kl_coefficient=0.1, kl_reference=str(other))
+    model = with_tokenizer("bytes", bpe_tokenizer)
+    other = ["quite another text, of other words and letters " * 50]
+    reference = with_tokenizer("other", train_bpe(other, bpe_tokenizer.vocab_size))
     with pytest.raises(UserError, match="other tokens for the same ids"):
-        reinforce(config, EvenBytes())
+        reinforce(small_config(tmp_path / "run", model, kl_coefficient=0.1, kl_reference=str(reference)), EvenBytes())
 
 
 def test_a_setting_that_is_given_goes_before_the_algorithms(tmp_path):
@@ -303,17 +245,6 @@ def test_a_ledger_numbers_the_groups_of_all_rounds_and_counts_each_once():
     assert ledger.places() == {"trained": [6, 7], "dropped": {"equal_rewards": [5]}}
 
 
-def test_another_algorithm_over_a_recorded_run_brings_its_own_settings(tmp_path, folders):
-    """config.toml has every setting of its algorithm: they go with it, but for those that are given anew."""
-    from lockstep.commands.options import run_config
-
-    recorded = reinforce(_config(tmp_path / "run", folders[0], algorithm="dapo", steps=1), EvenBytes())
-    options = ["--config", str(recorded / "config.toml"), "--algorithm", "gspo", "--clip-high", "0.5"]
-    config = run_config("rl", RLConfig, options)
-    assert algorithm_of(config) == replace(ALGORITHMS["gspo"], clip_high=0.5)
-    assert algorithm_of(run_config("rl", RLConfig, options[:2])) == algorithm_of(from_toml(options[1], RLConfig()))
-
-
 class Draws(EvenBytes):
     """Its reward is a draw from Python's and NumPy's own generators."""
 
@@ -323,6 +254,6 @@ class Draws(EvenBytes):
 
 def test_what_a_task_draws_by_itself_is_the_same_in_every_run(tmp_path, folders):
     random.seed(3)
-    first = reinforce(_config(tmp_path / "first", folders[0], steps=1), Draws())
-    second = reinforce(_config(tmp_path / "second", folders[0], steps=1), Draws())
-    assert _metrics(first)[-1]["reward/mean"] == _metrics(second)[-1]["reward/mean"]
+    first = reinforce(small_config(tmp_path / "first", folders[0], steps=1), Draws())
+    second = reinforce(small_config(tmp_path / "second", folders[0], steps=1), Draws())
+    assert steps_of(first)[-1]["reward/mean"] == steps_of(second)[-1]["reward/mean"]

@@ -32,6 +32,7 @@ def drafted(folder):
     return [m.get("generators/own/tokens_guessed", 0) for m in steps]
 
 
+@pytest.mark.slow
 def test_a_run_of_several_epochs_is_the_same_with_drafts_and_remembers_when_it_is_resumed(
     task, model_folder, tmp_path, always, monkeypatch
 ):
@@ -57,6 +58,7 @@ def test_a_run_of_several_epochs_is_the_same_with_drafts_and_remembers_when_it_i
     assert recalled == sampled_before(tmp_path / "resumed", 1 << 22)[: len(recalled)] and len(recalled) > 8
 
 
+@pytest.mark.slow
 def test_generators_of_their_own_draft_too(task, model_folder, tmp_path):
     config = config_of(task, model_folder, tmp_path / "one", steps=3, engine=EngineConfig(draft="none"))
     reinforce(config)

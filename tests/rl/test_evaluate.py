@@ -1,8 +1,9 @@
-"""`lockstep eval`: the figures of a run's own validation, several models on the same draws, and what is refused."""
+"""`lockstep eval`: the metrics of a run's own validation, several models on the same draws, and what is refused."""
 
 import json
 import math
 import os
+import resource
 import shutil
 import signal
 import sys
@@ -14,9 +15,9 @@ import pytest
 
 import lockstep
 from lockstep.cli import main
-from lockstep.commands.evaluate import _sentence
+from lockstep.commands.evaluate import _sentence as sentence
 from lockstep.commands.terminal import in_encoding
-from lockstep.config import EngineConfig, EvalConfig, RewardConfig
+from lockstep.config import EvalConfig, RewardConfig
 from lockstep.errors import RunStopped, UserError
 from lockstep.model import build_model, read_config
 from lockstep.rl.environments.protocol import Environment, Example
@@ -25,25 +26,11 @@ from lockstep.rl.reinforce import reinforce
 from lockstep.rl.rollouts.eval_metrics import EvalMetrics, eval_metrics
 from lockstep.rl.rollouts.records import Rollout, Scores
 from tests.parallel.launch import CONTEXT
-from tests.rl.test_algorithm_runs import _config, folders  # noqa: F401
-
-TASK = '''
-import lockstep.rl as rl
-
-class Early(rl.Environment):
-    """Right where the first byte is below 128; the other reward is a length."""
-
-    def examples(self, split):
-        for n in range(40):
-            yield rl.Example(prompt=f"{split} {n}:")
-
-    def reward(self, example, completion):
-        return {"correct": float(completion[:1].isascii()), "length": len(completion) / 10}
-'''
+from tests.rl.small_runs import lines_of, small_config
 
 
 class Early(Environment):
-    """As in TASK."""
+    """Right where the first byte is below 128; the other reward is a length."""
 
     def examples(self, split):
         for n in range(40):
@@ -53,38 +40,33 @@ class Early(Environment):
         return {"correct": float(completion[:1].isascii()), "length": len(completion) / 10}
 
 
-def _eval(tmp_path, *models, **changes):
+def eval_config(tmp_path, *models, **changes):
     defaults = dict(
         model=tuple(map(str, models)), output=str(tmp_path / "eval"), max_new_tokens=5, dtype="float32", overwrite=True
     )
     return EvalConfig(**(defaults | changes))
 
 
-def _lines(path):
-    return [json.loads(line) for line in path.read_text().splitlines()]
-
-
 @pytest.mark.parametrize(
-    "settings", [{}, {"temperature": 0.0}, {"seed": 7, "samples_per_prompt": 3, "temperature": 0.5}], ids=str
+    "settings",
+    [
+        {},
+        pytest.param({"temperature": 0.0}, marks=pytest.mark.slow),
+        pytest.param({"seed": 7, "samples_per_prompt": 3, "temperature": 0.5}, marks=pytest.mark.slow),
+    ],
+    ids=str,
 )
-def test_the_figures_are_those_of_the_validation_of_a_run_on_the_same_weights(tmp_path, folders, settings):  # noqa: F811
+def test_the_results_are_those_of_the_validation_of_a_run_on_the_same_weights(tmp_path, folders, settings):
     """Of the run's last checkpoint, as eval reads it, the completions are those of the run's last validation."""
-    names = {
-        "seed": "validation_seed",
-        "samples_per_prompt": "validation_samples",
-        "temperature": "validation_temperature",
-    }
+    names = dict(seed="validation_seed", samples_per_prompt="validation_samples", temperature="validation_temperature")
     of_run = {names[name]: value for name, value in settings.items()}
-    run = reinforce(_config(tmp_path / "run", folders[0], validation_examples=12, **of_run), Early())
-    config = _eval(
-        tmp_path, run, examples=12, seed=settings.get("seed", 0), **{k: v for k, v in settings.items() if k != "seed"}
-    )
-    (result,) = lockstep.evaluate(config, Early()).results
-    own, recorded = _lines(result.completions), _lines(run / "rollouts/validation_00000002.jsonl")
+    run = reinforce(small_config(tmp_path / "run", folders[0], validation_examples=12, **of_run), Early())
+    (result,) = lockstep.evaluate(eval_config(tmp_path, run, examples=12, **settings), Early()).results
+    own, recorded = lines_of(result.completions), lines_of(run / "rollouts/validation_00000002.jsonl")
     for line in own + recorded:
         line.pop("version")
     assert own == recorded and len(own) == 12 * settings.get("samples_per_prompt", 1)
-    metrics = _lines(run / "metrics.jsonl")[-1]
+    metrics = lines_of(run / "metrics.jsonl")[-1]
     assert metrics["validation/accuracy"] == result.metrics.pass_at[1].mean
     assert metrics["validation/accuracy_stderr"] == result.metrics.pass_at[1].standard_error
     assert metrics["validation/reward"] == result.metrics.reward.mean
@@ -92,10 +74,9 @@ def test_the_figures_are_those_of_the_validation_of_a_run_on_the_same_weights(tm
     assert ("validation/pass@3" in metrics) == ("samples_per_prompt" in settings)
 
 
-def test_the_command_compares_models_and_writes_a_table_a_json_file_and_the_completions(tmp_path, folders, capsys):  # noqa: F811
-    (tmp_path / "task.py").write_text(TASK)
+def test_the_command_compares_models_and_writes_a_table_a_json_file_and_the_completions(tmp_path, folders, capsys):
     policy, other, _ = map(str, folders)
-    options = ["--environment", f"{tmp_path / 'task.py'}:Early", "--samples-per-prompt", "4", "--dtype", "float32"]
+    options = ["--environment", f"{__file__}:Early", "--samples-per-prompt", "4", "--dtype", "float32"]
     options += ["--max-new-tokens", "3", "--output", str(tmp_path / "out"), "--rewards.isolate", "never"]
     assert main(["eval", "--model", policy, other, *options]) == 0
     printed = capsys.readouterr().out
@@ -103,7 +84,7 @@ def test_the_command_compares_models_and_writes_a_table_a_json_file_and_the_comp
     first, second = result["models"]
     assert [name for name in first if name.startswith("pass@")] == ["pass@1", "pass@2", "pass@4"]
     assert first["pass@1"]["mean"] < first["pass@2"]["mean"] < first["pass@4"]["mean"]
-    lines = _lines(tmp_path / "out/completions_1.jsonl")
+    lines = lines_of(tmp_path / "out/completions_1.jsonl")
     assert len(lines) == 160 and first["prompts"] == 40
     shares = [sum(line["rewards"]["correct"] for line in lines if line["group"] == g) / 4 for g in range(40)]
     mean = sum(shares) / 40
@@ -123,26 +104,20 @@ def test_the_command_compares_models_and_writes_a_table_a_json_file_and_the_comp
     assert "eval.json: already exists; replace it with --overwrite" in capsys.readouterr().err
 
 
-def test_two_models_get_the_same_draws_and_the_same_model_under_two_names_never_differs(tmp_path, folders):  # noqa: F811
-    (tmp_path / "again").symlink_to(folders[0])
-    evaluation = lockstep.evaluate(_eval(tmp_path, folders[0], tmp_path / "again"), Early())
-    first, second = (result.completions.read_text() for result in evaluation.results)
-    assert first == second
-    (compared,) = evaluation.comparisons
-    assert (compared.better, compared.worse, compared.p_value) == (0, 0, 1.0)
-
-
-def test_without_right_answers_mean_rewards_are_compared_and_there_is_no_pass_at_1(tmp_path, folders):  # noqa: F811
+def test_two_models_get_the_same_draws_and_mean_rewards_are_compared_without_right_answers(tmp_path, folders):
     class Length(Early):
         def reward(self, example, completion):
             return len(completion.encode()) / 10
 
-    evaluation = lockstep.evaluate(_eval(tmp_path, *folders[:2]), Length())
-    assert not evaluation.results[0].metrics.pass_at
-    (compared,) = evaluation.comparisons
-    rewards = [result.rewards_by_prompt for result in evaluation.results]
-    assert compared.measure == "reward" and compared.test == "paired randomization test"
-    assert compared.difference.mean == pytest.approx(sum(b - a for a, b in zip(*rewards)) / 40)
+    (tmp_path / "again").symlink_to(folders[0])
+    evaluation = lockstep.evaluate(eval_config(tmp_path, folders[0], tmp_path / "again", folders[1]), Length())
+    first, second, _ = (result.completions.read_text() for result in evaluation.results)
+    assert first == second and not evaluation.results[0].metrics.pass_at
+    same, other = evaluation.comparisons
+    assert (same.better, same.worse, same.p_value) == (0, 0, 1.0)
+    assert other.measure == "reward" and other.test == "paired randomization test"
+    rewards = [result.rewards_by_prompt for result in evaluation.results[::2]]
+    assert other.difference.mean == pytest.approx(sum(b - a for a, b in zip(*rewards)) / 40)
 
 
 def test_a_completion_whose_reward_failed_is_left_out_or_no_right_answer():
@@ -156,10 +131,10 @@ def test_a_completion_whose_reward_failed_is_left_out_or_no_right_answer():
         )
 
     rollouts = [rollout(0, True), rollout(0, False), rollout(1, True), rollout(1, False, "raised", False)]
-    figures = eval_metrics(rollouts, Task(), (1, 2))
-    assert figures.right == [(1, 2), (1, 1)] and figures.failed == {"raised": 1}
+    metrics = eval_metrics(rollouts, Task(), (1, 2))
+    assert metrics.right == [(1, 2), (1, 1)] and metrics.failed == {"raised": 1}
     assert eval_metrics(rollouts, Task()).pass_at[1].mean == 0.75
-    assert figures.pass_at[1].mean == 0.5 and figures.pass_at[2].mean == 1.0  # of the prompt that has two
+    assert metrics.pass_at[1].mean == 0.5 and metrics.pass_at[2].mean == 1.0  # of the prompt that has two
     rollouts[3] = rollout(1, False, "raised", True)
     assert eval_metrics(rollouts, Task()).pass_at[1].mean == 0.5
     rollouts[0].scores.rewards = {"right": 1.0}
@@ -167,7 +142,7 @@ def test_a_completion_whose_reward_failed_is_left_out_or_no_right_answer():
         eval_metrics(rollouts, Task())
 
 
-def test_rewards_that_fail_too_often_end_it_with_their_causes(tmp_path, folders):  # noqa: F811
+def test_rewards_that_fail_too_often_end_it_with_their_causes(tmp_path, folders):
     class Broken(Early):
         def reward(self, example, completion):
             raise ZeroDivisionError
@@ -175,29 +150,19 @@ def test_rewards_that_fail_too_often_end_it_with_their_causes(tmp_path, folders)
     with pytest.raises(
         UserError, match=r"more rewards failed than rewards.failure_limit 0.25 allows \(40 raised of 40\)"
     ):
-        lockstep.evaluate(_eval(tmp_path, folders[0]), Broken())
+        lockstep.evaluate(eval_config(tmp_path, folders[0]), Broken())
     assert not (tmp_path / "eval/eval.json").exists()
-    config = _eval(tmp_path, folders[0], rewards=RewardConfig(failure_limit=1.0))
+    config = eval_config(tmp_path, folders[0], rewards=RewardConfig(failure_limit=1.0))
     assert lockstep.evaluate(config, Broken()).results[0].metrics.reward is None
 
 
-@pytest.mark.parametrize(
-    ("environment", "line", "said"),
-    [
-        ("math", {"problem": "2+2"}, "validation.jsonl:1: needs the string `answer` or `solution`."),
-        ("gsm8k", {"question": "2+2"}, "validation.jsonl:1: needs the strings `question` and `answer`"),
-        ("gsm8k", {"question": "2", "answer": "2"}, "validation.jsonl:1: the answer has no `#### NUMBER` at its end"),
-    ],
-)  # fmt: skip
-def test_a_benchmark_file_without_answers_is_refused_by_file_and_line(
-    tmp_path, folders, capsys, environment, line, said  # noqa: F811
-):  # fmt: skip
-    for name in ("train", "validation", "test"):
-        if not (environment == "math" and name == "test"):
-            (tmp_path / f"{name}.jsonl").write_text(json.dumps(line) + "\n")
-    options = ["--model", str(folders[0]), "--environment", environment, "--data", str(tmp_path)]
+def test_a_benchmark_file_without_answers_is_refused_by_file_and_line(tmp_path, folders, capsys):
+    for name in ("train", "validation"):
+        (tmp_path / f"{name}.jsonl").write_text('{"problem": "2+2"}\n')
+    options = ["--model", str(folders[0]), "--environment", "math", "--data", str(tmp_path)]
     assert main(["eval", *options, "--output", str(tmp_path / "out")]) == 2
-    assert said in capsys.readouterr().err and not (tmp_path / "out").exists()
+    assert "validation.jsonl:1: needs the string `answer` or `solution`." in capsys.readouterr().err
+    assert not (tmp_path / "out").exists()
 
 
 @pytest.mark.parametrize(
@@ -211,119 +176,92 @@ def test_a_benchmark_file_without_answers_is_refused_by_file_and_line(
 )
 def test_settings_that_make_no_sense_are_refused(tmp_path, changes, said):
     with pytest.raises(UserError, match=said):
-        lockstep.evaluate(replace(_eval(tmp_path, "x"), **changes), Early())
+        lockstep.evaluate(replace(eval_config(tmp_path, "x"), **changes), Early())
 
 
-def test_a_prompt_that_is_no_text_is_named(tmp_path, folders):  # noqa: F811
+def test_a_prompt_that_is_no_text_is_named(tmp_path, folders):
     class Broken(Early):
         def examples(self, split):
             yield Example("whole", id="a:1")
             yield Example("half \ud800 of it", id="a:2")
 
     with pytest.raises(UserError, match="'a:2': a text contains half a surrogate pair after 'half '; fix it"):
-        lockstep.evaluate(_eval(tmp_path, folders[0]), Broken())
+        lockstep.evaluate(eval_config(tmp_path, folders[0]), Broken())
 
 
-def _with_another_shape(folder):
-    shape = json.loads((folder / "config.json").read_text())
-    (folder / "config.json").write_text(json.dumps(shape | {"intermediate_size": shape["intermediate_size"] // 2}))
+def with_setting(**changes):
+    def damage(folder):
+        shape = json.loads((folder / "config.json").read_text())
+        (folder / "config.json").write_text(json.dumps(shape | changes))
+
+    return damage
 
 
-def _with_damaged_weights(folder):
-    (folder / "model.safetensors").write_text("{")
-
-
-def _with_a_damaged_tokenizer(folder):
+def with_a_damaged_tokenizer(folder):
     (folder / "byte_tokenizer.json").unlink()
     (folder / "tokenizer.json").write_text("{")
 
 
-def _with_a_score_head(folder):
+def with_a_score_head(folder):
     shape = replace(read_config(folder), score_head=True, tie_embeddings=False)
     shutil.rmtree(folder)
     lockstep.save_model(build_model(shape, "float32", seed=0), folder)
 
 
-def _with_a_short_context(folder):
-    shape = json.loads((folder / "config.json").read_text())
-    (folder / "config.json").write_text(json.dumps(shape | {"max_position_embeddings": 12}))
-
-
 @pytest.mark.parametrize(
     ("damage", "said"),
     [
-        (_with_another_shape, "config.json requires"),
-        (_with_damaged_weights, "broken/model.safetensors"),
-        (_with_a_damaged_tokenizer, "broken/tokenizer.json"),
-        (_with_a_score_head, "broken: is a reward model"),
-        (_with_a_short_context, "exceed the context of 12"),
+        (with_setting(intermediate_size=24), "config.json requires"),
+        (lambda folder: (folder / "model.safetensors").write_text("{"), "broken/model.safetensors"),
+        (with_a_damaged_tokenizer, "broken/tokenizer.json"),
+        (with_a_score_head, "broken: is a reward model"),
+        (with_setting(max_position_embeddings=12), "exceed the context of 12"),
     ],
 )
-def test_a_model_that_cannot_be_asked_is_refused_before_any_is_sampled(tmp_path, folders, damage, said):  # noqa: F811
+def test_a_model_that_cannot_be_asked_is_refused_before_any_is_sampled(tmp_path, folders, damage, said):
     broken = tmp_path / "broken"
     shutil.copytree(folders[0], broken)
     damage(broken)
-    config = _eval(tmp_path, folders[0], broken, overwrite=False, output=str(tmp_path / "deep/er/eval"))
+    config = eval_config(tmp_path, folders[0], broken, overwrite=False, output=str(tmp_path / "deep/er/eval"))
     with pytest.raises(UserError, match=said):
         lockstep.evaluate(config, Early())
     assert not (tmp_path / "deep").exists()
 
 
-def test_a_draft_that_one_model_cannot_have_is_refused_before_any_is_sampled(tmp_path, folders):  # noqa: F811
-    shape = read_config(folders[0])
-    small = tmp_path / "small"
-    shutil.copytree(folders[0], small)
-    lockstep.save_model(build_model(replace(shape, num_layers=1), "float32", seed=0), small)
-    engine = EngineConfig(draft="layers", draft_layers=shape.num_layers - 1)
-    with pytest.raises(UserError, match="draft_layers is"):
-        lockstep.evaluate(_eval(tmp_path, folders[0], small, engine=engine), Early())
-    assert not (tmp_path / "eval").exists()
+def test_an_interruption_before_the_first_model_is_done_keeps_nothing_but_folders_that_were_there(tmp_path, folders):
+    class Interrupting(Early):
+        def reward(self, example, completion):
+            raise KeyboardInterrupt
 
-
-def test_what_fails_while_it_is_sampled_leaves_no_empty_folders(tmp_path, folders, monkeypatch):  # noqa: F811
-    def fail(*arguments):
-        raise RunStopped("as it begins", exit_code=1)
-
-    monkeypatch.setattr("lockstep.rl.evaluate.open_model", fail)
-    with pytest.raises(RunStopped):
-        lockstep.evaluate(_eval(tmp_path, folders[0], output=str(tmp_path / "deep/er/eval")), Early())
-    assert not (tmp_path / "deep").exists()
-
-
-def test_a_folder_that_was_there_stays_where_nothing_comes_of_it(tmp_path, folders):  # noqa: F811
     (tmp_path / "eval").mkdir()
-    engine = EngineConfig(draft="layers", draft_layers=100)
-    with pytest.raises(UserError, match="draft_layers is 100"):
-        lockstep.evaluate(_eval(tmp_path, folders[0], engine=engine), Early())
-    assert not list((tmp_path / "eval").iterdir())
+    for output in ("eval", "deep/er/eval"):
+        config = eval_config(tmp_path, folders[0], output=str(tmp_path / output), examples=1)
+        with pytest.raises(KeyboardInterrupt, match="no model was finished, so nothing is kept"):
+            lockstep.evaluate(config, Interrupting())
+    assert not list((tmp_path / "eval").iterdir()) and not (tmp_path / "deep").exists()
 
 
-def test_a_full_disk_is_named_and_leaves_nothing_half_written(tmp_path, folders, monkeypatch):  # noqa: F811
-    def full(*arguments, **options):
-        raise OSError(28, "No space left on device")
-
-    monkeypatch.setattr("lockstep.rl.rollouts.records.json.dumps", full)
-    with pytest.raises(RunStopped, match=r"completions_1.jsonl: cannot be written \(No space left on device\); free"):
-        lockstep.evaluate(_eval(tmp_path, folders[0], examples=2), Early())
+def test_a_full_disk_is_named_and_leaves_nothing_half_written(tmp_path, folders):
+    unlimited = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (10_000, unlimited[1]))  # the system refuses to write as a full disk does
+    try:
+        with pytest.raises(RunStopped, match=r"completions_1.jsonl: cannot be written \(File too large\); free"):
+            lockstep.evaluate(eval_config(tmp_path, folders[0], samples_per_prompt=4), Early())
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, unlimited)
     assert not (tmp_path / "eval").exists()
 
 
-def test_a_comparison_says_how_many_prompts_it_left_out():
+def test_a_comparison_says_how_many_prompts_it_left_out_and_never_that_a_p_value_is_0():
     def result(name, right):
-        figures = EvalMetrics(3, 3, right, {}, None, {}, {}, 0.0, 0.0)
-        return ModelResult(name, figures, Path(name), [1.0] * 3)
+        metrics = EvalMetrics(len(right), len(right), right, {}, None, {}, {}, 0.0, 0.0)
+        return ModelResult(name, metrics, Path(name), [1.0] * len(right))
 
     compared = compare(result("a", [(1, 1), (0, 1), (0, 0)]), result("b", [(1, 1), (1, 1), (1, 1)]), 1)
     assert (compared.prompts, compared.left_out, compared.better) == (2, 1, 1)
-    assert "better on 1 of 2 prompts, worse on 0 (1 left out because rewards failed); p" in _sentence(compared)
-
-
-def test_a_p_value_that_no_float_can_be_is_not_0():
-    def result(name, right):
-        figures = EvalMetrics(2000, 2000, [(right, 1)] * 2000, {}, None, {}, {}, 0.0, 0.0)
-        return ModelResult(name, figures, Path(name), [1.0] * 2000)
-
-    assert "; p < 1e-300 (exact paired randomization test)" in _sentence(compare(result("a", 0), result("b", 1), 1))
+    assert "better on 1 of 2 prompts, worse on 0 (1 left out because rewards failed); p" in sentence(compared)
+    compared = compare(result("a", [(0, 1)] * 2000), result("b", [(1, 1)] * 2000), 1)
+    assert "; p < 1e-300 (exact paired randomization test)" in sentence(compared)
 
 
 def test_a_terminal_that_lacks_a_character_is_shown_another():
@@ -350,7 +288,7 @@ class Waiting(rl.Environment):
 """
 
 
-def _command(arguments, said):
+def command(arguments, said):
     os.setsid()
     signal.signal(signal.SIGINT, signal.default_int_handler)
     for stream in (1, 2):
@@ -358,12 +296,12 @@ def _command(arguments, said):
     sys.exit(main(arguments))
 
 
-def test_ctrl_c_names_what_is_kept_and_leaves_no_process(tmp_path, folders):  # noqa: F811
+def test_ctrl_c_names_what_is_kept_and_leaves_no_process(tmp_path, folders):
     (tmp_path / "task.py").write_text(WAITING)
     shutil.copytree(folders[0], tmp_path / "second")
     arguments = ["eval", "--model", str(folders[0]), str(tmp_path / "second"), "--output", str(tmp_path / "eval")]
     arguments += ["--environment", f"{tmp_path}/task.py:Waiting", "--max-new-tokens", "2"]
-    process = CONTEXT.Process(target=_command, args=(arguments, str(tmp_path / "said")))
+    process = CONTEXT.Process(target=command, args=(arguments, str(tmp_path / "said")))
     process.start()
     until = time.monotonic() + 120
     while not (tmp_path / "pid").exists():
@@ -375,18 +313,8 @@ def test_ctrl_c_names_what_is_kept_and_leaves_no_process(tmp_path, folders):  # 
     *_, last = said = (tmp_path / "said").read_text().splitlines()
     completions = tmp_path / "eval" / "completions_1.jsonl"
     assert last == f"lockstep: interrupted; {completions} kept, without eval.json"
-    assert not any("Traceback" in line or "Error" in line for line in said) and len(_lines(completions)) == 1
+    assert not any("Traceback" in line or "Error" in line for line in said) and len(lines_of(completions)) == 1
     with pytest.raises(ProcessLookupError):
         os.killpg(process.pid, 0)
     with pytest.raises(ProcessLookupError):
         os.kill(int((tmp_path / "pid").read_text()), 0)
-
-
-def test_an_interruption_before_the_first_model_is_done_keeps_nothing(tmp_path, folders, capsys):  # noqa: F811
-    class Interrupting(Early):
-        def reward(self, example, completion):
-            raise KeyboardInterrupt
-
-    with pytest.raises(KeyboardInterrupt, match="no model was finished, so nothing is kept"):
-        lockstep.evaluate(_eval(tmp_path, folders[0], examples=1), Interrupting())
-    assert not (tmp_path / "eval").exists()

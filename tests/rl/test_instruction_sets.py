@@ -25,10 +25,10 @@ shape = ModelConfig(
 different = {}
 for dtype in ("float32", "bfloat16"):
     model = build_model(shape, dtype=dtype, seed=1)
-    parity, _ = check_parity(model, tokens=200)
+    parity, _ = check_parity(model, tokens=100)
     engine = Engine(model, EngineConfig())
     wrong = parity.tokens_different
-    for length in (1, 2, 5, 17):
+    for length in (1, 5, 17):
         prompt = list(range(3, 3 + length))
         completion = engine.generate([prompt], SamplingParams(max_tokens=12, temperature=0.85, seed=length))[0][0]
         trainer = score(model, [prompt + completion.token_ids], 0.85)[0][length - 1 :]
@@ -37,27 +37,18 @@ for dtype in ("float32", "bfloat16"):
 print(json.dumps([ops.instruction_set(), different]))
 """
 LIBRARIES = {"ONEDNN_MAX_CPU_ISA": "AVX2", "ATEN_CPU_CAPABILITY": "default"}
-
-
 NAMES = [each.name for each in supported()]
 
 
-BETWEEN = ("avx512", "plain_tiles")
-"""Between others, which are tried more often."""
+QUICK = (NAMES[0], "avx2")
+"""Of vectors that are wide and narrow; the digests of `test_digest` are of these and of the lowest."""
 
 
 @pytest.mark.parametrize(
-    ("name", "libraries"),
-    [
-        (NAMES[0], {}),
-        *(
-            pytest.param(name, LIBRARIES, marks=pytest.mark.slow if name in BETWEEN and name != NAMES[0] else ())
-            for name in NAMES
-        ),
-    ],
+    "name", [pytest.param(name, marks=pytest.mark.slow if name not in QUICK else ()) for name in NAMES]
 )
-def test_trainer_and_generator_agree_on_every_instruction_set(name, libraries):
-    environment = {**os.environ, **libraries, "LOCKSTEP_ISA": name, "OMP_NUM_THREADS": "2"}
+def test_trainer_and_generator_agree_on_every_instruction_set(name):
+    environment = {**os.environ, **LIBRARIES, "LOCKSTEP_ISA": name, "OMP_NUM_THREADS": "2"}
     result = subprocess.run([sys.executable, "-c", PROGRAM], env=environment, capture_output=True, text=True)
     assert result.returncode == 0, result.stderr[-3000:]
     assert json.loads(result.stdout.splitlines()[-1]) == [name, {"float32": 0, "bfloat16": 0}]

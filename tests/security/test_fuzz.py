@@ -17,8 +17,8 @@ from lockstep.errors import UserError
 from lockstep.model import load_weights, preset
 from tests.server.conftest import running_server
 
-REQUESTS = [2_000, pytest.param(18_000, marks=pytest.mark.slow)]
-FILES = [200, pytest.param(1_800, marks=pytest.mark.slow)]
+REQUESTS = [500, pytest.param(20_000, marks=pytest.mark.slow)]
+FILES = [50, pytest.param(2_000, marks=pytest.mark.slow)]
 
 BODIES = [
     ("/v1/completions", {"prompt": "abc", "max_tokens": 2, "temperature": 0.7, "top_p": 0.9, "seed": 1}),

@@ -232,7 +232,7 @@ def test_a_signal_ends_a_validation_and_a_resumed_run_begins_with_it(tmp_path, r
     config.parallel.pipeline = pipeline
     config.validation_tokens, config.train.tokens_per_microbatch = 2048, 64
     config.faults = FaultConfig(spike_deviations=1000.0)
-    launch(ranks, _end_in_a_validation, config, step)
+    launch(ranks, _end_in_a_validation, config, step, fresh=True)
     run = tmp_path / "run"
     last = read_metrics(run / "metrics.jsonl")[-1]
     assert last["step"] == step and "loss" in last and "validation/loss" not in last

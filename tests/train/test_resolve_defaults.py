@@ -26,7 +26,7 @@ def _settle() -> tuple[str, str]:
 
 
 def test_ranks_with_other_instructions_compute_in_one_arithmetic_and_its_dtype():
-    assert launch(2, _settle) == [("float32", "portable")] * 2
+    assert launch(2, _settle, fresh=True) == [("float32", "portable")] * 2
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Collection
 from types import ModuleType
 from typing import Any
@@ -22,6 +21,7 @@ FAMILIES: dict[str, ModuleType] = {
     "gpt_oss": gpt_oss,
     "deepseek_v3": deepseek_v3,
 }
+OTHER_MODEL_TYPES = {"kimi_k2": "deepseek_v3"}
 PRESETS = [f"{family}:{size}" for family, module in FAMILIES.items() for size in module.PRESETS]
 
 # Keys of config.json and the corresponding fields.
@@ -52,9 +52,9 @@ def preset(name: str, vocab_size: int | None = None, eos_token_ids: tuple[int, .
             f'unknown model "{name}".{closest(name, PRESETS)} There is no folder with that name, and the known '
             f"sizes are: {', '.join(PRESETS)}"
         )
-    module = FAMILIES[family]
-    config: ModelConfig = module.config(vocab_size or module.VOCAB_SIZES[size], **module.PRESETS[size])
-    return dataclasses.replace(config, eos_token_ids=eos_token_ids)
+    fields = FAMILIES[family].CONSTANTS | FAMILIES[family].PRESETS[size]
+    fields |= {"vocab_size": vocab_size} if vocab_size else {}
+    return ModelConfig(family=family, eos_token_ids=eos_token_ids, **fields)
 
 
 def from_hugging_face(values: dict[str, Any], where: str) -> ModelConfig:
@@ -98,7 +98,7 @@ def from_hugging_face(values: dict[str, Any], where: str) -> ModelConfig:
         config = ModelConfig(
             family=family,
             experts=module.read_experts(values, where) if hasattr(module, "read_experts") else None,
-            qk_norm=module.QK_NORM,
+            qk_norm="qk_norm" in module.CONSTANTS,
             rope_theta=theta,
             rope_scaling=scaling,
             eos_token_ids=tuple(eos) if isinstance(eos, list) else () if eos is None else (eos,),
@@ -121,7 +121,7 @@ def _family_of(values: dict[str, Any], where: str) -> tuple[str, bool]:
             f"{where}: text_config describes the language model inside a larger one ({architectures[0] or 'unnamed'}), "
             "which is not supported; save the language model in a separate folder"
         )
-    types = {kind: name for name, module in FAMILIES.items() for kind in (module.MODEL_TYPE, *_other_types(module))}
+    types = {module.MODEL_TYPE: name for name, module in FAMILIES.items()} | OTHER_MODEL_TYPES
     kind = values.get("model_type")
     if kind is not None and not isinstance(kind, str):
         raise UserError(f"{where}: model_type is {kind!r:.100}; it must be a name")
@@ -149,10 +149,6 @@ def _family_of(values: dict[str, Any], where: str) -> tuple[str, bool]:
             f"{FAMILIES[family].MODEL_TYPE!r}; correct one of them"
         )
     return family, architecture in scoring
-
-
-def _other_types(family: ModuleType) -> tuple[str, ...]:
-    return getattr(family, "OTHER_MODEL_TYPES", ())
 
 
 def _scoring(architecture: str) -> str:

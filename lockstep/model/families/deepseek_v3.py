@@ -12,8 +12,9 @@ from lockstep.ops.routing import Routing
 
 ARCHITECTURE = "DeepseekV3ForCausalLM"
 MODEL_TYPE = "deepseek_v3"
-OTHER_MODEL_TYPES = ("kimi_k2",)
-QK_NORM = False
+CONSTANTS = dict(
+    vocab_size=129280, num_kv_heads=1, tie_embeddings=False, rope_theta=10_000.0, max_positions=32768
+)  # fmt: skip
 DEFAULTS = {
     "vocab_size": 129280,
     "hidden_size": 7168,
@@ -53,29 +54,9 @@ ONLY = {"scoring_func": "sigmoid", "topk_method": "noaux_tc", "moe_layer_freq": 
 """Settings that would change the arithmetic, and their only supported value."""
 
 
-def config(
-    vocab_size: int,
-    latent: Latent,
-    experts: ExpertsConfig | None = None,
-    rope_factor: float = 0.0,
-    max_positions: int = 0,
-    **sizes: int,
-) -> ModelConfig:
-    """A DeepSeek-V3 of any size, with the family's constants."""
-    scaling = Yarn(rope_factor, 4096, 32, 1, mscale=1.0, mscale_all_dim=1.0) if rope_factor else None
-    return ModelConfig(
-        family="deepseek_v3",
-        vocab_size=vocab_size,
-        num_kv_heads=1,
-        head_dim=latent.key_dim,
-        latent=latent,
-        experts=experts,
-        tie_embeddings=False,
-        rope_theta=10_000.0,
-        rope_scaling=scaling,
-        max_positions=max_positions or int(4096 * rope_factor) or 32768,
-        **sizes,  # type: ignore[arg-type]
-    )
+def _latent(kv_rank: int, nope_dim: int, rope_dim: int, value_dim: int, q_rank: int) -> dict[str, Any]:
+    latent = Latent(kv_rank, nope_dim, rope_dim, value_dim, q_rank)
+    return {"latent": latent, "head_dim": latent.key_dim}
 
 
 def _experts(count: int, active: int, size: int, dense_layers: int, groups: int, groups_kept: int) -> ExpertsConfig:
@@ -166,16 +147,17 @@ def is_ignored(name: str, config: ModelConfig) -> bool:
 
 PRESETS: dict[str, dict[str, Any]] = {
     "micro": dict(
-        dim=128, num_layers=4, num_heads=4, intermediate_size=384, latent=Latent(64, 32, 32, 32, q_rank=96),
+        vocab_size=258, dim=128, num_layers=4, num_heads=4, intermediate_size=384, **_latent(64, 32, 32, 32, q_rank=96),
         experts=_experts(8, 2, 128, dense_layers=1, groups=2, groups_kept=1),
     ),
     "tiny": dict(
-        dim=256, num_layers=6, num_heads=4, intermediate_size=1024, latent=Latent(128, 64, 32, 64, q_rank=192),
+        vocab_size=2048, dim=256, num_layers=6, num_heads=4, intermediate_size=1024,
+        **_latent(128, 64, 32, 64, q_rank=192),
         experts=_experts(16, 4, 256, dense_layers=1, groups=4, groups_kept=2),
     ),
     "671b": dict(
-        dim=7168, num_layers=61, num_heads=128, intermediate_size=18432, latent=Latent(512, 128, 64, 128, q_rank=1536),
-        experts=_experts(256, 8, 2048, dense_layers=3, groups=8, groups_kept=4), rope_factor=40.0,
+        dim=7168, num_layers=61, num_heads=128, intermediate_size=18432, **_latent(512, 128, 64, 128, q_rank=1536),
+        experts=_experts(256, 8, 2048, dense_layers=3, groups=8, groups_kept=4), max_positions=163840,
+        rope_scaling=Yarn(40.0, 4096, 32, 1, mscale=1.0, mscale_all_dim=1.0),
     ),
 }  # fmt: skip
-VOCAB_SIZES = {"micro": 258, "tiny": 2048, "671b": 129280}

@@ -9,12 +9,15 @@ from typing import Any
 from lockstep.errors import UserError
 from lockstep.model.config import ExpertsConfig, ModelConfig, Yarn
 from lockstep.model.families.reading import layer_kinds, whole_number
-from lockstep.ops.clamped_swiglu import LIMIT, SLOPE
+from lockstep.ops.activation import LIMIT, SLOPE
 from lockstep.ops.routing import Routing
 
 ARCHITECTURE = "GptOssForCausalLM"
 MODEL_TYPE = "gpt_oss"
-QK_NORM = False
+CONSTANTS = dict(
+    vocab_size=201088, tie_embeddings=False, norm_eps=1e-5, rope_theta=150_000.0,
+    rope_scaling=Yarn(32.0, 4096, truncate=False), max_positions=131072, attention_bias=True, sinks=True,
+)  # fmt: skip
 ONLY = {"attention_bias": True, "swiglu_alpha": SLOPE, "swiglu_limit": LIMIT}
 """Settings that would change the arithmetic, and their only supported value."""
 QUANTIZED = ("mxfp4",)
@@ -47,26 +50,6 @@ WITHOUT_EFFECT = {"initial_context_length", "router_aux_loss_coef", "experts_per
 """transformers reads `num_experts_per_tok`; `experts_per_token` must be equal."""
 KINDS = {"sliding_attention": True, "full_attention": False}
 """Layer types and whether they have a window; by default they alternate."""
-
-
-def config(
-    vocab_size: int, experts: int, active: int, window: int, tie_embeddings: bool = False, **sizes: int
-) -> ModelConfig:
-    """A gpt-oss of any size, with the family's constants."""
-    return ModelConfig(
-        family="gpt_oss",
-        vocab_size=vocab_size,
-        tie_embeddings=bool(tie_embeddings),
-        norm_eps=1e-5,
-        rope_theta=150_000.0,
-        rope_scaling=Yarn(32.0, 4096, truncate=False),
-        max_positions=131072,
-        attention_bias=True,
-        sinks=True,
-        windows=(window, 0),
-        experts=_experts(experts, sizes["intermediate_size"], active),
-        **sizes,  # type: ignore[arg-type]
-    )
 
 
 def _experts(count: int, size: int, active: int) -> ExpertsConfig:
@@ -127,18 +110,17 @@ def write_attention(config: ModelConfig) -> dict[str, Any]:
     }
 
 
-PRESETS = {
+PRESETS: dict[str, dict[str, Any]] = {
     "micro": dict(
-        dim=128, num_layers=4, num_heads=4, num_kv_heads=2, head_dim=32, intermediate_size=128, experts=8, active=2,
-        window=20,
+        vocab_size=258, dim=128, num_layers=4, num_heads=4, num_kv_heads=2, head_dim=32, intermediate_size=128,
+        experts=_experts(8, 128, 2), windows=(20, 0),
     ),
     "20b": dict(
-        dim=2880, num_layers=24, num_heads=64, num_kv_heads=8, head_dim=64, intermediate_size=2880, experts=32,
-        active=4, window=128,
+        dim=2880, num_layers=24, num_heads=64, num_kv_heads=8, head_dim=64, intermediate_size=2880,
+        experts=_experts(32, 2880, 4), windows=(128, 0),
     ),
     "120b": dict(
-        dim=2880, num_layers=36, num_heads=64, num_kv_heads=8, head_dim=64, intermediate_size=2880, experts=128,
-        active=4, window=128,
+        dim=2880, num_layers=36, num_heads=64, num_kv_heads=8, head_dim=64, intermediate_size=2880,
+        experts=_experts(128, 2880, 4), windows=(128, 0),
     ),
 }  # fmt: skip
-VOCAB_SIZES = {"micro": 258} | dict.fromkeys(("20b", "120b"), 201088)

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
-from lockstep.model.config import ModelConfig, RopeScaling
+from lockstep.model.config import RopeScaling
 
 ARCHITECTURE = "LlamaForCausalLM"
 MODEL_TYPE = "llama"
-QK_NORM = False
+CONSTANTS = dict(
+    vocab_size=128256, tie_embeddings=False, norm_eps=1e-5, rope_theta=500_000.0,
+    rope_scaling=RopeScaling(8.0, 1.0, 4.0, 8192), max_positions=131072,
+)  # fmt: skip
 DEFAULTS = {
     "vocab_size": 32000,
     "hidden_size": 4096,
@@ -24,34 +27,23 @@ DEFAULTS = {
 heads, and `head_dim` follows from `hidden_size`."""
 
 
-def config(vocab_size: int, tie_embeddings: bool = False, rope_factor: float = 8.0, **sizes: int) -> ModelConfig:
-    """A Llama 3.x of any size, with the family's constants."""
-    return ModelConfig(
-        family="llama3",
-        vocab_size=vocab_size,
-        tie_embeddings=bool(tie_embeddings),
-        norm_eps=1e-5,
-        rope_theta=500_000.0,
-        rope_scaling=RopeScaling(rope_factor, 1.0, 4.0, 8192),
-        max_positions=131072,
-        **sizes,  # type: ignore[arg-type]
-    )
-
-
 PRESETS = {
-    "micro": dict(dim=128, num_layers=4, num_heads=4, num_kv_heads=2, head_dim=32, intermediate_size=384),
-    "tiny": dict(dim=256, num_layers=6, num_heads=4, num_kv_heads=2, head_dim=64, intermediate_size=1024),
+    "micro": dict(
+        vocab_size=258, dim=128, num_layers=4, num_heads=4, num_kv_heads=2, head_dim=32, intermediate_size=384,
+    ),
+    "tiny": dict(
+        vocab_size=2048, dim=256, num_layers=6, num_heads=4, num_kv_heads=2, head_dim=64, intermediate_size=1024,
+    ),
     "1b": dict(
         dim=2048, num_layers=16, num_heads=32, num_kv_heads=8, head_dim=64, intermediate_size=8192,
-        tie_embeddings=True, rope_factor=32.0,
+        tie_embeddings=True, rope_scaling=RopeScaling(32.0, 1.0, 4.0, 8192),
     ),
     "3b": dict(
         dim=3072, num_layers=28, num_heads=24, num_kv_heads=8, head_dim=128, intermediate_size=8192,
-        tie_embeddings=True, rope_factor=32.0,
+        tie_embeddings=True, rope_scaling=RopeScaling(32.0, 1.0, 4.0, 8192),
     ),
     "8b": dict(dim=4096, num_layers=32, num_heads=32, num_kv_heads=8, head_dim=128, intermediate_size=14336),
     "70b": dict(dim=8192, num_layers=80, num_heads=64, num_kv_heads=8, head_dim=128, intermediate_size=28672),
     "405b": dict(dim=16384, num_layers=126, num_heads=128, num_kv_heads=8, head_dim=128, intermediate_size=53248),
 }  # fmt: skip
 """1b and 3b are Llama 3.2, larger ones Llama 3.1."""
-VOCAB_SIZES = {"micro": 258, "tiny": 2048} | dict.fromkeys(("1b", "3b", "8b", "70b", "405b"), 128256)

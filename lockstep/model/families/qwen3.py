@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-from lockstep.model.config import ModelConfig
-
 ARCHITECTURE = "Qwen3ForCausalLM"
 MODEL_TYPE = "qwen3"
-QK_NORM = True
+CONSTANTS = dict(vocab_size=151936, qk_norm=True)
+"""Fields of ModelConfig that are the same for all sizes, unless a size has its own."""
 DEFAULTS = {
     "vocab_size": 151936,
     "hidden_size": 4096,
@@ -26,21 +25,16 @@ WITHOUT_EFFECT = {"sliding_window", "max_window_layers"}
 """Without effect unless `use_sliding_window` is set, which is refused."""
 
 
-def config(vocab_size: int, tie_embeddings: bool = True, **sizes: int) -> ModelConfig:
-    """A Qwen3 of any size, with the family's constants."""
-    return ModelConfig(
-        family="qwen3",
-        vocab_size=vocab_size,
-        qk_norm=True,
-        tie_embeddings=bool(tie_embeddings),
-        **sizes,  # type: ignore[arg-type]
-    )
-
-
 PRESETS = {
-    "micro": dict(dim=128, num_layers=4, num_heads=4, num_kv_heads=2, head_dim=32, intermediate_size=384),
-    "tiny": dict(dim=256, num_layers=6, num_heads=4, num_kv_heads=2, head_dim=64, intermediate_size=1024),
-    "small": dict(dim=768, num_layers=12, num_heads=12, num_kv_heads=12, head_dim=64, intermediate_size=2048),
+    "micro": dict(
+        vocab_size=258, dim=128, num_layers=4, num_heads=4, num_kv_heads=2, head_dim=32, intermediate_size=384,
+    ),
+    "tiny": dict(
+        vocab_size=2048, dim=256, num_layers=6, num_heads=4, num_kv_heads=2, head_dim=64, intermediate_size=1024,
+    ),
+    "small": dict(
+        vocab_size=32000, dim=768, num_layers=12, num_heads=12, num_kv_heads=12, head_dim=64, intermediate_size=2048,
+    ),
     "0.6b": dict(dim=1024, num_layers=28, num_heads=16, num_kv_heads=8, head_dim=128, intermediate_size=3072),
     "1.7b": dict(dim=2048, num_layers=28, num_heads=16, num_kv_heads=8, head_dim=128, intermediate_size=6144),
     "4b": dict(dim=2560, num_layers=36, num_heads=32, num_kv_heads=8, head_dim=128, intermediate_size=9728),
@@ -57,6 +51,3 @@ PRESETS = {
         tie_embeddings=False,
     ),
 }  # fmt: skip
-VOCAB_SIZES = {"micro": 258, "tiny": 2048, "small": 32000} | dict.fromkeys(
-    ("0.6b", "1.7b", "4b", "8b", "14b", "32b"), 151936
-)

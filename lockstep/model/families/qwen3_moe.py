@@ -10,7 +10,7 @@ from lockstep.ops.routing import Routing
 
 ARCHITECTURE = "Qwen3MoeForCausalLM"
 MODEL_TYPE = "qwen3_moe"
-QK_NORM = True
+CONSTANTS = dict(vocab_size=151936, qk_norm=True, tie_embeddings=False)
 DEFAULTS = {
     "vocab_size": 151936,
     "hidden_size": 2048,
@@ -34,22 +34,6 @@ ALIASES = {"num_local_experts": "num_experts"}
 ONLY = {"use_qk_norm": True, "shared_expert_intermediate_size": 0}
 WITHOUT_EFFECT = {"sliding_window", "max_window_layers", "router_aux_loss_coef"}
 """Without effect unless `use_sliding_window` is set, which is refused."""
-
-
-def config(
-    vocab_size: int, experts: int, active: int, expert_size: int, tie_embeddings: bool = False, **sizes: int
-) -> ModelConfig:
-    """A Qwen3-MoE of any size, with the family's constants. The dense size, which no layer uses, is that of all active
-    experts."""
-    return ModelConfig(
-        family="qwen3_moe",
-        vocab_size=vocab_size,
-        qk_norm=True,
-        tie_embeddings=bool(tie_embeddings),
-        intermediate_size=active * expert_size,
-        experts=ExpertsConfig(experts, expert_size, Routing(active, "softmax_of_chosen")),
-        **sizes,  # type: ignore[arg-type]
-    )
 
 
 def read_experts(values: dict[str, Any], where: str) -> ExpertsConfig:
@@ -81,23 +65,28 @@ def write_experts(config: ModelConfig) -> dict[str, Any]:
     }
 
 
-PRESETS = {
+def _experts(count: int, active: int, size: int) -> dict[str, Any]:
+    """The dense size, which no layer uses, is that of all active experts."""
+    experts = ExpertsConfig(count, size, Routing(active, "softmax_of_chosen"))
+    return {"intermediate_size": active * size, "experts": experts}
+
+
+PRESETS: dict[str, dict[str, Any]] = {
     "micro": dict(
-        dim=128, num_layers=4, num_heads=4, num_kv_heads=2, head_dim=32, experts=8, active=2, expert_size=128,
+        vocab_size=258, dim=128, num_layers=4, num_heads=4, num_kv_heads=2, head_dim=32, **_experts(8, 2, 128),
         tie_embeddings=True,
     ),
     "tiny": dict(
-        dim=256, num_layers=6, num_heads=4, num_kv_heads=2, head_dim=64, experts=16, active=4, expert_size=256,
+        vocab_size=2048, dim=256, num_layers=6, num_heads=4, num_kv_heads=2, head_dim=64, **_experts(16, 4, 256),
         tie_embeddings=True,
     ),
     "small": dict(
-        dim=768, num_layers=8, num_heads=12, num_kv_heads=12, head_dim=64, experts=32, active=4, expert_size=768,
+        vocab_size=32000, dim=768, num_layers=8, num_heads=12, num_kv_heads=12, head_dim=64, **_experts(32, 4, 768),
     ),
     "30b-a3b": dict(
-        dim=2048, num_layers=48, num_heads=32, num_kv_heads=4, head_dim=128, experts=128, active=8, expert_size=768,
+        dim=2048, num_layers=48, num_heads=32, num_kv_heads=4, head_dim=128, **_experts(128, 8, 768),
     ),
     "235b-a22b": dict(
-        dim=4096, num_layers=94, num_heads=64, num_kv_heads=4, head_dim=128, experts=128, active=8, expert_size=1536,
+        dim=4096, num_layers=94, num_heads=64, num_kv_heads=4, head_dim=128, **_experts(128, 8, 1536),
     ),
 }  # fmt: skip
-VOCAB_SIZES = {"micro": 258, "tiny": 2048, "small": 32000} | dict.fromkeys(("30b-a3b", "235b-a22b"), 151936)

@@ -415,19 +415,9 @@ def write_pages(k: Tensor, v: Tensor, slots: Tensor, keys: Tensor, values: Tenso
     tokens, heads, dim = k.shape
     if tokens:
         launch(
-            _write_kernel,
-            (tokens, heads),
-            k,
-            v,
-            slots,
-            keys,
-            values,
-            heads,
-            DIM=dim,
-            BLOCK_D=triton.next_power_of_2(dim),
-            PAGE=PAGE,
-            num_warps=1,
-        )
+            _write_kernel, (tokens, heads),
+            k, v, slots, keys, values, heads, DIM=dim, BLOCK_D=triton.next_power_of_2(dim), PAGE=PAGE, num_warps=1,
+        )  # fmt: skip
 
 
 def attend(q: Tensor, keys: Tensor, values: Tensor, plan: Planned, terms: Terms = PLAIN) -> tuple[Tensor, Tensor]:

@@ -339,20 +339,11 @@ def _arrivals(device: torch.device, programs: int) -> Tensor:
     return counters[-1]
 
 
-def product(x: Tensor, weight: Tensor, chunks: int, dtype: torch.dtype) -> Tensor:
+def product(x: Tensor, weight: Tensor, pieces: int, dtype: torch.dtype) -> Tensor:
     """`x @ weight.T`, rounded to `dtype`: the bits of a row are the same for every number of rows.
 
-    K is split into `chunks` pieces, or with 1 into the default ones. Raises ValueError above 8.
+    K is split into `pieces`, or with 0 into the default ones. Raises ValueError above 8.
     """
-    return _fitted(x, weight, chunks if chunks > 1 else 0, dtype)
-
-
-def product_sums(x: Tensor, weight: Tensor, chunks: int) -> Tensor:
-    """The float32 sums over exactly `chunks` pieces: a rank's part of a product."""
-    return _fitted(x, weight, chunks, torch.float32)
-
-
-def _fitted(x: Tensor, weight: Tensor, pieces: int, dtype: torch.dtype) -> Tensor:
     tile = fitting(x.dtype, x.device, x.shape[0], weight.shape[1], weight.shape[0], pieces)
     return product_with(tile, x, weight, pieces, dtype)
 

@@ -1,9 +1,11 @@
-"""Normalization, rotation and activation of rows in Triton, each with its gradient.
+"""Normalization, rotation and activations of rows in Triton, each with its gradient.
 
 A row is computed entirely in one program, and the shape of a program's tile depends only on the row's length.
 """
 
 from __future__ import annotations
+
+from typing import Any
 
 import torch
 import triton
@@ -112,20 +114,9 @@ def rotate(x: Tensor, cos: Tensor, sin: Tensor, sign: float) -> Tensor:
         block = triton.next_power_of_2(head_dim // 2)
         height = _rows_per_program(block)
         launch(
-            _rotary_kernel,
-            (triton.cdiv(tokens * heads, height),),
-            x,
-            cos,
-            sin,
-            out,
-            tokens * heads,
-            heads,
-            sign,
-            HALF=head_dim // 2,
-            ROWS=height,
-            BLOCK=block,
-            num_warps=4,
-        )
+            _rotary_kernel, (triton.cdiv(tokens * heads, height),),
+            x, cos, sin, out, tokens * heads, heads, sign, HALF=head_dim // 2, ROWS=height, BLOCK=block, num_warps=4,
+        )  # fmt: skip
     return out
 
 
@@ -151,22 +142,69 @@ def _silu_mul_backward_kernel(grad_out, gate, up, grad_gate, grad_up, count, BLO
     tl.store(grad_up + place, (grad * wide * sigmoid).to(grad_up.dtype.element_ty), mask=mask)
 
 
+@kernel
+def _clamped_swiglu_kernel(gate, up, out, count, SLOPE: tl.constexpr, LIMIT: tl.constexpr, BLOCK: tl.constexpr):
+    place = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
+    mask = place < count
+    wide = tl.load(gate + place, mask=mask, other=0.0).to(tl.float32)
+    factor = tl.load(up + place, mask=mask, other=0.0).to(tl.float32)
+    # Comparisons propagate NaN.
+    wide = tl.where(wide > LIMIT, LIMIT, wide)
+    factor = tl.where(factor > LIMIT, LIMIT, tl.where(factor < -LIMIT, -LIMIT, factor))
+    result = (factor + 1.0) * (wide / (1.0 + tl.exp(-(SLOPE * wide))))
+    tl.store(out + place, result.to(out.dtype.element_ty), mask=mask)
+
+
+@kernel
+def _clamped_swiglu_backward_kernel(
+    grad_out, gate, up, grad_gate, grad_up, count, SLOPE: tl.constexpr, LIMIT: tl.constexpr, BLOCK: tl.constexpr
+):
+    place = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
+    mask = place < count
+    grad = tl.load(grad_out + place, mask=mask, other=0.0).to(tl.float32)
+    unclamped = tl.load(gate + place, mask=mask, other=0.0).to(tl.float32)
+    other = tl.load(up + place, mask=mask, other=0.0).to(tl.float32)
+    wide = tl.where(unclamped > LIMIT, LIMIT, unclamped)
+    factor = tl.where(other > LIMIT, LIMIT, tl.where(other < -LIMIT, -LIMIT, other))
+    sigmoid = 1.0 / (1.0 + tl.exp(-(SLOPE * wide)))
+    slope = (factor + 1.0) * sigmoid * (1.0 + SLOPE * wide * (1.0 - sigmoid))
+    of_gate = tl.where(unclamped > LIMIT, 0.0, grad * slope)
+    of_up = tl.where((other > LIMIT) | (other < -LIMIT), 0.0, grad * wide * sigmoid)
+    tl.store(grad_gate + place, of_gate.to(grad_gate.dtype.element_ty), mask=mask)
+    tl.store(grad_up + place, of_up.to(grad_up.dtype.element_ty), mask=mask)
+
+
 def silu_mul(gate: Tensor, up: Tensor) -> Tensor:
     """As `lockstep.ops.silu_mul`, without gradient."""
     gate, up = gate.contiguous(), up.contiguous()
-    out, count = torch.empty_like(gate), gate.numel()
-    if count:
-        launch(_silu_mul_kernel, (triton.cdiv(count, TILE),), gate, up, out, count, BLOCK=TILE, num_warps=4)
+    out = torch.empty_like(gate)
+    _elementwise(_silu_mul_kernel, gate, up, out)
     return out
 
 
 def silu_mul_backward(grad: Tensor, gate: Tensor, up: Tensor) -> tuple[Tensor, Tensor]:
     """Gradients of contiguous `gate` and `up`."""
-    grad = grad.contiguous()
-    grad_gate, grad_up, count = torch.empty_like(gate), torch.empty_like(up), gate.numel()
-    if count:
-        launch(
-            _silu_mul_backward_kernel, (triton.cdiv(count, TILE),),
-            grad, gate, up, grad_gate, grad_up, count, BLOCK=TILE, num_warps=4,
-        )  # fmt: skip
+    grad_gate, grad_up = torch.empty_like(gate), torch.empty_like(up)
+    _elementwise(_silu_mul_backward_kernel, grad.contiguous(), gate, up, grad_gate, grad_up)
     return grad_gate, grad_up
+
+
+def clamped_swiglu(gate: Tensor, up: Tensor, slope: float, limit: float) -> Tensor:
+    """As `lockstep.ops.clamped_swiglu`, without gradient, of contiguous tensors."""
+    out = torch.empty_like(gate)
+    _elementwise(_clamped_swiglu_kernel, gate, up, out, SLOPE=slope, LIMIT=limit)
+    return out
+
+
+def clamped_swiglu_backward(
+    grad: Tensor, gate: Tensor, up: Tensor, slope: float, limit: float
+) -> tuple[Tensor, Tensor]:
+    """Gradients of `gate` and `up`."""
+    grad_gate, grad_up = torch.empty_like(gate), torch.empty_like(up)
+    _elementwise(_clamped_swiglu_backward_kernel, grad, gate, up, grad_gate, grad_up, SLOPE=slope, LIMIT=limit)
+    return grad_gate, grad_up
+
+
+def _elementwise(function: Any, *tensors: Tensor, **constants: float) -> None:
+    if count := tensors[0].numel():
+        launch(function, (triton.cdiv(count, TILE),), *tensors, count, **constants, BLOCK=TILE, num_warps=4)

@@ -11,7 +11,7 @@ import triton.language as tl
 from torch import Tensor
 
 from lockstep.ops.cuda.kernel import kernel, launch
-from lockstep.ops.vocabulary_pieces import PIECES
+from lockstep.ops.vocabulary import PIECES
 
 BLOCK = 1024
 
@@ -139,16 +139,9 @@ def masses(logits: Tensor, inverse_temperature: Tensor, bounds: Tensor) -> Tenso
     out = logits.new_empty(rows, count, 3, dtype=torch.float32)
     if rows and count:
         launch(
-            _masses_kernel,
-            (rows, count),
-            logits,
-            inverse_temperature,
-            bounds,
-            out,
-            logits.shape[1],
-            BLOCK=BLOCK,
-            num_warps=4,
-        )
+            _masses_kernel, (rows, count),
+            logits, inverse_temperature, bounds, out, logits.shape[1], BLOCK=BLOCK, num_warps=4,
+        )  # fmt: skip
     return out
 
 

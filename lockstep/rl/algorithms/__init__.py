@@ -3,23 +3,18 @@
 from lockstep.rl.algorithms.advantages import (
     best_of_group,
     distillation_advantages,
-    group_advantages,
-    leave_one_out_advantages,
-    rewards_to_go,
-    whitened,
-)
-from lockstep.rl.algorithms.gae import (
     explained_variance,
     generalized_advantages,
-    value_losses,
+    group_advantages,
+    leave_one_out_advantages,
+    overlong_penalty,
+    rewards_to_go,
     value_returns,
+    whitened,
 )
-from lockstep.rl.algorithms.inputs import PolicyLossInputs
-from lockstep.rl.algorithms.kl import divergences
+from lockstep.rl.algorithms.losses import PolicyLossInputs, divergences, token_weights, value_losses
 from lockstep.rl.algorithms.objective import objective, policy_loss
 from lockstep.rl.algorithms.off_policy import correction, ratio_metrics, ratios
-from lockstep.rl.algorithms.overlong import overlong_penalty
-from lockstep.rl.algorithms.weights import token_weights
 
 __all__ = [
     "PolicyLossInputs",

@@ -1,4 +1,4 @@
-"""How much better a completion, or one of its tokens, is than its baseline."""
+"""How much better a completion, or one of its tokens, is than its baseline; and value functions' targets."""
 
 from __future__ import annotations
 
@@ -87,6 +87,51 @@ def distillation_advantages(log_probs: Sequence[float], teacher_log_probs: Seque
     return [teacher - own for teacher, own in zip(teacher_log_probs, log_probs, strict=True)]
 
 
+def generalized_advantages(
+    rewards: Sequence[float], values: Sequence[float], gamma: float, lambda_: float
+) -> list[float]:
+    """Σ (γλ)^l δ_{t+l} over l ≥ 0, with δ_t = r_t + γ V_{t+1} − V_t, of each token of one completion.
+
+    Generalized advantage estimation, Schulman et al., arXiv 1506.02438, equations 11 and 16. `values[t]` is V of the
+    state in which token t is sampled; after the last token there is no more reward, so V is 0 there, including for
+    completions that reached their limit.
+    """
+    advantages: list[float] = []
+    later = following = 0.0
+    for reward, value in zip(reversed(rewards), reversed(values), strict=True):
+        later = reward + gamma * following - value + gamma * lambda_ * later
+        following = value
+        advantages.append(later)
+    return advantages[::-1]
+
+
+def value_returns(advantages: Sequence[float], values: Sequence[float]) -> list[float]:
+    """A_t + V_t: the targets of the value function, with the same λ as the advantages (TD(λ))."""
+    return [advantage + value for advantage, value in zip(advantages, values, strict=True)]
+
+
+def explained_variance(values: Sequence[float], returns: Sequence[float]) -> float:
+    """1 − Var(R − V) / Var(R): 1 if the values predict the returns, 0 if they are no better than a constant.
+
+    Sums are exact, so their order does not matter. 0 if all returns are equal.
+    """
+    spread = _variance(returns)
+    errors = [r - v for r, v in zip(returns, values, strict=True)]
+    return 1 - _variance(errors) / spread if spread > 0 else 0.0
+
+
+def overlong_penalty(length: int, limit: int, share: float) -> float:
+    """What is added to a completion's reward: 0 while it leaves the last `share` of `limit` tokens unused, then falling
+    linearly to -1 at the limit.
+
+    Soft overlong punishment, DAPO, arXiv 2503.14476, equation 13, with L_max = `limit` and L_cache = `share` · `limit`.
+    """
+    buffer = share * limit
+    if length <= limit - buffer:
+        return 0.0
+    return max((limit - buffer - length) / buffer, -1.0)
+
+
 def _of_each_group(rewards: Tensor, advantages: Callable[[list[float]], list[float]]) -> Tensor:
     rows = [advantages(row) for row in rewards.tolist()]
     return torch.tensor(rows, dtype=rewards.dtype, device=rewards.device).reshape(rewards.shape)
@@ -103,3 +148,8 @@ def _relative(rewards: list[float], normalize: bool = False) -> list[float]:
         return centered
     deviation = math.sqrt(math.fsum(c * c for c in centered) / len(rewards))
     return [c / (deviation + EPSILON) for c in centered]
+
+
+def _variance(numbers: Sequence[float]) -> float:
+    mean = math.fsum(numbers) / max(len(numbers), 1)
+    return math.fsum((x - mean) * (x - mean) for x in numbers) / max(len(numbers), 1)

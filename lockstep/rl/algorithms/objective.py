@@ -7,10 +7,15 @@ from torch import Tensor
 
 from lockstep import ops
 from lockstep.config import Algorithm
-from lockstep.rl.algorithms.gae import value_losses
-from lockstep.rl.algorithms.inputs import PolicyLossInputs
-from lockstep.rl.algorithms.kl import divergences
-from lockstep.rl.algorithms.losses import Loss, clip, clip_sequence, clip_weight, reinforce
+from lockstep.rl.algorithms.losses import (
+    PolicyLossInputs,
+    clip,
+    clip_sequence,
+    clip_weight,
+    divergences,
+    reinforce,
+    value_losses,
+)
 from lockstep.rl.algorithms.off_policy import correction, ratio_metrics, ratios
 
 Metrics = dict[str, Float[Tensor, ""]]
@@ -28,7 +33,11 @@ def objective(inputs: PolicyLossInputs, algorithm: Algorithm) -> tuple[Float[Ten
     depend on that completion alone: losses, gradients and sums of micro-batches of whole completions add up to the
     step's, however it was split.
     """
-    losses, clipped = _token_losses(inputs, algorithm)
+    if algorithm.loss == "reinforce":
+        losses, clipped = reinforce(inputs)
+    else:
+        clipping = {"clip": clip, "clip_sequence": clip_sequence, "clip_weight": clip_weight}[algorithm.loss]
+        losses, clipped = clipping(inputs, algorithm.clip_low, algorithm.clip_high)
     weights = inputs.weights
     ratio = ratios(inputs.log_probs, inputs.old_log_probs, inputs.of_completions)
     metrics = ratio_metrics(ratio, weights, "policy/ratio")
@@ -67,15 +76,3 @@ def policy_loss(
 ) -> tuple[Float[Tensor, ""], Metrics]:
     """`objective` for GRPO with these bounds: the clipped loss, and the KL divergence with estimator k3."""
     return objective(inputs, Algorithm(clip_low=clip_low, clip_high=clip_high, kl_coefficient=kl_coefficient))
-
-
-def _token_losses(inputs: PolicyLossInputs, algorithm: Algorithm) -> Loss:
-    bounds = algorithm.clip_low, algorithm.clip_high
-    if algorithm.loss == "clip":
-        return clip(inputs, *bounds)
-    if algorithm.loss == "clip_sequence":
-        return clip_sequence(inputs, *bounds)
-    if algorithm.loss == "clip_weight":
-        return clip_weight(inputs, *bounds)
-    assert algorithm.loss == "reinforce", algorithm.loss
-    return reinforce(inputs)

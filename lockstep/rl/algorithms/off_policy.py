@@ -11,7 +11,7 @@ from jaxtyping import Float
 from torch import Tensor
 
 from lockstep import ops
-from lockstep.rl.algorithms.sequences import sum_of_each
+from lockstep.rl.algorithms.losses import sum_of_each
 
 FACTORS = (1.01, 1.1, 2.0)
 """How far from 1 a ratio may be, up or down, to count in `within_…`."""

@@ -9,12 +9,12 @@ from collections.abc import Sequence
 from dataclasses import replace
 from itertools import groupby
 
-from lockstep.rl.conversations.exchange import GroupGraded
 from lockstep.rl.conversations.protocol import ConversationEnvironment, Episode
 from lockstep.rl.conversations.runner import LoopWatchdog, Outcomes, grade_group
 from lockstep.rl.conversations.worker_runner import run_tasks, worker_task
 from lockstep.rl.environments.protocol import Environment, Example
 from lockstep.rl.grading.calling import INVALID, Grader, Outcome, call_problem, event_loop, failure
+from lockstep.rl.grading.exchange import GroupGraded
 from lockstep.rl.grading.pool import GraderPool
 from lockstep.rl.rollouts.records import Conversation, Rollout
 

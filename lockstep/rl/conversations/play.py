@@ -14,13 +14,13 @@ from lockstep.generate.sampler import Sample, Sampler
 from lockstep.generate.sampling_params import FinishReason
 from lockstep.generate.stragglers import stragglers
 from lockstep.rl.conversations.chat import Reply
-from lockstep.rl.conversations.exchange import ConversationEnded, ConversationRestarted, Event, ReplyRequest
 from lockstep.rl.conversations.protocol import ConversationEnvironment
 from lockstep.rl.conversations.rendering import Rendering, Row, TooLongError, Transcript, message_values
 from lockstep.rl.conversations.runner import ConversationRunner
 from lockstep.rl.conversations.worker_runner import WorkerConversationRunner, worker_task
 from lockstep.rl.environments.protocol import Example
 from lockstep.rl.grading.calling import INVALID, Grader, call_problem, failure
+from lockstep.rl.grading.exchange import ConversationEnded, ConversationRestarted, Event, ReplyRequest
 from lockstep.rl.grading.pool import GraderPool
 from lockstep.rl.rollouts.records import Conversation, Rollout, of_versions
 

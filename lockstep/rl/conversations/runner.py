@@ -17,7 +17,6 @@ from typing import Any
 from lockstep.config import RewardConfig
 from lockstep.errors import UserError
 from lockstep.rl.conversations.chat import Chat, ConversationOver, Reply
-from lockstep.rl.conversations.exchange import ConversationEnded, ReplyRequest, checked_seconds, plain_messages
 from lockstep.rl.conversations.protocol import ConversationEnvironment, Episode
 from lockstep.rl.environments.protocol import Example, Message, source_file
 from lockstep.rl.grading.calling import (
@@ -34,6 +33,7 @@ from lockstep.rl.grading.calling import (
     retrieve_error,
     with_timeout,
 )
+from lockstep.rl.grading.exchange import ConversationEnded, ReplyRequest, checked_seconds, plain_messages
 
 Outcomes = list[Outcome | None]
 

@@ -2,56 +2,67 @@
 
 from __future__ import annotations
 
-import select
 from collections import deque
 from collections.abc import Sequence
-from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from typing import Any
 
 from lockstep.rl.conversations.chat import Reply
-from lockstep.rl.conversations.exchange import (
+from lockstep.rl.conversations.protocol import Episode
+from lockstep.rl.environments.protocol import Example, Message
+from lockstep.rl.grading.calling import KILLED, Outcome, failure
+from lockstep.rl.grading.exchange import (
+    ANSWER,
+    CONVERSE,
+    END,
+    FAILED,
+    GRADE,
     ConversationEnded,
     ConversationRestarted,
     Event,
     GroupGraded,
     ReplyRequest,
+    body_of,
     episode_data,
     event_from,
+    fields_of,
+    header,
+    message,
     reply_data,
 )
-from lockstep.rl.conversations.protocol import Episode
-from lockstep.rl.environments.protocol import Example, Message
-from lockstep.rl.grading.calling import KILLED, failure
-from lockstep.rl.grading.frames import Closed
-from lockstep.rl.grading.pool import CHECK_SECONDS, ENDED_SUPERVISOR, GraderPool, SupervisorProcess, fields_of
-from lockstep.rl.grading.worker_supervisor import CONVERSE, DONE
+from lockstep.rl.grading.pool import GraderPool
+from lockstep.rl.grading.supervisor_process import ENDED_SUPERVISOR, SupervisorEvents, SupervisorProcess
+from lockstep.workers import Closed, to_json
 
-SILENCE = 60.0
-"""Seconds beyond the environment's time after which a silent supervisor is considered dead."""
 
-Task = dict[str, Any]
-"""Work for a process: `method`, `example`, `seed` and, for `grade`, `episodes`."""
+@dataclass(frozen=True)
+class Task:
+    """Work for a process: a conversation about an example, or the grading of a group's episodes."""
+
+    kind: str
+    name: str
+    """Of the example."""
+    body: dict[str, Any]
 
 
 def worker_task(example: Example, seed: int, episodes: Sequence[Episode] | None = None) -> Task:
     """A conversation about an example, or the grading of a group's `episodes`. Raises UserError as `fields_of`."""
-    task: Task = {"method": "converse", "example": fields_of(example), "seed": seed}
-    return task if episodes is None else task | {"method": "grade", "episodes": list(map(episode_data, episodes))}
+    body: dict[str, Any] = {"example": fields_of(example), "seed": seed}
+    if episodes is None:
+        return Task(CONVERSE, example.name, body)
+    return Task(GRADE, example.name, body | {"episodes": list(map(episode_data, episodes))})
 
 
-@dataclass
+@dataclass(eq=False)
 class _Assignment:
     """A supervisor and its tasks."""
 
     supervisor: SupervisorProcess
     numbers: list[int] = field(default_factory=list)
-    """Unfinished tasks."""
-    started: list[int] = field(default_factory=list)
-    """Tasks that have been started: all of them, or one at a time."""
+    """Unfinished tasks, by their index."""
+    started: dict[int, int] = field(default_factory=dict)
+    """Indices of tasks that have been started, all of them or one at a time, by their number at the supervisor."""
     one_by_one: bool = False
-    is_open: bool = False
-    """Whether the supervisor runs conversations."""
 
 
 class WorkerConversationRunner:
@@ -62,72 +73,74 @@ class WorkerConversationRunner:
     """
 
     def __init__(self, tasks: Sequence[Task], workers: GraderPool):
-        self._tasks = tasks
-        self._patience = workers.config.seconds + SILENCE
-        self._on_progress = workers.on_progress
-        self._assignments = [_Assignment(supervisor) for supervisor in workers.supervisors]
+        self._tasks, self._workers = tasks, workers
+        self._assignments = {supervisor: _Assignment(supervisor) for supervisor in workers.supervisors}
+        self._by_index = [workers.supervisors[index % len(workers.supervisors)] for index in range(len(tasks))]
+        self._arrivals = SupervisorEvents(workers.config)
         self._events: deque[Event | ConversationRestarted] = deque()
         self._messages: dict[int, list[Message]] = {}
         """Of each conversation's last request, for those that are killed."""
 
     def __enter__(self) -> WorkerConversationRunner:
-        for number in range(len(self._tasks)):
-            self._assignment(number).numbers.append(number)
-        for assignment in self._assignments:
+        for index, supervisor in enumerate(self._by_index):
+            self._assignments[supervisor].numbers.append(index)
+        for assignment in self._assignments.values():
             if assignment.numbers:
                 assignment.supervisor.await_ready()
                 self._start(assignment, assignment.numbers)
         return self
 
     def __exit__(self, *_: object) -> None:
-        for assignment in self._assignments:
-            if assignment.is_open:
-                _end_tasks(assignment.supervisor)
+        for assignment in self._assignments.values():
+            if assignment.started:
+                assignment.supervisor.end_tasks()
 
     def next(self, wait: bool) -> Event | ConversationRestarted | None:
         """The next event of a conversation; None if there is none and `wait` is False."""
-        # Silent checks are counted, as the clock runs on while this process itself is stopped.
-        silent_checks = 0
         while not self._events:
-            received = self._receive(CHECK_SECONDS if wait else 0.0)
+            busy = [one.supervisor for one in self._assignments.values() if one.numbers]
+            # With `wait`, it is the environment's turn in all of them.
+            for supervisor, data in self._arrivals.wait(busy, wait):
+                if data is None:
+                    self._replace(self._assignments[supervisor])
+                else:
+                    self._receive(self._assignments[supervisor], data)
             if not wait:
                 break
-            silent_checks = 0 if received else silent_checks + 1
-            silent = silent_checks * CHECK_SECONDS > self._patience
-            for assignment in self._assignments if silent_checks else ():
-                # It is the environment's turn in all of them, or the trainer would not wait.
-                if assignment.numbers and (assignment.supervisor.stays_stopped() or silent):
-                    self._replace(assignment)
         return self._events.popleft() if self._events else None
 
-    def answer(self, number: int, request: int, reply: Reply | None) -> None:
+    def answer(self, index: int, request: int, reply: Reply | None) -> None:
         """As `ConversationRunner.answer`."""
-        with suppress(Closed):  # its end is noticed in `_receive`
-            self._assignment(number).supervisor.send(["answer", number, request, reply_data(reply)])
+        assignment = self._assignments[self._by_index[index]]
+        number = next((number for number, started in assignment.started.items() if started == index), None)
+        if number is not None:
+            body = to_json([request, reply_data(reply)])
+            assignment.supervisor.send(message(ANSWER, number, reply is None, body=body))
 
-    def _assignment(self, number: int) -> _Assignment:
-        return self._assignments[number % len(self._assignments)]
+    def _receive(self, assignment: _Assignment, data: bytes) -> None:
+        kind, number, _, seconds = header(data)
+        index = assignment.started.get(number)
+        if index is None or index not in assignment.numbers:
+            return
+        try:
+            if kind == FAILED:
+                cause, problem, _ = body_of(data)
+                event: Event = ConversationEnded(index, [], False, self._failure(index, cause, problem), {})
+            else:
+                event = event_from(kind, index, body_of(data))
+        except (Closed, TypeError, ValueError, OverflowError):  # the environment wrote into the pipe
+            assignment.supervisor.send(message(END, number))
+            event = ConversationEnded(index, [], False, self._failure(index, KILLED), {})
+        if isinstance(event, ConversationEnded) and not event.environment_seconds:
+            event = replace(event, environment_seconds=seconds)  # it was ended before it could report its time
+        self._handle(assignment, event)
 
-    def _receive(self, seconds: float) -> bool:
-        """Waits up to `seconds`; returns whether anything has arrived."""
-        poll = select.poll()
-        assignments = {a.supervisor.stream.reads: a for a in self._assignments if a.is_open}
-        for end in assignments:
-            poll.register(end, select.POLLIN)
-        ready = poll.poll(1000 * seconds)
-        for end, _ in ready:
-            assignment = assignments[end]
-            try:
-                for data in assignment.supervisor.stream.messages():
-                    self._handle(assignment, event_from(data))
-            except (Closed, TypeError, ValueError, OverflowError):
-                self._replace(assignment)
-        return bool(ready)
+    def _failure(self, index: int, cause: str, problem: str = "") -> Outcome:
+        task = self._tasks[index]
+        return self._workers.problem(cause, task.name, task.kind, problem)
 
     def _handle(self, assignment: _Assignment, event: Event) -> None:
-        if event.number not in assignment.numbers:
-            return
-        self._on_progress()
+        self._workers.on_progress()
         if isinstance(event, ReplyRequest):
             self._messages[event.number] = event.messages
         else:
@@ -140,40 +153,24 @@ class WorkerConversationRunner:
 
     def _replace(self, assignment: _Assignment) -> None:
         """Restarts a supervisor that has ended, or is stopped or silent, and its tasks."""
-        assignment.supervisor.end()
-        assignment.is_open = False
-        if not assignment.numbers:
-            return
+        assignment.supervisor.start()
         assignment.supervisor.await_ready()
-        suspects = [number for number in assignment.started if number in assignment.numbers]
+        suspects = [index for index in assignment.started.values() if index in assignment.numbers]
         if len(suspects) > 1:
-            self._events.extend(ConversationRestarted(number) for number in suspects)
+            self._events.extend(ConversationRestarted(index) for index in suspects)
             assignment.one_by_one = True
             self._start(assignment, assignment.numbers[:1])
             return
-        task = self._tasks[suspects[0]]
-        problem = f"the {task['method']} of example {Example(**task['example']).name} {ENDED_SUPERVISOR}"
-        self._handle(assignment, ConversationEnded(suspects[0], [], False, failure(KILLED, problem), {}))
+        for index in suspects:
+            task = self._tasks[index]
+            outcome = failure(KILLED, f"the {task.kind} of example {task.name} {ENDED_SUPERVISOR}")
+            self._handle(assignment, ConversationEnded(index, [], False, outcome, {}))
 
     def _start(self, assignment: _Assignment, numbers: Sequence[int]) -> None:
-        assignment.started = list(numbers)
-        if not numbers:
-            return
-        start = [] if assignment.is_open else [CONVERSE]
-        assignment.is_open = True
-        with suppress(Closed):  # its end is noticed in `_receive`
-            for message in [*start, *(["begin", number, self._tasks[number]] for number in numbers)]:
-                assignment.supervisor.send(message)
-
-
-def _end_tasks(supervisor: SupervisorProcess) -> None:
-    """Ends a supervisor's unfinished tasks."""
-    try:
-        supervisor.send(DONE)
-        while supervisor.receive(SILENCE) != DONE:
-            pass
-    except Closed:
-        supervisor.end()
+        assignment.started = {
+            assignment.supervisor.begin(self._tasks[index].kind, to_json(self._tasks[index].body)): index
+            for index in numbers
+        }
 
 
 def run_tasks(tasks: Sequence[Task], workers: GraderPool) -> list[ConversationEnded | GroupGraded]:
@@ -183,4 +180,4 @@ def run_tasks(tasks: Sequence[Task], workers: GraderPool) -> list[ConversationEn
         while len(results) < len(tasks):
             if isinstance(event := runner.next(wait=True), ConversationEnded | GroupGraded):
                 results[event.number] = event
-    return [results[number] for number in range(len(tasks))]
+    return [results[index] for index in range(len(tasks))]

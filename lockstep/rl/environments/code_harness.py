@@ -17,9 +17,10 @@ import io
 import itertools
 import json
 import os
-import select
 import subprocess
+import symtable
 import sys
+import threading
 import time
 import unittest
 from collections.abc import Callable, Iterator
@@ -60,35 +61,20 @@ def programs(job: dict[str, Any], deadline: float) -> Iterator[bool]:
 
 def run_program(stdin: str, deadline: float, max_bytes: int) -> str | None:
     """The code's output; None if it fails, prints too much or takes too long."""
-    child = start(["solution.py"])
-    assert child.stdin and child.stdout
-    left, printed = memoryview(stdin.encode(errors="surrogatepass")), bytearray()
-    os.set_blocking(child.stdin.fileno(), False)
-    try:
-        while (seconds := deadline - time.monotonic()) > 0:
-            writing = [child.stdin] if not child.stdin.closed else []
-            readable, writable, _ = select.select([child.stdout], writing, [], seconds)
-            if writable:
-                try:
-                    left = left[os.write(child.stdin.fileno(), left[:4096]) if left else 0 :]
-                except BrokenPipeError:
-                    left = left[:0]
-                if not left:
-                    with suppress(BrokenPipeError):
-                        child.stdin.close()
-            if readable:
-                part = os.read(child.stdout.fileno(), 2**16)
-                printed += part
-                if len(printed) > max_bytes:
-                    return None
-                if not part:
-                    code = child.wait(max(0.0, deadline - time.monotonic()))
-                    return printed.decode(errors="replace") if code == 0 else None
-        return None
-    except subprocess.TimeoutExpired:
-        return None
-    finally:
-        end(child)
+    # Files, not pipes: nothing can block on a program that does not read or never stops printing.
+    with open("input", "wb+") as given, open("output", "wb+") as printed:
+        given.write(stdin.encode(errors="surrogatepass"))
+        given.seek(0)
+        child = start(["solution.py"], given, printed)
+        try:
+            code = child.wait(max(0.0, deadline - time.monotonic()))
+        except subprocess.TimeoutExpired:
+            return None
+        finally:
+            end(child)
+        printed.seek(0)
+        output = printed.read(max_bytes + 1)
+    return output.decode(errors="replace") if code == 0 and len(output) <= max_bytes else None
 
 
 def lines_of(text: str) -> list[str]:
@@ -98,14 +84,18 @@ def lines_of(text: str) -> list[str]:
 
 def functions(job: dict[str, Any], deadline: float) -> Iterator[bool]:
     """Whether each test of the source passes. Names that it does not define are the code's functions."""
-    child = start(["-c", job["harness"], "child"])
-    answers = Answers(child, deadline)
+    child = start(["-c", job["harness"], "child"], subprocess.PIPE, subprocess.PIPE)
+    # Its end closes the pipes, on which a question or an answer may wait.
+    timer = threading.Timer(deadline - time.monotonic(), end, [child])
+    timer.daemon = True
+    timer.start()
+    answers = Answers(child)
     namespace: dict[str, Any] = {"__name__": "tests"}
     tests = ast.parse(job["tests"])
     try:
         with suppress(Broken):
             answers.broken = "raised" in answers.ask({"code": job["code"]})
-        for name in unknown_names(tests):
+        for name in unknown_names(job["tests"]):
             namespace[name] = caller(name, answers)
         broken = False
         for statement in tests.body:
@@ -173,23 +163,18 @@ def succeeds(test: Callable[[], Any]) -> bool:
     return True
 
 
-def unknown_names(tests: ast.Module) -> set[str]:
+def unknown_names(source: str) -> set[str]:
     """Names that the tests read but do not define. Built-ins are excluded: the code's `abs` or `all` could decide what
     passes."""
+    module = symtable.symtable(source, "tests", "exec")
+    known = {symbol.get_name() for symbol in module.get_symbols() if symbol.is_assigned() or symbol.is_imported()}
     read: set[str] = set()
-    known = set(dir(builtins))
-    for node in ast.walk(tests):
-        if isinstance(node, ast.Name):
-            (read if isinstance(node.ctx, ast.Load) else known).add(node.id)
-        elif isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):
-            known.add(node.name)
-        elif isinstance(node, ast.arg):
-            known.add(node.arg)
-        elif isinstance(node, ast.Import | ast.ImportFrom):
-            known.update((alias.asname or alias.name).split(".")[0] for alias in node.names)
-        elif isinstance(node, ast.ExceptHandler) and node.name:
-            known.add(node.name)
-    return read - known
+    scopes = [module]
+    for scope in scopes:
+        scopes += scope.get_children()
+        symbols = (s for s in scope.get_symbols() if s.is_referenced() and (s.is_global() or scope is module))
+        read |= {symbol.get_name() for symbol in symbols}
+    return read - known - set(dir(builtins))
 
 
 def caller(name: str, answers: Answers) -> Callable[..., Any]:
@@ -215,15 +200,18 @@ def caller(name: str, answers: Answers) -> Callable[..., Any]:
 class Answers:
     """Calls the code's process, with one line of JSON each way."""
 
-    def __init__(self, child: subprocess.Popen[bytes], deadline: float):
-        self.child, self.deadline, self.broken = child, deadline, False
+    def __init__(self, child: subprocess.Popen[bytes]):
+        self.child, self.broken = child, False
 
     def ask(self, question: dict[str, Any]) -> dict[str, Any]:
         """Raises Broken, and then at every later call."""
         if self.broken:
             raise Broken
+        assert self.child.stdin and self.child.stdout
         try:
-            answer = self._ask(json.dumps(question).encode() + b"\n")
+            self.child.stdin.write(json.dumps(question).encode() + b"\n")
+            self.child.stdin.flush()
+            answer = json.loads(self.child.stdout.readline(MAX_ANSWER_BYTES))
             if not isinstance(answer, dict) or not (isinstance(answer.get("raised"), list) or "value" in answer):
                 raise Broken
             return answer
@@ -231,49 +219,25 @@ class Answers:
             self.broken = True
             raise Broken from error
 
-    def _ask(self, line: bytes) -> Any:
-        assert self.child.stdin and self.child.stdout
-        left = memoryview(line)
-        os.set_blocking(self.child.stdin.fileno(), False)
-        answer = bytearray()
-        while b"\n" not in answer:
-            writing = [self.child.stdin] if left else []
-            seconds = self.deadline - time.monotonic()
-            readable, writable, _ = select.select([self.child.stdout], writing, [], max(0.0, seconds))
-            if seconds <= 0 or len(answer) > MAX_ANSWER_BYTES:
-                raise Broken
-            if writable:
-                left = left[os.write(self.child.stdin.fileno(), left[:4096]) :]
-            if readable:
-                part = os.read(self.child.stdout.fileno(), 2**16)
-                if not part:
-                    raise Broken
-                answer += part
-        return json.loads(answer[: answer.index(b"\n")])
 
-
-def start(arguments: list[str]) -> subprocess.Popen[bytes]:
-    """Starts another interpreter, which inherits only pipes for its input and output."""
+def start(arguments: list[str], stdin: Any, stdout: Any) -> subprocess.Popen[bytes]:
+    """Starts another interpreter, which inherits only its input and output."""
     return subprocess.Popen(
         [sys.executable, "-I", "-S", *arguments],
-        stdin=subprocess.PIPE,
-        stdout=subprocess.PIPE,
+        stdin=stdin,
+        stdout=stdout,
         stderr=subprocess.DEVNULL,
-        bufsize=0,
         start_new_session=True,
         env={},
     )
 
 
 def end(child: subprocess.Popen[bytes]) -> None:
+    """Ends the process and what it has started."""
     with suppress(ProcessLookupError, PermissionError):
         os.killpg(child.pid, 9)
     child.kill()
     child.wait()
-    for pipe in (child.stdin, child.stdout):
-        if pipe:
-            with suppress(OSError):
-                pipe.close()
 
 
 def child() -> None:
@@ -307,13 +271,11 @@ def encode(value: Any) -> Any:
         return value
     if isinstance(value, list):
         return [encode(item) for item in value]
-    if isinstance(value, tuple | set | frozenset):
-        kind = next(kind for kind in (tuple, set, frozenset) if isinstance(value, kind))
-        return {kind.__name__: [encode(item) for item in value]}
+    for kind in (tuple, set, frozenset, bytes, bytearray):
+        if isinstance(value, kind):
+            return {kind.__name__: [encode(item) for item in value]}
     if isinstance(value, dict):
         return {"dict": [[encode(key), encode(item)] for key, item in value.items()]}
-    if isinstance(value, bytes | bytearray):
-        return {"bytes": list(value)}
     if isinstance(value, complex):
         return {"complex": [value.real, value.imag]}
     if hasattr(value, "__next__"):
@@ -322,23 +284,17 @@ def encode(value: Any) -> Any:
 
 
 def decode(value: Any) -> Any:
-    """The inverse of `encode`. Raises ValueError for other data."""
+    """The inverse of `encode`. Raises KeyError, TypeError or ValueError for other data."""
     if isinstance(value, list):
         return [decode(item) for item in value]
     if not isinstance(value, dict):
         return value
-    ((kind, parts),) = value.items()
-    if kind == "dict":
-        return {decode(key): decode(item) for key, item in parts}
     kinds: dict[str, Callable[[Any], Any]] = {
-        **{"tuple": tuple, "set": set, "frozenset": frozenset},
-        **{"bytes": bytes, "iter": iter},
+        **{"tuple": tuple, "set": set, "frozenset": frozenset, "bytes": bytes, "bytearray": bytearray},
+        **{"dict": dict, "iter": iter, "complex": lambda parts: complex(*parts)},
     }
-    if kind == "complex":
-        return complex(*parts)
-    if kind not in kinds:
-        raise ValueError(kind)
-    return kinds[kind]([decode(item) for item in parts])
+    ((kind, parts),) = value.items()
+    return kinds[kind](decode(parts))
 
 
 if __name__ == "__main__":

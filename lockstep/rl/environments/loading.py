@@ -6,15 +6,31 @@ import importlib.util
 import inspect
 import sys
 import zlib
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from lockstep.errors import UserError, closest
 from lockstep.rl.conversations.protocol import ConversationEnvironment
+from lockstep.rl.environments.code import Code
+from lockstep.rl.environments.digit_sum import DigitSum
+from lockstep.rl.environments.gsm8k import GSM8K
+from lockstep.rl.environments.gymnasium_adapter import gymnasium_game
+from lockstep.rl.environments.math_jsonl import Math
+from lockstep.rl.environments.prompts import Prompts
 from lockstep.rl.environments.protocol import Environment, source_file, user_line
-from lockstep.rl.environments.ready import ADAPTERS, ENVIRONMENTS
+from lockstep.rl.environments.verifiers_adapter import verifiers_tasks
 
+ENVIRONMENTS: dict[str, type[Environment]] = {
+    "code": Code,
+    "digit_sum": DigitSum,
+    "gsm8k": GSM8K,
+    "math": Math,
+    "prompts": Prompts,
+}
+ADAPTERS: dict[str, Callable[[str], type[Environment]]] = {"gymnasium": gymnasium_game, "verifiers": verifiers_tasks}
+"""Environments of other packages, given as `PACKAGE:NAME`: functions that create the class from the name."""
 GIVEN = "object:"
 """Prefix in a run's settings for an environment that was passed as an object."""
 FORMS = {"gymnasium": "gymnasium:ID", "verifiers": "verifiers:TASKSET"}
@@ -136,11 +152,7 @@ def check_environment(environment: Environment) -> None:
         if converses and method in ("converse", "grade") and not inspect.iscoroutinefunction(function):
             raise UserError(f"{where}.{method} is not a coroutine function; write `async def {method}(…)`")
         try:
-            signature = inspect.signature(function)
-        except (TypeError, ValueError):
-            continue  # functions written in C may have none
-        try:
-            signature.bind(*names)
+            inspect.signature(function).bind(*names)
         except TypeError as error:
             keyword = "async def" if inspect.iscoroutinefunction(function) else "def"
             signature_text = f"{keyword} {method}({', '.join(('self', *names))})"
@@ -148,14 +160,8 @@ def check_environment(environment: Environment) -> None:
     if not isinstance(environment, ConversationEnvironment):
         return
     tools, turns = environment.tools, environment.turns
-    if not isinstance(tools, tuple | list):
-        name = getattr(tools, "__name__", "…")
-        raise UserError(f"{where}.tools is {tools!r:.60}, not a tuple or list of functions; write `tools = ({name},)`")
-    if other := [tool for tool in tools if not callable(tool)]:
-        raise UserError(
-            f"{where}.tools contains {other[0]!r:.60}, which is not a function; write `tools = (function,)` with the "
-            "functions themselves"
-        )
+    if not isinstance(tools, tuple | list) or not all(map(callable, tools)):
+        raise UserError(f"{where}.tools is {tools!r:.60}, not a tuple or list of functions; write `tools = (f,)`")
     if type(turns) is not int or turns < 1:
         raise UserError(f"{where}.turns is {turns!r:.60}, not an integer of at least 1; write `turns = 8`")
 

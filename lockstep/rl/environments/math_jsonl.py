@@ -103,13 +103,6 @@ def boxed_answer(text: str) -> str | None:
     return ", ".join(dict.fromkeys(contents)) or None
 
 
-def last_boxed(text: str) -> str | None:
-    """The content of the last `\\boxed{…}` (else `\\fbox{…}`), with balanced braces, or the rest of the formula after
-    `\\boxed`, as in some of MATH's solutions; None if it is absent or not closed."""
-    boxes = _boxes(text)
-    return _content(text, boxes[-1].end())[0] if boxes else None
-
-
 def _boxes(text: str) -> list[re.Match[str]]:
     return list(BOX.finditer(text)) or list(FRAMED.finditer(text))
 

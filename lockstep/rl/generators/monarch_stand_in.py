@@ -22,6 +22,7 @@ REACH_SECONDS = 30.0
 
 
 def main() -> int:
+    """The stand-in process; returns its exit code."""
     arguments = json.loads(sys.argv[1])
     key = sys.stdin.readline().strip()
     ended = threading.Event()
@@ -29,8 +30,7 @@ def main() -> int:
     try:
         return stand_in(**arguments, key=key, ended=ended)
     except Exception as error:
-        lines = str(error).splitlines()
-        problem = lines[-1] if lines else "no response"
+        problem = (str(error).splitlines() or ["no response"])[-1]
         print(f"the Monarch worker at {arguments['worker']}: {type(error).__name__}: {problem}")
         return 1
 

@@ -33,14 +33,14 @@ def resolve_generator_settings(config: RLConfig, world: World) -> RLConfig:
     says otherwise, corrected for. Raises UserError, on all ranks, if a server or a Monarch worker does not answer.
     """
     if config.actors.urls:
-        from lockstep.rl.generators.http_supervisor import servers_are_exact
+        from lockstep.rl.generators.http_servers import servers_are_exact
 
         if not world.from_main(lambda: servers_are_exact(config.actors)):
             if config.off_policy == "none":
                 log.warning("off_policy is none, so the difference in vLLM's log-probabilities biases the gradient")
             config = replace(config, off_policy=config.off_policy or "truncate", on_parity_error="measure")
     if config.actors.hosts:
-        from lockstep.rl.generators.monarch_workers import require_workers
+        from lockstep.rl.generators.supervisor import require_workers
 
         world.on_main(lambda: require_workers(config.actors))
     return config
@@ -85,13 +85,7 @@ def open_generators(
         return colocated
     from lockstep.rl.generators.separate import SeparateGenerators
 
-    spec = generator_spec(config, model, world)
-    return opened.enter_context(SeparateGenerators(spec, actors, model, world, run, replica))
-
-
-def generator_spec(config: RLConfig, model: TrainableModel, world: World) -> GeneratorSpec:
-    """What separate generators of the policy `model` must match."""
-    return GeneratorSpec(
+    spec = GeneratorSpec(
         model=config.model,
         shape=model.config,
         dtype=config.dtype,
@@ -108,6 +102,7 @@ def generator_spec(config: RLConfig, model: TrainableModel, world: World) -> Gen
         ),
         device=config.device,
     )
+    return opened.enter_context(SeparateGenerators(spec, actors, model, world, run, replica))
 
 
 def scores_with_policy(config: RLConfig) -> bool:

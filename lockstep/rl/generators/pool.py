@@ -1,4 +1,4 @@
-"""Remote generators behind the interface of one engine: each request goes to one, and to another if that one dies.
+"""The separate generators of a run: each request goes to one of them, and to another if that one dies.
 
 A request's samples depend only on its seed and the weights, not on the generator: one that continues where another
 stopped draws the tokens that the other would have drawn.
@@ -15,19 +15,18 @@ from typing import Any
 
 from lockstep.errors import RunStopped, UserError, one_line
 from lockstep.generate import Completion, SamplingParams
-from lockstep.generate.stragglers import stragglers
 from lockstep.observe import log
-from lockstep.rl.generators.remote import Remote, RemoteSample, Request
-from lockstep.rl.generators.response_checks import checked_samples, checked_version
+from lockstep.rl.generators.remote import InvalidResponse, Remote, RemoteSample, Request
+from lockstep.rl.generators.response_checks import check_sample
 from lockstep.rl.generators.work_log import WorkLog
 from lockstep.rl.weights.server import WeightManifest
 
 POLL_SECONDS = 0.02
-"""Longest wait of one `step`, in seconds."""
+"""Longest wait of `GeneratorPool.wait`, in seconds."""
 
 
 class GeneratorPool:
-    """The separate generators of a run: a `Sampler`, and the `Reports` that its remotes call. Thread-safe."""
+    """Distributes requests, and takes the reports of its remotes. `PoolSampler` is its users' side. Thread-safe."""
 
     def __init__(
         self,
@@ -43,7 +42,7 @@ class GeneratorPool:
         model's."""
         self.max_positions, self.cache_tokens = max_positions, cache_tokens
         self._vocab_size, self._eos_token_ids = vocab_size, eos_token_ids
-        self.start_seconds, self._finish = start_seconds, finish
+        self._start_seconds, self._finish = start_seconds, finish
         self.advice = "fix what prevents them from starting"
         """For the error if no generator has ever been ready: what to do."""
         self.required: set[str] = set()
@@ -59,11 +58,6 @@ class GeneratorPool:
         """The weights version of each ready generator."""
         self._requests: dict[int, Request] = {}
         """The unfinished ones."""
-        self._assigned: dict[int, str] = {}
-        """The generator that each was sent to; none if it waits for capacity."""
-        self._added: dict[int, Request] = {}
-        """Those whose `samples` have not been fetched yet."""
-        self._refused: dict[int, str] = {}
         self._next_id = 0
         self.num_reports = 0
         """Reports received from generators."""
@@ -73,25 +67,14 @@ class GeneratorPool:
         self._first_version = 0
         self._last_loss = ""
         self._failure: Exception | None = None
-        self._cancelled: set[object] = set()
-        """Owners whose requests have been cancelled."""
         self._work = WorkLog()
 
-    # A Sampler. Finished requests are forgotten here; `CachingGeneratorPool` keeps them.
-
-    def generate(
-        self,
-        prompts: Sequence[list[int]],
-        params: SamplingParams | Sequence[SamplingParams],
-        first: int | None = None,
-    ) -> list[list[Completion]]:
-        """As `Engine.generate`. Raises RunStopped if no generator is left, UserError if none has ever been ready."""
-        return self.complete([self.begin(*each) for each in pair_up(prompts, params)], first)
+    # For `PoolSampler`.
 
     def begin(
         self, prompt: list[int], params: SamplingParams, begun: Sequence[Completion] = (), owner: object = None
     ) -> Request:
-        """Requests a prompt's samples. begun: samples to continue. owner: as for `step`, `cancel`."""
+        """Requests a prompt's samples. begun: samples to continue. owner: as for `wait`."""
         seed = secrets.randbits(62) if params.seed is None else params.seed
         samples = [RemoteSample.begun(completion) for completion in begun] or [RemoteSample() for _ in range(params.n)]
         with self.changed:
@@ -102,84 +85,26 @@ class GeneratorPool:
                 self._dispatch()
         return request
 
-    def complete(
-        self, requests: Sequence[Request], first: int | None = None, owner: object = None
-    ) -> list[list[Completion]]:
-        """Waits for all samples of the requests, or for the `first` requests, as `generate` does.
-
-        Raises as `generate`, and aborts the requests then.
-        """
-        remaining = dict(enumerate(requests))
-        try:
-            with self.changed:
-                while self._unfinished(remaining, first):
-                    self._raise_failures([request.id for request in remaining.values()], owner)
-                    self.changed.wait(POLL_SECONDS)
-        finally:
-            for request in requests:
-                self.abort(request.id)
-        for number, request in remaining.items():
-            if any(sample.finish_reason == "error" for sample in request.samples):
-                raise UserError(
-                    f"prompt {number}: its logits are not finite (NaN or infinite) with weights version "
-                    f"{self.weights_version}; check the weights, or load those of an earlier checkpoint"
-                )
-        return [
-            [sample.completion() for sample in request.samples] if number in remaining else []
-            for number, request in enumerate(requests)
-        ]
-
-    def _unfinished(self, remaining: dict[int, Request], first: int | None) -> bool:
-        """Whether any is unfinished; aborts and removes those that are not among the `first`."""
-        if first is not None:
-            for number in stragglers({number: request.samples for number, request in remaining.items()}, first):
-                self.abort(remaining.pop(number).id)
-        return any(request.unfinished for request in remaining.values())
-
-    def add(self, prompt: list[int], params: SamplingParams) -> int:
-        with self.changed:
-            request = self.begin(prompt, params)
-            self._added[request.id] = request
-            return request.id
-
-    def samples(self, request_id: int) -> Sequence[RemoteSample]:
-        """The samples of a request, which may be finished by now; can be called once."""
-        return self._added.pop(request_id).samples
-
-    def step(self, owner: object = None) -> None:
-        """Waits briefly for reports. Raises as `generate`, and for refused requests of `owner`."""
-        with self.changed:
-            refused = [request for request in self._refused if self._requests[request].owner is owner]
-            self._raise_failures(refused, owner)
-            self.changed.wait(POLL_SECONDS)
-
     def abort(self, request_id: int) -> None:
         with self.changed:
-            self._requests.pop(request_id, None)
-            self._added.pop(request_id, None)
-            self._refused.pop(request_id, None)
-            if name := self._assigned.pop(request_id, None):
-                self._remotes[name].abort(request_id)
-            self._dispatch()
+            request = self._requests.pop(request_id, None)
+            if request and request.generator:
+                self._remotes[request.generator].abort(request_id)
+                self._dispatch()
 
-    def cancel(self, owner: object) -> None:
-        """Raises RunStopped in every thread that waits for samples of this owner, now or later."""
+    def wait(self, owner: object = None) -> None:
+        """Waits briefly for samples to finish. Raises RunStopped if no generator is left, UserError if none has ever
+        been ready, or if a request of `owner` cannot be computed."""
         with self.changed:
-            self._cancelled.add(owner)
-            self.changed.notify_all()
-
-    def _raise_failures(self, requests: Sequence[int], owner: object = None) -> None:
-        if self._failure is not None:
-            raise self._failure
-        if owner in self._cancelled:
-            raise RunStopped("the run ends", exit_code=1)
-        for request in requests:
-            if request in self._refused:
-                raise UserError(self._refused[request])
-        if not self._versions and time.monotonic() - self._none_since > self.start_seconds:
-            raise self.no_generators_error(
-                f"no generator has been ready for {self.start_seconds:g} s (actors.start_seconds){self._last_loss}"
-            )
+            if self._failure is not None:
+                raise self._failure
+            for request in self._requests.values():
+                if request.owner is owner and request.refusal:
+                    raise UserError(request.refusal)
+            if not self._versions and time.monotonic() - self._none_since > self._start_seconds:
+                seconds = f"{self._start_seconds:g} s (actors.start_seconds){self._last_loss}"
+                raise self.no_generators_error(f"no generator has been ready for {seconds}")
+            self.changed.wait(POLL_SECONDS)
 
     def no_generators_error(self, problem: str) -> Exception:
         """The error for a run without generators: a UserError if none was ever ready, as with wrong settings."""
@@ -211,8 +136,8 @@ class GeneratorPool:
             self._work.record_end(name)
             if self._versions.pop(name, None) is not None and not self._versions:
                 self._none_since = time.monotonic()
-            for request in [request for request, to in self._assigned.items() if to == name]:
-                del self._assigned[request]
+            for request in self._requests_of(name):
+                request.generator = ""
             self._dispatch()
             return remote
 
@@ -228,15 +153,11 @@ class GeneratorPool:
             for remote in list(self._remotes.values()):
                 remote.load_weights(manifest)
 
-    def wait_for_weights(self, seconds: float = float("inf")) -> None:
-        """Returns once a generator is ready and all ready ones have the newest weights. Raises as `step`."""
-        until = time.monotonic() + seconds
+    def wait_for_weights(self) -> None:
+        """Returns once a generator is ready and all ready ones have the newest weights. Raises as `wait`."""
         with self.changed:
             while not self._versions or any(version < self.weights_version for version in self._versions.values()):
-                self._raise_failures([])
-                if time.monotonic() > until:
-                    return
-                self.changed.wait(POLL_SECONDS)
+                self.wait()
 
     def fail(self, error: Exception) -> None:
         """Raises `error` in every thread that waits or makes a request, now or later."""
@@ -278,42 +199,45 @@ class GeneratorPool:
         """
         load = {name: self._unfinished_at(name) for name in self._versions}
         for request in self._requests.values():
-            if request.id in self._assigned or not load or not request.unfinished:
+            if request.generator or not load:
                 continue
             name = min(load, key=lambda candidate: (load[candidate], candidate))
             remote = self._remotes[name]
             if not ignore_capacity and load[name] and load[name] + request.unfinished > 2 * remote.capacity:
                 return
-            self._assigned[request.id], request.sent_version = name, self._versions[name]
+            request.generator, request.sent_version = name, self._versions[name]
             request.sent_at = request.sent_at or time.monotonic()
             load[name] += request.unfinished
             remote.submit(request)
 
-    def _unfinished_at(self, name: str) -> int:
-        return sum(self._requests[request].unfinished for request, to in self._assigned.items() if to == name)
+    def _requests_of(self, name: str) -> list[Request]:
+        return [request for request in self._requests.values() if request.generator == name]
 
-    # The `Reports` of its remotes.
+    def _unfinished_at(self, name: str) -> int:
+        return sum(request.unfinished for request in self._requests_of(name))
+
+    # Reports of its remotes, from any thread. They raise InvalidResponse; the remote then reports itself `lost`.
 
     def sampled(self, remote: Remote, parts: Sequence[tuple[int, int, RemoteSample]]) -> None:
+        """New tokens: request, index of the sample, and what follows the tokens already reported."""
         with self.changed:
             self.num_reports += 1
             if self._remotes.get(remote.name) is not remote:
                 return  # removed: others continue its samples
-            requests = {number: self._requests[number] for number, to in self._assigned.items() if to == remote.name}
-            checked = checked_samples(
-                parts, requests, self._next_id - 1, self._published, self._vocab_size, self._eos_token_ids
-            )
             self._work.update(remote.name, remote.statistics)
-            for request, index, new in checked:
+            for request_id, index, new in parts:
+                request = self._requests.get(request_id)
+                if request is None or request.generator != remote.name:
+                    continue  # late: it has ended
+                check_sample(request, index, new, self._published, self._vocab_size, self._eos_token_ids)
                 request.first_token_at = request.first_token_at or time.monotonic()
-                _extend(request.samples[index], new, bool(request.params.routes))
-            for request_id in {part[0] for part in parts}:
-                reported = self._requests.get(request_id)
-                if reported and not reported.unfinished and self._assigned.get(request_id) == remote.name:
-                    self._work.record_request(remote.name, reported)
-                    del self._requests[request_id], self._assigned[request_id]
-            self._dispatch()
-            self.changed.notify_all()
+                request.samples[index].extend(new, bool(request.params.routes))
+                if not request.unfinished:
+                    self._work.record_request(remote.name, request)
+                    del self._requests[request_id]
+                    self._dispatch()
+            if any(new.finish_reason for _, _, new in parts):
+                self.changed.notify_all()
 
     @property
     def _published(self) -> range:
@@ -321,61 +245,45 @@ class GeneratorPool:
         return range(self._first_version, self.weights_version + 1)
 
     def has_weights(self, remote: Remote, version: int) -> None:
+        """From here on it samples with these weights; the first report means that it is ready."""
         with self.changed:
             self.num_reports += 1
-            if self._remotes.get(remote.name) is remote:
-                before = self._versions.get(remote.name, 0)
-                self._versions[remote.name] = checked_version(version, before, self._published)
-                self._was_ready = True
-                self._work.update(remote.name, remote.statistics)
-                self._dispatch()
-                self.changed.notify_all()
+            if self._remotes.get(remote.name) is not remote:
+                return
+            if version not in self._published or version < self._versions.get(remote.name, 0):
+                raise InvalidResponse(f"weights version {version}, which the run has not published")
+            self._versions[remote.name], self._was_ready = version, True
+            self._work.update(remote.name, remote.statistics)
+            self._dispatch()
+            self.changed.notify_all()
 
     def refused(self, remote: Remote, request_id: int, problem: str) -> None:
+        """It cannot compute this request, and no other generator could."""
         with self.changed:
-            if self._assigned.get(request_id) == remote.name and self._remotes.get(remote.name) is remote:
-                self._refused[request_id] = one_line(problem, 1000)
+            request = self._requests.get(request_id)
+            if request and request.generator == remote.name and self._remotes.get(remote.name) is remote:
+                request.refusal = one_line(problem, 1000)
                 self.changed.notify_all()
 
     def incompatible(self, remote: Remote, problem: str) -> None:
-        problem = one_line(problem, 1000)
+        """It can never sample for this run, e.g. because its model differs."""
         if remote.name in self.required:
-            self.fail(UserError(f"{remote.name}: {problem}"))
+            self.fail(UserError(f"{remote.name}: {one_line(problem, 1000)}"))
         else:
-            log.warning("%s cannot sample for this run: %s", remote.name, problem)
+            log.warning("%s cannot sample for this run: %s", remote.name, one_line(problem, 1000))
 
     def lost(self, remote: Remote, why: str, invalid: bool = False) -> None:
+        """It is gone and has closed itself: others continue its samples. invalid: it must not join again."""
         with self.changed:
             if self._remotes.get(remote.name) is not remote:
                 return
+            reason = one_line(why)
             if invalid:
                 self.banned.add(remote.name)
+                reason = f"it sent invalid data ({reason}), and gets no more requests"
             unfinished = self._unfinished_at(remote.name)
             self.leave(remote.name)
             others = f"{len(self._versions)} others continue" if self._versions else "the next one gets"
-            reason = one_line(why)
-            if invalid:
-                reason = f"it sent invalid data ({reason}), and gets no more requests"
             self._last_loss = f"; the last one, {remote.name}: {reason}"
             log.warning("%s: %s; %s its %d unfinished samples", remote.name, reason, others, unfinished)
             self.changed.notify_all()
-
-
-def pair_up(
-    prompts: Sequence[list[int]], params: SamplingParams | Sequence[SamplingParams]
-) -> list[tuple[list[int], SamplingParams]]:
-    """Each prompt with its sampling parameters. Raises UserError if their numbers differ."""
-    listed = [params] * len(prompts) if isinstance(params, SamplingParams) else list(params)
-    if len(listed) != len(prompts):
-        raise UserError(f"{len(prompts)} prompts but {len(listed)} sampling parameters; give one, or one per prompt")
-    return list(zip(prompts, listed))
-
-
-def _extend(sample: RemoteSample, new: RemoteSample, with_routes: bool) -> None:
-    sample.token_ids += new.token_ids
-    sample.logprobs += new.logprobs
-    sample.truncated_logprobs += new.truncated_logprobs
-    sample.versions += new.versions
-    if with_routes:  # one per token, also from a generator that reports none
-        sample.routes += new.routes or [""] * len(new.token_ids)
-    sample.finish_reason = new.finish_reason

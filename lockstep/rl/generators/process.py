@@ -11,8 +11,8 @@ import socket
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from types import FrameType
 from typing import Any
@@ -29,7 +29,7 @@ from lockstep.observe.heartbeat import Heartbeat
 from lockstep.observe.heartbeat import host as place
 from lockstep.parallel import World
 from lockstep.rl.generators.channel import HANDSHAKE_SECONDS, Channel, Closed, call
-from lockstep.rl.generators.process_engine import open_engine
+from lockstep.rl.generators.spec import open_engine
 from lockstep.rl.weights.reader import LoadResult
 from lockstep.rl.weights.server import WeightManifest
 from lockstep.version import __version__
@@ -41,8 +41,11 @@ END_SECONDS = 1.5
 """A process that still runs this many seconds after the trainer is gone is stuck, and is killed."""
 
 
-class _Signalled(Closed):
-    """A signal requested shutdown."""
+class _Ended(Exception):
+    """The trainer, or a signal, ends this generator. why: the message for the trainer, if it does not know yet."""
+
+    def __init__(self, why: str = ""):
+        self.why = why
 
 
 @dataclasses.dataclass
@@ -108,12 +111,13 @@ class _GeneratorProcess:
     """The rank that talks to the trainer."""
 
     def __init__(self, welcome: dict[str, Any], channel: Channel, key: bytes, world: World, timeline: Timeline):
-        self._channel, self._world, self._timeline = channel, world, timeline
+        self._channel, self._timeline = channel, timeline
         self._inbox: queue.SimpleQueue[Any] = queue.SimpleQueue()
+        """Messages, and the exceptions that end it."""
         self._queue: deque[dict[str, Any]] = deque()
-        """Messages received but not handled yet."""
+        """Requests and new weights that have been received but not handled yet."""
         self._finishes_first = welcome["on_update"] == "finish"
-        self._stop_heartbeats, self._exiting = threading.Event(), threading.Event()
+        self._exiting = threading.Event()
         self._requests: dict[int, _ActiveRequest] = {}
         """By the trainer's number."""
         self._last_report = 0.0
@@ -131,58 +135,54 @@ class _GeneratorProcess:
         timeline.counters.append(lambda: self._engine.statistics.steps)
 
     def run(self) -> int:
-        _on_signal(lambda: self._inbox.put(_Signalled("a signal")))
+        _on_signal(lambda: self._inbox.put(_Ended("it received a signal, and leaves")))
         try:
-            self._serve()
-        except _Signalled:
-            self._report()
-            self._channel.send({"kind": "leaves", "why": "it received a signal, and leaves"})
+            while True:
+                self._advance()
+        except _Ended as ended:
+            if ended.why:
+                self._report()
+                self._channel.send({"kind": "leaves", "why": ended.why})
         finally:
-            self._stop_heartbeats.set()
             if isinstance(self._engine, DriverEngine):
                 self._engine.end()
-            self._reader.close()
             self._exiting.set()
         return 0
 
-    def _serve(self) -> None:
-        while True:
-            self._receive_all()
-            while self._queue and not (self._queue[0]["kind"] == "weights" and self._finishes_before_weights()):
-                message = self._queue.popleft()
-                kind = message["kind"]
-                if kind == "end":
-                    return
-                if kind == "request":
-                    self._begin(message)
-                elif kind == "abort":
-                    self._abort(message["id"])
-                elif kind == "weights":
-                    self._timeline.begin(message["manifest"]["version"] + 1)
-                    with self._timeline.span("weights"):
-                        self._load_weights(message["manifest"])
-                self._timeline.message = f"{kind} from rank_0"
-            if self._engine.has_work:
-                if self._timeline.phase != "sample":
-                    self._timeline.enter("sample")
-                ended = any(event.finish_reason for event in self._engine.step())
-                if ended or time.monotonic() - self._last_report > REPORT_SECONDS:
-                    self._report()
+    def _advance(self) -> None:
+        """Handles the messages that have arrived, then samples a token of each sequence."""
+        self._take_messages(wait=not (self._engine.has_work or self._queue))
+        while self._queue and not (self._queue[0]["kind"] == "weights" and self._finishes_before_weights()):
+            message = self._queue.popleft()
+            if message["kind"] == "request":
+                self._begin(message)
+            else:
+                self._timeline.begin(message["manifest"]["version"] + 1)
+                with self._timeline.span("weights"):
+                    self._load_weights(message["manifest"])
+            self._timeline.message = f"{message['kind']} from rank_0"
+        if self._engine.has_work:
+            if self._timeline.phase != "sample":
+                self._timeline.enter("sample")
+            ended = any(event.finish_reason for event in self._engine.step())
+            if ended or time.monotonic() - self._last_report > REPORT_SECONDS:
+                self._report()
 
-    def _receive_all(self, wait: bool = False) -> None:
-        """Puts received messages into the queue; waits for one if there is nothing to do. Raises Closed."""
-        wait = wait or not (self._engine.has_work or self._queue)
+    def _take_messages(self, wait: bool) -> None:
+        """Puts received messages into the queue; aborts at once, as queued weights may wait for the samples.
+
+        wait: for at least one. Raises _Ended and Closed.
+        """
         if wait and self._timeline.phase != "idle":
             self._timeline.enter("idle", "requests of rank_0")
         while wait or not self._inbox.empty():
             message, wait = self._inbox.get(), False
-            if isinstance(message, Closed):
-                if any(queued["kind"] == "end" for queued in self._queue):
-                    return  # the trainer closed the connection after "end"
+            if isinstance(message, Exception):
                 raise message
-            if message["kind"] in ("end", "abort"):
-                # First, as queued weights may be waiting for the very samples that it ends.
-                self._queue.appendleft(message)
+            if message["kind"] == "end":
+                raise _Ended
+            if message["kind"] == "abort":
+                self._abort(message["id"])
             else:
                 self._queue.append(message)
 
@@ -218,7 +218,7 @@ class _GeneratorProcess:
         if request := self._requests.pop(request_id, None):
             self._engine.abort(request.id)
         # It may be queued behind weights that wait.
-        self._queue = deque(queued for queued in self._queue if not _is_request(queued, request_id))
+        self._queue = deque(queued for queued in self._queue if queued.get("id") != request_id)
 
     def _load_weights(self, manifest: WeightManifest) -> None:
         # Tokens are reported with the weights version that they were sampled from.
@@ -228,7 +228,7 @@ class _GeneratorProcess:
         while (result := self._read(manifest)).outcome == "late":
             # Newer weights are published and are, or will be, announced: later requests must be sampled from those.
             while (newer := self._newest(manifest)) is manifest:
-                self._receive_all(wait=True)
+                self._take_messages(wait=True)
             manifest = newer
         if result.outcome == "loaded":
             self._engine.weights_changed(manifest["version"])
@@ -245,18 +245,12 @@ class _GeneratorProcess:
         return announced[-1]["manifest"] if announced else manifest
 
     def _read(self, manifest: WeightManifest) -> LoadResult:
-        drives = isinstance(self._engine, DriverEngine)
-        with (
-            self._timing_weights(),
-            self._engine.on_all_ranks("load", manifest) if drives else nullcontext(),  # type: ignore[attr-defined]
-        ):
-            return self._reader.load(manifest)
-
-    @contextmanager
-    def _timing_weights(self) -> Iterator[None]:
         began = time.monotonic()
-        yield
+        drives = isinstance(self._engine, DriverEngine)
+        with self._engine.on_all_ranks("load", manifest) if drives else nullcontext():  # type: ignore[attr-defined]
+            result = self._reader.load(manifest)
         self._weights_seconds += time.monotonic() - began
+        return result
 
     def _report(self) -> None:
         """Sends the tokens sampled since the last report."""
@@ -298,7 +292,7 @@ class _GeneratorProcess:
 
     def _send_heartbeats(self, seconds: float) -> None:
         try:
-            while not self._stop_heartbeats.wait(seconds):
+            while not self._exiting.wait(seconds):
                 self._channel.send({"kind": "alive", "statistics": self._statistics})
         except Closed:
             pass  # the receiving thread reports it
@@ -312,10 +306,7 @@ def _follow(welcome: dict[str, Any], address: str, key: bytes, world: World) -> 
         reader, engine = open_engine(welcome, key, world)
         # torchrun forwards signals to all ranks; the first one ends the others.
         _on_signal(lambda: None)
-        try:
-            follow(engine, {"load": reader.load})
-        finally:
-            reader.close()
+        follow(engine, {"load": reader.load})
     finally:
         exiting.set()
     return 0
@@ -356,10 +347,6 @@ def _on_signal(leave: Callable[[], None]) -> None:
     if threading.current_thread() is threading.main_thread():
         for number in SIGNALS:
             signal.signal(number, handle)
-
-
-def _is_request(message: dict[str, Any], request_id: int) -> bool:
-    return bool(message["kind"] == "request" and message["id"] == request_id)
 
 
 def _completion(plain: dict[str, Any]) -> Completion:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Protocol
 
@@ -43,6 +43,16 @@ class RemoteSample:
     def sampled(self) -> int:
         return len(self.token_ids)
 
+    def extend(self, new: RemoteSample, with_routes: bool) -> None:
+        """Appends the tokens of `new`, and its end. with_routes: whether routes are kept, one per token."""
+        self.token_ids += new.token_ids
+        self.logprobs += new.logprobs
+        self.truncated_logprobs += new.truncated_logprobs
+        self.versions += new.versions
+        if with_routes:  # also from a generator that reports none
+            self.routes += new.routes or [""] * len(new.token_ids)
+        self.finish_reason = new.finish_reason
+
     def completion(self) -> Completion:
         reason = self.finish_reason or "abort"
         routes = self.routes if any(self.routes) else []
@@ -58,9 +68,12 @@ class Request:
     params: SamplingParams
     """With a seed, so that every generator would draw the same tokens."""
     samples: list[RemoteSample]
-
     owner: object = None
     """Which user of the pool made it."""
+    generator: str = ""
+    """The generator that it was sent to; empty if it waits for capacity."""
+    refusal: str = ""
+    """Why a generator cannot compute it."""
     created_at: float = field(default_factory=time.monotonic)
     first_token_at: float = 0.0
     """When its first token arrived; 0: not yet."""
@@ -75,7 +88,7 @@ class Request:
 
 
 class Remote(Protocol):
-    """A generator of a `GeneratorPool`. No method but `close` blocks: results go to its `Reports`."""
+    """A generator of a `GeneratorPool`. No method but `close` blocks: results are reported to the pool."""
 
     name: str
     """`generator_0` …"""
@@ -100,26 +113,5 @@ class Remote(Protocol):
         """Ends it, and returns once its threads have ended. It reports nothing after that."""
 
 
-class Reports(Protocol):
-    """What a remote reports to the pool, from any thread.
-
-    Invalid data raises InvalidResponse and is not used; the remote then reports itself `lost`.
-    """
-
-    def sampled(self, remote: Remote, parts: Sequence[tuple[int, int, RemoteSample]]) -> None:
-        """New tokens: request, index of the sample, and what follows the tokens already reported."""
-
-    def has_weights(self, remote: Remote, version: int) -> None:
-        """From here on it samples with these weights; the first report means that it is ready."""
-
-    def refused(self, remote: Remote, request_id: int, problem: str) -> None:
-        """It cannot compute this request, and no other generator could."""
-
-    def incompatible(self, remote: Remote, problem: str) -> None:
-        """It can never sample for this run, e.g. because its model differs."""
-
-    def lost(self, remote: Remote, why: str, invalid: bool = False) -> None:
-        """It is gone, or misbehaves: others continue its samples. It has closed itself.
-
-        invalid: it sent invalid data, and must not join again.
-        """
+class InvalidResponse(Exception):
+    """A generator sent data that none should send; the message says which."""

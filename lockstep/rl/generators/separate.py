@@ -13,12 +13,11 @@ from lockstep.errors import RunStopped
 from lockstep.model import Decoder, ScoringModel, TrainableModel, resolve_dtype
 from lockstep.observe import announce
 from lockstep.parallel import World
-from lockstep.rl.generators.caching_pool import CachingGeneratorPool
 from lockstep.rl.generators.channel import Listener, make_key
-from lockstep.rl.generators.http_remote import SILENCE_SECONDS
-from lockstep.rl.generators.http_supervisor import ServerSupervisor
+from lockstep.rl.generators.http_remote import SILENCE_SECONDS, ServerSupervisor
 from lockstep.rl.generators.policy_replica import PolicyReplica
 from lockstep.rl.generators.pool import GeneratorPool
+from lockstep.rl.generators.pool_sampler import PoolSampler
 from lockstep.rl.generators.registry import GeneratorRegistry
 from lockstep.rl.generators.spec import GeneratorSpec
 from lockstep.rl.generators.supervisor import GeneratorSupervisor
@@ -30,7 +29,7 @@ KEY = "generators.key"
 
 
 class SeparateGenerators:
-    """As `Generators`. A context manager; leaving it ends the processes that it started."""
+    """The `Generators` in other processes and servers. A context manager; leaving it ends what it started."""
 
     def __init__(
         self,
@@ -46,7 +45,7 @@ class SeparateGenerators:
         self._model, self._world, self._run = model, world, run
         self._finish = actors.on_update == "finish"
         # Only rank 0's has generators: the other ranks request nothing.
-        self.sampler = GeneratorPool(
+        self._pool = GeneratorPool(
             spec.shape.max_positions,
             spec.cache_tokens,
             actors.start_seconds,
@@ -54,6 +53,7 @@ class SeparateGenerators:
             vocab_size=spec.shape.vocab_size,
             eos_token_ids=spec.shape.eos_token_ids,
         )
+        self.sampler = PoolSampler(self._pool)
         self._opened = ExitStack()
         self._weight_server: WeightServer | None = None
         self._folders: WeightFolders | None = None
@@ -69,29 +69,26 @@ class SeparateGenerators:
 
     def __exit__(self, *_: object) -> None:
         # Wakes threads that still wait for rollouts of a later step.
-        self.sampler.fail(RunStopped("the run ends", exit_code=1))
+        self._pool.fail(RunStopped("the run ends", exit_code=1))
         self._opened.close()
 
-    def caching_sampler(self, saved: dict[str, Any]) -> CachingGeneratorPool:
-        """As `Generators`."""
-        return CachingGeneratorPool(self.sampler, saved)
+    def caching_sampler(self, saved: dict[str, Any]) -> PoolSampler:
+        return PoolSampler(self._pool, saved)
 
     @property
     def policy(self) -> ScoringModel:
-        """As `Generators`."""
         assert self._replica is not None
         return self._replica.model
 
     @property
     def policy_while_paused(self) -> Decoder | None:
-        """As `Generators`."""
         if self._replica is not None:
             return self._replica.model_while_paused
         return self._model if self._world.mesh is None and isinstance(self._model, Decoder) else None
 
     @property
     def progress(self) -> int:
-        return self.sampler.num_reports
+        return self._pool.num_reports
 
     def load_weights(self, version: int) -> None:
         """As `Generators`: waits for the first weights, and for all if nothing is sampled ahead."""
@@ -100,33 +97,30 @@ class SeparateGenerators:
         manifest: WeightManifest = self._weight_server.publish(version) if self._weight_server else {"version": version}
         if self._folders:
             manifest["folder"] = str(self._folders.write(version))
-        self.sampler.weights_version = version
+        self._pool.weights_version = version
         if self._world.is_main:
-            self.sampler.load_weights(manifest)
-            if not self._actors.max_staleness or not self.sampler.ready:
-                self.sampler.wait_for_weights()
+            self._pool.load_weights(manifest)
+            if not self._actors.max_staleness or not self._pool.ready:
+                self._pool.wait_for_weights()
 
     def pause(self) -> None:
-        """As `Generators`: nothing to do, as they use other memory."""
+        """Nothing to do: they use other memory."""
 
     def conversing(self) -> AbstractContextManager[bool]:
-        """As `Generators`: no rank follows another."""
-        return nullcontext(True)
+        return nullcontext(True)  # no rank follows another
 
     def metrics(self) -> dict[str, float]:
-        """As `Generators`; only on rank 0."""
-        return self.sampler.metrics()
+        return self._pool.metrics()
 
     def trace_events(self) -> list[dict[str, Any]]:
-        """As `Generators`."""
-        return self.sampler.trace_events()
+        return self._pool.trace_events()
 
     def _open_servers(self, opening: ExitStack) -> None:
         actors, world = self._actors, self._world
         servers = ServerSupervisor(
             actors.urls,
-            self._spec.server_requirements(),
-            self.sampler,
+            self._spec,
+            self._pool,
             max(SILENCE_SECONDS, actors.silence_seconds),
             finish=self._finish,
         )
@@ -151,16 +145,16 @@ class SeparateGenerators:
         listener = Listener(key, actors.host, actors.port)
         address = "{}:{}".format(*listener.address)
         # Entered in this order, so that generators are told to end before they are killed.
-        supervisor = GeneratorSupervisor(actors, self.sampler, address, key, self._spec.device, self._run / "logs")
+        supervisor = GeneratorSupervisor(actors, self._pool, address, key, self._spec.device, self._run / "logs")
         opening.enter_context(supervisor)
         welcome = self._spec.welcome(actors, self._run)
-        opening.enter_context(GeneratorRegistry(self.sampler, listener, welcome, self._spec.engine.max_sequences))
+        opening.enter_context(GeneratorRegistry(self._pool, listener, welcome, self._spec.engine.max_sequences))
         opening.callback(supervisor.stop_restarting)
         if actors.port:
             command = f"lockstep generator --trainer {address} --key {key_file}"
             announce(f"rl: generators join with {command}")
             if not actors.generators:
-                self.sampler.advice = f"start one while the run waits for it ({command})"
+                self._pool.advice = f"start one while the run waits for it ({command})"
 
     def _fresh_key(self, file: Path) -> bytes:
         file.unlink(missing_ok=True)  # of a run that was killed

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import contextlib
+import importlib.util
 import itertools
 import os
 import signal
+import socket
 import subprocess
 import threading
 import time
@@ -15,7 +17,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from lockstep.config import ActorsConfig
-from lockstep.config.actors import LOCAL
+from lockstep.config.actors import LOCAL, worker_address
+from lockstep.errors import UserError
 from lockstep.observe import log
 from lockstep.rl.generators.pool import GeneratorPool
 from lockstep.rl.generators.ranks import Group, end_ranks, start_ranks, start_stand_in
@@ -26,6 +29,9 @@ MOST_FAILURES = 3
 """Starts of a generator in a row without it becoming ready, after which the run ends."""
 END_SECONDS = 5.0
 """Seconds that processes have to end before they are killed."""
+CONNECT_SECONDS = 5.0
+AGAIN_SECONDS = 0.5
+"""Seconds between attempts to reach a Monarch worker that is not up yet."""
 
 
 @dataclass
@@ -168,3 +174,38 @@ def _describe_exit(ended: Mapping[int, int]) -> str:
 def _last_line(file: Path) -> str:
     lines = [line for line in file.read_text(errors="replace").splitlines() if line.strip()]
     return lines[-1].rstrip(".") if lines else "nothing"
+
+
+def require_workers(actors: ActorsConfig) -> None:
+    """Waits up to `actors.start_seconds` until every worker can be reached: they may be starting too.
+
+    Raises UserError if one cannot, or if Monarch is not installed here.
+    """
+    if actors.workers and importlib.util.find_spec("monarch") is None:
+        raise UserError(
+            "actors.hosts names Monarch workers, but torchmonarch is not installed; pip install "
+            "'torchmonarch>=0.7,<0.8' here and on their hosts, or start generators there with lockstep generator "
+            "(actors.port)"
+        )
+    until = time.monotonic() + actors.start_seconds
+    for worker in actors.workers:
+        address = worker_address(worker)
+        assert address is not None
+        problem = _unreachable(address)
+        if problem:
+            log.warning("no Monarch worker at %s yet; waiting up to %g s", worker, actors.start_seconds)
+        while problem:
+            if time.monotonic() > until:
+                raise UserError(
+                    f"no Monarch worker can be reached at {worker}: {problem}; start one there, or correct actors.hosts"
+                )
+            time.sleep(AGAIN_SECONDS)
+            problem = _unreachable(address)
+
+
+def _unreachable(address: tuple[str, int]) -> OSError | None:
+    try:
+        socket.create_connection(address, CONNECT_SECONDS).close()
+    except OSError as error:
+        return error
+    return None

@@ -5,13 +5,14 @@ from __future__ import annotations
 import statistics
 import time
 from collections import defaultdict, deque
-from collections.abc import Mapping, Sequence
-from typing import Any, NamedTuple
+from collections.abc import Iterator, Mapping
+from itertools import pairwise
+from typing import Any
 
 from lockstep.rl.generators.remote import Request
 
-SPANS = 20_000
-"""Most spans in the timeline, over all generators; the oldest are dropped."""
+SPANS = 5_000
+"""Most spans per generator in the timeline; the oldest are dropped."""
 FIRST_PROCESS = 1000
 """Process number of the first generator in the timeline; ranks have lower ones."""
 KINDS = {"sampling_seconds": "sample", "weights_seconds": "take weights"}
@@ -49,19 +50,6 @@ def engine_metrics(new: Mapping[str, float], elapsed: float) -> dict[str, float]
     return metrics
 
 
-class RequestTimes(NamedTuple):
-    """Latencies of a request as measured by the trainer, in seconds."""
-
-    queue: float
-    """From the request until it was sent to a generator."""
-    first_token: float
-    """From the request to its first token."""
-    decode: float
-    """From its first token to its last."""
-    token: float
-    """Between tokens."""
-
-
 class WorkLog:
     """The generators' activity, on this process's clock, as clocks of different hosts disagree."""
 
@@ -69,31 +57,28 @@ class WorkLog:
         self._at_last_metrics: dict[str, Mapping[str, float]] = {}
         """Each generator's statistics when metrics were last computed."""
         self._latest: dict[str, Mapping[str, float]] = {}
-        self._waits: dict[str, list[RequestTimes]] = defaultdict(list)
-        """Of finished requests."""
-        self._spans: deque[tuple[str, Span]] = deque(maxlen=SPANS)
+        self._waits: dict[str, list[tuple[float, ...]]] = defaultdict(list)
+        """Of finished requests, in seconds: from the request until it was sent; from the request to its first token;
+        from that to its last token; between tokens."""
+        self._spans: dict[str, deque[Span]] = defaultdict(lambda: deque(maxlen=SPANS))
         self._last_metrics = time.monotonic()
 
     def update(self, name: str, reported: Mapping[str, float]) -> None:
         """Records the statistics that a generator reports."""
         before, now = self._latest.get(name, {}), time.time()
-        for key, span in KINDS.items():
+        for key, activity in KINDS.items():
             seconds = reported.get(key, 0.0) - before.get(key, 0.0)
             if seconds > 0:
-                self._note(name, (now - seconds, now, span))
+                self._note(name, (now - seconds, now, activity))
         self._latest[name] = reported
 
     def record_request(self, name: str, request: Request) -> None:
         """Records the latencies of a finished request."""
-        longest, now = max(len(sample.token_ids) for sample in request.samples), time.monotonic()
+        longest, now = max(sample.sampled for sample in request.samples), time.monotonic()
         decode = now - request.first_token_at
+        asked = request.created_at
         self._waits[name].append(
-            RequestTimes(
-                request.sent_at - request.created_at,
-                request.first_token_at - request.created_at,
-                decode,
-                decode / max(1, longest - 1),
-            )
+            (request.sent_at - asked, request.first_token_at - asked, decode, decode / max(1, longest - 1))
         )
         if not self._latest.get(name):  # a server does not report when it samples
             self._note(name, (time.time() - (now - request.sent_at), time.time(), "sample"))
@@ -104,11 +89,12 @@ class WorkLog:
             self._note(name, (time.time(), time.time(), LEFT))
 
     def _note(self, name: str, new: Span) -> None:
-        """Adds a span, or extends the last one if they touch."""
-        if self._spans and self._spans[-1][0] == name and (both := _joined(self._spans[-1][1], new)):
-            self._spans[-1] = name, both
-        else:
-            self._spans.append((name, new))
+        """Adds a span, joined with earlier ones of the same activity that it (nearly) touches."""
+        spans = self._spans[name]
+        while spans and spans[-1][2] == new[2] != LEFT and new[0] - spans[-1][1] < IDLE_SECONDS:
+            last = spans.pop()
+            new = (min(last[0], new[0]), max(last[1], new[1]), new[2])
+        spans.append(new)
 
     def metrics(self, totals: Mapping[str, Mapping[str, float]], unfinished: Mapping[str, int]) -> dict[str, float]:
         """Metrics of each generator since the last call.
@@ -122,16 +108,16 @@ class WorkLog:
         all_metrics: dict[str, float] = {}
         for name, counts in totals.items():
             metrics: dict[str, float] = {"held": unfinished[name]}
-            waits = self._waits.pop(name, [])
-            if waits:
-                metrics["first_token_seconds"] = statistics.median(wait.first_token for wait in waits)
-                metrics["decode_seconds"] = statistics.mean(wait.decode for wait in waits)
-                metrics["token_seconds"] = statistics.mean(wait.token for wait in waits)
+            if waits := self._waits.pop(name, []):
+                queue, first_token, decode, token = zip(*waits)
+                metrics["first_token_seconds"] = statistics.median(first_token)
+                metrics["decode_seconds"] = statistics.mean(decode)
+                metrics["token_seconds"] = statistics.mean(token)
             if counts:
                 new = self._new(name, counts)
                 metrics |= engine_metrics(new, elapsed) | {"weights_seconds": new["weights_seconds"]}
-            if waits and "queue_seconds" in metrics:
-                metrics["queue_seconds"] += statistics.mean(wait.queue for wait in waits)
+                if waits and "queue_seconds" in metrics:
+                    metrics["queue_seconds"] += statistics.mean(queue)
             all_metrics |= {f"generators/{name}/{key}": value for key, value in metrics.items()}
         return all_metrics
 
@@ -143,38 +129,22 @@ class WorkLog:
         return dict(counts) if any(value < 0 for value in new.values()) else new
 
     def events(self) -> list[dict[str, Any]]:
-        """Chrome trace events: each generator is a process, touching spans are joined, and gaps are idle time."""
+        """Chrome trace events: each generator is a process, and gaps are idle time."""
         events = []
-        for index, name in enumerate(sorted({name for name, _ in self._spans})):
-            number = FIRST_PROCESS + index
-            events.append({"ph": "M", "pid": number, "name": "process_name", "args": {"name": name}})
-            spans = sorted(span for generator, span in self._spans if generator == name)
+        for process, (name, spans) in enumerate(sorted(self._spans.items()), FIRST_PROCESS):
+            events.append({"ph": "M", "pid": process, "name": "process_name", "args": {"name": name}})
             events += [
-                {"ph": "X", "pid": number, "tid": 0, "name": activity, "ts": began * 1e6, "dur": (ended - began) * 1e6}
-                for began, ended, activity in _with_idle(spans, time.time())
+                {"ph": "X", "pid": process, "tid": 0, "name": activity, "ts": began * 1e6, "dur": (ended - began) * 1e6}
+                for began, ended, activity in _with_idle(sorted(spans))
             ]
         return events
 
 
-def _joined(one: Span, other: Span) -> Span | None:
-    """Both as one span, if they have the same activity and overlap or (nearly) touch."""
-    if one[2] != other[2] or other[0] - one[1] >= IDLE_SECONDS or one[2] == LEFT:
-        return None
-    return min(one[0], other[0]), max(one[1], other[1]), one[2]
-
-
-def _with_idle(spans: Sequence[Span], now: float) -> list[Span]:
-    """A generator's spans in order, joined if they touch, with idle spans in the gaps."""
-    result: list[Span] = []
-    present = False
-    """Whether the generator has joined and not left."""
-    for new in [*spans, (now, now, LEFT)]:
-        if present and (both := _joined(result[-1], new)):
-            result[-1] = both
-            continue
-        if present and new[0] - result[-1][1] >= IDLE_SECONDS:
-            result.append((result[-1][1], new[0], "idle"))
-        present = new[2] != LEFT
-        if present:
-            result.append(new)
-    return result
+def _with_idle(spans: list[Span]) -> Iterator[Span]:
+    """A generator's spans, and idle ones in the gaps while it was present."""
+    now = time.time()
+    for span, (following, *_) in pairwise([*spans, (now, now, LEFT)]):
+        if span[2] != LEFT:
+            yield span
+            if following - span[1] >= IDLE_SECONDS:
+                yield span[1], following, "idle"

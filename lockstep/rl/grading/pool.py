@@ -1,56 +1,52 @@
-"""The trainer's side of the reward workers: their supervisor processes, and the division of jobs among them."""
+"""Grades completions in this process or in workers: divides jobs among them, and finds the one at fault."""
 
 from __future__ import annotations
 
 import contextlib
-import json
-import math
 import os
-import secrets
-import subprocess
-import sys
-import threading
 import time
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 from lockstep.config import RewardConfig
 from lockstep.errors import UserError
-from lockstep.rl.environments.loading import EnvironmentSource
-from lockstep.rl.environments.protocol import Environment, Example
-from lockstep.rl.environments.ready import ADAPTERS
-from lockstep.rl.grading.calling import KILLED, PATIENCE, Grader, Job, Outcome, failure, outcome_from
-from lockstep.rl.grading.frames import Closed, PlainJob, Silent, Stream, chunk_of, receive, send
-from lockstep.rl.grading.processes import end_marked, is_stopped
+from lockstep.rl.environments.loading import ADAPTERS, EnvironmentSource
+from lockstep.rl.environments.protocol import Environment
+from lockstep.rl.grading.calling import (
+    KILLED,
+    MEMORY,
+    OUTPUT,
+    PATIENCE,
+    PROCESSES,
+    TIMEOUT,
+    Grader,
+    Job,
+    Outcome,
+    failure,
+    outcome_from,
+)
+from lockstep.rl.grading.exchange import FAILED, REWARD, body_of, fields_of, header
+from lockstep.rl.grading.supervisor_process import (
+    ENDED_SUPERVISOR,
+    SILENCE,
+    START_SECONDS,
+    SupervisorEvents,
+    SupervisorProcess,
+)
 from lockstep.rl.grading.totals import InProcessGrader
+from lockstep.workers import Closed, to_json
 
 CHUNK = 64
-"""Maximum number of jobs per message; smaller towards the end, so that all workers finish at about the same time."""
+"""Maximum number of jobs per message; smaller towards the end, so that all workers finish at about the same time.
+Coroutines of a message run together: if their worker dies, any could be the cause, and each is graded again alone."""
 QUICK_CHUNK, QUICK_SECONDS = 256, 0.05
 """Maximum number of jobs per message if they are expected to take no longer than this: each message wakes three
 processes, which costs more than cheap rewards. Slow jobs within one message are not redistributed."""
 MESSAGE_BYTES = 2**24
 """Larger messages are split: a message is read while the first job's time runs."""
-SUPERVISOR = (
-    "import json, sys; sys.path[:] = json.loads(sys.argv[1]); "
-    "from lockstep.rl.conversations.supervisor_main import main; main()"
-)
-"""Code of a supervisor process, which uses the trainer's module search path."""
-START_SECONDS = 600.0
-"""Timeout for loading an environment, including its imports."""
-
-CHECK_SECONDS = 1.0
-"""Interval at which the trainer checks a silent supervisor, which a reward may have stopped."""
-STOPPED_CHECKS = 3
-"""Consecutive checks that must find a supervisor stopped before it is replaced. A cluster's scheduler that suspends and
-resumes the whole job, this process first, stops it for fewer."""
-END_SECONDS = 15.0
-"""Timeout for a supervisor to end with all its descendants, before it is killed."""
-ENDED_SUPERVISOR = "killed or stopped its worker's supervisor"
 
 
 @contextmanager
@@ -89,12 +85,7 @@ def progress_timeout(grader: Grader) -> float:
     """Seconds that the trainer waits for rewards, or for a conversation's environment, without any progress."""
     if not isinstance(grader, GraderPool):
         return PATIENCE * grader.config.seconds
-    return START_SECONDS + _chunk_timeout(grader.config, QUICK_CHUNK)
-
-
-def _chunk_timeout(config: RewardConfig, jobs: int) -> float:
-    """Seconds for a chunk: each job can use its time limit twice, once in a worker with others and once alone."""
-    return 60.0 + 2 * jobs * (config.seconds + 2.0)
+    return START_SECONDS + 2 * (SILENCE + grader.config.seconds)
 
 
 @contextmanager
@@ -118,7 +109,7 @@ def open_workers(
 
 @dataclass(frozen=True)
 class GraderPool:
-    """A Grader: supervisor processes with a worker each, which also fork the processes of conversations."""
+    """A Grader: supervisor processes, which fork workers for rewards and for conversations."""
 
     supervisors: Sequence[SupervisorProcess]
     config: RewardConfig
@@ -126,7 +117,7 @@ class GraderPool:
     """Called, from any thread, whenever results have arrived."""
 
     def __call__(self, jobs: Sequence[Job]) -> list[Outcome]:
-        return _grade(self.supervisors, jobs, self.on_progress)
+        return _Grading(self, jobs).run()
 
     def awaited(self) -> str:
         """The workers that are grading, for messages: `reward worker 0, reward worker 2`."""
@@ -136,209 +127,160 @@ class GraderPool:
             if supervisor.is_grading
         )
 
+    def problem(self, cause: str, example: str, method: str, problem: str = "") -> Outcome:
+        """The failure of a call of `method` for an example, which a supervisor has ended for a cause, or a problem."""
+        config = self.config
+        reasons = {
+            TIMEOUT: f"took longer than rewards.seconds {config.seconds:g}",
+            MEMORY: f"needed more than rewards.memory_gib {config.memory_gib:g}",
+            KILLED: "ended its worker process",
+            PROCESSES: f"started more than rewards.processes {config.processes}",
+            OUTPUT: f"printed more than rewards.output_kib {config.output_kib}",
+        }
+        cause = cause if cause in reasons else KILLED
+        name = self.supervisors[0].environment_name
+        return failure(cause, f"{name}.{method} {problem or reasons[cause]} for example {example}")
 
-def _grade(
-    supervisors: Sequence[SupervisorProcess], jobs: Sequence[Job], on_progress: Callable[[], None]
-) -> list[Outcome]:
-    """The outcome of each job, in order. One thread per supervisor takes chunks until none are left."""
-    fields: dict[int, dict[str, Any]] = {}  # by identity: the completions of a group share their example
-    for example, _ in jobs:
-        if id(example) not in fields:
-            fields[id(example)] = fields_of(example)
-    outcomes: dict[int, Outcome] = {}
-    waiting = deque(range(len(jobs)))
-    errors: list[BaseException] = []
-    lock = threading.Lock()
-    quick = min(QUICK_CHUNK, -(-len(jobs) // len(supervisors)))
 
-    def next_chunk(supervisor: SupervisorProcess) -> list[int]:
-        with lock:
-            size = min(CHUNK, -(-len(waiting) // len(supervisors)))
-            if quick * supervisor.seconds_per_job <= QUICK_SECONDS:
-                size = min(quick, len(waiting))
-            return [waiting.popleft() for _ in range(size)]
+@dataclass
+class _Chunk:
+    """Jobs that a supervisor grades."""
 
-    def drive(supervisor: SupervisorProcess) -> None:
+    number: int
+    """Of the task."""
+    jobs: list[int]
+    is_fresh: bool
+    """Whether its worker has graded nothing before."""
+    began: float
+
+
+class _Grading:
+    """Grades jobs on all supervisors, a chunk at a time on each.
+
+    The job that a worker had started when it was ended is at fault, unless earlier jobs may have left something behind
+    (memory, threads, processes): then it is graded again, alone in a new worker, before it is blamed. If a supervisor
+    dies, so is every job that it had, and the one that kills it again is at fault.
+    """
+
+    def __init__(self, pool: GraderPool, jobs: Sequence[Job]):
+        self._pool, self._jobs = pool, jobs
+        # By identity: the completions of a group share their example.
+        examples = {id(example): example for example, _ in jobs}
+        self._examples = {key: fields_of(example) for key, example in examples.items()}
+        self._outcomes: dict[int, Outcome] = {}
+        self._waiting, self._suspects = deque(range(len(jobs))), deque[int]()
+        self._chunks: dict[SupervisorProcess, _Chunk] = {}
+
+    def run(self) -> list[Outcome]:
+        """The outcome of each job, in order."""
+        events = SupervisorEvents(self._pool.config)
         try:
-            while chunk := next_chunk(supervisor):
-                supervisor.is_grading = True
-                plain_jobs = [(fields[id(jobs[index][0])], jobs[index][1]) for index in chunk]
-                outcomes.update(zip(chunk, supervisor.grade(plain_jobs)))
-                on_progress()
-        except KeyboardInterrupt:  # from a signal, so in the main thread
-            raise
-        except BaseException as error:
-            errors.append(error)
+            while len(self._outcomes) < len(self._jobs):
+                for supervisor in self._pool.supervisors:
+                    if supervisor not in self._chunks:
+                        self._begin(supervisor)
+                for supervisor, data in events.wait(list(self._chunks)):
+                    if data is None:
+                        self._replace(supervisor)
+                    elif supervisor in self._chunks:
+                        self._handle(supervisor, self._chunks[supervisor], data)
         finally:
-            supervisor.is_grading = False
+            for supervisor in self._pool.supervisors:
+                supervisor.is_grading = False
+        return [self._outcomes[index] for index in range(len(self._jobs))]
 
-    threads = [threading.Thread(target=drive, args=(supervisor,), daemon=True) for supervisor in supervisors[1:]]
-    for thread in threads:
-        thread.start()
-    try:
-        drive(supervisors[0])
-        for thread in threads:
-            thread.join()
-    finally:
-        with lock:
-            waiting.clear()  # after a signal, so that the other threads end
-    if errors:
-        raise errors[0]
-    return [outcomes[index] for index in range(len(jobs))]
-
-
-class SupervisorProcess:
-    """A supervisor process, restarted if a reward has killed it."""
-
-    def __init__(self, source: EnvironmentSource, config: RewardConfig, log: Path):
-        self.source, self.config, self.log = source, config, log
-        # An environment variable that its descendants inherit, to find them after the supervisor has died.
-        self.mark = "LOCKSTEP_SUPERVISOR", secrets.token_hex()
-        self.process: subprocess.Popen[bytes] | None = None
-        self.is_grading = False
-        """Whether the trainer waits for its results; read by another thread."""
-        self.seconds_per_job = math.inf
-        """Of the last chunk."""
-        self.stopped = 0
-        """Number of consecutive checks that found it stopped."""
-        self.closed = False
-        self._ending = threading.Lock()
-        """Both a thread that waits for results and the end of the run can end the process."""
-        self.start()
-
-    def grade(self, jobs: list[PlainJob]) -> list[Outcome]:
-        """Grades jobs. If they kill the supervisor, they are graded again one by one, to find the one at fault."""
-        message = json.dumps(chunk_of(jobs)).encode()
-        if len(message) > MESSAGE_BYTES and len(jobs) > 1:
+    def _begin(self, supervisor: SupervisorProcess) -> None:
+        """Sends the next chunk, if there is one."""
+        if not self._suspects and not self._waiting:
+            return
+        supervisor.await_ready()
+        alone = bool(self._suspects)
+        jobs = [self._suspects.popleft()] if alone else self._next_jobs(supervisor)
+        body = self._body(jobs)
+        while len(body) > MESSAGE_BYTES and len(jobs) > 1:
             half = len(jobs) // 2
-            return self.grade(jobs[:half]) + self.grade(jobs[half:])
-        try:
-            return self._request(jobs, message)
-        except Closed:
-            self.start()
-        if len(jobs) > 1:
-            return [outcome for job in jobs for outcome in self.grade([job])]
-        return [failure(KILLED, f"the reward of example {Example(**jobs[0][0]).name} {ENDED_SUPERVISOR}")]
+            self._waiting.extendleft(reversed(jobs[half:]))
+            jobs = jobs[:half]
+            body = self._body(jobs)
+        is_fresh = alone or supervisor.needs_fresh or not supervisor.has_graded
+        number = supervisor.begin(REWARD, body, is_fresh)
+        supervisor.needs_fresh, supervisor.has_graded, supervisor.is_grading = False, True, True
+        self._chunks[supervisor] = _Chunk(number, jobs, is_fresh, time.monotonic())
 
-    def _request(self, jobs: list[PlainJob], message: bytes) -> list[Outcome]:
-        self.await_ready()
-        began = time.monotonic()
-        self.send(len(jobs), message)
-        answers = self.receive(_chunk_timeout(self.config, len(jobs)))
-        self.seconds_per_job = (time.monotonic() - began) / len(jobs)
-        if not isinstance(answers, list) or len(answers) != len(jobs):
-            raise Closed("not one outcome per job")
-        return [outcome_from(answer) for answer in answers]
+    def _next_jobs(self, supervisor: SupervisorProcess) -> list[int]:
+        workers = len(self._pool.supervisors)
+        size = min(CHUNK, -(-len(self._waiting) // workers))
+        quick = min(QUICK_CHUNK, -(-len(self._jobs) // workers))
+        if not supervisor.is_async and quick * supervisor.seconds_per_job <= QUICK_SECONDS:
+            size = min(quick, len(self._waiting))
+        return [self._waiting.popleft() for _ in range(size)]
 
-    def start(self) -> None:
-        """Starts the process anew. Raises Closed after `close`, which a waiting thread may call this after."""
-        self.end()
-        if self.closed:
-            raise Closed("the run ends")
-        with self.log.open("ab") as log:
-            self.process = subprocess.Popen(
-                [sys.executable, "-c", SUPERVISOR, json.dumps([path or os.getcwd() for path in sys.path])],
-                stdin=subprocess.PIPE,
-                stdout=subprocess.PIPE,
-                stderr=log,
-                bufsize=0,
-                # Only the trainer receives Ctrl-C; it ends its workers.
-                start_new_session=True,
-                # One of several workers needs no threads, and OpenMP's do not survive its fork.
-                env={**os.environ, "OMP_NUM_THREADS": "1", self.mark[0]: self.mark[1]},
-            )
-        assert self.process.stdin and self.process.stdout
-        self.stream = Stream(self.process.stdout.fileno(), self.process.stdin.fileno())
-        self.ready, self.stopped = False, 0
-        self.send({"environment": asdict(self.source), "limits": asdict(self.config)})
+    def _body(self, jobs: Sequence[int]) -> bytes:
+        """Jobs as a task, in which several completions share one copy of their example."""
+        keys = list(dict.fromkeys(id(self._jobs[index][0]) for index in jobs))
+        places = {key: place for place, key in enumerate(keys)}
+        examples = [self._examples[key] for key in keys]
+        pairs = [[places[id(self._jobs[index][0])], self._jobs[index][1]] for index in jobs]
+        return to_json({"examples": examples, "jobs": pairs})
 
-    def send(self, *messages: Any) -> None:
-        """Raises Closed if the process does not read them."""
-        send(self.stream.writes, *messages)
-
-    def receive(self, seconds: float) -> Any:
-        """The next message. Raises Closed if there is none within `seconds`, or the supervisor stays stopped."""
-        # Counts checks instead of reading the clock, which runs on while this process itself is stopped.
-        for _ in range(math.ceil(seconds / CHECK_SECONDS)):
-            with contextlib.suppress(Silent):
-                return receive(self.stream.reads, self.stream.inbox, CHECK_SECONDS)
-            if self.closed:
-                raise Closed("the run ends")
-            if self.stays_stopped():
-                raise Closed("a signal has stopped it")
-        raise Closed(f"no answer for {seconds:g} s")
-
-    def stays_stopped(self) -> bool:
-        """Whether the last STOPPED_CHECKS calls, at intervals of CHECK_SECONDS, found the process stopped."""
-        process = self.process
-        self.stopped = self.stopped + 1 if process and is_stopped(process.pid) else 0
-        return self.stopped >= STOPPED_CHECKS
-
-    def await_ready(self) -> None:
-        """Waits for the environment; restarts the process if it has ended. Raises UserError if loading fails."""
-        if self.process is None:
-            self.start()
-        if self.ready:
+    def _handle(self, supervisor: SupervisorProcess, chunk: _Chunk, data: bytes) -> None:
+        """Records the outcomes in a message, or a chunk's end."""
+        kind, number, is_last, _ = header(data)
+        if number != chunk.number:
+            return  # of a call that was interrupted
+        self._pool.on_progress()
+        if kind == FAILED:
+            cause, problem, current = body_of(data)
+            self._fail(supervisor, cause, min(max(current, 0), len(chunk.jobs) - 1), problem)
             return
         try:
-            # Without checks for a stopped process: replacing it here would end the run.
-            error = receive(self.stream.reads, self.stream.inbox, START_SECONDS)["error"]
-        except Closed as closed:
-            error = f"its process ended ({closed})"
-        if error:
-            raise UserError(
-                f"{self.source.name} cannot be loaded in a reward worker: {error}. See {self.log}; "
-                'rewards.isolate = "never" grades in the trainer\'s own process'
-            )
-        self.ready = True
-
-    def close(self) -> None:
-        """Ends the process permanently."""
-        self.closed = True
-        self.end()
-
-    def end(self) -> None:
-        """Ends the process, which kills its worker and all processes that the worker has started."""
-        with self._ending:
-            self._end()
-
-    def _end(self) -> None:
-        if self.process is None:
+            for place, *answer in body_of(data):
+                index = chunk.jobs[place]
+                if index in self._outcomes or place < 0:
+                    raise ValueError(f"job {place} was already answered")
+                outcome = outcome_from(answer)
+                if outcome.cause == MEMORY:
+                    self._fail(supervisor, MEMORY, place)
+                    return
+                self._outcomes[index] = outcome
+        except (Closed, LookupError, TypeError, ValueError):
+            is_last = True  # a reward wrote into its worker's pipes
+        if not is_last:
             return
-        assert self.process.stdin and self.process.stdout
-        self.process.stdin.close()
-        if is_stopped(self.process.pid):
-            self.process.kill()
-        try:
-            self.process.wait(END_SECONDS)
-        except subprocess.TimeoutExpired:
-            self.process.kill()
-            self.process.wait()
-        self.process.stdout.close()
-        if self.process.returncode:
-            end_marked("=".join(self.mark))  # no clean exit, so descendants may be left
-        self.process = None
-        with contextlib.suppress(FileNotFoundError):  # already deleted
-            if not self.log.stat().st_size:
-                self.log.unlink()
+        unanswered = [place for place, index in enumerate(chunk.jobs) if index not in self._outcomes]
+        if unanswered:
+            self._fail(supervisor, KILLED, unanswered[0])
+            return
+        supervisor.seconds_per_job = (time.monotonic() - chunk.began) / len(chunk.jobs)
+        self._end(supervisor)
 
+    def _end(self, supervisor: SupervisorProcess) -> _Chunk:
+        supervisor.is_grading = False
+        return self._chunks.pop(supervisor)
 
-def fields_of(example: Example) -> dict[str, Any]:
-    """An example's fields as plain data. Raises UserError if its metadata is not plain data."""
-    fields: dict[str, Any] = {"prompt": example.prompt, "answer": example.answer, "id": example.id}
-    if example.chat_template_kwargs:
-        fields["chat_template_kwargs"] = dict(example.chat_template_kwargs)
-    if not example.metadata:
-        return fields
-    metadata = dict(example.metadata)
-    try:
-        plain = json.loads(json.dumps(metadata)) == metadata
-    except (TypeError, ValueError, RecursionError):
-        plain = False
-    if not plain:
-        raise UserError(
-            f"the metadata of example {example.name} does not survive a round trip through JSON, so it cannot be sent "
-            "to a reward worker; use strings, numbers, lists and dicts with string keys, or set "
-            'rewards.isolate = "never"'
-        )
-    return {**fields, "metadata": metadata}
+    def _fail(self, supervisor: SupervisorProcess, cause: str, current: int, problem: str = "") -> None:
+        """Blames the job at fault, or suspects it; the others that have no outcome wait again."""
+        chunk = self._end(supervisor)
+        supervisor.needs_fresh = True
+        unanswered = [index for index in chunk.jobs if index not in self._outcomes]
+        # Any coroutine that has not answered may be at fault.
+        started = unanswered if supervisor.is_async else [i for i in unanswered if i == chunk.jobs[current]]
+        self._waiting.extendleft(reversed([index for index in unanswered if index not in started]))
+        is_first = chunk.is_fresh and started == chunk.jobs[:1]
+        if started and (is_first or (cause == TIMEOUT and not supervisor.is_async)):
+            self._outcomes[started[0]] = self._pool.problem(cause, self._name(started[0]), REWARD, problem)
+        else:
+            self._suspects.extend(started)
+
+    def _replace(self, supervisor: SupervisorProcess) -> None:
+        """Restarts a supervisor that has ended, or is stopped or silent."""
+        supervisor.start()
+        jobs = self._end(supervisor).jobs if supervisor in self._chunks else []
+        if len(jobs) == 1:
+            message = f"the reward of example {self._name(jobs[0])} {ENDED_SUPERVISOR}"
+            self._outcomes[jobs[0]] = failure(KILLED, message)
+        else:
+            self._suspects.extend(index for index in jobs if index not in self._outcomes)
+
+    def _name(self, index: int) -> str:
+        return self._jobs[index][0].name

@@ -1,88 +1,127 @@
-"""A process that grades, forked by its supervisor, which has loaded the environment and enforces the limits."""
+"""A process forked by its supervisor: grades chunks of jobs, or runs one conversation or one group's `grade`."""
 
 from __future__ import annotations
 
+import asyncio
+import concurrent.futures
 import mmap
 import os
-import resource
-import struct
+import random
 import sys
+import threading
 import time
+from collections.abc import Callable
+from contextlib import suppress
+from dataclasses import replace
 from typing import Any
 
+from lockstep.config import RewardConfig
+from lockstep.rl.conversations.protocol import ConversationEnvironment, Episode
+from lockstep.rl.conversations.runner import BlockedError, ConversationRunner, LoopWatchdog, grade_group
 from lockstep.rl.environments.protocol import Environment, Example
-from lockstep.rl.grading.calling import Outcome, call_rewards, is_async
-from lockstep.rl.grading.frames import encode, receive
-from lockstep.rl.grading.processes import adopt_orphans, die_with_parent
+from lockstep.rl.grading.calling import (
+    INVALID,
+    TIMEOUT,
+    Outcome,
+    call_problem,
+    call_rewards,
+    event_loop,
+    failure,
+    is_async,
+    outcome_of_error,
+)
+from lockstep.rl.grading.exchange import (
+    GRADE,
+    MAX_BYTES,
+    REWARD,
+    REWARDED,
+    STARTED,
+    ConversationEnded,
+    Event,
+    GroupGraded,
+    ReplyRequest,
+    body_of,
+    event_message,
+    header,
+    message,
+    reply_from,
+)
+from lockstep.workers import Closed, Stream, to_json
+from lockstep.workers.processes import adopt_orphans, die_with_parent, limit_memory
 
-STARTED = struct.Struct("<q")
-ANSWER_SECONDS = 0.02
+BATCH_SECONDS = 0.02
 """Interval at which outcomes of plain functions are sent: one message each would cost more than a cheap reward."""
-MESSAGE_BYTES = 2**16
-"""Maximum size of a batch of outcomes: the supervisor rejects longer messages, which a reward may have written."""
+BATCH_BYTES = 2**16
+"""Maximum size of a batch of outcomes, except for single ones."""
 
 
-def work(
-    environment: Environment, limits: dict[str, Any], started: mmap.mmap, requests: int, replies: int, output: int
-) -> None:
-    """Grades chunks from `requests` and writes outcomes to `replies`; never returns.
+def run_tasks(environment: Environment, limits: dict[str, Any], started: mmap.mmap, pipe: int, output: int) -> None:
+    """Runs tasks from `pipe`, with events and replies through it: chunks of jobs, or else one. Never returns.
 
-    `started` is memory shared with the supervisor: the index of the job that a plain function has started.
+    started: memory shared with the supervisor, for the index of the job that a plain function has started. output: of
+    the environment.
     """
-    confine(limits, output)
-    pid = os.getpid()
-
-    batch, batch_bytes = list[list[Any]](), 0
-    interval = 0.0 if is_async(environment) else ANSWER_SECONDS
-    buffer = bytearray()
-    while True:
-        chunk = receive(requests, buffer)
-        examples = [Example(**fields) for fields in chunk["examples"]]
-        jobs = [(examples[index], completion) for index, completion in chunk["jobs"]]
-        missing, last_sent = len(jobs), time.monotonic()
-
-        def report(index: int, outcome: Outcome) -> None:
-            nonlocal missing, last_sent, batch_bytes
-            if os.getpid() != pid:
-                os._exit(0)  # the reward forked, and this is the child
-            for stream in (sys.stdout, sys.stderr):
-                stream.flush()  # so that the output counts for this job
-            size = _max_bytes(outcome)
-            if batch and batch_bytes + size > MESSAGE_BYTES:
-                _send(replies, batch)
-                batch_bytes = 0
-            batch.append([index, outcome.rewards, outcome.cause, outcome.message])
-            batch_bytes += size
-            missing -= 1
-            started[:] = STARTED.pack(index + 1)
-            if not missing or time.monotonic() >= last_sent + interval:
-                _send(replies, batch)
-                batch_bytes = 0
-                last_sent = time.monotonic()
-
-        started[:] = STARTED.pack(0)
-        call_rewards(environment, jobs, report, limits["seconds"], limits["concurrent"])
-
-
-def confine(limits: dict[str, Any], output: int) -> None:
-    """Sets up a process forked from its supervisor: process group, limits, and output to `output`."""
     os.setsid()  # a new process group, to be killed as one
     die_with_parent()
     adopt_orphans()  # so that they stay its descendants
     for stream in (1, 2):
         os.dup2(output, stream)
-    _limit_memory(int(limits["memory_gib"] * 2**30))
+    limit_memory(int(limits["memory_gib"] * 2**30))
+    supervisor, config = Stream(pipe, pipe), RewardConfig(**limits)
+    with suppress(Closed):  # the supervisor is gone
+        while True:
+            order = supervisor.receive()
+            _, number, kind, _ = header(order)
+            if kind == REWARD:
+                _Rewards(environment, config, number, started, supervisor).grade(body_of(order))
+            else:
+                _run_conversation(environment, config, number, kind, body_of(order), supervisor)
 
 
-def _limit_memory(max_bytes: int) -> None:
-    """Limits private writable memory (RLIMIT_DATA).
+class _Rewards:
+    """A chunk of jobs."""
 
-    RLIMIT_AS would also count libraries and reserved memory: several gigabytes if torch is imported.
-    """
-    _, hard = resource.getrlimit(resource.RLIMIT_DATA)
-    limit = max_bytes if hard == resource.RLIM_INFINITY else min(max_bytes, hard)
-    resource.setrlimit(resource.RLIMIT_DATA, (limit, limit))
-    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+    def __init__(
+        self, environment: Environment, config: RewardConfig, number: int, started: mmap.mmap, supervisor: Stream
+    ):
+        self._environment, self._config, self._number = environment, config, number
+        self._started, self._supervisor, self._pid = started, supervisor, os.getpid()
+        self._interval = 0.0 if is_async(environment) else BATCH_SECONDS
+        self._batch: list[list[Any]] = []
+        self._bytes = 0
+        self._sent = time.monotonic()
+
+    def grade(self, chunk: dict[str, Any]) -> None:
+        examples = [Example(**fields) for fields in chunk["examples"]]
+        jobs = [(examples[index], completion) for index, completion in chunk["jobs"]]
+        self._missing = len(jobs)
+        call_rewards(self._environment, jobs, self._report, self._config.seconds, self._config.concurrent)
+
+    def _report(self, index: int, outcome: Outcome) -> None:
+        _require_process(self._pid)
+        size = _max_bytes(outcome)
+        if self._bytes and self._bytes + size > BATCH_BYTES:
+            self._send()
+        self._batch.append([index, outcome.rewards, outcome.cause, outcome.message])
+        self._bytes += size
+        self._missing -= 1
+        self._started[:] = STARTED.pack(index + 1)
+        if not self._missing or time.monotonic() >= self._sent + self._interval:
+            self._send()
+
+    def _send(self) -> None:
+        batch = message(REWARDED, self._number, not self._missing, body=to_json(self._batch))
+        self._batch, self._bytes = [], 0
+        self._supervisor.send(batch, seconds=None)
+        self._sent = time.monotonic()
+
+
+def _require_process(pid: int) -> None:
+    """Ends this process if the environment has forked and this is the child; flushes output, to count for its job."""
+    if os.getpid() != pid:
+        os._exit(0)
+    for stream in (sys.stdout, sys.stderr):
+        stream.flush()
 
 
 def _max_bytes(outcome: Outcome) -> int:
@@ -91,9 +130,80 @@ def _max_bytes(outcome: Outcome) -> int:
     return 100 + 32 * len(rewards) + 12 * (len(outcome.message) + sum(map(len, rewards)))
 
 
-def _send(pipe: int, batch: list[list[Any]]) -> None:
-    """Sends a batch as one message, and empties it."""
-    left = memoryview(encode(batch))
-    batch.clear()
-    while left:
-        left = left[os.write(pipe, left) :]
+def _run_conversation(
+    environment: Environment, config: RewardConfig, number: int, kind: str, task: dict[str, Any], supervisor: Stream
+) -> None:
+    """Runs a conversation or a group's `grade`: `task` has the `example`, a `seed`, and a group's `episodes`."""
+    assert isinstance(environment, ConversationEnvironment)
+    pid, example = os.getpid(), Example(**task["example"])
+    _seed(task["seed"])
+
+    def emit(event: Event) -> None:
+        _require_process(pid)
+        data, is_last = event_message(event), not isinstance(event, ReplyRequest)
+        if len(data) > MAX_BYTES:
+            problem = call_problem(
+                environment, example, f"sent a message of {len(data):,} bytes, more than {MAX_BYTES:,},", kind
+            )
+            data = event_message(ConversationEnded(number, [], False, failure(INVALID, problem), {}))
+            is_last = True
+        supervisor.send(data, seconds=None)
+        if is_last:
+            os._exit(0)
+
+    try:
+        if kind == GRADE:
+            episodes = [Episode(*episode) for episode in task["episodes"]]
+            emit(_grade(environment, example, episodes, config, number))
+        else:
+            _converse(environment, example, config, number, supervisor, emit)
+    except BlockedError as error:
+        problem = call_problem(environment, example, "has not awaited anything for rewards.seconds", kind)
+        emit(ConversationEnded(number, [], False, failure(TIMEOUT, f"{error.location}: {problem}"), {}))
+    except MemoryError as error:
+        emit(ConversationEnded(number, [], False, outcome_of_error(error, environment, example, kind), {}))
+
+
+def _converse(
+    environment: ConversationEnvironment,
+    example: Example,
+    config: RewardConfig,
+    number: int,
+    supervisor: Stream,
+    emit: Callable[[Event], None],
+) -> None:
+    with ConversationRunner(environment, [example], config, patience=1) as runner:
+
+        def receive_replies() -> None:
+            try:
+                while True:
+                    request, reply = body_of(supervisor.receive())
+                    runner.answer(0, request, reply_from(reply))
+            except Closed:
+                os._exit(0)  # the supervisor is gone
+
+        threading.Thread(target=receive_replies, name="replies", daemon=True).start()
+        while event := runner.next(wait=True):
+            emit(replace(event, number=number))
+
+
+def _grade(
+    environment: ConversationEnvironment, example: Example, episodes: list[Episode], config: RewardConfig, number: int
+) -> GroupGraded:
+    grading = grade_group(environment, example, episodes, config.seconds)
+    running = asyncio.run_coroutine_threadsafe(grading, event_loop())
+    watchdog = LoopWatchdog(environment, config.seconds, patience=1)
+    while not running.done():
+        concurrent.futures.wait([running], timeout=min(1.0, config.seconds / 4))
+        if not running.done():
+            watchdog.check(GRADE)
+    return GroupGraded(number, running.result())
+
+
+def _seed(seed: int) -> None:
+    """Seeds global generators, whose state all forks share otherwise; a restarted conversation draws the same."""
+    random.seed(seed)
+    if numpy := sys.modules.get("numpy"):
+        numpy.random.seed(seed % 2**32)
+    if torch := sys.modules.get("torch"):
+        torch.manual_seed(seed)

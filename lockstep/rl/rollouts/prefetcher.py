@@ -6,30 +6,14 @@ import math
 import threading
 from collections.abc import Callable, Sequence
 from functools import partial
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 from lockstep.generate.sampler import CachingSampler, Sampler
 from lockstep.rl.environments.protocol import Example
 from lockstep.rl.rollouts.ledger import LedgerError
 from lockstep.rl.rollouts.prompts import PromptLoader
 from lockstep.rl.rollouts.records import Rollout
-
-
-class RolloutSource(Protocol):
-    """Samples rollouts."""
-
-    @property
-    def is_recorded(self) -> bool:
-        """Whether the rollouts are those of another run, as stale as that run allowed."""
-
-    @property
-    def requests_at_once(self) -> bool:
-        """Whether `draw` requests all samples in one `generate`, not one after another."""
-
-    def draw(
-        self, examples: Sequence[Example], step: int, extra_round: int, sampler: Sampler, wanted: int
-    ) -> list[Rollout]:
-        """The rollouts of a step's round. wanted: how many groups are enough."""
+from lockstep.rl.rollouts.sampling import Sampling
 
 
 class SampledRound(NamedTuple):
@@ -53,7 +37,7 @@ class RolloutPrefetcher:
 
     def __init__(
         self,
-        source: RolloutSource,
+        source: Sampling,
         prompts: PromptLoader,
         sampler: Sampler,
         prompts_per_step: int,

@@ -42,16 +42,13 @@ class PromptBalance:
 def prompt_balance(run: Path) -> PromptBalance | None:
     """Compares the prompts of a run's steps with those that it requested according to its newest checkpoint.
 
-    None for a run without a checkpoint, or from a version that did not record its prompts. Raises UserError if no
-    checkpoint is complete.
+    None for a run without a checkpoint. Raises UserError if no checkpoint is complete.
     """
     file, checkpoint = RunFolder(run).prompts, newest_checkpoint(run)
     if checkpoint is None or not file.is_file():
         return None
     state = json.loads((checkpoint / STATE).read_text())
     lines = [line for line in map(json.loads, file.read_text().splitlines()) if line["step"] <= state["step"]]
-    if "left_out" not in state["prompts"] or [line["step"] for line in lines] != list(range(1, state["step"] + 1)):
-        return None
     in_flight = state["ahead"]["prompts"]
     dropped = Counter({cause: 0 for line in lines for cause in line["dropped"]})
     positions = Counter(in_flight)

@@ -65,21 +65,13 @@ class PromptLoader:
         return {"position": self.position, "left_out": self.left_out, "examples": fingerprint(self.examples)}
 
     def restore(self, state: Any) -> None:
-        """Continues from `state`. Raises UserError if the examples differ from those with which it was saved.
-
-        ValueError for anything that `state` has not returned, such as the bare position of earlier versions.
-        """
-        position = state.get("position") if isinstance(state, dict) else None
-        if type(position) is not int or position < 0 or not isinstance(state.get("examples"), str):
-            raise ValueError(f"its position among the prompts is {state!r:.80}, which this version does not write")
+        """Continues from `state`. Raises UserError if the examples differ from those with which it was saved."""
         if (now := fingerprint(self.examples)) != (then := state["examples"]):
             raise UserError(
                 f"the environment's training examples differ from those when the run was saved (number and digest were "
                 f"{then}, now {now}); resume with the same examples, or start a new run"
             )
-        self.position = position
-        # Earlier versions did not count them, nor had they the ledger that needs them.
-        self.left_out = int(state.get("left_out", 0))
+        self.position, self.left_out = state["position"], state["left_out"]
 
     def _order(self, epoch: int) -> np.ndarray:
         if getattr(self, "_epoch", None) != epoch:

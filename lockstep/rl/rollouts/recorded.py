@@ -11,7 +11,6 @@ from typing import Any
 from lockstep.errors import UserError
 from lockstep.generate.drafts import HistoryDraft
 from lockstep.generate.routes import is_written
-from lockstep.observe.readable import is_number
 from lockstep.rl.environments.protocol import Example
 from lockstep.rl.rollouts.records import Rollout
 
@@ -94,26 +93,30 @@ def _is_count(value: Any) -> bool:
     return type(value) is int and 0 <= value < 2**63
 
 
+def _is_number(value: Any) -> bool:
+    return type(value) is float or (type(value) is int and abs(value) < 2**63)
+
+
 def _are(check: Callable[[Any], bool]) -> Callable[[Any], bool]:
     return lambda values: isinstance(values, list) and all(map(check, values))
 
 
 def _are_rewards(value: Any) -> bool:
-    return isinstance(value, dict) and all(map(is_number, value.values()))
+    return isinstance(value, dict) and all(map(_is_number, value.values()))
 
 
 ALWAYS: dict[str, Callable[[Any], bool]] = {
     **dict.fromkeys(("prompt", "completion", "answer", "finish_reason"), _is_text),
     **dict.fromkeys(("group", "version"), _is_count),
-    **dict.fromkeys(("reward", "advantage"), is_number),
+    **dict.fromkeys(("reward", "advantage"), _is_number),
     "rewards": _are_rewards,
     **dict.fromkeys(("prompt_ids", "token_ids"), _are(_is_count)),
-    "log_probs": _are(is_number),
+    "log_probs": _are(_is_number),
 }
 SOMETIMES: dict[str, Callable[[Any], bool]] = {
     **dict.fromkeys(("dropped", "failure"), _is_text),
-    **dict.fromkeys(("token_advantages", "values", "truncated_logprobs", "entropies"), _are(is_number)),
-    **dict.fromkeys(("reference_log_probs", "teacher_log_probs", "trainer_log_probs"), _are(is_number)),
+    **dict.fromkeys(("token_advantages", "values", "truncated_logprobs", "entropies"), _are(_is_number)),
+    **dict.fromkeys(("reference_log_probs", "teacher_log_probs", "trainer_log_probs"), _are(_is_number)),
     "versions": _are(_is_count),
     "routes": _are(lambda value: value == "" or (_is_text(value) and is_written(value))),
     "sampled": _are(lambda value: type(value) is int and value in (0, 1)),

@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import json
+from collections.abc import Mapping, Sequence
 from functools import partial
+from typing import Any
 
-from lockstep.observe import append_step
+from lockstep.observe import Table, append_step
 from lockstep.rl.rollouts.ledger import Ledger
-from lockstep.rl.rollouts.records import Rollout, write_rollouts
-from lockstep.rl.rollouts.samples import samples_of
+from lockstep.rl.rollouts.records import Rollout, episodes_of, write_rollouts
 from lockstep.run.session import Session
+
+SAMPLES = 8
+LONGEST = 10_000
+"""Characters of a prompt or completion; `rollouts/` has all of it."""
 
 
 class RunRecords:
@@ -32,3 +37,42 @@ class RunRecords:
         session = self._session
         session.world.on_main(partial(write_rollouts, session.run.validation_path(step), rollouts))
         session.observer.write_samples(step, "validation/samples", samples_of(step, rollouts, advantages=False))
+
+
+def samples_of(step: int, rollouts: Sequence[Rollout], advantages: bool = True) -> Table:
+    """At most `SAMPLES` completions, spread evenly over the step's prompts, with rewards and, in training, advantages.
+
+    A conversation is one completion: all of its messages.
+    """
+    episodes = [rows[-1] for rows in episodes_of(rollouts)]
+    count = min(SAMPLES, len(episodes))
+    chosen = [episodes[index * len(episodes) // count] for index in range(count)]
+    rows = []
+    for rollout in chosen:
+        texts = _shortened(rollout.example.text), _shortened(_completion(rollout))
+        scores = rollout.scores
+        numbers = (float(scores.reward), float(scores.advantage)) if advantages else (float(scores.reward),)
+        rows.append((step, *texts, *numbers))
+    columns = ("step", "prompt", "completion", "reward") + (("advantage",) if advantages else ())
+    return Table(columns, rows)
+
+
+def _completion(rollout: Rollout) -> str:
+    if rollout.conversation is None:
+        return rollout.completion
+    return "\n".join(map(_said, rollout.conversation.messages))
+
+
+def _said(message: Mapping[str, Any]) -> str:
+    """`assistant: text`; what is not text, such as a tool call, as JSON."""
+    content = message.get("content")
+    others = {name: value for name, value in message.items() if name not in ("role", "content") and value}
+    parts = [content if isinstance(content, str) else "" if content is None else json.dumps(content)]
+    parts += [json.dumps(others)] if others else []
+    return f"{message.get('role', '')}: " + " ".join(filter(None, parts))
+
+
+def _shortened(text: str) -> str:
+    # A lone surrogate, which a template or an environment can leave, is no text to a tracker.
+    text = text.encode(errors="replace").decode()
+    return text if len(text) <= LONGEST else text[:LONGEST] + "…"

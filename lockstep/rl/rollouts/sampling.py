@@ -64,7 +64,7 @@ def open_graders(
 
 
 class Sampling:
-    """Samples and grades a run's rollouts on each of its ranks. A `RolloutSource`."""
+    """Samples and grades a run's rollouts on each of its ranks."""
 
     def __init__(
         self,
@@ -82,7 +82,7 @@ class Sampling:
         self.replicas, self._generators = replicas, generators
         self._recorded, self._stop, self._rewards, self._seed = recorded, stop, config.rewards, config.seed
         self.is_recorded = recorded is not None
-        """Whether the rollouts are those of another run."""
+        """Whether the rollouts are those of another run, as stale as that run allowed."""
         self._params = training_params(config, environment, rendering)
         self._validation_params, self._validation_seed = validation_params(config, environment, rendering)
         self.is_conversational = isinstance(environment, ConversationEnvironment)
@@ -121,7 +121,7 @@ class Sampling:
     def draw(
         self, examples: Sequence[Example], step: int, extra_round: int, sampler: Sampler, wanted: int
     ) -> list[Rollout]:
-        """This rank's share of a step's round, not graded."""
+        """This rank's share of the rollouts of a step's round, not graded. wanted: how many groups are enough."""
         if self._recorded:
             return self._recorded(examples)
         groups, first = self.replicas.share_of(examples, wanted)

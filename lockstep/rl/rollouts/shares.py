@@ -10,8 +10,7 @@ from lockstep.errors import UserError
 from lockstep.model import ModelConfig, TrainableModel
 from lockstep.observe import training_flops
 from lockstep.parallel import Pipeline, World
-from lockstep.rl.rollouts.microbatches import microbatches
-from lockstep.rl.rollouts.packing import Packing, PolicyBatch
+from lockstep.rl.rollouts.packing import Packing, PolicyBatch, microbatches
 from lockstep.rl.rollouts.records import Rollout
 from lockstep.train.context import shard_row
 from lockstep.train.packing import PackedRow

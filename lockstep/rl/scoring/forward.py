@@ -10,7 +10,7 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from lockstep.rl.rollouts.microbatches import microbatches
+from lockstep.rl.rollouts.packing import microbatches
 from lockstep.rl.rollouts.records import Rollout
 from lockstep.rl.rollouts.replicas import Replicas
 from lockstep.train.packing import PackedRow

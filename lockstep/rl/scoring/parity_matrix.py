@@ -2,22 +2,19 @@
 
 A small model of each shape samples a mixed load in every layout of the generator, and every layout of the trainer
 scores what was sampled, in a real training step. Every pair must agree in every bit. For each number of ranks, that
-many processes work through their jobs; they are forked from one that has imported what they need (`parity_worker`).
+many processes work through their jobs (`parity_worker`).
 """
 
 from __future__ import annotations
 
 import json
-import os
-import subprocess
-import sys
-import tempfile
-import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from itertools import product
 from pathlib import Path
 from typing import Any, Literal
+
+import numpy as np
 
 from lockstep.config import ParallelConfig
 from lockstep.model import ModelConfig
@@ -25,7 +22,6 @@ from lockstep.model.config import ExpertsConfig
 from lockstep.ops import Routing
 from lockstep.progress import Progress
 
-JOBS = "jobs.json"
 CHUNKS = 4
 """Reduction chunks: as many as the largest tensor degree here."""
 Recompute = Literal["none", "full", "selective"]
@@ -108,10 +104,6 @@ class Generating:
     backend: Backend
     ranks: int
 
-    @property
-    def name(self) -> str:
-        return _file_name("generator", self.shape, self.dtype, self.backend, str(self.ranks))
-
 
 @dataclass(frozen=True)
 class Scoring:
@@ -129,10 +121,6 @@ class Scoring:
     def ranks(self) -> int:
         return self.layout.ranks
 
-    @property
-    def name(self) -> str:
-        return _file_name("trainer", self.shape, self.dtype, self.backend, self.layout.name, self.recompute)
-
     def sampled_by(self, ranks: int) -> Generating:
         """The engine with this many ranks that made the samples."""
         return Generating(self.shape, self.dtype, self.backend, ranks)
@@ -142,10 +130,8 @@ class Scoring:
 
 
 Job = Generating | Scoring
-
-
-def _file_name(*parts: str) -> str:
-    return "-".join("".join(c if c.isalnum() else "_" for c in part) for part in parts)
+Results = Mapping[tuple[Job, int], Any]
+"""What `parity_worker.sample` and `score` return, by job and rank."""
 
 
 def scoring_jobs(covering: bool) -> list[Scoring]:
@@ -179,14 +165,6 @@ def _covering() -> Iterator[Scoring]:
     yield Scoring(MIXTURE, "float32", "inductor", LAYOUTS[3], "none", (1, 2))
 
 
-def jobs_of(folder: Path, ranks: int) -> list[Job]:
-    """The jobs for this many ranks that `run_jobs` has written to `folder`, engines first."""
-    names = set(json.loads((folder / JOBS).read_text()))
-    jobs: list[Job] = [Generating(*each) for each in product(MODELS, DTYPES, BACKENDS, GENERATORS)]
-    jobs += _full()
-    return [job for job in jobs if job.ranks == ranks and job.name in names]
-
-
 @dataclass
 class Cell:
     """A layout of the trainer compared with one of the generator."""
@@ -207,55 +185,35 @@ class Cell:
         return own | {"checked": self.checked, "different": self.different, "max_delta": self.largest}
 
 
-def run_matrix(covering: bool) -> list[Cell]:
-    """Every cell, compared. Raises RuntimeError with the end of a rank's log if one fails."""
-    jobs = scoring_jobs(covering)
-    with tempfile.TemporaryDirectory() as name:
-        run_jobs(Path(name), jobs)
-        return compare(Path(name), jobs)
+def run_jobs(scoring: Sequence[Scoring]) -> Results:
+    """The results of every rank of every job, and of the engines that it needs.
 
+    Raises torch.multiprocessing.ProcessException with the traceback of a rank that fails.
+    """
+    from lockstep.rl.scoring.parity_worker import run_ranks
 
-def run_jobs(folder: Path, scoring: Sequence[Scoring]) -> None:
-    """Writes what every rank of every job, and of the engines that it needs, computes to `folder`."""
-    jobs = {job.name: job for job in scoring} | {e.name: e for job in scoring for e in job.engines()}
-    (folder / JOBS).write_text(json.dumps(list(jobs)))
+    jobs: list[Job] = list(dict.fromkeys(engine for job in scoring for engine in job.engines()))
+    jobs += scoring
+    results: dict[tuple[Job, int], Any] = {}
     with Progress("parity", len(jobs), "layout") as bar:
         # One process first: all trainers score what it has sampled.
-        _work(folder, sorted({job.ranks for job in jobs.values()}), bar)
+        for ranks in sorted({job.ranks for job in jobs}):
+            for job, rank, result in run_ranks(ranks, [job for job in jobs if job.ranks == ranks], results):
+                results[job, rank] = result
+                bar.reach(bar.done + (rank == 0))
+    return results
 
 
-def compare(folder: Path, scoring: Sequence[Scoring]) -> list[Cell]:
-    """Compares the results of `run_jobs`: every layout of the trainer with every layout of the generator."""
-    return [_cell(folder, job, generator) for job in scoring for generator in job.generators]
+def compare(results: Results, scoring: Sequence[Scoring]) -> list[Cell]:
+    """Every layout of the trainer with every layout of the generator."""
+    return [_cell(results, job, generator) for job in scoring for generator in job.generators]
 
 
-def _work(folder: Path, ranks: list[int], bar: Progress) -> None:
-    """Runs the jobs for each of these numbers of ranks."""
-    command = [sys.executable, "-m", "lockstep.rl.scoring.parity_worker", str(folder), *map(str, ranks)]
-    log = folder / "ranks.log"
-    with log.open("w") as file:
-        environment = os.environ | {"OMP_NUM_THREADS": "1"}
-        process = subprocess.Popen(command, env=environment, stdout=file, stderr=file)
-    try:
-        while process.poll() is None:
-            time.sleep(0.2)
-            if (done := len(list(folder.glob("*.0.json")))) > bar.done:
-                bar.reach(done)
-        if process.returncode:
-            raise RuntimeError(log.read_text()[-4000:])
-    finally:
-        process.kill()  # its ranks end with it
-        process.wait()
-    bar.reach(len(list(folder.glob("*.0.json"))))
-
-
-def _cell(folder: Path, job: Scoring, generator: int) -> Cell:
-    import numpy as np
-
+def _cell(results: Results, job: Scoring, generator: int) -> Cell:
     cell = Cell(job, generator)
-    sampled = _bits_sampled(folder, job.sampled_by(generator))
+    sampled = _bits_sampled(results, job.sampled_by(generator))
     # The trainer has scored what one process sampled: a different token counts like a different number.
-    reference = _bits_sampled(folder, job.sampled_by(1))
+    reference = _bits_sampled(results, job.sampled_by(1))
     cell.checked = len(reference)
     if sampled.shape != reference.shape or (sampled[:, 0] != reference[:, 0]).any():
         cell.different, cell.largest = cell.checked, float("inf")
@@ -263,7 +221,7 @@ def _cell(folder: Path, job: Scoring, generator: int) -> Cell:
     seen = np.zeros(cell.checked, dtype=bool)
     wrong = np.zeros(cell.checked, dtype=bool)
     for rank in range(job.ranks):
-        result = json.loads((folder / f"{job.name}.{rank}.json").read_text())
+        result = results[job, rank]
         tokens = np.array(result["tokens"], dtype=np.int64)
         bits = np.array(result["bits"], dtype=np.int32)
         theirs = sampled[tokens, 1].astype(np.int32)
@@ -277,14 +235,11 @@ def _cell(folder: Path, job: Scoring, generator: int) -> Cell:
     return cell
 
 
-def _bits_sampled(folder: Path, engine: Generating) -> Any:
+def _bits_sampled(results: Results, engine: Generating) -> Any:
     """`[tokens, 2]`: token and the log-probability's bits, from rank 0 if all ranks agree; empty otherwise."""
-    import numpy as np
-
     found = []
     for rank in range(engine.ranks):
-        requests = json.loads((folder / f"{engine.name}.{rank}.json").read_text())
-        samples = [c for request in requests for c in request["completions"]]
+        samples = [c for request in results[engine, rank] for c in request["completions"]]
         found.append(np.array([pair for c in samples for pair in zip(c["tokens"], c["bits"])], dtype=np.int64))
     different = [other for other in found[1:] if not np.array_equal(other, found[0])]
     return different[0][:0] if different else found[0]

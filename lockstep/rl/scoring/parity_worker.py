@@ -1,41 +1,35 @@
 """One rank's share of `lockstep parity --matrix`: engines that sample, and training layouts that score the samples.
 
-`parity_matrix` runs `python -m lockstep.rl.scoring.parity_worker FOLDER RANKS...`, which forks that many ranks, for
-one number after another. Each works through the jobs for its number of ranks and writes one JSON file per job, with
-log-probabilities as their 32 bits.
+Each process works through the jobs for its number of ranks, and returns log-probabilities as their 32 bits.
 """
 
 from __future__ import annotations
 
-import json
+import multiprocessing
 import os
 import random
-import signal
 import socket
-import sys
-import traceback
 from collections import defaultdict
-from contextlib import suppress
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from functools import partial
-from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
+from torch.multiprocessing import start_processes
 
 from lockstep.config import CompileConfig, EngineConfig, ParallelConfig, RecomputeConfig, TrainConfig
 from lockstep.generate import Engine
 from lockstep.model import ScoringModel, initialize, resolve_dtype
 from lockstep.parallel import World, apply_compile, close_world, generator_model, open_world, parallel_model
 from lockstep.parallel.world import AXES
-from lockstep.rl.grading.processes import die_with_parent
 from lockstep.rl.scoring.parity_check import mixed_load
-from lockstep.rl.scoring.parity_matrix import CHUNKS, JOBS, MODELS, Generating, Scoring, jobs_of
+from lockstep.rl.scoring.parity_matrix import CHUNKS, MODELS, Generating, Job, Results, Scoring
 from lockstep.train import Trainer, pack, target_log_probs
 from lockstep.train.context import shard_row
 from lockstep.train.packing import PackedRow
+from lockstep.workers.processes import die_with_parent
 
 SEED = 3
 REQUESTS = 8
@@ -43,20 +37,48 @@ PACKED = 2
 """Requests in a micro-batch; they have one temperature. Four micro-batches suit all layouts."""
 
 
-def main(folder: Path, rank: int) -> None:
-    """Works through the jobs for the current number of ranks."""
-    jobs = jobs_of(folder, dist.get_world_size() if dist.is_initialized() else 1)
+def run_ranks(ranks: int, jobs: Sequence[Job], results: Results) -> Iterator[tuple[Job, int, Any]]:
+    """Each job's result on each of this many processes, as they come; results: of jobs on fewer ranks.
+
+    Raises torch.multiprocessing.ProcessException with the traceback of a rank that fails, and kills the others.
+    """
+    # Forked from a server that has imported what they need.
+    context = multiprocessing.get_context("forkserver")
+    compiled = any(job.backend != "none" for job in jobs)
+    context.set_forkserver_preload([__name__, *(["torch._inductor.compile_fx"] if compiled else [])])
+    sampled = {key: result for key, result in results.items() if isinstance(key[0], Generating)}
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        port = free.getsockname()[1]
+    queue = context.SimpleQueue()
+    arguments = ranks, port, jobs, sampled, queue
+    started = start_processes(_be_rank, arguments, ranks, join=False, daemon=True, start_method="forkserver")
+    ended = False
+    while not ended:
+        ended = started.join(0.1)
+        while not queue.empty():
+            yield queue.get()
+
+
+def _be_rank(rank: int, ranks: int, port: int, jobs: Sequence[Job], results: Results, queue: Any) -> None:
+    die_with_parent()
+    torch.set_num_threads(1)
+    numbers = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": ranks, "LOCAL_WORLD_SIZE": ranks, "MASTER_PORT": port}
+    os.environ.update({name: str(number) for name, number in numbers.items()} | {"MASTER_ADDR": "127.0.0.1"})
+    silence = os.open(os.devnull, os.O_WRONLY)
+    for output in (1, 2):
+        os.dup2(silence, output)
     if any(job.backend != "none" for job in jobs):
         from torch import _dynamo
 
         # A process of a normal run compiles one model; this one compiles every shape, dtype and layout.
         _dynamo.config.recompile_limit = _dynamo.config.accumulated_recompile_limit = 4096
+    results = dict(results)
+    everyone = open_world(ParallelConfig(), "cpu")  # the layouts' meshes are created on its process group
     for job in jobs:
-        target = folder / f"{job.name}.{rank}.json"
-        result = sample(job) if isinstance(job, Generating) else score(job, folder)
-        partial_file = target.with_suffix(".partial")
-        partial_file.write_text(json.dumps(result))
-        partial_file.replace(target)
+        result = sample(job) if isinstance(job, Generating) else score(job, results[job.sampled_by(1), 0])
+        results[job, rank] = result
+        queue.put((job, rank, result))
+    close_world(everyone)
 
 
 _worlds: dict[tuple[int, ...], World] = {}
@@ -93,9 +115,9 @@ def sample(job: Generating) -> Any:
     ]
 
 
-def score(job: Scoring, folder: Path) -> Any:
+def score(job: Scoring, requests: Sequence[Any]) -> Any:
     """What this rank computes for the sampled tokens in a training step: their indices, and log-probabilities' bits;
-    and the norms of the step's gradient."""
+    and the norms of the step's gradient. requests: as `sample` returns them."""
     parallel = replace(job.layout.parallel, reduction_chunks=CHUNKS)
     world = world_of(parallel)
     fill = partial(initialize, seed=SEED)
@@ -104,7 +126,6 @@ def score(job: Scoring, folder: Path) -> Any:
     model = parallel_model(shape, dtype, world, parallel, CompileConfig(job.backend), fill, recompute)
     replays = Replays(model)
     trainer = Trainer(model, TrainConfig(learning_rate=0.0), 1, world)
-    requests = json.loads((folder / f"{job.sampled_by(1).name}.0.json").read_text())
     scored = Scored(world, requests)
     metrics = trainer.step(scored.rows, scored.loss)
     return {
@@ -118,7 +139,7 @@ def score(job: Scoring, folder: Path) -> Any:
 class Scored:
     """This rank's micro-batches, and the log-probabilities that a step computes for them."""
 
-    def __init__(self, world: World, requests: list[Any]):
+    def __init__(self, world: World, requests: Sequence[Any]):
         self.numbers: list[int] = []
         self.bits: list[int] = []
         self.rows: list[PackedRow] = []
@@ -168,57 +189,3 @@ class Replays:
 def bits_of(log_probs: Tensor) -> list[int]:
     bits: list[int] = log_probs.float().view(torch.int32).tolist()
     return bits
-
-
-def run_ranks(folder: Path, ranks: int) -> None:
-    """Forks this many ranks, which inherit the imports, and waits. Exits with a rank's log if one fails."""
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
-    common = {"WORLD_SIZE": ranks, "LOCAL_WORLD_SIZE": ranks, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
-    logs: dict[int, Path] = {}
-    for rank in range(ranks):
-        log = folder / f"ranks-{ranks}-{rank}.log"
-        if pid := os.fork():
-            logs[pid] = log
-        else:
-            own = common | {"RANK": rank, "LOCAL_RANK": rank}
-            _be_rank(folder, log, {name: str(value) for name, value in own.items()})
-    for _ in range(ranks):
-        pid, status = os.wait()
-        if status:
-            for other in logs.keys() - {pid}:
-                with suppress(ProcessLookupError):
-                    os.kill(other, signal.SIGKILL)
-            code, said = os.waitstatus_to_exitcode(status), logs[pid].read_text()[-4000:]
-            sys.exit(f"a rank of {ranks} failed ({code}):\n{said}")
-
-
-def _be_rank(folder: Path, log: Path, environment: dict[str, str]) -> NoReturn:
-    """The whole life of a forked process: never returns."""
-    status = 1
-    try:
-        die_with_parent()
-        os.environ.update(environment)
-        with log.open("w") as file:
-            os.dup2(file.fileno(), 1)
-            os.dup2(file.fileno(), 2)
-        everyone = open_world(ParallelConfig(), "cpu")  # the layouts' meshes are created on its process group
-        main(folder, everyone.rank)
-        close_world(everyone)
-        status = 0
-    except BaseException:
-        traceback.print_exc()
-    finally:
-        sys.stdout.flush()
-        sys.stderr.flush()
-        os._exit(status)
-
-
-if __name__ == "__main__":
-    die_with_parent()
-    torch.set_num_threads(1)
-    if "-inductor-" in (Path(sys.argv[1]) / JOBS).read_text():
-        import torch._inductor.compile_fx
-    for number in sys.argv[2:]:
-        run_ranks(Path(sys.argv[1]), int(number))

@@ -6,8 +6,7 @@ import math
 from collections.abc import Sequence
 from typing import Any
 
-import torch
-from jaxtyping import Float
+from jaxtyping import Bool, Float
 from torch import Tensor
 
 from lockstep import ops
@@ -20,7 +19,7 @@ from lockstep.rl.rollouts.packing import PolicyBatch
 from lockstep.rl.rollouts.records import Rollout
 from lockstep.rl.rollouts.replicas import Replicas
 from lockstep.rl.scoring.parity import Parity
-from lockstep.rl.scoring.routes import RouteReplayStatistics, different_routes, routes_to_replay, trainer_routes
+from lockstep.rl.scoring.routes import different_routes, routes_to_replay, trainer_routes
 from lockstep.rl.scoring.value_head import ValueHead
 from lockstep.train.context import targets_of_others
 from lockstep.train.packing import predicting_states, target_log_probs
@@ -47,8 +46,8 @@ class PolicyLoss:
         """Whether the weights of the step's tokens add up to 1."""
         self.compare, self.replay_routes, self.value_head = compare, replay_routes, value_head
         self.parity = Parity()
-        self.replay = RouteReplayStatistics()
-        self._measured = False
+        self.routes_replayed = [0, 0]
+        """One per token and mixture; and those that the trainer's router would have chosen differently."""
         self.of_microbatches: dict[str, list[float]] = {}
         """Each metric of each micro-batch."""
         self.weights: list[float] = []
@@ -67,12 +66,10 @@ class PolicyLoss:
             return log_probs.sum() * 0.0
         if self.compare:
             self.parity.compare(batch.old_log_probs, log_probs, batch.rollouts, batch.current)
-            if batch.without_replay is not None:
-                self.replay.measure(batch.old_log_probs, log_probs, batch.without_replay, batch.current)
             if isinstance(model, Decoder) and model.config.mixtures:  # a stage's come after the step (`stage_routes`)
                 row, rows, group = batch.row, len(batch.row.tokens), tensor_group_of(model)
                 if replayed is not None:
-                    self.replay.count(different_routes(replayed, row, rows, group), batch.current)
+                    self.count_routes(batch, different_routes(replayed, row, rows, group))
                 else:
                     chosen = routes_in(trainer_routes(recorded, row, rows, group))
                     self.parity.compare_routes(batch.rollouts, chosen, model.config, batch.current)
@@ -107,21 +104,16 @@ class PolicyLoss:
         """Hidden states of the row's predicting positions, with the generator's routes if they are replayed."""
         if not (self.replay_routes and isinstance(model, Decoder)):
             return predicting_states(model, batch.row), None
-        if self.compare and not self._measured:
-            self.measure_without_replay(model, batch)
         rows, group = len(batch.row.tokens), tensor_group_of(model)
         replayed = routes_to_replay(batch.rollouts, batch.row, model.config, rows, group)
         with ops.replayed_routes(replayed):
             return predicting_states(model, batch.row), replayed
 
-    @torch.no_grad()
-    def measure_without_replay(self, model: ScoringModel, batch: PolicyBatch) -> Tensor:
-        """Computes `batch.without_replay`. Only for the first micro-batch: it takes another forward pass."""
-        self._measured = True
-        log_probs = target_log_probs(model, batch.row, self.temperature)[0]
-        shared = targets_of_others(batch.row)
-        batch.without_replay = log_probs if shared is None else shared.gather(log_probs)
-        return log_probs.sum()
+    def count_routes(self, batch: PolicyBatch, different: Bool[Tensor, "targets mixtures"]) -> None:
+        """Counts the replayed routes of tokens sampled from the current weights."""
+        different = different if batch.current is None else different[batch.current]
+        self.routes_replayed[0] += different.numel()
+        self.routes_replayed[1] += int(different.sum())
 
     def combine_ranks(self, batches: Sequence[PolicyBatch], share: Sequence[PolicyBatch], replicas: Replicas) -> None:
         """Combines the results of all ranks, here and in the rollouts of `batches`, on every rank.
@@ -138,7 +130,7 @@ class PolicyLoss:
         self.of_microbatches = {name: [v for each in results for v in each["metrics"][name]] for name in names}
         self.weights = [weight for each in results for weight in each["weights"]]
         self.parity.combine([each["parity"] for each in results])
-        self.replay.combine([each["replay"] for each in results])
+        self.routes_replayed = [sum(counts) for counts in zip(*(each["routes_replayed"] for each in results))]
         for each in results:
             for batch, number, entropies, log_probs in each["scores"]:
                 scores = batches[batch].rollouts[number].scores
@@ -157,7 +149,7 @@ class PolicyLoss:
             "metrics": self.of_microbatches,
             "weights": self.weights,
             "parity": self.parity.plain(),
-            "replay": self.replay.plain(),
+            "routes_replayed": self.routes_replayed,
             "scores": scores,
         }
 
@@ -174,7 +166,8 @@ class PolicyLoss:
         for name in [n for n in means if n.endswith("_square")]:
             stem, square = name.removesuffix("_square"), means.pop(name)
             means[f"{stem}_effective"] = means[f"{stem}_mean"] * means[f"{stem}_mean"] / square if square else 0.0
-        return means | self.replay.metrics()
+        routes, different = self.routes_replayed
+        return means | ({"routes/different": different / routes} if routes else {})
 
 
 def _store(rollouts: Sequence[Rollout], log_probs: Float[Tensor, "tokens"], entropies: Float[Tensor, "tokens"]) -> None:

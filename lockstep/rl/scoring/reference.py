@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from contextlib import nullcontext
+from dataclasses import dataclass
+from typing import Literal
 
 import torch
 from torch import Tensor
 
-from lockstep import ops
 from lockstep.config import RLConfig
 from lockstep.data import Tokenizer
-from lockstep.model import Decoder, ScoringModel, adapter_off
+from lockstep.model import Decoder, adapter_off
 from lockstep.parallel import World
 from lockstep.rl.generators.models import frozen_model
 from lockstep.rl.rollouts.records import Rollout
@@ -22,31 +24,6 @@ from lockstep.train.refusals import refuse_other_vocabulary
 
 START, AVERAGE = "start", "average"
 """Values of `RLConfig.kl_reference`; anything else is a folder."""
-
-
-class WithoutAdapter:
-    """The policy with its adapter switched off: the model that the run started from, without a second copy."""
-
-    def __init__(self, policy: ScoringModel):
-        """policy: as this rank computes it alone."""
-        assert isinstance(policy, Decoder)
-        self.policy = policy
-
-    @property
-    def device(self) -> torch.device:
-        return self.policy.device
-
-    @property
-    def head_weight(self) -> Tensor:
-        return self.policy.head_weight
-
-    def reserve_positions(self, length: int) -> None:
-        self.policy.reserve_positions(length)
-
-    def __call__(self, tokens: Tensor, positions: Tensor, attention: ops.Attention) -> Tensor:
-        with adapter_off(self.policy):
-            hidden: Tensor = self.policy(tokens, positions, attention)
-        return hidden
 
 
 def reference_is_base(config: RLConfig) -> bool:
@@ -77,34 +54,28 @@ def load_with_vocabulary(folder: str, setting: str, config: RLConfig, world: Wor
     return frozen_model(folder, world, config.dtype, config.parallel)
 
 
-class ReferenceScorer:
-    """Scores rollouts with the reference model of the KL divergence."""
+@dataclass(frozen=True)
+class LogProbScorer:
+    """Scores rollouts with another model, whose log-probability of each sampled token it assigns."""
 
-    def __init__(self, model: Decoder | WithoutAdapter, temperature: float, forward: ForwardPasses):
-        self._model, self._temperature, self._forward = model, temperature, forward
-
-    def score(self, rollouts: Sequence[Rollout]) -> None:
-        """Assigns the model's log-probability of each sampled token."""
-        scored = token_log_probs(self._model, rollouts, self._temperature, self._forward)
-        for rollout, log_probs in zip(rollouts, scored):
-            rollout.scores.reference_logprobs = log_probs
-
-
-class TeacherScorer:
-    """Scores rollouts with the model to distill from."""
-
-    def __init__(self, model: Decoder, temperature: float, forward: ForwardPasses):
-        self._model, self._temperature, self._forward = model, temperature, forward
+    model: Decoder
+    temperature: float
+    """Of sampling."""
+    forward: ForwardPasses
+    column: Literal["reference_logprobs", "teacher_logprobs"]
+    is_base: bool = False
+    """Whether the model is the policy, to be used with its adapter switched off: the model that the run started from,
+    without a second copy."""
 
     def score(self, rollouts: Sequence[Rollout]) -> None:
-        """Assigns the model's log-probability of each sampled token."""
-        scored = token_log_probs(self._model, rollouts, self._temperature, self._forward)
+        with adapter_off(self.model) if self.is_base else nullcontext():
+            scored = token_log_probs(self.model, rollouts, self.temperature, self.forward)
         for rollout, log_probs in zip(rollouts, scored):
-            rollout.scores.teacher_logprobs = log_probs
+            setattr(rollout.scores, self.column, log_probs)
 
 
 def token_log_probs(
-    model: Decoder | WithoutAdapter, rollouts: Sequence[Rollout], temperature: float, forward: ForwardPasses
+    model: Decoder, rollouts: Sequence[Rollout], temperature: float, forward: ForwardPasses
 ) -> list[list[float]]:
     """The model's log-probability of each sampled token of each rollout, at the temperature of sampling."""
 

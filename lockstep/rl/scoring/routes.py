@@ -2,16 +2,12 @@
 
 from __future__ import annotations
 
-import dataclasses
-import math
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
-from typing import Any
+from collections.abc import Sequence
 
 import numpy as np
 import torch
 import torch.distributed as dist
-from jaxtyping import Bool, Float, Int
+from jaxtyping import Bool, Int
 from torch import Tensor
 
 from lockstep import ops
@@ -120,64 +116,3 @@ def generator_experts(rollouts: Sequence[Rollout], shape: ModelConfig) -> Int[np
     if (np.diff(np.sort(whole, -1), axis=-1) == 0).any():
         raise UserError("router_replay: a rollout names an expert twice in a layer")
     return whole
-
-
-@dataclass
-class RouteReplayStatistics:
-    """The effect of replaying routes so far."""
-
-    routes: int = 0
-    """One per token and mixture."""
-    different: int = 0
-    """Those that the trainer's router would have chosen differently, with the layers before it replayed."""
-    tokens: int = 0
-    squares: float = 0.0
-    """Sum over `tokens` of (ratio − 1)², p of the trainer over p of the generator."""
-    squares_without: float = 0.0
-    """The same without replay."""
-
-    def count(self, different: Bool[Tensor, "targets mixtures"], comparable: Bool[Tensor, "targets"] | None) -> None:
-        """Adds a micro-batch's routes."""
-        different = different if comparable is None else different[comparable]
-        self.routes += different.numel()
-        self.different += int(different.sum())
-
-    def measure(
-        self,
-        generator: Float[Tensor, "targets"],
-        trainer: Float[Tensor, "targets"],
-        without: Float[Tensor, "targets"],
-        comparable: Bool[Tensor, "targets"] | None,
-    ) -> None:
-        """Adds a micro-batch's log-probabilities; without: the trainer's without replay."""
-        compared = torch.ones_like(generator, dtype=torch.bool) if comparable is None else comparable
-        self.tokens += int(compared.sum())
-        self.squares += _squares(trainer.detach() - generator, compared)
-        self.squares_without += _squares(without - generator, compared)
-
-    def plain(self) -> dict[str, Any]:
-        """JSON-able, for `combine`."""
-        return dataclasses.asdict(self)
-
-    def combine(self, parts: Sequence[Mapping[str, Any]]) -> None:
-        """Takes the combined result of several ranks. The ratio is the first rank's, which has the step's first
-        micro-batch: what it is measured on must not depend on the number of ranks."""
-        for name in ("routes", "different"):
-            setattr(self, name, sum(part[name] for part in parts))
-        for name in ("tokens", "squares", "squares_without"):
-            setattr(self, name, parts[0][name])
-
-    def metrics(self) -> dict[str, float]:
-        """The fraction of routes that differ, and the ratio's RMS distance from 1; empty without replay."""
-        if not self.routes:
-            return {}
-        tokens = max(self.tokens, 1)
-        return {
-            "routes/different": self.different / self.routes,
-            "routes/ratio_rms": math.sqrt(self.squares / tokens),
-            "routes/ratio_rms_without": math.sqrt(self.squares_without / tokens),
-        }
-
-
-def _squares(log_ratios: Tensor, compared: Tensor) -> float:
-    return float((log_ratios.double()[compared].exp() - 1).square().sum())

@@ -30,7 +30,7 @@ def routes_on_stages(loss: PolicyLoss, model: TrainableModel, share: Sequence[Po
     rows = max(len(batch.row.tokens) for batch in share)  # a pipeline pads its micro-batches to one length
     try:
         if loss.replay_routes:
-            _replay(loss, model, share, rows)
+            _replay(model, share, rows)
         else:
             for stage in model.stages:
                 stage.routes = {}
@@ -42,9 +42,7 @@ def routes_on_stages(loss: PolicyLoss, model: TrainableModel, share: Sequence[Po
             stage.routes, stage.replayed = None, {}
 
 
-def _replay(loss: PolicyLoss, model: Pipeline, share: Sequence[PolicyBatch], rows: int) -> None:
-    if loss.compare:
-        model.evaluate(share[:1], loss.measure_without_replay)
+def _replay(model: Pipeline, share: Sequence[PolicyBatch], rows: int) -> None:
     for stage in model.stages:
         mixtures = [model.config.mixtures.index(layer) for layer in _mixtures(stage)]
         group = tensor_group_of(stage)
@@ -60,7 +58,7 @@ def _count(loss: PolicyLoss, model: Pipeline, share: Sequence[PolicyBatch], rows
 
     for batch, different in zip(share, _of_all_stages(model, share, 1, of_stage)):
         if loss.of_microbatches and not batch.idle:  # on the last stage's rank
-            loss.replay.count(different[..., 0].bool(), batch.current)
+            loss.count_routes(batch, different[..., 0].bool())
 
 
 def _compare(loss: PolicyLoss, model: Pipeline, share: Sequence[PolicyBatch], rows: int) -> None:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import dataclasses
 import math
 from collections.abc import Sequence
-from pathlib import Path
 
 import torch
 import torch.nn.functional as F
@@ -13,8 +12,7 @@ from jaxtyping import Float
 from torch import Tensor, nn
 
 from lockstep import ops
-from lockstep.config import CONFIG, RLConfig, TrainConfig, algorithm_of, from_toml
-from lockstep.errors import UserError
+from lockstep.config import RLConfig, TrainConfig, algorithm_of
 from lockstep.model import ScoringModel, TrainableModel
 from lockstep.ops import one_order
 from lockstep.parallel import World
@@ -61,19 +59,6 @@ class ValueHead(nn.Module):
     def parameters_by_name(self) -> dict[str, nn.Parameter]:
         """By their names in the optimizer and in checkpoints."""
         return {f"{NAME}.{name}": parameter for name, parameter in self.named_parameters()}
-
-
-def refuse_run_without_values(run: Path, config: RLConfig) -> None:
-    """Raises UserError if `run` was saved by an algorithm without a value function to resume from."""
-    try:
-        before = from_toml(run / CONFIG, RLConfig())
-    except UserError:
-        return  # reading the checkpoint checks whether it fits
-    if algorithm_of(before).advantage != "gae" and any(run.glob("checkpoints/step_*")):
-        raise UserError(
-            f"{run}: a run of {before.algorithm} has no value head, so {config.algorithm} cannot resume it; start a "
-            "new run with another --output"
-        )
 
 
 def make_value_head(config: RLConfig, model: TrainableModel, world: World | None = None) -> ValueHead | None:

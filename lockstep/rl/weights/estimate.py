@@ -15,7 +15,7 @@ from lockstep.model import Decoder
 from lockstep.model.shard import local_values
 from lockstep.parallel import World
 from lockstep.parallel.world import AXES
-from lockstep.rl.weights.shard_slices import ShardSlice, intersection, offsets, volume
+from lockstep.rl.weights.shard_slices import Owners, ShardSlice, pieces_between, volume
 from lockstep.rl.weights.transfer import buckets
 
 
@@ -32,51 +32,42 @@ class TransferEstimate:
 
 
 def estimate_transfer(
-    tensors: Mapping[str, Tensor], model: Decoder, world: World, in_place: bool = True, keep: bool = True
+    tensors: Mapping[str, Tensor], model: Decoder, world: World, keep: bool = True
 ) -> TransferEstimate:
     """What `WeightTransfer(tensors, model, world, keep=keep)` moves on rank 0; the other ranks need not exist.
 
     With an adapter this is the first sync: later ones do not send frozen tensors. tensors: rank 0's, float32 or of the
-    model's dtype, with or without values. in_place: whether the model shares the memory of those that fit
-    (`materialize`).
+    model's dtype, with or without values; the model shares the memory of those that fit (`materialize`).
     """
-    coordinates = _coordinates(world)
-    itemsize = model.dtype.itemsize
+    ranks = _coordinates(world)
+    stage = [rank for rank, at in enumerate(ranks) if not at["pipeline"]]  # other stages have other tensors
+    targets = {name: _shard_slices(parameter, ranks) for name, parameter in model.named_parameters()}
+    sources = {name: _shard_slices(tensor, ranks) for name, tensor in tensors.items()}
+    fitting = {n for n, tensor in tensors.items() if tensor.dtype == model.dtype and sources[n] == targets[n]}
     sent = received = copies = buffers = 0
-    parameters = dict(model.named_parameters())
-    for names in buckets(model, _in_place(tensors, model, coordinates) if in_place else ()):
-        bucket_sent = bucket_received = bucket_cast = 0
+    for names in buckets(model, fitting if len(stage) == len(ranks) else ()):
+        moved = [0, 0, 0]  # sent, received, cast
         for name in names:
-            target_slices = _shard_slices(parameters[name], coordinates)
-            local, copied = 0, True
-            if name in tensors:
-                source_slices = _shard_slices(tensors[name], coordinates)
-                # Ranks of another stage have other tensors.
-                owners = [
-                    r
-                    for r, coordinate in enumerate(coordinates)
-                    if not coordinate["pipeline"] and source_slices[r] == source_slices[0]
-                ]
-                for target, shard_slice in enumerate(target_slices):
-                    part = intersection(source_slices[0], shard_slice)
-                    nearest = owners[target * len(owners) // len(coordinates)]
-                    if part is not None and target not in owners and nearest == 0:
-                        bucket_sent += volume(part) * itemsize
-                overlap = intersection(source_slices[0], target_slices[0])
-                local = volume(overlap) if overlap else 0
-                copied = not in_place or source_slices[0] != target_slices[0] or tensors[name].dtype != model.dtype
-                bucket_cast += volume(source_slices[0]) * itemsize * (tensors[name].dtype != model.dtype)
-            copies += volume(target_slices[0]) * itemsize * (copied and keep)
-            bucket_received += (volume(target_slices[0]) - local) * itemsize
-        sent, received = sent + bucket_sent, received + bucket_received
-        buffers = max(buffers, copies + bucket_cast + bucket_sent + bucket_received)
-    return TransferEstimate(sent, received, buffers)
+            needed = volume(targets[name][0])
+            copies += needed * keep * (name not in fitting)
+            if name not in tensors:
+                moved[1] += needed
+                continue
+            owners: Owners = {}
+            for rank in stage:
+                owners.setdefault(sources[name][rank], []).append(rank)
+            for piece in pieces_between(owners, targets[name]):
+                moved[0] += volume(piece.shard_slice) * (piece.source == 0 != piece.target)
+                moved[1] += volume(piece.shard_slice) * (piece.target == 0 != piece.source)
+            moved[2] += volume(sources[name][0]) * (tensors[name].dtype != model.dtype)
+        sent, received, buffers = sent + moved[0], received + moved[1], max(buffers, copies + sum(moved))
+    size = model.dtype.itemsize
+    return TransferEstimate(sent * size, received * size, buffers * size)
 
 
 def estimate_weight_server(tensors: Mapping[str, Tensor], dtype: torch.dtype) -> int:
-    """Bytes that rank 0 writes per version for generators in other processes: its shards of all tensors."""
-    parts = {name: local_values(tensor.detach()) for name, tensor in tensors.items()}
-    return offsets({name: part.numel() * dtype.itemsize for name, part in parts.items()})[1]
+    """Bytes that rank 0 copies per version for generators in other processes: its shards of all tensors."""
+    return sum(local_values(tensor.detach()).numel() for tensor in tensors.values()) * dtype.itemsize
 
 
 def _coordinates(world: World) -> list[dict[str, int]]:
@@ -106,15 +97,3 @@ def _shard_slices(tensor: Tensor, coordinates: list[dict[str, int]]) -> list[Sha
             by_index[index] = tuple((start, start + size) for start, size in zip(offset, shape))
         shard_slices.append(by_index[index])
     return shard_slices
-
-
-def _in_place(tensors: Mapping[str, Tensor], model: Decoder, coordinates: list[dict[str, int]]) -> set[str]:
-    """Tensors whose memory every rank's generator shares with its trainer (`materialize`)."""
-    if any(coordinate["pipeline"] for coordinate in coordinates):
-        return set()
-    return {
-        name
-        for name, parameter in model.named_parameters()
-        if tensors[name].dtype == model.dtype
-        and _shard_slices(tensors[name], coordinates) == _shard_slices(parameter, coordinates)
-    }

@@ -68,14 +68,12 @@ class WeightFolders:
                 exit_code=1,
             ) from error
         self._written = [*(old for old in self._written if old != folder), folder]
-        while len(self._written) > self._keep:
-            old = self._written.pop(0)
-            if self._world.is_main:
-                shutil.rmtree(old, ignore_errors=True)
+        for old in self._written[: -self._keep] if self._world.is_main else ():
+            shutil.rmtree(old, ignore_errors=True)
+        self._written = self._written[-self._keep :]
         return folder
 
     def close(self) -> None:
         """Deletes all versions, including those left behind by an earlier process of the run."""
         if self._world.is_main:
             shutil.rmtree(self.folder, ignore_errors=True)
-        self._written = []

@@ -1,9 +1,8 @@
 """The trainer's weights for generators in separate processes, which read them whenever they are ready.
 
-Each training rank writes its shards, cast to the generators' dtype, into memory that processes on its host can read,
-and serves them by TCP to other hosts. Generators can join, leave or be killed at any time: the trainer waits for none,
-and none takes part in its collectives. Versions go to alternating slots, so that writing the next one does not disturb
-readers of this one.
+Each training rank copies its shards, cast to the generators' dtype, and serves them by TCP. Generators can join, leave
+or be killed at any time: the trainer waits for none, and none takes part in its collectives. A published copy is never
+written again, so a reader gets the whole version even if newer ones are published meanwhile.
 """
 
 from __future__ import annotations
@@ -13,7 +12,7 @@ import secrets
 import socket
 import struct
 import threading
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import torch
@@ -24,19 +23,16 @@ from lockstep.errors import one_line
 from lockstep.model.shard import local_values
 from lockstep.observe import log
 from lockstep.parallel import World
-from lockstep.rl.generators.channel import Channel, Closed, Listener
-from lockstep.rl.weights.server_memory import ServerMemory
+from lockstep.rl.generators.channel import Closed, Listener
 from lockstep.rl.weights.shard_slices import (
     checksum_of,
     intersection,
     local_shard_of,
-    offsets,
     owners_of,
     plain_parts,
     read_parts,
     read_shard_slice,
     view_at,
-    volume,
 )
 
 READER_SECONDS = 60
@@ -44,11 +40,9 @@ READER_SECONDS = 60
 WeightManifest = dict[str, Any]
 """Where to read one version of the weights; JSON-able.
 
-`version`; `sequence`: number of the publication; `slot` that it was written to; `sums`: each tensor's checksum;
-`since`: for tensors without a gradient, the sequence number since which their bits have not changed; `server`: what is
-the same for all versions, namely its `id`, the `dtype`, each tensor's shape in `shapes`, and for each of the `ranks`
-the `address` that it listens on, the `handle` of its memory (process, file and name there, or null), the bytes of a
-slot in `size`, the number of `slots`, and its `parts`: [name, shard slice, offset in a slot].
+`version`; `sequence`: number of the publication; `sums`: each tensor's checksum; `since`: the publication since which
+each tensor's bits have not changed; `id` of the server; `dtype`; `shapes`: each tensor's shape; `ranks`: for each
+training rank the `address` that it listens on and its `parts`: [name, shard slice].
 """
 
 
@@ -56,8 +50,8 @@ class WeightServer:
     """Publishes a run's weights to readers in other processes (`WeightReader`).
 
     All ranks of `world` create it, and call its methods, together. tensors: this rank's, by the model's names. dtype:
-    the generators'. key: readers on other hosts must know it. host: this host's address for them. slots: versions that
-    can be read at a time. Raises UserError if it cannot listen there.
+    the generators'. key: readers must know it. host: this host's address for them. versions: how many can be read at a
+    time. Raises UserError if it cannot listen there.
     """
 
     def __init__(
@@ -67,135 +61,91 @@ class WeightServer:
         world: World,
         key: bytes,
         host: str = "127.0.0.1",
-        slots: int = 2,
+        versions: int = 2,
     ):
-        self._tensors, self._dtype, self._world, self._slots = tensors, dtype, world, slots
+        self._tensors, self._dtype, self._world, self._versions = tensors, dtype, world, versions
         local = {name: local_shard_of(tensor) for name, tensor in tensors.items()}
         per_rank = [read_parts(parts) for parts in world.gather(plain_parts(local))]
         owners = owners_of(per_rank)
         # Of replicated shards, the first rank's is published.
         self._shards = {name: part for name, part in local.items() if owners[name][part.shard_slice][0] == world.rank}
-        parts = {name: local_values(tensors[name].detach()) for name in self._shards}
-        self._offsets, size = offsets({name: part.numel() * dtype.itemsize for name, part in parts.items()})
-        self._memory = ServerMemory.created(size, slots)
-        frozen = [name for name in self._shards if not tensors[name].requires_grad]
-        self._since = dict.fromkeys(frozen, 0)
-        """As in the manifest. Compared at each publication: a router's choice bias has no gradient, but changes."""
-        self._slot_checksums: list[dict[str, tuple[int, int]]] = [{} for _ in range(slots)]
-        """Per slot, for its copies of these: the sequence number since which they are unchanged, and the checksum."""
-        self._server = _Server(self, Listener(key, host))
         self._sequence = 0
-        description = {
-            "address": list(self._server.address),
-            "handle": self._memory.handle,
-            "size": size,
-            "slots": slots,
-            "parts": [[name, part.shard_slice, self._offsets[name]] for name, part in self._shards.items()],
-        }
+        self._published: dict[int, dict[str, Tensor]] = {}
+        """This rank's copies of its shards, by sequence number."""
+        self._sums, self._since = dict[str, int](), dict[str, int]()
+        """Of the newest copies, as in the manifest."""
+        self._listener = Listener(key, host)
+        self._lock, self._readers = threading.Lock(), dict[threading.Thread, socket.socket]()
+        self._thread = threading.Thread(target=self._accept, name="weight server", daemon=True)
+        self._thread.start()
+        parts = [[name, part.shard_slice] for name, part in self._shards.items()]
         self._description = {
             "id": world.from_main(lambda: secrets.token_hex(8)),
             "dtype": str(dtype).removeprefix("torch."),
             "shapes": {name: part.shape for parts_of_rank in per_rank for name, part in parts_of_rank.items()},
-            "ranks": world.gather(description),
+            "ranks": world.gather({"address": list(self._listener.address), "parts": parts}),
         }
 
     @torch.no_grad()
     def publish(self, version: int) -> WeightManifest:
-        """Writes the current weights to the next slot; returns the manifest, on every rank."""
+        """Copies the current weights; returns the manifest, on every rank. Frees the oldest version first."""
+        before = self._published.get(self._sequence, {})
         self._sequence += 1
-        slot = self._sequence % self._slots
-        self._memory.set_mark(slot, -self._sequence)
-        sums = {name: self._write(name, slot) for name in self._shards}
-        self._memory.set_mark(slot, self._sequence)
-        per_rank = self._world.gather([sums, self._since])
-        return {
+        self._published.pop(self._sequence - self._versions, None)
+        self._published[self._sequence] = {name: self._copy(name, before.get(name)) for name in self._shards}
+        per_rank = self._world.gather([self._sums, self._since])
+        names = sorted(self._description["shapes"])
+        return self._description | {
             "version": version,
             "sequence": self._sequence,
-            "slot": slot,
-            "sums": _added([sums for sums, _ in per_rank]),
-            "since": _latest([since for _, since in per_rank]),
-            "server": self._description,
+            "sums": {name: _wrapped(sum(sums.get(name, 0) for sums, _ in per_rank)) for name in names},
+            "since": {name: max(since.get(name, 0) for _, since in per_rank) for name in names},
         }
 
-    def _write(self, name: str, slot: int) -> int:
-        """Writes a shard to the slot and returns its checksum."""
-        values = local_values(self._tensors[name].detach())
-        if name in self._since:
-            values = values.to("cpu", self._dtype).contiguous()
-            if self._sequence == 1 or not _same_bits(values, self._view(name, (self._sequence - 1) % self._slots)):
-                self._since[name] = self._sequence
-            since, checksum = self._slot_checksums[slot].get(name, (0, 0))
-            if since == self._since[name]:
-                return checksum
-        view = self._view(name, slot).copy_(values)
-        checksum = int(checksum_of(view, self._shards[name]))
-        if name in self._since:
-            self._slot_checksums[slot][name] = self._since[name], checksum
-        return checksum
+    def _copy(self, name: str, before: Tensor | None) -> Tensor:
+        """A copy of a shard; that of the version `before` if it is the same, as a frozen tensor's is."""
+        values = local_values(self._tensors[name].detach()).to("cpu", self._dtype, copy=True).contiguous()
+        # Not as numbers, of which -0 equals 0 and NaN differs from itself.
+        if before is not None and torch.equal(values.view(torch.uint8), before.view(torch.uint8)):
+            return before
+        self._since[name], self._sums[name] = self._sequence, int(checksum_of(values, self._shards[name]))
+        return values
 
-    def _view(self, name: str, slot: int) -> Tensor:
-        return self._memory.view(slot, self._offsets[name], self._shards[name].shard_slice, self._dtype)
-
-    def serve(self, request: Any) -> tuple[list[int], list[memoryview]]:
-        """The slot's mark before and after the pieces were copied, and the pieces; for the serving threads.
+    def _pieces(self, request: Any) -> Iterator[Tensor] | None:
+        """The pieces that a reader requests; None if their version has been freed.
 
         Raises LookupError, TypeError or ValueError for an invalid request.
         """
-        slot = request["slot"]
+        published = self._published.get(request["sequence"])
+        if published is None:
+            return None
         requested = [(name, read_shard_slice(shard_slice)) for name, shard_slice in request["pieces"]]
-        if slot not in range(self._slots):
-            raise ValueError("no such slot")
         for name, shard_slice in requested:
             part = self._shards[name].shard_slice
             if len(shard_slice) != len(part) or intersection(shard_slice, part) != shard_slice:
                 raise ValueError("not a piece of a part")
-        # A request may repeat a piece.
-        if sum(volume(shard_slice) for _, shard_slice in requested) * self._dtype.itemsize > self._memory.size:
-            raise ValueError("more bytes than the slot has")
-        before = self._memory.mark(slot)
-        pieces = []
-        for name, shard_slice in requested:
-            part = self._shards[name].shard_slice
-            view = self._memory.view(slot, self._offsets[name], part, self._dtype)
-            # A copy: signed data must not change while it is sent.
-            piece = view_at(view, shard_slice, part).clone(memory_format=torch.contiguous_format)
-            pieces.append(piece.view(-1).view(torch.uint8).numpy().data)
-        return [before, self._memory.mark(slot)], pieces
-
-    def close(self) -> None:
-        """Ends all threads and connections, and frees the memory."""
-        self._server.close()
-        self._memory.close()
-
-
-class _Server:
-    """The threads of a weight server: one that accepts connections, and one per connection."""
-
-    def __init__(self, weight_server: WeightServer, listener: Listener):
-        self._weight_server, self._listener = weight_server, listener
-        self.address = listener.address
-        self._lock, self._callers, self._closed = threading.Lock(), dict[threading.Thread, socket.socket](), False
-        self._thread = threading.Thread(target=self._accept, name="weight server", daemon=True)
-        self._thread.start()
+        return (view_at(published[name], piece, self._shards[name].shard_slice) for name, piece in requested)
 
     def _accept(self) -> None:
         with contextlib.suppress(Closed):
             while True:
                 caller = self._listener.accept()
-                thread = threading.Thread(target=self._serve_reader, args=(caller,), name="weight server", daemon=True)
+                thread = threading.Thread(target=self._serve, args=(caller,), name="weight server", daemon=True)
                 with self._lock:
-                    self._callers[thread] = caller
+                    self._readers[thread] = caller
                 thread.start()
 
-    def _serve_reader(self, caller: socket.socket) -> None:
-        channel: Channel | None = None
+    def _serve(self, caller: socket.socket) -> None:
+        """Sends one message per requested piece or, if their version has been freed, one that is "late"."""
         try:
             channel = self._listener.greet(caller)
             caller.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, struct.pack("ll", READER_SECONDS, 0))
             while True:
-                request, _ = channel.receive(READER_SECONDS)
-                marks, pieces = self._weight_server.serve(request)
-                channel.send(marks, *pieces)
+                pieces = self._pieces(channel.receive(READER_SECONDS)[0])
+                for piece in () if pieces is None else pieces:
+                    channel.send("piece", piece.contiguous().view(-1).view(torch.uint8).numpy().data)
+                if pieces is None:
+                    channel.send("late")
         except (Closed, TimeoutError):
             pass  # the reader is done, gone, or does not know the key
         except Exception as error:  # an invalid request: its connection ends
@@ -203,17 +153,19 @@ class _Server:
         finally:
             caller.close()
             with self._lock:
-                self._callers.pop(threading.current_thread(), None)
+                self._readers.pop(threading.current_thread(), None)
 
     def close(self) -> None:
+        """Ends all threads and connections, and frees the memory."""
         self._listener.close()
         self._thread.join()  # accepts no more connections
         with self._lock:
-            callers = dict(self._callers)
-        for thread, caller in callers.items():
+            readers = dict(self._readers)
+        for thread, caller in readers.items():
             with contextlib.suppress(OSError):
                 caller.shutdown(socket.SHUT_RDWR)
             thread.join()
+        self._published = {}
 
 
 def versions_to_keep(actors: ActorsConfig) -> int:
@@ -221,22 +173,6 @@ def versions_to_keep(actors: ActorsConfig) -> int:
     return 2 + (actors.max_staleness if actors.on_update == "finish" else 0)
 
 
-def _added(sums: list[dict[str, int]]) -> dict[str, int]:
-    """Each tensor's sum over the ranks, wrapped to int64."""
-    names = {name for rank_sums in sums for name in rank_sums}
-    return {name: _wrapped(sum(rank_sums.get(name, 0) for rank_sums in sums)) for name in sorted(names)}
-
-
-def _same_bits(one: Tensor, other: Tensor) -> bool:
-    """Not a comparison of numbers, in which -0 equals 0 and NaN differs from itself."""
-    return torch.equal(one.view(torch.uint8), other.view(torch.uint8))
-
-
-def _latest(since: list[dict[str, int]]) -> dict[str, int]:
-    """Each tensor's highest sequence number over the ranks."""
-    names = {name for of_rank in since for name in of_rank}
-    return {name: max(of_rank.get(name, 0) for of_rank in since) for name in sorted(names)}
-
-
 def _wrapped(number: int) -> int:
+    """As an int64."""
     return (number + 2**63) % 2**64 - 2**63

@@ -16,8 +16,8 @@ from lockstep.rl.weights.checksum import checksum
 
 ShardSlice = tuple[tuple[int, int], ...]
 """(start, stop) along each dimension of the full tensor."""
-ALIGNMENT = 64
-"""Of consecutive parts in memory, in bytes."""
+Owners = dict[ShardSlice, list[int]]
+"""The ranks that have each slice of a tensor."""
 
 
 @dataclass(frozen=True)
@@ -54,13 +54,34 @@ def read_shard_slice(shard_slice: Sequence[Sequence[int]]) -> ShardSlice:
     return tuple((start, stop) for start, stop in shard_slice)
 
 
-def owners_of(shards: Sequence[Mapping[str, LocalShard]]) -> dict[str, dict[ShardSlice, list[int]]]:
-    """The ranks that have each slice of each tensor. shards: by rank and name."""
-    owners: dict[str, dict[ShardSlice, list[int]]] = defaultdict(lambda: defaultdict(list))
+def owners_of(shards: Sequence[Mapping[str, LocalShard]]) -> dict[str, Owners]:
+    """The owners of each tensor. shards: by rank and name."""
+    owners: dict[str, Owners] = defaultdict(lambda: defaultdict(list))
     for rank, parts in enumerate(shards):
         for name, part in parts.items():
             owners[name][part.shard_slice].append(rank)
     return owners
+
+
+@dataclass(frozen=True)
+class Piece:
+    """What one rank sends to another of one tensor."""
+
+    shard_slice: ShardSlice
+    source: int
+    target: int
+
+
+def pieces_between(owners: Owners, targets: Sequence[ShardSlice]) -> list[Piece]:
+    """What gives every rank its slice in `targets` of a tensor."""
+    pieces = []
+    for target, shard_slice in enumerate(targets):
+        for source_slice, ranks in owners.items():
+            if (overlap := intersection(source_slice, shard_slice)) is not None:
+                # Among replicas, the one nearest to the target, so that every rank sends to equally many.
+                source = target if target in ranks else ranks[target * len(ranks) // len(targets)]
+                pieces.append(Piece(overlap, source, target))
+    return pieces
 
 
 def intersection(one: ShardSlice, other: ShardSlice) -> ShardSlice | None:
@@ -77,14 +98,6 @@ def volume(shard_slice: ShardSlice) -> int:
 def view_at(part: Tensor, shard_slice: ShardSlice, of: ShardSlice) -> Tensor:
     """The view of `shard_slice` in a part that covers the slice `of`."""
     return part[tuple(slice(start - first, stop - first) for (start, stop), (first, _) in zip(shard_slice, of))]
-
-
-def offsets(sizes: Mapping[str, int]) -> tuple[dict[str, int], int]:
-    """Aligned offsets of consecutive parts of these sizes (bytes), and their total size."""
-    starts, end = {}, 0
-    for name, size in sizes.items():
-        starts[name], end = end, end + -(-size // ALIGNMENT) * ALIGNMENT
-    return starts, end
 
 
 def checksum_of(part: Tensor, shard: LocalShard) -> Tensor:

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Callable, Collection, Iterator, Mapping
-from dataclasses import dataclass
 
 import torch
 import torch.distributed as dist
@@ -25,35 +24,22 @@ from lockstep.parallel.exchange import gather_rows
 from lockstep.parallel.messages import from_all
 from lockstep.rl.weights.in_place import same_memory
 from lockstep.rl.weights.shard_slices import (
-    ShardSlice,
+    Piece,
     checksum_of,
     differing,
     first_copies,
-    intersection,
     local_shard_of,
-    offsets,
     owners_of,
+    pieces_between,
     plain_parts,
     read_parts,
     view_at,
-    volume,
 )
-from lockstep.rl.weights.shared_parts import SharedParts, share_parts
 
 BUCKET = 1 << 26
 """Bytes of full tensors that are sent together."""
 TRIES = 3
 """Attempts before a damaged transfer ends the run."""
-
-
-@dataclass(frozen=True)
-class Piece:
-    """What one rank sends to another of one tensor."""
-
-    name: str
-    shard_slice: ShardSlice
-    source: int
-    target: int
 
 
 def buckets(model: Decoder, without: Collection[str]) -> Iterator[list[str]]:
@@ -97,60 +83,39 @@ class WeightTransfer:
         self.tensors, self.model, self.world, self.moved = tensors, model, world, moved
         self.keep = keep
         self.rank = world.rank
-        sources = {name: local_shard_of(tensor) for name, tensor in tensors.items()}
-        targets = {name: local_shard_of(parameter) for name, parameter in model.named_parameters()}
+        self._sources = {name: local_shard_of(tensor) for name, tensor in tensors.items()}
+        self._targets = {name: local_shard_of(parameter) for name, parameter in model.named_parameters()}
         self._parts = {name: local_values(parameter.detach()) for name, parameter in model.named_parameters()}
-        self._in_place = {name for name in sources if same_memory(local_values(tensors[name]), self._parts[name])}
-        local = [plain_parts(sources), plain_parts(targets), sorted(self._in_place), sorted(sources.keys() & frozen)]
-        per_rank = from_all(local)
-        self.source_shards = [read_parts(of_rank[0]) for of_rank in per_rank]
+        self._in_place = {n for n, tensor in tensors.items() if same_memory(local_values(tensor), self._parts[n])}
+        local = [plain_parts(self._sources), plain_parts(self._targets), sorted(self._in_place)]
+        per_rank = from_all([*local, sorted(tensors.keys() & frozen)])
+        source_shards = [read_parts(of_rank[0]) for of_rank in per_rank]
         self.target_shards = [read_parts(of_rank[1]) for of_rank in per_rank]
-        self._owners = owners_of(self.source_shards)
-        self.names = list(self.target_shards[0])
+        self.names = list(self._targets)
+        self._refuse_other_shapes({name: part.shape for shards in source_shards for name, part in shards.items()})
+        owners = owners_of(source_shards)
+        self.pieces = {
+            name: pieces_between(owners[name], [shards[name].shard_slice for shards in self.target_shards])
+            for name in self.names
+        }
+        """What the ranks send of each tensor, to themselves too."""
         self.in_place_everywhere = set[str](self.names).intersection(*(of_rank[2] for of_rank in per_rank))
         """Tensors whose memory every rank's generator shares with its trainer."""
         frozen_anywhere = set[str]().union(*(of_rank[3] for of_rank in per_rank))
         self._frozen = frozen_anywhere - self.in_place_everywhere if keep else set[str]()
         self._skipped = set[str]()
-        self.pieces = {name: self._pieces(name) for name in self.names}
+        """Tensors that have arrived intact and are not sent again."""
         # Of replicated shards, only the first rank's counts in a checksum.
-        self._sums_sent = {n for n, part in sources.items() if self._owners[n][part.shard_slice][0] == self.rank}
-        self._sources, self._targets = sources, targets
-        self._copies = {name: part for name, part in self._parts.items() if name not in self._in_place}
-        self._arrived: dict[str, Tensor] = {}
-        self._buffers: dict[str, Tensor] = {}
-        self._make_buckets()
+        self._sums_sent = {n for n, part in self._sources.items() if owners[n][part.shard_slice][0] == self.rank}
 
-    def _make_buckets(self) -> None:
-        """Divides what is sent into buckets. All ranks call it."""
-        dtype, on_cpu = self.model.dtype, self.model.device.type == "cpu"
-        self._buckets = list(buckets(self.model, self.in_place_everywhere | self._skipped))
-        self._shared = None
-        if self._buckets:
-            self._shared = share_parts(self.source_shards, self._buckets, dtype, self.rank, on_cpu)
-        self._arrived = {}
-
-    def _pieces(self, name: str) -> list[Piece]:
-        shape = self.target_shards[0][name].shape
-        shapes = {shards[name].shape for shards in self.source_shards if name in shards}
-        if shapes != {shape}:
-            listed = " and ".join(str(list(other)) for other in sorted(shapes)) or "missing"
-            raise UserError(
-                f"weights cannot be synced: {name} is {listed} in the trainer, but {list(shape)} in the generator"
-            )
-        pieces, size = [], len(self.target_shards)
-        for target, shards in enumerate(self.target_shards):
-            shard_slice, covered = shards[name].shard_slice, 0
-            for source_slice, ranks in self._owners[name].items():
-                if (overlap := intersection(source_slice, shard_slice)) is not None:
-                    # Among replicas, the one nearest to the target, so that every rank sends to equally many.
-                    source = target if target in ranks else ranks[target * len(ranks) // size]
-                    pieces.append(Piece(name, overlap, source, target))
-                    covered += volume(overlap)
-            assert covered == volume(shard_slice), (
-                f"{name}: the ranks have {covered} of {volume(shard_slice)} elements, or some twice"
-            )
-        return pieces
+    def _refuse_other_shapes(self, shapes: Mapping[str, tuple[int, ...]]) -> None:
+        for name, target in self._targets.items():
+            if shapes.get(name) != target.shape:
+                theirs = list(shapes[name]) if name in shapes else "missing"
+                raise UserError(
+                    f"weights cannot be synced: {name} is {theirs} in the trainer, but {list(target.shape)} in the "
+                    "generator"
+                )
 
     def __call__(self, version: int) -> None:
         """Replaces the model's weights by the trainer's, once all new ones have arrived intact.
@@ -161,9 +126,9 @@ class WeightTransfer:
             arrived, damaged = self._transfer()
             if not damaged:
                 self._copy_into_model(arrived)
-                self._skip(self._frozen)
+                self._skipped = self._frozen
                 return
-            self._skip(set())
+            self._skipped = set()
             listed = f"{damaged[0]}{f' and {len(damaged) - 1} more' if damaged[1:] else ''}"
             log.warning("weights version %d: %s did not arrive intact (try %d of %d)", version, listed, attempt, TRIES)
         ending = "the generators keep their old weights, and the run ends here" if self.keep else "the run ends here"
@@ -179,15 +144,8 @@ class WeightTransfer:
         Memory shared with the trainer stays. Only without `keep`.
         """
         assert not self.keep
-        self._arrived = {}
-        for copy in self._copies.values():
-            copy.untyped_storage().resize_(0)
-
-    def _skip(self, names: set[str]) -> None:
-        """From now on sends all but these, which have arrived intact."""
-        if names != self._skipped:
-            self._skipped = names
-            self._make_buckets()
+        for name in self._parts.keys() - self._in_place:
+            self._parts[name].untyped_storage().resize_(0)
 
     def _transfer(self) -> tuple[dict[str, Tensor], list[str]]:
         """This rank's part of each new tensor, and the names of those that differ from the trainer's on any rank."""
@@ -204,98 +162,64 @@ class WeightTransfer:
             if in_place and not same_memory(local_values(self.tensors[name].detach()), received):
                 actual[index] += 1  # the trainer has moved it: shows as damaged
 
-        for name in self.names:
-            if name in self.in_place_everywhere:
-                compare(name, local_values(self.tensors[name].detach()), self._parts[name])
-            elif name in self._skipped:
-                tensor = self.tensors.get(name)
-                sent_before = None if tensor is None else local_values(tensor.detach()).to(self._parts[name])
-                compare(name, sent_before, self._parts[name])
-        for names in self._buckets:
-            sent = self._cast(names)
-            received = self._send(names, sent)
+        unsent = self.in_place_everywhere | self._skipped
+        for name in unsent:
+            compare(name, self._cast(name), self._parts[name])
+        for names in buckets(self.model, unsent):
+            sent = {name: self._cast(name) for name in names}
+            received = {name: self._destination(self._parts[name]) for name in names if name not in self._in_place}
+            self._send(sent, received)
             for name in names:
-                compare(name, sent.get(name), received.get(name, self._parts[name]))
+                compare(name, sent[name], received.get(name, self._parts[name]))
             arrived |= received
-            if self._shared is not None:
-                self._shared.next_bucket()
             self.moved()
         return arrived, self._damaged(expected, actual)
 
-    def _cast(self, names: list[str]) -> dict[str, Tensor]:
-        """This rank's parts of the tensors, in the dtype and on the device of the generator."""
-        parts = {name: local_values(self.tensors[name].detach()) for name in names if name in self.tensors}
-        if self._shared is not None:
-            return {name: self._shared.view(self.rank, name).copy_(part) for name, part in parts.items()}
-        dtype = self.model.dtype
-        starts, size = offsets({name: part.numel() * dtype.itemsize for name, part in parts.items()})
-        buffer = self._buffer("cast", size)
-        cast = {}
-        for name, part in parts.items():
-            if part.dtype == dtype and part.device == self.model.device:
-                cast[name] = part
-                continue
-            start, stop = starts[name], starts[name] + part.numel() * dtype.itemsize
-            cast[name] = buffer[start:stop].view(dtype).view(part.shape).copy_(part)
-        return cast
+    def _cast(self, name: str) -> Tensor | None:
+        """This rank's part of a tensor, in the dtype and on the device of the generator; None if it has none."""
+        tensor = self.tensors.get(name)
+        return None if tensor is None else local_values(tensor.detach()).to(self._parts[name])
 
-    def _send(self, names: list[str], sent: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """This rank's new parts of the tensors in one bucket."""
-        if not self._arrived:
-            in_buckets = {name for names in self._buckets for name in names}
-            self._arrived = {n: self._destination(copy) for n, copy in self._copies.items() if n in in_buckets}
-        arrived = {name: self._arrived[name] for name in names if name not in self._in_place}
-        if self._shared is not None:
-            self._copy_shared(arrived, self._shared)
-            return arrived
+    def _destination(self, part: Tensor) -> Tensor:
+        """The memory that receives the new values of the model's `part`."""
+        if self.keep:
+            return torch.empty_like(part, memory_format=torch.contiguous_format)
+        part.untyped_storage().resize_(part.nbytes)
+        return part
+
+    def _send(self, sent: Mapping[str, Tensor | None], received: Mapping[str, Tensor]) -> None:
+        """Fills this rank's new parts of the tensors in one bucket."""
         outgoing: dict[int, list[Tensor]] = defaultdict(list)
         incoming: dict[int, list[Tensor]] = defaultdict(list)
-        for piece in (piece for name in names for piece in self.pieces[name]):
-            if piece.source == piece.target == self.rank and piece.name in self._in_place:
-                continue
+
+        def add(name: str, piece: Piece) -> None:
+            if piece.source == piece.target == self.rank and name in self._in_place:
+                return
             if piece.source == self.rank:
-                source_slice = self._sources[piece.name].shard_slice
-                outgoing[piece.target].append(view_at(sent[piece.name], piece.shard_slice, source_slice))
+                source = sent[name]
+                assert source is not None
+                outgoing[piece.target].append(view_at(source, piece.shard_slice, self._sources[name].shard_slice))
             if piece.target == self.rank:
-                target_slice = self._targets[piece.name].shard_slice
-                incoming[piece.source].append(view_at(arrived[piece.name], piece.shard_slice, target_slice))
+                target_slice = self._targets[name].shard_slice
+                incoming[piece.source].append(view_at(received[name], piece.shard_slice, target_slice))
+
+        for name in sent:
+            for piece in self.pieces[name]:
+                add(name, piece)
         # Pieces for this rank itself are copied; the rest goes in one message to each rank.
         for source, target in zip(outgoing.pop(self.rank, []), incoming.pop(self.rank, [])):
             target.copy_(source)
         self._exchange(outgoing, incoming)
-        return arrived
-
-    def _destination(self, copy: Tensor) -> Tensor:
-        """The memory that receives the new values of `copy`."""
-        if self.keep:
-            return torch.empty_like(copy, memory_format=torch.contiguous_format)
-        copy.untyped_storage().resize_(copy.nbytes)
-        return copy
-
-    def _copy_shared(self, arrived: Mapping[str, Tensor], shared: SharedParts) -> None:
-        shared.wait_for_all()
-        for piece in (piece for name in arrived for piece in self.pieces[name] if piece.target == self.rank):
-            source_slice = self.source_shards[piece.source][piece.name].shard_slice
-            source = view_at(shared.view(piece.source, piece.name), piece.shard_slice, source_slice)
-            target_slice = self._targets[piece.name].shard_slice
-            view_at(arrived[piece.name], piece.shard_slice, target_slice).copy_(source)
 
     def _exchange(self, outgoing: Mapping[int, list[Tensor]], incoming: Mapping[int, list[Tensor]]) -> None:
         ranks = range(self.world.size)
         sizes = [[sum(part.nbytes for part in parts.get(rank, [])) for rank in ranks] for parts in (outgoing, incoming)]
-        send_buffer, receive_buffer = self._buffer("send", sum(sizes[0])), self._buffer("receive", sum(sizes[1]))
-        for view, part in _message_views(send_buffer, outgoing, ranks):
+        messages = [torch.empty(sum(of), dtype=torch.uint8, device=self.model.device) for of in sizes]
+        for view, part in _message_views(messages[0], outgoing, ranks):
             view.copy_(part)
-        dist.all_to_all_single(receive_buffer, send_buffer, sizes[1], sizes[0])
-        for view, part in _message_views(receive_buffer, incoming, ranks):
+        dist.all_to_all_single(messages[1], messages[0], sizes[1], sizes[0])
+        for view, part in _message_views(messages[1], incoming, ranks):
             part.copy_(view)
-
-    def _buffer(self, purpose: str, size: int) -> Tensor:
-        """A buffer of this many bytes, reused: the system clears every page that it newly allocates."""
-        buffer = self._buffers.get(purpose)
-        if buffer is None or len(buffer) < size:
-            buffer = self._buffers[purpose] = torch.empty(size, dtype=torch.uint8, device=self.model.device)
-        return buffer[:size]
 
     def _damaged(self, expected: Tensor, actual: Tensor) -> list[str]:
         """The tensors whose checksum in any generator differs from the trainer's; the same list on every rank."""
@@ -310,14 +234,8 @@ class WeightTransfer:
 
     @torch.no_grad()
     def _copy_into_model(self, arrived: Mapping[str, Tensor]) -> None:
-        if not self.keep:
-            self._buffers = {}
-            return  # received into the model's memory
-        for name, part in arrived.items():
+        for name, part in arrived.items() if self.keep else ():  # else received into the model's memory
             self._parts[name].copy_(part)
-        if self.model.device.type != "cpu":
-            # An accelerator's allocator returns the same memory later without clearing it, and can use it meanwhile.
-            self._arrived, self._buffers = {}, {}
 
 
 def _message_views(message: Tensor, parts: Mapping[int, list[Tensor]], ranks: range) -> Iterator[tuple[Tensor, Tensor]]:

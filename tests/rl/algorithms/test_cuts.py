@@ -19,9 +19,11 @@ AVERAGES = ("token", "sequence", "budget")
 CORRECTIONS = [{}, {"off_policy": "truncate", "off_policy_level": "sequence"}, {"off_policy": "mask"}]
 
 
+PAIRS = [(name, AVERAGES[number % 3]) for number, name in enumerate(ALGORITHMS)]
+
+
 @pytest.mark.parametrize("correction", CORRECTIONS, ids=["none", "truncate", "mask"])
-@pytest.mark.parametrize("average", AVERAGES)
-@pytest.mark.parametrize("name", ALGORITHMS)
+@pytest.mark.parametrize(("name", "average"), PAIRS)
 def test_parts_of_whole_completions_add_up_to_the_step(name, average, correction):
     algorithm = named(name, loss_average=average, kl_coefficient=0.1, entropy_coefficient=0.01, **correction)
     whole = inputs_of(drawn_step(seed=5), algorithm)
@@ -103,8 +105,7 @@ def _gradients(rollouts, name, average, tokens):
     return sums, len(batches)
 
 
-@pytest.mark.parametrize("average", AVERAGES)
-@pytest.mark.parametrize("name", ALGORITHMS)
+@pytest.mark.parametrize(("name", "average"), PAIRS)
 def test_a_models_gradient_is_that_of_one_completion_at_a_time(rollouts, name, average):
     alone, count = _gradients(rollouts, name, average, 1)
     assert count == len(rollouts)

@@ -44,20 +44,26 @@ def _ratio(step, i, t):
     return torch.exp(step.new[i][t] - step.old[i][t])
 
 
+def _normalized(rewards, place):
+    return (rewards[place] - _mean(rewards)) / (_std(rewards) + 1e-4)
+
+
+def _sum(step, term):
+    """Of `term(completion, token, its group's rewards, its place there)` over the step's tokens."""
+    return sum(term(i, t, rewards, place) for i, rewards, place in _groups(step) for t in range(step.lengths[i]))
+
+
 @pytest.mark.parametrize("seed", [0, 1])
 def test_grpo(seed):
     """arXiv 2402.03300, equations 3 and 4; advantages of section 4.1.2."""
 
     def objective(step):
-        total = 0.0
-        for i, rewards, place in _groups(step):
-            advantage = (rewards[place] - _mean(rewards)) / (_std(rewards) + 1e-4)
-            for t in range(step.lengths[i]):
-                d = step.reference[i][t] - step.new[i][t]
-                kl = torch.exp(d) - d - 1
-                term = _min_clip(_ratio(step, i, t), advantage, 0.2, 0.2) - 0.04 * kl
-                total = total + term / step.lengths[i] / len(step.lengths)
-        return total
+        def term(i, t, rewards, place):
+            d = step.reference[i][t] - step.new[i][t]
+            clipped = _min_clip(_ratio(step, i, t), _normalized(rewards, place), 0.2, 0.2)
+            return (clipped - 0.04 * (torch.exp(d) - d - 1)) / step.lengths[i] / len(step.lengths)
+
+        return _sum(step, term)
 
     _agree(drawn_step(seed), named("grpo", loss_average="sequence", kl_coefficient=0.04), objective)
 
@@ -66,11 +72,10 @@ def test_dr_grpo():
     """arXiv 2503.20783, section 3.2: no division by the deviation, nor by the completion's length."""
 
     def objective(step):
-        total = 0.0
-        for i, rewards, place in _groups(step):
-            for t in range(step.lengths[i]):
-                total = total + _min_clip(_ratio(step, i, t), rewards[place] - _mean(rewards), 0.2, 0.2)
-        return total / len(step.lengths) / LIMIT
+        def term(i, t, rewards, place):
+            return _min_clip(_ratio(step, i, t), rewards[place] - _mean(rewards), 0.2, 0.2)
+
+        return _sum(step, term) / len(step.lengths) / LIMIT
 
     _agree(drawn_step(), named("dr_grpo"), objective)
 
@@ -79,12 +84,10 @@ def test_dapo():
     """arXiv 2503.14476, equation 8: separate bounds, every token of the step with the same weight."""
 
     def objective(step):
-        total = 0.0
-        for i, rewards, place in _groups(step):
-            advantage = (rewards[place] - _mean(rewards)) / (_std(rewards) + 1e-4)
-            for t in range(step.lengths[i]):
-                total = total + _min_clip(_ratio(step, i, t), advantage, 0.2, 0.28)
-        return total / sum(step.lengths)
+        def term(i, t, rewards, place):
+            return _min_clip(_ratio(step, i, t), _normalized(rewards, place), 0.2, 0.28)
+
+        return _sum(step, term) / sum(step.lengths)
 
     _agree(drawn_step(), named("dapo"), objective)
 
@@ -96,9 +99,8 @@ def test_gspo(bounds):
     def objective(step):
         total = 0.0
         for i, rewards, place in _groups(step):
-            advantage = (rewards[place] - _mean(rewards)) / (_std(rewards) + 1e-4)
             s = torch.exp(sum(step.new[i][t] - step.old[i][t] for t in range(step.lengths[i])) / step.lengths[i])
-            total = total + _min_clip(s, advantage, *bounds)
+            total = total + _min_clip(s, _normalized(rewards, place), *bounds)
         return total / len(step.lengths)
 
     _agree(drawn_step(spread=0.2), named("gspo", clip_low=bounds[0], clip_high=bounds[1]), objective)
@@ -109,13 +111,11 @@ def test_cispo(bounds):
     """arXiv 2506.13585, equations 4 and 5."""
 
     def objective(step):
-        total = 0.0
-        for i, rewards, place in _groups(step):
-            advantage = (rewards[place] - _mean(rewards)) / (_std(rewards) + 1e-4)
-            for t in range(step.lengths[i]):
-                weight = torch.clamp(_ratio(step, i, t).detach(), 1 - bounds[0], 1 + bounds[1])
-                total = total + weight * advantage * step.new[i][t]
-        return total / sum(step.lengths)
+        def term(i, t, rewards, place):
+            weight = torch.clamp(_ratio(step, i, t).detach(), 1 - bounds[0], 1 + bounds[1])
+            return weight * _normalized(rewards, place) * step.new[i][t]
+
+        return _sum(step, term) / sum(step.lengths)
 
     _agree(drawn_step(spread=0.5), named("cispo", clip_low=bounds[0], clip_high=bounds[1]), objective)
 
@@ -128,17 +128,24 @@ def test_rloo(beta):
     """
 
     def objective(step):
-        total = 0.0
-        shaped = []
-        for i, rewards, place in _groups(step):
-            shaped.append(rewards[place] - beta * float((step.old[i] - step.reference[i]).sum()))
-        samples = len(step.groups[0])
+        total, samples = 0.0, len(step.groups[0])
+        shaped = [
+            rewards[place] - beta * float((step.old[i] - step.reference[i]).sum())
+            for i, rewards, place in _groups(step)
+        ]
         for i, _, place in _groups(step):
             others = [shaped[i - place + j] for j in range(samples) if j != place]
             total = total + (shaped[i] - _mean(others)) * sum(step.new[i])
         return total / len(step.lengths) / LIMIT
 
     _agree(drawn_step(), named("rloo", kl_coefficient=beta), objective)
+
+
+def _in_ppos_loss(step, advantages):
+    """PPO's clipped loss with advantages by completion and token, normalized over the batch's tokens."""
+    mean, std = _mean(advantages.values()), _std(advantages.values())
+    terms = (_min_clip(_ratio(step, *token), (a - mean) / std, 0.2, 0.2) for token, a in advantages.items())
+    return sum(terms) / sum(step.lengths)
 
 
 @pytest.mark.parametrize("beta", [0.0, 0.1])
@@ -149,13 +156,8 @@ def test_reinforce_plus_plus(beta):
         advantages = {}
         for i, rewards, place in _groups(step):
             for t in range(step.lengths[i]):
-                later = sum(float(step.old[i][j] - step.reference[i][j]) for j in range(t, step.lengths[i]))
-                advantages[i, t] = rewards[place] - beta * later
-        mean, std = _mean(advantages.values()), _std(advantages.values())
-        total = 0.0
-        for (i, t), advantage in advantages.items():
-            total = total + _min_clip(_ratio(step, i, t), (advantage - mean) / std, 0.2, 0.2)
-        return total / sum(step.lengths)
+                advantages[i, t] = rewards[place] - beta * float((step.old[i] - step.reference[i])[t:].sum())
+        return _in_ppos_loss(step, advantages)
 
     _agree(drawn_step(), named("reinforce++", kl_coefficient=beta), objective)
 
@@ -164,16 +166,9 @@ def test_reinforce_plus_plus_with_baseline():
     """arXiv 2501.03262: the group's mean as baseline, normalised over the batch's tokens; k2 in the loss."""
 
     def objective(step):
-        advantages = {}
-        for i, rewards, place in _groups(step):
-            for t in range(step.lengths[i]):
-                advantages[i, t] = rewards[place] - _mean(rewards)
-        mean, std = _mean(advantages.values()), _std(advantages.values())
-        total = 0.0
-        for (i, t), advantage in advantages.items():
-            total = total + _min_clip(_ratio(step, i, t), (advantage - mean) / std, 0.2, 0.2)
-            total = total - 0.01 * (step.new[i][t] - step.reference[i][t]) ** 2 / 2
-        return total / sum(step.lengths)
+        tokens = [(i, t, r[place] - _mean(r)) for i, r, place in _groups(step) for t in range(step.lengths[i])]
+        k2 = _sum(step, lambda i, t, *_: (step.new[i][t] - step.reference[i][t]) ** 2 / 2)
+        return _in_ppos_loss(step, {(i, t): a for i, t, a in tokens}) - 0.01 * k2 / sum(step.lengths)
 
     _agree(drawn_step(), named("reinforce++-baseline", kl_coefficient=0.01), objective)
 
@@ -185,7 +180,6 @@ def test_ppo(gamma, lambda_, beta, clip):
     estimates = {}
 
     def objective(step):
-        total = 0.0
         for i, n in enumerate(step.lengths):
             # The reward is earned with the last token; the KL divergence is charged at each.
             rewards = [-beta * float(step.old[i][t] - step.reference[i][t]) for t in range(n)]
@@ -194,10 +188,7 @@ def test_ppo(gamma, lambda_, beta, clip):
             deltas = [rewards[t] + gamma * values[t + 1] - values[t] for t in range(n)]
             for t in range(n):
                 estimates[i, t] = sum((gamma * lambda_) ** k * deltas[t + k] for k in range(n - t))
-        mean, std = _mean(estimates.values()), _std(estimates.values())
-        for (i, t), advantage in estimates.items():
-            total = total + _min_clip(_ratio(step, i, t), (advantage - mean) / std, 0.2, 0.2)
-        return total / sum(step.lengths) - 0.3 * _value_loss(step, estimates, clip)
+        return _in_ppos_loss(step, estimates) - 0.3 * _value_loss(step, estimates, clip)
 
     # `_agree` compares the gradients of the log-probabilities; those of the values are compared below.
     algorithm = named(
@@ -248,11 +239,8 @@ def test_on_policy_distillation():
     """arXiv 2306.08543, section 2.2, the single-step part: each token's gradient, weighed by log p_teacher − log p."""
 
     def objective(step):
-        total = 0.0
-        for i, _, _ in _groups(step):
-            for t in range(step.lengths[i]):
-                total = total + (step.teacher[i][t] - step.old[i][t]) * step.new[i][t]
-        return total / sum(step.lengths)
+        advantage = [teacher - old for teacher, old in zip(step.teacher, step.old)]
+        return _sum(step, lambda i, t, *_: advantage[i][t] * step.new[i][t]) / sum(step.lengths)
 
     _agree(drawn_step(), named("distillation"), objective)
 

@@ -2,6 +2,7 @@
 
 import json
 from dataclasses import dataclass, field
+from pathlib import Path
 
 import pytest
 
@@ -10,16 +11,17 @@ from lockstep.config import RLConfig
 from lockstep.data import load_tokenizer
 from lockstep.data.chat import load_chat_template
 from lockstep.generate.sampling_params import Completion
-from lockstep.rl.conversations.exchange import reply_data, reply_from
 from lockstep.rl.conversations.rendering import Rendering
 from lockstep.rl.conversations.tools import answer_calls
 from lockstep.rl.environments.loading import load_environment
+from lockstep.rl.grading.exchange import reply_data, reply_from
 from lockstep.rl.rollouts.rewards import assign_rewards
 from tests.rl.collected import collected, held_out
 from tests.rl.conversations.families import shown, write_family
 
 THINK_END = "<|channel|>analysis<|message|>I add 2 and 3.<|end|><|start|>assistant"
 CALLS = THINK_END + '<|channel|>commentary to=functions.add <|constrain|>json<|message|>{"a": 2, "b": 3}<|call|>'
+CALCULATOR = f"{Path(__file__).parents[3] / 'examples' / 'calculator.py'}:Calculator"
 ANSWERS = THINK_END + "<|channel|>final<|message|>Answer: 5<|return|>"
 
 
@@ -154,7 +156,7 @@ def test_a_call_that_cannot_be_read_is_answered_with_its_problem(folder):
     assert conversed(Tries(), engine)[-1].scores.reward == 1.0
 
 
-@pytest.mark.parametrize("name", ["digit_sum", "calculator"])  # of one answer, and a conversation
+@pytest.mark.parametrize("name", ["digit_sum", CALCULATOR])  # of one answer, and a conversation
 @pytest.mark.parametrize(
     ("reply", "completion"),
     [

@@ -6,10 +6,10 @@ import pytest
 
 import lockstep.rl as rl
 from lockstep.config import RewardConfig
-from lockstep.rl.conversations.exchange import ConversationEnded
 from lockstep.rl.conversations.runner import ConversationRunner
 from lockstep.rl.conversations.worker_runner import WorkerConversationRunner, worker_task
 from lockstep.rl.environments.loading import EnvironmentSource, load_environment
+from lockstep.rl.grading.exchange import ConversationEnded
 from lockstep.rl.grading.pool import open_workers
 
 TASK = """

@@ -40,7 +40,7 @@ import json, os, sys
 from pathlib import Path
 from lockstep.config import RLConfig, from_toml
 from lockstep.rl.reinforce import reinforce
-from lockstep.rl.grading.processes import descendants
+from lockstep.workers.processes import descendants
 
 def taken(process):
     status = dict(line.split(":", 1) for line in Path(f"/proc/{process}/status").read_text().splitlines())

@@ -34,7 +34,6 @@ ROWS = {
     "math": ({"answer": "15"}, IN_A_BOX, "15"),
     "prompts": ({}, "", ""),
     "code": ({"tests": "assert f() == 15"}, IN_PYTHON, ""),
-    "retrieval": ({"answer": "15"}, "\n\nSearch the texts for it. Reply with the last line `Answer: …`", "15"),
 }
 
 
@@ -42,8 +41,6 @@ ROWS = {
 def test_rows_of_messages_are_read_by_every_environment(tmp_path, name):
     if name == "code" and missing_protections():
         pytest.skip("the kernel cannot confine code")
-    (tmp_path / "documents").mkdir()
-    (tmp_path / "documents" / "a.txt").write_text("fifteen")
     row, instruction, answer = ROWS[name]
     example = read(
         name, tmp_path, row, prompt=[SYSTEM, USER], chat_template_kwargs={"enable_thinking": False, "a": None}

@@ -1,6 +1,7 @@
 """Conversations over one engine: what is trained on is what it computed, and what fails costs its own conversation."""
 
 import asyncio
+import contextlib
 import inspect
 import random
 import signal
@@ -58,8 +59,15 @@ def graded(environment, engine, rendering, limit=1.0, grader=None, **changes):
     return rollouts
 
 
-@pytest.mark.parametrize("name", ["qwen3", "llama3", "deepseek_r1_distill", None])
-@pytest.mark.parametrize("temperature", [1.0, 0.7])
+@pytest.mark.parametrize(
+    ("name", "temperature"),
+    [
+        pytest.param("qwen3", 0.7, marks=pytest.mark.slow),
+        ("llama3", 1.0),
+        pytest.param("deepseek_r1_distill", 1.0, marks=pytest.mark.slow),
+        (None, 0.7),
+    ],
+)
 def test_a_row_scored_by_the_trainer_has_the_log_probabilities_of_the_conversation(
     name, temperature, engine_of, renderings
 ):
@@ -86,19 +94,17 @@ def starts(rollout):
     return [t for t in targets if t - 1 not in targets]
 
 
-@pytest.mark.parametrize("name", ["qwen3", "llama3"])
-def test_draws_do_not_depend_on_who_answers_when(name, engine_of, renderings):
+def test_draws_do_not_depend_on_who_answers_when(engine_of, renderings):
     class Slow(Talk):
         longest_delay = 0.02
 
-    first = talk(Talk(), engine_of(name), renderings[name], max_new_tokens=5)
-    for environment, engine in ((Slow(), engine_of(name)), (Slow(), engine_of(name, 2)), (Talk(), engine_of(name, 1))):
-        again = talk(environment, engine, renderings[name], max_new_tokens=5)
-        assert [r.token_ids for r in again] == [r.token_ids for r in first]
-        assert [r.logprobs for r in again] == [r.logprobs for r in first]
+    rendering = renderings["qwen3"]
+    first = talk(Talk(), engine_of("qwen3"), rendering, max_new_tokens=5)
+    for environment, sequences in ((Slow(), 2), (Talk(), 1)):
+        again = talk(environment, engine_of("qwen3", sequences), rendering, max_new_tokens=5)
+        assert [(r.token_ids, r.logprobs) for r in again] == [(r.token_ids, r.logprobs) for r in first]
     assert len({str(r.token_ids) for r in first}) == len(first), "each has draws of its own"
-    engine = engine_of(name)
-    other = collected(EXAMPLES, Talk(), engine, renderings[name], config(), extra_round=1)
+    other = collected(EXAMPLES, Talk(), engine_of("qwen3"), rendering, config(max_new_tokens=5), extra_round=1)
     assert [r.token_ids for r in other] != [r.token_ids for r in first], "another round, other draws"
 
 
@@ -117,18 +123,15 @@ def in_workers(tmp_path):
         yield make
 
 
-def test_in_workers_the_tokens_and_rewards_are_those_of_this_process_whoever_answers_when(
-    in_workers, engine_of, renderings
-):
+def test_in_workers_the_tokens_and_rewards_are_those_of_this_process(in_workers, engine_of, renderings):
     given = engine_of("llama3"), renderings["llama3"]
     first = graded(Talk(), *given)
     slow = inspect.getsource(Talk).replace("longest_delay = 0.0", "longest_delay = 0.02")
     environment, workers = in_workers("Talk", slow, workers=2, concurrent=2)
-    for sequences in (8, 2):
-        again = graded(environment, engine_of("llama3", sequences), given[1], grader=workers)
-        for field in ("token_ids", "logprobs", "sampled", "scores", "group", "episode", "completion"):
-            assert [getattr(r, field) for r in again] == [getattr(r, field) for r in first]
-        assert [r.conversation.messages for r in again] == [r.conversation.messages for r in first]
+    again = graded(environment, engine_of("llama3", 2), given[1], grader=workers)
+    for field in ("token_ids", "logprobs", "sampled", "scores", "group", "episode", "completion"):
+        assert [getattr(r, field) for r in again] == [getattr(r, field) for r in first]
+    assert [r.conversation.messages for r in again] == [r.conversation.messages for r in first]
 
 
 KILLER = """
@@ -143,20 +146,17 @@ class Killer(rl.ConversationEnvironment):
 """
 
 
-@pytest.mark.parametrize("on_failure", ["drop", "zero"])
 def test_what_kills_its_supervisor_costs_its_own_conversations_and_the_others_are_held_again_alike(
-    on_failure, in_workers, engine_of, renderings
+    in_workers, engine_of, renderings
 ):
     engine, rendering = engine_of("llama3"), renderings["llama3"]
     rollouts = {}
     for fault in ("pass", "os.kill(os.getppid(), 9)"):
-        environment, workers = in_workers("Killer", KILLER.replace("FAULT", fault), workers=1, on_failure=on_failure)
-        limits = RewardConfig(on_failure=on_failure)
-        rollouts[fault] = graded(environment, engine, rendering, grader=workers, rewards=limits)
+        environment, workers = in_workers("Killer", KILLER.replace("FAULT", fault), workers=1)
+        rollouts[fault] = graded(environment, engine, rendering, grader=workers)
         assert not engine.has_work
     whole, killed = rollouts.values()
-    assert [r.scores.failure for r in killed] == [""] * 3 + ["killed"] * 3
-    assert [r.scores.counts for r in killed] == [True] * 3 + [on_failure == "zero"] * 3
+    assert [(r.scores.failure, r.scores.counts) for r in killed] == [("", True)] * 3 + [("killed", False)] * 3
     assert [(r.token_ids, r.logprobs, r.scores.rewards) for r in killed[:3]] == [
         (r.token_ids, r.logprobs, r.scores.rewards) for r in whole[:3]
     ]
@@ -279,68 +279,71 @@ class Broken(list):
     __iter__ = __repr__
 
 
-def failing(kind):
-    class Failing(Talk):
-        async def converse(self, example, chat):
-            chat.add(example.prompt)
-            if kind != "at once" or not example.answer:
-                await chat.reply()
-            if not example.answer:
-                return 1.0
-            if kind in ("raises", "at once"):
+class Failing(rl.ConversationEnvironment):
+    """Examples whose answer says how their conversations fail."""
+
+    async def converse(self, example, chat):
+        chat.add(example.prompt)
+        kind = example.answer
+        if kind == "raises at once":
+            raise KeyError("oh")
+        await chat.reply()
+        match kind:
+            case "raises":
                 raise KeyError("oh")
-            if kind == "exits":
+            case "exits":
                 raise SystemExit(3)
-            if kind == "sleeps":
+            case "cancelled":
+                raise asyncio.CancelledError
+            case "sleeps":
                 await asyncio.sleep(60)
-            if kind == "stays":
+            case "stays":
                 while True:
-                    try:
+                    with contextlib.suppress(asyncio.CancelledError):
                         await asyncio.sleep(60)
-                    except asyncio.CancelledError:
-                        self.stayed = True
-            if kind == "strange":
+            case "says strange things":
                 chat.messages.append({"role": "user", "content": object()})
-            if kind == "strange ask":
+            case "asks strange things":
                 chat.messages.append("no dict")
                 await chat.reply()
-            if kind == "cancelled":
-                raise asyncio.CancelledError
-            while kind == "gives up":
-                try:
-                    await asyncio.wait_for(chat.reply(), 0.002)
-                except TimeoutError:
-                    pass
-                except rl.ConversationOver:
-                    await asyncio.sleep(0.01)
-            if kind == "breaks when shown":
+            case "breaks when shown":
                 return Broken()
-            if kind == "breaks when read":
+            case "breaks when read":
                 chat.messages = Broken()
-            if kind == "no number":
+            case "is no number":
                 return float("nan")
-            return 1.0
+        while kind == "gives up":
+            try:
+                await asyncio.wait_for(chat.reply(), 0.002)
+            except TimeoutError:
+                pass
+            except rl.ConversationOver:
+                await asyncio.sleep(0.01)
+        return 1.0
 
-    return Failing()
+
+FAILURES = {
+    **dict.fromkeys(("raises", "raises at once", "exits", "cancelled"), "raised"),
+    **dict.fromkeys(("asks strange things", "breaks when shown"), "raised"),
+    **dict.fromkeys(("sleeps", "stays", "gives up"), "timeout"),
+    **dict.fromkeys(("says strange things", "breaks when read", "is no number"), "invalid"),
+}
 
 
-@pytest.mark.parametrize(
-    ("kind", "cause"),
-    [("raises", "raised"), ("exits", "raised"), ("at once", "raised"), ("sleeps", "timeout"), ("stays", "timeout"),
-     ("strange", "invalid"), ("strange ask", "raised"), ("no number", "invalid"), ("cancelled", "raised"),
-     ("gives up", "timeout"), ("breaks when shown", "raised"), ("breaks when read", "invalid")],
-)  # fmt: skip
-def test_what_fails_costs_its_own_conversation(kind, cause, engine_of, renderings, caplog):
-    given = engine_of("llama3"), renderings["llama3"]
-    limits = RewardConfig(seconds=0.3)
-    rollouts = graded(failing(kind), *given, limit=0.6, rewards=limits)
-    assert [r.scores.failure for r in rollouts] == [""] * 3 + [cause] * 3
-    assert [r.scores.counts for r in rollouts] == [True] * 3 + [False] * 3
-    assert "river" in caplog.text and "converse" in caplog.text
-    if cause == "raised":
-        assert "test_play.py:" in caplog.text
+def test_what_fails_costs_its_own_conversation(engine_of, renderings, caplog):
+    examples = [rl.Example(f"p{n}", kind) for n, kind in enumerate(["", *FAILURES, "fine"])]
+    given = config(samples_per_prompt=1, max_new_tokens=3, rewards=RewardConfig(seconds=0.5))
+    rollouts = collected(examples, Failing(), engine_of("llama3", 16), renderings["llama3"], given)
+    outcomes = assign_rewards(rollouts, Failing(), given.rewards)
+    expected = {example.answer: FAILURES.get(example.answer, "") for example in examples}
+    assert {rows[0].example.answer: rows[0].scores.failure for rows in episodes_of(rollouts)} == expected
+    assert all(rollout.scores.counts != bool(rollout.scores.failure) for rollout in rollouts)
+    for (example, cause), outcome in zip(expected.items(), outcomes):
+        assert cause != "raised" or "test_play.py:" in outcome.message, example
+        assert not cause or ("Failing.converse" in outcome.message and "'p" in outcome.message), example
+    assert "of 14 rewards failed" in caplog.text
     with pytest.raises(UserError, match="more rewards failed"):
-        graded(failing(kind), *given, limit=0.2, rewards=limits)
+        refuse_too_many(outcomes, 0.2)
 
 
 def test_a_conversation_without_a_reply_counts_in_no_case(engine_of, renderings):
@@ -388,32 +391,32 @@ def test_a_group_is_graded_together(engine_of, renderings):
     assert rollouts[0].scores.reward == 100.0, "what converse returned stays"
 
 
-@pytest.mark.parametrize("kind", ["raises", "short", "sleeps", "none"])
-def test_a_grade_that_fails_costs_its_group(kind, engine_of, renderings):
-    class Broken(Group):
-        def __init__(self):
-            super().__init__()
-            self.seen = []
+def test_a_grade_that_fails_costs_its_group(engine_of, renderings):
+    class Failing(Group):
+        seen = []  # noqa: RUF012
 
         async def grade(self, example, episodes):
-            if example.answer and kind == "raises":
-                raise ValueError("no")
-            if example.answer and kind == "short":
-                return [1.0]
-            if example.answer and kind == "sleeps":
-                await asyncio.sleep(60)
-            if example.answer and kind == "none":
-                return None
+            match example.answer:
+                case "raises":
+                    raise ValueError("no")
+                case "short":
+                    return [1.0]
+                case "sleeps":
+                    await asyncio.sleep(60)
+                case "none":
+                    return None
             return await super().grade(example, episodes)
 
         def reward(self, example, completion):
             return {"reward": 42.0}
 
-    causes = {"raises": "raised", "short": "invalid", "sleeps": "timeout", "none": ""}
-    limits = RewardConfig(seconds=0.3)
-    rollouts = graded(Broken(), engine_of("llama3"), renderings["llama3"], rewards=limits)
-    assert [r.scores.failure for r in rollouts] == [""] * 3 + [causes[kind]] * 3
-    assert ([r.scores.reward for r in rollouts[3:]] == [42.0] * 3) == (kind == "none"), "without a grade, reward counts"
+    causes = {"": "", "raises": "raised", "short": "invalid", "sleeps": "timeout", "none": ""}
+    examples = [rl.Example(f"p{n}", kind) for n, kind in enumerate(causes)]
+    given = config(samples_per_prompt=2, max_new_tokens=3, rewards=RewardConfig(seconds=0.5))
+    rollouts = collected(examples, Failing(), engine_of("llama3", 16), renderings["llama3"], given)
+    assign_rewards(rollouts, Failing(), given.rewards)
+    assert [r.scores.failure for r in rollouts] == [cause for cause in causes.values() for _ in range(2)]
+    assert [r.scores.reward for r in rollouts[-2:]] == [42.0] * 2, "without a grade, reward counts"
 
 
 def test_a_function_that_blocks_is_named_and_in_the_end_refused(engine_of, renderings, caplog):

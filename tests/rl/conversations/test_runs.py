@@ -10,9 +10,9 @@ from lockstep.config import CheckpointConfig, EngineConfig, RewardConfig, RLConf
 from lockstep.data import load_tokenizer
 from lockstep.errors import UserError
 from lockstep.rl.environments.loading import load_environment
-from lockstep.rl.grading.processes import descendants
 from lockstep.rl.reinforce import reinforce
 from lockstep.rl.replay import replay
+from lockstep.workers.processes import descendants
 
 TASK = '''
 import os
@@ -146,7 +146,7 @@ def test_a_run_goes_on_where_conversations_end_their_processes_and_its_ledger_ad
     changes = dict(steps=1, prompts_per_step=4, samples_per_prompt=4, rewards=rewards)
     folder = reinforce(config(tmp_path / "run", chat_model("llama3"), task("Faulty"), **changes))
     below = [Path(f"/proc/{process}/cmdline") for process in descendants(os.getpid())]
-    assert not any(b"conversations.supervisor_main" in line.read_bytes() for line in below), "no process is left behind"
+    assert not any(b"grading.supervisor" in line.read_bytes() for line in below), "no process is left behind"
     step, rollouts = metrics(folder)[1], lines(folder, 1)
     failed = sum(r.get("failure") == "killed" for r in rollouts)
     assert step["reward/failed/killed"] == failed >= 4 and step["parity/tokens_different"] == 0

@@ -4,18 +4,17 @@ import os
 import subprocess
 import sys
 import time
-from collections import defaultdict
 from pathlib import Path
 
 import pytest
 
 import lockstep.rl as rl
 from lockstep.config import RewardConfig
-from lockstep.rl.conversations.exchange import ConversationEnded, ConversationRestarted, ReplyRequest
 from lockstep.rl.conversations.worker_runner import WorkerConversationRunner, run_tasks, worker_task
 from lockstep.rl.environments.loading import EnvironmentSource
+from lockstep.rl.grading.exchange import ConversationEnded, ConversationRestarted, ReplyRequest
 from lockstep.rl.grading.pool import open_workers
-from lockstep.rl.grading.processes import descendants
+from lockstep.workers.processes import descendants
 from tests.rl.grading.misbehaving import CAUSES
 
 TASK = """
@@ -74,14 +73,23 @@ class Talk(Misbehaving, rl.ConversationEnvironment):
         open(__file__ + ".left", "w").write(left)
         self.kills_its_supervisor()
 
-    def forges_a_grade(self):
-        message = json.dumps(["graded", 2, []]).encode()
-        for pipe in range(3, 30):
+    def _forges(self, kind, number, body):
+        message = f'["{kind}", {number}, true]\\n{body}'.encode()
+        for pipe in range(3, 200):
             try:
                 os.write(pipe, struct.pack("<I", len(message)) + message)
             except OSError:
                 pass
         time.sleep(1000)
+
+    def forges_a_grade(self):
+        self._forges("graded", 2, "[]")
+
+    def forges_an_end(self):
+        self._forges("ended", 1, "[1]")
+
+    def forges_a_request(self):
+        self._forges("asked", 0, "[1, [5]]")
 
     def says_too_much(self):
         return {"x" * (4 * 10**7): 1.0}
@@ -91,9 +99,9 @@ class Talk(Misbehaving, rl.ConversationEnvironment):
 """
 
 LIMITS = dict(workers=1, seconds=2.0, memory_gib=0.25, processes=8, output_kib=64)
-# Until memory has run out on a busy machine the time must not be up.
-SECONDS = defaultdict(lambda: LIMITS["seconds"], memory=20.0)
 GOOD = {"one": 1.0, "heard": 1.0}
+ALONE = {"kills_its_supervisor", "stops_its_supervisor"}
+"""What costs the other conversations a restart."""
 
 
 @pytest.fixture(scope="module")
@@ -103,22 +111,31 @@ def task(tmp_path_factory):
     return file
 
 
-@pytest.fixture
-def workers(task, tmp_path, monkeypatch):
-    """`workers(…)`: a context manager of workers, which leaves no process behind. Stopped ones are found at once."""
-    monkeypatch.setattr("lockstep.rl.grading.pool.CHECK_SECONDS", 0.1)
-    monkeypatch.setattr("lockstep.rl.conversations.worker_runner.CHECK_SECONDS", 0.1)
-    opened, before = [], set(descendants(os.getpid()))
-
-    def make(**changes):
-        source, limits = EnvironmentSource(f"{task}:Talk"), RewardConfig(**(LIMITS | changes))
-        opened.append(open_workers(source, limits, tmp_path))
-        return opened[-1].__enter__()
-
-    yield make
-    for one in opened:
-        one.__exit__(None, None, None)
+@pytest.fixture(scope="module", autouse=True)
+def checked_at_once():
+    before = set(descendants(os.getpid()))
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("lockstep.rl.grading.supervisor_process.CHECK_SECONDS", 0.1)
+        yield
     assert set(descendants(os.getpid())) <= before, "no process is left behind"
+
+
+def opened(task, **changes):
+    return open_workers(EnvironmentSource(f"{task}:Talk"), RewardConfig(**(LIMITS | changes)), task.parent)
+
+
+@pytest.fixture(scope="module")
+def workers(task):
+    with opened(task) as pool:
+        pool.supervisors[0].await_ready()
+        yield pool
+
+
+@pytest.fixture(scope="module")
+def patient_workers(task):
+    """Those whose time is not up before their memory is, on a busy machine."""
+    with opened(task, seconds=20.0) as pool:
+        yield pool
 
 
 def ended(workers, prompts, seeds=None):
@@ -141,67 +158,78 @@ def ended(workers, prompts, seeds=None):
     return [ends[number] for number in range(len(prompts))]
 
 
-@pytest.mark.parametrize(
-    ("bad", "cause"),
-    [
-        *CAUSES.items(),
-        ("says_too_much", "invalid"),
-        ("sleeps", "timeout"),
-        ("stays", "timeout"),
-        ("spins", "timeout"),
-        ("freezes", "timeout"),
-        ("leaks", "memory"),
-        ("forges_a_grade", "killed"),
-    ],
-)
-def test_a_bad_conversation_fails_alone_and_says_why(workers, bad, cause):
-    ends = ended(workers(seconds=SECONDS[cause]), ["fine", "fine", bad, "fine", "fine"])
-    assert [end.outcome.cause for end in ends] == ["", "", cause, "", ""]
-    assert all(end.outcome.rewards == GOOD and end.seconds == {"x": 0.5} for end in ends if not end.outcome.cause)
-    assert "example 2" in ends[2].outcome.message
-    assert bad not in ("blocks", "spins") or "task.py:" in ends[2].outcome.message, "by its line"
+def test_bad_conversations_fail_alone_and_say_why(workers, patient_workers):
+    bad = {name: cause for name, cause in CAUSES.items() if name not in ALONE and cause != "memory"}
+    bad |= dict.fromkeys(("sleeps", "stays", "spins", "freezes"), "timeout") | {"says_too_much": "invalid"}
+    memory = dict.fromkeys(("takes_memory", "leaks"), "memory")
+    for pool, causes in ((workers, bad), (patient_workers, memory)):
+        prompts = [text for name in causes for text in ("fine", name)]
+        ends = dict(zip(prompts[1::2], ended(pool, prompts)[1::2]))
+        assert {name: end.outcome.cause for name, end in ends.items()} == causes
+        for name, end in ends.items():
+            assert f"example {prompts.index(name)}" in end.outcome.message
+            assert name not in ("blocks", "spins") or "task.py:" in end.outcome.message, "by its line"
+            assert end.messages[0] == {"role": "user", "content": name}, "what was known of it is kept"
 
 
-@pytest.mark.parametrize(
-    ("bad", "cause"),
-    [*CAUSES.items(), ("sleeps", "timeout"), ("leaks", "memory")],
-)
-def test_a_grade_that_fails_costs_its_own_group(workers, bad, cause):
-    groups = [[rl.Episode([{"role": "assistant", "content": text}])] * 2 for text in ("fine", bad, "fine")]
-    tasks = [worker_task(rl.Example("p", id=str(n)), 0, group) for n, group in enumerate(groups)]
-    first, second, third = run_tasks(tasks, workers(seconds=SECONDS[cause]))
-    assert [[o.rewards for o in one.outcomes] for one in (first, third)] == [[{"reward": 1.0}] * 2] * 2
-    failed = [second.outcome] * 2 if isinstance(second, ConversationEnded) else second.outcomes
-    assert [outcome.cause for outcome in failed] == [cause] * 2 and "grade" in failed[0].message
+def test_good_conversations_are_heard_and_timed_beside_bad_ones(workers):
+    good = ended(workers, ["fine", "raises", "fine", "kills_itself", "fine"])
+    assert [end.outcome.cause for end in good] == ["", "raised", "", "killed", ""]
+    assert all(end.outcome.rewards == GOOD and end.seconds == {"x": 0.5} for end in good if not end.outcome.cause)
 
 
-@pytest.mark.parametrize("looks", [3, 10**9], ids=["seen to be stopped", "by its silence"])
-def test_a_supervisor_that_says_nothing_is_started_again(workers, monkeypatch, looks):
-    monkeypatch.setattr("lockstep.rl.conversations.worker_runner.SILENCE", 1.0 if looks > 3 else 10**9)
-    monkeypatch.setattr("lockstep.rl.grading.pool.STOPPED_CHECKS", looks)
-    ends = ended(workers(seconds=0.5), ["fine", "stops_its_supervisor", "fine"])
+def test_messages_that_are_forged_cost_the_forger_alone(task):
+    with opened(task) as pool:  # whose tasks have the numbers that the messages name
+        ends = ended(pool, ["forges_a_request", "forges_an_end", "forges_a_grade", "fine"])
+    assert [end.outcome.cause for end in ends] == ["killed"] * 3 + [""]
+
+
+@pytest.mark.parametrize("bad", sorted(ALONE))
+def test_what_ends_or_stops_its_supervisor_fails_alone_and_the_others_start_again(workers, bad):
+    ends = ended(workers, ["fine", "fine", bad, "fine"])
+    assert [end.outcome.cause for end in ends] == ["", "", "killed", ""] and "example 2" in ends[2].outcome.message
+    assert all(end.outcome.rewards == GOOD for end in ends if not end.outcome.cause)
+
+
+def test_a_supervisor_that_says_nothing_is_started_again(task, monkeypatch):
+    monkeypatch.setattr("lockstep.rl.grading.supervisor_process.SILENCE", 4.0)
+    monkeypatch.setattr("lockstep.rl.grading.supervisor_process.STOPPED_CHECKS", 10**9)
+    with opened(task, seconds=0.5) as pool:
+        ends = ended(pool, ["fine", "stops_its_supervisor", "fine"])
     assert [end.outcome.cause for end in ends] == ["", "killed", ""]
 
 
-def test_many_conversations_wait_for_the_model_at_once_and_no_more_than_may(workers):
-    held = workers(concurrent=3)
-    before = set(descendants(os.getpid()))
-    tasks = [worker_task(rl.Example("fine"), n) for n in range(40)]
-    with WorkerConversationRunner(tasks, held) as runner:
-        asked = [runner.next(wait=True) for _ in range(12)]
-        assert len({said.number for said in asked}) == 12
-        time.sleep(0.2)
-        assert runner.next(wait=False) is None, "the others wait for one of these to end"
-        assert len(set(descendants(os.getpid())) - before) == 12
-    assert set(descendants(os.getpid())) <= before, "what has not ended is ended on leaving"
-    assert [end.outcome.rewards for end in ended(held, ["fine"] * 40)] == [GOOD] * 40
+def test_grades_that_fail_cost_their_own_group(workers, patient_workers):
+    bad = {name: cause for name, cause in CAUSES.items() if cause != "memory"} | {"sleeps": "timeout"}
+    for pool, causes in ((workers, bad), (patient_workers, {"leaks": "memory"})):
+        names = [text for name in causes for text in ("fine", name)]
+        groups = [[rl.Episode([{"role": "assistant", "content": text}])] * 2 for text in names]
+        results = run_tasks([worker_task(rl.Example("p", id=str(n)), 0, group) for n, group in enumerate(groups)], pool)
+        assert all([o.rewards for o in one.outcomes] == [{"reward": 1.0}] * 2 for one in results[::2])
+        for name, one in zip(names[1::2], results[1::2]):
+            failed = [one.outcome] * 2 if isinstance(one, ConversationEnded) else one.outcomes
+            assert [outcome.cause for outcome in failed] == [causes[name]] * 2 and "grade" in failed[0].message
+
+
+def test_many_conversations_wait_for_the_model_at_once_and_no_more_than_may(task):
+    with opened(task, concurrent=3) as pool:
+        pool.supervisors[0].await_ready()
+        before = set(descendants(os.getpid()))
+        tasks = [worker_task(rl.Example("fine"), n) for n in range(40)]
+        with WorkerConversationRunner(tasks, pool) as runner:
+            asked = [runner.next(wait=True) for _ in range(12)]
+            assert len({said.number for said in asked}) == 12
+            time.sleep(0.2)
+            assert runner.next(wait=False) is None, "the others wait for one of these to end"
+            assert len(set(descendants(os.getpid())) - before) == 12
+        assert set(descendants(os.getpid())) <= before, "what has not ended is ended on leaving"
+        assert [end.outcome.rewards for end in ended(pool, ["fine"] * 40)] == [GOOD] * 40
 
 
 def test_what_a_conversation_leaves_behind_ends_with_it_and_not_with_others(workers):
-    held = workers()
     before = set(descendants(os.getpid()))
     tasks = [worker_task(rl.Example(prompt), 0) for prompt in ("leaves_a_process", "leaves_a_process", "fine")]
-    with WorkerConversationRunner(tasks, held) as runner:
+    with WorkerConversationRunner(tasks, workers) as runner:
         waiting = [runner.next(wait=True) for _ in tasks]
         assert {said.number for said in waiting} == {0, 1, 2}
         for number in (0, 1):
@@ -214,23 +242,23 @@ def test_what_a_conversation_leaves_behind_ends_with_it_and_not_with_others(work
 
 
 def test_what_a_conversation_leaves_behind_ends_with_its_supervisor_even_when_that_is_killed(task, workers):
-    assert ended(workers(), ["leaves_a_process_without_a_supervisor"])[0].outcome.cause == "killed"
-    assert _is_zombie(int(Path(f"{task}.left").read_text()))
+    assert ended(workers, ["leaves_a_process_without_a_supervisor"])[0].outcome.cause == "killed"
+    assert _has_ended(int(Path(f"{task}.left").read_text()))
 
 
-def test_conversations_end_with_the_trainer_even_when_it_is_killed(task, tmp_path):
+def test_rewards_and_conversations_end_with_the_trainer_even_when_it_is_killed(task, tmp_path):
     script = f"""
 import os
-from collections import defaultdict
 from pathlib import Path
 import lockstep.rl as rl
 from lockstep.config import RewardConfig
 from lockstep.rl.conversations.worker_runner import WorkerConversationRunner, worker_task
 from lockstep.rl.environments.loading import EnvironmentSource
-from lockstep.rl.grading.processes import descendants
 from lockstep.rl.grading.pool import open_workers
+from lockstep.workers.processes import descendants
 source, limits = EnvironmentSource(r"{task}:Talk"), RewardConfig(workers=1, seconds=900)
 with open_workers(source, limits, Path(r"{tmp_path}")) as workers:
+    workers([(rl.Example("p"), "fine")])
     tasks = [worker_task(rl.Example(prompt), 0) for prompt in ("leaves_a_process", "spins")]
     with WorkerConversationRunner(tasks, workers) as held:
         for _ in range(3):
@@ -240,18 +268,17 @@ with open_workers(source, limits, Path(r"{tmp_path}")) as workers:
         held.next(wait=True)
 """
     trainer = subprocess.Popen([sys.executable, "-c", script], stdout=subprocess.PIPE, text=True)
-    assert trainer.stdout
     below = [int(process) for process in trainer.stdout.readline().split()]
-    assert len(below) == 4, "a supervisor, two conversations, and what one of them has left behind"
+    assert len(below) == 5, "a supervisor, a worker for rewards, two conversations, and what one of them has left"
     trainer.kill()
     trainer.wait()
     until = time.monotonic() + 60
-    while any(Path(f"/proc/{process}").exists() and not _is_zombie(process) for process in below):
+    while not all(map(_has_ended, below)):
         assert time.monotonic() < until, "they outlive the trainer"
         time.sleep(0.02)
 
 
-def _is_zombie(process):
+def _has_ended(process):
     try:
         return ") Z" in Path(f"/proc/{process}/stat").read_text()
     except OSError:
@@ -259,28 +286,21 @@ def _is_zombie(process):
 
 
 def test_a_conversation_reaches_no_worker_that_grades(workers):
-    held = workers()
-    assert held([(rl.Example("p"), "fine")])[0].rewards == {"graded": 1.0}
+    assert workers([(rl.Example("p"), "fine")])[0].rewards == {"graded": 1.0}
     supervisor_and_worker = set(descendants(os.getpid()))
-    assert ended(held, ["writes_into_pipes"])[0].outcome.cause == "killed"
-    assert held([(rl.Example("p"), "fine")])[0].rewards == {"graded": 1.0}
+    assert ended(workers, ["writes_into_pipes"])[0].outcome.cause == "killed"
+    assert workers([(rl.Example("p"), "fine")])[0].rewards == {"graded": 1.0}
     assert set(descendants(os.getpid())) == supervisor_and_worker, "no worker had to be replaced"
 
 
 def test_a_conversation_that_forks_and_returns_twice_ends_once(workers):
-    held = workers()
     for _ in range(3):
-        assert [end.outcome.rewards for end in ended(held, ["returns_twice", "fine"])] == [GOOD] * 2
+        assert [end.outcome.rewards for end in ended(workers, ["returns_twice", "fine"])] == [GOOD] * 2
 
 
 def test_random_numbers_are_those_of_the_seed(workers):
-    held = workers(workers=2)
     drawn = [
-        [end.outcome.rewards["drawn"] for end in ended(held, ["draws"] * 3, seeds)] for seeds in ([1, 2, 1], [1, 2, 3])
+        [end.outcome.rewards["drawn"] for end in ended(workers, ["draws"] * 3, seeds)]
+        for seeds in ([1, 2, 1], [1, 2, 3])
     ]
     assert drawn[0][:2] == drawn[1][:2] and drawn[0][0] == drawn[0][2] != drawn[0][1]
-
-
-def test_a_conversation_that_is_ended_keeps_the_messages_that_were_known(workers):
-    (end,) = ended(workers(), ["kills_itself"])
-    assert end.messages == [{"role": "user", "content": "kills_itself"}]

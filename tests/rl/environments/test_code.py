@@ -30,7 +30,6 @@ def share(code, tests=TESTS, seconds=10.0):
 def test_right_code_passes_and_wrong_code_passes_what_it_gets_right():
     assert run_tests(RIGHT, TESTS, 10.0) == (3, 3)
     assert run_tests("def add(a, b):\n    return 5 if a == 2 else 0", TESTS, 10.0) == (2, 3)
-    assert run_tests("def add(a, b) return", TESTS, 10.0) == (0, 3)
     assert run_tests("add = 3", TESTS, 10.0) == (0, 3)
     assert run_tests(RIGHT + "\nraise SystemExit", TESTS, 10.0) == (0, 3), "a module that raises cannot be imported"
 
@@ -154,7 +153,10 @@ def add(a, b):
 }
 
 
-@pytest.mark.parametrize("name", FORGED)
+QUICK = ("an object that equals everything", "a forged verdict", "other built-in functions", "the parent's files")
+
+
+@pytest.mark.parametrize("name", [pytest.param(n, marks=pytest.mark.slow if n not in QUICK else ()) for n in FORGED])
 def test_code_cannot_forge_what_it_does_not_compute(name):
     assert share(FORGED[name]) == 0.0
 
@@ -162,10 +164,8 @@ def test_code_cannot_forge_what_it_does_not_compute(name):
 @pytest.mark.parametrize(
     "tests",
     [
-        "assert all(map(add, [1, 2], [3, 4]))",
-        "assert not any(add(n, n) != 2 * n for n in range(3))",
-        "assert abs(add(1, 2) - 3) < 1e-6",
-        "assert isinstance(add(1, 2), int)",
+        "assert all(map(add, [1, 2], [3, 4]))\nassert abs(add(1, 2) - 3) < 1e-6\nassert isinstance(add(1, 2), int)",
+        pytest.param("assert not any(add(n, n) != 2 * n for n in range(3))", marks=pytest.mark.slow),
     ],
 )
 def test_no_built_in_and_no_exception_of_the_codes_own_decides_a_test(tests):
@@ -176,26 +176,31 @@ def test_no_built_in_and_no_exception_of_the_codes_own_decides_a_test(tests):
         "def add(a, b): return 'x'",
     ):
         # A text is true, and that is all that the first of these asks.
-        assert share(code, tests) == float("map" in tests and "abs" in code)
+        assert share(code, tests) == (1 / 3 if "map" in tests and "abs" in code else 0.0)
+
+
+HANGING = [
+    "while True: pass",
+    "def add(a, b):\n    while True: print('x' * 10000)",
+    "def add(a, b): return 'x' * 10**8",
+    "def add(a, b): return [0] * 10**12",
+    "def add(a, b):\n    x = []\n    for _ in range(10**5): x = [x]\n    return x",
+    "import os, signal\nos.kill(os.getppid(), signal.SIGSTOP)",
+]
 
 
 @pytest.mark.parametrize(
     "code",
     [
-        "while True: pass",
-        "def add(a, b):\n    while True: pass",
-        "def add(a, b):\n    while True: print('x' * 10000)",
-        "def add(a, b): return 'x' * 10**8",
-        "def add(a, b): return [0] * 10**12",
         "def add(a, b):\n    import os\n    while True: os.fork()",
-        "def add(a, b):\n    x = []\n    for _ in range(10**5): x = [x]\n    return x",
-        "import os, signal\nos.kill(os.getppid(), signal.SIGSTOP)",
+        *(pytest.param(code, marks=pytest.mark.slow) for code in HANGING),
     ],
 )
 def test_code_that_hangs_floods_or_forks_costs_its_own_tests(code):
     assert share(code, seconds=1.0) == 0.0
 
 
+@pytest.mark.slow
 def test_tests_before_a_hanging_call_count():
     code = "def add(a, b):\n    while a == -1: pass\n    return a + b"
     # On a busy machine the process alone may take seconds to start.
@@ -208,14 +213,14 @@ PROGRAMS = [{"input": "2 3\n", "output": "5\n"}, {"input": "-1 1\n", "output": "
 @pytest.mark.parametrize(
     ("code", "passed"),
     [
-        ("print(sum(map(int, input().split())))", 2),
         ("import sys\nif __name__ == '__main__':\n    print(sum(map(int, sys.stdin.read().split())), '\\n')", 2),
         ("print(5)", 1),
-        ("print(5); raise SystemExit(1)", 0),
-        ("print('[2, 2]')", 0),
         ("import os; os.kill(os.getppid(), 9)", 0),
-        ("while True: print(5)", 0),
-        ("", 0),
+        pytest.param("print(sum(map(int, input().split())))", 2, marks=pytest.mark.slow),
+        pytest.param("print(5); raise SystemExit(1)", 0, marks=pytest.mark.slow),
+        pytest.param("print('[2, 2]')", 0, marks=pytest.mark.slow),
+        pytest.param("while True: print(5)", 0, marks=pytest.mark.slow),
+        pytest.param("", 0, marks=pytest.mark.slow),
     ],
 )
 def test_programs_are_judged_by_what_they_print(code, passed):
@@ -239,6 +244,8 @@ def test_a_conversation_is_rewarded(tmp_path):
     assert environment.reward(first, "") == {"correct": 0.0, "passed": 0.0}
     assert environment.reward(first, "```python\nadd = lambda a, b: 5\n```") == {"correct": 0.0, "passed": 1 / 3}
     assert environment.reward(first, "\ud800") == {"correct": 0.0, "passed": 0.0}
+    without_methods = Example("p", metadata={"tests": "class TestNothing:\n    pass"})
+    assert environment.reward(without_methods, "pass") == {"correct": 0.0, "passed": 0.0}
 
 
 @pytest.mark.parametrize(
@@ -258,8 +265,3 @@ def test_bad_lines_are_named(tmp_path, line, message):
     with pytest.raises(UserError, match=message):
         examples_of(Code(str(tmp_path)), "train")
     assert [e.id.rpartition(":")[2] for e in examples_of(Code(str(tmp_path), skip_bad_lines=True), "train")] == ["2"]
-
-
-def test_an_example_without_tests_that_run_earns_nothing():
-    class_without_methods = Example("p", metadata={"tests": "class TestNothing:\n    pass"})
-    assert Code().reward(class_without_methods, "pass") == {"correct": 0.0, "passed": 0.0}

@@ -7,9 +7,9 @@ import pytest
 from lockstep.config import RewardConfig
 from lockstep.errors import UserError
 from lockstep.rl.conversations.chat import Reply
-from lockstep.rl.conversations.exchange import ConversationEnded
 from lockstep.rl.conversations.worker_runner import WorkerConversationRunner, worker_task
 from lockstep.rl.environments.loading import EnvironmentSource, load_environment
+from lockstep.rl.grading.exchange import ConversationEnded
 from lockstep.rl.grading.pool import GraderPool, open_grader
 from lockstep.rl.rollouts.prompts import examples_of
 from tests.rl.conversations.scripted import converse

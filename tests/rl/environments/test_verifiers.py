@@ -7,10 +7,10 @@ import pytest
 from lockstep.config import RewardConfig
 from lockstep.errors import UserError
 from lockstep.rl.conversations import Reply
-from lockstep.rl.conversations.exchange import ConversationEnded
 from lockstep.rl.conversations.tools import schema_of
 from lockstep.rl.conversations.worker_runner import WorkerConversationRunner, worker_task
 from lockstep.rl.environments.loading import EnvironmentSource, load_environment
+from lockstep.rl.grading.exchange import ConversationEnded
 from lockstep.rl.grading.pool import GraderPool, open_grader
 from lockstep.rl.rollouts.prompts import examples_of
 from tests.rl.conversations.scripted import call, converse
@@ -102,6 +102,7 @@ def package(tmp_path, monkeypatch):
     return write
 
 
+@pytest.mark.slow
 def test_tasks_are_solved_with_tools_and_rewarded_as_the_package_does(package, tmp_path):
     settings = tmp_path / "settings.toml"
     settings.write_text("first = 2\n")

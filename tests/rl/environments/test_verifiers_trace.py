@@ -14,8 +14,8 @@ import pytest
 from lockstep.data.replies import QWEN3, parse_calls
 from lockstep.errors import UserError
 from lockstep.rl.conversations import Chat, Reply
-from lockstep.rl.conversations.exchange import reply_data, reply_from
 from lockstep.rl.environments.loading import load_environment
+from lockstep.rl.grading.exchange import reply_data, reply_from
 from lockstep.rl.rollouts.prompts import examples_of
 from tests.rl.conversations.scripted import call, converse
 

@@ -1,4 +1,4 @@
-"""A run that nothing disturbs, for those that something does."""
+"""Runs that nothing disturbs, for those that something does."""
 
 import pytest
 
@@ -15,7 +15,7 @@ class Failing(Vowels):
 
 
 def whole_run(model_folder, folder, steps):
-    """The configuration of a run that saves every step, and what comes of it in one process, undisturbed."""
+    """The configuration of a run that saves every step, and its outcome in one process, undisturbed."""
     (folder / "task.py").write_text(TASK + FAILING)
     config = config_of(
         folder / "task.py", model_folder, folder / "run", max_new_tokens=40, steps=steps,

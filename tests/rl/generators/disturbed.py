@@ -8,8 +8,8 @@ import signal
 import time
 from pathlib import Path
 
-from lockstep.rl.grading.processes import descendants
 from lockstep.rl.reinforce import reinforce
+from lockstep.workers.processes import descendants
 from tests.parallel.launch import CONTEXT
 
 

@@ -2,7 +2,6 @@
 
 import os
 import signal
-import socket
 import subprocess
 import sys
 import time
@@ -12,6 +11,7 @@ from pathlib import Path
 import pytest
 
 from lockstep.config import ActorsConfig
+from tests.parallel.launch import free_port
 from tests.rl.generators.disturbed import Disturbed, is_alive, unfinished
 from tests.rl.generators.test_colocated import TASK, command, outcome
 
@@ -72,9 +72,10 @@ def arguments_of(process):
         return []
 
 
-def free_port():
-    with socket.create_server(("127.0.0.1", 0)) as server:
-        return server.getsockname()[1]
+def wait_until_ended(processes, seconds=2):
+    end = time.monotonic() + seconds
+    while any(map(is_alive, processes)):
+        assert time.monotonic() < end
 
 
 def joined(run, port, *launcher):
@@ -90,7 +91,8 @@ def joined(run, port, *launcher):
     )
 
 
-def test_generators_may_die_stop_come_and_leave_while_a_run_goes_on(whole, tmp_path):
+@pytest.mark.slow
+def test_generators_may_die_stop_join_and_leave_during_a_run(whole, tmp_path):
     config, expected = whole
     port = free_port()
     actors = ActorsConfig(generators=1, port=port, threads=1)
@@ -120,36 +122,6 @@ def test_generators_may_die_stop_come_and_leave_while_a_run_goes_on(whole, tmp_p
 
 
 @pytest.mark.slow
-def test_a_rank_of_a_generator_that_stops_and_a_trainer_that_is_killed_leave_nothing_and_change_nothing(
-    whole, tmp_path
-):
-    config, expected = whole
-    actors = ActorsConfig(generators=1, tensor=2, threads=1)
-    run = Disturbed(replace(config, output=str(tmp_path / "run"), actors=actors), until=1)
-    run.wait(lambda: run.step == 1)
-    ranks = sorted(run.generators()["generator_0"])
-    run.hold(3)
-    time.sleep(0.05)
-    os.kill(ranks[1], signal.SIGSTOP)
-    run.wait(lambda: "generator_0: its rank 1: it has sent nothing for 1.5 s" in run.said)
-    run.wait(lambda: not any(map(is_alive, ranks)))
-    run.wait(lambda: run.step == 3)
-    ranks = run.generators()["generator_0"]
-    run.hold()
-    time.sleep(0.05)
-    os.kill(run.process.pid, signal.SIGKILL)
-    end = time.monotonic() + 2
-    while any(map(is_alive, ranks)):
-        assert time.monotonic() < end
-    assert not left_over(run.folder)
-    run.process.join()
-    run.config = replace(run.config, actors=ActorsConfig(generators=1, threads=1))
-    run.start()
-    assert run.end() == 0
-    assert outcome(run.folder) == expected
-
-
-@pytest.mark.slow
 @pytest.mark.parametrize("moment", ["before", "after"])
 def test_trainer_and_generators_that_are_killed_together_as_a_checkpoint_is_renamed_change_nothing(
     whole, tmp_path, moment
@@ -161,9 +133,7 @@ def test_trainer_and_generators_that_are_killed_together_as_a_checkpoint_is_rena
     generators = [pid for pids in run.generators().values() for pid in pids]
     os.killpg(run.process.pid, signal.SIGKILL)  # their whole group, the generators too
     run.process.join()
-    end = time.monotonic() + 2
-    while any(map(is_alive, generators)):
-        assert time.monotonic() < end
+    wait_until_ended(generators)
     checkpoints = run.folder / "checkpoints"
     assert (checkpoints / "step_00000003").is_dir() == (moment == "after")
     assert (checkpoints / "step_00000003.partial").is_dir() == (moment == "before")
@@ -173,24 +143,35 @@ def test_trainer_and_generators_that_are_killed_together_as_a_checkpoint_is_rena
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("rank", [0, 1])
-@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSTOP])
+@pytest.mark.parametrize(
+    ("rank", "number"), [(0, signal.SIGKILL), (1, signal.SIGKILL), (1, signal.SIGSTOP)], ids=lambda value: str(value)
+)
 def test_any_rank_of_a_generator_may_die_or_stop(whole, tmp_path, rank, number):
     config, expected = whole
     actors = ActorsConfig(generators=1, tensor=2, threads=1)
     run = Disturbed(replace(config, output=str(tmp_path / "run"), actors=actors), until=1)
     run.wait(lambda: run.step == 1)
     ranks = sorted(run.generators()["generator_0"])
-    run.hold()
+    run.hold(3)
     time.sleep(0.05)
     os.kill(ranks[rank], number)
     run.wait(lambda: unfinished(run.said), seconds=2.5)
     run.wait(lambda: not any(map(is_alive, ranks)), seconds=2)
+    run.wait(lambda: run.step == 3)
+    if number == signal.SIGSTOP:  # and then the trainer too
+        ranks = run.generators()["generator_0"]
+        os.kill(run.process.pid, signal.SIGKILL)
+        wait_until_ended(ranks)
+        assert not left_over(run.folder)
+        run.process.join()
+        run.config = replace(run.config, actors=ActorsConfig(generators=1, threads=1))
+        run.start()
+    run.hold()
     assert run.end() == 0 and outcome(run.folder) == expected
 
 
 @pytest.mark.slow
-def test_two_ranks_under_torchrun_join_and_leave(whole, tmp_path):
+def test_generators_of_two_ranks_under_torchrun_join_and_leave(whole, tmp_path):
     config, expected = whole
     port = free_port()
     actors = ActorsConfig(generators=0, port=port, threads=1)
@@ -248,9 +229,7 @@ def test_a_second_signal_ends_a_run_at_once_and_leaves_nothing(whole, tmp_path):
     run.wait(lambda: "SIGINT: the run saves and ends" in run.said)
     os.kill(run.process.pid, signal.SIGINT)
     assert run.end(2) == 128 + signal.SIGINT and "which is saved" not in run.said
-    end = time.monotonic() + 2
-    while any(map(is_alive, generators)):
-        assert time.monotonic() < end
+    wait_until_ended(generators)
     assert not left_over(run.folder)
     run.hold()
     run.config = replace(run.config, actors=ActorsConfig(generators=1, threads=1))
@@ -259,7 +238,7 @@ def test_a_second_signal_ends_a_run_at_once_and_leaves_nothing(whole, tmp_path):
 
 
 @pytest.mark.slow
-def test_torchrun_starts_a_run_again_with_its_generators(task, model_folder, tmp_path):
+def test_torchrun_restarts_a_run_with_its_generators(task, model_folder, tmp_path):
     environment = os.environ | {"OMP_NUM_THREADS": "1", "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"}
     plain, again = (command(f"{task}:Vowels", model_folder, tmp_path / name) for name in ("whole", "run"))
     assert subprocess.run(plain, env=environment, timeout=300).returncode == 0

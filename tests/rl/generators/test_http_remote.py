@@ -1,31 +1,29 @@
-"""Generators behind HTTP, over real servers: the tokens of an engine here, what is refused, and what gets lost."""
+"""Generators behind HTTP, over real servers: the tokens of a local engine, what is refused, and what is lost."""
 
-import asyncio
 import contextlib
 import dataclasses
+import json
 import re
 import socket
 import threading
-import time
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
 import pytest
 import torch
 
-import lockstep.rl.generators.http_supervisor as http_supervisor
-from lockstep.config import EngineConfig
-from lockstep.errors import UserError
+from lockstep.config import CompileConfig, EngineConfig
+from lockstep.errors import RunStopped, UserError
 from lockstep.generate import Engine, SamplingParams
 from lockstep.model import build_model, load_model, preset, save_model
 from lockstep.model.arithmetic import arithmetic_of
 from lockstep.parallel import World
-from lockstep.rl.generators.http_remote import HttpRemote
-from lockstep.rl.generators.http_servers import ServerRequirements, find_server
-from lockstep.rl.generators.http_supervisor import ServerSupervisor, client_of
+from lockstep.rl.generators.http_remote import HttpRemote, ServerSupervisor
+from lockstep.rl.generators.http_servers import HttpClient, LockstepServer, find_server, owner_of
 from lockstep.rl.generators.pool import GeneratorPool
+from lockstep.rl.generators.pool_sampler import PoolSampler
 from lockstep.rl.generators.remote import RemoteSample, Request
+from lockstep.rl.generators.spec import GeneratorSpec
 from lockstep.rl.weights.folders import WeightFolders
-from tests.rl.generators.test_pool import wait_until
+from tests.rl.generators.peers import wait_until
 from tests.server.conftest import running_server
 
 ENGINE = EngineConfig(max_tokens_per_step=512, max_sequences=16, cache_tokens=16384)
@@ -59,34 +57,44 @@ def admin_key(monkeypatch):
     monkeypatch.setenv("LOCKSTEP_ADMIN_KEY", "secret")
 
 
-def _wanted(model, **changes):
-    wanted = ServerRequirements(model.config, "float32", arithmetic_of(CPU), "none", 512, PARAMS)
-    return dataclasses.replace(wanted, **changes)
+def spec_of(model, **changes):
+    spec = GeneratorSpec("served", model.config, "float32", arithmetic_of(CPU), ENGINE, CompileConfig(), PARAMS)
+    return dataclasses.replace(spec, **changes)
 
 
 @contextlib.contextmanager
-def _pool(model, folder, *urls, wanted=None, silence_seconds=10.0):
-    pool = GeneratorPool(512, 16384, 20.0)
+def pool_of(model, folder, *urls, spec=None, silence_seconds=10.0):
+    pool = GeneratorPool(512, 16384, 20.0, vocab_size=model.config.vocab_size)
     pool.load_weights({"version": 3, "folder": str(folder)})
-    with ServerSupervisor(urls, wanted or _wanted(model), pool, silence_seconds, retry_seconds=0.1) as generators:
-        yield pool, generators
+    with ServerSupervisor(urls, spec or spec_of(model), pool, silence_seconds, retry_seconds=0.1):
+        yield pool
 
 
-def _each(**changes):
+def generate(pool, prompts, params):
+    return PoolSampler(pool).generate(prompts, params)
+
+
+def each(**changes):
     return [dataclasses.replace(PARAMS, seed=seed * 2**58 + 17, **changes) for seed in range(len(PROMPTS))]
 
 
-def _plain(groups):
+def plain(groups):
     return [[(c.token_ids, c.logprobs, c.truncated_logprobs, c.finish_reason) for c in group] for group in groups]
 
 
-@pytest.mark.parametrize("cuts", [{}, {"top_p": 0.9, "top_k": 50}, {"temperature": 1.0, "min_p": 0.01}])
-def test_a_server_gives_the_tokens_and_bits_of_an_engine_here(server, model, folder, cuts):
-    expected = Engine(model, ENGINE).generate(PROMPTS, _each(**cuts))
-    with _pool(model, folder, server.url) as (pool, _):
-        found = pool.generate(PROMPTS, _each(**cuts))
-    assert _plain(found) == _plain(expected)
-    assert {reason for group in _plain(expected) for *_, reason in group} == {"stop", "length"}
+@pytest.mark.parametrize(
+    "cuts",
+    [
+        {"temperature": 1.0, "min_p": 0.01},
+        *(pytest.param(cuts, marks=pytest.mark.slow) for cuts in ({}, {"top_p": 0.9, "top_k": 50})),
+    ],
+)
+def test_a_server_gives_the_tokens_and_bits_of_a_local_engine(server, model, folder, cuts):
+    expected = Engine(model, ENGINE).generate(PROMPTS, each(**cuts))
+    with pool_of(model, folder, server.url) as pool:
+        found = generate(pool, PROMPTS, each(**cuts))
+    assert plain(found) == plain(expected)
+    assert {reason for group in plain(expected) for *_, reason in group} == {"stop", "length"}
     assert all(c.versions == [3] * len(c.token_ids) for group in found for c in group)
     assert bool(found[0][0].truncated_logprobs) == bool(cuts)
 
@@ -100,9 +108,7 @@ class Recorder:
     def sampled(self, remote, parts):
         for _, index, new in parts:
             sample = self.samples[index]
-            for name in ("token_ids", "logprobs", "truncated_logprobs", "versions"):
-                getattr(sample, name).extend(getattr(new, name))
-            sample.finish_reason = new.finish_reason
+            sample.extend(new, with_routes=False)
         if all(sample.finish_reason for sample in self.samples):
             self.changed.set()
 
@@ -117,42 +123,46 @@ class Recorder:
         self.changed.clear()
 
 
-def finished(url, wanted, folder, prompt, samples):
+def finished(url, spec, folder, prompt, samples):
     """What a remote makes of samples that were begun."""
-    client, reports = client_of(url), Recorder(samples)
-    remote = HttpRemote(client, asyncio.run(find_server(client, wanted)), reports)
+    reports = Recorder(samples)
+    remote = HttpRemote(url, find_server(url, spec), reports)
     try:
         remote.load_weights({"version": 3, "folder": str(folder)})
         reports.wait()
-        remote.submit(Request(0, prompt, wanted.params, samples))
+        remote.submit(Request(0, prompt, spec.params, samples))
         reports.wait()
     finally:
         remote.close()
     return samples
 
 
-def test_what_is_asked_after_weights_that_are_gone_by_now_is_not_sampled_from_older_ones(server, model, folder):
-    params = dataclasses.replace(PARAMS, seed=17)
-    samples = [RemoteSample() for _ in range(params.n)]
-    client, reports = client_of(server.url), Recorder(samples)
-    remote = HttpRemote(client, asyncio.run(find_server(client, _wanted(model))), reports, finish=True)
+def test_a_request_made_after_weights_that_are_deleted_is_not_sampled_from_older_ones(server, model, folder):
+    samples = [RemoteSample() for _ in range(PARAMS.n)]
+    reports = Recorder(samples)
+    loading, may_load = find_server(server.url, spec_of(model)), threading.Event()
+
+    class Slow:
+        capacity, exact, loads_between_requests, sample = 4, True, False, loading.sample
+
+        def load(self, client, folder, version):
+            may_load.wait()
+            loading.load(client, folder, version)
+
+    remote = HttpRemote(server.url, Slow(), reports, finish=True)
     try:
         remote.load_weights({"version": 3, "folder": str(folder)})
-        reports.wait()
-        all_there = threading.Event()
-        remote._post(all_there.wait)  # its thread begins with the first when the last is there too
         remote.load_weights({"version": 4, "folder": str(folder / "deleted")})
-        remote.submit(Request(0, PROMPTS[0], params, samples))
+        remote.submit(Request(0, PROMPTS[0], dataclasses.replace(PARAMS, seed=17), samples))
         remote.load_weights({"version": 5, "folder": str(folder)})
-        all_there.set()
-        while not all(sample.finish_reason for sample in samples):
-            reports.wait()
+        may_load.set()
+        wait_until(lambda: all(sample.finish_reason for sample in samples))
     finally:
         remote.close()
     assert {version for sample in samples for version in sample.versions} == {5}
 
 
-def test_samples_that_another_has_begun_go_on_as_they_would_have(server, model, folder):
+def test_samples_that_another_has_begun_continue_with_the_same_bits(server, model, folder):
     params = dataclasses.replace(PARAMS, seed=17, top_p=0.9)
     (expected,) = Engine(model, ENGINE).generate(PROMPTS[:1], params)
     samples = [
@@ -160,33 +170,31 @@ def test_samples_that_another_has_begun_go_on_as_they_would_have(server, model, 
         for whole, known in zip(expected, (7, 0, len(expected[2].token_ids)))
     ]
     samples[2].finish_reason = expected[2].finish_reason
-    found = finished(server.url, _wanted(model, params=params), folder, PROMPTS[0], samples)
-    assert _plain([[sample.completion() for sample in found]]) == _plain([expected])
+    found = finished(server.url, spec_of(model, params=params), folder, PROMPTS[0], samples)
+    assert plain([[sample.completion() for sample in found]]) == plain([expected])
 
 
-def test_what_is_given_up_frees_the_servers_cache(server, model, folder):
-    with _pool(model, folder, server.url) as (pool, _):
-        pool.wait_for_weights()
-        request_id = pool.add(PROMPTS[0], dataclasses.replace(PARAMS, seed=1, max_tokens=500, stop_token_ids=()))
-        samples = pool.samples(request_id)
-        while not any(sample.token_ids for sample in samples):
-            pool.step()
-        pool.abort(request_id)
+def test_an_aborted_request_frees_the_servers_cache(server, model, folder):
+    with pool_of(model, folder, server.url) as pool:
+        params = dataclasses.replace(PARAMS, seed=1, max_tokens=500, stop_token_ids=())
+        request = pool.begin(PROMPTS[0], params)
+        wait_until(lambda: any(sample.token_ids for sample in request.samples))
+        pool.abort(request.id)
         server.wait_until(server.all_pages_free, seconds=5)
-        assert not any(sample.finish_reason for sample in samples)
+        assert not any(sample.finish_reason for sample in request.samples)
 
 
 def test_new_weights_come_from_folders_of_which_two_are_kept(server, model, folder, tmp_path):
     trained = load_model(folder)
-    with _pool(model, folder, server.url) as (pool, _):
+    with pool_of(model, folder, server.url) as pool:
         folders = WeightFolders(tmp_path / "weights", trained, torch.float32, World(CPU))
         for version in (4, 5, 6):
             with torch.no_grad():
                 trained.embed_tokens.weight.mul_(1.01)
             pool.load_weights({"version": version, "folder": str(folders.write(version))})
             pool.wait_for_weights()
-            found = pool.generate(PROMPTS, _each())
-            assert _plain(found) == _plain(Engine(trained, ENGINE).generate(PROMPTS, _each()))
+            found = generate(pool, PROMPTS, each())
+            assert plain(found) == plain(Engine(trained, ENGINE).generate(PROMPTS, each()))
             assert {version} == {v for group in found for c in group for v in c.versions}
         kept = sorted(path.name for path in (tmp_path / "weights").iterdir())
         assert kept == ["version_00000005", "version_00000006"]
@@ -195,37 +203,39 @@ def test_new_weights_come_from_folders_of_which_two_are_kept(server, model, fold
 
 
 def test_weights_that_the_server_cannot_read_end_the_run_with_what_to_change(server, model, tmp_path):
-    with _pool(model, tmp_path / "elsewhere", server.url) as (pool, _), pytest.raises(UserError) as error:
+    with pool_of(model, tmp_path / "elsewhere", server.url) as pool, pytest.raises(UserError) as error:
         pool.wait_for_weights()
     assert str(error.value).startswith(server.url) and "no such folder" in str(error.value)
     assert "--output that the server can read under the same path" in str(error.value)
 
 
 def test_weights_of_another_run_are_noticed(server, model, folder, caplog):
-    with _pool(model, folder, server.url) as (pool, _):
+    with pool_of(model, folder, server.url) as pool:
         pool.wait_for_weights()
         with server.http() as client:
             body = {"path": str(folder), "version": 99}
             client.post("/admin/weights", json=body, headers={"Authorization": "Bearer secret"})
         # It is lost, joins again, and gets the run's own weights back.
-        assert _plain(pool.generate(PROMPTS, _each())) == _plain(Engine(model, ENGINE).generate(PROMPTS, _each()))
+        assert plain(generate(pool, PROMPTS, each())) == plain(Engine(model, ENGINE).generate(PROMPTS, each()))
     assert "weights version 99, which this run has not published" in caplog.text
 
 
-# What is refused at the start.
+# Servers that respond as none should, and what is refused at the start.
 
 
 @contextlib.contextmanager
-def _listening(handle):
-    """The URL of a socket each of whose connections `handle` gets."""
+def listening(handle):
+    """The URL of a socket; `handle` is called with each of its connections, in a thread of its own."""
     listener = socket.create_server(("127.0.0.1", 0))
-    kept = []
+
+    def serve(connection):
+        with contextlib.suppress(OSError), connection:
+            handle(connection)
 
     def accept():
         with contextlib.suppress(OSError):
             while True:
-                kept.append(listener.accept()[0])
-                handle(kept[-1])
+                threading.Thread(target=serve, args=(listener.accept()[0],), daemon=True).start()
 
     thread = threading.Thread(target=accept, daemon=True)
     thread.start()
@@ -235,75 +245,127 @@ def _listening(handle):
         listener.shutdown(socket.SHUT_RDWR)
         listener.close()
         thread.join()
-        for connection in kept:
-            connection.close()
 
 
-def _refusal(model, folder, url, **changes):
-    with pytest.raises(UserError) as error, _pool(model, folder, url, wanted=_wanted(model, **changes)):
-        pass
-    assert str(error.value).startswith(url)
-    return str(error.value)
+OK = b"HTTP/1.1 200 OK\r\n\r\n"
 
 
-def test_a_url_where_nobody_answers_is_refused(model, folder):
-    with _listening(lambda connection: None) as url:
-        pass
-    assert "does not answer" in _refusal(model, folder, url)
+def responding(responses):
+    """The URL of a server that gives these responses by path, and an empty object to all else."""
+
+    def respond(connection):
+        path = connection.recv(65536).split(b" ")[1].decode()
+        connection.sendall(next((responses[each] for each in responses if path.startswith(each)), OK + b"{}"))
+        connection.shutdown(socket.SHUT_WR)
+        while connection.recv(65536):
+            pass
+
+    return listening(respond)
 
 
-def test_a_url_that_is_silent_is_refused(model, folder, monkeypatch):
-    monkeypatch.setattr("lockstep.rl.generators.http_servers.CHECK_SECONDS", 0.2)
-    with _listening(lambda connection: None) as url:
-        assert "has not answered for 0.2 s" in _refusal(model, folder, url)
+def stream(*changes):
+    """The stream of a request for one sample per change, each of four tokens."""
+    whole = dict(
+        token_ids=[7] * 4, logprobs={"token_logprobs": [-1.0] * 4}, weights_versions=[1] * 4, finish_reason="length"
+    )
+    choices = [{"index": index} | whole | change for index, change in enumerate(changes)]
+    return OK + b"data: " + json.dumps({"choices": choices}).encode() + b"\n\ndata: [DONE]\n\n"
+
+
+@contextlib.contextmanager
+def requested(url):
+    """A pool whose only generator is the server, and a request for two samples of four tokens."""
+    pool = GeneratorPool(512, 1024, 0.2, vocab_size=100)
+    remote = HttpRemote(url, LockstepServer(4), pool)
+    pool.join(remote)
+    try:
+        pool.load_weights({"version": 1, "folder": "/nowhere"})
+        pool.wait_for_weights()
+        yield pool, pool.begin([1, 2], SamplingParams(n=2, max_tokens=4, seed=1))
+    finally:
+        pool.leave(url)
+        remote.close()
 
 
 @pytest.mark.parametrize(
-    "said",
-    [b"SSH-2.0-OpenSSH\r\n\r\n", b"", b"HTTP/1.1 200 OK\r\ncontent-length: zz\r\n\r\n", b"HTTP/1.1 \xff\r\n\r\n"],
+    ("response", "message"),
+    [
+        (stream(dict(logprobs={"token_logprobs": [-1.0]}), {}), "1 log-probabilities for 4 tokens"),
+        (stream({}, dict(index=99)), "sample 99 of a request for 2"),
+        (stream(dict(token_ids="abcd")), "makes no sense"),
+        (OK + b"data: [1]\n\n", "makes no sense"),
+        (OK + b"data: " + b"[" * 200_000 + b"\n\n", "makes no sense"),
+    ],
 )
-def test_what_does_not_speak_http_is_refused(model, folder, said):
-    def answer(connection):
-        connection.recv(10)
-        connection.sendall(said)
-        connection.shutdown(socket.SHUT_RDWR)
+def test_a_server_that_sends_invalid_data_gets_no_more_requests(caplog, response, message):
+    with responding({"/v1/completions": response}) as url, requested(url) as (pool, request):
+        wait_until(lambda: not pool.names)
+        assert pool.banned == {url} and request.unfinished
+        (line,) = [line for line in caplog.messages if line.startswith(url)]
+        assert message in line and line.isprintable()
+        with pytest.raises(RunStopped, match="gets no more requests"):
+            while True:
+                pool.wait()
 
-    with _listening(answer) as url:
-        assert "does not answer" in _refusal(model, folder, url)
+
+def test_a_server_whose_stream_fails_is_lost_but_may_return(caplog):
+    error = OK + b"data: " + json.dumps({"error": {"message": "\x1b[31mred\nline"}}).encode() + b"\n\n"
+    for response in (error, OK + b"data: {]\n\n", OK, stream(dict(finish_reason="abort"))):
+        with responding({"/v1/completions": response}) as url, requested(url) as (pool, _):
+            wait_until(lambda: not pool.names)
+            assert not pool.banned and all(line.isprintable() for line in caplog.messages)
+    with responding({"/v1/completions": stream({}, {})}) as url, requested(url) as (pool, request):
+        wait_until(lambda: not request.unfinished)
+        assert pool.ready == [url] and request.samples[1].token_ids == [7] * 4
 
 
-def test_another_http_server_is_refused(model, folder):
-    class Other(BaseHTTPRequestHandler):
-        def do_GET(self):
-            self.send_response(status)
-            self.end_headers()
-            self.wfile.write(b"<html>")
+def refusal_of(model, folder, url, **changes):
+    with pytest.raises(UserError) as error, pool_of(model, folder, url, spec=spec_of(model, **changes)):
+        pass
+    assert str(error.value).startswith(url) and str(error.value).isprintable()
+    return str(error.value)
 
-        def log_message(self, *arguments):
-            pass
 
-    with ThreadingHTTPServer(("127.0.0.1", 0), Other) as other:
-        threading.Thread(target=other.serve_forever, daemon=True).start()
-        url = f"http://127.0.0.1:{other.server_port}"
-        status = 200
-        assert "neither `lockstep serve` nor vLLM" in _refusal(model, folder, url)
-        status = 404
-        assert "correct actors.urls" in _refusal(model, folder, url)
-        other.shutdown()
+LOCKSTEP = OK + b'{"data": [{"owned_by": "lockstep"}]}'
+VLLM = OK + b'{"data": [{"owned_by": "vllm", "id": "m"}]}'
+
+
+@pytest.mark.parametrize(
+    ("responses", "message"),
+    [
+        ({"/v1/models": b"SSH-2.0-OpenSSH\r\n\r\n"}, "does not answer"),
+        ({"/v1/models": b""}, "does not answer"),
+        ({"/v1/models": b"HTTP/1.1 404 no\r\n\r\n\x1b"}, "correct actors.urls"),
+        ({"/v1/models": OK + b"<html>"}, "neither `lockstep serve` nor vLLM"),
+        ({"/v1/models": OK + b'{"data": [{"owned_by": ["x"]}]}'}, "neither `lockstep serve` nor vLLM"),
+        ({"/v1/models": LOCKSTEP, "/admin/model": OK + b'{"shape": 5}'}, "makes no sense"),
+        ({"/v1/models": VLLM, "/server_info": OK + b"[]"}, "VLLM_SERVER_DEV_MODE=1"),
+    ],
+)
+def test_what_is_no_server_of_a_kind_that_is_known_is_refused(model, folder, responses, message):
+    with responding(responses) as url:
+        assert message in refusal_of(model, folder, url)
+
+
+def test_a_url_where_nobody_answers_is_refused(model, folder):
+    in_time = pytest.raises(UserError, match="accepts connections, but does not answer in time")
+    with listening(lambda connection: threading.Event().wait(1)) as url, in_time:
+        owner_of(HttpClient(url, seconds=0.1))
+    assert "does not answer" in refusal_of(model, folder, url)
 
 
 def test_a_server_without_the_runs_keys_is_refused(server, model, folder, monkeypatch):
     monkeypatch.setenv("LOCKSTEP_ADMIN_KEY", "other")
-    assert "set LOCKSTEP_ADMIN_KEY to the one that it was started with" in _refusal(model, folder, server.url)
+    assert "set LOCKSTEP_ADMIN_KEY to the one that it was started with" in refusal_of(model, folder, server.url)
     with running_server(folder, api_key="key", engine=ENGINE) as other:
-        assert "set LOCKSTEP_API_KEY" in _refusal(model, folder, other.url)
+        assert "set LOCKSTEP_API_KEY" in refusal_of(model, folder, other.url)
         monkeypatch.setenv("LOCKSTEP_API_KEY", "key")
-        assert "start both it and the run with LOCKSTEP_ADMIN_KEY set" in _refusal(model, folder, other.url)
+        assert "start both it and the run with LOCKSTEP_ADMIN_KEY set" in refusal_of(model, folder, other.url)
 
 
 def test_a_server_of_another_model_or_with_too_little_room_is_refused_by_name(server, model, folder):
     def refusal(**changes):
-        return _refusal(model, folder, server.url, **changes)
+        return refusal_of(model, folder, server.url, **changes)
 
     def shape(**changes):
         return dataclasses.replace(model.config, **changes)
@@ -313,12 +375,13 @@ def test_a_server_of_another_model_or_with_too_little_room_is_refused_by_name(se
     assert "--parallel.reduction-chunks 2" in refusal(shape=shape(reduction_chunks=2))
     assert "--dtype bfloat16" in refusal(dtype="bfloat16")
     assert "--arithmetic other" in refusal(arithmetic="other")
-    assert "--compile.backend inductor" in refusal(compile="inductor")
-    assert "engine.cache_tokens 512" in refusal(context=513)
+    assert "--compile.backend inductor" in refusal(compile=CompileConfig("inductor"))
     assert "a higher --max-n" in refusal(params=dataclasses.replace(PARAMS, n=129))
+    with running_server(folder, admin_key="secret", engine=dataclasses.replace(ENGINE, cache_tokens=256)) as small:
+        assert "engine.cache_tokens 256" in refusal_of(model, folder, small.url)
 
 
-# What gets lost, and comes back.
+# What is lost, and comes back.
 
 
 class Proxy:
@@ -330,9 +393,11 @@ class Proxy:
         self.thawed.set()
 
     def handle(self, connection):
-        there = socket.create_connection(self._target)
-        for source, sink in ((connection, there), (there, connection)):
-            threading.Thread(target=self._pump, args=(source, sink), daemon=True).start()
+        with socket.create_connection(self._target) as there:
+            back = threading.Thread(target=self._pump, args=(there, connection), daemon=True)
+            back.start()
+            self._pump(connection, there)
+            back.join()
 
     def _pump(self, source, sink):
         with contextlib.suppress(OSError):
@@ -344,107 +409,76 @@ class Proxy:
                 end.shutdown(socket.SHUT_RDWR)
 
 
-def _half_way(pool, requests):
-    samples = [sample for request in requests for sample in pool.samples(request)]
-    while not all(len(sample.token_ids) > 3 for sample in samples):
-        pool.step()
-    return samples
+def half_way(pool, count=1):
+    """Requests of whose samples some tokens have arrived."""
+    requests = [pool.begin(PROMPTS[0], LONG) for _ in range(count)]
+    wait_until(lambda: all(len(sample.token_ids) > 3 for request in requests for sample in request.samples))
+    return requests
+
+
+def completed(requests):
+    wait_until(lambda: not any(request.unfinished for request in requests))
+    return plain([[sample.completion() for sample in request.samples] for request in requests])
 
 
 LONG = dataclasses.replace(PARAMS, seed=5, max_tokens=150, stop_token_ids=())
 
 
 def test_a_server_that_hangs_is_lost_in_time_and_joins_again_once_it_answers(server, model, folder, caplog):
-    (expected,) = Engine(model, ENGINE).generate(PROMPTS[:1], LONG)
+    expected = Engine(model, ENGINE).generate(PROMPTS[:1], LONG)
     proxy = Proxy(server.url)
-    with _listening(proxy.handle) as url, _pool(model, folder, url, silence_seconds=0.5) as (pool, _):
+    with listening(proxy.handle) as url, pool_of(model, folder, url, silence_seconds=0.3) as pool:
         pool.wait_for_weights()
-        samples = _half_way(pool, [pool.add(PROMPTS[0], LONG)])
+        requests = half_way(pool)
         proxy.thawed.clear()
-        known = [len(sample.token_ids) for sample in samples]
-        assert max(known) < 150, "it was done before it froze"
-        while pool.ready:
-            pool.step()
-        assert "it has not answered for 0.5 s" in caplog.text
+        assert requests[0].unfinished, "it was done before it froze"
+        wait_until(lambda: not pool.ready)
+        assert "it has not answered for 0.3 s" in caplog.text
         proxy.thawed.set()
-        while any(sample.finish_reason is None for sample in samples):
-            pool.step()
-    assert _plain([[sample.completion() for sample in samples]]) == _plain([expected])
+        assert completed(requests) == plain(expected)
 
 
 def test_a_server_that_dies_leaves_its_samples_to_another_and_comes_back(server, model, folder, caplog):
-    (expected,) = Engine(model, ENGINE).generate(PROMPTS[:1], LONG)
+    expected = Engine(model, ENGINE).generate(PROMPTS[:1], LONG)
     with contextlib.ExitStack() as opened:
         dying = opened.enter_context(running_server(folder, admin_key="secret", engine=ENGINE))
-        with _pool(model, folder, dying.url, server.url, silence_seconds=2.0) as (pool, _):
-            while len(pool.ready) < 2:
-                pool.step()
-            samples = _half_way(pool, [pool.add(PROMPTS[0], LONG) for _ in range(2)])
+        with pool_of(model, folder, dying.url, server.url, silence_seconds=2.0) as pool:
+            wait_until(lambda: len(pool.ready) == 2)
+            requests = half_way(pool, 2)
             for _ in range(2):  # the second time it aborts what runs
                 dying.server._event_loop.call_soon_threadsafe(dying.server.begin_end)
-            while any(sample.finish_reason is None for sample in samples):
-                pool.step()
-            groups = [samples[:3], samples[3:]]
-            assert _plain([[s.completion() for s in group] for group in groups]) == _plain([expected] * 2)
+            assert completed(requests) == plain(expected * 2)
             assert pool.ready == [server.url]
             assert re.search(f"{dying.url}: .*; 1 others continue its 3 unfinished samples", caplog.text)
             opened.close()
             port = int(dying.url.rpartition(":")[2])
             with running_server(folder, admin_key="secret", engine=ENGINE, port=port):
-                until = time.monotonic() + 20
-                while len(pool.ready) < 2:
-                    assert time.monotonic() < until
-                    pool.step()
+                wait_until(lambda: len(pool.ready) == 2)
                 pool.leave(dying.url).close()
 
 
-@pytest.fixture
-def busy(folder):
-    with running_server(folder, admin_key="secret", engine=ENGINE, max_waiting=0) as running:
-        yield running
-
-
-def test_requests_wait_where_other_clients_have_taken_all_places(folder, model, busy):
-    with busy.http() as client, _pool(model, folder, busy.url) as (pool, _):
+def test_requests_wait_while_other_clients_have_taken_all_places(folder, model):
+    with (
+        running_server(folder, admin_key="secret", engine=ENGINE, max_waiting=0) as busy,
+        busy.http() as client,
+        pool_of(model, folder, busy.url) as pool,
+    ):
         pool.wait_for_weights()
         body = dict(prompt=[1], n=16, max_tokens=450, ignore_eos=True, stream=True)
         with client.stream("POST", "/v1/completions", json=body) as others:
             lines = others.iter_lines()  # without which the stream would be closed
             next(lines)
-            request = pool.add(PROMPTS[0], dataclasses.replace(PARAMS, seed=3))
-            (first, *_) = pool.samples(request)
+            request = pool.begin(PROMPTS[0], dataclasses.replace(PARAMS, seed=3))
             busy.wait_until(lambda: 'status="429"' in busy.metrics())
-        while first.finish_reason is None:
-            pool.step()
+        wait_until(lambda: not request.unfinished)
 
 
-def test_a_request_that_the_server_refuses_is_an_error_of_the_user(server, model, folder):
-    with _pool(model, folder, server.url) as (pool, _), pytest.raises(UserError, match="exceed the context of 512"):
-        pool.generate(PROMPTS[:1], dataclasses.replace(PARAMS, max_tokens=600))
-
-
-def test_logits_that_are_not_finite_end_a_request_as_an_engine_here_does(server, model, folder, tmp_path):
+def test_a_refused_request_and_logits_that_are_not_finite_are_errors_of_the_user(server, model, folder, tmp_path):
+    with pool_of(model, folder, server.url) as pool, pytest.raises(UserError, match="exceed the context of 512"):
+        generate(pool, PROMPTS[:1], dataclasses.replace(PARAMS, max_tokens=600))
     broken = load_model(folder)
     with torch.no_grad():
         broken.norm.weight.fill_(float("nan"))
     folders = WeightFolders(tmp_path, broken, torch.float32, World(CPU))
-    with _pool(model, folders.write(7), server.url) as (pool, _), pytest.raises(UserError, match="not finite"):
-        pool.generate(PROMPTS[:1], dataclasses.replace(PARAMS, seed=1))
-
-
-def test_a_server_that_answers_nonsense_as_it_comes_back_is_asked_again(server, model, folder, monkeypatch, caplog):
-    with _pool(model, folder, server.url) as (pool, _):
-        pool.wait_for_weights()
-        find, asked = http_supervisor.find_server, []
-
-        async def find_once_it_is_up(*arguments):
-            asked.append(arguments)
-            if len(asked) < 3:
-                raise KeyError("shape")
-            return await find(*arguments)
-
-        monkeypatch.setattr(http_supervisor, "find_server", find_once_it_is_up)
-        pool.leave(server.url).close()
-        wait_until(lambda: pool.ready)
-    assert len(asked) == 3
-    assert caplog.text.count("is not back: its response makes no sense (KeyError('shape'))") == 1
+    with pool_of(model, folders.write(7), server.url) as pool, pytest.raises(UserError, match="not finite"):
+        generate(pool, PROMPTS[:1], dataclasses.replace(PARAMS, seed=1))

@@ -14,8 +14,8 @@ import pytest
 from lockstep.config import ActorsConfig
 from lockstep.config.validation import validate
 from lockstep.errors import UserError
-from lockstep.rl.generators.monarch_workers import require_workers
 from lockstep.rl.generators.ranks import Group, start_stand_in
+from lockstep.rl.generators.supervisor import require_workers
 from lockstep.rl.reinforce import reinforce
 from tests.parallel.launch import launch
 from tests.rl.generators.disturbed import Disturbed, is_alive
@@ -98,7 +98,8 @@ def stand_ins(folder):
     ]
 
 
-def test_a_run_with_a_generator_there_is_the_same(task, model_folder, worker, tmp_path):
+@pytest.mark.slow
+def test_a_run_with_a_generator_on_another_host_is_the_same(task, model_folder, worker, tmp_path):
     config = config_of(task, model_folder, tmp_path / "one", steps=2)
     launch(1, run, config, seconds=300)
     placed = Disturbed(replace(
@@ -114,7 +115,7 @@ def test_a_run_with_a_generator_there_is_the_same(task, model_folder, worker, tm
 
 
 @pytest.mark.slow
-def test_a_run_with_a_tensor_group_there_and_another_here_is_the_same(whole, worker, tmp_path):
+def test_a_run_with_tensor_groups_on_another_host_and_on_its_own_is_the_same(whole, worker, tmp_path):
     config, expected = whole
     actors = ActorsConfig(generators=2, tensor=2, threads=1, hosts=(worker.address, "local"))
     run = Disturbed(replace(config, output=str(tmp_path / "run"), actors=actors), until=1)
@@ -130,7 +131,7 @@ def test_a_run_with_a_tensor_group_there_and_another_here_is_the_same(whole, wor
 
 
 @pytest.mark.slow
-def test_generator_actor_stand_in_and_worker_may_die(whole, worker, tmp_path):
+def test_a_run_survives_the_death_of_generator_actor_stand_in_and_worker(whole, worker, tmp_path):
     config, expected = whole
     actors = ActorsConfig(generators=1, threads=1, hosts=(worker.address,))
     run = Disturbed(replace(config, output=str(tmp_path / "run"), actors=actors), until=0)
@@ -167,7 +168,7 @@ def test_generator_actor_stand_in_and_worker_may_die(whole, worker, tmp_path):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGKILL])
-def test_however_the_trainer_ends_nothing_is_left(task, model_folder, worker, tmp_path, number):
+def test_however_the_trainer_ends_nothing_is_left_on_the_other_host(task, model_folder, worker, tmp_path, number):
     config = config_of(task, model_folder, tmp_path)
     actors = ActorsConfig(generators=1, threads=1, hosts=(worker.address,))
     run = Disturbed(replace(config, output=str(tmp_path / "run"), actors=actors), until=1)
@@ -195,7 +196,7 @@ def test_a_worker_that_cannot_be_reached_is_named_within_its_time(task, model_fo
 
 
 @pytest.mark.slow
-def test_one_who_is_no_monarch_worker_is_named_in_the_log(tmp_path):
+def test_a_process_that_is_no_monarch_worker_is_named_in_the_log(tmp_path):
     pytest.importorskip("monarch")
     log = tmp_path / "log"
     with socket.create_server(("127.0.0.1", 0)) as server, log.open("ab") as output:
@@ -222,7 +223,7 @@ def test_without_monarch_a_run_says_how_to_install_it(monkeypatch):
         (dict(hosts=("local",), generators=0), "actors.generators is 0; give the number"),
     ],
 )
-def test_hosts_that_cannot_be_are_refused_by_name(task, model_folder, tmp_path, settings, said):
+def test_impossible_hosts_are_refused_by_name(task, model_folder, tmp_path, settings, said):
     actors = ActorsConfig(**({"generators": 1} | settings))
     with pytest.raises(UserError, match=said):
         validate(config_of(task, model_folder, tmp_path, actors=actors))

@@ -16,18 +16,19 @@ import httpx
 import pytest
 import torch
 
-from lockstep.config import ActorsConfig, RewardConfig, RLConfig, TrainConfig
+from lockstep.config import ActorsConfig, CompileConfig, EngineConfig, RewardConfig, RLConfig, TrainConfig
 from lockstep.errors import UserError
 from lockstep.generate import SamplingParams
 from lockstep.model import build_model, load_model, preset, save_model
 from lockstep.observe import read_metrics
 from lockstep.parallel import World
-from lockstep.rl.generators.http_servers import ServerRequirements
-from lockstep.rl.generators.http_supervisor import ServerSupervisor
+from lockstep.rl.generators.http_remote import ServerSupervisor
 from lockstep.rl.generators.open import resolve_generator_settings
 from lockstep.rl.generators.pool import GeneratorPool
 from lockstep.rl.generators.remote import RemoteSample
+from lockstep.rl.generators.spec import GeneratorSpec
 from lockstep.rl.weights.folders import WeightFolders
+from tests.rl.generators.peers import wait_until
 from tests.rl.generators.test_colocated import TASK
 from tests.rl.generators.test_http_remote import finished
 
@@ -105,48 +106,47 @@ def vllm():
         thread.join()
 
 
-def _wanted(**changes):
+def spec_of(**changes):
     params = SamplingParams(n=2, temperature=0.9, max_tokens=4, seed=5)
-    wanted = ServerRequirements(preset("qwen3:micro", 512, (0,)), "float32", "portable", "none", 512, params)
-    return dataclasses.replace(wanted, **changes)
+    shape = dataclasses.replace(preset("qwen3:micro", 512, (0,)), max_positions=512)
+    spec = GeneratorSpec("served", shape, "float32", "portable", EngineConfig(), CompileConfig(), params)
+    return dataclasses.replace(spec, **changes)
 
 
 @contextlib.contextmanager
-def _pool(vllm, **changes):
+def pool_of(vllm, **changes):
     pool = GeneratorPool(512, 16384, 20.0)
     pool.load_weights({"version": 3, "folder": "/weights/3"})
-    with ServerSupervisor([vllm.url], _wanted(**changes), pool):
+    with ServerSupervisor([vllm.url], spec_of(**changes), pool):
         yield pool
 
 
 def test_vllm_is_asked_for_tokens_and_given_weights_between_requests(vllm):
-    with _pool(vllm) as pool:
+    with pool_of(vllm) as pool:
         pool.wait_for_weights()
         vllm.may_end.clear()
-        request = pool.add([7, 8], _wanted().params)
-        samples = pool.samples(request)
-        while min(len(sample.token_ids) for sample in samples) < 3:
-            pool.step()
+        request = pool.begin([7, 8], spec_of().params)
+        wait_until(lambda: min(len(sample.token_ids) for sample in request.samples) == 3)
         pool.load_weights({"version": 4, "folder": "/weights/4"})
-        later = pool.samples(pool.add([9], _wanted().params))
+        later = pool.begin([9], spec_of().params)
         vllm.may_end.set()
-        while any(sample.finish_reason is None for sample in (*samples, *later)):
-            pool.step()
-    assert [sample.token_ids for sample in samples] == [[1, 2, 3, 4]] * 2
-    assert [sample.logprobs for sample in samples] == [[-0.5] * 4] * 2
-    assert [sample.versions for sample in (samples[0], later[0])] == [[3] * 4, [4] * 4]
+        wait_until(lambda: not request.unfinished and not later.unfinished)
+    assert [sample.token_ids for sample in request.samples] == [[1, 2, 3, 4]] * 2
+    assert [sample.logprobs for sample in request.samples] == [[-0.5] * 4] * 2
+    assert [of.samples[0].versions for of in (request, later)] == [[3] * 4, [4] * 4]
     asked = [(path, body and body.get("kwargs", {}).get("weights_path")) for path, body in vllm.asked]
     load = [("/collective_rpc", None), ("/collective_rpc", "/weights/3"), ("/reset_prefix_cache", None)]
     assert asked[:4] == [*load, ("/v1/completions", None)]
     assert asked[4:] == [load[0], ("/collective_rpc", "/weights/4"), load[2], ("/v1/completions", None)]
     body = vllm.asked[3][1]
-    # What it does not say counts as the model's generation_config.json has it.
-    assert body.items() >= dict(prompt=[7, 8], n=2, seed=5, temperature=0.9, top_p=1.0, top_k=0, min_p=0.0).items()
+    # Otherwise the defaults of the model's generation_config.json apply.
+    expected = dict(prompt=[7, 8], n=2, seed=5, temperature=0.9, top_p=1.0, top_k=0, min_p=0.0, repetition_penalty=1.0)
+    assert body.items() >= expected.items()
 
 
-def test_samples_that_another_has_begun_get_their_rest_from_vllm(vllm):
+def test_samples_that_another_has_begun_are_completed_by_vllm(vllm):
     samples = [RemoteSample([40, 41], [-1.0, -1.0], [], [3, 3]), RemoteSample([42], [-1.0], [], [3], "stop")]
-    finished(vllm.url, _wanted(), "/weights/3", [7], samples)
+    finished(vllm.url, spec_of(), "/weights/3", [7], samples)
     assert [sample.token_ids for sample in samples] == [[40, 41, 1, 2], [42]]
     ((_, body),) = [asked for asked in vllm.asked if asked[0] == "/v1/completions"]
     assert (body["prompt"], body["n"], body["max_tokens"]) == ([7, 40, 41], 1, 2)
@@ -154,22 +154,22 @@ def test_samples_that_another_has_begun_get_their_rest_from_vllm(vllm):
 
 def test_a_vllm_that_would_give_other_numbers_or_old_weights_is_refused_by_name(vllm):
     def refusal(**changes):
-        with pytest.raises(UserError) as error, _pool(vllm, **changes):
+        with pytest.raises(UserError) as error, pool_of(vllm, **changes):
             pass
         assert str(error.value).startswith(vllm.url)
         return str(error.value)
 
-    params = _wanted().params
+    params = spec_of().params
     assert "remove top_k, top_p and min_p" in refusal(params=dataclasses.replace(params, top_p=0.9))
     assert "does not stream them; remove it" in refusal(params=dataclasses.replace(params, routes="whole"))
-    assert "--max-model-len" in refusal(context=600)
+    assert "--max-model-len" in refusal(shape=dataclasses.replace(spec_of().shape, max_positions=600))
     vllm.info["model_config"]["logprobs_mode"] = "raw_logprobs"
     assert "--logprobs-mode processed_logprobs" in refusal()
     vllm.info["model_config"]["hf_overrides"] = {}
     at_one = dataclasses.replace(params, temperature=1.0)
     assert "tie_word_embeddings" in refusal(params=at_one)
     vllm.info["device_config"]["device"] = "cuda"
-    with _pool(vllm, params=at_one) as pool:
+    with pool_of(vllm, params=at_one) as pool:
         pool.wait_for_weights()
     vllm.info = None
     assert "VLLM_SERVER_DEV_MODE=1" in refusal()

@@ -17,9 +17,9 @@ from lockstep.rl.rollouts.advantages import assign_advantages
 from lockstep.rl.rollouts.ledger import Ledger, LedgerError
 from lockstep.rl.rollouts.metrics import summarize, validation_metrics
 from lockstep.rl.rollouts.rewards import assign_rewards
-from tests.rl.test_algorithm_runs import EvenBytes, folders  # noqa: F401
-from tests.rl.test_algorithm_runs import _config as run_of_even_bytes
-from tests.rl.test_controller import TASK, _config, _metrics
+from tests.rl.small_runs import VOWELS as TASK
+from tests.rl.small_runs import EvenBytes, steps_of
+from tests.rl.small_runs import small_config as run_of_even_bytes
 
 
 class Says(rl.Environment):
@@ -129,7 +129,7 @@ def test_too_many_failures_end_the_run_with_their_causes_and_the_first():
     refuse_too_many(assign_rewards(_rollouts(["1", "bad", "1", "0"]), Says()), 0.25)
 
 
-def test_failures_are_counted_over_all_rounds_of_a_step(tmp_path, folders):  # noqa: F811
+def test_failures_are_counted_over_all_rounds_of_a_step(tmp_path, folders):
     """Two of four fail in the second round, six of sixteen in the step: below a limit of 0.4."""
 
     class Later(EvenBytes):
@@ -272,8 +272,8 @@ def test_a_run_with_failures_trains_on_and_its_ledger_adds_up_in_every_step(
     (tmp_path / "task.py").write_text(TASK.replace("return completion", f"{fails} completion"))
     rewards = RewardConfig(isolate=isolate, on_failure=on_failure, failure_limit=0.9)
     changes = dict(environment=f"{tmp_path / 'task.py'}:Vowels", prompts_per_step=4, dtype="float32", rewards=rewards)
-    run = reinforce(_config(tmp_path / "run", model_folder, "", **changes))
-    for metrics in _metrics(run)[1:]:
+    run = reinforce(run_of_even_bytes(tmp_path / "run", model_folder, steps=3, max_new_tokens=12, **changes))
+    for metrics in steps_of(run):
         lines = (run / "rollouts" / f"step_{metrics['step']:08}.jsonl").read_text().splitlines()
         rollouts = [json.loads(line) for line in lines]
         failed = sum("failure" in r for r in rollouts)

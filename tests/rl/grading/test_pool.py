@@ -5,7 +5,6 @@ import signal
 import subprocess
 import sys
 import time
-from collections import Counter
 from pathlib import Path
 
 import pytest
@@ -14,14 +13,14 @@ from lockstep.config import RewardConfig
 from lockstep.errors import UserError
 from lockstep.rl import Environment, Example, Rollout
 from lockstep.rl.environments.loading import EnvironmentSource
-from lockstep.rl.grading.pool import SupervisorProcess, open_workers
-from lockstep.rl.grading.processes import descendants, is_stopped
+from lockstep.rl.grading.pool import open_workers
 from lockstep.rl.rollouts.ledger import Ledger
 from lockstep.rl.rollouts.rewards import assign_rewards
+from lockstep.workers.processes import descendants, is_stopped
 from tests.rl.grading.misbehaving import CAUSES
 
 TASK = """
-import asyncio, os, signal, time
+import asyncio, json, os, signal, struct, sys, time
 import lockstep.rl as rl
 from tests.rl.grading.misbehaving import Misbehaving, kept
 
@@ -41,11 +40,8 @@ class Task(Misbehaving, rl.Environment):
     def leaks(self):
         kept.append(bytearray(b"x" * 50_000_000))
 
-    def prints_some(self):
-        print("x")
-
-    def sleeps(self):
-        time.sleep(0.001)
+    def imports_torch(self):
+        return {"torch": float("torch" in sys.modules)}
 
     def is_counted(self):
         with open(__file__ + ".workers", "a") as file:
@@ -66,8 +62,7 @@ class Task(Misbehaving, rl.Environment):
 
     def forges(self):
         # As its worker answers, in each pipe: of a forger the trainer believes no cause and no control character.
-        import json, struct
-        body = json.dumps([[0, {}, "\\x1bcause", "\\x1b[2J"]]).encode()
+        body = b'["rewarded", 0, true]\\n' + json.dumps([[0, {}, "\\x1bcause", "\\x1b[2J"]]).encode()
         for pipe in range(3, 20):
             try:
                 os.write(pipe, struct.pack("<I", len(body)) + body)
@@ -83,7 +78,7 @@ class Judged(Task):
         return Task.reward(self, example, completion)
 """
 
-LIMITS = dict(workers=2, seconds=3.0, memory_gib=0.25, processes=8, output_kib=64)
+LIMITS = dict(workers=1, seconds=2.0, memory_gib=0.25, processes=8, output_kib=64)
 
 
 @pytest.fixture(scope="module")
@@ -93,111 +88,128 @@ def task(tmp_path_factory):
     return file
 
 
-@pytest.fixture
-def graded(task, tmp_path, monkeypatch):
-    """`graded(completions, …)`: the cause of each failure, an empty string for each that has its reward."""
-    monkeypatch.setattr("lockstep.rl.grading.pool.CHECK_SECONDS", 0.1)
+@pytest.fixture(scope="module")
+def opened(task):
+    """`opened(kind)`: one pool for the tests of this module, of which nothing is left behind."""
+    pools, before = {}, set(descendants(os.getpid()))
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("lockstep.rl.grading.supervisor_process.CHECK_SECONDS", 0.1)
 
-    def grade(completions, kind="Task", **changes):
-        source, limits = EnvironmentSource(f"{task}:{kind}"), RewardConfig(**(LIMITS | changes))
-        before = set(descendants(os.getpid()))  # what other tests keep, such as a chat template's process
-        with open_workers(source, limits, tmp_path) as grader:
-            outcomes = grader([(Example("p", id=str(i)), text) for i, text in enumerate(completions)])
-        assert all(o.rewards == {"one": 1.0} for o in outcomes if not o.cause)
-        assert set(descendants(os.getpid())) <= before, "no process is left behind"
-        return [o.cause for o in outcomes]
+        def open_pool(kind="Task"):
+            if kind not in pools:
+                workers = open_workers(EnvironmentSource(f"{task}:{kind}"), RewardConfig(**LIMITS), task.parent)
+                pools[kind] = workers, workers.__enter__()
+            return pools[kind][1]
 
-    return grade
-
-
-@pytest.mark.parametrize(("bad", "cause"), [*CAUSES.items(), ("hangs_deaf", "timeout")])
-def test_a_bad_reward_fails_alone_and_says_why(graded, bad, cause):
-    assert graded(["fine", "fine", bad, "fine", "fine"], workers=1) == ["", "", cause, "", ""]
+        yield open_pool
+        for workers, _ in pools.values():
+            workers.__exit__(None, None, None)
+    assert set(descendants(os.getpid())) <= before, "no process is left behind"
 
 
-def test_a_supervisor_that_a_reward_stops_is_given_up_long_before_its_jobs_could_have_ended(graded):
+def failures(pool, completions):
+    """The cause of each failure by its place; the others have their rewards."""
+    outcomes = pool([(Example("p", id=str(i)), text) for i, text in enumerate(completions)])
+    assert all(o.rewards == {"one": 1.0} for o in outcomes if not o.cause)
+    return {place: outcome.cause for place, outcome in enumerate(outcomes) if outcome.cause}
+
+
+def between_good_ones(names):
+    return [text for name in names for text in ("fine", name)] + ["fine"]
+
+
+def test_bad_rewards_fail_alone_and_say_why(opened):
     began = time.monotonic()
-    assert graded(["fine", "stops_its_supervisor"], workers=1) == ["", "killed"]
-    assert time.monotonic() < began + 60, "the trainer gives two jobs 80 s, and the one at fault 70 s more"
+    bad = {**CAUSES, "hangs_deaf": "timeout"}
+    found = failures(opened(), between_good_ones(bad))
+    assert {name: found.get(2 * place + 1) for place, name in enumerate(bad)} == bad
+    assert len(found) == len(bad)
+    assert time.monotonic() < began + 60, "a supervisor that was stopped is replaced before its jobs' time is up"
 
 
-def test_a_supervisor_is_given_up_where_several_looks_in_a_row_find_it_stopped(task, tmp_path):
-    source, limits = EnvironmentSource(f"{task}:Task"), RewardConfig(**LIMITS | {"workers": 1})
-    with open_workers(source, limits, tmp_path) as grader:
-        (supervisor,) = grader.supervisors
-        supervisor.await_ready()
-        assert supervisor.process
-
-        def gets(sent, stopped):
-            os.kill(supervisor.process.pid, sent)
-            until = time.monotonic() + 60
-            while is_stopped(supervisor.process.pid) != stopped:
-                assert time.monotonic() < until
-                time.sleep(0.01)
-
-        gets(signal.SIGSTOP, stopped=True)
-        assert [supervisor.stays_stopped() for _ in range(2)] == [False, False]
-        supervisor.is_grading = True
-        assert grader.awaited() == "reward worker 0, which a signal has stopped"
-        gets(signal.SIGCONT, stopped=False)
-        assert not supervisor.stays_stopped()
-        assert grader.awaited() == "reward worker 0"
-        gets(signal.SIGSTOP, stopped=True)
-        assert [supervisor.stays_stopped() for _ in range(3)] == [False, False, True]
-        gets(signal.SIGCONT, stopped=False)
-        assert grader([(Example("p"), "fine")])[0].rewards == {"one": 1.0}
-        assert grader.awaited() == ""
+def test_of_coroutines_that_run_together_only_the_bad_ones_fail(opened):
+    bad = {"asleep": "timeout", "blocks": "timeout", "raises": "raised", "exits": "raised", "kills_itself": "killed"}
+    found = failures(opened("Judged"), between_good_ones(bad))
+    assert found == {2 * place + 1: cause for place, cause in enumerate(bad.values())}
 
 
-def test_a_reward_that_leaks_fails_nothing_before_the_limit_and_not_its_neighbours(graded):
+def test_a_coroutine_that_ends_its_worker_costs_those_that_were_with_it_alone(opened, task):
+    completions = ["exits_at_once" if place == 3 else "is_counted" for place in range(256)]
+    assert failures(opened("Judged"), completions) == {3: "killed"}
+    assert len({*Path(f"{task}.workers").read_text().split()}) < 2 * 64, "each suspect has a worker of its own"
+
+
+def test_a_supervisor_is_given_up_where_several_checks_in_a_row_find_it_stopped(opened):
+    pool = opened()
+    (supervisor,) = pool.supervisors
+    supervisor.await_ready()
+
+    def gets(sent, stopped):
+        os.kill(supervisor.process.pid, sent)
+        until = time.monotonic() + 60
+        while is_stopped(supervisor.process.pid) != stopped:
+            assert time.monotonic() < until
+            time.sleep(0.01)
+
+    gets(signal.SIGSTOP, stopped=True)
+    assert [supervisor.stays_stopped() for _ in range(2)] == [False, False]
+    supervisor.is_grading = True
+    assert pool.awaited() == "reward worker 0, which a signal has stopped"
+    gets(signal.SIGCONT, stopped=False)
+    assert not supervisor.stays_stopped() and pool.awaited() == "reward worker 0"
+    gets(signal.SIGSTOP, stopped=True)
+    assert [supervisor.stays_stopped() for _ in range(3)] == [False, False, True]
+    gets(signal.SIGCONT, stopped=False)
+    assert failures(pool, ["fine"]) == {} and pool.awaited() == ""
+
+
+def test_a_reward_that_leaks_fails_nothing_before_the_limit_and_not_its_neighbours(opened):
     # 50 MB each and 256 MiB for all: a worker is replaced before its neighbours miss what one has kept.
-    assert graded(["leaks"] * 12 + ["fine"] * 4, workers=1) == [""] * 16
+    assert failures(opened(), ["leaks"] * 12 + ["fine"] * 4) == {}
 
 
-def test_a_reward_that_forks_and_returns_twice_is_answered_once(task, tmp_path):
-    source, limits = EnvironmentSource(f"{task}:Task"), RewardConfig(**LIMITS | {"workers": 1})
-    with open_workers(source, limits, tmp_path) as grader:
-        for _ in range(5):  # a second answer would be taken for that of the next one
-            assert grader([(Example("p"), "returns_twice")])[0].rewards == {"one": 1.0}
-            assert grader([(Example("p"), "raises")])[0].cause == "raised"
-
-
-@pytest.mark.parametrize(
-    ("bad", "cause"),
-    [
-        pytest.param("asleep", "timeout", marks=pytest.mark.slow),
-        ("blocks", "timeout"),
-        ("raises", "raised"),
-        ("exits", "raised"),
-        ("kills_itself", "killed"),
-    ],
-)
-def test_of_coroutines_that_run_together_only_the_bad_one_fails(graded, bad, cause):
-    assert graded(["fine"] * 5 + [bad] + ["fine"] * 5, "Judged") == [""] * 5 + [cause] + [""] * 5
+def test_a_reward_that_forks_and_returns_twice_is_answered_once(opened):
+    for _ in range(5):  # a second answer would be taken for that of the next one
+        assert failures(opened(), ["returns_twice"]) == {}
+        assert failures(opened(), ["raises"]) == {0: "raised"}
 
 
 def test_a_worker_that_forges_an_answer_forges_no_cause_and_no_terminal(task, tmp_path):
-    source, limits = EnvironmentSource(f"{task}:Task"), RewardConfig(**LIMITS | {"workers": 1})
-    with open_workers(source, limits, tmp_path) as grader:
-        outcome = grader([(Example("p"), "forges")])[0]
+    with open_workers(EnvironmentSource(f"{task}:Task"), RewardConfig(**LIMITS), tmp_path) as pool:
+        (outcome,) = pool([(Example("p"), "forges")])
     assert (outcome.cause, outcome.message) == ("killed", r"\x1b[2J")
 
 
+def test_what_others_print_is_not_held_against_a_reward(opened):
+    assert failures(opened(), ["prints_its_share"] * 200) == {}
+
+
+def test_long_answers_of_one_message_are_each_given_once(opened, task):
+    outcomes = opened()([(Example("p"), "tells_much")] * 500)
+    assert all(len(outcome.rewards) == 81 for outcome in outcomes)
+    assert Path(f"{task}.calls").stat().st_size == 500
+
+
+def test_a_worker_needs_no_torch(opened):
+    assert opened()([(Example("p"), "imports_torch")])[0].rewards == {"torch": 0.0}
+
+
+def test_metadata_that_json_would_change_is_refused(opened):
+    good = Example("p", metadata={"tests": [1, "two", {"three": None}]})
+    assert opened()([(good, "fine")])[0].rewards == {"one": 1.0}
+    with pytest.raises(UserError, match="metadata of example 'p' does not survive a round trip through JSON"):
+        opened()([(Example("p", metadata={"tests": (1, 2)}), "fine")])
+
+
 @pytest.mark.skipif(not os.path.exists("/dev/full"), reason="Linux has a file that is always full")
-def test_a_full_disk_costs_the_log_alone(task, tmp_path):
-    source, limits = EnvironmentSource(f"{task}:Task"), RewardConfig(**LIMITS | {"workers": 1})
+def test_a_full_disk_or_a_deleted_log_costs_the_log_alone(task, tmp_path):
     log = tmp_path / "rewards_0.log"
     log.symlink_to("/dev/full")
-    with open_workers(source, limits, tmp_path) as grader:
-        assert grader([(Example("p"), "prints_some")])[0].rewards == {"one": 1.0}
+    with open_workers(EnvironmentSource(f"{task}:Task"), RewardConfig(**LIMITS), tmp_path) as pool:
+        assert failures(pool, ["prints_its_share"]) == {}
         assert log.is_symlink(), "a supervisor that is started again makes another log"
-
-
-def test_a_log_that_is_deleted_during_the_run_fails_nothing(task, tmp_path):
-    source, limits = EnvironmentSource(f"{task}:Task"), RewardConfig(**LIMITS | {"workers": 1})
-    with open_workers(source, limits, tmp_path) as grader:
-        grader([(Example("p"), "fine")])
-        (tmp_path / "rewards_0.log").unlink()
+        log.unlink()
+        assert failures(pool, ["prints_its_share"]) == {}
 
 
 BAD = dict(
@@ -207,83 +219,16 @@ BAD = dict(
 """Of every 100 rewards."""
 
 
-def test_quick_rewards_are_sent_in_few_messages_and_slow_ones_in_more(task, tmp_path, monkeypatch):
-    sizes = []
-    ask = SupervisorProcess._request
-    monkeypatch.setattr(
-        SupervisorProcess,
-        "_request",
-        lambda self, jobs, message: (sizes.append(len(jobs)), ask(self, jobs, message))[1],
-    )
-
-    def sizes_of(grader, kind, count):
-        sizes.clear()
-        outcomes = grader([(Example("p"), kind)] * count)
-        assert [o.rewards for o in outcomes] == [{"one": 1.0}] * count
-        return sizes
-
-    source, limits = EnvironmentSource(f"{task}:Task"), RewardConfig(**LIMITS)
-    with open_workers(source, limits, tmp_path) as grader:
-        with monkeypatch.context() as busy:
-            busy.setattr("lockstep.rl.grading.pool.QUICK_SECONDS", 60.0)  # other work may keep a worker waiting
-            assert sizes_of(grader, "fine", 200)[0] == 64, "nothing is known about their time"
-            assert sizes_of(grader, "fine", 200) == [100, 100], "as many for each worker"
-            assert sizes_of(grader, "fine", 700)[:2] == [256, 256]
-        sizes_of(grader, "sleeps", 200)  # a worker's first message may have as many as the last ones
-        assert max(sizes_of(grader, "sleeps", 200)) <= 64
-
-
-def test_messages_that_would_be_long_are_several(task, tmp_path, monkeypatch):
-    monkeypatch.setattr("lockstep.rl.grading.pool.MESSAGE_BYTES", 2**14)
-    sizes, ask = [], SupervisorProcess._request
-    monkeypatch.setattr(
-        SupervisorProcess,
-        "_request",
-        lambda self, jobs, message: (sizes.append(len(jobs)), ask(self, jobs, message))[1],
-    )
-    source, limits = EnvironmentSource(f"{task}:Task"), RewardConfig(**LIMITS | {"workers": 1})
-    with open_workers(source, limits, tmp_path) as grader:
-        outcomes = grader([(Example("p" * 2**13 * size), "fine") for size in (1, 1, 1, 4)])
-    assert [o.rewards for o in outcomes] == [{"one": 1.0}] * 4 and sizes == [1, 1, 1, 1]
-
-
-def test_a_coroutine_that_ends_its_worker_costs_those_that_were_with_it_alone(task, tmp_path, monkeypatch):
-    monkeypatch.setattr("lockstep.rl.grading.pool.QUICK_SECONDS", 60.0)
-    source, limits = EnvironmentSource(f"{task}:Judged"), RewardConfig(**LIMITS | {"workers": 1})
-    with open_workers(source, limits, tmp_path) as grader:
-        grader([(Example("p"), "fine")] * 256)  # then they are known to be quick
-        outcomes = grader([(Example("p"), "exits_at_once" if place == 3 else "is_counted") for place in range(256)])
-    assert [place for place, outcome in enumerate(outcomes) if outcome.cause] == [3]
-    assert len({*Path(f"{task}.workers").read_text().split()}) < 2 * 64, "each suspect has a worker of its own"
-
-
-def test_what_others_print_is_not_held_against_a_reward(task, tmp_path):
-    source, limits = EnvironmentSource(f"{task}:Task"), RewardConfig(**LIMITS | {"workers": 1})
-    with open_workers(source, limits, tmp_path) as grader:
-        assert not [o.cause for o in grader([(Example("p"), "prints_its_share")] * 200) if o.cause]
-
-
-def test_long_answers_of_one_message_are_each_given_once(task, tmp_path):
-    source, limits = EnvironmentSource(f"{task}:Task"), RewardConfig(**LIMITS | {"workers": 1})
-    Path(f"{task}.calls").unlink(missing_ok=True)
-    with open_workers(source, limits, tmp_path) as grader:
-        outcomes = grader([(Example("p"), "tells_much")] * 500)
-    assert all(len(outcome.rewards) == 81 for outcome in outcomes)
-    assert Path(f"{task}.calls").stat().st_size == 500
-
-
-@pytest.mark.parametrize("hundreds", [2, pytest.param(10, marks=pytest.mark.slow)])
-def test_of_many_rewards_the_fifth_that_is_bad_fails_and_no_other(graded, task, tmp_path, hundreds):
+@pytest.mark.parametrize("hundreds", [1, pytest.param(10, marks=pytest.mark.slow)])
+def test_of_many_rewards_the_fifth_that_is_bad_fails_and_the_ledger_keeps_the_others(opened, hundreds):
     kinds = [kind for kind, (_, count) in BAD.items() for _ in range(count * hundreds)]
     completions = ["fine"] * 100 * hundreds
     for place, kind in enumerate(kinds):
         completions[place * 37 % len(completions)] = kind  # 37 shares no factor with it: every place is another
     expected = [BAD[text][0] if text in BAD else "" for text in completions]
-    assert Counter(expected)[""] == 80 * hundreds
+    assert expected.count("") == 80 * hundreds
     rollouts = [Rollout(Example("p"), i // 5, [1], [2], [-0.5], "stop", text, 0) for i, text in enumerate(completions)]
-    limits = RewardConfig(**LIMITS | {"seconds": 2.0})
-    with open_workers(EnvironmentSource(f"{task}:Task"), limits, tmp_path) as grader:
-        assign_rewards(rollouts, Environment(), limits, grader)
+    assign_rewards(rollouts, Environment(), RewardConfig(**LIMITS), opened())
     assert [r.scores.failure for r in rollouts] == expected
     groups = 20 * hundreds
     ledger = Ledger(groups)
@@ -296,43 +241,16 @@ def test_of_many_rewards_the_fifth_that_is_bad_fails_and_no_other(graded, task, 
     assert metrics["groups/trained"] == len(whole) == groups - metrics.get("groups/dropped/failed_rewards", 0)
 
 
-def test_workers_end_with_the_trainer_even_when_it_is_killed(task, tmp_path):
-    script = f"""
-import os, sys, threading
-from pathlib import Path
-from lockstep.config import RewardConfig
-from lockstep.rl import Environment, Example, Rollout
-from lockstep.rl.environments.loading import EnvironmentSource, EnvironmentSource
-from lockstep.rl.grading.processes import descendants
-from lockstep.rl.grading.pool import open_workers
-source, limits = EnvironmentSource("{task}:Task"), RewardConfig(workers=1, seconds=900)
-with open_workers(source, limits, Path(r"{tmp_path}")) as grader:
-    grader([(Example("p"), "fine")])
-    print(*descendants(os.getpid()), flush=True)
-    grader([(Example("p"), "blocks")])
-"""
-    trainer = subprocess.Popen([sys.executable, "-c", script], stdout=subprocess.PIPE, text=True)
-    assert trainer.stdout
-    below = [int(process) for process in trainer.stdout.readline().split()]
-    assert len(below) == 2, "a supervisor and its worker"
-    trainer.send_signal(signal.SIGKILL)
-    trainer.wait()
-    until = time.monotonic() + 60
-    while any(_runs(process) for process in below):
-        assert time.monotonic() < until, "supervisor and worker outlive the trainer"
-        time.sleep(0.02)
-
-
 def test_a_job_that_is_suspended_with_all_its_processes_loses_no_reward(task, tmp_path):
     script = f"""
 from pathlib import Path
-import lockstep.rl.grading.pool as workers
 from lockstep.config import RewardConfig
 from lockstep.rl import Example
 from lockstep.rl.environments.loading import EnvironmentSource
-workers._chunk_timeout = lambda config, jobs: 4.0
+from lockstep.rl.grading import pool, supervisor_process
+supervisor_process.SILENCE = 2.0 - 900
 source, limits = EnvironmentSource("{task}:Task"), RewardConfig(workers=1, seconds=900)
-with workers.open_workers(source, limits, Path(r"{tmp_path}")) as grader:
+with pool.open_workers(source, limits, Path(r"{tmp_path}")) as grader:
     print(grader([(Example("p"), "waits_for_a_file")])[0].cause or "graded", flush=True)
 """
     trainer = subprocess.Popen([sys.executable, "-c", script], stdout=subprocess.PIPE, text=True)
@@ -345,19 +263,12 @@ with workers.open_workers(source, limits, Path(r"{tmp_path}")) as grader:
         for process in everyone:
             os.kill(process, signal.SIGSTOP)
         Path(f"{task}.go").touch()
-        time.sleep(5)  # longer than the trainer would wait
+        time.sleep(4)  # longer than the trainer would wait
         for process in everyone:
             os.kill(process, signal.SIGCONT)
         assert trainer.communicate(timeout=60) == ("graded\n", None)
     finally:
         trainer.kill()
-
-
-def _runs(process):
-    try:
-        return ") Z" not in Path(f"/proc/{process}/stat").read_text()
-    except OSError:
-        return False
 
 
 def test_an_environment_that_does_not_load_in_a_worker_is_named(tmp_path):
@@ -367,22 +278,3 @@ def test_an_environment_that_does_not_load_in_a_worker_is_named(tmp_path):
         pytest.raises(UserError, match="task.py:Task cannot be loaded in a reward worker: .*nothing here"),
     ):
         grader([(Example("p"), "fine")])
-
-
-def test_metadata_that_json_would_change_is_refused(task, tmp_path):
-    source, limits = EnvironmentSource(f"{task}:Task"), RewardConfig(workers=1)
-    with open_workers(source, limits, tmp_path) as grader:
-        good = Example("p", metadata={"tests": [1, "two", {"three": None}]})
-        assert grader([(good, "fine")])[0].rewards == {"one": 1.0}
-        with pytest.raises(UserError, match="metadata of example 'p' does not survive a round trip through JSON"):
-            grader([(Example("p", metadata={"tests": (1, 2)}), "fine")])
-
-
-def test_a_worker_needs_no_torch(tmp_path):
-    (tmp_path / "task.py").write_text(
-        "import sys\nimport lockstep.rl as rl\nclass Task(rl.Environment):\n"
-        "    def examples(self, split): return [rl.Example('p')]\n"
-        "    def reward(self, example, completion): return {'torch': 'torch' in sys.modules}\n"
-    )
-    with open_workers(EnvironmentSource(f"{tmp_path / 'task.py'}:Task"), RewardConfig(), tmp_path) as grader:
-        assert grader([(Example("p"), "")])[0].rewards == {"torch": 0.0}

@@ -13,10 +13,10 @@ from pathlib import Path
 import pytest
 
 from lockstep.errors import UserError
-from lockstep.rl.grading.processes import descendants
 from lockstep.rl.grading.sandbox import SandboxLimits, missing_protections, run_code
 from lockstep.rl.grading.sandbox.namespaces import open_to_all
 from lockstep.rl.grading.sandbox.run import _run
+from lockstep.workers.processes import descendants
 
 pytestmark = pytest.mark.skipif(
     sys.platform != "linux" or bool(missing_protections()),

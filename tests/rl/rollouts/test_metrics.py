@@ -4,8 +4,7 @@ import hypothesis.strategies as st
 from hypothesis import given
 
 import lockstep.rl as rl
-from lockstep.rl.rollouts.diversity import PAIRS, distinct_share, pairwise_overlap
-from lockstep.rl.rollouts.metrics import rollout_metrics
+from lockstep.rl.rollouts.metrics import PAIRS, distinct_share, pairwise_overlap, rollout_metrics
 from lockstep.rl.rollouts.records import Scores
 
 
@@ -42,7 +41,7 @@ def test_overlap_is_a_share_which_is_1_for_equal_completions_and_0_for_those_wit
 
 
 def test_of_large_groups_a_bounded_number_of_pairs_is_compared():
-    from lockstep.rl.rollouts.diversity import _pairs
+    from lockstep.rl.rollouts.metrics import _pairs
 
     for count in (1, 2, 8, 9, 1000):
         pairs = list(_pairs(count))

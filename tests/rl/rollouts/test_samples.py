@@ -5,8 +5,9 @@ from lockstep.observe.readable import readable_rollouts
 from lockstep.rl.environments.protocol import Example
 from lockstep.rl.reinforce import reinforce
 from lockstep.rl.rollouts.records import Conversation, Rollout, Scores
-from lockstep.rl.rollouts.samples import LONGEST, SAMPLES, samples_of
-from tests.rl.test_algorithm_runs import EvenBytes, _config, folders  # noqa: F401
+from lockstep.rl.rollouts.run_records import LONGEST, SAMPLES, samples_of
+from tests.rl.small_runs import EvenBytes
+from tests.rl.small_runs import small_config as _config
 
 
 def _rollout(group=0, completion="text", reward=0.0, **more):
@@ -56,7 +57,7 @@ def test_what_no_tracker_can_store_is_shortened_and_replaced():
     assert row[2] == "?" + "x" * (LONGEST - 1) + "…"
 
 
-def test_a_run_sends_the_samples_of_the_steps_that_are_due_and_of_every_validation(tmp_path, folders):  # noqa: F811
+def test_a_run_sends_the_samples_of_the_steps_that_are_due_and_of_every_validation(tmp_path, folders):
     observe = ObserveConfig(tensorboard=True, samples_every=2)
     config = _config(tmp_path / "run", folders[0], steps=3, validation_examples=2, validation_every=2, observe=observe)
     run = reinforce(config, EvenBytes())

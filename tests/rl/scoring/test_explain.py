@@ -17,9 +17,9 @@ from tests.parallel.launch import launch
 TOKENS, PROMPT = [*range(5, 45)], 21
 
 
-@pytest.fixture(params=["qwen3:micro", "llama3:micro"])
-def model(request):
-    return build_model(preset(request.param, 259), "bfloat16", seed=1)
+@pytest.fixture(scope="module")
+def model():
+    return build_model(preset("qwen3:micro", 259), "bfloat16", seed=1)
 
 
 def test_paths_that_agree_are_said_to_agree(model):
@@ -62,17 +62,9 @@ def plant(monkeypatch, model, kind, number):
     ("kind", "number", "name"),
     [
         ("embedding", 1, "embed_tokens"),
-        ("rms_norm", 1, "layer 0, input_layernorm"),
-        ("linear", 1, "layer 0, q_proj"),
         ("linear", 2, "layer 0, k_proj"),
-        ("linear", 3, "layer 0, v_proj"),
-        ("rotary", 1, "layer 0, rotary of queries"),
         ("rotary", 2, "layer 0, rotary of keys"),
-        ("linear", 4, "layer 0, o_proj"),
-        ("linear", 5, "layer 0, gate_proj"),
         ("silu_mul", 1, "layer 0, silu_mul"),
-        ("linear", 7, "layer 0, down_proj"),
-        ("linear", 11, "layer 1, o_proj"),
         ("linear", 14, "layer 1, down_proj"),
     ],
 )
@@ -85,20 +77,8 @@ def test_the_operator_that_differs_is_named(monkeypatch, model, kind, number, na
 
 
 @pytest.mark.parametrize(
-    ("kind", "number", "name"),
-    [
-        ("add_bias", 1, "layer 0, q_proj.bias"),
-        ("add_bias", 4, "layer 0, o_proj.bias"),
-        ("linear", 4, "layer 0, o_proj"),
-    ],
+    "family", ["gpt_oss", "deepseek_v3", *(pytest.param(f, marks=pytest.mark.slow) for f in ("qwen3", "qwen3_moe"))]
 )
-def test_of_a_projection_with_a_bias_product_and_sum_are_named(monkeypatch, kind, number, name):
-    model = build_model(preset("gpt_oss:micro", 259), "float32", seed=1)
-    plant(monkeypatch, model, kind, number)
-    assert first_difference(model, TOKENS, PROMPT).operator == name
-
-
-@pytest.mark.parametrize("family", ["qwen3", "gpt_oss", "qwen3_moe", "deepseek_v3"])
 def test_in_each_family_a_difference_in_any_kind_of_operator_is_named_in_the_first_layer_and_the_last(family):
     """The weight that a call gets, or for one without any the layer under way, says what it is to be named."""
     shape = replace(preset(f"{family}:micro", 259), num_layers=2)
@@ -268,8 +248,8 @@ def test_over_tensor_ranks_the_operator_and_the_rank_are_named(dtype):
         assert said.startswith(f"{name} on tensor rank {first}: 1 of ")
 
 
-def test_a_compiled_model_is_refused(model):
-    model.halves = object()
+def test_a_compiled_model_is_refused(monkeypatch, model):
+    monkeypatch.setattr(model, "halves", object())
     with pytest.raises(UserError, match="operators can be compared only without compilation"):
         first_difference(model, TOKENS, PROMPT)
     assert in_words(model, (TOKENS, PROMPT)).startswith("It cannot be explained: operators can")

@@ -26,7 +26,7 @@ from lockstep.rl.scoring.reward_model import RewardModel, RewardModelScorer
 from lockstep.train.packing import pack_scored, target_scores
 from lockstep.train.reward_model import train_reward_model
 from tests.parallel.launch import launch
-from tests.rl.test_algorithm_runs import _folder
+from tests.rl.small_runs import write_model as _folder
 
 WORDS = ("stone", "river", "cloud", "apple", "paper", "glass")
 TEMPLATE = (

@@ -4,6 +4,8 @@ import dataclasses
 import json
 import math
 import shutil
+from functools import partial
+from pathlib import Path
 
 import pytest
 import torch
@@ -233,9 +235,19 @@ def _files(run):
     return {name: (newest / name).read_bytes() for name in ("model.safetensors", "trainer/optimizer.safetensors")}
 
 
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-def test_a_run_resumes_to_the_same_bits_with_its_value_head(tmp_path, folder, dtype):
-    run = _run(tmp_path / "run", folder, dtype=dtype)
+@pytest.fixture(scope="module")
+def finished(tmp_path_factory, folder):
+    """A run of four steps."""
+    return _run(tmp_path_factory.mktemp("finished") / "run", folder)
+
+
+@pytest.fixture
+def run(finished, tmp_path):
+    """A copy of it."""
+    return shutil.copytree(finished, tmp_path / "run")
+
+
+def test_a_run_resumes_to_the_same_bits_with_its_value_head(run, folder):
     metrics, files = _metrics(run), _files(run)
     for step in metrics:
         assert step["parity/tokens_different"] == 0 and step["policy/ratio_first_max"] == 1.0
@@ -243,14 +255,14 @@ def test_a_run_resumes_to_the_same_bits_with_its_value_head(tmp_path, folder, dt
     assert metrics[0]["value/explained_variance"] == 0.0, "the head begins as zero"
     assert any(step["value/clip_fraction"] > 0 for step in metrics), "the second update"
     shutil.rmtree(run / "checkpoints" / "step_00000004")
-    assert _run(run, folder, dtype=dtype, resume=True) == run
+    assert _run(run, folder, resume=True) == run
     assert _metrics(run) == metrics and _files(run) == files
 
 
-def test_a_checkpoint_is_a_model_folder_and_keeps_the_head_with_the_trainers_tensors(tmp_path, folder):
+def test_a_checkpoint_is_a_model_folder_and_keeps_the_head_with_the_trainers_tensors(finished):
     from safetensors import safe_open
 
-    newest = _run(tmp_path / "run", folder) / "checkpoints" / "step_00000004"
+    newest = finished / "checkpoints" / "step_00000004"
     named = {path.name: set(safe_open(path, "pt").keys()) for path in newest.rglob("*.safetensors")}
     ours = {name for names in named.values() for name in names if "value_head" in name}
     assert ours == {f"{kind}.value_head.weight" for kind in ("master", "step", "exp_avg", "exp_avg_sq")}
@@ -260,52 +272,45 @@ def test_a_checkpoint_is_a_model_folder_and_keeps_the_head_with_the_trainers_ten
     assert torch.equal(theirs.get_input_embeddings().weight, own.embed_tokens.weight)
 
 
-def _spoilt(folder, harm):
-    """The trainer's tensors of a checkpoint by `harm`, and its list of files made to fit them."""
+def damage_a_byte(path):
+    from safetensors import safe_open
+
+    whole = path.read_bytes()
+    place = whole.index(safe_open(path, "pt").get_tensor("master.value_head.weight").numpy().tobytes())
+    path.write_bytes(whole[:place] + bytes([whole[place] ^ 1]) + whole[place + 1 :])
+
+
+def change_the_head(path, change):
+    """Saves `change(head)`, or leaves the head out if that is None, in a checkpoint whose manifest fits."""
     from safetensors.torch import load_file, save_file
 
-    path = folder / "trainer/optimizer.safetensors"
     tensors = load_file(path)
-    tensors = {n: t.contiguous() for name, own in tensors.items() for n, t in [harm(name, own)] if t is not None}
-    save_file(tensors, path)
-    (folder / "manifest.json").unlink()
-    write_manifest(folder, [])
+    tensors["master.value_head.weight"] = change(tensors["master.value_head.weight"])
+    save_file({name: tensor for name, tensor in tensors.items() if tensor is not None}, path)
+    (path.parent.parent / "manifest.json").unlink()
+    write_manifest(path.parent.parent, [])
 
 
-def _other(name, tensor):
-    return name, tensor[:, :1] if name == "master.value_head.weight" else tensor
-
-
-def _lost(name, tensor):
-    return name, None if name == "master.value_head.weight" else tensor
-
-
-@pytest.mark.parametrize("damage", ["a byte", "no file", "other", "lost"])
-def test_a_damaged_or_missing_head_is_named_on_resuming(tmp_path, folder, damage, caplog):
-    run = _run(tmp_path / "run", folder, steps=2)
-    newest = run / "checkpoints" / "step_00000002"
-    path = newest / "trainer/optimizer.safetensors"
-    if damage == "a byte":
-        from safetensors import safe_open
-
-        whole = path.read_bytes()
-        bits = safe_open(path, "pt").get_tensor("master.value_head.weight").numpy().tobytes()
-        place = whole.index(bits)
-        path.write_bytes(whole[:place] + bytes([whole[place] ^ 1]) + whole[place + 1 :])
-        said = r"optimizer.safetensors: tensor master.value_head.weight does not match its checksum"
-    elif damage == "no file":
-        path.unlink()
-        said = r"trainer/optimizer.safetensors is missing"
-    else:
-        _spoilt(newest, _other if damage == "other" else _lost)
-        said = r"value_head.weight"
+@pytest.mark.parametrize(
+    ("damage", "said"),
+    [
+        (damage_a_byte, r"optimizer.safetensors: tensor master.value_head.weight does not match its checksum"),
+        (Path.unlink, r"trainer/optimizer.safetensors is missing"),
+        (partial(change_the_head, change=lambda head: head[:, :1].contiguous()), r"value_head.weight"),
+        (partial(change_the_head, change=lambda head: None), r"value_head.weight"),
+    ],
+    ids=["a byte", "no file", "another shape", "left out"],
+)
+def test_a_damaged_or_missing_head_is_named_on_resuming(run, folder, damage, said):
+    shutil.rmtree(run / "checkpoints" / "step_00000002")
+    damage(run / "checkpoints" / "step_00000004" / "trainer" / "optimizer.safetensors")
     with pytest.raises((UserError, RunStopped), match=said):
-        _run(run, folder, steps=3, resume=True)
+        _run(run, folder, steps=5, resume=True)
 
 
 def test_a_checkpoint_of_another_algorithm_has_no_head_to_resume_with(tmp_path, folder):
     run = _run(tmp_path / "run", folder, algorithm="grpo", steps=2)
-    with pytest.raises(UserError, match=r"a run of grpo has no value head, so ppo cannot resume it"):
+    with pytest.raises(UserError, match=r"value_head.*algorithm, .* must be those of the run that wrote it"):
         _run(run, folder, resume=True)
 
 
@@ -323,7 +328,13 @@ def test_the_head_has_a_learning_rate_of_its_own_and_cannot_be_frozen():
         Trainer(_model(), TrainConfig(rules=("* frozen=true",)), 1, extra_parameters=value_head.parameters_by_name())
 
 
-@pytest.mark.parametrize("rules", [("layers.0.* frozen=true",), ()], ids=["frozen layer", "in backward"])
+@pytest.mark.parametrize(
+    "rules",
+    [
+        pytest.param(("layers.0.* frozen=true",), id="frozen layer"),
+        pytest.param((), id="in backward", marks=pytest.mark.slow),
+    ],
+)
 def test_runs_with_frozen_layers_and_with_updates_in_the_backward_train_the_head(tmp_path, folder, rules):
     train = {"rules": rules, "optimizer_in_backward": not rules, "tokens_per_microbatch": 4096}
     train |= {} if rules else {"max_grad_norm": 0.0}
@@ -339,6 +350,7 @@ class KnownByPrompt(EvenBytes):
         return float(example.prompt[0] in "sa")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("detached", [False, True])
 def test_the_values_come_to_foretell_a_reward_that_the_prompt_decides(tmp_path, folder, detached):
     train = {"learning_rate": 3e-3, "tokens_per_microbatch": 1024}

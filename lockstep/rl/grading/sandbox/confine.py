@@ -18,8 +18,8 @@ from collections.abc import Callable
 from contextlib import suppress
 from typing import Any
 
-from lockstep.rl.grading.processes import adopt_orphans, die_with_parent, end_tree
 from lockstep.rl.grading.sandbox import landlock, namespaces
+from lockstep.workers.processes import adopt_orphans, die_with_parent, end_tree
 
 NAMESPACES, KEYS, FILES, USER, LANDLOCK = "namespaces", "keys", "files", "user", "landlock"
 """Protections: no network and no other processes; none of the caller's keys; a separate root file system; an

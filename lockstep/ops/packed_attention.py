@@ -1,0 +1,125 @@
+"""The trainer's attention: packed complete sequences, or pieces of them over all earlier keys."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import cached_property
+from typing import Any
+
+import torch
+from jaxtyping import Float, Int
+from torch import Tensor
+
+from lockstep.ops.attention import PAGE, attend, in_triton, paged_width, row_starts, slots_of, write_pages
+from lockstep.ops.attention_gradient import Attended, Gradients, attend_backward, attend_or_train
+from lockstep.ops.attention_reference import PLAIN, Terms
+
+
+class PackedAttention:
+    """Packed complete sequences. Rows after them are padding."""
+
+    row_counts: Int[Tensor, "tokens"] | None = None
+    """How often each row counts in the experts' load (`counted_rows`); None: once."""
+
+    def __init__(self, lengths: list[int], device: str | torch.device = "cpu"):
+        self.contexts = torch.tensor(lengths, dtype=torch.int32, device=device)
+        self.starts = row_starts(self.contexts)
+        pages = (self.contexts + PAGE - 1) // PAGE
+        ends = pages.cumsum(0)
+        self.num_pages = int(ends[-1]) if lengths else 0
+        # Every sequence has separate pages, in order; a shorter sequence's table row continues into other pages, whose
+        # keys are masked.
+        columns = torch.arange(int(pages.max()) if lengths else 0, device=device)
+        self.table = ((ends - pages)[:, None] + columns).clamp(max=self.num_pages - 1).to(torch.int32)
+        self.slots = slots_of(self.table, self.starts, self.contexts)
+        self.tokens: int = self.slots.shape[0]
+        """Rows of all sequences, without padding."""
+        self._ends = ends - pages, pages
+        self.planned: Any = None
+
+    @cached_property
+    def page_rows(self) -> tuple[Int[Tensor, "pages"], Int[Tensor, "pages"]]:
+        """Each page's first row of keys, and the end of its sequence's rows, int32."""
+        first_pages, pages = self._ends
+        sequence = torch.repeat_interleave(pages, output_size=self.num_pages)
+        inside = torch.arange(self.num_pages, device=pages.device) - first_pages[sequence]
+        return (self.starts[sequence] + inside * PAGE).to(torch.int32), self.starts[sequence + 1]
+
+    def __call__(self, layer: int, q: Tensor, k: Tensor, v: Tensor | None, terms: Terms = PLAIN) -> Tensor:
+        return attend_or_train(self, q, k, v, terms)
+
+    def forward(self, q: Tensor, k: Tensor, v: Tensor | None, terms: Terms = PLAIN) -> tuple[Tensor, Tensor]:
+        """The attended values and, for the gradient, the log of each row's sum of weights `[tokens, heads]`."""
+        return _attend_in_order(self, q, *self.pages(k, v), terms)
+
+    def backward(self, grad_out: Tensor, attended: Attended, terms: Terms = PLAIN) -> Gradients:
+        """Gradients of queries, keys and values, in their dtype."""
+        return attend_backward(grad_out, attended, self.starts, terms=terms)
+
+    def pages(self, k: Tensor, v: Tensor | None) -> tuple[Tensor, Tensor | None]:
+        """Keys and values in pages, laid out as in `KVCache`."""
+        if in_triton(k, v):
+            from lockstep.ops.cuda import attention
+
+            assert v is not None
+            return attention.ordered_pages(k, v, *self.page_rows)
+        tokens, kv_heads = self.slots.shape[0], k.shape[1]
+        width = paged_width(k.shape[2], k)
+        keys = k.new_zeros(self.num_pages, kv_heads, width, PAGE)
+        values = None if v is None else v.new_zeros(self.num_pages, kv_heads, PAGE, width)
+        write_pages(k[:tokens], None if v is None else v[:tokens], self.slots, keys, values)
+        return keys, values
+
+
+class PieceAttention:
+    """Some rows of `PackedAttention`, bit for bit: queries of pieces, keys and values of whole sequences.
+
+    For ranks that share sequences.
+
+    lengths: tokens of each packed sequence. pieces: (sequence, start, stop) of the queries, piece by piece, in the
+    order of the packed sequences. Query rows after them are padding: their output is zero.
+    """
+
+    def __init__(
+        self,
+        lengths: Sequence[int],
+        pieces: Sequence[tuple[int, int, int]],
+        device: str | torch.device = "cpu",
+    ):
+        self.whole = PackedAttention(list(lengths), device)
+        columns = torch.tensor(pieces, dtype=torch.int32, device=device).reshape(-1, 3)
+        sequences, self.contexts = columns[:, 0].long(), columns[:, 2].contiguous()
+        self.starts = row_starts(columns[:, 2] - columns[:, 1])
+        self.first_keys = self.whole.starts[sequences]
+        self.table = self.whole.table[sequences]
+        self.tokens = sum(stop - start for _, start, stop in pieces)
+        """Rows of all pieces, without padding."""
+        self.planned: Any = None
+
+    def forward(
+        self,
+        q: Float[Tensor, "rows heads head_dim"],
+        k: Float[Tensor, "tokens kv_heads head_dim"],
+        v: Float[Tensor, "tokens kv_heads head_dim"] | None,
+        terms: Terms = PLAIN,
+    ) -> tuple[Float[Tensor, "rows heads head_dim"], Float[Tensor, "rows heads"]]:
+        """The attended values and, for the gradient, the log of each row's sum of weights."""
+        return _attend_in_order(self, q, *self.whole.pages(k, v), terms)
+
+    def backward(self, grad_out: Tensor, attended: Attended, terms: Terms = PLAIN) -> Gradients:
+        """Gradients of queries, and of the whole sequences' keys and values in float32: these pieces' share."""
+        return attend_backward(grad_out, attended, self.starts, (self.contexts, self.first_keys), terms)
+
+
+def _attend_in_order(
+    rows: PackedAttention | PieceAttention, q: Tensor, keys: Tensor, values: Tensor | None, terms: Terms
+) -> tuple[Tensor, Tensor]:
+    """Attention over pages in which each sequence's are in order."""
+    if in_triton(q, values):
+        from lockstep.ops.cuda import attention
+
+        assert values is not None
+        if rows.planned is None:
+            rows.planned = attention.Planned(rows.table, rows.starts, rows.contexts, q, keys, ordered=True)
+        return attention.attend(q, keys, values, rows.planned, terms)
+    return attend(q, keys, values, rows.table, rows.starts, rows.contexts, rows.tokens, terms)

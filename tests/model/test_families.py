@@ -1,0 +1,402 @@
+"""Families against transformers: logits, folders in and out, refusals, and the same bits in the engine."""
+
+import json
+from dataclasses import replace
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from transformers import AutoConfig, AutoModelForCausalLM, GptOssConfig
+from transformers.integrations.mxfp4 import convert_moe_packed_tensors
+
+from lockstep import Engine, EngineConfig, SamplingParams, build_model, load_model, ops, save_model, score
+from lockstep.checkpoint.convert import convert
+from lockstep.config import CompileConfig
+from lockstep.errors import UserError
+from lockstep.model import Latent, ModelConfig, preset, read_config
+from lockstep.model.families.gpt_oss import shortest_pattern
+from lockstep.model.mxfp4 import Mxfp4, dequantized
+from lockstep.parallel import apply_compile
+
+# Both sides sum in float32, in different orders, through two or three layers to logits of order 1.
+TOLERANCE = 1e-4
+ROPE = {"rope_type": "default", "rope_theta": 10000.0}
+LLAMA3 = ROPE | dict(
+    rope_type="llama3", factor=8.0, low_freq_factor=1.0, high_freq_factor=4.0, original_max_position_embeddings=64
+)
+YARN = ROPE | {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 32}
+LATENT_YARN = YARN | dict(factor=8.0, mscale=1.0, mscale_all_dim=0.7, beta_fast=32, beta_slow=1)
+SIZES = dict(
+    vocab_size=101, hidden_size=64, intermediate_size=96, num_hidden_layers=3, num_attention_heads=4,
+    num_key_value_heads=2, head_dim=32, tie_word_embeddings=False, rope_parameters=ROPE,
+)  # fmt: skip
+OF_FAMILY = {
+    "llama": dict(num_hidden_layers=2),
+    "qwen3": dict(num_hidden_layers=2),
+    "qwen3_moe": dict(moe_intermediate_size=48, num_experts=6, num_experts_per_tok=2, norm_topk_prob=True),
+    "gpt_oss": dict(
+        num_local_experts=6, num_experts_per_tok=2, sliding_window=20, max_position_embeddings=512, pad_token_id=0,
+        eos_token_id=7, rope_parameters=YARN | {"truncate": False, "rope_theta": 150000.0},
+    ),
+    "deepseek_v3": dict(
+        num_key_value_heads=4, head_dim=16, moe_intermediate_size=48, n_routed_experts=8, num_experts_per_tok=3,
+        n_shared_experts=1, n_group=4, topk_group=2, routed_scaling_factor=1.7, first_k_dense_replace=1,
+        kv_lora_rank=32, q_lora_rank=40, qk_nope_head_dim=24, qk_rope_head_dim=16, v_head_dim=20,
+        max_position_embeddings=256, num_nextn_predict_layers=0,
+    ),
+}  # fmt: skip
+
+
+@torch.no_grad()
+def theirs(family, folder, **settings):
+    """transformers' model of a family, saved to the folder: weights of a size that shows differences."""
+    torch.manual_seed(0)
+    config = AutoConfig.for_model(family, **SIZES | OF_FAMILY[family] | settings)
+    model = AutoModelForCausalLM.from_config(config, attn_implementation="eager", dtype=torch.float32)
+    for name, tensor in [*model.named_parameters(), *model.named_buffers()]:
+        if "norm" in name:
+            tensor.copy_(1 + 0.2 * torch.randn_like(tensor))
+        elif "e_score_correction_bias" in name:
+            tensor.normal_(0, 0.1)
+        elif "inv_freq" not in name:  # sinks and gates: what is clamped, and what they take, must show
+            tensor.normal_(0, 2.0 if "sinks" in name else 0.5 if "router" in name or "gate_up" in name else 0.15)
+    model.save_pretrained(folder)
+    return model.eval()
+
+
+def change(folder, **values):
+    """Of its config.json."""
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps({**config, **values}))
+
+
+CASES = [
+    ("llama", dict(num_attention_heads=2, head_dim=128, tie_word_embeddings=True)),
+    ("llama", dict(rope_parameters=LLAMA3, head_dim=96, num_key_value_heads=1)),
+    ("llama", dict(rope_parameters=YARN, head_dim=64, tie_word_embeddings=True)),
+    ("qwen3", dict(num_attention_heads=2, head_dim=96)),
+    ("qwen3", dict(num_key_value_heads=1, head_dim=128, tie_word_embeddings=True)),
+    ("qwen3_moe", dict()),
+    ("qwen3_moe", dict(norm_topk_prob=False, num_experts=4, num_experts_per_tok=1, mlp_only_layers=[1])),
+    ("qwen3_moe", dict(decoder_sparse_step=2, tie_word_embeddings=True, num_experts=9, moe_intermediate_size=36)),
+    ("gpt_oss", dict()),
+    ("gpt_oss", dict(rope_parameters=ROPE, sliding_window=1, num_local_experts=9, num_experts_per_tok=4)),
+    ("gpt_oss", dict(layer_types=["full_attention", *["sliding_attention"] * 2], sliding_window=64, head_dim=64)),
+    ("gpt_oss", dict(num_key_value_heads=1, head_dim=16, tie_word_embeddings=True, num_experts_per_tok=1)),
+    ("deepseek_v3", dict()),
+    ("deepseek_v3", dict(q_lora_rank=None, rope_interleave=False, n_group=1, topk_group=1)),
+    ("deepseek_v3", dict(num_attention_heads=12, num_key_value_heads=12, norm_topk_prob=False, n_shared_experts=2)),
+    ("deepseek_v3", dict(first_k_dense_replace=0, n_group=2, topk_group=1, rope_parameters=LATENT_YARN, v_head_dim=40)),
+    ("deepseek_v3", dict(first_k_dense_replace=3, rope_parameters=LATENT_YARN | {"truncate": False})),
+]
+
+
+@pytest.mark.parametrize(("family", "settings"), CASES, ids=str)
+@torch.no_grad()
+def test_a_folder_of_transformers_gives_its_logits_and_comes_back_tensor_by_tensor(tmp_path, family, settings):
+    model = theirs(family, tmp_path / "theirs", **settings)
+    ours = load_model(tmp_path / "theirs")
+    tokens = torch.randint(101, (90,), generator=torch.Generator().manual_seed(1))
+    hidden = ours(tokens, torch.arange(90), ops.PackedAttention([90]))
+    expected = model(tokens[None]).logits[0]
+    torch.testing.assert_close(ours.logits(hidden), expected, rtol=TOLERANCE, atol=TOLERANCE)
+    assert sum(p.numel() for p in ours.parameters()) == ours.config.num_parameters
+
+    save_model(ours, tmp_path / "ours")
+    before, after = (load_file(tmp_path / name / "model.safetensors") for name in ("theirs", "ours"))
+    before.pop("lm_head.weight", None) if settings.get("tie_word_embeddings") else None
+    assert before.keys() == after.keys() and all(torch.equal(before[name], after[name]) for name in before)
+    assert load_model(tmp_path / "ours").config == ours.config
+    again = AutoModelForCausalLM.from_pretrained(tmp_path / "ours", attn_implementation="eager")
+    assert torch.equal(again(tokens[None]).logits[0], expected), "with the same settings"
+
+
+@pytest.mark.parametrize(
+    ("family", "dtype"),
+    [
+        ("qwen3_moe", "bfloat16"), ("gpt_oss", "float32"), ("deepseek_v3", "float32"),
+        *(pytest.param(family, "bfloat16", marks=pytest.mark.slow) for family in ("gpt_oss", "deepseek_v3")),
+    ],
+)  # fmt: skip
+def test_the_engine_gives_the_trainers_bits(tmp_path, family, dtype):
+    """Prompts that share a start, in chunks and out of the cache."""
+    theirs(family, tmp_path, rope_parameters=ROPE)
+    assert_bits_agree(load_model(tmp_path, dtype=dtype))
+
+
+def assert_bits_agree(model):
+    shared = torch.randint(101, (40,), generator=torch.Generator().manual_seed(2)).tolist()
+    prompts = [shared[:3], shared, [*shared, 5, 6], shared[7:19]]
+    params = SamplingParams(max_tokens=12, temperature=0.9, n=2, seed=3, ignore_eos=True)
+    engine = Engine(model, EngineConfig(cache_tokens=400, max_tokens_per_step=24, max_sequences=5))
+    pairs = [(p, c) for p, group in zip(prompts, engine.generate(prompts, params)) for c in group]
+    scores = score(model, [p + list(c.token_ids) for p, c in pairs], temperature=0.9)
+    for (prompt, completion), trainer in zip(pairs, scores):
+        assert torch.equal(trainer[len(prompt) - 1 :], torch.tensor(completion.logprobs))
+
+
+@pytest.mark.slow
+def test_layers_of_both_kinds_are_compiled_once_for_engine_and_trainer():
+    shape = replace(preset("deepseek_v3:micro"), num_layers=3)
+    assert [shape.is_dense(layer) for layer in range(3)] == [True, False, False]
+    model = build_model(shape, "bfloat16", seed=3)
+    apply_compile(model, CompileConfig(backend="inductor"))
+    assert_bits_agree(model)
+
+
+FULL, SLIDING = "full_attention", "sliding_attention"
+REFUSED = [
+    ("qwen3_moe", dict(num_experts_per_tok=7), "7 experts per token of 6"),
+    ("qwen3_moe", dict(num_experts_per_tok=None), "num_experts_per_tok is missing"),
+    ("qwen3_moe", dict(norm_topk_prob="yes"), "norm_topk_prob is 'yes'; it must be true or false"),
+    ("qwen3_moe", dict(mlp_only_layers=[3]), r"mlp_only_layers is \[3\]; it must be a list of layers from 0 to 2"),
+    ("qwen3_moe", dict(num_local_experts=8, num_experts=8), "experts.6.gate_proj.weight is missing"),
+    ("qwen3_moe", dict(moe_intermediate_size=50), r"has shape \[48, 64\], but config.json requires \[50, 64\]"),
+    ("gpt_oss", dict(attention_bias=False), "attention_bias is False; only True is supported"),
+    ("gpt_oss", dict(swiglu_limit=5.0), "swiglu_limit is 5.0; only 7.0 is supported"),
+    ("gpt_oss", dict(layer_types=[FULL]), "layer_types is .* for each layer"),
+    ("gpt_oss", dict(layer_types=[FULL, "chunked_attention", FULL]), "layer_types is .*chunked"),
+    ("gpt_oss", dict(sliding_window=-1), "sliding_window is -1"),
+    ("gpt_oss", dict(quantization_config={"quant_method": "gptq"}), r"'gptq'\), .*\(supported: mxfp4, .*dequantize"),
+    ("gpt_oss", dict(quantization_config="fp8"), r"'fp8'\), which is not supported.*float8_e4m3.*fp8_cast_bf16.py"),
+    (
+        "deepseek_v3",
+        {"quantization_config": {"quant_method": "fp8"}},
+        "quantized .'fp8'.*Convert .*: fp8 is float8_e4m3",
+    ),
+    ("deepseek_v3", {"scoring_func": "softmax"}, "scoring_func is 'softmax'; only 'sigmoid'"),
+    ("deepseek_v3", {"kv_lora_rank": None}, "key kv_lora_rank is missing"),
+    ("deepseek_v3", {"kv_lora_rank": 0}, "kv_rank is 0; it must be at least 1"),
+    ("deepseek_v3", {"qk_rope_head_dim": 15}, "rope_dim is 15; rotary embedding needs an even one"),
+    (
+        "deepseek_v3",
+        {"v_head_dim": 21},
+        r"kv_b_proj.weight has shape \[176, 32\], but config.json requires \[180, 32\]",
+    ),
+    ("deepseek_v3", {"n_group": 3}, "8 experts in 3 groups"),
+    ("deepseek_v3", {"q_lora_rank": None}, "tensor .*q_proj.weight is missing"),
+]
+
+
+@pytest.fixture(scope="module")
+def folders(tmp_path_factory):
+    """Of each family with experts a folder that nobody changes."""
+    folders = {family: tmp_path_factory.mktemp(family) for family in ("qwen3_moe", "gpt_oss", "deepseek_v3")}
+    for family, folder in folders.items():
+        theirs(family, folder)
+    return folders
+
+
+def linked(folder, target):
+    """A folder with the same tensors, and a config.json of its own."""
+    target.mkdir(exist_ok=True)
+    (target / "model.safetensors").hardlink_to(folder / "model.safetensors")
+    (target / "config.json").write_text((folder / "config.json").read_text())
+    return target
+
+
+@pytest.mark.parametrize(("family", "values", "message"), REFUSED, ids=str)
+def test_a_configuration_that_cannot_be_is_refused_by_name(tmp_path, folders, family, values, message):
+    change(linked(folders[family], tmp_path / "changed"), **values)
+    with pytest.raises(UserError, match=message):
+        load_model(tmp_path / "changed")
+
+
+def test_sizes_of_a_key_that_do_not_agree_are_refused_with_both():
+    with pytest.raises(UserError, match=r"kv_rank \+ rope_dim = 48 .*but num_kv_heads is 4 and head_dim 32"):
+        ModelConfig("deepseek_v3", 100, 64, 2, 4, 4, 32, 96, latent=Latent(32, 16, 16, 16))
+
+
+def test_a_missing_expert_is_named(tmp_path, folders):
+    tensors = load_file(folders["qwen3_moe"] / "model.safetensors")
+    del tensors["model.layers.1.mlp.experts.4.up_proj.weight"]
+    save_file(tensors, tmp_path / "model.safetensors")
+    (tmp_path / "config.json").write_text((folders["qwen3_moe"] / "config.json").read_text())
+    with pytest.raises(UserError, match=r"tensor model.layers.1.mlp.experts.4.up_proj.weight is missing"):
+        load_model(tmp_path)
+
+
+@pytest.mark.parametrize("fused", [True, False])
+def test_experts_in_one_tensor_are_read(tmp_path, folders, fused):
+    expected = load_model(folders["qwen3_moe"])
+    before = load_file(folders["qwen3_moe"] / "model.safetensors")
+    (tmp_path / "config.json").write_text((folders["qwen3_moe"] / "config.json").read_text())
+    tensors = dict(before)
+    for layer in range(SIZES["num_hidden_layers"]):
+        path = f"model.layers.{layer}.mlp.experts."
+        stacked = {
+            kind: torch.stack([tensors.pop(f"{path}{e}.{kind}_proj.weight") for e in range(6)])
+            for kind in ("gate", "up", "down")
+        }
+        if fused:
+            tensors[f"{path}gate_up_proj"] = torch.cat([stacked["gate"], stacked["up"]], 1)
+            tensors[f"{path}down_proj"] = stacked["down"]
+        else:
+            tensors |= {f"{path}{kind}_proj.weight": tensor for kind, tensor in stacked.items()}
+    save_file(tensors, tmp_path / "model.safetensors")
+    got = load_model(tmp_path)
+    assert all(torch.equal(a, b) for a, b in zip(got.parameters(), expected.parameters()))
+    convert(tmp_path, tmp_path / "converted")
+    held = load_file(tmp_path / "converted" / "model.safetensors")
+    assert held.keys() == before.keys() and all(torch.equal(held[name], before[name]) for name in held)
+
+
+def test_layers_that_predict_further_tokens_are_left_out(tmp_path, folders):
+    tensors = load_file(folders["deepseek_v3"] / "model.safetensors")
+    for name in ("eh_proj", "enorm", "self_attn.o_proj", "mlp.experts.0.up_proj", "shared_head.head"):
+        tensors[f"model.layers.3.{name}.weight"] = torch.zeros(3, 3)
+    (tmp_path / "more").mkdir()
+    save_file(tensors, tmp_path / "more" / "model.safetensors")
+    values = json.loads((folders["deepseek_v3"] / "config.json").read_text()) | {"num_nextn_predict_layers": 1}
+    (tmp_path / "more" / "config.json").write_text(json.dumps(values))
+    convert(tmp_path / "more", tmp_path / "converted")
+    expected = load_model(folders["deepseek_v3"])
+    for folder in ("more", "converted"):
+        found = dict(load_model(tmp_path / folder).named_parameters())
+        assert all(torch.equal(parameter, found[name]) for name, parameter in expected.named_parameters())
+    assert json.loads((tmp_path / "converted" / "config.json").read_text())["num_nextn_predict_layers"] == 0
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        *({key: None} for key in ("rms_norm_eps", "rope_parameters", "head_dim", "num_key_value_heads")),
+        {"max_position_embeddings": None},
+        {"rope_parameters": None, "rope_theta": 5000.0},
+        {"rope_parameters": None, "rope_theta": 5000.0, "rope_scaling": {"rope_type": "default"}},
+        {"rope_parameters": {"rope_type": "yarn", "factor": 8.0, "original_max_position_embeddings": 64}},
+    ],
+    ids=str,
+)
+def test_what_a_configuration_lacks_is_as_in_transformers(tmp_path, changes):
+    config = GptOssConfig(
+        **SIZES | OF_FAMILY["gpt_oss"] | dict(head_dim=64, num_attention_heads=16, num_key_value_heads=8)
+    )
+    values = config.to_dict() | {"architectures": ["GptOssForCausalLM"]}
+    values.pop("rope_theta", None)
+    values = {k: v for k, v in (values | changes).items() if v is not None}
+    (tmp_path / "config.json").write_text(json.dumps(values))
+    ours, known = read_config(tmp_path), GptOssConfig.from_pretrained(tmp_path)
+    (tmp_path / "config.json").write_text(json.dumps(values | {k: v for k, v in changes.items() if v is None}))
+    heads = {"num_kv_heads": 16} if "num_key_value_heads" in changes else {}
+    assert read_config(tmp_path) == replace(ours, **heads)
+    rope = known.rope_parameters
+    assert (ours.norm_eps, ours.head_dim, ours.num_kv_heads, ours.max_positions, ours.rope_theta) == (
+        known.rms_norm_eps, known.head_dim, known.num_key_value_heads, known.max_position_embeddings, rope["rope_theta"]
+    )  # fmt: skip
+    if rope["rope_type"] == "default":
+        assert ours.rope_scaling is None
+    else:
+        scaling = ours.rope_scaling
+        assert (scaling.factor, scaling.original_max_positions, scaling.truncate) == (
+            rope["factor"], rope["original_max_position_embeddings"], rope.get("truncate", True)
+        )  # fmt: skip
+
+
+def quantized(folder):
+    """A folder whose experts are MXFP4, and the tensors that they stand for."""
+    theirs("gpt_oss", folder)
+    tensors = {name: tensor.bfloat16() for name, tensor in load_file(folder / "model.safetensors").items()}
+    draw, plain = torch.Generator().manual_seed(1), {}
+    for name in [name for name in tensors if name.endswith(("gate_up_proj", "experts.down_proj"))]:
+        experts, inputs, outputs = tensors.pop(name).shape
+        blocks = torch.randint(256, (experts, outputs, inputs // 32, 16), generator=draw, dtype=torch.uint8)
+        scales = torch.randint(118, 125, blocks.shape[:3], generator=draw, dtype=torch.uint8)
+        tensors |= {f"{name}_blocks": blocks, f"{name}_scales": scales}
+        plain[name] = convert_moe_packed_tensors(blocks, scales, dtype=torch.bfloat16).contiguous()
+    save_file(tensors, folder / "model.safetensors")
+    method = {"quant_method": "mxfp4", "modules_to_not_convert": ["model.layers.*.self_attn"]}
+    change(folder, dtype="bfloat16", quantization_config=method)
+    return tensors, plain
+
+
+@pytest.mark.parametrize("dtype", [None, "float32"])
+def test_mxfp4_experts_are_read_as_transformers_reads_them_and_saved_unquantised(tmp_path, dtype):
+    held, plain = quantized(tmp_path / "theirs")
+    model = load_model(tmp_path / "theirs", dtype=dtype)
+    assert model.dtype == (torch.bfloat16 if dtype is None else torch.float32)
+    save_model(model, tmp_path / "ours")
+    convert(tmp_path / "theirs", tmp_path / "converted", dtype=dtype or "auto")
+    expected = {name: tensor for name, tensor in held.items() if not name.endswith(("_blocks", "_scales"))} | plain
+    for folder in ("ours", "converted"):
+        found = load_file(tmp_path / folder / "model.safetensors")
+        assert found.keys() == expected.keys()
+        assert all(torch.equal(found[name], tensor.to(model.dtype)) for name, tensor in expected.items()), folder
+        assert "quantization_config" not in json.loads((tmp_path / folder / "config.json").read_text())
+
+
+def test_every_number_of_mxfp4_at_every_scale():
+    blocks = torch.arange(256, dtype=torch.uint8).view(1, 1, 16, 16).expand(1, 256, 16, 16).contiguous()
+    scales = torch.arange(256, dtype=torch.uint8).view(1, 256, 1).expand(1, 256, 16).contiguous()
+    found = dequantized(blocks, scales)[0]
+    values = torch.tensor([0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0], dtype=torch.float64)
+    values = torch.cat((values, -values))
+    row = torch.stack([values[[byte & 15, byte >> 4]] for byte in range(256)]).flatten()
+    expected = row * torch.exp2(torch.arange(256, dtype=torch.float64) - 127)[:, None]
+    assert torch.equal(found[:255].double(), expected[:255].bfloat16().double())
+    assert found[255].isnan().all()
+
+
+def test_any_place_of_an_mxfp4_tensor_can_be_read():
+    draw = torch.Generator().manual_seed(0)
+    blocks = torch.randint(256, (3, 10, 4, 16), generator=draw, dtype=torch.uint8)
+    scales = torch.randint(120, 130, (3, 10, 4), generator=draw, dtype=torch.uint8)
+    whole = dequantized(blocks, scales).mT
+    tensor = Mxfp4("down_proj", blocks, scales)
+    for experts, inputs, outputs in [
+        ((0, 3), (0, 128), (0, 10)),
+        ((1, 2), (31, 33), (3, 4)),
+        ((0, 2), (70, 128), (9, 10)),
+    ]:
+        place = slice(*experts), slice(*inputs), slice(*outputs)
+        assert torch.equal(tensor[place], whole[place])
+
+
+@pytest.mark.parametrize(
+    ("damage", "message"),
+    [
+        ("no_scales", r"gate_up_proj_scales is missing"),
+        ("floats", r"down_proj_blocks is F32; only U8 are read"),
+        ("nan", r"layers.1.mlp.experts.down_proj_scales has a scale byte of 255 for expert 2"),
+        ("shape", r"down_proj_scales has shape \[6, 64, 2\], but config.json requires \[6, 64, 3\]"),
+    ],
+)
+def test_damaged_mxfp4_is_named(tmp_path, damage, message):
+    tensors, _ = quantized(tmp_path)
+    path = "model.layers.1.mlp.experts."
+    if damage == "no_scales":
+        del tensors[path + "gate_up_proj_scales"]
+    elif damage == "floats":
+        tensors[path + "down_proj_blocks"] = tensors[path + "down_proj_blocks"].float()
+    elif damage == "nan":
+        tensors[path + "down_proj_scales"][2, 3, 1] = 255
+    else:
+        tensors[path + "down_proj_scales"] = tensors[path + "down_proj_scales"][..., :2].contiguous()
+    save_file(tensors, tmp_path / "model.safetensors")
+    with pytest.raises(UserError, match=message):
+        load_model(tmp_path)
+
+
+def test_presets_have_the_published_sizes():
+    published = {
+        "gpt_oss:20b": (20_914_757_184, 3.61e9, 2e-3), "gpt_oss:120b": (116_829_156_672, 5.13e9, 2e-3),
+        "qwen3_moe:30b-a3b": (30_532_122_624, 3_353_032_704, 1e-9), "deepseek_v3:671b": (671_026_419_200, 37.6e9, 5e-3),
+    }  # fmt: skip
+    for name, (total, active, digits) in published.items():
+        config = preset(name)
+        # gpt-oss's are published without the embedding, to three digits.
+        embedding = config.vocab_size * config.dim if config.family == "gpt_oss" else 0
+        assert config.num_parameters == total
+        assert config.num_active_parameters - embedding == pytest.approx(active, rel=digits)
+    micro = build_model(preset("gpt_oss:micro"), "float32", seed=0)
+    assert sum(p.numel() for p in micro.parameters()) == micro.config.num_parameters
+    for name, parameter in micro.named_parameters():
+        assert parameter.any() != name.endswith(("bias", "sinks")), name
+
+
+def test_layers_take_windows_in_turn():
+    assert shortest_pattern([20, 0, 20, 0, 20]) == (20, 0) and shortest_pattern([0, 0]) == (0,)
+    assert shortest_pattern([5, 0, 0, 5, 0, 0, 0]) == (5, 0, 0, 5, 0, 0, 0)
+    config = preset("gpt_oss:micro")
+    assert [config.window(layer) for layer in range(5)] == [20, 0, 20, 0, 20]
+    assert build_model(replace(config, num_layers=1), "float32").layers[0].self_attn.window == 20
