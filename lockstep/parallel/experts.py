@@ -27,7 +27,7 @@ from lockstep.ops import native
 from lockstep.ops.experts import combine, dispatch, order_by_expert
 from lockstep.ops.opaque import library
 from lockstep.parallel.deep_ep import begin_exchange
-from lockstep.parallel.exchange import InFlight, gather_rows, group_named, rows_are_whole, swap_rows
+from lockstep.parallel.exchange import InFlight, exchanged, gather_rows, group_named, rows_are_whole, swap_rows
 from lockstep.parallel.expert_traffic import TRAFFIC
 
 FeedForward = Callable[[Tensor, Tensor], Tensor]
@@ -89,9 +89,12 @@ def _send_back(rows: Tensor, starts: Tensor, counts: Tensor, sources: Tensor, gr
     """The inverse of `_send_to_experts`: the rows of this rank's tokens, as many as `sources`."""
     if torch.compiler.is_compiling():
         return _opaque_return(rows, starts, counts, sources.shape[0], group.group_name)
-    if torch.is_grad_enabled() and rows.requires_grad:
-        return _Return.apply(rows, starts, counts, len(sources), group)
-    return _back(rows, starts, counts, len(sources), group)
+    return exchanged(
+        rows,
+        group,
+        lambda rows, group: _back(rows, starts, counts, len(sources), group),
+        lambda grad, group: _out(grad, starts, counts, group),
+    )
 
 
 @dataclass
@@ -147,21 +150,6 @@ class _Receive(torch.autograd.Function):
         in_flight = _begin_back(grads[0], exchange.starts, exchange.counts, exchange.length, exchange.group)
         exchange.in_flight = in_flight
         return in_flight.received, None
-
-
-class _Return(torch.autograd.Function):
-    @staticmethod
-    def forward(
-        ctx: Any, rows: Tensor, starts: Tensor, counts: Tensor, length: int, group: dist.ProcessGroup
-    ) -> Tensor:
-        ctx.save_for_backward(starts, counts)
-        ctx.group = group
-        return _back(rows, starts, counts, length, group)
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None, None, None]:
-        starts, counts = ctx.saved_tensors
-        return _out(grads[0], starts, counts, ctx.group), None, None, None, None
 
 
 def _start_exchange(rows: Tensor, starts: Tensor, group: dist.ProcessGroup) -> _ExpertExchange:

@@ -25,7 +25,7 @@ from lockstep.ops.linear import (
 from lockstep.ops.norm import norm_with_scale, token_gradients, trained_norm
 from lockstep.ops.opaque import Operator, empty_like
 from lockstep.ops.routing import logits_gradients
-from lockstep.parallel.exchange import gather_rows, group_named, swap_rows
+from lockstep.parallel.exchange import exchanged, gather_rows, group_named, swap_rows
 
 
 class ContextRows:
@@ -46,8 +46,7 @@ class ContextRows:
         return gather_rows(padded, self.group).index_select(0, self.places)
 
     def whole(self, local: Tensor) -> Tensor:
-        gathered: Tensor = _Whole.apply(local, self)
-        return gathered
+        return exchanged(local, self.group, lambda x, _: self.gather(x), lambda grad, _: self.own_of(grad))
 
     def own_of(self, whole: Tensor) -> Tensor:
         return whole.index_select(0, self.local)
@@ -55,17 +54,6 @@ class ContextRows:
     def part(self, count: int) -> slice:
         size = -(-count // self.ranks)
         return slice(min(self.rank * size, count), min((self.rank + 1) * size, count))
-
-
-class _Whole(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, local: Tensor, rows: ContextRows) -> Tensor:
-        ctx.rows = rows
-        return rows.gather(local)
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
-        return ctx.rows.own_of(grads[0]), None
 
 
 def target_product(x: Tensor, weight: Tensor) -> Tensor:

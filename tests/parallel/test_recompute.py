@@ -137,19 +137,18 @@ def test_a_budget_is_for_all_micro_batches_that_a_rank_of_a_pipeline_keeps():
 def _passes_in_flight():
     """Of a step of four micro-batches, as this rank's budget learns it, in two schedules."""
     found = []
+    world = open_world(ParallelConfig(pipeline=2), "cpu")
     for schedule in ("1f1b", "gpipe"):
         parallel = ParallelConfig(pipeline=2, pipeline_schedule=schedule)
-        world = open_world(parallel, "cpu")
         recompute, fill = RecomputeConfig("budget", budget_gib=1.0), partial(initialize, seed=1)
         shape = replace(preset("qwen3:micro", 258), num_layers=2)
         model = parallel_model(shape, torch.float32, world, parallel, CompileConfig(), fill, recompute)
         seen = set()
-        with patch.object(
-            Budget, "recomputed_layers", lambda self, *_, seen=seen: seen.add(self.passes_in_flight()) or 0
-        ):
+        note = lambda self, *_, seen=seen: seen.add(self.passes_in_flight()) or 0  # noqa: E731
+        with patch.object(Budget, "recomputed_layers", note):
             model.accumulate([ROW] * 4, NextTokenLoss(4 * 69))
         found.append(seen)
-        close_world(world)
+    close_world(world)
     return found
 
 

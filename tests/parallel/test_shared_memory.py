@@ -22,18 +22,25 @@ LONG = shared_memory.SLOT // 7
 """Rows of a message that is longer than the memory."""
 
 
-def opened(slot=shared_memory.SLOT):
-    """This rank's tensor group, whose memory has slots of so many bytes."""
-    shared_memory.SLOT = slot
+def opened():
+    """This rank's tensor group."""
     world = open_world(ParallelConfig(tensor=int(os.environ["WORLD_SIZE"])), "cpu")
     return world, world.tensor_group
 
 
+def renew_memory(group, slot=shared_memory.SLOT, patience=timedelta(minutes=1)):
+    """Gives the group new memory, with slots of so many bytes."""
+    shared_memory.close_memory(group)
+    shared_memory.SLOT = slot
+    assert shared_memory.share_memory(group, patience)
+
+
 def compare_with_gloo(slots):
+    world, group = opened()
+    assert shared_memory.memory_of(group_named(group.group_name), torch.ones(1)) is not None
+    draw = torch.Generator().manual_seed(world.rank)
     for slot, rows in slots.items():
-        world, group = opened(slot)
-        assert shared_memory.memory_of(group_named(group.group_name), torch.ones(1)) is not None
-        draw = torch.Generator().manual_seed(world.rank)
+        renew_memory(group, slot)
         for count in rows:
             for dtype in DTYPES:
                 size = count * world.size, 3 * dtype.itemsize
@@ -47,7 +54,7 @@ def compare_with_gloo(slots):
                     for ours, theirs in ((gather_rows(own, group), gathered), (swap_rows(own, group), swapped)):
                         # As bytes, for the bits of these floats are any, and some are NaN.
                         assert torch.equal(ours.contiguous().view(torch.uint8), theirs.view(torch.uint8))
-        close_world(world)
+    close_world(world)
 
 
 @pytest.mark.parametrize(
@@ -59,7 +66,8 @@ def test_what_arrives_has_the_bytes_that_gloo_brings_in_one_piece_and_in_many(ra
 
 def exchange_at_all_paces(before_wrap, turns):
     """Messages that differ by turn and rank, from ranks that come in any order; some sleep."""
-    world, group = opened(slot=1024)
+    world, group = opened()
+    renew_memory(group, slot=1024)
     memory = shared_memory.memory_of(group, torch.ones(1))
     ctypes.c_uint32.from_address(memory._address + 128 * world.rank).value = -before_wrap % 2**32
     world.barrier()
@@ -130,17 +138,17 @@ def held(what="memfd:lockstep"):
 def misuse():
     """Ranks that come late or differ get an error; nothing is left of any memory."""
     before = held("/dev/shm/")  # of this process alone: others put files there and take them away meanwhile
-    for what in (_come_late, _differ_in_length):
-        world, group = opened()
-        assert held() and held("/dev/shm/") == before
-        what(world, group)
-        del group
-        close_world(world)
-        assert not held(), what
+    world, group = opened()
+    assert held() and held("/dev/shm/") == before
+    _come_late(world, group)
+    _differ_in_length(world, group)
+    del group
+    close_world(world)
+    assert not held()
 
 
 def _come_late(world, group):
-    assert shared_memory.share_memory(group, timedelta(milliseconds=200))
+    renew_memory(group, patience=timedelta(milliseconds=200))
     if world.rank == 0:
         with pytest.raises(RuntimeError, match=r"rank 1 did not arrive within 0:00:00\.2"):
             gather_rows(torch.ones(4), group)
@@ -155,6 +163,7 @@ def _come_late(world, group):
 
 
 def _differ_in_length(world, group):
+    renew_memory(group)
     with pytest.raises(RuntimeError, match=f"rank {1 - world.rank} (sent a message of another length|has ended, or)"):
         gather_rows(torch.ones(4 + world.rank), group)
 
@@ -165,16 +174,14 @@ def test_ranks_that_are_out_of_step_are_told_so_and_leave_no_memory_behind():
 
 def go_without():
     created = shared_memory.create_memory
-    for why in ("processes do not see each other", "switched off"):
-        if why == "processes do not see each other":
-            shared_memory.create_memory = lambda size: (1, *created(size)[1:])  # process 1 is not the one that has it
-        elif os.environ["RANK"] == "1":
-            os.environ["LOCKSTEP_SHARED_MEMORY"] = "0"
-        world, group = opened()
-        shared_memory.create_memory = created
-        assert shared_memory.memory_of(group, torch.ones(1)) is None and not held()
-        assert torch.equal(gather_rows(torch.full((2,), world.rank), group), torch.tensor([0, 0, 1, 1]))
-        close_world(world)
+    shared_memory.create_memory = lambda size: (1, *created(size)[1:])  # process 1 is not the one that has it
+    world, group = opened()
+    assert shared_memory.memory_of(group, torch.ones(1)) is None and not held()
+    assert torch.equal(gather_rows(torch.full((2,), world.rank), group), torch.tensor([0, 0, 1, 1]))
+    shared_memory.create_memory = created
+    os.environ["LOCKSTEP_SHARED_MEMORY"] = str(1 - world.rank)
+    assert not shared_memory.share_memory(group, timedelta(minutes=1)) and not held()
+    close_world(world)
 
 
 def test_where_one_rank_cannot_share_all_use_gloo():
