@@ -88,7 +88,7 @@ def check(ranks, parallel, shape, dtype="float32", settings=SETTINGS, *rest, tor
     [
         ("a tied head", 4, P(data_replicate=2), "bfloat16", MUON),
         ("a tied head, pipeline", 4, P(pipeline=2, pipeline_schedule="zbv"), "float32", SETTINGS),
-        ("a tied head, pipeline", 2, P(pipeline=2), "float32", FROZEN),
+        pytest.param("a tied head, pipeline", 2, P(pipeline=2), "float32", FROZEN, marks=pytest.mark.slow),
         ("biases, sinks and windows", 4, P(context=2, tensor=2), "float32", SETTINGS),
         ("gpt-oss", 2, P(tensor=2), "bfloat16", SETTINGS),
         ("latent attention", 2, P(context=2), "float32", SETTINGS),

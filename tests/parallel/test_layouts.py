@@ -74,7 +74,7 @@ def test_training_follows_one_process(layout):
     assert_training_follows(layout, launch(layout.ranks, train, layout.parallel, *how(layout)))
 
 
-@pytest.mark.parametrize("axis", ["context", "expert"])
+@pytest.mark.parametrize("axis", [pytest.param("context", marks=pytest.mark.slow), "expert"])
 def test_gpt_oss_follows_one_process_where_its_gradients_have_no_fixed_order(axis):
     layout = Layout(2, ParallelConfig(**{axis: 2}), "gpt_oss:micro", steps=2, layers=2)
     assert_training_follows(layout, launch(2, train, layout.parallel, *how(layout)))
