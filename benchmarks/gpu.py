@@ -34,9 +34,9 @@ PARTS: dict[str, tuple[str, str, dict[str, Any], int]] = {
     "train-8b": ("gpu_training", "train", {"size": "8b", "compiled": False}, 35),
     "train-8b-compiled": ("gpu_training", "train", {"size": "8b", "compiled": True}, 50),
     "recipe-eager": ("gpu_model", "recipe", {"compiled": False, "graphs": "none"}, 45),
-    "recipe-eager-graphs": ("gpu_model", "recipe", {"compiled": False, "graphs": "full_and_piecewise"}, 40),
+    "recipe-eager-graphs": ("gpu_model", "recipe", {"compiled": False, "graphs": "full"}, 40),
     "recipe-compiled": ("gpu_model", "recipe", {"compiled": True, "graphs": "none"}, 55),
-    "recipe-compiled-graphs": ("gpu_model", "recipe", {"compiled": True, "graphs": "full_and_piecewise"}, 55),
+    "recipe-compiled-graphs": ("gpu_model", "recipe", {"compiled": True, "graphs": "full"}, 55),
 }
 """Module, function and arguments that measure each part, and the seconds that it may take: 640 in all."""
 RESULTS = Path(__file__).parent / "results"

@@ -33,8 +33,7 @@ PROMPT = 128
 """Tokens of each of them that are continued."""
 STEP_TOKENS = 1024
 WARMING, TURNS = 3, 5
-"""Runs of `acceptance` before it measures, since an engine learns what steps take, and those measured, in turns."""
-DRAFT_LAYERS = 4
+"""Runs of `acceptance` before it measures, since an engine learns what is accepted, and those measured, in turns."""
 DRAFT_MODEL = "draft"
 """The folder of a smaller model in the folder of the model."""
 PROMPTS_FILE = "benchmark_prompts.json"
@@ -118,8 +117,8 @@ def lockstep_side(folder: str, prompts: list[list[int]], draft: str, temperature
     from lockstep import Engine, EngineConfig, SamplingParams, load_model
 
     model = load_model(folder)
-    sources = {"model": {"draft_model": str(Path(folder, DRAFT_MODEL))}, "layers": {"draft_layers": DRAFT_LAYERS}}
-    config = EngineConfig(max_sequences=16, cache_tokens=8192, draft=draft, **sources.get(draft, {}))
+    small = str(Path(folder, DRAFT_MODEL)) if draft == "model" else ""
+    config = EngineConfig(max_sequences=16, cache_tokens=8192, draft=draft, draft_model=small)
     engine = Engine(model, config)
     params = SamplingParams(max_tokens=NEW, temperature=temperature, seed=0, ignore_eos=True)
     engine.generate([prompts[0][:16]], params)
@@ -180,7 +179,7 @@ def report_texts(folder: str, data: str, rounds: int, steps: int) -> None:
 
     if not Path(folder).exists():
         train_on_texts(folder, data, steps)
-    sides = ["plain", "auto", "layers", "model", "vLLM", "vLLM n-gram"]
+    sides = ["plain", "auto", "model", "vLLM", "vLLM n-gram"]
     for kind, prompts in held_out_prompts(folder, data).items():
         Path(folder, PROMPTS_FILE).write_text(json.dumps(prompts))
         best = best_of(__file__, ["texts", "--model", folder], sides, rounds)
@@ -261,6 +260,8 @@ def tokens_a_step(folder: Path, steps: int) -> list[float]:
 
 class Spoilt:
     """Knows what will be drawn, and is wrong about each token with the same chance."""
+
+    cost = 0.0
 
     def __init__(self, answers: dict[int, list[int]], acceptance: float):
         draw = random.Random(0)

@@ -211,7 +211,7 @@ def data(arguments: list[str]) -> int:
         raise UserError("write lockstep data tokenize --data DATA --tokenizer TOKENIZER --output FOLDER")
     options = parse_options(TokenizeOptions, arguments[1:], "data tokenize")
     from lockstep.checkpoint import folder_if_model
-    from lockstep.data.tokenize_to_folder import tokenize_to_folder
+    from lockstep.data.token_folder import tokenize_to_folder
 
     options.tokenizer = folder_if_model(options.tokenizer)
     tokenize_to_folder(**vars(options))

@@ -31,7 +31,7 @@ from lockstep.data import continuation, load_tokenizer, with_ends
 from lockstep.data.chat import ChatTemplateError, load_chat_template
 from lockstep.errors import UserError, closest
 from lockstep.generate import Engine, SamplingParams
-from lockstep.generate.engine import LOGITS_ELEMENTS
+from lockstep.generate.draws import LOGITS_ELEMENTS
 from lockstep.ops.logprobs import logits_log_probs, row_factors
 from lockstep.shared_prefixes import Scored, packed_batches
 from lockstep.train.packing import pack_scored, predicting_states

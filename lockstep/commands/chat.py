@@ -208,8 +208,7 @@ def open_chat(options: ChatOptions) -> ChatSession:
     from lockstep.checkpoint import model_folder, open_model
     from lockstep.config import EngineConfig
     from lockstep.data import load_tokenizer, name_ends, with_ends
-    from lockstep.data.chat import load_chat_template
-    from lockstep.data.template_values import command_values
+    from lockstep.data.chat import command_values, load_chat_template
     from lockstep.generate import Engine
     from lockstep.observe import announce, start_line
     from lockstep.rl.conversations.rendering import Rendering

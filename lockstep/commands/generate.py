@@ -124,8 +124,7 @@ def _refuse_to_replace(options: GenerateOptions) -> None:
 
 
 def _prompts(options: GenerateOptions, folder: Path) -> Iterator[Prompt]:
-    from lockstep.data.chat import load_chat_template
-    from lockstep.data.template_values import OPTION, command_values
+    from lockstep.data.chat import OPTION, command_values, load_chat_template
 
     lines = [{"prompt": options.prompt}] if options.prompt else list(_read(options.prompts))
     if not lines:
@@ -155,8 +154,7 @@ def _messages(line: dict[str, Any]) -> list[Any] | None:
 
 
 def _rendered(template: Any, messages: Any, line: dict[str, Any], values: dict[str, Any]) -> str:
-    from lockstep.data.chat import ChatTemplateError
-    from lockstep.data.template_values import KEY, template_values
+    from lockstep.data.chat import KEY, ChatTemplateError, template_values
 
     try:
         return str(template.render(messages, **values | template_values(line.get(KEY), template)))

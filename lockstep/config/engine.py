@@ -7,7 +7,7 @@ from typing import Annotated, Literal
 
 from lockstep.config.bounds import Above, AtLeast
 
-Graphs = Literal["auto", "none", "piecewise", "full", "full_and_piecewise"]
+Graphs = Literal["auto", "none", "full"]
 
 
 @dataclass
@@ -25,16 +25,14 @@ class EngineConfig:
     """Share full cache pages between sequences with a common prefix, and compute equal prompts that come one after the
     other once (such as the n samples of a prompt)."""
     cuda_graphs: Graphs = "auto"
-    """CUDA graphs for the generator: capture whole decode steps, or the parts of small steps between attentions.
-    `auto`: `full` on one GPU, unless the model has latent attention; else `none`."""
-    draft: Literal["auto", "none", "ngram", "layers", "model"] = "auto"
+    """CUDA graphs for the generator: `full` captures decode steps. `auto`: `full` on one GPU, unless the model has
+    latent attention; else `none`."""
+    draft: Literal["auto", "none", "ngram", "model"] = "auto"
     """Source of draft tokens for speculative decoding; results have the same bits with any of them.
     `ngram`: what followed the last tokens earlier; `auto`: that, and in `rl` earlier completions of the same prompt;
-    `layers` and `model`: see draft_layers and draft_model."""
+    `model`: see draft_model."""
     draft_tokens: Annotated[int, Above(0)] = 15
     """Maximum number of draft tokens per sequence and step; the actual number follows recent acceptance."""
-    draft_layers: Annotated[int, AtLeast(0)] = 0
-    """With draft `layers`: how many of the model's own first layers draft."""
     draft_model: str = ""
     """With draft `model`: folder of a smaller model with the same tokenizer."""
 

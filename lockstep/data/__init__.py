@@ -2,15 +2,13 @@
 
 from lockstep.data.conversations import ConversationEncoder, ConversationSource
 from lockstep.data.corpus import TokenizedCorpus, tokenize_documents
+from lockstep.data.decoding import StreamDecoder, continuation, decoding_context
 from lockstep.data.encode import Encoder, TextEncoder
 from lockstep.data.end_tokens import ends_of_text, name_ends, with_ends
-from lockstep.data.held_out import divide
 from lockstep.data.loader import RowLoader, StepRows, divide_step
-from lockstep.data.mixture import parse_data
-from lockstep.data.open import DataSource, open_rows
+from lockstep.data.open import DataSource, divide, open_rows, parse_data
 from lockstep.data.records import read_jsonl
 from lockstep.data.rows import Row, Rows
-from lockstep.data.stream_decoder import StreamDecoder, continuation, decoding_context
 from lockstep.data.text import TextSource
 from lockstep.data.token_folder import is_token_folder, open_token_folder, write_token_folder
 from lockstep.data.tokenizer import (

@@ -10,6 +10,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any, Literal, NamedTuple
 
 from lockstep.data.chat import BEGINS, ENDS, ChatTemplate, ChatTemplateError
+from lockstep.data.messages import change_call
 
 Turns = Literal["apart", "whole"]
 STRANGE = "\ue000"
@@ -212,22 +213,14 @@ def _altered(message: Mapping[str, Any]) -> list[dict[str, Any]]:
     texts = {key: value for key, value in message.items() if key != "role" and isinstance(value, str) and value}
     changed = {key: f"{STRANGE}{value}{STRANGE}" for key, value in (texts or {"content": ""}).items()}
     calls = message.get("tool_calls") or []
-    others = [[change(call) for call in calls] for change in (_renamed, _with_argument) if calls]
+    others = [[change_call(call, change) for call in calls] for change in (_renamed, _with_argument) if calls]
     return [{**message, **changed}, *({**message, "tool_calls": other} for other in others)]
 
 
-def _renamed(call: Any) -> Any:
-    if not isinstance(call, dict):
-        return call
-    if isinstance(function := call.get("function"), dict):
-        return {**call, "function": _renamed(function)}
+def _renamed(call: dict[str, Any]) -> dict[str, Any]:
     return {**call, "name": f"{STRANGE}{call.get('name')}"}
 
 
-def _with_argument(call: Any) -> Any:
-    if not isinstance(call, dict):
-        return call
-    if isinstance(function := call.get("function"), dict):
-        return {**call, "function": _with_argument(function)}
+def _with_argument(call: dict[str, Any]) -> dict[str, Any]:
     arguments = call.get("arguments")
     return {**call, "arguments": {**(arguments if isinstance(arguments, dict) else {}), STRANGE: STRANGE}}

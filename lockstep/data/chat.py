@@ -1,18 +1,68 @@
-"""Renders chat messages as text with the chat template in the model's folder."""
+"""Chat templates: loaded from a model's folder, or ChatML; messages rendered as text; values besides the messages."""
 
 from __future__ import annotations
 
 import json
 import pickle
 import re
+import tempfile
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from lockstep.data.chatml import CHATML, SOURCE
-from lockstep.data.tokenizer import CHAT_TEMPLATE_FILE, MORE_TEMPLATES, Tokenizer, read_text, tokenizer_folder
-from lockstep.errors import UserError
+from lockstep.data.tokenizer import (
+    CHAT_TEMPLATE_FILE,
+    MORE_TEMPLATES,
+    HuggingFaceTokenizer,
+    Tokenizer,
+    read_text,
+    tokenizer_folder,
+)
+from lockstep.errors import UserError, closest
 from lockstep.workers import Worker, WorkerEnded, from_json
 from lockstep.workers.templates import MEMORY_BYTES
+
+CHATML = "chatml"
+"""The value of the setting `template` that selects ChatML, for models without a chat template.
+
+A turn is `<|im_start|>ROLE`, a line feed, its text and `<|im_end|>`, with which the model learns to end its answers."""
+BEGIN, END = "<|im_start|>", "<|im_end|>"
+CHATML_SOURCE = """\
+{%- for message in messages %}
+{%- if message.tool_calls or tools %}
+{{- raise_exception('ChatML has no tools; give a template that has, with --template FILE') }}
+{%- endif %}
+{{- '<|im_start|>' + message.role + '\\n' }}
+{%- if message.role == 'assistant' %}
+{%- generation %}{{- message.content + '<|im_end|>' }}{%- endgeneration %}
+{%- else %}
+{{- message.content + '<|im_end|>' }}
+{%- endif %}
+{{- '\\n' }}
+{%- endfor %}
+{%- if add_generation_prompt %}
+{{- '<|im_start|>assistant\\n' }}
+{%- endif %}
+"""
+
+
+def with_chatml(tokenizer: Tokenizer) -> HuggingFaceTokenizer:
+    """The tokenizer with ChatML's two special tokens, added if missing, and `<|im_end|>` as its end-of-text token."""
+    from tokenizers import AddedToken
+    from tokenizers import Tokenizer as Backend
+
+    with tempfile.TemporaryDirectory() as folder:
+        place = Path(folder)
+        tokenizer.save(place)
+        backend = Backend.from_file(str(place / "tokenizer.json"))
+        backend.add_special_tokens([AddedToken(name, special=True, normalized=False) for name in (BEGIN, END)])
+        backend.save(str(place / "tokenizer.json"))
+        file = place / "tokenizer_config.json"
+        settings = json.loads(file.read_text()) if file.is_file() else {}
+        return HuggingFaceTokenizer(
+            place / "tokenizer.json", END, tokenizer.bos_id, settings | {"eos_token": END}, dict(tokenizer.carried)
+        )
+
 
 SETTINGS_FILES = ("special_tokens_map.json", "tokenizer_config.json")
 FIX = "fix it, remove it or put a chat_template.jinja next to it"
@@ -105,7 +155,7 @@ def load_chat_template(folder: Path, file: str = "") -> ChatTemplate | None:
     template that cannot be read.
     """
     if file == CHATML:
-        return make_chat_template(SOURCE, {}, CHATML)
+        return make_chat_template(CHATML_SOURCE, {}, CHATML)
     folder = tokenizer_folder(folder)
     settings: dict[str, Any] = {}
     for name in SETTINGS_FILES:
@@ -163,3 +213,50 @@ def make_chat_template(
         return ChatTemplate(source, special_tokens, tool_use)
     except ChatTemplateError as error:
         raise UserError(f"{where}: the chat template cannot be read ({error}); fix it or remove it") from error
+
+
+KEY, OPTION = "chat_template_kwargs", "--chat-template-kwargs"
+ALWAYS_SET = frozenset(
+    ("messages", "add_generation_prompt", "tools", "documents", "self", "generation_begins", "generation_ends")
+)
+"""Names that every rendering sets already."""
+
+
+def template_values(raw: Any, template: ChatTemplate | None, named: str = f'"{KEY}"') -> dict[str, Any]:
+    """A row's or command's values: an object, a string of its JSON, or None. Null values are dropped.
+
+    Raises ChatTemplateError for anything else, and for a name that the template does not read.
+    """
+    if isinstance(raw, str):
+        raw = decoded(named, raw)
+    if raw is not None and not isinstance(raw, Mapping):
+        raise ChatTemplateError(f"{named} is not an object")
+    values = {name: value for name, value in (raw or {}).items() if value is not None}
+    known = readable_values(template)
+    if unread := next((name for name in values if name not in known), None):
+        hint = closest(unread, known) or " Leave it out"
+        raise ChatTemplateError(f"{named} has {unread!r:.60}, which the chat template does not read.{hint}")
+    return values
+
+
+def decoded(named: str, text: str) -> Any:
+    """Decodes a value that is a string of JSON. Raises ChatTemplateError, naming it."""
+    try:
+        return json.loads(text)
+    except (ValueError, RecursionError) as error:
+        raise ChatTemplateError(f"{named} is not JSON ({error})") from error
+
+
+def readable_values(template: ChatTemplate | None) -> set[str]:
+    """Names that the template reads and nothing else sets."""
+    names = template.variables if template else frozenset()
+    names |= template.tool_use.variables if template and template.tool_use else frozenset()
+    return {name for name in names - ALWAYS_SET if not name.endswith("_token")}
+
+
+def command_values(raw: str | Mapping[str, Any], template: ChatTemplate | None) -> dict[str, Any]:
+    """`template_values` of a command's `--chat-template-kwargs`, which may be empty. Raises UserError."""
+    try:
+        return template_values(raw or None, template, OPTION)
+    except ChatTemplateError as error:
+        raise UserError(f"{error}; give an object, such as '{{\"enable_thinking\": false}}'") from error

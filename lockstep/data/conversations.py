@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -11,7 +10,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from lockstep.data.answer_spans import ScoredText, Turns, render_answers
-from lockstep.data.chat import ChatTemplate, ChatTemplateError
+from lockstep.data.chat import ChatTemplate, ChatTemplateError, decoded, template_values
 from lockstep.data.encode import Branch, Encoded, surrogate_problem, token_dtype
 from lockstep.data.end_tokens import ends_of_text
 from lockstep.data.messages import (
@@ -26,7 +25,6 @@ from lockstep.data.messages import (
     system_message,
 )
 from lockstep.data.records import HUB, Tally, holds_records, read_hub, read_records
-from lockstep.data.template_values import template_values
 from lockstep.data.text import find_files
 from lockstep.data.tokenizer import Tokenizer, special_ids
 from lockstep.errors import UserError
@@ -214,7 +212,7 @@ class ConversationEncoder:
         name = next((name for name in TOOLS if values.get(name)), "tools")
         tools = values.get(name) or None
         if isinstance(tools, str):
-            tools = _from_json(name, tools)
+            tools = decoded(f'"{name}"', tools)
         if name == "functions" and isinstance(tools, list):
             tools = [{"type": "function", "function": function} for function in tools]
         if tools is not None and not (isinstance(tools, list) and all(isinstance(tool, dict) for tool in tools)):
@@ -270,11 +268,3 @@ def _as_one(sequences: Sequence[Encoded]) -> Encoded:
     starts = np.cumsum([len(part) for part in tokens])
     starts_and_shared = [Branch(int(start), shared) for start, (shared, _) in zip(starts, branches)]
     return Encoded(np.concatenate(tokens), np.concatenate(scored), branches=starts_and_shared)
-
-
-def _from_json(name: str, text: str) -> Any:
-    """Decodes a row's value that is a JSON string."""
-    try:
-        return json.loads(text)
-    except (ValueError, RecursionError) as error:
-        raise ChatTemplateError(f'"{name}" is not JSON ({error})') from error

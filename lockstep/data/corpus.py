@@ -19,8 +19,6 @@ from lockstep.data.workers import encode_all
 from lockstep.errors import UserError
 
 log = logging.getLogger("lockstep")
-CONTENTS = "contents"
-"""Key of a fingerprint that runs of earlier versions lack."""
 PART, PARTS = 2**20, 32
 """Tokens per part, and the number of parts of a larger corpus that the checksum covers."""
 NAMED = 10
@@ -69,7 +67,7 @@ class TokenizedCorpus:
     def fingerprint(self) -> dict[str, int]:
         """Distinguishes this corpus from others when a run is resumed."""
         part = {} if self.chosen is None else {"documents in use": len(self.chosen)}
-        return {"documents": len(self.offsets) - 1, "tokens": int(self.offsets[-1]), CONTENTS: self._checksum} | part
+        return {"documents": len(self.offsets) - 1, "tokens": int(self.offsets[-1]), "contents": self._checksum} | part
 
     def branches_between(self, start: int, stop: int) -> list[Branch]:
         """The branches that begin in `tokens[start:stop]`; their starts are indices of `tokens`."""

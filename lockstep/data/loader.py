@@ -1,33 +1,84 @@
-"""One rank's rows of each step; the global rows and their order do not depend on the number of ranks."""
+"""One rank's rows of each step, the same in total for any number of ranks; several streams in fixed proportions."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol, runtime_checkable
+from typing import Any
 
-from lockstep.data.rows import Piece, Row
+from lockstep.data.rows import Piece, Row, Rows
 from lockstep.errors import UserError
 
 
-@runtime_checkable
-class RowStream(Protocol):
-    """What the loader needs from `Rows` or `MixedRows`."""
+class MixedRows:
+    """Interleaves rows of several streams: at any point each stream is within about one row of its share.
 
-    sequence_length: int
+    Shares count tokens without padding, whose amount differs between rows of whole documents. The choice of stream is a
+    deterministic function of the weights and of the earlier rows. A stream that has ended is no longer chosen.
+    """
+
+    def __init__(self, streams: Sequence[Rows], weights: Sequence[float]):
+        self.streams = list(streams)
+        self.weights = [weight / sum(weights) for weight in weights]
+        self.sequence_length = streams[0].sequence_length
+        # Tokens taken from each stream.
+        self._taken = [0] * len(streams)
 
     @property
-    def ended(self) -> bool: ...
+    def ended(self) -> bool:
+        return all(stream.ended for stream in self.streams)
+
     @property
-    def epoch(self) -> float: ...
+    def epoch(self) -> float:
+        """The epoch of the stream that has been seen most often."""
+        return max(stream.epoch for stream in self.streams)
+
     @property
-    def size(self) -> tuple[int, int] | None: ...
+    def size(self) -> tuple[int, int] | None:
+        """Documents and tokens of all streams; None if the length of one is unknown."""
+        sizes = [stream.size for stream in self.streams]
+        known = [size for size in sizes if size is not None]
+        return (sum(n for n, _ in known), sum(n for _, n in known)) if len(known) == len(sizes) else None
+
     @property
-    def counts(self) -> dict[str, int]: ...
-    def plan(self) -> list[Piece]: ...
-    def targets(self, pieces: list[Piece]) -> int: ...
-    def read(self, pieces: list[Piece]) -> Row: ...
-    def state(self) -> dict[str, Any]: ...
-    def restore(self, state: dict[str, Any]) -> None: ...
+    def counts(self) -> dict[str, int]:
+        names = {name for stream in self.streams for name in stream.counts}
+        return {name: sum(stream.counts.get(name, 0) for stream in self.streams) for name in sorted(names)}
+
+    def plan(self) -> list[Piece]:
+        """The next row of the stream that is furthest behind its share; empty if all have ended."""
+        active = [i for i, stream in enumerate(self.streams) if not stream.ended]
+        if not active:
+            return []
+        total = sum(self._taken) + self.sequence_length
+        chosen = max(active, key=lambda i: self.weights[i] * total - self._taken[i])
+        pieces = self.streams[chosen].plan()
+        self._taken[chosen] += sum(piece.size for piece in pieces)
+        return pieces
+
+    def targets(self, pieces: list[Piece]) -> int:
+        return self.streams[0].targets(pieces)
+
+    def read(self, pieces: list[Piece]) -> Row:
+        return self.streams[0].read(pieces)
+
+    def state(self) -> dict[str, Any]:
+        streams = [stream.state() for stream in self.streams]
+        return {"weights": self.weights, "given": list(self._taken), "streams": streams}
+
+    def restore(self, state: dict[str, Any]) -> None:
+        """Raises UserError if the sources or their weights are not those of `state`."""
+        if state.get("weights") != self.weights:
+            raise UserError(
+                f"weights of the data: {state.get('weights')} when the run was saved, {self.weights} now; "
+                "resume with the same data, or start over with --overwrite"
+            )
+        self._taken = [int(tokens) for tokens in state["given"]]
+        for stream, stream_state in zip(self.streams, state["streams"], strict=True):
+            stream.restore(stream_state)
+
+
+RowStream = Rows | MixedRows
 
 
 @dataclass
@@ -48,8 +99,8 @@ class RowLoader:
     """Takes rows of `tokens_per_step` tokens from the stream for each step, and splits this rank's share into
     micro-batches.
 
-    The rows of a step do not depend on the ranks: they are split into micro-batches of consecutive rows, and rank r of
-    n gets micro-batches r, n + r, 2n + r and so on. If the data does not fill the last step, empty rows do.
+    The rows of a step do not depend on the ranks; `step_rows` splits them. If the data does not fill the last step,
+    empty rows do.
 
     Raises UserError if the step does not divide into rows, ranks and micro-batches.
     """
@@ -116,14 +167,7 @@ class RowLoader:
         if self.ended:
             raise StopIteration("the data has ended")
         plans = [self.rows.plan() for _ in range(self.rows_per_step)]
-        size = self.rows_per_microbatch
-        starts = range(self.rank * size, self.rows_per_step, self.ranks * size)
-        return StepRows(
-            microbatches=[[self.rows.read(plan) for plan in plans[i : i + size]] for i in starts],
-            tokens=sum(piece.size for plan in plans for piece in plan),
-            targets=sum(self.rows.targets(plan) for plan in plans),
-            capacity=self.rows_per_step * self.rows.sequence_length,
-        )
+        return step_rows(self.rows, plans, self.rows_per_microbatch, self.rank, self.ranks)
 
     def state(self) -> dict[str, Any]:
         """The position, the same on every rank and for any number of ranks; JSON-serializable."""
@@ -132,6 +176,20 @@ class RowLoader:
     def restore(self, state: dict[str, Any]) -> None:
         """Continues from a position that `state` returned. Raises UserError for another run's state."""
         self.rows.restore(state)
+
+
+def step_rows(rows: RowStream, plans: list[list[Piece]], rows_per_microbatch: int, rank: int, ranks: int) -> StepRows:
+    """A rank's share of planned rows, in micro-batches of consecutive ones: rank r of n has the micro-batches r, n + r,
+    2n + r and so on."""
+    size = rows_per_microbatch
+    return StepRows(
+        microbatches=[
+            [rows.read(plan) for plan in plans[i : i + size]] for i in range(rank * size, len(plans), ranks * size)
+        ],
+        tokens=sum(piece.size for plan in plans for piece in plan),
+        targets=sum(rows.targets(plan) for plan in plans),
+        capacity=len(plans) * rows.sequence_length,
+    )
 
 
 def divide_step(

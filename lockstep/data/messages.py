@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from typing import Any, TypeGuard
 
@@ -115,7 +115,7 @@ def plain(message: Mapping[str, Any], between: str = "\n") -> dict[str, Any]:
     if isinstance(content, list) and all(isinstance(p, dict) and isinstance(p.get("text"), str) for p in content):
         values["content"] = content = between.join(part["text"] for part in content)
     if isinstance(calls := values.get("tool_calls"), list):
-        values["tool_calls"] = [_call(call) for call in calls]
+        values["tool_calls"] = [change_call(call, _decoded) for call in calls]
         if not calls:
             del values["tool_calls"]  # templates treat an empty list as a call
     reasoning = next((values[name] for name in REASONING if name in values), None)
@@ -129,11 +129,18 @@ def plain(message: Mapping[str, Any], between: str = "\n") -> dict[str, Any]:
     return values
 
 
-def _call(call: Any) -> Any:
-    """A tool call, flat or with `function`, whose arguments are decoded from JSON to an object."""
-    if isinstance(call, dict) and isinstance(call.get("function"), dict):
-        return {**call, "function": _call(call["function"])}
-    if not isinstance(call, dict) or not isinstance(call.get("arguments"), str):
+def change_call(call: Any, change: Callable[[dict[str, Any]], dict[str, Any]]) -> Any:
+    """A tool call, flat or with `function`, with its name and arguments changed; anything else unchanged."""
+    if not isinstance(call, dict):
+        return call
+    if isinstance(call.get("function"), dict):
+        return {**call, "function": change_call(call["function"], change)}
+    return change(call)
+
+
+def _decoded(call: dict[str, Any]) -> dict[str, Any]:
+    """A call whose arguments are decoded from JSON to an object."""
+    if not isinstance(call.get("arguments"), str):
         return call
     name = call.get("name")
     try:
@@ -143,6 +150,10 @@ def _call(call: Any) -> Any:
     if not isinstance(arguments, dict):
         raise ChatTemplateError(f"the arguments of a call of {name!r:.60} are JSON, but not of an object")
     return {**call, "arguments": arguments}
+
+
+def _other_call(call: dict[str, Any]) -> dict[str, Any]:
+    return {**call, "name": f"{call.get('name')}_", "arguments": {"other": "arguments"}}
 
 
 def between_parts(template: ChatTemplate) -> str:
@@ -184,7 +195,11 @@ def refuse_hidden(
             raise ChatTemplateError(f"a message of {who} has {other!r}, which chat templates do not show")
         if isinstance(content, str) and content and index not in shown and not shows(index, {"content": f"{content}?"}):
             raise ChatTemplateError(f"the chat template does not show the content of {who}")
-        if isinstance(calls, list) and calls and not shows(index, {"tool_calls": [_renamed(call) for call in calls]}):
+        if (
+            isinstance(calls, list)
+            and calls
+            and not shows(index, {"tool_calls": [change_call(call, _other_call) for call in calls]})
+        ):
             raise ChatTemplateError("the chat template does not show tool calls")
         is_only_part = "content" not in message and not calls
         if (trained[index] or is_only_part) and (changed := _other_reasoning(message)) and not shows(index, changed):
@@ -213,12 +228,3 @@ def _other_reasoning(message: Mapping[str, Any]) -> dict[str, Any]:
     if message["role"] == "assistant" and isinstance(content, str) and "</think>" in content:
         changed["content"] = content.replace("</think>", "?</think>", 1)
     return changed
-
-
-def _renamed(call: Any) -> Any:
-    """A call of another function with other arguments."""
-    if not isinstance(call, dict):
-        return call
-    if isinstance(function := call.get("function"), dict):
-        return {**call, "function": _renamed(function)}
-    return {**call, "name": f"{call.get('name')}_", "arguments": {"other": "arguments"}}

@@ -3,22 +3,20 @@
 from __future__ import annotations
 
 import gzip
-import inspect
+import importlib.util
 import json
 import math
+import pickle
+import re
 import zlib
-from collections.abc import Collection, Iterator
+from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-import numpy as np
-
-from lockstep.data.json_array import is_array, items
-from lockstep.data.parquet_size import Chunk, chunks_of, sizes
-from lockstep.data.parquet_values import decoders
 from lockstep.errors import UserError
+from lockstep.workers import Worker, WorkerEnded, to_json
 
 LONGEST_LINE = 2**28
 """Maximum bytes of a JSONL line; longer documents belong in text files, which are read in parts."""
@@ -27,11 +25,14 @@ MOST_VALUES = 2**22
 value, and many small values take 20 times the memory of their line. A book has a comma about every 80 characters."""
 LEAST_LINE = 256
 """Minimum size of a line when a gzip file's expansion is counted: a billion empty lines take minutes, too."""
+TOKEN = re.compile(rb'"[^"\\]*(?:\\.[^"\\]*)*"|[][{},"]', re.DOTALL)
+"""A whole string in JSON, a structural character, or the quote of an unterminated string, at which the search ends, so
+that it takes linear time."""
 HUB = "hf:"
 LARGEST_RATIO, UNPACKED_FREELY = 200, 2**30
 """A gzip or Parquet file may expand by this factor, and always to this many bytes; text compresses 3 to 20 times."""
-FEW_ROWS, MANY_ROWS = 64, 2**16
-"""Rows of a Parquet file read at once."""
+READER_LIMITS: dict[str, Any] = {"seconds": 60.0, "memory": 3 * 2**30, "max_bytes": 2**31}
+"""Of the process that reads a Parquet file: processor time per batch of rows, its memory, and bytes of a batch."""
 
 NO_TEXT = "contains no text: there are no documents in it, or only empty ones; give other data"
 LEFT_OUT = {
@@ -76,7 +77,16 @@ def holds_records(path: Path) -> bool:
     name = path.name.lower()
     if name.endswith((".jsonl", ".jsonl.gz", ".parquet")):
         return True
-    return name.endswith(".json") and (is_array(path) or _begins_with_an_object(path))
+    return name.endswith(".json") and (_is_array(path) or _begins_with_an_object(path))
+
+
+def _is_array(path: Path) -> bool:
+    """Whether the first non-blank character of a file begins an array."""
+    try:
+        with path.open("rb") as file:
+            return file.read(4096).lstrip().startswith(b"[")
+    except OSError:
+        return False
 
 
 def _begins_with_an_object(path: Path) -> bool:
@@ -99,7 +109,7 @@ def read_records(
     """
     if path.suffix.lower() == ".parquet":
         yield from _parquet(path, skip_bad_lines, tally, keys)
-    elif path.suffix.lower() == ".json" and is_array(path):
+    elif path.suffix.lower() == ".json" and _is_array(path):
         yield from _array(path, skip_bad_lines, tally)
     else:
         for number, values in read_jsonl(path, skip_bad_lines, tally):
@@ -107,15 +117,56 @@ def read_records(
 
 
 def _array(path: Path, skip_bad_lines: bool, tally: Tally) -> Iterator[tuple[str, dict[str, Any]]]:
-    for number, item in enumerate(items(path, LONGEST_LINE), start=1):
-        values, problem = _parse(item)
-        if not problem:
-            yield f"{path}: item {number}", values
-        elif not skip_bad_lines:
-            raise UserError(f"{path}: item {number}: not a JSON object ({problem}); fix it or use --skip-bad-lines")
-        else:
-            tally.skipped_lines += 1
+    for number, item in enumerate(_items(path), start=1):
+        where = f"{path}: item {number}"
+        if (values := _good(where, *_parse(item), skip_bad_lines, tally)) is not None:
+            yield where, values
     tally.bytes_read += path.stat().st_size
+
+
+def _items(path: Path) -> Iterator[bytes]:
+    """Each item's text of an array of objects, which is not parsed as a whole.
+
+    Raises UserError for a file that is too large or an array that is not closed.
+    """
+    try:
+        if path.stat().st_size > LONGEST_LINE:
+            raise UserError(
+                f"{path}: has {path.stat().st_size} bytes; an array can have at most {LONGEST_LINE}; "
+                "write its items to a .jsonl file, one per line"
+            )
+        text = path.read_bytes()
+    except OSError as error:
+        raise UserError(f"{path}: cannot be read ({error.strerror}); fix it or leave it out") from error
+    depth, start, commas = 0, 0, 0
+    for match in TOKEN.finditer(text):
+        token = match[0]
+        if token in (b"[", b"{"):
+            depth += 1
+            start = match.end() if depth == 1 else start
+        elif token in (b"]", b"}"):
+            depth -= 1
+        if (token == b"," and depth == 1) or (depth == 0 and token == b"]"):
+            if commas or depth or text[start : match.start()].strip():
+                yield text[start : match.start()]
+            start, commas = match.end(), commas + 1
+        if depth == 0 or token == b'"':
+            break
+    if depth or text[start:].strip():
+        problem = "text follows the array" if not depth else "the array is not closed"
+        raise UserError(f"{path}: {problem}; is it complete? Write it again, or give a .jsonl file")
+
+
+def _good(
+    where: str, values: dict[str, Any], problem: str, skip_bad_lines: bool, tally: Tally
+) -> dict[str, Any] | None:
+    """The values, unless there is a problem: None, and counted, if bad lines are skipped, else UserError."""
+    if not problem:
+        return values
+    if not skip_bad_lines:
+        raise UserError(f"{where}: not a JSON object ({problem}); fix it or use --skip-bad-lines")
+    tally.skipped_lines += 1
+    return None
 
 
 def read_jsonl(
@@ -148,12 +199,8 @@ def read_jsonl(
                             break
                 else:
                     values, problem = _parse(line)
-                if not problem:
-                    yield number, values
-                elif not skip_bad_lines:
-                    raise UserError(f"{path}:{number}: not a JSON object ({problem}); fix it or use --skip-bad-lines")
-                else:
-                    tally.skipped_lines += 1
+                if (good := _good(f"{path}:{number}", values, problem, skip_bad_lines, tally)) is not None:
+                    yield number, good
     except (OSError, EOFError, zlib.error) as error:
         reason = getattr(error, "strerror", None) or error
         raise UserError(f"{path}: cannot be read ({reason}); fix it or leave it out") from error
@@ -195,58 +242,49 @@ def _parse(line: bytes) -> tuple[dict[str, Any], str]:
 def _parquet(
     path: Path, skip_bad_lines: bool, tally: Tally, keys: Collection[str] | None
 ) -> Iterator[tuple[str, dict[str, Any]]]:
-    try:
-        import pyarrow
-        from pyarrow import parquet
-    except ImportError as error:
-        raise UserError(f"{path}: pyarrow is not installed; pip install pyarrow, or give .jsonl files") from error
+    if importlib.util.find_spec("pyarrow") is None:
+        raise UserError(f"{path}: pyarrow is not installed; pip install pyarrow, or give .jsonl files")
     try:
         limit, unpacked, number = max(UNPACKED_FREELY, LARGEST_RATIO * path.stat().st_size), 0, 0
-        groups = chunks_of(path)
-        names = list(dict.fromkeys(chunk.leaf.column for group in groups for chunk in group))
-        # At least one column: without any, the number of rows is whatever the file claims.
-        wanted = names if keys is None else [name for name in names if name in keys] or names[:1]
-        if sum(chunk.size for group in groups for chunk in group if chunk.leaf.column in wanted) > limit:
-            raise _bomb(path)
-        options: dict[str, Any] = {"metadata": parquet.read_metadata(path)}
-        if "arrow_extensions_enabled" in inspect.signature(parquet.ParquetFile).parameters:
-            options["arrow_extensions_enabled"] = False  # JSON is decoded below
-        decode = decoders(path)
-        for index, group in enumerate(groups if wanted else ()):
-            rows, shared = _how_to_read(group, wanted)
-            with parquet.ParquetFile(path, read_dictionary=shared, **options) as file:
-                for batch in file.iter_batches(batch_size=rows, row_groups=[index], columns=wanted):
-                    of_rows = np.sum([sizes(column) for column in batch.columns], axis=0)
-                    for row, size in enumerate(of_rows.tolist()):
-                        number += 1
-                        unpacked += size
-                        if unpacked > limit:
-                            raise _bomb(path)
-                        if size <= LONGEST_LINE:
-                            columns = zip(batch.schema.names, batch.columns)
-                            values = {name: decode[name](column[row].as_py()) for name, column in columns}
-                            yield f"{path}: row {number}", dict.fromkeys(names) | values
-                        elif skip_bad_lines:
-                            tally.skipped_lines += 1
-                        else:
-                            problem = f"{path}: row {number}: longer than {LONGEST_LINE} bytes"
-                            raise UserError(f"{problem}; fix it or use --skip-bad-lines")
-            tally.bytes_read += path.stat().st_size // len(groups)
-    except (OSError, ValueError, RecursionError, pyarrow.ArrowException) as error:
+        with _parquet_reader() as ask:
+            names = ask(to_json([str(path.absolute()), None if keys is None else list(keys)]))
+            while rows := ask(b""):
+                for row in rows:
+                    number += 1
+                    unpacked += LONGEST_LINE if row is None else len(row)
+                    if unpacked > limit:
+                        raise _bomb(path)
+                    if row is not None:
+                        yield f"{path}: row {number}", dict.fromkeys(names) | pickle.loads(row)
+                    elif skip_bad_lines:
+                        tally.skipped_lines += 1
+                    else:
+                        problem = f"{path}: row {number}: longer than {LONGEST_LINE} bytes"
+                        raise UserError(f"{problem}; fix it or use --skip-bad-lines")
+        tally.bytes_read += path.stat().st_size
+    except (OSError, ValueError, WorkerEnded) as error:
         raise UserError(f"{path}: cannot be read as Parquet ({error}); fix it or leave it out") from error
 
 
-def _how_to_read(group: list[Chunk], columns: list[str]) -> tuple[int, list[int]]:
-    """Rows of a group to read at once, and the leaves whose texts stay shared, so that they do not expand."""
-    read = [chunk for chunk in group if chunk.leaf.column in columns]
-    large = FEW_ROWS * sum(chunk.largest_page for chunk in read) > LONGEST_LINE
-    shared = [
-        index
-        for index, chunk in enumerate(group)
-        if chunk in read and chunk.leaf.is_text and chunk.shares and (large or chunk.leaf.in_lists)
-    ]
-    # With shared texts a batch also contains those of all earlier batches, so there must be few batches.
-    return (MANY_ROWS if shared else FEW_ROWS), shared
+_idle_readers: list[Worker] = []
+"""Processes that read Parquet files, for the next file."""
+
+
+@contextmanager
+def _parquet_reader() -> Iterator[Callable[[bytes], Any]]:
+    """Asks a `Reader` in a worker process. Raises ValueError, or WorkerEnded if the file ended the process."""
+    worker = _idle_readers.pop() if _idle_readers else Worker("lockstep.workers.parquet:Reader", **READER_LIMITS)
+
+    def ask(request: bytes) -> Any:
+        answer = pickle.loads(worker.ask(request))
+        if isinstance(answer, str):
+            raise ValueError(answer)
+        return answer
+
+    try:
+        yield ask
+    finally:
+        _idle_readers.append(worker)
 
 
 def _bomb(path: Path) -> UserError:

@@ -7,7 +7,7 @@ from typing import Any, Literal, NamedTuple, Protocol, runtime_checkable
 
 import numpy as np
 
-from lockstep.data.corpus import CONTENTS, TokenizedCorpus
+from lockstep.data.corpus import TokenizedCorpus
 from lockstep.errors import UserError
 
 
@@ -238,7 +238,7 @@ class Rows:
         TypeError or ValueError for anything that `state` did not return.
         """
         for key, value in self._settings().items():
-            if state.get(key, value if key == CONTENTS else None) != value:
+            if state.get(key) != value:
                 raise UserError(
                     f"{key}: {state.get(key)} when the run was saved, {value} now; resume with the same data, "
                     "validation_share, sequence_length, seed, packing and repeat, or start over with --overwrite"

@@ -16,17 +16,10 @@ from lockstep.errors import UserError
 
 LONGEST_PART = 2**22
 """Maximum characters of a text file in memory at once."""
-UNPACK = "only .jsonl.gz is read compressed; unpack it, or leave it out"
-FORMATS = {
-    rb"\x1f\x8b": f"is compressed with gzip, and {UNPACK}",
-    rb"\x28\xb5\x2f\xfd": f"is compressed with zstd, and {UNPACK}",
-    rb"BZh[1-9](1AY&SY|\x17rE8P\x90)": f"is compressed with bzip2, and {UNPACK}",
-    rb"\xfd7zXZ\0": f"is compressed with xz, and {UNPACK}",
-    rb"PK\x03\x04": "is a zip archive, not text; unpack it, or leave it out",
-    rb"PAR1\x15": "is a Parquet file; give it a name that ends in .parquet",
-    rb"ARROW1\0\0": "is an Arrow file, not text; save it as Parquet, or leave it out",
-}
-"""By a pattern of a file's first bytes: its format, and what to do."""
+BINARY = re.compile(
+    rb"\x1f\x8b|\x28\xb5\x2f\xfd|BZh[1-9](1AY&SY|\x17rE8P\x90)|\xfd7zXZ\0|PK\x03\x04|PAR1\x15|ARROW1\0\0"
+)
+"""The first bytes of compressed, Parquet and Arrow files."""
 UNDECODED = re.compile("[\udc80-\udcff]")
 
 
@@ -140,19 +133,15 @@ def _hidden(path: Path) -> bool:
     return any(part.startswith(".") for part in path.parts)
 
 
-def _refuse_other_formats(path: Path) -> None:
-    """Raises UserError for a file whose first bytes are those of a format that is not text."""
-    with path.open("rb") as file:
-        beginning = file.read(16)
-    for start, what in FORMATS.items():
-        if re.match(start, beginning):
-            raise UserError(f"{path}: {what}")
-
-
 def _read_text(path: Path, skip_bad_lines: bool, tally: Tally) -> Iterator[TextPart]:
     offset = 0
     try:
-        _refuse_other_formats(path)
+        with path.open("rb") as file:
+            if BINARY.match(file.read(16)):
+                raise UserError(
+                    f"{path}: is compressed, or a Parquet or Arrow file, not text; unpack it or leave it out, or give "
+                    "it a name that ends in .jsonl.gz or .parquet"
+                )
         # Bytes that are not UTF-8 become surrogates, detected below; line ends are unchanged, for the offset.
         with path.open(encoding="utf-8", errors="surrogateescape", newline="") as file:
             # Parts end at a line's end, so that no word is cut, unless the line is too long.

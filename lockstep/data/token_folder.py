@@ -20,10 +20,14 @@ from typing import IO, Any, Protocol, runtime_checkable
 
 import numpy as np
 
+from lockstep.data.answer_spans import Turns
+from lockstep.data.chat import CHATML, carry_template, load_chat_template, with_chatml
+from lockstep.data.conversations import ConversationEncoder, ConversationSource
 from lockstep.data.corpus import TokenizedCorpus, drain
-from lockstep.data.encode import Encoded, Encoder, token_dtype
+from lockstep.data.encode import Encoded, Encoder, TextEncoder, token_dtype
 from lockstep.data.records import Tally
-from lockstep.data.tokenizer import BYTE_FILE, Tokenizer, read_text
+from lockstep.data.text import TextSource
+from lockstep.data.tokenizer import BYTE_FILE, Tokenizer, named_tokenizer, read_text
 from lockstep.data.workers import encode_all
 from lockstep.errors import UserError
 from lockstep.progress import Progress
@@ -64,8 +68,8 @@ def open_token_folder(folder: Path, tokenizer: Tokenizer | None = None) -> Token
         tokens, documents = int(about["tokens"]), int(about["documents"])
         # Only known types: with others that NumPy accepts by name, bytes of the file could even be read as pointers.
         kind = np.dtype(DTYPES[about["dtype"]])
-        scored, counts, made_by = bool(about["scored"]), _counts(about["counts"]), about["tokenizer"]
-        branches = int(about.get("branches", 0))
+        scored, branches, made_by = bool(about["scored"]), int(about["branches"]), about["tokenizer"]
+        counts = {str(name): int(count) for name, count in about["counts"].items()}
     except (OSError, ValueError, KeyError, TypeError, AttributeError, OverflowError, RecursionError) as error:
         raise UserError(f"{folder / DESCRIPTION}: cannot be read ({error!r:.200}); tokenize the data again") from error
     if tokenizer is not None and made_by != tokenizer_fingerprint(tokenizer):
@@ -102,10 +106,6 @@ def open_token_folder(folder: Path, tokenizer: Tokenizer | None = None) -> Token
         vocab_size,
         where=str(folder),
     )
-
-
-def _counts(counts: dict[str, Any]) -> dict[str, int]:
-    return {str(name): int(count) for name, count in counts.items()}
 
 
 def _are_branches(branches: np.ndarray, offsets: np.ndarray) -> bool:
@@ -242,3 +242,43 @@ def tokenizer_fingerprint(tokenizer: Tokenizer) -> str:
 def _flush(file: IO[bytes]) -> None:
     file.flush()
     os.fsync(file.fileno())
+
+
+def tokenize_to_folder(
+    data: str,
+    output: str,
+    tokenizer: str = "byte",
+    template: str = "{text}",
+    chat: bool = False,
+    skip_bad_lines: bool = False,
+    workers: int = 4,
+    turns: Turns = "apart",
+) -> None:
+    """`lockstep data tokenize`: writes the folder `output` and prints its contents.
+
+    Raises UserError for bad data or an existing folder.
+    """
+    folder = Path(output)
+    if folder.exists():
+        raise UserError(f"{folder}: already exists; delete it or give another --output")
+    source: Source
+    encoder: Encoder
+    if chat:
+        source = ConversationSource(data, skip_bad_lines)
+        chat_template = load_chat_template(Path(tokenizer), "" if template == "{text}" else template)
+        chat_tokenizer = named_tokenizer(tokenizer, [])
+        if template == CHATML:
+            chat_tokenizer = with_chatml(chat_tokenizer)
+        encoder = ConversationEncoder(chat_tokenizer, chat_template, turns)
+        if chat_template is not None and template != "{text}":
+            carry_template(encoder.tokenizer, chat_template)
+    else:
+        source = texts = TextSource(data, template, skip_bad_lines)
+        encoder = TextEncoder(named_tokenizer(tokenizer, texts))
+    tokenize_with_progress(folder, source, encoder, workers)
+    corpus = open_token_folder(folder)
+    left_out = ", ".join(f"{count} {name.replace('_', ' ')}" for name, count in corpus.counts.items() if count)
+    size = sum(path.stat().st_size for path in folder.iterdir()) / 2**20
+    print(f"{folder}: {len(corpus.tokens)} tokens in {len(corpus.offsets) - 1} documents, {size:.1f} MiB")
+    if left_out:
+        print(f"left out: {left_out}")

@@ -7,7 +7,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from functools import lru_cache
 from pathlib import Path
-from typing import Any, Protocol, runtime_checkable
+from typing import Any
 
 from lockstep.errors import UserError
 from lockstep.hub import local_folder
@@ -34,41 +34,6 @@ LARGEST_TEXT = 2**26
 FAILS = ("the tokenizer fails on this text or these tokens", "leave them out")
 
 
-@runtime_checkable
-class Tokenizer(Protocol):
-    """What the training and generation loops need from a tokenizer."""
-
-    vocab_size: int
-    eos_id: int | None
-    bos_id: int | None
-    longest_token: int
-    """Maximum number of characters of a token."""
-    carried: dict[str, str]
-    """Contents of further files by name, which `save` also writes."""
-
-    def __hash__(self) -> int: ...
-    def encode(self, text: str) -> list[int]: ...
-    def encode_batch(self, texts: Sequence[str]) -> list[list[int]]: ...
-    def encode_with_spans(self, text: str) -> tuple[list[int], list[tuple[int, int]]]:
-        """Tokens, and the span of characters of `text` that each covers."""
-        ...
-
-    def decode(self, ids: Sequence[int]) -> str: ...
-    def vocabulary(self) -> dict[str, int]:
-        """Every token's id by its name."""
-        ...
-
-    def special_tokens(self) -> dict[str, int]:
-        """The ids, by name, of tokens that never stand for ordinary text; `decode` usually leaves them out."""
-        ...
-
-    def added_tokens(self) -> dict[str, int]:
-        """The special tokens, and others outside the trained vocabulary, which may be ordinary text."""
-        ...
-
-    def save(self, folder: str | Path) -> None: ...
-
-
 class ByteTokenizer:
     """UTF-8 bytes as tokens 0–255; 256 ends a text, 257 is unused (an even vocabulary).
 
@@ -80,19 +45,21 @@ class ByteTokenizer:
     eos_id: int | None = 256
     bos_id: int | None = None
     longest_token = 1
+    """Maximum number of characters of a token."""
 
     def __init__(self, carried: dict[str, str] | None = None):
         self.carried = carried or {}
 
     def vocabulary(self) -> dict[str, int]:
-        """A name for every byte and for the end-of-text token."""
+        """Every token's id by its name."""
         return {f"<0x{byte:02X}>": byte for byte in range(256)} | {END_OF_TEXT: 256}
 
     def special_tokens(self) -> dict[str, int]:
-        """The end-of-text token."""
+        """The ids, by name, of tokens that never stand for ordinary text; `decode` usually leaves them out."""
         return {END_OF_TEXT: 256}
 
     def added_tokens(self) -> dict[str, int]:
+        """The special tokens, and others outside the trained vocabulary, which may be ordinary text."""
         return self.special_tokens()
 
     def encode(self, text: str) -> list[int]:
@@ -107,6 +74,7 @@ class ByteTokenizer:
         return [self.encode(text) for text in texts]
 
     def encode_with_spans(self, text: str) -> tuple[list[int], list[tuple[int, int]]]:
+        """Tokens, and the span of characters of `text` that each covers."""
         spans: list[tuple[int, int]] = []
         start = 0
         for part in text.split(END_OF_TEXT):
@@ -305,6 +273,9 @@ class HuggingFaceTokenizer:
         return name
 
 
+Tokenizer = ByteTokenizer | HuggingFaceTokenizer
+
+
 def _added(token: dict[str, Any], special: bool) -> Any:
     from tokenizers import AddedToken
 
@@ -375,7 +346,7 @@ def _beginning(texts: Iterable[str], characters: int) -> Iterator[str]:
             return
 
 
-def load_tokenizer(folder: str | Path, model_vocab_size: int | None = None) -> ByteTokenizer | HuggingFaceTokenizer:
+def load_tokenizer(folder: str | Path, model_vocab_size: int | None = None) -> Tokenizer:
     """The tokenizer of a folder or of a model on the hub, with the end-of-text and beginning-of-text tokens of its
     settings.
 
@@ -383,7 +354,7 @@ def load_tokenizer(folder: str | Path, model_vocab_size: int | None = None) -> B
     larger than the model's.
     """
     folder = tokenizer_folder(local_folder(folder))
-    tokenizer: ByteTokenizer | HuggingFaceTokenizer
+    tokenizer: Tokenizer
     if (folder / BYTE_FILE).is_file():  # its tokenizer.json is for other programs
         tokenizer = ByteTokenizer(_carried(folder))
     elif (folder / "tokenizer.json").is_file():

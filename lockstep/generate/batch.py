@@ -32,6 +32,8 @@ class StepBatch:
     """The rows that are sampled, chunk after chunk."""
     sampling: tuple[Tensor, ...]
     """Temperature, top_k, top_p, min_p and uniform draw of each of these rows."""
+    copies: list[tuple[int, int]]
+    """(source, target) pages that are copied after this step."""
     decodes: bool
     """Whether every row is sampled."""
 
@@ -104,6 +106,7 @@ class BatchArrays:
             sampled=sampled,
             sampled_rows=torch.from_numpy(sampled_rows),
             sampling=(*[torch.from_numpy(c[chosen]) for c in columns], draws),
+            copies=[pages for chunk in chunks for pages in chunk.copies],
             decodes=len(sampled_rows) == len(tokens) and len(counts) == len(chunks),
         )
 

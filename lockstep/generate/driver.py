@@ -67,10 +67,6 @@ class DriverEngine(Engine):
         with self.on_all_ranks("weights_changed", version):
             super().weights_changed(version)
 
-    def return_freed_memory(self) -> None:
-        with self.on_all_ranks("return_freed_memory"):
-            super().return_freed_memory()
-
     def drive(self) -> None:
         """Starts driving: from now on, the other ranks follow."""
         self._drives = True
@@ -119,7 +115,7 @@ def follow(engine: Engine, calls: Mapping[str, Callable[..., object]] = {}) -> N
             # The driver reports the error; the old weights are untouched on every rank.
             with contextlib.suppress(UserError):
                 engine.load_weights(Path(arguments[0]))
-        elif name in ("abort", "step", "weights_changed", "return_freed_memory"):
+        elif name in ("abort", "step", "weights_changed"):
             getattr(engine, name)(*arguments)
         elif name in calls:
             calls[name](*arguments)

@@ -6,26 +6,25 @@ import math
 import secrets
 import time
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from collections.abc import Sequence as ListLike
-from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
+from itertools import islice
 from pathlib import Path
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
 
 from lockstep import ops
 from lockstep.config import EngineConfig
 from lockstep.data import StreamDecoder, Tokenizer, decoding_context
 from lockstep.errors import UserError
-from lockstep.generate.batch import BatchArrays, StepBatch
-from lockstep.generate.drafts import Draft, DraftLengths, Speculation, make_draft
+from lockstep.generate.batch import BatchArrays
+from lockstep.generate.drafts import Draft, DraftLengths, Speculation, free_rows, make_draft
+from lockstep.generate.draws import Draw, draw
 from lockstep.generate.graphs import GraphRunner, graphs_of
 from lockstep.generate.pages import PageAllocator
-from lockstep.generate.routes import routes_of_rows, written
-from lockstep.generate.runner import Runner, make_cache, sampler_of
+from lockstep.generate.runner import Runner, make_cache
 from lockstep.generate.sampling_params import Completion, SamplingParams, TokenEvent, raise_broken
 from lockstep.generate.scheduler import Chunk, Scheduler
 from lockstep.generate.sequence import Sequence
@@ -33,17 +32,11 @@ from lockstep.generate.statistics import Statistics
 from lockstep.generate.step_graphs import StepGraphRunner
 from lockstep.generate.stragglers import stragglers
 from lockstep.generate.weight_writes import WeightWrites
-from lockstep.host_memory import return_freed_memory
 from lockstep.model import Decoder, check_token_ids
 from lockstep.model.checkpoint import copy_weights, refuse_score_head, sources_of_weights
 from lockstep.parallel.exchange import whole_rows
 from lockstep.parallel.messages import from_all
 from lockstep.parallel.tensor_group import sharded_over_data, tensor_group_of
-
-LOGITS_ELEMENTS = 1 << 24
-"""Logits in memory at a time: 64 MB in float32."""
-Sample = tuple[int, float, float, list[tuple[int, float]], str]
-"""A token, its log-probability before and after truncation, the likeliest tokens with theirs, its route."""
 
 
 class Engine:
@@ -84,16 +77,12 @@ class Engine:
         self.allocator = PageAllocator(num_pages)
         self.scheduler = Scheduler(self.config, self.allocator, ops.PAGE)
         self.cache = make_cache(model, num_pages)
-        self._has_routes = bool(model.config.mixtures)
-        self._sampler = sampler_of(model)
         self._weights = ops.PackedWeights()
         self._writes = WeightWrites(model)
         self._arrays = BatchArrays(self.config.max_sequences)
-        self._runner = self._make_runner()
+        self.runner = self._make_runner()
         draft = draft or make_draft(self.config, model)
         self._speculation = self._speculate(draft) if draft else None
-        self._token_seconds = 0.0
-        """Estimated seconds per token of the current step without drafts; 0 if it had none."""
         self._requests: dict[int, list[Sequence]] = {}
         # Each event goes to the stream or `generate` call of its request, whichever call ran the step; all others go to
         # the caller of `step`.
@@ -114,9 +103,12 @@ class Engine:
         return Runner(self.model, self.cache)
 
     def _speculate(self, draft: Draft) -> Speculation:
-        rows, runner = min(self.config.max_tokens_per_step, self._runner.most_rows), self._runner
-        lengths = DraftLengths(self.config.draft_tokens, runner.padded)
-        return Speculation(draft, self.model.config.vocab_size, rows, lengths, self.tensor_group, runner.fits)
+        free = free_rows(self.model.device)
+        if self.tensor_group is not None:  # hosts may differ, but all ranks must choose the same lengths
+            free = from_all(free, self.tensor_group)[0]
+        lengths = DraftLengths(self.config.draft_tokens, free, draft.cost, self.runner.padded)
+        most_rows = min(self.config.max_tokens_per_step, self.runner.most_rows)
+        return Speculation(draft, lengths, self.runner, most_rows, self.scheduler, self.statistics)
 
     def generate(
         self,
@@ -267,17 +259,13 @@ class Engine:
         assert sources is not None
         copy_weights(sources)
 
-    def return_freed_memory(self) -> None:
-        """Returns to the system memory that steps have freed and the allocator caches."""
-        return_freed_memory()
-
     def release_weights(self) -> None:
         """Frees the packed weights, for a caller that releases the memory of the model's weights.
 
         A step raises RuntimeError until `weights_changed` is called.
         """
         self._released = True
-        self._runner.release()
+        self.runner.release()
         self._weights.release()
 
     def weights_changed(self, version: int | None = None) -> None:
@@ -297,7 +285,7 @@ class Engine:
         self.weights_version = self.weights_version + 1 if version is None else version
         self._writes = WeightWrites(self.model)
         self._weights.forget()
-        self._runner.weights_changed()
+        self.runner.weights_changed()
         if self._speculation:
             self._speculation.draft.weights_changed()
         self._start_over()
@@ -326,11 +314,11 @@ class Engine:
         try:
             if chunks := self.scheduler.schedule():
                 with self._weights.in_use(), whole_rows():
-                    samples = self._draft_and_compute(chunks)
+                    draws = self._compute(chunks)
                 self.statistics.count_step(chunks, began)
                 self.statistics.prompt_tokens_reused = self.scheduler.reused_tokens
                 self.statistics.preemptions = self.scheduler.preemptions
-                for event in self._events(samples):
+                for event in self._append(chunks, draws):
                     self._inboxes.get(event.request_id, self._unowned).append(event)
         except BaseException:
             # The pages of this step are already registered, but were not filled.
@@ -346,85 +334,36 @@ class Engine:
         self.scheduler.restart(s for group in unfinished.values() for s in group)
         self._in_flight = False
 
-    def _draft_and_compute(self, chunks: list[Chunk]) -> list[Sample]:
+    def _compute(self, chunks: list[Chunk]) -> list[Draw]:
+        """Drafts, runs the model, and draws after each chunk that reaches its sequence's end and after its drafts."""
         if self._speculation is None:
-            return self._compute(chunks)
-        self._speculation.extend(chunks, self.scheduler)
+            return draw(self._arrays.prepare(chunks), self.runner)
         began = time.perf_counter()
-        samples = self._compute(chunks)
-        drafted, plain = self._speculation.timed(chunks, time.perf_counter() - began, self._runner.pace)
-        self.statistics.guessed_seconds += drafted
-        self.statistics.unguessed_seconds += plain
-        self._token_seconds = plain / len(chunks)
-        return samples
+        self._speculation.extend(chunks)
+        draws = draw(self._arrays.prepare(chunks), self.runner)
+        self._speculation.timed(chunks, time.perf_counter() - began)
+        return draws
 
-    def _compute(self, chunks: list[Chunk]) -> list[Sample]:
-        """Runs the model; samples after each chunk that reaches its sequence's end, and after each of its drafts."""
-        batch = self._arrays.prepare(chunks)
-        self._sampling, params = batch.sampled, batch.params
-        with self._recorded_routes(params) as recorded:
-            decoded = self._runner.decode(batch)
-        if decoded is not None and not any(p.truncates or p.top_logprobs for p in params):
-            drawn = zip(decoded.tokens.tolist(), decoded.log_probs.tolist(), self._routes(recorded, batch), strict=True)
-            return [(token, score, score, [], route) for token, score, route in drawn]
-        batch = batch.to(self.model.device)
-        hidden, routes = (None, self._routes(recorded, batch)) if decoded is not None else self._hidden(batch)
-        if copies := [pages for chunk in chunks for pages in chunk.copies]:
-            self.cache.copy_pages(copies)
-        count, vocab = len(params), self.model.config.vocab_size
-        rows = max(1, LOGITS_ELEMENTS // vocab)
-        samples: list[Sample] = []
-        for start in range(0, count, rows):
-            part = slice(start, min(start + rows, count))
-            if hidden is None:
-                assert decoded is not None
-                logits = decoded.logits[part]
-            else:
-                logits = self.model.logits(hidden[batch.sampled_rows[part]])
-            sampling = [p[part] for p in batch.sampling]
-            drawn, scores, truncated_scores = self._sampler.sample(logits, *sampling)
-            tops: list[list[tuple[int, float]]] = [[]] * len(params[part])
-            if any(counts := [p.top_logprobs for p in params[part]]):
-                tops = self._sampler.top_log_probs(logits, sampling[0], counts)
-            samples += zip(drawn.tolist(), scores.tolist(), truncated_scores.tolist(), tops, routes[part])
-        return samples
-
-    def _hidden(self, batch: StepBatch) -> tuple[Tensor, list[str]]:
-        """The hidden state of every row, and the routes of the sampled rows if requested."""
-        with self._recorded_routes(batch.params) as recorded:
-            hidden = self._runner.hidden(batch)
-        return hidden, self._routes(recorded, batch)
-
-    def _recorded_routes(self, params: Iterable[SamplingParams]) -> AbstractContextManager[list[Tensor]]:
-        """Records routes if requested; otherwise an outer recorder stays active."""
-        requested = self._has_routes and any(each.routes for each in params)
-        return ops.recorded_routes() if requested else nullcontext([])
-
-    def _routes(self, recorded: list[Tensor], batch: StepBatch) -> list[str]:
-        """The routes of each sampled row, in the form that its request specifies."""
-        forms = [params.routes for params in batch.params] if recorded else []
-        if not any(forms):
-            return [""] * len(batch.sampled_rows)
-        routes = routes_of_rows(recorded, batch.sampled_rows, len(batch.tokens))
-        return [written(route, form) for route, form in zip(routes, forms, strict=True)]
-
-    def _events(self, samples: list[Sample]) -> list[TokenEvent]:
+    def _append(self, chunks: list[Chunk], draws: list[Draw]) -> list[TokenEvent]:
+        """Appends the drawn tokens to their sequences: those after drafts only as far as the drafts are right."""
         events: list[TokenEvent] = []
         finished: list[Sequence] = []
-        row = 0
-        for chunk in self._sampling:
-            before, accepted, sequence = len(events), 0, chunk.sequence
-            for place, draft_token in enumerate((*chunk.draft_tokens, None), row):
-                if sequence.finish_reason is not None:  # with this token, or with another sample of its request
-                    break
-                events.append(self._drawn(sequence, *samples[place]))
-                if events[-1].token_id != draft_token:
+        remaining = iter(draws)
+        for chunk in [chunk for chunk in chunks if chunk.is_sampled]:
+            drawn, sequence, accepted = list(islice(remaining, 1 + len(chunk.draft_tokens))), chunk.sequence, 0
+            if sequence.finish_reason is not None:  # with another sample of its request
+                continue
+            for each, draft_token in zip(drawn, (*chunk.draft_tokens, None)):
+                events.append(self._append_draw(sequence, each))
+                if each.token != draft_token:
                     break
                 accepted += 1
-            row += 1 + len(chunk.draft_tokens)
-            self._accept_drafts(chunk, accepted)
-            if len(events) > before and sequence.finish_reason is not None:
-                finished += self._ended_with(sequence)
+                if sequence.finish_reason is not None:
+                    break
+            if self._speculation and chunk.draft_tokens:
+                self._speculation.verified(chunk, accepted)
+            if sequence.finish_reason is not None:
+                finished += self._broken(sequence) if sequence.finish_reason == "error" else [sequence]
         self.statistics.tokens_sampled += len(events)
         if finished:
             self.statistics.count_ended(finished)
@@ -435,44 +374,38 @@ class Engine:
             self._end_drafts(finished)
         return events
 
-    def _ended_with(self, sequence: Sequence) -> list[Sequence]:
-        """The sequence, or the samples of its request that ended with it because its logits were not finite."""
-        broken = [s for s in self._requests[sequence.request_id] if s.finish_reason == "error"]
-        return broken or [sequence]
+    def _append_draw(self, sequence: Sequence, draw: Draw) -> TokenEvent:
+        if math.isfinite(draw.log_prob):
+            sequence.append(draw.token, draw.log_prob, draw.truncated_log_prob, draw.route)
+        else:
+            sequence.finish_reason = "error"
+        return TokenEvent(
+            request_id=sequence.request_id,
+            index=sequence.index,
+            token_id=draw.token,
+            logprob=draw.log_prob,
+            finish_reason=sequence.finish_reason,
+            weights_version=self.weights_version,
+            top_logprobs=draw.top,
+            truncated_logprob=draw.truncated_log_prob if sequence.params.truncates else None,
+            route=draw.route,
+        )
+
+    def _broken(self, sequence: Sequence) -> list[Sequence]:
+        """Ends the request of a sequence whose logits are not finite, and returns its samples that end.
+
+        Their pages are not reused: their contents may not be finite.
+        """
+        ending = [s for s in self._requests[sequence.request_id] if s.finish_reason is None or s is sequence]
+        for each in ending:
+            each.finish_reason = "error"
+        self.scheduler.unregister_pages(ending)
+        return ending
 
     def _end_drafts(self, finished: list[Sequence]) -> None:
         if self._speculation:
             for sequence in finished:
                 self._speculation.draft.ended(sequence)
-
-    def _drawn(
-        self, sequence: Sequence, token: int, log_prob: float, truncated_log_prob: float, top: list[tuple[int, float]],
-        route: str,
-    ) -> TokenEvent:  # fmt: skip
-        if math.isfinite(log_prob):
-            sequence.append(token, log_prob, truncated_log_prob, route)
-        else:
-            self._break(sequence.request_id)
-        truncated = truncated_log_prob if sequence.params.truncates else None
-        reason = sequence.finish_reason
-        version = self.weights_version
-        return TokenEvent(sequence.request_id, sequence.index, token, log_prob, reason, version, top, truncated, route)
-
-    def _accept_drafts(self, chunk: Chunk, accepted: int) -> None:
-        if not chunk.draft_tokens or self._speculation is None:
-            return
-        self.statistics.count_drafts(len(chunk.draft_tokens), accepted, accepted * self._token_seconds)
-        self._speculation.verified(chunk, accepted)
-        if chunk.sequence.finish_reason != "error":
-            self.scheduler.accept(chunk, accepted)
-
-    def _break(self, request_id: int) -> None:
-        """Ends a request whose logits are not finite. Its pages are not reused: their contents may not be finite."""
-        unfinished = [s for s in self._requests[request_id] if s.finish_reason is None]
-        for sequence in unfinished:
-            sequence.finish_reason = "error"
-        self.scheduler.unregister_pages(unfinished)
-        self.scheduler.remove(unfinished)
 
     def check_length(self, prompt: int, max_tokens: int) -> None:
         """prompt, max_tokens: in tokens. Raises UserError if they exceed the context or the cache."""

@@ -1,4 +1,4 @@
-"""CUDA graphs of a step: the model's launches are recorded once per batch size and replayed over static buffers.
+"""CUDA graphs of a decode step: the model's launches are recorded once per batch size and replayed over static buffers.
 
 A replay reads the trainer's own weights, so the next step sees an update in place; once they are at other addresses,
 steps are recorded again. A batch is padded to the next captured size; the padding rows belong to no sequence, so they
@@ -12,9 +12,7 @@ from collections.abc import Callable
 from functools import partial
 from typing import Any, NamedTuple
 
-import numpy as np
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from lockstep import ops
@@ -24,7 +22,6 @@ from lockstep.errors import UserError
 from lockstep.generate.batch import StepBatch
 from lockstep.generate.runner import Decoded, Runner, has_custom_forward
 from lockstep.model import Decoder
-from lockstep.model.decoder import Block
 from lockstep.model.lora_layers import projections
 from lockstep.parallel.tensor_group import tensor_group_of
 
@@ -95,10 +92,7 @@ class Inputs(NamedTuple):
 
 
 class GraphRunner(Runner):
-    """Replays whole decode steps, or small steps piece by piece, as `EngineConfig.cuda_graphs` says.
-
-    `capture` replaces CUDA's in tests. Raises UserError for a step that cannot be captured.
-    """
+    """Replays decode steps. `capture` replaces CUDA's in tests. Raises UserError for a step that cannot be captured."""
 
     def __init__(self, model: Decoder, cache: ops.KVCache, config: EngineConfig, capture: Capture | None = None):
         super().__init__(model, cache)
@@ -107,18 +101,15 @@ class GraphRunner(Runner):
                 f'engine: cuda_graphs is "{config.cuda_graphs}", but the model is on {model.device.type}; '
                 'set it to "none", or move the model to a GPU'
             )
-        self.mode = config.cuda_graphs
         self.sizes = ladder(config.max_sequences if config.draft == "none" else max(config.max_sequences, DRAFT_ROWS))
         self._capture: Capture = capture or CudaCapture()
         self._whole: dict[int, Replay] = {}
-        self._pieces: dict[tuple[int, int], Replay] = {}
         self._adapters: list[Any] = []
         self._read: list[Any] = []
         self._adapted: list[bool] = []
         self._moved, self._hooked = True, False
         largest, device = self.sizes[-1], model.device
         width = min(cache.num_pages, -(-model.config.max_positions // ops.PAGE))
-        heads, head_dim = model.config.num_heads, model.config.head_dim
         even = largest + largest % 2
         self._staging = torch.zeros(8, even, dtype=torch.int32, pin_memory=device.type == "cuda")
         self._memory = torch.zeros(8, even, dtype=torch.int32, device=device)
@@ -126,13 +117,11 @@ class GraphRunner(Runner):
         self._table = torch.zeros(largest, width, dtype=torch.int32, device=device)
         # Graphs keep reading the tables they were captured with, which the model may replace by larger ones.
         self._tables = model.rotary.reserve(width * ops.PAGE, device)
-        self._attended = torch.zeros(largest, heads, head_dim, dtype=model.dtype, device=device)
 
     def decode(self, batch: StepBatch) -> Decoded | None:
         """The whole step in one replay, if all of its rows are sampled."""
         count = len(batch.tokens)
-        self.pace = "steady"
-        if self.mode == "piecewise" or not batch.decodes or count > self.sizes[-1]:
+        if not batch.decodes or count > self.sizes[-1]:
             return None
         self._drop_if_moved()
         if self._hooked:
@@ -147,7 +136,6 @@ class GraphRunner(Runner):
         self._memory.copy_(self._staging, non_blocking=True)
         self._table[:count, : table.shape[1]].copy_(table, non_blocking=True)
         if size not in self._whole:
-            self.pace = "recording"
             self._whole[size] = self._captured(partial(self._step, size), f"a decode step of {size} rows")
         logits, tokens, log_probs = self._whole[size]()
         return Decoded(logits[:count], tokens[:count], log_probs[:count])
@@ -156,13 +144,11 @@ class GraphRunner(Runner):
     def most_rows(self) -> int:
         return self.sizes[-1]
 
-    def padded(self, rows: np.ndarray) -> np.ndarray:
-        sizes = np.array(self.sizes)
-        return np.where(rows <= sizes[-1], sizes[np.searchsorted(sizes[:-1], rows)], rows)
+    def padded(self, rows: int) -> int:
+        return self._size(rows) if rows <= self.sizes[-1] else rows
 
     def release(self) -> None:
         self._whole.clear()
-        self._pieces.clear()
         if isinstance(self._capture, CudaCapture):
             self._capture = CudaCapture()  # a pool cannot be reused once its graphs are freed
 
@@ -182,13 +168,6 @@ class GraphRunner(Runner):
             self.release()
         self._read, self._adapted, self._moved = read, adapted, False
 
-    def hidden(self, batch: StepBatch) -> Tensor:
-        rows = batch.tokens.shape[0]
-        if self.mode == "full" or rows > self.sizes[-1]:
-            return super().hidden(batch)
-        self._drop_if_moved()
-        return super().hidden(batch) if self._hooked else self._piecewise(batch, self._size(rows))
-
     def _size(self, rows: int) -> int:
         return self.sizes[bisect.bisect_left(self.sizes, rows)]
 
@@ -198,43 +177,6 @@ class GraphRunner(Runner):
         hidden = self.model(tokens, positions, ops.PagedAttention(self.cache, self._table[:size], None, contexts))
         logits = self.model.logits(hidden)
         return (logits, *ops.draw(logits, temperature, uniform))
-
-    def _piecewise(self, batch: StepBatch, size: int) -> Tensor:
-        """As `Decoder.forward`, replaying what lies between two attentions; attention itself is not captured."""
-        model = self.model
-        tokens, positions = self._inputs.tokens[:size], self._inputs.positions[:size]
-        _fill(tokens, batch.tokens)
-        _fill(positions, batch.positions)
-        attention = ops.PagedAttention(self.cache, batch.block_table, batch.query_lengths, batch.context_lengths)
-        attended = self._attended[:size]
-        blocks: list[Any] = list(model.layers)
-
-        def first() -> Tensors:
-            cos, sin = model.rotary(positions)
-            hidden = F.embedding(tokens, model.embed_tokens.weight)
-            return (hidden, cos, sin, *model.halves.before_attention(blocks[0], hidden, cos, sin))
-
-        def between(before: Block, after: Block, hidden: Tensor) -> Tensors:
-            hidden = model.halves.after_attention(before, hidden, attended)
-            return (hidden, *model.halves.before_attention(after, hidden, cos, sin))
-
-        def last(hidden: Tensor) -> Tensors:
-            hidden = model.halves.after_attention(blocks[-1], hidden, attended)
-            return (ops.rms_norm(hidden, model.norm.weight, model.config.norm_eps),)
-
-        hidden, cos, sin, q, k, v = self._piece(size, 0, first)
-        for index in range(len(blocks) - 1):
-            attended.copy_(attention(index, q, k, v, blocks[index].self_attn.terms()))
-            around = partial(between, blocks[index], blocks[index + 1], hidden)
-            hidden, q, k, v = self._piece(size, index + 1, around)
-        attended.copy_(attention(len(blocks) - 1, q, k, v, blocks[-1].self_attn.terms()))
-        return self._piece(size, len(blocks), partial(last, hidden))[0]
-
-    def _piece(self, size: int, index: int, function: Callable[[], Tensors]) -> Tensors:
-        if (size, index) not in self._pieces:
-            region = f"the part before the attention of layer {index}, of {size} rows,"
-            self._pieces[size, index] = self._captured(function, region)
-        return self._pieces[size, index]()
 
     def _captured(self, function: Callable[[], Tensors], region: str) -> Replay:
         """`function`, captured; a replay records the routes that its mixtures choose."""
@@ -255,16 +197,8 @@ class GraphRunner(Runner):
         try:
             captured = self._capture(with_routes)
         except RuntimeError as error:
-            alternatives = '"piecewise" or "none"' if self.mode.startswith("full") else '"none"'
             raise UserError(
-                f'engine: cuda_graphs is "{self.mode}", but {region} cannot be captured ({error}); an operator in it '
-                f"synchronizes with the device or allocates outside torch. Set engine.cuda_graphs to {alternatives}"
+                f'engine: cuda_graphs is "full", but {region} cannot be captured ({error}); an operator in it '
+                'synchronizes with the device or allocates outside torch. Set engine.cuda_graphs to "none"'
             ) from error
         return replay
-
-
-def _fill(buffer: Tensor, values: Tensor) -> None:
-    """Writes `values` at the beginning and zeros after them: a context of 0 marks a row as padding."""
-    count = values.shape[0]
-    buffer[:count].copy_(values, non_blocking=True)
-    buffer[count:].zero_()

@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import sys
-from typing import Any, Literal, NamedTuple
+from typing import Any, NamedTuple
 
-import numpy as np
 import torch.distributed as dist
 from jaxtyping import Float, Int
 from torch import Tensor
@@ -15,9 +14,6 @@ from lockstep.generate.batch import StepBatch
 from lockstep.model import Decoder
 from lockstep.parallel.tensor_group import tensor_group_of
 from lockstep.parallel.vocabulary import ShardedSampler
-
-Pace = Literal["steady", "unrecorded", "recording"]
-"""Whether a step took as long as later ones, longer since it was not recorded yet, or longer since it was recorded."""
 
 
 def make_cache(model: Decoder, num_pages: int) -> ops.KVCache:
@@ -51,12 +47,10 @@ class Decoded(NamedTuple):
 class Runner:
     """Calls the model directly. `GraphRunner` replays recorded graphs where it can."""
 
-    pace: Pace = "steady"
-    """Of the last step, compared with later ones of as many rows."""
-
     def __init__(self, model: Decoder, cache: ops.KVCache):
         self.model = model
         self.cache = cache
+        self.sampler = sampler_of(model)
 
     @property
     def most_rows(self) -> int:
@@ -67,8 +61,8 @@ class Runner:
         """Whether a step with drafts may have so many rows."""
         return True
 
-    def padded(self, rows: np.ndarray) -> np.ndarray:
-        """How many rows a decode step of each of these sizes computes, padding included."""
+    def padded(self, rows: int) -> int:
+        """How many rows a decode step of so many computes, padding included."""
         return rows
 
     def release(self) -> None:

@@ -21,10 +21,10 @@ from lockstep.model.decoder import Block
 from lockstep.model.lora_layers import projections
 from lockstep.ops import native
 
-SEEN_BEFORE_RECORDING = 12
+STEPS_BEFORE_RECORDING = 12
 """Steps with a number of rows before it is recorded: recording takes as long as a dozen replays save."""
 DRAFT_ROWS = 16
-"""Steps with drafts have any number of rows up to this, or a multiple of it: other numbers seldom occur again."""
+"""Steps with drafts have a power of two of rows up to this, or a multiple of it: other numbers seldom occur again."""
 SHARED_CONTEXT = 1024
 """The longest context with drafts: a step graph attends row by row, while a direct step reads the keys of a long
 context once for all rows of a sequence."""
@@ -40,6 +40,7 @@ class StepGraphRunner(Runner):
     def __init__(self, model: Decoder, cache: ops.KVCache, weights: ops.PackedWeights):
         super().__init__(model, cache)
         self._weights = weights
+        self.steps_before_recording = STEPS_BEFORE_RECORDING
         self._steps: dict[int, _Step] = {}
         self._settings: list[Any] = []
         self._inspect()
@@ -68,16 +69,21 @@ class StepGraphRunner(Runner):
         kernels = native.usable(model.embed_tokens.weight) and not native.is_pretending()
         return plain and parameters and kernels and model.runs_on is None
 
+    @property
+    def recorded(self) -> list[int]:
+        """The numbers of rows whose steps are replayed."""
+        return list(self._steps)
+
     def release(self) -> None:
         self._steps.clear()
 
     def fits(self, rows: int) -> bool:
-        return rows <= DRAFT_ROWS or rows % DRAFT_ROWS == 0 or rows > self._most_rows
+        power = rows <= DRAFT_ROWS and rows & (rows - 1) == 0
+        return power or rows % DRAFT_ROWS == 0 or rows > self._most_rows
 
     def decode(self, batch: StepBatch) -> Decoded | None:
         rows = batch.tokens.shape[0]
         drafts = rows > batch.block_table.shape[0]
-        self.pace = "steady"
         if not batch.decodes or rows > self._most_rows or self.model.halves is not Block:
             return None
         if (drafts and int(batch.positions.max()) >= SHARED_CONTEXT) or torch.is_inference_mode_enabled():
@@ -96,11 +102,7 @@ class StepGraphRunner(Runner):
         if drafts and not self.fits(rows):
             return None
         self._times_seen[rows] += 1
-        # The first number of rows is recorded early, to measure what replaying saves.
-        self.pace = (
-            "unrecorded" if self._times_seen[rows] < (SEEN_BEFORE_RECORDING if self._steps else 3) else "recording"
-        )
-        if self.pace == "unrecorded":
+        if self._times_seen[rows] < self.steps_before_recording:
             return None
         try:
             step = _Step(self.model, self.cache, batch, self._weights, weights, self._arena)

@@ -105,7 +105,7 @@ def _names(run: Path) -> Any:
     """A function from tokens to their texts; None if the run's tokenizer cannot be loaded."""
     # Imported here, since a report of pretraining does not need lockstep.data.
     from lockstep.data import load_tokenizer
-    from lockstep.data.pieces import token_pieces
+    from lockstep.data.decoding import token_pieces
 
     folders = sorted(run.glob("checkpoints/step_*[0-9]"), reverse=True)[:1]
     if (run / CONFIG).is_file():

@@ -3,53 +3,41 @@
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from lockstep.rl.algorithms import PolicyLossInputs, group_advantages, token_weights
-    from lockstep.rl.algorithms.objective import objective, policy_loss
-    from lockstep.rl.conversations import (
-        Chat,
-        ConversationEnvironment,
-        ConversationOver,
-        Episode,
-        Reply,
-        ToolCall,
-    )
-    from lockstep.rl.environments.loading import load_environment
-    from lockstep.rl.environments.protocol import Environment, Example
-    from lockstep.rl.grading import Grade, grade
-    from lockstep.rl.rollouts.records import Rollout, Scores, write_rollouts
+    from lockstep.rl.algorithms import PolicyLossInputs as PolicyLossInputs
+    from lockstep.rl.algorithms import group_advantages as group_advantages
+    from lockstep.rl.algorithms import token_weights as token_weights
+    from lockstep.rl.algorithms.objective import objective as objective
+    from lockstep.rl.algorithms.objective import policy_loss as policy_loss
+    from lockstep.rl.conversations import Chat as Chat
+    from lockstep.rl.conversations import ConversationEnvironment as ConversationEnvironment
+    from lockstep.rl.conversations import ConversationOver as ConversationOver
+    from lockstep.rl.conversations import Episode as Episode
+    from lockstep.rl.conversations import Reply as Reply
+    from lockstep.rl.conversations import ToolCall as ToolCall
+    from lockstep.rl.environments.loading import load_environment as load_environment
+    from lockstep.rl.environments.protocol import Environment as Environment
+    from lockstep.rl.environments.protocol import Example as Example
+    from lockstep.rl.grading import Grade as Grade
+    from lockstep.rl.grading import grade as grade
+    from lockstep.rl.rollouts.records import Rollout as Rollout
+    from lockstep.rl.rollouts.records import Scores as Scores
+    from lockstep.rl.rollouts.records import write_rollouts as write_rollouts
 
 # Imported at first use: a file with an environment imports this package in every reward worker, which needs no torch.
-_NAMES = {
-    "lockstep.rl.algorithms": "PolicyLossInputs group_advantages objective policy_loss token_weights",
-    "lockstep.rl.conversations": "Chat ConversationEnvironment ConversationOver Episode Reply ToolCall",
-    "lockstep.rl.environments.loading": "load_environment",
-    "lockstep.rl.environments.protocol": "Environment Example",
-    "lockstep.rl.grading": "Grade grade",
-    "lockstep.rl.rollouts.records": "Rollout Scores write_rollouts",
+_HOMES = {
+    name: f"lockstep.rl.{module}"
+    for module, names in {
+        "algorithms": "PolicyLossInputs group_advantages objective policy_loss token_weights",
+        "conversations": "Chat ConversationEnvironment ConversationOver Episode Reply ToolCall",
+        "environments.loading": "load_environment",
+        "environments.protocol": "Environment Example",
+        "grading": "Grade grade",
+        "rollouts.records": "Rollout Scores write_rollouts",
+    }.items()
+    for name in names.split()
 }
-_HOMES = {name: module for module, names in _NAMES.items() for name in names.split()}
 
-__all__ = [
-    "Chat",
-    "ConversationEnvironment",
-    "ConversationOver",
-    "Environment",
-    "Episode",
-    "Example",
-    "Grade",
-    "PolicyLossInputs",
-    "Reply",
-    "Rollout",
-    "Scores",
-    "ToolCall",
-    "grade",
-    "group_advantages",
-    "load_environment",
-    "objective",
-    "policy_loss",
-    "token_weights",
-    "write_rollouts",
-]
+__all__ = sorted(_HOMES)
 
 
 def __dir__() -> list[str]:

@@ -14,7 +14,8 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from lockstep import ops
 from lockstep.checkpoint import folder_if_model
 from lockstep.config import ParallelConfig, RLConfig, algorithm_of
-from lockstep.generate.engine import LOGITS_ELEMENTS, Engine
+from lockstep.generate.draws import LOGITS_ELEMENTS
+from lockstep.generate.engine import Engine
 from lockstep.model import Decoder, ModelConfig, ScoringModel, folder_dtype, resolve_dtype
 from lockstep.model.shard import local_values
 from lockstep.ops.native import pretending
@@ -26,10 +27,9 @@ from lockstep.rl.generators.open import scores_with_policy
 from lockstep.rl.generators.refusals import refuse_on_ranks
 from lockstep.rl.scoring.reference import AVERAGE, START, reference_is_base
 from lockstep.rl.scoring.value_head import ValueHead, train_settings
-from lockstep.rl.weights.estimate import TransferEstimate, estimate_transfer, estimate_weight_server
 from lockstep.rl.weights.in_place import materialize
-from lockstep.rl.weights.reader import MESSAGE
 from lockstep.rl.weights.server import versions_to_keep
+from lockstep.rl.weights.transfer import TransferEstimate, estimate_transfer
 from lockstep.train.dry_run import (
     TRAINING,
     DryRun,
@@ -77,8 +77,8 @@ class RLDryRun:
         stages = STAGES if self.transfer or self.generator else STAGES[:2]
         lines += _with_peak("memory per rank, GiB", self.memory, stages)
         if self.transfer:
-            sent, received = self.transfer.sent / 2**20, self.transfer.received / 2**20
-            lines.append(f"a weight sync sends {sent:.1f} MiB and receives {received:.1f} MiB on that rank")
+            received = self.transfer.received / 2**20
+            lines.append(f"a weight sync sends and receives {received:.1f} MiB on that rank")
         elif not self.generator:
             lines.append("no weight sync: the generator reads the trainer's own weights")
         if self.generator:
@@ -150,10 +150,13 @@ def _of_rank(config: RLConfig, shape: ModelConfig, world: World, on_cpu: bool) -
         rank.add_scoring_models()
         if whole and not config.actors.separate:
             rank.add_generator(whole)
-        laid_out = estimate_weight_server(policy, resolve_dtype(config.dtype))
+        laid_out = sum(local_values(p).numel() for p in policy.values()) * resolve_dtype(config.dtype).itemsize
         if config.actors.separate:
             rank.add("versions laid out, in the host's memory", laid_out * versions_to_keep(config.actors))
-        transfer = rank.add_transfer(policy, whole)
+        transfer = None
+        if whole and world.mesh is not None:
+            transfer = estimate_transfer(policy, whole, config.actors.keep_copy)
+            rank.add("arriving weights and messages", transfer.buffers, SYNC)
     return RLDryRun(trained, rank.memory, transfer, laid_out)
 
 
@@ -172,8 +175,6 @@ def _separate_generator(config: RLConfig, shape: ModelConfig, on_cpu: bool) -> S
             rank.add("weights", weights)
             rank.add("arriving weights", weights)  # allocated for the next ones, on every device
             rank.add_generator(model)
-            largest = max(local_values(parameter).nbytes for parameter in model.parameters())
-            rank.add("a message with weights", min(largest, MESSAGE), SYNC)
     finally:
         close_world(world)
     return rank.memory
@@ -223,7 +224,7 @@ class _RankMemory:
         return whole
 
     def add_scoring_models(self) -> None:
-        """The models that score, besides the policy."""
+        """The reference, a teacher and a reward model."""
         config = self._config
         if config.kl_coefficient and not reference_is_base(config):
             folder = config.model if config.kl_reference in (START, AVERAGE) else config.kl_reference
@@ -243,14 +244,6 @@ class _RankMemory:
             stages = self._stages if self._keeps_copy else (SAMPLING,)
             self.add("weights in a decode step's order", _panels(model), *stages)
         self.add("a generator's step at its peak", _generator_step(engine, self._fake), SAMPLING)
-
-    def add_transfer(self, policy: dict[str, nn.Parameter], whole: Decoder | None) -> TransferEstimate | None:
-        """The weight sync to the rank's copy."""
-        if not (whole and self._on_ranks):
-            return None
-        transfer = estimate_transfer(policy, whole, self._world, keep=self._keeps_copy)
-        self.add("arriving weights and messages", transfer.buffers, SYNC)
-        return transfer
 
     def frozen(self, shape: ModelConfig) -> Decoder:
         """As `generators.models.frozen_model`, without values."""

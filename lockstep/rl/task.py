@@ -30,7 +30,7 @@ from lockstep.run.session import Session
 from lockstep.run.stop import Interrupted
 from lockstep.run.task import Metrics, Resumable, StepObserver
 from lockstep.train import Trainer
-from lockstep.train.bad_steps import BadSteps
+from lockstep.train.faults import BadSteps
 
 
 class PolicyTask:
@@ -61,7 +61,7 @@ class PolicyTask:
         finishes = config.actors.on_update == "finish"
         self.resumables: Mapping[str, Resumable] = {
             "prompts": parts.prompts,
-            "ahead": _InFlight(prefetcher, self._waiting if finishes else None),
+            "in_flight": _InFlight(prefetcher, self._waiting if finishes else None),
         }
 
     def start(self, step: int) -> None:

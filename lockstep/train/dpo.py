@@ -19,16 +19,19 @@ from lockstep.model import ScoringModel, TrainableModel, load_weights, read_conf
 from lockstep.observe import OnMetrics
 from lockstep.parallel import World, parallel_model
 from lockstep.progress import Progress
-from lockstep.train.preference_batches import (
+from lockstep.train.preference_losses import AnswerLogProbs, dpo_loss, ipo_loss, kto_divergence, kto_loss, simpo_loss
+from lockstep.train.preferences import (
+    Means,
     PreferenceBatch,
     Which,
     answer_log_probs,
+    example_share,
+    examples_of,
+    open_preferences,
     preference_batch,
     shares_prompts,
 )
-from lockstep.train.preference_data import examples_of, open_preferences
-from lockstep.train.preference_losses import AnswerLogProbs, dpo_loss, ipo_loss, kto_divergence, kto_loss, simpo_loss
-from lockstep.train.reference_scores import assign_reference, model_reference
+from lockstep.train.reference_scores import assign_reference
 from lockstep.train.refusals import refuse_long_rows, refuse_other_vocabulary
 from lockstep.train.rows_task import RowsRun, train_rows
 from lockstep.train.setup import make_model, training_world
@@ -81,7 +84,7 @@ class PreferenceObjective:
             self._score(trainer, loader)
 
     def _score(self, trainer: Trainer, loader: RowLoader) -> None:
-        assign_reference(self._seen(loader), model_reference(trainer, self.config), self.config, trainer)
+        assign_reference(self._seen(loader), self.config, trainer)
         scored: list[list[Example]] = []
 
         def record(model: ScoringModel, batch: PreferenceBatch) -> Tensor:
@@ -107,19 +110,19 @@ class PreferenceObjective:
         """One update; the metrics are means over the step's examples."""
         examples = examples_of(batch)
         divergence = self._divergence(trainer, examples, batch.targets)
-        totals = PreferenceMetrics(self.config)
+        means = Means(self._names)
         with trainer.timeline.span("data"):
             batches = list(self._batches(examples, trainer.world, self._trained))
-        metrics = trainer.step(batches, self._loss_of(batch.targets, divergence, totals))
-        return metrics | self._named(totals.means(trainer.world), divergence, batch.targets)
+        metrics = trainer.step(batches, self._loss_of(batch.targets, divergence, means))
+        return metrics | self._named(means.over(trainer.world), divergence, batch.targets)
 
     def validate(self, trainer: Trainer, held_out: StepRows) -> dict[str, float]:
         """The same metrics on the held-out examples."""
         divergence = self._divergence(trainer, self._held_out, held_out.targets)
-        totals = PreferenceMetrics(self.config)
+        means = Means(self._names)
         batches = self._batches(self._held_out, trainer.world, self._trained)
-        loss = trainer.evaluate(batches, self._loss_of(held_out.targets, divergence, totals))
-        named = self._named(totals.means(trainer.world), divergence, held_out.targets)
+        loss = trainer.evaluate(batches, self._loss_of(held_out.targets, divergence, means))
+        named = self._named(means.over(trainer.world), divergence, held_out.targets)
         return {f"validation/{name}": value for name, value in {"loss": loss, **named}.items()}
 
     @property
@@ -128,6 +131,10 @@ class PreferenceObjective:
 
     def _batches(self, examples: list[list[Example]], world: World, which: Which) -> Iterator[PreferenceBatch]:
         return (preference_batch(part, world, self._share, which) for part in examples)
+
+    @property
+    def _names(self) -> tuple[str, ...]:
+        return LABELLED if self.config.loss == "kto" else PAIRED
 
     def _named(self, means: dict[str, float], divergence: float, examples: int) -> dict[str, float]:
         return means | {"examples": examples} | ({"kl": divergence} if self.config.loss == "kto" else {})
@@ -145,18 +152,38 @@ class PreferenceObjective:
         return kto_divergence(trainer.evaluate(self._batches(examples, trainer.world, "second"), log_ratios), count)
 
     def _loss_of(
-        self, count: int, divergence: float, totals: PreferenceMetrics
+        self, count: int, divergence: float, means: Means
     ) -> Callable[[ScoringModel, PreferenceBatch], Tensor]:
         def loss_of(model: ScoringModel, batch: PreferenceBatch) -> Tensor:
             log_probs, counts = answer_log_probs(model, batch)
             losses = preference_losses(self.config, log_probs, batch, divergence)
             if counts:
-                totals.add(log_probs.detach(), batch)
-            loss = ops.total(losses) / max(count, 1)
-            # Ranks that share a row all have the whole loss, each with the gradient of its tokens: it counts once.
-            return loss if counts else loss - loss.detach()
+                self._measure(log_probs.detach(), batch, means)
+            return example_share(losses, count, counts)
 
         return loss_of
+
+    def _measure(self, log_probs: Float[Tensor, "sequences"], batch: PreferenceBatch, means: Means) -> None:
+        """Adds one micro-batch's log-probabilities and implicit rewards."""
+        values, lengths = iter(log_probs.double().tolist()), iter(batch.lengths)
+        for example in batch.examples:
+            if self.config.loss == "kto":
+                kinds = ["chosen" if example.desirable else "rejected"]
+            else:
+                kinds = ["chosen", "rejected"]
+            rewards = []
+            for kind, reference in zip(kinds, example.reference):
+                log_prob = next(values)
+                rewards.append(self._reward(log_prob, reference, next(lengths)))
+                means.add(f"rewards/{kind}", rewards[-1])
+                means.add(f"log_probs/{kind}", log_prob)
+            if len(rewards) == 2:
+                means.add("rewards/margin", rewards[0] - rewards[1])
+                means.add("rewards/accuracy", rewards[0] > rewards[1])
+
+    def _reward(self, log_prob: float, reference: float, length: int) -> float:
+        """The implicit reward: beta times the log-ratio, or for simpo the mean log-probability."""
+        return self.config.beta * (log_prob / length if self.config.loss == "simpo" else log_prob - reference)
 
 
 def preference_losses(
@@ -183,50 +210,6 @@ def preference_losses(
     if config.loss == "simpo":
         return simpo_loss(chosen, rejected, config.beta, config.simpo_margin, config.label_smoothing)
     return dpo_loss(chosen, rejected, config.beta, config.label_smoothing)
-
-
-class PreferenceMetrics:
-    """Sums of the logged values over a step's examples."""
-
-    def __init__(self, config: DPOConfig):
-        self.config = config
-        self._sums = dict.fromkeys(LABELLED if config.loss == "kto" else PAIRED, 0.0)
-        self._chosen = self._rejected = 0
-
-    def add(self, log_probs: Float[Tensor, "sequences"], batch: PreferenceBatch) -> None:
-        """Adds the examples of one micro-batch."""
-        values = log_probs.double().tolist()
-        for number, example in enumerate(batch.examples):
-            if self.config.loss == "kto":
-                self._add("chosen" if example.desirable else "rejected", values[number], example.reference[0], 1)
-                continue
-            rewards = [
-                self._add(name, values[2 * number + i], example.reference[i], batch.lengths[2 * number + i])
-                for i, name in enumerate(("chosen", "rejected"))
-            ]
-            self._sums["rewards/margin"] += rewards[0] - rewards[1]
-            self._sums["rewards/accuracy"] += rewards[0] > rewards[1]
-
-    def _add(self, name: str, log_prob: float, reference: float, length: int) -> float:
-        """The implicit reward: beta times the log-ratio, or for simpo the mean log-probability."""
-        simpo = self.config.loss == "simpo"
-        reward = self.config.beta * (log_prob / length if simpo else log_prob - reference)
-        self._sums[f"rewards/{name}"] += reward
-        self._sums[f"log_probs/{name}"] += log_prob
-        if name == "chosen":
-            self._chosen += 1
-        else:
-            self._rejected += 1
-        return reward
-
-    def means(self, world: World) -> dict[str, float]:
-        """Means over all ranks' examples; kinds of answers that did not occur are left out."""
-        *sums, chosen, rejected = world.sum([*self._sums.values(), self._chosen, self._rejected])
-        means = {}
-        for name, value in zip(self._sums, sums):
-            if count := rejected if name.endswith("rejected") else chosen:
-                means[name] = value / count
-        return means
 
 
 LABELLED = ("rewards/chosen", "rewards/rejected", "log_probs/chosen", "log_probs/rejected")

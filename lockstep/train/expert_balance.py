@@ -107,8 +107,8 @@ class ExpertBalance:
         return {"expert_load": self.load.tolist(), "expert_idle": self.idle_steps.tolist()} if self.mixtures else {}
 
     def restore(self, state: Mapping[str, Any]) -> None:
-        """The inverse of `state`; a checkpoint without it, from before loads were counted, changes nothing."""
-        if self.mixtures and "expert_load" in state:
+        """The inverse of `state`."""
+        if self.mixtures:
             load, idle = (torch.tensor(state[name], dtype=torch.int64) for name in ("expert_load", "expert_idle"))
             if load.shape != self.load.shape or idle.shape != self.load.shape:
                 raise ValueError(f"expert_load is {list(load.shape)}, but the model has {list(self.load.shape)}")

@@ -2,28 +2,71 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
+from fnmatch import fnmatchcase
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
 from lockstep.config import TrainConfig
-from lockstep.errors import RunStopped, UserError
+from lockstep.config.rules import parse_rule
+from lockstep.errors import RunStopped, UserError, closest
 from lockstep.model import Decoder, TrainableModel, resolve_dtype
-from lockstep.model.stored import is_saved_with_adapter
+from lockstep.model.stored import is_float32, is_saved_with_adapter
 from lockstep.train.adamw import State, adamw_state, adamw_update, round_into
 from lockstep.train.gradients import (
-    Float32Gradients,
     Gradients,
     GradientsUsedInBackward,
-    SummedGradients,
     TreeSummedGradients,
 )
 from lockstep.train.muon import muon_state, muon_update
-from lockstep.train.parameter_groups import Settings, settings_of
+
+MATRICES = (2, 3)
+"""Number of dimensions of a matrix, and of the stacked matrices of experts: what Muon trains."""
+
+
+@dataclass(frozen=True)
+class Settings:
+    """How one parameter is updated; parameters with equal settings are updated together."""
+
+    optimizer: str = "adamw"
+    learning_rate: float = 1.0
+    """Relative to the schedule's."""
+    weight_decay: float = 0.0
+    frozen: bool = False
+
+
+def settings_of(shapes: Mapping[str, torch.Size], config: TrainConfig) -> dict[str, Settings]:
+    """The settings of every parameter, by name; if several rules match, the later ones win, key by key.
+
+    `shapes` has the parameters of the whole model, since a rule that matches none of them is refused. Raises UserError
+    for rules that cannot be followed.
+    """
+    settings = {name: _default(name, shape, config) for name, shape in shapes.items()}
+    for rule in config.rules:
+        pattern, changes = parse_rule(rule)
+        matching = [name for name in settings if fnmatchcase(name, pattern)]
+        if not matching:
+            hint = closest(pattern, settings) or f" Parameter names are {', '.join([*settings][:4])}, …"
+            raise UserError(f'train.rules "{rule}": no parameter has such a name.{hint}')
+        for name in matching:
+            settings[name] = dataclasses.replace(settings[name], **changes)
+            if settings[name].optimizer == "muon" and len(shapes[name]) not in MATRICES:
+                raise UserError(f'train.rules "{rule}": {name} is not a matrix, which Muon needs; use adamw for it')
+    return settings
+
+
+def _default(name: str, shape: torch.Size, config: TrainConfig) -> Settings:
+    if is_float32(name):
+        return Settings(frozen=True)  # changed by the load, not by a gradient
+    bias = name.endswith("bias")  # experts have a row each
+    muon = config.optimizer == "muon" and len(shape) in MATRICES and name.startswith("layers.") and not bias
+    decayed = len(shape) > 1 and not bias
+    return Settings("muon" if muon else "adamw", weight_decay=config.weight_decay if decayed else 0.0)
 
 
 class MasterOptimizer:
@@ -74,9 +117,7 @@ class MasterOptimizer:
             return GradientsUsedInBackward(self.parameters, lambda grads: self._update(grads, self._learning_rate))
         if self.config.deterministic_layout:
             return TreeSummedGradients(self.parameters)
-        if all(self.masters[name] is parameter for name, parameter in self.parameters.items()):
-            return Float32Gradients(self.parameters)
-        return SummedGradients(self.parameters)
+        return Gradients(self.parameters)
 
     def begin(self, learning_rate: float, microbatches: int) -> None:
         """Call before a step's first backward. Raises UserError if the settings do not allow so many micro-batches."""
@@ -152,21 +193,15 @@ class MasterOptimizer:
                 "algorithm, train.optimizer, train.rules and kl_reference (if it averages) must be those of the run "
                 "that wrote it"
             )
-        # A smaller one would be broadcast.
-        if other := [name for name in sorted(state) if tensors[name].shape != state[name].shape]:
-            name = other[0]
-            raise UserError(
-                f"the checkpoint has {len(other)} of the optimizer's tensors in another shape, such as {name}: "
-                f"{list(tensors[name].shape)}, not {list(state[name].shape)}; it is from another model or other "
-                "settings"
-            )
-        # Rounded to this run's dtype or widened, they would differ from those of a run that was never stopped.
-        if other := [name for name in sorted(state) if tensors[name].dtype != state[name].dtype]:
-            name = other[0]
-            raise UserError(
-                f"the checkpoint has {len(other)} of the optimizer's tensors in another dtype, such as {name}: "
-                f"{tensors[name].dtype}, not {state[name].dtype}; give the train.moments_dtype that it was written with"
-            )
+        # A smaller one would be broadcast, and one of another dtype rounded or widened.
+        for what, of in (("shape", lambda t: list(t.shape)), ("dtype", lambda t: t.dtype)):
+            if other := [name for name in sorted(state) if of(tensors[name]) != of(state[name])]:
+                name = other[0]
+                raise UserError(
+                    f"the checkpoint has {len(other)} of the optimizer's tensors in another {what}, such as {name}: "
+                    f"{of(tensors[name])}, not {of(state[name])}; give the train.moments_dtype that it was "
+                    "written with, unless it is from another model"
+                )
         for name, tensor in state.items():
             tensor.copy_(tensors[name])
         round_into([*self.parameters.values()], [*self.masters.values()])

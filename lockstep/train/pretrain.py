@@ -13,7 +13,6 @@ from lockstep.data import (
     TextEncoder,
     TextSource,
     Tokenizer,
-    divide,
     is_token_folder,
     load_tokenizer,
     named_tokenizer,
@@ -26,11 +25,10 @@ from lockstep.model import preset
 from lockstep.observe import OnMetrics
 from lockstep.parallel import World
 from lockstep.progress import Progress
-from lockstep.train.read_once import learn_once, read_once
 from lockstep.train.resolve_defaults import recorded_settings
+from lockstep.train.rows import Sources, learn_once, read_once, run_rows
 from lockstep.train.rows_task import RowsRun, train_rows
-from lockstep.train.setup import make_loader, make_model, training_world
-from lockstep.train.validation import validation_rows
+from lockstep.train.setup import make_model, training_world
 
 LARGE = 10**9
 """A model with at least this many parameters needs its own data and tokenizer."""
@@ -60,11 +58,7 @@ def pretrain(
             corpus = read_once(world, lambda: tokenize_documents(documents, tokenizer, config.skip_bad_lines))
             assert corpus is not None
             sources = [(corpus, 1.0)]
-        if config.validation_share:
-            sources, held_out_sources = divide(sources, config.validation_share)
-        encoder = TextEncoder(tokenizer)
-        loader = make_loader(config, sources, encoder, world)
-        held_out = validation_rows(config, held_out_sources, encoder, world)
+        loader, held_out = run_rows(config, sources, held_out_sources, TextEncoder(tokenizer), world)
         return train_rows(config, world, RowsRun(tokenizer, model, loader, held_out), progress, on_metrics)
 
 
@@ -95,7 +89,7 @@ def _text_sources(config: PretrainConfig, data: str) -> list[tuple[DataSource, f
 def _open_tokenizer(
     config: PretrainConfig,
     world: World,
-    sources: Sequence[tuple[DataSource, float]],
+    sources: Sources,
     documents: Iterable[str] | None,
 ) -> Tokenizer:
     """The tokenizer that a resumed run learned, or else the one that the settings name."""

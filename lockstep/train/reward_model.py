@@ -7,11 +7,8 @@ from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
-import torch
-from jaxtyping import Float
 from torch import Tensor
 
-from lockstep import ops
 from lockstep.config import RewardModelConfig, validate_run
 from lockstep.data import RowLoader, StepRows
 from lockstep.data.preferences import Example
@@ -21,15 +18,18 @@ from lockstep.model import ScoringModel, TrainableModel, begin_adapter, begin_sc
 from lockstep.observe import OnMetrics
 from lockstep.parallel import World
 from lockstep.progress import Progress
-from lockstep.train.preference_batches import (
+from lockstep.train.preference_losses import bradley_terry_loss
+from lockstep.train.preferences import (
+    Means,
     PreferenceBatch,
     end_scores,
+    example_share,
+    examples_of,
+    open_preferences,
     preference_batch,
     shares_prompts,
     with_end_target,
 )
-from lockstep.train.preference_data import examples_of, open_preferences
-from lockstep.train.preference_losses import bradley_terry_loss
 from lockstep.train.rows_task import RowsRun, train_rows
 from lockstep.train.setup import adapted, model_shape, trained_model, training_world
 from lockstep.train.trainer import Trainer
@@ -80,24 +80,24 @@ class RewardObjective:
 
     def step(self, trainer: Trainer, batch: StepRows) -> dict[str, float]:
         """One update; the metrics are means over the step's pairs."""
-        totals = ScoreMetrics()
+        means = Means(NAMES)
         with trainer.timeline.span("data"):
             batches = list(self._batches(examples_of(batch), trainer.world))
-        metrics = trainer.step(batches, self._loss_of(batch.targets, totals))
-        return metrics | totals.means(trainer.world) | {"examples": batch.targets}
+        metrics = trainer.step(batches, self._loss_of(batch.targets, means))
+        return metrics | means.over(trainer.world) | {"examples": batch.targets}
 
     def validate(self, trainer: Trainer, held_out: StepRows) -> dict[str, float]:
         """The same metrics on the held-out pairs."""
-        totals = ScoreMetrics()
+        means = Means(NAMES)
         batches = self._batches(examples_of(held_out), trainer.world)
-        loss = trainer.evaluate(batches, self._loss_of(held_out.targets, totals))
-        named = {"loss": loss, **totals.means(trainer.world), "examples": held_out.targets}
+        loss = trainer.evaluate(batches, self._loss_of(held_out.targets, means))
+        named = {"loss": loss, **means.over(trainer.world), "examples": held_out.targets}
         return {f"validation/{name}": value for name, value in named.items()}
 
     def _batches(self, examples: list[list[Example]], world: World) -> Iterator[PreferenceBatch]:
         return (preference_batch([with_end_target(e) for e in part], world, self._share) for part in examples)
 
-    def _loss_of(self, count: int, totals: ScoreMetrics) -> Callable[[ScoringModel, PreferenceBatch], Tensor]:
+    def _loss_of(self, count: int, means: Means) -> Callable[[ScoringModel, PreferenceBatch], Tensor]:
         def loss_of(model: ScoringModel, batch: PreferenceBatch) -> Tensor:
             scores, counts = end_scores(model, batch)
             chosen, rejected = scores.view(-1, 2).T
@@ -105,29 +105,11 @@ class RewardObjective:
             if self.config.centering:
                 losses = losses + self.config.centering * (chosen + rejected).square()
             if counts:
-                totals.add(chosen.detach(), rejected.detach())
-            loss = ops.total(losses) / max(count, 1)
-            # Ranks that share a row all have the whole loss, each with the gradient of its tokens: it counts once.
-            return loss if counts else loss - loss.detach()
+                for name, values in zip(NAMES, (chosen, rejected, chosen - rejected, chosen > rejected)):
+                    means.add(name, float(values.detach().double().sum()), len(values))
+            return example_share(losses, count, counts)
 
         return loss_of
-
-
-class ScoreMetrics:
-    """Sums of the logged values over a step's pairs."""
-
-    def __init__(self) -> None:
-        self._sums = torch.zeros(len(NAMES) + 1, dtype=torch.float64)
-
-    def add(self, chosen: Float[Tensor, "examples"], rejected: Float[Tensor, "examples"]) -> None:
-        """Adds the pairs of one micro-batch."""
-        values = (chosen, rejected, chosen - rejected, chosen > rejected, torch.ones_like(chosen))
-        self._sums += torch.stack([value.double().sum().cpu() for value in values])
-
-    def means(self, world: World) -> dict[str, float]:
-        """Means over all ranks' pairs."""
-        *sums, count = world.sum(self._sums.tolist())
-        return {name: value / max(count, 1) for name, value in zip(NAMES, sums)}
 
 
 NAMES = ("scores/chosen", "scores/rejected", "scores/margin", "scores/accuracy")

@@ -3,13 +3,25 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
+import torch
+
 from lockstep.config import PretrainConfig
-from lockstep.data import RowLoader, StepRows, Tokenizer
-from lockstep.model import Decoder, TrainableModel, resolve_dtype
-from lockstep.observe import OnMetrics, RunFolder, announce, in_short, start_line
+from lockstep.data import Row, RowLoader, StepRows, Tokenizer
+from lockstep.model import Decoder, ModelConfig, TrainableModel, resolve_dtype
+from lockstep.observe import (
+    OnMetrics,
+    RunFolder,
+    Timeline,
+    announce,
+    in_short,
+    memory_gib,
+    peak_flops,
+    start_line,
+    training_flops,
+)
 from lockstep.parallel import World
 from lockstep.progress import Progress
 from lockstep.run.loop import run_steps
@@ -17,10 +29,8 @@ from lockstep.run.session import Session
 from lockstep.run.stop import StopSignal
 from lockstep.run.task import Metrics, Resumable, StepObserver
 from lockstep.train.answers import Answers
-from lockstep.train.bad_steps import BadSteps
-from lockstep.train.loss_spikes import LossSpikes
+from lockstep.train.faults import BadSteps, LossSpikes
 from lockstep.train.objective import NextToken, Objective
-from lockstep.train.throughput import Throughput
 from lockstep.train.trainer import Trainer
 
 
@@ -34,8 +44,7 @@ class RowsRun:
     held_out: StepRows | None = None
     """The rows for validation."""
     command: str = "pretrain"
-    objective: Objective | None = None
-    """None: next-token prediction."""
+    objective: Objective = field(default_factory=NextToken)
     answers: Answers | None = None
     """The model's answers before and after, for the report."""
 
@@ -51,13 +60,13 @@ def train_rows(
 
     Raises RunStopped if the run ends early, because of a signal or bad steps.
     """
-    model, loader, answers = parts.model, parts.loader, parts.answers
+    model, answers = parts.model, parts.answers
     trainer = Trainer(model, config.train, config.steps, world)
     with Session(config, trainer, parts.tokenizer, parts.command, progress, on_metrics) as session:
-        objective = parts.objective or NextToken()
-        objective.prepare(trainer, loader, parts.held_out)
-        bad_steps = BadSteps(config.faults, session.run.path, parts.tokenizer)
-        task = RowsTask(config, trainer, objective, loader, parts.held_out, bad_steps, session.stop)
+        parts.objective.prepare(trainer, parts.loader, parts.held_out)
+        task = RowsTask(
+            config, trainer, parts, BadSteps(config.faults, session.run.path, parts.tokenizer), session.stop
+        )
         session.resume(task)
         _announce(config, parts, world, session.start)
         with session.running():
@@ -86,22 +95,13 @@ def _announce(config: PretrainConfig, parts: RowsRun, world: World, start: int) 
 class RowsTask:
     """Steps on a loader's rows."""
 
-    def __init__(
-        self,
-        config: PretrainConfig,
-        trainer: Trainer,
-        objective: Objective,
-        loader: RowLoader,
-        held_out: StepRows | None,
-        bad_steps: BadSteps,
-        stop: StopSignal,
-    ):
-        self.config, self.trainer, self.objective, self.stop = config, trainer, objective, stop
-        self.loader, self.held_out, self.bad_steps = loader, held_out, bad_steps
+    def __init__(self, config: PretrainConfig, trainer: Trainer, parts: RowsRun, bad_steps: BadSteps, stop: StopSignal):
+        self.config, self.trainer, self.bad_steps, self.stop = config, trainer, bad_steps, stop
+        self.objective, self.loader, self.held_out = parts.objective, parts.loader, parts.held_out
         self.speed = Throughput(trainer.model.config, trainer.world, resolve_dtype(config.dtype))
         spikes = LossSpikes(config.faults)
         self.observers: list[StepObserver] = [spikes]
-        self.resumables: Mapping[str, Resumable] = {"loader": loader, "losses": spikes}
+        self.resumables: Mapping[str, Resumable] = {"loader": parts.loader, "losses": spikes}
 
     def step(self, step: int) -> Metrics:
         """Updates the weights on the loader's next rows."""
@@ -131,3 +131,39 @@ class RowsTask:
 
     def shown(self, metrics: Metrics) -> dict[str, float]:
         return {"loss": metrics["loss"], "tokens_per_s": metrics["tokens_per_second"]}
+
+
+PHASES = ("data", "forward", "backward", "optimizer")
+
+
+class Throughput:
+    """Turns a step's rows and times into tokens per second, TFLOP/s and, if known, the share of the peak."""
+
+    def __init__(self, config: ModelConfig, world: World, dtype: torch.dtype):
+        self.config, self.world = config, world
+        # Measured by one rank while the others wait for it.
+        self.peak = peak_flops(world.device, dtype) * world.size if world.is_main else 1.0
+
+    def metrics(self, batch: StepRows, timeline: Timeline) -> dict[str, float]:
+        """Metrics of the current step over all ranks; memory and times are this rank's. Called by every rank."""
+        seconds = timeline.elapsed()
+        rows = [row for rows in batch.microbatches for row in rows]
+        local = training_flops(self.config, [n for row in rows for n in document_lengths(row)])
+        local -= training_flops(self.config, [n for row in rows for n in row.shared or ()])
+        (flops,) = self.world.sum([local], ("data_replicate", "data_shard"))
+        return {
+            "tokens": batch.tokens,
+            "tokens_per_second": batch.tokens / seconds,
+            "tflops": flops / seconds / 1e12,
+            **({"mfu": flops / seconds / self.peak} if self.peak else {}),
+            "memory_gib": memory_gib(self.world.device),
+            "data/padding": 1 - batch.tokens / batch.capacity,
+            **{f"time/{phase}": timeline.seconds(phase) for phase in PHASES},
+            "time/step": seconds,
+        }
+
+
+def document_lengths(row: Row) -> list[int]:
+    """The complete lengths of the row's sequences, without the padding that may be the last one."""
+    lengths = row.complete_lengths()
+    return lengths if row.scored[-row.lengths[-1] :].any() else lengths[:-1]

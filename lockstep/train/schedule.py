@@ -74,11 +74,11 @@ def read_points(path: Path) -> list[tuple[int, float]]:
         try:
             step, rate = int(row[0]), float(row[1])
         except (ValueError, IndexError):
-            raise UserError(f"{path}, line {line}: {','.join(row)!r} is not step,learning_rate") from None
-        if len(row) != 2 or not 0 <= rate < math.inf:
-            raise UserError(f"{path}, line {line}: the learning rate must be the last column, and 0 or more")
-        if points and step <= points[-1][0]:
-            raise UserError(f"{path}, line {line}: step {step} does not come after step {points[-1][0]}")
+            step, rate = -1, math.nan
+        if len(row) != 2 or not 0 <= rate < math.inf or (points and step <= points[-1][0]):
+            raise UserError(
+                f"{path}, line {line}: {','.join(row)!r} is not a later step and its learning rate of 0 or more"
+            )
         points.append((step, rate))
     if not points:
         raise UserError(f"{path}: has no steps; add lines such as 1,0.001")

@@ -1,4 +1,4 @@
-"""What pretraining, fine-tuning, preference and reward model runs set up alike: ranks, loader and model."""
+"""What pretraining, fine-tuning, preference and reward model runs set up alike: ranks, tokenizer, template, model."""
 
 from __future__ import annotations
 
@@ -9,10 +9,10 @@ from functools import partial
 from pathlib import Path
 from typing import TypeVar
 
-from lockstep.config import LoraConfig, PretrainConfig, RLConfig, SFTConfig
-from lockstep.data import DataSource, Encoder, RowLoader, Rows, Tokenizer, open_rows, with_ends
-from lockstep.data.chat import ChatTemplate
-from lockstep.data.chatml import CHATML
+from lockstep.config import LoraConfig, PreferenceConfig, PretrainConfig, RLConfig, SFTConfig
+from lockstep.data import DataSource, Tokenizer, load_tokenizer, with_ends
+from lockstep.data.chat import CHATML, OPTION, ChatTemplate, carry_template, load_chat_template, with_chatml
+from lockstep.data.tokenizer import CHAT_TEMPLATE_FILE
 from lockstep.errors import UserError
 from lockstep.model import (
     ModelConfig,
@@ -28,7 +28,6 @@ from lockstep.model import (
     resolve_dtype,
 )
 from lockstep.parallel import World, close_world, open_world, parallel_model
-from lockstep.train.read_once import read_once
 from lockstep.train.refusals import refuse_shape, refuse_step
 from lockstep.train.resolve_defaults import resolve_defaults
 
@@ -50,18 +49,58 @@ def training_world(config: Config) -> Iterator[tuple[Config, World]]:
         close_world(world)
 
 
-def make_loader(
-    config: PretrainConfig,
+def chat_tokenizer(config: SFTConfig) -> Tokenizer:
+    """The model's tokenizer, or `config.tokenizer`, with the special tokens of ChatML if that is the template.
+
+    Raises UserError if the model lacks these tokens and the run cannot learn their embeddings.
+    """
+    tokenizer = load_tokenizer(config.tokenizer or config.model)
+    if config.template != CHATML:
+        return tokenizer
+    tokenizer = with_chatml(tokenizer)
+    learns_tokens = not config.lora.rank and not isinstance(config, PreferenceConfig)
+    if not learns_tokens and tokenizer.vocab_size > read_config(Path(config.model)).vocab_size:
+        raise UserError(
+            f"{config.model}: lacks the tokens of template {CHATML}, which only full fine-tuning learns; first train "
+            f"all weights on conversations: lockstep sft --template {CHATML}"
+        )
+    return tokenizer
+
+
+def chat_template(
+    config: SFTConfig,
+    tokenizer: Tokenizer,
     sources: Sequence[tuple[DataSource, float]],
-    encoder: Encoder,
-    world: World,
-    kind: type[Rows] = Rows,
-) -> RowLoader:
-    """The loader of this rank's rows from the sources, mixed by their weights."""
-    share = partial(read_once, world)
-    rows = open_rows(sources, encoder, config.loader, config.sequence_length, config.seed, share, kind)
-    tokens = config.train.tokens_per_microbatch
-    return RowLoader(rows, config.tokens_per_step, tokens, world.data_rank, world.data_size)
+    held_out: Sequence[tuple[DataSource, float]],
+) -> ChatTemplate | None:
+    """`config.template`, or the template that the data was tokenized with, either of which is saved with the tokenizer;
+    otherwise the one in the tokenizer's folder.
+
+    Raises UserError for training or validation data that was tokenized with another template, and for tokenized data
+    with settings that only affect tokenization.
+    """
+    tokenized = [source for source, _ in [*sources, *held_out] if isinstance(source, Path)]
+    if tokenized and (config.chat_template_kwargs or config.turns != "apart"):
+        option = OPTION if config.chat_template_kwargs else "--turns"
+        raise UserError(f"{tokenized[0]}: is tokenized already, so {option} has no effect on it; leave it out")
+    folder, made_with = Path(config.tokenizer or config.model), _template_files(sources)
+    template = load_chat_template(folder, config.template)
+    carried = bool(config.template)
+    if made_with and not carried and (template is None or template.source != made_with[0].read_text()):
+        template, carried = load_chat_template(folder, str(made_with[0])), True
+    for other in made_with + _template_files(held_out):
+        if template is None or other.read_text() != template.source:
+            raise UserError(
+                f"{other.parent}: was tokenized with another chat template; give --template {other}, or tokenize again"
+            )
+    if carried and template is not None:
+        carry_template(tokenizer, template)
+    return template
+
+
+def _template_files(sources: Sequence[tuple[DataSource, float]]) -> list[Path]:
+    files = [source / CHAT_TEMPLATE_FILE for source, _ in sources if isinstance(source, Path)]
+    return [file for file in files if file.is_file()]
 
 
 def model_shape(config: PretrainConfig, tokenizer: Tokenizer, template: ChatTemplate | None = None) -> ModelConfig:

@@ -10,21 +10,18 @@ from lockstep.data import (
     ConversationEncoder,
     ConversationSource,
     DataSource,
-    divide,
     is_token_folder,
     open_token_folder,
     parse_data,
 )
-from lockstep.data.template_values import command_values
+from lockstep.data.chat import command_values
 from lockstep.errors import UserError
 from lockstep.observe import OnMetrics, announce, log
 from lockstep.progress import Progress
 from lockstep.train.answers import Answers
-from lockstep.train.chat_setup import chat_template, chat_tokenizer
-from lockstep.train.epochs import with_steps
+from lockstep.train.rows import run_rows, with_steps
 from lockstep.train.rows_task import RowsRun, train_rows
-from lockstep.train.setup import make_loader, make_model, training_world
-from lockstep.train.validation import validation_rows
+from lockstep.train.setup import chat_template, chat_tokenizer, make_model, training_world
 
 
 def finetune(config: SFTConfig, progress: Progress | None = None, on_metrics: OnMetrics | None = None) -> Path:
@@ -42,13 +39,10 @@ def finetune(config: SFTConfig, progress: Progress | None = None, on_metrics: On
         values = command_values(config.chat_template_kwargs, template)
         encoder = ConversationEncoder(tokenizer, template, config.turns, values)
         model = make_model(config, tokenizer, world, template)
-        if config.validation_share:
-            sources, held_out_sources = divide(sources, config.validation_share)
-        loader = make_loader(config, sources, encoder, world)
+        loader, held_out = run_rows(config, sources, held_out_sources, encoder, world)
         if world.is_main:
             _announce_split_conversations(loader.counts, config.sequence_length)
         config = with_steps(config, loader, world, "conversations")
-        held_out = validation_rows(config, held_out_sources, encoder, world)
         answers = None
         if world.mesh is None and config.steps:
             shown = held_out.microbatches if held_out is not None else loader.peek().microbatches

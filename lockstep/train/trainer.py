@@ -17,13 +17,12 @@ from lockstep.host_memory import keep_freed_memory
 from lockstep.model import ScoringModel, TrainableModel
 from lockstep.model.shard import is_fsdp
 from lockstep.observe.timeline import Timeline
-from lockstep.ops.one_order import one_order
+from lockstep.ops.one_order import one_order, share
 from lockstep.parallel import Pipeline, World
 from lockstep.parallel.exchange import is_no_subtree
 from lockstep.parallel.expert_traffic import TRAFFIC
-from lockstep.train.deterministic_layout import share_rows
 from lockstep.train.expert_balance import ExpertBalance
-from lockstep.train.extra_parameters import ExtraParameters
+from lockstep.train.gradients import ExtraParameters
 from lockstep.train.optimizer import MasterOptimizer
 from lockstep.train.schedule import make_schedule
 
@@ -54,7 +53,7 @@ class Trainer:
         self.world = world or World(model.device)
         self.config = config
         if config.deterministic_layout:
-            share_rows(model)
+            _share_rows(model)
         self.total_updates = total_updates
         self.schedule = make_schedule(config, total_updates)
         self.extra_parameters = ExtraParameters(extra_parameters or {}, self.world)
@@ -252,8 +251,23 @@ class Trainer:
         return {name: getattr(self, name) for name in _COUNTS} | self.balance.state()
 
     def load_counts(self, counts: Mapping[str, Any]) -> None:
-        """The inverse of `counts`. Raises, changing nothing, if one is not a number."""
-        values = {name: int(counts.get(name, 0)) for name in _COUNTS}
+        """The inverse of `counts`. Raises, changing nothing, if one is missing or not a number."""
+        values = {name: int(counts[name]) for name in _COUNTS}
         self.balance.restore(counts)
         for name, count in values.items():
             setattr(self, name, count)
+
+
+def _share_rows(model: TrainableModel) -> None:
+    """Makes every forward of `model` record, for the gradient sums, which ranks have the rest of its tokens and
+    targets."""
+
+    if isinstance(model, Pipeline):
+        return  # its ranks share no tokens: `config.validation` refuses pipelines with context parallelism
+
+    def record(model: nn.Module, arguments: tuple[Any, ...]) -> None:
+        attention = arguments[2]
+        share(*(getattr(attention, name, None) for name in ("shared_tokens", "shared_targets")))
+
+    assert isinstance(model, nn.Module)
+    model.register_forward_pre_hook(record)

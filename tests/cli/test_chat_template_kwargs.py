@@ -14,7 +14,8 @@ from lockstep.data.chat import load_chat_template
 from lockstep.data.conversations import Conversation, ConversationEncoder
 from lockstep.data.preferences import PreferenceEncoder
 from lockstep.train.sft import finetune
-from tests.train.test_sft import _config, _data
+from tests.train.runs import write_lines
+from tests.train.test_sft import _config
 
 TEMPLATE = (
     "{{ 'loud:' if loud }}{{ word }}{% for m in messages %}<{{ m.role }}>{{ m.content }}\n{% endfor %}"
@@ -122,7 +123,7 @@ def test_values_reach_conversations_and_preferences_and_a_rows_own_win(chat_fold
 
 
 def test_a_fine_tuning_run_records_them_and_refuses_them_for_tokens(tmp_path, chat_folder, capsys):
-    data = _data(tmp_path, [TALK] * 12)
+    data = write_lines(tmp_path / "talk.jsonl", [TALK] * 12)
     run = finetune(_config(tmp_path, chat_folder, "run", data=data, steps=1, chat_template_kwargs=GIVEN))
     assert json.loads(tomllib.loads((run / "config.toml").read_text())["chat_template_kwargs"]) == json.loads(GIVEN)
     tokens = str(tmp_path / "tokens")

@@ -9,7 +9,7 @@ import pytest
 from lockstep.cli import main
 from lockstep.config import DataConfig, PretrainConfig, TrainConfig
 from lockstep.data import ByteTokenizer, Rows, TextEncoder, TextSource, divide, open_rows, tokenize_documents
-from lockstep.data.mixture import MixedRows
+from lockstep.data.loader import MixedRows
 from lockstep.errors import UserError
 from lockstep.observe import read_metrics
 from lockstep.train.pretrain import pretrain
@@ -87,7 +87,7 @@ def test_a_run_validates_on_its_share_and_resumes_with_the_same_bits(tmp_path):
         pretrain(replace(cut, steps=5, resume=True, validation_share=0.2))
 
 
-@pytest.mark.parametrize("command", ["sft", "dpo", "reward-model"])
+@pytest.mark.parametrize("command", ["sft", "dpo", pytest.param("reward-model", marks=pytest.mark.slow)])
 def test_runs_over_examples_do_not_train_on_their_share(tmp_path, model_folder, command):
     """Another share holds out others: a run that trained on all of them would not notice."""
     both = {"completion": " yes"} if command == "sft" else {"chosen": " yes", "rejected": " no"}

@@ -1,4 +1,4 @@
-"""Replies taken apart, whole and as they come, compared with transformers' own reading and openai-harmony's."""
+"""Replies taken apart, whole and as they come, compared with transformers' own reading."""
 
 import ast
 import importlib.util
@@ -108,23 +108,17 @@ def test_of_channels_only_the_final_one_is_content(tokenizers, reply, reasoning,
     assert read(tokenizers, "gptoss", reply) == ReplyParts(reasoning, content)
 
 
-def test_a_channels_names_written_as_text_are_content(tokenizers):
+def test_sections_end_at_tokens_alone_and_keep_characters_that_are_cut_off(tokenizers):
     tokenizer = tokenizers["gptoss"]
     said = [token for character in "<|channel|>analysis<|message|>" for token in tokenizer.encode(character)]
     reply = [*tokenizer.encode("<|channel|>final<|message|>"), *said, *tokenizer.encode("<|return|>")]
     assert read(tokenizers, "gptoss", reply) == ReplyParts("", "<|channel|>analysis<|message|>")
-
-
-def test_a_character_that_is_cut_off_by_the_end_of_its_section_stays_in_it(tokenizers):
     for name, begin, end in (("gptoss", ANALYSIS[:-7], f"<|end|>{NEXT}{FINAL}"), ("qwen3", "<think>", "</think>yo")):
         tokenizer = tokenizers[name]
         half, *_ = tokenizer.encode("😀")
-        reply = [*tokenizer.encode(begin), half, *tokenizer.encode(end)]
-        assert read(tokenizers, name, reply).reasoning.endswith("\N{REPLACEMENT CHARACTER}")
-        assert read(tokenizers, name, reply).content == "yo"
-
-
-def test_a_prompt_may_begin_the_final_channel_itself(tokenizers):
+        found = read(tokenizers, name, [*tokenizer.encode(begin), half, *tokenizer.encode(end)])
+        assert found.reasoning.endswith("\N{REPLACEMENT CHARACTER}") and found.content == "yo"
+    # A prompt may begin the final channel itself.
     prompt = "<|start|>user<|message|>hi<|end|><|start|>assistant<|channel|>final<|message|>"
     assert read(tokenizers, "gptoss", "yo<|return|>", prompt) == ReplyParts("", "yo")
     assert read(tokenizers, "gptoss", "inal<|message|>yo<|return|>", prompt[:-15]) == ReplyParts("", "yo")
@@ -223,25 +217,22 @@ def test_reasoning_is_what_the_reply_has_between_the_tags_first(tokenizers, name
     assert read(tokenizers, name, reply, prompt) == ReplyParts(reasoning, content)
 
 
-def test_where_the_vocabulary_has_the_tag_its_text_is_content_and_where_it_has_not_its_text_is_the_tag(tokenizers):
-    for name, reasoning, content in (("qwen3", "", "<think>hm</think>yes"), ("llama3_1", "hm", "yes")):
-        spelled = [token for character in "<think>hm</think>yes" for token in tokenizers[name].encode(character)]
-        assert read(tokenizers, name, spelled) == ReplyParts(reasoning, content)
-    spelled = [
-        t for c in '<tool_call>{"name": "f", "arguments": {}}</tool_call>' for t in tokenizers["qwen3"].encode(c)
-    ]
-    assert read(tokenizers, "qwen3", spelled).calls == ()
-    form = reply_form(ByteTokenizer(), "{{ '<think>' }} … </think>")
-    found = read_reply(form, ByteTokenizer(), list(b"hm</think>yes"), list(b"? <think>\n"))
-    assert form.texts and found == ReplyParts("hm", "yes")
-
-
-def test_the_form_is_the_templates_or_else_the_vocabularys(tokenizers):
+def test_the_form_is_the_templates_or_else_the_vocabularys_and_a_tag_is_text_where_there_is_no_token(tokenizers):
     assert reply_form(tokenizers["gptoss"]).channels and reply_form(tokenizers["qwen3"]).thinks
     assert reply_form(tokenizers["llama3_1"]) == reply_form(ByteTokenizer()) == PLAIN
     assert not reply_form(tokenizers["gptoss"], "{{ messages }}").channels, "a model tuned to another template"
     assert tool_format(template_source("gptoss")) is GPT_OSS
     assert tool_format(template_source("deepseekv3")) is tool_format(template_source("deepseek_r1_distill")) is DEEPSEEK
+    thought, called = "<think>hm</think>yes", '<tool_call>{"name": "f", "arguments": {}}</tool_call>'
+    for name, text, expected in (
+        ("qwen3", thought, ReplyParts("", thought)),
+        ("llama3_1", thought, ReplyParts("hm", "yes")),
+        ("qwen3", called, ReplyParts("", called)),
+    ):
+        assert read(tokenizers, name, [t for character in text for t in tokenizers[name].encode(character)]) == expected
+    form = reply_form(ByteTokenizer(), "{{ '<think>' }} … </think>")
+    found = read_reply(form, ByteTokenizer(), list(b"hm</think>yes"), list(b"? <think>\n"))
+    assert form.texts and found == ReplyParts("hm", "yes")
 
 
 WORDS = st.lists(
@@ -294,7 +285,7 @@ def _theirs(folder):
     return tokenizer
 
 
-@settings(max_examples=150, deadline=None, derandomize=True)
+@settings(max_examples=80, deadline=None, derandomize=True)
 @given(data=st.data(), name=st.sampled_from(FAMILIES), opened=st.booleans())
 def test_whatever_is_sampled_is_the_same_whole_and_as_it_comes(tokenizers, data, name, opened):
     tokenizer = tokenizers[name]
@@ -306,62 +297,3 @@ def test_whatever_is_sampled_is_the_same_whole_and_as_it_comes(tokenizers, data,
     found = read(tokenizers, name, tokens, prompt_of(name) + "<think>\n" * (opened and name != "gptoss"))
     for call in found.calls:
         assert call.problem or call.name
-
-
-def test_channels_are_read_as_openai_harmony_reads_them():
-    """With its vocabulary, which it takes from the net, or from the folder in TIKTOKEN_ENCODINGS_BASE."""
-    harmony = pytest.importorskip("openai_harmony")
-    try:
-        encoding = harmony.load_harmony_encoding("HarmonyGptOss")
-    except harmony.HarmonyError:
-        pytest.skip("openai-harmony's vocabulary is not at hand")
-    import random
-
-    tokenizer, draw = _HarmonyTokenizer(encoding), random.Random(0)
-    form, assistant = reply_form(tokenizer), harmony.Role.ASSISTANT
-    words = ["yo", "größer 😀", "\n\n", '{"a": 1}', "analysis", "to=functions.x", "<|channel|>", "<|end", " "]
-
-    def said():
-        return "".join(draw.choices(words, k=draw.randint(1, 6)))
-
-    for _ in range(200):
-        messages = [
-            harmony.Message.from_role_and_content(assistant, said()).with_channel(
-                draw.choice(["analysis", "commentary"])
-            )
-            for _ in range(draw.randint(0, 3))
-        ]
-        last = harmony.Message.from_role_and_content(assistant, said()).with_channel("final")
-        if draw.random() < 0.5:
-            last = harmony.Message.from_role_and_content(assistant, json.dumps({"a": said()}))
-            last = last.with_channel("commentary").with_recipient("functions.f").with_content_type("<|constrain|>json")
-        tokens = encoding.render_conversation_for_training(harmony.Conversation.from_messages([*messages, last]))
-        tokens = tokens[len(tokenizer.encode("<|start|>assistant")) :]
-        theirs = encoding.parse_messages_from_completion_tokens(tokens, assistant)
-        found = read_reply(form, tokenizer, tokens)
-        shown = [m for m in theirs if not m.recipient]
-        assert found.content == "\n".join(m.content[0].text for m in shown if m.channel == "final")
-        assert found.reasoning == "\n".join(m.content[0].text for m in shown if m.channel != "final")
-        called = [ToolCall("f", json.loads(m.content[0].text)) for m in theirs if m.recipient == "functions.f"]
-        assert list(found.calls) == called
-
-
-class _HarmonyTokenizer:
-    """gpt-oss's real vocabulary."""
-
-    def __init__(self, encoding):
-        self._encoding = encoding
-        self._special = {f"<|{n}|>": self.encode(f"<|{n}|>")[0] for n in
-                         ("return", "constrain", "channel", "start", "end", "message", "call")}  # fmt: skip
-
-    def encode(self, text):
-        return self._encoding.encode(text, allowed_special="all")
-
-    def decode(self, ids):
-        return self._encoding.decode([token for token in ids if token not in self._special.values()])
-
-    def special_tokens(self):
-        return self._special
-
-    def vocabulary(self):
-        return self._special

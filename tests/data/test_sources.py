@@ -1,15 +1,13 @@
 """Every source gives the same documents: files of each kind, a data set as a stream, tokens kept on disk, a mixture."""
 
-import gzip
+import itertools
 import json
 import multiprocessing
 import os
 import re
-import signal
+import shutil
 import subprocess
 import sys
-import time
-from pathlib import Path
 
 import numpy as np
 import pytest
@@ -20,8 +18,6 @@ from lockstep.cli import main
 from lockstep.config import DataConfig, PretrainConfig
 from lockstep.data import (
     ByteTokenizer,
-    ConversationEncoder,
-    ConversationSource,
     Rows,
     TextEncoder,
     TextSource,
@@ -30,20 +26,17 @@ from lockstep.data import (
     open_rows,
     open_token_folder,
     parse_data,
-    records,
     text,
     tokenize_documents,
     write_token_folder,
 )
 from lockstep.data import open as opening
 from lockstep.data.corpus import collect
-from lockstep.data.mixture import MixedRows
-from lockstep.data.stream import StreamedDocuments
-from lockstep.data.token_folder import _ascending
+from lockstep.data.loader import MixedRows
+from lockstep.data.open import StreamedDocuments
 from lockstep.data.workers import encode_all
 from lockstep.errors import UserError
 from lockstep.train.pretrain import pretrain
-from lockstep.workers.processes import descendants
 from tests.data.failing import Fails, Imported
 
 TEXTS = [f"document {i}: " + "word " * (i % 7) + "日本語 🙂" for i in range(60)]
@@ -59,107 +52,6 @@ def _read(source, encoder=ENCODER, workers=0):
     return collect(encode_all(source.read(), encoder, workers), lambda: source.tally, np.uint16, source.skip_bad_lines)
 
 
-def test_jsonl_gzip_and_parquet_hold_the_same_documents(tmp_path):
-    import pyarrow as pa
-    from pyarrow import parquet
-
-    plain = _jsonl(tmp_path / "a.jsonl")
-    (tmp_path / "b.jsonl.gz").write_bytes(gzip.compress(plain.read_bytes()))
-    parquet.write_table(pa.table({"text": TEXTS}), tmp_path / "c.parquet", row_group_size=7)
-    for name in ("a.jsonl", "b.jsonl.gz", "c.parquet"):
-        source = TextSource(str(tmp_path / name))
-        assert list(source) == TEXTS
-        # All of the file has been counted; of Parquet whole row groups' shares, rounded down.
-        assert abs(source.tally.bytes_read - (tmp_path / name).stat().st_size) < 10
-
-
-def test_what_cannot_be_read_is_named(tmp_path, monkeypatch):
-    for name, content in {"a.parquet": b"no parquet", "b.jsonl.gz": b"\x1f\x8bno gzip", "c.jsonl.gz": b"plain"}.items():
-        (tmp_path / name).write_bytes(content)
-        with pytest.raises(UserError, match=f"{name}: cannot be read"):
-            list(TextSource(str(tmp_path / name)))
-    cut = gzip.compress(b'{"text": "a"}\n' * 1000)[:-20]
-    (tmp_path / "d.jsonl.gz").write_bytes(cut)
-    with pytest.raises(UserError, match=r"d\.jsonl\.gz: cannot be read"):
-        list(TextSource(str(tmp_path / "d.jsonl.gz")))
-    # A kind of block that there is not, and a wrong check sum at the end.
-    whole = gzip.compress(json.dumps({"text": "abcdefg" * 50}).encode() + b"\n")
-    for position in (10, len(whole) - 7):
-        damaged = whole[:position] + bytes([whole[position] ^ 0xFF | 0x07]) + whole[position + 1 :]
-        (tmp_path / "e.jsonl.gz").write_bytes(damaged)
-        with pytest.raises(UserError, match=r"e\.jsonl\.gz: cannot be read"):
-            list(TextSource(str(tmp_path / "e.jsonl.gz")))
-    for package, data in {"pyarrow": str(tmp_path / "a.parquet"), "datasets": "hf:some/data"}.items():
-        with monkeypatch.context() as without:
-            without.setitem(sys.modules, package, None)
-            with pytest.raises(UserError, match=f"{package} is not installed; pip install {package}"):
-                list(TextSource(data))
-    with pytest.raises(UserError, match="hf:/nowhere/at/all: cannot be read"):
-        list(TextSource("hf:/nowhere/at/all"))
-    for nothing in ("hf:", "hf::x"):
-        with pytest.raises(UserError, match=f"{nothing}: cannot be read .*give hf:NAME"):
-            list(TextSource(nothing))
-
-
-def test_a_files_kind_does_not_depend_on_capitals(tmp_path):
-    for name in ("A.JSONL", "B.Jsonl.GZ"):
-        text = json.dumps({"text": name}).encode() + b"\n"
-        (tmp_path / name).write_bytes(gzip.compress(text) if name.endswith("GZ") else text)
-    assert list(TextSource(str(tmp_path))) == ["A.JSONL", "B.Jsonl.GZ"]
-
-
-def test_a_line_longer_than_memory_allows_is_a_bad_line(tmp_path, monkeypatch):
-    monkeypatch.setattr(records, "LONGEST_LINE", 100)
-    (tmp_path / "a.jsonl").write_text('{"text": "one"}\n{"text": "' + "x" * 950 + '"}\n{"text": "two"}\n')
-    with pytest.raises(UserError, match=r"a\.jsonl:2: .*longer than 100 bytes"):
-        list(TextSource(str(tmp_path / "a.jsonl")))
-    source = TextSource(str(tmp_path / "a.jsonl"), skip_bad_lines=True)
-    assert list(source) == ["one", "two"] and source.tally.skipped_lines == 1
-
-
-@pytest.mark.parametrize("skip", [False, True])
-@pytest.mark.parametrize("content", [b"\n", b"x", b'{"text": "a"}\n'])
-def test_a_file_that_expands_as_no_text_does_is_refused(tmp_path, monkeypatch, content, skip):
-    monkeypatch.setattr(records, "UNPACKED_FREELY", 2**16)
-    monkeypatch.setattr(records, "LONGEST_LINE", 2**14)
-    monkeypatch.setattr(records, "LARGEST_RATIO", 50)
-    (tmp_path / "bomb.jsonl.gz").write_bytes(gzip.compress(content * (2**22 // len(content))))
-    message = "longer than 16384 bytes" if content == b"x" and not skip else "expands more than 50 times"
-    with pytest.raises(UserError, match=rf"bomb\.jsonl\.gz.*{message}"):
-        list(TextSource(str(tmp_path / "bomb.jsonl.gz"), skip_bad_lines=skip))
-
-
-def test_a_billion_lines_of_nothing_are_a_bomb_before_they_are_all_read(tmp_path, monkeypatch):
-    monkeypatch.setattr(records, "UNPACKED_FREELY", 2**16)
-    monkeypatch.setattr(records, "LARGEST_RATIO", 1)
-    (tmp_path / "bomb.jsonl.gz").write_bytes(gzip.compress(b"\n" * 2**15))
-    with pytest.raises(UserError, match=r"bomb\.jsonl\.gz: expands"):
-        list(TextSource(str(tmp_path / "bomb.jsonl.gz")))
-
-
-def test_a_line_of_a_thousand_keys_is_answered_briefly(tmp_path):
-    (tmp_path / "a.jsonl").write_text(json.dumps({str(key): 1 for key in range(1000)}))
-    for source in (TextSource(str(tmp_path / "a.jsonl")), ConversationSource(str(tmp_path / "a.jsonl"))):
-        encoder = ENCODER if isinstance(source, TextSource) else ConversationEncoder(ByteTokenizer(), None)
-        with pytest.raises(UserError, match=r"\(here: 0, 1, 2, ") as refused:
-            _read(source, encoder)
-        assert len(str(refused.value)) < 700
-
-
-def test_a_long_text_file_is_one_document_read_in_parts(tmp_path, monkeypatch):
-    content = "".join(f"line {i} of a long text\n" for i in range(400)) + "y" * 500
-    (tmp_path / "a.txt").write_text(content)
-    (tmp_path / "b.txt").write_text("")
-    (tmp_path / "c.txt").write_text("short")
-    monkeypatch.setattr(text, "LONGEST_PART", 300)
-    parts = list(TextSource(str(tmp_path)).read())
-    assert len(parts) > 20 and max(len(p.text) for p in parts) <= 2 * 300
-    corpus = _read(TextSource(str(tmp_path)))
-    assert corpus.offsets.tolist() == [0, len(content) + 1, len(content) + 7]
-    assert bytes(corpus.tokens[: len(content)].astype(np.uint8)) == content.encode()
-    assert corpus.counts["empty_documents"] == 1
-
-
 def test_half_a_surrogate_pair_is_named_or_skipped(bpe_tokenizer):
     texts = ["fine", "half of a pair: \ud83d", "fine too"]
     for tokenizer in (ByteTokenizer(), bpe_tokenizer):
@@ -169,85 +61,49 @@ def test_half_a_surrogate_pair_is_named_or_skipped(bpe_tokenizer):
         assert len(corpus.offsets) == 3 and corpus.counts["skipped_lines"] == 1
 
 
-def test_workers_give_what_one_process_gives_in_order(tmp_path, bpe_tokenizer):
+def test_workers_give_what_one_process_gives_in_order_or_raise_what_went_wrong(tmp_path, bpe_tokenizer, monkeypatch):
     source = TextSource(str(_jsonl(tmp_path / "a.jsonl", TEXTS * 60)))
     encoder = TextEncoder(bpe_tokenizer)
     alone, together = _read(source, encoder), _read(source, encoder, workers=2)
     assert np.array_equal(alone.tokens, together.tokens) and np.array_equal(alone.offsets, together.offsets)
-
-
-@pytest.mark.parametrize(
-    ("first", "message"), [("fail", "ValueError: no such token"), ("die", "process ended with code -9")]
-)
-def test_what_goes_wrong_in_a_worker_is_raised_here(first, message, monkeypatch):
     monkeypatch.setenv("PYTHONPATH", os.pathsep.join(sys.path))
-    parts = (text.TextPart(t, True) for t in [first, *TEXTS])
-    with pytest.raises(RuntimeError, match=message):
-        list(encode_all(parts, Fails(ByteTokenizer()), workers=1))
-
-
-def test_a_worker_imports_no_pytorch(bpe_tokenizer, monkeypatch):
-    """Which takes 4 s and 300 MB, for each core."""
-    monkeypatch.setenv("PYTHONPATH", os.pathsep.join(sys.path))
+    for first, message in (("fail", "ValueError: no such token"), ("die", "process ended with code -9")):
+        parts = (text.TextPart(t, True) for t in [first, *TEXTS])
+        with pytest.raises(RuntimeError, match=message):
+            list(encode_all(parts, Fails(ByteTokenizer()), workers=1))
+    # It imports no PyTorch, which takes 4 s and 300 MB, for each core.
     with pytest.raises(RuntimeError) as raised:
         list(encode_all([text.TextPart(TEXTS[0], True)], Imported(bpe_tokenizer), workers=1))
     imported = str(raised.value).split()
     assert "tokenizers" in imported and "torch" not in imported
 
 
-def test_workers_end_with_a_parent_that_is_killed_or_interrupted(tmp_path):
-    script = (
-        "import itertools, signal\n"
-        # Tests that run in the background of a shell inherit that it is ignored.
-        "signal.signal(signal.SIGINT, signal.default_int_handler)\n"
-        "from lockstep.data import ByteTokenizer, TextEncoder\n"
-        "from lockstep.data.text import TextPart\n"
-        "from lockstep.data.workers import encode_all\n"
-        "parts = (TextPart('a' * 1000, True) for _ in itertools.count())\n"
-        "for number, _ in enumerate(encode_all(parts, TextEncoder(ByteTokenizer()), workers=2)):\n"
-        "    if number == 5000: print('running', flush=True)\n"
-    )
-    for sent in (signal.SIGKILL, signal.SIGINT):
-        parent = subprocess.Popen([sys.executable, "-c", script], stdout=subprocess.PIPE, stderr=subprocess.PIPE)
-        assert parent.stdout.readline() == b"running\n"
-        children = descendants(parent.pid)
-        assert len(children) == 2
-        parent.send_signal(sent)
-        try:
-            _, errors = parent.communicate(timeout=20)
-        finally:
-            parent.kill()
-        assert sent == signal.SIGKILL or errors.rstrip().endswith(b"KeyboardInterrupt")
-        deadline = time.monotonic() + 10
-        while any(_runs(child) for child in children):
-            assert time.monotonic() < deadline, "a worker outlived its parent"
-            time.sleep(0.02)
-
-
-def _runs(process):
-    try:
-        return Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
-    except FileNotFoundError:
-        return False
-
-
-def test_tokens_on_disk_are_those_in_memory(tmp_path, bpe_tokenizer):
+def test_tokens_on_disk_are_those_in_memory_and_bad_data_leaves_no_folder(tmp_path, bpe_tokenizer):
     source = TextSource(str(_jsonl(tmp_path / "a.jsonl", ["", *TEXTS])))
     encoder = TextEncoder(bpe_tokenizer)
     write_token_folder(tmp_path / "tokens", source, encoder)
     corpus, expected = open_token_folder(tmp_path / "tokens", bpe_tokenizer), _read(source, encoder)
     assert isinstance(corpus.tokens, np.memmap) and np.array_equal(corpus.tokens, expected.tokens)
     assert np.array_equal(corpus.offsets, expected.offsets) and corpus.counts["empty_documents"] == 1
+    texts = [[*bpe_tokenizer.encode(text), bpe_tokenizer.eos_id] for text in TEXTS]
+    assert [corpus.tokens[a:b].tolist() for a, b in itertools.pairwise(corpus.offsets)] == texts
     with pytest.raises(UserError, match="a different tokenizer"):
         open_token_folder(tmp_path / "tokens", ByteTokenizer())
     os.truncate(tmp_path / "tokens" / "tokens.bin", 10)
     with pytest.raises(UserError, match=r"tokens\.bin: has 10 bytes instead of \d+; delete"):
         open_token_folder(tmp_path / "tokens")
+    shutil.rmtree(tmp_path / "tokens")
+    (tmp_path / "a.jsonl").write_text('{"text": "fine"}\n{oops\n')
+    with pytest.raises(UserError, match=r"a\.jsonl:2"):
+        write_token_folder(tmp_path / "tokens", TextSource(str(tmp_path / "a.jsonl")), ENCODER)
+    assert [p.name for p in tmp_path.iterdir()] == ["a.jsonl"]
 
 
-@pytest.mark.parametrize(
-    ("values", "message"),
-    [
+def test_a_folder_of_tokens_says_only_what_it_may(tmp_path):
+    folder, most = tmp_path / "tokens", 2**63 - 1
+    write_token_folder(folder, TextSource(str(_jsonl(tmp_path / "a.jsonl", ["abcde", "fg", "h", "i"]))), ENCODER)
+    about = json.loads((folder / "tokens.json").read_text())
+    for values, message in (
         ({"dtype": "O"}, r"tokens\.json: cannot be read"),
         ({"dtype": "int16"}, r"tokens\.json: cannot be read"),
         ({"dtype": ["uint16"]}, r"tokens\.json: cannot be read"),
@@ -256,23 +112,22 @@ def test_tokens_on_disk_are_those_in_memory(tmp_path, bpe_tokenizer):
         ({"tokens": float("inf")}, r"tokens\.json: cannot be read"),
         ({"tokens": -1}, r"tokens\.bin: has"),
         ({"documents": -1}, r"offsets\.bin: has"),
-    ],
-)
-def test_a_folder_of_tokens_says_only_what_it_may(tmp_path, values, message):
-    folder = tmp_path / "tokens"
-    write_token_folder(folder, TextSource(str(_jsonl(tmp_path / "a.jsonl"))), ENCODER)
-    about = json.loads((folder / "tokens.json").read_text())
-    (folder / "tokens.json").write_text(json.dumps(about | values))
-    with pytest.raises(UserError, match=message):
-        open_token_folder(folder)
-
-
-@pytest.mark.parametrize("offsets", [[1, 6, 9], [0, 6, 8], [0, 10, 9], [0, -1, 9], [0, 2**62, 9], [9, 0, 0]])
-def test_offsets_that_leave_the_tokens_are_refused(tmp_path, offsets):
-    write_token_folder(tmp_path / "tokens", TextSource(str(_jsonl(tmp_path / "a.jsonl", ["abcde", "fg"]))), ENCODER)
-    np.array(offsets, dtype=np.int64).tofile(tmp_path / "tokens" / "offsets.bin")
-    with pytest.raises(UserError, match=r"offsets\.bin: the offsets do not ascend from 0 to 9; tokenize again"):
-        open_token_folder(tmp_path / "tokens")
+    ):
+        (folder / "tokens.json").write_text(json.dumps(about | values))
+        with pytest.raises(UserError, match=message):
+            open_token_folder(folder)
+    (folder / "tokens.json").write_text(json.dumps(about))
+    # The differences of the last ones wrap around.
+    for offsets in (
+        [1, 6, 9, 11, 13],
+        [0, 6, 9, 11, 12],
+        [0, 14, 13, 13, 13],
+        [0, -1, 9, 11, 13],
+        [0, most, -most - 1, -1, 13],
+    ):
+        np.array(offsets, dtype=np.int64).tofile(folder / "offsets.bin")
+        with pytest.raises(UserError, match=r"offsets\.bin: the offsets do not ascend from 0 to 13; tokenize again"):
+            open_token_folder(folder)
 
 
 def test_a_token_outside_of_the_vocabulary_is_named_by_whoever_reads_it(tmp_path):
@@ -289,20 +144,10 @@ def test_a_token_outside_of_the_vocabulary_is_named_by_whoever_reads_it(tmp_path
         rows.read(plans[1])
 
 
-def test_workers_import_nothing_from_the_working_folder(tmp_path, monkeypatch):
-    for name in ("queue", "pickle", "numpy", "tokenizers", "lockstep"):
-        (tmp_path / f"{name}.py").write_text(f"open('imported', 'w').write('{name}'); raise SystemExit(3)")
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.setenv("PYTHONPATH", os.pathsep.join(["", os.environ.get("PYTHONPATH", "")]))
-    parts = [text.TextPart("a text", True)]
-    (encoded,) = encode_all(parts, TextEncoder(ByteTokenizer()), workers=1)
-    assert encoded.tokens.tolist() == [*b"a text", 256] and not (tmp_path / "imported").exists()
-
-
 def test_a_document_larger_than_the_memory_it_takes_is_tokenized_to_disk(tmp_path):
     with (tmp_path / "large.txt").open("w") as file:
-        for _ in range(64):
-            file.write("a line of a text that is one document of 64 MiB\n" * (2**20 // 48))
+        for _ in range(32):
+            file.write("a line of a text that is one document of 32 MiB\n" * (2**20 // 48))
     script = (
         "import resource, sys\n"
         "from pathlib import Path\n"
@@ -315,15 +160,8 @@ def test_a_document_larger_than_the_memory_it_takes_is_tokenized_to_disk(tmp_pat
     result = subprocess.run([sys.executable, "-c", script, str(tmp_path)], capture_output=True, text=True, timeout=60)
     tokens, grown = result.stdout.split()
     assert int(tokens) == (tmp_path / "large.txt").stat().st_size + 1
-    # A part is 4 Mi characters, whose tokens are held as bytes, int64 and uint16 for a moment: not the 192 MiB of all.
-    assert float(grown) < 128
-
-
-def test_bad_data_leaves_no_folder_behind(tmp_path):
-    (tmp_path / "a.jsonl").write_text('{"text": "fine"}\n{oops\n')
-    with pytest.raises(UserError, match=r"a\.jsonl:2"):
-        write_token_folder(tmp_path / "tokens", TextSource(str(tmp_path / "a.jsonl")), ENCODER)
-    assert [p.name for p in tmp_path.iterdir()] == ["a.jsonl"]
+    # A part is 4 Mi characters, whose tokens are held as bytes, int64 and uint16 for a moment: not the 96 MiB of all.
+    assert float(grown) < 80
 
 
 def _tokenize(path, cache, results):
@@ -414,20 +252,14 @@ def test_bad_rows_of_a_stream_are_named_or_counted(tmp_path):
     assert len(corpus.offsets) == 3 and corpus.counts["skipped_lines"] == 1
 
 
-@pytest.mark.parametrize(
-    ("data", "expected"),
-    [
+def test_sources_and_weights_as_they_are_written():
+    for data, expected in (
         ("a.jsonl=0.7,b.parquet=0.3", [("a.jsonl", 0.7), ("b.parquet", 0.3)]),
         ("a.txt=2, hf:x/y:c:train", [("a.txt", 2.0), ("hf:x/y:c:train", 1.0)]),
         ("odd, name=x.txt", [("odd, name=x.txt", 1.0)]),
         ("", [("", 1.0)]),
-    ],
-)
-def test_sources_and_weights_as_they_are_written(data, expected):
-    assert parse_data(data) == expected
-
-
-def test_a_weight_that_is_none_is_refused():
+    ):
+        assert parse_data(data) == expected
     with pytest.raises(UserError, match=r"data 'a=0': write PATH=WEIGHT"):
         parse_data("a=0,b=1")
 
@@ -491,11 +323,11 @@ def test_a_run_on_a_mixture_of_a_stream_text_and_tokens(tmp_path, data_set):
     write_token_folder(tmp_path / "tokens", source, ENCODER)
     mixture = f"{tmp_path / 'a.txt'}=0.5,{tmp_path / 'tokens'}=0.25,{data_set}=0.25"
     config = PretrainConfig(
-        output=str(tmp_path / "run"), model="qwen3:micro", data=mixture, steps=2, tokens_per_step=512,
+        output=str(tmp_path / "run"), model="qwen3:micro", data=mixture, steps=1, tokens_per_step=512,
         sequence_length=64, loader=DataConfig(cache=str(tmp_path / "cache"), workers=0, shuffle_window=16),
     )  # fmt: skip
     metrics = [json.loads(line) for line in (pretrain(config) / "metrics.jsonl").read_text().splitlines()]
-    assert [m["tokens"] for m in metrics] == [512, 512] and metrics[0]["data/empty_documents"] == 1
+    assert [m["tokens"] for m in metrics] == [512] and metrics[0]["data/empty_documents"] == 1
     config.data, config.overwrite, config.tokenizer = str(tmp_path / "tokens"), True, "bpe:300"
     with pytest.raises(UserError, match="tokenized already"):
         pretrain(config)
@@ -520,16 +352,3 @@ def test_the_command_line_tokenizes_and_a_run_goes_on_from_there(tmp_path, capsy
     checkpoint = tmp_path / "run" / "checkpoints" / "step_00000001"
     assert load_tokenizer(checkpoint).encode("word") == load_tokenizer(tmp_path / "tokens").encode("word")
     assert main(["data"]) == 2 and "lockstep data tokenize" in capsys.readouterr().err
-
-
-def test_a_line_of_very_many_values_is_a_bad_line(tmp_path, monkeypatch):
-    monkeypatch.setattr(records, "MOST_VALUES", 100)
-    (tmp_path / "a.jsonl").write_text('{"text": "one"}\n{"text": "two", "x": [' + "{}," * 200 + "{}]}\n")
-    with pytest.raises(UserError, match=r"a\.jsonl:2: .*has the character , more than 100 times"):
-        list(TextSource(str(tmp_path / "a.jsonl")))
-
-
-def test_offsets_whose_differences_wrap_are_refused():
-    most = 2**63 - 1
-    assert not _ascending(np.array([0, most, -most - 1, -1, 10]), 10)
-    assert _ascending(np.array([0, 4, 4, 10]), 10)

@@ -2,6 +2,7 @@
 
 from dataclasses import replace
 
+import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -49,7 +50,8 @@ def _go_on(engine, prompt, params, begun):
     return [sample.completion() for sample in samples]
 
 
-@settings(max_examples=12, deadline=None, derandomize=True)
+@pytest.mark.slow
+@settings(max_examples=12, deadline=None)
 @given(st.data())
 def test_an_engine_goes_on_from_any_prefix_of_each_sample(data):
     prompt = data.draw(st.lists(st.integers(0, 255), min_size=1, max_size=24))

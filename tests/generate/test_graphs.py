@@ -15,8 +15,6 @@ from lockstep.model import ModelConfig, preset
 from lockstep.model.lora import adapter_off, lora_of
 from tests.generate.recorder import Recorder
 
-MODES = ["piecewise", "full", "full_and_piecewise"]
-
 
 def _model():
     config = ModelConfig(
@@ -37,11 +35,10 @@ def _model():
 MODEL = _model()
 
 
-def _engine(mode: str, capture, model=MODEL, **settings_of_engine) -> Engine:
+def _engine(capture, model=MODEL, **settings_of_engine) -> Engine:
     config = EngineConfig(**settings_of_engine)
     engine = Engine(model, config)
-    config.cuda_graphs = mode
-    engine._runner = GraphRunner(model, engine.cache, config, capture)
+    engine.runner = GraphRunner(model, engine.cache, config, capture)
     return engine
 
 
@@ -61,7 +58,6 @@ def _load(seed: int) -> tuple[list[list[int]], list[SamplingParams]]:
     return prompts, params
 
 
-@pytest.mark.parametrize("mode", MODES)
 @settings(max_examples=3, deadline=None)
 @given(
     seed=st.integers(0, 1000),
@@ -69,60 +65,43 @@ def _load(seed: int) -> tuple[list[list[int]], list[SamplingParams]]:
     sequences=st.sampled_from([1, 3, 16]),
     cache_tokens=st.sampled_from([80, 2048]),
 )
-def test_replayed_steps_give_the_same_bits_as_direct_ones(mode, seed, budget, sequences, cache_tokens):
+def test_replayed_steps_give_the_same_bits_as_direct_ones(seed, budget, sequences, cache_tokens):
     prompts, params = _load(seed)
     plain = EngineConfig(max_tokens_per_step=budget, max_sequences=sequences, cache_tokens=cache_tokens)
     expected = Engine(MODEL, plain).generate(prompts, params)
     recorder = Recorder()
-    engine = _engine(mode, recorder, max_tokens_per_step=budget, max_sequences=sequences, cache_tokens=cache_tokens)
+    engine = _engine(recorder, max_tokens_per_step=budget, max_sequences=sequences, cache_tokens=cache_tokens)
     groups = engine.generate(prompts, params)
     assert [[(c.token_ids, c.logprobs, c.truncated_logprobs) for c in g] for g in groups] == [
         [(c.token_ids, c.logprobs, c.truncated_logprobs) for c in g] for g in expected
     ]
-    # Recorded once a size: by far most steps are replays.
-    parts = MODEL.config.num_layers + 1
-    sizes = len(ladder(DRAFT_ROWS))
-    most = {"full": sizes, "piecewise": parts * sizes}
-    assert recorder.captured <= most.get(mode, sum(most.values()))
+    assert recorder.captured <= len(ladder(DRAFT_ROWS)), "recorded once per size: by far most steps are replays"
 
 
-def test_a_pure_decode_step_is_one_replay_and_a_mixed_one_is_replayed_in_pieces():
+def test_a_decode_step_is_one_replay_and_others_are_run_directly():
     recorder = Recorder()
-    engine = _engine("full_and_piecewise", recorder, max_sequences=16, draft="none")
+    engine = _engine(recorder, max_sequences=16, draft="none")
     engine.add([1] * 10, SamplingParams(max_tokens=50, ignore_eos=True))
     engine.step()
-    assert recorder.replayed == MODEL.config.num_layers + 1
+    assert recorder.replayed == 0
     engine.step()
-    assert recorder.replayed == MODEL.config.num_layers + 2
+    assert recorder.replayed == 1
     engine.add([2] * 30, SamplingParams(max_tokens=50, ignore_eos=True))
-    engine.step()  # more rows than the largest size: not replayed at all
-    assert recorder.replayed == MODEL.config.num_layers + 2
+    engine.step()
+    assert recorder.replayed == 1
 
 
-def test_an_update_of_the_weights_in_place_is_seen_by_a_replay():
-    model = _model()
-    config = EngineConfig(max_sequences=2)
-    engine = Engine(model, config)
-    config.cuda_graphs = "full"
-    engine._runner = GraphRunner(model, engine.cache, config, Recorder())
-    params = SamplingParams(max_tokens=6, seed=1, ignore_eos=True)
-    before = engine.generate([[1, 2]], params)
-    with torch.no_grad():
-        model.layers[0].mlp.down_proj.weight.mul_(30)
-    engine.weights_changed(1)
-    after = engine.generate([[1, 2]], params)
-    assert after[0][0].logprobs != before[0][0].logprobs
-    assert after[0][0].logprobs == Engine(model, EngineConfig()).generate([[1, 2]], params)[0][0].logprobs
-
-
-def test_weights_that_moved_are_recorded_again():
+def test_weights_written_in_place_are_seen_and_those_that_moved_are_recorded_again():
     model, recorder = _model(), Recorder()
-    engine = _engine("full_and_piecewise", recorder, model, max_sequences=2, draft="none")
+    engine = _engine(recorder, model, max_sequences=2, draft="none")
     params = SamplingParams(max_tokens=6, seed=1, ignore_eos=True)
     engine.generate([[1, 2]], params)
     captured = recorder.captured
-    engine.generate([[1, 2]], params)
-    assert recorder.captured == captured
+    with torch.no_grad():
+        model.layers[0].mlp.gate_proj.weight.mul_(30)
+    engine.weights_changed(0)
+    after = engine.generate([[1, 2]], params)
+    assert recorder.captured == captured and after == Engine(model, EngineConfig()).generate([[1, 2]], params)
     weight, square = model.layers[0].mlp.down_proj.weight, model.layers[1].self_attn.o_proj.weight
     assert square.shape[0] != square.shape[1]
     for step, change in enumerate((lambda: setattr(weight, "data", weight.data * 30), lambda: _transpose(square)), 1):
@@ -138,10 +117,9 @@ def _transpose(weight):
     weight.data = weight.data.view(weight.shape[1], weight.shape[0]).t()
 
 
-@pytest.mark.parametrize("mode", MODES)
-def test_hooks_and_other_forwards_are_seen(mode):
+def test_hooks_and_other_forwards_are_seen():
     model, calls = _model(), []
-    engine = _engine(mode, Recorder(), model, max_sequences=2, draft="none")
+    engine = _engine(Recorder(), model, max_sequences=2, draft="none")
     params = SamplingParams(max_tokens=6, seed=1, ignore_eos=True)
     before = engine.generate([[1, 2]], params)[0][0].logprobs
     hook = model.layers[0].register_forward_hook(lambda *_: calls.append(1))
@@ -174,7 +152,7 @@ def test_an_adapter_that_is_switched_off_is_recorded_again():
             if name.endswith("lora_B.weight"):
                 parameter.normal_(std=0.3, generator=torch.Generator().manual_seed(1))
     recorder = Recorder()
-    engine = _engine("full", recorder, model, max_sequences=2, draft="none")
+    engine = _engine(recorder, model, max_sequences=2, draft="none")
     params = SamplingParams(max_tokens=6, seed=1, ignore_eos=True)
     adapted = engine.generate([[1, 2]], params)[0][0]
     with adapter_off(model):
@@ -196,16 +174,16 @@ def test_auto_captures_whole_steps_of_a_model_on_a_gpu_without_latent_attention(
     # Without a GPU; tests/gpu has the default on one.
     monkeypatch.setattr(type(MODEL), "device", torch.device("cuda"))
     assert graphs_of(config, MODEL) == "full" and graphs_of(config, latent) == "none"
-    assert graphs_of(EngineConfig(cuda_graphs="piecewise"), latent) == "piecewise"
+    assert graphs_of(EngineConfig(cuda_graphs="full"), latent) == "full"
     monkeypatch.setattr(MODEL, "runs_on", torch.device("cuda"))
     assert graphs_of(config, MODEL) == "none"
 
 
-@pytest.mark.parametrize("size", [1, 5, 8, 100, 256])
-def test_the_ladder_holds_powers_of_two_and_the_largest_batch(size):
-    sizes = ladder(size)
-    assert sizes[0] == 1 and sizes[-1] == size and sizes == sorted(set(sizes))
-    assert all(b <= 2 * a for a, b in zip(sizes, sizes[1:]))
+def test_the_ladder_holds_powers_of_two_and_the_largest_batch():
+    for size in (1, 5, 8, 100, 256):
+        sizes = ladder(size)
+        assert sizes[0] == 1 and sizes[-1] == size and sizes == sorted(set(sizes))
+        assert all(b <= 2 * a for a, b in zip(sizes, sizes[1:]))
 
 
 def test_graphs_on_the_cpu_are_refused_when_the_engine_starts():
@@ -213,16 +191,14 @@ def test_graphs_on_the_cpu_are_refused_when_the_engine_starts():
         Engine(MODEL, EngineConfig(cuda_graphs="full"))
 
 
-@pytest.mark.parametrize(
-    ("family", "mode"), [*(("qwen3_moe", mode) for mode in MODES), ("gpt_oss", "full_and_piecewise")]
-)
-def test_replayed_steps_of_a_mixture_give_the_same_bits_and_routes_as_direct_ones(family, mode):
+@pytest.mark.parametrize("family", ["qwen3_moe", "gpt_oss"])
+def test_replayed_steps_of_a_mixture_give_the_same_bits_and_routes_as_direct_ones(family):
     model = build_model(dataclasses.replace(preset(f"{family}:micro", 60), num_layers=2), "float32", seed=1)
     prompts, params = _load(7)
     asked = [dataclasses.replace(own, routes=form) for own, form in zip(params, ("whole", "digest", "") * 2)]
     expected = Engine(model, EngineConfig(max_sequences=5)).generate(prompts, asked)
     recorder = Recorder()
-    groups = _engine(mode, recorder, model, max_sequences=5).generate(prompts, asked)
+    groups = _engine(recorder, model, max_sequences=5, draft="none").generate(prompts, asked)
     assert recorder.replayed
     assert [[(c.token_ids, c.logprobs, c.routes) for c in g] for g in groups] == [
         [(c.token_ids, c.logprobs, c.routes) for c in g] for g in expected
@@ -230,15 +206,12 @@ def test_replayed_steps_of_a_mixture_give_the_same_bits_and_routes_as_direct_one
     assert len({route for completion in (groups[0][0], groups[3][0]) for route in completion.routes}) > 1
 
 
-@pytest.mark.parametrize(
-    ("mode", "region"), [("full", "a decode step of 1 row"), ("piecewise", "attention of layer 0")]
-)
-def test_a_region_that_cannot_be_captured_is_named_when_its_step_runs(mode, region):
+def test_a_step_that_cannot_be_captured_is_named_when_it_runs():
     def refuse(function):
         raise RuntimeError("operation not permitted when stream is capturing")
 
-    engine = _engine(mode, refuse, max_sequences=16)
+    engine = _engine(refuse, max_sequences=16)
     engine.add([1, 2, 3], SamplingParams(max_tokens=3, ignore_eos=True))
-    with pytest.raises(UserError, match=f'cuda_graphs is "{mode}".*{region}.*not permitted when stream is capturing'):
+    with pytest.raises(UserError, match='cuda_graphs is "full".*a decode step of 1 row.*not permitted when stream'):
         for _ in range(2):
             engine.step()

@@ -3,6 +3,8 @@
 import random
 from dataclasses import dataclass
 
+import pytest
+
 from lockstep.config import EngineConfig
 from lockstep.generate import Engine, SamplingParams
 from lockstep.generate.stragglers import stragglers
@@ -42,6 +44,7 @@ def _asked():
     return prompts, params
 
 
+@pytest.mark.slow
 def test_an_engine_stops_the_stragglers_as_soon_as_they_are_known_and_samples_the_others_as_ever():
     prompts, params = _asked()
     whole = Engine(MODELS["float32"]).generate(prompts, params)

@@ -12,9 +12,7 @@ import torch
 from lockstep import Engine, SamplingParams, build_model, save_model, score
 from lockstep.config import EngineConfig, ParallelConfig
 from lockstep.errors import UserError
-from lockstep.generate import engine as engine_module
 from lockstep.generate.drafts import FirstOf, HistoryDraft, NGramDraft
-from lockstep.generate.drafts.step_times import StepTimes
 from lockstep.generate.driver import DriverEngine, follow
 from lockstep.model import initialize, preset
 from lockstep.parallel import close_world, generator_model, open_world
@@ -73,10 +71,15 @@ def sample(ranks, chunks, name, dtype, vocab):
 @pytest.mark.parametrize(
     ("ranks", "chunks", "model", "dtype", "vocab"),
     [
-        (2, 2, "qwen3:micro", "float32", 258),
         (2, 4, "llama3:micro", "bfloat16", 1031),
-        pytest.param(4, 4, "qwen3:micro", "bfloat16", 259, marks=pytest.mark.slow),
-        (2, 2, "llama3:micro+sinks", "bfloat16", 258),
+        *(
+            pytest.param(*case, marks=pytest.mark.slow)
+            for case in [
+                (2, 2, "qwen3:micro", "float32", 258),
+                (4, 4, "qwen3:micro", "bfloat16", 259),
+                (2, 2, "llama3:micro+sinks", "bfloat16", 258),
+            ]
+        ),
     ],
 )
 def test_ranks_sample_what_one_process_does(ranks, chunks, model, dtype, vocab):
@@ -87,43 +90,37 @@ def test_ranks_sample_what_one_process_does(ranks, chunks, model, dtype, vocab):
 
 
 def drafted(ranks, draft):
-    """With drafts, of as many tokens as the first rank's clock says."""
     world, model = model_of(ranks, 2, "qwen3:micro", "bfloat16", 259)
-    settings = EngineConfig(max_tokens_per_step=60, max_sequences=5, cache_tokens=256, draft=draft, draft_layers=1)
+    settings = EngineConfig(max_tokens_per_step=60, max_sequences=5, cache_tokens=256, draft=draft)
     own = FirstOf(HistoryDraft(), NGramDraft()) if draft == "auto" else None
     engine = Engine(model, settings, draft=own)
-    timed = StepTimes.record
-    with pytest.MonkeyPatch.context() as patch:
-        slow = 1.0 if world.rank == 0 else 1000.0
-        patch.setattr(StepTimes, "record", lambda times, rows, seconds, pace: timed(times, rows, slow * rows**0.1))
-        params = SamplingParams(max_tokens=30, temperature=0.3, n=2, seed=5, ignore_eos=True)
-        found = [engine.generate([[9, 10] * 8, [11, 12] * 5, [13] * 7], params) for _ in range(2)]
+    params = SamplingParams(max_tokens=30, temperature=0.3, n=2, seed=5, ignore_eos=True)
+    found = [engine.generate([[9, 10] * 8, [11, 12] * 5, [13] * 7], params) for _ in range(2)]
     drafts = engine.statistics.tokens_guessed, engine.statistics.guesses_accepted
     close_world(world)
     return [[[(c.token_ids, c.logprobs) for c in group] for group in groups] for groups in found], drafts
 
 
-@pytest.mark.parametrize("draft", [pytest.param("auto", marks=pytest.mark.slow), "layers"])
-def test_ranks_draft_alike_and_sample_what_one_process_does_without(draft):
+def test_ranks_draft_alike_and_sample_what_one_process_does_without():
     ((alone, none),) = launch(1, drafted, 1, "none")
-    (first, drafts), second = launch(2, drafted, 2, draft)
+    (first, drafts), second = launch(2, drafted, 2, "auto")
     assert first == alone and none == (0, 0) and drafts[1] > 0
     assert second == (first, drafts)
 
 
 def unseeded(ranks):
     world, model = model_of(ranks, ranks, "qwen3:micro", "float32", 258)
-    (group,) = Engine(model).generate([[1, 2, 3]], SamplingParams(max_tokens=20, n=2, ignore_eos=True))
+    engine, params = Engine(model), SamplingParams(max_tokens=20, n=2, ignore_eos=True)
+    groups = [engine.generate([[1, 2, 3]], params)[0] for _ in range(2)]
     with pytest.raises(UserError, match="cuda_graphs do not work with parallel.tensor"):
         Engine(model, EngineConfig(cuda_graphs="full"))
     close_world(world)
-    return [c.token_ids for c in group]
+    return [c.token_ids for group in groups for c in group]
 
 
 def test_without_a_seed_ranks_agree_on_one():
     first, second = launch(2, unseeded, 2)
-    assert first == second and first[0] != first[1]
-    assert launch(2, unseeded, 2)[0] != first
+    assert first == second and len({tuple(tokens) for tokens in first}) == 4
 
 
 def test_a_draw_in_two_steps_is_the_draw_in_one():
@@ -163,8 +160,7 @@ def driven(ranks):
     if ranks > 1:
         world_module.PATIENCE = timedelta(seconds=3)
     world, model = model_of(ranks, 2, "qwen3:micro", "float32", 258)
-    found, returned, really = None, [], engine_module.return_freed_memory
-    engine_module.return_freed_memory = lambda: returned.append("once") or really()
+    found = None
     if world.is_main:
         engine = (DriverEngine if ranks > 1 else Engine)(model)
         time.sleep(5)  # nothing is asked of it, for longer than a message may take
@@ -177,16 +173,15 @@ def driven(ranks):
         stream.close()
         engine.weights_changed(1)
         found.append(engine.generate([[6]], SamplingParams(max_tokens=4, seed=2, ignore_eos=True)))
-        engine.return_freed_memory()
         if ranks > 1:
             engine.end()
     else:
         follow(Engine(model))
     close_world(world)
-    assert returned == ["once"]
     return found
 
 
+@pytest.mark.slow
 def test_ranks_that_follow_make_what_rank_0_is_asked_for():
     assert launch(2, driven, 2, fresh=True) == [launch(1, driven, 1, fresh=True)[0], None]
 

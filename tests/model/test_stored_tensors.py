@@ -200,7 +200,10 @@ def test_without_one_the_dtype_is_that_of_most_bytes(tmp_path):
     tied(tmp_path / "one", dtype="bfloat16")
     change(tmp_path / "one", dtype=None, torch_dtype=None)
     # The first by name, and most of the tensors by number.
-    edit(tmp_path / "one", lambda t: t.update({n: v.float() for n, v in t.items() if "norm" in n or "layers.0" in n}))
+    edit(
+        tmp_path / "one",
+        lambda t: t.update({n: v.float() for n, v in t.items() if "norm" in n or "layers.0.self" in n}),
+    )
     assert folder_dtype(tmp_path / "one") == torch.bfloat16
     convert(tmp_path / "one", tmp_path / "two")
     assert {tensor.dtype for tensor in load_file(tmp_path / "two" / "model.safetensors").values()} == {torch.bfloat16}

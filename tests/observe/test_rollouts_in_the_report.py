@@ -6,7 +6,7 @@ from html.parser import HTMLParser
 import pytest
 
 from lockstep.data import ByteTokenizer
-from lockstep.data.pieces import token_pieces
+from lockstep.data.decoding import token_pieces
 from lockstep.errors import UserError
 from lockstep.observe import MetricsWriter, open_run, write_report
 from lockstep.observe.report import MAX_BYTES

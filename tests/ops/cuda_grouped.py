@@ -182,7 +182,7 @@ def test_a_mixtures_decode_steps_replayed_have_the_trainers_bits(kernels, family
     engine = Engine(model, config)
     config.cuda_graphs = "full"
     recorder = Recorder()
-    engine._runner = GraphRunner(model, engine.cache, config, recorder)
+    engine.runner = GraphRunner(model, engine.cache, config, recorder)
     prompts = [[1, 2, 3], [4] * 9, [5, 6]]
     groups = engine.generate(prompts, SamplingParams(max_tokens=3, temperature=1.0, seed=0, ignore_eos=True))
     assert recorder.replayed

@@ -3,12 +3,20 @@
 import math
 
 import numpy as np
+import pytest
 import torch
 
 from lockstep import ops
 from lockstep.ops.elementary import cosine_and_sine, exponential, logarithm, logistic, power, softplus
 
 WIDE = np.longdouble
+
+
+@pytest.fixture(scope="module", autouse=True)
+def form():
+    """These functions have one form."""
+
+
 DRAW = np.random.default_rng(0)
 
 
@@ -18,7 +26,7 @@ def _ulps(got, expected):
 
 def test_cosine_and_sine_are_right_for_angles_of_millions():
     for largest in (1.0, 100.0, 1e7):
-        angles = DRAW.uniform(-largest, largest, 20_000)
+        angles = DRAW.uniform(-largest, largest, 100_000)
         cosines, sines = cosine_and_sine(angles)
         # 1 ulp below 1 is 1.1e-16.
         assert np.abs(cosines - np.cos(WIDE(angles))).max() < 2e-16
@@ -26,14 +34,14 @@ def test_cosine_and_sine_are_right_for_angles_of_millions():
 
 
 def test_exponential_and_logarithm_are_within_an_ulp():
-    x = np.concatenate([np.linspace(-1, 1, 1001), DRAW.uniform(-700, 700, 20_000)])
+    x = np.concatenate([np.linspace(-1, 1, 1001), DRAW.uniform(-700, 700, 100_000)])
     assert _ulps(exponential(x), np.exp(WIDE(x))) < 1
-    x = np.concatenate([np.exp(DRAW.uniform(-700, 700, 20_000)), DRAW.uniform(0.5, 2.0, 20_000)])
+    x = np.concatenate([np.exp(DRAW.uniform(-700, 700, 100_000)), DRAW.uniform(0.5, 2.0, 100_000)])
     assert _ulps(logarithm(x), np.log(WIDE(x))) < 1
 
 
 def test_the_logistic_function_and_its_logarithm_are_right_also_where_one_term_is_lost():
-    x = np.concatenate([np.linspace(-1, 1, 1001), np.random.default_rng(1).uniform(-700, 700, 20_000)])
+    x = np.concatenate([np.linspace(-1, 1, 1001), np.random.default_rng(1).uniform(-700, 700, 100_000)])
     assert _ulps(logistic(x), 1 / (1 + np.exp(-WIDE(x)))) < 3
     assert _ulps(softplus(x), np.log1p(np.exp(-np.abs(WIDE(x)))) + np.maximum(WIDE(x), 0)) < 4
     assert softplus(np.array([-math.inf, -800.0, 0.0, math.inf])).tolist() == [0.0, 0.0, math.log(2), math.inf]

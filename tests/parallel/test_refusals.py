@@ -13,7 +13,7 @@ from lockstep.parallel import open_world
 from lockstep.parallel.pipeline_schedule import PipelinePlan, split_layers
 from lockstep.parallel.refusals import refuse_impossible
 from lockstep.parallel.world import AXES, World, resolve_degrees
-from lockstep.train.deterministic_layout import layout_problems
+from lockstep.train.refusals import layout_problems
 
 P = ParallelConfig
 

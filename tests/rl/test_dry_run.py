@@ -15,7 +15,7 @@ from lockstep.rl.dry_run import STAGES, dry_run
 from lockstep.rl.generators.models import sampling_model
 from lockstep.rl.generators.open import open_policy
 from lockstep.rl.weights.server import WeightServer
-from lockstep.rl.weights.shard_slices import volume
+from lockstep.rl.weights.shard_slices import read_slice, volume
 from lockstep.rl.weights.transfer import WeightTransfer
 from tests.parallel.launch import launch
 
@@ -119,8 +119,8 @@ def test_copies_are_counted_where_they_are_allocated(folder, tmp_path):
     assert name not in alone.memory and alone.transfer is None and "reads the trainer's" not in alone.text()
 
     dropped = found(2, actors=ActorsConfig(keep_copy=False))
-    # Itself, what had arrived and the messages, and nearly as many bytes in a decode step's order.
-    assert colocated.peaks["training"] - dropped.peaks["training"] > 4 * copy
+    # Itself, and nearly as many bytes in a decode step's order.
+    assert colocated.peaks["training"] - dropped.peaks["training"] > 1.8 * copy
 
     # A separate generator samples as one on a trainer's rank does, whose memory the test above measures.
     names = ("cache of keys and values", "weights in a decode step's order", "a generator's step at its peak")
@@ -132,21 +132,18 @@ def test_copies_are_counted_where_they_are_allocated(folder, tmp_path):
 
 
 def real_sizes(config):
-    """The bytes that this rank sends and receives in a sync, and lays out for generators."""
+    """The bytes that this rank receives in a sync, and lays out for generators."""
     world = open_world(config.parallel, "cpu")
     policy = open_policy(config, world)
     tensors = dict(policy.named_parameters())
     sampled = sampling_model(policy, world, config.dtype, config.parallel, config.compile)
     pieces = [piece for each in WeightTransfer(tensors, sampled, world).pieces.values() for piece in each]
-    sent, received = (
-        sum(volume(p.shard_slice) for p in pieces if p.source != p.target and getattr(p, end) == 0)
-        for end in ("source", "target")
-    )
+    received = sum(volume(piece.shard_slice) for piece in pieces if piece.target == 0 != piece.source)
     server = WeightServer(tensors, sampled.dtype, world, bytes(32))
-    laid_out = server.publish(1)["server"]["ranks"][0]["size"]
+    laid_out = sum(volume(read_slice(bounds)) for _, bounds in server.publish(1)["ranks"][0]["parts"])
     server.close()
     close_world(world)
-    return [sent * sampled.dtype.itemsize, received * sampled.dtype.itemsize, laid_out]
+    return [received * sampled.dtype.itemsize, laid_out * sampled.dtype.itemsize]
 
 
 @pytest.mark.parametrize(
@@ -162,7 +159,7 @@ def test_the_bytes_of_a_weight_sync_are_those_of_a_real_one(folder, tmp_path, ra
     config = config_of(folder, tmp_path / "run", ParallelConfig(**layout), dtype=dtype)
     sizes, *_ = launch(ranks, real_sizes, config)
     found = dry_run(config, ranks, on_cpu=True)
-    assert [found.transfer.sent, found.transfer.received, found.laid_out] == sizes and sizes[1] > 0
+    assert [found.transfer.received, found.laid_out] == sizes and sizes[0] > 0
 
 
 def test_the_command_prints_ranks_and_separate_generators_from_one_process(capsys):

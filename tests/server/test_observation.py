@@ -11,33 +11,44 @@ from prometheus_client.parser import text_string_to_metric_families
 from tests.server.conftest import running_server
 
 
-def test_metrics_count_what_was_done(chat_folder):
-    with running_server(chat_folder) as running:
-        prompt = [4] * 65
-        running.complete(prompt=prompt, n=4, max_tokens=6, ignore_eos=True)
-        running.complete(prompt="x", max_tokens=-1)
-        with running.http() as client:
-            body = dict(prompt="x", max_tokens=400, stream=True, ignore_eos=True)
-            with client.stream("POST", "/v1/completions", json=body) as stream:
-                lines = stream.iter_lines()
-                next(lines)
-                assert running.metric("lockstep_sequences_running") == 1
-                assert running.metric("lockstep_cache_pages_used") > 0
-            running.wait_until(running.all_pages_free)
-            text = client.get("/metrics").text
-        names = {family.name for family in text_string_to_metric_families(text)}
-        assert {"lockstep_sequences_waiting", "lockstep_preemptions", "lockstep_tokens_sampled"} <= names
-        assert running.metric("lockstep_cache_pages_used") == 0
-        assert running.metric("lockstep_cache_pages_total") == running.engine.allocator.num_pages
-        # Three of four samples find the 64 tokens of the full pages that the first has computed.
-        assert running.metric("lockstep_prompt_tokens_reused_total") == 3 * 65
-        assert 0.7 < running.metric("lockstep_prefix_hit_rate") < 0.75
-        assert running.metric("lockstep_time_to_first_token_seconds_count") == 2
-        assert running.metric("lockstep_time_per_output_token_seconds_count") == 4
-        assert running.metric('lockstep_requests_aborted_total{reason="disconnected"}') == 1
-        assert running.metric('lockstep_requests_total{route="/v1/completions",status="200"}') == 2
-        assert running.metric('lockstep_requests_total{route="/v1/completions",status="400"}') == 1
-        assert running.metric("lockstep_tokens_sampled_total") == running.engine.statistics.tokens_sampled
+def test_metrics_count_what_was_done(server):
+    prompt, names = [4] * 65, ["cache_pages_total", "prompt_tokens_reused_total", "tokens_sampled_total"]
+    names += ["time_to_first_token_seconds_count", "time_per_output_token_seconds_count"]
+    names += ['requests_aborted_total{reason="disconnected"}']
+    names += [f'requests_total{{route="/v1/completions",status="{status}"}}' for status in (200, 400)]
+
+    def counted():
+        families = [sample for f in text_string_to_metric_families(server.metrics()) for sample in f.samples]
+        found = {f"{s.name}{json.dumps(s.labels) if s.labels else ''}": s.value for s in families}
+        return {name: found.get(_key(name), 0.0) for name in names}, found
+
+    server.engine.weights_changed(0)  # nothing is cached of earlier requests
+    before, _ = counted()
+    server.complete(prompt=prompt, n=4, max_tokens=6, ignore_eos=True)
+    server.complete(prompt="x", max_tokens=-1)
+    with server.http() as client:
+        body = dict(prompt="x", max_tokens=400, stream=True, ignore_eos=True)
+        with client.stream("POST", "/v1/completions", json=body) as stream:
+            lines = stream.iter_lines()
+            next(lines)
+            assert server.metric("lockstep_sequences_running") == 1
+            assert server.metric("lockstep_cache_pages_used") > 0
+        server.wait_until(server.all_pages_free)
+        server.wait_until(lambda: counted()[0][names[5]] > before[names[5]])
+    after, found = counted()
+    new = [after[name] - before[name] for name in names]
+    # Three of four samples find the 64 tokens of the full pages that the first has computed, and copy the last one.
+    assert new[1] == 3 * 65 and new[3:] == [2, 4, 1, 2, 1] and after[names[0]] == server.engine.allocator.num_pages
+    assert after[names[2]] == server.engine.statistics.tokens_sampled
+    assert found["lockstep_cache_pages_used"] == 0 and 0 < found["lockstep_prefix_hit_rate"] < 1
+    assert {"lockstep_sequences_waiting", "lockstep_preemptions_total", "lockstep_tokens_guessed_total"} <= found.keys()
+
+
+def _key(name):
+    """As a sample's name and labels are written here."""
+    name, _, labels = f"lockstep_{name}".partition("{")
+    pairs = dict(re.findall(r'(\w+)="([^"]*)"', labels))
+    return f"{name}{json.dumps(pairs) if pairs else ''}"
 
 
 def test_a_path_that_a_client_makes_up_makes_no_time_series(server):
@@ -79,15 +90,24 @@ def test_the_access_log_has_a_line_of_json_for_every_request(server, caplog):
     assert (three["status"], three["aborted"]) == (499, "disconnected") and three["completion_tokens"] < 490
 
 
-def test_a_step_that_raises_fails_all_requests_and_the_health(chat_folder, monkeypatch):
-    with running_server(chat_folder) as running, running.http() as client:
-        body = dict(prompt="x", max_tokens=490, ignore_eos=True)
+class Panic(BaseException):
+    """As a panic of a library in Rust arrives: no Exception."""
+
+
+def test_a_step_that_fails_ends_all_requests_and_the_health_and_a_model_without_a_template_completes(
+    model_folder, monkeypatch
+):
+    with running_server(model_folder) as running, running.http() as client:
+        answer = client.post("/v1/chat/completions", json={"messages": [{"role": "user", "content": "x"}]})
+        assert answer.status_code == 400 and "no chat template" in answer.json()["error"]["message"]
+        assert running.complete(prompt="x", max_tokens=2).status_code == 200
+        body = dict(prompt="x", max_tokens=100, ignore_eos=True)
         with client.stream("POST", "/v1/completions", json=body | {"stream": True}) as stream:
             lines = stream.iter_lines()
             next(lines)
 
             def broken():
-                raise RuntimeError("the device is gone")
+                raise Panic("the device is gone")
 
             monkeypatch.setattr(running.engine, "step", broken)  # no real device can be lost on demand
             last = [line for line in lines if line][-1]
@@ -98,10 +118,3 @@ def test_a_step_that_raises_fails_all_requests_and_the_health(chat_folder, monke
         assert client.post("/v1/completions", json=body).status_code == 503
         assert running.metric('lockstep_requests_aborted_total{reason="failure"}') == 2
         assert running.all_pages_free()
-
-
-def test_a_model_without_a_template_still_completes(model_folder):
-    with running_server(model_folder) as running, running.http() as client:
-        answer = client.post("/v1/chat/completions", json={"messages": [{"role": "user", "content": "x"}]})
-        assert answer.status_code == 400 and "no chat template" in answer.json()["error"]["message"]
-        assert running.complete(prompt="x", max_tokens=2).status_code == 200

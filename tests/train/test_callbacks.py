@@ -1,25 +1,47 @@
-"""What a caller's `on_metrics` raises ends the run, once its step is saved."""
+"""Runs that end early: by what `on_metrics` raises, once the step is saved, or by a death that torchrun repairs."""
 
 import pytest
 
 import lockstep
 from lockstep.checkpoint import newest_checkpoint
-from lockstep.config import PretrainConfig, RewardConfig, RLConfig
-from lockstep.observe import read_metrics
+from lockstep.config import CheckpointConfig, PretrainConfig, RewardConfig, RLConfig
+from lockstep.errors import UserError
 from tests.parallel.launch import launch
-from tests.train.test_restarts import TASK
+from tests.train.runs import logged
+
+TEXT = "the quick brown fox jumps over the lazy dog. "
+TASK = """
+import lockstep.rl as rl
+
+class Vowels(rl.Environment):
+    def examples(self, split):
+        yield rl.Example(prompt="stone")
+        yield rl.Example(prompt="river")
+    def reward(self, example, completion):
+        return float(sum(c in "aeiou" for c in completion))
+"""
 
 
 class Broken(Exception):
     """An error in the caller's own code."""
 
 
+class Death(BaseException):
+    """Of a process: unlike a callback's exception, it leaves no time to save."""
+
+
+def _config(folder, **settings):
+    (folder / "text.txt").write_text(TEXT * 20)
+    return PretrainConfig(
+        output=str(folder / "run"), steps=4, device="cpu", model="qwen3:micro", data=str(folder / "text.txt"),
+        tokens_per_step=64, sequence_length=32, **settings,
+    )  # fmt: skip
+
+
 @pytest.fixture(params=["pretrain", "rl"])
 def run(request, tmp_path, model_folder):
-    """Runs four steps with a callback; keeps its steps in `seen`."""
-    (tmp_path / "text.txt").write_text("the quick brown fox jumps over the lazy dog. " * 100)
+    """Runs four steps with a callback that raises `error` at a step; returns the steps that it saw."""
     (tmp_path / "task.py").write_text(TASK)
-    shared = {"output": str(tmp_path / "run"), "steps": 4, "device": "cpu"}
 
     def start(error=None, at=2, **settings):
         seen = []
@@ -30,16 +52,12 @@ def run(request, tmp_path, model_folder):
                 raise error
 
         if request.param == "pretrain":
-            config = PretrainConfig(
-                **shared, **settings, model="qwen3:micro", data=str(tmp_path / "text.txt"), tokens_per_step=64,
-                sequence_length=32,
-            )  # fmt: skip
-            folder = lockstep.pretrain(config, on_metrics=on_metrics)
+            folder = lockstep.pretrain(_config(tmp_path, **settings), on_metrics=on_metrics)
         else:
             config = RLConfig(
-                **shared, **settings, model=str(model_folder), environment=f"{tmp_path / 'task.py'}:Vowels",
-                prompts_per_step=1, samples_per_prompt=2, max_new_tokens=4, validation_examples=1,
-                rewards=RewardConfig(isolate="never"),
+                output=str(tmp_path / "run"), steps=4, device="cpu", model=str(model_folder),
+                environment=f"{tmp_path / 'task.py'}:Vowels", prompts_per_step=1, samples_per_prompt=2,
+                max_new_tokens=4, validation_examples=1, rewards=RewardConfig(isolate="never"), **settings,
             )  # fmt: skip
             folder = lockstep.reinforce(config, on_metrics=on_metrics)
         assert folder == tmp_path / "run"
@@ -49,33 +67,19 @@ def run(request, tmp_path, model_folder):
     return start
 
 
-def losses(run):
-    return [m["loss"] for m in read_metrics(run.folder / "metrics.jsonl") if m["step"]]
-
-
 def test_a_callbacks_exception_is_raised_as_it_is_once_its_step_is_saved(run):
     with pytest.raises(Broken) as raised:
         run(Broken("in the callback"))
     assert raised.traceback[-1].name == "on_metrics", "the traceback leads to the caller's line"
     assert newest_checkpoint(run.folder).name == "step_00000002"
-    assert run(resume=True) == [3, 4]
-    resumed = losses(run)
-    run(overwrite=True)
-    assert losses(run) == resumed, "the interrupted run went on with the bits of a whole one"
-
-
-@pytest.mark.parametrize("error", [Broken, SystemExit])
-def test_an_exception_after_the_last_step_is_raised_too(run, error):
-    with pytest.raises(error):
-        run(error(), at=4)
+    with pytest.raises(SystemExit):
+        run(SystemExit(), at=4, resume=True)
     assert newest_checkpoint(run.folder).name == "step_00000004"
-
-
-def test_stop_run_ends_a_run_without_an_error_and_it_can_go_on(run):
-    assert run(lockstep.StopRun()) == [1, 2]
-    assert newest_checkpoint(run.folder).name == "step_00000002"
+    resumed = logged(run.folder)
+    assert run(lockstep.StopRun(), overwrite=True) == [1, 2], "without an error"
     assert (run.folder / "summary.json").is_file() and (run.folder / "report.html").is_file()
     assert run(resume=True) == [3, 4]
+    assert logged(run.folder) == resumed
 
 
 @pytest.mark.parametrize("run", ["rl"], indirect=True)
@@ -83,7 +87,27 @@ def test_a_callback_that_fails_before_the_first_step_ends_the_run_there(run):
     with pytest.raises(Broken):
         run(Broken(), at=0)
     assert run(lockstep.StopRun(), at=0, overwrite=True) == []
-    assert run(resume=True) == [1, 2, 3, 4]
+    assert run(lockstep.StopRun(), at=1, resume=True) == [1]
+
+
+@pytest.mark.parametrize("run", [pytest.param("pretrain", marks=pytest.mark.slow), "rl"], indirect=True)
+def test_a_run_that_torchrun_restarts_resumes_and_neither_refuses_nor_overwrites_itself(run, monkeypatch):
+    def attempt(number, torchrun, *arguments, **settings):
+        monkeypatch.setenv("TORCHELASTIC_RUN_ID", torchrun)
+        monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", str(number))
+        return run(*arguments, checkpoint=CheckpointConfig(every=1, asynchronous=False), **settings)
+
+    with pytest.raises(Death):
+        attempt(0, "one", Death(), at=3)
+    assert attempt(1, "one") == [3, 4]
+    assert logged(run.folder, "step")[-4:] == [1, 2, 3, 4]
+    for number in (0, 1):
+        with pytest.raises(UserError, match="already contains a run"):
+            attempt(number, "two")
+    # And overwritten by a restart where the first attempt has not come so far.
+    with pytest.raises(Death):
+        attempt(1, "two", Death(), at=3, overwrite=True)
+    assert attempt(2, "two", overwrite=True) == [3, 4]
 
 
 def _on_two_ranks(folder, error):
@@ -91,19 +115,14 @@ def _on_two_ranks(folder, error):
         if step == 2:
             raise error
 
-    config = PretrainConfig(
-        output=str(folder / "run"), model="qwen3:micro", data=str(folder / "text.txt"), tokens_per_step=64,
-        sequence_length=32, steps=4, device="cpu",
-    )  # fmt: skip
     try:
-        lockstep.pretrain(config, on_metrics=on_metrics)
+        lockstep.pretrain(_config(folder), on_metrics=on_metrics)
     except Exception as error:
         return f"{type(error).__name__}: {error}"
 
 
-@pytest.mark.parametrize("error", [Broken, lockstep.StopRun])
+@pytest.mark.parametrize("error", [Broken, pytest.param(lockstep.StopRun, marks=pytest.mark.slow)])
 def test_the_other_ranks_end_with_the_one_that_has_the_callback(tmp_path, error):
-    (tmp_path / "text.txt").write_text("the quick brown fox jumps over the lazy dog. " * 100)
     first, second = launch(2, _on_two_ranks, tmp_path, error)
     if error is Broken:
         assert first == "Broken: "

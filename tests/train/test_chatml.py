@@ -12,16 +12,16 @@ from transformers import AutoTokenizer
 import lockstep
 from lockstep.checkpoint import newest_checkpoint
 from lockstep.cli import main
-from lockstep.config import DPOConfig, LoraConfig, SFTConfig, TrainConfig
+from lockstep.config import CheckpointConfig, DPOConfig, LoraConfig, SFTConfig, TrainConfig
 from lockstep.data import ByteTokenizer, ConversationEncoder, load_tokenizer
-from lockstep.data.chat import load_chat_template
-from lockstep.data.chatml import CHATML, SOURCE, with_chatml
+from lockstep.data.chat import CHATML, CHATML_SOURCE, load_chat_template, with_chatml
 from lockstep.data.conversations import Conversation
 from lockstep.errors import UserError
 from lockstep.model import build_model, preset, save_model
 from lockstep.model.more_tokens import MoreTokens
 from lockstep.train.dpo import prefer
 from lockstep.train.sft import finetune
+from tests.train.runs import logged, write_lines
 
 TALK = [
     {"role": "system", "content": "Be brief."},
@@ -32,32 +32,37 @@ TALK = [
 ]
 
 
-@pytest.fixture(params=["byte", "bpe"])
-def fresh(request, tmp_path, bpe_tokenizer):
+def _fresh(folder, tokenizer):
     """A folder as `lockstep pretrain` leaves it: no chat template, and a vocabulary without ChatML's tokens."""
-    tokenizer = ByteTokenizer() if request.param == "byte" else bpe_tokenizer
     shape = replace(preset("qwen3:micro", tokenizer.vocab_size, (tokenizer.eos_id,)), num_layers=2)
-    save_model(build_model(shape, "float32", seed=1), tmp_path / "fresh")
-    tokenizer.save(tmp_path / "fresh")
-    return tmp_path / "fresh"
+    save_model(build_model(shape, "float32", seed=1), folder)
+    tokenizer.save(folder)
+    return folder
 
 
-def _config(fresh, **changes):
-    data = fresh.parent / "talk.jsonl"
-    data.write_text(json.dumps({"messages": TALK}) + "\n")
+@pytest.fixture(scope="module")
+def fresh(tmp_path_factory, bpe_tokenizer):
+    return _fresh(tmp_path_factory.mktemp("fresh") / "model", bpe_tokenizer)
+
+
+def _config(tmp_path, fresh, name="run", **changes):
     options = dict(
-        output=str(fresh.parent / "run"), model=str(fresh), data=str(data), template=CHATML, steps=60, device="cpu",
-        tokens_per_step=512, sequence_length=512, dtype="float32",
-        train=TrainConfig(learning_rate=1e-2, warmup_steps=5),
+        output=str(tmp_path / name), model=str(fresh), data=write_lines(tmp_path / "talk.jsonl", [{"messages": TALK}]),
+        template=CHATML, steps=2, device="cpu", tokens_per_step=128, sequence_length=128, dtype="float32",
+        train=TrainConfig(learning_rate=1e-2, warmup_steps=0, schedule="constant"),
+        checkpoint=CheckpointConfig(every=1),
     )  # fmt: skip
     return SFTConfig(**(options | changes))
 
 
-def test_the_new_tokens_begin_as_the_end_of_a_text_and_all_else_is_as_stored(fresh):
+@pytest.mark.parametrize("kind", ["byte", "bpe"])
+def test_the_new_tokens_begin_as_the_end_of_a_text_and_all_else_is_as_stored(tmp_path, bpe_tokenizer, kind):
+    fresh = _fresh(tmp_path / "model", ByteTokenizer() if kind == "byte" else bpe_tokenizer)
     before = lockstep.load_model(fresh)
-    frozen = TrainConfig(learning_rate=1e-30, warmup_steps=0)
-    after = lockstep.load_model(finetune(_config(fresh, steps=1, train=frozen)))
-    tokens = load_tokenizer(newest_checkpoint(fresh.parent / "run"))
+    after = lockstep.load_model(
+        finetune(_config(tmp_path, fresh, steps=1, train=TrainConfig(learning_rate=1e-30, warmup_steps=0)))
+    )
+    tokens = load_tokenizer(newest_checkpoint(tmp_path / "run"))
     assert after.config.vocab_size == tokens.vocab_size > before.config.vocab_size - 1
     for name, old in before.named_parameters():
         new = dict(after.named_parameters())[name]
@@ -67,53 +72,55 @@ def test_the_new_tokens_begin_as_the_end_of_a_text_and_all_else_is_as_stored(fre
     assert set(after.config.eos_token_ids) == {*before.config.eos_token_ids, tokens.eos_id}
 
 
-def test_a_model_learns_to_answer_and_to_end_and_transformers_reads_the_same(fresh, capsys):
-    run = finetune(_config(fresh))
+def test_a_model_learns_to_answer_and_to_end_and_transformers_reads_the_same(tmp_path, fresh):
+    train = TrainConfig(learning_rate=1e-2, warmup_steps=5)
+    run = finetune(_config(tmp_path, fresh, steps=40, train=train, checkpoint=CheckpointConfig()))
     folder = newest_checkpoint(run)
     theirs, ours = AutoTokenizer.from_pretrained(folder), load_tokenizer(folder)
     text = theirs.apply_chat_template(TALK, tokenize=False)
     assert text == load_chat_template(folder).render(TALK, add_generation_prompt=False)
     assert theirs(text, add_special_tokens=False)["input_ids"] == ours.encode(text)
     assert theirs.eos_token == "<|im_end|>" and theirs.eos_token_id == ours.eos_id
-    encoded = ConversationEncoder(ours, load_chat_template(folder)).encode([Conversation("", {"messages": TALK})])[0]
-    said = [int(token) for token, scored in zip(encoded.tokens, encoded.scored) if scored]
+    (encoded,) = ConversationEncoder(ours, load_chat_template(folder)).encode([Conversation("", {"messages": TALK})])
+    said = encoded.tokens[encoded.scored].tolist()
     assert said == [*ours.encode("one"), ours.eos_id, *ours.encode("two"), ours.eos_id]
-    command = ["generate", "--model", str(run), "--prompts", str(fresh.parent / "ask.jsonl"), "--temperature", "0"]
-    (fresh.parent / "ask.jsonl").write_text(json.dumps({"messages": TALK[:2]}) + "\n")
-    assert main([*command, "--output", str(fresh.parent / "out.jsonl"), "--device", "cpu"]) == 0
-    answer = json.loads((fresh.parent / "out.jsonl").read_text())
+    asked = write_lines(tmp_path / "ask.jsonl", [{"messages": TALK[:2]}])
+    command = ["generate", "--model", str(run), "--prompts", asked, "--temperature", "0", "--max-tokens", "20"]
+    assert main([*command, "--output", str(tmp_path / "out.jsonl"), "--device", "cpu"]) == 0
+    answer = json.loads((tmp_path / "out.jsonl").read_text())
     assert answer["completion"] == "one" and answer["finish_reason"] == "stop"
 
 
-def test_a_resumed_run_has_the_bits_of_a_whole_one(fresh):
-    whole = finetune(_config(fresh, steps=4, train=TrainConfig(schedule="constant")))
-    cut = _config(fresh, steps=2, train=TrainConfig(schedule="constant"), output=str(fresh.parent / "cut"))
+def test_resumed_runs_runs_on_tokens_and_later_stages_have_the_tokens_that_were_learned(tmp_path, fresh):
+    whole = finetune(_config(tmp_path, fresh))
+    weights = (newest_checkpoint(whole) / "model.safetensors").read_bytes()
+    cut = _config(tmp_path, fresh, "cut", steps=1)
     finetune(cut)
-    finetune(replace(cut, steps=4, resume=True))
-    files = [newest_checkpoint(run) / "model.safetensors" for run in (whole, fresh.parent / "cut")]
-    assert files[0].read_bytes() == files[1].read_bytes()
+    assert (
+        newest_checkpoint(finetune(replace(cut, steps=2, resume=True))) / "model.safetensors"
+    ).read_bytes() == weights
+    command = ["data", "tokenize", "--chat", "--data", cut.data, "--tokenizer", str(fresh), "--template", CHATML]
+    assert main([*command, "--workers", "0", "--output", str(tmp_path / "tokens")]) == 0
+    tokens = finetune(_config(tmp_path, fresh, "second", data=str(tmp_path / "tokens")))
+    assert (newest_checkpoint(tokens) / "model.safetensors").read_bytes() == weights
+    later = _config(tmp_path, whole, "later", lora=LoraConfig(rank=2), steps=1)
+    assert newest_checkpoint(finetune(later)).is_dir()
 
 
-def test_a_run_that_would_not_learn_the_tokens_is_refused(fresh):
-    for config, run in (
-        (_config(fresh, lora=LoraConfig(rank=2)), finetune),
-        (DPOConfig(model=str(fresh), data="d", template=CHATML, output=str(fresh.parent / "run")), prefer),
-    ):
-        with pytest.raises(UserError, match="lacks the tokens of template chatml, which only full fine-tuning learns"):
-            run(config)
-
-
-def test_later_stages_take_a_model_that_has_learned_the_tokens(fresh):
-    run = finetune(_config(fresh, steps=1))
-    again = _config(fresh, model=str(run), output=str(fresh.parent / "again"), lora=LoraConfig(rank=2), steps=1)
-    assert newest_checkpoint(finetune(again)).is_dir()
-
-
-def test_a_larger_tokenizer_alone_does_not_enlarge_a_model(fresh, tmp_path):
+def test_runs_that_would_not_learn_the_tokens_or_have_none_for_tools_are_refused(tmp_path, fresh):
+    lacks = "lacks the tokens of template chatml, which only full fine-tuning learns"
+    with pytest.raises(UserError, match=lacks):
+        finetune(_config(tmp_path, fresh, lora=LoraConfig(rank=2)))
+    with pytest.raises(UserError, match=lacks):
+        prefer(DPOConfig(model=str(fresh), data="d", template=CHATML, output=str(tmp_path / "run")))
     with_chatml(load_tokenizer(fresh)).save(tmp_path / "larger")
-    (tmp_path / "t.jinja").write_text(SOURCE)
+    (tmp_path / "t.jinja").write_text(CHATML_SOURCE)
     with pytest.raises(UserError, match="the tokenizer has .* tokens, but .* only"):
-        finetune(_config(fresh, template=str(tmp_path / "t.jinja"), tokenizer=str(tmp_path / "larger")))
+        finetune(_config(tmp_path, fresh, template=str(tmp_path / "t.jinja"), tokenizer=str(tmp_path / "larger")))
+    called = [*TALK[:2], {"role": "assistant", "content": "", "tool_calls": [{"function": {"name": "f"}}]}]
+    for line in ({"messages": called}, {"messages": TALK, "tools": [{"name": "f"}]}):
+        with pytest.raises(UserError, match=r"tools.jsonl:1: .*ChatML has no tools; give a template that has"):
+            finetune(_config(tmp_path, fresh, data=write_lines(tmp_path / "tools.jsonl", [line])))
 
 
 def test_new_rows_are_read_alike_wherever_a_shard_is_cut(tmp_path):
@@ -136,38 +143,16 @@ def test_a_tokenizer_that_has_the_tokens_keeps_its_ids_and_files(bpe_tokenizer):
     assert with_chatml(once).carried == once.carried
 
 
-@pytest.mark.parametrize("given", ["calls", "tools"])
-def test_tools_are_refused_since_chatml_has_none(fresh, given):
-    talk = [*TALK[:2], {"role": "assistant", "content": "", "tool_calls": [{"function": {"name": "f"}}]}]
-    line = {"messages": talk} if given == "calls" else {"messages": TALK, "tools": [{"name": "f"}]}
-    config = _config(fresh)
-    (fresh.parent / "talk.jsonl").write_text(json.dumps(line) + "\n")
-    with pytest.raises(UserError, match=r"talk.jsonl:1: .*ChatML has no tools; give a template that has"):
-        finetune(config)
-
-
-def test_data_that_was_tokenized_with_chatml_is_trained_on(fresh, capsys):
-    config = _config(fresh, steps=2)
-    command = ["data", "tokenize", "--chat", "--data", config.data, "--tokenizer", str(fresh), "--template", CHATML]
-    assert main([*command, "--output", str(fresh.parent / "tokens")]) == 0
-    first = finetune(config)
-    second = finetune(replace(config, data=str(fresh.parent / "tokens"), output=str(fresh.parent / "second")))
-    files = [newest_checkpoint(run) / "model.safetensors" for run in (first, second)]
-    assert files[0].read_bytes() == files[1].read_bytes()
-
-
-def test_fine_tuning_takes_an_epoch_by_default_and_says_how_much_that_is(fresh, capsys):
-    config = _config(fresh)
-    (fresh.parent / "talk.jsonl").write_text((json.dumps({"messages": TALK}) + "\n") * 40)
-    options = ["--model", config.model, "--data", config.data, "--output", config.output, "--template", CHATML]
-    options += ["--device", "cpu", "--dtype", "float32", "--sequence-length", "512", "--tokens-per-step", "1024"]
+def test_fine_tuning_takes_an_epoch_by_default_and_says_how_much_that_is(tmp_path, fresh, capsys):
+    data = write_lines(tmp_path / "talk.jsonl", [{"messages": TALK}] * 10)
+    run = tmp_path / "run"
+    options = ["--model", str(fresh), "--data", data, "--output", str(run), "--template", CHATML]
+    options += ["--device", "cpu", "--dtype", "float32", "--sequence-length", "128", "--tokens-per-step", "256"]
     assert main(["sft", *options]) == 0
-    said = capsys.readouterr().err
-    steps = json.loads((fresh.parent / "run" / "metrics.jsonl").read_text().splitlines()[-1])
-    assert 0.9 < steps["epoch"] <= 1.2
-    assert "data: 40 conversations of " in said and f"{steps['step']} steps of up to 1.02k tokens are 1" in said
+    said, (*_, epoch) = capsys.readouterr().err, logged(run, "epoch")
+    assert 0.9 < epoch <= 1.4
+    assert "data: 10 conversations of " in said and f"{len(logged(run))} steps of up to 256 tokens are 1" in said
     assert main(["sft", *options, "--overwrite", "--epochs", "9", "--steps", "1"]) == 0
-    assert len((fresh.parent / "run" / "metrics.jsonl").read_text().splitlines()) == 1
-    assert main(["sft", "--resume", "--output", config.output, "--epochs", "2"]) == 0
-    more = json.loads((fresh.parent / "run" / "metrics.jsonl").read_text().splitlines()[-1])
-    assert 1.9 < more["epoch"] <= 2.2
+    assert len(logged(run)) == 1
+    assert main(["sft", "--resume", "--output", str(run), "--epochs", "2"]) == 0
+    assert 1.9 < logged(run, "epoch")[-1] <= 2.4

@@ -1,7 +1,5 @@
 """`lockstep dpo`: pairs from TRL's columns, the reference's scores, runs that resume, and ranks that agree with one."""
 
-import json
-import logging
 import math
 import os
 import shutil
@@ -26,100 +24,52 @@ from lockstep.errors import RunStopped, UserError
 from lockstep.model import preset
 from lockstep.train import dpo
 from lockstep.train.dpo import prefer
+from tests.data.test_conversations import MARKED
 from tests.parallel.launch import launch
-from tests.train.test_sft import MARKED
+from tests.train.runs import logged, write_lines
 
 PAIRS = [
     {"prompt": f"{a}+{b}=", "chosen": f"{a + b}\n", "rejected": f"{a}{b} {'or so ' * (a % 3)}\n"}
     for a in range(1, 5)
     for b in range(2, 5)
 ]
+LABELLED = [
+    {"prompt": p["prompt"], "completion": p[kind], "label": kind == "chosen"}
+    for p in PAIRS
+    for kind in ("chosen", "rejected")
+]
 
 
-def _file(tmp_path, lines, name="pairs.jsonl"):
-    (tmp_path / name).write_text("".join(json.dumps(line) + "\n" for line in lines))
-    return str(tmp_path / name)
+def settings_of(tmp_path, folder, name, lines=PAIRS, **changes):
+    """Settings that runs on preferences and reward models share."""
+    train = TrainConfig(learning_rate=1e-3, warmup_steps=0, schedule="constant", tokens_per_microbatch=128)
+    options = dict(
+        output=str(tmp_path / name), model=str(folder), data=write_lines(tmp_path / "pairs.jsonl", lines),
+        dtype="float32", steps=4, tokens_per_step=256, sequence_length=64, checkpoint=CheckpointConfig(every=2),
+        train=train,
+    )  # fmt: skip
+    return options | changes
 
 
 def _config(tmp_path, folder, name, lines=PAIRS, **changes):
-    options = dict(
-        output=str(tmp_path / name), model=str(folder), data=_file(tmp_path, lines), dtype="float32", steps=4,
-        tokens_per_step=256, sequence_length=64, beta=0.5, checkpoint=CheckpointConfig(every=2),
-        train=TrainConfig(learning_rate=1e-3, warmup_steps=0, tokens_per_microbatch=128),
-    )  # fmt: skip
-    return DPOConfig(**(options | changes))
+    return DPOConfig(**settings_of(tmp_path, folder, name, lines, **({"beta": 0.5} | changes)))
 
 
-def _metrics(folder, name="loss"):
-    return [json.loads(line)[name] for line in (folder / "metrics.jsonl").read_text().splitlines()]
+@pytest.fixture(scope="module")
+def run(tmp_path_factory, model_folder):
+    folder = tmp_path_factory.mktemp("dpo")
+    held_out = write_lines(folder / "held.jsonl", PAIRS)
+    return prefer(_config(folder, model_folder, "run", validation_data=held_out))
 
 
-def _encode(folder, line, longest=1000, paired=True, template=None):
-    if template is not None:
-        (folder / "chat_template.jinja").write_text(template)
-    encoder = PreferenceEncoder(load_tokenizer(folder), load_chat_template(folder), longest, paired)
-    (encoded,) = encoder.encode([Conversation("a.jsonl:1", line)])
-    return encoded
-
-
-def test_a_run_starts_at_the_reference_and_learns(tmp_path, model_folder):
-    run = prefer(_config(tmp_path, model_folder, "run", steps=6, validation_data=_file(tmp_path, PAIRS, "held.jsonl")))
-    losses = _metrics(run)
+def test_a_run_starts_at_the_reference_and_learns(run):
+    losses = logged(run)
     # The reference's forward pass had other company, and yet the same bits: every margin is 0.
-    assert losses[0] == pytest.approx(math.log(2), rel=1e-7) and losses[-1] < 0.55
+    assert losses[0] == pytest.approx(math.log(2), rel=1e-7) and losses[-1] < 0.6
     for name in ("rewards/chosen", "rewards/rejected", "rewards/margin", "rewards/accuracy"):
-        assert _metrics(run, name)[0] == 0.0
-    assert _metrics(run, "rewards/margin")[-1] > 0.3 and _metrics(run, "rewards/accuracy")[-1] > 0.8
-    last = json.loads((run / "metrics.jsonl").read_text().splitlines()[-1])
-    assert last["validation/rewards/accuracy"] > 0.8 and last["validation/loss"] < 0.6
-
-
-@pytest.mark.parametrize("loss", ["dpo", "ipo", "simpo", "kto"])
-def test_a_run_resumes_to_the_same_bits_with_the_reference_that_it_kept(tmp_path, model_folder, loss, monkeypatch):
-    lines, sums = PAIRS, []
-    if loss == "kto":
-        labels = (("chosen", True), ("rejected", False))
-        lines = [
-            {"prompt": p["prompt"], "completion": p[kind], "label": label} for p in PAIRS for kind, label in labels
-        ]
-
-        def unclamped(total, count):
-            sums.append(total)
-            return total / count
-
-        monkeypatch.setattr("lockstep.train.dpo.kto_divergence", unclamped)
-    whole = prefer(_config(tmp_path, model_folder, "whole", lines, loss=loss))
-    losses = _metrics(whole)
-    assert len(set(losses)) == 4
-    assert (whole / "reference.safetensors").is_file() == (loss != "simpo")
-    stopped = tmp_path / "stopped"
-    shutil.copytree(whole, stopped)
-    shutil.rmtree(stopped / "checkpoints" / "step_00000004")
-    if loss == "dpo":
-        monkeypatch.setattr("lockstep.train.reference_scores._write", None)  # nothing is computed again
-    prefer(_config(tmp_path, model_folder, "stopped", lines, loss=loss, resume=True))
-    assert _metrics(stopped) == losses
-    if loss == "kto":
-        assert sums[0] == 0.0 and all(sums[1:])
-
-
-def test_a_signal_in_a_step_of_kto_waits_for_its_end(tmp_path, model_folder, monkeypatch):
-    lines = [{"prompt": p["prompt"], "completion": p["chosen"], "label": True} for p in PAIRS]
-
-    exact, calls = dpo.answer_log_probs, []
-
-    def ended(model, batch):
-        calls.append(torch.is_grad_enabled())
-        if len(calls) == 1:
-            os.kill(os.getpid(), signal.SIGTERM)
-        return exact(model, batch)
-
-    # A step of KTO first evaluates its micro-batches without gradients, for the divergence.
-    monkeypatch.setattr(dpo, "answer_log_probs", ended)
-    config = _config(tmp_path, model_folder, "run", lines, loss="kto", tokens_per_step=512)
-    with pytest.raises(RunStopped, match="SIGTERM ended the run after step 1, which is saved"):
-        prefer(config)
-    assert calls.count(False) == calls.count(True) >= 2
+        assert logged(run, name)[0] == 0.0
+    assert logged(run, "rewards/margin")[-1] > 0.2 and logged(run, "rewards/accuracy")[-1] > 0.8
+    assert logged(run, "validation/rewards/accuracy")[-1] > 0.8 and logged(run, "validation/loss")[-1] < 0.6
 
 
 def _flip_a_bit(file):
@@ -134,108 +84,115 @@ def _of_another_type(file):
     save_file({name: t.to(torch.int64) for name, t in load_file(file).items()}, file, described)
 
 
-def _gone(file):
-    file.unlink()
-
-
-@pytest.mark.parametrize("damage", [_flip_a_bit, _of_another_type, _gone])
-def test_a_reference_that_was_damaged_is_computed_again(tmp_path, model_folder, damage, caplog):
-    config = _config(tmp_path, model_folder, "run", steps=1)
-    file = prefer(config) / "reference.safetensors"
-    damage(file)
-    prefer(replace(config, resume=True, steps=2))
-    whole = prefer(replace(config, steps=2, output=str(tmp_path / "whole")))
-    assert _metrics(tmp_path / "run") == _metrics(whole)
-    found, computed = (
-        {name: scores.numpy().tobytes() for name, scores in load_file(folder / file.name).items()}
-        for folder in (file.parent, whole)
-    )
-    assert found == computed
-    said = [r.getMessage() for r in caplog.records if "reference.safetensors" in r.getMessage()]
-    assert [line.endswith("recomputing it") for line in said] == [True] * (damage is not _gone)
-
-
-def test_a_reference_that_cannot_be_kept_is_said(tmp_path, model_folder):
-    config = _config(tmp_path, model_folder, "run", steps=1)
-    file = prefer(config) / "reference.safetensors"
+def test_a_resumed_run_keeps_its_reference_or_computes_a_damaged_one_again_to_the_same_bits(
+    run, tmp_path, model_folder, caplog
+):
+    shutil.copytree(run, tmp_path / "run")
+    file = tmp_path / "run" / "reference.safetensors"
+    scores = {name: scores.numpy().tobytes() for name, scores in load_file(file).items()}
+    for damage in (lambda file: None, _flip_a_bit, _of_another_type, lambda file: file.unlink()):
+        shutil.rmtree(tmp_path / "run" / "checkpoints" / "step_00000004")
+        damage(file)
+        before, _ = file.stat().st_mtime_ns if file.exists() else 0, caplog.clear()
+        prefer(_config(tmp_path, model_folder, "run", resume=True))
+        assert logged(tmp_path / "run") == logged(run)
+        assert {name: scores.numpy().tobytes() for name, scores in load_file(file).items()} == scores
+        damaged = damage in (_flip_a_bit, _of_another_type)
+        messages = [r.getMessage() for r in caplog.records if file.name in r.getMessage()]
+        assert [message.endswith("recomputing it") for message in messages] == [True] * damaged
+        assert (file.stat().st_mtime_ns == before) == (not damaged and before > 0)
     file.unlink()
     file.mkdir()
     with pytest.raises(UserError, match="reference.safetensors: cannot be written .* move the existing file"):
-        prefer(replace(config, resume=True, steps=2))
+        prefer(_config(tmp_path, model_folder, "run", resume=True, steps=5))
 
 
-def test_the_loss_is_that_of_the_scores(tmp_path, model_folder):
+@pytest.mark.parametrize("loss", ["ipo", *(pytest.param(loss, marks=pytest.mark.slow) for loss in ("simpo", "kto"))])
+def test_runs_with_other_losses_resume_to_the_same_bits(tmp_path, model_folder, loss):
+    lines = LABELLED if loss == "kto" else PAIRS
+    whole = prefer(_config(tmp_path, model_folder, "whole", lines, loss=loss, steps=3))
+    assert len(set(logged(whole))) == 3 and (whole / "reference.safetensors").is_file() == (loss != "simpo")
+    shutil.copytree(whole, tmp_path / "stopped")
+    shutil.rmtree(tmp_path / "stopped" / "checkpoints" / "step_00000003")
+    stopped = prefer(_config(tmp_path, model_folder, "stopped", lines, loss=loss, steps=3, resume=True))
+    assert logged(stopped) == logged(whole)
+
+
+def test_a_signal_in_a_step_of_kto_waits_for_its_end(tmp_path, model_folder, monkeypatch):
+    exact, calls = dpo.answer_log_probs, []
+
+    def ended(model, batch):
+        calls.append(torch.is_grad_enabled())
+        if len(calls) == 1:
+            os.kill(os.getpid(), signal.SIGTERM)
+        return exact(model, batch)
+
+    # A step of KTO first evaluates its micro-batches without gradients, for the divergence.
+    monkeypatch.setattr(dpo, "answer_log_probs", ended)
+    with pytest.raises(RunStopped, match="SIGTERM ended the run after step 1, which is saved"):
+        prefer(_config(tmp_path, model_folder, "run", LABELLED, loss="kto", tokens_per_step=512))
+    assert calls.count(False) == calls.count(True) >= 2
+
+
+def _sums(model, tokenizer, pair):
+    """The log-probability of each of a pair's answers."""
+    start = len(tokenizer.encode(pair["prompt"])) - 1
+    for kind in ("chosen", "rejected"):
+        (scores,) = score(model, [[*tokenizer.encode(pair["prompt"] + pair[kind]), tokenizer.eos_id]])
+        yield float(scores[start:].sum())
+
+
+def test_the_loss_is_that_of_the_scores_and_bad_pairs_are_named_counted_and_left_out(tmp_path, model_folder, caplog):
     # All pairs once, in one step of two micro-batches, of which the second is empty.
-    once = dict(steps=1, loader=DataConfig(packing="whole", repeat=False), tokens_per_step=4096, sequence_length=2048)
-    run = prefer(_config(tmp_path, model_folder, "run", loss="ipo", **once))
-    assert _metrics(run, "examples") == [len(PAIRS)]
-    tokenizer = load_tokenizer(model_folder)
-    before = load_model(model_folder, dtype="float32")
-    margins = []
-    for pair in PAIRS:
-        means = []
-        for kind in ("chosen", "rejected"):
-            prompt = tokenizer.encode(pair["prompt"])
-            whole = [*tokenizer.encode(pair["prompt"] + pair[kind]), tokenizer.eos_id]
-            (scores,) = score(before, [whole])
-            means.append(float(scores[len(prompt) - 1 :].sum()))
-        margins.append(means)
-    chosen, rejected = np.mean(margins, axis=0)
-    assert _metrics(run, "log_probs/chosen")[0] == pytest.approx(chosen, rel=1e-5)
-    assert _metrics(run, "log_probs/rejected")[0] == pytest.approx(rejected, rel=1e-5)
-
-
-def test_the_reference_may_be_another_model(tmp_path, model_folder):
-    held_out = _file(tmp_path, PAIRS[:3], "held.jsonl")
-    settings = dict(steps=2, validation_data=held_out)
-    plain = prefer(_config(tmp_path, model_folder, "plain", **settings))
-    shutil.copytree(model_folder, tmp_path / "copy")
-    same = prefer(_config(tmp_path, model_folder, "same", reference=str(tmp_path / "copy"), **settings))
-    for name in ("loss", "rewards/margin"):
-        assert _metrics(same, name) == _metrics(plain, name)
-    # A run that begins from trained weights, and is measured from those before.
-    further = _config(tmp_path, plain, "further", reference=str(model_folder), **settings)
-    prefer(further)
-    before, after = (load_model(model_folder_of(at), dtype="float32") for at in (model_folder, plain))
-    tokenizer, margins = load_tokenizer(model_folder), []
-    for pair in PAIRS[:3]:
-        ratios = []
-        for kind in ("chosen", "rejected"):
-            whole = [*tokenizer.encode(pair["prompt"] + pair[kind]), tokenizer.eos_id]
-            scored = slice(len(tokenizer.encode(pair["prompt"])) - 1, None)
-            ratios.append(float((score(after, [whole])[0] - score(before, [whole])[0])[scored].sum()))
-        margins.append(further.beta * (ratios[0] - ratios[1]))
-    still = replace(further, output=str(tmp_path / "still"), train=replace(further.train, learning_rate=1e-12), steps=1)
-    # Differences of sums in float32.
-    assert _metrics(prefer(still), "validation/rewards/margin")[0] == pytest.approx(np.mean(margins), abs=1e-4)
-    assert min(margins) > 0.01
-    losses = _metrics(tmp_path / "further")
-    prefer(replace(further, steps=3, resume=True))
-    assert _metrics(tmp_path / "further")[:2] == losses
-
-
-def test_a_reference_of_another_vocabulary_is_named(tmp_path, model_folder):
-    with pytest.raises(UserError, match="reference none: no such model"):
-        prefer(_config(tmp_path, model_folder, "run", reference="none"))
-    ByteTokenizer().save(tmp_path / "bytes")
-    save_model(build_model(replace(preset("qwen3:micro", 258), num_layers=1)), tmp_path / "bytes")
-    with pytest.raises(UserError, match=r"reference .*bytes: its vocabulary is not that of .* \(258 tokens, not 512\)"):
-        prefer(_config(tmp_path, model_folder, "run", reference=str(tmp_path / "bytes")))
-    with pytest.raises(UserError, match="reference does not work with parallel.pipeline yet"):
-        staged = ParallelConfig(pipeline=2)
-        prefer(_config(tmp_path, model_folder, "run", reference=str(model_folder), parallel=staged))
-    with pytest.raises(UserError, match="loss simpo has none; leave it out"):
-        prefer(_config(tmp_path, model_folder, "run", reference=str(model_folder), loss="simpo"))
-
-
-def test_equal_and_long_pairs_are_named_counted_and_left_out(tmp_path, model_folder, caplog):
-    equal, long = {"prompt": "a", "chosen": "b", "rejected": "b"}, {"prompt": "a" * 90, "chosen": "b", "rejected": "c"}
-    lines = [*PAIRS, equal, long]
-    with caplog.at_level(logging.WARNING, logger="lockstep"):
-        run = prefer(_config(tmp_path, model_folder, "run", lines, steps=1))
-    assert _metrics(run, "data/equal_pairs") == [1] and _metrics(run, "data/long_pairs") == [1]
+    once = dict(steps=1, loader=DataConfig(packing="whole", repeat=False), tokens_per_step=512, sequence_length=256)
+    equal, long = {"prompt": "a", "chosen": "b", "rejected": "b"}, {"prompt": "a" * 400, "chosen": "b", "rejected": "c"}
+    run = prefer(_config(tmp_path, model_folder, "run", [*PAIRS, equal, long], loss="ipo", **once))
+    assert logged(run, "examples") == [len(PAIRS)]
+    model, tokenizer = load_model(model_folder, dtype="float32"), load_tokenizer(model_folder)
+    for name, mean in zip(("chosen", "rejected"), np.mean([[*_sums(model, tokenizer, pair)] for pair in PAIRS], 0)):
+        assert logged(run, f"log_probs/{name}")[0] == pytest.approx(mean, rel=1e-5)
+    assert logged(run, "data/equal_pairs") == [1] and logged(run, "data/long_pairs") == [1]
     assert "pairs.jsonl:13: its two answers are identical; it is left out" in caplog.text
     assert "pairs.jsonl:14: has " in caplog.text
+
+
+def test_the_reference_may_be_another_model(run, tmp_path, model_folder):
+    shutil.copytree(model_folder, tmp_path / "copy")
+    same = prefer(_config(tmp_path, model_folder, "same", reference=str(tmp_path / "copy"), steps=2))
+    for name in ("loss", "rewards/margin"):
+        assert logged(same, name) == logged(run, name)[:2]
+    # A run that begins from trained weights, and is measured from those before.
+    held_out = write_lines(tmp_path / "held.jsonl", PAIRS[:3])
+    still = _config(tmp_path, run, "still", reference=str(model_folder), validation_data=held_out, steps=1)
+    still.train.learning_rate = 1e-12
+    before, after = (load_model(model_folder_of(at), dtype="float32") for at in (model_folder, run))
+    tokenizer, margins = load_tokenizer(model_folder), []
+    for pair in PAIRS[:3]:
+        chosen, rejected = (
+            new - old for new, old in zip(_sums(after, tokenizer, pair), _sums(before, tokenizer, pair))
+        )
+        margins.append(still.beta * (chosen - rejected))
+    # Differences of sums in float32.
+    assert logged(prefer(still), "validation/rewards/margin")[0] == pytest.approx(np.mean(margins), abs=1e-4)
+    assert min(margins) > 0.01
+    prefer(replace(still, steps=2, resume=True))
+    assert len(logged(tmp_path / "still")) == 2
+
+
+def test_a_reference_that_cannot_be_one_is_named(tmp_path, model_folder):
+    ByteTokenizer().save(tmp_path / "bytes")
+    save_model(build_model(replace(preset("qwen3:micro", 258), num_layers=1)), tmp_path / "bytes")
+    for changes, message in (
+        (dict(reference="none"), "reference none: no such model"),
+        (
+            dict(reference=str(tmp_path / "bytes")),
+            r"reference .*bytes: its vocabulary is not that of .* \(258 tokens, not 512\)",
+        ),
+        (dict(parallel=ParallelConfig(pipeline=2)), "reference does not work with parallel.pipeline yet"),
+        (dict(loss="simpo"), "loss simpo has none; leave it out"),
+    ):
+        with pytest.raises(UserError, match=message):
+            prefer(_config(tmp_path, model_folder, "run", **({"reference": str(model_folder)} | changes)))
 
 
 @pytest.mark.parametrize("command", ["dpo", "reward-model", "kto"])
@@ -247,7 +204,7 @@ def test_data_whose_examples_are_all_left_out_say_why(tmp_path, model_folder, ca
     if command == "kto":
         lines = [{"prompt": long, "completion": "b", "label": True}] * 5 + [{"prompt": "a"}]
         expected = "2 malformed and skipped (--skip-bad-lines), 5 longer than a row"
-    data = _file(tmp_path, [*lines, 7])
+    data = write_lines(tmp_path / "pairs.jsonl", [*lines, 7])
     arguments = [*(["dpo", "--loss", "kto"] if command == "kto" else [command]), "--model", str(model_folder)]
     arguments += ["--data", data, "--output", str(tmp_path / "run"), "--skip-bad-lines"]
     assert main([*arguments, "--tokens-per-step", "128", "--sequence-length", "64"]) == 2
@@ -256,73 +213,70 @@ def test_data_whose_examples_are_all_left_out_say_why(tmp_path, model_folder, ca
     assert said in capsys.readouterr().err
 
 
-def test_an_answer_without_a_token_that_can_be_scored_is_named(model_folder):
-    tokenizer = load_tokenizer(model_folder)
-    tokenizer.eos_id = None
-    for line in ({"prompt": "", "chosen": "a", "rejected": "b"}, {"prompt": "", "completion": "a", "label": True}):
-        encoder = PreferenceEncoder(tokenizer, None, 100, paired="chosen" in line)
-        (encoded,) = encoder.encode([Conversation("a.jsonl:1", line)])
-        assert encoded.problem == "a.jsonl:1: its answer has no token that can be scored; give it a prompt"
-
-
 @pytest.mark.parametrize(
-    ("line", "message"),
+    ("line", "paired", "message"),
     [
-        ({"chosen": "a"}, 'needs "chosen" and "rejected"'),
-        ({"prompt": "a", "chosen": "b", "rejected": [{"role": "user", "content": "a"}]}, 'needs "chosen"'),
-        ({"prompt": "a", "chosen": "", "rejected": "b"}, "the assistant says nothing"),
+        ({"chosen": "a"}, True, 'needs "chosen" and "rejected"'),
+        ({"prompt": "a", "chosen": "b", "rejected": [{"role": "user", "content": "a"}]}, True, 'needs "chosen"'),
+        ({"prompt": "a", "chosen": "", "rejected": "b"}, True, "the assistant says nothing"),
+        ({"chosen": "b", "rejected": "c"}, True, "its two answers begin differently, so it needs a"),
+        ({"prompt": "a", "chosen": "b", "rejected": "c"}, False, 'needs "label"'),
+        ({"prompt": "", "chosen": "a", "rejected": "b"}, True, "its answer has no token that can be scored"),
+        ({"prompt": "", "completion": "a", "label": True}, False, "its answer has no token that can be scored"),
     ],
 )
-def test_a_line_that_is_no_pair_is_named(tmp_path, model_folder, line, message):
-    with pytest.raises(UserError, match=rf"pairs\.jsonl:13: {message}.*--skip-bad-lines"):
-        prefer(_config(tmp_path, model_folder, "run", [*PAIRS, line]))
-    with pytest.raises(UserError, match=r'pairs\.jsonl:1: needs "label"'):
-        prefer(_config(tmp_path, model_folder, "run", loss="kto"))
+def test_a_line_that_is_no_preference_is_named(model_folder, line, paired, message):
+    tokenizer = load_tokenizer(model_folder)
+    tokenizer.eos_id = None
+    (encoded,) = PreferenceEncoder(tokenizer, None, 1000, paired).encode([Conversation("a.jsonl:1", line)])
+    assert encoded.problem.startswith(f"a.jsonl:1: {message}")
 
 
 def test_prompts_in_both_answers_and_messages_give_the_same_tokens(tmp_path, model_folder):
     folder = tmp_path / "model"
     shutil.copytree(model_folder, folder)
-    text = _encode(folder, PAIRS[0])
-    implicit = {kind: PAIRS[0]["prompt"] + PAIRS[0][kind] for kind in ("chosen", "rejected")}
-    assert _encode(folder, implicit).tokens.tolist() == text.tokens.tolist()
+    (folder / "chat_template.jinja").write_text(MARKED)
+
+    def encoded(**line):
+        encoder = PreferenceEncoder(load_tokenizer(folder), load_chat_template(folder), 1000)
+        (one,) = encoder.encode([Conversation("a.jsonl:1", line)])
+        assert not one.problem
+        return one.tokens.tolist(), one.scored.tolist()
+
+    both = ("chosen", "rejected")
+    assert encoded(**{kind: PAIRS[0]["prompt"] + PAIRS[0][kind] for kind in both})[0] == encoded(**PAIRS[0])[0]
+    assert encoded(question="a?", chosen="b", rejected="c") == encoded(prompt="a?", chosen="b", rejected="c")
     prompt = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}, {"role": "user", "content": "c"}]
-    answers = {kind: [{"role": "assistant", "content": kind}] for kind in ("chosen", "rejected")}
-    explicit = _encode(folder, {"prompt": prompt, **answers}, template=MARKED)
-    whole = _encode(folder, {kind: prompt + answer for kind, answer in answers.items()}, template=MARKED)
-    assert explicit.tokens.tolist() == whole.tokens.tolist() and explicit.scored.tolist() == whole.scored.tolist()
-    asked = {"question": "a?", "chosen": "b", "rejected": "c"}
-    plain = _encode(folder, {"prompt": "a?", "chosen": "b", "rejected": "c"})
-    assert _encode(folder, asked).tokens.tolist() == plain.tokens.tolist()
-    assert "needs a" in _encode(folder, {"chosen": "b", "rejected": "c"}).problem
-    first = [{"role": "system", "content": "s"}, *prompt]
-    named = {"prompt": prompt, "system": "s", **answers}
-    expected = _encode(folder, {"prompt": first, **answers}, template=MARKED)
-    assert _encode(folder, named, template=MARKED).tokens.tolist() == expected.tokens.tolist()
-    # As in data sets of which TRL takes the prompt from the answers.
-    named = {"prompt": "c", **{kind: prompt + answer for kind, answer in answers.items()}}
-    assert _encode(folder, named, template=MARKED).tokens.tolist() == whole.tokens.tolist()
-    tokenizer = load_tokenizer(folder)
-    said = explicit.tokens[(explicit.scored & SCORED) > 0].tolist()
+    answers = {kind: [{"role": "assistant", "content": kind}] for kind in both}
+    whole = {kind: prompt + answer for kind, answer in answers.items()}
+    explicit = encoded(prompt=prompt, **answers)
+    # The last is as in data sets of which TRL takes the prompt from the answers.
+    assert explicit == encoded(**whole) == encoded(prompt="c", **whole)
+    system = [{"role": "system", "content": "s"}, *prompt]
+    assert encoded(prompt=prompt, system="s", **answers) == encoded(prompt=system, **answers)
+    tokenizer, (tokens, marks) = load_tokenizer(folder), explicit
+    said = [token for token, mark in zip(tokens, marks) if mark & SCORED]
     # What the assistant said in the prompt is not among it.
     assert tokenizer.decode([t for t in said if t != tokenizer.eos_id]) == "chosenrejected"
-    assert int(((explicit.scored & MARK) > 0).sum()) == 1
+    assert sum(mark & MARK > 0 for mark in marks) == 1
 
 
-@pytest.mark.parametrize(
-    "parallel",
-    [ParallelConfig(), ParallelConfig(data_replicate=2)]
-    + [ParallelConfig(**{name: 2}) for name in ("tensor", "context", "pipeline")],
-    ids=["fsdp", "ddp", "tensor", "context", "pipeline"],
-)  # fmt: skip
-def test_two_ranks_follow_one(tmp_path, model_folder, parallel):
-    own = ParallelConfig(reduction_chunks=2) if parallel.tensor > 1 else ParallelConfig()
-    alone = prefer(_config(tmp_path, model_folder, "alone", steps=3, parallel=own))
-    launch(2, _on_a_rank, _config(tmp_path, model_folder, "two", steps=3, parallel=parallel))
+RANKS = {
+    "fsdp": ParallelConfig(), "ddp": ParallelConfig(data_replicate=2), "tensor": ParallelConfig(tensor=2),
+    "context": ParallelConfig(context=2), "pipeline": ParallelConfig(pipeline=2),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", [pytest.param(n, marks=[] if n == "pipeline" else pytest.mark.slow) for n in RANKS])
+def test_two_ranks_follow_one(run, tmp_path, model_folder, name):
+    alone = run
+    if name == "tensor":
+        alone = prefer(_config(tmp_path, model_folder, "alone", parallel=ParallelConfig(reduction_chunks=2)))
+    launch(2, prefer, _config(tmp_path, model_folder, "two", steps=2, parallel=RANKS[name]))
     # The step's sums are added in another order, in float32.
-    assert _metrics(tmp_path / "two") == pytest.approx(_metrics(alone), rel=1e-4)
-    assert _metrics(tmp_path / "two", "rewards/margin") == pytest.approx(_metrics(alone, "rewards/margin"), abs=1e-4)
-    assert _metrics(tmp_path / "two", "rewards/margin")[0] == 0.0
+    assert logged(tmp_path / "two") == pytest.approx(logged(alone)[:2], rel=1e-4)
+    margins = logged(tmp_path / "two", "rewards/margin")
+    assert margins == pytest.approx(logged(alone, "rewards/margin")[:2], abs=1e-4) and margins[0] == 0.0
 
 
 LAYOUTS = {
@@ -336,17 +290,35 @@ LAYOUTS = {
 }
 
 
+def _folder(folder, shape):
+    tokenizer = ByteTokenizer()
+    config = preset(shape, tokenizer.vocab_size, (tokenizer.eos_id,))
+    save_model(build_model(config, dtype="float32", seed=1), folder / "model")
+    tokenizer.save(folder / "model")
+    return folder / "model"
+
+
+@pytest.fixture(scope="module")
+def deterministic(tmp_path_factory):
+    """A run in one process, with the settings that others compare with it, on four layers for two stages per rank."""
+    folder = tmp_path_factory.mktemp("alone")
+    train = TrainConfig(learning_rate=1e-3, warmup_steps=0, deterministic_layout=True, tokens_per_microbatch=64)
+    settings = dict(steps=3, train=train)
+    model = _folder(folder, "qwen3:micro")
+    return (
+        model,
+        prefer(_config(folder, model, "alone", parallel=ParallelConfig(reduction_chunks=2), **settings)),
+        settings,
+    )
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("layout", LAYOUTS)
-def test_a_deterministic_layout_has_the_bits_of_one_process(tmp_path, layout):
-    ranks, parallel = LAYOUTS[layout]
-    model_folder = _folder(tmp_path, "qwen3:micro")  # of four layers, for two stages per rank
-    train = replace(_config(tmp_path, model_folder, "").train, deterministic_layout=True, tokens_per_microbatch=64)
-    settings = dict(steps=3, train=train)
-    alone = prefer(_config(tmp_path, model_folder, "alone", parallel=ParallelConfig(reduction_chunks=2), **settings))
-    launch(ranks, _on_a_rank, _config(tmp_path, model_folder, "many", parallel=parallel, **settings))
+def test_a_deterministic_layout_has_the_bits_of_one_process(deterministic, tmp_path, layout):
+    (model, alone, settings), (ranks, parallel) = deterministic, LAYOUTS[layout]
+    launch(ranks, prefer, _config(tmp_path, model, "many", parallel=parallel, **settings))
     for name in ("loss", "grad_norm", "rewards/margin"):
-        assert _metrics(tmp_path / "many", name) == _metrics(alone, name), name
+        assert logged(tmp_path / "many", name) == logged(alone, name), name
 
 
 @pytest.mark.slow
@@ -354,27 +326,18 @@ def test_a_deterministic_layout_has_the_bits_of_one_process(tmp_path, layout):
 def test_two_ranks_that_share_experts_follow_one(tmp_path, parallel):
     folder = _folder(tmp_path, "qwen3_moe:micro")
     alone = prefer(_config(tmp_path, folder, "alone", steps=3))
-    launch(2, _on_a_rank, _config(tmp_path, folder, "two", steps=3, parallel=parallel))
+    launch(2, prefer, _config(tmp_path, folder, "two", steps=3, parallel=parallel))
     # The step's sums are added in another order, in float32.
-    assert _metrics(tmp_path / "two") == pytest.approx(_metrics(alone), rel=1e-4)
-    assert _metrics(tmp_path / "two", "rewards/margin")[0] == 0.0
-
-
-def _folder(tmp_path, shape):
-    tokenizer = ByteTokenizer()
-    config = preset(shape, tokenizer.vocab_size, (tokenizer.eos_id,))
-    save_model(build_model(config, dtype="float32", seed=1), tmp_path / "model")
-    tokenizer.save(tmp_path / "model")
-    return tmp_path / "model"
+    assert logged(tmp_path / "two") == pytest.approx(logged(alone), rel=1e-4)
+    assert logged(tmp_path / "two", "rewards/margin")[0] == 0.0
 
 
 @pytest.mark.slow
-def test_compiled_layers_learn_the_same_from_margins_of_zero(tmp_path, model_folder):
-    eager = prefer(_config(tmp_path, model_folder, "eager", steps=3))
-    compiled = prefer(_config(tmp_path, model_folder, "compiled", steps=3, compile=CompileConfig(backend="inductor")))
+def test_compiled_layers_learn_the_same_from_margins_of_zero(run, tmp_path, model_folder):
+    compiled = prefer(_config(tmp_path, model_folder, "compiled", compile=CompileConfig(backend="inductor")))
     # What is compiled rounds elsewhere, in float32: measured are 2e-7.
-    assert _metrics(compiled) == pytest.approx(_metrics(eager), rel=2e-6)
-    assert _metrics(compiled, "rewards/margin")[0] == 0.0
+    assert logged(compiled) == pytest.approx(logged(run), rel=2e-6)
+    assert logged(compiled, "rewards/margin")[0] == 0.0
 
 
 @pytest.mark.parametrize("fixed", [pytest.param(False, marks=pytest.mark.slow), True])
@@ -382,29 +345,27 @@ def test_kto_on_two_ranks_has_the_divergence_of_one_process(tmp_path, model_fold
     # Desirable answers only, which begin alike: what a prompt's own answer gains, another prompt's gains too.
     lines = [{"prompt": p["prompt"], "completion": f"yes, {p['chosen']}", "label": True} for p in PAIRS]
     train = TrainConfig(learning_rate=1e-3, warmup_steps=0, tokens_per_microbatch=64, deterministic_layout=fixed)
-    settings = dict(lines=lines, loss="kto", steps=3, train=train)
+    settings = dict(lines=lines, loss="kto", steps=2, train=train)
     alone = prefer(_config(tmp_path, model_folder, "alone", **settings))
-    launch(2, _on_a_rank, _config(tmp_path, model_folder, "two", **settings))
-    assert _metrics(alone, "kl")[0] == 0 < min(_metrics(alone, "kl")[1:])
+    launch(2, prefer, _config(tmp_path, model_folder, "two", **settings))
+    assert logged(alone, "kl")[0] == 0 < min(logged(alone, "kl")[1:])
     for name in ("loss", "kl", "rewards/chosen", "grad_norm"):
-        one, two = _metrics(alone, name), _metrics(tmp_path / "two", name)
+        one, two = logged(alone, name), logged(tmp_path / "two", name)
         # Sums over ranks are added in another order, in float32; in one order all have the same bits.
         assert two == (one if fixed else pytest.approx(one, rel=1e-4, abs=1e-6)), name
 
 
-def _on_a_rank(config):
-    prefer(config)
-
-
 def test_the_command_line_refuses_what_cannot_be(tmp_path, model_folder, capsys):
-    arguments = ["--model", str(model_folder), "--data", _file(tmp_path, PAIRS), "--output", str(tmp_path / "run")]
+    data = write_lines(tmp_path / "pairs.jsonl", PAIRS)
+    arguments = ["--model", str(model_folder), "--data", data, "--output", str(tmp_path / "run")]
     arguments += ["--steps", "1", "--tokens-per-step", "128", "--sequence-length", "64"]
     assert main(["dpo", *arguments]) == 0
     assert 'loss = "dpo"' in (tmp_path / "run" / "config.toml").read_text()
-    assert main(["dpo", *arguments, "--overwrite", "--loss", "ipo", "--label-smoothing", "0.1"]) == 2
-    assert "label_smoothing is for dpo and simpo" in capsys.readouterr().err
-    for command in ("dpo", "sft"):
-        assert main([command, *arguments, "--dry-run", "1", "--overwrite"]) == 2
-        assert "dry_run is only for pretrain and rl" in capsys.readouterr().err
-    assert main(["dpo", *arguments, "--overwrite", "--loader.packing", "cut"]) == 2
-    assert "loader.packing" in capsys.readouterr().err
+    for command, options, message in (
+        ("dpo", ["--loss", "ipo", "--label-smoothing", "0.1"], "label_smoothing is for dpo and simpo"),
+        ("dpo", ["--dry-run", "1"], "dry_run is only for pretrain and rl"),
+        ("sft", ["--dry-run", "1"], "dry_run is only for pretrain and rl"),
+        ("dpo", ["--loader.packing", "cut"], "loader.packing"),
+    ):
+        assert main([command, *arguments, "--overwrite", *options]) == 2
+        assert message in capsys.readouterr().err

@@ -3,37 +3,29 @@
 import json
 import os
 import signal
-import socket
-import subprocess
-import sys
+import threading
 import time
 from dataclasses import replace
 from functools import partial
+from pathlib import Path
 
 import pytest
 import torch
 
 from lockstep.checkpoint import newest_checkpoint
-from lockstep.config import (
-    CheckpointConfig,
-    CompileConfig,
-    FaultConfig,
-    ParallelConfig,
-    PretrainConfig,
-    TrainConfig,
-    to_toml,
-)
+from lockstep.config import CheckpointConfig, CompileConfig, FaultConfig, ParallelConfig, PretrainConfig, TrainConfig
 from lockstep.errors import RunStopped
 from lockstep.model import initialize, preset
 from lockstep.observe import read_metrics
 from lockstep.parallel import close_world, open_world, parallel_model
 from lockstep.parallel.pipeline_stage import Stage
-from lockstep.train import Trainer, loss_spikes, pack
-from lockstep.train.loss_spikes import LossSpikes
+from lockstep.train import Trainer, pack
+from lockstep.train.faults import LossSpikes
 from lockstep.train.objective import NextTokenLoss
 from lockstep.train.pretrain import pretrain
 from lockstep.train.trainer import PIPELINED
-from tests.parallel.launch import launch, ranks_environment
+from tests.parallel.launch import launch
+from tests.train.runs import logged
 
 
 def _skip(dtype, poison, poisoned_rank):
@@ -71,8 +63,13 @@ def _skip(dtype, poison, poisoned_rank):
     return ends
 
 
-@pytest.mark.parametrize("poison", ["loss", "gradient"])
-@pytest.mark.parametrize("ranks, dtype", [(1, "float32"), (1, "bfloat16"), (2, "float32")])
+BAD_STEPS = [(ranks, dtype, poison) for ranks, dtype in ((1, "float32"), (1, "bfloat16"), (2, "float32")) for poison in ("loss", "gradient")]  # fmt: skip # noqa: E501
+IN_SHORT = [(1, "float32", "gradient"), (1, "bfloat16", "loss")]
+
+
+@pytest.mark.parametrize(
+    ("ranks", "dtype", "poison"), [c if c in IN_SHORT else pytest.param(*c, marks=pytest.mark.slow) for c in BAD_STEPS]
+)
 def test_a_step_that_is_not_finite_changes_no_bit_on_any_rank(ranks, dtype, poison):
     for (skipped, after), (never, expected) in launch(ranks, _skip, dtype, poison, ranks - 1):
         assert skipped["skipped_steps"] == 1 and never["skipped_steps"] == 0
@@ -101,26 +98,22 @@ def test_too_many_bad_steps_in_a_row_end_the_run_and_keep_the_data(tmp_path):
         pretrain(config)
     assert stopped.value.exit_code == 1
     run = tmp_path / "run"
-    assert [m["skipped_steps"] for m in read_metrics(run / "metrics.jsonl")] == [0, 1, 2]
+    assert logged(run, "skipped_steps") == [0, 1, 2]
     kept = sorted((run / "bad_batches").glob("*.jsonl"))
     assert [path.name for path in kept] == [f"step_{s:08}_rank_0.jsonl" for s in (2, 3, 4)]
     rows = [json.loads(line) for line in kept[0].read_text().splitlines()]
     assert [len(row["tokens"]) for row in rows] == [64] * 4 and all("quick brown" in row["text"] for row in rows)
 
 
+@pytest.mark.slow
 def test_a_spike_goes_back_to_a_checkpoint_and_on_with_later_data(tmp_path, caplog):
     documents = [TEXT[: 40 + i % 5] * 6 for i in range(400)]
     documents[250:262] = ["".join(chr(33 + (7 * i * j * j + i) % 90) for i in range(260)) for j in range(1, 13)]
-    config = _config(
-        tmp_path,
-        steps=60,
-        checkpoint=CheckpointConfig(every=10),
-        faults=FaultConfig(spike_deviations=4.0, on_spike="rollback"),
-    )
-    run = pretrain(config, documents)
+    faults = FaultConfig(spike_deviations=4.0, on_spike="rollback")
+    run = pretrain(_config(tmp_path, steps=60, checkpoint=CheckpointConfig(every=10), faults=faults), documents)
     messages = [r.getMessage() for r in caplog.records]
-    spikes = [m for m in messages if "loss spike of" in m]
-    assert spikes and any("continuing with the data after the spike" in m for m in messages)
+    assert any("loss spike of" in m for m in messages)
+    assert any("continuing with the data after the spike" in m for m in messages)
     metrics = read_metrics(run / "metrics.jsonl")
     assert [m["step"] for m in metrics] == list(range(1, 61))
     totals = [sum(m["tokens"] for m in metrics[: index + 1]) for index in range(60)]
@@ -129,63 +122,46 @@ def test_a_spike_goes_back_to_a_checkpoint_and_on_with_later_data(tmp_path, capl
     assert metrics[-1]["epoch"] > 61 * metrics[0]["epoch"]
 
 
-def test_a_resumed_run_compares_losses_with_those_before_it():
+def test_a_resumed_run_compares_losses_with_those_before_it(tmp_path):
     before, after = (LossSpikes(FaultConfig(spike_deviations=4.0)) for _ in range(2))
     assert not any(before.is_spike(step, 3.0 + 0.1 * (step % 2)) for step in range(30))
     assert not after.is_spike(30, 9.0)
     after.restore(json.loads(json.dumps(before.state())))
     assert before.is_spike(30, 9.0) and after.is_spike(30, 9.0)
+    config = _config(tmp_path, steps=2, tokens_per_step=64, faults=FaultConfig(spike_deviations=9.0))
+    losses = logged(pretrain(config))
+    state = json.loads((newest_checkpoint(tmp_path / "run") / "state.json").read_text())
+    assert state["losses"] == losses
 
 
-def test_a_resumed_run_finds_spikes_from_its_first_steps_on(tmp_path, caplog, monkeypatch):
-    monkeypatch.setattr(loss_spikes, "FEWEST", 6)
-    # Of weights that stay, about every second loss is above the median.
-    changes = dict(
-        faults=FaultConfig(spike_deviations=1e-3),
-        train=TrainConfig(learning_rate=1e-9, warmup_steps=0, schedule="constant"),
-        tokens_per_step=64,
-    )
-    pretrain(_config(tmp_path, **changes))
-    caplog.clear()
-    pretrain(_config(tmp_path, **changes, steps=10, resume=True))
-    assert "loss spike of" in caplog.text
+def _signalled(config, rank, number):
+    """A run in which one rank gets a signal once two steps are made: its error."""
+    path = Path(config.output) / "metrics.jsonl"
+
+    def send():
+        while len(read_metrics(path)) < 2:
+            time.sleep(0.02)
+        os.kill(os.getpid(), number)
+
+    if int(os.environ["RANK"]) == rank:
+        threading.Thread(target=send, daemon=True).start()
+    with pytest.raises(RunStopped) as error:
+        pretrain(config)
+    return error.value.exit_code, str(error.value)
 
 
 @pytest.mark.parametrize("ranks, number", [pytest.param(1, signal.SIGINT, marks=pytest.mark.slow), (2, signal.SIGTERM)])
 def test_a_signal_to_one_rank_saves_and_ends_all_of_them_at_one_step(tmp_path, ranks, number):
     config = _config(tmp_path, steps=100_000)
-    (tmp_path / "config.toml").write_text(to_toml(config))
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
-    processes = [
-        subprocess.Popen(
-            [sys.executable, "-m", "lockstep", "pretrain", "--config", str(tmp_path / "config.toml")],
-            env=os.environ | ranks_environment(rank, ranks, port),
-            stderr=subprocess.PIPE,
-            text=True,
-        )
-        for rank in range(ranks)
-    ]
-    try:
-        run = tmp_path / "run"
-        deadline = time.monotonic() + 90
-        while len(read_metrics(run / "metrics.jsonl")) < 3:
-            assert time.monotonic() < deadline and all(p.poll() is None for p in processes), "no step was made"
-            time.sleep(0.05)
-        processes[-1].send_signal(number)
-        errors = [process.communicate(timeout=60)[1] for process in processes]
-    finally:
-        for process in processes:
-            process.kill()
-    assert [process.returncode for process in processes] == [128 + number] * ranks
+    ends = launch(ranks, _signalled, config, ranks - 1, number)
+    assert [code for code, _ in ends] == [128 + number] * ranks
+    run = tmp_path / "run"
     last = read_metrics(run / "metrics.jsonl")[-1]["step"]
-    assert f"{signal.Signals(number).name} ended the run after step {last}, which is saved" in errors[0]
+    assert f"{signal.Signals(number).name} ended the run after step {last}, which is saved" in ends[0][1]
     assert newest_checkpoint(run).name == f"step_{last:08}"
     assert (run / "report.html").is_file() and (run / "timeline.json").is_file()
     # One process goes on from there, whatever the number of ranks was.
-    config.steps, config.resume = last + 1, True
-    pretrain(config)
+    pretrain(replace(config, steps=last + 1, resume=True))
     assert read_metrics(run / "metrics.jsonl")[-1]["step"] == last + 1
 
 
@@ -215,45 +191,44 @@ def _end_in_a_validation(config, step):
             count(True)
             return run_blocks(*arguments)
 
-        Stage.run_blocks = layers
+        patch.setattr(Stage, "run_blocks", layers)
         return exact(self, microbatches, loss)
 
-    Trainer.evaluate = evaluate
-    with pytest.raises(RunStopped, match=f"SIGTERM ended the run after step {step}, which is saved") as error:
-        pretrain(config)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Trainer, "evaluate", evaluate)
+        with pytest.raises(RunStopped, match=f"SIGTERM ended the run after step {step}, which is saved") as error:
+            pretrain(config)
     assert error.value.exit_code == 143 and validations[-1] == step
 
 
 @pytest.mark.parametrize(
-    ("ranks", "step", "pipeline"), [(1, 4, 1), (2, 2, 1), pytest.param(2, 2, 2, marks=pytest.mark.slow)]
+    ("ranks", "step", "pipeline"),
+    [(1, 2, 1), *(pytest.param(2, 1, pipeline, marks=pytest.mark.slow) for pipeline in (1, 2))],
 )
 def test_a_signal_ends_a_validation_and_a_resumed_run_begins_with_it(tmp_path, ranks, step, pipeline, caplog):
-    config = _config(tmp_path, steps=4, validation_every=2, validation_data=str(tmp_path / "text.txt"))
-    config.parallel.pipeline = pipeline
-    config.validation_tokens, config.train.tokens_per_microbatch = 2048, 64
+    config = _config(tmp_path, steps=2, validation_every=1, validation_data=str(tmp_path / "text.txt"))
+    config.parallel.pipeline, config.tokens_per_step = pipeline, 128
+    config.validation_tokens, config.train.tokens_per_microbatch = 64 * 2 * PIPELINED, 64
     config.faults = FaultConfig(spike_deviations=1000.0)
     launch(ranks, _end_in_a_validation, config, step, fresh=True)
-    run = tmp_path / "run"
+    run, whole = tmp_path / "run", tmp_path / "whole"
     last = read_metrics(run / "metrics.jsonl")[-1]
     assert last["step"] == step and "loss" in last and "validation/loss" not in last
-    whole = tmp_path / "whole"
     launch(ranks, pretrain, replace(config, resume=True))
     launch(ranks, pretrain, replace(config, output=str(whole)))
-    lines = [read_metrics(folder / "metrics.jsonl") for folder in (run, whole)]
     for name in ("step", "loss", "tokens/total", "validation/loss"):
-        found, expected = ([line.get(name) for line in those] for those in lines)
-        assert found == expected and len(found) == 4
+        assert logged(run, name) == logged(whole, name) and len(logged(run, name)) == 2
     summaries = [json.loads((folder / "summary.json").read_text()) for folder in (run, whole)]
     assert summaries[0] | {"seconds": 0} == summaries[1] | {"seconds": 0, "resumed_from": step}
-    losses = [json.loads((f / "checkpoints/step_00000004/state.json").read_text())["losses"] for f in (run, whole)]
-    assert losses[0] == losses[1] and len(losses[1]) == 4, "a validation that is made up is no new step"
+    losses = [json.loads((f / "checkpoints/step_00000002/state.json").read_text())["losses"] for f in (run, whole)]
+    assert losses[0] == losses[1] and len(losses[1]) == 2, "a validation that is made up is no new step"
     # Nothing is left to do.
     pretrain(replace(config, resume=True, parallel=ParallelConfig()))
-    assert "the run has finished at step 4" in caplog.text
+    assert "the run has finished at step 2" in caplog.text
 
 
 def test_a_last_validation_is_finished_where_only_the_model_is_saved(tmp_path, monkeypatch):
-    config = _config(tmp_path, steps=2, validation_data=str(tmp_path / "text.txt"), validation_tokens=2048)
+    config = _config(tmp_path, steps=1, validation_data=str(tmp_path / "text.txt"), validation_tokens=512)
     config.checkpoint = CheckpointConfig(last_model_only=True)
     exact = Trainer.evaluate
 
@@ -262,5 +237,4 @@ def test_a_last_validation_is_finished_where_only_the_model_is_saved(tmp_path, m
         return exact(self, microbatches, loss_of)
 
     monkeypatch.setattr(Trainer, "evaluate", evaluate)
-    run = pretrain(config)
-    assert "validation/loss" in read_metrics(run / "metrics.jsonl")[-1]
+    assert logged(pretrain(config), "validation/loss")[-1] is not None

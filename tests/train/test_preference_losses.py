@@ -40,37 +40,28 @@ def _smoothed(x, smoothing):
 
 
 @pytest.mark.parametrize("smoothing", [0.0, SMOOTHING])
-def test_dpo_is_equation_7(smoothing):
+def test_losses_of_pairs_are_the_papers_equations(smoothing):
+    """DPO's equation 7, SimPO's equation 6, and IPO's equation 17 with means over tokens."""
     found = dpo_loss(_answers(0), _answers(1), BETA, smoothing)
     expected = [_smoothed(BETA * ((c - rc) - (r - rr)), smoothing) for c, r, rc, rr, _, _ in _pairs()]
     assert found.tolist() == pytest.approx(expected, rel=1e-6)  # float32
-
-
-def test_ipo_is_equation_17_with_means_over_tokens():
+    found = simpo_loss(_answers(0), _answers(1), BETA, MARGIN, smoothing)
+    expected = [_smoothed(BETA * c / n - BETA * r / m - MARGIN, smoothing) for c, r, _, _, n, m in _pairs()]
+    assert found.tolist() == pytest.approx(expected, rel=1e-6)
     found = ipo_loss(_answers(0), _answers(1), BETA)
     expected = [((c - rc) / n - (r - rr) / m - 1 / (2 * BETA)) ** 2 for c, r, rc, rr, n, m in _pairs()]
     assert found.tolist() == pytest.approx(expected, rel=1e-5)
 
 
-@pytest.mark.parametrize("smoothing", [0.0, SMOOTHING])
-def test_simpo_is_equation_6(smoothing):
-    found = simpo_loss(_answers(0), _answers(1), BETA, MARGIN, smoothing)
-    expected = [_smoothed(BETA * c / n - BETA * r / m - MARGIN, smoothing) for c, r, _, _, n, m in _pairs()]
-    assert found.tolist() == pytest.approx(expected, rel=1e-6)
-
-
-@pytest.mark.parametrize("divergence", [0.0, 0.7])
-def test_kto_is_equation_8(divergence):
+def test_kto_is_equation_8_and_its_divergence_a_mean_that_is_never_negative():
     desirable = torch.tensor([True, False, False, True])
-    found = kto_loss(_answers(0), desirable, divergence, BETA, 1.5, 0.5)
-    expected = []
-    for good, c, reference in zip(desirable.tolist(), CHOSEN, REFERENCE[0]):
-        reward = BETA * (c - reference - divergence)
-        expected.append(1.5 * (1 - _sigmoid(reward)) if good else 0.5 * (1 - _sigmoid(-reward)))
-    assert found.tolist() == pytest.approx(expected, rel=1e-6)
-
-
-def test_the_divergence_is_a_mean_and_never_negative():
+    for divergence in (0.0, 0.7):
+        found = kto_loss(_answers(0), desirable, divergence, BETA, 1.5, 0.5)
+        expected = []
+        for good, c, reference in zip(desirable.tolist(), CHOSEN, REFERENCE[0]):
+            reward = BETA * (c - reference - divergence)
+            expected.append(1.5 * (1 - _sigmoid(reward)) if good else 0.5 * (1 - _sigmoid(-reward)))
+        assert found.tolist() == pytest.approx(expected, rel=1e-6)
     assert kto_divergence(6.0, 4) == 1.5 and kto_divergence(-6.0, 4) == 0.0
 
 

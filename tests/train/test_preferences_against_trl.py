@@ -10,8 +10,8 @@ from lockstep.data.preferences import AnswerTokens, Example
 from lockstep.model import hugging_face_name
 from lockstep.parallel import World
 from lockstep.train.dpo import preference_losses
-from lockstep.train.preference_batches import answer_log_probs, preference_batch
 from lockstep.train.preference_losses import kto_divergence
+from lockstep.train.preferences import answer_log_probs, preference_batch
 
 PAIRS = [("3+4=", "7", "34 or so"), ("Say it twice: ", "it it", "it"), ("a", "b c d e", "f g")]
 REFERENCE = [(-20.0, -61.0), (-33.5, -38.0), (-40.0, -42.0)]
@@ -23,7 +23,7 @@ def _examples(tokenizer):
         start = len(tokenizer.encode(prompt))
         whole = [[*tokenizer.encode(prompt), *tokenizer.encode(answer), tokenizer.eos_id] for answer in answers]
         sequences = tuple(AnswerTokens(tokens, list(range(start, len(tokens)))) for tokens in whole)
-        examples.append(Example(sequences, number != 1, number, reference))
+        examples.append(Example(sequences, number != 1, reference))
     return examples
 
 

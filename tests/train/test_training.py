@@ -1,21 +1,25 @@
-"""The trainer: masters in float32, micro-batches that do not matter, a step that learns, runs that resume."""
+"""The trainer: float32 masters, micro-batches that do not matter, runs that learn and resume, log-probabilities."""
 
-import itertools
 import json
 import os
+import shutil
+from dataclasses import replace
 
 import numpy as np
 import pytest
 import torch
+from transformers import AutoModelForCausalLM
 
+import lockstep
 from lockstep import build_model, score
 from lockstep.config import CheckpointConfig, DataConfig, PretrainConfig, TrainConfig
 from lockstep.data import Row, RowLoader, Rows, TokenizedCorpus
 from lockstep.errors import UserError
-from lockstep.model import preset
-from lockstep.train import MasterOptimizer, Trainer, pack, pack_rows, split_by_tokens, target_log_probs
+from lockstep.model import preset, save_model
+from lockstep.train import MasterOptimizer, Trainer, log_probs, pack, pack_rows, split_by_tokens, target_log_probs
 from lockstep.train.objective import NextTokenLoss
 from lockstep.train.pretrain import pretrain
+from tests.train.runs import logged
 
 SEQUENCES = [[1, 2, 3, 4, 5], list(range(50, 90)), [7, 7], [9, 8, 7, 6]]
 TARGETS = sum(len(s) - 1 for s in SEQUENCES)
@@ -39,7 +43,7 @@ def test_a_sequence_scores_the_same_bits_in_any_company(dtype):
     assert all(torch.equal(a, b) for a, b in zip(score(model, SEQUENCES, tokens_per_microbatch=6), together))
 
 
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("dtype", ["float32", pytest.param("bfloat16", marks=pytest.mark.slow)])
 def test_micro_batches_add_up_to_the_whole_batch(dtype):
     gradients = []
     for limit in (1000, 8):
@@ -82,109 +86,73 @@ def test_bfloat16_trains_float32_masters_by_adamw():
     assert len({p.data_ptr() for p in model.parameters()}) == len(list(model.parameters()))
 
 
-@pytest.mark.parametrize("optimizer", ["adamw", "muon"])
-@pytest.mark.parametrize("parts", [1, 3])
-def test_gradients_that_stay_narrow_train_as_those_widened_at_once(optimizer, parts):
-    rows = [
-        pack(SEQUENCES[part]) for part in ([slice(None)] if parts == 1 else [slice(2), slice(2, 3), slice(3, None)])
-    ]
+@pytest.mark.parametrize("optimizer", ["adamw", pytest.param("muon", marks=pytest.mark.slow)])
+def test_a_step_has_the_same_bits_whether_its_gradients_stay_narrow_or_are_widened_into_the_last_steps_memory(
+    optimizer,
+):
+    parts = [pack(SEQUENCES[part]) for part in (slice(2), slice(2, 3), slice(3, None))]
 
-    def trained(widen):
-        model = build_model(preset("qwen3:micro"), dtype="bfloat16")
-        trainer = Trainer(model, TrainConfig(optimizer=optimizer, learning_rate=1e-3, max_grad_norm=0.5), 10)
-        sums = trainer.optimizer.gradients
-        metrics = []
-        for _ in range(3):
-            trainer.accumulate(rows, NextTokenLoss(TARGETS))
-            assert {grad.dtype for grad in sums.pending().values()} == {torch.bfloat16 if parts == 1 else torch.float32}
-            if widen:
-                sums._sums = {name: grad.float() for name, grad in sums.pending().items()}
-            metrics.append(trainer.optimizer.gradient_norms())
-            trainer.optimizer.update(1e-3, metrics[-1]["grad_norm"])
-            sums._spare.clear()
-        return metrics, trainer.optimizer.state_tensors()
+    def trainer():
+        settings = TrainConfig(optimizer=optimizer, learning_rate=1e-3, warmup_steps=0, max_grad_norm=0.5)
+        return Trainer(build_model(preset("qwen3:micro"), dtype="bfloat16"), settings, 10)
 
-    (norms, narrow), (expected, wide) = trained(False), trained(True)
-    assert norms == expected and norms[0]["grad_norm"] > 0.5, "clipped"
-    assert all(torch.equal(narrow[name], wide[name]) for name in wide)
+    one, other = trainer(), trainer()
+    one.step(parts, NextTokenLoss(TARGETS))  # leaves memory of float32 sums
+    other.optimizer.load_state_tensors({n: t.clone() for n, t in one.optimizer.state_tensors().items()})
+    for rows, kinds in (([pack(SEQUENCES)], (torch.float32, torch.bfloat16)), (parts, (torch.float32,) * 2)):
+        norms = []
+        for each, kind in zip((one, other), kinds):
+            each.accumulate(rows, NextTokenLoss(TARGETS))
+            assert {grad.dtype for grad in each.optimizer.gradients.pending().values()} == {kind}
+            norms.append(each.optimizer.gradient_norms())
+            each.optimizer.update(1e-3, norms[-1]["grad_norm"])
+        assert norms[0] == norms[1] and norms[0]["grad_norm"] > 0.5, "clipped"
+        states = other.optimizer.state_tensors()
+        assert all(torch.equal(tensor, states[name]) for name, tensor in one.optimizer.state_tensors().items())
 
 
-def test_a_step_has_the_same_bits_whether_or_not_the_one_before_left_memory_for_its_sums():
-    def trained(forgets):
-        model = build_model(preset("qwen3:micro"), dtype="bfloat16")
-        trainer = Trainer(model, TrainConfig(learning_rate=1e-3), 10)
-        sums, norms = trainer.optimizer.gradients, []
-        for cuts in ([0, 2, 3], [0], [0, 1]):
-            parts = [slice(*cut) for cut in itertools.pairwise([*cuts, len(SEQUENCES)])]
-            trainer.accumulate([pack(SEQUENCES[part]) for part in parts], NextTokenLoss(TARGETS))
-            narrow = forgets and len(parts) == 1
-            assert {grad.dtype for grad in sums.pending().values()} == {torch.bfloat16 if narrow else torch.float32}
-            assert not sums._spare, "a step's first gradients are in it"
-            norms.append(trainer.optimizer.gradient_norms())
-            trainer.optimizer.update(1e-3, norms[-1]["grad_norm"])
-            if forgets:
-                sums._spare.clear()
-        return norms, trainer.optimizer.state_tensors()
-
-    (norms, kept), (expected, fresh) = trained(False), trained(True)
-    assert norms == expected and all(torch.equal(kept[name], fresh[name]) for name in fresh)
-
-
-def test_updates_write_into_the_tensors_that_the_model_already_has():
+def test_updates_write_into_the_models_tensors_and_float32_weights_are_their_own_masters():
     model = build_model(preset("qwen3:micro"), dtype="bfloat16")
     addresses = [p.data_ptr() for p in model.parameters()]
     Trainer(model, TrainConfig(), 5).step([pack(SEQUENCES)], NextTokenLoss(TARGETS))
     assert [p.data_ptr() for p in model.parameters()] == addresses
-
-
-def test_masters_of_float32_weights_are_the_weights():
     model = build_model(preset("qwen3:micro"), dtype="float32")
     optimizer = MasterOptimizer(model, TrainConfig())
     assert all(optimizer.masters[n] is p for n, p in model.named_parameters())
 
 
+TEXT = "the quick brown fox jumps over the lazy dog. "
+
+
 def _config(tmp_path, name, **changes):
+    (tmp_path / "text.txt").write_text(TEXT * 60)
     defaults = dict(
-        output=str(tmp_path / name), model="qwen3:micro", tokens_per_step=512, sequence_length=64, steps=6,
-        dtype="bfloat16",
-        train=TrainConfig(learning_rate=3e-3, warmup_steps=2, tokens_per_microbatch=256),
-        checkpoint=CheckpointConfig(every=3),
+        output=str(tmp_path / name), model="qwen3:micro", data=str(tmp_path / "text.txt"), tokens_per_step=256,
+        sequence_length=64, steps=4, dtype="bfloat16", checkpoint=CheckpointConfig(every=2),
+        train=TrainConfig(learning_rate=3e-3, warmup_steps=0, schedule="constant", tokens_per_microbatch=128),
     )  # fmt: skip
     return PretrainConfig(**(defaults | changes))
 
 
-def _losses(folder):
-    return [json.loads(line)["loss"] for line in (folder / "metrics.jsonl").read_text().splitlines()]
-
-
 @pytest.mark.parametrize("dtype", [pytest.param("float32", marks=pytest.mark.slow), "bfloat16"])
-def test_a_run_learns_and_resumes_to_the_same_bits(tmp_path, dtype):
-    data = tmp_path / "text.txt"
-    data.write_text("the quick brown fox jumps over the lazy dog. " * 200)
-    whole = pretrain(_config(tmp_path, "whole", data=str(data), dtype=dtype))
-    losses = _losses(whole)
-    assert losses[-1] < losses[0] - 0.5
+def test_a_run_learns_and_resumes_to_the_same_bits_and_its_folder_is_nobody_elses(tmp_path, dtype):
+    whole = pretrain(_config(tmp_path, "whole", dtype=dtype))
+    losses = logged(whole)
+    assert losses[-1] < losses[0] - 0.3
     assert (whole / "report.html").is_file() and (whole / "config.toml").is_file()
-
-    # As if killed after step 4: the last checkpoint is that of step 3, and a half-written one lies about.
-    torn = pretrain(_config(tmp_path, "torn", data=str(data), dtype=dtype))
-    (torn / "checkpoints" / "step_00000006").rename(torn / "checkpoints" / "step_00000006.partial")
-    pretrain(_config(tmp_path, "torn", data=str(data), dtype=dtype, resume=True))
-    assert _losses(torn) == losses
-    with pytest.raises(UserError, match="torn is at step 6, but is to end at step 0, .* give more steps or epochs"):
-        pretrain(_config(tmp_path, "torn", data=str(data), dtype=dtype, resume=True, steps=0))
-    assert not (torn / "checkpoints" / "step_00000000").exists(), "its weights are those of step 6"
-
-
-def test_a_folder_with_a_run_is_refused(tmp_path):
-    data = tmp_path / "text.txt"
-    data.write_text("abc " * 500)
-    config = _config(tmp_path, "run", data=str(data), steps=1)
-    pretrain(config)
+    # As if killed after step 3: the last checkpoint is that of step 2, and a half-written one lies about.
+    shutil.copytree(whole, torn := tmp_path / "torn")
+    (torn / "checkpoints" / "step_00000004").rename(torn / "checkpoints" / "step_00000004.partial")
+    config = _config(tmp_path, "torn", dtype=dtype)
     with pytest.raises(UserError, match="already contains a run.*--resume.*--overwrite"):
         pretrain(config)
-    config.overwrite = True
-    pretrain(config)
+    pretrain(replace(config, resume=True))
+    assert logged(torn) == losses
+    with pytest.raises(UserError, match="torn is at step 4, but is to end at step 0, .* give more steps or epochs"):
+        pretrain(replace(config, resume=True, steps=0))
+    assert not (torn / "checkpoints" / "step_00000000").exists(), "its weights are those of step 4"
+    pretrain(replace(config, overwrite=True, steps=1))
+    assert logged(torn) == losses[:1]
     with pytest.raises(UserError, match="learning_rate is 0"):
         pretrain(_config(tmp_path, "other", train=TrainConfig(learning_rate=0)))
     assert not (tmp_path / "other").exists()
@@ -213,24 +181,70 @@ def test_a_micro_batch_of_padding_has_a_gradient_of_zero():
     assert all(p.grad is not None and not p.grad.any() for p in model.parameters())
 
 
-@pytest.mark.parametrize("model_only", [False, True])
+@pytest.mark.parametrize("model_only", [pytest.param(False, marks=pytest.mark.slow), True])
 def test_a_run_stops_where_the_data_ends_and_saves_there(tmp_path, model_only):
     checkpoint = CheckpointConfig(last_model_only=model_only)
     config = _config(tmp_path, "run", steps=50, loader=DataConfig(repeat=False), checkpoint=checkpoint)
-    folder = pretrain(config, ["the quick brown fox " * 60])
-    metrics = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
-    assert sum(m["tokens"] for m in metrics) == 1201 and len(metrics) == 3 and metrics[-1]["data/padding"] > 0.5
+    folder = pretrain(config, [TEXT * 13])
+    assert (
+        sum(logged(folder, "tokens")) == 586 and len(logged(folder)) == 3 and logged(folder, "data/padding")[-1] > 0.2
+    )
     assert (folder / "checkpoints" / "step_00000003").is_dir()
-    summary = (folder / "summary.json").read_text()
+    summary = json.loads((folder / "summary.json").read_text())
     config.resume = True
-    pretrain(config, ["the quick brown fox " * 60])
-    assert len((folder / "metrics.jsonl").read_text().splitlines()) == 3
-    assert (folder / "summary.json").read_text() == summary
-    (folder / "summary.json").unlink()  # as if killed before it was written
-    pretrain(config, ["the quick brown fox " * 60])
-    assert json.loads((folder / "summary.json").read_text())["loss"] == json.loads(summary)["loss"]
-    summary = (folder / "summary.json").read_text()
-    for age in (None, 0):  # as if killed before the report was written, or another one of an earlier stop was there
+    # Nothing is left to do, also if it was killed before summary and report were written, or others were there.
+    (folder / "summary.json").unlink()
+    for age in (None, 0):
         (folder / "report.html").unlink() if age is None else os.utime(folder / "report.html", (age, age))
-        pretrain(config, ["the quick brown fox " * 60])
-        assert (folder / "report.html").stat().st_mtime > 0 and (folder / "summary.json").read_text() == summary
+        pretrain(config, [TEXT * 13])
+        assert (folder / "report.html").stat().st_mtime > 0 and len(logged(folder)) == 3
+        assert json.loads((folder / "summary.json").read_text())["loss"] == summary["loss"]
+
+
+ROWS = [[3, 1, 4, 1, 5, 9, 2, 6], [2, 7, 1], [8, 2, 8, 1, 8]]
+
+
+@pytest.fixture(scope="module")
+def model():
+    return lockstep.build_model(preset("qwen3:micro", 64), dtype="float32", seed=1)
+
+
+@pytest.mark.parametrize("temperature", [1.0, 0.7])
+def test_they_have_the_bits_of_score_and_of_the_engine(model, temperature):
+    found = log_probs(model, ROWS, temperature)
+    for each, scored, row in zip(found, lockstep.score(model, ROWS, temperature), ROWS):
+        assert each.requires_grad and not scored.requires_grad and len(each) == len(row) - 1
+        assert torch.equal(each.detach(), scored)
+    params = lockstep.SamplingParams(max_tokens=9, seed=3, temperature=temperature, ignore_eos=True)
+    (completion,) = lockstep.Engine(model).generate([ROWS[0]], params)[0]
+    (found,) = log_probs(model, [ROWS[0] + completion.token_ids], temperature)
+    assert torch.equal(found.detach()[len(ROWS[0]) - 1 :], torch.tensor(completion.logprobs))
+
+
+def test_their_gradient_is_that_of_transformers(model, tmp_path):
+    save_model(model, tmp_path)
+    theirs = AutoModelForCausalLM.from_pretrained(tmp_path, dtype=torch.float32)
+    weights = [torch.linspace(-1, 1, len(row) - 1) for row in ROWS]
+    model.zero_grad()
+    sum((w * each).sum() for w, each in zip(weights, log_probs(model, ROWS))).backward()
+    total = torch.zeros(())
+    for row, w in zip(ROWS, weights):
+        logits = theirs(torch.tensor([row])).logits[0, :-1]
+        total = total + (w * logits.log_softmax(-1).gather(1, torch.tensor(row[1:])[:, None])[:, 0]).sum()
+    total.backward()
+    own = {name: p.grad for name, p in model.named_parameters()}
+    compared = 0
+    for name, parameter in theirs.named_parameters():
+        if (mine := own.get(name.removeprefix("model."))) is not None:
+            # Float32 sums in another order.
+            torch.testing.assert_close(mine, parameter.grad, rtol=1e-3, atol=1e-5)
+            compared += 1
+    assert compared == len(own)
+
+
+def test_sequences_that_cannot_be_scored_are_named(model):
+    with pytest.raises(UserError, match="sequence 1"):
+        log_probs(model, [[1, 2], [64]])
+    with pytest.raises(UserError, match="temperature is -1.0; give a number of 0 or more"):
+        log_probs(model, [[1, 2]], -1.0)
+    assert log_probs(model, []) == lockstep.score(model, []) == []

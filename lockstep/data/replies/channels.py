@@ -14,9 +14,7 @@ from collections.abc import Iterator
 from typing import Literal
 
 from lockstep.data.replies.calls import ToolCall, bounded, call_to
-from lockstep.data.replies.form import CHANNEL, CONSTRAIN, ENDS, MESSAGE, START
-from lockstep.data.replies.marked_text import Marked
-from lockstep.data.replies.sections import Piece, Section
+from lockstep.data.replies.form import CHANNEL, CONSTRAIN, ENDS, MESSAGE, START, Marked, Piece, Section
 
 RECIPIENT = re.compile(r"(?:^|\s)to=([^\s<]+)")
 

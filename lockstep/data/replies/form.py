@@ -1,19 +1,25 @@
-"""The format of a model's replies, from its chat template and vocabulary."""
+"""The format of a model's replies, from its chat template and vocabulary; their text, split at structural marks."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import re
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import lru_cache
+from typing import Literal, NamedTuple
 
+from lockstep.data.decoding import StreamDecoder, continuation
 from lockstep.data.replies.calls import GPT_OSS, ToolFormat, tool_format
-from lockstep.data.tokenizer import Tokenizer
+from lockstep.data.tokenizer import Tokenizer, special_ids
 
 THINK, THINK_END = "<think>", "</think>"
 START, CHANNEL, MESSAGE, CONSTRAIN = "<|start|>", "<|channel|>", "<|message|>", "<|constrain|>"
 ENDS = ("<|end|>", "<|return|>", "<|call|>")
 """The tokens that end a message in a channel."""
 CHANNELS = (START, CHANNEL, MESSAGE, CONSTRAIN, *ENDS)
+Section = Literal["reasoning", "content", "call", "structure"]
+CONTEXT = 32
+"""Number of preceding tokens, including special ones, used as decoding context."""
 
 
 @dataclass(frozen=True)
@@ -52,3 +58,89 @@ def reply_form(tokenizer: Tokenizer, template: str | None = None, tools: bool = 
     marks = [*((THINK, THINK_END) if thinks else ()), *(format.marks if format else ())]
     ids = {vocabulary[name]: name for name in marks if name in vocabulary}
     return ReplyForm(False, thinks, format, ids, tuple(name for name in marks if name not in vocabulary))
+
+
+class Piece(NamedTuple):
+    """Text of a section."""
+
+    section: Section
+    text: str
+    sampled: bool = True
+    """False for a line break between two messages, which is not from a token."""
+
+
+class Marked(NamedTuple):
+    """Text, or a mark."""
+
+    text: str
+    """For a mark: the text of its token, empty for a special token."""
+    mark: str = ""
+    """The mark's name; empty for text."""
+
+
+class MarkedText:
+    """Yields text and marks in order. All texts joined equal the decoder's text of the tokens."""
+
+    def __init__(self, form: ReplyForm, decoder: StreamDecoder):
+        self._form, self._decoder = form, decoder
+        self._pending = ""
+        """Text that may be the beginning of a mark that has no token."""
+
+    def push(self, token: int) -> Iterator[Marked]:
+        """What this token completes."""
+        name = self._form.ids.get(token)
+        if name is None:
+            yield from self._texts(self._decoder.push(token))
+            return
+        # A character that is still open will never be completed.
+        before, text = self._decoder.flush() if token in self._decoder.special else "", self._decoder.push(token)
+        if text.endswith(name):
+            before, text = before + text.removesuffix(name), name
+        yield from self._texts(before, last=True)
+        yield Marked(text, name)
+
+    def finish(self) -> Iterator[Marked]:
+        """The remaining text."""
+        yield from self._texts(self._decoder.finish(), last=True)
+
+    def _texts(self, new: str, last: bool = False) -> Iterator[Marked]:
+        items = list(marked_names(self._pending + new, self._form.texts))
+        self._pending = ""
+        if items and not items[-1].mark and not last:
+            text = items.pop().text
+            end = len(text) - _partial_name(text, self._form.texts)
+            self._pending = text[end:]
+            items += [Marked(text[:end])] if end else []
+        yield from items
+
+
+def _partial_name(text: str, names: tuple[str, ...]) -> int:
+    """Length of the longest suffix of the text that is a proper prefix of a name."""
+    return max((n for name in names for n in range(1, len(name)) if text.endswith(name[:n])), default=0)
+
+
+def marked(
+    form: ReplyForm, tokenizer: Tokenizer, tokens: Sequence[int], before: Sequence[int] = ()
+) -> Iterator[Marked]:
+    """As `MarkedText` for complete `tokens`, which continue those `before`: decoded in long pieces."""
+    special, begin = special_ids(tokenizer), 0
+    for place, token in enumerate(tokens):
+        if name := form.ids.get(token):
+            yield from marked_names(_continuing(tokenizer, before, tokens, begin, place), form.texts)
+            yield Marked("" if token in special else name, name)
+            begin = place + 1
+    yield from marked_names(_continuing(tokenizer, before, tokens, begin, len(tokens)), form.texts)
+
+
+def _continuing(tokenizer: Tokenizer, before: Sequence[int], tokens: Sequence[int], begin: int, end: int) -> str:
+    if begin == end:
+        return ""
+    context = tokens[max(0, begin - CONTEXT) : begin] if begin else before[-CONTEXT:]
+    return continuation(tokenizer, context, tokens[begin:end])
+
+
+def marked_names(text: str, names: tuple[str, ...]) -> Iterator[Marked]:
+    """Splits a whole text; every name in it is a mark."""
+    for part in re.split(f"({'|'.join(map(re.escape, names))})", text) if names else [text]:
+        if part:
+            yield Marked(part, part if part in names else "")

@@ -1,4 +1,4 @@
-"""Parses a reply's tokens: as they arrive, or all at once."""
+"""Parses a reply's tokens, as they arrive or all at once, and replies given as text."""
 
 from __future__ import annotations
 
@@ -6,13 +6,21 @@ from collections import deque
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 
-from lockstep.data.replies.calls import ToolCall
+from lockstep.data.decoding import StreamDecoder
+from lockstep.data.replies.calls import GPT_OSS, ToolCall, ToolFormat
 from lockstep.data.replies.channels import ChannelReply
-from lockstep.data.replies.form import START, ReplyForm
-from lockstep.data.replies.marked_text import MarkedText, marked
-from lockstep.data.replies.sections import Piece
+from lockstep.data.replies.form import (
+    CHANNELS,
+    START,
+    THINK,
+    THINK_END,
+    MarkedText,
+    Piece,
+    ReplyForm,
+    marked,
+    marked_names,
+)
 from lockstep.data.replies.think_tags import ThinkTagReply
-from lockstep.data.stream_decoder import StreamDecoder
 from lockstep.data.tokenizer import Tokenizer
 
 TAIL = 16
@@ -93,3 +101,26 @@ def _last_mark(form: ReplyForm, tokenizer: Tokenizer, tail: Sequence[int]) -> st
     """The mark at the end of a prompt, before optional whitespace; empty if it ends with text."""
     items = [item for item in marked(form, tokenizer, tail) if item.mark or item.text.strip()]
     return items[-1].mark if items else ""
+
+
+ENDS = ("<|eom_id|>", "<|eot_id|>", "<|im_end|>", "<｜end▁of▁sentence｜>")
+
+
+def parse_calls(text: str, format: ToolFormat) -> tuple[ToolCall, ...]:
+    """The calls in a reply, in order. One that cannot be parsed has a `problem`; nothing is raised.
+
+    Everything before the first `</think>` is reasoning, in which calls are ignored.
+    """
+    reply: ChannelReply | ThinkTagReply
+    names: tuple[str, ...]
+    if format is GPT_OSS:
+        reply, names = ChannelReply(), CHANNELS
+    else:
+        reply, names = ThinkTagReply(ReplyForm(thinks=True, calls=format)), (THINK, THINK_END, *format.marks)
+        text = text.rstrip()
+        for end in ENDS:
+            text = text.removesuffix(end)
+    for item in marked_names(text, names):
+        deque(reply.take(item), 0)
+    deque(reply.finish(), 0)
+    return reply.calls

@@ -7,9 +7,7 @@ from collections.abc import Iterator
 from typing import Literal
 
 from lockstep.data.replies.calls import BEGINS_CALL, DEEPSEEK, LLAMA3, ToolCall, calls_in
-from lockstep.data.replies.form import THINK, THINK_END, ReplyForm
-from lockstep.data.replies.marked_text import Marked
-from lockstep.data.replies.sections import Piece
+from lockstep.data.replies.form import THINK, THINK_END, Marked, Piece, ReplyForm
 
 PERHAPS_CALL = re.compile(r'\{\s*("[a-z]*("\s*)?)?')
 """A beginning of JSON too short to tell whether it is a call."""

@@ -15,6 +15,9 @@ class Draft(Protocol):
     each has a draft, and all must propose the same tokens.
     """
 
+    cost: float = 0.0
+    """What proposing one token for every sequence takes, as a fraction of a step of the model."""
+
     def propose(self, sequences: ListLike[Sequence], counts: ListLike[int]) -> list[list[int]]:
         """Up to `counts[i]` tokens to follow `sequences[i].tokens`; fewer or none if there are no likely ones."""
         ...
@@ -37,6 +40,7 @@ class FirstOf(Draft):
 
     def __init__(self, *drafts: Draft):
         self.drafts = drafts
+        self.cost = max(draft.cost for draft in drafts)
 
     def propose(self, sequences: ListLike[Sequence], counts: ListLike[int]) -> list[list[int]]:
         proposals: list[list[int]] = [[] for _ in sequences]

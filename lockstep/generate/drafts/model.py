@@ -1,4 +1,4 @@
-"""Drafts from a smaller model or from the model's first layers, with the random draws of the sequence itself."""
+"""Drafts from a smaller model, with the random draws of the sequence itself."""
 
 from __future__ import annotations
 
@@ -7,11 +7,8 @@ from collections.abc import Sequence as ListLike
 from dataclasses import replace
 from itertools import takewhile
 
-from torch import nn
-
 from lockstep import ops
 from lockstep.config import EngineConfig
-from lockstep.errors import UserError
 from lockstep.generate.batch import BatchArrays
 from lockstep.generate.drafts.draft import Draft
 from lockstep.generate.pages import PageAllocator
@@ -21,32 +18,15 @@ from lockstep.generate.sequence import Sequence
 from lockstep.model import Decoder
 
 
-def first_layers(model: Decoder, count: int) -> Decoder:
-    """A model of the first `count` layers, with the embedding, norm and head of the full model: nothing is copied."""
-    if not 1 <= count < model.config.num_layers:
-        raise UserError(
-            f"engine.draft_layers is {count}; a draft of the model's first layers takes from 1 to "
-            f"{model.config.num_layers - 1} of its {model.config.num_layers}"
-        )
-    lora = model.config.lora
-    if lora is not None:
-        lora = replace(lora, modules=tuple(name for name in lora.modules if int(name.split(".")[1]) < count))
-    part = Decoder(replace(model.config, num_layers=count, lora=lora), model.dtype, "meta")
-    for name, child in model.named_children():
-        setattr(part, name, child)
-    part.layers = nn.ModuleList(list(model.layers)[:count])
-    part.rotary, part.halves, part.runs_on = model.rotary, model.halves, model.runs_on
-    return part
-
-
 class ModelDraft(Draft):
     """Decodes with `model` a few steps ahead of each sequence, with the random draws of the sequence itself.
 
     It has a separate cache, as large as the engine's. If the model is sharded over ranks, all of them call it.
     """
 
-    def __init__(self, model: Decoder, config: EngineConfig):
+    def __init__(self, model: Decoder, config: EngineConfig, cost: float = 0.0):
         self.model = model
+        self.cost = cost
         self._budget = config.max_tokens_per_step
         self._allocator = PageAllocator(config.cache_tokens // ops.PAGE)
         self._runner = Runner(model, make_cache(model, self._allocator.num_pages))

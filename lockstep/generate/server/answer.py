@@ -19,7 +19,6 @@ from lockstep.generate.sampling_params import Completion, SamplingParams
 from lockstep.generate.server.access_log import RequestRecord, record_of
 from lockstep.generate.server.api_error import ApiError
 from lockstep.generate.server.engine_loop import PromptEvent
-from lockstep.generate.server.limits import in_turn
 from lockstep.generate.server.protocol import SamplingRequest
 from lockstep.generate.server.responses import DONE, Piece, Reply, usage_of
 from lockstep.generate.server.service import Service
@@ -41,7 +40,7 @@ async def encode(service: Service, texts: list[str], field: str) -> list[list[in
     if sum(map(len, texts)) < LONG_TEXT:
         return [service.tokenizer.encode(text) for text in texts]
     # `encode_batch` even for one text: it computes no offsets, and releases the GIL.
-    return await in_turn(service.turns.tokenizing, partial(service.tokenizer.encode_batch, texts))
+    return await service.in_turn(partial(service.tokenizer.encode_batch, texts))
 
 
 def check_text(service: Service, characters: int, field: str) -> None:
@@ -90,7 +89,7 @@ async def answer(
     await anext(steps)
     with_usage = bool(body.stream_options and body.stream_options.include_usage)
     chunks = _chunks(reply, record, steps, with_usage)
-    return EventStream(request, chunks, steps, service.config.request_seconds, service.limits.aborting)
+    return EventStream(request, chunks, steps, service.limits)
 
 
 def check_count(service: Service, prompts: int, n: int) -> None:
@@ -138,7 +137,7 @@ async def _steps(
             decoder = StreamDecoder(service.tokenizer, context)
             choices.append(_Choice(GrowingText(decoder, stop, stop_ids, ReplyReader(form, decoder, prompt))))
     if begun:
-        await in_turn(service.turns.tokenizing, partial(_push_begun, choices, begun))
+        await service.in_turn(partial(_push_begun, choices, begun))
     try:
         with service.limits.places(len(choices)):
             async with service.engine_loop.generation(prompts, params, begun) as generation:
@@ -209,9 +208,8 @@ async def _whole(
             piece.text, piece.reasoning = piece.parts.content, piece.parts.reasoning
     usage = usage_of(record.prompt_tokens, record.completion_tokens)
     # Many long samples have hundreds of thousands of log-probabilities.
-    long = record.completion_tokens > LONG_ANSWER
-    write = partial(reply.answer, ordered, usage)
-    content = await (in_turn(service.turns.writing, write) if long else asyncio.to_thread(write))
+    in_thread = service.in_turn if record.completion_tokens > LONG_ANSWER else asyncio.to_thread
+    content = await in_thread(partial(reply.answer, ordered, usage))
     return Response(content, media_type="application/json")
 
 

@@ -17,17 +17,16 @@ from starlette.requests import ClientDisconnect, Request
 from starlette.responses import Response
 from starlette.types import ASGIApp
 
-from lockstep.data.chat import ChatTemplate, ChatTemplateError
+from lockstep.data.chat import ChatTemplate, ChatTemplateError, readable_values
 from lockstep.data.messages import SHOWN_REASONING
-from lockstep.data.template_values import readable_values
 from lockstep.errors import UserError, closest
 from lockstep.generate.sampling_params import Completion
 from lockstep.generate.server.access_log import DISCONNECTED, AccessLog, record_of
 from lockstep.generate.server.answer import LONG_TEXT, answer, check_count, check_text, encode
 from lockstep.generate.server.api_error import ApiError, engine_failed, json_response, shutting_down
-from lockstep.generate.server.body import parse_body, parse_in_turn, read_body
+from lockstep.generate.server.body import LARGE, Body, parse_body, read_body
 from lockstep.generate.server.keys import RequireKeys
-from lockstep.generate.server.limits import LimitRequests, in_turn
+from lockstep.generate.server.limits import LimitRequests
 from lockstep.generate.server.page import page_response
 from lockstep.generate.server.protocol import ChatRequest, CompletionRequest, WeightsRequest
 from lockstep.generate.server.service import Service
@@ -54,14 +53,15 @@ def create_app(service: Service) -> ASGIApp:
         service.engine_loop.start()
         yield
         await service.engine_loop.stop()
+        service.turns.shutdown(wait=False, cancel_futures=True)
 
     app = FastAPI(
         title="Lockstep", version=__version__, lifespan=lifespan, docs_url=None, redoc_url=None, redirect_slashes=False
     )
     app.state.service = service
     app.include_router(routes)
-    for error, handler in HANDLERS.items():
-        app.add_exception_handler(error, handler)
+    for error in (ApiError, UserError, HTTPException, ClientGone, ClientDisconnect, Exception):
+        app.add_exception_handler(error, _error_response)
     config = service.config
     limited = LimitRequests(app, service.limits)
     return AccessLog(RequireKeys(limited, config.api_key, config.admin_key), service.metrics)
@@ -90,7 +90,7 @@ async def completions(request: Request) -> Response:
 
 
 async def _complete(service: Service, request: Request, data: bytes) -> Response:
-    body = await parse_in_turn(data, CompletionRequest, service.turns.parsing)
+    body = await _parsed(service, data, CompletionRequest)
     _check_model(service, body.model)
     body.check_fields()
     prompts = await _prompts(service, body.prompt, body.n or 1)
@@ -106,7 +106,7 @@ async def chat_completions(request: Request) -> Response:
 
 
 async def _chat(service: Service, request: Request, data: bytes) -> Response:
-    body = await parse_in_turn(data, ChatRequest, service.turns.parsing)
+    body = await _parsed(service, data, ChatRequest)
     _check_model(service, body.model)
     body.check_fields()
     check_count(service, 1, body.n or 1)
@@ -125,10 +125,8 @@ async def _chat(service: Service, request: Request, data: bytes) -> Response:
     render = partial(service.template.render, messages, **values)
     try:
         # A template may write the values in every message.
-        if characters + of_values * len(messages) < LONG_TEXT and len(messages) < LONG_CHAT:
-            text = await asyncio.to_thread(render)
-        else:
-            text = await in_turn(service.turns.rendering, render)
+        small = characters + of_values * len(messages) < LONG_TEXT and len(messages) < LONG_CHAT
+        text = await (asyncio.to_thread if small else service.in_turn)(render)
     except ChatTemplateError as error:
         raise ApiError(400, str(error), "messages", "chat_template") from error
     (prompt,) = await encode(service, [text], "messages")
@@ -233,12 +231,16 @@ async def _watched(
     """Runs `work` on the body; cancels it if the client disconnects or the request takes too long."""
     service = _service(request)
     data = await _read(service, request)
-    return await watch(request, work(service, request, data), service.config.request_seconds, service.limits.aborting)
+    return await watch(request, work(service, request, data), service.limits)
 
 
 async def _read(service: Service, request: Request) -> bytes:
     body = read_body(request, service.config.max_body_bytes)
-    return await watch(request, body, service.config.request_seconds, service.limits.aborting, reads_body=True)
+    return await watch(request, body, service.limits, reads_body=True)
+
+
+async def _parsed(service: Service, data: bytes, kind: type[Body]) -> Body:
+    return parse_body(data, kind) if len(data) < LARGE else await service.in_turn(partial(parse_body, data, kind))
 
 
 async def _prompts(service: Service, prompt: str | list[str] | list[int] | list[list[int]], n: int) -> list[list[int]]:
@@ -277,36 +279,17 @@ def _begun(service: Service, body: CompletionRequest, prompts: int, max_tokens: 
     return [Completion(tokens, [0.0] * len(tokens), "abort") for tokens in body.begun]
 
 
-async def _api_error(request: Request, error: Exception) -> Response:
-    assert isinstance(error, ApiError)
-    return error.response()
-
-
-async def _user_error(request: Request, error: Exception) -> Response:
-    return ApiError(400, str(error)).response()
-
-
-async def _http_error(request: Request, error: Exception) -> Response:
-    assert isinstance(error, HTTPException)
-    message = f"{request.method} {request.scope['path'][:200]}: {error.detail}"
-    code = {404: "not_found", 405: "method_not_allowed"}.get(error.status_code)
-    return ApiError(error.status_code, message, code=code, headers=error.headers).response()
-
-
-async def _client_gone(request: Request, error: Exception) -> Response:
-    record_of(request).aborted = "disconnected"
-    return Response(status_code=DISCONNECTED)  # only for the log
-
-
-async def _bug(request: Request, error: Exception) -> Response:
+async def _error_response(request: Request, error: Exception) -> Response:
+    match error:
+        case ApiError():
+            return error.response()
+        case UserError():
+            return ApiError(400, str(error)).response()
+        case HTTPException():
+            message = f"{request.method} {request.scope['path'][:200]}: {error.detail}"
+            code = {404: "not_found", 405: "method_not_allowed"}.get(error.status_code)
+            return ApiError(error.status_code, message, code=code, headers=error.headers).response()
+        case ClientGone() | ClientDisconnect():
+            record_of(request).aborted = "disconnected"
+            return Response(status_code=DISCONNECTED)  # only for the log
     return ApiError(500, "internal error; see the server's log").response()
-
-
-HANDLERS = {
-    ApiError: _api_error,
-    UserError: _user_error,
-    HTTPException: _http_error,
-    ClientGone: _client_gone,
-    ClientDisconnect: _client_gone,
-    Exception: _bug,
-}

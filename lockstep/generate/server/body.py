@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import difflib
 import itertools
 from typing import Any, TypeVar, get_args
@@ -42,16 +41,6 @@ async def read_body(request: Request, max_bytes: int) -> bytes:
         if len(data) > max_bytes:
             raise too_large
     return bytes(data)
-
-
-async def parse_in_turn(data: bytes, kind: type[Body], parsing: asyncio.Lock) -> Body:
-    """As `parse_body`. parsing: locked while a large body is parsed."""
-    if len(data) < LARGE:
-        return parse_body(data, kind)
-    async with parsing:
-        # One body per iteration of the event loop: small requests are answered between two large ones.
-        await asyncio.sleep(0)
-        return parse_body(data, kind)
 
 
 def parse_body(data: bytes, kind: type[Body]) -> Body:

@@ -14,13 +14,13 @@ import queue
 import threading
 from collections.abc import AsyncGenerator, AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager
-from dataclasses import dataclass
 from typing import Any, TypeVar
 
 from lockstep.errors import UserError
 from lockstep.generate.engine import Engine
 from lockstep.generate.sampling_params import Completion, SamplingParams, TokenEvent
 from lockstep.generate.server.api_error import ApiError, engine_failed, not_finite
+from lockstep.host_memory import return_freed_memory
 
 Result = TypeVar("Result")
 IDLE_SECONDS = 5.0
@@ -60,15 +60,6 @@ class Generation:
         self.received.put_nowait(error)
 
 
-@dataclass
-class _Owner:
-    """The generation that an engine's request belongs to, and the number of its unfinished samples."""
-
-    generation: Generation
-    position: int
-    unfinished: int
-
-
 class EngineLoop:
     """Runs the engine's thread. Public methods are called from the event loop that called `start`."""
 
@@ -77,7 +68,8 @@ class EngineLoop:
         self.failure: BaseException | None = None
         """The exception of a failed step; every request is refused after it."""
         self.generations: set[Generation] = set()
-        self._owners: dict[int, _Owner] = {}
+        self._owners: dict[int, tuple[Generation, int]] = {}
+        """By the engine's id of a request: its generation, and the position of its prompt."""
         self._commands: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
         self._thread = threading.Thread(target=self._run, name="lockstep-engine", daemon=True)
         self._loop: asyncio.AbstractEventLoop | None = None
@@ -107,8 +99,7 @@ class EngineLoop:
             yield generation
         finally:
             self.generations.discard(generation)
-            if generation.unfinished:
-                self._commands.put(functools.partial(self._abort, generation))
+            self._commands.put(functools.partial(self._abort, generation))
 
     async def between_steps(self, function: Callable[[Engine], Result]) -> Result:
         """Runs `function` in the engine's thread. If it raises anything but UserError, the engine counts as failed."""
@@ -148,7 +139,7 @@ class EngineLoop:
             return self._commands.get(timeout=IDLE_SECONDS)
         except queue.Empty:
             if self.failure is None:
-                self.engine.return_freed_memory()
+                return_freed_memory()
             return self._commands.get()
 
     def _add(self, generation: Generation) -> None:
@@ -163,7 +154,7 @@ class EngineLoop:
                 if ended == generation.params.n:
                     raise ApiError(400, "begun: all of these samples are finished; send unfinished ones", "begun")
                 generation.unfinished -= ended
-                self._owners[request_id] = _Owner(generation, position, generation.params.n - ended)
+                self._owners[request_id] = generation, position
         except BaseException as error:
             self._abort(generation)
             expected = isinstance(error, UserError | ApiError)
@@ -195,17 +186,14 @@ class EngineLoop:
     def _dispatch(self, events: list[TokenEvent]) -> None:
         batches: dict[Generation, list[PromptEvent]] = {}
         for event in events:
-            owner = self._owners.get(event.request_id)
-            if owner is None:  # its generation has failed
+            if event.request_id not in self._owners:  # its generation has failed
                 continue
+            generation, position = self._owners[event.request_id]
             if event.finish_reason == "error":
-                self._abort(owner.generation)
-                self._post(owner.generation.fail, not_finite())
-                continue
-            batches.setdefault(owner.generation, []).append((owner.position, event))
-            owner.unfinished -= event.finish_reason is not None
-            if not owner.unfinished:
-                del self._owners[event.request_id]
+                self._abort(generation)
+                self._post(generation.fail, not_finite())
+            else:
+                batches.setdefault(generation, []).append((position, event))
         if batches:
             self._post(_deliver, batches)
 
@@ -213,7 +201,7 @@ class EngineLoop:
         logger.error("the engine has failed; requests are refused until the server is restarted", exc_info=error)
         self.failure = error
         request_ids = list(self._owners)
-        generations = {owner.generation for owner in self._owners.values()}
+        generations = {generation for generation, _ in self._owners.values()}
         self._owners.clear()
         for generation in generations:
             generation.request_ids = []

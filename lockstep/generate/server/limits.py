@@ -3,25 +3,23 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, field
-from typing import TypeVar
 
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from lockstep.generate.server.api_error import ApiError, shutting_down, too_busy
 
-Result = TypeVar("Result")
-
 
 class Limits:
     """Counts requests and sequences. Used only in the event loop's thread."""
 
-    def __init__(self, max_requests: int, max_sequences: int):
+    def __init__(self, max_requests: int, max_sequences: int, request_seconds: float):
         self.max_requests = max_requests
         self.max_sequences = max_sequences
         """Running and waiting."""
+        self.request_seconds = request_seconds
+        """Of each request, from its start; 0: no limit."""
         self.requests = 0
         self.sequences = 0
         self.draining = False
@@ -57,35 +55,6 @@ class Limits:
             self.sequences -= count
 
 
-@dataclass
-class Turns:
-    """Locks for work on large requests, one at a time of each kind: every thread that competes for the GIL or a core
-    delays the event loop. Small requests do not wait for them."""
-
-    parsing: asyncio.Lock = field(default_factory=asyncio.Lock)
-    rendering: asyncio.Lock = field(default_factory=asyncio.Lock)
-    tokenizing: asyncio.Lock = field(default_factory=asyncio.Lock)
-    writing: asyncio.Lock = field(default_factory=asyncio.Lock)
-    updating: asyncio.Lock = field(default_factory=asyncio.Lock)
-
-
-async def in_turn(turn: asyncio.Lock, work: Callable[[], Result]) -> Result:
-    """Calls `work` in a thread while `turn` is locked; returns its result.
-
-    Waiting for the lock can be cancelled, but the work cannot: the lock is released when it ends.
-    """
-    await turn.acquire()
-    working = asyncio.ensure_future(asyncio.to_thread(work))
-
-    def ended(_: object) -> None:
-        turn.release()
-        if not working.cancelled():
-            working.exception()  # marks it as retrieved: the waiting task may have been cancelled
-
-    working.add_done_callback(ended)
-    return await asyncio.shield(working)
-
-
 class LimitRequests:
     """Accepts a request for work only if a slot is free, and keeps the slot until the response is complete."""
 
@@ -98,13 +67,8 @@ class LimitRequests:
         if scope["type"] != "http" or scope["method"] != "POST" or not scope["path"].startswith("/v1/"):
             await self._app(scope, receive, send)
             return
-        place = self._limits.request()
         try:
-            place.__enter__()
-        except ApiError as error:
+            with self._limits.request():
+                await self._app(scope, receive, send)
+        except ApiError as error:  # the routes respond to their own
             await error.response()(scope, receive, send)
-            return
-        try:
-            await self._app(scope, receive, send)
-        finally:
-            place.__exit__(None, None, None)

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from lockstep.data import Tokenizer
-from lockstep.data.pieces import token_bytes, token_text
+from lockstep.data.decoding import token_bytes, token_text
 from lockstep.data.replies import ReplyParts
 from lockstep.generate.sampling_params import TokenEvent
 

@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import asyncio
 import time
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import TypeVar
 
 from lockstep import ops
 from lockstep.config import ServeConfig
@@ -14,8 +18,10 @@ from lockstep.data.messages import between_parts
 from lockstep.data.replies import ReplyForm, reply_form
 from lockstep.generate.engine import Engine
 from lockstep.generate.server.engine_loop import EngineLoop
-from lockstep.generate.server.limits import Limits, Turns
+from lockstep.generate.server.limits import Limits
 from lockstep.generate.server.metrics import Metrics
+
+Result = TypeVar("Result")
 
 
 @dataclass
@@ -29,7 +35,10 @@ class Service:
     engine: Engine
     tokenizer: Tokenizer
     template: ChatTemplate | None
-    turns: Turns = field(default_factory=Turns)
+    updating: asyncio.Lock = field(default_factory=asyncio.Lock)
+    """Held while weights are loaded: concurrent updates are applied in order."""
+    turns: ThreadPoolExecutor = field(default_factory=lambda: ThreadPoolExecutor(1, "large-requests"))
+    """Works on large requests."""
     started: int = field(default_factory=lambda: int(time.time()))
     reply_form: ReplyForm = field(init=False)
     """How chat replies are split into reasoning and content."""
@@ -44,8 +53,13 @@ class Service:
         self.between = between_parts(self.template) if self.template else ""
         self.engine_loop = EngineLoop(self.engine)
         places = self.config.engine.max_sequences + self.config.max_waiting
-        self.limits = Limits(self.config.max_requests, places)
+        self.limits = Limits(self.config.max_requests, places, self.config.request_seconds)
         self.metrics = Metrics(self.engine)
+
+    async def in_turn(self, work: Callable[[], Result]) -> Result:
+        """Calls `work` for a large request in a thread, one call at a time: every thread that competes for the GIL or a
+        core delays the event loop. Small requests do not wait for it."""
+        return await asyncio.get_running_loop().run_in_executor(self.turns, work)
 
     @property
     def context(self) -> int:

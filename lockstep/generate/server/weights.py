@@ -32,7 +32,7 @@ async def update_weights(service: Service, request: WeightsRequest) -> dict[str,
         seconds = time.perf_counter() - started
         return {"weights_version": engine.weights_version, "path": str(folder), "seconds": round(seconds, 4)}
 
-    async with service.turns.updating:  # concurrent updates are applied in order
+    async with service.updating:
         # In another thread, since checksums read whole files: other requests continue.
         folder = await asyncio.to_thread(_folder, service, request)
         return await service.engine_loop.between_steps(load)

@@ -9,10 +9,9 @@ from functools import cached_property
 from typing import Any, Literal
 
 from lockstep.data import Tokenizer, ends_of_text
-from lockstep.data.chat import ChatTemplate, ChatTemplateError, load_chat_template
+from lockstep.data.chat import ChatTemplate, ChatTemplateError, command_values, load_chat_template, template_values
 from lockstep.data.messages import SHOWN_REASONING
 from lockstep.data.replies import ReplyParts, read_reply, reply_form
-from lockstep.data.template_values import command_values, template_values
 from lockstep.errors import UserError
 from lockstep.generate import Completion
 from lockstep.hub import local_folder

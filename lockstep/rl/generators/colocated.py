@@ -16,7 +16,7 @@ from lockstep.generate.drafts import HistoryDraft, make_draft
 from lockstep.generate.driver import DriverEngine, follow
 from lockstep.model import Decoder, ScoringModel
 from lockstep.parallel import World
-from lockstep.rl.generators.policy_replica import PolicyReplica
+from lockstep.rl.generators.models import PolicyReplica
 from lockstep.rl.generators.work_log import engine_metrics
 from lockstep.rl.rollouts.recorded import recall
 

@@ -1,7 +1,8 @@
-"""Models that sample or score on this rank: the policy's, and those without gradient."""
+"""Models that sample or score on this rank: the policy's, with its current weights, and those without gradient."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 
@@ -24,6 +25,7 @@ from lockstep.model.known_operators import refuse_unknown_operators
 from lockstep.model.shard import local_values
 from lockstep.parallel import World, apply_compile, generator_layout, generator_model
 from lockstep.rl.weights.in_place import materialize
+from lockstep.rl.weights.transfer import WeightTransfer
 
 
 def folder_shape(folder: Path, name: str) -> ModelConfig:
@@ -64,6 +66,41 @@ def sampling_model(
     # A value function reads it too, and over tensor ranks their rows are shared, as the trainer's are.
     apply_compile(model, compile, trains=world.tensor_group is not None)
     return model
+
+
+class PolicyReplica:
+    """A model with the policy's weights that one rank, or one tensor group, runs without the other ranks."""
+
+    def __init__(
+        self,
+        model: Decoder,
+        policy: TrainableModel,
+        world: World,
+        keep_copy: bool = True,
+        moved: Callable[[], None] = lambda: None,
+    ):
+        """model: as made by `sampling_model`. policy: as trained. keep_copy: as `ActorsConfig`. moved: as
+        `WeightTransfer`."""
+        self.model = model
+        tensors = dict(policy.named_parameters())
+        frozen = [name for name, tensor in tensors.items() if not tensor.requires_grad]
+        self._transfer = None if model is policy else WeightTransfer(tensors, model, world, moved, keep_copy, frozen)
+
+    def load_weights(self, version: int) -> None:
+        """Copies the trainer's current weights. All ranks call it. Raises RunStopped as `Generators` does."""
+        if self._transfer:
+            self._transfer(version)
+
+    def pause(self, before_drop: Callable[[], None]) -> None:
+        """Frees copied weights until `load_weights`, unless they are kept; calls `before_drop` first."""
+        if self._transfer and not self._transfer.keep:
+            before_drop()
+            self._transfer.drop()
+
+    @property
+    def model_while_paused(self) -> Decoder | None:
+        """As `Generators.policy_while_paused`."""
+        return self.model if self._transfer is None or self._transfer.keep else None
 
 
 def frozen_model(folder: str, world: World, dtype: str, parallel: ParallelConfig) -> Decoder:

@@ -16,8 +16,7 @@ from lockstep.model import TrainableModel, arithmetic_of, begin_adapter, load_we
 from lockstep.observe import log
 from lockstep.parallel import World
 from lockstep.rl.generators.colocated import ColocatedGenerator
-from lockstep.rl.generators.models import folder_shape, sampling_model
-from lockstep.rl.generators.policy_replica import PolicyReplica
+from lockstep.rl.generators.models import PolicyReplica, folder_shape, sampling_model
 from lockstep.rl.generators.protocol import Generators
 from lockstep.rl.generators.refusals import refuse_policy_for_generators, refuse_replay_without_experts
 from lockstep.rl.generators.spec import GeneratorSpec

@@ -15,7 +15,7 @@ from lockstep.observe import announce
 from lockstep.parallel import World
 from lockstep.rl.generators.channel import Listener, make_key
 from lockstep.rl.generators.http_remote import SILENCE_SECONDS, ServerSupervisor
-from lockstep.rl.generators.policy_replica import PolicyReplica
+from lockstep.rl.generators.models import PolicyReplica
 from lockstep.rl.generators.pool import GeneratorPool
 from lockstep.rl.generators.pool_sampler import PoolSampler
 from lockstep.rl.generators.registry import GeneratorRegistry

@@ -11,9 +11,8 @@ import socket
 import subprocess
 import threading
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass, field
 from pathlib import Path
 
 from lockstep.config import ActorsConfig
@@ -34,25 +33,6 @@ AGAIN_SECONDS = 0.5
 """Seconds between attempts to reach a Monarch worker that is not up yet."""
 
 
-@dataclass
-class _Generator:
-    """A generator of the run, and its current processes."""
-
-    name: str
-    host: str
-    """LOCAL, or the address of the Monarch worker that starts it."""
-    ranks: list[subprocess.Popen[bytes]] = field(default_factory=list)
-    started: float = 0.0
-    has_joined: bool = False
-    was_ready: bool = False
-    failures: int = 0
-
-    def ended(self) -> dict[int, int]:
-        """Exit codes of the ranks that have ended."""
-        codes = {rank: process.poll() for rank, process in enumerate(self.ranks)}
-        return {rank: code for rank, code in codes.items() if code is not None}
-
-
 class GeneratorSupervisor:
     """Runs `config.generators` generators on `config.hosts`. A context manager; leaving it ends them all."""
 
@@ -60,108 +40,105 @@ class GeneratorSupervisor:
         """logs: the folder for their output."""
         self._config, self._pool, self._address = config, pool, address
         self._key, self._device, self._logs = key, device, logs
-        hosts = config.hosts or [LOCAL]
         names = [f"generator_{number}" for number in range(config.generators)]
-        self._generators = [_Generator(name, host) for name, host in zip(names, itertools.cycle(hosts))]
+        self._hosts = dict(zip(names, itertools.cycle(config.hosts or [LOCAL])))
+        """LOCAL, or the address of the Monarch worker that starts it, by generator."""
         self._ending = threading.Event()
-        self._thread = threading.Thread(target=self._watch, name="generators", daemon=True)
+        # Processes die with the thread that started them, so each generator has one for the whole run.
+        self._threads = [threading.Thread(target=self._run, args=(name,), name=name, daemon=True) for name in names]
 
     def __enter__(self) -> GeneratorSupervisor:
         self._logs.mkdir(parents=True, exist_ok=True)
-        self._pool.required |= {generator.name for generator in self._generators}
-        self._thread.start()
+        self._pool.required |= self._hosts.keys()
+        for thread in self._threads:
+            thread.start()
         return self
 
     def __exit__(self, *_: object) -> None:
         self.stop_restarting()
-        self._thread.join()
+        for thread in self._threads:
+            thread.join()
 
     def stop_restarting(self) -> None:
         """Generators that end from now on are not restarted: call it before telling them to end."""
         self._ending.set()
 
-    def processes(self) -> dict[str, list[int]]:
-        """The process id of each rank, by generator name."""
-        return {generator.name: [rank.pid for rank in generator.ranks] for generator in self._generators}
+    def _run(self, name: str) -> None:
+        failures = 0
+        while name not in self._pool.banned:
+            try:
+                ranks = self._start(name)
+            except OSError as error:
+                self._pool.fail(self._pool.no_generators_error(f"generators cannot be started: {error}"))
+                return
+            why, was_ready = self._watch(name, ranks)
+            remote, ended = self._pool.remote(name), _ended(ranks)
+            if why and remote:
+                self._pool.lost(remote, f"it {why}")
+            end_ranks(ranks)
+            if not why:
+                return
+            if remote:
+                remote.close()
+            failures = 0 if was_ready else failures + 1
+            if failures == MOST_FAILURES:
+                log_file = self._log(name, min(ended, default=0))
+                problem = f"{name} {why} before it could sample, {MOST_FAILURES} times in a row"
+                problem += f". {log_file} ends with: {_last_line(log_file)}"
+                self._pool.fail(self._pool.no_generators_error(problem))
+                return
+            if name not in self._pool.banned:
+                log.warning("%s %s; restarting it", name, why)
 
-    def _watch(self) -> None:
-        # Processes die with the thread that started them, which is this one.
-        try:
-            for generator in self._generators:
-                self._start(generator)
-            while not self._ending.wait(CHECK_SECONDS):
-                for generator in self._generators:
-                    self._check(generator)
-        except OSError as error:
-            self._pool.fail(self._pool.no_generators_error(f"generators cannot be started: {error}"))
-            self._ending.wait()
+    def _watch(self, name: str, ranks: Sequence[subprocess.Popen[bytes]]) -> tuple[str, bool]:
+        """Returns once a generator must be restarted: why, and whether it was ever ready.
+
+        If the run ends first, waits for its processes to end; why is empty.
+        """
+        started, has_joined, was_ready = time.monotonic(), False, False
+        while not self._ending.wait(CHECK_SECONDS):
+            has_joined |= self._pool.remote(name) is not None
+            was_ready |= name in self._pool.ready
+            is_removed = name in self._pool.banned or (has_joined and self._pool.remote(name) is None)
+            if is_removed and self._ending.wait(CHECK_SECONDS):  # a killed process loses its connections first
+                break
+            if ended := _ended(ranks):
+                return _describe_exit(ended), was_ready
+            if is_removed:
+                return "was removed", was_ready
+            if not was_ready and time.monotonic() - started > self._config.start_seconds:
+                return "was not ready in time", was_ready
         until = time.monotonic() + END_SECONDS
-        for rank in [rank for generator in self._generators for rank in generator.ranks]:
+        for rank in ranks:
             with contextlib.suppress(subprocess.TimeoutExpired):
                 rank.wait(max(0.0, until - time.monotonic()))
-        for generator in self._generators:
-            end_ranks(generator.ranks)
+        return "", was_ready
 
-    def _check(self, generator: _Generator) -> None:
-        if generator.name in self._pool.banned:
-            end_ranks(generator.ranks)
-            generator.ranks = []
-            return
-        remote = self._pool.remote(generator.name)
-        generator.has_joined |= remote is not None
-        generator.was_ready |= generator.name in self._pool.ready
-        ended = generator.ended()
-        late = not generator.was_ready and time.monotonic() - generator.started > self._config.start_seconds
-        if not ended and not late and (remote is not None or not generator.has_joined):
-            return
-        # Removed from the pool, or a rank has ended, or it is late: its remaining processes are killed.
-        if not ended and not late:
-            # A killed process loses its connections before it has an exit code.
-            self._ending.wait(CHECK_SECONDS)
-            ended = generator.ended()
-        if self._ending.is_set():
-            return
-        why = _describe_exit(ended) if ended else "was not ready in time" if late else "was removed"
-        if remote is not None:
-            self._pool.lost(remote, f"it {why}")
-        end_ranks(generator.ranks)
-        if remote is not None:
-            remote.close()
-        generator.failures = 0 if generator.was_ready else generator.failures + 1
-        if generator.failures >= MOST_FAILURES:
-            log_file = self._log(generator, min(ended, default=0))
-            self._pool.fail(self._pool.no_generators_error(
-                f"{generator.name} {why} before it could sample, {MOST_FAILURES} times in a row. {log_file} ends with: "
-                f"{_last_line(log_file)}"))  # fmt: skip
-            self._ending.wait()
-            return
-        log.warning("%s %s; restarting it", generator.name, why)
-        self._start(generator)
-
-    def _start(self, generator: _Generator) -> None:
-        generator.started, generator.ranks = time.monotonic(), []
-        generator.has_joined = generator.was_ready = False
-        arguments = ["--trainer", self._address, "--name", generator.name]
+    def _start(self, name: str) -> list[subprocess.Popen[bytes]]:
+        arguments = ["--trainer", self._address, "--name", name]
         if self._device:
             arguments += ["--device", self._device]
-        size = self._config.tensor
-        on_host = [other.name for other in self._generators if other.host == generator.host]
+        size, host = self._config.tensor, self._hosts[name]
+        on_host = [other for other, its_host in self._hosts.items() if its_host == host]
         # The training ranks use the first GPUs of their host.
-        training_ranks = int(os.environ.get("LOCAL_WORLD_SIZE", 1)) if generator.host == LOCAL else 0
-        first = training_ranks + size * on_host.index(generator.name)
+        training_ranks = int(os.environ.get("LOCAL_WORLD_SIZE", 1)) if host == LOCAL else 0
+        first = training_ranks + size * on_host.index(name)
         group = Group(arguments, size, self._config.threads, size * len(on_host), first)
-        logs = [self._log(generator, rank) for rank in range(size)]
+        logs = [self._log(name, rank) for rank in range(size)]
         with ExitStack() as opened:
             outputs = [opened.enter_context(log.open("ab")) for log in logs]
-            if generator.host == LOCAL:
-                generator.ranks = start_ranks(group, self._key.hex(), outputs)
-            else:
-                generator.ranks = [
-                    start_stand_in(generator.host, self._config.host, group, self._key.hex(), logs, outputs[0])
-                ]
+            if host == LOCAL:
+                return start_ranks(group, self._key.hex(), outputs)
+            return [start_stand_in(host, self._config.host, group, self._key.hex(), logs, outputs[0])]
 
-    def _log(self, generator: _Generator, rank: int) -> Path:
-        return self._logs / (f"{generator.name}.log" if rank == 0 else f"{generator.name}_rank_{rank}.log")
+    def _log(self, name: str, rank: int) -> Path:
+        return self._logs / (f"{name}.log" if rank == 0 else f"{name}_rank_{rank}.log")
+
+
+def _ended(ranks: Sequence[subprocess.Popen[bytes]]) -> dict[int, int]:
+    """Exit codes of the ranks that have ended."""
+    codes = {rank: process.poll() for rank, process in enumerate(ranks)}
+    return {rank: code for rank, code in codes.items() if code is not None}
 
 
 def _describe_exit(ended: Mapping[int, int]) -> str:

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
-import concurrent.futures
 import mmap
 import os
 import random
@@ -17,7 +15,7 @@ from typing import Any
 
 from lockstep.config import RewardConfig
 from lockstep.rl.conversations.protocol import ConversationEnvironment, Episode
-from lockstep.rl.conversations.runner import BlockedError, ConversationRunner, LoopWatchdog, grade_group
+from lockstep.rl.conversations.runner import BlockedError, ConversationRunner, grade_groups
 from lockstep.rl.environments.protocol import Environment, Example
 from lockstep.rl.grading.calling import (
     INVALID,
@@ -25,7 +23,6 @@ from lockstep.rl.grading.calling import (
     Outcome,
     call_problem,
     call_rewards,
-    event_loop,
     failure,
     is_async,
     outcome_of_error,
@@ -153,8 +150,8 @@ def _run_conversation(
 
     try:
         if kind == GRADE:
-            episodes = [Episode(*episode) for episode in task["episodes"]]
-            emit(_grade(environment, example, episodes, config, number))
+            group = example, [Episode(**episode) for episode in task["episodes"]]
+            emit(GroupGraded(number, *grade_groups(environment, [group], config, patience=1)))
         else:
             _converse(environment, example, config, number, supervisor, emit)
     except BlockedError as error:
@@ -185,19 +182,6 @@ def _converse(
         threading.Thread(target=receive_replies, name="replies", daemon=True).start()
         while event := runner.next(wait=True):
             emit(replace(event, number=number))
-
-
-def _grade(
-    environment: ConversationEnvironment, example: Example, episodes: list[Episode], config: RewardConfig, number: int
-) -> GroupGraded:
-    grading = grade_group(environment, example, episodes, config.seconds)
-    running = asyncio.run_coroutine_threadsafe(grading, event_loop())
-    watchdog = LoopWatchdog(environment, config.seconds, patience=1)
-    while not running.done():
-        concurrent.futures.wait([running], timeout=min(1.0, config.seconds / 4))
-        if not running.done():
-            watchdog.check(GRADE)
-    return GroupGraded(number, running.result())
 
 
 def _seed(seed: int) -> None:

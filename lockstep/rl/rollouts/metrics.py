@@ -15,6 +15,7 @@ from lockstep.rl.rollouts.eval_metrics import eval_metrics
 from lockstep.rl.rollouts.records import Rollout, episodes_of
 
 PERCENTILES = (10, 50, 90)
+ROUTES = ("routes_checked", "routes_different")
 PAIRS = 32
 """Most pairs of completions compared per group: all pairs for up to eight completions."""
 
@@ -196,16 +197,11 @@ def _failures(prefix: str, rollouts: Sequence[Rollout]) -> dict[str, float]:
     return {f"{prefix}/failed/{cause}": count for cause, count in sorted(causes.items())}
 
 
-def _routes(compared: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-    """Totals over all steps of a run whose model has experts."""
-    names = ("routes_checked", "routes_different") if compared else ()
-    return {f"parity_{name}": sum(m[f"parity/{name}"] for m in compared) for name in names}
-
-
 def summarize(metrics: Sequence[Mapping[str, Any]], updates_per_batch: int = 1) -> dict[str, Any]:
     """A run's summary from its metrics: the validations before the first step and after the last one, if there were
     any, the comparison over all steps, and tokens."""
     compared = [m for m in metrics if "parity/tokens_checked" in m]
+    routed = [m for m in compared if "parity/routes_checked" in m]
     ends = {"before": next((m for m in metrics if m["step"] == 0), {}), "after": metrics[-1]}
     validated = {end: each for end, each in ends.items() if "validation/reward" in each}
     # The answers of one of them may all have failed.
@@ -228,7 +224,7 @@ def summarize(metrics: Sequence[Mapping[str, Any]], updates_per_batch: int = 1) 
         },
         "parity_tokens_checked": sum(m["parity/tokens_checked"] for m in compared),
         "parity_tokens_different": sum(m["parity/tokens_different"] for m in compared),
-        **_routes([m for m in compared if "parity/routes_checked" in m]),
+        **{f"parity_{name}": sum(m[f"parity/{name}"] for m in routed) for name in ROUTES if routed},
         "staleness_max": max(m.get("policy/staleness_max", 0.0) for m in compared),
         "ratio_max_on_first_inner_step": max(m["policy/ratio_first_max"] for m in compared),
     }

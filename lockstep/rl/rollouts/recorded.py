@@ -137,14 +137,9 @@ def _problem(line: Any) -> str:
     if len(is_sampled) != len(tokens):
         return f"its sampled has {len(is_sampled)} entries for {len(tokens)} tokens"
     sampled = sum(is_sampled)
-    for name in ("log_probs", "truncated_logprobs"):
-        log_probs: list[float] = line.get(name) or line["log_probs"]
-        if len(log_probs) != sampled:
-            return f"it has {len(log_probs)} {name} for {sampled} sampled tokens"
-    if len(line.get("versions", ()) or line["log_probs"]) != sampled:
-        return f"it has {len(line['versions'])} versions for {sampled} sampled tokens"
-    if len(line.get("routes", ()) or line["log_probs"]) != sampled:
-        return f"it has {len(line['routes'])} routes for {sampled} sampled tokens"
+    for name in ("log_probs", "truncated_logprobs", "versions", "routes"):
+        if len(values := line.get(name) or line["log_probs"]) != sampled:
+            return f"it has {len(values)} {name} for {sampled} sampled tokens"
     # A conversation that failed before its first reply has neither.
     if not line["prompt_ids"] and (tokens or "messages" not in line):
         return "its prompt_ids are empty"

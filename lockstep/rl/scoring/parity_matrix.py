@@ -188,7 +188,7 @@ class Cell:
 def run_jobs(scoring: Sequence[Scoring]) -> Results:
     """The results of every rank of every job, and of the engines that it needs.
 
-    Raises torch.multiprocessing.ProcessException with the traceback of a rank that fails.
+    Raises torch.multiprocessing.spawn.ProcessException with the traceback of a rank that fails.
     """
     from lockstep.rl.scoring.parity_worker import run_ranks
 

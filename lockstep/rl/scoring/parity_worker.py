@@ -40,7 +40,7 @@ PACKED = 2
 def run_ranks(ranks: int, jobs: Sequence[Job], results: Results) -> Iterator[tuple[Job, int, Any]]:
     """Each job's result on each of this many processes, as they come; results: of jobs on fewer ranks.
 
-    Raises torch.multiprocessing.ProcessException with the traceback of a rank that fails, and kills the others.
+    Raises torch.multiprocessing.spawn.ProcessException with the traceback of a rank that fails, and kills the others.
     """
     # Forked from a server that has imported what they need.
     context = multiprocessing.get_context("forkserver")

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import ctypes
+from collections.abc import Sequence
 from functools import lru_cache
 
 import torch
 from torch import Tensor
 
 from lockstep.ops import native
+from lockstep.rl.weights.shard_slices import ShardSlice
 
 WORD = 8
 """Bytes multiplied at once, if rows are split at multiples of this."""
@@ -17,29 +19,26 @@ ROWS_BYTES = 1 << 20
 
 CACHED = 64
 """Locations whose factors are cached for the next transfer: layers share them."""
-Bounds = tuple[tuple[int, int], ...]
-"""(start, stop) along each dimension but the last."""
 
 
-def checksum(part: Tensor, location: tuple[slice, ...], shape: torch.Size) -> Tensor:
+def checksum(part: Tensor, shard_slice: ShardSlice, shape: Sequence[int]) -> Tensor:
     """Σ bits · (odd number of the position), modulo 2^64, over the elements of `part`, as a scalar int64 tensor.
 
-    location: of `part` in a tensor of `shape`, whose checksum is the sum of its parts'. The factors depend on row and
-    column, so swapped elements are detected, and a single flipped bit always is: it changes the sum by a power of two
-    times an odd number.
+    shard_slice: of `part` in a tensor of `shape`, whose checksum is the sum of its parts'. The factors depend on row
+    and column, so swapped elements are detected, and a single flipped bit always is: it changes the sum by a power of
+    two times an odd number.
     """
     if len(shape) < 2:
-        part, location, shape = part.reshape(-1, 1), (*location, slice(0, 1))[-2:], torch.Size((*shape, 1)[-2:])
-    bounds = tuple((rows.start, rows.stop) for rows in location[:-1])
-    columns, words = location[-1], WORD // part.element_size()
+        part, shard_slice, shape = part.reshape(-1, 1), (*shard_slice, (0, 1))[-2:], (*shape, 1)[-2:]
+    bounds, (start, stop), words = shard_slice[:-1], shard_slice[-1], WORD // part.element_size()
     bits = part.detach().reshape(-1, part.shape[-1]).contiguous()
-    if shape[-1] % words == 0 and columns.start % words == 0 and columns.stop % words == 0:
-        bits, columns = bits.view(torch.int64), slice(columns.start // words, columns.stop // words)
+    if shape[-1] % words == 0 and start % words == 0 and stop % words == 0:
+        bits, start, stop = bits.view(torch.int64), start // words, stop // words
     else:
         bits = bits.view({2: torch.int16, 4: torch.int32, 8: torch.int64}[part.element_size()])
     if native.usable(part) and not native.is_pretending():
-        return torch.tensor(_native(bits, _rows(bounds, tuple(shape)), columns.start))
-    return _plain(bits, bounds, tuple(shape), columns)
+        return torch.tensor(_native(bits, _rows(bounds, tuple(shape)), start))
+    return _plain(bits, _row_factors(bounds, tuple(shape), part.device), _column_factors(start, stop, part.device))
 
 
 def _native(bits: Tensor, rows: Tensor, first_column: int) -> int:
@@ -49,9 +48,7 @@ def _native(bits: Tensor, rows: Tensor, first_column: int) -> int:
     return total
 
 
-def _plain(bits: Tensor, bounds: Bounds, shape: tuple[int, ...], columns: slice) -> Tensor:
-    row_factors = _row_factors(bounds, shape, bits.device)
-    column_factors = _column_factors(columns.start, columns.stop, bits.device)
+def _plain(bits: Tensor, row_factors: Tensor, column_factors: Tensor) -> Tensor:
     total = torch.zeros((), dtype=torch.int64, device=bits.device)
     step = max(1, ROWS_BYTES // max(1, WORD * bits.shape[1]))
     for first in range(0, len(bits), step):
@@ -61,7 +58,7 @@ def _plain(bits: Tensor, bounds: Bounds, shape: tuple[int, ...], columns: slice)
 
 
 @lru_cache(maxsize=CACHED)
-def _rows(bounds: Bounds, shape: tuple[int, ...]) -> Tensor:
+def _rows(bounds: ShardSlice, shape: tuple[int, ...]) -> Tensor:
     """The index in the full tensor of each row of a part, with all dimensions but the last flattened."""
     numbers = torch.zeros(1, dtype=torch.int64)
     for size, (start, stop) in zip(shape[:-1], bounds):
@@ -70,7 +67,7 @@ def _rows(bounds: Bounds, shape: tuple[int, ...]) -> Tensor:
 
 
 @lru_cache(maxsize=CACHED)
-def _row_factors(bounds: Bounds, shape: tuple[int, ...], device: torch.device) -> Tensor:
+def _row_factors(bounds: ShardSlice, shape: tuple[int, ...], device: torch.device) -> Tensor:
     return _odd_numbers(~_rows(bounds, shape).to(device))
 
 

@@ -10,24 +10,22 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
-from lockstep.errors import UserError
 from lockstep.model import Decoder
-from lockstep.model.shard import local_part
+from lockstep.model.shard import local_values
 from lockstep.observe import log
 from lockstep.parallel import World
 from lockstep.parallel.messages import from_all
 from lockstep.rl.generators.channel import Closed, call
+from lockstep.rl.weights.checksum import checksum
 from lockstep.rl.weights.server import WeightManifest
 from lockstep.rl.weights.shard_slices import (
     ShardSlice,
-    checksum_of,
     differing,
     first_copies,
     intersection,
-    local_shard_of,
-    plain_parts,
-    read_parts,
-    read_shard_slice,
+    read_slice,
+    read_slices,
+    shard_slice_of,
     view_at,
     volume,
 )
@@ -70,10 +68,10 @@ class WeightReader:
 
     def __init__(self, model: Decoder, world: World, key: bytes):
         self._model, self._group, self._key = model, world.tensor_group, key
-        self._local = {name: local_part(parameter.detach())[0] for name, parameter in model.named_parameters()}
-        self._shards = {name: local_shard_of(parameter) for name, parameter in model.named_parameters()}
+        self._local = {name: local_values(parameter.detach()) for name, parameter in model.named_parameters()}
+        self._shards = {name: shard_slice_of(parameter) for name, parameter in model.named_parameters()}
         self._names = list(self._shards)
-        per_process = [read_parts(parts) for parts in self._gather(plain_parts(self._shards))]
+        per_process = [read_slices(parts) for parts in self._gather(self._shards)]
         self._firsts = torch.tensor(first_copies(per_process, self._names))
         self._arrived: dict[str, Tensor] = {}
         """Memory for what is read of a version; reused, as the system clears new memory."""
@@ -81,11 +79,7 @@ class WeightReader:
         """Loaded last: tensors that have not changed since are not read again."""
 
     def load(self, manifest: WeightManifest) -> LoadResult:
-        """Replaces the model's weights by those of `manifest` if all of them arrive intact on every process.
-
-        Raises UserError if they belong to another model, or have another dtype.
-        """
-        self._refuse_other_model(manifest)
+        """Replaces the model's weights by those of `manifest` if all of them arrive intact on every process."""
         for attempt in range(1, TRIES + 1):
             outcome, problem = self._read(manifest)
             if outcome == "loaded":
@@ -97,23 +91,6 @@ class WeightReader:
                 break  # another try would not help
             self._loaded = {"id": "", "since": {}}
         return LoadResult(manifest["version"], outcome, problem)
-
-    def _refuse_other_model(self, manifest: WeightManifest) -> None:
-        problems = []
-        dtype, shapes = str(self._model.dtype).removeprefix("torch."), manifest["shapes"]
-        if manifest["dtype"] != dtype:
-            problems.append(f"they are {manifest['dtype']}, but the generator is {dtype}")
-        for name in sorted({*self._names, *shapes}):
-            theirs = list(shapes[name]) if name in shapes else "missing"
-            ours = list(self._shards[name].shape) if name in self._shards else "missing"
-            if theirs != ours:
-                problems.append(f"{name} is {theirs} in the trainer, but {ours} in the generator")
-        if problems:
-            more = f", and {len(problems) - 1} more" if problems[1:] else ""
-            raise UserError(
-                f"the trainer's weights do not fit this generator: {problems[0]}{more}; start the generator with the "
-                "model and dtype of the run"
-            )
 
     def _read(self, manifest: WeightManifest) -> tuple[Outcome, str]:
         """Reads what this process needs; returns the outcome for the whole replica, and the problem."""
@@ -157,7 +134,7 @@ class WeightReader:
                     kind, content = channel.receive()
                     if kind == "late":
                         raise _Failed("late", f"rank {rank} of the trainer has freed them for newer weights")
-                    target = view_at(self._arrived[name], shard_slice, self._shards[name].shard_slice)
+                    target = view_at(self._arrived[name], shard_slice, self._shards[name])
                     target.copy_(torch.frombuffer(content, dtype=target.dtype).view(target.shape))
         except Closed as error:
             raise _Failed("unreachable", f"cannot read from rank {rank} of the trainer: {error}") from error
@@ -165,7 +142,7 @@ class WeightReader:
     def _pieces(self, parts: list[Any]) -> Iterator[tuple[str, ShardSlice]]:
         """What this process needs of a rank's shards."""
         for name, bounds in parts:
-            shard_slice = intersection(read_shard_slice(bounds), self._shards[name].shard_slice)
+            shard_slice = intersection(read_slice(bounds), self._shards[name])
             if name in self._arrived and shard_slice is not None:
                 (first, stop), *rest = shard_slice
                 rows = max(1, MESSAGE // (volume(tuple(rest)) * self._model.dtype.itemsize))
@@ -173,7 +150,8 @@ class WeightReader:
                     yield name, ((start, min(stop, start + rows)), *rest)
 
     def _checksum(self, name: str) -> int:
-        return int(checksum_of(self._arrived.get(name, self._local[name]), self._shards[name]))
+        part, shape = self._arrived.get(name, self._local[name]), self._model.get_parameter(name).shape
+        return int(checksum(part, self._shards[name], shape))
 
     @torch.no_grad()
     def _copy_into_model(self) -> None:

@@ -24,14 +24,13 @@ from lockstep.model.shard import local_values
 from lockstep.observe import log
 from lockstep.parallel import World
 from lockstep.rl.generators.channel import Closed, Listener
+from lockstep.rl.weights.checksum import checksum
 from lockstep.rl.weights.shard_slices import (
-    checksum_of,
     intersection,
-    local_shard_of,
     owners_of,
-    plain_parts,
-    read_parts,
-    read_shard_slice,
+    read_slice,
+    read_slices,
+    shard_slice_of,
     view_at,
 )
 
@@ -41,8 +40,8 @@ WeightManifest = dict[str, Any]
 """Where to read one version of the weights; JSON-able.
 
 `version`; `sequence`: number of the publication; `sums`: each tensor's checksum; `since`: the publication since which
-each tensor's bits have not changed; `id` of the server; `dtype`; `shapes`: each tensor's shape; `ranks`: for each
-training rank the `address` that it listens on and its `parts`: [name, shard slice].
+each tensor's bits have not changed; `id` of the server; `ranks`: for each training rank the `address` that it listens
+on and its `parts`: [name, shard slice].
 """
 
 
@@ -64,11 +63,10 @@ class WeightServer:
         versions: int = 2,
     ):
         self._tensors, self._dtype, self._world, self._versions = tensors, dtype, world, versions
-        local = {name: local_shard_of(tensor) for name, tensor in tensors.items()}
-        per_rank = [read_parts(parts) for parts in world.gather(plain_parts(local))]
-        owners = owners_of(per_rank)
+        local = {name: shard_slice_of(tensor) for name, tensor in tensors.items()}
+        owners = owners_of([read_slices(parts) for parts in world.gather(local)])
         # Of replicated shards, the first rank's is published.
-        self._shards = {name: part for name, part in local.items() if owners[name][part.shard_slice][0] == world.rank}
+        self._shards = {name: part for name, part in local.items() if owners[name][part][0] == world.rank}
         self._sequence = 0
         self._published: dict[int, dict[str, Tensor]] = {}
         """This rank's copies of its shards, by sequence number."""
@@ -78,13 +76,10 @@ class WeightServer:
         self._lock, self._readers = threading.Lock(), dict[threading.Thread, socket.socket]()
         self._thread = threading.Thread(target=self._accept, name="weight server", daemon=True)
         self._thread.start()
-        parts = [[name, part.shard_slice] for name, part in self._shards.items()]
-        self._description = {
-            "id": world.from_main(lambda: secrets.token_hex(8)),
-            "dtype": str(dtype).removeprefix("torch."),
-            "shapes": {name: part.shape for parts_of_rank in per_rank for name, part in parts_of_rank.items()},
-            "ranks": world.gather({"address": list(self._listener.address), "parts": parts}),
-        }
+        self._id = world.from_main(lambda: secrets.token_hex(8))
+        own = {"address": list(self._listener.address), "parts": list(self._shards.items())}
+        self._ranks = world.gather(own)
+        self._names = sorted(owners)
 
     @torch.no_grad()
     def publish(self, version: int) -> WeightManifest:
@@ -94,21 +89,23 @@ class WeightServer:
         self._published.pop(self._sequence - self._versions, None)
         self._published[self._sequence] = {name: self._copy(name, before.get(name)) for name in self._shards}
         per_rank = self._world.gather([self._sums, self._since])
-        names = sorted(self._description["shapes"])
-        return self._description | {
+        return {
             "version": version,
             "sequence": self._sequence,
-            "sums": {name: _wrapped(sum(sums.get(name, 0) for sums, _ in per_rank)) for name in names},
-            "since": {name: max(since.get(name, 0) for _, since in per_rank) for name in names},
+            "sums": {name: _wrapped(sum(sums.get(name, 0) for sums, _ in per_rank)) for name in self._names},
+            "since": {name: max(since.get(name, 0) for _, since in per_rank) for name in self._names},
+            "id": self._id,
+            "ranks": self._ranks,
         }
 
     def _copy(self, name: str, before: Tensor | None) -> Tensor:
         """A copy of a shard; that of the version `before` if it is the same, as a frozen tensor's is."""
-        values = local_values(self._tensors[name].detach()).to("cpu", self._dtype, copy=True).contiguous()
+        tensor = self._tensors[name]
+        values = local_values(tensor.detach()).to("cpu", self._dtype, copy=True).contiguous()
         # Not as numbers, of which -0 equals 0 and NaN differs from itself.
         if before is not None and torch.equal(values.view(torch.uint8), before.view(torch.uint8)):
             return before
-        self._since[name], self._sums[name] = self._sequence, int(checksum_of(values, self._shards[name]))
+        self._since[name], self._sums[name] = self._sequence, int(checksum(values, self._shards[name], tensor.shape))
         return values
 
     def _pieces(self, request: Any) -> Iterator[Tensor] | None:
@@ -119,12 +116,12 @@ class WeightServer:
         published = self._published.get(request["sequence"])
         if published is None:
             return None
-        requested = [(name, read_shard_slice(shard_slice)) for name, shard_slice in request["pieces"]]
+        requested = [(name, read_slice(shard_slice)) for name, shard_slice in request["pieces"]]
         for name, shard_slice in requested:
-            part = self._shards[name].shard_slice
+            part = self._shards[name]
             if len(shard_slice) != len(part) or intersection(shard_slice, part) != shard_slice:
                 raise ValueError("not a piece of a part")
-        return (view_at(published[name], piece, self._shards[name].shard_slice) for name, piece in requested)
+        return (view_at(published[name], shard_slice, self._shards[name]) for name, shard_slice in requested)
 
     def _accept(self) -> None:
         with contextlib.suppress(Closed):

@@ -12,7 +12,6 @@ import torch
 from torch import Tensor
 
 from lockstep.model.shard import local_part
-from lockstep.rl.weights.checksum import checksum
 
 ShardSlice = tuple[tuple[int, int], ...]
 """(start, stop) along each dimension of the full tensor."""
@@ -20,46 +19,27 @@ Owners = dict[ShardSlice, list[int]]
 """The ranks that have each slice of a tensor."""
 
 
-@dataclass(frozen=True)
-class LocalShard:
-    """The part of a tensor that one rank has or needs."""
-
-    shard_slice: ShardSlice
-    shape: tuple[int, ...]
-    """Of the full tensor."""
-
-
-def local_shard_of(tensor: Tensor) -> LocalShard:
-    """This rank's part of `tensor`."""
-    return LocalShard(shard_slice_of(tensor), tuple(tensor.shape))
-
-
 def shard_slice_of(tensor: Tensor) -> ShardSlice:
     """The slice of the full tensor that is this rank's part of `tensor`."""
     return tuple((along.start, along.stop) for along in local_part(tensor.detach())[1])
 
 
-def plain_parts(parts: Mapping[str, LocalShard]) -> dict[str, Any]:
-    """JSON-able; `read_parts` reads it back."""
-    return {name: [list(part.shard_slice), list(part.shape)] for name, part in parts.items()}
+def read_slice(plain: Sequence[Sequence[int]]) -> ShardSlice:
+    """A slice from JSON."""
+    return tuple((start, stop) for start, stop in plain)
 
 
-def read_parts(parts: Mapping[str, Any]) -> dict[str, LocalShard]:
-    return {
-        name: LocalShard(read_shard_slice(shard_slice), tuple(shape)) for name, (shard_slice, shape) in parts.items()
-    }
+def read_slices(plain: Mapping[str, Any]) -> dict[str, ShardSlice]:
+    """Slices by name from JSON."""
+    return {name: read_slice(shard_slice) for name, shard_slice in plain.items()}
 
 
-def read_shard_slice(shard_slice: Sequence[Sequence[int]]) -> ShardSlice:
-    return tuple((start, stop) for start, stop in shard_slice)
-
-
-def owners_of(shards: Sequence[Mapping[str, LocalShard]]) -> dict[str, Owners]:
+def owners_of(shards: Sequence[Mapping[str, ShardSlice]]) -> dict[str, Owners]:
     """The owners of each tensor. shards: by rank and name."""
     owners: dict[str, Owners] = defaultdict(lambda: defaultdict(list))
     for rank, parts in enumerate(shards):
-        for name, part in parts.items():
-            owners[name][part.shard_slice].append(rank)
+        for name, shard_slice in parts.items():
+            owners[name][shard_slice].append(rank)
     return owners
 
 
@@ -100,19 +80,10 @@ def view_at(part: Tensor, shard_slice: ShardSlice, of: ShardSlice) -> Tensor:
     return part[tuple(slice(start - first, stop - first) for (start, stop), (first, _) in zip(shard_slice, of))]
 
 
-def checksum_of(part: Tensor, shard: LocalShard) -> Tensor:
-    """The `checksum` of a part whose slice is that of `shard`."""
-    return checksum(part, tuple(slice(*bounds) for bounds in shard.shard_slice), torch.Size(shard.shape))
-
-
-def first_copies(shards: Sequence[Mapping[str, LocalShard]], names: Sequence[str]) -> list[list[int]]:
+def first_copies(shards: Sequence[Mapping[str, ShardSlice]], names: Sequence[str]) -> list[list[int]]:
     """For each rank and tensor, the first rank with the same slice; `[ranks][names]`. shards: by rank and name."""
-    firsts = [[0] * len(names) for _ in shards]
-    for index, name in enumerate(names):
-        shard_slices = [of_rank[name].shard_slice for of_rank in shards]
-        for rank, shard_slice in enumerate(shard_slices):
-            firsts[rank][index] = shard_slices.index(shard_slice)
-    return firsts
+    per_tensor = [[of_rank[name] for of_rank in shards] for name in names]
+    return [[slices.index(slices[rank]) for slices in per_tensor] for rank in range(len(shards))]
 
 
 def differing(sums: Tensor, firsts: Tensor, expected: Tensor) -> Tensor:

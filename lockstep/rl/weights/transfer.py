@@ -10,30 +10,32 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Callable, Collection, Iterator, Mapping
+from dataclasses import dataclass
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from lockstep.errors import RunStopped, UserError
+from lockstep.errors import RunStopped
 from lockstep.model import Decoder
 from lockstep.model.shard import local_values
 from lockstep.observe import log
 from lockstep.parallel import World
 from lockstep.parallel.exchange import gather_rows
 from lockstep.parallel.messages import from_all
+from lockstep.rl.weights.checksum import checksum
 from lockstep.rl.weights.in_place import same_memory
 from lockstep.rl.weights.shard_slices import (
     Piece,
-    checksum_of,
     differing,
     first_copies,
-    local_shard_of,
+    intersection,
     owners_of,
     pieces_between,
-    plain_parts,
-    read_parts,
+    read_slices,
+    shard_slice_of,
     view_at,
+    volume,
 )
 
 BUCKET = 1 << 26
@@ -77,26 +79,22 @@ class WeightTransfer:
         """tensors: this rank's, by the model's names; parameters of `model` may share their memory. moved: called after
         each bucket. keep: whether the model keeps its old weights until the new ones have arrived intact. Otherwise new
         weights are received into the same memory, and `drop` may free it until then. frozen: tensors without updates;
-        those that are kept are sent once, and from then on only compared. Raises UserError if these are not the tensors
-        of `model`."""
+        those that are kept are sent once, and from then on only compared."""
         assert world.mesh is not None
         self.tensors, self.model, self.world, self.moved = tensors, model, world, moved
         self.keep = keep
         self.rank = world.rank
-        self._sources = {name: local_shard_of(tensor) for name, tensor in tensors.items()}
-        self._targets = {name: local_shard_of(parameter) for name, parameter in model.named_parameters()}
+        self._sources = {name: shard_slice_of(tensor) for name, tensor in tensors.items()}
+        self._targets = {name: shard_slice_of(parameter) for name, parameter in model.named_parameters()}
         self._parts = {name: local_values(parameter.detach()) for name, parameter in model.named_parameters()}
         self._in_place = {n for n, tensor in tensors.items() if same_memory(local_values(tensor), self._parts[n])}
-        local = [plain_parts(self._sources), plain_parts(self._targets), sorted(self._in_place)]
-        per_rank = from_all([*local, sorted(tensors.keys() & frozen)])
-        source_shards = [read_parts(of_rank[0]) for of_rank in per_rank]
-        self.target_shards = [read_parts(of_rank[1]) for of_rank in per_rank]
+        frozen_here = sorted(tensors.keys() & frozen)
+        per_rank = from_all([self._sources, self._targets, sorted(self._in_place), frozen_here])
+        owners = owners_of([read_slices(of_rank[0]) for of_rank in per_rank])
+        self.target_shards = [read_slices(of_rank[1]) for of_rank in per_rank]
         self.names = list(self._targets)
-        self._refuse_other_shapes({name: part.shape for shards in source_shards for name, part in shards.items()})
-        owners = owners_of(source_shards)
         self.pieces = {
-            name: pieces_between(owners[name], [shards[name].shard_slice for shards in self.target_shards])
-            for name in self.names
+            name: pieces_between(owners[name], [shards[name] for shards in self.target_shards]) for name in self.names
         }
         """What the ranks send of each tensor, to themselves too."""
         self.in_place_everywhere = set[str](self.names).intersection(*(of_rank[2] for of_rank in per_rank))
@@ -106,16 +104,7 @@ class WeightTransfer:
         self._skipped = set[str]()
         """Tensors that have arrived intact and are not sent again."""
         # Of replicated shards, only the first rank's counts in a checksum.
-        self._sums_sent = {n for n, part in self._sources.items() if owners[n][part.shard_slice][0] == self.rank}
-
-    def _refuse_other_shapes(self, shapes: Mapping[str, tuple[int, ...]]) -> None:
-        for name, target in self._targets.items():
-            if shapes.get(name) != target.shape:
-                theirs = list(shapes[name]) if name in shapes else "missing"
-                raise UserError(
-                    f"weights cannot be synced: {name} is {theirs} in the trainer, but {list(target.shape)} in the "
-                    "generator"
-                )
+        self._sums_sent = {name for name, part in self._sources.items() if owners[name][part][0] == self.rank}
 
     def __call__(self, version: int) -> None:
         """Replaces the model's weights by the trainer's, once all new ones have arrived intact.
@@ -152,13 +141,15 @@ class WeightTransfer:
         arrived: dict[str, Tensor] = {}
         expected, actual = torch.zeros(2, len(self.names), dtype=torch.int64, device=self.model.device)
         indices = {name: index for index, name in enumerate(self.names)}
+        parameters = dict(self.model.named_parameters())
 
         def compare(name: str, sent: Tensor | None, received: Tensor) -> None:
             index, in_place = indices[name], name in self._in_place
-            actual[index] = checksum_of(received, self._targets[name])
+            shape = parameters[name].shape
+            actual[index] = checksum(received, self._targets[name], shape)
             if name in self._sums_sent:
                 assert sent is not None
-                expected[index] = actual[index] if in_place else checksum_of(sent, self._sources[name])
+                expected[index] = actual[index] if in_place else checksum(sent, self._sources[name], shape)
             if in_place and not same_memory(local_values(self.tensors[name].detach()), received):
                 actual[index] += 1  # the trainer has moved it: shows as damaged
 
@@ -198,10 +189,9 @@ class WeightTransfer:
             if piece.source == self.rank:
                 source = sent[name]
                 assert source is not None
-                outgoing[piece.target].append(view_at(source, piece.shard_slice, self._sources[name].shard_slice))
+                outgoing[piece.target].append(view_at(source, piece.shard_slice, self._sources[name]))
             if piece.target == self.rank:
-                target_slice = self._targets[name].shard_slice
-                incoming[piece.source].append(view_at(received[name], piece.shard_slice, target_slice))
+                incoming[piece.source].append(view_at(received[name], piece.shard_slice, self._targets[name]))
 
         for name in sent:
             for piece in self.pieces[name]:
@@ -244,3 +234,35 @@ def _message_views(message: Tensor, parts: Mapping[int, list[Tensor]], ranks: ra
     for part in (part for rank in ranks for part in parts.get(rank, [])):
         yield message[start : start + part.nbytes].view(part.dtype).view(part.shape), part
         start += part.nbytes
+
+
+@dataclass
+class TransferEstimate:
+    """Bytes on a rank in one weight sync."""
+
+    received: int
+    """From other ranks; about as many are sent to them."""
+    buffers: int
+    """Peak memory beyond the weights themselves: copies received so far, and messages in flight."""
+
+
+def estimate_transfer(tensors: Mapping[str, Tensor], model: Decoder, keep: bool) -> TransferEstimate:
+    """What the first call of `WeightTransfer(tensors, model, world, keep=keep)` moves on this rank.
+
+    Computed from the rank's own layout, without other ranks and without values.
+    """
+    parameters = dict(model.named_parameters())
+    targets = {name: shard_slice_of(parameter) for name, parameter in parameters.items()}
+    sources = {name: shard_slice_of(tensor) for name, tensor in tensors.items()}
+    in_place = {n for n, tensor in tensors.items() if tensor.dtype == model.dtype and sources[n] == targets[n]}
+    received = copies = buffers = 0
+    for names in buckets(model, in_place):
+        cast = message = 0
+        for name in names:
+            overlap = intersection(sources[name], targets[name]) if name in sources else None
+            message += volume(targets[name]) - (volume(overlap) if overlap else 0)
+            copies += volume(targets[name]) * keep
+            if name in sources and tensors[name].dtype != model.dtype:
+                cast += volume(sources[name])
+        received, buffers = received + message, max(buffers, copies + cast + 2 * message)
+    return TransferEstimate(received * model.dtype.itemsize, buffers * model.dtype.itemsize)

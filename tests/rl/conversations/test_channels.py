@@ -1,7 +1,7 @@
 """Conversations of a model that speaks in channels: environments get its final channel, the rows keep its tokens."""
 
 import json
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
 import pytest
@@ -14,7 +14,7 @@ from lockstep.generate.sampling_params import Completion
 from lockstep.rl.conversations.rendering import Rendering
 from lockstep.rl.conversations.tools import answer_calls
 from lockstep.rl.environments.loading import load_environment
-from lockstep.rl.grading.exchange import reply_data, reply_from
+from lockstep.rl.grading.exchange import reply_from
 from lockstep.rl.rollouts.rewards import assign_rewards
 from tests.rl.collected import collected, held_out
 from tests.rl.conversations.families import shown, write_family
@@ -157,25 +157,20 @@ def test_a_call_that_cannot_be_read_is_answered_with_its_problem(folder):
 
 
 @pytest.mark.parametrize("name", ["digit_sum", CALCULATOR])  # of one answer, and a conversation
-@pytest.mark.parametrize(
-    ("reply", "completion"),
-    [
-        (ANSWERS, "Answer: 5"),
-        (THINK_END, ""),
-        (THINK_END.replace("I add", "Answer: 5"), ""),
+def test_environments_and_validation_get_the_final_channel(folder, name):
+    environment, rendering, example = load_environment(name), rendering_with(folder), rl.Example("2 + 3?", answer="5")
+    for reply, completion in (
+        (ANSWERS, "Answer: 5"), (THINK_END, ""), (THINK_END.replace("I add", "Answer: 5"), ""),
         ("Answer: 5<|return|>", "Answer: 5"),
-    ],
-)
-def test_ready_environments_and_validation_get_the_final_channel(folder, name, reply, completion):
-    environment, engine = load_environment(name), Reciting(rendering_with(folder), [reply])
-    example = rl.Example("2 + 3?", answer="5")
-    for rollouts in (
-        conversed(environment, engine),
-        held_out([example], environment, engine, engine.rendering, RLConfig()),
-    ):
-        assert [rollout.completion for rollout in rollouts] == [completion]
+    ):  # fmt: skip
+        engine = Reciting(rendering, [reply])
+        for rollouts in (
+            conversed(environment, engine),
+            held_out([example], environment, engine, rendering, RLConfig()),
+        ):
+            assert [rollout.completion for rollout in rollouts] == [completion]
 
 
 def test_a_reply_survives_the_way_to_a_worker(folder):
     reply = rl.Reply("yo", "stop", (rl.ToolCall("f", {"a": [1]}),), 3, 2, "hm", {"thinking": "hm"})
-    assert reply_from(json.loads(json.dumps(reply_data(reply)))) == reply
+    assert reply_from(json.loads(json.dumps(asdict(reply)))) == reply

@@ -2,8 +2,6 @@
 
 import time
 
-import pytest
-
 import lockstep.rl as rl
 from lockstep.config import RewardConfig
 from lockstep.rl.conversations.runner import ConversationRunner
@@ -46,16 +44,10 @@ class Slow(rl.ConversationEnvironment):
 """
 
 
-@pytest.fixture
-def task(tmp_path):
-    (tmp_path / "task.py").write_text(TASK)
-    return f"{tmp_path / 'task.py'}:Slow"
-
-
-def held(runner):
+def held(make_runner):
     """How a conversation ends, and for how long the model was not asked."""
     began, waited = time.monotonic(), 0.0
-    with runner as talk:
+    with make_runner() as talk:
         while not isinstance(said := talk.next(wait=True), ConversationEnded):
             asked = time.monotonic()
             time.sleep(0.3)
@@ -64,26 +56,19 @@ def held(runner):
     return said, time.monotonic() - began - waited
 
 
-@pytest.fixture(params=["here", "in a worker"])
-def runner_of(request, task, tmp_path):
-    """`runner_of(prompt)`: of one conversation in this process, or in a worker's."""
-    rewards = RewardConfig(workers=1, seconds=5.0)
-    if request.param == "here":
-        environment = load_environment(task)
-        yield lambda prompt: ConversationRunner(environment, [rl.Example(prompt)], rewards)
-    else:
-        with open_workers(EnvironmentSource(task), rewards, tmp_path) as workers:
-            yield lambda prompt: WorkerConversationRunner([worker_task(rl.Example(prompt), 0)], workers)
-
-
-def test_the_seconds_are_those_of_the_environments_turns_without_the_models(runner_of):
-    ended, without_the_model = held(runner_of("fine"))
-    assert 0.06 <= ended.seconds["own"] <= ended.environment_seconds <= without_the_model
-
-
-@pytest.mark.parametrize(("fault", "least"), [("freezes", 0.5), ("blocks", 0.5), ("exits", 0.2)])
-def test_a_conversation_that_is_ended_has_the_seconds_that_it_took(task, tmp_path, fault, least):
-    source, limits = EnvironmentSource(task), RewardConfig(workers=1, seconds=0.5)
-    with open_workers(source, limits, tmp_path) as workers:
-        ended, without_the_model = held(WorkerConversationRunner([worker_task(rl.Example(fault), 0)], workers))
-    assert ended.outcome.cause and least <= ended.environment_seconds <= without_the_model
+def test_the_seconds_are_those_of_the_environments_turns_without_the_models(tmp_path):
+    (tmp_path / "task.py").write_text(TASK)
+    name = f"{tmp_path / 'task.py'}:Slow"
+    environment = load_environment(name)
+    with open_workers(EnvironmentSource(name), RewardConfig(workers=1, seconds=0.5), tmp_path) as workers:
+        for prompt, least in (("fine", 0.06), ("exits", 0.2), ("blocks", 0.5), ("freezes", 0.5)):
+            places = [lambda: WorkerConversationRunner([worker_task(rl.Example(prompt), 0)], workers)]  # noqa: B023
+            if prompt == "fine":
+                places.append(lambda: ConversationRunner(environment, [rl.Example("fine")], RewardConfig()))
+            for make_runner in places:
+                ended, without_the_model = held(make_runner)
+                assert least <= ended.environment_seconds <= without_the_model
+                if prompt == "fine":
+                    assert 0.06 <= ended.seconds["own"] <= ended.environment_seconds
+                else:
+                    assert ended.outcome.cause, "one that is ended has the seconds that it took"

@@ -52,15 +52,12 @@ def test_rows_of_messages_are_read_by_every_environment(tmp_path, name):
     texts = {"problem": "column", "question": "that the messages were made from"}
     for prompt in ([SYSTEM, USER], json.dumps([SYSTEM, USER])):
         assert read(name, tmp_path, row, prompt=prompt, **texts).messages == example.messages
+    turns = [{"role": "user", "content": "What is 1 + 1?"}, {"role": "assistant", "content": "2"}, USER]
+    messages = read(name, tmp_path, row, prompt=turns).messages
+    assert messages[:2] == turns[:2] and messages[2]["content"] == user["content"]
     if name != "gsm8k":
         text = read(name, tmp_path, row, prompt=USER["content"])
         assert [{"role": "user", "content": text.prompt}] == read(name, tmp_path, row, prompt=[USER]).messages
-
-
-def test_an_instruction_is_added_to_the_last_question_alone(tmp_path):
-    turns = [{"role": "user", "content": "What is 1 + 1?"}, {"role": "assistant", "content": "2"}, USER]
-    messages = read("math", tmp_path, ROWS["math"][0], prompt=turns).messages
-    assert messages[:2] == turns[:2] and messages[2]["content"] == USER["content"] + IN_A_BOX
 
 
 @pytest.mark.parametrize("name", ["gsm8k", "math"])
@@ -168,26 +165,20 @@ def test_examples_with_messages_go_through_json_and_are_told_apart():
 
 
 @pytest.mark.parametrize("name", FAMILIES)
-@pytest.mark.parametrize(
-    "messages", [[SYSTEM, USER], [USER], [SYSTEM, USER, {"role": "assistant", "content": "15"}, USER]]
-)
-def test_a_prompt_of_messages_has_the_tokens_of_transformers(name, messages, families, renderings):
+def test_a_prompt_of_messages_has_the_tokens_of_transformers(name, families, renderings):
     from transformers import PreTrainedTokenizerFast
 
     theirs = PreTrainedTokenizerFast.from_pretrained(str(families / name))
-    wanted = theirs.apply_chat_template(messages, add_generation_prompt=True, return_dict=False)
-    assert renderings[name].prompt(rl.Example(messages)) == wanted
+    for messages in ([SYSTEM, USER], [USER], [SYSTEM, USER, {"role": "assistant", "content": "15"}, USER]):
+        wanted = theirs.apply_chat_template(messages, add_generation_prompt=True, return_dict=False)
+        assert renderings[name].prompt(rl.Example(messages)) == wanted
 
 
-@pytest.mark.parametrize("name", ["qwen3", "llama3_1"])
-def test_the_developer_speaks_as_the_system_where_the_template_knows_no_developer(name, renderings):
+def test_the_developer_speaks_as_the_system_where_the_template_knows_no_developer(renderings):
     developer = {**SYSTEM, "role": "developer"}
-    rendering = renderings[name]
-    ids = rendering.prompt(rl.Example([developer, USER]))
-    knows = "developer" in rendering.tokenizer.decode(ids)
-    assert knows == (name == "llama3_1") and "Be exact." in rendering.tokenizer.decode(ids)
-    if not knows:
-        assert ids == rendering.prompt(rl.Example([SYSTEM, USER]))
+    ids = {name: renderings[name].prompt(rl.Example([developer, USER])) for name in ("qwen3", "llama3_1")}
+    assert "developer" in renderings["llama3_1"].tokenizer.decode(ids["llama3_1"])
+    assert ids["qwen3"] == renderings["qwen3"].prompt(rl.Example([SYSTEM, USER]))
 
 
 def test_a_message_that_the_template_drops_is_refused(renderings):
@@ -217,7 +208,7 @@ def test_an_examples_values_win_over_the_runs(families, renderings):
         plain.prompt(rl.Example("x", chat_template_kwargs={"enable_thinkin": False}))
 
 
-@pytest.mark.parametrize("environment", [Own(), OwnTalk()])
+@pytest.mark.parametrize("environment", [Own(), OwnTalk()], ids=["completions", "conversations"])
 def test_completions_continue_the_messages_with_the_examples_values(environment, engine_of, renderings):
     engine, rendering = engine_of("qwen3"), renderings["qwen3"]
     examples = [rl.Example([SYSTEM, USER]), rl.Example([SYSTEM, USER], chat_template_kwargs={"enable_thinking": False})]

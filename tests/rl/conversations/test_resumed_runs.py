@@ -7,6 +7,7 @@ import sys
 from dataclasses import replace
 from pathlib import Path
 
+import pytest
 from safetensors.torch import load_file
 
 from lockstep.cli import main
@@ -67,6 +68,7 @@ def trained(folder):
     return load_file(last / "model.safetensors") | load_file(last / "trainer" / "optimizer.safetensors")
 
 
+@pytest.mark.slow
 def test_a_run_that_is_killed_in_its_conversations_resumes_and_is_replayed_to_the_bit(tmp_path, chat_model):
     task, output = tmp_path / "talk.py", tmp_path / "run"
     task.write_text(TASK.replace("FOLDER", repr(str(output))))

@@ -65,12 +65,6 @@ class Last(rl.ConversationEnvironment):
     def reward(self, example, completion):
         return {"elsewhere": float(example.answer != str(os.getpid())), "e": completion.count("e")}
 
-class Simple(rl.Environment):
-    def examples(self, split):
-        yield rl.Example(prompt="stone")
-    def reward(self, example, completion):
-        return completion.count("e") / max(1, len(completion))
-
 class Tools(Last):
     tools = (words,)
 
@@ -110,7 +104,8 @@ def lines(folder, step):
 
 
 @pytest.mark.parametrize(
-    ("name", "algorithm"), [("qwen3", "grpo"), pytest.param("llama3_1", "ppo", marks=pytest.mark.slow), (None, "gspo")]
+    ("name", "algorithm"),
+    [pytest.param(*pair, marks=pytest.mark.slow) for pair in (("qwen3", "grpo"), ("llama3_1", "ppo"), (None, "gspo"))],
 )
 def test_a_run_of_conversations_trains_with_every_bit_compared(
     tmp_path, chat_model, model_folder, task, name, algorithm
@@ -138,7 +133,7 @@ def test_a_run_of_conversations_trains_with_every_bit_compared(
     assert lines(torn, 2) == lines(whole, 2), "a resumed run draws the same"
 
 
-@pytest.mark.parametrize("on_failure", ["drop", "zero"])
+@pytest.mark.parametrize("on_failure", ["drop", pytest.param("zero", marks=pytest.mark.slow)])
 def test_a_run_goes_on_where_conversations_end_their_processes_and_its_ledger_adds_up(
     tmp_path, chat_model, task, on_failure
 ):
@@ -155,36 +150,32 @@ def test_a_run_goes_on_where_conversations_end_their_processes_and_its_ledger_ad
     dropped = step.get("groups/dropped/failed_rewards", 0)
     assert (step["groups/drawn"], step["groups/trained"], dropped) == (4, len(left), 4 - len(left))
     assert all(r["rewards"]["elsewhere"] == 1.0 for r in rollouts if "failure" not in r)
+
+
+def test_a_run_whose_conversations_fail_too_often_ends_and_says_why(tmp_path, chat_model, task):
+    rewards = RewardConfig(failure_limit=0.1, workers=1)
+    changes = dict(steps=1, prompts_per_step=4, validation_examples=0, rewards=rewards)
     with pytest.raises(UserError, match=r"more rewards failed than rewards.failure_limit 0.1 allows: .* killed"):
-        rewards = RewardConfig(failure_limit=0.1, workers=1)
-        reinforce(config(tmp_path / "ended", chat_model("llama3"), task("Faulty"), **changes | {"rewards": rewards}))
+        reinforce(config(tmp_path / "ended", chat_model("llama3"), task("Faulty"), **changes))
 
 
-def test_a_reward_of_the_last_reply_runs_in_a_worker(tmp_path, chat_model, task):
-    folder = reinforce(config(tmp_path / "run", chat_model("llama3"), task("Last"), steps=1))
-    assert metrics(folder)[1]["reward/elsewhere/mean"] == 1.0
-
-
-def test_prompts_are_rendered_where_the_model_has_a_template(tmp_path, chat_model, model_folder, renderings, task):
-    model = chat_model("llama3")
+def test_a_run_renders_prompts_rewards_replies_in_workers_and_warns_of_tools_that_are_not_shown(
+    tmp_path, chat_model, model_folder, renderings, task, caplog
+):
+    model, rendering = chat_model("llama3"), renderings["llama3"]
     prompts = {}
     for chat in ("auto", "never"):
-        folder = reinforce(config(tmp_path / chat, model, task("Simple"), steps=1, prompts_per_step=1, chat=chat))
+        changes = dict(steps=1, prompts_per_step=1, validation_examples=0, chat=chat)
+        folder = reinforce(config(tmp_path / chat, model, task("Tools"), **changes))
         prompts[chat] = lines(folder, 1)[0]["prompt_ids"]
-        assert metrics(folder)[1]["parity/tokens_different"] == 0
-    rendering = renderings["llama3"]
-    assert prompts["never"] == load_tokenizer(model).encode("stone")
-    assert prompts["auto"] == rendering.tokens(rendering.text([{"role": "user", "content": "stone"}]))
+        assert metrics(folder)[-1]["reward/elsewhere/mean"] == 1.0
+        assert metrics(folder)[-1]["parity/tokens_different"] == 0
+        assert ("does not show tools" if chat == "auto" else "has no chat template, so the model") in caplog.text
+    said = lines(folder, 1)[0]["prompt"]
+    assert prompts["never"] == load_tokenizer(model).encode(said)
+    assert prompts["auto"] == rendering.tokens(rendering.text([{"role": "user", "content": said}]))
     with pytest.raises(UserError, match='chat is "always", but .* has no chat template'):
-        reinforce(config(tmp_path / "always", model_folder, task("Simple"), chat="always"))
-
-
-def test_tools_that_a_template_does_not_show_are_warned_of(tmp_path, chat_model, model_folder, task, caplog):
-    reinforce(config(tmp_path / "run", chat_model("llama3"), task("Talk"), steps=1))
-    assert "does not show tools" in caplog.text
-    caplog.clear()
-    reinforce(config(tmp_path / "plain", model_folder, task("Tools"), steps=1))
-    assert f"{model_folder} has no chat template, so the model does not see the tools of Tools" in caplog.text
+        reinforce(config(tmp_path / "always", model_folder, task("Tools"), chat="always"))
 
 
 @pytest.mark.parametrize(

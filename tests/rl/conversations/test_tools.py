@@ -107,26 +107,23 @@ def test_a_method_and_a_function_without_descriptions_of_parameters_are_describe
 
 
 def undocumented(a: int): ...
-
-
 def without_types(a):
-    """Adds."""
+    "Adds."
 
 
 def many(*numbers: int):
-    """Adds."""
+    "Adds."
 
 
 def positional(a: int, /):
-    """Adds."""
+    "Adds."
 
 
 def odd(a: bytes):
-    """Adds."""
+    "Adds."
 
 
-def unknown(a: "Missing"):  # noqa: F821
-    """Adds."""
+def unknown(a: "Missing"): "Adds."  # noqa: F821  # fmt: skip
 
 
 @pytest.mark.parametrize(
@@ -174,22 +171,17 @@ def rendered(template, content, calls):
     return after[len(before) :]
 
 
-@pytest.mark.parametrize("name", ["qwen3", "qwen3_instruct_2507", "qwen3_training", "qwen2_5"])
-def test_calls_that_qwen_templates_write_are_read_as_they_were(name):
-    calls = (
-        ToolCall("search", {"query": 'a "b"\n</tool_call>\\ ü', "limit": 3}),
-        ToolCall("search", {"query": "<tool_call>", "deep": {"list": [1, 2.5, None, True]}}),
-    )
-    template = templates()[name]
-    for content in ("", "I will look it up."):
+CALLS = (
+    ToolCall("search", {"query": 'a "b"\n</tool_call>\\ ü; {"name": "c"}', "limit": 3}),
+    ToolCall("search", {"query": "<tool_call>", "deep": {"list": [1, 2.5, None, True]}}),
+)
+
+
+@pytest.mark.parametrize("name", ["qwen3", "qwen3_instruct_2507", "qwen2_5", "llama3_1", "llama3_2"])
+def test_calls_that_templates_write_are_read_as_they_were(name):
+    template, calls = templates()[name], CALLS[1:] if name.startswith("llama") else CALLS
+    for content in ("",) if name.startswith("llama") else ("", "I will look it up."):
         assert parse_calls(rendered(template, content, calls), tool_format(template)) == calls
-
-
-@pytest.mark.parametrize("name", ["llama3_1", "llama3_2"])
-def test_a_call_that_llama_templates_write_is_read_as_it_was(name):
-    calls = (ToolCall("search", {"query": 'a "b"; {"name": "c"}', "deep": {"list": [1, 2.5, None]}}),)
-    template = templates()[name]
-    assert parse_calls(rendered(template, "", calls), tool_format(template)) == calls
 
 
 JSON = st.recursive(
@@ -199,7 +191,7 @@ JSON = st.recursive(
 )
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=60, deadline=None)
 @given(st.lists(st.dictionaries(st.text(), JSON, max_size=3), min_size=1, max_size=3))
 def test_any_arguments_are_read_as_they_were_written(arguments):
     dumped = [json.dumps({"name": "f", "arguments": one}) for one in arguments]
@@ -211,39 +203,12 @@ def test_any_arguments_are_read_as_they_were_written(arguments):
 
 
 PIECES = st.sampled_from(
-    [
-        *(
-            "<tool_call>",
-            "</tool_call>",
-            "<think>",
-            "</think>",
-            "<|python_tag|>",
-            '{"name": ',
-            '"f"',
-            ', "arguments": ',
-        ),
-        *(
-            ', "parameters": ',
-            "{",
-            "}",
-            "[",
-            "]",
-            '"',
-            ":",
-            ",",
-            ";",
-            "\\ud800",
-            "NaN",
-            "1e999",
-            "-",
-            "9" * 5000,
-            "\ud800",
-        ),
-    ]
-)
+    ["<tool_call>", "</tool_call>", "<think>", "</think>", "<|python_tag|>", '{"name": ', '"f"', ', "arguments": ',
+     ', "parameters": ', "{", "}", "[", "]", '"', ":", ",", ";", "\\ud800", "NaN", "1e999", "-", "9" * 5000, "\ud800"]
+)  # fmt: skip
 
 
-@settings(max_examples=400, deadline=None)
+@settings(max_examples=150, deadline=None)
 @given(st.lists(PIECES | st.text(max_size=5), max_size=20).map("".join), st.sampled_from([QWEN3, LLAMA3]))
 def test_no_reply_breaks_the_reading_of_calls(text, format):
     for found in parse_calls(text, format):
@@ -371,38 +336,25 @@ def test_a_call_is_answered_by_its_result_or_by_what_was_wrong(asked, content):
     assert len(message["content"]) < 8100
 
 
-@pytest.mark.parametrize(
-    ("name", "value", "fits"),
-    [
-        ("words", ["a"], True),
-        ("words", ["a", 1], False),
-        ("pair", [1, "a"], True),
-        ("pair", [1], False),
-        ("table", {"a": 1}, True),
-        ("table", {"a": "b"}, False),
-        ("kind", 3, True),
-        ("kind", "c", False),
-        ("kind", True, False),
-        ("number", "a", True),
-        ("number", 1.5, False),
-        ("either", ["a"], True),
-        ("either", "a", False),
-        ("anything", {"a": [None]}, True),
-        ("rows", [{"a": 1}], True),
-        ("rows", [{"a": "b"}], False),
-        ("maybe", None, True),
-        ("text", None, False),
-        ("share", 1, True),
-        ("count", 1.5, False),
-    ],
-)
-def test_arguments_are_checked_against_the_annotations(name, value, fits):
+FITS = {
+    "words": ([["a"]], [["a", 1]]), "pair": ([[1, "a"]], [[1]]), "table": ([{"a": 1}], [{"a": "b"}]),
+    "kind": ([3], ["c", True]), "number": (["a"], [1.5]), "either": ([["a"]], ["a"]), "anything": ([{"a": [None]}], []),
+    "rows": ([[{"a": 1}]], [[{"a": "b"}]]), "maybe": ([None], []), "text": ([], [None]), "share": ([1], []),
+    "count": ([], [1.5]),
+}  # fmt: skip
+"""Values that fit and that do not, by the parameter of `everything`."""
+
+
+@pytest.mark.parametrize("name", FITS)
+def test_arguments_are_checked_against_the_annotations(name):
     good = {
         **{"text": "", "count": 1, "share": 0.5, "sure": True, "words": [], "pair": [1, ""], "table": {}, "kind": "a"},
         **{"number": 1, "either": 1, "anything": 0, "rows": [], "color": "red"},
     }
-    (message,) = answers([everything], ToolCall("everything", good | {name: value})).messages
-    assert message["content"].startswith("Error: everything: the argument") != fits, message["content"]
+    for fits, values in zip((True, False), FITS[name]):
+        for value in values:
+            (message,) = answers([everything], ToolCall("everything", good | {name: value})).messages
+            assert message["content"].startswith("Error: everything: the argument") != fits, message["content"]
 
 
 def test_tools_take_turns_and_their_seconds_are_counted():

@@ -1,8 +1,6 @@
 """Which block of a reply is the code: fences as CommonMark defines them."""
 
 import pytest
-from hypothesis import given, settings
-from hypothesis import strategies as st
 
 from lockstep.rl.environments.code import code_in
 
@@ -43,26 +41,6 @@ def test_the_last_block_of_python_is_what_counts():
 )
 def test_a_block_is_fenced_as_commonmark_says(reply, code):
     assert code_in(reply) == code
-
-
-@settings(max_examples=100, deadline=None)
-@given(st.data())
-def test_a_block_in_any_fence_is_found_whole(data):
-    """Fences of either kind, indented, longer than those in the code, in lists and quotes, with either line ending."""
-    sign = data.draw(st.sampled_from("`~"))
-    fence = sign * data.draw(st.integers(3, 6))
-    lines = data.draw(st.lists(st.sampled_from(["a", "    b", "", "# d", "> e", "- f", "<g>", fence[1:]])))
-    code = ["x", *(line for line in lines if line.strip() != fence), "y"]
-    info = data.draw(st.sampled_from(["python", " Python", "py", "python3", 'python title="x"', "", "{.python}"]))
-    indent = " " * data.draw(st.integers(0, 3))
-    closing = fence + sign * data.draw(st.integers(0, 2)) + " " * data.draw(st.integers(0, 2))
-    block = [f"{fence}{info}", *code, closing]
-    first, rest = data.draw(
-        st.sampled_from([("", ""), ("> ", "> "), ("- ", "  "), ("12. ", "    "), ("> 1. ", ">    ")])
-    )
-    inside = [(indent + line if line else line) for line in block]
-    reply = ["So:", "", first + "text", rest, *(rest + line for line in inside), "", "That is all."]
-    assert code_in(data.draw(st.sampled_from(["\n", "\r\n"])).join(reply)) == "\n".join(code)
 
 
 def test_a_reply_of_nothing_but_fences_is_read_in_linear_time():

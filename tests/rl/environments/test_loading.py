@@ -192,24 +192,21 @@ def test_what_a_run_could_not_call_or_use_is_refused_when_it_is_loaded(tmp_path,
         _load(tmp_path, TALK, methods=f"    {line}\n")
 
 
-@pytest.mark.parametrize(
-    "line",
-    [
-        "tools, turns = [add], 1",
-        "async def converse(self, example, chat, more=3): return 1.0",
-        "async def converse(self, *others): return 1.0",
-    ],
-)
-def test_what_a_run_can_call_is_loaded(tmp_path, line):
-    assert type(_load(tmp_path, TALK, methods=f"    {line}\n")).__name__ == "Task"
-
-
 def test_an_environment_that_is_an_object_is_checked_as_one_from_a_file_is():
     class Task(rl.ConversationEnvironment):
         turns = 0
 
     with pytest.raises(UserError, match="Task.turns is 0"):
         check_environment(Task())
+
+
+def test_what_a_run_can_call_is_loaded(tmp_path):
+    for line in (
+        "tools, turns = [add], 1",
+        "async def converse(self, example, chat, more=3): return 1.0",
+        "async def converse(self, *others): return 1.0",
+    ):
+        assert type(_load(tmp_path, TALK, methods=f"    {line}\n")).__name__ == "Task"
 
 
 @pytest.mark.parametrize(
@@ -234,8 +231,6 @@ def test_a_name_that_says_too_little_is_refused_with_what_to_write(name, message
     ("lines", "message"),
     [
         (['{"problem": "p", "answer": ["1"]}'], "one.jsonl:1: `answer` is a list, not a string; fix it"),
-        (['{"problem": "p", "answer": null}'], "one.jsonl:1: `answer` is null, not a string"),
-        (['{"problem": "p", "answer": " "}'], "one.jsonl:1: `answer` is empty"),
         (["[1]"], r"one.jsonl:1: not a JSON object \(a list\); fix it"),
         (
             ['{"problem": "p", "answer": "1"}'] * 3,

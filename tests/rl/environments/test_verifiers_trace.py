@@ -8,6 +8,7 @@ import asyncio
 import importlib
 import json
 import sys
+from dataclasses import asdict
 
 import pytest
 
@@ -15,7 +16,7 @@ from lockstep.data.replies import QWEN3, parse_calls
 from lockstep.errors import UserError
 from lockstep.rl.conversations import Chat, Reply
 from lockstep.rl.environments.loading import load_environment
-from lockstep.rl.grading.exchange import reply_data, reply_from
+from lockstep.rl.grading.exchange import reply_from
 from lockstep.rl.rollouts.prompts import examples_of
 from tests.rl.conversations.scripted import call, converse
 
@@ -123,7 +124,7 @@ class Script:
         calls = parse_calls(reply.text, QWEN3)
         self.asked += 20
         sent = Reply(reply.text, reply.finish_reason, calls, self.asked, 7 + len(reply.text.split()))
-        return reply_from(json.loads(json.dumps(reply_data(sent))))
+        return reply_from(json.loads(json.dumps(asdict(sent))))
 
     async def __call__(self, messages):
         return self.next()

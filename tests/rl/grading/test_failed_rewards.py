@@ -1,5 +1,6 @@
 """Rewards that fail: what becomes of their rollouts, and the ledger that loses no group."""
 
+import asyncio
 import json
 import threading
 from contextlib import suppress
@@ -165,8 +166,6 @@ def test_rewards_may_be_functions_by_name_and_coroutines():
 
 
 def test_coroutines_of_all_steps_share_a_loop_also_where_one_runs_already():
-    import asyncio
-
     class Loops(rl.Environment):
         async def reward(self, example, completion):
             return float(id(asyncio.get_running_loop()))
@@ -178,54 +177,38 @@ def test_coroutines_of_all_steps_share_a_loop_also_where_one_runs_already():
     assert first == second
 
 
-def test_a_coroutine_that_takes_too_long_fails_by_itself():
+def test_coroutines_that_take_too_long_fail_by_themselves_also_when_they_ignore_it():
     class Slow(rl.Environment):
         async def reward(self, example, completion):
-            import asyncio
-
-            await asyncio.sleep(60 if completion == "slow" else 0)
-            return 1.0
-
-    rollouts = _rollouts(["a", "slow", "b", "c"])
-    assign_rewards(rollouts, Slow(), RewardConfig(seconds=0.2))
-    assert [r.scores.failure for r in rollouts] == ["", "timeout", "", ""]
-
-
-def test_a_coroutine_that_goes_on_when_it_is_cancelled_is_left_behind():
-    class Stubborn(rl.Environment):
-        async def reward(self, example, completion):
-            import asyncio
-
-            while completion == "slow" and not over.is_set():
+            if completion == "slow":
+                await asyncio.sleep(60)
+            while completion == "stubborn" and not over.is_set():
                 with suppress(asyncio.CancelledError):
                     await asyncio.sleep(0.05)
             return 1.0
 
     over = threading.Event()
-    rollouts = _rollouts(["a", "slow", "b", "c"])
+    rollouts = _rollouts(["a", "slow", "b", "stubborn", "c"])
     try:
-        assign_rewards(rollouts, Stubborn(), RewardConfig(seconds=0.2))
+        assign_rewards(rollouts, Slow(), RewardConfig(seconds=0.2, failure_limit=0.5))
     finally:
         over.set()
-    assert [r.scores.failure for r in rollouts] == ["", "timeout", "", ""]
+    assert [r.scores.failure for r in rollouts] == ["", "timeout", "", "timeout", ""]
 
 
-@pytest.mark.parametrize("nested", [False, True])
 @pytest.mark.parametrize("error", [SystemExit(3), KeyboardInterrupt()])
-def test_a_coroutine_that_exits_fails_by_itself(error, nested):
+def test_a_coroutine_that_exits_fails_by_itself(error):
     class Exits(rl.Environment):
         async def reward(self, example, completion):
-            import asyncio
-
             async def end():
                 raise error
 
-            if completion == "exit":
-                await (asyncio.create_task(end()) if nested else end())
+            if completion.startswith("exit"):
+                await (asyncio.create_task(end()) if completion == "exit nested" else end())
             await asyncio.sleep(0)
             return 1.0
 
-    jobs = [(rl.Example("p"), completion) for completion in ("a", "exit", "b", "exit", "c")]
+    jobs = [(rl.Example("p"), completion) for completion in ("a", "exit", "b", "exit nested", "c")]
     for _ in range(2):
         assert [o.cause for o in grade_here(Exits(), jobs, seconds=60)] == ["", "raised", "", "raised", ""]
 
@@ -259,8 +242,7 @@ def test_what_an_error_says_fails_nothing_and_forges_nothing(error, said):
 @pytest.mark.parametrize(
     ("on_failure", "isolate", "fault", "cause"),
     [
-        ("drop", "never", "raise ValueError", "raised"),
-        ("zero", "never", "raise ValueError", "raised"),
+        pytest.param("zero", "never", "raise ValueError", "raised", marks=pytest.mark.slow),
         ("drop", "auto", "import os; os._exit(1)", "killed"),
     ],
 )

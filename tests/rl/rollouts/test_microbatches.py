@@ -102,7 +102,7 @@ def test_every_rollout_is_trained_on_once_and_within_the_budget(groups, budget):
     assert len(microbatches(rollouts, 10**6)) == 1
 
 
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("dtype", [pytest.param("float32", marks=pytest.mark.slow), "bfloat16"])
 @pytest.mark.parametrize("backend", ["none", pytest.param("inductor", marks=pytest.mark.slow)])
 def test_a_completions_log_probabilities_have_the_bits_of_it_alone(dtype, backend):
     model = _sharp(dtype)
@@ -124,7 +124,7 @@ def test_a_completions_log_probabilities_have_the_bits_of_it_alone(dtype, backen
                 assert torch.equal(own, alone)
 
 
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("dtype", ["float32", pytest.param("bfloat16", marks=pytest.mark.slow)])
 @settings(max_examples=6, deadline=None)
 @given(groups=GROUPS, budget=st.integers(20, 500), seed=st.integers(0, 99), masked=st.booleans())
 def test_scores_and_values_are_those_of_each_rollout_whole_and_by_itself(dtype, groups, budget, seed, masked):
@@ -195,7 +195,14 @@ def test_rows_count_as_the_rollouts_tokens_however_they_are_cut_and_shared_and_t
     assert idle.idle and not idle.row.counts.any() and len(idle.row.counts) == len(idle.row.tokens)
 
 
-@pytest.mark.parametrize(("ranks", "busiest", "waits"), [(2, 1.03, 1.05), (4, 1.1, 1.12), (8, 1.12, 1.15)])
+@pytest.mark.parametrize(
+    ("ranks", "busiest", "waits"),
+    [
+        pytest.param(2, 1.03, 1.05, marks=pytest.mark.slow),
+        (4, 1.1, 1.12),
+        pytest.param(8, 1.12, 1.15, marks=pytest.mark.slow),
+    ],
+)
 def test_ranks_have_as_much_to_compute_in_all_and_in_every_turn(ranks, busiest, waits):
     # Dealt in turn, 8 ranks wait for the slowest 1.6 times as long as an even split takes.
     for seed in range(3):

@@ -39,6 +39,7 @@ def oversampling(task, model, output, *arguments, environment="Stopping", **chan
     return config_of(task, model, output, *arguments, **(settings | changes))
 
 
+@pytest.mark.slow
 def test_a_run_trains_on_the_first_groups_and_is_the_same_when_it_is_resumed_and_computed_again(
     task, model_folder, tmp_path
 ):

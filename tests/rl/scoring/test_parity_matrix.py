@@ -6,7 +6,7 @@ from dataclasses import replace
 from itertools import combinations, product
 
 import pytest
-from torch.multiprocessing import ProcessException
+from torch.multiprocessing.spawn import ProcessException
 
 from lockstep.cli import main
 from lockstep.rl.scoring.parity_matrix import (

@@ -45,7 +45,9 @@ def another(route, number):
     ("ranks", "parallel", "changes"),
     [
         pytest.param(4, ParallelConfig(context=2, tensor=2), {}, marks=pytest.mark.slow),
-        (4, ParallelConfig(tensor=2, pipeline=2), dict(recompute=RecomputeConfig("full"))),
+        pytest.param(
+            4, ParallelConfig(tensor=2, pipeline=2), dict(recompute=RecomputeConfig("full")), marks=pytest.mark.slow
+        ),
         (2, ParallelConfig(tensor=2), dict(recompute=RecomputeConfig("selective"))),
         pytest.param(2, ParallelConfig(context=2), {}, marks=pytest.mark.slow),
         pytest.param(
@@ -95,9 +97,8 @@ def lines_of(folder):
     return [json.loads(line) for line in RunFolder(folder).rollouts_path(1).read_text().splitlines()]
 
 
-@pytest.mark.parametrize(
-    ("ranks", "parallel"), [(2, ONE), pytest.param(4, replace(ONE, tensor=2), marks=pytest.mark.slow)]
-)
+@pytest.mark.slow
+@pytest.mark.parametrize(("ranks", "parallel"), [(2, ONE), (4, replace(ONE, tensor=2))])
 def test_in_one_order_what_a_run_with_replay_measures_does_not_depend_on_its_ranks(
     model_folder, tmp_path, ranks, parallel
 ):

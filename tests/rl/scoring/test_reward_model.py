@@ -75,44 +75,63 @@ def _rollouts(run, step=1):
     return [json.loads(line) for line in (run / "rollouts" / f"step_{step:08d}.jsonl").read_text().splitlines()]
 
 
+def _metrics(run):
+    return [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+
+
 def _scores_alone(folder, texts):
     model = load_model(folder, dtype="float32")
     with torch.no_grad():
         return [target_scores(model, pack_scored([[*t, 0]], [[len(t)]])).item() for t in texts]
 
 
-def test_a_policy_learns_what_the_reward_model_likes_and_every_score_is_that_of_its_text(tmp_path, folders):
+def _is_scored_alone(lines, folder):
+    """Whether each reward is the score of its text alone: in a batch that shares prompts it has the same bits."""
+    tokenizer = load_tokenizer(folder)
+    texts = [[*tokenizer.encode(r["prompt"] + r["completion"]), tokenizer.eos_id] for r in lines]
+    return [r["rewards"]["reward_model"] for r in lines] == _scores_alone(folder, texts)
+
+
+@pytest.fixture(scope="module")
+def whole(tmp_path_factory, folders):
+    """A run of two steps."""
+    return reinforce(_config(tmp_path_factory.mktemp("whole") / "run", folders, steps=2), Words())
+
+
+@pytest.mark.slow
+def test_a_policy_learns_what_the_reward_model_likes(tmp_path, folders):
     config = _config(
         tmp_path / "run", folders, steps=8, reward_model_weight=0.5, prompts_per_step=6, samples_per_prompt=16
     )
     config.train.learning_rate, config.train.schedule = 3e-2, "constant"
     run = reinforce(config, Words())
-    metrics = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+    metrics = _metrics(run)
     assert metrics[-1]["reward/mean"] > metrics[1]["reward/mean"] + 1
     assert metrics[0]["validation/reward"] == pytest.approx(metrics[0]["validation/reward_model"] / 2)
     assert all(m.get("parity/tokens_different", 0) == 0 for m in metrics)
-    tokenizer = load_tokenizer(folders[1])
-    lines = _rollouts(run)
-    texts = [[*tokenizer.encode(r["prompt"] + r["completion"]), tokenizer.eos_id] for r in lines]
-    # In a batch that shares its prompts, and of each text alone: the same bits.
-    assert [r["rewards"]["reward_model"] for r in lines] == _scores_alone(folders[1], texts)
-    assert [r["reward"] for r in lines] == [r["rewards"]["reward_model"] * 0.5 for r in lines]
+    assert [r["reward"] for r in _rollouts(run)] == [r["rewards"]["reward_model"] * 0.5 for r in _rollouts(run)]
+
+
+def test_every_score_is_that_of_its_text_alone(whole, folders):
+    assert _is_scored_alone(_rollouts(whole), folders[1])
 
 
 def test_groups_are_dropped_by_the_total_with_the_score(tmp_path, folders):
     # All own rewards are equal: without the score every group would be dropped.
     run = reinforce(_config(tmp_path / "run", folders, steps=1, algorithm="dapo"), Words())
-    (metrics,) = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()][1:]
+    metrics = _metrics(run)[1]
     assert metrics["reward/mean"] != 0 and len(_rollouts(run)) == 16
     assert not any(r.get("dropped") for r in _rollouts(run))
 
 
-@pytest.mark.parametrize("parallel", [ParallelConfig(data_shard=2), ParallelConfig(tensor=2)], ids=["fsdp", "tensor"])
-def test_ranks_give_the_scores_of_one_process(tmp_path, folders, parallel):
-    own = ParallelConfig(reduction_chunks=2) if parallel.tensor > 1 else ParallelConfig()
-    alone = reinforce(_config(tmp_path / "alone", folders, steps=1, parallel=own), Words())
+@pytest.mark.parametrize(
+    "parallel",
+    [pytest.param(ParallelConfig(data_shard=2), marks=pytest.mark.slow), ParallelConfig(tensor=2)],
+    ids=["fsdp", "tensor"],
+)
+def test_ranks_give_each_text_its_score(tmp_path, folders, parallel):
     launch(2, _on_a_rank, _config(tmp_path / "two", folders, steps=1, parallel=parallel))
-    assert [r["rewards"] for r in _rollouts(tmp_path / "two")] == [r["rewards"] for r in _rollouts(alone)]
+    assert _is_scored_alone(_rollouts(tmp_path / "two"), folders[1])
 
 
 def _on_a_rank(config):
@@ -234,25 +253,19 @@ def test_prompts_from_a_file_are_rewarded_by_the_model_alone(tmp_path, folders, 
         data.write_text("".join(json.dumps({"prompt": bad}) + "\n" for _ in range(10)))
         assert main([*command, "--output", str(tmp_path / "bad"), "--reward-model", str(folders[1])]) == 2
         assert message in capsys.readouterr().err
-    assert main([*command, "--output", str(tmp_path / "dry"), "--reward-model", str(folders[1]), "--dry-run", "1"]) in (
-        0,
-        2,
-    )
 
 
-def test_a_resumed_run_has_the_same_bits(tmp_path, folders):
-    whole = reinforce(_config(tmp_path / "whole", folders, steps=2), Words())
+def test_a_resumed_run_has_the_same_bits(tmp_path, whole, folders):
     config = _config(tmp_path / "stopped", folders, steps=1)
     reinforce(config, Words())
     reinforce(replace(config, steps=2, resume=True), Words())
     assert _rollouts(tmp_path / "stopped", 2) == _rollouts(whole, 2)
 
 
-def test_eval_has_the_figures_of_the_runs_validation(tmp_path, folders):
-    run = reinforce(_config(tmp_path / "run", folders, steps=1), Words())
-    last = json.loads((run / "metrics.jsonl").read_text().splitlines()[-1])
+def test_eval_has_the_metrics_of_the_runs_validation(tmp_path, whole, folders):
+    last = _metrics(whole)[-1]
     config = EvalConfig(
-        model=(str(run),), reward_model=str(folders[1]), examples=2, max_new_tokens=6, output=str(tmp_path / "eval")
+        model=(str(whole),), reward_model=str(folders[1]), examples=2, max_new_tokens=6, output=str(tmp_path / "eval")
     )
     (result,) = lockstep.evaluate(config, Words()).results
     assert result.metrics.reward.mean == last["validation/reward"]
@@ -281,18 +294,8 @@ class Forgets(rl.Environment):
 
 def test_an_environment_of_a_file_needs_no_rewards_if_it_says_so(tmp_path, folders, capsys):
     (tmp_path / "task.py").write_text(FILE)
-    command = [
-        "rl",
-        "--model",
-        str(folders[0]),
-        "--reward-model",
-        str(folders[1]),
-        "--steps",
-        "1",
-        "--dtype",
-        "float32",
-    ]
-    command += ["--max-new-tokens", "4", "--prompts-per-step", "2", "--samples-per-prompt", "2"]
+    command = ["rl", "--model", str(folders[0]), "--reward-model", str(folders[1]), "--steps", "1"]
+    command += ["--dtype", "float32", "--max-new-tokens", "4", "--prompts-per-step", "2", "--samples-per-prompt", "2"]
     assert main([*command, "--environment", f"{tmp_path / 'task.py'}:Words", "--output", str(tmp_path / "run")]) == 0
     assert all(list(r["rewards"]) == ["reward_model"] for r in _rollouts(tmp_path / "run"))
     assert main([*command, "--environment", f"{tmp_path / 'task.py'}:Forgets", "--output", str(tmp_path / "bad")]) == 2

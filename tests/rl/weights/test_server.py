@@ -13,7 +13,6 @@ import pytest
 import torch
 
 from lockstep.config import ParallelConfig, TrainConfig
-from lockstep.errors import UserError
 from lockstep.model import build_model, initialize, preset
 from lockstep.parallel import World, close_world, generator_model, open_world
 from lockstep.rl.generators.channel import Closed, call
@@ -23,7 +22,7 @@ from lockstep.rl.weights.server import WeightServer
 from lockstep.train import Trainer, pack
 from lockstep.train.objective import NextTokenLoss
 from tests.parallel.launch import launch
-from tests.rl.weights.test_transfer import LAYOUTS, SHAPE, UP, different, expected_weights, trained_model
+from tests.rl.weights.test_transfer import LAYOUTS, SHAPE, different, expected_weights, trained_model
 
 KEY = bytes(range(32))
 ALONE = World(torch.device("cpu"))
@@ -35,26 +34,21 @@ def through_json(manifest):
 
 
 def published(ranks):
-    """Publishes from every layout of so many ranks; each rank reads alone, and as one of two tensor ranks."""
-    expected, readers = expected_weights(), [(ALONE, ParallelConfig())]
-    if ranks % 2 == 0:
-        readers.append((open_world(ParallelConfig(tensor=2), "cpu"), ParallelConfig(tensor=2)))
+    """Publishes from every layout of so many ranks; rank 0 reads alone, and all read as pairs of tensor ranks."""
+    expected, pair = expected_weights(), ParallelConfig(tensor=2 - ranks % 2)
+    pair_world = open_world(pair, "cpu")
     for name in (name for name, (size, _) in LAYOUTS.items() if size == ranks):
         dtype = torch.float32 if "FSDP" in name else torch.bfloat16
         world, trained = trained_model(LAYOUTS[name][1])
         weight_server = WeightServer(dict(trained.named_parameters()), dtype, world, KEY)
         weight_server.publish(1)
         manifest = through_json(weight_server.publish(2))
-        for of_reader, degrees in readers:
+        for of_reader, degrees in ((ALONE, ParallelConfig()), (pair_world, pair))[world.rank > 0 :]:
             shape = replace(SHAPE, reduction_chunks=4)
             model = generator_model(shape, dtype, of_reader, degrees, partial(initialize, seed=2))
-            assert WeightReader(model, of_reader, KEY).load(manifest) == LoadResult(2, "loaded"), name
+            reader = WeightReader(model, of_reader, KEY)
+            assert reader.load(manifest) == LoadResult(2, "loaded"), name
             assert not different(model, expected), name
-        world.barrier()
-        damage(weight_server, 2, UP)
-        world.barrier()
-        damaged = LoadResult(2, "damaged", f"{UP} did not arrive intact")
-        assert WeightReader(model, of_reader, KEY).load(manifest) == damaged, name
         world.barrier()
         weight_server.close()
     close_world(world)
@@ -160,28 +154,6 @@ def test_a_flipped_bit_of_any_tensor_is_named_and_the_replica_keeps_its_weights(
     two = "layers.0.self_attn.q_proj.weight", "layers.1.self_attn.q_proj.weight"
     manifest["sums"] |= dict(zip(two, (manifest["sums"][name] for name in reversed(two))))
     assert reader.load(manifest).problem == f"{two[0]} and 1 more did not arrive intact" and untouched()
-
-
-@pytest.mark.parametrize(
-    ("change", "said"),
-    [
-        ("shape", f"{UP} is [3, 5] in the trainer, but [256, 64] in the generator"),
-        ("missing", f"{UP} is missing in the trainer, but [256, 64] in the generator"),
-        ("more", "extra is [3, 5] in the trainer, but missing in the generator"),
-        ("dtype", "they are float32, but the generator is bfloat16"),
-    ],
-)
-def test_weights_of_another_model_are_refused_at_once(change, said, weight_server, reader, trained):
-    said = said.replace("[256, 64]", str(list(trained[UP].shape)))
-    manifest = through_json(weight_server.publish(1))
-    if change == "missing":
-        del manifest["shapes"][UP]
-    else:
-        manifest |= {"dtype": "float32"} if change == "dtype" else {}
-        manifest["shapes"] |= {"shape": {UP: [3, 5]}, "more": {"extra": [3, 5]}}.get(change, {})
-    with pytest.raises(UserError, match="do not fit this generator") as error:
-        reader.load(manifest)
-    assert said in str(error.value)
 
 
 def test_only_tensors_that_have_changed_are_read_again(weight_server, reader, model, trained):

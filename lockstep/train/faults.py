@@ -1,17 +1,21 @@
-"""Loss spikes: losses far above the recent ones."""
+"""Steps that are skipped because loss or gradient is not finite, and loss spikes."""
 
 from __future__ import annotations
 
+import json
 import math
 from collections import deque
 from collections.abc import Iterable, Mapping
+from pathlib import Path
 from statistics import median, pstdev
 from typing import Any
 
 from lockstep.checkpoint.checkpoints import Checkpoints
 from lockstep.config import FaultConfig
+from lockstep.data import Row, StepRows, Tokenizer
 from lockstep.errors import RunStopped, UserError
 from lockstep.observe import log
+from lockstep.train.trainer import Trainer
 
 WINDOW = 100
 """Steps that a loss is compared with."""
@@ -19,6 +23,45 @@ FEWEST = 20
 """Fewer losses than this are too few to compare a loss with."""
 ROLLBACKS = 3
 """Rollbacks to the same checkpoint before the run ends."""
+
+
+class BadSteps:
+    """Saves the data of every skipped step, and ends the run after too many in a row."""
+
+    def __init__(self, config: FaultConfig, run: Path, tokenizer: Tokenizer):
+        self.config, self.tokenizer = config, tokenizer
+        self.folder = run / "bad_batches"
+
+    def check(self, step: int, trainer: Trainer, batch: StepRows | None = None) -> None:
+        """Does nothing if `step` was not skipped. Raises RunStopped if too many were, after writing this rank's rows.
+
+        The rows are written to `bad_batches/step_N_rank_R.jsonl`: tokens, the lengths of their sequences, and the text.
+        """
+        if not trainer.skipped_in_a_row:
+            return
+        rows = [] if batch is None else [row for rows in batch.microbatches for row in rows]
+        self._write(step, trainer.world.rank, rows)
+        message = f"step {step}: loss or gradient is not finite; the step was skipped"
+        if rows:
+            message += f"; its data is in {self.folder}"
+        if trainer.skipped_in_a_row > self.config.max_skipped_steps:
+            raise RunStopped(
+                f"{message}. Skipped steps in a row: {trainer.skipped_in_a_row}; the run ends here. Check the data, "
+                "lower train.learning_rate, or raise faults.max_skipped_steps; --resume goes back to the newest "
+                "checkpoint",
+                exit_code=1,
+            )
+        log.warning("%s (%d so far)", message, trainer.skipped_steps)
+
+    def _write(self, step: int, rank: int, rows: Iterable[Row]) -> None:
+        lines = []
+        for row in rows:
+            tokens = row.tokens.tolist()
+            text = self.tokenizer.decode(tokens)
+            lines.append(json.dumps({"tokens": tokens, "lengths": row.lengths, "text": text}, ensure_ascii=False))
+        if lines:
+            self.folder.mkdir(exist_ok=True)
+            (self.folder / f"step_{step:08}_rank_{rank}.jsonl").write_text("\n".join(lines) + "\n")
 
 
 class LossSpikes:

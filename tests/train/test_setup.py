@@ -1,18 +1,58 @@
-"""What a run leaves to the machine is the same on all ranks."""
+"""What fits no model or ranks is refused before weights exist; what settings leave open is the same on all ranks."""
 
 import json
 import os
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 import torch
 
 from lockstep.checkpoint import warn_about_reduction_chunks
-from lockstep.config import ParallelConfig, PretrainConfig, to_toml
+from lockstep.config import ParallelConfig, PretrainConfig, TrainConfig, to_toml
+from lockstep.errors import UserError
 from lockstep.model import build_model, load_model, preset, save_model
 from lockstep.parallel import World, close_world, open_world
+from lockstep.parallel.world import AXES
+from lockstep.train.pretrain import pretrain
+from lockstep.train.refusals import refuse_shape, refuse_step
 from lockstep.train.resolve_defaults import resolve_defaults
 from tests.parallel.launch import launch
+
+MODEL = preset("qwen3:micro", 258)
+
+
+def test_a_step_with_too_few_microbatches_for_the_pipeline_is_refused_before_data_is_read():
+    parallel = ParallelConfig(pipeline=2)
+    train = TrainConfig(tokens_per_microbatch=64)
+    config = PretrainConfig(sequence_length=32, tokens_per_step=64, train=train, parallel=parallel)
+    world = World(torch.device("cpu"), dict.fromkeys(AXES, 1) | {"pipeline": 2})
+    with pytest.raises(UserError, match='a step has 1 micro-batches per rank, but pipeline_schedule "1f1b" on 2 ranks'):
+        refuse_step(config, world)
+    refuse_step(replace(config, tokens_per_step=128), world)
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        (dict(sequence_length=MODEL.max_positions + 1), "sequence_length is .* positions; give at most"),
+        (dict(train=TrainConfig(router_z=0.1)), "the model is dense"),
+        (
+            dict(train=TrainConfig(deterministic_layout=True), parallel=ParallelConfig(reduction_chunks=64)),
+            "does not divide the .* features of this model's keys",
+        ),
+    ],
+)
+def test_what_does_not_fit_the_shape_is_refused(settings, message):
+    with pytest.raises(UserError, match=message):
+        refuse_shape(PretrainConfig(**settings), MODEL, World(torch.device("cpu")))
+
+
+def test_a_run_is_refused_before_its_folder_exists(tmp_path):
+    config = PretrainConfig(output=str(tmp_path / "run"), model="qwen3:micro", train=TrainConfig(router_auxiliary=0.1))
+    with pytest.raises(UserError, match="the model is dense"):
+        pretrain(config, ["a text"])
+    assert not Path(config.output).exists()
 
 
 def _settle() -> tuple[str, str]:
