@@ -4,6 +4,7 @@ import dataclasses
 import random
 from collections import Counter
 from functools import cache
+from itertools import takewhile
 
 import numpy as np
 import pytest
@@ -16,7 +17,7 @@ from lockstep.config import CompileConfig
 from lockstep.data import ByteTokenizer
 from lockstep.errors import UserError
 from lockstep.generate.drafts import Draft, FirstOf, HistoryDraft, ModelDraft, NGramDraft, make_draft
-from lockstep.generate.drafts.history import BEGIN, LONGEST, MOST_PLACES, PROMPT, Texts
+from lockstep.generate.drafts.history import PROMPT
 from lockstep.generate.drafts.lengths import RETRY_STEPS, DraftLengths
 from lockstep.generate.sequence import Sequence
 from lockstep.model import ModelConfig, preset
@@ -310,38 +311,6 @@ def test_drafts_stay_within_the_rows_of_a_step_and_the_positions_of_the_model():
     assert max(positions) == 62, "the last token is drawn, and never computed"
 
 
-texts = st.lists(st.text("ab", max_size=20), min_size=1, max_size=3)
-
-
-@given(texts, st.text("ab", max_size=20), st.booleans(), st.integers(1, 9))
-def test_texts_continue_where_the_longest_end_occurred_as_most_of_them_did(completions, sampled, whole, count):
-    texts, last = Texts(completions), BEGIN * whole + sampled[-LONGEST + 1 :]
-    # By the definition: what precedes each place, and the length of the end that agrees with it.
-    agreeing = {
-        place: max(k for k in range(len(last) + 1) if texts.text[:place].endswith(last[len(last) - k :]))
-        for place in range(len(texts.text) - 1, 1, -1)
-    }
-    longest = max(agreeing.values())
-    expected = [place for place, length in agreeing.items() if length == longest >= 2]
-    places = texts.places_after(last)
-    if len(places) < MOST_PLACES:  # else only the newest are compared
-        assert places == expected
-    draft = texts.continued(places, count)
-    assert len(draft) <= count and BEGIN not in draft
-    for number, token in enumerate(draft):
-        held = [p for p in places if texts.text.startswith(draft[:number], p)]
-        following = Counter(texts.text[p + number] for p in held)
-        assert following[token] == max(n for t, n in following.items() if t != BEGIN)
-    if len(draft) < count:
-        assert all(texts.text[p + len(draft)] == BEGIN for p in places if texts.text.startswith(draft, p))
-
-
-def test_a_frequent_end_is_found_at_its_newest_places_only():
-    texts = Texts(["ab" * 100, "ab" * 10 + "c"])
-    assert texts.places_after("xab")[:2] == [texts.text.rindex("c"), texts.text.rindex("c") - 2]
-    assert len(texts.places_after("xab")) == MOST_PLACES and texts.places_after("b") == texts.places_after("") == []
-
-
 def _sequence(tokens, prompt_length=None, params=FREE):
     return Sequence(0, 0, params, 0, list(tokens), len(tokens) if prompt_length is None else prompt_length, frozenset())
 
@@ -365,6 +334,32 @@ def test_n_grams_continue_the_latest_of_the_longest_matches(tokens, count):
         for place in range(count):
             text.append(text[start + place])
         assert proposal == text[len(tokens) :]
+
+
+@given(
+    completions=st.lists(st.lists(st.integers(0, 1), max_size=20), min_size=1, max_size=3),
+    sampled=st.lists(st.integers(0, 1), max_size=12),
+    count=st.integers(1, 9),
+)
+def test_history_continues_where_the_longest_end_of_the_text_occurred(completions, sampled, count):
+    draft = HistoryDraft()
+    for completion in completions:
+        draft.remember([9], completion)
+    [proposal] = draft.propose([_sequence([9, *sampled], prompt_length=1)], [count])
+    # What precedes each place and agrees with the text's end; -1 stands for the beginning.
+    places, text = [], [-1, *sampled]
+    for completion in ([-1, *each] for each in completions):
+        for place in range(1, len(completion) + 1):
+            pairs = zip(reversed(completion[:place]), reversed(text))
+            agreeing = len(list(takewhile(lambda pair: pair[0] == pair[1], pairs)))
+            places.append((agreeing, completion[place:]))
+    longest = max(agreeing for agreeing, _ in places)
+    following = [rest for agreeing, rest in places if agreeing == longest]
+    if sampled and longest < 2:
+        assert proposal == []
+    else:
+        assert any(rest[: len(proposal)] == proposal for rest in following)
+        assert proposal or not all(following)
 
 
 def test_history_continues_as_most_completions_did_and_forgets_the_oldest_prompts():

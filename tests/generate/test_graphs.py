@@ -198,7 +198,7 @@ def test_replayed_steps_of_a_mixture_give_the_same_bits_and_routes_as_direct_one
     asked = [dataclasses.replace(own, routes=form) for own, form in zip(params, ("whole", "digest", "") * 2)]
     expected = Engine(model, EngineConfig(max_sequences=5)).generate(prompts, asked)
     recorder = Recorder()
-    groups = _engine(recorder, model, max_sequences=5).generate(prompts, asked)
+    groups = _engine(recorder, model, max_sequences=5, draft="none").generate(prompts, asked)
     assert recorder.replayed
     assert [[(c.token_ids, c.logprobs, c.routes) for c in g] for g in groups] == [
         [(c.token_ids, c.logprobs, c.routes) for c in g] for g in expected

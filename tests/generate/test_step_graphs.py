@@ -323,11 +323,3 @@ def test_a_compiled_model_runs_without():
     compiled = build_model(SHAPE, "float32")
     compiled.halves = CompiledHalves(Block, CompileConfig("inductor"))
     assert type(Engine(compiled, EngineConfig(cache_tokens=256)).runner) is Runner
-
-
-@pytest.mark.parametrize(("shape", "dtype"), [("qwen3", "bfloat16"), ("llama3", "float32")])
-def test_a_step_of_a_dense_model_is_one_call(shape, dtype):
-    repeated, _ = _engines(build_model(SHAPES[shape], dtype, seed=2), draft="none")
-    repeated.generate([[1, 2, 3]], SamplingParams(max_tokens=3, n=3, ignore_eos=True))
-    (step,) = repeated.runner._steps.values()
-    assert len(step._graph._calls) > 30 and len(step._graph._merged) == 1

@@ -89,7 +89,7 @@ async def answer(
     await anext(steps)
     with_usage = bool(body.stream_options and body.stream_options.include_usage)
     chunks = _chunks(reply, record, steps, with_usage)
-    return EventStream(request, chunks, steps, service.config.request_seconds, service.limits.aborting)
+    return EventStream(request, chunks, steps, service.limits)
 
 
 def check_count(service: Service, prompts: int, n: int) -> None:

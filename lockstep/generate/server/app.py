@@ -60,8 +60,8 @@ def create_app(service: Service) -> ASGIApp:
     )
     app.state.service = service
     app.include_router(routes)
-    for error, handler in HANDLERS.items():
-        app.add_exception_handler(error, handler)
+    for error in (ApiError, UserError, HTTPException, ClientGone, ClientDisconnect, Exception):
+        app.add_exception_handler(error, _error_response)
     config = service.config
     limited = LimitRequests(app, service.limits)
     return AccessLog(RequireKeys(limited, config.api_key, config.admin_key), service.metrics)
@@ -231,12 +231,12 @@ async def _watched(
     """Runs `work` on the body; cancels it if the client disconnects or the request takes too long."""
     service = _service(request)
     data = await _read(service, request)
-    return await watch(request, work(service, request, data), service.config.request_seconds, service.limits.aborting)
+    return await watch(request, work(service, request, data), service.limits)
 
 
 async def _read(service: Service, request: Request) -> bytes:
     body = read_body(request, service.config.max_body_bytes)
-    return await watch(request, body, service.config.request_seconds, service.limits.aborting, reads_body=True)
+    return await watch(request, body, service.limits, reads_body=True)
 
 
 async def _parsed(service: Service, data: bytes, kind: type[Body]) -> Body:
@@ -279,36 +279,17 @@ def _begun(service: Service, body: CompletionRequest, prompts: int, max_tokens: 
     return [Completion(tokens, [0.0] * len(tokens), "abort") for tokens in body.begun]
 
 
-async def _api_error(request: Request, error: Exception) -> Response:
-    assert isinstance(error, ApiError)
-    return error.response()
-
-
-async def _user_error(request: Request, error: Exception) -> Response:
-    return ApiError(400, str(error)).response()
-
-
-async def _http_error(request: Request, error: Exception) -> Response:
-    assert isinstance(error, HTTPException)
-    message = f"{request.method} {request.scope['path'][:200]}: {error.detail}"
-    code = {404: "not_found", 405: "method_not_allowed"}.get(error.status_code)
-    return ApiError(error.status_code, message, code=code, headers=error.headers).response()
-
-
-async def _client_gone(request: Request, error: Exception) -> Response:
-    record_of(request).aborted = "disconnected"
-    return Response(status_code=DISCONNECTED)  # only for the log
-
-
-async def _bug(request: Request, error: Exception) -> Response:
+async def _error_response(request: Request, error: Exception) -> Response:
+    match error:
+        case ApiError():
+            return error.response()
+        case UserError():
+            return ApiError(400, str(error)).response()
+        case HTTPException():
+            message = f"{request.method} {request.scope['path'][:200]}: {error.detail}"
+            code = {404: "not_found", 405: "method_not_allowed"}.get(error.status_code)
+            return ApiError(error.status_code, message, code=code, headers=error.headers).response()
+        case ClientGone() | ClientDisconnect():
+            record_of(request).aborted = "disconnected"
+            return Response(status_code=DISCONNECTED)  # only for the log
     return ApiError(500, "internal error; see the server's log").response()
-
-
-HANDLERS = {
-    ApiError: _api_error,
-    UserError: _user_error,
-    HTTPException: _http_error,
-    ClientGone: _client_gone,
-    ClientDisconnect: _client_gone,
-    Exception: _bug,
-}

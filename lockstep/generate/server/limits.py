@@ -14,10 +14,12 @@ from lockstep.generate.server.api_error import ApiError, shutting_down, too_busy
 class Limits:
     """Counts requests and sequences. Used only in the event loop's thread."""
 
-    def __init__(self, max_requests: int, max_sequences: int):
+    def __init__(self, max_requests: int, max_sequences: int, request_seconds: float):
         self.max_requests = max_requests
         self.max_sequences = max_sequences
         """Running and waiting."""
+        self.request_seconds = request_seconds
+        """Of each request, from its start; 0: no limit."""
         self.requests = 0
         self.sequences = 0
         self.draining = False

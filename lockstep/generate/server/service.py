@@ -53,7 +53,7 @@ class Service:
         self.between = between_parts(self.template) if self.template else ""
         self.engine_loop = EngineLoop(self.engine)
         places = self.config.engine.max_sequences + self.config.max_waiting
-        self.limits = Limits(self.config.max_requests, places)
+        self.limits = Limits(self.config.max_requests, places, self.config.request_seconds)
         self.metrics = Metrics(self.engine)
 
     async def in_turn(self, work: Callable[[], Result]) -> Result:

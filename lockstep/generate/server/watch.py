@@ -14,6 +14,7 @@ from starlette.types import Receive, Scope, Send
 
 from lockstep.generate.server.access_log import record_of
 from lockstep.generate.server.api_error import ApiError, shutting_down
+from lockstep.generate.server.limits import Limits
 from lockstep.generate.server.responses import server_sent_event
 
 Result = TypeVar("Result")
@@ -26,22 +27,19 @@ class ClientGone(Exception):
 async def watch(
     request: Request,
     work: Coroutine[Any, Any, Result],
-    limit_seconds: float,
-    aborting: asyncio.Event,
+    limits: Limits,
     reads_body: bool = False,
 ) -> Result:
-    """Returns the result of `work`, if it ends while the client is connected and within `limit_seconds` of the
-    request's start (0: no limit).
+    """Returns the result of `work`, if it ends while the client is connected and within the time of its request.
 
-    aborting: set when the server aborts running requests. reads_body: `work` reads the request's body, and so detects
-    a disconnect itself; otherwise the body must have been read. Raises ClientGone, or ApiError (408, or 503 when
-    aborting).
+    reads_body: `work` reads the request's body, and so detects a disconnect itself; otherwise the body must have been
+    read. Raises ClientGone, or ApiError (408, or 503 when the server aborts running requests).
     """
     record = record_of(request)
     task = asyncio.ensure_future(work)
     gone = asyncio.ensure_future(asyncio.Event().wait() if reads_body else _disconnected(request.receive))
-    ending = asyncio.ensure_future(aborting.wait())
-    left = max(0.0, limit_seconds - record.seconds) if limit_seconds else None
+    ending = asyncio.ensure_future(limits.aborting.wait())
+    left = max(0.0, limits.request_seconds - record.seconds) if limits.request_seconds else None
     try:
         await asyncio.wait({task, gone, ending}, timeout=left, return_when=asyncio.FIRST_COMPLETED)
         if task.done():
@@ -53,7 +51,7 @@ async def watch(
             record.aborted = "shutdown"
             raise shutting_down()
         record.aborted = "deadline"
-        raise deadline_passed(limit_seconds)
+        raise deadline_passed(limits.request_seconds)
     except asyncio.CancelledError:  # by the server's shutdown, for a client that stopped reading
         record.aborted = "shutdown"
         raise
@@ -92,22 +90,17 @@ class EventStream(Response):
         request: Request,
         events: AsyncGenerator[str, None],
         source: AsyncGenerator[Any, None],
-        limit_seconds: float,
-        aborting: asyncio.Event,
+        limits: Limits,
     ):
         super().__init__(headers={"Cache-Control": "no-cache", "X-Accel-Buffering": "no"})
         del self.headers["content-length"]
-        self._request = request
-        self._events = events
-        self._source = source
-        self._limit_seconds = limit_seconds
-        self._aborting = aborting
+        self._request, self._events, self._source, self._limits = request, events, source, limits
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         async with aclosing(self._source), aclosing(self._events):
             await send({"type": "http.response.start", "status": 200, "headers": self.raw_headers})
             try:
-                await watch(self._request, self._send_events(send), self._limit_seconds, self._aborting)
+                await watch(self._request, self._send_events(send), self._limits)
             except ClientGone:
                 return
             except ApiError as error:
