@@ -188,7 +188,9 @@ def test_equal_prompts_are_computed_once_and_every_sample_has_its_own_draws(dtyp
         SamplingParams(max_tokens=9, n=2, temperature=0.0),
     ]
     engine = Engine(model, ROOMY)
-    assert _values(engine.generate(prompts, params)) == _values(Engine(model, APART).generate(prompts, params))
+    groups = engine.generate(prompts, params)
+    assert _values(groups) == _values(Engine(model, APART).generate(prompts, params))
+    assert len({tuple(completion.token_ids) for completion in groups[0]}) == 3
     # Copies are made of what was computed last; the last prompt finds its first page, and computes the rest again.
     assert engine.statistics.prompt_tokens_computed == 20 + length + 4
     assert engine.allocator.num_free == engine.allocator.num_pages
