@@ -40,12 +40,12 @@ def lockstep_step(options: argparse.Namespace) -> Callable[[], object]:
     from lockstep.train.dpo import PreferenceObjective
 
     examples = []
-    for number, (prompt, *answers) in enumerate(pairs(options)):
+    for prompt, *answers in pairs(options):
         whole = [AnswerTokens(prompt + own, list(range(len(prompt), len(prompt + own)))) for own in answers]
-        examples.append(Example((whole[0], whole[1]), False, number, (-1000.0, -1000.0)))
+        examples.append(Example((whole[0], whole[1]), False, (-1000.0, -1000.0)))
     import numpy as np
 
-    row = PreferenceRow(np.zeros(1), [1], np.zeros(1, dtype=bool), 0, examples)
+    row = PreferenceRow(np.zeros(1), [1], np.zeros(1, dtype=bool), 0, examples=examples)
     batch = StepRows([[row]], 1, len(examples), 1)
     trainer = Trainer(load_model(options.folder), TrainConfig(learning_rate=1e-6), 100)
     objective = PreferenceObjective(DPOConfig())

@@ -182,8 +182,6 @@ class Example:
     sequences: tuple[AnswerTokens, AnswerTokens]
     desirable: bool
     """Whether the label is true; meaningless for a pair."""
-    number: int
-    """Index of the document in its corpus."""
     reference: tuple[float, float] = (math.nan, math.nan)
     """The reference's log-probabilities of the sequences' scored tokens, in nats, if known."""
 
@@ -245,7 +243,7 @@ def read_example(corpus: TokenizedCorpus, number: int, paired: bool, longest: in
         sequences = _sequence(tokens, marks), _sequence(mixed[0][:longest], mixed[1][:longest])
     known = corpus.reference
     reference = (math.nan, math.nan) if known is None else (float(known[number, 0]), float(known[number, 1]))
-    return Example(sequences, desirable, number, reference)
+    return Example(sequences, desirable, reference)
 
 
 def _document(corpus: TokenizedCorpus, number: int) -> tuple[np.ndarray, np.ndarray]:

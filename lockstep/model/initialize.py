@@ -1,4 +1,9 @@
-"""Fresh weights, drawn so that every layout gets the same model and each rank draws little more than its shard."""
+"""Fresh weights, drawn so that every layout gets the same model and each rank draws little more than its shard.
+
+Draws have the same bits on every processor: Philox (Salmon et al., 2011) generates integers; the inverse of the normal
+distribution, PPND7 of Wichura (1988, AS 241) in float32, maps them to draws. Its logarithm is `ops.elementary`'s, and
+every operation is rounded separately.
+"""
 
 from __future__ import annotations
 
@@ -8,6 +13,7 @@ from collections.abc import Callable
 
 import numpy as np
 import torch
+from jaxtyping import Float32
 from torch import Tensor
 
 from lockstep.errors import UserError
@@ -15,13 +21,18 @@ from lockstep.model.config import ModelConfig
 from lockstep.model.decoder import Decoder
 from lockstep.model.device import checked_device
 from lockstep.model.dtypes import resolve_dtype
-from lockstep.model.normal import normal, uniform
 from lockstep.model.protocols import TrainableModel
 from lockstep.model.shard import local_part
 from lockstep.model.stored import is_adapter, is_score_head
+from lockstep.ops.elementary import logarithm, polynomial
 
 BLOCK = 1 << 16
 """Elements drawn from one seed, in whole rows: the smallest piece of a parameter that can be drawn separately."""
+
+CENTRE = (3.3871327179e00, 5.0434271938e01, 1.5929113202e02, 5.9109374720e01)
+CENTRE_BELOW = (1.0, 1.7895169469e01, 7.8757757664e01, 6.7187563600e01)
+TAIL = (1.4234372777e00, 2.7568153900e00, 1.3067284816e00, 1.7023821103e-01)
+TAIL_BELOW = (1.0, 7.3700164250e-01, 1.2021132975e-01)
 
 
 def build_model(
@@ -84,6 +95,30 @@ def _standard_deviation(name: str, config: ModelConfig) -> float:
         return 1 / math.sqrt(config.dim + 1)
     into_residual = name.removesuffix(".weight").endswith(("o_proj", "down_proj"))
     return 0.02 / math.sqrt(2 * config.num_layers) if into_residual else 0.02
+
+
+def normal(seed: int, count: int) -> Float32[np.ndarray, "count"]:
+    """`count` draws of mean 0 and standard deviation 1, within ±5.3; the first draws do not depend on `count`."""
+    return inverse_normal(uniform(seed, count))
+
+
+def uniform(seed: int, count: int) -> Float32[np.ndarray, "count"]:
+    """`count` draws strictly between -1/2 and 1/2; the first draws do not depend on `count`."""
+    words = np.random.Philox(key=seed).random_raw((count + 1) // 2).astype("<u8", copy=False).view("<u4")[:count]
+    # Odd 24-bit integers around zero: exact in float32, and never probability 0 or 1.
+    distances = ((words >> np.uint32(8)) | np.uint32(1)).astype(np.int32) - np.int32(1 << 23)
+    return distances.astype(np.float32) * np.float32(2.0**-24)
+
+
+def inverse_normal(distance: Float32[np.ndarray, "count"]) -> Float32[np.ndarray, "count"]:
+    """The quantile of the normal distribution at probability 1/2 + `distance`, to 7 digits."""
+    r = np.float32(0.180625) - distance * distance
+    values = distance * (polynomial(r, CENTRE) / polynomial(r, CENTRE_BELOW))
+    (tails,) = np.nonzero(np.abs(distance) > np.float32(0.425))
+    far = distance[tails]
+    roots = np.sqrt(-logarithm(0.5 - np.abs(far).astype(np.float64))).astype(np.float32) - np.float32(1.6)
+    values[tails] = np.copysign(polynomial(roots, TAIL) / polynomial(roots, TAIL_BELOW), far)
+    return values
 
 
 def _draw(

@@ -52,8 +52,8 @@ def open_sinks(config: ObserveConfig, folder: Path) -> list[Sink]:
     require_sinks(config)
     kinds: dict[str, Callable[[ObserveConfig, Path], Sink]] = {
         "tensorboard": TensorBoard,
-        "wandb": WeightsAndBiases,
-        "trackio": Trackio,
+        "wandb": _open_wandb,
+        "trackio": _open_trackio,
     }
     return [BackgroundSink(name, partial(kinds[name], config, folder), folder) for name in _chosen(config)]
 
@@ -166,43 +166,11 @@ class TensorBoard:
         self._writer.close()
 
 
-class WeightsAndBiases:
-    """A run of Weights & Biases, whose files are in `wandb/`."""
+class Tracker:
+    """A run of a package with the interface of Weights & Biases."""
 
-    def __init__(self, config: ObserveConfig, folder: Path):
-        import wandb
-
-        self._table = wandb.Table
-        self._run: Any = wandb.init(
-            project=config.project,
-            name=folder.resolve().name,
-            dir=str(folder),
-            id=_run_id(folder),
-            resume="allow",
-            config={"folder": str(folder.resolve())},
-        )
-        self._run.save(str(folder / CONFIG), base_path=str(folder), policy="now")
-
-    def write(self, step: int, metrics: Mapping[str, float]) -> None:
-        self._run.log(dict(metrics), step=step)
-
-    def write_table(self, step: int, name: str, table: Table) -> None:
-        rows = [list(row) for row in table.rows]
-        self._run.log({name: self._table(columns=list(table.columns), data=rows)}, step=step)
-
-    def close(self) -> None:
-        self._run.finish()
-
-
-class Trackio:
-    """A run of trackio, in its own database on this machine."""
-
-    def __init__(self, config: ObserveConfig, folder: Path):
-        import trackio
-
-        self._table = trackio.Table
-        self._run: Any = trackio.init(project=config.project, name=folder.resolve().name, resume="allow")
-        self._finish = trackio.finish
+    def __init__(self, package: Any, run: Any, finish: Callable[[], None]):
+        self._table, self._run, self._finish = package.Table, run, finish
 
     def write(self, step: int, metrics: Mapping[str, float]) -> None:
         self._run.log(dict(metrics), step=step)
@@ -213,6 +181,30 @@ class Trackio:
 
     def close(self) -> None:
         self._finish()
+
+
+def _open_wandb(config: ObserveConfig, folder: Path) -> Tracker:
+    """A run of Weights & Biases, whose files are in `wandb/`."""
+    import wandb
+
+    run = wandb.init(
+        project=config.project,
+        name=folder.resolve().name,
+        dir=str(folder),
+        id=_run_id(folder),
+        resume="allow",
+        config={"folder": str(folder.resolve())},
+    )
+    run.save(str(folder / CONFIG), base_path=str(folder), policy="now")
+    return Tracker(wandb, run, run.finish)
+
+
+def _open_trackio(config: ObserveConfig, folder: Path) -> Tracker:
+    """A run of trackio, in its own database on this machine."""
+    import trackio
+
+    run = trackio.init(project=config.project, name=folder.resolve().name, resume="allow")
+    return Tracker(trackio, run, trackio.finish)
 
 
 def _chosen(config: ObserveConfig) -> list[str]:

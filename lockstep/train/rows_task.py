@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
 import torch
@@ -44,8 +44,7 @@ class RowsRun:
     held_out: StepRows | None = None
     """The rows for validation."""
     command: str = "pretrain"
-    objective: Objective | None = None
-    """None: next-token prediction."""
+    objective: Objective = field(default_factory=NextToken)
     answers: Answers | None = None
     """The model's answers before and after, for the report."""
 
@@ -61,13 +60,13 @@ def train_rows(
 
     Raises RunStopped if the run ends early, because of a signal or bad steps.
     """
-    model, loader, answers = parts.model, parts.loader, parts.answers
+    model, answers = parts.model, parts.answers
     trainer = Trainer(model, config.train, config.steps, world)
     with Session(config, trainer, parts.tokenizer, parts.command, progress, on_metrics) as session:
-        objective = parts.objective or NextToken()
-        objective.prepare(trainer, loader, parts.held_out)
-        bad_steps = BadSteps(config.faults, session.run.path, parts.tokenizer)
-        task = RowsTask(config, trainer, objective, loader, parts.held_out, bad_steps, session.stop)
+        parts.objective.prepare(trainer, parts.loader, parts.held_out)
+        task = RowsTask(
+            config, trainer, parts, BadSteps(config.faults, session.run.path, parts.tokenizer), session.stop
+        )
         session.resume(task)
         _announce(config, parts, world, session.start)
         with session.running():
@@ -96,22 +95,13 @@ def _announce(config: PretrainConfig, parts: RowsRun, world: World, start: int) 
 class RowsTask:
     """Steps on a loader's rows."""
 
-    def __init__(
-        self,
-        config: PretrainConfig,
-        trainer: Trainer,
-        objective: Objective,
-        loader: RowLoader,
-        held_out: StepRows | None,
-        bad_steps: BadSteps,
-        stop: StopSignal,
-    ):
-        self.config, self.trainer, self.objective, self.stop = config, trainer, objective, stop
-        self.loader, self.held_out, self.bad_steps = loader, held_out, bad_steps
+    def __init__(self, config: PretrainConfig, trainer: Trainer, parts: RowsRun, bad_steps: BadSteps, stop: StopSignal):
+        self.config, self.trainer, self.bad_steps, self.stop = config, trainer, bad_steps, stop
+        self.objective, self.loader, self.held_out = parts.objective, parts.loader, parts.held_out
         self.speed = Throughput(trainer.model.config, trainer.world, resolve_dtype(config.dtype))
         spikes = LossSpikes(config.faults)
         self.observers: list[StepObserver] = [spikes]
-        self.resumables: Mapping[str, Resumable] = {"loader": loader, "losses": spikes}
+        self.resumables: Mapping[str, Resumable] = {"loader": parts.loader, "losses": spikes}
 
     def step(self, step: int) -> Metrics:
         """Updates the weights on the loader's next rows."""

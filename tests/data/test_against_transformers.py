@@ -28,14 +28,15 @@ LLAMA3 = (
 SPECIAL = ["<unk>", "<s>", "</s>", "<|im_start|>", "<|im_end|>", "<think>", "<|endoftext|>"]
 
 
-def _byte_level(pre_tokenizer=None):
+def _byte_level(pre_tokenizer=None, special=(), added=()):
     backend = Tokenizer(models.BPE())
     backend.pre_tokenizer = pre_tokenizer or pre_tokenizers.ByteLevel(add_prefix_space=False)
     backend.decoder = decoders.ByteLevel()
     alphabet = pre_tokenizers.ByteLevel.alphabet()
-    backend.train_from_iterator(
-        TEXTS * 3, trainers.BpeTrainer(vocab_size=400, initial_alphabet=alphabet, show_progress=False)
-    )
+    trainer = trainers.BpeTrainer(vocab_size=400, initial_alphabet=alphabet, show_progress=False)
+    backend.train_from_iterator(TEXTS * 3, trainer)
+    backend.add_special_tokens(list(special))
+    backend.add_tokens([AddedToken(name) if isinstance(name, str) else name for name in added])
     return backend
 
 
@@ -44,41 +45,29 @@ def byte_level():
 
 
 def llama3():
-    split = pre_tokenizers.Split(Regex(LLAMA3), "isolated")
-    backend = _byte_level(
-        pre_tokenizers.Sequence([split, pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)])
-    )
-    backend.add_special_tokens(["<|begin_of_text|>", "<|eot_id|>"])
+    pieces = [pre_tokenizers.Split(Regex(LLAMA3), "isolated")]
+    pieces += [pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)]
+    backend = _byte_level(pre_tokenizers.Sequence(pieces), ["<|begin_of_text|>", "<|eot_id|>"])
     begin = ("<|begin_of_text|>", backend.token_to_id("<|begin_of_text|>"))
-    backend.post_processor = processors.Sequence(
-        [
-            processors.ByteLevel(trim_offsets=False),
-            processors.TemplateProcessing(single="<|begin_of_text|> $A", special_tokens=[begin]),
-        ]
-    )
+    template = processors.TemplateProcessing(single="<|begin_of_text|> $A", special_tokens=[begin])
+    backend.post_processor = processors.Sequence([processors.ByteLevel(trim_offsets=False), template])
     return backend, {"bos_token": "<|begin_of_text|>", "eos_token": "<|eot_id|>"}
 
 
 def qwen():
-    backend = _byte_level()
+    special = ["<|endoftext|>", "<|im_start|>", "<|im_end|>"]
+    backend = _byte_level(None, special, [AddedToken("<think>", special=False, normalized=False)])
     backend.normalizer = normalizers.NFC()
-    backend.add_special_tokens(["<|endoftext|>", "<|im_start|>", "<|im_end|>"])
-    backend.add_tokens([AddedToken("<think>", special=False, normalized=False)])
     return backend, {"eos_token": "<|im_end|>", "pad_token": "<|endoftext|>"}
 
 
 def llama2_with_byte_fallback():
     letters = {c for text in TEXTS[:2] for c in text.replace(" ", "▁")}
-    words = ["▁The", "▁return", "▁f", "café"]
-    fallback = [f"<0x{i:02X}>" for i in range(256)]
-    tokens = ["<unk>", "<s>", "</s>", *fallback, *sorted(letters)]
-    merges = []
-    for word in words:
-        whole = word[0]
-        for character in word[1:]:
-            merges.append((whole, character))
-            whole += character
-            tokens.append(whole)
+    tokens, merges = ["<unk>", "<s>", "</s>", *(f"<0x{i:02X}>" for i in range(256)), *sorted(letters)], []
+    for word in ("▁The", "▁return", "▁f", "café"):
+        for end in range(1, len(word)):
+            merges.append((word[:end], word[end]))
+            tokens.append(word[: end + 1])
     vocab = {token: i for i, token in enumerate(dict.fromkeys(tokens))}
     backend = Tokenizer(models.BPE(vocab, list(dict.fromkeys(merges)), unk_token="<unk>", byte_fallback=True))
     backend.normalizer = normalizers.Sequence([normalizers.Prepend("▁"), normalizers.Replace(" ", "▁")])
@@ -89,35 +78,29 @@ def llama2_with_byte_fallback():
 
 
 def word_piece():
-    backend = Tokenizer(models.WordPiece(unk_token="[UNK]"))
+    backend, special = Tokenizer(models.WordPiece(unk_token="[UNK]")), ["[UNK]", "[CLS]", "[SEP]"]
     backend.normalizer = normalizers.BertNormalizer(lowercase=True)
     backend.pre_tokenizer = pre_tokenizers.BertPreTokenizer()
-    special = ["[UNK]", "[CLS]", "[SEP]"]
-    backend.train_from_iterator(
-        TEXTS * 3, trainers.WordPieceTrainer(vocab_size=200, special_tokens=special, show_progress=False)
-    )
+    trainer = trainers.WordPieceTrainer(vocab_size=200, special_tokens=special, show_progress=False)
+    backend.train_from_iterator(TEXTS * 3, trainer)
     backend.post_processor = processors.BertProcessing(("[SEP]", 2), ("[CLS]", 1))
     return backend, {"unk_token": "[UNK]", "cls_token": "[CLS]", "sep_token": "[SEP]", "eos_token": "[SEP]"}
 
 
 def unigram():
-    backend = Tokenizer(models.Unigram())
+    backend, special = Tokenizer(models.Unigram()), ["<unk>", "<s>", "</s>"]
     backend.normalizer = normalizers.Sequence([normalizers.NFKC(), normalizers.Replace(Regex(" {2,}"), " ")])
     backend.pre_tokenizer = pre_tokenizers.Metaspace()
-    special = ["<unk>", "<s>", "</s>"]
-    backend.train_from_iterator(
-        TEXTS * 3,
-        trainers.UnigramTrainer(vocab_size=120, special_tokens=special, unk_token="<unk>", show_progress=False),
-    )
+    settings = dict(vocab_size=120, special_tokens=special, unk_token="<unk>", show_progress=False)
+    backend.train_from_iterator(TEXTS * 3, trainers.UnigramTrainer(**settings))
     return backend, {"unk_token": "<unk>", "bos_token": "<s>", "eos_token": "</s>"}
 
 
 def words():
     vocab = {word: i for i, word in enumerate(["<unk>", "The", "return", "def", "a", "b", ".", "</s>"])}
     backend = Tokenizer(models.WordLevel(vocab, unk_token="<unk>"))
-    backend.pre_tokenizer = pre_tokenizers.Sequence(
-        [pre_tokenizers.Whitespace(), pre_tokenizers.Digits(individual_digits=True)]
-    )
+    digits = pre_tokenizers.Digits(individual_digits=True)
+    backend.pre_tokenizer = pre_tokenizers.Sequence([pre_tokenizers.Whitespace(), digits])
     return backend, {"eos_token": "</s>"}
 
 
@@ -142,12 +125,11 @@ def tokens_of_the_settings_only():
 
 
 def tokens_that_the_settings_change():
-    backend = _byte_level()
-    backend.add_tokens([AddedToken("<think>"), AddedToken("<|im_end|>", lstrip=True)])
-    ids = {content: backend.token_to_id(content) for content in ("<think>", "<|im_end|>")}
+    backend = _byte_level(added=["<think>", AddedToken("<|im_end|>", lstrip=True)])
+    changes = {"<think>": {"lstrip": True, "rstrip": True}, "<|im_end|>": {"lstrip": False}}
     listed = {
-        str(ids["<think>"]): {"content": "<think>", "lstrip": True, "rstrip": True, "special": True},
-        str(ids["<|im_end|>"]): {"content": "<|im_end|>", "lstrip": False, "special": True},
+        str(backend.token_to_id(name)): {"content": name, "special": True, **changed}
+        for name, changed in changes.items()
     }
     return backend, {"added_tokens_decoder": listed, "eos_token": "<|im_end|>"}
 
@@ -160,8 +142,7 @@ def special_tokens_that_are_normalized():
 
 
 def special_by_the_settings_alone():
-    backend = _byte_level()
-    backend.add_tokens([AddedToken("<|im_start|>"), AddedToken("<|im_end|>"), AddedToken("<think>")])
+    backend = _byte_level(added=["<|im_start|>", "<|im_end|>", "<think>"])
     return backend, {"eos_token": "<|im_end|>", "bos_token": {"__type": "AddedToken", "content": "<|im_start|>"}}
 
 
@@ -172,8 +153,7 @@ def special_tokens_with_options():
 
 
 def special_by_the_tokenizer_alone():
-    backend = _byte_level()
-    backend.add_special_tokens(["<|im_end|>", "<think>"])
+    backend = _byte_level(special=["<|im_end|>", "<think>"])
     listed = {str(backend.token_to_id("<think>")): {"content": "<think>", "special": False}}
     return backend, {"added_tokens_decoder": listed, "eos_token": "<|im_end|>"}
 

@@ -8,7 +8,7 @@ import torch
 
 from lockstep import build_model
 from lockstep.model import preset
-from lockstep.model.normal import inverse_normal, normal
+from lockstep.model.initialize import inverse_normal, normal
 
 
 def test_a_small_models_weights_are_those_of_every_processor():

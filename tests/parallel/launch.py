@@ -149,7 +149,7 @@ def _serve(rank: int, ranks: int, connection: Connection) -> None:
     torch.set_num_threads(1)
     report.curves_svg = lambda *arguments: []  # as in tests/conftest.py
     environment, folder = dict(os.environ), os.getcwd()
-    replaced = _Replaced()
+    replaced, used = _Replaced(), False
     while True:
         try:
             port, fault, function, arguments = connection.recv()
@@ -159,7 +159,9 @@ def _serve(rank: int, ranks: int, connection: Connection) -> None:
         if dist.is_initialized():
             dist.destroy_process_group()
         replaced.put_back()
-        native.set_arithmetic("auto")
+        if used:  # in a fresh process, the function may first say what the processor has
+            native.set_arithmetic("auto")
+        used = True
         os.environ.clear()
         os.environ.update(environment | ranks_environment(rank, ranks, port))
         os.chdir(folder)

@@ -94,14 +94,14 @@ TENSOR, CONTEXT = (Case(ParallelConfig(**{axis: 2}), "bfloat16", has_peak=False)
 FOUR = ParallelConfig(tensor=2)
 STEPS = [
     *((1, Case()), (1, Case(train={"optimizer": "muon"}))),
-    *((2, EACH_SUMMED), (2, TENSOR), (2, pipeline("zbv"))),
+    *((2, EACH_SUMMED), (2, TENSOR), (2, pipeline("zbv", 8))),
 ]
 MORE_STEPS = [
     *((1, Case(dtype="bfloat16")), (1, Case(shape=WIDE))),
     (1, Case(microbatches=1, train={"optimizer_in_backward": True, "max_grad_norm": 0.0})),
     *((2, Case(shape=DEEP)), (2, Case(EACH, shape=DEEP)), (2, Case(dtype="bfloat16", shape=DEEP)), (2, CONTEXT)),
     *((2, pipeline("1f1b", shape=WIDE)), (2, pipeline("gpipe")), (2, pipeline("interleaved"))),
-    *((2, pipeline("dualpipev")), (4, Case(FOUR, shape=DEEP)), (4, Case(FOUR, shape=WIDE))),
+    *((2, pipeline("dualpipev")), (2, pipeline("zbv")), (4, Case(FOUR, shape=DEEP)), (4, Case(FOUR, shape=WIDE))),
     (4, Case(ParallelConfig(data_replicate=2, reduce_gradients="microbatch"), shape=DEEP)),
 ]
 
@@ -140,8 +140,8 @@ def test_what_arrives_of_micro_batches_that_are_not_in_flight_takes_no_memory():
 
 def test_gradients_muons_matrices_and_sums_in_one_order_are_counted():
     def found(ranks, tokens=512, **changes):
-        case = Case(changes.pop("parallel", ALONE), "bfloat16", train=changes)
-        result = dry_run(case.config(tokens), SHAPE, ranks, NextTokenLoss(126))
+        case = Case(changes.pop("parallel", ALONE), "bfloat16", changes.pop("shape", SHAPE), train=changes)
+        result = dry_run(case.config(tokens), case.shape, ranks, NextTokenLoss(126))
         return result, {kind: t.calls for (_, kind), t in result.traffic.items()}
 
     # Of two shards a rank has the full gradients until the last micro-batch, unless they are summed with each.
@@ -157,7 +157,7 @@ def test_gradients_muons_matrices_and_sums_in_one_order_are_counted():
     with pytest.raises(UserError, match="parallel.*= 3 ranks, but 2 are running"):
         found(2, parallel=ParallelConfig(tensor=3))
     with pytest.raises(UserError, match="a step has 4 micro-batches per rank.* needs 6 or more"):
-        found(6, parallel=ParallelConfig(pipeline=6))
+        found(6, parallel=ParallelConfig(pipeline=6), shape=DEEP)
 
 
 @pytest.mark.parametrize("model", ["deepseek_v3:micro", "gpt_oss:micro"])

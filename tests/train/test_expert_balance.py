@@ -136,7 +136,7 @@ def test_a_shared_start_counts_once_for_each_sequence_that_has_it_and_an_empty_m
     answers, world = (AnswerTokens([*START, 1, 2], [7, 8]), AnswerTokens([*START, 3], [7])), World(torch.device("cpu"))
     assert preference_batch([], world, True).row.counts.sum() == 0
     for share in (True, False):  # what predicts nothing is left out
-        assert preference_batch([Example(answers, True, 0)], world, share).row.counts.sum() == 8 + 7
+        assert preference_batch([Example(answers, True)], world, share).row.counts.sum() == 8 + 7
 
 
 def test_recomputed_layers_are_not_counted_twice(whole):

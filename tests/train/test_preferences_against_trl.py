@@ -23,7 +23,7 @@ def _examples(tokenizer):
         start = len(tokenizer.encode(prompt))
         whole = [[*tokenizer.encode(prompt), *tokenizer.encode(answer), tokenizer.eos_id] for answer in answers]
         sequences = tuple(AnswerTokens(tokens, list(range(start, len(tokens)))) for tokens in whole)
-        examples.append(Example(sequences, number != 1, number, reference))
+        examples.append(Example(sequences, number != 1, reference))
     return examples
 
 

@@ -50,7 +50,7 @@ def run(tmp_path_factory, model_folder):
 
 def _score(model, texts):
     """Of each alone, by the model's own forward pass."""
-    batch = [Example((AnswerTokens(t, [1]), AnswerTokens(t, [1])), False, 0) for t in texts]
+    batch = [Example((AnswerTokens(t, [1]), AnswerTokens(t, [1])), False) for t in texts]
     with torch.no_grad():
         return [
             end_scores(model, preference_batch([with_end_target(e)], ALONE, False, "first"))[0].item() for e in batch
@@ -95,8 +95,8 @@ def test_loss_and_gradient_are_those_of_trl(run, tmp_path, centering):
     tokenizer, model = load_tokenizer(folder), load_model(folder, dtype="float32")
     answers = [(p["prompt"], p["chosen"], p["rejected"]) for p in PAIRS[:3]]
     examples = [
-        Example(tuple(AnswerTokens([*tokenizer.encode(p + a), tokenizer.eos_id], [1]) for a in both), False, number)
-        for number, (p, *both) in enumerate(answers)
+        Example(tuple(AnswerTokens([*tokenizer.encode(p + a), tokenizer.eos_id], [1]) for a in both), False)
+        for p, *both in answers
     ]
     batch = preference_batch([with_end_target(e) for e in examples], ALONE, True)
     assert sum(batch.row.left_out) > 0

@@ -79,7 +79,7 @@ def test_an_interrupted_question_is_not_answered_by_the_next(worker):
     signal.setitimer(signal.ITIMER_REAL, 0.2)
     try:
         with pytest.raises(KeyboardInterrupt):
-            worker.ask(b"waits 30")
+            worker.ask(b"waits 3")
     finally:
         signal.signal(signal.SIGALRM, before)
     assert worker.ask(b"echo next") == b"next"

@@ -2,24 +2,19 @@
 
 from __future__ import annotations
 
-import asyncio
-import concurrent.futures
 import zlib
 from collections.abc import Sequence
 from dataclasses import replace
 from itertools import groupby
 
 from lockstep.rl.conversations.protocol import ConversationEnvironment, Episode
-from lockstep.rl.conversations.runner import LoopWatchdog, Outcomes, grade_group
+from lockstep.rl.conversations.runner import Group, Outcomes, grade_groups
 from lockstep.rl.conversations.worker_runner import run_tasks, worker_task
-from lockstep.rl.environments.protocol import Environment, Example
-from lockstep.rl.grading.calling import INVALID, Grader, Outcome, call_problem, event_loop, failure
+from lockstep.rl.environments.protocol import Environment
+from lockstep.rl.grading.calling import INVALID, Grader, Outcome, call_problem, failure
 from lockstep.rl.grading.exchange import GroupGraded
 from lockstep.rl.grading.pool import GraderPool
 from lockstep.rl.rollouts.records import Conversation, Rollout
-
-Group = tuple[Example, list[Episode]]
-"""The arguments of `grade`."""
 
 
 def grade_conversations(
@@ -77,13 +72,13 @@ def _grade_groups(
     without_failed = [[n for n in group if (known := outcomes[n]) is None or not known.cause] for group in groups]
     ungraded = [group for group in without_failed if any(outcomes[number] is None for number in group)]
 
-    arguments = [
+    arguments: list[Group] = [
         (episodes[group[0]][0].example, [_episode(episodes[number]) for number in group]) for group in ungraded
     ]
     if isinstance(grader, GraderPool):
         outcomes_by_group = _grade_in_workers(grader, arguments)
     else:
-        outcomes_by_group = _grade_here(environment, arguments, grader)
+        outcomes_by_group = grade_groups(environment, arguments, grader.config)
     for group, group_outcomes in zip(ungraded, outcomes_by_group):
         for number, outcome in zip(group, group_outcomes):
             outcomes[number] = outcomes[number] or outcome
@@ -98,28 +93,6 @@ def _grade_in_workers(workers: GraderPool, groups: Sequence[Group]) -> list[Outc
         result.outcomes if isinstance(result, GroupGraded) else [result.outcome] * len(episodes)
         for result, (_, episodes) in zip(run_tasks(tasks, workers), groups)
     ]
-
-
-def _grade_here(environment: ConversationEnvironment, groups: Sequence[Group], grader: Grader) -> list[Outcomes]:
-    config = grader.config
-
-    async def grade(example: Example, episodes: Sequence[Episode], slots: asyncio.Semaphore) -> Outcomes:
-        async with slots:
-            return await grade_group(environment, example, episodes, config.seconds)
-
-    async def grade_all() -> list[Outcomes]:
-        slots = asyncio.Semaphore(config.concurrent)
-        return await asyncio.gather(*(grade(example, episodes, slots) for example, episodes in groups))
-
-    running = asyncio.run_coroutine_threadsafe(grade_all(), event_loop())
-    watchdog = LoopWatchdog(environment, config.seconds)
-    try:
-        while not running.done():
-            concurrent.futures.wait([running], timeout=min(1.0, config.seconds / 4))
-            watchdog.check("grade")
-    finally:
-        running.cancel()
-    return running.result()
 
 
 def _with_shared_names(outcomes: list[Outcome], conversations: Sequence[Conversation]) -> list[Outcome]:

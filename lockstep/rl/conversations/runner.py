@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import asyncio
+import concurrent.futures
 import inspect
 import queue
 import sys
 import threading
 import time
 import traceback
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -36,6 +37,8 @@ from lockstep.rl.grading.calling import (
 from lockstep.rl.grading.exchange import ConversationEnded, ReplyRequest, checked_seconds, plain_messages
 
 Outcomes = list[Outcome | None]
+Group = tuple[Example, Sequence[Episode]]
+"""The arguments of `grade`."""
 
 LIMIT = "the conversation is at its limit of turns or of tokens"
 
@@ -271,21 +274,42 @@ async def call(function: Callable[..., Any], *arguments: Any) -> Any:
     return await value if inspect.isawaitable(value) else value
 
 
-async def grade_group(
+def grade_groups(
+    environment: ConversationEnvironment, groups: Sequence[Group], config: RewardConfig, patience: float = PATIENCE
+) -> list[Outcomes]:
+    """The outcomes of `grade` for each group, up to `rewards.concurrent` at a time; None for each episode of one that
+    returns no rewards. Raises BlockedError as `LoopWatchdog`."""
+
+    async def grade(example: Example, episodes: Sequence[Episode], slots: asyncio.Semaphore) -> Outcomes:
+        async with slots:
+            return await _grade_group(environment, example, episodes, config.seconds)
+
+    async def grade_all() -> list[Outcomes]:
+        slots = asyncio.Semaphore(config.concurrent)
+        return await asyncio.gather(*(grade(example, episodes, slots) for example, episodes in groups))
+
+    running = asyncio.run_coroutine_threadsafe(grade_all(), event_loop())
+    watchdog = LoopWatchdog(environment, config.seconds, patience)
+    try:
+        while not running.done():
+            concurrent.futures.wait([running], timeout=min(1.0, config.seconds / 4))
+            if not running.done():
+                watchdog.check("grade")
+    finally:
+        running.cancel()
+    return running.result()
+
+
+async def _grade_group(
     environment: ConversationEnvironment, example: Example, episodes: Sequence[Episode], seconds: float
 ) -> Outcomes:
-    """The outcome of `grade` for each episode of a group; None if it returns no rewards."""
     try:
         rewards = await with_timeout(seconds, call(environment.grade, example, episodes))
+        if rewards is None:
+            return [None] * len(episodes)
+        values = list(rewards) if isinstance(rewards, Iterable) else []
+        shown = f"{rewards!r:.80}" if isinstance(rewards, Iterable) else f"a {type(rewards).__name__}"
     except BaseException as error:  # including SystemExit, raised by the environment
-        return [outcome_of_error(error, environment, example, "grade")] * len(episodes)
-    if rewards is None:
-        return [None] * len(episodes)
-    try:
-        values, shown = list(rewards), f"{rewards!r:.80}"
-    except TypeError:
-        values, shown = [], f"a {type(rewards).__name__}"
-    except BaseException as error:
         return [outcome_of_error(error, environment, example, "grade")] * len(episodes)
     if len(values) != len(episodes):
         problem = f"returned {shown}, not a list with one reward per episode (here {len(episodes)}),"

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
 from lockstep.rl.conversations.chat import Reply
@@ -23,12 +23,10 @@ from lockstep.rl.grading.exchange import (
     GroupGraded,
     ReplyRequest,
     body_of,
-    episode_data,
     event_from,
     fields_of,
     header,
     message,
-    reply_data,
 )
 from lockstep.rl.grading.pool import GraderPool
 from lockstep.rl.grading.supervisor_process import ENDED_SUPERVISOR, SupervisorEvents, SupervisorProcess
@@ -50,7 +48,7 @@ def worker_task(example: Example, seed: int, episodes: Sequence[Episode] | None 
     body: dict[str, Any] = {"example": fields_of(example), "seed": seed}
     if episodes is None:
         return Task(CONVERSE, example.name, body)
-    return Task(GRADE, example.name, body | {"episodes": list(map(episode_data, episodes))})
+    return Task(GRADE, example.name, body | {"episodes": list(map(asdict, episodes))})
 
 
 @dataclass(eq=False)
@@ -114,7 +112,7 @@ class WorkerConversationRunner:
         assignment = self._assignments[self._by_index[index]]
         number = next((number for number, started in assignment.started.items() if started == index), None)
         if number is not None:
-            body = to_json([request, reply_data(reply)])
+            body = to_json([request, None if reply is None else asdict(reply)])
             assignment.supervisor.send(message(ANSWER, number, reply is None, body=body))
 
     def _receive(self, assignment: _Assignment, data: bytes) -> None:

@@ -16,7 +16,6 @@ from typing import Any
 
 from lockstep.errors import UserError
 from lockstep.rl.conversations.chat import Reply
-from lockstep.rl.conversations.protocol import Episode
 from lockstep.rl.environments.protocol import Example, Message
 from lockstep.rl.grading.calling import Outcome, outcome_from
 from lockstep.tool_call import ToolCall
@@ -148,26 +147,11 @@ def event_from(kind: str, number: int, body: Any) -> Event:
     raise TypeError(f"{body!r:.80} is not an event of a conversation")
 
 
-def reply_data(reply: Reply | None) -> list[Any] | None:
-    """The reply as JSON-able data; None: the conversation is at a limit."""
-    if reply is None:
+def reply_from(values: dict[str, Any] | None) -> Reply | None:
+    """A reply from its fields as plain data; None: the conversation is at a limit."""
+    if values is None:
         return None
-    calls = [[call.name, dict(call.arguments), call.problem] for call in reply.tool_calls]
-    tokens = [reply.prompt_tokens, reply.completion_tokens]
-    return [reply.text, reply.finish_reason, calls, *tokens, reply.reasoning, dict(reply.message), reply.content]
-
-
-def reply_from(data: Any) -> Reply | None:
-    """The inverse of `reply_data`."""
-    if data is None:
-        return None
-    text, finish_reason, calls, *others = data
-    return Reply(text, finish_reason, tuple(ToolCall(*call) for call in calls), *others)
-
-
-def episode_data(episode: Episode) -> list[Any]:
-    """The episode as JSON-able data."""
-    return [list(episode.messages), episode.rewards, episode.over]
+    return Reply(**values | {"tool_calls": tuple(ToolCall(**call) for call in values["tool_calls"])})
 
 
 def plain_messages(messages: Sequence[Any]) -> list[Message]:

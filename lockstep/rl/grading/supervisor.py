@@ -199,14 +199,20 @@ class Supervisor:
         """fresh: in a new worker. One that still has a task, which the trainer has abandoned, is replaced too."""
         if self._grader and (fresh or self._grader.task is not None):
             self._end(self._grader)
+        self._begin(order, number, REWARD)
+
+    def _begin(self, order: bytes, number: int, kind: str) -> None:
+        """Gives a task to a new worker, but rewards to the one that is kept."""
         try:
-            self._grader = self._grader or Worker(self)
+            worker = (self._grader if kind == REWARD else None) or Worker(self)
         except OSError as error:
             self._trainer.put(failed(number, KILLED, f"could not start a process ({error})"))
             return
-        self._grader.begin(order, number, REWARD)
-        self._grader.begin_turn(self._reward_seconds)
-        self._workers[number] = self._grader
+        worker.begin(order, number, kind)
+        worker.begin_turn(self._reward_seconds if kind == REWARD else self._turn_seconds)
+        self._workers[number] = worker
+        if kind == REWARD:
+            self._grader = worker
 
     def _begin_turns(self) -> None:
         """Lets up to `rewards.concurrent` environments run; those of started conversations come first."""
@@ -222,15 +228,7 @@ class Supervisor:
                     worker.stream.put(answer)
         alive = len(talking)
         while slots > 0 and self._waiting and alive < ALIVE * self.limits["concurrent"]:
-            order, number, kind = self._waiting.popleft()
-            try:
-                worker = Worker(self)
-            except OSError as error:
-                self._trainer.put(failed(number, KILLED, f"could not start a process ({error})"))
-                continue
-            worker.begin(order, number, kind)
-            worker.begin_turn(self._turn_seconds)
-            self._workers[number] = worker
+            self._begin(*self._waiting.popleft())
             slots, alive = slots - 1, alive + 1
 
     def _wait(self) -> set[int]:

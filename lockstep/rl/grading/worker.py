@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
-import concurrent.futures
 import mmap
 import os
 import random
@@ -17,7 +15,7 @@ from typing import Any
 
 from lockstep.config import RewardConfig
 from lockstep.rl.conversations.protocol import ConversationEnvironment, Episode
-from lockstep.rl.conversations.runner import BlockedError, ConversationRunner, LoopWatchdog, grade_group
+from lockstep.rl.conversations.runner import BlockedError, ConversationRunner, grade_groups
 from lockstep.rl.environments.protocol import Environment, Example
 from lockstep.rl.grading.calling import (
     INVALID,
@@ -25,7 +23,6 @@ from lockstep.rl.grading.calling import (
     Outcome,
     call_problem,
     call_rewards,
-    event_loop,
     failure,
     is_async,
     outcome_of_error,
@@ -51,8 +48,6 @@ from lockstep.workers.processes import adopt_orphans, die_with_parent, limit_mem
 
 BATCH_SECONDS = 0.02
 """Interval at which outcomes of plain functions are sent: one message each would cost more than a cheap reward."""
-BATCH_BYTES = 2**16
-"""Maximum size of a batch of outcomes, except for single ones."""
 
 
 def run_tasks(environment: Environment, limits: dict[str, Any], started: mmap.mmap, pipe: int, output: int) -> None:
@@ -73,47 +68,37 @@ def run_tasks(environment: Environment, limits: dict[str, Any], started: mmap.mm
             order = supervisor.receive()
             _, number, kind, _ = header(order)
             if kind == REWARD:
-                _Rewards(environment, config, number, started, supervisor).grade(body_of(order))
+                _grade(environment, config, number, body_of(order), started, supervisor)
             else:
                 _run_conversation(environment, config, number, kind, body_of(order), supervisor)
 
 
-class _Rewards:
-    """A chunk of jobs."""
+def _grade(
+    environment: Environment,
+    config: RewardConfig,
+    number: int,
+    chunk: dict[str, Any],
+    started: mmap.mmap,
+    supervisor: Stream,
+) -> None:
+    """Grades the jobs of a chunk."""
+    examples = [Example(**fields) for fields in chunk["examples"]]
+    jobs = [(examples[index], completion) for index, completion in chunk["jobs"]]
+    pid, interval = os.getpid(), 0.0 if is_async(environment) else BATCH_SECONDS
+    batch, missing, sent = list[list[Any]](), len(jobs), time.monotonic()
 
-    def __init__(
-        self, environment: Environment, config: RewardConfig, number: int, started: mmap.mmap, supervisor: Stream
-    ):
-        self._environment, self._config, self._number = environment, config, number
-        self._started, self._supervisor, self._pid = started, supervisor, os.getpid()
-        self._interval = 0.0 if is_async(environment) else BATCH_SECONDS
-        self._batch: list[list[Any]] = []
-        self._bytes = 0
-        self._sent = time.monotonic()
+    def report(index: int, outcome: Outcome) -> None:
+        nonlocal missing, sent
+        _require_process(pid)
+        batch.append([index, outcome.rewards, outcome.cause, outcome.message])
+        missing -= 1
+        started[:] = STARTED.pack(index + 1)
+        if not missing or time.monotonic() >= sent + interval:
+            supervisor.send(message(REWARDED, number, not missing, body=to_json(batch)), seconds=None)
+            batch.clear()
+            sent = time.monotonic()
 
-    def grade(self, chunk: dict[str, Any]) -> None:
-        examples = [Example(**fields) for fields in chunk["examples"]]
-        jobs = [(examples[index], completion) for index, completion in chunk["jobs"]]
-        self._missing = len(jobs)
-        call_rewards(self._environment, jobs, self._report, self._config.seconds, self._config.concurrent)
-
-    def _report(self, index: int, outcome: Outcome) -> None:
-        _require_process(self._pid)
-        size = _max_bytes(outcome)
-        if self._bytes and self._bytes + size > BATCH_BYTES:
-            self._send()
-        self._batch.append([index, outcome.rewards, outcome.cause, outcome.message])
-        self._bytes += size
-        self._missing -= 1
-        self._started[:] = STARTED.pack(index + 1)
-        if not self._missing or time.monotonic() >= self._sent + self._interval:
-            self._send()
-
-    def _send(self) -> None:
-        batch = message(REWARDED, self._number, not self._missing, body=to_json(self._batch))
-        self._batch, self._bytes = [], 0
-        self._supervisor.send(batch, seconds=None)
-        self._sent = time.monotonic()
+    call_rewards(environment, jobs, report, config.seconds, config.concurrent)
 
 
 def _require_process(pid: int) -> None:
@@ -122,12 +107,6 @@ def _require_process(pid: int) -> None:
         os._exit(0)
     for stream in (sys.stdout, sys.stderr):
         stream.flush()
-
-
-def _max_bytes(outcome: Outcome) -> int:
-    """An upper bound of its size as JSON, at twelve bytes per character; cheaper than encoding it."""
-    rewards = outcome.rewards
-    return 100 + 32 * len(rewards) + 12 * (len(outcome.message) + sum(map(len, rewards)))
 
 
 def _run_conversation(
@@ -153,8 +132,8 @@ def _run_conversation(
 
     try:
         if kind == GRADE:
-            episodes = [Episode(*episode) for episode in task["episodes"]]
-            emit(_grade(environment, example, episodes, config, number))
+            group = example, [Episode(**episode) for episode in task["episodes"]]
+            emit(GroupGraded(number, *grade_groups(environment, [group], config, patience=1)))
         else:
             _converse(environment, example, config, number, supervisor, emit)
     except BlockedError as error:
@@ -185,19 +164,6 @@ def _converse(
         threading.Thread(target=receive_replies, name="replies", daemon=True).start()
         while event := runner.next(wait=True):
             emit(replace(event, number=number))
-
-
-def _grade(
-    environment: ConversationEnvironment, example: Example, episodes: list[Episode], config: RewardConfig, number: int
-) -> GroupGraded:
-    grading = grade_group(environment, example, episodes, config.seconds)
-    running = asyncio.run_coroutine_threadsafe(grading, event_loop())
-    watchdog = LoopWatchdog(environment, config.seconds, patience=1)
-    while not running.done():
-        concurrent.futures.wait([running], timeout=min(1.0, config.seconds / 4))
-        if not running.done():
-            watchdog.check(GRADE)
-    return GroupGraded(number, running.result())
 
 
 def _seed(seed: int) -> None:

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import math
-import threading
 from collections.abc import Callable, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor, wait
+from dataclasses import dataclass
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -49,6 +50,7 @@ class RolloutPrefetcher:
         self._source, self._prompts, self._sampler = source, prompts, sampler
         self._prompts_per_step, self.depth, self._caching_sampler = prompts_per_step, depth, caching_sampler
         self._oversampling = oversampling
+        self._threads = ThreadPoolExecutor(depth + 1, "prefetcher")
         self._in_flight: dict[int, _StepInFlight] = {}
         self._returned_places: list[int] = []
         """Positions of prompts that were in flight when the run was saved: they are requested before others."""
@@ -86,7 +88,8 @@ class RolloutPrefetcher:
             return lambda: SampledRound(examples, self._checked(step, sample()), places)
         in_flight = self._in_flight.pop(step)
         self._current = [in_flight]
-        return lambda: SampledRound(in_flight.examples, self._checked(step, in_flight.rollouts()), in_flight.places)
+        examples, places = in_flight.examples, in_flight.places
+        return lambda: SampledRound(examples, self._checked(step, in_flight.rollouts.result()), places)
 
     def _checked(self, step: int, rollouts: list[Rollout]) -> list[Rollout]:
         oldest = min((min(rollout.versions or [rollout.version]) for rollout in rollouts), default=step)
@@ -100,8 +103,7 @@ class RolloutPrefetcher:
     def wait(self) -> None:
         """Waits for the steps that are sampled from weights older than those after the last complete step."""
         older = [of_step for step, of_step in self._in_flight.items() if step <= self.completed + self.depth]
-        for of_step in self._current + older:
-            of_step.wait()
+        wait([of_step.rollouts for of_step in self._current + older])
 
     def metrics(self) -> dict[str, float]:
         """Steps requested so far, and their samples: how many are ready, and how many are still in flight."""
@@ -140,8 +142,7 @@ class RolloutPrefetcher:
         steps = [*self._current, *self._in_flight.values()]
         for of_step in steps:
             of_step.sampler.close()
-        for of_step in steps:
-            of_step.thread.join()
+        self._threads.shutdown()
 
     def _take(self, wanted: int) -> list[int]:
         """The positions of the next prompts, for this many groups."""
@@ -160,9 +161,9 @@ class RolloutPrefetcher:
             self._saved_samples = {}
         examples = [self._prompts.at(place) for place in places]
         draw = partial(self._source.draw, examples, step, 0, sampler, self._prompts_per_step)
-        self._in_flight[step] = in_flight = _StepInFlight(places, examples, sampler, draw)
+        self._in_flight[step] = in_flight = _StepInFlight(places, examples, sampler, self._threads.submit(draw))
         # Otherwise it would be a race whether its samples are requested before the next weights arrive.
-        while self._source.requests_at_once and in_flight.thread.is_alive() and not sampler.asked.wait(0.02):
+        while self._source.requests_at_once and not in_flight.is_ready and not sampler.asked.wait(0.02):
             pass
 
 
@@ -171,38 +172,20 @@ def _oldest(samples: Sequence[dict[str, Any]], otherwise: int) -> int:
     return min((version for sample in samples for version in sample["versions"]), default=otherwise)
 
 
+@dataclass
 class _StepInFlight:
     """A step's first round, sampled in a thread."""
 
-    def __init__(
-        self, places: list[int], examples: list[Example], sampler: CachingSampler, draw: Callable[[], list[Rollout]]
-    ):
-        self.places, self.examples, self.sampler = places, examples, sampler
-        self._result: list[Rollout] | BaseException = []
-        self.thread = threading.Thread(target=self._run, args=(draw,), name="prefetcher", daemon=True)
-        self.thread.start()
-
-    def _run(self, draw: Callable[[], list[Rollout]]) -> None:
-        try:
-            self._result = draw()
-        except BaseException as error:  # re-raised by `rollouts`
-            self._result = error
+    places: list[int]
+    examples: list[Example]
+    sampler: CachingSampler
+    rollouts: Future[list[Rollout]]
 
     @property
     def is_ready(self) -> bool:
-        return not self.thread.is_alive()
+        return self.rollouts.done()
 
     def samples(self) -> tuple[int, int]:
         """Finished and unfinished samples; a step that is ready has none of the latter, as stragglers are stopped."""
         finished, unfinished = self.sampler.count()
         return finished, 0 if self.is_ready else unfinished
-
-    def wait(self) -> None:
-        while self.thread.is_alive():
-            self.thread.join(0.1)  # so that signals are handled
-
-    def rollouts(self) -> list[Rollout]:
-        self.wait()
-        if isinstance(self._result, BaseException):
-            raise self._result
-        return self._result

@@ -54,7 +54,7 @@ def _sum(step, term):
 
 
 @pytest.mark.parametrize("seed", [0, 1])
-def test_grpo(seed):
+def test_grpo_has_the_gradient_of_its_paper(seed):
     """arXiv 2402.03300, equations 3 and 4; advantages of section 4.1.2."""
 
     def objective(step):
@@ -68,7 +68,7 @@ def test_grpo(seed):
     _agree(drawn_step(seed), named("grpo", loss_average="sequence", kl_coefficient=0.04), objective)
 
 
-def test_dr_grpo():
+def test_dr_grpo_has_the_gradient_of_its_paper():
     """arXiv 2503.20783, section 3.2: no division by the deviation, nor by the completion's length."""
 
     def objective(step):
@@ -80,7 +80,7 @@ def test_dr_grpo():
     _agree(drawn_step(), named("dr_grpo"), objective)
 
 
-def test_dapo():
+def test_dapo_has_the_gradient_of_its_paper():
     """arXiv 2503.14476, equation 8: separate bounds, every token of the step with the same weight."""
 
     def objective(step):
@@ -93,7 +93,7 @@ def test_dapo():
 
 
 @pytest.mark.parametrize("bounds", [(3e-4, 4e-4), (0.1, 0.15)])
-def test_gspo(bounds):
+def test_gspo_has_the_gradient_of_its_paper(bounds):
     """arXiv 2507.18071, equations 5 to 7."""
 
     def objective(step):
@@ -107,7 +107,7 @@ def test_gspo(bounds):
 
 
 @pytest.mark.parametrize("bounds", [(1.0, 4.0), (0.2, 0.3)])
-def test_cispo(bounds):
+def test_cispo_has_the_gradient_of_its_paper(bounds):
     """arXiv 2506.13585, equations 4 and 5."""
 
     def objective(step):
@@ -121,7 +121,7 @@ def test_cispo(bounds):
 
 
 @pytest.mark.parametrize("beta", [0.0, 0.1])
-def test_rloo(beta):
+def test_rloo_has_the_gradient_of_its_paper(beta):
     """arXiv 2402.14740, section 2.2: the estimator's baseline is the mean of the others, the KL is in the reward.
 
     In units of the limit of tokens, which is a constant.
@@ -149,7 +149,7 @@ def _in_ppos_loss(step, advantages):
 
 
 @pytest.mark.parametrize("beta", [0.0, 0.1])
-def test_reinforce_plus_plus(beta):
+def test_reinforce_plus_plus_has_the_gradient_of_its_paper(beta):
     """arXiv 2501.03262: A_t = r − β Σ KL(i) for i ≥ t, normalised over the batch's tokens, in PPO's clipped loss."""
 
     def objective(step):
@@ -162,7 +162,7 @@ def test_reinforce_plus_plus(beta):
     _agree(drawn_step(), named("reinforce++", kl_coefficient=beta), objective)
 
 
-def test_reinforce_plus_plus_with_baseline():
+def test_reinforce_plus_plus_with_baseline_has_the_gradient_of_its_paper():
     """arXiv 2501.03262: the group's mean as baseline, normalised over the batch's tokens; k2 in the loss."""
 
     def objective(step):
@@ -175,7 +175,7 @@ def test_reinforce_plus_plus_with_baseline():
 
 @pytest.mark.parametrize(("gamma", "lambda_", "beta"), [(1.0, 0.95, 0.0), (0.9, 0.8, 0.1), (1.0, 1.0, 0.1)])
 @pytest.mark.parametrize("clip", [0.2, 0.0])
-def test_ppo(gamma, lambda_, beta, clip):
+def test_ppo_has_the_gradient_of_its_paper(gamma, lambda_, beta, clip):
     """arXiv 1707.06347, equations 7 and 9, with the advantages of arXiv 1506.02438, equation 16."""
     estimates = {}
 
@@ -220,7 +220,7 @@ def _value_loss(step, advantages, clip):
     return total / sum(step.lengths)
 
 
-def test_rejection_sampling_fine_tuning():
+def test_rejection_sampling_fine_tuning_has_the_gradient_of_its_paper():
     """arXiv 2304.06767, algorithm 1: the likelihood of the best completions of each prompt."""
     kept = []
 
@@ -235,7 +235,7 @@ def test_rejection_sampling_fine_tuning():
     assert 0 < len(kept) < len(step.lengths)
 
 
-def test_on_policy_distillation():
+def test_on_policy_distillation_has_the_gradient_of_its_paper():
     """arXiv 2306.08543, section 2.2, the single-step part: each token's gradient, weighed by log p_teacher − log p."""
 
     def objective(step):
@@ -248,7 +248,7 @@ def test_on_policy_distillation():
 @pytest.mark.parametrize("level", ["token", "sequence"])
 @pytest.mark.parametrize("how", ["truncate", "mask"])
 @pytest.mark.parametrize("loss", ["grpo", "gspo", "cispo", "rloo"])
-def test_off_policy_corrections(loss, how, level):
+def test_off_policy_corrections_multiply_each_token_by_its_factor(loss, how, level):
     """min(ρ, C) of arXiv 1802.01561, section 4.1, or ρ within the bounds, times each token's term."""
     algorithm = named(loss, off_policy=how, off_policy_level=level, off_policy_low=0.8, off_policy_high=1.3)
     step = drawn_step()

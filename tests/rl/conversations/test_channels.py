@@ -1,7 +1,7 @@
 """Conversations of a model that speaks in channels: environments get its final channel, the rows keep its tokens."""
 
 import json
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
 import pytest
@@ -14,7 +14,7 @@ from lockstep.generate.sampling_params import Completion
 from lockstep.rl.conversations.rendering import Rendering
 from lockstep.rl.conversations.tools import answer_calls
 from lockstep.rl.environments.loading import load_environment
-from lockstep.rl.grading.exchange import reply_data, reply_from
+from lockstep.rl.grading.exchange import reply_from
 from lockstep.rl.rollouts.rewards import assign_rewards
 from tests.rl.collected import collected, held_out
 from tests.rl.conversations.families import shown, write_family
@@ -173,4 +173,4 @@ def test_environments_and_validation_get_the_final_channel(folder, name):
 
 def test_a_reply_survives_the_way_to_a_worker(folder):
     reply = rl.Reply("yo", "stop", (rl.ToolCall("f", {"a": [1]}),), 3, 2, "hm", {"thinking": "hm"})
-    assert reply_from(json.loads(json.dumps(reply_data(reply)))) == reply
+    assert reply_from(json.loads(json.dumps(asdict(reply)))) == reply

@@ -235,28 +235,6 @@ def test_a_conversation_without_rewards_says_that_nothing_gives_them(engine_of, 
             graded(environment, engine_of("llama3"), renderings["llama3"], limit=0.0, max_new_tokens=2)
 
 
-def test_a_text_that_can_never_fit_is_refused_before_it_is_encoded(engine_of, renderings):
-    class Loud(rl.ConversationEnvironment):
-        async def converse(self, example, chat):
-            chat.add(example.prompt if self.first else "x" * 10**7)
-            await chat.reply()
-            chat.add("x" * 10**7)
-            await chat.reply()
-
-        unfinished, first = -1.0, True
-
-    class Louder(Loud):
-        first = False
-
-    given = engine_of("llama3"), renderings["llama3"]
-    rollouts = graded(Loud(), *given, samples_per_prompt=1)
-    assert all(r.conversation.over and r.scores.reward == -1.0 and r.conversation.turns == 1 for r in rollouts)
-    with pytest.raises(
-        UserError, match=r"its first prompt has 10,0\d\d,\d\d\d characters, which cannot fit in the context"
-    ):
-        talk(Louder(), *given)
-
-
 def test_one_number_of_an_unfinished_conversation_stands_for_all_names(engine_of, renderings):
     class Asks(Talk):
         async def converse(self, example, chat):
@@ -491,20 +469,17 @@ def test_a_template_that_refuses_names_the_example(engine_of, renderings):
         talk(Refused(), engine_of("llama3_1"), renderings["llama3_1"])
 
 
-class Counts(rl.ConversationEnvironment):
-    """Two replies, whose tokens are the rewards."""
-
-    async def converse(self, example, chat):
-        found = {}
-        for turn in range(2):
-            chat.add(example.prompt)
-            reply = await chat.reply()
-            found |= {f"prompt_{turn}": reply.prompt_tokens, f"completion_{turn}": reply.completion_tokens}
-        return found
-
-
 def test_a_reply_says_how_many_tokens_it_read_and_has(engine_of, renderings):
-    for own in episodes_of(graded(Counts(), engine_of("llama3"), renderings["llama3"])):
+    class Counts(rl.ConversationEnvironment):
+        async def converse(self, example, chat):
+            found = {}
+            for turn in range(2):
+                chat.add(example.prompt)
+                reply = await chat.reply()
+                found |= {f"prompt_{turn}": reply.prompt_tokens, f"completion_{turn}": reply.completion_tokens}
+            return found
+
+    for own in episodes_of(graded(Counts(), engine_of("llama3"), renderings["llama3"], samples_per_prompt=1)):
         row, counts = own[-1], own[-1].scores.rewards
         turns = [counts["completion_0"], counts["completion_1"]]
         assert len(own) == 1 and sum(turns) == row.num_sampled and min(turns) > 0

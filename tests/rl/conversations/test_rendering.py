@@ -9,7 +9,7 @@ from lockstep import load_model
 from lockstep.data import load_tokenizer
 from lockstep.data.chat import ChatTemplateError
 from lockstep.generate import Completion
-from lockstep.rl.conversations.rendering import Rendering, Transcript, open_rendering
+from lockstep.rl.conversations.rendering import Rendering, TooLongError, Transcript, open_rendering
 from tests.rl.conversations.families import FAMILIES, shown
 
 PIECES = [
@@ -206,6 +206,12 @@ def test_without_a_template_texts_stand_one_after_the_other(bpe_tokenizer):
     assert again == [*bpe_tokenizer.encode("3+5="), *bpe_tokenizer.encode("8"), bpe_tokenizer.eos_id, *new]
     with pytest.raises(ChatTemplateError, match="content must be a string"):
         transcript.prompt([{"role": "user", "content": None}])
+
+
+def test_a_text_that_can_never_fit_is_refused_before_it_is_encoded(renderings):
+    transcript = Transcript(renderings["llama3"])
+    with pytest.raises(TooLongError, match=r"10,0.* characters, which cannot fit in the context of 512 tokens"):
+        transcript.prompt([{"role": "user", "content": "x" * 10**7}], 512)
 
 
 def test_a_prompt_that_failed_or_was_not_answered_leaves_no_trace(renderings):

@@ -2,12 +2,13 @@
 
 import asyncio
 import inspect
+from contextlib import nullcontext
 
 import pytest
 
 import lockstep.rl as rl
 from lockstep.config import RewardConfig, RLConfig
-from lockstep.rl.environments.loading import EnvironmentSource, load_environment
+from lockstep.rl.environments.loading import EnvironmentSource
 from lockstep.rl.grading.pool import open_workers
 from tests.rl.collected import collected
 
@@ -43,14 +44,12 @@ def config(**changes):
     return RLConfig(**(dict(samples_per_prompt=2, max_new_tokens=6, rewards=RewardConfig(seconds=60)) | changes))
 
 
-@pytest.fixture(params=["here", pytest.param("in workers", marks=pytest.mark.slow)])
-def held(request, tmp_path, engine_of, renderings):
-    """`held(numbers, first)`: conversations about some of the examples, and what the engine has sampled for them."""
-    file = tmp_path / "task.py"
-    file.write_text(f"import asyncio\nimport lockstep.rl as rl\n\n{inspect.getsource(Talk)}")
-    source, limits = EnvironmentSource(f"{file}:Talk"), RewardConfig(workers=2, seconds=60)
-
-    def hold(numbers, first, grader):
+@pytest.mark.parametrize("place", ["here", pytest.param("in workers", marks=pytest.mark.slow)])
+def test_the_longest_groups_are_given_up_in_the_middle_of_a_reply_or_of_the_environments_turn(
+    place, tmp_path, engine_of, renderings
+):
+    def held(numbers, first):
+        """Conversations about some of the examples, and how many tokens were sampled for them."""
         engine = engine_of("llama3", 16)
         rollouts = collected(
             EXAMPLES, Talk(), engine, renderings["llama3"], config(), grader=grader, numbers=numbers, first=first
@@ -58,21 +57,16 @@ def held(request, tmp_path, engine_of, renderings):
         assert not engine.has_work
         return rollouts, engine.statistics.tokens_sampled
 
-    if request.param == "here":
-        yield lambda numbers, first: hold(numbers, first, None)
-    else:
-        load_environment(source.name)
-        with open_workers(source, limits, tmp_path) as grader:
-            yield lambda numbers, first: hold(numbers, first, grader)
+    file = tmp_path / "task.py"
+    file.write_text(f"import asyncio\nimport lockstep.rl as rl\n\n{inspect.getsource(Talk)}")
+    source, limits = EnvironmentSource(f"{file}:Talk"), RewardConfig(workers=2, seconds=60)
+    with open_workers(source, limits, tmp_path) if place == "in workers" else nullcontext() as grader:
+        whole, _ = held([1, 3], None)
+        for _ in range(2):  # the workers hold others afterwards
+            kept, sampled = held(range(5), 2)
+            assert plain(kept) == plain(whole) and len(kept) == 4
+            assert sampled < 250  # of some 500
 
 
 def plain(rollouts):
     return [(r.group, r.episode, r.token_ids, r.logprobs, r.finish_reason) for r in rollouts]
-
-
-def test_the_longest_groups_are_given_up_in_the_middle_of_a_reply_or_of_the_environments_turn(held):
-    whole, _ = held([1, 3], None)
-    for _ in range(2):  # the workers hold others afterwards
-        kept, sampled = held(range(5), 2)
-        assert plain(kept) == plain(whole) and len(kept) == 4
-        assert sampled < 250  # of some 500

@@ -101,7 +101,7 @@ class Disturbed:
         while not condition():
             assert self.process.is_alive(), "the trainer has ended"
             assert time.monotonic() < until, "it does not come"
-            time.sleep(0.002)
+            time.sleep(0.01)
 
     def wait_for_step(self, step):
         self.wait(lambda: self.step >= step)

@@ -177,10 +177,12 @@ def test_samples_that_another_has_begun_continue_with_the_same_bits(server, mode
 def test_an_aborted_request_frees_the_servers_cache(server, model, folder):
     with pool_of(model, folder, server.url) as pool:
         params = dataclasses.replace(PARAMS, seed=1, max_tokens=500, stop_token_ids=())
+        before = server.engine.statistics.tokens_sampled
         request = pool.begin(PROMPTS[0], params)
         wait_until(lambda: any(sample.token_ids for sample in request.samples))
         pool.abort(request.id)
         server.wait_until(server.all_pages_free, seconds=5)
+        assert server.engine.statistics.tokens_sampled - before < 500 * params.n
         assert not any(sample.finish_reason for sample in request.samples)
 
 

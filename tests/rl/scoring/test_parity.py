@@ -74,32 +74,11 @@ def _stale_weights(model, sequences, temperature):
     return score(prefetcher, sequences, temperature)
 
 
-def _half_the_temperature(model, sequences, temperature):
-    return score(model, sequences, temperature / 2)
-
-
-def _repeated_sequence(model, sequences, temperature):
-    """The first sample of a prompt in place of its other samples, where they are of one length."""
-    same = [sequences[0] if len(sequences[0]) == len(other) else other for other in sequences]
-    return score(model, same, temperature)
-
-
-def _swapped_shard(model, sequences, temperature):
-    """Two halves of one weight's rows have changed places."""
-    swapped = copy.deepcopy(model)
-    with torch.no_grad():
-        weight = swapped.layers[0].mlp.up_proj.weight
-        weight.copy_(torch.cat(weight.chunk(2)[::-1]))
-    return score(swapped, sequences, temperature)
-
-
-SLOW = [_stale_weights, _half_the_temperature, _repeated_sequence, _swapped_shard]
-
-
-@pytest.mark.parametrize("fault", [_flipped_bit, *(pytest.param(fault, marks=pytest.mark.slow) for fault in SLOW)])
+@pytest.mark.parametrize("fault", [_flipped_bit, pytest.param(_stale_weights, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("dtype", ["float32", pytest.param("bfloat16", marks=pytest.mark.slow)])
 def test_a_planted_fault_is_found(monkeypatch, dtype, fault):
-    model = build_model(SHORT, dtype=dtype)
+    # A last bit shows in few of the log-probabilities, so that it takes many.
+    model = build_model(SHORT if fault is _flipped_bit else preset("qwen3:micro"), dtype=dtype)
     monkeypatch.setattr(parity_check, "score", fault)
     parity, _ = check_parity(model, tokens=64)
     assert parity.tokens_different > 0 and parity.max_delta > 0

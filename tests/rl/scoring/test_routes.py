@@ -198,21 +198,6 @@ def test_a_digest_that_differs_is_found_and_the_layer_is_named_by_running_both_p
     assert said.startswith("The first operator that differs is layer 0, route of experts: [") and "trainer" in said
 
 
-def test_operators_of_a_mixture_are_named_by_layer(monkeypatch):
-    model = mixture()
-    exact = ops.experts
-
-    def experts(x, *others):
-        out = exact(x, *others).clone()
-        if others[2] is model.layers[2].mlp.experts.gate_proj.weight and len(x) == 1:
-            out.view(torch.int32)[0, 3] ^= 1
-        return out
-
-    assert first_difference(model, [*range(5, 45)], 21) is None
-    monkeypatch.setattr(ops, "experts", experts)
-    assert first_difference(model, [*range(5, 45)], 21).operator == "layer 2, experts"
-
-
 def test_replayed_routes_are_the_generators_and_rows_of_prompts_choose_for_themselves(other_rollouts):
     model = mixture()
     metrics = gradients_of(model, other_rollouts, router_replay=True).metrics()

@@ -1,7 +1,6 @@
 """PPO: generalized advantages, values that are the same bits everywhere, and runs that resume with their value head."""
 
 import dataclasses
-import json
 import math
 import shutil
 from functools import partial
@@ -14,19 +13,20 @@ from hypothesis import strategies as st
 
 from lockstep import build_model, load_model
 from lockstep.checkpoint.manifest import write_manifest
-from lockstep.config import CheckpointConfig, CompileConfig, EngineConfig, RecomputeConfig, RLConfig, TrainConfig
+from lockstep.config import CheckpointConfig, CompileConfig, RecomputeConfig, RLConfig, TrainConfig
 from lockstep.config import validate as validate_config
 from lockstep.data import ByteTokenizer
 from lockstep.errors import RunStopped, UserError
 from lockstep.model import ModelConfig, save_model
 from lockstep.parallel.recompute import apply_recompute
-from lockstep.rl import Environment, Example, Rollout, Scores
+from lockstep.rl import Example, Rollout, Scores
 from lockstep.rl.algorithms import explained_variance, generalized_advantages, value_losses, value_returns
 from lockstep.rl.reinforce import reinforce
 from lockstep.rl.rollouts.advantages import assign_advantages
 from lockstep.rl.scoring.value_head import ValueHead, make_value_head, train_settings
 from lockstep.train import Trainer
 from tests.rl.losses import assign_values, batches_of, log_probs_of, loss_of
+from tests.rl.small_runs import EvenBytes, small_config, steps_of
 
 SHAPE = ModelConfig(
     family="qwen3", vocab_size=258, dim=32, num_layers=2, num_heads=2, num_kv_heads=1, head_dim=16,
@@ -47,19 +47,6 @@ def test_advantages_are_the_sum_of_equation_16(tokens, gamma, lambda_):
     # Two orders of adding a dozen float64 numbers below 15: 9e-16 measured, at worst 12 roundings of 180.
     assert found == pytest.approx(expected, abs=1e-12)
     assert value_returns(found, values) == [a + v for a, v in zip(found, values)]
-
-
-@given(tokens=NUMBERS)
-def test_the_ends_of_lambda_are_the_two_estimators_of_the_paper(tokens):
-    """Equations 17 and 18, with γ = 1; the second adds in another order (4e-15 measured)."""
-    rewards, values = map(list, zip(*tokens))
-    following = [*values[1:], 0.0]
-    expected = [r + after - v for r, v, after in zip(rewards, values, following)]
-    assert generalized_advantages(rewards, values, 1.0, 0.0) == expected
-    earned = [math.fsum(rewards[t:]) for t in range(len(rewards))]
-    assert generalized_advantages(rewards, values, 1.0, 1.0) == pytest.approx(
-        [e - v for e, v in zip(earned, values)], abs=1e-12
-    )
 
 
 def test_a_value_that_went_far_enough_has_no_gradient_and_one_that_went_astray_has_its_own():
@@ -189,44 +176,18 @@ def test_the_head_is_float32_and_a_plain_product_with_a_bias():
     assert head(hidden.bfloat16()).dtype == torch.float32
 
 
-class EvenBytes(Environment):
-    """The share of bytes with an even number."""
-
-    def examples(self, split):
-        for word in ("stone", "river", "cloud", "apple") if split == "train" else ("light",):
-            yield Example(prompt=f"{word}:")
-
-    def reward(self, example, completion):
-        return sum(ord(c) % 2 == 0 for c in completion) / max(1, len(completion))
-
-
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory):
-    path = tmp_path_factory.mktemp("policy")
-    save_model(_model(), path)
-    ByteTokenizer().save(path)
-    return path
-
-
 def _run(output, folder, **changes):
-    train, environment = changes.pop("train", {}), changes.pop("environment", EvenBytes())
-    defaults = dict(
-        output=str(output), model=str(folder), algorithm="ppo", steps=4, prompts_per_step=2, samples_per_prompt=4,
-        max_new_tokens=5, validation_examples=1, dtype="float32", updates_per_batch=2, kl_coefficient=0.05,
-        train=TrainConfig(
-            **dict(learning_rate=1e-2, warmup_steps=0, schedule="constant", tokens_per_microbatch=64) | train
-        ),
-        engine=EngineConfig(max_sequences=16, cache_tokens=2048),
-        checkpoint=CheckpointConfig(every=2, last_model_only=False),
-    )  # fmt: skip
-    return reinforce(RLConfig(**(defaults | changes)), environment)
+    train = dict(learning_rate=1e-2, warmup_steps=0, schedule="constant", tokens_per_microbatch=64)
+    train |= changes.pop("train", {})
+    settings = dict(algorithm="ppo", steps=4, prompts_per_step=2, updates_per_batch=2, kl_coefficient=0.05)
+    settings |= dict(checkpoint=CheckpointConfig(every=2, last_model_only=False), train=TrainConfig(**train))
+    return reinforce(small_config(output, folder, **settings | changes), EvenBytes())
 
 
 def _metrics(run):
-    lines = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()][1:]
     return [
         {k: v for k, v in m.items() if not k.startswith(("time", "generators/")) and "per_second" not in k}
-        for m in lines
+        for m in steps_of(run)
     ]
 
 
@@ -236,9 +197,9 @@ def _files(run):
 
 
 @pytest.fixture(scope="module")
-def finished(tmp_path_factory, folder):
+def finished(tmp_path_factory, folders):
     """A run of four steps."""
-    return _run(tmp_path_factory.mktemp("finished") / "run", folder)
+    return _run(tmp_path_factory.mktemp("finished") / "run", folders[0])
 
 
 @pytest.fixture
@@ -247,7 +208,7 @@ def run(finished, tmp_path):
     return shutil.copytree(finished, tmp_path / "run")
 
 
-def test_a_run_resumes_to_the_same_bits_with_its_value_head(run, folder):
+def test_a_run_resumes_to_the_same_bits_with_its_value_head(run, folders):
     metrics, files = _metrics(run), _files(run)
     for step in metrics:
         assert step["parity/tokens_different"] == 0 and step["policy/ratio_first_max"] == 1.0
@@ -255,7 +216,7 @@ def test_a_run_resumes_to_the_same_bits_with_its_value_head(run, folder):
     assert metrics[0]["value/explained_variance"] == 0.0, "the head begins as zero"
     assert any(step["value/clip_fraction"] > 0 for step in metrics), "the second update"
     shutil.rmtree(run / "checkpoints" / "step_00000004")
-    assert _run(run, folder, resume=True) == run
+    assert _run(run, folders[0], resume=True) == run
     assert _metrics(run) == metrics and _files(run) == files
 
 
@@ -301,17 +262,17 @@ def change_the_head(path, change):
     ],
     ids=["a byte", "no file", "another shape", "left out"],
 )
-def test_a_damaged_or_missing_head_is_named_on_resuming(run, folder, damage, said):
+def test_a_damaged_or_missing_head_is_named_on_resuming(run, folders, damage, said):
     shutil.rmtree(run / "checkpoints" / "step_00000002")
     damage(run / "checkpoints" / "step_00000004" / "trainer" / "optimizer.safetensors")
     with pytest.raises((UserError, RunStopped), match=said):
-        _run(run, folder, steps=5, resume=True)
+        _run(run, folders[0], steps=5, resume=True)
 
 
-def test_a_checkpoint_of_another_algorithm_has_no_head_to_resume_with(tmp_path, folder):
-    run = _run(tmp_path / "run", folder, algorithm="grpo", steps=2)
+def test_a_checkpoint_of_another_algorithm_has_no_head_to_resume_with(tmp_path, folders):
+    run = _run(tmp_path / "run", folders[0], algorithm="grpo", steps=2)
     with pytest.raises(UserError, match=r"value_head.*algorithm, .* must be those of the run that wrote it"):
-        _run(run, folder, resume=True)
+        _run(run, folders[0], resume=True)
 
 
 def test_the_head_has_a_learning_rate_of_its_own_and_cannot_be_frozen():
@@ -335,10 +296,10 @@ def test_the_head_has_a_learning_rate_of_its_own_and_cannot_be_frozen():
         pytest.param((), id="in backward", marks=pytest.mark.slow),
     ],
 )
-def test_runs_with_frozen_layers_and_with_updates_in_the_backward_train_the_head(tmp_path, folder, rules):
+def test_runs_with_frozen_layers_and_with_updates_in_the_backward_train_the_head(tmp_path, folders, rules):
     train = {"rules": rules, "optimizer_in_backward": not rules, "tokens_per_microbatch": 4096}
     train |= {} if rules else {"max_grad_norm": 0.0}
-    metrics = _metrics(_run(tmp_path / "run", folder, steps=2, train=train))
+    metrics = _metrics(_run(tmp_path / "run", folders[0], steps=2, train=train))
     assert all(m["parity/tokens_different"] == 0 and m["grad_norm/value_head"] > 0 for m in metrics)
     assert metrics[1]["value/explained_variance"] != 0.0
 
