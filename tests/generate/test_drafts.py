@@ -186,7 +186,7 @@ def test_an_accepted_run_comes_as_tokens_of_their_own_each_with_what_was_asked_o
 
 
 @pytest.mark.parametrize("wrong", [[1.5], ["a"]])
-def test_a_draft_that_proposes_no_whole_numbers_is_an_error_and_the_engine_goes_on(wrong):
+def test_a_draft_that_proposes_no_whole_numbers_is_an_error_and_later_requests_are_sampled(wrong):
     model, params = model_of("qwen3"), dataclasses.replace(FREE, max_tokens=6)
     expected = Engine(model, ROOMY).generate([[9, 10]], params)
     draft = Oracle(expected * 2, lambda right, count: wrong)
