@@ -1,4 +1,4 @@
-"""The layouts that are compared with one process, and the table of them in docs/parallelism.md."""
+"""The layouts that are compared with one process; docs/parallelism.md lists them."""
 
 from __future__ import annotations
 
@@ -92,12 +92,3 @@ LAYOUTS = [
     Layout(4, P(pipeline=2, expert=2), "qwen3_moe:micro", steps=5),
     Layout(4, P(context=2, tensor=2, full_dtensor=True), "qwen3_moe:micro", steps=5),
 ]
-
-
-def table() -> str:
-    """The layouts in Markdown."""
-    lines = ["| layout | ranks | model | dtype | forward | steps |", "| --- | --- | --- | --- | --- | --- |"]
-    for layout in LAYOUTS:
-        family = layout.model.partition(":")[0] + (", tied head" if layout.tied else "")
-        lines.append(f"| {layout.name} | {layout.ranks} | {family} | {layout.dtype} | equal bits | {layout.steps} |")
-    return "\n".join(lines)

@@ -2,14 +2,13 @@
 
 from dataclasses import replace
 from functools import cache
-from pathlib import Path
 
 import pytest
 
 from lockstep.config import ParallelConfig
 from tests.faults import VARIABLE
 from tests.parallel.launch import launch
-from tests.parallel.layouts import LAYOUTS, Layout, table
+from tests.parallel.layouts import LAYOUTS, Layout
 from tests.parallel.training import assert_log_probs, train
 
 
@@ -121,8 +120,3 @@ def test_a_planted_fault_is_found(monkeypatch, fault, layout):
     traces = launch(layout.ranks, train, layout.parallel, *how(layout))
     with pytest.raises(AssertionError):
         assert_training_follows(layout, traces)
-
-
-def test_the_documented_table_is_that_of_the_tests():
-    page = Path(__file__).parents[2] / "docs" / "parallelism.md"
-    assert table() in page.read_text(), f"put this into {page}:\n{table()}"

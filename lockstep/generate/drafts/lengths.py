@@ -22,6 +22,8 @@ LEAST_RATE = 0.02
 """Least probability of a draft token, even of one that costs nothing to check."""
 MARGIN = 1.08
 """Draft only if the expected throughput is more than this multiple of that without drafts: proposing takes time."""
+CHOOSE_EVERY = 8
+"""Steps between two choices while drafts do not pay: choosing takes up to a millisecond itself."""
 RETRY_STEPS = 64
 """Steps in which drafts do not pay before a few sequences try again: their text may have become repetitive."""
 CPU_ROWS_PER_THREAD, GPU_ROWS = 5, 96
@@ -67,6 +69,14 @@ class DraftLengths:
         self._all = Acceptance()
         self._per_sequence: WeakKeyDictionary[Sequence, Acceptance] = WeakKeyDictionary()
         self._steps_without = 0
+        """Steps since drafts last paid."""
+
+    def skips(self) -> bool:
+        """Whether to draft nothing in this step, without a choice."""
+        if self._steps_without % CHOOSE_EVERY == 0:
+            return False
+        self._steps_without += 1
+        return True
 
     def choose(self, sequences: ListLike[Sequence], limits: ListLike[int], rows: int, room: int) -> list[int]:
         """Tokens to draft per sequence, at most `limits[i]` and `room` in all; `rows`: the step's rows without
@@ -85,7 +95,7 @@ class DraftLengths:
         for _, place in likeliest[:count]:
             counts[place] += 1
         self._steps_without = 0 if count else self._steps_without + 1
-        if self._steps_without == RETRY_STEPS:
+        if self._steps_without > RETRY_STEPS:
             self._steps_without = 0
             for place in sorted(range(len(limits)), key=lambda place: -limits[place])[: 1 + len(limits) // 16]:
                 counts[place] = min(2, limits[place], room)

@@ -210,9 +210,7 @@ def test_without_a_template_texts_stand_one_after_the_other(bpe_tokenizer):
 
 def test_a_text_that_can_never_fit_is_refused_before_it_is_encoded(renderings):
     transcript = Transcript(renderings["llama3"])
-    with pytest.raises(
-        TooLongError, match=r"10,0.* characters, which cannot fit in the context of 512 tokens"
-    ):
+    with pytest.raises(TooLongError, match=r"10,0.* characters, which cannot fit in the context of 512 tokens"):
         transcript.prompt([{"role": "user", "content": "x" * 10**7}], 512)
 
 
