@@ -28,9 +28,6 @@ settings.register_profile("fixed", derandomize=True, database=None)
 settings.load_profile("fixed")
 set_hypothesis_home_dir(Path(__file__).parent.parent / ".hypothesis")  # not in the working folder
 
-LONG = set((Path(__file__).parent / "long.txt").read_text().splitlines())
-"""Tests that only `make test-slow` runs, for the time that they take; the file says by which rule."""
-
 LONGEST = [
     "rl/scoring/test_parity_matrix.py",
     "parallel/test_compile.py",
@@ -54,9 +51,6 @@ def pytest_xdist_auto_num_workers(config):
 
 
 def pytest_collection_modifyitems(items):
-    for item in items:
-        if item.nodeid in LONG:
-            item.add_marker(pytest.mark.slow)
     places = {Path(__file__).parent / name: place for place, name in enumerate(LONGEST)}
     items.sort(key=lambda item: places.get(item.path, len(LONGEST)))
 

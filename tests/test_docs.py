@@ -13,7 +13,7 @@ import pytest
 ROOT = Path(__file__).parent.parent
 PAGES = [ROOT / "README.md", *sorted(p for p in (ROOT / "docs").glob("*.md") if p.name != "api.md")]
 BLOCKS = [
-    pytest.param(block, id=f"{page.name}-{index}")
+    pytest.param(block, id=f"{page.name}-{index}", marks=[pytest.mark.slow] * ((page.name, index) == ("README.md", 1)))
     for page in PAGES
     for index, block in enumerate(re.findall(r"```python\n(.*?)```", page.read_text(), flags=re.S))
 ]

@@ -10,7 +10,7 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from functools import cached_property, partial
 from pathlib import Path
 from types import TracebackType
-from typing import Any, Protocol, TypeVar, runtime_checkable
+from typing import Any, Protocol, TypeVar, cast, runtime_checkable
 
 import torch
 import torch.distributed as dist
@@ -25,9 +25,8 @@ from lockstep.checkpoint.folders import (
     step_name,
     weights_folder,
 )
-from lockstep.checkpoint.manifest import Piece, damage, listed_files, sync_folder, write_manifest
-from lockstep.checkpoint.part import Part
-from lockstep.checkpoint.staging import Staging, in_place
+from lockstep.checkpoint.manifest import IncompleteCheckpoint, Piece, damage, listed_files, sync_folder, write_manifest
+from lockstep.checkpoint.part import Part, Staging, in_place
 from lockstep.checkpoint.storage import StoredTensors, save_parts
 from lockstep.checkpoint.training_state import STEMS, load_training_state, parts_to_load, tensors_to_save
 from lockstep.config import CONFIG, PretrainConfig, RLConfig, to_toml
@@ -138,18 +137,17 @@ class Checkpoints:
         # Rank 0 lists the folders: ranks may see different ones if the file system is slow to show them.
         for name in self.world.from_main(lambda: [p.name for p in checkpoints_in(self.folder)]):
             folder = self.folder / name
-            state, problem = self._verified(folder)
-            if not problem and state["model_only"] and not self._has_ended(state):
-                problem = "it contains only the model (checkpoint.last_model_only)"
-            if not problem:
-                problem = self._restore(state, restore)
-            if not problem and not state["model_only"]:
-                overwritten = True
-                problem = self._load(folder)
-            if not problem:
+            try:
+                state = self._verified(folder)
+                self._on_all(partial(self._restore, state, restore))
+                if not state["model_only"]:
+                    overwritten = True
+                    self._load(folder)
                 self._warn_about_other_arithmetic(folder, state.get("arithmetic", ""))
                 self.newest = state["step"]
                 return state
+            except IncompleteCheckpoint as error:
+                problem = str(error)
             if self.world.is_main:
                 log.warning("%s cannot be resumed from: %s; trying an older one", folder, problem)
         if problem:
@@ -245,36 +243,34 @@ class Checkpoints:
                     ADAPTERS,
                 )
 
-    def _verified(self, folder: Path) -> tuple[dict[str, Any], str]:
-        """A checkpoint's state, and what is wrong with it, if anything; the same on all ranks."""
-        problem = self._first(damage(folder, rank=self.world.rank, ranks=self.world.size))
-        if problem:
-            return {}, problem
+    def _verified(self, folder: Path) -> dict[str, Any]:
+        """A checkpoint's state. Raises IncompleteCheckpoint, on all ranks, if it cannot be resumed from."""
+
+        def verify() -> None:
+            if problem := damage(folder, rank=self.world.rank, ranks=self.world.size):
+                raise IncompleteCheckpoint(problem)
+
+        self._on_all(verify)
         state, problem = self.world.from_main(lambda: _read_state(folder))
-        return state, problem
+        if not problem and state["model_only"] and not self._has_ended(state):
+            problem = "it contains only the model (checkpoint.last_model_only)"
+        if problem:
+            raise IncompleteCheckpoint(problem)
+        return dict(state)
 
-    def _restore(self, state: dict[str, Any], restore: Callable[[dict[str, Any]], None]) -> str:
-        """Restores the trainer's counts and the caller's state; returns why a rank failed, the same on all ranks."""
+    def _restore(self, state: dict[str, Any], restore: Callable[[dict[str, Any]], None]) -> None:
+        self.trainer.load_counts(state)
+        restore(state)
 
-        def load() -> None:
-            self.trainer.load_counts(state)
-            restore(state)
-
-        return self._on_all(load)[1]
-
-    def _load(self, folder: Path) -> str:
-        """Loads model, optimizer and random generators; returns why a rank failed, the same on all ranks."""
-        trainer = self.trainer
-        prepared, problem = self._on_all(lambda: self._to_load(folder))
-        if not prepared or problem:
-            return problem
-        stored, (parts, state, random) = prepared
+    def _load(self, folder: Path) -> None:
+        """Loads model, optimizer and random generators."""
+        stored, (parts, state, random) = self._on_all(lambda: self._to_load(folder))
 
         def read() -> None:
             stored.fill(parts)
-            load_training_state(trainer.optimizer, state, random)
+            load_training_state(self.trainer.optimizer, state, random)
 
-        return self._on_all(read)[1]
+        self._on_all(read)
 
     @property
     def _base(self) -> Path:
@@ -296,25 +292,27 @@ class Checkpoints:
         stored = StoredTensors({folder / name: group for group, names in groups.items() for name in names})
         return stored, parts_to_load(folder, stored, self.trainer.model, self.trainer.optimizer, self.world.rank)
 
-    def _on_all(self, action: Callable[[], Result]) -> tuple[Result | None, str]:
-        """Runs `action` on every rank. Returns this rank's result, and why any rank failed, the same on all of them.
+    def _on_all(self, action: Callable[[], Result]) -> Result:
+        """Runs `action` on every rank; returns this rank's result.
 
-        If one rank raises UserError, all do.
+        Raises, on all ranks, UserError if one does, and IncompleteCheckpoint if one fails otherwise: readers fail in
+        many ways on what is not our checkpoint.
         """
         result, refused, problem = None, "", ""
         try:
             result = action()
         except UserError as error:
             refused = str(error)
-        except Exception as error:  # readers fail in many ways on what is not our checkpoint
+        except IncompleteCheckpoint as error:
+            problem = str(error)
+        except Exception as error:
             problem = f"it cannot be read ({type(error).__name__}: {error})"
-        if refused := self._first(refused):
-            raise UserError(refused)
-        return result, self._first(problem)
-
-    def _first(self, problem: str) -> str:
-        """The problem of the first rank that has one, on every rank."""
-        return next(filter(None, self.world.gather(problem)), "")
+        all_refused, problems = zip(*self.world.gather([refused, problem]))
+        if any(all_refused):
+            raise UserError(next(filter(None, all_refused)))
+        if any(problems):
+            raise IncompleteCheckpoint(next(filter(None, problems)))
+        return cast(Result, result)
 
 
 def _read_state(folder: Path) -> tuple[dict[str, Any], str]:

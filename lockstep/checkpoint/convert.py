@@ -15,8 +15,7 @@ import torch
 from torch import Tensor
 
 from lockstep.checkpoint.manifest import MANIFEST, damage_of_model
-from lockstep.checkpoint.safetensors_file import MAX_FILE_BYTES, file_name, header, split_files
-from lockstep.checkpoint.shard_slices import bytes_of
+from lockstep.checkpoint.safetensors_file import MAX_FILE_BYTES, bytes_of, file_name, header, split_files
 from lockstep.data import load_tokenizer, with_ends
 from lockstep.data.chat import load_chat_template
 from lockstep.data.tokenizer import tokenizer_folder
@@ -28,7 +27,6 @@ from lockstep.model import (
     check_tensors,
     is_adapter_folder,
     is_auto,
-    is_ignored,
     name_of,
     read_as,
     read_config,
@@ -39,10 +37,10 @@ from lockstep.model import (
     tensor_files,
     write_description,
 )
-from lockstep.model.folder import GENERATION, generation_ends, open_tensors
+from lockstep.model.folder import GENERATION, TensorFile, generation_ends, open_tensors
 from lockstep.model.json_file import read_json
-from lockstep.model.mxfp4 import BLOCK, BLOCKS, SCALES, Mxfp4
-from lockstep.model.stored import EMBEDDING, HEAD, SCORE, adapter_name, hugging_face_name, is_adapter, is_float32
+from lockstep.model.mxfp4 import BLOCKS, SCALES, Mxfp4
+from lockstep.model.stored import Stored, hugging_face_name, is_adapter, is_float32
 
 TOKENIZER_FILES = (
     "tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json", "chat_template.jinja",
@@ -91,7 +89,6 @@ def convert(
     if ours and (problem := damage_of_model(source)):
         raise UserError(f"{source}: is damaged: {problem}; use an older checkpoint of the run")
     weights = _merged(_hugging_face(source)) if merge else _open(source)
-    _check(source, weights)
     kind = weights.dtype if is_auto(dtype) else resolve_dtype(dtype)
     if kind not in (torch.bfloat16, torch.float32):
         raise UserError(f"{source}: its dtype is {name_of(kind)}; give --dtype bfloat16 or float32")
@@ -145,28 +142,42 @@ def _open(source: Path) -> Weights:
     if (source / "params.json").is_file():
         from lockstep.checkpoint.meta_llama import open_meta_llama
 
-        return Weights(*open_meta_llama(source))
+        weights = Weights(*open_meta_llama(source))
+        _check(source, weights)
+        return weights
     raise UserError(f"{source}: neither config.json (Hugging Face) nor params.json (Meta); give a model's folder")
 
 
 def _hugging_face(source: Path) -> Weights:
-    config = read_config(source)
-    files = tensor_files(source)
-    # Refuses what cannot be loaded.
+    config, files = read_config(source), tensor_files(source)
     refuse_few_bytes(source, config)
-    check_tensors(Decoder(config, torch.float32, "meta"), source, files)
+    model = Decoder(config, torch.float32, "meta")
+    check_tensors(model, source, files)
     opened = {path: open_tensors(path) for path in set(files.values())}
-    is_embedding = config.tie_embeddings and EMBEDDING not in files
     tensors: dict[str, tuple[torch.Size, Callable[[], Tensor]]] = {}
-    for stored, path in files.items():
-        name = EMBEDDING if is_embedding and stored == HEAD else stored
-        if not is_ignored(name, config) and not name.endswith((BLOCKS, SCALES)):
-            shape = torch.Size(opened[path].get_slice(stored).get_shape())
-            tensors[name] = shape, partial(opened[path].get_tensor, stored)
-    for name in (name.removesuffix(BLOCKS) for name in files if name.endswith(BLOCKS)):
-        tensors[name] = _quantized(name, files, opened)
-    _split_experts(config, files, opened, tensors)
+    for name, parameter in model.named_parameters():
+        read = read_as(name, parameter.shape, files, config.tie_embeddings)
+        for part in stored_as(name, parameter.shape):
+            place = tuple(slice(0, size) for size in parameter.shape)
+            if part.expert is not None:  # which the files may have stacked
+                place = slice(part.expert, part.expert + 1), *place[1:]
+            origin = next(each for each in read if each.expert in (None, part.expert))
+            shape = torch.Size(part.tensors(parameter.shape)[part.name])
+            tensors[part.name] = shape, partial(_read, _entry(origin, files, opened), origin.place(place), shape)
     return Weights(config, stored_dtype(source)[0], tensors)
+
+
+def _entry(stored: Stored, files: dict[str, Path], opened: dict[Path, TensorFile]) -> Any:
+    """What the files have of a tensor, to be read in slices."""
+    if not stored.quantized:
+        return opened[files[stored.name]].get_slice(stored.name)
+    blocks, scales = (opened[files[stored.name + end]].get_slice(stored.name + end) for end in (BLOCKS, SCALES))
+    return Mxfp4(stored.name, blocks, scales)
+
+
+def _read(entry: Any, place: tuple[slice, ...], shape: torch.Size) -> Tensor:
+    values: Tensor = entry[place]
+    return values.reshape(shape)
 
 
 def _merged(weights: Weights) -> Weights:
@@ -179,48 +190,11 @@ def _merged(weights: Weights) -> Weights:
         shape, base = tensors[name]
         a, b = (weights.tensors[hugging_face_name(f"{module}.lora_{side}.weight")][1] for side in "AB")
         tensors[name] = shape, partial(_updated, base, a, b, lora.scaling)
-    if (head := tensors.pop(adapter_name(SCORE), None)) is not None:
-        tensors[SCORE] = head
     return Weights(replace(weights.config, lora=None), weights.dtype, tensors)
 
 
 def _updated(base: Callable[[], Tensor], a: Callable[[], Tensor], b: Callable[[], Tensor], scaling: float) -> Tensor:
     return base().float() + scaling * (b().float() @ a().float())
-
-
-def _split_experts(
-    config: ModelConfig,
-    files: dict[str, Path],
-    opened: dict[Path, Any],
-    tensors: dict[str, tuple[torch.Size, Callable[[], Tensor]]],
-) -> None:
-    """Replaces tensors that stack all experts with one tensor per expert."""
-    stacked = set()
-    for name, parameter in Decoder(config, torch.float32, "meta").named_parameters():
-        whole = read_as(name, parameter.shape, files)[0]
-        for part in stored_as(name, parameter.shape):
-            if part.expert is None or whole.expert is not None or whole.name not in tensors:
-                continue
-            stacked.add(whole.name)
-            shard_slice = slice(part.expert, part.expert + 1), *(slice(0, size) for size in parameter.shape[1:])
-            entry = opened[files[whole.name]].get_slice(whole.name)
-            tensors[part.name] = parameter.shape[1:], partial(_expert, entry, whole.place(shard_slice))
-    for name in stacked:
-        del tensors[name]
-
-
-def _expert(entry: Any, place: tuple[slice, ...]) -> Tensor:
-    expert: Tensor = entry[place][0]
-    return expert
-
-
-def _quantized(name: str, files: dict[str, Path], opened: dict[Path, Any]) -> tuple[torch.Size, Callable[[], Tensor]]:
-    """An MXFP4 tensor; `check_tensors` has checked its names and shapes."""
-    blocks, scales = (opened[files[name + end]].get_slice(name + end) for end in (BLOCKS, SCALES))
-    experts, outputs, count = scales.get_shape()
-    inputs = count * BLOCK
-    place = slice(0, experts), slice(0, inputs), slice(0, outputs)
-    return torch.Size((experts, inputs, outputs)), lambda: Mxfp4(name, blocks, scales)[place]
 
 
 def _check(source: Path, weights: Weights) -> None:

@@ -12,7 +12,7 @@ from fnmatch import fnmatchcase
 from pathlib import Path, PurePosixPath
 from typing import Any
 
-from lockstep.checkpoint.shard_slices import bytes_of, open_safetensors, slices
+from lockstep.checkpoint.safetensors_file import bytes_of, open_safetensors, slices
 from lockstep.errors import UserError
 
 MANIFEST = "manifest.json"

@@ -7,7 +7,6 @@ shared file system.
 
 from __future__ import annotations
 
-import itertools
 import math
 import os
 import zlib
@@ -17,29 +16,29 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import torch
 import torch.distributed as dist
 
 from lockstep.checkpoint.manifest import CHUNK, Piece
 from lockstep.checkpoint.part import Part
-from lockstep.checkpoint.safetensors_file import DTYPES, MAX_FILE_BYTES, file_name, header, split_files
-from lockstep.checkpoint.shard_slices import bytes_of, contiguous_ranges, open_safetensors
-from lockstep.parallel.messages import from_rank_0, to_rank_0
+from lockstep.checkpoint.safetensors_file import (
+    DTYPES,
+    MAX_FILE_BYTES,
+    bytes_of,
+    contiguous_ranges,
+    file_name,
+    header,
+    open_safetensors,
+    split_files,
+)
+from lockstep.parallel.messages import from_all
 
 OF_NAME = {name: dtype for dtype, name in DTYPES.items()}
 
 
-@dataclass(frozen=True)
-class Plan:
-    """The file and offset of every tensor, and which rank writes which part."""
-
-    files: dict[str, str]
-    """File by tensor name."""
-    begins: dict[str, int]
-    """Offset of a tensor in its file, in bytes."""
-    writes: list[list[int]]
-    """For each rank and each of its parts, 1 if it writes it."""
+Kinds = dict[str, tuple[torch.dtype, torch.Size]]
+"""Dtype and shape of every tensor, by name."""
+Offsets = tuple[int, ...]
 
 
 def save_parts(
@@ -57,15 +56,18 @@ def save_parts(
     written, rank 0 calls `complete` with the file of each tensor and the pieces written. Raises OSError, on all ranks,
     if the disk fails on one of them, and RuntimeError if anything else fails on one.
     """
-    ranks = _Ranks(group)
+    rank = 0 if group is None else dist.get_rank(group)
     local = {name: part for name, part in parts.items() if part.local.numel()}
-    of_ranks = ranks.each(
-        lambda: [(n, *p.shard_slice, DTYPES[p.local.dtype], tuple(p.shape)) for n, p in local.items()]
+    of_ranks = _on_all(
+        lambda: [(n, *p.shard_slice, DTYPES[p.local.dtype], tuple(p.shape)) for n, p in local.items()], group
     )
-    plan = Plan(**ranks.first(lambda: vars(_plan(of_ranks, folder, stems, max_file_bytes))))
-    assigned = {name: part for (name, part), writes in zip(local.items(), plan.writes[ranks.rank]) if writes}
-    pieces = ranks.each(lambda: [vars(piece) for piece in _write_parts(assigned, folder, plan)])
-    ranks.first(lambda: complete(plan.files, [Piece(**piece) for of_rank in pieces for piece in of_rank]))
+    kinds, writers = _plan(of_ranks)
+    files, begins, heads = _layout(kinds, stems, max_file_bytes)
+    _on_all(lambda: _create_files(folder, heads) if rank == 0 else None, group)
+    assigned = {name: part for name, part in local.items() if writers[name, part.shard_slice[0]] == rank}
+    pieces = _on_all(lambda: [vars(piece) for piece in _write_parts(assigned, folder, files, begins)], group)
+    written = [Piece(**piece) for of_rank in pieces for piece in of_rank]
+    _on_all(lambda: complete(files, written) if rank == 0 else None, group)
 
 
 @dataclass(frozen=True)
@@ -99,92 +101,64 @@ class StoredTensors(dict[str, StoredTensor]):
                 part.local.copy_(self._opened[stored.path].get_slice(stored.name)[part.place])
 
 
-class _Ranks:
-    """Runs actions that succeed on all ranks or fail on all of them. Their results are JSON-serializable."""
-
-    def __init__(self, group: dist.ProcessGroup | None):
-        self._group = group
-        self.rank = dist.get_rank(group) if group is not None else 0
-
-    def each(self, action: Callable[[], Any]) -> list[Any]:
-        """Runs `action` on every rank; returns all results on rank 0, and nothing on the others."""
-        if self._group is None:
-            return [action()]
-        result: Any = None
-        failure: BaseException | None = None
-        try:
-            result = action()
-        except BaseException as error:  # sent to all ranks, which would wait for this one, and raised on all
-            failure = error
-        reason = failure and [str(failure) or repr(failure), isinstance(failure, OSError)]
-        answers = to_rank_0([result, reason], self._group)
-        failures = from_rank_0([(rank, *reason) for rank, (_, reason) in enumerate(answers) if reason], self._group)
-        if failure is not None and not isinstance(failure, Exception):
-            raise failure
-        if failures:
-            kind = OSError if all(of_disk for _, _, of_disk in failures) else RuntimeError
-            raise kind("; ".join(f"rank {rank}: {why}" for rank, why, _ in failures)) from failure
-        return [result for result, _ in answers]
-
-    def first(self, action: Callable[[], Any]) -> Any:
-        """Runs `action` on rank 0; returns its result on all ranks."""
-        results = self.each(lambda: action() if self.rank == 0 else None)
-        return results[0] if self._group is None else from_rank_0(results[:1], self._group)[0]
+def _on_all(action: Callable[[], Any], group: dist.ProcessGroup | None) -> list[Any]:
+    """Runs `action` on every rank; returns all results (JSON-serializable) on every rank, or raises on all of them."""
+    if group is None:
+        return [action()]
+    result: Any = None
+    failure: BaseException | None = None
+    try:
+        result = action()
+    except BaseException as error:  # sent to all ranks, which would wait for this one, and raised on all
+        failure = error
+    answers = from_all([result, failure and [str(failure) or repr(failure), isinstance(failure, OSError)]], group)
+    if failure is not None and not isinstance(failure, Exception):
+        raise failure
+    if failures := [(rank, *reason) for rank, (_, reason) in enumerate(answers) if reason]:
+        kind = OSError if all(of_disk for _, _, of_disk in failures) else RuntimeError
+        raise kind("; ".join(f"rank {rank}: {why}" for rank, why, _ in failures)) from failure
+    return [result for result, _ in answers]
 
 
-def _plan(of_ranks: list[list[Any]], folder: Path, stems: Mapping[str, str], max_file_bytes: int) -> Plan:
-    """Assigns each shard slice to the rank that has it with the fewest bytes so far, and creates the files."""
-    kinds: dict[str, tuple[str, Any]] = {}
-    holders: dict[str, dict[Any, list[tuple[int, int]]]] = defaultdict(lambda: defaultdict(list))
+def _plan(of_ranks: list[list[Any]]) -> tuple[Kinds, dict[tuple[str, Offsets], int]]:
+    """The tensors, and the rank that writes each slice, by name and offsets: of those that have it, the one with the
+    fewest bytes so far. The same on every rank.
+
+    Raises RuntimeError if the slices are not as many values as the tensor.
+    """
+    kinds: dict[str, Any] = {}
+    holders: dict[tuple[str, Offsets], list[int]] = defaultdict(list)
+    sizes_of: dict[tuple[str, Offsets], int] = {}
     for rank, shard_slices in enumerate(of_ranks):
-        for index, (name, offsets, sizes, *kind) in enumerate(shard_slices):
+        for name, offsets, sizes, *kind in shard_slices:
             if kinds.setdefault(name, kind) != kind:
                 raise RuntimeError(f"{name} is {kinds[name]} on one rank and {kind} on another")
-            holders[name][tuple(offsets), tuple(sizes)].append((rank, index))
+            holders[name, tuple(offsets)].append(rank)
+            sizes_of[name, tuple(offsets)] = math.prod(sizes)
     tensors = {name: (OF_NAME[dtype], torch.Size(shape)) for name, (dtype, shape) in kinds.items()}
+    left = {name: shape.numel() for name, (_, shape) in tensors.items()}
     written = [0] * len(of_ranks)
-    writes = [[0] * len(shard_slices) for shard_slices in of_ranks]
-    for name, of_shard_slices in holders.items():
-        _refuse_gaps(name, tensors[name][1], list(of_shard_slices))
-        for (_, sizes), of_shard_slice in of_shard_slices.items():
-            rank, index = min(of_shard_slice, key=lambda holder: written[holder[0]])
-            writes[rank][index] = 1
-            written[rank] += math.prod(sizes) * tensors[name][0].itemsize
-    files, begins = _create_files(tensors, folder, stems, max_file_bytes)
-    return Plan(files, begins, writes)
+    writers = {}
+    for key, ranks in holders.items():
+        writers[key] = min(ranks, key=lambda rank: written[rank])
+        written[writers[key]] += sizes_of[key] * tensors[key[0]][0].itemsize
+        left[key[0]] -= sizes_of[key]
+    if wrong := [name for name, count in left.items() if count]:
+        raise RuntimeError(f"the ranks do not hold each value of {wrong[0]} {list(tensors[wrong[0]][1])} once")
+    return tensors, writers
 
 
-def _refuse_gaps(name: str, shape: torch.Size, shard_slices: list[tuple[tuple[int, ...], tuple[int, ...]]]) -> None:
-    """Raises RuntimeError unless `shard_slices`, of offsets and sizes, cover each value of the tensor exactly once."""
-    begins, sizes = np.array(shard_slices, np.int64).reshape(len(shard_slices), 2, len(shape)).swapaxes(0, 1)
-    edges = begins, begins + sizes
-    # Between two neighboring cuts of each axis, all values are in the same slices.
-    cuts = [np.unique(np.concatenate([[0, size], *(e[:, axis] for e in edges)])) for axis, size in enumerate(shape)]
-    # The number of slices per value: +1 and -1 at the corners of each slice, summed along each axis.
-    covered = np.zeros([len(cut) for cut in cuts], np.int64)
-    for corner in itertools.product((0, 1), repeat=len(shape)):
-        at = tuple(np.searchsorted(cut, edges[end][:, axis]) for axis, (cut, end) in enumerate(zip(cuts, corner)))
-        np.add.at(covered, at, (-1) ** sum(corner))
-    for axis in range(len(shape)):
-        covered = covered.cumsum(axis)
-    beyond = any(cut[0] < 0 or cut[-1] > size for cut, size in zip(cuts, shape))
-    if beyond or (covered[tuple(slice(-1) for _ in shape)] != 1).any():
-        raise RuntimeError(f"the ranks do not hold each value of {name} ({list(shape)}) once: {shard_slices[:4]}")
-
-
-def _create_files(
-    tensors: dict[str, tuple[torch.dtype, torch.Size]], folder: Path, stems: Mapping[str, str], max_file_bytes: int
-) -> tuple[dict[str, str], dict[str, int]]:
-    """Creates the files at their full sizes, so that a full disk is noticed before anything is written.
-
-    Returns each tensor's file, and its offset there.
-    """
+def _layout(
+    tensors: Kinds, stems: Mapping[str, str], max_file_bytes: int
+) -> tuple[dict[str, str], dict[str, int], dict[str, tuple[bytes, int]]]:
+    """Each tensor's file, its offset there in bytes, and each file's header and size."""
     grouped: dict[str, list[str]] = defaultdict(list)
     widest_first = list(DTYPES)
     for name in sorted(tensors, key=lambda n: (widest_first.index(tensors[n][0]), n)):
         grouped[name.partition("/")[0]].append(name)
     files: dict[str, str] = {}
     begins: dict[str, int] = {}
+    heads: dict[str, tuple[bytes, int]] = {}
     for group, names in grouped.items():
         sizes = {n: tensors[n][1].numel() * tensors[n][0].itemsize for n in names}
         split = split_files(sizes, max_file_bytes)
@@ -192,24 +166,39 @@ def _create_files(
             file = file_name(stems[group], index, len(split))
             short = {n: n.partition("/")[2] for n in in_file}
             head, starts = header({short[n]: tensors[n] for n in in_file})
-            _create(folder / file, head, len(head) + sum(sizes[n] for n in in_file))
+            heads[file] = head, len(head) + sum(sizes[n] for n in in_file)
             files |= dict.fromkeys(in_file, file)
             begins |= {n: starts[short[n]] for n in in_file}
-    return files, begins
+    return files, begins, heads
 
 
-def _write_parts(parts: Mapping[str, Part], folder: Path, plan: Plan) -> list[Piece]:
+def _create_files(folder: Path, heads: Mapping[str, tuple[bytes, int]]) -> None:
+    """Creates the files at their full sizes, so that a full disk is noticed before anything is written."""
+    for name, (head, size) in heads.items():
+        path = folder / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        with path.open("wb") as file:
+            if hasattr(os, "posix_fallocate"):
+                os.posix_fallocate(file.fileno(), 0, size)
+            else:
+                file.truncate(size)
+            file.write(head)
+
+
+def _write_parts(
+    parts: Mapping[str, Part], folder: Path, files: Mapping[str, str], begins: Mapping[str, int]
+) -> list[Piece]:
     pieces, opened = [], {}
     try:
         for name, part in parts.items():
-            file = plan.files[name]
+            file = files[name]
             if file not in opened:
                 opened[file] = os.open(folder / file, os.O_WRONLY)
             values = bytes_of(part.local)
             offsets, sizes = part.shard_slice
             done = 0
             for start, length in contiguous_ranges(part.shape, offsets, sizes, part.local.dtype):
-                _write(opened[file], values[done : done + length], plan.begins[name] + start)
+                _write(opened[file], values[done : done + length], begins[name] + start)
                 done += length
             pieces.append(Piece(file, name.partition("/")[2], offsets, sizes, zlib.crc32(values)))
         for descriptor in opened.values():
@@ -218,16 +207,6 @@ def _write_parts(parts: Mapping[str, Part], folder: Path, plan: Plan) -> list[Pi
         for descriptor in opened.values():
             os.close(descriptor)
     return pieces
-
-
-def _create(path: Path, head: bytes, size: int) -> None:
-    path.parent.mkdir(parents=True, exist_ok=True)
-    with path.open("wb") as file:
-        if hasattr(os, "posix_fallocate"):
-            os.posix_fallocate(file.fileno(), 0, size)
-        else:
-            file.truncate(size)
-        file.write(head)
 
 
 def _write(descriptor: int, values: memoryview, begin: int) -> None:

@@ -44,17 +44,15 @@ class ParallelConfig:
     """How many of the ranks with different tokens (data_shard x context) share each mixture's experts, on top of the
     tensor ranks: tokens are sent to them. FSDP shards the experts over the remaining ranks."""
     expert_dispatcher: Literal["all_to_all", "deep_ep"] = "all_to_all"
-    """How tokens are sent to experts on other ranks: `deep_ep` is DeepEP on the GPUs of one host, with the same bits;
-    if it fails, the run warns and falls back to all-to-all. Not measured yet."""
+    """How tokens are sent to experts on other ranks: `deep_ep` is DeepEP on the GPUs of one host, with the same bits.
+    Not measured yet."""
     reduction_chunks: Annotated[int, AtLeast(0)] = 0
     """Number of parts that sums over tensor-parallel ranks are made of, a power of two: a different number changes the
     bits, a different tensor degree up to it does not. 0: `tensor`, or the model's number in training if larger."""
-    asynchronous_tensor: bool = False
-    """Overlap tensor-parallel sums, in chunks, with the matrix products; the same bits, not measured on GPUs yet."""
     pipeline: int = 1
     """Ranks that the layers are divided among, in stages."""
     pipeline_schedule: str = "1f1b"
-    """Pipeline schedule: `gpipe`, `1f1b`, `interleaved`, `zbv`, `dualpipev`, or FILE.csv, a line per rank."""
+    """Pipeline schedule: `gpipe`, `1f1b`, `interleaved`, `zbv` or `dualpipev`."""
     pipeline_stages_per_rank: Annotated[int, AtLeast(1)] = 2
     """Stages per rank in an interleaved schedule; the other schedules determine theirs."""
     pipeline_split: str = ""
@@ -78,18 +76,16 @@ class ParallelConfig:
 def parallel_problems(parallel: ParallelConfig) -> Iterator[str]:
     """A message for each combination that works with no model and no number of ranks."""
     yield from tensor_problems(parallel.tensor, parallel.reduction_chunks)
-    if parallel.asynchronous_tensor and parallel.tensor == 1:
-        yield "parallel.asynchronous_tensor needs parallel.tensor above 1, where there are sums to send; leave it out"
     if parallel.expert_dispatcher == "deep_ep" and parallel.expert * parallel.tensor == 1:
         yield (
             'parallel.expert_dispatcher "deep_ep" needs parallel.expert or parallel.tensor above 1, where experts are '
             "on other ranks; leave it out"
         )
     schedule = parallel.pipeline_schedule
-    if schedule not in SCHEDULES and not schedule.endswith(".csv"):
+    if schedule not in SCHEDULES:
         yield (
             f'parallel.pipeline_schedule "{schedule}" is unknown.{closest(schedule, SCHEDULES)} Known: '
-            f"{', '.join(SCHEDULES)}, and FILE.csv"
+            f"{', '.join(SCHEDULES)}"
         )
     if schedule == "interleaved" and parallel.pipeline > 1 and parallel.pipeline_stages_per_rank < 2:
         yield (

@@ -17,15 +17,14 @@ from lockstep.generate.drafts import Draft
 from lockstep.generate.engine import Engine
 from lockstep.generate.sampling_params import Completion, SamplingParams, sampling_params_of
 from lockstep.model import Decoder
-from lockstep.parallel.messages import HEARTBEAT_SECONDS, from_rank_0
+from lockstep.parallel.messages import from_rank_0
 
 
 class DriverEngine(Engine):
     """The engine of a tensor group's first rank.
 
-    While it drives, until `end`, the other ranks run `follow`, and nothing else may be sent in the group; a thread
-    sends heartbeats, since waiting for a message has a timeout. While it does not drive, every rank calls its engine
-    itself.
+    While it drives, until `end`, the other ranks run `follow`, and nothing else may be sent in the group. While it does
+    not drive, every rank calls its engine itself.
     """
 
     def __init__(
@@ -40,7 +39,7 @@ class DriverEngine(Engine):
         self.guard: Callable[[], AbstractContextManager[None]] = contextlib.nullcontext
         """Entered around `add`, `abort` and `step`, which must not be interrupted on this rank alone."""
         self._calling = threading.RLock()
-        self._drives, self._ended = False, threading.Event()
+        self._drives = False
         if drives:
             self.drive()
 
@@ -71,18 +70,13 @@ class DriverEngine(Engine):
     def drive(self) -> None:
         """Starts driving: from now on, the other ranks follow."""
         self._drives = True
-        self._ended.clear()
-        self._heartbeats = threading.Thread(target=self._send_heartbeats, name="heartbeats", daemon=True)
-        self._heartbeats.start()
 
     def end(self) -> None:
         """Releases the other ranks."""
         with self._calling:
-            self._ended.set()
             with contextlib.suppress(RuntimeError), self.on_all_ranks("end"):  # a rank died; torchrun ends all
                 pass
             self._drives = False
-        self._heartbeats.join()
 
     @contextlib.contextmanager
     def driving(self) -> Iterator[None]:
@@ -95,7 +89,7 @@ class DriverEngine(Engine):
 
     @contextlib.contextmanager
     def on_all_ranks(self, name: str, *arguments: Any) -> Iterator[None]:
-        """Sends a call to the other ranks; this rank makes it within the context, in which no heartbeat is sent.
+        """Sends a call to the other ranks; this rank makes it within the context.
 
         name: a method of the engine, or a key of `follow`'s `calls`.
         """
@@ -103,13 +97,6 @@ class DriverEngine(Engine):
             if self._drives:
                 from_rank_0([name, *arguments], self.tensor_group)
             yield
-
-    def _send_heartbeats(self) -> None:
-        with contextlib.suppress(RuntimeError):  # the next call of the engine raises it
-            while not self._ended.wait(HEARTBEAT_SECONDS):
-                with self._calling:
-                    if not self._ended.is_set():  # else the others have left `follow`
-                        from_rank_0(["wait"], self.tensor_group)
 
 
 def follow(engine: Engine, calls: Mapping[str, Callable[..., object]] = {}) -> None:

@@ -22,7 +22,7 @@ from lockstep.errors import UserError
 from lockstep.generate.batch import StepBatch
 from lockstep.generate.runner import Decoded, Runner, has_custom_forward
 from lockstep.model import Decoder
-from lockstep.model.lora_layers import projections
+from lockstep.model.layers import projections
 from lockstep.parallel.tensor_group import tensor_group_of
 
 DRAFT_ROWS = 64

@@ -12,8 +12,8 @@ from torch import Tensor
 from lockstep import ops
 from lockstep.generate.batch import StepBatch
 from lockstep.model import Decoder
-from lockstep.parallel.sampler import ShardedSampler
 from lockstep.parallel.tensor_group import tensor_group_of
+from lockstep.parallel.vocabulary import ShardedSampler
 
 
 def make_cache(model: Decoder, num_pages: int) -> ops.KVCache:

@@ -18,7 +18,7 @@ from lockstep.generate.batch import StepBatch
 from lockstep.generate.runner import Decoded, Runner, has_custom_forward
 from lockstep.model import Decoder
 from lockstep.model.decoder import Block
-from lockstep.model.lora_layers import projections
+from lockstep.model.layers import projections
 from lockstep.ops import native
 
 STEPS_BEFORE_RECORDING = 12

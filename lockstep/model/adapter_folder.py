@@ -23,7 +23,7 @@ from lockstep.hub import local_folder
 from lockstep.model.config import Lora, ModelConfig
 from lockstep.model.decoder import Decoder
 from lockstep.model.json_file import read_json
-from lockstep.model.lora_layers import projections
+from lockstep.model.layers import projections
 from lockstep.model.stored import PEFT_PREFIX, PEFT_ROOT, SCORE, adapter_name
 
 SETTINGS, TENSORS, LOCKSTEP_SETTINGS = "adapter_config.json", "adapter_model.safetensors", "lockstep.json"

@@ -14,7 +14,6 @@ from lockstep import ops
 from lockstep.model import layers
 from lockstep.model.config import ModelConfig
 from lockstep.model.latent import LatentAttention
-from lockstep.model.lora_layers import add_adapter
 from lockstep.model.moe import feed_forward_of
 from lockstep.model.rotary import RotaryTables
 from lockstep.ops import native
@@ -87,7 +86,7 @@ class Decoder(nn.Module):
             self.lm_head = layers.Weight(config.vocab_size, config.dim, dtype=dtype, device=device)
         self.rotary = RotaryTables(config)
         if config.lora is not None:
-            add_adapter(self, config.lora, dtype, device)
+            layers.add_adapter(self, config.lora, dtype, device)
         self.halves: Halves = Block
         """Part of the model, since it affects the bits: trainer and generator share it by construction."""
         self.runs_on: torch.device | None = None

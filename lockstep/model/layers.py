@@ -1,12 +1,16 @@
-"""The parts of a block around attention: projections and the dense feed-forward."""
+"""The parts of a block around attention: projections with their adapters, and the dense feed-forward."""
 
 from __future__ import annotations
+
+from collections.abc import Iterator
 
 import torch
 from torch import Tensor, nn
 
 from lockstep import ops
-from lockstep.model.config import ModelConfig
+from lockstep.errors import UserError
+from lockstep.model.config import Lora, ModelConfig
+from lockstep.model.stored import is_score_head
 
 
 class Weight(nn.Module):
@@ -95,3 +99,42 @@ class FeedForward(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         gated = ops.silu_mul(self.gate_proj.project(x), self.up_proj.project(x))
         return self.down_proj.project(gated, self.chunks)
+
+
+def add_adapter(model: nn.Module, lora: Lora, dtype: torch.dtype, device: str | torch.device) -> None:
+    """Adds the uninitialized weights of an adapter to its layers, and freezes all others but a reward model's head.
+
+    The adapter (LoRA, arXiv 2106.09685) is part of the one forward: trainer and generator compute it with the same
+    operators in the same order, unmerged, so their bits agree. With the adapter off, the model is its base.
+
+    Raises UserError for a layer that does not exist, and for a rank larger than a layer's matrix.
+    """
+    for name, parameter in model.named_parameters():
+        parameter.requires_grad_(is_score_head(name))
+    layers = dict(projections(model))
+    for name in lora.modules:
+        if name not in layers:
+            raise UserError(f"the adapter is for a layer {name}, which this model does not have; give its own base")
+        layer = layers[name]
+        outputs, inputs = layer.weight.shape
+        refuse_rank(lora.rank, name, layer)
+        layer.lora_A = Weight(lora.rank, inputs, dtype=dtype, device=device)
+        layer.lora_B = Weight(outputs, lora.rank, dtype=dtype, device=device)
+        layer.scaling, layer.adapted = lora.scaling, True
+
+
+def projections(model: nn.Module) -> Iterator[tuple[str, Projection]]:
+    """The layers that can have an adapter, by name."""
+    for name, module in model.named_modules():
+        if isinstance(module, Projection):
+            yield name, module
+
+
+def refuse_rank(rank: int, name: str, layer: Projection) -> None:
+    """Raises UserError for a rank larger than the layer's matrix."""
+    outputs, inputs = layer.weight.shape
+    if not 1 <= rank <= min(outputs, inputs):
+        raise UserError(
+            f"lora.rank is {rank}, but {name} is {outputs} x {inputs}; give 1 to {min(outputs, inputs)}, or leave the "
+            "layer out of lora.targets"
+        )

@@ -11,7 +11,7 @@ import torch
 from lockstep.errors import UserError
 from lockstep.model.config import Lora, ModelConfig
 from lockstep.model.decoder import Block, Decoder
-from lockstep.model.lora_layers import projections, refuse_rank
+from lockstep.model.layers import projections, refuse_rank
 
 
 def lora_of(shape: ModelConfig, rank: int, alpha: float, targets: Sequence[str]) -> Lora:

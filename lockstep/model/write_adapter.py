@@ -16,7 +16,7 @@ from lockstep.model.adapter_folder import LOCKSTEP_SETTINGS, SETTINGS, TENSORS
 from lockstep.model.config import ModelConfig
 from lockstep.model.decoder import Decoder
 from lockstep.model.folder import digest
-from lockstep.model.lora_layers import projections
+from lockstep.model.layers import projections
 from lockstep.model.stored import adapter_name, is_saved_with_adapter
 
 

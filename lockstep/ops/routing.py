@@ -13,7 +13,6 @@ from lockstep.ops import native, one_order, plain
 from lockstep.ops.expert_load import ExpertLoad, key_of, load_of
 from lockstep.ops.forms import FORMS
 from lockstep.ops.linear import input_gradient, product_sums, token_weight_gradient, weight_gradient
-from lockstep.ops.needed_gradients import needs_gradient
 from lockstep.ops.opaque import Operator, library
 from lockstep.ops.routes import replay_and_record
 from lockstep.ops.saved_outputs import saved_output
@@ -49,14 +48,6 @@ def router_logits(
     return _router_logits(x, weight)
 
 
-def trained_logits(
-    x: Float[Tensor, "tokens dim"], weight: Float[Tensor, "experts dim"], gathered: one_order.GatheredRows | None
-) -> Float32[Tensor, "tokens experts"]:
-    """`router_logits` of a plain weight, whose gradient is summed over the rows of `gathered`."""
-    out: Tensor = _TrainedLogits.apply(x, weight, gathered)
-    return out
-
-
 def route(
     logits: Float32[Tensor, "tokens experts"],
     routing: Routing,
@@ -87,19 +78,6 @@ def _numbers(routing: Routing) -> tuple[int, int, int, float, int, int]:
 def _routing(active: int, scoring: int, normalize: int, scale: float, groups: int, kept: int) -> Routing:
     """The inverse of `_numbers`."""
     return Routing(active, SCORINGS[scoring], bool(normalize), scale, groups, kept)
-
-
-class _TrainedLogits(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, weight: Tensor, gathered: one_order.GatheredRows | None) -> Tensor:
-        ctx.save_for_backward(x, weight)
-        ctx.gathered = gathered
-        return saved_output("linear", lambda: product_sums(x, weight))
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, Tensor | None, None]:
-        (x, weight), needed = ctx.saved_tensors, (needs_gradient(ctx, 0), needs_gradient(ctx, 1))
-        return *logits_gradients(grads[0], x, weight, needed, ctx.gathered), None
 
 
 def logits_gradients(

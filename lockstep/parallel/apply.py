@@ -19,7 +19,6 @@ from lockstep.parallel.deep_ep import use_deep_ep
 from lockstep.parallel.pipeline import Pipeline
 from lockstep.parallel.recompute import apply_recompute
 from lockstep.parallel.refusals import refuse_impossible
-from lockstep.parallel.row_product import overlap
 from lockstep.parallel.world import World
 
 
@@ -40,13 +39,12 @@ def parallel_model(
     """
     config = replace(config, reduction_chunks=chunks_for(config.reduction_chunks, parallel))
     refuse_impossible(config, world.degrees, parallel)
-    overlap(parallel.asynchronous_tensor)
     use_deep_ep(parallel.expert_dispatcher == "deep_ep")
     model: Decoder | Pipeline
     if world.mesh is None:
         model = Decoder(config, dtype, world.device)
     elif parallel.full_dtensor:
-        from lockstep.parallel.full_dtensor import distribute_everything
+        from lockstep.parallel.tensor import distribute_everything
 
         model = Decoder(config, dtype, "meta")
         distribute_everything(model, world)

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from functools import partial
+from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
 from torch.distributed.tensor import Shard
 
@@ -15,7 +16,6 @@ from lockstep.model.shard import local_values
 from lockstep.model.stored import is_float32
 from lockstep.parallel.exchange import ExchangedSum, SumOverReplicas
 from lockstep.parallel.tensor import experts_of
-from lockstep.parallel.unsummed_gradients import round_tied_gradient
 from lockstep.parallel.world import World
 
 
@@ -58,7 +58,26 @@ def shard_data_parallel(model: Decoder, world: World, config: ParallelConfig, co
         if world.replicas is not None and module not in shared_experts:
             module.set_all_reduce_hook(SumOverReplicas(world.replicas))
     if model.config.tie_embeddings and compute != torch.float32 and not pipelined:  # stages: `TiedEmbedding`
-        round_tied_gradient(model, compute)
+        _round_tied_gradient(model, compute)
+
+
+def _round_tied_gradient(model: Decoder, compute: torch.dtype) -> None:
+    """Makes autograd add the gradients of a tied `model`'s embedding and head in `compute`, as in one process.
+
+    If FSDP has set a wider `grad_dtype`, as in torch 2.15, both are converted to it before they are added. That sum,
+    rounded, has the bits of a sum in `compute`, which is also computed in float32 and rounded. Call after
+    `fully_shard(model)`, whose hook gathers the weights.
+    """
+    hooked: Tensor | None = None
+
+    def hook(model: Decoder, arguments: Any) -> None:
+        nonlocal hooked
+        weight = model.embed_tokens.weight
+        if weight is not hooked and weight.requires_grad:
+            weight.register_hook(lambda grad: grad.to(compute).to(grad.dtype))
+            hooked = weight
+
+    model.register_forward_pre_hook(hook)
 
 
 def _expert_placement(world: World, parameter: nn.Parameter) -> Shard | None:

@@ -6,17 +6,12 @@ The bits are those of the all-to-all. `dispatch` copies rows; they arrive ordere
 the order they were sent: a receiver's offsets are sums of counts, and each channel takes consecutive rows (DeepEP's
 csrc/kernels/intranode.cu). Its `combine` is not used: it adds a token's rows in the order of ranks, not of the token's
 experts, and adds even a single row to 0.0, which turns -0.0 into 0.0. So rows also return by `dispatch`, and
-`ops.experts.combine` weights and adds them.
-
-If the package cannot be loaded, finds no GPU, or fails on any rank of a group, all of its ranks use the all-to-all from
-then on, with one warning. They agree on this in every exchange by an all-reduce on the CPU. A kernel that ends its
-process, such as one that waits too long for another rank, cannot be caught.
+`ops.experts.combine` weights and adds them. The first exchange of each width is made both ways and compared.
 """
 
 from __future__ import annotations
 
 import importlib
-import logging
 from collections.abc import Callable
 from datetime import timedelta
 from typing import Any, TypeVar
@@ -25,11 +20,10 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from lockstep.errors import UserError
 from lockstep.ops import native
 from lockstep.parallel.exchange import InFlight, begin_all_to_all
 from lockstep.parallel.messages import from_all
-
-log = logging.getLogger("lockstep")
 
 PATIENCE = timedelta(seconds=60)
 """Timeout of DeepEP's exchange of addresses, if a rank fails to create its buffer."""
@@ -40,9 +34,8 @@ caught."""
 Result = TypeVar("Result")
 
 _requested = False
-_warned = False
 _buffers: dict[tuple[str, int], Any] = {}
-"""Buffers by a group's name and the bytes per row; None if the group uses the all-to-all."""
+"""Buffers by a group's name and the bytes per row."""
 
 
 def use_deep_ep(requested: bool) -> None:
@@ -57,28 +50,27 @@ def close_buffers() -> None:
 
 
 def begin_exchange(rows: Tensor, sent: list[int], received: list[int], group: dist.ProcessGroup) -> InFlight:
-    """As `begin_all_to_all`, but with DeepEP if requested and working on all ranks of `group`, which all call it."""
+    """As `begin_all_to_all`, but with DeepEP if requested.
+
+    Raises UserError on all ranks of `group` if one of them cannot use it, and RuntimeError on one where an exchange
+    fails.
+    """
     if not _requested or native.is_pretending():
         return begin_all_to_all(rows, sent, received, group)
     key = group.group_name, rows.shape[1] * rows.element_size()
-    if first := key not in _buffers:
-        _buffers[key] = _open(key[1], group)
-    if (buffer := _buffers[key]) is None:
-        return begin_all_to_all(rows, sent, received, group)
-    in_flight = _on_all_ranks(lambda: _dispatch(buffer, rows, sent, received), group)
-    if in_flight is not None and not first:
-        return in_flight
-    arrived = begin_all_to_all(rows, sent, received, group)
-    if in_flight is None or _on_all_ranks(lambda: _compare(in_flight.wait(), arrived.wait()), group) is None:
-        _buffers[key] = None
-    return arrived
+    if key in _buffers:
+        return _dispatch(_buffers[key], rows, sent, received)
+    _buffers[key] = _open(key[1], group)
+    in_flight = _dispatch(_buffers[key], rows, sent, received)
+    expected = begin_all_to_all(rows, sent, received, group).wait()
+    if not torch.equal(in_flight.wait().view(torch.int16), expected.view(torch.int16)):
+        raise RuntimeError('DeepEP\'s rows differ from those of parallel.expert_dispatcher "all_to_all"; use that')
+    return in_flight
 
 
 def _open(width: int, group: dist.ProcessGroup) -> Any:
-    """A DeepEP buffer for rows of `width` bytes; None if creating it fails on any rank."""
+    """A DeepEP buffer for rows of `width` bytes."""
     module = _on_all_ranks(lambda: _load(width), group)
-    if module is None:
-        return None
     # A separate group for DeepEP's messages: a rank that fails before them sends other messages next.
     ranks = dist.get_process_group_ranks(group)
     local = dist.new_group(ranks, timeout=PATIENCE, backend="gloo", use_local_synchronization=True)
@@ -110,34 +102,21 @@ def _dispatch(buffer: Any, rows: Tensor, sent: list[int], received: list[int]) -
         async_finish=True,
     )
     if len(arrived) != sum(received):
-        raise RuntimeError(f"{len(arrived)} of {sum(received)} rows arrived")
+        raise RuntimeError(f"DeepEP brought {len(arrived)} of {sum(received)} rows")
     return InFlight(arrived.view(rows.dtype), words, event.current_stream_wait)
 
 
-def _compare(arrived: Tensor, expected: Tensor) -> bool:
-    """Raises RuntimeError if the bits differ, compared as integers."""
-    if not torch.equal(arrived.view(torch.int16), expected.view(torch.int16)):
-        raise RuntimeError("its rows differ from those of the all-to-all")
-    return True
-
-
-def _on_all_ranks(attempt: Callable[[], Result], group: dist.ProcessGroup) -> Result | None:
-    """The result of `attempt` if it succeeds on all ranks of `group`; else None on all of them, and a warning."""
-    global _warned
+def _on_all_ranks(attempt: Callable[[], Result], group: dist.ProcessGroup) -> Result:
+    """The result of `attempt` if it succeeds on all ranks of `group`; else raises UserError on all of them."""
     result, problem = None, ""
     try:
         result = attempt()
-    except Exception as error:  # any failure: there is a fallback
+    except Exception as error:  # of whatever the package raises
         problem = f"{type(error).__name__}: {error}"
-    failed = torch.tensor([int(bool(problem))])
-    dist.all_reduce(failed, group=group)
-    if not failed.item():
-        return result
     ranks_of: dict[str, list[int]] = {}
     for rank, each in zip(dist.get_process_group_ranks(group), from_all(problem, group)):
         ranks_of.setdefault(each, []).append(rank)
-    if not _warned:
-        causes = "; ".join(f"on ranks {ranks}: {each}" for each, ranks in ranks_of.items() if each)
-        log.warning('parallel.expert_dispatcher "deep_ep" failed, using all-to-all instead: %s', causes)
-    _warned = True
-    return None
+    if causes := "; ".join(f"on ranks {ranks}: {each}" for each, ranks in ranks_of.items() if each):
+        raise UserError(f'parallel.expert_dispatcher "deep_ep" cannot be used ({causes}); give "all_to_all"')
+    assert result is not None
+    return result

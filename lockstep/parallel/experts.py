@@ -27,7 +27,7 @@ from lockstep.ops import native
 from lockstep.ops.experts import combine, dispatch, order_by_expert
 from lockstep.ops.opaque import library
 from lockstep.parallel.deep_ep import begin_exchange
-from lockstep.parallel.exchange import InFlight, gather_rows, group_named, rows_are_whole, swap_rows
+from lockstep.parallel.exchange import InFlight, exchanged, gather_rows, group_named, rows_are_whole, swap_rows
 from lockstep.parallel.expert_traffic import TRAFFIC
 
 FeedForward = Callable[[Tensor, Tensor], Tensor]
@@ -52,8 +52,10 @@ def experts_over_ranks(
     starts, places, sources = order_by_expert(chosen, count)
     starts = starts.cpu()  # for the lengths of messages
     if rows_are_whole():
-        local, local_starts = _take(x, starts, sources, group)
-        out = combine(_gather(feed_forward(local, local_starts), starts, sources, group), weights, places)
+        compiling = torch.compiler.is_compiling()
+        take, gather = (_opaque_take, _opaque_gather) if compiling else (_take_rows, _gather_rows)
+        local, local_starts = take(x, starts, sources, group.group_name)
+        out = combine(gather(feed_forward(local, local_starts), starts, sources, group.group_name), weights, places)
         return out if shared is None else out + shared(x)
     rows = dispatch(_local_tokens(x, chosen.shape[0], group), places, sources)
     receive = _send_to_experts(rows, starts, group)
@@ -87,9 +89,12 @@ def _send_back(rows: Tensor, starts: Tensor, counts: Tensor, sources: Tensor, gr
     """The inverse of `_send_to_experts`: the rows of this rank's tokens, as many as `sources`."""
     if torch.compiler.is_compiling():
         return _opaque_return(rows, starts, counts, sources.shape[0], group.group_name)
-    if torch.is_grad_enabled() and rows.requires_grad:
-        return _Return.apply(rows, starts, counts, len(sources), group)
-    return _back(rows, starts, counts, len(sources), group)
+    return exchanged(
+        rows,
+        group,
+        lambda rows, group: _back(rows, starts, counts, len(sources), group),
+        lambda grad, group: _out(grad, starts, counts, group),
+    )
 
 
 @dataclass
@@ -147,21 +152,6 @@ class _Receive(torch.autograd.Function):
         return in_flight.received, None
 
 
-class _Return(torch.autograd.Function):
-    @staticmethod
-    def forward(
-        ctx: Any, rows: Tensor, starts: Tensor, counts: Tensor, length: int, group: dist.ProcessGroup
-    ) -> Tensor:
-        ctx.save_for_backward(starts, counts)
-        ctx.group = group
-        return _back(rows, starts, counts, length, group)
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None, None, None]:
-        starts, counts = ctx.saved_tensors
-        return _out(grads[0], starts, counts, ctx.group), None, None, None, None
-
-
 def _start_exchange(rows: Tensor, starts: Tensor, group: dist.ProcessGroup) -> _ExpertExchange:
     local = starts.diff().view(dist.get_world_size(group), -1)
     counts = swap_rows(local, group)  # on the CPU, which needs the counts anyway
@@ -217,18 +207,8 @@ def _begin(rows: Tensor, sent: list[int], received: list[int], group: dist.Proce
     return begin_exchange(rows, sent, received, group)
 
 
-def _take(x: Tensor, starts: Tensor, sources: Tensor, group: dist.ProcessGroup) -> tuple[Tensor, Tensor]:
-    """The rows of this rank's experts, from rows that all ranks have, and the start of each expert's rows."""
-    return (_opaque_take if torch.compiler.is_compiling() else _take_rows)(x, starts, sources, group.group_name)
-
-
-def _gather(rows: Tensor, starts: Tensor, sources: Tensor, group: dist.ProcessGroup) -> Tensor:
-    """The rows of all experts, as many as `sources`, gathered from each rank's experts."""
-    gather = _opaque_gather if torch.compiler.is_compiling() else _gather_experts
-    return gather(rows, starts, sources, group.group_name)
-
-
 def _take_rows(x: Tensor, starts: Tensor, sources: Tensor, name: str) -> tuple[Tensor, Tensor]:
+    """The rows of this rank's experts, from rows that all ranks have, and the start of each expert's rows."""
     group = group_named(name)
     share = (len(starts) - 1) // group.size()
     local = starts[group.rank() * share : (group.rank() + 1) * share + 1]
@@ -236,7 +216,8 @@ def _take_rows(x: Tensor, starts: Tensor, sources: Tensor, name: str) -> tuple[T
     return x[sources[int(local[0]) : int(local[-1])] // max(active, 1)], local - local[0]
 
 
-def _gather_experts(rows: Tensor, starts: Tensor, sources: Tensor, name: str) -> Tensor:
+def _gather_rows(rows: Tensor, starts: Tensor, sources: Tensor, name: str) -> Tensor:
+    """The rows of all experts, as many as `sources`, gathered from each rank's experts."""
     group = group_named(name)
     lengths = starts[:: (len(starts) - 1) // group.size()].diff().tolist()
     padded = rows.new_zeros(max(lengths), rows.shape[1])
@@ -278,25 +259,6 @@ def _opaque_out(rows: Tensor, starts: Tensor, counts: Tensor, length: int, group
     return _out(rows, starts, counts, group_named(group))
 
 
-@library.operator(
-    "take_own_experts_rows(Tensor x, Tensor starts, Tensor sources, str group) -> (Tensor, Tensor)",
-    fake=lambda x, starts, sources, group: (
-        _some_rows(x),
-        starts.new_empty((starts.shape[0] - 1) // group_named(group).size() + 1),
-    ),
-)
-def _opaque_take(x: Tensor, starts: Tensor, sources: Tensor, group: str) -> tuple[Tensor, Tensor]:
-    return _take_rows(x, starts, sources, group)
-
-
-@library.operator(
-    "gather_experts_rows(Tensor rows, Tensor starts, Tensor sources, str group) -> Tensor",
-    fake=lambda rows, starts, sources, group: rows.new_empty(sources.shape[0], rows.shape[1]),
-)
-def _opaque_gather(rows: Tensor, starts: Tensor, sources: Tensor, group: str) -> Tensor:
-    return _gather_experts(rows, starts, sources, group)
-
-
 def _save_send(ctx: Any, inputs: tuple[Tensor, Tensor, str], output: tuple[Tensor, Tensor, Tensor]) -> None:
     ctx.save_for_backward(inputs[1], output[2])
     ctx.length, ctx.group = inputs[0].shape[0], inputs[2]
@@ -317,3 +279,14 @@ library.differentiable(
     _save_return,
     lambda ctx, grad: (_opaque_out(grad, *ctx.saved_tensors, ctx.length, ctx.group), None, None, None, None),
 )
+_opaque_take = library.operator(
+    "take_own_experts_rows(Tensor x, Tensor starts, Tensor sources, str group) -> (Tensor, Tensor)",
+    fake=lambda x, starts, sources, group: (
+        _some_rows(x),
+        starts.new_empty((starts.shape[0] - 1) // group_named(group).size() + 1),
+    ),
+)(_take_rows)
+_opaque_gather = library.operator(
+    "gather_experts_rows(Tensor rows, Tensor starts, Tensor sources, str group) -> Tensor",
+    fake=lambda rows, starts, sources, group: rows.new_empty(sources.shape[0], rows.shape[1]),
+)(_gather_rows)

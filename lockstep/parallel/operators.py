@@ -21,7 +21,6 @@ from lockstep.ops import one_order
 from lockstep.ops.embedding import plain_embedding
 from lockstep.ops.experts import FeedForward
 from lockstep.ops.experts import mixture as plain_mixture
-from lockstep.parallel.copied_heads import sharing
 from lockstep.parallel.exchange import (
     exchanged,
     gather_rows,
@@ -89,8 +88,7 @@ def rms_norm(x: Tensor, weight: DTensor, eps: float) -> Tensor:
     group = tensor_group(weight)
     if group is None:
         return ops.rms_norm(x, own_part(weight), eps)
-    copied = sharing(weight)
-    normed = shared_norm(x, own_part(weight), eps, group, copied.share if copied else 1)
+    normed = shared_norm(x, own_part(weight), eps, group)
     if x.ndim > 2 or rows_are_whole():
         return normed
     return exchanged(normed, group, gather_rows, sum_gathered)
@@ -101,11 +99,8 @@ def linear(x: Tensor, weight: DTensor, chunks: int) -> Tensor:
     local, group = own_part(weight), tensor_group(weight)
     if group is None:
         return ops.linear(x, local, chunks)
-    if (copied := sharing(weight)) is not None:
-        local = copied.local_outputs(local)
-        return column_product(x, local, group, copied.part(local.shape[0]))
     if place_on(weight, "tensor") != COLUMNS:
-        return column_product(x, local, group)
+        return column_product(x, local, group.group_name)
     return row_product(x, local, chunks, group)
 
 
@@ -119,17 +114,9 @@ def text_scores(hidden: Tensor, head: DTensor) -> Tensor:
     return ops.text_scores(hidden, local)
 
 
-def _with_gradient_of(x: Tensor, part: slice) -> Tensor:
-    """`x`, with a gradient that is zero outside of `part`."""
-    return torch.cat([x[: part.start].detach(), x[part], x[part.stop :].detach()])
-
-
 def add_bias(x: Tensor, bias: DTensor) -> Tensor:
     """Adds the bias to this rank's outputs if it is sharded over the tensor axis, else to its share of the rows."""
     local, group = own_part(bias), tensor_group(bias)
-    if (copied := sharing(bias)) is not None:
-        local = copied.local_outputs(local)
-        return ops.add_bias(x, _with_gradient_of(local, copied.part(local.shape[0])))
     if group is None or place_on(bias, "tensor") != COPY:
         return ops.add_bias(x, local)
     return shared_bias(x, local, group)
@@ -146,7 +133,7 @@ def router_logits(x: Tensor, weight: DTensor) -> Tensor:
     if group is None or rows_are_whole():
         return ops.router_logits(x, local)
     ranks = dist.get_world_size(group)
-    return shared_logits(x.unflatten(0, (ranks, -1))[dist.get_rank(group)], local, group)
+    return shared_logits(x.unflatten(0, (ranks, -1))[dist.get_rank(group)], local, group.group_name)
 
 
 def route(logits: Tensor, routing: ops.Routing, bias: DTensor, load: ops.ExpertLoad | None) -> tuple[Tensor, Tensor]:

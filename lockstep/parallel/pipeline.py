@@ -15,8 +15,14 @@ from lockstep import ops
 from lockstep.config import CompileConfig, ParallelConfig
 from lockstep.model import ModelConfig, ScoringModel
 from lockstep.model.shard import is_fsdp
-from lockstep.parallel.pipeline_schedule import Action, PipelinePlan, bubble_fraction, passes_in_flight
-from lockstep.parallel.pipeline_split import split_layers, stage_work
+from lockstep.parallel.pipeline_schedule import (
+    Action,
+    PipelinePlan,
+    bubble_fraction,
+    passes_in_flight,
+    split_layers,
+    stage_work,
+)
 from lockstep.parallel.pipeline_stage import Computed, Stage
 from lockstep.parallel.tied_embedding import TiedEmbedding
 from lockstep.parallel.world import World

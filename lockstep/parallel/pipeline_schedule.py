@@ -1,16 +1,13 @@
-"""Pipeline schedules: torch's schedules by name, or one from a CSV file.
+"""Pipelines: the layers of each stage, and torch's schedules by name.
 
 torch's schedules are imported only to create a pipeline: they import its compiler, which takes most of a second.
 """
 
 from __future__ import annotations
 
-import csv
-import re
-from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from pathlib import Path
+from itertools import pairwise
 from typing import Any, NamedTuple
 
 from lockstep.config import CompileConfig, ParallelConfig
@@ -53,13 +50,13 @@ SCHEDULES = {
 class PipelinePlan:
     """A config's schedule: the stages of each rank, and the order of its work.
 
-    Raises UserError for settings that the schedule does not support, and for a CSV file that cannot be run.
+    Raises UserError for settings that the schedule does not support.
     """
 
     def __init__(self, config: ParallelConfig):
         self.config = config
         self.name = config.pipeline_schedule
-        self.table = read_table(Path(self.name), config.pipeline) if self.name.endswith(".csv") else None
+        self.schedule = SCHEDULES[self.name]
         if self.splits_backward and config.reshard_after_forward == "always":
             raise UserError(
                 f'parallel.reshard_after_forward "always" does not work with pipeline_schedule "{self.name}", whose '
@@ -69,34 +66,28 @@ class PipelinePlan:
     @property
     def splits_backward(self) -> bool:
         """Whether gradients for inputs and for weights are computed separately."""
-        if self.table is not None:
-            return any(action.kind == "I" for work in self.table for action in work)
-        return SCHEDULES[self.name].splits_backward
+        return self.schedule.splits_backward
 
     @property
     def keeps_all(self) -> bool:
         """Whether all of a step's micro-batches may be in flight at once."""
-        return self.table is not None or self.name == "gpipe"
+        return self.name == "gpipe"
 
     @property
     def keeps_sent(self) -> bool:
         """Whether torch keeps sent tensors until the step ends, as it does with several stages per rank."""
-        return self.table is not None or SCHEDULES[self.name].stages_per_rank != 1
+        return self.schedule.stages_per_rank != 1
 
     @property
     def stages(self) -> int:
         """The number of stages over all ranks."""
-        if self.table is not None:
-            return 1 + max(action.stage for work in self.table for action in work)
-        return self.config.pipeline * (SCHEDULES[self.name].stages_per_rank or self.config.pipeline_stages_per_rank)
+        return self.config.pipeline * (self.schedule.stages_per_rank or self.config.pipeline_stages_per_rank)
 
     def rank_of(self, stage: int) -> int:
         """The rank of `stage` within the pipeline."""
         ranks = self.config.pipeline
-        if self.table is not None:
-            return next(rank for rank, work in enumerate(self.table) if any(a.stage == stage for a in work))
         turn, place = divmod(stage, ranks)
-        return ranks - 1 - place if SCHEDULES[self.name].v_shaped and turn % 2 else place
+        return ranks - 1 - place if self.schedule.v_shaped and turn % 2 else place
 
     def check_compile(self, compiled: CompileConfig) -> None:
         """Raises UserError if the schedule does not support compiled blocks."""
@@ -110,10 +101,7 @@ class PipelinePlan:
     def check_microbatches(self, count: int) -> None:
         """Raises UserError if the schedule cannot run with `count` micro-batches per step."""
         ranks, remedy = self.config.pipeline, ""
-        if self.table is not None:
-            required = 1 + max(action.microbatch for work in self.table for action in work)
-            remedy = f"exactly {required}" if count != required else ""
-        elif self.name == "1f1b" and count < ranks:
+        if self.name == "1f1b" and count < ranks:
             remedy = f"{ranks} or more"
         elif self.name == "dualpipev" and count < self.stages:
             remedy = f"{self.stages} or more"
@@ -130,22 +118,17 @@ class PipelinePlan:
         self.check_microbatches(microbatches)
         from torch.distributed.pipelining import schedules
 
-        if self.table is not None:
-            schedule = schedules._PipelineScheduleRuntime(stages, microbatches, loss_of, scale_grads=False)
-            schedule._load_csv(self.name)
-            return schedule, self.table
-        kind = SCHEDULES[self.name]
-        make = getattr(schedules, kind.kind)
-        ranks = self.config.pipeline
-        if kind.stages_per_rank == 1:
-            ahead = [microbatches if self.name == "gpipe" else ranks - rank for rank in range(ranks)]
-            table = [_alternating(rank, microbatches, ahead[rank]) for rank in range(ranks)]
+        make, ranks = getattr(schedules, self.schedule.kind), range(self.config.pipeline)
+        if self.schedule.stages_per_rank == 1:
+            # Not the schedule's own table, which in torch 2.13 does not have the order that it runs.
+            ahead = [microbatches if self.name == "gpipe" else len(ranks) - rank for rank in ranks]
+            table = [alternating(rank, microbatches, ahead[rank]) for rank in ranks]
             return make(stages[0], microbatches, loss_of, scale_grads=False), table
         schedule = make(stages, microbatches, loss_of, scale_grads=False)
-        return schedule, [_actions(schedule.pipeline_order[rank]) for rank in range(ranks)]
+        return schedule, [_actions(schedule.pipeline_order[rank]) for rank in ranks]
 
 
-def _alternating(stage: int, microbatches: int, ahead: int) -> list[Action]:
+def alternating(stage: int, microbatches: int, ahead: int) -> list[Action]:
     """One forward, one backward, with `ahead` forwards before the first backward."""
     order: list[Action] = []
     for step in range(microbatches + ahead):
@@ -175,64 +158,6 @@ def passes_in_flight(work: Sequence[Action]) -> int:
     return most
 
 
-def read_table(path: Path, ranks: int) -> Table:
-    """A schedule from CSV: one line per rank; each field is `<stage><F|B|I|W><microbatch>`, or empty for idle time.
-
-    Raises UserError, naming line and field, for anything that is not an action, and for a table that leaves out work,
-    does it twice or out of order, or deadlocks.
-    """
-    try:
-        with path.open(newline="") as file:
-            lines = [line for line in csv.reader(file) if line]
-    except OSError as error:
-        raise UserError(
-            f"parallel.pipeline_schedule: {path} cannot be read ({error.strerror}); name a schedule or a CSV file"
-        ) from error
-    if len(lines) != ranks:
-        raise UserError(f"{path} has {len(lines)} lines, but the pipeline has {ranks} ranks; write one line per rank")
-    table: Table = [[] for _ in lines]
-    for rank, line in enumerate(lines):
-        for column, text in enumerate(line):
-            match = re.fullmatch(r"(\d+)([FBIW])(\d+)", text.strip())
-            if match:
-                table[rank].append(Action(int(match[1]), match[2], int(match[3])))
-            elif text.strip():
-                raise UserError(
-                    f'{path}, line {rank + 1}, field {column + 1}: "{text}" is not an action; write the stage, F, B, I '
-                    "or W, and the micro-batch, as in 0F3"
-                )
-    _check(table, path)
-    return table
-
-
-def _check(table: Table, path: Path) -> None:
-    work = [action for actions in table for action in actions]
-    if not work:
-        raise UserError(f"{path} contains no action")
-    stages = 1 + max(action.stage for action in work)
-    microbatches = 1 + max(action.microbatch for action in work)
-    for stage in range(stages):
-        if len(ranks := [r + 1 for r, actions in enumerate(table) if any(a.stage == stage for a in actions)]) > 1:
-            raise UserError(f"{path}: stage {stage} is on lines {ranks}; a stage's weights are on one rank only")
-    done = Counter(work)
-    for stage in range(stages):
-        for microbatch in range(microbatches):
-            count = {kind: done[Action(stage, kind, microbatch)] for kind in "FBIW"}
-            if count not in ({"F": 1, "B": 1, "I": 0, "W": 0}, {"F": 1, "B": 0, "I": 1, "W": 1}):
-                raise UserError(
-                    f"{path}: stage {stage} must run micro-batch {microbatch} forward once (F) and backward once (B, "
-                    f"or I and W), but does {count}"
-                )
-    last = [action.microbatch for action in work if action.stage == stages - 1 and action.kind == "F"]
-    if last != sorted(last):
-        # torch's runtime assigns losses to micro-batches in the order in which they were computed.
-        raise UserError(f"{path}: the last stage must run its forwards in the order of the micro-batches, not {last}")
-    try:
-        bubble_fraction(table, [1.0] * stages)
-    except ValueError as error:
-        raise UserError(f"{path}: {error}") from error
-
-
 def bubble_fraction(table: Table, work: Sequence[float]) -> float:
     """The share of time that ranks wait, if a backward takes twice as long as a forward and sending takes no time.
 
@@ -249,12 +174,7 @@ def bubble_fraction(table: Table, work: Sequence[float]) -> float:
                 time = work[action.stage] * (2 if action.kind == "B" else 1)
                 clocks[rank] = finished[action] = max(clocks[rank], ready) + time
         if len(finished) == before:
-            heads = ", ".join(
-                f"rank {rank} for {a.stage}{a.kind}{a.microbatch}'s inputs"
-                for rank, actions in enumerate(waiting)
-                for a in actions[-1:]
-            )
-            raise ValueError(f"the ranks wait for each other: {heads}; change the order of their work")
+            raise ValueError(f"the ranks of the pipeline wait for each other, after {before} of its actions")
     busy = sum(work[a.stage] * (2 if a.kind == "B" else 1) for a in finished)
     return 1 - busy / (len(table) * max(clocks))
 
@@ -273,3 +193,60 @@ def _ready(action: Action, finished: dict[Action, float], stages: int) -> float 
         needs = [(Action(stage, "I", microbatch),)]
     times = [next((finished[a] for a in either if a in finished), None) for either in needs]
     return None if None in times else max((t for t in times if t is not None), default=0.0)
+
+
+def split_layers(num_layers: int, stages: int, config: ParallelConfig) -> list[range]:
+    """Consecutive layers for each stage: from `pipeline_split`, otherwise of about equal work.
+
+    Raises UserError if there are fewer layers than stages, or if `pipeline_split` names layers that cannot begin a
+    stage.
+    """
+    if num_layers < stages:
+        raise UserError(
+            f"a pipeline of {stages} stages needs at least as many layers, but the model has {num_layers}; lower "
+            "parallel.pipeline, or use a schedule with fewer stages per rank"
+        )
+    starts = _named(config.pipeline_split, num_layers, stages) if config.pipeline_split else None
+    if starts is None:
+        sizes = _balanced(num_layers, stages, config.pipeline_embedding_layers, config.pipeline_head_layers)
+        starts = [sum(sizes[:stage]) for stage in range(stages)]
+    return [range(*ends) for ends in pairwise([*starts, num_layers])]
+
+
+def stage_work(layers: list[range], config: ParallelConfig) -> list[float]:
+    """The work of each stage, in layers; the config has the weights of embedding and head."""
+    work = [float(len(stage)) for stage in layers]
+    work[0] += config.pipeline_embedding_layers
+    work[-1] += config.pipeline_head_layers
+    return work
+
+
+def _balanced(num_layers: int, stages: int, embedding: float, head: float) -> list[int]:
+    sizes = [1] * stages
+    work = [1.0] * stages
+    work[0] += embedding
+    work[-1] += head
+    # Each layer goes to the stage with the least work, which minimizes the work of the heaviest stage. Ties go to the
+    # last stage, which has fewer micro-batches in flight.
+    for _ in range(num_layers - stages):
+        least = max(stage for stage in range(stages) if work[stage] == min(work))
+        sizes[least] += 1
+        work[least] += 1
+    return sizes
+
+
+def _named(split: str, num_layers: int, stages: int) -> list[int]:
+    names = [name.strip() for name in split.split(",")]
+    starts_by_name = {f"layers.{index}": index for index in range(1, num_layers)}
+    for name in names:
+        if name not in starts_by_name:
+            raise UserError(
+                f'parallel.pipeline_split: no stage can begin with "{name}"; name layers.1 to layers.{num_layers - 1}'
+            )
+    starts = [0, *(starts_by_name[name] for name in names)]
+    if len(starts) != stages or any(a >= b for a, b in pairwise(starts)):
+        raise UserError(
+            f'parallel.pipeline_split = "{split}" does not make {stages} stages; name the {stages - 1} layers that '
+            "begin the later stages, in ascending order"
+        )
+    return starts

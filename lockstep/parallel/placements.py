@@ -5,30 +5,17 @@
 
 The placements are DTensor's: `Shard(d)` splits dimension d, `Replicate` copies, `Partial` is a pending sum. Activations
 are plain tensors, whose placement on the `tensor` axis follows from their position in a block (arXiv 1909.08053, with
-the sequence parallelism of arXiv 2205.05198):
-
-    tokens ─ embedding ─> hidden, rows sharded ─ norm ─> all rows ─ column ─> heads sharded ─ row ─> hidden, rows
-    sharded
-
-so between the blocks' halves each rank has its share of the tokens, and within them its share of the heads and of the
-feed-forward features. Two collectives per half: an all-gather of the norm's result, and a reduce-scatter of the row
-product's sums. On the data and context axes, a rank has its tokens everywhere.
+the sequence parallelism of arXiv 2205.05198). Between the halves of a block each rank has its share of the tokens; a
+norm's result is all-gathered, and within a half each rank has its share of the heads or of the feed-forward features;
+the row product's sums are reduce-scattered. On the data and context axes, a rank has its tokens everywhere.
 
 A mixture's experts are never split. Each rank of the tensor axis has some of them, and sends the rows of its share of
 the tokens to the ranks that have their experts (`experts`). With `parallel.expert`, these include ranks with other
 tokens, and the experts are on a separate mesh (`World.expert_mesh`).
 
-An operator reads a weight as placed on the `tensor` axis, and replicated on all others (`operators.own_part`). For
-example, a norm's weight `[dim]` with `full_dtensor` on the axes (context, tensor):
-
-    at rest     (Shard(0), Replicate)     WEIGHTS_ON_DATA[COPY], WEIGHTS_ON_TENSOR[family]["norm.weight"] read as
-    (Replicate, Replicate)    redistributing it gathers over context gradient    (Partial, Partial)        each rank has
-    only seen its tokens stored      (Shard(0), Replicate)     backward of redistributing: reduce-scatter over context,
-    all-reduce over tensor
-
-FSDP, if used, handles the context axis: it gathers the weight and reduce-scatters its gradient. The remaining placement
-is (Replicate), at rest and as read. Redistributing then moves nothing, but is still necessary: its backward turns the
-gradient's (Partial) into (Replicate).
+An operator reads a weight as placed on the `tensor` axis, and replicated on all others (`operators.own_part`). Where
+FSDP has not gathered it, redistributing it does; the redistribution's backward reduce-scatters the gradient over ranks
+with other tokens, and sums that of a replicated weight, such as a norm's, over the tensor axis.
 """
 
 from __future__ import annotations
@@ -109,7 +96,7 @@ def parameter_placement(shape: ModelConfig, name: str, ranks: int) -> Placement:
     """Placement on the tensor axis of a parameter such as `layers.3.mlp.up_proj.weight`. Raises KeyError for an
     unknown name.
 
-    Fewer key-value heads than ranks are replicated: each rank computes all, and attends with one (`copied_heads`).
+    Fewer key-value heads than ranks are replicated: each rank computes all, and attends with one.
     """
     parts = name.split(".")
     kind = ".".join(parts[2:] if parts[0] == "layers" else parts)

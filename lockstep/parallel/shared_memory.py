@@ -15,7 +15,6 @@ import fcntl
 import mmap
 import os
 import secrets
-import threading
 import weakref
 from datetime import timedelta
 
@@ -38,8 +37,7 @@ PROBLEMS = {
 
 
 class SharedMemory:
-    """A rank's access to its group's memory. One thread at a time may call it; all ranks make the same calls in
-    order."""
+    """A rank's access to its group's memory. One thread may call it; all ranks make the same calls in order."""
 
     def __init__(self, group: dist.ProcessGroup, file: int, patience: timedelta):
         self._rank, self._ranks, self._file, self._patience = group.rank(), group.size(), file, patience
@@ -53,7 +51,6 @@ class SharedMemory:
         integer, pointer = ctypes.c_int64, ctypes.c_void_p
         self._function.argtypes = [pointer, *[integer] * 4, pointer, pointer, *[integer] * 3]
         self._function.restype = integer
-        self._busy = threading.Lock()
         self._close_file = weakref.finalize(self, os.close, file)
 
     def gather(self, local: Tensor, out: Tensor) -> None:
@@ -65,27 +62,18 @@ class SharedMemory:
         self._exchange(x, out, self._ranks)
 
     def _exchange(self, source: Tensor, out: Tensor, parts: int) -> None:
-        if not self._busy.acquire(blocking=False):
-            raise RuntimeError("two threads use the exchange of the same group of ranks at once")
-        try:
-            if self._memory is None:
-                raise RuntimeError("the ranks' shared memory is closed, after an error or after close_world")
-            length, limit = source.nbytes // parts, int(self._patience.total_seconds() * 1000)
-            place = self._address, self._file, self._rank, self._ranks, parts
-            outcome = self._function(*place, source.data_ptr(), out.data_ptr(), length, SLOT, limit)
-            if outcome:
-                self._leave()  # the ranks are out of step; this notifies the others
-                rank = self._names[outcome // 4]
-                raise RuntimeError("an exchange of ranks failed: " + PROBLEMS[outcome % 4].format(rank, self._patience))
-        finally:
-            self._busy.release()
+        if self._memory is None:
+            raise RuntimeError("the ranks' shared memory is closed, after an error or after close_world")
+        length, limit = source.nbytes // parts, int(self._patience.total_seconds() * 1000)
+        place = self._address, self._file, self._rank, self._ranks, parts
+        outcome = self._function(*place, source.data_ptr(), out.data_ptr(), length, SLOT, limit)
+        if outcome:
+            self.close()  # the ranks are out of step; this notifies the others
+            rank = self._names[outcome // 4]
+            raise RuntimeError("an exchange of ranks failed: " + PROBLEMS[outcome % 4].format(rank, self._patience))
 
     def close(self) -> None:
         """Leaves the group: ranks that still wait for this one get an error."""
-        with self._busy:
-            self._leave()
-
-    def _leave(self) -> None:
         if self._memory is not None:
             self._memory.close()
             self._memory = None
@@ -143,7 +131,7 @@ def _joined(group: dist.ProcessGroup, where: tuple[int, int, str], patience: tim
         return None
 
 
-def open_memory(process: int, file: int, name: str, flags: int = os.O_RDWR) -> int:
+def open_memory(process: int, file: int, name: str) -> int:
     """Opens a file that another process created; returns its descriptor here.
 
     Raises OSError if that process is not visible here, or if the descriptor is of another file.
@@ -151,7 +139,7 @@ def open_memory(process: int, file: int, name: str, flags: int = os.O_RDWR) -> i
     path = f"/proc/{process}/fd/{file}"
     if name not in os.readlink(path):
         raise OSError(f"{path} is not {name}")
-    return os.open(path, flags)
+    return os.open(path, os.O_RDWR)
 
 
 def memory_of(group: dist.ProcessGroup, tensor: Tensor) -> SharedMemory | None:

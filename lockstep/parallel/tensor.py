@@ -1,24 +1,27 @@
-"""Tensor parallelism: matrices sharded over the ranks of the `tensor` axis, as `placements` declares."""
+"""Weights as DTensors, as `placements` declares: over the `tensor` axis, over the experts' ranks, or over all axes."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from typing import Any
 
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Placement, distribute_tensor
 
 from lockstep.model import Decoder
+from lockstep.model.decoder import Block, Projected
 from lockstep.ops import FORMS
 from lockstep.parallel import operators
-from lockstep.parallel.copied_heads import OneKeyValueHead
 from lockstep.parallel.exchange import exchanged, gather_rows, local_rows, rows_are_whole
-from lockstep.parallel.placements import COLUMNS, COPY, ROWS, parameter_placement
+from lockstep.parallel.placements import COLUMNS, COPY, ROWS, WEIGHTS_ON_DATA, parameter_placement
 from lockstep.parallel.tensor_group import axes_of
 from lockstep.parallel.world import World
 
 FORMS[DTensor] = operators
+
+FULL_DTENSOR_AXES = ("data_replicate", "data_shard", "context", "tensor")
 
 
 def shard_tensor_parallel(model: Decoder, world: World) -> None:
@@ -37,6 +40,23 @@ def shard_experts(model: Decoder, world: World) -> None:
             part = distribute_tensor(parameter.detach(), world.expert_mesh["experts"], [ROWS], src_data_rank=None)
             owner, _, kind = name.rpartition(".")
             module.get_submodule(owner).register_parameter(kind, nn.Parameter(part))
+
+
+def distribute_everything(model: Decoder, world: World) -> None:
+    """Makes every parameter of `model`, on the meta device, a DTensor on the mesh of all axes with several ranks.
+
+    This is data, context and tensor parallelism by placements alone (`parallel.full_dtensor`). Weights are sharded over
+    all axes. Operators redistribute them to be unsharded on the axes whose ranks see different tokens: an all-gather,
+    whose backward is a reduce-scatter of the gradients. FSDP does the same with hooks.
+    """
+    assert world.mesh is not None
+    axes = [axis for axis in FULL_DTENSOR_AXES if world.degrees[axis] > 1]
+
+    def placements(on_tensor: Placement) -> list[Placement]:
+        everywhere = {"data_replicate": COPY, "tensor": on_tensor}
+        return [everywhere.get(axis, WEIGHTS_ON_DATA[on_tensor]) for axis in axes]
+
+    distribute_parameters(model, world.mesh[tuple(axes)], placements)
 
 
 def experts_of(model: Decoder) -> list[nn.Module]:
@@ -84,3 +104,19 @@ def distribute_parameters(
 
     model.register_forward_pre_hook(enter)
     model.register_forward_hook(leave)
+
+
+class OneKeyValueHead:
+    """The halves of a block whose `heads` key-value heads are fewer than the ranks of `group`: every rank has the
+    weights of all of them, and attends with one."""
+
+    def __init__(self, group: dist.ProcessGroup, heads: int):
+        head = group.rank() * heads // group.size()
+        self.local = slice(head, head + 1)
+
+    def before_attention(self, block: Block, hidden: Tensor, cos: Tensor, sin: Tensor) -> Projected:
+        q, k, v = block.before_attention(hidden, cos, sin)
+        return q, k[:, self.local].contiguous(), None if v is None else v[:, self.local].contiguous()
+
+    def after_attention(self, block: Block, hidden: Tensor, attended: Tensor) -> Tensor:
+        return block.after_attention(hidden, attended)

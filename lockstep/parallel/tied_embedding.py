@@ -6,11 +6,10 @@ from collections.abc import Sequence
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
+from torch import Tensor, nn
 
-from lockstep.model.shard import local_part
+from lockstep.model.shard import is_fsdp, local_part, local_values
 from lockstep.parallel.pipeline_stage import Stage
-from lockstep.parallel.unsummed_gradients import UnsummedGradient
 
 TAG = 1
 """The tag of gradients sent concurrently with a schedule's own messages, which have tag 0."""
@@ -108,3 +107,33 @@ class TiedEmbedding:
             dist.send(source.contiguous(), group=self.group, group_dst=receiver)
         elif target is not None:
             dist.recv(target, group=self.group, group_src=sender)
+
+
+class UnsummedGradient:
+    """The gradient of `module`'s gathered weight before FSDP sums it over the data ranks; `module` is a part of `root`,
+    the module that FSDP shards.
+
+    In torch up to 2.14, it has the compute dtype, and FSDP accumulates it in a float32 copy over micro-batches. In 2.15
+    it seems to be float32 from the start (the parameter's `grad_dtype`), without a copy; this has not run on 2.15.
+    """
+
+    def __init__(self, root: nn.Module, module: nn.Module):
+        assert is_fsdp(root)
+        group = root._get_fsdp_state()._fsdp_param_group
+        (self._fsdp_param,) = (p for p in group.fsdp_params if p._module_info.module is module)  # type: ignore[union-attr]
+
+    def empty_like(self) -> Tensor:
+        """An uninitialized float32 gradient of this shape."""
+        return torch.empty_like(local_values(self._fsdp_param.unsharded_param), dtype=torch.float32)
+
+    @property
+    def values(self) -> Tensor | None:
+        """This tensor rank's part of the gradient; float32 once FSDP has accumulated it. None if there is none."""
+        accumulated = self._fsdp_param.unsharded_accumulated_grad
+        grad = self._fsdp_param.unsharded_param.grad if accumulated is None else accumulated
+        return None if grad is None else local_values(grad)
+
+    def drop(self) -> None:
+        self._fsdp_param.unsharded_param.grad = None
+        if self._fsdp_param.unsharded_accumulated_grad is not None:  # in torch 2.15 a read-only property
+            self._fsdp_param.unsharded_accumulated_grad = None

@@ -12,7 +12,6 @@ from torch.distributed.fsdp import FSDPModule
 from torch.distributed.pipelining import PipelineStage
 
 from lockstep import ops
-from lockstep.errors import UserError
 from lockstep.parallel.pipeline_stage import Stage
 from lockstep.parallel.tied_embedding import TiedEmbedding
 
@@ -31,7 +30,6 @@ class TorchStage(PipelineStage):
         super().__init__(stage, *arguments, **named)
         self.stage, self.tied = stage, tied
         self.each: Callable[[Iterable[str]], None] | None = None
-        self._ended = 0
         self._like: dict[str, list[Tensor | None]] = {}
         """For each direction, meta tensors like the receive buffers of a micro-batch."""
 
@@ -78,10 +76,6 @@ class TorchStage(PipelineStage):
             if getattr(info, "buffer", None) is not None:
                 info.buffer = None
 
-    def clear_runtime_states(self) -> None:
-        super().clear_runtime_states()
-        self._ended = 0
-
     def backward_one_chunk(self, bwd_chunk_id: int, *arguments: Any, **named: Any) -> None:
         super().backward_one_chunk(bwd_chunk_id, *arguments, **named)
         if named.get("full_backward", True):
@@ -98,13 +92,6 @@ class TorchStage(PipelineStage):
         self._free_buffers(GRADIENTS, microbatch)
         if self.each is None:
             return
-        if microbatch != self._ended:
-            raise UserError(
-                f"parallel.pipeline_schedule runs micro-batch {microbatch} backward through stage {self.stage.index} "
-                f"before {self._ended}, but train.deterministic_layout sums gradients in the micro-batches' order; "
-                "order each stage's backwards accordingly, or switch it off"
-            )
-        self._ended += 1
         if isinstance(self.stage, FSDPModule):
             # First convert all gradients to float32: a split backward leaves them in the compute dtype.
             self._reduce(sync=False)

@@ -1,4 +1,4 @@
-"""Log-probabilities with a head whose vocabulary is sharded over ranks (loss parallel).
+"""Log-probabilities and sampling with a head whose vocabulary is sharded over ranks (loss parallel).
 
 Ranks do not exchange logits. For each row they exchange the masses of the vocabulary's pieces, each of which is on one
 rank, and the target's logit: some 25 numbers. Every rank then joins the pieces as one process does, to the same bits.
@@ -6,6 +6,7 @@ rank, and the target's logit: some 25 numbers. Every rank then joins the pieces 
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 import torch
@@ -93,6 +94,18 @@ class Part:
     def places(self, tokens: Tensor) -> Tensor:
         """Tokens as rows of this rank's part; -1 if they are on another rank."""
         return torch.where((tokens >= self.first) & (tokens < self.stop), tokens - self.first, -1)
+
+
+class ShardedSampler:
+    """`ops.sample` and `ops.top_log_probs` over `group`, given the logits of this rank's part of the vocabulary.
+
+    All ranks draw the tokens that one process would.
+    """
+
+    def __init__(self, vocab: int, group: dist.ProcessGroup):
+        self.part = Part(vocab, group)
+        self.sample = partial(ops.sample, part=self.part)
+        self.top_log_probs = partial(ops.top_log_probs, part=self.part)
 
 
 def _forward(

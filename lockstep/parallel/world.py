@@ -5,6 +5,8 @@ from __future__ import annotations
 import math
 import os
 import sys
+import threading
+import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, redirect_stdout
 from dataclasses import dataclass, field, replace
@@ -21,10 +23,10 @@ from lockstep.config import ParallelConfig, RanksConfig
 from lockstep.config.parallel import tensor_problems
 from lockstep.errors import ReportedByRank0, UserError
 from lockstep.model.device import open_device
+from lockstep.observe.logs import log
 from lockstep.observe.machine import memory_bytes
 from lockstep.parallel.deep_ep import close_buffers
-from lockstep.parallel.messages import arrays_from_rank_0, from_all, from_rank_0, others_wait, wait_for_rank_0
-from lockstep.parallel.orphans import end_with_torchrun
+from lockstep.parallel.messages import arrays_from_rank_0, from_all, from_rank_0
 from lockstep.parallel.shared_memory import close_memory, share_memory
 
 AXES = ("pipeline", "data_replicate", "data_shard", "context", "tensor")
@@ -34,8 +36,14 @@ AXES = ("pipeline", "data_replicate", "data_shard", "context", "tensor")
 EXPERT_AXES = ("pipeline", "data_replicate", "expert_shard", "experts")
 """`expert` times `tensor` neighboring ranks share the experts; `expert_shard` shards each expert's weights."""
 
+WHOLE_GRADIENT_SHARE = 4
+"""An unsharded gradient of at most this fraction (1/N) of a rank's memory is kept until the end of a step."""
+
 PATIENCE = timedelta(minutes=10)
 """Timeout of collectives."""
+
+WATCH = "torchrun watch"
+"""Name of the thread that looks every two seconds whether torchrun is alive."""
 
 SIMULATED_MEMORY = 80 * 2**30
 """Bytes of memory per rank in a dry run."""
@@ -150,6 +158,18 @@ class World:
                 names[name] = f"{names[name]}, {axis}" if name in names else axis
         return names
 
+    def sums_every_microbatch(self, parameters: int) -> bool:
+        """Whether ranks sum the gradients of so many parameters after every micro-batch, and each keeps only its shard.
+
+        Otherwise they do once per step: fewer messages, but until then every rank has the unsharded float32 gradient of
+        its tensor part.
+        """
+        if self.degrees["data_shard"] * self.degrees["context"] == 1 or self.degrees["pipeline"] > 1:
+            return False  # nothing is sharded, or the pipeline's schedule sums at its end
+        if self.reduce_gradients != "auto":
+            return self.reduce_gradients == "microbatch"
+        return 4 * parameters / self.degrees["tensor"] > self.memory / WHOLE_GRADIENT_SHARE
+
     def sum(self, values: Iterable[float], axes: tuple[str, ...] = AXES[:4]) -> list[float]:
         """Each value summed over the ranks of `axes`, by default all that compute different parts of a step's loss."""
         total = torch.tensor(list(values), dtype=torch.float64)
@@ -164,16 +184,13 @@ class World:
         if self.mesh is None:
             action()
         elif self.is_main:
-            error: Exception | None = None
-            with others_wait():
-                try:
-                    action()
-                except Exception as raised:
-                    error = raised
-            from_rank_0((str(error) or repr(error)) if error else "")
-            if error:
-                raise error
-        elif problem := wait_for_rank_0():
+            try:
+                action()
+            except Exception as error:
+                from_rank_0(str(error) or repr(error))
+                raise
+            from_rank_0("")
+        elif problem := from_rank_0(None):
             raise ReportedByRank0(problem)
 
     def from_main(self, choose: Callable[[], Any]) -> Any:
@@ -210,7 +227,7 @@ def open_world(config: ParallelConfig, device: str = "") -> World:
         raise UserError("parallel.cpu_offload is for CUDA devices: a CPU has the weights in memory already; remove it")
     if size == 1:
         return World(chosen, degrees)
-    end_with_torchrun()
+    _end_with_torchrun()
     if not dist.is_initialized():
         # torch's Flight Recorder stores the last collectives, which the watchdog dumps if one hangs.
         os.environ.setdefault("TORCH_FR_BUFFER_SIZE", "2000")
@@ -222,6 +239,25 @@ def open_world(config: ParallelConfig, device: str = "") -> World:
     if world.tensor_group is not None and chosen.type == "cpu":
         share_memory(world.tensor_group, PATIENCE)
     return replace(world, memory=int(world.from_main(lambda: str(_memory(chosen)))))
+
+
+def _end_with_torchrun() -> None:
+    """Starts a thread that ends this process once its parent, torchrun, has died; does nothing without torchrun.
+
+    Nothing else would end such ranks, and they occupy memory and the run's folder. Without torchrun, the parent may be
+    a script that started the ranks in the background and ended.
+    """
+    if "TORCHELASTIC_RUN_ID" in os.environ and not any(t.name == WATCH for t in threading.enumerate()):
+        threading.Thread(target=_watch, args=(os.getppid(),), name=WATCH, daemon=True).start()
+
+
+def _watch(parent: int) -> None:
+    while os.getppid() == parent:
+        time.sleep(2.0)
+    try:
+        log.critical("torchrun (process %d) has died, so this rank ends as well; --resume continues the run", parent)
+    finally:
+        os._exit(1)
 
 
 def _memory(device: torch.device) -> int:

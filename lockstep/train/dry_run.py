@@ -37,7 +37,6 @@ from lockstep.observe.collectives import CollectiveLog, Traffic
 from lockstep.ops.native import pretending
 from lockstep.parallel import Pipeline, World, close_world, parallel_model
 from lockstep.parallel.exchange import is_no_subtree
-from lockstep.parallel.gradient_sums import set_gradient_sums
 from lockstep.parallel.world import simulated_world
 from lockstep.train.context import shard_row
 from lockstep.train.dry_run_pipeline import PipelineStep, simulated_ranks
@@ -271,7 +270,8 @@ def _pass(
         for index in range(count):
             if isinstance(model, FSDPModule):
                 last = trainer.config.deterministic_layout or index == count - 1
-                set_gradient_sums(model, trainer.sums_every_microbatch, last)
+                model.set_requires_gradient_sync(trainer.sums_every_microbatch or last)
+                model.set_requires_all_reduce(last)
             assert isinstance(model, ScoringModel)
             loss(model, row).backward()
             trainer.optimizer.gradients.end_microbatch()

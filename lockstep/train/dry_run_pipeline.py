@@ -16,7 +16,6 @@ from lockstep.config import ParallelConfig
 from lockstep.model import ScoringModel
 from lockstep.observe.collectives import CollectiveLog
 from lockstep.parallel import Pipeline, World
-from lockstep.parallel.gradient_sums import set_gradient_sums
 from lockstep.parallel.pipeline_schedule import Action
 from lockstep.parallel.pipeline_stage import Computed, Stage
 from lockstep.train.packing import PackedRow
@@ -26,13 +25,12 @@ def simulated_ranks(world: World, parallel: ParallelConfig) -> list[World]:
     """`world` as seen by the ranks of its pipeline that may need the most memory.
 
     The first has the embedding, and the most micro-batches in flight; the last has the head; the second may have more
-    layers than the first. With a schedule from a file, it may be any.
+    layers than the first.
     """
     if world.mesh is None:
         return [world]
     places = range(parallel.pipeline)
-    stages = places if parallel.pipeline_schedule.endswith(".csv") else sorted({*places[:2], places[-1]})
-    return [replace(world, simulated_stage=place) for place in stages]
+    return [replace(world, simulated_stage=place) for place in sorted({*places[:2], places[-1]})]
 
 
 class PipelineStep:
@@ -74,7 +72,8 @@ class PipelineStep:
             stage = self.stages[action.stage]
             if isinstance(stage, FSDPModule) and action.kind != "F":
                 # As in torch's schedules: gradients are summed, and weights freed, after the very last one.
-                set_gradient_sums(stage, False, last=at == ends[action.stage])
+                stage.set_requires_gradient_sync(at == ends[action.stage])
+                stage.set_requires_all_reduce(at == ends[action.stage])
                 stage.set_reshard_after_backward(at == ends[action.stage])
             if action.kind == "F":
                 self._forward(stage, action)

@@ -10,7 +10,7 @@ from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 
-from lockstep.config import CompileConfig, ParallelConfig, PretrainConfig, RLConfig
+from lockstep.config import ParallelConfig, PretrainConfig, RLConfig
 from lockstep.data import Tokenizer, divide_step, load_tokenizer
 from lockstep.errors import UserError
 from lockstep.hub import is_model
@@ -48,7 +48,7 @@ def _problems(config: PretrainConfig | RLConfig, shape: ModelConfig, world: Worl
     yield from balance_problems(config.train, shape)
     if config.train.deterministic_layout:
         shape = replace(shape, reduction_chunks=chunks_for(shape.reduction_chunks, config.parallel))
-        yield from layout_problems(shape, world, config.parallel, config.compile)
+        yield from layout_problems(shape, world, config.parallel)
 
 
 def refuse_long_rows(config: PretrainConfig, shape: ModelConfig) -> None:
@@ -74,9 +74,7 @@ def refuse_other_vocabulary(folder: str, setting: str, model: str, tokenizer: To
         )
 
 
-def layout_problems(
-    shape: ModelConfig, world: World, parallel: ParallelConfig, compiled: CompileConfig
-) -> Iterator[str]:
+def layout_problems(shape: ModelConfig, world: World, parallel: ParallelConfig) -> Iterator[str]:
     """A message for each reason why gradients would not be summed in the order of train.deterministic_layout."""
     yield from _key_problems(shape)
     shared = [f"parallel.{axis} {world.degrees[axis]}" for axis in ("pipeline", "context", "tensor")]
@@ -92,7 +90,11 @@ def layout_problems(
             "so far: the gradients of a mixture's experts are summed by rank; switch it off"
         )
     if world.degrees["tensor"] > shape.num_kv_heads:
-        yield from _copied_head_problems(shape, world, compiled)
+        yield (
+            f"train.deterministic_layout with parallel.tensor {world.degrees['tensor']} does not work with fewer "
+            f"key-value heads ({shape.num_kv_heads}), whose gradients are summed by rank; lower parallel.tensor, or "
+            "switch it off"
+        )
     if world.device.type == "cuda" and world.data_size > 2:
         yield (
             f"train.deterministic_layout works on up to 2 GPUs so far, not {world.data_size}, over which a library "
@@ -121,15 +123,3 @@ def _key_problems(shape: ModelConfig) -> Iterator[str]:
             f"number does not divide the {keys} features of this model's keys ({shape.num_kv_heads} heads of "
             f"{shape.head_dim}); lower parallel.reduction_chunks, and parallel.tensor with it, or switch it off"
         )
-
-
-def _copied_head_problems(shape: ModelConfig, world: World, compiled: CompileConfig) -> Iterator[str]:
-    """Models whose sums have another order with fewer key-value heads than tensor ranks."""
-    layout = (
-        f"train.deterministic_layout with parallel.tensor {world.degrees['tensor']} and fewer key-value heads "
-        f"({shape.num_kv_heads})"
-    )
-    if shape.latent is not None or shape.sinks:
-        yield f"{layout} does not work with this model family yet; lower parallel.tensor, or switch it off"
-    if compiled.backend != "none":
-        yield f"{layout} does not work with compile.backend yet; lower parallel.tensor, or compile nothing"

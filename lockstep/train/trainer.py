@@ -21,7 +21,6 @@ from lockstep.ops.one_order import one_order, share
 from lockstep.parallel import Pipeline, World
 from lockstep.parallel.exchange import is_no_subtree
 from lockstep.parallel.expert_traffic import TRAFFIC
-from lockstep.parallel.gradient_sums import set_gradient_sums, sums_every_microbatch
 from lockstep.train.expert_balance import ExpertBalance
 from lockstep.train.gradients import ExtraParameters
 from lockstep.train.optimizer import MasterOptimizer
@@ -61,8 +60,8 @@ class Trainer:
         if isinstance(model, Pipeline):
             model.put_extra_parameters(self.extra_parameters.parameters)
         self.optimizer = MasterOptimizer(model, config, extra_parameters)
-        self.sums_every_microbatch = config.deterministic_layout or sums_every_microbatch(
-            model.config.num_parameters, self.world
+        self.sums_every_microbatch = config.deterministic_layout or self.world.sums_every_microbatch(
+            model.config.num_parameters
         )
         self._sums_come_last = config.deterministic_layout and is_no_subtree(self.world.data_size)
         self.balance = ExpertBalance(model, config, self.world)
@@ -127,7 +126,8 @@ class Trainer:
         for index, microbatch in enumerate(microbatches):
             if is_fsdp(self.model):
                 last = self.config.deterministic_layout or index == len(microbatches) - 1
-                set_gradient_sums(self.model, self.sums_every_microbatch, last)
+                self.model.set_requires_gradient_sync(self.sums_every_microbatch or last)
+                self.model.set_requires_all_reduce(last)  # over replicas of the shards: once per step
             with self.timeline.span("forward"):
                 share = loss_of(self._scoring_model(), microbatch)
             losses.append(share.item())

@@ -4,12 +4,11 @@ Whatever may hang, crash or take too much memory runs in one: rewards and conver
 tokenizing. Imports only the standard library, so that they start in a fraction of a second.
 """
 
-from lockstep.workers.messages import Closed, Silent, Stream, from_json, to_json
+from lockstep.workers.messages import Closed, Stream, from_json, to_json
 from lockstep.workers.worker import Worker, WorkerEnded, standard_stream, start_python
 
 __all__ = [
     "Closed",
-    "Silent",
     "Stream",
     "Worker",
     "WorkerEnded",

@@ -19,11 +19,7 @@ MAX_BYTES = 2**28
 
 
 class Closed(Exception):
-    """The peer is gone, or has written something that is not a message."""
-
-
-class Silent(Closed):
-    """No message arrived in time."""
+    """The peer is gone or silent, or has written something that is not a message."""
 
 
 def to_json(value: Any) -> bytes:
@@ -74,11 +70,11 @@ class Stream:
             self.flush()
 
     def receive(self, seconds: float | None = None) -> bytes:
-        """The next message. Raises Closed, and Silent after `seconds`, after which it can be called again."""
+        """The next message. Raises Closed, also after `seconds`."""
         deadline = None if seconds is None else time.monotonic() + seconds
         while (body := self._take()) is None:
             if (deadline is not None or self.reads == self.writes) and not _ready(self.reads, select.POLLIN, deadline):
-                raise Silent(f"no answer for {seconds:g} s")
+                raise Closed(f"no answer for {seconds:g} s")
             if not self._read():  # waits, unless it is a socket
                 raise Closed("end of the pipe")
         return body

@@ -12,7 +12,7 @@ from collections.abc import Callable, Mapping
 from contextlib import suppress
 from typing import IO
 
-from lockstep.workers.messages import MAX_BYTES, Closed, Silent, Stream
+from lockstep.workers.messages import MAX_BYTES, Closed, Stream
 from lockstep.workers.processes import extend_time_limit, limit_memory
 
 START_SECONDS = 120.0
@@ -148,7 +148,7 @@ class Worker:
         """Why there is no answer."""
         assert self._process is not None
         with suppress(subprocess.TimeoutExpired):
-            self._process.wait(0 if isinstance(closed, Silent) else 1)
+            self._process.wait(1)
         code = self._process.returncode
         if code == -signal.SIGXCPU:
             return f"it takes more than {self._seconds:g} seconds"

@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import json
+import resource
 import zlib
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -79,20 +82,28 @@ def resumed(
     return held, losses
 
 
-def full_disk(run: Path) -> list[str]:
-    """Saves, saves with files limited as on a full disk, saves again, and where no folder can be made; returns what
-    each save said."""
-    import resource
+@contextmanager
+def files_of_at_most(size: int) -> Iterator[None]:
+    """The kernel refuses to write more bytes into a file, as on a full disk."""
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (size, before[1]))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
 
+
+def full_disk(run: Path) -> list[str]:
+    """Saves, saves on a full disk, saves again, and where no folder can be made; returns what each save said."""
     world = open_world(ParallelConfig(), "cpu")
     trainer = trainer_of(world, ParallelConfig(), "float32", seed=3)
     checkpoints = checkpoints_of(run, trainer)
     said = []
     for step, limit in ((1, resource.RLIM_INFINITY), (2, 100_000), (3, resource.RLIM_INFINITY)):
         update(trainer)
-        resource.setrlimit(resource.RLIMIT_FSIZE, (limit, resource.RLIM_INFINITY))
-        checkpoints.save(step, {})
-        said.append(checkpoints.wait())
+        with files_of_at_most(limit):
+            checkpoints.save(step, {})
+            said.append(checkpoints.wait())
     if world.is_main:
         (run / "checkpoints" / "step_00000004.partial").touch()
     world.barrier()

@@ -3,6 +3,7 @@
 import json
 import os
 import random
+import re
 import shutil
 
 import pytest
@@ -127,13 +128,52 @@ HOSTILE = {
 
 
 @pytest.fixture
-def newest(saved):
+def newest(saved, tmp_path):
     run, _, _ = saved
     folder = checkpoints_in(run / "checkpoints")[0]
-    manifest, state = (folder / MANIFEST).read_bytes(), (folder / "state.json").read_bytes()
+    shutil.copytree(folder, tmp_path / "untouched")
     yield folder
-    (folder / MANIFEST).write_bytes(manifest)
-    (folder / "state.json").write_bytes(state)
+    shutil.rmtree(folder)
+    shutil.copytree(tmp_path / "untouched", folder)
+
+
+def _flip(path, position):
+    with path.open("r+b") as file:
+        file.seek(position, os.SEEK_SET if position >= 0 else os.SEEK_END)
+        byte = file.read(1)
+        file.seek(-1, os.SEEK_CUR)
+        file.write(bytes([byte[0] ^ 1]))
+
+
+@pytest.mark.parametrize(
+    "harm, named",
+    [
+        (lambda f: os.truncate(f / "model.safetensors", 5000), r"model.safetensors has 5000 bytes instead of \d+"),
+        (lambda f: _flip(f / "model.safetensors", -1), "model.safetensors: tensor .* does not match its checksum"),
+        (
+            lambda f: _flip(f / "trainer/optimizer.safetensors", -9),
+            "trainer/optimizer.safetensors: tensor step.* checksum",
+        ),
+        (lambda f: _flip(f / "model.safetensors", 40), "model.safetensors does not match its checksum"),
+        (lambda f: _flip(f / "state.json", 3), "state.json does not match its checksum"),
+        (lambda f: (f / "trainer/random.safetensors").unlink(), "trainer/random.safetensors is missing"),
+        (lambda f: (f / "manifest.json").unlink(), "manifest.json is missing"),
+        (lambda f: os.truncate(f / "manifest.json", 99), "manifest.json cannot be read .*"),
+    ],
+)
+def test_a_damaged_checkpoint_is_named_and_the_newest_whole_one_is_used(saved, newest, harm, named, caplog):
+    harm(newest)
+    assert saved[2].resume()["mark"] == 2 and saved[2].trainer.updates == 2
+    assert re.search(f"step_00000003 cannot be resumed from: {named}; trying an older one", caplog.text)
+
+
+def test_a_run_of_which_no_checkpoint_is_whole_cannot_resume(saved, tmp_path):
+    run, _, checkpoints = saved
+    alone = checkpoints_of(tmp_path, checkpoints.trainer)
+    shutil.copytree(checkpoints_in(run / "checkpoints")[0], tmp_path / "checkpoints" / "step_00000003")
+    (tmp_path / "checkpoints" / "step_00000003" / MANIFEST).unlink()
+    with pytest.raises(UserError, match="cannot resume from any checkpoint in it, the oldest because manifest.json is"):
+        alone.resume()
 
 
 @pytest.mark.parametrize("harm", HOSTILE.values(), ids=HOSTILE.keys())

@@ -14,16 +14,12 @@ from lockstep.config import CheckpointConfig, PretrainConfig, TrainConfig
 from lockstep.train.pretrain import pretrain
 from tests.parallel.launch import launch, start
 
-KILLS = 3
-"""Of each run."""
-STEPS = 12
 
-
-def _config(tmp_path, name, dtype, steps=STEPS):
+def _config(tmp_path, name, dtype, steps, every=1):
     return PretrainConfig(
         output=str(tmp_path / name), model="qwen3:micro", data=str(tmp_path / "text.txt"), tokens_per_step=128,
         sequence_length=32, steps=steps, train=TrainConfig(tokens_per_microbatch=64), dtype=dtype, device="cpu",
-        checkpoint=CheckpointConfig(every=1), resume=True,
+        checkpoint=CheckpointConfig(every=every), resume=True,
     )  # fmt: skip
 
 
@@ -47,13 +43,9 @@ def _wait(processes, folder, steps, saving, seconds=60):
 @pytest.mark.parametrize(
     ("dtype", "ranks", "steps", "kills"),
     [
-        pytest.param("float32", 1, STEPS, KILLS, marks=pytest.mark.slow),
-        ("bfloat16", 2, STEPS, KILLS),
-        *(
-            pytest.param(dtype, ranks, 40, 7, marks=pytest.mark.slow)
-            for dtype in ("float32", "bfloat16")
-            for ranks in (1, 2)
-        ),
+        ("bfloat16", 1, 5, 1),
+        pytest.param("float32", 1, 40, 7, marks=pytest.mark.slow),
+        pytest.param("bfloat16", 2, 40, 7, marks=pytest.mark.slow),
     ],
 )
 def test_a_run_that_is_killed_again_and_again_is_the_run_that_never_was(tmp_path, dtype, ranks, steps, kills):
@@ -66,7 +58,7 @@ def test_a_run_that_is_killed_again_and_again_is_the_run_that_never_was(tmp_path
         written = len(_lines(killed))
         processes = start(ranks, pretrain, config)
         # New steps are written, and a moment of one is met: every other time, one within a save.
-        _wait(processes, killed, steps=written + draw.randint(1, 2), saving=kill % 2 == 1)
+        _wait(processes, killed, steps=written + draw.randint(1, 2), saving=kill % 2 == 0)
         time.sleep(draw.random() * 0.03)
         for process in processes:
             os.kill(process.pid, signal.SIGKILL)
@@ -99,11 +91,11 @@ sys.exit(main(["pretrain", "--output", str(run), "--resume", *sys.argv[3:]]))
 @pytest.mark.slow
 def test_torchrun_restarts_a_run_whose_worker_died_and_nothing_is_lost(tmp_path):
     (tmp_path / "text.txt").write_text("the quick brown fox jumps over the lazy dog. " * 300)
-    config = _config(tmp_path, "whole", "float32")
+    config = _config(tmp_path, "whole", "float32", 12)
     launch(2, pretrain, config)
     (tmp_path / "worker.py").write_text(WORKER)
     options = ["--model", "qwen3:micro", "--data", config.data, "--tokens-per-step", "128", "--sequence-length", "32"]
-    options += ["--steps", str(STEPS), "--train.tokens-per-microbatch", "64", "--dtype", "float32", "--device", "cpu"]
+    options += ["--steps", "12", "--train.tokens-per-microbatch", "64", "--dtype", "float32", "--device", "cpu"]
     options += ["--checkpoint.every", "2"]
     result = subprocess.run(
         [*TORCHRUN, str(tmp_path / "worker.py"), str(tmp_path / "run"), str(tmp_path / "once"), *options],

@@ -92,7 +92,6 @@ def test_every_number_is_finite_and_has_a_lower_bound(config):
         ),
         (PretrainConfig(), "steps", "ten", "steps is 'ten'; it must be a whole number"),
         (PretrainConfig(), "parallel.pipeline_schedule", "zbw", '"zbw" is unknown. Did you mean "zbv"'),
-        (PretrainConfig(), "parallel.asynchronous_tensor", True, "needs parallel.tensor above 1"),
         (PretrainConfig(), "parallel.expert_dispatcher", "deep_ep", "needs parallel.expert or parallel.tensor above 1"),
         (PretrainConfig(), "parallel.expert_dispatcher", "deepep", "deep_ep"),
         (PretrainConfig(), "faults.on_spike", "rollback", "checkpoint.every is 0, so there would be no checkpoint"),

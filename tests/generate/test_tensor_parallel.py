@@ -12,14 +12,13 @@ import torch
 from lockstep import Engine, SamplingParams, build_model, save_model, score
 from lockstep.config import EngineConfig, ParallelConfig
 from lockstep.errors import UserError
-from lockstep.generate import driver
 from lockstep.generate.drafts import FirstOf, HistoryDraft, NGramDraft
 from lockstep.generate.driver import DriverEngine, follow
 from lockstep.model import initialize, preset
 from lockstep.parallel import close_world, generator_model, open_world
 from lockstep.parallel import world as world_module
 from tests.parallel.launch import launch
-from tests.parallel.test_biases_and_sinks import drawn
+from tests.parallel.training import drawn
 
 
 def model_of(ranks, chunks, name, dtype, vocab):
@@ -124,13 +123,13 @@ def test_without_a_seed_ranks_agree_on_one():
     assert first == second and len({tuple(tokens) for tokens in first}) == 4
 
 
-def test_a_draw_in_two_steps_is_the_draw_in_one():
+def test_a_draw_over_sharded_logits_is_the_draw_over_all_of_them():
     launch(4, compare_draws)
 
 
 def compare_draws():
     from lockstep import ops
-    from lockstep.parallel.sampler import ShardedSampler
+    from lockstep.parallel.vocabulary import ShardedSampler
 
     world = open_world(ParallelConfig(tensor=4), "cpu")
     draw = torch.Generator().manual_seed(0)
@@ -159,7 +158,7 @@ def compare_draws():
 def driven(ranks):
     """Rank 0's calls, each made on all ranks: completions at once, a stream that is left early, and new weights."""
     if ranks > 1:
-        driver.HEARTBEAT_SECONDS, world_module.PATIENCE = 0.1, timedelta(seconds=3)  # to wait for
+        world_module.PATIENCE = timedelta(seconds=3)
     world, model = model_of(ranks, 2, "qwen3:micro", "float32", 258)
     found = None
     if world.is_main:
@@ -183,7 +182,7 @@ def driven(ranks):
 
 
 @pytest.mark.slow
-def test_ranks_that_follow_make_what_rank_0_is_asked_for():
+def test_ranks_that_follow_compute_what_rank_0_is_asked_for():
     assert launch(2, driven, 2, fresh=True) == [launch(1, driven, 1, fresh=True)[0], None]
 
 

@@ -1,4 +1,4 @@
-"""The layouts that are compared with one process, and the table of them in docs/parallelism.md."""
+"""The layouts that are compared with one process; docs/parallelism.md lists them."""
 
 from __future__ import annotations
 
@@ -17,6 +17,8 @@ class Layout:
     dtype: str = "float32"
     steps: int = 20
     layers: int = 4
+    quick: bool = False
+    """Whether `make test` has it too, with few steps; it has others with train.deterministic_layout, bit for bit."""
 
     @property
     def tied(self) -> bool:
@@ -52,7 +54,7 @@ class Layout:
 P = ParallelConfig
 LAYOUTS = [
     Layout(2, P()),
-    Layout(2, P(), dtype="bfloat16"),
+    Layout(2, P(), dtype="bfloat16", quick=True),
     Layout(2, P(data_replicate=2)),
     Layout(4, P(data_replicate=2), "llama3:micro"),
     Layout(2, P(tensor=2), "llama3:micro"),
@@ -64,19 +66,19 @@ LAYOUTS = [
     Layout(2, P(context=2)),
     Layout(4, P(context=2), "llama3:micro"),
     Layout(4, P(context=4), steps=5),
-    Layout(4, P(context=2, data_replicate=2), steps=5),
+    Layout(4, P(context=2, data_replicate=2), steps=5, quick=True),
     Layout(4, P(context=2, tensor=2), steps=5),
     Layout(2, P(pipeline=2, pipeline_schedule="gpipe"), "llama3:micro"),
     Layout(2, P(pipeline=2, pipeline_schedule="1f1b")),
     Layout(2, P(pipeline=2, pipeline_schedule="interleaved")),
     Layout(2, P(pipeline=2, pipeline_schedule="zbv")),
     Layout(2, P(pipeline=2, pipeline_schedule="zbv"), dtype="bfloat16", steps=5),
-    Layout(2, P(pipeline=2, pipeline_schedule="dualpipev")),
+    Layout(2, P(pipeline=2, pipeline_schedule="dualpipev"), quick=True),
     Layout(4, P(pipeline=2, pipeline_schedule="1f1b")),
     Layout(4, P(pipeline=2, pipeline_schedule="interleaved"), "llama3:micro", steps=5),
-    Layout(4, P(pipeline=2, tensor=2, pipeline_schedule="zbv"), steps=5),
+    Layout(4, P(pipeline=2, tensor=2, pipeline_schedule="zbv"), steps=5, quick=True),
     Layout(4, P(pipeline=2, context=2, pipeline_schedule="dualpipev"), steps=5),
-    Layout(4, P(context=2, tensor=2, full_dtensor=True), "llama3:micro"),
+    Layout(4, P(context=2, tensor=2, full_dtensor=True), "llama3:micro", quick=True),
     Layout(4, P(data_replicate=2, data_shard=2, full_dtensor=True, reduction_chunks=4), "llama3:micro", steps=5),
     Layout(2, P(), "qwen3_moe:micro", steps=5),
     Layout(2, P(tensor=2), "qwen3_moe:micro", dtype="bfloat16", steps=5),
@@ -86,16 +88,7 @@ LAYOUTS = [
     Layout(2, P(context=2, expert=2), "qwen3_moe:micro", steps=5),
     Layout(4, P(expert=2), "qwen3_moe:micro", steps=5),
     Layout(4, P(data_replicate=2, expert=2), "qwen3_moe:micro", steps=5),
-    Layout(4, P(tensor=2, expert=2), "qwen3_moe:micro", steps=5),
+    Layout(4, P(tensor=2, expert=2), "qwen3_moe:micro", steps=5, quick=True),
     Layout(4, P(pipeline=2, expert=2), "qwen3_moe:micro", steps=5),
     Layout(4, P(context=2, tensor=2, full_dtensor=True), "qwen3_moe:micro", steps=5),
 ]
-
-
-def table() -> str:
-    """The layouts in Markdown."""
-    lines = ["| layout | ranks | model | dtype | forward | steps |", "| --- | --- | --- | --- | --- | --- |"]
-    for layout in LAYOUTS:
-        family = layout.model.partition(":")[0] + (", tied head" if layout.tied else "")
-        lines.append(f"| {layout.name} | {layout.ranks} | {family} | {layout.dtype} | equal bits | {layout.steps} |")
-    return "\n".join(lines)

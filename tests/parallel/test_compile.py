@@ -32,11 +32,12 @@ INDUCTOR = CompileConfig(backend="inductor")
 
 @pytest.fixture(scope="module", params=["bfloat16", pytest.param("float32", marks=pytest.mark.slow)])
 def model(request):
-    model = build_model(preset("qwen3:micro", 258), dtype=request.param, seed=0)
+    model = build_model(replace(preset("qwen3:micro", 258), num_layers=2), dtype=request.param, seed=0)
     apply_compile(model, INDUCTOR)
     return model
 
 
+@pytest.mark.slow
 def test_compiled_trainer_and_generator_agree_under_a_mixed_load(model):
     parity, load = check_parity(model, tokens=1500)
     assert parity.tokens_different == 0 and parity.tokens_checked >= 1500
@@ -69,7 +70,7 @@ def test_a_step_of_the_trainer_is_seen_by_the_compiled_generator(model):
     engine.weights_changed(1)
     after = engine.generate([[1, 2, 3]], params)[0][0]
     assert after.logprobs != before.logprobs
-    assert check_parity(model, tokens=300)[0].tokens_different == 0
+    assert check_parity(model, tokens=100)[0].tokens_different == 0
 
 
 def test_compiling_again_in_steady_state_is_an_error_that_names_the_guard(model):
@@ -91,7 +92,9 @@ def test_a_width_that_compiled_loops_cannot_treat_evenly_is_refused_by_name():
         apply_compile(build_model(config, dtype="float32"), INDUCTOR)
 
 
-@pytest.mark.parametrize("trains, with_one", [(True, "with one"), (False, "without one")])
+@pytest.mark.parametrize(
+    "trains, with_one", [pytest.param(True, "with one", marks=pytest.mark.slow), (False, "without one")]
+)
 def test_a_compiler_that_changes_bits_with_the_number_of_rows_is_refused(trains, with_one, monkeypatch):
     from lockstep.parallel.compile import CompiledHalves
 
@@ -107,7 +110,7 @@ def test_a_compiler_that_changes_bits_with_the_number_of_rows_is_refused(trains,
 
 def test_a_model_that_only_samples_is_compiled_without_gradients():
     # A width of its own: what other tests of this process have compiled would be found.
-    model = build_model(replace(preset("qwen3:micro", 258), intermediate_size=96), dtype="float32")
+    model = build_model(replace(preset("qwen3:micro", 258), intermediate_size=96, num_layers=1), dtype="float32")
     apply_compile(model, INDUCTOR, trains=False)
     (completions,) = Engine(model).generate([[1, 2, 3]], SamplingParams(max_tokens=4, seed=1, ignore_eos=True))
     assert len(completions[0].token_ids) == 4
@@ -115,6 +118,7 @@ def test_a_model_that_only_samples_is_compiled_without_gradients():
         model(torch.tensor([1, 2]), torch.tensor([0, 1]), ops.PackedAttention([2]))
 
 
+@pytest.mark.slow
 def test_compiled_code_is_kept_in_the_users_cache_apart_for_each_set_of_operators(tmp_path):
     """In a process of its own: importing torch._dynamo sets the variable that says where torch keeps it."""
     code = """if True:
@@ -144,7 +148,7 @@ def test_a_folder_for_compiled_code_that_others_may_write_to_is_refused(tmp_path
         keep_artifacts()
 
 
-def test_the_caches_own_folder_for_compiled_code_is_made_for_its_owner_only_and_refused_likewise(tmp_path, monkeypatch):
+def test_the_caches_own_folder_for_compiled_code_is_made_for_its_owner_only(tmp_path, monkeypatch):
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     monkeypatch.delenv("TORCHINDUCTOR_CACHE_DIR", raising=False)
     before = os.umask(0)
@@ -153,9 +157,6 @@ def test_the_caches_own_folder_for_compiled_code_is_made_for_its_owner_only_and_
     finally:
         os.umask(before)
     assert folder.parent == tmp_path / "lockstep" and stat.S_IMODE(folder.stat().st_mode) == 0o700
-    folder.chmod(0o777)
-    with pytest.raises(UnsafeCache, match="other users can write to it"):
-        keep_artifacts()
 
 
 def compiled_on(ranks, dtype, name="qwen3:micro"):
@@ -197,6 +198,7 @@ def test_compiled_ranks_have_the_bits_of_one_compiled_process(dtype, name):
             assert (rank[1][weight] - expected).norm() / expected.norm() < tolerance, weight
 
 
+@pytest.mark.slow
 def test_the_compiler_is_imported_only_where_something_is_compiled():
     code = "import sys, lockstep.rl.reinforce; assert not {'torch._dynamo', 'torch._inductor'} & sys.modules.keys()"
     result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)

@@ -2,43 +2,39 @@
 
 from dataclasses import replace
 from functools import cache
-from pathlib import Path
 
 import pytest
-import torch
 
 from lockstep.config import ParallelConfig
-from lockstep.rl.scoring.parity_matrix import LAYOUTS as MATRIX
 from tests.faults import VARIABLE
 from tests.parallel.launch import launch
-from tests.parallel.layouts import LAYOUTS, Layout, table
-from tests.parallel.training import train
+from tests.parallel.layouts import LAYOUTS, Layout
+from tests.parallel.training import assert_log_probs, train
 
 
-@pytest.fixture(scope="module")
-def alone():
-    """One process's training of a layout's model, for as many steps."""
-
-    @cache
-    def of(chunks, how):
-        return launch(1, train, ParallelConfig(reduction_chunks=chunks), *how)[0]
-
-    return lambda layout: of(layout.parallel.reduction_chunks or layout.parallel.tensor, how(layout))
+@cache
+def alone(chunks, *how):
+    return launch(1, train, ParallelConfig(reduction_chunks=chunks), *how)[0]
 
 
 def how(layout):
-    rest = (None, None, False)
-    return layout.dtype, layout.steps, layout.model, layout.vocab, layout.tied, *rest, layout.layers
+    settings, recompute, compiled = None, None, False
+    return (
+        layout.dtype,
+        layout.steps,
+        layout.model,
+        layout.vocab,
+        layout.tied,
+        settings,
+        recompute,
+        compiled,
+        layout.layers,
+    )
 
 
-def trained(layout):
-    return launch(layout.ranks, train, layout.parallel, *how(layout))
-
-
-def assert_training_follows(layout, traces, expected):
-    # Sorted, for the ranks of a context group have tokens from everywhere; those of a tensor group all have the same.
-    found = torch.cat([trace.log_probs for trace in traces]).sort().values
-    assert torch.equal(found[:: layout.parallel.tensor], expected.log_probs.sort().values)
+def assert_training_follows(layout, traces):
+    expected = alone(layout.parallel.reduction_chunks or layout.parallel.tensor, *how(layout))
+    assert_log_probs(traces, expected, layout.parallel.tensor)
     # Gradients are added in another order. In bfloat16 a weight is rounded to 8 bits after every step, and so are the
     # parts of a gradient that tensor ranks add.
     tolerance = 1e-5 if layout.dtype == "float32" else 1e-3 if layout.parallel.tensor == 1 else 5e-3
@@ -61,70 +57,66 @@ def assert_training_follows(layout, traces, expected):
 
 
 def shortened(layout):
-    """Of each layout in `make test`; `make test-slow` makes all steps. The stages of a pipeline need all layers."""
-    return replace(layout, steps=3, layers=2 if layout.parallel.pipeline == 1 else 4)
+    """The stages of a pipeline need all layers."""
+    return replace(layout, steps=2, layers=2 if layout.parallel.pipeline == 1 else 4)
 
 
-def slow_if_met(layout):
-    """Dense models whose layout is in the parity matrix, and takes few steps here."""
-    met = any(layout.parallel == replace(each.parallel, reduction_chunks=0) for each in MATRIX)
-    return pytest.mark.slow if met and layout.steps < 20 and "moe" not in layout.model else ()
+QUICK = [shortened(layout) for layout in LAYOUTS if layout.quick]
 
 
 @pytest.mark.parametrize(
     "layout",
-    [
-        pytest.param(each, id=f"{each.name}-{each.dtype}-{each.steps}", marks=marks)
-        for layout in LAYOUTS
-        for each, marks in ((shortened(layout), slow_if_met(layout)), (layout, pytest.mark.slow))
-    ],
+    [*QUICK, *(pytest.param(layout, marks=pytest.mark.slow) for layout in LAYOUTS)],
+    ids=lambda layout: f"{layout.name}-{layout.dtype}-{layout.steps}",
 )
-def test_training_follows_one_process(alone, layout):
-    assert_training_follows(layout, trained(layout), alone(layout))
+def test_training_follows_one_process(layout):
+    assert_training_follows(layout, launch(layout.ranks, train, layout.parallel, *how(layout)))
+
+
+@pytest.mark.parametrize("axis", [pytest.param("context", marks=pytest.mark.slow), "expert"])
+def test_gpt_oss_follows_one_process_where_its_gradients_have_no_fixed_order(axis):
+    layout = Layout(2, ParallelConfig(**{axis: 2}), "gpt_oss:micro", steps=2, layers=2)
+    assert_training_follows(layout, launch(2, train, layout.parallel, *how(layout)))
 
 
 P = ParallelConfig
-FSDP, FSDP_BFLOAT16 = (shortened(Layout(2, P(), dtype=dtype)) for dtype in ("float32", "bfloat16"))
-HSDP = shortened(Layout(4, P(data_replicate=2), "llama3:micro"))
-CONTEXT = shortened(Layout(2, P(context=2)))
-TENSOR, TENSOR_BFLOAT16 = (shortened(Layout(2, P(tensor=2), dtype=dtype)) for dtype in ("float32", "bfloat16"))
-PIPELINE = shortened(Layout(2, P(pipeline=2)))
-ZBV_BFLOAT16 = shortened(Layout(2, P(pipeline=2, pipeline_schedule="zbv"), dtype="bfloat16"))
-EVERYWHERE = [FSDP, FSDP_BFLOAT16, HSDP, CONTEXT, TENSOR, TENSOR_BFLOAT16, PIPELINE, ZBV_BFLOAT16]
-PLANTED = {
-    "half_the_learning_rate": EVERYWHERE,
-    "stale_weight": EVERYWHERE,
-    # Of four data ranks each has one micro-batch.
-    "repeated_batch": [layout for layout in EVERYWHERE if layout is not HSDP],
-    "swapped_shard": EVERYWHERE,
-    "flipped_bit": EVERYWHERE,
-    "no_sum_over_data_ranks": [FSDP, FSDP_BFLOAT16, HSDP, CONTEXT],
-    "no_sum_over_tensor_ranks": [TENSOR, TENSOR_BFLOAT16],
-}
-ORDINARY = [("half_the_learning_rate", TENSOR_BFLOAT16), ("no_sum_over_data_ranks", FSDP)]
+TENSOR, FSDP, HSDP, CONTEXT, ZBV = (
+    shortened(Layout(ranks, parallel, dtype=dtype))
+    for ranks, parallel, dtype in (
+        (2, P(tensor=2), "bfloat16"),
+        (2, P(), "float32"),
+        (4, P(data_replicate=2), "float32"),
+        (2, P(context=2), "float32"),
+        (2, P(pipeline=2, pipeline_schedule="zbv"), "bfloat16"),
+    )
+)
+PLANTED = [
+    ("half_the_learning_rate", TENSOR),
+    ("half_the_learning_rate", FSDP),
+    ("stale_weight", HSDP),
+    ("stale_weight", ZBV),
+    ("repeated_batch", CONTEXT),
+    ("repeated_batch", ZBV),
+    ("swapped_shard", FSDP),
+    ("swapped_shard", TENSOR),
+    ("flipped_bit", HSDP),
+    ("flipped_bit", ZBV),
+    ("no_sum_over_data_ranks", FSDP),
+    ("no_sum_over_data_ranks", CONTEXT),
+    ("no_sum_over_tensor_ranks", TENSOR),
+]
 
 
 @pytest.mark.parametrize(
     "fault, layout",
     [
-        pytest.param(
-            fault,
-            layout,
-            marks=() if (fault, layout) in ORDINARY else pytest.mark.slow,
-            id=f"{fault}-{layout.name}-{layout.dtype}",
-        )
-        for fault, layouts in PLANTED.items()
-        for layout in layouts
+        pytest.param(*case, marks=() if index == 0 else pytest.mark.slow, id=f"{case[0]}-{case[1].name}")
+        for index, case in enumerate(PLANTED)
     ],
 )
-def test_a_planted_fault_is_found(alone, monkeypatch, fault, layout):
-    expected = alone(layout)
+def test_a_planted_fault_is_found(monkeypatch, fault, layout):
+    alone(layout.parallel.tensor, *how(layout))
     monkeypatch.setenv(VARIABLE, fault)
-    traces = trained(layout)
+    traces = launch(layout.ranks, train, layout.parallel, *how(layout))
     with pytest.raises(AssertionError):
-        assert_training_follows(layout, traces, expected)
-
-
-def test_the_documented_table_is_that_of_the_tests():
-    page = Path(__file__).parents[2] / "docs" / "parallelism.md"
-    assert table() in page.read_text(), f"put this into {page}:\n{table()}"
+        assert_training_follows(layout, traces)

@@ -6,6 +6,8 @@ import subprocess
 import sys
 import time
 
+import pytest
+
 WORKER = """
 import os, sys, time
 from pathlib import Path
@@ -28,6 +30,7 @@ def _runs(process):
         return False
 
 
+@pytest.mark.slow
 def test_ranks_whose_torchrun_was_killed_end_within_10_seconds(tmp_path):
     (tmp_path / "worker.py").write_text(WORKER)
     (tmp_path / "pids").mkdir()

@@ -1,5 +1,6 @@
 """Recomputed layers: the very bits of kept ones, and only the layers and operators that were asked for."""
 
+from dataclasses import replace
 from functools import partial
 from unittest.mock import patch
 
@@ -7,7 +8,7 @@ import pytest
 import torch
 
 from lockstep import ops
-from lockstep.config import CompileConfig, ParallelConfig, PretrainConfig, RecomputeConfig, TrainConfig, validate
+from lockstep.config import CompileConfig, ParallelConfig, RecomputeConfig, TrainConfig
 from lockstep.errors import UserError
 from lockstep.model import initialize, preset
 from lockstep.ops import native
@@ -25,14 +26,14 @@ MODES = {
     "every second": RecomputeConfig("every", every=2),
     "all but attention": RecomputeConfig("selective"),
     "all but every operator": RecomputeConfig("selective", keep=("attention", "linear", "norm", "activation")),
-    "within a budget": RecomputeConfig("budget", budget_gib=2 * 2**-10),
+    "within a budget": RecomputeConfig("budget", budget_gib=2**-10),
 }
 
 
-def _model(recompute, dtype, world, compiled=False):
+def _model(recompute, dtype, world, compiled=False, layers=4):
     compiling = CompileConfig(backend="inductor" if compiled else "none")
-    fill = partial(initialize, seed=1)
-    return parallel_model(preset("qwen3:micro", 258), dtype, world, ParallelConfig(), compiling, fill, recompute)
+    shape = replace(preset("qwen3:micro", 258), num_layers=layers)
+    return parallel_model(shape, dtype, world, ParallelConfig(), compiling, partial(initialize, seed=1), recompute)
 
 
 def train(modes, dtype, compiled=False):
@@ -40,7 +41,7 @@ def train(modes, dtype, compiled=False):
     world = open_world(ParallelConfig(), "cpu")
     results = []
     for mode in modes:
-        model = _model(mode, dtype, world, compiled)
+        model = _model(mode, dtype, world, compiled, layers=2)
         trainer = Trainer(model, TrainConfig(warmup_steps=0), 2, world)
         losses = [trainer.step([ROW], NextTokenLoss(2 * 69))["loss"] for _ in range(2)]
         results.append((losses, {name: whole(p.detach()) for name, p in model.named_parameters()}))
@@ -57,13 +58,12 @@ def _assert_equal_bits(results):
             assert torch.equal(weight, other_weights[name]), name
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-def test_recomputed_layers_give_the_very_bits_of_kept_ones(dtype):
-    _assert_equal_bits(train([NONE, *MODES.values()], dtype))
+def test_recomputed_layers_give_the_very_bits_of_kept_ones():
+    _assert_equal_bits(train([NONE, *MODES.values()], torch.float32))
 
 
 def test_recomputed_layers_give_the_very_bits_under_fsdp():
-    for results in launch(2, train, [NONE, *MODES.values()], torch.bfloat16):
+    for results in launch(2, train, [NONE, MODES["full"], MODES["all but attention"]], torch.bfloat16):
         _assert_equal_bits(results)
 
 
@@ -134,39 +134,23 @@ def test_a_budget_is_for_all_micro_batches_that_a_rank_of_a_pipeline_keeps():
         budget.recomputed_layers(block.forward, block, (hidden,))
 
 
-def _passes_in_flight(schedule):
-    """Of a step of four micro-batches, as this rank's budget learns it."""
-    parallel = ParallelConfig(pipeline=2, pipeline_schedule=schedule)
-    world = open_world(parallel, "cpu")
-    recompute = RecomputeConfig("budget", budget_gib=1.0)
-    fill = partial(initialize, seed=1)
-    shape = preset("qwen3:micro", 258)
-    model = parallel_model(shape, torch.float32, world, parallel, CompileConfig(), fill, recompute)
-    seen = set()
-    exact = Budget.recomputed_layers
-
-    def recomputed_layers(budget, *arguments):
-        seen.add(budget.passes_in_flight())
-        return exact(budget, *arguments)
-
-    with patch.object(Budget, "recomputed_layers", recomputed_layers):
-        model.accumulate([ROW] * 4, NextTokenLoss(4 * 69))
+def _passes_in_flight():
+    """Of a step of four micro-batches, as this rank's budget learns it, in two schedules."""
+    found = []
+    world = open_world(ParallelConfig(pipeline=2), "cpu")
+    for schedule in ("1f1b", "gpipe"):
+        parallel = ParallelConfig(pipeline=2, pipeline_schedule=schedule)
+        recompute, fill = RecomputeConfig("budget", budget_gib=1.0), partial(initialize, seed=1)
+        shape = replace(preset("qwen3:micro", 258), num_layers=2)
+        model = parallel_model(shape, torch.float32, world, parallel, CompileConfig(), fill, recompute)
+        seen = set()
+        note = lambda self, *_, seen=seen: seen.add(self.passes_in_flight()) or 0  # noqa: E731
+        with patch.object(Budget, "recomputed_layers", note):
+            model.accumulate([ROW] * 4, NextTokenLoss(4 * 69))
+        found.append(seen)
     close_world(world)
-    return seen
+    return found
 
 
 def test_a_pipelines_schedule_says_how_many_micro_batches_are_kept():
-    assert launch(2, _passes_in_flight, "1f1b") == [{2}, {1}]
-    assert launch(2, _passes_in_flight, "gpipe") == [{4}, {4}]
-
-
-def test_modes_that_cannot_be_followed_are_refused():
-    def refused(recompute, compiled="none"):
-        with pytest.raises(UserError) as error:
-            validate(PretrainConfig(recompute=recompute, compile=CompileConfig(backend=compiled)))
-        return str(error.value)
-
-    assert "every is 0" in refused(RecomputeConfig("every", every=0))
-    assert "budget needs a number above 0" in refused(RecomputeConfig("budget"))
-    assert 'no operator "sorting"' in refused(RecomputeConfig("selective", keep=("sorting",)))
-    assert "keep only attention" in refused(RecomputeConfig("selective", keep=("linear",)), "inductor")
+    assert launch(2, _passes_in_flight) == [[{2}, {4}], [{1}, {4}]]

@@ -4,7 +4,6 @@ import ctypes
 import os
 import random
 import signal
-import threading
 import time
 from datetime import timedelta
 from pathlib import Path
@@ -16,56 +15,65 @@ import torch.distributed as dist
 from lockstep.config import ParallelConfig
 from lockstep.parallel import close_world, open_world, shared_memory
 from lockstep.parallel.exchange import all_gather, gather_rows, group_named, swap_rows
-from tests.parallel.launch import CONTEXT, launch, ranks_environment
+from tests.parallel.launch import CONTEXT, free_port, launch, ranks_environment
 
-DTYPES = torch.float32, torch.bfloat16, torch.float64, torch.int64, torch.uint8, torch.bool
+DTYPES = torch.bfloat16, torch.int64, torch.bool
+LONG = shared_memory.SLOT // 7
+"""Rows of a message that is longer than the memory."""
 
 
-def opened(slot=0):
-    """This rank's tensor group; with `slot`, its memory has slots of as many bytes."""
-    shared_memory.SLOT = slot or shared_memory.SLOT
+def opened():
+    """This rank's tensor group."""
     world = open_world(ParallelConfig(tensor=int(os.environ["WORLD_SIZE"])), "cpu")
     return world, world.tensor_group
 
 
-def compare_with_gloo(slot, rows):
-    world, group = opened(slot)
+def renew_memory(group, slot=shared_memory.SLOT, patience=timedelta(minutes=1)):
+    """Gives the group new memory, with slots of so many bytes."""
+    shared_memory.close_memory(group)
+    shared_memory.SLOT = slot
+    assert shared_memory.share_memory(group, patience)
+
+
+def compare_with_gloo(slots):
+    world, group = opened()
     assert shared_memory.memory_of(group_named(group.group_name), torch.ones(1)) is not None
     draw = torch.Generator().manual_seed(world.rank)
-    for count in rows:
-        for dtype in DTYPES:
-            numbers = torch.randint(256, (count * world.size, 3 * dtype.itemsize), generator=draw, dtype=torch.uint8)
-            x = (numbers % 2).bool() if dtype == torch.bool else numbers.view(dtype)
-            for own in (x, x.T.contiguous().T, x[:, 1:], x[:, 0]):
-                gathered = own.new_empty(world.size * len(own), *own.shape[1:])
-                all_gather(gathered, own.contiguous(), group=group)
-                swapped = torch.empty_like(own, memory_format=torch.contiguous_format)
-                dist.all_to_all_single(swapped, own.contiguous(), group=group)
-                for ours, theirs in ((gather_rows(own, group), gathered), (swap_rows(own, group), swapped)):
-                    # As bytes, for the bits of these floats are any, and some are NaN.
-                    assert torch.equal(ours.contiguous().view(torch.uint8), theirs.view(torch.uint8))
+    for slot, rows in slots.items():
+        renew_memory(group, slot)
+        for count in rows:
+            for dtype in DTYPES:
+                size = count * world.size, 3 * dtype.itemsize
+                numbers = torch.randint(256, size, generator=draw, dtype=torch.uint8)
+                x = (numbers % 2).bool() if dtype == torch.bool else numbers.view(dtype)
+                for own in (x, x.T.contiguous().T, x[:, 1:], x[:, 0]):
+                    gathered = own.new_empty(world.size * len(own), *own.shape[1:])
+                    all_gather(gathered, own.contiguous(), group=group)
+                    swapped = torch.empty_like(own, memory_format=torch.contiguous_format)
+                    dist.all_to_all_single(swapped, own.contiguous(), group=group)
+                    for ours, theirs in ((gather_rows(own, group), gathered), (swap_rows(own, group), swapped)):
+                        # As bytes, for the bits of these floats are any, and some are NaN.
+                        assert torch.equal(ours.contiguous().view(torch.uint8), theirs.view(torch.uint8))
     close_world(world)
 
 
-@pytest.mark.parametrize("ranks", [2, 4])
-def test_what_arrives_has_the_bytes_that_gloo_brings_in_one_piece_and_in_many(ranks):
-    launch(ranks, compare_with_gloo, 0, [0, 1, 7, 300], fresh=True)
-    launch(ranks, compare_with_gloo, 64 * ranks, [1, 5, 64], fresh=True)
+@pytest.mark.parametrize(
+    ("ranks", "rows"), [(2, [0, 7]), pytest.param(4, [0, 1, 7, 300, LONG], marks=pytest.mark.slow)]
+)
+def test_what_arrives_has_the_bytes_that_gloo_brings_in_one_piece_and_in_many(ranks, rows):
+    launch(ranks, compare_with_gloo, {shared_memory.SLOT: rows, 64 * ranks: [5, 64]})
 
 
-def test_messages_longer_than_the_memory_arrive_whole():
-    launch(2, compare_with_gloo, 0, [shared_memory.SLOT // 7], fresh=True)
-
-
-def exchange_at_all_paces(before_wrap):
+def exchange_at_all_paces(before_wrap, turns):
     """Messages that differ by turn and rank, from ranks that come in any order; some sleep."""
-    world, group = opened(slot=1024)
+    world, group = opened()
+    renew_memory(group, slot=1024)
     memory = shared_memory.memory_of(group, torch.ones(1))
     ctypes.c_uint32.from_address(memory._address + 128 * world.rank).value = -before_wrap % 2**32
     world.barrier()
     pace, sizes = random.Random(world.rank), random.Random(0)
     ranks = torch.arange(world.size)[:, None]
-    for turn in range(1000):
+    for turn in range(turns):
         count = world.size * sizes.choice([1, 40, 200])
         if pace.random() < 0.02:
             time.sleep(pace.choice([0.0002, 0.002, 0.05]))  # beyond the naps too
@@ -77,9 +85,9 @@ def exchange_at_all_paces(before_wrap):
     close_world(world)
 
 
-@pytest.mark.parametrize(("ranks", "before_wrap"), [(2, 0), (2, 100), (4, 100)])
-def test_turns_follow_each_other_at_any_pace_and_past_the_end_of_their_numbers(ranks, before_wrap):
-    launch(ranks, exchange_at_all_paces, before_wrap, fresh=True)
+@pytest.mark.parametrize(("ranks", "turns"), [(2, 200), pytest.param(4, 1000, marks=pytest.mark.slow)])
+def test_turns_follow_each_other_at_any_pace_and_past_the_end_of_their_numbers(ranks, turns):
+    launch(ranks, exchange_at_all_paces, 100, turns)
 
 
 def lose_a_rank(rank, ranks, port, said, dies):
@@ -104,10 +112,10 @@ def raise_an_error():
     raise ValueError("of this rank alone")
 
 
-@pytest.mark.parametrize("dies", [kill_itself, raise_an_error])
-def test_a_rank_that_dies_is_an_error_on_all_others_at_once(dies, free_port):
-    said = CONTEXT.Queue()
-    arguments = [(rank, 3, free_port, said, dies) for rank in range(3)]
+@pytest.mark.parametrize("dies", [kill_itself, pytest.param(raise_an_error, marks=pytest.mark.slow)])
+def test_a_rank_that_dies_is_an_error_on_all_others_at_once(dies):
+    said, port = CONTEXT.Queue(), free_port()
+    arguments = [(rank, 3, port, said, dies) for rank in range(3)]
     processes = [CONTEXT.Process(target=lose_a_rank, args=each, daemon=True) for each in arguments]
     for process in processes:
         process.start()
@@ -120,18 +128,27 @@ def test_a_rank_that_dies_is_an_error_on_all_others_at_once(dies, free_port):
     assert errors == ["an exchange of ranks failed: rank 1 has ended, or left the group"] * 2
 
 
-@pytest.fixture
-def free_port():
-    import socket
-
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        return free.getsockname()[1]
+def held(what="memfd:lockstep"):
+    """What this process holds of such memory: open files, and what of it is mapped."""
+    links = [os.readlink(entry) for entry in Path("/proc/self/fd").iterdir() if entry.is_symlink()]
+    mapped = [line.split(maxsplit=5)[-1] for line in Path("/proc/self/maps").read_text().splitlines()]
+    return {text for text in [*links, *mapped] if what in text}
 
 
-def come_late():
+def misuse():
+    """Ranks that come late or differ get an error; nothing is left of any memory."""
+    before = held("/dev/shm/")  # of this process alone: others put files there and take them away meanwhile
     world, group = opened()
-    assert shared_memory.share_memory(group, timedelta(milliseconds=200))
+    assert held() and held("/dev/shm/") == before
+    _come_late(world, group)
+    _differ_in_length(world, group)
+    del group
+    close_world(world)
+    assert not held()
+
+
+def _come_late(world, group):
+    renew_memory(group, patience=timedelta(milliseconds=200))
     if world.rank == 0:
         with pytest.raises(RuntimeError, match=r"rank 1 did not arrive within 0:00:00\.2"):
             gather_rows(torch.ones(4), group)
@@ -143,90 +160,32 @@ def come_late():
         gather_rows(torch.ones(4), group)
         with pytest.raises(RuntimeError, match="rank 0 has ended, or left the group"):
             gather_rows(torch.ones(4), group)
-    close_world(world)
 
 
-def test_a_rank_that_does_not_come_is_given_up_and_hears_of_it():
-    launch(2, come_late, fresh=True)
-
-
-def differ_in_length():
-    world, group = opened()
+def _differ_in_length(world, group):
+    renew_memory(group)
     with pytest.raises(RuntimeError, match=f"rank {1 - world.rank} (sent a message of another length|has ended, or)"):
         gather_rows(torch.ones(4 + world.rank), group)
-    close_world(world)
 
 
-def test_ranks_that_no_longer_do_the_same_are_told_so():
-    launch(2, differ_in_length, fresh=True)
+def test_ranks_that_are_out_of_step_are_told_so_and_leave_no_memory_behind():
+    launch(2, misuse)
 
 
-def exchange_in_two_threads():
-    world, group = opened()
-    if world.rank == 0:
-        first = threading.Thread(target=gather_rows, args=(torch.ones(4), group))
-        first.start()
-        while not shared_memory.memory_of(group, torch.ones(1))._busy.locked():
-            time.sleep(0.001)
-        with pytest.raises(RuntimeError, match="two threads use the exchange of the same group"):
-            gather_rows(torch.ones(4), group)
-        world.barrier()
-        first.join()
-    else:
-        world.barrier()
-        gather_rows(torch.ones(4), group)
-    close_world(world)
-
-
-def test_two_threads_at_once_are_refused():
-    launch(2, exchange_in_two_threads, fresh=True)
-
-
-def held(what="memfd:lockstep"):
-    """What this process holds of such memory: open files, and what of it is mapped."""
-    links = [os.readlink(entry) for entry in Path("/proc/self/fd").iterdir() if entry.is_symlink()]
-    mapped = [line.split(maxsplit=5)[-1] for line in Path("/proc/self/maps").read_text().splitlines()]
-    return {text for text in [*links, *mapped] if what in text}
-
-
-def leave_nothing(by_hand):
-    # Of this process alone: others put files there and take them away meanwhile.
-    before = held("/dev/shm/")
-    world, group = opened()
-    gather_rows(torch.ones(4), group)
-    assert held() and held("/dev/shm/") == before
-    del group
-    if by_hand:
-        dist.destroy_process_group()
-        del world
-    else:
-        close_world(world)
-    assert not held()
-
-
-@pytest.mark.parametrize("by_hand", [False, True])
-def test_nothing_is_left_of_the_memory_when_the_world_is_closed(by_hand):
-    launch(2, leave_nothing, by_hand, fresh=True)
-
-
-def go_without(why):
-    rank = int(os.environ["RANK"])
-    if rank == 1 and why == "switched off":
-        os.environ["LOCKSTEP_SHARED_MEMORY"] = "0"
-    if rank == 1 and why == "no kernels":
-        os.environ["LOCKSTEP_NATIVE"] = "0"
-    if why == "processes do not see each other":
-        created = shared_memory.create_memory
-        shared_memory.create_memory = lambda size: (1, *created(size)[1:])  # process 1 is not the one that has it
+def go_without():
+    created = shared_memory.create_memory
+    shared_memory.create_memory = lambda size: (1, *created(size)[1:])  # process 1 is not the one that has it
     world, group = opened()
     assert shared_memory.memory_of(group, torch.ones(1)) is None and not held()
-    assert torch.equal(gather_rows(torch.full((2,), rank), group), torch.tensor([0, 0, 1, 1]))
+    assert torch.equal(gather_rows(torch.full((2,), world.rank), group), torch.tensor([0, 0, 1, 1]))
+    shared_memory.create_memory = created
+    os.environ["LOCKSTEP_SHARED_MEMORY"] = str(1 - world.rank)
+    assert not shared_memory.share_memory(group, timedelta(minutes=1)) and not held()
     close_world(world)
 
 
-@pytest.mark.parametrize("why", ["switched off", "no kernels", "processes do not see each other"])
-def test_where_one_rank_cannot_share_all_use_gloo(why):
-    launch(2, go_without, why, fresh=True)
+def test_where_one_rank_cannot_share_all_use_gloo():
+    launch(2, go_without)
 
 
 def test_another_file_under_the_same_number_is_refused():

@@ -1,118 +1,37 @@
 """Matrices, heads and the vocabulary cut over ranks, against one process."""
 
 import dataclasses
-import os
 from functools import partial
 
 import pytest
 import torch
 import torch.distributed as dist
-from torch.distributed.tensor import DTensor, Partial, Shard, distribute_tensor
 
 from lockstep import ops
-from lockstep.config import CompileConfig, ParallelConfig, PretrainConfig, validate
-from lockstep.errors import UserError
-from lockstep.model import initialize, preset
-from lockstep.parallel import close_world, open_world, parallel_model
-from lockstep.parallel.refusals import refuse_impossible
-from lockstep.train import pack, target_log_probs
-from lockstep.train.context import shard_row
+from lockstep.config import ParallelConfig
+from lockstep.model import Decoder, initialize, preset
+from lockstep.ops import head_gradients
+from lockstep.parallel import close_world, open_world
+from lockstep.parallel.exchange import sum_rows
+from lockstep.parallel.row_product import row_product
+from lockstep.parallel.tensor import distribute_parameters
+from lockstep.parallel.vocabulary import sharded_token_log_probs
+from lockstep.train import pack
 from tests.parallel.launch import launch
 from tests.parallel.memory import PeakMemory
 
 TENSOR = ParallelConfig(tensor=2)
-# Tied and untied heads, with and without query and key norm.
-MODELS = ["qwen3:micro", "llama3:micro"]
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 SEQUENCES = [list(range(40)), list(range(50, 73)), [7] * 17]
 
 
-def build(parallel, model, dtype="float32"):
-    world = open_world(parallel, "cpu")
-    shape = preset(model, 258)
-    fill = partial(initialize, seed=3)
-    return world, parallel_model(shape, DTYPES[dtype], world, parallel, CompileConfig(), fill)
-
-
-@pytest.mark.parametrize(
-    "ranks, model, layout",
-    [
-        (2, "qwen3:micro", TENSOR),
-        (2, "llama3:micro", TENSOR),
-        (4, "qwen3:micro", ParallelConfig(tensor=4)),
-        (4, "llama3:micro", ParallelConfig(context=2, tensor=2, full_dtensor=True)),
-    ],
-)
-def test_every_gradient_is_that_of_one_process_and_copies_are_equal_on_all_ranks(ranks, model, layout):
-    (expected,) = launch(1, gradients, ParallelConfig(), model)
-    for found in launch(ranks, gradients, layout, model):
-        assert found.keys() == expected.keys()
-        for name, gradient in found.items():
-            error = (gradient - expected[name]).norm() / expected[name].norm()
-            assert error < 1e-4, name
-
-
-def gradients(parallel, model):
-    world, decoder = build(parallel, model)
-    row = pack(SEQUENCES)
-    log_probs, _ = target_log_probs(decoder, shard_row(row, world))
-    (-log_probs.sum() / len(row.targets)).backward()
-    found = {}
-    for name, parameter in decoder.named_parameters():
-        gradient = parameter.grad
-        if isinstance(gradient, DTensor):
-            assert not any(isinstance(place, Partial) for place in gradient.placements), name
-            assert gradient.placements == parameter.placements, name
-            if "norm" in name:
-                copies = [torch.empty_like(gradient.to_local()) for _ in range(world.degrees["tensor"])]
-                dist.all_gather(copies, gradient.to_local(), group=world.mesh.get_group("tensor"))
-                assert all(torch.equal(copy, copies[0]) for copy in copies), name
-            gradient = gradient.full_tensor()
-        found[name] = gradient.clone()
-    close_world(world)
-    return found
-
-
-@pytest.mark.parametrize("dtype", DTYPES)
-def test_overlapped_sums_keep_the_bits(dtype):
-    launch(2, compare_overlapped, dtype)
-
-
-def compare_overlapped(dtype):
-    from lockstep.parallel import operators, row_product
-
-    world = open_world(TENSOR, "cpu")
-    mesh, kind = world.mesh["tensor"], DTYPES[dtype]
-    draw = torch.Generator().manual_seed(1)
-    weight = torch.randn(48, 64, generator=draw).to(kind)
-    x, weights = torch.randn(144, 64, generator=draw).to(kind), torch.randn(144, 48, generator=draw).to(kind)
-    results = []
-    for asynchronous in (False, True):
-        row_product.overlap(asynchronous)
-        own_x = x.chunk(2, 1)[world.rank].contiguous().requires_grad_()
-        own_weight = distribute_tensor(weight, mesh, [Shard(1)]).requires_grad_()
-        product = operators.linear(own_x, own_weight, 2)
-        (product * weights.chunk(2)[world.rank]).sum().backward()
-        assert product.shape == (72, 48)
-        results.append([product, own_x.grad, own_weight.grad.to_local()])
-    # 72 tokens per rank are four chunks of 18: more than one, so there is something to overlap.
-    assert len(list(row_product._row_slices(72))) == 4
-    for at_once, overlapped in zip(*results):
-        assert torch.equal(at_once, overlapped)
-    close_world(world)
-
-
-@pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("model", MODELS)
+@pytest.mark.parametrize(("model", "dtype"), [("qwen3:micro", "float32"), ("llama3:micro", "bfloat16")])
 def test_every_operator_has_the_bits_of_one_process(model, dtype):
     launch(2, compare_pieces, model, dtype)
 
 
 def compare_pieces(model, dtype):
     world = open_world(TENSOR, "cpu")
-    from lockstep.model import Decoder
-    from lockstep.parallel.tensor import distribute_parameters
-
     shape = dataclasses.replace(preset(model, 259), reduction_chunks=2)
     whole = Decoder(shape, DTYPES[dtype])
     initialize(whole, seed=3)
@@ -147,18 +66,23 @@ def compare_pieces(model, dtype):
     close_world(world)
 
 
-@pytest.mark.parametrize(("ranks", "vocab"), [(2, 50), (2, 1031), (4, 259), (4, 64)])
-def test_the_loss_of_a_sharded_vocabulary_has_the_bits_of_a_whole_one(ranks, vocab):
-    launch(ranks, compare_losses, vocab, fresh=True)
+def test_the_loss_of_a_sharded_vocabulary_has_the_bits_of_a_whole_one():
+    launch(4, compare_losses)
 
 
-def compare_losses(vocab):
-    from lockstep.ops import head_gradients
-    from lockstep.parallel.vocabulary import sharded_token_log_probs
+def compare_losses():
+    world = open_world(ParallelConfig(tensor=4), "cpu")
+    for vocab in (64, 259, 1031):
+        compare_losses_of(world, vocab)
+    with pytest.raises(ValueError, match="1 chunks of a product are not a multiple of its 4 ranks"):
+        row_product(torch.ones(4, 8), torch.ones(3, 8), 1, world.mesh.get_group("tensor"))
+    compare_sums_of_rows(world)
+    close_world(world)
 
+
+def compare_losses_of(world, vocab):
     # Of this process: a few slices of rows on both sides, as a long step has.
     head_gradients.SLICE_BYTES = 10 * vocab * 4
-    world = open_world(ParallelConfig(tensor=int(os.environ["WORLD_SIZE"])), "cpu")
     draw = torch.Generator().manual_seed(5)
     hidden, head = torch.randn(37, 32, generator=draw), torch.randn(vocab, 32, generator=draw)
     targets = torch.randint(vocab, (37,), generator=draw)
@@ -183,13 +107,10 @@ def compare_losses(vocab):
         torch.testing.assert_close(ours, theirs, rtol=2e-5, atol=2e-5)
     for ours, theirs in zip(found[:2], expected[:2]):
         assert torch.equal(ours, theirs)
-    close_world(world)
 
 
-def compare_sums_of_rows():
-    from lockstep.parallel.exchange import sum_rows
-
-    world = open_world(ParallelConfig(tensor=4), "cpu")
+def compare_sums_of_rows(world):
+    """They are summed in float32 where they were received, and rounded once."""
     draw = torch.Generator().manual_seed(0)
     parts = [torch.randn(16, 8, generator=draw).bfloat16() for _ in range(4)]
     parts[3] = -parts[0] * 1.0625  # what is left of the first is in the bits that rounding takes
@@ -201,45 +122,3 @@ def compare_sums_of_rows():
         total = sum_rows(wide, world.mesh.get_group("tensor"))
     assert total.untyped_storage().nbytes() == total.nbytes == wide.nbytes / 4
     assert peak.nbytes == wide.nbytes + total.nbytes  # what was received, and the last sum
-    close_world(world)
-
-
-def test_gradients_of_rows_are_summed_in_float32_where_they_were_received_and_rounded_once():
-    launch(4, compare_sums_of_rows, fresh=True)
-
-
-def refuse_few_chunks():
-    from lockstep.parallel.row_product import row_product
-
-    world = open_world(TENSOR, "cpu")
-    with pytest.raises(ValueError, match="1 chunks of a product are not a multiple of its 2 ranks"):
-        row_product(torch.ones(4, 8), torch.ones(3, 8), 1, world.mesh.get_group("tensor"))
-    close_world(world)
-
-
-def test_a_product_of_fewer_chunks_than_ranks_is_refused():
-    launch(2, refuse_few_chunks, seconds=30)
-
-
-def test_a_degree_that_does_not_divide_the_model_is_refused_with_those_that_do():
-    shape = preset("qwen3:micro", 258)
-    with pytest.raises(UserError, match=r"tensor 3 does not divide 4 attention heads, 2 key-value .*set it to 1 or 2"):
-        refuse_impossible(shape, {"tensor": 3}, TENSOR)
-    with pytest.raises(UserError, match=r"tensor 8 leaves a rank with none of the 9 tokens"):
-        shape = dataclasses.replace(preset("qwen3:micro", 9), num_heads=8, num_kv_heads=8, reduction_chunks=8)
-        refuse_impossible(shape, {"tensor": 8}, ParallelConfig(tensor=8))
-    shape = preset("qwen3:micro", 258)
-    with pytest.raises(UserError, match=r"reduction_chunks 1 is too small for parallel.tensor 2"):
-        refuse_impossible(shape, {"tensor": 2}, TENSOR)
-    refuse_impossible(dataclasses.replace(shape, reduction_chunks=2), {"tensor": 2}, TENSOR)
-
-
-def test_degrees_and_chunks_that_are_no_powers_of_two_are_refused():
-    for degree in (3, 6, 16):
-        with pytest.raises(UserError, match=f"parallel.tensor is {degree}; give 1, 2, 4 "):
-            validate(PretrainConfig(parallel=ParallelConfig(tensor=degree)))
-    for chunks in (3, 2):
-        with pytest.raises(UserError, match=rf"reduction_chunks is {chunks}; .* at least parallel.tensor \(4\)"):
-            validate(PretrainConfig(parallel=ParallelConfig(tensor=4, reduction_chunks=chunks)))
-    validate(PretrainConfig(parallel=ParallelConfig(tensor=4), sequence_length=25))
-    validate(PretrainConfig(parallel=ParallelConfig(reduction_chunks=4)))

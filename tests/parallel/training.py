@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Sequence
 from dataclasses import dataclass, field
-from functools import partial
 from itertools import pairwise
 from typing import Any
+from zlib import crc32
 
 import numpy as np
 import torch
@@ -15,13 +16,14 @@ from torch.distributed.tensor import DTensor
 
 from lockstep.config import CompileConfig, ParallelConfig, RecomputeConfig, TrainConfig
 from lockstep.model import Decoder, ModelConfig, initialize, preset
+from lockstep.model.shard import local_part
 from lockstep.parallel import close_world, open_world, parallel_model
 from lockstep.train import PackedRow, Trainer, pack, target_log_probs
 from lockstep.train.context import shard_row
 from lockstep.train.objective import NextTokenLoss
 from lockstep.train.packing import split_by_tokens
 
-LENGTHS = [40, 24, 33, 17, 40, 24, 33, 17]
+LENGTHS = (40, 24, 33, 17, 40, 24, 33, 17)
 
 
 @dataclass
@@ -44,20 +46,21 @@ def train(
     steps: int = 20,
     model: str | ModelConfig = "qwen3:micro",
     vocab: int = 258,
-    tied: bool = True,
+    tied: bool | None = True,
     settings: dict[str, Any] | None = None,
     recompute: RecomputeConfig | None = None,
     compiled: bool = False,
     layers: int = 4,
+    lengths: Sequence[int] = LENGTHS,
 ) -> Trace:
     """Trains a fresh model on one batch, again and again; the same in every layout. `settings` go to TrainConfig."""
     world = open_world(parallel, "cpu")
     shape = preset(model, vocab) if isinstance(model, str) else model
-    shape = dataclasses.replace(shape, tie_embeddings=tied, num_layers=layers)
+    shape = dataclasses.replace(shape, tie_embeddings=shape.tie_embeddings if tied is None else tied)
+    shape = dataclasses.replace(shape, num_layers=layers)
     kind = {"float32": torch.float32, "bfloat16": torch.bfloat16}[dtype]
-    fill = partial(initialize, seed=3)
     compiling = CompileConfig(backend="inductor" if compiled else "none")
-    decoder = parallel_model(shape, kind, world, parallel, compiling, fill, recompute)
+    decoder = parallel_model(shape, kind, world, parallel, compiling, drawn, recompute)
     fixed: dict[str, Any] = dict(learning_rate=1e-3, warmup_steps=0, schedule="constant")
     trainer = Trainer(decoder, TrainConfig(**(fixed | (settings or {}))), steps, world)
     # An optimizer in the backward goes with one micro-batch.
@@ -66,15 +69,15 @@ def train(
     trace = Trace()
     began = {name: whole(master.detach()) for name, master in trainer.optimizer.masters.items()}
     # What is repeated is learnt: each step's loss depends on all the updates before it.
-    sequences = [torch.randint(vocab, (n,), generator=draw).tolist() for n in LENGTHS]
+    sequences = [torch.randint(vocab, (n,), generator=draw).tolist() for n in lengths]
     for step in range(steps):
-        parts = _parts(world.data_size, tokens)[world.data_rank]
+        parts = _parts(lengths, world.data_size, tokens)[world.data_rank]
         if trainer.config.deterministic_layout:  # micro-batches are those of one process, dealt in turn
-            parts = _parts(1, tokens)[0][world.data_rank :: world.data_size]
+            parts = _parts(lengths, 1, tokens)[0][world.data_rank :: world.data_size]
         rows = [shard_row(pack(sequences[part]), world) for part in parts]
         if step == 0:
             trace.log_probs = _log_probs(trainer, rows)
-        metrics = trainer.step(rows, NextTokenLoss(sum(LENGTHS) - len(LENGTHS)))
+        metrics = trainer.step(rows, NextTokenLoss(sum(lengths) - len(lengths)))
         trace.losses.append(metrics["loss"])
         trace.norms.append(metrics["grad_norm"])
     trace.weights = {name: whole(p.detach()) for name, p in decoder.named_parameters()}
@@ -83,14 +86,25 @@ def train(
     return trace
 
 
-def _parts(ranks: int, tokens: int) -> list[list[slice]]:
+def drawn(model: Any, seed: int = 3) -> None:
+    """Fresh weights, with biases and sinks that are not zero: of a sharded one this rank's part."""
+    initialize(model, seed)
+    for name, parameter in model.named_parameters():
+        if name.endswith(("_proj.bias", "sinks", "_proj_bias", "router.bias")):
+            values = torch.randn(parameter.shape, generator=torch.Generator().manual_seed(crc32(name.encode())))
+            local, place = local_part(parameter)
+            with torch.no_grad():
+                local.copy_(values[place])
+
+
+def _parts(lengths: Sequence[int], ranks: int, tokens: int) -> list[list[slice]]:
     """Each rank's micro-batches of about `tokens`: consecutive slices of the sequences, equally many a rank."""
     if ranks == 1:
-        return [split_by_tokens(LENGTHS, tokens)]
-    ends = np.cumsum(LENGTHS)
+        return [split_by_tokens(lengths, tokens)]
+    ends = np.cumsum(lengths)
     count = -(-int(ends[-1]) // (tokens * ranks))
     cuts = np.searchsorted(ends, np.linspace(0, int(ends[-1]), count * ranks + 1)[1:-1], side="right")
-    slices = [slice(start, stop) for start, stop in pairwise([0, *(int(c) for c in cuts), len(LENGTHS)])]
+    slices = [slice(start, stop) for start, stop in pairwise([0, *(int(c) for c in cuts), len(lengths)])]
     assert all(part.stop > part.start for part in slices)
     return [slices[rank * count : (rank + 1) * count] for rank in range(ranks)]
 
@@ -109,3 +123,23 @@ def _log_probs(trainer: Trainer, rows: list[PackedRow]) -> Tensor:
 def whole(tensor: Tensor) -> Tensor:
     """All ranks' parts of it."""
     return (tensor.full_tensor() if isinstance(tensor, DTensor) else tensor).clone()
+
+
+def assert_same_bits(traces: list[Trace], expected: Trace) -> None:
+    """Every rank has the losses, norms, masters and weights of one process, and together they have all weights."""
+    together: set[str] = set()
+    for trace in traces:
+        assert trace.losses == expected.losses and trace.norms == expected.norms
+        for name, way in trace.moved.items():
+            assert torch.equal(way, expected.moved[name]), name
+        for name, weight in trace.weights.items():
+            # Over ranks the float32 shards are the masters, and gathered in the model's dtype.
+            assert torch.equal(weight.to(expected.weights[name].dtype), expected.weights[name]), name
+        together |= trace.weights.keys()
+    assert together == expected.weights.keys()
+
+
+def assert_log_probs(traces: list[Trace], expected: Trace, tensor: int = 1) -> None:
+    """Sorted, for a context group's ranks have tokens from everywhere; those of a tensor group all have the same."""
+    found = torch.cat([trace.log_probs for trace in traces]).sort().values
+    assert torch.equal(found[::tensor], expected.log_probs.sort().values)

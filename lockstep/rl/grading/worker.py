@@ -48,8 +48,6 @@ from lockstep.workers.processes import adopt_orphans, die_with_parent, limit_mem
 
 BATCH_SECONDS = 0.02
 """Interval at which outcomes of plain functions are sent: one message each would cost more than a cheap reward."""
-BATCH_BYTES = 2**16
-"""Maximum size of a batch of outcomes, except for single ones."""
 
 
 def run_tasks(environment: Environment, limits: dict[str, Any], started: mmap.mmap, pipe: int, output: int) -> None:
@@ -70,47 +68,37 @@ def run_tasks(environment: Environment, limits: dict[str, Any], started: mmap.mm
             order = supervisor.receive()
             _, number, kind, _ = header(order)
             if kind == REWARD:
-                _Rewards(environment, config, number, started, supervisor).grade(body_of(order))
+                _grade(environment, config, number, body_of(order), started, supervisor)
             else:
                 _run_conversation(environment, config, number, kind, body_of(order), supervisor)
 
 
-class _Rewards:
-    """A chunk of jobs."""
+def _grade(
+    environment: Environment,
+    config: RewardConfig,
+    number: int,
+    chunk: dict[str, Any],
+    started: mmap.mmap,
+    supervisor: Stream,
+) -> None:
+    """Grades the jobs of a chunk."""
+    examples = [Example(**fields) for fields in chunk["examples"]]
+    jobs = [(examples[index], completion) for index, completion in chunk["jobs"]]
+    pid, interval = os.getpid(), 0.0 if is_async(environment) else BATCH_SECONDS
+    batch, missing, sent = list[list[Any]](), len(jobs), time.monotonic()
 
-    def __init__(
-        self, environment: Environment, config: RewardConfig, number: int, started: mmap.mmap, supervisor: Stream
-    ):
-        self._environment, self._config, self._number = environment, config, number
-        self._started, self._supervisor, self._pid = started, supervisor, os.getpid()
-        self._interval = 0.0 if is_async(environment) else BATCH_SECONDS
-        self._batch: list[list[Any]] = []
-        self._bytes = 0
-        self._sent = time.monotonic()
+    def report(index: int, outcome: Outcome) -> None:
+        nonlocal missing, sent
+        _require_process(pid)
+        batch.append([index, outcome.rewards, outcome.cause, outcome.message])
+        missing -= 1
+        started[:] = STARTED.pack(index + 1)
+        if not missing or time.monotonic() >= sent + interval:
+            supervisor.send(message(REWARDED, number, not missing, body=to_json(batch)), seconds=None)
+            batch.clear()
+            sent = time.monotonic()
 
-    def grade(self, chunk: dict[str, Any]) -> None:
-        examples = [Example(**fields) for fields in chunk["examples"]]
-        jobs = [(examples[index], completion) for index, completion in chunk["jobs"]]
-        self._missing = len(jobs)
-        call_rewards(self._environment, jobs, self._report, self._config.seconds, self._config.concurrent)
-
-    def _report(self, index: int, outcome: Outcome) -> None:
-        _require_process(self._pid)
-        size = _max_bytes(outcome)
-        if self._bytes and self._bytes + size > BATCH_BYTES:
-            self._send()
-        self._batch.append([index, outcome.rewards, outcome.cause, outcome.message])
-        self._bytes += size
-        self._missing -= 1
-        self._started[:] = STARTED.pack(index + 1)
-        if not self._missing or time.monotonic() >= self._sent + self._interval:
-            self._send()
-
-    def _send(self) -> None:
-        batch = message(REWARDED, self._number, not self._missing, body=to_json(self._batch))
-        self._batch, self._bytes = [], 0
-        self._supervisor.send(batch, seconds=None)
-        self._sent = time.monotonic()
+    call_rewards(environment, jobs, report, config.seconds, config.concurrent)
 
 
 def _require_process(pid: int) -> None:
@@ -119,12 +107,6 @@ def _require_process(pid: int) -> None:
         os._exit(0)
     for stream in (sys.stdout, sys.stderr):
         stream.flush()
-
-
-def _max_bytes(outcome: Outcome) -> int:
-    """An upper bound of its size as JSON, at twelve bytes per character; cheaper than encoding it."""
-    rewards = outcome.rewards
-    return 100 + 32 * len(rewards) + 12 * (len(outcome.message) + sum(map(len, rewards)))
 
 
 def _run_conversation(

@@ -9,8 +9,7 @@ import torch
 import torch.distributed as dist
 
 from lockstep.checkpoint.manifest import Piece
-from lockstep.checkpoint.part import Part
-from lockstep.checkpoint.staging import in_place
+from lockstep.checkpoint.part import Part, in_place
 from lockstep.checkpoint.storage import save_parts
 from lockstep.errors import RunStopped
 from lockstep.model import TrainableModel, write_description

@@ -258,18 +258,6 @@ def test_a_trace_has_what_the_package_records(packages, case):
     assert found == right
 
 
-def test_a_reply_that_is_written_by_hand_has_its_words_as_tokens(packages):
-    packages("traced_tasks", {})
-
-    async def model(messages):
-        return Reply("once upon a", finish_reason="length")
-
-    environment = load_environment("verifiers:traced_tasks")
-    asyncio.run(environment.converse(examples_of(environment, "train")[0], Chat(model)))
-    trace = sys.modules["traced_tasks"].SEEN[-1]
-    assert trace.is_truncated and (trace.num_input_tokens, trace.num_output_tokens) == (5, 3)
-
-
 def test_the_limits_of_the_run_are_in_the_trace(packages):
     packages("traced_tasks", {"TOOLS": "True"})
     environment = load_environment("verifiers:traced_tasks")

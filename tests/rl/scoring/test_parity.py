@@ -77,7 +77,8 @@ def _stale_weights(model, sequences, temperature):
 @pytest.mark.parametrize("fault", [_flipped_bit, pytest.param(_stale_weights, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("dtype", ["float32", pytest.param("bfloat16", marks=pytest.mark.slow)])
 def test_a_planted_fault_is_found(monkeypatch, dtype, fault):
-    model = build_model(SHORT, dtype=dtype)
+    # A last bit shows in few of the log-probabilities, so that it takes many.
+    model = build_model(SHORT if fault is _flipped_bit else preset("qwen3:micro"), dtype=dtype)
     monkeypatch.setattr(parity_check, "score", fault)
     parity, _ = check_parity(model, tokens=64)
     assert parity.tokens_different > 0 and parity.max_delta > 0

@@ -56,7 +56,7 @@ def published(ranks):
 
 @pytest.mark.parametrize("ranks", [2, pytest.param(3, marks=pytest.mark.slow), pytest.param(4, marks=pytest.mark.slow)])
 def test_replicas_of_one_and_two_processes_have_the_bits_of_the_trainers_weights_rounded(ranks):
-    launch(ranks, published, ranks)
+    launch(ranks, published, ranks, fresh=True)  # several worlds
 
 
 def damage(weight_server, sequence, name):

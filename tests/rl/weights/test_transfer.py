@@ -93,7 +93,7 @@ def every_layout(ranks):
 
 @pytest.mark.parametrize("ranks", [2, *(pytest.param(ranks, marks=pytest.mark.slow) for ranks in (3, 4))])
 def test_the_generator_has_the_bits_of_the_trainers_weights_rounded_in_every_layout(ranks):
-    launch(ranks, every_layout, ranks)
+    launch(ranks, every_layout, ranks, fresh=True)  # several worlds
 
 
 @contextmanager
@@ -196,7 +196,7 @@ def all_in_place():
 
 
 def test_a_generator_reads_the_trainers_memory_where_both_shard_alike_and_notices_if_it_moves():
-    launch(2, all_in_place)
+    launch(2, all_in_place, fresh=True)  # several worlds
 
 
 def some_frozen(parallel, dtype):

@@ -110,10 +110,10 @@ def _run(
         "probe": probe,
         "without": list(without),
     }
-    run = _run_process(settings, source, stdin, limits)
-    if "error" in run.report or ("missing" not in run.report and not run.cause):
-        raise SandboxError(f"the sandbox could not be built: {run.report.get('error', run.stderr[-500:])}")
-    missing = run.report.get("missing", {})
+    result, report = _run_process(settings, source, stdin, limits)
+    if "error" in report or ("missing" not in report and not result.cause):
+        raise SandboxError(f"the sandbox could not be built: {report.get('error', result.stderr[-500:])}")
+    missing = report.get("missing", {})
     if missing and not allow_unprotected and not probe:
         raise UserError(
             "model-written code is not run here, because the kernel cannot confine it sufficiently: "
@@ -121,23 +121,16 @@ def _run(
             + ". Run where user namespaces and Landlock are allowed (a container may forbid them), or set "
             "allow_unprotected if nothing here is worth protecting"
         )
-    return Result(None if run.cause else run.report.get("exit"), run.stdout, run.stderr, run.cause), missing
+    return result, missing
 
 
-@dataclass(frozen=True)
-class _Run:
-    """What a sandbox's processes printed and reported."""
+def _run_process(
+    settings: dict[str, Any], source: str, stdin: str, limits: SandboxLimits
+) -> tuple[Result, dict[str, Any]]:
+    """Starts the sandbox, exchanges its inputs and outputs, and ends it.
 
-    stdout: str
-    stderr: str
-    report: dict[str, Any]
-    """From `confine.py`: `missing` protections, and the code's `exit`, or an `error`."""
-    cause: str
-    """As `Result.cause`."""
-
-
-def _run_process(settings: dict[str, Any], source: str, stdin: str, limits: SandboxLimits) -> _Run:
-    """Starts the sandbox, exchanges its inputs and outputs, and ends it."""
+    Returns the result, and the report of `confine.py`: `missing` protections and the code's `exit`, or an `error`.
+    """
     # Lone surrogates cannot be encoded as UTF-8: the error should be the code's, not the caller's.
     program, given = (text.encode("utf-8", "surrogatepass") for text in (source, stdin))
     code_end, code_pipe = os.pipe()
@@ -171,7 +164,7 @@ def _run_process(settings: dict[str, Any], source: str, stdin: str, limits: Sand
     reported: dict[str, Any] = {}
     for line in outputs[report].splitlines():
         reported |= json.loads(line)
-    return _Run(stdout, stderr, reported, cause)
+    return Result(None if cause else reported.get("exit"), stdout, stderr, cause), reported
 
 
 def _exchange(
