@@ -196,7 +196,7 @@ def test_samples_in_flight_are_finished_before_new_weights_as_on_update_says(
     by_key = {key.split("/")[-1]: value for key, value in metrics.items()}
     assert by_key["held"] == 0 and by_key["prefill_seconds"] > 0 and by_key["decode_seconds"] > 0
     if on_update == "finish":  # the second has waited behind the weights, for 60 tokens of the first
-        assert by_key["queue_seconds"] > 0.02
+        assert by_key["queue_seconds"] > by_key["decode_seconds"] / 4
 
 
 def test_a_generator_of_the_run_that_sent_invalid_data_is_ended_and_not_restarted(tmp_path):
