@@ -75,8 +75,8 @@ def parts_to_load(
 ) -> tuple[dict[str, Part], dict[str, Tensor], dict[str, Tensor]]:
     """What to read from a checkpoint that has the tensors `stored`, by name.
 
-    Returns the parts to fill, the optimizer's tensors and the random state, which share the parts' memory. Masters,
-    moments of unchanged dtype, and the model are filled in place. Raises UserError for a checkpoint of another model.
+    Returns the parts to fill, the optimizer's tensors and the random state, which share the parts' memory. They and
+    the model are filled in place. Raises UserError for a checkpoint of another model.
     """
     masters: dict[str, Tensor] = optimizer.masters
     current = optimizer.state_tensors()
@@ -97,19 +97,14 @@ def parts_to_load(
         parts |= targets
         if name in masters:
             state[f"master.{name}"] = target
-    of_model = set(state)
     for saved, entry in stored.items():
         group, _, name = saved.partition("/")
-        _, _, owner = name.partition(".")
-        if group == "trainer" and owner in masters and name not in of_model:
-            dtype, like = entry.dtype, masters[owner].detach()
-            if name in current and (current[name].shape, current[name].dtype) == (entry.shape, dtype):
+        if group == "trainer" and name in current and name not in state:
+            if (current[name].shape, current[name].dtype) == (entry.shape, entry.dtype):
                 state[name] = current[name]
-            elif entry.shape == like.shape:
-                state[name] = torch.empty_like(like, dtype=dtype)
-            else:
-                state[name] = torch.empty(entry.shape, dtype=dtype)
-            parts[saved] = Part.of(state[name])
+                parts[saved] = Part.of(state[name])
+            else:  # which the optimizer refuses
+                state[name] = torch.empty(entry.shape, dtype=entry.dtype, device="meta")
     random = {
         name.removeprefix(f"random/{rank}."): torch.empty(entry.shape, dtype=entry.dtype)
         for name, entry in stored.items()

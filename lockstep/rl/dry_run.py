@@ -236,9 +236,9 @@ class _RankMemory:
             self.add("reward model", bytes_of(Decoder(shape_of(config.reward_model), dtype, "meta").parameters()))
 
     def add_generator(self, model: Decoder) -> None:
-        """An engine with this model."""
+        """An engine with this model, without drafts."""
         with self._fake, pretending():
-            engine = Engine(model, replace(self._config.engine, cuda_graphs="none"))
+            engine = Engine(model, replace(self._config.engine, cuda_graphs="none", draft="none"))
         self.add("cache of keys and values", engine.cache.nbytes)
         if self._on_cpu:
             stages = self._stages if self._keeps_copy else (SAMPLING,)

@@ -97,7 +97,8 @@ def _shared(values, *lists):
     return pa.ListArray.from_arrays(pa.array(lists, pa.int32()), message)
 
 
-@pytest.mark.parametrize("lists", [pytest.param((), marks=pytest.mark.slow), range(0, 513, 8)])
+@pytest.mark.slow
+@pytest.mark.parametrize("lists", [(), range(0, 513, 8)])
 def test_a_file_that_repeats_one_text_for_gigabytes_is_refused(tmp_path, lists):
     path = tmp_path / "bomb.parquet"
     table = pa.table({"messages" if lists else "text": _shared(512, *lists)})
@@ -114,6 +115,7 @@ def test_a_file_that_repeats_one_text_for_gigabytes_is_refused(tmp_path, lists):
     tracemalloc.stop()
 
 
+@pytest.mark.slow
 def test_a_row_that_repeats_one_text_for_gigabytes_is_a_bad_line(tmp_path):
     path = tmp_path / "row.parquet"
     table = pa.table({"messages": _shared(100, 0, 1, 99, 100)})

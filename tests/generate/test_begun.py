@@ -53,7 +53,7 @@ def _go_on(engine, prompt, params, begun):
 @pytest.mark.slow
 @settings(max_examples=12, deadline=None)
 @given(st.data())
-def test_an_engine_goes_on_from_any_prefix_of_each_sample(data):
+def test_an_engine_continues_from_any_prefix_of_each_sample(data):
     prompt = data.draw(st.lists(st.integers(0, 255), min_size=1, max_size=24))
     params = SamplingParams(
         n=data.draw(st.integers(1, 4)),
@@ -95,5 +95,5 @@ def begun_on_ranks(ranks):
     return found
 
 
-def test_ranks_go_on_with_what_has_begun():
+def test_ranks_continue_samples_that_were_begun_elsewhere():
     assert launch(2, begun_on_ranks, 2) == [launch(1, begun_on_ranks, 1)[0], None]

@@ -182,13 +182,15 @@ def test_equal_prompts_are_computed_once_and_every_sample_has_its_own_draws(dtyp
     first, second = [3 * i % 120 for i in range(length)], [5 * i % 120 for i in range(20)]
     prompts = [second, first, first, second]
     params = [
-        SamplingParams(max_tokens=9, n=3, temperature=1.3, seed=1),
+        SamplingParams(max_tokens=9, n=3, temperature=20.0, seed=1),
         SamplingParams(max_tokens=20, n=4, seed=2, stop_token_ids=tuple(range(40))),
         SamplingParams(max_tokens=1, n=2, top_k=5, seed=3),
         SamplingParams(max_tokens=9, n=2, temperature=0.0),
     ]
     engine = Engine(model, ROOMY)
-    assert _values(engine.generate(prompts, params)) == _values(Engine(model, APART).generate(prompts, params))
+    groups = engine.generate(prompts, params)
+    assert _values(groups) == _values(Engine(model, APART).generate(prompts, params))
+    assert len({tuple(completion.token_ids) for completion in groups[0]}) == 3
     # Copies are made of what was computed last; the last prompt finds its first page, and computes the rest again.
     assert engine.statistics.prompt_tokens_computed == 20 + length + 4
     assert engine.allocator.num_free == engine.allocator.num_pages

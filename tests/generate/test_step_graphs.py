@@ -13,16 +13,12 @@ from hypothesis import strategies as st
 from torch import nn
 
 from lockstep import Engine, EngineConfig, SamplingParams, build_model, ops
-from lockstep.config import CompileConfig
 from lockstep.generate import step_graphs
-from lockstep.generate.runner import Runner
 from lockstep.generate.step_graphs import StepGraphRunner
 from lockstep.model import ModelConfig, preset
 from lockstep.model.config import Lora
-from lockstep.model.decoder import Block
 from lockstep.model.lora import adapter_off
 from lockstep.ops import native
-from lockstep.parallel.compile import CompiledHalves
 
 pytestmark = pytest.mark.skipif(native.library() is None, reason="step graphs consist of compiled kernels")
 
@@ -60,10 +56,10 @@ def _sampled(engine, prompts, params):
 
 def _load(seed):
     draw = random.Random(seed)
-    prompts = [[draw.randrange(60)] * draw.randint(1, 40) for _ in range(6)]
+    prompts = [[draw.randrange(60)] * draw.randint(1, 40) for _ in range(4)]
     params = [
         SamplingParams(
-            max_tokens=draw.randint(1, 24),
+            max_tokens=draw.randint(1, 20),
             n=draw.choice([1, 1, 3]),
             temperature=draw.choice([0.0, 0.7, 1.0]),
             top_k=draw.choice([0, 0, 0, 5]),
@@ -317,9 +313,3 @@ def test_a_model_that_is_not_finite_ends_as_it_does_without():
                 model.norm.weight.fill_(float("nan"))
         events += engine.step()
     assert [event.finish_reason for event in events] == [None] * 4 + ["error"]
-
-
-def test_a_compiled_model_runs_without():
-    compiled = build_model(SHAPE, "float32")
-    compiled.halves = CompiledHalves(Block, CompileConfig("inductor"))
-    assert type(Engine(compiled, EngineConfig(cache_tokens=256)).runner) is Runner

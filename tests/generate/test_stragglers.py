@@ -17,7 +17,7 @@ class Known:
     finish_reason: str | None
 
 
-def test_whoever_is_how_fast_the_same_groups_are_left_and_none_of_them_is_ever_named():
+def test_the_same_groups_are_left_however_fast_each_sample_grows():
     draw = random.Random(4)
     for _ in range(300):
         ends = [[draw.randint(1, 6) for _ in range(2)] for _ in range(draw.randint(1, 7))]

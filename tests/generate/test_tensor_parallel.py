@@ -123,7 +123,7 @@ def test_without_a_seed_ranks_agree_on_one():
     assert first == second and len({tuple(tokens) for tokens in first}) == 4
 
 
-def test_a_draw_in_two_steps_is_the_draw_in_one():
+def test_a_draw_over_sharded_logits_is_the_draw_over_all_of_them():
     launch(4, compare_draws)
 
 
@@ -182,7 +182,7 @@ def driven(ranks):
 
 
 @pytest.mark.slow
-def test_ranks_that_follow_make_what_rank_0_is_asked_for():
+def test_ranks_that_follow_compute_what_rank_0_is_asked_for():
     assert launch(2, driven, 2, fresh=True) == [launch(1, driven, 1, fresh=True)[0], None]
 
 

@@ -198,6 +198,7 @@ def test_compiled_ranks_have_the_bits_of_one_compiled_process(dtype, name):
             assert (rank[1][weight] - expected).norm() / expected.norm() < tolerance, weight
 
 
+@pytest.mark.slow
 def test_the_compiler_is_imported_only_where_something_is_compiled():
     code = "import sys, lockstep.rl.reinforce; assert not {'torch._dynamo', 'torch._inductor'} & sys.modules.keys()"
     result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)

@@ -92,6 +92,7 @@ def test_a_step_has_the_bits_of_one_process_forward_and_its_gradients(model, dty
             assert (grads[name] - theirs).norm() <= tolerance * theirs.norm(), name
 
 
+@pytest.mark.slow
 def test_pretrain_shares_each_sequence(tmp_path):
     (tmp_path / "text.txt").write_text("".join(f"{n} and {n} are {2 * n}.\n\n" for n in range(500)))
     losses = {}

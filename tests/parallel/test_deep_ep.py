@@ -116,11 +116,14 @@ def test_rows_that_travel_by_deep_ep_have_the_bits_of_those_that_travel_by_all_t
     ("fault", "said"),
     [
         ("load", ["cannot be used (on ranks [1]: OSError: libcuda.so.1"] * 2),
-        pytest.param(
-            "buffer", ["cannot be used (on ranks [1]: RuntimeError: CUDA driver error"] * 2, marks=pytest.mark.slow
+        *(
+            pytest.param(*case, marks=pytest.mark.slow)
+            for case in (
+                ("buffer", ["cannot be used (on ranks [1]: RuntimeError: CUDA driver error"] * 2),
+                ("order", ['DeepEP\'s rows differ from those of parallel.expert_dispatcher "all_to_all"'] * 2),
+                ("lost", ["DeepEP brought 38 of 39 rows", "DeepEP brought 40 of"]),
+            )
         ),
-        ("order", ['DeepEP\'s rows differ from those of parallel.expert_dispatcher "all_to_all"'] * 2),
-        ("lost", ["DeepEP brought 38 of 39 rows", "DeepEP brought 40 of"]),
     ],
 )
 def test_a_package_that_does_not_work_on_one_rank_ends_the_run_on_all_and_says_why(tmp_path, fault, said):

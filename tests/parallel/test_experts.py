@@ -149,12 +149,13 @@ def test_recomputing_layers_travel_again_and_keep_the_bits():
     assert again[0][1]["experts/sent_mib"] == pytest.approx(1.5 * counted["experts/sent_mib"], rel=0.1)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "parallel",
     [
         ParallelConfig(),
-        pytest.param(ParallelConfig(expert=2), marks=pytest.mark.slow),
-        pytest.param(ParallelConfig(tensor=2), marks=pytest.mark.slow),
+        ParallelConfig(expert=2),
+        ParallelConfig(tensor=2),
     ],
 )
 def test_fewer_experts_than_ranks_are_cut_within(parallel):

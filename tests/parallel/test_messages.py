@@ -88,9 +88,10 @@ def _trained_without_objects(run, parallel):
     return loss
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "parallel",
-    [ParallelConfig(pipeline=2), pytest.param(ParallelConfig(tensor=2), marks=pytest.mark.slow)],
+    [ParallelConfig(pipeline=2), ParallelConfig(tensor=2)],
     ids=["pipeline", "tensor"],
 )
 def test_training_and_checkpoints_send_no_pickles(tmp_path, parallel):

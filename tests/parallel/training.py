@@ -23,7 +23,7 @@ from lockstep.train.context import shard_row
 from lockstep.train.objective import NextTokenLoss
 from lockstep.train.packing import split_by_tokens
 
-LENGTHS = [40, 24, 33, 17, 40, 24, 33, 17]
+LENGTHS = (40, 24, 33, 17, 40, 24, 33, 17)
 
 
 @dataclass

@@ -222,9 +222,9 @@ def test_a_run_interrupted_in_each_part_of_a_step_continues_with_the_same_bits(f
     config = settings(
         folder, model_folder, "Drawing", rewards=RewardConfig(isolate="never"), kl_coefficient=0.1, updates_per_batch=2
     )
-    Ended(folder, config, "sample", steps=1).check(signal.SIGINT, saved=1)
+    Ended(folder, config, "score", steps=1).check(signal.SIGINT, saved=1)  # after all that the step draws
     config = replace(config, resume=True)
-    for mark in ("grade", "score"):
+    for mark in ("grade", "sample"):
         Ended(folder, config, mark, steps=1).check(signal.SIGTERM, saved=1)
     # Updates, once begun, complete with their step.
     Ended(folder, config, "train", steps=1).check(signal.SIGTERM, saved=2)

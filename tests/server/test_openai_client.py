@@ -51,7 +51,7 @@ def test_a_streamed_completion_has_the_text_of_the_whole_one(client):
     assert usage == whole.usage
 
 
-def test_chat_streamed_and_not(client):
+def test_a_streamed_chat_has_the_text_and_log_probabilities_of_the_whole_one(client):
     options = dict(
         model="small",
         messages=[

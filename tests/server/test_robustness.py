@@ -88,7 +88,7 @@ def _healthy(server):
         assert client.get("/health").status_code == 200
 
 
-def test_odd_values_in_any_field(server):
+def test_odd_values_in_any_field_are_answered_and_break_nothing(server):
     statuses = []
     with server.http() as client:
 
@@ -181,7 +181,7 @@ def test_unknown_routes_methods_and_content_types_have_the_errors_shape(server):
     assert "prompt" in json.dumps(schema["paths"]["/v1/completions"]["post"]["requestBody"])
 
 
-def test_bytes_that_are_no_http_do_not_hurt(server):
+def test_bytes_that_are_no_http_break_nothing(server):
     draw = random.Random(0)
     address = server.server.servers[0].sockets[0].getsockname()
     start = b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\n"
@@ -322,7 +322,7 @@ WORK = {
 
 
 @pytest.mark.parametrize("kind", WORK)
-def test_health_answers_while(server, monkeypatch, kind):
+def test_health_is_answered_while_large_requests_are_worked_on(server, monkeypatch, kind):
     """The work begins when the server has answered another client: never, were it done in the event loop."""
     owner, name, status, body = WORK[kind]
     owner = getattr(server.service, owner) if isinstance(owner, str) else owner

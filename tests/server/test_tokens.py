@@ -163,7 +163,7 @@ def test_log_probabilities_after_the_cut_are_those_of_an_engine_here(server, cha
 
 
 @pytest.mark.parametrize("stop", [None, "stop string"])
-def test_samples_that_were_begun_elsewhere_go_on_as_they_would_have(server, stop):
+def test_samples_that_were_begun_elsewhere_continue_as_they_would_have(server, stop):
     options = dict(prompt=PROMPTS[0], n=3, max_tokens=12, seed=1, logprobs=0, return_token_ids=True, ignore_eos=True)
     whole = server.complete(**options).json()["choices"]
     if stop:

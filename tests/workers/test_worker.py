@@ -31,7 +31,7 @@ def test_a_worker_answers_and_what_it_prints_is_no_answer(worker):
 @pytest.mark.parametrize(
     ("request_", "why"),
     [
-        (b"computes", "it takes more than 1 seconds"),
+        pytest.param(b"computes", "it takes more than 1 seconds", marks=pytest.mark.slow),
         (b"takes 512", "its process ended with code 1; out of memory"),
         (b"ends 3", "its process ended with code 3"),
     ],

@@ -42,6 +42,8 @@ class Speculation:
 
     def extend(self, chunks: ListLike[Chunk]) -> None:
         """Drafts for the sequences that this step samples, as far as rows and free pages allow."""
+        if self.lengths.skips():
+            return
         sampled = [chunk for chunk in chunks if chunk.is_sampled]
         rows = sum(chunk.count for chunk in chunks)
         # A sequence's last token is drawn but never computed. A sequence that is sampled from another's row gets no

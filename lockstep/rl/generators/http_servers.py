@@ -11,7 +11,7 @@ import ssl
 import threading
 from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, TypeAlias
 from urllib.parse import urlsplit
 
 from lockstep import ops
@@ -137,21 +137,7 @@ def _json(content: bytes) -> Any:
         return None
 
 
-class Server(Protocol):
-    """What differs between kinds of servers, for `HttpRemote`."""
-
-    exact: bool
-    """Whether its log-probabilities match the trainer's bit for bit."""
-    loads_between_requests: bool
-    """Whether requests must end before it loads new weights."""
-    capacity: int
-    """Samples that it decodes at a time."""
-
-    def sample(self, client: HttpClient, request: Request, version: int) -> Iterator[Part]:
-        """Starts or continues the unfinished samples of a request. version: of its current weights."""
-
-    def load(self, client: HttpClient, folder: Path, version: int) -> None:
-        """Returns once it samples with the weights in `folder`. Raises HttpError if it refuses them."""
+Server: TypeAlias = "LockstepServer | VllmServer"
 
 
 def find_server(url: str, spec: GeneratorSpec) -> Server:
@@ -242,12 +228,16 @@ class LockstepServer:
     """`lockstep serve`."""
 
     exact = True
+    """Whether its log-probabilities match the trainer's bit for bit."""
     loads_between_requests = False
+    """Whether requests must end before it loads new weights."""
 
     def __init__(self, capacity: int):
+        """capacity: samples that it decodes at a time."""
         self.capacity = capacity
 
     def sample(self, client: HttpClient, request: Request, version: int) -> Iterator[Part]:
+        """Starts or continues the unfinished samples of a request. version: of its current weights."""
         body = _body(request, request.prompt, return_routes=request.params.routes or None)
         if any(sample.token_ids for sample in request.samples):
             body["begun"] = [sample.token_ids for sample in request.samples]
@@ -266,6 +256,7 @@ class LockstepServer:
                 )
 
     def load(self, client: HttpClient, folder: Path, version: int) -> None:
+        """Returns once it samples with the weights in `folder`. Raises HttpError if it refuses them."""
         body = {"path": str(folder), "version": version}
         client.call("POST", "/admin/weights", body, LOAD_SECONDS)
 
@@ -310,7 +301,7 @@ def _lockstep_server(client: HttpClient, spec: GeneratorSpec) -> LockstepServer:
 
 
 class VllmServer:
-    """vLLM's OpenAI server in its development mode, which has the routes for new weights."""
+    """vLLM's OpenAI server in its development mode, which has the routes for new weights. As `LockstepServer`."""
 
     exact = False
     loads_between_requests = True

@@ -79,6 +79,8 @@ class Worker:
         """Start of the environment's turn, and the total of the turns before it."""
         self.printed = 0
         """Bytes, by the reward or the conversation."""
+        self.is_mute = False
+        """Whether it has closed its output."""
         self.is_over = False
         """Whether its conversation is at a limit and gets no more replies."""
         self.started, self.seen = mmap.mmap(-1, STARTED.size), 0
@@ -241,7 +243,8 @@ class Supervisor:
             for end, event in stream.events().items():
                 poll.register(end, event)
         for worker in self._workers.values():
-            poll.register(worker.output, select.POLLIN)
+            if not worker.is_mute:
+                poll.register(worker.output, select.POLLIN)
         return {end for end, _ in poll.poll(1000 * min(POLL_SECONDS, self.limits["seconds"]))}
 
     def _relay(self, worker: Worker, ready: set[int]) -> str:
@@ -255,7 +258,7 @@ class Supervisor:
         # Output is read before the answer that follows it. If another job has started meanwhile, it is unknown which of
         # the two printed it.
         if worker.output in ready:
-            worker.printed += self._read_output(worker.output)
+            self._read_output(worker)
         if STARTED.unpack(worker.started[:]) != (started,):
             worker.printed = 0
         if worker.printed > self.limits["output_kib"] * 1024:
@@ -318,17 +321,19 @@ class Supervisor:
         os.close(worker.stream.reads)
         os.close(worker.output)
 
-    def _read_output(self, output: int) -> int:
-        """Reads output of a worker, logs it up to the limit, and returns the number of bytes."""
-        count = 0
+    def _read_output(self, worker: Worker) -> None:
+        """Counts output of a worker, and logs it, up to the limit."""
         with contextlib.suppress(BlockingIOError):
-            while count <= self.limits["output_kib"] * 1024 and (data := os.read(output, 2**16)):
-                count += len(data)
+            while worker.printed <= self.limits["output_kib"] * 1024:
+                data = os.read(worker.output, 2**16)
+                if not data:
+                    worker.is_mute = True
+                    return
+                worker.printed += len(data)
                 if logged := data[: self._log_left]:
                     self._log_left -= len(logged)
                     with contextlib.suppress(OSError):  # a full disk only costs the log
                         os.write(2, logged)
-        return count
 
 
 def _data_bytes(process: int) -> int:

@@ -82,18 +82,19 @@ class SupervisorProcess:
 
     def send(self, data: bytes) -> None:
         """Sends an order without blocking. If the process does not read it, `SupervisorEvents` notices its end."""
-        with contextlib.suppress(Closed):
-            self.stream.put(data)
+        if self.process is not None:  # else its descriptors may be those of something else
+            with contextlib.suppress(Closed):
+                self.stream.put(data)
 
     def end_tasks(self) -> None:
         """Ends all its tasks."""
         self.send(message(END_ALL))
         events = SupervisorEvents(self.config)
-        while True:
+        while self.process is not None:
             for _, data in events.wait([self]):
                 if data is None:
                     self.end()
-                if data is None or header(data) == [DONE]:
+                elif header(data) == [DONE]:
                     return
 
     def stays_stopped(self) -> bool:
@@ -187,6 +188,8 @@ class SupervisorEvents:
         self._checked = time.monotonic()
         self._silent_checks += not ready
         is_silent = self._silent_checks * CHECK_SECONDS > self._silence
+        if is_silent:
+            self._silent_checks = 0  # those that replace them have their time again
         for supervisor in supervisors:
             if supervisor.stream.reads not in ready and (supervisor.stays_stopped() or is_silent):
                 yield supervisor, None

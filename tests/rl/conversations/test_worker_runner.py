@@ -41,6 +41,7 @@ def graded(tmp_path, name, *jobs):
         return grader(list(jobs))
 
 
+@pytest.mark.slow
 def test_mathematics_is_compared_in_workers(tmp_path):
     example = Example("p", "\\frac{1}{2}")
     replies = ["\\boxed{0.5}", "\\boxed{2}", "\\boxed{\\frac{2}{4}}", "\\boxed{"]

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from lockstep.config import CompileConfig, EngineConfig
-from lockstep.errors import RunStopped, UserError
+from lockstep.errors import UserError
 from lockstep.generate import Engine, SamplingParams
 from lockstep.model import build_model, load_model, preset, save_model
 from lockstep.model.arithmetic import arithmetic_of
@@ -277,7 +277,7 @@ def stream(*changes):
 @contextlib.contextmanager
 def requested(url):
     """A pool whose only generator is the server, and a request for two samples of four tokens."""
-    pool = GeneratorPool(512, 1024, 0.2, vocab_size=100)
+    pool = GeneratorPool(512, 1024, 60.0, vocab_size=100)
     remote = HttpRemote(url, LockstepServer(4), pool)
     pool.join(remote)
     try:
@@ -304,10 +304,7 @@ def test_a_server_that_sends_invalid_data_gets_no_more_requests(caplog, response
         wait_until(lambda: not pool.names)
         assert pool.banned == {url} and request.unfinished
         (line,) = [line for line in caplog.messages if line.startswith(url)]
-        assert message in line and line.isprintable()
-        with pytest.raises(RunStopped, match="gets no more requests"):
-            while True:
-                pool.wait()
+        assert message in line and "gets no more requests" in line and line.isprintable()
 
 
 def test_a_server_whose_stream_fails_is_lost_but_may_return(caplog):

@@ -137,15 +137,15 @@ def test_a_run_without_generators_ends_after_start_seconds_and_says_what_to_do()
     with pytest.raises(UserError, match=r"no generator has been ready for 0 s .* None has been ready since .*; fix wh"):
         pool_of(start_seconds=0.0).wait_for_weights()
     one = RecordedRemote("one")
-    pool = pool_of(one, start_seconds=0.2)
-    threading.Event().wait(0.3)
+    pool = pool_of(one, start_seconds=0.5)
+    threading.Event().wait(0.6)
     thread, result = generating(PoolSampler(pool), [[1]])
     wait_until(lambda: one.requests)  # the time counts from when the last one was lost
     pool.lost(one, "it is gone")
     pool.wait()
     thread.join(10)
     assert isinstance(result["error"], RunStopped)
-    assert re.match(r"no generator has been ready for 0.2 s .*; their logs are in .* --resume", str(result["error"]))
+    assert re.match(r"no generator has been ready for 0.5 s .*; their logs are in .* --resume", str(result["error"]))
 
 
 def test_an_incompatible_generator_ends_the_run_if_the_run_started_it(caplog):

@@ -143,7 +143,7 @@ def test_a_generator_that_sends_invalid_data_gets_no_more_requests_and_another_c
 
 
 def test_a_run_whose_last_generator_sends_invalid_data_ends_and_says_why():
-    with registry(start_seconds=0.2) as (pool, port):
+    with registry(start_seconds=1.0) as (pool, port):
         ConnectedGenerator(port, KEY, changed, "wrong")
         with pytest.raises(RunStopped, match="the last one, wrong: it sent invalid data .a token from weights vers"):
             PoolSampler(pool).generate([[1]], PARAMS)

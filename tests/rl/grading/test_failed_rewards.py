@@ -190,7 +190,7 @@ def test_coroutines_that_take_too_long_fail_by_themselves_also_when_they_ignore_
     over = threading.Event()
     rollouts = _rollouts(["a", "slow", "b", "stubborn", "c"])
     try:
-        assign_rewards(rollouts, Slow(), RewardConfig(seconds=0.2, failure_limit=0.5))
+        assign_rewards(rollouts, Slow(), RewardConfig(seconds=1.0, failure_limit=0.5))
     finally:
         over.set()
     assert [r.scores.failure for r in rollouts] == ["", "timeout", "", "timeout", ""]
