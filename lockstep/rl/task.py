@@ -61,7 +61,7 @@ class PolicyTask:
         finishes = config.actors.on_update == "finish"
         self.resumables: Mapping[str, Resumable] = {
             "prompts": parts.prompts,
-            "ahead": _InFlight(prefetcher, self._waiting if finishes else None),
+            "in_flight": _InFlight(prefetcher, self._waiting if finishes else None),
         }
 
     def start(self, step: int) -> None:
