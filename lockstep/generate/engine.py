@@ -20,7 +20,7 @@ from lockstep.config import EngineConfig
 from lockstep.data import StreamDecoder, Tokenizer, decoding_context
 from lockstep.errors import UserError
 from lockstep.generate.batch import BatchArrays
-from lockstep.generate.drafts import Draft, DraftLengths, Speculation, free_rows, make_draft
+from lockstep.generate.drafts import Draft, DraftLengths, Speculation, free_rows, make_draft, margin
 from lockstep.generate.draws import Draw, draw
 from lockstep.generate.graphs import GraphRunner, graphs_of
 from lockstep.generate.pages import PageAllocator
@@ -106,7 +106,9 @@ class Engine:
         free = free_rows(self.model.device)
         if self.tensor_group is not None:  # hosts may differ, but all ranks must choose the same lengths
             free = from_all(free, self.tensor_group)[0]
-        lengths = DraftLengths(self.config.draft_tokens, free, draft.cost, self.runner.padded)
+        lengths = DraftLengths(
+            self.config.draft_tokens, free, margin(self.model.device), draft.cost, self.runner.padded
+        )
         most_rows = min(self.config.max_tokens_per_step, self.runner.most_rows)
         return Speculation(draft, lengths, self.runner, most_rows, self.scheduler, self.statistics)
 

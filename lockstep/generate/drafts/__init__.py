@@ -2,7 +2,7 @@
 
 from lockstep.generate.drafts.draft import Draft, FirstOf
 from lockstep.generate.drafts.history import HistoryDraft
-from lockstep.generate.drafts.lengths import DraftLengths, free_rows
+from lockstep.generate.drafts.lengths import DraftLengths, free_rows, margin
 from lockstep.generate.drafts.model import ModelDraft
 from lockstep.generate.drafts.ngram import NGramDraft
 from lockstep.generate.drafts.sources import make_draft
@@ -18,4 +18,5 @@ __all__ = [
     "Speculation",
     "free_rows",
     "make_draft",
+    "margin",
 ]
