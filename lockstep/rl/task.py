@@ -61,7 +61,7 @@ class PolicyTask:
         finishes = config.actors.on_update == "finish"
         self.resumables: Mapping[str, Resumable] = {
             "prompts": parts.prompts,
-            "in_flight": _InFlight(prefetcher, self._waiting if finishes else None),
+            "ahead": _InFlight(prefetcher, self._waiting if finishes else None),
         }
 
     def start(self, step: int) -> None:

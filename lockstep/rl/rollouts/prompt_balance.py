@@ -49,7 +49,7 @@ def prompt_balance(run: Path) -> PromptBalance | None:
         return None
     state = json.loads((checkpoint / STATE).read_text())
     lines = [line for line in map(json.loads, file.read_text().splitlines()) if line["step"] <= state["step"]]
-    in_flight = state["in_flight"]["prompts"]
+    in_flight = state["ahead"]["prompts"]
     dropped = Counter({cause: 0 for line in lines for cause in line["dropped"]})
     positions = Counter(in_flight)
     for line in lines:
