@@ -3,6 +3,7 @@
 import json
 import re
 import shutil
+from functools import cache
 
 import numpy as np
 import pytest
@@ -55,10 +56,15 @@ def theirs(folder):
     return PreTrainedTokenizerFast.from_pretrained(folder)
 
 
-def encode(folder, line, template=MARKED):
+@cache
+def encoder_of(folder, template):
     (folder / "own.jinja").write_text(template or "")
     chat_template = load_chat_template(folder, str(folder / "own.jinja")) if template else None
-    (encoded,) = ConversationEncoder(load_tokenizer(folder), chat_template).encode([Conversation("a.jsonl:1", line)])
+    return ConversationEncoder(load_tokenizer(folder), chat_template)
+
+
+def encode(folder, line, template=MARKED):
+    (encoded,) = encoder_of(folder, template).encode([Conversation("a.jsonl:1", line)])
     return encoded
 
 

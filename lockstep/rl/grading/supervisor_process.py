@@ -188,6 +188,8 @@ class SupervisorEvents:
         self._checked = time.monotonic()
         self._silent_checks += not ready
         is_silent = self._silent_checks * CHECK_SECONDS > self._silence
+        if is_silent:
+            self._silent_checks = 0  # those that replace them have their time again
         for supervisor in supervisors:
             if supervisor.stream.reads not in ready and (supervisor.stays_stopped() or is_silent):
                 yield supervisor, None

@@ -193,7 +193,7 @@ def test_what_ends_or_stops_its_supervisor_fails_alone_and_the_others_start_agai
 
 @pytest.mark.slow
 def test_a_supervisor_that_says_nothing_is_started_again(task, monkeypatch):
-    monkeypatch.setattr("lockstep.rl.grading.supervisor_process.SILENCE", 15.0)
+    monkeypatch.setattr("lockstep.rl.grading.supervisor_process.SILENCE", 4.0)
     monkeypatch.setattr("lockstep.rl.grading.supervisor_process.STOPPED_CHECKS", 10**9)
     with opened(task, seconds=0.5) as pool:
         ends = ended(pool, ["fine", "stops_its_supervisor", "fine"])

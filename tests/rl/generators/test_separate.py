@@ -43,15 +43,15 @@ def test_a_run_that_no_generator_joins_says_how_to_start_one(task, model_folder,
     assert not (tmp_path / "run").exists()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("ways", "settings"),
     [
-        (["TP 2"], dict(steps=1)),
-        pytest.param(WAYS, dict(steps=10, dtype="bfloat16"), marks=pytest.mark.slow),
-        pytest.param(WAYS, dict(steps=3, dtype="float32"), marks=pytest.mark.slow),
-        pytest.param(["two for TP 2"], dict(steps=2, environment="Talk", kl_coefficient=0.0), marks=pytest.mark.slow),
+        (WAYS, dict(steps=10, dtype="bfloat16")),
+        (WAYS, dict(steps=3, dtype="float32")),
+        (["two for TP 2"], dict(steps=2, environment="Talk", kl_coefficient=0.0)),
         # Its value function is trained on ranks that do not sample.
-        pytest.param(["one for FSDP 2"], dict(steps=3, algorithm="ppo"), marks=pytest.mark.slow),
+        (["one for FSDP 2"], dict(steps=3, algorithm="ppo")),
     ],
 )
 def test_a_run_is_the_same_with_separate_generators(task, model_folder, tmp_path, ways, settings):

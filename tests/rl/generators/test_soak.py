@@ -52,23 +52,25 @@ def soak(config, strikes, at_once, seed):
     return victims
 
 
-def check(model_folder, tmp_path, steps, generators, kills, seed):
+def check(model_folder, tmp_path, steps, actors, kills, at_once, seed):
     (tmp_path / "whole").mkdir()
     config, expected = whole_run(model_folder, tmp_path / "whole", steps)
-    actors = ActorsConfig(generators=generators, threads=1)
-    victims = soak(replace(config, output=str(tmp_path / "run"), actors=actors), kills, at_once=1, seed=seed)
-    assert len(victims) == kills and len(set(victims)) == generators + 1
+    config = replace(config, output=str(tmp_path / "run"), actors=actors)
+    victims = soak(config, kills // at_once, at_once, seed)
+    assert len(victims) == kills and len(set(victims)) == actors.generators + 1
     found = outcome(tmp_path / "run")
     assert found == expected and len(found[0]) == 1 + config.steps
     assert all(m["parity/tokens_checked"] > 0 and m["parity/tokens_different"] == 0 for m in found[0][1:])
 
 
-def test_a_run_whose_generator_and_then_trainer_is_killed_has_the_bits_of_one_that_nothing_disturbs(
+def test_a_run_whose_tensor_parallel_generator_and_trainer_are_killed_has_the_bits_of_one_process(
     model_folder, tmp_path
 ):
-    check(model_folder, tmp_path, steps=3, generators=1, kills=2, seed=0)
+    actors = ActorsConfig(generators=1, tensor=2, threads=1)
+    check(model_folder, tmp_path, steps=2, actors=actors, kills=2, at_once=2, seed=0)
 
 
 @pytest.mark.slow
 def test_a_run_survives_forty_kills(model_folder, tmp_path):
-    check(model_folder, tmp_path, steps=50, generators=2, kills=40, seed=1)
+    actors = ActorsConfig(generators=2, threads=1)
+    check(model_folder, tmp_path, steps=50, actors=actors, kills=40, at_once=1, seed=1)
