@@ -36,7 +36,7 @@ class Reader:
             answer: Any = next(self._answers, [])
         except MemoryError:
             answer = "reading it needs too much memory"
-        except (OSError, ValueError, LookupError, RecursionError, pyarrow.ArrowException) as error:
+        except (OSError, ValueError, LookupError, OverflowError, RecursionError, pyarrow.ArrowException) as error:
             answer = str(error)
         return pickle.dumps(answer, protocol=pickle.HIGHEST_PROTOCOL)
 

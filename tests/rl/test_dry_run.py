@@ -97,7 +97,7 @@ MORE_RUNS = [
 )
 def test_a_dry_run_has_the_peak_of_each_stage_of_a_real_step(folder, tmp_path, ranks, parallel, changes):
     config = config_of(folder, tmp_path / "run", parallel, **changes)
-    peaks, *_ = launch(ranks, peaks_of_run, config)
+    peaks, *_ = launch(ranks, peaks_of_run, config, fresh=True)
     found = dry_run(config, ranks, on_cpu=True)
     for stage in STAGES if found.transfer or config.actors.separate else STAGES[:2]:
         # CPUs sum gradients by an all-to-all, which takes 1.7 MB more here than a device's reduce-scatter; checksums a

@@ -110,7 +110,7 @@ MORE_STEPS = [
     ("ranks", "case"), [*STEPS, *(pytest.param(*each, marks=pytest.mark.slow) for each in MORE_STEPS)]
 )
 def test_a_dry_run_has_the_memory_and_the_messages_of_a_real_step(ranks, case):
-    (traffic, weights, state, peak), *others = launch(ranks, real_step, case)
+    (traffic, weights, state, peak), *others = launch(ranks, real_step, case, fresh=True)
     found = case.simulated(ranks)
     assert found.microbatches == case.microbatches
     if case.parallel.pipeline > 1:  # the rank that needs the most
@@ -131,7 +131,7 @@ def test_a_dry_run_has_the_memory_and_the_messages_of_a_real_step(ranks, case):
 def test_what_arrives_of_micro_batches_that_are_not_in_flight_takes_no_memory():
     message = 4 * 128 * SHAPE.dim
     for schedule, kept in (("1f1b", 0), ("zbv", 2)):
-        few, many = (launch(2, real_step, pipeline(schedule, count)) for count in (8, 16))
+        few, many = (launch(2, real_step, pipeline(schedule, count), fresh=True) for count in (8, 16))
         for (*_, less), (*_, more) in zip(few, many):
             # Their tokens, positions and the like, and what torch keeps of what is sent where a rank has several
             # stages.

@@ -74,19 +74,19 @@ class Math(ConversationEnvironment):
                 raise UserError(f"{where}: {problem}; fix it or use --skip-bad-lines")
 
     def reward(self, example: Example, completion: str) -> dict[str, float]:
-        given = boxed_answer(answer_text(completion))
+        given = last_boxed(answer_text(completion))
         return {"correct": float(given is not None and is_right(example.answer, given))}
 
 
 def final_answer(solution: str) -> str:
     """The answer in a data set's solution; empty if it is too long."""
-    boxed = boxed_answer(solution)
+    boxed = last_boxed(solution)
     text = solution.rpartition("####")[2] if "####" in solution else solution if boxed is None else boxed
     answer = text.strip().strip("$").strip()
     return answer if len(answer) <= MAX_LENGTH else ""
 
 
-def boxed_answer(text: str) -> str | None:
+def last_boxed(text: str) -> str | None:
     """The content of the last box, or of the last ones if only commas, "and" or "or" separate them."""
     contents: list[str] = []
     following = 0

@@ -227,8 +227,12 @@ class Interaction:
         tools = [_tool_definition(tool) for tool in self._tools]
         turn = graph.prepare_turn(self.trace, self._messages, tools)
         reply = await self._agent.chat.reply()
-        # A reply written by hand has no tokens.
-        usage = Usage(prompt_tokens=reply.prompt_tokens or 0, completion_tokens=reply.completion_tokens or 0)
+        # A reply written by hand has no tokens: its words are counted instead.
+        words = sum(_words(m.get("content")) for m in self._agent.chat.messages[:-1])
+        usage = Usage(
+            prompt_tokens=words if reply.prompt_tokens is None else reply.prompt_tokens,
+            completion_tokens=_words(reply.text) if reply.completion_tokens is None else reply.completion_tokens,
+        )
         message = self._assistant(reply)
         truncated = reply.finish_reason == "length"
         reason: FinishReason = "length" if truncated else "tool_calls" if reply.tool_calls else "stop"
@@ -272,3 +276,7 @@ def _typed(messages: Any) -> list[Any]:
 def _tool_definition(tool: Callable[..., Any]) -> Any:
     function = tool.schema["function"]  # type: ignore[attr-defined]
     return vf.Tool(name=function["name"], description=function["description"], parameters=function["parameters"])
+
+
+def _words(content: Any) -> int:
+    return len(str(content or "").split())

@@ -6,7 +6,7 @@ from fractions import Fraction
 
 import pytest
 
-from lockstep.rl.environments.math_jsonl import Math, boxed_answer, final_answer, is_right
+from lockstep.rl.environments.math_jsonl import Math, final_answer, is_right, last_boxed
 from lockstep.rl.environments.protocol import Example
 from tests.rl.conversations.scripted import converse
 
@@ -404,7 +404,7 @@ def test_answers_are_compared_by_what_they_mean(answer, given, right):
     ],
 )
 def test_boxes_are_read_in_the_forms_of_solutions_and_those_of_one_answer_together(text, content):
-    assert boxed_answer(text) == content
+    assert last_boxed(text) == content
     assert final_answer(text) == (content or text.strip())
     assert Math().reward(Example("q", content or "2"), text) == {"correct": float(content is not None)}
 
@@ -417,5 +417,5 @@ def test_the_answer_of_a_solution_is_found_and_reasoning_has_none():
 
 
 def test_a_reply_of_nothing_but_boxes_is_read_in_linear_time():
-    assert len(boxed_answer("\\boxed{1}," * 100_000)) == 1
-    assert boxed_answer("\\boxed{" * 100_000) is None
+    assert len(last_boxed("\\boxed{1}," * 100_000)) == 1
+    assert last_boxed("\\boxed{" * 100_000) is None
