@@ -5,7 +5,7 @@ also with all but one layer frozen, TP 2 and two stages of a pipeline). Separate
 it publishes. GB/s are bytes of the weights that a rank receives, in seconds of the whole transfer: rounding, sending,
 checksums of all tensors, and the copy into the generator's.
 
-Run: python benchmarks/weight_sync.py [--size 110M] [--plot docs/weight_sync.png]
+Run: python benchmarks/weight_sync.py [--size 110M] [--plot weight_sync.png]
      python benchmarks/weight_sync.py --steps 5       share of a real GRPO step (32 completions of 64 tokens), 110M
 """
 
