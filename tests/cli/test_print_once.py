@@ -84,6 +84,7 @@ def test_commands_that_a_rank_starts_are_no_ranks(ranks):
     assert len(first) == 2 and all('unknown command "trian"' in line for line in first)
 
 
+@pytest.mark.slow
 def test_torchruns_ranks_print_a_refusal_once(tmp_path):
     command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", "-m", "lockstep", "pretrain"]
     options = ["--recipe", "tiny", "--sequence-length", "99999", "--device", "cpu", "--output", str(tmp_path / "run")]
