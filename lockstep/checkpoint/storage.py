@@ -7,6 +7,7 @@ shared file system.
 
 from __future__ import annotations
 
+import itertools
 import math
 import os
 import zlib
@@ -16,6 +17,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 import torch.distributed as dist
 
@@ -124,28 +126,46 @@ def _plan(of_ranks: list[list[Any]]) -> tuple[Kinds, dict[tuple[str, Offsets], i
     """The tensors, and the rank that writes each slice, by name and offsets: of those that have it, the one with the
     fewest bytes so far. The same on every rank.
 
-    Raises RuntimeError if the slices are not as many values as the tensor.
+    Raises RuntimeError unless the slices cover each value of a tensor exactly once.
     """
     kinds: dict[str, Any] = {}
     holders: dict[tuple[str, Offsets], list[int]] = defaultdict(list)
     sizes_of: dict[tuple[str, Offsets], int] = {}
+    slices: dict[str, dict[tuple[Offsets, tuple[int, ...]], None]] = defaultdict(dict)
     for rank, shard_slices in enumerate(of_ranks):
         for name, offsets, sizes, *kind in shard_slices:
             if kinds.setdefault(name, kind) != kind:
                 raise RuntimeError(f"{name} is {kinds[name]} on one rank and {kind} on another")
             holders[name, tuple(offsets)].append(rank)
             sizes_of[name, tuple(offsets)] = math.prod(sizes)
+            slices[name][tuple(offsets), tuple(sizes)] = None
     tensors = {name: (OF_NAME[dtype], torch.Size(shape)) for name, (dtype, shape) in kinds.items()}
-    left = {name: shape.numel() for name, (_, shape) in tensors.items()}
+    for name, (_, shape) in tensors.items():
+        _refuse_gaps(name, shape, list(slices[name]))
     written = [0] * len(of_ranks)
     writers = {}
     for key, ranks in holders.items():
         writers[key] = min(ranks, key=lambda rank: written[rank])
         written[writers[key]] += sizes_of[key] * tensors[key[0]][0].itemsize
-        left[key[0]] -= sizes_of[key]
-    if wrong := [name for name, count in left.items() if count]:
-        raise RuntimeError(f"the ranks do not hold each value of {wrong[0]} {list(tensors[wrong[0]][1])} once")
     return tensors, writers
+
+
+def _refuse_gaps(name: str, shape: torch.Size, shard_slices: list[tuple[tuple[int, ...], tuple[int, ...]]]) -> None:
+    """Raises RuntimeError unless `shard_slices`, of offsets and sizes, cover each value of the tensor exactly once."""
+    begins, sizes = np.array(shard_slices, np.int64).reshape(len(shard_slices), 2, len(shape)).swapaxes(0, 1)
+    edges = begins, begins + sizes
+    # Between two neighboring cuts of each axis, all values are in the same slices.
+    cuts = [np.unique(np.concatenate([[0, size], *(e[:, axis] for e in edges)])) for axis, size in enumerate(shape)]
+    # The number of slices per value: +1 and -1 at the corners of each slice, summed along each axis.
+    covered = np.zeros([len(cut) for cut in cuts], np.int64)
+    for corner in itertools.product((0, 1), repeat=len(shape)):
+        at = tuple(np.searchsorted(cut, edges[end][:, axis]) for axis, (cut, end) in enumerate(zip(cuts, corner)))
+        np.add.at(covered, at, (-1) ** sum(corner))
+    for axis in range(len(shape)):
+        covered = covered.cumsum(axis)
+    beyond = any(cut[0] < 0 or cut[-1] > size for cut, size in zip(cuts, shape))
+    if beyond or (covered[tuple(slice(-1) for _ in shape)] != 1).any():
+        raise RuntimeError(f"the ranks do not hold each value of {name} ({list(shape)}) once: {shard_slices[:4]}")
 
 
 def _layout(

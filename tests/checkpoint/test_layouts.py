@@ -190,6 +190,8 @@ def _saves(folder):
     ends["completion"] = save("completion", refuse)
     ends["a gap"] = save("a gap", rows=1)
     ends["an overlap"] = save("an overlap", rows=3 - rank)
+    ends["a gap and an overlap"] = save("a gap and an overlap", begin=rank)
+    ends["beyond the end"] = save("beyond the end", rows=2 + rank)
     ends["two dtypes"] = save("two dtypes", dtype=torch.float64 if rank else torch.float32)
     ends["no dtype of files"] = save("no dtype of files", dtype=torch.complex64 if rank else torch.float32)
     with patch("os.pwrite", leave if rank else os.pwrite):
@@ -210,8 +212,8 @@ def test_a_save_that_fails_on_one_rank_fails_on_all_and_says_which(tmp_path):
     assert first["a disk and a fault"] == ("RuntimeError", f"rank 0: 'a fault'; rank 1: {full}")
     assert first["no folder"] == ("OSError", f"rank 0: [Errno 20] Not a directory: '{tmp_path}/a file/sub'")
     assert first["completion"] == ("RuntimeError", "rank 0: 'a fault'")
-    for name in ("a gap", "an overlap"):
-        assert first[name][1] == "the ranks do not hold each value of model/w [4, 3] once"
+    for name in ("a gap", "an overlap", "a gap and an overlap", "beyond the end"):
+        assert first[name][1].startswith("the ranks do not hold each value of model/w ([4, 3]) once: "), name
     assert "model/w is ['F32', [4, 3]] on one rank and ['F64'" in first["two dtypes"][1]
     assert first["no dtype of files"] == ("RuntimeError", "rank 1: torch.complex64")
 
