@@ -10,6 +10,7 @@ import pytest
 import torch
 
 from lockstep.checkpoint import checkpoints_in, weights_folder
+from lockstep.checkpoint.convert import convert
 from lockstep.checkpoint.manifest import MANIFEST, _with_checksum, damage
 from lockstep.cli import main
 from lockstep.config import ParallelConfig
@@ -73,7 +74,8 @@ def _harm(kind, draw, newest, older):
     return f"{kind}: {name} and {other}"
 
 
-def _damages(saved, count, seed, caplog):
+@pytest.mark.parametrize(("count", "seed"), [(28, 1), pytest.param(300, 2, marks=pytest.mark.slow)])
+def test_of_many_random_damages_none_is_silent(saved, count, seed, caplog):
     run, held, checkpoints = saved
     draw = random.Random(seed)
     newest, older, _ = checkpoints_in(run / "checkpoints")
@@ -100,15 +102,6 @@ def _damages(saved, count, seed, caplog):
     finally:
         shutil.rmtree(untouched)
     assert checkpoints.resume()["mark"] == 3, "what was put back is whole"
-
-
-def test_of_40_random_damages_none_is_silent(saved, caplog):
-    _damages(saved, 40, 1, caplog)
-
-
-@pytest.mark.slow
-def test_of_300_random_damages_none_is_silent(saved, caplog):
-    _damages(saved, 300, 2, caplog)
 
 
 def _rename_a_piece(files):
@@ -161,10 +154,14 @@ def _flip(path, position):
         (lambda f: os.truncate(f / "manifest.json", 99), "manifest.json cannot be read .*"),
     ],
 )
-def test_a_damaged_checkpoint_is_named_and_the_newest_whole_one_is_used(saved, newest, harm, named, caplog):
+def test_a_damaged_checkpoint_is_named_and_the_newest_whole_one_is_used(saved, newest, tmp_path, harm, named, caplog):
     harm(newest)
     assert saved[2].resume()["mark"] == 2 and saved[2].trainer.updates == 2
     assert re.search(f"step_00000003 cannot be resumed from: {named}; trying an older one", caplog.text)
+    if "tensor" in named and "model" in named:
+        with pytest.raises(UserError, match=f"is damaged: {named}; use an older checkpoint"):
+            convert(newest, tmp_path / "converted")
+        assert not (tmp_path / "converted").exists()
 
 
 def test_a_run_of_which_no_checkpoint_is_whole_cannot_resume(saved, tmp_path):

@@ -7,13 +7,12 @@ import pytest
 import torch
 
 from lockstep import build_model
-from lockstep.config import CompileConfig, ParallelConfig, PretrainConfig, TrainConfig, from_toml, to_toml, validate
+from lockstep.config import CompileConfig, ParallelConfig, PretrainConfig, TrainConfig, from_toml, to_toml
 from lockstep.errors import RunStopped, UserError
 from lockstep.model import initialize, preset
 from lockstep.parallel import close_world, open_world, parallel_model
 from lockstep.train import MasterOptimizer, Trainer, make_schedule, pack
-from lockstep.train.gradient_norm import gradient_norms, local_squares, squares_by_device
-from lockstep.train.muon import map_whole_matrices, muon_state, muon_update, orthogonalize, orthogonalize_together
+from lockstep.train.muon import muon_state, muon_update, orthogonalize, orthogonalize_together
 from lockstep.train.objective import NextTokenLoss
 from tests.parallel.launch import launch
 from tests.parallel.training import train, whole
@@ -63,16 +62,7 @@ def test_a_schedule_file_is_interpolated_held_at_its_ends_and_refused_by_file_an
             _rates(8, schedule="csv", schedule_file=str(path))
 
 
-def test_settings_that_cannot_go_together_are_refused():
-    def refused(**settings):
-        with pytest.raises(UserError) as error:
-            validate(PretrainConfig(train=TrainConfig(**settings)))
-        return str(error.value)
-
-    assert "csv needs a file" in refused(schedule="csv")
-    assert "set max_grad_norm = 0" in refused(optimizer_in_backward=True)
-    assert "works only with adamw" in refused(optimizer_in_backward=True, optimizer="muon", max_grad_norm=0)
-    assert "decay_share is 2" in refused(decay_share=2)
+def test_updates_in_the_backward_refuse_a_step_of_several_micro_batches():
     config = TrainConfig(optimizer_in_backward=True, max_grad_norm=0)
     trainer = Trainer(build_model(preset("qwen3:micro")), config, 1)
     with pytest.raises(UserError, match="a step has 2 of them; raise train.tokens_per_microbatch"):
@@ -240,19 +230,6 @@ def test_the_norm_of_the_whole_is_that_of_its_parts():
     assert metrics["grad_norm"] == pytest.approx(math.hypot(*parts.values()), rel=1e-6)
 
 
-def test_squares_add_up_to_the_same_sum_however_a_gradient_is_cut_on_a_gpu_too():
-    gradient = torch.full((1 << 24,), 0.1)  # a sum of so many squares in float32 is two percent short
-    expected = (1 << 24) * float(torch.tensor(0.1)) ** 2
-    for pieces in (1, 2, 5):
-        parts = gradient.chunk(pieces)
-        on_cpu = local_squares({f"part {index}": part for index, part in enumerate(parts)}).values()
-        assert sum(float(square) for square in on_cpu) == pytest.approx(expected, rel=1e-14)
-        # What other devices run. A GPU adds up in a tree; this one lane after lane.
-        assert sum(float(square) for square in squares_by_device(parts)) == pytest.approx(expected, rel=1e-9)
-    (norm, part) = gradient_norms({"layers.0.mlp.up_proj.weight": gradient}).values()
-    assert norm == part == pytest.approx(math.sqrt(expected), rel=1e-12)
-
-
 FSDP = (2, ParallelConfig())
 LAYOUTS = [FSDP, (4, ParallelConfig(data_replicate=2)), (4, ParallelConfig(tensor=2)), (2, ParallelConfig(pipeline=2))]
 SETTINGS = {
@@ -318,26 +295,6 @@ def test_muon_is_the_default_of_experts_and_not_of_their_biases():
     experts = "layers.0.mlp.experts."
     kinds = {name: settings[experts + name].optimizer for name in ("gate_up_proj", "down_proj", "down_proj_bias")}
     assert kinds == {"gate_up_proj": "muon", "down_proj": "muon", "down_proj_bias": "adamw"}
-
-
-def _stacked_over_ranks():
-    """Whether this rank's part of orthogonalized stacked matrices is that of one process, for each way to cut them."""
-    from torch.distributed.tensor import Shard, distribute_tensor
-
-    world = open_world(ParallelConfig(), "cpu")
-    mesh, same = world.mesh["data_shard"], []
-    matrices = torch.randn(3, 8, 12, generator=torch.Generator().manual_seed(0))
-    for dimension in (0, 1):
-        placed = distribute_tensor(matrices, mesh, [Shard(dimension)])
-        (part,) = map_whole_matrices(orthogonalize, [placed.to_local()], [placed])
-        expected = distribute_tensor(orthogonalize(matrices), mesh, [Shard(dimension)]).to_local()
-        same.append(torch.equal(part, expected))
-    close_world(world)
-    return same
-
-
-def test_stacked_matrices_are_orthogonalized_whole_wherever_ranks_cut_them():
-    assert launch(2, _stacked_over_ranks) == [[True, True]] * 2
 
 
 @pytest.mark.parametrize("layout", [pytest.param(ParallelConfig(), marks=pytest.mark.slow), ParallelConfig(expert=2)])
