@@ -154,16 +154,6 @@ def test_the_ends_of_a_text_come_from_the_folders_settings(byte_fallback_folder,
     assert (again.eos_id, again.bos_id) == (eos, bos)
 
 
-def test_saving_keeps_the_other_settings_and_leaves_nothing_partial(bpe_tokenizer, tmp_path):
-    bpe_tokenizer.save(tmp_path / "a")
-    settings_file = tmp_path / "a" / "tokenizer_config.json"
-    settings_file.write_text(json.dumps({"eos_token": "<|endoftext|>", "chat_template": "{{ messages }}"}))
-    load_tokenizer(tmp_path / "a").save(tmp_path / "b")
-    saved = json.loads((tmp_path / "b" / "tokenizer_config.json").read_text())
-    assert saved["chat_template"] == "{{ messages }}" and saved["eos_token"] == "<|endoftext|>"
-    assert sorted(p.name for p in (tmp_path / "b").iterdir()) == ["tokenizer.json", "tokenizer_config.json"]
-
-
 def test_the_vocabulary_reaches_to_the_largest_id(bpe_tokenizer, tmp_path):
     bpe_tokenizer.save(tmp_path)
     content = json.loads((tmp_path / "tokenizer.json").read_text())

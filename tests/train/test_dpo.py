@@ -13,7 +13,7 @@ from safetensors.torch import load_file, save_file
 from lockstep import build_model, load_model, save_model, score
 from lockstep.checkpoint import model_folder as model_folder_of
 from lockstep.cli import main
-from lockstep.config import CheckpointConfig, CompileConfig, DataConfig, DPOConfig, ParallelConfig, TrainConfig
+from lockstep.config import CheckpointConfig, DataConfig, DPOConfig, ParallelConfig, TrainConfig
 from lockstep.data import ByteTokenizer, load_tokenizer
 from lockstep.data.chat import load_chat_template
 from lockstep.data.conversations import Conversation
@@ -298,14 +298,6 @@ def test_a_deterministic_layout_has_the_bits_of_one_process(deterministic, tmp_p
     launch(ranks, prefer, replace(config, output=str(tmp_path / "many"), parallel=parallel))
     for name in ("loss", "grad_norm", "rewards/margin"):
         assert logged(tmp_path / "many", name) == logged(alone, name), name
-
-
-@pytest.mark.slow
-def test_compiled_layers_learn_the_same_from_margins_of_zero(run, tmp_path, model_folder):
-    compiled = prefer(_config(tmp_path, model_folder, "compiled", compile=CompileConfig(backend="inductor")))
-    # What is compiled rounds elsewhere, in float32: measured are 2e-7.
-    assert logged(compiled) == pytest.approx(logged(run), rel=2e-6)
-    assert logged(compiled, "rewards/margin")[0] == 0.0
 
 
 @pytest.mark.parametrize("fixed", [pytest.param(False, marks=pytest.mark.slow), True])
