@@ -15,7 +15,7 @@ import torch
 from lockstep.checkpoint import newest_checkpoint
 from lockstep.config import CheckpointConfig, CompileConfig, FaultConfig, ParallelConfig, TrainConfig
 from lockstep.errors import RunStopped
-from lockstep.model import initialize, preset
+from lockstep.model import build_model, initialize, preset
 from lockstep.observe import read_metrics
 from lockstep.parallel import close_world, open_world, parallel_model
 from lockstep.train import Trainer, pack
@@ -26,7 +26,7 @@ from tests.parallel.launch import launch
 from tests.train.runs import TEXT, logged, text_run
 
 
-def _skip(dtype, poison, poisoned_rank):
+def _skip(dtype, poison, poisoned_rank, settings):
     """A good step, a bad one, a good one; and the same without the bad one."""
     parallel = ParallelConfig()
     world = open_world(parallel, "cpu")
@@ -49,7 +49,7 @@ def _skip(dtype, poison, poisoned_rank):
     for losses in ((good, bad, good), (good, good)):
         fill = partial(initialize, seed=0)
         model = parallel_model(preset("qwen3:micro"), kind, world, parallel, CompileConfig(), fill)
-        trainer = Trainer(model, TrainConfig(warmup_steps=0), 3, world)
+        trainer = Trainer(model, TrainConfig(warmup_steps=0, **settings), 3, world)
         for loss in losses:
             before = tensors()
             metrics = trainer.step([row], loss)
@@ -61,18 +61,33 @@ def _skip(dtype, poison, poisoned_rank):
     return ends
 
 
-BAD_STEPS = [(1, "float32", "gradient"), (1, "bfloat16", "loss")]
-MORE = [(1, "float32", "loss"), (1, "bfloat16", "gradient"), (2, "float32", "loss"), (2, "float32", "gradient")]
+IN_BACKWARD = dict(optimizer_in_backward=True, max_grad_norm=0.0)
+BAD_STEPS = [(1, "float32", "gradient", {}), (1, "bfloat16", "loss", {}), (1, "float32", "loss", IN_BACKWARD)]
+MORE = [
+    *((1, "float32", "loss", {}), (1, "bfloat16", "gradient", {}), (2, "float32", "loss", {})),
+    *((2, "float32", "gradient", {}), (2, "float32", "loss", IN_BACKWARD)),
+]
 
 
 @pytest.mark.parametrize(
-    ("ranks", "dtype", "poison"), [*BAD_STEPS, *(pytest.param(*case, marks=pytest.mark.slow) for case in MORE)]
+    ("ranks", "dtype", "poison", "settings"),
+    [*BAD_STEPS, *(pytest.param(*case, marks=pytest.mark.slow) for case in MORE)],
 )
-def test_a_step_that_is_not_finite_changes_no_bit_on_any_rank(ranks, dtype, poison):
-    for (skipped, after), (never, expected) in launch(ranks, _skip, dtype, poison, ranks - 1):
+def test_a_step_that_is_not_finite_changes_no_bit_on_any_rank(ranks, dtype, poison, settings):
+    for (skipped, after), (never, expected) in launch(ranks, _skip, dtype, poison, ranks - 1, settings):
         assert skipped["skipped_steps"] == 1 and never["skipped_steps"] == 0
         assert skipped["loss"] == never["loss"] and skipped["grad_norm"] == never["grad_norm"]
         assert all(torch.equal(a, b) for a, b in zip(after, expected, strict=True))
+
+
+def test_a_bad_gradient_ends_a_run_whose_updates_are_in_the_backward():
+    trainer = Trainer(build_model(preset("qwen3:micro")), TrainConfig(warmup_steps=0, **IN_BACKWARD), 3)
+
+    def bad(model, row):
+        return NextTokenLoss(20)(model, row) + (model.norm.weight[0] * 0).sqrt()
+
+    with pytest.raises(RunStopped, match="the step cannot be skipped and the run ends. --resume goes back"):
+        trainer.step([pack([list(range(1, 22))])], bad)
 
 
 def _config(tmp_path, **changes):

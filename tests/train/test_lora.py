@@ -274,22 +274,6 @@ def test_adapters_of_other_kinds_are_refused_and_settings_that_change_nothing_ar
             load_model(adapter)
 
 
-@pytest.mark.parametrize(
-    ("family", "module"), [("deepseek_v3", "layers.1.self_attn.kv_b_proj"), ("qwen3_moe", "layers.1.mlp.gate")]
-)
-def test_a_layer_that_has_no_adapters_here_is_not_called_another_bases(tmp_path, family, module):
-    save_model(build_model(preset(f"{family}:micro", 100), "float32"), tmp_path / "base")
-    theirs = AutoModelForCausalLM.from_pretrained(tmp_path / "base")
-    file = tmp_path / "adapter" / "adapter_model.safetensors"
-    get_peft_model(theirs, PeftConfig(target_modules=["o_proj"])).save_pretrained(file.parent)
-    more = {f"base_model.model.model.{module}.lora_{side}.weight": torch.zeros(8, 8) for side in "AB"}
-    save_file(load_file(file) | more, file)
-    with pytest.raises(
-        UserError, match=f"{module[9:].rpartition('.')[2]}.* can have an adapter here.*; merge the adapter"
-    ):
-        load_model(file.parent)
-
-
 def test_impossible_adapters_are_refused():
     with pytest.raises(
         UserError, match=r'lora.targets "wq" matches no linear layer; the layers are down_proj, .*q_proj'

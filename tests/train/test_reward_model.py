@@ -8,13 +8,13 @@ from pathlib import Path
 import pytest
 import torch
 from safetensors.torch import load_file
-from transformers import AutoModelForSequenceClassification, PreTrainedTokenizerFast
+from transformers import AutoModelForSequenceClassification
 
 from lockstep import Engine, build_model, load_model, save_model
 from lockstep.checkpoint import folder_if_model
 from lockstep.checkpoint.convert import convert
 from lockstep.cli import main
-from lockstep.config import DataConfig, DPOConfig, LoraConfig, ParallelConfig, RewardModelConfig
+from lockstep.config import DPOConfig, LoraConfig, ParallelConfig, RewardModelConfig
 from lockstep.data import load_tokenizer
 from lockstep.data.preferences import AnswerTokens, Example
 from lockstep.errors import UserError
@@ -24,7 +24,6 @@ from lockstep.parallel import World
 from lockstep.train.dpo import prefer
 from lockstep.train.preferences import end_scores, preference_batch, with_end_target
 from lockstep.train.reward_model import train_reward_model
-from tests.data.test_conversations import MARKED
 from tests.parallel.launch import launch
 from tests.train.runs import logged, write_lines
 from tests.train.test_dpo import PAIRS, settings_of
@@ -96,27 +95,6 @@ def test_a_run_resumes_to_the_same_bits_says_which_settings_differ_and_another_b
     assert "resumes with different settings: steps 9, was 8; centering 0.5, was 0.0" in caplog.text
     further = train_reward_model(_config(tmp_path, run, "further", steps=1))
     assert logged(further)[0] < logged(run)[0]
-
-
-def test_conversations_are_scored_as_their_template_renders_them(tmp_path, model_folder):
-    def said(role, text):
-        return [{"role": role, "content": text}]
-
-    lines = [
-        {"prompt": said("user", p["prompt"])} | {kind: said("assistant", p[kind]) for kind in ("chosen", "rejected")}
-        for p in PAIRS
-    ]
-    (tmp_path / "t.jinja").write_text(MARKED)
-    once = dict(steps=1, loader=DataConfig(packing="whole", repeat=False), tokens_per_step=1024, sequence_length=512)
-    config = _config(tmp_path, model_folder, "run", lines, template=str(tmp_path / "t.jinja"), **once)
-    config.train.learning_rate = 1e-12
-    run = train_reward_model(config)
-    tokenizer = PreTrainedTokenizerFast.from_pretrained(_newest(run))
-    model = load_model(_newest(run), dtype="float32")
-    for kind in ("chosen", "rejected"):
-        texts = [tokenizer.apply_chat_template(line["prompt"] + line[kind])["input_ids"] for line in lines]
-        # float32, and each score in other company.
-        assert logged(run, f"scores/{kind}")[0] == pytest.approx(sum(_score(model, texts)) / len(lines), abs=1e-5)
 
 
 LAYOUTS = [

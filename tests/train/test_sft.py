@@ -208,16 +208,3 @@ def test_sequences_that_share_tokens_and_ranks_that_share_sequences_are_refused(
     row = pack_scored([[1, 2, 3], [1, 2, 4]], [[2], [2]], [0, 1])
     with pytest.raises(UserError, match="give --turns whole"):
         shard_row(row, World(torch.device("cpu"), dict.fromkeys(AXES, 1) | {"context": 2}))
-
-
-def test_the_command_line_starts_a_run_from_a_recipe(tmp_path, chat_folder):
-    data = write_lines(tmp_path / "talk.jsonl", LINES)
-    arguments = ["--recipe", "chat", "--model", str(chat_folder), "--data", data, "--steps", "1"]
-    arguments += ["--tokens-per-step", "256", "--sequence-length", "128", "--output", str(tmp_path / "run")]
-    assert main(["sft", *arguments]) == 0
-    assert 'packing = "whole"' in (tmp_path / "run" / "config.toml").read_text()
-    assert main(["sft", "--model", str(chat_folder)]) == 2
-    config = _config(tmp_path, chat_folder, "other")
-    config.loader.packing = "wole"  # as from a TOML file
-    with pytest.raises(UserError, match='loader.packing is "wole"; give cut or whole'):
-        finetune(config)
