@@ -59,8 +59,6 @@ def _read(path, keys=COLUMNS, skip_bad_lines=False, tally=None):
         {"row_group_size": 70},
         {"data_page_version": "2.0", "compression": "zstd", "data_page_size": 100},
         {"use_dictionary": False, "store_schema": False},
-        {"use_dictionary": False, "column_encoding": {"prompt": "DELTA_BYTE_ARRAY"}},
-        {"dictionary_pagesize_limit": 30},
     ],
 )
 def test_rows_are_those_that_were_written_however_that_was(tmp_path, options):
