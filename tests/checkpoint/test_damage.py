@@ -19,7 +19,7 @@ from lockstep.parallel import World
 from tests.checkpoint.runs import checkpoints_of, equal, rewrite_state, trainer_of, update, whole
 
 WORLD = World(torch.device("cpu"))
-KINDS = ("flip", "cut", "remove", "swap within", "swap with another checkpoint", "old manifest", "old file")
+KINDS = ("flip", "swap within", "swap with another checkpoint", "old manifest", "old file")
 
 
 @pytest.fixture(scope="module")
@@ -53,13 +53,6 @@ def _harm(kind, draw, newest, older):
             opened.seek(position)
             opened.write(bytes([byte ^ 1 << draw.randrange(8)]))
         return f"a bit of byte {position} of {name} flipped"
-    if kind == "cut":
-        length = draw.randrange(file.stat().st_size)
-        os.truncate(file, length)
-        return f"{name} cut to {length} bytes"
-    if kind == "remove":
-        file.unlink()
-        return f"{name} removed"
     if kind == "old manifest":
         shutil.copyfile(older / MANIFEST, newest / MANIFEST)
         return "the manifest of an older checkpoint"

@@ -44,8 +44,8 @@ def _wait(processes, folder, steps, saving, seconds=60):
     ("dtype", "ranks", "steps", "kills"),
     [
         ("bfloat16", 1, 5, 1),
-        pytest.param("float32", 1, 40, 7, marks=pytest.mark.slow),
-        pytest.param("bfloat16", 2, 40, 7, marks=pytest.mark.slow),
+        pytest.param("float32", 1, 24, 4, marks=pytest.mark.slow),
+        pytest.param("bfloat16", 2, 24, 4, marks=pytest.mark.slow),
     ],
 )
 def test_a_run_that_is_killed_again_and_again_is_the_run_that_never_was(tmp_path, dtype, ranks, steps, kills):
