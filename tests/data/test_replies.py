@@ -320,6 +320,7 @@ class HarmonyTokenizer:
     vocabulary = special_tokens
 
 
+@pytest.mark.slow
 def test_channels_are_read_as_openai_harmony_reads_them():
     """With its vocabulary, which it takes from the net, or from the folder in TIKTOKEN_ENCODINGS_BASE."""
     harmony = pytest.importorskip("openai_harmony")
