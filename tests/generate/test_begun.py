@@ -13,6 +13,7 @@ from lockstep.generate import Completion
 from lockstep.generate.driver import DriverEngine, follow
 from lockstep.model import preset
 from lockstep.parallel import close_world
+from tests.generate.engines import finish
 from tests.generate.test_tensor_parallel import model_of
 from tests.parallel.launch import launch
 
@@ -45,8 +46,7 @@ def _prefix(whole, length):
 def _go_on(engine, prompt, params, begun):
     request = engine.add(prompt, params, begun)
     samples = list(engine.samples(request))
-    while engine.has_work:
-        engine.step()
+    finish(engine)
     return [sample.completion() for sample in samples]
 
 

@@ -17,6 +17,7 @@ from lockstep.generate.driver import DriverEngine, follow
 from lockstep.model import initialize, preset
 from lockstep.parallel import close_world, generator_model, open_world
 from lockstep.parallel import world as world_module
+from tests.generate.engines import drawn_load
 from tests.parallel.launch import launch
 from tests.parallel.training import drawn
 
@@ -41,21 +42,7 @@ def sample(ranks, chunks, name, dtype, vocab):
     draw, found = random.Random(0), []
     shared = [draw.randrange(vocab) for _ in range(33)]
     for _ in range(2):
-        prompts = [[*shared[: draw.choice([1, 3, 17, 33])], draw.randrange(vocab)] for _ in range(8)]
-        params = [
-            SamplingParams(
-                max_tokens=draw.randint(1, 24),
-                temperature=draw.choice([0, 0.7, 1.0, 1.3]),
-                top_p=draw.choice([1.0, 1.0, 0.9]),
-                top_k=draw.choice([0, 0, 20]),
-                min_p=draw.choice([0, 0, 0.05]),
-                n=draw.choice([1, 3]),
-                seed=draw.randrange(2**31),
-                top_logprobs=draw.choice([0, 3]),
-                ignore_eos=True,
-            )
-            for _ in range(8)
-        ]
+        prompts, params = drawn_load(draw.randrange(1000), 8, vocab, most_tokens=24, ignore_eos=[True])
         for prompt, param, group in zip(prompts, params, engine.generate(prompts, params)):
             found += [(c.token_ids, c.logprobs, c.truncated_logprobs) for c in group]
             for c in group:
