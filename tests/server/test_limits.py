@@ -16,16 +16,8 @@ SMALL = EngineConfig(max_tokens_per_step=64, max_sequences=2, cache_tokens=2048)
 
 @pytest.fixture(scope="module")
 def limited(chat_folder):
-    with running_server(
-        chat_folder,
-        api_key="kéy",
-        max_body_bytes=2000,
-        max_prompt_tokens=30,
-        max_n=4,
-        max_requests=3,
-        max_waiting=3,
-        engine=SMALL,
-    ) as running:
+    limits = dict(max_body_bytes=2000, max_prompt_tokens=30, max_n=4, max_requests=3, max_waiting=3)
+    with running_server(chat_folder, api_key="kéy", engine=SMALL, **limits) as running:
         yield running
 
 

@@ -7,8 +7,6 @@ import httpx
 import openai
 import pytest
 
-from lockstep import SamplingParams, load_model
-from lockstep.generate import Engine
 from lockstep.generate.server.api_error import ApiError
 from lockstep.generate.server.protocol import ChatRequest, CompletionRequest
 from tests.server.conftest import running_server
@@ -24,17 +22,6 @@ def test_models_lists_the_served_one_and_knows_no_other(client):
     with pytest.raises(openai.NotFoundError) as caught:
         client.completions.create(model="large", prompt="x")
     assert caught.value.code == "model_not_found" and caught.value.param == "model"
-
-
-def test_a_completion_is_the_engines_own(client, chat_folder, bpe_tokenizer):
-    answer = client.completions.create(model="small", prompt=PROMPT, max_tokens=12, seed=3, temperature=0.8, n=2)
-    prompt = bpe_tokenizer.encode(PROMPT)
-    params = SamplingParams(max_tokens=12, seed=3, temperature=0.8, n=2)
-    expected = Engine(load_model(chat_folder)).generate([prompt], params)[0]
-    assert [c.text for c in answer.choices] == [bpe_tokenizer.decode(c.token_ids) for c in expected]
-    assert [c.finish_reason for c in answer.choices] == [c.finish_reason for c in expected]
-    assert answer.usage.prompt_tokens == len(prompt)
-    assert answer.usage.completion_tokens == sum(len(c.token_ids) for c in expected)
 
 
 def test_a_streamed_chat_has_the_text_and_log_probabilities_of_the_whole_one(client):

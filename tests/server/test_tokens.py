@@ -126,14 +126,16 @@ def test_a_stop_token_ends_the_tokens_but_has_no_text(server):
     assert choice["text"] == server.service.tokenizer.decode(choice["token_ids"][:-1])
 
 
-def test_log_probabilities_after_the_cut_are_those_of_an_engine_here(server, chat_folder):
-    options = dict(max_tokens=10, seed=1, top_p=0.8, ignore_eos=True)
+def test_a_completion_is_that_of_an_engine_here(server, chat_folder):
+    options, decode = dict(max_tokens=10, seed=1, top_p=0.8), server.service.tokenizer.decode
     answer = server.complete(prompt=PROMPTS[0], n=2, logprobs=0, return_token_ids=True, **options).json()
     (expected,) = Engine(load_model(chat_folder)).generate(PROMPTS[:1], SamplingParams(n=2, **options))
     for choice, completion in zip(answer["choices"], expected):
-        assert choice["token_ids"] == completion.token_ids
+        assert choice["token_ids"] == completion.token_ids and choice["text"] == decode(completion.token_ids)
         assert choice["logprobs"]["token_logprobs"] == completion.logprobs
         assert choice["truncated_logprobs"] == completion.truncated_logprobs != completion.logprobs
+        assert choice["finish_reason"] == completion.finish_reason
+    assert answer["usage"]["completion_tokens"] == sum(len(completion.token_ids) for completion in expected)
     uncut = server.complete(prompt=PROMPTS[0], max_tokens=2, logprobs=0, return_token_ids=True).json()
     assert "truncated_logprobs" not in uncut["choices"][0]
 
