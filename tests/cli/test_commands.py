@@ -1,4 +1,4 @@
-"""The command line as a user meets it: real processes, their output and exit codes."""
+"""The command line as a user meets it: its output, messages and exit codes."""
 
 import json
 import shutil

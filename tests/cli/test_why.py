@@ -122,7 +122,7 @@ def test_a_rank_that_is_stopped_is_named_while_it_samples_and_while_it_trains(tm
         place = f"rank 1 stopped in step {stopped.step}, in {stopped.phase}: no progress for "
         assert found.summary.startswith(place), found.summary
         assert f"kill -CONT {stopped.pid} lets it continue" in found.summary
-        assert "cannot answer" in found.stacks["rank_1"].said
+        assert "cannot answer" in found.stacks["rank_1"].note
         assert any(" in _reinforce" in frame for frame in found.stacks["rank_0"].frames)
         if phases == ("generate",):
             os.kill(stopped.pid, signal.SIGCONT)

@@ -1,4 +1,4 @@
-"""Latent attention in the engine: the trainer's bits out of a cache of keys alone, whatever the load and the layout."""
+"""Latent attention in the engine: the trainer's bits out of a cache of keys alone, whatever the load."""
 
 from dataclasses import replace
 from functools import cache

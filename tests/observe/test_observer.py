@@ -37,7 +37,7 @@ def test_garbage_is_collected_at_chosen_steps_only(tmp_path):
 
 
 def test_determinism_lasts_as_long_as_the_run(tmp_path):
-    with Observer(ObserveConfig(deterministic=True), FaultConfig(), tmp_path):
+    with Observer(ObserveConfig(deterministic=True, gc_every=0), FaultConfig(), tmp_path):
         assert torch.are_deterministic_algorithms_enabled()
         with pytest.raises(RuntimeError, match="deterministic"):
             torch.zeros(4).put_(torch.tensor([0, 0]), torch.ones(2))
@@ -45,7 +45,7 @@ def test_determinism_lasts_as_long_as_the_run(tmp_path):
 
 
 def test_a_chosen_step_is_profiled(tmp_path):
-    with Observer(ObserveConfig(profile_steps=(2,)), FaultConfig(), tmp_path) as observer:
+    with Observer(ObserveConfig(profile_steps=(2,), gc_every=0), FaultConfig(), tmp_path) as observer:
         for step in (1, 2, 3):
             with observer.step(step), observer.timeline.span("forward"):
                 torch.ones(8, 8) @ torch.ones(8, 8)
@@ -97,12 +97,14 @@ def test_tokens_are_totalled_over_resumed_and_rewound_steps(tmp_path):
         seen.append(metrics)
 
     for steps in ((0, 1, 2), (3, 4)):  # the second time as if resumed
-        with Observer(ObserveConfig(), FaultConfig(), tmp_path, on_metrics=note) as observer:
+        with Observer(ObserveConfig(gc_every=0), FaultConfig(), tmp_path, on_metrics=note) as observer:
             for step in steps:
                 observer.write(step, {"tokens": 10 * step} if step else {"validation/reward": 0.5})
     assert [m.get("tokens/total") for m in read_metrics(tmp_path / "metrics.jsonl")] == [None, 10, 30, 60, 100]
     assert [m.get("tokens/total") for m in seen] == [None, 10, 30, 60, 100]
-    with Observer(ObserveConfig(terminal=("tokens/*",)), FaultConfig(), tmp_path, on_metrics=note) as observer:
+    with Observer(
+        ObserveConfig(terminal=("tokens/*",), gc_every=0), FaultConfig(), tmp_path, on_metrics=note
+    ) as observer:
         observer.extend(read_metrics(tmp_path / "metrics.jsonl")[-1], {"validation/loss": 2.5})
         assert seen[-1]["tokens/total"] == 100 and seen[-1]["validation/loss"] == 2.5, "a validation that is made up"
         observer.rewind(2)

@@ -133,8 +133,10 @@ def test_what_runs_write_is_known_and_deleted_and_nothing_else(tmp_path):
     options += ["--observe.tensorboard", "--observe.profile-steps", "1", "2", "--validation-every", "1"]
     (tmp_path / "a.txt").write_text("some text\n" * 300)
     options += ["--data", str(tmp_path / "a.txt"), "--validation-data", str(tmp_path / "a.txt")]
-    for more in ([], ["--overwrite"]):
-        assert main(["pretrain", "--output", str(tmp_path / "run"), *options, *more]) == 0
+    assert main(["pretrain", "--output", str(tmp_path / "run"), *options]) == 0
+    assert len(list((tmp_path / "run").iterdir())) > 7
+    open_run(str(tmp_path / "run"), "", overwrite=True)
+    assert {path.name for path in (tmp_path / "run").iterdir()} == {"checkpoints", "config.toml"}
 
 
 def test_metrics_are_json_lines_and_a_torn_last_line_is_left_out(tmp_path):

@@ -114,7 +114,9 @@ def test_no_request_breaks_the_server_or_holds_it_up(folder, count):
         for seed, (answer, _) in answers.items():
             head, _, content = answer.partition(b"\r\n\r\n")
             if statuses[seed][:1] == b"4" and b"application/json" in head:
-                assert set(json.loads(content)["error"]) == {"message", "type", "param", "code"}, seed
+                # What a damaged length leaves is answered as a second request.
+                found, _ = json.JSONDecoder().raw_decode(content.decode())
+                assert set(found["error"]) == {"message", "type", "param", "code"}, seed
         assert sum(status == b"200" for status in statuses.values()) > count // 10
         assert max(seconds for _, seconds in answers.values()) < 20
         running.wait_until(lambda: not running.service.limits.requests and running.all_pages_free())
