@@ -43,6 +43,7 @@ def test_a_missing_package_is_broken_and_one_of_another_version_is_noted_with_th
     assert as_text(findings, "ascii").encode("ascii"), "for a terminal without these characters"
 
 
+@pytest.mark.slow
 def test_a_cache_that_others_may_write_to_is_broken_and_the_rest_is_examined(tmp_path):
     (tmp_path / "lockstep").mkdir()
     (tmp_path / "lockstep").chmod(0o777)
