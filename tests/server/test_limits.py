@@ -173,3 +173,22 @@ def test_a_client_that_does_not_read_loses_its_sequences(impatient):
     with _ask_and_do_not_read(impatient):
         impatient.wait_until(lambda: not impatient.server.server_state.connections, seconds=60)
         impatient.wait_until(lambda: impatient.all_pages_free() and not impatient.service.limits.requests)
+
+
+def test_a_body_without_end_is_cut_off(limited):
+    address = limited.server.servers[0].sockets[0].getsockname()
+    with socket.create_connection(address) as connection:
+        connection.settimeout(10)
+        head = "POST /v1/completions HTTP/1.1\r\nHost: x\r\nAuthorization: Bearer kéy\r\n"
+        head += "Content-Type: application/json\r\nTransfer-Encoding: chunked\r\n\r\n"
+        connection.sendall(head.encode())
+        sent, answer = 0, b""
+        try:
+            while sent < 50_000_000:
+                connection.sendall(b"10000\r\n" + b"x" * 0x10000 + b"\r\n")
+                sent += 0x10000
+        except (BrokenPipeError, ConnectionResetError):
+            pass
+        with contextlib.suppress(ConnectionResetError):
+            answer = connection.recv(4096)
+    assert sent < 20_000_000 and (not answer or b" 413 " in answer)

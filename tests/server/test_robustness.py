@@ -2,16 +2,22 @@
 
 import json
 import re
+import shutil
 import signal
 import threading
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 
 import pytest
+import torch
 
+from lockstep import build_model, save_model
 from lockstep.generate.server import answer as answers
 from lockstep.generate.server.api_error import ApiError
 from lockstep.generate.server.body import MOST, parse_body
 from lockstep.generate.server.protocol import ChatRequest, CompletionRequest
 from lockstep.generate.server.responses import Reply
+from lockstep.model import read_config
 from tests.server.conftest import Panic, running_server
 
 
@@ -211,3 +217,22 @@ def test_a_text_on_which_the_tokenizer_panics_is_a_clients_error(server, monkeyp
             assert "the tokenizer fails on this text" in answer.json()["error"]["message"]
             _check(answer)
     _healthy(server)
+
+
+def test_a_request_whose_logits_are_not_finite_gets_an_error_and_others_their_tokens(chat_folder, tmp_path):
+    shutil.copytree(chat_folder, tmp_path, dirs_exist_ok=True)
+    config = replace(read_config(chat_folder), tie_embeddings=False)
+    untied = build_model(config, dtype="bfloat16", seed=3)
+    with torch.no_grad():
+        untied.embed_tokens.weight[100] = torch.nan
+    save_model(untied, tmp_path)
+    good = dict(prompt=[1, 2, 3], max_tokens=40, seed=1, ignore_eos=True, return_token_ids=True, stop_token_ids=[100])
+    bad = good | {"prompt": [1, 2, 3, 100]}
+    with running_server(tmp_path) as running, ThreadPoolExecutor(4) as pool:
+        expected = running.complete(**good).json()["choices"]
+        found = list(pool.map(lambda body: running.complete(**body), [bad, good, bad, good]))
+        for answer in found[::2]:
+            assert answer.status_code == 500 and answer.json()["error"]["code"] == "not_finite"
+        assert [answer.json()["choices"] for answer in found[1::2]] == [expected] * 2
+        with running.http() as client:
+            assert client.get("/health").status_code == 200

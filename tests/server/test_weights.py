@@ -80,6 +80,19 @@ def test_a_stream_continues_under_new_weights_and_says_which_token_came_from_whi
         assert torch.equal(torch.tensor(logprobs[part]), expected)
 
 
+def test_updates_under_load_drop_no_request(updated):
+    def ask(seed):
+        body = dict(prompt=[seed + 1] * 30, max_tokens=40, n=2, seed=seed, ignore_eos=True, return_token_ids=True)
+        return updated.complete(**body)
+
+    with ThreadPoolExecutor(6) as pool:
+        answers = [pool.submit(ask, seed) for seed in range(6)]
+        for version in (2, 1, 2):
+            assert _update(updated, version=version).status_code == 200
+    assert [answer.result().status_code for answer in answers] == [200] * 6
+    assert all(len(c["token_ids"]) == 40 for answer in answers for c in answer.result().json()["choices"])
+
+
 def test_updates_are_applied_in_order_however_long_their_checksums_take_and_hold_up_no_request(updated, monkeypatch):
     begun, read = threading.Event(), threading.Event()  # a checksum of gigabytes, which the test has not got
 
