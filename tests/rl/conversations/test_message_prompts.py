@@ -76,7 +76,6 @@ def test_rows_in_verls_layout_have_their_answer_in_the_reward_model(tmp_path, na
         ([], "`prompt` is empty"),
         (["x"], "`prompt` is a list, not a string"),
         ([{"content": "x"}], "is a list, but not of messages"),
-        (json.dumps([USER, {"role": "assistant", "content": "It"}]), "ends with the assistant"),
         ([{"role": 3, "content": "x"}], "a message whose role is not a string"),
         ([USER, {"role": "assistant", "content": "It"}], "ends with the assistant"),
         ([{"role": "user", "content": [{"type": "image_url", "image_url": {"url": "a"}}]}], "no text as its content"),
@@ -113,9 +112,6 @@ class Own(rl.Environment):
 
 class OwnTalk(rl.ConversationEnvironment):
     """A user's conversations, which begin with the example's prompt."""
-
-    def examples(self, split):
-        return [rl.Example([SYSTEM, USER])]
 
     async def converse(self, example, chat):
         chat.add(example.prompt)

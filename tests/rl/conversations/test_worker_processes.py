@@ -164,18 +164,14 @@ def test_bad_conversations_fail_alone_and_say_why(workers, patient_workers):
     memory = dict.fromkeys(("takes_memory", "leaks"), "memory")
     for pool, causes in ((workers, bad), (patient_workers, memory)):
         prompts = [text for name in causes for text in ("fine", name)]
-        ends = dict(zip(prompts[1::2], ended(pool, prompts)[1::2]))
+        found = ended(pool, prompts)
+        assert all(end.outcome.rewards == GOOD and end.seconds == {"x": 0.5} for end in found[::2]), "heard and timed"
+        ends = dict(zip(causes, found[1::2]))
         assert {name: end.outcome.cause for name, end in ends.items()} == causes
         for name, end in ends.items():
             assert f"example {prompts.index(name)}" in end.outcome.message
             assert name != "blocks" or "task.py:" in end.outcome.message, "by its line"
             assert end.messages[0] == {"role": "user", "content": name}, "what was known of it is kept"
-
-
-def test_good_conversations_are_heard_and_timed_beside_bad_ones(workers):
-    good = ended(workers, ["fine", "raises", "fine", "kills_itself", "fine"])
-    assert [end.outcome.cause for end in good] == ["", "raised", "", "killed", ""]
-    assert all(end.outcome.rewards == GOOD and end.seconds == {"x": 0.5} for end in good if not end.outcome.cause)
 
 
 def test_messages_that_are_forged_cost_the_forger_alone(task):
@@ -295,8 +291,7 @@ def test_a_conversation_reaches_no_worker_that_grades(workers):
 
 
 def test_a_conversation_that_forks_and_returns_twice_ends_once(workers):
-    for _ in range(3):
-        assert [end.outcome.rewards for end in ended(workers, ["returns_twice", "fine"])] == [GOOD] * 2
+    assert [end.outcome.rewards for end in ended(workers, ["returns_twice", "fine"] * 3)] == [GOOD] * 6
 
 
 def test_random_numbers_are_those_of_the_seed(workers):

@@ -14,6 +14,14 @@ class Failing(Vowels):
 """
 
 
+@pytest.fixture
+def task(tmp_path):
+    """The file of the environments that runs here are given."""
+    file = tmp_path / "task.py"
+    file.write_text(TASK)
+    return file
+
+
 def whole_run(model_folder, folder, steps):
     """The configuration of a run that saves every step, and its outcome in one process, undisturbed."""
     (folder / "task.py").write_text(TASK + FAILING)

@@ -13,14 +13,7 @@ import pytest
 from lockstep.config import ActorsConfig
 from tests.parallel.launch import free_port
 from tests.rl.generators.disturbed import Disturbed, is_alive, unfinished
-from tests.rl.generators.test_colocated import TASK, command, outcome
-
-
-@pytest.fixture
-def task(tmp_path):
-    file = tmp_path / "task.py"
-    file.write_text(TASK)
-    return file
+from tests.rl.generators.test_colocated import command, outcome
 
 
 def shared_memory():
@@ -241,7 +234,8 @@ def test_a_second_signal_ends_a_run_at_once_and_leaves_nothing(whole, tmp_path):
 def test_torchrun_restarts_a_run_with_its_generators(task, model_folder, tmp_path):
     environment = os.environ | {"OMP_NUM_THREADS": "1", "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"}
     plain, again = (command(f"{task}:Vowels", model_folder, tmp_path / name) for name in ("whole", "run"))
-    assert subprocess.run(plain, env=environment, timeout=300).returncode == 0
+    done = subprocess.run(plain, env=environment, capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0 and done.stdout.count("next:") == 1, "one rank speaks"
     again[5:6] = ["--max-restarts", "2", "--rdzv-backend", "c10d", "--rdzv-endpoint", "127.0.0.1:0"]
     running = subprocess.Popen([*again, "--actors.generators", "1", "--actors.threads", "1"], env=environment)
     while not (tmp_path / "run" / "checkpoints" / "step_00000002" / "manifest.json").is_file():
