@@ -147,20 +147,18 @@ def check(task, model, tmp_path, layouts, **changes):
 
 
 COPIES_DROPPED = ActorsConfig(keep_copy=False)
+DAPO = dict(extra_rounds=1, entropy_coefficient=0.01, recompute=RecomputeConfig("full"), dtype="bfloat16")
+"""Its terms span rounds of drawing."""
 
 
 @pytest.mark.parametrize(
     ("algorithm", "changes", "layouts"),
     [
-        # Its terms span rounds of drawing.
-        (
-            "dapo",
-            dict(extra_rounds=1, entropy_coefficient=0.01, recompute=RecomputeConfig("full"), dtype="bfloat16"),
-            ["PP 2", "FSDP 2"],
-        ),
+        ("dapo", DAPO, ["PP 2"]),
         *(
             pytest.param(*row, marks=pytest.mark.slow)
             for row in (
+                ("dapo", DAPO, ["FSDP 2"]),
                 ("grpo", dict(dtype="bfloat16", steps=10), LAYOUTS),
                 ("grpo", dict(dtype="float32", steps=3), LAYOUTS),
                 # The average's weights travel as the policy's do.
@@ -397,7 +395,6 @@ def test_every_data_parallel_rank_has_a_microbatch_though_prompts_are_long_and_s
             dict(actors=ActorsConfig(keep_copy=False, generators=1)),
             "actors.keep_copy applies to ranks that both train and sample; with separate generators, remove it",
         ),
-        (dict(parallel=ParallelConfig(pipeline=4)), "= 4 ranks, but 2 are running; start 4 with torchrun"),
     ],
 )
 def test_what_ranks_cannot_do_is_refused_by_name(task, model_folder, tmp_path, changes, message):

@@ -12,8 +12,9 @@ import pytest
 
 from lockstep.config import ActorsConfig
 from tests.parallel.launch import free_port
-from tests.rl.generators.disturbed import Disturbed, is_alive, unfinished
+from tests.rl.generators.disturbed import Disturbed, unfinished
 from tests.rl.generators.test_colocated import command, outcome
+from tests.rl.processes import command_of, is_alive, running
 
 
 def shared_memory():
@@ -53,16 +54,9 @@ def files_of(process):
     try:
         maps = [line.split(maxsplit=5)[5] for line in (process / "maps").read_text().splitlines() if "/" in line]
         opened = [os.readlink(link) for link in (process / "fd").iterdir()]
-        return {*arguments_of(process), *maps, *opened}
+        return {*command_of(process.name), *maps, *opened}
     except OSError:  # it has ended
         return set()
-
-
-def arguments_of(process):
-    try:
-        return (process / "cmdline").read_bytes().decode(errors="replace").split("\0")
-    except OSError:  # it has ended
-        return []
 
 
 def wait_until_ended(processes, seconds=2):
@@ -185,7 +179,7 @@ def test_generators_of_two_ranks_under_torchrun_join_and_leave(whole, tmp_path):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("end", ["SIGINT", "SIGINT to all", "SIGTERM", "UserError"])
+@pytest.mark.parametrize("end", ["SIGINT", "SIGINT to all", "SIGTERM", "SIGINT twice", "UserError"])
 def test_however_a_trainer_ends_nothing_is_left(whole, tmp_path, end):
     config, expected = whole
     failing = {"environment": config.environment.replace("Vowels", "Failing")} if end == "UserError" else {}
@@ -195,13 +189,22 @@ def test_however_a_trainer_ends_nothing_is_left(whole, tmp_path, end):
         run.end()
         assert "no reward today" in run.said
     else:
-        run.wait(lambda: run.step >= 1)
+        if end == "SIGINT twice":
+            run.hold(2)  # in which it waits when the second one comes
+        run.wait(lambda: run.step >= 1 + (end == "SIGINT twice"))
         generators = [pid for pids in run.generators().values() for pid in pids]
         begun = time.monotonic()
         number = getattr(signal, end.split()[0])
         os.killpg(run.process.pid, number) if "all" in end else os.kill(run.process.pid, number)
+        if end == "SIGINT twice":
+            run.wait(lambda: "SIGINT: the run saves and ends" in run.said)
+            os.kill(run.process.pid, number)
+            assert run.end(2) == 128 + number
         assert run.end() != 0 and time.monotonic() - begun < config.faults.stop_seconds
-        assert "which is saved" in run.said and not any(map(is_alive, generators))
+        assert ("which is saved" in run.said) == (end != "SIGINT twice")
+        wait_until_ended(generators)
+        assert not left_over(run.folder)
+        run.hold()
         run.config = replace(run.config, actors=ActorsConfig(generators=1, threads=1))
         run.start()
         assert run.end() == 0
@@ -211,38 +214,17 @@ def test_however_a_trainer_ends_nothing_is_left(whole, tmp_path, end):
 
 
 @pytest.mark.slow
-def test_a_second_signal_ends_a_run_at_once_and_leaves_nothing(whole, tmp_path):
-    config, expected = whole
-    run = Disturbed(
-        replace(config, output=str(tmp_path / "run"), actors=ActorsConfig(generators=2, threads=1)), until=2
-    )
-    run.wait(lambda: run.step == 2)
-    generators = [pid for pids in run.generators().values() for pid in pids]
-    os.kill(run.process.pid, signal.SIGINT)
-    run.wait(lambda: "SIGINT: the run saves and ends" in run.said)
-    os.kill(run.process.pid, signal.SIGINT)
-    assert run.end(2) == 128 + signal.SIGINT and "which is saved" not in run.said
-    wait_until_ended(generators)
-    assert not left_over(run.folder)
-    run.hold()
-    run.config = replace(run.config, actors=ActorsConfig(generators=1, threads=1))
-    run.start()
-    assert run.end() == 0 and outcome(run.folder) == expected
-
-
-@pytest.mark.slow
 def test_torchrun_restarts_a_run_with_its_generators(task, model_folder, tmp_path):
     environment = os.environ | {"OMP_NUM_THREADS": "1", "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"}
     plain, again = (command(f"{task}:Vowels", model_folder, tmp_path / name) for name in ("whole", "run"))
     done = subprocess.run(plain, env=environment, capture_output=True, text=True, timeout=300)
     assert done.returncode == 0 and done.stdout.count("next:") == 1, "one rank speaks"
     again[5:6] = ["--max-restarts", "2", "--rdzv-backend", "c10d", "--rdzv-endpoint", "127.0.0.1:0"]
-    running = subprocess.Popen([*again, "--actors.generators", "1", "--actors.threads", "1"], env=environment)
+    launched = subprocess.Popen([*again, "--actors.generators", "1", "--actors.threads", "1"], env=environment)
     while not (tmp_path / "run" / "checkpoints" / "step_00000002" / "manifest.json").is_file():
-        assert running.poll() is None
+        assert launched.poll() is None
         time.sleep(0.02)
-    started = {int(p.name): arguments_of(p) for p in Path("/proc").glob("[0-9]*") if int(p.name) != running.pid}
-    ranks = [pid for pid, arguments in started.items() if "rl" in arguments and str(tmp_path / "run") in arguments]
+    ranks = [pid for pid in running(" rl ", str(tmp_path / "run")) if pid != launched.pid]
     os.kill(max(ranks), signal.SIGKILL)
-    assert running.wait(300) == 0
+    assert launched.wait(300) == 0
     assert outcome(tmp_path / "run") == outcome(tmp_path / "whole") and not left_over(tmp_path / "run")

@@ -1,9 +1,7 @@
 """Which generators may sample for a run, and what they do for it; over real connections, without a trainer."""
 
 import contextlib
-import os
 import threading
-from pathlib import Path
 
 import pytest
 import torch
@@ -21,8 +19,8 @@ from lockstep.rl.generators.process import run_generator
 from lockstep.rl.generators.supervisor import GeneratorSupervisor
 from lockstep.rl.rollouts.plain import plain_shape
 from lockstep.rl.weights.server import WeightServer
-from lockstep.workers.processes import descendants
 from tests.rl.generators.peers import hello, join, registry_of, wait_until
+from tests.rl.processes import running
 
 KEY = bytes(range(32))
 ENGINE = EngineConfig(max_tokens_per_step=64, max_sequences=4, cache_tokens=1024)
@@ -201,17 +199,9 @@ def test_a_generator_of_the_run_that_sent_invalid_data_is_ended_and_not_restarte
     with contextlib.closing(Listener(KEY)) as listener:
         address = "{}:{}".format(*listener.address)
         actors = ActorsConfig(generators=1, threads=1)
-
-        def started():
-            found = []
-            for pid in descendants(os.getpid()):
-                with contextlib.suppress(OSError):  # it has ended
-                    found += [pid] if address in Path(f"/proc/{pid}/cmdline").read_text() else []
-            return found
-
         with GeneratorSupervisor(actors, pool, address, KEY, "", tmp_path / "logs"):
-            wait_until(started)
+            wait_until(lambda: running(address))
             pool.banned.add("generator_0")
-            wait_until(lambda: not started())
+            wait_until(lambda: not running(address))
             threading.Event().wait(0.3)
-            assert not started()
+            assert not running(address)

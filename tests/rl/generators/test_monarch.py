@@ -6,6 +6,7 @@ import socket
 import subprocess
 import sys
 import time
+from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 
@@ -17,8 +18,9 @@ from lockstep.errors import UserError
 from lockstep.rl.generators.ranks import Group, start_stand_in
 from lockstep.rl.generators.supervisor import require_workers
 from lockstep.rl.reinforce import reinforce
-from tests.rl.generators.disturbed import Disturbed, is_alive
+from tests.rl.generators.disturbed import Disturbed
 from tests.rl.generators.test_colocated import config_of, outcome
+from tests.rl.processes import is_alive, running
 
 WORKER = "from monarch.actor import run_worker_loop_forever as run; run(address='{}', ca='trust_all_connections')"
 
@@ -41,7 +43,11 @@ class Worker:
 
     def below(self, word=""):
         """The processes on its host that it has started, of those with `word` in their command."""
-        return [pid for pid in marked(self.mark, word) if pid != self.process.pid]
+        found = []
+        for pid in running(word):
+            with suppress(OSError):  # it has ended, or is another user's
+                found += [pid] if self.mark in Path(f"/proc/{pid}/environ").read_bytes() else []
+        return [pid for pid in found if pid != self.process.pid]
 
     def generator(self):
         (found,) = self.below("generator_0")
@@ -50,24 +56,13 @@ class Worker:
     def wait_until_nothing_is_left(self, run=None, seconds=15):
         """Neither of what it has started, nor of what stands for it beside the trainer of `run`."""
         until = time.monotonic() + seconds
-        while left := self.below() + (stand_ins(run.folder) if run else []):
+        while left := self.below() + (running("monarch_stand_in", str(run.folder)) if run else []):
             assert time.monotonic() < until, left
             time.sleep(0.02)
 
     def kill(self):
         self.process.kill()
         self.process.wait()
-
-
-def marked(mark, word):
-    found = []
-    for process in Path("/proc").glob("[0-9]*"):
-        try:
-            if mark in (process / "environ").read_bytes() and word.encode() in (process / "cmdline").read_bytes():
-                found.append(int(process.name))
-        except OSError:
-            pass
-    return [pid for pid in found if is_alive(pid)]
 
 
 @pytest.fixture
@@ -79,15 +74,6 @@ def worker(tmp_path):
     for pid in [worker.process.pid, *worker.below()]:
         os.kill(pid, signal.SIGKILL)
     worker.process.wait()
-
-
-def stand_ins(folder):
-    return [
-        int(process.name)
-        for process in Path("/proc").glob("[0-9]*")
-        if is_alive(process.name)
-        and all(each in (process / "cmdline").read_bytes() for each in (b"monarch_stand_in", str(folder).encode()))
-    ]
 
 
 @pytest.mark.slow
@@ -131,7 +117,7 @@ def test_a_run_survives_the_death_of_generator_actor_stand_in_and_worker(whole, 
     # A generator that hears nothing any more, and nobody here who would end it.
     generator = worker.generator()
     os.kill(generator, signal.SIGSTOP)
-    killed(2, signal.SIGKILL, *stand_ins(run.folder))
+    killed(2, signal.SIGKILL, *running("monarch_stand_in", str(run.folder)))
     run.wait(lambda: not is_alive(generator), 15)
     run.wait(lambda: run.step == 3)
     worker.kill()

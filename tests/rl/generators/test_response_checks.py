@@ -1,7 +1,6 @@
 """A generator that reports what no correct one does is dropped by name, and the run continues with the others."""
 
 import contextlib
-import threading
 from dataclasses import replace
 
 import pytest
@@ -11,7 +10,7 @@ from lockstep.config import EngineConfig
 from lockstep.errors import RunStopped
 from lockstep.generate import Engine, SamplingParams
 from lockstep.model import build_model, preset
-from lockstep.rl.generators.channel import HEADER, Closed
+from lockstep.rl.generators.channel import Closed
 from lockstep.rl.generators.pool_sampler import PoolSampler
 from lockstep.rl.generators.remote import InvalidResponse, RemoteSample
 from tests.rl.generators.peers import ConnectedGenerator, RecordedRemote, honest, join, pool_of, registry_of, wait_until
@@ -151,15 +150,3 @@ def test_a_generator_whose_introduction_does_not_fit_is_told_why(caplog, introdu
             channel.receive(20)
         wait_until(lambda: answer["problem"] in caplog.text)
         assert not pool.names
-
-
-def test_a_generator_that_is_silent_in_the_middle_of_a_message_is_lost_unless_its_process_runs_here():
-    with registry(silence_seconds=0.1) as (pool, port):
-        busy, gone = join(port, KEY, name="busy")[0], join(port, KEY, name="gone", place="elsewhere")[0]
-        for channel in (busy, gone):
-            channel._connection.sendall(HEADER.pack(20, 0)[:5])
-        wait_until(lambda: pool.names == ["busy"])
-        threading.Event().wait(0.3)
-        assert pool.names == ["busy"]
-        busy.close()
-        wait_until(lambda: not pool.names)

@@ -11,9 +11,10 @@ import pytest
 
 from lockstep.config import ActorsConfig
 from tests.rl.generators.conftest import whole_run
-from tests.rl.generators.disturbed import Disturbed, is_alive
+from tests.rl.generators.disturbed import Disturbed
 from tests.rl.generators.test_colocated import outcome
 from tests.rl.generators.test_disturbed import left_over
+from tests.rl.processes import is_alive
 
 
 def soak(config, strikes, at_once, seed):
