@@ -168,6 +168,7 @@ def test_a_prompt_of_messages_has_the_tokens_of_transformers(name, families, ren
     for messages in ([SYSTEM, USER], [USER], [SYSTEM, USER, {"role": "assistant", "content": "15"}, USER]):
         wanted = theirs.apply_chat_template(messages, add_generation_prompt=True, return_dict=False)
         assert renderings[name].prompt(rl.Example(messages)) == wanted
+        assert messages != [USER] or renderings[name].prompt(rl.Example(USER["content"])) == wanted
 
 
 def test_the_developer_speaks_as_the_system_where_the_template_knows_no_developer(renderings):
