@@ -1,6 +1,7 @@
 """How long the environment's own turns of a conversation take, wherever it is held: never the wait for the model."""
 
 import time
+from functools import partial
 
 import lockstep.rl as rl
 from lockstep.config import RewardConfig
@@ -50,7 +51,7 @@ def held(make_runner):
     with make_runner() as talk:
         while not isinstance(said := talk.next(wait=True), ConversationEnded):
             asked = time.monotonic()
-            time.sleep(0.3)
+            time.sleep(0.1)
             waited += time.monotonic() - asked
             talk.answer(said.number, said.request, rl.Reply("yes"))
     return said, time.monotonic() - began - waited
@@ -62,10 +63,10 @@ def test_the_seconds_are_those_of_the_environments_turns_without_the_models(tmp_
     environment = load_environment(name)
     with open_workers(EnvironmentSource(name), RewardConfig(workers=1, seconds=0.5), tmp_path) as workers:
         for prompt, least in (("fine", 0.06), ("exits", 0.2), ("blocks", 0.5), ("freezes", 0.5)):
-            places = [lambda: WorkerConversationRunner([worker_task(rl.Example(prompt), 0)], workers)]  # noqa: B023
+            runners = [partial(WorkerConversationRunner, [worker_task(rl.Example(prompt), 0)], workers)]
             if prompt == "fine":
-                places.append(lambda: ConversationRunner(environment, [rl.Example("fine")], RewardConfig()))
-            for make_runner in places:
+                runners.append(partial(ConversationRunner, environment, [rl.Example("fine")], RewardConfig()))
+            for make_runner in runners:
                 ended, without_the_model = held(make_runner)
                 assert least <= ended.environment_seconds <= without_the_model
                 if prompt == "fine":
