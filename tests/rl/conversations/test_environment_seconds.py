@@ -12,10 +12,11 @@ from lockstep.rl.grading.exchange import ConversationEnded
 from lockstep.rl.grading.pool import open_workers
 
 TASK = """
-import asyncio, os, signal, time
+import asyncio, os, time
 import lockstep.rl as rl
+from tests.rl.grading.misbehaving import Misbehaving
 
-class Slow(rl.ConversationEnvironment):
+class Slow(Misbehaving, rl.ConversationEnvironment):
     def examples(self, split):
         return [rl.Example("p")]
 
@@ -32,12 +33,6 @@ class Slow(rl.ConversationEnvironment):
                 await chat.reply()
         chat.seconds["own"] = own
         return 1.0
-
-    def freezes(self):
-        os.kill(os.getpid(), signal.SIGSTOP)
-
-    def blocks(self):
-        time.sleep(1000)
 
     def exits(self):
         time.sleep(0.2)

@@ -19,7 +19,7 @@ from tests.rl.grading.misbehaving import CAUSES
 from tests.rl.processes import is_alive
 
 TASK = """
-import asyncio, json, os, random, signal, struct, time
+import asyncio, os, random
 import lockstep.rl as rl
 from tests.rl.grading.misbehaving import Misbehaving, kept
 
@@ -61,9 +61,6 @@ class Talk(Misbehaving, rl.ConversationEnvironment):
         while True:
             pass
 
-    def freezes(self):
-        os.kill(os.getpid(), signal.SIGSTOP)
-
     def leaks(self):
         for _ in range(20):
             kept.append(bytearray(b"x" * 50_000_000))
@@ -74,23 +71,14 @@ class Talk(Misbehaving, rl.ConversationEnvironment):
         open(__file__ + ".left", "w").write(left)
         self.kills_its_supervisor()
 
-    def _forges(self, kind, number, body):
-        message = f'["{kind}", {number}, true]\\n{body}'.encode()
-        for pipe in range(3, 200):
-            try:
-                os.write(pipe, struct.pack("<I", len(message)) + message)
-            except OSError:
-                pass
-        time.sleep(1000)
-
     def forges_a_grade(self):
-        self._forges("graded", 2, "[]")
+        self.forges("graded", 2, "[]")
 
     def forges_an_end(self):
-        self._forges("ended", 1, "[1]")
+        self.forges("ended", 1, "[1]")
 
     def forges_a_request(self):
-        self._forges("asked", 0, "[1, [5]]")
+        self.forges("asked", 0, "[1, [5]]")
 
     def says_too_much(self):
         return {"x" * (4 * 10**7): 1.0}

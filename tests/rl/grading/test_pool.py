@@ -18,7 +18,7 @@ from lockstep.workers.processes import descendants
 from tests.rl.grading.misbehaving import CAUSES
 
 TASK = """
-import asyncio, json, os, signal, struct, sys, time
+import asyncio, json, os, signal, sys, time
 import lockstep.rl as rl
 from tests.rl.grading.misbehaving import Misbehaving, kept
 
@@ -57,15 +57,9 @@ class Task(Misbehaving, rl.Environment):
         while not os.path.exists(__file__ + ".go"):
             time.sleep(0.01)
 
-    def forges(self):
-        # As its worker answers, in each pipe: of a forger the trainer believes no cause and no control character.
-        body = b'["rewarded", 0, true]\\n' + json.dumps([[0, {}, "\\x1bcause", "\\x1b[2J"]]).encode()
-        for pipe in range(3, 20):
-            try:
-                os.write(pipe, struct.pack("<I", len(body)) + body)
-            except OSError:
-                pass
-        time.sleep(1000)
+    def forges_an_answer(self):
+        # Of a forger the trainer believes no cause and no control character.
+        self.forges("rewarded", 0, json.dumps([[0, {}, "\\x1bcause", "\\x1b[2J"]]))
 
 class Judged(Task):
     async def reward(self, example, completion):
@@ -149,7 +143,7 @@ def test_a_reward_that_forks_and_returns_twice_is_answered_once(opened):
 
 def test_a_worker_that_forges_an_answer_forges_no_cause_and_no_terminal(task, tmp_path):
     with open_workers(EnvironmentSource(f"{task}:Task"), RewardConfig(**LIMITS), tmp_path) as pool:
-        (outcome,) = pool([(Example("p"), "forges")])
+        (outcome,) = pool([(Example("p"), "forges_an_answer")])
     assert (outcome.cause, outcome.message) == ("killed", r"\x1b[2J")
 
 
