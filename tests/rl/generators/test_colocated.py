@@ -364,13 +364,11 @@ def test_every_data_parallel_rank_has_a_microbatch_though_prompts_are_long_and_s
     def rollouts(groups, samples, prompt, longest):
         return [
             Rollout(
-                example=Example(str(group)), group=group, prompt_ids=[group] * prompt,
-                token_ids=[1] * (1 + (7 * n + group) % longest), logprobs=[], finish_reason="length", completion="",
-                version=0,
+                Example(str(group)), group, [group] * prompt, [1] * (1 + (7 * n + group) % longest), [], "length", "", 0
             )
             for group in range(groups)
             for n in range(samples)
-        ]  # fmt: skip
+        ]
 
     config = RLConfig(parallel=ParallelConfig())
     for shape in [(16, 8, 200, 32), (4, 8, 1000, 50), (16, 8, 8, 32), (3, 3, 40, 10), (1, 8, 300, 4)]:

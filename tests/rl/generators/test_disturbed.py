@@ -12,7 +12,7 @@ import pytest
 
 from lockstep.config import ActorsConfig
 from tests.parallel.launch import free_port
-from tests.rl.generators.disturbed import Disturbed, unfinished
+from tests.rl.generators.disturbed import unfinished
 from tests.rl.generators.test_colocated import command, outcome
 from tests.rl.processes import command_of, is_alive, running
 
@@ -79,11 +79,9 @@ def joined(run, port, *launcher):
 
 
 @pytest.mark.slow
-def test_generators_may_die_stop_join_and_leave_during_a_run(whole, tmp_path):
-    config, expected = whole
+def test_generators_may_die_stop_join_and_leave_during_a_run(disturbed):
     port = free_port()
-    actors = ActorsConfig(generators=1, port=port, threads=1)
-    run = Disturbed(replace(config, output=str(tmp_path / "run"), actors=actors), until=2)
+    run, expected = disturbed(until=2, generators=1, port=port)
     guest = joined(run, port)
     run.wait(lambda: run.step == 0)
     (killed,) = run.generators()["generator_0"]
@@ -110,12 +108,8 @@ def test_generators_may_die_stop_join_and_leave_during_a_run(whole, tmp_path):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("moment", ["before", "after"])
-def test_trainer_and_generators_that_are_killed_together_as_a_checkpoint_is_renamed_change_nothing(
-    whole, tmp_path, moment
-):
-    config, expected = whole
-    actors = ActorsConfig(generators=2, threads=1)
-    run = Disturbed(replace(config, output=str(tmp_path / "run"), actors=actors), stall=f"{moment} step_00000003")
+def test_trainer_and_generators_that_are_killed_together_as_a_checkpoint_is_renamed_change_nothing(disturbed, moment):
+    run, expected = disturbed(stall=f"{moment} step_00000003", generators=2)
     run.wait(lambda: not run.stall.is_file() and len(run.generators()) == 2)
     generators = [pid for pids in run.generators().values() for pid in pids]
     os.killpg(run.process.pid, signal.SIGKILL)  # their whole group, the generators too
@@ -133,10 +127,8 @@ def test_trainer_and_generators_that_are_killed_together_as_a_checkpoint_is_rena
 @pytest.mark.parametrize(
     ("rank", "number"), [(0, signal.SIGKILL), (1, signal.SIGKILL), (1, signal.SIGSTOP)], ids=lambda value: str(value)
 )
-def test_any_rank_of_a_generator_may_die_or_stop(whole, tmp_path, rank, number):
-    config, expected = whole
-    actors = ActorsConfig(generators=1, tensor=2, threads=1)
-    run = Disturbed(replace(config, output=str(tmp_path / "run"), actors=actors), until=1)
+def test_any_rank_of_a_generator_may_die_or_stop(disturbed, rank, number):
+    run, expected = disturbed(until=1, generators=1, tensor=2)
     run.wait(lambda: run.step == 1)
     ranks = sorted(run.generators()["generator_0"])
     run.hold(3)
@@ -158,11 +150,9 @@ def test_any_rank_of_a_generator_may_die_or_stop(whole, tmp_path, rank, number):
 
 
 @pytest.mark.slow
-def test_generators_of_two_ranks_under_torchrun_join_and_leave(whole, tmp_path):
-    config, expected = whole
+def test_generators_of_two_ranks_under_torchrun_join_and_leave(disturbed):
     port = free_port()
-    actors = ActorsConfig(generators=0, port=port, threads=1)
-    run = Disturbed(replace(config, output=str(tmp_path / "run"), actors=actors), until=2)
+    run, expected = disturbed(until=2, generators=0, port=port)
     torchrun = ["-m", "torch.distributed.run", "--nproc-per-node", "2", "--standalone"]
     first = joined(run, port, *torchrun)
     run.wait(lambda: run.step == 2)
@@ -179,39 +169,34 @@ def test_generators_of_two_ranks_under_torchrun_join_and_leave(whole, tmp_path):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("end", ["SIGINT", "SIGINT to all", "SIGTERM", "SIGINT twice", "UserError"])
-def test_however_a_trainer_ends_nothing_is_left(whole, tmp_path, end):
-    config, expected = whole
-    failing = {"environment": config.environment.replace("Vowels", "Failing")} if end == "UserError" else {}
+def test_after_an_error_nothing_of_a_run_is_left(disturbed):
+    run, _ = disturbed(environment="Failing", generators=2, port=free_port())
+    run.end()
+    assert "no reward today" in run.said and not left_over(run.folder)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("end", ["SIGINT", "SIGINT to all", "SIGTERM", "SIGINT twice"])
+def test_however_a_trainer_is_ended_nothing_is_left_and_it_resumes(disturbed, end):
     twice = end == "SIGINT twice"  # which ends it at once: it would leave a key, as a run that is killed does
-    actors = ActorsConfig(generators=2, port=0 if twice else free_port(), threads=1)
-    run = Disturbed(
-        replace(config, output=str(tmp_path / "run"), actors=actors, **failing), until=2 if twice else 10**6
-    )
-    if end == "UserError":
-        run.end()
-        assert "no reward today" in run.said
-    else:
-        run.wait(lambda: run.step >= 1 + twice)
-        generators = [pid for pids in run.generators().values() for pid in pids]
-        begun = time.monotonic()
-        number = getattr(signal, end.split()[0])
-        os.killpg(run.process.pid, number) if "all" in end else os.kill(run.process.pid, number)
-        if twice:
-            run.wait(lambda: "SIGINT: the run saves and ends" in run.said)
-            os.kill(run.process.pid, number)
-            assert run.end(2) == 128 + number
-        assert run.end() != 0 and time.monotonic() - begun < config.faults.stop_seconds
-        assert ("which is saved" in run.said) != twice
-        wait_until_ended(generators)
-        assert not left_over(run.folder)
-        run.hold()
-        run.config = replace(run.config, actors=ActorsConfig(generators=1, threads=1))
-        run.start()
-        assert run.end() == 0
-        found = outcome(run.folder)
-        assert found[1].items() >= expected[1].items()
+    run, expected = disturbed(until=2 if twice else 10**6, generators=2, port=0 if twice else free_port())
+    run.wait(lambda: run.step >= 1 + twice)
+    generators = [pid for pids in run.generators().values() for pid in pids]
+    begun, number = time.monotonic(), getattr(signal, end.split()[0])
+    os.killpg(run.process.pid, number) if "all" in end else os.kill(run.process.pid, number)
+    if twice:
+        run.wait(lambda: "SIGINT: the run saves and ends" in run.said)
+        os.kill(run.process.pid, number)
+        assert run.end(2) == 128 + number
+    assert run.end() != 0 and time.monotonic() - begun < run.config.faults.stop_seconds
+    assert ("which is saved" in run.said) != twice
+    wait_until_ended(generators)
     assert not left_over(run.folder)
+    run.hold()
+    run.config = replace(run.config, actors=ActorsConfig(generators=1, threads=1))
+    run.start()
+    assert run.end() == 0
+    assert outcome(run.folder)[1].items() >= expected[1].items() and not left_over(run.folder)
 
 
 @pytest.mark.slow

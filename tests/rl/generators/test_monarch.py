@@ -18,7 +18,6 @@ from lockstep.errors import UserError
 from lockstep.rl.generators.ranks import Group, start_stand_in
 from lockstep.rl.generators.supervisor import require_workers
 from lockstep.rl.reinforce import reinforce
-from tests.rl.generators.disturbed import Disturbed
 from tests.rl.generators.test_colocated import config_of, outcome
 from tests.rl.processes import is_alive, running
 
@@ -77,10 +76,8 @@ def worker(tmp_path):
 
 
 @pytest.mark.slow
-def test_a_run_with_tensor_groups_on_another_host_and_on_its_own_is_the_same(whole, worker, tmp_path):
-    config, expected = whole
-    actors = ActorsConfig(generators=2, tensor=2, threads=1, hosts=(worker.address, "local"))
-    run = Disturbed(replace(config, output=str(tmp_path / "run"), actors=actors), until=1)
+def test_a_run_with_tensor_groups_on_another_host_and_on_its_own_is_the_same(disturbed, worker):
+    run, expected = disturbed(until=1, generators=2, tensor=2, hosts=(worker.address, "local"))
     run.wait(lambda: run.step == 1)
     assert len(worker.below("generator_0")) == 2 and not worker.below("generator_1")
     run.hold()
@@ -94,10 +91,8 @@ def test_a_run_with_tensor_groups_on_another_host_and_on_its_own_is_the_same(who
 
 
 @pytest.mark.slow
-def test_a_run_survives_the_death_of_generator_actor_stand_in_and_worker(whole, worker, tmp_path):
-    config, expected = whole
-    actors = ActorsConfig(generators=1, threads=1, hosts=(worker.address,))
-    run = Disturbed(replace(config, output=str(tmp_path / "run"), actors=actors), until=0)
+def test_a_run_survives_the_death_of_generator_actor_stand_in_and_worker(disturbed, worker):
+    run, expected = disturbed(until=0, generators=1, hosts=(worker.address,))
 
     def killed(step, number, *pids):
         run.wait(lambda: run.step == step)
@@ -131,10 +126,8 @@ def test_a_run_survives_the_death_of_generator_actor_stand_in_and_worker(whole, 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGKILL])
-def test_however_the_trainer_ends_nothing_is_left_on_the_other_host(task, model_folder, worker, tmp_path, number):
-    config = config_of(task, model_folder, tmp_path)
-    actors = ActorsConfig(generators=1, threads=1, hosts=(worker.address,))
-    run = Disturbed(replace(config, output=str(tmp_path / "run"), actors=actors), until=1)
+def test_however_the_trainer_ends_nothing_is_left_on_the_other_host(disturbed, worker, number):
+    run, _ = disturbed(until=1, generators=1, hosts=(worker.address,))
     run.wait(lambda: run.step == 1)
     generator = worker.generator()
     if number == signal.SIGKILL:
