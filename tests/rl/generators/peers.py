@@ -22,6 +22,11 @@ def wait_until(condition):
     raise AssertionError("it does not come")
 
 
+def plain(groups):
+    """What completions must not owe to their generator."""
+    return [[(c.token_ids, c.logprobs, c.truncated_logprobs, c.finish_reason) for c in group] for group in groups]
+
+
 @dataclass(eq=False)
 class RecordedRemote:
     """A generator of a pool that does nothing but record what it is told."""

@@ -22,7 +22,7 @@ from lockstep.rl.generators.pool import GeneratorPool
 from lockstep.rl.generators.pool_sampler import PoolSampler
 from lockstep.rl.generators.spec import GeneratorSpec
 from lockstep.rl.weights.folders import WeightFolders
-from tests.rl.generators.peers import wait_until
+from tests.rl.generators.peers import plain, wait_until
 from tests.server.conftest import running_server
 
 ENGINE = EngineConfig(max_tokens_per_step=512, max_sequences=16, cache_tokens=16384)
@@ -88,10 +88,6 @@ def generate(pool, prompts, params):
 
 def each(**changes):
     return [dataclasses.replace(PARAMS, seed=seed * 2**58 + 17, **changes) for seed in range(len(PROMPTS))]
-
-
-def plain(groups):
-    return [[(c.token_ids, c.logprobs, c.truncated_logprobs, c.finish_reason) for c in group] for group in groups]
 
 
 @pytest.mark.parametrize(

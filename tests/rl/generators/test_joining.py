@@ -19,7 +19,7 @@ from lockstep.rl.generators.process import run_generator
 from lockstep.rl.generators.supervisor import GeneratorSupervisor
 from lockstep.rl.rollouts.plain import plain_shape
 from lockstep.rl.weights.server import WeightServer
-from tests.rl.generators.peers import hello, join, registry_of, wait_until
+from tests.rl.generators.peers import hello, join, plain, registry_of, wait_until
 from tests.rl.processes import running
 
 KEY = bytes(range(32))
@@ -75,10 +75,7 @@ def test_a_generator_joins_samples_with_the_bits_of_an_engine_and_ends_with_the_
         request = pool.begin([1, 2], SamplingParams(max_tokens=12, seed=7), [last])
         wait_until(lambda: not request.unfinished)
     assert request.samples[0].finish_reason == "stop" and request.samples[0].token_ids == last.token_ids
-    expected = Engine(model, ENGINE).generate(prompts, params)
-    assert [[(c.token_ids, c.logprobs, c.truncated_logprobs, c.finish_reason) for c in group] for group in groups] == [
-        [(c.token_ids, c.logprobs, c.truncated_logprobs, c.finish_reason) for c in group] for group in expected
-    ]
+    assert plain(groups) == plain(Engine(model, ENGINE).generate(prompts, params))
     assert {version for group in groups for c in group for version in c.versions} == {1}
 
 

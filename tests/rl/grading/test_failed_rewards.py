@@ -197,7 +197,7 @@ def test_coroutines_that_take_too_long_or_exit_fail_by_themselves_also_when_they
     completions = {"a": ""} | bad | {"b": "", "stubborn": "timeout", "c": ""}
     try:
         for _ in range(2):
-            outcomes = grade_here(Bad(), [(rl.Example("p"), text) for text in completions], seconds=0.5)
+            outcomes = grade_here(Bad(), [(rl.Example("p"), text) for text in completions], seconds=1.0)
             assert [outcome.cause for outcome in outcomes] == [*completions.values()]
     finally:
         over.set()
