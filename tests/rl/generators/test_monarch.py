@@ -18,6 +18,7 @@ from lockstep.errors import UserError
 from lockstep.rl.generators.ranks import Group, start_stand_in
 from lockstep.rl.generators.supervisor import require_workers
 from lockstep.rl.reinforce import reinforce
+from tests.parallel.launch import free_port
 from tests.rl.generators.test_colocated import config_of, outcome
 from tests.rl.processes import is_alive, running
 
@@ -28,8 +29,7 @@ class Worker:
     """A Monarch worker as on another host: in another folder, and no child of the trainer."""
 
     def __init__(self, folder):
-        with socket.create_server(("127.0.0.1", 0)) as server:
-            self.address = f"tcp://127.0.0.1:{server.getsockname()[1]}"
+        self.address = f"tcp://127.0.0.1:{free_port()}"
         self.folder = folder
         self.mark = f"WORKER_OF_A_TEST={self.address}".encode()
         self.start()
@@ -141,8 +141,7 @@ def test_however_the_trainer_ends_nothing_is_left_on_the_other_host(disturbed, w
 
 def test_a_worker_that_cannot_be_reached_is_named_within_its_time(task, model_folder, tmp_path):
     pytest.importorskip("monarch")
-    with socket.create_server(("127.0.0.1", 0)) as server:
-        address = f"tcp://127.0.0.1:{server.getsockname()[1]}"
+    address = f"tcp://127.0.0.1:{free_port()}"
     actors = ActorsConfig(generators=1, hosts=(address,), start_seconds=1)
     begun = time.monotonic()
     with pytest.raises(UserError, match=f"no Monarch worker can be reached at {address}: .*refused"):

@@ -5,7 +5,6 @@ import dataclasses
 import json
 import os
 import signal
-import socket
 import subprocess
 import threading
 import time
@@ -27,6 +26,7 @@ from lockstep.rl.generators.open import resolve_generator_settings
 from lockstep.rl.generators.pool import GeneratorPool
 from lockstep.rl.generators.spec import GeneratorSpec
 from lockstep.rl.weights.folders import WeightFolders
+from tests.parallel.launch import free_port
 from tests.rl.generators.peers import wait_until
 from tests.rl.generators.test_colocated import TASK
 
@@ -204,9 +204,7 @@ def test_folders_for_vllm_have_a_head_of_its_own(tmp_path, model_folder):
 
 @contextlib.contextmanager
 def _real_vllm(folder, log):
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
+    port = free_port()
     settings = dict(
         VLLM_SERVER_DEV_MODE="1", VLLM_CPU_KVCACHE_SPACE="1", VLLM_CPU_NUM_OF_RESERVED_CPU="0", HF_HUB_OFFLINE="1",
         VLLM_CPU_OMP_THREADS_BIND=f"0-{len(os.sched_getaffinity(0)) - 1}", VLLM_NO_USAGE_STATS="1",
