@@ -17,36 +17,12 @@ from tests.rl.generators.test_colocated import command, outcome
 from tests.rl.processes import command_of, is_alive, running
 
 
-def shared_memory():
-    return {str(file) for file in Path("/dev/shm").iterdir()}
-
-
-BEFORE = shared_memory()
-
-
 def left_over(folder):
-    """Processes that know the run's folder or write into it, and with them their ports; new shared memory that nobody
-    has open; and what it must not leave in its folder."""
-    new, processes = seen()
-    found = [name for name, files in processes.items() if any(str(folder) in file for file in files)]
-    until = time.monotonic() + 10
-    # What a process leaves that another test has killed is removed by its tracker, a moment later.
-    while (lost := unheld(new, processes)) and time.monotonic() < until:
-        time.sleep(0.1)
-        new, processes = seen()
-    return found + lost + [str(path) for path in (folder / "logs").glob("*.key")]
-
-
-def seen():
-    """New shared memory, and the files of all processes. In this order: who opens some meanwhile, as other tests do, is
-    seen to hold it."""
-    new = shared_memory() - BEFORE
-    return new, {p.name: files_of(p) for p in Path("/proc").glob("[0-9]*") if int(p.name) != os.getpid()}
-
-
-def unheld(new, processes):
-    held = {file for files in processes.values() for file in files}
-    return [file for file in new - held if Path(file).exists()]
+    """Processes that know the run's folder or write into it, and with them their ports and their memory, which has no
+    names; and what it must not leave in its folder."""
+    others = [p for p in Path("/proc").glob("[0-9]*") if int(p.name) != os.getpid()]
+    found = [p.name for p in others if any(str(folder) in file for file in files_of(p))]
+    return found + [str(path) for path in (folder / "logs").glob("*.key")]
 
 
 def files_of(process):
