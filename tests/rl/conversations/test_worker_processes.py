@@ -94,19 +94,10 @@ ALONE = {"kills_its_supervisor", "stops_its_supervisor"}
 
 
 @pytest.fixture(scope="module")
-def task(tmp_path_factory):
+def task(tmp_path_factory, checked_at_once):
     file = tmp_path_factory.mktemp("task") / "task.py"
     file.write_text(TASK)
     return file
-
-
-@pytest.fixture(scope="module", autouse=True)
-def checked_at_once():
-    before = set(descendants(os.getpid()))
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("lockstep.rl.grading.supervisor_process.CHECK_SECONDS", 0.1)
-        yield
-    assert set(descendants(os.getpid())) <= before, "no process is left behind"
 
 
 def opened(task, **changes):

@@ -5,6 +5,8 @@ import signal
 import subprocess
 import sys
 import time
+from contextlib import ExitStack
+from functools import cache
 from pathlib import Path
 
 import pytest
@@ -73,7 +75,7 @@ LIMITS = dict(workers=1, seconds=1.5, memory_gib=0.25, processes=8, output_kib=6
 
 
 @pytest.fixture(scope="module")
-def task(tmp_path_factory):
+def task(tmp_path_factory, checked_at_once):
     file = tmp_path_factory.mktemp("task") / "task.py"
     file.write_text(TASK)
     return file
@@ -81,21 +83,15 @@ def task(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def opened(task):
-    """`opened(kind)`: one pool for the tests of this module, of which nothing is left behind."""
-    pools, before = {}, set(descendants(os.getpid()))
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("lockstep.rl.grading.supervisor_process.CHECK_SECONDS", 0.1)
+    """`opened(kind)`: one pool for the tests of this module."""
+    with ExitStack() as pools:
 
+        @cache
         def open_pool(kind="Task"):
-            if kind not in pools:
-                workers = open_workers(EnvironmentSource(f"{task}:{kind}"), RewardConfig(**LIMITS), task.parent)
-                pools[kind] = workers, workers.__enter__()
-            return pools[kind][1]
+            source = EnvironmentSource(f"{task}:{kind}")
+            return pools.enter_context(open_workers(source, RewardConfig(**LIMITS), task.parent))
 
         yield open_pool
-        for workers, _ in pools.values():
-            workers.__exit__(None, None, None)
-    assert set(descendants(os.getpid())) <= before, "no process is left behind"
 
 
 def failures(pool, completions):
