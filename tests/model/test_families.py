@@ -151,28 +151,14 @@ REFUSED = [
     ("qwen3_moe", dict(norm_topk_prob="yes"), "norm_topk_prob is 'yes'; it must be true or false"),
     ("qwen3_moe", dict(mlp_only_layers=[3]), r"mlp_only_layers is \[3\]; it must be a list of layers from 0 to 2"),
     ("qwen3_moe", dict(num_local_experts=8, num_experts=8), "experts.6.gate_proj.weight is missing"),
-    ("qwen3_moe", dict(moe_intermediate_size=50), r"has shape \[48, 64\], but config.json requires \[50, 64\]"),
-    ("gpt_oss", dict(attention_bias=False), "attention_bias is False; only True is supported"),
     ("gpt_oss", dict(swiglu_limit=5.0), "swiglu_limit is 5.0; only 7.0 is supported"),
-    ("gpt_oss", dict(layer_types=[FULL]), "layer_types is .* for each layer"),
     ("gpt_oss", dict(layer_types=[FULL, "chunked_attention", FULL]), "layer_types is .*chunked"),
     ("gpt_oss", dict(sliding_window=-1), "sliding_window is -1"),
     ("gpt_oss", dict(quantization_config={"quant_method": "gptq"}), r"'gptq'\), .*\(supported: mxfp4, .*dequantize"),
     ("gpt_oss", dict(quantization_config="fp8"), r"'fp8'\), which is not supported.*float8_e4m3.*fp8_cast_bf16.py"),
-    (
-        "deepseek_v3",
-        {"quantization_config": {"quant_method": "fp8"}},
-        "quantized .'fp8'.*Convert .*: fp8 is float8_e4m3",
-    ),
-    ("deepseek_v3", {"scoring_func": "softmax"}, "scoring_func is 'softmax'; only 'sigmoid'"),
-    ("deepseek_v3", {"kv_lora_rank": None}, "key kv_lora_rank is missing"),
     ("deepseek_v3", {"kv_lora_rank": 0}, "kv_rank is 0; it must be at least 1"),
     ("deepseek_v3", {"qk_rope_head_dim": 15}, "rope_dim is 15; rotary embedding needs an even one"),
-    (
-        "deepseek_v3",
-        {"v_head_dim": 21},
-        r"kv_b_proj.weight has shape \[176, 32\], but config.json requires \[180, 32\]",
-    ),
+    ("deepseek_v3", {"v_head_dim": 21}, r"kv_b_proj.weight has shape \[176, 32\], .* requires \[180, 32\]"),
     ("deepseek_v3", {"n_group": 3}, "8 experts in 3 groups"),
     ("deepseek_v3", {"q_lora_rank": None}, "tensor .*q_proj.weight is missing"),
 ]
@@ -205,15 +191,6 @@ def test_a_configuration_that_cannot_be_is_refused_by_name(tmp_path, folders, fa
 def test_sizes_of_a_key_that_do_not_agree_are_refused_with_both():
     with pytest.raises(UserError, match=r"kv_rank \+ rope_dim = 48 .*but num_kv_heads is 4 and head_dim 32"):
         ModelConfig("deepseek_v3", 100, 64, 2, 4, 4, 32, 96, latent=Latent(32, 16, 16, 16))
-
-
-def test_a_missing_expert_is_named(tmp_path, folders):
-    tensors = load_file(folders["qwen3_moe"] / "model.safetensors")
-    del tensors["model.layers.1.mlp.experts.4.up_proj.weight"]
-    save_file(tensors, tmp_path / "model.safetensors")
-    (tmp_path / "config.json").write_text((folders["qwen3_moe"] / "config.json").read_text())
-    with pytest.raises(UserError, match=r"tensor model.layers.1.mlp.experts.4.up_proj.weight is missing"):
-        load_model(tmp_path)
 
 
 @pytest.mark.parametrize("fused", [True, False])
@@ -255,42 +232,6 @@ def test_layers_that_predict_further_tokens_are_left_out(tmp_path, folders):
         found = dict(load_model(tmp_path / folder).named_parameters())
         assert all(torch.equal(parameter, found[name]) for name, parameter in expected.named_parameters())
     assert json.loads((tmp_path / "converted" / "config.json").read_text())["num_nextn_predict_layers"] == 0
-
-
-@pytest.mark.parametrize(
-    "changes",
-    [
-        *({key: None} for key in ("rms_norm_eps", "rope_parameters", "head_dim", "num_key_value_heads")),
-        {"max_position_embeddings": None},
-        {"rope_parameters": None, "rope_theta": 5000.0},
-        {"rope_parameters": None, "rope_theta": 5000.0, "rope_scaling": {"rope_type": "default"}},
-        {"rope_parameters": {"rope_type": "yarn", "factor": 8.0, "original_max_position_embeddings": 64}},
-    ],
-    ids=str,
-)
-def test_what_a_configuration_lacks_is_as_in_transformers(tmp_path, changes):
-    config = GptOssConfig(
-        **SIZES | OF_FAMILY["gpt_oss"] | dict(head_dim=64, num_attention_heads=16, num_key_value_heads=8)
-    )
-    values = config.to_dict() | {"architectures": ["GptOssForCausalLM"]}
-    values.pop("rope_theta", None)
-    values = {k: v for k, v in (values | changes).items() if v is not None}
-    (tmp_path / "config.json").write_text(json.dumps(values))
-    ours, known = read_config(tmp_path), GptOssConfig.from_pretrained(tmp_path)
-    (tmp_path / "config.json").write_text(json.dumps(values | {k: v for k, v in changes.items() if v is None}))
-    heads = {"num_kv_heads": 16} if "num_key_value_heads" in changes else {}
-    assert read_config(tmp_path) == replace(ours, **heads)
-    rope = known.rope_parameters
-    assert (ours.norm_eps, ours.head_dim, ours.num_kv_heads, ours.max_positions, ours.rope_theta) == (
-        known.rms_norm_eps, known.head_dim, known.num_key_value_heads, known.max_position_embeddings, rope["rope_theta"]
-    )  # fmt: skip
-    if rope["rope_type"] == "default":
-        assert ours.rope_scaling is None
-    else:
-        scaling = ours.rope_scaling
-        assert (scaling.factor, scaling.original_max_positions, scaling.truncate) == (
-            rope["factor"], rope["original_max_position_embeddings"], rope.get("truncate", True)
-        )  # fmt: skip
 
 
 def quantized(folder):
@@ -392,11 +333,3 @@ def test_presets_have_the_published_sizes():
     assert sum(p.numel() for p in micro.parameters()) == micro.config.num_parameters
     for name, parameter in micro.named_parameters():
         assert parameter.any() != name.endswith(("bias", "sinks")), name
-
-
-def test_layers_take_windows_in_turn():
-    assert shortest_pattern([20, 0, 20, 0, 20]) == (20, 0) and shortest_pattern([0, 0]) == (0,)
-    assert shortest_pattern([5, 0, 0, 5, 0, 0, 0]) == (5, 0, 0, 5, 0, 0, 0)
-    config = preset("gpt_oss:micro")
-    assert [config.window(layer) for layer in range(5)] == [20, 0, 20, 0, 20]
-    assert build_model(replace(config, num_layers=1), "float32").layers[0].self_attn.window == 20

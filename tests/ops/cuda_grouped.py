@@ -1,4 +1,4 @@
-"""The kernel of a grouped product, and what surrounds it in a mixture, on CPU tensors under Triton's interpreter.
+"""The kernel of a grouped product on CPU tensors under Triton's interpreter.
 
 `test_cuda_kernels.py` runs this file, and what `cuda_kernels.py` says of the interpreter holds here, too.
 """
@@ -10,8 +10,6 @@ import pytest
 import torch
 from hypothesis import Phase, given, settings
 from hypothesis import strategies as st
-from torch._subclasses.fake_tensor import DataDependentOutputException, FakeTensorMode
-from torch.overrides import TorchFunctionMode
 
 from lockstep import Engine, EngineConfig, SamplingParams, build_model, ops, score
 from lockstep.generate.graphs import GraphRunner
@@ -88,14 +86,6 @@ def test_described_tiles_of_groups_have_the_bits_of_others(monkeypatch, dtype, s
     assert used == [grouped._described_kernel, grouped._grouped_kernel]
 
 
-def test_another_order_along_k_gives_other_bits():
-    """Else the data would not show that the orders are the same."""
-    counts = [3, 0, 4]
-    (x, w), starts = _factors(0, counts, 64, 16, torch.float32), starts_of(counts)
-    backwards = grouped.product_with(TILES[0], x.flip(1), w.flip(2), starts)
-    assert not torch.equal(backwards, grouped.product_with(TILES[0], x, w, starts))
-
-
 def test_a_grouped_tile_is_compared_with_the_dense_product(monkeypatch):
     exact, (small, large) = grouped.product_with, linear.FLOAT_TILES
     own, given = replace(large, split=False), (torch.float32, torch.device("cpu"), 40, 24)
@@ -144,33 +134,6 @@ def test_gradients_are_the_librarys_where_it_takes_them(kernels, monkeypatch, ro
         for mine, exact in ((of_x, grad.float() @ w[0].float()), (of_weight[0], grad.float().T @ x.float())):
             # Rounded once to bfloat16, of sums in another order of factors that cancel.
             assert (mine.float() - exact).abs().max() <= 2e-2 * exact.abs().max()
-
-
-class _NothingReadsValues(TorchFunctionMode):
-    """Of tensors without values only shapes can be known. Copies to the CPU, which are none here, are refused, too."""
-
-    def __torch_function__(self, func, types, args=(), kwargs=None):
-        if func in (torch.Tensor.cpu, torch.Tensor.numpy):
-            raise DataDependentOutputException(func)
-        return func(*args, **(kwargs or {}))
-
-
-def test_nothing_between_a_mixtures_products_waits_for_their_values(monkeypatch):
-    module = importlib.import_module("lockstep.ops.grouped_linear")
-    product = module._grouped_linear
-    monkeypatch.setattr(product, "forward", lambda x, weight, starts: x.new_empty(x.shape[0], weight.shape[1]))
-    routing = ops.Routing(4, "sigmoid", groups=4, groups_kept=2)
-    with FakeTensorMode(), _NothingReadsValues():
-        x, router, bias = torch.randn(5, 32), torch.randn(8, 32), torch.randn(8)
-        gate, up, down = (torch.randn(8, *shape) for shape in ((16, 32), (16, 32), (32, 16)))
-        routes = ops.route(ops.router_logits(x, router), routing, bias)
-        assert ops.experts(x, *routes, gate, up, down).shape == x.shape
-        logits = ops.add_bias(ops.router_logits(x, router), bias)
-        routes = ops.route(logits, ops.Routing(2))
-        both, biases = torch.randn(8, 32, 32), torch.randn(8, 32)
-        assert ops.clamped_experts(x, *routes, both, biases, down, biases).shape == x.shape
-        with pytest.raises(DataDependentOutputException):
-            routes[1].max().item()
 
 
 @pytest.mark.slow

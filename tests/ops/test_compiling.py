@@ -145,6 +145,7 @@ def test_an_unusable_compiler_leaves_the_plain_forms_and_a_warning(tmp_path, mon
     assert ops.linear(torch.ones(2, 3), torch.ones(2, 3)).sum() == 12
 
 
+@pytest.mark.slow
 def test_importing_the_operators_calls_a_librarys_vector_functions_once_by_one_thread():
     script = """
 import torch
