@@ -6,15 +6,14 @@ from dataclasses import replace
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from transformers import AutoConfig, AutoModelForCausalLM, GptOssConfig
+from transformers import AutoConfig, AutoModelForCausalLM
 from transformers.integrations.mxfp4 import convert_moe_packed_tensors
 
 from lockstep import Engine, EngineConfig, SamplingParams, build_model, load_model, ops, save_model, score
 from lockstep.checkpoint.convert import convert
 from lockstep.config import CompileConfig
 from lockstep.errors import UserError
-from lockstep.model import Latent, ModelConfig, preset, read_config
-from lockstep.model.families.gpt_oss import shortest_pattern
+from lockstep.model import Latent, ModelConfig, preset
 from lockstep.model.mxfp4 import Mxfp4, dequantized
 from lockstep.parallel import apply_compile
 

@@ -9,7 +9,6 @@ import torch
 from transformers import Qwen3Config
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
-from lockstep import build_model
 from lockstep.model import Yarn, preset
 from lockstep.model.families import from_hugging_face, to_hugging_face
 from lockstep.model.rotary import RotaryTables, rotary_frequencies, rotary_tables, stretched_by_yarn, table_factor
