@@ -34,13 +34,6 @@ def test_a_stage_whose_parameters_are_all_frozen_passes_gradients_on(ranks, sche
             assert (weight - expected.weights[name]).norm() <= 1e-4 * expected.weights[name].norm(), name
 
 
-@pytest.mark.slow
-def test_compiled_stages_train_as_one_compiled_process_does():
-    run = partial(train, steps=3, model="llama3:micro", tied=False, compiled=True)
-    (expected,) = launch(1, run, ParallelConfig(), seconds=300)
-    _compare(launch(2, run, ParallelConfig(pipeline=2), seconds=300), expected)
-
-
 def _compare(traces, expected, tolerance=1e-5):
     assert torch.equal(torch.cat([trace.log_probs for trace in traces]), expected.log_probs)
     weights = {}
