@@ -198,17 +198,15 @@ def test_experts_in_one_tensor_are_read(tmp_path, folders, fused):
     before = load_file(folders["qwen3_moe"] / "model.safetensors")
     (tmp_path / "config.json").write_text((folders["qwen3_moe"] / "config.json").read_text())
     tensors = dict(before)
-    for layer in range(SIZES["num_hidden_layers"]):
-        path = f"model.layers.{layer}.mlp.experts."
-        stacked = {
-            kind: torch.stack([tensors.pop(f"{path}{e}.{kind}_proj.weight") for e in range(6)])
+    for path in (f"model.layers.{layer}.mlp.experts." for layer in range(SIZES["num_hidden_layers"])):
+        gate, up, down = (
+            torch.stack([tensors.pop(f"{path}{e}.{kind}_proj.weight") for e in range(6)])
             for kind in ("gate", "up", "down")
-        }
+        )
         if fused:
-            tensors[f"{path}gate_up_proj"] = torch.cat([stacked["gate"], stacked["up"]], 1)
-            tensors[f"{path}down_proj"] = stacked["down"]
+            tensors |= {f"{path}gate_up_proj": torch.cat([gate, up], 1), f"{path}down_proj": down}
         else:
-            tensors |= {f"{path}{kind}_proj.weight": tensor for kind, tensor in stacked.items()}
+            tensors |= {f"{path}{kind}_proj.weight": t for kind, t in (("gate", gate), ("up", up), ("down", down))}
     save_file(tensors, tmp_path / "model.safetensors")
     got = load_model(tmp_path)
     assert all(torch.equal(a, b) for a, b in zip(got.parameters(), expected.parameters()))
@@ -233,10 +231,11 @@ def test_layers_that_predict_further_tokens_are_left_out(tmp_path, folders):
     assert json.loads((tmp_path / "converted" / "config.json").read_text())["num_nextn_predict_layers"] == 0
 
 
-def quantized(folder):
-    """A folder whose experts are MXFP4, and the tensors that they stand for."""
-    theirs("gpt_oss", folder)
-    tensors = {name: tensor.bfloat16() for name, tensor in load_file(folder / "model.safetensors").items()}
+@pytest.fixture(scope="module")
+def mxfp4(folders, tmp_path_factory):
+    """A folder whose experts are MXFP4, its tensors, and those that they stand for."""
+    folder = tmp_path_factory.mktemp("mxfp4")
+    tensors = {name: tensor.bfloat16() for name, tensor in load_file(folders["gpt_oss"] / "model.safetensors").items()}
     draw, plain = torch.Generator().manual_seed(1), {}
     for name in [name for name in tensors if name.endswith(("gate_up_proj", "experts.down_proj"))]:
         experts, inputs, outputs = tensors.pop(name).shape
@@ -245,18 +244,19 @@ def quantized(folder):
         tensors |= {f"{name}_blocks": blocks, f"{name}_scales": scales}
         plain[name] = convert_moe_packed_tensors(blocks, scales, dtype=torch.bfloat16).contiguous()
     save_file(tensors, folder / "model.safetensors")
+    (folder / "config.json").write_text((folders["gpt_oss"] / "config.json").read_text())
     method = {"quant_method": "mxfp4", "modules_to_not_convert": ["model.layers.*.self_attn"]}
     change(folder, dtype="bfloat16", quantization_config=method)
-    return tensors, plain
+    return folder, tensors, plain
 
 
 @pytest.mark.parametrize("dtype", [None, "float32"])
-def test_mxfp4_experts_are_read_as_transformers_reads_them_and_saved_unquantised(tmp_path, dtype):
-    held, plain = quantized(tmp_path / "theirs")
-    model = load_model(tmp_path / "theirs", dtype=dtype)
+def test_mxfp4_experts_are_read_as_transformers_reads_them_and_saved_unquantised(tmp_path, mxfp4, dtype):
+    source, held, plain = mxfp4
+    model = load_model(source, dtype=dtype)
     assert model.dtype == (torch.bfloat16 if dtype is None else torch.float32)
     save_model(model, tmp_path / "ours")
-    convert(tmp_path / "theirs", tmp_path / "converted", dtype=dtype or "auto")
+    convert(source, tmp_path / "converted", dtype=dtype or "auto")
     expected = {name: tensor for name, tensor in held.items() if not name.endswith(("_blocks", "_scales"))} | plain
     for folder in ("ours", "converted"):
         found = load_file(tmp_path / folder / "model.safetensors")
@@ -283,36 +283,30 @@ def test_any_place_of_an_mxfp4_tensor_can_be_read():
     scales = torch.randint(120, 130, (3, 10, 4), generator=draw, dtype=torch.uint8)
     whole = dequantized(blocks, scales).mT
     tensor = Mxfp4("down_proj", blocks, scales)
-    for experts, inputs, outputs in [
-        ((0, 3), (0, 128), (0, 10)),
-        ((1, 2), (31, 33), (3, 4)),
-        ((0, 2), (70, 128), (9, 10)),
-    ]:
-        place = slice(*experts), slice(*inputs), slice(*outputs)
+    for place in (
+        (slice(0, 3), slice(0, 128), slice(0, 10)),
+        (slice(1, 2), slice(31, 33), slice(3, 4)),
+        (slice(0, 2), slice(70, 128), slice(9, 10)),
+    ):
         assert torch.equal(tensor[place], whole[place])
 
 
+EXPERTS = "model.layers.1.mlp.experts."
+
+
 @pytest.mark.parametrize(
-    ("damage", "message"),
+    ("name", "damaged", "message"),
     [
-        ("no_scales", r"gate_up_proj_scales is missing"),
-        ("floats", r"down_proj_blocks is F32; only U8 are read"),
-        ("nan", r"layers.1.mlp.experts.down_proj_scales has a scale byte of 255 for expert 2"),
-        ("shape", r"down_proj_scales has shape \[6, 64, 2\], but config.json requires \[6, 64, 3\]"),
+        ("gate_up_proj_scales", lambda tensor: None, r"gate_up_proj_scales is missing"),
+        ("down_proj_blocks", lambda tensor: tensor.float(), r"down_proj_blocks is F32; only U8 are read"),
+        ("down_proj_scales", lambda tensor: tensor.index_fill(0, torch.tensor(2), 255), "a scale byte of 255 for exp"),
+        ("down_proj_scales", lambda tensor: tensor[..., :2].contiguous(), r"has shape \[6, 64, 2\], .* \[6, 64, 3\]"),
     ],
 )
-def test_damaged_mxfp4_is_named(tmp_path, damage, message):
-    tensors, _ = quantized(tmp_path)
-    path = "model.layers.1.mlp.experts."
-    if damage == "no_scales":
-        del tensors[path + "gate_up_proj_scales"]
-    elif damage == "floats":
-        tensors[path + "down_proj_blocks"] = tensors[path + "down_proj_blocks"].float()
-    elif damage == "nan":
-        tensors[path + "down_proj_scales"][2, 3, 1] = 255
-    else:
-        tensors[path + "down_proj_scales"] = tensors[path + "down_proj_scales"][..., :2].contiguous()
-    save_file(tensors, tmp_path / "model.safetensors")
+def test_damaged_mxfp4_is_named(tmp_path, mxfp4, name, damaged, message):
+    tensors = mxfp4[1] | {EXPERTS + name: damaged(mxfp4[1][EXPERTS + name])}
+    save_file({name: tensor for name, tensor in tensors.items() if tensor is not None}, tmp_path / "model.safetensors")
+    (tmp_path / "config.json").write_text((mxfp4[0] / "config.json").read_text())
     with pytest.raises(UserError, match=message):
         load_model(tmp_path)
 

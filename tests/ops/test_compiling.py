@@ -31,12 +31,7 @@ def fresh_kernels(monkeypatch):
     forget_forms()
 
 
-PROGRAM = """
-import torch
-from lockstep import ops
-
-print(ops.linear(torch.ones(2, 3), torch.ones(2, 3)).sum().item())
-"""
+PROGRAM = "import torch; from lockstep import ops; print(ops.linear(torch.ones(2, 3), torch.ones(2, 3)).sum().item())"
 
 
 def compiler_of(folder, before=""):
@@ -47,40 +42,41 @@ def compiler_of(folder, before=""):
     return str(script)
 
 
-@pytest.mark.slow
-def test_damaged_kernels_are_compiled_anew(tmp_path, monkeypatch):
+@pytest.fixture
+def cached_kernels(tmp_path, monkeypatch):
+    """The best kernels in a cache folder of their own: those that are there, for compiling takes long."""
     compiled = build.library_path(supported()[0])
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    monkeypatch.setenv("CXX", compiler_of(tmp_path, f"echo >> {tmp_path}/calls"))
-    with monkeypatch.context() as patch:  # compiling takes long: once is enough
+    with monkeypatch.context() as patch:
         patch.setattr(build, "compile_kernels", lambda compiler, flags, target, umask: shutil.copy(compiled, target))
-        library = build.library_path(supported()[0])
+        return build.library_path(supported()[0])
+
+
+@pytest.mark.slow
+def test_damaged_kernels_are_compiled_anew(tmp_path, monkeypatch, cached_kernels):
+    monkeypatch.setenv("CXX", compiler_of(tmp_path, f"echo >> {tmp_path}/calls"))
     # In processes of their own: without the check the second would end by a signal.
     run = [sys.executable, "-c", PROGRAM]
     assert subprocess.run(run, capture_output=True, text=True).stdout.strip() == "12.0"
     assert not (tmp_path / "calls").exists(), "whole kernels are used as they are"
-    library.write_bytes(library.read_bytes()[:4096])
+    cached_kernels.write_bytes(cached_kernels.read_bytes()[:4096])
     assert subprocess.run(run, capture_output=True, text=True).stdout.strip() == "12.0"
     assert (tmp_path / "calls").exists()
 
 
-def test_without_a_compiler_those_that_were_compiled_before_are_used(tmp_path, monkeypatch, fresh_kernels):
-    compiled = build.library_path(supported()[0])
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+def test_without_a_compiler_those_that_were_compiled_before_are_used(
+    tmp_path, monkeypatch, fresh_kernels, cached_kernels
+):
     monkeypatch.delenv("CXX", raising=False)
     monkeypatch.setattr(build, "SHIPPED", tmp_path)
-    with monkeypatch.context() as patch:
-        # Real kernels, but those that are there: compiling them again would take a quarter of a minute.
-        patch.setattr(build, "compile_kernels", lambda compiler, flags, target, umask: shutil.copy(compiled, target))
-        before = build.library_path(supported()[0])
     monkeypatch.setenv("PATH", str(tmp_path))
     with warnings.catch_warnings(action="error"):
         assert ops.linear(torch.ones(2, 3), torch.ones(2, 3)).sum() == 12 and ops.arithmetic() != "pytorch"
     for compiler in ("", str(tmp_path / "absent")):
         monkeypatch.setenv("CXX", compiler)
-        assert build.library_path(supported()[0]) == before
+        assert build.library_path(supported()[0]) == cached_kernels
     monkeypatch.delenv("CXX")
-    before.unlink()
+    cached_kernels.unlink()
     with pytest.raises(compiling.CompilerMissing, match="no C[+][+] compiler was found"):
         build.library_path(supported()[0])
 

@@ -102,13 +102,15 @@ def test_the_summed_log_probability_is_that_of_the_tokens(dtype, slice_bytes, mo
 @pytest.mark.parametrize(
     "score", [lambda *x: ops.token_log_probs(*x)[0].sum(), lambda *x: ops.log_prob_sum(*x, 0.5)], ids=["tokens", "sum"]
 )
-def test_of_the_heads_gradient_a_wide_sum_and_one_narrow_tensor_are_held_at_once(score, monkeypatch):
+def test_of_the_heads_gradient_a_wide_sum_and_one_narrow_tensor_are_held_at_once(score, monkeypatch, form):
+    if form != "pytorch":
+        pytest.skip("in other forms, too, a GPU's products stand in for those of the form")
     monkeypatch.setattr(head_gradients, "SLICE_BYTES", 8 * 4096 * 2)  # three slices of the targets
     # Products that hold nothing wide of their own, as a GPU's.
     products = import_module("lockstep.ops.linear")
     for owner, name in ((products, "product"), (products._linear, "forward")):
         monkeypatch.setattr(owner, name, lambda x, weight, chunks=1: x @ weight.T)
-    head, hidden = _leaf(0, 4096, 1024, dtype=torch.bfloat16), _leaf(1, 24, 1024, dtype=torch.bfloat16)
+    head, hidden = _leaf(0, 4096, 512, dtype=torch.bfloat16), _leaf(1, 24, 512, dtype=torch.bfloat16)
     with MemTracker() as tracker:
         score(hidden, head, torch.zeros(24, dtype=torch.int64)).backward()
     (peak,) = tracker.get_tracker_snapshot("peak").values()
@@ -138,7 +140,7 @@ def _sides_agree(temperature):
     return torch.equal(generator, trainer)
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=40, deadline=None)
 @given(st.floats(0.01, 10.0) | st.integers(1, 300).map(lambda hundredths: hundredths / 100))
 def test_trainer_and_generator_agree_at_any_temperature(temperature):
     assert _sides_agree(temperature)

@@ -7,11 +7,10 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from torch import Tensor
 
 from benchmarks.context import measure
 from lockstep.config import CompileConfig, ParallelConfig, RecomputeConfig
-from lockstep.model import initialize, preset
+from lockstep.model import initialize, preset, resolve_dtype
 from lockstep.parallel import close_world, open_world, parallel_model
 from lockstep.parallel.context import split_sequences
 from lockstep.train import pack, target_log_probs
@@ -40,15 +39,12 @@ def test_ranks_share_all_tokens_once_equally_many_and_with_equal_causal_work(len
     assert max(keys) - min(keys) <= 4 * sum(lengths)
 
 
-def first_step(
-    parallel: ParallelConfig, dtype: str, model: str, recompute: str
-) -> tuple[list[Tensor], dict[str, Tensor]]:
+def first_step(parallel, dtype, model, recompute):
     """Log-probabilities of this rank's targets, in their rows' places and 0 elsewhere, and all gradients, whole."""
     world = open_world(parallel, "cpu")
-    kind = {"float32": torch.float32, "bfloat16": torch.bfloat16}[dtype]
-    fill = partial(initialize, seed=3)
-    shape = replace(preset(model, VOCAB), num_layers=2)
-    decoder = parallel_model(shape, kind, world, parallel, CompileConfig(), fill, RecomputeConfig(mode=recompute))
+    shape, fill = replace(preset(model, VOCAB), num_layers=2), partial(initialize, seed=3)
+    recomputed = RecomputeConfig(mode=recompute)
+    decoder = parallel_model(shape, resolve_dtype(dtype), world, parallel, CompileConfig(), fill, recomputed)
     draw = torch.Generator().manual_seed(0)
     log_probs = [torch.zeros(sum(lengths)) for lengths in LENGTHS]
     targets = sum(LENGTHS[0]) - len(LENGTHS[0]) + 1

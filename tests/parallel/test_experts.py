@@ -8,7 +8,7 @@ import torch
 
 from lockstep import Engine, EngineConfig, SamplingParams, ops
 from lockstep.config import CompileConfig, ParallelConfig, PretrainConfig, RecomputeConfig, TrainConfig
-from lockstep.model import initialize, preset
+from lockstep.model import initialize, preset, resolve_dtype
 from lockstep.model.shard import local_values
 from lockstep.ops.experts import feed_forward
 from lockstep.parallel import close_world, generator_model, open_world, parallel_model
@@ -20,7 +20,6 @@ from lockstep.train.objective import NextTokenLoss
 from tests.parallel.launch import launch
 
 MODEL = "qwen3_moe:micro"
-DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 
 
 def sampled(ranks, dtype, model=MODEL):
@@ -28,7 +27,7 @@ def sampled(ranks, dtype, model=MODEL):
     parallel = ParallelConfig(tensor=ranks, reduction_chunks=2, data_shard=1)
     world = open_world(parallel, "cpu")
     shape = preset(model, 259)
-    decoder = generator_model(shape, DTYPES[dtype], world, parallel, partial(initialize, seed=3))
+    decoder = generator_model(shape, resolve_dtype(dtype), world, parallel, partial(initialize, seed=3))
     engine = Engine(decoder, EngineConfig(max_tokens_per_step=37, cache_tokens=512))
     groups = engine.generate([[1]], SamplingParams(max_tokens=5, seed=1))
     groups += engine.generate([[1], list(range(40)), [5, 6, 7]], SamplingParams(max_tokens=9, seed=1, n=2))
