@@ -11,14 +11,11 @@ import torch
 from hypothesis import Phase, given, settings
 from hypothesis import strategies as st
 
-from lockstep import Engine, EngineConfig, SamplingParams, build_model, ops, score
-from lockstep.generate.graphs import GraphRunner
-from lockstep.model import preset
+from lockstep import ops
 from lockstep.ops.cuda import experts as summed
 from lockstep.ops.cuda import grouped_linear as grouped
 from lockstep.ops.cuda import linear
 from lockstep.ops.cuda.kernel import launch
-from tests.generate.recorder import Recorder
 from tests.ops.cuda_kernels import DTYPES, compare, dots_of_fixed_order, form, kernels, nothing_twice  # noqa: F401
 from tests.ops.test_experts import starts_of
 from tests.ops.test_linear import cancelling
@@ -112,46 +109,6 @@ def test_gradients_of_a_grouped_product_are_its_own_with_transposed_weights_and_
     assert torch.equal(of_x, _row_by_row(grad, w.detach().mT, counts))
     for rows, grads, own in zip(x.detach().split(counts), grad.split(counts), of_weight, strict=True):
         assert torch.equal(own, grads.T @ rows)
-
-
-@pytest.mark.parametrize(("rows", "aligned", "by_library"), [(0, 1, 0), (1, 1, 0), (9, 0, 0), (9, 1, 1)])
-def test_gradients_are_the_librarys_where_it_takes_them(kernels, monkeypatch, rows, aligned, by_library):  # noqa: F811
-    """torch's own grouped product, which runs on a CPU, too."""
-    monkeypatch.setattr(linear, "has_copy_engine", lambda x: True)
-    used, counts = [], [rows, 0, 0]
-    for name in ("input_gradient", "weight_gradient"):
-        own = getattr(grouped, name)
-        monkeypatch.setattr(grouped, name, lambda *given, own=own: used.append(1) or own(*given))
-    x, w = _factors(5, counts, 32, 48, torch.bfloat16)
-    wide = torch.zeros(rows * 48 + 8, dtype=torch.bfloat16)
-    grad = wide[8:].view(rows, 48) if aligned else wide[1 : 1 + rows * 48].view(rows, 48)
-    grad.copy_(cancelling(6, rows, 48, 1, torch.bfloat16)[0])
-    starts, ops_of = starts_of(counts), importlib.import_module("lockstep.ops.grouped_linear")
-    of_x, of_weight = ops_of.grouped_gradients(grad, x, w, starts)
-    assert len(used) == 2 * by_library
-    assert of_x.shape == x.shape and not of_weight[1:].any()
-    if by_library:  # the interpreter has no products of bfloat16
-        for mine, exact in ((of_x, grad.float() @ w[0].float()), (of_weight[0], grad.float().T @ x.float())):
-            # Rounded once to bfloat16, of sums in another order of factors that cancel.
-            assert (mine.float() - exact).abs().max() <= 2e-2 * exact.abs().max()
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("family", ["qwen3_moe", "gpt_oss"])
-def test_a_mixtures_decode_steps_replayed_have_the_trainers_bits(kernels, family):  # noqa: F811
-    shape = replace(preset(f"{family}:micro", 60), num_layers=1, dim=32, max_positions=128)
-    model = build_model(shape, "float32", seed=1)
-    config = EngineConfig(max_tokens_per_step=11, max_sequences=3, cache_tokens=256, draft="none")
-    engine = Engine(model, config)
-    config.cuda_graphs = "full"
-    recorder = Recorder()
-    engine.runner = GraphRunner(model, engine.cache, config, recorder)
-    prompts = [[1, 2, 3], [4] * 9, [5, 6]]
-    groups = engine.generate(prompts, SamplingParams(max_tokens=3, temperature=1.0, seed=0, ignore_eos=True))
-    assert recorder.replayed
-    for prompt, (completion,) in zip(prompts, groups):
-        trainer = score(model, [prompt + completion.token_ids])[0]
-        assert torch.equal(torch.tensor(completion.logprobs), trainer[len(prompt) - 1 :])
 
 
 @pytest.mark.parametrize(("dtype", "weighted"), [(torch.float32, True), (torch.float16, False)])
