@@ -6,6 +6,7 @@ has one. What holds here is the kernels' indexing, masking and order of pieces, 
 """
 
 import inspect
+from contextlib import contextmanager
 from dataclasses import replace
 from functools import cache
 from types import SimpleNamespace
@@ -93,10 +94,23 @@ def _dot(a: np.ndarray, b: np.ndarray, dtype: np.dtype) -> np.ndarray:
     return np.add.reduce(np.multiply(a.astype(dtype).T[:, :, None], b.astype(dtype)[:, None, :], order="C"), 0)
 
 
-@pytest.fixture
-def kernels(monkeypatch):
+@contextmanager
+def in_kernels():
     """Sends CPU tensors to the kernels, as CUDA tensors are elsewhere."""
-    monkeypatch.setattr(cuda, "usable", lambda x: True)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(cuda, "usable", lambda x: True)
+        yield
+
+
+@pytest.fixture
+def kernels():
+    with in_kernels():
+        yield
+
+
+def give_copy_engine(patch):
+    patch.setattr(linear, "has_copy_engine", lambda x: True)
+    patch.setattr(torch.cuda, "get_device_properties", lambda device: SimpleNamespace(multi_processor_count=3))
 
 
 def _product(x: torch.Tensor, weight: torch.Tensor, chunks: int = 1) -> torch.Tensor:
@@ -145,8 +159,7 @@ def test_described_tiles_have_the_bits_of_others(monkeypatch, dtype, inner, oute
     used = _launches(monkeypatch)
     monkeypatch.setattr(linear, "pieces_of", lambda *_: 1 if looped else min(2, pieces_of(inner, outer)))
     pointers = linear.product_with(linear.Tile(32, 32, 32, 4, 2), x, weight)
-    monkeypatch.setattr(linear, "has_copy_engine", lambda x: True)
-    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: SimpleNamespace(multi_processor_count=3))
+    give_copy_engine(monkeypatch)
     described = linear.product_with(linear.Tile(32, 32, 32, 4, 2, looped=looped), x, weight)
     assert used == [linear._linear_kernel, linear._looped_kernel if looped else linear._described_kernel]
     assert torch.equal(described, pointers)
@@ -171,8 +184,7 @@ def _launches(monkeypatch) -> list:
 def test_what_is_compared_for_a_shape_is_what_computes_it(monkeypatch, outer):
     used = _launches(monkeypatch)
     monkeypatch.setattr(linear, "COMPARED", 64)
-    monkeypatch.setattr(linear, "has_copy_engine", lambda x: True)
-    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: SimpleNamespace(multi_processor_count=3))
+    give_copy_engine(monkeypatch)
     tile, base = linear.Tile(32, 32, 32, 4, 2, looped=True), linear.Tile(32, 32, 32, 4, 2, True)
     assert compare(tile, base, torch.float16, torch.device("cpu"), 32, outer)
     whole = _randn(0, 71 * 32 + 1, dtype=torch.float16)
@@ -215,7 +227,7 @@ def test_a_tile_whose_bits_differ_is_not_used(monkeypatch):
 
 
 @pytest.mark.parametrize(("dtype", "dim"), [(torch.float32, 50), (torch.float16, 128), (torch.bfloat16, 50)])
-def test_rows_agree_with_the_plain_forms_and_so_do_their_gradients(monkeypatch, dtype, dim):
+def test_rows_agree_with_the_plain_forms_and_so_do_their_gradients(dtype, dim):
     x, up, weight = (_randn(i, *s, dtype=dtype).requires_grad_() for i, s in enumerate([(33, dim), (33, dim), (dim,)]))
     heads, angles = _randn(3, 33, 3, dim, dtype=dtype).requires_grad_(), _randn(4, 33, dim // 2)
     wide = [(part.detach() * 8).requires_grad_() for part in (x, up)]
@@ -226,24 +238,22 @@ def test_rows_agree_with_the_plain_forms_and_so_do_their_gradients(monkeypatch, 
         (ops.rotary, (heads, angles.cos(), angles.sin()), [heads]),
     ]
     for operator, arguments, leaves in cases:
-        monkeypatch.setattr(cuda, "usable", lambda x: False)
         theirs = operator(*arguments)
         grad = _randn(5, *theirs.shape, dtype=dtype)
         expected = torch.autograd.grad(theirs, leaves, grad)
-        monkeypatch.setattr(cuda, "usable", lambda x: True)
-        mine = operator(*arguments)
-        _close([mine], [theirs], dtype)
-        _close(torch.autograd.grad(mine, leaves, grad), expected, dtype)
-        for part in (slice(0, 1), slice(7, 29)):
-            alone = [a[part] if isinstance(a, torch.Tensor) and a.shape[0] == 33 else a for a in arguments]
-            assert torch.equal(operator(*alone), mine[part])
+        with in_kernels():
+            mine = operator(*arguments)
+            _close([mine, *torch.autograd.grad(mine, leaves, grad)], [theirs, *expected], dtype)
+            for part in (slice(0, 1), slice(7, 29)):
+                alone = [a[part] if isinstance(a, torch.Tensor) and a.shape[0] == 33 else a for a in arguments]
+                assert torch.equal(operator(*alone), mine[part])
 
 
 # The interpreter rounds to bfloat16 in its own way.
 @pytest.mark.parametrize(
     ("moments", "kind"), [(torch.float32, torch.float16), (torch.float16, torch.float32), (torch.float16, None)]
 )
-def test_an_update_has_the_bits_of_the_cpus(monkeypatch, moments, kind):
+def test_an_update_has_the_bits_of_the_cpus(moments, kind):
     def stepped() -> list[torch.Tensor]:
         master, grad, mean = _randn(0, 3001), _randn(1, 3001).half(), (_randn(2, 3001) * 0.01).to(moments)
         square = (_randn(3, 3001).square() * 1e-3).to(moments)
@@ -254,9 +264,8 @@ def test_an_update_has_the_bits_of_the_cpus(monkeypatch, moments, kind):
         return [master, mean, square, *([] if weight is None else [weight])]
 
     expected = stepped()
-    monkeypatch.setattr(cuda, "usable", lambda x: True)
-    for ours, theirs in zip(stepped(), expected, strict=True):
-        assert torch.equal(ours, theirs)
+    with in_kernels():
+        assert all(map(torch.equal, stepped(), expected))
 
 
 @settings(max_examples=2, deadline=None)
@@ -271,17 +280,12 @@ def test_an_update_has_the_bits_of_the_cpus(monkeypatch, moments, kind):
 def test_attention_is_the_same_however_sequences_are_cut_ordered_and_paged(
     lengths, terms, heads, head_dim, dtype, random
 ):
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(cuda, "usable", lambda x: True)
-        num_heads, kv_heads = heads
-        total = sum(lengths)
-        q = _randn(0, total, num_heads, head_dim, dtype=dtype)
-        k, v = _randn(1, total, kv_heads, head_dim, dtype=dtype), _randn(2, total, kv_heads, head_dim, dtype=dtype)
-        terms = terms if terms.sinks is None else terms._replace(sinks=terms.sinks[:num_heads].to(dtype))
+    q, k, v = (_randn(i, sum(lengths), n, head_dim, dtype=dtype) for i, n in enumerate((*heads, heads[1])))
+    terms = terms if terms.sinks is None else terms._replace(sinks=terms.sinks[: heads[0]].to(dtype))
+    plain = ops.PackedAttention(lengths)(0, q, k, v, terms)
+    with in_kernels():
         expected = ops.PackedAttention(lengths)(0, q, k, v, terms)
-        patch.setattr(cuda, "usable", lambda x: False)
-        _close([expected], [ops.PackedAttention(lengths)(0, q, k, v, terms)], dtype)
-        patch.setattr(cuda, "usable", lambda x: True)
+        _close([expected], [plain], dtype)
         assert_pieces_agree(expected, q, k, v, lengths, random, pieces=[1, 16, 64, 90], terms=terms)
 
 
