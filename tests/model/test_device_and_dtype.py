@@ -10,14 +10,7 @@ import torch
 from lockstep import build_model, load_model, score
 from lockstep.checkpoint import open_model
 from lockstep.errors import UserError
-from lockstep.model import (
-    arithmetic_of,
-    choose_dtype,
-    instruction_set,
-    open_device,
-    preset,
-    set_arithmetic,
-)
+from lockstep.model import arithmetic_of, choose_dtype, instruction_set, open_device, preset, set_arithmetic
 from lockstep.ops.native import instruction_sets
 from lockstep.rl.scoring.parity_check import check_parity
 from lockstep.train import pack

@@ -63,17 +63,14 @@ def dots_of_fixed_order():
     patch.setattr(attention, "PROGRAMS", 8)  # few rows only: the interpreter takes long to join them
     patch.setattr(attention, "high_tiles_agree", lambda dtype, *_: dtype == torch.float16)
     patch.setattr(vocabulary, "BLOCK", 32)  # so that a piece of a small vocabulary has several
+    _do_nothing_twice(patch, interpreter)
     yield
     patch.undo()
 
 
-@pytest.fixture(scope="module", autouse=True)
-def nothing_twice():
+def _do_nothing_twice(patch, interpreter) -> None:
     """Two fifths of the interpreter's time: sums to look for overflows, which it reports in debugging alone, and lists
     that every launch makes again."""
-    from triton.runtime import interpreter
-
-    patch = pytest.MonkeyPatch()
     options = replace(interpreter.interpreter_builder.options, sanitize_overflow=False)
     patch.setattr(interpreter.interpreter_builder, "options", options)
     is_builtin = interpreter.tl.core.is_builtin
@@ -85,8 +82,6 @@ def nothing_twice():
                 interpreter._patch_attr(package, name, member, builder, scope)
 
     patch.setattr(interpreter, "_patch_builtin", patch_builtin)
-    yield
-    patch.undo()
 
 
 def _dot(a: np.ndarray, b: np.ndarray, dtype: np.dtype) -> np.ndarray:
