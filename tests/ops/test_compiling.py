@@ -42,41 +42,42 @@ def compiler_of(folder, before=""):
     return str(script)
 
 
-@pytest.fixture
-def cached_kernels(tmp_path, monkeypatch):
-    """The best kernels in a cache folder of their own: those that are there, for compiling takes long."""
-    compiled = build.library_path(supported()[0])
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+def cache_kernels(folder, monkeypatch):
+    """The best kernels, as compiled with `CXX`, in a cache folder of their own: copies, for compiling takes long."""
+    with monkeypatch.context() as patch:
+        patch.delenv("CXX", raising=False)
+        compiled = build.library_path(supported()[0])
+    monkeypatch.setenv("XDG_CACHE_HOME", str(folder))
     with monkeypatch.context() as patch:
         patch.setattr(build, "compile_kernels", lambda compiler, flags, target, umask: shutil.copy(compiled, target))
         return build.library_path(supported()[0])
 
 
 @pytest.mark.slow
-def test_damaged_kernels_are_compiled_anew(tmp_path, monkeypatch, cached_kernels):
+def test_damaged_kernels_are_compiled_anew(tmp_path, monkeypatch):
     monkeypatch.setenv("CXX", compiler_of(tmp_path, f"echo >> {tmp_path}/calls"))
+    library = cache_kernels(tmp_path, monkeypatch)
     # In processes of their own: without the check the second would end by a signal.
     run = [sys.executable, "-c", PROGRAM]
     assert subprocess.run(run, capture_output=True, text=True).stdout.strip() == "12.0"
     assert not (tmp_path / "calls").exists(), "whole kernels are used as they are"
-    cached_kernels.write_bytes(cached_kernels.read_bytes()[:4096])
+    library.write_bytes(library.read_bytes()[:4096])
     assert subprocess.run(run, capture_output=True, text=True).stdout.strip() == "12.0"
     assert (tmp_path / "calls").exists()
 
 
-def test_without_a_compiler_those_that_were_compiled_before_are_used(
-    tmp_path, monkeypatch, fresh_kernels, cached_kernels
-):
+def test_without_a_compiler_those_that_were_compiled_before_are_used(tmp_path, monkeypatch, fresh_kernels):
     monkeypatch.delenv("CXX", raising=False)
     monkeypatch.setattr(build, "SHIPPED", tmp_path)
+    library = cache_kernels(tmp_path, monkeypatch)
     monkeypatch.setenv("PATH", str(tmp_path))
     with warnings.catch_warnings(action="error"):
         assert ops.linear(torch.ones(2, 3), torch.ones(2, 3)).sum() == 12 and ops.arithmetic() != "pytorch"
     for compiler in ("", str(tmp_path / "absent")):
         monkeypatch.setenv("CXX", compiler)
-        assert build.library_path(supported()[0]) == cached_kernels
+        assert build.library_path(supported()[0]) == library
     monkeypatch.delenv("CXX")
-    cached_kernels.unlink()
+    library.unlink()
     with pytest.raises(compiling.CompilerMissing, match="no C[+][+] compiler was found"):
         build.library_path(supported()[0])
 

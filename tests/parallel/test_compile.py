@@ -5,11 +5,8 @@ The engine's own property tests also run compiled (`tests/generate/test_engine.p
 
 import os
 import stat
-import subprocess
-import sys
 from dataclasses import replace
 from functools import partial
-from pathlib import Path
 
 import pytest
 import torch
@@ -19,6 +16,7 @@ from lockstep.cache import UnsafeCache
 from lockstep.config import CompileConfig, ParallelConfig, TrainConfig
 from lockstep.errors import UserError
 from lockstep.model import initialize, preset, resolve_dtype
+from lockstep.ops.opaque import library
 from lockstep.parallel import apply_compile, close_world, generator_model, open_world, parallel_model
 from lockstep.parallel.compile import keep_artifacts
 from lockstep.rl.scoring.parity_check import check_parity
@@ -115,40 +113,26 @@ def test_a_model_that_only_samples_is_compiled_without_gradients():
         model(torch.tensor([1, 2]), torch.tensor([0, 1]), ops.PackedAttention([2]))
 
 
-@pytest.mark.slow
-def test_compiled_code_is_kept_in_the_users_cache_apart_for_each_set_of_operators(tmp_path):
-    """In a process of its own: importing torch._dynamo sets the variable that says where torch keeps it."""
-    code = """if True:
-        import os
-        from lockstep.ops.opaque import library
-        from lockstep.parallel.compile import keep_artifacts
-        print(keep_artifacts(), os.environ["TORCHINDUCTOR_CACHE_DIR"])
-        library.schemas.append("another(Tensor x) -> Tensor")
-        del os.environ["TORCHINDUCTOR_CACHE_DIR"]
-        print(keep_artifacts())"""
-    environment = {n: v for n, v in os.environ.items() if n != "TORCHINDUCTOR_CACHE_DIR"}
-    environment["XDG_CACHE_HOME"] = str(tmp_path)
-    command = [sys.executable, "-c", code]
-    printed = subprocess.run(command, env=environment, capture_output=True, text=True, check=True).stdout.splitlines()
-    folder, used = printed[0].split()
-    assert folder == used and Path(folder).parent == tmp_path / "lockstep"
-    assert Path(printed[1]).parent == tmp_path / "lockstep" and printed[1] != folder
+def test_compiled_code_is_kept_in_the_users_cache_for_each_set_of_operators_and_for_its_owner_only(
+    tmp_path, monkeypatch
+):
+    from torch._inductor.runtime.cache_dir_utils import default_cache_dir
 
-
-def test_compiled_code_is_kept_for_its_owner_only(tmp_path, monkeypatch):
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    monkeypatch.delenv("TORCHINDUCTOR_CACHE_DIR", raising=False)
-    before = os.umask(0)
+    before, folders = os.umask(0), []
     try:
-        folder = keep_artifacts()
+        for another in range(2):
+            monkeypatch.setattr(library, "schemas", [f"another{another}(Tensor x) -> Tensor"])
+            monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", default_cache_dir())  # as importing torch._dynamo does
+            folders.append(keep_artifacts())
+            assert os.environ["TORCHINDUCTOR_CACHE_DIR"] == str(folders[-1])
     finally:
         os.umask(before)
-    assert folder.parent == tmp_path / "lockstep" and stat.S_IMODE(folder.stat().st_mode) == 0o700
-    folder = tmp_path / "inductor"
-    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(folder))
-    assert keep_artifacts() == folder
-    folder.mkdir(exist_ok=True)  # importing the compiler may have made it
-    folder.chmod(0o777)
+    assert folders[0] != folders[1]
+    for folder in folders:
+        assert folder.parent == tmp_path / "lockstep" and stat.S_IMODE(folder.stat().st_mode) == 0o700
+    folders[0].chmod(0o777)
+    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(folders[0]))
     with pytest.raises(UnsafeCache, match="other users can write to it .*TORCHINDUCTOR_CACHE_DIR"):
         keep_artifacts()
 
