@@ -263,7 +263,7 @@ def test_an_update_has_the_bits_of_the_cpus(moments, kind):
         assert all(map(torch.equal, stepped(), expected))
 
 
-@settings(max_examples=2, deadline=None)
+@settings(max_examples=4, deadline=None)
 @given(
     lengths=st.lists(st.integers(1, 80), min_size=1, max_size=2),
     terms=st.sampled_from([ops.Terms(), ops.Terms(window=1), ops.Terms(window=70), ops.Terms(0.3, 20, SINKS)]),
@@ -354,7 +354,7 @@ def _log_probs(masses, join, logits, targets, inverse):
     return join(masses(logits, inverse, piece_bounds(logits.shape[1])), chosen)
 
 
-@pytest.mark.parametrize(("dtype", "vocab"), [(torch.float32, 258), (torch.float16, 5), (torch.bfloat16, 258)])
+@pytest.mark.parametrize(("dtype", "vocab"), [(torch.float32, 258), (torch.float16, 5), (torch.bfloat16, 70)])
 def test_log_probabilities_their_gradient_and_draws(dtype, vocab):
     count = 5
     logits, targets = _randn(0, count, vocab, dtype=dtype) * 3, torch.arange(count) % vocab
