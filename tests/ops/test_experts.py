@@ -42,7 +42,7 @@ def clamped_mixture(seed, tokens, experts, active, dtype):
 MIXTURES = {"gated": (ops.experts, mixture), "clamped": (ops.clamped_experts, clamped_mixture)}
 
 
-@settings(max_examples=12, deadline=None)
+@settings(max_examples=8, deadline=None)
 @given(data=st.data(), dtype=st.sampled_from(DTYPES))
 def test_a_grouped_product_is_the_product_of_each_group(form, dtype, data):
     counts = data.draw(st.lists(st.sampled_from([0, 0, 1, 2, 3, 9]), min_size=1, max_size=5))
@@ -80,7 +80,7 @@ def test_starts_that_are_not_of_these_rows_are_refused():
             ops.grouped_linear(torch.zeros(4, 8), torch.zeros(3, 8, 8), torch.tensor(wrong))
 
 
-@settings(max_examples=14, deadline=None)
+@settings(max_examples=10, deadline=None)
 @given(data=st.data(), dtype=st.sampled_from(DTYPES), kind=st.sampled_from(list(MIXTURES)))
 def test_a_tokens_bits_depend_on_that_token_alone(form, dtype, kind, data):
     """Some of the tokens, and all in another order, of a random mixture."""

@@ -130,7 +130,7 @@ def test_a_loss_under_fake_tensors_leaves_nothing_behind_for_a_real_one():
 HIDDEN, HEAD = _randn(0, 24, 16) * 3, _randn(1, 40, 16)
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=24, deadline=None)
 @example(0.0)
 @given(st.floats(0.01, 10.0) | st.integers(1, 300).map(lambda hundredths: hundredths / 100))
 def test_trainer_and_generator_agree_at_any_temperature(temperature):
@@ -218,7 +218,7 @@ def cut_by_sorting(logits, inverse, top_k, top_p, min_p, asked):
     return logits.masked_fill(torch.zeros_like(out).scatter(1, order, out), -torch.inf)
 
 
-@settings(max_examples=16, deadline=None)
+@settings(max_examples=10, deadline=None)
 @given(
     dtype=st.sampled_from(DTYPES),
     seed=st.integers(0, 10**6),
