@@ -263,7 +263,7 @@ def test_an_update_has_the_bits_of_the_cpus(moments, kind):
         assert all(map(torch.equal, stepped(), expected))
 
 
-@settings(max_examples=4, deadline=None)
+@settings(max_examples=3, deadline=None)
 @given(
     lengths=st.lists(st.integers(1, 80), min_size=1, max_size=2),
     terms=st.sampled_from([ops.Terms(), ops.Terms(window=1), ops.Terms(window=70), ops.Terms(0.3, 20, SINKS)]),
