@@ -20,7 +20,7 @@ import torch
 
 from lockstep.cache import UnsafeCache, cache_folder
 from lockstep.errors import UserError
-from lockstep.model import arithmetic_of, instruction_set
+from lockstep.model import arithmetic_of, instruction_set, name_of
 from lockstep.observe import machine
 from lockstep.ops import native
 from lockstep.ops.native.compiling import find_compiler
@@ -157,10 +157,9 @@ def _operators() -> Iterator[Finding]:
         )
         yield Finding("operators/compiler", "ok" if compiler else "note", compiler, compiler or "none")
     for dtype in (torch.float32, torch.bfloat16):
-        name = str(dtype).removeprefix("torch.")
         flops = machine.product_flops(dtype)
         yield Finding(
-            f"operators/{name}",
+            f"operators/{name_of(dtype)}",
             "ok",
             flops,
             f"{flops / 1e9:,.3g} GF/s in a matrix product",

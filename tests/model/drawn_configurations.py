@@ -13,7 +13,6 @@ ARCHITECTURES = {
     "gpt_oss": "GptOssForCausalLM",
     "deepseek_v3": "DeepseekV3ForCausalLM",
 }
-WRITTEN_AS = ("{}", "{}", "FSDP{}")
 ORIGINAL = "original_max_position_embeddings"
 HARMLESS: dict[str, Any] = {
     "transformers_version": "4.51.0", "_name_or_path": "someone/model", "use_cache": False, "pad_token_id": 3,
@@ -62,6 +61,37 @@ CAN_BE_MISSING = {
 OF_ALL = ("rms_norm_eps", "max_position_embeddings", "tie_word_embeddings", "bos_token_id", "eos_token_id")
 
 
+SIZES: dict[str, tuple[Any, ...]] = {
+    "vocab_size": (64, 99), "hidden_size": (32, 64), "intermediate_size": (24, 40), "num_hidden_layers": (1, 2, 3),
+    "num_attention_heads": (4, 8), "num_key_value_heads": (1, 2, 4), "head_dim": (8, 16, 24),
+    "rms_norm_eps": (1e-6, 1e-5, 1e-2), "max_position_embeddings": (64, 128, 4096),
+    "tie_word_embeddings": (True, False), "bos_token_id": (1, None), "eos_token_id": (2, [2], [5, 7], None),
+}  # fmt: skip
+MIXTURES: dict[str, dict[str, tuple[Any, ...]]] = {
+    "qwen3_moe": {
+        "num_experts": (8, 11), "num_experts_per_tok": (1, 2, 4), "moe_intermediate_size": (16, 24),
+        "norm_topk_prob": (True, False), "decoder_sparse_step": (1, 2), "mlp_only_layers": ([], [0], None),
+    },
+    "gpt_oss": {"num_local_experts": (4, 7), "num_experts_per_tok": (1, 2, 4), "sliding_window": (3, 8, 128)},
+    "deepseek_v3": {
+        "moe_intermediate_size": (16, 24), "n_routed_experts": (16,), "num_experts_per_tok": (2, 4),
+        "n_shared_experts": (1, 2), "n_group": (1, 4, 8), "topk_group": (1, 2, 4, 8), "norm_topk_prob": (True, False),
+        "routed_scaling_factor": (1.0, 1.7, 2.5), "first_k_dense_replace": (0, 1), "kv_lora_rank": (16, 24),
+        "q_lora_rank": (24, None), "qk_nope_head_dim": (8,), "qk_rope_head_dim": (8, 16), "v_head_dim": (8, 12),
+        "rope_interleave": (True, False),
+    },
+}  # fmt: skip
+OTHER_NAMES = {
+    "qwen3_moe": ("num_experts", "num_local_experts"),
+    "gpt_oss": ("num_local_experts", "num_experts"),
+    "deepseek_v3": ("n_routed_experts", "num_local_experts"),
+}
+DTYPES: tuple[dict[str, Any], ...] = (
+    {}, {"torch_dtype": None}, {"dtype": None, "torch_dtype": "float32"}, {"dtype": "float32"},
+    {"torch_dtype": "float32"}, {"dtype": "float32", "torch_dtype": "bfloat16"},
+)  # fmt: skip
+
+
 @dataclass
 class Drawn:
     """A `config.json`, and the keys that a refusal may name; without any it must load."""
@@ -82,12 +112,12 @@ def draw(seed: int) -> Drawn:
     """The same one for the same seed."""
     rng = random.Random(seed)
     kind = rng.choice(list(ARCHITECTURES))
-    drawn = Drawn(
-        rng, kind, {"model_type": kind, "architectures": [rng.choice(WRITTEN_AS).format(ARCHITECTURES[kind])]}
-    )
-    _sizes(drawn)
+    drawn = Drawn(rng, kind, {key: rng.choice(choices) for key, choices in (SIZES | MIXTURES.get(kind, {})).items()})
+    named = [drawn.one("{}", "{}", "FSDP{}").format(ARCHITECTURES[kind])]
+    drawn.values |= {"model_type": kind, "architectures": None if drawn.often(0.1) else named} | drawn.one(*DTYPES)
+    if drawn.often(0.1):
+        del drawn.values["architectures"]
     _mixture(drawn)
-    _tokens_and_dtype(drawn)
     _missing_and_null(drawn)
     _rotation(drawn)
     harmless = HARMLESS | OF_FAMILY[kind]
@@ -100,93 +130,30 @@ def draw(seed: int) -> Drawn:
     return drawn
 
 
-def _sizes(drawn: Drawn) -> None:
-    heads = drawn.one(2, 4)
-    drawn.values |= {
-        "vocab_size": drawn.one(64, 99),
-        "hidden_size": drawn.one(32, 64),
-        "intermediate_size": drawn.one(24, 40),
-        "num_hidden_layers": drawn.one(1, 2, 3),
-        "num_attention_heads": heads,
-        "num_key_value_heads": drawn.one(1, 2, heads),
-        "head_dim": drawn.one(8, 16, 24),
-        "rms_norm_eps": drawn.one(1e-6, 1e-5, 1e-2),
-        "max_position_embeddings": drawn.one(64, 128, 4096),
-        "tie_word_embeddings": drawn.one(True, False),
-    }
-
-
 def _mixture(drawn: Drawn) -> None:
-    values, layers = drawn.values, drawn.values["num_hidden_layers"]
-    if drawn.kind == "qwen3_moe":
-        values |= {
-            "num_experts": drawn.one(8, 11),
-            "num_experts_per_tok": drawn.one(1, 2, 4),
-            "moe_intermediate_size": drawn.one(16, 24),
-            "norm_topk_prob": drawn.one(True, False),
-            "decoder_sparse_step": drawn.one(1, 2),
-            "mlp_only_layers": drawn.one([], [0], None),
-        }
-        _other_name(drawn, "num_experts", "num_local_experts")
+    values = drawn.values
     if drawn.kind == "gpt_oss":
-        kinds = [drawn.one("sliding_attention", "full_attention") for _ in range(layers)]
-        values |= {
-            "num_local_experts": drawn.one(4, 7),
-            "num_experts_per_tok": drawn.one(1, 2, 4),
-            "sliding_window": drawn.one(3, 8, 128),
-            "layer_types": drawn.one(kinds, None),
-        }
-        _other_name(drawn, "num_local_experts", "num_experts")
+        kinds = [drawn.one("sliding_attention", "full_attention") for _ in range(values["num_hidden_layers"])]
+        values["layer_types"] = drawn.one(kinds, None)
         if drawn.often(0.3):
             values["experts_per_token"] = drawn.one(values["num_experts_per_tok"], values["num_experts_per_tok"], 3)
             drawn.refused.add("experts_per_token")
     if drawn.kind == "deepseek_v3":
         del values["head_dim"]
-        values |= {
-            "num_key_value_heads": values["num_attention_heads"],
-            "moe_intermediate_size": drawn.one(16, 24),
-            "n_routed_experts": 16,
-            "num_experts_per_tok": drawn.one(2, 4),
-            "n_shared_experts": drawn.one(1, 2),
-            "n_group": drawn.one(1, 4, 8),
-            "topk_group": 1,
-            "norm_topk_prob": drawn.one(True, False),
-            "routed_scaling_factor": drawn.one(1.0, 1.7, 2.5),
-            "first_k_dense_replace": drawn.one(0, 1),
-            "kv_lora_rank": drawn.one(16, 24),
-            "q_lora_rank": drawn.one(24, None),
-            "qk_nope_head_dim": 8,
-            "qk_rope_head_dim": drawn.one(8, 16),
-            "v_head_dim": drawn.one(8, 12),
-            "rope_interleave": drawn.one(True, False),
-        }
-        values["topk_group"] = drawn.one(*(n for n in (1, 2, 4, 8) if n <= values["n_group"]))
-        values["num_experts_per_tok"] = min(
-            values["num_experts_per_tok"], 16 // values["n_group"] * values["topk_group"]
-        )
+        values["num_key_value_heads"] = values["num_attention_heads"]
+        values["topk_group"] = min(values["topk_group"], values["n_group"])
+        allowed = values["n_routed_experts"] // values["n_group"] * values["topk_group"]
+        values["num_experts_per_tok"] = min(values["num_experts_per_tok"], allowed)
         if drawn.often(0.2):
             values["head_dim"] = values["qk_rope_head_dim"]
-        _other_name(drawn, "n_routed_experts", "num_local_experts")
-
-
-def _other_name(drawn: Drawn, name: str, other: str) -> None:
-    """The value under its other name, or under both: then another number under the first."""
-    if drawn.often(0.3):
-        drawn.values[other] = drawn.values[name]
+    if drawn.kind in OTHER_NAMES and drawn.often(0.3):
+        # The value under its other name, or under both: then another number under the first.
+        name, other = OTHER_NAMES[drawn.kind]
+        values[other] = values[name]
         if drawn.often(0.5):
-            del drawn.values[name]
+            del values[name]
         else:
-            drawn.values[name] += drawn.one(0, 1)
-
-
-def _tokens_and_dtype(drawn: Drawn) -> None:
-    drawn.values |= {"bos_token_id": drawn.one(1, None), "eos_token_id": drawn.one(2, [2], [5, 7], None)}
-    dtypes = ({"dtype": "float32"}, {"torch_dtype": "float32"}, {"dtype": "float32", "torch_dtype": "bfloat16"})
-    drawn.values |= drawn.one({}, {"torch_dtype": None}, {"dtype": None, "torch_dtype": "float32"}, *dtypes)
-    if drawn.often(0.1):
-        drawn.values["architectures"] = None
-    if drawn.often(0.1):
-        del drawn.values["architectures"]
+            values[name] += drawn.one(0, 1)
 
 
 def _missing_and_null(drawn: Drawn) -> None:

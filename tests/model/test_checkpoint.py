@@ -83,7 +83,12 @@ def _tensors(change):
     return rewrite
 
 
-NAME = "model.layers.1.mlp.up_proj.weight"
+def _renamed(rename):
+    return _tensors(lambda t: [t.update({rename(name): t.pop(name)}) for name in list(t)])
+
+
+NAME, NORM = "model.layers.1.mlp.up_proj.weight", "model.norm.weight"
+SLIDING = ["sliding_attention"] * 2
 
 
 @pytest.mark.parametrize(
@@ -91,18 +96,39 @@ NAME = "model.layers.1.mlp.up_proj.weight"
     [
         (lambda f: (f / "config.json").unlink(), "no config.json"),
         (lambda f: (f / "config.json").write_text("{"), "config.json: not valid JSON"),
+        (
+            lambda f: (f / "adapter_config.json").write_text("{}"),
+            "both a model .config.json. and an adapter .adapter_c",
+        ),
+        (lambda f: (f / "model.safetensors").unlink(), "neither model.safetensors nor"),
+        (lambda f: (f / "model.safetensors").write_bytes(b"x" * 100), "cannot be read as safetensors"),
+        # What transformers would read otherwise, or not at all.
         (_set(architectures=["Qwen3NextForCausalLM"]), 'NextForCausalLM" is not supported. Did you mean "Qwen3For'),
+        (_set(architectures=None, model_type="qwen2"), 'model_type "qwen2" is not supported. Did you mean "qwen3"'),
+        (_set(model_type="llama"), "model_type is 'llama', but architectures Qwen3ForCausalLM"),
+        (_set(text_config={"hidden_size": 8}), "text_config describes the language model inside a larger one"),
+        (_set(layer_types=SLIDING), "layer_types is .* it must name one of full_attention"),
+        (_set(head_dims=64), 'key head_dims is not known for qwen3; .* Did you mean "head_dim"'),
+        (_set(b=0.5, a=2.0, null=None), r"config\.json: key a is not known for qwen3; .* The same holds for b\."),
         (_set(hidden_act="gelu"), "hidden_act is 'gelu'; only 'silu'"),
-        (_set(num_key_value_heads=3), "4 heads do not divide into 3"),
+        (_set(num_key_value_heads=3), "config.json: model: 4 heads do not divide into 3"),
         (_set(rms_norm_eps=10**400), "rms_norm_eps is 1000.*must be a number above 0"),
         (_set(rms_norm_eps=float("nan")), "rms_norm_eps is nan"),
         (_set(rope_parameters={"rope_type": "longrope"}), 'rope type "longrope" is not supported'),
         (_set(rope_parameters={"rope_type": "yarn"}), "rope type yarn needs factor"),
-        (lambda f: (f / "model.safetensors").unlink(), "neither model.safetensors nor"),
-        (lambda f: (f / "model.safetensors").write_bytes(b"x" * 100), "cannot be read as safetensors"),
+        (_set(rope_scaling={"type": "linear", "factor": 2.0}), 'rope_scaling: rope type "linear" is not supported'),
+        *((_set(dtype=dtype), rf"config.json: dtype is '?{dtype}") for dtype in ("float16", 16, "nn")),
+        # Tensors that are missing, with the reason if their names tell it, or too many.
+        (_set(tie_word_embeddings=False), "lm_head.weight is missing, the output head: the model was saved without it"),
         (_tensors(lambda t: t.pop(NAME)), f"tensor {NAME} is missing"),
         (_tensors(lambda t: t.update({NAME: torch.zeros(3, 4)})), f"{NAME} has shape .3, 4., but .* .384, 128."),
-        (_tensors(lambda t: t.update({"model.odd": torch.zeros(3)})), "tensor model.odd is not part of"),
+        (_tensors(lambda t: t.update({"model.odd": torch.zeros(3)})), "tensor model.odd is not part of this model"),
+        (_tensors(lambda t: t.update({"norm.weight": torch.ones(128)})), "tensor norm.weight is not part of"),
+        (_renamed(lambda n: f"module._orig_mod.{n}"), 'have the prefix "module._orig_mod." of a wrapper'),
+        (_renamed(lambda n: f"module.{n.removeprefix('model.')}"), 'have the prefix "module."'),
+        (_renamed(lambda n: f"base_model.model.{n}"), 'have the prefix "base_model.model."'),
+        (_renamed(lambda n: n.replace("q_proj.weight", "q_proj.qweight")), "qweight is part of a quantized weight"),
+        (_tensors(lambda t: t.update({f"{NORM}_scale_inv": torch.ones(1)})), "weight_scale_inv is part of a quant"),
     ],
 )
 def test_a_bad_folder_is_refused_for_what_is_wrong_with_it(tmp_path, whole, change, message):

@@ -9,10 +9,10 @@ import torch
 from safetensors.torch import save_file
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from lockstep import build_model, load_model, save_model, score
+from lockstep import load_model, score
 from lockstep.errors import UserError
 from lockstep.model import Yarn, preset, read_config
-from lockstep.model.families import from_hugging_face
+from lockstep.model.families import from_hugging_face, to_hugging_face
 from lockstep.model.families.keys import NULL_IS_MISSING, ONLY
 from tests.model.drawn_configurations import draw
 from tests.model.public_configurations import PUBLIC
@@ -99,57 +99,14 @@ def test_public_folders_are_read_as_the_sizes_that_they_are(name):
     assert ours == expected
 
 
-@pytest.fixture
-def folder(tmp_path):
-    """Of a model without a stretched rotation, and a function that changes its `config.json`."""
-    save_model(build_model(preset("qwen3:micro"), dtype="float32", seed=0), tmp_path)
-    path = tmp_path / "config.json"
-
-    def change(without=(), **values):
-        old = json.loads(path.read_text())
-        path.write_text(json.dumps({key: value for key, value in old.items() if key not in without} | values))
-        return tmp_path
-
-    return change
-
-
-YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 64}
-
-
-def test_rope_scaling_replaces_rope_parameters_and_warns_of_a_base_that_it_replaces(folder):
-    config = read_config(folder(rope_scaling=YARN))
+def test_rope_scaling_replaces_rope_parameters_and_what_it_leaves_out_is_warned_of():
+    yarn = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 64}
+    values = to_hugging_face(preset("qwen3:micro"), "float32")
+    config = from_hugging_face(values | {"rope_scaling": yarn}, "config.json")
     assert config.rope_scaling == Yarn(4.0, 64) and config.rope_theta == 1e6
+    with pytest.warns(UserWarning, match="rope_scaling: attn_factor is ignored, .* only reads attention_") as caught:
+        ignored = from_hugging_face(values | {"rope_scaling": yarn | {"attn_factor": 0.88}}, "config.json")
+    assert ignored == config and sum("is ignored" in str(each.message) for each in caught) == 1
+    del values["rope_theta"]
     with pytest.warns(UserWarning, match=r"rope_scaling replaces .* rope_theta of 1000000.0: .* it is 10000.0 now"):
-        assert read_config(folder(["rope_theta"], rope_scaling=YARN)).rope_theta == 10000.0
-
-
-def test_factors_of_yarn_that_transformers_does_not_read_are_warned_of(folder):
-    key = "attn_factor"
-    with pytest.warns(UserWarning, match=f"rope_scaling: {key} is ignored, .* only reads attention_factor") as caught:
-        assert read_config(folder(rope_scaling=YARN | {key: 0.88})).rope_scaling == Yarn(4.0, 64)
-    assert sum("is ignored" in str(each.message) for each in caught) == 1
-
-
-def test_unknown_keys_are_refused_with_file_and_names(folder):
-    message = r"config\.json: key logit_scale is not known for qwen3; .* The same holds for residual_scale\."
-    with pytest.raises(UserError, match=message):
-        load_model(folder(residual_scale=0.5, logit_scale=2.0, odd_but_null=None))
-    with pytest.raises(UserError, match='key head_dims is not known for qwen3; .* Did you mean "head_dim"'):
-        load_model(folder(head_dims=64))
-
-
-@pytest.mark.parametrize(
-    ("values", "message"),
-    [
-        (dict(model_type="llama"), "model_type is 'llama', but architectures Qwen3ForCausalLM"),
-        (dict(architectures=None, model_type="qwen2"), 'model_type "qwen2" is not supported. Did you mean "qwen3"'),
-        (dict(text_config={"hidden_size": 8}), "text_config describes the language model inside a larger one"),
-        (dict(layer_types=["sliding_attention"] * 4), "layer_types is .* it must name one of full_attention"),
-        (dict(num_attention_heads=3), "config.json: model: 3 heads do not divide"),
-        (dict(rope_scaling={"type": "linear", "factor": 2.0}), 'rope_scaling: rope type "linear" is not supported'),
-    ],
-    ids=str,
-)
-def test_what_transformers_would_read_otherwise_is_refused(folder, values, message):
-    with pytest.raises(UserError, match=message):
-        load_model(folder(**values))
+        assert from_hugging_face(values | {"rope_scaling": yarn}, "config.json").rope_theta == 10000.0

@@ -2,6 +2,7 @@
 
 import re
 import shutil
+from functools import partial
 
 import pytest
 import torch
@@ -9,13 +10,7 @@ import torch
 from lockstep import build_model, load_model, score
 from lockstep.checkpoint import open_model
 from lockstep.errors import UserError
-from lockstep.model import (
-    arithmetic_of,
-    choose_dtype,
-    instruction_set,
-    open_device,
-    set_arithmetic,
-)
+from lockstep.model import arithmetic_of, choose_dtype, instruction_set, open_device, preset, set_arithmetic
 from lockstep.ops.native import instruction_sets
 from lockstep.rl.scoring.parity_check import check_parity
 from lockstep.train import pack
@@ -24,15 +19,15 @@ from tests.ops.conftest import forget_forms, use
 CPU = torch.device("cpu")
 
 
-def test_an_empty_device_is_the_accelerator_where_there_is_one():
+def test_a_device_that_is_not_there_is_refused_with_those_that_are(model_folder):
     assert open_device("").type == ("cuda" if torch.cuda.is_available() else "cpu")
-    assert open_device("cpu") == CPU
-
-
-@pytest.mark.parametrize("name", ["gpu", "cpu:1", "cuda:x", "meta", "cuda:99"])
-def test_a_device_that_is_not_there_is_refused_with_those_that_are(name):
-    with pytest.raises(UserError, match=f'device is "{name}".*(this machine has cpu|no CUDA device)'):
-        open_device(name)
+    assert load_model(model_folder, device="cpu:0").device == open_device("cpu") == CPU
+    refused = {name: partial(open_device, name) for name in ("gpu", "cpu:1", "cuda:x", "meta", "cuda:99")}
+    refused["cuda:98"] = partial(build_model, preset("qwen3:micro"), device="cuda:98")
+    refused |= {name: partial(load_model, model_folder, device=name) for name in ("", "cpu:zero", "cuda:97")}
+    for name, make in refused.items():
+        with pytest.raises(UserError, match=f'device is "{name}".*(this machine has cpu|no CUDA device)'):
+            make()
 
 
 def test_a_folder_keeps_its_dtype(model_folder):
@@ -139,26 +134,6 @@ def test_tiles_are_emulated_for_a_run_that_began_in_them_and_for_whoever_asks(
     set_arithmetic("auto", CPU)
     with pytest.warns(UserWarning, match="emulated"):
         assert set_arithmetic("auto", CPU, recorded="bf16_tiles") == "bf16_tiles", "a resumed run keeps its own"
-
-
-@pytest.mark.skipif(torch.cuda.is_available(), reason="with a GPU the device is there")
-def test_a_model_is_refused_a_device_that_is_not_there(model_folder):
-    config = load_model(model_folder).config
-    makes = (
-        lambda: load_model(model_folder, device="cuda"),
-        lambda: build_model(config, device="cuda:1"),
-        lambda: load_model(model_folder, device=torch.device("cuda")),
-    )
-    for make in makes:
-        with pytest.raises(UserError, match="this machine has no CUDA device that torch can use"):
-            make()
-
-
-@pytest.mark.parametrize("device", ["", "gpu", "cpu:zero"])
-def test_a_device_that_torch_does_not_know_is_refused(model_folder, device):
-    with pytest.raises(UserError, match=f'device is "{device}"; this machine has cpu'):
-        load_model(model_folder, device=device)
-    assert load_model(model_folder, device="cpu:0").device == CPU
 
 
 def test_model_and_batch_are_made_where_they_are_asked_to_be(model_folder):

@@ -1,4 +1,4 @@
-"""The kernel of a grouped product, and what surrounds it in a mixture, on CPU tensors under Triton's interpreter.
+"""The kernel of a grouped product on CPU tensors under Triton's interpreter.
 
 `test_cuda_kernels.py` runs this file, and what `cuda_kernels.py` says of the interpreter holds here, too.
 """
@@ -10,18 +10,13 @@ import pytest
 import torch
 from hypothesis import Phase, given, settings
 from hypothesis import strategies as st
-from torch._subclasses.fake_tensor import DataDependentOutputException, FakeTensorMode
-from torch.overrides import TorchFunctionMode
 
-from lockstep import Engine, EngineConfig, SamplingParams, build_model, ops, score
-from lockstep.generate.graphs import GraphRunner
-from lockstep.model import preset
+from lockstep import ops
 from lockstep.ops.cuda import experts as summed
 from lockstep.ops.cuda import grouped_linear as grouped
 from lockstep.ops.cuda import linear
 from lockstep.ops.cuda.kernel import launch
-from tests.generate.engines import Recorder
-from tests.ops.cuda_kernels import DTYPES, compare, dots_of_fixed_order, form, kernels, nothing_twice  # noqa: F401
+from tests.ops.cuda_kernels import DTYPES, compare, dots_of_fixed_order, form, kernels  # noqa: F401
 from tests.ops.test_experts import starts_of
 from tests.ops.test_linear import cancelling
 
@@ -88,14 +83,6 @@ def test_described_tiles_of_groups_have_the_bits_of_others(monkeypatch, dtype, s
     assert used == [grouped._described_kernel, grouped._grouped_kernel]
 
 
-def test_another_order_along_k_gives_other_bits():
-    """Else the data would not show that the orders are the same."""
-    counts = [3, 0, 4]
-    (x, w), starts = _factors(0, counts, 64, 16, torch.float32), starts_of(counts)
-    backwards = grouped.product_with(TILES[0], x.flip(1), w.flip(2), starts)
-    assert not torch.equal(backwards, grouped.product_with(TILES[0], x, w, starts))
-
-
 def test_a_grouped_tile_is_compared_with_the_dense_product(monkeypatch):
     exact, (small, large) = grouped.product_with, linear.FLOAT_TILES
     own, given = replace(large, split=False), (torch.float32, torch.device("cpu"), 40, 24)
@@ -122,73 +109,6 @@ def test_gradients_of_a_grouped_product_are_its_own_with_transposed_weights_and_
     assert torch.equal(of_x, _row_by_row(grad, w.detach().mT, counts))
     for rows, grads, own in zip(x.detach().split(counts), grad.split(counts), of_weight, strict=True):
         assert torch.equal(own, grads.T @ rows)
-
-
-@pytest.mark.parametrize(("rows", "aligned", "by_library"), [(0, 1, 0), (1, 1, 0), (9, 0, 0), (9, 1, 1)])
-def test_gradients_are_the_librarys_where_it_takes_them(kernels, monkeypatch, rows, aligned, by_library):  # noqa: F811
-    """torch's own grouped product, which runs on a CPU, too."""
-    monkeypatch.setattr(linear, "has_copy_engine", lambda x: True)
-    used, counts = [], [rows, 0, 0]
-    for name in ("input_gradient", "weight_gradient"):
-        own = getattr(grouped, name)
-        monkeypatch.setattr(grouped, name, lambda *given, own=own: used.append(1) or own(*given))
-    x, w = _factors(5, counts, 32, 48, torch.bfloat16)
-    wide = torch.zeros(rows * 48 + 8, dtype=torch.bfloat16)
-    grad = wide[8:].view(rows, 48) if aligned else wide[1 : 1 + rows * 48].view(rows, 48)
-    grad.copy_(cancelling(6, rows, 48, 1, torch.bfloat16)[0])
-    starts, ops_of = starts_of(counts), importlib.import_module("lockstep.ops.grouped_linear")
-    of_x, of_weight = ops_of.grouped_gradients(grad, x, w, starts)
-    assert len(used) == 2 * by_library
-    assert of_x.shape == x.shape and not of_weight[1:].any()
-    if by_library:  # the interpreter has no products of bfloat16
-        for mine, exact in ((of_x, grad.float() @ w[0].float()), (of_weight[0], grad.float().T @ x.float())):
-            # Rounded once to bfloat16, of sums in another order of factors that cancel.
-            assert (mine.float() - exact).abs().max() <= 2e-2 * exact.abs().max()
-
-
-class _NothingReadsValues(TorchFunctionMode):
-    """Of tensors without values only shapes can be known. Copies to the CPU, which are none here, are refused, too."""
-
-    def __torch_function__(self, func, types, args=(), kwargs=None):
-        if func in (torch.Tensor.cpu, torch.Tensor.numpy):
-            raise DataDependentOutputException(func)
-        return func(*args, **(kwargs or {}))
-
-
-def test_nothing_between_a_mixtures_products_waits_for_their_values(monkeypatch):
-    module = importlib.import_module("lockstep.ops.grouped_linear")
-    product = module._grouped_linear
-    monkeypatch.setattr(product, "forward", lambda x, weight, starts: x.new_empty(x.shape[0], weight.shape[1]))
-    routing = ops.Routing(4, "sigmoid", groups=4, groups_kept=2)
-    with FakeTensorMode(), _NothingReadsValues():
-        x, router, bias = torch.randn(5, 32), torch.randn(8, 32), torch.randn(8)
-        gate, up, down = (torch.randn(8, *shape) for shape in ((16, 32), (16, 32), (32, 16)))
-        routes = ops.route(ops.router_logits(x, router), routing, bias)
-        assert ops.experts(x, *routes, gate, up, down).shape == x.shape
-        logits = ops.add_bias(ops.router_logits(x, router), bias)
-        routes = ops.route(logits, ops.Routing(2))
-        both, biases = torch.randn(8, 32, 32), torch.randn(8, 32)
-        assert ops.clamped_experts(x, *routes, both, biases, down, biases).shape == x.shape
-        with pytest.raises(DataDependentOutputException):
-            routes[1].max().item()
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("family", ["qwen3_moe", "gpt_oss"])
-def test_a_mixtures_decode_steps_replayed_have_the_trainers_bits(kernels, family):  # noqa: F811
-    shape = replace(preset(f"{family}:micro", 60), num_layers=1, dim=32, max_positions=128)
-    model = build_model(shape, "float32", seed=1)
-    config = EngineConfig(max_tokens_per_step=11, max_sequences=3, cache_tokens=256, draft="none")
-    engine = Engine(model, config)
-    config.cuda_graphs = "full"
-    recorder = Recorder()
-    engine.runner = GraphRunner(model, engine.cache, config, recorder)
-    prompts = [[1, 2, 3], [4] * 9, [5, 6]]
-    groups = engine.generate(prompts, SamplingParams(max_tokens=3, temperature=1.0, seed=0, ignore_eos=True))
-    assert recorder.replayed
-    for prompt, (completion,) in zip(prompts, groups):
-        trainer = score(model, [prompt + completion.token_ids])[0]
-        assert torch.equal(torch.tensor(completion.logprobs), trainer[len(prompt) - 1 :])
 
 
 @pytest.mark.parametrize(("dtype", "weighted"), [(torch.float32, True), (torch.float16, False)])

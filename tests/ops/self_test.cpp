@@ -1,9 +1,7 @@
 // Prints a digest of what the kernels compute on fixed data: in one arithmetic the same on every processor.
 #include <algorithm>
-#include <cmath>
 #include <cstdint>
 #include <cstdio>
-#include <cstring>
 #include <vector>
 #if defined(LOCKSTEP_TILES) && !defined(LOCKSTEP_PLAIN)
 #include <sys/syscall.h>
@@ -54,10 +52,6 @@ void log_probs_f32(const float*, const int64_t*, const float*, const int64_t*, f
 void masses_f32(const float*, const float*, const int64_t*, float*, int64_t, int64_t, int64_t);
 void draw_f32(const float*, const float*, const double*, const float*, const int64_t*, int64_t*, float*, int64_t,
               int64_t, int64_t);
-void add_f32(const float*, const float*, float*, int64_t);
-void replay_rms_norm_f32(const int64_t*);
-void replay_add_f32(const int64_t*);
-void replay_calls(const int64_t*, int64_t);
 void bucket_sums_f32(const float*, const int64_t*, const float*, const float*, const int64_t*, int64_t*, int64_t,
                      int64_t, int64_t, int64_t);
 void keep_f32(float*, const int64_t*, const float*, const float*, const int64_t*, const int64_t*, int64_t, int64_t,
@@ -85,148 +79,50 @@ static std::vector<uint16_t> narrowed(const std::vector<float>& wide) {
 }
 
 template <class T>
-static void digest(const char* what, const std::vector<T>& data) {
+static void add(const std::vector<T>& data) {
     const unsigned char* bytes = (const unsigned char*)data.data();
     for (size_t i = 0; i < data.size() * sizeof(T); i++) hash = (hash ^ bytes[i]) * 1099511628211u;
+}
+
+// Prints the digest so far, of which these results are the last.
+template <class... T>
+static void digest(const char* what, const std::vector<T>&... results) {
+    (add(results), ...);
     std::printf("%s %016llx\n", what, (unsigned long long)hash);
 }
 
-// A line that no expected digest has, where a kernel computes something else than what defines it.
-static void require(const char* what, bool is_as_defined) {
-    if (!is_as_defined) std::printf("%s: not as defined\n", what);
-}
-
-// Of `candidates` the `count` with the highest scores, highest first, of equal ones the first.
-static std::vector<int64_t> highest_of(const std::vector<float>& scores, std::vector<int64_t> candidates, int64_t count) {
-    std::stable_sort(candidates.begin(), candidates.end(), [&](int64_t a, int64_t b) { return scores[a] > scores[b]; });
-    candidates.resize(count);
-    return candidates;
-}
-
-static std::vector<int64_t> range(int64_t first, int64_t stop) {
-    std::vector<int64_t> out;
-    for (int64_t i = first; i < stop; i++) out.push_back(i);
-    return out;
-}
+static const bf16* in(const std::vector<uint16_t>& x) { return (const bf16*)x.data(); }
+static bf16* to(std::vector<uint16_t>& x) { return (bf16*)x.data(); }
 
 enum { SOFTMAX, SOFTMAX_OF_CHOSEN, SIGMOID };
 
-// Weights are compared in float64: e^x is the kernels' own.
 static void routes(int64_t scoring, bool normalize, int64_t groups, int64_t groups_kept) {
-    const int64_t tokens = 40, experts = 12, active = 3, size = experts / groups;
+    const int64_t tokens = 40, experts = 12, active = 3, dim = 37;
     auto logits = values(tokens, experts);
     const auto bias = values(1, experts);
     for (float& logit : logits) logit /= 16.f;
     logits[5] = logits[2];
-    std::vector<float> weights(tokens * active);
-    std::vector<int64_t> chosen(tokens * active);
+    std::vector<float> weights(tokens * active), out(tokens * dim);
+    std::vector<int64_t> chosen(tokens * active), starts(experts + 1), places(chosen.size()), sources(chosen.size());
     route_f32(logits.data(), scoring == SIGMOID ? bias.data() : nullptr, weights.data(), chosen.data(), tokens, experts,
               active, scoring, normalize, 2.5f, groups, groups_kept);
-    for (int64_t t = 0; t < tokens; t++) {
-        std::vector<double> powers;
-        std::vector<float> scores, worth;
-        std::vector<int64_t> allowed;
-        for (int64_t e = 0; e < experts; e++) {
-            const double x = logits[t * experts + e];
-            powers.push_back(scoring == SIGMOID ? 1 / (1 + std::exp(-x)) : std::exp(x));
-            scores.push_back(scoring == SIGMOID ? (float)powers[e] + bias[e] : (float)x);
-        }
-        for (int64_t g = 0; g < groups; g++) {
-            const auto best = highest_of(scores, range(g * size, (g + 1) * size), 2);
-            worth.push_back(scores[best[0]] + scores[best[1]]);
-        }
-        for (const int64_t g : highest_of(worth, range(0, groups), groups_kept))
-            for (int64_t e = g * size; e < (g + 1) * size; e++) allowed.push_back(e);
-        std::sort(allowed.begin(), allowed.end());
-        const auto expected = highest_of(scores, allowed, active);
-        double total = 0;
-        for (int64_t e = 0; e < experts; e++) {
-            const bool counts = scoring == SOFTMAX || std::count(expected.begin(), expected.end(), e);
-            if (counts) total += powers[e];
-        }
-        if (scoring == SIGMOID && !normalize) total = 1;
-        for (int64_t j = 0; j < active; j++) {
-            require("routes", chosen[t * active + j] == expected[j]);
-            const double weight = powers[expected[j]] / total * 2.5;
-            require("their weights", std::fabs(weights[t * active + j] - weight) <= 1e-6 * weight);
-        }
-    }
-    digest("routes", chosen);
-    digest("their weights", weights);
-    std::vector<int64_t> starts(experts + 1), places(chosen.size()), sources(chosen.size()), order;
     order_by_expert_f32(chosen.data(), starts.data(), places.data(), sources.data(), chosen.size(), experts);
-    for (int64_t e = 0; e < experts; e++) {
-        require("starts of experts", starts[e] == (int64_t)order.size());
-        for (size_t i = 0; i < chosen.size(); i++)
-            if (chosen[i] == e) order.push_back(i);
-    }
-    require("starts of experts", starts[experts] == (int64_t)order.size());
-    require("rows by expert", sources == order);
-    for (size_t i = 0; i < order.size(); i++) require("places of choices", places[order[i]] == (int64_t)i);
-    const int64_t dim = 37;
     const auto rows = values(chosen.size(), dim);
-    std::vector<float> out(tokens * dim);
     combine_f32(rows.data(), weights.data(), places.data(), out.data(), tokens, active, dim);
-    for (int64_t i = 0; i < tokens * dim; i++) {
-        float total = 0;
-        for (int64_t j = i / dim * active; j < (i / dim + 1) * active; j++)
-            total = std::fma(rows[places[j] * dim + i % dim], weights[j], total);
-        require("sums of choices", out[i] == total);
-    }
-    digest("sums of choices", out);
+    digest("routes, their weights and sums", chosen, weights, out);
 }
 
-// A group's product is that of its rows alone.
 static void grouped_products() {
     const int64_t depth = 101, outputs = 75, groups = 4, starts[] = {0, 5, 5, 38, 40};
     const auto x = values(40, depth), w = values(groups * outputs, depth), grad = values(40, outputs);
     const auto narrow_x = narrowed(x), narrow_w = narrowed(w);
-    std::vector<float> out(40 * outputs), expected(out.size()), outer(groups * outputs * depth), of_outer(outer.size());
-    std::vector<uint16_t> narrow(out.size()), of_narrow(out.size());
-    const auto in = [](const std::vector<uint16_t>& x) { return (const bf16*)x.data(); };
+    std::vector<float> out(40 * outputs), outer(groups * outputs * depth);
+    std::vector<uint16_t> narrow(out.size());
     grouped_product_f32(x.data(), w.data(), outputs * depth, depth, 1, nullptr, out.data(), starts, groups, depth, outputs);
-    grouped_product_bf16(in(narrow_x), in(narrow_w), outputs * depth, depth, 1, nullptr, (bf16*)narrow.data(), starts, groups,
-                         depth, outputs);
+    grouped_product_bf16(in(narrow_x), in(narrow_w), outputs * depth, depth, 1, nullptr, to(narrow), starts, groups, depth,
+                         outputs);
     grouped_outer_f32(grad.data(), x.data(), outer.data(), starts, groups, outputs, depth);
-    for (int64_t g = 0; g < groups; g++) {
-        const int64_t first = starts[g], rows = starts[g + 1] - first, matrix = g * outputs * depth;
-        if (rows == 0) continue;
-        product_f32(x.data() + first * depth, depth, 1, w.data() + matrix, depth, 1, nullptr,
-                    expected.data() + first * outputs, rows, depth, outputs, 1);
-        product_bf16((const bf16*)(narrow_x.data() + first * depth), depth, 1, (const bf16*)(narrow_w.data() + matrix), depth,
-                     1, nullptr, (bf16*)(of_narrow.data() + first * outputs), rows, depth, outputs, 1);
-        product_f32(grad.data() + first * outputs, 1, outputs, x.data() + first * depth, 1, depth, nullptr,
-                    of_outer.data() + matrix, outputs, rows, depth, 1);
-    }
-    require("grouped product", out == expected);
-    require("grouped product in bfloat16", narrow == of_narrow);
-    require("gradient of grouped matrices", outer == of_outer);
-    digest("grouped product", out);
-    digest("grouped product in bfloat16", narrow);
-    digest("gradient of grouped matrices", outer);
-}
-
-static void sums_of_squares() {
-    const int64_t count = 2500, block = 1024, blocks = 3, exponent = 20;
-    const auto x = values(1, count);
-    std::vector<double> sums(blocks), expected;
-    std::vector<int64_t> integers(blocks), of_integers(blocks);
-    block_squares_f32(x.data(), sums.data(), count);
-    integer_squares_f32(x.data(), integers.data(), count, exponent);
-    for (int64_t b = 0; b < blocks; b++) {
-        double lanes[32] = {};
-        for (int64_t i = b * block; i < std::min(count, (b + 1) * block); i++) {
-            lanes[i % 32] += (double)x[i] * x[i];
-            of_integers[b] += (int64_t)std::nearbyint((double)x[i] * x[i] * (1 << exponent));
-        }
-        for (int64_t half = 16; half > 0; half /= 2)
-            for (int64_t lane = 0; lane < half; lane++) lanes[lane] += lanes[lane + half];
-        expected.push_back(lanes[0]);
-    }
-    require("sums of squares", sums == expected);
-    require("sums of squares in integers", integers == of_integers);
-    digest("sums of squares", sums);
-    digest("sums of squares in integers", integers);
+    digest("grouped products", out, narrow, outer);
 }
 
 static void attention_in_bfloat16(int64_t dim, int64_t window, const float* sinks) {
@@ -240,38 +136,12 @@ static void attention_in_bfloat16(int64_t dim, int64_t window, const float* sink
     for (int64_t i = 0; i < tokens; i++) slots[i] = i;
     std::vector<int32_t> table(pages), starts = {0, (int32_t)tokens}, contexts = {(int32_t)tokens}, first = {0};
     for (int64_t i = 0; i < pages; i++) table[i] = i;
-    const auto in = [](const std::vector<uint16_t>& x) { return (const bf16*)x.data(); };
-    const auto to = [](std::vector<uint16_t>& x) { return (bf16*)x.data(); };
     write_pages_bf16(in(k), in(v), slots.data(), to(key_pages), to(value_pages), tokens, kv_heads, dim);
     attend_bf16(in(q), to(out), log_sums.data(), in(key_pages), in(value_pages), table.data(), starts.data(),
                 contexts.data(), 1, pages, heads, kv_heads, dim, 0.01f, window, sinks);
-    digest("attention in bfloat16", out);
-    digest("its log-sums", log_sums);
     attend_backward_bf16(in(q), in(q), in(k), in(v), in(out), log_sums.data(), grad_q.data(), to(grad_k), to(grad_v),
                          starts.data(), contexts.data(), first.data(), 1, heads, kv_heads, dim, 0.01f, window);
-    digest("its gradient", grad_q);
-    digest("its gradient of keys", grad_k);
-    digest("its gradient of values", grad_v);
-}
-
-// A norm and a sum of its result, as calls and as words.
-static void calls_in_a_row(const std::vector<float>& x, const std::vector<float>& up, const std::vector<float>& weight,
-                           int64_t rows, int64_t width) {
-    std::vector<float> normed(x.size()), expected(x.size()), scales(rows), played(x.size());
-    const float eps = 1e-3f;
-    rms_norm_f32(x.data(), weight.data(), normed.data(), scales.data(), rows, width, eps);
-    add_f32(normed.data(), up.data(), expected.data(), x.size());
-    for (size_t i = 0; i < x.size(); i++) require("sum", expected[i] == normed[i] + up[i]);
-    std::fill(normed.begin(), normed.end(), 0.f);
-    const auto word = [](const void* place) { return reinterpret_cast<int64_t>(place); };
-    int64_t small = 0;
-    std::memcpy(&small, &eps, sizeof(eps));
-    const int64_t words[] = {word((void*)replay_rms_norm_f32), 7, word(x.data()), word(weight.data()), word(normed.data()),
-                            word(scales.data()), rows, width, small,  //
-                            word((void*)replay_add_f32), 4, word(normed.data()), word(up.data()), word(played.data()),
-                            (int64_t)x.size()};
-    replay_calls(words, 2);
-    require("calls in a row", played == expected);
+    digest("attention in bfloat16 and its gradients", out, log_sums, grad_q, grad_k, grad_v);
 }
 
 int main() {
@@ -284,14 +154,12 @@ int main() {
         const auto x = values(rows, depth), w = values(outputs, depth);
         std::vector<float> out(rows * outputs);
         product_f32(x.data(), depth, 1, w.data(), depth, 1, nullptr, out.data(), rows, depth, outputs, 1);
-        digest("product", out);
-        product_f32(w.data(), 1, depth, w.data(), 1, depth, nullptr, out.data(), rows, outputs, rows, 1);
-        digest("product across", out);
+        auto across = out;  // of which the last elements stay as they are
+        product_f32(w.data(), 1, depth, w.data(), 1, depth, nullptr, across.data(), rows, outputs, rows, 1);
         const auto narrow_x = narrowed(x), narrow_w = narrowed(w);
         std::vector<uint16_t> narrow(rows * outputs);
-        product_bf16((const bf16*)narrow_x.data(), depth, 1, (const bf16*)narrow_w.data(), depth, 1, nullptr,
-                     (bf16*)narrow.data(), rows, depth, outputs, 1);
-        digest("product in bfloat16", narrow);
+        product_bf16(in(narrow_x), depth, 1, in(narrow_w), depth, 1, nullptr, to(narrow), rows, depth, outputs, 1);
+        digest("products", out, across, narrow);
     }
     const int64_t tokens = 150, heads = 4, kv_heads = 2, dim = 32, pages = 10;
     const auto q = values(tokens, heads * dim), k = values(tokens, kv_heads * dim), v = values(tokens, kv_heads * dim);
@@ -302,15 +170,15 @@ int main() {
     std::vector<int32_t> table(pages), starts = {0, (int32_t)tokens}, contexts = {(int32_t)tokens}, first = {0};
     for (int64_t i = 0; i < pages; i++) table[i] = i;
     write_pages_f32(k.data(), v.data(), slots.data(), key_pages.data(), value_pages.data(), tokens, kv_heads, dim);
-    attend_f32(q.data(), attended.data(), log_sums.data(), key_pages.data(), value_pages.data(), table.data(),
-               starts.data(), contexts.data(), 1, pages, heads, kv_heads, dim, 0.01f, 0, nullptr);
-    digest("attention", attended);
-    digest("its log-sums", log_sums);
-    attend_backward_f32(q.data(), q.data(), k.data(), v.data(), attended.data(), log_sums.data(), grad_q.data(),
-                        grad_k.data(), grad_v.data(), starts.data(), contexts.data(), first.data(), 1, heads, kv_heads,
-                        dim, 0.01f, 0);
-    digest("its gradient", grad_q);
-    digest("its gradient of keys", grad_k);
+    const auto attend = [&](int64_t window, const float* sinks) {
+        attend_f32(q.data(), attended.data(), log_sums.data(), key_pages.data(), value_pages.data(), table.data(),
+                   starts.data(), contexts.data(), 1, pages, heads, kv_heads, dim, 0.01f, window, sinks);
+        attend_backward_f32(q.data(), q.data(), k.data(), v.data(), attended.data(), log_sums.data(), grad_q.data(),
+                            grad_k.data(), grad_v.data(), starts.data(), contexts.data(), first.data(), 1, heads,
+                            kv_heads, dim, 0.01f, window);
+    };
+    attend(0, nullptr);
+    digest("attention and its gradients", attended, log_sums, grad_q, grad_k);
     constexpr int64_t rows = 9, width = 531;
     const auto x = values(rows, width), up = values(rows, width), weight = values(1, width);
     std::vector<float> out(x.size()), scales(rows);
@@ -329,15 +197,13 @@ int main() {
     const int64_t pieces[] = {0, 67, 134, 201, 268, 335, 402, 469, width}, count = 8;
     log_probs_f32(x.data(), targets.data(), inverse.data(), pieces, chosen.data(), entropies.data(), normalizers.data(),
                   rows, width, count);
-    digest("log-probabilities", chosen);
-    digest("entropies", entropies);
+    digest("log-probabilities and entropies", chosen, entropies);
     std::vector<float> masses(rows * count * 3), highest(rows);
     masses_f32(x.data(), inverse.data(), pieces, masses.data(), rows, width, count);
     std::vector<float> of_drawn(rows);
     draw_f32(x.data(), inverse.data(), uniforms.data(), masses.data(), pieces, drawn.data(), of_drawn.data(), rows, width,
              count);
     digest("draws", drawn);
-    for (int64_t r = 0; r < rows; r++) require("logits of draws", of_drawn[r] == x[r * width + drawn[r]] * inverse[r]);
     std::vector<int64_t> row(rows), prefixes(rows), sums_of_buckets(rows * 256), remaining(rows);
     std::vector<float> inverse_of_row(rows);
     for (int64_t r = 0; r < rows; r++) {
@@ -358,46 +224,39 @@ int main() {
     product_f32(left.data(), depth, 1, right.data(), depth, 1, nullptr, sums.data(), rows, depth, outputs, 8);
     digest("product in chunks", sums);
     const auto narrow_left = narrowed(left), narrow_right = narrowed(right);
-    product_sums_bf16((const bf16*)narrow_left.data(), depth, 1, (const bf16*)narrow_right.data(), depth, 1, nullptr,
-                      sums.data(), rows, depth, outputs, 8);
+    product_sums_bf16(in(narrow_left), depth, 1, in(narrow_right), depth, 1, nullptr, sums.data(), rows, depth, outputs,
+                      8);
     digest("its sums in bfloat16", sums);
     for (const int64_t dim : {32, 48}) attention_in_bfloat16(dim, 0, nullptr);
     const float sinks[] = {0.5f, -2.f, 3.f, 0.f};
-    attend_f32(q.data(), attended.data(), log_sums.data(), key_pages.data(), value_pages.data(), table.data(),
-               starts.data(), contexts.data(), 1, pages, heads, kv_heads, dim, 0.01f, 70, sinks);
-    digest("attention in a window with sinks", attended);
-    digest("its log-sums", log_sums);
-    attend_backward_f32(q.data(), q.data(), k.data(), v.data(), attended.data(), log_sums.data(), grad_q.data(),
-                        grad_k.data(), grad_v.data(), starts.data(), contexts.data(), first.data(), 1, heads, kv_heads,
-                        dim, 0.01f, 70);
-    digest("its gradient", grad_q);
-    digest("its gradient of keys", grad_k);
+    attend(70, sinks);
     std::vector<float> grad_sinks(heads);
     sink_gradient_f32(q.data(), attended.data(), log_sums.data(), sinks, grad_sinks.data(), tokens, heads, dim);
-    digest("its gradient of sinks", grad_sinks);
+    digest("attention in a window with sinks and its gradients", attended, log_sums, grad_q, grad_k, grad_sinks);
     for (const int64_t dim : {32, 48}) attention_in_bfloat16(dim, 70, sinks);
     auto wide = x;  // beyond the activation's bounds
     for (float& value : wide) value *= 9.f;
     clamped_swiglu_f32(wide.data(), up.data(), out.data(), rows * width);
-    digest("clamped activation", out);
     std::vector<float> grad_gate(x.size()), grad_up(x.size()), columns(width);
     clamped_swiglu_backward_f32(x.data(), wide.data(), up.data(), grad_gate.data(), grad_up.data(), rows * width);
-    digest("its gradient", grad_gate);
-    digest("its gradient of up", grad_up);
+    digest("clamped activation and its gradients", out, grad_gate, grad_up);
     column_sums_f32(q.data(), columns.data(), tokens, heads * dim);
     digest("sums of columns", columns);
     std::vector<float> scaled(rows), joined(rows), joined_entropies(rows), joined_normalizers(rows);
     for (int64_t r = 0; r < rows; r++) scaled[r] = x[r * width + targets[r]] * inverse[r];
     join_masses_f32(masses.data(), scaled.data(), joined.data(), joined_entropies.data(), joined_normalizers.data(), rows,
                     count);
-    require("masses joined",
-            joined == chosen && joined_entropies == entropies && joined_normalizers == normalizers);
     digest("masses joined", joined);
-    sums_of_squares();
+    const int64_t count_of_squares = 2500, blocks = 3;
+    const auto squared = values(1, count_of_squares);
+    std::vector<double> squares(blocks);
+    std::vector<int64_t> integers(blocks);
+    block_squares_f32(squared.data(), squares.data(), count_of_squares);
+    integer_squares_f32(squared.data(), integers.data(), count_of_squares, 20);
+    digest("sums of squares", squares, integers);
     grouped_products();
     routes(SOFTMAX, true, 1, 1);
     routes(SOFTMAX_OF_CHOSEN, true, 1, 1);
     routes(SIGMOID, true, 4, 2);
     routes(SIGMOID, false, 4, 2);
-    calls_in_a_row(x, up, weight, rows, width);
 }

@@ -86,7 +86,7 @@ def test_a_head_of_any_width_has_the_bits_of_one_with_zeros_behind_it(form, dtyp
         assert not other[..., own.shape[-1] :].any(), name
 
 
-@settings(max_examples=24, deadline=None, phases=[Phase.generate])  # to shrink would take minutes
+@settings(max_examples=16, deadline=None, phases=[Phase.generate])  # to shrink would take minutes
 @given(
     dtype=st.sampled_from([FLOAT, HALF]),
     lengths=st.lists(st.integers(1, 150), min_size=1, max_size=3),
@@ -112,7 +112,7 @@ def queries_and_latents(dtype, tokens, heads, width):
     return q.view(tokens, heads, width), k[:, None] / 8
 
 
-@settings(max_examples=8, deadline=None)
+@settings(max_examples=5, deadline=None)
 @given(
     dtype=st.sampled_from([FLOAT, HALF]),
     lengths=st.lists(st.integers(1, 150), min_size=1, max_size=2),
@@ -165,18 +165,17 @@ def test_a_broken_latent_breaks_those_that_see_it_and_changes_no_bit_of_others(d
     assert torch.equal(out[others], expected[others]) and out[22:70].isnan().all()
 
 
-@pytest.mark.parametrize("broken", range(3))
-def test_what_a_broken_batch_leaves_in_memory_reaches_no_gradient_of_the_next(broken):
+def test_what_a_broken_batch_leaves_in_memory_reaches_no_gradient_of_the_next():
     def gradients(tokens, broken=None):
         leaves = [x.requires_grad_() for x in qkv(tokens, 2, 2, 64, HALF)]
         if broken is not None:
             leaves[broken].data.fill_(torch.nan)
-        ops.PackedAttention([tokens])(0, *leaves).float().sum().backward()
-        return [leaf.grad for leaf in leaves]
+        return torch.autograd.grad(ops.PackedAttention([tokens])(0, *leaves).float().sum(), leaves)
 
     expected = gradients(21)
-    gradients(64, broken)
-    assert all(map(torch.equal, gradients(21), expected))
+    for broken in range(3):
+        gradients(64, broken)
+        assert all(map(torch.equal, gradients(21), expected)), broken
 
 
 def test_the_gradient_of_sinks_is_summed_in_slabs_whatever_the_number_of_threads(form, threads):
@@ -266,10 +265,10 @@ def test_a_shared_keys_gradient_is_summed_in_the_order_of_the_sequences_and_roun
         assert torch.equal(mine, total.to(dtype))
 
 
-@pytest.mark.parametrize(("lengths", "left_out"), [([5, 5], [1, 0]), ([5, 5], [0, 5]), ([5, 9], [0, 6])])
-def test_more_than_another_sequence_has_cannot_be_left_out(lengths, left_out):
-    with pytest.raises(ValueError, match="omits"):
-        ops.SharedPrefixAttention(lengths, left_out)
+def test_more_than_another_sequence_has_cannot_be_left_out():
+    for lengths, left_out in (([5, 5], [1, 0]), ([5, 5], [0, 5]), ([5, 9], [0, 6])):
+        with pytest.raises(ValueError, match="omits"):
+            ops.SharedPrefixAttention(lengths, left_out)
 
 
 def test_a_cache_holds_what_was_written_zeros_elsewhere_and_latents_once():

@@ -31,12 +31,7 @@ def fresh_kernels(monkeypatch):
     forget_forms()
 
 
-PROGRAM = """
-import torch
-from lockstep import ops
-
-print(ops.linear(torch.ones(2, 3), torch.ones(2, 3)).sum().item())
-"""
+PROGRAM = "import torch; from lockstep import ops; print(ops.linear(torch.ones(2, 3), torch.ones(2, 3)).sum().item())"
 
 
 def compiler_of(folder, before=""):
@@ -47,14 +42,21 @@ def compiler_of(folder, before=""):
     return str(script)
 
 
+def cache_kernels(folder, monkeypatch):
+    """The best kernels, as compiled with `CXX`, in a cache folder of their own: copies, for compiling takes long."""
+    with monkeypatch.context() as patch:
+        patch.delenv("CXX", raising=False)
+        compiled = build.library_path(supported()[0])
+    monkeypatch.setenv("XDG_CACHE_HOME", str(folder))
+    with monkeypatch.context() as patch:
+        patch.setattr(build, "compile_kernels", lambda compiler, flags, target, umask: shutil.copy(compiled, target))
+        return build.library_path(supported()[0])
+
+
 @pytest.mark.slow
 def test_damaged_kernels_are_compiled_anew(tmp_path, monkeypatch):
-    compiled = build.library_path(supported()[0])
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     monkeypatch.setenv("CXX", compiler_of(tmp_path, f"echo >> {tmp_path}/calls"))
-    with monkeypatch.context() as patch:  # compiling takes long: once is enough
-        patch.setattr(build, "compile_kernels", lambda compiler, flags, target, umask: shutil.copy(compiled, target))
-        library = build.library_path(supported()[0])
+    library = cache_kernels(tmp_path, monkeypatch)
     # In processes of their own: without the check the second would end by a signal.
     run = [sys.executable, "-c", PROGRAM]
     assert subprocess.run(run, capture_output=True, text=True).stdout.strip() == "12.0"
@@ -65,22 +67,17 @@ def test_damaged_kernels_are_compiled_anew(tmp_path, monkeypatch):
 
 
 def test_without_a_compiler_those_that_were_compiled_before_are_used(tmp_path, monkeypatch, fresh_kernels):
-    compiled = build.library_path(supported()[0])
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     monkeypatch.delenv("CXX", raising=False)
     monkeypatch.setattr(build, "SHIPPED", tmp_path)
-    with monkeypatch.context() as patch:
-        # Real kernels, but those that are there: compiling them again would take a quarter of a minute.
-        patch.setattr(build, "compile_kernels", lambda compiler, flags, target, umask: shutil.copy(compiled, target))
-        before = build.library_path(supported()[0])
+    library = cache_kernels(tmp_path, monkeypatch)
     monkeypatch.setenv("PATH", str(tmp_path))
     with warnings.catch_warnings(action="error"):
         assert ops.linear(torch.ones(2, 3), torch.ones(2, 3)).sum() == 12 and ops.arithmetic() != "pytorch"
     for compiler in ("", str(tmp_path / "absent")):
         monkeypatch.setenv("CXX", compiler)
-        assert build.library_path(supported()[0]) == before
+        assert build.library_path(supported()[0]) == library
     monkeypatch.delenv("CXX")
-    before.unlink()
+    library.unlink()
     with pytest.raises(compiling.CompilerMissing, match="no C[+][+] compiler was found"):
         build.library_path(supported()[0])
 
@@ -145,6 +142,7 @@ def test_an_unusable_compiler_leaves_the_plain_forms_and_a_warning(tmp_path, mon
     assert ops.linear(torch.ones(2, 3), torch.ones(2, 3)).sum() == 12
 
 
+@pytest.mark.slow
 def test_importing_the_operators_calls_a_librarys_vector_functions_once_by_one_thread():
     script = """
 import torch

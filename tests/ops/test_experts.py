@@ -6,9 +6,10 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from torch._subclasses.fake_tensor import DataDependentOutputException, FakeTensorMode
+from torch.overrides import TorchFunctionMode
 
 from lockstep import ops
-from lockstep.ops import native
 from lockstep.ops.routing import SCORINGS
 from tests.ops.test_linear import DTYPES, cancelling
 
@@ -41,7 +42,7 @@ def clamped_mixture(seed, tokens, experts, active, dtype):
 MIXTURES = {"gated": (ops.experts, mixture), "clamped": (ops.clamped_experts, clamped_mixture)}
 
 
-@settings(max_examples=12, deadline=None)
+@settings(max_examples=8, deadline=None)
 @given(data=st.data(), dtype=st.sampled_from(DTYPES))
 def test_a_grouped_product_is_the_product_of_each_group(form, dtype, data):
     counts = data.draw(st.lists(st.sampled_from([0, 0, 1, 2, 3, 9]), min_size=1, max_size=5))
@@ -73,13 +74,13 @@ def test_gradients_of_a_grouped_product_and_bias_are_those_of_the_groups(dtype):
         assert torch.equal(got[2][group], torch.autograd.grad(alone, own, grads)[0])
 
 
-@pytest.mark.parametrize("wrong", [[0, 2, 1, 4], [0, 2, 3], [1, 2, 3, 4], [0, 1, 2, 5]])
-def test_starts_that_are_not_of_these_rows_are_refused(wrong):
-    with pytest.raises(ValueError, match="starts"):
-        ops.grouped_linear(torch.zeros(4, 8), torch.zeros(3, 8, 8), torch.tensor(wrong))
+def test_starts_that_are_not_of_these_rows_are_refused():
+    for wrong in ([0, 2, 1, 4], [0, 2, 3], [1, 2, 3, 4], [0, 1, 2, 5]):
+        with pytest.raises(ValueError, match="starts"):
+            ops.grouped_linear(torch.zeros(4, 8), torch.zeros(3, 8, 8), torch.tensor(wrong))
 
 
-@settings(max_examples=14, deadline=None)
+@settings(max_examples=10, deadline=None)
 @given(data=st.data(), dtype=st.sampled_from(DTYPES), kind=st.sampled_from(list(MIXTURES)))
 def test_a_tokens_bits_depend_on_that_token_alone(form, dtype, kind, data):
     """Some of the tokens, and all in another order, of a random mixture."""
@@ -92,15 +93,6 @@ def test_a_tokens_bits_depend_on_that_token_alone(form, dtype, kind, data):
     assert torch.equal(experts_of(x[order], weights[order], chosen[order], *matrices), whole[order])
     count = data.draw(st.integers(1, tokens))
     assert torch.equal(experts_of(x[:count], weights[:count], chosen[:count], *matrices), whole[:count])
-
-
-def test_a_sum_in_the_order_of_the_experts_would_be_noticed():
-    """The order of a token's own choices is part of the arithmetic: another gives other bits."""
-    x, weights, chosen, *matrices = mixture(0, 40, 8, 4, torch.float32)
-    sorted_ones, by = chosen.sort(-1)
-    assert not torch.equal(
-        ops.experts(x, weights, chosen, *matrices), ops.experts(x, weights.gather(1, by), sorted_ones, *matrices)
-    )
 
 
 def gated(y, gate, up, down):
@@ -218,13 +210,30 @@ def test_compiled_code_calls_the_same_operators(form, kind, dtype):
         assert (a - b).abs().max() <= tolerance * b.abs().max().clamp(min=1e-3)
 
 
-def test_native_and_plain_routers_choose_the_same_experts(form):
-    if form == "pytorch":
-        pytest.skip("there are no compiled kernels")
-    logits = torch.randn(200, 24, generator=torch.Generator().manual_seed(3))
-    chosen = ops.route(logits, ops.Routing(4))[1]
-    plainly = importlib.import_module("lockstep.ops.routing")._route_plainly(logits, None, ops.Routing(4))[1]
-    assert native.library() is not None and torch.equal(chosen, plainly)
+class _NothingReadsValues(TorchFunctionMode):
+    """Of tensors without values only shapes can be known. Copies to the CPU, which are none here, are refused, too."""
+
+    def __torch_function__(self, func, types, args=(), kwargs=None):
+        if func in (torch.Tensor.cpu, torch.Tensor.numpy):
+            raise DataDependentOutputException(func)
+        return func(*args, **(kwargs or {}))
+
+
+def test_nothing_between_a_mixtures_products_waits_for_their_values(form, monkeypatch):
+    if form != "pytorch":
+        pytest.skip("only a GPU's kernels, for which the plain forms stand, are launched without waiting")
+    product = importlib.import_module("lockstep.ops.grouped_linear")._grouped_linear
+    monkeypatch.setattr(product, "forward", lambda x, weight, starts: x.new_empty(x.shape[0], weight.shape[1]))
+    with FakeTensorMode(), _NothingReadsValues():
+        x, router, bias = torch.randn(5, 32), torch.randn(8, 32), torch.randn(8)
+        gate, up, down = (torch.randn(8, *shape) for shape in ((16, 32), (16, 32), (32, 16)))
+        routes = ops.route(ops.router_logits(x, router), ops.Routing(4, "sigmoid", groups=4, groups_kept=2), bias)
+        assert ops.experts(x, *routes, gate, up, down).shape == x.shape
+        routes = ops.route(ops.add_bias(ops.router_logits(x, router), bias), ops.Routing(2))
+        both, biases = torch.randn(8, 32, 32), torch.randn(8, 32)
+        assert ops.clamped_experts(x, *routes, both, biases, down, biases).shape == x.shape
+        with pytest.raises(DataDependentOutputException):
+            routes[1].max().item()
 
 
 HEADS, ROWS, FIRST, STOP = 3, 40, 6, 22
@@ -270,17 +279,7 @@ def test_gradients_of_a_product_of_heads_are_those_of_the_products_alone(across)
     for own, other in zip(*grads):
         # In the plain form a library's products, whose bits are its own.
         torch.testing.assert_close(own, other, rtol=1e-5, atol=1e-4)
+    graph = torch.compile(lambda x, w: ops.head_linear(x, w, FIRST, STOP, across), backend="aot_eager", fullgraph=True)
+    assert torch.equal(graph(x, weight), ops.head_linear(x, weight, FIRST, STOP, across)), "opaque to a compiler"
     rows = grads[0][1].view(HEADS, ROWS, -1)
     assert not rows[:, :FIRST].any() and not rows[:, STOP:].any() and rows[:, FIRST:STOP].any()
-
-
-def test_a_compiled_graph_calls_a_product_of_heads_as_a_whole():
-    x, weight = _factors(torch.float32, True)
-    compiled = torch.compile(
-        lambda x, w: ops.head_linear(x * 1.0, w, FIRST, STOP, True), backend="aot_eager", fullgraph=True
-    )
-    leaves = x.clone().requires_grad_(), weight.clone().requires_grad_()
-    out = compiled(*leaves)
-    assert torch.equal(out, _alone(x, weight, True))
-    out.sum().backward()
-    assert leaves[0].grad.shape == x.shape and leaves[1].grad.shape == weight.shape

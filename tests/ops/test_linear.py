@@ -58,16 +58,7 @@ def test_every_number_of_rows_gives_a_row_the_same_bits(form, dtype):
     assert_rows_agree(module.product, *cancelling(0, 130, 77, 45, dtype), counts)
 
 
-def test_another_order_for_a_single_row_would_be_noticed():
-    def reversed_when_alone(x, w):
-        return module.product(x.flip(1), w.flip(1)) if len(x) == 1 else module.product(x, w)
-
-    for dtype in DTYPES:
-        with pytest.raises(AssertionError, match="rows"):
-            assert_rows_agree(reversed_when_alone, *cancelling(0, 130, 77, 45, dtype), [1, 2, 3])
-
-
-@settings(max_examples=16, deadline=None)
+@settings(max_examples=10, deadline=None)
 @given(data=st.data(), dtype=st.sampled_from(DTYPES))
 def test_products_are_the_chain_that_defines_them(form, dtype, data):
     rows, depth, outputs = (data.draw(st.integers(1, most)) for most in (40, 90, 70))
@@ -158,14 +149,6 @@ def test_ranks_that_hold_some_chunks_each_meet_in_the_same_bits(form, dtype, row
     assert not torch.equal(whole, module.product(x, w)), "the number of chunks is part of the arithmetic"
 
 
-def test_a_tree_that_adds_from_left_to_right_would_be_noticed():
-    x, w = cancelling(2, 37, 96, 70, torch.float32)
-    first, *others = (module.product_sums(*part) for part in zip(x.chunk(4, 1), w.chunk(4, 1)))
-    for part in others:
-        first = first + part
-    assert not torch.equal(first, module.product(x, w, 4))
-
-
 def test_factors_and_chunks_that_do_not_fit_are_refused():
     few = [(torch.float32, 96, 3), (torch.float32, 96, 0), (torch.float32, 96, -2)]
     for dtype, depth, chunks in [(torch.float32, 90, 4), (torch.bfloat16, 92, 4), *few]:
@@ -227,32 +210,18 @@ def test_panels_of_another_weight_at_the_same_address_do_not_serve(packs):
             assert torch.equal(ops.linear(x, torch.randn(48, 64).fill_(2)), ops.linear(x, torch.full((48, 64), 2.0)))
 
 
-@pytest.mark.parametrize(("share", "kept"), [(0.0, 0), (1.5, 1)])
-def test_panels_stop_where_their_share_of_memory_ends(packs, monkeypatch, share, kept):
+def test_panels_stop_where_their_share_of_memory_ends(packs, monkeypatch):
     first, second, x = torch.randn(48, 64), torch.randn(48, 64), torch.randn(3, 64)
     expected = ops.linear(x, second)
-    room = share * 4 * packed_weights.panel_words(first) / packed_weights.MEMORY_SHARE
-    monkeypatch.setattr(packed_weights, "free_memory", lambda: int(room))
-    weights = ops.PackedWeights()
-    with torch.no_grad(), weights.in_use():
-        ops.linear(x, first)
-        assert torch.equal(ops.linear(x, second), expected)
-        panels = [weights.panels_of(w) for w in (first, second)]
-    assert [p is not None for p in panels] == [kept > 0, False]
-
-
-def test_panels_give_their_memory_back(packs):
-    weight, weights = torch.randn(96, 64), ops.PackedWeights()
-    panels = weights.panels_of(weight)
-    address = panels.data_ptr()
-    del panels
-    weights.forget()
-    weights.forget()
-    assert weights.panels_of(weight).data_ptr() == address, "an update and a call of generate say it twice"
-    room = packed_weights.free_memory()
-    for _ in range(5):  # the same address, other panels: each time the earlier ones are given up
-        assert weights.panels_of(weight[:16]) is not None and weights.panels_of(weight) is not None
-    assert room > 0
+    whole = 4 * packed_weights.panel_words(first) / packed_weights.MEMORY_SHARE
+    for room in (0.0, 1.5):
+        monkeypatch.setattr(packed_weights, "free_memory", lambda room=room: int(room * whole))
+        weights = ops.PackedWeights()
+        with torch.no_grad(), weights.in_use():
+            ops.linear(x, first)
+            assert torch.equal(ops.linear(x, second), expected)
+            panels = [weights.panels_of(w) for w in (first, second)]
+        assert [p is not None for p in panels] == [room > 1, False]
 
 
 def test_an_instruction_set_that_is_not_there_is_refused_by_name(monkeypatch):

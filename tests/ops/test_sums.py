@@ -42,6 +42,6 @@ def test_a_sum_is_the_same_for_any_number_of_threads_and_other_strides(threads):
 
 
 def test_a_sum_of_squares_of_many_elements_is_right():
-    # A sum of so many in float32 loses a percent.
-    x = torch.full((1 << 24,), 0.1)
-    assert float(ops.sum_of_squares(x)) == pytest.approx((1 << 24) * float(x[0].double() ** 2), rel=1e-14)
+    # Added one by one in float32, so many lose two percent.
+    x = torch.full((1 << 21,), 0.1)
+    assert float(ops.sum_of_squares(x)) == pytest.approx((1 << 21) * float(x[0].double() ** 2), rel=1e-14)

@@ -5,7 +5,7 @@ from importlib import import_module
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.distributed._tools.mem_tracker import MemTracker
@@ -13,7 +13,6 @@ from torch.distributed._tools.mem_tracker import MemTracker
 from lockstep import ops
 from lockstep.ops import head_gradients, native
 from lockstep.ops.cuts import cut
-from lockstep.ops.logprobs import row_factors
 from lockstep.ops.vocabulary import Whole
 
 FLOAT, HALF = torch.float32, torch.bfloat16
@@ -70,12 +69,6 @@ def test_log_probability_of_a_row_is_the_same_in_any_company(monkeypatch, dtype,
     assert torch.equal(sliced[0], log_probs) and torch.equal(sliced[1], entropy), "in slices of rows"
 
 
-def test_a_slice_of_logits_never_exceeds_its_bytes_and_slices_cover_all_rows():
-    rows = head_gradients.row_slices(8192, 65536, torch.empty(0, dtype=HALF))
-    assert max(s.stop - s.start for s in rows) * 65536 * HALF.itemsize <= head_gradients.SLICE_BYTES
-    assert [s.start for s in rows[1:]] == [s.stop for s in rows[:-1]] and rows[-1].stop == 8192
-
-
 def test_kept_logits_give_the_gradients_of_recomputed_ones():
     hidden, head = _leaf(0, 50, 64, dtype=HALF), _leaf(1, 258, 64, dtype=HALF)
     targets = torch.randint(258, (50,), generator=torch.Generator().manual_seed(2))
@@ -108,13 +101,15 @@ def test_the_summed_log_probability_is_that_of_the_tokens(dtype, slice_bytes, mo
 @pytest.mark.parametrize(
     "score", [lambda *x: ops.token_log_probs(*x)[0].sum(), lambda *x: ops.log_prob_sum(*x, 0.5)], ids=["tokens", "sum"]
 )
-def test_of_the_heads_gradient_a_wide_sum_and_one_narrow_tensor_are_held_at_once(score, monkeypatch):
+def test_of_the_heads_gradient_a_wide_sum_and_one_narrow_tensor_are_held_at_once(score, monkeypatch, form):
+    if form != "pytorch":
+        pytest.skip("in other forms, too, a GPU's products stand in for those of the form")
     monkeypatch.setattr(head_gradients, "SLICE_BYTES", 8 * 4096 * 2)  # three slices of the targets
     # Products that hold nothing wide of their own, as a GPU's.
     products = import_module("lockstep.ops.linear")
     for owner, name in ((products, "product"), (products._linear, "forward")):
         monkeypatch.setattr(owner, name, lambda x, weight, chunks=1: x @ weight.T)
-    head, hidden = _leaf(0, 4096, 1024, dtype=torch.bfloat16), _leaf(1, 24, 1024, dtype=torch.bfloat16)
+    head, hidden = _leaf(0, 4096, 512, dtype=torch.bfloat16), _leaf(1, 24, 512, dtype=torch.bfloat16)
     with MemTracker() as tracker:
         score(hidden, head, torch.zeros(24, dtype=torch.int64)).backward()
     (peak,) = tracker.get_tracker_snapshot("peak").values()
@@ -135,27 +130,16 @@ def test_a_loss_under_fake_tensors_leaves_nothing_behind_for_a_real_one():
 HIDDEN, HEAD = _randn(0, 24, 16) * 3, _randn(1, 40, 16)
 
 
-def _sides_agree(temperature):
+@settings(max_examples=24, deadline=None)
+@example(0.0)
+@given(st.floats(0.01, 10.0) | st.integers(1, 300).map(lambda hundredths: hundredths / 100))
+def test_trainer_and_generator_agree_at_any_temperature(temperature):
     """Both sides' log-probabilities, as the engine and the loss compute them."""
     logits = ops.linear(HIDDEN, HEAD)
     rows = torch.full((24,), temperature, dtype=torch.float32)
     tokens, generator = ops.draw(logits, rows, ops.uniforms(torch.arange(24), torch.arange(24)))
     trainer, _ = ops.token_log_probs(HIDDEN, HEAD, tokens, temperature)
-    return torch.equal(generator, trainer)
-
-
-@settings(max_examples=60, deadline=None)
-@given(st.floats(0.01, 10.0) | st.integers(1, 300).map(lambda hundredths: hundredths / 100))
-def test_trainer_and_generator_agree_at_any_temperature(temperature):
-    assert _sides_agree(temperature)
-
-
-def test_the_factor_of_logits_is_one_over_the_float32_of_the_temperature_and_1_if_greedy():
-    for temperature in (1.0, 0.85, 1.1):
-        expected = torch.tensor(1.0) / torch.tensor(temperature, dtype=torch.float32)
-        assert torch.equal(ops.inverse_temperature(torch.tensor([temperature])), expected[None])
-        assert torch.equal(row_factors(temperature, HIDDEN), expected.expand(24))
-    assert row_factors(0.0, HIDDEN).tolist() == [1.0] * 24 and _sides_agree(0.0)
+    assert torch.equal(generator, trainer)
 
 
 def test_a_row_that_is_not_finite_shows_it_and_changes_no_other():
@@ -234,7 +218,7 @@ def cut_by_sorting(logits, inverse, top_k, top_p, min_p, asked):
     return logits.masked_fill(torch.zeros_like(out).scatter(1, order, out), -torch.inf)
 
 
-@settings(max_examples=16, deadline=None)
+@settings(max_examples=10, deadline=None)
 @given(
     dtype=st.sampled_from(DTYPES),
     seed=st.integers(0, 10**6),

@@ -1,6 +1,7 @@
 """Data parallelism's own settings, and degrees that do not fit. Its training is compared in test_layouts.py."""
 
 from dataclasses import replace
+from functools import partial
 from unittest.mock import patch
 
 import pytest
@@ -14,15 +15,12 @@ from lockstep.parallel.world import AXES, World, open_world, simulated_world
 from tests.parallel.launch import launch
 from tests.parallel.training import train
 
-FEW = ("float32", 2, "qwen3:micro", 258, True, None, None, False, 2)
-"""Steps and layers."""
+few_steps = partial(train, steps=2, layers=2)
 
 
 def test_gathered_weights_that_are_kept_change_no_bit():
-    (freed, _), (kept, _) = (
-        launch(2, train, ParallelConfig(reshard_after_forward=when), "bfloat16", *FEW[1:])
-        for when in ("always", "never")
-    )
+    run = partial(few_steps, dtype="bfloat16")
+    freed, kept = (launch(2, run, ParallelConfig(reshard_after_forward=when))[0] for when in ("always", "never"))
     assert kept.losses == freed.losses and kept.norms == freed.norms
     assert all(torch.equal(kept.weights[name], weight) for name, weight in freed.weights.items())
 
@@ -35,7 +33,7 @@ def test_gathered_weights_that_are_kept_change_no_bit():
 def test_gradients_summed_with_every_micro_batch_train_as_those_summed_once_a_step(layout):
     ranks = 2 * layout.data_replicate
     once, each = (
-        launch(ranks, train, replace(layout, reduce_gradients=when), *FEW)[0] for when in ("step", "microbatch")
+        launch(ranks, few_steps, replace(layout, reduce_gradients=when))[0] for when in ("step", "microbatch")
     )
     # The same terms in another order.
     assert each.losses == pytest.approx(once.losses, rel=1e-6) and each.norms == pytest.approx(once.norms, rel=1e-5)

@@ -4,19 +4,16 @@ DeepEP itself needs GPUs. The package here has the signatures and the order of r
 fails in one place.
 """
 
+import re
 import sys
 from datetime import timedelta
-from functools import partial
 
 import pytest
-import torch
 
-from lockstep.config import ParallelConfig
 from lockstep.errors import UserError
-from lockstep.ops.experts import feed_forward
-from lockstep.parallel import close_world, deep_ep, open_world
-from lockstep.parallel.experts import experts_over_ranks
+from lockstep.parallel import deep_ep
 from tests.parallel.launch import launch
+from tests.parallel.test_experts import compare_random
 
 PACKAGE = """
 import torch
@@ -65,68 +62,39 @@ class Buffer:
 """
 
 
-def through(weights, rows, starts):
-    return feed_forward(rows, starts, *weights)
-
-
-def results(group, rank, rounds):
-    """Outputs and gradients of a few layers; each forward and backward makes four exchanges of rows."""
-    draw, found = torch.Generator().manual_seed(0), []
-    for count in (0, 21, 40)[:rounds]:
-        weights_of = [torch.randn(4, *s, generator=draw) for s in ((24, 16), (24, 16), (16, 24))]
-        x = torch.randn(2, 40, 16, generator=draw)
-        x[..., 3] = -0.0
-        scores = torch.rand(2, 40, 4, generator=draw)
-        rows = x[rank, : count if rank else 40].clone().requires_grad_()
-        weights, chosen = scores[rank, : len(rows)].topk(2)
-        own = [w.chunk(2)[rank].clone().requires_grad_() for w in weights_of]
-        out = experts_over_ranks(rows, weights, chosen, 4, group, partial(through, own), lambda x: x * 2)
-        out.backward(torch.randn(40, 16, generator=draw)[: len(rows)])
-        found += [out.detach(), rows.grad, *(weight.grad for weight in own)]
-    return found
-
-
 def travelled(folder, rounds):
-    """Whether the bits are those of the all-to-all; or the error that using the package ended in."""
+    """The rounds whose bits are not those of one process; or the error that using the package ended in."""
     sys.path.insert(0, str(folder))
     deep_ep.PATIENCE = timedelta(seconds=5)
-    world = open_world(ParallelConfig(tensor=2), "cpu")
-    group = world.mesh.get_group("tensor")
-    expected = results(group, world.rank, rounds)
     deep_ep.use_deep_ep(True)
     try:
-        found = results(group, world.rank, rounds)
+        return compare_random(rounds)
     except (UserError, RuntimeError) as error:
         return f"{type(error).__name__}: {error}"
-    finally:
-        close_world(world)
-    return all(torch.equal(a.view(torch.int32), b.view(torch.int32)) for a, b in zip(found, expected))
+
+
+SLOW = pytest.mark.slow
 
 
 def write_package(folder, fault="", rank=1):
     (folder / "deep_ep.py").write_text(PACKAGE.format(fault=fault, rank=rank))
 
 
-def test_rows_that_travel_by_deep_ep_have_the_bits_of_those_that_travel_by_all_to_all(tmp_path):
+def test_rows_that_travel_by_deep_ep_have_the_bits_of_rows_that_stayed(tmp_path):
     write_package(tmp_path)
-    assert launch(2, travelled, tmp_path, 3, fresh=True) == [True] * 2
+    assert launch(2, travelled, tmp_path, 8, fresh=True) == [[], []]
 
 
 @pytest.mark.parametrize(
     ("fault", "said"),
     [
-        ("load", ["cannot be used (on ranks [1]: OSError: libcuda.so.1"] * 2),
-        *(
-            pytest.param(*case, marks=pytest.mark.slow)
-            for case in (
-                ("buffer", ["cannot be used (on ranks [1]: RuntimeError: CUDA driver error"] * 2),
-                ("order", ['DeepEP\'s rows differ from those of parallel.expert_dispatcher "all_to_all"'] * 2),
-                ("lost", ["DeepEP brought 38 of 39 rows", "DeepEP brought 40 of"]),
-            )
-        ),
+        ("load", r"cannot be used \(on ranks \[1\]: OSError: libcuda.so.1"),
+        pytest.param("buffer", r"(?s)cannot be used .*on ranks \[1\]: RuntimeError: CUDA driver error", marks=SLOW),
+        pytest.param("order", "DeepEP's rows differ from those of parallel.expert_dispatcher", marks=SLOW),
+        pytest.param("lost", r"DeepEP brought \d+ of \d+ rows", marks=SLOW),
     ],
 )
 def test_a_package_that_does_not_work_on_one_rank_ends_the_run_on_all_and_says_why(tmp_path, fault, said):
     write_package(tmp_path, fault)
-    for error, expected in zip(launch(2, travelled, tmp_path, 1, fresh=True), said):
-        assert expected in error
+    for error in launch(2, travelled, tmp_path, 1, fresh=True):
+        assert re.search(said, error)

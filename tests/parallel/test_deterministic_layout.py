@@ -55,29 +55,30 @@ ODD = (29, 33, 31, 32) * 6
 """Sequences of twelve micro-batches, which three ranks and six can share."""
 
 
-def train(parallel, shape, dtype, settings, steps=2, lengths=training.LENGTHS, compiled=False, torch_2_15=False):
+def train(parallel, shape, dtype, settings, torch_2_15=False, **others):
     # Targets in several slices of the head, and sums over slices that context ranks share unevenly.
     head_gradients.SLICE_BYTES = 7 * VOCAB * 4
     if torch_2_15:
         as_torch_2_15()
-    layers = 4 if "pipeline" in shape else 2
+    others = {"steps": 2, "layers": 4 if "pipeline" in shape else 2} | others
     model = SHAPES[shape.removesuffix(", pipeline")]
-    return training.train(parallel, dtype, steps, model, VOCAB, None, settings, None, compiled, layers, lengths)
+    return training.train(parallel, dtype, model=model, vocab=VOCAB, tied=None, settings=settings, **others)
 
 
 @cache
-def alone(chunks, shape, dtype, settings, *rest):
-    (trace,) = launch(1, train, P(reduction_chunks=chunks), shape, dtype, dict(settings), *rest, seconds=600)
+def alone(chunks, shape, dtype, settings, **others):
+    run = partial(train, shape=shape, dtype=dtype, settings=dict(settings), **others)
+    (trace,) = launch(1, run, P(reduction_chunks=chunks), seconds=600)
     assert trace.norms[0] > 0.3, "gradients are clipped"
     assert trace.losses[0] > trace.losses[-1], "it learns, so each step's bits depend on all before it"
     return trace
 
 
-def check(ranks, parallel, shape, dtype="float32", settings=SETTINGS, *rest, torch_2_15=False):
+def check(ranks, parallel, shape, dtype="float32", settings=SETTINGS, torch_2_15=False, **others):
     chunks = 2 if parallel.tensor == 1 else parallel.tensor
-    expected = alone(chunks, shape, dtype, tuple(settings.items()), *rest)
-    run, parallel = partial(train, torch_2_15=torch_2_15), replace(parallel, reduction_chunks=chunks)
-    traces = launch(ranks, run, parallel, shape, dtype, settings, *rest, seconds=600, fresh=torch_2_15)
+    expected = alone(chunks, shape, dtype, tuple(settings.items()), **others)
+    run = partial(train, shape=shape, dtype=dtype, settings=settings, torch_2_15=torch_2_15, **others)
+    traces = launch(ranks, run, replace(parallel, reduction_chunks=chunks), seconds=600, fresh=torch_2_15)
     assert_same_bits(traces, expected)
     assert_log_probs(traces, expected, parallel.tensor)
     return expected
@@ -149,13 +150,13 @@ OTHERS = [
 @pytest.mark.parametrize(("dtype", "settings"), [("float32", SETTINGS), ("bfloat16", MUON)])
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_many_steps_have_the_bits_of_one_process_in_every_layout(layout, dtype, settings):
-    check(*LAYOUTS[layout], "a tied head, pipeline", dtype, settings, 20)
+    check(*LAYOUTS[layout], "a tied head, pipeline", dtype, settings, steps=20)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("layout", ODD_LAYOUTS)
 def test_steps_have_the_bits_of_one_process_where_a_round_of_micro_batches_is_no_subtree(layout):
-    check(*ODD_LAYOUTS[layout], "a tied head, pipeline", "float32", SETTINGS, 3, ODD)
+    check(*ODD_LAYOUTS[layout], "a tied head, pipeline", steps=3, lengths=ODD)
 
 
 @pytest.mark.slow
@@ -169,13 +170,12 @@ def test_steps_of_other_models_have_the_bits_of_one_process(shape, ranks, parall
 @pytest.mark.parametrize(
     ("layout", "shape"),
     [
-        *((layout, "a tied head") for layout in ("TP 2", "CP 2 x TP 2", "full DTensor")),
-        ("FSDP 2 x PP 2, 1F1B", "a tied head, pipeline"),
-        ("TP 2", "biases, sinks and windows"),
+        ("TP 2", "a tied head"), ("CP 2 x TP 2", "a tied head"), ("full DTensor", "a tied head"),
+        ("FSDP 2 x PP 2, 1F1B", "a tied head, pipeline"), ("TP 2", "biases, sinks and windows"),
     ],
-)
+)  # fmt: skip
 def test_compiled_steps_have_the_bits_of_one_compiled_process(layout, shape):
-    check(*LAYOUTS[layout], shape, "float32", SETTINGS, 2, training.LENGTHS, True)
+    check(*LAYOUTS[layout], shape, compiled=True)
 
 
 def as_torch_2_15() -> None:

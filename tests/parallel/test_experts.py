@@ -8,7 +8,7 @@ import torch
 
 from lockstep import Engine, EngineConfig, SamplingParams, ops
 from lockstep.config import CompileConfig, ParallelConfig, PretrainConfig, RecomputeConfig, TrainConfig
-from lockstep.model import initialize, preset
+from lockstep.model import initialize, preset, resolve_dtype
 from lockstep.model.shard import local_values
 from lockstep.ops.experts import feed_forward
 from lockstep.parallel import close_world, generator_model, open_world, parallel_model
@@ -17,11 +17,9 @@ from lockstep.parallel.experts import experts_over_ranks
 from lockstep.train import Trainer, pack
 from lockstep.train.dry_run import dry_run
 from lockstep.train.objective import NextTokenLoss
-from tests.faults import VARIABLE
 from tests.parallel.launch import launch
 
 MODEL = "qwen3_moe:micro"
-DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 
 
 def sampled(ranks, dtype, model=MODEL):
@@ -29,7 +27,7 @@ def sampled(ranks, dtype, model=MODEL):
     parallel = ParallelConfig(tensor=ranks, reduction_chunks=2, data_shard=1)
     world = open_world(parallel, "cpu")
     shape = preset(model, 259)
-    decoder = generator_model(shape, DTYPES[dtype], world, parallel, partial(initialize, seed=3))
+    decoder = generator_model(shape, resolve_dtype(dtype), world, parallel, partial(initialize, seed=3))
     engine = Engine(decoder, EngineConfig(max_tokens_per_step=37, cache_tokens=512))
     groups = engine.generate([[1]], SamplingParams(max_tokens=5, seed=1))
     groups += engine.generate([[1], list(range(40)), [5, 6, 7]], SamplingParams(max_tokens=9, seed=1, n=2))
@@ -37,15 +35,12 @@ def sampled(ranks, dtype, model=MODEL):
     return [(c.token_ids, c.logprobs) for group in groups for c in group]
 
 
+BFLOAT16 = (MODEL, "gpt_oss:micro", "deepseek_v3:micro")
+
+
 @pytest.mark.parametrize(
     ("model", "dtype"),
-    [
-        (MODEL, "float32"),
-        *(
-            pytest.param(model, "bfloat16", marks=pytest.mark.slow)
-            for model in (MODEL, "gpt_oss:micro", "deepseek_v3:micro")
-        ),
-    ],
+    [(MODEL, "float32"), *(pytest.param(model, "bfloat16", marks=pytest.mark.slow) for model in BFLOAT16)],
 )
 def test_an_engine_whose_ranks_share_the_experts_samples_what_one_process_samples(model, dtype):
     (alone,) = launch(1, sampled, 1, dtype, model)
@@ -54,6 +49,11 @@ def test_an_engine_whose_ranks_share_the_experts_samples_what_one_process_sample
 
 def through(weights, rows, starts):
     return feed_forward(rows, starts, *weights)
+
+
+def same_bits(ours, theirs):
+    """Also of zeros, which have a sign."""
+    return torch.equal(ours.view(torch.int16), theirs.view(torch.int16))
 
 
 def compare_random(rounds):
@@ -68,6 +68,7 @@ def compare_random(rounds):
         tokens = [int(n) for n in torch.randint(0, 40, (2,), generator=draw)]
         x = torch.randn(sum(tokens), 16, generator=draw) * (torch.rand(sum(tokens), 1, generator=draw) * 12).exp2()
         x[:, 8:] = -x[:, :8] * (1 + 2.0**-8)
+        x[:, 3] = -0.0
         x, scores = x.to(kind), torch.rand(sum(tokens), count, generator=draw)
         scores[:, number % count] += number % 3  # now and then one expert takes all
         weights, chosen = scores.topk(active)
@@ -95,27 +96,19 @@ def compare_random(rounds):
         rows = slice(0, tokens[0]) if world.rank == 0 else slice(tokens[0], None)
         found = run(shared, rows)
         expected = run(lambda x, w, c, whole=whole, also=also: ops.experts(x, w, c, *whole, also), slice(None))
-        problems += [number for ours, theirs in zip(found, expected) if not torch.equal(ours, theirs[rows])]
+        problems += [number for ours, theirs in zip(found, expected) if not same_bits(ours, theirs[rows])]
         if kind == torch.float32:  # the sums over tokens are made in the order of one process
             parts = zip(own, whole)
-            problems += [number for o, w in parts if not torch.equal(o.grad, w.grad.chunk(2)[world.rank])]
+            problems += [number for o, w in parts if not same_bits(o.grad, w.grad.chunk(2)[world.rank])]
         with torch.no_grad(), whole_rows():
             everywhere = shared(x, weights, chosen)
-        problems += [number] if not torch.equal(everywhere, expected[0]) else []
+        problems += [number] if not same_bits(everywhere, expected[0]) else []
     close_world(world)
     return problems
 
 
 def test_rows_that_travelled_have_the_bits_of_rows_that_stayed():
     assert launch(2, compare_random, 24) == [[], []]
-
-
-@pytest.mark.parametrize(
-    "fault", ["rows_of_an_expert_backwards", pytest.param("rows_as_they_arrive", marks=pytest.mark.slow)]
-)
-def test_rows_in_another_order_are_found(monkeypatch, fault):
-    monkeypatch.setenv(VARIABLE, fault)
-    assert all(launch(2, compare_random, 4))
 
 
 def stepped(parallel, mode, count=8):
@@ -150,14 +143,7 @@ def test_recomputing_layers_travel_again_and_keep_the_bits():
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    "parallel",
-    [
-        ParallelConfig(),
-        ParallelConfig(expert=2),
-        ParallelConfig(tensor=2),
-    ],
-)
+@pytest.mark.parametrize("parallel", [ParallelConfig(), ParallelConfig(expert=2), ParallelConfig(tensor=2)])
 def test_fewer_experts_than_ranks_are_cut_within(parallel):
     (alone,) = launch(1, stepped, ParallelConfig(reduction_chunks=2), "none", 2)
     for losses, _, owned in launch(4, stepped, replace(parallel, reduction_chunks=2), "none", 2):
@@ -168,12 +154,9 @@ def test_fewer_experts_than_ranks_are_cut_within(parallel):
 
 def simulated(parallel, ranks):
     config = PretrainConfig(
-        dtype="bfloat16",
-        sequence_length=64,
-        tokens_per_step=64 * 8,
-        parallel=parallel,
+        dtype="bfloat16", sequence_length=64, tokens_per_step=64 * 8, parallel=parallel,
         train=TrainConfig(tokens_per_microbatch=64),
-    )
+    )  # fmt: skip
     return dry_run(config, preset(MODEL, 258), ranks, NextTokenLoss(64))
 
 

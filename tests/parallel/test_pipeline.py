@@ -1,5 +1,7 @@
 """Pipelines against one process: every schedule, tied and untied, and what cannot run is refused by name."""
 
+from functools import partial
+
 import pytest
 import torch
 
@@ -14,30 +16,22 @@ from tests.parallel.training import train
 )
 def test_a_split_backward_recomputes_activations(schedule, mode):
     layout = ParallelConfig(pipeline=2, pipeline_schedule=schedule)
-    (expected,) = launch(1, train, ParallelConfig(), "float32", 2)
-    traces = launch(2, train, layout, "float32", 2, "qwen3:micro", 258, True, None, RecomputeConfig(mode=mode))
-    _compare(traces, expected)
+    (expected,) = launch(1, partial(train, steps=2), ParallelConfig())
+    _compare(launch(2, partial(train, steps=2, recompute=RecomputeConfig(mode=mode)), layout), expected)
 
 
 @pytest.mark.parametrize("ranks, schedule", [(2, "zbv"), pytest.param(4, "1f1b", marks=pytest.mark.slow)])
 def test_a_stage_whose_parameters_are_all_frozen_passes_gradients_on(ranks, schedule):
     rules = {"rules": ("embed_tokens.* frozen=true", "layers.0.* frozen=true", "layers.1.* frozen=true")}
-    layout = ParallelConfig(pipeline=2, pipeline_schedule=schedule)
+    run = partial(train, steps=3, settings=rules)
     # Clipping, on the ranks that have gradients and on those that have none, is part of it.
-    (expected,) = launch(1, train, ParallelConfig(), "float32", 3, "qwen3:micro", 258, True, rules)
+    (expected,) = launch(1, run, ParallelConfig())
     assert expected.norms[0] > 1.0
-    for trace in launch(ranks, train, layout, "float32", 3, "qwen3:micro", 258, True, rules):
+    for trace in launch(ranks, run, ParallelConfig(pipeline=2, pipeline_schedule=schedule)):
         assert trace.losses == pytest.approx(expected.losses, rel=1e-5)
         assert trace.norms == pytest.approx(expected.norms, rel=1e-4)
         for name, weight in trace.weights.items():
             assert (weight - expected.weights[name]).norm() <= 1e-4 * expected.weights[name].norm(), name
-
-
-@pytest.mark.slow
-def test_compiled_stages_train_as_one_compiled_process_does():
-    own = ("float32", 3, "llama3:micro", 258, False, None, None, True)
-    (expected,) = launch(1, train, ParallelConfig(), *own, seconds=300)
-    _compare(launch(2, train, ParallelConfig(pipeline=2), *own, seconds=300), expected)
 
 
 def _compare(traces, expected, tolerance=1e-5):

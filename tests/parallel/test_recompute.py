@@ -28,6 +28,7 @@ MODES = {
     "all but every operator": RecomputeConfig("selective", keep=("attention", "linear", "norm", "activation")),
     "within a budget": RecomputeConfig("budget", budget_gib=2**-10),
 }
+FEW = [NONE, MODES["full"], MODES["all but attention"]]
 
 
 def _model(recompute, dtype, world, compiled=False, layers=4):
@@ -63,15 +64,14 @@ def test_recomputed_layers_give_the_very_bits_of_kept_ones():
 
 
 def test_recomputed_layers_give_the_very_bits_under_fsdp():
-    for results in launch(2, train, [NONE, MODES["full"], MODES["all but attention"]], torch.bfloat16):
+    for results in launch(2, train, FEW, torch.bfloat16):
         _assert_equal_bits(results)
 
 
 @pytest.mark.slow
 def test_compiled_layers_train_under_fsdp_and_recomputed_as_in_one_process():
-    modes = [NONE, MODES["full"], MODES["all but attention"]]
     ((expected, _),) = launch(1, train, [NONE], torch.float32, True, seconds=300)[0]
-    for results in launch(2, train, modes, torch.float32, True, seconds=300):
+    for results in launch(2, train, FEW, torch.float32, True, seconds=300):
         _assert_equal_bits(results)
         # Both ranks have the very same row, so their losses add up to twice that of one process.
         assert results[0][0][0] == pytest.approx(2 * expected[0], rel=1e-6)

@@ -9,7 +9,7 @@ import torch.distributed as dist
 
 from lockstep import ops
 from lockstep.config import ParallelConfig
-from lockstep.model import Decoder, initialize, preset
+from lockstep.model import Decoder, initialize, preset, resolve_dtype
 from lockstep.ops import head_gradients
 from lockstep.parallel import close_world, open_world
 from lockstep.parallel.exchange import sum_rows
@@ -21,7 +21,6 @@ from tests.parallel.launch import launch
 from tests.parallel.memory import PeakMemory
 
 TENSOR = ParallelConfig(tensor=2)
-DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 SEQUENCES = [list(range(40)), list(range(50, 73)), [7] * 17]
 
 
@@ -33,9 +32,9 @@ def test_every_operator_has_the_bits_of_one_process(model, dtype):
 def compare_pieces(model, dtype):
     world = open_world(TENSOR, "cpu")
     shape = dataclasses.replace(preset(model, 259), reduction_chunks=2)
-    whole = Decoder(shape, DTYPES[dtype])
+    whole = Decoder(shape, resolve_dtype(dtype))
     initialize(whole, seed=3)
-    cut = Decoder(shape, DTYPES[dtype], "meta")
+    cut = Decoder(shape, resolve_dtype(dtype), "meta")
     distribute_parameters(cut, world.mesh["tensor"], lambda place: [place])
     cut.to_empty(device="cpu")
     initialize(cut, seed=3)
@@ -91,10 +90,7 @@ def compare_losses_of(world, vocab):
     part = slice(world.rank * length, min(vocab, (world.rank + 1) * length))
     found, expected = [], []
     sharded = partial(sharded_token_log_probs, vocab=vocab, group=world.mesh.get_group("tensor"))
-    for function, rows, into in [
-        (sharded, part, found),
-        (ops.token_log_probs, slice(None), expected),
-    ]:
+    for function, rows, into in [(sharded, part, found), (ops.token_log_probs, slice(None), expected)]:
         x, w = hidden.clone().requires_grad_(), head[rows].clone().requires_grad_()
         log_probs, entropies = function(x, w, targets, 0.7)
         ((log_probs * weights).sum() + 0.3 * (entropies * weights).sum()).backward()

@@ -15,7 +15,7 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from lockstep.config import CompileConfig, ParallelConfig, RecomputeConfig, TrainConfig
-from lockstep.model import Decoder, ModelConfig, initialize, preset
+from lockstep.model import Decoder, ModelConfig, initialize, preset, resolve_dtype
 from lockstep.model.shard import local_part
 from lockstep.parallel import close_world, open_world, parallel_model
 from lockstep.train import PackedRow, Trainer, pack, target_log_probs
@@ -56,11 +56,10 @@ def train(
     """Trains a fresh model on one batch, again and again; the same in every layout. `settings` go to TrainConfig."""
     world = open_world(parallel, "cpu")
     shape = preset(model, vocab) if isinstance(model, str) else model
-    shape = dataclasses.replace(shape, tie_embeddings=shape.tie_embeddings if tied is None else tied)
-    shape = dataclasses.replace(shape, num_layers=layers)
-    kind = {"float32": torch.float32, "bfloat16": torch.bfloat16}[dtype]
+    tied = shape.tie_embeddings if tied is None else tied
+    shape = dataclasses.replace(shape, tie_embeddings=tied, num_layers=layers)
     compiling = CompileConfig(backend="inductor" if compiled else "none")
-    decoder = parallel_model(shape, kind, world, parallel, compiling, drawn, recompute)
+    decoder = parallel_model(shape, resolve_dtype(dtype), world, parallel, compiling, drawn, recompute)
     fixed: dict[str, Any] = dict(learning_rate=1e-3, warmup_steps=0, schedule="constant")
     trainer = Trainer(decoder, TrainConfig(**(fixed | (settings or {}))), steps, world)
     # An optimizer in the backward goes with one micro-batch.

@@ -27,7 +27,7 @@ def make_draft(config: EngineConfig, model: Decoder, history: HistoryDraft | Non
 def _draft_model(config: EngineConfig, model: Decoder) -> Decoder:
     if not config.draft_model:
         raise UserError('engine.draft is "model", but engine.draft_model is empty; set it, or use draft "ngram"')
-    draft = load_model(config.draft_model, dtype=str(model.dtype).removeprefix("torch."), device=str(model.device))
+    draft = load_model(config.draft_model, model.dtype, model.device)
     if draft.config.vocab_size != model.config.vocab_size:
         raise UserError(
             f"engine.draft_model {config.draft_model} has a vocabulary of {draft.config.vocab_size} tokens, but the "

@@ -15,7 +15,7 @@ from lockstep.errors import UserError
 from lockstep.generate.engine import Engine
 from lockstep.generate.server.protocol import WeightsRequest
 from lockstep.generate.server.service import Service
-from lockstep.model import arithmetic_of
+from lockstep.model import arithmetic_of, name_of
 
 
 async def update_weights(service: Service, request: WeightsRequest) -> dict[str, Any]:
@@ -43,7 +43,7 @@ def describe(service: Service) -> dict[str, Any]:
     engine, config = service.engine, service.config
     return {
         "shape": dataclasses.asdict(engine.model.config),
-        "dtype": str(engine.model.dtype).removeprefix("torch."),
+        "dtype": name_of(engine.model.dtype),
         "arithmetic": arithmetic_of(engine.model.device),
         "compile": config.compile.backend,
         "weights_version": engine.weights_version,
