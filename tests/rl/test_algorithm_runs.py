@@ -139,16 +139,6 @@ def test_distilling_from_oneself_changes_nothing(tmp_path, folders):
     assert metrics["loss"] == metrics["grad_norm"] == metrics["advantage/abs_max"] == 0.0
 
 
-@pytest.mark.slow
-def test_distillation_moves_towards_the_teacher(tmp_path, folders):
-    changes = dict(algorithm="distillation", teacher=str(folders[1]), steps=30, prompts_per_step=6, max_new_tokens=8)
-    changes["train"] = TrainConfig(learning_rate=1e-2, warmup_steps=0, schedule="constant", tokens_per_microbatch=1024)
-    metrics = steps_of(reinforce(small_config(tmp_path / "run", folders[0], **changes), EvenBytes()))
-    # Minus the mean advantage estimates KL(policy ‖ teacher).
-    first, last = (sum(m["advantage/mean"] for m in part) / 10 for part in (metrics[:10], metrics[-10:]))
-    assert first < 0 and last > 0.95 * first, (first, last)
-
-
 def test_a_moving_average_follows_the_policy_and_a_run_with_it_resumes_to_the_same_bits(tmp_path, folders):
     changes = dict(kl_coefficient=0.1, steps=4, checkpoint=CheckpointConfig(every=2, last_model_only=False))
     start = reinforce(small_config(tmp_path / "start", folders[0], **changes), EvenBytes())
@@ -207,9 +197,10 @@ def test_a_setting_that_is_given_goes_before_the_algorithms(tmp_path):
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
+        ({"algorithm": "ppo", "loss": "clip_sequence"}, "advantage gae of ppo computes one per token"),
+        ({"value_detached": True}, 'advantage "group" has no value function'),
         ({"algorithm": "gpro"}, 'algorithm is "gpro"; give grpo, '),
         ({"clip_low": 1.5}, "clip_low is 1.5; it must be 1 or less"),
-        ({"clip_low": "x"}, "clip_low is 'x'; it must be a number"),
         ({"extra_rounds": 1.5}, "extra_rounds is 1.5; it must be a whole number"),
         ({"algorithm": "rloo", "normalize_advantages": True}, "advantage leave_one_out of rloo is not normalized"),
         ({"algorithm": "distillation"}, "advantage teacher of distillation needs a teacher: give the folder"),
@@ -223,27 +214,17 @@ def test_a_setting_that_is_given_goes_before_the_algorithms(tmp_path):
         ({"kl_reference": "average"}, "kl_reference is average, but kl_coefficient is 0"),
         ({"algorithm": "reinforce++", "loss": "clip_sequence", "kl_coefficient": 0.1}, "loss clip_sequence takes one"),
         ({"samples_per_prompt": 1}, "samples_per_prompt is 1; it must be 2 or more"),
-        ({"temperature": 1e-50}, "temperature is 1e-50; it must be 0.01 or more"),
         ({"temperature": float("nan")}, "temperature is nan; it must be finite"),
-        ({"gae_lambda": 0.9}, 'gae_lambda is 0.9, but advantage "group" has no value function'),
         ({"loss": "reinforce", "clip_high": 0.3}, 'clip_high is 0.3, but loss "reinforce" has no ratio to clip'),
         ({"kl_in": "reward"}, "kl_in is reward, but kl_coefficient is 0"),
         ({"kl_coefficient": 0.1, "kl_average_decay": 0.5}, 'kl_average_decay is 0.5, but kl_reference is "start"'),
         ({"off_policy_high": 3.0}, "off_policy_high is 3.0, but off_policy is none"),
         ({"reward_model_weight": 2.0}, "reward_model_weight is 2.0, but there is no reward_model"),
         ({"lora": LoraConfig(alpha=4.0)}, "lora.rank is 0, so there is no adapter"),
-        *(
-            (changes, "")
-            for changes in (
-                {"algorithm": "rloo"},
-                {"algorithm": "cispo", "loss": "reinforce"},
-                {"algorithm": "ppo", "advantage": "group", "gae_gamma": 1.0},
-                {"off_policy": "mask", "off_policy_low": 0.1},
-                # Where empty means truncate.
-                {"actors": ActorsConfig(urls=("http://a:1",)), "off_policy_high": 3.0},
-                {"kl_coefficient": 0.1, "kl_reference": "average", "kl_average_decay": 0.5},
-            )
-        ),
+        ({"algorithm": "cispo", "loss": "reinforce"}, ""),
+        ({"algorithm": "ppo", "advantage": "group", "gae_gamma": 1.0}, ""),
+        ({"off_policy": "mask", "off_policy_low": 0.1}, ""),
+        ({"actors": ActorsConfig(urls=("http://a:1",)), "off_policy_high": 3.0}, ""),  # where empty means truncate
     ],
     ids=str,
 )

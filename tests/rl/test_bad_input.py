@@ -1,10 +1,7 @@
 """What a run is given wrongly, or loses on its way: an end with the cause, or a warning and a run that continues."""
 
-import inspect
 import itertools
-import os
 import resource
-import signal
 import threading
 from contextlib import contextmanager
 
@@ -13,7 +10,7 @@ import pytest
 import lockstep.rl as rl
 from lockstep.config import ActorsConfig, EngineConfig, ObserveConfig
 from lockstep.errors import RunStopped, UserError
-from lockstep.observe import MetricsWriter, open_run, read_metrics, sinks
+from lockstep.observe import read_metrics, sinks
 from lockstep.observe.sinks import PATIENCE, BackgroundSink
 from lockstep.rl.reinforce import reinforce
 from lockstep.rl.rollouts import prompts
@@ -35,18 +32,11 @@ def test_examples_without_end_and_none_at_all_are_refused(monkeypatch):
         def examples(self, split):
             yield from (rl.Example(str(n)) for n in itertools.count())
 
-    class Returns(rl.Environment):
-        def examples(self, split):
-            return None
-
     monkeypatch.setattr(prompts, "MOST_EXAMPLES", 1000)
-    assert len(examples_of(Task(*((str(n),) for n in range(1000))), "train")) == 1000
     with pytest.raises(UserError, match=r'Endless.examples\("train"\) yields more than 1,000 examples, or never'):
         examples_of(Endless(), "train")
     with pytest.raises(UserError, match=r'Task.examples\("train"\) yields nothing; it must yield rl.Example'):
         examples_of(Task(), "train")
-    with pytest.raises(UserError, match=r'Returns.examples\("train"\) returns None; it must yield rl.Example'):
-        inspect.unwrap(examples_of)(Returns(), "train")
 
 
 def test_examples_that_are_there_twice_are_counted_and_an_id_that_is_names_them(caplog):
@@ -91,15 +81,6 @@ def test_a_full_disk_ends_the_run_with_the_file_and_whole_metrics(tmp_path, fold
     assert names == ["step_00000001.jsonl", "validation_00000000.jsonl"], "nothing half-written is left"
     assert not (tmp_path / "run/timeline.json").exists()
 
-    run = open_run(str(tmp_path / "other"), "")
-    with files_up_to(2**30) as limit, MetricsWriter(run.path) as writer:
-        writer.write(1, {"loss": 1.0})
-        before = run.metrics.read_bytes()
-        limit(len(before) + 10)
-        with pytest.raises(RunStopped, match="metrics of step 2 cannot be written"):
-            writer.write(2, {"loss": 2.0})
-    assert run.metrics.read_bytes() == before
-
 
 def test_a_tracker_that_cannot_be_opened_is_named_and_the_run_continues(tmp_path, folders, caplog):
     """Where TensorBoard wants a folder of its own there is a file."""
@@ -111,14 +92,6 @@ def test_a_tracker_that_cannot_be_opened_is_named_and_the_run_continues(tmp_path
     said = [message for message in caplog.messages if "observe.tensorboard could not be opened" in message]
     assert len(said) == 1 and "the run continues without it; metrics.jsonl" in said[0]
     assert [m["step"] for m in read_metrics(tmp_path / "run/metrics.jsonl")] == [0, 1]
-
-    def opened():
-        raise SystemExit("log in first")
-
-    caplog.clear()
-    BackgroundSink("wandb", opened, tmp_path).close()
-    (said,) = caplog.messages
-    assert "observe.wandb could not be opened (log in first), and the run continues without it" in said
 
 
 def test_a_tracker_that_fails_gets_no_more_steps_after_a_few_times(tmp_path, caplog):
@@ -184,24 +157,13 @@ def test_a_tracker_that_never_returns_delays_nothing(tmp_path, caplog, monkeypat
     assert all(message.startswith(start) for message, start in zip(caplog.messages, said))
 
 
-@pytest.mark.parametrize("number", [signal.SIGTERM, pytest.param(signal.SIGINT, marks=pytest.mark.slow)])
-def test_a_signal_ends_a_run_with_its_report(tmp_path, folders, number):
-    def on_metrics(step, metrics):
-        if step == 1:
-            os.kill(os.getpid(), number)
-
-    with pytest.raises(RunStopped, match=f"{number.name} ended the run after step .*, which is saved"):
-        reinforce(small_config(tmp_path / "run", folders[0], steps=100), EvenBytes(), on_metrics=on_metrics)
-    report = (tmp_path / "run/report.html").read_text()
-    assert "grpo on tests.rl.small_runs.EvenBytes" in report
-    assert 1 <= read_metrics(tmp_path / "run/metrics.jsonl")[-1]["step"] < 100
-
-
-def test_a_prompt_that_does_not_fit_in_the_cache_names_its_example(tmp_path, folders):
+def test_a_prompt_that_does_not_fit_names_its_example(tmp_path, folders):
     config = small_config(tmp_path / "run", folders[0], engine=EngineConfig(max_sequences=2, cache_tokens=16))
     said = r"example 'a+': its prompt of 20 tokens and max_new_tokens 5 do not fit in the cache of 16 tokens; raise"
     with pytest.raises(UserError, match=said + " engine.cache_tokens"):
         reinforce(config, Task(("a" * 20, "1")))
+    with pytest.raises(UserError, match="example 'a+.* its prompt of .* context of 64"):
+        reinforce(small_config(tmp_path / "run", folders[0]), Task(("a" * 70, "1")))
 
 
 def test_generators_of_more_ranks_than_the_model_has_heads_are_refused_before_anything_is_written(tmp_path, folders):

@@ -84,11 +84,11 @@ def estimated(config, ranks):
 
 
 KL = dict(kl_coefficient=0.1)
-RUNS = [(1, ParallelConfig(), {}), (2, ParallelConfig(tensor=2), dict(dtype="float32"))]
+RUNS = [(2, ParallelConfig(tensor=2), dict(dtype="float32"))]
 MORE_RUNS = [
+    (1, ParallelConfig(), {}),
     (1, ParallelConfig(), dict(dtype="float32", entropy_coefficient=0.1, **KL)),
     (1, ParallelConfig(), dict(actors=SEPARATE, **KL)),
-    (2, ParallelConfig(tensor=2), {}),
     (2, ParallelConfig(), dict(kl_reference="average", **KL)),
     (2, ParallelConfig(), dict(actors=ActorsConfig(keep_copy=False))),
     (2, ParallelConfig(), dict(algorithm="ppo")),
@@ -155,7 +155,7 @@ def real_sizes(config):
     ("ranks", "layout", "dtype"),
     [
         (4, dict(tensor=2, pipeline=2), "bfloat16"),
-        (4, dict(data_replicate=2), "float32"),
+        pytest.param(4, dict(data_replicate=2), "float32", marks=pytest.mark.slow),
         pytest.param(4, dict(context=2, tensor=2), "bfloat16", marks=pytest.mark.slow),
         pytest.param(3, {}, "float32", marks=pytest.mark.slow),
     ],

@@ -41,31 +41,18 @@ def stall(where, rank=""):
         time.sleep(0.01)
 
 class Vowels(rl.Environment):
+    noise = 0
     def examples(self, split):
-        for word in ("stone", "river", "cloud", "apple", "winter", "summer", "leaves in autumn"):
-            yield rl.Example(prompt=word)
+        words = "stone", "river", "cloud", "apple", "winter", "summer", "leaves in autumn"
+        return [rl.Example(prompt=word) for word in (words if split == "train" else ("tree", "moon"))]
     def reward(self, example, completion):
-        stall("grade")
-        return {"vowels": sum(c in "aeiou" for c in completion) / (1 + len(completion))}
+        noise = self.noise and float(np.random.random())
+        stall("judge" if example.prompt in ("tree", "moon") else "grade")
+        return {"vowels": sum(c in "aeiou" for c in completion) / (1 + len(completion)) + noise}
 
 class Drawing(Vowels):
     # What the interrupted step has drawn is drawn again.
-    def reward(self, example, completion):
-        noise = float(np.random.random())
-        return super().reward(example, completion)["vowels"] + noise
-
-class HeldOut(Vowels):
-    def examples(self, split):
-        return super().examples(split) if split == "train" else [rl.Example(prompt=word) for word in ("tree", "moon")]
-    def reward(self, example, completion):
-        rewards = super().reward(example, completion)
-        stall("judge" if example.prompt in ("tree", "moon") else "grade")
-        return rewards
-
-class DrawingHeldOut(HeldOut):
-    def reward(self, example, completion):
-        noise = float(np.random.random())
-        return super().reward(example, completion)["vowels"] + noise
+    noise = 1
 
 class Awaiting(Vowels):
     async def reward(self, example, completion):
@@ -175,6 +162,7 @@ class Ended:
         assert f"{signal.Signals(number).name} ended the run after step {saved}, which is saved" in self.said
         assert "Traceback" not in self.said and "finished" not in self.said
         assert checkpoints(self.folder / "run")[-1] == f"step_{saved:08}"
+        assert (self.folder / "run" / "report.html").is_file()
 
     def wait(self):
         for process in self.processes:
@@ -231,14 +219,6 @@ def test_a_run_interrupted_in_each_part_of_a_step_continues_with_the_same_bits(f
     check_it_continues(config)
 
 
-@pytest.mark.slow
-def test_updates_of_ranks_once_begun_complete_with_their_step(folder, model_folder):
-    ranks, parallel = LAYOUTS["FSDP 2"]
-    config = settings(folder, model_folder, "Vowels", parallel, updates_per_batch=2)
-    Ended(folder, config, "train", steps=1, ranks=ranks).check(signal.SIGTERM, 2, ranks - 1)
-    check_it_continues(config, ranks)
-
-
 @pytest.mark.parametrize(
     ("environment", "isolate"),
     [
@@ -292,11 +272,11 @@ def test_in_the_first_step_and_in_the_validation_before_it_there_is_nothing_to_s
 @pytest.mark.parametrize(
     ("step", "every", "layout", "environment"),
     [
-        (2, 2, "one process", "DrawingHeldOut"),
-        pytest.param(2, 2, "FSDP 2", "HeldOut", marks=pytest.mark.slow),
-        pytest.param(2, 2, "TP 2", "HeldOut", marks=pytest.mark.slow),
-        pytest.param(3, 0, "one process", "DrawingHeldOut", marks=pytest.mark.slow),  # the last
-        pytest.param(2, 2, "a generator", "HeldOut", marks=pytest.mark.slow),
+        (2, 2, "one process", "Drawing"),
+        pytest.param(2, 2, "FSDP 2", "Vowels", marks=pytest.mark.slow),
+        pytest.param(2, 2, "TP 2", "Vowels", marks=pytest.mark.slow),
+        pytest.param(3, 0, "one process", "Drawing", marks=pytest.mark.slow),  # the last
+        pytest.param(2, 2, "a generator", "Vowels", marks=pytest.mark.slow),
     ],
 )
 def test_an_interrupted_validation_leaves_no_trace_and_a_resumed_run_begins_with_it(
@@ -332,9 +312,12 @@ def test_what_is_saved_already_is_not_saved_again(folder, model_folder):
 
 
 @pytest.mark.slow
-def test_a_rank_that_is_interrupted_interrupts_the_others(folder, model_folder):
-    config = settings(folder, model_folder, "Vowels", LAYOUTS["FSDP 2"][1])
-    Ended(folder, config, "sample", steps=2, ranks=2, own="1").check(signal.SIGTERM, 2, 1)
+@pytest.mark.parametrize(("mark", "steps"), [("sample", 2), ("train", 1)])
+def test_a_rank_that_is_interrupted_interrupts_the_others_and_updates_once_begun_complete(
+    folder, model_folder, mark, steps
+):
+    config = settings(folder, model_folder, "Vowels", LAYOUTS["FSDP 2"][1], updates_per_batch=2)
+    Ended(folder, config, mark, steps, ranks=2, own="1").check(signal.SIGTERM, 2, 1)
     check_it_continues(config, ranks=2)
 
 

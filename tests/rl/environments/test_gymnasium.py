@@ -73,22 +73,20 @@ def test_a_game_that_is_not_finished_has_what_it_has_earned():
     assert converse(environment, example, *["11"] * 9)[0] == -0.4, "the game ends at its own limit"
 
 
-@pytest.mark.parametrize("reply", ["five", "", "123", "-1", "<think>5", "5</think>"])
-def test_an_action_that_the_game_does_not_know_is_answered(reply):
+def test_an_action_that_the_game_does_not_know_is_answered():
     environment = load_environment(GUESS)
-    rewards, chat = converse(environment, examples_of(environment, "train")[0], reply)
-    assert rewards == 0.0
-    assert chat.messages[-1]["content"] == "Error: an action has 1 to 2 characters of these: 0123456789"
+    for reply in ("five", "", "123", "-1", "<think>5", "5</think>"):
+        rewards, chat = converse(environment, examples_of(environment, "train")[0], reply)
+        assert rewards == 0.0
+        assert chat.messages[-1]["content"] == "Error: an action has 1 to 2 characters of these: 0123456789"
 
 
 @pytest.mark.parametrize(
     ("name", "message"),
     [
         ("gymnasium:Nothing-v0", "gymnasium:Nothing-v0: cannot be created"),
-        ("gymnasium:no_such_module:X-v0", "cannot be created .*give the ID of a registered game"),
         ("gymnasium:CartPole-v1", r"its observations are Box.*, not text"),
         ("gymnasium:tests.rl.conversations.games:Pictures-v0", r"its observations are Discrete\(3\), not text"),
-        ("gymnasum:X-v0", "no such file"),
     ],
 )
 def test_a_game_that_cannot_be_played_is_refused(name, message):

@@ -25,20 +25,12 @@ UNITS = column(r"""
 \text{ cm}^2
 \text{ m}^{3}
  \text{ square units}
-\mbox{ inches}
-\,\mathrm{km/h}
 \ \text{meters}
-~\text{s}
- \textrm{ miles}
 \text{ apples}
  dollars
- miles per hour
  cm
- cm^2
  km/h
-\frac{\text{m}}{\text{s}}
  \text{ km} \cdot \text{h}^{-1}
-\text{ cm$^2$}
 \text{ cm}²
  cm³
 """)
@@ -75,12 +67,13 @@ WORD.
 """)
 LETTERS = [
     *WORDS,
-    "(WORD)",
-    "\\text{(WORD)}",
-    "\\textbf{(WORD)}",
-    "\\textbf{(WORD)}\\ 12",
-    "\\textbf{(WORD) } 12",
-    "WORD) 12",
+    *column(r"""
+(WORD)
+\text{(WORD)}
+\textbf{(WORD)}
+\textbf{(WORD)}\ 12
+WORD) 12
+"""),
 ]
 
 
@@ -155,92 +148,57 @@ def letter(draw, wrong):
 
 WRITTEN = [line.split("  |  ") for line in column(r"""
 1,000,000  |  10^6  |  10^5
-1000  |  10^{3}  |  10^{4}
 2\sqrt{3}  |  2\sqrt 3  |  2\sqrt 2
 2\sqrt{3}\text{ cm}  |  \sqrt{12}  |  \sqrt{18}
 2\sqrt{3}  |  2√3  |  3√2
-5\sqrt{2}  |  5 · 2^{1/2}  |  5\cdot 2^{1/3}
-\frac{\sqrt{2}}{2}  |  \frac{1}{\sqrt2}  |  \frac{2}{\sqrt2}
 12\pi  |  12 \pi  |  13 \pi
 \frac{\pi}{4}  |  \pi/4  |  4/\pi
-\frac{9}{4}\pi  |  \frac94\pi  |  \frac49\pi
-36\pi\text{ cm}^3  |  36\pi  |  35\pi
 e^{2}  |  \mathrm{e}^2  |  \mathrm{e}^3
 3+2i  |  2i+3  |  3-2i
 \infty  |  +\infty  |  -\infty
-\infty  |  \text{infinity}  |  0
 \emptyset  |  \varnothing  |  0
-2^{99}  |  2^{99}  |  2^{98}
 2^{10}  |  1024  |  1025
 1 \pm \sqrt{19}  |  1+\sqrt{19}, 1-\sqrt{19}  |  1+\sqrt{19}
 \pm 2  |  2, -2  |  2
 -5  |  −5  |  5
--5  |  –5  |  5
 (3, \frac{\pi}{2})  |  (3,\frac\pi2)  |  (3,\frac2\pi)
 \text{9:30 a.m.}  |  9\text{:}30\text{ AM}  |  9:31
-\frac{3}{5}  |  \boldsymbol{\frac{3}{5}}  |  \boldsymbol{\frac{5}{3}}
 \frac{3}{5}  |  {3 \over 5}  |  {5 \over 3}
 \frac{3}{8}  |  \frac{3}{8} \approx 0.375  |  \frac{8}{3}
 3  |  3 \bmod 5  |  5
-3  |  \underline{3}  |  \underline{2}
 2.5  |  2,5  |  2,6
 [2,3)  |  \left[2, 3\right)  |  [2,3]
-(-\infty,3)  |  ( -\infty , 3 )  |  (-\infty,3]
 [2,3]  |  x\in[2,3]  |  x\in(2,3)
 x<3  |  (-\infty,3)  |  (3,\infty)
 2\le x<3  |  [2,3)  |  (2,3)
-x \ge 3  |  3 \leq x  |  x \le 3
-[3,\infty)  |  \left[3, +\infty\right)  |  [4, \infty)
 (-\infty,3)\cup(5,\infty)  |  (5,\infty) \cup (-\infty, 3)  |  (-\infty, 3)
 \{1,2\}  |  \{2, 1\}  |  \{1, 3\}
-1,2  |  2, 1  |  1
 1, 2  |  1 \text{ and } 2  |  1 \text{ and } 3
 1,2  |  x=1, x=2  |  x=1
 1,2  |  x = 1 \text{ or } x = 2  |  x = 1 \text{ or } x = 3
-1, 2  |  \text{1 and 2}  |  \text{1 and 3}
-1,2  |  \{1, 2\}  |  \{1, 2, 3\}
--2,3  |  x=-2,3  |  x=2,-3
 x \in \{1, 2\}  |  1, 2  |  1, 3
 60^\circ, 120^\circ  |  120, 60  |  60
-(1,2)  |  \left( 1,\,2 \right)  |  (2,1)
 (1,2)  |  (x, y) = (1, 2)  |  (x, y) = (2, 1)
-(6,31,-1)  |  (6, 31, -1)  |  (6,31,1)
 (1,2),(3,4)  |  (3,4), (1,2)  |  (1,2)
-\left( 3, \frac{\pi}{2} \right)  |  (3,\pi/2)  |  (3,\pi)
 2  |  x=2  |  1, 2
-\text{A, C}  |  A,C  |  A
 \begin{pmatrix} 1 & 2 \\ 3 & 4 \end{pmatrix}  |  \begin{bmatrix}1&2\\3&4\end{bmatrix}  |  -2
 \begin{pmatrix} 1 \\ 2 \end{pmatrix}  |  \left(\begin{array}{c} 1 \\ 2 \end{array}\right)  |  (2,1)
-\begin{pmatrix} 1/2 \\ 0 \end{pmatrix}  |  \begin{pmatrix} \frac12 \\ 0 \end{pmatrix}  |  \frac{1}{2}
 x^2+2x+1  |  (x+1)^2  |  (x+2)^2
-3-x  |  -x + 3  |  x-3
 \frac{x+2}{7}  |  \frac{x}{7}+\frac{2}{7}  |  \frac{x}{7}+2
-\frac{a}{b}  |  a/b  |  b/a
 y=2x+3  |  y = 3 + 2x  |  y = 3 - 2x
 y=2x+3  |  2x+3  |  2x
-f(x)=x+1  |  x + 1  |  x
-x=5  |  x = 5  |  y=5
 5x  |  x \cdot 5  |  5
-2+3t  |  3t + 2  |  2 + 4t
-\frac{3m}{2}  |  1.5m  |  1.5
-\frac{1}{2}h  |  \frac{h}{2}  |  2h
 t+1  |  1 + t  |  1
-2c-d  |  -d + 2c  |  2c
-xy  |  x \cdot y  |  x+y
 12xyz  |  12 xyz  |  12 xy
 x^2+y^2=4  |  x^2 + y^2 - 4 = 0  |  x^2 + y^2 = 2
 \sin^2 x  |  1-\cos^2 x  |  \cos^2 x
 \log_2 3  |  \frac{\ln 3}{\ln 2}  |  \frac{\ln 2}{\ln 3}
 101_2  |  101_{2}  |  110_2
-204_5  |  204  |  203
-2:3  |  2 : 3  |  3:2
 2:3  |  \frac{2}{3}  |  \frac{3}{2}
-12:03  |  12:03  |  12:30
 10\text{:}30  |  10:30  |  10:31
 11 \pmod{13}  |  11  |  13
 100!  |  100!  |  99!
 1591  |  37 \times 43 = 1591  |  37 \times 43 = 1590
-1591  |  1591 = 37 \cdot 43  |  1592
 5  |  \left(5\right)  |  .5
 7  |  \textcolor{red}{7}  |  \textcolor{red}{8}
 1,2,\ldots,10  |  1,2,\dots,10  |  1,2,\dots,11
@@ -254,15 +212,7 @@ def written(draw, wrong):
 
 def expression(draw, wrong):
     """Of a number, only the number counts: an expression restates the problem."""
-    numbers = (
-        "1591  37*43",
-        "1024  2^{10}",
-        "120  5!",
-        "10  \\binom{5}{2}",
-        "3.5  3+\\frac12",
-        "1591  (37)(43)",
-        "1591  1590 = 37*43",
-    )
+    numbers = "1591  37*43", "1024  2^{10}", "120  5!", "10  \\binom{5}{2}", "3.5  3+\\frac12", "1591  1590 = 37*43"
     return draw.choice(numbers).split("  ")
 
 
@@ -315,15 +265,10 @@ def test_answers_in_real_forms_are_graded_as_they_are_and_no_stricter_than_math_
     assert not unlike and not stricter
 
 
-@pytest.mark.parametrize(
-    "words",
-    [
-        *("million", "millions", "hundreds", "dozens", "lakh", "crore", "tenths", "thousandths", "quarters", "pairs"),
-        *("fewer", "more", "less than x", "divided by two", "base six", "not", "squared", "root two", "point two"),
-    ],
-)
-def test_words_that_change_a_number_are_no_units(words):
-    assert not is_right("5", f"5 {words}") and not is_right("5", f"5\\text{{ {words}}}")
+def test_words_that_change_a_number_are_no_units():
+    words = "million", "hundreds", "dozens", "lakh", "tenths", "quarters", "pairs", "fewer", "more", "less than x"
+    for word in (*words, "divided by two", "base six", "not", "squared", "root two", "point two"):
+        assert not is_right("5", f"5 {word}") and not is_right("5", f"5\\text{{ {word}}}"), word
     assert is_right("5", "5 lots") and is_right("5", "5\\text{ lots}")
 
 
@@ -336,19 +281,14 @@ def test_words_that_change_a_number_are_no_units(words):
         ("5 \\text{ cm}", "5", True),
         ("Monday", "\\text{Monday}", True),
         ("2", "1, 2, 3", False),
-        ("2", "1 \\text{ or } 2", False),
-        ("2", "", False),
         ("saw", "was", False),  # the same letters: to math-verify, the same product
-        ("1591", "37 \\times 43", False),  # the problem, restated
         ("8", "2^{3}\\text{ m}", False),
-        ("5", "\\frac{", False),
         ("5", "\ud800", False),
         ("5", "x" * 250, False),
-        (".5", "5", False),
         ("2", "2\\text{ or }3\\text{ cm}", False),  # math-verify drops all from the first words on
         ("2", "x=1, x=2", False),
-        ("12", "1 2", False),
         ("1.234", "1,234", False),
+        ("1591", "37 \\times 43", False),  # the problem, restated
         ("1591", "1590 = 37*43", False),
         ("A", "A) 1 B) 2 C) 3", False),
         ("D", "\\text{(A) and (D)}", False),
@@ -357,15 +297,12 @@ def test_words_that_change_a_number_are_no_units(words):
         ("12.5\\%", "0.125", True),
         ("0.25", "25\\%", True),
         ("1/4", "25%", True),
-        ("50", "50\\%", True),
         *((wanted, f"{wanted}%", False) for wanted in ("0.25", "1/4", "\\frac14", "\\frac{1}{10}", ".1")),
-        ("1/4", "0.25%", False),
         ("10,200", "(10,200)", False),
         ("1, 2", "1, 2, ...", False),
         ("5 cents", "5 dollars", False),
         ("\\$5", "5\\text{ cents}", False),
         ("5 dollars", "\\$5", True),
-        ("3\\text{ times}", "3", True),
         ("5\\text{ million}", "5 million", True),
         ("5", "\\text{Rs. } 5", True),
         ("3.5", "3 1/2", True),
@@ -383,23 +320,17 @@ def test_answers_are_compared_by_what_they_mean(answer, given, right):
         ("Our answer is $\\boxed 12$, as above", "12"),
         ("is \\boxed 7.\nThat is all.", "7"),
         ("\\boxed\n{3}", "3"),
-        ("\\boxed2", "2"),
         ("\\boxed{\\{1, 2\\}}", "\\{1, 2\\}"),
-        ("\\boxed{\\frac{4}{2}}", "\\frac{4}{2}"),
-        ("\\boxed", None),
         ("\\boxed{2", None),
         ("\\boxedx", None),
         ("so \\fbox{2}.", "2"),
         ("\\boxed{2} is \\fbox{sure}", "2"),  # as MATH's own code: a frame counts only without a box
-        ("\\(\\boxed 2\\).", "2"),
         ("\\boxed{\\boxed{2}}", "2"),
         ("$x=\\boxed{1}$ or $x=\\boxed{2}$", "1, 2"),
         ("\\boxed{1}, \\boxed{2}, and \\boxed{3}", "1, 2, 3"),
-        ("\\boxed{2}, \\boxed{2}", "2"),
         ("\\boxed{1} and \\frac{1}{2}, \\boxed{2}", "2"),
         ("\\boxed{3} no: \\boxed{2}", "2"),
         ("\\boxed{2} and \\boxed{", None),
-        ("2", None),
         ("", None),
     ],
 )

@@ -220,14 +220,13 @@ def told(trace):
 ADD = "I add. " + call("adder_add", a=1, b=2)
 CASES = {
     "an answer": ({}, ["it is 3"]),
-    "cut off": ({}, [Reply("once upon a", "length")]),
+    "truncated": ({}, [Reply("once upon a", "length")]),
     "a system prompt": ({"SYSTEM": "'be short'"}, ["3"]),
     "messages": ({"PROMPT": "[vf.SystemMessage(content='be short'), vf.UserMessage(content='hi'), "
                   "vf.AssistantMessage(content='yes'), vf.UserMessage(content='1 and 2')]"}, ["3"]),
     "tools": ({"TOOLS": "True"}, [ADD, "so it is 3"]),
     "most turns": ({"TOOLS": "True", "LIMITS": "max_turns=2"}, [ADD, ADD, "never said"]),
     "most input": ({"TOOLS": "True", "LIMITS": "max_input_tokens=20"}, [ADD, "never said"]),
-    "most output": ({"TOOLS": "True", "LIMITS": "max_output_tokens=5"}, [ADD, "never said"]),
     "most of both": ({"TOOLS": "True", "LIMITS": "max_total_tokens=50"}, [ADD, ADD, "never said"]),
     "the user": ({"RUN": TALK}, ["one", "two", "three"]),
     "the user, to a limit": ({"RUN": TALK, "LIMITS": "max_turns=2"}, ["one", "two", "three"]),
@@ -269,14 +268,10 @@ def test_the_limits_of_the_run_are_in_the_trace(packages):
         assert len(trace.tool_messages) == len(said) - 1, "the last results were not seen by any reply"
 
 
-def test_an_agent_has_as_many_turns_as_its_config_says(packages):
-    packages("traced_tasks", {"LIMITS": "max_turns=30"})
-    assert load_environment("verifiers:traced_tasks").turns == 30
-
-
 def test_an_agent_that_takes_too_long_is_stopped_as_timed_out(packages):
-    packages("traced_tasks", {"LIMITS": "timeout={'rollout': 0.05}"})
+    packages("traced_tasks", {"LIMITS": "max_turns=30, timeout={'rollout': 0.05}"})
     environment = load_environment("verifiers:traced_tasks")
+    assert environment.turns == 30
 
     async def model(messages):
         await asyncio.sleep(30)
@@ -297,35 +292,27 @@ def test_what_a_reward_raises_is_in_the_trace_and_fails_the_conversation(package
     assert trace.stop_condition == "agent_completed" and not trace.ok and trace.has_error
 
 
-OTHER = """class Other(Sum):
-    async def setup(self, trace, runtime): pass
-
-"""
+OTHER = "class Other(Sum):\n    async def setup(self, trace, runtime): pass\n\n"
+WITHOUT_TOOLS = "class Other(Sum):\n    toolsets = classmethod(lambda kind, config: [])\n\n"
 
 
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"LIMITS": "model='other'"}, "its agent has its own model"),
+        ({'__all__ = ["Sums", "Env"]': ""}, "cannot be loaded .*defines no `__all__`"),
+        ({"player: vf": "other: vf.AgentConfig = vf.AgentConfig()\n    player: vf"}, "the agents other, player"),
+        ({"BROKEN": "NEEDS_CONTAINER = True"}, "need a container"),
+        (
+            {"BROKEN": "@vf.reward\n    async def of(self, trace, runtime) -> float: return 0.0"},
+            "rewards need a runtime",
+        ),
         ({"LIMITS": "sampling={'temperature': 0.2}"}, "its agent has its own sampling"),
         ({"SYSTEM": "None, image='python:3.12'"}, "its tasks have image"),
-        (
-            {"BROKEN": "@vf.stop\n    async def other(self, request: vf.Request) -> bool: return False"},
-            "single requests",
-        ),
+        ({"BROKEN": "@vf.stop\n    async def of(self, request: vf.Request) -> bool: return False"}, "single requests"),
         ({"RUN": "await agents.player.run(task, runtime=self)"}, "runs its agent with runtime"),
         ({"RUN": "await agents.player.run(vf.Task(task.data))"}, "runs its agent on a Task, not on the Sum"),
         ({"class Sums": OTHER + "class Sums", "yield Sum(": "yield Other("}, "its own Task.setup"),
-        (
-            {
-                "class Sums": OTHER.replace(
-                    "async def setup(self, trace, runtime): pass", "toolsets = classmethod(lambda kind, config: [])"
-                )
-                + "class Sums",
-                "yield Sum(": "yield Other(",
-            },
-            "the same tools",
-        ),
+        ({"class Sums": WITHOUT_TOOLS + "class Sums", "yield Sum(": "yield Other("}, "the same tools"),
         ({"PROMPT": "[vf.UserMessage(content=[{'type': 'image_url', 'image_url': {'url': 'a'}}])]"}, "only text"),
     ],
 )

@@ -72,10 +72,6 @@ def test_first_fit_decreasing_keeps_to_the_budget_and_to_few_bins(sizes, budget)
     assert all(first + second > budget for n, first in enumerate(totals) for second in totals[n + 1 :])
 
 
-def test_first_fit_decreasing_fills_bins_to_the_brim_and_leaves_what_is_too_large_alone():
-    assert first_fit_decreasing([3, 9, 2, 5, 1, 4], 5) == [[0, 2], [1], [3], [4, 5]]
-
-
 @pytest.mark.parametrize("budget", [4096, 8192])
 def test_less_than_5_percent_of_the_budget_stays_free_on_lengths_as_runs_have_them(budget):
     draw = random.Random(0)

@@ -190,22 +190,15 @@ def plain(run, first=1):
 @pytest.mark.parametrize("finish", [False, True])
 @pytest.mark.parametrize("depth", [0, 1, 3])
 def test_no_token_is_older_than_promised_whoever_is_slow_or_lost(finish, depth):
-    found = set()
-    for seed in range(2):
-        with running(depth, finish, generators=3, losses=0.01, seed=seed) as run:
-            run.train(10, last=10, extra_rounds=(3, 4))
-        for own in ages(run).values():
-            assert own[0] >= 0 and own[-1] <= depth
-            found.update(own)
-        held = sorted(place for own in places(run) for place in own)
-        assert len(set(held)) == len(held) == run.prompts.position - run.prompts.left_out
-        assert all(
-            r.example is run.prompts.at(place)
-            for step, own in run.trained.items()
-            for place, r in zip(run.places[step], own)
-        )
-        assert all(len(r.logprobs) == len(r.token_ids) for own in run.trained.values() for r in own)
-    assert max(found) == depth  # it is made use of
+    with running(depth, finish, generators=3, losses=0.01) as run:
+        run.train(10, last=10, extra_rounds=(3, 4))
+    assert all(own[0] >= 0 and own[-1] <= depth for own in ages(run).values())
+    assert max(own[-1] for own in ages(run).values()) == depth, "it is made use of"
+    held = sorted(place for own in places(run) for place in own)
+    assert len(set(held)) == len(held) == run.prompts.position - run.prompts.left_out
+    for step, rollouts in run.trained.items():
+        assert all(r.example is run.prompts.at(place) for place, r in zip(run.places[step], rollouts))
+        assert all(len(r.logprobs) == len(r.token_ids) for r in rollouts)
 
 
 def test_with_finish_a_run_does_not_depend_on_who_was_how_fast():
@@ -220,17 +213,14 @@ def test_with_finish_a_run_does_not_depend_on_who_was_how_fast():
 
 @pytest.mark.parametrize(("before", "after"), [(3, 1), (1, 3), (3, 0), (0, 2)])
 def test_a_resumed_run_loses_no_prompt_and_repeats_none_and_keeps_the_promise(before, after):
-    for seed in (0, 2):
-        stop = 2 + seed
-        with running(before, generators=2, losses=0.01, seed=seed) as first:
-            first.train(stop, last=12, extra_rounds=(2,))
-            state = first.state()
-        with running(after, generators=1, losses=0.01, seed=seed + 7, state=state, step=stop) as second:
-            second.train(12, last=12)
-        held = [p for own in places(first, second) for p in own]
-        assert len(set(held)) == len(held)
-        assert len(held) == second.prompts.position - second.prompts.left_out
-        assert all(own[-1] <= after and own[0] >= 0 for own in ages(second).values())
+    with running(before, generators=2, losses=0.01) as first:
+        first.train(3, last=10, extra_rounds=(2,))
+        state = first.state()
+    with running(after, generators=1, losses=0.01, seed=7, state=state, step=3) as second:
+        second.train(10, last=10)
+    held = [p for own in places(first, second) for p in own]
+    assert len(set(held)) == len(held) == second.prompts.position - second.prompts.left_out
+    assert all(own[-1] <= after and own[0] >= 0 for own in ages(second).values())
 
 
 def test_samples_in_flight_resume_where_they_were():
@@ -297,18 +287,6 @@ def test_of_more_prompts_than_are_trained_on_the_stragglers_are_dropped_and_none
         assert not whole.pool._requests and not second.pool._requests
 
 
-def test_a_prompt_asked_with_other_counts_is_still_asked_once(monkeypatch):
-    with running(2) as first:
-        first.train(2)
-        state = first.state()
-    monkeypatch.setitem(globals(), "PROMPTS", 3)
-    with running(1, state=state, step=2) as second:
-        second.train(8, last=8)
-    held = [p for own in places(first, second) for p in own]
-    assert len(set(held)) == len(held) == second.prompts.position - second.prompts.left_out
-    assert [len(own) for own in places(second)] == [3] * 6
-
-
 def test_the_buffer_is_counted_in_steps_and_samples_that_are_ready_or_in_flight():
     with running(2, generators=1) as run:
         of_a_step = PROMPTS * SAMPLES
@@ -316,12 +294,8 @@ def test_the_buffer_is_counted_in_steps_and_samples_that_are_ready_or_in_flight(
         run.ended.set()
         run.driver.join()
         run.prefetcher.begin(1, last=2)
-        assert run.prefetcher.metrics() == {
-            "buffer/steps_ready": 0,
-            "buffer/steps_in_flight": 2,
-            "buffer/samples_ready": 0,
-            "buffer/samples_in_flight": 2 * of_a_step,
-        }
+        names = "buffer/steps_ready", "buffer/steps_in_flight", "buffer/samples_ready", "buffer/samples_in_flight"
+        assert run.prefetcher.metrics() == dict(zip(names, (0, 2, 0, 2 * of_a_step)))
         run.ended.clear()
         run.driver = threading.Thread(target=run._drive)
         run.driver.start()
@@ -414,11 +388,11 @@ def test_nothing_grows_over_a_long_run():
 
     found = []
     with running(2, generators=2, room=100) as run:
-        for step in range(10, 41, 10):
+        for step in (5, 10, 15):
             run.train(step)
             run.prefetcher.wait()
             run.pool.metrics()
             found.append(sizes(run))
             assert len(run.state()["ahead"]["prompts"]) == 2 * PROMPTS  # the buffer is bounded
             assert len(run.state()["ahead"]["samples"]) == 2 * PROMPTS
-    assert found[0] == found[1] == found[2] == found[3]
+    assert found[0] == found[1] == found[2]

@@ -55,8 +55,9 @@ def test_a_model_of_nan_does_not_pass():
 @pytest.mark.parametrize("dtype", ["float32", pytest.param("bfloat16", marks=pytest.mark.slow)])
 def test_heads_that_are_padded_agree(dtype):
     model = build_model(replace(SHORT, head_dim=20), dtype=dtype)
-    parity, _ = check_parity(model, tokens=64)
+    parity, load = check_parity(model, tokens=64)
     assert (parity.tokens_checked >= 64, parity.tokens_different) == (True, 0)
+    assert load["preemptions"] > 0 and load["reused prompt tokens"] > 0
 
 
 def _flipped_bit(model, sequences, temperature):

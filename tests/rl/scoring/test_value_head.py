@@ -3,8 +3,6 @@
 import dataclasses
 import math
 import shutil
-from functools import partial
-from pathlib import Path
 
 import pytest
 import torch
@@ -13,17 +11,15 @@ from hypothesis import strategies as st
 
 from lockstep import build_model, load_model
 from lockstep.checkpoint.manifest import write_manifest
-from lockstep.config import CheckpointConfig, CompileConfig, RecomputeConfig, RLConfig, TrainConfig
-from lockstep.config import validate as validate_config
+from lockstep.config import CheckpointConfig, CompileConfig, RLConfig, TrainConfig
 from lockstep.data import ByteTokenizer
 from lockstep.errors import RunStopped, UserError
 from lockstep.model import ModelConfig, save_model
-from lockstep.parallel.recompute import apply_recompute
 from lockstep.rl import Example, Rollout, Scores
 from lockstep.rl.algorithms import explained_variance, generalized_advantages, value_losses, value_returns
 from lockstep.rl.reinforce import reinforce
 from lockstep.rl.rollouts.advantages import assign_advantages
-from lockstep.rl.scoring.value_head import ValueHead, make_value_head, train_settings
+from lockstep.rl.scoring.value_head import make_value_head, train_settings
 from lockstep.train import Trainer
 from tests.rl.losses import assign_values, batches_of, log_probs_of, loss_of
 from tests.rl.small_runs import EvenBytes, small_config, steps_of
@@ -47,20 +43,6 @@ def test_advantages_are_the_sum_of_equation_16(tokens, gamma, lambda_):
     # Two orders of adding a dozen float64 numbers below 15: 9e-16 measured, at worst 12 roundings of 180.
     assert found == pytest.approx(expected, abs=1e-12)
     assert value_returns(found, values) == [a + v for a, v in zip(found, values)]
-
-
-def test_a_value_that_went_far_enough_has_no_gradient_and_one_that_went_astray_has_its_own():
-    old, returns = torch.zeros(4), torch.tensor([1.0, 1.0, -1.0, 1.0])
-    values = torch.tensor([0.1, 0.5, 0.5, 1.5], requires_grad=True)
-    losses, bounded = value_losses(values, old, returns, 0.2)
-    losses.sum().backward()
-    # Within the bound; beyond it and nearer to the return than the bound is, twice; beyond it the wrong way.
-    assert bounded.tolist() == [False, True, False, True]
-    # float32 squares and products of numbers that are rounded: 7e-8 measured, 2.4e-7 is two units in the last place.
-    assert losses.tolist() == pytest.approx([0.405, 0.32, 1.125, 0.32], rel=2.4e-7)
-    assert values.grad.tolist() == pytest.approx([-0.9, 0.0, 1.5, 0.0], rel=2.4e-7)
-    free, none = value_losses(values.detach(), old, returns, 0.0)
-    assert free.tolist() == pytest.approx([0.405, 0.125, 1.125, 0.125], rel=2.4e-7) and not none.any()
 
 
 def test_a_value_exactly_on_the_bound_or_as_far_from_the_return_as_the_bound_has_its_whole_gradient():
@@ -155,27 +137,6 @@ def test_a_detached_head_learns_and_leaves_the_models_gradient_as_it_is_without_
             assert not torch.equal(found["shared"][name], gradient), name
 
 
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-def test_recomputation_changes_no_gradient(dtype):
-    rollouts = _rollouts(_model(dtype))
-    found = []
-    for mode in ("none", "full"):
-        model = _model(dtype)
-        apply_recompute(model, RecomputeConfig(mode=mode))
-        found.append(_gradients(model, _critic(_config(), model), _config(), rollouts))
-    assert all(torch.equal(gradient, found[1][name]) for name, gradient in found[0].items())
-
-
-def test_the_head_is_float32_and_a_plain_product_with_a_bias():
-    head, hidden = ValueHead(5), torch.randn(7, 5, generator=torch.Generator().manual_seed(0))
-    assert torch.equal(head(hidden), torch.zeros(7)), "it begins as zero"
-    with torch.no_grad():
-        head.weight.copy_(torch.tensor([[1.0, -2.0, 0.5, 0.0, 3.0, 0.25]]))
-    expected = hidden.double() @ head.weight[0, :5].double() + 0.25 * math.sqrt(5)
-    torch.testing.assert_close(head(hidden).double(), expected, rtol=0, atol=1e-6)  # six float32 roundings: 2.2e-7
-    assert head(hidden.bfloat16()).dtype == torch.float32
-
-
 def _run(output, folder, **changes):
     train = dict(learning_rate=1e-2, warmup_steps=0, schedule="constant", tokens_per_microbatch=64)
     train |= changes.pop("train", {})
@@ -233,14 +194,6 @@ def test_a_checkpoint_is_a_model_folder_and_keeps_the_head_with_the_trainers_ten
     assert torch.equal(theirs.get_input_embeddings().weight, own.embed_tokens.weight)
 
 
-def damage_a_byte(path):
-    from safetensors import safe_open
-
-    whole = path.read_bytes()
-    place = whole.index(safe_open(path, "pt").get_tensor("master.value_head.weight").numpy().tobytes())
-    path.write_bytes(whole[:place] + bytes([whole[place] ^ 1]) + whole[place + 1 :])
-
-
 def change_the_head(path, change):
     """Saves `change(head)`, or leaves the head out if that is None, in a checkpoint whose manifest fits."""
     from safetensors.torch import load_file, save_file
@@ -253,19 +206,16 @@ def change_the_head(path, change):
 
 
 @pytest.mark.parametrize(
-    ("damage", "said"),
+    "change",
     [
-        (damage_a_byte, r"optimizer.safetensors: tensor master.value_head.weight does not match its checksum"),
-        (Path.unlink, r"trainer/optimizer.safetensors is missing"),
-        (partial(change_the_head, change=lambda head: head[:, :1].contiguous()), r"value_head.weight"),
-        (partial(change_the_head, change=lambda head: None), r"value_head.weight"),
+        pytest.param(lambda head: head[:, :1].contiguous(), id="another shape"),
+        pytest.param(lambda head: None, id="left out"),
     ],
-    ids=["a byte", "no file", "another shape", "left out"],
 )
-def test_a_damaged_or_missing_head_is_named_on_resuming(run, folders, damage, said):
+def test_a_head_of_another_shape_or_none_is_named_on_resuming(run, folders, change):
     shutil.rmtree(run / "checkpoints" / "step_00000002")
-    damage(run / "checkpoints" / "step_00000004" / "trainer" / "optimizer.safetensors")
-    with pytest.raises((UserError, RunStopped), match=said):
+    change_the_head(run / "checkpoints" / "step_00000004" / "trainer" / "optimizer.safetensors", change)
+    with pytest.raises((UserError, RunStopped), match="value_head.weight"):
         _run(run, folders[0], steps=5, resume=True)
 
 
@@ -312,18 +262,3 @@ def test_a_compiled_run_compares_every_bit(tmp_path):
     metrics = _metrics(_run(tmp_path / "run", folder, steps=2, compile=CompileConfig(backend="inductor")))
     assert all(m["parity/tokens_different"] == 0 and m["policy/ratio_first_max"] == 1.0 for m in metrics)
     assert all(m["value/loss"] > 0 for m in metrics)
-
-
-@pytest.mark.parametrize(
-    ("changes", "message"),
-    [
-        ({"loss": "clip_sequence"}, "advantage gae of ppo computes one per token"),
-        ({"algorithm": "grpo", "value_detached": True}, 'advantage "group" has no value function'),
-        ({"gae_lambda": 1.5}, "gae_lambda is 1.5; it must be 1 or less"),
-        ({"value_clip": -1.0}, "value_clip is -1.0; it must be 0 or more"),
-    ],
-    ids=str,
-)
-def test_settings_that_do_not_go_together_are_refused(changes, message):
-    with pytest.raises(UserError, match=message):
-        validate_config(_config(**changes))

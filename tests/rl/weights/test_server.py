@@ -230,11 +230,6 @@ def test_a_version_that_is_being_read_arrives_whole_though_newer_ones_are_publis
     assert WeightReader(model, ALONE, KEY).load(manifest).outcome == "late"
 
 
-def test_who_does_not_know_the_key_gets_nothing(weight_server, model, untouched):
-    stranger = WeightReader(model, ALONE, KEY[::-1])
-    assert stranger.load(weight_server.publish(1)).outcome == "unreachable" and untouched()
-
-
 def test_an_invalid_request_ends_its_connection_and_no_other(weight_server, reader, caplog):
     manifest = weight_server.publish(1)
     address, (name, bounds) = manifest["ranks"][0]["address"], manifest["ranks"][0]["parts"][0]
