@@ -1,11 +1,9 @@
 """Whole runs of every algorithm on a small random model: what is drawn, dropped, charged and compared."""
 
 import math
-import random
 from contextlib import nullcontext
 from dataclasses import asdict, replace
 
-import numpy as np
 import pytest
 import torch
 
@@ -24,10 +22,8 @@ from lockstep.config import validate as validate_config
 from lockstep.data import train_bpe
 from lockstep.errors import UserError
 from lockstep.model import load_model
-from lockstep.rl import Example
 from lockstep.rl.reinforce import reinforce
-from lockstep.rl.rollouts.ledger import Ledger
-from lockstep.rl.rollouts.records import Rollout, Scores
+from lockstep.rl.replay import replay
 from lockstep.rl.scoring.reference import MovingAverage
 from lockstep.train import Trainer
 from tests.rl.small_runs import EvenBytes, Half, Hopeless, rollouts_of, small_config, steps_of, write_model
@@ -59,12 +55,13 @@ SLOW = ("dapo", "distillation", "grpo", "ppo", "reinforce++", "reinforce++-basel
 
 
 @pytest.mark.parametrize("name", [pytest.param(n, marks=pytest.mark.slow if n in SLOW else ()) for n in ALGORITHMS])
-def test_every_algorithm_trains_with_every_bit_compared_and_records_its_settings(tmp_path, folders, name):
+def test_every_algorithm_trains_with_every_bit_compared_and_is_replayed_from_its_record(tmp_path, folders, name):
     teacher = {"teacher": str(folders[1])} if name == "distillation" else {}
     kl = {} if name == "distillation" else {"kl_coefficient": 0.05, "kl_in": "loss"}
     updates = 1 if name in ("rloo", "distillation") else 2
     changes = {"algorithm": name, "updates_per_batch": updates, "off_policy": "truncate", "entropy_coefficient": 0.01}
-    config = small_config(tmp_path / "run", folders[0], **changes, **teacher, **kl)
+    every = CheckpointConfig(every=1, keep_last=0, last_model_only=False)
+    config = small_config(tmp_path / "run", folders[0], checkpoint=every, **changes, **teacher, **kl)
     folder = reinforce(config, EvenBytes())
     for metrics in steps_of(folder):
         assert metrics["parity/tokens_different"] == 0 < metrics["parity/tokens_checked"]
@@ -79,6 +76,12 @@ def test_every_algorithm_trains_with_every_bit_compared_and_records_its_settings
     assert all(getattr(recorded, setting) == value for setting, value in asdict(algorithm_of(config)).items())
     before, after = load_model(folders[0]), load_model(folder / "checkpoints" / "step_00000002")
     assert not torch.equal(before.head_weight, after.head_weight)
+    result = replay(folder, 2, EvenBytes())
+    assert result.equal, result.text()
+    compared = {quantity.name: quantity.compared for quantity in result.quantities}
+    assert compared["rewards"] == compared["advantages"] == compared["rollouts"] >= 12
+    assert f"{'teacher' if teacher else 'reference'}'s log-probabilities" in compared
+    assert {"loss", "grad_norm"} <= compared.keys() and compared["other metrics"] > 20
 
 
 def test_groups_of_equal_reward_are_replaced_and_every_prompt_is_accounted_for(tmp_path, folders):
@@ -118,18 +121,6 @@ def test_a_task_without_spread_is_drawn_a_bounded_number_of_times_and_the_step_c
     config = run_config("rl", RLConfig, options)
     assert algorithm_of(config) == replace(ALGORITHMS["gspo"], clip_high=0.5)
     assert algorithm_of(run_config("rl", RLConfig, options[:2])) == algorithm_of(from_toml(options[1], RLConfig()))
-
-
-def test_rejection_keeps_the_best_completions_only(tmp_path, folders):
-    folder = reinforce(small_config(tmp_path / "run", folders[0], algorithm="rejection", steps=1), EvenBytes())
-    rollouts = rollouts_of(folder, 1)
-    for group in range(3):
-        own = [r for r in rollouts if r["group"] == group]
-        best = max(r["reward"] for r in own)
-        if min(r["reward"] for r in own) < best:
-            assert [r.get("dropped") is None for r in own] == [r["reward"] == best for r in own]
-    (metrics,) = steps_of(folder)
-    assert 0 < metrics["rollout/completions_trained"] < 12
 
 
 def test_distilling_from_oneself_changes_nothing(tmp_path, folders):
@@ -234,39 +225,3 @@ def test_settings_that_do_not_go_together_or_have_no_effect_are_refused_and_othe
         setattr(config, name, value)
     with pytest.raises(UserError, match=message) if message else nullcontext():
         validate_config(config)
-
-
-def test_a_ledger_numbers_the_groups_of_all_rounds_and_counts_each_once():
-    def drawn(*rewards):
-        return [
-            Rollout(Example("p"), group, [1], [2], [-1.0], "stop", "", 0, scores=Scores(reward=reward))
-            for group, own in enumerate(rewards)
-            for reward in own
-        ]
-
-    ledger = Ledger(2)
-    ledger.add(drawn([1.0, 1.0], [0.0, 1.0]), [5, 6])
-    ledger.drop_equal_rewards()
-    assert ledger.missing == 1
-    ledger.add(drawn([1.0, 0.0]), [7])
-    ledger.drop_equal_rewards()
-    assert ledger.missing == 0 and [r.group for r in ledger.trained] == [1, 1, 2, 2]
-    assert ledger.metrics(ledger.trained) == {
-        "groups/drawn": 3.0, "groups/trained": 2.0, "groups/dropped/equal_rewards": 1.0,
-        "rollout/completions_trained": 4.0, "rollout/tokens_trained": 8.0,
-    }  # fmt: skip
-    assert ledger.places() == {"trained": [6, 7], "dropped": {"equal_rewards": [5]}}
-
-
-class Draws(EvenBytes):
-    """Its reward is a draw from Python's and NumPy's own generators."""
-
-    def reward(self, example, completion):
-        return random.random() + float(np.random.random())
-
-
-def test_what_a_task_draws_by_itself_is_the_same_in_every_run(tmp_path, folders):
-    random.seed(3)
-    first = reinforce(small_config(tmp_path / "first", folders[0], steps=1), Draws())
-    second = reinforce(small_config(tmp_path / "second", folders[0], steps=1), Draws())
-    assert steps_of(first)[-1]["reward/mean"] == steps_of(second)[-1]["reward/mean"]

@@ -3,11 +3,9 @@
 import json
 import tomllib
 
-import pytest
 import torch
 
-from lockstep.config import ParallelConfig, RLConfig
-from lockstep.errors import UserError
+from lockstep.config import RLConfig
 from lockstep.model import arithmetic_of
 from lockstep.rl.algorithms import PolicyLossInputs, policy_loss
 from lockstep.rl.environments.protocol import Example
@@ -45,9 +43,3 @@ def test_a_run_on_a_given_device_takes_the_models_dtype_and_records_its_arithmet
     said = capsys.readouterr().err
     assert "dtype auto: bfloat16, the folder's own" in said and f"| bfloat16, {arithmetic} arithmetic | " in said
     assert said.rstrip().endswith("4 samples to go, of up to 4 tokens") and config.dtype == "auto"
-
-
-def test_degrees_that_do_not_fit_the_number_of_ranks_are_refused(model_folder, monkeypatch):
-    monkeypatch.setenv("WORLD_SIZE", "4")
-    with pytest.raises(UserError, match="tensor 8 = 8 ranks, but 4 are running"):
-        reinforce(RLConfig(model=str(model_folder), environment="digit_sum", parallel=ParallelConfig(tensor=8)))

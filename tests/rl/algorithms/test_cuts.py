@@ -8,12 +8,9 @@ import torch
 from lockstep import build_model
 from lockstep.config import ALGORITHMS, RLConfig, TrainConfig, algorithm_of
 from lockstep.model import ModelConfig
-from lockstep.rl import Example
 from lockstep.rl.rollouts.advantages import assign_advantages
-from lockstep.rl.rollouts.records import Rollout, Scores
-from lockstep.rl.scoring.value_head import make_value_head
 from tests.rl.algorithms.steps import drawn_step, inputs_of, loss_and_gradient, named, sliced
-from tests.rl.losses import assign_values, batches_of, log_probs_of, loss_of
+from tests.rl.losses import assign_values, batches_of, drawn_rollouts, drawn_value_head, log_probs_of, loss_of
 
 AVERAGES = ("token", "sequence", "budget")
 CORRECTIONS = [{}, {"off_policy": "truncate", "off_policy_level": "sequence"}, {"off_policy": "mask"}]
@@ -54,18 +51,9 @@ SHAPE = ModelConfig(
 def rollouts():
     """A step of a small model, sampled by one that differs a little."""
     policy, other = (build_model(SHAPE, dtype="float32", seed=seed) for seed in (0, 1))
-    draw = torch.Generator().manual_seed(0)
-    made = []
-    for group in range(3):
-        for _ in range(4):
-            length = int(torch.randint(1, 9, (), generator=draw))
-            tokens = torch.randint(40, (length + 3,), generator=draw).tolist()
-            reward = float(torch.randint(3, (), generator=draw))
-            made.append(
-                Rollout(Example("p"), group, tokens[:3], tokens[3:], [], "stop", "", 0, scores=Scores(reward=reward))
-            )
+    made, draw = drawn_rollouts(policy, longest=8), torch.Generator().manual_seed(1)
     config = RLConfig(model="m", algorithm="ppo")
-    assign_values(made, policy, _critic(config, policy), config)
+    assign_values(made, policy, drawn_value_head(config, policy), config)
     scores = log_probs_of(policy, made, config), log_probs_of(other, made, config)
     sampled = []
     for rollout, own, others in zip(made, *scores):
@@ -73,16 +61,6 @@ def rollouts():
         sampled.append(replace(rollout, logprobs=(torch.tensor(own) + noise).tolist()))
         rollout.scores.reference_logprobs = rollout.scores.teacher_logprobs = others
     return sampled
-
-
-def _critic(config, model):
-    value_head = make_value_head(config, model)
-    if value_head:
-        with torch.no_grad():
-            value_head.weight.copy_(
-                torch.randn(value_head.weight.shape, generator=torch.Generator().manual_seed(3)) * 0.1
-            )
-    return value_head
 
 
 def _gradients(rollouts, name, average, tokens):
@@ -93,7 +71,7 @@ def _gradients(rollouts, name, average, tokens):
     )  # fmt: skip
     assign_advantages(rollouts, algorithm_of(config))
     model = build_model(SHAPE, dtype="float32", seed=0)
-    value_head = _critic(config, model)
+    value_head = drawn_value_head(config, model)
     parameters = dict(model.named_parameters()) | (value_head.parameters_by_name() if value_head else {})
     sums = {n: torch.zeros_like(p, dtype=torch.float64) for n, p in parameters.items()}
     batches = batches_of(rollouts, config)

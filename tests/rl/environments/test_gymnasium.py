@@ -4,13 +4,8 @@ import sys
 
 import pytest
 
-from lockstep.config import RewardConfig
 from lockstep.errors import UserError
-from lockstep.rl.conversations.chat import Reply
-from lockstep.rl.conversations.worker_runner import WorkerConversationRunner, worker_task
-from lockstep.rl.environments.loading import EnvironmentSource, load_environment
-from lockstep.rl.grading.exchange import ConversationEnded
-from lockstep.rl.grading.pool import GraderPool, open_grader
+from lockstep.rl.environments.loading import load_environment
 from lockstep.rl.rollouts.prompts import examples_of
 from tests.rl.conversations.scripted import converse
 
@@ -47,21 +42,6 @@ def test_games_are_played_to_their_end_and_again_alike():
         # A sum of tenths, each of which is rounded; measured it is the same float.
         assert rewards == pytest.approx(1.1 - 0.1 * (guesses - 1), abs=1e-15)
         assert (rewards, chat.messages) == (play(environment, example)[0], play(environment, example)[1].messages)
-
-
-def test_games_are_played_in_workers_as_in_this_process(tmp_path):
-    environment, source, limits = load_environment(GUESS), EnvironmentSource(GUESS), RewardConfig(workers=1)
-    examples = examples_of(environment, "train")[:4]
-    ends = {}
-    with open_grader(environment, limits, source, tmp_path) as workers:
-        assert isinstance(workers, GraderPool)
-        with WorkerConversationRunner([worker_task(example, 0) for example in examples], workers) as runner:
-            while len(ends) < len(examples):
-                if isinstance(said := runner.next(wait=True), ConversationEnded):
-                    ends[said.number] = said.outcome.rewards["reward"]
-                else:
-                    runner.answer(said.number, said.request, Reply("5"))
-    assert [ends[n] for n in range(4)] == [converse(environment, example, *["5"] * 9)[0] for example in examples]
 
 
 def test_a_game_that_is_not_finished_has_what_it_has_earned():

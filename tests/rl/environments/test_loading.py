@@ -7,7 +7,6 @@ import pytest
 import lockstep.rl as rl
 from lockstep.errors import UserError
 from lockstep.rl.environments.loading import load_environment
-from lockstep.rl.grading import grade
 from lockstep.rl.rollouts.prompts import examples_of
 
 METHODS = """
@@ -19,23 +18,6 @@ METHODS = """
 def _load(folder, body, data="", methods=METHODS):
     (folder / "task.py").write_text(f"import lockstep.rl as rl\n{body}{methods}")
     return load_environment(f"{folder / 'task.py'}:Task", data, skip_bad_lines=True)
-
-
-REVERSE = """
-class Task(rl.Environment):
-    def examples(self, split: str):                  # "train" or "validation"
-        for word in ("stone", "river"): yield rl.Example(prompt=f"Reverse: {word}\\n", answer=word[::-1])
-    def reward(self, example: rl.Example, completion: str) -> float | dict[str, float]:
-        return float(completion.strip() == example.answer)
-"""
-
-
-def test_a_users_own_task_is_loaded_from_its_file(tmp_path):
-    environment = _load(tmp_path, REVERSE, methods="")
-    examples = examples_of(environment, "train")
-    assert [e.answer for e in examples] == ["enots", "revir"]
-    grades = grade(environment, examples, [" enots\n", "river"])
-    assert [g.total for g in grades] == [1.0, 0.0] and environment.is_correct(grades[0].by_name)
 
 
 @pytest.mark.parametrize(

@@ -36,11 +36,9 @@ def test_what_is_not_finite_differs_by_infinity_though_both_sides_have_it():
     assert _compared([-2.0, -1.0], [-2.0, nan]) == Parity(2, 1, inf)
     assert _compared([-2.0, -1.0], [-inf, -1.0]) == Parity(2, 1, inf)
 
-
-def test_a_later_difference_does_not_hide_an_infinite_one():
     parity = _compared([math.nan], [math.nan])
     parity.compare(torch.tensor([-1.0]), torch.tensor([-1.5]))
-    assert parity == Parity(2, 2, math.inf)
+    assert parity == Parity(2, 2, math.inf), "a later difference does not hide it"
     assert _compared([-1.0, -2.0], [-1.0, -2.5]) == Parity(2, 1, 0.5)
 
 

@@ -10,10 +10,7 @@ import pytest
 from lockstep.config import CompileConfig, ParallelConfig, RecomputeConfig, TrainConfig
 from lockstep.observe import RunFolder, read_metrics
 from tests.parallel.launch import launch
-from tests.rl.generators.test_colocated import ONE, TASK, config_of, mixture, outcome
-
-OF_RANKS = ("experts/imbalance", "experts/sent_mib")
-"""Metrics that one process does not have."""
+from tests.rl.generators.test_colocated import TASK, config_of, mixture
 
 
 def run_with_other_routes(config):
@@ -95,20 +92,3 @@ def metrics_of(folder):
 
 def lines_of(folder):
     return [json.loads(line) for line in RunFolder(folder).rollouts_path(1).read_text().splitlines()]
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(("ranks", "parallel"), [(2, ONE), (4, replace(ONE, tensor=2))])
-def test_in_one_order_what_a_run_with_replay_measures_does_not_depend_on_its_ranks(
-    model_folder, tmp_path, ranks, parallel
-):
-    task = tmp_path / "task.py"
-    task.write_text(TASK)
-    settings = dict(router_replay=True, on_parity_error="measure", kl_coefficient=0.0, off_policy="truncate", steps=2)
-    model = mixture(model_folder, tmp_path / "model")
-    for name, size, layout in (("one", 1, ONE), ("many", ranks, parallel)):
-        launch(size, run_with_other_routes, config_of(task, model, tmp_path / name, layout, **settings))
-    assert metrics_of(tmp_path / "one")["routes/different"] > 0
-    (many, theirs), (one, own) = (outcome(tmp_path / name) for name in ("many", "one"))
-    kept = [{name: value for name, value in step.items() if name not in OF_RANKS} for step in many]
-    assert (kept, theirs) == (one, own)

@@ -1,8 +1,8 @@
 """PPO: generalized advantages, values that are the same bits everywhere, and runs that resume with their value head."""
 
-import dataclasses
 import math
 import shutil
+from dataclasses import replace
 
 import pytest
 import torch
@@ -15,13 +15,12 @@ from lockstep.config import CheckpointConfig, CompileConfig, RLConfig, TrainConf
 from lockstep.data import ByteTokenizer
 from lockstep.errors import RunStopped, UserError
 from lockstep.model import ModelConfig, save_model
-from lockstep.rl import Example, Rollout, Scores
 from lockstep.rl.algorithms import explained_variance, generalized_advantages, value_losses, value_returns
 from lockstep.rl.reinforce import reinforce
 from lockstep.rl.rollouts.advantages import assign_advantages
 from lockstep.rl.scoring.value_head import make_value_head, train_settings
 from lockstep.train import Trainer
-from tests.rl.losses import assign_values, batches_of, log_probs_of, loss_of
+from tests.rl.losses import assign_values, batches_of, drawn_rollouts, drawn_value_head, log_probs_of, loss_of
 from tests.rl.small_runs import EvenBytes, small_config, steps_of
 
 SHAPE = ModelConfig(
@@ -62,73 +61,28 @@ def test_explained_variance_is_1_for_the_returns_and_0_for_a_constant():
     assert explained_variance([1.0, 2.0], [0.5, 0.5]) == 0.0
 
 
-def _model(dtype="float32"):
-    return build_model(SHAPE, dtype=dtype, seed=0)
-
-
-def _critic(config, model, seed=3):
-    value_head = make_value_head(config, model)
-    draw = torch.Generator().manual_seed(seed)
-    with torch.no_grad():
-        value_head.weight.copy_(torch.randn(value_head.weight.shape, generator=draw) * 0.1)
-    return value_head
-
-
 def _config(**changes):
-    tokens = changes.pop("tokens", 10**6)
-    return RLConfig(**dict(model="m", algorithm="ppo", train=TrainConfig(tokens_per_microbatch=tokens)) | changes)
-
-
-def _rollouts(model):
-    draw, made = torch.Generator().manual_seed(0), []
-    for group in range(3):
-        for _ in range(4):
-            tokens = torch.randint(258, (int(torch.randint(4, 20, (), generator=draw)),), generator=draw).tolist()
-            reward = float(torch.randint(3, (), generator=draw))
-            made.append(
-                Rollout(Example("p"), group, tokens[:3], tokens[3:], [], "stop", "", 0, scores=Scores(reward=reward))
-            )
-    return [dataclasses.replace(r, logprobs=own) for r, own in zip(made, log_probs_of(model, made, _config()))]
-
-
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-def test_values_have_the_same_bits_however_a_step_is_packed_and_in_the_loss(dtype):
-    model = _model(dtype)
-    rollouts, value_head = _rollouts(model), _critic(_config(), model)
-    found = []
-    for tokens in (1, 40, 10**6):
-        assign_values(rollouts, model, value_head, _config(tokens=tokens))
-        found.append([r.scores.values for r in rollouts])
-    assert found[0] == found[1] == found[2]
-    assign_advantages(rollouts, algorithm := loss_of(_config(), False).algorithm)
-    # As float32 tensors, and with a gradient: PPO's bound, however narrow, changes nothing on the first update.
-    config = _config(value_clip=1e-30)
-    loss = loss_of(config, compare=True, value_head=value_head)
-    (batch,) = batches_of(rollouts, config)
-    within = []
-    value_head.register_forward_hook(lambda module, given, out: within.append(out.detach().clone()))
-    loss(model, batch)
-    assert torch.equal(within[0], batch.old_values) and algorithm.advantage == "gae"
-    assert loss.metrics()["value/clip_fraction"] == 0.0
-    assert loss.parity.tokens_different == 0 < loss.parity.tokens_checked
-
-
-def _gradients(model, value_head, config, rollouts):
-    assign_values(rollouts, model, value_head, config)
-    loss = loss_of(config, compare=False, value_head=value_head)
-    assign_advantages(rollouts, loss.algorithm)
-    for batch in batches_of(rollouts, config):
-        loss(model, batch).backward()
-    return {name: p.grad for name, p in [*model.named_parameters(), *value_head.parameters_by_name().items()]}
+    return RLConfig(**dict(model="m", algorithm="ppo") | changes)
 
 
 def test_a_detached_head_learns_and_leaves_the_models_gradient_as_it_is_without_one():
-    rollouts = _rollouts(_model())
-    settings_of_runs = {"none": {"value_coefficient": 0.0}, "detached": {"value_detached": True}, "shared": {}}
+    rollouts = drawn_rollouts(build_model(SHAPE, dtype="float32", seed=0), longest=16)
     found = {}
-    for name, changes in settings_of_runs.items():
-        model, config = _model(), _config(**changes)
-        found[name] = _gradients(model, _critic(config, model), config, rollouts)
+    for name, changes in {
+        "none": {"value_coefficient": 0.0},
+        "detached": {"value_detached": True},
+        "shared": {},
+    }.items():
+        model, config = build_model(SHAPE, dtype="float32", seed=0), _config(**changes)
+        value_head = drawn_value_head(config, model)
+        scored = [replace(r, logprobs=own) for r, own in zip(rollouts, log_probs_of(model, rollouts, config))]
+        assign_values(scored, model, value_head, config)
+        loss = loss_of(config, value_head=value_head)
+        assign_advantages(scored, loss.algorithm)
+        for batch in batches_of(scored, config):
+            loss(model, batch).backward()
+        parameters = [*model.named_parameters(), *value_head.parameters_by_name().items()]
+        found[name] = {name: parameter.grad for name, parameter in parameters}
     head = "value_head.weight"
     assert torch.equal(found["detached"][head], found["shared"][head]) and found["detached"][head].any()
     for name, gradient in found["none"].items():
@@ -226,17 +180,22 @@ def test_a_checkpoint_of_another_algorithm_has_no_head_to_resume_with(tmp_path, 
 
 
 def test_the_head_has_a_learning_rate_of_its_own_and_cannot_be_frozen():
-    value_head = make_value_head(_config(), _model())
+    value_head = make_value_head(_config(), build_model(SHAPE))
     for changes, expected in ({}, 10.0), ({"value_learning_rate": 3.0}, 3.0), ({"algorithm": "grpo"}, 1.0):
         trainer = Trainer(
-            _model(), train_settings(_config(**changes)), 1, extra_parameters=value_head.parameters_by_name()
+            build_model(SHAPE), train_settings(_config(**changes)), 1, extra_parameters=value_head.parameters_by_name()
         )
         assert trainer.optimizer.settings["value_head.weight"].learning_rate == expected
     own = _config(train=TrainConfig(rules=("value_head.* learning_rate=2",)))
-    trainer = Trainer(_model(), train_settings(own), 1, extra_parameters=value_head.parameters_by_name())
+    trainer = Trainer(build_model(SHAPE), train_settings(own), 1, extra_parameters=value_head.parameters_by_name())
     assert trainer.optimizer.settings["value_head.weight"].learning_rate == 2.0
     with pytest.raises(UserError, match=r"train.rules freeze value_head.weight, .* \"value_head.weight frozen=false\""):
-        Trainer(_model(), TrainConfig(rules=("* frozen=true",)), 1, extra_parameters=value_head.parameters_by_name())
+        Trainer(
+            build_model(SHAPE),
+            TrainConfig(rules=("* frozen=true",)),
+            1,
+            extra_parameters=value_head.parameters_by_name(),
+        )
 
 
 @pytest.mark.parametrize(
@@ -257,7 +216,7 @@ def test_runs_with_frozen_layers_and_with_updates_in_the_backward_train_the_head
 @pytest.mark.slow
 def test_a_compiled_run_compares_every_bit(tmp_path):
     folder = tmp_path / "policy"
-    save_model(build_model(dataclasses.replace(SHAPE, head_dim=32), dtype="float32", seed=0), folder)
+    save_model(build_model(replace(SHAPE, head_dim=32), dtype="float32", seed=0), folder)
     ByteTokenizer().save(folder)
     metrics = _metrics(_run(tmp_path / "run", folder, steps=2, compile=CompileConfig(backend="inductor")))
     assert all(m["parity/tokens_different"] == 0 and m["policy/ratio_first_max"] == 1.0 for m in metrics)
