@@ -209,14 +209,6 @@ def test_what_the_model_refuses_ends_lm_evals_command_line_with_its_message(task
     assert code == 0 and "local_choice" in said.out
 
 
-def test_the_module_is_lm_evals_command_line(monkeypatch, capsys):
-    monkeypatch.setattr(sys, "argv", ["lm-eval", "--help"])
-    with pytest.raises(SystemExit, match="0"):
-        runpy.run_module("lockstep.harness", run_name="__main__")
-    printed = capsys.readouterr().out
-    assert "lm-eval" in printed and "validate" in printed
-
-
 def test_without_lm_eval_it_is_said_what_to_install(monkeypatch, capsys):
     said = "lm_eval is not installed; pip install 'lm-eval[hf]>=0.4.13'"
     monkeypatch.setitem(sys.modules, "lm_eval", None)

@@ -7,42 +7,23 @@ import pytest
 from lockstep.config import RewardConfig
 from lockstep.errors import UserError
 from lockstep.rl.conversations import Reply
-from lockstep.rl.conversations.tools import schema_of
 from lockstep.rl.conversations.worker_runner import WorkerConversationRunner, worker_task
 from lockstep.rl.environments.loading import EnvironmentSource, load_environment
 from lockstep.rl.grading.exchange import ConversationEnded
 from lockstep.rl.grading.pool import GraderPool, open_grader
 from lockstep.rl.rollouts.prompts import examples_of
-from tests.rl.conversations.scripted import call, converse
+from tests.rl.conversations.scripted import converse
 
-TASKS = '''
+TASKS = """
 import verifiers.v1 as vf
 
 class SumData(vf.TaskData):
     answer: str
 
-class Adder(vf.Toolset[vf.ToolsetConfig, vf.State]):
-    async def setup_task(self, task):
-        self.calls = 0
-
-    @vf.tool
-    def add(self, a: int, b: int) -> int:
-        """Adds two numbers."""
-        self.calls += 1
-        return a + b + 0 * self.calls
-
 class SumTask(vf.Task[SumData, vf.State, vf.TaskConfig]):
-    @classmethod
-    def toolsets(cls, config):
-        return [Adder(vf.ToolsetConfig())]
-
     @vf.reward(weight=2.0)
     async def correct(self, task, trace) -> float:
         return float(trace.last_reply == task.answer)
-
-    @vf.reward(weight=0.1)
-    async def used_tool(self, trace) -> float:
-        return float(any("4" in m.content for m in trace.tool_messages))
 
 class SumConfig(vf.TasksetConfig):
     first: int = 0
@@ -52,12 +33,11 @@ class Sums(vf.Taskset[SumTask, SumConfig]):
     def load(self):
         n = self.config.first
         while True:
-            data = SumData(prompt=f"{n}+{n}?", answer=str(2 * n), system_prompt="Be short.")
-            yield SumTask(data, self.config.task)
+            yield SumTask(SumData(prompt=f"{n}+{n}?", answer=str(2 * n), system_prompt="Be short."), self.config.task)
             n += 1
 
 __all__ = ["Sums"]
-'''
+"""
 
 
 @pytest.fixture
@@ -74,27 +54,18 @@ def package(tmp_path, monkeypatch):
     return write
 
 
-def test_tasks_are_solved_with_tools_and_rewarded_as_the_package_does(package, tmp_path):
+def test_tasks_without_end_are_bounded_and_a_file_has_their_settings(package, tmp_path):
     settings = tmp_path / "settings.toml"
     settings.write_text("first = 2\n")
     environment = load_environment(package("my_sums", TASKS), str(settings))
-    assert [schema_of(tool)["function"]["name"] for tool in environment.tools] == ["adder_add"]
     examples = examples_of(environment, "train")
     assert len(examples) == 9000 and len(examples_of(environment, "validation")) == 1000
     assert examples[0].prompt == "2+2?"
-    right = ["I add. " + call("adder_add", a=2, b=2), "<think>so</think>\n\n4"]
-    rewards, chat = converse(environment, examples[0], *right)
-    assert rewards == {"correct": 2.0, "used_tool": 0.1}
-    assert [(m["role"], m["content"]) for m in chat.messages if m["role"] != "assistant"] == [
-        ("system", "Be short."),
-        ("user", "2+2?"),
-        ("tool", "4"),
-    ]
-    assert converse(environment, examples[0], "5")[0] == {"correct": 0.0, "used_tool": 0.0}
-    rewards, chat = converse(environment, examples[0], call("adder_add", a="2"), "4")
-    assert rewards["used_tool"] == 0.0 and "must be of the type integer" not in rewards
-    assert 'the argument "b" is missing' in chat.messages[-2]["content"]
-    assert converse(environment, examples[0])[0] == {"correct": 0.0, "used_tool": 0.0}, "cut short before a reply"
+    rewards, chat = converse(environment, examples[0], "<think>so</think>\n\n4")
+    assert rewards == {"correct": 2.0}
+    assert [(m["role"], m["content"]) for m in chat.messages[:2]] == [("system", "Be short."), ("user", "2+2?")]
+    assert converse(environment, examples[0], "5")[0] == {"correct": 0.0}
+    assert converse(environment, examples[0])[0] == {"correct": 0.0}, "cut short before a reply"
 
 
 def held_in_workers(name, folder):
@@ -118,7 +89,7 @@ def held_in_workers(name, folder):
 @pytest.mark.slow
 def test_tasks_are_solved_in_workers_unless_every_worker_would_have_others(package, tmp_path):
     ends = held_in_workers(package("my_sums", TASKS), tmp_path)
-    assert [end.rewards for end in ends] == [{"correct": 2.0, "used_tool": 0.0}] * 4
+    assert [end.rewards for end in ends] == [{"correct": 2.0}] * 4
     drawn = TASKS.replace("n = self.config.first", "import os; n = int.from_bytes(os.urandom(4))")
     ends = held_in_workers(package("my_drawn_sums", drawn), tmp_path)
     assert all("yields different tasks each time it is loaded" in end.message for end in ends)

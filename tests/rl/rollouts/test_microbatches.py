@@ -136,21 +136,6 @@ def test_scores_compute_a_groups_prompt_once():
     assert rows == [39 + 8 * 10 + 1]  # filled up to a multiple of 8
 
 
-def test_targets_need_not_be_a_suffix():
-    model = build_model(SHAPE, dtype="float32", seed=3)
-    (first, second) = _rollouts([(20, [30, 50])])
-    sequences = [r.prompt_ids + r.token_ids for r in (first, second)]
-    scored = [[20, 21, 30, 49], [25, 60]]
-    row = pack_scored(sequences, scored, [0, 19])
-    assert row.lengths == [49, 60] and row.targets.tolist() == [s[t] for s, own in zip(sequences, scored) for t in own]
-    together = target_log_probs(model, row)[0].split([4, 2])
-    for sequence, own, found in zip(sequences, scored, together):
-        alone = target_log_probs(model, pack([sequence]))[0]
-        assert torch.equal(found, alone[[t - 1 for t in own]])
-    with pytest.raises(ValueError, match="sequence 1 lacks the predictor of token 20"):
-        pack_scored(sequences, [[20], [20]], [0, 20])
-
-
 def test_metrics_say_what_is_computed():
     rollouts = _rollouts([(10, [5, 7]), (4, [6, 6])])
     (batch,) = batches_of(rollouts, RLConfig(model="m"))

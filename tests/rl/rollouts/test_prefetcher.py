@@ -333,28 +333,6 @@ def test_an_error_of_a_step_that_is_sampled_ahead_is_raised_at_that_step_and_not
     assert not [thread for thread in threading.enumerate() if thread.name.startswith("prefetcher")]
 
 
-def test_a_step_has_begun_when_its_samples_are_asked_however_long_its_prompts_take():
-    pool, samplers = GeneratorPool(1000, 1000, 1000.0), []
-    encoded = threading.Event()
-
-    def draw(asked, step, extra_round, sampler, wanted):
-        encoded.wait(20)
-        return sampler.generate([[1]], SamplingParams(max_tokens=3, seed=step))
-
-    def remembering(kept):
-        samplers.append(PoolSampler(pool, kept))
-        return samplers[-1]
-
-    prefetcher = RolloutPrefetcher(source(draw), PromptLoader(EXAMPLES, seed=1), PoolSampler(pool), 1, 1, remembering)
-    timer = threading.Timer(0.2, encoded.set)
-    timer.start()
-    prefetcher.begin(1, 5)
-    begun = [sampler.asked.is_set() for sampler in samplers]
-    timer.join()
-    prefetcher.close()
-    assert begun == [True, True]
-
-
 def test_a_run_that_ends_does_not_wait_for_samples_of_later_steps():
     pool = GeneratorPool(1000, 1000, 1000.0)  # without a generator nothing comes, for as long as a run may have none
     ended = []

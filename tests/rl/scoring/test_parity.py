@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 import torch
 
-from lockstep import build_model
+from lockstep import Engine, SamplingParams, build_model
 from lockstep.config import RLConfig
 from lockstep.errors import UserError
 from lockstep.model import preset
@@ -56,6 +56,17 @@ def test_heads_that_are_padded_agree(dtype):
     parity, load = check_parity(model, tokens=64)
     assert (parity.tokens_checked >= 64, parity.tokens_different) == (True, 0)
     assert load["preemptions"] > 0 and load["reused prompt tokens"] > 0
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_lone_prompts_agree(dtype):
+    """A library's product of one row has other bits than one of several."""
+    model = build_model(SHORT, dtype=dtype, seed=1)
+    for length in (1, 5, 17):
+        prompt, params = list(range(3, 3 + length)), SamplingParams(max_tokens=12, temperature=0.85, seed=length)
+        ((completion,),) = Engine(model).generate([prompt], params)
+        trainer = score(model, [prompt + completion.token_ids], 0.85)[0][length - 1 :]
+        assert torch.equal(torch.tensor(completion.logprobs), trainer)
 
 
 def _flipped_bit(model, sequences, temperature):

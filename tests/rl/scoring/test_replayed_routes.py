@@ -38,30 +38,23 @@ def another(route, number):
     return b64encode(bytes(experts)).decode()
 
 
-@pytest.mark.parametrize(
-    ("ranks", "parallel", "changes"),
-    [
-        pytest.param(4, ParallelConfig(context=2, tensor=2), {}, marks=pytest.mark.slow),
-        pytest.param(
-            4, ParallelConfig(tensor=2, pipeline=2), dict(recompute=RecomputeConfig("full")), marks=pytest.mark.slow
-        ),
-        (2, ParallelConfig(tensor=2), dict(recompute=RecomputeConfig("selective"))),
-        pytest.param(2, ParallelConfig(context=2), {}, marks=pytest.mark.slow),
-        pytest.param(
-            2, ParallelConfig(pipeline=2, pipeline_schedule="zbv"), dict(recompute=RecomputeConfig("full")),
-            marks=pytest.mark.slow,
-        ),
-        pytest.param(4, ParallelConfig(context=2, pipeline=2), {}, marks=pytest.mark.slow),
-        pytest.param(4, ParallelConfig(expert=2, tensor=2), {}, marks=pytest.mark.slow),
-        pytest.param(4, ParallelConfig(context=2, tensor=2, full_dtensor=True), {}, marks=pytest.mark.slow),
-        pytest.param(2, ParallelConfig(tensor=2), dict(compile=CompileConfig("inductor")), marks=pytest.mark.slow),
-    ],
-    ids=[
-        "CP 2 x TP 2", "TP 2 x PP 2, recomputed", "TP 2, selectively recomputed", "CP 2", "PP 2, ZBV, recomputed",
-        "CP 2 x PP 2", "expert 2 x TP 2", "full DTensor", "TP 2, compiled",
-    ],
-)  # fmt: skip
-def test_every_layout_replays_the_routes_that_one_process_does(model_folder, tmp_path, ranks, parallel, changes):
+FULL = dict(recompute=RecomputeConfig("full"))
+LAYOUTS = {
+    "TP 2, selectively recomputed": (2, ParallelConfig(tensor=2), dict(recompute=RecomputeConfig("selective"))),
+    "TP 2, compiled": (2, ParallelConfig(tensor=2), dict(compile=CompileConfig("inductor"))),
+    "PP 2, ZBV, recomputed": (2, ParallelConfig(pipeline=2, pipeline_schedule="zbv"), FULL),
+    "TP 2 x PP 2, recomputed": (4, ParallelConfig(tensor=2, pipeline=2), FULL),
+    "CP 2 x TP 2": (4, ParallelConfig(context=2, tensor=2), {}),
+    "CP 2 x PP 2": (4, ParallelConfig(context=2, pipeline=2), {}),
+    "expert 2 x TP 2": (4, ParallelConfig(expert=2, tensor=2), {}),
+    "full DTensor": (4, ParallelConfig(context=2, tensor=2, full_dtensor=True), {}),
+}
+QUICK, *SLOW = LAYOUTS
+
+
+@pytest.mark.parametrize("layout", [QUICK, *(pytest.param(name, marks=pytest.mark.slow) for name in SLOW)])
+def test_every_layout_replays_the_routes_that_one_process_does(model_folder, tmp_path, layout):
+    ranks, parallel, changes = LAYOUTS[layout]
     task = tmp_path / "task.py"
     task.write_text(TASK)
     model = mixture(model_folder, tmp_path / "model", 2 * parallel.pipeline)
