@@ -1,6 +1,5 @@
 """Routes of a generator that chooses other experts, replayed in every layout with the bits of one process."""
 
-import json
 import math
 from base64 import b64decode, b64encode
 from dataclasses import replace
@@ -8,9 +7,9 @@ from dataclasses import replace
 import pytest
 
 from lockstep.config import CompileConfig, ParallelConfig, RecomputeConfig, TrainConfig
-from lockstep.observe import RunFolder, read_metrics
 from tests.parallel.launch import launch
 from tests.rl.generators.test_colocated import TASK, config_of, mixture
+from tests.rl.small_runs import rollouts_of, steps_of
 
 
 def run_with_other_routes(config):
@@ -66,9 +65,8 @@ def test_every_layout_replays_the_routes_that_one_process_does(model_folder, tmp
     )  # fmt: skip
     launch(1, run_with_other_routes, first)
     launch(ranks, run_with_other_routes, replace(first, output=str(tmp_path / "many"), parallel=parallel, **changes))
-    (alone, own), (many, theirs) = (
-        (metrics_of(tmp_path / name), lines_of(tmp_path / name)) for name in ("one", "many")
-    )
+    (alone,), (many,) = (steps_of(tmp_path / name) for name in ("one", "many"))
+    own, theirs = (rollouts_of(tmp_path / name, 1) for name in ("one", "many"))
     assert 0.05 < alone["routes/different"] < 0.5 and alone["rollout/microbatches"] > 2
     assert 0 < alone["parity/tokens_different"] < alone["parity/tokens_checked"]
     assert own == theirs and sum(line["trainer_log_probs"] != [] for line in own) > 5
@@ -77,11 +75,3 @@ def test_every_layout_replays_the_routes_that_one_process_does(model_folder, tmp
     for name in ("loss", "grad_norm", "policy/ratio_first_max"):
         # float32 sums in another order: some units in the last of 24 bits, of terms up to a hundred times the sum.
         assert math.isclose(many[name], alone[name], rel_tol=1e-5, abs_tol=1e-8), name
-
-
-def metrics_of(folder):
-    return read_metrics(folder / "metrics.jsonl")[1]
-
-
-def lines_of(folder):
-    return [json.loads(line) for line in RunFolder(folder).rollouts_path(1).read_text().splitlines()]
