@@ -14,7 +14,7 @@ from lockstep.rl.environments.protocol import Example
 from lockstep.rl.reinforce import reinforce
 from lockstep.rl.replay import OF_ROLLOUTS, replay, replayable
 from lockstep.rl.rollouts.records import Conversation, Rollout, Scores, write_rollouts
-from tests.rl.small_runs import Half, lines_of, small_config
+from tests.rl.small_runs import VOWELS, Half, lines_of, small_config
 
 EVERY = CheckpointConfig(every=1, keep_last=0, asynchronous=False)
 
@@ -206,28 +206,15 @@ def test_the_settings_are_those_that_the_step_was_computed_with(copy):
     assert {"loss", "grad_norm"} <= differing_of(replay(copy, 2, Half()))
 
 
-TASK = """
-import random
-import lockstep.rl as rl
-
-class Words(rl.Environment):
-    def examples(self, split):
-        for word in ("stone", "river", "cloud", "apple"):
-            yield rl.Example(prompt=f"{word}:", answer="e", metadata={"length": len(word)})
-    def reward(self, example, completion):
-        return len(completion) / example.metadata["length"] + NOISE * random.random()
-"""
-
-
 def test_the_command_says_whether_the_bits_are_those_and_ends_with_0_or_1(tmp_path, folders, capsys):
     task = tmp_path / "task.py"
-    task.write_text(TASK.replace("NOISE", "0"))
-    changes = dict(environment=f"{task}:Words", checkpoint=EVERY, prompts_per_step=2)
+    task.write_text(VOWELS)
+    changes = dict(environment=f"{task}:Vowels", checkpoint=EVERY, prompts_per_step=2)
     reinforce(small_config(tmp_path / "run", folders[0], **changes))
     assert main(["replay", str(tmp_path / "run"), "--step", "1"]) == 0
     assert capsys.readouterr().out.endswith("the recorded bits\n")
     # Of another length: Python takes a file of the same second and length for the one that it has compiled.
-    task.write_text(TASK.replace("NOISE", "1.0"))
+    task.write_text(VOWELS.replace("return ", "import random; return random.random() + "))
     assert main(["replay", str(tmp_path / "run")]) == 1
     said = capsys.readouterr().out
     assert "step 2, recomputed" in said and "it is random or asks a judge" in said

@@ -23,7 +23,7 @@ RIGHT = "def add(a, b):\n    return a + b"
 
 def share(code, tests=TESTS, seconds=10.0):
     passed, count = run_tests(code, tests, seconds)
-    return passed / count
+    return passed / max(1, count)
 
 
 def test_right_code_passes_and_wrong_code_passes_what_it_gets_right():
