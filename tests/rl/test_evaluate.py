@@ -10,12 +10,12 @@ import pytest
 
 import lockstep
 from lockstep.cli import main
-from lockstep.commands.evaluate import _sentence as sentence
+from lockstep.commands.evaluate import as_text
 from lockstep.config import EvalConfig, RewardConfig
 from lockstep.errors import UserError
 from lockstep.model import build_model, read_config
 from lockstep.rl.environments.protocol import Environment, Example
-from lockstep.rl.evaluate import ModelResult, compare
+from lockstep.rl.evaluate import Evaluation, ModelResult, compare
 from lockstep.rl.reinforce import reinforce
 from lockstep.rl.rollouts.eval_metrics import EvalMetrics, eval_metrics
 from lockstep.rl.rollouts.records import Rollout, Scores
@@ -239,12 +239,16 @@ def test_an_interruption_before_the_first_model_is_done_keeps_nothing_but_folder
 
 
 def test_a_comparison_says_how_many_prompts_it_left_out_and_never_that_a_p_value_is_0():
-    def result(name, right):
-        metrics = EvalMetrics(len(right), len(right), right, {}, None, {}, {}, 0.0, 0.0)
-        return ModelResult(name, metrics, Path(name), [1.0] * len(right))
+    def printed(*right):
+        """Of two models, of which each prompt has so many right answers of so many that count."""
+        results = [
+            ModelResult(
+                "m", EvalMetrics(len(own), len(own), own, {}, None, {}, {}, 0.0, 0.0), Path("m"), [1.0] * len(own)
+            )
+            for own in right
+        ]
+        return as_text(Evaluation(EvalConfig(), "task", results, [compare(*results, 1)], Path("eval.json")))
 
-    compared = compare(result("a", [(1, 1), (0, 1), (0, 0)]), result("b", [(1, 1), (1, 1), (1, 1)]), 1)
-    assert (compared.prompts, compared.left_out, compared.better) == (2, 1, 1)
-    assert "better on 1 of 2 prompts, worse on 0 (1 left out because rewards failed); p" in sentence(compared)
-    compared = compare(result("a", [(0, 1)] * 2000), result("b", [(1, 1)] * 2000), 1)
-    assert "; p < 1e-300 (exact paired randomization test)" in sentence(compared)
+    said = "better on 1 of 2 prompts, worse on 0 (1 left out because rewards failed); p"
+    assert said in printed([(1, 1), (0, 1), (0, 0)], [(1, 1), (1, 1), (1, 1)])
+    assert "; p < 1e-300 (exact paired randomization test)" in printed([(0, 1)] * 2000, [(1, 1)] * 2000)
