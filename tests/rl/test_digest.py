@@ -1,4 +1,4 @@
-"""Same seed, same run: one digest in fresh processes, whatever the threads and the instruction set.
+"""Same seed, same run: one digest in fresh processes, whatever the threads and instruction sets, ours or a library's.
 
 `python -m tests.rl.test_digest FOLDER` prints the digests of a small pretraining and a small reinforcement run.
 """
@@ -131,6 +131,35 @@ def test_forty_processes_beside_other_work_are_one_run(tmp_path):
     finally:
         neighbour.kill()
         neighbour.wait()
+
+
+LIBRARIES = {"ONEDNN_MAX_CPU_ISA": "AVX2", "ATEN_CPU_CAPABILITY": "default"}
+LOWER = [each.name for each in supported()][1:]
+PARITY = "tests/rl/scoring/test_parity.py"
+
+
+def run_tests_with(name, folder, *arguments):
+    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "--basetemp", str(folder), *arguments]
+    # It is no worker of the tests that run here, which have one thread each.
+    own = {key: value for key, value in os.environ.items() if not key.startswith("PYTEST_")}
+    environment = own | LIBRARIES | {"LOCKSTEP_ISA": name, "OMP_NUM_THREADS": "2"}
+    ran = subprocess.run(command, env=environment, cwd=ROOT, capture_output=True, text=True)
+    assert ran.returncode == 0, ran.stdout[-3000:]
+
+
+def test_trainer_and_generator_agree_with_narrower_vectors(tmp_path):
+    """The runs with digests, which compare every token too, are of this processor's own and of the lowest set."""
+    if "avx2" not in LOWER:
+        pytest.skip("this processor has nothing above AVX2")
+    run_tests_with("avx2", tmp_path, "-m", "slow or not slow", "-k", "agree", PARITY)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", LOWER)
+def test_engine_and_parity_hold_on_every_lower_instruction_set(name, tmp_path):
+    """Their whole files but for slow tests, as on a machine that has no more."""
+    files = "tests/generate/test_engine.py", PARITY, "tests/ops/test_linear.py"
+    run_tests_with(name, tmp_path, *files)
 
 
 if __name__ == "__main__":
