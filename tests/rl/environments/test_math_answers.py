@@ -132,11 +132,16 @@ def math_verifys(gold, given):
     return bool(wanted and found and verify(wanted, found, timeout_seconds=None))
 
 
-def test_answers_in_real_forms_are_graded_as_they_are_and_no_stricter_than_math_verify_but_for_a_reason():
+def test_answers_in_real_forms_are_graded_as_they_are():
     for gold, right, other in WRITTEN:
-        assert is_right(gold, right), (gold, right)
-        assert not is_right(gold, other) and not math_verifys(gold, other), (gold, other)
-    for gold, given in STRICTER:
+        assert is_right(gold, right) and not is_right(gold, other), (gold, right, other)
+
+
+@pytest.mark.parametrize("every", [5, pytest.param(1, marks=pytest.mark.slow)])
+def test_math_verify_is_no_less_strict_but_for_a_reason(every):
+    for gold, _, other in WRITTEN[::every]:
+        assert not math_verifys(gold, other), (gold, other)
+    for gold, given in STRICTER[::every]:
         assert not is_right(gold, given) and math_verifys(gold, given), (gold, given)
 
 
