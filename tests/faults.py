@@ -86,35 +86,6 @@ def repeated_batch() -> None:
     Trainer.step = step  # type: ignore[method-assign]
 
 
-def moments_left_behind() -> None:
-    """A resumed optimizer begins with fresh moments."""
-    _after_resuming(lambda optimizer: [_zero(t) for n, t in optimizer.state_tensors().items() if n.startswith("exp")])
-
-
-def resumed_with_a_swapped_shard() -> None:
-    _after_resuming(lambda optimizer: _swap(optimizer.masters[DAMAGED]))
-
-
-def resumed_with_a_flipped_bit() -> None:
-    """The lowest bit of one element of a moment."""
-    _after_resuming(lambda optimizer: _flip(_own(optimizer.state[DAMAGED]["exp_avg_sq"]), 1))
-
-
-def resumed_with_stale_weights() -> None:
-    """The masters are the checkpoint's, but the weights of the forward pass are not."""
-    from lockstep.train import MasterOptimizer
-
-    exact = MasterOptimizer.load_state_tensors
-
-    def load(self: Any, tensors: dict[str, Tensor]) -> None:
-        before = {name: _own(p).detach().clone() for name, p in self.parameters.items()}
-        exact(self, tensors)
-        for name, parameter in self.parameters.items():
-            _own(parameter.data).copy_(before[name])
-
-    MasterOptimizer.load_state_tensors = load  # type: ignore[method-assign]
-
-
 def rows_as_they_arrive() -> None:
     """Rows that other ranks sent meet their experts in the order in which they came, which is another one's."""
     from lockstep.parallel import experts
@@ -170,10 +141,6 @@ FAULTS: dict[str, Callable[[], None]] = {
         rows_as_they_arrive,
         rows_of_an_expert_backwards,
         another_expert_on_the_first_rank,
-        moments_left_behind,
-        resumed_with_a_swapped_shard,
-        resumed_with_a_flipped_bit,
-        resumed_with_stale_weights,
     )
 }
 
@@ -192,32 +159,10 @@ def _damage_fresh_weights(damage: Callable[[Tensor], Any]) -> None:
     training.initialize = initialize
 
 
-def _after_resuming(damage: Callable[[Any], Any]) -> None:
-    from lockstep.train import MasterOptimizer
-
-    exact = MasterOptimizer.load_state_tensors
-
-    def load(self: Any, tensors: dict[str, Tensor]) -> None:
-        exact(self, tensors)
-        with torch.no_grad():
-            damage(self)
-
-    MasterOptimizer.load_state_tensors = load  # type: ignore[method-assign]
-
-
 def _own(tensor: Tensor) -> Tensor:
     from lockstep.model.shard import local_values
 
     return local_values(tensor)
-
-
-def _zero(tensor: Tensor) -> None:
-    _own(tensor).zero_()
-
-
-def _swap(tensor: Tensor) -> None:
-    own = _own(tensor)
-    own.copy_(torch.cat(own.chunk(2)[::-1]))
 
 
 def _flip(tensor: Tensor, bit: int) -> None:

@@ -8,14 +8,8 @@ import pytest
 
 from lockstep import cache
 from lockstep.cache import UnsafeCache, cache_folder
-from lockstep.ops.native import build
-from lockstep.ops.native.compiling import compile_kernels
+from lockstep.ops.native.build import library_path
 from lockstep.ops.native.instruction_sets import BY_MACHINE
-
-
-@pytest.fixture(scope="module", autouse=True)
-def form():
-    """Folders, which have no form."""
 
 
 @pytest.fixture
@@ -33,13 +27,8 @@ def test_the_cache_folder_is_made_for_its_owner_only_under_any_umask(home):
         os.umask(before)
     assert folder == home / "lockstep" and stat.S_IMODE(folder.stat().st_mode) == 0o700
     assert stat.S_IMODE(home.stat().st_mode) == 0o700, "whoever can write here can put another folder in its place"
-    assert cache_folder() == folder
-
-
-def test_a_folder_that_others_may_read_is_used(home):
-    (home / "lockstep").mkdir(parents=True)
-    (home / "lockstep").chmod(0o755)
-    assert cache_folder() == home / "lockstep"
+    folder.chmod(0o755)
+    assert cache_folder() == folder, "others may read it"
 
 
 @pytest.mark.parametrize("mode", [0o770, 0o707, 0o1777])
@@ -51,20 +40,17 @@ def test_a_folder_that_others_may_write_to_is_refused_with_what_to_do(home, mode
 
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="only root can give a folder away")
-def test_a_folder_of_another_user_is_refused(home):
-    (home / "lockstep").mkdir(parents=True)
-    os.chown(home / "lockstep", 4242, 4242)
-    with pytest.raises(UnsafeCache, match="belongs to user 4242, but this process runs as user 0"):
-        cache_folder()
-
-
-@pytest.mark.skipif(os.geteuid() != 0, reason="only root can give a link away")
-def test_another_users_link_to_a_folder_of_ones_own_is_refused(home, tmp_path):
-    (tmp_path / "own").mkdir(mode=0o700)
+def test_a_folder_and_a_link_of_another_user_are_refused(home, tmp_path):
     home.mkdir()
+    (tmp_path / "own").mkdir(mode=0o700)
     (home / "lockstep").symlink_to(tmp_path / "own")
     assert cache_folder() == home / "lockstep"
     os.chown(home / "lockstep", 4242, 4242, follow_symlinks=False)
+    with pytest.raises(UnsafeCache, match="belongs to user 4242, but this process runs as user 0"):
+        cache_folder()
+    (home / "lockstep").unlink()
+    (home / "lockstep").mkdir()
+    os.chown(home / "lockstep", 4242, 4242)
     with pytest.raises(UnsafeCache, match="belongs to user 4242"):
         cache_folder()
 
@@ -78,51 +64,32 @@ def test_where_nothing_can_be_written_a_private_temporary_folder_serves_with_a_w
     assert folder == tmp_path / f"lockstep-{os.geteuid()}" and stat.S_IMODE(folder.stat().st_mode) == 0o700
 
 
-def test_a_temporary_folder_that_someone_else_made_ready_is_refused(home, monkeypatch, tmp_path):
+@pytest.mark.parametrize("target", ["trap", "nothing"])
+def test_a_link_in_place_of_the_temporary_folder_is_refused(home, monkeypatch, tmp_path, target):
     home.write_text("")
     monkeypatch.setattr(cache.tempfile, "tempdir", str(tmp_path))
     (tmp_path / "trap").mkdir()
-    (tmp_path / f"lockstep-{os.geteuid()}").symlink_to(tmp_path / "trap")
-    with pytest.raises(UnsafeCache, match="is a link"):
-        cache_folder()
-
-
-def test_a_link_to_nothing_in_place_of_the_temporary_folder_is_refused(home, monkeypatch, tmp_path):
-    home.write_text("")
-    monkeypatch.setattr(cache.tempfile, "tempdir", str(tmp_path))
-    (tmp_path / f"lockstep-{os.geteuid()}").symlink_to(tmp_path / "nothing")
+    (tmp_path / f"lockstep-{os.geteuid()}").symlink_to(tmp_path / target)
     with pytest.raises(UnsafeCache, match="is a link"):
         cache_folder()
 
 
 @pytest.mark.parametrize("suffix", [".so", ".sha256"])
-def test_compiled_kernels_that_others_may_write_to_are_refused(home, monkeypatch, suffix):
-    def compile_nothing(compiler, flags, target, umask):
-        target.touch(mode=0o666 & ~umask)
-
-    monkeypatch.setattr(build, "find_compiler", lambda: "g++")
-    monkeypatch.setattr(build, "compile_kernels", compile_nothing)
-    monkeypatch.setattr(build, "SHIPPED", home)
+def test_compiled_kernels_are_their_owners_and_refused_where_others_may_write_to_them(
+    home, monkeypatch, tmp_path, suffix
+):
+    # Instead of a compiler, a script that writes a file under the name after -o.
+    compiler = tmp_path / "compiler"
+    compiler.write_text('#!/bin/sh\nfor last; do :; done\n: > "$last"\n')
+    compiler.chmod(0o700)
+    monkeypatch.setenv("CXX", str(compiler))
     instructions = next(iter(BY_MACHINE[platform.machine().lower()]))
     before = os.umask(0)
     try:
-        library = build.library_path(instructions)
+        library = library_path(instructions)
     finally:
         os.umask(before)
     assert [stat.S_IMODE(path.stat().st_mode) for path in sorted(library.parent.iterdir())] == [0o600, 0o600]
     library.with_suffix(suffix).chmod(0o660)
     with pytest.raises(UnsafeCache, match="other users can write to it .*rm -r"):
-        build.library_path(instructions)
-
-
-def test_the_compiler_runs_under_the_umask_it_is_given(tmp_path):
-    # Instead of a compiler, a script that writes a file under the name after -o.
-    compiler = tmp_path / "compiler"
-    compiler.write_text('#!/bin/sh\nfor last; do :; done\n: > "$last"\n')
-    compiler.chmod(0o700)
-    before = os.umask(0)
-    try:
-        compile_kernels(str(compiler), [], tmp_path / "kernels.so", umask=0o077)
-    finally:
-        os.umask(before)
-    assert stat.S_IMODE((tmp_path / "kernels.so").stat().st_mode) == 0o600
+        library_path(instructions)

@@ -72,8 +72,6 @@ def test_the_sorting_example_rewards_each_turns_list():
         for wrong in ("", "<sorted>", "</sorted>", f"<think>{right[-1]}</think>", right[-1] + "<sorted>\na\n</sorted>"):
             rewards = converse(task, example, *right[:-1], wrong)[0]
             assert rewards == {"similarity": (turns - 1) / turns, "correct": 0.0}
-    backwards = right[-1].replace("<sorted>", "</sorted>")
-    assert converse(task, example, *right[:-1], right[-1].replace("\n", "\nA B\n" * 30) + backwards)[0]["correct"] == 0
 
 
 def test_the_calculator_example_has_a_tool_and_checks_the_last_line():
@@ -83,11 +81,11 @@ def test_the_calculator_example_has_a_tool_and_checks_the_last_line():
     example = next(e for e in examples if "crates" in e.prompt)
     a, b, c = (int(word) for word in example.prompt.split() if word.isdigit())
     calls = [call("calculate", expression=f"{a}*{b}-{c}"), call("calculat", expression="1")]
-    calls += [call("calculate", expression=text) for text in ("1/0", "2**9", "().x", "1,000", "(", "1" * 300)]
+    calls += [call("calculate", expression=text) for text in ("1/0", "2**9", "().x", "(", "1" * 300)]
     rewards, chat = converse(task, example, "".join(calls), f"Done.\nAnswer: {a * b - c:,}.")
     first, *others = [m["content"] for m in chat.messages if m["role"] == "tool"]
     assert rewards == {"correct": 1.0} and first == example.answer
-    assert len(others) == 7 and all(answer.startswith("Error: ") for answer in others)
+    assert len(others) == 6 and all(answer.startswith("Error: ") for answer in others)
     right, wrong = f"Answer: {example.answer}", "Answer: 1"
     for reply in (right, f"**{right}**", f"{wrong}\n{right}"):
         assert task.reward(example, reply) == {"correct": 1.0}, reply
@@ -107,10 +105,9 @@ def test_the_retrieval_example_finds_reads_and_answers(tmp_path):
     reads = [call("read", id="[ada]"), call("read", id="ada", page=3), call("read", id="../train.jsonl")]
     rewards, chat = converse(task, example, "".join(searches), "".join(reads), "Found.\nAnswer: the Ada Lovelace.")
     told = [m["content"] for m in chat.messages if m["role"] == "tool"]
-    assert (
-        told[0].startswith("[note] Charles") and told[1].startswith("[ada] Ada") and told[2:4] == ["nothing found"] * 2
-    )
-    assert told[4].startswith("Ada Lovelace wrote") and told[5].strip("x ") == "" and told[6].startswith("Error: ")
+    assert told[0].startswith("[note] Charles") and told[1].startswith("[ada] Ada")
+    assert told[2:4] == ["nothing found"] * 2 and told[5].strip("x ") == ""
+    assert told[4].startswith("Ada Lovelace wrote") and told[6].startswith("Error: ")
     assert rewards == {"correct": 1.0} and set(chat.seconds) == {"search", "read"}
     for reply in ("Ada Lovelace", "Answer: Lovelace", "Answer: a", "<think>Answer: Ada Lovelace", ""):
         assert task.reward(example, reply) == {"correct": 0.0}, reply

@@ -24,17 +24,7 @@ def held_after(size):
 keep_freed_memory()
 print(held_after(24 << 20), held_after(256 << 20), held_after(120 << 20))
 
-# Blocks of many sizes, as of steps of many lengths, freed in another order than they were made in.
-draw, start, most, blocks = random.Random(0), resident(), 0, []
-live = 0
-for _ in range(400):
-    if len(blocks) == 8:
-        live -= blocks.pop(draw.randrange(8)).numel()
-    blocks.append(torch.ones(int(draw.uniform(1, 24)) << 20, dtype=torch.uint8))
-    live += blocks[-1].numel()
-    most = max(most, live)
-print((resident() - start) / most)
-
+blocks = [torch.ones(24 << 20, dtype=torch.uint8) for _ in range(6)]
 blocks.clear()
 kept = resident()
 return_freed_memory()
@@ -71,14 +61,13 @@ def _run(program):
 
 
 def test_blocks_up_to_a_size_are_kept_until_they_are_returned():
-    small, large, most, many, returned = _run(OF_SOME_SIZES)
+    small, large, most, returned = _run(OF_SOME_SIZES)
     newer = tuple(map(int, platform.libc_ver()[1].split("."))) >= (2, 35)
-    # A heap of blocks of any sizes has gaps: 1.5 times what is alive was measured with glibc 2.36, beyond the blocks
-    # of before, which are used again.
-    assert small > 0.9 and large < 0.1 and many < 2 and (most > 0.7 or not newer)
+    assert small > 0.9 and large < 0.1 and (most > 0.7 or not newer)
     assert returned > 100, "MiB: nearly all that was kept"
 
 
+@pytest.mark.slow
 def test_blocks_of_many_sizes_take_less_than_twice_what_they_take_without():
     # A heap of blocks of many sizes has gaps either way: 3.2, 3.5 and 2.9 times what is alive was measured with
     # glibc 2.36, and 2.9, 2.1 and 2.4 times without. One draw of sizes is no measure: where the system places the heap

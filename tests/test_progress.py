@@ -18,18 +18,16 @@ def test_the_end_is_printed_once_however_often_it_is_reached(capsys):
     assert capsys.readouterr().out == "tokenize: 100%, 0 s left  \n"
 
 
-def _printed(to, capsys, monkeypatch):
-    """What is printed to a terminal or to a file, without control sequences; called in the test's own phase, whose
-    standard output it changes."""
+@pytest.mark.parametrize("to", ["a terminal", "a file"])
+def test_a_validation_is_printed_once_and_whole_when_it_has_run(to, capsys, monkeypatch):
     if to == "a terminal":
         monkeypatch.setattr(sys.stdout, "isatty", lambda: True)
         monkeypatch.setenv("TERM", "xterm")
-    return lambda: re.sub(r"\x1b\[[\d;?]*[A-Za-z]", "", capsys.readouterr().out)
 
+    def printed():
+        """Without control sequences."""
+        return re.sub(r"\x1b\[[\d;?]*[A-Za-z]", "", capsys.readouterr().out)
 
-@pytest.mark.parametrize("to", ["a terminal", "a file"])
-def test_a_validation_is_printed_once_and_whole_when_it_has_run(to, capsys, monkeypatch):
-    printed = _printed(to, capsys, monkeypatch)
     metrics = {"validation/[red]correct": 0.5, "validation/accuracy": 0.25, "validation/accuracy_stderr": 0.125}
     with Progress("rl", 3, "step") as progress:
         progress.validated(0, metrics)
@@ -43,15 +41,6 @@ def test_a_validation_is_printed_once_and_whole_when_it_has_run(to, capsys, monk
     assert before.count("rl: validation before step 1: [red]correct 0.5  accuracy 0.25 (stderr 0.125)\n") == 1
     assert after.count("validation") == 1
     assert "rl: validation after step 2: " + "  ".join(f"{n} 1" for n in range(40)) + "\n" in after
-
-
-@pytest.mark.parametrize("to", ["a terminal", "a file"])
-def test_a_validation_within_a_longer_bar_is_printed_with_its_stage(to, capsys, monkeypatch):
-    printed = _printed(to, capsys, monkeypatch)
-    with Progress("demo", 1.0) as whole, whole.stage("pretrain", 10, 0.5) as stage:
-        stage.validated(10, {"validation/loss": 2.5})
-        stage.advance(10)
-    assert printed().count("pretrain: validation after step 10: loss 2.5\n") == 1
 
 
 def test_a_name_that_the_output_cannot_show_is_escaped(monkeypatch):

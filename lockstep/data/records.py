@@ -6,7 +6,6 @@ import gzip
 import importlib.util
 import json
 import math
-import pickle
 import re
 import zlib
 from collections.abc import Callable, Collection, Iterator
@@ -16,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from lockstep.errors import UserError
-from lockstep.workers import Worker, WorkerEnded, to_json
+from lockstep.workers import Closed, Worker, WorkerEnded, from_plain, to_json
 
 LONGEST_LINE = 2**28
 """Maximum bytes of a JSONL line; longer documents belong in text files, which are read in parts."""
@@ -255,14 +254,14 @@ def _parquet(
                     if unpacked > limit:
                         raise _bomb(path)
                     if row is not None:
-                        yield f"{path}: row {number}", dict.fromkeys(names) | pickle.loads(row)
+                        yield f"{path}: row {number}", dict.fromkeys(names) | from_plain(row)
                     elif skip_bad_lines:
                         tally.skipped_lines += 1
                     else:
                         problem = f"{path}: row {number}: longer than {LONGEST_LINE} bytes"
                         raise UserError(f"{problem}; fix it or use --skip-bad-lines")
         tally.bytes_read += path.stat().st_size
-    except (OSError, ValueError, WorkerEnded) as error:
+    except (OSError, ValueError, WorkerEnded, Closed) as error:
         raise UserError(f"{path}: cannot be read as Parquet ({error}); fix it or leave it out") from error
 
 
@@ -276,7 +275,7 @@ def _parquet_reader() -> Iterator[Callable[[bytes], Any]]:
     worker = _idle_readers.pop() if _idle_readers else Worker("lockstep.workers.parquet:Reader", **READER_LIMITS)
 
     def ask(request: bytes) -> Any:
-        answer = pickle.loads(worker.ask(request))
+        answer = from_plain(worker.ask(request))
         if isinstance(answer, str):
             raise ValueError(answer)
         return answer

@@ -9,9 +9,11 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from queue import SimpleQueue
 from typing import Any
 
-from lockstep.data.encode import Encoded, Encoder, batches
+import numpy as np
+
+from lockstep.data.encode import Branch, Encoded, Encoder, batches
 from lockstep.errors import UserError
-from lockstep.workers import Worker, WorkerEnded
+from lockstep.workers import Closed, Worker, WorkerEnded, from_plain
 
 IN_FLIGHT = 3
 """Batches per worker in flight."""
@@ -67,19 +69,22 @@ class _Pool:
     def _encode(self, batch: list[Any]) -> list[Encoded]:
         worker = self._free.get()
         try:
-            answer = pickle.loads(worker.ask(pickle.dumps(batch, protocol=pickle.HIGHEST_PROTOCOL)))
-        except WorkerEnded as error:
+            answer = worker.ask(pickle.dumps(batch, protocol=pickle.HIGHEST_PROTOCOL))
+            documents, problem, is_users = from_plain(answer)
+        except (WorkerEnded, Closed) as error:
             raise RuntimeError(f"tokenizing failed: {error}") from error
         finally:
             self._free.put(worker)
-        if isinstance(answer, BaseException):
-            raise answer
-        result: list[Encoded] = answer
-        return result
+        if problem:
+            raise UserError(problem) if is_users else RuntimeError(f"tokenizing failed: {problem}")
+        return [_unpacked(*document) for document in documents]
 
 
 def batch_encoder() -> Callable[[bytes], bytes]:
-    """What a process answers with: the first request is the encoder, the others are batches. All are pickled."""
+    """What a process answers with: the first request is the encoder, the others are batches, both pickled.
+
+    Answers are plain: (documents, what went wrong, whether that is a UserError).
+    """
     encoder: Encoder | None = None
 
     def answer(request: bytes) -> bytes:
@@ -87,12 +92,24 @@ def batch_encoder() -> Callable[[bytes], bytes]:
         if encoder is None:
             encoder = pickle.loads(request)
             return b""
+        result: tuple[list[Any], str, bool]
         try:
-            encoded: Any = encoder.encode(pickle.loads(request))
+            result = [_packed(one) for one in encoder.encode(pickle.loads(request))], "", False
         except UserError as error:
-            encoded = error
+            result = [], str(error), True
         except Exception as error:
-            encoded = RuntimeError(f"tokenizing failed: {type(error).__name__}: {error}")
-        return pickle.dumps(encoded, protocol=pickle.HIGHEST_PROTOCOL)
+            result = [], f"{type(error).__name__}: {error}", False
+        return pickle.dumps(result, protocol=pickle.HIGHEST_PROTOCOL)
 
     return answer
+
+
+def _packed(one: Encoded) -> tuple[Any, ...]:
+    """A document of plain types."""
+    arrays = [None if values is None else (values.dtype.str, values.tobytes()) for values in (one.tokens, one.scored)]
+    return *arrays, [tuple(branch) for branch in one.branches], one.ends, one.problem, one.left_out
+
+
+def _unpacked(tokens: Any, scored: Any, branches: Any, ends: bool, problem: str, left_out: str) -> Encoded:
+    tokens, scored = (values and np.frombuffer(values[1], values[0]) for values in (tokens, scored))
+    return Encoded(tokens, scored, ends, problem, [Branch(*branch) for branch in branches], left_out)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import faulthandler
 import json
 import os
+import sys
 import threading
 import time
 from collections.abc import Sequence
@@ -125,13 +126,11 @@ class Watchdog:
         if stopped:
             where = ", ".join(str(stacks_path(self.run, actor.name)) for actor in stopped)
             others = f"\nwho waits for whom:\n{table(self._actors())}" if len(self._seen) > 1 else ""
-            log.critical(
-                "%s. See %s; this ends the run with exit code %d, and --resume continues it%s",
-                words,
-                where,
-                EXIT_CODE,
-                others,
-            )
+            message = f"{words}. See {where}; this ends the run with exit code {EXIT_CODE}, and --resume continues it"
+            log.critical("%s%s", message, others)
+            if self.rank == 1:
+                # Rank 0, whose log is the terminal's, is the one that stopped. One of the others is enough.
+                print(f"CRITICAL: rank 1: {message}", file=sys.stderr, flush=True)
         with suppress(OSError):  # the run ends on a full disk, too
             if self.ranks > 1 and self.rank == 0:
                 # The other ranks read it at their next check, and write their stacks before torchrun ends them.

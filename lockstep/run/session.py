@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import signal
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager, nullcontext
@@ -14,7 +15,7 @@ from lockstep.checkpoint.checkpoints import Checkpoints, Training
 from lockstep.checkpoint.random_state import random_state, set_random_state
 from lockstep.config import PretrainConfig, RLConfig, to_toml
 from lockstep.data import Tokenizer
-from lockstep.errors import UserError
+from lockstep.errors import RunStopped, UserError
 from lockstep.observe import (
     Observer,
     OnMetrics,
@@ -67,6 +68,8 @@ class Session:
         self.opened = ExitStack()
         """Closed in reverse order before the folder is released."""
         self._deadline = ExitStack()
+        self._setup = ExitStack()
+        """Open until `running`: a signal then ends the session at once."""
         self.step = self.start = 0
         """The last complete step, now and when the session started."""
         self.validation_pending = False
@@ -84,16 +87,28 @@ class Session:
         trainer.poll = self.stop.polling(lambda value: self.world.sum([value], AXES)[0])
 
     def __enter__(self) -> Session:
-        """Raises UserError if the folder contains something else, or another process's run."""
+        """Raises UserError if the folder contains something else, or another process's run.
+
+        From here until `running`, a signal raises Interrupted, which leaving the session turns into RunStopped.
+        """
         config = self.config
-        claimed = claim_run(config.output, to_toml(config), config.resume, config.overwrite)
-        self.world.on_main(lambda: self.opened.enter_context(claimed))
-        self.checkpoints = Checkpoints(self.run.path, self._trainer, self._tokenizer, config)
+        with ExitStack() as opening:
+            opening.push(self.__exit__)
+            self._deadline.enter_context(self.stop)
+            claimed = claim_run(config.output, to_toml(config), config.resume, config.overwrite)
+            self.world.on_main(lambda: self.opened.enter_context(claimed))
+            self.checkpoints = Checkpoints(self.run.path, self._trainer, self._tokenizer, config)
+            self._setup.enter_context(self.stop.interruptible())
+            opening.pop_all()
         return self
 
-    def __exit__(self, *error: Any) -> None:
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, *trace: Any) -> None:
+        self._setup.close()
         with self._deadline:  # a signal's, which what closes here must meet too
-            self.opened.__exit__(*error)
+            self.opened.__exit__(kind, error, *trace)
+        if isinstance(error, Interrupted):
+            name, output = signal.Signals(self.stop.received).name, self.config.output
+            raise RunStopped(f"{output}: {name} ended the run as it started", 128 + self.stop.received) from error
 
     def resume(self, task: Task) -> None:
         """Restores trainer and task from the newest checkpoint, if the run resumes and has one.
@@ -131,27 +146,22 @@ class Session:
 
     @contextmanager
     def running(self) -> Iterator[None]:
-        """Opens what the steps run in: threads, signal handlers, checkpoints, observer and progress bar."""
+        """Opens what the steps run in: threads, checkpoints, observer and progress bar."""
+        self._setup.close()
         config, world, on_metrics = self.config, self.world, self.stop.guarding(self._on_metrics)
         self._began = self._saved_at = time.perf_counter()
-        with (
-            fitting_threads(self._trainer.model.config, config.train.tokens_per_microbatch),
-            self._signals(),
-            self.checkpoints,
-            Observer(
-                config.observe, config.faults, self.run.path, world.rank, world.size, on_metrics, self.timeline
-            ) as self.observer,
-            self._bar() as self.bar,
-        ):
-            if self.bar is not None:
-                self.bar.reach(self.step)
-            yield
-
-    @contextmanager
-    def _signals(self) -> Iterator[None]:
-        self._deadline.enter_context(self.stop)
         try:
-            yield
+            with (
+                fitting_threads(self._trainer.model.config, config.train.tokens_per_microbatch),
+                self.checkpoints,
+                Observer(
+                    config.observe, config.faults, self.run.path, world.rank, world.size, on_metrics, self.timeline
+                ) as self.observer,
+                self._bar() as self.bar,
+            ):
+                if self.bar is not None:
+                    self.bar.reach(self.step)
+                yield
         finally:
             self.stop.release()
 

@@ -4,7 +4,7 @@ Whatever may hang, crash or take too much memory runs in one: rewards and conver
 tokenizing. Imports only the standard library, so that they start in a fraction of a second.
 """
 
-from lockstep.workers.messages import Closed, Stream, from_json, to_json
+from lockstep.workers.messages import Closed, Stream, from_json, from_plain, to_json
 from lockstep.workers.worker import Worker, WorkerEnded, standard_stream, start_python
 
 __all__ = [
@@ -13,6 +13,7 @@ __all__ = [
     "Worker",
     "WorkerEnded",
     "from_json",
+    "from_plain",
     "standard_stream",
     "start_python",
     "to_json",

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import io
 import json
 import pickle
 from collections.abc import Callable, Collection, Iterator
@@ -41,6 +42,19 @@ class Reader:
         return pickle.dumps(answer, protocol=pickle.HIGHEST_PROTOCOL)
 
 
+class _Pickler(pickle.Pickler):
+    """Values of other than plain types, such as dates, become their text."""
+
+    def reducer_override(self, value: Any) -> Any:
+        return NotImplemented if value is str else (str, (str(value),))
+
+
+def _pickled(values: dict[str, Any]) -> bytes:
+    buffer = io.BytesIO()
+    _Pickler(buffer, pickle.HIGHEST_PROTOCOL).dump(values)
+    return buffer.getvalue()
+
+
 def _answers(path: str, keys: Collection[str] | None) -> Iterator[list[Any]]:
     decode = decoders(path)
     yield list(decode)
@@ -61,7 +75,7 @@ def _packed(batch: Any, decode: dict[str, Decode]) -> Iterator[list[bytes | None
     size = 0
     for row in range(batch.num_rows):
         values = {name: decode[name](column[row].as_py()) for name, column in zip(batch.schema.names, batch.columns)}
-        pickled = pickle.dumps(values, protocol=pickle.HIGHEST_PROTOCOL)
+        pickled = _pickled(values)
         rows.append(pickled if len(pickled) <= LONGEST_ROW else None)
         size += len(rows[-1] or b"")
         if size >= BATCH_BYTES:

@@ -7,15 +7,14 @@ import pytest
 import torch
 
 from lockstep.checkpoint import checkpoints_in, newest_checkpoint
-from lockstep.checkpoint.convert import convert
-from lockstep.checkpoint.manifest import damage, write_manifest
-from lockstep.config import CheckpointConfig, DataConfig, ParallelConfig, PretrainConfig, TrainConfig
+from lockstep.checkpoint.manifest import damage
+from lockstep.config import CheckpointConfig, DataConfig, ParallelConfig, TrainConfig
 from lockstep.errors import UserError
 from lockstep.parallel import World, close_world, open_world
 from lockstep.train.pretrain import pretrain
 from tests.checkpoint.runs import checkpoints_of, equal, files_of_at_most, full_disk, trainer_of, update, whole
 from tests.parallel.launch import launch
-from tests.parallel.memory import PeakMemory
+from tests.train.runs import text_run
 
 WORLD = World(torch.device("cpu"))
 
@@ -75,23 +74,9 @@ def test_a_full_disk_leaves_the_run_going_and_the_earlier_checkpoint_whole(tmp_p
     assert not any(damage(p) for p in checkpoints_in(tmp_path / "checkpoints"))
 
 
-def test_neither_the_last_save_nor_resuming_copies_masters_and_moments(tmp_path, trainer):
-    update(trainer)
-    size = sum(tensor.nbytes for tensor in trainer.optimizer.state_tensors().values())
-    checkpoints = checkpoints_of(tmp_path, trainer)
-    for action in (lambda: checkpoints.save(1, {}, last=True), checkpoints.resume):
-        with PeakMemory() as peak:
-            action()
-        assert size <= peak.nbytes < 1.5 * size  # the tensors themselves, and one being read
-
-
 def _config(tmp_path, **changes):
-    (tmp_path / "text.txt").write_text("the quick brown fox jumps over the lazy dog. " * 14)
-    defaults = dict(
-        output=str(tmp_path / "run"), model="qwen3:micro", data=str(tmp_path / "text.txt"), tokens_per_step=128,
-        sequence_length=32, steps=3, train=TrainConfig(tokens_per_microbatch=64), dtype="float32",
-    )  # fmt: skip
-    return PretrainConfig(**(defaults | changes))
+    settings = dict(tokens_per_step=128, sequence_length=32, steps=3, train=TrainConfig(tokens_per_microbatch=64))
+    return text_run(tmp_path, repeats=14, **(settings | changes))
 
 
 @pytest.fixture(scope="module")
@@ -152,16 +137,6 @@ def test_the_last_checkpoint_can_be_the_model_alone_in_another_dtype(tmp_path, c
     assert [json.loads(line)["loss"] for line in again[:3]] == [json.loads(line)["loss"] for line in losses]
 
 
-def test_a_damaged_checkpoint_is_not_converted(tmp_path, run):
-    newest = newest_checkpoint(run)
-    weights = bytearray((newest / "model.safetensors").read_bytes())
-    weights[-1] ^= 1
-    (newest / "model.safetensors").write_bytes(weights)
-    with pytest.raises(UserError, match=r"is damaged: .*model.safetensors.*; use an older checkpoint"):
-        convert(newest, tmp_path / "converted")
-    assert not (tmp_path / "converted").exists()
-
-
 def test_a_run_of_no_steps_is_a_checkpoint_to_start_others_from(tmp_path, run):
     seed = newest_checkpoint(pretrain(_config(tmp_path, steps=0, output=str(tmp_path / "none"))))
     assert seed.name == "step_00000000"
@@ -192,34 +167,6 @@ def test_a_run_keeps_the_vocabulary_that_it_has_learnt(tmp_path):
     data.write_text("the the the " * 100)
     with pytest.raises(UserError, match=r"tokens: \d+ when the run was saved, \d+ now; resume with the same data"):
         pretrain(_config(tmp_path, steps=2, resume=True, **own))
-
-
-def test_a_tokenizer_larger_than_the_model_is_refused(tmp_path, model_folder):
-    config = _config(tmp_path, model=str(model_folder), data=__file__, tokenizer="bpe:600")
-    with pytest.raises(UserError, match=r"the tokenizer has 600 tokens, but .*model\d* only 512; leave --tok"):
-        pretrain(config)
-
-
-def test_the_newest_whole_checkpoint_is_found(tmp_path):
-    assert newest_checkpoint(tmp_path) is None
-    for name in ("step_00000002", "step_00000010", "step_00000012.partial"):
-        (tmp_path / "checkpoints" / name).mkdir(parents=True)
-        write_manifest(tmp_path / "checkpoints" / name, [])
-    (tmp_path / "checkpoints" / "step_00000011").mkdir()
-    assert newest_checkpoint(tmp_path) == tmp_path / "checkpoints" / "step_00000010"
-
-
-def test_a_model_alone_is_not_resumed_from_when_the_data_are_to_be_repeated(tmp_path):
-    once = dict(loader=DataConfig(repeat=False), steps=1000, checkpoint=CheckpointConfig(last_model_only=True))
-    run = pretrain(_config(tmp_path, **once))
-    lines = (run / "metrics.jsonl").read_text()
-    assert 1 < len(lines.splitlines()) < 1000
-    pretrain(_config(tmp_path, resume=True, **once))
-    assert (run / "metrics.jsonl").read_text() == lines, "the data has ended, so nothing is left to train"
-    again = once | dict(loader=DataConfig(repeat=True))
-    with pytest.raises(UserError, match="cannot resume from any checkpoint .* contains only the model"):
-        pretrain(_config(tmp_path, resume=True, **again))
-    assert (run / "metrics.jsonl").read_text() == lines
 
 
 def _resumed_where_rank_1_sees_less(run):

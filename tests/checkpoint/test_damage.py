@@ -10,7 +10,8 @@ import pytest
 import torch
 
 from lockstep.checkpoint import checkpoints_in, weights_folder
-from lockstep.checkpoint.manifest import MANIFEST, _with_checksum, damage
+from lockstep.checkpoint.convert import convert
+from lockstep.checkpoint.manifest import MANIFEST, _with_checksum
 from lockstep.cli import main
 from lockstep.config import ParallelConfig
 from lockstep.errors import UserError
@@ -18,7 +19,7 @@ from lockstep.parallel import World
 from tests.checkpoint.runs import checkpoints_of, equal, rewrite_state, trainer_of, update, whole
 
 WORLD = World(torch.device("cpu"))
-KINDS = ("flip", "cut", "remove", "swap within", "swap with another checkpoint", "old manifest", "old file")
+KINDS = ("flip", "swap within", "swap with another checkpoint", "old manifest", "old file")
 
 
 @pytest.fixture(scope="module")
@@ -52,13 +53,6 @@ def _harm(kind, draw, newest, older):
             opened.seek(position)
             opened.write(bytes([byte ^ 1 << draw.randrange(8)]))
         return f"a bit of byte {position} of {name} flipped"
-    if kind == "cut":
-        length = draw.randrange(file.stat().st_size)
-        os.truncate(file, length)
-        return f"{name} cut to {length} bytes"
-    if kind == "remove":
-        file.unlink()
-        return f"{name} removed"
     if kind == "old manifest":
         shutil.copyfile(older / MANIFEST, newest / MANIFEST)
         return "the manifest of an older checkpoint"
@@ -73,7 +67,8 @@ def _harm(kind, draw, newest, older):
     return f"{kind}: {name} and {other}"
 
 
-def _damages(saved, count, seed, caplog):
+@pytest.mark.parametrize(("count", "seed"), [(28, 1), pytest.param(300, 2, marks=pytest.mark.slow)])
+def test_of_many_random_damages_none_is_silent(saved, count, seed, caplog):
     run, held, checkpoints = saved
     draw = random.Random(seed)
     newest, older, _ = checkpoints_in(run / "checkpoints")
@@ -102,31 +97,6 @@ def _damages(saved, count, seed, caplog):
     assert checkpoints.resume()["mark"] == 3, "what was put back is whole"
 
 
-def test_of_40_random_damages_none_is_silent(saved, caplog):
-    _damages(saved, 40, 1, caplog)
-
-
-@pytest.mark.slow
-def test_of_300_random_damages_none_is_silent(saved, caplog):
-    _damages(saved, 300, 2, caplog)
-
-
-def _rename_a_piece(files):
-    entry = files["model.safetensors"]
-    entry["pieces"][0]["name"] = "model.nowhere"
-
-
-HOSTILE = {
-    "unknown piece": _rename_a_piece,
-    "outside": lambda files: files.update({"../../secret": files["state.json"]}),
-    "absolute": lambda files: files.update({"/etc/hostname": files["state.json"]}),
-    "no state": lambda files: files.pop("state.json"),
-    "no sizes": lambda files: files["state.json"].pop("bytes"),
-    "a box beyond the tensor": lambda files: files["model.safetensors"]["pieces"][0].update(offsets=[10**9, 0]),
-    "a name that no file can have": lambda files: files.update({"a\0b": files["state.json"]}),
-}
-
-
 @pytest.fixture
 def newest(saved, tmp_path):
     run, _, _ = saved
@@ -145,26 +115,73 @@ def _flip(path, position):
         file.write(bytes([byte[0] ^ 1]))
 
 
-@pytest.mark.parametrize(
-    "harm, named",
-    [
-        (lambda f: os.truncate(f / "model.safetensors", 5000), r"model.safetensors has 5000 bytes instead of \d+"),
-        (lambda f: _flip(f / "model.safetensors", -1), "model.safetensors: tensor .* does not match its checksum"),
-        (
-            lambda f: _flip(f / "trainer/optimizer.safetensors", -9),
-            "trainer/optimizer.safetensors: tensor step.* checksum",
-        ),
-        (lambda f: _flip(f / "model.safetensors", 40), "model.safetensors does not match its checksum"),
-        (lambda f: _flip(f / "state.json", 3), "state.json does not match its checksum"),
-        (lambda f: (f / "trainer/random.safetensors").unlink(), "trainer/random.safetensors is missing"),
-        (lambda f: (f / "manifest.json").unlink(), "manifest.json is missing"),
-        (lambda f: os.truncate(f / "manifest.json", 99), "manifest.json cannot be read .*"),
-    ],
-)
-def test_a_damaged_checkpoint_is_named_and_the_newest_whole_one_is_used(saved, newest, harm, named, caplog):
+def _manifest(body):
+    return lambda folder: (folder / MANIFEST).write_bytes(_with_checksum(body))
+
+
+def _in_manifest(change):
+    """A manifest with a right checksum of its own."""
+
+    def rewrite(folder):
+        files = json.loads((folder / MANIFEST).read_text())["files"]
+        change(files)
+        _manifest(json.dumps(files).encode())(folder)
+
+    return rewrite
+
+
+def _state(text):
+    return lambda folder: rewrite_state(folder, text)
+
+
+MODEL = "model.safetensors"
+HARMS = {
+    "cut": (lambda f: os.truncate(f / MODEL, 5000), rf"{MODEL} has 5000 bytes instead of \d+"),
+    "a value": (lambda f: _flip(f / MODEL, -1), f"{MODEL}: tensor .* does not match its checksum"),
+    "a moment": (
+        lambda f: _flip(f / "trainer/optimizer.safetensors", -9),
+        "trainer/optimizer.safetensors: tensor step.* checksum",
+    ),
+    "a header": (lambda f: _flip(f / MODEL, 40), f"{MODEL} does not match its checksum"),
+    "a state": (lambda f: _flip(f / "state.json", 3), "state.json does not match its checksum"),
+    "a file": (lambda f: (f / "trainer/random.safetensors").unlink(), "trainer/random.safetensors is missing"),
+    "no manifest": (lambda f: (f / MANIFEST).unlink(), "manifest.json is missing"),
+    "half a manifest": (lambda f: os.truncate(f / MANIFEST, 99), "manifest.json cannot be read"),
+    "unknown piece": (_in_manifest(lambda files: files[MODEL]["pieces"][0].update(name="model.nowhere")), ""),
+    "outside": (_in_manifest(lambda files: files.update({"../../secret": files["state.json"]})), ""),
+    "absolute": (_in_manifest(lambda files: files.update({"/etc/hostname": files["state.json"]})), ""),
+    "unnameable": (_in_manifest(lambda files: files.update({"a\0b": files["state.json"]})), ""),
+    "no state": (_in_manifest(lambda files: files.pop("state.json")), ""),
+    "no sizes": (_in_manifest(lambda files: files["state.json"].pop("bytes")), ""),
+    "a slice beyond": (_in_manifest(lambda files: files[MODEL]["pieces"][0].update(offsets=[10**9, 0])), ""),
+    "a deep manifest": (_manifest(b"[" * 200_000), ""),
+    "a list as manifest": (_manifest(b"[]"), ""),
+    "a manifest of numbers": (_manifest(b'{"state.json": 3}'), ""),
+    "a deep state": (_state(b"[" * 200_000), "state.json"),
+    "an empty state": (_state(b"{}"), "state.json"),
+    "another step's state": (_state(b'{"step": 2, "model_only": false}'), "state.json"),
+    "a state that is no text": (_state(b"\xff"), "state.json"),
+    "no updates": (_state(b'{"step": 3, "model_only": false, "updates": null, "mark": 3}'), "it cannot be read"),
+    "infinite updates": (
+        _state(b'{"step": 3, "model_only": false, "updates": Infinity, "mark": 3}'),
+        "it cannot be read",
+    ),
+    "a mark": (_state(b'{"step": 3, "model_only": false, "mark": [3], "updates": 7}'), "it cannot be read"),
+}
+
+
+@pytest.mark.parametrize("name", HARMS)
+def test_a_damaged_checkpoint_is_named_and_the_newest_whole_one_is_used(saved, newest, tmp_path, name, caplog):
+    harm, said = HARMS[name]
     harm(newest)
-    assert saved[2].resume()["mark"] == 2 and saved[2].trainer.updates == 2
-    assert re.search(f"step_00000003 cannot be resumed from: {named}; trying an older one", caplog.text)
+    restored, (_, _, checkpoints) = [], saved
+    checkpoints.resume(lambda state: restored.append(int(state["mark"])))
+    assert restored == [2] and checkpoints.trainer.updates == 2, "nothing of the damaged one stays"
+    assert re.search(f"step_00000003 cannot be resumed from: {said}.*; trying an older one", caplog.text)
+    if name == "a value":
+        with pytest.raises(UserError, match=f"is damaged: {said}; use an older checkpoint"):
+            convert(newest, tmp_path / "converted")
+        assert not (tmp_path / "converted").exists()
 
 
 def test_a_run_of_which_no_checkpoint_is_whole_cannot_resume(saved, tmp_path):
@@ -174,37 +191,6 @@ def test_a_run_of_which_no_checkpoint_is_whole_cannot_resume(saved, tmp_path):
     (tmp_path / "checkpoints" / "step_00000003" / MANIFEST).unlink()
     with pytest.raises(UserError, match="cannot resume from any checkpoint in it, the oldest because manifest.json is"):
         alone.resume()
-
-
-@pytest.mark.parametrize("harm", HOSTILE.values(), ids=HOSTILE.keys())
-def test_a_manifest_with_a_right_checksum_of_its_own_is_still_not_believed(saved, newest, harm, caplog):
-    files = json.loads((newest / MANIFEST).read_text())["files"]
-    harm(files)
-    (newest / MANIFEST).write_bytes(_with_checksum(json.dumps(files).encode()))
-    assert saved[2].resume()["mark"] == 2 and f"{newest.name} cannot be resumed from" in caplog.text
-
-
-@pytest.mark.parametrize("deep", [b"[" * 200_000, b"[]", b'{"state.json": 3}', b"null", b"\xff"])
-def test_a_manifest_of_another_shape_is_damage(saved, newest, deep, caplog):
-    (newest / MANIFEST).write_bytes(_with_checksum(deep))
-    assert damage(newest) and damage(newest, checksums=False)
-    assert saved[2].resume()["mark"] == 2
-
-
-@pytest.mark.parametrize("text", [b"[" * 200_000, b"{}", b"null", b'{"step": 2, "model_only": false}', b"\xff"])
-def test_a_state_of_another_shape_is_damage_whatever_the_manifest_says(saved, newest, text, caplog):
-    rewrite_state(newest, text)
-    assert saved[2].resume()["mark"] == 2 and "cannot be resumed from: state.json" in caplog.text
-
-
-@pytest.mark.parametrize("values", ['"updates": null', '"updates": Infinity', '"updates": 7, "mark": [3]'])
-def test_a_state_that_no_one_can_restore_is_damage_and_nothing_of_it_stays(saved, newest, values, caplog):
-    _, _, checkpoints = saved
-    rewrite_state(newest, b'{"step": 3, "model_only": false, "mark": 3, %s}' % values.encode())
-    restored = []
-    checkpoints.resume(lambda state: restored.append(int(state["mark"])))
-    assert restored == [2] and checkpoints.trainer.updates == 2
-    assert "step_00000003 cannot be resumed from: it cannot be read (" in caplog.text
 
 
 def test_a_file_that_the_manifest_does_not_list_is_not_loaded(saved):

@@ -10,16 +10,16 @@ import time
 
 import pytest
 
-from lockstep.config import CheckpointConfig, PretrainConfig, TrainConfig
+from lockstep.config import CheckpointConfig, TrainConfig
 from lockstep.train.pretrain import pretrain
 from tests.parallel.launch import launch, start
+from tests.train.runs import text_run
 
 
-def _config(tmp_path, name, dtype, steps, every=1):
-    return PretrainConfig(
-        output=str(tmp_path / name), model="qwen3:micro", data=str(tmp_path / "text.txt"), tokens_per_step=128,
-        sequence_length=32, steps=steps, train=TrainConfig(tokens_per_microbatch=64), dtype=dtype, device="cpu",
-        checkpoint=CheckpointConfig(every=every), resume=True,
+def _config(tmp_path, name, dtype, steps):
+    return text_run(
+        tmp_path, name, repeats=300, tokens_per_step=128, sequence_length=32, steps=steps, dtype=dtype, resume=True,
+        train=TrainConfig(tokens_per_microbatch=64), checkpoint=CheckpointConfig(every=1),
     )  # fmt: skip
 
 
@@ -44,12 +44,11 @@ def _wait(processes, folder, steps, saving, seconds=60):
     ("dtype", "ranks", "steps", "kills"),
     [
         ("bfloat16", 1, 5, 1),
-        pytest.param("float32", 1, 40, 7, marks=pytest.mark.slow),
-        pytest.param("bfloat16", 2, 40, 7, marks=pytest.mark.slow),
+        pytest.param("float32", 1, 24, 4, marks=pytest.mark.slow),
+        pytest.param("bfloat16", 2, 24, 4, marks=pytest.mark.slow),
     ],
 )
 def test_a_run_that_is_killed_again_and_again_is_the_run_that_never_was(tmp_path, dtype, ranks, steps, kills):
-    (tmp_path / "text.txt").write_text("the quick brown fox jumps over the lazy dog. " * 300)
     whole, killed = tmp_path / "whole", tmp_path / "killed"
     launch(ranks, pretrain, _config(tmp_path, "whole", dtype, steps))
     draw = random.Random(f"{dtype} {ranks}")
@@ -90,7 +89,6 @@ sys.exit(main(["pretrain", "--output", str(run), "--resume", *sys.argv[3:]]))
 
 @pytest.mark.slow
 def test_torchrun_restarts_a_run_whose_worker_died_and_nothing_is_lost(tmp_path):
-    (tmp_path / "text.txt").write_text("the quick brown fox jumps over the lazy dog. " * 300)
     config = _config(tmp_path, "whole", "float32", 12)
     launch(2, pretrain, config)
     (tmp_path / "worker.py").write_text(WORKER)

@@ -17,12 +17,8 @@ import pytest
 
 from lockstep.cli import main
 from lockstep.commands.chat import ChatOptions, open_chat
-from lockstep.data import load_tokenizer
 from lockstep.errors import UserError
-from lockstep.rl.conversations.rendering import Transcript
-from tests.rl.conversations.families import write_family
-from tests.server.conftest import chat_folder  # noqa: F401
-from tests.server.scripted import save_scripted
+from tests.server.scripted import save_thinking
 
 
 class Terminal:
@@ -78,10 +74,12 @@ def chatting(folder, *options):
         os.close(ours)
 
 
-def test_a_conversation_in_a_terminal_with_its_commands_keys_and_history(chat_folder):  # noqa: F811
-    with chatting(chat_folder, "--temperature", 0, "--max-tokens", 8) as terminal:
+def test_a_conversation_in_a_terminal_with_its_commands_keys_and_history(chat_folder):
+    with chatting(chat_folder, "--temperature", 1, "--seed", 3) as terminal:
         terminal.type("hello there\n")
-        first = terminal.until(r"\n> ").partition("hello there")[2].removesuffix("\n> ").strip()
+        terminal.until(r"hello there\r\n[^\n]")  # the answer has begun
+        terminal.type("\x03")  # which stops the answer and not the program
+        assert terminal.until(r"\n> ").rstrip("\r\n> ").endswith("(stopped)")
         terminal.type("/system You are terse.\n")
         assert "(a new conversation with this system message)" in terminal.until(r"\)\r\n> ")
         terminal.type("/reset\n")
@@ -100,20 +98,9 @@ def test_a_conversation_in_a_terminal_with_its_commands_keys_and_history(chat_fo
         terminal.until(r"\(Ctrl-D or /quit to leave\)\r\n> ", pressing="\x03")
         terminal.type("\x04")
         assert terminal.process.wait(30) == 0
-    assert first
 
 
-def test_ctrl_c_stops_the_answer_and_not_the_program(chat_folder):  # noqa: F811
-    with chatting(chat_folder, "--temperature", 1, "--seed", 3) as terminal:
-        terminal.type("go on\n")
-        terminal.until(r"go on\r\n[^\n]")  # the answer has begun
-        terminal.type("\x03")
-        assert terminal.until(r"\n> ").rstrip("\r\n> ").endswith("(stopped)")
-        terminal.type("/quit\n")
-        assert terminal.process.wait(30) == 0
-
-
-def test_what_was_said_stays_the_tokens_that_were_sampled_and_a_reset_forgets_it(chat_folder):  # noqa: F811
+def test_what_was_said_stays_the_tokens_that_were_sampled_and_a_reset_forgets_it(chat_folder):
     session = open_chat(ChatOptions(str(chat_folder), system="Be kind.", seed=1, max_tokens=6, temperature=1.0))
     said = "".join(session.answer("one", []))
     (row,) = session._transcript.rows
@@ -125,22 +112,13 @@ def test_what_was_said_stays_the_tokens_that_were_sampled_and_a_reset_forgets_it
     assert session.messages[2]["content"] == said
     assert session.was_truncated
     session.reset()
-    assert (
-        session._turns == 0
-        and session.messages == [{"role": "system", "content": "Be kind."}]
-        and session._transcript.rows == []
-    )
-    assert session._transcript.rendering is not None and isinstance(session._transcript, Transcript)
+    assert session.messages == [{"role": "system", "content": "Be kind."}] and session._transcript.rows == []
 
 
 @pytest.fixture(scope="module")
 def thinking_folder(tmp_path_factory, bpe_tokenizer):
-    """A model that answers everything with the same thought and words, in Qwen3's form."""
     folder = tmp_path_factory.mktemp("thinking") / "qwen3"
-    write_family(folder, "qwen3", bpe_tokenizer)
-    tokenizer = load_tokenizer(folder)
-    script = tokenizer.encode("\n<think>We add.</think> now:4!")
-    save_scripted(folder, tokenizer, [*script, tokenizer.eos_id], [tokenizer.eos_id])
+    save_thinking(folder, bpe_tokenizer)
     return folder
 
 
@@ -167,27 +145,22 @@ def test_reasoning_is_faint_on_a_terminal_and_left_out_elsewhere(thinking_folder
     assert "now:4!" in shown and thought == ("\x1b[2mWe add.\x1b[0m\n\n" if terminal else "")
 
 
-def test_an_answer_that_is_stopped_before_its_first_token_leaves_the_conversation_as_it_was(chat_folder):  # noqa: F811
-    session = open_chat(ChatOptions(str(chat_folder), max_tokens=6))
-    assert "".join(session.answer("one", [True])) == "" and session.messages == []
-    assert not session._engine.has_work
-
-
-def test_a_conversation_that_fills_the_context_is_told_so_and_goes_on_after_a_reset(chat_folder):  # noqa: F811
+def test_an_answer_that_does_not_come_leaves_the_conversation_as_it_was(chat_folder):
     session = open_chat(ChatOptions(str(chat_folder), max_tokens=3))
+    assert "".join(session.answer("one", [True])) == "" and session.messages == [], "stopped before its first token"
     with pytest.raises(UserError, match="fills the context of 512 tokens; /reset starts a new one"):
         list(session.answer("word " * 600, []))
     assert session.messages == [] and list(session.answer("hi", []))
 
 
-def test_a_model_without_a_template_and_impossible_settings_are_refused(chat_folder, model_folder, capsys):  # noqa: F811
+def test_a_model_without_a_template_and_impossible_settings_are_refused(chat_folder, model_folder, capsys):
     assert main(["chat", "--model", str(model_folder)]) == 2
     assert "has no chat template" in capsys.readouterr().err
     assert main(["chat", "--model", str(chat_folder), "--top-p", "0"]) == 2
     assert "top_p is 0.0" in capsys.readouterr().err
 
 
-def test_bytes_that_are_no_text_end_no_conversation(chat_folder, capfd, monkeypatch):  # noqa: F811
+def test_bytes_that_are_no_text_end_no_conversation(chat_folder, capfd, monkeypatch):
     for errors in ("strict", "surrogateescape"):
         lines = io.TextIOWrapper(io.BytesIO(b"caf\xe9\n/quit now\n"), "utf-8", errors)
         monkeypatch.setattr("sys.stdin", lines)

@@ -2,9 +2,6 @@
 
 import dataclasses
 import json
-import os
-import subprocess
-import sys
 
 import pytest
 import torch
@@ -13,9 +10,6 @@ from transformers import AutoModelForCausalLM
 import lockstep
 from lockstep.checkpoint.convert import convert
 from lockstep.cli import main
-from lockstep.commands.chat import ChatOptions, open_chat
-from lockstep.config import EngineConfig, ServeConfig
-from lockstep.generate.server import build_service
 from lockstep.model import preset
 from tests.data.test_end_tokens import TURNS, write_tokenizer
 
@@ -51,8 +45,10 @@ def says(token):
     return write
 
 
-@pytest.mark.parametrize("token, reason", [(97, "stop"), (99, "stop"), (256, "stop"), (258, "stop"), (257, "length")])
-@pytest.mark.parametrize("chat", [True, False])
+@pytest.mark.parametrize(
+    ("token", "reason", "chat"),
+    [(97, "stop", True), (99, "stop", False), (256, "stop", True), (258, "stop", False), (257, "length", False)],
+)
 def test_generate_ends_at_each_of_them_and_at_no_other(tmp_path, capsys, token, reason, chat):
     options = ["--prompt", "hi", "--temperature", "0", "--max-tokens", "3", "--device", "cpu"]
     output = tmp_path / "out.jsonl"
@@ -69,53 +65,16 @@ def folder(tmp_path_factory):
     return says(TURN)(tmp_path_factory.mktemp("turn") / "model")
 
 
-def ended(tmp_path, capsys, *command):
-    """The samples that a command wrote, after its start line."""
+def test_rl_ends_there_and_its_checkpoints_say_so(tmp_path, capsys, folder):
     (tmp_path / "task.py").write_text(ENVIRONMENT)
-    given = ["--environment", f"{tmp_path / 'task.py'}:Short", "--max-new-tokens", "4", "--device", "cpu"]
-    assert main([*map(str, command), *given, "--dtype", "float32", "--output", str(tmp_path / "out")]) == 0
+    run = ["rl", "--model", folder, "--environment", f"{tmp_path / 'task.py'}:Short", "--output", tmp_path / "out"]
+    sizes = "--steps 1 --prompts-per-step 1 --samples-per-prompt 2 --max-new-tokens 4 --device cpu --dtype float32"
+    assert main([*map(str, run), *sizes.split()]) == 0
     assert f", {NAMES} | cpu" in capsys.readouterr().err
-    files = [*(tmp_path / "out").rglob("completions_*.jsonl"), *(tmp_path / "out").rglob("step_*.jsonl")]
-    return [json.loads(line) for file in files for line in file.read_text().splitlines()]
-
-
-def test_eval_ends_there(tmp_path, capsys, folder):
-    (sample,) = ended(tmp_path, capsys, "eval", "--model", folder)
-    assert (sample["finish_reason"], sample["token_ids"], sample["completion"]) == ("stop", [TURN], "")
-
-
-@pytest.mark.parametrize("chat", ["auto", "never"])
-def test_rl_ends_there_and_its_checkpoints_say_so(tmp_path, capsys, folder, chat):
-    run = ["--steps", "1", "--prompts-per-step", "1", "--samples-per-prompt", "2"]
-    samples = ended(tmp_path, capsys, "rl", "--model", folder, "--chat", chat, *run)
+    samples = [json.loads(line) for file in tmp_path.rglob("step_*.jsonl") for line in file.read_text().splitlines()]
     assert {sample["finish_reason"] for sample in samples} == {"stop"}
     (saved,) = (tmp_path / "out" / "checkpoints").glob("step_*1")
     assert AutoModelForCausalLM.from_pretrained(saved).generation_config.eos_token_id == [97, 98, 99, 256, 258]
-
-
-def test_chat_ends_there(folder, capsys):
-    session = open_chat(ChatOptions(model=str(folder), temperature=0.0, device="cpu"))
-    assert "".join(session.answer("hi", [])) == "" and not session.was_truncated
-    assert f", {NAMES} | cpu" in capsys.readouterr().err
-
-
-def test_serve_ends_there_for_texts_and_chats(folder):
-    engine = EngineConfig(cache_tokens=256, max_sequences=2)
-    service = build_service(ServeConfig(model=str(folder), device="cpu", engine=engine), folder)
-    ((sample,),) = service.engine.generate([[104]], lockstep.SamplingParams(max_tokens=4, temperature=0))
-    assert (sample.finish_reason, sample.token_ids) == ("stop", [TURN])
-
-
-@pytest.mark.slow
-def test_the_server_names_them_when_it_starts(folder):
-    command = [sys.executable, "-m", "lockstep", "serve", "--model", str(folder), "--port", "0", "--device", "cpu"]
-    process = subprocess.Popen(command, stderr=subprocess.PIPE, text=True, env=os.environ)
-    try:
-        start = next(line for line in process.stderr if "parameters" in line or "rror" in line)
-        assert f", {NAMES} | cpu" in start
-    finally:
-        process.kill()
-        process.communicate()
 
 
 def test_fine_tuning_saves_the_templates_end_of_turn_too(tmp_path, folder):

@@ -1,5 +1,5 @@
 # ruff: noqa: E501
-"""Chat templates that behave as the families' public ones do, and what a model of each samples as an answer."""
+"""Chat templates of families, most of them the public ones, and what a model of each samples as an answer."""
 
 from __future__ import annotations
 
@@ -7,6 +7,8 @@ import json
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
+
+from tests.rl.conversations.families import template_source
 
 Message = Mapping[str, Any]
 
@@ -30,15 +32,8 @@ class Family:
     """Whether a conversation may begin with the assistant."""
 
 
-def _chatml(message: Message) -> str:
-    return f"{message['content']}<|im_end|>"
-
-
 CHATML = Family(
-    "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{% endfor %}"
-    "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}",
-    _chatml,
-    ("<|im_start|>", "<|im_end|>", "<|endoftext|>"),
+    template_source("qwen2_5"), lambda m: f"{m['content']}<|im_end|>", ("<|im_start|>", "<|im_end|>", "<|endoftext|>")
 )
 
 
@@ -53,50 +48,15 @@ def _qwen3(message: Message) -> str:
     return f"<think>\n{thought}\n</think>\n\n{message['content']}{_hermes_calls(message)}<|im_end|>"
 
 
-# Reasoning of answers before the last user's message is dropped; the last answer has a thought, if only an empty one.
-_QWEN3_TURNS = """\
-{%- if tools %}<|im_start|>system
-{% if messages[0].role == 'system' %}{{ messages[0].content }}
-
-{% endif %}{% for tool in tools %}{{ tool | tojson }}
-{% endfor %}<|im_end|>
-{% elif messages[0].role == 'system' %}<|im_start|>system
-{{ messages[0].content }}<|im_end|>
-{% endif %}
-{%- set found = namespace(user=-1) %}
-{%- for m in messages %}{% if m.role == 'user' %}{% set found.user = loop.index0 %}{% endif %}{% endfor %}
-{%- for m in messages %}
-{%- if m.role == 'user' or (m.role == 'system' and not loop.first) %}{{ '<|im_start|>' + m.role + '\\n' + m.content + '<|im_end|>\\n' }}
-{%- elif m.role == 'assistant' %}{{ '<|im_start|>assistant\\n' }}
-{%- if loop.index0 > found.user and (loop.last or m.reasoning_content) %}{{ '<think>\\n' + (m.reasoning_content or '') + '\\n</think>\\n\\n' }}{% endif %}
-{{- m.content }}
-{%- for call in m.tool_calls or [] %}{% if not loop.first or m.content %}{{ '\\n' }}{% endif %}
-{{- '<tool_call>\\n{"name": "' + call.function.name + '", "arguments": ' + (call.function.arguments | tojson) + '}\\n</tool_call>' }}{% endfor %}
-{{- '<|im_end|>\\n' }}
-{%- elif m.role == 'tool' %}
-{%- if messages[loop.index0 - 1].role != 'tool' %}{{ '<|im_start|>user' }}{% endif %}
-{{- '\\n<tool_response>\\n' + m.content + '\\n</tool_response>' }}
-{%- if loop.last or messages[loop.index0 + 1].role != 'tool' %}{{ '<|im_end|>\\n' }}{% endif %}
-{%- endif %}{% endfor %}"""
-
-_QWEN_TOKENS = ("<|im_start|>", "<|endoftext|>", "<|im_end|>"), ("<think>", "</think>", "<tool_call>", "</tool_call>")
 QWEN3 = Family(
-    _QWEN3_TURNS
-    + "{%- if add_generation_prompt %}{{ '<|im_start|>assistant\\n' }}"
-    + "{%- if enable_thinking is defined and not enable_thinking %}{{ '<think>\\n\\n</think>\\n\\n' }}{% endif %}{% endif %}",
+    template_source("qwen3"),
     _qwen3,
-    *_QWEN_TOKENS,
+    ("<|im_start|>", "<|endoftext|>", "<|im_end|>"),
+    ("<think>", "</think>", "<tool_call>", "</tool_call>"),
     tools=True,
     says_why=True,
     reasoning=True,
-)
-QWEN3_THINKING = Family(
-    _QWEN3_TURNS + "{%- if add_generation_prompt %}{{ '<|im_start|>assistant\\n<think>\\n' }}{% endif %}",
-    lambda message: _qwen3(message).removeprefix("<think>\n"),
-    *_QWEN_TOKENS,
-    tools=True,
-    says_why=True,
-    reasoning=True,
+    starts=False,
 )
 
 
@@ -108,23 +68,11 @@ def _llama3(message: Message) -> str:
 
 
 LLAMA3 = Family(
-    """\
-{{- bos_token }}
-{%- if messages[0].role == 'system' %}{% set system = messages[0].content | trim %}{% set messages = messages[1:] %}
-{%- else %}{% set system = '' %}{% endif %}
-{{- '<|start_header_id|>system<|end_header_id|>\\n\\n' + system }}
-{%- if tools is not none %}{% for tool in tools %}{{ '\\n' + (tool | tojson) }}{% endfor %}{% endif %}{{ '<|eot_id|>' }}
-{%- for m in messages %}
-{%- if m.role == 'tool' %}{{ '<|start_header_id|>ipython<|end_header_id|>\\n\\n' + m.content + '<|eot_id|>' }}
-{%- elif m.tool_calls %}{% if m.tool_calls | length != 1 %}{{ raise_exception('one call at a time') }}{% endif %}
-{%- set call = m.tool_calls[0].function %}
-{{- '<|start_header_id|>assistant<|end_header_id|>\\n\\n{"name": "' + call.name + '", "parameters": ' + (call.arguments | tojson) + '}<|eot_id|>' }}
-{%- else %}{{ '<|start_header_id|>' + m.role + '<|end_header_id|>\\n\\n' + (m.content | trim) + '<|eot_id|>' }}{% endif %}
-{%- endfor %}
-{%- if add_generation_prompt %}{{ '<|start_header_id|>assistant<|end_header_id|>\\n\\n' }}{% endif %}""",
+    template_source("llama3_1"),
     _llama3,
     ("<|begin_of_text|>", "<|start_header_id|>", "<|end_header_id|>", "<|eot_id|>"),
     tools=True,
+    starts=False,
 )
 
 
@@ -138,28 +86,10 @@ def _gpt_oss(message: Message) -> str:
     return f"{before}<|channel|>final<|message|>{message['content']}<|return|>"
 
 
-# Reasoning before calls is dropped once a final answer follows; of answers only the last ends with <|return|>.
 GPT_OSS = Family(
-    """\
-{%- set last_call = namespace(name=none) %}
-{%- for m in messages %}
-{%- if m.role == 'assistant' and m.tool_calls %}
-{%- set after = namespace(final=false) %}
-{%- for n in messages[loop.index:] %}{% if n.role == 'assistant' and not n.tool_calls %}{% set after.final = true %}{% endif %}{% endfor %}
-{%- if m.thinking and not after.final %}{{ '<|start|>assistant<|channel|>analysis<|message|>' + m.thinking + '<|end|>' }}{% endif %}
-{%- set call = m.tool_calls[0].function %}{% set last_call.name = call.name %}
-{{- '<|start|>assistant to=functions.' + call.name + '<|channel|>commentary json<|message|>' + (call.arguments | tojson) + '<|call|>' }}
-{%- elif m.role == 'assistant' and loop.last and not add_generation_prompt %}
-{%- if m.thinking %}{{ '<|start|>assistant<|channel|>analysis<|message|>' + m.thinking + '<|end|>' }}{% endif %}
-{{- '<|start|>assistant<|channel|>final<|message|>' + m.content + '<|return|>' }}
-{%- elif m.role == 'assistant' %}{{ '<|start|>assistant<|channel|>final<|message|>' + m.content + '<|end|>' }}
-{%- elif m.role == 'tool' %}{% if last_call.name is none %}{{ raise_exception('a result without a call') }}{% endif %}
-{{- '<|start|>functions.' + last_call.name + ' to=assistant<|channel|>commentary<|message|>' + m.content + '<|end|>' }}
-{%- else %}{{ '<|start|>' + m.role + '<|message|>' + m.content + '<|end|>' }}{% endif %}
-{%- endfor %}
-{%- if add_generation_prompt %}{{ '<|start|>assistant' }}{% endif %}""",
+    template_source("gptoss"),
     _gpt_oss,
-    ("<|start|>", "<|end|>", "<|message|>", "<|channel|>", "<|call|>", "<|return|>"),
+    ("<|start|>", "<|end|>", "<|message|>", "<|channel|>", "<|constrain|>", "<|call|>", "<|return|>"),
     tools=True,
     reasoning=True,
 )
@@ -189,16 +119,11 @@ MISTRAL = Family(
     starts=False,
 )
 GEMMA = Family(
-    """\
-{{- bos_token }}
-{%- for m in messages %}
-{%- if m.role == 'system' %}{{ raise_exception('no system') }}{% endif %}
-{{- '<start_of_turn>' + ('model' if m.role == 'assistant' else m.role) + '\\n' + (m.content | trim) + '<end_of_turn>\\n' }}
-{%- endfor %}
-{%- if add_generation_prompt %}{{ '<start_of_turn>model\\n' }}{% endif %}""",
+    template_source("gemma"),
     lambda message: f"{message['content'].strip()}<end_of_turn>",
     ("<bos>", "<start_of_turn>", "<end_of_turn>", "<eos>"),
     system=False,
+    starts=False,
 )
 ENDS_ONCE = Family(
     "{% for m in messages %}{{ m.role }}: {{ m.content }}\n{% endfor %}"
@@ -207,12 +132,11 @@ ENDS_ONCE = Family(
     ("<s>", "</s>"),
 )
 PHI3 = Family(
-    "{% for m in messages %}<|{{ m.role }}|>\n{{ m.content }}<|end|>\n{% endfor %}"
-    "{% if add_generation_prompt %}<|assistant|>\n{% else %}{{ eos_token }}{% endif %}",
+    template_source("phi3"),
     lambda message: f"{message['content']}<|end|>",
     ("<|user|>", "<|assistant|>", "<|system|>", "<|end|>", "<|endoftext|>"),
 )
 FAMILIES = {
-    "chatml": CHATML, "qwen3": QWEN3, "qwen3_thinking": QWEN3_THINKING, "llama3": LLAMA3, "gpt_oss": GPT_OSS,
-    "deepseek": DEEPSEEK, "mistral": MISTRAL, "gemma": GEMMA, "ends_once": ENDS_ONCE, "phi3": PHI3,
+    "chatml": CHATML, "qwen3": QWEN3, "llama3": LLAMA3, "gpt_oss": GPT_OSS, "deepseek": DEEPSEEK, "mistral": MISTRAL,
+    "gemma": GEMMA, "ends_once": ENDS_ONCE, "phi3": PHI3,
 }  # fmt: skip

@@ -1,6 +1,5 @@
 """Conversations of several turns with the families' templates: what is scored is what a server would have sampled."""
 
-import json
 import random
 import re
 from collections import Counter
@@ -15,8 +14,9 @@ from lockstep.data import ConversationEncoder, load_tokenizer
 from lockstep.data.chat import load_chat_template
 from lockstep.data.conversations import Conversation
 from tests.data.family_templates import FAMILIES
+from tests.data.test_end_tokens import write_tokenizer
 
-TOOLS = [{"type": "function", "function": {"name": "add", "parameters": {"type": "object"}}}]
+TOOLS = [{"type": "function", "function": {"name": "add", "description": "Adds.", "parameters": {"type": "object"}}}]
 WORDS = ("two", "7", "<think>", "assistant\n", "  ä", "}}", "it's 4.\n", "[INST]", "user: ", "日本")
 
 
@@ -28,19 +28,8 @@ def family(request, tmp_path_factory):
 
 
 def _folder(folder, template, special, plain=()):
-    """A folder whose tokenizer has one token for each byte and each added token."""
-    from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
-
-    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
-    backend = Tokenizer(models.BPE({character: n for n, character in enumerate(alphabet)}, []))
-    backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    backend.decoder = decoders.ByteLevel()
-    backend.add_special_tokens([AddedToken(name) for name in special])
-    backend.add_tokens([AddedToken(name, special=False) for name in plain])
-    backend.save(str(folder / "tokenizer.json"))
-    names = {"bos_token": special[0], "eos_token": special[-1]}
-    (folder / "tokenizer_config.json").write_text(json.dumps({"tokenizer_class": "PreTrainedTokenizerFast", **names}))
-    (folder / "chat_template.jinja").write_text(template)
+    settings = {"tokenizer_class": "PreTrainedTokenizerFast", "bos_token": special[0]}
+    write_tokenizer(folder, template, special[-1], special, plain, **settings)
     return folder
 
 
@@ -107,7 +96,7 @@ def _problem(seed, family):
     return messages, {"tools": TOOLS} if "tools" in family.template and draw.random() < 0.5 else {}
 
 
-@pytest.mark.parametrize("seed", range(6))
+@pytest.mark.parametrize("seed", range(4))
 def test_each_answer_is_scored_as_a_server_would_have_sampled_it(family, sides, seed):
     (theirs, encoder), (messages, tools) = sides, _problem(seed, family[0])
     (encoded,) = encoder.encode([Conversation("line 1", {"messages": messages, **tools})])
@@ -123,39 +112,12 @@ def test_each_answer_is_scored_as_a_server_would_have_sampled_it(family, sides, 
         said = theirs(family[0].sampled(messages[0]), add_special_tokens=False)["input_ids"]
         found.remove(next(part for part in found if part[1] == said))
     assert sorted(found) == sorted(expected)
-
-
-@pytest.mark.parametrize("seed", range(3))
-def test_whole_conversations_have_the_tokens_of_transformers_and_every_answers_text_is_scored(family, sides, seed):
-    (theirs, encoder), (messages, tools) = sides, _problem(seed, family[0])
     whole = ConversationEncoder(encoder.tokenizer, encoder.template, turns="whole")
     (encoded,) = whole.encode([Conversation("line 1", {"messages": messages, **tools})])
-    assert not encoded.problem and not encoded.branches
-    expected = theirs.apply_chat_template(messages, tokenize=True, return_dict=True, **tools)["input_ids"]
-    assert encoded.tokens.tolist() == expected
-    said = [part for _, part in _scored_parts(encoded)]
-    answers = [message for message in messages if message["role"] == "assistant"]
-    assert len(said) == len(answers)
-    for part, message in zip(said, answers):
-        complete, text = family[0].sampled(message), theirs.decode(part)
-        ends = [next((name for name in family[0].special if own.endswith(name)), "") for own in (text, complete)]
-        text, complete = (own.removesuffix(end) for own, end in zip((text, complete), ends))
-        # Only reasoning that the template drops of earlier turns is missing, and the end may be another one.
-        assert text == complete or (family[0].reasoning and text and complete.endswith(text))
-        assert ends[0] or family[0] is FAMILIES["ends_once"]
-
-
-@pytest.mark.parametrize("seed", range(2))
-def test_of_a_prompt_and_its_completion_only_the_completions_answers_are_scored(family, sides, seed):
-    (_, encoder), (messages, tools) = sides, _problem(seed, family[0])
-    cut = max(index for index, message in enumerate(messages) if message["role"] == "user") + 1
-    (all_of_it,) = encoder.encode([Conversation("line 1", {"messages": messages, **tools})])
-    line = {"prompt": messages[:cut], "completion": messages[cut:], **tools}
-    (encoded,) = encoder.encode([Conversation("line 1", line)])
-    assert not encoded.problem
-    answers = sum(message["role"] == "assistant" for message in messages[cut:])
-    found = list(_scored_parts(encoded))
-    assert len(found) == answers and all(part in list(_scored_parts(all_of_it)) for part in found)
+    tokens = theirs.apply_chat_template(messages, tokenize=True, return_dict=True, **tools)["input_ids"]
+    assert encoded.tokens.tolist() == tokens and not encoded.branches
+    answers = sum(message["role"] == "assistant" for message in messages)
+    assert len(list(_scored_parts(encoded))) == answers, "each has something scored in the whole conversation too"
 
 
 PUBLIC = Path(find_spec("trl").submodule_search_locations[0]) / "chat_templates"
@@ -179,7 +141,7 @@ def test_what_a_public_template_renders_is_scored_answer_by_answer_or_refused_by
     names = [*sorted(set(SPECIAL.findall(source))), "<|the end|>"]
     theirs, encoder = _sides(_folder(tmp_path, source, names))
     kinds = Counter()
-    for seed in range(6 if name in IN_SHORT else 30):
+    for seed in range(4 if name in IN_SHORT else 20):
         draw = random.Random(seed)
         tools, reasoning = "tool" in source and draw.random() < 0.5, "reasoning" in source and draw.random() < 0.5
         family = replace(FAMILIES["chatml"], tools=tools, says_why=True, reasoning=reasoning)

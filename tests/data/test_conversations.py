@@ -150,15 +150,6 @@ def test_an_answer_without_content_has_reasoning_that_the_template_shows(folder)
     assert "2+3 IS 5" in text_of(folder, {"messages": [ASK, thinks]}, shouts)
 
 
-def test_an_answer_of_one_token_needs_a_prompt_or_an_end(folder):
-    tokenizer = load_tokenizer(folder)
-    tokenizer.eos_id = None
-    lines = [Conversation(f"a.jsonl:{n}", {"prompt": said, "completion": "a"}) for n, said in enumerate(("", "b"), 1)]
-    nothing, something = ConversationEncoder(tokenizer, None).encode(lines)
-    assert nothing.problem.startswith("a.jsonl:1: its answer has no token that can be scored") and not something.problem
-    assert something.scored.tolist() == [False, True]
-
-
 def test_spaces_at_the_end_count_where_the_tokenizer_trims_offsets(folder, tmp_path):
     shutil.copytree(folder, tmp_path, dirs_exist_ok=True)
     file = json.loads((tmp_path / "tokenizer.json").read_text())

@@ -6,7 +6,7 @@ import pytest
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 from transformers import AutoTokenizer
 
-from lockstep.data import ends_of_text, load_tokenizer, name_ends
+from lockstep.data import ends_of_text, load_tokenizer
 from lockstep.data.chat import load_chat_template
 from tests.rl.conversations.families import FAMILIES, rendering_of, template_source, write_family
 
@@ -20,15 +20,16 @@ HARMONY = (
 )
 
 
-def write_tokenizer(folder, template=None, eos="<|endoftext|>", special=SPECIAL):
-    """Bytes and special tokens."""
+def write_tokenizer(folder, template=None, eos="<|endoftext|>", special=SPECIAL, plain=(), **settings):
+    """Bytes, special tokens, and added ones that are not special."""
     alphabet = {each: number for number, each in enumerate(sorted(pre_tokenizers.ByteLevel.alphabet()))}
     tokenizer = Tokenizer(models.BPE(alphabet, []))
     tokenizer.pre_tokenizer, tokenizer.decoder = pre_tokenizers.ByteLevel(add_prefix_space=False), decoders.ByteLevel()
     tokenizer.add_special_tokens([AddedToken(name) for name in special])
+    tokenizer.add_tokens([AddedToken(name, special=False) for name in plain])
     folder.mkdir(parents=True, exist_ok=True)
     tokenizer.save(str(folder / "tokenizer.json"))
-    settings = {"eos_token": eos} | ({"chat_template": template} if template else {})
+    settings |= {"eos_token": eos} | ({"chat_template": template} if template else {})
     (folder / "tokenizer_config.json").write_text(json.dumps(settings))
 
 
@@ -84,10 +85,7 @@ def test_so_do_others_whatever_else_they_write(tmp_path, name, end):
 
 
 def test_a_turn_may_end_with_an_added_token_that_is_not_special(tmp_path):
-    write_tokenizer(tmp_path, TURNS.replace("<|im_end|>", "<|end_of_turn|>"))
-    tokenizer = Tokenizer.from_file(str(tmp_path / "tokenizer.json"))
-    tokenizer.add_tokens([AddedToken("<|end_of_turn|>", special=False)])
-    tokenizer.save(str(tmp_path / "tokenizer.json"))
+    write_tokenizer(tmp_path, TURNS.replace("<|im_end|>", "<|end_of_turn|>"), plain=["<|end_of_turn|>"])
     assert ends(tmp_path) == (256, 262)
 
 
@@ -95,10 +93,3 @@ def test_the_models_own_come_first_and_each_once(tmp_path):
     write_tokenizer(tmp_path, TURNS, eos="<|end|>")
     assert ends(tmp_path, [7, 258, 7]) == (7, 258, 259)
     assert load_tokenizer(tmp_path).eos_id == AutoTokenizer.from_pretrained(tmp_path).eos_token_id == 259
-
-
-def test_a_start_line_names_them(tmp_path):
-    write_tokenizer(tmp_path)
-    tokenizer = load_tokenizer(tmp_path)
-    assert name_ends([258, 256, 300], tokenizer) == "ends at <|im_end|> (258), <|endoftext|> (256), token 300"
-    assert name_ends([], tokenizer) == "no token ends a text"

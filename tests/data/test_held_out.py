@@ -7,12 +7,12 @@ import numpy as np
 import pytest
 
 from lockstep.cli import main
-from lockstep.config import DataConfig, PretrainConfig, TrainConfig
-from lockstep.data import ByteTokenizer, Rows, TextEncoder, TextSource, divide, open_rows, tokenize_documents
-from lockstep.data.loader import MixedRows
+from lockstep.config import DataConfig
+from lockstep.data import ByteTokenizer, TextEncoder, TextSource, divide, open_rows, tokenize_documents
 from lockstep.errors import UserError
 from lockstep.observe import read_metrics
 from lockstep.train.pretrain import pretrain
+from tests.train.runs import text_run
 
 ENCODER = TextEncoder(ByteTokenizer())
 TEXTS = [f"document {i}: " + "word " * (i % 7) for i in range(60)]
@@ -36,26 +36,9 @@ def test_every_document_is_either_trained_on_or_held_out(tmp_path, share):
     assert sorted(_documents(again[1], seed=9)) == sorted(held_out), "whatever the run's seed"
 
 
-def test_the_rows_of_a_whole_corpus_are_what_they_were():
-    corpus = tokenize_documents(TEXTS, ByteTokenizer())
-    rows = Rows(replace(corpus, chosen=np.arange(60)), 64, 3)
-    plain = Rows(corpus, 64, 3)
-    for _ in range(9):
-        assert np.array_equal(rows.read(rows.plan()).tokens, plain.read(plain.plan()).tokens)
-    assert rows.size == plain.size == (60, len(corpus.tokens))
-    two = replace(corpus, chosen=np.array([3, 7]))
-    assert two.size == (2, len(TEXTS[3].encode()) + len(TEXTS[7].encode()) + 2)
-    assert [lengths.tolist() for lengths in two.lengths()] == [[len(TEXTS[n].encode()) + 1 for n in (3, 7)]]
-    mixed = MixedRows([Rows(two, 64, 3), plain], [1.0, 1.0])
-    assert mixed.size == (62, two.size[1] + len(corpus.tokens))
-
-
 def test_what_cannot_be_divided_is_refused(tmp_path):
     (tmp_path / "one.txt").write_text("one long text " * 50)
-    config = PretrainConfig(
-        output=str(tmp_path / "run"), model="qwen3:micro", data=str(tmp_path / "one.txt"), steps=1,
-        tokens_per_step=64, sequence_length=32, validation_share=0.1, device="cpu",
-    )  # fmt: skip
+    config = text_run(tmp_path, data=str(tmp_path / "one.txt"), validation_share=0.1)
     with pytest.raises(UserError, match="one.txt: has 1 document, of which validation_share 0.1 leaves none"):
         pretrain(config)
     (tmp_path / "set").mkdir()
@@ -68,11 +51,8 @@ def test_what_cannot_be_divided_is_refused(tmp_path):
 
 def test_a_run_validates_on_its_share_and_resumes_with_the_same_bits(tmp_path):
     (tmp_path / "a.jsonl").write_text("".join(json.dumps({"text": text}) + "\n" for text in TEXTS))
-    config = PretrainConfig(
-        output=str(tmp_path / "run"), model="qwen3:micro", data=str(tmp_path / "a.jsonl"), steps=4, device="cpu",
-        tokens_per_step=64, sequence_length=32, validation_share=0.1, validation_every=2, dtype="float32",
-        train=TrainConfig(tokens_per_microbatch=64),
-    )  # fmt: skip
+    settings = dict(tokens_per_step=64, sequence_length=32, validation_share=0.1, validation_every=2)
+    config = text_run(tmp_path, data=str(tmp_path / "a.jsonl"), **settings)
     whole = read_metrics(pretrain(config) / "metrics.jsonl")
     assert all("validation/loss" in line for line in (whole[1], whole[3]))
     cut = replace(config, output=str(tmp_path / "cut"), steps=2)

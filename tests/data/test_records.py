@@ -3,7 +3,6 @@
 import bz2
 import gzip
 import io
-import itertools
 import json
 import lzma
 import random
@@ -71,11 +70,6 @@ def test_lines_end_at_line_feeds_alone(tmp_path):
     assert lines_of(f"{BREAKS}\x0c5 \r\n6\n\n") == [f"{BREAKS}\x0c5", "6"] and lines_of("5\x0c6") != lines_of("5\n6")
 
 
-def test_the_default_is_the_standard_library_on_every_machine():
-    texts = list(itertools.islice(TextSource(), 20))
-    assert len(texts) == 20 and any("def " in t for t in texts)
-
-
 @pytest.mark.parametrize(
     ("line", "message"),
     [
@@ -102,13 +96,6 @@ def test_a_bad_line_is_named_or_counted(tmp_path, monkeypatch, line, message):
     source = TextSource(str(path), skip_bad_lines=True)
     for _ in range(2):  # a second reading does not count twice
         assert list(source) == ["fine 🙂", "two"] and source.tally.skipped_lines == 1
-
-
-def test_a_line_of_a_thousand_keys_is_answered_briefly(tmp_path):
-    (tmp_path / "a.jsonl").write_text(json.dumps({str(key): 1 for key in range(1000)}))
-    with pytest.raises(UserError, match=r"\(here: 0, 1, 2, ") as error:
-        list(TextSource(str(tmp_path / "a.jsonl")))
-    assert len(str(error.value)) < 700
 
 
 @pytest.mark.parametrize("longest", [4, text.LONGEST_PART])
@@ -223,7 +210,7 @@ def _value(draw, depth=0):
 
 def test_the_items_of_an_array_are_those_that_json_reads(tmp_path):
     draw, path = random.Random(0), tmp_path / "a.json"
-    for _ in range(200):
+    for _ in range(100):
         objects = [{"k": _value(draw)} for _ in range(draw.randrange(5))]
         content = json.dumps(objects, indent=draw.choice([None, 2]), ensure_ascii=draw.random() < 0.5)
         path.write_text(draw.choice(["", "\n  "]) + content + draw.choice(["", "\n"]))
@@ -257,8 +244,8 @@ PROBLEMS = [{"question": f"{n} + {n}?", "answer": f"It is {2 * n}.\n#### {2 * n}
 TRAINED, HELD_OUT = [p for n, p in enumerate(PROBLEMS) if n % 10 != 9], PROBLEMS[9::10]
 
 
-@pytest.mark.parametrize("kind", ["jsonl", "json", "parquet", "hf", "hf with a test split", "hf, its train split", "folder"])  # fmt: skip # noqa: E501
-def test_environments_and_generate_have_the_same_problems_from_every_form(tmp_path, model_folder, kind):
+@pytest.mark.parametrize("kind", ["jsonl", "json", "parquet", "hf", "hf with a test split", "folder"])
+def test_environments_have_the_same_problems_from_every_form(tmp_path, kind):
     if kind == "folder":
         for name, problems in (("train", TRAINED), ("test", HELD_OUT)):
             parquet.write_table(pa.Table.from_pylist(problems), tmp_path / f"{name}.parquet")
@@ -270,7 +257,7 @@ def test_environments_and_generate_have_the_same_problems_from_every_form(tmp_pa
         lines = {"train" if kind.startswith("hf") else "p": TRAINED if "test" in kind else PROBLEMS}
         for name, problems in (lines | ({"test": HELD_OUT} if "test" in kind else {})).items():
             (tmp_path / f"{name}.jsonl").write_text("".join(json.dumps(problem) + "\n" for problem in problems))
-    data = f"hf:{tmp_path}{'::train' * ('its' in kind)}" if kind.startswith("hf") else str(tmp_path / f"p.{kind}")
+    data = f"hf:{tmp_path}" if kind.startswith("hf") else str(tmp_path / f"p.{kind}")
     for name in ("gsm8k", "math"):
         environment = load_environment(name, str(tmp_path) if kind == "folder" else data)
         answers = {split: [e.answer for e in environment.examples(split)] for split in ("train", "validation")}
@@ -295,10 +282,8 @@ def test_problems_that_are_skipped_move_no_other_and_a_test_split_is_not_validat
 
 def test_generate_reads_prompts_from_an_array_and_from_a_data_set(tmp_path, model_folder):
     (tmp_path / "train.json").write_text(json.dumps([{"prompt": "one", "n": 1}, {"prompt": "two", "n": 2}]))
-    outputs = []
-    for number, prompts in enumerate((str(tmp_path / "train.json"), f"hf:{tmp_path}")):
-        output = tmp_path / "out" / f"{number}.jsonl"
-        command = ["generate", "--model", str(model_folder), "--prompts", prompts, "--output", str(output)]
-        assert main([*command, "--max-tokens", "4", "--seed", "1", "--device", "cpu"]) == 0
-        outputs.append(output.read_text())
-    assert outputs[0] == outputs[1] and [json.loads(line)["n"] for line in outputs[0].splitlines()] == [1, 2]
+    for prompts in (str(tmp_path / "train.json"), f"hf:{tmp_path}"):
+        command = ["generate", "--model", str(model_folder), "--prompts", prompts, "--max-tokens", "2", "--overwrite"]
+        assert main([*command, "--output", str(tmp_path / "out" / "a.jsonl"), "--device", "cpu"]) == 0
+        written = (tmp_path / "out" / "a.jsonl").read_text().splitlines()
+        assert [json.loads(line)["n"] for line in written] == [1, 2]

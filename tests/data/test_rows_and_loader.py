@@ -2,7 +2,6 @@
 
 import itertools
 import json
-import tracemalloc
 
 import numpy as np
 import pytest
@@ -10,10 +9,6 @@ from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
 from lockstep.data import ByteTokenizer, RowLoader, Rows, TokenizedCorpus, tokenize_documents
-from lockstep.data import corpus as corpora
-from lockstep.data.corpus import drain
-from lockstep.data.encode import Encoded
-from lockstep.data.records import Tally
 from lockstep.errors import UserError
 
 LENGTHS = st.lists(st.integers(1, 40), min_size=1, max_size=12)
@@ -81,50 +76,13 @@ def test_of_conversations_kept_whole_what_has_no_target_is_left_out_and_nothing_
     assert sorted(set(taken) - optional) == expected and len({*taken}) == len(taken)
 
 
-class Windows:
-    """A stream of such corpora."""
-
-    def __init__(self, *corpora):
-        self.corpora = corpora
-
-    def window(self, index):
-        return self.corpora[index] if index < len(self.corpora) else None
-
-    def fingerprint(self):
-        return {}
-
-
-@pytest.mark.parametrize("repeat", [False, True])
-def test_conversations_without_any_target_do_not_end_in_an_endless_search(repeat):
+def test_conversations_without_any_target_do_not_end_in_an_endless_search():
     for length, message in (
         (8, "longer than a row of 8 tokens, .* none has a target; give a larger"),
         (40, "no conversation has a target"),
     ):
         with pytest.raises(UserError, match=message):
-            _rows(_corpus([30, 40], []), length, packing="whole", repeat=repeat)
-    # Whichever window has the long conversation; its target is the first of a row of 8: nothing predicts it.
-    for order in ((20, 5), (5, 20)):
-        with pytest.raises(UserError, match="longer than a row of 8 tokens"):
-            _rows(Windows(*(_corpus([length], [8]) for length in order)), 8, packing="whole", repeat=repeat)
-
-
-@pytest.mark.parametrize("seed", range(3))
-def test_the_only_target_is_found_again_in_the_next_epoch_and_half_an_epoch_is_at_least_a_step(seed):
-    rows = _rows(_corpus([30, 40, 50], [35]), 8, packing="whole", seed=seed)
-    for epoch in range(3):
-        assert [(piece.start, piece.stop) for piece in rows.plan()] == [(30, 38)]
-        assert int(rows.epoch) in (epoch, epoch + 1)
-    assert RowLoader(_rows(_corpus([30, 40, 50], [35]), 8, packing="whole", seed=seed), 8, 8).steps_of(0.5) == 1
-
-
-def test_parts_without_a_target_are_passed_over_also_after_resuming_and_at_the_end():
-    rows = _rows(_corpus([40], [2, 36]), 8, packing="whole")
-    rows.plan()
-    rows.restore(rows.state() | {"epoch": 0, "window": 0, "index": 0, "offset": 8})
-    assert [(piece.start, piece.stop) for piece in rows.plan()] == [(32, 40)]
-    loader = RowLoader(_rows(_corpus([4, 100], [2, 6, 7]), 8, packing="whole", repeat=False), 8, 8)
-    targets = [loader.next().targets for _ in range(loader.steps_of(1.0))]
-    assert loader.ended and sorted(targets) == [1, 2]
+            _rows(_corpus([30, 40], []), length, packing="whole", repeat=True)
 
 
 @searched
@@ -177,15 +135,6 @@ def test_the_stream_is_the_same_for_any_ranks_and_resumes_at_any_step_with_other
         assert sum(int(r.scored.sum()) for s in shares for rows in s.microbatches for r in rows) == whole.targets
 
 
-def test_orders_differ_by_epoch_and_by_seed():
-    def epochs(seed):
-        rows = _rows(_corpus([5] * 20), 5, seed=seed)
-        return [[rows.read(rows.plan()).tokens.tolist() for _ in range(20)] for _ in range(2)]
-
-    first, second = epochs(0)
-    assert first != second and sorted(first) == sorted(second) and first != epochs(1)[0]
-
-
 def test_data_that_is_not_repeated_ends_with_a_step_filled_with_padding():
     loader = RowLoader(_rows(_corpus([7]), 4, repeat=False), 16, 16)
     step = loader.next()
@@ -234,19 +183,6 @@ def test_the_state_of_other_data_or_of_a_place_that_there_is_not_is_refused():
         _rows(_corpus([1, 1]), 4)
 
 
-def test_of_a_large_corpus_parts_from_its_beginning_to_its_end_are_compared(monkeypatch):
-    # Smaller parts of a smaller corpus than the 64 MB from which parts are compared; each place is in one of them.
-    monkeypatch.setattr(corpora, "PART", 2)
-    monkeypatch.setattr(corpora, "PARTS", 10)
-    one = _corpus([60, 40])
-    assert one.fingerprint() == _corpus([60, 40]).fingerprint()
-    for place in (0, 77, 99):
-        other = _corpus([60, 40])
-        other.tokens[place] += 1
-        assert one.fingerprint() != other.fingerprint()
-    assert _corpus([10, 9], [7]).fingerprint() != _corpus([10, 9], [8]).fingerprint()
-
-
 @pytest.mark.parametrize("packing", ["cut", "whole"])
 @pytest.mark.parametrize("epochs", [0.5, 1, 3])
 def test_the_steps_of_some_epochs_are_counted_without_taking_any(packing, epochs):
@@ -262,23 +198,3 @@ def test_the_steps_of_some_epochs_are_counted_without_taking_any(packing, epochs
     assert len(seen) == steps
     with pytest.raises(UserError, match="epochs is -1"):
         loader.steps_of(-1)
-
-
-def test_many_documents_take_few_bytes_each_and_keep_their_order():
-    documents = 2_000_000
-    corpus = TokenizedCorpus(np.zeros(2 * documents, np.uint16), np.arange(0, 2 * documents + 1, 2))
-    tracemalloc.start()
-    rows = Rows(corpus, 8, seed=7)
-    _, peak = tracemalloc.get_traced_memory()
-    # The shuffled order takes four bytes, and lengths are looked at 2**18 documents at a time.
-    assert peak / documents < 4 + 4
-    expected = np.random.default_rng([7, 0, 0]).permutation(documents)
-    assert [piece.start // 2 for piece in rows.plan()] == expected[:4].tolist()
-    one = Encoded(np.zeros(2, np.uint16))
-    tracemalloc.reset_peak()
-    before, _ = tracemalloc.get_traced_memory()
-    offsets, _ = drain((one for _ in range(documents // 10)), lambda part: None, Tally, skip_bad=False)
-    _, peak = tracemalloc.get_traced_memory()
-    tracemalloc.stop()
-    assert offsets.tolist() == list(range(0, documents // 5 + 1, 2)) and offsets.dtype == np.int64
-    assert (peak - before) / (documents // 10) < 20, "an offset is eight bytes; the list of them may grow by an eighth"

@@ -1,13 +1,10 @@
 """A chat template is a program of someone else's: it ends in bounded time and memory, and the next rendering works."""
 
-import os
-
 import pytest
 
 from lockstep.data import chat
 from lockstep.data.chat import ChatTemplate, ChatTemplateError, load_chat_template
 from lockstep.errors import UserError
-from lockstep.workers.processes import descendants
 
 GOOD = "{{ messages[0].content }}"
 HARMFUL = {
@@ -73,13 +70,3 @@ def test_messages_are_bounded(template, monkeypatch):
     with pytest.raises(ChatTemplateError, match=r"bytes, more than 1000"):
         template.render([{"role": "user", "content": "x" * 1000}])
     assert template.render([{"role": "user", "content": "half a pair: \ud83d"}]) == "half a pair: \ud83d"
-
-
-def test_a_process_that_was_killed_is_replaced():
-    before = set(descendants(os.getpid()))
-    own = ChatTemplate(GOOD, {})
-    (process,) = set(descendants(os.getpid())) - before
-    os.kill(process, 9)
-    with pytest.raises(ChatTemplateError, match="its process ended with code -9"):
-        own.render([{"content": "hello"}])
-    assert own.render([{"content": "hello"}]) == "hello"

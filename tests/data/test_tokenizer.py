@@ -26,13 +26,6 @@ from lockstep.errors import UserError
 TEXT = "naïve 日本語 🙂🙃 def f(x):\n\treturn x + 1\n"
 
 
-@settings(max_examples=50, deadline=None)
-@given(text=st.text())
-def test_bytes_survive(text):
-    tokenizer = ByteTokenizer()
-    assert tokenizer.decode([*tokenizer.encode(text), tokenizer.eos_id]) == text
-
-
 def test_the_end_of_text_in_a_text_is_its_token_for_bytes_too():
     tokenizer, text = ByteTokenizer(), "é<|endoftext|><|endoftext|>b<|endoftext|"
     ids, spans = tokenizer.encode_with_spans(text)
@@ -70,7 +63,7 @@ def stream(tokenizer, ids, prompt=()):
     return "".join([decoder.push(i) for i in ids]) + decoder.finish()
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=50, deadline=None)
 @given(ids=st.lists(st.integers(0, 511), max_size=60))
 def test_a_stream_of_any_tokens_is_their_text(bpe_tokenizer, ids):
     assert stream(bpe_tokenizer, ids) == bpe_tokenizer.decode(ids)
@@ -100,16 +93,7 @@ def byte_fallback_folder(tmp_path_factory):
     return folder
 
 
-@pytest.mark.parametrize("text", ["hello🙂🙂日本語 world world", "🙂🙂🙂🙂🙂🙂🙂🙂🙂🙂🙂🙂", "hello world hello"])
-def test_a_stream_with_bytes_as_a_last_resort_keeps_characters_and_spaces(byte_fallback_folder, text):
-    tokenizer = HuggingFaceTokenizer(byte_fallback_folder / "tokenizer.json")
-    ids = []
-    for part in text.replace("world", "|2|").replace("hello", "|3|").replace(" |", "|").split("|"):
-        ids += [int(part)] if part in ("2", "3") else [4 + b for b in part.encode()]
-    assert tokenizer.decode(ids) == text and stream(tokenizer, ids) == text
-
-
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=80, deadline=None)
 @given(
     words=st.lists(st.sampled_from(["<s>", "▁", "▁world", "▁hello", *"éx日🙂"]), min_size=1, max_size=12),
     begun=st.integers(1, 12),
@@ -124,14 +108,7 @@ def test_what_continues_a_text_is_all_that_the_whole_has_more(byte_fallback_fold
     assert stream(tokenizer, tokens, prompt) == added
 
 
-def test_a_token_can_be_the_replacement_character_itself(byte_fallback_folder, tmp_path):
-    text = (byte_fallback_folder / "tokenizer.json").read_text()
-    (tmp_path / "tokenizer.json").write_text(text.replace("<unk>", "�"))
-    tokenizer = HuggingFaceTokenizer(tmp_path / "tokenizer.json")
-    assert (token_text(tokenizer, 0), token_bytes(tokenizer, 0)) == ("�", "�".encode())
-
-
-@pytest.mark.parametrize("special", [7, 8, 31, 32, 33, 100])
+@pytest.mark.parametrize("special", [8, 33])
 def test_special_tokens_do_not_come_between_a_text_and_what_continues_it(byte_fallback_folder, special):
     tokenizer = HuggingFaceTokenizer(byte_fallback_folder / "tokenizer.json")
     hello, world, begins = (tokenizer.vocabulary()[name] for name in ("▁hello", "▁world", "<s>"))
@@ -140,32 +117,6 @@ def test_special_tokens_do_not_come_between_a_text_and_what_continues_it(byte_fa
     assert stream(tokenizer, [*between, world], [hello]) == " world"
     assert stream(tokenizer, [hello, *between, world]) == tokenizer.decode([hello, *between, world]) == "hello world"
     assert stream(tokenizer, [4 + 0xC3, *between, 4 + 0xA9], [hello]) == "é"
-
-
-def test_a_special_token_that_the_library_writes_is_in_streams_and_in_whole_texts(byte_fallback_folder, tmp_path):
-    file = json.loads((byte_fallback_folder / "tokenizer.json").read_text())
-    file["normalizer"] = {"type": "Prepend", "prepend": "▁"}
-    for token in file["added_tokens"]:
-        token["normalized"] = True
-    (tmp_path / "tokenizer.json").write_text(json.dumps(file))
-    tokenizer = HuggingFaceTokenizer(tmp_path / "tokenizer.json")
-    hello, world, ends = (tokenizer.vocabulary()[name] for name in ("▁hello", "▁world", "</s>"))
-    written = tokenizer.decode([hello, ends, world])
-    assert "</s>" in written and stream(tokenizer, [hello, ends, world]) == written
-    assert (
-        "hello" + continuation(tokenizer, [hello], [ends, world])
-        == written
-        == "hello" + stream(tokenizer, [ends, world], [hello])
-    )
-    assert token_text(tokenizer, ends) in written and "</s>" in token_text(tokenizer, ends)
-
-
-def test_a_text_that_ends_within_a_character_is_no_context(bpe_tokenizer, byte_fallback_folder):
-    half = bpe_tokenizer.encode("x🙂")[:-1]
-    assert decoding_context(bpe_tokenizer, half) == [] != decoding_context(bpe_tokenizer, bpe_tokenizer.encode("x🙂"))
-    (letter,) = bpe_tokenizer.encode("y")
-    assert continuation(bpe_tokenizer, half, [letter]) == stream(bpe_tokenizer, [letter], half) == "y"
-    assert decoding_context(ByteTokenizer(), list(b"abc")) == []
 
 
 def test_a_token_is_named_and_its_bytes_told_as_within_a_text(bpe_tokenizer, byte_fallback_folder):
@@ -201,16 +152,6 @@ def test_the_ends_of_a_text_come_from_the_folders_settings(byte_fallback_folder,
     tokenizer.save(tmp_path / "again")
     again = load_tokenizer(tmp_path / "again")
     assert (again.eos_id, again.bos_id) == (eos, bos)
-
-
-def test_saving_keeps_the_other_settings_and_leaves_nothing_partial(bpe_tokenizer, tmp_path):
-    bpe_tokenizer.save(tmp_path / "a")
-    settings_file = tmp_path / "a" / "tokenizer_config.json"
-    settings_file.write_text(json.dumps({"eos_token": "<|endoftext|>", "chat_template": "{{ messages }}"}))
-    load_tokenizer(tmp_path / "a").save(tmp_path / "b")
-    saved = json.loads((tmp_path / "b" / "tokenizer_config.json").read_text())
-    assert saved["chat_template"] == "{{ messages }}" and saved["eos_token"] == "<|endoftext|>"
-    assert sorted(p.name for p in (tmp_path / "b").iterdir()) == ["tokenizer.json", "tokenizer_config.json"]
 
 
 def test_the_vocabulary_reaches_to_the_largest_id(bpe_tokenizer, tmp_path):

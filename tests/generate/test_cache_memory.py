@@ -26,6 +26,7 @@ CODE = """if True:
 """
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(not sys.platform.startswith("linux"), reason="reads /proc")
 def test_an_engine_takes_the_part_of_its_cache_that_it_fills_and_imports_nothing_of_the_server():
     found = subprocess.run([sys.executable, "-c", CODE], capture_output=True, text=True, check=True)

@@ -1,7 +1,6 @@
 """Graphs without a GPU: the same static buffers, padding and regions, run anew instead of replayed."""
 
-import dataclasses
-import random
+from dataclasses import replace
 
 import pytest
 import torch
@@ -10,26 +9,14 @@ from hypothesis import strategies as st
 
 from lockstep import Engine, EngineConfig, SamplingParams, build_model
 from lockstep.errors import UserError
-from lockstep.generate.graphs import DRAFT_ROWS, GraphRunner, graphs_of, ladder
-from lockstep.model import ModelConfig, preset
+from lockstep.generate.graphs import DRAFT_ROWS, GraphRunner, ladder
+from lockstep.model import preset
 from lockstep.model.lora import adapter_off, lora_of
-from tests.generate.recorder import Recorder
+from tests.generate.engines import SHAPE, Recorder, drawn_load
 
 
 def _model():
-    config = ModelConfig(
-        family="qwen3",
-        vocab_size=60,
-        dim=32,
-        num_layers=3,
-        num_heads=4,
-        num_kv_heads=2,
-        head_dim=16,
-        intermediate_size=48,
-        qk_norm=True,
-        max_positions=200,
-    )
-    return build_model(config, "float32", seed=1)
+    return build_model(replace(SHAPE, num_layers=3), "float32", seed=1)
 
 
 MODEL = _model()
@@ -42,22 +29,6 @@ def _engine(capture, model=MODEL, **settings_of_engine) -> Engine:
     return engine
 
 
-def _load(seed: int) -> tuple[list[list[int]], list[SamplingParams]]:
-    draw = random.Random(seed)
-    prompts = [[draw.randrange(60)] * draw.randint(1, 40) for _ in range(6)]
-    params = [
-        SamplingParams(
-            max_tokens=draw.randint(1, 12),
-            temperature=draw.choice([0.0, 1.0]),
-            top_k=draw.choice([0, 0, 0, 5]),
-            top_logprobs=draw.choice([0, 0, 2]),
-            seed=draw.randrange(100),
-        )
-        for _ in prompts
-    ]
-    return prompts, params
-
-
 @settings(max_examples=3, deadline=None)
 @given(
     seed=st.integers(0, 1000),
@@ -66,15 +37,12 @@ def _load(seed: int) -> tuple[list[list[int]], list[SamplingParams]]:
     cache_tokens=st.sampled_from([80, 2048]),
 )
 def test_replayed_steps_give_the_same_bits_as_direct_ones(seed, budget, sequences, cache_tokens):
-    prompts, params = _load(seed)
+    prompts, params = drawn_load(seed, 6, 60, longest=40, most_tokens=12)
     plain = EngineConfig(max_tokens_per_step=budget, max_sequences=sequences, cache_tokens=cache_tokens)
     expected = Engine(MODEL, plain).generate(prompts, params)
     recorder = Recorder()
     engine = _engine(recorder, max_tokens_per_step=budget, max_sequences=sequences, cache_tokens=cache_tokens)
-    groups = engine.generate(prompts, params)
-    assert [[(c.token_ids, c.logprobs, c.truncated_logprobs) for c in g] for g in groups] == [
-        [(c.token_ids, c.logprobs, c.truncated_logprobs) for c in g] for g in expected
-    ]
+    assert engine.generate(prompts, params) == expected
     assert recorder.captured <= len(ladder(DRAFT_ROWS)), "recorded once per size: by far most steps are replays"
 
 
@@ -91,25 +59,29 @@ def test_a_decode_step_is_one_replay_and_others_are_run_directly():
     assert recorder.replayed == 1
 
 
+def _as_without(engine):
+    """The log-probabilities of a request's tokens, which are those of an engine without graphs."""
+    params = SamplingParams(max_tokens=6, seed=1, ignore_eos=True)
+    completion, expected = (e.generate([[1, 2]], params)[0][0] for e in (engine, Engine(engine.model, EngineConfig())))
+    assert completion.logprobs == expected.logprobs
+    return completion.logprobs
+
+
 def test_weights_written_in_place_are_seen_and_those_that_moved_are_recorded_again():
     model, recorder = _model(), Recorder()
     engine = _engine(recorder, model, max_sequences=2, draft="none")
-    params = SamplingParams(max_tokens=6, seed=1, ignore_eos=True)
-    engine.generate([[1, 2]], params)
-    captured = recorder.captured
+    before, captured = _as_without(engine), recorder.captured
     with torch.no_grad():
         model.layers[0].mlp.gate_proj.weight.mul_(30)
     engine.weights_changed(0)
-    after = engine.generate([[1, 2]], params)
-    assert recorder.captured == captured and after == Engine(model, EngineConfig()).generate([[1, 2]], params)
+    assert _as_without(engine) != before and recorder.captured == captured
     weight, square = model.layers[0].mlp.down_proj.weight, model.layers[1].self_attn.o_proj.weight
     assert square.shape[0] != square.shape[1]
     for step, change in enumerate((lambda: setattr(weight, "data", weight.data * 30), lambda: _transpose(square)), 1):
         change()
         engine.weights_changed(step)
-        after = engine.generate([[1, 2]], params)
+        _as_without(engine)
         assert recorder.captured == (1 + step) * captured
-        assert after[0][0].logprobs == Engine(model, EngineConfig()).generate([[1, 2]], params)[0][0].logprobs
 
 
 def _transpose(weight):
@@ -120,90 +92,60 @@ def _transpose(weight):
 def test_hooks_and_other_forwards_are_seen():
     model, calls = _model(), []
     engine = _engine(Recorder(), model, max_sequences=2, draft="none")
-    params = SamplingParams(max_tokens=6, seed=1, ignore_eos=True)
-    before = engine.generate([[1, 2]], params)[0][0].logprobs
+    before = _as_without(engine)
     hook = model.layers[0].register_forward_hook(lambda *_: calls.append(1))
     engine.weights_changed(1)
-    assert engine.generate([[1, 2]], params)[0][0].logprobs == before and len(calls) == 6
+    assert _as_without(engine) == before and len(calls) == 12, "six steps of either engine"
     hook.remove()
     forward = model.layers[1].forward
     model.layers[1].forward = lambda *given: forward(*given) * 2
     engine.weights_changed(2)
-    after = engine.generate([[1, 2]], params)[0][0].logprobs
-    assert after == Engine(model, EngineConfig()).generate([[1, 2]], params)[0][0].logprobs != before
+    assert _as_without(engine) != before
     del model.layers[1].forward
     engine.weights_changed(3)
-    assert engine.generate([[1, 2]], params)[0][0].logprobs == before and len(calls) == 6
+    assert _as_without(engine) == before
 
 
-def test_a_model_of_another_dtype_needs_another_engine():
+def test_a_model_of_another_dtype_and_graphs_on_the_cpu_are_refused():
     model = build_model(MODEL.config, "bfloat16", seed=1)
     engine = Engine(model, EngineConfig(max_sequences=2))
     model.float()
+    with pytest.raises(UserError, match='cuda_graphs is "full", but the model is on cpu'):
+        Engine(MODEL, EngineConfig(cuda_graphs="full"))
     with pytest.raises(UserError, match="the model is torch.float32 now, but the engine's cache is torch.bfloat16"):
         engine.weights_changed(1)
 
 
 def test_an_adapter_that_is_switched_off_is_recorded_again():
-    shape = dataclasses.replace(preset("qwen3:micro", 60), num_layers=2)
-    model = build_model(dataclasses.replace(shape, lora=lora_of(shape, 4, 8.0, ["*_proj"])), "float32", seed=1)
+    shape = replace(preset("qwen3:micro", 60), num_layers=2)
+    model = build_model(replace(shape, lora=lora_of(shape, 4, 8.0, ["*_proj"])), "float32", seed=1)
     with torch.no_grad():
         for name, parameter in model.named_parameters():
             if name.endswith("lora_B.weight"):
                 parameter.normal_(std=0.3, generator=torch.Generator().manual_seed(1))
-    recorder = Recorder()
-    engine = _engine(recorder, model, max_sequences=2, draft="none")
-    params = SamplingParams(max_tokens=6, seed=1, ignore_eos=True)
-    adapted = engine.generate([[1, 2]], params)[0][0]
+    engine = _engine(Recorder(), model, max_sequences=2, draft="none")
+    adapted = _as_without(engine)
     with adapter_off(model):
-        plain = engine.generate([[1, 2]], params)[0][0]
-        expected = Engine(model, EngineConfig()).generate([[1, 2]], params)[0][0]
-    assert plain.logprobs == expected.logprobs != adapted.logprobs
-    assert engine.generate([[1, 2]], params)[0][0].logprobs == adapted.logprobs
+        plain = _as_without(engine)
+    assert plain != adapted == _as_without(engine)
     model.layers[0] = build_model(model.config, "float32", seed=1).layers[0]  # whose adapter is still zero
     engine.weights_changed(1)
     model.layers[0].self_attn.o_proj.lora_B.weight.data.fill_(0.3)
-    adapted = engine.generate([[1, 2]], params)[0][0]
+    adapted = _as_without(engine)
     with adapter_off(model):
-        assert engine.generate([[1, 2]], params)[0][0].logprobs == plain.logprobs != adapted.logprobs
-
-
-def test_auto_captures_whole_steps_of_a_model_on_a_gpu_without_latent_attention(monkeypatch):
-    config, latent = EngineConfig(), build_model(preset("deepseek_v3:micro", 60), "float32", seed=1)
-    assert config.cuda_graphs == "auto" and graphs_of(config, MODEL) == "none"
-    # Without a GPU; tests/gpu has the default on one.
-    monkeypatch.setattr(type(MODEL), "device", torch.device("cuda"))
-    assert graphs_of(config, MODEL) == "full" and graphs_of(config, latent) == "none"
-    assert graphs_of(EngineConfig(cuda_graphs="full"), latent) == "full"
-    monkeypatch.setattr(MODEL, "runs_on", torch.device("cuda"))
-    assert graphs_of(config, MODEL) == "none"
-
-
-def test_the_ladder_holds_powers_of_two_and_the_largest_batch():
-    for size in (1, 5, 8, 100, 256):
-        sizes = ladder(size)
-        assert sizes[0] == 1 and sizes[-1] == size and sizes == sorted(set(sizes))
-        assert all(b <= 2 * a for a, b in zip(sizes, sizes[1:]))
-
-
-def test_graphs_on_the_cpu_are_refused_when_the_engine_starts():
-    with pytest.raises(UserError, match='cuda_graphs is "full", but the model is on cpu'):
-        Engine(MODEL, EngineConfig(cuda_graphs="full"))
+        assert _as_without(engine) == plain != adapted
 
 
 @pytest.mark.parametrize("family", ["qwen3_moe", "gpt_oss"])
 def test_replayed_steps_of_a_mixture_give_the_same_bits_and_routes_as_direct_ones(family):
-    model = build_model(dataclasses.replace(preset(f"{family}:micro", 60), num_layers=2), "float32", seed=1)
-    prompts, params = _load(7)
-    asked = [dataclasses.replace(own, routes=form) for own, form in zip(params, ("whole", "digest", "") * 2)]
-    expected = Engine(model, EngineConfig(max_sequences=5)).generate(prompts, asked)
+    model = build_model(replace(preset(f"{family}:micro", 60), num_layers=2), "float32", seed=1)
+    prompts, params = drawn_load(7, 6, 60, longest=40, most_tokens=12, routes=["whole", "digest", ""])
+    expected = Engine(model, EngineConfig(max_sequences=5)).generate(prompts, params)
     recorder = Recorder()
-    groups = _engine(recorder, model, max_sequences=5, draft="none").generate(prompts, asked)
+    groups = _engine(recorder, model, max_sequences=5, draft="none").generate(prompts, params)
     assert recorder.replayed
-    assert [[(c.token_ids, c.logprobs, c.routes) for c in g] for g in groups] == [
-        [(c.token_ids, c.logprobs, c.routes) for c in g] for g in expected
-    ]
-    assert len({route for completion in (groups[0][0], groups[3][0]) for route in completion.routes}) > 1
+    assert groups == expected
+    assert len({route for group in groups for completion in group for route in completion.routes}) > 1
 
 
 def test_a_step_that_cannot_be_captured_is_named_when_it_runs():

@@ -1,19 +1,18 @@
-"""Latent attention in the engine: the trainer's bits out of a cache of keys alone, whatever the load and the layout."""
+"""Latent attention in the engine: the trainer's bits out of a cache of keys alone, whatever the load."""
 
 from dataclasses import replace
-from functools import cache, partial
+from functools import cache
 
 import pytest
 import torch
 
-from lockstep import Engine, EngineConfig, SamplingParams, build_model, score
-from lockstep.config import CompileConfig, ParallelConfig
+from lockstep import Engine, EngineConfig, SamplingParams, build_model
+from lockstep.config import CompileConfig
 from lockstep.generate.runner import make_cache
-from lockstep.model import Latent, Yarn, initialize, preset
-from lockstep.parallel import apply_compile, close_world, generator_model, open_world
+from lockstep.model import Latent, Yarn, preset
+from lockstep.parallel import apply_compile
 from lockstep.rl.scoring.explain import first_difference
 from tests.generate.test_engine import check_load
-from tests.parallel.launch import launch
 
 SHAPE = replace(
     preset("deepseek_v3:micro", 120), dim=64, num_layers=2, intermediate_size=96, max_positions=512, head_dim=64,
@@ -63,23 +62,3 @@ def test_the_cache_holds_one_key_per_token():
 
 def test_parity_explains_it_operator_by_operator():
     assert first_difference(_model("float32"), [5, 6, 7] * 12, 20) is None
-
-
-def sample(ranks):
-    parallel = ParallelConfig(tensor=ranks, reduction_chunks=2)
-    world = open_world(parallel, "cpu")
-    model = generator_model(SHAPE, torch.bfloat16, world, parallel, partial(initialize, seed=3))
-    engine = Engine(model, EngineConfig(max_tokens_per_step=37, max_sequences=5, cache_tokens=256))
-    params = SamplingParams(max_tokens=14, n=2, seed=5, ignore_eos=True)
-    prompts = [[9, 10] * 20, [11, 12, 13], [9, 10] * 19]
-    found = [[(c.token_ids, c.logprobs) for c in group] for group in engine.generate(prompts, params)]
-    for prompt, group in zip(prompts, found):
-        for tokens, log_probs in group:
-            assert torch.equal(torch.tensor(log_probs), score(model, [prompt + tokens])[0][len(prompt) - 1 :])
-    close_world(world)
-    return found
-
-
-def test_ranks_that_share_the_heads_sample_what_one_process_does():
-    (alone,) = launch(1, sample, 1)
-    assert launch(2, sample, 2) == [alone, alone]

@@ -47,10 +47,3 @@ def test_a_released_page_is_found_again_until_its_place_is_needed():
     assert allocator.share(chain, (3, 4)) is None, "its place was needed"
     with pytest.raises(IndexError):
         allocator.allocate()
-
-
-def test_a_page_released_too_often_is_an_error():
-    allocator = PageAllocator(1)
-    allocator.release(allocator.allocate())
-    with pytest.raises(ValueError, match="no reference to release"):
-        allocator.release(0)

@@ -10,7 +10,7 @@ from lockstep.data.decoding import token_pieces
 from lockstep.errors import UserError
 from lockstep.observe import MetricsWriter, open_run, write_report
 from lockstep.observe.report import MAX_BYTES
-from lockstep.observe.token_view import ENVIRONMENTS, _pieces, channels, shown_steps
+from lockstep.observe.token_view import ENVIRONMENTS, channels, shown_steps
 
 HOSTILE = "</i></span><script>alert('gotcha')</script><img src=x onerror=\"gotcha()\">&lt;b&gt;\x00\x1b[2Jä\u202e"
 
@@ -71,11 +71,15 @@ def test_a_token_has_a_colour_for_each_known_value(tmp_path):
         _line(0, text, 1.0, log_probs=[-0.5, -2.0, -8.0], entropies=[0.0, 1.0, 4.0],
               reference_log_probs=[-0.5, -4.0, 0.0], trainer_log_probs=[-0.5, -2.0, -8.0 - 1e-6]),
         _line(0, text, -0.5),
+        # The environment wrote the first and the last token; each of the others has an advantage of its own.
+        _line(1, text + "x", 0.0, sampled=[0, 1, 1, 0], log_probs=[-1.0, -2.0], token_advantages=[0.25, 1.0]),
     ]  # fmt: skip
     run = _run(tmp_path / "run", step1=lines)
     page = Page(write_report(run).read_text())
-    assert [text for _, text in page.tokens] == ["a", "b", "⏎\n"] * 2
-    styles = [dict(p.split(":") for p in attrs["style"].split(";")) for attrs, _ in page.tokens]
+    assert [text for _, text in page.tokens] == [*["a", "b", "⏎\n"] * 3, "x"]
+    assert [attrs["title"] == ENVIRONMENTS and not attrs["style"] for attrs, _ in page.tokens[6:]] == [1, 0, 0, 1]
+    assert [attrs["style"] for attrs, _ in page.tokens[7:9]] == ["--l:0.25;--a:0.25", "--l:0.5;--a:1"]
+    styles = [dict(p.split(":") for p in attrs["style"].split(";")) for attrs, _ in page.tokens[:6]]
     assert [style.get("--l") for style in styles[:3]] == ["0.12", "0.5", "1"]
     assert [style.get("--e") for style in styles[:3]] == [None, "0.25", "1"]
     assert [(style.get("--r"), style.get("--rn")) for style in styles[:3]] == [(None, None), (None, "0.5"), ("1", None)]
@@ -93,11 +97,12 @@ def test_nothing_that_a_model_says_becomes_part_of_the_page(tmp_path):
         (run / "rollouts" / f"validation_{step:08}.jsonl").write_text(json.dumps(_line(0, HOSTILE)) + "\n")
     with MetricsWriter(run) as writer:
         writer.write(1, {"reward/mean": 1.0, f"alarm/{HOSTILE}": 1.0})
+    path = run / "rollouts/step_00000001.jsonl"
+    path.write_bytes(path.read_bytes() + b'{"prompt": ')  # a line that a killed run has not finished
     text = write_report(run, title=HOSTILE, introduction=HOSTILE).read_text()
     page = Page(text)
-    assert not {"script", "img", "iframe", "object", "embed", "link", "base", "form", "a"} & {
-        t for t, _ in page.elements
-    }
+    loading = {"script", "img", "iframe", "object", "embed", "link", "base", "form", "a"}
+    assert not loading & {tag for tag, _ in page.elements}
     assert not any(name.startswith("on") or name in ("src", "href") for _, attrs in page.elements for name in attrs)
     policy = next(a["content"] for t, a in page.elements if a.get("http-equiv") == "Content-Security-Policy")
     assert policy.startswith("default-src 'none'"), "nor would it run"
@@ -105,13 +110,6 @@ def test_nothing_that_a_model_says_becomes_part_of_the_page(tmp_path):
     assert not unseen and "\\x1b[2Jä\\x202e" in text, "characters that cannot be seen are written by their number"
     shown = "".join(text for _, text in page.tokens)
     assert "<script>alert('gotcha')</script>" in shown and "\\x00\\x1b[2J\\xc3\\xa4" in shown
-
-
-def test_a_line_that_a_killed_run_has_not_finished_is_left_out_of_the_report(tmp_path):
-    run = _run(tmp_path / "run", step1=[_line(0, "whole", 1.0)])
-    path = run / "rollouts/step_00000001.jsonl"
-    path.write_bytes(path.read_bytes() + b'{"prompt": ')
-    assert "whole" in write_report(run).read_text()
 
 
 def test_the_first_a_middle_and_the_last_step_are_shown_or_requested_ones(tmp_path):
@@ -166,36 +164,3 @@ def test_a_piece_is_what_a_token_says_by_itself(bpe_tokenizer):
     assert token_pieces(ByteTokenizer(), [97, 0xC3, 0xA4, 256, 257, 300]) == [
         "a", "\\xc3", "\\xa4", "<|endoftext|>", "[257]", "[300]"
     ]  # fmt: skip
-
-
-def test_a_long_curve_keeps_its_ends_and_its_spikes():
-    from lockstep.observe.curves import MAX_POINTS, _thinned
-
-    values = [float(n % 7) for n in range(99_999)]
-    values[12_345], values[54_321] = 100.0, -100.0
-    steps, thinned = _thinned(range(1, 100_000), values)
-    assert len(thinned) <= MAX_POINTS and {100.0, -100.0} <= set(thinned)
-    assert steps == sorted(steps) and all(values[int(step) - 1] == value for step, value in zip(steps, thinned))
-    assert _thinned([1, 2, 3], [0.5, 0.1, 0.2]) == ([1, 2, 3], [0.5, 0.1, 0.2])
-
-
-def test_a_token_view_colours_the_models_tokens_by_their_values():
-    rollout = {
-        "token_ids": list(b"abcdef"), "sampled": [0, 1, 0, 0, 1, 1], "log_probs": [-1.0, -2.0, -3.0],
-        "advantage": 0.0, "token_advantages": [0.25, 0.5, 1.0], "entropies": [0.4, 0.8, 1.2],
-    }  # fmt: skip
-    pieces = _pieces(rollout, lambda tokens: list(map(chr, tokens)), 100, 1.0)
-    assert "".join(piece.text for piece in pieces) == "abcdef"
-    assert [piece.figures == ENVIRONMENTS and not piece.style for piece in pieces] == [
-        True,
-        False,
-        True,
-        True,
-        False,
-        False,
-    ]
-    assert [pieces[n].style for n in (1, 4, 5)] == [
-        "--l:0.25;--a:0.25;--e:0.1", "--l:0.5;--a:0.5;--e:0.2", "--l:0.75;--a:1;--e:0.3"
-    ]  # fmt: skip
-    first, left_out, last = _pieces(rollout, lambda tokens: list(map(chr, tokens)), 2, 1.0)
-    assert (first.text, last.text, last.style) == ("a", "f", pieces[5].style) and "4 tokens" in left_out.text

@@ -11,7 +11,7 @@ import sys
 import pytest
 
 from lockstep.cli import main
-from lockstep.config import ObserveConfig, ParallelConfig
+from lockstep.config import ParallelConfig
 from lockstep.errors import RunStopped, UserError
 from lockstep.observe import MetricsWriter, claim_run, curves_png, open_run, read_metrics, write_report
 from lockstep.observe.curves import curves_svg
@@ -28,8 +28,6 @@ def test_a_folder_is_never_taken_from_its_owner(tmp_path):
     assert (run.path / "config.toml").read_text() == "a = 3\n"
     (tmp_path / "thesis").mkdir()
     (tmp_path / "thesis" / "chapter.tex").write_text("years of work")
-    with pytest.raises(UserError, match="is not empty and is not a run's folder"):
-        open_run(str(tmp_path / "thesis"), "", overwrite=True)
     (tmp_path / "thesis" / "config.toml").write_text('base = "https://example.org"')  # many programs have one
     with pytest.raises(UserError, match="is not empty and is not a run's folder"):
         open_run(str(tmp_path / "thesis"), "", overwrite=True)
@@ -103,11 +101,6 @@ def test_a_start_that_fails_before_its_first_step_leaves_no_folder(tmp_path):
         pass
     fail(tmp_path / "idle", resume=True)
     assert (tmp_path / "idle" / "config.toml").is_file(), "a run that was there stays"
-    (tmp_path / "thesis").mkdir()
-    (tmp_path / "thesis" / "chapter.tex").write_text("years of work")
-    with pytest.raises(UserError, match="is not a run's folder"), claim_run(str(tmp_path / "thesis"), ""):
-        pass
-    assert [p.name for p in (tmp_path / "thesis").iterdir()] == ["chapter.tex"]
 
 
 def _open_on_two_ranks(output):
@@ -126,15 +119,6 @@ def test_where_the_main_rank_is_refused_all_are(tmp_path):
     assert first == second and "already contains a run" in first
 
 
-def test_a_resumed_run_says_which_settings_have_changed(tmp_path, caplog):
-    toml = "output = '{}'\nsteps = {}\nresume = {}\n[train]\nlearning_rate = 0.1\n"
-    open_run(str(tmp_path / "run"), toml.format("run", 4, "false"))
-    open_run(str(tmp_path / "run"), toml.format("./run", 4, "true"), resume=True)
-    assert not caplog.messages
-    open_run(str(tmp_path / "run"), toml.format("run", 5, "true").replace("0.1", "0.2"), resume=True)
-    assert "different settings: steps 5, was 4; train.learning_rate 0.2, was 0.1" in caplog.text
-
-
 def test_damaged_lines_of_the_metrics_do_not_keep_a_run_from_resuming(tmp_path, caplog):
     run = open_run(str(tmp_path / "run"), "")
     large = b'{"step": 1%s}\n' % (b"0" * 400)
@@ -149,8 +133,10 @@ def test_what_runs_write_is_known_and_deleted_and_nothing_else(tmp_path):
     options += ["--observe.tensorboard", "--observe.profile-steps", "1", "2", "--validation-every", "1"]
     (tmp_path / "a.txt").write_text("some text\n" * 300)
     options += ["--data", str(tmp_path / "a.txt"), "--validation-data", str(tmp_path / "a.txt")]
-    for more in ([], ["--overwrite"]):
-        assert main(["pretrain", "--output", str(tmp_path / "run"), *options, *more]) == 0
+    assert main(["pretrain", "--output", str(tmp_path / "run"), *options]) == 0
+    assert len(list((tmp_path / "run").iterdir())) > 7
+    open_run(str(tmp_path / "run"), "", overwrite=True)
+    assert {path.name for path in (tmp_path / "run").iterdir()} == {"checkpoints", "config.toml"}
 
 
 def test_metrics_are_json_lines_and_a_torn_last_line_is_left_out(tmp_path):
@@ -183,30 +169,14 @@ def test_metrics_are_added_to_the_last_line(tmp_path):
     assert read_metrics(run.metrics) == found
 
 
-def test_tensorboard_files_are_written_if_enabled(tmp_path):
+def test_a_report_shows_what_there_is(tmp_path):
     run = open_run(str(tmp_path / "run"), "")
-    with MetricsWriter(run.path, ObserveConfig(tensorboard=True)) as writer:
-        writer.write(1, {"loss": 2.5})
-    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
-
-    events = EventAccumulator(str(run.path / "tensorboard"))
-    events.Reload()
-    assert [(e.step, e.value) for e in events.Scalars("loss")] == [(1, 2.5)]
-
-
-def test_a_report_escapes_what_models_write_and_shows_what_there_is(tmp_path):
-    run = open_run(str(tmp_path / "run"), "note = '<script>'\n")
     assert "<h1>empty</h1>" in write_report(run.path, "empty").read_text()
     with MetricsWriter(run.path) as writer:
         for step in range(1, 30):
-            writer.write(step, {"reward/mean": step / 30, "loss": 1.0, "parity/tokens_checked": 10,
+            writer.write(step, {"reward/mean": step / 30, "reward/$a^$/mean": 0.5, "parity/tokens_checked": 10,
                                 "parity/tokens_different": 0, "parity/max_delta": 0.0})  # fmt: skip
-    line = {"prompt": "<script>alert(1)</script>", "completion": "a\n</td>", "rewards": {"reward": 1.0},
-            "advantage": -0.5, "finish_reason": "stop", "group": 0}  # fmt: skip
-    run.rollouts_path(1).parent.mkdir()
-    run.rollouts_path(1).write_text(json.dumps(line) + "\n")
     page = write_report(run.path, "a run").read_text()
-    assert "<script>" not in page and "&lt;script&gt;alert" in page and "&lt;/td&gt;" in page
     assert "<svg" in page and ">290</td>" in page
     assert "so the gradient of the first update on each batch is exactly on policy" in page, "the meaning of a 0"
     assert "before and after" not in page, "without a second validation there is nothing to compare"
@@ -230,12 +200,10 @@ def test_a_report_shows_the_same_prompts_before_and_after(tmp_path):
     assert table.count('<tr class="good">') == 12, "a dozen of the prompts"
     assert ">9⏎</td>" in table and ">10⏎</td>" in table and ">8⏎</td>" not in table, "the first and the last validation"
     assert "<th>correct</th>" in table, "the reward by the environment's own name"
-    assert "2 min 55 s" in page and "Pretraining 1 min 40 s, reinforcement 1 min 15 s." in page
-    assert "450,000" in page and "held-out reward" not in page and "Curves" not in page
-    assert "total time" in page and "since step" not in page
+    assert "2 min 55 s" in page and "450,000" in page and "since step" not in page
     run.summary.write_text(json.dumps(summary | {"resumed_from": 7}))
     page = write_report(run.path, "a run").read_text()
-    assert "since step 7" in page and "total time" not in page
+    assert "since step 7" in page
 
 
 def test_what_is_drawn_depends_on_what_was_measured(tmp_path):
@@ -245,20 +213,10 @@ def test_what_is_drawn_depends_on_what_was_measured(tmp_path):
             writer.write(step, {"loss": 2.0, "skipped_steps": 0})
     with MetricsWriter(rl.path) as writer:
         for step in (1, 2):
-            rewards = dict.fromkeys(
-                ("reward/mean", "reward/correct/mean", "validation/accuracy", "validation/reward"), 0.5
-            )
-            writer.write(step, {"loss": 1e-4, **rewards})
+            rewards = ("reward/mean", "reward/correct/mean", "validation/accuracy", "validation/reward")
+            writer.write(step, {"loss": 1e-4, **dict.fromkeys(rewards, 0.5)})
     assert [curve.title for curve in curves_svg(pretrain.path)] == ["Loss"]
     assert [curve.title for curve in curves_svg(rl.path)] == ["Reward", "Held-out accuracy"], "no picture twice"
     assert all(curve.meaning.endswith(".") and "<text" in curve.svg for curve in curves_svg(rl.path))
     page = write_report(rl.path, "both", "An introduction.", pretraining=pretrain.path).read_text()
     assert "Loss in pretraining" in page and "An introduction." in page and len(page) < 5e6
-
-
-def test_a_rewards_name_is_no_mathematics(tmp_path):
-    run = open_run(str(tmp_path / "run"), "")
-    with MetricsWriter(run.path) as writer:
-        for step in (1, 2):
-            writer.write(step, {"reward/mean": 0.5, "reward/$a^$/mean": 0.5, "reward/b/mean": 0.25})
-    assert any("$a^$" in curve.svg for curve in curves_svg(run.path))

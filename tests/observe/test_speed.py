@@ -6,6 +6,7 @@ import torch
 
 from lockstep.model import build_model, lora_of, preset
 from lockstep.observe import peak_flops, training_flops
+from lockstep.observe.start import start_line
 
 
 def test_every_product_is_counted_attention_included():
@@ -47,3 +48,9 @@ def test_the_best_measured_peak_is_cached_for_the_machine(tmp_path, monkeypatch)
     assert peak_flops(torch.device("cpu"), torch.float32) == 1e20
     path.write_text('{"flops": 1e6}')  # measured at a bad moment
     assert peak_flops(torch.device("cpu"), torch.float32) > 1e8
+
+
+def test_of_a_mixture_the_start_line_says_how_many_weights_a_token_meets():
+    line = start_line("m", preset("qwen3_moe:30b-a3b"), torch.device("cpu"), torch.float32, "nothing to do")
+    assert line.startswith("m, 30.5B parameters (3.35B active) | cpu")
+    assert "active" not in start_line("m", preset("qwen3:0.6b"), torch.device("cpu"), torch.float32, "")

@@ -36,10 +36,12 @@ def test_weights_and_biases_keeps_a_table_with_the_steps_metrics(tmp_path, monke
     pytest.importorskip("wandb")
     monkeypatch.setenv("WANDB_MODE", "offline")
     (tmp_path / "config.toml").write_text("steps = 1\n")
-    with Observer(ObserveConfig(wandb=True), FaultConfig(), tmp_path) as observer:
-        observer.write_samples(1, "rollout/samples", TABLE)
-        observer.write(1, {"loss": 2.5})
-        observer.write_samples(2, "rollout/samples", TABLE)
+    for step in (1, 2):  # the second as if resumed
+        with Observer(ObserveConfig(wandb=True), FaultConfig(), tmp_path) as observer:
+            observer.write_samples(step, "rollout/samples", TABLE)
+            observer.write(step, {"loss": 2.5})
+    runs = list((tmp_path / "wandb").glob("offline-run-*/run-*.wandb"))
+    assert runs and len({path.name for path in runs}) == 1
     tables = [*(tmp_path / "wandb").glob("offline-run-*/files/media/table/rollout/samples_*.table.json")]
     assert len(tables) == 2
     for path in tables:
@@ -91,10 +93,3 @@ def test_a_tracker_that_takes_no_tables_is_named_once_and_keeps_its_metrics(tmp_
     assert Tracker.metrics == [*range(1, 10)] and Tracker.tables == [*range(1, 1 + PATIENCE)]
     (message,) = caplog.messages
     assert "observe.wandb failed to write the table rollout/samples at step 3 (no such type)" in message
-
-
-def test_tables_are_for_trackers_alone(tmp_path):
-    with Observer(ObserveConfig(), FaultConfig(), tmp_path) as observer:
-        observer.write_samples(1, "rollout/samples", TABLE)
-        observer.write(1, {"loss": 2.5})
-    assert [json.loads(line)["step"] for line in (tmp_path / "metrics.jsonl").read_text().splitlines()] == [1]

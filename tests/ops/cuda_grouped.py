@@ -20,7 +20,7 @@ from lockstep.ops.cuda import experts as summed
 from lockstep.ops.cuda import grouped_linear as grouped
 from lockstep.ops.cuda import linear
 from lockstep.ops.cuda.kernel import launch
-from tests.generate.recorder import Recorder
+from tests.generate.engines import Recorder
 from tests.ops.cuda_kernels import DTYPES, compare, dots_of_fixed_order, form, kernels, nothing_twice  # noqa: F401
 from tests.ops.test_experts import starts_of
 from tests.ops.test_linear import cancelling

@@ -80,3 +80,14 @@ def steps_of(run):
 
 def rollouts_of(run, step):
     return lines_of(run / f"rollouts/step_{step:08}.jsonl")
+
+
+def trained_despite_failures(metrics, rollouts, on_failure, cause):
+    """The rollouts of a step's groups with two rewards; that its metrics count them and the failures is checked."""
+    failed = [rollout for rollout in rollouts if "failure" in rollout]
+    assert metrics[f"reward/failed/{cause}"] == len(failed) >= 4 and metrics["parity/tokens_different"] == 0
+    groups = [[r for r in rollouts if r["group"] == group] for group in range(int(metrics["groups/drawn"]))]
+    left = [g for g in groups if on_failure == "zero" or sum("failure" not in r for r in g) >= 2]
+    dropped = metrics.get("groups/dropped/failed_rewards", 0)
+    assert (metrics["groups/trained"], dropped) == (len(left), len(groups) - len(left))
+    return [r for group in left for r in group if on_failure == "zero" or "failure" not in r]

@@ -5,24 +5,13 @@ import time
 import pytest
 
 from lockstep.checkpoint.folders import checkpoints_in
-from lockstep.config import CheckpointConfig, PretrainConfig, TrainConfig
+from lockstep.config import CheckpointConfig
 from lockstep.train.pretrain import pretrain
-from lockstep.train.trainer import Trainer
+from tests.train.runs import text_run
 
 
 @pytest.mark.parametrize(("minutes", "saved"), [(0.0, [4]), (0.02, [2, 4])])
-def test_a_checkpoint_is_written_once_so_many_minutes_have_passed(tmp_path, monkeypatch, minutes, saved):
-    exact = Trainer.step
-
-    def slow_second(trainer, *arguments):
-        if trainer.updates == 1:
-            time.sleep(1.3)
-        return exact(trainer, *arguments)
-
-    monkeypatch.setattr(Trainer, "step", slow_second)
-    config = PretrainConfig(
-        output=str(tmp_path / "run"), model="qwen3:micro", tokens_per_step=64, sequence_length=64, steps=4,
-        dtype="float32", train=TrainConfig(warmup_steps=0), checkpoint=CheckpointConfig(every_minutes=minutes),
-    )  # fmt: skip
-    run = pretrain(config, ["the quick brown fox jumps over the lazy dog " * 20])
+def test_a_checkpoint_is_written_once_so_many_minutes_have_passed(tmp_path, minutes, saved):
+    config = text_run(tmp_path, tokens_per_step=64, checkpoint=CheckpointConfig(every_minutes=minutes))
+    run = pretrain(config, on_metrics=lambda step, metrics: time.sleep(1.3 if step == 2 else 0))
     assert sorted(int(path.name.removeprefix("step_")) for path in checkpoints_in(run / "checkpoints")) == saved

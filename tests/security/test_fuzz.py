@@ -3,7 +3,6 @@
 import json
 import random
 import shutil
-import socket
 import time
 from concurrent.futures import ThreadPoolExecutor
 
@@ -14,8 +13,9 @@ from lockstep import build_model, load_model, save_model
 from lockstep.config import EngineConfig
 from lockstep.data import load_tokenizer
 from lockstep.errors import UserError
+from lockstep.generate.server.protocol import IGNORED, NEUTRAL, ChatRequest, CompletionRequest
 from lockstep.model import load_weights, preset
-from tests.server.conftest import running_server
+from tests.server.conftest import Running, running_server
 
 REQUESTS = [500, pytest.param(20_000, marks=pytest.mark.slow)]
 FILES = [50, pytest.param(2_000, marks=pytest.mark.slow)]
@@ -31,25 +31,14 @@ BODIES = [
     ("/metrics", {}),
     ("/v1/models/x", {}),
 ]
+FIELDS = sorted({*CompletionRequest.model_fields, *ChatRequest.model_fields, *NEUTRAL, *IGNORED})
 JUNK = [
     None, True, -1, 0, 2**31, 2**63, -(2**64), 10**400, 1e-300, 1e308, "", "\0", "\ud800", "a" * 3000, [], {}, [[]],
     [{}], [1, "x"], {"a": {"b": []}}, [-1], [2**40], [[1], ["x"]], "../../etc/passwd", "/dev/zero", "{{ 1/0 }}",
 ]  # fmt: skip
 PIECES = [
-    b"\0",
-    b"\r\n",
-    b"\xff\xfe",
-    b"{",
-    b"}",
-    b"[" * 50,
-    b'"',
-    b"1e999",
-    b"\\ud800",
-    b"NaN",
-    b": ",
-    b"chunked",
-    b"-1",
-]
+    b"\0", b"\r\n", b"\xff\xfe", b"{", b"}", b"[" * 50, b'"', b"1e999", b"\\ud800", b"NaN", b": ", b"chunked", b"-1",
+]  # fmt: skip
 
 
 def damaged(data: bytes, draw: random.Random) -> bytes:
@@ -74,7 +63,7 @@ def request(seed: int) -> bytes:
     path, body = draw.choice(BODIES)
     body = dict(body)
     for _ in range(draw.randint(0, 2)):
-        body[draw.choice(["prompt", "messages", "n", "seed", "stop", "top_k", "logprobs", *body])] = draw.choice(JUNK)
+        body[draw.choice([*FIELDS, *body])] = draw.choice(JUNK)
     content = json.dumps(body).encode()
     if draw.random() < 0.4:
         content = damaged(content, draw)
@@ -87,10 +76,10 @@ def request(seed: int) -> bytes:
     return (damaged(head, draw) if draw.random() < 0.08 else head) + content
 
 
-def _ask(address: tuple[str, int], seed: int) -> tuple[bytes, float]:
+def _ask(running: Running, seed: int) -> tuple[bytes, float]:
     began = time.monotonic()
     answer = b""
-    with socket.create_connection(address) as connection:
+    with running.connect() as connection:
         connection.settimeout(30)
         try:
             connection.sendall(request(seed))
@@ -117,12 +106,17 @@ def test_no_request_breaks_the_server_or_holds_it_up(folder, count):
     engine = EngineConfig(max_tokens_per_step=256, max_sequences=32, cache_tokens=8192)
     options = dict(engine=engine, admin_key="secret", client_seconds=0.5, max_prompt_tokens=40)
     with running_server(folder, **options) as running:
-        address = running.server.servers[0].sockets[0].getsockname()
         expected = running.complete(prompt="abc", max_tokens=5, seed=1).json()["choices"]
         with ThreadPoolExecutor(16) as pool:
-            answers = dict(enumerate(pool.map(lambda seed: _ask(address, seed), range(count))))
+            answers = dict(enumerate(pool.map(lambda seed: _ask(running, seed), range(count))))
         statuses = {seed: answer[9:12] for seed, (answer, _) in answers.items()}
         assert not {seed: status for seed, status in statuses.items() if status[:1] == b"5"}
+        for seed, (answer, _) in answers.items():
+            head, _, content = answer.partition(b"\r\n\r\n")
+            if statuses[seed][:1] == b"4" and b"application/json" in head:
+                # What a damaged length leaves is answered as a second request.
+                found, _ = json.JSONDecoder().raw_decode(content.decode())
+                assert set(found["error"]) == {"message", "type", "param", "code"}, seed
         assert sum(status == b"200" for status in statuses.values()) > count // 10
         assert max(seconds for _, seconds in answers.values()) < 20
         running.wait_until(lambda: not running.service.limits.requests and running.all_pages_free())

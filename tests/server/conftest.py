@@ -2,8 +2,10 @@
 
 import asyncio
 import dataclasses
+import json
 import os
 import re
+import socket
 import subprocess
 import sys
 import threading
@@ -45,6 +47,26 @@ class Running:
         with self.http() as client:
             return client.post("/v1/completions", json=body)
 
+    def chat(self, messages="hi", **body):
+        """messages: a list, or what a user says."""
+        if isinstance(messages, str):
+            messages = [{"role": "user", "content": messages}]
+        with self.http() as client:
+            return client.post("/v1/chat/completions", json={"messages": messages, **body})
+
+    def stream(self, **body):
+        """The chunks of a streamed completion."""
+        with self.http() as client, client.stream("POST", "/v1/completions", json=body | {"stream": True}) as answer:
+            lines = [line.removeprefix("data: ") for line in answer.iter_lines() if line]
+        assert lines.pop() == "[DONE]"
+        return [json.loads(line) for line in lines]
+
+    def connect(self):
+        """A socket to the server, for what no client sends."""
+        connection = socket.create_connection(("127.0.0.1", int(self.url.rpartition(":")[2])))
+        connection.settimeout(10)
+        return connection
+
     def metrics(self):
         with self.http() as client:
             return client.get("/metrics").text
@@ -60,6 +82,10 @@ class Running:
         while not condition():
             assert time.monotonic() < until, "waited in vain"
             time.sleep(0.005)
+
+
+class Panic(BaseException):
+    """As a panic of a library in Rust arrives: no Exception."""
 
 
 @contextmanager

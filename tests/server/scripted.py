@@ -4,7 +4,9 @@ import dataclasses
 
 import torch
 
+from lockstep.data import load_tokenizer
 from lockstep.model import build_model, preset, save_model
+from tests.rl.conversations.families import write_family
 
 
 def save_scripted(folder, tokenizer, script, eos_ids):
@@ -27,3 +29,15 @@ def save_scripted(folder, tokenizer, script, eos_ids):
         for token, following in zip(script, script[1:]):
             model.lm_head.weight[following] += embedding[token]
     save_model(model, folder)
+
+
+THOUGHT, SAID = "We add.", "now:4!"
+
+
+def save_thinking(folder, bpe_tokenizer):
+    """A model that answers everything with the same thought and words, in Qwen3's form; returns their tokens."""
+    write_family(folder, "qwen3", bpe_tokenizer)
+    tokenizer = load_tokenizer(folder)
+    script = [*tokenizer.encode(f"\n<think>{THOUGHT}</think> {SAID}"), tokenizer.eos_id]
+    save_scripted(folder, tokenizer, script, [tokenizer.eos_id])
+    return script[1:]

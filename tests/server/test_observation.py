@@ -8,19 +8,19 @@ import re
 import httpx
 from prometheus_client.parser import text_string_to_metric_families
 
-from tests.server.conftest import running_server
+from tests.server.conftest import Panic, running_server
 
 
 def test_metrics_count_what_was_done(server):
     prompt, names = [4] * 65, ["cache_pages_total", "prompt_tokens_reused_total", "tokens_sampled_total"]
     names += ["time_to_first_token_seconds_count", "time_per_output_token_seconds_count"]
-    names += ['requests_aborted_total{reason="disconnected"}']
-    names += [f'requests_total{{route="/v1/completions",status="{status}"}}' for status in (200, 400)]
+    names += ['requests_aborted_total{"reason": "disconnected"}']
+    names += [f'requests_total{{"route": "/v1/completions", "status": "{status}"}}' for status in (200, 400)]
 
     def counted():
         families = [sample for f in text_string_to_metric_families(server.metrics()) for sample in f.samples]
         found = {f"{s.name}{json.dumps(s.labels) if s.labels else ''}": s.value for s in families}
-        return {name: found.get(_key(name), 0.0) for name in names}, found
+        return {name: found.get(f"lockstep_{name}", 0.0) for name in names}, found
 
     server.engine.weights_changed(0)  # nothing is cached of earlier requests
     before, _ = counted()
@@ -42,13 +42,6 @@ def test_metrics_count_what_was_done(server):
     assert after[names[2]] == server.engine.statistics.tokens_sampled
     assert found["lockstep_cache_pages_used"] == 0 and 0 < found["lockstep_prefix_hit_rate"] < 1
     assert {"lockstep_sequences_waiting", "lockstep_preemptions_total", "lockstep_tokens_guessed_total"} <= found.keys()
-
-
-def _key(name):
-    """As a sample's name and labels are written here."""
-    name, _, labels = f"lockstep_{name}".partition("{")
-    pairs = dict(re.findall(r'(\w+)="([^"]*)"', labels))
-    return f"{name}{json.dumps(pairs) if pairs else ''}"
 
 
 def test_a_path_that_a_client_makes_up_makes_no_time_series(server):
@@ -90,15 +83,11 @@ def test_the_access_log_has_a_line_of_json_for_every_request(server, caplog):
     assert (three["status"], three["aborted"]) == (499, "disconnected") and three["completion_tokens"] < 490
 
 
-class Panic(BaseException):
-    """As a panic of a library in Rust arrives: no Exception."""
-
-
 def test_a_step_that_fails_ends_all_requests_and_the_health_and_a_model_without_a_template_completes(
     model_folder, monkeypatch
 ):
     with running_server(model_folder) as running, running.http() as client:
-        answer = client.post("/v1/chat/completions", json={"messages": [{"role": "user", "content": "x"}]})
+        answer = running.chat("x")
         assert answer.status_code == 400 and "no chat template" in answer.json()["error"]["message"]
         assert running.complete(prompt="x", max_tokens=2).status_code == 200
         body = dict(prompt="x", max_tokens=100, ignore_eos=True)

@@ -2,6 +2,7 @@
 
 import re
 import shutil
+import time
 
 import httpx
 import pytest
@@ -22,14 +23,8 @@ def browser(tmp_path_factory):
     options = webdriver.ChromeOptions()
     options.binary_location = CHROMIUM
     profile = tmp_path_factory.mktemp("profile")
-    for argument in (
-        "--headless=new",
-        "--no-sandbox",
-        "--disable-gpu",
-        "--disable-dev-shm-usage",
-        "--window-size=900,700",
-    ):
-        options.add_argument(argument)
+    for argument in ("headless=new", "no-sandbox", "disable-gpu", "disable-dev-shm-usage", "window-size=900,700"):
+        options.add_argument(f"--{argument}")
     options.add_argument(f"--user-data-dir={profile}")
     options.set_capability("goog:loggingPrefs", {"browser": "ALL"})
     driver = webdriver.Chrome(options, webdriver.ChromeService(DRIVER))
@@ -74,9 +69,9 @@ def test_a_conversation_streams_its_answer_and_the_next_question_is_asked_with_i
     browser.get(server.url + "/")
     _wait(browser, lambda: browser.title == "small")
     _set(browser, temperature="0", tokens="8")
-    _say(browser, "<b>hello</b> <script>document.title = 'x'</script>")
-    _wait(browser, lambda: _answered(browser))
     question = "<b>hello</b> <script>document.title = 'x'</script>"
+    _say(browser, question)
+    _wait(browser, lambda: _answered(browser))
     assert _texts(browser, "user") == [question] and browser.title == "small"
     body = {"messages": [{"role": "user", "content": question}], "temperature": 0, "max_tokens": 8}
     said = httpx.post(f"{server.url}/v1/chat/completions", json=body).json()["choices"][0]["message"]["content"]
@@ -101,8 +96,6 @@ def test_stop_ends_the_answer_at_the_server_too_and_keeps_what_was_said(server, 
     step = server.engine.step
 
     def slowly():
-        import time
-
         time.sleep(0.05)
         return step()
 

@@ -2,7 +2,6 @@
 
 import dataclasses
 
-import httpx
 import pytest
 
 from lockstep.data import StreamDecoder, load_tokenizer
@@ -10,105 +9,112 @@ from lockstep.data.replies import PLAIN, ReplyReader
 from lockstep.generate.server.text import GrowingText, StopString
 from tests.rl.conversations.families import write_family
 from tests.server.conftest import running_server
-from tests.server.scripted import save_scripted
+from tests.server.scripted import SAID, THOUGHT, save_scripted, save_thinking
 
 ASK = [{"role": "user", "content": "hi"}]
-THINK_END, SAID = "We add.", "now:4!"
 
 
 @pytest.fixture(scope="module")
 def thinking(tmp_path_factory, bpe_tokenizer):
     """A server of a model that answers everything with the same thought and words, in Qwen3's form."""
     folder = tmp_path_factory.mktemp("thinking") / "qwen3"
-    write_family(folder, "qwen3", bpe_tokenizer)
-    tokenizer = load_tokenizer(folder)
-    newline, blank = tokenizer.encode("\n"), tokenizer.encode(" ")
-    (opens,), (closes,) = tokenizer.encode("<think>"), tokenizer.encode("</think>")
-    thought, said = tokenizer.encode(THINK_END), tokenizer.encode(SAID)
-    script = [*newline, opens, *thought, closes, *blank, *said, tokenizer.eos_id]
-    save_scripted(folder, tokenizer, script, [tokenizer.eos_id])
+    script = save_thinking(folder, bpe_tokenizer)
     with running_server(folder, model_name="thinking", dtype="float32") as running:
-        running.script = script[1:]
+        running.script = script
         yield running
 
 
 def ask(server, messages=ASK, **body):
-    answer = httpx.post(f"{server.url}/v1/chat/completions", json={"messages": messages, "temperature": 0, **body})
+    answer = server.chat(messages, temperature=0, **body)
     assert answer.status_code == 200, answer.text
     return answer.json()
+
+
+def streamed(server, **options):
+    """(chunks, content, reasoning) of the answer to ASK, as the official client reads it."""
+    with server.openai() as client:
+        asked = dict(model=server.service.model_name, messages=ASK, temperature=0, stream=True)
+        chunks = list(client.chat.completions.create(**asked, **options))
+    deltas = [chunk.choices[0].delta for chunk in chunks]
+    thoughts = [getattr(delta, "reasoning_content", None) or "" for delta in deltas]
+    return chunks, [delta.content or "" for delta in deltas], thoughts
 
 
 def test_a_chats_answer_has_its_reasoning_apart_and_a_completion_is_the_raw_text(thinking):
     answer = ask(thinking, return_token_ids=True, logprobs=True)
     (choice,) = answer["choices"]
-    message = {"role": "assistant", "content": SAID, "reasoning_content": THINK_END, "refusal": None}
+    message = {"role": "assistant", "content": SAID, "reasoning_content": THOUGHT, "refusal": None}
     assert choice["message"] == message and choice["finish_reason"] == "stop"
     # Tokens, log-probabilities and usage are of everything that was sampled.
     assert choice["token_ids"] == thinking.script and len(choice["logprobs"]["content"]) == len(thinking.script)
     assert answer["usage"]["completion_tokens"] == len(thinking.script)
     raw = thinking.complete(prompt="hi\n", temperature=0, max_tokens=40).json()["choices"][0]["text"]
-    assert raw == f"<think>{THINK_END}</think> {SAID}"
+    assert raw == f"<think>{THOUGHT}</think> {SAID}"
 
 
 def test_a_stream_has_the_reasoning_in_deltas_of_its_own(thinking):
-    with thinking.openai() as client:
-        chunks = list(client.chat.completions.create(model="thinking", messages=ASK, temperature=0, stream=True))
-    deltas = [chunk.choices[0].delta for chunk in chunks]
-    thoughts = [getattr(delta, "reasoning_content", None) for delta in deltas]
-    assert "".join(filter(None, thoughts)) == THINK_END and len(list(filter(None, thoughts))) > 1
-    assert "".join(delta.content or "" for delta in deltas) == SAID
-    assert not any(thought and delta.content for thought, delta in zip(thoughts, deltas))
-    assert [delta.role for delta in deltas] == ["assistant", *[None] * (len(deltas) - 1)]
+    chunks, contents, thoughts = streamed(thinking)
+    assert "".join(thoughts) == THOUGHT and len(list(filter(None, thoughts))) > 1 and "".join(contents) == SAID
+    assert not any(thought and content for thought, content in zip(thoughts, contents))
+    assert [chunk.choices[0].delta.role for chunk in chunks] == ["assistant", *[None] * (len(chunks) - 1)]
     assert chunks[-1].choices[0].finish_reason == "stop"
 
 
-def test_a_lone_end_of_reasoning_is_read_in_a_whole_answer_and_streamed_as_it_comes(thinking, monkeypatch):
-    tokenizer, step = thinking.service.tokenizer, thinking.engine.step
-    script = [token for text in ("a", "</think>", "b") for token in tokenizer.encode(text)]
+@pytest.fixture
+def say(monkeypatch):
+    """say(server, parts): the model's next tokens are those of the parts of a text; returns these."""
+
     left = []
 
-    def scripted():
-        return [dataclasses.replace(event, token_id=left.pop(0)) for event in step()]
+    def begin(server, parts):
+        script = [token for part in parts for token in server.service.tokenizer.encode(part)]
+        left[:] = script
+        if "step" not in vars(server.engine):
+            step = server.engine.step
+            monkeypatch.setattr(
+                server.engine, "step", lambda: [dataclasses.replace(event, token_id=left.pop(0)) for event in step()]
+            )
+        return script
 
-    monkeypatch.setattr(thinking.engine, "step", scripted)
-    left[:] = script
+    return begin
+
+
+def test_a_lone_end_of_reasoning_is_read_in_a_whole_answer_and_streamed_as_it_comes(thinking, say):
+    said = ("a", "</think>", "b")
+    say(thinking, said)
     (choice,) = ask(thinking, max_tokens=3)["choices"]
     assert (choice["message"]["content"], choice["message"]["reasoning_content"]) == ("b", "a")
-    left[:] = script
+    say(thinking, said)
     (choice,) = ask(thinking, max_tokens=3, stop=["b"])["choices"]
     assert choice["message"]["content"] == "a</think>" and choice["finish_reason"] == "stop"
-    left[:] = script
-    with thinking.openai() as client:
-        options = dict(model="thinking", messages=ASK, max_tokens=3, temperature=0, stream=True)
-        deltas = [chunk.choices[0].delta for chunk in client.chat.completions.create(**options)]
-    assert "".join(delta.content or "" for delta in deltas) == "a</think>b"
+    say(thinking, said)
+    assert "".join(streamed(thinking, max_tokens=3)[1]) == "a</think>b"
 
 
 def test_an_answer_that_is_cut_within_its_reasoning_has_no_content(thinking):
     (choice,) = ask(thinking, max_tokens=2)["choices"]
     assert choice["message"]["content"] == "" and choice["finish_reason"] == "length"
-    assert THINK_END.startswith(choice["message"]["reasoning_content"]) and choice["message"]["reasoning_content"]
+    assert THOUGHT.startswith(choice["message"]["reasoning_content"]) and choice["message"]["reasoning_content"]
 
 
 def test_a_stop_string_ends_the_content_and_none_of_it_is_shown(thinking):
     (choice,) = ask(thinking, stop=["w:4"])["choices"]
-    assert choice["message"]["content"] == "no" and choice["message"]["reasoning_content"] == THINK_END
+    assert choice["message"]["content"] == "no" and choice["message"]["reasoning_content"] == THOUGHT
     assert choice["finish_reason"] == "stop"
 
 
 @pytest.mark.parametrize("name", ["reasoning_content", "reasoning"])
 def test_reasoning_that_a_client_sends_back_reaches_the_template_under_either_name(thinking, name):
-    history = [*ASK, {"role": "assistant", "content": SAID, name: THINK_END}]
+    history = [*ASK, {"role": "assistant", "content": SAID, name: THOUGHT}]
     template, tokenizer = thinking.service.template, thinking.service.tokenizer
     # Qwen3's shows it within a turn of tools, but not before the user speaks again.
     for role, shown in (("tool", 1), ("user", 0)):
         messages = [*history, {"role": role, "content": "go on"}]
         prompt = ask(thinking, messages, max_tokens=1, return_token_ids=True)["prompt_token_ids"]
-        written = [history[0], {"role": "assistant", "content": SAID, "reasoning_content": THINK_END}, messages[-1]]
+        written = [history[0], {"role": "assistant", "content": SAID, "reasoning_content": THOUGHT}, messages[-1]]
         assert prompt == tokenizer.encode(template.render(written))
-        assert tokenizer.decode(prompt).count(THINK_END) == shown
-    body = {"messages": [{"role": "user", "content": "hi", name: "x"}]}
-    refused = httpx.post(f"{thinking.url}/v1/chat/completions", json=body)
+        assert tokenizer.decode(prompt).count(THOUGHT) == shown
+    refused = thinking.chat([{"role": "user", "content": "hi", name: "x"}])
     assert refused.status_code == 400 and "only the assistant's messages have reasoning" in refused.text
 
 
@@ -122,27 +128,15 @@ def channelled(tmp_path_factory, bpe_tokenizer):
         yield running
 
 
-def test_no_channels_name_is_in_an_answer_streamed_or_not(channelled, monkeypatch):
+def test_no_channels_name_is_in_an_answer_streamed_or_not(channelled, say):
     said = "<|channel|>analysis<|message|>hmm<|end|><|start|>assistant<|channel|>final<|message|>yo<|return|>"
-    script = channelled.service.tokenizer.encode(said)
-    step, left = channelled.engine.step, []
-
-    def scripted():
-        # The model's own tokens, under other names.
-        return [dataclasses.replace(event, token_id=left.pop(0)) for event in step()]
-
-    monkeypatch.setattr(channelled.engine, "step", scripted)
-    left[:] = script
-    answer = ask(channelled, max_tokens=len(script), return_token_ids=True, messages=[{"role": "user", "content": "?"}])
-    (choice,) = answer["choices"]
+    script = say(channelled, [said])
+    (choice,) = ask(channelled, max_tokens=len(script), return_token_ids=True)["choices"]
     assert choice["token_ids"] == script
     assert (choice["message"]["content"], choice["message"]["reasoning_content"]) == ("yo", "hmm")
-    left[:] = script
-    with channelled.openai() as client:
-        options = dict(model="channelled", messages=ASK, max_tokens=len(script), temperature=0, stream=True)
-        deltas = [chunk.choices[0].delta for chunk in client.chat.completions.create(**options)]
-    assert "".join(delta.content or "" for delta in deltas) == "yo"
-    assert "".join(getattr(delta, "reasoning_content", None) or "" for delta in deltas) == "hmm"
+    say(channelled, [said])
+    _, contents, thoughts = streamed(channelled, max_tokens=len(script))
+    assert ("".join(contents), "".join(thoughts)) == ("yo", "hmm")
 
 
 def grown(tokenizer, said, *stop, **options):

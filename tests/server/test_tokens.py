@@ -19,7 +19,8 @@ def _check_scores(model, prompt, token_ids, logprobs, temperature):
     assert torch.equal(torch.tensor(logprobs, dtype=torch.float64), expected.double())
 
 
-def test_logprobs_of_token_ids_are_the_trainers_bit_for_bit(server, chat_folder, temperature=0.7):
+def test_logprobs_of_token_ids_are_the_trainers_bit_for_bit(server, chat_folder):
+    temperature = 0.7
     answer = server.complete(
         prompt=PROMPTS, n=2, max_tokens=10, seed=1, temperature=temperature, logprobs=0, return_token_ids=True
     ).json()
@@ -31,15 +32,6 @@ def test_logprobs_of_token_ids_are_the_trainers_bit_for_bit(server, chat_folder,
         assert choice["weights_versions"] == [0] * len(choice["token_ids"])
         _check_scores(model, prompt, choice["token_ids"], choice["logprobs"]["token_logprobs"], temperature)
     assert answer["usage"]["prompt_tokens"] == sum(map(len, PROMPTS))
-
-
-def test_an_option_that_leaves_the_likeliest_token_gives_the_greedy_tokens(server):
-    def tokens(**options):
-        answer = server.complete(prompt=PROMPTS, max_tokens=10, seed=1, return_token_ids=True, **options).json()
-        return [choice["token_ids"] for choice in answer["choices"]]
-
-    greedy = tokens(temperature=0)
-    assert greedy == tokens(top_k=1) == tokens(top_p=1e-6) == tokens(min_p=0.999) != tokens()
 
 
 @pytest.fixture(scope="module")
@@ -62,7 +54,7 @@ def stripping(tmp_path_factory):
 def test_a_text_continues_its_prompt_with_the_space_that_a_text_alone_would_lose(stripping, stream):
     tokenizer = stripping.service.tokenizer
     firsts = set()
-    for prompt, seeds in (([1], range(5)), ([0, 2, 4], range(2))):
+    for prompt, seeds in (([1], range(3)), ([0, 2, 4], range(1))):
         options = dict(prompt=prompt, max_tokens=8, return_token_ids=True, logprobs=0, stream=stream)
         for seed in seeds:
             text, ids, names = _text(stripping, **options, seed=seed)
@@ -88,9 +80,7 @@ def _text(server, **body):
     if not body["stream"]:
         (choice,) = server.complete(**body).json()["choices"]
         return choice["text"], choice["token_ids"], choice["logprobs"]["tokens"]
-    with server.http() as client, client.stream("POST", "/v1/completions", json=body) as stream:
-        lines = [line.removeprefix("data: ") for line in stream.iter_lines() if line]
-    choices = [json.loads(line)["choices"][0] for line in lines[:-1]]
+    choices = [chunk["choices"][0] for chunk in server.stream(**body)]
     return (
         "".join(choice["text"] for choice in choices),
         [token for choice in choices for token in choice["token_ids"]],
@@ -98,20 +88,11 @@ def _text(server, **body):
     )
 
 
-def test_a_single_list_of_tokens_is_one_prompt(server):
-    answer = server.complete(prompt=[5, 6, 7], max_tokens=2, return_token_ids=True).json()
-    assert [c["prompt_token_ids"] for c in answer["choices"]] == [[5, 6, 7]]
-
-
 def test_every_chunk_of_a_stream_carries_its_tokens(server):
     options = dict(prompt=PROMPTS, max_tokens=10, seed=1, logprobs=1, return_token_ids=True)
     whole = server.complete(**options).json()["choices"]
     merged = [{"token_ids": [], "weights_versions": [], "logprobs": []} for _ in whole]
-    with server.http() as client, client.stream("POST", "/v1/completions", json=options | {"stream": True}) as stream:
-        assert stream.headers["content-type"].startswith("text/event-stream")
-        lines = [line.removeprefix("data: ") for line in stream.iter_lines() if line]
-    assert lines[-1] == "[DONE]"
-    for choice in (c for line in lines[:-1] for c in json.loads(line)["choices"]):
+    for choice in (choice for chunk in server.stream(**options) for choice in chunk["choices"]):
         target = merged[choice["index"]]
         if not target["token_ids"]:
             assert choice["prompt_token_ids"] == PROMPTS[choice["index"]]
@@ -126,15 +107,10 @@ def test_every_chunk_of_a_stream_carries_its_tokens(server):
 
 
 def test_a_chat_tells_the_prompt_it_rendered(server, chat_folder, bpe_tokenizer):
-    body = dict(messages=[{"role": "user", "content": "Hi"}], max_tokens=6, seed=1, logprobs=True)
-    with server.http() as client:
-        answer = client.post("/v1/chat/completions", json=body | {"return_token_ids": True}).json()
+    answer = server.chat("Hi", max_tokens=6, seed=1, logprobs=True, return_token_ids=True).json()
     eos = bpe_tokenizer.eos_id
-    assert answer["prompt_token_ids"] == [
-        *bpe_tokenizer.encode("<|user|>Hi"),
-        eos,
-        *bpe_tokenizer.encode("\n<|assistant|>"),
-    ]
+    user, assistant = bpe_tokenizer.encode("<|user|>Hi"), bpe_tokenizer.encode("\n<|assistant|>")
+    assert answer["prompt_token_ids"] == [*user, eos, *assistant]
     choice = answer["choices"][0]
     logprobs = [entry["logprob"] for entry in choice["logprobs"]["content"]]
     _check_scores(load_model(chat_folder), answer["prompt_token_ids"], choice["token_ids"], logprobs, 1.0)
@@ -150,14 +126,16 @@ def test_a_stop_token_ends_the_tokens_but_has_no_text(server):
     assert choice["text"] == server.service.tokenizer.decode(choice["token_ids"][:-1])
 
 
-def test_log_probabilities_after_the_cut_are_those_of_an_engine_here(server, chat_folder):
-    options = dict(max_tokens=10, seed=1, top_p=0.8, ignore_eos=True)
+def test_a_completion_is_that_of_an_engine_here(server, chat_folder):
+    options, decode = dict(max_tokens=10, seed=1, top_p=0.8), server.service.tokenizer.decode
     answer = server.complete(prompt=PROMPTS[0], n=2, logprobs=0, return_token_ids=True, **options).json()
     (expected,) = Engine(load_model(chat_folder)).generate(PROMPTS[:1], SamplingParams(n=2, **options))
     for choice, completion in zip(answer["choices"], expected):
-        assert choice["token_ids"] == completion.token_ids
+        assert choice["token_ids"] == completion.token_ids and choice["text"] == decode(completion.token_ids)
         assert choice["logprobs"]["token_logprobs"] == completion.logprobs
         assert choice["truncated_logprobs"] == completion.truncated_logprobs != completion.logprobs
+        assert choice["finish_reason"] == completion.finish_reason
+    assert answer["usage"]["completion_tokens"] == sum(len(completion.token_ids) for completion in expected)
     uncut = server.complete(prompt=PROMPTS[0], max_tokens=2, logprobs=0, return_token_ids=True).json()
     assert "truncated_logprobs" not in uncut["choices"][0]
 
@@ -176,9 +154,8 @@ def test_samples_that_were_begun_elsewhere_continue_as_they_would_have(server, s
     for choice in rest:
         expected = whole[choice["index"]]
         assert known[choice["index"]] + choice["token_ids"] == expected["token_ids"]
-        assert (
-            expected["logprobs"]["token_logprobs"][-len(choice["token_ids"]) :] == choice["logprobs"]["token_logprobs"]
-        )
+        new = expected["logprobs"]["token_logprobs"][-len(choice["token_ids"]) :]
+        assert new == choice["logprobs"]["token_logprobs"]
         assert expected["text"].endswith(choice["text"]) and choice["finish_reason"] == expected["finish_reason"]
     assert (rest[0]["finish_reason"] == "stop") == bool(stop)
 

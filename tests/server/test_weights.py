@@ -69,8 +69,7 @@ def test_a_stream_continues_under_new_weights_and_says_which_token_came_from_whi
                 logprobs += choice["logprobs"]["token_logprobs"]
             if len(ids) == 20 and versions[-1] == 1:
                 answer = _update(updated, version=2)
-                assert answer.status_code == 200, answer.text
-                assert answer.json()["weights_version"] == 2
+                assert answer.status_code == 200 and answer.json()["weights_version"] == 2, answer.text
         assert client.get("/health").json()["weights_version"] == 2
     assert len(ids) == 200 and choice["finish_reason"] == "length"
     switch = versions.index(2)
@@ -130,17 +129,6 @@ def test_a_checkpoint_with_a_flipped_bit_leaves_the_old_weights(updated):
     assert updated.complete(**asked).json()["choices"] == before["choices"]
 
 
-def _tensors(change):
-    """Changes the stored tensors."""
-
-    def changed(folder):
-        tensors = load_file(folder / "model.safetensors")
-        change(tensors)
-        save_file(tensors, folder / "model.safetensors")
-
-    return changed
-
-
 def _set(**values):
     """Changes config.json."""
 
@@ -156,36 +144,23 @@ def _other_rope(folder):
     _set(rope_parameters=values | {"rope_theta": 123.0})(folder)
 
 
-def _truncate(folder):
-    data = (folder / "model.safetensors").read_bytes()
-    (folder / "model.safetensors").write_bytes(data[: len(data) // 2])
-
-
 def _giant_header(folder):
     header = json.dumps({"model.norm.weight": {"dtype": "BF16", "shape": [10**12], "data_offsets": [0, 2 * 10**12]}})
     (folder / "model.safetensors").write_bytes(len(header).to_bytes(8, "little") + header.encode() + bytes(100))
 
 
-_integers = _tensors(lambda tensors: tensors.update({"model.norm.weight": tensors["model.norm.weight"].long()}))
+def _integers(folder):
+    tensors = load_file(folder / "model.safetensors")
+    save_file(tensors | {"model.norm.weight": tensors["model.norm.weight"].long()}, folder / "model.safetensors")
+
+
 BREAKAGES = [
     (_set(vocab_size="abc"), "vocab_size is 'abc'"),
     (_set(num_hidden_layers=2_000_000), "num_hidden_layers is 2000000 .* a model has 1 to 1024 layers"),
-    (_set(num_hidden_layers=True), "num_layers is True"),
-    (_set(hidden_size=10**12), "dim is 1000000000000"),
-    (_set(rms_norm_eps=[1]), "norm_eps is"),
-    (_set(rope_parameters=[1]), "rope_parameters is"),
-    (_set(rope_parameters={"rope_theta": "x"}), "rope_theta is 'x'"),
-    (_set(eos_token_id={"a": 1}), "eos_token_id is"),
-    (_set(architectures=[5]), "architectures is"),
     (lambda folder: (folder / "config.json").write_text('{"a":' * 10**5), "not valid JSON"),
-    (lambda folder: (folder / "config.json").write_bytes(b"\xff{}"), "not valid JSON"),
     (_integers, "is I64"),
     (_giant_header, "cannot be read as safetensors"),
-    (_tensors(lambda tensors: tensors.pop("model.layers.1.mlp.up_proj.weight")), "up_proj.weight is missing"),
-    (_tensors(lambda tensors: tensors.update({"model.norm.weight": torch.zeros(3)})), "has shape"),
-    (_truncate, "cannot be read as safetensors"),
     (_other_rope, "rope_theta is 123.0"),
-    (lambda folder: (folder / "config.json").write_text("[]"), "not a JSON object"),
     (lambda folder: (folder / "model.safetensors.index.json").write_text('{"weight_map": [1]}'), "weight_map"),
 ]
 

@@ -5,8 +5,6 @@ from dataclasses import replace
 
 import pytest
 import torch
-from safetensors import safe_open
-from safetensors.torch import save_file
 from transformers import AutoTokenizer
 
 import lockstep
@@ -18,7 +16,6 @@ from lockstep.data.chat import CHATML, CHATML_SOURCE, load_chat_template, with_c
 from lockstep.data.conversations import Conversation
 from lockstep.errors import UserError
 from lockstep.model import build_model, preset, save_model
-from lockstep.model.more_tokens import MoreTokens
 from lockstep.train.dpo import prefer
 from lockstep.train.sft import finetune
 from tests.train.runs import logged, write_lines
@@ -121,26 +118,6 @@ def test_runs_that_would_not_learn_the_tokens_or_have_none_for_tools_are_refused
     for line in ({"messages": called}, {"messages": TALK, "tools": [{"name": "f"}]}):
         with pytest.raises(UserError, match=r"tools.jsonl:1: .*ChatML has no tools; give a template that has"):
             finetune(_config(tmp_path, fresh, data=write_lines(tmp_path / "tools.jsonl", [line])))
-
-
-def test_new_rows_are_read_alike_wherever_a_shard_is_cut(tmp_path):
-    whole = torch.arange(15.0).view(5, 3)
-    save_file({"w": whole}, tmp_path / "w.safetensors")
-    with safe_open(tmp_path / "w.safetensors", "pt") as file:
-        more = MoreTokens(file.get_slice("w"), 9, 2)
-        expected = torch.cat([whole, whole[2:3].expand(4, -1)])
-        for start in range(9):
-            for stop in range(start + 1, 10):
-                assert torch.equal(more[slice(start, stop), slice(0, 2)], expected[start:stop, :2])
-    assert more.get_shape() == [9, 3]
-
-
-def test_a_tokenizer_that_has_the_tokens_keeps_its_ids_and_files(bpe_tokenizer):
-    once = with_chatml(bpe_tokenizer)
-    assert once.vocab_size == bpe_tokenizer.vocab_size + 2
-    assert with_chatml(once).vocabulary() == once.vocabulary() and with_chatml(once).eos_id == once.eos_id
-    once.carried["special_file.json"] = "{}"
-    assert with_chatml(once).carried == once.carried
 
 
 def test_fine_tuning_takes_an_epoch_by_default_and_says_how_much_that_is(tmp_path, fresh, capsys):

@@ -13,22 +13,20 @@ import pytest
 import torch
 
 from lockstep.checkpoint import newest_checkpoint
-from lockstep.config import CheckpointConfig, CompileConfig, FaultConfig, ParallelConfig, PretrainConfig, TrainConfig
+from lockstep.config import CheckpointConfig, CompileConfig, FaultConfig, ParallelConfig, TrainConfig
 from lockstep.errors import RunStopped
-from lockstep.model import initialize, preset
+from lockstep.model import build_model, initialize, preset
 from lockstep.observe import read_metrics
 from lockstep.parallel import close_world, open_world, parallel_model
-from lockstep.parallel.pipeline_stage import Stage
 from lockstep.train import Trainer, pack
 from lockstep.train.faults import LossSpikes
 from lockstep.train.objective import NextTokenLoss
 from lockstep.train.pretrain import pretrain
-from lockstep.train.trainer import PIPELINED
 from tests.parallel.launch import launch
-from tests.train.runs import logged
+from tests.train.runs import TEXT, logged, text_run
 
 
-def _skip(dtype, poison, poisoned_rank):
+def _skip(dtype, poison, poisoned_rank, settings):
     """A good step, a bad one, a good one; and the same without the bad one."""
     parallel = ParallelConfig()
     world = open_world(parallel, "cpu")
@@ -51,7 +49,7 @@ def _skip(dtype, poison, poisoned_rank):
     for losses in ((good, bad, good), (good, good)):
         fill = partial(initialize, seed=0)
         model = parallel_model(preset("qwen3:micro"), kind, world, parallel, CompileConfig(), fill)
-        trainer = Trainer(model, TrainConfig(warmup_steps=0), 3, world)
+        trainer = Trainer(model, TrainConfig(warmup_steps=0, **settings), 3, world)
         for loss in losses:
             before = tensors()
             metrics = trainer.step([row], loss)
@@ -63,31 +61,38 @@ def _skip(dtype, poison, poisoned_rank):
     return ends
 
 
-BAD_STEPS = [(ranks, dtype, poison) for ranks, dtype in ((1, "float32"), (1, "bfloat16"), (2, "float32")) for poison in ("loss", "gradient")]  # fmt: skip # noqa: E501
-IN_SHORT = [(1, "float32", "gradient"), (1, "bfloat16", "loss")]
+IN_BACKWARD = dict(optimizer_in_backward=True, max_grad_norm=0.0)
+BAD_STEPS = [(1, "float32", "gradient", {}), (1, "bfloat16", "loss", {}), (1, "float32", "loss", IN_BACKWARD)]
+MORE = [
+    *((1, "float32", "loss", {}), (1, "bfloat16", "gradient", {}), (2, "float32", "loss", {})),
+    *((2, "float32", "gradient", {}), (2, "float32", "loss", IN_BACKWARD)),
+]
 
 
 @pytest.mark.parametrize(
-    ("ranks", "dtype", "poison"), [c if c in IN_SHORT else pytest.param(*c, marks=pytest.mark.slow) for c in BAD_STEPS]
+    ("ranks", "dtype", "poison", "settings"),
+    [*BAD_STEPS, *(pytest.param(*case, marks=pytest.mark.slow) for case in MORE)],
 )
-def test_a_step_that_is_not_finite_changes_no_bit_on_any_rank(ranks, dtype, poison):
-    for (skipped, after), (never, expected) in launch(ranks, _skip, dtype, poison, ranks - 1):
+def test_a_step_that_is_not_finite_changes_no_bit_on_any_rank(ranks, dtype, poison, settings):
+    for (skipped, after), (never, expected) in launch(ranks, _skip, dtype, poison, ranks - 1, settings):
         assert skipped["skipped_steps"] == 1 and never["skipped_steps"] == 0
         assert skipped["loss"] == never["loss"] and skipped["grad_norm"] == never["grad_norm"]
         assert all(torch.equal(a, b) for a, b in zip(after, expected, strict=True))
 
 
-TEXT = "the quick brown fox jumps over the lazy dog. "
+def test_a_bad_gradient_ends_a_run_whose_updates_are_in_the_backward():
+    trainer = Trainer(build_model(preset("qwen3:micro")), TrainConfig(warmup_steps=0, **IN_BACKWARD), 3)
+
+    def bad(model, row):
+        return NextTokenLoss(20)(model, row) + (model.norm.weight[0] * 0).sqrt()
+
+    with pytest.raises(RunStopped, match="the step cannot be skipped and the run ends. --resume goes back"):
+        trainer.step([pack([list(range(1, 22))])], bad)
 
 
 def _config(tmp_path, **changes):
-    data = tmp_path / "text.txt"
-    data.write_text(TEXT * 300)
-    defaults = dict(
-        output=str(tmp_path / "run"), model="qwen3:micro", data=str(data), tokens_per_step=256, sequence_length=64,
-        steps=6, dtype="float32", train=TrainConfig(learning_rate=3e-3, warmup_steps=0, schedule="constant"),
-    )  # fmt: skip
-    return PretrainConfig(**(defaults | changes))
+    train = TrainConfig(learning_rate=3e-3, warmup_steps=0, schedule="constant")
+    return text_run(tmp_path, repeats=300, **(dict(steps=6, train=train) | changes))
 
 
 def test_too_many_bad_steps_in_a_row_end_the_run_and_keep_the_data(tmp_path):
@@ -166,50 +171,35 @@ def test_a_signal_to_one_rank_saves_and_ends_all_of_them_at_one_step(tmp_path, r
 
 
 def _end_in_a_validation(config, step):
-    """A run whose rank 0, or all ranks of a pipeline, get a signal in the middle of the validation after `step`."""
-    exact, validations, run_blocks = Trainer.evaluate, [], Stage.run_blocks
+    """A run whose rank 0 gets a signal in the middle of the validation after `step`."""
+    evaluate = Trainer.evaluate
 
-    def evaluate(self, microbatches, loss_of):
-        validations.append(self.updates)
-        if validations[-1] != step:
-            return exact(self, microbatches, loss_of)
+    def interrupted(self, microbatches, loss_of):
         counted = []
 
-        def count(ends):
-            counted.append(1)
-            # A pipeline polls between groups of micro-batches.
-            assert len(counted) <= (2 if config.parallel.pipeline == 1 else PIPELINED), "the validation went on"
-            if len(counted) == 2 and ends:
-                os.kill(os.getpid(), signal.SIGTERM)
-
         def loss(model, row):
-            if config.parallel.pipeline == 1:
-                count(self.world.rank == 0)
+            counted.append(1)
+            assert len(counted) <= 2, "the validation went on"
+            if len(counted) == 2 and self.world.rank == 0:
+                os.kill(os.getpid(), signal.SIGTERM)
             return loss_of(model, row)
 
-        def layers(*arguments):
-            count(True)
-            return run_blocks(*arguments)
+        return evaluate(self, microbatches, loss if self.updates == step else loss_of)
 
-        patch.setattr(Stage, "run_blocks", layers)
-        return exact(self, microbatches, loss)
-
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(Trainer, "evaluate", evaluate)
-        with pytest.raises(RunStopped, match=f"SIGTERM ended the run after step {step}, which is saved") as error:
-            pretrain(config)
-    assert error.value.exit_code == 143 and validations[-1] == step
+    with pytest.MonkeyPatch.context() as patch, pytest.raises(RunStopped) as error:
+        patch.setattr(Trainer, "evaluate", interrupted)
+        pretrain(config)
+    assert error.value.exit_code == 143
+    assert f"SIGTERM ended the run after step {step}, which is saved" in str(error.value)
 
 
-@pytest.mark.parametrize(
-    ("ranks", "step", "pipeline"),
-    [(1, 2, 1), *(pytest.param(2, 1, pipeline, marks=pytest.mark.slow) for pipeline in (1, 2))],
-)
-def test_a_signal_ends_a_validation_and_a_resumed_run_begins_with_it(tmp_path, ranks, step, pipeline, caplog):
-    config = _config(tmp_path, steps=2, validation_every=1, validation_data=str(tmp_path / "text.txt"))
-    config.parallel.pipeline, config.tokens_per_step = pipeline, 128
-    config.validation_tokens, config.train.tokens_per_microbatch = 64 * 2 * PIPELINED, 64
-    config.faults = FaultConfig(spike_deviations=1000.0)
+@pytest.mark.parametrize(("ranks", "step"), [(1, 2), pytest.param(2, 1, marks=pytest.mark.slow)])
+def test_a_signal_ends_a_validation_and_a_resumed_run_begins_with_it(tmp_path, ranks, step, caplog):
+    train = TrainConfig(warmup_steps=0, tokens_per_microbatch=64)
+    config = _config(
+        tmp_path, steps=2, tokens_per_step=128, train=train, faults=FaultConfig(spike_deviations=1000.0),
+        validation_every=1, validation_data=str(tmp_path / "text.txt"), validation_tokens=2048,
+    )  # fmt: skip
     launch(ranks, _end_in_a_validation, config, step, fresh=True)
     run, whole = tmp_path / "run", tmp_path / "whole"
     last = read_metrics(run / "metrics.jsonl")[-1]
@@ -222,19 +212,5 @@ def test_a_signal_ends_a_validation_and_a_resumed_run_begins_with_it(tmp_path, r
     assert summaries[0] | {"seconds": 0} == summaries[1] | {"seconds": 0, "resumed_from": step}
     losses = [json.loads((f / "checkpoints/step_00000002/state.json").read_text())["losses"] for f in (run, whole)]
     assert losses[0] == losses[1] and len(losses[1]) == 2, "a validation that is made up is no new step"
-    # Nothing is left to do.
-    pretrain(replace(config, resume=True, parallel=ParallelConfig()))
+    pretrain(replace(config, resume=True))
     assert "the run has finished at step 2" in caplog.text
-
-
-def test_a_last_validation_is_finished_where_only_the_model_is_saved(tmp_path, monkeypatch):
-    config = _config(tmp_path, steps=1, validation_data=str(tmp_path / "text.txt"), validation_tokens=512)
-    config.checkpoint = CheckpointConfig(last_model_only=True)
-    exact = Trainer.evaluate
-
-    def evaluate(self, microbatches, loss_of):
-        os.kill(os.getpid(), signal.SIGTERM)
-        return exact(self, microbatches, loss_of)
-
-    monkeypatch.setattr(Trainer, "evaluate", evaluate)
-    assert logged(pretrain(config), "validation/loss")[-1] is not None

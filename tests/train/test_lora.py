@@ -250,8 +250,6 @@ def test_adapters_of_other_kinds_are_refused_and_settings_that_change_nothing_ar
     for change, message in (
         ({"use_dora": True}, "use_dora is True"),
         ({"r": 0}, "r is 0"),
-        ({"bias": "all"}, "bias is 'all'"),
-        ({"kasa_config": {}}, "kasa_config is {}"),
         ({"init_lora_weights": "pissa_niter_4"}, "init_lora_weights is 'pissa_niter_4', which changes the base"),
         ({"lora_alpha": float("inf")}, "lora_alpha inf"),
         ({"rank_pattern": {"a": 1}, "target_parameters": ["mlp.experts.down_proj"]}, "target_parameters is .*; merge"),
@@ -259,7 +257,6 @@ def test_adapters_of_other_kinds_are_refused_and_settings_that_change_nothing_ar
         # peft leaves the tensors of other layers out, with a warning at most.
         ({"target_modules": ["nothing"]}, "target_modules does not select model.layers"),
         ({"exclude_modules": ["q_proj"]}, "exclude_modules does not select model.layers"),
-        ({"layers_to_transform": [0]}, "layers_to_transform does not select model.layers"),
         ({"layers_to_transform": 0}, "layers_to_transform does not select model.layers"),
     ):
         file.write_text(unchanged)
@@ -268,40 +265,13 @@ def test_adapters_of_other_kinds_are_refused_and_settings_that_change_nothing_ar
             load_model(adapter)
     file.write_text(unchanged)
     for change, message in (
-        ({"eos_token_ids": 5}, "eos_token_ids is 5; it must be a list of whole numbers"),
         ({"eos_token_ids": ["7"]}, r"eos_token_ids is \['7'\]; it must be a list of whole numbers"),
         ({"bos_token_id": True}, "bos_token_id is True; it must be a whole number or null"),
-        ({"reduction_chunks": "2"}, "reduction_chunks is '2'; it must be a whole number"),
-        ({"reduction_chunks": None}, "reduction_chunks is None; it must be a whole number"),
         ({"reduction_chunks": 3}, r"cannot be used \(model: reduction_chunks is 3; it must be a power of two"),
     ):
         (adapter / "lockstep.json").write_text(json.dumps(change))
         with pytest.raises(UserError, match=f"^{adapter}/lockstep.json: {message}"):
             load_model(adapter)
-
-
-@pytest.mark.parametrize(
-    ("family", "module"),
-    [
-        ("deepseek_v3", "layers.1.self_attn.kv_b_proj"), ("qwen3_moe", "layers.1.mlp.gate"), ("qwen3", "lm_head"),
-        ("qwen3", "embed_tokens"),
-    ],
-)  # fmt: skip
-def test_a_layer_that_has_no_adapters_here_is_not_called_another_bases(tmp_path, family, module):
-    save_model(build_model(preset(f"{family}:micro", 100), "float32"), tmp_path / "base")
-    theirs = AutoModelForCausalLM.from_pretrained(tmp_path / "base")
-    file = tmp_path / "adapter" / "adapter_model.safetensors"
-    get_peft_model(theirs, PeftConfig(target_modules=["o_proj"])).save_pretrained(file.parent)
-    name = f"base_model.model.{'' if module == 'lm_head' else 'model.'}{module}"
-    if module == "embed_tokens":
-        more = {f"{name}.weight": torch.zeros(2)}
-        message = "embed_tokens.weight is not the LoRA matrix of a layer that can have an adapter here"
-    else:
-        more = {f"{name}.lora_{side}.weight": torch.zeros(8, 8) for side in "AB"}
-        message = f"{module.rpartition('.')[2]}.* can have an adapter here.*; merge the adapter with peft's"
-    save_file(load_file(file) | more, file)
-    with pytest.raises(UserError, match=message):
-        load_model(file.parent)
 
 
 def test_impossible_adapters_are_refused():
@@ -442,27 +412,10 @@ def test_ranks_train_the_adapter_of_one_process_and_sample_with_it(tmp_path, mod
 
 
 @pytest.mark.slow
-def test_ranks_that_share_sequences_reinforce_the_adapter_to_the_bits_of_one_process(tmp_path, model_folder):
-    train = TrainConfig(learning_rate=1e-2, warmup_steps=0, schedule="constant", deterministic_layout=True)
-    settings = dict(dtype="float32", steps=1, train=train)
-    alone = reinforce(_rl(tmp_path, model_folder, output=str(tmp_path / "alone"), **settings))
-    launch(2, reinforce, _rl(tmp_path, model_folder, parallel=ParallelConfig(context=2), **settings))
-    for metrics, others in zip(_metrics(alone), _metrics(tmp_path / "rl"), strict=True):
-        assert metrics["grad_norm"] > 0 == metrics["parity/tokens_different"]
-        for name in ("loss", "policy/kl", "grad_norm", "parity/tokens_different"):
-            assert metrics[name] == others[name], name
-    first, second = _adapter(alone), _adapter(tmp_path / "rl")
-    assert all(torch.equal(second[name], value) for name, value in first.items())
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("begins", ["fresh", "from an adapter's folder"])
-def test_a_generator_in_a_process_of_its_own_samples_with_the_adapter(reinforced, tmp_path, model_folder, begins):
-    model, changes = model_folder, dict(dtype="bfloat16")
-    if begins != "fresh":
-        model, changes = reinforced, changes | dict(lora=LoraConfig())
-    alone = reinforce(_rl(tmp_path, model, output=str(tmp_path / "alone"), **changes))
-    launch(1, reinforce, _rl(tmp_path, model, actors=ActorsConfig(generators=1, threads=1), **changes))
+def test_a_generator_in_a_process_of_its_own_samples_with_the_adapter_of_a_folder(reinforced, tmp_path):
+    changes = dict(dtype="bfloat16", lora=LoraConfig())
+    alone = reinforce(_rl(tmp_path, reinforced, output=str(tmp_path / "alone"), **changes))
+    launch(1, reinforce, _rl(tmp_path, reinforced, actors=ActorsConfig(generators=1, threads=1), **changes))
     for step in (1, 2):
         rollouts = [(run / f"rollouts/step_{step:08}.jsonl").read_text() for run in (alone, tmp_path / "rl")]
         assert rollouts[0] == rollouts[1]

@@ -8,24 +8,22 @@ from pathlib import Path
 import pytest
 import torch
 from safetensors.torch import load_file
-from transformers import AutoModelForSequenceClassification, PreTrainedTokenizerFast
+from transformers import AutoModelForSequenceClassification
 
 from lockstep import Engine, build_model, load_model, save_model
 from lockstep.checkpoint import folder_if_model
 from lockstep.checkpoint.convert import convert
 from lockstep.cli import main
-from lockstep.config import CompileConfig, DataConfig, DPOConfig, LoraConfig, ParallelConfig, RewardModelConfig
+from lockstep.config import DPOConfig, LoraConfig, ParallelConfig, RewardModelConfig
 from lockstep.data import load_tokenizer
 from lockstep.data.preferences import AnswerTokens, Example
 from lockstep.errors import UserError
-from lockstep.model import hugging_face_name, preset, read_config
+from lockstep.model import preset, read_config
 from lockstep.model.families import FAMILIES
 from lockstep.parallel import World
 from lockstep.train.dpo import prefer
-from lockstep.train.preference_losses import bradley_terry_loss
 from lockstep.train.preferences import end_scores, preference_batch, with_end_target
 from lockstep.train.reward_model import train_reward_model
-from tests.data.test_conversations import MARKED
 from tests.parallel.launch import launch
 from tests.train.runs import logged, write_lines
 from tests.train.test_dpo import PAIRS, settings_of
@@ -86,53 +84,6 @@ def test_a_run_learns_and_transformers_scores_as_it_does(run, tmp_path):
         assert torch.equal(one, other), name
 
 
-@pytest.mark.parametrize("centering", [0.0, 0.5])
-def test_loss_and_gradient_are_those_of_trl(run, tmp_path, centering):
-    import trl
-    from datasets import Dataset
-
-    folder = _newest(run)
-    tokenizer, model = load_tokenizer(folder), load_model(folder, dtype="float32")
-    answers = [(p["prompt"], p["chosen"], p["rejected"]) for p in PAIRS[:3]]
-    examples = [
-        Example(tuple(AnswerTokens([*tokenizer.encode(p + a), tokenizer.eos_id], [1]) for a in both), False)
-        for p, *both in answers
-    ]
-    batch = preference_batch([with_end_target(e) for e in examples], ALONE, True)
-    assert sum(batch.row.left_out) > 0
-    chosen, rejected = end_scores(model, batch)[0].view(-1, 2).T
-    loss = (bradley_terry_loss(chosen, rejected) + centering * (chosen + rejected).square()).mean()
-    loss.backward()
-
-    theirs = AutoModelForSequenceClassification.from_pretrained(folder, dtype=torch.float32)
-    own = PreTrainedTokenizerFast(
-        tokenizer_file=str(folder / "tokenizer.json"), eos_token="<|endoftext|>", pad_token="<|pad|>"
-    )
-    theirs.config.pad_token_id = 300  # in none of the texts
-    arguments = trl.RewardConfig(
-        output_dir=str(tmp_path / "trl"), use_cpu=True, bf16=False, report_to="none", disable_dropout=True,
-        gradient_checkpointing=False, center_rewards_coefficient=centering or None,
-    )  # fmt: skip
-    rows = Dataset.from_list([{"prompt": p, "chosen": c, "rejected": r} for p, c, r in answers])
-    trainer = trl.RewardTrainer(theirs, args=arguments, train_dataset=rows, processing_class=own)
-    theirs.config.pad_token_id = 300
-    sequences = [e.sequences[side].tokens for side in (0, 1) for e in examples]
-    most = max(map(len, sequences))
-    assert all(300 not in s for s in sequences)
-    ids = torch.tensor([s + [300] * (most - len(s)) for s in sequences])
-    mask = torch.tensor([[1] * len(s) + [0] * (most - len(s)) for s in sequences])
-    their_loss = trainer.compute_loss(theirs, {"input_ids": ids, "attention_mask": mask})
-    theirs.zero_grad()
-    their_loss.backward()
-    assert loss.item() == pytest.approx(their_loss.item(), rel=1e-5)
-    expected = {name: p.grad for name, p in theirs.named_parameters()}
-    found = {hugging_face_name(n): p.grad for n, p in model.named_parameters()}
-    assert found.keys() == expected.keys() and "score.weight" in found
-    for name, gradient in found.items():
-        # Both sides sum in float32, in different orders.
-        assert torch.dist(gradient, expected[name]) <= 1e-4 * expected[name].norm(), name
-
-
 def test_a_run_resumes_to_the_same_bits_says_which_settings_differ_and_another_begins_from_it(
     run, tmp_path, model_folder, caplog
 ):
@@ -146,42 +97,16 @@ def test_a_run_resumes_to_the_same_bits_says_which_settings_differ_and_another_b
     assert logged(further)[0] < logged(run)[0]
 
 
-def test_conversations_are_scored_as_their_template_renders_them(tmp_path, model_folder):
-    def said(role, text):
-        return [{"role": role, "content": text}]
-
-    lines = [
-        {"prompt": said("user", p["prompt"])} | {kind: said("assistant", p[kind]) for kind in ("chosen", "rejected")}
-        for p in PAIRS
-    ]
-    (tmp_path / "t.jinja").write_text(MARKED)
-    once = dict(steps=1, loader=DataConfig(packing="whole", repeat=False), tokens_per_step=1024, sequence_length=512)
-    config = _config(tmp_path, model_folder, "run", lines, template=str(tmp_path / "t.jinja"), **once)
-    config.train.learning_rate = 1e-12
-    run = train_reward_model(config)
-    tokenizer = PreTrainedTokenizerFast.from_pretrained(_newest(run))
-    model = load_model(_newest(run), dtype="float32")
-    for kind in ("chosen", "rejected"):
-        texts = [tokenizer.apply_chat_template(line["prompt"] + line[kind])["input_ids"] for line in lines]
-        # float32, and each score in other company.
-        assert logged(run, f"scores/{kind}")[0] == pytest.approx(sum(_score(model, texts)) / len(lines), abs=1e-5)
+LAYOUTS = [
+    (2, ParallelConfig(tensor=2)),
+    pytest.param(4, ParallelConfig(context=2, tensor=2), marks=pytest.mark.slow),
+    pytest.param(4, ParallelConfig(pipeline=2, tensor=2), marks=pytest.mark.slow),
+]
+"""Some of those on which preferences are trained, which are tried more often."""
 
 
-LAYOUTS = {
-    "fsdp": (2, ParallelConfig(reduction_chunks=2)),
-    "tensor": (2, ParallelConfig(tensor=2)),
-    "context": (2, ParallelConfig(context=2, reduction_chunks=2)),
-    "pipeline": (2, ParallelConfig(pipeline=2, reduction_chunks=2)),
-    "context and tensor": (4, ParallelConfig(context=2, tensor=2)),
-    "pipeline and tensor": (4, ParallelConfig(pipeline=2, tensor=2)),
-    "full DTensor": (2, ParallelConfig(tensor=2, full_dtensor=True)),
-}
-
-
-# As preferences are trained on such ranks, which are tried more often.
-@pytest.mark.parametrize("layout", [pytest.param(n, marks=[] if n == "tensor" else pytest.mark.slow) for n in LAYOUTS])
-def test_ranks_follow_one_process_and_a_deterministic_layout_has_its_bits(tmp_path, model_folder, layout):
-    ranks, parallel = LAYOUTS[layout]
+@pytest.mark.parametrize(("ranks", "parallel"), LAYOUTS)
+def test_ranks_follow_one_process_and_a_deterministic_layout_has_its_bits(tmp_path, model_folder, ranks, parallel):
     alone, steps = ParallelConfig(reduction_chunks=2), dict(steps=2)
     one = train_reward_model(_config(tmp_path, model_folder, "one", parallel=alone, **steps))
     exact = _config(tmp_path, model_folder, "exact", parallel=alone, **steps)
@@ -197,14 +122,6 @@ def test_ranks_follow_one_process_and_a_deterministic_layout_has_its_bits(tmp_pa
     first, second = (load_model(_newest(tmp_path / name)) for name in ("exact", "exact many"))
     for (name, own), (_, other) in zip(first.named_parameters(), second.named_parameters(), strict=True):
         assert torch.equal(own, other), name
-
-
-@pytest.mark.slow
-def test_compiled_layers_learn_the_same(run, tmp_path, model_folder):
-    compiled = CompileConfig(backend="inductor")
-    other = train_reward_model(_config(tmp_path, model_folder, "run", compile=compiled))
-    # What is compiled rounds elsewhere, in float32.
-    assert logged(other) == pytest.approx(logged(run)[:4], rel=1e-4)
 
 
 def test_an_adapter_is_trained_with_its_head_and_resumes_to_the_same_bits(tmp_path, model_folder):

@@ -78,8 +78,6 @@ def test_a_resumed_run_and_one_on_tokens_made_beforehand_have_the_bits_of_the_wh
     folder = finetune(_config(tmp_path, chat_folder, "folder", steps=1, data=str(tmp_path / "tokens")))
     assert logged(folder) == logged(run)[:1]
     assert main(["data", "tokenize", *arguments]) == 2 and "already exists" in capsys.readouterr().err
-    assert main(["data", "tokenize", "--template", "{text}", *arguments[:-1], str(tmp_path / "texts")]) == 2
-    assert not (tmp_path / "texts").exists()
 
 
 def test_two_ranks_follow_one(run, tmp_path, chat_folder):
@@ -118,15 +116,6 @@ def test_the_loss_is_that_of_the_assistants_tokens_and_generation_stops_at_the_t
         finetune(_config(tmp_path, chat_folder, "none", tokenizer=str(other)))
 
 
-def test_an_end_of_text_of_the_tokenizers_own_joins_the_models(tmp_path, chat_folder):
-    shutil.copytree(chat_folder, tmp_path / "model")
-    (tmp_path / "model" / "tokenizer_config.json").write_text('{"eos_token": "!"}')
-    before = load_model(tmp_path / "model").config.eos_token_ids
-    run = newest_model(str(finetune(_config(tmp_path, tmp_path / "model", "run", steps=1))))
-    end = load_tokenizer(run).eos_id
-    assert end not in before and load_model(run).config.eos_token_ids == (*before, end)
-
-
 @pytest.mark.parametrize(
     ("row", "message"),
     [
@@ -143,12 +132,14 @@ def test_a_run_without_anything_to_learn_is_refused(tmp_path, chat_folder, row, 
     lines = [{"messages": [{"role": "assistant", "content": "a"}] * (2 if row == 16 else 1)}]
     begins = write_lines(tmp_path / "begins.jsonl", lines)
     options = dict(template=str(template), sequence_length=row, tokens_per_step=row)
-    for changes in ({"steps": 0, "epochs": 1}, {"loader": DataConfig(packing="whole", repeat=False)}):
+    whole, prompted = DataConfig(packing="whole", repeat=False), [{"prompt": "a", "completion": "b"}]
+    for changes in (
+        dict(data=begins, steps=0, epochs=1),
+        dict(data=begins, loader=whole),
+        dict(validation_data=begins),
+    ):
         with pytest.raises(UserError, match=message):
-            finetune(_config(tmp_path, chat_folder, "run", **options, **changes, data=begins))
-    with pytest.raises(UserError, match=message):
-        prompted = [{"prompt": "a", "completion": "b"}]
-        finetune(_config(tmp_path, chat_folder, "validated", prompted, **options, validation_data=begins))
+            finetune(_config(tmp_path, chat_folder, "run", prompted, **options, **changes))
 
 
 def test_conversations_that_are_cut_are_counted_and_bad_ones_named_or_skipped(tmp_path, chat_folder, caplog):
@@ -161,30 +152,34 @@ def test_conversations_that_are_cut_are_counted_and_bad_ones_named_or_skipped(tm
     assert "1 conversations are longer than a row of 128 tokens and are cut" in caplog.text
 
 
-def test_a_template_given_by_hand_is_kept_and_tokens_of_another_one_are_refused(tmp_path, model_folder, capsys):
+def test_a_template_given_by_hand_is_kept_and_data_that_does_not_fit_it_is_refused(tmp_path, model_folder, capsys):
     (tmp_path / "own.jinja").write_text(PLAIN)
     (tmp_path / "other.jinja").write_text(MARKED)
-    data, own, other = write_lines(tmp_path / "talk.jsonl", LINES), tmp_path / "own.jinja", tmp_path / "other.jinja"
-    arguments = ["--data", data, "--tokenizer", str(model_folder), "--output", str(tmp_path / "tokens")]
-    assert main(["data", "tokenize", "--chat", *arguments, "--template", str(own)]) == 0
-    tokens = dict(data=str(tmp_path / "tokens"), steps=1)
-    folder = finetune(_config(tmp_path, model_folder, "run", **tokens))
-    assert (folder / "checkpoints" / "step_00000001" / "chat_template.jinja").read_text() == PLAIN
-    for changes in (tokens, dict(validation_data=str(tmp_path / "tokens"))):
-        with pytest.raises(UserError, match="tokens: was tokenized with another chat template; give --template"):
-            finetune(_config(tmp_path, model_folder, "other", template=str(other), **changes))
-    assert main(["data", "tokenize", "--chat", *arguments[:-1], str(tmp_path / "more")]) == 2
-    assert "no chat template; give --template FILE" in capsys.readouterr().err
-    with pytest.raises(UserError, match="no chat template; give --template FILE"):
-        finetune(_config(tmp_path, model_folder, "none", skip_bad_lines=True))
-    with pytest.raises(UserError, match=r"none\.jinja: no such file"):
-        finetune(_config(tmp_path, model_folder, "other", template=str(tmp_path / "none.jinja")))
     (tmp_path / "a.txt").write_text("some text")
-    assert main(["data", "tokenize", "--data", str(tmp_path / "a.txt"), *arguments[2:-1], str(tmp_path / "texts")]) == 0
-    with pytest.raises(UserError, match="was tokenized as text; .*--chat"):
-        finetune(_config(tmp_path, model_folder, "run", data=str(tmp_path / "texts")))
-    with pytest.raises(UserError, match=r"a\.txt: contains no conversations; give \.jsonl \(one object per line\)"):
-        finetune(_config(tmp_path, model_folder, "run", data=str(tmp_path / "a.txt")))
+    data, other = write_lines(tmp_path / "talk.jsonl", LINES), str(tmp_path / "other.jinja")
+
+    def tokenize(data, name, *options):
+        paths = ["--data", str(data), "--output", str(tmp_path / name), "--tokenizer", str(model_folder)]
+        return main(["data", "tokenize", *paths, *options]), str(tmp_path / name)
+
+    done, tokens = tokenize(data, "tokens", "--chat", "--template", str(tmp_path / "own.jinja"))
+    assert done == 0
+    folder = finetune(_config(tmp_path, model_folder, "run", data=tokens, steps=1))
+    assert (folder / "checkpoints" / "step_00000001" / "chat_template.jinja").read_text() == PLAIN
+    assert tokenize(data, "more", "--chat")[0] == 2
+    assert "no chat template; give --template FILE" in capsys.readouterr().err
+    _, texts = tokenize(tmp_path / "a.txt", "texts")
+    of_another = "tokens: was tokenized with another chat template; give --template"
+    for changes, message in (
+        (dict(data=tokens, template=other), of_another),
+        (dict(validation_data=tokens, template=other), of_another),
+        (dict(skip_bad_lines=True), "no chat template; give --template FILE"),
+        (dict(template=str(tmp_path / "none.jinja")), r"none\.jinja: no such file"),
+        (dict(data=texts), "was tokenized as text; .*--chat"),
+        (dict(data=str(tmp_path / "a.txt")), r"a\.txt: contains no conversations; give \.jsonl"),
+    ):
+        with pytest.raises(UserError, match=message):
+            finetune(_config(tmp_path, model_folder, "other", **changes))
 
 
 FORGETS_THOUGHTS = (
@@ -213,16 +208,3 @@ def test_sequences_that_share_tokens_and_ranks_that_share_sequences_are_refused(
     row = pack_scored([[1, 2, 3], [1, 2, 4]], [[2], [2]], [0, 1])
     with pytest.raises(UserError, match="give --turns whole"):
         shard_row(row, World(torch.device("cpu"), dict.fromkeys(AXES, 1) | {"context": 2}))
-
-
-def test_the_command_line_starts_a_run_from_a_recipe(tmp_path, chat_folder):
-    data = write_lines(tmp_path / "talk.jsonl", LINES)
-    arguments = ["--recipe", "chat", "--model", str(chat_folder), "--data", data, "--steps", "1"]
-    arguments += ["--tokens-per-step", "256", "--sequence-length", "128", "--output", str(tmp_path / "run")]
-    assert main(["sft", *arguments]) == 0
-    assert 'packing = "whole"' in (tmp_path / "run" / "config.toml").read_text()
-    assert main(["sft", "--model", str(chat_folder)]) == 2
-    config = _config(tmp_path, chat_folder, "other")
-    config.loader.packing = "wole"  # as from a TOML file
-    with pytest.raises(UserError, match='loader.packing is "wole"; give cut or whole'):
-        finetune(config)

@@ -12,26 +12,17 @@ from transformers import AutoModelForCausalLM
 
 import lockstep
 from lockstep import build_model, score
-from lockstep.config import CheckpointConfig, DataConfig, PretrainConfig, TrainConfig
-from lockstep.data import Row, RowLoader, Rows, TokenizedCorpus
+from lockstep.config import CheckpointConfig, DataConfig, TrainConfig
+from lockstep.data import Row
 from lockstep.errors import UserError
 from lockstep.model import preset, save_model
-from lockstep.train import MasterOptimizer, Trainer, log_probs, pack, pack_rows, split_by_tokens, target_log_probs
+from lockstep.train import Trainer, log_probs, pack, pack_rows, split_by_tokens
 from lockstep.train.objective import NextTokenLoss
 from lockstep.train.pretrain import pretrain
-from tests.train.runs import logged
+from tests.train.runs import TEXT, logged, text_run
 
 SEQUENCES = [[1, 2, 3, 4, 5], list(range(50, 90)), [7, 7], [9, 8, 7, 6]]
 TARGETS = sum(len(s) - 1 for s in SEQUENCES)
-
-
-def test_packing_places_targets_after_their_predictors():
-    row = pack([[5, 6, 7], [8, 9]], first_targets=[2, 1])
-    assert row.tokens.tolist() == [5, 6, 7, 8, 9, 0, 0, 0] and row.positions.tolist() == [0, 1, 2, 0, 1, 0, 0, 0]
-    assert row.predictors.tolist() == [1, 3] and row.targets.tolist() == [7, 9] and row.lengths == [3, 2]
-    with pytest.raises(ValueError, match="cannot pack"):
-        pack([[1], []])
-    assert split_by_tokens([5, 40, 2, 4], 8) == [slice(0, 1), slice(1, 2), slice(2, 4)]
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
@@ -111,27 +102,10 @@ def test_a_step_has_the_same_bits_whether_its_gradients_stay_narrow_or_are_widen
         assert all(torch.equal(tensor, states[name]) for name, tensor in one.optimizer.state_tensors().items())
 
 
-def test_updates_write_into_the_models_tensors_and_float32_weights_are_their_own_masters():
-    model = build_model(preset("qwen3:micro"), dtype="bfloat16")
-    addresses = [p.data_ptr() for p in model.parameters()]
-    Trainer(model, TrainConfig(), 5).step([pack(SEQUENCES)], NextTokenLoss(TARGETS))
-    assert [p.data_ptr() for p in model.parameters()] == addresses
-    model = build_model(preset("qwen3:micro"), dtype="float32")
-    optimizer = MasterOptimizer(model, TrainConfig())
-    assert all(optimizer.masters[n] is p for n, p in model.named_parameters())
-
-
-TEXT = "the quick brown fox jumps over the lazy dog. "
-
-
 def _config(tmp_path, name, **changes):
-    (tmp_path / "text.txt").write_text(TEXT * 60)
-    defaults = dict(
-        output=str(tmp_path / name), model="qwen3:micro", data=str(tmp_path / "text.txt"), tokens_per_step=256,
-        sequence_length=64, steps=4, dtype="bfloat16", checkpoint=CheckpointConfig(every=2),
-        train=TrainConfig(learning_rate=3e-3, warmup_steps=0, schedule="constant", tokens_per_microbatch=128),
-    )  # fmt: skip
-    return PretrainConfig(**(defaults | changes))
+    train = TrainConfig(learning_rate=3e-3, warmup_steps=0, schedule="constant", tokens_per_microbatch=128)
+    settings = dict(dtype="bfloat16", checkpoint=CheckpointConfig(every=2), train=train)
+    return text_run(tmp_path, name, **(settings | changes))
 
 
 @pytest.mark.parametrize("dtype", [pytest.param("float32", marks=pytest.mark.slow), "bfloat16"])
@@ -156,22 +130,6 @@ def test_a_run_learns_and_resumes_to_the_same_bits_and_its_folder_is_nobody_else
     with pytest.raises(UserError, match="learning_rate is 0"):
         pretrain(_config(tmp_path, "other", train=TrainConfig(learning_rate=0)))
     assert not (tmp_path / "other").exists()
-
-
-def test_a_loaders_rows_pack_to_the_bits_of_their_sequences_and_padding_does_not_matter():
-    sequences = SEQUENCES[:1] + SEQUENCES[2:]
-    corpus = TokenizedCorpus(np.array([t for s in sequences for t in s]), np.cumsum([0, *(len(s) for s in sequences)]))
-    loader = RowLoader(Rows(corpus, 8, 0, "whole", repeat=False), 40, 40)
-    step = loader.next()
-    model = build_model(preset("qwen3:micro"), dtype="float32")
-    losses = []
-    for rows in step.microbatches:
-        row = pack_rows(rows)
-        assert len(row.tokens) == 40 and row.positions.max() <= 7
-        losses.append(target_log_probs(model, row)[0])
-    expected = torch.cat(score(model, sequences))
-    assert step.targets == len(expected)
-    assert torch.equal(torch.cat(losses).sort().values, expected.sort().values)
 
 
 def test_a_micro_batch_of_padding_has_a_gradient_of_zero():
@@ -210,7 +168,7 @@ def model():
 
 
 @pytest.mark.parametrize("temperature", [1.0, 0.7])
-def test_they_have_the_bits_of_score_and_of_the_engine(model, temperature):
+def test_differentiable_log_probs_have_the_bits_of_score_and_of_the_engine(model, temperature):
     found = log_probs(model, ROWS, temperature)
     for each, scored, row in zip(found, lockstep.score(model, ROWS, temperature), ROWS):
         assert each.requires_grad and not scored.requires_grad and len(each) == len(row) - 1
@@ -219,9 +177,14 @@ def test_they_have_the_bits_of_score_and_of_the_engine(model, temperature):
     (completion,) = lockstep.Engine(model).generate([ROWS[0]], params)[0]
     (found,) = log_probs(model, [ROWS[0] + completion.token_ids], temperature)
     assert torch.equal(found.detach()[len(ROWS[0]) - 1 :], torch.tensor(completion.logprobs))
+    with pytest.raises(UserError, match="sequence 1"):
+        log_probs(model, [[1, 2], [64]], temperature)
+    with pytest.raises(UserError, match="temperature is -1.0; give a number of 0 or more"):
+        log_probs(model, [[1, 2]], -1.0)
+    assert log_probs(model, [], temperature) == lockstep.score(model, [], temperature) == []
 
 
-def test_their_gradient_is_that_of_transformers(model, tmp_path):
+def test_the_gradient_of_log_probs_is_that_of_transformers(model, tmp_path):
     save_model(model, tmp_path)
     theirs = AutoModelForCausalLM.from_pretrained(tmp_path, dtype=torch.float32)
     weights = [torch.linspace(-1, 1, len(row) - 1) for row in ROWS]
@@ -240,11 +203,3 @@ def test_their_gradient_is_that_of_transformers(model, tmp_path):
             torch.testing.assert_close(mine, parameter.grad, rtol=1e-3, atol=1e-5)
             compared += 1
     assert compared == len(own)
-
-
-def test_sequences_that_cannot_be_scored_are_named(model):
-    with pytest.raises(UserError, match="sequence 1"):
-        log_probs(model, [[1, 2], [64]])
-    with pytest.raises(UserError, match="temperature is -1.0; give a number of 0 or more"):
-        log_probs(model, [[1, 2]], -1.0)
-    assert log_probs(model, []) == lockstep.score(model, []) == []

@@ -4,21 +4,17 @@ import json
 
 import pytest
 
-from lockstep.config import FaultConfig, PretrainConfig, TrainConfig
+from lockstep.config import FaultConfig, TrainConfig
 from lockstep.errors import UserError
 from lockstep.observe import read_metrics
 from lockstep.train.pretrain import pretrain
 from tests.parallel.launch import launch
+from tests.train.runs import text_run
 
 
 def _config(tmp_path, name, **changes):
-    for file, text in (("train", "the quick brown fox jumps over the lazy dog. "), ("held_out", "a lazy fox. ")):
-        (tmp_path / f"{file}.txt").write_text(text * 50)
-    defaults = dict(
-        output=str(tmp_path / name), model="qwen3:micro", data=str(tmp_path / "train.txt"), tokens_per_step=256,
-        sequence_length=64, steps=3, dtype="float32", train=TrainConfig(tokens_per_microbatch=128),
-    )  # fmt: skip
-    return PretrainConfig(**(defaults | changes))
+    (tmp_path / "held_out.txt").write_text("a lazy fox. " * 50)
+    return text_run(tmp_path, name, **(dict(steps=3, train=TrainConfig(tokens_per_microbatch=128)) | changes))
 
 
 def test_validation_leaves_training_alone_and_is_shared_by_ranks(tmp_path, capsys):

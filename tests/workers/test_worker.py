@@ -2,6 +2,7 @@
 
 import gc
 import os
+import pickle
 import signal
 import subprocess
 import sys
@@ -10,7 +11,7 @@ import time
 
 import pytest
 
-from lockstep.workers import Worker, WorkerEnded
+from lockstep.workers import Closed, Worker, WorkerEnded, from_plain
 from lockstep.workers.processes import descendants
 
 ANSWERS = "tests.workers.answering:answers"
@@ -114,6 +115,19 @@ def test_a_worker_ends_with_its_object_while_it_answers_and_with_its_parent():
     while os.path.exists(f"/proc/{child}"):
         assert time.monotonic() < deadline
         time.sleep(0.02)
+
+
+class Harm:
+    def __reduce__(self):
+        return os.system, ("false",)
+
+
+def test_of_a_workers_pickles_only_plain_types_are_read():
+    plain = [1, 2.5, "é", b"\0", None, {"a": (True, [])}]
+    assert from_plain(pickle.dumps(plain)) == plain
+    for body in (pickle.dumps([Harm()]), pickle.dumps(Harm), pickle.dumps(plain)[:-3], b""):
+        with pytest.raises(Closed, match="not a plain pickle"):
+            from_plain(body)
 
 
 def test_nothing_is_imported_from_the_working_folder(tmp_path, monkeypatch):

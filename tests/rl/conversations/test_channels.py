@@ -10,10 +10,10 @@ import lockstep.rl as rl
 from lockstep.config import RLConfig
 from lockstep.data import load_tokenizer
 from lockstep.data.chat import load_chat_template
-from lockstep.generate.sampling_params import Completion
 from lockstep.rl.conversations.rendering import Rendering
 from lockstep.rl.conversations.tools import answer_calls
 from lockstep.rl.environments.loading import load_environment
+from lockstep.rl.generators.remote import RemoteSample
 from lockstep.rl.grading.exchange import reply_from
 from lockstep.rl.rollouts.rewards import assign_rewards
 from tests.rl.collected import collected, held_out
@@ -39,21 +39,6 @@ def rendering_with(folder, tools=()):
 
 
 @dataclass
-class Said:
-    """A sample that a generator has finished."""
-
-    tokens: list[int]
-    finish_reason: str = "stop"
-
-    @property
-    def sampled(self):
-        return len(self.tokens)
-
-    def completion(self):
-        return Completion(self.tokens, [-1.0] * len(self.tokens), self.finish_reason)
-
-
-@dataclass
 class Reciting:
     """A generator that says what it is told to, at the interface that remote ones have too."""
 
@@ -69,7 +54,8 @@ class Reciting:
         return self.rendering.tokenizer
 
     def _next(self):
-        return Said(self.tokenizer.encode(self.replies[(len(self.prompts) - 1) % len(self.replies)]))
+        tokens = self.tokenizer.encode(self.replies[(len(self.prompts) - 1) % len(self.replies)])
+        return RemoteSample(tokens, [-1.0] * len(tokens), finish_reason="stop")
 
     def add(self, prompt, params):
         self.prompts.append(prompt)
@@ -171,6 +157,6 @@ def test_environments_and_validation_get_the_final_channel(folder, name):
             assert [rollout.completion for rollout in rollouts] == [completion]
 
 
-def test_a_reply_survives_the_way_to_a_worker(folder):
+def test_a_reply_survives_the_way_to_a_worker():
     reply = rl.Reply("yo", "stop", (rl.ToolCall("f", {"a": [1]}),), 3, 2, "hm", {"thinking": "hm"})
     assert reply_from(json.loads(json.dumps(asdict(reply)))) == reply

@@ -1,6 +1,7 @@
 """How long the environment's own turns of a conversation take, wherever it is held: never the wait for the model."""
 
 import time
+from functools import partial
 
 import lockstep.rl as rl
 from lockstep.config import RewardConfig
@@ -11,10 +12,11 @@ from lockstep.rl.grading.exchange import ConversationEnded
 from lockstep.rl.grading.pool import open_workers
 
 TASK = """
-import asyncio, os, signal, time
+import asyncio, os, time
 import lockstep.rl as rl
+from tests.rl.grading.misbehaving import Misbehaving
 
-class Slow(rl.ConversationEnvironment):
+class Slow(Misbehaving, rl.ConversationEnvironment):
     def examples(self, split):
         return [rl.Example("p")]
 
@@ -32,12 +34,6 @@ class Slow(rl.ConversationEnvironment):
         chat.seconds["own"] = own
         return 1.0
 
-    def freezes(self):
-        os.kill(os.getpid(), signal.SIGSTOP)
-
-    def blocks(self):
-        time.sleep(1000)
-
     def exits(self):
         time.sleep(0.2)
         os._exit(0)
@@ -50,7 +46,7 @@ def held(make_runner):
     with make_runner() as talk:
         while not isinstance(said := talk.next(wait=True), ConversationEnded):
             asked = time.monotonic()
-            time.sleep(0.3)
+            time.sleep(0.1)
             waited += time.monotonic() - asked
             talk.answer(said.number, said.request, rl.Reply("yes"))
     return said, time.monotonic() - began - waited
@@ -62,10 +58,10 @@ def test_the_seconds_are_those_of_the_environments_turns_without_the_models(tmp_
     environment = load_environment(name)
     with open_workers(EnvironmentSource(name), RewardConfig(workers=1, seconds=0.5), tmp_path) as workers:
         for prompt, least in (("fine", 0.06), ("exits", 0.2), ("blocks", 0.5), ("freezes", 0.5)):
-            places = [lambda: WorkerConversationRunner([worker_task(rl.Example(prompt), 0)], workers)]  # noqa: B023
+            runners = [partial(WorkerConversationRunner, [worker_task(rl.Example(prompt), 0)], workers)]
             if prompt == "fine":
-                places.append(lambda: ConversationRunner(environment, [rl.Example("fine")], RewardConfig()))
-            for make_runner in places:
+                runners.append(partial(ConversationRunner, environment, [rl.Example("fine")], RewardConfig()))
+            for make_runner in runners:
                 ended, without_the_model = held(make_runner)
                 assert least <= ended.environment_seconds <= without_the_model
                 if prompt == "fine":

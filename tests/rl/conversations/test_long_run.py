@@ -6,7 +6,8 @@ import sys
 
 import pytest
 
-from lockstep.config import EngineConfig, RewardConfig, RLConfig, TrainConfig, to_toml
+from lockstep.config import RewardConfig, to_toml
+from tests.rl.conversations.test_runs import config
 
 TASK = """
 import lockstep.rl as rl
@@ -60,14 +61,11 @@ reinforce(from_toml(Path(sys.argv[1]), RLConfig()), on_metrics=note)
 @pytest.mark.slow
 def test_memory_files_threads_and_processes_are_level_over_200_steps(tmp_path, chat_model):
     (tmp_path / "talk.py").write_text(TASK)
-    config = RLConfig(
-        output=str(tmp_path / "run"), model=str(chat_model("llama3")), environment=f"{tmp_path / 'talk.py'}:Talk",
-        steps=200, prompts_per_step=2, samples_per_prompt=4, max_new_tokens=4, validation_examples=2,
-        validation_every=50, rewards=RewardConfig(workers=2, failure_limit=1.0),
-        train=TrainConfig(learning_rate=1e-6, warmup_steps=0, schedule="constant", tokens_per_microbatch=300),
-        engine=EngineConfig(max_tokens_per_step=128, max_sequences=8, cache_tokens=4096),
+    settings = config(
+        tmp_path / "run", chat_model("llama3"), f"{tmp_path / 'talk.py'}:Talk", steps=200, samples_per_prompt=4,
+        max_new_tokens=4, validation_every=50, rewards=RewardConfig(workers=2, failure_limit=1.0),
     )  # fmt: skip
-    (tmp_path / "run.toml").write_text(to_toml(config))
+    (tmp_path / "run.toml").write_text(to_toml(settings))
     run = subprocess.run(
         [sys.executable, "-c", SCRIPT, str(tmp_path / "run.toml")], stdout=subprocess.PIPE, text=True, check=True
     )

@@ -6,7 +6,7 @@ import random
 import signal
 import threading
 import time
-from contextlib import ExitStack, suppress
+from contextlib import suppress
 
 import pytest
 import torch
@@ -107,58 +107,18 @@ def test_draws_do_not_depend_on_who_answers_when(engine_of, renderings):
     assert [r.token_ids for r in other] != [r.token_ids for r in first], "another round, other draws"
 
 
-@pytest.fixture
-def in_workers(tmp_path):
-    """`in_workers(kind, source, **rewards)`: the environment, and the workers that hold its conversations."""
-    with ExitStack() as opened:
-
-        def make(kind, source, **rewards):
-            examples = "    def examples(self, split):\n        return [rl.Example('p')]\n"
-            file = tmp_path / "task.py"
-            file.write_text(f"import asyncio, os, random\nimport lockstep.rl as rl\n\n{source}\n{examples}")
-            source, limits = EnvironmentSource(f"{file}:{kind}"), RewardConfig(**rewards)
-            return load_environment(source.name), opened.enter_context(open_workers(source, limits, tmp_path))
-
-        yield make
-
-
-def test_in_workers_the_tokens_and_rewards_are_those_of_this_process(in_workers, engine_of, renderings):
-    given = engine_of("llama3"), renderings["llama3"]
-    first = graded(Talk(), *given)
+def test_in_workers_the_tokens_and_rewards_are_those_of_this_process(tmp_path, engine_of, renderings):
+    rendering = renderings["llama3"]
+    first = graded(Talk(), engine_of("llama3"), rendering)
     slow = inspect.getsource(Talk).replace("longest_delay = 0.0", "longest_delay = 0.02")
-    environment, workers = in_workers("Talk", slow, workers=2, concurrent=2)
-    again = graded(environment, engine_of("llama3", 2), given[1], grader=workers)
+    examples = "    def examples(self, split):\n        return [rl.Example('p')]\n"
+    (tmp_path / "task.py").write_text(f"import asyncio, random\nimport lockstep.rl as rl\n\n{slow}\n{examples}")
+    source, limits = EnvironmentSource(f"{tmp_path / 'task.py'}:Talk"), RewardConfig(workers=2, concurrent=2)
+    with open_workers(source, limits, tmp_path) as workers:
+        again = graded(load_environment(source.name), engine_of("llama3", 2), rendering, grader=workers)
     for field in ("token_ids", "logprobs", "sampled", "scores", "group", "episode", "completion"):
         assert [getattr(r, field) for r in again] == [getattr(r, field) for r in first]
     assert [r.conversation.messages for r in again] == [r.conversation.messages for r in first]
-
-
-KILLER = """
-class Killer(rl.ConversationEnvironment):
-    async def converse(self, example, chat):
-        chat.add(example.prompt)
-        await chat.reply()
-        if example.answer:
-            FAULT
-        chat.add("And?")
-        return {"length": float(len((await chat.reply()).text))}
-"""
-
-
-def test_what_kills_its_supervisor_costs_its_own_conversations_and_the_others_are_held_again_alike(
-    in_workers, engine_of, renderings
-):
-    engine, rendering = engine_of("llama3"), renderings["llama3"]
-    rollouts = {}
-    for fault in ("pass", "os.kill(os.getppid(), 9)"):
-        environment, workers = in_workers("Killer", KILLER.replace("FAULT", fault), workers=1)
-        rollouts[fault] = graded(environment, engine, rendering, grader=workers)
-        assert not engine.has_work
-    whole, killed = rollouts.values()
-    assert [(r.scores.failure, r.scores.counts) for r in killed] == [("", True)] * 3 + [("killed", False)] * 3
-    assert [(r.token_ids, r.logprobs, r.scores.rewards) for r in killed[:3]] == [
-        (r.token_ids, r.logprobs, r.scores.rewards) for r in whole[:3]
-    ]
 
 
 def test_rewards_are_those_of_the_conversation_for_each_of_its_rows(engine_of, renderings):
@@ -196,12 +156,26 @@ class Long(Endless):
     words, turns = 60, 100
 
 
+class Asks(Endless):
+    """Of two rewards, where it is not over at once."""
+
+    async def converse(self, example, chat):
+        chat.add("x")
+        await chat.reply()
+        if example.answer:
+            raise rl.ConversationOver
+        return {"length": 1.0, "e": 2.0}
+
+
 def test_a_limit_of_turns_or_tokens_ends_a_conversation(engine_of, renderings):
     engine, rendering = engine_of("llama3"), renderings["llama3"]
     for environment, turns, reward in ((Endless(), 3, -1.0), (Catching(), 2, 7.0)):
         rollouts = graded(environment, engine, rendering, samples_per_prompt=1, max_new_tokens=4)
         assert {(r.conversation.turns, r.scores.reward) for r in rollouts} == {(turns, reward)}
         assert all(r.conversation.over and not r.scores.failure for r in rollouts)
+    rollouts = graded(Asks(), engine, rendering, max_new_tokens=2)
+    expected = [{"length": 1.0, "e": 2.0}] * 3 + [{"length": -1.0, "e": -1.0}] * 3
+    assert [r.scores.rewards for r in rollouts] == expected, "one number stands for all names"
     rollouts = graded(Long(), engine, rendering, samples_per_prompt=1)
     assert all(1 < r.conversation.turns < 10 and r.conversation.over for r in rollouts)
     assert all(len(r.prompt_ids + r.token_ids) <= 512 and r.sampled[-1] for r in rollouts)
@@ -212,40 +186,41 @@ def test_a_limit_of_turns_or_tokens_ends_a_conversation(engine_of, renderings):
         talk(Long(), small, rendering, max_new_tokens=100)
 
 
-def test_a_conversation_without_rewards_says_that_nothing_gives_them(engine_of, renderings):
-    class Silent(rl.ConversationEnvironment):
-        async def converse(self, example, chat):
-            chat.add(example.prompt)
-            await chat.reply()
+class Silent(rl.ConversationEnvironment):
+    async def converse(self, example, chat):
+        chat.add(example.prompt)
+        await chat.reply()
 
-    class Ungraded(Silent):
-        async def grade(self, example, episodes):
-            return None
 
-    class Short(Silent):
-        async def grade(self, example, episodes):
-            return [1.0]
+class Ungraded(Silent):
+    async def grade(self, example, episodes):
+        return None
 
-    for environment, said in (
+
+class Short(Silent):
+    async def grade(self, example, episodes):
+        return [1.0]
+
+
+class Refused(Talk):
+    async def converse(self, example, chat):
+        chat.add(example.prompt)
+        chat.add("", role="assistant", tool_calls=[])
+        await chat.reply()
+
+
+@pytest.mark.parametrize(
+    ("environment", "said"),
+    [
         (Silent(), "Silent.converse returned no rewards, and there is no `reward`, for example .*; return a number"),
         (Ungraded(), "Ungraded.converse returned no rewards, nor did `grade`, and there is no `reward`,"),
         (Short(), r"Short.grade returned \[1.0\], not a list with one reward per episode \(here 3\), for"),
-    ):
-        with pytest.raises(UserError, match=said):
-            graded(environment, engine_of("llama3"), renderings["llama3"], limit=0.0, max_new_tokens=2)
-
-
-def test_one_number_of_an_unfinished_conversation_stands_for_all_names(engine_of, renderings):
-    class Asks(Talk):
-        async def converse(self, example, chat):
-            chat.add("x")
-            await chat.reply()
-            if example.answer:
-                raise rl.ConversationOver
-            return {"length": 1.0, "e": 2.0}
-
-    rollouts = graded(Asks(), engine_of("llama3"), renderings["llama3"], max_new_tokens=2)
-    assert {str(r.scores.rewards) for r in rollouts if r.group == 1} == {"{'length': 0.0, 'e': 0.0}"}
+        (Refused(), "example 'stone': the model's chat template refuses these messages"),
+    ],
+)
+def test_what_no_conversation_of_an_environment_can_do_ends_the_run_by_name(engine_of, renderings, environment, said):
+    with pytest.raises(UserError, match=said):
+        graded(environment, engine_of("llama3_1"), renderings["llama3_1"], limit=0.0, max_new_tokens=2)
 
 
 class Broken(list):
@@ -456,17 +431,6 @@ def test_an_interrupt_ends_conversations_and_requests(engine_of, renderings, int
         time.sleep(0.01)
     assert environment.cancelled
     assert len(talk(Talk(), engine, renderings["llama3"])) == 12
-
-
-def test_a_template_that_refuses_names_the_example(engine_of, renderings):
-    class Refused(Talk):
-        async def converse(self, example, chat):
-            chat.add(example.prompt)
-            chat.add("", role="assistant", tool_calls=[])
-            await chat.reply()
-
-    with pytest.raises(UserError, match="example 'stone': the model's chat template refuses these messages"):
-        talk(Refused(), engine_of("llama3_1"), renderings["llama3_1"])
 
 
 def test_a_reply_says_how_many_tokens_it_read_and_has(engine_of, renderings):

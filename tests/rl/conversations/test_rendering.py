@@ -226,15 +226,6 @@ def test_a_prompt_that_failed_or_was_not_answered_leaves_no_trace(renderings):
     assert transcript.prompt([*answered, {"role": "user", "content": "not answered"}]) == once
 
 
-@pytest.mark.parametrize("name", FAMILIES)
-def test_a_plain_prompt_has_one_beginning_and_is_what_the_template_says(renderings, name):
-    rendering = renderings[name]
-    tokens = rendering.prompt(rl.Example("hi"))
-    assert shown(rendering.tokenizer, tokens) == rendering.template.render([{"role": "user", "content": "hi"}])
-    if rendering.tokenizer.bos_id is not None:
-        assert tokens[0] == rendering.tokenizer.bos_id and tokens.count(rendering.tokenizer.bos_id) == 1
-
-
 def test_a_prompt_that_is_rendered_already_is_read_as_it_is(renderings, caplog):
     rendering = renderings["llama3"]
     rendered = rendering.template.render([{"role": "user", "content": "hi"}])

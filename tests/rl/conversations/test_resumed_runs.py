@@ -11,10 +11,11 @@ import pytest
 from safetensors.torch import load_file
 
 from lockstep.cli import main
-from lockstep.config import CheckpointConfig, EngineConfig, RewardConfig, RLConfig, TrainConfig, to_toml
+from lockstep.config import CheckpointConfig, RewardConfig, to_toml
 from lockstep.rl.reinforce import reinforce
 from lockstep.rl.replay import NOT_COMPARED
 from tests.checkpoint.runs import equal
+from tests.rl.conversations.test_runs import config
 
 TASK = """
 import os, random, signal, time
@@ -43,17 +44,6 @@ class Talk(rl.ConversationEnvironment):
 """
 
 
-def config(output, model, task):
-    return RLConfig(
-        output=str(output), model=str(model), environment=f"{task}:Talk", steps=3, prompts_per_step=2,
-        samples_per_prompt=4, max_new_tokens=6, validation_examples=2, validation_every=2,
-        rewards=RewardConfig(workers=2, failure_limit=1.0),
-        train=TrainConfig(learning_rate=1e-3, warmup_steps=0, schedule="constant", tokens_per_microbatch=300),
-        engine=EngineConfig(max_tokens_per_step=128, max_sequences=4, cache_tokens=4096),
-        checkpoint=CheckpointConfig(every=1, keep_last=0, asynchronous=False),
-    )  # fmt: skip
-
-
 def records(folder):
     """All that a run has written of its steps but times: metrics, rollouts and validations."""
     metrics = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
@@ -72,7 +62,11 @@ def trained(folder):
 def test_a_run_that_is_killed_in_its_conversations_resumes_and_is_replayed_to_the_bit(tmp_path, chat_model):
     task, output = tmp_path / "talk.py", tmp_path / "run"
     task.write_text(TASK.replace("FOLDER", repr(str(output))))
-    settings = config(output, chat_model("llama3"), task)
+    settings = config(
+        output, chat_model("llama3"), f"{task}:Talk", steps=3, samples_per_prompt=4, max_new_tokens=6,
+        validation_every=2, rewards=RewardConfig(workers=2, failure_limit=1.0),
+        checkpoint=CheckpointConfig(every=1, keep_last=0, asynchronous=False),
+    )  # fmt: skip
     (tmp_path / "run.toml").write_text(to_toml(settings))
     killed = subprocess.run([sys.executable, "-m", "lockstep", "rl", "--config", str(tmp_path / "run.toml")])
     assert killed.returncode == -signal.SIGKILL

@@ -1,6 +1,7 @@
 """Rows of a conversation in advantages, loss, ledger and metrics: an episode counts as one completion would."""
 
 import json
+import math
 from dataclasses import replace
 from itertools import chain
 
@@ -9,6 +10,7 @@ import torch
 
 import lockstep.rl as rl
 from lockstep.config import ALGORITHMS, RLConfig, TrainConfig
+from lockstep.model import build_model, preset
 from lockstep.rl.grading.calling import Outcome
 from lockstep.rl.rollouts.advantages import assign_advantages
 from lockstep.rl.rollouts.ledger import Ledger
@@ -16,7 +18,8 @@ from lockstep.rl.rollouts.metrics import rollout_metrics
 from lockstep.rl.rollouts.records import Conversation, Scores, episodes_of, write_rollouts
 from lockstep.rl.rollouts.rewards import charge_overlong
 from lockstep.rl.scoring.parity import Parity
-from tests.rl.losses import batches_of
+from lockstep.train.packing import pack_scored, target_log_probs
+from tests.rl.losses import batches_of, loss_of
 
 
 def completions():
@@ -94,12 +97,6 @@ def of_episodes(rollouts, config, fields):
     return [[list(chain.from_iterable(column)) for column in zip(*own)] for own in of_rows]
 
 
-def test_a_target_is_predicted_by_the_token_before_it():
-    (batch,) = batches_of(as_rows(completions())[:2], RLConfig(max_new_tokens=10))
-    assert batch.row.tokens.tolist()[:7] == [1, 2, 3, 20, 7, 8, 1]
-    assert batch.row.tokens[batch.row.predictors].tolist()[:2] == [3, 8] and batch.row.targets.tolist()[:2] == [20, 21]
-
-
 def test_a_difference_is_located_in_its_row():
     rows, parity = as_rows(completions())[:2], Parity()
     own = torch.tensor([x for r in rows for x in r.logprobs])
@@ -140,3 +137,27 @@ def test_the_longest_reply_is_charged_for(tmp_path):
     write_rollouts(tmp_path / "r.jsonl", rows)
     line = json.loads((tmp_path / "r.jsonl").read_text().splitlines()[1])
     assert (line["episode"], line["sampled"], line["turns"], line["messages"]) == (0, [1, 0, 0], 2, [])
+
+
+def test_a_conversations_reward_is_earned_with_the_last_token_of_its_last_row():
+    """With λ = 0 an advantage is r + V' − V of its own token, and so tells where the reward and the rows' ends are."""
+    algorithm = replace(ALGORITHMS["ppo"], gae_lambda=0.0, normalize_advantages=False, kl_coefficient=0.0)
+    rows = as_rows(completions())
+    assign_advantages(rows, algorithm)
+    for scores in ([row.scores for row in episode] for episode in episodes_of(rows)):
+        values = [value for row in scores for value in row.values]
+        expected = [after - v for v, after in zip(values, [*values[1:], scores[0].reward])]
+        assert [advantage for row in scores for advantage in row.token_advantages] == expected
+        assert [value for row in scores for value in row.returns] == [a + v for a, v in zip(expected, values)]
+        assert {row.advantage for row in scores} == {math.fsum(expected) / len(expected)}
+        assert all(len(row.returns) == len(row.values) for row in scores)
+
+
+def test_the_entropies_that_a_step_records_are_those_of_the_models_own_tokens():
+    model, rows, config = build_model(preset("qwen3:micro", 64), "float32"), as_rows(completions()), RLConfig()
+    assign_advantages(rows, ALGORITHMS["grpo"])
+    for batch in batches_of(rows, config):
+        loss_of(config, compare=True)(model, batch)
+    for row in rows:
+        alone = pack_scored([row.prompt_ids + row.token_ids], [row.targets()])
+        assert row.scores.entropies == target_log_probs(model, alone)[1].tolist()

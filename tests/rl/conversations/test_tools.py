@@ -191,7 +191,7 @@ JSON = st.recursive(
 )
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=20, deadline=None)
 @given(st.lists(st.dictionaries(st.text(), JSON, max_size=3), min_size=1, max_size=3))
 def test_any_arguments_are_read_as_they_were_written(arguments):
     dumped = [json.dumps({"name": "f", "arguments": one}) for one in arguments]

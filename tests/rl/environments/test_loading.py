@@ -56,6 +56,8 @@ def test_a_task_without_examples_or_reward_is_refused(tmp_path):
         methods = "".join(line + "\n" for line in METHODS.splitlines() if missing + "(" not in line)
         with pytest.raises(UserError, match=f"task.py: Task defines no `{missing}`"):
             _load(tmp_path, "class Task(rl.Environment):", methods=methods)
+    with pytest.raises(UserError, match="task.py: Task defines no `reward`, `converse` or `grade`"):
+        _load(tmp_path, "class Task(rl.ConversationEnvironment):", methods=methods)
 
 
 @pytest.mark.parametrize(
@@ -132,6 +134,7 @@ class Task(rl.ConversationEnvironment):
         ("turns = 'five'", "Task.turns is 'five', not an integer of at least 1"),
         ("turns = True", "Task.turns is True, not"),
         ("async def converse(self, chat): return 1.0", r"converse .*write `async def converse\(self, example, chat\)`"),
+        ("def converse(self, example, chat): return 1.0", "Task.converse is not a coroutine .*write `async def conv"),
         ("async def converse(self, example, chat, more): return 1.0", "converse cannot be called .*'more'"),
         ("async def grade(self, episodes): return []", r"grade cannot be .*write `async def grade\(self, example, epi"),
         ("def reward(self, completion): return 1.0", r"reward cannot be .*write `def reward\(self, example, comp"),

@@ -11,6 +11,7 @@ from pathlib import Path
 from lockstep.rl.reinforce import reinforce
 from lockstep.workers.processes import descendants
 from tests.parallel.launch import CONTEXT
+from tests.rl.processes import command_of, is_alive
 
 
 def _run(config):
@@ -87,10 +88,7 @@ class Disturbed:
         """The processes of each generator, by its name, that live."""
         found = {}
         for process in descendants(self.process.pid):
-            try:
-                command = Path(f"/proc/{process}/cmdline").read_text().split("\0")
-            except OSError:
-                continue
+            command = command_of(process)
             if "--name" in command:
                 found.setdefault(command[command.index("--name") + 1], []).append(process)
         return found
@@ -130,13 +128,6 @@ class Disturbed:
             if is_alive(pid):
                 os.kill(pid, signal.SIGKILL)
         self.process.join()
-
-
-def is_alive(pid):
-    try:
-        return Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()[0] not in "ZX"
-    except OSError:
-        return False
 
 
 def unfinished(said):

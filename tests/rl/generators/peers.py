@@ -1,12 +1,14 @@
 """Generators that do what a test says, in this process or over a connection, and what a test waits for."""
 
+import contextlib
 import os
 import threading
 from dataclasses import dataclass, field
 
 from lockstep.observe.heartbeat import host as place
-from lockstep.rl.generators.channel import Closed, call
+from lockstep.rl.generators.channel import Closed, Listener, call
 from lockstep.rl.generators.pool import GeneratorPool
+from lockstep.rl.generators.registry import GeneratorRegistry
 from lockstep.rl.generators.remote import RemoteSample
 from lockstep.version import __version__
 
@@ -18,6 +20,11 @@ def wait_until(condition):
             return
         turn.wait(0.002)
     raise AssertionError("it does not come")
+
+
+def plain(groups):
+    """What completions must not owe to their generator."""
+    return [[(c.token_ids, c.logprobs, c.truncated_logprobs, c.finish_reason) for c in group] for group in groups]
 
 
 @dataclass(eq=False)
@@ -53,6 +60,14 @@ def pool_of(*remotes, start_seconds=60.0, **options):
         pool.join(remote)
         pool.has_weights(remote, 1)
     return pool
+
+
+@contextlib.contextmanager
+def registry_of(key, *, vocab_size=2**31, start_seconds=60.0, **welcome):
+    """A pool that generators may join over a connection, and the port."""
+    pool, listener = GeneratorPool(512, 1024, start_seconds, vocab_size=vocab_size), Listener(key)
+    with GeneratorRegistry(pool, listener, {"silence_seconds": 20.0} | welcome, capacity=4):
+        yield pool, listener.address[1]
 
 
 def report(pool, remote, request, index, tokens, reason=None):

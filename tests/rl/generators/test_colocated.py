@@ -4,10 +4,8 @@ import json
 import math
 import os
 import shutil
-import signal
 import subprocess
 import sys
-import time
 from dataclasses import replace
 
 import pytest
@@ -93,27 +91,23 @@ LAYOUTS = {
     "CP 2 x TP 2, full DTensor": (4, replace(ONE, context=2, tensor=2, full_dtensor=True)),
     "TP 2 x PP 2": (4, replace(ONE, tensor=2, pipeline=2)),
 }
+TALK = dict(environment="Talk", validation_every=1, kl_coefficient=0.0)
+"""Settings of a run on conversations."""
 OWN = (
     "time", "ranks", "rollout/environment_seconds", "rollout/tokens_per_second", "pipeline/", "generators/", "buffer/",
 )  # fmt: skip
 """Beginnings of metrics that a layout may change."""
 
 
-@pytest.fixture
-def task(tmp_path):
-    file = tmp_path / "task.py"
-    file.write_text(TASK)
-    return file
-
-
 def config_of(task, model, output, parallel=ONE, **changes):
     train = TrainConfig(
         learning_rate=1e-3, warmup_steps=0, schedule="constant", tokens_per_microbatch=64, deterministic_layout=True
     )
+    name = changes.pop("environment", "Vowels")
     settings = dict(
-        output=str(output), model=str(model), environment=f"{task}:Vowels", steps=3, prompts_per_step=5,
-        samples_per_prompt=3, max_new_tokens=10, validation_examples=3, updates_per_batch=2, kl_coefficient=0.1,
-        parallel=parallel, train=train, rewards=RewardConfig(isolate="never"),
+        output=str(output), model=str(model), environment=name if ":" in name else f"{task}:{name}",
+        steps=3, prompts_per_step=5, samples_per_prompt=3, max_new_tokens=10, validation_examples=3,
+        updates_per_batch=2, kl_coefficient=0.1, parallel=parallel, train=train, rewards=RewardConfig(isolate="never"),
         engine=EngineConfig(max_tokens_per_step=256, max_sequences=8, cache_tokens=2048),
     )  # fmt: skip
     return RLConfig(**(settings | changes))
@@ -152,63 +146,48 @@ def check(task, model, tmp_path, layouts, **changes):
         assert all(0 < last[key] <= 1 for key in busy[:asked]) and not any(last[key] for key in busy[asked:])
 
 
+COPIES_DROPPED = ActorsConfig(keep_copy=False)
+DAPO = dict(extra_rounds=1, entropy_coefficient=0.01, recompute=RecomputeConfig("full"), dtype="bfloat16")
+"""Its terms span rounds of drawing."""
+
+
 @pytest.mark.parametrize(
     ("algorithm", "changes", "layouts"),
     [
-        # Its terms span rounds of drawing.
-        (
-            "dapo",
-            dict(extra_rounds=1, entropy_coefficient=0.01, recompute=RecomputeConfig("full"), dtype="bfloat16"),
-            ["PP 2", "FSDP 2"],
+        ("dapo", DAPO, ["PP 2"]),
+        *(
+            pytest.param(*row, marks=pytest.mark.slow)
+            for row in (
+                ("dapo", DAPO, ["FSDP 2"]),
+                ("grpo", dict(dtype="bfloat16", steps=10), LAYOUTS),
+                ("grpo", dict(dtype="float32", steps=3), LAYOUTS),
+                # The average's weights travel as the policy's do.
+                ("gspo", dict(kl_coefficient=0.05, kl_reference="average", off_policy="truncate"), ["CP 2 x TP 2"]),
+                ("reinforce++", dict(top_p=0.9, off_policy="mask"), ["FSDP 2"]),
+                # Weights that do not add up to 1, and micro-batches that the ranks do not divide.
+                ("dr_grpo", dict(prompts_per_step=3), ["FSDP 4"]),
+                # Its value head is trained, and its values are spread over the ranks.
+                ("ppo", {}, ["DDP 2", "TP 2", "PP 2", "CP 2"]),
+                ("ppo", dict(value_detached=True), ["CP 2 x TP 2", "TP 2 x PP 2", "HSDP 4"]),
+                ("ppo", dict(kl_reference="average"), ["CP 2 x TP 2, full DTensor", "FSDP 3"]),
+                # Of each group one completion is trained on.
+                ("rejection", dict(prompts_per_step=12), ["FSDP 2"]),
+                # PPO reads the copy after sampling too; in PP 2 some weights are no copy in float32.
+                *(
+                    (algorithm, dict(actors=COPIES_DROPPED, dtype=dtype), layouts)
+                    for algorithm, layouts in (("ppo", ["FSDP 2"]), ("grpo", ["PP 2"]))
+                    for dtype in ("bfloat16", "float32")
+                ),
+                ("grpo", TALK | dict(rewards=RewardConfig(isolate="never")), ["FSDP 2", "TP 2"]),
+                ("grpo", TALK | dict(rewards=RewardConfig(workers=1)), ["FSDP 2 x TP 2", "TP 2 x PP 2"]),
+            )
         ),
-        pytest.param("grpo", dict(dtype="bfloat16", steps=10), LAYOUTS, marks=pytest.mark.slow),
-        pytest.param("grpo", dict(dtype="float32", steps=3), LAYOUTS, marks=pytest.mark.slow),
-        # The average's weights travel as the policy's do.
-        pytest.param(
-            "gspo", dict(kl_coefficient=0.05, kl_reference="average", off_policy="truncate"), ["CP 2 x TP 2"],
-            marks=pytest.mark.slow,
-        ),
-        pytest.param("reinforce++", dict(top_p=0.9, off_policy="mask"), ["FSDP 2"], marks=pytest.mark.slow),
-        # Weights that do not add up to 1, and micro-batches that the ranks do not divide.
-        pytest.param("dr_grpo", dict(prompts_per_step=3), ["FSDP 4"], marks=pytest.mark.slow),
-        # Its value head is trained, and its values are spread over the ranks.
-        pytest.param("ppo", {}, ["DDP 2", "TP 2", "PP 2", "CP 2"], marks=pytest.mark.slow),
-        pytest.param(
-            "ppo", dict(value_detached=True), ["CP 2 x TP 2", "TP 2 x PP 2", "HSDP 4"], marks=pytest.mark.slow
-        ),
-        pytest.param(
-            "ppo", dict(kl_reference="average"), ["CP 2 x TP 2, full DTensor", "FSDP 3"], marks=pytest.mark.slow
-        ),
-        # Of each group one completion is trained on.
-        pytest.param("rejection", dict(prompts_per_step=12), ["FSDP 2"], marks=pytest.mark.slow),
     ],
-)  # fmt: skip
+)
 def test_a_run_has_the_same_rollouts_and_losses_in_every_layout(
     task, model_folder, tmp_path, algorithm, changes, layouts
 ):
     check(task, model_folder, tmp_path, layouts, algorithm=algorithm, **({"steps": 2} | changes))
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
-def test_a_copy_that_is_dropped_while_ranks_train_changes_no_bit(task, model_folder, tmp_path, dtype):
-    # PPO reads the copy after sampling too; in PP 2 some weights are no copy in float32.
-    actors = ActorsConfig(keep_copy=False)
-    check(task, model_folder, tmp_path, ["FSDP 2"], actors=actors, algorithm="ppo", dtype=dtype, steps=2)
-    check(task, model_folder, tmp_path / "grpo", ["PP 2"], actors=actors, dtype=dtype, steps=2)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    ("layouts", "rewards"),
-    [
-        (["FSDP 2", "TP 2"], RewardConfig(isolate="never")),
-        (["FSDP 2 x TP 2", "TP 2 x PP 2"], RewardConfig(workers=1)),
-    ],
-)
-def test_conversations_are_spread_over_ranks(task, model_folder, tmp_path, layouts, rewards):
-    changes = dict(environment=f"{task}:Talk", rewards=rewards, validation_every=1)
-    check(task, model_folder, tmp_path, layouts, steps=2, kl_coefficient=0.0, **changes)
 
 
 @pytest.mark.slow
@@ -255,9 +234,8 @@ def parity_error_of_a_planted_difference(config):
         *(
             pytest.param(layout, actors, message, marks=pytest.mark.slow)
             for layout, actors, message in (
-                ("FSDP 2", ActorsConfig(), "The first operator that differs is layer 0, silu_mul: 1 of "),
                 ("PP 2", ActorsConfig(), "The first operator that differs is layer 0, silu_mul: 1 of "),
-                ("FSDP 2", ActorsConfig(keep_copy=False), "the ranks that train have no whole copy of the policy"),
+                ("FSDP 2", COPIES_DROPPED, "the ranks that train have no whole copy of the policy"),
             )
         ),
     ],
@@ -282,11 +260,23 @@ def test_a_step_of_several_ranks_is_computed_again_in_one_process(task, model_fo
         replay(tmp_path / "other", 1)
 
 
+def written(folder, output, shape):
+    """A model of this shape with the same tokenizer."""
+    shutil.copytree(folder, output)
+    save_model(build_model(shape, dtype="bfloat16", seed=1), output)
+    return output
+
+
 def deeper(folder, output):
     """The same kind of model with four layers."""
-    shutil.copytree(folder, output)
-    save_model(build_model(replace(read_config(folder), num_layers=4), dtype="bfloat16", seed=1), output)
-    return output
+    return written(folder, output, replace(read_config(folder), num_layers=4))
+
+
+def mixture(folder, output, layers=2):
+    """A mixture of experts with the same tokenizer."""
+    dense = read_config(folder)
+    shape = preset("qwen3_moe:micro", dense.vocab_size, dense.eos_token_ids)
+    return written(folder, output, replace(shape, num_layers=layers))
 
 
 @pytest.mark.slow
@@ -297,40 +287,27 @@ def test_a_backward_in_two_halves_reaches_the_value_head(task, model_folder, tmp
     check(task, model, tmp_path, layouts, algorithm="ppo", value_detached=detached, steps=2)
 
 
-def mixture(folder, output, layers=2):
-    """A mixture of experts with the same tokenizer."""
-    shutil.copytree(folder, output)
-    dense = read_config(folder)
-    shape = replace(preset("qwen3_moe:micro", dense.vocab_size, dense.eos_token_ids), num_layers=layers)
-    save_model(build_model(shape, dtype="bfloat16", seed=1), output)
-    return output
+MEASURED = [
+    (2, ParallelConfig(), "ppo"),
+    (4, ParallelConfig(context=2, tensor=2), "ppo"),
+    (4, ParallelConfig(context=2, tensor=2, expert=2), "grpo"),
+    (4, ParallelConfig(context=2, pipeline=2), "ppo"),
+    (2, ParallelConfig(pipeline=2, pipeline_schedule="zbv"), "ppo"),
+    (3, ParallelConfig(), "ppo"),
+    (2, ParallelConfig(context=2, expert=2), "grpo"),
+    (2, ParallelConfig(tensor=2), "grpo"),
+    (4, ParallelConfig(tensor=4), "grpo"),  # more than key-value heads
+    (4, ParallelConfig(tensor=2, full_dtensor=True), "ppo"),
+    (4, ParallelConfig(expert=2), "ppo"),
+    (4, ParallelConfig(expert=2, tensor=2), "grpo"),
+    (4, ParallelConfig(expert=2, pipeline=2, pipeline_schedule="zbv"), "grpo"),
+]
 
 
 @pytest.mark.parametrize(
     ("ranks", "parallel", "algorithm"),
-    [
-        (2, ParallelConfig(), "ppo"),
-        *(
-            pytest.param(ranks, parallel, algorithm, marks=pytest.mark.slow)
-            for ranks, parallel, algorithm in (
-                (4, ParallelConfig(context=2, tensor=2), "ppo"),
-                (4, ParallelConfig(context=2, tensor=2, expert=2), "grpo"),
-                (4, ParallelConfig(context=2, pipeline=2), "ppo"),
-                (2, ParallelConfig(pipeline=2, pipeline_schedule="zbv"), "ppo"),
-                (3, ParallelConfig(), "ppo"),
-                (2, ParallelConfig(context=2, expert=2), "grpo"),
-                (2, ParallelConfig(tensor=2), "grpo"),
-                (4, ParallelConfig(tensor=4), "grpo"),  # more than key-value heads
-                (4, ParallelConfig(tensor=2, full_dtensor=True), "ppo"),
-                (4, ParallelConfig(expert=2), "ppo"),
-                (4, ParallelConfig(expert=2, tensor=2), "grpo"),
-                (4, ParallelConfig(expert=2, pipeline=2, pipeline_schedule="zbv"), "grpo"),
-            )
-        ),
-    ],
-    ids=lambda value: ", ".join(f"{k} {v}" for k, v in vars(value).items() if v != getattr(ParallelConfig(), k))
-    if isinstance(value, ParallelConfig) else str(value),
-)  # fmt: skip
+    [MEASURED[0], *(pytest.param(*row, marks=pytest.mark.slow) for row in MEASURED[1:])],
+)
 def test_without_deterministic_layout_ranks_sample_the_same_and_measure_nearly_the_same(
     task, model_folder, tmp_path, ranks, parallel, algorithm
 ):
@@ -350,10 +327,9 @@ def test_without_deterministic_layout_ranks_sample_the_same_and_measure_nearly_t
     launch(1, run, first)
     launch(ranks, run, replace(first, output=str(tmp_path / "many"), parallel=parallel))
     alone, many = (read_metrics(tmp_path / name / "metrics.jsonl")[1] for name in ("one", "many"))
-    rollouts = [RunFolder(tmp_path / name).rollouts_path(1).read_text() for name in ("one", "many")]
-    assert [json.loads(line)["token_ids"] for line in rollouts[0].splitlines()] == [
-        json.loads(line)["token_ids"] for line in rollouts[1].splitlines()
-    ]
+    files = [RunFolder(tmp_path / name).rollouts_path(1) for name in ("one", "many")]
+    rollouts = [[json.loads(line)["token_ids"] for line in file.read_text().splitlines()] for file in files]
+    assert rollouts[0] == rollouts[1]
     assert many["parity/tokens_different"] == 0 and many["parity/tokens_checked"] == alone["parity/tokens_checked"]
     if parallel.expert > 1:
         assert many["parity/routes_different"] == 0 and many["parity/routes_checked"] == many["parity/tokens_checked"]
@@ -388,13 +364,11 @@ def test_every_data_parallel_rank_has_a_microbatch_though_prompts_are_long_and_s
     def rollouts(groups, samples, prompt, longest):
         return [
             Rollout(
-                example=Example(str(group)), group=group, prompt_ids=[group] * prompt,
-                token_ids=[1] * (1 + (7 * n + group) % longest), logprobs=[], finish_reason="length", completion="",
-                version=0,
+                Example(str(group)), group, [group] * prompt, [1] * (1 + (7 * n + group) % longest), [], "length", "", 0
             )
             for group in range(groups)
             for n in range(samples)
-        ]  # fmt: skip
+        ]
 
     config = RLConfig(parallel=ParallelConfig())
     for shape in [(16, 8, 200, 32), (4, 8, 1000, 50), (16, 8, 8, 32), (3, 3, 40, 10), (1, 8, 300, 4)]:
@@ -419,12 +393,9 @@ def test_every_data_parallel_rank_has_a_microbatch_though_prompts_are_long_and_s
             dict(actors=ActorsConfig(keep_copy=False, generators=1)),
             "actors.keep_copy applies to ranks that both train and sample; with separate generators, remove it",
         ),
-        (dict(parallel=ParallelConfig(pipeline=4)), "= 4 ranks, but 2 are running; start 4 with torchrun"),
     ],
 )
 def test_what_ranks_cannot_do_is_refused_by_name(task, model_folder, tmp_path, changes, message):
-    if "environment" in changes:
-        changes = changes | {"environment": f"{task}:{changes['environment']}"}
     config = config_of(task, model_folder, tmp_path / "run", **{"parallel": ParallelConfig(), **changes})
     for error in launch(2, refused, config):
         assert message in error
@@ -447,24 +418,6 @@ def command(task, model_folder, output):
         "--validation-examples", "3", "--train.deterministic-layout", "--train.tokens-per-microbatch", "64",
         "--checkpoint.every", "1", "--engine.cache-tokens", "2048", "--resume",
     ]  # fmt: skip
-
-
-@pytest.mark.slow
-def test_a_run_under_torchrun_that_is_killed_resumes_bit_for_bit(task, model_folder, tmp_path):
-    environment = os.environ | {"OMP_NUM_THREADS": "1"}
-    whole, killed = (command(f"{task}:Vowels", model_folder, tmp_path / name) for name in ("whole", "killed"))
-    done = subprocess.run(whole, env=environment, capture_output=True, text=True, timeout=300)
-    assert done.returncode == 0, done.stderr
-    assert "next:   lockstep generate" in done.stdout and done.stdout.count("next:") == 1  # one rank speaks
-    running = subprocess.Popen(killed, env=environment, start_new_session=True)
-    while not (tmp_path / "killed" / "checkpoints" / "step_00000002" / "manifest.json").is_file():
-        assert running.poll() is None
-        time.sleep(0.05)
-    os.killpg(running.pid, signal.SIGKILL)
-    running.wait()
-    done = subprocess.run(killed, env=environment, capture_output=True, text=True, timeout=300)
-    assert done.returncode == 0, done.stderr
-    assert outcome(tmp_path / "killed") == outcome(tmp_path / "whole")
 
 
 @pytest.mark.slow

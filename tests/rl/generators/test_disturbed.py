@@ -12,47 +12,17 @@ import pytest
 
 from lockstep.config import ActorsConfig
 from tests.parallel.launch import free_port
-from tests.rl.generators.disturbed import Disturbed, is_alive, unfinished
-from tests.rl.generators.test_colocated import TASK, command, outcome
-
-
-@pytest.fixture
-def task(tmp_path):
-    file = tmp_path / "task.py"
-    file.write_text(TASK)
-    return file
-
-
-def shared_memory():
-    return {str(file) for file in Path("/dev/shm").iterdir()}
-
-
-BEFORE = shared_memory()
+from tests.rl.generators.disturbed import unfinished
+from tests.rl.generators.test_colocated import command, outcome
+from tests.rl.processes import command_of, is_alive, running
 
 
 def left_over(folder):
-    """Processes that know the run's folder or write into it, and with them their ports; new shared memory that nobody
-    has open; and what it must not leave in its folder."""
-    new, processes = seen()
-    found = [name for name, files in processes.items() if any(str(folder) in file for file in files)]
-    until = time.monotonic() + 10
-    # What a process leaves that another test has killed is removed by its tracker, a moment later.
-    while (lost := unheld(new, processes)) and time.monotonic() < until:
-        time.sleep(0.1)
-        new, processes = seen()
-    return found + lost + [str(path) for path in (folder / "logs").glob("*.key")]
-
-
-def seen():
-    """New shared memory, and the files of all processes. In this order: who opens some meanwhile, as other tests do, is
-    seen to hold it."""
-    new = shared_memory() - BEFORE
-    return new, {p.name: files_of(p) for p in Path("/proc").glob("[0-9]*") if int(p.name) != os.getpid()}
-
-
-def unheld(new, processes):
-    held = {file for files in processes.values() for file in files}
-    return [file for file in new - held if Path(file).exists()]
+    """Processes that know the run's folder or write into it, and with them their ports and their memory, which has no
+    names; and what it must not leave in its folder."""
+    others = [p for p in Path("/proc").glob("[0-9]*") if int(p.name) != os.getpid()]
+    found = [p.name for p in others if any(str(folder) in file for file in files_of(p))]
+    return found + [str(path) for path in (folder / "logs").glob("*.key")]
 
 
 def files_of(process):
@@ -60,16 +30,9 @@ def files_of(process):
     try:
         maps = [line.split(maxsplit=5)[5] for line in (process / "maps").read_text().splitlines() if "/" in line]
         opened = [os.readlink(link) for link in (process / "fd").iterdir()]
-        return {*arguments_of(process), *maps, *opened}
+        return {*command_of(process.name), *maps, *opened}
     except OSError:  # it has ended
         return set()
-
-
-def arguments_of(process):
-    try:
-        return (process / "cmdline").read_bytes().decode(errors="replace").split("\0")
-    except OSError:  # it has ended
-        return []
 
 
 def wait_until_ended(processes, seconds=2):
@@ -92,11 +55,9 @@ def joined(run, port, *launcher):
 
 
 @pytest.mark.slow
-def test_generators_may_die_stop_join_and_leave_during_a_run(whole, tmp_path):
-    config, expected = whole
+def test_generators_may_die_stop_join_and_leave_during_a_run(disturbed):
     port = free_port()
-    actors = ActorsConfig(generators=1, port=port, threads=1)
-    run = Disturbed(replace(config, output=str(tmp_path / "run"), actors=actors), until=2)
+    run, expected = disturbed(until=2, generators=1, port=port)
     guest = joined(run, port)
     run.wait(lambda: run.step == 0)
     (killed,) = run.generators()["generator_0"]
@@ -123,12 +84,8 @@ def test_generators_may_die_stop_join_and_leave_during_a_run(whole, tmp_path):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("moment", ["before", "after"])
-def test_trainer_and_generators_that_are_killed_together_as_a_checkpoint_is_renamed_change_nothing(
-    whole, tmp_path, moment
-):
-    config, expected = whole
-    actors = ActorsConfig(generators=2, threads=1)
-    run = Disturbed(replace(config, output=str(tmp_path / "run"), actors=actors), stall=f"{moment} step_00000003")
+def test_trainer_and_generators_that_are_killed_together_as_a_checkpoint_is_renamed_change_nothing(disturbed, moment):
+    run, expected = disturbed(stall=f"{moment} step_00000003", generators=2)
     run.wait(lambda: not run.stall.is_file() and len(run.generators()) == 2)
     generators = [pid for pids in run.generators().values() for pid in pids]
     os.killpg(run.process.pid, signal.SIGKILL)  # their whole group, the generators too
@@ -146,10 +103,8 @@ def test_trainer_and_generators_that_are_killed_together_as_a_checkpoint_is_rena
 @pytest.mark.parametrize(
     ("rank", "number"), [(0, signal.SIGKILL), (1, signal.SIGKILL), (1, signal.SIGSTOP)], ids=lambda value: str(value)
 )
-def test_any_rank_of_a_generator_may_die_or_stop(whole, tmp_path, rank, number):
-    config, expected = whole
-    actors = ActorsConfig(generators=1, tensor=2, threads=1)
-    run = Disturbed(replace(config, output=str(tmp_path / "run"), actors=actors), until=1)
+def test_any_rank_of_a_generator_may_die_or_stop(disturbed, rank, number):
+    run, expected = disturbed(until=1, generators=1, tensor=2)
     run.wait(lambda: run.step == 1)
     ranks = sorted(run.generators()["generator_0"])
     run.hold(3)
@@ -171,11 +126,9 @@ def test_any_rank_of_a_generator_may_die_or_stop(whole, tmp_path, rank, number):
 
 
 @pytest.mark.slow
-def test_generators_of_two_ranks_under_torchrun_join_and_leave(whole, tmp_path):
-    config, expected = whole
+def test_generators_of_two_ranks_under_torchrun_join_and_leave(disturbed):
     port = free_port()
-    actors = ActorsConfig(generators=0, port=port, threads=1)
-    run = Disturbed(replace(config, output=str(tmp_path / "run"), actors=actors), until=2)
+    run, expected = disturbed(until=2, generators=0, port=port)
     torchrun = ["-m", "torch.distributed.run", "--nproc-per-node", "2", "--standalone"]
     first = joined(run, port, *torchrun)
     run.wait(lambda: run.step == 2)
@@ -192,63 +145,48 @@ def test_generators_of_two_ranks_under_torchrun_join_and_leave(whole, tmp_path):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("end", ["SIGINT", "SIGINT to all", "SIGTERM", "UserError"])
-def test_however_a_trainer_ends_nothing_is_left(whole, tmp_path, end):
-    config, expected = whole
-    failing = {"environment": config.environment.replace("Vowels", "Failing")} if end == "UserError" else {}
-    actors = ActorsConfig(generators=2, port=free_port(), threads=1)
-    run = Disturbed(replace(config, output=str(tmp_path / "run"), actors=actors, **failing))
-    if end == "UserError":
-        run.end()
-        assert "no reward today" in run.said
-    else:
-        run.wait(lambda: run.step >= 1)
-        generators = [pid for pids in run.generators().values() for pid in pids]
-        begun = time.monotonic()
-        number = getattr(signal, end.split()[0])
-        os.killpg(run.process.pid, number) if "all" in end else os.kill(run.process.pid, number)
-        assert run.end() != 0 and time.monotonic() - begun < config.faults.stop_seconds
-        assert "which is saved" in run.said and not any(map(is_alive, generators))
-        run.config = replace(run.config, actors=ActorsConfig(generators=1, threads=1))
-        run.start()
-        assert run.end() == 0
-        found = outcome(run.folder)
-        assert found[1].items() >= expected[1].items()
-    assert not left_over(run.folder)
+def test_after_an_error_nothing_of_a_run_is_left(disturbed):
+    run, _ = disturbed(environment="Failing", generators=2, port=free_port())
+    run.end()
+    assert "no reward today" in run.said and not left_over(run.folder)
 
 
 @pytest.mark.slow
-def test_a_second_signal_ends_a_run_at_once_and_leaves_nothing(whole, tmp_path):
-    config, expected = whole
-    run = Disturbed(
-        replace(config, output=str(tmp_path / "run"), actors=ActorsConfig(generators=2, threads=1)), until=2
-    )
-    run.wait(lambda: run.step == 2)
+@pytest.mark.parametrize("end", ["SIGINT", "SIGINT to all", "SIGTERM", "SIGINT twice"])
+def test_however_a_trainer_is_ended_nothing_is_left_and_it_resumes(disturbed, end):
+    twice = end == "SIGINT twice"  # which ends it at once: it would leave a key, as a run that is killed does
+    run, expected = disturbed(until=2 if twice else 10**6, generators=2, port=0 if twice else free_port())
+    run.wait(lambda: run.step >= 1 + twice)
     generators = [pid for pids in run.generators().values() for pid in pids]
-    os.kill(run.process.pid, signal.SIGINT)
-    run.wait(lambda: "SIGINT: the run saves and ends" in run.said)
-    os.kill(run.process.pid, signal.SIGINT)
-    assert run.end(2) == 128 + signal.SIGINT and "which is saved" not in run.said
+    begun, number = time.monotonic(), getattr(signal, end.split()[0])
+    os.killpg(run.process.pid, number) if "all" in end else os.kill(run.process.pid, number)
+    if twice:
+        run.wait(lambda: "SIGINT: the run saves and ends" in run.said)
+        os.kill(run.process.pid, number)
+        assert run.end(2) == 128 + number
+    assert run.end() != 0 and time.monotonic() - begun < run.config.faults.stop_seconds
+    assert ("which is saved" in run.said) != twice
     wait_until_ended(generators)
     assert not left_over(run.folder)
     run.hold()
     run.config = replace(run.config, actors=ActorsConfig(generators=1, threads=1))
     run.start()
-    assert run.end() == 0 and outcome(run.folder) == expected
+    assert run.end() == 0
+    assert outcome(run.folder)[1].items() >= expected[1].items() and not left_over(run.folder)
 
 
 @pytest.mark.slow
 def test_torchrun_restarts_a_run_with_its_generators(task, model_folder, tmp_path):
     environment = os.environ | {"OMP_NUM_THREADS": "1", "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"}
     plain, again = (command(f"{task}:Vowels", model_folder, tmp_path / name) for name in ("whole", "run"))
-    assert subprocess.run(plain, env=environment, timeout=300).returncode == 0
+    done = subprocess.run(plain, env=environment, capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0 and done.stdout.count("next:") == 1, "one rank speaks"
     again[5:6] = ["--max-restarts", "2", "--rdzv-backend", "c10d", "--rdzv-endpoint", "127.0.0.1:0"]
-    running = subprocess.Popen([*again, "--actors.generators", "1", "--actors.threads", "1"], env=environment)
+    launched = subprocess.Popen([*again, "--actors.generators", "1", "--actors.threads", "1"], env=environment)
     while not (tmp_path / "run" / "checkpoints" / "step_00000002" / "manifest.json").is_file():
-        assert running.poll() is None
+        assert launched.poll() is None
         time.sleep(0.02)
-    started = {int(p.name): arguments_of(p) for p in Path("/proc").glob("[0-9]*") if int(p.name) != running.pid}
-    ranks = [pid for pid, arguments in started.items() if "rl" in arguments and str(tmp_path / "run") in arguments]
+    ranks = [pid for pid in running(" rl ", str(tmp_path / "run")) if pid != launched.pid]
     os.kill(max(ranks), signal.SIGKILL)
-    assert running.wait(300) == 0
+    assert launched.wait(300) == 0
     assert outcome(tmp_path / "run") == outcome(tmp_path / "whole") and not left_over(tmp_path / "run")

@@ -12,7 +12,7 @@ import torch
 
 from lockstep.config import CompileConfig, EngineConfig
 from lockstep.errors import UserError
-from lockstep.generate import Engine, SamplingParams
+from lockstep.generate import Completion, Engine, SamplingParams
 from lockstep.model import build_model, load_model, preset, save_model
 from lockstep.model.arithmetic import arithmetic_of
 from lockstep.parallel import World
@@ -20,10 +20,9 @@ from lockstep.rl.generators.http_remote import HttpRemote, ServerSupervisor
 from lockstep.rl.generators.http_servers import HttpClient, LockstepServer, find_server, owner_of
 from lockstep.rl.generators.pool import GeneratorPool
 from lockstep.rl.generators.pool_sampler import PoolSampler
-from lockstep.rl.generators.remote import RemoteSample, Request
 from lockstep.rl.generators.spec import GeneratorSpec
 from lockstep.rl.weights.folders import WeightFolders
-from tests.rl.generators.peers import wait_until
+from tests.rl.generators.peers import plain, wait_until
 from tests.server.conftest import running_server
 
 ENGINE = EngineConfig(max_tokens_per_step=512, max_sequences=16, cache_tokens=16384)
@@ -70,16 +69,25 @@ def pool_of(model, folder, *urls, spec=None, silence_seconds=10.0):
         yield pool
 
 
+@contextlib.contextmanager
+def pool_with(url, server, **options):
+    """A pool whose only generator is the server, of whatever kind."""
+    pool = GeneratorPool(512, 1024, 60.0, vocab_size=512)
+    remote = HttpRemote(url, server, pool, **options)
+    pool.join(remote)
+    try:
+        yield pool
+    finally:
+        pool.leave(url)
+        remote.close()
+
+
 def generate(pool, prompts, params):
     return PoolSampler(pool).generate(prompts, params)
 
 
 def each(**changes):
     return [dataclasses.replace(PARAMS, seed=seed * 2**58 + 17, **changes) for seed in range(len(PROMPTS))]
-
-
-def plain(groups):
-    return [[(c.token_ids, c.logprobs, c.truncated_logprobs, c.finish_reason) for c in group] for group in groups]
 
 
 @pytest.mark.parametrize(
@@ -99,47 +107,7 @@ def test_a_server_gives_the_tokens_and_bits_of_a_local_engine(server, model, fol
     assert bool(found[0][0].truncated_logprobs) == bool(cuts)
 
 
-class Recorder:
-    """Reports of one remote about one request."""
-
-    def __init__(self, samples):
-        self.samples, self.changed = samples, threading.Event()
-
-    def sampled(self, remote, parts):
-        for _, index, new in parts:
-            sample = self.samples[index]
-            sample.extend(new, with_routes=False)
-        if all(sample.finish_reason for sample in self.samples):
-            self.changed.set()
-
-    def has_weights(self, remote, version):
-        self.changed.set()
-
-    def lost(self, remote, why, invalid=False):
-        raise AssertionError(why)
-
-    def wait(self):
-        assert self.changed.wait(20)
-        self.changed.clear()
-
-
-def finished(url, spec, folder, prompt, samples):
-    """What a remote makes of samples that were begun."""
-    reports = Recorder(samples)
-    remote = HttpRemote(url, find_server(url, spec), reports)
-    try:
-        remote.load_weights({"version": 3, "folder": str(folder)})
-        reports.wait()
-        remote.submit(Request(0, prompt, spec.params, samples))
-        reports.wait()
-    finally:
-        remote.close()
-    return samples
-
-
 def test_a_request_made_after_weights_that_are_deleted_is_not_sampled_from_older_ones(server, model, folder):
-    samples = [RemoteSample() for _ in range(PARAMS.n)]
-    reports = Recorder(samples)
     loading, may_load = find_server(server.url, spec_of(model)), threading.Event()
 
     class Slow:
@@ -149,29 +117,30 @@ def test_a_request_made_after_weights_that_are_deleted_is_not_sampled_from_older
             may_load.wait()
             loading.load(client, folder, version)
 
-    remote = HttpRemote(server.url, Slow(), reports, finish=True)
-    try:
-        remote.load_weights({"version": 3, "folder": str(folder)})
-        remote.load_weights({"version": 4, "folder": str(folder / "deleted")})
-        remote.submit(Request(0, PROMPTS[0], dataclasses.replace(PARAMS, seed=17), samples))
-        remote.load_weights({"version": 5, "folder": str(folder)})
+    with pool_with(server.url, Slow(), finish=True) as pool:
         may_load.set()
-        wait_until(lambda: all(sample.finish_reason for sample in samples))
-    finally:
-        remote.close()
-    assert {version for sample in samples for version in sample.versions} == {5}
+        pool.load_weights({"version": 3, "folder": str(folder)})
+        pool.wait_for_weights()
+        may_load.clear()
+        pool.load_weights({"version": 4, "folder": str(folder / "deleted")})
+        request = pool.begin(PROMPTS[0], dataclasses.replace(PARAMS, seed=17))
+        pool.load_weights({"version": 5, "folder": str(folder)})
+        may_load.set()
+        wait_until(lambda: not request.unfinished)
+    assert {version for sample in request.samples for version in sample.versions} == {5}
 
 
 def test_samples_that_another_has_begun_continue_with_the_same_bits(server, model, folder):
     params = dataclasses.replace(PARAMS, seed=17, top_p=0.9)
     (expected,) = Engine(model, ENGINE).generate(PROMPTS[:1], params)
-    samples = [
-        RemoteSample(whole.token_ids[:known], whole.logprobs[:known], whole.truncated_logprobs[:known], [3] * known)
-        for whole, known in zip(expected, (7, 0, len(expected[2].token_ids)))
+    begun = [
+        Completion(c.token_ids[:known], c.logprobs[:known], "abort", c.truncated_logprobs[:known], [3] * known)
+        for c, known in zip(expected, (7, 0, len(expected[2].token_ids)))
     ]
-    samples[2].finish_reason = expected[2].finish_reason
-    found = finished(server.url, spec_of(model, params=params), folder, PROMPTS[0], samples)
-    assert plain([[sample.completion() for sample in found]]) == plain([expected])
+    begun[2].finish_reason = expected[2].finish_reason
+    with pool_of(model, folder, server.url, spec=spec_of(model, params=params)) as pool:
+        found = completed([pool.begin(PROMPTS[0], params, begun)])
+    assert found == plain([expected])
 
 
 def test_an_aborted_request_frees_the_servers_cache(server, model, folder):
@@ -277,42 +246,37 @@ def stream(*changes):
 @contextlib.contextmanager
 def requested(url):
     """A pool whose only generator is the server, and a request for two samples of four tokens."""
-    pool = GeneratorPool(512, 1024, 60.0, vocab_size=100)
-    remote = HttpRemote(url, LockstepServer(4), pool)
-    pool.join(remote)
-    try:
+    with pool_with(url, LockstepServer(4)) as pool:
         pool.load_weights({"version": 1, "folder": "/nowhere"})
         pool.wait_for_weights()
         yield pool, pool.begin([1, 2], SamplingParams(n=2, max_tokens=4, seed=1))
-    finally:
-        pool.leave(url)
-        remote.close()
+
+
+FAILED = OK + b"data: " + json.dumps({"error": {"message": "\x1b[31mred\nline"}}).encode() + b"\n\n"
 
 
 @pytest.mark.parametrize(
-    ("response", "message"),
+    ("response", "invalid"),
     [
         (stream(dict(logprobs={"token_logprobs": [-1.0]}), {}), "1 log-probabilities for 4 tokens"),
         (stream({}, dict(index=99)), "sample 99 of a request for 2"),
         (stream(dict(token_ids="abcd")), "makes no sense"),
         (OK + b"data: [1]\n\n", "makes no sense"),
         (OK + b"data: " + b"[" * 200_000 + b"\n\n", "makes no sense"),
+        *((lost, "") for lost in (FAILED, OK + b"data: {]\n\n", OK, stream(dict(finish_reason="abort")))),
     ],
 )
-def test_a_server_that_sends_invalid_data_gets_no_more_requests(caplog, response, message):
+def test_a_server_that_sends_invalid_data_gets_no_more_requests_and_one_whose_stream_fails_may_return(
+    caplog, response, invalid
+):
     with responding({"/v1/completions": response}) as url, requested(url) as (pool, request):
         wait_until(lambda: not pool.names)
-        assert pool.banned == {url} and request.unfinished
+        assert pool.banned == ({url} if invalid else set()) and request.unfinished
         (line,) = [line for line in caplog.messages if line.startswith(url)]
-        assert message in line and "gets no more requests" in line and line.isprintable()
+        assert line.isprintable() and invalid in line and ("gets no more requests" in line) == bool(invalid)
 
 
-def test_a_server_whose_stream_fails_is_lost_but_may_return(caplog):
-    error = OK + b"data: " + json.dumps({"error": {"message": "\x1b[31mred\nline"}}).encode() + b"\n\n"
-    for response in (error, OK + b"data: {]\n\n", OK, stream(dict(finish_reason="abort"))):
-        with responding({"/v1/completions": response}) as url, requested(url) as (pool, _):
-            wait_until(lambda: not pool.names)
-            assert not pool.banned and all(line.isprintable() for line in caplog.messages)
+def test_a_correct_stream_completes_the_request():
     with responding({"/v1/completions": stream({}, {})}) as url, requested(url) as (pool, request):
         wait_until(lambda: not request.unfinished)
         assert pool.ready == [url] and request.samples[1].token_ids == [7] * 4

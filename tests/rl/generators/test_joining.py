@@ -1,9 +1,7 @@
 """Which generators may sample for a run, and what they do for it; over real connections, without a trainer."""
 
 import contextlib
-import os
 import threading
-from pathlib import Path
 
 import pytest
 import torch
@@ -18,12 +16,11 @@ from lockstep.rl.generators.channel import Closed, Listener, call
 from lockstep.rl.generators.pool import GeneratorPool
 from lockstep.rl.generators.pool_sampler import PoolSampler
 from lockstep.rl.generators.process import run_generator
-from lockstep.rl.generators.registry import GeneratorRegistry
 from lockstep.rl.generators.supervisor import GeneratorSupervisor
 from lockstep.rl.rollouts.plain import plain_shape
 from lockstep.rl.weights.server import WeightServer
-from lockstep.workers.processes import descendants
-from tests.rl.generators.peers import hello, join, wait_until
+from tests.rl.generators.peers import hello, join, plain, registry_of, wait_until
+from tests.rl.processes import running
 
 KEY = bytes(range(32))
 ENGINE = EngineConfig(max_tokens_per_step=64, max_sequences=4, cache_tokens=1024)
@@ -34,17 +31,14 @@ def world():
     return open_world(ParallelConfig(), "cpu")
 
 
-@contextlib.contextmanager
-def registry_of(folder, **welcome):
+def registry_for(folder, **changes):
     """A pool that generators of the folder's model may join, and the port."""
-    plain = dict(
+    welcome = dict(
         model=str(folder), shape=plain_shape(read_config(folder)), dtype="bfloat16", reduction_chunks=1,
         arithmetic=arithmetic_of(torch.device("cpu")), engine=vars(ENGINE), compile=vars(CompileConfig()),
         silence_seconds=5.0, on_update="continue", host="here", pid=1,
     )  # fmt: skip
-    pool, listener = GeneratorPool(512, 1024, 60.0), Listener(KEY)
-    with GeneratorRegistry(pool, listener, plain | welcome, capacity=4):
-        yield pool, listener.address[1]
+    return registry_of(KEY, **(welcome | changes))
 
 
 @contextlib.contextmanager
@@ -52,7 +46,7 @@ def running_generator(folder, model, world, **welcome):
     """A pool with a generator that has weights of version 1, and the weight server."""
     weight_server = WeightServer(dict(model.named_parameters()), torch.bfloat16, world, KEY)
     codes = []
-    with registry_of(folder, **welcome) as (pool, port):
+    with registry_for(folder, **welcome) as (pool, port):
         run = threading.Thread(
             target=lambda: codes.append(run_generator(f"127.0.0.1:{port}", KEY, "", world)), daemon=True
         )
@@ -81,10 +75,7 @@ def test_a_generator_joins_samples_with_the_bits_of_an_engine_and_ends_with_the_
         request = pool.begin([1, 2], SamplingParams(max_tokens=12, seed=7), [last])
         wait_until(lambda: not request.unfinished)
     assert request.samples[0].finish_reason == "stop" and request.samples[0].token_ids == last.token_ids
-    expected = Engine(model, ENGINE).generate(prompts, params)
-    assert [[(c.token_ids, c.logprobs, c.truncated_logprobs, c.finish_reason) for c in group] for group in groups] == [
-        [(c.token_ids, c.logprobs, c.truncated_logprobs, c.finish_reason) for c in group] for group in expected
-    ]
+    assert plain(groups) == plain(Engine(model, ENGINE).generate(prompts, params))
     assert {version for group in groups for c in group for version in c.versions} == {1}
 
 
@@ -102,7 +93,7 @@ def test_a_generator_that_does_not_fit_is_told_why(model_folder, world, tmp_path
     if "model" in welcome:
         save_model(build_model(preset("llama3:micro", 512), dtype="bfloat16", seed=1), tmp_path / "other")
         welcome = {"model": str(tmp_path / welcome["model"])}
-    with registry_of(model_folder, **welcome) as (pool, port):
+    with registry_for(model_folder, **welcome) as (pool, port):
         pool.required = {"generator_0"}
         with pytest.raises(UserError, match=message) as error:
             run_generator(f"127.0.0.1:{port}", key, "generator_0", world)
@@ -113,7 +104,7 @@ def test_a_generator_that_does_not_fit_is_told_why(model_folder, world, tmp_path
 
 
 def test_a_generator_is_lost_when_any_of_its_ranks_is_silent_or_gone(model_folder):
-    with registry_of(model_folder, silence_seconds=0.2) as (pool, port):
+    with registry_for(model_folder, silence_seconds=0.2) as (pool, port):
 
         def ranks(name, **changes):
             first = join(port, KEY, name=name, tensor=2, **changes)[0]
@@ -141,7 +132,7 @@ def test_a_generator_is_lost_when_any_of_its_ranks_is_silent_or_gone(model_folde
 def test_the_tokens_of_a_sample_go_with_its_request_to_the_next_generator(model_folder):
     new = {"token_ids": [7, 8], "logprobs": [-0.5, -1 / 3], "truncated_logprobs": [], "versions": [0, 0], "routes": []}
     begun = {**new, "finish_reason": None}
-    with registry_of(model_folder, silence_seconds=30.0) as (pool, port):
+    with registry_for(model_folder, silence_seconds=30.0) as (pool, port):
         pool.load_weights({"version": 0})
         request = pool.begin([1], SamplingParams(n=2, seed=3)).id
         for name in ("first", "second"):
@@ -205,17 +196,9 @@ def test_a_generator_of_the_run_that_sent_invalid_data_is_ended_and_not_restarte
     with contextlib.closing(Listener(KEY)) as listener:
         address = "{}:{}".format(*listener.address)
         actors = ActorsConfig(generators=1, threads=1)
-
-        def started():
-            found = []
-            for pid in descendants(os.getpid()):
-                with contextlib.suppress(OSError):  # it has ended
-                    found += [pid] if address in Path(f"/proc/{pid}/cmdline").read_text() else []
-            return found
-
         with GeneratorSupervisor(actors, pool, address, KEY, "", tmp_path / "logs"):
-            wait_until(started)
+            wait_until(lambda: running(address))
             pool.banned.add("generator_0")
-            wait_until(lambda: not started())
+            wait_until(lambda: not running(address))
             threading.Event().wait(0.3)
-            assert not started()
+            assert not running(address)

@@ -6,6 +6,7 @@ import socket
 import subprocess
 import sys
 import time
+from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 
@@ -17,9 +18,9 @@ from lockstep.errors import UserError
 from lockstep.rl.generators.ranks import Group, start_stand_in
 from lockstep.rl.generators.supervisor import require_workers
 from lockstep.rl.reinforce import reinforce
-from tests.parallel.launch import launch
-from tests.rl.generators.disturbed import Disturbed, is_alive
-from tests.rl.generators.test_colocated import TASK, config_of, outcome, run
+from tests.parallel.launch import free_port
+from tests.rl.generators.test_colocated import config_of, outcome
+from tests.rl.processes import is_alive, running
 
 WORKER = "from monarch.actor import run_worker_loop_forever as run; run(address='{}', ca='trust_all_connections')"
 
@@ -28,8 +29,7 @@ class Worker:
     """A Monarch worker as on another host: in another folder, and no child of the trainer."""
 
     def __init__(self, folder):
-        with socket.create_server(("127.0.0.1", 0)) as server:
-            self.address = f"tcp://127.0.0.1:{server.getsockname()[1]}"
+        self.address = f"tcp://127.0.0.1:{free_port()}"
         self.folder = folder
         self.mark = f"WORKER_OF_A_TEST={self.address}".encode()
         self.start()
@@ -42,7 +42,11 @@ class Worker:
 
     def below(self, word=""):
         """The processes on its host that it has started, of those with `word` in their command."""
-        return [pid for pid in marked(self.mark, word) if pid != self.process.pid]
+        found = []
+        for pid in running(word):
+            with suppress(OSError):  # it has ended, or is another user's
+                found += [pid] if self.mark in Path(f"/proc/{pid}/environ").read_bytes() else []
+        return [pid for pid in found if pid != self.process.pid]
 
     def generator(self):
         (found,) = self.below("generator_0")
@@ -51,24 +55,13 @@ class Worker:
     def wait_until_nothing_is_left(self, run=None, seconds=15):
         """Neither of what it has started, nor of what stands for it beside the trainer of `run`."""
         until = time.monotonic() + seconds
-        while left := self.below() + (stand_ins(run.folder) if run else []):
+        while left := self.below() + (running("monarch_stand_in", str(run.folder)) if run else []):
             assert time.monotonic() < until, left
             time.sleep(0.02)
 
     def kill(self):
         self.process.kill()
         self.process.wait()
-
-
-def marked(mark, word):
-    found = []
-    for process in Path("/proc").glob("[0-9]*"):
-        try:
-            if mark in (process / "environ").read_bytes() and word.encode() in (process / "cmdline").read_bytes():
-                found.append(int(process.name))
-        except OSError:
-            pass
-    return [pid for pid in found if is_alive(pid)]
 
 
 @pytest.fixture
@@ -82,43 +75,9 @@ def worker(tmp_path):
     worker.process.wait()
 
 
-@pytest.fixture(scope="module")
-def task(tmp_path_factory):
-    file = tmp_path_factory.mktemp("task") / "task.py"
-    file.write_text(TASK)
-    return file
-
-
-def stand_ins(folder):
-    return [
-        int(process.name)
-        for process in Path("/proc").glob("[0-9]*")
-        if is_alive(process.name)
-        and all(each in (process / "cmdline").read_bytes() for each in (b"monarch_stand_in", str(folder).encode()))
-    ]
-
-
 @pytest.mark.slow
-def test_a_run_with_a_generator_on_another_host_is_the_same(task, model_folder, worker, tmp_path):
-    config = config_of(task, model_folder, tmp_path / "one", steps=2)
-    launch(1, run, config, seconds=300)
-    placed = Disturbed(replace(
-        config, output=str(tmp_path / "run"), actors=ActorsConfig(generators=1, threads=1, hosts=(worker.address,))
-    ), until=1)  # fmt: skip
-    placed.wait(lambda: placed.step == 1)
-    assert worker.generator()
-    placed.hold()
-    assert placed.end() == 0
-    assert outcome(placed.folder) == outcome(tmp_path / "one")
-    worker.wait_until_nothing_is_left(placed)
-    assert worker.process.poll() is None  # it serves the next run
-
-
-@pytest.mark.slow
-def test_a_run_with_tensor_groups_on_another_host_and_on_its_own_is_the_same(whole, worker, tmp_path):
-    config, expected = whole
-    actors = ActorsConfig(generators=2, tensor=2, threads=1, hosts=(worker.address, "local"))
-    run = Disturbed(replace(config, output=str(tmp_path / "run"), actors=actors), until=1)
+def test_a_run_with_tensor_groups_on_another_host_and_on_its_own_is_the_same(disturbed, worker):
+    run, expected = disturbed(until=1, generators=2, tensor=2, hosts=(worker.address, "local"))
     run.wait(lambda: run.step == 1)
     assert len(worker.below("generator_0")) == 2 and not worker.below("generator_1")
     run.hold()
@@ -128,13 +87,12 @@ def test_a_run_with_tensor_groups_on_another_host_and_on_its_own_is_the_same(who
     assert "generator_0 samples for process" in (logs / "generator_0.log").read_text()
     assert (logs / "generator_0_rank_1.log").is_file() and not list(logs.glob("*.key"))
     worker.wait_until_nothing_is_left(run)
+    assert worker.process.poll() is None, "it serves the next run"
 
 
 @pytest.mark.slow
-def test_a_run_survives_the_death_of_generator_actor_stand_in_and_worker(whole, worker, tmp_path):
-    config, expected = whole
-    actors = ActorsConfig(generators=1, threads=1, hosts=(worker.address,))
-    run = Disturbed(replace(config, output=str(tmp_path / "run"), actors=actors), until=0)
+def test_a_run_survives_the_death_of_generator_actor_stand_in_and_worker(disturbed, worker):
+    run, expected = disturbed(until=0, generators=1, hosts=(worker.address,))
 
     def killed(step, number, *pids):
         run.wait(lambda: run.step == step)
@@ -154,7 +112,7 @@ def test_a_run_survives_the_death_of_generator_actor_stand_in_and_worker(whole, 
     # A generator that hears nothing any more, and nobody here who would end it.
     generator = worker.generator()
     os.kill(generator, signal.SIGSTOP)
-    killed(2, signal.SIGKILL, *stand_ins(run.folder))
+    killed(2, signal.SIGKILL, *running("monarch_stand_in", str(run.folder)))
     run.wait(lambda: not is_alive(generator), 15)
     run.wait(lambda: run.step == 3)
     worker.kill()
@@ -168,10 +126,8 @@ def test_a_run_survives_the_death_of_generator_actor_stand_in_and_worker(whole, 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGKILL])
-def test_however_the_trainer_ends_nothing_is_left_on_the_other_host(task, model_folder, worker, tmp_path, number):
-    config = config_of(task, model_folder, tmp_path)
-    actors = ActorsConfig(generators=1, threads=1, hosts=(worker.address,))
-    run = Disturbed(replace(config, output=str(tmp_path / "run"), actors=actors), until=1)
+def test_however_the_trainer_ends_nothing_is_left_on_the_other_host(disturbed, worker, number):
+    run, _ = disturbed(until=1, generators=1, hosts=(worker.address,))
     run.wait(lambda: run.step == 1)
     generator = worker.generator()
     if number == signal.SIGKILL:
@@ -185,8 +141,7 @@ def test_however_the_trainer_ends_nothing_is_left_on_the_other_host(task, model_
 
 def test_a_worker_that_cannot_be_reached_is_named_within_its_time(task, model_folder, tmp_path):
     pytest.importorskip("monarch")
-    with socket.create_server(("127.0.0.1", 0)) as server:
-        address = f"tcp://127.0.0.1:{server.getsockname()[1]}"
+    address = f"tcp://127.0.0.1:{free_port()}"
     actors = ActorsConfig(generators=1, hosts=(address,), start_seconds=1)
     begun = time.monotonic()
     with pytest.raises(UserError, match=f"no Monarch worker can be reached at {address}: .*refused"):

@@ -8,7 +8,6 @@ import pytest
 from lockstep.errors import RunStopped, UserError
 from lockstep.generate import SamplingParams
 from lockstep.rl.generators.pool_sampler import PoolSampler
-from lockstep.rl.generators.remote import RemoteSample
 from tests.rl.generators.peers import RecordedRemote, pool_of, report, wait_until
 
 PARAMS = SamplingParams(n=2, max_tokens=3, seed=5)
@@ -158,34 +157,6 @@ def test_an_incompatible_generator_ends_the_run_if_the_run_started_it(caplog):
     pool.incompatible(one, "another model")
     with pytest.raises(UserError, match="one: another model"):
         pool.wait()
-
-
-class WatchedSample(RemoteSample):
-    """A sample that records whether another thread could change it while it is copied."""
-
-    was_free = True
-
-    def completion(self):
-        def try_to_change():
-            self.was_free = self.lock.acquire(blocking=False)
-            if self.was_free:
-                self.lock.release()
-
-        thread = threading.Thread(target=try_to_change)
-        thread.start()
-        thread.join()
-        return super().completion()
-
-
-def test_no_sample_changes_while_the_state_of_a_sampler_is_taken():
-    pool = pool_of(RecordedRemote("one"))
-    sampler = PoolSampler(pool, {})
-    samples = sampler.samples(sampler.add([1], PARAMS))
-    samples[:] = [WatchedSample(), WatchedSample()]
-    for sample in samples:
-        sample.lock = pool.changed
-    sampler.state()
-    assert [sample.was_free for sample in samples] == [False, False]
 
 
 def test_a_closed_sampler_ends_its_own_requests_and_no_others():

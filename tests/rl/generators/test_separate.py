@@ -3,6 +3,7 @@
 import dataclasses
 import json
 import os
+import signal
 
 import pytest
 
@@ -15,17 +16,10 @@ from lockstep.rl.rollouts.prompt_balance import PromptBalance, prompt_balance
 from lockstep.rl.rollouts.prompts import PromptLoader, examples_of
 from lockstep.rl.rollouts.recorded import read_lines
 from tests.parallel.launch import free_port, launch
-from tests.rl.generators.test_colocated import LAYOUTS, ONE, TASK, config_of, outcome, run
+from tests.rl.generators.disturbed import Disturbed
+from tests.rl.generators.test_colocated import LAYOUTS, ONE, config_of, outcome, run
 from tests.rl.generators.test_soak import soak
 from tests.server.conftest import running_server
-
-
-@pytest.fixture
-def task(tmp_path):
-    file = tmp_path / "task.py"
-    file.write_text(TASK)
-    return file
-
 
 WAYS = {
     "TP 2": (1, ONE, ActorsConfig(generators=1, tensor=2, threads=1)),
@@ -43,6 +37,14 @@ def test_a_run_that_no_generator_joins_says_how_to_start_one(task, model_folder,
     assert not (tmp_path / "run").exists()
 
 
+def test_a_signal_before_the_first_generator_has_joined_leaves_no_folder(task, model_folder, tmp_path):
+    run = Disturbed(config_of(task, model_folder, tmp_path / "run", actors=ActorsConfig(port=free_port())))
+    run.wait((run.folder / "logs" / "generators.key").is_file)
+    os.kill(run.process.pid, signal.SIGTERM)
+    assert run.end() != 0 and not run.folder.exists()
+    assert "SIGTERM ended the run as it started" in run.said
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("ways", "settings"),
@@ -55,7 +57,6 @@ def test_a_run_that_no_generator_joins_says_how_to_start_one(task, model_folder,
     ],
 )
 def test_a_run_is_the_same_with_separate_generators(task, model_folder, tmp_path, ways, settings):
-    settings = settings | {"environment": f"{task}:{settings.get('environment', 'Vowels')}"}
     launch(1, run, config_of(task, model_folder, tmp_path / "alone", **settings), seconds=600)
     expected = outcome(tmp_path / "alone")
     if "algorithm" in settings:
@@ -89,21 +90,6 @@ def test_a_run_is_the_same_with_generators_behind_http(task, model_folder, tmp_p
     assert not (tmp_path / "run" / "weights").exists()
 
 
-@pytest.mark.slow
-def test_steps_sampled_ahead_are_as_old_as_allowed_and_do_not_depend_on_speed(task, model_folder, tmp_path):
-    for name in ("one", "two"):
-        actors = ActorsConfig(generators=int(name == "two") + 1, threads=1, max_staleness=1, on_update="finish")
-        config = config_of(task, model_folder, tmp_path / name, actors=actors, steps=4, off_policy="truncate")
-        launch(1, run, config, seconds=300)
-    one, two = outcome(tmp_path / "one"), outcome(tmp_path / "two")
-    assert one == two
-    steps = one[0][1:]
-    assert [m["policy/staleness_max"] for m in steps] == [0, 1, 1, 1]
-    # What is stale has no counterpart to compare with, and what is not has the very bits.
-    assert [m["parity/tokens_checked"] > 50 for m in steps] == [True, False, False, False]
-    assert all(m["parity/tokens_different"] == 0 for m in steps)
-
-
 def check_every_prompt_was_trained_on_once(folder, task, config):
     loader = PromptLoader(examples_of(load_environment(f"{task}:Many"), "train"), config.seed)
     count = config.prompts_per_step
@@ -120,7 +106,7 @@ def check_every_prompt_was_trained_on_once(folder, task, config):
 
 def config_ahead(task, model_folder, output, steps, actors):
     return config_of(
-        task, model_folder, output, environment=f"{task}:Many", steps=steps, actors=actors, resume=True,
+        task, model_folder, output, environment="Many", steps=steps, actors=actors, resume=True,
         updates_per_batch=1, checkpoint=CheckpointConfig(every=1, keep_last=4), kl_coefficient=0.0,
     )  # fmt: skip
 

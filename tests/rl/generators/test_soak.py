@@ -11,9 +11,10 @@ import pytest
 
 from lockstep.config import ActorsConfig
 from tests.rl.generators.conftest import whole_run
-from tests.rl.generators.disturbed import Disturbed, is_alive
+from tests.rl.generators.disturbed import Disturbed
 from tests.rl.generators.test_colocated import outcome
 from tests.rl.generators.test_disturbed import left_over
+from tests.rl.processes import is_alive
 
 
 def soak(config, strikes, at_once, seed):
@@ -63,10 +64,9 @@ def check(model_folder, tmp_path, steps, actors, kills, at_once, seed):
     assert all(m["parity/tokens_checked"] > 0 and m["parity/tokens_different"] == 0 for m in found[0][1:])
 
 
-def test_a_run_whose_tensor_parallel_generator_and_trainer_are_killed_has_the_bits_of_one_process(
-    model_folder, tmp_path
-):
-    actors = ActorsConfig(generators=1, tensor=2, threads=1)
+@pytest.mark.parametrize("tensor", [1, pytest.param(2, marks=pytest.mark.slow)])
+def test_a_run_whose_generator_and_trainer_are_killed_has_the_bits_of_one_process(model_folder, tmp_path, tensor):
+    actors = ActorsConfig(generators=1, tensor=tensor, threads=1)
     check(model_folder, tmp_path, steps=2, actors=actors, kills=2, at_once=2, seed=0)
 
 

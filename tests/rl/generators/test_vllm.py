@@ -5,7 +5,6 @@ import dataclasses
 import json
 import os
 import signal
-import socket
 import subprocess
 import threading
 import time
@@ -18,19 +17,18 @@ import torch
 
 from lockstep.config import ActorsConfig, CompileConfig, EngineConfig, RewardConfig, RLConfig, TrainConfig
 from lockstep.errors import UserError
-from lockstep.generate import SamplingParams
+from lockstep.generate import Completion, SamplingParams
 from lockstep.model import build_model, load_model, preset, save_model
 from lockstep.observe import read_metrics
 from lockstep.parallel import World
 from lockstep.rl.generators.http_remote import ServerSupervisor
 from lockstep.rl.generators.open import resolve_generator_settings
 from lockstep.rl.generators.pool import GeneratorPool
-from lockstep.rl.generators.remote import RemoteSample
 from lockstep.rl.generators.spec import GeneratorSpec
 from lockstep.rl.weights.folders import WeightFolders
+from tests.parallel.launch import free_port
 from tests.rl.generators.peers import wait_until
 from tests.rl.generators.test_colocated import TASK
-from tests.rl.generators.test_http_remote import finished
 
 PYTHON = Path(__file__).parents[3] / "benchmarks" / ".peers" / "vllm" / "bin" / "python"
 WORLD = World(torch.device("cpu"))
@@ -145,9 +143,11 @@ def test_vllm_is_asked_for_tokens_and_given_weights_between_requests(vllm):
 
 
 def test_samples_that_another_has_begun_are_completed_by_vllm(vllm):
-    samples = [RemoteSample([40, 41], [-1.0, -1.0], [], [3, 3]), RemoteSample([42], [-1.0], [], [3], "stop")]
-    finished(vllm.url, spec_of(), "/weights/3", [7], samples)
-    assert [sample.token_ids for sample in samples] == [[40, 41, 1, 2], [42]]
+    begun = [Completion([40, 41], [-1.0] * 2, "abort", [], [3] * 2), Completion([42], [-1.0], "stop", [], [3])]
+    with pool_of(vllm) as pool:
+        request = pool.begin([7], spec_of().params, begun)
+        wait_until(lambda: not request.unfinished)
+    assert [sample.token_ids for sample in request.samples] == [[40, 41, 1, 2], [42]]
     ((_, body),) = [asked for asked in vllm.asked if asked[0] == "/v1/completions"]
     assert (body["prompt"], body["n"], body["max_tokens"]) == ([7, 40, 41], 1, 2)
 
@@ -204,9 +204,7 @@ def test_folders_for_vllm_have_a_head_of_its_own(tmp_path, model_folder):
 
 @contextlib.contextmanager
 def _real_vllm(folder, log):
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
+    port = free_port()
     settings = dict(
         VLLM_SERVER_DEV_MODE="1", VLLM_CPU_KVCACHE_SPACE="1", VLLM_CPU_NUM_OF_RESERVED_CPU="0", HF_HUB_OFFLINE="1",
         VLLM_CPU_OMP_THREADS_BIND=f"0-{len(os.sched_getaffinity(0)) - 1}", VLLM_NO_USAGE_STATS="1",

@@ -2,6 +2,7 @@
 
 import os
 import signal
+import struct
 import sys
 import time
 from contextlib import suppress
@@ -60,6 +61,9 @@ class Misbehaving:
         os.kill(os.getppid(), signal.SIGKILL)
         time.sleep(1000)
 
+    def freezes(self):
+        os.kill(os.getpid(), signal.SIGSTOP)
+
     def stops_its_supervisor(self):
         os.kill(os.getppid(), signal.SIGSTOP)
         time.sleep(1000)
@@ -82,6 +86,16 @@ class Misbehaving:
         os.fork()
 
     def writes_into_pipes(self):
-        for pipe in range(3, 200):
-            with suppress(OSError):
-                os.write(pipe, b"\xff\xff\xff\xff nonsense")
+        _write_into_pipes(b"\xff\xff\xff\xff nonsense")
+
+    def forges(self, kind, number, body):
+        """A message such as its worker sends."""
+        message = f'["{kind}", {number}, true]\n{body}'.encode()
+        _write_into_pipes(struct.pack("<I", len(message)) + message)
+        time.sleep(1000)
+
+
+def _write_into_pipes(data):
+    for pipe in range(3, 200):
+        with suppress(OSError):
+            os.write(pipe, data)

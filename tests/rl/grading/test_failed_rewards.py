@@ -19,7 +19,7 @@ from lockstep.rl.rollouts.ledger import Ledger, LedgerError
 from lockstep.rl.rollouts.metrics import summarize, validation_metrics
 from lockstep.rl.rollouts.rewards import assign_rewards
 from tests.rl.small_runs import VOWELS as TASK
-from tests.rl.small_runs import EvenBytes, steps_of
+from tests.rl.small_runs import EvenBytes, rollouts_of, steps_of, trained_despite_failures
 from tests.rl.small_runs import small_config as run_of_even_bytes
 
 
@@ -62,37 +62,34 @@ def test_a_failed_reward_is_left_out_with_its_rollout_alone():
     assert [r.scores.advantage for r in trained[:2]] == [0.5, -0.5], "the mean is that of the two that count"
 
 
-def test_advantages_are_of_the_rewards_themselves_however_large():
-    rollouts = _rollouts(["", ""])
-    for rollout, reward in zip(rollouts, (1e6, 1e6 + 0.01)):
-        rollout.scores.reward = reward
-    assign_advantages(rollouts, PLAIN)
-    # Float64 has steps of 1.2e-10 at a million, 2e-8 of what is expected; float32's are six times as large as that.
-    assert [r.scores.advantage for r in rollouts] == pytest.approx([-0.005, 0.005], rel=1e-6)
-    assign_advantages(rollouts, ALGORITHMS["rejection"])
-    assert [r.scores.advantage for r in rollouts] == [0.0, 1.0]
-
-
-def test_of_equally_good_answers_none_is_best_by_its_rounding():
-    rollouts = _rollouts(["", "", ""])
-    for group in ([0.3, 0.1 + 0.2, 0.3], [-0.3, -0.1 - 0.2, -0.3], [0.0, 0.1 + 0.2 - 0.3, 0.0]):
-        for rollout, reward in zip(rollouts, group):
-            rollout.scores.reward = reward
-        assign_advantages(rollouts, ALGORITHMS["rejection"])
-        assert [r.scores.advantage for r in rollouts] == [0.0, 0.0, 0.0]
-    rollouts[2].scores.reward = -1e-9
-    assign_advantages(rollouts, ALGORITHMS["rejection"])
-    assert [r.scores.advantage for r in rollouts] == [1.0, 1.0, 0.0]
-
-
 def test_a_failed_reward_is_zero_where_that_is_set():
     rollouts = _rollouts(["1", "bad"])
     assign_rewards(rollouts, Says(), RewardConfig(on_failure="zero", failure_limit=0.5))
     assert _entered(rollouts).trained == rollouts
     assign_advantages(rollouts, PLAIN)
-    assert [(s.reward, s.advantage, s.failure) for s in (r.scores for r in rollouts)] == [
-        (1.0, 0.5, ""), (0.0, -0.5, "raised"),
-    ]  # fmt: skip
+    scores = [(r.scores.reward, r.scores.advantage, r.scores.failure) for r in rollouts]
+    assert scores == [(1.0, 0.5, ""), (0.0, -0.5, "raised")]
+
+
+@pytest.mark.parametrize(
+    ("algorithm", "rewards", "advantages"),
+    [
+        # Float64 has steps of 1.2e-10 at a million, 2e-8 of what is expected; float32's are six times as large as that.
+        (PLAIN, [1e6, 1e6 + 0.01], [-0.005, 0.005]),
+        (ALGORITHMS["rejection"], [1e6, 1e6 + 0.01], [0.0, 1.0]),
+        # Of equally good answers none is the best by its rounding.
+        (ALGORITHMS["rejection"], [0.3, 0.1 + 0.2, 0.3], [0.0, 0.0, 0.0]),
+        (ALGORITHMS["rejection"], [-0.3, -0.1 - 0.2, -0.3], [0.0, 0.0, 0.0]),
+        (ALGORITHMS["rejection"], [0.0, 0.1 + 0.2 - 0.3, 0.0], [0.0, 0.0, 0.0]),
+        (ALGORITHMS["rejection"], [0.0, 0.1 + 0.2 - 0.3, -1e-9], [1.0, 1.0, 0.0]),
+    ],
+)
+def test_advantages_are_of_the_rewards_themselves_and_not_of_their_rounding(algorithm, rewards, advantages):
+    rollouts = _rollouts([""] * len(rewards))
+    for rollout, reward in zip(rollouts, rewards):
+        rollout.scores.reward = reward
+    assign_advantages(rollouts, algorithm)
+    assert [r.scores.advantage for r in rollouts] == pytest.approx(advantages, rel=1e-6, abs=0)
 
 
 def test_a_group_with_fewer_than_two_rewards_is_dropped_and_entered_in_the_ledger():
@@ -106,12 +103,9 @@ def test_a_group_with_fewer_than_two_rewards_is_dropped_and_entered_in_the_ledge
         rollout.scores.dropped = ""
     with pytest.raises(UserError, match="no group of this step has two rewards that did not fail"):
         _entered(rollouts[:4])
-
-
-def test_a_group_of_one_whose_reward_did_not_fail_is_trained_on():
     rollouts = _rollouts(["1"], ["bad"], ["0"])
     assign_rewards(rollouts, Says(), RewardConfig(failure_limit=0.6))
-    assert [rollout.completion for rollout in _entered(rollouts).trained] == ["1", "0"]
+    assert [rollout.completion for rollout in _entered(rollouts).trained] == ["1", "0"], "groups of one need only one"
 
 
 def test_a_ledger_that_does_not_add_up_stops_the_run():
@@ -177,40 +171,36 @@ def test_coroutines_of_all_steps_share_a_loop_also_where_one_runs_already():
     assert first == second
 
 
-def test_coroutines_that_take_too_long_fail_by_themselves_also_when_they_ignore_it():
-    class Slow(rl.Environment):
+def test_coroutines_that_take_too_long_or_exit_fail_by_themselves_also_when_they_ignore_it():
+    class Bad(rl.Environment):
         async def reward(self, example, completion):
-            if completion == "slow":
-                await asyncio.sleep(60)
+            async def end(error):
+                raise error
+
+            match completion:
+                case "slow":
+                    await asyncio.sleep(60)
+                case "exits":
+                    await end(SystemExit(3))
+                case "exits in a task":
+                    await asyncio.create_task(end(SystemExit(3)))
+                case "interrupts":
+                    await asyncio.create_task(end(KeyboardInterrupt()))
             while completion == "stubborn" and not over.is_set():
                 with suppress(asyncio.CancelledError):
                     await asyncio.sleep(0.05)
-            return 1.0
-
-    over = threading.Event()
-    rollouts = _rollouts(["a", "slow", "b", "stubborn", "c"])
-    try:
-        assign_rewards(rollouts, Slow(), RewardConfig(seconds=1.0, failure_limit=0.5))
-    finally:
-        over.set()
-    assert [r.scores.failure for r in rollouts] == ["", "timeout", "", "timeout", ""]
-
-
-@pytest.mark.parametrize("error", [SystemExit(3), KeyboardInterrupt()])
-def test_a_coroutine_that_exits_fails_by_itself(error):
-    class Exits(rl.Environment):
-        async def reward(self, example, completion):
-            async def end():
-                raise error
-
-            if completion.startswith("exit"):
-                await (asyncio.create_task(end()) if completion == "exit nested" else end())
             await asyncio.sleep(0)
             return 1.0
 
-    jobs = [(rl.Example("p"), completion) for completion in ("a", "exit", "b", "exit nested", "c")]
-    for _ in range(2):
-        assert [o.cause for o in grade_here(Exits(), jobs, seconds=60)] == ["", "raised", "", "raised", ""]
+    over = threading.Event()
+    bad = {"slow": "timeout", "exits": "raised", "exits in a task": "raised", "interrupts": "raised"}
+    completions = {"a": ""} | bad | {"b": "", "stubborn": "timeout", "c": ""}
+    try:
+        for _ in range(2):
+            outcomes = grade_here(Bad(), [(rl.Example("p"), text) for text in completions], seconds=1.0)
+            assert [outcome.cause for outcome in outcomes] == [*completions.values()]
+    finally:
+        over.set()
 
 
 class Unspeakable(Exception):
@@ -256,17 +246,9 @@ def test_a_run_with_failures_trains_on_and_its_ledger_adds_up_in_every_step(
     changes = dict(environment=f"{tmp_path / 'task.py'}:Vowels", prompts_per_step=4, dtype="float32", rewards=rewards)
     run = reinforce(run_of_even_bytes(tmp_path / "run", model_folder, steps=3, max_new_tokens=12, **changes))
     for metrics in steps_of(run):
-        lines = (run / "rollouts" / f"step_{metrics['step']:08}.jsonl").read_text().splitlines()
-        rollouts = [json.loads(line) for line in lines]
-        failed = sum("failure" in r for r in rollouts)
-        assert metrics[f"reward/failed/{cause}"] == failed >= 4
-        groups = [[r for r in rollouts if r["group"] == g] for g in range(4)]
-        left = [g for g in groups if on_failure == "zero" or sum("failure" not in r for r in g) >= 2]
-        dropped = metrics.get("groups/dropped/failed_rewards", 0)
-        assert (metrics["groups/drawn"], metrics["groups/trained"], dropped) == (4, len(left), 4 - len(left))
-        assert metrics["parity/tokens_different"] == 0
-        tokens = sum(len(r["token_ids"]) for g in left for r in g if on_failure == "zero" or "failure" not in r)
-        assert metrics["parity/tokens_checked"] == tokens, "what was dropped was not trained on"
+        rollouts = rollouts_of(run, metrics["step"])
+        trained = trained_despite_failures(metrics, rollouts, on_failure, cause)
+        assert metrics["parity/tokens_checked"] == sum(len(r["token_ids"]) for r in trained)
 
 
 def test_a_summary_leaves_out_the_accuracy_that_one_of_the_validations_lacks():

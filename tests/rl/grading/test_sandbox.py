@@ -18,6 +18,7 @@ from lockstep.rl.grading.sandbox import SandboxLimits, missing_protections, run_
 from lockstep.rl.grading.sandbox.namespaces import open_to_all
 from lockstep.rl.grading.sandbox.run import _run
 from lockstep.workers.processes import descendants
+from tests.rl.processes import is_alive, running
 
 pytestmark = pytest.mark.skipif(
     sys.platform != "linux" or bool(missing_protections()),
@@ -25,6 +26,15 @@ pytestmark = pytest.mark.skipif(
 )
 EVERYTHING = ("namespaces", "keys", "landlock", "user")
 LIMITS = SandboxLimits(seconds=60)  # the machine that runs tests may be busy
+
+
+@pytest.fixture
+def folder():
+    """One for every user; those that pytest makes are their owner's alone."""
+    folder = Path(tempfile.mkdtemp())
+    folder.chmod(0o777)
+    yield folder
+    shutil.rmtree(folder)
 
 
 def _run_unprotected(source, given="", limits=LIMITS):
@@ -82,10 +92,8 @@ print(json.dumps(found))
 """
 
 
-def test_code_reaches_nothing_outside_and_without_the_protections_it_would(monkeypatch):
+def test_code_reaches_nothing_outside_and_without_the_protections_it_would(folder, monkeypatch):
     monkeypatch.setenv("SECRET", "key")
-    folder = Path(tempfile.mkdtemp())  # for every user; those that pytest makes are their owner's alone
-    folder.chmod(0o777)
     (folder / "secret").write_text("key")
     victim = subprocess.Popen(["sleep", "600"])
     with socket.socket() as stream, socket.socket(type=socket.SOCK_DGRAM) as datagram:
@@ -117,22 +125,15 @@ def test_code_reaches_nothing_outside_and_without_the_protections_it_would(monke
         finally:
             victim.kill()
             victim.wait()
-            shutil.rmtree(folder)
 
 
-def test_a_folder_that_is_given_can_be_read_and_not_written_and_the_home_folder_cannot_be_seen():
-    folder = Path(tempfile.mkdtemp())
-    folder.chmod(0o777)
+def test_a_folder_that_is_given_can_be_read_and_not_written_and_the_home_folder_cannot_be_seen(folder):
     (folder / "given").write_text("data")
-    home = f"import os; print(os.listdir('{Path.home()}'))\n"
     code = f"print(open('{folder}/given').read())\nopen('{folder}/given', 'w')"
-    try:
-        result = run_code(code, "", LIMITS, readable=[str(folder)])
-        assert result.stdout == "data\n" and "Read-only file system" in result.stderr
-        assert (folder / "given").read_text() == "data"
-    finally:
-        shutil.rmtree(folder)
-    seen = run_code(home, "", LIMITS)
+    result = run_code(code, "", LIMITS, readable=[str(folder)])
+    assert result.stdout == "data\n" and "Read-only file system" in result.stderr
+    assert (folder / "given").read_text() == "data"
+    seen = run_code(f"import os; print(os.listdir('{Path.home()}'))\n", "", LIMITS)
     # An interpreter that is installed in it is all that can be seen of it.
     assert seen.exit == 1 or "pyenv" in seen.stdout or "conda" in seen.stdout, seen.stdout
 
@@ -209,15 +210,7 @@ def test_a_fork_bomb_ends_at_the_limit_and_nothing_of_it_is_left():
     limits = SandboxLimits(seconds=60, processes=16)
     assert int(run_code(FORK, "", limits).stdout) == 15, "16 with the one that forks"
     assert int(run_code(FORK, "", SandboxLimits(seconds=60, processes=100)).stdout) == 60
-    marked = [p for p in Path("/proc").glob("[0-9]*/cmdline") if b"main.py" in _content(p)]
-    assert not marked, "the namespace ends with the code"
-
-
-def _content(path):
-    try:
-        return path.read_bytes()
-    except OSError:
-        return b""
+    assert not running("main.py"), "the namespace ends with the code"
 
 
 FILL = """
@@ -253,7 +246,7 @@ def test_code_that_does_not_end_is_ended_with_all_it_started():
     began = time.monotonic()
     result = run_code(code, "", SandboxLimits(seconds=0.5))
     assert (result.cause, result.exit) == ("timeout", None) and time.monotonic() - began < 100
-    assert not [p for p in Path("/proc").glob("[0-9]*/cmdline") if b"main.py" in _content(p)]
+    assert not running("main.py")
 
 
 def test_code_ends_with_who_runs_it_even_when_that_is_killed():
@@ -264,15 +257,13 @@ def test_code_ends_with_who_runs_it_even_when_that_is_killed():
     runner = subprocess.Popen([sys.executable, "-c", script])
     until = time.monotonic() + 100
     try:
-        while not (
-            started := [p for p in descendants(runner.pid) if b"main.py" in _content(Path(f"/proc/{p}/cmdline"))]
-        ):
+        while not (started := {*running("main.py")} & {*descendants(runner.pid)}):
             assert time.monotonic() < until and runner.poll() is None, "it does not start"
             time.sleep(0.02)
     finally:
         runner.kill()
         runner.wait()
-    while any(b"main.py" in _content(Path(f"/proc/{p}/cmdline")) for p in started):
+    while any(map(is_alive, started)):
         assert time.monotonic() < until, "the code outlives who runs it"
         time.sleep(0.02)
 

@@ -24,8 +24,8 @@ class Returns(rl.Environment):
         return next(self.values)
 
 
-def _grade(*values):
-    return grade(Returns(*values), [rl.Example(f"p{i}") for i in range(len(values))], [""] * len(values))
+def _grade(*values, kind=Returns):
+    return grade(kind(*values), [rl.Example(f"p{i}") for i in range(len(values))], [""] * len(values))
 
 
 @pytest.mark.parametrize("value", [True, np.True_, 1, np.int64(1), np.float32(1.0), 1.0])
@@ -38,8 +38,7 @@ def test_the_total_weighs_the_named_rewards():
     class Weighted(Returns):
         reward_weights: ClassVar = {"format": 0.25, "length": -1.0}
 
-    environment = Weighted({"correct": True, "format": 1.0, "length": 0.5})
-    (graded,) = grade(environment, [rl.Example("p")], [""])
+    (graded,) = _grade({"correct": True, "format": 1.0, "length": 0.5}, kind=Weighted)
     assert graded.total == 1.0 + 0.25 - 0.5 and graded.by_name == {"correct": 1.0, "format": 1.0, "length": 0.5}
 
 
@@ -61,27 +60,20 @@ def test_a_reward_that_cannot_be_trained_on_is_refused_with_its_example(value, m
         _grade(dict.fromkeys(value, 0.0) if isinstance(value, dict) else 0.5, value)
 
 
-def test_a_weight_that_is_no_number_is_refused():
+@pytest.mark.parametrize(
+    ("weights", "values", "message"),
+    [
+        ({"reward": math.nan}, [1.0], "rewards add up to nan for example 'p0'"),
+        ({"corect": 2.0}, [{"correct": 1.0}], "'corect', .* not a reward of example 'p0'. Did you mean \"correct\""),
+        ({}, [{"a": 1.0}, {"b": 1.0}], "are b for example 'p1', but a for another"),
+    ],
+)
+def test_weights_and_names_that_give_no_total_are_refused(weights, values, message):
     class Weighted(Returns):
-        reward_weights: ClassVar = {"reward": math.nan}
+        reward_weights: ClassVar = weights
 
-    with pytest.raises(UserError, match="Weighted's rewards add up to nan for example 'p'"):
-        grade(Weighted(1.0), [rl.Example("p")], [""])
-
-
-def test_a_weight_of_no_reward_is_refused():
-    class Weighted(Returns):
-        reward_weights: ClassVar = {"corect": 2.0}
-
-    with pytest.raises(
-        UserError, match="names 'corect', which is not a reward of example 'p'. Did you mean \"correct\""
-    ):
-        grade(Weighted({"correct": 1.0}), [rl.Example("p")], [""])
-
-
-def test_names_that_vary_between_examples_are_refused():
-    with pytest.raises(UserError, match="are b for example 'p1', but a for another"):
-        _grade({"a": 1.0}, {"b": 1.0})
+    with pytest.raises(UserError, match=f"Weighted.*{message}"):
+        _grade(*values, kind=Weighted)
 
 
 @pytest.mark.parametrize(
