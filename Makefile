@@ -45,8 +45,8 @@ test-slow: $(PEERS)
 
 # What computes, with another torch, in an environment of its own: make test-torch TORCH=2.14.1
 TORCH ?= 2.14.1
-TORCH_TESTS := $(addprefix tests/,ops model data generate train parallel checkpoint rl/algorithms) \
-	$(addprefix tests/rl/test_,digest.py losses.py losses_and_advantages.py ppo.py)
+TORCH_TESTS := $(addprefix tests/,ops model data generate train parallel checkpoint rl/algorithms rl/scoring \
+	rl/test_digest.py)
 
 $(VENV)-torch-%/.peers: pyproject.toml
 	$(PYTHON) -m venv $(@D)

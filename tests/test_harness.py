@@ -3,7 +3,6 @@
 import json
 import runpy
 import shutil
-import subprocess
 import sys
 
 import pytest
@@ -22,71 +21,56 @@ from lm_eval.tasks import TaskManager
 
 from lockstep.harness import LockstepLM, main
 
+TASK = """
+task: local_NAME
+dataset_path: json
+dataset_kwargs: {data_files: {test: DATA}}
+test_split: test
+"""
 CHOICE = """
-task: {name}
-dataset_path: json
-dataset_kwargs: {{data_files: {{test: {data}}}}}
-test_split: test
-num_fewshot: {shots}
-fewshot_split: test
 output_type: multiple_choice
-doc_to_text: "Q: {{{{question}}}}\\nA:"
-doc_to_choice: "{{{{choices}}}}"
+doc_to_text: "Q: {{question}}\\nA:"
+doc_to_choice: "{{choices}}"
 doc_to_target: label
-metric_list: [{{metric: acc}}, {{metric: acc_norm}}]
+metric_list: [{metric: acc}, {metric: acc_norm}]
 """
-GENERATION = """
-task: {name}
-dataset_path: json
-dataset_kwargs: {{data_files: {{test: {data}}}}}
-test_split: test
+KINDS = {
+    "choice": CHOICE,
+    "few_shot": CHOICE + "num_fewshot: 3\nfewshot_split: test\n",
+    "generation": """
 output_type: generate_until
-doc_to_text: "{{{{question}}}} is"
-doc_to_target: "{{{{choices[label]}}}}"
-generation_kwargs: {{until: ["\\n", "e"], max_gen_toks: 12, do_sample: false}}
-metric_list: [{{metric: exact_match}}]
-"""
-PERPLEXITY = """
-task: {name}
-dataset_path: json
-dataset_kwargs: {{data_files: {{test: {data}}}}}
-test_split: test
+doc_to_text: "{{question}} is"
+doc_to_target: "{{choices[label]}}"
+generation_kwargs: {until: ["\\n", "e"], max_gen_toks: 12, do_sample: false}
+metric_list: [{metric: exact_match}]
+""",
+    "perplexity": """
 output_type: loglikelihood_rolling
 doc_to_text: ""
-doc_to_target: "{{{{text}}}}"
-metric_list: [{{metric: word_perplexity}}]
-"""
+doc_to_target: "{{text}}"
+metric_list: [{metric: word_perplexity}]
+""",
+}
+DOCUMENTS = 6
 
 
 @pytest.fixture(scope="module")
 def tasks(tmp_path_factory):
     folder = tmp_path_factory.mktemp("tasks")
     words = ["def", "self", "return", "class", "import", "value", "parser", "None", "decode", "string"]
-    lines = [
-        {
-            "question": f"which of {words[i % 10]} and {words[(3 * i + 1) % 10]} follows {i}",
-            # All different: between equal ones the other backend chooses by its rounding.
-            "choices": [
-                words[i % 10],
-                f"{words[(i + 3) % 10]} of {i}",
-                "neither of them",
-                f"{words[(7 * i) % 10]} or {i}",
-            ],
-            "label": i % 4,
-            "text": " ".join(words[(i * j) % 10] for j in range(1, 40)),
-        }
-        for i in range(12)
-    ]
-    data = folder / "data.jsonl"
-    data.write_text("".join(json.dumps(line) + "\n" for line in lines))
-    for name, task in (
-        ("choice", CHOICE),
-        ("few_shot", CHOICE),
-        ("generation", GENERATION),
-        ("perplexity", PERPLEXITY),
-    ):
-        shots = 3 if name == "few_shot" else 0
-        (folder / f"{name}.yaml").write_text(task.format(name=f"local_{name}", data=data, shots=shots))
+    with (data := folder / "data.jsonl").open("w") as file:
+        for i in range(DOCUMENTS):
+            first, second, third, fourth = (words[i * n % 10] for n in (1, 3, 7, 9))
+            line = {
+                "question": f"which of {first} and {second} follows {i}",
+                # All different: between equal ones the other backend chooses by its rounding.
+                "choices": [first, f"{third} of {i}", "neither of them", f"{fourth} or {i}"],
+                "label": i % 4,
+                "text": " ".join(words[(i * j) % 10] for j in range(1, 40)),
+            }
+            print(json.dumps(line), file=file)
+    for name, kind in KINDS.items():
+        (folder / f"{name}.yaml").write_text((TASK + kind).replace("NAME", name).replace("DATA", str(data)))
     return folder
 
 
@@ -122,7 +106,7 @@ def test_every_result_is_that_of_the_hugging_face_backend(tasks, model_folder, o
                     assert float(log_prob) == pytest.approx(float(expected), abs=1e-4, rel=1e-5)
                     assert greedy == expected_greedy
                 compared += 1
-    assert compared == 12 * 4 * 2 + 12 + 12
+    assert compared == DOCUMENTS * (4 + 4 + 1 + 1)
 
 
 def test_an_answer_has_no_end_of_text_even_if_the_tokenizer_writes_it(tmp_path, model_folder):
@@ -206,16 +190,14 @@ def command_line(monkeypatch, capsys):
 def test_lm_evals_command_line_evaluates_the_model(tmp_path, tasks, model_folder, command_line, ours):
     arguments = f"pretrained={model_folder},dtype=float32"
     options = ["--model_args", arguments, "--batch_size", "4", "--log_samples", "--output_path", tmp_path]
-    code, said = command_line("--model", "lockstep", *options, "--tasks", *sorted(tasks.glob("*.yaml")))
+    code, said = command_line("--model", "lockstep", *options, "--tasks", tasks / "generation.yaml")
     assert code == 0 and "local_generation" in said.out and "exact_match" in said.out
     (written,) = tmp_path.glob("**/results_*.json")
-    found = json.loads(written.read_text())["results"]
-    assert found.keys() == ours["results"].keys() and len(found) == 4
-    for task, own in ours["results"].items():
-        for name, value in own.items():
-            if isinstance(value, float):
-                assert found[task][name] == value, f"{task} {name}"
-    assert len(list(tmp_path.glob("**/samples_local_*.jsonl"))) == 4
+    found = json.loads(written.read_text())["results"]["local_generation"]
+    expected = ours["results"]["local_generation"]
+    values = {name: value for name, value in expected.items() if isinstance(value, float)}
+    assert values and values.items() <= found.items()
+    assert len(list(tmp_path.glob("**/samples_local_*.jsonl"))) == 1
 
 
 @pytest.mark.slow
@@ -225,12 +207,6 @@ def test_what_the_model_refuses_ends_lm_evals_command_line_with_its_message(task
     assert code == 2 and said.err.splitlines()[-1].startswith("lockstep: /nowhere: no such folder")
     code, said = command_line("ls", "subtasks", "--include_path", tasks)
     assert code == 0 and "local_choice" in said.out
-
-
-def test_the_module_is_lm_evals_command_line():
-    command = [sys.executable, "-m", "lockstep.harness", "--help"]
-    printed = subprocess.run(command, capture_output=True, text=True, timeout=120, check=True).stdout
-    assert "lm-eval" in printed and "validate" in printed
 
 
 def test_without_lm_eval_it_is_said_what_to_install(monkeypatch, capsys):

@@ -1,7 +1,5 @@
 """Ready runs: what they are made of, and settings from files over them."""
 
-import dataclasses
-from itertools import cycle
 from pathlib import Path
 
 import pytest
@@ -11,8 +9,7 @@ from lockstep.config import PretrainConfig, RLConfig, from_toml, validate
 from lockstep.errors import UserError
 from lockstep.model import PRESETS, preset
 from lockstep.recipes import FROM_SCRATCH, RECIPES, recipe
-from lockstep.train.dry_run import dry_run, estimate_memory
-from lockstep.train.objective import NextTokenLoss
+from lockstep.train.dry_run import estimate_memory
 from tests.parallel.launch import launch
 
 # What the models' own pages state, in billions.
@@ -40,42 +37,18 @@ def test_a_recipe_is_valid_and_its_model_exists(command, name):
     validate(config)
 
 
-RANKS = (8, 64, 512)
-NEEDS = {"llama3_405b": 64}
-"""GPUs that a layout takes, where 8 are too few."""
-EACH_LAYOUT = ("qwen3_0.6b", "llama3_8b", "qwen3_14b", "qwen3_32b", "llama3_405b")
-"""Of those that differ in more than the model's size."""
-
-
-def _rehearse(name, whole, on=RANKS):
-    """GiB per rank, or what refuses so many ranks; with as few layers as the layout takes unless `whole`."""
+def memory_of(name):
+    """GiB per rank on 8, 64 and 512 of them; None where the layout takes more."""
     found = []
-    for ranks in on:
+    for ranks in (8, 64, 512):
         config = FROM_SCRATCH[name]()
         config.dry_run, config.device = ranks, "cuda"
-        # Two layers of a stage are enough to meet every operator and message.
-        shape = dataclasses.replace(preset(config.model), num_layers=2 * config.parallel.pipeline)
         try:
-            loss = NextTokenLoss(config.train.tokens_per_microbatch)
-            run = estimate_memory(config) if whole else dry_run(config, shape, ranks, loss)
-            found.append(sum(run.memory.values()) / 2**30)
+            found.append(sum(estimate_memory(config).memory.values()) / 2**30)
         except UserError as error:
-            found.append(str(error))
+            assert f"ranks, but {ranks} run" in str(error)
+            found.append(None)
     return found
-
-
-def _rehearse_each():
-    return {(name, ranks): _rehearse(name, False, (ranks,))[0] for name, ranks in zip(EACH_LAYOUT, cycle(RANKS))}
-
-
-@pytest.mark.slow
-def test_a_recipes_layout_is_valid_on_8_64_or_512_ranks():
-    """One number of ranks each, in turn; the slow test below has all, of all recipes."""
-    # In a process of its own, for the simulated ranks are this process's world.
-    (found,) = launch(1, _rehearse_each, seconds=600)
-    for (name, ranks), result in found.items():
-        least = NEEDS.get(name, 8)
-        assert result > 0 if ranks >= least else f"= {least} ranks, but {ranks} run" in result, name
 
 
 @pytest.mark.slow
@@ -83,9 +56,10 @@ def test_a_recipes_layout_is_valid_on_8_64_or_512_ranks():
 def test_the_table_of_memory_in_the_documentation_is_what_dry_runs_say(name):
     page = (Path(__file__).parents[2] / "docs" / "cluster.md").read_text()
     (line,) = [line for line in page.splitlines() if line.startswith(f"| `{name}` |")]
-    (found,) = launch(1, _rehearse, name, True, seconds=900)
+    # In a process of its own, for the simulated ranks are that process's world.
+    (found,) = launch(1, memory_of, name, seconds=900)
     for cell, result in zip(line.split("|")[2:5], found):
-        assert cell.strip() == ("" if isinstance(result, str) else f"{result:.1f}")
+        assert cell.strip() == ("" if result is None else f"{result:.1f}")
     assert found[-1] < 75, "512 GPUs of 80 GiB are enough for each"
 
 
@@ -112,26 +86,6 @@ def test_yaml_is_read_like_toml(tmp_path):
     assert from_toml(tmp_path / "empty.yml", RLConfig()) == RLConfig()
 
 
-@pytest.mark.parametrize(
-    "text",
-    [
-        "steps: 2\nsteps: 3",
-        "train: {epsilon: 1, epsilon: 2}",
-        "data: null",
-        "steps: [1",
-        "just a text",
-        "stepz: 1",
-        "train: {lr: 1}",
-        "- 1\n- 2",
-        "!!python/object:os.x {}",
-    ],
-)
-def test_bad_yaml_is_named(tmp_path, text):
-    (tmp_path / "bad.yaml").write_text(text)
-    with pytest.raises(UserError, match=r"bad\.yaml"):
-        from_toml(tmp_path / "bad.yaml", PretrainConfig())
-
-
 MERGED = "a0: &a0 {x: 1}\n" + "".join(f"a{i}: &a{i}\n  <<: [{', '.join([f'*a{i - 1}'] * 9)}]\n" for i in range(1, 9))
 
 
@@ -142,23 +96,24 @@ MERGED = "a0: &a0 {x: 1}\n" + "".join(f"a{i}: &a{i}\n  <<: [{', '.join([f'*a{i -
         ("c.yaml", "train: x\n", '"train" must be a table'),
         ("c.yaml", "lr: 1e-3\n", 'unknown key "lr". In Lockstep it is train.learning_rate'),
         ("c.toml", "[train]\nmax_grad_norm = 1\nbatch_size = 8\n", '"batch_size". In Lockstep it is tokens_per_step'),
-        (
-            "c.yaml",
-            "train.learning_rate: 1\n",
-            'unknown key "train.learning_rate". In Lockstep it is train.learning_rate',
-        ),
-        ("c.yaml", "1: 2\n", 'unknown key "1"'),
         ("c.yaml", "~: 2\n", 'unknown key "None"'),
-        ("c.yaml", "? [a]\n: 2\n", "cannot be read as YAML"),
+        *(
+            ("c.yaml", text, r"c\.yaml")
+            for text in (
+                "steps: 2\nsteps: 3",
+                "data: null",
+                "steps: [1",
+                "just a text",
+                "- 1",
+                "!!python/object:os.x {}",
+            )
+        ),
         ("c.yaml", "x: " + "[" * 100_000, "cannot be read as YAML"),
         ("c.toml", "x = " + "[" * 100_000, "cannot be read as TOML"),
         ("c.yaml", "model: &a [*a]\n", '"model" must be a list of plain values'),
         ("c.yaml", MERGED, "cannot be read as YAML .more than 10 aliases"),
         ("c.yaml", 'steps: !!int ""', "cannot be read as YAML .IndexError"),
-        ("c.yaml", "steps: !!bool x", "cannot be read as YAML .KeyError"),
-        ("c.yaml", "steps: !!timestamp x", "cannot be read as YAML .AttributeError"),
         ("c.yaml", "steps: " + "1:" * 400 + "1.5", "cannot be read as YAML .OverflowError"),
-        ("c.yaml", "steps: 0x" + "f" * 5000, '"steps" contains a number of more than 64 bits'),
         ("c.yaml", "train:\n  rules: [0xffffffffffffffff]", '"rules" contains a number of more than 64 bits'),
         ("c.toml", "steps = 0x" + "f" * 5000, '"steps" contains a number of more than 64 bits'),
         ("c.toml", "# a comment\n" * 10_000, "cannot be read as TOML .larger than 65536 bytes"),

@@ -1,11 +1,9 @@
 """Whole runs of every algorithm on a small random model: what is drawn, dropped, charged and compared."""
 
 import math
-import random
 from contextlib import nullcontext
 from dataclasses import asdict, replace
 
-import numpy as np
 import pytest
 import torch
 
@@ -24,10 +22,8 @@ from lockstep.config import validate as validate_config
 from lockstep.data import train_bpe
 from lockstep.errors import UserError
 from lockstep.model import load_model
-from lockstep.rl import Example
 from lockstep.rl.reinforce import reinforce
-from lockstep.rl.rollouts.ledger import Ledger
-from lockstep.rl.rollouts.records import Rollout, Scores
+from lockstep.rl.replay import replay
 from lockstep.rl.scoring.reference import MovingAverage
 from lockstep.train import Trainer
 from tests.rl.small_runs import EvenBytes, Half, Hopeless, rollouts_of, small_config, steps_of, write_model
@@ -59,12 +55,13 @@ SLOW = ("dapo", "distillation", "grpo", "ppo", "reinforce++", "reinforce++-basel
 
 
 @pytest.mark.parametrize("name", [pytest.param(n, marks=pytest.mark.slow if n in SLOW else ()) for n in ALGORITHMS])
-def test_every_algorithm_trains_with_every_bit_compared_and_records_its_settings(tmp_path, folders, name):
+def test_every_algorithm_trains_with_every_bit_compared_and_is_replayed_from_its_record(tmp_path, folders, name):
     teacher = {"teacher": str(folders[1])} if name == "distillation" else {}
     kl = {} if name == "distillation" else {"kl_coefficient": 0.05, "kl_in": "loss"}
     updates = 1 if name in ("rloo", "distillation") else 2
     changes = {"algorithm": name, "updates_per_batch": updates, "off_policy": "truncate", "entropy_coefficient": 0.01}
-    config = small_config(tmp_path / "run", folders[0], **changes, **teacher, **kl)
+    every = CheckpointConfig(every=1, keep_last=0, last_model_only=False)
+    config = small_config(tmp_path / "run", folders[0], checkpoint=every, **changes, **teacher, **kl)
     folder = reinforce(config, EvenBytes())
     for metrics in steps_of(folder):
         assert metrics["parity/tokens_different"] == 0 < metrics["parity/tokens_checked"]
@@ -79,6 +76,12 @@ def test_every_algorithm_trains_with_every_bit_compared_and_records_its_settings
     assert all(getattr(recorded, setting) == value for setting, value in asdict(algorithm_of(config)).items())
     before, after = load_model(folders[0]), load_model(folder / "checkpoints" / "step_00000002")
     assert not torch.equal(before.head_weight, after.head_weight)
+    result = replay(folder, 2, EvenBytes())
+    assert result.equal, result.text()
+    compared = {quantity.name: quantity.compared for quantity in result.quantities}
+    assert compared["rewards"] == compared["advantages"] == compared["rollouts"] >= 12
+    assert f"{'teacher' if teacher else 'reference'}'s log-probabilities" in compared
+    assert {"loss", "grad_norm"} <= compared.keys() and compared["other metrics"] > 20
 
 
 def test_groups_of_equal_reward_are_replaced_and_every_prompt_is_accounted_for(tmp_path, folders):
@@ -120,33 +123,11 @@ def test_a_task_without_spread_is_drawn_a_bounded_number_of_times_and_the_step_c
     assert algorithm_of(run_config("rl", RLConfig, options[:2])) == algorithm_of(from_toml(options[1], RLConfig()))
 
 
-def test_rejection_keeps_the_best_completions_only(tmp_path, folders):
-    folder = reinforce(small_config(tmp_path / "run", folders[0], algorithm="rejection", steps=1), EvenBytes())
-    rollouts = rollouts_of(folder, 1)
-    for group in range(3):
-        own = [r for r in rollouts if r["group"] == group]
-        best = max(r["reward"] for r in own)
-        if min(r["reward"] for r in own) < best:
-            assert [r.get("dropped") is None for r in own] == [r["reward"] == best for r in own]
-    (metrics,) = steps_of(folder)
-    assert 0 < metrics["rollout/completions_trained"] < 12
-
-
 def test_distilling_from_oneself_changes_nothing(tmp_path, folders):
     config = small_config(tmp_path / "run", folders[0], algorithm="distillation", teacher=str(folders[0]), steps=1)
     folder = reinforce(config, EvenBytes())
     (metrics,) = steps_of(folder)
     assert metrics["loss"] == metrics["grad_norm"] == metrics["advantage/abs_max"] == 0.0
-
-
-@pytest.mark.slow
-def test_distillation_moves_towards_the_teacher(tmp_path, folders):
-    changes = dict(algorithm="distillation", teacher=str(folders[1]), steps=30, prompts_per_step=6, max_new_tokens=8)
-    changes["train"] = TrainConfig(learning_rate=1e-2, warmup_steps=0, schedule="constant", tokens_per_microbatch=1024)
-    metrics = steps_of(reinforce(small_config(tmp_path / "run", folders[0], **changes), EvenBytes()))
-    # Minus the mean advantage estimates KL(policy ‖ teacher).
-    first, last = (sum(m["advantage/mean"] for m in part) / 10 for part in (metrics[:10], metrics[-10:]))
-    assert first < 0 and last > 0.95 * first, (first, last)
 
 
 def test_a_moving_average_follows_the_policy_and_a_run_with_it_resumes_to_the_same_bits(tmp_path, folders):
@@ -207,9 +188,10 @@ def test_a_setting_that_is_given_goes_before_the_algorithms(tmp_path):
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
+        ({"algorithm": "ppo", "loss": "clip_sequence"}, "advantage gae of ppo computes one per token"),
+        ({"value_detached": True}, 'advantage "group" has no value function'),
         ({"algorithm": "gpro"}, 'algorithm is "gpro"; give grpo, '),
         ({"clip_low": 1.5}, "clip_low is 1.5; it must be 1 or less"),
-        ({"clip_low": "x"}, "clip_low is 'x'; it must be a number"),
         ({"extra_rounds": 1.5}, "extra_rounds is 1.5; it must be a whole number"),
         ({"algorithm": "rloo", "normalize_advantages": True}, "advantage leave_one_out of rloo is not normalized"),
         ({"algorithm": "distillation"}, "advantage teacher of distillation needs a teacher: give the folder"),
@@ -223,27 +205,17 @@ def test_a_setting_that_is_given_goes_before_the_algorithms(tmp_path):
         ({"kl_reference": "average"}, "kl_reference is average, but kl_coefficient is 0"),
         ({"algorithm": "reinforce++", "loss": "clip_sequence", "kl_coefficient": 0.1}, "loss clip_sequence takes one"),
         ({"samples_per_prompt": 1}, "samples_per_prompt is 1; it must be 2 or more"),
-        ({"temperature": 1e-50}, "temperature is 1e-50; it must be 0.01 or more"),
         ({"temperature": float("nan")}, "temperature is nan; it must be finite"),
-        ({"gae_lambda": 0.9}, 'gae_lambda is 0.9, but advantage "group" has no value function'),
         ({"loss": "reinforce", "clip_high": 0.3}, 'clip_high is 0.3, but loss "reinforce" has no ratio to clip'),
         ({"kl_in": "reward"}, "kl_in is reward, but kl_coefficient is 0"),
         ({"kl_coefficient": 0.1, "kl_average_decay": 0.5}, 'kl_average_decay is 0.5, but kl_reference is "start"'),
         ({"off_policy_high": 3.0}, "off_policy_high is 3.0, but off_policy is none"),
         ({"reward_model_weight": 2.0}, "reward_model_weight is 2.0, but there is no reward_model"),
         ({"lora": LoraConfig(alpha=4.0)}, "lora.rank is 0, so there is no adapter"),
-        *(
-            (changes, "")
-            for changes in (
-                {"algorithm": "rloo"},
-                {"algorithm": "cispo", "loss": "reinforce"},
-                {"algorithm": "ppo", "advantage": "group", "gae_gamma": 1.0},
-                {"off_policy": "mask", "off_policy_low": 0.1},
-                # Where empty means truncate.
-                {"actors": ActorsConfig(urls=("http://a:1",)), "off_policy_high": 3.0},
-                {"kl_coefficient": 0.1, "kl_reference": "average", "kl_average_decay": 0.5},
-            )
-        ),
+        ({"algorithm": "cispo", "loss": "reinforce"}, ""),
+        ({"algorithm": "ppo", "advantage": "group", "gae_gamma": 1.0}, ""),
+        ({"off_policy": "mask", "off_policy_low": 0.1}, ""),
+        ({"actors": ActorsConfig(urls=("http://a:1",)), "off_policy_high": 3.0}, ""),  # where empty means truncate
     ],
     ids=str,
 )
@@ -253,39 +225,3 @@ def test_settings_that_do_not_go_together_or_have_no_effect_are_refused_and_othe
         setattr(config, name, value)
     with pytest.raises(UserError, match=message) if message else nullcontext():
         validate_config(config)
-
-
-def test_a_ledger_numbers_the_groups_of_all_rounds_and_counts_each_once():
-    def drawn(*rewards):
-        return [
-            Rollout(Example("p"), group, [1], [2], [-1.0], "stop", "", 0, scores=Scores(reward=reward))
-            for group, own in enumerate(rewards)
-            for reward in own
-        ]
-
-    ledger = Ledger(2)
-    ledger.add(drawn([1.0, 1.0], [0.0, 1.0]), [5, 6])
-    ledger.drop_equal_rewards()
-    assert ledger.missing == 1
-    ledger.add(drawn([1.0, 0.0]), [7])
-    ledger.drop_equal_rewards()
-    assert ledger.missing == 0 and [r.group for r in ledger.trained] == [1, 1, 2, 2]
-    assert ledger.metrics(ledger.trained) == {
-        "groups/drawn": 3.0, "groups/trained": 2.0, "groups/dropped/equal_rewards": 1.0,
-        "rollout/completions_trained": 4.0, "rollout/tokens_trained": 8.0,
-    }  # fmt: skip
-    assert ledger.places() == {"trained": [6, 7], "dropped": {"equal_rewards": [5]}}
-
-
-class Draws(EvenBytes):
-    """Its reward is a draw from Python's and NumPy's own generators."""
-
-    def reward(self, example, completion):
-        return random.random() + float(np.random.random())
-
-
-def test_what_a_task_draws_by_itself_is_the_same_in_every_run(tmp_path, folders):
-    random.seed(3)
-    first = reinforce(small_config(tmp_path / "first", folders[0], steps=1), Draws())
-    second = reinforce(small_config(tmp_path / "second", folders[0], steps=1), Draws())
-    assert steps_of(first)[-1]["reward/mean"] == steps_of(second)[-1]["reward/mean"]

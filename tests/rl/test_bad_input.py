@@ -1,19 +1,15 @@
 """What a run is given wrongly, or loses on its way: an end with the cause, or a warning and a run that continues."""
 
-import inspect
 import itertools
-import os
 import resource
-import signal
 import threading
-from contextlib import contextmanager
 
 import pytest
 
 import lockstep.rl as rl
 from lockstep.config import ActorsConfig, EngineConfig, ObserveConfig
 from lockstep.errors import RunStopped, UserError
-from lockstep.observe import MetricsWriter, open_run, read_metrics, sinks
+from lockstep.observe import read_metrics, sinks
 from lockstep.observe.sinks import PATIENCE, BackgroundSink
 from lockstep.rl.reinforce import reinforce
 from lockstep.rl.rollouts import prompts
@@ -35,18 +31,11 @@ def test_examples_without_end_and_none_at_all_are_refused(monkeypatch):
         def examples(self, split):
             yield from (rl.Example(str(n)) for n in itertools.count())
 
-    class Returns(rl.Environment):
-        def examples(self, split):
-            return None
-
     monkeypatch.setattr(prompts, "MOST_EXAMPLES", 1000)
-    assert len(examples_of(Task(*((str(n),) for n in range(1000))), "train")) == 1000
     with pytest.raises(UserError, match=r'Endless.examples\("train"\) yields more than 1,000 examples, or never'):
         examples_of(Endless(), "train")
     with pytest.raises(UserError, match=r'Task.examples\("train"\) yields nothing; it must yield rl.Example'):
         examples_of(Task(), "train")
-    with pytest.raises(UserError, match=r'Returns.examples\("train"\) returns None; it must yield rl.Example'):
-        inspect.unwrap(examples_of)(Returns(), "train")
 
 
 def test_examples_that_are_there_twice_are_counted_and_an_id_that_is_names_them(caplog):
@@ -59,46 +48,27 @@ def test_examples_that_are_there_twice_are_counted_and_an_id_that_is_names_them(
     assert caplog.messages == ["Task.examples(\"validation\") yields the same id for several examples: 'x'"]
 
 
-@contextmanager
-def files_up_to(size):
-    """The system refuses to write larger files, as a full disk does; sizes can be lowered within."""
-    unlimited = resource.getrlimit(resource.RLIMIT_FSIZE)
-
-    def limit(size):
-        resource.setrlimit(resource.RLIMIT_FSIZE, (size, unlimited[1]))
-
-    try:
-        limit(size)
-        yield limit
-    finally:
-        resource.setrlimit(resource.RLIMIT_FSIZE, unlimited)
-
-
 def test_a_full_disk_ends_the_run_with_the_file_and_whole_metrics(tmp_path, folders):
     metrics = tmp_path / "run/metrics.jsonl"
     config = small_config(tmp_path / "run", folders[0], samples_per_prompt=32, max_new_tokens=16, steps=3)
-    with files_up_to(2**30) as limit:
+    unlimited = resource.getrlimit(resource.RLIMIT_FSIZE)
 
-        def fill(step, _):
-            if step == 2:  # a little more than the metrics: the rollouts, and the timeline at the end, do not fit
-                limit(metrics.stat().st_size + 100)
+    def fill(step, _):
+        """The system refuses to write larger files, as a full disk does."""
+        if step == 2:  # a little more than the metrics: the rollouts, and the timeline at the end, do not fit
+            resource.setrlimit(resource.RLIMIT_FSIZE, (metrics.stat().st_size + 100, unlimited[1]))
 
-        said = r"step_00000002.jsonl: the rollouts cannot be written \(File too"
-        with pytest.raises(RunStopped, match=said) as ended:
+    try:
+        with pytest.raises(
+            RunStopped, match=r"step_00000002.jsonl: the rollouts cannot be written \(File too"
+        ) as ended:
             reinforce(config, EvenBytes(), on_metrics=fill)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, unlimited)
     assert ended.value.exit_code == 1 and [m["step"] for m in read_metrics(metrics)] == [0, 1, 2]
     names = sorted(path.name for path in (tmp_path / "run/rollouts").iterdir())
     assert names == ["step_00000001.jsonl", "validation_00000000.jsonl"], "nothing half-written is left"
     assert not (tmp_path / "run/timeline.json").exists()
-
-    run = open_run(str(tmp_path / "other"), "")
-    with files_up_to(2**30) as limit, MetricsWriter(run.path) as writer:
-        writer.write(1, {"loss": 1.0})
-        before = run.metrics.read_bytes()
-        limit(len(before) + 10)
-        with pytest.raises(RunStopped, match="metrics of step 2 cannot be written"):
-            writer.write(2, {"loss": 2.0})
-    assert run.metrics.read_bytes() == before
 
 
 def test_a_tracker_that_cannot_be_opened_is_named_and_the_run_continues(tmp_path, folders, caplog):
@@ -111,14 +81,6 @@ def test_a_tracker_that_cannot_be_opened_is_named_and_the_run_continues(tmp_path
     said = [message for message in caplog.messages if "observe.tensorboard could not be opened" in message]
     assert len(said) == 1 and "the run continues without it; metrics.jsonl" in said[0]
     assert [m["step"] for m in read_metrics(tmp_path / "run/metrics.jsonl")] == [0, 1]
-
-    def opened():
-        raise SystemExit("log in first")
-
-    caplog.clear()
-    BackgroundSink("wandb", opened, tmp_path).close()
-    (said,) = caplog.messages
-    assert "observe.wandb could not be opened (log in first), and the run continues without it" in said
 
 
 def test_a_tracker_that_fails_gets_no_more_steps_after_a_few_times(tmp_path, caplog):
@@ -147,61 +109,36 @@ def test_a_tracker_that_fails_gets_no_more_steps_after_a_few_times(tmp_path, cap
     assert "observe.wandb could not be closed (nobody answers)" in second
 
 
-@pytest.mark.parametrize("stuck_in", ["open", "write", "close"])
-def test_a_tracker_that_never_returns_delays_nothing(tmp_path, caplog, monkeypatch, stuck_in):
+def test_a_tracker_that_never_returns_delays_nothing(tmp_path, caplog, monkeypatch):
     stuck, never = threading.Event(), threading.Event()
 
     class Tracker:
-        def __init__(self):
-            self.stand("open")
-
         def write(self, step, metrics):
-            self.stand("write")
-
-        def close(self):
-            self.stand("close")
-
-        def stand(self, where):
-            if where == stuck_in:
-                stuck.set()
-                never.wait(30)
+            stuck.set()
+            never.wait(30)
 
     monkeypatch.setattr(sinks, "MAX_QUEUED", 5)
     monkeypatch.setattr(sinks, "CLOSE_SECONDS", 0.1)
     sink = BackgroundSink("wandb", Tracker, tmp_path)
     sink.write(1, {"loss": 1.0})
-    assert stuck_in == "close" or stuck.wait(60)
-    for step in range(2, 10) if stuck_in != "close" else ():
+    assert stuck.wait(60)
+    for step in range(2, 10):
         sink.write(step, {"loss": 1.0})
     sink.close()
     never.set()
-    said = ["observe.wandb did not finish within 0.1 s and is abandoned"]
-    if stuck_in != "close":
-        step, slow = (7, 3) if stuck_in == "write" else (6, 4)  # one has been taken to be written
-        said.insert(0, f"observe.wandb is 5 steps behind at step {step}, and drops steps until it catches up")
-        said.append(f"observe.wandb was too slow: {slow} steps are missing in it")
-    assert len(caplog.messages) == len(said)
-    assert all(message.startswith(start) for message, start in zip(caplog.messages, said))
+    behind, abandoned, missing = caplog.messages
+    assert behind.startswith("observe.wandb is 5 steps behind at step 7, and drops steps until it catches up")
+    assert abandoned.startswith("observe.wandb did not finish within 0.1 s and is abandoned")
+    assert missing.startswith("observe.wandb was too slow: 3 steps are missing in it")
 
 
-@pytest.mark.parametrize("number", [signal.SIGTERM, pytest.param(signal.SIGINT, marks=pytest.mark.slow)])
-def test_a_signal_ends_a_run_with_its_report(tmp_path, folders, number):
-    def on_metrics(step, metrics):
-        if step == 1:
-            os.kill(os.getpid(), number)
-
-    with pytest.raises(RunStopped, match=f"{number.name} ended the run after step .*, which is saved"):
-        reinforce(small_config(tmp_path / "run", folders[0], steps=100), EvenBytes(), on_metrics=on_metrics)
-    report = (tmp_path / "run/report.html").read_text()
-    assert "grpo on tests.rl.small_runs.EvenBytes" in report
-    assert 1 <= read_metrics(tmp_path / "run/metrics.jsonl")[-1]["step"] < 100
-
-
-def test_a_prompt_that_does_not_fit_in_the_cache_names_its_example(tmp_path, folders):
+def test_a_prompt_that_does_not_fit_names_its_example(tmp_path, folders):
     config = small_config(tmp_path / "run", folders[0], engine=EngineConfig(max_sequences=2, cache_tokens=16))
     said = r"example 'a+': its prompt of 20 tokens and max_new_tokens 5 do not fit in the cache of 16 tokens; raise"
     with pytest.raises(UserError, match=said + " engine.cache_tokens"):
         reinforce(config, Task(("a" * 20, "1")))
+    with pytest.raises(UserError, match="example 'a+.* its prompt of .* context of 64"):
+        reinforce(small_config(tmp_path / "run", folders[0]), Task(("a" * 70, "1")))
 
 
 def test_generators_of_more_ranks_than_the_model_has_heads_are_refused_before_anything_is_written(tmp_path, folders):

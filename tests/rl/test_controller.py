@@ -21,14 +21,11 @@ from lockstep.config import (
     from_toml,
 )
 from lockstep.errors import RunStopped, UserError
-from lockstep.rl.environments.protocol import Environment, Example
 from lockstep.rl.reinforce import reinforce
-from lockstep.rl.rollouts.prompts import PromptLoader
-from lockstep.rl.scoring.parity import Parity, ParityError
-from lockstep.rl.scoring.parity_check import check_parity
+from lockstep.rl.scoring.parity import ParityError
 from lockstep.train.schedule import make_schedule
 from tests.rl.environments.test_environments import gsm8k_folder
-from tests.rl.small_runs import VOWELS, lines_of, rollouts_of, small_config, steps_of
+from tests.rl.small_runs import VOWELS, EvenBytes, lines_of, rollouts_of, small_config, steps_of
 
 KEYS = {
     "step", "time", "loss", "grad_norm", "learning_rate", "reward/mean", "reward/std", "reward/correct/mean",
@@ -42,10 +39,9 @@ KEYS = {
 
 @pytest.fixture
 def vowels(tmp_path):
-    """The name of a user's own task, and its file."""
-    file = tmp_path / "my_task.py"
-    file.write_text(VOWELS)
-    return f"{file}:Vowels", file
+    """The name of a user's own task."""
+    (tmp_path / "my_task.py").write_text(VOWELS)
+    return f"{tmp_path}/my_task.py:Vowels"
 
 
 @pytest.mark.parametrize("dtype", ["float32", pytest.param("bfloat16", marks=pytest.mark.slow)])
@@ -89,9 +85,9 @@ def test_gsm8k_trains_with_every_bit_compared(tmp_path, model_folder, dtype, cap
 
 def test_a_task_of_the_users_own_is_learned_and_a_run_resumes_to_the_same_bits(tmp_path, model_folder, vowels, caplog):
     changes = dict(
-        environment=vowels[0], steps=9, prompts_per_step=4, samples_per_prompt=16, max_new_tokens=12,
+        environment=vowels, steps=6, prompts_per_step=4, samples_per_prompt=16, max_new_tokens=12,
         updates_per_batch=2, checkpoint=CheckpointConfig(every=3),
-        train=TrainConfig(learning_rate=5e-3, warmup_steps=0, schedule="constant"),
+        train=TrainConfig(learning_rate=1e-2, warmup_steps=0, schedule="constant"),
     )  # fmt: skip
     whole = reinforce(small_config(tmp_path / "whole", model_folder, **changes))
     rewards = [m["reward/mean"] for m in steps_of(whole)]
@@ -108,14 +104,14 @@ def test_a_task_of_the_users_own_is_learned_and_a_run_resumes_to_the_same_bits(t
     assert "2 of 2 validation examples are also trained on" in caplog.text
 
     torn = Path(shutil.copytree(whole, tmp_path / "torn"))
-    (torn / "checkpoints" / "step_00000009").rename(torn / "checkpoints" / "step_00000009.partial")
+    (torn / "checkpoints" / "step_00000006").rename(torn / "checkpoints" / "step_00000006.partial")
     reinforce(small_config(tmp_path / "torn", model_folder, resume=True, **changes))
     assert [m["reward/mean"] for m in steps_of(torn)] == rewards
     assert [m["tokens/total"] for m in steps_of(torn)] == [m["tokens/total"] for m in steps_of(whole)]
-    for step in (1, 7, 9):
+    for step in (1, 4, 6):
         name = f"rollouts/step_{step:08}.jsonl"
         assert (torn / name).read_text() == (whole / name).read_text(), "the weights' version included"
-    assert rollouts_of(torn, 9)[0]["version"] == 8
+    assert rollouts_of(torn, 6)[0]["version"] == 5
 
 
 TRAIN = TrainConfig(learning_rate=1e-3, warmup_steps=0, schedule="cosine")
@@ -159,17 +155,9 @@ def test_a_finished_run_that_is_resumed_writes_a_missing_report(tmp_path, short_
     assert (folder / "report.html").is_file() and (folder / "summary.json").read_text() == summary
 
 
-def test_examples_that_both_splits_have_are_counted_whatever_their_answers_are():
-    train = [Example("a", metadata={"rows": torch.zeros(3)}), Example("b", "1"), Example("")]
-    same = [Example("a", id="test-0", metadata={"rows": torch.ones(2)}), Example("b", "2")]
-    for example in (train[0], same[0]):
-        object.__setattr__(example, "answer", ["x", {"y": 1}])  # not as annotated, but environments do it
-    assert PromptLoader(train, 0).shared([*same, Example("c"), Example("")]) == 1
-
-
 def test_too_many_skipped_steps_in_a_row_end_the_run(tmp_path, folders, vowels):
     # No float32 holds the coefficient, so every loss is infinite times 0.
-    config = small_config(tmp_path / "run", folders[0], environment=vowels[0], steps=5, kl_coefficient=1e300)
+    config = small_config(tmp_path / "run", folders[0], environment=vowels, steps=5, kl_coefficient=1e300)
     config.faults.max_skipped_steps = 1
     with pytest.raises(RunStopped, match="step 2: .* Skipped steps in a row: 2;"):
         reinforce(config)
@@ -189,7 +177,7 @@ def test_a_difference_stops_the_run_with_the_token_and_both_values(tmp_path, fol
     # The bits do agree, so the one that differs has to be made.
     monkeypatch.setattr(policy_loss, "target_log_probs", off_by_a_bit)
     train = TrainConfig(tokens_per_microbatch=1024)  # one micro-batch, in which one token differs
-    config = small_config(tmp_path / "stop", folders[0], environment=vowels[0], steps=1, train=train)
+    config = small_config(tmp_path / "stop", folders[0], environment=vowels, steps=1, train=train)
     difference = r"step 1: 1 of \d+ .* token \d+ at position \d+ .*generator -\d.*trainer -\d"
     with pytest.raises(ParityError, match=difference):
         reinforce(config)
@@ -197,41 +185,17 @@ def test_a_difference_stops_the_run_with_the_token_and_both_values(tmp_path, fol
         reinforce(replace(config, output=str(tmp_path / "warn"), on_parity_error="warn"))
 
 
-def test_nan_rewards_and_long_prompts_end_the_run_with_their_example(tmp_path, folders, vowels):
-    name, file = vowels
-    file.write_text(VOWELS.replace("completion.count", "float('nan') * completion.count"))
-    with pytest.raises(UserError, match="returned nan as 'reward' for example '(stone|river|cloud|apple):'"):
-        reinforce(small_config(tmp_path / "a", folders[0], environment=name))
-    file.write_text(VOWELS.replace('f"{word}:"', "' '.join(map(str, range(3000)))"))
-    with pytest.raises(UserError, match="example .* its prompt of .* context of 64"):
-        reinforce(small_config(tmp_path / "b", folders[0], environment=name))
+class EndsInValidation(EvenBytes):
+    """A signal ends the run in its second validation."""
 
-
-@pytest.mark.parametrize("dtype", ["float32", pytest.param("bfloat16", marks=pytest.mark.slow)])
-def test_the_parity_check_runs_a_mixed_load(model_folder, dtype):
-    from lockstep import load_model
-
-    parity, load = check_parity(load_model(model_folder, dtype=dtype), tokens=200)
-    assert parity == Parity(parity.tokens_checked, 0, 0.0) and parity.tokens_checked >= 200
-    assert load["preemptions"] > 0 and load["reused prompt tokens"] > 0
-
-
-class HeldOut(Environment):
-    """Held-out prompts differ from those that are trained on."""
-
-    ends_in_validation = 0
-
-    def examples(self, split):
-        return [
-            Example(prompt=f"{w}:") for w in (("stone", "river", "cloud") if split == "train" else ("wind", "snow"))
-        ]
+    left = 2
 
     def reward(self, example, completion):
-        if self.ends_in_validation and example.prompt == "snow:":
-            self.ends_in_validation -= 1
-            if not self.ends_in_validation:
+        if example.prompt == "music:":
+            self.left -= 1
+            if not self.left:
                 os.kill(os.getpid(), signal.SIGTERM)
-        return float(len(completion))
+        return super().reward(example, completion)
 
 
 def test_a_summary_has_only_the_validations_of_a_runs_first_and_last_step(tmp_path, folders, capsys):
@@ -241,42 +205,40 @@ def test_a_summary_has_only_the_validations_of_a_runs_first_and_last_step(tmp_pa
         return json.loads((folder / "summary.json").read_text()), capsys.readouterr().out
 
     config = small_config(tmp_path / "run", folders[0], steps=1, validation_examples=0, resume=True)
-    folder = reinforce(config, HeldOut())
+    folder = reinforce(config, EvenBytes())
     assert "has no run to resume: this is its first start" in capsys.readouterr().err
     assert [line["step"] for line in lines_of(folder / "metrics.jsonl")] == [1]
     assert not any(name.startswith("validation") for name in steps_of(folder)[0])
     summary, printed = summarized()
     assert not {"reward_before", "reward_after"} & summary.keys() and summary["parity_tokens_different"] == 0
     assert "->" not in printed and "0 different" in printed and " s in all: " in printed
-    assert "stone" in (folder / "report.html").read_text()
+    assert any(f"{word}:" in (folder / "report.html").read_text() for word in EvenBytes.words), "samples of training"
 
-    reinforce(replace(config, steps=2, validation_examples=2), HeldOut())
+    reinforce(replace(config, steps=2, validation_examples=2), EvenBytes())
     summary, printed = summarized()
     assert "reward_before" not in summary
     assert summary["reward_after"] == steps_of(folder)[-1]["validation/reward"]
     assert f"reward {summary['reward_after']:.3f} on held-out examples, after the last step" in printed
     assert " s since step 1\n" in printed and "Mean reward after the last step" in (folder / "report.html").read_text()
 
-    reinforce(replace(config, steps=3), HeldOut())
+    reinforce(replace(config, steps=3), EvenBytes())
     assert [line["step"] for line in steps_of(folder)] == [1, 2, 3]
     assert not {"reward_before", "reward_after"} & summarized()[0].keys()
 
 
 def test_a_validation_that_is_caught_up_is_in_the_summary_that_was_written_without_it(tmp_path, folders):
-    environment = HeldOut()
-    environment.ends_in_validation = 2
     config = small_config(tmp_path / "run", folders[0], steps=1)
     with pytest.raises(RunStopped, match="SIGTERM"):
-        reinforce(config, environment)
-    folder = reinforce(replace(config, resume=True, validation_examples=0), HeldOut())
+        reinforce(config, EndsInValidation())
+    folder = reinforce(replace(config, resume=True, validation_examples=0), EvenBytes())
     assert "reward_after" not in json.loads((folder / "summary.json").read_text())
-    reinforce(replace(config, resume=True), HeldOut())
+    reinforce(replace(config, resume=True), EvenBytes())
     last = steps_of(folder)[-1]
     assert json.loads((folder / "summary.json").read_text())["reward_after"] == last["validation/reward"]
 
 
 def test_a_task_without_validation_examples_is_told_how_to_train(tmp_path, folders):
-    class NothingHeldOut(HeldOut):
+    class NothingHeldOut(EvenBytes):
         def examples(self, split):
             return super().examples(split) if split == "train" else []
 

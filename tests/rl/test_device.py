@@ -3,20 +3,14 @@
 import json
 import tomllib
 
-import pytest
 import torch
 
-from lockstep.config import ParallelConfig, RLConfig
-from lockstep.data.tokenizer import ByteTokenizer
-from lockstep.errors import UserError
-from lockstep.model import Decoder, arithmetic_of, preset
-from lockstep.parallel import World
+from lockstep.config import RLConfig
+from lockstep.model import arithmetic_of
 from lockstep.rl.algorithms import PolicyLossInputs, policy_loss
-from lockstep.rl.environments.digit_sum import DigitSum
 from lockstep.rl.environments.protocol import Example
 from lockstep.rl.reinforce import reinforce
 from lockstep.rl.rollouts.records import Rollout, Scores
-from lockstep.rl.setup import announce_start
 from tests.rl.losses import batches_of
 
 
@@ -49,26 +43,3 @@ def test_a_run_on_a_given_device_takes_the_models_dtype_and_records_its_arithmet
     said = capsys.readouterr().err
     assert "dtype auto: bfloat16, the folder's own" in said and f"| bfloat16, {arithmetic} arithmetic | " in said
     assert said.rstrip().endswith("4 samples to go, of up to 4 tokens") and config.dtype == "auto"
-
-
-@pytest.mark.parametrize(
-    ("gpus", "said"), [(1, ""), (4, "rl uses 1 of 4 GPUs; torchrun --nproc-per-node 4 -m lockstep")]
-)
-def test_gpus_that_a_run_leaves_idle_are_named_at_its_start(monkeypatch, capsys, gpus, said):
-    """Of a machine with GPUs, for which torch's own answers about them stand in."""
-    monkeypatch.setattr(torch.cuda, "device_count", lambda: gpus)
-    monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "a GPU")
-    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
-    model = Decoder(preset("qwen3:micro"), torch.float32, "meta")
-    announce_start(
-        RLConfig(model="m", dtype="float32"), DigitSum(), model, ByteTokenizer(), World(torch.device("cuda")), 0
-    )
-    first, *others = capsys.readouterr().err.splitlines()
-    assert "| cuda (a GPU), " in first
-    assert [line.startswith(said) for line in others] == [True] * bool(said)
-
-
-def test_degrees_that_do_not_fit_the_number_of_ranks_are_refused(model_folder, monkeypatch):
-    monkeypatch.setenv("WORLD_SIZE", "4")
-    with pytest.raises(UserError, match="tensor 8 = 8 ranks, but 4 are running"):
-        reinforce(RLConfig(model=str(model_folder), environment="digit_sum", parallel=ParallelConfig(tensor=8)))

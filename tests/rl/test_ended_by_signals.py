@@ -41,31 +41,18 @@ def stall(where, rank=""):
         time.sleep(0.01)
 
 class Vowels(rl.Environment):
+    noise = 0
     def examples(self, split):
-        for word in ("stone", "river", "cloud", "apple", "winter", "summer", "leaves in autumn"):
-            yield rl.Example(prompt=word)
+        words = "stone", "river", "cloud", "apple", "winter", "summer", "leaves in autumn"
+        return [rl.Example(prompt=word) for word in (words if split == "train" else ("tree", "moon"))]
     def reward(self, example, completion):
-        stall("grade")
-        return {"vowels": sum(c in "aeiou" for c in completion) / (1 + len(completion))}
+        noise = self.noise and float(np.random.random())
+        stall("judge" if example.prompt in ("tree", "moon") else "grade")
+        return {"vowels": sum(c in "aeiou" for c in completion) / (1 + len(completion)) + noise}
 
 class Drawing(Vowels):
     # What the interrupted step has drawn is drawn again.
-    def reward(self, example, completion):
-        noise = float(np.random.random())
-        return super().reward(example, completion)["vowels"] + noise
-
-class HeldOut(Vowels):
-    def examples(self, split):
-        return super().examples(split) if split == "train" else [rl.Example(prompt=word) for word in ("tree", "moon")]
-    def reward(self, example, completion):
-        rewards = super().reward(example, completion)
-        stall("judge" if example.prompt in ("tree", "moon") else "grade")
-        return rewards
-
-class DrawingHeldOut(HeldOut):
-    def reward(self, example, completion):
-        noise = float(np.random.random())
-        return super().reward(example, completion)["vowels"] + noise
+    noise = 1
 
 class Awaiting(Vowels):
     async def reward(self, example, completion):
@@ -106,7 +93,6 @@ def _end(config, folder, environment, resume):
     exact = Engine._step
 
     def step(engine):
-        stall("compute", os.environ.get("RANK", "0"))
         exact(engine)
         with open(folder / "steps", "ab") as file:
             file.write(b".")
@@ -136,9 +122,8 @@ class Ended:
     """A run in `folder` that a signal ends while it stands still in a step."""
 
     def __init__(self, folder, config, mark, steps, ranks=1, own="0"):
-        """mark: "compute" (before a step of the engine), "sample" (after one), "grade", "score" (by the reference),
-        "train" (in a loss) or "judge" (a validation). steps: those done before. own: the rank whose sampling stands
-        still."""
+        """mark: "sample" (after a step of the engine), "grade", "score" (by the reference), "train" (in a loss) or
+        "judge" (a validation). steps: those done before. own: the rank whose sampling stands still."""
         self.folder = folder
         (folder / "said").unlink(missing_ok=True)
         (folder / mark).write_text(f"{steps},{own}")
@@ -175,11 +160,12 @@ class Ended:
         assert f"{signal.Signals(number).name} ended the run after step {saved}, which is saved" in self.said
         assert "Traceback" not in self.said and "finished" not in self.said
         assert checkpoints(self.folder / "run")[-1] == f"step_{saved:08}"
+        assert (self.folder / "run" / "report.html").is_file()
 
     def wait(self):
         for process in self.processes:
             process.join(120)
-        for mark in ("compute", "sample", "grade", "score", "train", "judge", "reached"):
+        for mark in ("sample", "grade", "score", "train", "judge", "reached"):
             (self.folder / mark).unlink(missing_ok=True)
         return [process.exitcode for process in self.processes]
 
@@ -231,14 +217,6 @@ def test_a_run_interrupted_in_each_part_of_a_step_continues_with_the_same_bits(f
     check_it_continues(config)
 
 
-@pytest.mark.slow
-def test_updates_of_ranks_once_begun_complete_with_their_step(folder, model_folder):
-    ranks, parallel = LAYOUTS["FSDP 2"]
-    config = settings(folder, model_folder, "Vowels", parallel, updates_per_batch=2)
-    Ended(folder, config, "train", steps=1, ranks=ranks).check(signal.SIGTERM, 2, ranks - 1)
-    check_it_continues(config, ranks)
-
-
 @pytest.mark.parametrize(
     ("environment", "isolate"),
     [
@@ -265,19 +243,10 @@ def test_conversations_of_later_steps_delay_nothing(folder, model_folder):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("mark", ["grade", "compute"])
-def test_conversations_that_ranks_sample_together_are_interrupted_where_one_drives(folder, model_folder, mark):
+def test_conversations_that_ranks_sample_together_are_interrupted_where_one_drives(folder, model_folder):
     rewards = RewardConfig(workers=1, seconds=600)
     config = settings(folder, model_folder, "Talk", LAYOUTS["TP 2"][1], rewards=rewards)
-    ended = Ended(folder, config, mark, steps=1, ranks=2)
-    if mark == "compute":  # rank 1 is within a step already, which both finish
-        os.kill(ended.processes[0].pid, signal.SIGTERM)
-        time.sleep(0.5)
-        (folder / "compute").unlink()
-        assert ended.wait() == [143, 143], ended.said
-        ended.check_saved(signal.SIGTERM, 1)
-    else:
-        ended.check(signal.SIGTERM, 1)
+    Ended(folder, config, "grade", steps=1, ranks=2).check(signal.SIGTERM, 1)
     check_it_continues(config, ranks=2)
 
 
@@ -292,11 +261,11 @@ def test_in_the_first_step_and_in_the_validation_before_it_there_is_nothing_to_s
 @pytest.mark.parametrize(
     ("step", "every", "layout", "environment"),
     [
-        (2, 2, "one process", "DrawingHeldOut"),
-        pytest.param(2, 2, "FSDP 2", "HeldOut", marks=pytest.mark.slow),
-        pytest.param(2, 2, "TP 2", "HeldOut", marks=pytest.mark.slow),
-        pytest.param(3, 0, "one process", "DrawingHeldOut", marks=pytest.mark.slow),  # the last
-        pytest.param(2, 2, "a generator", "HeldOut", marks=pytest.mark.slow),
+        (2, 2, "one process", "Drawing"),
+        pytest.param(2, 2, "FSDP 2", "Vowels", marks=pytest.mark.slow),
+        pytest.param(2, 2, "TP 2", "Vowels", marks=pytest.mark.slow),
+        pytest.param(3, 0, "one process", "Drawing", marks=pytest.mark.slow),  # the last
+        pytest.param(2, 2, "a generator", "Vowels", marks=pytest.mark.slow),
     ],
 )
 def test_an_interrupted_validation_leaves_no_trace_and_a_resumed_run_begins_with_it(
@@ -332,9 +301,12 @@ def test_what_is_saved_already_is_not_saved_again(folder, model_folder):
 
 
 @pytest.mark.slow
-def test_a_rank_that_is_interrupted_interrupts_the_others(folder, model_folder):
-    config = settings(folder, model_folder, "Vowels", LAYOUTS["FSDP 2"][1])
-    Ended(folder, config, "sample", steps=2, ranks=2, own="1").check(signal.SIGTERM, 2, 1)
+@pytest.mark.parametrize(("mark", "steps"), [("sample", 2), ("train", 1)])
+def test_a_rank_that_is_interrupted_interrupts_the_others_and_updates_once_begun_complete(
+    folder, model_folder, mark, steps
+):
+    config = settings(folder, model_folder, "Vowels", LAYOUTS["FSDP 2"][1], updates_per_batch=2)
+    Ended(folder, config, mark, steps, ranks=2, own="1").check(signal.SIGTERM, 2, 1)
     check_it_continues(config, ranks=2)
 
 

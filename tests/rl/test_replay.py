@@ -14,7 +14,7 @@ from lockstep.rl.environments.protocol import Example
 from lockstep.rl.reinforce import reinforce
 from lockstep.rl.replay import OF_ROLLOUTS, replay, replayable
 from lockstep.rl.rollouts.records import Conversation, Rollout, Scores, write_rollouts
-from tests.rl.small_runs import EvenBytes, Half, lines_of, small_config
+from tests.rl.small_runs import VOWELS, Half, lines_of, small_config
 
 EVERY = CheckpointConfig(every=1, keep_last=0, asynchronous=False)
 
@@ -33,25 +33,6 @@ def differing_of(result):
     return {quantity.name for quantity in result.quantities if quantity.different}
 
 
-SLOW = ("grpo", "reinforce++", "rejection", "distillation", "ppo")
-
-
-@pytest.mark.parametrize("name", ["dapo", *(pytest.param(name, marks=pytest.mark.slow) for name in SLOW)])
-def test_a_step_of_an_algorithm_has_the_recorded_bits(tmp_path, folders, name):
-    changes = {"teacher": str(folders[1])} if name == "distillation" else {"kl_coefficient": 0.05, "kl_in": "loss"}
-    changes |= {} if name == "distillation" else {"updates_per_batch": 2, "off_policy": "truncate"}
-    folder = reinforce(
-        small_config(tmp_path / "run", folders[0], algorithm=name, checkpoint=EVERY, **changes), EvenBytes()
-    )
-    result = replay(folder, 2, EvenBytes())
-    assert result.equal, result.text()
-    compared = {quantity.name: quantity.compared for quantity in result.quantities}
-    assert compared["rewards"] == compared["advantages"] == compared["rollouts"] >= 12
-    assert {"loss", "grad_norm", "dropped" if name == "rejection" else "loss"} <= compared.keys()
-    other = "teacher's log-probabilities" if name == "distillation" else "reference's log-probabilities"
-    assert other in compared and compared["other metrics"] > 20
-
-
 @pytest.mark.slow
 def test_refilled_groups_and_the_first_step_are_replayed_and_sampled_again(run):
     metrics = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
@@ -63,17 +44,6 @@ def test_refilled_groups_and_the_first_step_are_replayed_and_sampled_again(run):
     sampled = replay(run, environment=Half(), sample=True)
     assert sampled.equal and sampled.step == 2 and "tokens" in {q.name for q in sampled.quantities}
     assert sorted((path, path.stat().st_mtime_ns) for path in run.rglob("*")) == before, "the run is only read"
-
-
-def test_a_reward_that_has_changed_is_named_with_all_that_follows_from_it(run):
-    class Stricter(Half):
-        def reward(self, example, completion):
-            return super().reward(example, completion) / 2
-
-    result = replay(run, 2, Stricter())
-    assert not result.equal
-    assert {"rewards", "other metrics"} <= differing_of(result)
-    assert "Rewards differ: the environment" in result.text() and result.text().endswith("NOT the recorded bits")
 
 
 @pytest.fixture
@@ -236,28 +206,15 @@ def test_the_settings_are_those_that_the_step_was_computed_with(copy):
     assert {"loss", "grad_norm"} <= differing_of(replay(copy, 2, Half()))
 
 
-TASK = """
-import random
-import lockstep.rl as rl
-
-class Words(rl.Environment):
-    def examples(self, split):
-        for word in ("stone", "river", "cloud", "apple"):
-            yield rl.Example(prompt=f"{word}:", answer="e", metadata={"length": len(word)})
-    def reward(self, example, completion):
-        return len(completion) / example.metadata["length"] + NOISE * random.random()
-"""
-
-
 def test_the_command_says_whether_the_bits_are_those_and_ends_with_0_or_1(tmp_path, folders, capsys):
     task = tmp_path / "task.py"
-    task.write_text(TASK.replace("NOISE", "0"))
-    changes = dict(environment=f"{task}:Words", checkpoint=EVERY, prompts_per_step=2)
+    task.write_text(VOWELS)
+    changes = dict(environment=f"{task}:Vowels", checkpoint=EVERY, prompts_per_step=2)
     reinforce(small_config(tmp_path / "run", folders[0], **changes))
     assert main(["replay", str(tmp_path / "run"), "--step", "1"]) == 0
     assert capsys.readouterr().out.endswith("the recorded bits\n")
     # Of another length: Python takes a file of the same second and length for the one that it has compiled.
-    task.write_text(TASK.replace("NOISE", "1.0"))
+    task.write_text(VOWELS.replace("return ", "import random; return random.random() + "))
     assert main(["replay", str(tmp_path / "run")]) == 1
     said = capsys.readouterr().out
     assert "step 2, recomputed" in said and "it is random or asks a judge" in said

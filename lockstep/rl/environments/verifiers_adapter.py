@@ -12,6 +12,7 @@ import inspect
 import tomllib
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any, ClassVar
 
 from lockstep.errors import UserError
@@ -70,13 +71,13 @@ class VerifiersTasks(ConversationEnvironment):
                 f"{self.taskset} yields different tasks each time it is loaded, and every worker loads it; set a seed "
                 'in its settings, or set rewards.isolate = "never"'
             )
-        from lockstep.rl.environments.verifiers_agent import Agent, Agents
+        from lockstep.rl.environments.verifiers_agent import Agent
 
         name = self._agent_names[0]
         kind = type(self._tasks[index])
         agent = Agent(chat, name, self._agent_config, kind, self._toolsets, _tools, self.turns)
         async with asyncio.timeout(self._env.config.timeout.episode):
-            await self._env.run(self._tasks[index], Agents({name: agent}))
+            await self._env.run(self._tasks[index], SimpleNamespace(**{name: agent}))
         if failed := next((i.failure for i in agent.interactions if i.failure), None):
             raise failed
         rewards = [pair for i in agent.interactions for pair in i.trace.rewards.items() if pair[1] is not None]

@@ -11,6 +11,7 @@ import json
 import time
 from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager
+from dataclasses import dataclass, field
 from typing import Any
 
 import verifiers.v1 as vf
@@ -34,33 +35,22 @@ LIMITS = ("max_turns", "max_input_tokens", "max_output_tokens", "max_total_token
 """Fields of an agent's config that are checked before each reply."""
 
 
-class Agents:
-    """The agents of an environment, which its `run` looks up by name."""
-
-    def __init__(self, agents: dict[str, Agent]):
-        self.__dict__.update(agents)
-
-
+@dataclass
 class Agent:
-    """An agent whose replies come from the chat.
+    """An agent whose replies come from the chat."""
 
-    kind: the class of its tasks. toolsets: creates a conversation's toolsets. tools_of: a toolset's functions, with
-    their schemas. turns: the maximum number of replies in the chat.
-    """
-
-    def __init__(
-        self,
-        chat: Chat,
-        name: str,
-        config: Any,
-        kind: type,
-        toolsets: Callable[[], Sequence[Any]],
-        tools_of: Callable[[Any], Sequence[Callable[..., Any]]],
-        turns: int,
-    ):
-        self.chat, self.name, self.config, self.turns = chat, name, config, turns
-        self.kind, self.toolsets, self.tools_of = kind, toolsets, tools_of
-        self.interactions: list[Interaction] = []
+    chat: Chat
+    name: str
+    config: Any
+    kind: type
+    """The class of its tasks."""
+    toolsets: Callable[[], Sequence[Any]]
+    """Creates a conversation's toolsets."""
+    tools_of: Callable[[Any], Sequence[Callable[..., Any]]]
+    """A toolset's functions, with their schemas."""
+    turns: int
+    """The maximum number of replies in the chat."""
+    interactions: list[Interaction] = field(default_factory=list)
 
     async def run(self, task: Any, **options: Any) -> Any:
         """One segment: the task's prompt, tools, and the reply that ends it. Returns the trace, scored."""

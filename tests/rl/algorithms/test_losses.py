@@ -8,19 +8,6 @@ from lockstep.rl import PolicyLossInputs, policy_loss, token_weights
 from lockstep.rl.algorithms.losses import clip, clip_sequence
 
 
-def _inputs(lengths, average, seed=0, reference=True):
-    draw = torch.Generator().manual_seed(seed)
-    count = sum(lengths)
-    old = -torch.rand(count, generator=draw)
-    return PolicyLossInputs(
-        log_probs=(old + torch.randn(count, generator=draw) * 0.3).requires_grad_(),
-        old_log_probs=old,
-        advantages=torch.randn(count, generator=draw),
-        weights=torch.cat(token_weights(lengths, average)),
-        reference_log_probs=old + torch.randn(count, generator=draw) * 0.2 if reference else None,
-    )
-
-
 @pytest.mark.parametrize(
     ("ratio", "advantage", "clipped"),
     [
@@ -62,9 +49,10 @@ def test_the_divergence_from_oneself_is_exactly_zero_and_has_no_gradient():
     assert float(loss.detach()) == 0.0 == float(metrics["policy/kl"]) and not log_probs.grad.any()
 
 
-@pytest.mark.parametrize("average", ["token", "sequence"])
-def test_no_metric_carries_a_gradient(average):
-    _, metrics = policy_loss(_inputs([3, 4], average), 0.2, 0.2, kl_coefficient=0.1)
+def test_no_metric_carries_a_gradient():
+    old = -torch.rand(7, generator=torch.Generator().manual_seed(0))
+    inputs = PolicyLossInputs((old - 0.1).requires_grad_(), old, torch.ones(7), torch.full((7,), 1 / 7), old - 0.2)
+    _, metrics = policy_loss(inputs, 0.2, 0.2, kl_coefficient=0.1)
     assert not any(value.requires_grad for value in metrics.values()) and all(m.ndim == 0 for m in metrics.values())
 
 
@@ -75,35 +63,6 @@ def test_empty_completions_weigh_nothing(average):
     for with_empty, without in zip((weights[1], weights[3]), token_weights([2, 3], average)):
         assert torch.equal(with_empty, without)
     assert [len(w) for w in token_weights([0], average)] == [0]
-
-
-@pytest.mark.parametrize("reference", [False, True])
-def test_the_loss_is_the_clipped_objective(reference):
-    inputs = _inputs([5, 7], "token", reference=reference)
-    loss, metrics = policy_loss(inputs, 0.2, 0.28, kl_coefficient=0.1)
-    total, clipped = 0.0, 0.0
-    new, old, advantages = (x.detach().double() for x in (inputs.log_probs, inputs.old_log_probs, inputs.advantages))
-    for i in range(12):
-        ratio = torch.exp(new[i] - old[i])
-        bounded = ratio.clamp(0.8, 1.28)
-        total += -torch.minimum(advantages[i] * ratio, advantages[i] * bounded) / 12
-        clipped += float(advantages[i] * bounded < advantages[i] * ratio) / 12
-        if reference:
-            distance = inputs.reference_log_probs[i].double() - new[i]
-            total += 0.1 * (torch.exp(distance) - distance - 1) / 12
-    # Twelve terms of order 0.1, summed in float32: 5e-9 measured.
-    assert abs(float(loss.detach()) - float(total)) < 1e-7
-    assert abs(float(metrics["policy/clip_fraction"]) - clipped) < 1e-7 and clipped > 0
-    assert ("policy/kl" in metrics) == reference
-
-
-def test_on_policy_the_ratio_is_1_and_the_gradient_is_the_policy_gradient():
-    inputs = _inputs([5, 7], "token")
-    inputs.log_probs = inputs.old_log_probs.clone().requires_grad_()
-    loss, metrics = policy_loss(inputs, 0.2, 0.2)
-    loss.backward()
-    assert float(metrics["policy/ratio_max"]) == 1.0 and float(metrics["policy/clip_fraction"]) == 0.0
-    assert torch.equal(inputs.log_probs.grad, -inputs.advantages * inputs.weights)
 
 
 def test_weights_average_over_tokens_or_over_sequences():

@@ -6,8 +6,7 @@ import pytest
 
 import lockstep.rl as rl
 from lockstep.errors import UserError
-from lockstep.rl.environments.loading import check_environment, load_environment
-from lockstep.rl.grading import grade
+from lockstep.rl.environments.loading import load_environment
 from lockstep.rl.rollouts.prompts import examples_of
 
 METHODS = """
@@ -19,23 +18,6 @@ METHODS = """
 def _load(folder, body, data="", methods=METHODS):
     (folder / "task.py").write_text(f"import lockstep.rl as rl\n{body}{methods}")
     return load_environment(f"{folder / 'task.py'}:Task", data, skip_bad_lines=True)
-
-
-REVERSE = """
-class Task(rl.Environment):
-    def examples(self, split: str):                  # "train" or "validation"
-        for word in ("stone", "river"): yield rl.Example(prompt=f"Reverse: {word}\\n", answer=word[::-1])
-    def reward(self, example: rl.Example, completion: str) -> float | dict[str, float]:
-        return float(completion.strip() == example.answer)
-"""
-
-
-def test_a_users_own_task_is_loaded_from_its_file(tmp_path):
-    environment = _load(tmp_path, REVERSE, methods="")
-    examples = examples_of(environment, "train")
-    assert [e.answer for e in examples] == ["enots", "revir"]
-    grades = grade(environment, examples, [" enots\n", "river"])
-    assert [g.total for g in grades] == [1.0, 0.0] and environment.is_correct(grades[0].by_name)
 
 
 @pytest.mark.parametrize(
@@ -60,14 +42,7 @@ def test_an_init_is_given_the_options_it_names(tmp_path, init, got):
     ("body", "message"),
     [
         # The TypeError is the user's own: it must not be taken for an __init__ that has other parameters.
-        (
-            "def __init__(self, data=''): self.n = 1 + 'a'",
-            r"task.py:3: Task cannot be created \(TypeError: unsupported",
-        ),
-        (
-            "def __init__(self, data=''): raise ValueError('boo')",
-            r"task.py:3: Task cannot be created \(ValueError: boo",
-        ),
+        ("def __init__(self, data=''): self.n = 1 + 'a'", r"task.py:3: Task cannot be created \(TypeError: unsupp"),
         ("def __init__(self, words): pass", r"task.py: Task.__init__ .*'words'.*defaults for anything else"),
     ],
 )
@@ -102,20 +77,12 @@ def test_a_file_that_has_no_environment_of_the_name_is_refused(tmp_path, body, m
 
 
 def test_files_of_one_name_in_two_folders_are_two_tasks(tmp_path):
-    tasks = []
-    for answer in ("one", "two"):
-        (tmp_path / answer).mkdir()
-        tasks.append(
-            _load(tmp_path / answer, f"NAME = '{answer}'\nclass Task(rl.Environment):\n    def name(self): return NAME")
-        )
-    assert [t.name() for t in tasks] == ["one", "two"]
-    assert tasks[0].__module__ != tasks[1].__module__
-
-
-def test_an_example_carries_metadata_and_can_be_a_key():
-    example = rl.Example("p", "a", metadata={"level": 3})
-    assert example.metadata["level"] == 3 and rl.Example("p").metadata == {}
-    assert {example: 1}[rl.Example("p", "a", metadata={"level": 3})] == 1
+    for name in ("one", "two"):
+        (tmp_path / name).mkdir()
+    first, second = (
+        _load(tmp_path / name, f"class Task(rl.Environment):\n    own = '{name}'") for name in ("one", "two")
+    )
+    assert (first.own, second.own) == ("one", "two") and first.__module__ != second.__module__
 
 
 def test_a_task_is_solved_by_the_reward_correct_where_it_is_named_and_else_by_the_sum():
@@ -139,12 +106,6 @@ class Odd(Broken):
     def examples(self, split):
         yield "text"
 
-class Chat(Broken):
-    def examples(self, split):
-        example = rl.Example(prompt="")
-        # Around the checking of types, which users do not have.
-        object.__setattr__(example, "prompt", {"role": "user", "content": "x"})
-        yield example
 """
 
 
@@ -154,11 +115,8 @@ def test_examples_that_fail_or_are_none_point_to_the_users_own_code(tmp_path):
         examples_of(load_environment(f"{tmp_path}/task.py:Broken", "", False), "train")
     with pytest.raises(UserError, match=r"Odd.examples\(\"train\"\) yields 'text'; it must yield rl.Example"):
         examples_of(load_environment(f"{tmp_path}/task.py:Odd", "", False), "train")
-    chat = load_environment(f"{tmp_path}/task.py:Chat", "", False)
-    with pytest.raises(UserError, match="yields a prompt of type dict; it must be a string, .* or a list of messages"):
-        examples_of(chat, "train")
-    with pytest.raises(UserError, match="the environment is the class Chat; pass an instance"):
-        inspect.unwrap(examples_of)(type(chat), "train")  # around the checking of types, which users do not have
+    with pytest.raises(UserError, match="the environment is the class Environment; pass an instance"):
+        inspect.unwrap(examples_of)(rl.Environment, "train")  # around the checking of types, which users do not have
 
 
 TALK = """
@@ -173,34 +131,18 @@ class Task(rl.ConversationEnvironment):
     ("line", "message"),
     [
         ("tools = add", r"Task.tools is <.*, not a tuple or list of functions; write `tools = \(f,\)`"),
-        ("tools = ('add',)", r"Task.tools is \('add',\), not a tuple or list of functions"),
         ("turns = 'five'", "Task.turns is 'five', not an integer of at least 1"),
         ("turns = True", "Task.turns is True, not"),
-        (
-            "async def converse(self, chat): return 1.0",
-            r"converse cannot be called \(too many .*write `async def converse\(self, example, chat\)`",
-        ),
+        ("async def converse(self, chat): return 1.0", r"converse .*write `async def converse\(self, example, chat\)`"),
         ("def converse(self, example, chat): return 1.0", "Task.converse is not a coroutine .*write `async def conv"),
         ("async def converse(self, example, chat, more): return 1.0", "converse cannot be called .*'more'"),
         ("async def grade(self, episodes): return []", r"grade cannot be .*write `async def grade\(self, example, epi"),
-        (
-            "def reward(self, completion): return 1.0",
-            r"reward cannot be .*write `def reward\(self, example, comp",
-        ),
-        ("def examples(self): return []", r"examples cannot be called .*write `def examples\(self, split\)`"),
+        ("def reward(self, completion): return 1.0", r"reward cannot be .*write `def reward\(self, example, comp"),
     ],
 )
 def test_what_a_run_could_not_call_or_use_is_refused_when_it_is_loaded(tmp_path, line, message):
     with pytest.raises(UserError, match=f"task.py: .*{message}"):
         _load(tmp_path, TALK, methods=f"    {line}\n")
-
-
-def test_an_environment_that_is_an_object_is_checked_as_one_from_a_file_is():
-    class Task(rl.ConversationEnvironment):
-        turns = 0
-
-    with pytest.raises(UserError, match="Task.turns is 0"):
-        check_environment(Task())
 
 
 def test_what_a_run_can_call_is_loaded(tmp_path):
@@ -210,6 +152,8 @@ def test_what_a_run_can_call_is_loaded(tmp_path):
         "async def converse(self, *others): return 1.0",
     ):
         assert type(_load(tmp_path, TALK, methods=f"    {line}\n")).__name__ == "Task"
+    unrewarded = "class Task(rl.Environment):\n    has_rewards = False\n    def examples(self, split): return []\n"
+    assert not _load(tmp_path, unrewarded, methods="").has_rewards
 
 
 @pytest.mark.parametrize(
@@ -222,7 +166,6 @@ def test_what_a_run_can_call_is_loaded(tmp_path):
         ("verifiers:", '"verifiers:" is incomplete; write verifiers:TASKSET'),
         ("object:my.Task", r"got its environment as an object \(my.Task\); pass it to lockstep.reinforce"),
         ("gsm8k", "the environment needs data; give --data a folder"),
-        ("math", "the environment needs data; give --data a folder"),
     ],
 )
 def test_a_name_that_says_too_little_is_refused_with_what_to_write(name, message):
@@ -235,11 +178,7 @@ def test_a_name_that_says_too_little_is_refused_with_what_to_write(name, message
     [
         (['{"problem": "p", "answer": ["1"]}'], "one.jsonl:1: `answer` is a list, not a string; fix it"),
         (["[1]"], r"one.jsonl:1: not a JSON object \(a list\); fix it"),
-        (
-            ['{"problem": "p", "answer": "1"}'] * 3,
-            "one.jsonl has 3 problems; every tenth is for validation, so give at least 10",
-        ),
-        (['{"problem": "p", "answer": "1"}'], "one.jsonl has 1 problem; every"),
+        (['{"problem": "p", "answer": "1"}'] * 3, "one.jsonl has 3 problems; every tenth is for validation"),
     ],
 )
 def test_problems_that_cannot_be_asked_are_named(tmp_path, lines, message):

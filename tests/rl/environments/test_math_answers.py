@@ -1,8 +1,6 @@
-"""Answers drawn in the forms of MATH, GSM8K, AIME and of models' replies: ours, math-verify's and the right verdict."""
+"""Answers in the forms of MATH, GSM8K, AIME and of models' replies: ours, math-verify's and the right verdict."""
 
 import logging
-import random
-from fractions import Fraction
 
 import pytest
 
@@ -10,292 +8,123 @@ from lockstep.rl.environments.math_jsonl import Math, final_answer, is_right, la
 from lockstep.rl.environments.protocol import Example
 from tests.rl.conversations.scripted import converse
 
-SEED = 53
-
-# Where math-verify says right and we say wrong: the rows of the table in docs/environments.md.
-STRICTER = {"expression", "variable", "letters", "tiny"}
-
-
-def column(text: str) -> list[str]:
-    return text.strip("\n").split("\n")
-
-
-UNITS = column(r"""
-\text{ cm}
-\text{ cm}^2
-\text{ m}^{3}
- \text{ square units}
-\mbox{ inches}
-\,\mathrm{km/h}
-\ \text{meters}
-~\text{s}
- \textrm{ miles}
-\text{ apples}
- dollars
- miles per hour
- cm
- cm^2
- km/h
-\frac{\text{m}}{\text{s}}
- \text{ km} \cdot \text{h}^{-1}
-\text{ cm$^2$}
-\text{ cm}²
- cm³
-""")
-DEGREES = ["^\\circ", "^{\\circ}", "°", "\\degree", " degrees", "\\text{ degrees}", "^\\circ\\text{C}"]
-ORDINALS = ["\\text{th}", "^{\\text{th}}"]
-DOLLARS = ["\\$NUMBER", "$NUMBER", "\\text{\\$}NUMBER", "NUMBER\\text{ dollars}", "NUMBER USD"]
-MONEY = [*DOLLARS[:2], "€NUMBER", "£NUMBER", *DOLLARS[2:]]
-AROUND = column(r"""
-NUMBER
-NUMBER.
- NUMBER 
-$NUMBER$
-\(NUMBER\)
-x=NUMBER
-x = NUMBER
-\displaystyle NUMBER
-**NUMBER**
-`NUMBER`
-NUMBER \checkmark
-NUMBER\\
-the answer is NUMBER
-\approx NUMBER
-""")
-SEPARATORS = (",", "{,}", "\\,", " ", "\\ ", "~", ",\\!", " {,} ", "")
-PERCENT = ("\\%", "%", " \\%", " percent", "\\text{ percent}", "\\text{ pct}")
-WORDS = column(r"""
-WORD
-\text{WORD}
-\textbf{WORD}
-\mathrm{WORD}
-\textit{WORD}
-WORD.
-\text{WORD.}
-""")
-LETTERS = [
-    *WORDS,
-    "(WORD)",
-    "\\text{(WORD)}",
-    "\\textbf{(WORD)}",
-    "\\textbf{(WORD)}\\ 12",
-    "\\textbf{(WORD) } 12",
-    "WORD) 12",
-]
-
-
-def integer(draw, wrong):
-    number = draw.choice((0, 2, 5, 12, 73, 90, 204, 540, 999))
-    gold = draw.choice(
-        (f"{number}", f"{number:03}", f"x={number}", f"{number}{draw.choice(UNITS)}", f"{number}^\\circ")
-    )
-    given = str(number + wrong * draw.choice((1, 10, -1000)))
-    plain = draw.choice(("{}", "{}.0", "\\text{{{}}}", "\\mathbf{{{}}}")).format(given)
-    said = draw.choice((plain, given + draw.choice(UNITS + DEGREES + ORDINALS)))
-    return gold, draw.choice(AROUND).replace("NUMBER", said)
-
-
-def thousands(draw, wrong):
-    number = draw.choice((1000, 1234, 10_000, 58_500, 123_456, 1_000_000, 1_234_567))
-    gold = draw.choice((f"{number}", f"{number:,}", f"{number:,}".replace(",", "{,}"), f"\\${number:,}"))
-    said = f"{number + wrong * draw.choice((1, 1000)):,}".replace(",", draw.choice(SEPARATORS))
-    form = draw.choice(("NUMBER", "N = NUMBER", *MONEY[: 4 if gold[:1].isdigit() else 2]))
-    return gold, form.replace("NUMBER", said) + draw.choice(("", "", ".", ".00", *UNITS))
-
-
-def money(draw, wrong):
-    number = draw.choice((5, 18, 32.35, 1.5, 0.75))
-    gold = draw.choice(("{}", "\\${}", "{}\\text{{ dollars}}"))
-    said = draw.choice(MONEY if gold == "{}" else DOLLARS).replace("NUMBER", f"{number + wrong:.2f}")
-    return gold.format(number), said
-
-
-def percent(draw, wrong):
-    number = draw.choice((5, 28, 50, 12.5))
-    return f"{number}" + draw.choice(("\\%", "")), f"{number + wrong}" + draw.choice(PERCENT)
-
-
-def fraction(draw, wrong):
-    value = draw.choice((Fraction(1, 2), Fraction(3, 4), Fraction(17, 8), Fraction(-2, 5), Fraction(9, 4)))
-    said = value + wrong * draw.choice((1, Fraction(1, 7)))
-    top, bottom, sign = abs(said.numerator), said.denominator, "-" * (said < 0)
-    forms = ["SIGN\\frac{TOP}{BOTTOM}", "SIGN\\dfrac{TOP}{BOTTOM}", "\\tfrac{SIGNTOP}{BOTTOM}", "SIGNTOP/BOTTOM"]
-    if max(top, bottom) < 10:
-        forms.append("SIGN\\fracTOPBOTTOM")
-    if bottom in (2, 4, 5, 8):
-        forms += [f"{float(said)}", f"{float(said)}0", f"{float(said)}".replace("0.", ".")]
-    if top > bottom > 1 and not sign:
-        forms += [f"{top // bottom}{space}{top % bottom}/{bottom}" for space in (" ", "\\ ")]
-        forms += [f"{top // bottom}{space}\\frac{{{top % bottom}}}{{{bottom}}}" for space in ("", " ")]
-    form = draw.choice(forms).replace("SIGN", sign).replace("TOP", str(top)).replace("BOTTOM", str(bottom))
-    return draw.choice((f"{value}", f"\\frac{{{value.numerator}}}{{{value.denominator}}}")), form
-
-
-def scientific(draw, wrong):
-    digits, power = draw.choice((1.5, 3, 6.02)), draw.choice((3, 8, 23, -3))
-    gold = f"{digits} \\times 10^{{{power}}}"
-    if abs(power) == 3:
-        gold = draw.choice((gold, f"{digits * 10**power:.6g}"))
-    powers = [f"10^{{{power}}}", f"10^{{{power}}}\\text{{ m}}"]
-    forms = [f"DIGITS{times}{draw.choice(powers)}" for times in ("\\times ", " \\times ", " \\cdot ", " × ", " x ")]
-    return gold, draw.choice((*forms, f"DIGITSe{power}", f"DIGITSE{power:+}")).replace("DIGITS", str(digits + wrong))
-
-
-def word(draw, wrong):
-    gold = draw.choice(("Tuesday", "Evelyn", "no solution", "even", "ellipse"))
-    said = draw.choice(("Monday", "x", "5", gold[1:])) if wrong else draw.choice((gold, gold.upper()))
-    return draw.choice(WORDS[:2]).replace("WORD", gold), draw.choice(WORDS).replace("WORD", said)
-
-
-def letter(draw, wrong):
-    gold = draw.choice("ABCD")
-    said = chr(ord(gold) + wrong)
-    return draw.choice(LETTERS[:10]).replace("WORD", gold), draw.choice(LETTERS).replace("WORD", said)
-
-
-WRITTEN = [line.split("  |  ") for line in column(r"""
+# The data's answer, the same in another form, and another answer.
+WRITTEN = [line.split("  |  ") for line in r"""
+12  |  x = 12\text{ cm}  |  13
+073  |  73  |  74
+540  |  **540**  |  **541**
+90  |  90^\circ  |  91^\circ
+90^\circ  |  90 degrees  |  80
+5  |  5^{\text{th}}  |  6\text{th}
+12\text{ cm}^2  |  \(12\)  |  11
+204  |  the answer is 204  |  the answer is 205
+2  |  \displaystyle 2\text{ square units}  |  3
+12  |  12.0  |  12.1
+2  |  \mathbf{2}  |  \mathbf{3}
+73  |  73 \checkmark  |  74 \checkmark
+12 km/h  |  12  |  22
+12  |  12\text{ km} \cdot \text{h}^{-1}  |  13
+1234  |  1,234  |  1,235
+10,000  |  10{,}000  |  11{,}000
+1,234,567  |  1\,234\,567  |  1,234,568
+58500  |  €58 500  |  58,501
+123{,}456  |  123456.00  |  124456
+\$1,000  |  1000  |  2000
+1000  |  N = 1,\!000\text{ apples}  |  2000
+18  |  \$18.00  |  \$19.00
+32.35  |  32.35 USD  |  33.35 USD
+\$1.5  |  \text{\$}1.50  |  2.50
+0.75\text{ dollars}  |  $0.75  |  $1.75
+28\%  |  28 percent  |  29 percent
+50  |  50\text{ pct}  |  51\%
+12.5\%  |  12.5  |  13.5
+1/2  |  \dfrac{1}{2}  |  \frac{9}{14}
+\frac{17}{8}  |  2 1/8  |  3 1/8
+\frac{-2}{5}  |  -\frac25  |  \frac25
+9/4  |  2\frac{1}{4}  |  2.5
+3/4  |  .750  |  .85
+3 \times 10^{8}  |  3e8  |  4e8
+1500  |  1.5 × 10^{3}  |  2.5 × 10^{3}
+6.02 \times 10^{23}  |  6.02 \cdot 10^{23}\text{ m}  |  7.02E+23
+\text{Tuesday}  |  TUESDAY.  |  Monday
+no solution  |  \textbf{no solution}  |  5
+C  |  \text{(C)}  |  (D)
+(B)  |  \textbf{(B)}\ 12  |  C) 12
+A  |  A) 12  |  \textit{B}
 1,000,000  |  10^6  |  10^5
-1000  |  10^{3}  |  10^{4}
 2\sqrt{3}  |  2\sqrt 3  |  2\sqrt 2
 2\sqrt{3}\text{ cm}  |  \sqrt{12}  |  \sqrt{18}
 2\sqrt{3}  |  2√3  |  3√2
-5\sqrt{2}  |  5 · 2^{1/2}  |  5\cdot 2^{1/3}
-\frac{\sqrt{2}}{2}  |  \frac{1}{\sqrt2}  |  \frac{2}{\sqrt2}
 12\pi  |  12 \pi  |  13 \pi
 \frac{\pi}{4}  |  \pi/4  |  4/\pi
-\frac{9}{4}\pi  |  \frac94\pi  |  \frac49\pi
-36\pi\text{ cm}^3  |  36\pi  |  35\pi
 e^{2}  |  \mathrm{e}^2  |  \mathrm{e}^3
 3+2i  |  2i+3  |  3-2i
 \infty  |  +\infty  |  -\infty
-\infty  |  \text{infinity}  |  0
 \emptyset  |  \varnothing  |  0
-2^{99}  |  2^{99}  |  2^{98}
 2^{10}  |  1024  |  1025
 1 \pm \sqrt{19}  |  1+\sqrt{19}, 1-\sqrt{19}  |  1+\sqrt{19}
 \pm 2  |  2, -2  |  2
 -5  |  −5  |  5
--5  |  –5  |  5
 (3, \frac{\pi}{2})  |  (3,\frac\pi2)  |  (3,\frac2\pi)
 \text{9:30 a.m.}  |  9\text{:}30\text{ AM}  |  9:31
-\frac{3}{5}  |  \boldsymbol{\frac{3}{5}}  |  \boldsymbol{\frac{5}{3}}
 \frac{3}{5}  |  {3 \over 5}  |  {5 \over 3}
 \frac{3}{8}  |  \frac{3}{8} \approx 0.375  |  \frac{8}{3}
 3  |  3 \bmod 5  |  5
-3  |  \underline{3}  |  \underline{2}
 2.5  |  2,5  |  2,6
 [2,3)  |  \left[2, 3\right)  |  [2,3]
-(-\infty,3)  |  ( -\infty , 3 )  |  (-\infty,3]
 [2,3]  |  x\in[2,3]  |  x\in(2,3)
 x<3  |  (-\infty,3)  |  (3,\infty)
 2\le x<3  |  [2,3)  |  (2,3)
-x \ge 3  |  3 \leq x  |  x \le 3
-[3,\infty)  |  \left[3, +\infty\right)  |  [4, \infty)
 (-\infty,3)\cup(5,\infty)  |  (5,\infty) \cup (-\infty, 3)  |  (-\infty, 3)
 \{1,2\}  |  \{2, 1\}  |  \{1, 3\}
-1,2  |  2, 1  |  1
 1, 2  |  1 \text{ and } 2  |  1 \text{ and } 3
 1,2  |  x=1, x=2  |  x=1
 1,2  |  x = 1 \text{ or } x = 2  |  x = 1 \text{ or } x = 3
-1, 2  |  \text{1 and 2}  |  \text{1 and 3}
-1,2  |  \{1, 2\}  |  \{1, 2, 3\}
--2,3  |  x=-2,3  |  x=2,-3
 x \in \{1, 2\}  |  1, 2  |  1, 3
 60^\circ, 120^\circ  |  120, 60  |  60
-(1,2)  |  \left( 1,\,2 \right)  |  (2,1)
 (1,2)  |  (x, y) = (1, 2)  |  (x, y) = (2, 1)
-(6,31,-1)  |  (6, 31, -1)  |  (6,31,1)
 (1,2),(3,4)  |  (3,4), (1,2)  |  (1,2)
-\left( 3, \frac{\pi}{2} \right)  |  (3,\pi/2)  |  (3,\pi)
 2  |  x=2  |  1, 2
-\text{A, C}  |  A,C  |  A
 \begin{pmatrix} 1 & 2 \\ 3 & 4 \end{pmatrix}  |  \begin{bmatrix}1&2\\3&4\end{bmatrix}  |  -2
 \begin{pmatrix} 1 \\ 2 \end{pmatrix}  |  \left(\begin{array}{c} 1 \\ 2 \end{array}\right)  |  (2,1)
-\begin{pmatrix} 1/2 \\ 0 \end{pmatrix}  |  \begin{pmatrix} \frac12 \\ 0 \end{pmatrix}  |  \frac{1}{2}
 x^2+2x+1  |  (x+1)^2  |  (x+2)^2
-3-x  |  -x + 3  |  x-3
 \frac{x+2}{7}  |  \frac{x}{7}+\frac{2}{7}  |  \frac{x}{7}+2
-\frac{a}{b}  |  a/b  |  b/a
 y=2x+3  |  y = 3 + 2x  |  y = 3 - 2x
 y=2x+3  |  2x+3  |  2x
-f(x)=x+1  |  x + 1  |  x
-x=5  |  x = 5  |  y=5
 5x  |  x \cdot 5  |  5
-2+3t  |  3t + 2  |  2 + 4t
-\frac{3m}{2}  |  1.5m  |  1.5
-\frac{1}{2}h  |  \frac{h}{2}  |  2h
 t+1  |  1 + t  |  1
-2c-d  |  -d + 2c  |  2c
-xy  |  x \cdot y  |  x+y
 12xyz  |  12 xyz  |  12 xy
 x^2+y^2=4  |  x^2 + y^2 - 4 = 0  |  x^2 + y^2 = 2
 \sin^2 x  |  1-\cos^2 x  |  \cos^2 x
 \log_2 3  |  \frac{\ln 3}{\ln 2}  |  \frac{\ln 2}{\ln 3}
 101_2  |  101_{2}  |  110_2
-204_5  |  204  |  203
-2:3  |  2 : 3  |  3:2
 2:3  |  \frac{2}{3}  |  \frac{3}{2}
-12:03  |  12:03  |  12:30
 10\text{:}30  |  10:30  |  10:31
 11 \pmod{13}  |  11  |  13
 100!  |  100!  |  99!
 1591  |  37 \times 43 = 1591  |  37 \times 43 = 1590
-1591  |  1591 = 37 \cdot 43  |  1592
 5  |  \left(5\right)  |  .5
 7  |  \textcolor{red}{7}  |  \textcolor{red}{8}
 1,2,\ldots,10  |  1,2,\dots,10  |  1,2,\dots,11
-""")]  # fmt: skip
+""".strip().split("\n")]  # fmt: skip
+STRICTER = [line.split("  |  ") for line in r"""
+1591  |  37*43
+1024  |  2^{10}
+120  |  5!
+10  |  \binom{5}{2}
+3.5  |  3+\frac12
+1591  |  1590 = 37*43
+3t  |  3
+\frac{1}{2}h  |  \frac{1}{2}
+saw  |  was
+AB  |  BA
+\frac{1}{2^{99}}  |  \frac{1}{2^{98}}
+5  |  5\text{ dozen}
+""".strip().split("\n")]  # fmt: skip
+"""Where math-verify says right and we say wrong, for the reasons in docs/environments.md."""
 
 
-def written(draw, wrong):
-    gold, right, other = draw.choice(WRITTEN)
-    return gold, other if wrong else right
-
-
-def expression(draw, wrong):
-    """Of a number, only the number counts: an expression restates the problem."""
-    numbers = (
-        "1591  37*43",
-        "1024  2^{10}",
-        "120  5!",
-        "10  \\binom{5}{2}",
-        "3.5  3+\\frac12",
-        "1591  (37)(43)",
-        "1591  1590 = 37*43",
-    )
-    return draw.choice(numbers).split("  ")
-
-
-def variable(draw, wrong):
-    """math-verify takes a last letter such as t for a unit."""
-    said = draw.choice(("3", "2+3", "\\frac{1}{2}"))
-    return said + draw.choice("cdghlmst"), said
-
-
-def letters(draw, wrong):
-    """To math-verify a word is a product of its letters."""
-    return draw.choice((("saw", "was"), ("no", "on"), ("AB", "BA"), ("ABC", "\\text{CBA}"), ("even", "\\text{neve}")))
-
-
-def tiny(draw, wrong):
-    """Below the sixth decimal math-verify sees zeros."""
-    return draw.choice((("\\frac{1}{2^{99}}", "\\frac{1}{2^{98}}"), ("1.2\\times 10^{-9}", "1.3 \\times 10^{-9}")))
-
-
-KINDS = [integer, thousands, money, percent, fraction, scientific, word, letter, expression, variable, letters, tiny]
-
-
-def pairs(seed: int, count: int):
-    """(kind, gold, answer, whether it is right), all different."""
-    draw, drawn = random.Random(seed), {}
-    while len(drawn) < count:
-        kind, wrong = draw.choice((written, draw.choice(KINDS))), draw.random() < 0.4
-        gold, given = kind(draw, wrong)
-        drawn[gold, given] = (kind.__name__, gold, given, not wrong and kind.__name__ not in STRICTER)
-    return list(drawn.values())
-
-
-def math_verifys(gold: str, given: str) -> bool:
+def math_verifys(gold, given):
     from math_verify import parse, verify
 
     logging.getLogger("math_verify").setLevel(logging.CRITICAL)
@@ -303,52 +132,38 @@ def math_verifys(gold: str, given: str) -> bool:
     return bool(wanted and found and verify(wanted, found, timeout_seconds=None))
 
 
-@pytest.mark.parametrize("count", [60, pytest.param(500, marks=pytest.mark.slow)])
-def test_answers_in_real_forms_are_graded_as_they_are_and_no_stricter_than_math_verify_but_for_a_reason(count):
-    unlike, stricter = [], []
-    for kind, gold, given, right in pairs(SEED, count):
-        ours = is_right(gold, given)
-        if ours != right:
-            unlike.append((kind, gold, given, right))
-        if not ours and kind not in STRICTER and math_verifys(gold, given):
-            stricter.append((kind, gold, given))
-    assert not unlike and not stricter
+def test_answers_in_real_forms_are_graded_as_they_are():
+    for gold, right, other in WRITTEN:
+        assert is_right(gold, right) and not is_right(gold, other), (gold, right, other)
 
 
-@pytest.mark.parametrize(
-    "words",
-    [
-        *("million", "millions", "hundreds", "dozens", "lakh", "crore", "tenths", "thousandths", "quarters", "pairs"),
-        *("fewer", "more", "less than x", "divided by two", "base six", "not", "squared", "root two", "point two"),
-    ],
-)
-def test_words_that_change_a_number_are_no_units(words):
-    assert not is_right("5", f"5 {words}") and not is_right("5", f"5\\text{{ {words}}}")
+@pytest.mark.parametrize("every", [5, pytest.param(1, marks=pytest.mark.slow)])
+def test_math_verify_is_no_less_strict_but_for_a_reason(every):
+    for gold, _, other in WRITTEN[::every]:
+        assert not math_verifys(gold, other), (gold, other)
+    for gold, given in STRICTER[::every]:
+        assert not is_right(gold, given) and math_verifys(gold, given), (gold, given)
+
+
+def test_words_that_change_a_number_are_no_units():
+    words = "million", "hundreds", "dozens", "lakh", "tenths", "quarters", "pairs", "fewer", "more", "less than x"
+    for word in (*words, "divided by two", "base six", "not", "squared", "root two", "point two"):
+        assert not is_right("5", f"5 {word}") and not is_right("5", f"5\\text{{ {word}}}"), word
     assert is_right("5", "5 lots") and is_right("5", "5\\text{ lots}")
 
 
 @pytest.mark.parametrize(
     ("answer", "given", "right"),
     [
-        ("2", "x = 2", True),
-        ("0.5", "\\frac{1}{2}", True),
-        ("1,000", "1000", True),
-        ("5 \\text{ cm}", "5", True),
-        ("Monday", "\\text{Monday}", True),
         ("2", "1, 2, 3", False),
-        ("2", "1 \\text{ or } 2", False),
-        ("2", "", False),
         ("saw", "was", False),  # the same letters: to math-verify, the same product
-        ("1591", "37 \\times 43", False),  # the problem, restated
         ("8", "2^{3}\\text{ m}", False),
-        ("5", "\\frac{", False),
         ("5", "\ud800", False),
         ("5", "x" * 250, False),
-        (".5", "5", False),
         ("2", "2\\text{ or }3\\text{ cm}", False),  # math-verify drops all from the first words on
         ("2", "x=1, x=2", False),
-        ("12", "1 2", False),
         ("1.234", "1,234", False),
+        ("1591", "37 \\times 43", False),  # the problem, restated
         ("1591", "1590 = 37*43", False),
         ("A", "A) 1 B) 2 C) 3", False),
         ("D", "\\text{(A) and (D)}", False),
@@ -357,19 +172,14 @@ def test_words_that_change_a_number_are_no_units(words):
         ("12.5\\%", "0.125", True),
         ("0.25", "25\\%", True),
         ("1/4", "25%", True),
-        ("50", "50\\%", True),
         *((wanted, f"{wanted}%", False) for wanted in ("0.25", "1/4", "\\frac14", "\\frac{1}{10}", ".1")),
-        ("1/4", "0.25%", False),
         ("10,200", "(10,200)", False),
         ("1, 2", "1, 2, ...", False),
         ("5 cents", "5 dollars", False),
         ("\\$5", "5\\text{ cents}", False),
         ("5 dollars", "\\$5", True),
-        ("3\\text{ times}", "3", True),
         ("5\\text{ million}", "5 million", True),
         ("5", "\\text{Rs. } 5", True),
-        ("3.5", "3 1/2", True),
-        ("x \\in \\{1, 2\\}", "1, 2", True),
     ],
 )
 def test_answers_are_compared_by_what_they_mean(answer, given, right):
@@ -383,23 +193,17 @@ def test_answers_are_compared_by_what_they_mean(answer, given, right):
         ("Our answer is $\\boxed 12$, as above", "12"),
         ("is \\boxed 7.\nThat is all.", "7"),
         ("\\boxed\n{3}", "3"),
-        ("\\boxed2", "2"),
         ("\\boxed{\\{1, 2\\}}", "\\{1, 2\\}"),
-        ("\\boxed{\\frac{4}{2}}", "\\frac{4}{2}"),
-        ("\\boxed", None),
         ("\\boxed{2", None),
         ("\\boxedx", None),
         ("so \\fbox{2}.", "2"),
         ("\\boxed{2} is \\fbox{sure}", "2"),  # as MATH's own code: a frame counts only without a box
-        ("\\(\\boxed 2\\).", "2"),
         ("\\boxed{\\boxed{2}}", "2"),
         ("$x=\\boxed{1}$ or $x=\\boxed{2}$", "1, 2"),
         ("\\boxed{1}, \\boxed{2}, and \\boxed{3}", "1, 2, 3"),
-        ("\\boxed{2}, \\boxed{2}", "2"),
         ("\\boxed{1} and \\frac{1}{2}, \\boxed{2}", "2"),
         ("\\boxed{3} no: \\boxed{2}", "2"),
         ("\\boxed{2} and \\boxed{", None),
-        ("2", None),
         ("", None),
     ],
 )

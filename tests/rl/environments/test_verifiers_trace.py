@@ -5,7 +5,6 @@ process, instead of a script that would have to be installed.
 """
 
 import asyncio
-import importlib
 import json
 import sys
 from dataclasses import asdict
@@ -104,14 +103,6 @@ TALK = """
 PLAIN = {"TOOLS": "False", "LIMITS": "", "RUN": RUN, "PROMPT": "'what is 1 and 2'", "SYSTEM": "None", "BROKEN": ""}
 
 
-def written(name, folder, changes, monkeypatch):
-    source = TASKS
-    for old, new in (PLAIN | changes).items():
-        source = source.replace(old, new)
-    (folder / f"{name}.py").write_text(source)
-    monkeypatch.delitem(sys.modules, name, raising=False)
-
-
 class Script:
     """Replies in order, as workers send them, with counts of tokens."""
 
@@ -130,12 +121,14 @@ class Script:
         return self.next()
 
 
-def ours(name, *replies):
-    environment = load_environment(f"verifiers:{name}")
-    seen = sys.modules[name].SEEN
-    seen.clear()
-    asyncio.run(environment.converse(examples_of(environment, "train")[0], Chat(Script(*replies))))
-    return seen[-1]
+def seen_by_the_reward():
+    """The trace of the last conversation."""
+    return sys.modules["traced_tasks"].SEEN.pop()
+
+
+def ours(environment, example, *replies):
+    asyncio.run(environment.converse(example, Chat(Script(*replies))))
+    return seen_by_the_reward()
 
 
 def completion(reply, left):
@@ -155,7 +148,7 @@ def completion(reply, left):
     return answer | {"usage": usage}
 
 
-async def _theirs(name, script):
+async def episode_of(script):
     import verifiers.v1 as vf
     from aiohttp import web
     from verifiers.v1.clients import EvalClientConfig, ModelContext
@@ -171,7 +164,7 @@ async def _theirs(name, script):
     site = web.TCPSite(runner, "127.0.0.1", 0)
     await site.start()
     port = site._server.sockets[0].getsockname()[1]
-    settings = {"taskset": {"id": name}, "player": {"harness": {"id": "plain_loop"}}}
+    settings = {"taskset": {"id": "traced_tasks"}, "player": {"harness": {"id": "plain_loop"}}}
     env = vf.load_environment(vf.resolve_env_config(settings))
     client = EvalClientConfig(base_url=f"http://127.0.0.1:{port}/v1", api_key_var="NO_KEY")
     async with env.serving():
@@ -182,12 +175,10 @@ async def _theirs(name, script):
     return episode
 
 
-def theirs(name, *replies):
-    seen = sys.modules[name].SEEN
-    seen.clear()
-    episode = asyncio.run(_theirs(name, Script(*replies)))
-    assert seen, (episode.errors, [trace.errors for trace in episode.traces])
-    return seen[-1]
+def theirs(*replies):
+    episode = asyncio.run(episode_of(Script(*replies)))
+    assert not episode.errors
+    return seen_by_the_reward()
 
 
 READ = (
@@ -220,14 +211,13 @@ def told(trace):
 ADD = "I add. " + call("adder_add", a=1, b=2)
 CASES = {
     "an answer": ({}, ["it is 3"]),
-    "cut off": ({}, [Reply("once upon a", "length")]),
+    "truncated": ({}, [Reply("once upon a", "length")]),
     "a system prompt": ({"SYSTEM": "'be short'"}, ["3"]),
     "messages": ({"PROMPT": "[vf.SystemMessage(content='be short'), vf.UserMessage(content='hi'), "
                   "vf.AssistantMessage(content='yes'), vf.UserMessage(content='1 and 2')]"}, ["3"]),
     "tools": ({"TOOLS": "True"}, [ADD, "so it is 3"]),
     "most turns": ({"TOOLS": "True", "LIMITS": "max_turns=2"}, [ADD, ADD, "never said"]),
     "most input": ({"TOOLS": "True", "LIMITS": "max_input_tokens=20"}, [ADD, "never said"]),
-    "most output": ({"TOOLS": "True", "LIMITS": "max_output_tokens=5"}, [ADD, "never said"]),
     "most of both": ({"TOOLS": "True", "LIMITS": "max_total_tokens=50"}, [ADD, ADD, "never said"]),
     "the user": ({"RUN": TALK}, ["one", "two", "three"]),
     "the user, to a limit": ({"RUN": TALK, "LIMITS": "max_turns=2"}, ["one", "two", "three"]),
@@ -236,101 +226,92 @@ CASES = {
 
 
 @pytest.fixture
-def packages(tmp_path, monkeypatch):
+def load(tmp_path, monkeypatch):
+    """Writes the package with these changes, as it would be installed; returns its environment and first example."""
     pytest.importorskip("verifiers.v1")
     monkeypatch.syspath_prepend(str(tmp_path))
     monkeypatch.setenv("NO_KEY", "none")
     schema = {"name": "adder_add", "description": "Adds.", "parameters": {"type": "object", "properties": {}}}
     (tmp_path / "plain_loop.py").write_text(PLAIN_LOOP % json.dumps(schema))
-    return lambda name, changes: written(name, tmp_path, changes, monkeypatch)
+
+    def load(changes):
+        source = TASKS
+        for old, new in (PLAIN | changes).items():
+            source = source.replace(old, new)
+        (tmp_path / "traced_tasks.py").write_text(source)
+        monkeypatch.delitem(sys.modules, "traced_tasks", raising=False)
+        environment = load_environment("verifiers:traced_tasks")
+        return environment, examples_of(environment, "train")[0]
+
+    return load
 
 
 @pytest.mark.parametrize("case", CASES)
-def test_a_trace_has_what_the_package_records(packages, case):
+def test_a_trace_has_what_the_package_records(load, case):
     changes, replies = CASES[case]
-    packages("traced_tasks", changes)
-    found = told(ours("traced_tasks", *replies))
-    packages("traced_tasks", changes | {"TOOLS": "False"})
-    importlib.import_module("traced_tasks")
-    right = told(theirs("traced_tasks", *replies))
+    found = told(ours(*load(changes), *replies))
+    load(changes | {"TOOLS": "False"})
+    right = told(theirs(*replies))
     if "TOOLS" not in changes:
         found["tools"] = right["tools"] = None
     assert found == right
 
 
-def test_the_limits_of_the_run_are_in_the_trace(packages):
-    packages("traced_tasks", {"TOOLS": "True"})
-    environment = load_environment("verifiers:traced_tasks")
-    example = examples_of(environment, "train")[0]
+def test_the_limits_of_the_run_are_in_the_trace(load):
+    environment, example = load({"TOOLS": "True"})
     for said, reason in (([ADD], "max_total_tokens"), ([ADD] * environment.turns, "max_turns")):
         converse(environment, example, *said)
-        trace = sys.modules["traced_tasks"].SEEN[-1]
+        trace = seen_by_the_reward()
         assert trace.stop_condition == reason and trace.is_truncated and trace.num_turns == len(said)
         assert len(trace.tool_messages) == len(said) - 1, "the last results were not seen by any reply"
 
 
-def test_an_agent_has_as_many_turns_as_its_config_says(packages):
-    packages("traced_tasks", {"LIMITS": "max_turns=30"})
-    assert load_environment("verifiers:traced_tasks").turns == 30
-
-
-def test_an_agent_that_takes_too_long_is_stopped_as_timed_out(packages):
-    packages("traced_tasks", {"LIMITS": "timeout={'rollout': 0.05}"})
-    environment = load_environment("verifiers:traced_tasks")
+def test_an_agent_that_takes_too_long_is_stopped_as_timed_out(load):
+    environment, example = load({"LIMITS": "max_turns=30, timeout={'rollout': 0.05}"})
+    assert environment.turns == 30
 
     async def model(messages):
         await asyncio.sleep(30)
 
-    asyncio.run(environment.converse(examples_of(environment, "train")[0], Chat(model)))
-    trace = sys.modules["traced_tasks"].SEEN[-1]
+    asyncio.run(environment.converse(example, Chat(model)))
+    trace = seen_by_the_reward()
     assert trace.is_timeout and trace.stop_condition == "agent_timeout" and trace.num_turns == 0
 
 
-def test_what_a_reward_raises_is_in_the_trace_and_fails_the_conversation(packages):
+def test_what_a_reward_raises_is_in_the_trace_and_fails_the_conversation(load):
     broken = "@vf.reward\n    async def broken(self, trace) -> float: return 1 / 0"
     run = "self.trace = await agents.player.run(task); assert self.trace.last_error.type == 'TaskError'"
-    packages("traced_tasks", {"BROKEN": broken, "RUN": run})
-    environment = load_environment("verifiers:traced_tasks")
+    environment, example = load({"BROKEN": broken, "RUN": run})
     with pytest.raises(Exception, match="division by zero"):
-        converse(environment, examples_of(environment, "train")[0], "3")
+        converse(environment, example, "3")
     trace = environment._env.trace
     assert trace.stop_condition == "agent_completed" and not trace.ok and trace.has_error
 
 
-OTHER = """class Other(Sum):
-    async def setup(self, trace, runtime): pass
-
-"""
+OTHER = "class Other(Sum):\n    async def setup(self, trace, runtime): pass\n\n"
+WITHOUT_TOOLS = "class Other(Sum):\n    toolsets = classmethod(lambda kind, config: [])\n\n"
 
 
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"LIMITS": "model='other'"}, "its agent has its own model"),
+        ({'__all__ = ["Sums", "Env"]': ""}, "cannot be loaded .*defines no `__all__`"),
+        ({"player: vf": "other: vf.AgentConfig = vf.AgentConfig()\n    player: vf"}, "the agents other, player"),
+        ({"BROKEN": "NEEDS_CONTAINER = True"}, "need a container"),
+        (
+            {"BROKEN": "@vf.reward\n    async def of(self, trace, runtime) -> float: return 0.0"},
+            "rewards need a runtime",
+        ),
         ({"LIMITS": "sampling={'temperature': 0.2}"}, "its agent has its own sampling"),
         ({"SYSTEM": "None, image='python:3.12'"}, "its tasks have image"),
-        (
-            {"BROKEN": "@vf.stop\n    async def other(self, request: vf.Request) -> bool: return False"},
-            "single requests",
-        ),
+        ({"BROKEN": "@vf.stop\n    async def of(self, request: vf.Request) -> bool: return False"}, "single requests"),
         ({"RUN": "await agents.player.run(task, runtime=self)"}, "runs its agent with runtime"),
         ({"RUN": "await agents.player.run(vf.Task(task.data))"}, "runs its agent on a Task, not on the Sum"),
         ({"class Sums": OTHER + "class Sums", "yield Sum(": "yield Other("}, "its own Task.setup"),
-        (
-            {
-                "class Sums": OTHER.replace(
-                    "async def setup(self, trace, runtime): pass", "toolsets = classmethod(lambda kind, config: [])"
-                )
-                + "class Sums",
-                "yield Sum(": "yield Other(",
-            },
-            "the same tools",
-        ),
+        ({"class Sums": WITHOUT_TOOLS + "class Sums", "yield Sum(": "yield Other("}, "the same tools"),
         ({"PROMPT": "[vf.UserMessage(content=[{'type': 'image_url', 'image_url': {'url': 'a'}}])]"}, "only text"),
     ],
 )
-def test_what_happens_otherwise_here_is_refused(packages, changes, message):
-    packages("traced_tasks", changes)
+def test_what_happens_otherwise_here_is_refused(load, changes, message):
     with pytest.raises(UserError, match=message):
-        environment = load_environment("verifiers:traced_tasks")
-        converse(environment, examples_of(environment, "train")[0], "3")
+        converse(*load(changes), "3")

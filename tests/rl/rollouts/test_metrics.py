@@ -4,7 +4,7 @@ import hypothesis.strategies as st
 from hypothesis import given
 
 import lockstep.rl as rl
-from lockstep.rl.rollouts.metrics import PAIRS, distinct_share, pairwise_overlap, rollout_metrics
+from lockstep.rl.rollouts.metrics import distinct_share, pairwise_overlap, rollout_metrics
 from lockstep.rl.rollouts.records import Scores
 
 
@@ -38,15 +38,6 @@ def test_overlap_is_a_share_which_is_1_for_equal_completions_and_0_for_those_wit
     assert pairwise_overlap([[1, 2], [2, 1]]) == pairwise_overlap([[1]]) == 0
     apart = [[10 * n + token for token in tokens or [9]] for n, tokens in enumerate(group)]
     assert pairwise_overlap(apart) == 0
-
-
-def test_of_large_groups_a_bounded_number_of_pairs_is_compared():
-    from lockstep.rl.rollouts.metrics import _pairs
-
-    for count in (1, 2, 8, 9, 1000):
-        pairs = list(_pairs(count))
-        assert len(set(pairs)) == len(pairs) == min(PAIRS, count * (count - 1) // 2)
-        assert all(0 <= first < second < count for first, second in pairs)
 
 
 def test_a_rewards_name_cannot_pass_for_another_metric():

@@ -20,10 +20,9 @@ from lockstep.parallel.world import AXES
 from lockstep.rl import Example
 from lockstep.rl.rollouts.packing import microbatches, packing_metrics, packing_of
 from lockstep.rl.rollouts.records import Rollout, Scores
-from lockstep.rl.rollouts.shares import batches_of_rank, cost, token_budget
-from lockstep.rl.scoring.value_head import make_value_head
+from lockstep.rl.rollouts.shares import batches_of_rank, token_budget
 from lockstep.train.packing import first_fit_decreasing, pack, pack_scored, predicting_states, target_log_probs
-from tests.rl.losses import assign_values, batches_of, log_probs_of
+from tests.rl.losses import assign_values, batches_of, drawn_value_head, log_probs_of
 
 SHAPE = ModelConfig(
     family="qwen3", vocab_size=61, dim=64, num_layers=2, num_heads=4, num_kv_heads=2, head_dim=32,
@@ -72,21 +71,6 @@ def test_first_fit_decreasing_keeps_to_the_budget_and_to_few_bins(sizes, budget)
     assert all(first + second > budget for n, first in enumerate(totals) for second in totals[n + 1 :])
 
 
-def test_first_fit_decreasing_fills_bins_to_the_brim_and_leaves_what_is_too_large_alone():
-    assert first_fit_decreasing([3, 9, 2, 5, 1, 4], 5) == [[0, 2], [1], [3], [4, 5]]
-
-
-@pytest.mark.parametrize("budget", [4096, 8192])
-def test_less_than_5_percent_of_the_budget_stays_free_on_lengths_as_runs_have_them(budget):
-    draw = random.Random(0)
-    sizes = [min(1024, int(draw.lognormvariate(5.3, 0.8)) + 20) for _ in range(512)]
-    bins = first_fit_decreasing(sizes, budget)
-    totals = sorted(sum(sizes[item] for item in items) for items in bins)
-    assert len(bins) > 4
-    # All but the last one, which holds what is left.
-    assert 1 - sum(totals[1:]) / (budget * (len(bins) - 1)) < 0.05
-
-
 @settings(max_examples=30, deadline=None)
 @given(groups=GROUPS, budget=st.integers(20, 500))
 def test_every_rollout_is_trained_on_once_and_within_the_budget(groups, budget):
@@ -130,9 +114,7 @@ def test_a_completions_log_probabilities_have_the_bits_of_it_alone(dtype, backen
 def test_scores_and_values_are_those_of_each_rollout_whole_and_by_itself(dtype, groups, budget, seed, masked):
     model, config = _sharp(dtype), RLConfig(model="m", algorithm="ppo", temperature=0.8)
     config = replace(config, train=TrainConfig(tokens_per_microbatch=budget))
-    value_head = make_value_head(config, model)
-    with torch.no_grad():
-        value_head.weight.copy_(torch.randn(value_head.weight.shape, generator=torch.Generator().manual_seed(seed)))
+    value_head = drawn_value_head(config, model, seed)
     rollouts = _rollouts(groups, seed)
     draw = random.Random(seed)
     if masked:
@@ -152,21 +134,6 @@ def test_scores_compute_a_groups_prompt_once():
     model.register_forward_pre_hook(lambda module, given: rows.append(len(given[0])))
     log_probs_of(model, rollouts, RLConfig(model="m"))
     assert rows == [39 + 8 * 10 + 1]  # filled up to a multiple of 8
-
-
-def test_targets_need_not_be_a_suffix():
-    model = build_model(SHAPE, dtype="float32", seed=3)
-    (first, second) = _rollouts([(20, [30, 50])])
-    sequences = [r.prompt_ids + r.token_ids for r in (first, second)]
-    scored = [[20, 21, 30, 49], [25, 60]]
-    row = pack_scored(sequences, scored, [0, 19])
-    assert row.lengths == [49, 60] and row.targets.tolist() == [s[t] for s, own in zip(sequences, scored) for t in own]
-    together = target_log_probs(model, row)[0].split([4, 2])
-    for sequence, own, found in zip(sequences, scored, together):
-        alone = target_log_probs(model, pack([sequence]))[0]
-        assert torch.equal(found, alone[[t - 1 for t in own]])
-    with pytest.raises(ValueError, match="sequence 1 lacks the predictor of token 20"):
-        pack_scored(sequences, [[20], [20]], [0, 20])
 
 
 def test_metrics_say_what_is_computed():
@@ -208,18 +175,6 @@ def test_ranks_have_as_much_to_compute_in_all_and_in_every_turn(ranks, busiest, 
     for seed in range(3):
         most, slowest, _ = spread_over(ranks, sampled_lengths(seed, longest=1024), by_cost=True)
         assert 1 <= most < busiest and most <= slowest < waits
-
-
-def test_long_sequences_cost_more_than_their_rows_and_shared_prompts_only_what_is_computed():
-    def cost_of(*groups):
-        (batch,) = batches_of(_rollouts([*groups]), RLConfig(model="m"))
-        return cost(batch.row, SHAPE)
-
-    assert cost_of((1, [4000])) > 2 * cost_of((1, [2000]))
-    assert cost_of((1, [2000, 1000])) == cost_of((1, [2000])) + cost_of((1, [1000]))
-    # The second completion brings its own rows and their keys, and not the prompt's.
-    alone, prompt = cost_of((1000, [100])), cost_of((2, [998]))
-    assert cost_of((1000, [100, 100])) == 2 * alone - prompt
 
 
 @settings(max_examples=6, deadline=None)

@@ -68,21 +68,21 @@ def test_a_run_trains_on_the_first_groups_and_is_the_same_when_it_is_resumed_and
     assert prompts[0] == prompts[1] and all(json.loads(line)["dropped"] for line in prompts[0].splitlines())
 
 
+SEPARATE = dict(actors=ActorsConfig(generators=2, threads=1))
+
+
 @pytest.mark.slow
-@pytest.mark.parametrize("environment", ["Stopping", "StoppingTalk"])
-def test_separate_generators_leave_the_same_groups_as_one_process(task, model_folder, tmp_path, environment):
+@pytest.mark.parametrize(
+    ("ranks", "environment", "changes"),
+    [(1, "Stopping", SEPARATE), (1, "StoppingTalk", SEPARATE), (2, "Stopping", dict(parallel=LAYOUTS["TP 2"][1]))],
+    ids=["generators", "conversations of generators", "TP 2"],
+)
+def test_generators_and_tensor_ranks_leave_the_same_groups_as_one_process(
+    task, model_folder, tmp_path, ranks, environment, changes
+):
     config = oversampling(task, model_folder, tmp_path / "one", environment=environment, steps=2)
     reinforce(config)
-    actors = ActorsConfig(generators=2, threads=1)
-    launch(1, run, replace(config, output=str(tmp_path / "two"), actors=actors), seconds=300)
-    assert outcome(tmp_path / "two") == outcome(tmp_path / "one")
-
-
-@pytest.mark.slow
-def test_ranks_that_share_the_model_leave_the_same_groups_as_one_process(task, model_folder, tmp_path):
-    config = oversampling(task, model_folder, tmp_path / "one")
-    reinforce(config)
-    launch(2, run, replace(config, output=str(tmp_path / "two"), parallel=LAYOUTS["TP 2"][1]), seconds=300)
+    launch(ranks, run, replace(config, output=str(tmp_path / "two"), **changes), seconds=300)
     assert outcome(tmp_path / "two") == outcome(tmp_path / "one")
 
 

@@ -190,47 +190,27 @@ def plain(run, first=1):
 @pytest.mark.parametrize("finish", [False, True])
 @pytest.mark.parametrize("depth", [0, 1, 3])
 def test_no_token_is_older_than_promised_whoever_is_slow_or_lost(finish, depth):
-    found = set()
-    for seed in range(2):
-        with running(depth, finish, generators=3, losses=0.01, seed=seed) as run:
-            run.train(10, last=10, extra_rounds=(3, 4))
-        for own in ages(run).values():
-            assert own[0] >= 0 and own[-1] <= depth
-            found.update(own)
-        held = sorted(place for own in places(run) for place in own)
-        assert len(set(held)) == len(held) == run.prompts.position - run.prompts.left_out
-        assert all(
-            r.example is run.prompts.at(place)
-            for step, own in run.trained.items()
-            for place, r in zip(run.places[step], own)
-        )
-        assert all(len(r.logprobs) == len(r.token_ids) for own in run.trained.values() for r in own)
-    assert max(found) == depth  # it is made use of
-
-
-def test_with_finish_a_run_does_not_depend_on_who_was_how_fast():
-    found = []
-    for seed, (generators, room) in enumerate([(1, 1), (2, 2), (3, 100)]):
-        with running(2, True, generators, seed=seed, room=room) as run:
-            run.train(8, last=8, extra_rounds=(5,))
-        assert [set(own) for step, own in ages(run).items() if step not in (5,)] == [{0}, {1}, {2}, {2}, {2}, {2}, {2}]
-        found.append(plain(run))
-    assert found[0] == found[1] == found[2]
+    with running(depth, finish, generators=3, losses=0.01) as run:
+        run.train(10, last=10, extra_rounds=(3, 4))
+    assert all(own[0] >= 0 and own[-1] <= depth for own in ages(run).values())
+    assert max(own[-1] for own in ages(run).values()) == depth, "it is made use of"
+    held = sorted(place for own in places(run) for place in own)
+    assert len(set(held)) == len(held) == run.prompts.position - run.prompts.left_out
+    for step, rollouts in run.trained.items():
+        assert all(r.example is run.prompts.at(place) for place, r in zip(run.places[step], rollouts))
+        assert all(len(r.logprobs) == len(r.token_ids) for r in rollouts)
 
 
 @pytest.mark.parametrize(("before", "after"), [(3, 1), (1, 3), (3, 0), (0, 2)])
 def test_a_resumed_run_loses_no_prompt_and_repeats_none_and_keeps_the_promise(before, after):
-    for seed in (0, 2):
-        stop = 2 + seed
-        with running(before, generators=2, losses=0.01, seed=seed) as first:
-            first.train(stop, last=12, extra_rounds=(2,))
-            state = first.state()
-        with running(after, generators=1, losses=0.01, seed=seed + 7, state=state, step=stop) as second:
-            second.train(12, last=12)
-        held = [p for own in places(first, second) for p in own]
-        assert len(set(held)) == len(held)
-        assert len(held) == second.prompts.position - second.prompts.left_out
-        assert all(own[-1] <= after and own[0] >= 0 for own in ages(second).values())
+    with running(before, generators=2, losses=0.01) as first:
+        first.train(3, last=10, extra_rounds=(2,))
+        state = first.state()
+    with running(after, generators=1, losses=0.01, seed=7, state=state, step=3) as second:
+        second.train(10, last=10)
+    held = [p for own in places(first, second) for p in own]
+    assert len(set(held)) == len(held) == second.prompts.position - second.prompts.left_out
+    assert all(own[-1] <= after and own[0] >= 0 for own in ages(second).values())
 
 
 def test_samples_in_flight_resume_where_they_were():
@@ -297,18 +277,6 @@ def test_of_more_prompts_than_are_trained_on_the_stragglers_are_dropped_and_none
         assert not whole.pool._requests and not second.pool._requests
 
 
-def test_a_prompt_asked_with_other_counts_is_still_asked_once(monkeypatch):
-    with running(2) as first:
-        first.train(2)
-        state = first.state()
-    monkeypatch.setitem(globals(), "PROMPTS", 3)
-    with running(1, state=state, step=2) as second:
-        second.train(8, last=8)
-    held = [p for own in places(first, second) for p in own]
-    assert len(set(held)) == len(held) == second.prompts.position - second.prompts.left_out
-    assert [len(own) for own in places(second)] == [3] * 6
-
-
 def test_the_buffer_is_counted_in_steps_and_samples_that_are_ready_or_in_flight():
     with running(2, generators=1) as run:
         of_a_step = PROMPTS * SAMPLES
@@ -316,12 +284,8 @@ def test_the_buffer_is_counted_in_steps_and_samples_that_are_ready_or_in_flight(
         run.ended.set()
         run.driver.join()
         run.prefetcher.begin(1, last=2)
-        assert run.prefetcher.metrics() == {
-            "buffer/steps_ready": 0,
-            "buffer/steps_in_flight": 2,
-            "buffer/samples_ready": 0,
-            "buffer/samples_in_flight": 2 * of_a_step,
-        }
+        names = "buffer/steps_ready", "buffer/steps_in_flight", "buffer/samples_ready", "buffer/samples_in_flight"
+        assert run.prefetcher.metrics() == dict(zip(names, (0, 2, 0, 2 * of_a_step)))
         run.ended.clear()
         run.driver = threading.Thread(target=run._drive)
         run.driver.start()
@@ -359,28 +323,6 @@ def test_an_error_of_a_step_that_is_sampled_ahead_is_raised_at_that_step_and_not
     assert not [thread for thread in threading.enumerate() if thread.name.startswith("prefetcher")]
 
 
-def test_a_step_has_begun_when_its_samples_are_asked_however_long_its_prompts_take():
-    pool, samplers = GeneratorPool(1000, 1000, 1000.0), []
-    encoded = threading.Event()
-
-    def draw(asked, step, extra_round, sampler, wanted):
-        encoded.wait(20)
-        return sampler.generate([[1]], SamplingParams(max_tokens=3, seed=step))
-
-    def remembering(kept):
-        samplers.append(PoolSampler(pool, kept))
-        return samplers[-1]
-
-    prefetcher = RolloutPrefetcher(source(draw), PromptLoader(EXAMPLES, seed=1), PoolSampler(pool), 1, 1, remembering)
-    timer = threading.Timer(0.2, encoded.set)
-    timer.start()
-    prefetcher.begin(1, 5)
-    begun = [sampler.asked.is_set() for sampler in samplers]
-    timer.join()
-    prefetcher.close()
-    assert begun == [True, True]
-
-
 def test_a_run_that_ends_does_not_wait_for_samples_of_later_steps():
     pool = GeneratorPool(1000, 1000, 1000.0)  # without a generator nothing comes, for as long as a run may have none
     ended = []
@@ -414,11 +356,11 @@ def test_nothing_grows_over_a_long_run():
 
     found = []
     with running(2, generators=2, room=100) as run:
-        for step in range(10, 41, 10):
+        for step in (5, 10, 15):
             run.train(step)
             run.prefetcher.wait()
             run.pool.metrics()
             found.append(sizes(run))
             assert len(run.state()["ahead"]["prompts"]) == 2 * PROMPTS  # the buffer is bounded
             assert len(run.state()["ahead"]["samples"]) == 2 * PROMPTS
-    assert found[0] == found[1] == found[2] == found[3]
+    assert found[0] == found[1] == found[2]

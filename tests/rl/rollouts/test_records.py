@@ -19,7 +19,8 @@ def _rollout(**changes):
 
 def test_a_line_holds_what_is_known_about_a_rollout(tmp_path):
     path = tmp_path / "step.jsonl"
-    write_rollouts(path, [_rollout(), _rollout(completion="é\u2028\ud800\n", finish_reason="length")])
+    bits = [-1.17549435e-38, -88.72283935546875]
+    write_rollouts(path, [_rollout(), _rollout(completion="é\u2028\ud800\n", finish_reason="length", logprobs=bits)])
     lines = [json.loads(line) for line in path.read_text().splitlines()]
     assert lines[0] == {
         "prompt": "3+5=", "completion": "8\n", "answer": "8", "rewards": {"correct": 1.0, "format": 0.0},
@@ -27,12 +28,7 @@ def test_a_line_holds_what_is_known_about_a_rollout(tmp_path):
         "token_ids": [56, 10], "log_probs": [-0.1, -1e-7],
     }  # fmt: skip
     assert lines[1]["completion"] == "é\u2028\ud800\n", "line separators and lone surrogates come back too"
-
-
-def test_log_probabilities_come_back_bit_for_bit(tmp_path):
-    values = [-1 / 3, -1.17549435e-38, -88.72283935546875]
-    write_rollouts(tmp_path / "step.jsonl", [_rollout(logprobs=values)])
-    assert json.loads((tmp_path / "step.jsonl").read_text())["log_probs"] == values
+    assert lines[1]["log_probs"] == bits
 
 
 def test_a_failed_write_leaves_the_older_file_whole(tmp_path):

@@ -6,23 +6,12 @@ from lockstep.rl.environments.protocol import Example
 from lockstep.rl.reinforce import reinforce
 from lockstep.rl.rollouts.records import Conversation, Rollout, Scores
 from lockstep.rl.rollouts.run_records import LONGEST, SAMPLES, samples_of
-from tests.rl.small_runs import EvenBytes
-from tests.rl.small_runs import small_config as _config
+from tests.rl.small_runs import EvenBytes, small_config
 
 
 def _rollout(group=0, completion="text", reward=0.0, **more):
-    return Rollout(
-        Example(f"prompt {group}"),
-        group,
-        [1],
-        [2],
-        [0.0],
-        "stop",
-        completion,
-        0,
-        scores=Scores(reward=reward, advantage=-reward),
-        **more,
-    )
+    scores = Scores(reward=reward, advantage=-reward)
+    return Rollout(Example(f"prompt {group}"), group, [1], [2], [0.0], "stop", completion, 0, scores=scores, **more)
 
 
 def test_a_sample_is_spread_over_all_prompts_and_has_what_each_earned():
@@ -59,7 +48,9 @@ def test_what_no_tracker_can_store_is_shortened_and_replaced():
 
 def test_a_run_sends_the_samples_of_the_steps_that_are_due_and_of_every_validation(tmp_path, folders):
     observe = ObserveConfig(tensorboard=True, samples_every=2)
-    config = _config(tmp_path / "run", folders[0], steps=3, validation_examples=2, validation_every=2, observe=observe)
+    config = small_config(
+        tmp_path / "run", folders[0], steps=3, validation_examples=2, validation_every=2, observe=observe
+    )
     run = reinforce(config, EvenBytes())
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 

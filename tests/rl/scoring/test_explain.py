@@ -62,20 +62,15 @@ def plant(monkeypatch, model, kind, number):
     ("family", "kind", "number", "name"),
     [
         ("qwen3", "embedding", 1, "embed_tokens"),
-        ("qwen3", "rms_norm", 1, "layer 0, input_layernorm"),
         ("qwen3", "linear", 2, "layer 0, k_proj"),
         ("qwen3", "rotary", 2, "layer 0, rotary of keys"),
         ("qwen3", "silu_mul", 1, "layer 0, silu_mul"),
-        ("qwen3", "linear", 14, "layer 1, down_proj"),
         ("qwen3", "rms_norm", 9, "norm"),
         ("qwen3", "linear", 15, "lm_head"),
         ("gpt_oss", "add_bias", 1, "layer 0, q_proj.bias"),
-        ("gpt_oss", "linear", 4, "layer 0, o_proj"),
         ("gpt_oss", "clamped_experts", 2, "layer 1, experts"),
         ("qwen3_moe", "router_logits", 1, "layer 0, gate"),
-        ("qwen3_moe", "experts", 1, "layer 0, experts"),
         ("deepseek_v3", "route", 1, "layer 1, route"),
-        ("deepseek_v3", "linear", 1, "layer 0, q_a_proj"),
     ],
 )
 def test_the_operator_that_differs_is_named(monkeypatch, family, kind, number, name):
@@ -133,7 +128,6 @@ PLANTED = [
     # The weight, the rank where it differs, whether in decoding, and what is then named.
     ("layers.0.self_attn.q_proj", 1, True, "layer 0, q_proj", PROMPT, 1),
     ("layers.1.mlp.gate_proj", 0, True, "layer 1, gate_proj", PROMPT, 0),
-    ("layers.1.self_attn.o_proj", 1, True, "layer 1, o_proj", PROMPT, 1),
     # A row product of the trainer's, whose rows are shared out: row 3 of the second rank's 20.
     ("layers.0.mlp.down_proj", 1, False, "layer 0, down_proj", 23, 0),
 ]
@@ -156,15 +150,7 @@ def explained_over_ranks(dtype):
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(ops, "linear", different)
             found.append(first_difference(model, TOKENS, PROMPT))
-    exact_norm = ops.rms_norm
 
-    def differs_within(x, own, eps):  # what the sharded operator calls with this rank's own weight
-        out = exact_norm(x, own, eps)
-        return in_the_last_place(out, 0) if type(own) is torch.Tensor and len(x) == 1 and world.rank else out
-
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(ops, "rms_norm", differs_within)
-        found.append(first_difference(model, TOKENS, PROMPT))
     close_world(world)
     return [None if f is None else (f.operator, f.position, f.rank, f.different, str(f)) for f in found]
 
@@ -172,17 +158,16 @@ def explained_over_ranks(dtype):
 @pytest.mark.parametrize("dtype", ["bfloat16", pytest.param("float32", marks=pytest.mark.slow)])
 def test_over_tensor_ranks_the_operator_and_the_rank_are_named(dtype):
     ranks = launch(2, explained_over_ranks, dtype)
+    assert len(ranks[0]) == 1 + len(PLANTED)
     assert ranks[0] == ranks[1] and ranks[0][0] is None
-    expected = [*PLANTED, ("", 1, True, "layer 0, input_layernorm", PROMPT, 1)]
-    for (operator, position, rank, different, said), (*_, name, token, first) in zip(
-        ranks[0][1:], expected, strict=True
-    ):
+    for (operator, position, rank, different, said), (*_, name, token, first) in zip(ranks[0][1:], PLANTED):
         assert (operator, position, rank, different) == (name, token, first, 1)
         assert said.startswith(f"{name} on tensor rank {first}: 1 of ")
 
 
-def test_a_compiled_model_is_refused(monkeypatch, model):
-    monkeypatch.setattr(model, "halves", object())
+def test_a_compiled_model_is_refused():
+    model = build_model(preset("qwen3:micro", 259), "float32")
+    model.halves = object()  # as compiling does
     with pytest.raises(UserError, match="operators can be compared only without compilation"):
         first_difference(model, TOKENS, PROMPT)
     assert in_words(model, (TOKENS, PROMPT)).startswith("It cannot be explained: operators can")

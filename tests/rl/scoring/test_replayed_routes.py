@@ -1,6 +1,5 @@
 """Routes of a generator that chooses other experts, replayed in every layout with the bits of one process."""
 
-import json
 import math
 from base64 import b64decode, b64encode
 from dataclasses import replace
@@ -8,12 +7,9 @@ from dataclasses import replace
 import pytest
 
 from lockstep.config import CompileConfig, ParallelConfig, RecomputeConfig, TrainConfig
-from lockstep.observe import RunFolder, read_metrics
 from tests.parallel.launch import launch
-from tests.rl.generators.test_colocated import ONE, TASK, config_of, mixture, outcome
-
-OF_RANKS = ("experts/imbalance", "experts/sent_mib")
-"""Metrics that one process does not have."""
+from tests.rl.generators.test_colocated import TASK, config_of, mixture
+from tests.rl.small_runs import rollouts_of, steps_of
 
 
 def run_with_other_routes(config):
@@ -41,30 +37,23 @@ def another(route, number):
     return b64encode(bytes(experts)).decode()
 
 
-@pytest.mark.parametrize(
-    ("ranks", "parallel", "changes"),
-    [
-        pytest.param(4, ParallelConfig(context=2, tensor=2), {}, marks=pytest.mark.slow),
-        pytest.param(
-            4, ParallelConfig(tensor=2, pipeline=2), dict(recompute=RecomputeConfig("full")), marks=pytest.mark.slow
-        ),
-        (2, ParallelConfig(tensor=2), dict(recompute=RecomputeConfig("selective"))),
-        pytest.param(2, ParallelConfig(context=2), {}, marks=pytest.mark.slow),
-        pytest.param(
-            2, ParallelConfig(pipeline=2, pipeline_schedule="zbv"), dict(recompute=RecomputeConfig("full")),
-            marks=pytest.mark.slow,
-        ),
-        pytest.param(4, ParallelConfig(context=2, pipeline=2), {}, marks=pytest.mark.slow),
-        pytest.param(4, ParallelConfig(expert=2, tensor=2), {}, marks=pytest.mark.slow),
-        pytest.param(4, ParallelConfig(context=2, tensor=2, full_dtensor=True), {}, marks=pytest.mark.slow),
-        pytest.param(2, ParallelConfig(tensor=2), dict(compile=CompileConfig("inductor")), marks=pytest.mark.slow),
-    ],
-    ids=[
-        "CP 2 x TP 2", "TP 2 x PP 2, recomputed", "TP 2, selectively recomputed", "CP 2", "PP 2, ZBV, recomputed",
-        "CP 2 x PP 2", "expert 2 x TP 2", "full DTensor", "TP 2, compiled",
-    ],
-)  # fmt: skip
-def test_every_layout_replays_the_routes_that_one_process_does(model_folder, tmp_path, ranks, parallel, changes):
+FULL = dict(recompute=RecomputeConfig("full"))
+LAYOUTS = {
+    "TP 2, selectively recomputed": (2, ParallelConfig(tensor=2), dict(recompute=RecomputeConfig("selective"))),
+    "TP 2, compiled": (2, ParallelConfig(tensor=2), dict(compile=CompileConfig("inductor"))),
+    "PP 2, ZBV, recomputed": (2, ParallelConfig(pipeline=2, pipeline_schedule="zbv"), FULL),
+    "TP 2 x PP 2, recomputed": (4, ParallelConfig(tensor=2, pipeline=2), FULL),
+    "CP 2 x TP 2": (4, ParallelConfig(context=2, tensor=2), {}),
+    "CP 2 x PP 2": (4, ParallelConfig(context=2, pipeline=2), {}),
+    "expert 2 x TP 2": (4, ParallelConfig(expert=2, tensor=2), {}),
+    "full DTensor": (4, ParallelConfig(context=2, tensor=2, full_dtensor=True), {}),
+}
+QUICK, *SLOW = LAYOUTS
+
+
+@pytest.mark.parametrize("layout", [QUICK, *(pytest.param(name, marks=pytest.mark.slow) for name in SLOW)])
+def test_every_layout_replays_the_routes_that_one_process_does(model_folder, tmp_path, layout):
+    ranks, parallel, changes = LAYOUTS[layout]
     task = tmp_path / "task.py"
     task.write_text(TASK)
     model = mixture(model_folder, tmp_path / "model", 2 * parallel.pipeline)
@@ -76,9 +65,8 @@ def test_every_layout_replays_the_routes_that_one_process_does(model_folder, tmp
     )  # fmt: skip
     launch(1, run_with_other_routes, first)
     launch(ranks, run_with_other_routes, replace(first, output=str(tmp_path / "many"), parallel=parallel, **changes))
-    (alone, own), (many, theirs) = (
-        (metrics_of(tmp_path / name), lines_of(tmp_path / name)) for name in ("one", "many")
-    )
+    (alone,), (many,) = (steps_of(tmp_path / name) for name in ("one", "many"))
+    own, theirs = (rollouts_of(tmp_path / name, 1) for name in ("one", "many"))
     assert 0.05 < alone["routes/different"] < 0.5 and alone["rollout/microbatches"] > 2
     assert 0 < alone["parity/tokens_different"] < alone["parity/tokens_checked"]
     assert own == theirs and sum(line["trainer_log_probs"] != [] for line in own) > 5
@@ -87,28 +75,3 @@ def test_every_layout_replays_the_routes_that_one_process_does(model_folder, tmp
     for name in ("loss", "grad_norm", "policy/ratio_first_max"):
         # float32 sums in another order: some units in the last of 24 bits, of terms up to a hundred times the sum.
         assert math.isclose(many[name], alone[name], rel_tol=1e-5, abs_tol=1e-8), name
-
-
-def metrics_of(folder):
-    return read_metrics(folder / "metrics.jsonl")[1]
-
-
-def lines_of(folder):
-    return [json.loads(line) for line in RunFolder(folder).rollouts_path(1).read_text().splitlines()]
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(("ranks", "parallel"), [(2, ONE), (4, replace(ONE, tensor=2))])
-def test_in_one_order_what_a_run_with_replay_measures_does_not_depend_on_its_ranks(
-    model_folder, tmp_path, ranks, parallel
-):
-    task = tmp_path / "task.py"
-    task.write_text(TASK)
-    settings = dict(router_replay=True, on_parity_error="measure", kl_coefficient=0.0, off_policy="truncate", steps=2)
-    model = mixture(model_folder, tmp_path / "model")
-    for name, size, layout in (("one", 1, ONE), ("many", ranks, parallel)):
-        launch(size, run_with_other_routes, config_of(task, model, tmp_path / name, layout, **settings))
-    assert metrics_of(tmp_path / "one")["routes/different"] > 0
-    (many, theirs), (one, own) = (outcome(tmp_path / name) for name in ("many", "one"))
-    kept = [{name: value for name, value in step.items() if name not in OF_RANKS} for step in many]
-    assert (kept, theirs) == (one, own)

@@ -12,7 +12,7 @@ import lockstep
 from lockstep import load_model
 from lockstep.checkpoint import folder_if_model
 from lockstep.cli import main
-from lockstep.config import EvalConfig, ParallelConfig, RewardModelConfig, RLConfig, TrainConfig
+from lockstep.config import CheckpointConfig, EvalConfig, ParallelConfig, RewardModelConfig, RLConfig, TrainConfig
 from lockstep.data import ByteTokenizer, load_tokenizer
 from lockstep.data.chat import load_chat_template
 from lockstep.errors import UserError
@@ -26,7 +26,7 @@ from lockstep.rl.scoring.reward_model import RewardModel, RewardModelScorer
 from lockstep.train.packing import pack_scored, target_scores
 from lockstep.train.reward_model import train_reward_model
 from tests.parallel.launch import launch
-from tests.rl.small_runs import write_model as _folder
+from tests.rl.small_runs import lines_of, rollouts_of, small_config, write_model
 
 WORDS = ("stone", "river", "cloud", "apple", "paper", "glass")
 TEMPLATE = (
@@ -46,7 +46,7 @@ class Words(Environment):
 def folders(tmp_path_factory):
     """A policy, and a reward model that has learnt to like even bytes: of two answers that with more of them."""
     path = tmp_path_factory.mktemp("models")
-    policy = _folder(path / "policy")
+    policy = write_model(path / "policy")
     pairs = [
         {"prompt": f"{w}:", "chosen": "bdfhj"[i:] + "xz", "rejected": "acegi"[i:] + "wy"}
         for w in WORDS
@@ -63,20 +63,9 @@ def folders(tmp_path_factory):
 
 
 def _config(path, folders, **changes):
-    options = dict(
-        output=str(path), model=str(folders[0]), reward_model=str(folders[1]), dtype="float32", steps=3,
-        prompts_per_step=4, samples_per_prompt=4, max_new_tokens=6, validation_examples=2, validation_every=3,
-        train=TrainConfig(learning_rate=3e-3, warmup_steps=0, tokens_per_microbatch=128),
-    )  # fmt: skip
-    return RLConfig(**(options | changes))
-
-
-def _rollouts(run, step=1):
-    return [json.loads(line) for line in (run / "rollouts" / f"step_{step:08d}.jsonl").read_text().splitlines()]
-
-
-def _metrics(run):
-    return [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+    train = TrainConfig(learning_rate=3e-3, warmup_steps=0, tokens_per_microbatch=128)
+    options = dict(steps=3, prompts_per_step=4, max_new_tokens=6, validation_every=3, reward_model=str(folders[1]))
+    return small_config(path, folders[0], **(options | dict(train=train, checkpoint=CheckpointConfig()) | changes))
 
 
 def _scores_alone(folder, texts):
@@ -105,23 +94,25 @@ def test_a_policy_learns_what_the_reward_model_likes(tmp_path, folders):
     )
     config.train.learning_rate, config.train.schedule = 3e-2, "constant"
     run = reinforce(config, Words())
-    metrics = _metrics(run)
+    metrics = lines_of(run / "metrics.jsonl")
     assert metrics[-1]["reward/mean"] > metrics[1]["reward/mean"] + 1
     assert metrics[0]["validation/reward"] == pytest.approx(metrics[0]["validation/reward_model"] / 2)
     assert all(m.get("parity/tokens_different", 0) == 0 for m in metrics)
-    assert [r["reward"] for r in _rollouts(run)] == [r["rewards"]["reward_model"] * 0.5 for r in _rollouts(run)]
+    assert [r["reward"] for r in rollouts_of(run, 1)] == [
+        r["rewards"]["reward_model"] * 0.5 for r in rollouts_of(run, 1)
+    ]
 
 
 def test_every_score_is_that_of_its_text_alone(whole, folders):
-    assert _is_scored_alone(_rollouts(whole), folders[1])
+    assert _is_scored_alone(rollouts_of(whole, 1), folders[1])
 
 
 def test_groups_are_dropped_by_the_total_with_the_score(tmp_path, folders):
     # All own rewards are equal: without the score every group would be dropped.
     run = reinforce(_config(tmp_path / "run", folders, steps=1, algorithm="dapo"), Words())
-    metrics = _metrics(run)[1]
-    assert metrics["reward/mean"] != 0 and len(_rollouts(run)) == 16
-    assert not any(r.get("dropped") for r in _rollouts(run))
+    metrics = lines_of(run / "metrics.jsonl")[1]
+    assert metrics["reward/mean"] != 0 and len(rollouts_of(run, 1)) == 16
+    assert not any(r.get("dropped") for r in rollouts_of(run, 1))
 
 
 @pytest.mark.parametrize(
@@ -131,7 +122,7 @@ def test_groups_are_dropped_by_the_total_with_the_score(tmp_path, folders):
 )
 def test_ranks_give_each_text_its_score(tmp_path, folders, parallel):
     launch(2, _on_a_rank, _config(tmp_path / "two", folders, steps=1, parallel=parallel))
-    assert _is_scored_alone(_rollouts(tmp_path / "two"), folders[1])
+    assert _is_scored_alone(rollouts_of(tmp_path / "two", 1), folders[1])
 
 
 def _on_a_rank(config):
@@ -167,12 +158,11 @@ def test_texts_are_those_of_training(tmp_path, folders):
     # A policy cannot say a special token of the reward model by its name.
     (name,) = [n for n in tokenizer.special_tokens() if tokenizer.encode(n) == end]
     assert plain.tokens(_rollout("ab", f"c{name}d"), True) == tokenizer.encode("abcd") + end
-    # Nor by one that is left when another is taken out, nor by one that the prompt has begun, nor by a key.
+    # Nor by one that is left when another is taken out, nor by one that the prompt has begun.
     nested, half = f"c{name[:4]}{name}{name[4:]}d", len(name) // 2
     assert plain.tokens(_rollout("ab", nested), True) == tokenizer.encode("abcd") + end
     begun = "a" + name[:half]
     assert plain.tokens(_rollout(begun, name[half:] + "b"), True) == tokenizer.encode(begun + "b") + end
-    assert plain._without_special([{name: "a"}]) == [{"": "a"}]
     said = [
         {"role": "user", "content": "a"},
         {"role": "assistant", "content": f"b{name}"},
@@ -244,7 +234,7 @@ def test_prompts_from_a_file_are_rewarded_by_the_model_alone(tmp_path, folders, 
     assert main([*command, "--output", str(tmp_path / "none"), "--reward-model", str(folders[0])]) == 2
     assert "is a language model without a score head" in capsys.readouterr().err
     assert main([*command, "--output", str(tmp_path / "run"), "--reward-model", str(folders[1])]) == 0
-    assert all(list(r["rewards"]) == ["reward_model"] for r in _rollouts(tmp_path / "run"))
+    assert all(list(r["rewards"]) == ["reward_model"] for r in rollouts_of(tmp_path / "run", 1))
     for bad, message in (
         ([1], "`prompt` is a list, not a string"),
         (3 * [{"role": "user"}], "has no text as its content"),
@@ -259,11 +249,11 @@ def test_a_resumed_run_has_the_same_bits(tmp_path, whole, folders):
     config = _config(tmp_path / "stopped", folders, steps=1)
     reinforce(config, Words())
     reinforce(replace(config, steps=2, resume=True), Words())
-    assert _rollouts(tmp_path / "stopped", 2) == _rollouts(whole, 2)
+    assert rollouts_of(tmp_path / "stopped", 2) == rollouts_of(whole, 2)
 
 
 def test_eval_has_the_metrics_of_the_runs_validation(tmp_path, whole, folders):
-    last = _metrics(whole)[-1]
+    last = lines_of(whole / "metrics.jsonl")[-1]
     config = EvalConfig(
         model=(str(whole),), reward_model=str(folders[1]), examples=2, max_new_tokens=6, output=str(tmp_path / "eval")
     )
@@ -272,31 +262,3 @@ def test_eval_has_the_metrics_of_the_runs_validation(tmp_path, whole, folders):
     assert result.metrics.rewards["reward_model"].mean == last["validation/reward_model"]
     with pytest.raises(UserError, match="has no rewards of its own; give --reward-model"):
         lockstep.evaluate(replace(config, reward_model="", overwrite=True), Words())
-
-
-FILE = """
-import lockstep.rl as rl
-
-class Words(rl.Environment):
-    has_rewards = False
-
-    def examples(self, split):
-        yield from (rl.Example(f"{word}:") for word in ("stone", "river", "cloud"))
-
-class Forgets(rl.Environment):
-    def examples(self, split):
-        yield from (rl.Example(f"{word}:") for word in ("stone", "river", "cloud"))
-
-    def reward(self, example, completion):
-        return {}
-"""
-
-
-def test_an_environment_of_a_file_needs_no_rewards_if_it_says_so(tmp_path, folders, capsys):
-    (tmp_path / "task.py").write_text(FILE)
-    command = ["rl", "--model", str(folders[0]), "--reward-model", str(folders[1]), "--steps", "1"]
-    command += ["--dtype", "float32", "--max-new-tokens", "4", "--prompts-per-step", "2", "--samples-per-prompt", "2"]
-    assert main([*command, "--environment", f"{tmp_path / 'task.py'}:Words", "--output", str(tmp_path / "run")]) == 0
-    assert all(list(r["rewards"]) == ["reward_model"] for r in _rollouts(tmp_path / "run"))
-    assert main([*command, "--environment", f"{tmp_path / 'task.py'}:Forgets", "--output", str(tmp_path / "bad")]) == 2
-    assert "returned no reward" in capsys.readouterr().err

@@ -10,13 +10,7 @@ import pytest
 import torch
 
 from lockstep import Engine, EngineConfig, SamplingParams, build_model, ops, save_model
-from lockstep.config import (
-    ActorsConfig,
-    CompileConfig,
-    RecomputeConfig,
-    RLConfig,
-    TrainConfig,
-)
+from lockstep.config import ActorsConfig, CheckpointConfig, CompileConfig, RecomputeConfig, RLConfig, TrainConfig
 from lockstep.data import ByteTokenizer
 from lockstep.errors import UserError
 from lockstep.generate.drafts import Draft
@@ -31,14 +25,13 @@ from lockstep.rl.scoring.explain import first_difference, in_words
 from lockstep.rl.scoring.parity import Parity, ParityError
 from lockstep.rl.scoring.routes import routes_to_replay
 from tests.rl.losses import batches_of, loss_of
+from tests.rl.small_runs import rollouts_of, small_config, steps_of
 from tests.server.conftest import running_server
 
+MICRO = preset("qwen3_moe:micro", 258)
 SHAPE = replace(
-    preset("qwen3_moe:micro", 258),
-    dim=64,
-    num_layers=3,
-    experts=replace(preset("qwen3_moe:micro", 258).experts, intermediate_size=32, dense_layers=(1,)),
-)
+    MICRO, dim=64, num_layers=3, experts=replace(MICRO.experts, intermediate_size=32, dense_layers=(1,))
+)  # fmt: skip
 """Its routes are shorter than a digest, and so digests themselves; `LONG`'s are longer."""
 LONG = replace(SHAPE, experts=replace(SHAPE.experts, routing=replace(SHAPE.experts.routing, active=5)))
 
@@ -242,17 +235,6 @@ def test_gradients_of_a_replayed_route_are_those_of_its_weights(scoring):
     assert torch.equal(weights[others], plain[0][others]) and torch.equal(chosen[others], plain[1][others])
 
 
-def test_replay_of_equal_routes_changes_no_bit(rollouts):
-    model = mixture()
-    loss = gradients_of(model, rollouts, router_replay=True)
-    gradients = [p.grad.clone() for p in model.parameters()]
-    assert loss.metrics()["routes/different"] == 0
-    model.zero_grad()
-    without = gradients_of(model, rollouts)
-    assert loss.parity == without.parity
-    assert all(torch.equal(a, p.grad) for a, p in zip(gradients, model.parameters()))
-
-
 @pytest.mark.parametrize(
     "recompute",
     [
@@ -285,24 +267,18 @@ def test_replay_without_experts_or_routes_is_refused(tmp_path, model_folder, rol
         gradients_of(mixture(), [replace(rollout, routes=[]) for rollout in rollouts], router_replay=True)
 
 
-def run_of(folder, shape=SHAPE, **settings):
-    save_model(build_model(shape, "float32", seed=0), folder / "model")
+def run_of(folder, **settings):
+    """Of `LONG`, in the folder `model`: the metrics of two steps, and the rollouts of the second."""
+    save_model(build_model(LONG, "float32", seed=0), folder / "model")
     ByteTokenizer().save(folder / "model")
-    defaults = dict(
-        model=str(folder / "model"), output=str(folder / "run"), environment="digit_sum", steps=2, prompts_per_step=4,
-        samples_per_prompt=4, max_new_tokens=6, validation_examples=4,
-        train=TrainConfig(learning_rate=3e-3, schedule="constant"),
-        engine=EngineConfig(max_tokens_per_step=64, max_sequences=8, cache_tokens=2048),
-    )  # fmt: skip
-    path = reinforce(RLConfig(**(defaults | settings)))
-    metrics = [json.loads(line) for line in (path / "metrics.jsonl").read_text().splitlines()][1:]
-    lines = [json.loads(line) for line in (path / "rollouts" / "step_00000002.jsonl").read_text().splitlines()]
-    return metrics, lines
+    settings = dict(environment="digit_sum", checkpoint=CheckpointConfig()) | settings
+    run = reinforce(small_config(folder / "run", folder / "model", **settings))
+    return steps_of(run), rollouts_of(run, 2)
 
 
 def test_a_run_checks_every_route_and_replaying_them_changes_no_bit(tmp_path):
-    without, digests = run_of(tmp_path / "without", LONG)
-    with_replay, whole = run_of(tmp_path / "with", LONG, router_replay=True)
+    without, digests = run_of(tmp_path / "without")
+    with_replay, whole = run_of(tmp_path / "with", router_replay=True)
     for step in without:
         assert step["parity/routes_checked"] == step["parity/tokens_checked"] > 0
         assert step["parity/routes_different"] == step["parity/tokens_different"] == 0
@@ -314,7 +290,7 @@ def test_a_run_checks_every_route_and_replaying_them_changes_no_bit(tmp_path):
 
 @pytest.mark.slow
 def test_a_compiled_run_checks_the_route_of_every_token(tmp_path):
-    metrics, _ = run_of(tmp_path, LONG, compile=CompileConfig(backend="inductor"))
+    metrics, _ = run_of(tmp_path, compile=CompileConfig(backend="inductor"))
     for step in metrics:
         assert step["parity/routes_checked"] == step["parity/tokens_checked"] > 0
         assert step["parity/routes_different"] == step["parity/tokens_different"] == 0
@@ -351,7 +327,7 @@ def test_digests_travel_and_whole_routes_where_they_are_replayed(tmp_path, monke
         served = running_server(tmp_path / name / "model", admin_key="secret") if way == "http" else nullcontext()
         with served as server:
             actors = ActorsConfig(urls=(server.url,)) if server else ActorsConfig(generators=1, threads=1)
-            metrics, lines = run_of(tmp_path / name, LONG, actors=actors, steps=2, router_replay=replays)
+            metrics, lines = run_of(tmp_path / name, actors=actors, router_replay=replays)
         for step in metrics:
             checked = step.get("parity/routes_checked")
             assert checked == (None if replays else step["parity/tokens_checked"])

@@ -1,10 +1,8 @@
 """PPO: generalized advantages, values that are the same bits everywhere, and runs that resume with their value head."""
 
-import dataclasses
 import math
 import shutil
-from functools import partial
-from pathlib import Path
+from dataclasses import replace
 
 import pytest
 import torch
@@ -13,19 +11,16 @@ from hypothesis import strategies as st
 
 from lockstep import build_model, load_model
 from lockstep.checkpoint.manifest import write_manifest
-from lockstep.config import CheckpointConfig, CompileConfig, RecomputeConfig, RLConfig, TrainConfig
-from lockstep.config import validate as validate_config
+from lockstep.config import CheckpointConfig, CompileConfig, RLConfig, TrainConfig
 from lockstep.data import ByteTokenizer
 from lockstep.errors import RunStopped, UserError
 from lockstep.model import ModelConfig, save_model
-from lockstep.parallel.recompute import apply_recompute
-from lockstep.rl import Example, Rollout, Scores
 from lockstep.rl.algorithms import explained_variance, generalized_advantages, value_losses, value_returns
 from lockstep.rl.reinforce import reinforce
 from lockstep.rl.rollouts.advantages import assign_advantages
-from lockstep.rl.scoring.value_head import ValueHead, make_value_head, train_settings
+from lockstep.rl.scoring.value_head import make_value_head, train_settings
 from lockstep.train import Trainer
-from tests.rl.losses import assign_values, batches_of, log_probs_of, loss_of
+from tests.rl.losses import assign_values, batches_of, drawn_rollouts, drawn_value_head, log_probs_of, loss_of
 from tests.rl.small_runs import EvenBytes, small_config, steps_of
 
 SHAPE = ModelConfig(
@@ -49,20 +44,6 @@ def test_advantages_are_the_sum_of_equation_16(tokens, gamma, lambda_):
     assert value_returns(found, values) == [a + v for a, v in zip(found, values)]
 
 
-def test_a_value_that_went_far_enough_has_no_gradient_and_one_that_went_astray_has_its_own():
-    old, returns = torch.zeros(4), torch.tensor([1.0, 1.0, -1.0, 1.0])
-    values = torch.tensor([0.1, 0.5, 0.5, 1.5], requires_grad=True)
-    losses, bounded = value_losses(values, old, returns, 0.2)
-    losses.sum().backward()
-    # Within the bound; beyond it and nearer to the return than the bound is, twice; beyond it the wrong way.
-    assert bounded.tolist() == [False, True, False, True]
-    # float32 squares and products of numbers that are rounded: 7e-8 measured, 2.4e-7 is two units in the last place.
-    assert losses.tolist() == pytest.approx([0.405, 0.32, 1.125, 0.32], rel=2.4e-7)
-    assert values.grad.tolist() == pytest.approx([-0.9, 0.0, 1.5, 0.0], rel=2.4e-7)
-    free, none = value_losses(values.detach(), old, returns, 0.0)
-    assert free.tolist() == pytest.approx([0.405, 0.125, 1.125, 0.125], rel=2.4e-7) and not none.any()
-
-
 def test_a_value_exactly_on_the_bound_or_as_far_from_the_return_as_the_bound_has_its_whole_gradient():
     old, returns = torch.zeros(3), torch.tensor([1.0, -1.0, 0.375])
     values = torch.tensor([0.25, -0.25, 0.5], requires_grad=True)
@@ -80,100 +61,34 @@ def test_explained_variance_is_1_for_the_returns_and_0_for_a_constant():
     assert explained_variance([1.0, 2.0], [0.5, 0.5]) == 0.0
 
 
-def _model(dtype="float32"):
-    return build_model(SHAPE, dtype=dtype, seed=0)
-
-
-def _critic(config, model, seed=3):
-    value_head = make_value_head(config, model)
-    draw = torch.Generator().manual_seed(seed)
-    with torch.no_grad():
-        value_head.weight.copy_(torch.randn(value_head.weight.shape, generator=draw) * 0.1)
-    return value_head
-
-
 def _config(**changes):
-    tokens = changes.pop("tokens", 10**6)
-    return RLConfig(**dict(model="m", algorithm="ppo", train=TrainConfig(tokens_per_microbatch=tokens)) | changes)
-
-
-def _rollouts(model):
-    draw, made = torch.Generator().manual_seed(0), []
-    for group in range(3):
-        for _ in range(4):
-            tokens = torch.randint(258, (int(torch.randint(4, 20, (), generator=draw)),), generator=draw).tolist()
-            reward = float(torch.randint(3, (), generator=draw))
-            made.append(
-                Rollout(Example("p"), group, tokens[:3], tokens[3:], [], "stop", "", 0, scores=Scores(reward=reward))
-            )
-    return [dataclasses.replace(r, logprobs=own) for r, own in zip(made, log_probs_of(model, made, _config()))]
-
-
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-def test_values_have_the_same_bits_however_a_step_is_packed_and_in_the_loss(dtype):
-    model = _model(dtype)
-    rollouts, value_head = _rollouts(model), _critic(_config(), model)
-    found = []
-    for tokens in (1, 40, 10**6):
-        assign_values(rollouts, model, value_head, _config(tokens=tokens))
-        found.append([r.scores.values for r in rollouts])
-    assert found[0] == found[1] == found[2]
-    assign_advantages(rollouts, algorithm := loss_of(_config(), False).algorithm)
-    # As float32 tensors, and with a gradient: PPO's bound, however narrow, changes nothing on the first update.
-    config = _config(value_clip=1e-30)
-    loss = loss_of(config, compare=True, value_head=value_head)
-    (batch,) = batches_of(rollouts, config)
-    within = []
-    value_head.register_forward_hook(lambda module, given, out: within.append(out.detach().clone()))
-    loss(model, batch)
-    assert torch.equal(within[0], batch.old_values) and algorithm.advantage == "gae"
-    assert loss.metrics()["value/clip_fraction"] == 0.0
-    assert loss.parity.tokens_different == 0 < loss.parity.tokens_checked
-
-
-def _gradients(model, value_head, config, rollouts):
-    assign_values(rollouts, model, value_head, config)
-    loss = loss_of(config, compare=False, value_head=value_head)
-    assign_advantages(rollouts, loss.algorithm)
-    for batch in batches_of(rollouts, config):
-        loss(model, batch).backward()
-    return {name: p.grad for name, p in [*model.named_parameters(), *value_head.parameters_by_name().items()]}
+    return RLConfig(**dict(model="m", algorithm="ppo") | changes)
 
 
 def test_a_detached_head_learns_and_leaves_the_models_gradient_as_it_is_without_one():
-    rollouts = _rollouts(_model())
-    settings_of_runs = {"none": {"value_coefficient": 0.0}, "detached": {"value_detached": True}, "shared": {}}
+    rollouts = drawn_rollouts(build_model(SHAPE, dtype="float32", seed=0), longest=16)
     found = {}
-    for name, changes in settings_of_runs.items():
-        model, config = _model(), _config(**changes)
-        found[name] = _gradients(model, _critic(config, model), config, rollouts)
+    for name, changes in {
+        "none": {"value_coefficient": 0.0},
+        "detached": {"value_detached": True},
+        "shared": {},
+    }.items():
+        model, config = build_model(SHAPE, dtype="float32", seed=0), _config(**changes)
+        value_head = drawn_value_head(config, model)
+        scored = [replace(r, logprobs=own) for r, own in zip(rollouts, log_probs_of(model, rollouts, config))]
+        assign_values(scored, model, value_head, config)
+        loss = loss_of(config, value_head=value_head)
+        assign_advantages(scored, loss.algorithm)
+        for batch in batches_of(scored, config):
+            loss(model, batch).backward()
+        parameters = [*model.named_parameters(), *value_head.parameters_by_name().items()]
+        found[name] = {name: parameter.grad for name, parameter in parameters}
     head = "value_head.weight"
     assert torch.equal(found["detached"][head], found["shared"][head]) and found["detached"][head].any()
     for name, gradient in found["none"].items():
         if name != head:
             assert torch.equal(found["detached"][name], gradient), name
             assert not torch.equal(found["shared"][name], gradient), name
-
-
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-def test_recomputation_changes_no_gradient(dtype):
-    rollouts = _rollouts(_model(dtype))
-    found = []
-    for mode in ("none", "full"):
-        model = _model(dtype)
-        apply_recompute(model, RecomputeConfig(mode=mode))
-        found.append(_gradients(model, _critic(_config(), model), _config(), rollouts))
-    assert all(torch.equal(gradient, found[1][name]) for name, gradient in found[0].items())
-
-
-def test_the_head_is_float32_and_a_plain_product_with_a_bias():
-    head, hidden = ValueHead(5), torch.randn(7, 5, generator=torch.Generator().manual_seed(0))
-    assert torch.equal(head(hidden), torch.zeros(7)), "it begins as zero"
-    with torch.no_grad():
-        head.weight.copy_(torch.tensor([[1.0, -2.0, 0.5, 0.0, 3.0, 0.25]]))
-    expected = hidden.double() @ head.weight[0, :5].double() + 0.25 * math.sqrt(5)
-    torch.testing.assert_close(head(hidden).double(), expected, rtol=0, atol=1e-6)  # six float32 roundings: 2.2e-7
-    assert head(hidden.bfloat16()).dtype == torch.float32
 
 
 def _run(output, folder, **changes):
@@ -233,14 +148,6 @@ def test_a_checkpoint_is_a_model_folder_and_keeps_the_head_with_the_trainers_ten
     assert torch.equal(theirs.get_input_embeddings().weight, own.embed_tokens.weight)
 
 
-def damage_a_byte(path):
-    from safetensors import safe_open
-
-    whole = path.read_bytes()
-    place = whole.index(safe_open(path, "pt").get_tensor("master.value_head.weight").numpy().tobytes())
-    path.write_bytes(whole[:place] + bytes([whole[place] ^ 1]) + whole[place + 1 :])
-
-
 def change_the_head(path, change):
     """Saves `change(head)`, or leaves the head out if that is None, in a checkpoint whose manifest fits."""
     from safetensors.torch import load_file, save_file
@@ -253,19 +160,16 @@ def change_the_head(path, change):
 
 
 @pytest.mark.parametrize(
-    ("damage", "said"),
+    "change",
     [
-        (damage_a_byte, r"optimizer.safetensors: tensor master.value_head.weight does not match its checksum"),
-        (Path.unlink, r"trainer/optimizer.safetensors is missing"),
-        (partial(change_the_head, change=lambda head: head[:, :1].contiguous()), r"value_head.weight"),
-        (partial(change_the_head, change=lambda head: None), r"value_head.weight"),
+        pytest.param(lambda head: head[:, :1].contiguous(), id="another shape"),
+        pytest.param(lambda head: None, id="left out"),
     ],
-    ids=["a byte", "no file", "another shape", "left out"],
 )
-def test_a_damaged_or_missing_head_is_named_on_resuming(run, folders, damage, said):
+def test_a_head_of_another_shape_or_none_is_named_on_resuming(run, folders, change):
     shutil.rmtree(run / "checkpoints" / "step_00000002")
-    damage(run / "checkpoints" / "step_00000004" / "trainer" / "optimizer.safetensors")
-    with pytest.raises((UserError, RunStopped), match=said):
+    change_the_head(run / "checkpoints" / "step_00000004" / "trainer" / "optimizer.safetensors", change)
+    with pytest.raises((UserError, RunStopped), match="value_head.weight"):
         _run(run, folders[0], steps=5, resume=True)
 
 
@@ -276,17 +180,22 @@ def test_a_checkpoint_of_another_algorithm_has_no_head_to_resume_with(tmp_path, 
 
 
 def test_the_head_has_a_learning_rate_of_its_own_and_cannot_be_frozen():
-    value_head = make_value_head(_config(), _model())
+    value_head = make_value_head(_config(), build_model(SHAPE))
     for changes, expected in ({}, 10.0), ({"value_learning_rate": 3.0}, 3.0), ({"algorithm": "grpo"}, 1.0):
         trainer = Trainer(
-            _model(), train_settings(_config(**changes)), 1, extra_parameters=value_head.parameters_by_name()
+            build_model(SHAPE), train_settings(_config(**changes)), 1, extra_parameters=value_head.parameters_by_name()
         )
         assert trainer.optimizer.settings["value_head.weight"].learning_rate == expected
     own = _config(train=TrainConfig(rules=("value_head.* learning_rate=2",)))
-    trainer = Trainer(_model(), train_settings(own), 1, extra_parameters=value_head.parameters_by_name())
+    trainer = Trainer(build_model(SHAPE), train_settings(own), 1, extra_parameters=value_head.parameters_by_name())
     assert trainer.optimizer.settings["value_head.weight"].learning_rate == 2.0
     with pytest.raises(UserError, match=r"train.rules freeze value_head.weight, .* \"value_head.weight frozen=false\""):
-        Trainer(_model(), TrainConfig(rules=("* frozen=true",)), 1, extra_parameters=value_head.parameters_by_name())
+        Trainer(
+            build_model(SHAPE),
+            TrainConfig(rules=("* frozen=true",)),
+            1,
+            extra_parameters=value_head.parameters_by_name(),
+        )
 
 
 @pytest.mark.parametrize(
@@ -307,23 +216,8 @@ def test_runs_with_frozen_layers_and_with_updates_in_the_backward_train_the_head
 @pytest.mark.slow
 def test_a_compiled_run_compares_every_bit(tmp_path):
     folder = tmp_path / "policy"
-    save_model(build_model(dataclasses.replace(SHAPE, head_dim=32), dtype="float32", seed=0), folder)
+    save_model(build_model(replace(SHAPE, head_dim=32), dtype="float32", seed=0), folder)
     ByteTokenizer().save(folder)
     metrics = _metrics(_run(tmp_path / "run", folder, steps=2, compile=CompileConfig(backend="inductor")))
     assert all(m["parity/tokens_different"] == 0 and m["policy/ratio_first_max"] == 1.0 for m in metrics)
     assert all(m["value/loss"] > 0 for m in metrics)
-
-
-@pytest.mark.parametrize(
-    ("changes", "message"),
-    [
-        ({"loss": "clip_sequence"}, "advantage gae of ppo computes one per token"),
-        ({"algorithm": "grpo", "value_detached": True}, 'advantage "group" has no value function'),
-        ({"gae_lambda": 1.5}, "gae_lambda is 1.5; it must be 1 or less"),
-        ({"value_clip": -1.0}, "value_clip is -1.0; it must be 0 or more"),
-    ],
-    ids=str,
-)
-def test_settings_that_do_not_go_together_are_refused(changes, message):
-    with pytest.raises(UserError, match=message):
-        validate_config(_config(**changes))
