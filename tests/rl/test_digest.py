@@ -120,11 +120,11 @@ def test_processes_beside_each_other_with_other_threads_and_instruction_sets_are
 
 
 @pytest.mark.slow
-def test_forty_processes_beside_other_work_are_one_run(tmp_path):
+def test_twelve_processes_beside_other_work_are_one_run(tmp_path):
     neighbour = subprocess.Popen([sys.executable, "-c", "while True: pass"])
     try:
-        for index in range(40):
-            variation = VARIATIONS[index % 3] if index < 6 else {}
+        for index in range(12):
+            variation = VARIATIONS[index % len(VARIATIONS)] if index % 4 < 2 else {}
             environment = variation | {"OMP_NUM_THREADS": str(1 + index % 4)}
             digest = digests_of_a_process(tmp_path / str(index), **environment)
             assert digest == EXPECTED, f"process {index}"
