@@ -323,10 +323,14 @@ def generating_world(ranks: RanksConfig, device: str = "") -> Iterator[World]:
 def close_world(world: World) -> None:
     """Leaves the process group."""
     if world.mesh is not None and dist.is_initialized():
+        from torch.distributed.tensor import debug
+
         if world.tensor_group is not None:
             close_memory(world.tensor_group)
         close_buffers()
         dist.destroy_process_group()
+        # DTensor caches layouts with their meshes. Meshes of one shape are equal, also if a mesh's groups have ended.
+        debug._clear_sharding_prop_cache()
 
 
 def resolve_degrees(
