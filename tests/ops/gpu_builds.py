@@ -66,6 +66,12 @@ SHAPES = {
 }
 
 
+def kernels() -> set[str]:
+    """The names of all kernels that are launched, as `Launch.name` has them."""
+    named = {f"{module.__name__.rpartition('.')[2]}.{name.strip('_')}" for module in MODULES for name in vars(module)}
+    return {name for name in named if name.endswith("_kernel")}
+
+
 class Pointer(NamedTuple):
     dtype: torch.dtype
 
@@ -215,8 +221,8 @@ def _experts(shape: Shape, dtype: torch.dtype) -> None:
             x, weight = torch.empty(8 * tokens, deep, dtype=dtype), torch.empty(count, wide, deep, dtype=dtype)
             grouped_linear.product(x, weight, starts)
             grouped_linear.product(torch.empty(8 * tokens, wide, dtype=dtype), weight.transpose(1, 2), starts)
-        places = torch.zeros(tokens, 8, dtype=torch.int64)
-        many, weights = torch.empty(8 * tokens, shape.dim, dtype=dtype), torch.empty(tokens, 8)
+        places = torch.zeros(8 * tokens, dtype=torch.int64)
+        many, weights = torch.empty(8 * tokens, shape.dim, dtype=dtype), torch.empty(8 * tokens)
         out = torch.empty(tokens, shape.dim, dtype=dtype)
         for each in (weights, None):
             experts.combine(many, each, places, out)

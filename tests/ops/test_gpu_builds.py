@@ -6,7 +6,7 @@ import torch
 pytest.importorskip("triton", reason="triton is published for Linux on x86-64 alone")
 
 from lockstep.ops.cuda import attention
-from tests.ops.gpu_builds import INSTRUCTION, SHAPES, SHARED, Build, Launch, build, launches
+from tests.ops.gpu_builds import INSTRUCTION, SHAPES, SHARED, Build, Launch, build, kernels, launches
 
 PRODUCTS = {
     "attention.attend_kernel", "attention_backward.queries_kernel", "attention_backward.keys_kernel",
@@ -42,6 +42,10 @@ def faults(launch: Launch, built: Build, capability: int) -> list[str]:
     if built.instructions != wanted(launch, capability):
         found.append(f"instructions {sorted(built.instructions)}, not {sorted(wanted(launch, capability))}")
     return [f"{launch.name} {launch.sizes}: {fault}" for fault in found]
+
+
+def test_every_kernel_is_launched():
+    assert {each.name for each in launches(torch.bfloat16, 90)} == kernels()
 
 
 @pytest.mark.parametrize("capability", [90, pytest.param(86, marks=pytest.mark.slow)])
