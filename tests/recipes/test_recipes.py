@@ -46,7 +46,7 @@ def memory_of(name):
         try:
             found.append(sum(estimate_memory(config).memory.values()) / 2**30)
         except UserError as error:
-            assert f"ranks, but {ranks} run" in str(error)
+            assert f"ranks, but {ranks} are running" in str(error)
             found.append(None)
     return found
 
