@@ -18,7 +18,7 @@ from lockstep.rl.rollouts.recorded import read_lines
 from tests.parallel.launch import free_port, launch
 from tests.rl.generators.disturbed import Disturbed
 from tests.rl.generators.test_colocated import LAYOUTS, ONE, config_of, outcome, run
-from tests.rl.generators.test_soak import soak
+from tests.rl.generators.test_soak import actors_of, soak
 from tests.server.conftest import running_server
 
 WAYS = {
@@ -116,7 +116,10 @@ def config_ahead(task, model_folder, output, steps, actors):
 def test_a_run_that_samples_ahead_and_is_killed_trains_on_every_prompt_once(task, model_folder, tmp_path, on_update):
     actors = ActorsConfig(generators=2, threads=1, max_staleness=2, on_update=on_update)
     config = config_ahead(task, model_folder, tmp_path / "run", 10, actors)
-    soak(config, strikes=3, at_once=2, seed=3)
+    if on_update == "finish":  # which does not have the same bits if a generator is lost
+        soak(config, ["trainer"], strikes=2, at_once=1, seed=3)
+    else:
+        soak(config, actors_of(config), strikes=3, at_once=2, seed=3)
     check_every_prompt_was_trained_on_once(tmp_path / "run", task, config)
     if on_update == "finish":
         whole = dataclasses.replace(config, output=str(tmp_path / "whole"))

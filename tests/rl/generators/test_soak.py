@@ -17,21 +17,23 @@ from tests.rl.generators.test_disturbed import left_over
 from tests.rl.processes import is_alive
 
 
-def soak(config, strikes, at_once, seed):
-    """A run of `config` in which `at_once` of its generators and its trainer die, `strikes` times; their names."""
+def actors_of(config):
+    return [*(f"generator_{number}" for number in range(config.actors.generators)), "trainer"]
+
+
+def soak(config, names, strikes, at_once, seed):
+    """A run of `config` in which `at_once` of the actors `names` die, `strikes` times; who they were."""
     draw, victims = random.Random(seed), []
-    generators = config.actors.generators
-    names = [f"generator_{number}" for number in range(generators)]
     run = Disturbed(config, until=0)
     stopped = []
     for strike in range(strikes):
         run.wait_for_step(strike * (config.steps - 1) // strikes)
         # Each once; then chance decides.
-        struck = [*names, "trainer"][strike * at_once :][:at_once]
+        struck = names[strike * at_once :][:at_once]
         while len(struck) < at_once:
             # A third start in a row that ends before a generator can sample ends the run.
             twice = {victims[-1]} if len(victims) > 1 and victims[-1] == victims[-2] else set()
-            struck += {*draw.choices([*names, "trainer"], [2] * generators + [1])} - {*struck} - twice
+            struck += {*draw.choices(names, [1 + (name != "trainer") for name in names])} - {*struck} - twice
         pids = [run.wait_for_generator(name) for name in struck if name != "trainer"]
         run.hold((strike + 1) * (config.steps - 1) // strikes)
         for pid in pids:
@@ -57,7 +59,7 @@ def check(model_folder, tmp_path, steps, actors, kills, at_once, seed):
     (tmp_path / "whole").mkdir()
     config, expected = whole_run(model_folder, tmp_path / "whole", steps)
     config = replace(config, output=str(tmp_path / "run"), actors=actors)
-    victims = soak(config, kills // at_once, at_once, seed)
+    victims = soak(config, actors_of(config), kills // at_once, at_once, seed)
     assert len(victims) == kills and len(set(victims)) == actors.generators + 1
     found = outcome(tmp_path / "run")
     assert found == expected and len(found[0]) == 1 + config.steps
