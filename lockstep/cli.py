@@ -1,5 +1,5 @@
 """One command: lockstep demo | pretrain | sft | dpo | reward-model | data | rl | replay | generate | chat | eval |
-serve | parity | compare | convert | why | doctor.
+serve | parity | compile | compare | convert | why | doctor.
 
 Bad input ends with one clear message and exit code 2, without a traceback. A command imports its implementation after
 parsing its options, so that --help and wrong options do not import PyTorch.
@@ -318,6 +318,27 @@ def parity(arguments: list[str]) -> int:
     return run(parse_options(ParityOptions, arguments, "parity"))
 
 
+def compile_run(arguments: list[str]) -> int:
+    """compile pretrain | sft | dpo | reward-model | rl: compile what such a run will call, before it starts"""
+    from lockstep.config import DPOConfig, PretrainConfig, RewardModelConfig, RLConfig, SFTConfig
+
+    kinds = {
+        "pretrain": PretrainConfig, "sft": SFTConfig, "dpo": DPOConfig, "reward-model": RewardModelConfig,
+        "rl": RLConfig,
+    }  # fmt: skip
+    usage = f"write lockstep compile COMMAND, with the options of the run; COMMAND: {', '.join(kinds)}"
+    if arguments in (["--help"], ["--help-all"], ["-h"]):
+        print(usage)
+        sys.exit(0)
+    if not arguments or arguments[0] not in kinds:
+        raise UserError(usage)
+    config = run_config(arguments[0], kinds[arguments[0]], arguments[1:])
+    from lockstep.commands.compile import compile_run as run
+
+    run(config)
+    return 0
+
+
 @dataclass
 class ConvertOptions:
     """Write a model as a Hugging Face folder."""
@@ -460,6 +481,7 @@ COMMANDS: dict[str, Callable[[list[str]], int]] = {
     "eval": evaluate,
     "serve": serve,
     "parity": parity,
+    "compile": compile_run,
     "compare": compare,
     "replay": replay,
     "convert": convert,

@@ -88,10 +88,8 @@ def type_problem(name: str, value: Any, kind: Any) -> str:
 
 
 def _is(value: Any, kind: Any) -> bool:
+    if kind in _NAMES:
+        return kind is bool if isinstance(value, bool) else isinstance(value, (int, float) if kind is float else kind)
     if get_origin(kind) is tuple:
         return isinstance(value, list | tuple) and all(_is(each, get_args(kind)[0]) for each in value)
-    if kind not in _NAMES:
-        return True
-    if isinstance(value, bool):
-        return kind is bool
-    return isinstance(value, int | float if kind is float else kind)
+    return True

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import math
-from dataclasses import astuple, dataclass
 from functools import lru_cache
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -15,8 +15,7 @@ from lockstep.ops import cuda, native
 from lockstep.ops.elementary import power
 
 
-@dataclass(frozen=True)
-class AdamWFactors:
+class AdamWFactors(NamedTuple):
     """The factors shared by all elements of a step, in the order of optimizer.cpp's parameters."""
 
     decay: float
@@ -69,12 +68,12 @@ def adamw_step(
     if cuda.usable(master):
         from lockstep.ops.cuda.optimizer import adamw_step as triton_step
 
-        triton_step(master, grad.contiguous(), mean, square, astuple(factors), scale, weight)
+        triton_step(master, grad.contiguous(), mean, square, factors, scale, weight)
         torch.autograd.graph.increment_version(tensors)
         return
     kernel, grad = ("adamw_narrow_grad", grad) if grad.dtype == torch.bfloat16 else ("adamw", grad.float())
     buffers = master, weight, grad.contiguous(), mean, square
-    native.call(kernel, mean.dtype, *buffers, master.numel(), scale, *astuple(factors))
+    native.call(kernel, mean.dtype, *buffers, master.numel(), scale, *factors)
     # Autograd does not see these writes: bump the version, so that packed copies of a weight are invalidated.
     torch.autograd.graph.increment_version(tensors)
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+import numpy as np
 import torch
 from jaxtyping import Float, Int
 from torch import Tensor
@@ -32,32 +33,23 @@ class SharedPrefixAttention:
     def __init__(self, lengths: Sequence[int], shared: Sequence[int], device: str | torch.device = "cpu"):
         self.pieces = PieceAttention(lengths, [(i, n, lengths[i]) for i, n in enumerate(shared)], device)
         self.tokens = self.pieces.tokens
-        keys: list[Tensor] = []
-        packed: list[Tensor] = []
-        turns: list[tuple[list[Tensor], list[Tensor]]] = []
-        lead = lead_length = turn = 0
-        row = key = 0  # where the next sequence begins, in the rows and in the keys of all sequences
-        for sequence, (length, left_out) in enumerate(zip(lengths, shared)):
-            if left_out == 0:
-                lead, lead_length, turn = row, length, 0
-            elif left_out > lead_length or left_out >= length:
-                raise ValueError(
-                    f"sequence {sequence} of {length} tokens omits {left_out}: at most {lead_length} can be shared, "
-                    "and never its last token"
-                )
-            else:
-                turns += [([], [])] if turn == len(turns) else []
-                keys.append(torch.arange(lead, lead + left_out))
-                turns[turn][0].append(keys[-1])
-                turns[turn][1].append(torch.arange(key, key + left_out))
-                turn += 1
-            keys.append(torch.arange(row, row + length - left_out))
-            packed.append(torch.arange(key + left_out, key + length))
-            row, key = row + length - left_out, key + length
-        # The row of every key of every sequence, and for every row, its key in the sequence that it is packed with.
-        self._keys, self._packed = torch.cat(keys).to(device), torch.cat(packed).to(device)
+        length, left_out = (np.asarray(each, dtype=np.int64) for each in (lengths, shared))
+        leads = np.maximum.accumulate(np.where(left_out == 0, np.arange(len(length)), 0))  # whom each shares with
+        _refuse_too_much(length, left_out, np.where(left_out[leads] == 0, length[leads], 0))
+        first_rows, first_keys = _starts(length - left_out), _starts(length)
+        # For every key of every sequence: its sequence, its position there, and the row that it is computed in.
+        sequences = np.repeat(np.arange(len(length)), length)
+        positions = np.arange(len(sequences)) - first_keys[sequences]
+        is_shared = positions < left_out[sequences]
+        keys = positions + np.where(is_shared, first_rows[leads[sequences]], (first_rows - left_out)[sequences])
+        copies = is_shared.nonzero()[0]
+        turns = (np.arange(len(length)) - leads)[sequences[copies]]
+        of_turns = [copies[turns == turn] for turn in range(1, turns.max(initial=0) + 1)]
+        self._keys = torch.from_numpy(keys).to(device)
+        # For every row, its key in the sequence that it is packed with.
+        self._packed = torch.from_numpy((~is_shared).nonzero()[0]).to(device)
         # Per turn i: the rows that the i-th sequence after theirs omits, and the indices of its copies of their keys.
-        self._turns = [tuple(torch.cat(indices).to(device) for indices in turn) for turn in turns]
+        self._turns = [tuple(torch.from_numpy(each).to(device) for each in (keys[turn], turn)) for turn in of_turns]
 
     def __call__(self, layer: int, q: Tensor, k: Tensor, v: Tensor | None, terms: Terms = PLAIN) -> Tensor:
         return attend_or_train(self, q, k, v, terms)
@@ -90,3 +82,17 @@ class SharedPrefixAttention:
         for rows, copies in self._turns:
             sums.index_add_(0, rows, of_keys.index_select(0, copies))
         return sums.to(like.dtype)
+
+
+def _starts(counts: np.ndarray) -> np.ndarray:
+    """Where each of consecutive runs begins."""
+    return counts.cumsum() - counts
+
+
+def _refuse_too_much(lengths: np.ndarray, left_out: np.ndarray, available: np.ndarray) -> None:
+    """available: how many tokens the sequence before has that each can share them with."""
+    for sequence in ((left_out > 0) & ((left_out > available) | (left_out >= lengths))).nonzero()[0]:
+        raise ValueError(
+            f"sequence {sequence} of {lengths[sequence]} tokens omits {left_out[sequence]}: at most "
+            f"{available[sequence]} can be shared, and never its last token"
+        )

@@ -122,7 +122,8 @@ def norms_of_squares(
         total = torch.stack([squares[name] for name in members])
         for group in groups:
             dist.all_reduce(total, group=group)
-        places = [[i for i, name in enumerate(members) if part_of(name) == part] for part in PARTS]
+        parts = [*map(part_of, members)]
+        places = [[i for i, each in enumerate(parts) if each == part] for part in PARTS]
         # Added part by part: a scattered addition has no fixed order on a GPU.
         sums = sums.to(total.device) + torch.stack([ops.total(total[place]) for place in places])
     sums = sums.cpu()  # as are the zeros of a stage without gradients, whose layers are frozen

@@ -5,6 +5,8 @@ The engine's own property tests also run compiled (`tests/generate/test_engine.p
 
 import os
 import stat
+import subprocess
+import sys
 from dataclasses import replace
 from functools import partial
 
@@ -161,6 +163,17 @@ def compiled_on(ranks, dtype):
     sampled = engine.generate([[1], list(range(40)), [5, 6, 7]], SamplingParams(max_tokens=9, seed=1, n=2))
     close_world(world)
     return found, gradients, [(c.token_ids, c.logprobs) for group in sampled for c in group]
+
+
+@pytest.mark.slow
+def test_a_run_compiles_nothing_that_the_compile_command_has_compiled(tmp_path):
+    compiled, kept = tmp_path / "compiled", []
+    run = ["pretrain", "--model", "qwen3:micro", "--steps", "1", "--device", "cpu", "--output", str(tmp_path / "run")]
+    for command in (["compile", *run], [*run, "--compile.backend", "inductor"]):
+        environment = {**os.environ, "TORCHINDUCTOR_CACHE_DIR": str(compiled)}
+        subprocess.run([sys.executable, "-m", "lockstep", *command], env=environment, check=True)
+        kept.append({path for path in compiled.rglob("*") if path.is_file()})
+    assert len(kept[0]) > 10 and kept[1] == kept[0]
 
 
 @pytest.mark.slow  # rl/scoring/test_parity_matrix.py compiles dense models on ranks in every run

@@ -48,7 +48,7 @@ class Ledger:
             )
         self._places += places
         self._stragglers += [before + group for group in range(len(places)) if group not in groups]
-        self.rollouts += [replace(rollout, group=before + rollout.group) for rollout in rollouts]
+        self.rollouts += [replace(each, group=before + each.group) for each in rollouts] if before else rollouts
 
     @property
     def missing(self) -> int:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from itertools import islice
 from typing import Any
 
 from jaxtyping import Bool, Float
@@ -172,11 +173,11 @@ class PolicyLoss:
 
 def _store(rollouts: Sequence[Rollout], log_probs: Float[Tensor, "tokens"], entropies: Float[Tensor, "tokens"]) -> None:
     """Stores the trainer's results for each token; its log-probabilities only if they differ from the generator's."""
-    lengths = [r.num_sampled for r in rollouts]
-    for rollout, of_tokens, entropy in zip(rollouts, log_probs.split(lengths), entropies.split(lengths)):
-        trainer = of_tokens.tolist()
+    remaining, entropies_left = iter(log_probs.tolist()), iter(entropies.tolist())
+    for rollout in rollouts:
+        trainer = list(islice(remaining, rollout.num_sampled))
         rollout.scores.trainer_logprobs = trainer if trainer != rollout.logprobs else []
-        rollout.scores.entropies = entropy.tolist()
+        rollout.scores.entropies = list(islice(entropies_left, rollout.num_sampled))
 
 
 def _combined(name: str, values: Sequence[float], weight: float) -> float:

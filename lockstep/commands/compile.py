@@ -1,0 +1,51 @@
+"""`lockstep compile COMMAND`: compiles what a run of COMMAND will call, before it starts."""
+
+from __future__ import annotations
+
+import time
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+
+from lockstep.config import CompileConfig, PretrainConfig, RLConfig, validate
+from lockstep.model import ModelConfig, initialize, preset, read_config
+from lockstep.observe import announce
+from lockstep.parallel import World, close_world, open_world
+from lockstep.parallel.compile import keep_artifacts
+from lockstep.rl.generators.models import sampling_model
+from lockstep.train.resolve_defaults import resolve_defaults
+from lockstep.train.setup import adapted, trained_model
+
+BLOCKS_ALONE = 256
+"""A vocabulary: embedding and head are not compiled, so any size will do."""
+
+
+def compile_run(config: PretrainConfig | RLConfig) -> None:
+    """Fills the cache with all that a run with these settings compiles; its weights and data are not read.
+
+    Under torchrun, every rank compiles its own part, as in the run. Raises UserError as the run does.
+    """
+    if config.compile.backend == "none":
+        config = replace(config, compile=CompileConfig("inductor"))
+    validate(config)
+    world = open_world(config.parallel, config.device)
+    try:
+        config = resolve_defaults(config, world)
+        began = time.perf_counter()
+        _compile(config, world)
+        announce(f"compiled in {time.perf_counter() - began:.0f} s: {keep_artifacts()}")
+    finally:
+        close_world(world)
+
+
+def _compile(config: PretrainConfig | RLConfig, world: World) -> None:
+    """Makes the models that the run makes, with random weights."""
+    model = trained_model(config, _shape(config), world, partial(initialize, seed=config.seed))
+    if isinstance(config, RLConfig) and not config.actors.separate:
+        sampling_model(model, world, config.dtype, config.parallel, config.compile)
+
+
+def _shape(config: PretrainConfig | RLConfig) -> ModelConfig:
+    folder = Path(config.model)
+    shape = read_config(folder) if folder.is_dir() else preset(config.model, BLOCKS_ALONE)
+    return adapted(shape, config.lora, config.model) if config.lora.rank else shape
