@@ -88,7 +88,8 @@ def _packed(batch: Any, decode: dict[str, Decode]) -> Iterator[list[bytes | None
 def _open(path: str, extensions: bool) -> Any:
     supported = "arrow_extensions_enabled" in inspect.signature(parquet.ParquetFile).parameters
     options = {"arrow_extensions_enabled": extensions} if supported else {}
-    return parquet.ParquetFile(path, buffer_size=2**20, **options)  # else it would hold a group's whole columns
+    # Without a buffer size, it would hold a group's whole columns.
+    return parquet.ParquetFile(path, buffer_size=2**20, page_checksum_verification=True, **options)
 
 
 def decoders(path: str) -> dict[str, Decode]:

@@ -151,3 +151,12 @@ def test_damaged_files_are_named_or_read_and_nothing_else_happens(tmp_path):
             assert "a.parquet: cannot be read as Parquet" in str(error) or "expands" in str(error)
             refused += 1
     assert 5 < refused < 25
+
+
+def test_a_page_that_its_checksum_does_not_fit_is_refused(tmp_path):
+    table, file = pa.table({"text": [f"text {number}" for number in range(20)]}), tmp_path / "a.parquet"
+    parquet.write_table(table, file, compression="none", use_dictionary=False, write_page_checksum=True)
+    assert len(_read(file)) == 20
+    file.write_bytes(file.read_bytes().replace(b"text 7", b"text 9"))
+    with pytest.raises(UserError, match=r"a\.parquet: cannot be read as Parquet"):
+        _read(file)

@@ -63,7 +63,7 @@ class Channel:
         self._write(proof)
         if not hmac.compare_digest(self._read(len(expected), HANDSHAKE_SECONDS), expected):
             self.close()
-            raise Closed("it does not have the key of this run")
+            raise Closed("the keys of the two sides differ")
 
     def send(self, message: Any, *attachment: Buffer) -> None:
         """Sends `message` (JSON-able) and an attachment, which arrives as one piece."""

@@ -92,7 +92,7 @@ def _connect(address: str, key: bytes, name: str, world: World, channels: list[C
         welcome = channels[0].receive(HANDSHAKE_SECONDS)[0]
     except (Closed, TimeoutError, ValueError) as error:
         raise UserError(
-            f"no trainer can be reached at {address!r}: {error}; give HOST:PORT as the run printed it, and the key "
+            f"no run can be joined at {address!r}: {error}; give HOST:PORT as the run printed it, and the key "
             "file that it wrote"
         ) from error
     if "problem" in welcome:

@@ -82,7 +82,7 @@ def test_a_generator_joins_samples_with_the_bits_of_an_engine_and_ends_with_the_
 @pytest.mark.parametrize(
     ("key", "welcome", "message"),
     [
-        (bytes(32), {}, "no trainer can be reached at '127.0.0.1:.*: it"),
+        (bytes(32), {}, "no run can be joined at '127.0.0.1:.*: the keys of the two sides differ"),
         (KEY, {"arithmetic": "cuda"}, "the trainer computes in cuda, but a generator on .* in "),
         (KEY, {"model": "other"}, "differs from the trainer's model: family llama3 and not qwen3"),
         (KEY, {"model": "nowhere"}, "nowhere"),
