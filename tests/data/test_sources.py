@@ -168,7 +168,9 @@ def test_the_cache_is_written_once_by_one_of_several_processes_and_again_for_oth
     assert (folder / "tokens.bin").stat().st_mtime_ns == written
     _jsonl(path, TEXTS[:10])
     _tokenize(str(path), str(cache), results)
-    assert len([p for p in cache.iterdir() if p.is_dir()]) == 2
+    _jsonl(path, TEXTS[9::-1])  # as long as before
+    _tokenize(str(path), str(cache), results)
+    assert len([p for p in cache.iterdir() if p.is_dir()]) == 3
 
 
 def test_large_files_go_to_the_users_cache_by_themselves(tmp_path, monkeypatch):

@@ -1,6 +1,7 @@
 """The environment's side of conversations, without a model: limits of time hold whatever an environment does."""
 
 import asyncio
+import contextlib
 import math
 import time
 
@@ -90,6 +91,24 @@ def test_what_a_conversation_has_left_behind_takes_nobodys_place():
 
     ends = ended(Leaving(), "leaves", "one", "two", concurrent=1, seconds=5.0)
     assert [e.outcome.cause for e in ends.values()] == [""] * 3
+
+
+def test_an_answer_to_a_request_that_was_given_up_is_not_the_next_ones():
+    received = []
+
+    class Impatient(rl.ConversationEnvironment):
+        async def converse(self, example, chat):
+            chat.add(example.prompt)
+            with contextlib.suppress(asyncio.TimeoutError):
+                await asyncio.wait_for(chat.reply(), 0.02)
+            received.append((await chat.reply()).text)
+            return 1.0
+
+    with ConversationRunner(Impatient(), [rl.Example("p")], RewardConfig(seconds=5)) as runner:
+        requests = [runner.next(wait=True) for _ in range(2)]
+        for request, text in zip(requests, ("old", "new")):
+            runner.answer(request.number, request.request, rl.Reply(text))
+        assert isinstance(runner.next(wait=True), ConversationEnded) and received == ["new"]
 
 
 @pytest.mark.parametrize("seconds", [None, 5, {"x": "a"}, {"x": math.nan}, {"x": -1.0}, {1: 1.0}, {"x": 10**400}])

@@ -136,6 +136,7 @@ def test_a_key_file_is_readable_by_its_user_only(tmp_path):
         file.write_text(content)
         with pytest.raises(UserError, match="not the key of a run"):
             read_key(file)
-    file.chmod(0o644)
-    with pytest.raises(UserError, match="other users can read"):
-        read_key(file)
+    for mode in (0o640, 0o620, 0o604):
+        file.chmod(mode)
+        with pytest.raises(UserError, match="other users can read"):
+            read_key(file)

@@ -114,6 +114,14 @@ def test_a_generator_that_joins_gets_the_newest_weights_first_and_then_requests(
     assert not waiting.is_alive()
 
 
+def test_generators_that_finish_first_begin_all_that_waits_before_newer_weights():
+    one = RecordedRemote("one", capacity=1)
+    pool = pool_of(one, finish=True)
+    first, second = pool.begin([1], PARAMS).id, pool.begin([2], PARAMS).id
+    pool.load_weights({"version": 2})
+    assert one.calls == [("weights", 1), ("submit", first), ("submit", second), ("weights", 2)]
+
+
 def test_a_refused_request_and_logits_that_are_not_finite_are_errors_of_their_prompt():
     one = RecordedRemote("one")
     pool = pool_of(one)

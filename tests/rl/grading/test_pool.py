@@ -153,6 +153,48 @@ def test_long_answers_of_one_message_are_each_given_once(opened, task):
     assert Path(f"{task}.calls").stat().st_size == 500
 
 
+LENGTHS = """
+import time
+import lockstep.rl as rl
+
+class Lengths(rl.Environment):
+    def examples(self, split):
+        return [rl.Example("p")]
+
+    def reward(self, example, completion):
+        time.sleep(0.1)
+        return len(completion)
+"""
+
+
+def rewards_of(pool, completions):
+    return [outcome.rewards["reward"] for outcome in pool([(Example("p"), text) for text in completions])]
+
+
+def test_every_completion_has_its_own_reward_after_an_interrupted_call_and_in_messages_of_any_size(
+    tmp_path, monkeypatch
+):
+    def interrupt(*_):
+        raise InterruptedError
+
+    (tmp_path / "task.py").write_text(LENGTHS)
+    monkeypatch.setattr("lockstep.rl.grading.pool.MESSAGE_BYTES", 100)
+    before = signal.signal(signal.SIGALRM, interrupt)
+    try:
+        source = EnvironmentSource(f"{tmp_path / 'task.py'}:Lengths")
+        with open_workers(source, RewardConfig(workers=1), tmp_path) as pool:
+            assert rewards_of(pool, ["x"]) == [1]
+            signal.setitimer(signal.ITIMER_REAL, 0.15)
+            with pytest.raises(InterruptedError):
+                rewards_of(pool, ["x" * length for length in range(2, 12)])
+            time.sleep(0.3)
+            signal.setitimer(signal.ITIMER_REAL, 20)  # a job that is lost would be waited for without an end
+            assert rewards_of(pool, ["x" * length for length in range(60, 64)]) == [60, 61, 62, 63]
+    finally:
+        signal.setitimer(signal.ITIMER_REAL, 0)
+        signal.signal(signal.SIGALRM, before)
+
+
 def test_a_worker_needs_no_torch(opened):
     assert opened()([(Example("p"), "imports_torch")])[0].rewards == {"torch": 0.0}
 
