@@ -30,7 +30,7 @@ BEGIN, END = "<|im_start|>", "<|im_end|>"
 CHATML_SOURCE = """\
 {%- for message in messages %}
 {%- if message.tool_calls or tools %}
-{{- raise_exception('ChatML has no tools; give a template that has, with --template FILE') }}
+{{- raise_exception('ChatML has no tools; train with a template that has: lockstep sft --template FILE') }}
 {%- endif %}
 {{- '<|im_start|>' + message.role + '\\n' }}
 {%- if message.role == 'assistant' %}

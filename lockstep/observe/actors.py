@@ -20,6 +20,8 @@ container; ended by an error that it reported."""
 NAME = re.compile(r"[a-z]{1,40}_[0-9]{1,9}")
 LOST = ("Connection closed by peer", "Connection reset by peer", "an exchange of ranks failed", "NCCL error")
 """Parts of the errors that gloo and NCCL raise when a connection is lost because another rank has ended."""
+LOST_TRAINER = "Closed: "
+"""Prefix of a generator's final message if its trainer has ended."""
 
 GENERATORS = "the generators"
 """What an actor waits for, if it is any of the generators."""
@@ -198,12 +200,14 @@ def _ring(actors: list[Actor]) -> list[Actor]:
 
 def _first_lost(lost: list[Actor]) -> list[Actor]:
     """The most likely cause: a process that is stopped, or that the watchdog named; else the first error that is not
-    about a lost connection; else a process that ended without an error; else the first error."""
+    about a lost connection; else a process that ended without an error, a rank rather than a generator, which ends with
+    its trainer; else the first error."""
     named = verdict(lost)
     for kind in (
         [a for a in lost if a.process == "stopped"],
         [a for a in lost if f"{a.title} stopped in" in named],
         sorted((a for a in lost if a.ended and not _is_about_others(a)), key=lambda a: a.time)[:1],
+        [a for a in lost if a.process == "gone" and a.is_rank],
         [a for a in lost if a.process == "gone"],
     ):
         if kind:
@@ -212,7 +216,7 @@ def _first_lost(lost: list[Actor]) -> list[Actor]:
 
 
 def _is_about_others(actor: Actor) -> bool:
-    return any(part in actor.ended for part in (*LOST, BY_WATCHDOG))
+    return actor.ended.startswith(LOST_TRAINER) or any(part in actor.ended for part in (*LOST, BY_WATCHDOG))
 
 
 def verdict(actors: Iterable[Actor]) -> str:

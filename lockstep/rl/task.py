@@ -174,7 +174,9 @@ class PolicyTask:
         metrics |= staleness_metrics(groups.trained, step) | self.generators.metrics() | self.prefetcher.metrics()
         metrics |= value_metrics(groups.trained) | self.sampling.replicas.metrics()
         metrics["tokens"] = self.config.updates_per_batch * int(metrics["rollout/tokens_trained"])
-        metrics["rollout/tokens_per_second"] = metrics["rollout/tokens"] / metrics["time/generate"]
+        # Sampling ahead takes the whole step, of which the trainer waits for a part.
+        seconds = metrics["time/step" if self.config.actors.max_staleness else "time/generate"]
+        metrics["rollout/tokens_per_second"] = metrics["rollout/tokens"] / seconds
         return metrics
 
     def record(self, step: int) -> None:

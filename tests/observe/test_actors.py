@@ -46,6 +46,10 @@ def test_of_those_that_have_ended_the_cause_is_named():
     assert named(lost, failed, gone) == ["rank_1"]
     assert named(lost, gone) == ["rank_2"]
     assert named(lost) == ["rank_0"]
+    # Generators end with their trainer: killed, if it had started them, else with an error of their connection.
+    generators = actor("generator_0", process="gone"), actor("generator_1", process="ended", ended="Closed: it is gone")
+    assert named(*generators, gone) == ["rank_2"]
+    assert named(*generators) == ["generator_0"]
 
 
 def test_a_heartbeat_that_is_only_partly_written_is_left_out(tmp_path):

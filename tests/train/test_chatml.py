@@ -116,7 +116,7 @@ def test_runs_that_would_not_learn_the_tokens_or_have_none_for_tools_are_refused
         finetune(_config(tmp_path, fresh, template=str(tmp_path / "t.jinja"), tokenizer=str(tmp_path / "larger")))
     called = [*TALK[:2], {"role": "assistant", "content": "", "tool_calls": [{"function": {"name": "f"}}]}]
     for line in ({"messages": called}, {"messages": TALK, "tools": [{"name": "f"}]}):
-        with pytest.raises(UserError, match=r"tools.jsonl:1: .*ChatML has no tools; give a template that has"):
+        with pytest.raises(UserError, match=r"tools.jsonl:1: .*ChatML has no tools; train with a template that has"):
             finetune(_config(tmp_path, fresh, data=write_lines(tmp_path / "tools.jsonl", [line])))
 
 
