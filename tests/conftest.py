@@ -72,6 +72,17 @@ def without_pictures(request, monkeypatch):
         monkeypatch.setattr("lockstep.observe.report.curves_svg", lambda *arguments: [])
 
 
+@pytest.fixture(autouse=True, scope="module")
+def arithmetic_of_the_processor():
+    """A run sets its process's arithmetic: the next module's tests begin with the processor's own again."""
+    from lockstep.ops import native
+
+    before = native.arithmetic()
+    yield
+    if native.arithmetic() != before:
+        native.set_arithmetic("auto")
+
+
 @pytest.fixture(scope="session")
 def empty_folder(tmp_path_factory):
     """The working folder of all tests and of the processes they start, which find these tests through PYTHONPATH."""
