@@ -23,7 +23,8 @@ BLOCKS_ALONE = 256
 def compile_run(config: PretrainConfig | RLConfig) -> None:
     """Fills the cache with all that the ranks of a run with these settings compile; its weights and data are not read.
 
-    Generators in processes of their own still compile at their first start. Under torchrun, every rank compiles its own part, as in the run. Raises UserError as the run does.
+    Generators in processes of their own still compile at their first start. Under torchrun, every rank compiles its own
+    part, as in the run. Raises UserError as the run does.
     """
     if config.compile.backend == "none":
         config = replace(config, compile=CompileConfig("inductor"))
