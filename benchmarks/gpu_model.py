@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterator
+from typing import Literal
 
 import torch
 from gpu_clock import Row, bandwidth, elapsed, peak, row
@@ -101,16 +102,17 @@ def throughput() -> Iterator[Row]:
     attention = 2 * 2 * length / 2 * config.num_layers * config.num_heads * config.head_dim
     forward = tokens * (2 * config.num_parameters + attention)
 
-    def measured(kind: str) -> Iterator[Row]:
+    def measured(kind: str, graphs: Literal["auto", "none"] = "auto") -> Iterator[Row]:
         taken = elapsed(lambda: score(model, sequences))
         yield row(f"prefill 0.6B {kind}, {count} x {length}", tokens / taken, "tokens/s")
         yield row(f"prefill 0.6B {kind}: share of the measured product", forward / taken / peak(), "")
-        trainer = Trainer(model, TrainConfig(learning_rate=1e-6), 100)
+        trainer = Trainer(model, TrainConfig(learning_rate=1e-6, cuda_graphs=graphs), 100)
         packed = pack(sequences, device="cuda")
         taken = elapsed(lambda: trainer.step([packed], lambda m, r: -target_log_probs(m, r)[0].mean()))
         yield row(f"training 0.6B {kind}, {count} x {length}", tokens / taken, "tokens/s")
         yield row(f"training 0.6B {kind}: share of the measured product", 3 * forward / taken / peak(), "")
 
+    yield from measured("direct", "none")
     yield from measured("eager")
     model = random_model(preset("qwen3:0.6b"))
     try:

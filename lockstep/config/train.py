@@ -56,6 +56,9 @@ class TrainConfig:
     deterministic_layout: bool = False
     """Sum gradients in a fixed order, so that losses and weights have the same bits in every layout: any number of
     data-parallel ranks (at most two GPUs), and on CPUs tensor, context and pipeline ranks. Costs communication."""
+    cuda_graphs: Literal["auto", "none"] = "auto"
+    """CUDA graphs for the trainer. `auto`: on one GPU, sizes of micro-batch are recorded when they recur, padded by
+    up to an eighth; mixtures of experts and latent attention are run directly."""
     keep_freed_memory: bool = True
     """On a CPU: keep freed memory in the process, for speed; off: return it to the system, for a lower peak."""
     router_auxiliary: Annotated[float, AtLeast(0)] = 0.0

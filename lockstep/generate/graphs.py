@@ -23,16 +23,11 @@ from lockstep.generate.batch import StepBatch
 from lockstep.generate.runner import Decoded, Runner, has_custom_forward
 from lockstep.model import Decoder
 from lockstep.model.layers import projections
+from lockstep.ops.cuda.graph import Capture, CudaCapture, Replay, Tensors
 from lockstep.parallel.tensor_group import tensor_group_of
 
 DRAFT_ROWS = 64
 """Rows of the largest captured decode step when drafts fill the rows that few sequences leave free."""
-
-Tensors = tuple[Any, ...]
-"""The results of a graph; None in place of values that are the keys."""
-Replay = Callable[[], Tensors]
-Capture = Callable[[Callable[[], Tensors]], Replay]
-"""Captures a function of static buffers; the result replays it and returns the same tensors."""
 
 
 def graphs_of(config: EngineConfig, model: Decoder) -> Graphs:
@@ -46,32 +41,6 @@ def graphs_of(config: EngineConfig, model: Decoder) -> Graphs:
 def ladder(largest: int) -> list[int]:
     """The numbers of rows that are captured: powers of two, and the largest."""
     return sorted({1 << i for i in range(largest.bit_length())} | {largest})
-
-
-class CudaCapture:
-    """Captures with CUDA. The graphs of one engine share their memory: they never run at the same time."""
-
-    def __init__(self) -> None:
-        self.pool = torch.cuda.graph_pool_handle()
-
-    def __call__(self, function: Callable[[], Tensors]) -> Replay:
-        # A warm-up outside the graph: it compiles kernels, tunes tiles and allocates counters. The replay writes the
-        # same values into the same pages again.
-        stream = torch.cuda.Stream()
-        stream.wait_stream(torch.cuda.current_stream())
-        with torch.cuda.stream(stream):
-            function()
-        torch.cuda.current_stream().wait_stream(stream)
-        graph = torch.cuda.CUDAGraph()
-        # Other threads may use the device meanwhile.
-        with torch.cuda.graph(graph, pool=self.pool, capture_error_mode="thread_local"):
-            results = function()
-
-        def replay() -> Tensors:
-            graph.replay()
-            return results
-
-        return replay
 
 
 class Inputs(NamedTuple):

@@ -22,27 +22,49 @@ class PackedAttention:
     """How often each row counts in the experts' load (`counted_rows`); None: once."""
 
     def __init__(self, lengths: list[int], device: str | torch.device = "cpu"):
-        self.contexts = torch.tensor(lengths, dtype=torch.int32, device=device)
-        self.starts = row_starts(self.contexts)
-        pages = (self.contexts + PAGE - 1) // PAGE
+        contexts = torch.tensor(lengths, dtype=torch.int32)
+        pages = _pages_of(contexts)
+        # Sizes are computed on the CPU: reading them from a GPU would wait for it.
+        self._lay_out(contexts.to(device), int(pages.sum()), max(lengths, default=0), sum(lengths))
+        if self.contexts.device.type == "cpu":
+            self.slots  # noqa: B018 - computed here from real values: a dry run calls it with tensors that have none
+
+    @classmethod
+    def of_contexts(cls, contexts: Int[Tensor, "sequences"], rows: int, longest: int) -> PackedAttention:
+        """For a CUDA graph: of sequences whose lengths, int32 and 0 for padding, are read on the device alone.
+
+        rows: those of the packed row, padding included. longest: at least the longest sequence.
+        """
+        attention = cls.__new__(cls)
+        attention._lay_out(contexts, rows // PAGE + len(contexts), longest, rows)
+        return attention
+
+    def _lay_out(self, contexts: Int[Tensor, "sequences"], num_pages: int, longest: int, tokens: int) -> None:
+        """num_pages: at least those of all sequences. longest: at least the tokens of the longest."""
+        self.contexts, self.num_pages, self.longest = contexts, num_pages, longest
+        self.starts = row_starts(contexts)
+        pages = _pages_of(contexts)
         ends = pages.cumsum(0)
-        self.num_pages = int(ends[-1]) if lengths else 0
         # Every sequence has separate pages, in order; a shorter sequence's table row continues into other pages, whose
         # keys are masked.
-        columns = torch.arange(int(pages.max()) if lengths else 0, device=device)
-        self.table = ((ends - pages)[:, None] + columns).clamp(max=self.num_pages - 1).to(torch.int32)
-        self.slots = slots_of(self.table, self.starts, self.contexts)
-        self.tokens: int = self.slots.shape[0]
-        """Rows of all sequences, without padding."""
-        self._ends = ends - pages, pages
+        columns = torch.arange(-(-longest // PAGE), device=contexts.device)
+        self.table = ((ends - pages)[:, None] + columns).clamp(max=num_pages - 1).to(torch.int32)
+        self.tokens = tokens
+        """Rows of all sequences, without padding if their lengths are known."""
+        self._pages, self._ends = pages, ends
         self.planned: Any = None
+
+    @cached_property
+    def slots(self) -> Int[Tensor, "tokens"]:
+        """The slot of each row's key and value."""
+        return slots_of(self.table, self.starts, self.contexts)
 
     @cached_property
     def page_rows(self) -> tuple[Int[Tensor, "pages"], Int[Tensor, "pages"]]:
         """Each page's first row of keys, and the end of its sequence's rows, int32."""
-        first_pages, pages = self._ends
-        sequence = torch.repeat_interleave(pages, output_size=self.num_pages)
-        inside = torch.arange(self.num_pages, device=pages.device) - first_pages[sequence]
+        page = torch.arange(self.num_pages, device=self.table.device)
+        sequence = torch.searchsorted(self._ends, page, right=True).clamp(max=len(self.contexts) - 1)
+        inside = page - (self._ends - self._pages)[sequence]
         return (self.starts[sequence] + inside * PAGE).to(torch.int32), self.starts[sequence + 1]
 
     def __call__(self, layer: int, q: Tensor, k: Tensor, v: Tensor | None, terms: Terms = PLAIN) -> Tensor:
@@ -69,6 +91,10 @@ class PackedAttention:
         values = None if v is None else v.new_zeros(self.num_pages, kv_heads, PAGE, width)
         write_pages(k[:tokens], None if v is None else v[:tokens], self.slots, keys, values)
         return keys, values
+
+
+def _pages_of(contexts: Int[Tensor, "sequences"]) -> Int[Tensor, "sequences"]:
+    return (contexts + PAGE - 1) // PAGE
 
 
 class PieceAttention:

@@ -23,6 +23,7 @@ from lockstep.parallel.exchange import is_no_subtree
 from lockstep.parallel.expert_traffic import TRAFFIC
 from lockstep.train.expert_balance import ExpertBalance
 from lockstep.train.gradients import ExtraParameters
+from lockstep.train.graphs import GraphedModel, can_graph
 from lockstep.train.optimizer import MasterOptimizer
 from lockstep.train.schedule import make_schedule
 
@@ -65,6 +66,7 @@ class Trainer:
         )
         self._sums_come_last = config.deterministic_layout and is_no_subtree(self.world.data_size)
         self.balance = ExpertBalance(model, config, self.world)
+        self._graphed = GraphedModel(model) if can_graph(model, config) else None
         self.updates = 0
         self.skipped_steps = 0
         """Steps whose loss or gradient was not finite, which left the weights unchanged."""
@@ -129,7 +131,7 @@ class Trainer:
                 self.model.set_requires_gradient_sync(self.sums_every_microbatch or last)
                 self.model.set_requires_all_reduce(last)  # over replicas of the shards: once per step
             with self.timeline.span("forward"):
-                share = loss_of(self._scoring_model(), microbatch)
+                share = loss_of(self._graphed or self._scoring_model(), microbatch)
             losses.append(share.item())
             # The backward changes weights: all ranks decide before it whether the step counts.
             if self.config.optimizer_in_backward and not math.isfinite(self._sum(losses)):
@@ -245,6 +247,11 @@ class Trainer:
         for module in self.model.modules():
             if is_fsdp(module):
                 module.reshard()
+
+    @property
+    def recorded_sizes(self) -> int:
+        """The number of micro-batch sizes that are replayed from CUDA graphs."""
+        return len(self._graphed.recorded) if self._graphed else 0
 
     def counts(self) -> dict[str, Any]:
         """What a checkpoint includes besides the tensors; JSON-serializable."""

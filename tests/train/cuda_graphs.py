@@ -1,0 +1,217 @@
+"""Graphs of training without a GPU; `tests/ops/test_cuda_kernels.py` runs this file under Triton's interpreter.
+
+`Launches` stands for CUDA's capture: it records what PyTorch and Triton launch, and refuses what reads a value.
+"""
+
+from dataclasses import replace
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+from lockstep import build_model
+from lockstep.config import TrainConfig
+from lockstep.model import ModelConfig
+from lockstep.model.rotary import RotaryTables
+from lockstep.train import Trainer, graphs, pack, target_log_probs, trainer
+from lockstep.train.graphs import TIMES_BEFORE_RECORDING, GraphedModel, Size
+from tests.ops.cuda_kernels import dots_of_fixed_order, form, in_kernels  # noqa: F401 - fixtures
+
+SHAPE = ModelConfig(
+    family="qwen3", vocab_size=40, dim=32, num_layers=2, num_heads=2, num_kv_heads=1, head_dim=16, intermediate_size=32,
+    qk_norm=True, max_positions=128,
+)  # fmt: skip
+READS = {"_local_scalar_dense", "nonzero", "masked_select", "equal", "_unique2", "unique_consecutive", "is_nonzero"}
+"""Operators for which CUDA waits, which a capture does not allow."""
+
+
+class Launches(TorchDispatchMode):
+    """Records calls in the memory of their first results, and calls them again."""
+
+    def __init__(self):
+        super().__init__()
+        self.calls, self.inside_triton = [], False
+
+    def __torch_dispatch__(self, function, types, arguments=(), options=None):
+        options = options or {}
+        result = function(*arguments, **options)
+        if not self.inside_triton:
+            name = function.overloadpacket.__name__
+            if name in READS or (name == "repeat_interleave" and options.get("output_size") is None):
+                raise RuntimeError(f"{name} reads a value")
+            self.calls.append((function, arguments, options, result))
+        return result
+
+    def launch(self, executor, arguments, options):
+        self.inside_triton = True
+        self.calls.append((executor, arguments, options, None))
+        try:
+            launched(executor, *arguments, **options)
+        finally:
+            self.inside_triton = False
+
+    def replay(self):
+        for function, arguments, options, result in self.calls:
+            new = launched(function, *arguments, **options) if result is None else function(*arguments, **options)
+            for into, value in zip(tree_leaves(result), tree_leaves(new)):
+                if isinstance(into, torch.Tensor) and into.data_ptr() != value.data_ptr():
+                    into.copy_(value)
+
+
+class Capture:
+    """`CudaCapture` without CUDA."""
+
+    def warm_up(self, function):
+        return function()
+
+    def record(self, function):
+        before = torch.is_grad_enabled()
+        with Launches() as launches, pytest.MonkeyPatch.context() as patch:
+            patch.setattr(interpreter.GridExecutor, "__call__", lambda e, *a, **o: launches.launch(e, a, o))
+            results = function()
+        assert torch.is_grad_enabled() == before
+
+        @torch.no_grad()
+        def replay():
+            launches.replay()
+            return results
+
+        return replay
+
+
+class Declining(Capture):
+    def record(self, function):
+        raise RuntimeError("nothing can be captured")
+
+
+interpreter = pytest.importorskip("triton.runtime.interpreter")
+launched = interpreter.GridExecutor.__call__
+
+
+@pytest.fixture(autouse=True)
+def small_sizes(monkeypatch):
+    monkeypatch.setattr(graphs, "ROWS", 16)
+    monkeypatch.setattr(graphs, "SEQUENCES", 2)
+    # On a CPU they read the largest position.
+    monkeypatch.setattr(RotaryTables, "__call__", lambda t, at: [x[at] for x in t.reserve(0, at.device)])
+    with in_kernels():
+        yield
+
+
+def drawn(seed, *lengths):
+    generator = torch.Generator().manual_seed(seed)
+    return pack([torch.randint(SHAPE.vocab_size, (n,), generator=generator).tolist() for n in lengths])
+
+
+def loss_of(model, row):
+    return -target_log_probs(model, row)[0].sum() / 8
+
+
+def gradients(model):
+    found = {name: parameter.grad for name, parameter in model.named_parameters()}
+    for parameter in model.parameters():
+        parameter.grad = None
+    return found
+
+
+def assert_same(ones, others):
+    assert ones.keys() == others.keys()
+    for name, one in ones.items():
+        assert (one is None) == (others[name] is None) and (one is None or torch.equal(one, others[name])), name
+
+
+def graphed_and_direct(model):
+    """`model` with graphs, and with padding alone."""
+    direct = GraphedModel(model, Declining)
+    with pytest.warns(UserWarning, match="without CUDA graphs"):
+        [loss_of(direct, drawn(0, 9, 5)) for _ in range(TIMES_BEFORE_RECORDING)]
+    return GraphedModel(model, Capture), direct
+
+
+def test_a_replay_has_the_bits_of_a_direct_pass_and_hidden_states_those_without_padding():
+    model = build_model(SHAPE, "float32", seed=1)
+    graphed, direct = graphed_and_direct(model)
+    for seed, lengths in enumerate([(9, 5), (3, 12), (15,), (7, 1, 8)]):
+        row = drawn(seed, *lengths)
+        replayed, expected = loss_of(graphed, row), loss_of(direct, row)
+        assert torch.equal(replayed, expected) and torch.equal(replayed, loss_of(model, row))
+        replayed.backward()
+        found = gradients(model)
+        expected.backward()
+        assert_same(found, gradients(model))
+    assert graphed.recorded == [Size(16, 2, 16)]
+
+
+def trained(dtype, monkeypatch, capture):
+    """Losses and weights after steps of two micro-batches, of which all but the first are replayed."""
+    monkeypatch.setattr(trainer, "can_graph", lambda model, config: True)
+    monkeypatch.setattr(trainer, "GraphedModel", lambda model: GraphedModel(model, capture))
+    model = build_model(replace(SHAPE, num_layers=1), "float32", seed=1).to(dtype)
+    of_model = Trainer(model, TrainConfig(learning_rate=0.01, warmup_steps=0), 9)
+    losses = [of_model.step([drawn(10 * n, 9, 5), drawn(10 * n + 1, 4, 10)], loss_of)["loss"] for n in range(2)]
+    return losses, dict(model.named_parameters())
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
+def test_steps_of_several_micro_batches_train_the_weights_of_direct_ones(dtype, monkeypatch):
+    losses, weights = trained(dtype, monkeypatch, Capture)
+    with pytest.warns(UserWarning, match="without CUDA graphs"):
+        expected, direct = trained(dtype, monkeypatch, Declining)
+    assert losses == expected and losses[0] != losses[1]
+    assert_same(weights, direct)
+
+
+def test_what_a_replay_would_overwrite_or_leave_out_is_run_directly():
+    model = build_model(replace(SHAPE, num_layers=1), "float32", seed=1)
+    model.layers[0].mlp.up_proj.weight.requires_grad_(False)
+    graphed, direct = graphed_and_direct(model)
+    rows = [drawn(seed, 9, 5) for seed in range(3)]
+    calls = []
+    for _ in range(TIMES_BEFORE_RECORDING):
+        loss_of(graphed, rows[0])
+    assert graphed.recorded
+    (loss_of(graphed, rows[0]) + loss_of(graphed, rows[1]) * 2).backward()  # the second before the first's backward
+    found = gradients(model)
+    (loss_of(direct, rows[0]) + loss_of(direct, rows[1]) * 2).backward()
+    assert_same(found, gradients(model))
+    loss = loss_of(graphed, rows[0])
+    loss.backward(retain_graph=True)
+    with pytest.raises(RuntimeError, match="one backward"):
+        loss.backward()
+    up = model.layers[0].mlp.up_proj
+    moved = nn.Parameter(up.weight * 2, requires_grad=False)
+    for change in (lambda: setattr(up, "weight", moved), moved.requires_grad_):
+        change()
+        gradients(model)
+        loss_of(graphed, rows[2]).backward()
+        found = gradients(model)
+        loss_of(direct, rows[2]).backward()
+        assert_same(found, gradients(model))
+    hook = model.layers[0].register_forward_hook(lambda *_: calls.append(1))
+    loss_of(graphed, rows[2])
+    hook.remove()
+    assert calls == [1]
+
+
+def test_a_replay_with_other_bits_is_not_used():
+    class Wrong(Capture):
+        def record(self, function):
+            replay = super().record(function)
+            return lambda: tuple(each if each is None else each.add_(1e-6) for each in replay())
+
+    model = build_model(replace(SHAPE, num_layers=1), "float32", seed=1)
+    graphed = GraphedModel(model, Wrong)
+    with pytest.warns(UserWarning, match="other bits"):
+        [loss_of(graphed, drawn(0, 9, 5)) for _ in range(TIMES_BEFORE_RECORDING)]
+    assert not graphed.recorded
+
+
+@given(rows=st.integers(1, 200_000), sequences=st.integers(1, 5000), longest=st.integers(1, 200_000))
+def test_a_size_has_room_and_at_most_an_eighth_of_padding(rows, sequences, longest):
+    size = Size.of(rows, sequences, longest)
+    assert rows <= size.rows <= max(16, rows * 9 / 8) and size == Size.of(size.rows, size.sequences, size.longest)
+    assert sequences <= size.sequences and min(longest, rows) <= size.longest <= size.rows
