@@ -112,14 +112,26 @@ class PieceAttention:
         pieces: Sequence[tuple[int, int, int]],
         device: str | torch.device = "cpu",
     ):
-        self.whole = PackedAttention(list(lengths), device)
         columns = torch.tensor(pieces, dtype=torch.int32, device=device).reshape(-1, 3)
-        sequences, self.contexts = columns[:, 0].long(), columns[:, 2].contiguous()
-        self.starts = row_starts(columns[:, 2] - columns[:, 1])
-        self.first_keys = self.whole.starts[sequences]
-        self.table = self.whole.table[sequences]
-        self.tokens = sum(stop - start for _, start, stop in pieces)
-        """Rows of all pieces, without padding."""
+        whole, sequences = PackedAttention(list(lengths), device), columns[:, 0].long()
+        counts, contexts = columns[:, 2] - columns[:, 1], columns[:, 2].contiguous()
+        tokens = sum(stop - start for _, start, stop in pieces)
+        self._lay_out(whole, counts, contexts, whole.starts[sequences], whole.table[sequences], tokens)
+
+    @classmethod
+    def of_ends(cls, whole: PackedAttention, counts: Int[Tensor, "sequences"], tokens: int) -> PieceAttention:
+        """The last `counts[i]` rows of each of `whole`'s sequences, int32. tokens: their sum, or with padding."""
+        attention = cls.__new__(cls)
+        attention._lay_out(whole, counts, whole.contexts, whole.starts[:-1], whole.table, tokens)
+        return attention
+
+    def _lay_out(
+        self, whole: PackedAttention, counts: Tensor, contexts: Tensor, first_keys: Tensor, table: Tensor, tokens: int
+    ) -> None:
+        self.whole, self.contexts, self.first_keys, self.table = whole, contexts, first_keys, table
+        self.starts = row_starts(counts)
+        self.tokens = tokens
+        """Rows of all pieces, without padding if their numbers are known."""
         self.planned: Any = None
 
     def forward(

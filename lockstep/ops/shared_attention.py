@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import cached_property
+from typing import NamedTuple
 
 import numpy as np
 import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
+from lockstep.ops.attention import in_triton
 from lockstep.ops.attention_gradient import Attended, Gradients, attend_or_train
 from lockstep.ops.attention_reference import PLAIN, Terms
-from lockstep.ops.packed_attention import PieceAttention
+from lockstep.ops.packed_attention import PackedAttention, PieceAttention
 
 
 class SharedPrefixAttention:
@@ -31,25 +34,30 @@ class SharedPrefixAttention:
     """As in `PackedAttention`."""
 
     def __init__(self, lengths: Sequence[int], shared: Sequence[int], device: str | torch.device = "cpu"):
-        self.pieces = PieceAttention(lengths, [(i, n, lengths[i]) for i, n in enumerate(shared)], device)
-        self.tokens = self.pieces.tokens
-        length, left_out = (np.asarray(each, dtype=np.int64) for each in (lengths, shared))
-        leads = np.maximum.accumulate(np.where(left_out == 0, np.arange(len(length)), 0))  # whom each shares with
-        _refuse_too_much(length, left_out, np.where(left_out[leads] == 0, length[leads], 0))
-        first_rows, first_keys = _starts(length - left_out), _starts(length)
-        # For every key of every sequence: its sequence, its position there, and the row that it is computed in.
-        sequences = np.repeat(np.arange(len(length)), length)
-        positions = np.arange(len(sequences)) - first_keys[sequences]
-        is_shared = positions < left_out[sequences]
-        keys = positions + np.where(is_shared, first_rows[leads[sequences]], (first_rows - left_out)[sequences])
-        copies = is_shared.nonzero()[0]
-        turns = (np.arange(len(length)) - leads)[sequences[copies]]
-        of_turns = [copies[turns == turn] for turn in range(1, turns.max(initial=0) + 1)]
-        self._keys = torch.from_numpy(keys).to(device)
-        # For every row, its key in the sequence that it is packed with.
-        self._packed = torch.from_numpy((~is_shared).nonzero()[0]).to(device)
-        # Per turn i: the rows that the i-th sequence after theirs omits, and the indices of its copies of their keys.
-        self._turns = [tuple(torch.from_numpy(each).to(device) for each in (keys[turn], turn)) for turn in of_turns]
+        length, left_out = (np.asarray(each, dtype=np.int32) for each in (lengths, shared))
+        self._host = _refused_if_too_much(length, left_out)
+        of_keys, of_rows = int(length.sum()), int((length - left_out).sum())
+        whole = PackedAttention(length.tolist(), device)
+        self._lay_out(whole, torch.from_numpy(left_out).to(device), of_rows, of_keys)
+
+    @classmethod
+    def of_contexts(
+        cls,
+        contexts: Int[Tensor, "sequences"],
+        left_out: Int[Tensor, "sequences"],
+        rows: int,
+        keys: int,
+        longest: int,
+    ) -> SharedPrefixAttention:
+        """For a CUDA graph, as `PackedAttention.of_contexts`. rows and keys: padding included."""
+        attention = cls.__new__(cls)
+        attention._lay_out(PackedAttention.of_contexts(contexts, keys, longest), left_out, rows, keys)
+        return attention
+
+    def _lay_out(self, whole: PackedAttention, left_out: Tensor, rows: int, keys: int) -> None:
+        self.contexts, self.longest, self.left_out, self.keys = whole.contexts, whole.longest, left_out, keys
+        self.pieces = PieceAttention.of_ends(whole, whole.contexts - left_out, rows)
+        self.tokens = rows
 
     def __call__(self, layer: int, q: Tensor, k: Tensor, v: Tensor | None, terms: Terms = PLAIN) -> Tensor:
         return attend_or_train(self, q, k, v, terms)
@@ -73,15 +81,79 @@ class SharedPrefixAttention:
 
     def _of_keys(self, k: Tensor, v: Tensor | None) -> tuple[Tensor, Tensor | None]:
         """The rows of all sequences' keys and values."""
-        return k.index_select(0, self._keys), None if v is None else v.index_select(0, self._keys)
+        keys = self._on_device.keys if in_triton(k, v) else self._on_host.keys
+        return k.index_select(0, keys), None if v is None else v.index_select(0, keys)
 
     def _summed(self, of_keys: Tensor, like: Tensor) -> Tensor:
-        sums = of_keys.new_zeros(like.shape)
-        torch.index_select(of_keys, 0, self._packed, out=sums[: len(self._packed)])
+        if in_triton(like, like):
+            from lockstep.ops.cuda import attention_backward
+
+            starts, first_keys = self.pieces.starts, self.pieces.first_keys
+            return attention_backward.sum_copies(of_keys, like, starts, self.left_out, first_keys, self._on_device.ends)
+        plan, sums = self._on_host, of_keys.new_zeros(like.shape)
+        torch.index_select(of_keys, 0, plan.packed, out=sums[: len(plan.packed)])
         # A row occurs in a turn at most once, so its sum is in the order of the turns.
-        for rows, copies in self._turns:
+        for rows, copies in plan.turns:
             sums.index_add_(0, rows, of_keys.index_select(0, copies))
         return sums.to(like.dtype)
+
+    @cached_property
+    def _on_host(self) -> _OnHost:
+        return _OnHost.of(*self._host, self.left_out.device)
+
+    @cached_property
+    def _on_device(self) -> _OnDevice:
+        return _OnDevice.of(self.pieces, self.left_out, self.keys, self.tokens)
+
+
+class _OnHost(NamedTuple):
+    """Computed with NumPy: of a short row, each of PyTorch's operators takes as long as a kernel."""
+
+    keys: Tensor
+    """For every key of every sequence, the row that computes it."""
+    packed: Tensor
+    """For every row, its key in the sequence that it is packed with."""
+    turns: list[tuple[Tensor, Tensor]]
+    """Per turn i: the rows that the i-th sequence after theirs omits, and the indices of its copies of their keys."""
+
+    @classmethod
+    def of(cls, length: np.ndarray, left_out: np.ndarray, leads: np.ndarray, device: torch.device) -> _OnHost:
+        first_rows, first_keys = _starts(length - left_out), _starts(length)
+        # For every key of every sequence: its sequence, and its position there.
+        sequences = np.repeat(np.arange(len(length)), length)
+        positions = np.arange(len(sequences)) - first_keys[sequences]
+        is_shared = positions < left_out[sequences]
+        keys = positions + np.where(is_shared, first_rows[leads[sequences]], (first_rows - left_out)[sequences])
+        copies = is_shared.nonzero()[0]
+        turns = (np.arange(len(length)) - leads)[sequences[copies]]
+        of_turns = [copies[turns == turn] for turn in range(1, turns.max(initial=0) + 1)]
+        return cls(
+            torch.from_numpy(keys).to(device),
+            torch.from_numpy((~is_shared).nonzero()[0]).to(device),
+            [(torch.from_numpy(keys[turn]).to(device), torch.from_numpy(turn).to(device)) for turn in of_turns],
+        )
+
+
+class _OnDevice(NamedTuple):
+    """Computed without reading a value on the CPU."""
+
+    keys: Tensor
+    """For every key of every sequence, the row that computes it; row 0 or the last for padding."""
+    ends: Int[Tensor, "sequences"]
+    """The end of the sequences that share with each, int32."""
+
+    @classmethod
+    def of(cls, pieces: PieceAttention, left_out: Tensor, keys: int, rows: int) -> _OnDevice:
+        starts, first_keys = pieces.starts, pieces.whole.starts
+        number = torch.arange(len(left_out), dtype=torch.int32, device=left_out.device)
+        leads = torch.where(left_out == 0, number, 0).cummax(0).values
+        ends = torch.where(left_out == 0, torch.searchsorted(leads, number, right=True), number + 1)
+        key = torch.arange(keys, dtype=torch.int32, device=left_out.device)
+        sequence = torch.searchsorted(first_keys[1:].contiguous(), key, right=True).clamp(max=len(left_out) - 1)
+        position = key - first_keys[sequence]
+        is_shared = position < left_out[sequence]
+        row = position + torch.where(is_shared, starts[leads[sequence]], (starts[:-1] - left_out)[sequence])
+        return cls(row.clamp(0, rows - 1), ends.to(torch.int32))
 
 
 def _starts(counts: np.ndarray) -> np.ndarray:
@@ -89,10 +161,13 @@ def _starts(counts: np.ndarray) -> np.ndarray:
     return counts.cumsum() - counts
 
 
-def _refuse_too_much(lengths: np.ndarray, left_out: np.ndarray, available: np.ndarray) -> None:
-    """available: how many tokens the sequence before has that each can share them with."""
+def _refused_if_too_much(lengths: np.ndarray, left_out: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """Both, and the sequence that each shares with. Raises ValueError."""
+    leads = np.maximum.accumulate(np.where(left_out == 0, np.arange(len(lengths)), 0))
+    available = np.where(left_out[leads] == 0, lengths[leads], 0)
     for sequence in ((left_out > 0) & ((left_out > available) | (left_out >= lengths))).nonzero()[0]:
         raise ValueError(
             f"sequence {sequence} of {lengths[sequence]} tokens omits {left_out[sequence]}: at most "
             f"{available[sequence]} can be shared, and never its last token"
         )
+    return lengths, left_out, leads

@@ -12,7 +12,7 @@ import warnings
 import weakref
 from collections import Counter
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple, Protocol, TypeGuard
+from typing import Any, NamedTuple, Protocol, TypeAlias, TypeGuard
 
 import torch
 import torch.nn.functional as F
@@ -33,6 +33,9 @@ ROWS, SEQUENCES = 64, 8
 """Of the smallest size."""
 
 
+Recordable: TypeAlias = ops.PackedAttention | ops.SharedPrefixAttention
+
+
 class Size(NamedTuple):
     """What a graph has a fixed number of; a micro-batch is padded to the next size."""
 
@@ -40,13 +43,16 @@ class Size(NamedTuple):
     sequences: int
     longest: int
     """At least the tokens of the longest sequence."""
+    keys: int = 0
+    """Those of all sequences, where some share a prefix; 0: as many as rows."""
 
     @classmethod
-    def of(cls, rows: int, sequences: int, longest: int) -> Size:
-        """At most an eighth of the rows are padding."""
+    def of(cls, rows: int, sequences: int, longest: int, keys: int = 0) -> Size:
+        """A function of the micro-batch alone: what was recorded before changes no bit. At most an eighth of the rows
+        are padding; more of the others costs little."""
         step = max(ROWS, 1 << max(rows.bit_length() - 4, 0))
-        rows = -(-rows // step) * step
-        return cls(rows, max(SEQUENCES, _power_of_two(sequences)), min(rows, _power_of_two(longest)))
+        rows, keys = -(-rows // step) * step, _power_of_two(keys) if keys else 0
+        return cls(rows, max(SEQUENCES, _power_of_two(sequences)), min(keys or rows, _power_of_two(longest)), keys)
 
 
 def _power_of_two(count: int) -> int:
@@ -105,11 +111,10 @@ class GraphedModel:
         self.model.reserve_positions(length)
 
     def __call__(self, tokens: Tensor, positions: Tensor, attention: ops.Attention) -> Tensor:
-        if type(attention) is not ops.PackedAttention or not torch.is_grad_enabled() or self._has_hooks():
+        if not isinstance(attention, Recordable) or not torch.is_grad_enabled() or self._has_hooks():
             hidden: Tensor = self.model(tokens, positions, attention)
             return hidden
-        row = Row(tokens, positions, attention.contexts)
-        size = Size.of(len(tokens), len(attention.contexts), attention.longest)
+        row, size = _padding(tokens, positions, attention)
         recorded = self._of(size, row)
         if recorded is None or (self._open is not None and self._open() is not None):
             return forward(self.model, row.padded(size), size)[: len(tokens)]
@@ -157,15 +162,28 @@ class Row(NamedTuple):
     tokens: Tensor
     positions: Tensor
     contexts: Tensor
+    left_out: Tensor
 
     def padded(self, size: Size) -> Row:
-        lengths = (size.rows, size.rows, size.sequences)
+        lengths = (size.rows, size.rows, size.sequences, size.sequences)
         return Row(*(F.pad(part, (0, length - len(part))) for part, length in zip(self, lengths)))
+
+
+def _padding(tokens: Tensor, positions: Tensor, attention: Recordable) -> tuple[Row, Size]:
+    """A micro-batch as the graphs read it, and the size that it is padded to."""
+    contexts, left_out, keys = attention.contexts, torch.zeros_like(attention.contexts), 0
+    if isinstance(attention, ops.SharedPrefixAttention):
+        left_out, keys = attention.left_out, attention.keys
+    return Row(tokens, positions, contexts, left_out), Size.of(len(tokens), len(contexts), attention.longest, keys)
 
 
 def forward(model: Decoder, row: Row, size: Size) -> Tensor:
     """The hidden states of a padded row, computed without reading a value on the CPU."""
-    attention = ops.PackedAttention.of_contexts(row.contexts, size.rows, size.longest)
+    attention: ops.Attention = (
+        ops.SharedPrefixAttention.of_contexts(row.contexts, row.left_out, size.rows, size.keys, size.longest)
+        if size.keys
+        else ops.PackedAttention.of_contexts(row.contexts, size.rows, size.longest)
+    )
     hidden: Tensor = model(row.tokens, row.positions, attention)
     return hidden
 

@@ -354,6 +354,33 @@ def _log_probs(masses, join, logits, targets, inverse):
     return join(masses(logits, inverse, piece_bounds(logits.shape[1])), chosen)
 
 
+@settings(max_examples=15, deadline=None)
+@given(
+    groups=st.lists(st.lists(st.tuples(st.integers(1, 6), st.integers(1, 5)), min_size=1, max_size=5), max_size=3),
+    seed=st.integers(0, 99),
+    dtype=st.sampled_from([torch.float32, torch.float16]),
+)
+def test_copies_of_a_shared_key_are_found_and_summed_as_on_the_cpu(groups, seed, dtype):
+    """Per sequence: tokens that it leaves out, as far as the first of its group has them, and tokens of its own."""
+    lengths, left_out = [], []
+    for (_, own), *others in groups:
+        lengths += [own, *(min(out, own) + more for out, more in others)]
+        left_out += [0, *(min(out, own) for out, _ in others)]
+    attention = ops.SharedPrefixAttention(lengths, left_out)
+    padded = torch.tensor([[*each, 0, 0] for each in (lengths, left_out)], dtype=torch.int32)
+    rows, keys = attention.tokens + 3, attention.keys + 2
+    fixed = ops.SharedPrefixAttention.of_contexts(*padded, rows, keys, max(lengths, default=0) + 5)
+    like = torch.empty(rows, 2, 4, dtype=dtype)
+    of_keys = _randn(seed, keys, 2, 4) * 10.0 ** torch.randint(-4, 4, (keys, 1, 1))
+    expected = attention._summed(of_keys, like)
+    of_rows = _randn(seed + 1, rows, 2, 4)
+    expected_rows, _ = attention._of_keys(of_rows, None)
+    with in_kernels():
+        assert torch.equal(fixed._summed(of_keys, like), expected)
+        assert torch.equal(attention._of_keys(of_rows, of_rows)[1], expected_rows)
+        assert torch.equal(fixed._of_keys(of_rows, of_rows)[1][: attention.keys], expected_rows)
+
+
 @pytest.mark.parametrize(("dtype", "vocab"), [(torch.float32, 258), (torch.float16, 5), (torch.bfloat16, 70)])
 def test_log_probabilities_their_gradient_and_draws(dtype, vocab):
     count = 5

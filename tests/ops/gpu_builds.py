@@ -179,6 +179,8 @@ def _attention(shape: Shape, dtype: torch.dtype) -> None:
     for terms in (ops.Terms(), *windowed):
         for lengths in ([1024] * 4, [3 * attention.CHUNK]):
             ops.PackedAttention(lengths)(0, *heads(sum(lengths)), terms).sum().backward()
+        shared = ops.SharedPrefixAttention([1024] * 4, [0, 512, 512, 512])
+        shared(0, *heads(shared.tokens), terms).sum().backward()
         with torch.no_grad():
             for context in (512, 3 * attention.CHUNK):
                 cache = ops.KVCache(1, context // ops.PAGE, shape.kv_heads, shape.head_dim, dtype)

@@ -19,6 +19,7 @@ from lockstep.model import ModelConfig
 from lockstep.model.rotary import RotaryTables
 from lockstep.train import Trainer, graphs, pack, target_log_probs, trainer
 from lockstep.train.graphs import TIMES_BEFORE_RECORDING, GraphedModel, Size
+from lockstep.train.packing import pack_scored
 from tests.ops.cuda_kernels import dots_of_fixed_order, form, in_kernels  # noqa: F401 - fixtures
 
 SHAPE = ModelConfig(
@@ -107,6 +108,18 @@ def drawn(seed, *lengths):
     return pack([torch.randint(SHAPE.vocab_size, (n,), generator=generator).tolist() for n in lengths])
 
 
+def sharing(seed, *prompts):
+    """Answers of some tokens that share their prompt, per (tokens of the prompt, of each answer)."""
+    generator = torch.Generator().manual_seed(seed)
+    sequences, left_out = [], []
+    for prompt, *answers in prompts:
+        shared = torch.randint(SHAPE.vocab_size, (prompt,), generator=generator).tolist()
+        sequences += [shared + torch.randint(SHAPE.vocab_size, (n,), generator=generator).tolist() for n in answers]
+        left_out += [0] + [prompt - 1] * (len(answers) - 1)
+    scored = [range(out + 1, len(sequence)) for sequence, out in zip(sequences, left_out)]
+    return pack_scored(sequences, scored, left_out)
+
+
 def loss_of(model, row):
     return -target_log_probs(model, row)[0].sum() / 8
 
@@ -132,18 +145,22 @@ def graphed_and_direct(model):
     return GraphedModel(model, Capture), direct
 
 
-def test_a_replay_has_the_bits_of_a_direct_pass_and_hidden_states_those_without_padding():
-    model = build_model(SHAPE, "float32", seed=1)
+WHOLE = [drawn(seed, *lengths) for seed, lengths in enumerate([(9, 5), (3, 12), (15,), (7, 1, 8)])]
+SHARED = [sharing(4, (6, 3, 5, 2), (3, 7)), sharing(5, (6, 6, 4, 5), (4, 5)), sharing(6, (9, 1, 2, 2), (2, 9))]
+
+
+@pytest.mark.parametrize(("rows", "layers", "size"), [(WHOLE, 2, Size(16, 2, 16)), (SHARED, 1, Size(32, 4, 16, 64))])
+def test_a_replay_has_the_bits_of_a_direct_pass_and_hidden_states_those_without_padding(rows, layers, size):
+    model = build_model(replace(SHAPE, num_layers=layers), "float32", seed=1)
     graphed, direct = graphed_and_direct(model)
-    for seed, lengths in enumerate([(9, 5), (3, 12), (15,), (7, 1, 8)]):
-        row = drawn(seed, *lengths)
+    for row in rows:
         replayed, expected = loss_of(graphed, row), loss_of(direct, row)
         assert torch.equal(replayed, expected) and torch.equal(replayed, loss_of(model, row))
         replayed.backward()
         found = gradients(model)
         expected.backward()
         assert_same(found, gradients(model))
-    assert graphed.recorded == [Size(16, 2, 16)]
+    assert graphed.recorded == [size]
 
 
 def trained(dtype, monkeypatch, capture):
@@ -210,8 +227,12 @@ def test_a_replay_with_other_bits_is_not_used():
     assert not graphed.recorded
 
 
-@given(rows=st.integers(1, 200_000), sequences=st.integers(1, 5000), longest=st.integers(1, 200_000))
-def test_a_size_has_room_and_at_most_an_eighth_of_padding(rows, sequences, longest):
-    size = Size.of(rows, sequences, longest)
-    assert rows <= size.rows <= max(16, rows * 9 / 8) and size == Size.of(size.rows, size.sequences, size.longest)
-    assert sequences <= size.sequences and min(longest, rows) <= size.longest <= size.rows
+COUNTS = st.integers(1, 200_000)
+
+
+@given(rows=COUNTS, sequences=COUNTS, longest=COUNTS, keys=st.one_of(st.just(0), COUNTS))
+def test_a_size_has_room_and_at_most_an_eighth_of_padding(rows, sequences, longest, keys):
+    size = Size.of(rows, sequences, longest, keys)
+    assert rows <= size.rows <= max(rows + 63, rows * 9 / 8) and size == Size.of(*size)
+    assert sequences <= size.sequences and keys <= size.keys and (keys > 0) == (size.keys > 0)
+    assert min(longest, keys or rows) <= size.longest <= (size.keys or size.rows)

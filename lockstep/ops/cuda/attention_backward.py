@@ -10,6 +10,7 @@ from __future__ import annotations
 from typing import NamedTuple
 
 import torch
+import torch.nn.functional as F
 import triton
 import triton.language as tl
 from torch import Tensor
@@ -234,9 +235,9 @@ def attend_backward(
     if pieces is None:
         tile_pieces, tile_rows = tile_map(starts, rows, tile)
     else:
-        last_keys = _last_keys(starts, contexts, first_keys)
-        starts = torch.cat((first_keys.unique_consecutive(), first_keys.new_tensor([k.shape[0]])))
-        count = starts.shape[0] - 1
+        last_keys = _last_keys(rows, starts, contexts, first_keys)
+        # A sequence of several pieces has all of its tiles in the last of them: the others are empty.
+        starts = F.pad(first_keys, (0, 1), value=k.shape[0])
         tile_pieces, tile_rows = tile_map(starts, k.shape[0], tile)
         first_queries = torch.searchsorted(last_keys, tile_rows, out_int32=True)
         ends = starts[tile_pieces.clamp(max=count - 1) + 1]
@@ -251,7 +252,51 @@ def attend_backward(
     return grad_q, grad_k, grad_v
 
 
-def _last_keys(starts: Tensor, contexts: Tensor, first_keys: Tensor) -> Tensor:
-    """The row in `k` of the last key that each query row sees, ascending, int32."""
-    shift = (first_keys + contexts - starts[1:]).repeat_interleave(starts.diff())
-    return shift + torch.arange(shift.shape[0], dtype=torch.int32, device=shift.device)
+def _last_keys(rows: int, starts: Tensor, contexts: Tensor, first_keys: Tensor) -> Tensor:
+    """The row in `k` of the last key that each query row sees, ascending, int32; padding is after all keys."""
+    row = torch.arange(rows, dtype=torch.int32, device=starts.device)
+    shift, piece = first_keys + contexts - starts[1:], sequence_of_rows(starts, rows)
+    last = shift[piece.clamp(max=len(shift) - 1)] + row
+    return torch.where(piece < len(shift), last, torch.iinfo(torch.int32).max)
+
+
+def sequence_of_rows(starts: Tensor, rows: int) -> Tensor:
+    """The sequence of each row; their number, for the padding after `starts[-1]`."""
+    row = torch.arange(rows, dtype=starts.dtype, device=starts.device)
+    return torch.searchsorted(starts[1:].contiguous(), row, right=True, out_int32=True)
+
+
+@kernel
+def _copies_kernel(
+    of_keys, sums, sequences, starts, left_out, first_keys, ends, count, WIDTH: tl.constexpr, BLOCK: tl.constexpr
+):  # fmt: skip
+    row, d = tl.program_id(0).to(tl.int64), tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    sequence, mask = tl.load(sequences + row), d < WIDTH
+    total = tl.zeros((BLOCK,), dtype=tl.float32)
+    if sequence < count:
+        position = row - tl.load(starts + sequence) + tl.load(left_out + sequence)
+        total = tl.load(of_keys + (tl.load(first_keys + sequence) + position) * WIDTH + d, mask=mask, other=0.0)
+        for other in range(sequence + 1, tl.load(ends + sequence)):
+            seen = position < tl.load(left_out + other)
+            copy = (tl.load(first_keys + other) + position) * WIDTH + d
+            total = tl.where(seen, total + tl.load(of_keys + copy, mask=mask & seen, other=0.0), total)
+    tl.store(sums + row * WIDTH + d, total.to(sums.dtype.element_ty), mask=mask)
+
+
+def sum_copies(
+    of_keys: Tensor, like: Tensor, starts: Tensor, left_out: Tensor, first_keys: Tensor, ends: Tensor
+) -> Tensor:
+    """Float32 gradients `[keys, heads, dim]` summed by the row that computed them, shaped and rounded as `like`.
+
+    Row `starts[i] + j` computed key `left_out[i] + j` of sequence i, and that key of those sequences from i + 1 up to
+    `ends[i]` that leave it out: added in this order. Zero for padding rows.
+    """
+    sums, width = torch.empty_like(like), like[0].numel() if len(like) else 0
+    if len(like):
+        block = min(1024, triton.next_power_of_2(width))
+        launch(
+            _copies_kernel, (len(like), triton.cdiv(width, block)),
+            of_keys.contiguous(), sums, sequence_of_rows(starts, len(like)), starts, left_out, first_keys, ends,
+            len(left_out), WIDTH=width, BLOCK=block, num_warps=4,
+        )  # fmt: skip
+    return sums
