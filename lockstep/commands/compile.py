@@ -7,12 +7,16 @@ from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
+import torch
+
 from lockstep.config import CompileConfig, PretrainConfig, RLConfig, validate
 from lockstep.model import ModelConfig, initialize, preset, read_config
 from lockstep.observe import announce
+from lockstep.observe.machine import usable_cpus
 from lockstep.parallel import World, close_world, open_world
 from lockstep.parallel.compile import keep_artifacts
 from lockstep.rl.generators.models import sampling_model
+from lockstep.rl.generators.spec import compiled_generator
 from lockstep.train.resolve_defaults import resolve_defaults
 from lockstep.train.setup import adapted, trained_model
 
@@ -21,10 +25,11 @@ BLOCKS_ALONE = 256
 
 
 def compile_run(config: PretrainConfig | RLConfig) -> None:
-    """Fills the cache with all that the ranks of a run with these settings compile; its weights and data are not read.
+    """Fills the cache with all that the run's ranks and the generators on its host compile; weights and data are not
+    read.
 
-    Generators in processes of their own still compile at their first start. Under torchrun, every rank compiles its own
-    part, as in the run. Raises UserError as the run does.
+    Generators of several tensor ranks, and those on other hosts, still compile at their first start. Under torchrun,
+    every rank compiles its own part, as in the run. Raises UserError as the run does.
     """
     if config.compile.backend == "none":
         config = replace(config, compile=CompileConfig("inductor"))
@@ -42,8 +47,15 @@ def compile_run(config: PretrainConfig | RLConfig) -> None:
 def _compile(config: PretrainConfig | RLConfig, world: World) -> None:
     """Makes the models that the run makes, with random weights."""
     model = trained_model(config, _shape(config), world, partial(initialize, seed=config.seed))
-    if isinstance(config, RLConfig) and not config.actors.separate:
+    if not isinstance(config, RLConfig):
+        return
+    if not config.actors.separate:
         sampling_model(model, world, config.dtype, config.parallel, config.compile)
+    elif world.is_main and config.actors.tensor == 1:
+        torch._dynamo.reset()  # a generator's process finds nothing compiled
+        # As `start_ranks` gives it: the loops of a process with one thread are compiled without threads.
+        torch.set_num_threads(config.actors.threads or max(1, usable_cpus() // max(1, config.actors.generators)))
+        compiled_generator(model.config, config.dtype, config.compile, World(world.device))
 
 
 def _shape(config: PretrainConfig | RLConfig) -> ModelConfig:

@@ -16,8 +16,9 @@ PRODUCTS = {
 """The kernels that multiply matrices."""
 SPILLS = {
     torch.bfloat16: {
-        "attention.attend_kernel": 8192, "attention_backward.keys_kernel": 64, "attention_backward.queries_kernel": 256,
-        "grouped_linear.grouped_kernel": 128, "linear.linear_kernel": 128, "rows.rms_norm_backward_kernel": 512,
+        "attention.attend_kernel": 8192, "attention_backward.keys_kernel": 128,
+        "attention_backward.queries_kernel": 256, "grouped_linear.grouped_kernel": 128, "linear.linear_kernel": 128,
+        "rows.rms_norm_backward_kernel": 512,
     },
     torch.float32: {
         "attention.attend_kernel": 10240, "attention_backward.keys_kernel": 4096,

@@ -16,8 +16,9 @@ import torch
 from lockstep import Engine, EngineConfig, SamplingParams, build_model, ops, score
 from lockstep.cache import UnsafeCache
 from lockstep.config import CompileConfig, ParallelConfig, TrainConfig
+from lockstep.data import ByteTokenizer
 from lockstep.errors import UserError
-from lockstep.model import initialize, preset, resolve_dtype
+from lockstep.model import initialize, preset, resolve_dtype, save_model
 from lockstep.ops.opaque import library
 from lockstep.parallel import apply_compile, close_world, generator_model, open_world, parallel_model
 from lockstep.parallel.compile import keep_artifacts
@@ -165,10 +166,20 @@ def compiled_on(ranks, dtype):
     return found, gradients, [(c.token_ids, c.logprobs) for group in sampled for c in group]
 
 
+SHORT_RL = ["rl", "--environment", "digit_sum", "--prompts-per-step", "2", "--max-new-tokens", "4"]
+
+
 @pytest.mark.slow
-def test_a_run_compiles_nothing_that_the_compile_command_has_compiled(tmp_path):
-    compiled, kept = tmp_path / "compiled", []
-    run = ["pretrain", "--model", "qwen3:micro", "--steps", "1", "--device", "cpu", "--output", str(tmp_path / "run")]
+@pytest.mark.parametrize(
+    "options",
+    [["pretrain"], SHORT_RL, [*SHORT_RL, "--actors.generators", "1", "--actors.threads", "1", "--lora.rank", "4"]],
+)
+def test_a_run_compiles_nothing_that_the_compile_command_has_compiled(options, tmp_path):
+    compiled, kept, model = tmp_path / "compiled", [], tmp_path / "model"
+    tokenizer = ByteTokenizer()
+    save_model(build_model(preset("qwen3:micro", tokenizer.vocab_size, (tokenizer.eos_id,)), "float32"), model)
+    tokenizer.save(model)
+    run = [*options, "--model", str(model), "--steps", "1", "--device", "cpu", "--output", str(tmp_path / "run")]
     for command in (["compile", *run], [*run, "--compile.backend", "inductor"]):
         environment = {**os.environ, "TORCHINDUCTOR_CACHE_DIR": str(compiled)}
         subprocess.run([sys.executable, "-m", "lockstep", *command], env=environment, check=True)

@@ -14,6 +14,8 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import IO
 
+from lockstep.observe.machine import usable_cpus
+
 # fmt: off
 TORCHRUN_VARIABLES = (
     "RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT", "GROUP_RANK", "ROLE_RANK",
@@ -98,7 +100,7 @@ def _environment(group: Group, rank: int, port: int) -> dict[str, str]:
     environment = {
         k: v for k, v in os.environ.items() if k not in TORCHRUN_VARIABLES and not k.startswith("TORCHELASTIC_")
     }
-    environment["OMP_NUM_THREADS"] = str(group.threads or max(1, len(os.sched_getaffinity(0)) // group.host_processes))
+    environment["OMP_NUM_THREADS"] = str(group.threads or max(1, usable_cpus() // group.host_processes))
     environment["LOCAL_RANK"] = str(group.first + rank)
     if group.tensor > 1:
         size = str(group.tensor)

@@ -21,7 +21,16 @@ from lockstep.generate import Engine, SamplingParams
 from lockstep.generate.drafts import HistoryDraft, make_draft
 from lockstep.generate.driver import DriverEngine
 from lockstep.hub import local_folder
-from lockstep.model import Lora, ModelConfig, arithmetic_of, initialize, read_config, resolve_dtype, set_arithmetic
+from lockstep.model import (
+    Decoder,
+    Lora,
+    ModelConfig,
+    arithmetic_of,
+    initialize,
+    read_config,
+    resolve_dtype,
+    set_arithmetic,
+)
 from lockstep.model.known_operators import refuse_unknown_operators
 from lockstep.observe import announce, start_line
 from lockstep.parallel import World, apply_compile, generator_model
@@ -89,11 +98,7 @@ def open_engine(welcome: dict[str, Any], key: bytes, world: World) -> tuple[Weig
         listed = ", ".join(f"{name} {actual[name]} and not {expected.get(name)}" for name in different[:3])
         raise UserError(f"{folder}: differs from the trainer's model: {listed}; copy the trainer's folder")
     _match_arithmetic(welcome["arithmetic"], device)
-    parallel = ParallelConfig(tensor=world.size, data_shard=1, reduction_chunks=welcome["reduction_chunks"])
-    model = generator_model(shape, resolve_dtype(welcome["dtype"]), world, parallel, partial(initialize, seed=0))
-    if world.size == 1:
-        refuse_unknown_operators(model)
-    apply_compile(model, CompileConfig(**welcome["compile"]), trains=False)
+    model = compiled_generator(shape, welcome["dtype"], CompileConfig(**welcome["compile"]), world)
     tokenizer = load_tokenizer(folder, shape.vocab_size)
     drives = world.size > 1 and world.is_main
     config = EngineConfig(**welcome["engine"])
@@ -102,6 +107,16 @@ def open_engine(welcome: dict[str, Any], key: bytes, world: World) -> tuple[Weig
     work = f"{welcome['name']} samples for process {welcome['pid']} on {welcome['host']}"
     announce("generator: " + start_line(welcome["model"], shape, device, model.dtype, work, world.size))
     return WeightReader(model, world, key), engine
+
+
+def compiled_generator(shape: ModelConfig, dtype: str, compile: CompileConfig, world: World) -> Decoder:
+    """The model of a separate generator, with any weights, compiled as configured."""
+    parallel = ParallelConfig(tensor=world.size, data_shard=1, reduction_chunks=shape.reduction_chunks)
+    model = generator_model(shape, resolve_dtype(dtype), world, parallel, partial(initialize, seed=0))
+    if world.size == 1:
+        refuse_unknown_operators(model)
+    apply_compile(model, compile, trains=False)
+    return model
 
 
 def _history(run: Path, config: EngineConfig, world: World) -> HistoryDraft:
