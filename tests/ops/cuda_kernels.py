@@ -327,7 +327,11 @@ def test_a_broken_token_breaks_those_that_see_it_and_changes_no_bit_of_others(ke
 
 @pytest.mark.parametrize(
     ("dtype", "heads", "kv_heads", "head_dim", "terms"),
-    [(torch.float32, 3, 1, 40, ops.Terms(0.3, 20, SINKS)), (torch.float16, 2, 2, 32, ops.Terms())],
+    [
+        (torch.float32, 3, 1, 40, ops.Terms(0.3, 20, SINKS)),
+        (torch.float16, 2, 2, 32, ops.Terms()),
+        (torch.float32, 1, 1, 130, ops.Terms()),
+    ],
 )
 def test_the_gradient_of_attention(kernels, dtype, heads, kv_heads, head_dim, terms):
     lengths, padding = [5, 70, 1], 3

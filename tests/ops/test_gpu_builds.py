@@ -21,8 +21,8 @@ SPILLS = {
         "rows.rms_norm_backward_kernel": 512,
     },
     torch.float32: {
-        "attention.attend_kernel": 10240, "attention_backward.keys_kernel": 4096,
-        "attention_backward.queries_kernel": 12288, "experts.combine_backward_kernel": 64,
+        "attention.attend_kernel": 10240, "attention_backward.keys_kernel": 256,
+        "attention_backward.queries_kernel": 1024, "experts.combine_backward_kernel": 64,
         "rows.rms_norm_backward_kernel": 2048,
     },
 }  # fmt: skip
@@ -44,19 +44,16 @@ def wanted(launch: Launch, capability: int, dtype: torch.dtype) -> set[str]:
     return {"mma.sync" if few_rows else INSTRUCTION[capability]}
 
 
-def may_not_fit(launch: Launch, dtype: torch.dtype) -> bool:
-    """Whether it is a high tile of attention, used only where it fits, or a float32 gradient over heads of 256, for
-    which some GPUs have too little (docs/gpu.md)."""
-    is_high = launch.sizes.get("ROWS", 0) > attention.ROWS[torch.bfloat16]
-    is_gradient = launch.name.startswith("attention_backward") and launch.sizes.get("DIM") == 256
-    return is_high or (is_gradient and dtype == torch.float32)
+def may_not_fit(launch: Launch) -> bool:
+    """Whether it is a high tile of attention, which is used only where it fits."""
+    return bool(launch.sizes.get("ROWS", 0) > attention.ROWS[torch.bfloat16])
 
 
 def faults(launch: Launch, built: Build, capability: int, dtype: torch.dtype = torch.bfloat16) -> list[str]:
     """What would make this variant inexact or impossible to run there."""
     found = []
     if built.shared > SHARED[capability] * 1024:
-        if may_not_fit(launch, dtype):
+        if may_not_fit(launch):
             return []
         found.append(f"{built.shared / 1024:.0f} KiB of shared memory, of {SHARED[capability]}")
     if built.stack > SPILLS[dtype].get(launch.name, 0):

@@ -40,6 +40,8 @@ KEYS_NARROW = Launch(64, 64, 4, 3)
 """For at most 64 features, whose sums leave registers for more queries."""
 # For more than 128 features, and for float32: their sums in registers, and tiles in shared memory, have the same size.
 QUERIES_WIDE, KEYS_WIDE = Launch(32, 32, 4, 2), Launch(32, 32, 8, 2)
+LARGEST = Launch(16, 16, 4, 1)
+"""For both together, so that they fit into 99 KiB, and no sum into memory (docs/gpu.md)."""
 
 
 @kernel(varying=("lines",))
@@ -220,8 +222,8 @@ def attend_backward(
         grad_out, out.contiguous(), deltas, rows * heads, DIM=dim, BLOCK_D=width, LINES=lines, num_warps=4,
     )  # fmt: skip
     contexts, first_keys = pieces or (starts.diff(), starts[:-1])
-    wide = width > 128 or q.dtype == torch.float32
-    tile, step, warps, stages = QUERIES_WIDE if wide else QUERIES
+    of_queries, of_keys = _tiles(width, q.dtype)
+    tile, step, warps, stages = of_queries
     tile_pieces, tile_rows = tile_map(starts, rows, tile)
     inputs = grad_out, q, k, v, log_sums, deltas
     scale = terms.factor(dim)
@@ -230,7 +232,7 @@ def attend_backward(
         *inputs, grad_q, starts, contexts, first_keys, tile_pieces, tile_rows, count, scale,
         TILE=tile, STEP=step, num_warps=warps, num_stages=stages, **sizes,
     )  # fmt: skip
-    tile, step, warps, stages = KEYS_WIDE if wide else KEYS_NARROW if width <= 64 else KEYS
+    tile, step, warps, stages = of_keys
     last_keys = first_queries = last_queries = None
     if pieces is None:
         tile_pieces, tile_rows = tile_map(starts, rows, tile)
@@ -250,6 +252,15 @@ def attend_backward(
         last_queries, WHOLE=pieces is None, TILE=tile, STEP=step, num_warps=warps, num_stages=stages, **sizes,
     )  # fmt: skip
     return grad_q, grad_k, grad_v
+
+
+def _tiles(width: int, dtype: torch.dtype) -> tuple[Launch, Launch]:
+    """Those of queries and of keys."""
+    if width > 128 and dtype == torch.float32:
+        return LARGEST, LARGEST
+    if width > 128 or dtype == torch.float32:
+        return QUERIES_WIDE, KEYS_WIDE
+    return QUERIES, KEYS_NARROW if width <= 64 else KEYS
 
 
 def _last_keys(rows: int, starts: Tensor, contexts: Tensor, first_keys: Tensor) -> Tensor:
