@@ -63,6 +63,9 @@ class ParallelConfig:
     """The work of the head and its loss in layers, for balancing stages."""
     reshard_after_forward: Literal["default", "always", "never"] = "default"
     """When gathered weights are freed after a layer's forward; default: always, but never within a pipeline."""
+    bucket_mib: Annotated[float, AtLeast(0)] = 32.0
+    """Consecutive layers whose gathered weights fit into so many MiB share the messages that gather these and sum their
+    gradients. 0: each layer by itself."""
     reduce_gradients: Literal["auto", "step", "microbatch"] = "auto"
     """When ranks sum the gradients of sharded weights: once per step, until which each rank holds the full gradient, or
     with every micro-batch; auto: once per step if the full gradient fits in a quarter of a rank's memory."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from functools import partial
 from typing import Any
 
@@ -20,7 +21,7 @@ from lockstep.parallel.world import World
 
 
 def shard_data_parallel(model: Decoder, world: World, config: ParallelConfig, compute: torch.dtype) -> None:
-    """Shards the float32 weights of `model`, block by block; forward and backward run in `compute`.
+    """Shards the float32 weights of `model`, some blocks at a time; forward and backward run in `compute`.
 
     A step's loss is a sum whose weights add up to 1 over all ranks, so gradients are summed in float32, not averaged.
     With `data_shard` 1, each replica keeps unsharded weights: data parallelism as in DDP.
@@ -36,11 +37,14 @@ def shard_data_parallel(model: Decoder, world: World, config: ParallelConfig, co
     # Unsharded on every rank: they have no gradient, and must not be rounded to `compute`.
     whole = {parameter for name, parameter in model.named_parameters() if is_float32(name)}
     shared_experts = [] if world.expert_mesh is None else experts_of(model)
-    for module in [*shared_experts, *model.layers, model]:
+    units: list[list[nn.Module]] = [[experts] for experts in shared_experts]
+    units += [*_buckets([*model.layers], int(config.bucket_mib * 2**20), compute), [model]]
+    for modules in units:
+        module = modules[0]
         # The root contains embedding and head, which the loss needs after the forward: they stay gathered until the
         # backward.
         fully_shard(
-            module,
+            modules,
             mesh=world.expert_fsdp_mesh if module in shared_experts else world.fsdp_mesh,
             mp_policy=precision,
             offload_policy=offload,
@@ -59,6 +63,21 @@ def shard_data_parallel(model: Decoder, world: World, config: ParallelConfig, co
             module.set_all_reduce_hook(SumOverReplicas(world.replicas))
     if model.config.tie_embeddings and compute != torch.float32 and not pipelined:  # stages: `TiedEmbedding`
         _round_tied_gradient(model, compute)
+
+
+def _buckets(blocks: Sequence[nn.Module], most: int, compute: torch.dtype) -> list[list[nn.Module]]:
+    """Consecutive blocks whose gathered weights fit into `most` bytes: each message has a cost besides its bytes."""
+    buckets: list[list[nn.Module]] = []
+    room = 0
+    for block in blocks:
+        nbytes = sum(local_values(parameter).numel() for parameter in block.parameters()) * compute.itemsize
+        if buckets and nbytes <= room:
+            buckets[-1].append(block)
+            room -= nbytes
+        else:
+            buckets.append([block])
+            room = most - nbytes
+    return buckets
 
 
 def _round_tied_gradient(model: Decoder, compute: torch.dtype) -> None:

@@ -54,8 +54,8 @@ class Layout:
 P = ParallelConfig
 LAYOUTS = [
     Layout(2, P()),
-    Layout(2, P(), dtype="bfloat16", quick=True),
-    Layout(2, P(data_replicate=2)),
+    Layout(2, P(bucket_mib=0.0), dtype="bfloat16", quick=True),
+    Layout(2, P(data_replicate=2, bucket_mib=1.6)),
     Layout(4, P(data_replicate=2), "llama3:micro"),
     Layout(2, P(tensor=2), "llama3:micro"),
     Layout(2, P(tensor=2), dtype="bfloat16", steps=5),
@@ -66,7 +66,7 @@ LAYOUTS = [
     Layout(2, P(context=2)),
     Layout(4, P(context=2), "llama3:micro"),
     Layout(4, P(context=4), steps=5),
-    Layout(4, P(context=2, data_replicate=2), steps=5, quick=True),
+    Layout(4, P(context=2, data_replicate=2, bucket_mib=0.0), steps=5, quick=True),
     Layout(4, P(context=2, tensor=2), steps=5),
     Layout(2, P(pipeline=2, pipeline_schedule="gpipe"), "llama3:micro"),
     Layout(2, P(pipeline=2, pipeline_schedule="1f1b")),

@@ -7,15 +7,17 @@ from unittest.mock import patch
 import pytest
 import torch
 
-from lockstep.config import CompileConfig, ParallelConfig
+from lockstep.config import CompileConfig, ParallelConfig, RecomputeConfig
 from lockstep.model import preset
 from lockstep.parallel import close_world, parallel_model
 from lockstep.parallel.exchange import SumOverReplicas
 from lockstep.parallel.world import AXES, World, open_world, simulated_world
 from tests.parallel.launch import launch
-from tests.parallel.training import train
+from tests.parallel.training import assert_same_bits, train
 
 few_steps = partial(train, steps=2, layers=2)
+BLOCK_MIB = 0.376
+"""A layer of qwen3:micro in bfloat16."""
 
 
 def test_gathered_weights_that_are_kept_change_no_bit():
@@ -23,6 +25,25 @@ def test_gathered_weights_that_are_kept_change_no_bit():
     freed, kept = (launch(2, run, ParallelConfig(reshard_after_forward=when))[0] for when in ("always", "never"))
     assert kept.losses == freed.losses and kept.norms == freed.norms
     assert all(torch.equal(kept.weights[name], weight) for name, weight in freed.weights.items())
+
+
+@pytest.mark.parametrize(
+    ("layout", "recompute"),
+    [
+        (ParallelConfig(), "full"),
+        pytest.param(ParallelConfig(data_replicate=2), "none", marks=pytest.mark.slow),
+        pytest.param(ParallelConfig(pipeline=2, pipeline_schedule="zbv"), "none", marks=pytest.mark.slow),
+        pytest.param(ParallelConfig(tensor=2), "selective", marks=pytest.mark.slow),
+    ],
+)
+def test_layers_gathered_together_have_the_bits_of_layers_gathered_one_by_one(layout, recompute):
+    ranks = 2 * layout.data_replicate * layout.pipeline * layout.tensor
+    run = partial(train, steps=2, layers=4, dtype="bfloat16", recompute=RecomputeConfig(mode=recompute))
+    alone, some, all_of_them = (
+        launch(ranks, run, replace(layout, bucket_mib=mib)) for mib in (0.0, 3.1 * BLOCK_MIB / layout.tensor, 32.0)
+    )
+    for traces in zip(alone, some, all_of_them):
+        assert_same_bits(list(traces[1:]), traces[0])
 
 
 @pytest.mark.parametrize(

@@ -84,15 +84,17 @@ def estimated(config, ranks):
 
 
 KL = dict(kl_coefficient=0.1)
+EACH_LAYER = ParallelConfig(bucket_mib=0.0)
+"""Without what CPUs alone allocate to exchange the gradients of several layers at once."""
 RUNS = [(2, ParallelConfig(tensor=2), dict(dtype="float32"))]
 MORE_RUNS = [
     (1, ParallelConfig(), dict(dtype="float32", entropy_coefficient=0.1, **KL)),
     (1, ParallelConfig(), dict(actors=SEPARATE, **KL)),
-    (2, ParallelConfig(), dict(kl_reference="average", **KL)),
-    (2, ParallelConfig(), dict(actors=ActorsConfig(keep_copy=False))),
-    (2, ParallelConfig(), dict(algorithm="ppo")),
-    (2, ParallelConfig(), dict(actors=SEPARATE, algorithm="ppo")),
-    (2, ParallelConfig(), dict(actors=SEPARATE, kl_reference="average", **KL)),
+    (2, EACH_LAYER, dict(kl_reference="average", **KL)),
+    (2, EACH_LAYER, dict(actors=ActorsConfig(keep_copy=False))),
+    (2, EACH_LAYER, dict(algorithm="ppo")),
+    (2, EACH_LAYER, dict(actors=SEPARATE, algorithm="ppo")),
+    (2, EACH_LAYER, dict(actors=SEPARATE, kl_reference="average", **KL)),
 ]
 
 

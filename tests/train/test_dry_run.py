@@ -7,12 +7,13 @@ from functools import partial
 
 import numpy as np
 import pytest
+import torch
 
 from lockstep.cli import main
 from lockstep.config import CompileConfig, ParallelConfig, PretrainConfig, TrainConfig
 from lockstep.data import Row
 from lockstep.errors import UserError
-from lockstep.model import ModelConfig, initialize, preset, resolve_dtype
+from lockstep.model import Decoder, ModelConfig, initialize, preset, resolve_dtype
 from lockstep.model.shard import local_values
 from lockstep.observe.collectives import CollectiveLog
 from lockstep.parallel import close_world, open_world, parallel_model
@@ -31,13 +32,14 @@ ALONE, EACH = ParallelConfig(), ParallelConfig(reduce_gradients="microbatch")
 
 @dataclass
 class Case:
-    parallel: ParallelConfig = field(default_factory=ParallelConfig)
+    parallel: ParallelConfig = field(default_factory=partial(ParallelConfig, bucket_mib=0.0))
     dtype: str = "float32"
     shape: ModelConfig = SHAPE
     microbatches: int = 2
     train: dict = field(default_factory=dict)
     has_peak: bool = True
-    """Whether its peak is compared: a small one has too much of what CPUs alone allocate to exchange gradients."""
+    """Whether its peak is compared: a small one, or one of large buckets, has too much of what CPUs alone allocate to
+    exchange gradients."""
 
     def config(self, tokens: int = 512) -> PretrainConfig:
         train = TrainConfig(tokens_per_microbatch=128, **self.train)
@@ -91,7 +93,7 @@ def on_devices(traffic):
 
 EACH_SUMMED = Case(EACH, has_peak=False)
 TENSOR, CONTEXT = (Case(ParallelConfig(**{axis: 2}), "bfloat16", has_peak=False) for axis in ("tensor", "context"))
-FOUR = ParallelConfig(tensor=2)
+FOUR = ParallelConfig(tensor=2, bucket_mib=0.0)
 STEPS = [
     *((1, Case()), (1, Case(train={"optimizer": "muon"}))),
     *((2, EACH_SUMMED), (2, TENSOR), (2, pipeline("zbv", 8))),
@@ -99,10 +101,15 @@ STEPS = [
 MORE_STEPS = [
     *((1, Case(dtype="bfloat16")), (1, Case(shape=WIDE))),
     (1, Case(microbatches=1, train={"optimizer_in_backward": True, "max_grad_norm": 0.0})),
-    *((2, Case(shape=DEEP)), (2, Case(EACH, shape=DEEP)), (2, Case(dtype="bfloat16", shape=DEEP)), (2, CONTEXT)),
+    *(
+        (2, Case(shape=DEEP)),
+        (2, Case(EACH, shape=DEEP)),
+        (2, Case(dtype="bfloat16", shape=DEEP)),
+        (2, CONTEXT),
+    ),
     *((2, pipeline("1f1b", shape=WIDE)), (2, pipeline("gpipe")), (2, pipeline("interleaved"))),
     *((2, pipeline("dualpipev")), (2, pipeline("zbv")), (4, Case(FOUR, shape=DEEP)), (4, Case(FOUR, shape=WIDE))),
-    (4, Case(ParallelConfig(data_replicate=2, reduce_gradients="microbatch"), shape=DEEP)),
+    (4, Case(ParallelConfig(data_replicate=2, reduce_gradients="microbatch", bucket_mib=0.0), shape=DEEP)),
 ]
 
 
@@ -151,13 +158,27 @@ def test_gradients_muons_matrices_and_sums_in_one_order_are_counted():
     assert found(8)[0].microbatches == 1, "no rank has more rows than the step"
     result, calls = found(4, 2048, optimizer="muon", deterministic_layout=True)
     assert result.microbatches == 4 and result.memory["sums of micro-batches"] == 2 * result.memory["gradients"]
-    assert calls["alltoall_base"] > 0 and calls["reduce_scatter_base"] == 2 * (SHAPE.num_layers + 1)  # of two
+    assert calls["alltoall_base"] > 0 and calls["reduce_scatter_base"] == 2 * 2  # of two, for layers and root
     _, calls = found(4, 2048, optimizer="muon", parallel=ParallelConfig(data_replicate=2))
     assert calls["alltoall_base"] > 0
     with pytest.raises(UserError, match="parallel.*= 3 ranks, but 2 are running"):
         found(2, parallel=ParallelConfig(tensor=3))
     with pytest.raises(UserError, match="a step has 4 micro-batches per rank.* needs 6 or more"):
         found(6, parallel=ParallelConfig(pipeline=6), shape=DEEP)
+
+
+@pytest.mark.parametrize("microbatches", [1, 2])
+def test_layers_that_fit_a_bucket_share_its_messages(microbatches):
+    """Of DEEP's six layers and the root, which stays gathered; the layers are gathered again for the backward."""
+    layer = sum(p.numel() for p in Decoder(DEEP, torch.float32, "meta").layers[0].parameters()) * 4 / 2**20
+    sizes = {}
+    for mib, buckets in ((0.0, 6), (0.9 * layer, 6), (2 * layer, 3), (5.5 * layer, 2), (32.0, 1)):
+        case = Case(ParallelConfig(bucket_mib=mib, reduce_gradients="microbatch"), shape=DEEP)
+        traffic = dry_run(case.config(256 * microbatches), DEEP, 2, NextTokenLoss(126)).traffic
+        gathered, summed = traffic["data_shard", "allgather_base"], traffic["data_shard", "reduce_scatter_base"]
+        assert (gathered.calls, summed.calls) == (microbatches * (2 * buckets + 1), microbatches * (buckets + 1))
+        sizes[mib] = gathered.bytes, summed.bytes
+    assert len({*sizes.values()}) == 1
 
 
 @pytest.mark.parametrize("model", ["deepseek_v3:micro", "gpt_oss:micro"])
