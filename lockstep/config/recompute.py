@@ -17,7 +17,7 @@ class RecomputeConfig:
 
     mode: Literal["none", "full", "every", "selective", "budget"] = "none"
     """What the backward pass recomputes to save memory. `full`: all layers; `every`: every k-th; `selective`: all
-    operators except those in `keep`; `budget`: as many layers as needed to stay within `budget_gib`."""
+    operators except those in `keep`; `budget`: what does not fit `budget_gib`, the quickest first."""
     every: Annotated[int, AtLeast(1)] = 2
     """every: k, so that layers 0, k, 2k … are recomputed."""
     keep: tuple[str, ...] = ("attention",)

@@ -20,6 +20,11 @@ class SavedOutputs:
         self._outputs: list[tuple[Tensor, ...]] = []
         self._next: int | None = None
 
+    @property
+    def nbytes(self) -> int:
+        """Bytes that the first forward saved."""
+        return sum(part.nbytes for parts in self._outputs for part in parts)
+
     def contexts(self) -> tuple[AbstractContextManager[None], AbstractContextManager[None]]:
         """Contexts for the first forward and for recomputed ones, as `torch.utils.checkpoint` takes them."""
         return _ForwardPass(self, None), _ForwardPass(self, 0)

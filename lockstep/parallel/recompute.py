@@ -1,4 +1,5 @@
-"""Activation checkpointing: a layer saves only its input, and the backward recomputes its forward (arXiv 1604.06174).
+"""Activation checkpointing: a layer saves only its input, and the backward recomputes its forward (arXiv 1604.06174),
+or what it computes besides some operators' outputs.
 
 The same forward runs on the same input, so losses and gradients have the same bits as without it.
 """
@@ -55,35 +56,51 @@ def _selectively_recomputed(forward: Forward, operators: tuple[str, ...], *argum
 
 
 def _within_budget(forward: Forward, budget: Budget, place: int, block: nn.Module, *arguments: Any) -> Tensor:
-    forward = repeatable(forward)  # measuring runs it twice
-    if torch.is_grad_enabled() and place < budget.recomputed_layers(forward, block, arguments):
-        return _recomputed(forward, *arguments)
-    return forward(*arguments)
+    forward = repeatable(forward)  # measuring runs it several times
+    if not torch.is_grad_enabled():
+        return forward(*arguments)
+    level = budget.level(place, forward, block, arguments)
+    if level > len(KEPT):
+        return forward(*arguments)
+    return _selectively_recomputed(forward, KEPT[level - 1], *arguments) if level else _recomputed(forward, *arguments)
+
+
+KEPT = ("attention",), ("attention", "linear")
+"""What a layer keeps at each level, above nothing and below everything: first what takes the most time for its bytes,
+which for attention grows with the context, and for a product is the width that it sums over."""
 
 
 class Budget:
-    """How many layers must recompute so that the saved activations fit a number of bytes per rank.
+    """What each layer keeps so that the saved activations fit a number of bytes per rank: a level of `KEPT`.
 
-    The first layers recompute: when the backward reaches them, the others have freed their activations.
+    All layers reach a level before one reaches the next; the last layers reach it first, since the backward frees what
+    they keep before it comes to the others.
     """
 
     def __init__(self, nbytes: int, num_layers: int, passes_in_flight: Callable[[], int] = lambda: 1):
         self.nbytes = nbytes
         self.num_layers = num_layers
         self.passes_in_flight = passes_in_flight
-        self.layer_bytes_per_row = 0.0
-        """Bytes that a layer saves in addition to its input; measured once, in the first forward with a gradient."""
+        self.bytes_per_row: list[float] = []
+        """Bytes that a layer saves at each level besides its input, from 1 to everything; measured once, in the first
+        forward with a gradient."""
 
-    def recomputed_layers(self, forward: Forward, block: nn.Module, arguments: tuple[Any, ...]) -> int:
-        """The number of recomputed layers for the rows of `arguments`. Raises UserError if the layers' inputs do not
-        fit."""
+    def level(self, place: int, forward: Forward, block: nn.Module, arguments: tuple[Any, ...]) -> int:
+        """How much layer `place` keeps of the rows of `arguments`: 0, a level of `KEPT`, or, one above, everything.
+
+        Raises UserError if the layers' inputs do not fit.
+        """
         hidden = local_part(arguments[0])[0]
         rows = hidden.shape[0]
-        if not self.layer_bytes_per_row:
-            self.layer_bytes_per_row = saved_bytes(forward, block, arguments) / rows
+        if not self.bytes_per_row:
+            measured = [
+                *(kept_bytes(forward, kept, arguments) for kept in KEPT),
+                saved_bytes(forward, block, arguments),
+            ]
+            self.bytes_per_row = [nbytes / rows for nbytes in measured]
         passes = self.passes_in_flight()
         inputs = self.num_layers * hidden.nbytes
-        free = self.nbytes // passes - inputs
+        free: float = self.nbytes // passes - inputs
         if free < 0:
             of_all = f", for {passes} micro-batches at once" if passes > 1 else ""
             raise UserError(
@@ -91,7 +108,21 @@ class Budget:
                 f"{of_all}, which are always saved: give at least {passes * inputs / 2**30:.3g}, or lower "
                 "train.tokens_per_microbatch"
             )
-        return self.num_layers - min(self.num_layers, int(free / (rows * self.layer_bytes_per_row)))
+        before = 0.0
+        for level, per_row in enumerate(self.bytes_per_row):
+            more = rows * max(per_row - before, 0.0)
+            if self.num_layers * more > free:
+                return level + (place >= self.num_layers - int(free / more))
+            free, before = free - self.num_layers * more, max(per_row, before)
+        return len(self.bytes_per_row)
+
+
+def kept_bytes(forward: Forward, operators: tuple[str, ...], arguments: tuple[Any, ...]) -> int:
+    """Bytes of these operators' outputs in one forward pass with a gradient."""
+    outputs = SavedOutputs(operators)
+    with recorded_routes(), outputs.contexts()[0]:
+        forward(*arguments)
+    return outputs.nbytes
 
 
 def saved_bytes(forward: Forward, block: nn.Module, arguments: tuple[Any, ...]) -> int:

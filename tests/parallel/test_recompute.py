@@ -103,7 +103,7 @@ def test_only_what_was_asked_for_is_computed_again():
     assert _counts(MODES["all but every operator"]) == (4, products)
 
 
-def test_a_budget_recomputes_as_many_layers_as_it_must():
+def test_a_budget_keeps_what_takes_the_most_time_for_its_bytes():
     world = open_world(ParallelConfig(), "cpu")
     model = _model(NONE, torch.float32, world)
     hidden = torch.randn(72, 128, requires_grad=True)
@@ -113,9 +113,16 @@ def test_a_budget_recomputes_as_many_layers_as_it_must():
     # Both normed inputs, queries before and after the norm, attention's output and the residual; keys twice and values;
     # gate, up and their product; log-sums of 4 heads; scales of 2 norms, 4 queries and 2 keys.
     assert layer == 4 * 72 * (6 * 128 + 3 * 64 + 3 * 384 + 4 + 8)
-    for kept in (0, 1, 3, 4):
-        budget = 4 * hidden.nbytes + (kept + 0.5) * layer
-        assert _counts(RecomputeConfig("budget", budget_gib=budget / 2**30))[0] == 8 - kept + 1  # once to measure
+    attended, products = 4 * 72 * (128 + 4), 4 * 72 * (4 * 128 + 2 * 64 + 2 * 384 - 128)
+    for level, kept in ((0, 0), (0, 3), (1, 0), (1, 1), (2, 0), (2, 3), (3, 0)):
+        # All layers have this level's activations, and `kept` of them the next one's.
+        levels = [0, attended, attended + products, layer]
+        more = (kept + 0.5) * (levels[min(level + 1, 3)] - levels[level])
+        budget = 4 * (hidden.nbytes + levels[level]) + more
+        found = _counts(RecomputeConfig("budget", budget_gib=budget / 2**30))
+        at_least = [4 if level > i else kept if level == i else 0 for i in range(3)]
+        # The first layer is measured once per level.
+        assert found == (4 + 4 - at_least[0] + 3, 4 * 7 * 3 + 7 * (4 - at_least[1] + 3)), (level, kept)
     with pytest.raises(UserError, match="does not fit the inputs of 4 layers.* give at least"):
         _counts(RecomputeConfig("budget", budget_gib=3 * hidden.nbytes / 2**30))
 
@@ -124,14 +131,18 @@ def test_a_budget_is_for_all_micro_batches_that_a_rank_of_a_pipeline_keeps():
     hidden, block = torch.zeros(8, 16), torch.nn.Identity()
     held = [1]
     budget = Budget(4 * hidden.nbytes + 12_000, 4, lambda: held[0])
-    budget.layer_bytes_per_row = 3000 / 8
-    assert budget.recomputed_layers(block.forward, block, (hidden,)) == 0
+    budget.bytes_per_row = [1000 / 8, 2000 / 8, 3000 / 8]
+
+    def levels():
+        return [budget.level(place, block.forward, block, (hidden,)) for place in range(4)]
+
+    assert levels() == [3, 3, 3, 3]
     held[0] = 2
-    # Half of it for each: the inputs of all layers, and less than two layers more.
-    assert budget.recomputed_layers(block.forward, block, (hidden,)) == 3
+    # Half of it for each: the inputs of all layers, and 4,976 bytes more.
+    assert levels() == [1, 1, 1, 1]
     held[0] = 9
     with pytest.raises(UserError, match="inputs of 4 layers, for 9 micro-batches at once.* give at least 1.72e-05"):
-        budget.recomputed_layers(block.forward, block, (hidden,))
+        levels()
 
 
 def _passes_in_flight():
@@ -145,7 +156,7 @@ def _passes_in_flight():
         model = parallel_model(shape, torch.float32, world, parallel, CompileConfig(), fill, recompute)
         seen = set()
         note = lambda self, *_, seen=seen: seen.add(self.passes_in_flight()) or 0  # noqa: E731
-        with patch.object(Budget, "recomputed_layers", note):
+        with patch.object(Budget, "level", note):
             model.accumulate([ROW] * 4, NextTokenLoss(4 * 69))
         found.append(seen)
     close_world(world)
