@@ -9,14 +9,16 @@ from pathlib import Path
 
 import torch
 
-from lockstep.config import CompileConfig, PretrainConfig, RLConfig, validate
-from lockstep.model import ModelConfig, initialize, preset, read_config
+from lockstep.config import CompileConfig, DPOConfig, PretrainConfig, RLConfig, validate
+from lockstep.hub import local_folder
+from lockstep.model import ModelConfig, initialize, preset, read_config, resolve_dtype
 from lockstep.observe import announce
 from lockstep.observe.machine import usable_cpus
-from lockstep.parallel import World, close_world, open_world
+from lockstep.parallel import World, close_world, open_world, parallel_model
 from lockstep.parallel.compile import keep_artifacts
-from lockstep.rl.generators.models import sampling_model
+from lockstep.rl.generators.models import folder_shape, sampling_model
 from lockstep.rl.generators.spec import compiled_generator
+from lockstep.train.refusals import refuse_step
 from lockstep.train.resolve_defaults import resolve_defaults
 from lockstep.train.setup import adapted, trained_model
 
@@ -29,7 +31,8 @@ def compile_run(config: PretrainConfig | RLConfig) -> None:
     read.
 
     Generators of several tensor ranks, and those on other hosts, still compile at their first start. Under torchrun,
-    every rank compiles its own part, as in the run. Raises UserError as the run does.
+    every rank compiles its own part, as in the run. Raises UserError for settings that cannot work; what does not fit
+    the data or the tokenizer is found by the run.
     """
     if config.compile.backend == "none":
         config = replace(config, compile=CompileConfig("inductor"))
@@ -37,6 +40,8 @@ def compile_run(config: PretrainConfig | RLConfig) -> None:
     world = open_world(config.parallel, config.device)
     try:
         config = resolve_defaults(config, world)
+        if isinstance(config, PretrainConfig):
+            refuse_step(config, world)
         began = time.perf_counter()
         _compile(config, world)
         announce(f"compiled in {time.perf_counter() - began:.0f} s: {keep_artifacts()}")
@@ -46,7 +51,11 @@ def compile_run(config: PretrainConfig | RLConfig) -> None:
 
 def _compile(config: PretrainConfig | RLConfig, world: World) -> None:
     """Makes the models that the run makes, with random weights."""
-    model = trained_model(config, _shape(config), world, partial(initialize, seed=config.seed))
+    fill = partial(initialize, seed=config.seed)
+    model = trained_model(config, _shape(config), world, fill)
+    if isinstance(config, DPOConfig) and config.reference:
+        shape, kind = read_config(Path(config.reference)), resolve_dtype(config.dtype)
+        parallel_model(shape, kind, world, config.parallel, config.compile, fill, config.recompute)
     if not isinstance(config, RLConfig):
         return
     if not config.actors.separate:
@@ -60,5 +69,8 @@ def _compile(config: PretrainConfig | RLConfig, world: World) -> None:
 
 def _shape(config: PretrainConfig | RLConfig) -> ModelConfig:
     folder = Path(config.model)
-    shape = read_config(folder) if folder.is_dir() else preset(config.model, BLOCKS_ALONE)
+    if isinstance(config, RLConfig):
+        shape = folder_shape(local_folder(config.model), config.model)
+    else:
+        shape = read_config(folder) if folder.is_dir() else preset(config.model, BLOCKS_ALONE)
     return adapted(shape, config.lora, config.model) if config.lora.rank else shape

@@ -16,12 +16,13 @@ from typing import Any, NamedTuple, Protocol, TypeAlias, TypeGuard
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor
+from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
 from lockstep import ops
 from lockstep.config import TrainConfig
 from lockstep.model import Decoder, TrainableModel
+from lockstep.model.layers import projections
 from lockstep.model.shard import is_dtensor, is_fsdp
 from lockstep.ops.cuda.graph import CudaCapture, Replay, Tensors
 
@@ -93,6 +94,8 @@ class GraphedModel:
         self._times_seen: Counter[Size] = Counter()
         self._trained: list[Tensor] = []
         self._weights: list[Any] = []
+        self._parameters: list[nn.Parameter] = []
+        """Kept, so that no other has the identity of one of them."""
         self._gradients: list[Tensor] = []
         self._open: weakref.ref[_Pass] | None = None
         """The newest replayed forward, until its backward."""
@@ -115,25 +118,33 @@ class GraphedModel:
             hidden: Tensor = self.model(tokens, positions, attention)
             return hidden
         row, size = _padding(tokens, positions, attention)
-        recorded = self._of(size, row)
-        if recorded is None or (self._open is not None and self._open() is not None):
+        if self._is_open() or (recorded := self._of(size, row)) is None:
             return forward(self.model, row.padded(size), size)[: len(tokens)]
         opened = _Pass(recorded, row)
         self._open = weakref.ref(opened)
         replayed: Tensor = _Replayed.apply(opened, *self._trained)
         return replayed[: len(tokens)]
 
+    def _is_open(self) -> bool:
+        """Whether a replayed forward waits for its backward: another, or a recording, would overwrite its memory."""
+        return self._open is not None and self._open() is not None
+
     def _has_hooks(self) -> bool:
-        return any(m._forward_hooks or m._forward_pre_hooks for m in self.model.modules())
+        kinds = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
+        of_modules = any(getattr(module, kind) for module in self.model.modules() for kind in kinds)
+        return of_modules or any(parameter._backward_hooks for parameter in self.model.parameters())
 
     def _of(self, size: Size, row: Row) -> _Recorded | None:
         """The recorded passes of this size, once it has been seen often enough."""
-        weights = [(p.data_ptr(), p.dtype, p.shape, p.requires_grad) for p in self.model.parameters()]
-        if weights != self._weights:  # they have moved, or others are trained
+        parameters = [*self.model.parameters()]
+        # By their identity, too: a parameter may be replaced by another one over its memory.
+        weights: list[Any] = [(id(p), p.data_ptr(), p.dtype, p.shape, p.requires_grad) for p in parameters]
+        weights += [id(self.model.halves), *((layer.adapted, layer.scaling) for _, layer in projections(self.model))]
+        if weights != self._weights:  # they have moved, others are trained, or an adapter was switched
             self._recorded, self._gradients = {}, []
             self._capture = self._new_capture()  # memory cannot be reused once its graphs are freed
-            self._weights = weights
-            self._trained = [parameter for parameter in self.model.parameters() if parameter.requires_grad]
+            self._weights, self._parameters = weights, parameters
+            self._trained = [parameter for parameter in parameters if parameter.requires_grad]
         self._times_seen[size] += 1
         if size in self._recorded or self._declined or self._times_seen[size] < TIMES_BEFORE_RECORDING:
             return self._recorded.get(size)
@@ -263,7 +274,7 @@ class _Replayed(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, opened: _Pass, *trained: Tensor) -> Tensor:
         ctx.opened = opened
-        return opened.recorded.forward(opened.row).detach()
+        return opened.recorded.forward(opened.row).clone()  # the next replay overwrites it
 
     @staticmethod
     @once_differentiable

@@ -139,6 +139,8 @@ class Trainer:
                 return losses
             with self.timeline.span("backward"):
                 share.backward()
+                # Its graph must end before another is recorded: CUDA would wait for it.
+                del share
                 if self.config.deterministic_layout:
                     extra_parameters.append(self.extra_parameters.take())
                 elif index == len(microbatches) - 1:

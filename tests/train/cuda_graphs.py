@@ -15,7 +15,8 @@ from torch.utils._pytree import tree_leaves
 
 from lockstep import build_model
 from lockstep.config import TrainConfig
-from lockstep.model import ModelConfig
+from lockstep.model import Lora, ModelConfig
+from lockstep.model.layers import projections
 from lockstep.model.rotary import RotaryTables
 from lockstep.train import Trainer, graphs, pack, target_log_probs, trainer
 from lockstep.train.graphs import TIMES_BEFORE_RECORDING, GraphedModel, Size
@@ -23,7 +24,7 @@ from lockstep.train.packing import pack_scored
 from tests.ops.cuda_kernels import dots_of_fixed_order, form, in_kernels  # noqa: F401 - fixtures
 
 SHAPE = ModelConfig(
-    family="qwen3", vocab_size=40, dim=32, num_layers=2, num_heads=2, num_kv_heads=1, head_dim=16, intermediate_size=32,
+    family="qwen3", vocab_size=40, dim=32, num_layers=1, num_heads=2, num_kv_heads=1, head_dim=16, intermediate_size=32,
     qk_norm=True, max_positions=128,
 )  # fmt: skip
 READS = {"_local_scalar_dense", "nonzero", "masked_select", "equal", "_unique2", "unique_consecutive", "is_nonzero"}
@@ -149,9 +150,9 @@ WHOLE = [drawn(seed, *lengths) for seed, lengths in enumerate([(9, 5), (3, 12), 
 SHARED = [sharing(4, (6, 3, 5, 2), (3, 7)), sharing(5, (6, 6, 4, 5), (4, 5)), sharing(6, (9, 1, 2, 2), (2, 9))]
 
 
-@pytest.mark.parametrize(("rows", "layers", "size"), [(WHOLE, 2, Size(16, 2, 16)), (SHARED, 1, Size(32, 4, 16, 64))])
-def test_a_replay_has_the_bits_of_a_direct_pass_and_hidden_states_those_without_padding(rows, layers, size):
-    model = build_model(replace(SHAPE, num_layers=layers), "float32", seed=1)
+@pytest.mark.parametrize(("rows", "size"), [(WHOLE, Size(16, 2, 16)), (SHARED, Size(32, 4, 16, 64))])
+def test_a_replay_has_the_bits_of_a_direct_pass_and_hidden_states_those_without_padding(rows, size):
+    model = build_model(SHAPE, "float32", seed=1)
     graphed, direct = graphed_and_direct(model)
     for row in rows:
         replayed, expected = loss_of(graphed, row), loss_of(direct, row)
@@ -167,13 +168,14 @@ def trained(dtype, monkeypatch, capture):
     """Losses and weights after steps of two micro-batches, of which all but the first are replayed."""
     monkeypatch.setattr(trainer, "can_graph", lambda model, config: True)
     monkeypatch.setattr(trainer, "GraphedModel", lambda model: GraphedModel(model, capture))
-    model = build_model(replace(SHAPE, num_layers=1), "float32", seed=1).to(dtype)
+    model = build_model(SHAPE, "float32", seed=1).to(dtype)
     of_model = Trainer(model, TrainConfig(learning_rate=0.01, warmup_steps=0), 9)
-    losses = [of_model.step([drawn(10 * n, 9, 5), drawn(10 * n + 1, 4, 10)], loss_of)["loss"] for n in range(2)]
-    return losses, dict(model.named_parameters())
+    steps = [of_model.step([drawn(10 * n, 9, 5), drawn(10 * n + 1, 4, 10)], loss_of) for n in range(2)]
+    assert of_model.recorded_sizes == (capture is Capture)
+    return [(step["loss"], step["grad_norm"]) for step in steps], dict(model.named_parameters())
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
+@pytest.mark.parametrize("dtype", [torch.float32, pytest.param(torch.float16, marks=pytest.mark.slow)])
 def test_steps_of_several_micro_batches_train_the_weights_of_direct_ones(dtype, monkeypatch):
     losses, weights = trained(dtype, monkeypatch, Capture)
     with pytest.warns(UserWarning, match="without CUDA graphs"):
@@ -183,7 +185,7 @@ def test_steps_of_several_micro_batches_train_the_weights_of_direct_ones(dtype, 
 
 
 def test_what_a_replay_would_overwrite_or_leave_out_is_run_directly():
-    model = build_model(replace(SHAPE, num_layers=1), "float32", seed=1)
+    model = build_model(SHAPE, "float32", seed=1)
     model.layers[0].mlp.up_proj.weight.requires_grad_(False)
     graphed, direct = graphed_and_direct(model)
     rows = [drawn(seed, 9, 5) for seed in range(3)]
@@ -196,6 +198,8 @@ def test_what_a_replay_would_overwrite_or_leave_out_is_run_directly():
     (loss_of(direct, rows[0]) + loss_of(direct, rows[1]) * 2).backward()
     assert_same(found, gradients(model))
     loss = loss_of(graphed, rows[0])
+    [loss_of(graphed, drawn(7, 20, 9)) for _ in range(TIMES_BEFORE_RECORDING + 1)]
+    assert len(graphed.recorded) == 1, "recording would overwrite what the open forward saved"
     loss.backward(retain_graph=True)
     with pytest.raises(RuntimeError, match="one backward"):
         loss.backward()
@@ -208,10 +212,52 @@ def test_what_a_replay_would_overwrite_or_leave_out_is_run_directly():
         found = gradients(model)
         loss_of(direct, rows[2]).backward()
         assert_same(found, gradients(model))
-    hook = model.layers[0].register_forward_hook(lambda *_: calls.append(1))
-    loss_of(graphed, rows[2])
-    hook.remove()
-    assert calls == [1]
+    states = [graphed(row.tokens, row.positions, row.attend()).detach() for row in rows]
+    assert not torch.equal(states[0], states[1]), "they are not the graph's own memory"
+    block = model.layers[0]
+    for register in (block.register_forward_hook, block.register_full_backward_hook):
+        hook = register(lambda *_: calls.append(1))
+        loss_of(graphed, rows[2]).backward()
+        hook.remove()
+    assert len(calls) == 2
+    up.weight.register_hook(lambda grad: grad * 2)
+    row = drawn(7, 20, 9)
+    for _ in range(TIMES_BEFORE_RECORDING):
+        gradients(model)
+        loss_of(graphed, row).backward()
+    found = gradients(model)
+    loss_of(direct, row).backward()
+    assert_same(found, gradients(model))
+
+
+@pytest.mark.slow
+def test_an_adapter_that_is_switched_or_scaled_is_recorded_again():
+    shape = replace(
+        SHAPE,
+        num_layers=1,
+        lora=Lora(rank=2, alpha=4.0, modules=("layers.0.self_attn.q_proj", "layers.0.mlp.down_proj")),
+    )
+    model = build_model(shape, "float32", seed=1)
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            parameter.requires_grad_("lora" in name or name == "norm.weight")
+            if "lora_B" in name:
+                parameter.normal_(0, 0.3, generator=torch.Generator().manual_seed(1))
+    graphed, direct = graphed_and_direct(model)
+    layers = [layer for _, layer in projections(model) if layer.lora_A is not None]
+    losses = set()
+    for scaling, adapted in ((2.0, False), (2.0, True), (3.0, True)):
+        for layer in layers:
+            layer.scaling, layer.adapted = scaling, adapted
+        for _ in range(TIMES_BEFORE_RECORDING):
+            gradients(model)
+            loss = loss_of(graphed, WHOLE[0])
+            loss.backward()
+        losses.add(float(loss.detach()))
+        found = gradients(model)
+        loss_of(direct, WHOLE[0]).backward()
+        assert_same(found, gradients(model))
+    assert len(losses) == 3 and graphed.recorded
 
 
 def test_a_replay_with_other_bits_is_not_used():
@@ -220,7 +266,7 @@ def test_a_replay_with_other_bits_is_not_used():
             replay = super().record(function)
             return lambda: tuple(each if each is None else each.add_(1e-6) for each in replay())
 
-    model = build_model(replace(SHAPE, num_layers=1), "float32", seed=1)
+    model = build_model(SHAPE, "float32", seed=1)
     graphed = GraphedModel(model, Wrong)
     with pytest.warns(UserWarning, match="other bits"):
         [loss_of(graphed, drawn(0, 9, 5)) for _ in range(TIMES_BEFORE_RECORDING)]
