@@ -288,9 +288,9 @@ def _copies_kernel(
         position = row - tl.load(starts + sequence) + tl.load(left_out + sequence)
         total = tl.load(of_keys + (tl.load(first_keys + sequence) + position) * WIDTH + d, mask=mask, other=0.0)
         for other in range(sequence + 1, tl.load(ends + sequence)):
-            seen = position < tl.load(left_out + other)
-            copy = (tl.load(first_keys + other) + position) * WIDTH + d
-            total = tl.where(seen, total + tl.load(of_keys + copy, mask=mask & seen, other=0.0), total)
+            if position < tl.load(left_out + other):
+                copy = (tl.load(first_keys + other) + position) * WIDTH + d
+                total += tl.load(of_keys + copy, mask=mask, other=0.0)
     tl.store(sums + row * WIDTH + d, total.to(sums.dtype.element_ty), mask=mask)
 
 
