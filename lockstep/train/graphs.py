@@ -50,7 +50,7 @@ class Size(NamedTuple):
     @classmethod
     def of(cls, rows: int, sequences: int, longest: int, keys: int = 0) -> Size:
         """A function of the micro-batch alone: what was recorded before changes no bit. At most an eighth of the rows
-        are padding; more of the others costs little."""
+        are padding, or ROWS - 1; more of the others costs little."""
         step = max(ROWS, 1 << max(rows.bit_length() - 4, 0))
         rows, keys = -(-rows // step) * step, _power_of_two(keys) if keys else 0
         return cls(rows, max(SEQUENCES, _power_of_two(sequences)), min(keys or rows, _power_of_two(longest)), keys)

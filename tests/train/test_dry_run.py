@@ -101,12 +101,7 @@ STEPS = [
 MORE_STEPS = [
     *((1, Case(dtype="bfloat16")), (1, Case(shape=WIDE))),
     (1, Case(microbatches=1, train={"optimizer_in_backward": True, "max_grad_norm": 0.0})),
-    *(
-        (2, Case(shape=DEEP)),
-        (2, Case(EACH, shape=DEEP)),
-        (2, Case(dtype="bfloat16", shape=DEEP)),
-        (2, CONTEXT),
-    ),
+    *((2, Case(shape=DEEP)), (2, Case(EACH, shape=DEEP)), (2, Case(dtype="bfloat16", shape=DEEP)), (2, CONTEXT)),
     *((2, pipeline("1f1b", shape=WIDE)), (2, pipeline("gpipe")), (2, pipeline("interleaved"))),
     *((2, pipeline("dualpipev")), (2, pipeline("zbv")), (4, Case(FOUR, shape=DEEP)), (4, Case(FOUR, shape=WIDE))),
     (4, Case(ParallelConfig(data_replicate=2, reduce_gradients="microbatch", bucket_mib=0.0), shape=DEEP)),
@@ -132,6 +127,17 @@ def test_a_dry_run_has_the_memory_and_the_messages_of_a_real_step(ranks, case):
         return
     near = 0.02 if case.parallel.pipeline > 1 else 0.01 if case.train else 0.03
     assert sum(found.memory.values()) == pytest.approx(peak, rel=near), found.memory
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("ranks", "tensor", "dtype", "shape"), [(2, 1, "bfloat16", DEEP), (4, 2, "float32", WIDE)])
+def test_layers_gathered_together_are_counted_within_their_weights_and_gradients(ranks, tensor, dtype, shape):
+    case = Case(ParallelConfig(tensor=tensor), dtype, shape)
+    (traffic, *_, peak), *_ = launch(ranks, real_step, case, fresh=True)
+    found = case.simulated(ranks)
+    assert {key: (t.calls, t.bytes) for key, t in found.traffic.items()} == traffic
+    layers = sum(parameter.numel() for parameter in Decoder(shape, torch.float32, "meta").layers.parameters()) // tensor
+    assert abs(sum(found.memory.values()) - peak) < layers * (resolve_dtype(dtype).itemsize + 4)
 
 
 @pytest.mark.slow
