@@ -15,9 +15,10 @@ KEEPABLE = ("attention", "linear", "norm", "activation")
 class RecomputeConfig:
     """Activation checkpointing: a recomputed layer keeps only its input. Losses and gradients keep their bits."""
 
-    mode: Literal["none", "full", "every", "selective", "budget"] = "none"
+    mode: Literal["none", "full", "every", "selective", "budget", "offload"] = "none"
     """What the backward pass recomputes to save memory. `full`: all layers; `every`: every k-th; `selective`: all
-    operators except those in `keep`; `budget`: what does not fit `budget_gib`, the quickest first."""
+    operators except those in `keep`; `budget`: what does not fit `budget_gib`, the quickest first; `offload`: all
+    layers, whose inputs wait in host memory."""
     every: Annotated[int, AtLeast(1)] = 2
     """every: k, so that layers 0, k, 2k … are recomputed."""
     keep: tuple[str, ...] = ("attention",)

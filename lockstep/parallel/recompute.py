@@ -18,6 +18,7 @@ from lockstep.config import RecomputeConfig
 from lockstep.errors import UserError
 from lockstep.model import Decoder
 from lockstep.model.shard import local_part
+from lockstep.ops import native
 from lockstep.ops.routes import recorded_routes, repeatable
 from lockstep.ops.saved_outputs import SavedOutputs
 
@@ -39,6 +40,8 @@ def apply_recompute(model: Decoder, config: RecomputeConfig, passes_in_flight: C
             block.forward = partial(_recomputed, forward)
         elif config.mode == "selective":
             block.forward = partial(_selectively_recomputed, forward, config.keep)
+        elif config.mode == "offload":
+            block.forward = partial(_offloaded, forward)
         elif config.mode == "budget":
             block.forward = partial(_within_budget, forward, budget, place, block)
 
@@ -49,6 +52,22 @@ def _recomputed(forward: Forward, *arguments: Any, **context: Any) -> Tensor:
     # No operator of a layer draws random numbers.
     out: Tensor = checkpoint(repeatable(forward), *arguments, use_reentrant=False, preserve_rng_state=False, **context)
     return out
+
+
+def _offloaded(forward: Forward, *arguments: Any) -> Tensor:
+    if torch.cuda.is_available() and torch.cuda.is_current_stream_capturing():
+        raise RuntimeError("layers' inputs go to host memory, which a graph cannot allocate")
+    with torch.autograd.graph.saved_tensors_hooks(_to_host, lambda saved: saved[1].to(saved[0], non_blocking=True)):
+        return _recomputed(forward, *arguments)
+
+
+def _to_host(saved: Tensor) -> tuple[torch.device, Tensor]:
+    """(the tensor's device, a copy in pinned memory); the rotary tables, which all layers share, stay where they are.
+
+    The copies are in the order of the kernels, so nothing is overwritten before it has been copied.
+    """
+    host = "meta" if native.is_pretending() else "cpu"  # a dry run counts what is on the device
+    return saved.device, saved.to(host, non_blocking=True) if saved.requires_grad else saved
 
 
 def _selectively_recomputed(forward: Forward, operators: tuple[str, ...], *arguments: Any) -> Tensor:

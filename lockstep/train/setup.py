@@ -151,6 +151,8 @@ def trained_model(
     Raises UserError, before weights exist, if the shape does not fit the settings and ranks.
     """
     refuse_shape(config, shape, world)
+    if config.recompute.mode == "offload" and world.device.type == "cpu":
+        raise UserError('recompute.mode "offload" is for CUDA devices: on a CPU, "full" takes the same memory')
     dtype = resolve_dtype(config.dtype)
     return parallel_model(shape, dtype, world, config.parallel, config.compile, fill, config.recompute)
 

@@ -138,7 +138,7 @@ def test_steps_have_the_same_bits_in_every_run_and_lower_the_loss(dtype, setting
     _assert_same_weights(model, other)
 
 
-@pytest.mark.parametrize("mode", ["full", "every", "selective"])
+@pytest.mark.parametrize("mode", ["full", "every", "selective", "offload"])
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_recomputing_activations_changes_no_bit(dtype, mode):
     (expected, model), (losses, other) = _trained(dtype), _trained(dtype, recompute=mode)

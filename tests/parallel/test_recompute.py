@@ -27,6 +27,7 @@ MODES = {
     "all but attention": RecomputeConfig("selective"),
     "all but every operator": RecomputeConfig("selective", keep=("attention", "linear", "norm", "activation")),
     "within a budget": RecomputeConfig("budget", budget_gib=2**-10),
+    "offloaded": RecomputeConfig("offload"),
 }
 FEW = [NONE, MODES["full"], MODES["all but attention"]]
 

@@ -14,6 +14,7 @@ from lockstep.parallel.pipeline_schedule import PipelinePlan, split_layers
 from lockstep.parallel.refusals import refuse_impossible
 from lockstep.parallel.world import AXES, World, resolve_degrees
 from lockstep.train.refusals import layout_problems
+from lockstep.train.setup import trained_model
 
 P = ParallelConfig
 
@@ -91,6 +92,9 @@ def test_degrees_that_do_not_fit_the_ranks_are_refused(parallel, ranks, said):
 def test_offloading_to_the_cpu_is_refused_on_a_cpu():
     with pytest.raises(UserError, match="cpu_offload is for CUDA devices"):
         open_world(P(cpu_offload=True), "cpu")
+    config = PretrainConfig(recompute=RecomputeConfig("offload"))
+    with pytest.raises(UserError, match='"offload" is for CUDA devices'):
+        trained_model(config, preset("qwen3:micro"), open_world(P(), "cpu"), lambda model: None)
 
 
 @pytest.mark.parametrize(

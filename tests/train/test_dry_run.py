@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from lockstep.cli import main
-from lockstep.config import CompileConfig, ParallelConfig, PretrainConfig, TrainConfig
+from lockstep.config import CompileConfig, ParallelConfig, PretrainConfig, RecomputeConfig, TrainConfig
 from lockstep.data import Row
 from lockstep.errors import UserError
 from lockstep.model import Decoder, ModelConfig, initialize, preset, resolve_dtype
@@ -171,6 +171,17 @@ def test_gradients_muons_matrices_and_sums_in_one_order_are_counted():
         found(2, parallel=ParallelConfig(tensor=3))
     with pytest.raises(UserError, match="a step has 4 micro-batches per rank.* needs 6 or more"):
         found(6, parallel=ParallelConfig(pipeline=6), shape=DEEP)
+
+
+@pytest.mark.parametrize(("ranks", "kept"), [(1, 1), (2, 2)])
+def test_layers_inputs_in_host_memory_are_not_counted(ranks, kept):
+    """At the peak, in the last layer's backward, the inputs of `kept` layers are on the device."""
+    full, offloaded = (
+        dry_run(replace(Case().config(), recompute=RecomputeConfig(mode)), DEEP, ranks, NextTokenLoss(126))
+        for mode in ("full", "offload")
+    )
+    peaks = [sum(found.memory.values()) for found in (full, offloaded)]
+    assert peaks[0] - peaks[1] == (DEEP.num_layers - kept) * 128 * DEEP.dim * 4
 
 
 @pytest.mark.parametrize("microbatches", [1, 2])
