@@ -171,7 +171,7 @@ class _Step:
         if (packed.generation, weights) != (self._generation, self._weights):
             if weights[:2] != self._weights[:2]:
                 return False
-            if any(packed.panels_of(weight) is not panels for weight, panels in self._graph.panels):
+            if any(packed.panels_of(weight, layout) is not panels for weight, layout, panels in self._graph.panels):
                 return False
             self._generation, self._weights = packed.generation, weights
         return True

@@ -43,7 +43,7 @@ from lockstep.model.tensor_names import more, refuse_names, refuse_quantized_ten
 from lockstep.model.tied_head import has_untied_head
 
 QUANTIZED = ("U8",)
-FOLDER_FIELDS = ("bos_token_id", "eos_token_ids", "pad_token_id", "reduction_chunks")
+FOLDER_FIELDS = ("bos_token_id", "eos_token_ids", "pad_token_id", "reduction_chunks", "precision")
 """Fields of ModelConfig that `load_weights` does not change: they stay those of the model's first folder."""
 
 log = logging.getLogger("lockstep")

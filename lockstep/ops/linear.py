@@ -104,11 +104,11 @@ def linear_gradients(
     grad: Tensor, x: Tensor, weight: Tensor, chunks: int = 1, needed: tuple[bool, bool] = (True, True)
 ) -> tuple[Tensor | None, Tensor | None]:
     """Gradients of `x` and of `weight`, for the product in `chunks` chunks."""
-    grad_x = input_gradient(grad, weight, _gradient_chunks(grad, chunks)) if needed[0] else None
+    grad_x = input_gradient(grad, weight, gradient_chunks(grad, chunks)) if needed[0] else None
     return grad_x, token_weight_gradient(grad, x) if needed[1] else None
 
 
-def _gradient_chunks(grad: Tensor, chunks: int) -> int:
+def gradient_chunks(grad: Tensor, chunks: int) -> int:
     """Number of parts in which the input's gradient is summed. A row product, which has chunks, and a product with one
     output are not split over their outputs."""
     return one_order.gradient_chunks() if chunks == 1 and grad.shape[1] > 1 else 1

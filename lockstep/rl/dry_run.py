@@ -19,7 +19,7 @@ from lockstep.generate.engine import Engine
 from lockstep.model import Decoder, ModelConfig, ScoringModel, folder_dtype, resolve_dtype
 from lockstep.model.shard import local_values
 from lockstep.ops.native import pretending
-from lockstep.ops.packed_weights import panel_words
+from lockstep.ops.packed_weights import PLAIN
 from lockstep.parallel import World, chunks_for, close_world, generator_layout
 from lockstep.parallel.refusals import refuse_generators
 from lockstep.parallel.world import simulated_world
@@ -313,7 +313,7 @@ def _generator_step(engine: Engine, fake: FakeTensorMode) -> int:
 def _panels(model: Decoder) -> int:
     """Bytes of the weights packed for products of few rows on a CPU (`ops.PackedWeights`)."""
     return sum(
-        4 * panel_words(local_values(parameter))
+        4 * PLAIN.words(local_values(parameter))
         for name, parameter in model.named_parameters()
         if parameter.ndim == 2 and (model.config.tie_embeddings or not name.startswith("embed_tokens"))
     )

@@ -202,6 +202,7 @@ def simulated_step(
     extra_parameters: as for `Trainer`. Raises UserError as `refuse_shape` and `parallel_model` do, or if the pipeline
     cannot run so many micro-batches.
     """
+    shape = replace(shape, precision=config.precision.of_model(shape.precision))
     refuse_shape(config, shape, world)
     row = shard_row(row, world)
     row.attention = row.attention or ops.PackedAttention(row.lengths)

@@ -150,6 +150,7 @@ def trained_model(
 
     Raises UserError, before weights exist, if the shape does not fit the settings and ranks.
     """
+    shape = replace(shape, precision=config.precision.of_model(shape.precision))
     refuse_shape(config, shape, world)
     if config.recompute.mode == "offload" and world.device.type == "cpu":
         raise UserError('recompute.mode "offload" is for CUDA devices: on a CPU, "full" takes the same memory')

@@ -40,7 +40,8 @@ def build_engine(config: ServeConfig, folder: Path, world: World | None = None) 
 
     Raises UserError for missing files.
     """
-    model = open_model(folder, config.dtype, config.device, config.arithmetic, world, config.parallel.reduction_chunks)
+    chunks = config.parallel.reduction_chunks
+    model = open_model(folder, config.dtype, config.device, config.arithmetic, world, chunks, config.precision)
     tokenizer = load_tokenizer(folder, model.config.vocab_size)
     model.config = with_ends(model.config, tokenizer, load_chat_template(folder))
     apply_compile(model, config.compile, trains=False)

@@ -1,0 +1,50 @@
+"""Number formats of a product's factors, by name."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+from typing import NamedTuple
+
+from jaxtyping import Float
+from torch import Tensor
+
+from lockstep.ops.integer_linear import int4_linear, int8_linear, rounded_rows, rounded_weight
+from lockstep.ops.linear import linear
+
+
+class Format(NamedTuple):
+    """A product, and the roundings of its factors."""
+
+    linear: Callable[[Tensor, Tensor, int], Tensor]
+    """The product of rows and a weight, whose K a layout cuts into chunks."""
+    rounded_rows: Callable[[Tensor], Tensor]
+    rounded_weight: Callable[[Tensor], Tensor]
+    group: int = 1
+    """Numbers along K with a common scale: the width must be a multiple."""
+
+
+def _int4(group: int) -> Format:
+    of_product, of_rows, of_weight = (partial(f, group=group) for f in (int4_linear, rounded_rows, rounded_weight))
+    return Format(of_product, of_rows, of_weight, group)
+
+
+def _unrounded(x: Tensor) -> Tensor:
+    return x
+
+
+NONE = "none"
+"""The format of the tensors themselves."""
+FORMATS = {
+    NONE: Format(linear, _unrounded, _unrounded),
+    "int8": Format(int8_linear, rounded_rows, rounded_weight),
+    "int4": _int4(32),
+    "int4_128": _int4(128),
+}
+
+
+def formatted_linear(
+    x: Float[Tensor, "rows in"], weight: Float[Tensor, "out in"], format: str, chunks: int = 1
+) -> Float[Tensor, "rows out"]:
+    """`linear` with factors in a format, a key of `FORMATS` other than `none`."""
+    return FORMATS[format].linear(x, weight, chunks)

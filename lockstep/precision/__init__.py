@@ -1,0 +1,65 @@
+"""What each linear layer of a model computes in: a number format for its factors, chosen by the layer's name.
+
+A quantized product is an operator like any other, and part of the one forward: trainer and generator quantize the same
+weights in the same way, so their bits agree.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from fnmatch import fnmatchcase
+from typing import Any
+
+from lockstep.errors import UserError, closest
+from lockstep.ops import FORMATS, NONE
+
+HEAD = "lm_head"
+KEEP = ("layers.first.*", "layers.last.*", HEAD)
+
+
+@dataclass(frozen=True)
+class Precision:
+    """The format of a model's linear layers."""
+
+    linear: str = NONE
+    """A key of `FORMATS`; `none` is the model's dtype."""
+    keep: tuple[str, ...] = KEEP
+    """Patterns of the names of layers that compute in the model's dtype; the numbers of the first and the last layer
+    are also `first` and `last`."""
+
+    def __post_init__(self) -> None:
+        if self.linear not in FORMATS:
+            raise UserError(
+                f'precision "{self.linear}" is unknown.{closest(self.linear, FORMATS)} Known: {", ".join(FORMATS)}'
+            )
+
+    def of(self, name: str, width: int, num_layers: int) -> str:
+        """The format of the layer `name`, which multiplies rows of `width` numbers, in a model of `num_layers`.
+
+        Raises UserError, naming the layer, if it cannot have the format.
+        """
+        names = {name, name.replace("layers.0.", "layers.first."), name.replace(_last(num_layers), "layers.last.")}
+        if self.linear == NONE or any(fnmatchcase(each, pattern) for each in names for pattern in self.keep):
+            return NONE
+        if width % (group := FORMATS[self.linear].group):
+            raise UserError(
+                f"precision {self.linear} needs layers whose width is a multiple of {group}, but that of {name} is "
+                f"{width}; add it to precision.keep, or choose int8"
+            )
+        return self.linear
+
+
+MODELS_DTYPE = Precision()
+
+
+def _last(num_layers: int) -> str:
+    return f"layers.{num_layers - 1}."
+
+
+def read_precision(value: Any, where: str) -> Precision:
+    """What the linear layers were trained in; `where` begins errors, which are UserErrors."""
+    if value is None:
+        return MODELS_DTYPE
+    if not isinstance(value, dict) or value.keys() != {"linear", "keep"} or not isinstance(value["keep"], list):
+        raise UserError(f"{where}: precision is {value!r:.100}; it must have the keys linear and keep, a list of names")
+    return Precision(value["linear"], tuple(value["keep"]))

@@ -1,0 +1,144 @@
+"""Quantized layers: which they are, the same bits on both sides, and folders that remember them."""
+
+import json
+from dataclasses import replace
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM
+
+from lockstep import Engine, SamplingParams, build_model, load_model, ops, save_model, score
+from lockstep.checkpoint import open_model
+from lockstep.config import ParallelConfig, PrecisionConfig, PretrainConfig, TrainConfig
+from lockstep.errors import UserError
+from lockstep.model import preset
+from lockstep.model.layers import projections
+from lockstep.parallel.refusals import refuse_impossible
+from lockstep.precision import KEEP, Precision, read_precision
+from lockstep.rl.scoring.parity_check import check_parity
+from lockstep.train import Trainer, pack
+from lockstep.train.objective import NextTokenLoss
+
+SHAPE = replace(preset("qwen3:micro"), max_positions=64)
+QUANTIZED = ("int8", "int4", "int4_128")
+DTYPES = ("float32", "bfloat16")
+
+
+def model_in(precision, dtype="float32", **changes):
+    return build_model(replace(SHAPE, precision=precision, **changes), dtype, seed=1)
+
+
+def formats(model):
+    return {name: layer.precision for name, layer in projections(model)} | {"lm_head": model.head_format}
+
+
+def test_a_layer_keeps_the_models_dtype_by_its_name():
+    assert set(formats(model_in(Precision())).values()) == {"none"}
+    found = formats(model_in(Precision("int8")))
+    assert {name for name, form in found.items() if form == "none"} == {
+        name for name in found if name.startswith(("layers.0.", "layers.3.", "lm_head"))
+    }
+    everything = formats(model_in(Precision("int4", keep=()), num_layers=12))
+    assert set(everything.values()) == {"int4"}
+    some = formats(model_in(Precision("int8", keep=("*.down_proj", "layers.1.*", "layers.last.*")), num_layers=12))
+    kept = {name for name, form in some.items() if form == "none"}
+    assert kept == {name for name in some if "down_proj" in name or name.startswith(("layers.1.", "layers.11."))}
+
+
+def test_settings_choose_and_a_folder_remembers(tmp_path):
+    trained = Precision("int4", keep=("lm_head",))
+    assert PrecisionConfig().of_model(trained) == trained
+    assert PrecisionConfig("none").of_model(trained).linear == "none"
+    assert PrecisionConfig("int8").of_model(trained) == Precision("int8", KEEP)
+    save_model(model_in(trained), tmp_path)
+    assert load_model(tmp_path).config.precision == trained
+    other = open_model(tmp_path, precision=PrecisionConfig("int8", keep=()))
+    assert other.config.precision == Precision("int8", ()) and set(formats(other).values()) == {"int8"}
+    assert AutoModelForCausalLM.from_pretrained(tmp_path).dtype == torch.float32, "transformers ignores it"
+    save_model(model_in(Precision()), tmp_path / "plain")
+    assert "precision" not in json.loads((tmp_path / "plain" / "config.json").read_text())
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("linear", QUANTIZED)
+def test_trainer_and_generator_agree_under_a_mixed_load(linear, dtype):
+    parity, load = check_parity(model_in(Precision(linear, keep=()), dtype), tokens=64)
+    assert (parity.tokens_checked >= 64, parity.tokens_different) == (True, 0)
+    assert load["preemptions"] > 0 and load["reused prompt tokens"] > 0
+
+
+def test_recorded_steps_follow_quantized_weights():
+    """Lone prompts, long enough for steps to be recorded; then other weights, in the same memory."""
+    model = model_in(Precision("int8", keep=()))
+    engine, params = Engine(model), SamplingParams(max_tokens=30, temperature=0.9, seed=1, ignore_eos=True)
+    seen = []
+    for version in range(2):
+        ((completion,),) = engine.generate([[5, 6, 7]], params)
+        (scores,) = score(model, [[5, 6, 7, *completion.token_ids]], 0.9)
+        assert torch.equal(scores[2:], torch.tensor(completion.logprobs))
+        seen.append(completion.logprobs)
+        with torch.no_grad():
+            model.layers[1].mlp.up_proj.weight.mul_(3)
+        engine.weights_changed(version)
+    assert seen[0] != seen[1]
+
+
+@pytest.mark.parametrize("linear", ["none", *QUANTIZED])
+def test_training_lowers_the_loss_of_what_is_generated(linear):
+    model = model_in(Precision(linear, keep=()))
+    trainer = Trainer(model, TrainConfig(learning_rate=3e-3, warmup_steps=0, schedule="constant"), 30)
+    row = pack([list(range(3, 40)), list(range(60, 90))])
+    losses = [trainer.step([row], NextTokenLoss(65))["loss"] for _ in range(30)]
+    assert losses[-1] < 0.2 * losses[0]
+
+
+def test_a_head_has_the_gradients_of_its_rounded_factors():
+    generator = torch.Generator().manual_seed(0)
+    hidden, head = torch.randn(50, 64, generator=generator), torch.randn(300, 64, generator=generator)
+    targets = torch.randint(300, (50,), generator=generator)
+    for name, form in ops.FORMATS.items():
+        if name == "int4_128":
+            continue  # wider than these
+        factors = [hidden.clone().requires_grad_(), head.clone().requires_grad_()]
+        rounded = [form.rounded_rows(hidden).requires_grad_(), form.rounded_weight(head).requires_grad_()]
+        log_probs, _ = ops.token_log_probs(*factors, targets, 0.7, name)
+        logits = form.linear(hidden, head, 1)
+        assert torch.equal(log_probs, ops.logits_log_probs(logits, targets, torch.full((50,), 1 / 0.7))[0])
+        expected, _ = ops.token_log_probs(*rounded, targets, 0.7)
+        for total, of_rounded in ((log_probs.sum(), expected.sum()), (None, None)):
+            total = ops.log_prob_sum(*factors, targets, 0.5, name) if total is None else total
+            of_rounded = ops.log_prob_sum(*rounded, targets, 0.5) if of_rounded is None else of_rounded
+            gradients = torch.autograd.grad(total, factors), torch.autograd.grad(of_rounded, rounded)
+            for ours, theirs in zip(*gradients):
+                torch.testing.assert_close(ours, theirs, rtol=2e-4, atol=2e-4)  # logits are summed otherwise
+
+
+@pytest.mark.parametrize(
+    ("value", "said"),
+    [
+        ("int8", "precision is 'int8'; it must have the keys linear and keep"),
+        ({"linear": "int8"}, "must have the keys linear and keep"),
+        ({"linear": "int7", "keep": []}, 'precision "int7" is unknown. Did you mean "int8"'),
+    ],
+)
+def test_a_folder_with_another_precision_is_refused(tmp_path, value, said):
+    save_model(model_in(Precision()), tmp_path)
+    config = json.loads((tmp_path / "config.json").read_text())
+    (tmp_path / "config.json").write_text(json.dumps(config | {"precision": value}))
+    with pytest.raises(UserError, match=said):
+        load_model(tmp_path)
+    with pytest.raises(UserError, match=said):
+        read_precision(value, "config.json")
+
+
+def test_what_cannot_be_quantized_is_refused_by_name():
+    with pytest.raises(
+        UserError, match=r"int4_128 needs .* multiple of 128, but that of layers.1.self_attn.q_proj is 96"
+    ):
+        model_in(Precision("int4_128"), dim=96)
+    shape = replace(SHAPE, precision=Precision("int8"), reduction_chunks=2)
+    with pytest.raises(UserError, match="precision.linear int8 does not work with tensor ranks yet"):
+        refuse_impossible(shape, {"tensor": 2, "pipeline": 1}, ParallelConfig(tensor=2))
+    with pytest.raises(UserError, match="does not work with parallel.full_dtensor"):
+        refuse_impossible(shape, {"tensor": 1, "pipeline": 1}, ParallelConfig(full_dtensor=True))
+    assert PretrainConfig().precision.linear == "auto"
