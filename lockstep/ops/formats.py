@@ -20,13 +20,11 @@ class Format(NamedTuple):
     """The product of rows and a weight, whose K a layout cuts into chunks."""
     rounded_rows: Callable[[Tensor], Tensor]
     rounded_weight: Callable[[Tensor], Tensor]
-    group: int = 1
-    """Numbers along K with a common scale: the width must be a multiple."""
 
 
 def _int4(group: int) -> Format:
     of_product, of_rows, of_weight = (partial(f, group=group) for f in (int4_linear, rounded_rows, rounded_weight))
-    return Format(of_product, of_rows, of_weight, group)
+    return Format(of_product, of_rows, of_weight)
 
 
 def _unrounded(x: Tensor) -> Tensor:

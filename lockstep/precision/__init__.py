@@ -11,8 +11,11 @@ from fnmatch import fnmatchcase
 from typing import Any
 
 from lockstep.errors import UserError, closest
-from lockstep.ops import FORMATS, NONE
 
+NONE = "none"
+"""The model's dtype."""
+MULTIPLES = {NONE: 1, "int8": 1, "int4": 32, "int4_128": 128}
+"""The formats by their names in `ops.FORMATS`, and the number that a layer's width must be a multiple of."""
 HEAD = "lm_head"
 KEEP = ("layers.first.*", "layers.last.*", HEAD)
 
@@ -22,15 +25,15 @@ class Precision:
     """The format of a model's linear layers."""
 
     linear: str = NONE
-    """A key of `FORMATS`; `none` is the model's dtype."""
+    """A key of `MULTIPLES`."""
     keep: tuple[str, ...] = KEEP
     """Patterns of the names of layers that compute in the model's dtype; the numbers of the first and the last layer
     are also `first` and `last`."""
 
     def __post_init__(self) -> None:
-        if self.linear not in FORMATS:
+        if self.linear not in MULTIPLES:
             raise UserError(
-                f'precision "{self.linear}" is unknown.{closest(self.linear, FORMATS)} Known: {", ".join(FORMATS)}'
+                f'precision "{self.linear}" is unknown.{closest(self.linear, MULTIPLES)} Known: {", ".join(MULTIPLES)}'
             )
 
     def of(self, name: str, width: int, num_layers: int) -> str:
@@ -41,7 +44,7 @@ class Precision:
         names = {name, name.replace("layers.0.", "layers.first."), name.replace(_last(num_layers), "layers.last.")}
         if self.linear == NONE or any(fnmatchcase(each, pattern) for each in names for pattern in self.keep):
             return NONE
-        if width % (group := FORMATS[self.linear].group):
+        if width % (group := MULTIPLES[self.linear]):
             raise UserError(
                 f"precision {self.linear} needs layers whose width is a multiple of {group}, but that of {name} is "
                 f"{width}; add it to precision.keep, or choose int8"

@@ -14,7 +14,7 @@ from lockstep.errors import UserError
 from lockstep.model import preset
 from lockstep.model.layers import projections
 from lockstep.parallel.refusals import refuse_impossible
-from lockstep.precision import KEEP, Precision, read_precision
+from lockstep.precision import KEEP, MULTIPLES, Precision, read_precision
 from lockstep.rl.scoring.parity_check import check_parity
 from lockstep.train import Trainer, pack
 from lockstep.train.objective import NextTokenLoss
@@ -43,6 +43,13 @@ def test_a_layer_keeps_the_models_dtype_by_its_name():
     some = formats(model_in(Precision("int8", keep=("*.down_proj", "layers.1.*", "layers.last.*")), num_layers=12))
     kept = {name for name, form in some.items() if form == "none"}
     assert kept == {name for name in some if "down_proj" in name or name.startswith(("layers.1.", "layers.11."))}
+
+
+def test_every_format_has_its_operators():
+    assert MULTIPLES.keys() == ops.FORMATS.keys()
+    for name, multiple in MULTIPLES.items():
+        x = torch.ones(2, 384 if multiple == 1 else multiple)
+        assert torch.equal(ops.FORMATS[name].linear(x, x, 1), torch.full((2, 2), x.shape[1], dtype=torch.float32))
 
 
 def test_settings_choose_and_a_folder_remembers(tmp_path):
