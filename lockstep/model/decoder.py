@@ -127,6 +127,15 @@ class Decoder(nn.Module):
             self.head_format = precision.of(HEAD, self.config.dim, self.config.num_layers)
         self.config = replace(self.config, precision=precision)
 
+    def pack_frozen(self) -> None:
+        """Replaces the frozen weights of layers that compute in integers by these, in less memory: other weights cannot
+        be loaded any more. On GPUs, and without compiled operators, nothing changes."""
+        for _, layer in layers.projections(self):
+            layout, weight = ops.FORMATS[layer.precision].layout, layer.weight
+            frozen = type(weight) is nn.Parameter and not weight.requires_grad
+            if layout is not None and frozen and native.usable(weight):
+                layer.weight = ops.PackedWeight.of(weight, layout)
+
     def reserve_positions(self, length: int) -> None:
         """Computes the rotary tables for sequences of `length` tokens in advance, so that no forward waits for them."""
         if not native.is_pretending() and self.device.type != "meta":

@@ -24,7 +24,7 @@ from lockstep.ops.native import ARITHMETICS, arithmetic, instruction_set, is_emu
 from lockstep.ops.norm import rms_norm
 from lockstep.ops.optimizer import adamw_factors, adamw_step
 from lockstep.ops.packed_attention import PackedAttention, PieceAttention
-from lockstep.ops.packed_weights import FEW_ROWS, PackedWeights
+from lockstep.ops.packed_weights import FEW_ROWS, PackedWeight, PackedWeights
 from lockstep.ops.rotary import rotary
 from lockstep.ops.routes import ReplayedRoutes, note_routes, recorded_routes, replayed_routes
 from lockstep.ops.routing import Routing, route, router_logits
@@ -35,15 +35,15 @@ from lockstep.ops.sums import EXACT_BITS, integer_squares, sum_of_squares, total
 
 __all__ = [
     "ARITHMETICS", "BLOCK", "EXACT_BITS", "FEW_ROWS", "FORMATS", "FORMS", "NONE", "PAGE", "Arena", "Attention",
-    "ExpertLoad", "Format", "KVCache", "PackedAttention", "PackedWeights", "PagedAttention", "PieceAttention",
-    "ReplayedRoutes", "Routing", "SharedPrefixAttention", "StepGraph", "Terms", "Unrecordable", "adamw_factors",
-    "adamw_step", "add_bias", "add_grouped_bias", "arithmetic", "clamped_experts", "clamped_swiglu", "combine",
-    "counted_rows", "dispatch", "draw", "draw_scaled", "drawing", "embedding", "exp", "experts", "formatted_linear",
-    "grouped_linear", "head_linear", "instruction_set", "int4_linear", "int8_linear", "integer_squares",
-    "inverse_temperature", "is_emulated", "linear", "log", "log_prob_sum", "log_sigmoid", "logits_log_probs",
-    "note_routes", "order_by_expert", "own_part", "recorded_routes", "replayed_routes", "rms_norm", "rotary", "route",
-    "router_logits", "sample", "set_arithmetic", "sigmoid", "silu_mul", "sum_of_squares", "text_scores",
-    "token_log_probs", "top_log_probs", "total", "uniforms", "unrecorded",
+    "ExpertLoad", "Format", "KVCache", "PackedAttention", "PackedWeight", "PackedWeights", "PagedAttention",
+    "PieceAttention", "ReplayedRoutes", "Routing", "SharedPrefixAttention", "StepGraph", "Terms", "Unrecordable",
+    "adamw_factors", "adamw_step", "add_bias", "add_grouped_bias", "arithmetic", "clamped_experts", "clamped_swiglu",
+    "combine", "counted_rows", "dispatch", "draw", "draw_scaled", "drawing", "embedding", "exp", "experts",
+    "formatted_linear", "grouped_linear", "head_linear", "instruction_set", "int4_linear", "int8_linear",
+    "integer_squares", "inverse_temperature", "is_emulated", "linear", "log", "log_prob_sum", "log_sigmoid",
+    "logits_log_probs", "note_routes", "order_by_expert", "own_part", "recorded_routes", "replayed_routes", "rms_norm",
+    "rotary", "route", "router_logits", "sample", "set_arithmetic", "sigmoid", "silu_mul", "sum_of_squares",
+    "text_scores", "token_log_probs", "top_log_probs", "total", "uniforms", "unrecorded",
 ]  # fmt: skip
 
 call_once()

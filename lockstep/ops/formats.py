@@ -9,8 +9,9 @@ from typing import NamedTuple
 from jaxtyping import Float
 from torch import Tensor
 
-from lockstep.ops.integer_linear import int4_linear, int8_linear, rounded_rows, rounded_weight
+from lockstep.ops.integer_linear import int4_linear, int8_linear, layout_of, rounded_rows, rounded_weight
 from lockstep.ops.linear import linear
+from lockstep.ops.packed_weights import Layout
 
 
 class Format(NamedTuple):
@@ -20,11 +21,13 @@ class Format(NamedTuple):
     """The product of rows and a weight, whose K a layout cuts into chunks."""
     rounded_rows: Callable[[Tensor], Tensor]
     rounded_weight: Callable[[Tensor], Tensor]
+    layout: Layout | None = None
+    """How a weight can be packed, if the product does not need its own numbers."""
 
 
 def _int4(group: int) -> Format:
     of_product, of_rows, of_weight = (partial(f, group=group) for f in (int4_linear, rounded_rows, rounded_weight))
-    return Format(of_product, of_rows, of_weight)
+    return Format(of_product, of_rows, of_weight, layout_of(group))
 
 
 def _unrounded(x: Tensor) -> Tensor:
@@ -35,7 +38,7 @@ NONE = "none"
 """The format of the tensors themselves."""
 FORMATS = {
     NONE: Format(linear, _unrounded, _unrounded),
-    "int8": Format(int8_linear, rounded_rows, rounded_weight),
+    "int8": Format(int8_linear, rounded_rows, rounded_weight, layout_of(0)),
     "int4": _int4(32),
     "int4_128": _int4(128),
 }

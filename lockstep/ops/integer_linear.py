@@ -16,6 +16,8 @@ estimator, arXiv 1308.3432).
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from jaxtyping import Float
 from torch import Tensor
@@ -23,9 +25,13 @@ from torch import Tensor
 from lockstep.ops import native, plain
 from lockstep.ops.linear import gradient_chunks, input_gradient, token_weight_gradient
 from lockstep.ops.opaque import Operator
-from lockstep.ops.packed_weights import Layout, integer_panels
+from lockstep.ops.packed_weights import Layout, PackedWeight, integer_panels
+from lockstep.ops.saved_outputs import saved_output
 
-INT8 = Layout(8)
+
+def layout_of(group: int) -> Layout:
+    """How weights are packed: as 8-bit integers, or in groups of 4-bit ones."""
+    return Layout(4, group) if group else Layout(8)
 
 
 def int8_linear(
@@ -35,7 +41,7 @@ def int8_linear(
 
     Raises ValueError for factors that do not match.
     """
-    return _linear(x, weight, chunks, 0)
+    return _integer_linear(x, weight, chunks, 0)
 
 
 def int4_linear(
@@ -45,6 +51,13 @@ def int4_linear(
 
     Raises ValueError for factors or a group that do not match.
     """
+    return _integer_linear(x, weight, chunks, group)
+
+
+def _integer_linear(x: Tensor, weight: Tensor, chunks: int, group: int) -> Tensor:
+    if isinstance(weight, PackedWeight):
+        out: Tensor = _PackedLinear.apply(x, weight, chunks, group)
+        return out
     return _linear(x, weight, chunks, group)
 
 
@@ -62,6 +75,10 @@ def rounded_rows(x: Float[Tensor, "rows in"], group: int = 0) -> Float[Tensor, "
 
 def rounded_weight(weight: Float[Tensor, "out in"], group: int = 0) -> Float[Tensor, "out in"]:
     """The numbers that a weight's codes represent, in its dtype: 8-bit ones, or with a group 4-bit ones."""
+    if isinstance(weight, PackedWeight):
+        out = torch.empty(weight.shape, dtype=weight.dtype)
+        layout_of(group).unpack(weight.panels, out)
+        return out
     if not group:
         return rounded_rows(weight)
     if not native.usable(weight):
@@ -104,14 +121,15 @@ def _product(x: Tensor, weight: Tensor, chunks: int, group: int) -> Tensor:
         return _plain_int4(x, weight, group) if group else _plain_int8(x, weight)
     out = x.new_empty(x.shape[0], weight.shape[0])
     x = x if x.stride(1) == 1 else x.contiguous()
-    layout = Layout(4, group) if group else INT8
+    layout = layout_of(group)
     sizes = (x.shape[0], x.shape[1], weight.shape[0], *((group,) if group else ()))
     native.call(f"int{layout.bits}_product", x.dtype, x, x.stride(0), integer_panels(weight, layout), out, *sizes)
     return out
 
 
 def _check(x: Tensor, weight: Tensor, group: int) -> None:
-    if x.shape[1] != weight.shape[1] or x.dtype != weight.dtype or x.device != weight.device:
+    same_device = x.device == weight.device or isinstance(weight, PackedWeight)
+    if x.shape[1] != weight.shape[1] or x.dtype != weight.dtype or not same_device:
         raise ValueError(
             f"a product needs factors of one width, dtype and device, but has {list(x.shape)} {x.dtype} on {x.device} "
             f"and {list(weight.shape)} {weight.dtype} on {weight.device}"
@@ -150,3 +168,17 @@ _linear = Operator(
     gradients=_gradients,
     kind="linear",
 )
+
+
+class _PackedLinear(torch.autograd.Function):
+    """With a packed weight, which has no gradient: nothing needs to be saved."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: PackedWeight, chunks: int, group: int) -> Tensor:
+        ctx.weight, ctx.chunks, ctx.group = weight, chunks, group
+        return saved_output("linear", lambda: _product(x, weight, chunks, group))
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        parts = gradient_chunks(grads[0], ctx.chunks)
+        return input_gradient(grads[0], rounded_weight(ctx.weight, ctx.group), parts), None, None, None

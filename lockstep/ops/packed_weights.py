@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from lockstep.ops import native
 from lockstep.ops.step_graph import unrecorded
@@ -50,6 +50,11 @@ class Layout(NamedTuple):
         weight = weight if weight.stride(1) == 1 else weight.contiguous()
         group = (self.group,) if self.group else ()
         native.call(f"pack_int{self.bits}", weight.dtype, weight, weight.stride(0), panels, *sizes, *group)
+
+    def unpack(self, panels: Tensor, out: Tensor) -> None:
+        """Writes the numbers that the integers in the panels stand for."""
+        group = (self.group,) if self.group else ()
+        native.call(f"unpack_int{self.bits}", out.dtype, panels, out, out.shape[1], out.shape[0], *group)
 
 
 PLAIN = Layout()
@@ -141,8 +146,28 @@ def packed(weight: Tensor, rows: int) -> Tensor | None:
     return None if rows > FEW_ROWS else _cached(weight, PLAIN)
 
 
+class PackedWeight(nn.Parameter):
+    """A frozen weight of which only the panels of its integers are in memory: it has a shape and a dtype, no values."""
+
+    panels: Tensor
+
+    @property
+    def nbytes(self) -> int:
+        """Of what is in memory."""
+        return self.panels.nbytes
+
+    @classmethod
+    def of(cls, weight: Tensor, layout: Layout) -> PackedWeight:
+        packed = cls(torch.empty_like(weight, device="meta"), requires_grad=False)
+        packed.panels = torch.empty(layout.words(weight), dtype=torch.int32)
+        layout.pack(weight.detach(), packed.panels)
+        return packed
+
+
 def integer_panels(weight: Tensor, layout: Layout) -> Tensor:
-    """The panels of a weight's integers: those in use, or new ones."""
+    """The panels of a weight's integers: its only ones, those in use, or new ones."""
+    if isinstance(weight, PackedWeight):
+        return weight.panels
     if (panels := _cached(weight, layout)) is None:
         with unrecorded():
             panels = torch.empty(layout.words(weight), dtype=torch.int32)

@@ -15,6 +15,7 @@ from lockstep.data.chat import CHATML, OPTION, ChatTemplate, carry_template, loa
 from lockstep.data.tokenizer import CHAT_TEMPLATE_FILE
 from lockstep.errors import UserError
 from lockstep.model import (
+    Decoder,
     ModelConfig,
     TrainableModel,
     begin_adapter,
@@ -155,7 +156,11 @@ def trained_model(
     if config.recompute.mode == "offload" and world.device.type == "cpu":
         raise UserError('recompute.mode "offload" is for CUDA devices: on a CPU, "full" takes the same memory')
     dtype = resolve_dtype(config.dtype)
-    return parallel_model(shape, dtype, world, config.parallel, config.compile, fill, config.recompute)
+    model = parallel_model(shape, dtype, world, config.parallel, config.compile, fill, config.recompute)
+    sends_weights = isinstance(config, RLConfig) and config.actors.separate
+    if isinstance(model, Decoder) and world.size == 1 and config.compile.backend == "none" and not sends_weights:
+        model.pack_frozen()
+    return model
 
 
 def adapted(shape: ModelConfig, lora: LoraConfig, model: str) -> ModelConfig:

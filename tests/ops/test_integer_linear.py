@@ -127,6 +127,24 @@ def test_packed_integers_follow_their_weight(form, monkeypatch):
         assert all(map(torch.equal, results(), [old * -4 for old in expected]))
 
 
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("group", KINDS)
+def test_a_packed_weight_is_as_good_as_its_numbers(form, dtype, group):
+    if form == "pytorch":
+        pytest.skip("nothing is packed without kernels")
+    x, w = cancelling(4, 21, 256, 45, dtype)
+    packed = ops.PackedWeight.of(w, module.layout_of(group))
+    assert packed.shape == w.shape and packed.dtype == dtype and packed.panels.nbytes < 0.9 * w.nbytes
+    assert torch.equal(module.rounded_weight(packed, group), module.rounded_weight(w, group))
+    results = []
+    for weight in (w, packed):
+        own = x.clone().requires_grad_()
+        out = KINDS[group](own, weight)
+        out.backward(torch.ones_like(out))
+        results.append((out.detach(), own.grad))
+    assert all(map(torch.equal, *results))
+
+
 @pytest.mark.parametrize(
     ("shapes", "group", "said"),
     [

@@ -9,10 +9,11 @@ from transformers import AutoModelForCausalLM
 
 from lockstep import Engine, SamplingParams, build_model, load_model, ops, save_model, score
 from lockstep.checkpoint import open_model
-from lockstep.config import ParallelConfig, PrecisionConfig, PretrainConfig, TrainConfig
+from lockstep.config import ParallelConfig, PrecisionConfig, PretrainConfig, RecomputeConfig, TrainConfig
 from lockstep.errors import UserError
-from lockstep.model import preset
+from lockstep.model import Lora, preset
 from lockstep.model.layers import projections
+from lockstep.parallel.recompute import apply_recompute
 from lockstep.parallel.refusals import refuse_impossible
 from lockstep.precision import KEEP, MULTIPLES, Precision, read_precision
 from lockstep.rl.scoring.parity_check import check_parity
@@ -97,6 +98,28 @@ def test_training_lowers_the_loss_of_what_is_generated(linear):
     row = pack([list(range(3, 40)), list(range(60, 90))])
     losses = [trainer.step([row], NextTokenLoss(65))["loss"] for _ in range(30)]
     assert losses[-1] < 0.2 * losses[0]
+
+
+@pytest.mark.parametrize("mode", ["none", "full", "selective"])
+@pytest.mark.parametrize("linear", ["int8", "int4"])
+def test_an_adapter_of_a_packed_base_is_trained_to_the_same_bits(linear, mode):
+    """In less memory, and sampled from as it is trained."""
+    modules = tuple(f"layers.{i}.{part}" for i in range(4) for part in ("self_attn.q_proj", "mlp.down_proj"))
+    results, sizes = [], []
+    for packed in (False, True):
+        model = model_in(Precision(linear, keep=("layers.3.*",)), lora=Lora(4, 8.0, modules))
+        if packed:
+            model.pack_frozen()
+        assert {isinstance(layer.weight, ops.PackedWeight) for _, layer in projections(model)} == {False, packed}
+        apply_recompute(model, RecomputeConfig(mode))
+        trainer = Trainer(model, TrainConfig(learning_rate=1e-2, warmup_steps=0), 5)
+        row = pack([list(range(3, 40)), list(range(60, 90))])
+        losses = [trainer.step([row], NextTokenLoss(65))["loss"] for _ in range(3)]
+        results.append((losses, [p.tolist() for p in model.parameters() if p.requires_grad]))
+        sizes.append(sum(layer.weight.nbytes for _, layer in projections(model)))
+    assert check_parity(model, tokens=64)[0].tokens_different == 0
+    assert results[0] == results[1] and results[0][0][0] > results[0][0][-1]
+    assert sizes[1] < (0.5 if linear == "int8" else 0.4) * sizes[0]  # of float32; a quarter of the layers is not packed
 
 
 def test_a_head_has_the_gradients_of_its_rounded_factors():

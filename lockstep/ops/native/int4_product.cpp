@@ -65,6 +65,9 @@ static void round_int4(const T* w, T* out, int64_t groups, int64_t group) {
                                       int64_t group) {                                                                 \
         Int4Weight{panels, depth, outputs, group}.pack(w, w_row);                                                      \
     }                                                                                                                  \
+    extern "C" void unpack_int4##suffix(const word* panels, T* out, int64_t depth, int64_t outputs, int64_t group) {   \
+        Int4Weight{(word*)panels, depth, outputs, group}.unpack(out);                                                  \
+    }                                                                                                                  \
     extern "C" void round_int4##suffix(const T* w, T* out, int64_t groups, int64_t group) {                            \
         round_int4<T>(w, out, groups, group);                                                                          \
     }

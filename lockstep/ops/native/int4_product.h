@@ -76,14 +76,31 @@ struct Int4Weight {
             }
     }
 
+    // out [outputs][depth]: the numbers that the codes stand for.
+    template <class T>
+    void unpack(T* out) const {
+#pragma omp parallel for schedule(static)
+        for (int64_t output = 0; output < outputs; output++)
+            for (int64_t g = 0; g < groups(); g++) {
+                const word* words = panel(output / COLUMNS) + g * group_words();
+                const float scale = wide(((const bf16*)(words + code_words()))[output % COLUMNS]);
+                int8* codes = scratch<int8>(group, 0);
+                for (int64_t k = 0; k < group; k++)
+                    codes[k] = (words[k / CODES_PER_WORD * COLUMNS + output % COLUMNS] >> shift(k) & 15) - ZERO_CODE;
+                dequantize(codes, scale, out + output * depth + g * group, group);
+            }
+    }
+
+    // Of a code within its word.
+    static int64_t shift(int64_t k) { return k % 4 * 8 + k / 4 % 2 * 4; }
+
     template <class T>
     bf16 pack_group(const T* w, word* words) const {
         int8* codes = scratch<int8>(group, 1);
         const bf16 scale = quantize_signed(w, group, codes);
         for (int64_t k = 0; k < group; k += CODES_PER_WORD) {
             word all = 0;
-            for (int64_t i = 0; i < CODES_PER_WORD; i++)
-                all |= (word)(codes[k + i] + ZERO_CODE) << (i % 4 * 8 + i / 4 * 4);
+            for (int64_t i = k; i < k + CODES_PER_WORD; i++) all |= (word)(codes[i] + ZERO_CODE) << shift(i);
             words[k / CODES_PER_WORD * COLUMNS] = all;
         }
         return scale;

@@ -39,6 +39,9 @@ static void round_int8(const T* x, int64_t x_row, T* out, int64_t rows, int64_t 
     extern "C" void pack_int8##suffix(const T* w, int64_t w_row, word* panels, int64_t depth, int64_t outputs) {       \
         Int8Weight{panels, depth, outputs}.pack(w, w_row);                                                             \
     }                                                                                                                  \
+    extern "C" void unpack_int8##suffix(const word* panels, T* out, int64_t depth, int64_t outputs) {                  \
+        Int8Weight{(word*)panels, depth, outputs}.unpack(out);                                                         \
+    }                                                                                                                  \
     extern "C" void round_int8##suffix(const T* x, int64_t x_row, T* out, int64_t rows, int64_t depth) {               \
         round_int8<T>(x, x_row, out, rows, depth);                                                                     \
     }

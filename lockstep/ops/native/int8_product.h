@@ -152,6 +152,19 @@ struct Int8Weight {
             pack_panel(all, 0, 0, steps(), panels + first * steps());
         }
     }
+
+    // out [outputs][depth]: the numbers that the codes stand for.
+    template <class T>
+    void unpack(T* out) const {
+#pragma omp parallel for schedule(static)
+        for (int64_t output = 0; output < outputs; output++) {
+            const word* first = panels + output / COLUMNS * COLUMNS * steps() + output % COLUMNS;
+            int8* codes = scratch<int8>(steps() * STEP<int8>, 0);
+            for (int64_t s = 0; s < steps(); s++)
+                std::memcpy(codes + s * STEP<int8>, first + s * COLUMNS, sizeof(word));
+            dequantize(codes, scales()[output], out + output * depth, depth);
+        }
+    }
 };
 
 // Writes sums as numbers of Out: times the row's scale, times the output's.
