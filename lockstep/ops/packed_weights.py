@@ -152,7 +152,7 @@ class PackedWeight(nn.Parameter):
     panels: Tensor
 
     @property
-    def nbytes(self) -> int:
+    def nbytes(self) -> int:  # type: ignore[override]  # torch declares it as an attribute, but computes it
         """Of what is in memory."""
         return self.panels.nbytes
 
