@@ -17,6 +17,7 @@ from lockstep.config import ParallelConfig, RLConfig, algorithm_of
 from lockstep.generate.draws import LOGITS_ELEMENTS
 from lockstep.generate.engine import Engine
 from lockstep.model import Decoder, ModelConfig, ScoringModel, folder_dtype, resolve_dtype
+from lockstep.model.layers import projections
 from lockstep.model.shard import local_values
 from lockstep.ops.native import pretending
 from lockstep.ops.packed_weights import PLAIN
@@ -118,6 +119,7 @@ def dry_run(config: RLConfig, ranks: int, on_cpu: bool) -> RLDryRun:
     try:
         refuse_on_ranks(config, world)
         shape = shape_of(config.model, config.lora)
+        shape = replace(shape, precision=config.precision.of_model(shape.precision))
         results = [_of_rank(config, shape, rank, on_cpu) for rank in simulated_ranks(world, config.parallel)]
     finally:
         close_world(world)
@@ -311,9 +313,14 @@ def _generator_step(engine: Engine, fake: FakeTensorMode) -> int:
 
 
 def _panels(model: Decoder) -> int:
-    """Bytes of the weights packed for products of few rows on a CPU (`ops.PackedWeights`)."""
+    """Bytes of the weights packed for products on a CPU (`ops.PackedWeights`): of all, or those with few rows."""
+    layouts = {f"{name}.weight": ops.FORMATS[layer.precision].layout for name, layer in projections(model)}
+    head = "embed_tokens.weight" if model.config.tie_embeddings else "lm_head.weight"
+    layouts[head] = ops.FORMATS[model.head_format].layout
     return sum(
-        4 * PLAIN.words(local_values(parameter))
+        4 * (layouts.get(name) or PLAIN).words(local_values(parameter))
         for name, parameter in model.named_parameters()
-        if parameter.ndim == 2 and (model.config.tie_embeddings or not name.startswith("embed_tokens"))
+        if parameter.ndim == 2
+        and not isinstance(parameter, ops.PackedWeight)
+        and (model.config.tie_embeddings or not name.startswith("embed_tokens"))
     )

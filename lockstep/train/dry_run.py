@@ -32,6 +32,7 @@ from lockstep.model import (
     refuse_score_head,
     resolve_dtype,
 )
+from lockstep.model.layers import projections
 from lockstep.model.shard import local_values
 from lockstep.observe.collectives import CollectiveLog, Traffic
 from lockstep.ops.native import pretending
@@ -45,7 +46,7 @@ from lockstep.train.objective import NextTokenLoss
 from lockstep.train.packing import PackedRow, pack_rows
 from lockstep.train.refusals import refuse_long_rows, refuse_shape
 from lockstep.train.resolve_defaults import recorded_settings
-from lockstep.train.setup import adapted
+from lockstep.train.setup import adapted, packs_frozen
 from lockstep.train.trainer import Trainer
 
 Run = TypeVar("Run", PretrainConfig, RLConfig)
@@ -224,6 +225,8 @@ def simulated_step(
             passed = _pass(trainer, row, loss, share, log)
             optimizer.update(config.train.learning_rate, 0.0)
         memory = _memory(trainer, share, live.peak)
+        if packs_frozen(config, world):
+            memory["weights"] -= _saved_by_packing(model)
     return trainer, DryRun(world, shape.num_parameters, memory, dict(log.traffic), passed, share, config.dtype)
 
 
@@ -304,6 +307,12 @@ def _memory(trainer: Trainer, microbatches: int, peak: int) -> dict[str, int]:
         # Activations, gathered weights, buffers, and temporaries of an update.
         "a micro-batch at its peak": max(0, peak - existing - gradients),
     }
+
+
+def _saved_by_packing(model: nn.Module) -> int:
+    """Bytes by which the integers of frozen weights are smaller, as `Decoder.pack_frozen` has them."""
+    layers = [(layer.weight, ops.FORMATS[layer.precision].layout) for _, layer in projections(model)]
+    return sum(w.nbytes - 4 * layout.words(w) for w, layout in layers if layout and not w.requires_grad)
 
 
 def _subtrees(nbytes: int, microbatches: int, world: World) -> int:

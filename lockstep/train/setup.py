@@ -157,10 +157,15 @@ def trained_model(
         raise UserError('recompute.mode "offload" is for CUDA devices: on a CPU, "full" takes the same memory')
     dtype = resolve_dtype(config.dtype)
     model = parallel_model(shape, dtype, world, config.parallel, config.compile, fill, config.recompute)
-    sends_weights = isinstance(config, RLConfig) and config.actors.separate
-    if isinstance(model, Decoder) and world.size == 1 and config.compile.backend == "none" and not sends_weights:
+    if isinstance(model, Decoder) and packs_frozen(config, world):
         model.pack_frozen()
     return model
+
+
+def packs_frozen(config: PretrainConfig | RLConfig, world: World) -> bool:
+    """Whether no other process and no compiled code needs the frozen weights' own numbers."""
+    sends_weights = isinstance(config, RLConfig) and config.actors.separate
+    return world.size == 1 and config.compile.backend == "none" and not sends_weights
 
 
 def adapted(shape: ModelConfig, lora: LoraConfig, model: str) -> ModelConfig:
