@@ -60,7 +60,7 @@ def open_model(
         opened = _local_part(folder, dtype, world, chunks)
     else:
         opened = model.load_model(folder, None if is_auto(dtype) else dtype, place)
-    opened.set_precision((precision or PrecisionConfig()).of_model(opened.config.precision))
+    opened.set_precision((precision or PrecisionConfig()).of_model(opened.config.precision, compared=True))
     if not replaceable:
         opened.requires_grad_(False).pack_frozen()
     if place.type == "cpu":

@@ -13,6 +13,7 @@ from lockstep.ops.embedding import embedding
 from lockstep.ops.expert_load import ExpertLoad, counted_rows
 from lockstep.ops.experts import clamped_experts, combine, dispatch, experts, order_by_expert
 from lockstep.ops.first_calls import call_once
+from lockstep.ops.float8_products import float8_linear
 from lockstep.ops.formats import FORMATS, NONE, Format, formatted_linear
 from lockstep.ops.forms import FORMS, own_part
 from lockstep.ops.grouped_linear import grouped_linear
@@ -39,11 +40,11 @@ __all__ = [
     "PieceAttention", "ReplayedRoutes", "Routing", "SharedPrefixAttention", "StepGraph", "Terms", "Unrecordable",
     "adamw_factors", "adamw_step", "add_bias", "add_grouped_bias", "arithmetic", "clamped_experts", "clamped_swiglu",
     "combine", "counted_rows", "dispatch", "draw", "draw_scaled", "drawing", "embedding", "exp", "experts",
-    "formatted_linear", "grouped_linear", "head_linear", "instruction_set", "int4_linear", "int8_linear",
-    "integer_squares", "inverse_temperature", "is_emulated", "linear", "log", "log_prob_sum", "log_sigmoid",
-    "logits_log_probs", "note_routes", "order_by_expert", "own_part", "recorded_routes", "replayed_routes", "rms_norm",
-    "rotary", "route", "router_logits", "sample", "set_arithmetic", "sigmoid", "silu_mul", "sum_of_squares",
-    "text_scores", "token_log_probs", "top_log_probs", "total", "uniforms", "unrecorded",
+    "float8_linear", "formatted_linear", "grouped_linear", "head_linear", "instruction_set", "int4_linear",
+    "int8_linear", "integer_squares", "inverse_temperature", "is_emulated", "linear", "log", "log_prob_sum",
+    "log_sigmoid", "logits_log_probs", "note_routes", "order_by_expert", "own_part", "recorded_routes",
+    "replayed_routes", "rms_norm", "rotary", "route", "router_logits", "sample", "set_arithmetic", "sigmoid",
+    "silu_mul", "sum_of_squares", "text_scores", "token_log_probs", "top_log_probs", "total", "uniforms", "unrecorded",
 ]  # fmt: skip
 
 call_once()

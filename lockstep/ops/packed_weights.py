@@ -6,7 +6,7 @@ reads the same weights repeatedly. Such code has a `PackedWeights`, and calls `f
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
 from ctypes import c_int64
@@ -32,6 +32,8 @@ class Layout(NamedTuple):
     """Of integers with scales; 0: the weight's own numbers."""
     group: int = 0
     """Numbers along k with a common scale; 0: all of an output's."""
+    rounded: Callable[[Tensor], Tensor] | None = None
+    """Without bits: the weight's numbers as they are packed, if not its own."""
 
     def words(self, weight: Tensor) -> int:
         """The size of the panels in words of 4 bytes."""
@@ -45,6 +47,7 @@ class Layout(NamedTuple):
     def pack(self, weight: Tensor, panels: Tensor) -> None:
         """Writes the panels. Integers need a weight whose rows are contiguous."""
         sizes = weight.shape[1], weight.shape[0]
+        weight = weight if self.rounded is None else self.rounded(weight)
         if not self.bits:
             return native.call("pack", weight.dtype, weight, *weight.stride(), panels, *sizes)
         weight = weight if weight.stride(1) == 1 else weight.contiguous()
@@ -141,9 +144,19 @@ class PackedWeights:
 _in_use: ContextVar[PackedWeights | None] = ContextVar("packed_weights", default=None)
 
 
-def packed(weight: Tensor, rows: int) -> Tensor | None:
+@contextmanager
+def unpacked() -> Iterator[None]:
+    """In this context, no panels are read or packed: for products with weights that nothing uses again."""
+    token = _in_use.set(None)
+    try:
+        yield
+    finally:
+        _in_use.reset(token)
+
+
+def packed(weight: Tensor, rows: int, layout: Layout = PLAIN) -> Tensor | None:
     """The panels that a product with `rows` rows can read instead of the weight."""
-    return None if rows > FEW_ROWS else _cached(weight, PLAIN)
+    return None if rows > FEW_ROWS else _cached(weight, layout)
 
 
 class PackedWeight(nn.Parameter):

@@ -14,8 +14,13 @@ from lockstep.errors import UserError, closest
 
 NONE = "none"
 """The model's dtype."""
-MULTIPLES = {NONE: 1, "int8": 1, "int4": 32, "int4_128": 128}
+MULTIPLES = {
+    NONE: 1, "int8": 1, "int4": 32, "int4_128": 128,
+    "float8": 1, "float8_rowwise": 1, "float8_rowwise_gw_hp": 1, "mxfp8": 32, "mxfp8_floor": 32,
+}  # fmt: skip
 """The formats by their names in `ops.FORMATS`, and the number that a layer's width must be a multiple of."""
+FLOAT8 = "float8"
+"""With one scale for all activations of a micro-batch: a row's bits depend on the others."""
 HEAD = "lm_head"
 KEEP = ("layers.first.*", "layers.last.*", HEAD)
 
@@ -49,6 +54,8 @@ class Precision:
                 f"precision {self.linear} needs layers whose width is a multiple of {group}, but that of {name} is "
                 f"{width}; add it to precision.keep, or choose int8"
             )
+        if name == HEAD and not self.linear.startswith("int"):
+            raise UserError(f"precision {self.linear} has no form for the head; add {HEAD} to precision.keep")
         return self.linear
 
 

@@ -48,6 +48,7 @@ from lockstep.train.dry_run import (
 from lockstep.train.dry_run_pipeline import simulated_ranks
 from lockstep.train.live_memory import LiveMemory
 from lockstep.train.packing import PackedRow, pack_scored, predicting_states, target_log_probs
+from lockstep.train.setup import with_precision
 
 STAGES = TRAINING, SAMPLING, SYNC = (TRAINING, "sampling", "weight sync")
 """The stages of a step on a rank."""
@@ -118,8 +119,7 @@ def dry_run(config: RLConfig, ranks: int, on_cpu: bool) -> RLDryRun:
     world = simulated_world(config.parallel, ranks)
     try:
         refuse_on_ranks(config, world)
-        shape = shape_of(config.model, config.lora)
-        shape = replace(shape, precision=config.precision.of_model(shape.precision))
+        shape = with_precision(shape_of(config.model, config.lora), config)
         results = [_of_rank(config, shape, rank, on_cpu) for rank in simulated_ranks(world, config.parallel)]
     finally:
         close_world(world)

@@ -46,7 +46,7 @@ from lockstep.train.objective import NextTokenLoss
 from lockstep.train.packing import PackedRow, pack_rows
 from lockstep.train.refusals import refuse_long_rows, refuse_shape
 from lockstep.train.resolve_defaults import recorded_settings
-from lockstep.train.setup import adapted, packs_frozen
+from lockstep.train.setup import adapted, packs_frozen, with_precision
 from lockstep.train.trainer import Trainer
 
 Run = TypeVar("Run", PretrainConfig, RLConfig)
@@ -203,7 +203,7 @@ def simulated_step(
     extra_parameters: as for `Trainer`. Raises UserError as `refuse_shape` and `parallel_model` do, or if the pipeline
     cannot run so many micro-batches.
     """
-    shape = replace(shape, precision=config.precision.of_model(shape.precision))
+    shape = with_precision(shape, config)
     refuse_shape(config, shape, world)
     row = shard_row(row, world)
     row.attention = row.attention or ops.PackedAttention(row.lengths)

@@ -151,7 +151,7 @@ def trained_model(
 
     Raises UserError, before weights exist, if the shape does not fit the settings and ranks.
     """
-    shape = replace(shape, precision=config.precision.of_model(shape.precision))
+    shape = with_precision(shape, config)
     refuse_shape(config, shape, world)
     if config.recompute.mode == "offload" and world.device.type == "cpu":
         raise UserError('recompute.mode "offload" is for CUDA devices: on a CPU, "full" takes the same memory')
@@ -160,6 +160,12 @@ def trained_model(
     if isinstance(model, Decoder) and packs_frozen(config, world):
         model.pack_frozen()
     return model
+
+
+def with_precision(shape: ModelConfig, config: PretrainConfig | RLConfig) -> ModelConfig:
+    """The shape with the run's precision, for a model that was trained in `shape.precision`. Raises UserError."""
+    compared = isinstance(config, RLConfig | PreferenceConfig)
+    return replace(shape, precision=config.precision.of_model(shape.precision, compared))
 
 
 def packs_frozen(config: PretrainConfig | RLConfig, world: World) -> bool:

@@ -21,7 +21,9 @@ from lockstep.train import Trainer, pack
 from lockstep.train.objective import NextTokenLoss
 
 SHAPE = replace(preset("qwen3:micro"), max_positions=64)
-QUANTIZED = ("int8", "int4", "int4_128")
+INTEGERS = ("int8", "int4", "int4_128")
+FLOAT8 = ("float8_rowwise", "float8_rowwise_gw_hp", "mxfp8", "mxfp8_floor")
+QUANTIZED = [Precision(linear, keep=()) for linear in INTEGERS] + [Precision(linear, ("lm_head",)) for linear in FLOAT8]
 DTYPES = ("float32", "bfloat16")
 
 
@@ -50,14 +52,20 @@ def test_every_format_has_its_operators():
     assert MULTIPLES.keys() == ops.FORMATS.keys()
     for name, multiple in MULTIPLES.items():
         x = torch.ones(2, 384 if multiple == 1 else multiple)
-        assert torch.equal(ops.FORMATS[name].linear(x, x, 1), torch.full((2, 2), x.shape[1], dtype=torch.float32))
+        torch.testing.assert_close(ops.FORMATS[name].linear(x, x, 1), torch.full((2, 2), float(x.shape[1])))
 
 
 def test_settings_choose_and_a_folder_remembers(tmp_path):
     trained = Precision("int4", keep=("lm_head",))
-    assert PrecisionConfig().of_model(trained) == trained
-    assert PrecisionConfig("none").of_model(trained).linear == "none"
-    assert PrecisionConfig("int8").of_model(trained) == Precision("int8", KEEP)
+    for compared in (False, True):
+        assert PrecisionConfig().of_model(trained, compared) == trained
+        assert PrecisionConfig("none").of_model(trained, compared).linear == "none"
+        assert PrecisionConfig("int8").of_model(trained, compared) == Precision("int8", KEEP)
+    # One scale for all rows: what it trained is sampled from in the model's dtype.
+    assert PrecisionConfig().of_model(Precision("float8"), compared=False).linear == "float8"
+    assert PrecisionConfig().of_model(Precision("float8"), compared=True).linear == "none"
+    with pytest.raises(UserError, match="float8 has one scale for all rows of a micro-batch.*use float8_rowwise"):
+        PrecisionConfig("float8").of_model(trained, compared=True)
     save_model(model_in(trained), tmp_path)
     assert load_model(tmp_path).config.precision == trained
     other = open_model(tmp_path, precision=PrecisionConfig("int8", keep=()))
@@ -68,16 +76,17 @@ def test_settings_choose_and_a_folder_remembers(tmp_path):
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("linear", QUANTIZED)
-def test_trainer_and_generator_agree_under_a_mixed_load(linear, dtype):
-    parity, load = check_parity(model_in(Precision(linear, keep=()), dtype), tokens=64)
+@pytest.mark.parametrize("precision", QUANTIZED, ids=lambda precision: precision.linear)
+def test_trainer_and_generator_agree_under_a_mixed_load(precision, dtype):
+    parity, load = check_parity(model_in(precision, dtype), tokens=64)
     assert (parity.tokens_checked >= 64, parity.tokens_different) == (True, 0)
     assert load["preemptions"] > 0 and load["reused prompt tokens"] > 0
 
 
-def test_recorded_steps_follow_quantized_weights():
+@pytest.mark.parametrize("precision", QUANTIZED, ids=lambda precision: precision.linear)
+def test_recorded_steps_follow_quantized_weights(precision):
     """Lone prompts, long enough for steps to be recorded; then other weights, in the same memory."""
-    model = model_in(Precision("int8", keep=()))
+    model = model_in(precision)
     engine, params = Engine(model), SamplingParams(max_tokens=30, temperature=0.9, seed=1, ignore_eos=True)
     seen = []
     for version in range(2):
@@ -91,9 +100,11 @@ def test_recorded_steps_follow_quantized_weights():
     assert seen[0] != seen[1]
 
 
-@pytest.mark.parametrize("linear", ["none", *QUANTIZED])
-def test_training_lowers_the_loss_of_what_is_generated(linear):
-    model = model_in(Precision(linear, keep=()))
+@pytest.mark.parametrize(
+    "precision", [Precision(), *QUANTIZED, Precision("float8")], ids=lambda precision: precision.linear
+)
+def test_training_lowers_the_loss(precision):
+    model = model_in(precision)
     trainer = Trainer(model, TrainConfig(learning_rate=3e-3, warmup_steps=0, schedule="constant"), 30)
     row = pack([list(range(3, 40)), list(range(60, 90))])
     losses = [trainer.step([row], NextTokenLoss(65))["loss"] for _ in range(30)]
@@ -126,9 +137,8 @@ def test_a_head_has_the_gradients_of_its_rounded_factors():
     generator = torch.Generator().manual_seed(0)
     hidden, head = torch.randn(50, 64, generator=generator), torch.randn(300, 64, generator=generator)
     targets = torch.randint(300, (50,), generator=generator)
-    for name, form in ops.FORMATS.items():
-        if name == "int4_128":
-            continue  # wider than these
+    for name in ("none", "int8", "int4"):
+        form = ops.FORMATS[name]
         factors = [hidden.clone().requires_grad_(), head.clone().requires_grad_()]
         rounded = [form.rounded_rows(hidden).requires_grad_(), form.rounded_weight(head).requires_grad_()]
         log_probs, _ = ops.token_log_probs(*factors, targets, 0.7, name)
@@ -171,4 +181,6 @@ def test_what_cannot_be_quantized_is_refused_by_name():
         refuse_impossible(shape, {"tensor": 2, "pipeline": 1}, ParallelConfig(tensor=2))
     with pytest.raises(UserError, match="does not work with parallel.full_dtensor"):
         refuse_impossible(shape, {"tensor": 1, "pipeline": 1}, ParallelConfig(full_dtensor=True))
+    with pytest.raises(UserError, match="mxfp8 has no form for the head; add lm_head to precision.keep"):
+        model_in(Precision("mxfp8", keep=()))
     assert PretrainConfig().precision.linear == "auto"
