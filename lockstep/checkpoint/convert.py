@@ -9,7 +9,6 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -34,13 +33,13 @@ from lockstep.model import (
     resolve_dtype,
     stored_as,
     stored_dtype,
-    tensor_files,
+    stored_tensors,
     write_description,
 )
-from lockstep.model.folder import GENERATION, TensorFile, generation_ends, open_tensors
+from lockstep.model.folder import GENERATION, generation_ends
 from lockstep.model.json_file import read_json
-from lockstep.model.mxfp4 import BLOCKS, SCALES, Mxfp4
-from lockstep.model.stored import Stored, hugging_face_name, is_adapter, is_float32
+from lockstep.model.scaled import StoredTensor
+from lockstep.model.stored import hugging_face_name, is_adapter, is_float32
 
 TOKENIZER_FILES = (
     "tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json", "chat_template.jinja",
@@ -149,35 +148,25 @@ def _open(source: Path) -> Weights:
 
 
 def _hugging_face(source: Path) -> Weights:
-    config, files = read_config(source), tensor_files(source)
+    config = read_config(source)
     refuse_few_bytes(source, config)
-    model = Decoder(config, torch.float32, "meta")
-    check_tensors(model, source, files)
-    opened = {path: open_tensors(path) for path in set(files.values())}
+    model, stored = Decoder(config, torch.float32, "meta"), stored_tensors(source)
+    check_tensors(model, source, stored)
     tensors: dict[str, tuple[torch.Size, Callable[[], Tensor]]] = {}
     for name, parameter in model.named_parameters():
-        read = read_as(name, parameter.shape, files, config.tie_embeddings)
+        read = read_as(name, parameter.shape, stored, config.tie_embeddings)
         for part in stored_as(name, parameter.shape):
             place = tuple(slice(0, size) for size in parameter.shape)
             if part.expert is not None:  # which the files may have stacked
                 place = slice(part.expert, part.expert + 1), *place[1:]
             origin = next(each for each in read if each.expert in (None, part.expert))
-            shape = torch.Size(part.tensors(parameter.shape)[part.name])
-            tensors[part.name] = shape, partial(_read, _entry(origin, files, opened), origin.place(place), shape)
+            shape = torch.Size(part.shape_for(parameter.shape))
+            tensors[part.name] = shape, partial(_read, stored[origin.name], origin.place(place), shape)
     return Weights(config, stored_dtype(source)[0], tensors)
 
 
-def _entry(stored: Stored, files: dict[str, Path], opened: dict[Path, TensorFile]) -> Any:
-    """What the files have of a tensor, to be read in slices."""
-    if not stored.quantized:
-        return opened[files[stored.name]].get_slice(stored.name)
-    blocks, scales = (opened[files[stored.name + end]].get_slice(stored.name + end) for end in (BLOCKS, SCALES))
-    return Mxfp4(stored.name, blocks, scales)
-
-
-def _read(entry: Any, place: tuple[slice, ...], shape: torch.Size) -> Tensor:
-    values: Tensor = entry[place]
-    return values.reshape(shape)
+def _read(tensor: StoredTensor, place: tuple[slice, ...], shape: torch.Size) -> Tensor:
+    return tensor[place].reshape(shape)
 
 
 def _merged(weights: Weights) -> Weights:
@@ -201,10 +190,9 @@ def _check(source: Path, weights: Weights) -> None:
     """Raises UserError for a model whose tensors do not fit its shape."""
     model = Decoder(weights.config, torch.float32, "meta")
     wanted = {
-        tensor: torch.Size(shape)
+        part.name: torch.Size(part.shape_for(parameter.shape))
         for name, parameter in model.named_parameters()
         for part in stored_as(name, parameter.shape)
-        for tensor, shape in part.tensors(parameter.shape).items()
     }
     for name, shape in wanted.items():
         if name not in weights.tensors:
