@@ -19,6 +19,7 @@ from lockstep.data import load_tokenizer, with_ends
 from lockstep.data.chat import load_chat_template
 from lockstep.data.tokenizer import tokenizer_folder
 from lockstep.errors import UserError
+from lockstep.hub import is_local
 from lockstep.model import (
     Decoder,
     ModelConfig,
@@ -36,7 +37,8 @@ from lockstep.model import (
     stored_tensors,
     write_description,
 )
-from lockstep.model.folder import GENERATION, generation_ends
+from lockstep.model.config_json import holds_model
+from lockstep.model.folder import GENERATION, files_folder, generation_ends
 from lockstep.model.json_file import read_json
 from lockstep.model.scaled import StoredTensor
 from lockstep.model.stored import hugging_face_name, is_adapter, is_float32
@@ -65,15 +67,15 @@ def convert(
 ) -> None:
     """Writes the model in `source` as a Hugging Face folder, in `dtype` (auto: unchanged), in files of limited size.
 
-    `source` is a Hugging Face folder, which includes a run's checkpoint, or one of Meta's with `params.json` and
-    `consolidated.*.pth`. `merge`: it is an adapter, and the target gets the base's weights plus the adapter's updates,
-    W + scaling · B A, computed in float32 and rounded once to `dtype`; so the merged model's log-probabilities equal
-    those of base and adapter up to rounding, not bit for bit. Only one tensor is in memory at a time. Raises UserError,
-    naming file and tensor, for an incomplete source or a target that is not empty; the target is renamed to its final
-    name when it is complete.
+    `source` is a Hugging Face folder, which includes a run's checkpoint, a GGUF file, or one of Meta's folders with
+    `params.json` and `consolidated.*.pth`. `merge`: it is an adapter, and the target gets the base's weights plus the
+    adapter's updates, W + scaling · B A, computed in float32 and rounded once to `dtype`; so the merged model's
+    log-probabilities equal those of base and adapter up to rounding, not bit for bit. Only one tensor is in memory at a
+    time. Raises UserError, naming file and tensor, for an incomplete source or a target that is not empty; the target
+    is renamed to its final name when it is complete.
     """
     source, target = Path(source), Path(target)
-    if not source.is_dir():
+    if not is_local(source):
         raise UserError(f"{source}: no such folder; give a model's folder or a run's")
     if target.exists() and (not target.is_dir() or any(target.iterdir())):
         raise UserError(f"{target}: is not an empty folder; give another one to write")
@@ -110,7 +112,7 @@ def _write_folder(target: Path, source: Path, weights: Weights, kind: torch.dtyp
             copy = unfinished / path.relative_to(home)
             copy.parent.mkdir(exist_ok=True)
             shutil.copyfile(path, copy)
-        settings = (folder / GENERATION for folder in (source, base_folder(source)))
+        settings = (files_folder(folder) / GENERATION for folder in (source, base_folder(source)))
         if generation := next(filter(Path.is_file, settings), None):
             shutil.copyfile(generation, unfinished / GENERATION)
         config = _with_ends(unfinished, weights.config)
@@ -136,7 +138,7 @@ def _with_ends(folder: Path, config: ModelConfig) -> ModelConfig:
 
 
 def _open(source: Path) -> Weights:
-    if (source / "config.json").is_file():
+    if holds_model(source):
         return _hugging_face(source)
     if (source / "params.json").is_file():
         from lockstep.checkpoint.meta_llama import open_meta_llama
@@ -144,7 +146,9 @@ def _open(source: Path) -> Weights:
         weights = Weights(*open_meta_llama(source))
         _check(source, weights)
         return weights
-    raise UserError(f"{source}: neither config.json (Hugging Face) nor params.json (Meta); give a model's folder")
+    raise UserError(
+        f"{source}: neither config.json (Hugging Face) nor params.json (Meta) nor a GGUF file; give a model's folder"
+    )
 
 
 def _hugging_face(source: Path) -> Weights:

@@ -18,6 +18,7 @@ from lockstep.errors import UserError
 from lockstep.hub import local_folder
 from lockstep.model.adapter_folder import SETTINGS, base_folder, is_adapter_folder, with_adapter
 from lockstep.model.config import ModelConfig
+from lockstep.model.config_json import config_values
 from lockstep.model.decoder import Decoder
 from lockstep.model.device import checked_device
 from lockstep.model.dtypes import is_auto, name_of, resolve_dtype
@@ -28,11 +29,9 @@ from lockstep.model.folder import (
     SINGLE,
     generation_ends,
     refuse_other_base,
-    tensor_files,
 )
 from lockstep.model.folder_dtype import folder_dtype
 from lockstep.model.initialize import initialize_some
-from lockstep.model.json_file import read_json
 from lockstep.model.more_tokens import OF_TOKENS, MoreTokens
 from lockstep.model.protocols import TrainableModel
 from lockstep.model.scaled import StoredTensor
@@ -90,10 +89,10 @@ def refuse_few_bytes(folder: Path, config: ModelConfig) -> None:
 
     Called before anything is built from a possibly damaged config.json: 10¹² layers, or such a size, would take hours.
     """
-    files = tensor_files(folder)
-    size = sum(path.stat().st_size for path in set(files.values()))
+    tensors = stored_tensors(folder)
+    size = sum(path.stat().st_size for path in {tensor.file for tensor in tensors.values()})
     if config.num_parameters > MOST_IN_A_BYTE * size:
-        refuse_quantized_tensors(folder, files)
+        refuse_quantized_tensors(folder, tensors)
         raise UserError(
             f"{folder}: config.json describes {config.num_parameters:,} weights, but the files have {size:,} bytes; "
             "download it again"
@@ -307,19 +306,17 @@ def write_description(
 
 
 def read_config(folder: Path) -> ModelConfig:
-    """The folder's `config.json`, with end-of-text tokens also from `generation_config.json`. The output head is only
+    """The folder's settings, with end-of-text tokens also from `generation_config.json`. The output head is only
     tied if the files have no other. Raises UserError."""
     if is_adapter_folder(folder):
         return with_adapter(folder, read_config(base_folder(folder)))
-    path = folder / "config.json"
-    if not path.is_file():
-        raise UserError(f"{folder}: no config.json; give a model folder in Hugging Face layout")
+    values, where = config_values(folder)
     if (folder / SETTINGS).is_file():
         raise UserError(
             f"{folder}: has both a model (config.json) and an adapter ({SETTINGS}), which transformers would apply to "
             "it; move the adapter's files to a separate folder, or delete them"
         )
-    config = from_hugging_face(read_json(path), str(path))
+    config = from_hugging_face(values, where)
     ends = dict.fromkeys([*config.eos_token_ids, *generation_ends(folder)])
     tied = config.tie_embeddings and not has_untied_head(folder)
     return dataclasses.replace(config, eos_token_ids=tuple(ends), tie_embeddings=tied)

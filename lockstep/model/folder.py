@@ -15,13 +15,12 @@ from safetensors import SafetensorError, safe_open
 from lockstep.errors import UserError
 from lockstep.model.adapter_folder import (
     LOCKSTEP_SETTINGS,
-    adapter_files,
     base_folder,
-    is_adapter_folder,
     lockstep_settings,
 )
+from lockstep.model.gguf import gguf_file, opened
 from lockstep.model.json_file import read_json
-from lockstep.model.stored import PEFT_ROOT, in_language_model
+from lockstep.model.stored import in_language_model
 
 GENERATION = "generation_config.json"
 SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
@@ -30,24 +29,18 @@ FLOATS = {"BF16": torch.bfloat16, "F16": torch.float16, "F32": torch.float32, "F
 
 
 def tensor_files(folder: Path) -> dict[str, Path]:
-    """The file of every tensor in the folder, by its name. Raises UserError for a file outside the folder.
+    """The file of every tensor in a folder with safetensors, by its name. Raises UserError for a file outside it.
 
     As in transformers, a single file takes precedence over an index, and an index only lists the files: all tensors in
     them are read, whether the index lists them or not.
     """
-    if is_adapter_folder(folder):
-        adapter = adapter_files(folder)
-        # Its head replaces the base's.
-        return {
-            n: f for n, f in tensor_files(base_folder(folder)).items() if f"{PEFT_ROOT}{n}" not in adapter
-        } | adapter
     listed = read_json(folder / INDEX).get("weight_map", {}) if (folder / INDEX).is_file() else {}
     if not isinstance(listed, dict) or not all(isinstance(file, str) for file in listed.values()):
         raise UserError(f"{folder / INDEX}: weight_map is not a table of file names; download it again")
     if (folder / SINGLE).is_file():
         listed = {}
     elif not (folder / INDEX).is_file():
-        raise UserError(f"{folder}: neither {SINGLE} nor {INDEX}; only safetensors are read, never pickles")
+        raise UserError(f"{folder}: neither {SINGLE} nor {INDEX}; only safetensors and GGUF are read, never pickles")
     names = sorted(set(listed.values())) or [SINGLE]
     for name in names:
         if "\0" in name or PurePath(name).is_absolute() or ".." in PurePath(name).parts:
@@ -95,16 +88,6 @@ def open_tensors(path: Path) -> TensorFile:
         raise UserError(f"{path}: cannot be read as safetensors ({error}); download it again") from error
 
 
-def _opened(folder: Path) -> Iterator[tuple[str, TensorFile]]:
-    """Every tensor's name with its file, as they are stored, one file open at a time."""
-    by_file: dict[Path, list[str]] = defaultdict(list)
-    for name, path in tensor_files(folder).items():
-        by_file[path].append(name)
-    for path, names in by_file.items():
-        file = open_tensors(path)
-        yield from ((name, file) for name in names)
-
-
 def refuse_other_base(folder: Path, base: Path | None = None) -> None:
     """Raises UserError if the weights in `base`, by default the adapter's base, are not those of its training run.
 
@@ -123,17 +106,35 @@ def refuse_other_base(folder: Path, base: Path | None = None) -> None:
 def digest(folder: Path) -> str:
     """Digest of the names, dtypes, shapes and checksums of all tensors in a model folder as they are stored, however
     they are split into files."""
-    lines = []
-    for name, file in _opened(folder):
-        tensor = file.get_tensor(name)
-        values = tensor.contiguous().view(-1).view(torch.uint8).numpy()
-        lines.append(f"{name} {tensor.dtype} {list(tensor.shape)} {zlib.crc32(values):08x}")
+    lines = [f"{name} {kind} {shape} {zlib.crc32(values):08x}" for name, kind, shape, values in _as_stored(folder)]
     return hashlib.blake2b("\n".join(sorted(lines)).encode(), digest_size=16).hexdigest()
+
+
+def _as_stored(folder: Path) -> Iterator[tuple[str, object, list[int], memoryview]]:
+    """Every tensor's name, type, shape and bytes, one file open at a time."""
+    if (file := gguf_file(folder)) is not None:
+        for name, part in opened(file).tensors.items():
+            yield name, part.kind.name, part.get_shape(), part.bytes.data
+        return
+    by_file: dict[Path, list[str]] = defaultdict(list)
+    for name, path in tensor_files(folder).items():
+        by_file[path].append(name)
+    for path, names in by_file.items():
+        tensors = open_tensors(path)
+        for name in names:
+            tensor = tensors.get_tensor(name)
+            values = tensor.contiguous().view(-1).view(torch.uint8).numpy().data
+            yield name, tensor.dtype, list(tensor.shape), values
+
+
+def files_folder(folder: Path) -> Path:
+    """Where the files beside the weights are: the folder itself, or that of a GGUF file."""
+    return folder.parent if folder.is_file() else folder
 
 
 def generation_ends(folder: Path) -> list[int]:
     """The end tokens in the folder's `generation_config.json`. Raises UserError unless it is a token or a list."""
-    path = folder / GENERATION
+    path = files_folder(folder) / GENERATION
     value = read_json(path).get("eos_token_id") if path.is_file() else None
     ends = value if isinstance(value, list) else [] if value is None else [value]
     if any(type(token) is not int for token in ends):

@@ -10,10 +10,11 @@ import torch
 
 from lockstep import ops
 from lockstep.errors import UserError
+from lockstep.hub import is_local
 from lockstep.model.adapter_folder import base_folder
+from lockstep.model.config_json import config_values
 from lockstep.model.dtypes import DTYPES, is_auto, name_of, resolve_dtype
 from lockstep.model.folder import FLOATS
-from lockstep.model.json_file import read_json
 from lockstep.model.stored import is_adapter, is_float32
 from lockstep.model.tensors import stored_tensors
 
@@ -27,7 +28,7 @@ def choose_dtype(wanted: str, model: str, device: torch.device) -> tuple[str, st
     """
     if not is_auto(wanted):
         return name_of(resolve_dtype(wanted)), ""
-    if Path(model).is_dir():
+    if is_local(model):
         return name_of(folder_dtype(Path(model))), "the folder's own"
     if device.type != "cpu":
         return "bfloat16", "which GPUs train faster in"
@@ -47,16 +48,15 @@ def folder_dtype(folder: Path) -> torch.dtype:
 def stored_dtype(folder: Path) -> tuple[torch.dtype, str]:
     """The dtype in the folder's configuration or, if there is none, that of most of the tensors' bytes; and its origin,
     as the beginning of a sentence. Raises UserError for a configuration whose dtype torch does not have."""
-    path = base_folder(folder) / "config.json"
-    values = read_json(path)
+    values, where = config_values(base_folder(folder))
     text = values.get("text_config")
     for part in (values, text if isinstance(text, dict) else {}):
         for key in ("dtype", "torch_dtype"):
             if (name := part.get(key)) is not None:
                 dtype = getattr(torch, name_of(name), None)
                 if not isinstance(name, str) or not isinstance(dtype, torch.dtype):
-                    raise UserError(f"{path}: {key} is {name!r:.100}; it must be a dtype, such as bfloat16")
-                return dtype, f"{path}: {key} is"
+                    raise UserError(f"{where}: {key} is {name!r:.100}; it must be a dtype, such as bfloat16")
+                return dtype, f"{where}: {key} is"
     return _commonest(folder), f"{folder}: most of its tensors are"
 
 

@@ -7,11 +7,13 @@ from typing import Any
 
 from torch import Tensor
 
-from lockstep.model.adapter_folder import base_folder
+from lockstep.model.adapter_folder import adapter_files, base_folder, is_adapter_folder
+from lockstep.model.config_json import config_values
 from lockstep.model.folder import open_tensors, tensor_files
-from lockstep.model.json_file import read_json
+from lockstep.model.gguf import gguf_file, gguf_tensors
 from lockstep.model.quantized import dequantize_of
 from lockstep.model.scaled import StoredTensor
+from lockstep.model.stored import PEFT_ROOT
 
 
 class FileTensor:
@@ -33,14 +35,22 @@ class FileTensor:
 
 
 def stored_tensors(folder: Path) -> dict[str, StoredTensor]:
-    """Every tensor of a folder, or of an adapter and its base, by its name; of quantized folders those of the
-    unquantized model.
+    """Every tensor of a folder, or of an adapter and its base, by its name; of a quantized folder or
+    a GGUF file those of the unquantized model.
 
     Files are opened once: replacing one later has no effect. Raises UserError, naming file and tensor, for a file that
     cannot be read, and for parts of a quantized weight that do not fit.
     """
-    files = tensor_files(folder)
+    if is_adapter_folder(folder):
+        adapter = _in_files(adapter_files(folder))
+        # Its head replaces the base's.
+        base = stored_tensors(base_folder(folder)).items()
+        return {name: tensor for name, tensor in base if f"{PEFT_ROOT}{name}" not in adapter} | adapter
+    if (file := gguf_file(folder)) is not None:
+        return gguf_tensors(file)
+    return dequantize_of(*config_values(folder))(_in_files(tensor_files(folder)))
+
+
+def _in_files(files: dict[str, Path]) -> dict[str, StoredTensor]:
     opened = {path: open_tensors(path) for path in sorted(set(files.values()))}
-    tensors: dict[str, StoredTensor] = {n: FileTensor(path, opened[path].get_slice(n)) for n, path in files.items()}
-    config = base_folder(folder) / "config.json"
-    return dequantize_of(read_json(config), str(config))(tensors)
+    return {name: FileTensor(path, opened[path].get_slice(name)) for name, path in files.items()}

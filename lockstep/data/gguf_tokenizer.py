@@ -1,0 +1,35 @@
+"""The tokenizer and chat template in a GGUF file, as the files of a Hugging Face folder."""
+
+from __future__ import annotations
+
+import atexit
+import shutil
+import tempfile
+from functools import lru_cache
+from pathlib import Path
+
+from lockstep.errors import UserError
+
+
+@lru_cache(maxsize=8)
+def extracted(file: Path, written: int) -> Path:
+    """A temporary folder with `tokenizer.json` and its settings, which transformers builds from the file's metadata;
+    deleted when the process ends. written: the file's modification time, so that a change is noticed.
+
+    Raises UserError without transformers, and for a tokenizer that it cannot build.
+    """
+    beside = f"{file}: there is no tokenizer.json beside it; put the model's there"
+    try:
+        from transformers import AutoTokenizer
+    except ImportError as error:
+        raise UserError(f"{beside}, or install transformers, which builds it from the file's metadata") from error
+    folder = Path(tempfile.mkdtemp(prefix="lockstep-tokenizer-"))
+    atexit.register(shutil.rmtree, folder, ignore_errors=True)
+    try:
+        AutoTokenizer.from_pretrained(str(file.parent), gguf_file=file.name).save_pretrained(str(folder))
+    except Exception as error:  # of many kinds: the metadata is another program's
+        raise UserError(
+            f"{beside}: transformers could not build it from the file's metadata ({type(error).__name__}: "
+            f"{error!s:.300})"
+        ) from error
+    return folder
