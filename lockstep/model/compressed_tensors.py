@@ -85,7 +85,7 @@ class Parts(NamedTuple):
             if "" not in parts and end not in parts:
                 raise UserError(f"{file}: tensor {name}{end} is missing, but {name}{SCALE} is there")
         codes = parts[PACKED if PACKED in parts else ""]
-        shape = parts[SHAPE][...].tolist() if PACKED in parts else codes.get_shape()
+        shape = parts[SHAPE][()].tolist() if PACKED in parts else codes.get_shape()
         if not isinstance(shape, list) or len(shape) < 2 or min(shape) < 1:
             raise UserError(f"{file}: tensor {name} has shape {shape}; only matrices can be quantized")
         return cls(codes, shape, parts[SCALE], parts.get(ZERO_POINT))

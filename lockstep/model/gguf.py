@@ -179,7 +179,7 @@ def _rope_scaling(
         table = {}
     if ROPE_FREQS not in file.tensors:
         return table or None
-    divisors = file.tensors[ROPE_FREQS][...].double()
+    divisors = file.tensors[ROPE_FREQS][()].double()
     factor = float(divisors.max())
     fits = not table and list(divisors.shape) == [values["head_dim"] // 2]
     # Stored in float32.

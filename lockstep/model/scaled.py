@@ -76,7 +76,7 @@ class Scaled:
     def _of_each_value(self, of_blocks: StoredTensor, place: tuple[slice, ...]) -> Tensor:
         """The number of its block for each value of a place."""
         if is_one_number(of_blocks):
-            return float_of(of_blocks[...]).reshape(())
+            return float_of(of_blocks[()]).reshape(())
         first = [of.start // size for of, size in zip(place[-2:], self._block)]
         stop = [-(-of.stop // size) for of, size in zip(place[-2:], self._block)]
         numbers = float_of(of_blocks[(*place[:-2], *map(slice, first, stop))])

@@ -38,12 +38,13 @@ def has_untied_head(folder: Path) -> bool:
 def _differ(folder: Path, *files: Path | int) -> bool:
     """files: those of both tensors, and their modification times, so that the cache notices changes."""
     tensors = stored_tensors(folder)
-    if _are_equal(tensors[EMBEDDING], tensors[HEAD]):
+    embedding, head = tensors[EMBEDDING], tensors[HEAD]
+    if _are_equal(embedding, head):
         return False
     log.warning(
         "%s: config.json says tie_word_embeddings, but %s differs from the embedding and is used; write "
         '"tie_word_embeddings": false there to silence this',
-        tensors[HEAD].file.parent,
+        head.file.parent,
         HEAD,
     )
     return True
