@@ -383,9 +383,9 @@ def tokenizer_folder(folder: Path) -> Path:
     if (place / BYTE_FILE).is_file() or (place / "tokenizer.json").is_file():
         return place
     if (file := gguf_file(folder)) is not None:
-        from lockstep.data.gguf_tokenizer import extracted
+        from lockstep.data.gguf_tokenizer import tokenizer_in
 
-        return extracted(file, file.stat().st_mtime_ns)
+        return tokenizer_in(file)
     base = base_folder(folder)  # peft saves adapters without a tokenizer
     return folder if base == folder else tokenizer_folder(base)
 
