@@ -74,9 +74,7 @@ def test_other_files_and_versions_are_refused(tmp_path, whole, start, message):
 
 def test_a_type_that_is_not_read_is_named_with_what_to_do(tmp_path):
     folder_and_file(tmp_path, "qwen3:micro", "Q4_K")
-    with pytest.raises(
-        UserError, match=r"tensor token_embd\.weight is Q4_K; only .*Q8_0.* llama-quantize --allow"
-    ):
+    with pytest.raises(UserError, match=r"tensor token_embd\.weight is Q4_K; only .*Q8_0.* llama-quantize --allow"):
         load_model(tmp_path / "files")
 
 
