@@ -20,14 +20,13 @@ PACKED, SCALE, ZERO_POINT, SHAPE, GROUP_INDEX = "_packed", "_scale", "_zero_poin
 """Suffixes of the parts' names after the weight's. Codes that are not packed have the weight's name."""
 WORD = 32
 """Bits of the numbers into which codes are packed, the first code in the lowest bits."""
-INT8, FLOAT8 = {("int", 8): "I8"}, {("float", 8): "F8_E4M3"}
 NUMBERS = {
-    "pack-quantized": {("int", 4): "I32", ("int", 8): "I32"},
-    "int-quantized": INT8,
-    "float-quantized": FLOAT8,
-    "naive-quantized": INT8 | FLOAT8,
+    "pack-quantized": {"int4": "I32", "int8": "I32"},
+    "int-quantized": {"int8": "I8"},
+    "float-quantized": {"float8": "F8_E4M3"},
+    "naive-quantized": {"int8": "I8", "float8": "F8_E4M3"},
 }
-"""By format, the kinds and bits of numbers that are read, and the type that a file has for them."""
+"""By format, the numbers that are read, and the type that a file has for them."""
 
 
 class CompressedTensors:
@@ -104,25 +103,25 @@ class Layout(NamedTuple):
     @classmethod
     def read(cls, weights: Any, form: Any, where: str) -> Layout:
         """From a group's `weights` and format. Raises UserError."""
-        if form not in NUMBERS:
+        if str(form) not in NUMBERS:
             raise UserError(f"{where}: format is {form!r:.100}; only {', '.join(NUMBERS)} are read")
         settings = weights if isinstance(weights, dict) else {}
-        kind, bits, size = settings.get("type", "int"), settings.get("num_bits", 8), settings.get("group_size")
+        number, size = f"{settings.get('type', 'int')}{settings.get('num_bits', 8)}", settings.get("group_size")
         inferred = "tensor" if size is None else "channel" if size == -1 else "group"
-        strategy = settings.get("strategy") or inferred
+        strategy = str(settings.get("strategy") or inferred)
         blocks = {
             "tensor": lambda: WHOLE,
             "channel": lambda: (1, 0),
             "group": lambda: block_size([1, size], f"{where}: group_size"),
             "block": lambda: block_size(settings.get("block_structure"), f"{where}: block_structure"),
         }
-        if (kind, bits) not in NUMBERS[form] or strategy not in blocks:
-            numbers = ", ".join(f"{kind}{bits}" for kind, bits in NUMBERS[form])
+        if number not in NUMBERS[form] or strategy not in blocks:
             raise UserError(
-                f"{where}: weights are {kind!r:.20} of {bits!r:.20} bits, with a scale per {strategy!r:.20}; in {form} "
-                f"only {numbers} are supported, with a scale per {', '.join(blocks)}"
+                f"{where}: weights are {number:.40} with a scale per {strategy:.40}; in {form} only "
+                f"{', '.join(NUMBERS[form])} are supported, with a scale per {', '.join(blocks)}"
             )
-        return cls(NUMBERS[form][kind, bits], bits, blocks[strategy](), not settings.get("symmetric", True))
+        bits = 4 if number == "int4" else 8
+        return cls(NUMBERS[form][number], bits, blocks[strategy](), not settings.get("symmetric", True))
 
     def fits(self, parts: Parts) -> bool:
         """Whether a weight with these parts is stored so."""

@@ -11,9 +11,6 @@ from torch import Tensor
 
 from lockstep.errors import UserError
 
-E8M0_BIAS = 127
-"""Of exponents stored in a byte, without sign or fraction (OCP Microscaling Formats Specification, 2023)."""
-
 
 class StoredTensor(Protocol):
     """A tensor of a model folder, of which places are read."""
@@ -35,7 +32,8 @@ class Scaled:
 
     Its values are (code - zero point) · scale, computed in float32: exact if the scales have at most 16 significant
     bits, else rounded once. `scales` and `zero_points` are `[..., rows / block, columns / block]`, where the last
-    blocks may be incomplete; or one number for the whole weight. Raises UserError, with `name`, for other shapes.
+    blocks may be incomplete; or one number for the whole weight. Scales that are bytes are exponents of two, e8m0 (OCP
+    Microscaling Formats Specification, 2023). Raises UserError, with `name`, for other shapes.
     """
 
     def __init__(
@@ -70,16 +68,17 @@ class Scaled:
         whole = whole_place(place, self._shape)
         values = self._codes[whole].float()
         if self._zero_points is not None:
-            values = values - self._of_each_value(self._zero_points, whole)
-        return values * self._of_each_value(self._scales, whole)
+            values = values - self._of_each_value(self._zero_points, whole).float()
+        scales = self._of_each_value(self._scales, whole)
+        return values * (scales.view(torch.float8_e8m0fnu) if scales.dtype == torch.uint8 else scales).float()
 
     def _of_each_value(self, of_blocks: StoredTensor, place: tuple[slice, ...]) -> Tensor:
         """The number of its block for each value of a place."""
         if is_one_number(of_blocks):
-            return float_of(of_blocks[()]).reshape(())
+            return of_blocks[()].reshape(())
         first = [of.start // size for of, size in zip(place[-2:], self._block)]
         stop = [-(-of.stop // size) for of, size in zip(place[-2:], self._block)]
-        numbers = float_of(of_blocks[(*place[:-2], *map(slice, first, stop))])
+        numbers = of_blocks[(*place[:-2], *map(slice, first, stop))]
         rows, columns = (torch.arange(of.start, of.stop) // size for of, size in zip(place[-2:], self._block))
         return numbers.index_select(-2, rows - first[0]).index_select(-1, columns - first[1])
 
@@ -89,13 +88,6 @@ def whole_place(place: Any, shape: Sequence[int]) -> tuple[slice, ...]:
     given = place if isinstance(place, tuple) else (place,)
     given += (slice(None),) * (len(shape) - len(given))
     return tuple(slice(*of.indices(size)[:2]) for of, size in zip(given, shape))
-
-
-def float_of(numbers: Tensor) -> Tensor:
-    """In float32; bytes are exponents of two (e8m0)."""
-    if numbers.dtype == torch.uint8:
-        numbers = numbers.view(torch.float8_e8m0fnu)
-    return numbers.float()
 
 
 def whole_block(shape: list[int], block: tuple[int, int]) -> tuple[int, int]:

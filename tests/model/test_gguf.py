@@ -18,7 +18,7 @@ from lockstep.checkpoint.convert import convert
 from lockstep.cli import main
 from lockstep.data import load_tokenizer
 from lockstep.data.chat import load_chat_template
-from lockstep.data.tokenizer import train_bpe
+from lockstep.data.tokenizer import tokenizer_folder, train_bpe
 from lockstep.errors import UserError
 from lockstep.model import RopeScaling, folder_dtype, preset, read_config
 from lockstep.model.folder import digest
@@ -56,6 +56,14 @@ def test_a_file_is_the_folder_that_was_converted(tmp_path, family, tied):
         assert found.config == expected.config
         for (name, one), other in zip(found.named_parameters(), expected.parameters(), strict=True):
             assert torch.equal(one, other), name
+
+
+def test_weights_are_read_in_pieces_to_the_same_bits(tmp_path, monkeypatch):
+    _, file = folder_and_file(tmp_path, "qwen3_moe:micro", "Q8_0")
+    expected = load_model(file)
+    monkeypatch.setattr("lockstep.model.checkpoint.ELEMENTS", 20_000)
+    for (name, one), other in zip(load_model(file).named_parameters(), expected.parameters()):
+        assert torch.equal(one, other), name
 
 
 def test_the_test_files_are_read_alike_by_transformers(tmp_path):
@@ -151,6 +159,7 @@ def test_a_tokenizer_beside_the_file_comes_first(tmp_path, with_tokenizer):
     file = with_tokenizer[0]
     (tmp_path / "model.gguf").write_bytes(file.read_bytes())
     train_bpe(["other"], 300).save(tmp_path)
+    assert tokenizer_folder(tmp_path / "model.gguf") == tmp_path
     assert load_tokenizer(tmp_path / "model.gguf").vocab_size == load_tokenizer(tmp_path).vocab_size < 300
 
 

@@ -161,8 +161,9 @@ def test_a_weight_is_stored_as_the_group_whose_shapes_its_parts_have(tmp_path):
 
 
 def test_experts_and_latent_attention_are_read_from_shards_that_part_codes_and_scales(tmp_path):
-    # 32 + 16 rows of keys in blocks of 32: as in DeepSeek-V3, the last block is incomplete.
-    weights = quantize(tmp_path, "deepseek_v3:micro", FP8 | {"weight_block_size": [32, 32]}, fp8((32, 32)), layers=2)
+    # 96 rows of compressed keys in blocks of 64: as in DeepSeek-V3, the last block is incomplete.
+    settings = FP8 | {"weight_block_size": [64, 32]}
+    weights = quantize(tmp_path, "deepseek_v3:micro", settings, fp8((64, 32)), 2, lambda name: "_proj" in name)
     tensors = load_file(tmp_path / "model.safetensors")
     (tmp_path / "model.safetensors").unlink()
     places = {name: "b.safetensors" if name.endswith("_scale_inv") else "a.safetensors" for name in tensors}
@@ -234,9 +235,11 @@ def _with(**weights):
         (INT4 | {"sparsity_config": SPARSE}, {}, "sparsity_config is not supported"),
         (INT4 | {"transform_config": {"config_groups": {"R1": {}}}}, {}, "transform_config is not supported"),
         (INT4 | {"config_groups": ["Linear"]}, {}, "config_groups is .*it must be a table"),
-        (_with(num_bits=3), {}, "group_0: weights are 'int' of 3 bits.*in pack-quantized only int4, int8"),
-        (_with(strategy="tensor_group"), {}, "with a scale per 'tensor_group'"),
+        (_with(num_bits=3), {}, "group_0: weights are int3 with .* in pack-quantized only int4, int8"),
+        (_with(strategy="tensor_group"), {}, "int4 with a scale per tensor_group"),
         (_with(group_size=-2), {}, "group_size is .1, -2."),
+        (_with(type=[], strategy={"a": 1}, num_bits={}), {}, r"weights are \[\]\{\} with a scale per"),
+        (INT4 | {"format": ["pack-quantized"]}, {}, r"format is \['pack-quantized'\]"),
         (_with(group_size=64), {}, r"down_proj.weight is I32 \[128, 48\] with scales \[128, 12\], which fits none of"),
         (INT4, {f"{NAME}_zero_point": None}, r"up_proj.weight is I32 .*\], without zero points, which fits none of"),
         (INT4, {f"{NAME}_packed": None}, f"{NAME}_packed is missing, but {NAME}_scale is there"),
