@@ -10,6 +10,7 @@ from lockstep.model.compressed_tensors import CompressedTensors
 from lockstep.model.fp8 import Fp8
 from lockstep.model.mxfp4 import Mxfp4Experts
 from lockstep.model.scaled import StoredTensor
+from lockstep.model.torchao import TorchAo
 
 Dequantize = Callable[[dict[str, StoredTensor]], dict[str, StoredTensor]]
 """From a folder's tensors, those of its unquantized model: weights take the place of the parts as which they are
@@ -17,16 +18,13 @@ stored, and are dequantized as they are read."""
 FORMATS: dict[str, Callable[[dict[str, Any], str], Dequantize]] = {
     "fp8": Fp8,
     "compressed-tensors": CompressedTensors,
+    "torchao": TorchAo,
     "mxfp4": Mxfp4Experts,
 }
 """By `quant_method`, what reads the settings and raises UserError, naming the key after `where`."""
-_INSTEAD = (
+INSTEAD = (
     'load it in transformers with dequantize=True in its quantization config and dtype="bfloat16", and call '
     "save_pretrained"
-)
-_TORCHAO = (
-    "torchao's weights are tensor subclasses: load it in transformers, replace the weight of each quantized module by "
-    "module.weight.dequantize(), delete model.config.quantization_config and call save_pretrained"
 )
 
 
@@ -43,7 +41,6 @@ def dequantize_of(values: dict[str, Any], where: str, only: Collection[str] = FO
     if not isinstance(method, str) or method not in only or not isinstance(settings, dict):
         raise UserError(
             f"{where}: quantization_config: the weights are quantized ({method!r:.100}), which is not supported "
-            f"(supported: {', '.join(only)}, unquantized floats). Convert the folder first: "
-            + (_TORCHAO if method == "torchao" else _INSTEAD)
+            f"(supported: {', '.join(only)}, unquantized floats). Convert the folder first: " + INSTEAD
         )
     return FORMATS[method](settings, f"{where}: quantization_config")

@@ -46,19 +46,25 @@ def float8_codes(shape, draw):
     return torch.where(codes & 127 == 127, codes & 128, codes).view(torch.float8_e4m3fn)
 
 
-def quantize(folder, family, settings, parts, layers=1, chosen=lambda name: name.endswith("_proj.weight")):
+def is_projection(name):
+    return name.endswith("_proj.weight")
+
+
+def quantize(folder, family, settings, parts, layers=1, chosen=is_projection, describe=None):
     """A folder of the family whose matrices are stored as the `parts` of each, drawn by name and shape; returns the
-    weights that it stands for."""
+    weights that it stands for. describe: what the file's metadata has of a weight of a shape."""
     save_model(build_model(replace(preset(family, 100), num_layers=layers), dtype="bfloat16", seed=0), folder)
-    tensors, weights = {}, {}
+    tensors, weights, metadata = {}, {}, {"format": "pt"}
     draw = torch.Generator().manual_seed(1)
     for name, tensor in load_file(folder / "model.safetensors").items():
         weights[name] = tensor
         stored = {name: tensor}
         if tensor.ndim == 2 and chosen(name):
             stored, weights[name] = parts(name, list(tensor.shape), draw)
+            metadata |= {name: describe(tensor.shape)} if describe else {}
         tensors |= stored
-    save_file({name: tensor.contiguous() for name, tensor in tensors.items()}, folder / "model.safetensors")
+    tensors = {name: tensor.contiguous() for name, tensor in tensors.items()}
+    save_file(tensors, folder / "model.safetensors", metadata=metadata)
     values = json.loads((folder / "config.json").read_text())
     (folder / "config.json").write_text(json.dumps(values | {"quantization_config": settings}))
     return weights
@@ -116,3 +122,28 @@ def settings_of(form, bits, block, symmetric=True, kind="int"):
         "ignore": ["lm_head"],
         "config_groups": {"group_0": group},
     }
+
+
+TORCHAO = {"quant_method": "torchao", "quant_type": {"default": {"_type": "Int8WeightOnlyConfig", "_data": {}}}}
+
+
+def torchao(kind, block, dtype=torch.float32):
+    """The parts of a weight as transformers saves torchao's `kind` of tensors, and its description in the metadata; its
+    value is computed as torchao does: an exact difference, a product in the dtype of the scales."""
+
+    def parts(name, shape, draw):
+        scales = draw_scales(shape, block, draw, dtype)
+        codes = torch.randint(-128, 128, shape, generator=draw, dtype=torch.int8)
+        zeros = torch.randint(-8, 8, scales.shape, generator=draw, dtype=torch.int8)
+        stored = {"qdata": codes, "scale": scales, "zero_point": zeros}
+        if kind == "Float8Tensor":
+            codes, zeros = float8_codes(shape, draw), 0 * zeros
+            stored = {"qdata": codes, "scale": scales}
+        value = (codes.to(dtype) - each(zeros, shape, block).to(dtype)) * each(scales, shape, block)
+        return {name.replace(".weight", f"._weight_{part}"): tensor for part, tensor in stored.items()}, value
+
+    def describe(shape):
+        size = [block[0] or shape[0], block[1] or shape[1]]
+        return json.dumps({"_type": kind, "_data": {"block_size": size}, "_tensor_data_names": ["qdata", "scale"]})
+
+    return parts, describe

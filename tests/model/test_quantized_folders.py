@@ -7,6 +7,7 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, FineGrainedFP8Config
 from transformers.integrations.finegrained_fp8 import Fp8Dequantize, Fp8Quantize
@@ -18,7 +19,17 @@ from lockstep.model import folder_dtype, preset
 from lockstep.model.compressed_tensors import Packed
 from lockstep.model.scaled import Scaled
 from tests.model.in_memory import InMemory
-from tests.model.quantized_folders import compressed, each, fp8, grid, packed, quantize, settings_of
+from tests.model.quantized_folders import (
+    TORCHAO,
+    compressed,
+    each,
+    fp8,
+    grid,
+    packed,
+    quantize,
+    settings_of,
+    torchao,
+)
 from tests.model.test_families import change
 
 FP8 = {"quant_method": "fp8", "weight_block_size": [32, 48], "activation_scheme": "dynamic"}
@@ -101,6 +112,9 @@ FORMS = {
     "float8 with one scale": (FP8 | {"weight_block_size": None}, fp8((0, 0))),
     "float8 of vLLM": ({"quant_method": "fp8"}, fp8((0, 0), torch.float32, "_scale")),
     "float8 with powers of two": (FP8 | {"scale_fmt": "ue8m0"}, fp8((32, 48), torch.uint8)),
+    "torchao int8": (TORCHAO, *torchao("Int8Tensor", (1, 0))),
+    "torchao int4": (TORCHAO, *torchao("IntxUnpackedToInt8Tensor", (1, 32), torch.bfloat16)),
+    "torchao float8": (TORCHAO, *torchao("Float8Tensor", (0, 0))),
 } | {
     f"{form}: {kind}{bits} in {block}{'' if symmetric else ' with zero points'}": (
         settings_of(form, bits, block, symmetric, kind),
@@ -123,8 +137,8 @@ FORMS = {
 
 @pytest.mark.parametrize("form", FORMS)
 def test_weights_of_every_form_are_read_and_converted_and_others_stay(tmp_path, form):
-    settings, parts = FORMS[form]
-    weights = quantize(tmp_path / "one", "qwen3:micro", settings, parts, chosen=_is_quantized)
+    settings, parts, *describe = FORMS[form]
+    weights = quantize(tmp_path / "one", "qwen3:micro", settings, parts, 1, _is_quantized, *describe)
     model = load_model(tmp_path / "one")
     assert model.dtype == folder_dtype(tmp_path / "one") == torch.bfloat16
     for name, parameter in model.named_parameters():
@@ -191,6 +205,28 @@ def int4_folder(tmp_path_factory):
     return folder
 
 
+@pytest.mark.parametrize(
+    ("kind", "edit", "message"),
+    [
+        ("Int4Tensor", {}, "down_proj.weight is torchao's Int4Tensor in I8; of its classes only Int8Tensor, .*dequantize"),
+        ("Float8Tensor", {"_weight_qdata": torch.zeros(384, 128)}, "is torchao's Float8Tensor in F32; of its classes only"),
+        ("Int8Tensor", {"_weight_scale": None}, r"mlp\.up_proj\._weight_scale is missing"),
+        ("Int8Tensor", {"_weight_act_pre_scale": torch.ones(128)}, "_weight_act_pre_scale is not part of this model"),
+        (None, {}, "down_proj.weight is not described in the file's metadata as torchao does"),
+    ],
+)
+def test_what_is_wrong_with_a_folder_of_torchao_is_named(tmp_path, kind, edit, message):
+    parts, describe = torchao(kind, (1, 0))
+    quantize(tmp_path, "qwen3:micro", TORCHAO, parts, describe=describe if kind else lambda shape: '{"_type": 1}')
+    described = safe_open(tmp_path / "model.safetensors", "pt").metadata()
+    changed = {NAME.replace(".weight", f".{part}"): tensor for part, tensor in edit.items()}
+    tensors = load_file(tmp_path / "model.safetensors") | changed
+    tensors = {name: tensor for name, tensor in tensors.items() if tensor is not None}
+    save_file(tensors, tmp_path / "model.safetensors", metadata=described)
+    with pytest.raises(UserError, match=message):
+        load_model(tmp_path)
+
+
 def assert_refused(folder, source, settings, edit, message):
     tensors = load_file(source / "model.safetensors") | edit
     save_file({name: tensor for name, tensor in tensors.items() if tensor is not None}, folder / "model.safetensors")
@@ -214,7 +250,11 @@ SPARSE = {"format": "sparse-24-bitmask"}
         (FP8 | {"fmt": "e5m2"}, {}, "quantization_config: fmt is 'e5m2'; only 'e4m3' is supported"),
         (FP8 | {"expert_dtype": "fp4"}, {}, "expert_dtype is 'fp4'"),
         (FP8, {NAME: torch.ones(3).to(torch.float8_e4m3fn)}, "only matrices can be quantized"),
-        ({"quant_method": "gptq"}, {}, r"'gptq'\), .*\(supported: fp8, compressed-tensors, unq.*dequantize=True"),
+        (
+            {"quant_method": "gptq"},
+            {},
+            r"'gptq'\), .*\(supported: fp8, compressed-tensors, torchao, unq.*dequantize=True",
+        ),
         ({"quant_method": "mxfp4"}, {}, r"\('mxfp4'\), which is not supported"),
         (None, {}, "scale_inv is part of a quantized weight, but config.json does not say how"),
     ],

@@ -41,7 +41,7 @@ _NAMES = {
     "reduction_chunks": "reduction_chunks",
 }
 MOST_LAYERS = 1024
-QUANTIZED = ("fp8", "compressed-tensors")
+QUANTIZED = ("fp8", "compressed-tensors", "torchao")
 """Quantized forms of folders that are read for every family without a list of its own."""
 
 
