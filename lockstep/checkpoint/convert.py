@@ -40,8 +40,8 @@ from lockstep.model import (
 from lockstep.model.config_json import holds_model
 from lockstep.model.folder import GENERATION, files_folder, generation_ends
 from lockstep.model.json_file import read_json
-from lockstep.model.scaled import StoredTensor
 from lockstep.model.stored import hugging_face_name, is_adapter, is_float32
+from lockstep.model.stored_tensor import StoredTensor
 
 TOKENIZER_FILES = (
     "tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json", "chat_template.jinja",

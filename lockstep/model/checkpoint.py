@@ -34,9 +34,9 @@ from lockstep.model.folder_dtype import folder_dtype
 from lockstep.model.initialize import initialize_some
 from lockstep.model.more_tokens import OF_TOKENS, MoreTokens
 from lockstep.model.protocols import TrainableModel
-from lockstep.model.scaled import StoredTensor
 from lockstep.model.shard import local_part
 from lockstep.model.stored import Stored, is_adapter, is_saved_with_adapter, is_score_head, read_as, stored_as
+from lockstep.model.stored_tensor import StoredTensor
 from lockstep.model.tensor_names import more, refuse_names, refuse_quantized_tensors
 from lockstep.model.tensors import stored_tensors
 from lockstep.model.tied_head import has_untied_head
@@ -94,8 +94,8 @@ def refuse_few_bytes(folder: Path, config: ModelConfig) -> None:
     if config.num_parameters > MOST_IN_A_BYTE * size:
         refuse_quantized_tensors(folder, tensors)
         raise UserError(
-            f"{folder}: config.json describes {config.num_parameters:,} weights, but the files have {size:,} bytes; "
-            "download it again"
+            f"{folder}: the configuration describes {config.num_parameters:,} weights, but the files have {size:,} "
+            "bytes; download it again"
         )
 
 
@@ -235,7 +235,7 @@ def _checked(name: str, tensor: StoredTensor, shape: tuple[int, ...], like: int 
         tensor = MoreTokens(tensor, shape[0], like)
     if tensor.get_shape() != list(shape):
         raise UserError(
-            f"{tensor.file}: tensor {name} has shape {tensor.get_shape()}, but config.json requires {list(shape)}"
+            f"{tensor.file}: tensor {name} has shape {tensor.get_shape()}, but the configuration requires {list(shape)}"
         )
     return tensor
 

@@ -14,7 +14,8 @@ from torch import Tensor
 
 from lockstep.errors import UserError
 from lockstep.model.fp8 import ACTIVATIONS, WHOLE, block_size
-from lockstep.model.scaled import Scaled, StoredTensor, is_one_number, scale_grid, whole_place
+from lockstep.model.scaled import Scaled, is_one_number, scale_grid
+from lockstep.model.stored_tensor import StoredTensor, whole_place
 
 PACKED, SCALE, ZERO_POINT, SHAPE, GROUP_INDEX = "_packed", "_scale", "_zero_point", "_shape", "_g_idx"
 """Suffixes of the parts' names after the weight's. Codes that are not packed have the weight's name."""
@@ -27,6 +28,8 @@ NUMBERS = {
     "naive-quantized": {"int8": "I8", "float8": "F8_E4M3"},
 }
 """By format, the numbers that are read, and the type that a file has for them."""
+STRATEGIES = {"tensor": WHOLE, "channel": (1, 0), "group": WHOLE, "block": WHOLE}
+"""What has a scale, and its rows and columns (0: all); those of groups and blocks are in the settings."""
 
 
 class CompressedTensors:
@@ -109,19 +112,18 @@ class Layout(NamedTuple):
         number, size = f"{settings.get('type', 'int')}{settings.get('num_bits', 8)}", settings.get("group_size")
         inferred = "tensor" if size is None else "channel" if size == -1 else "group"
         strategy = str(settings.get("strategy") or inferred)
-        blocks = {
-            "tensor": lambda: WHOLE,
-            "channel": lambda: (1, 0),
-            "group": lambda: block_size([1, size], f"{where}: group_size"),
-            "block": lambda: block_size(settings.get("block_structure"), f"{where}: block_structure"),
-        }
-        if number not in NUMBERS[form] or strategy not in blocks:
+        if number not in NUMBERS[form] or strategy not in STRATEGIES:
             raise UserError(
                 f"{where}: weights are {number:.40} with a scale per {strategy:.40}; in {form} only "
-                f"{', '.join(NUMBERS[form])} are supported, with a scale per {', '.join(blocks)}"
+                f"{', '.join(NUMBERS[form])} are supported, with a scale per {', '.join(STRATEGIES)}"
             )
+        block = STRATEGIES[strategy]
+        if strategy == "group":
+            block = block_size([1, size], f"{where}: group_size")
+        if strategy == "block":
+            block = block_size(settings.get("block_structure"), f"{where}: block_structure")
         bits = 4 if number == "int4" else 8
-        return cls(NUMBERS[form][number], bits, blocks[strategy](), not settings.get("symmetric", True))
+        return cls(NUMBERS[form][number], bits, block, not settings.get("symmetric", True))
 
     def fits(self, parts: Parts) -> bool:
         """Whether a weight with these parts is stored so."""

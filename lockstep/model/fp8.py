@@ -9,7 +9,8 @@ import re
 from typing import Any
 
 from lockstep.errors import UserError
-from lockstep.model.scaled import Scaled, StoredTensor
+from lockstep.model.scaled import Scaled
+from lockstep.model.stored_tensor import StoredTensor
 
 CODES = "F8_E4M3"
 SCALES = ("_scale_inv", "_scale")

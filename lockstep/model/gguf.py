@@ -17,11 +17,12 @@ from torch import Tensor
 
 from lockstep.errors import UserError, closest
 from lockstep.model.gguf_file import DAMAGED, GgufFile, GgufTensor, open_gguf
-from lockstep.model.scaled import StoredTensor, whole_place
+from lockstep.model.stored_tensor import StoredTensor, whole_place
 
 SUFFIX = ".gguf"
 ARCHITECTURES = {"llama": "LlamaForCausalLM", "qwen3": "Qwen3ForCausalLM", "qwen3moe": "Qwen3MoeForCausalLM"}
 """Model classes by `general.architecture`."""
+MIXTURE = "qwen3moe"
 KEYS = {
     "context_length": "max_position_embeddings",
     "embedding_length": "hidden_size",
@@ -105,13 +106,13 @@ def opened(path: Path) -> GgufFile:
     """Raises UserError for a file that cannot be read, and for one of another architecture."""
     file = open_gguf(path, path.stat().st_mtime_ns)
     architecture = file.metadata.get("general.architecture")
-    if architecture not in ARCHITECTURES:
+    if str(architecture) not in ARCHITECTURES:
         raise UserError(
             f"{path}: architecture {architecture!r:.100} is not supported in GGUF files."
             f"{closest(str(architecture), ARCHITECTURES)} Supported: {', '.join(ARCHITECTURES)}; give the model's "
             "folder with safetensors for others"
         )
-    if file.metadata.get("split.count", 1) > 1:
+    if file.metadata.get("split.count", 1) not in (0, 1):
         raise UserError(f"{path}: is one part of several; join them with llama.cpp: llama-gguf-split --merge")
     return file
 
@@ -119,21 +120,11 @@ def opened(path: Path) -> GgufFile:
 def gguf_config(path: Path) -> dict[str, Any]:
     """What a `config.json` would contain. Raises UserError, naming the key, for settings that are not supported."""
     file = opened(path)
-    architecture = file.metadata["general.architecture"]
-    start = f"{architecture}."
-    settings = {key.removeprefix(start): value for key, value in file.metadata.items() if key.startswith(start)}
-    if unknown := sorted(settings.keys() - KEYS.keys() - ROPE_SCALING.keys() - ONLY.keys() - OTHERS):
-        raise UserError(f"{path}: key {start}{unknown[0]} is not known; it could change what the model computes")
-    required = (*REQUIRED, *EXPERTS) if architecture == "qwen3moe" else REQUIRED
-    if missing := [key for key in required if key not in settings]:
-        raise UserError(f"{path}: key {start}{missing[0]} is missing; {DAMAGED}")
-    for key in settings.keys() & KEYS.keys():
-        if not isinstance(settings[key], (int, float)):
-            raise UserError(f"{path}: {start}{key} is {settings[key]!r:.100}; only one number for all layers is read")
     if EMBEDDING not in file.tensors:
         raise UserError(f"{path}: tensor {EMBEDDING} is missing; only language models are read")
-    _refuse_others(path, start, settings)
-    mixture = architecture == "qwen3moe"
+    architecture = file.metadata["general.architecture"]
+    mixture = architecture == MIXTURE
+    settings = _settings(path, file, architecture)
     values = {
         name: _shortest(settings[key])
         for key, name in KEYS.items()
@@ -142,9 +133,8 @@ def gguf_config(path: Path) -> dict[str, Any]:
     values.setdefault("num_key_value_heads", values["num_attention_heads"])
     values.setdefault("head_dim", values["hidden_size"] // max(1, values["num_attention_heads"]))
     values.setdefault("rope_theta", 10000.0)
-    for key in ("attention.value_length", "rope.dimension_count"):
-        if settings.get(key, values["head_dim"]) != values["head_dim"]:
-            raise UserError(f"{path}: {start}{key} is {settings[key]!r:.100}; only {values['head_dim']} is supported")
+    only = dict.fromkeys(("attention.value_length", "rope.dimension_count"), values["head_dim"])
+    _refuse_others(path, architecture, settings, only)
     ends = [file.metadata.get(f"tokenizer.ggml.{key}") for key in ENDS]
     return values | {
         "architectures": [ARCHITECTURES[architecture]],
@@ -164,11 +154,28 @@ def _shortest(value: Any) -> Any:
     return float(str(np.float32(value))) if isinstance(value, float) else value
 
 
-def _refuse_others(path: Path, start: str, settings: dict[str, Any]) -> None:
-    """Raises UserError for settings that the architecture's arithmetic does not have."""
-    for key, value in (ONLY if start == "qwen3moe." else ONLY | {"expert_count": 0}).items():
+def _settings(path: Path, file: GgufFile, architecture: str) -> dict[str, Any]:
+    """The metadata whose keys begin with the architecture's name, without it. Raises UserError for keys that are
+    missing, not known, or not supported."""
+    start = f"{architecture}."
+    settings = {key.removeprefix(start): value for key, value in file.metadata.items() if key.startswith(start)}
+    if unknown := sorted(settings.keys() - KEYS.keys() - ROPE_SCALING.keys() - ONLY.keys() - OTHERS):
+        raise UserError(f"{path}: key {start}{unknown[0]} is not known; it could change what the model computes")
+    required = (*REQUIRED, *EXPERTS) if architecture == MIXTURE else REQUIRED
+    if missing := [key for key in required if key not in settings]:
+        raise UserError(f"{path}: key {start}{missing[0]} is missing; {DAMAGED}")
+    for key in settings.keys() & KEYS.keys():
+        if not isinstance(settings[key], (int, float)):
+            raise UserError(f"{path}: {start}{key} is {settings[key]!r:.100}; only one number for all layers is read")
+    _refuse_others(path, architecture, settings, ONLY if architecture == MIXTURE else ONLY | {"expert_count": 0})
+    return settings
+
+
+def _refuse_others(path: Path, architecture: str, settings: dict[str, Any], only: dict[str, Any]) -> None:
+    """Raises UserError for settings that are there with another value than the `only` one."""
+    for key, value in only.items():
         if settings.get(key, value) != value:
-            raise UserError(f"{path}: {start}{key} is {settings[key]!r:.100}; only {value!r} is supported")
+            raise UserError(f"{path}: {architecture}.{key} is {settings[key]!r:.100}; only {value!r} is supported")
 
 
 def _rope_scaling(
@@ -180,7 +187,7 @@ def _rope_scaling(
     if ROPE_FREQS not in file.tensors:
         return table or None
     divisors = file.tensors[ROPE_FREQS][()].double()
-    factor = float(divisors.max())
+    factor = max(divisors.flatten().tolist(), default=0.0)
     fits = not table and list(divisors.shape) == [values["head_dim"] // 2]
     # Stored in float32.
     if not fits or not torch.allclose(divisors, _llama3_divisors(values, factor), rtol=1e-5, atol=0):

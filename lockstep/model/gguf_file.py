@@ -18,7 +18,7 @@ from torch import Tensor
 
 from lockstep.errors import UserError
 from lockstep.model.gguf_blocks import OTHERS, TYPES, BlockType
-from lockstep.model.scaled import whole_place
+from lockstep.model.stored_tensor import whole_place
 
 MAGIC, VERSIONS = b"GGUF", (2, 3)
 STRING, ARRAY = 8, 9

@@ -7,8 +7,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lockstep.model.scaled import StoredTensor
 from lockstep.model.stored import EMBEDDING, HEAD
+from lockstep.model.stored_tensor import StoredTensor
 
 OF_TOKENS = (EMBEDDING, HEAD)
 """Tensors with a row per token."""

@@ -12,7 +12,7 @@ from jaxtyping import Float, UInt8
 from torch import Tensor
 
 from lockstep.errors import UserError
-from lockstep.model.scaled import StoredTensor, whole_place
+from lockstep.model.stored_tensor import StoredTensor, whole_place
 
 BLOCK = 32
 """Numbers per scale."""

@@ -9,7 +9,7 @@ from lockstep.errors import UserError
 from lockstep.model.compressed_tensors import CompressedTensors
 from lockstep.model.fp8 import Fp8
 from lockstep.model.mxfp4 import Mxfp4Experts
-from lockstep.model.scaled import StoredTensor
+from lockstep.model.stored_tensor import StoredTensor
 from lockstep.model.torchao import TorchAo
 
 Dequantize = Callable[[dict[str, StoredTensor]], dict[str, StoredTensor]]

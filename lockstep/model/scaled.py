@@ -2,29 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from lockstep.errors import UserError
-
-
-class StoredTensor(Protocol):
-    """A tensor of a model folder, of which places are read."""
-
-    file: Path
-    """The file that it is in; of several, that of the first part."""
-
-    def get_shape(self) -> list[int]: ...
-
-    def get_dtype(self) -> str:
-        """As safetensors names it. A quantized weight is BF16, the dtype in which such folders are computed; its places
-        may be read in another one that has them exactly."""
-
-    def __getitem__(self, place: Any) -> Tensor: ...
+from lockstep.model.stored_tensor import StoredTensor, whole_place
 
 
 class Scaled:
@@ -81,13 +65,6 @@ class Scaled:
         numbers = of_blocks[(*place[:-2], *map(slice, first, stop))]
         rows, columns = (torch.arange(of.start, of.stop) // size for of, size in zip(place[-2:], self._block))
         return numbers.index_select(-2, rows - first[0]).index_select(-1, columns - first[1])
-
-
-def whole_place(place: Any, shape: Sequence[int]) -> tuple[slice, ...]:
-    """A slice with start and stop for each dimension, from one that may leave out the last ones."""
-    given = place if isinstance(place, tuple) else (place,)
-    given += (slice(None),) * (len(shape) - len(given))
-    return tuple(slice(*of.indices(size)[:2]) for of, size in zip(given, shape))
 
 
 def whole_block(shape: list[int], block: tuple[int, int]) -> tuple[int, int]:

@@ -3,40 +3,19 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any
-
-from torch import Tensor
 
 from lockstep.model.adapter_folder import adapter_files, base_folder, is_adapter_folder
 from lockstep.model.config_json import config_values
 from lockstep.model.folder import open_tensors, tensor_files
 from lockstep.model.gguf import gguf_file, gguf_tensors
 from lockstep.model.quantized import dequantize_of
-from lockstep.model.scaled import StoredTensor
 from lockstep.model.stored import PEFT_ROOT
-
-
-class FileTensor:
-    """A tensor as it is in a safetensors file."""
-
-    def __init__(self, file: Path, stored: Any):
-        self.file, self._stored = file, stored
-
-    def get_shape(self) -> list[int]:
-        shape: list[int] = self._stored.get_shape()
-        return shape
-
-    def get_dtype(self) -> str:
-        return str(self._stored.get_dtype())
-
-    def __getitem__(self, place: Any) -> Tensor:
-        values: Tensor = self._stored[place]
-        return values
+from lockstep.model.stored_tensor import FileTensor, StoredTensor
 
 
 def stored_tensors(folder: Path) -> dict[str, StoredTensor]:
-    """Every tensor of a folder, or of an adapter and its base, by its name; of a quantized folder or
-    a GGUF file those of the unquantized model.
+    """Every tensor of a folder, or of an adapter and its base, by its name; of a quantized folder or a GGUF file, those
+    of the unquantized model.
 
     Files are opened once: replacing one later has no effect. Raises UserError, naming file and tensor, for a file that
     cannot be read, and for parts of a quantized weight that do not fit.

@@ -13,8 +13,8 @@ from pathlib import Path
 import torch
 
 from lockstep.model.folder import FLOATS, INDEX, SINGLE
-from lockstep.model.scaled import StoredTensor
 from lockstep.model.stored import EMBEDDING, HEAD
+from lockstep.model.stored_tensor import StoredTensor
 from lockstep.model.tensors import stored_tensors
 
 ELEMENTS = 2**24

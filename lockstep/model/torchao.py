@@ -15,8 +15,9 @@ from safetensors import safe_open
 
 from lockstep.errors import UserError
 from lockstep.model.fp8 import block_size
-from lockstep.model.scaled import Scaled, StoredTensor
+from lockstep.model.scaled import Scaled
 from lockstep.model.stored import in_language_model
+from lockstep.model.stored_tensor import StoredTensor
 
 CODES = {"Int8Tensor": "I8", "IntxUnpackedToInt8Tensor": "I8", "Float8Tensor": "F8_E4M3"}
 """The classes that are read, and the type of their codes in the file."""
@@ -41,8 +42,8 @@ class TorchAo:
             kind, block = _described(described.get(weight, ""), codes.file, weight)
             if CODES.get(kind) != codes.get_dtype():
                 raise UserError(
-                    f"{codes.file}: tensor {weight} is torchao's {kind:.40} in {codes.get_dtype()}; of its classes only "
-                    f"{', '.join(CODES)} are read. Load the folder in transformers, replace the weight of each "
+                    f"{codes.file}: tensor {weight} is torchao's {kind:.40} in {codes.get_dtype()}; of its classes, "
+                    f"only {', '.join(CODES)} are read. Load the folder in transformers, replace the weight of each "
                     "quantized module by module.weight.dequantize(), delete model.config.quantization_config, and call "
                     "save_pretrained"
                 )

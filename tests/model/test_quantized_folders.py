@@ -208,8 +208,16 @@ def int4_folder(tmp_path_factory):
 @pytest.mark.parametrize(
     ("kind", "edit", "message"),
     [
-        ("Int4Tensor", {}, "down_proj.weight is torchao's Int4Tensor in I8; of its classes only Int8Tensor, .*dequantize"),
-        ("Float8Tensor", {"_weight_qdata": torch.zeros(384, 128)}, "is torchao's Float8Tensor in F32; of its classes only"),
+        (
+            "Int4Tensor",
+            {},
+            "down_proj.weight is torchao's Int4Tensor in I8; .* only Int8Tensor, .*dequantize",
+        ),
+        (
+            "Float8Tensor",
+            {"_weight_qdata": torch.zeros(384, 128)},
+            "is torchao's Float8Tensor in F32; of its classes",
+        ),
         ("Int8Tensor", {"_weight_scale": None}, r"mlp\.up_proj\._weight_scale is missing"),
         ("Int8Tensor", {"_weight_act_pre_scale": torch.ones(128)}, "_weight_act_pre_scale is not part of this model"),
         (None, {}, "down_proj.weight is not described in the file's metadata as torchao does"),
