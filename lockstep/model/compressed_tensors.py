@@ -1,8 +1,9 @@
 """Folders of the package compressed-tensors, as llm-compressor writes them: int4 and int8, packed or not, and float8.
 
-Follows version 0.20 of the package, whose values these are. Settings of activations and key-value caches have no
-effect: products are computed with the weights' values. The group of a weight in the settings follows from the shapes of
-its parts; the patterns in `targets` and `ignore` are not evaluated.
+Follows version 0.20 of the package, and has its values in bfloat16, except for scales in float16: there the package
+rounds products to float16 first. Settings of activations and key-value caches have no effect: products are computed
+with the weights' values. The group of a weight in the settings follows from the shapes of its parts; the patterns in
+`targets` and `ignore` are not evaluated.
 """
 
 from __future__ import annotations
