@@ -59,9 +59,8 @@ class CompressedTensors:
             layout = next((layout for layout in self._layouts if layout.fits(parts)), None)
             if layout is None:
                 raise UserError(
-                    f"{parts.codes.file}: tensor {name} is {parts.codes.get_dtype()} {parts.codes.get_shape()} with "
-                    f"scales {parts.scales.get_shape()}{', without zero points' * (parts.zero_points is None)}, which "
-                    f"fits none of config_groups in {self._where}; the file is damaged, or they are those of another"
+                    f"{parts.codes.file}: tensor {name} is {parts.described()}, which fits none of config_groups in "
+                    f"{self._where}; the file is damaged, or they are those of another"
                 )
             weights[name] = layout.open(name, parts)
         return weights
@@ -89,9 +88,16 @@ class Parts(NamedTuple):
                 raise UserError(f"{file}: tensor {name}{end} is missing, but {name}{SCALE} is there")
         codes = parts[PACKED if PACKED in parts else ""]
         shape = parts[SHAPE][()].tolist() if PACKED in parts else codes.get_shape()
-        if not isinstance(shape, list) or len(shape) < 2 or min(shape) < 1:
+        sizes = shape if isinstance(shape, list) else []
+        if len(sizes) < 2 or not all(type(size) is int and size > 0 for size in sizes):
             raise UserError(f"{file}: tensor {name} has shape {shape}; only matrices can be quantized")
-        return cls(codes, shape, parts[SCALE], parts.get(ZERO_POINT))
+        return cls(codes, sizes, parts[SCALE], parts.get(ZERO_POINT))
+
+    def described(self) -> str:
+        """For an error message."""
+        zero_points = "no zero points" if self.zero_points is None else f"zero points {self.zero_points.get_shape()}"
+        scales = f"scales {self.scales.get_shape()}"
+        return f"{self.codes.get_dtype()} {self.codes.get_shape()} with {scales} and {zero_points}"
 
 
 class Layout(NamedTuple):
@@ -133,8 +139,16 @@ class Layout(NamedTuple):
             parts.codes.get_dtype() == self.codes
             and parts.codes.get_shape() == self._stored_shape(parts.shape)
             and (scales == scale_grid(parts.shape, self.block) or (self.block == WHOLE and is_one_number(parts.scales)))
-            and (parts.zero_points is not None or not self.zero_points)
+            and self._zero_points_fit(parts)
         )
+
+    def _zero_points_fit(self, parts: Parts) -> bool:
+        if parts.zero_points is None:
+            return not self.zero_points
+        *outer, rows, columns = scale_grid(parts.shape, self.block)
+        if parts.zero_points.get_dtype() == "I32":
+            rows = -(-rows * self.bits // WORD)
+        return parts.zero_points.get_shape() == [*outer, rows, columns] or is_one_number(parts.zero_points)
 
     def open(self, name: str, parts: Parts) -> Scaled:
         """The weight."""
