@@ -10,6 +10,8 @@ from lockstep import build_model, save_model
 from lockstep.model import preset
 
 WORD = 32
+TORCHAO = {"quant_method": "torchao", "quant_type": {"default": {"_type": "Int8WeightOnlyConfig", "_data": {}}}}
+FP8 = {"quant_method": "fp8", "weight_block_size": [32, 48], "activation_scheme": "dynamic"}
 
 
 def packed(numbers, bits):
@@ -122,9 +124,6 @@ def settings_of(form, bits, block, symmetric=True, kind="int"):
         "ignore": ["lm_head"],
         "config_groups": {"group_0": group},
     }
-
-
-TORCHAO = {"quant_method": "torchao", "quant_type": {"default": {"_type": "Int8WeightOnlyConfig", "_data": {}}}}
 
 
 def torchao(kind, block, dtype=torch.float32):

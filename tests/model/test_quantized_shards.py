@@ -9,9 +9,8 @@ from lockstep.config import CompileConfig, ParallelConfig
 from lockstep.model import load_weights, read_config
 from lockstep.model.shard import local_part
 from lockstep.parallel import close_world, open_world, parallel_model
-from tests.model.quantized_folders import compressed, fp8, quantize, settings_of
+from tests.model.quantized_folders import FP8, compressed, fp8, quantize, settings_of
 from tests.model.test_gguf import folder_and_file
-from tests.model.test_quantized_folders import FP8
 from tests.parallel.launch import launch
 
 
