@@ -53,8 +53,8 @@ def stored_dtype(folder: Path) -> tuple[torch.dtype, str]:
     for part in (values, text if isinstance(text, dict) else {}):
         for key in ("dtype", "torch_dtype"):
             if (name := part.get(key)) is not None:
-                dtype = getattr(torch, name_of(name), None)
-                if not isinstance(name, str) or not isinstance(dtype, torch.dtype):
+                dtype = getattr(torch, name_of(name), None) if isinstance(name, str) else None
+                if not isinstance(dtype, torch.dtype):
                     raise UserError(f"{where}: {key} is {name!r:.100}; it must be a dtype, such as bfloat16")
                 return dtype, f"{where}: {key} is"
     return _commonest(folder), f"{folder}: most of its tensors are"

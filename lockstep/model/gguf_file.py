@@ -58,7 +58,7 @@ def open_gguf(path: Path, written: int) -> GgufFile:
 class GgufTensor:
     """A tensor in the file, in PyTorch's order of dimensions: ggml lists the last one first."""
 
-    def __init__(self, path: Path, data: np.memmap, name: str, kind: BlockType, shape: list[int], offset: int):
+    def __init__(self, path: Path, data: np.ndarray, name: str, kind: BlockType, shape: list[int], offset: int):
         self.file, self.kind, self._shape = path, kind, shape
         if not shape or shape[-1] % kind.values:
             raise UserError(

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, Protocol, runtime_checkable
 
 from torch import Tensor
 
 
+@runtime_checkable
 class StoredTensor(Protocol):
     """A tensor in any stored form, indexed by a slice for each dimension, or for the first ones."""
 
