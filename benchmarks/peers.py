@@ -24,17 +24,19 @@ VLLM_SETTINGS = {
 
 
 def peer_python(peer: str) -> str:
-    """The Python of `transformers`, `TRL` or `vLLM`; its environment is made on first use."""
-    folder = FOLDER / ("vllm" if peer == "vLLM" else "trl")
+    """The Python of `transformers`, `TRL`, `vLLM` or `llama.cpp`; its environment is made on first use."""
+    folder = FOLDER / {"vLLM": "vllm", "llama.cpp": "llama"}.get(peer, "trl")
     python = str(folder / "bin" / "python")
     if not (folder / ".installed").exists():
         print(f"installing {peer} into {folder} …", file=sys.stderr)
         subprocess.run([sys.executable, "-m", "venv", str(folder)], check=True)
-        _install(python, TORCH)
-        if peer == "vLLM":
+        if peer == "llama.cpp":
+            _install(python, "xllamacpp==2026.10.11549", "gguf==0.19.0")
+        elif peer == "vLLM":
+            _install(python, TORCH)
             _install_vllm(python, folder)
         else:
-            _install(python, "trl==1.16.0", "transformers>=5", "datasets", "accelerate")
+            _install(python, TORCH, "trl==1.16.0", "transformers>=5", "datasets", "accelerate")
         (folder / ".installed").touch()
     return python
 
@@ -72,7 +74,7 @@ def best_of(script: str, arguments: list[str], sides: list[str], rounds: int) ->
     for _ in range(rounds):
         for side in sides:
             name = side.split()[0]
-            python = peer_python(name) if name in ("transformers", "TRL", "vLLM") else sys.executable
+            python = peer_python(name) if name in ("transformers", "TRL", "vLLM", "llama.cpp") else sys.executable
             result = _run([python, script, "--side", side, *arguments])
             if side not in best or result["seconds"] < best[side]["seconds"]:
                 best[side] = result

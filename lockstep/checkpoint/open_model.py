@@ -10,7 +10,7 @@ import torch
 
 from lockstep import model, ops
 from lockstep.checkpoint.folders import STATE, weights_folder
-from lockstep.config import ParallelConfig
+from lockstep.config import ParallelConfig, PrecisionConfig
 from lockstep.errors import UserError
 from lockstep.host_memory import keep_freed_memory
 from lockstep.hub import is_model, local_folder
@@ -34,10 +34,14 @@ def open_model(
     arithmetic: str = "auto",
     world: World | None = None,
     chunks: int = 0,
+    precision: PrecisionConfig | None = None,
+    replaceable: bool = False,
 ) -> Decoder:
     """The model, by default in its own dtype, on the accelerator, in the arithmetic of its run.
 
-    In a world with a tensor axis, this rank's part. `chunks`: as `RanksConfig.reduction_chunks`. If this machine lacks
+    In a world with a tensor axis, this rank's part. `chunks`: as `RanksConfig.reduction_chunks`. `precision`: by
+    default the one that it was trained in. Unless they are `replaceable`, weights of layers that compute in integers
+    are only these (`Decoder.pack_frozen`). If this machine lacks
     the instructions of the run's arithmetic, warns and uses another; an emulated arithmetic is used only on request. On
     the CPU, the process then keeps the memory it frees. Raises UserError for what is not available.
     """
@@ -56,6 +60,9 @@ def open_model(
         opened = _local_part(folder, dtype, world, chunks)
     else:
         opened = model.load_model(folder, None if is_auto(dtype) else dtype, place)
+    opened.set_precision((precision or PrecisionConfig()).of_model(opened.config.precision, compared=True))
+    if not replaceable:
+        opened.requires_grad_(False).pack_frozen()
     if place.type == "cpu":
         keep_freed_memory()
     if trained_in not in ("", arithmetic_of(place)):

@@ -6,11 +6,11 @@ import contextlib
 import signal
 import sys
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Annotated, Any
 
 from lockstep.commands.terminal import printable
-from lockstep.config import Arithmetic
+from lockstep.config import Arithmetic, PrecisionConfig
 from lockstep.errors import UserError, closest
 
 if TYPE_CHECKING:
@@ -56,6 +56,7 @@ class ChatOptions:
     the fastest."""
     device: str = ""
     """`cpu`, `cuda` or `cuda:1` …; empty: the machine's accelerator if it has one."""
+    precision: PrecisionConfig = field(default_factory=PrecisionConfig)
 
 
 def chat(options: ChatOptions) -> None:
@@ -222,7 +223,7 @@ def open_chat(options: ChatOptions) -> ChatSession:
     if template is None:
         raise UserError(f"{folder}: has no chat template; put a chat_template.jinja next to the model's weights")
     values = command_values(options.chat_template_kwargs, template)
-    model = open_model(folder, options.dtype, options.device, options.arithmetic)
+    model = open_model(folder, options.dtype, options.device, options.arithmetic, precision=options.precision)
     tokenizer = load_tokenizer(folder, model.config.vocab_size)
     model.config = with_ends(model.config, tokenizer, template)
     cache = min(65536, model.config.max_positions + 16)

@@ -12,6 +12,7 @@ from typing import IO, TYPE_CHECKING, Annotated, Any
 
 from lockstep.commands.terminal import printable
 from lockstep.config.engine import RanksConfig
+from lockstep.config.precision import PrecisionConfig
 from lockstep.config.train import Arithmetic
 from lockstep.errors import UserError
 
@@ -63,6 +64,7 @@ class GenerateOptions:
     device: str = ""
     """`cpu`, `cuda` or `cuda:1` …; empty: the machine's accelerator if it has one."""
     parallel: RanksConfig = field(default_factory=RanksConfig)
+    precision: PrecisionConfig = field(default_factory=PrecisionConfig)
 
 
 @dataclass
@@ -98,7 +100,7 @@ def generate(options: GenerateOptions, world: World) -> None:
     folder = Path(world.from_main(lambda: str(model_folder(options.model))))
     prompts = list(_prompts(options, folder))
     chunks = options.parallel.reduction_chunks
-    model = open_model(folder, options.dtype, options.device, options.arithmetic, world, chunks)
+    model = open_model(folder, options.dtype, options.device, options.arithmetic, world, chunks, options.precision)
     tokenizer = load_tokenizer(folder, model.config.vocab_size)
     model.config = with_ends(model.config, tokenizer, load_chat_template(folder))
     samples = len(prompts) * options.n

@@ -6,7 +6,7 @@ from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
-from lockstep.config import Arithmetic, CompileConfig, RanksConfig
+from lockstep.config import Arithmetic, CompileConfig, PrecisionConfig, RanksConfig
 from lockstep.errors import UserError
 
 if TYPE_CHECKING:
@@ -38,6 +38,7 @@ class ParityOptions:
     explain: bool = False
     """If something differs, name the first layer and operator that does."""
     compile: CompileConfig = field(default_factory=CompileConfig)
+    precision: PrecisionConfig = field(default_factory=PrecisionConfig)
     parallel: RanksConfig = field(default_factory=RanksConfig)
 
 
@@ -85,7 +86,7 @@ def _one_model(options: ParityOptions, world: World) -> int:
 
     folder = Path(world.from_main(lambda: str(model_folder(options.model))))
     chunks = options.parallel.reduction_chunks
-    model = open_model(folder, options.dtype, options.device, options.arithmetic, world, chunks)
+    model = open_model(folder, options.dtype, options.device, options.arithmetic, world, chunks, options.precision)
     work = f"at least {options.tokens} tokens to go"
     shape = model.config
     announce("parity: " + start_line(options.model, shape, model.device, model.dtype, work, world.size))

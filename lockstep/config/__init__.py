@@ -15,6 +15,7 @@ from lockstep.config.faults import FaultConfig
 from lockstep.config.lora import LoraConfig
 from lockstep.config.observe import ObserveConfig
 from lockstep.config.parallel import ParallelConfig
+from lockstep.config.precision import PrecisionConfig
 from lockstep.config.preferences import DPOConfig, PreferenceConfig, RewardModelConfig
 from lockstep.config.recompute import RecomputeConfig
 from lockstep.config.rewards import RewardConfig
@@ -43,6 +44,7 @@ __all__ = [
     "ModelDtype",
     "ObserveConfig",
     "ParallelConfig",
+    "PrecisionConfig",
     "PreferenceConfig",
     "PretrainConfig",
     "RLConfig",

@@ -8,6 +8,7 @@ from typing import Annotated, Literal
 
 from lockstep.config.bounds import Above, AtLeast, AtMost, Below
 from lockstep.config.engine import CompileConfig, EngineConfig
+from lockstep.config.precision import PrecisionConfig
 from lockstep.config.rewards import RewardConfig
 from lockstep.config.train import Arithmetic
 
@@ -66,6 +67,7 @@ class EvalConfig:
     """`cpu`, `cuda` or `cuda:1` …; empty: the machine's accelerator if it has one."""
     engine: EngineConfig = field(default_factory=EngineConfig)
     compile: CompileConfig = field(default_factory=CompileConfig)
+    precision: PrecisionConfig = field(default_factory=PrecisionConfig)
     rewards: RewardConfig = field(default_factory=RewardConfig)
 
     def problems(self) -> Iterator[str]:

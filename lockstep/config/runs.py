@@ -16,6 +16,7 @@ from lockstep.config.faults import FaultConfig
 from lockstep.config.lora import LoraConfig
 from lockstep.config.observe import ObserveConfig
 from lockstep.config.parallel import ParallelConfig
+from lockstep.config.precision import PrecisionConfig
 from lockstep.config.recompute import RecomputeConfig
 from lockstep.config.rewards import RewardConfig
 from lockstep.config.train import Arithmetic, ModelDtype, TrainConfig
@@ -61,6 +62,7 @@ class PretrainConfig:
     compile: CompileConfig = field(default_factory=CompileConfig)
     parallel: ParallelConfig = field(default_factory=ParallelConfig)
     recompute: RecomputeConfig = field(default_factory=RecomputeConfig)
+    precision: PrecisionConfig = field(default_factory=PrecisionConfig)
     checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
     observe: ObserveConfig = field(default_factory=ObserveConfig)
     faults: FaultConfig = field(default_factory=FaultConfig)
@@ -251,6 +253,7 @@ class RLConfig:
     compile: CompileConfig = field(default_factory=CompileConfig)
     parallel: ParallelConfig = field(default_factory=ParallelConfig)
     recompute: RecomputeConfig = field(default_factory=RecomputeConfig)
+    precision: PrecisionConfig = field(default_factory=PrecisionConfig)
     rewards: RewardConfig = field(default_factory=RewardConfig)
     actors: ActorsConfig = field(default_factory=ActorsConfig)
     validation_every: Annotated[int, AtLeast(0)] = 0
@@ -321,4 +324,5 @@ class ServeConfig:
     after 30 seconds unless given another `--shutdown-timeout`."""
     engine: EngineConfig = field(default_factory=EngineConfig)
     compile: CompileConfig = field(default_factory=CompileConfig)
+    precision: PrecisionConfig = field(default_factory=PrecisionConfig)
     parallel: RanksConfig = field(default_factory=RanksConfig)

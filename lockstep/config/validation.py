@@ -20,6 +20,7 @@ from lockstep.config.runs import PretrainConfig, RLConfig, ServeConfig, SFTConfi
 from lockstep.config.train import train_problems
 from lockstep.config.unused_settings import unused_setting_problems
 from lockstep.errors import UserError, closest
+from lockstep.precision import FLOAT8
 
 
 def validate(config: PretrainConfig | RLConfig | ServeConfig | EvalConfig) -> None:
@@ -177,6 +178,11 @@ def _layout_problems(config: PretrainConfig | RLConfig) -> Iterator[str]:
         yield (
             "train.deterministic_layout sums gradients over ranks after every micro-batch; leave "
             'parallel.reduce_gradients at "auto"'
+        )
+    if train.deterministic_layout and config.precision.linear == FLOAT8:
+        yield (
+            "train.deterministic_layout does not work with precision.linear float8, whose scale is that of the rows "
+            "that a rank has; use float8_rowwise or mxfp8"
         )
     if train.deterministic_layout and parallel.pipeline > 1 and parallel.context > 1:
         yield (

@@ -65,7 +65,8 @@ class StepGraphRunner(Runner):
     def can_run(model: Decoder) -> bool:
         """Whether a model's decode steps consist of CPU kernels on plain parameters."""
         plain = model.halves is Block
-        parameters = all(type(p) is nn.Parameter and not p.is_inference() for p in model.parameters())
+        kinds = (nn.Parameter, ops.PackedWeight)
+        parameters = all(type(p) in kinds and not p.is_inference() for p in model.parameters())
         kernels = native.usable(model.embed_tokens.weight) and not native.is_pretending()
         return plain and parameters and kernels and model.runs_on is None
 
@@ -171,7 +172,7 @@ class _Step:
         if (packed.generation, weights) != (self._generation, self._weights):
             if weights[:2] != self._weights[:2]:
                 return False
-            if any(packed.panels_of(weight) is not panels for weight, panels in self._graph.panels):
+            if any(packed.panels_of(weight, layout) is not panels for weight, layout, panels in self._graph.panels):
                 return False
             self._generation, self._weights = packed.generation, weights
         return True

@@ -26,6 +26,7 @@ from lockstep.model.decoder import Decoder
 from lockstep.model.json_file import read_json
 from lockstep.model.layers import projections
 from lockstep.model.stored import PEFT_PREFIX, PEFT_ROOT, SCORE, adapter_name
+from lockstep.precision import read_precision
 
 SETTINGS, TENSORS, LOCKSTEP_SETTINGS = "adapter_config.json", "adapter_model.safetensors", "lockstep.json"
 BASE = "LOCKSTEP_BASE"
@@ -256,6 +257,8 @@ def _with_lockstep_settings(folder: Path, config: ModelConfig) -> ModelConfig:
             raise UserError(f"{folder / LOCKSTEP_SETTINGS}: {key} is {value!r:.40}; it must be {_RUN_SETTINGS[key]}")
     if "eos_token_ids" in settings:
         settings["eos_token_ids"] = tuple(settings["eos_token_ids"])
+    if (precision := lockstep_settings(folder).get("precision")) is not None:
+        settings["precision"] = read_precision(precision, str(folder / LOCKSTEP_SETTINGS))
     try:
         return dataclasses.replace(config, **settings)
     except UserError as error:

@@ -45,7 +45,7 @@ MOST_IN_A_BYTE = 2
 """Weights in a byte of a file: quantized ones have at least 4 bits."""
 ELEMENTS = 2**24
 """Elements that are read at a time: quantized weights are in float32 until they are copied."""
-FOLDER_FIELDS = ("bos_token_id", "eos_token_ids", "pad_token_id", "reduction_chunks")
+FOLDER_FIELDS = ("bos_token_id", "eos_token_ids", "pad_token_id", "reduction_chunks", "precision")
 """Fields of ModelConfig that `load_weights` does not change: they stay those of the model's first folder."""
 
 log = logging.getLogger("lockstep")

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 
 from lockstep.errors import UserError
 from lockstep.ops.routing import Routing
+from lockstep.precision import MODELS_DTYPE, Precision
 
 
 @dataclass(frozen=True)
@@ -148,6 +149,8 @@ class ModelConfig:
     """The mixture of experts that replaces the feed-forward, if any."""
     lora: Lora | None = None
     """The adapter that is trained instead of the weights, if any. Not counted in `num_parameters`."""
+    precision: Precision = MODELS_DTYPE
+    """What the linear layers compute in. Another one gives different bits."""
     bos_token_id: int | None = None
     pad_token_id: int | None = None
     """Only saved for transformers, whose reward models locate the ends of a batch's texts with it."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from functools import partial
 from typing import Protocol, runtime_checkable
 
@@ -17,6 +18,7 @@ from lockstep.model.latent import LatentAttention
 from lockstep.model.moe import feed_forward_of
 from lockstep.model.rotary import RotaryTables
 from lockstep.ops import native
+from lockstep.precision import HEAD, Precision
 
 Projected = tuple[Tensor, Tensor, Tensor | None]
 """Queries, keys and values of each token; None if the keys are the values."""
@@ -87,6 +89,8 @@ class Decoder(nn.Module):
         self.rotary = RotaryTables(config)
         if config.lora is not None:
             layers.add_adapter(self, config.lora, dtype, device)
+        self.head_format = ops.NONE
+        self.set_precision(config.precision)
         self.halves: Halves = Block
         """Part of the model, since it affects the bits: trainer and generator share it by construction."""
         self.runs_on: torch.device | None = None
@@ -116,6 +120,22 @@ class Decoder(nn.Module):
             hidden = block(hidden, cos, sin, partial(attention, index), self.halves, counts)
         return hidden
 
+    def set_precision(self, precision: Precision) -> None:
+        """Sets what the linear layers and the head compute in. Raises UserError for one that cannot."""
+        layers.set_precision(self, precision, self.config.num_layers)
+        if not self.config.score_head:
+            self.head_format = precision.of(HEAD, self.config.dim, self.config.num_layers)
+        self.config = replace(self.config, precision=precision)
+
+    def pack_frozen(self) -> None:
+        """Replaces the frozen weights of layers that compute in integers by these, in less memory: other weights cannot
+        be loaded any more. On GPUs, and without compiled operators, nothing changes."""
+        for _, layer in layers.projections(self):
+            layout, weight = ops.FORMATS[layer.precision].layout, layer.weight
+            frozen = type(weight) is nn.Parameter and not weight.requires_grad
+            if layout is not None and frozen and native.usable(weight):
+                layer.weight = ops.PackedWeight.of(weight, layout)
+
     def reserve_positions(self, length: int) -> None:
         """Computes the rotary tables for sequences of `length` tokens in advance, so that no forward waits for them."""
         if not native.is_pretending() and self.device.type != "meta":
@@ -127,7 +147,7 @@ class Decoder(nn.Module):
 
     def logits(self, hidden: Float[Tensor, "rows dim"]) -> Float[Tensor, "rows vocab"]:
         """In the model's dtype; log-probabilities are computed from them in float32 (`ops.logits_log_probs`)."""
-        return ops.linear(hidden, self.head_weight)
+        return layers.product(hidden, self.head_weight, self.head_format)
 
     @property
     def head_weight(self) -> Float[Tensor, "outputs dim"]:

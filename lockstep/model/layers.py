@@ -11,6 +11,7 @@ from lockstep import ops
 from lockstep.errors import UserError
 from lockstep.model.config import Lora, ModelConfig
 from lockstep.model.stored import is_score_head
+from lockstep.precision import Precision
 
 
 class Weight(nn.Module):
@@ -33,6 +34,8 @@ class Projection(Weight):
         self.register_module("lora_A", None)
         self.register_module("lora_B", None)
         self.scaling, self.adapted = 0.0, False
+        self.precision = ops.NONE
+        """What the product with the weight, but not an adapter's, computes in: a key of `ops.FORMATS`."""
 
     def project(self, x: Tensor, chunks: int = 1) -> Tensor:
         """The product with the weight, plus the bias if there is one, and the adapter's update if it is on.
@@ -41,11 +44,16 @@ class Projection(Weight):
         roundings, each in a separate operator, so that a row's bits are the same in any batch. A `B` of zeros adds
         zeros: the values are those without an adapter.
         """
-        out = ops.linear(x, self.weight, chunks)
+        out = product(x, self.weight, self.precision, chunks)
         out = out if self.bias is None else ops.add_bias(out, self.bias)
         if not self.adapted or self.lora_A is None or self.lora_B is None:
             return out
         return out + ops.linear(ops.linear(x, self.lora_A.weight), self.lora_B.weight) * self.scaling
+
+
+def product(x: Tensor, weight: Tensor, format: str, chunks: int = 1) -> Tensor:
+    """The product with factors in a format, a key of `ops.FORMATS`."""
+    return ops.linear(x, weight, chunks) if format == ops.NONE else ops.formatted_linear(x, weight, format, chunks)
 
 
 class Attention(nn.Module):
@@ -121,6 +129,12 @@ def add_adapter(model: nn.Module, lora: Lora, dtype: torch.dtype, device: str | 
         layer.lora_A = Weight(lora.rank, inputs, dtype=dtype, device=device)
         layer.lora_B = Weight(outputs, lora.rank, dtype=dtype, device=device)
         layer.scaling, layer.adapted = lora.scaling, True
+
+
+def set_precision(model: nn.Module, precision: Precision, num_layers: int) -> None:
+    """Sets what each layer computes in. Raises UserError for one that cannot."""
+    for name, layer in projections(model):
+        layer.precision = precision.of(name, layer.weight.shape[1], num_layers)
 
 
 def projections(model: nn.Module) -> Iterator[tuple[str, Projection]]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import os
 from collections import defaultdict
@@ -60,6 +61,7 @@ def write_adapter_description(folder: Path, config: ModelConfig, base: Path, bas
         "bos_token_id": config.bos_token_id,
         "eos_token_ids": list(config.eos_token_ids),
         "reduction_chunks": config.reduction_chunks,
+        "precision": dataclasses.asdict(config.precision),
     }
     (folder / SETTINGS).write_text(json.dumps(settings, indent=2) + "\n")
     (folder / LOCKSTEP_SETTINGS).write_text(json.dumps(ours, indent=2) + "\n")

@@ -120,7 +120,8 @@ def _processor() -> Iterator[Finding]:
         yield Finding("processor/used", "bad", None, "no operators can be used", str(error))
     else:
         yield Finding("processor/used", "ok", used, f"{used}, the operators' instruction set")
-        yield Finding("processor/arithmetic", "ok", arithmetic, arithmetic)
+        faster = "" if arithmetic.startswith("bf16") else ", without instructions for bfloat16: int8 is the fast format"
+        yield Finding("processor/arithmetic", "ok", arithmetic, arithmetic + faster)
     cpus, threads = machine.usable_cpus(), torch.get_num_threads()
     too_many = f"more threads than CPUs: set OMP_NUM_THREADS={cpus}" if threads > cpus else ""
     text = f"{threads} on {cpus} CPU{'s' * (cpus > 1)}"

@@ -13,16 +13,19 @@ from lockstep.ops.embedding import embedding
 from lockstep.ops.expert_load import ExpertLoad, counted_rows
 from lockstep.ops.experts import clamped_experts, combine, dispatch, experts, order_by_expert
 from lockstep.ops.first_calls import call_once
+from lockstep.ops.float8_products import float8_linear
+from lockstep.ops.formats import FORMATS, NONE, Format, formatted_linear
 from lockstep.ops.forms import FORMS, own_part
 from lockstep.ops.grouped_linear import grouped_linear
 from lockstep.ops.heads import head_linear
+from lockstep.ops.integer_linear import int4_linear, int8_linear
 from lockstep.ops.linear import linear, text_scores
 from lockstep.ops.logprobs import inverse_temperature, log_prob_sum, logits_log_probs, token_log_probs
 from lockstep.ops.native import ARITHMETICS, arithmetic, instruction_set, is_emulated, set_arithmetic
 from lockstep.ops.norm import rms_norm
 from lockstep.ops.optimizer import adamw_factors, adamw_step
 from lockstep.ops.packed_attention import PackedAttention, PieceAttention
-from lockstep.ops.packed_weights import FEW_ROWS, PackedWeights
+from lockstep.ops.packed_weights import FEW_ROWS, PackedWeight, PackedWeights
 from lockstep.ops.rotary import rotary
 from lockstep.ops.routes import ReplayedRoutes, note_routes, recorded_routes, replayed_routes
 from lockstep.ops.routing import Routing, route, router_logits
@@ -32,15 +35,16 @@ from lockstep.ops.step_graph import Arena, StepGraph, Unrecordable, unrecorded
 from lockstep.ops.sums import EXACT_BITS, integer_squares, sum_of_squares, total
 
 __all__ = [
-    "ARITHMETICS", "BLOCK", "EXACT_BITS", "FEW_ROWS", "FORMS", "PAGE", "Arena", "Attention", "ExpertLoad", "KVCache",
-    "PackedAttention", "PackedWeights", "PagedAttention", "PieceAttention", "ReplayedRoutes", "Routing",
-    "SharedPrefixAttention", "StepGraph", "Terms", "Unrecordable", "adamw_factors", "adamw_step", "add_bias",
-    "add_grouped_bias", "arithmetic", "clamped_experts", "clamped_swiglu", "combine", "counted_rows", "dispatch",
-    "draw", "draw_scaled", "drawing", "embedding", "exp", "experts", "grouped_linear", "head_linear", "instruction_set",
-    "integer_squares", "inverse_temperature", "is_emulated", "linear", "log", "log_prob_sum", "log_sigmoid",
-    "logits_log_probs", "note_routes", "order_by_expert", "own_part", "recorded_routes", "replayed_routes", "rms_norm",
-    "rotary", "route", "router_logits", "sample", "set_arithmetic", "sigmoid", "silu_mul", "sum_of_squares",
-    "text_scores", "token_log_probs", "top_log_probs", "total", "uniforms", "unrecorded",
+    "ARITHMETICS", "BLOCK", "EXACT_BITS", "FEW_ROWS", "FORMATS", "FORMS", "NONE", "PAGE", "Arena", "Attention",
+    "ExpertLoad", "Format", "KVCache", "PackedAttention", "PackedWeight", "PackedWeights", "PagedAttention",
+    "PieceAttention", "ReplayedRoutes", "Routing", "SharedPrefixAttention", "StepGraph", "Terms", "Unrecordable",
+    "adamw_factors", "adamw_step", "add_bias", "add_grouped_bias", "arithmetic", "clamped_experts", "clamped_swiglu",
+    "combine", "counted_rows", "dispatch", "draw", "draw_scaled", "drawing", "embedding", "exp", "experts",
+    "float8_linear", "formatted_linear", "grouped_linear", "head_linear", "instruction_set", "int4_linear",
+    "int8_linear", "integer_squares", "inverse_temperature", "is_emulated", "linear", "log", "log_prob_sum",
+    "log_sigmoid", "logits_log_probs", "note_routes", "order_by_expert", "own_part", "recorded_routes",
+    "replayed_routes", "rms_norm", "rotary", "route", "router_logits", "sample", "set_arithmetic", "sigmoid",
+    "silu_mul", "sum_of_squares", "text_scores", "token_log_probs", "top_log_probs", "total", "uniforms", "unrecorded",
 ]  # fmt: skip
 
 call_once()

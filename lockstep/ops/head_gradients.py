@@ -16,7 +16,8 @@ from jaxtyping import Float, Float32, Int
 from torch import Tensor
 
 from lockstep.ops import cuda, native, one_order, plain
-from lockstep.ops.linear import input_gradient, linear, product_sums, tree_sum, weight_gradient
+from lockstep.ops.formats import FORMATS, NONE, Format
+from lockstep.ops.linear import input_gradient, product_sums, tree_sum, weight_gradient
 
 SLICE_BYTES, GPU_SLICE_BYTES = 1 << 27, 1 << 30
 """Most bytes of logits, of the whole vocabulary, in memory at a time. Smaller slices read the head's weight and write
@@ -62,29 +63,31 @@ def head_gradients(
     bounds: Int[Tensor, "bounds"],
     join: Join = lambda sums: tree_sum(sums.unbind()),
     logits: Float[Tensor, "rows part"] | None = None,
+    format: Format = FORMATS[NONE],
 ) -> tuple[Float[Tensor, "rows dim"], Float[Tensor, "part dim"]]:
     """Gradients of `hidden` and `head`, given those of the log-probabilities and entropies.
 
     `head` is a part of a vocabulary of `vocab` tokens. `bounds` are the bounds of the vocabulary's pieces in the part;
     `join` adds the sums of all parts' pieces. Without one order, the gradient of `hidden` is only that of this part.
-    `logits`, of all rows in one slice, are overwritten; None: they are recomputed.
+    `logits`, of all rows in one slice, are overwritten; None: they are recomputed. `format`: of the product's factors.
     """
-    grad_hidden = torch.empty_like(hidden)
+    grad_hidden, rounded_head = torch.empty_like(hidden), format.rounded_weight(head)
     shared = one_order.shared_targets()
     sums: Tensor | None = None
     for rows in (slices := row_slices(len(hidden), vocab, head)):
-        of_logits = _both_gradients(linear(hidden[rows], head) if logits is None else logits, scored.of(rows))
-        grad_hidden[rows] = hidden_gradient(of_logits, head, bounds, join)
+        of_slice = format.linear(hidden[rows], head, 1) if logits is None else logits
+        of_logits = _both_gradients(of_slice, scored.of(rows))
+        grad_hidden[rows] = hidden_gradient(of_logits, rounded_head, bounds, join)
         if shared is None:
-            sums = added_slice(sums, weight_gradient(of_logits, hidden[rows]), len(slices))
+            sums = added_slice(sums, weight_gradient(of_logits, format.rounded_rows(hidden[rows])), len(slices))
     if shared is None:
         return grad_hidden, torch.zeros_like(head) if sums is None else sums.to(head.dtype)
     part, hidden, scored = shared.part(len(head)), shared.gather(hidden), scored.map(shared.gather)
     local = (scored.targets >= part.start) & (scored.targets < part.stop)
     scored = scored._replace(targets=torch.where(local, scored.targets - part.start, -1))
     for rows in (slices := row_slices(len(hidden), vocab, head)):
-        of_logits = _both_gradients(linear(hidden[rows], head[part]), scored.of(rows))
-        sums = added_slice(sums, weight_gradient(of_logits, hidden[rows]), len(slices))
+        of_logits = _both_gradients(format.linear(hidden[rows], head[part], 1), scored.of(rows))
+        sums = added_slice(sums, weight_gradient(of_logits, format.rounded_rows(hidden[rows])), len(slices))
     grad_head = torch.zeros_like(head)
     if sums is not None:
         grad_head[part] = sums.to(head.dtype)

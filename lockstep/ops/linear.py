@@ -60,16 +60,21 @@ def _product(x: Tensor, weight: Tensor, chunks: int, dtype: torch.dtype, pieces:
 
         return linear.product(x, weight, pieces, dtype)
     if native.usable(x):
-        out = x.new_empty(x.shape[0], weight.shape[0], dtype=dtype)
         panels = None if native.is_pretending() else packed(weight, x.shape[0])
-        name = "product" if dtype == x.dtype else "product_sums"
-        sizes = (*x.shape, out.shape[1], chunks)
-        native.call(name, x.dtype, x, *x.stride(), weight, *weight.stride(), panels, out, *sizes)
-        return out
+        return native_product(x, weight, panels, chunks, dtype)
     if x.is_meta:
         return F.linear(x, weight).to(dtype)
     cut = zip(x.chunk(chunks, 1), weight.chunk(chunks, 1))
     return tree_sum([plain.product(part, others.T) for part, others in cut]).to(dtype)
+
+
+def native_product(x: Tensor, weight: Tensor, panels: Tensor | None, chunks: int, dtype: torch.dtype) -> Tensor:
+    """The compiled product, rounded to `dtype`: that of `x`, or float32. It only reads the panels if there are any."""
+    out = x.new_empty(x.shape[0], weight.shape[0], dtype=dtype)
+    name = "product" if dtype == x.dtype else "product_sums"
+    sizes = (*x.shape, out.shape[1], chunks)
+    native.call(name, x.dtype, x, *x.stride(), weight, *weight.stride(), panels, out, *sizes)
+    return out
 
 
 def _check_factors(x: Tensor, weight: Tensor, chunks: int) -> None:
@@ -104,11 +109,11 @@ def linear_gradients(
     grad: Tensor, x: Tensor, weight: Tensor, chunks: int = 1, needed: tuple[bool, bool] = (True, True)
 ) -> tuple[Tensor | None, Tensor | None]:
     """Gradients of `x` and of `weight`, for the product in `chunks` chunks."""
-    grad_x = input_gradient(grad, weight, _gradient_chunks(grad, chunks)) if needed[0] else None
+    grad_x = input_gradient(grad, weight, gradient_chunks(grad, chunks)) if needed[0] else None
     return grad_x, token_weight_gradient(grad, x) if needed[1] else None
 
 
-def _gradient_chunks(grad: Tensor, chunks: int) -> int:
+def gradient_chunks(grad: Tensor, chunks: int) -> int:
     """Number of parts in which the input's gradient is summed. A row product, which has chunks, and a product with one
     output are not split over their outputs."""
     return one_order.gradient_chunks() if chunks == 1 and grad.shape[1] > 1 else 1

@@ -15,6 +15,7 @@ from jaxtyping import Float, Float32, Int
 from torch import Tensor
 
 from lockstep.ops import cuda, native, one_order, plain
+from lockstep.ops.formats import FORMATS, NONE
 from lockstep.ops.forms import FORMS
 from lockstep.ops.head_gradients import (
     SAVED_LOGITS_BYTES,
@@ -25,7 +26,7 @@ from lockstep.ops.head_gradients import (
     logits_gradient,
     row_slices,
 )
-from lockstep.ops.linear import linear, weight_gradient
+from lockstep.ops.linear import weight_gradient
 from lockstep.ops.sums import total
 from lockstep.ops.vocabulary import PIECES, piece_bounds
 
@@ -35,18 +36,19 @@ def token_log_probs(
     head: Float[Tensor, "vocab dim"],
     targets: Int[Tensor, "tokens"],
     temperature: float = 1.0,
+    head_format: str = NONE,
 ) -> tuple[Float[Tensor, "tokens"], Float[Tensor, "tokens"]]:
     """log p(target) under softmax(hidden · headᵀ / temperature), and the distribution's entropy in nats.
 
     Both are float32 and have a gradient, which recomputes the logits slice by slice, unless they are few and saved. The
-    entropies' gradient costs nothing if they are not used.
+    entropies' gradient costs nothing if they are not used. head_format: of the product's factors, a key of `FORMATS`.
     """
     if (form := FORMS.get(type(head))) is not None:
         return form.token_log_probs(hidden, head, targets, temperature)
     inverse = row_factors(temperature, hidden)
     if torch.is_grad_enabled() and (hidden.requires_grad or head.requires_grad):
-        return _TokenLogProbs.apply(hidden, head, targets, inverse)
-    log_probs, entropies, _, _ = _forward(hidden, head, targets, inverse)
+        return _TokenLogProbs.apply(hidden, head, targets, inverse, head_format)
+    log_probs, entropies, _, _ = _forward(hidden, head, targets, inverse, head_format)
     return log_probs, entropies
 
 
@@ -65,7 +67,11 @@ def row_factors(temperature: float, hidden: Float[Tensor, "tokens dim"]) -> Floa
 
 
 def log_prob_sum(
-    hidden: Float[Tensor, "tokens dim"], head: Float[Tensor, "vocab dim"], targets: Int[Tensor, "tokens"], weight: float
+    hidden: Float[Tensor, "tokens dim"],
+    head: Float[Tensor, "vocab dim"],
+    targets: Int[Tensor, "tokens"],
+    weight: float,
+    head_format: str = NONE,
 ) -> Float[Tensor, ""]:
     """`weight` · Σ log p(target) at temperature 1: `token_log_probs` summed, at two thirds of the cost.
 
@@ -73,12 +79,12 @@ def log_prob_sum(
     computed once instead of twice. With one order, it is the sum over all ranks' targets, on each rank.
     """
     if (shared := one_order.shared_targets()) is not None:
-        return total(shared.whole(token_log_probs(hidden, head, targets)[0])) * weight
+        return total(shared.whole(token_log_probs(hidden, head, targets, 1.0, head_format)[0])) * weight
     # Decided by the head's type alone, so that tensors without values take the same path as real ones.
     trained = torch.is_grad_enabled() and (hidden.requires_grad or head.requires_grad)
     if trained and type(head) not in FORMS:
-        return _LogProbSum.apply(hidden, head, targets, weight)
-    return total(token_log_probs(hidden, head, targets)[0]) * weight
+        return _LogProbSum.apply(hidden, head, targets, weight, head_format)
+    return total(token_log_probs(hidden, head, targets, 1.0, head_format)[0]) * weight
 
 
 def logits_log_probs(
@@ -162,13 +168,13 @@ def _finite(highest: Tensor) -> Tensor:
 
 
 def _forward(
-    hidden: Tensor, head: Tensor, targets: Tensor, inverse: Tensor
+    hidden: Tensor, head: Tensor, targets: Tensor, inverse: Tensor, head_format: str
 ) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
     """Log-probabilities, entropies, normalizers, and the logits if they are few."""
     slices = row_slices(len(hidden), head.shape[0], head)
     parts, saved = [], None
     for rows in slices:
-        logits = linear(hidden[rows], head)
+        logits = FORMATS[head_format].linear(hidden[rows], head, 1)
         parts.append(logits_log_probs(logits, targets[rows], inverse[rows]))
         saved = logits if len(slices) == 1 and logits.nbytes <= SAVED_LOGITS_BYTES else None
         del logits  # before the next ones are allocated
@@ -181,40 +187,46 @@ def _forward(
 
 class _TokenLogProbs(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, hidden: Tensor, head: Tensor, targets: Tensor, inverse: Tensor) -> tuple[Tensor, Tensor]:
-        log_probs, entropies, normalizers, ctx.logits = _forward(hidden, head, targets, inverse)
+    def forward(
+        ctx: Any, hidden: Tensor, head: Tensor, targets: Tensor, inverse: Tensor, head_format: str
+    ) -> tuple[Tensor, Tensor]:
+        log_probs, entropies, normalizers, ctx.logits = _forward(hidden, head, targets, inverse, head_format)
+        ctx.format = FORMATS[head_format]
         ctx.save_for_backward(hidden, head, targets, inverse, normalizers, entropies)
         ctx.set_materialize_grads(False)
         return log_probs, entropies
 
     @staticmethod
-    def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor, Tensor, None, None]:
+    def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
         hidden, head, *scored = ctx.saved_tensors
         # They are overwritten, so another backward pass recomputes them.
         logits, ctx.logits = ctx.logits, None
         vocab, rows = head.shape[0], ScoredRows(*scored, *grads)
-        return *head_gradients(hidden, head, rows, vocab, piece_bounds(vocab), logits=logits), None, None
+        gradients = head_gradients(hidden, head, rows, vocab, piece_bounds(vocab), logits=logits, format=ctx.format)
+        return *gradients, None, None, None
 
 
 class _LogProbSum(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, hidden: Tensor, head: Tensor, targets: Tensor, weight: float) -> Tensor:
+    def forward(ctx: Any, hidden: Tensor, head: Tensor, targets: Tensor, weight: float, head_format: str) -> Tensor:
+        format = FORMATS[head_format]
+        rounded_head = format.rounded_weight(head)
         grad_hidden = torch.empty_like(hidden)
         grad_head: Tensor | None = None
         ones = torch.ones(hidden.shape[0], dtype=torch.float32, device=hidden.device)
         parts, bounds = [], piece_bounds(head.shape[0])
         for rows in (slices := row_slices(len(hidden), head.shape[0], head)):
-            logits = linear(hidden[rows], head)
+            logits = format.linear(hidden[rows], head, 1)
             log_probs, _, normalizers = logits_log_probs(logits, targets[rows], ones[rows])
             parts.append(log_probs)
             grad = logits_gradient(logits, targets[rows], ones[rows], normalizers, ones[rows] * weight)
-            grad_hidden[rows] = hidden_gradient(grad, head, bounds)
-            grad_head = added_slice(grad_head, weight_gradient(grad, hidden[rows]), len(slices))
+            grad_hidden[rows] = hidden_gradient(grad, rounded_head, bounds)
+            grad_head = added_slice(grad_head, weight_gradient(grad, format.rounded_rows(hidden[rows])), len(slices))
         grad_head = torch.zeros_like(head) if grad_head is None else grad_head.to(head.dtype)
         ctx.save_for_backward(grad_hidden, grad_head)
         return total(torch.cat(parts)) * weight if parts else ones.sum()
 
     @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, Tensor, None, None]:
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         grad_hidden, grad_head = ctx.saved_tensors
-        return grad_hidden * grads[0], grad_head * grads[0], None, None
+        return grad_hidden * grads[0], grad_head * grads[0], None, None, None

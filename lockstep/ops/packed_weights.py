@@ -1,4 +1,4 @@
-"""A cache of weights packed in the order in which a product with few rows reads them.
+"""A cache of weights packed in the order in which a product reads them, as they are or as integers.
 
 A product reads its weight in panels (`native/panels.h`). Many rows amortize packing them; a decode step does not, but
 reads the same weights repeatedly. Such code has a `PackedWeights`, and calls `forget` when weights change.
@@ -6,13 +6,15 @@ reads the same weights repeatedly. Such code has a `PackedWeights`, and calls `f
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
+from ctypes import c_int64
 from pathlib import Path
+from typing import NamedTuple
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from lockstep.ops import native
 from lockstep.ops.step_graph import unrecorded
@@ -21,6 +23,46 @@ FEW_ROWS = 128
 """With more rows, packing is too small a part of a product's time to cache the panels."""
 MEMORY_SHARE = 0.25
 """The cache's limit, as a share of the memory that is free when the first weight is packed."""
+
+
+class Layout(NamedTuple):
+    """What a weight's panels consist of."""
+
+    bits: int = 0
+    """Of integers with scales; 0: the weight's own numbers."""
+    group: int = 0
+    """Numbers along k with a common scale; 0: all of an output's."""
+    rounded: Callable[[Tensor], Tensor] | None = None
+    """Without bits: the weight's numbers as they are packed, if not its own."""
+
+    def words(self, weight: Tensor) -> int:
+        """The size of the panels in words of 4 bytes."""
+        outputs, depth = weight.shape
+        if self.bits:
+            sizes = (depth, outputs, self.group) if self.group else (depth, outputs)
+            return int(native.function(f"int{self.bits}_words")(*map(c_int64, sizes)))
+        columns = native.function("panel_columns")()
+        return int(-(-outputs // columns) * columns * -(-depth * weight.element_size() // 4))
+
+    def pack(self, weight: Tensor, panels: Tensor) -> None:
+        """Writes the panels. Integers need a weight whose rows are contiguous."""
+        sizes = weight.shape[1], weight.shape[0]
+        weight = weight if self.rounded is None else self.rounded(weight)
+        if not self.bits:
+            return native.call("pack", weight.dtype, weight, *weight.stride(), panels, *sizes)
+        weight = weight if weight.stride(1) == 1 else weight.contiguous()
+        group = (self.group,) if self.group else ()
+        native.call(f"pack_int{self.bits}", weight.dtype, weight, weight.stride(0), panels, *sizes, *group)
+
+    def unpack(self, panels: Tensor, out: Tensor) -> None:
+        """Writes the numbers that the integers in the panels stand for."""
+        group = (self.group,) if self.group else ()
+        native.call(f"unpack_int{self.bits}", out.dtype, panels, out, out.shape[1], out.shape[0], *group)
+
+
+PLAIN = Layout()
+Key = tuple[int, Layout]
+"""A weight's address, and the layout of its panels."""
 
 
 class PackedWeights:
@@ -32,9 +74,9 @@ class PackedWeights:
     """
 
     def __init__(self) -> None:
-        self._panels: dict[int, tuple[tuple[object, ...], Tensor]] = {}
+        self._panels: dict[Key, tuple[tuple[object, ...], Tensor]] = {}
         # Storages of the weights whose panels are valid: referenced, so that no other tensor gets their address.
-        self._current: dict[int, torch.UntypedStorage] = {}
+        self._current: dict[Key, torch.UntypedStorage] = {}
         self._budget: int | None = None
         self.generation = 0
         """Incremented whenever weights may have changed."""
@@ -44,16 +86,16 @@ class PackedWeights:
         self.generation += 1
         if not self._current:
             return  # called twice, such as by an update and then by `generate`
-        for address in self._panels.keys() - self._current.keys():
-            self._release(address)
+        for key in self._panels.keys() - self._current.keys():
+            self._release(key)
         self._current.clear()
 
     def release(self) -> None:
         """`forget`, and frees the memory of all panels."""
         self.generation += 1
         self._current.clear()
-        for address in list(self._panels):
-            self._release(address)
+        for key in list(self._panels):
+            self._release(key)
 
     @contextmanager
     def in_use(self) -> Iterator[None]:
@@ -64,29 +106,29 @@ class PackedWeights:
         finally:
             _in_use.reset(token)
 
-    def panels_of(self, weight: Tensor) -> Tensor | None:
+    def panels_of(self, weight: Tensor, layout: Layout = PLAIN) -> Tensor | None:
         """`weight`'s panels, or None if there is too little memory or the weight has no version counter."""
         if weight.is_inference():
             return None
-        address = weight.data_ptr()
+        key = weight.data_ptr(), layout
         identity = (*weight.shape, *weight.stride(), weight._version, weight.dtype)
-        known, panels = self._panels.get(address, (None, None))
-        if panels is not None and known == identity and address in self._current:
+        known, panels = self._panels.get(key, (None, None))
+        if panels is not None and known == identity and key in self._current:
             return panels
-        words = panel_words(weight)
+        words = layout.words(weight)
         if panels is None or panels.numel() != words:
-            self._release(address)
+            self._release(key)
             if not self._affords(4 * words):
                 return None
             panels = torch.empty(words, dtype=torch.int32)
-        native.call("pack", weight.dtype, weight, *weight.stride(), panels, weight.shape[1], weight.shape[0])
-        self._panels[address] = identity, panels
-        self._current[address] = weight.untyped_storage()
+        layout.pack(weight, panels)
+        self._panels[key] = identity, panels
+        self._current[key] = weight.untyped_storage()
         return panels
 
-    def _release(self, address: int) -> None:
-        self._current.pop(address, None)
-        _, panels = self._panels.pop(address, (None, None))
+    def _release(self, key: Key) -> None:
+        self._current.pop(key, None)
+        _, panels = self._panels.pop(key, (None, None))
         if panels is not None and self._budget is not None:
             self._budget += panels.nbytes
 
@@ -102,24 +144,59 @@ class PackedWeights:
 _in_use: ContextVar[PackedWeights | None] = ContextVar("packed_weights", default=None)
 
 
-def packed(weight: Tensor, rows: int) -> Tensor | None:
+@contextmanager
+def unpacked() -> Iterator[None]:
+    """In this context, no panels are read or packed: for products with weights that nothing uses again."""
+    token = _in_use.set(None)
+    try:
+        yield
+    finally:
+        _in_use.reset(token)
+
+
+def packed(weight: Tensor, rows: int, layout: Layout = PLAIN) -> Tensor | None:
     """The panels that a product with `rows` rows can read instead of the weight."""
-    weights = _in_use.get()
-    if weights is None or rows > FEW_ROWS:
-        return None
-    if (graph := native.recorder()) is None:
-        return weights.panels_of(weight)
-    with unrecorded():
-        panels = weights.panels_of(weight)
-    graph.panels.append((weight, panels))
+    return None if rows > FEW_ROWS else _cached(weight, layout)
+
+
+class PackedWeight(nn.Parameter):
+    """A frozen weight of which only the panels of its integers are in memory: it has a shape and a dtype, no values."""
+
+    panels: Tensor
+
+    @property
+    def nbytes(self) -> int:  # type: ignore[override]  # torch declares it as an attribute, but computes it
+        """Of what is in memory."""
+        return self.panels.nbytes
+
+    @classmethod
+    def of(cls, weight: Tensor, layout: Layout) -> PackedWeight:
+        packed = cls(torch.empty_like(weight, device="meta"), requires_grad=False)
+        packed.panels = torch.empty(layout.words(weight), dtype=torch.int32)
+        layout.pack(weight.detach(), packed.panels)
+        return packed
+
+
+def integer_panels(weight: Tensor, layout: Layout) -> Tensor:
+    """The panels of a weight's integers: its only ones, those in use, or new ones."""
+    if isinstance(weight, PackedWeight):
+        return weight.panels
+    if (panels := _cached(weight, layout)) is None:
+        with unrecorded():
+            panels = torch.empty(layout.words(weight), dtype=torch.int32)
+        layout.pack(weight, panels)
     return panels
 
 
-def panel_words(weight: Tensor) -> int:
-    """The size of a weight's panels in words of 4 bytes."""
-    outputs, depth = weight.shape
-    columns = native.function("panel_columns")()
-    return -(-outputs // columns) * columns * -(-depth * weight.element_size() // 4)
+def _cached(weight: Tensor, layout: Layout) -> Tensor | None:
+    if (weights := _in_use.get()) is None:
+        return None
+    if (graph := native.recorder()) is None:
+        return weights.panels_of(weight, layout)
+    with unrecorded():
+        panels = weights.panels_of(weight, layout)
+    graph.panels.append((weight, layout, panels))
+    return panels
 
 
 def free_memory() -> int:

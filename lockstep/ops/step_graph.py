@@ -84,8 +84,8 @@ class StepGraph(TorchFunctionMode):
 
     def __init__(self, function: Callable[[], tuple[Tensor, ...]], arena: Arena):
         super().__init__()
-        self.panels: list[tuple[Tensor, Tensor | None]] = []
-        """Weights, and the packed panels that products read instead."""
+        self.panels: list[tuple[Tensor, Any, Tensor | None]] = []
+        """Weights, with the layout and the panels that products read instead."""
         self._arena = arena
         self._calls: list[tuple[Callable[..., Any], Iterable[Any]]] = []
         self._referenced: list[Tensor] = []

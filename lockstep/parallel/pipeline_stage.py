@@ -89,6 +89,10 @@ class Computed:
     def head_weight(self) -> Tensor:
         return self.last.head_weight
 
+    @property
+    def head_format(self) -> str:
+        return self.last.head_format
+
     def reserve_positions(self, length: int) -> None:
         self.last.reserve_positions(length)
 

@@ -9,6 +9,7 @@ from lockstep.config import ParallelConfig
 from lockstep.config.parallel import MAX_TENSOR
 from lockstep.errors import UserError
 from lockstep.model import ModelConfig
+from lockstep.ops import NONE
 
 FEATURES = {"intermediate_size": "features of the feed-forward"}
 
@@ -18,8 +19,21 @@ def refuse_impossible(shape: ModelConfig, degrees: Mapping[str, int], parallel: 
     problems = list(_tensor_problems(shape, degrees["tensor"]))
     problems += _expert_problems(shape, degrees["tensor"], parallel)
     problems += _lora_problems(shape, degrees, parallel)
+    problems += _precision_problems(shape, degrees, parallel)
     if problems:
         raise UserError("this layout does not fit the model:\n" + "\n".join(f"  - {p}" for p in problems))
+
+
+def _precision_problems(shape: ModelConfig, degrees: Mapping[str, int], parallel: ParallelConfig) -> Iterator[str]:
+    if (linear := shape.precision.linear) == NONE:
+        return
+    if degrees["tensor"] > 1:
+        yield (
+            f"precision.linear {linear} does not work with tensor ranks yet, whose scales would be those of a part of "
+            "a row; use parallel.data_shard"
+        )
+    if parallel.full_dtensor:
+        yield f"precision.linear {linear} does not work with parallel.full_dtensor; leave it out"
 
 
 def _expert_problems(shape: ModelConfig, tensor: int, parallel: ParallelConfig) -> Iterator[str]:

@@ -17,9 +17,10 @@ from lockstep.config import ParallelConfig, RLConfig, algorithm_of
 from lockstep.generate.draws import LOGITS_ELEMENTS
 from lockstep.generate.engine import Engine
 from lockstep.model import Decoder, ModelConfig, ScoringModel, folder_dtype, resolve_dtype
+from lockstep.model.layers import projections
 from lockstep.model.shard import local_values
 from lockstep.ops.native import pretending
-from lockstep.ops.packed_weights import panel_words
+from lockstep.ops.packed_weights import PLAIN
 from lockstep.parallel import World, chunks_for, close_world, generator_layout
 from lockstep.parallel.refusals import refuse_generators
 from lockstep.parallel.world import simulated_world
@@ -47,6 +48,7 @@ from lockstep.train.dry_run import (
 from lockstep.train.dry_run_pipeline import simulated_ranks
 from lockstep.train.live_memory import LiveMemory
 from lockstep.train.packing import PackedRow, pack_scored, predicting_states, target_log_probs
+from lockstep.train.setup import with_precision
 
 STAGES = TRAINING, SAMPLING, SYNC = (TRAINING, "sampling", "weight sync")
 """The stages of a step on a rank."""
@@ -117,7 +119,7 @@ def dry_run(config: RLConfig, ranks: int, on_cpu: bool) -> RLDryRun:
     world = simulated_world(config.parallel, ranks)
     try:
         refuse_on_ranks(config, world)
-        shape = shape_of(config.model, config.lora)
+        shape = with_precision(shape_of(config.model, config.lora), config)
         results = [_of_rank(config, shape, rank, on_cpu) for rank in simulated_ranks(world, config.parallel)]
     finally:
         close_world(world)
@@ -311,9 +313,14 @@ def _generator_step(engine: Engine, fake: FakeTensorMode) -> int:
 
 
 def _panels(model: Decoder) -> int:
-    """Bytes of the weights packed for products of few rows on a CPU (`ops.PackedWeights`)."""
+    """Bytes of the weights packed for products on a CPU (`ops.PackedWeights`): of all, or those with few rows."""
+    layouts = {f"{name}.weight": ops.FORMATS[layer.precision].layout for name, layer in projections(model)}
+    head = "embed_tokens.weight" if model.config.tie_embeddings else "lm_head.weight"
+    layouts[head] = ops.FORMATS[model.head_format].layout
     return sum(
-        4 * panel_words(local_values(parameter))
+        4 * (layouts.get(name) or PLAIN).words(local_values(parameter))
         for name, parameter in model.named_parameters()
-        if parameter.ndim == 2 and (model.config.tie_embeddings or not name.startswith("embed_tokens"))
+        if parameter.ndim == 2
+        and not isinstance(parameter, ops.PackedWeight)
+        and (model.config.tie_embeddings or not name.startswith("embed_tokens"))
     )

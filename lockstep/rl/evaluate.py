@@ -202,7 +202,7 @@ def _graded_completions(
     reward_model: RewardModel | None,
 ) -> list[Rollout]:
     """One model's graded completions; the model is freed afterwards."""
-    model = open_model(opened.folder, config.dtype, config.device, config.arithmetic)
+    model = open_model(opened.folder, config.dtype, config.device, config.arithmetic, precision=config.precision)
     model.config = dataclasses.replace(model.config, eos_token_ids=opened.ends)
     apply_compile(model, config.compile, trains=False)
     rendering, tokenizer = opened.rendering, opened.rendering.tokenizer

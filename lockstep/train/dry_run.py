@@ -33,6 +33,7 @@ from lockstep.model import (
     refuse_score_head,
     resolve_dtype,
 )
+from lockstep.model.layers import projections
 from lockstep.model.shard import local_values
 from lockstep.observe.collectives import CollectiveLog, Traffic
 from lockstep.ops.native import pretending
@@ -46,7 +47,7 @@ from lockstep.train.objective import NextTokenLoss
 from lockstep.train.packing import PackedRow, pack_rows
 from lockstep.train.refusals import refuse_long_rows, refuse_shape
 from lockstep.train.resolve_defaults import recorded_settings
-from lockstep.train.setup import adapted
+from lockstep.train.setup import adapted, packs_frozen, with_precision
 from lockstep.train.trainer import Trainer
 
 Run = TypeVar("Run", PretrainConfig, RLConfig)
@@ -203,6 +204,7 @@ def simulated_step(
     extra_parameters: as for `Trainer`. Raises UserError as `refuse_shape` and `parallel_model` do, or if the pipeline
     cannot run so many micro-batches.
     """
+    shape = with_precision(shape, config)
     refuse_shape(config, shape, world)
     row = shard_row(row, world)
     row.attention = row.attention or ops.PackedAttention(row.lengths)
@@ -224,6 +226,8 @@ def simulated_step(
             passed = _pass(trainer, row, loss, share, log)
             optimizer.update(config.train.learning_rate, 0.0)
         memory = _memory(trainer, share, live.peak)
+        if packs_frozen(config, world):
+            memory["weights"] -= _saved_by_packing(model)
     return trainer, DryRun(world, shape.num_parameters, memory, dict(log.traffic), passed, share, config.dtype)
 
 
@@ -304,6 +308,12 @@ def _memory(trainer: Trainer, microbatches: int, peak: int) -> dict[str, int]:
         # Activations, gathered weights, buffers, and temporaries of an update.
         "a micro-batch at its peak": max(0, peak - existing - gradients),
     }
+
+
+def _saved_by_packing(model: nn.Module) -> int:
+    """Bytes by which the integers of frozen weights are smaller, as `Decoder.pack_frozen` has them."""
+    layers = [(layer.weight, ops.FORMATS[layer.precision].layout) for _, layer in projections(model)]
+    return sum(w.nbytes - 4 * layout.words(w) for w, layout in layers if layout and not w.requires_grad)
 
 
 def _subtrees(nbytes: int, microbatches: int, world: World) -> int:

@@ -106,6 +106,10 @@ class GraphedModel:
         return self.model.head_weight
 
     @property
+    def head_format(self) -> str:
+        return self.model.head_format
+
+    @property
     def recorded(self) -> list[Size]:
         """The sizes whose passes are replayed."""
         return list(self._recorded)

@@ -16,6 +16,7 @@ from lockstep.data.tokenizer import CHAT_TEMPLATE_FILE
 from lockstep.errors import UserError
 from lockstep.hub import is_local
 from lockstep.model import (
+    Decoder,
     ModelConfig,
     TrainableModel,
     begin_adapter,
@@ -151,11 +152,27 @@ def trained_model(
 
     Raises UserError, before weights exist, if the shape does not fit the settings and ranks.
     """
+    shape = with_precision(shape, config)
     refuse_shape(config, shape, world)
     if config.recompute.mode == "offload" and world.device.type == "cpu":
         raise UserError('recompute.mode "offload" is for CUDA devices: on a CPU, "full" takes the same memory')
     dtype = resolve_dtype(config.dtype)
-    return parallel_model(shape, dtype, world, config.parallel, config.compile, fill, config.recompute)
+    model = parallel_model(shape, dtype, world, config.parallel, config.compile, fill, config.recompute)
+    if isinstance(model, Decoder) and packs_frozen(config, world):
+        model.pack_frozen()
+    return model
+
+
+def with_precision(shape: ModelConfig, config: PretrainConfig | RLConfig) -> ModelConfig:
+    """The shape with the run's precision, for a model that was trained in `shape.precision`. Raises UserError."""
+    compared = isinstance(config, RLConfig | PreferenceConfig)
+    return replace(shape, precision=config.precision.of_model(shape.precision, compared))
+
+
+def packs_frozen(config: PretrainConfig | RLConfig, world: World) -> bool:
+    """Whether no other process and no compiled code needs the frozen weights' own numbers."""
+    sends_weights = isinstance(config, RLConfig) and config.actors.separate
+    return world.size == 1 and config.compile.backend == "none" and not sends_weights
 
 
 def adapted(shape: ModelConfig, lora: LoraConfig, model: str) -> ModelConfig:

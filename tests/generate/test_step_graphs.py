@@ -209,7 +209,7 @@ def test_packed_weights_are_freed_with_the_weights_and_nothing_is_sampled_until_
     model = build_model(SHAPE, "float32", seed=1)
     engine = _engines(model, draft="none")[0]
     before = _sampled(engine, [[5]], ONE)
-    packed = [weakref.ref(panels) for step in engine.runner._steps.values() for _, panels in step._graph.panels]
+    packed = [weakref.ref(panels) for step in engine.runner._steps.values() for *_, panels in step._graph.panels]
 
     def alive():
         gc.collect()

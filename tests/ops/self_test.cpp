@@ -16,6 +16,14 @@ void product_bf16(const bf16*, int64_t, int64_t, const bf16*, int64_t, int64_t, 
                   int64_t, int64_t, int64_t);
 void product_sums_bf16(const bf16*, int64_t, int64_t, const bf16*, int64_t, int64_t, const uint32_t*, float*, int64_t,
                        int64_t, int64_t, int64_t);
+int64_t int8_words(int64_t, int64_t);
+int64_t int4_words(int64_t, int64_t, int64_t);
+void pack_int8_f32(const float*, int64_t, uint32_t*, int64_t, int64_t);
+void pack_int4_bf16(const bf16*, int64_t, uint32_t*, int64_t, int64_t, int64_t);
+void int8_product_f32(const float*, int64_t, const uint32_t*, float*, int64_t, int64_t, int64_t);
+void int4_product_bf16(const bf16*, int64_t, const uint32_t*, bf16*, int64_t, int64_t, int64_t, int64_t);
+void round_int8_f32(const float*, int64_t, float*, int64_t, int64_t);
+void round_int4_bf16(const bf16*, bf16*, int64_t, int64_t);
 void rms_norm_f32(const float*, const float*, float*, float*, int64_t, int64_t, float);
 void silu_mul_f32(const float*, const float*, float*, int64_t, int64_t);
 void clamped_swiglu_f32(const float*, const float*, float*, int64_t);
@@ -123,6 +131,22 @@ static void grouped_products() {
                          outputs);
     grouped_outer_f32(grad.data(), x.data(), outer.data(), starts, groups, outputs, depth);
     digest("grouped products", out, narrow, outer);
+}
+
+static void integer_products() {
+    const int64_t rows = 20, depth = 160, outputs = 75, group = 32;
+    const auto x = values(rows, depth), w = values(outputs, depth);
+    const auto narrow_x = narrowed(x), narrow_w = narrowed(w);
+    std::vector<float> out(rows * outputs), rounded(w.size());
+    std::vector<uint16_t> narrow(out.size()), narrow_rounded(w.size());
+    std::vector<uint32_t> packed(int8_words(depth, outputs)), narrow_packed(int4_words(depth, outputs, group));
+    pack_int8_f32(w.data(), depth, packed.data(), depth, outputs);
+    pack_int4_bf16(in(narrow_w), depth, narrow_packed.data(), depth, outputs, group);
+    int8_product_f32(x.data(), depth, packed.data(), out.data(), rows, depth, outputs);
+    int4_product_bf16(in(narrow_x), depth, narrow_packed.data(), to(narrow), rows, depth, outputs, group);
+    round_int8_f32(w.data(), depth, rounded.data(), outputs, depth);
+    round_int4_bf16(in(narrow_w), to(narrow_rounded), outputs * depth / group, group);
+    digest("products of integers", out, narrow, rounded, narrow_rounded);
 }
 
 static void attention_in_bfloat16(int64_t dim, int64_t window, const float* sinks) {
@@ -259,4 +283,5 @@ int main() {
     routes(SOFTMAX_OF_CHOSEN, true, 1, 1);
     routes(SIGMOID, true, 4, 2);
     routes(SIGMOID, false, 4, 2);
+    integer_products();
 }

@@ -213,7 +213,7 @@ def test_panels_of_another_weight_at_the_same_address_do_not_serve(packs):
 def test_panels_stop_where_their_share_of_memory_ends(packs, monkeypatch):
     first, second, x = torch.randn(48, 64), torch.randn(48, 64), torch.randn(3, 64)
     expected = ops.linear(x, second)
-    whole = 4 * packed_weights.panel_words(first) / packed_weights.MEMORY_SHARE
+    whole = 4 * packed_weights.PLAIN.words(first) / packed_weights.MEMORY_SHARE
     for room in (0.0, 1.5):
         monkeypatch.setattr(packed_weights, "free_memory", lambda room=room: int(room * whole))
         weights = ops.PackedWeights()

@@ -40,6 +40,7 @@ routes, their weights and sums f64f6ff0c705d29e 83eaae4b95e57995 4d351d59d868af6
 routes, their weights and sums 77046948fc9283cc 5f3cf7bc7b350fbb a18ec44a37eb1124
 routes, their weights and sums 640d1eb916caca06 fd75ae0d124cf4ad 2ba062627e20ff4e
 routes, their weights and sums 82613158fb2183f9 124b156afc29c4b2 daf43c358bf78281
+products of integers 97b22a1ea6f85016 6cf0b58912f4e365 4b3bec0f1a21d6ce
 """
 """The digest so far after each operator, in each arithmetic: where two differ, the first line that does names it."""
 

@@ -5,7 +5,15 @@ from dataclasses import replace
 import pytest
 import torch
 
-from lockstep.config import CompileConfig, ParallelConfig, PretrainConfig, RecomputeConfig, TrainConfig, validate
+from lockstep.config import (
+    CompileConfig,
+    ParallelConfig,
+    PrecisionConfig,
+    PretrainConfig,
+    RecomputeConfig,
+    TrainConfig,
+    validate,
+)
 from lockstep.data import divide_step
 from lockstep.errors import UserError
 from lockstep.model import preset
@@ -28,6 +36,10 @@ P = ParallelConfig
         (dict(parallel=P(expert=2), recompute=RecomputeConfig("budget", budget_gib=1.0)), '"budget" does not work'),
         (dict(parallel=P(expert=2), compile=CompileConfig("inductor")), "compiled layers do not work"),
         (dict(parallel=P(expert=2), train=TrainConfig(deterministic_layout=True)), "deterministic_layout does not"),
+        (
+            dict(precision=PrecisionConfig("float8"), train=TrainConfig(deterministic_layout=True)),
+            "deterministic_layout does not work with precision.linear float8",
+        ),
         (dict(recompute=RecomputeConfig("every", every=0)), "every is 0"),
         (dict(recompute=RecomputeConfig("budget")), "budget needs a number above 0"),
         (dict(recompute=RecomputeConfig("selective", keep=("sorting",))), 'no operator "sorting"'),

@@ -13,10 +13,11 @@ from lockstep.cli import main
 from lockstep.config import CompileConfig, ParallelConfig, PretrainConfig, RecomputeConfig, TrainConfig
 from lockstep.data import Row
 from lockstep.errors import UserError
-from lockstep.model import Decoder, ModelConfig, initialize, preset, resolve_dtype
+from lockstep.model import Decoder, Lora, ModelConfig, initialize, preset, resolve_dtype
 from lockstep.model.shard import local_values
 from lockstep.observe.collectives import CollectiveLog
 from lockstep.parallel import close_world, open_world, parallel_model
+from lockstep.precision import Precision
 from lockstep.train import Trainer
 from lockstep.train.context import shard_row
 from lockstep.train.dry_run import dry_run
@@ -182,6 +183,18 @@ def test_layers_inputs_in_host_memory_are_not_counted(ranks, kept):
     )
     peaks = [sum(found.memory.values()) for found in (full, offloaded)]
     assert peaks[0] - peaks[1] == (DEEP.num_layers - kept) * 128 * DEEP.dim * 4
+
+
+@pytest.mark.parametrize(("linear", "ranks"), [("int4", 1), ("int8", 1), ("int4", 2)])
+def test_a_packed_base_is_counted_as_its_integers(linear, ranks):
+    modules = tuple(f"layers.{i}.mlp.up_proj" for i in range(SHAPE.num_layers))
+    precision = Precision(linear, keep=("layers.0.*",))
+    shape = replace(SHAPE, lora=Lora(4, 8.0, modules), precision=precision)
+    found = dry_run(Case(dtype="bfloat16").config(), shape, ranks, NextTokenLoss(126)).memory["weights"]
+    model = Decoder(shape, torch.bfloat16)
+    whole = sum(p.nbytes for p in model.parameters())
+    model.pack_frozen()
+    assert found == (sum(p.nbytes for p in model.parameters()) if ranks == 1 else whole)  # two ranks' float32 shards
 
 
 @pytest.mark.parametrize("microbatches", [1, 2])

@@ -40,7 +40,9 @@ def build_engine(config: ServeConfig, folder: Path, world: World | None = None) 
 
     Raises UserError for missing files.
     """
-    model = open_model(folder, config.dtype, config.device, config.arithmetic, world, config.parallel.reduction_chunks)
+    chunks = config.parallel.reduction_chunks
+    place = config.dtype, config.device, config.arithmetic
+    model = open_model(folder, *place, world, chunks, config.precision, replaceable=bool(config.admin_key))
     tokenizer = load_tokenizer(folder, model.config.vocab_size)
     model.config = with_ends(model.config, tokenizer, load_chat_template(folder))
     apply_compile(model, config.compile, trains=False)

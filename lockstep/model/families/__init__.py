@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import asdict
 from types import ModuleType
 from typing import Any
 
@@ -13,6 +14,7 @@ from lockstep.model.families.reading import layer_kinds, number
 from lockstep.model.families.rope import read_rope, refuse_infinite_rotation, write_rope
 from lockstep.model.quantized import dequantize_of
 from lockstep.model.stored import HEAD
+from lockstep.precision import MODELS_DTYPE, read_precision
 
 FAMILIES: dict[str, ModuleType] = {
     "llama3": llama3,
@@ -104,6 +106,7 @@ def from_hugging_face(values: dict[str, Any], where: str) -> ModelConfig:
             rope_theta=theta,
             rope_scaling=scaling,
             eos_token_ids=tuple(eos) if isinstance(eos, list) else () if eos is None else (eos,),
+            precision=read_precision(values.get("precision"), where),
             **fields,
         )
     except UserError as error:
@@ -203,6 +206,7 @@ def to_hugging_face(config: ModelConfig, dtype: str) -> dict[str, Any]:
         "hidden_act": "silu",
         "attention_bias": config.attention_bias,
         **write_rope(config),
+        **({"precision": asdict(config.precision)} if config.precision != MODELS_DTYPE else {}),
         **({"id2label": {"0": "score"}, "label2id": {"score": 0}} if config.score_head else {}),
         "torch_dtype": dtype,
         "dtype": dtype,

@@ -15,7 +15,7 @@ READ = {
     "architectures", "model_type", "vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers",
     "num_attention_heads", "num_key_value_heads", "head_dim", "rms_norm_eps", "max_position_embeddings",
     "tie_word_embeddings", "bos_token_id", "eos_token_id", "pad_token_id", "layer_types", "reduction_chunks",
-    "dtype", "torch_dtype", "quantization_config", "num_labels", "id2label", "label2id", *TOP_LEVEL,
+    "precision", "dtype", "torch_dtype", "quantization_config", "num_labels", "id2label", "label2id", *TOP_LEVEL,
 }  # fmt: skip
 """Keys that are read for every family; those of one family are in its `DEFAULTS`."""
 

@@ -34,8 +34,10 @@ class InstructionSet:
 _AVX2 = ("-mavx2", "-mfma")
 _AVX512 = (*_AVX2, "-mavx512f", "-mavx512bw", "-mavx512dq", "-mavx512vl")
 _AVX512_NEEDS = frozenset({"avx2", "fma", "avx512f", "avx512bw", "avx512dq", "avx512vl"})
-_AVX512_BF16 = (*_AVX512, "-mavx512bf16")
-_AVX512_BF16_NEEDS = _AVX512_NEEDS | {"avx512_bf16"}
+_AVX512_VNNI = (*_AVX512, "-mavx512vnni")
+_AVX512_VNNI_NEEDS = _AVX512_NEEDS | {"avx512_vnni"}
+_AVX512_BF16 = (*_AVX512_VNNI, "-mavx512bf16")
+_AVX512_BF16_NEEDS = _AVX512_VNNI_NEEDS | {"avx512_bf16"}
 _AMX_NEEDS = _AVX512_BF16_NEEDS | {"amx_tile", "amx_bf16"}
 _AMX = (*_AVX512_BF16, "-mamx-tile", "-mamx-bf16", "-DLOCKSTEP_TILES")
 _X86 = ("-march=x86-64-v2", "-DLOCKSTEP_PLAIN")
@@ -51,7 +53,9 @@ BY_MACHINE = {
     "x86_64": (
         InstructionSet("amx", _AMX, _AMX_NEEDS, "bf16_tiles"),
         InstructionSet("avx512_bf16", _AVX512_BF16, _AVX512_BF16_NEEDS, "bf16_pairs"),
+        InstructionSet("avx512_vnni", _AVX512_VNNI, _AVX512_VNNI_NEEDS),
         InstructionSet("avx512", _AVX512, _AVX512_NEEDS),
+        InstructionSet("avx_vnni", (*_AVX2, "-mavxvnni"), frozenset({"avx2", "fma", "avx_vnni"})),
         InstructionSet("avx2", _AVX2, frozenset({"avx2", "fma"})),
         InstructionSet("plain_tiles", (*_X86, *_TILES), _X86_NEEDS, "bf16_tiles", emulated=True),
         InstructionSet("plain", _X86, _X86_NEEDS),

@@ -1,5 +1,5 @@
 // The layout of a product's right factor: panels of a few outputs, whose words are contiguous for each step along k. A
-// word is a float, or two bfloat16 that are consecutive along k.
+// word is a float, or as many narrower numbers as it has room for, consecutive along k.
 #pragma once
 #include <algorithm>
 
@@ -14,6 +14,8 @@ constexpr int64_t COLUMNS = 32;
 #else
 constexpr int64_t COLUMNS = WIDTH == 16 ? 32 : 16;
 #endif
+
+typedef int8_t int8;  // a number from -127 to 127, with a scale of its row
 
 // Elements along k per step.
 template <class T>
@@ -44,11 +46,10 @@ struct Matrix {
     int64_t rows, depth, row, inner;
     int64_t steps() const { return (depth + STEP<T> - 1) / STEP<T>; }
     word operator()(int64_t r, int64_t step) const {
-        word both = 0;
-        const T* first = at + r * row + step * STEP<T> * inner;
-        std::memcpy(&both, first, sizeof(T));
-        if (STEP<T> == 2 && step * 2 + 1 < depth) std::memcpy((char*)&both + sizeof(T), first + inner, sizeof(T));
-        return both;
+        word all = 0;
+        const int64_t first = step * STEP<T>, count = std::min(STEP<T>, depth - first);
+        for (int64_t k = 0; k < count; k++) std::memcpy((T*)&all + k, at + r * row + (first + k) * inner, sizeof(T));
+        return all;
     }
 };
 
@@ -123,8 +124,8 @@ static void pack_panel(const Matrix<T>& w, int64_t first, int64_t from, int64_t 
 #pragma GCC unroll 16
                 for (int i = 0; i < WIDTH; i++) std::memcpy(out + (done + i) * COLUMNS + n, &block[i], sizeof(words));
             }
-    } else if (w.row == 1 && first + COLUMNS <= w.rows) {
-        for (; done < whole; done++) {
+    } else if constexpr (STEP<T> <= 2) {  // narrower numbers only have contiguous rows
+        for (; w.row == 1 && first + COLUMNS <= w.rows && done < whole; done++) {
             const T* row = w.at + first + (from + done) * STEP<T> * w.inner;
 #pragma GCC unroll 8
             for (int64_t n = 0; n < COLUMNS; n += WIDTH) {

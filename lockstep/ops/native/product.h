@@ -32,7 +32,7 @@ struct Chain;
 template <>
 struct Chain<float> {
     static constexpr int HALVES = 1;
-    typedef floats Right;
+    typedef floats Right, Sum;
     static words left(words x, int) { return x; }
     static Right right(words w, int) { return (floats)w; }
     static floats add(word x, Right w, floats sum) {
@@ -46,6 +46,7 @@ template <>
 struct Chain<bf16> {
     static constexpr int HALVES = 1;
     typedef __m512bh Right;
+    typedef floats Sum;
     static words left(words x, int) { return x; }
     static Right right(words w, int) { return (__m512bh)w; }
     static floats add(word x, Right w, floats sum) {
@@ -72,12 +73,14 @@ struct Ahead {
     int64_t bytes;
 };
 
+// A sum's place in memory, whose type is float's: integers are there with their bits.
 // sums [panel][ROWS][COLUMNS] (+)= x [step][half][ROWS] · panels [step][COLUMNS], which are `stride` words apart.
 template <class T, int ROWS, int PANELS, bool FETCH>
 static void tile(const word* x, const word* panels, int64_t stride, int64_t steps, bool begin,
                  float* sums, int64_t sums_stride, Ahead ahead) {
     constexpr int VECTORS = COLUMNS / WIDTH;
-    floats s[PANELS][VECTORS][ROWS];
+    typedef typename Chain<T>::Sum Sum;
+    Sum s[PANELS][VECTORS][ROWS];
     const auto place = [&](int p, int v, int r) { return sums + p * sums_stride + r * COLUMNS + v * WIDTH; };
 #pragma GCC unroll 4
     for (int p = 0; p < PANELS; p++)
@@ -86,9 +89,9 @@ static void tile(const word* x, const word* panels, int64_t stride, int64_t step
 #pragma GCC unroll 16
             for (int r = 0; r < ROWS; r++)
                 if (begin)
-                    s[p][v][r] = floats{};
+                    s[p][v][r] = Sum{};
                 else
-                    std::memcpy(&s[p][v][r], place(p, v, r), sizeof(floats));
+                    std::memcpy(&s[p][v][r], place(p, v, r), sizeof(Sum));
 #pragma GCC unroll(FUSED ? 4 : 1)
     for (int64_t k = 0; k < steps; k++) {
         if constexpr (FETCH) {
@@ -121,7 +124,7 @@ static void tile(const word* x, const word* panels, int64_t stride, int64_t step
 #pragma GCC unroll 4
         for (int v = 0; v < VECTORS; v++)
 #pragma GCC unroll 16
-            for (int r = 0; r < ROWS; r++) std::memcpy(place(p, v, r), &s[p][v][r], sizeof(floats));
+            for (int r = 0; r < ROWS; r++) std::memcpy(place(p, v, r), &s[p][v][r], sizeof(Sum));
 }
 
 // Few rows leave registers for several panels, whose chains hide each other's latency.
@@ -159,21 +162,21 @@ struct Blocks {
     }
 };
 
-// Sums of T are rounded to Out.
-template <class T, class Out>
+// `put` writes the sums of T.
+template <class T, class Put>
 struct Product {
     static constexpr int64_t HALVES = Chain<T>::HALVES;
     static constexpr int VECTORS = (TILE_ROWS<T> + WIDTH - 1) / WIDTH;  // for a tile's rows
     const Matrix<T>& x;
     const Matrix<T>& w;
     const word* packed;  // all panels of w, or none
-    Out* out;
+    const Put put;
     const Tiling tiling;
     const int64_t steps, panels;
     const Blocks blocks;
 
-    Product(const Matrix<T>& x, const Matrix<T>& w, const word* packed, Out* out, int64_t chunks)
-        : x(x), w(w), packed(packed), out(out), tiling(x.rows, TILE_ROWS<T>), steps(x.steps()),
+    Product(const Matrix<T>& x, const Matrix<T>& w, const word* packed, const Put& put, int64_t chunks)
+        : x(x), w(w), packed(packed), put(put), tiling(x.rows, TILE_ROWS<T>), steps(x.steps()),
           panels((w.rows + COLUMNS - 1) / COLUMNS), blocks(steps, chunks) {}
 
     // Packed rows of x from `top` on: [block of k][tile][step][half][row of the tile]; one block at a time if `rows`
@@ -217,11 +220,12 @@ struct Product {
 #pragma GCC unroll 16
                 for (int i = 0; i < WIDTH; i++) put_step(k + i, [&](int64_t r) { return columns[r / WIDTH][i]; });
             }
-        } else if (x.row == 1 && start + VECTORS * WIDTH <= x.rows)
-            for (; k < whole; k++) {
+        } else if constexpr (STEP<T> <= 2) {
+            for (; x.row == 1 && start + VECTORS * WIDTH <= x.rows && k < whole; k++) {
                 const T* row = x.at + start + (from + k) * STEP<T> * x.inner;
                 put_step(k, [&](int64_t r) { return words_at(row + r, row + r + x.inner); });
             }
+        }
         for (; k < stop; k++)
             for (int half = 0; half < HALVES; half++)
                 for (int64_t r = 0; r < rows; r++)
@@ -316,18 +320,6 @@ struct Product {
         for (int64_t i = 0; i < count; i += LANES) store(sums + i, load(sums + i) + load(others + i));
     }
 
-    // Writes a tile's sums, rounded.
-    void put(const float* sums, int64_t top, int64_t rows, int64_t panel) const {
-        const int64_t outputs = w.rows, count = std::min(COLUMNS, outputs - panel * COLUMNS);
-        Out* target = out + top * outputs + panel * COLUMNS;
-        for (int64_t r = 0; r < rows; r++, target += outputs, sums += COLUMNS)
-            if (count == COLUMNS)
-#pragma GCC unroll 2
-                for (int64_t n = 0; n < COLUMNS; n += LANES) store(target + n, load(sums + n));
-            else
-                for (int64_t n = 0; n < count; n += LANES) store_first(target + n, load(sums + n), count - n);
-    }
-
     // What one thread packs and another reads is moved between cores, which takes several times as long between
     // chiplets. So with enough rows, each thread has separate rows and packs w for itself: only a thread that has
     // finished its rows reads x packed by another.
@@ -413,7 +405,7 @@ struct Product {
 
 template <class T, class Out>
 struct Best {
-    typedef ::Product<T, Out> Product;
+    typedef ::Product<T, Rounded<Out>> Product;
 };
 #ifdef LOCKSTEP_TILES
 template <class Out>
@@ -430,5 +422,5 @@ static void product(const T* x, int64_t x_row, int64_t x_inner, const T* w, int6
     if (depth == 0) return (void)std::memset((void*)out, 0, rows * outputs * sizeof(Out));  // an empty sum
     if (rows == 0 || outputs == 0) return;
     const Matrix<T> left{x, rows, depth, x_row, x_inner}, right{w, outputs, depth, w_row, w_inner};
-    typename Best<T, Out>::Product(left, right, packed, out, chunks).run(rows * outputs * depth > SPLIT_WORK);
+    typename Best<T, Out>::Product(left, right, packed, {out, outputs}, chunks).run(rows * outputs * depth > SPLIT_WORK);
 }

@@ -23,8 +23,8 @@ struct TileProduct {
     const int64_t of_chunk;  // steps of a chunk
     word* copied = nullptr;
 
-    TileProduct(const Matrix<bf16>& x, const Matrix<bf16>& w, const word* packed, Out* out, int64_t chunks)
-        : x(x), w(w), packed(packed), out(out), chunks(chunks), steps(x.steps()),
+    TileProduct(const Matrix<bf16>& x, const Matrix<bf16>& w, const word* packed, const Rounded<Out>& put, int64_t chunks)
+        : x(x), w(w), packed(packed), out(put.out), chunks(chunks), steps(x.steps()),
           panels((w.rows + COLUMNS - 1) / COLUMNS), tiling(x.rows, 2 * UNIT_ROWS), of_chunk(steps / chunks) {
         // The unit reads whole words of a row: an odd end is padded with half a word of zeros.
         if (x.inner != 1 || x.depth % 2) copied = scratch<word>(x.rows * steps, 3);

@@ -34,6 +34,7 @@ from lockstep.model import (
 from lockstep.model.known_operators import refuse_unknown_operators
 from lockstep.observe import announce, start_line
 from lockstep.parallel import World, apply_compile, generator_model
+from lockstep.precision import read_precision
 from lockstep.rl.rollouts.plain import plain_shape
 from lockstep.rl.rollouts.recorded import recall
 from lockstep.rl.weights.reader import WeightReader
@@ -90,7 +91,9 @@ def open_engine(welcome: dict[str, Any], key: bytes, world: World) -> tuple[Weig
     folder, device = local_folder(welcome["model"]), world.device
     expected = welcome["shape"]
     ends = tuple(expected["eos_token_ids"])
-    shape = dataclasses.replace(read_config(folder), reduction_chunks=welcome["reduction_chunks"], eos_token_ids=ends)
+    precision = read_precision(expected["precision"], "the trainer's model")
+    chunks = welcome["reduction_chunks"]
+    shape = dataclasses.replace(read_config(folder), reduction_chunks=chunks, eos_token_ids=ends, precision=precision)
     if shape.lora is None and (lora := expected.get("lora")):  # a new adapter that the run trains
         shape = dataclasses.replace(shape, lora=Lora(lora["rank"], lora["alpha"], tuple(lora["modules"])))
     actual = plain_shape(shape)

@@ -25,8 +25,8 @@ from lockstep.parallel.messages import from_all
 from lockstep.parallel.tensor_group import sharded_over_data, tensor_group_of
 
 TAPPED = (
-    "embedding", "rms_norm", "linear", "head_linear", "rotary", "silu_mul", "router_logits", "route", "experts",
-    "clamped_experts", "add_bias",
+    "embedding", "rms_norm", "linear", "formatted_linear", "head_linear", "rotary", "silu_mul", "router_logits",
+    "route", "experts", "clamped_experts", "add_bias",
 )  # fmt: skip
 CHUNK = 16
 """Tokens of a prompt that the generator's path computes at once; completion tokens follow one by one."""
@@ -209,7 +209,7 @@ def _tapped_attention(attention: ops.Attention, taps: list[Tap]) -> ops.Attentio
 
 def _in_words(kind: str, weight: str, before: list[Tap]) -> str:
     """`layer 7, o_proj`; an operator without a weight belongs to the layer of the one before it."""
-    if kind == "linear" and weight in ("embed_tokens", "lm_head"):
+    if kind.endswith("linear") and weight in ("embed_tokens", "lm_head"):
         return "lm_head"
     if match := re.fullmatch(r"layers\.(\d+)\.(?:\w+\.)*?(\w+(?:\.bias)?)", weight):
         # These are not named after their weights: a route's can be its choice bias, and experts have three.

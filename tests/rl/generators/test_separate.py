@@ -7,7 +7,7 @@ import signal
 
 import pytest
 
-from lockstep.config import ActorsConfig, CheckpointConfig, RanksConfig, RewardConfig
+from lockstep.config import ActorsConfig, CheckpointConfig, PrecisionConfig, RanksConfig, RewardConfig
 from lockstep.errors import UserError
 from lockstep.observe import RunFolder, read_metrics
 from lockstep.rl.environments.loading import load_environment
@@ -54,6 +54,7 @@ def test_a_signal_before_the_first_generator_has_joined_leaves_no_folder(task, m
         (["two for TP 2"], dict(steps=2, environment="Talk", kl_coefficient=0.0)),
         # Its value function is trained on ranks that do not sample.
         (["one for FSDP 2"], dict(steps=3, algorithm="ppo")),
+        (["one for FSDP 2"], dict(steps=3, precision=PrecisionConfig("int8", keep=("layers.0.*",)))),
     ],
 )
 def test_a_run_is_the_same_with_separate_generators(task, model_folder, tmp_path, ways, settings):

@@ -17,6 +17,7 @@ from lockstep.rl.scoring.parity_matrix import (
     GENERATORS,
     LAYOUTS,
     MIXTURE,
+    QUANTIZED,
     RECOMPUTE,
     SHAPES,
     Scoring,
@@ -41,20 +42,26 @@ FEW = [
     Scoring("grouped heads 3:1", "float32", "none", layout, QUICK[layout.name])
     for layout in LAYOUTS
     if layout.name in QUICK
-] + [Scoring(MIXTURE, "float32", "none", EXPERT_LAYOUTS[3], "none", (1, 2))]
+]
+FEW += [
+    Scoring(MIXTURE, "float32", "none", EXPERT_LAYOUTS[3], "none", (1, 2)),
+    Scoring("int8", "float32", "none", LAYOUTS[8], "none", (1,)),
+    Scoring("int4", "float32", "none", LAYOUTS[5], "none", (1,)),
+]
 
 
 def test_every_two_settings_meet_in_the_covering_jobs():
     axes = {"shape": SHAPES, "dtype": DTYPES, "backend": BACKENDS, "layout": LAYOUTS, "recompute": RECOMPUTE}
-    jobs = [job for job in COVERING if job.shape != MIXTURE]
+    jobs = [job for job in COVERING if job.shape in SHAPES]
     (split,) = (layout for layout in LAYOUTS if layout.parallel.pipeline_schedule == "zbv")  # is never compiled
     for first, second in combinations(axes, 2):
         met = {(getattr(job, first), getattr(job, second)) for job in jobs}
         assert met == set(product(axes[first], axes[second])) - {("inductor", split)}, (first, second)
     full = scoring_jobs(covering=False)
-    assert len(full) == (13 + 12) * 4 * 2 * 3 + 6 * 2 * 3
+    assert len(full) == (13 + 12) * 4 * 2 * 3 + 6 * 2 * 3 + (7 + 6) * 2 * 2
     assert {job.layout for job in COVERING if job.shape == MIXTURE} == {*LAYOUTS, *EXPERT_LAYOUTS}
-    assert {replace(job, generators=GENERATORS) for job in COVERING} <= set(full)
+    whole = {replace(job, generators=GENERATORS if job.shape not in QUANTIZED else (1,)) for job in COVERING}
+    assert whole <= set(full)
 
 
 @pytest.fixture(scope="module", params=[FEW, pytest.param(RUN, marks=pytest.mark.slow)], ids=["few", "covering"])
@@ -66,7 +73,7 @@ def computed(request):
 def test_every_pair_of_layouts_agrees_in_every_bit_and_in_the_norms_of_gradients(computed, tmp_path):
     jobs, results = computed
     cells = compare(results, jobs)
-    assert len(cells) == ((13 * 3 + 12 + 13 + 6) * len(GENERATORS) + 2 if jobs is RUN else 6 * len(GENERATORS) + 2)
+    assert len(cells) == ((13 * 3 + 12 + 13 + 6) * len(GENERATORS) + 10 if jobs is RUN else 6 * len(GENERATORS) + 4)
     assert all(cell.checked > 200 and cell.different == 0 and cell.largest == 0.0 for cell in cells)
     write_results(cells, tmp_path)
     written = json.loads((tmp_path / "parity.json").read_text())

@@ -1,0 +1,40 @@
+"""What the linear layers compute in."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+from lockstep.errors import UserError
+from lockstep.precision import FLOAT8, KEEP, MODELS_DTYPE, Precision
+
+
+@dataclass
+class PrecisionConfig:
+    """The number format of the linear layers' factors, for trainer and generator alike."""
+
+    linear: Literal[
+        "auto", "none", "int8", "int4", "int4_128",
+        "float8", "float8_rowwise", "float8_rowwise_gw_hp", "mxfp8", "mxfp8_floor",
+    ] = "auto"  # fmt: skip
+    """`int8`; 4-bit weights in groups of 32 (`int4`) or 128 numbers with a common scale; `mxfp8`: float8 in blocks of
+    32; float8 with a scale per row, or per tensor (`float8`: pretrain and sft only). Weights are quantized whenever
+    they change. `none`: the model's dtype; auto: as the model was trained."""
+    keep: tuple[str, ...] = KEEP
+    """Patterns of the names of layers that compute in the model's dtype; `layers.first.*` and `layers.last.*` are those
+    of the first and the last layer."""
+
+    def of_model(self, trained: Precision, compared: bool) -> Precision:
+        """The precision of a model that was trained in `trained`.
+
+        compared: log-probabilities of rows are compared with those of other batches, as in reinforcement. Raises
+        UserError if they would differ.
+        """
+        if self.linear == FLOAT8 and compared:
+            raise UserError(
+                "precision.linear float8 has one scale for all rows of a micro-batch, so log-probabilities would "
+                "depend on it; it is for pretrain and sft: use float8_rowwise or mxfp8"
+            )
+        if self.linear != "auto":
+            return Precision(self.linear, tuple(self.keep))
+        return MODELS_DTYPE if trained.linear == FLOAT8 and compared else trained

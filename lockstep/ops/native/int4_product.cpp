@@ -1,0 +1,82 @@
+// The exported products with weights of 4-bit integers.
+#include "int4_product.h"
+#include "replay.h"
+
+// Each group's codes, scale, and the sum that cancels `ZERO_CODE` in the weight's codes.
+template <class T>
+static void quantize_groups(const T* x, int64_t groups, int64_t group, int8* codes, float* scales, int32_t* first) {
+    for (int64_t g = 0; g < groups; g++, x += group, codes += group) {
+        scales[g] = quantize(x, group, codes, group);
+        int32_t sum = 0;
+        for (int64_t k = 0; k < group; k++) sum += codes[k];
+        first[g] = -ZERO_CODE * sum;
+    }
+}
+
+// out [rows][outputs] = x [rows][depth] · the weight's codes [outputs][depth]ᵀ, both times the scales of their groups.
+template <class T>
+static void int4_product(const T* x, int64_t x_row, const word* panels, T* out, int64_t rows, int64_t depth,
+                         int64_t outputs, int64_t group) {
+    if (rows == 0 || outputs == 0) return;
+    const Int4Weight weight{(word*)panels, depth, outputs, group};
+    const int64_t groups = weight.groups();
+    int8* codes = scratch<int8>(rows * (depth + groups * 8), 4);
+    float* scales = (float*)(codes + rows * depth);
+    int32_t* first = (int32_t*)(scales + rows * groups);
+    const bool split = rows * outputs * depth > SPLIT_WORK;
+#pragma omp parallel for schedule(static) if (split && rows * depth > OWN_WORDS)
+    for (int64_t r = 0; r < rows; r++)
+        quantize_groups(x + r * x_row, groups, group, codes + r * depth, scales + r * groups, first + r * groups);
+    const Rounded<T> put{out, outputs};
+    const int64_t parts = std::min<int64_t>(weight.count(), 8 * omp_get_max_threads());
+#pragma omp parallel for schedule(dynamic, 1) if (split)
+    for (int64_t part = 0; part < parts; part++)
+        for (int64_t top = 0; top < rows; top += INT4_BLOCK) {
+            const Tiling tiling(std::min(INT4_BLOCK, rows - top), INT4_ROWS);
+            for (int64_t p = weight.count() * part / parts; p < weight.count() * (part + 1) / parts; p++)
+                for (int64_t t = 0; t < tiling.count; t++) {
+                    const int64_t r = top + tiling.start(t);
+                    const Int4Rows tile{codes + r * depth, scales + r * groups, first + r * groups, depth, groups};
+                    alignas(64) float sums[INT4_ROWS * COLUMNS];
+                    int4_tile_of(tiling.height(t), tile, weight, weight.panel(p), sums);
+                    put(sums, r, tiling.height(t), p);
+                }
+        }
+}
+
+// The numbers that the codes of groups stand for.
+template <class T>
+static void round_int4(const T* w, T* out, int64_t groups, int64_t group) {
+#pragma omp parallel for schedule(static) if (groups * group > OWN_WORDS)
+    for (int64_t g = 0; g < groups; g++) {
+        int8* codes = scratch<int8>(group, 0);
+        const bf16 scale = quantize_signed(w + g * group, group, codes);
+        dequantize(codes, wide(scale), out + g * group, group);
+    }
+}
+
+#define EXPORT(suffix, T)                                                                                              \
+    extern "C" void int4_product##suffix(const T* x, int64_t x_row, const word* panels, T* out, int64_t rows,          \
+                                         int64_t depth, int64_t outputs, int64_t group) {                              \
+        int4_product<T>(x, x_row, panels, out, rows, depth, outputs, group);                                           \
+    }                                                                                                                  \
+    REPLAYABLE(int4_product##suffix)                                                                                   \
+    extern "C" void pack_int4##suffix(const T* w, int64_t w_row, word* panels, int64_t depth, int64_t outputs,         \
+                                      int64_t group) {                                                                 \
+        Int4Weight{panels, depth, outputs, group}.pack(w, w_row);                                                      \
+    }                                                                                                                  \
+    extern "C" void unpack_int4##suffix(const word* panels, T* out, int64_t depth, int64_t outputs, int64_t group) {   \
+        Int4Weight{(word*)panels, depth, outputs, group}.unpack(out);                                                  \
+    }                                                                                                                  \
+    extern "C" void round_int4##suffix(const T* w, T* out, int64_t groups, int64_t group) {                            \
+        round_int4<T>(w, out, groups, group);                                                                          \
+    }
+
+EXPORT(_f32, float)
+EXPORT(_bf16, bf16)
+
+// Words of a packed weight.
+extern "C" int64_t int4_words(int64_t depth, int64_t outputs, int64_t group) {
+    const Int4Weight weight{nullptr, depth, outputs, group};
+    return weight.count() * weight.groups() * weight.group_words();
+}
