@@ -29,11 +29,11 @@ def tokenizer_in(file: Path) -> Path:
 def _extracted(file: Path, written: int) -> Path:
     """A temporary folder with `tokenizer.json` and its settings, which transformers builds from the file's metadata;
     deleted when the process ends. written: the file's modification time, so that a change is noticed."""
-    beside = f"{file}: there is no tokenizer.json beside it; put the model's there"
+    missing = f"{file}: there is no tokenizer.json next to it; put the model's there"
     try:
         from transformers import PreTrainedTokenizerFast
     except ImportError as error:
-        raise UserError(f"{beside}, or install transformers, which builds it from the file's metadata") from error
+        raise UserError(f"{missing}, or install transformers, which builds it from the file's metadata") from error
     folder = Path(tempfile.mkdtemp(prefix="lockstep-tokenizer-"))
     atexit.register(shutil.rmtree, folder, ignore_errors=True)
     try:
@@ -42,7 +42,7 @@ def _extracted(file: Path, written: int) -> Path:
         tokenizer.save_pretrained(str(folder))
     except Exception as error:  # of many kinds: the metadata is another program's
         raise UserError(
-            f"{beside}: transformers could not build it from the file's metadata ({type(error).__name__}: "
+            f"{missing}: transformers could not build it from the file's metadata ({type(error).__name__}: "
             f"{error!s:.300})"
         ) from error
     return folder

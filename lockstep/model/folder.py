@@ -128,7 +128,7 @@ def _as_stored(folder: Path) -> Iterator[tuple[str, object, list[int], memoryvie
 
 
 def files_folder(folder: Path) -> Path:
-    """Where the files beside the weights are: the folder itself, or that of a GGUF file."""
+    """Where the files next to the weights are: the folder itself, or that of a GGUF file."""
     return folder.parent if folder.is_file() else folder
 
 

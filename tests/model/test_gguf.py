@@ -155,7 +155,7 @@ def test_the_tokenizer_and_template_in_a_file_are_its_own(with_tokenizer):
     assert load_chat_template(file).render([{"role": "user", "content": "a b"}]) == "a b"
 
 
-def test_a_tokenizer_beside_the_file_comes_first(tmp_path, with_tokenizer):
+def test_a_tokenizer_next_to_the_file_comes_first(tmp_path, with_tokenizer):
     file = with_tokenizer[0]
     (tmp_path / "model.gguf").write_bytes(file.read_bytes())
     train_bpe(["other"], 300).save(tmp_path)
@@ -163,14 +163,14 @@ def test_a_tokenizer_beside_the_file_comes_first(tmp_path, with_tokenizer):
     assert load_tokenizer(tmp_path / "model.gguf").vocab_size == load_tokenizer(tmp_path).vocab_size < 300
 
 
-def test_a_tokenizer_that_transformers_cannot_build_has_to_be_beside_the_file(tmp_path):
+def test_a_tokenizer_that_transformers_cannot_build_has_to_be_next_to_the_file(tmp_path):
     _, file = folder_and_file(tmp_path, "qwen3:micro")
     with pytest.raises(UserError, match=r"no tokenizer\.json; put the model's tokenizer next to its weights"):
         load_tokenizer(file)
     shape = replace(preset("qwen3:micro", 96), num_layers=2)
     tensors = load_file(tmp_path / "folder" / "model.safetensors")
     write_model(file, shape, tensors, more={"tokenizer.ggml.model": "rwkv"})
-    with pytest.raises(UserError, match=r"there is no tokenizer\.json beside it; put .* could not build it .*'rwkv'"):
+    with pytest.raises(UserError, match=r"there is no tokenizer\.json next to it; put .* could not build it .*'rwkv'"):
         load_tokenizer(file)
 
 
