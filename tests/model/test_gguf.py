@@ -1,6 +1,7 @@
 """GGUF files: llama.cpp's values, the names and settings of the folder that was converted, and its tokenizer."""
 
 import json
+import sys
 from dataclasses import replace
 from pathlib import Path
 
@@ -161,6 +162,15 @@ def test_a_tokenizer_next_to_the_file_comes_first(tmp_path, with_tokenizer):
     train_bpe(["other"], 300).save(tmp_path)
     assert tokenizer_folder(tmp_path / "model.gguf") == tmp_path
     assert load_tokenizer(tmp_path / "model.gguf").vocab_size == load_tokenizer(tmp_path).vocab_size < 300
+
+
+def test_without_transformers_the_message_says_what_to_do(tmp_path, monkeypatch, with_tokenizer):
+    (tmp_path / "other.gguf").write_bytes(with_tokenizer[0].read_bytes())
+    monkeypatch.setitem(sys.modules, "transformers", None)
+    with pytest.raises(
+        UserError, match=r"no tokenizer\.json next to it; put the model's there, or install transformers"
+    ):
+        load_tokenizer(tmp_path / "other.gguf")
 
 
 def test_a_tokenizer_that_transformers_cannot_build_has_to_be_next_to_the_file(tmp_path):
