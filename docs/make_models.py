@@ -5,12 +5,15 @@ Run: python docs/make_models.py
 
 from __future__ import annotations
 
+import json
 import tempfile
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import torch
+from safetensors.torch import load_file, save_file
 
 from lockstep import Engine, EngineConfig, SamplingParams, build_model, load_model, save_model, score
 from lockstep.checkpoint import newest_checkpoint
@@ -19,6 +22,7 @@ from lockstep.config import LoraConfig, ParallelConfig, PretrainConfig, Recomput
 from lockstep.errors import UserError
 from lockstep.model import ModelConfig, lora_of, preset
 from lockstep.model.families import FAMILIES
+from lockstep.model.gguf import ARCHITECTURES
 from lockstep.parallel.recompute import apply_recompute
 from lockstep.parallel.refusals import refuse_impossible
 from lockstep.parallel.world import AXES
@@ -33,6 +37,12 @@ TITLES = {
     "llama3": "Llama 3", "qwen3": "Qwen3", "qwen3_moe": "Qwen3-MoE", "gpt_oss": "gpt-oss", "deepseek_v3": "DeepSeek-V3",
 }  # fmt: skip
 PROMPTS = [[5, 9, 2], list(range(40, 75))]
+FP8 = {"quant_method": "fp8", "weight_block_size": [1, 2**20]}
+ROWS = {"num_bits": 8, "type": "int", "strategy": "channel"}
+COMPRESSED = {
+    "quant_method": "compressed-tensors", "format": "int-quantized",
+    "config_groups": {"group_0": {"targets": ["Linear"], "weights": ROWS}},
+}  # fmt: skip
 TEXT = ["0123456789 " * 40] * 8
 
 
@@ -118,6 +128,32 @@ def converts(family: str) -> bool:
     return all(map(torch.equal, model.parameters(), again.parameters()))
 
 
+def reads_quantized(settings: dict[str, Any], codes: torch.dtype, scale: str) -> Callable[[str], bool | str]:
+    """Whether a folder is read whose matrices are stored in the type `codes`, with scales of 1/4 for each row."""
+
+    def check(family: str) -> bool | str:
+        with tempfile.TemporaryDirectory() as folder:
+            save_model(build_model(shape_of(family), "bfloat16", seed=1), folder)
+            weights = load_file(Path(folder, "model.safetensors"))
+            stored = {}
+            for name, weight in weights.items():
+                stored[name] = weight
+                if weight.ndim == 2 and name.endswith("_proj.weight"):
+                    stored |= {name: (weight * 100).to(codes), name + scale: torch.full((len(weight), 1), 0.25)}
+                    weights[name] = stored[name].bfloat16() / 4
+            save_file(stored, Path(folder, "model.safetensors"))
+            config = Path(folder, "config.json")
+            config.write_text(json.dumps(json.loads(config.read_text()) | {"quantization_config": settings}))
+            try:
+                save_model(load_model(folder), folder)
+            except UserError as error:
+                return "refused: " + str(error).partition(": ")[2].partition(". ")[0]
+            found = load_file(Path(folder, "model.safetensors"))
+            return all(torch.equal(found[name], weight) for name, weight in weights.items())
+
+    return check
+
+
 def sizes(family: str) -> str:
     return ", ".join(f"`{family}:{size}`" for size in FAMILIES[family].PRESETS)
 
@@ -146,6 +182,9 @@ CHECKS: dict[str, Callable[[str], bool | str]] = {
     "`--dry-run`": rehearses,
     "Hugging Face folder, written and read": goes_to_disk_and_back,
     "`lockstep convert`": converts,
+    "folder in fp8, read": reads_quantized(FP8, torch.float8_e4m3fn, "_scale_inv"),
+    "folder of compressed-tensors, read": reads_quantized(COMPRESSED, torch.int8, "_scale"),
+    "GGUF file, read": lambda family: FAMILIES[family].ARCHITECTURE in ARCHITECTURES.values() or "refused",
     "`parallel.data_shard 2` (FSDP)": fits(data_shard=2),
     "`parallel.tensor 2`": fits(tensor=2),
     "`parallel.context 2`": fits(context=2),

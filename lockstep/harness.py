@@ -29,6 +29,7 @@ from lockstep.commands.terminal import printable
 from lockstep.config import EngineConfig
 from lockstep.data import continuation, load_tokenizer, with_ends
 from lockstep.data.chat import ChatTemplateError, load_chat_template
+from lockstep.data.tokenizer import tokenizer_folder
 from lockstep.errors import UserError, closest
 from lockstep.generate import Engine, SamplingParams
 from lockstep.generate.draws import LOGITS_ELEMENTS
@@ -93,7 +94,7 @@ class LockstepLM(TemplateLM):
         self.tokens_per_batch, self.max_gen_toks = int(tokens_per_batch), int(max_gen_toks)
         self._folder = folder
         self._special = frozenset(self.tokenizer.special_tokens().values())
-        self._before = _added_before(folder, self.tokenizer.bos_id)
+        self._before = _added_before(tokenizer_folder(folder), self.tokenizer.bos_id)
 
     @property
     def eot_token_id(self) -> int:

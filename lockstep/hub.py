@@ -14,20 +14,25 @@ EXCLUDED = ("original/*", "consolidated*", "*/*")
 """Weights in other layouts, and files in subfolders."""
 
 
+def is_local(name: str | Path) -> bool:
+    """Whether `name` is a folder, or a model that is one file (GGUF)."""
+    return Path(name).is_dir() or (Path(name).suffix == ".gguf" and Path(name).is_file())
+
+
 def local_folder(name: str | Path) -> Path:
-    """`name` itself if it is a folder; else the folder to which the hub's model of this name was downloaded.
+    """`name` itself if it `is_local`; else the folder to which the hub's model of this name was downloaded.
 
     Environment variables set the hub, its cache and token, and whether it is accessed at all: HF_ENDPOINT, HF_HOME,
     HF_TOKEN, HF_HUB_OFFLINE. Raises UserError if there is neither folder nor model.
     """
-    if Path(name).is_dir():
+    if is_local(name):
         return Path(name)
     match = NAME.fullmatch(str(name))
     if not match or Path(name).is_file():
         why = "is a file" if Path(name).is_file() else "no such folder"
         raise UserError(
-            f"{name}: {why}; give a folder in Hugging Face layout, a run's folder, or a model on the hub as "
-            "ORGANISATION/MODEL"
+            f"{name}: {why}; give a folder in Hugging Face layout, a GGUF file, a run's folder, or a model on the hub "
+            "as ORGANISATION/MODEL"
         )
     return _download(match["name"], match["revision"])
 
@@ -41,8 +46,8 @@ def hub_name(folder: Path) -> tuple[str, str] | None:
 
 
 def is_model(name: str) -> bool:
-    """Whether `name` is a folder, or may be a model on the hub."""
-    return bool(name) and (Path(name).is_dir() or NAME.fullmatch(name) is not None)
+    """Whether `name` is a folder or a GGUF file, or may be a model on the hub."""
+    return bool(name) and (is_local(name) or NAME.fullmatch(name) is not None)
 
 
 def _download(name: str, revision: str | None) -> Path:

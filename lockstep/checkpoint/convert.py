@@ -9,7 +9,6 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -20,6 +19,7 @@ from lockstep.data import load_tokenizer, with_ends
 from lockstep.data.chat import load_chat_template
 from lockstep.data.tokenizer import tokenizer_folder
 from lockstep.errors import UserError
+from lockstep.hub import is_local
 from lockstep.model import (
     Decoder,
     ModelConfig,
@@ -34,13 +34,14 @@ from lockstep.model import (
     resolve_dtype,
     stored_as,
     stored_dtype,
-    tensor_files,
+    stored_tensors,
     write_description,
 )
-from lockstep.model.folder import GENERATION, TensorFile, generation_ends, open_tensors
+from lockstep.model.config_json import holds_model
+from lockstep.model.folder import GENERATION, files_folder, generation_ends
 from lockstep.model.json_file import read_json
-from lockstep.model.mxfp4 import BLOCKS, SCALES, Mxfp4
-from lockstep.model.stored import Stored, hugging_face_name, is_adapter, is_float32
+from lockstep.model.stored import hugging_face_name, is_adapter, is_float32
+from lockstep.model.stored_tensor import StoredTensor
 
 TOKENIZER_FILES = (
     "tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json", "chat_template.jinja",
@@ -66,15 +67,15 @@ def convert(
 ) -> None:
     """Writes the model in `source` as a Hugging Face folder, in `dtype` (auto: unchanged), in files of limited size.
 
-    `source` is a Hugging Face folder, which includes a run's checkpoint, or one of Meta's with `params.json` and
-    `consolidated.*.pth`. `merge`: it is an adapter, and the target gets the base's weights plus the adapter's updates,
-    W + scaling · B A, computed in float32 and rounded once to `dtype`; so the merged model's log-probabilities equal
-    those of base and adapter up to rounding, not bit for bit. Only one tensor is in memory at a time. Raises UserError,
-    naming file and tensor, for an incomplete source or a target that is not empty; the target is renamed to its final
-    name when it is complete.
+    `source` is a Hugging Face folder, which includes a run's checkpoint, a GGUF file, or one of Meta's folders with
+    `params.json` and `consolidated.*.pth`. `merge`: it is an adapter, and the target gets the base's weights plus the
+    adapter's updates, W + scaling · B A, computed in float32 and rounded once to `dtype`; so the merged model's
+    log-probabilities equal those of base and adapter up to rounding, not bit for bit. Only one tensor is in memory at a
+    time. Raises UserError, naming file and tensor, for an incomplete source or a target that is not empty; the target
+    is renamed to its final name when it is complete.
     """
     source, target = Path(source), Path(target)
-    if not source.is_dir():
+    if not is_local(source):
         raise UserError(f"{source}: no such folder; give a model's folder or a run's")
     if target.exists() and (not target.is_dir() or any(target.iterdir())):
         raise UserError(f"{target}: is not an empty folder; give another one to write")
@@ -111,7 +112,7 @@ def _write_folder(target: Path, source: Path, weights: Weights, kind: torch.dtyp
             copy = unfinished / path.relative_to(home)
             copy.parent.mkdir(exist_ok=True)
             shutil.copyfile(path, copy)
-        settings = (folder / GENERATION for folder in (source, base_folder(source)))
+        settings = (files_folder(folder) / GENERATION for folder in (source, base_folder(source)))
         if generation := next(filter(Path.is_file, settings), None):
             shutil.copyfile(generation, unfinished / GENERATION)
         config = _with_ends(unfinished, weights.config)
@@ -137,7 +138,7 @@ def _with_ends(folder: Path, config: ModelConfig) -> ModelConfig:
 
 
 def _open(source: Path) -> Weights:
-    if (source / "config.json").is_file():
+    if holds_model(source):
         return _hugging_face(source)
     if (source / "params.json").is_file():
         from lockstep.checkpoint.meta_llama import open_meta_llama
@@ -145,39 +146,31 @@ def _open(source: Path) -> Weights:
         weights = Weights(*open_meta_llama(source))
         _check(source, weights)
         return weights
-    raise UserError(f"{source}: neither config.json (Hugging Face) nor params.json (Meta); give a model's folder")
+    raise UserError(
+        f"{source}: neither config.json (Hugging Face) nor params.json (Meta) nor a GGUF file; give a model's folder"
+    )
 
 
 def _hugging_face(source: Path) -> Weights:
-    config, files = read_config(source), tensor_files(source)
+    config = read_config(source)
     refuse_few_bytes(source, config)
-    model = Decoder(config, torch.float32, "meta")
-    check_tensors(model, source, files)
-    opened = {path: open_tensors(path) for path in set(files.values())}
+    model, stored = Decoder(config, torch.float32, "meta"), stored_tensors(source)
+    check_tensors(model, source, stored)
     tensors: dict[str, tuple[torch.Size, Callable[[], Tensor]]] = {}
     for name, parameter in model.named_parameters():
-        read = read_as(name, parameter.shape, files, config.tie_embeddings)
+        read = read_as(name, parameter.shape, stored, config.tie_embeddings)
         for part in stored_as(name, parameter.shape):
             place = tuple(slice(0, size) for size in parameter.shape)
             if part.expert is not None:  # which the files may have stacked
                 place = slice(part.expert, part.expert + 1), *place[1:]
             origin = next(each for each in read if each.expert in (None, part.expert))
-            shape = torch.Size(part.tensors(parameter.shape)[part.name])
-            tensors[part.name] = shape, partial(_read, _entry(origin, files, opened), origin.place(place), shape)
+            shape = torch.Size(part.shape_for(parameter.shape))
+            tensors[part.name] = shape, partial(_read, stored[origin.name], origin.place(place), shape)
     return Weights(config, stored_dtype(source)[0], tensors)
 
 
-def _entry(stored: Stored, files: dict[str, Path], opened: dict[Path, TensorFile]) -> Any:
-    """What the files have of a tensor, to be read in slices."""
-    if not stored.quantized:
-        return opened[files[stored.name]].get_slice(stored.name)
-    blocks, scales = (opened[files[stored.name + end]].get_slice(stored.name + end) for end in (BLOCKS, SCALES))
-    return Mxfp4(stored.name, blocks, scales)
-
-
-def _read(entry: Any, place: tuple[slice, ...], shape: torch.Size) -> Tensor:
-    values: Tensor = entry[place]
-    return values.reshape(shape)
+def _read(tensor: StoredTensor, place: tuple[slice, ...], shape: torch.Size) -> Tensor:
+    return tensor[place].reshape(shape)
 
 
 def _merged(weights: Weights) -> Weights:
@@ -201,10 +194,9 @@ def _check(source: Path, weights: Weights) -> None:
     """Raises UserError for a model whose tensors do not fit its shape."""
     model = Decoder(weights.config, torch.float32, "meta")
     wanted = {
-        tensor: torch.Size(shape)
+        part.name: torch.Size(part.shape_for(parameter.shape))
         for name, parameter in model.named_parameters()
         for part in stored_as(name, parameter.shape)
-        for tensor, shape in part.tensors(parameter.shape).items()
     }
     for name, shape in wanted.items():
         if name not in weights.tensors:

@@ -31,7 +31,7 @@ class Part:
         whole = cls.of(tensor)
         parts = {}
         for stored in stored_as(name, tensor.shape):
-            shape = torch.Size(stored.tensors(tensor.shape)[stored.name])
+            shape = torch.Size(stored.shape_for(tensor.shape))
             if stored.expert is None:
                 parts[stored.name] = cls(stored.of(whole.local), stored.place(whole.place), shape)
             elif whole.place[0].start <= stored.expert < whole.place[0].stop:

@@ -10,7 +10,7 @@ from pathlib import Path
 import torch
 
 from lockstep.config import CompileConfig, DPOConfig, PretrainConfig, RLConfig, validate
-from lockstep.hub import local_folder
+from lockstep.hub import is_local, local_folder
 from lockstep.model import ModelConfig, initialize, preset, read_config, resolve_dtype
 from lockstep.observe import announce
 from lockstep.observe.machine import usable_cpus
@@ -72,5 +72,5 @@ def _shape(config: PretrainConfig | RLConfig) -> ModelConfig:
     if isinstance(config, RLConfig):
         shape = folder_shape(local_folder(config.model), config.model)
     else:
-        shape = read_config(folder) if folder.is_dir() else preset(config.model, BLOCKS_ALONE)
+        shape = read_config(folder) if is_local(folder) else preset(config.model, BLOCKS_ALONE)
     return adapted(shape, config.lora, config.model) if config.lora.rank else shape

@@ -370,15 +370,24 @@ def load_tokenizer(folder: str | Path, model_vocab_size: int | None = None) -> T
 
 
 def tokenizer_folder(folder: Path) -> Path:
-    """The folder of the tokenizer and chat template: `folder`, or an adapter's base if the adapter has no tokenizer.
+    """The folder of the tokenizer and chat template: `folder`, or that of a GGUF file; an adapter's base if the adapter
+    has no tokenizer; a temporary one for the tokenizer in a GGUF file.
 
-    Raises UserError if there is no base.
+    Raises UserError if there is no base, and if the tokenizer in a GGUF file cannot be read.
     """
-    if (folder / BYTE_FILE).is_file() or (folder / "tokenizer.json").is_file():
-        return folder
     from lockstep.model.adapter_folder import base_folder
+    from lockstep.model.folder import files_folder
+    from lockstep.model.gguf import gguf_file
 
-    return base_folder(folder)  # peft saves adapters without a tokenizer
+    place = files_folder(folder)
+    if (place / BYTE_FILE).is_file() or (place / "tokenizer.json").is_file():
+        return place
+    if (file := gguf_file(folder)) is not None:
+        from lockstep.data.gguf_tokenizer import tokenizer_in
+
+        return tokenizer_in(file)
+    base = base_folder(folder)  # peft saves adapters without a tokenizer
+    return folder if base == folder else tokenizer_folder(base)
 
 
 def _hugging_face(folder: Path) -> HuggingFaceTokenizer:

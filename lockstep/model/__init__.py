@@ -21,11 +21,12 @@ from lockstep.model.decoder import Decoder
 from lockstep.model.device import open_device
 from lockstep.model.dtypes import is_auto, name_of, resolve_dtype
 from lockstep.model.families import PRESETS, is_ignored, preset
-from lockstep.model.folder import choose_dtype, folder_dtype, stored_dtype, tensor_files
+from lockstep.model.folder_dtype import choose_dtype, folder_dtype, stored_dtype
 from lockstep.model.initialize import build_model, initialize
 from lockstep.model.lora import adapter_off, lora_of
 from lockstep.model.protocols import ScoringModel, TrainableModel
 from lockstep.model.stored import Stored, hugging_face_name, read_as, stored_as
+from lockstep.model.tensors import stored_tensors
 from lockstep.model.token_ids import check_token_ids
 from lockstep.model.write_adapter import save_adapter, write_adapter_description
 
@@ -36,5 +37,5 @@ __all__ = [
     "hugging_face_name", "initialize", "instruction_set", "is_adapter_folder", "is_auto", "is_ignored", "load_model",
     "load_weights", "lora_of", "name_of", "open_device", "preset", "read_as", "read_config", "refuse_few_bytes",
     "refuse_score_head", "resolve_dtype", "save_adapter", "save_model", "set_arithmetic", "stored_as", "stored_dtype",
-    "tensor_files", "write_adapter_description", "write_description",
+    "stored_tensors", "write_adapter_description", "write_description",
 ]  # fmt: skip

@@ -19,8 +19,9 @@ import torch
 from safetensors import SafetensorError, safe_open
 
 from lockstep.errors import UserError, closest
-from lockstep.hub import local_folder
+from lockstep.hub import is_local, local_folder
 from lockstep.model.config import Lora, ModelConfig
+from lockstep.model.config_json import holds_model
 from lockstep.model.decoder import Decoder
 from lockstep.model.json_file import read_json
 from lockstep.model.layers import projections
@@ -79,7 +80,7 @@ def base_folder(folder: Path) -> Path:
         raise UserError(f"{folder}: its base was not found ({error}); say where it is with --base DIR") from error
     if is_adapter_folder(base):
         raise UserError(f"{folder}: its base {name} is an adapter too; merge that first: lockstep convert --merge")
-    if not (base / "config.json").is_file():
+    if not holds_model(base):
         raise UserError(
             f"{folder}: its base was not found ({name} has no config.json; for a run, name one of the folders in "
             "checkpoints/); say where it is with --base DIR"
@@ -91,7 +92,7 @@ def _moved_base(folder: Path) -> str:
     """The base at its recorded path relative to the adapter; empty if it is not there."""
     relative = lockstep_settings(folder).get("base")
     base = folder / relative if isinstance(relative, str) and relative else None
-    return str(base.resolve()) if base is not None and (base / "config.json").is_file() else ""
+    return str(base.resolve()) if base is not None and holds_model(base) else ""
 
 
 def _named_base(folder: Path) -> str:
@@ -99,7 +100,7 @@ def _named_base(folder: Path) -> str:
     base, revision = settings.get("base_model_name_or_path"), settings.get("revision")
     if not isinstance(base, str) or not base:
         raise UserError(f"{folder / SETTINGS}: base_model_name_or_path is missing; name the base with --base DIR")
-    return f"{base}@{revision}" if isinstance(revision, str) and revision and not Path(base).is_dir() else base
+    return f"{base}@{revision}" if isinstance(revision, str) and revision and not is_local(base) else base
 
 
 def with_adapter(folder: Path, base: ModelConfig) -> ModelConfig:

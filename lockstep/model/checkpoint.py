@@ -18,6 +18,7 @@ from lockstep.errors import UserError
 from lockstep.hub import local_folder
 from lockstep.model.adapter_folder import SETTINGS, base_folder, is_adapter_folder, with_adapter
 from lockstep.model.config import ModelConfig
+from lockstep.model.config_json import config_values
 from lockstep.model.decoder import Decoder
 from lockstep.model.device import checked_device
 from lockstep.model.dtypes import is_auto, name_of, resolve_dtype
@@ -26,23 +27,24 @@ from lockstep.model.folder import (
     FLOATS,
     INDEX,
     SINGLE,
-    folder_dtype,
     generation_ends,
-    open_tensors,
     refuse_other_base,
-    tensor_files,
 )
+from lockstep.model.folder_dtype import folder_dtype
 from lockstep.model.initialize import initialize_some
-from lockstep.model.json_file import read_json
 from lockstep.model.more_tokens import OF_TOKENS, MoreTokens
-from lockstep.model.mxfp4 import BLOCKS, SCALES, Mxfp4
 from lockstep.model.protocols import TrainableModel
 from lockstep.model.shard import local_part
 from lockstep.model.stored import Stored, is_adapter, is_saved_with_adapter, is_score_head, read_as, stored_as
+from lockstep.model.stored_tensor import StoredTensor
 from lockstep.model.tensor_names import more, refuse_names, refuse_quantized_tensors
+from lockstep.model.tensors import stored_tensors
 from lockstep.model.tied_head import has_untied_head
 
-QUANTIZED = ("U8",)
+MOST_IN_A_BYTE = 2
+"""Weights in a byte of a file: quantized ones have at least 4 bits."""
+ELEMENTS = 2**24
+"""Elements that are read at a time: quantized weights are in float32 until they are copied."""
 FOLDER_FIELDS = ("bos_token_id", "eos_token_ids", "pad_token_id", "reduction_chunks", "precision")
 """Fields of ModelConfig that `load_weights` does not change: they stay those of the model's first folder."""
 
@@ -57,9 +59,9 @@ def load_model(path: str | Path, dtype: str | torch.dtype | None = None, device:
     """
     device = checked_device(device)
     folder = local_folder(path)
-    model, files = _model_and_files(folder, dtype)
+    model = _model_of(folder, dtype)
     model.to_empty(device=device)
-    copy_weights(check_tensors(model, folder, files))
+    copy_weights(check_tensors(model, folder, stored_tensors(folder)))
     return model
 
 
@@ -69,18 +71,17 @@ def empty_model(folder: Path, dtype: str | torch.dtype | None = None) -> Decoder
     Raises UserError if `load_model` would. An adapter with a recorded digest is compared with its base, whose files are
     read for it.
     """
-    model, files = _model_and_files(folder, dtype)
-    check_tensors(model, folder, files)
+    model = _model_of(folder, dtype)
+    check_tensors(model, folder, stored_tensors(folder))
     return model
 
 
-def _model_and_files(folder: Path, dtype: str | torch.dtype | None) -> tuple[Decoder, dict[str, Path]]:
-    """The folder's model on the meta device, and the file of each of its tensors."""
+def _model_of(folder: Path, dtype: str | torch.dtype | None) -> Decoder:
+    """The folder's model on the meta device."""
     config = read_config(folder)
-    files = tensor_files(folder)
     refuse_few_bytes(folder, config)
     kind = folder_dtype(folder) if dtype is None or is_auto(dtype) else resolve_dtype(dtype)
-    return Decoder(config, kind, "meta"), files
+    return Decoder(config, kind, "meta")
 
 
 def refuse_few_bytes(folder: Path, config: ModelConfig) -> None:
@@ -88,14 +89,13 @@ def refuse_few_bytes(folder: Path, config: ModelConfig) -> None:
 
     Called before anything is built from a possibly damaged config.json: 10¹² layers, or such a size, would take hours.
     """
-    files = tensor_files(folder)
-    size = sum(path.stat().st_size for path in set(files.values()))
-    in_a_byte = 2 if any(name.endswith(BLOCKS) for name in files) else 1
-    if config.num_parameters > in_a_byte * size:
-        refuse_quantized_tensors(folder, files)
+    tensors = stored_tensors(folder)
+    size = sum(path.stat().st_size for path in {tensor.file for tensor in tensors.values()})
+    if config.num_parameters > MOST_IN_A_BYTE * size:
+        refuse_quantized_tensors(folder, tensors)
         raise UserError(
-            f"{folder}: config.json describes {config.num_parameters:,} weights, but the files have {size:,} bytes; "
-            "download it again"
+            f"{folder}: the configuration describes {config.num_parameters:,} weights, but the files have {size:,} "
+            "bytes; download it again"
         )
 
 
@@ -128,12 +128,15 @@ class Source(NamedTuple):
 
     values: Tensor
     place: tuple[slice, ...]
-    tensor: Any
+    tensor: StoredTensor
 
     def copy(self) -> None:
-        """Reads that place of the tensor, and nothing else."""
-        stored = self.tensor[self.place]
-        self.values.copy_(stored.view(self.values.shape))
+        """Reads that place of the tensor, and nothing else, some rows at a time."""
+        start, rest = self.place[0].start, self.place[1:]
+        rows = max(1, ELEMENTS // max(1, self.values[0].numel())) if len(self.values) else 1
+        for first in range(0, len(self.values), rows):
+            values = self.values[first : first + rows]
+            values.copy_(self.tensor[(slice(start + first, start + first + len(values)), *rest)])
 
 
 def begin_adapter(model: TrainableModel, path: str | Path, seed: int) -> None:
@@ -178,7 +181,7 @@ def sources_of_weights(
                 raise UserError(
                     f"{folder}: {field.name} is {new}, but {current} in the loaded model; give a folder of that model"
                 )
-        return check_tensors(model, folder, tensor_files(folder), added, like)
+        return check_tensors(model, folder, stored_tensors(folder), added, like)
     except UserError:
         raise
     except Exception as error:  # no weight has changed yet, and any error is due to the folder
@@ -195,55 +198,46 @@ def copy_weights(sources: list[Source]) -> None:
 def check_tensors(
     model: TrainableModel,
     folder: Path,
-    files: dict[str, Path],
+    stored: dict[str, StoredTensor],
     added: Added | None = None,
     like: int | None = None,
 ) -> list[Source]:
-    """The source of each of the model's tensors, file by file; `like` as in `begin_tokens`. Raises UserError if one is
-    missing or wrong.
-
-    Files are opened once, for the checks and the copies: replacing one in between has no effect.
+    """The source of each of the model's tensors in the `stored_tensors` of the folder, file by file; `like` as in
+    `begin_tokens`. Raises UserError if one is missing or wrong.
     """
     if is_adapter_folder(folder):
         refuse_other_base(folder)
     parameters = [(n, p) for n, p in model.named_parameters() if not (added and added.names(n))]
     tied = model.config.tie_embeddings
-    wanted = list(_wanted(parameters, files, tied))
-    shapes = {name: shape for part, parameter in wanted for name, shape in part.tensors(parameter.shape).items()}
+    wanted = list(_wanted(parameters, stored, tied))
     # The model may be a pipeline stage, with some of the layers.
-    everything = _wanted(Decoder(model.config, torch.float32, "meta").named_parameters(), files, tied)
-    whole = {name for part, parameter in everything for name in part.tensors(parameter.shape)}
-    others = [n for n in files if n not in whole and not is_copy(n, model.config)]
+    everything = _wanted(Decoder(model.config, torch.float32, "meta").named_parameters(), stored, tied)
+    whole = {part.name for part, _ in everything}
+    others = [n for n in stored if n not in whole and not is_copy(n, model.config)]
     unknown = [n for n in others if not is_ignored(n, model.config)]
-    refuse_names(folder, [name for name in shapes if name not in files], unknown)
+    refuse_names(folder, list(dict.fromkeys(part.name for part, _ in wanted if part.name not in stored)), unknown)
     if others and added is None:
         _name_unused(folder, f"{others[0]}{more(others)}")
-    opened = {path: open_tensors(path) for path in sorted({files[name] for name in shapes})}
-    quantized = {name for part, parameter in wanted if part.quantized for name in part.tensors(parameter.shape)}
-    slices = {}
-    for name, shape in shapes.items():
-        path = files[name]
-        stored = opened[path].get_slice(name)
-        kinds = QUANTIZED if name in quantized else FLOATS
-        if stored.get_dtype() not in kinds:
-            raise UserError(f"{path}: tensor {name} is {stored.get_dtype()}; only {', '.join(kinds)} are read")
-        if like is not None and name in OF_TOKENS and stored.get_shape()[0] < shape[0]:
-            stored = MoreTokens(stored, shape[0], like)
-        slices[name] = stored
-        if stored.get_shape() != list(shape):
-            raise UserError(
-                f"{path}: tensor {name} has shape {stored.get_shape()}, but config.json requires {list(shape)}"
-            )
     sources = []
-    for part, parameter in sorted(wanted, key=lambda item: files[next(iter(item[0].tensors(item[1].shape)))]):
+    for part, parameter in sorted(wanted, key=lambda item: stored[item[0].name].file):
+        tensor = _checked(part.name, stored[part.name], part.shape_for(parameter.shape), like)
         local, place = local_part(parameter)
-        if part.expert is not None:
-            sources.append(Source(local[part.expert - place[0].start], part.place(place), slices[part.name]))
-        elif part.quantized:
-            sources += _dequantized(part, local, place, slices)
-        else:
-            sources.append(Source(part.of(local), part.place(place), slices[part.name]))
+        values = part.of(local) if part.expert is None else local[part.expert - place[0].start]
+        sources.append(Source(values, part.place(place), tensor))
     return sources
+
+
+def _checked(name: str, tensor: StoredTensor, shape: tuple[int, ...], like: int | None) -> StoredTensor:
+    """The tensor, extended to more tokens `like` one of them. Raises UserError for another type or shape."""
+    if tensor.get_dtype() not in FLOATS:
+        raise UserError(f"{tensor.file}: tensor {name} is {tensor.get_dtype()}; only {', '.join(FLOATS)} are read")
+    if like is not None and name in OF_TOKENS and tensor.get_shape()[0] < shape[0]:
+        tensor = MoreTokens(tensor, shape[0], like)
+    if tensor.get_shape() != list(shape):
+        raise UserError(
+            f"{tensor.file}: tensor {name} has shape {tensor.get_shape()}, but the configuration requires {list(shape)}"
+        )
+    return tensor
 
 
 @lru_cache(maxsize=64)
@@ -252,20 +246,13 @@ def _name_unused(folder: Path, names: str) -> None:
     log.warning("%s: not used by this model: tensor %s", folder, names)
 
 
-def _dequantized(part: Stored, local: Tensor, place: tuple[slice, ...], slices: dict[str, Any]) -> Iterator[Source]:
-    """One source per expert: a source is in memory both quantized and in bfloat16 while it is read."""
-    tensor = Mxfp4(part.name, slices[part.name + BLOCKS], slices[part.name + SCALES])
-    for index, expert in enumerate(range(place[0].start, place[0].stop)):
-        yield Source(part.of(local[index]), part.place((slice(expert, expert + 1), *place[1:])), tensor)
-
-
 def _wanted(
-    parameters: Iterable[tuple[str, Tensor]], files: Collection[str], tied: bool
+    parameters: Iterable[tuple[str, Tensor]], stored: Collection[str], tied: bool
 ) -> Iterator[tuple[Stored, Tensor]]:
     """For each parameter, the tensors from which it is read; of experts, only those of this rank."""
     for name, parameter in parameters:
         local = local_part(parameter)[1][:1]
-        for part in read_as(name, parameter.shape, files, tied):
+        for part in read_as(name, parameter.shape, stored, tied):
             if part.expert is None or local[0].start <= part.expert < local[0].stop:
                 yield part, parameter
 
@@ -319,19 +306,17 @@ def write_description(
 
 
 def read_config(folder: Path) -> ModelConfig:
-    """The folder's `config.json`, with end-of-text tokens also from `generation_config.json`. The output head is only
+    """The folder's settings, with end-of-text tokens also from `generation_config.json`. The output head is only
     tied if the files have no other. Raises UserError."""
     if is_adapter_folder(folder):
         return with_adapter(folder, read_config(base_folder(folder)))
-    path = folder / "config.json"
-    if not path.is_file():
-        raise UserError(f"{folder}: no config.json; give a model folder in Hugging Face layout")
+    values, where = config_values(folder)
     if (folder / SETTINGS).is_file():
         raise UserError(
             f"{folder}: has both a model (config.json) and an adapter ({SETTINGS}), which transformers would apply to "
             "it; move the adapter's files to a separate folder, or delete them"
         )
-    config = from_hugging_face(read_json(path), str(path))
+    config = from_hugging_face(values, where)
     ends = dict.fromkeys([*config.eos_token_ids, *generation_ends(folder)])
     tied = config.tie_embeddings and not has_untied_head(folder)
     return dataclasses.replace(config, eos_token_ids=tuple(ends), tie_embeddings=tied)

@@ -1,11 +1,10 @@
-"""A model folder: the file of each tensor, their digest, the dtype to compute in, and its end tokens."""
+"""A model folder's files: that of each tensor, their digest, and its end tokens."""
 
 from __future__ import annotations
 
 import hashlib
-import math
 import zlib
-from collections import Counter, defaultdict
+from collections import defaultdict
 from collections.abc import Iterator
 from pathlib import Path, PurePath
 from typing import Any
@@ -13,19 +12,15 @@ from typing import Any
 import torch
 from safetensors import SafetensorError, safe_open
 
-from lockstep import ops
 from lockstep.errors import UserError
 from lockstep.model.adapter_folder import (
     LOCKSTEP_SETTINGS,
-    adapter_files,
     base_folder,
-    is_adapter_folder,
     lockstep_settings,
 )
-from lockstep.model.dtypes import DTYPES, is_auto, name_of, resolve_dtype
+from lockstep.model.gguf import gguf_file, opened
 from lockstep.model.json_file import read_json
-from lockstep.model.mxfp4 import BLOCKS, SCALES
-from lockstep.model.stored import PEFT_ROOT, in_language_model, is_adapter, is_float32
+from lockstep.model.stored import in_language_model
 
 GENERATION = "generation_config.json"
 SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
@@ -34,24 +29,18 @@ FLOATS = {"BF16": torch.bfloat16, "F16": torch.float16, "F32": torch.float32, "F
 
 
 def tensor_files(folder: Path) -> dict[str, Path]:
-    """The file of every tensor in the folder, by its name. Raises UserError for a file outside the folder.
+    """The file of every tensor in a folder with safetensors, by its name. Raises UserError for a file outside it.
 
     As in transformers, a single file takes precedence over an index, and an index only lists the files: all tensors in
     them are read, whether the index lists them or not.
     """
-    if is_adapter_folder(folder):
-        adapter = adapter_files(folder)
-        # Its head replaces the base's.
-        return {
-            n: f for n, f in tensor_files(base_folder(folder)).items() if f"{PEFT_ROOT}{n}" not in adapter
-        } | adapter
     listed = read_json(folder / INDEX).get("weight_map", {}) if (folder / INDEX).is_file() else {}
     if not isinstance(listed, dict) or not all(isinstance(file, str) for file in listed.values()):
         raise UserError(f"{folder / INDEX}: weight_map is not a table of file names; download it again")
     if (folder / SINGLE).is_file():
         listed = {}
     elif not (folder / INDEX).is_file():
-        raise UserError(f"{folder}: neither {SINGLE} nor {INDEX}; only safetensors are read, never pickles")
+        raise UserError(f"{folder}: neither {SINGLE} nor {INDEX}; only safetensors and GGUF are read, never pickles")
     names = sorted(set(listed.values())) or [SINGLE]
     for name in names:
         if "\0" in name or PurePath(name).is_absolute() or ".." in PurePath(name).parts:
@@ -99,16 +88,6 @@ def open_tensors(path: Path) -> TensorFile:
         raise UserError(f"{path}: cannot be read as safetensors ({error}); download it again") from error
 
 
-def _opened(folder: Path) -> Iterator[tuple[str, TensorFile]]:
-    """Every tensor's name with its file, one file open at a time."""
-    by_file: dict[Path, list[str]] = defaultdict(list)
-    for name, path in tensor_files(folder).items():
-        by_file[path].append(name)
-    for path, names in by_file.items():
-        file = open_tensors(path)
-        yield from ((name, file) for name in names)
-
-
 def refuse_other_base(folder: Path, base: Path | None = None) -> None:
     """Raises UserError if the weights in `base`, by default the adapter's base, are not those of its training run.
 
@@ -125,72 +104,37 @@ def refuse_other_base(folder: Path, base: Path | None = None) -> None:
 
 
 def digest(folder: Path) -> str:
-    """Digest of the names, dtypes, shapes and checksums of all tensors in a model folder, however they are split into
-    files."""
-    lines = []
-    for name, file in _opened(folder):
-        tensor = file.get_tensor(name)
-        values = tensor.contiguous().view(-1).view(torch.uint8).numpy()
-        lines.append(f"{name} {tensor.dtype} {list(tensor.shape)} {zlib.crc32(values):08x}")
+    """Digest of the names, dtypes, shapes and checksums of all tensors in a model folder as they are stored, however
+    they are split into files."""
+    lines = [f"{name} {kind} {shape} {zlib.crc32(values):08x}" for name, kind, shape, values in _as_stored(folder)]
     return hashlib.blake2b("\n".join(sorted(lines)).encode(), digest_size=16).hexdigest()
 
 
-def choose_dtype(wanted: str, model: str, device: torch.device) -> tuple[str, str]:
-    """`dtype = "auto"`: a folder's dtype; for fresh weights, the one that is fastest on the device.
-
-    Resolves `wanted` (a dtype, `auto` or empty) for `model` (a folder, or fresh weights), and gives the reason.
-    The same on all machines of a kind: nothing is measured. Raises UserError for an unknown dtype, and for a folder
-    with an unsupported one.
-    """
-    if not is_auto(wanted):
-        return name_of(resolve_dtype(wanted)), ""
-    if Path(model).is_dir():
-        return name_of(folder_dtype(Path(model))), "the folder's own"
-    if device.type != "cpu":
-        return "bfloat16", "which GPUs train faster in"
-    if ops.arithmetic() in ("bf16_pairs", "bf16_tiles"):
-        return "bfloat16", "for which this processor has instructions"
-    return "float32", "since this arithmetic widens bfloat16"
-
-
-def folder_dtype(folder: Path) -> torch.dtype:
-    """The dtype to compute a folder's model in. Raises UserError if it is neither bfloat16 nor float32."""
-    dtype, origin = stored_dtype(folder)
-    if dtype not in DTYPES.values():
-        raise UserError(f"{origin} {name_of(dtype)}; give dtype bfloat16 or float32 to convert the weights")
-    return dtype
+def _as_stored(folder: Path) -> Iterator[tuple[str, object, list[int], memoryview]]:
+    """Every tensor's name, type, shape and bytes, one file open at a time."""
+    if (file := gguf_file(folder)) is not None:
+        for name, part in opened(file).tensors.items():
+            yield name, part.kind.name, part.get_shape(), part.bytes.data
+        return
+    by_file: dict[Path, list[str]] = defaultdict(list)
+    for name, path in tensor_files(folder).items():
+        by_file[path].append(name)
+    for path, names in by_file.items():
+        tensors = open_tensors(path)
+        for name in names:
+            tensor = tensors.get_tensor(name)
+            values = tensor.contiguous().view(-1).view(torch.uint8).numpy().data
+            yield name, tensor.dtype, list(tensor.shape), values
 
 
-def stored_dtype(folder: Path) -> tuple[torch.dtype, str]:
-    """The dtype in the folder's configuration or, if there is none, that of most of the tensors' bytes; and its origin,
-    as the beginning of a sentence. Raises UserError for a configuration whose dtype torch does not have."""
-    path = base_folder(folder) / "config.json"
-    values = read_json(path)
-    text = values.get("text_config")
-    for part in (values, text if isinstance(text, dict) else {}):
-        for key in ("dtype", "torch_dtype"):
-            if (name := part.get(key)) is not None:
-                dtype = getattr(torch, name_of(name), None)
-                if not isinstance(name, str) or not isinstance(dtype, torch.dtype):
-                    raise UserError(f"{path}: {key} is {name!r:.100}; it must be a dtype, such as bfloat16")
-                return dtype, f"{path}: {key} is"
-    return _commonest(folder), f"{folder}: most of its tensors are"
-
-
-def _commonest(folder: Path) -> torch.dtype:
-    sizes: Counter[torch.dtype] = Counter()
-    for name, file in _opened(folder):
-        # Quantized tensors are read as bfloat16, and a router's bias is float32 in any folder.
-        if not name.endswith((BLOCKS, SCALES)) and not is_float32(name) and not is_adapter(name):
-            entry = file.get_slice(name)
-            if (dtype := FLOATS.get(entry.get_dtype())) is not None:
-                sizes[dtype] += dtype.itemsize * math.prod(entry.get_shape())
-    return max(sizes, key=lambda dtype: (sizes[dtype], dtype.itemsize), default=torch.bfloat16)
+def files_folder(folder: Path) -> Path:
+    """Where the files next to the weights are: the folder itself, or that of a GGUF file."""
+    return folder.parent if folder.is_file() else folder
 
 
 def generation_ends(folder: Path) -> list[int]:
     """The end tokens in the folder's `generation_config.json`. Raises UserError unless it is a token or a list."""
-    path = folder / GENERATION
+    path = files_folder(folder) / GENERATION
     value = read_json(path).get("eos_token_id") if path.is_file() else None
     ends = value if isinstance(value, list) else [] if value is None else [value]
     if any(type(token) is not int for token in ends):

@@ -12,6 +12,7 @@ from jaxtyping import Float, UInt8
 from torch import Tensor
 
 from lockstep.errors import UserError
+from lockstep.model.stored_tensor import StoredTensor, whole_place
 
 BLOCK = 32
 """Numbers per scale."""
@@ -38,18 +39,51 @@ def dequantized(
     return (numbers * powers[..., None]).flatten(-2)
 
 
-class Mxfp4:
-    """Experts' weights `[experts, in, out]` in a file, indexed like a tensor's slice, one place at a time.
+class Mxfp4Experts:
+    """Folders whose experts are MXFP4. No settings are read."""
 
-    They are stored as `[experts, out, in / 32, 16]` bytes, and `[experts, out, in / 32]` scales. Reading a place raises
-    UserError, with `name`, for a scale that is NaN: no weight is NaN, so the file is damaged.
+    def __init__(self, settings: dict[str, Any], where: str):
+        pass
+
+    def __call__(self, stored: dict[str, StoredTensor]) -> dict[str, StoredTensor]:
+        """The folder's tensors, with weights in place of blocks and scales. Raises UserError if one is missing."""
+        weights = dict(stored)
+        for name in [name.removesuffix(BLOCKS) for name in stored if name.endswith(BLOCKS)]:
+            if name + SCALES not in stored:
+                raise UserError(f"{stored[name + BLOCKS].file}: tensor {name}{SCALES} is missing")
+            weights[name] = Mxfp4(name, weights.pop(name + BLOCKS), weights.pop(name + SCALES))
+        return weights
+
+
+class Mxfp4:
+    """Experts' weights `[experts, in, out]` in a file, one place of which is read at a time.
+
+    They are stored as `[experts, out, in / 32, 16]` bytes, and `[experts, out, in / 32]` scales. Raises UserError for
+    other types and shapes. Reading a place raises UserError, with `name`, for a scale that is NaN: no weight is NaN, so
+    the file is damaged.
     """
 
-    def __init__(self, name: str, blocks: Any, scales: Any):
-        self.name, self.blocks, self.scales = name, blocks, scales
+    def __init__(self, name: str, blocks: StoredTensor, scales: StoredTensor):
+        self.file, self._name, self._blocks, self._scales = blocks.file, name, blocks, scales
+        for end, part in ((BLOCKS, blocks), (SCALES, scales)):
+            if part.get_dtype() != "U8":
+                raise UserError(f"{part.file}: tensor {name}{end} is {part.get_dtype()}; only U8 are read")
+        shape = blocks.get_shape()
+        if len(shape) != 4 or shape[-1] != BLOCK // 2 or scales.get_shape() != shape[:-1]:
+            raise UserError(
+                f"{scales.file}: tensor {name}{SCALES} has shape {scales.get_shape()}, which does not fit blocks of "
+                f"shape {shape}; these have one more dimension, of {BLOCK // 2} bytes"
+            )
+        self._shape = [shape[0], BLOCK * shape[2], shape[1]]
 
-    def __getitem__(self, place: tuple[slice, slice, slice]) -> Tensor:
-        experts, inputs, outputs = place
+    def get_shape(self) -> list[int]:
+        return self._shape
+
+    def get_dtype(self) -> str:
+        return "BF16"
+
+    def __getitem__(self, place: Any) -> Tensor:
+        experts, inputs, outputs = whole_place(place, self._shape)
         first = inputs.start // BLOCK
         whole = slice(first, -(-inputs.stop // BLOCK))
         inside = slice(inputs.start - first * BLOCK, inputs.stop - first * BLOCK)
@@ -57,11 +91,11 @@ class Mxfp4:
         parts = []
         for expert in range(experts.start, experts.stop):
             stored = (slice(expert, expert + 1), outputs, whole)
-            scales = self.scales[stored]
+            scales = self._scales[stored]
             if (scales == NAN).any():
                 raise UserError(
-                    f"tensor {self.name}{SCALES} has a scale byte of {NAN} for expert {expert}, which MXFP4 defines as "
-                    "NaN; the file is damaged or was quantized from weights that were not finite: download it again"
+                    f"tensor {self._name}{SCALES} has a scale byte of {NAN} for expert {expert}, which MXFP4 defines "
+                    "as NaN; the file is damaged or was quantized from weights that were not finite: download it again"
                 )
-            parts.append(dequantized(self.blocks[stored], scales)[..., inside].mT)
+            parts.append(dequantized(self._blocks[stored], scales)[..., inside].mT)
         return torch.cat(parts)

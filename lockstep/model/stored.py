@@ -7,8 +7,6 @@ from typing import NamedTuple
 
 from torch import Tensor
 
-from lockstep.model.mxfp4 import BLOCK, BLOCKS, SCALES
-
 EXPERTS = ".mlp.experts."
 PROJECTIONS = ("gate_proj.weight", "up_proj.weight", "down_proj.weight")
 FUSED = "gate_up_proj"
@@ -64,8 +62,6 @@ class Stored(NamedTuple):
     """Shape of the tensor, if it has the rows of several parameters."""
     transposed: bool = False
     """Whether the parameter's last two dimensions are swapped in the tensor."""
-    quantized: bool = False
-    """Whether the files have MXFP4 blocks and their scales instead of the tensor."""
 
     def of(self, parameter: Tensor) -> Tensor:
         """A view of the parameter with the tensor's layout."""
@@ -81,15 +77,11 @@ class Stored(NamedTuple):
             return place[0], slice(place[1].start + self.first_row, place[1].stop + self.first_row), place[2]
         return (*place[:-2], place[-1], place[-2]) if self.transposed else place
 
-    def tensors(self, shape: Sequence[int]) -> dict[str, tuple[int, ...]]:
-        """The names and shapes of the tensors in the files, for a parameter of this shape."""
-        if self.quantized:
-            experts, outputs, inputs = shape
-            blocks = (experts, outputs, inputs // BLOCK)
-            return {self.name + BLOCKS: (*blocks, BLOCK // 2), self.name + SCALES: blocks}
+    def shape_for(self, shape: Sequence[int]) -> tuple[int, ...]:
+        """The tensor's shape, for a parameter of this shape."""
         if self.transposed:
-            return {self.name: (*shape[:-2], shape[-1], shape[-2])}
-        return {self.name: self.shape or tuple(shape if self.expert is None else shape[1:])}
+            return (*shape[:-2], shape[-1], shape[-2])
+        return self.shape or tuple(shape if self.expert is None else shape[1:])
 
 
 def hugging_face_name(name: str) -> str:
@@ -117,16 +109,14 @@ def stored_as(name: str, shape: Sequence[int]) -> list[Stored]:
 
 
 def read_as(name: str, shape: Sequence[int], stored: Collection[str], tied: bool = False) -> list[Stored]:
-    """The tensors from which a parameter is read: as `stored_as`, or stacked, fused or quantized if the `stored` names
-    are; a `tied` embedding also from the head."""
+    """The tensors from which a parameter is read: as `stored_as`, or stacked or fused if the `stored` names are; a
+    `tied` embedding also from the head."""
     if is_score_head(name) and adapter_name(name) in stored:
         return [Stored(adapter_name(name))]
     written = stored_as(name, shape)
     if tied and written[0].name == EMBEDDING and EMBEDDING not in stored and HEAD in stored:
         return [Stored(HEAD)]
     layer, _, projection = name.partition(EXPERTS)
-    if written[0].transposed and written[0].name + BLOCKS in stored and shape[-1] % BLOCK == 0:
-        return [written[0]._replace(quantized=True)]
     if written[0].expert is None or written[0].name in stored:
         return written
     kind = projection.removesuffix("_proj.weight")

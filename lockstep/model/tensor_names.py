@@ -9,9 +9,9 @@ from pathlib import Path
 from lockstep.errors import UserError
 from lockstep.model.stored import HEAD, in_language_model
 
-# Names used by GPTQ and AWQ, compressed-tensors and fp8, bitsandbytes.
+# Names used by GPTQ and AWQ, compressed-tensors and fp8, bitsandbytes, and MXFP4.
 _QUANTIZED = re.compile(
-    r"\.(qweight|qzeros|scales|g_idx|weight_packed|weight_scale|weight_scale_inv|absmax|quant_map|SCB)$"
+    r"\.(qweight|qzeros|scales|g_idx|weight_packed|weight_scale|weight_scale_inv|absmax|quant_map|SCB)$|_proj_blocks$"
 )
 # Prefixes of DDP, torch.compile, FSDP, checkpointing and peft.
 _WRAPPER = re.compile(
@@ -23,9 +23,8 @@ def refuse_quantized_tensors(folder: Path, names: Iterable[str]) -> None:
     """Raises UserError if one of the names is that of a part of a quantized weight."""
     if part := next(filter(_QUANTIZED.search, names), None):
         raise UserError(
-            f"{folder}: tensor {part} is part of a quantized weight; only unquantized floats are read. Give the "
-            "folder that was quantized, or put quantization_config back into config.json and dequantize it with "
-            "transformers"
+            f"{folder}: tensor {part} is part of a quantized weight, but config.json does not say how it is quantized; "
+            "put quantization_config back there, or give the folder that was quantized"
         )
 
 

@@ -9,12 +9,13 @@ from __future__ import annotations
 import logging
 from functools import lru_cache
 from pathlib import Path
-from typing import Any
 
 import torch
 
-from lockstep.model.folder import FLOATS, INDEX, SINGLE, open_tensors, tensor_files
+from lockstep.model.folder import FLOATS, INDEX, SINGLE
 from lockstep.model.stored import EMBEDDING, HEAD
+from lockstep.model.stored_tensor import StoredTensor
+from lockstep.model.tensors import stored_tensors
 
 ELEMENTS = 2**24
 """Elements compared at a time."""
@@ -26,28 +27,30 @@ def has_untied_head(folder: Path) -> bool:
     """Whether the folder has a head whose values are not the embedding's; if so, warns once per process."""
     if not (folder / SINGLE).is_file() and not (folder / INDEX).is_file():
         return False  # for callers that only read the configuration
-    files = tensor_files(folder)
-    if HEAD not in files or EMBEDDING not in files:
+    tensors = stored_tensors(folder)
+    if HEAD not in tensors or EMBEDDING not in tensors:
         return False
-    return _differ(files[EMBEDDING], files[HEAD], *(files[name].stat().st_mtime_ns for name in (EMBEDDING, HEAD)))
+    files = [tensors[name].file for name in (EMBEDDING, HEAD)]
+    return _differ(folder, *files, *(file.stat().st_mtime_ns for file in files))
 
 
 @lru_cache(maxsize=64)
-def _differ(embedding_file: Path, head_file: Path, *written: int) -> bool:
-    """written: modification times of the files, so that the cache notices changes."""
-    embedding, head = open_tensors(embedding_file).get_slice(EMBEDDING), open_tensors(head_file).get_slice(HEAD)
+def _differ(folder: Path, *files: Path | int) -> bool:
+    """files: those of both tensors, and their modification times, so that the cache notices changes."""
+    tensors = stored_tensors(folder)
+    embedding, head = tensors[EMBEDDING], tensors[HEAD]
     if _are_equal(embedding, head):
         return False
     log.warning(
         "%s: config.json says tie_word_embeddings, but %s differs from the embedding and is used; write "
         '"tie_word_embeddings": false there to silence this',
-        head_file.parent,
+        head.file.parent,
         HEAD,
     )
     return True
 
 
-def _are_equal(one: Any, other: Any) -> bool:
+def _are_equal(one: StoredTensor, other: StoredTensor) -> bool:
     """Whether two stored tensors have the same values, in any dtypes."""
     shape, dtypes = one.get_shape(), {FLOATS.get(each.get_dtype()) for each in (one, other)}
     if shape != other.get_shape() or len(shape) != 2 or None in dtypes:

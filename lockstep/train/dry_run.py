@@ -21,6 +21,7 @@ from lockstep import ops
 from lockstep.checkpoint import folder_if_model
 from lockstep.config import CompileConfig, LoraConfig, PretrainConfig, RLConfig, validate
 from lockstep.data import Row, divide_step
+from lockstep.hub import is_local
 from lockstep.model import (
     ModelConfig,
     ScoringModel,
@@ -152,7 +153,7 @@ def resolve_simulated(config: Run) -> tuple[Run, ModelConfig, str, bool]:
 def shape_of(model: str, lora: LoraConfig | None = None) -> ModelConfig:
     """The shape of a folder or a preset, with a fresh adapter if `lora` has a rank."""
     folder = Path(folder_if_model(model))
-    shape = read_config(folder) if folder.is_dir() else preset(model)
+    shape = read_config(folder) if is_local(folder) else preset(model)
     return adapted(shape, lora, model) if lora and lora.rank else shape
 
 

@@ -13,7 +13,7 @@ from lockstep.checkpoint import folder_if_model, newest_checkpoint, warn_about_r
 from lockstep.config import CONFIG, PretrainConfig, RLConfig, algorithm_of
 from lockstep.config.toml import refuse_other_command
 from lockstep.errors import UserError
-from lockstep.hub import is_model
+from lockstep.hub import is_local, is_model
 from lockstep.model import base_folder, choose_dtype, is_auto, read_config, set_arithmetic
 from lockstep.observe.run_folder import is_restarted
 from lockstep.observe.start import announce
@@ -37,7 +37,7 @@ def resolve_defaults(config: Config, world: World) -> Config:
     config = dataclasses.replace(config, **folders)
     recorded = world.from_main(lambda: recorded_settings(config))
     dtype, why = recorded.get("dtype", ""), "as the run began"
-    if not is_auto(config.dtype) or (not dtype and Path(config.model).is_dir()):
+    if not is_auto(config.dtype) or (not dtype and is_local(config.model)):
         dtype, why = world.from_main(lambda: choose_dtype(config.dtype, config.model, world.device))
     arithmetic = _arithmetic(config, world, recorded.get("arithmetic", ""), dtype)
     if not dtype:
@@ -54,12 +54,12 @@ def resolve_defaults(config: Config, world: World) -> Config:
 def _chunks(config: PretrainConfig | RLConfig, world: World) -> int:
     """The run's reduction chunks; logs a warning if the model's run used others."""
     folder = Path(config.model)
-    trained_with = read_config(folder).reduction_chunks if folder.is_dir() else 1
+    trained_with = read_config(folder).reduction_chunks if is_local(folder) else 1
     parallel = config.parallel
     if isinstance(config, RLConfig):
         parallel = dataclasses.replace(parallel, tensor=max(parallel.tensor, config.actors.tensor))
     chunks = chunks_for(trained_with, parallel)
-    if world.is_main and folder.is_dir():
+    if world.is_main and is_local(folder):
         warn_about_reduction_chunks(folder, chunks)
     return chunks
 

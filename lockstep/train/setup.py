@@ -14,6 +14,7 @@ from lockstep.data import DataSource, Tokenizer, load_tokenizer, with_ends
 from lockstep.data.chat import CHATML, OPTION, ChatTemplate, carry_template, load_chat_template, with_chatml
 from lockstep.data.tokenizer import CHAT_TEMPLATE_FILE
 from lockstep.errors import UserError
+from lockstep.hub import is_local
 from lockstep.model import (
     Decoder,
     ModelConfig,
@@ -107,7 +108,7 @@ def _template_files(sources: Sequence[tuple[DataSource, float]]) -> list[Path]:
 def model_shape(config: PretrainConfig, tokenizer: Tokenizer, template: ChatTemplate | None = None) -> ModelConfig:
     """A preset's shape with the tokenizer's vocabulary, or a folder's; texts also end as tokenizer and template end
     them."""
-    if (folder := Path(config.model)).is_dir():
+    if is_local(folder := Path(config.model)):
         shape = read_config(Path(config.model))
         if tokenizer.vocab_size > shape.vocab_size and isinstance(config, SFTConfig) and config.template == CHATML:
             shape = replace(shape, vocab_size=tokenizer.vocab_size)
@@ -131,7 +132,7 @@ def make_model(
     shape = model_shape(config, tokenizer, template)
     refuse_score_head(shape, config.model)
     fill: Callable[[TrainableModel], None] = partial(initialize, seed=config.seed)
-    if folder := Path(config.model).is_dir():
+    if folder := is_local(config.model):
         fill = partial(load_weights, path=config.model)
         if shape.vocab_size > (stored := read_config(Path(config.model)).vocab_size):
             end_of_text = next((token for token in shape.eos_token_ids if token < stored), 0)

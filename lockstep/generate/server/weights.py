@@ -15,6 +15,7 @@ from lockstep.errors import UserError
 from lockstep.generate.engine import Engine
 from lockstep.generate.server.protocol import WeightsRequest
 from lockstep.generate.server.service import Service
+from lockstep.hub import is_local
 from lockstep.model import arithmetic_of, name_of
 
 
@@ -76,7 +77,7 @@ def _folder(service: Service, request: WeightsRequest) -> Path:
         raise UserError("the server was not started from a run's folder, so it cannot find versions; give path")
     else:
         folder = service.folder.with_name(step_name(request.version))
-    if not folder.is_dir():
+    if not is_local(folder):
         raise UserError(f"{folder}: no such folder; give a Hugging Face model folder, a run's folder, or its step")
     if (folder / MANIFEST).is_file() and (problem := damage_of_model(folder)):
         raise UserError(f"{folder}: {problem}; give another checkpoint")

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection
 from dataclasses import asdict
 from types import ModuleType
 from typing import Any
@@ -13,6 +12,7 @@ from lockstep.model.families import deepseek_v3, gpt_oss, llama3, qwen3, qwen3_m
 from lockstep.model.families.keys import refuse_unknown, with_defaults
 from lockstep.model.families.reading import layer_kinds, number
 from lockstep.model.families.rope import read_rope, refuse_infinite_rotation, write_rope
+from lockstep.model.quantized import dequantize_of
 from lockstep.model.stored import HEAD
 from lockstep.precision import MODELS_DTYPE, read_precision
 
@@ -43,6 +43,8 @@ _NAMES = {
     "reduction_chunks": "reduction_chunks",
 }
 MOST_LAYERS = 1024
+QUANTIZED = ("fp8", "compressed-tensors", "torchao")
+"""Quantized forms of folders that are read for every family without a list of its own."""
 
 
 def preset(name: str, vocab_size: int | None = None, eos_token_ids: tuple[int, ...] = ()) -> ModelConfig:
@@ -64,7 +66,7 @@ def from_hugging_face(values: dict[str, Any], where: str) -> ModelConfig:
     errors, which are UserErrors."""
     family, scoring = _family_of(values, where)
     module = FAMILIES[family]
-    _refuse_quantized(values, getattr(module, "QUANTIZED", ()), where)
+    dequantize_of(values, where, getattr(module, "QUANTIZED", QUANTIZED))
     refuse_unknown(values, module, where)
     values = with_defaults(values, module)
     fields = {field: values[key] for key, field in _NAMES.items() if values.get(key) is not None}
@@ -172,29 +174,6 @@ def _refuse_classes(values: dict[str, Any], where: str) -> None:
 
 def _short(number: int) -> str:
     return str(number) if abs(number) < 10**20 else "a number of more than 20 digits"
-
-
-_FROM_OTHERS = (
-    'load it in transformers with dequantize=True in its quantization config and dtype="bfloat16", and call '
-    "save_pretrained"
-)
-_FROM_FP8 = (
-    "fp8 is float8_e4m3 with a float32 scale for each block (weight_scale_inv). DeepSeek's inference/fp8_cast_bf16.py "
-    "writes the folder in bfloat16 (then remove quantization_config from its config.json); so does transformers: load "
-    'it with quantization_config=FineGrainedFP8Config(dequantize=True) and dtype="bfloat16", and call save_pretrained'
-)
-
-
-def _refuse_quantized(values: dict[str, Any], read: Collection[str], where: str) -> None:
-    quantization = values.get("quantization_config") or {}
-    method = quantization.get("quant_method", "unknown") if isinstance(quantization, dict) else quantization
-    if quantization and method not in read:
-        raise UserError(
-            f"{where}: quantization_config: the weights are quantized ({method!r:.100}), which is not supported"
-            + (f" (supported: {', '.join(read)}, unquantized floats)" if read else "; only unquantized floats are")
-            + ". Convert the folder first: "
-            + (_FROM_FP8 if method == "fp8" else _FROM_OTHERS)
-        )
 
 
 def is_copy(name: str, config: ModelConfig) -> bool:

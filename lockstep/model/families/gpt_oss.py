@@ -21,7 +21,7 @@ CONSTANTS = dict(
 ONLY = {"attention_bias": True, "swiglu_alpha": SLOPE, "swiglu_limit": LIMIT}
 """Settings that would change the arithmetic, and their only supported value."""
 QUANTIZED = ("mxfp4",)
-"""Supported quantized formats of a folder's experts, which are converted to bfloat16."""
+"""Quantized forms of folders that are read: of the experts."""
 DEFAULTS = {
     "vocab_size": 201088,
     "hidden_size": 2880,
