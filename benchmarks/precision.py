@@ -2,7 +2,7 @@
 
 Every run is `lockstep pretrain` of the 5M-parameter model on the standard library's source, in bfloat16 on the CPU: all
 layers are quantized but the head. Writes docs/precision.png and prints the table of docs/precision.md.
-Run: python benchmarks/precision.py [--seeds 3]
+Run: python benchmarks/precision.py [--seeds 3] [--precisions int8 mxfp8]
 """
 
 from __future__ import annotations
@@ -63,6 +63,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--seeds", type=int, default=3)
     parser.add_argument("--steps", type=int, default=STEPS)
+    parser.add_argument("--precisions", nargs="*", choices=[*MULTIPLES], default=[*MULTIPLES])
     parser.add_argument("--output", type=Path, default=Path(__file__).parents[1] / "docs" / "precision.png")
     options = parser.parse_args()
     curves: dict[str, list[float]] = {}
@@ -70,7 +71,7 @@ def main() -> None:
     print(f"| precision | loss of the last {AVERAGED} of {options.steps} steps, by seed | against bfloat16 |")
     print("| --- | --- | --- |")
     with tempfile.TemporaryDirectory() as folder:
-        for form in MULTIPLES:
+        for form in dict.fromkeys([NONE, *options.precisions]):
             runs = [losses(form, seed, options.steps, Path(folder)) for seed in range(options.seeds)]
             curves[form] = [statistics.mean(step) for step in zip(*runs)]
             finals[form] = [statistics.mean(run[-AVERAGED:]) for run in runs]

@@ -24,6 +24,11 @@ SHAPE = replace(preset("qwen3:micro"), max_positions=64)
 INTEGERS = ("int8", "int4", "int4_128")
 FLOAT8 = ("float8_rowwise", "float8_rowwise_gw_hp", "mxfp8", "mxfp8_floor")
 QUANTIZED = [Precision(linear, keep=()) for linear in INTEGERS] + [Precision(linear, ("lm_head",)) for linear in FLOAT8]
+SIMILAR = ("int4_128", "float8_rowwise_gw_hp", "mxfp8_floor")
+"""To others, with the same forward or another size of groups."""
+PARAMETERS = [
+    pytest.param(each, marks=[pytest.mark.slow] if each.linear in SIMILAR else [], id=each.linear) for each in QUANTIZED
+]
 DTYPES = ("float32", "bfloat16")
 
 
@@ -76,14 +81,14 @@ def test_settings_choose_and_a_folder_remembers(tmp_path):
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("precision", QUANTIZED, ids=lambda precision: precision.linear)
+@pytest.mark.parametrize("precision", PARAMETERS)
 def test_trainer_and_generator_agree_under_a_mixed_load(precision, dtype):
     parity, load = check_parity(model_in(precision, dtype), tokens=64)
     assert (parity.tokens_checked >= 64, parity.tokens_different) == (True, 0)
     assert load["preemptions"] > 0 and load["reused prompt tokens"] > 0
 
 
-@pytest.mark.parametrize("precision", QUANTIZED, ids=lambda precision: precision.linear)
+@pytest.mark.parametrize("precision", PARAMETERS)
 def test_recorded_steps_follow_quantized_weights(precision):
     """Lone prompts, long enough for steps to be recorded; then other weights, in the same memory."""
     model = model_in(precision)
@@ -100,9 +105,7 @@ def test_recorded_steps_follow_quantized_weights(precision):
     assert seen[0] != seen[1]
 
 
-@pytest.mark.parametrize(
-    "precision", [Precision(), *QUANTIZED, Precision("float8")], ids=lambda precision: precision.linear
-)
+@pytest.mark.parametrize("precision", [*PARAMETERS, pytest.param(Precision("float8"), id="float8")])
 def test_training_lowers_the_loss(precision):
     model = model_in(precision)
     trainer = Trainer(model, TrainConfig(learning_rate=3e-3, warmup_steps=0, schedule="constant"), 30)
