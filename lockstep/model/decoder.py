@@ -89,7 +89,6 @@ class Decoder(nn.Module):
         self.rotary = RotaryTables(config)
         if config.lora is not None:
             layers.add_adapter(self, config.lora, dtype, device)
-        self.head_format = ops.NONE
         self.set_precision(config.precision)
         self.halves: Halves = Block
         """Part of the model, since it affects the bits: trainer and generator share it by construction."""
@@ -122,9 +121,13 @@ class Decoder(nn.Module):
 
     def set_precision(self, precision: Precision) -> None:
         """Sets what the linear layers and the head compute in. Raises UserError for one that cannot."""
-        layers.set_precision(self, precision, self.config.num_layers)
+        widths = {name: layer.weight.shape[1] for name, layer in layers.projections(self)}
         if not self.config.score_head:
-            self.head_format = precision.of(HEAD, self.config.dim, self.config.num_layers)
+            widths[HEAD] = self.config.dim
+        table = precision.table(widths, self.config.num_layers)
+        for name, layer in layers.projections(self):
+            layer.precision = table[name]
+        self.head_format = table.get(HEAD, ops.NONE)
         self.config = replace(self.config, precision=precision)
 
     def pack_frozen(self) -> None:

@@ -11,7 +11,6 @@ from lockstep import ops
 from lockstep.errors import UserError
 from lockstep.model.config import Lora, ModelConfig
 from lockstep.model.stored import is_score_head
-from lockstep.precision import Precision
 
 
 class Weight(nn.Module):
@@ -129,12 +128,6 @@ def add_adapter(model: nn.Module, lora: Lora, dtype: torch.dtype, device: str | 
         layer.lora_A = Weight(lora.rank, inputs, dtype=dtype, device=device)
         layer.lora_B = Weight(outputs, lora.rank, dtype=dtype, device=device)
         layer.scaling, layer.adapted = lora.scaling, True
-
-
-def set_precision(model: nn.Module, precision: Precision, num_layers: int) -> None:
-    """Sets what each layer computes in. Raises UserError for one that cannot."""
-    for name, layer in projections(model):
-        layer.precision = precision.of(name, layer.weight.shape[1], num_layers)
 
 
 def projections(model: nn.Module) -> Iterator[tuple[str, Projection]]:

@@ -6,6 +6,7 @@ weights in the same way, so their bits agree.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from typing import Any
@@ -41,20 +42,30 @@ class Precision:
                 f'precision "{self.linear}" is unknown.{closest(self.linear, MULTIPLES)} Known: {", ".join(MULTIPLES)}'
             )
 
-    def of(self, name: str, width: int, num_layers: int) -> str:
-        """The format of the layer `name`, which multiplies rows of `width` numbers, in a model of `num_layers`.
+    def table(self, widths: Mapping[str, int], num_layers: int) -> dict[str, str]:
+        """The format of each layer, by name. widths: of the rows that each layer multiplies.
 
-        Raises UserError, naming the layer, if it cannot have the format.
+        Raises UserError for a layer that cannot have the format, and for a pattern of `keep` that matches none.
         """
-        names = {name, name.replace("layers.0.", "layers.first."), name.replace(_last(num_layers), "layers.last.")}
-        if self.linear == NONE or any(fnmatchcase(each, pattern) for each in names for pattern in self.keep):
-            return NONE
+        names = {name: _names(name, num_layers) for name in widths}
+        for pattern in self.keep:
+            if pattern not in (*KEEP, NONE) and not any(_match(of_layer, pattern) for of_layer in names.values()):
+                raise UserError(
+                    f'precision.keep: no layer matches "{pattern}".{closest(pattern, widths)} Layers are named like '
+                    f"{next(iter(widths))}"
+                )
+        return {
+            name: NONE if any(_match(names[name], pattern) for pattern in self.keep) else self._of(name, width)
+            for name, width in widths.items()
+        }
+
+    def _of(self, name: str, width: int) -> str:
         if width % (group := MULTIPLES[self.linear]):
             raise UserError(
                 f"precision {self.linear} needs layers whose width is a multiple of {group}, but that of {name} is "
                 f"{width}; add it to precision.keep, or choose int8"
             )
-        if name == HEAD and not self.linear.startswith("int"):
+        if name == HEAD and not self.linear.startswith(("int", NONE)):
             raise UserError(f"precision {self.linear} has no form for the head; add {HEAD} to precision.keep")
         return self.linear
 
@@ -62,8 +73,14 @@ class Precision:
 MODELS_DTYPE = Precision()
 
 
-def _last(num_layers: int) -> str:
-    return f"layers.{num_layers - 1}."
+def _names(name: str, num_layers: int) -> set[str]:
+    """A layer's name, and those by which it is the first or the last one's."""
+    last = f"layers.{num_layers - 1}."
+    return {name, name.replace("layers.0.", "layers.first."), name.replace(last, "layers.last.")}
+
+
+def _match(names: set[str], pattern: str) -> bool:
+    return any(fnmatchcase(name, pattern) for name in names)
 
 
 def read_precision(value: Any, where: str) -> Precision:

@@ -184,6 +184,11 @@ def test_what_cannot_be_quantized_is_refused_by_name():
         refuse_impossible(shape, {"tensor": 2, "pipeline": 1}, ParallelConfig(tensor=2))
     with pytest.raises(UserError, match="does not work with parallel.full_dtensor"):
         refuse_impossible(shape, {"tensor": 1, "pipeline": 1}, ParallelConfig(full_dtensor=True))
+    with pytest.raises(
+        UserError, match=r'no layer matches "\*.downproj". Layers are named like layers.0.self_attn.q_proj'
+    ):
+        model_in(Precision("int8", keep=("*.downproj",)))
+    assert set(formats(model_in(Precision("int8", keep=("none",)))).values()) == {"int8"}
     with pytest.raises(UserError, match="mxfp8 has no form for the head; add lm_head to precision.keep"):
         model_in(Precision("mxfp8", keep=()))
     assert PretrainConfig().precision.linear == "auto"

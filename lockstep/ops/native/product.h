@@ -73,8 +73,8 @@ struct Ahead {
     int64_t bytes;
 };
 
-// A sum's place in memory, whose type is float's: integers are there with their bits.
 // sums [panel][ROWS][COLUMNS] (+)= x [step][half][ROWS] · panels [step][COLUMNS], which are `stride` words apart.
+// Sums that are integers have their bits in floats.
 template <class T, int ROWS, int PANELS, bool FETCH>
 static void tile(const word* x, const word* panels, int64_t stride, int64_t steps, bool begin,
                  float* sums, int64_t sums_stride, Ahead ahead) {
