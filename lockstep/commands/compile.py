@@ -20,7 +20,7 @@ from lockstep.rl.generators.models import folder_shape, sampling_model
 from lockstep.rl.generators.spec import compiled_generator
 from lockstep.train.refusals import refuse_step
 from lockstep.train.resolve_defaults import resolve_defaults
-from lockstep.train.setup import adapted, trained_model
+from lockstep.train.setup import adapted, trained_model, with_precision
 
 BLOCKS_ALONE = 256
 """A vocabulary: embedding and head are not compiled, so any size will do."""
@@ -54,7 +54,7 @@ def _compile(config: PretrainConfig | RLConfig, world: World) -> None:
     fill = partial(initialize, seed=config.seed)
     model = trained_model(config, _shape(config), world, fill)
     if isinstance(config, DPOConfig) and config.reference:
-        shape, kind = read_config(Path(config.reference)), resolve_dtype(config.dtype)
+        shape, kind = with_precision(read_config(Path(config.reference)), config), resolve_dtype(config.dtype)
         parallel_model(shape, kind, world, config.parallel, config.compile, fill, config.recompute)
     if not isinstance(config, RLConfig):
         return

@@ -34,7 +34,7 @@ from lockstep.train.preferences import (
 from lockstep.train.reference_scores import assign_reference
 from lockstep.train.refusals import refuse_long_rows, refuse_other_vocabulary
 from lockstep.train.rows_task import RowsRun, train_rows
-from lockstep.train.setup import make_model, training_world
+from lockstep.train.setup import make_model, training_world, with_precision
 from lockstep.train.trainer import Trainer
 
 
@@ -58,7 +58,7 @@ def reference_model(config: DPOConfig, trainer: Trainer) -> TrainableModel:
     """The trainer's model, or the one in `config.reference`, which is needed only to score the examples."""
     if not config.reference:
         return trainer.model
-    shape = read_config(Path(config.reference))
+    shape = with_precision(read_config(Path(config.reference)), config)
     refuse_score_head(shape, config.reference)
     refuse_long_rows(replace(config, model=config.reference), shape)
     fill = partial(load_weights, path=config.reference)

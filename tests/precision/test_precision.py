@@ -2,6 +2,7 @@
 
 import json
 from dataclasses import replace
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -9,15 +10,17 @@ from transformers import AutoModelForCausalLM
 
 from lockstep import Engine, SamplingParams, build_model, load_model, ops, save_model, score
 from lockstep.checkpoint import open_model
-from lockstep.config import ParallelConfig, PrecisionConfig, PretrainConfig, RecomputeConfig, TrainConfig
+from lockstep.config import DPOConfig, ParallelConfig, PrecisionConfig, PretrainConfig, RecomputeConfig, TrainConfig
 from lockstep.errors import UserError
 from lockstep.model import Lora, preset
 from lockstep.model.layers import projections
+from lockstep.parallel import open_world
 from lockstep.parallel.recompute import apply_recompute
 from lockstep.parallel.refusals import refuse_impossible
 from lockstep.precision import KEEP, MULTIPLES, Precision, read_precision
 from lockstep.rl.scoring.parity_check import check_parity
 from lockstep.train import Trainer, pack
+from lockstep.train.dpo import reference_model
 from lockstep.train.objective import NextTokenLoss
 
 SHAPE = replace(preset("qwen3:micro"), max_positions=64)
@@ -192,3 +195,15 @@ def test_what_cannot_be_quantized_is_refused_by_name():
     with pytest.raises(UserError, match="mxfp8 has no form for the head; add lm_head to precision.keep"):
         model_in(Precision("mxfp8", keep=()))
     assert PretrainConfig().precision.linear == "auto"
+
+
+def test_the_reference_of_dpo_computes_in_the_runs_precision(tmp_path):
+    """One scale for all rows would make its log-probabilities depend on the micro-batch."""
+    world = open_world(ParallelConfig(), "cpu")
+    save_model(model_in(Precision("float8")), tmp_path)
+    for chosen, expected in (("auto", "none"), ("int8", "int8")):
+        config = DPOConfig(
+            reference=str(tmp_path), dtype="float32", precision=PrecisionConfig(chosen), sequence_length=64
+        )
+        reference = reference_model(config, SimpleNamespace(world=world))
+        assert reference.config.precision.linear == expected
