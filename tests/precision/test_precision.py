@@ -18,6 +18,7 @@ from lockstep.parallel import open_world
 from lockstep.parallel.recompute import apply_recompute
 from lockstep.parallel.refusals import refuse_impossible
 from lockstep.precision import KEEP, MULTIPLES, Precision, read_precision
+from lockstep.rl.generators.models import frozen_model
 from lockstep.rl.scoring.parity_check import check_parity
 from lockstep.train import Trainer, pack
 from lockstep.train.dpo import reference_model
@@ -207,3 +208,10 @@ def test_the_reference_of_dpo_computes_in_the_runs_precision(tmp_path):
         )
         reference = reference_model(config, SimpleNamespace(world=world))
         assert reference.config.precision.linear == expected
+
+
+def test_a_frozen_model_of_reinforcement_has_rows_that_do_not_depend_on_others(tmp_path):
+    for trained, expected in (("float8", "none"), ("int8", "int8")):
+        save_model(model_in(Precision(trained, ("lm_head",))), tmp_path / trained)
+        model = frozen_model(str(tmp_path / trained), open_world(ParallelConfig(), "cpu"), "float32", ParallelConfig())
+        assert model.config.precision.linear == expected

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
 import torch
 
-from lockstep.config import CompileConfig, ParallelConfig
+from lockstep.config import CompileConfig, ParallelConfig, PrecisionConfig
 from lockstep.hub import local_folder
 from lockstep.model import (
     Decoder,
@@ -107,6 +108,7 @@ def frozen_model(folder: str, world: World, dtype: str, parallel: ParallelConfig
     """A folder's model in the run's dtype, sharded over the tensor axis only; it only samples, or only scores."""
     path = local_folder(folder)
     shape, fill = folder_shape(path, folder), partial(load_weights, path=path)
+    shape = replace(shape, precision=PrecisionConfig().of_model(shape.precision, compared=True))
     return generator_model(shape, resolve_dtype(dtype), world, _tensor_only(parallel), fill)
 
 
