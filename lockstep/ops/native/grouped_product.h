@@ -25,7 +25,7 @@ static void grouped_product(const T* x, const T* w, int64_t w_group, int64_t w_r
     for_groups(starts, groups, depth * outputs, [&](int64_t g, bool split) {
         const Matrix<T> left{x + starts[g] * depth, starts[g + 1] - starts[g], depth, depth, 1};
         const Matrix<T> right{w + g * w_group, outputs, depth, w_row, w_inner};
-        typename Best<T, T>::Product(left, right, packed ? packed + g * words : nullptr,
+        typename Best<T, Rounded<T>>::Product(left, right, packed ? packed + g * words : nullptr,
                                       {out + starts[g] * outputs, outputs}, 1)
             .run(split && left.rows * depth * outputs > SPLIT_WORK);
     });
@@ -39,7 +39,7 @@ static void grouped_outer(const T* a, const T* b, T* out, const int64_t* starts,
     for_groups(starts, groups, left * right, [&](int64_t g, bool split) {
         const int64_t rows = starts[g + 1] - starts[g];
         const Matrix<T> first{a + starts[g] * left, left, rows, 1, left}, second{b + starts[g] * right, right, rows, 1, right};
-        typename Best<T, T>::Product(first, second, nullptr, {out + g * left * right, right}, 1)
+        typename Best<T, Rounded<T>>::Product(first, second, nullptr, {out + g * left * right, right}, 1)
             .run(split && rows * left * right > SPLIT_WORK);
     });
     for (int64_t g = 0; g < groups; g++)

@@ -38,8 +38,8 @@ _AVX512_VNNI = (*_AVX512, "-mavx512vnni")
 _AVX512_VNNI_NEEDS = _AVX512_NEEDS | {"avx512_vnni"}
 _AVX512_BF16 = (*_AVX512_VNNI, "-mavx512bf16")
 _AVX512_BF16_NEEDS = _AVX512_VNNI_NEEDS | {"avx512_bf16"}
-_AMX_NEEDS = _AVX512_BF16_NEEDS | {"amx_tile", "amx_bf16"}
-_AMX = (*_AVX512_BF16, "-mamx-tile", "-mamx-bf16", "-DLOCKSTEP_TILES")
+_AMX_NEEDS = _AVX512_BF16_NEEDS | {"amx_tile", "amx_bf16", "amx_int8"}
+_AMX = (*_AVX512_BF16, "-mamx-tile", "-mamx-bf16", "-mamx-int8", "-DLOCKSTEP_TILES")
 _X86 = ("-march=x86-64-v2", "-DLOCKSTEP_PLAIN")
 _X86_NEEDS = frozenset({"sse4_2", "ssse3", "popcnt"})
 PLAIN = InstructionSet("plain", ("-DLOCKSTEP_PLAIN",))

@@ -15,7 +15,7 @@ static void int8_product(const T* x, int64_t x_row, const word* panels, T* out, 
 #pragma omp parallel for schedule(static) if (split && rows * depth > OWN_WORDS)
     for (int64_t r = 0; r < rows; r++) scales[r] = quantize(x + r * x_row, depth, codes + r * padded, padded);
     const Matrix<int8> left{codes, rows, padded, padded, 1}, right{nullptr, outputs, padded, padded, 1};
-    Product<int8, Scaled<T>>(left, right, panels, {{out, outputs}, scales, weight}, 1).run(split);
+    Best<int8, Scaled<T>>::Product(left, right, panels, {{out, outputs}, scales, weight}, 1).run(split);
 }
 
 // The numbers that codes of x stand for, which gradients see.

@@ -5,8 +5,8 @@
 
 typedef int32_t integers __attribute__((vector_size(WIDTH * sizeof(int32_t))));
 
-// What the instruction adds to each element of x, so that it has no sign.
-#if defined(__AVX512VNNI__) || defined(__AVXVNNI__)
+// What the instruction adds to each element of x, so that it has no sign. Those of a matrix unit have one.
+#if !defined(__AMX_INT8__) && (defined(__AVX512VNNI__) || defined(__AVXVNNI__))
 constexpr int32_t LEFT_OFFSET = 128;
 #else
 constexpr int32_t LEFT_OFFSET = 0;

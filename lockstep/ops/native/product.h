@@ -403,14 +403,20 @@ struct Product {
     }
 };
 
-template <class T, class Out>
+template <class T, class Put>
 struct Best {
-    typedef ::Product<T, Rounded<Out>> Product;
+    typedef ::Product<T, Put> Product;
 };
 #ifdef LOCKSTEP_TILES
-template <class Out>
-struct Best<bf16, Out> {
-    typedef TileProduct<Out> Product;
+template <class Put>
+struct Best<bf16, Put> {
+    typedef TileProduct<bf16, Put> Product;
+};
+#endif
+#ifdef __AMX_INT8__
+template <class Put>
+struct Best<int8, Put> {
+    typedef TileProduct<int8, Put> Product;
 };
 #endif
 
@@ -422,5 +428,5 @@ static void product(const T* x, int64_t x_row, int64_t x_inner, const T* w, int6
     if (depth == 0) return (void)std::memset((void*)out, 0, rows * outputs * sizeof(Out));  // an empty sum
     if (rows == 0 || outputs == 0) return;
     const Matrix<T> left{x, rows, depth, x_row, x_inner}, right{w, outputs, depth, w_row, w_inner};
-    typename Best<T, Out>::Product(left, right, packed, {out, outputs}, chunks).run(rows * outputs * depth > SPLIT_WORK);
+    typename Best<T, Rounded<Out>>::Product(left, right, packed, {out, outputs}, chunks).run(rows * outputs * depth > SPLIT_WORK);
 }

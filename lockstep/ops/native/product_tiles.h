@@ -9,31 +9,31 @@ extern "C" int omp_get_num_threads();
 
 static_assert(COLUMNS == 2 * UNIT_ROWS, "a panel is two registers wide");
 
-// Sums are rounded to Out.
-template <class Out>
+// Of numbers T, bf16 or int8, whose sums `write` writes. Sums of integers have their bits in floats.
+template <class T, class Write>
 struct TileProduct {
     static constexpr int64_t TILE = 2 * UNIT_ROWS * COLUMNS;  // floats of its sums
     static constexpr int64_t GROUP_WORDS = 3 << 16;           // of panels that stay in the L2 cache with x
-    const Matrix<bf16>& x;
-    const Matrix<bf16>& w;
+    const Matrix<T>& x;
+    const Matrix<T>& w;
     const word* packed;  // all panels of w, or none
-    Out* out;
+    const Write write;
     const int64_t chunks, steps, panels;
     const Tiling tiling;
     const int64_t of_chunk;  // steps of a chunk
     word* copied = nullptr;
 
-    TileProduct(const Matrix<bf16>& x, const Matrix<bf16>& w, const word* packed, const Rounded<Out>& put, int64_t chunks)
-        : x(x), w(w), packed(packed), out(put.out), chunks(chunks), steps(x.steps()),
+    TileProduct(const Matrix<T>& x, const Matrix<T>& w, const word* packed, const Write& write, int64_t chunks)
+        : x(x), w(w), packed(packed), write(write), chunks(chunks), steps(x.steps()),
           panels((w.rows + COLUMNS - 1) / COLUMNS), tiling(x.rows, 2 * UNIT_ROWS), of_chunk(steps / chunks) {
-        // The unit reads whole words of a row: an odd end is padded with half a word of zeros.
-        if (x.inner != 1 || x.depth % 2) copied = scratch<word>(x.rows * steps, 3);
+        // The unit reads whole words of a row: an incomplete last one is padded with zeros.
+        if (x.inner != 1 || x.depth % STEP<T>) copied = scratch<word>(x.rows * steps, 3);
     }
 
     int64_t subtrees() const { return 64 - __builtin_clzll(chunks); }
     Rows left() const {
         if (copied) return {copied, steps * (int64_t)sizeof(word)};
-        return {(const word*)x.at, x.row * (int64_t)sizeof(bf16)};
+        return {(const word*)x.at, x.row * (int64_t)sizeof(T)};
     }
     static Rows panel_rows(const word* panel) { return rows_of(panel, COLUMNS); }
 
@@ -61,12 +61,12 @@ struct TileProduct {
             const Rows part = left().from(top, from), here = panel_rows(right).from(from, 0);
             float* more = own + UNIT_ROWS * COLUMNS;
             if (below)
-                unit_product<ROWS_BELOW>(part, here, {}, count, begin, own, COLUMNS, more, meanwhile);
+                unit_product<T, ROWS_BELOW>(part, here, {}, count, begin, own, COLUMNS, more, meanwhile);
             else if (next)
-                unit_product<NEXT_COLUMNS>(part, here, panel_rows(next).from(from, 0), count, begin, own, COLUMNS, more,
+                unit_product<T, NEXT_COLUMNS>(part, here, panel_rows(next).from(from, 0), count, begin, own, COLUMNS, more,
                                            meanwhile);
             else
-                unit_product<NONE>(part, here, {}, count, begin, own, COLUMNS, nullptr, meanwhile);
+                unit_product<T, NONE>(part, here, {}, count, begin, own, COLUMNS, nullptr, meanwhile);
         };
         // The chunks before this one are complete subtrees, one for each bit set in its index.
         for (int64_t chunk = 0; chunk < chunks; chunk++) {
@@ -80,18 +80,17 @@ struct TileProduct {
         worker.tile = t, worker.panel = panel, worker.panels = next ? 2 : 1;
     }
 
-    void put(const float* sums, int64_t t, int64_t panel) const {
-        const int64_t first = panel * COLUMNS, count = w.rows - first;
+    void put(float* sums, int64_t t, int64_t panel) const {
+        if constexpr (std::is_same_v<Write, Rounded<bf16>>)
+            if (chunks == 1 && w.rows - panel * COLUMNS >= COLUMNS) return put_pairs(sums, t, panel);
+        write(sums, tiling.start(t), tiling.height(t), panel);
+    }
+
+    // The unit produces no denormals, which this rounding would flush to zero.
+    void put_pairs(const float* sums, int64_t t, int64_t panel) const {
         for (int64_t r = tiling.start(t); r < tiling.start(t + 1); r++, sums += COLUMNS) {
-            Out* target = out + r * w.rows + first;
-            if (count >= COLUMNS && sizeof(Out) == 2 && chunks == 1) {
-                // The unit produces no denormals, which this rounding would flush to zero.
-                const __m512bh both = _mm512_cvtne2ps_pbh(_mm512_loadu_ps(sums + LANES), _mm512_loadu_ps(sums));
-                std::memcpy((void*)target, &both, sizeof both);
-            } else {
-                for (int64_t n = 0; n < std::min(COLUMNS, count); n += LANES)
-                    store_first(target + n, load(sums + n), count - n);
-            }
+            const __m512bh both = _mm512_cvtne2ps_pbh(_mm512_loadu_ps(sums + LANES), _mm512_loadu_ps(sums));
+            std::memcpy((void*)(write.out + r * w.rows + panel * COLUMNS), &both, sizeof both);
         }
     }
 

@@ -1,7 +1,7 @@
-// Intel's matrix unit (AMX, `tdpbf16ps`). It processes 32 elements along k at a time: the even and the odd ones are
-// separate chains of fused multiply-adds, from zero, whose sums are added to each other and then to the output. It
-// treats denormals as zero. By the instruction's definition, an output depends on its row and column alone, not on the
-// number of rows.
+// Intel's matrix unit (AMX). `tdpbf16ps` processes 32 elements along k at a time: the even and the odd ones are separate
+// chains of fused multiply-adds, from zero, whose sums are added to each other and then to the output. It treats
+// denormals as zero. By the instruction's definition, an output depends on its row and column alone, not on the number
+// of rows. `tdpbssd` adds the products of 8-bit integers, 64 elements at a time.
 #pragma once
 #ifdef LOCKSTEP_TILES
 #include "panels.h"
@@ -45,9 +45,17 @@ static inline Rows rows_of(const void* at, int64_t words) {
 
 enum More { NONE, ROWS_BELOW, NEXT_COLUMNS };
 
-// sums of 16 rows and 32 columns (+)= left · right; and `more`, of the next 16 rows of `left`, or of the 32 columns of
+// Adds the products of two registers of numbers T to the sums. The registers' numbers are part of the instruction.
+#ifdef __AMX_INT8__
+#define UNIT_MULTIPLY(sums, left, right) \
+    std::is_same_v<T, int8> ? _tile_dpbssd(sums, left, right) : _tile_dpbf16ps(sums, left, right)
+#else
+#define UNIT_MULTIPLY(sums, left, right) _tile_dpbf16ps(sums, left, right)
+#endif
+
+// Of words of T: sums of 16 rows and 32 columns (+)= left · right; and `more`, of the next 16 rows of `left`, or of the 32 columns of
 // `next`. The right factors are [step][column]. `meanwhile` runs while the unit computes.
-template <More MORE, class Meanwhile>
+template <class T, More MORE, class Meanwhile>
 static void unit_product(const Rows& left, const Rows& right, const Rows& next, int64_t steps, bool begin, float* sums,
                          int64_t sums_row, float* more, const Meanwhile& meanwhile) {
     const int64_t sums_bytes = sums_row * sizeof(float);
@@ -70,18 +78,18 @@ static void unit_product(const Rows& left, const Rows& right, const Rows& next, 
         _tile_loadd(4, left.at + k, left.bytes);
         _tile_loadd(6, columns.at, columns.bytes);
         _tile_loadd(7, columns.at + UNIT_ROWS, columns.bytes);
-        _tile_dpbf16ps(0, 4, 6);
-        _tile_dpbf16ps(1, 4, 7);
+        UNIT_MULTIPLY(0, 4, 6);
+        UNIT_MULTIPLY(1, 4, 7);
         if (MORE == ROWS_BELOW) {
             _tile_loadd(5, left.from(UNIT_ROWS, k).at, left.bytes);
-            _tile_dpbf16ps(2, 5, 6);
-            _tile_dpbf16ps(3, 5, 7);
+            UNIT_MULTIPLY(2, 5, 6);
+            UNIT_MULTIPLY(3, 5, 7);
         } else if (MORE == NEXT_COLUMNS) {
             const Rows others = next.from(k, 0);
             _tile_loadd(6, others.at, others.bytes);
             _tile_loadd(7, others.at + UNIT_ROWS, others.bytes);
-            _tile_dpbf16ps(2, 4, 6);
-            _tile_dpbf16ps(3, 4, 7);
+            UNIT_MULTIPLY(2, 4, 6);
+            UNIT_MULTIPLY(3, 4, 7);
         }
     }
     meanwhile();
@@ -114,9 +122,9 @@ class WholeUnits {
                 const Rows part = left.from(r, 0), columns_of = right.from(0, n);
                 float *own = sums + r * sums_row + n, *below = own + UNIT_ROWS * sums_row;
                 if (r + UNIT_ROWS < rows)
-                    unit_product<ROWS_BELOW>(part, columns_of, {}, steps, !ADD, own, sums_row, below, [] {});
+                    unit_product<bf16, ROWS_BELOW>(part, columns_of, {}, steps, !ADD, own, sums_row, below, [] {});
                 else
-                    unit_product<NONE>(part, columns_of, {}, steps, !ADD, own, sums_row, nullptr, [] {});
+                    unit_product<bf16, NONE>(part, columns_of, {}, steps, !ADD, own, sums_row, nullptr, [] {});
             }
     }
 };
