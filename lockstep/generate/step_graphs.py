@@ -67,7 +67,7 @@ class StepGraphRunner(Runner):
         plain = model.halves is Block
         kinds = (nn.Parameter, ops.PackedWeight)
         parameters = all(type(p) in kinds and not p.is_inference() for p in model.parameters())
-        kernels = native.usable(model.embed_tokens.weight) and not native.is_pretending()
+        kernels = native.usable(model.norm.weight) and not native.is_pretending()
         return plain and parameters and kernels and model.runs_on is None
 
     @property

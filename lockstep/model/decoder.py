@@ -107,7 +107,8 @@ class Decoder(nn.Module):
 
     def embed(self, tokens: Int[Tensor, "tokens"]) -> Float[Tensor, "tokens dim"]:
         """The residual stream's first value."""
-        return ops.embedding(tokens, self.embed_tokens.weight)
+        format = self.head_format if self.config.tie_embeddings else ops.NONE
+        return ops.embedding(tokens, self.embed_tokens.weight, format)
 
     def run_blocks(
         self, hidden: Float[Tensor, "tokens dim"], positions: Int[Tensor, "tokens"], attention: ops.Attention
@@ -133,8 +134,10 @@ class Decoder(nn.Module):
     def pack_frozen(self) -> None:
         """Replaces the frozen weights of layers that compute in integers by these, in less memory: other weights cannot
         be loaded any more. On GPUs, and without compiled operators, nothing changes."""
-        for _, layer in layers.projections(self):
-            layout, weight = ops.FORMATS[layer.precision].layout, layer.weight
+        head = self.embed_tokens if self.config.tie_embeddings or self.config.score_head else self.lm_head
+        formats = [(layer, layer.precision) for _, layer in layers.projections(self)]
+        for layer, format in [*formats, (head, self.head_format)]:
+            layout, weight = ops.FORMATS[format].layout, layer.weight
             frozen = type(weight) is nn.Parameter and not weight.requires_grad
             if layout is not None and frozen and native.usable(weight):
                 layer.weight = ops.PackedWeight.of(weight, layout)
@@ -165,4 +168,4 @@ class Decoder(nn.Module):
 
     @property
     def device(self) -> torch.device:
-        return self.runs_on or self.embed_tokens.weight.device
+        return self.runs_on or self.norm.weight.device

@@ -1,4 +1,4 @@
-"""Embedding lookup: the row of a table for each token."""
+"""Embedding lookup: the row of a table for each token, with a quantized head that is tied to it: the rounded row."""
 
 from __future__ import annotations
 
@@ -10,14 +10,33 @@ from jaxtyping import Float, Int
 from torch import Tensor
 
 from lockstep.ops import one_order
+from lockstep.ops.formats import FORMATS, NONE
 from lockstep.ops.forms import FORMS
+from lockstep.ops.packed_weights import PackedWeight
 
 
-def embedding(tokens: Int[Tensor, "tokens"], weight: Float[Tensor, "vocab dim"]) -> Float[Tensor, "tokens dim"]:
-    """`weight[tokens]`."""
-    if (form := FORMS.get(type(weight))) is not None:
-        return form.embedding(tokens, weight)
-    return plain_embedding(tokens, weight)
+def embedding(
+    tokens: Int[Tensor, "tokens"], weight: Float[Tensor, "vocab dim"], format: str = NONE
+) -> Float[Tensor, "tokens dim"]:
+    """`weight[tokens]`, of the numbers that `weight` has in a format, a key of `FORMATS`. The gradient is that of the
+    lookup, with rounding as the identity."""
+    if isinstance(weight, PackedWeight):
+        return FORMATS[format].packed_rows(weight, tokens)
+    form = FORMS.get(type(weight))
+    rows: Tensor = plain_embedding(tokens, weight) if form is None else form.embedding(tokens, weight)
+    return rows if format == NONE else _Rounded.apply(rows, format)
+
+
+class _Rounded(torch.autograd.Function):
+    """Rounds each row as the head does, whose scales are those of a row or of a part of it."""
+
+    @staticmethod
+    def forward(ctx: Any, rows: Tensor, format: str) -> Tensor:
+        return FORMATS[format].rounded_weight(rows)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
+        return grads[0], None
 
 
 def plain_embedding(tokens: Int[Tensor, "tokens"], weight: Float[Tensor, "vocab dim"]) -> Float[Tensor, "tokens dim"]:

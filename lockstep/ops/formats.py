@@ -10,9 +10,9 @@ from jaxtyping import Float
 from torch import Tensor
 
 from lockstep.ops.float8_products import float8_linear
-from lockstep.ops.integer_linear import int4_linear, int8_linear, layout_of, rounded_rows, rounded_weight
+from lockstep.ops.integer_linear import int4_linear, int8_linear, layout_of, packed_rows, rounded_rows, rounded_weight
 from lockstep.ops.linear import linear
-from lockstep.ops.packed_weights import Layout
+from lockstep.ops.packed_weights import Layout, PackedWeight
 
 
 class Format(NamedTuple):
@@ -25,6 +25,11 @@ class Format(NamedTuple):
     rounded_weight: Callable[[Tensor], Tensor]
     layout: Layout | None = None
     """How a weight can be packed, if the product does not need its own numbers."""
+
+    def packed_rows(self, weight: PackedWeight, rows: Tensor) -> Tensor:
+        """Rows of the numbers that a packed weight's integers stand for."""
+        assert self.layout is not None
+        return packed_rows(weight, self.layout, rows)
 
 
 def _int4(group: int) -> Format:

@@ -64,8 +64,9 @@ def head_gradients(
     join: Join = lambda sums: tree_sum(sums.unbind()),
     logits: Float[Tensor, "rows part"] | None = None,
     format: Format = FORMATS[NONE],
-) -> tuple[Float[Tensor, "rows dim"], Float[Tensor, "part dim"]]:
-    """Gradients of `hidden` and `head`, given those of the log-probabilities and entropies.
+    trained: bool = True,
+) -> tuple[Float[Tensor, "rows dim"], Float[Tensor, "part dim"] | None]:
+    """Gradients of `hidden`, and of `head` if it is `trained`, given those of the log-probabilities and entropies.
 
     `head` is a part of a vocabulary of `vocab` tokens. `bounds` are the bounds of the vocabulary's pieces in the part;
     `join` adds the sums of all parts' pieces. Without one order, the gradient of `hidden` is only that of this part.
@@ -78,8 +79,10 @@ def head_gradients(
         of_slice = format.linear(hidden[rows], head, 1) if logits is None else logits
         of_logits = _both_gradients(of_slice, scored.of(rows))
         grad_hidden[rows] = hidden_gradient(of_logits, rounded_head, bounds, join)
-        if shared is None:
+        if trained and shared is None:
             sums = added_slice(sums, weight_gradient(of_logits, format.rounded_rows(hidden[rows])), len(slices))
+    if not trained:
+        return grad_hidden, None
     if shared is None:
         return grad_hidden, torch.zeros_like(head) if sums is None else sums.to(head.dtype)
     part, hidden, scored = shared.part(len(head)), shared.gather(hidden), scored.map(shared.gather)

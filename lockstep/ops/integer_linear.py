@@ -19,7 +19,7 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-from jaxtyping import Float
+from jaxtyping import Float, Int
 from torch import Tensor
 
 from lockstep.ops import native, plain
@@ -27,6 +27,7 @@ from lockstep.ops.linear import gradient_chunks, input_gradient, token_weight_gr
 from lockstep.ops.opaque import Operator
 from lockstep.ops.packed_weights import Layout, PackedWeight, integer_panels
 from lockstep.ops.saved_outputs import saved_output
+from lockstep.ops.step_graph import unrecorded
 
 
 def layout_of(group: int) -> Layout:
@@ -76,9 +77,7 @@ def rounded_rows(x: Float[Tensor, "rows in"], group: int = 0) -> Float[Tensor, "
 def rounded_weight(weight: Float[Tensor, "out in"], group: int = 0) -> Float[Tensor, "out in"]:
     """The numbers that a weight's codes represent, in its dtype: 8-bit ones, or with a group 4-bit ones."""
     if isinstance(weight, PackedWeight):
-        out = torch.empty(weight.shape, dtype=weight.dtype)
-        layout_of(group).unpack(weight.panels, out)
-        return out
+        return packed_rows(weight, layout_of(group), torch.arange(weight.shape[0]))
     if not group:
         return rounded_rows(weight)
     if not native.usable(weight):
@@ -86,6 +85,20 @@ def rounded_weight(weight: Float[Tensor, "out in"], group: int = 0) -> Float[Ten
         return (codes * scales).to(weight.dtype).view_as(weight)
     out = weight.new_empty(weight.shape)
     native.call("round_int4", weight.dtype, weight.contiguous(), out, weight.numel() // group, group)
+    return out
+
+
+def packed_rows(weight: PackedWeight, layout: Layout, rows: Int[Tensor, "rows"]) -> Float[Tensor, "rows in"]:
+    """Rows of the numbers that the integers of `weight`, which was packed in this layout, represent, in its dtype.
+
+    Raises IndexError for a row that the weight does not have.
+    """
+    if not native.is_pretending():
+        with unrecorded():
+            if len(rows) and not 0 <= int(rows.min()) <= int(rows.max()) < weight.shape[0]:
+                raise IndexError(f"row {int(rows.max())} or {int(rows.min())} of a weight with {weight.shape[0]} rows")
+    out = torch.empty(len(rows), weight.shape[1], dtype=weight.dtype)
+    layout.unpack(weight.panels, rows, out, weight.shape[0])
     return out
 
 

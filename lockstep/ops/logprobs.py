@@ -202,7 +202,8 @@ class _TokenLogProbs(torch.autograd.Function):
         # They are overwritten, so another backward pass recomputes them.
         logits, ctx.logits = ctx.logits, None
         vocab, rows = head.shape[0], ScoredRows(*scored, *grads)
-        gradients = head_gradients(hidden, head, rows, vocab, piece_bounds(vocab), logits=logits, format=ctx.format)
+        bounds, needed = piece_bounds(vocab), ctx.needs_input_grad[1]
+        gradients = head_gradients(hidden, head, rows, vocab, bounds, logits=logits, format=ctx.format, trained=needed)
         return *gradients, None, None, None
 
 
@@ -221,12 +222,15 @@ class _LogProbSum(torch.autograd.Function):
             parts.append(log_probs)
             grad = logits_gradient(logits, targets[rows], ones[rows], normalizers, ones[rows] * weight)
             grad_hidden[rows] = hidden_gradient(grad, rounded_head, bounds)
-            grad_head = added_slice(grad_head, weight_gradient(grad, format.rounded_rows(hidden[rows])), len(slices))
-        grad_head = torch.zeros_like(head) if grad_head is None else grad_head.to(head.dtype)
+            if head.requires_grad:
+                of_slice = weight_gradient(grad, format.rounded_rows(hidden[rows]))
+                grad_head = added_slice(grad_head, of_slice, len(slices))
+        if head.requires_grad:
+            grad_head = torch.zeros_like(head) if grad_head is None else grad_head.to(head.dtype)
         ctx.save_for_backward(grad_hidden, grad_head)
         return total(torch.cat(parts)) * weight if parts else ones.sum()
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         grad_hidden, grad_head = ctx.saved_tensors
-        return grad_hidden * grads[0], grad_head * grads[0], None, None, None
+        return grad_hidden * grads[0], None if grad_head is None else grad_head * grads[0], None, None, None

@@ -54,10 +54,11 @@ class Layout(NamedTuple):
         group = (self.group,) if self.group else ()
         native.call(f"pack_int{self.bits}", weight.dtype, weight, weight.stride(0), panels, *sizes, *group)
 
-    def unpack(self, panels: Tensor, out: Tensor) -> None:
-        """Writes the numbers that the integers in the panels stand for."""
+    def unpack(self, panels: Tensor, rows: Tensor, out: Tensor, outputs: int) -> None:
+        """Writes the numbers that the integers in the panels stand for, for these rows of a weight with `outputs`."""
         group = (self.group,) if self.group else ()
-        native.call(f"unpack_int{self.bits}", out.dtype, panels, out, out.shape[1], out.shape[0], *group)
+        sizes = (len(rows), out.shape[1], outputs, *group)
+        native.call(f"unpack_int{self.bits}", out.dtype, panels, rows.contiguous(), out, *sizes)
 
 
 PLAIN = Layout()

@@ -92,6 +92,17 @@ def test_trainer_and_generator_agree_under_a_mixed_load(precision, dtype):
     assert load["preemptions"] > 0 and load["reused prompt tokens"] > 0
 
 
+@pytest.mark.parametrize("linear", INTEGERS)
+def test_recorded_steps_look_tokens_up_in_integers(linear):
+    model = model_in(Precision(linear, ()))
+    prompt, params = [5, 6, 7], SamplingParams(max_tokens=30, temperature=0.9, seed=1, ignore_eos=True)
+    ((expected,),) = Engine(model).generate([prompt], params)
+    model.requires_grad_(False).pack_frozen()
+    ((completion,),) = Engine(model).generate([prompt], params)
+    assert completion == expected
+    assert torch.equal(score(model, [prompt + expected.token_ids], 0.9)[0][2:], torch.tensor(expected.logprobs))
+
+
 @pytest.mark.parametrize("precision", PARAMETERS)
 def test_recorded_steps_follow_quantized_weights(precision):
     """Lone prompts, long enough for steps to be recorded; then other weights, in the same memory."""
@@ -138,6 +149,26 @@ def test_an_adapter_of_a_packed_base_is_trained_to_the_same_bits(linear, mode):
     assert check_parity(model, tokens=64)[0].tokens_different == 0
     assert results[0] == results[1] and results[0][0][0] > results[0][0][-1]
     assert sizes[1] < (0.5 if linear == "int8" else 0.4) * sizes[0]  # of float32; a quarter of the layers is not packed
+
+
+@pytest.mark.parametrize("linear", INTEGERS)
+def test_an_embedding_has_the_numbers_of_the_head_that_is_tied_to_it(linear):
+    """And that of a head of its own is not quantized."""
+    tokens = torch.tensor([3, 257, 0, 3, 77])
+    for tied, precision in ((True, ()), (False, ()), (True, ("lm_head",))):
+        model = model_in(Precision(linear, precision), tie_embeddings=tied)
+        weight = model.embed_tokens.weight
+        rounded = ops.FORMATS[linear].rounded_weight(weight) if tied and not precision else weight
+        assert torch.equal(model.embed(tokens), rounded[tokens])
+        model.embed(tokens)[:, 1].sum().backward()
+        assert weight.grad[:, 1].tolist() == torch.bincount(tokens, minlength=len(weight)).tolist()
+        assert weight.grad[:, 0].count_nonzero() == 0
+    packed = model_in(Precision(linear, ())).requires_grad_(False)
+    expected = packed.embed(tokens)
+    packed.pack_frozen()
+    assert torch.equal(packed.embed(tokens), expected) and isinstance(packed.head_weight, ops.PackedWeight)
+    with pytest.raises(IndexError, match="row 258 .* of a weight with 258 rows"):
+        packed.embed(torch.tensor([0, 258]))
 
 
 def test_a_head_has_the_gradients_of_its_rounded_factors():

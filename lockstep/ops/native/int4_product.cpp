@@ -65,12 +65,15 @@ static void round_int4(const T* w, T* out, int64_t groups, int64_t group) {
                                       int64_t group) {                                                                 \
         Int4Weight{panels, depth, outputs, group}.pack(w, w_row);                                                      \
     }                                                                                                                  \
-    extern "C" void unpack_int4##suffix(const word* panels, T* out, int64_t depth, int64_t outputs, int64_t group) {   \
-        Int4Weight{(word*)panels, depth, outputs, group}.unpack(out);                                                  \
+    extern "C" void unpack_int4##suffix(const word* panels, const int64_t* chosen, T* out, int64_t rows,               \
+                                        int64_t depth, int64_t outputs, int64_t group) {                               \
+        Int4Weight{(word*)panels, depth, outputs, group}.unpack(chosen, out, rows);                                    \
     }                                                                                                                  \
+    REPLAYABLE(unpack_int4##suffix)                                                                                    \
     extern "C" void round_int4##suffix(const T* w, T* out, int64_t groups, int64_t group) {                            \
         round_int4<T>(w, out, groups, group);                                                                          \
-    }
+    }                                                                                                                  \
+    REPLAYABLE(round_int4##suffix)
 
 EXPORT(_f32, float)
 EXPORT(_bf16, bf16)

@@ -76,18 +76,19 @@ struct Int4Weight {
             }
     }
 
-    // out [outputs][depth]: the numbers that the codes stand for.
+    // out [rows][depth]: the numbers that the codes of these outputs stand for.
     template <class T>
-    void unpack(T* out) const {
-#pragma omp parallel for schedule(static)
-        for (int64_t output = 0; output < outputs; output++)
+    void unpack(const int64_t* chosen, T* out, int64_t rows) const {
+#pragma omp parallel for schedule(static) if (rows * depth > OWN_WORDS)
+        for (int64_t r = 0; r < rows; r++)
             for (int64_t g = 0; g < groups(); g++) {
+                const int64_t output = chosen[r];
                 const word* words = panel(output / COLUMNS) + g * group_words();
                 const float scale = wide(((const bf16*)(words + code_words()))[output % COLUMNS]);
                 int8* codes = scratch<int8>(group, 0);
                 for (int64_t k = 0; k < group; k++)
                     codes[k] = (words[k / CODES_PER_WORD * COLUMNS + output % COLUMNS] >> shift(k) & 15) - ZERO_CODE;
-                dequantize(codes, scale, out + output * depth + g * group, group);
+                dequantize(codes, scale, out + r * depth + g * group, group);
             }
     }
 

@@ -15,7 +15,7 @@ static void int8_product(const T* x, int64_t x_row, const word* panels, T* out, 
 #pragma omp parallel for schedule(static) if (split && rows * depth > OWN_WORDS)
     for (int64_t r = 0; r < rows; r++) scales[r] = quantize(x + r * x_row, depth, codes + r * padded, padded);
     const Matrix<int8> left{codes, rows, padded, padded, 1}, right{nullptr, outputs, padded, padded, 1};
-    Best<int8, Scaled<T>>::Product(left, right, panels, {{out, outputs}, scales, weight}, 1).run(split);
+    typename Best<int8, Scaled<T>>::Product(left, right, panels, {{out, outputs}, scales, weight}, 1).run(split);
 }
 
 // The numbers that codes of x stand for, which gradients see.
@@ -39,12 +39,15 @@ static void round_int8(const T* x, int64_t x_row, T* out, int64_t rows, int64_t 
     extern "C" void pack_int8##suffix(const T* w, int64_t w_row, word* panels, int64_t depth, int64_t outputs) {       \
         Int8Weight{panels, depth, outputs}.pack(w, w_row);                                                             \
     }                                                                                                                  \
-    extern "C" void unpack_int8##suffix(const word* panels, T* out, int64_t depth, int64_t outputs) {                  \
-        Int8Weight{(word*)panels, depth, outputs}.unpack(out);                                                         \
+    extern "C" void unpack_int8##suffix(const word* panels, const int64_t* chosen, T* out, int64_t rows,               \
+                                        int64_t depth, int64_t outputs) {                                              \
+        Int8Weight{(word*)panels, depth, outputs}.unpack(chosen, out, rows);                                           \
     }                                                                                                                  \
+    REPLAYABLE(unpack_int8##suffix)                                                                                    \
     extern "C" void round_int8##suffix(const T* x, int64_t x_row, T* out, int64_t rows, int64_t depth) {               \
         round_int8<T>(x, x_row, out, rows, depth);                                                                     \
-    }
+    }                                                                                                                  \
+    REPLAYABLE(round_int8##suffix)
 
 EXPORT(_f32, float)
 EXPORT(_bf16, bf16)

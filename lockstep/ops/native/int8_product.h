@@ -153,16 +153,17 @@ struct Int8Weight {
         }
     }
 
-    // out [outputs][depth]: the numbers that the codes stand for.
+    // out [rows][depth]: the numbers that the codes of these outputs stand for.
     template <class T>
-    void unpack(T* out) const {
-#pragma omp parallel for schedule(static)
-        for (int64_t output = 0; output < outputs; output++) {
+    void unpack(const int64_t* chosen, T* out, int64_t rows) const {
+#pragma omp parallel for schedule(static) if (rows * depth > OWN_WORDS)
+        for (int64_t r = 0; r < rows; r++) {
+            const int64_t output = chosen[r];
             const word* first = panels + output / COLUMNS * COLUMNS * steps() + output % COLUMNS;
             int8* codes = scratch<int8>(steps() * STEP<int8>, 0);
             for (int64_t s = 0; s < steps(); s++)
                 std::memcpy(codes + s * STEP<int8>, first + s * COLUMNS, sizeof(word));
-            dequantize(codes, scales()[output], out + output * depth, depth);
+            dequantize(codes, scales()[output], out + r * depth, depth);
         }
     }
 };

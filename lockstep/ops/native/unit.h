@@ -4,6 +4,8 @@
 // of rows. `tdpbssd` adds the products of 8-bit integers, 64 elements at a time.
 #pragma once
 #ifdef LOCKSTEP_TILES
+#include <type_traits>
+
 #include "panels.h"
 
 constexpr int64_t UNIT_STEPS = 16, UNIT_ROWS = 16;  // per instruction: words along k, and rows
@@ -47,8 +49,11 @@ enum More { NONE, ROWS_BELOW, NEXT_COLUMNS };
 
 // Adds the products of two registers of numbers T to the sums. The registers' numbers are part of the instruction.
 #ifdef __AMX_INT8__
-#define UNIT_MULTIPLY(sums, left, right) \
-    std::is_same_v<T, int8> ? _tile_dpbssd(sums, left, right) : _tile_dpbf16ps(sums, left, right)
+#define UNIT_MULTIPLY(sums, left, right)        \
+    if constexpr (std::is_same_v<T, int8>)      \
+        _tile_dpbssd(sums, left, right);        \
+    else                                        \
+        _tile_dpbf16ps(sums, left, right)
 #else
 #define UNIT_MULTIPLY(sums, left, right) _tile_dpbf16ps(sums, left, right)
 #endif
