@@ -167,7 +167,7 @@ def library_operators() -> Iterator[None]:
         form = ops.FORMS.get(type(weight))
         return F.linear(x, weight) if form is None else form.linear(x, weight, chunks)
 
-    def row_product(x: Any, weight: Any, chunks: int, group: Any) -> Any:
+    def row_product(x: Any, weight: Any, format: str, chunks: int, group: Any) -> Any:
         return exchange.exchanged(F.linear(x, weight), group, library_sum, exchange.gather_rows)
 
     import importlib
@@ -176,7 +176,7 @@ def library_operators() -> Iterator[None]:
         patch.object(ops, "linear", linear),
         patch.object(importlib.import_module("lockstep.ops.logprobs"), "linear", linear),
         patch.object(ops.PackedAttention, "__call__", attend),
-        patch.object(operators, "column_product", lambda x, weight, group: F.linear(x, weight)),
+        patch.object(operators, "column_product", lambda x, weight, format, group: F.linear(x, weight)),
         patch.object(operators, "row_product", row_product),
         patch.object(operators, "sum_gathered", library_sum),
         patch.object(operators, "sum_rows", library_sum),

@@ -91,6 +91,12 @@ def row_scales(x: Float[Tensor, "*shape"], dim: int | tuple[int, ...] = -1) -> F
 
 
 @torch.no_grad()
+def largest_magnitudes(x: Float[Tensor, "*rows in"]) -> Float32[Tensor, "*rows"]:
+    """Of each row; not finite if one of its numbers is not."""
+    return _float32_bits(_largest_bits(x, -1)).view(torch.float32).squeeze(-1)
+
+
+@torch.no_grad()
 def scaled_values(
     x: Float[Tensor, "*shape"], scales: Float32[Tensor, "..."], saturate: bool = False
 ) -> Float[Tensor, "*shape"]:

@@ -15,12 +15,11 @@ from functools import cache
 from typing import NamedTuple
 
 import torch
-from jaxtyping import Float
+from jaxtyping import Float, Float32
 from torch import Tensor
 
 from lockstep.ops import native, one_order
-from lockstep.ops.float8 import BLOCK, SCALINGS, block_values, row_values, tensor_values
-from lockstep.ops.forms import FORMS
+from lockstep.ops.float8 import BLOCK, SCALINGS, block_values, row_values, scaled_values, tensor_values
 from lockstep.ops.linear import (
     input_gradient,
     native_product,
@@ -96,8 +95,6 @@ def float8_linear(
     weight's rows and the output's columns. Raises ValueError for another kind, dtype or width, which MX needs in blocks
     of 32.
     """
-    if (form := FORMS.get(type(weight))) is not None:
-        return form.float8_linear(x, weight, kind, chunks)
     check_factors(x, weight, kind)
     return _float8_linear(x, weight, kind, chunks)
 
@@ -116,6 +113,28 @@ def rounded_product(
     if left.scale is None:
         return product(left.values, weight.values, chunks)
     return _scaled(product_sums(left.values, weight.values, chunks), left, weight, x.dtype)
+
+
+@torch.no_grad()
+def float8_sums(
+    x: Float[Tensor, "rows in"],
+    weight: Float[Tensor, "outputs in"],
+    kind: str,
+    chunks: int,
+    of_rows: Float32[Tensor, "rows"] | None = None,
+    of_outputs: Float32[Tensor, "outputs"] | None = None,
+) -> Float32[Tensor, "rows outputs"]:
+    """The sums of `float8_linear` before they are rounded, for ranks that each have a part of K; not for `tensorwise`.
+
+    The scales are those of the whole rows of `x` and of the weight, None for blocks.
+    """
+    check_factors(x, weight, kind)
+    left, layout = _operand(x, kind, of_rows), layout_of(kind)
+    packable = native.usable(x) and not native.is_pretending()
+    if packable and (panels := packed(weight, x.shape[0], layout, of_outputs)) is not None:
+        return native_product(left, weight, panels, chunks, torch.float32)
+    with unpacked():
+        return product_sums(left, _operand(weight, kind, of_outputs), chunks)
 
 
 def recipe_of(kind: str) -> Recipe:
@@ -139,14 +158,20 @@ def check_factors(x: Tensor, weight: Tensor, kind: str) -> None:
 
 
 @cache
-def _layout_of(kind: str) -> Layout:
-    return Layout(rounded=lambda weight: recipe_of(kind).operand(weight, -1).values)
+def layout_of(kind: str) -> Layout:
+    """How weights are packed."""
+    return Layout(rounded=lambda weight, scales: _operand(weight, kind, scales))
+
+
+def _operand(x: Tensor, kind: str, scales: Tensor | None = None) -> Tensor:
+    """The values of an operand, with the scales of its rows if they are given, for kinds whose values include them."""
+    return recipe_of(kind).operand(x, -1).values if scales is None else scaled_values(x, scales[:, None])
 
 
 def _product(x: Tensor, weight: Tensor, kind: str, chunks: int) -> Tensor:
     packable = kind != "tensorwise" and native.usable(x) and not native.is_pretending()
-    if packable and (panels := packed(weight, x.shape[0], _layout_of(kind))) is not None:
-        return native_product(recipe_of(kind).operand(x, -1).values, weight, panels, chunks, x.dtype)
+    if packable and (panels := packed(weight, x.shape[0], layout_of(kind))) is not None:
+        return native_product(_operand(x, kind), weight, panels, chunks, x.dtype)
     with unpacked():
         return rounded_product(x, rounded_weight(weight, kind), kind, chunks)
 
@@ -156,9 +181,10 @@ def _scaled(sums: Tensor, left: Rounded, right: Rounded, dtype: torch.dtype) -> 
     return sums.mul_(left.scale * right.scale).to(dtype)
 
 
-def _gradients(
+def float8_gradients(
     grad: Tensor, x: Tensor, weight: Tensor, kind: str, chunks: int, needed: tuple[bool, bool] = (True, True)
 ) -> tuple[Tensor | None, Tensor | None]:
+    """Of `float8_linear`'s factors."""
     recipe = recipe_of(kind)
     grad_x = _input_gradient(grad, weight, recipe, chunks) if needed[0] else None
     return grad_x, _token_weight_gradient(grad, x, recipe) if needed[1] else None
@@ -199,6 +225,6 @@ _float8_linear = Operator(
     "float8_linear(Tensor x, Tensor weight, str kind, int chunks) -> Tensor",
     _product,
     fake=lambda x, weight, kind, chunks: x.new_empty(x.shape[0], weight.shape[0]),
-    gradients=_gradients,
+    gradients=float8_gradients,
     kind="linear",
 )

@@ -4,15 +4,26 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import partial
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from jaxtyping import Float
 from torch import Tensor
 
-from lockstep.ops.float8_products import float8_linear
-from lockstep.ops.integer_linear import int4_linear, int8_linear, layout_of, packed_rows, rounded_rows, rounded_weight
-from lockstep.ops.linear import linear
+from lockstep.ops import float8, float8_products, integer_linear
+from lockstep.ops.float8_products import float8_gradients, float8_linear, float8_sums
+from lockstep.ops.forms import FORMS
+from lockstep.ops.integer_linear import int4_linear, int4_sums, int8_linear, int8_sums, rounded_rows, rounded_weight
+from lockstep.ops.linear import linear, product_sums
 from lockstep.ops.packed_weights import Layout, PackedWeight
+
+
+class SharedScales(NamedTuple):
+    """Scales that the parts of a row on several ranks have in common: the maximum of the parts' scales."""
+
+    of_part: Callable[[Tensor], Tensor]
+    """`[rows]`, of parts of rows."""
+    layout: Layout
+    """How a weight's part is packed with them."""
 
 
 class Format(NamedTuple):
@@ -20,25 +31,51 @@ class Format(NamedTuple):
 
     linear: Callable[[Tensor, Tensor, int], Tensor]
     """The product of rows and a weight, whose K a layout cuts into chunks."""
-    rounded_rows: Callable[[Tensor], Tensor]
-    """For the gradients of a head."""
-    rounded_weight: Callable[[Tensor], Tensor]
+    sums: Callable[..., Tensor]
+    """Of parts of rows and of a weight along K, and a number of chunks: sums to add to the other parts', in float32 or
+    integers, which are to be scaled. With shared scales, two more arguments are those of the rows and the outputs."""
+    rounded_rows: Callable[..., Tensor]
+    """For the gradients of `linear`, which are those of the rounded factors; of parts of rows, with `scales`."""
+    rounded_weight: Callable[..., Tensor]
     layout: Layout | None = None
     """How a weight can be packed, if the product does not need its own numbers."""
+    shared: SharedScales | None = None
+    """None: a part of a row has scales of its own, and the whole row the same."""
+    gradients: Callable[..., tuple[Tensor | None, Tensor | None]] | None = None
+    """Of `linear`, from its result's gradient, its arguments, and which are needed; None: of the rounded factors."""
 
     def packed_rows(self, weight: PackedWeight, rows: Tensor) -> Tensor:
         """Rows of the numbers that a packed weight's integers stand for."""
         assert self.layout is not None
-        return packed_rows(weight, self.layout, rows)
+        return integer_linear.packed_rows(weight, self.layout, rows)
 
 
 def _int4(group: int) -> Format:
-    of_product, of_rows, of_weight = (partial(f, group=group) for f in (int4_linear, rounded_rows, rounded_weight))
-    return Format(of_product, of_rows, of_weight, layout_of(group))
+    functions = int4_linear, int4_sums, rounded_rows, rounded_weight
+    product, sums, of_rows, of_weight = (partial(function, group=group) for function in functions)
+    return Format(product, sums, of_rows, of_weight, integer_linear.layout_of(group))
+
+
+def _int8() -> Format:
+    def sums(x: Tensor, weight: Tensor, chunks: int, *scales: Tensor) -> Tensor:
+        return int8_sums(x, weight, *scales)  # exact in any chunks
+
+    shared = SharedScales(integer_linear.row_scales, layout := integer_linear.layout_of(0))
+    return Format(int8_linear, sums, rounded_rows, rounded_weight, layout, shared)
 
 
 def _float8(kind: str) -> Format:
-    return Format(lambda x, weight, chunks: float8_linear(x, weight, kind, chunks), _unrounded, _unrounded)
+    def gradients(grad: Tensor, x: Tensor, weight: Tensor, chunks: int, needed: tuple[bool, bool]) -> Any:
+        return float8_gradients(grad, x, weight, kind, chunks, needed)
+
+    def sums(x: Tensor, weight: Tensor, chunks: int, *scales: Tensor) -> Tensor:
+        return float8_sums(x, weight, kind, chunks, *scales)
+
+    by_rows = SharedScales(lambda x: float8.row_scales(x).squeeze(-1), float8_products.layout_of(kind))
+    return Format(
+        lambda x, weight, chunks: float8_linear(x, weight, kind, chunks), sums, _unrounded, _unrounded,
+        shared=by_rows if kind.startswith("rowwise") else None, gradients=gradients,
+    )  # fmt: skip
 
 
 def _unrounded(x: Tensor) -> Tensor:
@@ -48,8 +85,8 @@ def _unrounded(x: Tensor) -> Tensor:
 NONE = "none"
 """The format of the tensors themselves."""
 FORMATS = {
-    NONE: Format(linear, _unrounded, _unrounded),
-    "int8": Format(int8_linear, rounded_rows, rounded_weight, layout_of(0)),
+    NONE: Format(linear, product_sums, _unrounded, _unrounded),
+    "int8": _int8(),
     "int4": _int4(32),
     "int4_128": _int4(128),
     "float8": _float8("tensorwise"),
@@ -64,4 +101,7 @@ def formatted_linear(
     x: Float[Tensor, "rows in"], weight: Float[Tensor, "out in"], format: str, chunks: int = 1
 ) -> Float[Tensor, "rows out"]:
     """`linear` with factors in a format, a key of `FORMATS` other than `none`."""
+    if (form := FORMS.get(type(weight))) is not None:
+        out: Tensor = form.formatted_linear(x, weight, format, chunks)
+        return out
     return FORMATS[format].linear(x, weight, chunks)

@@ -5,7 +5,11 @@ integer sum of the codes' products, rounded to float32, times the row's scale, t
 
 int4: both are in groups along K with a scale per group. Weights have codes from -8 to 7, and the scale that maps the
 number of the largest magnitude to -8, rounded to bfloat16; activations have 8 bits. An element is one float32 chain of
-fused multiply-adds over the groups in ascending order: (integer sum · the weights' scale) · the row's scale.
+fused multiply-adds over the groups in ascending order: (integer sum · the weights' scale) · the row's scale. With
+several chunks, each is a separate chain, and their sums are joined in a binary tree, as in `linear`.
+
+Ranks that each have a part of K add their sums. In int8 a row's scale is then the maximum of its parts' scales, since
+the division is monotonic.
 
 Codes are rounded to nearest even. Integer sums are exact, so a row's bits depend neither on other rows nor on the
 processor. A row or output with a number that is not finite gives NaN.
@@ -16,14 +20,16 @@ estimator, arXiv 1308.3432).
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import torch
-from jaxtyping import Float, Int
+from jaxtyping import Float, Float32, Int, Int32, Num
 from torch import Tensor
 
 from lockstep.ops import native, plain
-from lockstep.ops.linear import gradient_chunks, input_gradient, token_weight_gradient
+from lockstep.ops.float8 import largest_magnitudes
+from lockstep.ops.linear import gradient_chunks, input_gradient, token_weight_gradient, tree_sum
 from lockstep.ops.opaque import Operator
 from lockstep.ops.packed_weights import Layout, PackedWeight, integer_panels
 from lockstep.ops.saved_outputs import saved_output
@@ -50,6 +56,8 @@ def int4_linear(
 ) -> Float[Tensor, "rows out"]:
     """`linear` with a weight of 4-bit integers, in groups of `group` numbers, a multiple of 16 that divides K.
 
+    There are `chunks` chains, a power of two, or as many as can share the groups evenly.
+
     Raises ValueError for factors or a group that do not match.
     """
     return _integer_linear(x, weight, chunks, group)
@@ -62,24 +70,67 @@ def _integer_linear(x: Tensor, weight: Tensor, chunks: int, group: int) -> Tenso
     return _linear(x, weight, chunks, group)
 
 
-def rounded_rows(x: Float[Tensor, "rows in"], group: int = 0) -> Float[Tensor, "rows in"]:
-    """The numbers that 8-bit codes of `x` represent, in its dtype: per row, or per group of numbers."""
+def row_scales(x: Float[Tensor, "rows in"]) -> Float32[Tensor, "rows"]:
+    """The scales of a row's 8-bit codes; NaN for a row that is not finite."""
+    return _finite_or_nan(largest_magnitudes(x) / 127)
+
+
+@torch.no_grad()
+def int8_sums(
+    x: Float[Tensor, "rows in"],
+    weight: Float[Tensor, "outputs in"],
+    of_rows: Float32[Tensor, "rows"],
+    of_outputs: Float32[Tensor, "outputs"],
+) -> Int32[Tensor, "rows outputs"]:
+    """The integer sums of a product of which this is a part along K, with the scales of the whole rows and outputs."""
+    _check(x, weight, 0)
+    out = x.new_empty(x.shape[0], weight.shape[0], dtype=torch.int32)
+    if x.is_meta or native.is_pretending():
+        return out
     if not native.usable(x):
-        codes, scales = quantized_rows(x, group)
-        return (codes * scales).to(x.dtype).view_as(x)
-    x = x if x.stride(1) == 1 and not group else x.contiguous()
-    width = group or x.shape[1]
-    out = x.new_empty(x.shape)
-    native.call("round_int8", x.dtype, x, group or x.stride(0), out, x.numel() // max(width, 1), width)
+        codes, others = (quantized_rows(t, 0, scales)[0][:, 0] for t, scales in ((x, of_rows), (weight, of_outputs)))
+        return _exact_sums(codes, others).int()
+    x = x if x.stride(1) == 1 else x.contiguous()
+    panels = integer_panels(weight, layout_of(0), of_outputs)
+    native.call("int8_sums", x.dtype, x, x.stride(0), of_rows.contiguous(), panels, out, *x.shape, weight.shape[0])
     return out
 
 
-def rounded_weight(weight: Float[Tensor, "out in"], group: int = 0) -> Float[Tensor, "out in"]:
-    """The numbers that a weight's codes represent, in its dtype: 8-bit ones, or with a group 4-bit ones."""
+@torch.no_grad()
+def int4_sums(
+    x: Float[Tensor, "rows in"], weight: Float[Tensor, "out in"], chunks: int = 1, *, group: int
+) -> Float32[Tensor, "rows out"]:
+    """The sums of `int4_linear` before they are rounded, for ranks that each have a part of K."""
+    return _product(x, weight, chunks, group, torch.float32)
+
+
+def rounded_rows(
+    x: Float[Tensor, "rows in"], group: int = 0, scales: Float32[Tensor, "rows"] | None = None
+) -> Float[Tensor, "rows in"]:
+    """The numbers that 8-bit codes of `x` represent, in its dtype: per row, or per group of numbers.
+
+    scales: of whole rows, if these are a part of them.
+    """
+    if not native.usable(x):
+        codes, factors = quantized_rows(x, group, scales)
+        return (codes * factors).to(x.dtype).view_as(x)
+    x = x if x.stride(1) == 1 and not group else x.contiguous()
+    width = group or x.shape[1]
+    out = x.new_empty(x.shape)
+    scales = None if scales is None else scales.contiguous()
+    native.call("round_int8", x.dtype, x, group or x.stride(0), scales, out, x.numel() // max(width, 1), width)
+    return out
+
+
+def rounded_weight(
+    weight: Float[Tensor, "outputs in"], group: int = 0, scales: Float32[Tensor, "outputs"] | None = None
+) -> Float[Tensor, "outputs in"]:
+    """The numbers that a weight's codes represent, in its dtype: 8-bit ones, or with a group 4-bit ones; for `scales`,
+    see `rounded_rows`."""
     if isinstance(weight, PackedWeight):
         return packed_rows(weight, layout_of(group), torch.arange(weight.shape[0]))
     if not group:
-        return rounded_rows(weight)
+        return rounded_rows(weight, scales=scales)
     if not native.usable(weight):
         codes, scales = quantized_weight(weight, group)
         return (codes * scales).to(weight.dtype).view_as(weight)
@@ -102,10 +153,12 @@ def packed_rows(weight: PackedWeight, layout: Layout, rows: Int[Tensor, "rows"])
     return out
 
 
-def quantized_rows(x: Tensor, group: int = 0) -> tuple[Float[Tensor, "rows groups group"], Tensor]:
-    """8-bit codes as float32, and the scales `[rows, groups, 1]`."""
+def quantized_rows(
+    x: Tensor, group: int = 0, scales: Float32[Tensor, "rows"] | None = None
+) -> tuple[Float[Tensor, "rows groups group"], Tensor]:
+    """8-bit codes as float32, and the scales `[rows, groups, 1]`: without groups they may be given."""
     parts = x.float().unflatten(1, (-1, group or x.shape[1]))
-    scales = parts.abs().amax(-1, keepdim=True) / 127
+    scales = parts.abs().amax(-1, keepdim=True) / 127 if scales is None else scales[:, None, None]
     return _codes(parts, scales, -127, 127), _finite_or_nan(scales)
 
 
@@ -126,17 +179,21 @@ def _finite_or_nan(scales: Tensor) -> Tensor:
     return torch.where(scales.isfinite(), scales, torch.nan)
 
 
-def _product(x: Tensor, weight: Tensor, chunks: int, group: int) -> Tensor:
+def _product(x: Tensor, weight: Tensor, chunks: int, group: int, dtype: torch.dtype | None = None) -> Tensor:
+    """dtype: of the result, that of `x` or with a group float32."""
     _check(x, weight, group)
+    dtype = dtype or x.dtype
+    out = x.new_empty(x.shape[0], weight.shape[0], dtype=dtype)
     if x.is_meta or native.is_pretending():
-        return x.new_empty(x.shape[0], weight.shape[0])
+        return out
+    chunks = math.gcd(chunks, x.shape[1] // group) if group else 1
     if not native.usable(x):
-        return _plain_int4(x, weight, group) if group else _plain_int8(x, weight)
-    out = x.new_empty(x.shape[0], weight.shape[0])
+        return _plain_int4(x, weight, group, chunks).to(dtype) if group else _plain_int8(x, weight)
     x = x if x.stride(1) == 1 else x.contiguous()
     layout = layout_of(group)
-    sizes = (x.shape[0], x.shape[1], weight.shape[0], *((group,) if group else ()))
-    native.call(f"int{layout.bits}_product", x.dtype, x, x.stride(0), integer_panels(weight, layout), out, *sizes)
+    name = f"int{layout.bits}_{'product' if dtype == x.dtype else 'sums'}"
+    sizes = (*x.shape, weight.shape[0], *((group, chunks) if group else ()))
+    native.call(name, x.dtype, x, x.stride(0), integer_panels(weight, layout), out, *sizes)
     return out
 
 
@@ -153,17 +210,32 @@ def _check(x: Tensor, weight: Tensor, group: int) -> None:
 
 def _plain_int8(x: Tensor, weight: Tensor) -> Tensor:
     (codes, scales), (others, of_outputs) = quantized_rows(x), quantized_rows(weight)
-    sums = (codes[:, 0].double() @ others[:, 0].double().T).float()  # exact in any order
-    return (sums * scales[:, 0] * of_outputs[:, 0].T).to(x.dtype)
+    return scaled_sums(_exact_sums(codes[:, 0], others[:, 0]), scales[:, 0, 0], of_outputs[:, 0, 0]).to(x.dtype)
 
 
-def _plain_int4(x: Tensor, weight: Tensor, group: int) -> Tensor:
+def scaled_sums(
+    sums: Num[Tensor, "rows outputs"], of_rows: Float32[Tensor, "rows"], of_outputs: Float32[Tensor, "outputs"]
+) -> Float32[Tensor, "rows outputs"]:
+    """The elements of an int8 product, from its integer sums."""
+    return sums.float() * of_rows[:, None] * of_outputs
+
+
+def _exact_sums(codes: Tensor, others: Tensor) -> Tensor:
+    """Integer sums as float64, which has all of them: exact in any order."""
+    return codes.double() @ others.double().T
+
+
+def _plain_int4(x: Tensor, weight: Tensor, group: int, chunks: int = 1) -> Tensor:
+    """In float32."""
     (codes, scales), (others, of_outputs) = quantized_rows(x, group), quantized_weight(weight, group)
-    total = x.new_zeros(x.shape[0], weight.shape[0], dtype=torch.float32)
-    for g in range(codes.shape[1]):
-        sums = (codes[:, g].double() @ others[:, g].double().T).float()
-        total = plain.multiply_add(sums * of_outputs[:, g].T, scales[:, g].expand_as(sums), total)
-    return total.to(x.dtype)
+    totals = []
+    for groups in torch.arange(codes.shape[1]).chunk(chunks):
+        total = x.new_zeros(x.shape[0], weight.shape[0], dtype=torch.float32)
+        for g in groups.tolist():
+            sums = _exact_sums(codes[:, g], others[:, g]).float()
+            total = plain.multiply_add(sums * of_outputs[:, g].T, scales[:, g].expand_as(sums), total)
+        totals.append(total)
+    return tree_sum(totals)
 
 
 def _gradients(

@@ -44,7 +44,7 @@ def token_log_probs(
     entropies' gradient costs nothing if they are not used. head_format: of the product's factors, a key of `FORMATS`.
     """
     if (form := FORMS.get(type(head))) is not None:
-        return form.token_log_probs(hidden, head, targets, temperature)
+        return form.token_log_probs(hidden, head, targets, temperature, head_format)
     inverse = row_factors(temperature, hidden)
     if torch.is_grad_enabled() and (hidden.requires_grad or head.requires_grad):
         return _TokenLogProbs.apply(hidden, head, targets, inverse, head_format)

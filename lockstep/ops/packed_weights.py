@@ -32,8 +32,8 @@ class Layout(NamedTuple):
     """Of integers with scales; 0: the weight's own numbers."""
     group: int = 0
     """Numbers along k with a common scale; 0: all of an output's."""
-    rounded: Callable[[Tensor], Tensor] | None = None
-    """Without bits: the weight's numbers as they are packed, if not its own."""
+    rounded: Callable[[Tensor, Tensor | None], Tensor] | None = None
+    """Without bits: the weight's numbers as they are packed, if not its own, given the scales of its rows or None."""
 
     def words(self, weight: Tensor) -> int:
         """The size of the panels in words of 4 bytes."""
@@ -44,15 +44,16 @@ class Layout(NamedTuple):
         columns = native.function("panel_columns")()
         return int(-(-outputs // columns) * columns * -(-depth * weight.element_size() // 4))
 
-    def pack(self, weight: Tensor, panels: Tensor) -> None:
-        """Writes the panels. Integers need a weight whose rows are contiguous."""
+    def pack(self, weight: Tensor, panels: Tensor, scales: Tensor | None = None) -> None:
+        """Writes the panels. scales: of the weight's rows, if they are not those of this part of them."""
         sizes = weight.shape[1], weight.shape[0]
-        weight = weight if self.rounded is None else self.rounded(weight)
+        weight = weight if self.rounded is None else self.rounded(weight, scales)
         if not self.bits:
             return native.call("pack", weight.dtype, weight, *weight.stride(), panels, *sizes)
         weight = weight if weight.stride(1) == 1 else weight.contiguous()
-        group = (self.group,) if self.group else ()
-        native.call(f"pack_int{self.bits}", weight.dtype, weight, weight.stride(0), panels, *sizes, *group)
+        if self.group:
+            return native.call("pack_int4", weight.dtype, weight, weight.stride(0), panels, *sizes, self.group)
+        native.call("pack_int8", weight.dtype, weight, weight.stride(0), scales, panels, *sizes)
 
     def unpack(self, panels: Tensor, rows: Tensor, out: Tensor, outputs: int) -> None:
         """Writes the numbers that the integers in the panels stand for, for these rows of a weight with `outputs`."""
@@ -66,6 +67,16 @@ Key = tuple[int, Layout]
 """A weight's address, and the layout of its panels."""
 
 
+class Packed(NamedTuple):
+    """A weight's panels."""
+
+    identity: tuple[object, ...]
+    """Of the weight as it was packed."""
+    panels: Tensor
+    scales: Tensor | None
+    """Of its rows, if they were given."""
+
+
 class PackedWeights:
     """Panels of weights, each packed at its first use after `forget`. Products have the same bits with or without them.
 
@@ -75,7 +86,7 @@ class PackedWeights:
     """
 
     def __init__(self) -> None:
-        self._panels: dict[Key, tuple[tuple[object, ...], Tensor]] = {}
+        self._panels: dict[Key, Packed] = {}
         # Storages of the weights whose panels are valid: referenced, so that no other tensor gets their address.
         self._current: dict[Key, torch.UntypedStorage] = {}
         self._budget: int | None = None
@@ -107,31 +118,36 @@ class PackedWeights:
         finally:
             _in_use.reset(token)
 
-    def panels_of(self, weight: Tensor, layout: Layout = PLAIN) -> Tensor | None:
+    def valid(self, weight: Tensor, layout: Layout) -> Packed | None:
+        """What `weight` was packed into, unless it may have changed since."""
+        key = weight.data_ptr(), layout
+        packed = self._panels.get(key)
+        valid = packed is not None and key in self._current and packed.identity == _identity(weight)
+        return packed if valid else None
+
+    def panels_of(self, weight: Tensor, layout: Layout = PLAIN, scales: Tensor | None = None) -> Tensor | None:
         """`weight`'s panels, or None if there is too little memory or the weight has no version counter."""
         if weight.is_inference():
             return None
-        key = weight.data_ptr(), layout
-        identity = (*weight.shape, *weight.stride(), weight._version, weight.dtype)
-        known, panels = self._panels.get(key, (None, None))
-        if panels is not None and known == identity and key in self._current:
-            return panels
-        words = layout.words(weight)
+        if (packed := self.valid(weight, layout)) is not None:
+            return packed.panels
+        key, words = (weight.data_ptr(), layout), layout.words(weight)
+        panels = self._panels[key].panels if key in self._panels else None
         if panels is None or panels.numel() != words:
             self._release(key)
             if not self._affords(4 * words):
                 return None
             panels = torch.empty(words, dtype=torch.int32)
-        layout.pack(weight, panels)
-        self._panels[key] = identity, panels
+        layout.pack(weight, panels, scales)
+        self._panels[key] = Packed(_identity(weight), panels, scales)
         self._current[key] = weight.untyped_storage()
         return panels
 
     def _release(self, key: Key) -> None:
         self._current.pop(key, None)
-        _, panels = self._panels.pop(key, (None, None))
-        if panels is not None and self._budget is not None:
-            self._budget += panels.nbytes
+        packed = self._panels.pop(key, None)
+        if packed is not None and self._budget is not None:
+            self._budget += packed.panels.nbytes
 
     def _affords(self, size: int) -> bool:
         if self._budget is None:
@@ -140,6 +156,10 @@ class PackedWeights:
             return False
         self._budget -= size
         return True
+
+
+def _identity(weight: Tensor) -> tuple[object, ...]:
+    return (*weight.shape, *weight.stride(), weight._version, weight.dtype)
 
 
 _in_use: ContextVar[PackedWeights | None] = ContextVar("packed_weights", default=None)
@@ -155,9 +175,17 @@ def unpacked() -> Iterator[None]:
         _in_use.reset(token)
 
 
-def packed(weight: Tensor, rows: int, layout: Layout = PLAIN) -> Tensor | None:
-    """The panels that a product with `rows` rows can read instead of the weight."""
-    return None if rows > FEW_ROWS else _cached(weight, layout)
+def packed(weight: Tensor, rows: int, layout: Layout = PLAIN, scales: Tensor | None = None) -> Tensor | None:
+    """The panels that a product with `rows` rows can read instead of the weight. scales: of its rows, as it is packed
+    with them if it has not been yet."""
+    return None if rows > FEW_ROWS else _cached(weight, layout, scales)
+
+
+def packed_scales(weight: Tensor, layout: Layout) -> Tensor | None:
+    """The scales that were given when the panels in use were packed."""
+    weights = _in_use.get()
+    known = None if weights is None or weight.is_inference() else weights.valid(weight, layout)
+    return None if known is None else known.scales
 
 
 class PackedWeight(nn.Parameter):
@@ -178,22 +206,22 @@ class PackedWeight(nn.Parameter):
         return packed
 
 
-def integer_panels(weight: Tensor, layout: Layout) -> Tensor:
-    """The panels of a weight's integers: its only ones, those in use, or new ones."""
+def integer_panels(weight: Tensor, layout: Layout, scales: Tensor | None = None) -> Tensor:
+    """The panels of a weight's integers: its only ones, those in use, or new ones, with given scales of its rows."""
     if isinstance(weight, PackedWeight):
         return weight.panels
-    if (panels := _cached(weight, layout)) is None:
+    if (panels := _cached(weight, layout, scales)) is None:
         with unrecorded():
             panels = torch.empty(layout.words(weight), dtype=torch.int32)
-        layout.pack(weight, panels)
+        layout.pack(weight, panels, scales)
     return panels
 
 
-def _cached(weight: Tensor, layout: Layout) -> Tensor | None:
+def _cached(weight: Tensor, layout: Layout, scales: Tensor | None) -> Tensor | None:
     if (weights := _in_use.get()) is None:
         return None
     if (graph := native.recorder()) is None:
-        return weights.panels_of(weight, layout)
+        return weights.panels_of(weight, layout, scales)
     with unrecorded():
         panels = weights.panels_of(weight, layout)
     graph.panels.append((weight, layout, panels))

@@ -86,8 +86,9 @@ def begin_all_to_all(rows: Tensor, sent: list[int], received: list[int], group: 
 
 
 def sum_rows(x: Tensor, group: dist.ProcessGroup) -> Tensor:
-    """This rank's share of the rows of the sum over ranks, added in a float32 tree and rounded once."""
-    parts = swap_rows(x, group).unflatten(0, (dist.get_world_size(group), -1)).float()
+    """This rank's share of the rows of the sum over ranks, added in a float32 tree and rounded once, or in integers."""
+    parts = swap_rows(x, group).unflatten(0, (dist.get_world_size(group), -1))
+    parts = parts.float() if x.is_floating_point() else parts
     return tree_sum(parts.unbind(), overwrite=True).to(x.dtype)
 
 

@@ -14,6 +14,7 @@ from torch import Tensor
 from lockstep import ops
 from lockstep.ops import cuda, native, one_order
 from lockstep.ops.bias import bias_gradient, biased
+from lockstep.ops.formats import FORMATS
 from lockstep.ops.linear import (
     input_gradient,
     product,
@@ -94,10 +95,13 @@ class _TensorRows:
 
 
 def _column_gradients(
-    grad: Tensor, x: Tensor, weight: Tensor, group: str, needed: tuple[bool, bool] = (True, True)
+    grad: Tensor, x: Tensor, weight: Tensor, format: str, group: str, needed: tuple[bool, bool] = (True, True)
 ) -> tuple[Tensor | None, Tensor | None]:
-    grad_x = _input_gradient(grad, weight, group_named(group)) if needed[0] else None
-    return grad_x, token_weight_gradient(grad, x) if needed[1] else None
+    form = FORMATS[format]
+    if form.gradients is not None:  # with scales of this rank's outputs, and never in one order
+        return form.gradients(grad, x, weight, 1, needed)
+    grad_x = _input_gradient(grad, form.rounded_weight(weight), group_named(group)) if needed[0] else None
+    return grad_x, token_weight_gradient(grad, form.rounded_rows(x)) if needed[1] else None
 
 
 def _input_gradient(grad: Tensor, weight: Tensor, group: dist.ProcessGroup) -> Tensor:
@@ -118,13 +122,13 @@ def _logits_gradients(
 
 
 column_product = Operator(
-    "column_product(Tensor x, Tensor weight, str group) -> Tensor",
-    forward=lambda x, weight, group: product(x, weight),
-    fake=lambda x, weight, group: x.new_empty(x.shape[0], weight.shape[0]),
+    "column_product(Tensor x, Tensor weight, str format, str group) -> Tensor",
+    forward=lambda x, weight, format, group: FORMATS[format].linear(x, weight, 1),
+    fake=lambda x, weight, format, group: x.new_empty(x.shape[0], weight.shape[0]),
     gradients=_column_gradients,
     kind="linear",
 )
-"""`x` `[tokens, in]` times this rank's outputs `weight` `[out / ranks, in]`.
+"""`x` `[tokens, in]` times this rank's outputs `weight` `[out / ranks, in]`, both in a format of `ops.FORMATS`.
 
 The gradient of `x` is a part of the sum over all ranks' outputs. In one order, it is the complete sum, rounded once,
 for this rank's share of the rows, and zero for the others: `exchange.sum_gathered` takes the share.

@@ -21,6 +21,7 @@ from lockstep.ops import one_order
 from lockstep.ops.embedding import plain_embedding
 from lockstep.ops.experts import FeedForward
 from lockstep.ops.experts import mixture as plain_mixture
+from lockstep.ops.formats import FORMATS, NONE
 from lockstep.parallel.exchange import (
     exchanged,
     gather_rows,
@@ -95,13 +96,17 @@ def rms_norm(x: Tensor, weight: DTensor, eps: float) -> Tensor:
 
 
 def linear(x: Tensor, weight: DTensor, chunks: int) -> Tensor:
+    return formatted_linear(x, weight, NONE, chunks)
+
+
+def formatted_linear(x: Tensor, weight: DTensor, format: str, chunks: int) -> Tensor:
     """A row product if the weight's inputs are sharded over the tensor axis, else a column product."""
     local, group = own_part(weight), tensor_group(weight)
     if group is None:
-        return ops.linear(x, local, chunks)
+        return FORMATS[format].linear(x, local, chunks)
     if place_on(weight, "tensor") != COLUMNS:
-        return column_product(x, local, group.group_name)
-    return row_product(x, local, chunks, group)
+        return column_product(x, local, format, group.group_name)
+    return row_product(x, local, format, chunks, group)
 
 
 def text_scores(hidden: Tensor, head: DTensor) -> Tensor:
@@ -166,9 +171,11 @@ def expert_group(weight: DTensor) -> dist.ProcessGroup | None:
     return next((mesh.get_group(axis) for axis in axes if axis in ("tensor", "experts")), None)
 
 
-def token_log_probs(hidden: Tensor, head: DTensor, targets: Tensor, temperature: float) -> tuple[Tensor, Tensor]:
+def token_log_probs(
+    hidden: Tensor, head: DTensor, targets: Tensor, temperature: float, head_format: str
+) -> tuple[Tensor, Tensor]:
     """The loss over a vocabulary-sharded head; see `sharded_token_log_probs`."""
     local, group = own_part(head), tensor_group(head)
     if group is None:
-        return ops.token_log_probs(hidden, local, targets, temperature)
-    return sharded_token_log_probs(hidden, local, targets, temperature, head.shape[0], group)
+        return ops.token_log_probs(hidden, local, targets, temperature, head_format)
+    return sharded_token_log_probs(hidden, local, targets, temperature, head.shape[0], group, head_format)

@@ -5,11 +5,16 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Mapping
 
+import torch
+
 from lockstep.config import ParallelConfig
 from lockstep.config.parallel import MAX_TENSOR
 from lockstep.errors import UserError
-from lockstep.model import ModelConfig
+from lockstep.model import Decoder, ModelConfig
+from lockstep.model.layers import projections
 from lockstep.ops import NONE
+from lockstep.parallel.placements import COLUMNS, parameter_placement
+from lockstep.precision import FLOAT8, MULTIPLES
 
 FEATURES = {"intermediate_size": "features of the feed-forward"}
 
@@ -19,21 +24,31 @@ def refuse_impossible(shape: ModelConfig, degrees: Mapping[str, int], parallel: 
     problems = list(_tensor_problems(shape, degrees["tensor"]))
     problems += _expert_problems(shape, degrees["tensor"], parallel)
     problems += _lora_problems(shape, degrees, parallel)
-    problems += _precision_problems(shape, degrees, parallel)
+    problems = problems or list(_precision_problems(shape, degrees["tensor"], "parallel.tensor"))
     if problems:
         raise UserError("this layout does not fit the model:\n" + "\n".join(f"  - {p}" for p in problems))
 
 
-def _precision_problems(shape: ModelConfig, degrees: Mapping[str, int], parallel: ParallelConfig) -> Iterator[str]:
-    if (linear := shape.precision.linear) == NONE:
+def _precision_problems(shape: ModelConfig, tensor: int, setting: str) -> Iterator[str]:
+    """For a degree that divides the model."""
+    linear = shape.precision.linear
+    if tensor == 1 or linear == NONE:
         return
-    if degrees["tensor"] > 1:
+    if linear == FLOAT8:
         yield (
-            f"precision.linear {linear} does not work with tensor ranks yet, whose scales would be those of a part of "
-            "a row; use parallel.data_shard"
+            f"precision.linear {linear} does not work with {setting} {tensor}, whose ranks would each have a scale of "
+            "their own; use float8_rowwise or mxfp8"
         )
-    if parallel.full_dtensor:
-        yield f"precision.linear {linear} does not work with parallel.full_dtensor; leave it out"
+    for name, layer in projections(Decoder(shape, torch.float32, "meta")):
+        multiple, width = MULTIPLES[layer.precision], layer.weight.shape[1]
+        is_cut = parameter_placement(shape, f"{name}.weight", tensor) == COLUMNS
+        if is_cut and width // tensor % multiple:
+            yield (
+                f"precision {layer.precision} needs parts of rows that are a multiple of {multiple} wide, but "
+                f"{setting} {tensor} cuts the {width} features of {name} into parts of {width // tensor}; lower it, "
+                "add the layer to precision.keep, or choose int8"
+            )
+            return
 
 
 def _expert_problems(shape: ModelConfig, tensor: int, parallel: ParallelConfig) -> Iterator[str]:
@@ -66,6 +81,7 @@ def _lora_problems(shape: ModelConfig, degrees: Mapping[str, int], parallel: Par
 def refuse_generators(shape: ModelConfig, tensor: int) -> None:
     """Raises UserError if generators of `tensor` ranks (actors.tensor) cannot share the model."""
     problems = list(_tensor_problems(shape, tensor, "actors.tensor"))
+    problems = problems or list(_precision_problems(shape, tensor, "actors.tensor"))
     if shape.lora is not None and tensor > 1:
         problems.append(
             f"actors.tensor {tensor} does not work with a low-rank adapter yet, whose matrices are not sharded; leave "

@@ -15,6 +15,7 @@ from lockstep.data import Tokenizer, divide_step, load_tokenizer
 from lockstep.errors import UserError
 from lockstep.hub import is_model
 from lockstep.model import ModelConfig, read_config
+from lockstep.ops import NONE
 from lockstep.parallel import World, chunks_for
 from lockstep.parallel.pipeline_schedule import PipelinePlan
 from lockstep.train.expert_balance import balance_problems
@@ -94,6 +95,12 @@ def layout_problems(shape: ModelConfig, world: World, parallel: ParallelConfig) 
             f"train.deterministic_layout with parallel.tensor {world.degrees['tensor']} does not work with fewer "
             f"key-value heads ({shape.num_kv_heads}), whose gradients are summed by rank; lower parallel.tensor, or "
             "switch it off"
+        )
+    if world.degrees["tensor"] > 1 and not shape.precision.linear.startswith(("int", NONE)):
+        yield (
+            f"train.deterministic_layout with parallel.tensor {world.degrees['tensor']} does not work with "
+            f"precision.linear {shape.precision.linear}, which rounds gradients with scales of a rank's outputs; use "
+            "int8 or int4, or switch it off"
         )
     if world.device.type == "cuda" and world.data_size > 2:
         yield (

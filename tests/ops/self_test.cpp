@@ -18,11 +18,11 @@ void product_sums_bf16(const bf16*, int64_t, int64_t, const bf16*, int64_t, int6
                        int64_t, int64_t, int64_t);
 int64_t int8_words(int64_t, int64_t);
 int64_t int4_words(int64_t, int64_t, int64_t);
-void pack_int8_f32(const float*, int64_t, uint32_t*, int64_t, int64_t);
+void pack_int8_f32(const float*, int64_t, const float*, uint32_t*, int64_t, int64_t);
 void pack_int4_bf16(const bf16*, int64_t, uint32_t*, int64_t, int64_t, int64_t);
 void int8_product_f32(const float*, int64_t, const uint32_t*, float*, int64_t, int64_t, int64_t);
-void int4_product_bf16(const bf16*, int64_t, const uint32_t*, bf16*, int64_t, int64_t, int64_t, int64_t);
-void round_int8_f32(const float*, int64_t, float*, int64_t, int64_t);
+void int4_product_bf16(const bf16*, int64_t, const uint32_t*, bf16*, int64_t, int64_t, int64_t, int64_t, int64_t);
+void round_int8_f32(const float*, int64_t, const float*, float*, int64_t, int64_t);
 void round_int4_bf16(const bf16*, bf16*, int64_t, int64_t);
 void rms_norm_f32(const float*, const float*, float*, float*, int64_t, int64_t, float);
 void silu_mul_f32(const float*, const float*, float*, int64_t, int64_t);
@@ -140,11 +140,11 @@ static void integer_products() {
     std::vector<float> out(rows * outputs), rounded(w.size());
     std::vector<uint16_t> narrow(out.size()), narrow_rounded(w.size());
     std::vector<uint32_t> packed(int8_words(depth, outputs)), narrow_packed(int4_words(depth, outputs, group));
-    pack_int8_f32(w.data(), depth, packed.data(), depth, outputs);
+    pack_int8_f32(w.data(), depth, nullptr, packed.data(), depth, outputs);
     pack_int4_bf16(in(narrow_w), depth, narrow_packed.data(), depth, outputs, group);
     int8_product_f32(x.data(), depth, packed.data(), out.data(), rows, depth, outputs);
-    int4_product_bf16(in(narrow_x), depth, narrow_packed.data(), to(narrow), rows, depth, outputs, group);
-    round_int8_f32(w.data(), depth, rounded.data(), outputs, depth);
+    int4_product_bf16(in(narrow_x), depth, narrow_packed.data(), to(narrow), rows, depth, outputs, group, 1);
+    round_int8_f32(w.data(), depth, nullptr, rounded.data(), outputs, depth);
     round_int4_bf16(in(narrow_w), to(narrow_rounded), outputs * depth / group, group);
     digest("products of integers", out, narrow, rounded, narrow_rounded);
 }

@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 
 from lockstep import ops
 from lockstep.ops import packed_weights
+from lockstep.ops.linear import tree_sum
 from tests.ops.test_linear import assert_rows_agree, cancelling
 
 module = importlib.import_module("lockstep.ops.integer_linear")
@@ -40,7 +41,7 @@ def test_products_are_those_of_their_definition(form, data, dtype, group):
     rows, outputs = data.draw(st.integers(1, 40)), data.draw(st.integers(1, 70))
     depth = data.draw(st.integers(1, 3)) * group if group else data.draw(st.integers(1, 200))
     x, w = (difficult(data.draw(st.integers(0, 99)), count, depth, dtype) for count in (rows, outputs))
-    assert torch.equal(KINDS[group](x, w).nan_to_num(7.0), PLAIN[group](x, w).nan_to_num(7.0))
+    assert torch.equal(KINDS[group](x, w).nan_to_num(7.0), PLAIN[group](x, w).to(dtype).nan_to_num(7.0))
     of_x, of_w = x.isfinite().all(1), w.isfinite().all(1)
     assert KINDS[group](x, w)[~of_x].isnan().all() and KINDS[group](x, w)[:, ~of_w].isnan().all()
 
@@ -51,6 +52,36 @@ def test_every_number_of_rows_gives_a_row_the_same_bits(form, dtype, group):
     x, w = cancelling(0, 130, 256, 45, dtype)
     counts = [1, 3, 64] if form in ("pytorch", "plain") else [*range(1, 20), 47, 63, 64, 97, 128]
     assert_rows_agree(KINDS[group], x, w, counts)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("group", [32, 128])
+@pytest.mark.parametrize("chunks", [2, 4, 8])
+def test_chunks_of_groups_are_chains_joined_in_a_tree(form, dtype, group, chunks):
+    x, w = cancelling(3, 21, 24 * group, 45, dtype)
+    parts = zip(x.chunk(chunks, 1), w.chunk(chunks, 1))
+    sums = [module.int4_sums(*part, group=group) for part in parts]
+    assert not torch.equal(tree_sum(sums), module.int4_sums(x, w, group=group)), "the data cancels"
+    assert torch.equal(module.int4_sums(x, w, chunks, group=group), tree_sum(sums))
+    assert torch.equal(KINDS[group](x, w, chunks), tree_sum(sums).to(dtype))
+    # Of 24 groups, at most 8 chunks have equally many.
+    assert torch.equal(KINDS[group](x, w, 16), KINDS[group](x, w, 8))
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_parts_of_rows_with_the_scales_of_the_whole_have_its_sums(form, dtype):
+    x, w = difficult(2, 21, 320, dtype), difficult(4, 45, 320, dtype)
+    cuts = [(x[:, part], w[:, part]) for part in (slice(0, 96), slice(96, 97), slice(97, 320))]
+    scales = [torch.stack(of).amax(0) for of in zip(*([module.row_scales(t) for t in cut] for cut in cuts))]
+    for whole, of_whole in zip((x, w), scales):
+        assert torch.equal(of_whole.nan_to_num(7.0), module.quantized_rows(whole)[1].flatten().nan_to_num(7.0))
+    total = sum(module.int8_sums(*cut, *scales) for cut in cuts)
+    assert total.dtype == torch.int32
+    found = module.scaled_sums(total, *scales).to(dtype)
+    assert torch.equal(found.nan_to_num(7.0), ops.int8_linear(x, w).nan_to_num(7.0))
+    for whole, parts, of_whole in zip((x, w), zip(*cuts), scales):
+        rounded = torch.cat([module.rounded_rows(part, scales=of_whole) for part in parts], 1)
+        assert torch.equal(rounded.nan_to_num(7.0), module.rounded_rows(whole).nan_to_num(7.0))
 
 
 def test_every_processor_has_the_same_result(form):

@@ -16,6 +16,7 @@ from lockstep.model import ExpertsConfig, Latent, ModelConfig, initialize, prese
 from lockstep.model.shard import local_values
 from lockstep.ops import Routing, head_gradients
 from lockstep.parallel import close_world, open_world, parallel_model
+from lockstep.precision import Precision
 from lockstep.train import Trainer, pack
 from lockstep.train.gradient_norm import exact_norms
 from lockstep.train.objective import NextTokenLoss
@@ -45,6 +46,9 @@ SHAPES = {
     ),
     "a mixture": preset("qwen3_moe:micro", VOCAB),
     "4 key-value heads": replace(preset("qwen3:micro", VOCAB), num_heads=8, num_kv_heads=4),
+    # With the head, which is tied.
+    "int8": replace(preset("qwen3:micro", VOCAB), num_heads=8, num_kv_heads=4, precision=Precision("int8", ())),
+    "int4": replace(preset("qwen3:micro", VOCAB), num_heads=8, num_kv_heads=4, precision=Precision("int4", ())),
 }  # fmt: skip
 SETTINGS = {"deterministic_layout": True, "max_grad_norm": 0.3, "learning_rate": 3e-3}
 FROZEN = SETTINGS | {"rules": ("embed_tokens* frozen=true",)}
@@ -94,6 +98,8 @@ def check(ranks, parallel, shape, dtype="float32", settings=SETTINGS, torch_2_15
         ("gpt-oss", 2, P(tensor=2), "bfloat16", SETTINGS),
         ("latent attention", 2, P(context=2), "float32", SETTINGS),
         ("a biased choice of experts", 2, P(), "bfloat16", BIASED),
+        ("int8", 4, P(context=2, tensor=2), "float32", SETTINGS),
+        ("int4", 2, P(tensor=2, full_dtensor=True), "bfloat16", SETTINGS),
     ],
 )
 def test_steps_have_the_bits_of_one_process(shape, ranks, parallel, dtype, settings):
@@ -144,6 +150,15 @@ OTHERS = [
     ("4 key-value heads", 4, P(tensor=4)),
     ("4 key-value heads", 8, P(context=2, tensor=4)),
 ]
+OF_FORMATS = [
+    (2, P(tensor=2)),
+    (4, P(tensor=4)),
+    (4, P(tensor=2)),
+    (4, P(context=2, data_replicate=2)),
+    (2, P(context=2, full_dtensor=True)),
+    (4, P(context=2, tensor=2, full_dtensor=True)),
+]
+OTHERS += [(format, *layout) for format in ("int8", "int4") for layout in OF_FORMATS]
 
 
 @pytest.mark.slow
@@ -170,7 +185,7 @@ def test_steps_of_other_models_have_the_bits_of_one_process(shape, ranks, parall
 @pytest.mark.parametrize(
     ("layout", "shape"),
     [
-        ("TP 2", "a tied head"), ("CP 2 x TP 2", "a tied head"), ("full DTensor", "a tied head"),
+        ("TP 2", "a tied head"), ("CP 2 x TP 2", "a tied head"), ("full DTensor", "a tied head"), ("TP 2", "int8"),
         ("FSDP 2 x PP 2, 1F1B", "a tied head, pipeline"), ("TP 2", "biases, sinks and windows"),
     ],
 )  # fmt: skip

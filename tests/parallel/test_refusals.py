@@ -21,6 +21,7 @@ from lockstep.parallel import open_world
 from lockstep.parallel.pipeline_schedule import PipelinePlan, split_layers
 from lockstep.parallel.refusals import refuse_impossible
 from lockstep.parallel.world import AXES, World, resolve_degrees
+from lockstep.precision import Precision
 from lockstep.train.refusals import layout_problems
 from lockstep.train.setup import trained_model
 
@@ -150,6 +151,7 @@ NO_KEYS = {"num_heads": 16, "num_kv_heads": 1}
         ({"tensor": 2}, {"device": "cuda"}, "with parallel.tensor 2 only works on CPUs so far, not on cuda"),
         ({"data_shard": 4}, {"full_dtensor": True}, "does not work with parallel.full_dtensor over data-parallel"),
         ({"tensor": 4}, {}, "with parallel.tensor 4 does not work with fewer key-value heads (2)"),
+        ({"tensor": 2}, {"precision": Precision("mxfp8")}, "tensor 2 does not work with precision.linear mxfp8"),
         ({"context": 2}, {"model": "qwen3_moe:micro"}, "parallel.context 2 only works for dense models so far"),
         ({}, NO_KEYS | {"head_dim": 6, "reduction_chunks": 4}, "not divide the 6 features of this model's keys"),
         ({}, NO_KEYS | {"head_dim": 20, "reduction_chunks": 4}, "not divide the 20 features of this model's keys"),

@@ -16,7 +16,7 @@ from lockstep.model import Lora, preset
 from lockstep.model.layers import projections
 from lockstep.parallel import open_world
 from lockstep.parallel.recompute import apply_recompute
-from lockstep.parallel.refusals import refuse_impossible
+from lockstep.parallel.refusals import refuse_generators, refuse_impossible
 from lockstep.precision import KEEP, MULTIPLES, Precision, read_precision
 from lockstep.rl.generators.models import frozen_model
 from lockstep.rl.scoring.parity_check import check_parity
@@ -215,10 +215,19 @@ def test_what_cannot_be_quantized_is_refused_by_name():
     ):
         model_in(Precision("int4_128"), dim=96)
     shape = replace(SHAPE, precision=Precision("int8"), reduction_chunks=2)
-    with pytest.raises(UserError, match="precision.linear int8 does not work with tensor ranks yet"):
-        refuse_impossible(shape, {"tensor": 2, "pipeline": 1}, ParallelConfig(tensor=2))
-    with pytest.raises(UserError, match="does not work with parallel.full_dtensor"):
-        refuse_impossible(shape, {"tensor": 1, "pipeline": 1}, ParallelConfig(full_dtensor=True))
+    two = {"tensor": 2, "pipeline": 1}
+    refuse_impossible(shape, two, ParallelConfig(tensor=2))
+    refuse_impossible(replace(shape, precision=Precision("float8")), two | {"tensor": 1}, ParallelConfig())
+    with pytest.raises(UserError, match=r"float8 does not work with parallel.tensor 2.* use float8_rowwise or mxfp8"):
+        refuse_impossible(replace(shape, precision=Precision("float8")), two, ParallelConfig(tensor=2))
+    narrow = replace(shape, precision=Precision("int4"), intermediate_size=96)
+    with pytest.raises(
+        UserError, match=r"int4 needs .* multiple of 32 .*tensor 2 cuts the 96 .* layers.1.mlp.down_proj .* of 48;"
+    ):
+        refuse_impossible(narrow, two, ParallelConfig(tensor=2))
+    with pytest.raises(UserError, match=r"actors.tensor 2 cuts the 96 features of layers.1.mlp.down_proj"):
+        refuse_generators(narrow, 2)
+    refuse_impossible(replace(narrow, precision=Precision("int4", ("*.down_proj",))), two, ParallelConfig(tensor=2))
     with pytest.raises(
         UserError, match=r'no layer matches "\*.downproj". Layers are named like layers.0.self_attn.q_proj'
     ):

@@ -95,6 +95,8 @@ def on_devices(traffic):
 EACH_SUMMED = Case(EACH, has_peak=False)
 TENSOR, CONTEXT = (Case(ParallelConfig(**{axis: 2}), "bfloat16", has_peak=False) for axis in ("tensor", "context"))
 FOUR = ParallelConfig(tensor=2, bucket_mib=0.0)
+# Its ranks also exchange scales.
+INT8 = replace(TENSOR, shape=replace(SHAPE, precision=Precision("int8", keep=())))
 STEPS = [
     *((1, Case()), (1, Case(train={"optimizer": "muon"}))),
     *((2, EACH_SUMMED), (2, TENSOR), (2, pipeline("zbv", 8))),
@@ -105,6 +107,7 @@ MORE_STEPS = [
     *((2, Case(shape=DEEP)), (2, Case(EACH, shape=DEEP)), (2, Case(dtype="bfloat16", shape=DEEP)), (2, CONTEXT)),
     *((2, pipeline("1f1b", shape=WIDE)), (2, pipeline("gpipe")), (2, pipeline("interleaved"))),
     *((2, pipeline("dualpipev")), (2, pipeline("zbv")), (4, Case(FOUR, shape=DEEP)), (4, Case(FOUR, shape=WIDE))),
+    *((2, INT8), (2, replace(INT8, shape=replace(SHAPE, precision=Precision("int4"))))),
     (4, Case(ParallelConfig(data_replicate=2, reduce_gradients="microbatch", bucket_mib=0.0), shape=DEEP)),
 ]
 

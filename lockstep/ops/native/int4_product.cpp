@@ -14,12 +14,13 @@ static void quantize_groups(const T* x, int64_t groups, int64_t group, int8* cod
 }
 
 // out [rows][outputs] = x [rows][depth] · the weight's codes [outputs][depth]ᵀ, both times the scales of their groups.
-template <class T>
-static void int4_product(const T* x, int64_t x_row, const word* panels, T* out, int64_t rows, int64_t depth,
-                         int64_t outputs, int64_t group) {
+// `chunks`, a power of two, divides the groups.
+template <class T, class Out>
+static void int4_product(const T* x, int64_t x_row, const word* panels, Out* out, int64_t rows, int64_t depth,
+                         int64_t outputs, int64_t group, int64_t chunks) {
     if (rows == 0 || outputs == 0) return;
     const Int4Weight weight{(word*)panels, depth, outputs, group};
-    const int64_t groups = weight.groups();
+    const int64_t groups = weight.groups(), levels = 64 - __builtin_clzll(chunks);
     int8* codes = scratch<int8>(rows * (depth + groups * 8), 4);
     float* scales = (float*)(codes + rows * depth);
     int32_t* first = (int32_t*)(scales + rows * groups);
@@ -27,21 +28,22 @@ static void int4_product(const T* x, int64_t x_row, const word* panels, T* out, 
 #pragma omp parallel for schedule(static) if (split && rows * depth > OWN_WORDS)
     for (int64_t r = 0; r < rows; r++)
         quantize_groups(x + r * x_row, groups, group, codes + r * depth, scales + r * groups, first + r * groups);
-    const Rounded<T> put{out, outputs};
+    const Rounded<Out> put{out, outputs};
     const int64_t parts = std::min<int64_t>(weight.count(), 8 * omp_get_max_threads());
 #pragma omp parallel for schedule(dynamic, 1) if (split)
-    for (int64_t part = 0; part < parts; part++)
+    for (int64_t part = 0; part < parts; part++) {
+        float* sums = scratch<float>(levels * INT4_ROWS * COLUMNS, 1);
         for (int64_t top = 0; top < rows; top += INT4_BLOCK) {
             const Tiling tiling(std::min(INT4_BLOCK, rows - top), INT4_ROWS);
             for (int64_t p = weight.count() * part / parts; p < weight.count() * (part + 1) / parts; p++)
                 for (int64_t t = 0; t < tiling.count; t++) {
                     const int64_t r = top + tiling.start(t);
                     const Int4Rows tile{codes + r * depth, scales + r * groups, first + r * groups, depth, groups};
-                    alignas(64) float sums[INT4_ROWS * COLUMNS];
-                    int4_tile_of(tiling.height(t), tile, weight, weight.panel(p), sums);
+                    int4_chunks(tiling.height(t), tile, weight, weight.panel(p), chunks, sums);
                     put(sums, r, tiling.height(t), p);
                 }
         }
+    }
 }
 
 // The numbers that the codes of groups stand for.
@@ -55,12 +57,13 @@ static void round_int4(const T* w, T* out, int64_t groups, int64_t group) {
     }
 }
 
-#define EXPORT(suffix, T)                                                                                              \
-    extern "C" void int4_product##suffix(const T* x, int64_t x_row, const word* panels, T* out, int64_t rows,          \
-                                         int64_t depth, int64_t outputs, int64_t group) {                              \
-        int4_product<T>(x, x_row, panels, out, rows, depth, outputs, group);                                           \
+#define EXPORT_PRODUCT(name, T, Out)                                                                                   \
+    extern "C" void name(const T* x, int64_t x_row, const word* panels, Out* out, int64_t rows, int64_t depth,         \
+                         int64_t outputs, int64_t group, int64_t chunks) {                                             \
+        int4_product<T, Out>(x, x_row, panels, out, rows, depth, outputs, group, chunks);                              \
     }                                                                                                                  \
-    REPLAYABLE(int4_product##suffix)                                                                                   \
+    REPLAYABLE(name)
+#define EXPORT(suffix, T)                                                                                              \
     extern "C" void pack_int4##suffix(const T* w, int64_t w_row, word* panels, int64_t depth, int64_t outputs,         \
                                       int64_t group) {                                                                 \
         Int4Weight{panels, depth, outputs, group}.pack(w, w_row);                                                      \
@@ -75,6 +78,10 @@ static void round_int4(const T* w, T* out, int64_t groups, int64_t group) {
     }                                                                                                                  \
     REPLAYABLE(round_int4##suffix)
 
+EXPORT_PRODUCT(int4_product_f32, float, float)
+EXPORT_PRODUCT(int4_product_bf16, bf16, bf16)
+// Unrounded sums, for ranks that each have a part of k.
+EXPORT_PRODUCT(int4_sums_bf16, bf16, float)
 EXPORT(_f32, float)
 EXPORT(_bf16, bf16)
 

@@ -1,5 +1,6 @@
 // The product of 4-bit weights and 8-bit rows, both in groups along k with a scale per group. A group's sum is an
-// integer; an output is one chain of fused multiply-adds over the groups in ascending order, from zero.
+// integer; an output is one chain of fused multiply-adds over the groups in ascending order, from zero. With several
+// chunks of groups, each is a separate chain, and their sums are joined in a binary tree, as in product.h.
 #pragma once
 #include "int8_product.h"
 
@@ -116,12 +117,15 @@ struct Int4Rows {
     int64_t depth, groups;
 };
 
+// sums [ROWS][COLUMNS] of the groups from `begin` to `stop`.
 template <int ROWS>
-static void int4_tile(const Int4Rows& x, const Int4Weight& weight, const word* panel, float* sums) {
+static void int4_tile(const Int4Rows& x, const Int4Weight& weight, const word* panel, int64_t begin, int64_t stop,
+                      float* sums) {
     constexpr int VECTORS = COLUMNS / WIDTH;
     floats total[ROWS][VECTORS] = {};
     const int64_t steps = weight.group / CODES_PER_WORD;
-    for (int64_t g = 0; g < x.groups; g++) {
+    panel += begin * weight.group_words();
+    for (int64_t g = begin; g < stop; g++) {
         integers part[ROWS][VECTORS];
 #pragma GCC unroll 8
         for (int r = 0; r < ROWS; r++)
@@ -162,8 +166,21 @@ static void int4_tile(const Int4Rows& x, const Int4Weight& weight, const word* p
 }
 
 template <int ROWS = INT4_ROWS>
-static void int4_tile_of(int64_t rows, const Int4Rows& x, const Int4Weight& weight, const word* panel, float* sums) {
+static void int4_tile_of(int64_t rows, const Int4Rows& x, const Int4Weight& weight, const word* panel, int64_t begin,
+                         int64_t stop, float* sums) {
     if constexpr (ROWS > 1)
-        if (rows < ROWS) return int4_tile_of<ROWS - 1>(rows, x, weight, panel, sums);
-    int4_tile<ROWS>(x, weight, panel, sums);
+        if (rows < ROWS) return int4_tile_of<ROWS - 1>(rows, x, weight, panel, begin, stop, sums);
+    int4_tile<ROWS>(x, weight, panel, begin, stop, sums);
+}
+
+// The sums of all chunks, of which `sums` has space for one more than levels of their tree.
+static inline void int4_chunks(int64_t rows, const Int4Rows& x, const Int4Weight& weight, const word* panel,
+                               int64_t chunks, float* sums) {
+    for (int64_t chunk = 0; chunk < chunks; chunk++) {
+        // The chunks before this one are complete subtrees, one for each bit set in its index.
+        float* own = sums + __builtin_popcountll(chunk) * INT4_ROWS * COLUMNS;
+        int4_tile_of(rows, x, weight, panel, x.groups * chunk / chunks, x.groups * (chunk + 1) / chunks, own);
+        for (int64_t subtree = chunk; subtree & 1; subtree >>= 1, own -= INT4_ROWS * COLUMNS)
+            add_sums(own - INT4_ROWS * COLUMNS, own, rows * COLUMNS);
+    }
 }

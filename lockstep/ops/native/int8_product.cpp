@@ -2,10 +2,11 @@
 #include "int8_product.h"
 #include "replay.h"
 
-// out [rows][outputs] = x [rows][depth] · the weight's codes [outputs][depth]ᵀ, both times their scales.
-template <class T>
-static void int8_product(const T* x, int64_t x_row, const word* panels, T* out, int64_t rows, int64_t depth,
-                         int64_t outputs) {
+// The integer sums of x [rows][depth] · the weight's codes [outputs][depth]ᵀ, which `put(scales, weight)` writes. given:
+// the rows' scales, or null for their own.
+template <class T, class Put>
+static void int8_product(const T* x, int64_t x_row, const float* given, const word* panels, int64_t rows, int64_t depth,
+                         int64_t outputs, const Put& put) {
     if (rows == 0 || outputs == 0) return;
     const Int8Weight weight{(word*)panels, depth, outputs};
     const int64_t padded = weight.steps() * STEP<int8>;
@@ -13,19 +14,24 @@ static void int8_product(const T* x, int64_t x_row, const word* panels, T* out, 
     float* scales = (float*)(codes + rows * padded);
     const bool split = rows * outputs * depth > SPLIT_WORK;
 #pragma omp parallel for schedule(static) if (split && rows * depth > OWN_WORDS)
-    for (int64_t r = 0; r < rows; r++) scales[r] = quantize(x + r * x_row, depth, codes + r * padded, padded);
+    for (int64_t r = 0; r < rows; r++) {
+        scales[r] = given ? given[r] : scale_of(x + r * x_row, depth);
+        encode(x + r * x_row, depth, scales[r], codes + r * padded, padded);
+    }
     const Matrix<int8> left{codes, rows, padded, padded, 1}, right{nullptr, outputs, padded, padded, 1};
-    typename Best<int8, Scaled<T>>::Product(left, right, panels, {{out, outputs}, scales, weight}, 1).run(split);
+    const auto write = put(scales, weight);
+    typename Best<int8, decltype(put(scales, weight))>::Product(left, right, panels, write, 1).run(split);
 }
 
 // The numbers that codes of x stand for, which gradients see.
 template <class T>
-static void round_int8(const T* x, int64_t x_row, T* out, int64_t rows, int64_t depth) {
+static void round_int8(const T* x, int64_t x_row, const float* given, T* out, int64_t rows, int64_t depth) {
     const int64_t padded = padded_depth(depth);
 #pragma omp parallel for schedule(static) if (rows * depth > OWN_WORDS)
     for (int64_t r = 0; r < rows; r++) {
         int8* codes = scratch<int8>(padded, 0);
-        const float scale = quantize(x + r * x_row, depth, codes, padded);
+        const float scale = given ? given[r] : scale_of(x + r * x_row, depth);
+        encode(x + r * x_row, depth, scale, codes, padded);
         dequantize(codes, scale, out + r * depth, depth);
     }
 }
@@ -33,19 +39,29 @@ static void round_int8(const T* x, int64_t x_row, T* out, int64_t rows, int64_t 
 #define EXPORT(suffix, T)                                                                                              \
     extern "C" void int8_product##suffix(const T* x, int64_t x_row, const word* panels, T* out, int64_t rows,          \
                                          int64_t depth, int64_t outputs) {                                             \
-        int8_product<T>(x, x_row, panels, out, rows, depth, outputs);                                                  \
+        int8_product(x, x_row, nullptr, panels, rows, depth, outputs, [&](const float* scales, const auto& weight) {   \
+            return Scaled<T>{{out, outputs}, scales, weight};                                                          \
+        });                                                                                                            \
     }                                                                                                                  \
     REPLAYABLE(int8_product##suffix)                                                                                   \
-    extern "C" void pack_int8##suffix(const T* w, int64_t w_row, word* panels, int64_t depth, int64_t outputs) {       \
-        Int8Weight{panels, depth, outputs}.pack(w, w_row);                                                             \
+    extern "C" void int8_sums##suffix(const T* x, int64_t x_row, const float* scales, const word* panels,              \
+                                      int32_t* out, int64_t rows, int64_t depth, int64_t outputs) {                    \
+        int8_product(x, x_row, scales, panels, rows, depth, outputs, [&](const float*, const auto& weight) {           \
+            return Unscaled{out, outputs, weight};                                                                     \
+        });                                                                                                            \
+    }                                                                                                                  \
+    extern "C" void pack_int8##suffix(const T* w, int64_t w_row, const float* scales, word* panels, int64_t depth,     \
+                                      int64_t outputs) {                                                               \
+        Int8Weight{panels, depth, outputs}.pack(w, w_row, scales);                                                     \
     }                                                                                                                  \
     extern "C" void unpack_int8##suffix(const word* panels, const int64_t* chosen, T* out, int64_t rows,               \
                                         int64_t depth, int64_t outputs) {                                              \
         Int8Weight{(word*)panels, depth, outputs}.unpack(chosen, out, rows);                                           \
     }                                                                                                                  \
     REPLAYABLE(unpack_int8##suffix)                                                                                    \
-    extern "C" void round_int8##suffix(const T* x, int64_t x_row, T* out, int64_t rows, int64_t depth) {               \
-        round_int8<T>(x, x_row, out, rows, depth);                                                                     \
+    extern "C" void round_int8##suffix(const T* x, int64_t x_row, const float* scales, T* out, int64_t rows,           \
+                                       int64_t depth) {                                                                \
+        round_int8<T>(x, x_row, scales, out, rows, depth);                                                             \
     }                                                                                                                  \
     REPLAYABLE(round_int8##suffix)
 

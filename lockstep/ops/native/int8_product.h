@@ -99,16 +99,27 @@ static void divide(const T* x, int64_t count, float scale, float least, float mo
     }
 }
 
-// Codes of a row, up to `padded` zeros, and its scale: its largest magnitude / 127. A row that is not finite has the
-// scale NaN.
+// The scale of a row's codes: its largest magnitude / 127, NaN if the row is not finite.
+template <class T>
+static float scale_of(const T* x, int64_t count) {
+    const float most = largest(x, count);
+    return std::isfinite(most) ? most / 127.f : NAN;
+}
+
+// Codes of a row in units of `scale`, up to `padded` zeros; all are zero if the scale is, or NaN.
+template <class T>
+static void encode(const T* x, int64_t count, float scale, int8* codes, int64_t padded) {
+    if (scale > 0.f)
+        divide(x, count, scale, -127.f, 127.f, codes, padded);
+    else
+        std::memset(codes, 0, padded);
+}
+
+// The codes, with the row's own scale, which is returned.
 template <class T>
 static float quantize(const T* x, int64_t count, int8* codes, int64_t padded) {
-    const float most = largest(x, count), scale = most / 127.f;
-    if (!std::isfinite(most) || scale == 0.f) {
-        std::memset(codes, 0, padded);
-        return std::isfinite(most) ? scale : NAN;
-    }
-    divide(x, count, scale, -127.f, 127.f, codes, padded);
+    const float scale = scale_of(x, count);
+    encode(x, count, scale, codes, padded);
     return scale;
 }
 
@@ -134,8 +145,9 @@ struct Int8Weight {
     float* scales() const { return (float*)(panels + count() * steps() * COLUMNS); }
     int32_t* excess() const { return (int32_t*)(scales() + count() * COLUMNS); }
 
+    // given: the outputs' scales, or null for those of their rows.
     template <class T>
-    void pack(const T* w, int64_t row) const {
+    void pack(const T* w, int64_t row, const float* given) const {
 #pragma omp parallel for schedule(static)
         for (int64_t panel = 0; panel < count(); panel++) {
             const int64_t first = panel * COLUMNS, rows = std::min(COLUMNS, outputs - first), padded = steps() * STEP<int8>;
@@ -143,7 +155,9 @@ struct Int8Weight {
             for (int64_t n = 0; n < COLUMNS; n++) {
                 int8* own = codes + n * padded;
                 const int64_t output = first + std::min(n, rows - 1);
-                scales()[first + n] = quantize(w + output * row, depth, own, padded);
+                const float scale = given ? given[output] : scale_of(w + output * row, depth);
+                encode(w + output * row, depth, scale, own, padded);
+                scales()[first + n] = scale;
                 int32_t sum = 0;
                 for (int64_t k = 0; k < padded; k++) sum += own[k];
                 excess()[first + n] = sum * LEFT_OFFSET;
@@ -168,6 +182,13 @@ struct Int8Weight {
     }
 };
 
+// The sums of WIDTH outputs, whose bits a product has in floats.
+static inline integers integer_sums(floats sums, const int32_t* excess) {
+    integers extra;
+    std::memcpy(&extra, excess, sizeof extra);
+    return (integers)sums - extra;
+}
+
 // Writes sums as numbers of Out: times the row's scale, times the output's.
 template <class Out>
 struct Scaled {
@@ -181,13 +202,31 @@ struct Scaled {
             for (int64_t n = 0; n < COLUMNS; n += LANES) {
                 float* here = sums + r * COLUMNS + n;
                 f32x16 v = load(here);
-                for (int p = 0; p < PARTS; p++) {
-                    integers extra;
-                    std::memcpy(&extra, excess + n + p * WIDTH, sizeof extra);
-                    v.parts[p] = __builtin_convertvector((integers)v.parts[p] - extra, floats);
-                }
+                for (int p = 0; p < PARTS; p++)
+                    v.parts[p] = __builtin_convertvector(integer_sums(v.parts[p], excess + n + p * WIDTH), floats);
                 store(here, v * row_scales[top + r] * load(scales + n));
             }
         rounded(sums, top, rows, panel);
+    }
+};
+
+// Writes sums as they are, for ranks that each have a part of k.
+struct Unscaled {
+    int32_t* out;
+    int64_t outputs;
+    const Int8Weight& weight;
+    void operator()(float* sums, int64_t top, int64_t rows, int64_t panel) const {
+        const int64_t first = panel * COLUMNS, count = std::min(COLUMNS, outputs - first);
+        const int32_t* excess = weight.excess() + first;
+        for (int64_t r = 0; r < rows; r++) {
+            float* here = sums + r * COLUMNS;
+            for (int64_t n = 0; n < COLUMNS; n += WIDTH) {
+                floats v;
+                std::memcpy(&v, here + n, sizeof v);
+                const integers whole = integer_sums(v, excess + n);
+                std::memcpy(here + n, &whole, sizeof whole);
+            }
+            std::memcpy(out + (top + r) * outputs + first, here, count * sizeof(int32_t));
+        }
     }
 };

@@ -312,12 +312,8 @@ struct Product {
 
     // Joins the tile's sums of a chunk with those of the subtrees that it completes.
     void end_chunk(int64_t chunk, float* sums, int64_t size, int64_t top, int64_t rows, int64_t panel) const {
-        for (int64_t subtree = chunk; subtree & 1; subtree >>= 1, sums -= size) add(sums - size, sums, rows * COLUMNS);
+        for (int64_t subtree = chunk; subtree & 1; subtree >>= 1, sums -= size) add_sums(sums - size, sums, rows * COLUMNS);
         if (chunk == blocks.chunks - 1) put(sums, top, rows, panel);
-    }
-
-    static void add(float* sums, const float* others, int64_t count) {
-        for (int64_t i = 0; i < count; i += LANES) store(sums + i, load(sums + i) + load(others + i));
     }
 
     // What one thread packs and another reads is moved between cores, which takes several times as long between

@@ -20,6 +20,11 @@ static T* scratch(int64_t count, int which) {
     return (T*)(((uintptr_t)kept[which].data() + 63) / 64 * 64);
 }
 
+// sums += others; a multiple of LANES.
+static inline void add_sums(float* sums, const float* others, int64_t count) {
+    for (int64_t i = 0; i < count; i += LANES) store(sums + i, load(sums + i) + load(others + i));
+}
+
 // Writes the sums of a tile [rows][COLUMNS], rounded to Out, to a result with this many outputs.
 template <class Out>
 struct Rounded {

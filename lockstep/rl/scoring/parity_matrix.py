@@ -20,7 +20,7 @@ from lockstep.config import ParallelConfig
 from lockstep.model import ModelConfig
 from lockstep.model.config import ExpertsConfig
 from lockstep.ops import Routing
-from lockstep.precision import Precision
+from lockstep.precision import HEAD, Precision
 from lockstep.progress import Progress
 
 CHUNKS = 4
@@ -46,8 +46,8 @@ SHAPES = {
     "grouped heads 3:1": ModelConfig("llama3", num_heads=12, num_kv_heads=4, **_SMALL),
 }
 MIXTURE = "mixture of experts"
-QUANTIZED = ("int8", "int4")
-"""Shapes named after what all their layers and the head compute in; without tensor parallelism."""
+QUANTIZED: dict[str, tuple[str, ...]] = {"int8": (), "int4": (), "float8_rowwise": (HEAD,), "mxfp8": (HEAD,)}
+"""Shapes named after what their layers compute in, and the layers that do not."""
 MODELS = SHAPES | {
     MIXTURE: ModelConfig(
         "qwen3_moe",
@@ -59,8 +59,8 @@ MODELS = SHAPES | {
         **_SMALL,
     ),
     **{
-        linear: ModelConfig("llama3", num_heads=8, num_kv_heads=4, precision=Precision(linear, keep=()), **_SMALL)
-        for linear in QUANTIZED
+        linear: ModelConfig("llama3", num_heads=8, num_kv_heads=4, precision=Precision(linear, keep), **_SMALL)
+        for linear, keep in QUANTIZED.items()
     },
 }
 
@@ -151,8 +151,8 @@ def scoring_jobs(covering: bool) -> list[Scoring]:
 def _full() -> Iterator[Scoring]:
     for shape, dtype, backend, layout, recompute in product(SHAPES, DTYPES, BACKENDS, LAYOUTS, RECOMPUTE):
         yield Scoring(shape, dtype, backend, layout, recompute)
-    for linear, dtype, backend, layout in product(QUANTIZED, DTYPES, BACKENDS, _without_tensor()):
-        yield Scoring(linear, dtype, backend, layout, "none", (1,))
+    for linear, dtype, backend, layout in product(QUANTIZED, DTYPES, BACKENDS, LAYOUTS):
+        yield Scoring(linear, dtype, backend, layout, "none")
     for dtype, backend, layout, recompute in product(DTYPES, BACKENDS, LAYOUTS + EXPERT_LAYOUTS, RECOMPUTE):
         if backend == "none" or layout in LAYOUTS:
             yield Scoring(MIXTURE, dtype, backend, layout, recompute)
@@ -172,13 +172,11 @@ def _covering() -> Iterator[Scoring]:
     for row, layout in enumerate(LAYOUTS + EXPERT_LAYOUTS):
         yield Scoring(MIXTURE, DTYPES[row % 2], "none", layout, RECOMPUTE[row % 3])
     yield Scoring(MIXTURE, "float32", "inductor", LAYOUTS[3], "none", (1, 2))
-    for row, layout in enumerate(_without_tensor()):
-        yield Scoring(QUANTIZED[row % 2], DTYPES[row // 2 % 2], "none", layout, "none", (1,))
+    formats = list(QUANTIZED)
+    for row, layout in enumerate(LAYOUTS):
+        yield Scoring(formats[row % 4], DTYPES[row // 4 % 2], "none", layout, "none")
     yield Scoring("int8", "bfloat16", "inductor", LAYOUTS[0], "none", (1,))
-
-
-def _without_tensor() -> list[Layout]:
-    return [layout for layout in LAYOUTS if layout.parallel.tensor == 1]
+    yield Scoring("int8", "float32", "inductor", LAYOUTS[3], "none", (1, 2))
 
 
 @dataclass

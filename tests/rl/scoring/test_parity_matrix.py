@@ -10,6 +10,7 @@ import pytest
 from torch.multiprocessing.spawn import ProcessException
 
 from lockstep.cli import main
+from lockstep.ops import FORMATS
 from lockstep.rl.scoring.parity_matrix import (
     BACKENDS,
     DTYPES,
@@ -17,6 +18,7 @@ from lockstep.rl.scoring.parity_matrix import (
     GENERATORS,
     LAYOUTS,
     MIXTURE,
+    MODELS,
     QUANTIZED,
     RECOMPUTE,
     SHAPES,
@@ -47,6 +49,7 @@ FEW += [
     Scoring(MIXTURE, "float32", "none", EXPERT_LAYOUTS[3], "none", (1, 2)),
     Scoring("int8", "float32", "none", LAYOUTS[8], "none", (1,)),
     Scoring("int4", "float32", "none", LAYOUTS[5], "none", (1,)),
+    *(Scoring(name, "float32", "none", LAYOUTS[3], "none", (1, 2)) for name in ("int8", "int4", "float8_rowwise")),
 ]
 
 
@@ -58,10 +61,10 @@ def test_every_two_settings_meet_in_the_covering_jobs():
         met = {(getattr(job, first), getattr(job, second)) for job in jobs}
         assert met == set(product(axes[first], axes[second])) - {("inductor", split)}, (first, second)
     full = scoring_jobs(covering=False)
-    assert len(full) == (13 + 12) * 4 * 2 * 3 + 6 * 2 * 3 + (7 + 6) * 2 * 2
+    assert len(full) == (13 + 12) * 4 * 2 * 3 + 6 * 2 * 3 + (13 + 12) * 4 * 2
     assert {job.layout for job in COVERING if job.shape == MIXTURE} == {*LAYOUTS, *EXPERT_LAYOUTS}
-    whole = {replace(job, generators=GENERATORS if job.shape not in QUANTIZED else (1,)) for job in COVERING}
-    assert whole <= set(full)
+    assert {replace(job, generators=GENERATORS) for job in COVERING} <= set(full)
+    assert {job.shape for job in COVERING if job.layout.parallel.tensor > 1} >= QUANTIZED.keys()
 
 
 @pytest.fixture(scope="module", params=[FEW, pytest.param(RUN, marks=pytest.mark.slow)], ids=["few", "covering"])
@@ -73,7 +76,9 @@ def computed(request):
 def test_every_pair_of_layouts_agrees_in_every_bit_and_in_the_norms_of_gradients(computed, tmp_path):
     jobs, results = computed
     cells = compare(results, jobs)
-    assert len(cells) == ((13 * 3 + 12 + 13 + 6) * len(GENERATORS) + 10 if jobs is RUN else 6 * len(GENERATORS) + 4)
+    assert len(cells) == (
+        (13 * 3 + 12 + 13 + 6 + 13) * len(GENERATORS) + 5 if jobs is RUN else 6 * len(GENERATORS) + 10
+    )
     assert all(cell.checked > 200 and cell.different == 0 and cell.largest == 0.0 for cell in cells)
     write_results(cells, tmp_path)
     written = json.loads((tmp_path / "parity.json").read_text())
@@ -87,6 +92,8 @@ def test_every_pair_of_layouts_agrees_in_every_bit_and_in_the_norms_of_gradients
         expected = first.setdefault((job.shape, job.dtype), found)
         # Layouts add the same terms in other orders, in bfloat16 rounded on the way: not the same bits.
         tolerance = 1e-5 if job.dtype == "float32" else 1e-2
+        if FORMATS[MODELS[job.shape].precision.linear].gradients is not None:
+            tolerance = 2e-2  # of a rank's outputs in float8, whose scales are finer: 3 bits, over many numbers
         assert len(found) > 3 and found == pytest.approx(expected, rel=tolerance), job
 
 
