@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from lockstep import ops
 from lockstep.model import layers
 from lockstep.model.config import ModelConfig
+from lockstep.model.formatted import formatted_weights
 from lockstep.model.latent import LatentAttention
 from lockstep.model.moe import feed_forward_of
 from lockstep.model.rotary import RotaryTables
@@ -121,23 +122,24 @@ class Decoder(nn.Module):
 
     def set_precision(self, precision: Precision) -> None:
         """Sets what the linear layers and the head compute in. Raises UserError for one that cannot."""
-        widths = {name: layer.weight.shape[1] for name, layer in layers.projections(self)}
+        found = dict(formatted_weights(self))
+        widths = {name: each.weight.shape[-1] for name, each in found.items()}
         if not self.config.score_head:
             widths[HEAD] = self.config.dim
         table = precision.table(widths, self.config.num_layers)
-        for name, layer in layers.projections(self):
-            layer.precision = table[name]
+        for name, each in found.items():
+            each.set_format(table[name])
         self.head_format = table.get(HEAD, ops.NONE)
         self.config = replace(self.config, precision=precision)
 
     def pack_frozen(self) -> None:
         """Replaces the frozen weights of layers that compute in integers by these, in less memory: other weights cannot
         be loaded any more. On GPUs, and without compiled operators, nothing changes."""
-        for _, layer in layers.projections(self):
-            layout, weight = ops.FORMATS[layer.precision].layout, layer.weight
+        for _, each in formatted_weights(self):
+            layout, weight = ops.FORMATS[each.format].layout, each.weight
             frozen = type(weight) is nn.Parameter and not weight.requires_grad
             if layout is not None and frozen and native.usable(weight):
-                layer.weight = ops.PackedWeight.of(weight, layout)
+                each.replace_weight(ops.PackedWeight.of(weight, layout))
 
     def reserve_positions(self, length: int) -> None:
         """Computes the rotary tables for sequences of `length` tokens in advance, so that no forward waits for them."""

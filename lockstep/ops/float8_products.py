@@ -139,13 +139,14 @@ def check_factors(x: Tensor, weight: Tensor, kind: str) -> None:
 
 
 @cache
-def _layout_of(kind: str) -> Layout:
+def layout_of(kind: str) -> Layout:
+    """How a weight's rounded numbers are packed."""
     return Layout(rounded=lambda weight: recipe_of(kind).operand(weight, -1).values)
 
 
 def _product(x: Tensor, weight: Tensor, kind: str, chunks: int) -> Tensor:
     packable = kind != "tensorwise" and native.usable(x) and not native.is_pretending()
-    if packable and (panels := packed(weight, x.shape[0], _layout_of(kind))) is not None:
+    if packable and (panels := packed(weight, x.shape[0], layout_of(kind))) is not None:
         return native_product(recipe_of(kind).operand(x, -1).values, weight, panels, chunks, x.dtype)
     with unpacked():
         return rounded_product(x, rounded_weight(weight, kind), kind, chunks)

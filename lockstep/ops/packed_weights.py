@@ -6,6 +6,7 @@ reads the same weights repeatedly. Such code has a `PackedWeights`, and calls `f
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
@@ -36,16 +37,20 @@ class Layout(NamedTuple):
     """Without bits: the weight's numbers as they are packed, if not its own."""
 
     def words(self, weight: Tensor) -> int:
-        """The size of the panels in words of 4 bytes."""
-        outputs, depth = weight.shape
+        """The size of the panels in words of 4 bytes: of a matrix, or of stacked ones, one after the other."""
+        *stacked, outputs, depth = weight.shape
         if self.bits:
             sizes = (depth, outputs, self.group) if self.group else (depth, outputs)
-            return int(native.function(f"int{self.bits}_words")(*map(c_int64, sizes)))
+            return math.prod(stacked) * int(native.function(f"int{self.bits}_words")(*map(c_int64, sizes)))
         columns = native.function("panel_columns")()
-        return int(-(-outputs // columns) * columns * -(-depth * weight.element_size() // 4))
+        return math.prod(stacked) * int(-(-outputs // columns) * columns * -(-depth * weight.element_size() // 4))
 
     def pack(self, weight: Tensor, panels: Tensor) -> None:
-        """Writes the panels. Integers need a weight whose rows are contiguous."""
+        """Writes the panels."""
+        if weight.ndim == 3:
+            for matrix, part in zip(weight, panels.view(weight.shape[0], -1)):
+                self.pack(matrix, part)
+            return
         sizes = weight.shape[1], weight.shape[0]
         weight = weight if self.rounded is None else self.rounded(weight)
         if not self.bits:
@@ -56,6 +61,10 @@ class Layout(NamedTuple):
 
     def unpack(self, panels: Tensor, out: Tensor) -> None:
         """Writes the numbers that the integers in the panels stand for."""
+        if out.ndim == 3:
+            for matrix, part in zip(out, panels.view(out.shape[0], -1)):
+                self.unpack(part, matrix)
+            return
         group = (self.group,) if self.group else ()
         native.call(f"unpack_int{self.bits}", out.dtype, panels, out, out.shape[1], out.shape[0], *group)
 
