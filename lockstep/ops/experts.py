@@ -75,7 +75,12 @@ def mixture(
 
 
 def feed_forward(
-    rows: Tensor, starts: Tensor, gate: Tensor, up: Tensor, down: Tensor, formats: tuple[str, str, str]
+    rows: Tensor,
+    starts: Tensor,
+    gate: Tensor,
+    up: Tensor,
+    down: Tensor,
+    formats: tuple[str, str, str] = (NONE, NONE, NONE),
 ) -> Float[Tensor, "rows dim"]:
     """Each row through its expert; the rows of expert e are `starts[e]` to `starts[e + 1]`."""
     of_gate, of_up, of_down = (FORMATS[name].grouped for name in formats)
@@ -90,7 +95,7 @@ def clamped_feed_forward(
     gate_up_bias: Tensor,
     down: Tensor,
     down_bias: Tensor,
-    formats: tuple[str, str],
+    formats: tuple[str, str] = (NONE, NONE),
 ) -> Float[Tensor, "rows dim"]:
     """As `feed_forward`."""
     of_gate_up, of_down = (FORMATS[name].grouped for name in formats)
