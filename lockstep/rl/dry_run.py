@@ -320,6 +320,7 @@ def _panels(model: Decoder) -> int:
         4 * (layouts.get(id(parameter)) or PLAIN).words(local_values(parameter))
         for name, parameter in model.named_parameters()
         if (parameter.ndim == 2 or id(parameter) in layouts)
+        and not name.endswith("bias")
         and not isinstance(parameter, ops.PackedWeight)
         and (model.config.tie_embeddings or not name.startswith("embed_tokens"))
     )
