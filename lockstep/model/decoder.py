@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from lockstep import ops
 from lockstep.model import layers
 from lockstep.model.config import ModelConfig
+from lockstep.model.formatted import FormattedWeight, formatted_weights
 from lockstep.model.latent import LatentAttention
 from lockstep.model.moe import feed_forward_of
 from lockstep.model.rotary import RotaryTables
@@ -89,6 +90,7 @@ class Decoder(nn.Module):
         self.rotary = RotaryTables(config)
         if config.lora is not None:
             layers.add_adapter(self, config.lora, dtype, device)
+        self.head_format = ops.NONE
         self.set_precision(config.precision)
         self.halves: Halves = Block
         """Part of the model, since it affects the bits: trainer and generator share it by construction."""
@@ -120,27 +122,30 @@ class Decoder(nn.Module):
             hidden = block(hidden, cos, sin, partial(attention, index), self.halves, counts)
         return hidden
 
+    def formatted_weights(self) -> dict[str, FormattedWeight]:
+        """The weights whose products have a number format, by the names that patterns of `precision.keep` match."""
+        found = dict(formatted_weights(self))
+        if not self.config.score_head:
+            head = self.embed_tokens if self.config.tie_embeddings else self.lm_head
+            found[HEAD] = FormattedWeight(head, "weight", self, "head_format")
+        return found
+
     def set_precision(self, precision: Precision) -> None:
         """Sets what the linear layers and the head compute in. Raises UserError for one that cannot."""
-        widths = {name: layer.weight.shape[1] for name, layer in layers.projections(self)}
-        if not self.config.score_head:
-            widths[HEAD] = self.config.dim
-        table = precision.table(widths, self.config.num_layers)
-        for name, layer in layers.projections(self):
-            layer.precision = table[name]
-        self.head_format = table.get(HEAD, ops.NONE)
+        found = self.formatted_weights()
+        table = precision.table({name: each.weight.shape[-1] for name, each in found.items()}, self.config.num_layers)
+        for name, each in found.items():
+            each.set_format(table[name])
         self.config = replace(self.config, precision=precision)
 
     def pack_frozen(self) -> None:
         """Replaces the frozen weights of layers that compute in integers by these, in less memory: other weights cannot
         be loaded any more. On GPUs, and without compiled operators, nothing changes."""
-        head = self.embed_tokens if self.config.tie_embeddings or self.config.score_head else self.lm_head
-        formats = [(layer, layer.precision) for _, layer in layers.projections(self)]
-        for layer, format in [*formats, (head, self.head_format)]:
-            layout, weight = ops.FORMATS[format].layout, layer.weight
+        for each in self.formatted_weights().values():
+            layout, weight = ops.FORMATS[each.format].layout, each.weight
             frozen = type(weight) is nn.Parameter and not weight.requires_grad
             if layout is not None and frozen and native.usable(weight):
-                layer.weight = ops.PackedWeight.of(weight, layout)
+                each.replace_weight(ops.PackedWeight.of(weight, layout))
 
     def reserve_positions(self, length: int) -> None:
         """Computes the rotary tables for sequences of `length` tokens in advance, so that no forward waits for them."""

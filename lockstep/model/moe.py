@@ -34,6 +34,15 @@ class Router(Weight):
         return ops.route(logits, self.routing, self.e_score_correction_bias, self.load)
 
 
+class StackedWeight(Weight):
+    """All experts' weights of one product, `[experts, out, in]`."""
+
+    def __init__(self, *shape: int, dtype: torch.dtype, device: str | torch.device):
+        super().__init__(*shape, dtype=dtype, device=device)
+        self.precision = ops.NONE
+        """What the product computes in: a key of `ops.FORMATS`."""
+
+
 class Experts(nn.Module):
     """All experts' gated feed-forwards, each weight stacked: `[experts, out, in]`."""
 
@@ -41,15 +50,16 @@ class Experts(nn.Module):
         super().__init__()
         assert config.experts is not None
         count, size = config.experts.count, config.experts.intermediate_size
-        self.gate_proj = Weight(count, size, config.dim, dtype=dtype, device=device)
-        self.up_proj = Weight(count, size, config.dim, dtype=dtype, device=device)
-        self.down_proj = Weight(count, config.dim, size, dtype=dtype, device=device)
+        self.gate_proj = StackedWeight(count, size, config.dim, dtype=dtype, device=device)
+        self.up_proj = StackedWeight(count, size, config.dim, dtype=dtype, device=device)
+        self.down_proj = StackedWeight(count, config.dim, size, dtype=dtype, device=device)
 
     def forward(
         self, x: Tensor, weights: Tensor, chosen: Tensor, shared: Callable[[Tensor], Tensor] | None = None
     ) -> Tensor:
-        gate, up, down = self.gate_proj.weight, self.up_proj.weight, self.down_proj.weight
-        return ops.experts(x, weights, chosen, gate, up, down, shared)
+        gate, up, down = self.gate_proj, self.up_proj, self.down_proj
+        formats = (gate.precision, up.precision, down.precision)
+        return ops.experts(x, weights, chosen, gate.weight, up.weight, down.weight, shared, formats)
 
 
 class MixtureOfExperts(nn.Module):
@@ -70,7 +80,8 @@ class MixtureOfExperts(nn.Module):
 
 
 class ClampedExperts(nn.Module):
-    """All of gpt-oss's experts, stacked, with Hugging Face's names, but `[experts, out, in]`."""
+    """All of gpt-oss's experts, stacked, with Hugging Face's names, but `[experts, out, in]`. Each of the two products
+    has a precision, a key of `ops.FORMATS`."""
 
     def __init__(self, config: ModelConfig, dtype: torch.dtype, device: str | torch.device):
         super().__init__()
@@ -80,11 +91,11 @@ class ClampedExperts(nn.Module):
         self.gate_up_proj_bias = nn.Parameter(torch.empty(count, 2 * size, dtype=dtype, device=device))
         self.down_proj = nn.Parameter(torch.empty(count, dim, size, dtype=dtype, device=device))
         self.down_proj_bias = nn.Parameter(torch.empty(count, dim, dtype=dtype, device=device))
+        self.gate_up_precision = self.down_precision = ops.NONE
 
     def forward(self, x: Tensor, weights: Tensor, chosen: Tensor) -> Tensor:
-        return ops.clamped_experts(
-            x, weights, chosen, self.gate_up_proj, self.gate_up_proj_bias, self.down_proj, self.down_proj_bias
-        )
+        gate_up, down = (self.gate_up_proj, self.gate_up_proj_bias), (self.down_proj, self.down_proj_bias)
+        return ops.clamped_experts(x, weights, chosen, *gate_up, *down, (self.gate_up_precision, self.down_precision))
 
 
 class ClampedMixture(nn.Module):

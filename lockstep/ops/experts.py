@@ -7,6 +7,7 @@ bits do not depend on which, or how many, other tokens use its experts.
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
@@ -16,8 +17,8 @@ from torch import Tensor
 from lockstep.ops import cuda, native
 from lockstep.ops.activation import clamped_swiglu, silu_mul
 from lockstep.ops.bias import add_grouped_bias
+from lockstep.ops.formats import FORMATS, NONE
 from lockstep.ops.forms import FORMS
-from lockstep.ops.grouped_linear import grouped_linear
 from lockstep.ops.opaque import Operator, library
 
 FeedForward = Callable[..., Tensor]
@@ -32,13 +33,14 @@ def experts(
     up: Float[Tensor, "experts inner dim"],
     down: Float[Tensor, "experts dim inner"],
     shared: Callable[[Tensor], Tensor] | None = None,
+    formats: tuple[str, str, str] = (NONE, NONE, NONE),
 ) -> Float[Tensor, "tokens dim"]:
     """The weighted sum of each token's `chosen` experts, in float32 and rounded once; see `route` for both.
 
-    `shared(x)`, the feed-forward of all tokens, is added. It is called here so that it can overlap with sending rows to
-    experts on other ranks.
+    `formats`, keys of `FORMATS`, are those of the products with `gate`, `up` and `down`. `shared(x)`, the feed-forward
+    of all tokens, is added. It is called here so that it can overlap with sending rows to experts on other ranks.
     """
-    return mixture(feed_forward, x, weights, chosen, (gate, up, down), shared)
+    return mixture(partial(feed_forward, formats=formats), x, weights, chosen, (gate, up, down), shared)
 
 
 def clamped_experts(
@@ -49,9 +51,11 @@ def clamped_experts(
     gate_up_bias: Float[Tensor, "experts 2*inner"],
     down: Float[Tensor, "experts dim inner"],
     down_bias: Float[Tensor, "experts dim"],
+    formats: tuple[str, str] = (NONE, NONE),
 ) -> Float[Tensor, "tokens dim"]:
     """As `experts`, of gpt-oss: gate and up interleaved in one product's outputs, biases, the clamped activation."""
-    return mixture(clamped_feed_forward, x, weights, chosen, (gate_up, gate_up_bias, down, down_bias), None)
+    products = partial(clamped_feed_forward, formats=formats)
+    return mixture(products, x, weights, chosen, (gate_up, gate_up_bias, down, down_bias), None)
 
 
 def mixture(
@@ -70,19 +74,34 @@ def mixture(
     return out if shared is None else out + shared(x)
 
 
-def feed_forward(rows: Tensor, starts: Tensor, gate: Tensor, up: Tensor, down: Tensor) -> Float[Tensor, "rows dim"]:
+def feed_forward(
+    rows: Tensor,
+    starts: Tensor,
+    gate: Tensor,
+    up: Tensor,
+    down: Tensor,
+    formats: tuple[str, str, str] = (NONE, NONE, NONE),
+) -> Float[Tensor, "rows dim"]:
     """Each row through its expert; the rows of expert e are `starts[e]` to `starts[e + 1]`."""
-    gated = silu_mul(grouped_linear(rows, gate, starts), grouped_linear(rows, up, starts))
-    return grouped_linear(gated, down, starts)
+    of_gate, of_up, of_down = (FORMATS[name].grouped for name in formats)
+    gated = silu_mul(of_gate(rows, gate, starts), of_up(rows, up, starts))
+    return of_down(gated, down, starts)
 
 
 def clamped_feed_forward(
-    rows: Tensor, starts: Tensor, gate_up: Tensor, gate_up_bias: Tensor, down: Tensor, down_bias: Tensor
+    rows: Tensor,
+    starts: Tensor,
+    gate_up: Tensor,
+    gate_up_bias: Tensor,
+    down: Tensor,
+    down_bias: Tensor,
+    formats: tuple[str, str] = (NONE, NONE),
 ) -> Float[Tensor, "rows dim"]:
     """As `feed_forward`."""
-    both = add_grouped_bias(grouped_linear(rows, gate_up, starts), gate_up_bias, starts)
+    of_gate_up, of_down = (FORMATS[name].grouped for name in formats)
+    both = add_grouped_bias(of_gate_up(rows, gate_up, starts), gate_up_bias, starts)
     gated = clamped_swiglu(both[:, ::2], both[:, 1::2])
-    return add_grouped_bias(grouped_linear(gated, down, starts), down_bias, starts)
+    return add_grouped_bias(of_down(gated, down, starts), down_bias, starts)
 
 
 def order_by_expert(

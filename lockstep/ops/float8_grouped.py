@@ -11,8 +11,14 @@ from jaxtyping import Float, Int
 from torch import Tensor
 
 from lockstep.ops import native
-from lockstep.ops.float8_products import Rounding, check_factors, recipe_of
-from lockstep.ops.grouped_linear import grouped_gradients, grouped_linear
+from lockstep.ops.float8_products import Rounding, check_factors, layout_of, recipe_of
+from lockstep.ops.grouped_linear import (
+    check_groups,
+    group_panels,
+    grouped_gradients,
+    grouped_linear,
+    native_grouped_product,
+)
 from lockstep.ops.opaque import Operator
 from lockstep.ops.packed_weights import unpacked
 
@@ -32,16 +38,14 @@ def float8_grouped_linear(
 
 
 @torch.no_grad()
-def rounded_grouped_product(
-    x: Float[Tensor, "rows in"], values: Float[Tensor, "groups out in"], starts: Int[Tensor, "groups+1"], kind: str
-) -> Float[Tensor, "rows out"]:
-    """`float8_grouped_linear` without gradient, of the values of `rounded_weight`."""
-    return grouped_linear(recipe_of(kind).operand(x, -1).values, values, starts)
-
-
 def _product(x: Tensor, weight: Tensor, starts: Tensor, kind: str) -> Tensor:
+    recipe = recipe_of(kind)
+    rows = recipe.operand(x, -1).values
+    if native.usable(x) and (panels := group_panels(x, weight, layout_of(kind))) is not None:
+        check_groups(x, weight, starts)
+        return native_grouped_product(rows, weight, starts, panels)
     with unpacked():
-        return rounded_grouped_product(x, recipe_of(kind).operand(weight, -1).values, starts, kind)
+        return grouped_linear(rows, recipe.operand(weight, -1).values, starts)
 
 
 def _gradients(

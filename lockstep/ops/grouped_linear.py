@@ -16,7 +16,7 @@ from torch import Tensor
 from lockstep.ops import cuda, native
 from lockstep.ops.linear import by_library, input_gradient, product, weight_gradient
 from lockstep.ops.opaque import Operator
-from lockstep.ops.packed_weights import packed
+from lockstep.ops.packed_weights import PLAIN, Layout, packed
 from lockstep.ops.step_graph import unrecorded
 
 
@@ -32,16 +32,21 @@ def grouped_linear(
 
 
 def _product(x: Tensor, weight: Tensor, starts: Tensor) -> Tensor:
-    _check(x, weight, starts)
-    x, (groups, outputs, depth) = x.contiguous(), weight.shape
+    check_groups(x, weight, starts)
+    x = x.contiguous()
     if x.is_meta:
-        return x.new_empty(x.shape[0], outputs)
+        return x.new_empty(x.shape[0], weight.shape[1])
     if cuda.usable(x):
         return _triton().product(x, weight, starts)
     if not native.usable(x):
-        return _by_group(x, weight, starts, product, x.new_empty(x.shape[0], outputs))
+        return by_group(x, weight, starts, product, x.new_empty(x.shape[0], weight.shape[1]))
+    return native_grouped_product(x, weight, starts, group_panels(x, weight))
+
+
+def native_grouped_product(x: Tensor, weight: Tensor, starts: Tensor, panels: Tensor | None) -> Tensor:
+    """The compiled product. It only reads the panels if there are any."""
+    groups, outputs, depth = weight.shape
     out = x.new_empty(x.shape[0], outputs)
-    panels = None if native.is_pretending() else _panels(weight, x.shape[0] // groups)
     native.call("grouped_product", x.dtype, x, weight, *weight.stride(), panels, out, starts, groups, depth, outputs)
     return out
 
@@ -52,7 +57,8 @@ def _triton() -> Any:
     return grouped_linear
 
 
-def _check(x: Tensor, weight: Tensor, starts: Tensor) -> None:
+def check_groups(x: Tensor, weight: Tensor, starts: Tensor) -> None:
+    """Raises ValueError as `grouped_linear` does."""
     if x.shape[1] != weight.shape[2] or x.dtype != weight.dtype or starts.shape[0] != weight.shape[0] + 1:
         raise ValueError(
             f"a grouped product needs rows with the weights' width and dtype, and a start per group and the end, but "
@@ -71,14 +77,14 @@ def _wrong(starts: Tensor, rows: int) -> bool:
     return values[0] != 0 or values[-1] != rows or any(a > b for a, b in zip(values, values[1:]))
 
 
-def _panels(weight: Tensor, rows: int) -> Tensor | None:
-    """The panels of all groups' weights, if each group has a whole number of panels."""
-    if not weight.is_contiguous() or weight.shape[1] % native.function("panel_columns")():
+def group_panels(x: Tensor, weight: Tensor, layout: Layout = PLAIN) -> Tensor | None:
+    """The panels of all groups' weights that a product with the rows of `x` can read instead."""
+    if native.is_pretending() or not weight.is_contiguous():
         return None
-    return packed(weight.flatten(0, 1), rows)
+    return packed(weight, x.shape[0] // weight.shape[0], layout)
 
 
-def _by_group(x: Tensor, weight: Tensor, starts: Tensor, one: Any, out: Tensor) -> Tensor:
+def by_group(x: Tensor, weight: Tensor, starts: Tensor, one: Any, out: Tensor) -> Tensor:
     """Writes `one(rows, matrix)` of every group to its rows of `out`."""
     bounds = starts.tolist()
     for group, (first, stop) in enumerate(zip(bounds, bounds[1:])):
@@ -110,7 +116,7 @@ def _input_gradient(grad: Tensor, weight: Tensor, starts: Tensor) -> Tensor:
     if _grouped_by_library(grad, weight):
         return _triton().input_gradient(grad, weight, starts)
     if _by_library(grad) and not cuda.usable(grad):
-        return _by_group(grad, weight, starts, input_gradient, grad.new_empty(grad.shape[0], weight.shape[2]))
+        return by_group(grad, weight, starts, input_gradient, grad.new_empty(grad.shape[0], weight.shape[2]))
     return _product(grad, weight.transpose(1, 2), starts)
 
 

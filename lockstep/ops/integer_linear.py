@@ -123,16 +123,18 @@ def rounded_rows(
 
 
 def rounded_weight(
-    weight: Float[Tensor, "outputs in"], group: int = 0, scales: Float32[Tensor, "outputs"] | None = None
-) -> Float[Tensor, "outputs in"]:
+    weight: Float[Tensor, "*groups outputs in"], group: int = 0, scales: Float32[Tensor, "outputs"] | None = None
+) -> Float[Tensor, "*groups outputs in"]:
     """The numbers that a weight's codes represent, in its dtype: 8-bit ones, or with a group 4-bit ones; for `scales`,
     see `rounded_rows`."""
     if isinstance(weight, PackedWeight):
-        return packed_rows(weight, layout_of(group), torch.arange(weight.shape[0]))
+        out, outputs = torch.empty(weight.shape, dtype=weight.dtype), weight.shape[-2]
+        layout_of(group).unpack(weight.panels, torch.arange(outputs), out, outputs)
+        return out
     if not group:
-        return rounded_rows(weight, scales=scales)
+        return rounded_rows(weight.flatten(0, -2), scales=scales).view_as(weight)
     if not native.usable(weight):
-        codes, scales = quantized_weight(weight, group)
+        codes, scales = quantized_weight(weight.flatten(0, -2), group)
         return (codes * scales).to(weight.dtype).view_as(weight)
     out = weight.new_empty(weight.shape)
     native.call("round_int4", weight.dtype, weight.contiguous(), out, weight.numel() // group, group)
@@ -204,6 +206,10 @@ def _check(x: Tensor, weight: Tensor, group: int) -> None:
             f"a product needs factors of one width, dtype and device, but has {list(x.shape)} {x.dtype} on {x.device} "
             f"and {list(weight.shape)} {weight.dtype} on {weight.device}"
         )
+    check_group_size(x, group)
+
+
+def check_group_size(x: Tensor, group: int) -> None:
     if group % 16 or (group and x.shape[1] % group):
         raise ValueError(f"groups of {group} must be a multiple of 16, and divide the {x.shape[1]} features")
 

@@ -6,6 +6,7 @@ reads the same weights repeatedly. Such code has a `PackedWeights`, and calls `f
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
@@ -36,16 +37,20 @@ class Layout(NamedTuple):
     """Without bits: the weight's numbers as they are packed, if not its own, given the scales of its rows or None."""
 
     def words(self, weight: Tensor) -> int:
-        """The size of the panels in words of 4 bytes."""
-        outputs, depth = weight.shape
+        """The size of the panels in words of 4 bytes: of a matrix, or of stacked ones, one after the other."""
+        *stacked, outputs, depth = weight.shape
         if self.bits:
             sizes = (depth, outputs, self.group) if self.group else (depth, outputs)
-            return int(native.function(f"int{self.bits}_words")(*map(c_int64, sizes)))
+            return math.prod(stacked) * int(native.function(f"int{self.bits}_words")(*map(c_int64, sizes)))
         columns = native.function("panel_columns")()
-        return int(-(-outputs // columns) * columns * -(-depth * weight.element_size() // 4))
+        return math.prod(stacked) * int(-(-outputs // columns) * columns * -(-depth * weight.element_size() // 4))
 
     def pack(self, weight: Tensor, panels: Tensor, scales: Tensor | None = None) -> None:
         """Writes the panels. scales: of the weight's rows, if they are not those of this part of them."""
+        if weight.ndim == 3:
+            for matrix, part in zip(weight, panels.view(weight.shape[0], -1)):
+                self.pack(matrix, part)
+            return
         sizes = weight.shape[1], weight.shape[0]
         weight = weight if self.rounded is None else self.rounded(weight, scales)
         if not self.bits:
@@ -56,7 +61,12 @@ class Layout(NamedTuple):
         native.call("pack_int8", weight.dtype, weight, weight.stride(0), scales, panels, *sizes)
 
     def unpack(self, panels: Tensor, rows: Tensor, out: Tensor, outputs: int) -> None:
-        """Writes the numbers that the integers in the panels stand for, for these rows of a weight with `outputs`."""
+        """Writes the numbers that the integers in the panels stand for, for these rows of a weight with `outputs`, or
+        of each of stacked ones."""
+        if out.ndim == 3:
+            for matrix, part in zip(out, panels.view(out.shape[0], -1)):
+                self.unpack(part, rows, matrix, outputs)
+            return
         group = (self.group,) if self.group else ()
         sizes = (len(rows), out.shape[1], outputs, *group)
         native.call(f"unpack_int{self.bits}", out.dtype, panels, rows.contiguous(), out, *sizes)

@@ -27,6 +27,7 @@ from lockstep.config import CompileConfig
 from lockstep.errors import UserError
 from lockstep.model import Decoder
 from lockstep.model.decoder import Block, Halves, Projected
+from lockstep.model.formatted import formatted_weights
 from lockstep.model.shard import is_dtensor, is_fsdp
 from lockstep.ops.opaque import library
 from lockstep.parallel.exchange import exchanged, gather_rows, local_rows, rows_are_whole, whole_rows
@@ -93,11 +94,14 @@ def _caching_of_sharded_layers() -> Iterator[None]:
 
 
 def _one_of_each_kind(model: Decoder) -> list[Block]:
-    """The first layer of each kind: some have a dense feed-forward, others a mixture of experts."""
+    """The first layer of each kind: some have a dense feed-forward, others a mixture of experts; some compute in the
+    model's dtype, others in a number format."""
     kinds: dict[tuple[Any, ...], Block] = {}
     for block in model.layers:
         assert isinstance(block, Block)
-        kinds.setdefault(tuple((name, weight.shape) for name, weight in block.named_parameters()), block)
+        shapes = tuple((name, weight.shape) for name, weight in block.named_parameters())
+        formats = tuple((name, each.format) for name, each in formatted_weights(block))
+        kinds.setdefault((shapes, formats), block)
     return list(kinds.values())
 
 

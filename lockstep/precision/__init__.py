@@ -23,6 +23,8 @@ MULTIPLES = {
 FLOAT8 = "float8"
 """With one scale for all activations of a micro-batch: a row's bits depend on the others."""
 HEAD = "lm_head"
+EXPERTS = ".experts."
+"""In the names of the stacked weights of a mixture's experts."""
 KEEP = ("layers.first.*", "layers.last.*", HEAD)
 
 
@@ -60,6 +62,8 @@ class Precision:
         }
 
     def _of(self, name: str, width: int) -> str:
+        if self.linear == FLOAT8 and EXPERTS in name:  # as in torchao, which has no such grouped product
+            return NONE
         if width % (group := MULTIPLES[self.linear]):
             raise UserError(
                 f"precision {self.linear} needs layers whose width is a multiple of {group}, but that of {name} is "

@@ -17,7 +17,6 @@ from lockstep.config import ParallelConfig, RLConfig, algorithm_of
 from lockstep.generate.draws import LOGITS_ELEMENTS
 from lockstep.generate.engine import Engine
 from lockstep.model import Decoder, ModelConfig, ScoringModel, folder_dtype, resolve_dtype
-from lockstep.model.layers import projections
 from lockstep.model.shard import local_values
 from lockstep.ops.native import pretending
 from lockstep.ops.packed_weights import PLAIN
@@ -314,13 +313,12 @@ def _generator_step(engine: Engine, fake: FakeTensorMode) -> int:
 
 def _panels(model: Decoder) -> int:
     """Bytes of the weights packed for products on a CPU (`ops.PackedWeights`): of all, or those with few rows."""
-    layouts = {f"{name}.weight": ops.FORMATS[layer.precision].layout for name, layer in projections(model)}
-    head = "embed_tokens.weight" if model.config.tie_embeddings else "lm_head.weight"
-    layouts[head] = ops.FORMATS[model.head_format].layout
+    layouts = {id(each.weight): ops.FORMATS[each.format].layout for each in model.formatted_weights().values()}
     return sum(
-        4 * (layouts.get(name) or PLAIN).words(local_values(parameter))
+        4 * (layouts.get(id(parameter)) or PLAIN).words(local_values(parameter))
         for name, parameter in model.named_parameters()
-        if parameter.ndim == 2
+        if (parameter.ndim == 2 or id(parameter) in layouts)
+        and not name.endswith("bias")
         and not isinstance(parameter, ops.PackedWeight)
         and (model.config.tie_embeddings or not name.startswith("embed_tokens"))
     )

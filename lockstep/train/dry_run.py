@@ -33,7 +33,6 @@ from lockstep.model import (
     refuse_score_head,
     resolve_dtype,
 )
-from lockstep.model.layers import projections
 from lockstep.model.shard import local_values
 from lockstep.observe.collectives import CollectiveLog, Traffic
 from lockstep.ops.native import pretending
@@ -310,10 +309,10 @@ def _memory(trainer: Trainer, microbatches: int, peak: int) -> dict[str, int]:
     }
 
 
-def _saved_by_packing(model: nn.Module) -> int:
+def _saved_by_packing(model: Decoder) -> int:
     """Bytes by which the integers of frozen weights are smaller, as `Decoder.pack_frozen` has them."""
-    layers = [(layer.weight, ops.FORMATS[layer.precision].layout) for _, layer in projections(model)]
-    return sum(w.nbytes - 4 * layout.words(w) for w, layout in layers if layout and not w.requires_grad)
+    weights = [(each.weight, ops.FORMATS[each.format].layout) for each in model.formatted_weights().values()]
+    return sum(w.nbytes - 4 * layout.words(w) for w, layout in weights if layout and not w.requires_grad)
 
 
 def _subtrees(nbytes: int, microbatches: int, world: World) -> int:

@@ -129,3 +129,17 @@ def test_a_tokens_rows_are_summed_with_the_bits_of_pytorch_and_so_are_their_grad
     summed.combine_backward(grad, rows, weights, places, *mine)
     assert torch.equal(mine[0], of_rows)
     torch.testing.assert_close(mine[1], of_weights, rtol=1e-5, atol=1e-4)  # the sum of 40 products in another order
+
+
+@pytest.mark.parametrize(("group", "depth"), [(0, 1100), (32, 64)])
+def test_grouped_integers_have_exact_sums_without_reading_where_groups_start(kernels, monkeypatch, group, depth):  # noqa: F811
+    integers, whole = (importlib.import_module(f"lockstep.ops.integer_{name}") for name in ("grouped", "linear"))
+    counts = [2, 0, 1]
+    x, w = torch.full((3, depth), 127.0), torch.full((3, 5, depth), -1.0)  # the largest sums
+    x[1], w[0, 1:3] = torch.arange(depth) % 251 - 125.0, torch.arange(depth) % 17 - 8.0
+    x[2, 3] = torch.nan
+    plain = (lambda *each: whole._plain_int4(*each, group)) if group else whole._plain_int8
+    expected = torch.cat([plain(rows, matrix) for rows, matrix in zip(x.split(counts), w)])
+    monkeypatch.setattr(integers, "by_group", None)
+    got = integers.integer_grouped_linear(x, w, starts_of(counts), group)
+    assert torch.equal(got.nan_to_num(7.0), expected.nan_to_num(7.0))

@@ -1,6 +1,7 @@
 """Mixtures of experts, and products with a weight per head: a token's bits depend on that token alone."""
 
 import importlib
+from functools import partial
 
 import pytest
 import torch
@@ -31,15 +32,23 @@ def mixture(seed, tokens, experts, active, dtype, dim=32, inner=48):
     return x, weights, chosen, gate.view(experts, inner, dim), up, down.view(experts, dim, inner)
 
 
-def clamped_mixture(seed, tokens, experts, active, dtype):
+def clamped_mixture(seed, tokens, experts, active, dtype, inner=48):
     """The same of gpt-oss: gate and up in one matrix, and biases."""
-    x, weights, chosen, gate, up, down = mixture(seed, tokens, experts, active, dtype)
+    x, weights, chosen, gate, up, down = mixture(seed, tokens, experts, active, dtype, inner=inner)
     generator = torch.Generator().manual_seed(seed)
-    biases = [torch.randn(experts, size, generator=generator).to(dtype) for size in (96, 32)]
+    biases = [torch.randn(experts, size, generator=generator).to(dtype) for size in (2 * inner, 32)]
     return x, weights, chosen, torch.cat((gate, up), 1), biases[0], down, biases[1]
 
 
 MIXTURES = {"gated": (ops.experts, mixture), "clamped": (ops.clamped_experts, clamped_mixture)}
+FORMATS = ("none", "int8", "int4", "mxfp8", "float8_rowwise")
+
+
+def in_formats(kind, format):
+    """`MIXTURES` of weights in a format; the last one in another."""
+    experts_of, drawn = MIXTURES[kind]
+    formats = (format,) * (2 if kind == "gated" else 1) + ("int8" if format == "mxfp8" else format,)
+    return partial(experts_of, formats=formats), partial(drawn, inner=64)
 
 
 @settings(max_examples=8, deadline=None)
@@ -80,11 +89,16 @@ def test_starts_that_are_not_of_these_rows_are_refused():
             ops.grouped_linear(torch.zeros(4, 8), torch.zeros(3, 8, 8), torch.tensor(wrong))
 
 
-@settings(max_examples=10, deadline=None)
-@given(data=st.data(), dtype=st.sampled_from(DTYPES), kind=st.sampled_from(list(MIXTURES)))
-def test_a_tokens_bits_depend_on_that_token_alone(form, dtype, kind, data):
+@settings(max_examples=16, deadline=None)
+@given(
+    data=st.data(),
+    dtype=st.sampled_from(DTYPES),
+    kind=st.sampled_from(list(MIXTURES)),
+    format=st.sampled_from(FORMATS),
+)
+def test_a_tokens_bits_depend_on_that_token_alone(form, dtype, kind, format, data):
     """Some of the tokens, and all in another order, of a random mixture."""
-    experts_of, drawn = MIXTURES[kind]
+    experts_of, drawn = in_formats(kind, format)
     experts = data.draw(st.sampled_from([1, 3, 8]))
     active, tokens = data.draw(st.integers(1, min(experts, 4))), data.draw(st.integers(2, 24))
     x, weights, chosen, *matrices = drawn(data.draw(st.integers(0, 99)), tokens, experts, active, dtype)
@@ -188,8 +202,9 @@ def test_of_equal_scores_the_lower_expert_comes_first_and_a_nan_last(form):
 
 
 @pytest.mark.parametrize(("kind", "dtype"), [("gated", torch.float32), ("clamped", torch.bfloat16)])
-def test_compiled_code_calls_the_same_operators(form, kind, dtype):
-    experts_of, drawn = MIXTURES[kind]
+@pytest.mark.parametrize("format", ["none", "int4", "mxfp8"])
+def test_compiled_code_calls_the_same_operators(form, kind, dtype, format):
+    experts_of, drawn = in_formats(kind, format)
     x, _, _, *matrices = drawn(7, 20, 6, 2, dtype)
     router, bias = torch.randn(6, 32, generator=torch.Generator().manual_seed(1)).to(dtype), torch.zeros(6)
     inputs, routing = [t.requires_grad_() for t in (x, router, bias, *matrices)], ops.Routing(2)

@@ -227,17 +227,32 @@ def test_packed_panels_are_those_of_the_rounded_weight(form, kind):
     if form == "pytorch":
         pytest.skip("the plain form packs nothing")
     x, w = cancelling(0, 3, 64, 96, torch.bfloat16)
-    packed, starts = ops.PackedWeights(), torch.tensor([0, 3])
+    packed = ops.PackedWeights()
     expected = product(x, w, kind)
     with torch.no_grad(), packed.in_use():
-        assert torch.equal(float8_grouped.float8_grouped_linear(x, w[None], starts, kind), expected)
-        assert not packed._panels, "what is rounded at each call is not packed"
         for _ in range(2):
             assert torch.equal(product(x, w, kind), expected)
         assert [address for address, _ in packed._panels] == [w.data_ptr()]
         w.mul_(2)
         assert torch.equal(product(x, w, kind), expected * 2)
         assert torch.equal(ops.linear(x, w), ops.linear(x, w.clone())), "and not those of its own numbers"
+
+
+@pytest.mark.parametrize("kind", BY_ROW)
+def test_groups_read_packed_panels_of_their_rounded_weights(form, kind):
+    if form == "pytorch":
+        pytest.skip("the plain form packs nothing")
+    x, w = cancelling(0, 5, 64, 3 * 45, torch.bfloat16)
+    weight, starts = w.view(3, 45, 64), torch.tensor([0, 4, 4, 5])
+    packed, grouped = ops.PackedWeights(), float8_grouped.float8_grouped_linear
+    expected = grouped(x, weight, starts, kind)
+    with torch.no_grad(), packed.in_use():
+        for _ in range(2):
+            assert torch.equal(grouped(x, weight, starts, kind), expected)
+        assert [address for address, _ in packed._panels] == [w.data_ptr()]
+        weight.mul_(2)
+        assert torch.equal(grouped(x, weight, starts, kind), expected * 2)
+        assert torch.equal(ops.grouped_linear(x, weight, starts), ops.grouped_linear(x, weight.clone(), starts))
 
 
 class Half(one_order.SharedRows):
@@ -300,8 +315,6 @@ def test_a_group_of_rows_has_the_product_and_gradients_of_its_weight(form, kind,
         expected = computed(x[rows], weight[group], grad[rows], kind)
         for result, one in zip((out[rows], leaves[0].grad[rows], leaves[1].grad[group]), expected):
             assert torch.equal(result, one)
-    values = float8_products.rounded_weight(weight, kind).values
-    assert torch.equal(float8_grouped.rounded_grouped_product(x, values, torch.tensor(bounds), kind), out)
 
 
 def test_what_a_grouped_float8_product_cannot_do_is_refused():

@@ -22,6 +22,7 @@ from lockstep.model import initialize, preset, resolve_dtype, save_model
 from lockstep.ops.opaque import library
 from lockstep.parallel import apply_compile, close_world, generator_model, open_world, parallel_model
 from lockstep.parallel.compile import keep_artifacts
+from lockstep.precision import Precision
 from lockstep.rl.scoring.parity_check import check_parity
 from lockstep.train import Trainer, pack
 from lockstep.train.packing import target_log_probs
@@ -114,6 +115,15 @@ def test_a_model_that_only_samples_is_compiled_without_gradients():
     assert len(completions[0].token_ids) == 4
     with pytest.raises(torch._dynamo.exc.RecompileError, match="grad_mode"):
         model(torch.tensor([1, 2]), torch.tensor([0, 1]), ops.PackedAttention([2]))
+
+
+def test_layers_in_different_formats_are_compiled():
+    """The first and the last layer of a mixture are not quantized."""
+    shape = preset("qwen3_moe:micro", 258)
+    model = build_model(replace(shape, num_layers=3, precision=Precision("int8")), dtype="float32")
+    apply_compile(model, INDUCTOR, trains=False)
+    (completions,) = Engine(model).generate([[1, 2, 3]], SamplingParams(max_tokens=4, seed=1, ignore_eos=True))
+    assert len(completions[0].token_ids) == 4
 
 
 def test_compiled_code_is_kept_in_the_users_cache_for_each_set_of_operators_and_for_its_owner_only(

@@ -14,6 +14,7 @@ from lockstep.ops.experts import feed_forward
 from lockstep.parallel import close_world, generator_model, open_world, parallel_model
 from lockstep.parallel.exchange import whole_rows
 from lockstep.parallel.experts import experts_over_ranks
+from lockstep.precision import Precision
 from lockstep.train import Trainer, pack
 from lockstep.train.dry_run import dry_run
 from lockstep.train.objective import NextTokenLoss
@@ -47,8 +48,8 @@ def test_an_engine_whose_ranks_share_the_experts_samples_what_one_process_sample
     assert launch(2, sampled, 2, dtype, model) == [alone] * 2
 
 
-def through(weights, rows, starts):
-    return feed_forward(rows, starts, *weights)
+def through(weights, formats, rows, starts):
+    return feed_forward(rows, starts, *weights, formats)
 
 
 def same_bits(ours, theirs):
@@ -56,23 +57,24 @@ def same_bits(ours, theirs):
     return torch.equal(ours.view(torch.int16), theirs.view(torch.int16))
 
 
-def compare_random(rounds):
-    """Rows that cancel and uneven choices, of as many tokens on each rank as it likes, in every number of experts."""
+def compare_random(rounds, linear):
+    """In a number format: rows that cancel and uneven choices, of as many tokens on each rank as it likes, in every
+    number of experts."""
     world = open_world(ParallelConfig(tensor=2), "cpu")
     group, draw = world.mesh.get_group("tensor"), torch.Generator().manual_seed(0)
-    problems = []
+    problems, formats = [], (linear,) * 3
     for number in range(rounds):
         count, active = [(2, 1), (4, 2), (6, 3), (8, 8)][number % 4]
         kind = torch.float32 if number % 8 < 4 else torch.bfloat16
-        weights_of = [torch.randn(count, *s, generator=draw).to(kind) for s in ((24, 16), (24, 16), (16, 24))]
+        weights_of = [torch.randn(count, *s, generator=draw).to(kind) for s in ((64, 32), (64, 32), (32, 64))]
         tokens = [int(n) for n in torch.randint(0, 40, (2,), generator=draw)]
-        x = torch.randn(sum(tokens), 16, generator=draw) * (torch.rand(sum(tokens), 1, generator=draw) * 12).exp2()
-        x[:, 8:] = -x[:, :8] * (1 + 2.0**-8)
+        x = torch.randn(sum(tokens), 32, generator=draw) * (torch.rand(sum(tokens), 1, generator=draw) * 12).exp2()
+        x[:, 16:] = -x[:, :16] * (1 + 2.0**-8)
         x[:, 3] = -0.0
         x, scores = x.to(kind), torch.rand(sum(tokens), count, generator=draw)
         scores[:, number % count] += number % 3  # now and then one expert takes all
         weights, chosen = scores.topk(active)
-        grad = torch.randn(sum(tokens), 16, generator=draw).to(kind)
+        grad = torch.randn(sum(tokens), 32, generator=draw).to(kind)
 
         def run(function, rows, x=x, weights=weights, chosen=chosen, grad=grad):
             leaves = [x[rows].clone().requires_grad_(), weights[rows].clone().requires_grad_()]
@@ -83,7 +85,7 @@ def compare_random(rounds):
         own = [w.chunk(2)[world.rank].clone().requires_grad_() for w in weights_of]
         whole = [w.clone().requires_grad_() for w in weights_of]
 
-        beside = [torch.randn(16, 16, generator=draw).to(kind) for _ in range(2)]
+        beside = [torch.randn(32, 32, generator=draw).to(kind) for _ in range(2)]
 
         def all_go_through(x, beside=beside):
             return ops.silu_mul(ops.linear(x, beside[0]), ops.linear(x, beside[1]))
@@ -91,11 +93,11 @@ def compare_random(rounds):
         also = all_go_through if number % 3 else None
 
         def shared(x, weights, chosen, own=own, count=count, also=also):
-            return experts_over_ranks(x, weights, chosen, count, group, partial(through, own), also)
+            return experts_over_ranks(x, weights, chosen, count, group, partial(through, own, formats), also)
 
         rows = slice(0, tokens[0]) if world.rank == 0 else slice(tokens[0], None)
         found = run(shared, rows)
-        expected = run(lambda x, w, c, whole=whole, also=also: ops.experts(x, w, c, *whole, also), slice(None))
+        expected = run(lambda x, w, c, whole=whole, also=also: ops.experts(x, w, c, *whole, also, formats), slice(None))
         problems += [number for ours, theirs in zip(found, expected) if not same_bits(ours, theirs[rows])]
         if kind == torch.float32:  # the sums over tokens are made in the order of one process
             parts = zip(own, whole)
@@ -107,15 +109,16 @@ def compare_random(rounds):
     return problems
 
 
-def test_rows_that_travelled_have_the_bits_of_rows_that_stayed():
-    assert launch(2, compare_random, 24) == [[], []]
+@pytest.mark.parametrize("linear", ["none", "int8", "mxfp8"])
+def test_rows_that_travelled_have_the_bits_of_rows_that_stayed(linear):
+    assert launch(2, compare_random, 24, linear) == [[], []]
 
 
-def stepped(parallel, mode, count=8):
+def stepped(parallel, mode, count=8, linear="none"):
     """Losses, gradients' norms and what was counted, of steps in which layers recompute or not."""
     world = open_world(parallel, "cpu")
     shape = replace(preset(MODEL, 131), num_layers=2)
-    shape = replace(shape, experts=replace(shape.experts, count=count))
+    shape = replace(shape, experts=replace(shape.experts, count=count), precision=Precision(linear, ("lm_head",)))
     fill = partial(initialize, seed=3)
     model = parallel_model(shape, torch.bfloat16, world, parallel, CompileConfig(), fill, RecomputeConfig(mode))
     trainer = Trainer(model, TrainConfig(warmup_steps=0), 2, world)
@@ -150,6 +153,15 @@ def test_fewer_experts_than_ranks_are_cut_within(parallel):
         for found, expected in zip(losses, alone[0]):
             assert found == pytest.approx(expected, rel=1e-3 if parallel.tensor == 1 else 5e-3)
         assert sum(expert * outputs * inputs for expert, outputs, inputs in owned) == 2 * 128 * 128 / 4
+
+
+@pytest.mark.parametrize("linear", ["int8", pytest.param("mxfp8", marks=pytest.mark.slow)])
+def test_experts_on_several_ranks_learn_in_a_number_format(linear):
+    (alone,) = launch(1, stepped, ParallelConfig(), "none", 8, linear)
+    for losses, _, owned in launch(2, stepped, ParallelConfig(expert=2), "none", 8, linear):
+        # Of micro-batches whose sums are added in another order, in bfloat16.
+        assert losses[0] == pytest.approx(alone[0][0], rel=1e-3) and losses[1] == pytest.approx(alone[0][1], rel=1e-3)
+        assert owned == {(4, 128, 128)}
 
 
 def simulated(parallel, ranks):

@@ -28,6 +28,7 @@ from tests.parallel.launch import launch
 SHAPE = replace(preset("llama3:tiny", 512), num_layers=2)
 DEEP, WIDE = preset("llama3:tiny", 512), preset("llama3:tiny", 32768)
 """Most of its memory is embedding and head."""
+MIXTURES = preset("qwen3_moe:micro", 512), preset("gpt_oss:micro", 512)
 ALONE, EACH = ParallelConfig(), ParallelConfig(reduce_gradients="microbatch")
 
 
@@ -188,11 +189,14 @@ def test_layers_inputs_in_host_memory_are_not_counted(ranks, kept):
     assert peaks[0] - peaks[1] == (DEEP.num_layers - kept) * 128 * DEEP.dim * 4
 
 
-@pytest.mark.parametrize(("linear", "ranks"), [("int4", 1), ("int8", 1), ("int4", 2)])
-def test_a_packed_base_is_counted_as_its_integers(linear, ranks):
-    modules = tuple(f"layers.{i}.mlp.up_proj" for i in range(SHAPE.num_layers))
+@pytest.mark.parametrize(
+    ("linear", "ranks", "model"),
+    [("int4", 1, SHAPE), ("int8", 1, SHAPE), ("int4", 2, SHAPE), *(("int4", 1, mixture) for mixture in MIXTURES)],
+)
+def test_a_packed_base_is_counted_as_its_integers(linear, ranks, model):
+    modules = tuple(f"layers.{i}.self_attn.o_proj" for i in range(model.num_layers))
     precision = Precision(linear, keep=("layers.0.*",))
-    shape = replace(SHAPE, lora=Lora(4, 8.0, modules), precision=precision)
+    shape = replace(model, lora=Lora(4, 8.0, modules), precision=precision)
     found = dry_run(Case(dtype="bfloat16").config(), shape, ranks, NextTokenLoss(126)).memory["weights"]
     model = Decoder(shape, torch.bfloat16)
     whole = sum(p.nbytes for p in model.parameters())

@@ -17,11 +17,11 @@ static void for_groups(const int64_t* starts, int64_t groups, int64_t work_of_ro
 }
 
 // out [rows][outputs]: rows starts[g] to starts[g + 1] are x [rows][depth] · w[g] [outputs][depth]ᵀ. `packed`: the
-// panels of all matrices, whole panels per matrix, or null.
+// panels of all matrices, one after the other, or null.
 template <class T>
 static void grouped_product(const T* x, const T* w, int64_t w_group, int64_t w_row, int64_t w_inner, const word* packed,
                             T* out, const int64_t* starts, int64_t groups, int64_t depth, int64_t outputs) {
-    const int64_t words = outputs * ((depth + STEP<T> - 1) / STEP<T>);
+    const int64_t panels = (outputs + COLUMNS - 1) / COLUMNS, words = panels * COLUMNS * ((depth + STEP<T> - 1) / STEP<T>);
     for_groups(starts, groups, depth * outputs, [&](int64_t g, bool split) {
         const Matrix<T> left{x + starts[g] * depth, starts[g + 1] - starts[g], depth, depth, 1};
         const Matrix<T> right{w + g * w_group, outputs, depth, w_row, w_inner};

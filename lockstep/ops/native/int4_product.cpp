@@ -1,6 +1,6 @@
 // The exported products with weights of 4-bit integers.
+#include "grouped_product.h"
 #include "int4_product.h"
-#include "replay.h"
 
 // Each group's codes, scale, and the sum that cancels `ZERO_CODE` in the weight's codes.
 template <class T>
@@ -17,14 +17,14 @@ static void quantize_groups(const T* x, int64_t groups, int64_t group, int8* cod
 // `chunks`, a power of two, divides the groups.
 template <class T, class Out>
 static void int4_product(const T* x, int64_t x_row, const word* panels, Out* out, int64_t rows, int64_t depth,
-                         int64_t outputs, int64_t group, int64_t chunks) {
+                         int64_t outputs, int64_t group, int64_t chunks, bool may_split = true) {
     if (rows == 0 || outputs == 0) return;
     const Int4Weight weight{(word*)panels, depth, outputs, group};
     const int64_t groups = weight.groups(), levels = 64 - __builtin_clzll(chunks);
     int8* codes = scratch<int8>(rows * (depth + groups * 8), 4);
     float* scales = (float*)(codes + rows * depth);
     int32_t* first = (int32_t*)(scales + rows * groups);
-    const bool split = rows * outputs * depth > SPLIT_WORK;
+    const bool split = may_split && rows * outputs * depth > SPLIT_WORK;
 #pragma omp parallel for schedule(static) if (split && rows * depth > OWN_WORDS)
     for (int64_t r = 0; r < rows; r++)
         quantize_groups(x + r * x_row, groups, group, codes + r * depth, scales + r * groups, first + r * groups);
@@ -46,6 +46,17 @@ static void int4_product(const T* x, int64_t x_row, const word* panels, Out* out
     }
 }
 
+// Rows starts[g] to starts[g + 1] with the panels of matrix g, which follow those of matrix g - 1.
+template <class T>
+static void grouped_int4_product(const T* x, const word* panels, T* out, const int64_t* starts, int64_t matrices,
+                                 int64_t depth, int64_t outputs, int64_t group) {
+    const int64_t words = Int4Weight{nullptr, depth, outputs, group}.words();
+    for_groups(starts, matrices, depth * outputs, [&](int64_t g, bool split) {
+        int4_product<T, T>(x + starts[g] * depth, depth, panels + g * words, out + starts[g] * outputs,
+                           starts[g + 1] - starts[g], depth, outputs, group, 1, split);
+    });
+}
+
 // The numbers that the codes of groups stand for.
 template <class T>
 static void round_int4(const T* w, T* out, int64_t groups, int64_t group) {
@@ -64,6 +75,11 @@ static void round_int4(const T* w, T* out, int64_t groups, int64_t group) {
     }                                                                                                                  \
     REPLAYABLE(name)
 #define EXPORT(suffix, T)                                                                                              \
+    extern "C" void grouped_int4_product##suffix(const T* x, const word* panels, T* out, const int64_t* starts,        \
+                                                 int64_t matrices, int64_t depth, int64_t outputs, int64_t group) {    \
+        grouped_int4_product<T>(x, panels, out, starts, matrices, depth, outputs, group);                              \
+    }                                                                                                                  \
+    REPLAYABLE(grouped_int4_product##suffix)                                                                           \
     extern "C" void pack_int4##suffix(const T* w, int64_t w_row, word* panels, int64_t depth, int64_t outputs,         \
                                       int64_t group) {                                                                 \
         Int4Weight{panels, depth, outputs, group}.pack(w, w_row);                                                      \
@@ -87,6 +103,5 @@ EXPORT(_bf16, bf16)
 
 // Words of a packed weight.
 extern "C" int64_t int4_words(int64_t depth, int64_t outputs, int64_t group) {
-    const Int4Weight weight{nullptr, depth, outputs, group};
-    return weight.count() * weight.groups() * weight.group_words();
+    return Int4Weight{nullptr, depth, outputs, group}.words();
 }

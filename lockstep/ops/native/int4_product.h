@@ -61,6 +61,7 @@ struct Int4Weight {
     int64_t count() const { return (outputs + COLUMNS - 1) / COLUMNS; }
     int64_t code_words() const { return group / CODES_PER_WORD * COLUMNS; }
     int64_t group_words() const { return code_words() + COLUMNS / 2; }
+    int64_t words() const { return count() * groups() * group_words(); }
     word* panel(int64_t p) const { return panels + p * groups() * group_words(); }
 
     template <class T>

@@ -142,6 +142,7 @@ struct Int8Weight {
     int64_t depth, outputs;
     int64_t steps() const { return padded_depth(depth) / STEP<int8>; }
     int64_t count() const { return (outputs + COLUMNS - 1) / COLUMNS; }
+    int64_t words() const { return count() * COLUMNS * (steps() + 2); }
     float* scales() const { return (float*)(panels + count() * steps() * COLUMNS); }
     int32_t* excess() const { return (int32_t*)(scales() + count() * COLUMNS); }
 

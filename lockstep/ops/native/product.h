@@ -424,5 +424,6 @@ static void product(const T* x, int64_t x_row, int64_t x_inner, const T* w, int6
     if (depth == 0) return (void)std::memset((void*)out, 0, rows * outputs * sizeof(Out));  // an empty sum
     if (rows == 0 || outputs == 0) return;
     const Matrix<T> left{x, rows, depth, x_row, x_inner}, right{w, outputs, depth, w_row, w_inner};
-    typename Best<T, Rounded<Out>>::Product(left, right, packed, {out, outputs}, chunks).run(rows * outputs * depth > SPLIT_WORK);
+    const bool split = rows * outputs * depth > SPLIT_WORK;
+    typename Best<T, Rounded<Out>>::Product(left, right, packed, {out, outputs}, chunks).run(split);
 }
