@@ -92,7 +92,8 @@ def rounded_weight(weight: Float[Tensor, "out in"], group: int = 0) -> Float[Ten
 def quantized_rows(x: Tensor, group: int = 0) -> tuple[Float[Tensor, "rows groups group"], Tensor]:
     """8-bit codes as float32, and the scales `[rows, groups, 1]`."""
     parts = x.float().unflatten(1, (-1, group or x.shape[1]))
-    scales = parts.abs().amax(-1, keepdim=True) / 127
+    # A tensor: on a GPU, PyTorch multiplies by the inverse of a number.
+    scales = parts.abs().amax(-1, keepdim=True) / parts.new_full((), 127.0)
     return _codes(parts, scales, -127, 127), _finite_or_nan(scales)
 
 
@@ -117,11 +118,15 @@ def _product(x: Tensor, weight: Tensor, chunks: int, group: int) -> Tensor:
     _check(x, weight, group)
     if x.is_meta or native.is_pretending():
         return x.new_empty(x.shape[0], weight.shape[0])
+    layout = layout_of(group)
+    if layout.on_gpu(weight):
+        from lockstep.ops.cuda import integer_linear
+
+        return integer_linear.product(x, integer_panels(weight, layout), weight.shape[0], group)
     if not native.usable(x):
         return _plain_int4(x, weight, group) if group else _plain_int8(x, weight)
     out = x.new_empty(x.shape[0], weight.shape[0])
     x = x if x.stride(1) == 1 else x.contiguous()
-    layout = layout_of(group)
     sizes = (x.shape[0], x.shape[1], weight.shape[0], *((group,) if group else ()))
     native.call(f"int{layout.bits}_product", x.dtype, x, x.stride(0), integer_panels(weight, layout), out, *sizes)
     return out
