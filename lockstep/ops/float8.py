@@ -142,9 +142,9 @@ def tensor_values(
 
 
 @torch.no_grad()
-def row_codes(x: Float[Tensor, "*rows in"]) -> tuple[Tensor, Float32[Tensor, "*rows 1"]]:
-    """`row_values` as `float8_e4m3fn` codes `[*rows, in]` and scales, to store or send."""
-    scales = row_scales(x, -1)
+def row_codes(x: Float[Tensor, "*shape"], dim: int | tuple[int, ...] = -1) -> tuple[Tensor, Float32[Tensor, "..."]]:
+    """`row_values` as `float8_e4m3fn` codes of its shape, and the scales, with length 1 along `dim`."""
+    scales = row_scales(x, dim)
     return _codes(x, scales.reciprocal(), E4M3), scales
 
 
