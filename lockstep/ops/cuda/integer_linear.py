@@ -10,6 +10,8 @@ group is contiguous, two weights in a byte.
 
 from __future__ import annotations
 
+from math import prod
+
 import torch
 import triton
 import triton.language as tl
@@ -87,7 +89,7 @@ def _int4_kernel(
         right = tl.interleave((pairs << 4) >> 4, pairs >> 4)
         sums = tl.dot(left, tl.trans(right), out_dtype=tl.int32).to(tl.float32)
         of_row = tl.load(scales + row, mask=row_mask, other=0.0)
-        of_column = tl.load(of_weight + column, mask=column_mask, other=0.0)
+        of_column = tl.load(of_weight + column, mask=column_mask, other=0.0).to(tl.float32)
         total = tl.fma(sums * of_column[None, :], tl.broadcast_to(of_row[:, None], (BLOCK_M, BLOCK_N)), total)
         codes += M * GROUP
         weight += N * HALF
@@ -100,7 +102,7 @@ def _int4_kernel(
 def words(outputs: int, depth: int, group: int) -> int:
     """The size of a packed weight in words of 4 bytes: its codes, then its scales."""
     if group:
-        return outputs * depth // 8 + outputs * (depth // group)
+        return outputs * depth // 8 + -(-outputs * (depth // group) // 2)
     return _padded(outputs) * _padded(depth) // 4 + outputs
 
 
@@ -120,9 +122,11 @@ def pack(weight: Tensor, panels: Tensor, group: int) -> None:
 def _parts(panels: Tensor, outputs: int, depth: int, group: int) -> tuple[Tensor, Tensor]:
     """A packed weight's codes, `[groups, out, group / 2]` or padded `[out, in]`, and its scales `[groups, out]`."""
     groups = depth // group if group else 1
-    scales = panels[panels.numel() - groups * outputs :].view(torch.float32).view(groups, outputs)
-    codes = panels[: panels.numel() - groups * outputs].view(torch.int8)
-    return codes.view((groups, outputs, group // 2) if group else (_padded(outputs), _padded(depth))), scales
+    shape = (groups, outputs, group // 2) if group else (_padded(outputs), _padded(depth))
+    codes, scales = panels.split([prod(shape) // 4, panels.numel() - prod(shape) // 4])
+    # Those of 4-bit integers are defined in bfloat16.
+    scales = scales.view(torch.bfloat16 if group else torch.float32)[: groups * outputs]
+    return codes.view(torch.int8).view(shape), scales.view(groups, outputs)
 
 
 def product(x: Tensor, panels: Tensor, outputs: int, group: int) -> Tensor:
