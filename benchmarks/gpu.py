@@ -1,6 +1,6 @@
 """One NVIDIA GPU, measured: the reference recipe, decoding, prefill and training, and what invariance costs.
 
-Run: make gpu-check PYTHON=python3, or PYTHONPATH=. python benchmarks/gpu.py [--parts decode kernels]. Some 7 minutes.
+Run: make gpu-check PYTHON=python3, or PYTHONPATH=. python benchmarks/gpu.py [--parts decode kernels]. Some 8 minutes.
 Each part is a process of its own with a time budget: one that fails or runs out of time leaves the others' numbers.
 Results are printed as they come, beside those expected on an H100, and written to benchmarks/results/gpu-DATE.json.
 """
@@ -26,6 +26,7 @@ Row = dict[str, Any]
 PARTS: dict[str, tuple[str, str, dict[str, Any], int]] = {
     "kernels": ("gpu_kernels", "costs", {}, 80),
     "experts": ("gpu_kernels", "grouped", {}, 40),
+    "precision": ("gpu_precision", "costs", {}, 55),
     "decode": ("gpu_model", "decode", {}, 80),
     "throughput": ("gpu_model", "throughput", {}, 60),
     "train-1b": ("gpu_training", "train", {"size": "1b", "compiled": False}, 25),
@@ -39,8 +40,8 @@ PARTS: dict[str, tuple[str, str, dict[str, Any], int]] = {
     "recipe-compiled": ("gpu_model", "recipe", {"compiled": True, "graphs": "none"}, 55),
 }
 """Module, function and arguments that measure each part, and the seconds that it may take."""
-FIRST = [*PARTS][:8]
-"""Those measured by default, in 425 s at most: with the tests before them, one call of nine minutes."""
+FIRST = [*PARTS][:9]
+"""Those measured by default, in 480 s at most."""
 EXPECTED = {
     "training 0.6B direct, 8 x 1024": 54_690,
     "training 0.6B eager, 8 x 1024": 78_000,
@@ -48,8 +49,14 @@ EXPECTED = {
     "training Llama 3 1B eager, 1 x 8192: MFU": 0.45,
     "training Llama 3 1B compiled, 1 x 8192: MFU": 0.46,
     "whole recipe, imports apart": 8.5,
+    "bfloat16 / int8, decode, gate and up of 8B, 1 rows": 1.5,
+    "bfloat16 / int4, decode, gate and up of 8B, 1 rows": 2.4,
+    "bfloat16 / int4_128, decode, gate and up of 8B, 1 rows": 2.5,
+    "bfloat16 / float8, training, gate and up of 8B, 8192 rows": 1.4,
+    "bfloat16 / float8_rowwise, training, gate and up of 8B, 8192 rows": 1.4,
 }
-"""On an H100: the first as measured before, the others computed from launches and kernels' times (NOTES.md)."""
+"""On an H100: the first as measured before, the others computed from launches and kernels' times (NOTES.md), those in
+low precision from the bytes that they read and write, and the peak of the tensor cores."""
 RESULTS = Path(__file__).parent / "results"
 
 

@@ -97,7 +97,7 @@ class Engine:
 
     def _make_runner(self) -> Runner:
         if (mode := graphs_of(self.config, self.model)) != "none":
-            return GraphRunner(self.model, self.cache, replace(self.config, cuda_graphs=mode))
+            return GraphRunner(self.model, self.cache, replace(self.config, cuda_graphs=mode), self._weights)
         if self.tensor_group is None and StepGraphRunner.can_run(self.model):
             return StepGraphRunner(self.model, self.cache, self._weights)
         return Runner(self.model, self.cache)

@@ -1,8 +1,9 @@
 """CUDA graphs of a decode step: the model's launches are recorded once per batch size and replayed over static buffers.
 
 A replay reads the trainer's own weights, so the next step sees an update in place; once they are at other addresses,
-steps are recorded again. A batch is padded to the next captured size; the padding rows belong to no sequence, so they
-write no page and their results are dropped.
+steps are recorded again. Weights in integers are packed before a replay, into the memory that it reads. A batch is
+padded to the next captured size; the padding rows belong to no sequence, so they write no page and their results are
+dropped.
 """
 
 from __future__ import annotations
@@ -61,9 +62,19 @@ class Inputs(NamedTuple):
 
 
 class GraphRunner(Runner):
-    """Replays decode steps. `capture` replaces CUDA's in tests. Raises UserError for a step that cannot be captured."""
+    """Replays decode steps. `capture` replaces CUDA's in tests. Raises UserError for a step that cannot be captured.
 
-    def __init__(self, model: Decoder, cache: ops.KVCache, config: EngineConfig, capture: Capture | None = None):
+    `weights` are in use when a step runs.
+    """
+
+    def __init__(
+        self,
+        model: Decoder,
+        cache: ops.KVCache,
+        config: EngineConfig,
+        weights: ops.PackedWeights,
+        capture: Capture | None = None,
+    ):
         super().__init__(model, cache)
         if capture is None and model.device.type != "cuda":
             raise UserError(
@@ -76,6 +87,7 @@ class GraphRunner(Runner):
         self._adapters: list[Any] = []
         self._read: list[Any] = []
         self._adapted: list[bool] = []
+        self._weights, self._generation = weights, weights.generation
         self._moved, self._hooked = True, False
         largest, device = self.sizes[-1], model.device
         width = min(cache.num_pages, -(-model.config.max_positions // ops.PAGE))
@@ -125,17 +137,29 @@ class GraphRunner(Runner):
         self._moved = True
 
     def _drop_if_moved(self) -> None:
-        """Drops graphs of weights that have moved, or of adapters that have been switched on or off."""
+        """Drops graphs of weights that have moved, or of adapters that have been switched on or off. Packs integers of
+        weights that may have changed."""
         if self._moved:
             self._hooked = has_custom_forward(self.model)
             self._adapters = [layer for _, layer in projections(self.model) if layer.lora_A is not None]
         adapted = [layer.adapted for layer in self._adapters]
-        if not self._moved and adapted == self._adapted:
+        if not self._moved and (adapted, self._weights.generation) == (self._adapted, self._generation):
             return
-        read = [(p.data_ptr(), p.dtype, p.shape, p.stride()) for p in self.model.parameters()]
+        read: list[Any] = [(p.data_ptr(), p.dtype, p.shape, p.stride()) for p in self.model.parameters()]
+        read += [self._packed(layer.weight, layer.precision) for _, layer in projections(self.model)]
+        read.append(self._packed(self.model.head_weight, self.model.head_format))
         if (read, adapted) != (self._read, self._adapted):
             self.release()
         self._read, self._adapted, self._moved = read, adapted, False
+        self._generation = self._weights.generation
+
+    def _packed(self, weight: Tensor, precision: str) -> int | None:
+        """The address of a weight's integers; None if each step packs them, or computes without."""
+        layout = ops.FORMATS[precision].layout
+        if layout is None or not layout.on_gpu(weight):
+            return None
+        panels = self._weights.panels_of(weight, layout)
+        return None if panels is None else panels.data_ptr()
 
     def _size(self, rows: int) -> int:
         return self.sizes[bisect.bisect_left(self.sizes, rows)]

@@ -16,7 +16,7 @@ import torch
 from jaxtyping import Float, Float32
 from torch import Tensor
 
-from lockstep.ops import native
+from lockstep.ops import cuda, native
 
 
 class Float8Type(NamedTuple):
@@ -49,11 +49,11 @@ _LAYOUTS = {
     torch.float32: _Layout(torch.int32, 23, 0x7F800000),
     torch.bfloat16: _Layout(torch.int16, 7, 0x7F80),
 }
-_SMALLEST_ROW_EXPONENT = -48
+SMALLEST_ROW_EXPONENT = -48
 """Of a row's scale, for rows with magnitudes up to 1e-12 (torchao's `EPS`)."""
-_SMALLEST_BLOCK_EXPONENT = -127
+SMALLEST_BLOCK_EXPONENT = -127
 """Of e8m0."""
-_ABOVE_448 = 0x1FFFFF
+ABOVE_448 = 0x1FFFFF
 """Added to a float32's bits, it carries into the exponent if the mantissa exceeds that of 448, 1.75."""
 
 
@@ -77,7 +77,7 @@ def row_values(x: Float[Tensor, "*shape"], dim: int | tuple[int, ...] = -1) -> F
     may round to infinity.
     """
     if native.usable(x):
-        return _native_values(x, dim, None, "rceil", _SMALLEST_ROW_EXPONENT)
+        return _native_values(x, dim, None, "rceil", SMALLEST_ROW_EXPONENT)
     return scaled_values(x, row_scales(x, dim))
 
 
@@ -87,7 +87,7 @@ def row_scales(x: Float[Tensor, "*shape"], dim: int | tuple[int, ...] = -1) -> F
 
     For rows of which each rank has a part: `row_values` are the `scaled_values` at the maximum of the parts' scales.
     """
-    return _power_scales(_largest_bits(x, dim), "rceil", _SMALLEST_ROW_EXPONENT)
+    return _power_scales(_largest_bits(x, dim), "rceil", SMALLEST_ROW_EXPONENT)
 
 
 @torch.no_grad()
@@ -122,7 +122,7 @@ def block_values(x: Float[Tensor, "*shape"], scaling: str = "rceil", dim: int = 
     """
     _check_scaling(scaling)
     if native.usable(x):
-        return _native_values(x, dim, BLOCK, scaling, _SMALLEST_BLOCK_EXPONENT)
+        return _native_values(x, dim, BLOCK, scaling, SMALLEST_BLOCK_EXPONENT)
     blocks = _in_blocks(x, dim)
     values = scaled_values(blocks, _block_scales(blocks, scaling, dim), saturate=scaling == "floor")
     first = dim if dim >= 0 else dim - 1
@@ -148,9 +148,13 @@ def tensor_values(
 
 
 @torch.no_grad()
-def row_codes(x: Float[Tensor, "*rows in"]) -> tuple[Tensor, Float32[Tensor, "*rows 1"]]:
-    """`row_values` as `float8_e4m3fn` codes `[*rows, in]` and scales, to store or send."""
-    scales = row_scales(x, -1)
+def row_codes(x: Float[Tensor, "*shape"], dim: int | tuple[int, ...] = -1) -> tuple[Tensor, Float32[Tensor, "..."]]:
+    """`row_values` as `float8_e4m3fn` codes of its shape, and the scales, with length 1 along `dim`."""
+    if _by_kernel(x) and dim == -1:
+        from lockstep.ops.cuda import float8
+
+        return float8.row_codes(x)
+    scales = row_scales(x, dim)
     return _codes(x, scales.reciprocal(), E4M3), scales
 
 
@@ -163,6 +167,10 @@ def block_codes(x: Float[Tensor, "*rows in"], scaling: str = "rceil") -> tuple[T
     _check_scaling(scaling)
     if x.shape[-1] % BLOCK:
         raise ValueError(f"MX codes are in blocks of {BLOCK}, but the rows have {x.shape[-1]} numbers")
+    if _by_kernel(x):
+        from lockstep.ops.cuda import float8
+
+        return float8.block_codes(x, scaling)
     blocks = _in_blocks(x, -1)
     scales = _block_scales(blocks, scaling, -1)
     codes = _codes(blocks, scales.reciprocal(), E4M3).flatten(-2)
@@ -183,7 +191,15 @@ def _check_scaling(scaling: str) -> None:
         raise ValueError(f'MX scaling is "{scaling}"; it can be {" or ".join(SCALINGS)}')
 
 
+def _by_kernel(x: Tensor) -> bool:
+    return x.dim() == 2 and cuda.usable(x)
+
+
 def _codes(x: Tensor, inverse: Tensor, target: Float8Type) -> Tensor:
+    if _by_kernel(x) and inverse.numel() == 1:
+        from lockstep.ops.cuda import float8
+
+        return float8.scaled_codes(x, inverse, target)
     return float8_values(x.float() * inverse, target.dtype).to(target.dtype)
 
 
@@ -215,11 +231,11 @@ def _native_values(x: Tensor, dim: int | tuple[int, ...], block: int | None, sca
 
 def _block_scales(blocks: Tensor, scaling: str, dim: int) -> Tensor:
     inside = dim if dim < 0 else dim + 1
-    return _power_scales(_largest_bits(blocks, inside), scaling, _SMALLEST_BLOCK_EXPONENT)
+    return _power_scales(_largest_bits(blocks, inside), scaling, SMALLEST_BLOCK_EXPONENT)
 
 
 def _tensor_inverse(x: Tensor, dtype: torch.dtype) -> Tensor:
-    largest = _float32_bits(_largest_bits(x.flatten(), 0)).squeeze().view(torch.float32).double()
+    largest = _float32_bits(_largest_bits(x, tuple(range(x.dim())))).squeeze().view(torch.float32).double()
     inverse = (TYPES[dtype].largest / largest.clamp_min(1e-12)).float()
     return inverse.masked_fill_(largest.isinf(), torch.nan)
 
@@ -240,7 +256,7 @@ def _power_scales(bits: Tensor, scaling: str, smallest: int) -> Tensor:
     """2^e for magnitudes given by their bits; NaN for those that are not finite."""
     bits = _float32_bits(bits)
     not_finite = bits >= _LAYOUTS[torch.float32].infinity
-    carry = _ABOVE_448 if scaling == "rceil" else 0
+    carry = ABOVE_448 if scaling == "rceil" else 0
     exponents = ((bits.masked_fill(not_finite, 0) + carry) >> 23) - 127 - 8
     powers = ((127 - exponents.clamp_min_(smallest)) << 23).view(torch.float32).reciprocal()
     return powers.masked_fill_(not_finite, torch.nan)

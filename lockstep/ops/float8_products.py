@@ -4,8 +4,10 @@ The sums are those of `linear` over the rounded operands, so with scales per row
 depend on the other rows. With `tensorwise`, one scale serves all rows of `x`, so they do.
 
 Which operand is rounded along which dimension is as in torchao 0.18 (`Float8LinearConfig.from_recipe_name` and
-`MXFP8Linear`): always the dimension that a product sums over. Gradients are e4m3, with `tensorwise` e5m2. The sums of
-a tensor core are another order, in fewer bits.
+`MXFP8Linear`): always the dimension that a product sums over. Gradients are e4m3, with `tensorwise` e5m2.
+
+On GPUs with instructions for float8, bfloat16 is multiplied by the tensor cores (`cuda/scaled_products.py`), whose sums
+are another order, in fewer bits.
 """
 
 from __future__ import annotations
@@ -19,6 +21,7 @@ from jaxtyping import Float, Float32
 from torch import Tensor
 
 from lockstep.ops import native, one_order
+from lockstep.ops.cuda import scaled_products
 from lockstep.ops.float8 import BLOCK, SCALINGS, block_values, row_values, scaled_values, tensor_values
 from lockstep.ops.linear import (
     input_gradient,
@@ -108,7 +111,7 @@ def rounded_weight(weight: Float[Tensor, "*groups out in"], kind: str) -> Rounde
 def rounded_product(
     x: Float[Tensor, "rows in"], weight: Rounded, kind: str, chunks: int = 1
 ) -> Float[Tensor, "rows out"]:
-    """`float8_linear` without gradient, with a weight that was rounded before."""
+    """`float8_linear` without gradient, with a weight that was rounded before. Never by a GPU's tensor cores."""
     left = recipe_of(kind).operand(x, -1)
     if left.scale is None:
         return product(left.values, weight.values, chunks)
@@ -169,6 +172,8 @@ def _operand(x: Tensor, kind: str, scales: Tensor | None = None) -> Tensor:
 
 
 def _product(x: Tensor, weight: Tensor, kind: str, chunks: int) -> Tensor:
+    if scaled_products.usable(x, weight, kind, chunks):
+        return scaled_products.product(x, weight, kind)
     packable = kind != "tensorwise" and native.usable(x) and not native.is_pretending()
     if packable and (panels := packed(weight, x.shape[0], layout_of(kind))) is not None:
         return native_product(_operand(x, kind), weight, panels, chunks, x.dtype)
@@ -186,6 +191,12 @@ def float8_gradients(
 ) -> tuple[Tensor | None, Tensor | None]:
     """Of `float8_linear`'s factors."""
     recipe = recipe_of(kind)
+    one_process = one_order.shared_tokens() is None and one_order.gradient_chunks() == 1
+    if one_process and scaled_products.usable(x, weight, kind, chunks):
+        grad_x = scaled_products.input_gradient(grad, weight, kind) if needed[0] else None
+        if not needed[1] or not recipe.rounds_weight_gradient:
+            return grad_x, token_weight_gradient(grad, x) if needed[1] else None
+        return grad_x, scaled_products.weight_gradient(grad, x, kind)
     grad_x = _input_gradient(grad, weight, recipe, chunks) if needed[0] else None
     return grad_x, _token_weight_gradient(grad, x, recipe) if needed[1] else None
 

@@ -160,7 +160,9 @@ def quantized_rows(
 ) -> tuple[Float[Tensor, "rows groups group"], Tensor]:
     """8-bit codes as float32, and the scales `[rows, groups, 1]`: without groups they may be given."""
     parts = x.float().unflatten(1, (-1, group or x.shape[1]))
-    scales = parts.abs().amax(-1, keepdim=True) / 127 if scales is None else scales[:, None, None]
+    # A tensor: on a GPU, PyTorch multiplies by the inverse of a number.
+    most = parts.new_full((), 127.0)
+    scales = parts.abs().amax(-1, keepdim=True) / most if scales is None else scales[:, None, None]
     return _codes(parts, scales, -127, 127), _finite_or_nan(scales)
 
 
@@ -188,11 +190,14 @@ def _product(x: Tensor, weight: Tensor, chunks: int, group: int, dtype: torch.dt
     out = x.new_empty(x.shape[0], weight.shape[0], dtype=dtype)
     if x.is_meta or native.is_pretending():
         return out
-    chunks = math.gcd(chunks, x.shape[1] // group) if group else 1
+    chunks, layout = math.gcd(chunks, x.shape[1] // group) if group else 1, layout_of(group)
+    if layout.on_gpu(weight) and chunks == 1 and dtype == x.dtype:
+        from lockstep.ops.cuda import integer_linear
+
+        return integer_linear.product(x, integer_panels(weight, layout), weight.shape[0], group)
     if not native.usable(x):
         return _plain_int4(x, weight, group, chunks).to(dtype) if group else _plain_int8(x, weight)
     x = x if x.stride(1) == 1 else x.contiguous()
-    layout = layout_of(group)
     name = f"int{layout.bits}_{'product' if dtype == x.dtype else 'sums'}"
     sizes = (*x.shape, weight.shape[0], *((group, chunks) if group else ()))
     native.call(name, x.dtype, x, x.stride(0), integer_panels(weight, layout), out, *sizes)

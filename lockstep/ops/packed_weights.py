@@ -1,7 +1,8 @@
 """A cache of weights packed in the order in which a product reads them, as they are or as integers.
 
 A product reads its weight in panels (`native/panels.h`). Many rows amortize packing them; a decode step does not, but
-reads the same weights repeatedly. Such code has a `PackedWeights`, and calls `forget` when weights change.
+reads the same weights repeatedly. Such code has a `PackedWeights`, and calls `forget` when weights change. On a GPU
+only integers are packed (`cuda/integer_linear.py`).
 """
 
 from __future__ import annotations
@@ -17,13 +18,15 @@ from typing import NamedTuple
 import torch
 from torch import Tensor, nn
 
-from lockstep.ops import native
+from lockstep.ops import cuda, native
 from lockstep.ops.step_graph import unrecorded
 
 FEW_ROWS = 128
 """With more rows, packing is too small a part of a product's time to cache the panels."""
 MEMORY_SHARE = 0.25
 """The cache's limit, as a share of the memory that is free when the first weight is packed."""
+GROUPS_ON_GPU = (0, 32, 128)
+"""Those of the formats: a tensor core multiplies 32 integers or more, and Triton's tiles are powers of two."""
 
 
 class Layout(NamedTuple):
@@ -36,9 +39,17 @@ class Layout(NamedTuple):
     rounded: Callable[[Tensor, Tensor | None], Tensor] | None = None
     """Without bits: the weight's numbers as they are packed, if not its own, given the scales of its rows or None."""
 
+    def on_gpu(self, weight: Tensor) -> bool:
+        """Whether the panels are those of the GPU's products."""
+        return bool(self.bits) and self.group in GROUPS_ON_GPU and cuda.usable(weight)
+
     def words(self, weight: Tensor) -> int:
         """The size of the panels in words of 4 bytes: of a matrix, or of stacked ones, one after the other."""
         *stacked, outputs, depth = weight.shape
+        if self.on_gpu(weight):
+            from lockstep.ops.cuda import integer_linear
+
+            return integer_linear.words(outputs, depth, self.group)
         if self.bits:
             sizes = (depth, outputs, self.group) if self.group else (depth, outputs)
             return math.prod(stacked) * int(native.function(f"int{self.bits}_words")(*map(c_int64, sizes)))
@@ -51,6 +62,10 @@ class Layout(NamedTuple):
             for matrix, part in zip(weight, panels.view(weight.shape[0], -1)):
                 self.pack(matrix, part)
             return
+        if self.on_gpu(weight):
+            from lockstep.ops.cuda import integer_linear
+
+            return integer_linear.pack(weight, panels, self.group)
         sizes = weight.shape[1], weight.shape[0]
         weight = weight if self.rounded is None else self.rounded(weight, scales)
         if not self.bits:
@@ -145,9 +160,9 @@ class PackedWeights:
         panels = self._panels[key].panels if key in self._panels else None
         if panels is None or panels.numel() != words:
             self._release(key)
-            if not self._affords(4 * words):
+            if not self._affords(4 * words, weight.device):
                 return None
-            panels = torch.empty(words, dtype=torch.int32)
+            panels = torch.empty(words, dtype=torch.int32, device=weight.device)
         layout.pack(weight, panels, scales)
         self._panels[key] = Packed(_identity(weight), panels, scales)
         self._current[key] = weight.untyped_storage()
@@ -159,9 +174,10 @@ class PackedWeights:
         if packed is not None and self._budget is not None:
             self._budget += packed.panels.nbytes
 
-    def _affords(self, size: int) -> bool:
+    def _affords(self, size: int, device: torch.device) -> bool:
         if self._budget is None:
-            self._budget = int(MEMORY_SHARE * free_memory())
+            free = torch.cuda.mem_get_info(device)[0] if device.type == "cuda" else free_memory()
+            self._budget = int(MEMORY_SHARE * free)
         if size > self._budget:
             return False
         self._budget -= size
@@ -222,7 +238,7 @@ def integer_panels(weight: Tensor, layout: Layout, scales: Tensor | None = None)
         return weight.panels
     if (panels := _cached(weight, layout, scales)) is None:
         with unrecorded():
-            panels = torch.empty(layout.words(weight), dtype=torch.int32)
+            panels = torch.empty(layout.words(weight), dtype=torch.int32, device=weight.device)
         layout.pack(weight, panels, scales)
     return panels
 

@@ -25,7 +25,7 @@ MODEL = _model()
 def _engine(capture, model=MODEL, **settings_of_engine) -> Engine:
     config = EngineConfig(**settings_of_engine)
     engine = Engine(model, config)
-    engine.runner = GraphRunner(model, engine.cache, config, capture)
+    engine.runner = GraphRunner(model, engine.cache, config, engine._weights, capture)
     return engine
 
 

@@ -86,7 +86,8 @@ def _do_nothing_twice(patch, interpreter) -> None:
 
 def _dot(a: np.ndarray, b: np.ndarray, dtype: np.dtype) -> np.ndarray:
     # In this memory order numpy adds along the first axis one after the other, whatever the others' lengths.
-    return np.add.reduce(np.multiply(a.astype(dtype).T[:, :, None], b.astype(dtype)[:, None, :], order="C"), 0)
+    products = np.multiply(a.astype(dtype).T[:, :, None], b.astype(dtype)[:, None, :], order="C")
+    return np.add.reduce(products, 0, dtype=dtype)
 
 
 @contextmanager

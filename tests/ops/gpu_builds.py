@@ -29,15 +29,20 @@ from lockstep.ops.cuda import (
     attention,
     attention_backward,
     experts,
+    float8,
     grouped_linear,
+    integer_linear,
     linear,
     optimizer,
     rows,
     vocabulary,
 )  # fmt: skip
+from lockstep.ops.float8 import SCALINGS, TYPES
 from lockstep.ops.vocabulary import piece_bounds
 
-MODULES = (attention, attention_backward, experts, grouped_linear, linear, optimizer, rows, vocabulary)
+MODULES = (
+    attention, attention_backward, experts, float8, grouped_linear, integer_linear, linear, optimizer, rows, vocabulary,
+)  # fmt: skip
 SHARED = {80: 163, 86: 99, 89: 99, 90: 227, 100: 227, 120: 99}
 """KiB of shared memory that a program can have, by compute capability (CUDA C++ Programming Guide, table of technical
 specifications)."""
@@ -119,7 +124,7 @@ def launches(dtype: torch.dtype, capability: int, shapes: dict[str, Shape] = SHA
 
     with _on_a_gpu(record, capability):
         for shape in shapes.values():
-            for part in (_products, _attention, _rows_and_vocabulary, _experts):
+            for part in (_products, _integers, _float8, _attention, _rows_and_vocabulary, _experts):
                 part(shape, dtype)
     return list(found)
 
@@ -168,6 +173,27 @@ def _products(shape: Shape, dtype: torch.dtype) -> None:
         weight = torch.empty(outer, inner, dtype=dtype)
         for count in (1, 256, 8192):
             ops.linear(torch.empty(count, inner, dtype=dtype), weight)
+
+
+def _integers(shape: Shape, dtype: torch.dtype) -> None:
+    """Of few outputs, since the int8 product is computed: no kernel is compiled for a number of them."""
+    for inner in (shape.dim, shape.inner):
+        weight = torch.zeros(256, inner, dtype=dtype)
+        for count in (1, 64):
+            x = torch.empty(count, inner, dtype=dtype)
+            ops.int8_linear(x, weight)
+            for group in (32, 128):
+                ops.int4_linear(x, weight, group=group)
+
+
+def _float8(shape: Shape, dtype: torch.dtype) -> None:
+    x = torch.empty(256, shape.dim, dtype=dtype)
+    for each in (x, x.T):
+        float8.row_codes(each)
+        for scaling in SCALINGS:
+            float8.block_codes(each, scaling)
+        for kind in TYPES.values():
+            float8.scaled_codes(each, torch.ones(()), kind)
 
 
 def _attention(shape: Shape, dtype: torch.dtype) -> None:

@@ -11,7 +11,7 @@ from tests.ops.gpu_builds import INSTRUCTION, SHAPES, SHARED, Build, Launch, bui
 PRODUCTS = {
     "attention.attend_kernel", "attention_backward.queries_kernel", "attention_backward.keys_kernel",
     "linear.linear_kernel", "linear.described_kernel", "linear.looped_kernel",
-    "grouped_linear.grouped_kernel", "grouped_linear.described_kernel",
+    "grouped_linear.grouped_kernel", "grouped_linear.described_kernel", "integer_linear.int4_kernel",
 }  # fmt: skip
 """The kernels that multiply matrices."""
 SPILLS = {
@@ -37,10 +37,13 @@ def form():
 
 def wanted(launch: Launch, capability: int, dtype: torch.dtype) -> set[str]:
     """The instructions that multiply in this variant."""
-    if launch.name not in PRODUCTS or dtype == torch.float32:
+    of_integers = launch.name == "integer_linear.int4_kernel"
+    if launch.name not in PRODUCTS or (dtype == torch.float32 and not of_integers):
         return set()
-    # Gradients of wide heads have tiles of 32 rows, and the tensor cores of Hopper and later multiply 64 or more.
+    # Gradients of wide heads have tiles of 32 rows, decode in integers of 16, and the tensor cores of Hopper and later
+    # multiply 64 or more.
     few_rows = launch.sizes.get("TILE", 64) < 64 and launch.sizes.get("STEP", 64) < 64
+    few_rows |= of_integers and launch.sizes["BLOCK_M"] < 64
     return {"mma.sync" if few_rows else INSTRUCTION[capability]}
 
 

@@ -400,7 +400,7 @@ def agrees(
     generator = torch.Generator(device).manual_seed(in_features * 1_000_003 + out_features)
     # Large enough that a program that computes several tiles has more than one.
     rows = (20 if tile.looped else 2) * tile.block_m - 3
-    x, weight = (t.to(dtype) for t in _cancelling(generator, rows, in_features, out_features))
+    x, weight = (t.to(dtype) for t in cancelling(generator, rows, in_features, out_features))
     expected = product_with(base, x, weight, pieces)
     try:
         return torch.equal((multiply or product_with)(tile, x, weight, pieces), expected)
@@ -408,7 +408,7 @@ def agrees(
         return False
 
 
-def _cancelling(generator: torch.Generator, rows: int, inner: int, outputs: int) -> tuple[Tensor, Tensor]:
+def cancelling(generator: torch.Generator, rows: int, inner: int, outputs: int) -> tuple[Tensor, Tensor]:
     """Factors whose exact products are near 0, so that the sums consist of rounding errors.
 
     With ordinary data, the last bits of a sum are rounded away, and two orders of summation can give equal results.
