@@ -43,13 +43,13 @@ class Form(NamedTuple):
     rounded: Callable[[Tensor], Tensor]
     """The numbers that these represent."""
 
-    def is_reproduced(self, weight: Tensor) -> bool:
-        """Whether a product computes the same with the rounded weight as with the weight."""
-        values = self.rounded(weight)
+    def checked_parts(self, weight: Tensor) -> dict[str, Tensor] | None:
+        """None if a product with the rounded weight would not compute the same."""
+        parts, values = self.parts(weight), self.rounded(weight)
         if self.weights["type"] == "float":
-            return torch.equal(self.rounded(values), values)
-        parts, again = self.parts(weight), self.parts(values)
-        return all(torch.equal(parts[end], again[end]) for end in parts)
+            return parts if torch.equal(self.rounded(values), values) else None
+        again = self.parts(values)
+        return parts if all(torch.equal(parts[end], again[end]) for end in parts) else None
 
 
 def _int8(weight: Tensor) -> dict[str, Tensor]:
@@ -129,8 +129,8 @@ def quantized_parts(weight: BFloat16[Tensor, "out in"], form: Form, name: str) -
         found = [form.parts(weight)]
     else:
         rows = weight.split(max(1, ELEMENTS // weight.shape[1]))
-        found = [form.parts(part) for part in rows]
-        if not all(form.is_reproduced(part) for part in rows):
+        found = [parts for part in rows if (parts := form.checked_parts(part)) is not None]
+        if len(found) < len(rows):
             raise UserError(
                 f"{name} has numbers that are not finite, or groups of such small ones (below 1e-37) that what is "
                 f"stored could not have the same codes; add {_layer(name).removeprefix('model.')} to precision.keep"
