@@ -15,7 +15,7 @@ import warnings
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Any, Literal
 
 from lockstep.commands.options import parse_options, run_config
 from lockstep.commands.print_once import PrintOnce, print_once, ranks_folder
@@ -339,26 +339,15 @@ def compile_run(arguments: list[str]) -> int:
     return 0
 
 
-@dataclass
-class ConvertOptions:
-    """Write a model as a Hugging Face folder."""
-
-    source: str
-    """Hugging Face folder, a run's folder (its newest checkpoint), or Meta's params.json and consolidated.*.pth."""
-    target: str
-    """New folder to write."""
-    dtype: Annotated[str, "dtype"] = "auto"
-    """`bfloat16` or `float32`; auto or empty: as in the source."""
-    merge: bool = False
-    """For an adapter: add its updates to its base's weights, in float32, rounded once."""
-
-
 def convert(arguments: list[str]) -> int:
     """write a model as a Hugging Face folder, from a run, from another folder or from Meta's files"""
+    from lockstep.commands.convert import ConvertOptions
+
     options = parse_options(ConvertOptions, arguments, "convert", positional=True)
     from lockstep.checkpoint.convert import convert as run
 
-    run(_model_folder(options.source), options.target, options.dtype, merge=options.merge)
+    source, precision = _model_folder(options.source), options.precision.of_folder()
+    run(source, options.target, options.dtype, merge=options.merge, precision=precision)
     print(f"model: {options.target}")
     return 0
 

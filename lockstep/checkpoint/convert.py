@@ -6,9 +6,10 @@ import json
 import os
 import shutil
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -40,8 +41,11 @@ from lockstep.model import (
 from lockstep.model.config_json import holds_model
 from lockstep.model.folder import GENERATION, files_folder, generation_ends
 from lockstep.model.json_file import read_json
-from lockstep.model.stored import hugging_face_name, is_adapter, is_float32
+from lockstep.model.layers import projections
+from lockstep.model.stored import HEAD, hugging_face_name, is_adapter, is_float32
 from lockstep.model.stored_tensor import StoredTensor
+from lockstep.model.write_compressed_tensors import Form, form_of, quantization_config, quantized_parts
+from lockstep.precision import NONE, Precision
 
 TOKENIZER_FILES = (
     "tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json", "chat_template.jinja",
@@ -56,6 +60,8 @@ class Weights:
     config: ModelConfig
     dtype: torch.dtype
     tensors: dict[str, tuple[torch.Size, Callable[[], Tensor]]]
+    forms: dict[str, Form] = field(default_factory=dict)
+    """How those weights are stored that will be quantized."""
 
 
 def convert(
@@ -64,15 +70,17 @@ def convert(
     dtype: str = "auto",
     max_file_bytes: int = MAX_FILE_BYTES,
     merge: bool = False,
+    precision: Precision | None = None,
 ) -> None:
     """Writes the model in `source` as a Hugging Face folder, in `dtype` (auto: unchanged), in files of limited size.
 
     `source` is a Hugging Face folder, which includes a run's checkpoint, a GGUF file, or one of Meta's folders with
     `params.json` and `consolidated.*.pth`. `merge`: it is an adapter, and the target gets the base's weights plus the
     adapter's updates, W + scaling · B A, computed in float32 and rounded once to `dtype`; so the merged model's
-    log-probabilities equal those of base and adapter up to rounding, not bit for bit. Only one tensor is in memory at a
-    time. Raises UserError, naming file and tensor, for an incomplete source or a target that is not empty; the target
-    is renamed to its final name when it is complete.
+    log-probabilities equal those of base and adapter up to rounding, not bit for bit. `precision`: what the target's
+    linear layers are stored in, quantized from bfloat16, and computed in when it is opened; None: not quantized, and
+    computed in what the source is. Only one tensor is in memory at a time. Raises UserError, naming file and tensor,
+    for an incomplete source or a target that is not empty; the target is renamed to its final name when it is complete.
     """
     source, target = Path(source), Path(target)
     if not is_local(source):
@@ -93,6 +101,13 @@ def convert(
     kind = weights.dtype if is_auto(dtype) else resolve_dtype(dtype)
     if kind not in (torch.bfloat16, torch.float32):
         raise UserError(f"{source}: its dtype is {name_of(kind)}; give --dtype bfloat16 or float32")
+    if precision is not None:
+        weights = _quantized(weights, precision)
+        if weights.forms and kind != torch.bfloat16:
+            raise UserError(
+                f"{source}: would be written from weights in {name_of(kind)}, but only those in bfloat16 have the same "
+                "codes when they are read and quantized again; give --dtype bfloat16"
+            )
     try:
         _write_folder(target, source, weights, kind, max_file_bytes)
     except OSError as error:
@@ -116,8 +131,8 @@ def _write_folder(target: Path, source: Path, weights: Weights, kind: torch.dtyp
         if generation := next(filter(Path.is_file, settings), None):
             shutil.copyfile(generation, unfinished / GENERATION)
         config = _with_ends(unfinished, weights.config)
-        files = _write(unfinished, weights, kind, max_file_bytes)
-        write_description(unfinished, config, kind, files, config.num_parameters * kind.itemsize)
+        files, total = _write(unfinished, weights, kind, max_file_bytes)
+        write_description(unfinished, config, kind, files, total, _settings(weights))
         if target.exists():
             target.rmdir()
         unfinished.rename(target)
@@ -208,16 +223,50 @@ def _check(source: Path, weights: Weights) -> None:
         raise UserError(f"{source}: tensor {unknown[0]} is not part of this model; check its configuration")
 
 
-def _write(folder: Path, weights: Weights, dtype: torch.dtype, max_file_bytes: int) -> dict[str, str]:
-    shapes = {name: shape for name, (shape, _) in weights.tensors.items()}
-    dtypes = {name: torch.float32 if is_float32(name) else dtype for name in shapes}
-    files = split_files({n: shape.numel() * dtypes[n].itemsize for n, shape in shapes.items()}, max_file_bytes)
+def _quantized(weights: Weights, precision: Precision) -> Weights:
+    """With the form of each weight that the precision does not keep. Raises UserError for one that it cannot have."""
+    config = replace(weights.config, precision=precision)
+    model = Decoder(config, torch.float32, "meta")
+    formats = {hugging_face_name(f"{name}.weight"): layer.precision for name, layer in projections(model)}
+    formats |= {HEAD: model.head_format} if HEAD in weights.tensors else {}  # else it is the embedding, which stays
+    forms = {name: form_of(format, config.family) for name, format in formats.items() if format != NONE}
+    return replace(weights, config=config, forms=forms)
+
+
+def _settings(weights: Weights) -> dict[str, Any] | None:
+    """The `quantization_config` of the folder."""
+    if not weights.forms:
+        return None
+    form = next(iter(weights.forms.values()))
+    return quantization_config(form, {name: shape for name, (shape, _) in weights.tensors.items()}, weights.forms)
+
+
+def _parts(weights: Weights, name: str, values: Tensor) -> dict[str, Tensor]:
+    """The tensors as which a weight is stored."""
+    return quantized_parts(values, weights.forms[name], name) if name in weights.forms else {name: values}
+
+
+def _write(folder: Path, weights: Weights, dtype: torch.dtype, max_file_bytes: int) -> tuple[dict[str, str], int]:
+    """Each tensor's file, and the size of all tensors in bytes."""
+    dtypes = {name: torch.float32 if is_float32(name) else dtype for name in weights.tensors}
+    parts = {
+        name: _parts(weights, name, torch.empty(shape, dtype=dtypes[name], device="meta"))
+        for name, (shape, _) in weights.tensors.items()
+    }
+    sizes = {name: sum(part.nbytes for part in of_weight.values()) for name, of_weight in parts.items()}
+    files = split_files(sizes, max_file_bytes)
     placed = {}
     for index, names in enumerate(files):
         file = file_name("model", index, len(files))
+        stored = [part for name in names for part in parts[name].items()]
+        stored.sort(key=lambda part: -part[1].dtype.itemsize)  # so that every tensor is aligned
+        head, begins = header({part: (values.dtype, values.shape) for part, values in stored})
         with (folder / file).open("wb") as out:
-            out.write(header({n: (dtypes[n], shapes[n]) for n in names})[0])
+            out.write(head)
             for name in names:
-                out.write(bytes_of(weights.tensors[name][1]().to(dtypes[name])))
-                placed[name] = file
-    return placed
+                values = weights.tensors[name][1]().to(dtypes[name])
+                for part, numbers in _parts(weights, name, values).items():
+                    out.seek(begins[part])
+                    out.write(bytes_of(numbers))
+                    placed[part] = file
+    return placed, sum(sizes.values())

@@ -21,7 +21,7 @@ from lockstep.errors import UserError
 MAX_FILE_BYTES = 5 * 10**9
 DTYPES = {
     torch.float64: "F64", torch.int64: "I64", torch.float32: "F32", torch.int32: "I32", torch.bfloat16: "BF16",
-    torch.float16: "F16", torch.uint8: "U8", torch.bool: "BOOL",
+    torch.float16: "F16", torch.uint8: "U8", torch.int8: "I8", torch.float8_e4m3fn: "F8_E4M3", torch.bool: "BOOL",
 }  # fmt: skip
 """safetensors' names, widest first: in this order every tensor is aligned to its element size."""
 

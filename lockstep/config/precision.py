@@ -24,6 +24,10 @@ class PrecisionConfig:
     """Patterns of the names of layers that compute in the model's dtype; `layers.first.*` and `layers.last.*` are those
     of the first and the last layer."""
 
+    def of_folder(self) -> Precision | None:
+        """The precision of a folder that is written; None: that of the model, whose weights are not quantized."""
+        return None if self.linear == "auto" else Precision(self.linear, tuple(self.keep))
+
     def of_model(self, trained: Precision, compared: bool) -> Precision:
         """The precision of a model that was trained in `trained`.
 
@@ -35,6 +39,6 @@ class PrecisionConfig:
                 "precision.linear float8 has one scale for all rows of a micro-batch, so log-probabilities would "
                 "depend on it; it is for pretrain and sft: use float8_rowwise or mxfp8"
             )
-        if self.linear != "auto":
-            return Precision(self.linear, tuple(self.keep))
+        if (chosen := self.of_folder()) is not None:
+            return chosen
         return MODELS_DTYPE if trained.linear == FLOAT8 and compared else trained

@@ -297,12 +297,21 @@ def save_model(model: Decoder, path: str | Path, max_shard_bytes: int = 5 * 10**
 
 
 def write_description(
-    folder: Path, config: ModelConfig, dtype: torch.dtype, files: dict[str, str], total_bytes: int
+    folder: Path,
+    config: ModelConfig,
+    dtype: torch.dtype,
+    files: dict[str, str],
+    total_bytes: int,
+    quantization: dict[str, Any] | None = None,
 ) -> None:
-    """Writes everything but the tensors: `config.json` and, if they are in several `files`, their index."""
+    """Writes everything but the tensors: `config.json` and, if they are in several `files`, their index.
+
+    quantization: how the weights are stored, if not in `dtype`: the `quantization_config` of `config.json`.
+    """
     if len(set(files.values())) > 1:
         _write_json(folder / INDEX, {"metadata": {"total_size": total_bytes}, "weight_map": files})
-    _write_json(folder / "config.json", to_hugging_face(config, name_of(dtype)))
+    values = to_hugging_face(config, name_of(dtype))
+    _write_json(folder / "config.json", values | ({"quantization_config": quantization} if quantization else {}))
 
 
 def read_config(folder: Path) -> ModelConfig:

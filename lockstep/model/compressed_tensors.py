@@ -26,6 +26,7 @@ NUMBERS = {
     "pack-quantized": {"int4": "I32", "int8": "I32"},
     "int-quantized": {"int8": "I8"},
     "float-quantized": {"float8": "F8_E4M3"},
+    "mxfp8-quantized": {"float8": "F8_E4M3"},
     "naive-quantized": {"int8": "I8", "float8": "F8_E4M3"},
 }
 """By format, the numbers that are read, and the type that a file has for them."""

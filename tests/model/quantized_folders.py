@@ -110,6 +110,13 @@ def compressed(form, bits, block, symmetric=True, kind="int", dtype=torch.bfloat
     return parts
 
 
+def mxfp8(name, shape, draw):
+    """The parts of a weight as compressed-tensors stores MX blocks: e4m3, and an exponent of two per 32 numbers."""
+    codes, exponents = float8_codes(shape, draw), torch.randint(1, 247, grid(shape, (1, 32)), generator=draw)
+    scales = each(torch.exp2(exponents - 127.0), shape, (1, 32))
+    return {name: codes, name + "_scale": exponents.to(torch.uint8)}, codes.float() * scales
+
+
 def settings_of(form, bits, block, symmetric=True, kind="int"):
     """The settings of compressed-tensors for such weights."""
     strategy = {(0, 0): "tensor", (1, 0): "channel"}.get(block, "group" if block[0] == 1 else "block")

@@ -66,7 +66,7 @@ def from_hugging_face(values: dict[str, Any], where: str) -> ModelConfig:
     errors, which are UserErrors."""
     family, scoring = _family_of(values, where)
     module = FAMILIES[family]
-    dequantize_of(values, where, getattr(module, "QUANTIZED", QUANTIZED))
+    dequantize_of(values, where, quantized_methods(family))
     refuse_unknown(values, module, where)
     values = with_defaults(values, module)
     fields = {field: values[key] for key, field in _NAMES.items() if values.get(key) is not None}
@@ -113,6 +113,12 @@ def from_hugging_face(values: dict[str, Any], where: str) -> ModelConfig:
         raise UserError(f"{where}: {str(error).removeprefix(f'{where}: ')}") from error
     refuse_infinite_rotation(config, where)
     return config
+
+
+def quantized_methods(family: str) -> tuple[str, ...]:
+    """The quantized forms of folders that are read for a family, by `quant_method`."""
+    methods: tuple[str, ...] = getattr(FAMILIES[family], "QUANTIZED", QUANTIZED)
+    return methods
 
 
 def _family_of(values: dict[str, Any], where: str) -> tuple[str, bool]:
