@@ -1,8 +1,8 @@
-"""What the linear layers compute in."""
+"""What the linear layers compute in, and what the cache stores."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal
 
 from lockstep.errors import UserError
@@ -11,7 +11,7 @@ from lockstep.precision import FLOAT8, KEEP, MODELS_DTYPE, Precision
 
 @dataclass
 class PrecisionConfig:
-    """The number format of the linear layers' factors, for trainer and generator alike."""
+    """The number formats of the linear layers' factors and of the cache, for trainer and generator alike."""
 
     linear: Literal[
         "auto", "none", "int8", "int4", "int4_128",
@@ -23,6 +23,9 @@ class PrecisionConfig:
     keep: tuple[str, ...] = KEEP
     """Patterns of the names of layers that compute in the model's dtype; `layers.first.*` and `layers.last.*` are those
     of the first and the last layer."""
+    cache: Literal["auto", "none", "int8"] = "auto"
+    """What keys and values are rounded to, and the generator's cache stores: `int8`, with a power of two as the scale
+    per token and head; `none`: the model's dtype; auto: as the model was trained."""
 
     def of_model(self, trained: Precision, compared: bool) -> Precision:
         """The precision of a model that was trained in `trained`.
@@ -36,5 +39,7 @@ class PrecisionConfig:
                 "depend on it; it is for pretrain and sft: use float8_rowwise or mxfp8"
             )
         if self.linear != "auto":
-            return Precision(self.linear, tuple(self.keep))
-        return MODELS_DTYPE if trained.linear == FLOAT8 and compared else trained
+            chosen = Precision(self.linear, tuple(self.keep))
+        else:
+            chosen = MODELS_DTYPE if trained.linear == FLOAT8 and compared else trained
+        return replace(chosen, cache=trained.cache if self.cache == "auto" else self.cache)

@@ -21,7 +21,8 @@ def make_cache(model: Decoder, num_pages: int) -> ops.KVCache:
     shape, group = model.config, tensor_group_of(model)
     heads = max(1, shape.num_kv_heads // (dist.get_world_size(group) if group else 1))
     values = shape.latent is None
-    return ops.KVCache(shape.num_layers, num_pages, heads, shape.head_dim, model.dtype, model.device, values)
+    sizes, form = (shape.num_layers, num_pages, heads, shape.head_dim), shape.precision.cache
+    return ops.KVCache(*sizes, model.dtype, model.device, values, form)
 
 
 def sampler_of(model: Decoder) -> Any:
