@@ -25,15 +25,15 @@ def refuse_impossible(shape: ModelConfig, degrees: Mapping[str, int], parallel: 
 
 
 def _precision_problems(shape: ModelConfig, degrees: Mapping[str, int], parallel: ParallelConfig) -> Iterator[str]:
-    linear, cache = shape.precision.linear, shape.precision.cache
-    if linear != NONE and degrees["tensor"] > 1:
+    if (linear := shape.precision.linear) == NONE:
+        return
+    if degrees["tensor"] > 1:
         yield (
             f"precision.linear {linear} does not work with tensor ranks yet, whose scales would be those of a part of "
             "a row; use parallel.data_shard"
         )
-    for name, format in (("linear", linear), ("cache", cache)):
-        if format != NONE and parallel.full_dtensor:
-            yield f"precision.{name} {format} does not work with parallel.full_dtensor; leave it out"
+    if parallel.full_dtensor:
+        yield f"precision.linear {linear} does not work with parallel.full_dtensor; leave it out"
 
 
 def _expert_problems(shape: ModelConfig, tensor: int, parallel: ParallelConfig) -> Iterator[str]:
