@@ -1,17 +1,17 @@
-"""What the linear layers compute in."""
+"""What the linear layers compute in, and what the cache stores."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal
 
 from lockstep.errors import UserError
-from lockstep.precision import FLOAT8, KEEP, MODELS_DTYPE, Precision
+from lockstep.precision import FLOAT8, KEEP, MODELS_DTYPE, NONE, Precision
 
 
 @dataclass
 class PrecisionConfig:
-    """The number format of the linear layers' factors, for trainer and generator alike."""
+    """The number formats of the linear layers' factors and of the cache, for trainer and generator alike."""
 
     linear: Literal[
         "auto", "none", "int8", "int4", "int4_128",
@@ -23,10 +23,14 @@ class PrecisionConfig:
     keep: tuple[str, ...] = KEEP
     """Patterns of the names of layers that compute in the model's dtype; `layers.first.*` and `layers.last.*` are those
     of the first and the last layer."""
+    cache: Literal["auto", "none", "int8"] = "auto"
+    """What keys and values are rounded to, and the generator's cache stores: `int8`, with a power of two as the scale
+    per token and head; `none`: the model's dtype; auto: as the model was trained."""
 
     def of_folder(self) -> Precision | None:
         """The precision of a folder that is written; None: that of the model, whose weights are not quantized."""
-        return None if self.linear == "auto" else Precision(self.linear, tuple(self.keep))
+        cache = NONE if self.cache == "auto" else self.cache
+        return None if self.linear == "auto" else Precision(self.linear, tuple(self.keep), cache)
 
     def of_model(self, trained: Precision, compared: bool) -> Precision:
         """The precision of a model that was trained in `trained`.
@@ -39,6 +43,5 @@ class PrecisionConfig:
                 "precision.linear float8 has one scale for all rows of a micro-batch, so log-probabilities would "
                 "depend on it; it is for pretrain and sft: use float8_rowwise or mxfp8"
             )
-        if (chosen := self.of_folder()) is not None:
-            return chosen
-        return MODELS_DTYPE if trained.linear == FLOAT8 and compared else trained
+        chosen = self.of_folder() or (MODELS_DTYPE if trained.linear == FLOAT8 and compared else trained)
+        return replace(chosen, cache=trained.cache if self.cache == "auto" else self.cache)

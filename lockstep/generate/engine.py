@@ -273,15 +273,17 @@ class Engine:
     def weights_changed(self, version: int | None = None) -> None:
         """Drops every cached key. In-flight sequences continue with the new weights; their keys are recomputed.
 
-        version: the new `weights_version`; None: one more. Raises UserError if the dtype has changed.
+        version: the new `weights_version`; None: one more. Raises UserError if the dtype or the format of the cache has
+        changed.
         """
         self._use_new_weights(version)
 
     def _use_new_weights(self, version: int | None = None) -> None:
-        if self.model.dtype != self.cache.keys.dtype:
+        dtype, form = self.model.dtype, self.model.config.precision.cache
+        if (dtype, form) != (self.cache.dtype, self.cache.format):
             raise UserError(
-                f"the model is {self.model.dtype} now, but the engine's cache is {self.cache.keys.dtype}; create a new "
-                "Engine"
+                f"the model is {dtype} now, but the engine's cache is {self.cache.dtype} (precision.cache {form} and "
+                f"{self.cache.format}); create a new Engine"
             )
         self._released = False
         self.weights_version = self.weights_version + 1 if version is None else version

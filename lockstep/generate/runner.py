@@ -10,6 +10,7 @@ from jaxtyping import Float, Int
 from torch import Tensor
 
 from lockstep import ops
+from lockstep.errors import UserError
 from lockstep.generate.batch import StepBatch
 from lockstep.model import Decoder
 from lockstep.parallel.tensor_group import tensor_group_of
@@ -17,11 +18,17 @@ from lockstep.parallel.vocabulary import ShardedSampler
 
 
 def make_cache(model: Decoder, num_pages: int) -> ops.KVCache:
-    """A cache for the key-value heads of this rank."""
+    """A cache for the key-value heads of this rank. Raises UserError if the device has no form of its format."""
     shape, group = model.config, tensor_group_of(model)
     heads = max(1, shape.num_kv_heads // (dist.get_world_size(group) if group else 1))
     values = shape.latent is None
-    return ops.KVCache(shape.num_layers, num_pages, heads, shape.head_dim, model.dtype, model.device, values)
+    if shape.precision.cache != ops.NONE and model.device.type != "cpu":
+        raise UserError(
+            f"precision.cache {shape.precision.cache} has no kernels for GPUs yet; sample with precision.cache none, or "
+            "on a CPU"
+        )
+    sizes, form = (shape.num_layers, num_pages, heads, shape.head_dim), shape.precision.cache
+    return ops.KVCache(*sizes, model.dtype, model.device, values, form)
 
 
 def sampler_of(model: Decoder) -> Any:

@@ -12,6 +12,7 @@ from jaxtyping import Float, Int
 from torch import Tensor, nn
 
 from lockstep import ops
+from lockstep.errors import UserError
 from lockstep.model import layers
 from lockstep.model.config import ModelConfig
 from lockstep.model.formatted import FormattedWeight, formatted_weights
@@ -131,11 +132,20 @@ class Decoder(nn.Module):
         return found
 
     def set_precision(self, precision: Precision) -> None:
-        """Sets what the linear layers and the head compute in. Raises UserError for one that cannot."""
+        """Sets what the linear layers and the head compute in, and the format of the cache. Raises UserError for one
+        that a layer cannot have."""
+        if precision.cache != ops.NONE and self.config.latent is not None:
+            raise UserError(
+                f"precision.cache {precision.cache} has no form for latent attention, whose keys are also the values; "
+                "use precision.cache none"
+            )
         found = self.formatted_weights()
         table = precision.table({name: each.weight.shape[-1] for name, each in found.items()}, self.config.num_layers)
         for name, each in found.items():
             each.set_format(table[name])
+        for module in self.modules():
+            if isinstance(module, layers.Attention):
+                module.cache = precision.cache
         self.config = replace(self.config, precision=precision)
 
     def pack_frozen(self) -> None:

@@ -62,6 +62,8 @@ class Attention(nn.Module):
         super().__init__()
         queries, keys = config.num_heads * config.head_dim, config.num_kv_heads * config.head_dim
         self.config, self.window = config, window
+        self.cache = ops.NONE
+        """What keys and values are rounded to: the numbers of the generator's cache, or the model's dtype."""
         self.q_proj = Projection(queries, config.dim, dtype=dtype, device=device, bias=config.attention_bias)
         self.k_proj = Projection(keys, config.dim, dtype=dtype, device=device, bias=config.attention_bias)
         self.v_proj = Projection(keys, config.dim, dtype=dtype, device=device, bias=config.attention_bias)
@@ -81,7 +83,8 @@ class Attention(nn.Module):
         if self.config.qk_norm:
             q = ops.rms_norm(q, self.q_norm.weight, self.config.norm_eps)
             k = ops.rms_norm(k, self.k_norm.weight, self.config.norm_eps)
-        return ops.rotary(q, cos, sin), ops.rotary(k, cos, sin), v
+        q, k = ops.rotary(q, cos, sin), ops.rotary(k, cos, sin)
+        return (q, k, v) if self.cache == ops.NONE else (q, ops.cache_rounded(k), ops.cache_rounded(v))
 
     def values(self, attended: Tensor) -> Tensor:
         """The attended values of all heads, `[tokens, heads · head_dim]`."""

@@ -20,6 +20,7 @@ from torch import Tensor
 
 from lockstep.ops import cuda, native
 from lockstep.ops.attention_reference import PLAIN, Terms, attend_reference, write_pages_reference
+from lockstep.ops.cache_codes import CODES, SCALES
 
 PAGE = 16
 """Tokens per cache page."""
@@ -49,8 +50,9 @@ class Attention(Protocol):
 class KVCache:
     """The pages of every layer. Keys are transposed within a page, `[head_dim, PAGE]`, as the products read them.
 
-    values: whether values are stored separately from the keys; a page of values is `[PAGE, head_dim]`. `head_dim` is
-    the model's, padded by `paged_width`.
+    dtype: of the keys and values that are written. values: whether values are stored separately from the keys; a page
+    of values is `[PAGE, head_dim]`. `head_dim` is the model's, padded by `paged_width`. format: `int8` stores the codes
+    of rows that `cache_rounded` has rounded, with their scales after each page's keys; `none` stores the dtype.
     """
 
     def __init__(
@@ -62,12 +64,14 @@ class KVCache:
         dtype: torch.dtype,
         device: str | torch.device = "cpu",
         values: bool = True,
+        format: str = "none",
     ):
-        self.num_pages = num_pages
+        self.num_pages, self.dtype, self.format = num_pages, dtype, format
         width = paged_width(head_dim, torch.empty(0, dtype=dtype, device=device))
+        dtype, scales = (dtype, 0) if format == "none" else (CODES, SCALES)
         # Zeroed, and only finite values are written (see `write_pages_reference`): a masked key's weight is exactly 0,
         # but 0 · NaN is NaN.
-        self.keys = zeros_on_demand((num_layers, num_pages, num_kv_heads, width, PAGE), dtype, device)
+        self.keys = zeros_on_demand((num_layers, num_pages, num_kv_heads, width + scales, PAGE), dtype, device)
         self.values: Tensor | None = None
         if values:
             self.values = zeros_on_demand((num_layers, num_pages, num_kv_heads, PAGE, width), dtype, device)
@@ -124,7 +128,8 @@ class PagedAttention:
         context_lengths: Int[Tensor, "sequences"],
     ):
         self.cache = cache
-        if query_lengths is None and not in_triton(cache.keys, cache.values):
+        like = cache.keys.new_empty(0, dtype=cache.dtype)
+        if query_lengths is None and not in_triton(like, cache.values):
             count = int((context_lengths > 0).sum())
             block_table, context_lengths = block_table[:count], context_lengths[:count]
         self._one_each = query_lengths is None
@@ -214,7 +219,8 @@ def write_pages(k: Tensor, v: Tensor | None, slots: Tensor, keys: Tensor, values
     if k.shape[-1] % VECTOR:
         k, v = widened(k), None if v is None else widened(v)
     v = None if v is None else v.contiguous()
-    native.call("write_pages", k.dtype, k.contiguous(), v, slots, keys, values, *k.shape)
+    kernel = "write_codes" if keys.dtype == CODES else "write_pages"
+    native.call(kernel, k.dtype, k.contiguous(), v, slots, keys, values, *k.shape)
 
 
 def attend(
@@ -238,7 +244,8 @@ def attend(
     log_sums = torch.empty(rows, heads, dtype=torch.float32)
     sinks = None if terms.sinks is None else terms.sinks.float().contiguous()
     native.call(
-        "attend", q.dtype, q.contiguous(), out, log_sums, keys, values, table, starts, contexts,
+        "attend_codes" if keys.dtype == CODES else "attend",
+        q.dtype, q.contiguous(), out, log_sums, keys, values, table, starts, contexts,
         contexts.shape[0], table.shape[1], heads, keys.shape[1], head_dim, terms.factor(head_dim), terms.window, sinks,
     )  # fmt: skip
     return out, log_sums

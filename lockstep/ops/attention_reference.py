@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from lockstep.ops import plain
+from lockstep.ops.cache_codes import CODES, widened_keys, widened_values, write_codes
 
 TILE = 64
 
@@ -40,6 +41,9 @@ def write_pages_reference(k: Tensor, v: Tensor | None, slots: Tensor, keys: Tens
     A value that is not finite is written as zero, and its key as NaN. Queries that see the key get NaN; for the others,
     its score is masked, and its weight of zero meets a finite value. Without values, the keys are the values.
     """
+    if keys.dtype == CODES:
+        assert v is not None and values is not None
+        return write_codes(k, v, slots, keys, values)
     page_size = keys.shape[3]
     page, offset = slots // page_size, slots % page_size
     finite = (k if v is None else v).isfinite().all(-1, keepdim=True)
@@ -127,15 +131,20 @@ def _key_block(
 
     `table` and `contexts` are those of the tiles' sequences.
     """
-    kv_heads, head_dim, page_size = keys.shape[1:]
+    page_size = keys.shape[3]
     pages_per_block = block // page_size
     pages = table[:, start // page_size : start // page_size + pages_per_block].long()
     pages = torch.nn.functional.pad(pages, (0, pages_per_block - pages.shape[1]))
-    key = keys[pages].permute(0, 2, 3, 1, 4).reshape(len(table) * kv_heads, head_dim, block).float()
-    if values is None:  # a key is written as NaN where its value is not finite
+    key, value = keys[pages], None if values is None else values[pages]  # [tiles, pages, kv_heads, …]
+    if key.dtype == CODES:
+        assert value is not None
+        key, value = widened_keys(key), widened_values(key, value)
+    kv_heads, head_dim = key.shape[2:4]
+    key = key.permute(0, 2, 3, 1, 4).reshape(len(table) * kv_heads, head_dim, block).float()
+    if value is None:  # a key is written as NaN where its value is not finite
         value = torch.where(key.isnan(), 0.0, key).mT.view(len(table), kv_heads, block, head_dim)
     else:
-        value = values[pages].permute(0, 2, 1, 3, 4).reshape(len(table), kv_heads, block, head_dim).float()
+        value = value.permute(0, 2, 1, 3, 4).reshape(len(table), kv_heads, block, head_dim).float()
     # Past the sequence's end, a page contains stale values.
     past_end = start + torch.arange(block, device=keys.device) >= contexts[:, None]
     return key, value.masked_fill(past_end[:, None, :, None], 0.0).flatten(0, 1)

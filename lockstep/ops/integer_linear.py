@@ -72,7 +72,11 @@ def _integer_linear(x: Tensor, weight: Tensor, chunks: int, group: int) -> Tenso
 
 def row_scales(x: Float[Tensor, "rows in"]) -> Float32[Tensor, "rows"]:
     """The scales of a row's 8-bit codes; NaN for a row that is not finite."""
-    return _finite_or_nan(largest_magnitudes(x) / 127)
+    return _finite_or_nan(_scale_of(largest_magnitudes(x)))
+
+
+def _scale_of(largest: Tensor) -> Tensor:
+    return largest / largest.new_full((), 127.0)  # on a GPU, PyTorch multiplies by the inverse of a number
 
 
 @torch.no_grad()
@@ -160,9 +164,7 @@ def quantized_rows(
 ) -> tuple[Float[Tensor, "rows groups group"], Tensor]:
     """8-bit codes as float32, and the scales `[rows, groups, 1]`: without groups they may be given."""
     parts = x.float().unflatten(1, (-1, group or x.shape[1]))
-    # A tensor: on a GPU, PyTorch multiplies by the inverse of a number.
-    most = parts.new_full((), 127.0)
-    scales = parts.abs().amax(-1, keepdim=True) / most if scales is None else scales[:, None, None]
+    scales = _scale_of(parts.abs().amax(-1, keepdim=True)) if scales is None else scales[:, None, None]
     return _codes(parts, scales, -127, 127), _finite_or_nan(scales)
 
 

@@ -1,7 +1,8 @@
-"""What each linear layer of a model computes in: a number format for its factors, chosen by the layer's name.
+"""What each linear layer of a model computes in: a number format for its factors, chosen by the layer's name; and what
+the cache stores keys and values in.
 
 A quantized product is an operator like any other, and part of the one forward: trainer and generator quantize the same
-weights in the same way, so their bits agree.
+weights in the same way, so their bits agree. Likewise, both attend to the keys and values that the cache can store.
 """
 
 from __future__ import annotations
@@ -22,6 +23,8 @@ MULTIPLES = {
 """The formats by their names in `ops.FORMATS`, and the number that a layer's width must be a multiple of."""
 FLOAT8 = "float8"
 """With one scale for all activations of a micro-batch: a row's bits depend on the others."""
+CACHES = (NONE, "int8")
+"""What the cache can store keys and values in."""
 HEAD = "lm_head"
 EXPERTS = ".experts."
 """In the names of the stacked weights of a mixture's experts."""
@@ -30,15 +33,21 @@ KEEP = ("layers.first.*", "layers.last.*", HEAD)
 
 @dataclass(frozen=True)
 class Precision:
-    """The format of a model's linear layers."""
+    """The formats of a model's linear layers and of its cache."""
 
     linear: str = NONE
     """A key of `MULTIPLES`."""
     keep: tuple[str, ...] = KEEP
     """Patterns of the names of layers that compute in the model's dtype; the numbers of the first and the last layer
     are also `first` and `last`."""
+    cache: str = NONE
+    """What keys and values are rounded to: one of `CACHES`."""
 
     def __post_init__(self) -> None:
+        if self.cache not in CACHES:
+            raise UserError(
+                f'precision.cache "{self.cache}" is unknown.{closest(self.cache, CACHES)} Known: {", ".join(CACHES)}'
+            )
         if self.linear not in MULTIPLES:
             raise UserError(
                 f'precision "{self.linear}" is unknown.{closest(self.linear, MULTIPLES)} Known: {", ".join(MULTIPLES)}'
@@ -88,9 +97,13 @@ def _match(names: set[str], pattern: str) -> bool:
 
 
 def read_precision(value: Any, where: str) -> Precision:
-    """What the linear layers were trained in; `where` begins errors, which are UserErrors."""
+    """What a model was trained in; `where` begins errors, which are UserErrors."""
     if value is None:
         return MODELS_DTYPE
-    if not isinstance(value, dict) or value.keys() != {"linear", "keep"} or not isinstance(value["keep"], list):
-        raise UserError(f"{where}: precision is {value!r:.100}; it must have the keys linear and keep, a list of names")
-    return Precision(value["linear"], tuple(value["keep"]))
+    required, keys = {"linear", "keep"}, value.keys() if isinstance(value, dict) else set()
+    if not required <= keys <= required | {"cache"} or not isinstance(value["keep"], list):
+        raise UserError(
+            f"{where}: precision is {value!r:.100}; it must have the keys linear and keep, a list of names, and can "
+            "have the key cache"
+        )
+    return Precision(value["linear"], tuple(value["keep"]), value.get("cache", NONE))

@@ -116,7 +116,7 @@ def _made_by(config: DPOConfig, corpora: Sequence[TokenizedCorpus]) -> str:
         ]
     settings = [config.model, config.seed, config.dtype, config.arithmetic, config.compile.backend]
     settings += [config.parallel.reduction_chunks, config.loss == "kto", config.sequence_length]
-    settings += [config.precision.linear, *config.precision.keep]
+    settings += [config.precision.linear, *config.precision.keep, config.precision.cache]
     data = [_digest([corpus.tokens, corpus.offsets, corpus.scored]) for corpus in corpora]
     return hashlib.sha256(json.dumps([described, settings, data]).encode()).hexdigest()
 

@@ -29,9 +29,11 @@ def assert_pieces_agree(
     random: Random,
     pieces: list[int],
     terms: ops.Terms = PLAIN,
+    format: str = "none",
 ) -> None:
-    """Through a paged cache, in `pieces` of the packed sequences, in any order and company, their pages anywhere: each
-    row has the bits of `expected`, and padding is zero. Pieces of one row may come as a decode step."""
+    """Through a paged cache of this format, in `pieces` of the packed sequences, in any order and company, their pages
+    anywhere, moved between steps: each row has the bits of `expected`, and padding is zero. Pieces of one row may come
+    as a decode step."""
     starts = [sum(lengths[:i]) for i in range(len(lengths))]
     pages_of = [-(-n // ops.PAGE) for n in lengths]
     num_pages = 2 * sum(pages_of)
@@ -39,10 +41,10 @@ def assert_pieces_agree(
     table = torch.zeros(len(lengths), max(pages_of), dtype=torch.int32)
     for i, count in enumerate(pages_of):
         table[i, :count] = torch.tensor([placement.pop() for _ in range(count)])
-    cache = ops.KVCache(1, num_pages, k.shape[1], k.shape[2], k.dtype, values=v is not None)
+    cache = ops.KVCache(1, num_pages, k.shape[1], k.shape[2], k.dtype, values=v is not None, format=format)
     # Pages hold what earlier sequences left there; whatever of it were used would show.
     for pages in cache.tensors():
-        pages.fill_(torch.nan)
+        pages.fill_(torch.nan if format == "none" else -1)  # the scales of such codes are infinite
 
     done = [0] * len(lengths)
     while unfinished := [i for i in range(len(lengths)) if done[i] < lengths[i]]:
@@ -62,6 +64,11 @@ def assert_pieces_agree(
         assert not out[len(rows) :].any()
         for i, n in zip(chosen, counts):
             done[i] += n
+        if random.random() < 0.2:
+            unused = next(page for page in range(num_pages) if page not in table)
+            moved, column = random.choice(unfinished), 0
+            cache.copy_pages([(int(table[moved, column]), unused)])
+            table[moved, column] = unused
 
 
 def assert_only_those_who_see_it_break(dtype: torch.dtype, part: str, broken: float, window: int = 0) -> None:

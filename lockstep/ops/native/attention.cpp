@@ -4,46 +4,12 @@
 // maximum and sum in float32. Each element of a product is summed over its inner index in ascending order with one
 // accumulator, so the grouping of rows, sequences or pages does not change a bit.
 #include "block_products.h"
+#include "cache_codes.h"
 #include "panels.h"
 #include "replay.h"
 
 // Declared as in omp.h, which not every compiler has.
 extern "C" int omp_get_max_threads();
-
-template <class T>
-static inline bool all_finite(const T* x, int64_t count) {
-    int broken = 0;
-    for (int64_t i = 0; i < count; i++) broken |= !(std::abs(wide(x[i])) < INFINITY);
-    return !broken;
-}
-
-// A value that is not finite is written as zero, and its key as NaN: queries that see the key get NaN, and for the
-// others, its weight of zero meets a finite value. Without pages of values, the keys are the values.
-template <class T>
-static void write_pages(const T* k, const T* v, const int64_t* slots, T* key_pages, T* value_pages, int64_t tokens,
-                        int64_t kv_heads, int64_t head_dim) {
-    // Each element of a key is on a separate cache line, so even a few keys are worth several threads.
-#pragma omp parallel for if (tokens * kv_heads * head_dim > 1024)
-    for (int64_t token = 0; token < tokens; token++) {
-        const int64_t page = slots[token] / PAGE, offset = slots[token] % PAGE;
-        for (int64_t head = 0; head < kv_heads; head++) {
-            const T* key = k + (token * kv_heads + head) * head_dim;
-            T* page_start = key_pages + (page * kv_heads + head) * head_dim * PAGE;
-            const T* value = (value_pages ? v : k) + (token * kv_heads + head) * head_dim;
-            const bool finite = all_finite(value, head_dim);
-            if (finite)
-                for (int64_t d = 0; d < head_dim; d++) page_start[d * PAGE + offset] = key[d];
-            else
-                for (int64_t d = 0; d < head_dim; d++) store_first(page_start + d * PAGE + offset, splat(NAN), 1);
-            if (!value_pages) continue;
-            T* value_row = value_pages + ((page * kv_heads + head) * PAGE + offset) * head_dim;
-            if (finite)
-                std::memcpy(value_row, value, head_dim * sizeof(T));
-            else
-                std::memset((void*)value_row, 0, head_dim * sizeof(T));
-        }
-    }
-}
 
 // values [PAGE][dim] of a page whose keys are also the values: non-finite ones, written as NaN, are read as zero.
 template <class T>
@@ -91,12 +57,41 @@ static inline void softmax_block(float* scores, int64_t hidden, int64_t keys, fl
         for (int64_t d = 0; d < head_dim; d += LANES) store(row + d, load(row + d) * shrink);
 }
 
+// A layer's pages: of numbers of the model's dtype, or of codes; without values if these are the keys.
 template <class T>
 struct Pages {
     const T *keys, *values;
+    const int8_t *key_codes, *value_codes;
     const int32_t* table;
     int64_t width;
+    // Numbers of a block that products do not read in place.
+    int64_t copied(int64_t dim) const { return key_codes || !values ? 2 * BLOCK * dim : 0; }
 };
+
+// The pages of a sequence's block of `count` keys from `start` on. `copies` has room for the pages' keys and values.
+template <class T>
+static BlockPages<T> block_of(const Pages<T>& pages, int64_t sequence, int64_t start, int64_t count, int64_t kv_head,
+                              const Shape& shape, T* copies) {
+    const int64_t dim = shape.head_dim;
+    BlockPages<T> block{{}, {}, count};
+    for (int64_t p = 0; p < BLOCK / PAGE; p++) {
+        const bool in_use = p * PAGE < count;
+        const int64_t index = start / PAGE + (in_use ? p : 0);
+        const int64_t page = pages.table[sequence * pages.width + index] * shape.kv_heads + kv_head;
+        T *keys = copies + (in_use ? p : 0) * 2 * PAGE * dim, *values = keys + PAGE * dim;
+        if (pages.key_codes) {
+            if (in_use)
+                widen_page(pages.key_codes + page * (dim + SCALES) * PAGE, pages.value_codes + page * dim * PAGE, dim,
+                           keys, values);
+            block.keys[p] = keys, block.values[p] = values;
+            continue;
+        }
+        block.keys[p] = pages.keys + page * dim * PAGE;
+        block.values[p] = pages.values ? pages.values + page * dim * PAGE : values;
+        if (!pages.values && in_use) turn_page(block.keys[p], dim, values);
+    }
+    return block;
+}
 
 template <class T, class Products>
 static void attend_tile(const T* q, T* out, float* log_sums, const Pages<T>& pages, const Tile& tile, int64_t kv_head,
@@ -110,8 +105,8 @@ static void attend_tile(const T* q, T* out, float* log_sums, const Pages<T>& pag
     float* highest = scores + padded * BLOCK;
     float* totals = highest + rows;
     Products products(q, tile, kv_head, shape, totals + rows);
-    static thread_local std::vector<T> turned;  // the values of a block whose pages only have keys
-    if (!pages.values) turned.resize(BLOCK * dim);
+    static thread_local std::vector<T> copies;
+    copies.resize(pages.copied(dim));
     std::fill(sums, sums + rows * dim, 0.f);
     std::fill(highest, highest + rows, LOWEST);
     std::fill(totals, totals + rows, 0.f);
@@ -122,14 +117,8 @@ static void attend_tile(const T* q, T* out, float* log_sums, const Pages<T>& pag
     const int64_t length = first_position + tile.tokens;  // keys that the last row sees
     const int64_t first = std::max<int64_t>(0, terms.hidden(first_position, 0)) / BLOCK * BLOCK;
     for (int64_t start = first; start < length; start += BLOCK) {
-        BlockPages<T> block{{}, {}, std::min(BLOCK, length - start)};
-        for (int64_t p = 0; p < BLOCK / PAGE; p++) {
-            const int64_t index = p * PAGE < block.count ? start / PAGE + p : start / PAGE;
-            const int64_t page = pages.table[tile.sequence * pages.width + index] * shape.kv_heads + kv_head;
-            block.keys[p] = pages.keys + page * dim * PAGE;
-            block.values[p] = pages.values ? pages.values + page * dim * PAGE : turned.data() + p * PAGE * dim;
-            if (!pages.values && p * PAGE < block.count) turn_page(block.keys[p], dim, turned.data() + p * PAGE * dim);
-        }
+        const int64_t count = std::min(BLOCK, length - start);
+        const BlockPages<T> block = block_of(pages, tile.sequence, start, count, kv_head, shape, copies.data());
         // Rows at the tile's start that see nothing of this block are skipped.
         const int64_t from = std::max<int64_t>(0, start - first_position) * shape.group(), left = rows - from;
         float* score = scores + from * BLOCK;
@@ -162,13 +151,11 @@ auto attend_tile_of<bf16>(int64_t head_dim) {
 #endif
 
 template <class T>
-static void attend(const T* q, T* out, float* log_sums, const T* key_pages, const T* value_pages, const int32_t* table,
-                   const int32_t* query_starts, const int32_t* context_lengths, int64_t sequences, int64_t width,
-                   int64_t heads, int64_t kv_heads, int64_t head_dim, const Terms& terms) {
-    const Shape shape{heads, kv_heads, head_dim};
-    const Pages<T> pages{key_pages, value_pages, table, width};
+static void attend(const T* q, T* out, float* log_sums, const Pages<T>& pages, const int32_t* query_starts,
+                   const int32_t* context_lengths, int64_t sequences, const Shape& shape, const Terms& terms) {
+    const int64_t kv_heads = shape.kv_heads;
     const std::vector<Tile> tiles = tiles_of(query_starts, sequences, shape.group());
-    const auto one_tile = attend_tile_of<T>(head_dim);
+    const auto one_tile = attend_tile_of<T>(shape.head_dim);
     // A decode step has many small tasks: if each were scheduled separately, threads would wait for the shared counter.
     const int64_t tasks = (int64_t)tiles.size() * kv_heads;
     const int64_t at_once = std::clamp<int64_t>(tasks / (8 * omp_get_max_threads()), 1, 4);
@@ -181,20 +168,20 @@ static void attend(const T* q, T* out, float* log_sums, const T* key_pages, cons
         }
 }
 
-#define EXPORT(T, suffix)                                                                                             \
-    extern "C" void write_pages##suffix(const T* k, const T* v, const int64_t* slots, T* key_pages, T* value_pages,   \
-                                        int64_t tokens, int64_t kv_heads, int64_t head_dim) {                         \
-        write_pages<T>(k, v, slots, key_pages, value_pages, tokens, kv_heads, head_dim);                              \
-    }                                                                                                                 \
-    extern "C" void attend##suffix(const T* q, T* out, float* log_sums, const T* key_pages, const T* value_pages,     \
-                                   const int32_t* table, const int32_t* query_starts, const int32_t* context_lengths, \
-                                   int64_t sequences, int64_t width, int64_t heads, int64_t kv_heads,                 \
-                                   int64_t head_dim, float scale, int64_t window, const float* sinks) {               \
-        attend<T>(q, out, log_sums, key_pages, value_pages, table, query_starts, context_lengths, sequences, width,   \
-                  heads, kv_heads, head_dim, Terms{scale, window, sinks});                                            \
-    }                                                                                                                 \
-    REPLAYABLE(write_pages##suffix)                                                                                   \
-    REPLAYABLE(attend##suffix)
+// P: the element of a page. After it, the first four fields of `Pages`.
+#define EXPORT_ATTEND(name, T, P, ...)                                                                                 \
+    extern "C" void name(const T* q, T* out, float* log_sums, const P* key_pages, const P* value_pages,                \
+                         const int32_t* table, const int32_t* query_starts, const int32_t* context_lengths,            \
+                         int64_t sequences, int64_t width, int64_t heads, int64_t kv_heads, int64_t head_dim,          \
+                         float scale, int64_t window, const float* sinks) {                                            \
+        attend<T>(q, out, log_sums, {__VA_ARGS__, table, width}, query_starts, context_lengths, sequences,             \
+                  {heads, kv_heads, head_dim}, Terms{scale, window, sinks});                                           \
+    }                                                                                                                  \
+    REPLAYABLE(name)
+
+#define EXPORT(T, suffix)                                                                        \
+    EXPORT_ATTEND(attend##suffix, T, T, key_pages, value_pages, nullptr, nullptr)                \
+    EXPORT_ATTEND(attend_codes##suffix, T, int8_t, nullptr, nullptr, key_pages, value_pages)
 
 EXPORT(float, _f32)
 EXPORT(bf16, _bf16)

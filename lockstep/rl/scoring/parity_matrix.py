@@ -34,7 +34,7 @@ BACKENDS: tuple[Backend, ...] = ("none", "inductor")
 GENERATORS = (1, 2, 4)
 """Tensor degrees."""
 # Widths that four ranks can divide and compiled loops handle evenly; a vocabulary that they cannot divide; in one shape
-# fewer key-value heads than ranks.
+# fewer key-value heads than ranks, in one a cache of integers.
 _SMALL: dict[str, Any] = dict(
     vocab_size=259, dim=64, num_layers=4, head_dim=32, intermediate_size=128, max_positions=256, tie_embeddings=False
 )
@@ -43,7 +43,9 @@ SHAPES = {
     "qwen3, tied head": ModelConfig(
         "qwen3", num_heads=8, num_kv_heads=2, qk_norm=True, **(_SMALL | {"tie_embeddings": True})
     ),
-    "grouped heads 3:1": ModelConfig("llama3", num_heads=12, num_kv_heads=4, **_SMALL),
+    "int8 cache, grouped heads 3:1": ModelConfig(
+        "llama3", num_heads=12, num_kv_heads=4, precision=Precision(cache="int8"), **_SMALL
+    ),
 }
 MIXTURE = "mixture of experts"
 QUANTIZED: dict[str, tuple[str, ...]] = {"int8": (), "int4": (), "float8_rowwise": (HEAD,), "mxfp8": (HEAD,)}
@@ -168,7 +170,7 @@ def _covering() -> Iterator[Scoring]:
         # Every rank compiles every shape and dtype separately, which takes time: only one of them over ranks.
         yield Scoring("qwen3, tied head", "float32", "inductor", layout, RECOMPUTE[row % 3])
     yield Scoring("llama3", "bfloat16", "inductor", LAYOUTS[0], "full", (1,))
-    yield Scoring("grouped heads 3:1", "float32", "inductor", LAYOUTS[0], "selective", (1,))
+    yield Scoring("int8 cache, grouped heads 3:1", "float32", "inductor", LAYOUTS[0], "selective", (1,))
     for row, layout in enumerate(LAYOUTS + EXPERT_LAYOUTS):
         yield Scoring(MIXTURE, DTYPES[row % 2], "none", layout, RECOMPUTE[row % 3])
     yield Scoring(MIXTURE, "float32", "inductor", LAYOUTS[3], "none", (1, 2))

@@ -41,7 +41,7 @@ QUICK = {
 }  # fmt: skip
 """Layouts in which each kind of parallelism occurs, and a way to recompute for each."""
 FEW = [
-    Scoring("grouped heads 3:1", "float32", "none", layout, QUICK[layout.name])
+    Scoring("int8 cache, grouped heads 3:1", "float32", "none", layout, QUICK[layout.name])
     for layout in LAYOUTS
     if layout.name in QUICK
 ]
