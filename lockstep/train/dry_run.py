@@ -23,6 +23,7 @@ from lockstep.config import CompileConfig, LoraConfig, PretrainConfig, RLConfig,
 from lockstep.data import Row, divide_step
 from lockstep.hub import is_local
 from lockstep.model import (
+    Decoder,
     ModelConfig,
     ScoringModel,
     TrainableModel,
@@ -226,6 +227,7 @@ def simulated_step(
             optimizer.update(config.train.learning_rate, 0.0)
         memory = _memory(trainer, share, live.peak)
         if packs_frozen(config, world):
+            assert isinstance(model, Decoder)  # of one process
             memory["weights"] -= _saved_by_packing(model)
     return trainer, DryRun(world, shape.num_parameters, memory, dict(log.traffic), passed, share, config.dtype)
 
