@@ -69,7 +69,6 @@ static void round_int8(const T* x, int64_t x_row, const float* given, T* out, in
         grouped_int8_product<T>(x, panels, out, starts, groups, depth, outputs);                                       \
     }                                                                                                                  \
     REPLAYABLE(grouped_int8_product##suffix)                                                                           \
-    }                                                                                                                  \
     extern "C" void pack_int8##suffix(const T* w, int64_t w_row, const float* scales, word* panels, int64_t depth,     \
                                       int64_t outputs) {                                                               \
         Int8Weight{panels, depth, outputs}.pack(w, w_row, scales);                                                     \
