@@ -15,7 +15,7 @@ from tests.parallel.launch import launch
 
 SHARED = [name for name in FORMATS if name != "float8"]
 """float8 has one scale for all rows, which parts of a product cannot have."""
-ROWS, DEPTH, OUTPUTS, CHUNKS = 24, 512, 40, 4
+ROWS, DEPTH, OUTPUTS, CHUNKS = 24, 512, 80, 4
 
 
 def factors(dtype, special=False):

@@ -178,7 +178,8 @@ def _covering() -> Iterator[Scoring]:
     for row, layout in enumerate(LAYOUTS):
         yield Scoring(formats[row % 4], DTYPES[row // 4 % 2], "none", layout, "none")
     yield Scoring("int8", "bfloat16", "inductor", LAYOUTS[0], "none", (1,))
-    yield Scoring("int8", "float32", "inductor", LAYOUTS[3], "none", (1, 2))
+    for layout in (LAYOUTS[0], LAYOUTS[3]):
+        yield Scoring("int8", "float32", "inductor", layout, "none", (1, 2))
 
 
 @dataclass

@@ -77,7 +77,7 @@ def test_every_pair_of_layouts_agrees_in_every_bit_and_in_the_norms_of_gradients
     jobs, results = computed
     cells = compare(results, jobs)
     assert len(cells) == (
-        (13 * 3 + 12 + 13 + 6 + 13) * len(GENERATORS) + 5 if jobs is RUN else 6 * len(GENERATORS) + 10
+        (13 * 3 + 12 + 13 + 6 + 13) * len(GENERATORS) + 7 if jobs is RUN else 6 * len(GENERATORS) + 10
     )
     assert all(cell.checked > 200 and cell.different == 0 and cell.largest == 0.0 for cell in cells)
     write_results(cells, tmp_path)
@@ -89,7 +89,9 @@ def test_every_pair_of_layouts_agrees_in_every_bit_and_in_the_norms_of_gradients
     first = {}
     for job in jobs:
         found = results[job, 0]["gradient_norms"]
-        expected = first.setdefault((job.shape, job.dtype), found)
+        # Compiled loops may round last bits otherwise, which codes of few bits magnify.
+        form = job.backend if job.shape in QUANTIZED else None
+        expected = first.setdefault((job.shape, job.dtype, form), found)
         # Layouts add the same terms in other orders, in bfloat16 rounded on the way: not the same bits.
         tolerance = 1e-5 if job.dtype == "float32" else 1e-2
         if FORMATS[MODELS[job.shape].precision.linear].gradients is not None:
