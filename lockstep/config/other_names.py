@@ -52,6 +52,10 @@ LOCKSTEP_NAMES = {
     "bf16": ("dtype bfloat16",),
     "fp16": ("dtype bfloat16",),
     "fp32": ("dtype float32",),
+    "precision": ("precision.linear",),
+    "quantization": ("precision.linear",),
+    "load-in-4bit": ("precision.linear int4",),
+    "load-in-8bit": ("precision.linear int8",),
     "tp": ("parallel.tensor",),
     "tp-size": ("parallel.tensor",),
     "tensor-parallel-size": ("parallel.tensor",),
@@ -89,9 +93,6 @@ LOCKSTEP_NAMES = {
 LOCKSTEP_VALUES = {"fp32": "float32", "fp16": "bfloat16", "float16": "bfloat16", "sigmoid": "dpo"}
 """For a value elsewhere, the value in Lockstep."""
 UNSUPPORTED = {
-    "load-in-4bit": "weights are not quantized",
-    "load-in-8bit": "weights are not quantized",
-    "quantization": "weights are not quantized",
     "trust-remote-code": "code in a model's folder is never run",
     "push-to-hub": "upload the folder that lockstep convert writes",
 }
