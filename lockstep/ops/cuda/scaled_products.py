@@ -127,7 +127,7 @@ def _in_batches(x: Tensor, weight: Codes, coding: Coding, sizes: tuple[int, ...]
     """As few batches as there can be: of the largest size, and the rest in the smallest that holds it."""
     count, rest = divmod(x.shape[0], sizes[-1])
     parts = [sizes[-1]] * count + [next(size for size in sizes if size >= rest)] * bool(rest)
-    left = _coded(F.pad(x, (0, 0, 0, sum(parts) - x.shape[0])), coding)
+    left = _coded(_padded(x, sum(parts) - x.shape[0], 0), coding)
     scales = left.scales.split(parts) if left.scales.ndim else [left.scales] * len(parts)
     outs = [_multiply(Codes(*each), weight, x.dtype) for each in zip(left.codes.split(parts), scales)]
     return (outs[0] if len(outs) == 1 else torch.cat(outs))[: x.shape[0]]
@@ -135,8 +135,12 @@ def _in_batches(x: Tensor, weight: Codes, coding: Coding, sizes: tuple[int, ...]
 
 def _coded(x: Tensor, coding: Coding) -> Codes:
     """Of `x`, with zeros up to a whole block."""
-    codes, scales = coding(F.pad(x, (0, -x.shape[1] % BLOCK)))
+    codes, scales = coding(_padded(x, 0, -x.shape[1] % BLOCK))
     return Codes(codes.contiguous(), scales.contiguous())
+
+
+def _padded(x: Tensor, rows: int, columns: int) -> Tensor:
+    return F.pad(x, (0, columns, 0, rows)) if rows or columns else x  # `pad` always copies
 
 
 def _multiply(left: Codes, right: Codes, dtype: torch.dtype) -> Tensor:
