@@ -109,6 +109,29 @@ def test_a_tokens_bits_depend_on_that_token_alone(form, dtype, kind, format, dat
     assert torch.equal(experts_of(x[:count], weights[:count], chosen[:count], *matrices), whole[:count])
 
 
+def _product_in(format):
+    return lambda rows, weight: ops.FORMATS[format].linear(rows, weight, 1)
+
+
+@pytest.mark.parametrize("formats", [("int8", "int4", "float8_rowwise"), ("mxfp8", "none", "int8")])
+@pytest.mark.parametrize("kind", MIXTURES)
+def test_each_product_of_an_expert_is_that_of_its_format(form, kind, formats):
+    experts_of, drawn = in_formats(kind, "none")
+    x, weights, chosen, *matrices = drawn(3, 20, 4, 2, torch.bfloat16)
+    starts, places, sources = ops.order_by_expert(chosen, 4)
+    first, second, last = (_product_in(name) for name in formats)
+    parts = []
+    for rows, *own in zip(ops.dispatch(x, places, sources).split(starts.diff().tolist()), *matrices):
+        if kind == "gated":
+            parts.append(last(ops.silu_mul(first(rows, own[0]), second(rows, own[1])), own[2]))
+            continue
+        both = ops.add_bias(first(rows, own[0]), own[1])
+        parts.append(ops.add_bias(last(ops.clamped_swiglu(both[:, ::2], both[:, 1::2]), own[2]), own[3]))
+    used = formats if kind == "gated" else formats[::2]
+    got = experts_of(x, weights, chosen, *matrices, formats=used)
+    assert torch.equal(got, ops.combine(torch.cat(parts), weights, places))
+
+
 def gated(y, gate, up, down):
     return torch.nn.functional.silu(y @ gate.T) * (y @ up.T) @ down.T
 
