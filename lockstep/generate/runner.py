@@ -24,8 +24,8 @@ def make_cache(model: Decoder, num_pages: int) -> ops.KVCache:
     values = shape.latent is None
     if shape.precision.cache != ops.NONE and model.device.type != "cpu":
         raise UserError(
-            f"precision.cache {shape.precision.cache} has no kernels for GPUs yet; sample with precision.cache none, or "
-            "on a CPU"
+            f"precision.cache {shape.precision.cache} has no kernels for GPUs yet; sample with precision.cache none, "
+            "or on a CPU"
         )
     sizes, form = (shape.num_layers, num_pages, heads, shape.head_dim), shape.precision.cache
     return ops.KVCache(*sizes, model.dtype, model.device, values, form)
