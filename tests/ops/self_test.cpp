@@ -49,6 +49,14 @@ void attend_backward_f32(const float*, const float*, const float*, const float*,
                          float*, float*, const int32_t*, const int32_t*, const int32_t*, int64_t, int64_t, int64_t,
                          int64_t, float, int64_t);
 void sink_gradient_f32(const float*, const float*, const float*, const float*, float*, int64_t, int64_t, int64_t);
+void write_codes_f32(const float*, const float*, const int64_t*, int8_t*, int8_t*, int64_t, int64_t, int64_t);
+void write_codes_bf16(const bf16*, const bf16*, const int64_t*, int8_t*, int8_t*, int64_t, int64_t, int64_t);
+void round_cached_f32(const float*, float*, int64_t, int64_t);
+void round_cached_bf16(const bf16*, bf16*, int64_t, int64_t);
+void attend_codes_f32(const float*, float*, float*, const int8_t*, const int8_t*, const int32_t*, const int32_t*,
+                      const int32_t*, int64_t, int64_t, int64_t, int64_t, int64_t, float, int64_t, const float*);
+void attend_codes_bf16(const bf16*, bf16*, float*, const int8_t*, const int8_t*, const int32_t*, const int32_t*,
+                       const int32_t*, int64_t, int64_t, int64_t, int64_t, int64_t, float, int64_t, const float*);
 void write_pages_bf16(const bf16*, const bf16*, const int64_t*, bf16*, bf16*, int64_t, int64_t, int64_t);
 void attend_bf16(const bf16*, bf16*, float*, const bf16*, const bf16*, const int32_t*, const int32_t*, const int32_t*,
                  int64_t, int64_t, int64_t, int64_t, int64_t, float, int64_t, const float*);
@@ -168,6 +176,32 @@ static void attention_in_bfloat16(int64_t dim, int64_t window, const float* sink
     digest("attention in bfloat16 and its gradients", out, log_sums, grad_q, grad_k, grad_v);
 }
 
+static void attention_to_codes() {
+    const int64_t tokens = 150, heads = 4, kv_heads = 2, pages = 10, dim = 48, rows = tokens * kv_heads;
+    const auto q = values(tokens, heads * dim), k = values(tokens, kv_heads * dim), v = values(tokens, kv_heads * dim);
+    const auto narrow_q = narrowed(q), narrow_k = narrowed(k), narrow_v = narrowed(v);
+    std::vector<float> keys(k.size()), ours(v.size()), out(q.size()), log_sums(tokens * heads);
+    std::vector<uint16_t> narrow_keys(k.size()), narrow_ours(v.size()), narrow_out(q.size());
+    std::vector<int8_t> key_pages(pages * kv_heads * (dim + 2) * 16), value_pages(pages * kv_heads * dim * 16);
+    std::vector<int64_t> slots(tokens);
+    for (int64_t i = 0; i < tokens; i++) slots[i] = i;
+    std::vector<int32_t> table(pages), starts = {0, (int32_t)tokens}, contexts = {(int32_t)tokens};
+    for (int64_t i = 0; i < pages; i++) table[i] = i;
+    round_cached_f32(k.data(), keys.data(), rows, dim);
+    round_cached_f32(v.data(), ours.data(), rows, dim);
+    write_codes_f32(keys.data(), ours.data(), slots.data(), key_pages.data(), value_pages.data(), tokens, kv_heads, dim);
+    attend_codes_f32(q.data(), out.data(), log_sums.data(), key_pages.data(), value_pages.data(), table.data(),
+                     starts.data(), contexts.data(), 1, pages, heads, kv_heads, dim, 0.01f, 0, nullptr);
+    digest("attention to codes", keys, ours, key_pages, value_pages, out, log_sums);
+    round_cached_bf16(in(narrow_k), to(narrow_keys), rows, dim);
+    round_cached_bf16(in(narrow_v), to(narrow_ours), rows, dim);
+    write_codes_bf16(in(narrow_keys), in(narrow_ours), slots.data(), key_pages.data(), value_pages.data(), tokens,
+                     kv_heads, dim);
+    attend_codes_bf16(in(narrow_q), to(narrow_out), log_sums.data(), key_pages.data(), value_pages.data(), table.data(),
+                      starts.data(), contexts.data(), 1, pages, heads, kv_heads, dim, 0.01f, 0, nullptr);
+    digest("attention to codes in bfloat16", narrow_keys, narrow_ours, key_pages, value_pages, narrow_out, log_sums);
+}
+
 int main() {
 #if defined(LOCKSTEP_TILES) && !defined(LOCKSTEP_PLAIN)
     const long request_permission = 0x1023, tile_data = 18;  // as `_may_use_tiles` asks: a program inherits none
@@ -284,4 +318,5 @@ int main() {
     routes(SIGMOID, true, 4, 2);
     routes(SIGMOID, false, 4, 2);
     integer_products();
+    attention_to_codes();
 }

@@ -44,6 +44,8 @@ routes, their weights and sums 77046948fc9283cc 5f3cf7bc7b350fbb a18ec44a37eb112
 routes, their weights and sums 640d1eb916caca06 fd75ae0d124cf4ad 2ba062627e20ff4e
 routes, their weights and sums 82613158fb2183f9 124b156afc29c4b2 daf43c358bf78281
 products of integers 97b22a1ea6f85016 6cf0b58912f4e365 4b3bec0f1a21d6ce
+attention to codes 091e9618b0cc11c2 681d0bfc92c2fdad ff3bcb58387daeaa
+attention to codes in bfloat16 cfc2f8fc813275f2 f00a8bdc0d901c71 7dfd64f19d7388f6
 """
 """The digest so far after each operator, in each arithmetic: where two differ, the first line that does names it."""
 

@@ -7,7 +7,15 @@ import pytest
 import torch
 
 from lockstep.cli import main
-from lockstep.config import ActorsConfig, EngineConfig, ParallelConfig, RewardConfig, RLConfig, TrainConfig
+from lockstep.config import (
+    ActorsConfig,
+    EngineConfig,
+    ParallelConfig,
+    PrecisionConfig,
+    RewardConfig,
+    RLConfig,
+    TrainConfig,
+)
 from lockstep.errors import UserError
 from lockstep.model import read_config
 from lockstep.parallel import close_world, open_world
@@ -90,6 +98,7 @@ RUNS = [(2, ParallelConfig(tensor=2), dict(dtype="float32"))]
 MORE_RUNS = [
     (1, ParallelConfig(), dict(dtype="float32", entropy_coefficient=0.1, **KL)),
     (1, ParallelConfig(), dict(actors=SEPARATE, **KL)),
+    (1, ParallelConfig(), dict(precision=PrecisionConfig(cache="int8"))),
     (2, EACH_LAYER, dict(kl_reference="average", **KL)),
     (2, EACH_LAYER, dict(actors=ActorsConfig(keep_copy=False))),
     (2, EACH_LAYER, dict(algorithm="ppo")),
@@ -134,6 +143,9 @@ def test_copies_are_counted_where_they_are_allocated(folder, tmp_path):
     for name in names:
         assert alone.generator[name]["sampling"] == own[name]["sampling"]
     assert alone.generator["weights"] == alone.generator["arriving weights"] == dict.fromkeys(STAGES[1:], copy)
+    integers = found(1, precision=PrecisionConfig(cache="int8")).memory[names[0]]
+    width = read_config(folder).head_dim  # a byte per number and one per scale, instead of two per number
+    assert integers["sampling"] * 2 * width == own[names[0]]["sampling"] * (width + 1)
     halves = found(1, actors=dataclasses.replace(SEPARATE, tensor=2)).generator
     assert copy / 2 < halves["weights"]["sampling"] < 0.51 * copy
 
