@@ -2,6 +2,7 @@
 
 Run: python benchmarks/grpo.py [--size 0.6b --prompts 1 --steps 3 --rounds 1]
      python benchmarks/grpo.py --growth      how our step's time grows, into docs/grpo_growth.png
+     python benchmarks/grpo.py --precision int8      against our own step in float32, in turns
 
 Completions come in groups of 8. With OMP_NUM_THREADS=1 times are those of the processor, not of the clock: what is left
 to compare by where other work runs on the machine.
@@ -94,6 +95,18 @@ def lockstep_seconds(folder: str, prompts: int = PROMPTS, new: int = NEW, steps:
     return statistics.median(step["seconds"] for step in measured[1:] or measured)
 
 
+def print_precisions(folder: str, linear: str, rounds: int) -> None:
+    """Our own steps with all layers and the head in a precision, against those in float32, in turns."""
+    from lockstep.config import PrecisionConfig
+
+    for turn in range(2 * rounds):
+        form = linear if turn % 2 else "none"
+        precision = PrecisionConfig(form, keep=())
+        steps = steps_of_run(folder, steps=STEPS + 2, dtype="float32", precision=precision)[1:-1]
+        medians = [statistics.median(step[key] for step in steps) for key in ("seconds", "time/generate", "time/train")]
+        print(f"{form:8} a step {medians[0]:.3f} s, sampling {medians[1]:.3f}, training {medians[2]:.3f}", flush=True)
+
+
 def trl_seconds(folder: str, prompts: int = PROMPTS, new: int = NEW, steps: int = STEPS) -> float:
     from datasets import Dataset
     from transformers import PreTrainedTokenizerFast, TrainerCallback
@@ -171,6 +184,7 @@ def main() -> None:
     parser.add_argument("--side")
     parser.add_argument("--folder")
     parser.add_argument("--growth", action="store_true")
+    parser.add_argument("--precision", help="a number format of the linear layers")
     parser.add_argument("--size", default="tiny")
     parser.add_argument("--prompts", type=int, default=PROMPTS)
     parser.add_argument("--steps", type=int, default=STEPS)
@@ -188,6 +202,8 @@ def main() -> None:
         write_model(folder, options.size, vocab, "float32", ends=not options.growth)
         if options.growth:
             return growth(folder)
+        if options.precision:
+            return print_precisions(folder, options.precision, options.rounds)
         completions = options.prompts * GROUP
         work = f"GRPO step: Qwen3 {options.size}, float32, {completions} completions x {NEW} tokens"
         arguments = ["--folder", folder, "--prompts", str(options.prompts), "--steps", str(options.steps)]

@@ -1,8 +1,9 @@
 """Pretraining in each precision beside the model's dtype: losses of the same run, as a table and a picture.
 
-Every run is `lockstep pretrain` of the 5M-parameter model on the standard library's source, in bfloat16 on the CPU: all
-layers are quantized but the head. Writes docs/precision.png and prints the table of docs/precision.md.
-Run: python benchmarks/precision.py [--seeds 3] [--precisions int8 mxfp8]
+Every run is `lockstep pretrain` of the 5M-parameter model on the standard library's source, in bfloat16 on the CPU; the
+first and the last of its six layers, and the head, are not quantized, as by default. Writes docs/precision.png and
+prints the table of docs/precision.md. A run takes 3 to 6 minutes; those in --runs that are complete are read.
+Run: python benchmarks/precision.py [--seeds 3] [--precisions int8 mxfp8] [--runs FOLDER]
 """
 
 from __future__ import annotations
@@ -23,11 +24,14 @@ STEPS, AVERAGED = 600, 50
 
 def losses(form: str, seed: int, steps: int, folder: Path) -> list[float]:
     output = folder / f"{form}-{seed}"
+    done = [line["loss"] for line in read_metrics(output / "metrics.jsonl")] if output.is_dir() else []
+    if len(done) == steps:
+        return done
     command = [
         sys.executable, "-m", "lockstep", "pretrain", "--model", "qwen3:tiny", "--tokenizer", "bpe:2048", "--dtype",
         "bfloat16", "--device", "cpu", "--steps", str(steps), "--tokens-per-step", "2048", "--sequence-length", "256",
-        "--train.tokens-per-microbatch", "2048", "--train.learning-rate", "2e-3", "--seed", str(seed),
-        "--precision.linear", form, "--precision.keep", "lm_head", "--output", str(output),
+        "--train.tokens-per-microbatch", "2048", "--train.learning-rate", "1e-3", "--seed", str(seed),
+        "--precision.linear", form, "--output", str(output),
     ]  # fmt: skip
     result = subprocess.run(command, capture_output=True, text=True)
     if result.returncode:
@@ -64,6 +68,7 @@ def main() -> None:
     parser.add_argument("--seeds", type=int, default=3)
     parser.add_argument("--steps", type=int, default=STEPS)
     parser.add_argument("--precisions", nargs="*", choices=[*MULTIPLES], default=[*MULTIPLES])
+    parser.add_argument("--runs", type=Path, help="where runs are kept; default: a temporary folder")
     parser.add_argument("--output", type=Path, default=Path(__file__).parents[1] / "docs" / "precision.png")
     options = parser.parse_args()
     curves: dict[str, list[float]] = {}
@@ -72,7 +77,8 @@ def main() -> None:
     print("| --- | --- | --- |")
     with tempfile.TemporaryDirectory() as folder:
         for form in dict.fromkeys([NONE, *options.precisions]):
-            runs = [losses(form, seed, options.steps, Path(folder)) for seed in range(options.seeds)]
+            where = options.runs or Path(folder)
+            runs = [losses(form, seed, options.steps, where) for seed in range(options.seeds)]
             curves[form] = [statistics.mean(step) for step in zip(*runs)]
             finals[form] = [statistics.mean(run[-AVERAGED:]) for run in runs]
             worst = max(abs(final / other - 1) for final, other in zip(finals[form], finals[NONE]))

@@ -330,6 +330,7 @@ class Engine:
             raise
         self._in_flight = False
         self.statistics.sampling_seconds += time.perf_counter() - began
+        self.statistics.packing_seconds = self._weights.packing_seconds
 
     def _start_over(self) -> None:
         unfinished = {number: [s for s in group if s.finish_reason is None] for number, group in self._requests.items()}

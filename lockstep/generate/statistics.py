@@ -31,6 +31,8 @@ class Statistics:
     preemptions: int = 0
     sampling_seconds: float = field(default=0.0, compare=False)
     """Seconds in steps."""
+    packing_seconds: float = field(default=0.0, compare=False)
+    """Seconds of these in which weights were packed, or quantized, since they had changed."""
     samples_ended: int = 0
     """Finished samples; the seconds below are sums over them."""
     queue_seconds: float = field(default=0.0, compare=False)

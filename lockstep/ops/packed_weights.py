@@ -8,6 +8,7 @@ only integers are packed (`cuda/integer_linear.py`).
 from __future__ import annotations
 
 import math
+import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
@@ -117,6 +118,7 @@ class PackedWeights:
         self._budget: int | None = None
         self.generation = 0
         """Incremented whenever weights may have changed."""
+        self.packing_seconds = 0.0
 
     def forget(self) -> None:
         """Call when weights may have changed. The memory of panels used since the last call is kept for repacking."""
@@ -163,7 +165,9 @@ class PackedWeights:
             if not self._affords(4 * words, weight.device):
                 return None
             panels = torch.empty(words, dtype=torch.int32, device=weight.device)
+        began = time.perf_counter()
         layout.pack(weight, panels, scales)
+        self.packing_seconds += time.perf_counter() - began
         self._panels[key] = Packed(_identity(weight), panels, scales)
         self._current[key] = weight.untyped_storage()
         return panels

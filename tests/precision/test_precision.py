@@ -108,16 +108,17 @@ def test_recorded_steps_follow_quantized_weights(precision):
     """Lone prompts, long enough for steps to be recorded; then other weights, in the same memory."""
     model = model_in(precision)
     engine, params = Engine(model), SamplingParams(max_tokens=30, temperature=0.9, seed=1, ignore_eos=True)
-    seen = []
+    seen, packing = [], [0.0]
     for version in range(2):
         ((completion,),) = engine.generate([[5, 6, 7]], params)
         (scores,) = score(model, [[5, 6, 7, *completion.token_ids]], 0.9)
         assert torch.equal(scores[2:], torch.tensor(completion.logprobs))
         seen.append(completion.logprobs)
+        packing.append(engine.statistics.packing_seconds)
         with torch.no_grad():
             model.layers[1].mlp.up_proj.weight.mul_(3)
         engine.weights_changed(version)
-    assert seen[0] != seen[1]
+    assert seen[0] != seen[1] and packing[0] < packing[1] < packing[2]
 
 
 @pytest.mark.parametrize("precision", [*PARAMETERS, pytest.param(Precision("float8"), id="float8")])

@@ -27,7 +27,8 @@ IDLE_SECONDS = 0.02
 def engine_metrics(new: Mapping[str, float], elapsed: float) -> dict[str, float]:
     """Metrics of an engine whose `Statistics` have grown by `new` in `elapsed` seconds.
 
-    `busy`: fraction of the time spent sampling. `tokens_per_second`: per second spent sampling.
+    `busy`: fraction of the time spent sampling. `tokens_per_second`: per second spent sampling. `packing_seconds`: of
+    these, spent packing or quantizing weights that had changed.
     `prompt_tokens`: computed; `prompt_tokens_reused`: cache hits. `seconds_saved`: by drafts.
     `queue_seconds`, `prefill_seconds`, `decode_seconds`, `token_seconds`: means over finished samples, if there are
     any.
@@ -36,6 +37,7 @@ def engine_metrics(new: Mapping[str, float], elapsed: float) -> dict[str, float]
     metrics = {
         "busy": min(1.0, seconds / elapsed),
         "tokens_per_second": new["tokens_sampled"] / seconds if seconds else 0.0,
+        "packing_seconds": new["packing_seconds"],
         "prompt_tokens": new["prompt_tokens_computed"],
         "prompt_tokens_reused": new["prompt_tokens_reused"],
         "preemptions": new["preemptions"],
