@@ -26,6 +26,12 @@ def mixture(family, linear, keep=("lm_head",), dtype="float32", **changes):
     return build_model(shape, dtype, seed=1)
 
 
+def mixture_in(family, linear, **changes):
+    """With no layer in the model's dtype but the head, and of latent attention those whose width is no multiple."""
+    narrow = ("*.self_attn.*",) if (family, linear) == ("deepseek_v3", "int4_128") else ()
+    return mixture(family, linear, (*narrow, "lm_head"), **changes)
+
+
 def formats(model):
     return {name: each.format for name, each in formatted_weights(model)}
 
@@ -75,7 +81,7 @@ CASES = [
 
 @pytest.mark.parametrize(("family", "linear"), CASES)
 def test_trainer_and_generator_of_a_mixture_agree_under_a_mixed_load(family, linear):
-    model = mixture(family, linear, dtype="bfloat16" if linear == "int4" else "float32")
+    model = mixture_in(family, linear, dtype="bfloat16" if linear == "int4" else "float32")
     assert set(experts(model).values()) == {linear}
     parity, load = check_parity(model, tokens=64)
     assert (parity.tokens_checked >= 64, parity.tokens_different) == (True, 0)
@@ -85,7 +91,7 @@ def test_trainer_and_generator_of_a_mixture_agree_under_a_mixed_load(family, lin
 @pytest.mark.parametrize(("family", "linear"), CASES)
 def test_recorded_steps_follow_quantized_experts(family, linear):
     """Lone prompts, long enough for steps to be recorded; then other weights, in the same memory."""
-    model = mixture(family, linear)
+    model = mixture_in(family, linear)
     engine, params = Engine(model), SamplingParams(max_tokens=30, temperature=0.9, seed=1, ignore_eos=True)
     seen = []
     for version in range(2):
@@ -101,7 +107,7 @@ def test_recorded_steps_follow_quantized_experts(family, linear):
 
 @pytest.mark.parametrize(("family", "linear"), CASES)
 def test_training_lowers_the_loss_of_a_mixture(family, linear):
-    model = mixture(family, linear, num_layers=2)
+    model = mixture_in(family, linear, num_layers=2)
     trainer = Trainer(model, TrainConfig(learning_rate=1e-2, warmup_steps=0, schedule="constant"), 10)
     losses = [trainer.step([pack(ROWS)], NextTokenLoss(30))["loss"] for _ in range(10)]
     assert losses[-1] < 0.5 * losses[0]
