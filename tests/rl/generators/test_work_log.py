@@ -59,7 +59,8 @@ def test_queue_prefill_and_decode_are_means_since_the_last_time(clock):
     found = log.metrics({"one": before}, {"one": 5})
     expected = {
         "busy": 0.5, "tokens_per_second": 4, "packing_seconds": 0.5, "held": 5, "queue_seconds": 2 + 3,
-        "prefill_seconds": 0.5, "decode_seconds": 3, "token_seconds": 0.5, "first_token_seconds": 4, "weights_seconds": 0,
+        "prefill_seconds": 0.5, "decode_seconds": 3, "token_seconds": 0.5, "first_token_seconds": 4,
+        "weights_seconds": 0,
     }  # fmt: skip
     assert {name: found[f"generators/one/{name}"] for name in expected} == expected
     clock.now += 10
