@@ -13,7 +13,6 @@ from lockstep.errors import UserError
 from lockstep.model import Decoder, ModelConfig
 from lockstep.model.layers import projections
 from lockstep.ops import NONE
-from lockstep.parallel.placements import COLUMNS, parameter_placement
 from lockstep.precision import FLOAT8, MULTIPLES
 
 FEATURES = {"intermediate_size": "features of the feed-forward"}
@@ -34,6 +33,9 @@ def _precision_problems(shape: ModelConfig, tensor: int, setting: str) -> Iterat
     linear = shape.precision.linear
     if tensor == 1 or linear == NONE:
         return
+    # Imported here, since one process does not shard.
+    from lockstep.parallel.placements import COLUMNS, parameter_placement
+
     if linear == FLOAT8:
         yield (
             f"precision.linear {linear} does not work with {setting} {tensor}, whose ranks would each have a scale of "
