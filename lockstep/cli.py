@@ -346,8 +346,8 @@ def convert(arguments: list[str]) -> int:
     options = parse_options(ConvertOptions, arguments, "convert", positional=True)
     from lockstep.checkpoint.convert import convert as run
 
-    source, precision = _model_folder(options.source), options.precision.of_folder()
-    run(source, options.target, options.dtype, merge=options.merge, precision=precision)
+    source = _model_folder(options.source)
+    run(source, options.target, options.dtype, merge=options.merge, precision=options.precision)
     print(f"model: {options.target}")
     return 0
 

@@ -16,6 +16,7 @@ from torch import Tensor
 
 from lockstep.checkpoint.manifest import MANIFEST, damage_of_model
 from lockstep.checkpoint.safetensors_file import MAX_FILE_BYTES, bytes_of, file_name, header, split_files
+from lockstep.config import PrecisionConfig
 from lockstep.data import load_tokenizer, with_ends
 from lockstep.data.chat import load_chat_template
 from lockstep.data.tokenizer import tokenizer_folder
@@ -45,7 +46,7 @@ from lockstep.model.layers import projections
 from lockstep.model.stored import HEAD, hugging_face_name, is_adapter, is_float32
 from lockstep.model.stored_tensor import StoredTensor
 from lockstep.model.write_compressed_tensors import Form, form_of, quantization_config, quantized_parts
-from lockstep.precision import NONE, Precision
+from lockstep.precision import NONE
 
 TOKENIZER_FILES = (
     "tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json", "chat_template.jinja",
@@ -70,17 +71,17 @@ def convert(
     dtype: str = "auto",
     max_file_bytes: int = MAX_FILE_BYTES,
     merge: bool = False,
-    precision: Precision | None = None,
+    precision: PrecisionConfig | None = None,
 ) -> None:
     """Writes the model in `source` as a Hugging Face folder, in `dtype` (auto: unchanged), in files of limited size.
 
     `source` is a Hugging Face folder, which includes a run's checkpoint, a GGUF file, or one of Meta's folders with
     `params.json` and `consolidated.*.pth`. `merge`: it is an adapter, and the target gets the base's weights plus the
     adapter's updates, W + scaling · B A, computed in float32 and rounded once to `dtype`; so the merged model's
-    log-probabilities equal those of base and adapter up to rounding, not bit for bit. `precision`: what the target's
-    linear layers are stored in, quantized from bfloat16, and computed in when it is opened; None: not quantized, and
-    computed in what the source is. Only one tensor is in memory at a time. Raises UserError, naming file and tensor,
-    for an incomplete source or a target that is not empty; the target is renamed to its final name when it is complete.
+    log-probabilities equal those of base and adapter up to rounding, not bit for bit. `precision`: what the target
+    computes in when it is opened; its `linear`, unless auto, is also what the linear layers are stored in, quantized
+    from bfloat16. Only one tensor is in memory at a time. Raises UserError, naming file and tensor, for an incomplete
+    source or a target that is not empty; the target is renamed to its final name when it is complete.
     """
     source, target = Path(source), Path(target)
     if not is_local(source):
@@ -102,7 +103,7 @@ def convert(
     if kind not in (torch.bfloat16, torch.float32):
         raise UserError(f"{source}: its dtype is {name_of(kind)}; give --dtype bfloat16 or float32")
     if precision is not None:
-        weights = _quantized(weights, precision)
+        weights = _in_precision(weights, precision)
         if weights.forms and kind != torch.bfloat16:
             raise UserError(
                 f"{source}: would be written from weights in {name_of(kind)}, but only those in bfloat16 have the same "
@@ -223,9 +224,11 @@ def _check(source: Path, weights: Weights) -> None:
         raise UserError(f"{source}: tensor {unknown[0]} is not part of this model; check its configuration")
 
 
-def _quantized(weights: Weights, precision: Precision) -> Weights:
+def _in_precision(weights: Weights, precision: PrecisionConfig) -> Weights:
     """With the form of each weight that the precision does not keep. Raises UserError for one that it cannot have."""
-    config = replace(weights.config, precision=precision)
+    config = replace(weights.config, precision=precision.of_model(weights.config.precision, compared=False))
+    if precision.linear == "auto":
+        return replace(weights, config=config)
     model = Decoder(config, torch.float32, "meta")
     formats = {hugging_face_name(f"{name}.weight"): layer.precision for name, layer in projections(model)}
     formats |= {HEAD: model.head_format} if HEAD in weights.tensors else {}  # else it is the embedding, which stays

@@ -6,7 +6,7 @@ from dataclasses import dataclass, replace
 from typing import Literal
 
 from lockstep.errors import UserError
-from lockstep.precision import FLOAT8, KEEP, MODELS_DTYPE, NONE, Precision
+from lockstep.precision import FLOAT8, KEEP, MODELS_DTYPE, Precision
 
 
 @dataclass
@@ -27,21 +27,24 @@ class PrecisionConfig:
     """What keys and values are rounded to, and the generator's cache stores: `int8`, with a power of two as the scale
     per token and head; `none`: the model's dtype; auto: as the model was trained."""
 
-    def of_folder(self) -> Precision | None:
-        """The precision of a folder that is written; None: that of the model, whose weights are not quantized."""
-        cache = NONE if self.cache == "auto" else self.cache
-        return None if self.linear == "auto" else Precision(self.linear, tuple(self.keep), cache)
-
     def of_model(self, trained: Precision, compared: bool) -> Precision:
         """The precision of a model that was trained in `trained`.
 
         compared: log-probabilities of rows are compared with those of other batches, as in reinforcement. Raises
-        UserError if they would differ.
+        UserError if they would differ, and for layers to keep from no precision.
         """
+        if self.linear == "auto" and tuple(self.keep) != KEEP:
+            raise UserError(
+                "precision.keep lists layers that precision.linear leaves in the model's dtype; give precision.linear "
+                "too"
+            )
         if self.linear == FLOAT8 and compared:
             raise UserError(
                 "precision.linear float8 has one scale for all rows of a micro-batch, so log-probabilities would "
                 "depend on it; it is for pretrain and sft: use float8_rowwise or mxfp8"
             )
-        chosen = self.of_folder() or (MODELS_DTYPE if trained.linear == FLOAT8 and compared else trained)
+        if self.linear != "auto":
+            chosen = Precision(self.linear, tuple(self.keep))
+        else:
+            chosen = MODELS_DTYPE if trained.linear == FLOAT8 and compared else trained
         return replace(chosen, cache=trained.cache if self.cache == "auto" else self.cache)

@@ -223,8 +223,10 @@ class _LogProbSum(torch.autograd.Function):
             grad = logits_gradient(logits, targets[rows], ones[rows], normalizers, ones[rows] * weight)
             grad_hidden[rows] = hidden_gradient(grad, rounded_head, bounds)
             if head.requires_grad:
-                of_slice = weight_gradient(grad, format.rounded_rows(hidden[rows]))
-                grad_head = added_slice(grad_head, of_slice, len(slices))
+                # Not named: the last slice's is not held while the gradient is rounded.
+                grad_head = added_slice(
+                    grad_head, weight_gradient(grad, format.rounded_rows(hidden[rows])), len(slices)
+                )
         if head.requires_grad:
             grad_head = torch.zeros_like(head) if grad_head is None else grad_head.to(head.dtype)
         ctx.save_for_backward(grad_hidden, grad_head)

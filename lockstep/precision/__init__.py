@@ -56,19 +56,26 @@ class Precision:
     def table(self, widths: Mapping[str, int], num_layers: int) -> dict[str, str]:
         """The format of each layer, by name. widths: of the rows that each layer multiplies.
 
-        Raises UserError for a layer that cannot have the format, and for a pattern of `keep` that matches none.
+        Raises UserError for a layer that cannot have the format, for a pattern of `keep` that matches none, and if no
+        layer has the format.
         """
         names = {name: _names(name, num_layers) for name in widths}
         for pattern in self.keep:
             if pattern not in (*KEEP, NONE) and not any(_match(of_layer, pattern) for of_layer in names.values()):
                 raise UserError(
-                    f'precision.keep: no layer matches "{pattern}".{closest(pattern, widths)} Layers are named like '
+                    f'precision.keep: no layer matches "{pattern}".{_likely(pattern, widths)} Layers are named like '
                     f"{next(iter(widths))}"
                 )
-        return {
+        table = {
             name: NONE if any(_match(names[name], pattern) for pattern in self.keep) else self._of(name, width)
             for name, width in widths.items()
         }
+        if self.linear != NONE and {*table.values()} == {NONE}:
+            raise UserError(
+                f"precision.keep {' '.join(self.keep)} keeps all layers of this model, so none is in {self.linear}; "
+                f"keep fewer, such as {HEAD} alone, or use precision.linear {NONE}"
+            )
+        return table
 
     def _of(self, name: str, width: int) -> str:
         if self.linear == FLOAT8 and EXPERTS in name:  # as in torchao, which has no such grouped product
@@ -90,6 +97,16 @@ def _names(name: str, num_layers: int) -> set[str]:
     """A layer's name, and those by which it is the first or the last one's."""
     last = f"layers.{num_layers - 1}."
     return {name, name.replace("layers.0.", "layers.first."), name.replace(last, "layers.last.")}
+
+
+def _likely(pattern: str, names: Mapping[str, int]) -> str:
+    """What a pattern that matches no layer probably means: a name's end, a name in the folder, or several patterns."""
+    if any(fnmatchcase(name, each) for each in pattern.split(",") for name in names) and "," in pattern:
+        return " Separate patterns by spaces."
+    for likely in (f"*.{pattern}", pattern.removeprefix("model.")):
+        if any(fnmatchcase(name, likely) for name in names):
+            return f' Did you mean "{likely}"?'
+    return closest(pattern, names)
 
 
 def _match(names: set[str], pattern: str) -> bool:

@@ -39,7 +39,7 @@ HEADLESS = ("float8_rowwise", "float8_rowwise_gw_hp", "mxfp8", "mxfp8_floor")
 
 
 def all_kept_but_the_last(linear):
-    return Precision(linear, ("layers.last.*", *(["lm_head"] if linear in HEADLESS else [])))
+    return PrecisionConfig(linear, ("layers.last.*", *(["lm_head"] if linear in HEADLESS else [])))
 
 
 def test_every_format_without_a_scale_for_all_rows_is_written():
@@ -123,7 +123,7 @@ def test_a_folder_has_the_rounded_weights_and_the_log_probabilities_of_its_sourc
     assert len(list(two.glob("model-*.safetensors"))) > 2
     precision = all_kept_but_the_last(linear)
     source, model = load_model(one), load_model(two)
-    assert model.config == replace(source.config, precision=precision)
+    assert model.config == replace(source.config, precision=Precision(precision.linear, tuple(precision.keep)))
     formats = {f"{name}.weight": layer.precision for name, layer in projections(model)} | {
         "lm_head.weight": model.head_format
     }
@@ -139,7 +139,7 @@ def test_a_folder_has_the_rounded_weights_and_the_log_probabilities_of_its_sourc
 
 
 def test_files_have_no_more_bytes_than_the_codes_and_scales(tmp_path):
-    _, two = written(tmp_path, "int4", precision=Precision("int4", ("lm_head",)))
+    _, two = written(tmp_path, "int4", precision=PrecisionConfig("int4", ("lm_head",)))
     stored = load_file(two / "model.safetensors")
     for name, layer in projections(load_model(two)):
         parts = [part for key, part in stored.items() if key.startswith(f"model.{name}.weight")]
@@ -150,7 +150,7 @@ def test_files_have_no_more_bytes_than_the_codes_and_scales(tmp_path):
 def test_every_tensor_of_a_file_is_aligned(tmp_path):
     shape = replace(preset("llama3:micro", 99), dim=34, intermediate_size=33)  # codes of 2 modulo 4 bytes
     save_model(build_model(shape, "bfloat16", seed=0), tmp_path / "one")
-    convert(tmp_path / "one", tmp_path / "two", precision=Precision("int8", ()))
+    convert(tmp_path / "one", tmp_path / "two", precision=PrecisionConfig("int8", ()))
     data = (tmp_path / "two" / "model.safetensors").read_bytes()
     length = int.from_bytes(data[:8], "little")
     header = json.loads(data[8 : 8 + length])
@@ -172,7 +172,7 @@ def matrices(folder):
 
 
 def test_layers_that_are_kept_are_ignored_under_their_names_in_other_packages(tmp_path):
-    _, two = written(tmp_path, "int8", precision=Precision("int8", KEEP))
+    _, two = written(tmp_path, "int8", precision=PrecisionConfig("int8", KEEP))
     quantized, others = matrices(two)
     assert {*config_of(two)["quantization_config"]["ignore"]} == others - {"model.embed_tokens"}
     assert {"lm_head", "model.layers.0.mlp.up_proj", "model.layers.3.self_attn.o_proj"} < others
@@ -180,7 +180,7 @@ def test_layers_that_are_kept_are_ignored_under_their_names_in_other_packages(tm
 
 
 def test_a_tied_head_is_ignored_even_if_it_is_computed_in_integers(tmp_path):
-    one, two = written(tmp_path, "int8", "qwen3:micro", precision=Precision("int8", ()))
+    one, two = written(tmp_path, "int8", "qwen3:micro", precision=PrecisionConfig("int8", ()))
     assert config_of(two)["quantization_config"]["ignore"] == ["lm_head"]
     assert "lm_head.weight_scale" not in load_file(two / "model.safetensors")
     models = open_model(one, precision=PrecisionConfig("int8", ())), open_model(two)
@@ -201,14 +201,14 @@ def test_experts_routers_and_latents_stay_in_bfloat16(tmp_path, family):
 
 
 def test_without_a_format_nothing_is_quantized(tmp_path):
-    trained = Precision("int8", ("lm_head",))
+    trained = Precision("int8", ("lm_head",), cache="int8")
     save_model(
         build_model(replace(preset("qwen3:micro", 100), precision=trained), "bfloat16", seed=0), tmp_path / "one"
     )
     for name, precision, expected in (
         ("auto", None, trained),
-        ("none", Precision("none"), Precision()),
-        ("all kept", Precision("int8", ("*",)), Precision("int8", ("*",))),
+        ("other cache", PrecisionConfig(cache="none"), Precision("int8", ("lm_head",))),
+        ("none", PrecisionConfig("none"), Precision(cache="int8")),
     ):
         convert(tmp_path / "one", tmp_path / name, precision=precision)
         assert load_model(tmp_path / name).config.precision == expected
@@ -237,7 +237,7 @@ def sources(folder):
 def test_quantized_folders_gguf_files_and_merged_adapters_are_quantized_from_their_bfloat16(tmp_path):
     for name, options in sources(tmp_path).items():
         convert(tmp_path / name, tmp_path / f"{name}-plain", **options)
-        convert(tmp_path / name, tmp_path / f"{name}-int4", precision=Precision("int4"), **options)
+        convert(tmp_path / name, tmp_path / f"{name}-int4", precision=PrecisionConfig("int4"), **options)
         models = [
             open_model(tmp_path / f"{name}-plain", precision=PrecisionConfig("int4")),
             open_model(tmp_path / f"{name}-int4"),

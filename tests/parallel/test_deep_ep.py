@@ -68,7 +68,7 @@ def travelled(folder, rounds):
     deep_ep.PATIENCE = timedelta(seconds=5)
     deep_ep.use_deep_ep(True)
     try:
-        return compare_random(rounds)
+        return compare_random(rounds, "none")
     except (UserError, RuntimeError) as error:
         return f"{type(error).__name__}: {error}"
 

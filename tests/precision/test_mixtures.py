@@ -55,6 +55,23 @@ def test_experts_have_names_that_patterns_match(family):
     assert {experts(mixture(family, "int8", KEEP))[f"layers.{i}.mlp.experts.down_proj"] for i in (1, 2)} == {"int8"}
 
 
+@pytest.mark.parametrize("family", ["qwen3_moe", "gpt_oss"])
+@pytest.mark.parametrize("kept", ["gate*", "down"])
+def test_each_product_of_the_experts_has_its_format(family, kept):
+    layer = mixture(family, "int4", (f"*.experts.{kept}_proj", "lm_head")).layers[1].mlp
+    x = torch.randn(20, 128, generator=torch.Generator().manual_seed(0))
+    of_down, of_others = ("none", "int4") if kept == "down" else ("int4", "none")
+    if family == "gpt_oss":
+        weights = [dict(layer.experts.named_parameters())[name] for name in ("gate_up_proj", "gate_up_proj_bias")]
+        weights += [dict(layer.experts.named_parameters())[name] for name in ("down_proj", "down_proj_bias")]
+        expected = ops.clamped_experts(x, *layer.router(x), *weights, (of_others, of_down))
+    else:
+        of_up = "int4"
+        weights = [part.weight for part in (layer.experts.gate_proj, layer.experts.up_proj, layer.experts.down_proj)]
+        expected = ops.experts(x, *layer.gate(x), *weights, layer.shared_experts, (of_others, of_up, of_down))
+    assert torch.equal(layer(x), expected)
+
+
 @pytest.mark.parametrize("family", FAMILIES)
 def test_experts_have_no_scale_of_all_rows(family):
     """As in torchao, whose float8 training with one scale per tensor converts linear layers alone."""
@@ -147,4 +164,4 @@ def test_a_dry_run_counts_what_an_engine_packs(family):
     model = mixture(family, "int4", ("layers.1.*", "lm_head"))
     engine = Engine(model)
     engine.generate([[1, 2, 3]], SamplingParams(max_tokens=2))
-    assert sum(panels.nbytes for _, panels in engine._weights._panels.values()) == _panels(model)
+    assert sum(packed.panels.nbytes for packed in engine._weights._panels.values()) == _panels(model)

@@ -73,6 +73,8 @@ def test_settings_choose_and_a_folder_remembers(tmp_path):
     # One scale for all rows: what it trained is sampled from in the model's dtype.
     assert PrecisionConfig().of_model(Precision("float8"), compared=False).linear == "float8"
     assert PrecisionConfig().of_model(Precision("float8"), compared=True).linear == "none"
+    with pytest.raises(UserError, match="precision.keep lists layers .*; give precision.linear too"):
+        PrecisionConfig(keep=("*.down_proj",)).of_model(trained, compared=False)
     with pytest.raises(UserError, match="float8 has one scale for all rows of a micro-batch.*use float8_rowwise"):
         PrecisionConfig("float8").of_model(trained, compared=True)
     save_model(model_in(trained), tmp_path)
@@ -233,6 +235,15 @@ def test_what_cannot_be_quantized_is_refused_by_name():
         UserError, match=r'no layer matches "\*.downproj". Layers are named like layers.0.self_attn.q_proj'
     ):
         model_in(Precision("int8", keep=("*.downproj",)))
+    for pattern, said in (
+        ("down_proj", r'Did you mean "\*.down_proj"'),
+        ("model.layers.1.*", r'Did you mean "layers.1.\*"'),
+        ("*.up_proj,lm_head", "Separate patterns by spaces"),
+    ):
+        with pytest.raises(UserError, match=said):
+            model_in(Precision("int8", keep=(pattern,)))
+    with pytest.raises(UserError, match="keeps all layers of this model, so none is in int8; keep fewer"):
+        model_in(Precision("int8"), num_layers=2)
     assert set(formats(model_in(Precision("int8", keep=("none",)))).values()) == {"int8"}
     with pytest.raises(UserError, match="mxfp8 has no form for the head; add lm_head to precision.keep"):
         model_in(Precision("mxfp8", keep=()))

@@ -55,12 +55,11 @@ Coding = Callable[[Tensor], Codes]
 
 
 class Recipe(NamedTuple):
-    """As `float8_products.Recipe`."""
+    """How operands are coded where `float8_products.Recipe` rounds them."""
 
     operand: Coding
     gradient: Coding
     weight_for_input: Coding
-    rounds_weight_gradient: bool = True
     capability: tuple[int, int] = (8, 9)
     """Of the oldest GPUs with instructions for it."""
 
@@ -89,7 +88,7 @@ _OPERAND, _GRADIENT = _by_tensor(torch.float8_e4m3fn), _by_tensor(torch.float8_e
 RECIPES = {
     "tensorwise": Recipe(_OPERAND, _GRADIENT, _OPERAND),
     "rowwise": Recipe(_by_row, _by_row, _by_row),
-    "rowwise_high_precision_weight_gradient": Recipe(_by_row, _by_row, _by_matrix, rounds_weight_gradient=False),
+    "rowwise_high_precision_weight_gradient": Recipe(_by_row, _by_row, _by_matrix),
     **{f"mxfp8_{scaling}": _by_blocks(scaling) for scaling in SCALINGS},
 }
 

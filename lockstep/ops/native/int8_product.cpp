@@ -14,10 +14,8 @@ static void int8_product(const T* x, int64_t x_row, const float* given, const wo
     float* scales = (float*)(codes + rows * padded);
     const bool split = may_split && rows * outputs * depth > SPLIT_WORK;
 #pragma omp parallel for schedule(static) if (split && rows * depth > OWN_WORDS)
-    for (int64_t r = 0; r < rows; r++) {
-        scales[r] = given ? given[r] : scale_of(x + r * x_row, depth);
-        encode(x + r * x_row, depth, scales[r], codes + r * padded, padded);
-    }
+    for (int64_t r = 0; r < rows; r++)
+        scales[r] = quantize(x + r * x_row, depth, codes + r * padded, padded, given ? given + r : nullptr);
     const Matrix<int8> left{codes, rows, padded, padded, 1}, right{nullptr, outputs, padded, padded, 1};
     const auto write = put(scales, weight);
     typename Best<int8, decltype(put(scales, weight))>::Product(left, right, panels, write, 1).run(split);
@@ -44,8 +42,7 @@ static void round_int8(const T* x, int64_t x_row, const float* given, T* out, in
 #pragma omp parallel for schedule(static) if (rows * depth > OWN_WORDS)
     for (int64_t r = 0; r < rows; r++) {
         int8* codes = scratch<int8>(padded, 0);
-        const float scale = given ? given[r] : scale_of(x + r * x_row, depth);
-        encode(x + r * x_row, depth, scale, codes, padded);
+        const float scale = quantize(x + r * x_row, depth, codes, padded, given ? given + r : nullptr);
         dequantize(codes, scale, out + r * depth, depth);
     }
 }

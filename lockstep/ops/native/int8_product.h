@@ -115,10 +115,10 @@ static void encode(const T* x, int64_t count, float scale, int8* codes, int64_t 
         std::memset(codes, 0, padded);
 }
 
-// The codes, with the row's own scale, which is returned.
+// The codes in units of a scale that is returned: `given`, or without it the row's own.
 template <class T>
-static float quantize(const T* x, int64_t count, int8* codes, int64_t padded) {
-    const float scale = scale_of(x, count);
+static float quantize(const T* x, int64_t count, int8* codes, int64_t padded, const float* given = nullptr) {
+    const float scale = given ? *given : scale_of(x, count);
     encode(x, count, scale, codes, padded);
     return scale;
 }
@@ -156,9 +156,7 @@ struct Int8Weight {
             for (int64_t n = 0; n < COLUMNS; n++) {
                 int8* own = codes + n * padded;
                 const int64_t output = first + std::min(n, rows - 1);
-                const float scale = given ? given[output] : scale_of(w + output * row, depth);
-                encode(w + output * row, depth, scale, own, padded);
-                scales()[first + n] = scale;
+                scales()[first + n] = quantize(w + output * row, depth, own, padded, given ? given + output : nullptr);
                 int32_t sum = 0;
                 for (int64_t k = 0; k < padded; k++) sum += own[k];
                 excess()[first + n] = sum * LEFT_OFFSET;

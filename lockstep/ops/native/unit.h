@@ -58,8 +58,8 @@ enum More { NONE, ROWS_BELOW, NEXT_COLUMNS };
 #define UNIT_MULTIPLY(sums, left, right) _tile_dpbf16ps(sums, left, right)
 #endif
 
-// Of words of T: sums of 16 rows and 32 columns (+)= left · right; and `more`, of the next 16 rows of `left`, or of the 32 columns of
-// `next`. The right factors are [step][column]. `meanwhile` runs while the unit computes.
+// Of words of T: sums of 16 rows and 32 columns (+)= left · right; and `more`, of the next 16 rows of `left`, or of the
+// 32 columns of `next`. The right factors are [step][column]. `meanwhile` runs while the unit computes.
 template <class T, More MORE, class Meanwhile>
 static void unit_product(const Rows& left, const Rows& right, const Rows& next, int64_t steps, bool begin, float* sums,
                          int64_t sums_row, float* more, const Meanwhile& meanwhile) {
