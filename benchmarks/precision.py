@@ -30,7 +30,7 @@ def losses(form: str, seed: int, steps: int, folder: Path) -> list[float]:
     command = [
         sys.executable, "-m", "lockstep", "pretrain", "--model", "qwen3:tiny", "--tokenizer", "bpe:2048", "--dtype",
         "bfloat16", "--device", "cpu", "--steps", str(steps), "--tokens-per-step", "2048", "--sequence-length", "256",
-        "--train.tokens-per-microbatch", "2048", "--train.learning-rate", "1e-3", "--seed", str(seed),
+        "--train.tokens-per-microbatch", "2048", "--train.learning-rate", "5e-4", "--seed", str(seed),
         "--precision.linear", form, "--output", str(output),
     ]  # fmt: skip
     result = subprocess.run(command, capture_output=True, text=True)
