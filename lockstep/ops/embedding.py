@@ -21,7 +21,7 @@ def embedding(
     """`weight[tokens]`, of the numbers that `weight` has in a format, a key of `FORMATS`. The gradient is that of the
     lookup, with rounding as the identity."""
     if isinstance(weight, PackedWeight):
-        return FORMATS[format].packed_rows(weight, tokens)
+        return weight.numbers(tokens)
     form = FORMS.get(type(weight))
     rows: Tensor = plain_embedding(tokens, weight) if form is None else form.embedding(tokens, weight)
     return rows if format == NONE else _Rounded.apply(rows, format)

@@ -17,7 +17,7 @@ from lockstep.ops.grouped_linear import grouped_linear
 from lockstep.ops.integer_grouped import integer_grouped_linear
 from lockstep.ops.integer_linear import int4_linear, int4_sums, int8_linear, int8_sums, rounded_rows, rounded_weight
 from lockstep.ops.linear import linear, product_sums
-from lockstep.ops.packed_weights import Layout, PackedWeight
+from lockstep.ops.packed_weights import Layout
 
 
 class SharedScales(NamedTuple):
@@ -48,11 +48,6 @@ class Format(NamedTuple):
     """None: a part of a row has scales of its own, and the whole row the same."""
     gradients: Callable[..., tuple[Tensor | None, Tensor | None]] | None = None
     """Of `linear`, from its result's gradient, its arguments, and which are needed; None: of the rounded factors."""
-
-    def packed_rows(self, weight: PackedWeight, rows: Tensor) -> Tensor:
-        """Rows of the numbers that a packed weight's integers stand for."""
-        assert self.layout is not None
-        return integer_linear.packed_rows(weight, self.layout, rows)
 
 
 def _int4(group: int) -> Format:

@@ -24,7 +24,7 @@ import math
 from typing import Any
 
 import torch
-from jaxtyping import Float, Float32, Int, Int32, Num
+from jaxtyping import Float, Float32, Int32, Num
 from torch import Tensor
 
 from lockstep.ops import native, plain
@@ -33,7 +33,6 @@ from lockstep.ops.linear import gradient_chunks, input_gradient, token_weight_gr
 from lockstep.ops.opaque import Operator
 from lockstep.ops.packed_weights import Layout, PackedWeight, integer_panels
 from lockstep.ops.saved_outputs import saved_output
-from lockstep.ops.step_graph import unrecorded
 
 
 def layout_of(group: int) -> Layout:
@@ -132,9 +131,7 @@ def rounded_weight(
     """The numbers that a weight's codes represent, in its dtype: 8-bit ones, or with a group 4-bit ones; for `scales`,
     see `rounded_rows`."""
     if isinstance(weight, PackedWeight):
-        out, outputs = torch.empty(weight.shape, dtype=weight.dtype), weight.shape[-2]
-        layout_of(group).unpack(weight.panels, torch.arange(outputs), out, outputs)
-        return out
+        return weight.numbers()
     if not group:
         return rounded_rows(weight.flatten(0, -2), scales=scales).view_as(weight)
     if not native.usable(weight):
@@ -142,20 +139,6 @@ def rounded_weight(
         return (codes * scales).to(weight.dtype).view_as(weight)
     out = weight.new_empty(weight.shape)
     native.call("round_int4", weight.dtype, weight.contiguous(), out, weight.numel() // group, group)
-    return out
-
-
-def packed_rows(weight: PackedWeight, layout: Layout, rows: Int[Tensor, "rows"]) -> Float[Tensor, "rows in"]:
-    """Rows of the numbers that the integers of `weight`, which was packed in this layout, represent, in its dtype.
-
-    Raises IndexError for a row that the weight does not have.
-    """
-    if not native.is_pretending():
-        with unrecorded():
-            if len(rows) and not 0 <= int(rows.min()) <= int(rows.max()) < weight.shape[0]:
-                raise IndexError(f"row {int(rows.max())} or {int(rows.min())} of a weight with {weight.shape[0]} rows")
-    out = torch.empty(len(rows), weight.shape[1], dtype=weight.dtype)
-    layout.unpack(weight.panels, rows, out, weight.shape[0])
     return out
 
 

@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 import torch
+from jaxtyping import Float, Int
 from torch import Tensor, nn
 
 from lockstep.ops import cuda, native
@@ -42,7 +43,7 @@ class Layout(NamedTuple):
 
     def on_gpu(self, weight: Tensor) -> bool:
         """Whether the panels are those of the GPU's products."""
-        return bool(self.bits) and self.group in GROUPS_ON_GPU and cuda.usable(weight)
+        return bool(self.bits) and self.group in GROUPS_ON_GPU and weight.ndim == 2 and cuda.usable(weight)
 
     def words(self, weight: Tensor) -> int:
         """The size of the panels in words of 4 bytes: of a matrix, or of stacked ones, one after the other."""
@@ -222,6 +223,8 @@ class PackedWeight(nn.Parameter):
     """A frozen weight of which only the panels of its integers are in memory: it has a shape and a dtype, no values."""
 
     panels: Tensor
+    packing: Layout
+    """How they are laid out."""
 
     @property
     def nbytes(self) -> int:  # type: ignore[override]  # torch declares it as an attribute, but computes it
@@ -231,9 +234,25 @@ class PackedWeight(nn.Parameter):
     @classmethod
     def of(cls, weight: Tensor, layout: Layout) -> PackedWeight:
         packed = cls(torch.empty_like(weight, device="meta"), requires_grad=False)
-        packed.panels = torch.empty(layout.words(weight), dtype=torch.int32)
+        packed.panels, packed.packing = torch.empty(layout.words(weight), dtype=torch.int32), layout
         layout.pack(weight.detach(), packed.panels)
         return packed
+
+    def numbers(self, rows: Int[Tensor, "rows"] | None = None) -> Float[Tensor, "*groups outputs in"]:
+        """What the integers stand for, in the weight's dtype: all of it, or these rows of a matrix.
+
+        Raises IndexError for a row that it does not have.
+        """
+        *stacked, outputs, depth = self.shape
+        if rows is None:
+            rows = torch.arange(outputs)
+        elif not native.is_pretending():
+            with unrecorded():
+                if len(rows) and not 0 <= int(rows.min()) <= int(rows.max()) < outputs:
+                    raise IndexError(f"row {int(rows.max())} or {int(rows.min())} of a weight with {outputs} rows")
+        out = torch.empty(*stacked, len(rows), depth, dtype=self.dtype)
+        self.packing.unpack(self.panels, rows, out, outputs)
+        return out
 
 
 def integer_panels(weight: Tensor, layout: Layout, scales: Tensor | None = None) -> Tensor:
