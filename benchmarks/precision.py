@@ -73,7 +73,7 @@ def main() -> None:
     options = parser.parse_args()
     curves: dict[str, list[float]] = {}
     finals: dict[str, list[float]] = {}
-    print(f"| precision | loss of the last {AVERAGED} of {options.steps} steps, by seed | against bfloat16 |")
+    print(f"| precision | loss of the last {AVERAGED} of {options.steps} steps, by seed | largest difference |")
     print("| --- | --- | --- |")
     with tempfile.TemporaryDirectory() as folder:
         for form in dict.fromkeys([NONE, *options.precisions]):
