@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from threading import Lock
 from typing import Any
 
 import torch
@@ -21,8 +22,9 @@ all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_te
 reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
 
 
-# A global, not a context variable: compiled halves are guarded on it, and exchanges run in one thread.
-_whole = False
+# A global, not a context variable: compiled halves are guarded on it, and exchanges run in one thread. Engines of
+# several threads enter it, and leave it in any order.
+_whole, _inside, _entering = False, 0, Lock()
 
 
 @contextmanager
@@ -31,12 +33,15 @@ def whole_rows() -> Iterator[None]:
 
     The bits are the same. Only without gradients.
     """
-    global _whole
-    before, _whole = _whole, True
+    global _whole, _inside
+    with _entering:
+        _inside, _whole = _inside + 1, True
     try:
         yield
     finally:
-        _whole = before
+        with _entering:
+            _inside -= 1
+            _whole = _inside > 0
 
 
 def rows_are_whole() -> bool:
