@@ -44,6 +44,17 @@ def whole_rows() -> Iterator[None]:
             _whole = _inside > 0
 
 
+@contextmanager
+def divided_rows() -> Iterator[None]:
+    """Within this context, as outside of `whole_rows`, whatever engines of other threads have entered."""
+    global _whole
+    _whole = False
+    try:
+        yield
+    finally:
+        _whole = _inside > 0
+
+
 def rows_are_whole() -> bool:
     return _whole
 

@@ -38,7 +38,7 @@ from lockstep.model.shard import local_values
 from lockstep.observe.collectives import CollectiveLog, Traffic
 from lockstep.ops.native import pretending
 from lockstep.parallel import Pipeline, World, close_world, parallel_model
-from lockstep.parallel.exchange import is_no_subtree
+from lockstep.parallel.exchange import divided_rows, is_no_subtree
 from lockstep.parallel.world import simulated_world
 from lockstep.train.context import shard_row
 from lockstep.train.dry_run_pipeline import PipelineStep, simulated_ranks
@@ -222,7 +222,8 @@ def simulated_step(
         for name in ("tokens", "positions", "predictors", "targets", "counts"):
             setattr(row, name, fake.from_tensor(getattr(row, name)))
         existing = [local_values(tensor) for tensor in [*model.parameters(), *optimizer.state_tensors().values()]]
-        with CollectiveLog(world.group_names) as log, LiveMemory(existing) as live, whole_shapes_uncounted():
+        counting = CollectiveLog(world.group_names), LiveMemory(existing)
+        with counting[0] as log, counting[1] as live, whole_shapes_uncounted(), divided_rows():
             passed = _pass(trainer, row, loss, share, log)
             optimizer.update(config.train.learning_rate, 0.0)
         memory = _memory(trainer, share, live.peak)
