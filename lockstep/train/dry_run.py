@@ -222,8 +222,12 @@ def simulated_step(
         for name in ("tokens", "positions", "predictors", "targets", "counts"):
             setattr(row, name, fake.from_tensor(getattr(row, name)))
         existing = [local_values(tensor) for tensor in [*model.parameters(), *optimizer.state_tensors().values()]]
-        counting = CollectiveLog(world.group_names), LiveMemory(existing)
-        with counting[0] as log, counting[1] as live, whole_shapes_uncounted(), divided_rows():
+        with (
+            CollectiveLog(world.group_names) as log,
+            LiveMemory(existing) as live,
+            whole_shapes_uncounted(),
+            divided_rows(),
+        ):
             passed = _pass(trainer, row, loss, share, log)
             optimizer.update(config.train.learning_rate, 0.0)
         memory = _memory(trainer, share, live.peak)
