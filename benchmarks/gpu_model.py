@@ -51,7 +51,7 @@ def decode() -> Iterator[Row]:
     yield from decode_rates(model, "0.6B", "full", (1, 32, 256), at_least=0.6)
     yield from decode_rates(model, "0.6B", "none", (32,))
     del model
-    large = ModelConfig(family="qwen3", vocab_size=151936, qk_norm=True, tie_embeddings=False, **QWEN3_8B)  # type: ignore[arg-type]
+    large = ModelConfig(family="qwen3", vocab_size=151936, qk_norm="head", tie_embeddings=False, **QWEN3_8B)  # type: ignore[arg-type]
     yield from decode_rates(random_model(large), "8B", "full", (1, 32, 256), at_least=0.6)
 
 

@@ -55,7 +55,7 @@ def shape(size: str) -> Any:
         return preset("qwen3:0.6b")
     return ModelConfig(
         "qwen3", 32000, dim=768, num_layers=12, num_heads=12, num_kv_heads=4, head_dim=64, intermediate_size=2048,
-        qk_norm=True,
+        qk_norm="head",
     )  # fmt: skip
 
 

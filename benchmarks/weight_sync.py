@@ -68,7 +68,7 @@ def measure(size: str, layout: str) -> dict[str, float]:
     keep_freed_memory()  # as a run's trainer does
     parallel = ParallelConfig(**LAYOUTS[layout])
     world = open_world(parallel, "cpu")
-    shape = ModelConfig("qwen3", qk_norm=True, tie_embeddings=True, **SIZES[size])  # type: ignore[arg-type]
+    shape = ModelConfig("qwen3", qk_norm="head", tie_embeddings=True, **SIZES[size])  # type: ignore[arg-type]
     fill = partial(initialize, seed=0)
     trained = parallel_model(shape, torch.bfloat16, world, parallel, CompileConfig(), fill)
     generator = generator_model(shape, torch.bfloat16, world, parallel, fill)
@@ -150,7 +150,7 @@ def load_all(size: str) -> None:
 def _model(size: str) -> Any:
     from lockstep.model import ModelConfig, build_model
 
-    return build_model(ModelConfig("qwen3", qk_norm=True, tie_embeddings=True, **SIZES[size]), dtype="bfloat16")  # type: ignore[arg-type]
+    return build_model(ModelConfig("qwen3", qk_norm="head", tie_embeddings=True, **SIZES[size]), dtype="bfloat16")  # type: ignore[arg-type]
 
 
 def _copy_seconds(parts: list[Any]) -> float:
@@ -217,7 +217,7 @@ def share_of_step(way: str, steps: int) -> dict[str, float]:
 
     with tempfile.TemporaryDirectory() as scratch:
         # Nothing ends a completion, so that all steps are of one size.
-        shape = ModelConfig("qwen3", qk_norm=True, tie_embeddings=True, **SIZES["110M"])  # type: ignore[arg-type]
+        shape = ModelConfig("qwen3", qk_norm="head", tie_embeddings=True, **SIZES["110M"])  # type: ignore[arg-type]
         save_model(build_model(shape, dtype="bfloat16"), f"{scratch}/model")
         named_tokenizer("byte", ()).save(Path(f"{scratch}/model"))
         (Path(scratch) / "task.py").write_text(TASK)

@@ -174,8 +174,8 @@ def _hugging_face(source: Path) -> Weights:
     check_tensors(model, source, stored)
     tensors: dict[str, tuple[torch.Size, Callable[[], Tensor]]] = {}
     for name, parameter in model.named_parameters():
-        read = read_as(name, parameter.shape, stored, config.tie_embeddings)
-        for part in stored_as(name, parameter.shape):
+        read = read_as(name, parameter.shape, stored, config)
+        for part in stored_as(name, parameter.shape, config):
             place = tuple(slice(0, size) for size in parameter.shape)
             if part.expert is not None:  # which the files may have stacked
                 place = slice(part.expert, part.expert + 1), *place[1:]
@@ -195,9 +195,10 @@ def _merged(weights: Weights) -> Weights:
     assert lora is not None
     tensors = {name: entry for name, entry in weights.tensors.items() if not is_adapter(name)}
     for module in lora.modules:
-        name = hugging_face_name(f"{module}.weight")
+        name = hugging_face_name(f"{module}.weight", weights.config)
         shape, base = tensors[name]
-        a, b = (weights.tensors[hugging_face_name(f"{module}.lora_{side}.weight")][1] for side in "AB")
+        sides = (hugging_face_name(f"{module}.lora_{side}.weight", weights.config) for side in "AB")
+        a, b = (weights.tensors[side][1] for side in sides)
         tensors[name] = shape, partial(_updated, base, a, b, lora.scaling)
     return Weights(replace(weights.config, lora=None), weights.dtype, tensors)
 
@@ -212,7 +213,7 @@ def _check(source: Path, weights: Weights) -> None:
     wanted = {
         part.name: torch.Size(part.shape_for(parameter.shape))
         for name, parameter in model.named_parameters()
-        for part in stored_as(name, parameter.shape)
+        for part in stored_as(name, parameter.shape, weights.config)
     }
     for name, shape in wanted.items():
         if name not in weights.tensors:
@@ -230,7 +231,7 @@ def _in_precision(weights: Weights, precision: PrecisionConfig) -> Weights:
     if precision.linear == "auto":
         return replace(weights, config=config)
     model = Decoder(config, torch.float32, "meta")
-    formats = {hugging_face_name(f"{name}.weight"): layer.precision for name, layer in projections(model)}
+    formats = {hugging_face_name(f"{name}.weight", config): layer.precision for name, layer in projections(model)}
     formats |= {HEAD: model.head_format} if HEAD in weights.tensors else {}  # else it is the embedding, which stays
     forms = {name: form_of(format, config.family) for name, format in formats.items() if format != NONE}
     return replace(weights, config=config, forms=forms)

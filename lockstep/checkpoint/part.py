@@ -8,6 +8,7 @@ from collections.abc import Mapping
 import torch
 from torch import Tensor
 
+from lockstep.model import ModelConfig
 from lockstep.model.shard import local_part
 from lockstep.model.stored import stored_as
 
@@ -26,11 +27,11 @@ class Part:
         return cls(local, place, tensor.shape)
 
     @classmethod
-    def stored(cls, name: str, tensor: Tensor) -> dict[str, Part]:
+    def stored(cls, name: str, tensor: Tensor, config: ModelConfig) -> dict[str, Part]:
         """This rank's parts of the tensors that store parameter `name`, with these values, in a model's files."""
         whole = cls.of(tensor)
         parts = {}
-        for stored in stored_as(name, tensor.shape):
+        for stored in stored_as(name, tensor.shape, config):
             shape = torch.Size(stored.shape_for(tensor.shape))
             if stored.expert is None:
                 parts[stored.name] = cls(stored.of(whole.local), stored.place(whole.place), shape)

@@ -18,7 +18,7 @@ from lockstep.checkpoint.part import Part
 from lockstep.checkpoint.random_state import random_state, set_random_state
 from lockstep.checkpoint.storage import StoredTensor
 from lockstep.errors import UserError
-from lockstep.model import TrainableModel
+from lockstep.model import ModelConfig, TrainableModel
 from lockstep.model.stored import adapter_name, is_float32, is_saved_with_adapter, is_score_head
 
 STEMS = {"model": "model", "adapter": "adapter_model", "trainer": "trainer/optimizer", "random": "trainer/random"}
@@ -43,7 +43,7 @@ def tensors_to_save(
     tensors = {
         f"{group}/{stored}": (part, torch.float32 if is_float32(name) else dtype)
         for name, parameter, group in _saved(model)
-        for stored, part in _stored(name, masters.get(name, parameter), group).items()
+        for stored, part in _stored(name, masters.get(name, parameter), group, model.config).items()
     }
     if model_only:
         return tensors
@@ -63,11 +63,11 @@ def _saved(model: TrainableModel) -> Iterator[tuple[str, Tensor, str]]:
             yield name, parameter, group
 
 
-def _stored(name: str, tensor: Tensor, group: str) -> dict[str, Part]:
+def _stored(name: str, tensor: Tensor, group: str, config: ModelConfig) -> dict[str, Part]:
     """`Part.stored`; a score head of an adapter has its name in the adapter's file."""
     if group == "adapter" and is_score_head(name):
-        return {adapter_name(name): Part.of(tensor)}
-    return Part.stored(name, tensor)
+        return {adapter_name(name, config): Part.of(tensor)}
+    return Part.stored(name, tensor, config)
 
 
 def parts_to_load(
@@ -86,7 +86,7 @@ def parts_to_load(
         target = masters.get(name, parameter).detach()
         targets = {f"trainer/master.{name}": Part.of(target)}
         if name not in masters or targets.keys() - stored.keys():
-            targets = {f"{group}/{saved}": part for saved, part in _stored(name, target, group).items()}
+            targets = {f"{group}/{saved}": part for saved, part in _stored(name, target, group, model.config).items()}
         for saved, part in targets.items():
             if saved not in stored or stored[saved].shape != part.shape:
                 shape = list(stored[saved].shape) if saved in stored else []

@@ -23,10 +23,10 @@ def parse_options(kind: type, arguments: list[str], command: str, default: Any =
     import tyro
 
     from lockstep.commands.option_names import refuse_other_names
-    from lockstep.commands.short_help import BASE_HELP, OF_ADAPTERS, SHORT, print_short_help
+    from lockstep.commands.short_help import OF_MODELS, READS_MODELS, SHORT, print_short_help
 
-    if command in OF_ADAPTERS:
-        arguments = without_base(arguments)
+    if command in READS_MODELS:
+        arguments = without_environment(arguments)
     refuse_other_names(kind, arguments, positional)
     if "--help-all" in arguments:
         arguments = ["--help"]
@@ -34,8 +34,9 @@ def parse_options(kind: type, arguments: list[str], command: str, default: Any =
         print_short_help(kind, command, default)
         sys.exit(0)
     keywords: dict[str, Any] = {} if default is None else {"default": default}
-    if command in OF_ADAPTERS:
-        keywords["description"] = f"{kind.__doc__}\n\n--base DIR: {BASE_HELP}"
+    if command in READS_MODELS:
+        options = [f"--{name} {value}: {help}" for (name, value), help in OF_MODELS.items()]
+        keywords["description"] = "\n\n".join([str(kind.__doc__), *options])
     if positional:
         keywords["config"] = (tyro.conf.PositionalRequiredArgs,)
     refusal = io.StringIO()
@@ -48,21 +49,34 @@ def parse_options(kind: type, arguments: list[str], command: str, default: Any =
         raise
 
 
-def without_base(arguments: list[str]) -> list[str]:
-    """The arguments without `--base DIR`, which is set in the environment for this process and its children."""
+def without_environment(arguments: list[str]) -> list[str]:
+    """The arguments without the options of `OF_MODELS`, which are set in the environment for this process and its
+    children."""
+    from lockstep.commands.short_help import OF_MODELS
+
     rest, remaining = [], iter(arguments)
+    options = {f"--{name}": name for name, _ in OF_MODELS}
     for argument in remaining:
         option, equals, value = argument.partition("=")
-        if option != "--base":
+        if option not in options:
             rest.append(argument)
-        elif folder := value if equals else next(remaining, ""):
-            from lockstep.checkpoint import model_folder
-            from lockstep.model.adapter_folder import BASE
-
-            os.environ[BASE] = str(model_folder(folder).resolve())
+        elif value := value if equals else next(remaining, ""):
+            _set(options[option], value)
         else:
-            raise UserError("--base needs a value")
+            raise UserError(f"{option} needs a value")
     return rest
+
+
+def _set(option: str, value: str) -> None:
+    from lockstep.checkpoint import model_folder
+    from lockstep.model.adapter_folder import BASE
+    from lockstep.model.config_json import MAX_POSITIONS, positions_limit
+
+    if option == "base":
+        os.environ[BASE] = str(model_folder(value).resolve())
+    else:
+        os.environ[MAX_POSITIONS] = value
+        positions_limit()
 
 
 def run_config(command: str, kind: type, arguments: list[str]) -> Any:

@@ -35,11 +35,15 @@ SHORT = {
 }
 """The settings in a command's short help, in order; for other commands, --help lists every setting."""
 
-OF_ADAPTERS = (
+READS_MODELS = (
     "chat", "convert", "dpo", "eval", "generate", "parity", "pretrain", "replay", "reward-model", "rl", "serve", "sft",
 )  # fmt: skip
-"""Commands that read models and therefore accept --base."""
-BASE_HELP = "where an adapter's base is now, if it has moved"
+"""Commands that read models and therefore accept the options of `OF_MODELS`."""
+OF_MODELS = {
+    ("base", "DIR"): "where an adapter's base is now, if it has moved",
+    ("max-positions", "N"): "the longest text, if it is less than the model's folder says",
+}
+"""Options that are set in the environment, and what they are."""
 FROM_FILE = "start from a TOML or YAML file, such as a run's config.toml"
 
 
@@ -52,8 +56,8 @@ def print_short_help(kind: type, command: str, default: Any = None) -> None:
     starts = {}
     if command in RECIPES:
         starts["config", "FILE"] = f"{FROM_FILE[0].upper()}{FROM_FILE[1:]}."
-    if command in OF_ADAPTERS:
-        starts["base", "DIR"] = f"{BASE_HELP[0].upper()}{BASE_HELP[1:]}."
+    if command in READS_MODELS:
+        starts |= {option: f"{help[0].upper()}{help[1:]}." for option, help in OF_MODELS.items()}
     if recipes := RECIPES.get(command):
         starts["recipe", "NAME"] = f"Start from a recipe: {', '.join(recipes)}."
     fields = []

@@ -25,13 +25,13 @@ from lockstep.model.config_json import holds_model
 from lockstep.model.decoder import Decoder
 from lockstep.model.json_file import read_json
 from lockstep.model.layers import projections
-from lockstep.model.stored import PEFT_PREFIX, PEFT_ROOT, SCORE, adapter_name
+from lockstep.model.stored import PEFT_PREFIX, PEFT_ROOT, SCORE
 from lockstep.precision import read_precision
 
 SETTINGS, TENSORS, LOCKSTEP_SETTINGS = "adapter_config.json", "adapter_model.safetensors", "lockstep.json"
 BASE = "LOCKSTEP_BASE"
 """Environment variable, set by `--base`: the folder of the adapters' base, overriding the adapters' files."""
-SCORE_TENSOR = adapter_name(SCORE)
+SCORE_TENSOR = f"{PEFT_ROOT}{SCORE}"
 """The head of a reward model with an adapter; all of it is trained."""
 
 ONLY: dict[str, Any] = {

@@ -18,7 +18,7 @@ from lockstep.errors import UserError
 from lockstep.hub import local_folder
 from lockstep.model.adapter_folder import SETTINGS, base_folder, is_adapter_folder, with_adapter
 from lockstep.model.config import ModelConfig
-from lockstep.model.config_json import config_values
+from lockstep.model.config_json import config_values, positions_limit
 from lockstep.model.decoder import Decoder
 from lockstep.model.device import checked_device
 from lockstep.model.dtypes import is_auto, name_of, resolve_dtype
@@ -36,7 +36,7 @@ from lockstep.model.more_tokens import OF_TOKENS, MoreTokens
 from lockstep.model.protocols import TrainableModel
 from lockstep.model.shard import local_part
 from lockstep.model.stored import Stored, is_adapter, is_saved_with_adapter, is_score_head, read_as, stored_as
-from lockstep.model.stored_tensor import StoredTensor
+from lockstep.model.stored_tensor import Ones, StoredTensor
 from lockstep.model.tensor_names import more, refuse_names, refuse_quantized_tensors
 from lockstep.model.tensors import stored_tensors
 from lockstep.model.tied_head import has_untied_head
@@ -208,17 +208,17 @@ def check_tensors(
     if is_adapter_folder(folder):
         refuse_other_base(folder)
     parameters = [(n, p) for n, p in model.named_parameters() if not (added and added.names(n))]
-    tied = model.config.tie_embeddings
-    wanted = list(_wanted(parameters, stored, tied))
+    wanted = list(_wanted(parameters, stored, model.config))
     # The model may be a pipeline stage, with some of the layers.
-    everything = _wanted(Decoder(model.config, torch.float32, "meta").named_parameters(), stored, tied)
+    everything = _wanted(Decoder(model.config, torch.float32, "meta").named_parameters(), stored, model.config)
     whole = {part.name for part, _ in everything}
     others = [n for n in stored if n not in whole and not is_copy(n, model.config)]
     unknown = [n for n in others if not is_ignored(n, model.config)]
     refuse_names(folder, list(dict.fromkeys(part.name for part, _ in wanted if part.name not in stored)), unknown)
     if others and added is None:
         _name_unused(folder, f"{others[0]}{more(others)}")
-    sources = []
+    nowhere = [p for name, p in parameters if not stored_as(name, p.shape, model.config)]
+    sources = [Source(*local_part(parameter), Ones(parameter.shape)) for parameter in nowhere]
     for part, parameter in sorted(wanted, key=lambda item: stored[item[0].name].file):
         tensor = _checked(part.name, stored[part.name], part.shape_for(parameter.shape), like)
         local, place = local_part(parameter)
@@ -247,12 +247,12 @@ def _name_unused(folder: Path, names: str) -> None:
 
 
 def _wanted(
-    parameters: Iterable[tuple[str, Tensor]], stored: Collection[str], tied: bool
+    parameters: Iterable[tuple[str, Tensor]], stored: Collection[str], config: ModelConfig
 ) -> Iterator[tuple[Stored, Tensor]]:
     """For each parameter, the tensors from which it is read; of experts, only those of this rank."""
     for name, parameter in parameters:
         local = local_part(parameter)[1][:1]
-        for part in read_as(name, parameter.shape, stored, tied):
+        for part in read_as(name, parameter.shape, stored, config):
             if part.expert is None or local[0].start <= part.expert < local[0].stop:
                 yield part, parameter
 
@@ -273,7 +273,7 @@ def save_model(model: Decoder, path: str | Path, max_shard_bytes: int = 5 * 10**
     named = {
         part.name: part.of(parameter.detach())
         for name, parameter in model.named_parameters()
-        for part in stored_as(name, parameter.shape)
+        for part in stored_as(name, parameter.shape, model.config)
     }
     shards = _shards(named, max_shard_bytes)
     names = [SINGLE]
@@ -316,7 +316,7 @@ def write_description(
 
 def read_config(folder: Path) -> ModelConfig:
     """The folder's settings, with end-of-text tokens also from `generation_config.json`. The output head is only
-    tied if the files have no other. Raises UserError."""
+    tied if the files have no other, and the environment may lower the number of positions. Raises UserError."""
     if is_adapter_folder(folder):
         return with_adapter(folder, read_config(base_folder(folder)))
     values, where = config_values(folder)
@@ -328,7 +328,8 @@ def read_config(folder: Path) -> ModelConfig:
     config = from_hugging_face(values, where)
     ends = dict.fromkeys([*config.eos_token_ids, *generation_ends(folder)])
     tied = config.tie_embeddings and not has_untied_head(folder)
-    return dataclasses.replace(config, eos_token_ids=tuple(ends), tie_embeddings=tied)
+    longest = min(config.max_positions, positions_limit() or config.max_positions)
+    return dataclasses.replace(config, eos_token_ids=tuple(ends), tie_embeddings=tied, max_positions=longest)
 
 
 def refuse_score_head(config: ModelConfig, name: str) -> None:

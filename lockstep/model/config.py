@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Literal, NamedTuple
 
 from lockstep.errors import UserError
 from lockstep.ops.routing import Routing
@@ -36,6 +37,66 @@ class Yarn:
     """Factor of cosines and sines; by default 0.1·ln(factor) + 1, or computed from the two fields below."""
     mscale: float | None = None
     mscale_all_dim: float | None = None
+
+
+@dataclass(frozen=True)
+class LinearRope:
+    """All rotary frequencies divided by one factor; a negative one turns the other way (nanochat)."""
+
+    factor: float
+
+
+@dataclass(frozen=True)
+class DynamicRope:
+    """Frequencies that shrink beyond the model's positions. Up to them, which is as far as Lockstep goes, they are the
+    unscaled ones: further on, a token's keys would depend on how many tokens follow."""
+
+    factor: float
+
+
+@dataclass(frozen=True)
+class LongRope:
+    """A divisor for each rotary frequency (arXiv 2402.13753): the long ones if the model's `max_positions` exceed the
+    original ones, else the short ones. transformers chooses by the length of each text."""
+
+    short_factors: tuple[float, ...]
+    long_factors: tuple[float, ...]
+    original_max_positions: int
+    attention_factor: float
+    """Factor of cosines and sines."""
+
+
+RopeScale = RopeScaling | Yarn | LinearRope | DynamicRope | LongRope
+
+
+@dataclass(frozen=True)
+class Rope:
+    """A rotary embedding: the base of its frequencies, and their scaling."""
+
+    theta: float
+    scaling: RopeScale | None = None
+
+
+@dataclass(frozen=True)
+class LongQueries:
+    """Queries grow with their position (Llama 4): by 1 + beta · ln(1 + ⌊position / original_max_positions⌋)."""
+
+    beta: float
+    original_max_positions: int
+
+
+class Norms(NamedTuple):
+    """The names of a block's norms: of what attention and the feed-forward read, and of what they add to the residual
+    stream; empty: none."""
+
+    before_attention: str = "input_layernorm"
+    after_attention: str = ""
+    before_mlp: str = "post_attention_layernorm"
+    after_mlp: str = ""
+
+
+BEFORE = Norms()
+"""Norms before attention and feed-forward, with the names that Llama's folders have for them."""
 
 
 @dataclass(frozen=True)
@@ -129,15 +190,47 @@ class ModelConfig:
     intermediate_size: int
     norm_eps: float = 1e-6
     rope_theta: float = 1_000_000.0
-    rope_scaling: RopeScaling | Yarn | None = None
+    rope_scaling: RopeScale | None = None
+    window_rope: Rope | None = None
+    """The rotary embedding of layers with a window, if theirs is another (Gemma 3)."""
+    rotated_features: int = 0
+    """The first features of each head's queries and keys that are rotated; 0: all."""
+    rope_interleaved: bool = False
+    """Whether neighboring features are rotated together, instead of features half the width apart."""
+    rotated: tuple[bool, ...] = ()
+    """Whether successive layers rotate queries and keys. The list repeats over the layers; empty: all do."""
+    long_queries: LongQueries | None = None
     max_positions: int = 32768
     tie_embeddings: bool = True
     score_head: bool = False
     """A reward model: instead of logits, the head outputs one number, the score of the text up to the token."""
-    qk_norm: bool = False
-    """Normalize each head's queries and keys (Qwen3)."""
-    attention_bias: bool = False
-    """Biases in the projections to queries, keys and values, and back."""
+    norms: Norms = BEFORE
+    norm_offset: bool = False
+    """Whether a norm's factor is 1 + its weight (Gemma)."""
+    plain_norms: bool = False
+    """Whether norms have no weights (nanochat)."""
+    qk_norm: Literal["none", "head", "all heads", "rotated head"] = "none"
+    """Normalize queries and keys: of each head (Qwen3), of all heads together (OLMo 2), or of each after rotation."""
+    qkv_bias: bool = False
+    """Biases in the projections to queries, keys and values."""
+    output_bias: bool = False
+    """A bias in the projection of the attended values."""
+    mlp_bias: bool = False
+    """Biases in the dense feed-forward."""
+    activation: Literal["silu", "gelu_tanh", "relu_squared"] = "silu"
+    """Of the feed-forward, which has a gate unless it is relu_squared."""
+    embedding_scale: float = 1.0
+    """Factor of the embeddings."""
+    embedding_norm: bool = False
+    """Normalize the embeddings, with the last norm (nanochat)."""
+    residual_scale: float = 1.0
+    """Factor of what attention and the feed-forward add to the residual stream."""
+    attention_scale: float | None = None
+    """Factor of the scores; None: 1 / √head_dim."""
+    logits_scale: float = 1.0
+    """Factor of the logits, applied to the head's input."""
+    logits_softcap: float = 0.0
+    """The logits are capped smoothly to ± this value; 0: they are not."""
     sinks: bool = False
     """A learned score per head that enters only the softmax's denominator (gpt-oss)."""
     windows: tuple[int, ...] = ()
@@ -145,6 +238,8 @@ class ModelConfig:
     repeats over the layers; empty: all layers see all keys."""
     latent: Latent | None = None
     """Sizes of latent attention (DeepSeek-V3), which has one key-value head, with a key of `head_dim`."""
+    fused: tuple[str, ...] = ()
+    """The projections that are one weight: `qkv_proj`, of queries, keys and values, and `gate_up_proj`."""
     experts: ExpertsConfig | None = None
     """The mixture of experts that replaces the feed-forward, if any."""
     lora: Lora | None = None
@@ -169,10 +264,15 @@ class ModelConfig:
                 f"model: {self.num_heads} heads do not divide into {self.num_kv_heads} key-value heads; "
                 "choose a divisor of num_attention_heads"
             )
+        if not 0 <= self.rotated_features <= self.head_dim:
+            raise UserError(
+                f"model: rotated_features is {self.rotated_features}; it must be 0 for all, or up to head_dim, "
+                f"{self.head_dim}"
+            )
         if self.score_head and self.tie_embeddings:
             raise UserError("model: a score head has its own weight; set tie_embeddings to False")
         if self.rotary_dim % 2:
-            name = "head_dim" if self.latent is None else "rope_dim"
+            name = "rope_dim" if self.latent else "rotated_features" if self.rotated_features else "head_dim"
             raise UserError(f"model: {name} is {self.rotary_dim}; rotary embedding needs an even one")
         self._check_latent()
 
@@ -206,7 +306,26 @@ class ModelConfig:
     @property
     def rotary_dim(self) -> int:
         """Features of a query or key that are rotated."""
-        return self.head_dim if self.latent is None else self.latent.rope_dim
+        return (self.rotated_features or self.head_dim) if self.latent is None else self.latent.rope_dim
+
+    @property
+    def ropes(self) -> tuple[Rope, ...]:
+        """The rotary embeddings of the model's layers."""
+        main = Rope(self.rope_theta, self.rope_scaling)
+        return (main,) if self.window_rope is None else (main, self.window_rope)
+
+    def rope(self, layer: int) -> int:
+        """Index in `ropes` of a layer's rotary embedding."""
+        return 1 if self.window_rope is not None and self.window(layer) else 0
+
+    def is_rotated(self, layer: int) -> bool:
+        """Whether the layer rotates queries and keys."""
+        return self.rotated[layer % len(self.rotated)] if self.rotated else True
+
+    @property
+    def is_gated(self) -> bool:
+        """Whether the dense feed-forward has a gate."""
+        return self.activation != "relu_squared"
 
     @property
     def attended_features(self) -> int:
@@ -250,25 +369,33 @@ class ModelConfig:
         return self._parameters(lambda experts: experts.routing.active)
 
     def _parameters(self, met: Callable[[ExpertsConfig], int]) -> int:
-        layers = self.num_layers * (self._attention_parameters + 2 * self.dim)
-        layers += self.num_dense * 3 * self.dim * self.intermediate_size
+        layers = self.num_layers * (self._attention_parameters + sum(map(bool, self.norms)) * self.dim)
+        layers += self.num_dense * self._dense_parameters(self.intermediate_size)
         if self.experts is not None:
-            routed = 3 * self.dim * (met(self.experts) * self.experts.intermediate_size + self.experts.shared_size)
+            routed = 3 * self.dim * met(self.experts) * self.experts.intermediate_size
+            if self.experts.shared_size:
+                routed += self._dense_parameters(self.experts.shared_size)
             router = self.experts.count * (self.dim + self.experts.choice_bias + self.experts.clamped)
             if self.experts.clamped:
                 routed += met(self.experts) * (2 * self.experts.intermediate_size + self.dim)
             layers += len(self.mixtures) * (routed + router)
         head = 0 if self.tie_embeddings else self.dim * (1 if self.score_head else self.vocab_size)
-        return self.vocab_size * self.dim + layers + self.dim + head
+        return self.vocab_size * self.dim + layers + (2 if self.embedding_norm else 1) * self.dim + head
+
+    def _dense_parameters(self, size: int) -> int:
+        """Parameters of a dense feed-forward."""
+        inner = 2 if self.is_gated else 1
+        return (inner + 1) * self.dim * size + (inner * size + self.dim if self.mlp_bias else 0)
 
     @property
     def _attention_parameters(self) -> int:
         """Parameters of a layer's attention, with the norms inside it."""
         if (latent := self.latent) is None:
-            weights = self.dim * self.head_dim * 2 * (self.num_heads + self.num_kv_heads)
-            if self.attention_bias:
-                weights += self.head_dim * (self.num_heads + 2 * self.num_kv_heads) + self.dim
-            return weights + (2 * self.head_dim if self.qk_norm else 0) + (self.num_heads if self.sinks else 0)
+            queries, keys = self.num_heads * self.head_dim, self.num_kv_heads * self.head_dim
+            weights = 2 * self.dim * (queries + keys)
+            weights += (queries + 2 * keys if self.qkv_bias else 0) + (self.dim if self.output_bias else 0)
+            normed = {"none": 0, "all heads": queries + keys}.get(self.qk_norm, 2 * self.head_dim)
+            return weights + normed + (self.num_heads if self.sinks else 0)
         queries, read = self.num_heads * (latent.nope_dim + latent.rope_dim), latent.q_rank or self.dim
         compressed = latent.q_rank * (self.dim + 1) + latent.kv_rank + self.dim * latent.key_dim
         keys = self.num_heads * (latent.nope_dim + latent.value_dim) * latent.kv_rank

@@ -31,15 +31,23 @@ class Block(nn.Module):
 
     def __init__(self, config: ModelConfig, index: int, dtype: torch.dtype, device: str | torch.device):
         super().__init__()
-        self.eps, self.chunks = config.norm_eps, config.reduction_chunks
-        self.input_layernorm = layers.Weight(config.dim, dtype=dtype, device=device)
+        self.names, self.scale, self.chunks = config.norms, config.residual_scale, config.reduction_chunks
+        self.rope = config.rope(index)
+        """Index of its rotary embedding."""
+
+        def add_norm(name: str) -> None:
+            if name:
+                self.add_module(name, layers.Norm(config, dtype, device))
+
+        add_norm(config.norms.before_attention)
         if config.latent is None:
-            window = config.window(index)
-            self.self_attn: layers.Attention | LatentAttention = layers.Attention(config, dtype, device, window)
+            self.self_attn: layers.Attention | LatentAttention = layers.Attention(config, index, dtype, device)
         else:
             self.self_attn = LatentAttention(config, dtype, device)
-        self.post_attention_layernorm = layers.Weight(config.dim, dtype=dtype, device=device)
+        add_norm(config.norms.after_attention)
+        add_norm(config.norms.before_mlp)
         self.mlp = feed_forward_of(config, index, dtype, device)
+        add_norm(config.norms.after_mlp)
 
     def forward(
         self,
@@ -58,12 +66,23 @@ class Block(nn.Module):
             return halves.after_attention(self, hidden, attended)
 
     def before_attention(self, hidden: Tensor, cos: Tensor, sin: Tensor) -> Projected:
-        normed = ops.rms_norm(hidden, self.input_layernorm.weight, self.eps)
-        return self.self_attn.project(normed, cos, sin)
+        return self.self_attn.project(self._read(hidden, self.names.before_attention), cos, sin)
 
     def after_attention(self, hidden: Tensor, attended: Tensor) -> Tensor:
-        hidden = hidden + self.self_attn.o_proj.project(self.self_attn.values(attended), self.chunks)
-        return hidden + self.mlp(ops.rms_norm(hidden, self.post_attention_layernorm.weight, self.eps))
+        attended = self.self_attn.o_proj.project(self.self_attn.values(attended), self.chunks)
+        hidden = self._added(hidden, attended, self.names.after_attention)
+        return self._added(hidden, self.mlp(self._read(hidden, self.names.before_mlp)), self.names.after_mlp)
+
+    def _read(self, hidden: Tensor, norm: str) -> Tensor:
+        """What a half of the layer reads from the residual stream."""
+        read: Tensor = getattr(self, norm)(hidden) if norm else ops.every_row(hidden, self.self_attn.o_proj.weight)
+        return read
+
+    def _added(self, hidden: Tensor, branch: Tensor, norm: str) -> Tensor:
+        """The residual stream after a half of the layer."""
+        if norm:
+            branch = getattr(self, norm).of_branch(branch)
+        return hidden + (branch if self.scale == 1 else branch * self.scale)
 
 
 @runtime_checkable
@@ -82,8 +101,11 @@ class Decoder(nn.Module):
         super().__init__()
         self.config = config
         self.embed_tokens = layers.Weight(config.vocab_size, config.dim, dtype=dtype, device=device)
+        self.embedding_scale = torch.tensor(config.embedding_scale, dtype=dtype).item()
+        if config.embedding_norm:
+            self.embed_norm = layers.Norm(config, dtype, device)
         self.layers = nn.ModuleList(Block(config, i, dtype, device) for i in range(config.num_layers))
-        self.norm = layers.Weight(config.dim, dtype=dtype, device=device)
+        self.norm = layers.Norm(config, dtype, device)
         if config.score_head:
             self.score = layers.Weight(1, config.dim, dtype=dtype, device=device)
         elif not config.tie_embeddings:
@@ -111,16 +133,18 @@ class Decoder(nn.Module):
     def embed(self, tokens: Int[Tensor, "tokens"]) -> Float[Tensor, "tokens dim"]:
         """The residual stream's first value."""
         format = self.head_format if self.config.tie_embeddings else ops.NONE
-        return ops.embedding(tokens, self.embed_tokens.weight, format)
+        rows = ops.embedding(tokens, self.embed_tokens.weight, format)
+        rows = rows if self.embedding_scale == 1 else rows * self.embedding_scale
+        return self.embed_norm.of_branch(rows) if self.config.embedding_norm else rows
 
     def run_blocks(
         self, hidden: Float[Tensor, "tokens dim"], positions: Int[Tensor, "tokens"], attention: ops.Attention
     ) -> Float[Tensor, "tokens dim"]:
         """The residual stream after this module's blocks."""
-        cos, sin = self.rotary(positions)
+        tables = self.rotary(positions)
         counts = getattr(attention, "row_counts", None)
         for index, block in enumerate(self.layers):
-            hidden = block(hidden, cos, sin, partial(attention, index), self.halves, counts)
+            hidden = block(hidden, *tables[block.rope], partial(attention, index), self.halves, counts)
         return hidden
 
     def formatted_weights(self) -> dict[str, FormattedWeight]:
@@ -164,7 +188,8 @@ class Decoder(nn.Module):
 
     def final_norm(self, hidden: Float[Tensor, "tokens dim"]) -> Float[Tensor, "tokens dim"]:
         """The head's input."""
-        return ops.rms_norm(hidden, self.norm.weight, self.config.norm_eps)
+        normed: Tensor = self.norm(hidden)
+        return normed if self.config.logits_scale == 1 else normed * self.config.logits_scale
 
     def logits(self, hidden: Float[Tensor, "rows dim"]) -> Float[Tensor, "rows vocab"]:
         """In the model's dtype; log-probabilities are computed from them in float32 (`ops.logits_log_probs`)."""

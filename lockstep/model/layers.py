@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
+from functools import partial
 
 import torch
 from torch import Tensor, nn
@@ -22,14 +23,43 @@ class Weight(nn.Module):
         self.bias = nn.Parameter(torch.empty(shape[0], dtype=dtype, device=device)) if bias else None
 
 
+class Norm(Weight):
+    """RMSNorm over `size` features, by default the residual stream's.
+
+    Without weights (`plain_norms`) it has ones, which are neither trained nor in files: over tensor ranks, an operator
+    follows the placement of its weight.
+    """
+
+    def __init__(self, config: ModelConfig, dtype: torch.dtype, device: str | torch.device, size: int = 0):
+        super().__init__(size or config.dim, dtype=dtype, device=device)
+        self.weight.requires_grad_(not config.plain_norms)
+        self.eps, self.offset = config.norm_eps, config.norm_offset
+
+    def forward(self, x: Tensor) -> Tensor:
+        return ops.rms_norm(x, self.weight, self.eps, self.offset)
+
+    def of_branch(self, x: Tensor) -> Tensor:
+        """The norm of what is added to the residual stream, whose rows stay on their ranks."""
+        return ops.branch_norm(x, self.weight, self.eps, self.offset)
+
+
 class Projection(Weight):
     """A linear layer with weight `[out, in]`, and its low-rank adapter, if any."""
 
     lora_A: Weight | None
     lora_B: Weight | None
 
-    def __init__(self, *shape: int, dtype: torch.dtype, device: str | torch.device, bias: bool = False):
+    def __init__(
+        self,
+        *shape: int,
+        dtype: torch.dtype,
+        device: str | torch.device,
+        bias: bool = False,
+        parts: tuple[int, ...] = (),
+    ):
         super().__init__(*shape, dtype=dtype, device=device, bias=bias)
+        self.parts = parts
+        """Rows of the several projections that it is in one weight, whose outputs tensor ranks share; empty: one."""
         self.register_module("lora_A", None)
         self.register_module("lora_B", None)
         self.scaling, self.adapted = 0.0, False
@@ -43,7 +73,10 @@ class Projection(Weight):
         roundings, each in a separate operator, so that a row's bits are the same in any batch. A `B` of zeros adds
         zeros: the values are those without an adapter.
         """
-        out = product(x, self.weight, self.precision, chunks)
+        if self.parts:
+            out = ops.fused_linear(x, self.weight, self.parts, self.precision)
+        else:
+            out = product(x, self.weight, self.precision, chunks)
         out = out if self.bias is None else ops.add_bias(out, self.bias)
         if not self.adapted or self.lora_A is None or self.lora_B is None:
             return out
@@ -58,33 +91,52 @@ def product(x: Tensor, weight: Tensor, format: str, chunks: int = 1) -> Tensor:
 class Attention(nn.Module):
     """Projections to queries, keys and values, the output projection, and the layer's other attention parameters."""
 
-    def __init__(self, config: ModelConfig, dtype: torch.dtype, device: str | torch.device, window: int):
+    def __init__(self, config: ModelConfig, layer: int, dtype: torch.dtype, device: str | torch.device):
         super().__init__()
         queries, keys = config.num_heads * config.head_dim, config.num_kv_heads * config.head_dim
-        self.config, self.window = config, window
+        self.config, self.window, self.is_rotated = config, config.window(layer), config.is_rotated(layer)
         self.cache = ops.NONE
         """What keys and values are rounded to: the numbers of the generator's cache, or the model's dtype."""
-        self.q_proj = Projection(queries, config.dim, dtype=dtype, device=device, bias=config.attention_bias)
-        self.k_proj = Projection(keys, config.dim, dtype=dtype, device=device, bias=config.attention_bias)
-        self.v_proj = Projection(keys, config.dim, dtype=dtype, device=device, bias=config.attention_bias)
-        self.o_proj = Projection(config.dim, queries, dtype=dtype, device=device, bias=config.attention_bias)
+        projection = partial(Projection, dtype=dtype, device=device, bias=config.qkv_bias)
+        if "qkv_proj" in config.fused:
+            parts = (queries, keys, keys)
+            self.qkv_proj = projection(sum(parts), config.dim, parts=parts)
+        else:
+            self.q_proj = projection(queries, config.dim)
+            self.k_proj = projection(keys, config.dim)
+            self.v_proj = projection(keys, config.dim)
+        self.o_proj = Projection(config.dim, queries, dtype=dtype, device=device, bias=config.output_bias)
         if config.sinks:
             self.sinks = nn.Parameter(torch.empty(config.num_heads, dtype=dtype, device=device))
-        if config.qk_norm:
-            self.q_norm = Weight(config.head_dim, dtype=dtype, device=device)
-            self.k_norm = Weight(config.head_dim, dtype=dtype, device=device)
+        if config.qk_norm != "none":
+            whole = config.qk_norm == "all heads"
+            self.q_norm = Norm(config, dtype, device, queries if whole else config.head_dim)
+            self.k_norm = Norm(config, dtype, device, keys if whole else config.head_dim)
 
     def project(self, x: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """Rotated queries and keys, and values: `[tokens, heads, head_dim]` each."""
-        head_dim = self.config.head_dim
-        q = self.q_proj.project(x).view(x.shape[0], -1, head_dim)
-        k = self.k_proj.project(x).view(x.shape[0], -1, head_dim)
-        v = self.v_proj.project(x).view(x.shape[0], -1, head_dim)
-        if self.config.qk_norm:
-            q = ops.rms_norm(q, self.q_norm.weight, self.config.norm_eps)
-            k = ops.rms_norm(k, self.k_norm.weight, self.config.norm_eps)
-        q, k = ops.rotary(q, cos, sin), ops.rotary(k, cos, sin)
+        q, k, v = (each.view(x.shape[0], -1, self.config.head_dim) for each in self._projected(x))
+        if self.config.qk_norm == "all heads":
+            q = ops.heads_norm(q, self.q_norm.weight, self.q_norm.eps)
+            k = ops.heads_norm(k, self.k_norm.weight, self.k_norm.eps)
+        elif self.config.qk_norm == "head":
+            q, k = self.q_norm(q), self.k_norm(k)
+        if self.is_rotated:
+            q, k = self._rotated(q, k, cos, sin)
+        if self.config.qk_norm == "rotated head":
+            q, k = self.q_norm(q), self.k_norm(k)
         return (q, k, v) if self.cache == ops.NONE else (q, ops.cache_rounded(k), ops.cache_rounded(v))
+
+    def _projected(self, x: Tensor) -> Sequence[Tensor]:
+        if "qkv_proj" not in self.config.fused:
+            return [each.project(x) for each in (self.q_proj, self.k_proj, self.v_proj)]
+        return ops.parts_of(self.qkv_proj.project(x), self.qkv_proj.parts)
+
+    def _rotated(self, q: Tensor, k: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
+        neighbors = self.config.rope_interleaved
+        if self.config.long_queries is None:
+            return ops.rotary(q, cos, sin, neighbors), ops.rotary(k, cos, sin, neighbors)
+        return ops.rotary(q, cos[1], sin[1], neighbors), ops.rotary(k, cos[0], sin[0], neighbors)
 
     def values(self, attended: Tensor) -> Tensor:
         """The attended values of all heads, `[tokens, heads · head_dim]`."""
@@ -92,23 +144,38 @@ class Attention(nn.Module):
 
     def terms(self) -> ops.Terms:
         """Attention's parameters other than queries, keys and values."""
-        return ops.Terms(window=self.window, sinks=ops.own_part(self.sinks) if self.config.sinks else None)
+        sinks = ops.own_part(self.sinks) if self.config.sinks else None
+        return ops.Terms(self.config.attention_scale, self.window, sinks)
 
 
 class FeedForward(nn.Module):
-    """The gated feed-forward; `size` defaults to the model's intermediate size."""
+    """The dense feed-forward, with a gate or without; `size` defaults to the model's intermediate size."""
 
     def __init__(self, config: ModelConfig, dtype: torch.dtype, device: str | torch.device, size: int = 0):
         super().__init__()
-        size = size or config.intermediate_size
+        size, bias = size or config.intermediate_size, config.mlp_bias
         self.chunks = config.reduction_chunks
-        self.gate_proj = Projection(size, config.dim, dtype=dtype, device=device)
-        self.up_proj = Projection(size, config.dim, dtype=dtype, device=device)
-        self.down_proj = Projection(config.dim, size, dtype=dtype, device=device)
+        self.activation, self.is_fused = config.activation, "gate_up_proj" in config.fused
+        projection = partial(Projection, dtype=dtype, device=device, bias=bias)
+        if self.is_fused:
+            self.gate_up_proj = projection(2 * size, config.dim, parts=(size, size))
+        else:
+            if config.is_gated:
+                self.gate_proj = projection(size, config.dim)
+            self.up_proj = projection(size, config.dim)
+        self.down_proj = projection(config.dim, size)
 
     def forward(self, x: Tensor) -> Tensor:
-        gated = ops.silu_mul(self.gate_proj.project(x), self.up_proj.project(x))
-        return self.down_proj.project(gated, self.chunks)
+        return self.down_proj.project(self._activated(x), self.chunks)
+
+    def _activated(self, x: Tensor) -> Tensor:
+        if self.activation == "relu_squared":
+            return ops.relu_squared(self.up_proj.project(x))
+        if self.is_fused:
+            gate, up = ops.parts_of(self.gate_up_proj.project(x), self.gate_up_proj.parts)
+        else:
+            gate, up = self.gate_proj.project(x), self.up_proj.project(x)
+        return ops.gelu_mul(gate, up) if self.activation == "gelu_tanh" else ops.silu_mul(gate, up)
 
 
 def add_adapter(model: nn.Module, lora: Lora, dtype: torch.dtype, device: str | torch.device) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import decimal
 import math
+from functools import partial
 
 import numpy as np
 import torch
@@ -11,7 +12,7 @@ from jaxtyping import Float, Float32, Int
 from torch import Tensor
 
 from lockstep import ops
-from lockstep.model.config import ModelConfig, RopeScaling, Yarn
+from lockstep.model.config import LinearRope, LongQueries, LongRope, ModelConfig, Rope, RopeScale, RopeScaling, Yarn
 from lockstep.ops import native
 from lockstep.ops.elementary import cosine_and_sine, logarithm
 
@@ -21,8 +22,13 @@ CHUNK = 1 << 14
 """Angles computed at a time, so that intermediate values stay in the processor's cache."""
 
 
+Tables = tuple[Float[Tensor, "*queries positions half"], Float[Tensor, "*queries positions half"]]
+"""Cosines and sines by position; with `long_queries`, those for keys and those for queries."""
+
+
 class RotaryTables:
-    """Rows of cosines and sines, computed on the CPU on first use and cached on each device.
+    """Rows of cosines and sines of each of the model's rotary embeddings, computed on the CPU on first use and cached
+    on each device.
 
     On a CPU the tables double in size as needed. On other devices, reading the largest position would synchronize, so
     they start with all of the model's positions, and grow with `reserve`.
@@ -30,33 +36,45 @@ class RotaryTables:
 
     def __init__(self, config: ModelConfig):
         self.config = config
-        self._cached: dict[torch.device, tuple[Tensor, Tensor]] = {}
+        self._cached: dict[torch.device, list[Tables]] = {}
 
-    def __call__(
-        self, positions: Int[Tensor, "tokens"]
-    ) -> tuple[Float[Tensor, "tokens half"], Float[Tensor, "tokens half"]]:
-        """Cosine and sine of every position's angles, float32."""
+    def __call__(self, positions: Int[Tensor, "tokens"]) -> list[Tables]:
+        """Cosine and sine of every position's angles, float32, for each of `ModelConfig.ropes`."""
         if native.is_pretending() or positions.device.type == "meta":
-            shape = positions.shape[0], self.config.rotary_dim // 2
-            return torch.empty(2, *shape, dtype=torch.float32, device=positions.device).unbind()  # type: ignore[return-value]
+            sizes = (2,) if self.config.long_queries else ()
+            shape = *sizes, positions.shape[0], self.config.rotary_dim // 2
+            empty = partial(torch.empty, shape, dtype=torch.float32, device=positions.device)
+            return [(empty(), empty()) for _ in self.config.ropes]
         length = 0
         if positions.device.type == "cpu" and len(positions) > 0:
             with ops.unrecorded():  # before replaying, the generator compares positions with the tables' length
                 length = int(positions.max()) + 1
-        cosines, sines = self.reserve(length, positions.device)
-        return cosines.index_select(0, positions), sines.index_select(0, positions)
+        tables = self.reserve(length, positions.device)
+        return [(cos.index_select(-2, positions), sin.index_select(-2, positions)) for cos, sin in tables]
 
-    def reserve(
-        self, length: int, device: torch.device
-    ) -> tuple[Float[Tensor, "positions half"], Float[Tensor, "positions half"]]:
+    def reserve(self, length: int, device: torch.device) -> list[Tables]:
         """The tables on `device`, of at least `length` positions."""
         cached = self._cached.get(device)
-        if cached is None or len(cached[0]) < length:
+        if cached is None or cached[0][0].shape[-2] < length:
             smallest = SMALLEST if device.type == "cpu" else self.config.max_positions
             length = max(smallest, 1 << max(length - 1, 0).bit_length())
-            tables = rotary_tables(rotary_frequencies(self.config), length, table_factor(self.config))
-            cached = self._cached[device] = tables[0].to(device), tables[1].to(device)
+            tables = [self._of(rope, length) for rope in self.config.ropes]
+            cached = self._cached[device] = [(cos.to(device), sin.to(device)) for cos, sin in tables]
         return cached
+
+    def _of(self, rope: Rope, length: int) -> Tables:
+        frequencies = rotary_frequencies(self.config, rope)
+        cosines, sines = rotary_tables(frequencies, length, table_factor(rope.scaling))
+        if (growth := self.config.long_queries) is None:
+            return cosines, sines
+        factors = query_factors(growth, length)
+        return torch.stack((cosines, cosines * factors)), torch.stack((sines, sines * factors))
+
+
+def query_factors(growth: LongQueries, length: int) -> Float32[Tensor, "length 1"]:
+    """The factor of the query at each position below `length`."""
+    times = np.arange(length, dtype=np.float64) // growth.original_max_positions
+    return torch.from_numpy(1.0 + growth.beta * logarithm(1.0 + times)).float()[:, None]
 
 
 def rotary_tables(
@@ -78,21 +96,34 @@ def rotary_tables(
     return torch.from_numpy(cosines), torch.from_numpy(sines)
 
 
-def rotary_frequencies(config: ModelConfig) -> Float32[np.ndarray, "half"]:
-    """Radians per position for each pair of a head's dimensions: powers in software, rounded to float32 as usual."""
+def rotary_frequencies(config: ModelConfig, rope: Rope | None = None) -> Float32[np.ndarray, "half"]:
+    """Radians per position for each pair of a head's dimensions: powers in software, rounded to float32 as usual.
+
+    rope: one of the model's rotary embeddings, by default the first.
+    """
+    rope = rope or config.ropes[0]
     exponents = np.arange(0, config.rotary_dim, 2, dtype=np.float32) / np.float32(config.rotary_dim)
     with decimal.localcontext(decimal.Context(prec=40)):
-        theta = decimal.Decimal(config.rope_theta)
+        theta = decimal.Decimal(rope.theta)
         powers = np.array([float(theta ** decimal.Decimal(float(e))) for e in exponents], dtype=np.float32)
-    if isinstance(config.rope_scaling, Yarn):
-        return stretched_by_yarn(powers, config.rope_theta, config.rope_scaling)
-    frequencies: np.ndarray = np.float32(1.0) / powers
-    return frequencies if config.rope_scaling is None else _stretched(frequencies, config.rope_scaling)
+    one = np.float32(1)
+    match rope.scaling:
+        case Yarn():
+            return stretched_by_yarn(powers, rope.theta, rope.scaling)
+        case RopeScaling():
+            return _stretched(one / powers, rope.scaling)
+        case LongRope(short, long, original):
+            divisors = np.array(long if config.max_positions > original else short, dtype=np.float32)
+            return one / (divisors * powers)
+        case LinearRope(factor):
+            return one / powers / np.float32(factor)
+    return one / powers  # of DynamicRope too: see there
 
 
-def table_factor(config: ModelConfig) -> float:
-    """The factor of cosines and sines: YaRN's attention factor, else 1."""
-    scaling = config.rope_scaling
+def table_factor(scaling: RopeScale | None) -> float:
+    """The factor of cosines and sines: the attention factor of YaRN and LongRope, else 1."""
+    if isinstance(scaling, LongRope):
+        return scaling.attention_factor
     if not isinstance(scaling, Yarn):
         return 1.0
     if scaling.attention_factor is not None:

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Collection, Sequence
 from typing import NamedTuple
 
 from torch import Tensor
+
+from lockstep.model.config import ModelConfig
 
 EXPERTS = ".mlp.experts."
 PROJECTIONS = ("gate_proj.weight", "up_proj.weight", "down_proj.weight")
@@ -14,6 +17,9 @@ TRANSPOSED = ("gate_up_proj", "down_proj")
 """Weights of gpt-oss's experts, which are `[experts, in, out]` in files."""
 
 
+UNGATED = {"mlp.up_proj.": "mlp.fc1.", "mlp.down_proj.": "mlp.fc2."}
+"""Names in files of the projections of a feed-forward without a gate."""
+
 PEFT_ROOT = "base_model.model."
 """Prefix of tensor names in an adapter's file: `peft` wraps the model."""
 PEFT_PREFIX = f"{PEFT_ROOT}model."
@@ -21,6 +27,7 @@ PEFT_PREFIX = f"{PEFT_ROOT}model."
 HEADS = ("lm_head.", "score.")
 EMBEDDING, HEAD = "model.embed_tokens.weight", "lm_head.weight"
 SCORE = "score.weight"
+NORM = re.compile(r"norm\.weight$")
 CHOICE_BIAS = "e_score_correction_bias"
 
 
@@ -39,9 +46,9 @@ def is_saved_with_adapter(name: str) -> bool:
     return is_adapter(name) or is_score_head(name)
 
 
-def adapter_name(name: str) -> str:
+def adapter_name(name: str, config: ModelConfig) -> str:
     """The name of a parameter that is not the base's in an adapter's file."""
-    return f"{PEFT_ROOT}{name}" if is_score_head(name) else hugging_face_name(name)
+    return f"{PEFT_ROOT}{name}" if is_score_head(name) else hugging_face_name(name, config)
 
 
 def is_float32(name: str) -> bool:
@@ -84,9 +91,12 @@ class Stored(NamedTuple):
         return self.shape or tuple(shape if self.expert is None else shape[1:])
 
 
-def hugging_face_name(name: str) -> str:
+def hugging_face_name(name: str, config: ModelConfig) -> str:
     """A parameter's name in a Hugging Face file: all but the head are under `model.`, and an adapter's parameters have
     `peft`'s names."""
+    if not config.is_gated:
+        for ours, theirs in UNGATED.items():
+            name = name.replace(ours, theirs)
     if is_adapter(name):
         return f"{PEFT_PREFIX}{name}"
     return name if name.startswith(HEADS) else f"model.{name}"
@@ -98,26 +108,29 @@ def in_language_model(name: str) -> str:
     return f"model.{name}" if name.startswith(("embed_tokens.", "layers.", "norm.")) else name
 
 
-def stored_as(name: str, shape: Sequence[int]) -> list[Stored]:
-    """The tensors as which a parameter is written: one per expert, as in Hugging Face's folders."""
+def stored_as(name: str, shape: Sequence[int], config: ModelConfig) -> list[Stored]:
+    """The tensors as which a parameter is written: one per expert, as in Hugging Face's folders; none for norms without
+    weights."""
     layer, _, projection = name.partition(EXPERTS)
+    if config.plain_norms and NORM.search(name):
+        return []
     if projection in TRANSPOSED:
-        return [Stored(hugging_face_name(name), transposed=True)]
+        return [Stored(hugging_face_name(name, config), transposed=True)]
     if projection not in PROJECTIONS:
-        return [Stored(hugging_face_name(name))]
+        return [Stored(hugging_face_name(name, config))]
     return [Stored(f"model.{layer}{EXPERTS}{expert}.{projection}", expert) for expert in range(shape[0])]
 
 
-def read_as(name: str, shape: Sequence[int], stored: Collection[str], tied: bool = False) -> list[Stored]:
+def read_as(name: str, shape: Sequence[int], stored: Collection[str], config: ModelConfig) -> list[Stored]:
     """The tensors from which a parameter is read: as `stored_as`, or stacked or fused if the `stored` names are; a
-    `tied` embedding also from the head."""
-    if is_score_head(name) and adapter_name(name) in stored:
-        return [Stored(adapter_name(name))]
-    written = stored_as(name, shape)
-    if tied and written[0].name == EMBEDDING and EMBEDDING not in stored and HEAD in stored:
+    tied embedding also from the head."""
+    if is_score_head(name) and adapter_name(name, config) in stored:
+        return [Stored(adapter_name(name, config))]
+    written = stored_as(name, shape, config)
+    if config.tie_embeddings and f"model.{name}" == EMBEDDING and EMBEDDING not in stored and HEAD in stored:
         return [Stored(HEAD)]
     layer, _, projection = name.partition(EXPERTS)
-    if written[0].expert is None or written[0].name in stored:
+    if not written or written[0].expert is None or written[0].name in stored:
         return written
     kind = projection.removesuffix("_proj.weight")
     whole = f"model.{layer}{EXPERTS}{kind}_proj"

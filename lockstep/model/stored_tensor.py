@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, Protocol, runtime_checkable
 
+import torch
 from torch import Tensor
 
 
@@ -41,6 +42,24 @@ class FileTensor:
     def __getitem__(self, place: Any) -> Tensor:
         values: Tensor = self._stored[place]
         return values
+
+
+class Ones:
+    """A tensor of ones that is in no file."""
+
+    file = Path()
+
+    def __init__(self, shape: Sequence[int]):
+        self._shape = list(shape)
+
+    def get_shape(self) -> list[int]:
+        return self._shape
+
+    def get_dtype(self) -> str:
+        return "F32"
+
+    def __getitem__(self, place: Any) -> Tensor:
+        return torch.ones([of.stop - of.start for of in whole_place(place, self._shape)])
 
 
 def whole_place(place: Any, shape: Sequence[int]) -> tuple[slice, ...]:

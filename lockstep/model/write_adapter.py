@@ -30,7 +30,11 @@ def save_adapter(model: Decoder, path: str | Path, base: str | Path) -> None:
         raise UserError("the model has no adapter; save it with lockstep.save_model")
     folder = Path(path)
     folder.mkdir(parents=True, exist_ok=True)
-    named = {adapter_name(n): p.detach().contiguous() for n, p in model.named_parameters() if is_saved_with_adapter(n)}
+    named = {
+        adapter_name(name, model.config): parameter.detach().contiguous()
+        for name, parameter in model.named_parameters()
+        if is_saved_with_adapter(name)
+    }
     partial = folder / (TENSORS + ".partial")
     save_file(named, partial, metadata={"format": "pt"})
     partial.replace(folder / TENSORS)

@@ -8,6 +8,7 @@ from lockstep.ops.activation import clamped_swiglu, silu_mul
 from lockstep.ops.attention import BLOCK, PAGE, Attention, KVCache, PagedAttention
 from lockstep.ops.attention_reference import Terms
 from lockstep.ops.bias import add_bias, add_grouped_bias
+from lockstep.ops.branches import branch_norm, every_row, fused_linear, parts_of
 from lockstep.ops.cache_codes import cache_rounded
 from lockstep.ops.elementary import exp, log, log_sigmoid, sigmoid
 from lockstep.ops.embedding import embedding
@@ -39,13 +40,14 @@ __all__ = [
     "ARITHMETICS", "BLOCK", "EXACT_BITS", "FEW_ROWS", "FORMATS", "FORMS", "NONE", "PAGE", "Arena", "Attention",
     "ExpertLoad", "Format", "KVCache", "PackedAttention", "PackedWeight", "PackedWeights", "PagedAttention",
     "PieceAttention", "ReplayedRoutes", "Routing", "SharedPrefixAttention", "StepGraph", "Terms", "Unrecordable",
-    "adamw_factors", "adamw_step", "add_bias", "add_grouped_bias", "arithmetic", "cache_rounded", "clamped_experts",
-    "clamped_swiglu", "combine", "counted_rows", "dispatch", "draw", "draw_scaled", "drawing", "embedding", "exp",
-    "experts", "float8_linear", "formatted_linear", "grouped_linear", "head_linear", "instruction_set", "int4_linear",
-    "int8_linear", "integer_squares", "inverse_temperature", "is_emulated", "linear", "log", "log_prob_sum",
-    "log_sigmoid", "logits_log_probs", "note_routes", "order_by_expert", "own_part", "recorded_routes",
-    "replayed_routes", "rms_norm", "rotary", "route", "router_logits", "sample", "set_arithmetic", "sigmoid",
-    "silu_mul", "sum_of_squares", "text_scores", "token_log_probs", "top_log_probs", "total", "uniforms", "unrecorded",
+    "adamw_factors", "adamw_step", "add_bias", "add_grouped_bias", "arithmetic", "branch_norm", "cache_rounded",
+    "call_once", "clamped_experts", "clamped_swiglu", "combine", "counted_rows", "dispatch", "draw", "draw_scaled",
+    "drawing", "embedding", "every_row", "exp", "experts", "float8_linear", "formatted_linear", "fused_linear",
+    "grouped_linear", "head_linear", "instruction_set", "int4_linear", "int8_linear", "integer_squares",
+    "inverse_temperature", "is_emulated", "linear", "log", "log_prob_sum", "log_sigmoid", "logits_log_probs",
+    "note_routes", "order_by_expert", "own_part", "parts_of", "recorded_routes", "replayed_routes", "rms_norm",
+    "rotary", "route", "router_logits", "sample", "set_arithmetic", "sigmoid", "silu_mul", "sum_of_squares",
+    "text_scores", "token_log_probs", "top_log_probs", "total", "uniforms", "unrecorded",
 ]  # fmt: skip
 
 call_once()

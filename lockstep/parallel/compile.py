@@ -232,11 +232,11 @@ class _Probe:
     ):
         self.block, self.halves, self.group, self.trains = block, halves, group, trains
         generator = torch.Generator().manual_seed(0)
-        config, dtype = model.config, block.input_layernorm.weight.dtype
+        config, dtype = model.config, block.self_attn.o_proj.weight.dtype
         heads = config.num_heads // (group.size() if group else 1)
         self.hidden = torch.randn(PROBE_ROWS, config.dim, generator=generator).to(model.device, dtype)
         self.attended = torch.randn(PROBE_ROWS, heads, config.head_dim, generator=generator).to(model.device, dtype)
-        self.tables = model.rotary(torch.arange(PROBE_ROWS, device=model.device))
+        self.tables = model.rotary(torch.arange(PROBE_ROWS, device=model.device))[block.rope]
 
     def require_gradients(self, hidden: bool, attended: bool | None = None) -> None:
         """Sets requires_grad of the inputs; `attended`: None: as `hidden`."""
@@ -246,7 +246,7 @@ class _Probe:
     def outputs(self, rows: slice) -> list[Tensor]:
         """Queries, keys, values if they are separate, and the block's output for these rows."""
         # Copies, since tensors that are marked dynamic stay marked.
-        cos, sin = (table[rows].clone() for table in self.tables)
+        cos, sin = (table[..., rows, :].clone() for table in self.tables)
         hidden, attended = self.hidden[rows].clone(), self.attended[rows].clone()
         shared = self.group if self.group and not rows_are_whole() else None
         if shared:

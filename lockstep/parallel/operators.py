@@ -7,7 +7,7 @@ not row-invariant.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import torch
 import torch.distributed as dist
@@ -93,6 +93,29 @@ def rms_norm(x: Tensor, weight: DTensor, eps: float) -> Tensor:
     if x.ndim > 2 or rows_are_whole():
         return normed
     return exchanged(normed, group, gather_rows, sum_gathered)
+
+
+def branch_norm(x: Tensor, weight: DTensor, eps: float, offset: bool) -> Tensor:
+    """RMSNorm of this rank's rows, which are not gathered."""
+    local, group = own_part(weight), tensor_group(weight)
+    return ops.rms_norm(x, local, eps, offset) if group is None else shared_norm(x, local, eps, offset, group)
+
+
+def every_row(x: Tensor, weight: DTensor) -> Tensor:
+    """The rows of all ranks of the weight's tensor axis."""
+    group = tensor_group(weight)
+    return x if group is None or rows_are_whole() else exchanged(x, group, gather_rows, sum_gathered)
+
+
+def fused_linear(x: Tensor, weight: DTensor, parts: Sequence[int], format: str) -> Tensor:
+    """A column product with this rank's share of each part's rows; the weight is whole on each rank of the tensor axis,
+    and its gradient the sum over them."""
+    local, group = own_part(weight), tensor_group(weight)
+    if group is None:
+        return FORMATS[format].linear(x, local, 1)
+    rank, ranks = dist.get_rank(group), dist.get_world_size(group)
+    own = [part.chunk(ranks)[rank] for part in local.split(list(parts))]
+    return column_product(x, torch.cat(own), format, group.group_name)
 
 
 def linear(x: Tensor, weight: DTensor, chunks: int) -> Tensor:

@@ -35,6 +35,8 @@ class Stage(Decoder):
                 delattr(self.layers, str(layer))
         if not self.is_first and not self.borrows_embedding:
             del self.embed_tokens
+        if not self.is_first and config.embedding_norm:
+            del self.embed_norm
         if not self.is_last:
             del self.norm
             if config.score_head:

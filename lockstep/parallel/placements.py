@@ -28,39 +28,35 @@ ROWS, COLUMNS, COPY, SUM = Shard(0), Shard(1), Replicate(), Partial()
 
 # A parameter's placement on the tensor axis, by its name without the layer. A weight is [out, in]: a column product
 # splits its outputs (ROWS), a row product its inputs (COLUMNS).
-LLAMA3: dict[str, Placement] = {
+WEIGHTS_ON_TENSOR: dict[str, Placement] = {
     "embed_tokens.weight": ROWS,
-    "input_layernorm.weight": COPY,
+    "lm_head.weight": ROWS,
+    "score.weight": COPY,
     "self_attn.q_proj.weight": ROWS,
     "self_attn.k_proj.weight": ROWS,
     "self_attn.v_proj.weight": ROWS,
     "self_attn.o_proj.weight": COLUMNS,
+    "mlp.gate_proj.weight": ROWS,
+    "mlp.up_proj.weight": ROWS,
+    "mlp.down_proj.weight": COLUMNS,
     # Biases, if any, are placed like the outputs they are added to; a row product's bias is added once, to the sum.
     "self_attn.q_proj.bias": ROWS,
     "self_attn.k_proj.bias": ROWS,
     "self_attn.v_proj.bias": ROWS,
     "self_attn.o_proj.bias": COPY,
     "self_attn.sinks": ROWS,
-    "post_attention_layernorm.weight": COPY,
-    "mlp.gate_proj.weight": ROWS,
-    "mlp.up_proj.weight": ROWS,
-    "mlp.down_proj.weight": COLUMNS,
-    "norm.weight": COPY,
-    "lm_head.weight": ROWS,
-    "score.weight": COPY,
-}
-QWEN3: dict[str, Placement] = LLAMA3 | {"self_attn.q_norm.weight": COPY, "self_attn.k_norm.weight": COPY}
-# The compressed states, and the shared key made from them, are replicated; heads are split.
-DEEPSEEK_V3: dict[str, Placement] = LLAMA3 | {
+    "mlp.gate_proj.bias": ROWS,
+    "mlp.up_proj.bias": ROWS,
+    "mlp.down_proj.bias": COPY,
+    # Several projections in one weight: a rank computes its outputs of each.
+    "self_attn.qkv_proj.weight": COPY,
+    "mlp.gate_up_proj.weight": COPY,
+    # Latent attention: the compressed states, and the shared key made from them, are replicated; heads are split.
     "self_attn.q_a_proj.weight": COPY,
-    "self_attn.q_a_layernorm.weight": COPY,
     "self_attn.q_b_proj.weight": ROWS,
     "self_attn.kv_a_proj_with_mqa.weight": COPY,
-    "self_attn.kv_a_layernorm.weight": COPY,
     "self_attn.kv_b_proj.weight": ROWS,
-}
-# A mixture's experts, [experts, out, in], are each on one rank.
-MIXTURE: dict[str, Placement] = {
+    # A mixture's experts, [experts, out, in], are each on one rank.
     "mlp.gate.weight": COPY,
     "mlp.gate.e_score_correction_bias": COPY,
     "mlp.experts.gate_proj.weight": ROWS,
@@ -69,21 +65,13 @@ MIXTURE: dict[str, Placement] = {
     "mlp.shared_experts.gate_proj.weight": ROWS,
     "mlp.shared_experts.up_proj.weight": ROWS,
     "mlp.shared_experts.down_proj.weight": COLUMNS,
-}
-CLAMPED_MIXTURE: dict[str, Placement] = {
+    # gpt-oss's.
     "mlp.router.weight": COPY,
     "mlp.router.bias": COPY,
     "mlp.experts.gate_up_proj": ROWS,
     "mlp.experts.gate_up_proj_bias": ROWS,
     "mlp.experts.down_proj": ROWS,
     "mlp.experts.down_proj_bias": ROWS,
-}
-WEIGHTS_ON_TENSOR = {
-    "llama3": LLAMA3,
-    "qwen3": QWEN3,
-    "qwen3_moe": QWEN3 | MIXTURE,
-    "gpt_oss": LLAMA3 | CLAMPED_MIXTURE,
-    "deepseek_v3": DEEPSEEK_V3 | MIXTURE,
 }
 
 
@@ -93,8 +81,8 @@ WEIGHTS_ON_DATA: dict[Placement, Placement] = {ROWS: COLUMNS, COLUMNS: ROWS, COP
 
 
 def parameter_placement(shape: ModelConfig, name: str, ranks: int) -> Placement:
-    """Placement on the tensor axis of a parameter such as `layers.3.mlp.up_proj.weight`. Raises KeyError for an
-    unknown name.
+    """Placement on the tensor axis of a parameter such as `layers.3.mlp.up_proj.weight`; norms are replicated. Raises
+    KeyError for an unknown name.
 
     Fewer key-value heads than ranks are replicated: each rank computes all, and attends with one.
     """
@@ -102,4 +90,4 @@ def parameter_placement(shape: ModelConfig, name: str, ranks: int) -> Placement:
     kind = ".".join(parts[2:] if parts[0] == "layers" else parts)
     if ranks > shape.num_kv_heads and kind.startswith(("self_attn.k_proj.", "self_attn.v_proj.")):
         return COPY
-    return WEIGHTS_ON_TENSOR[shape.family][kind]
+    return COPY if kind.endswith("norm.weight") else WEIGHTS_ON_TENSOR[kind]

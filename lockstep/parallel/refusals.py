@@ -99,7 +99,8 @@ def _tensor_problems(shape: ModelConfig, tensor: int, setting: str = "parallel.t
             f"parallel.reduction_chunks {shape.reduction_chunks} is too small for {setting} {tensor}, whose ranks "
             "need at least one each; leave it at 0"
         )
-    copied = tensor % shape.num_kv_heads == 0  # every key-value head is on one rank, or on several
+    # Every key-value head is on one rank, or on several if keys have a weight of their own.
+    copied = tensor % shape.num_kv_heads == 0 and "qkv_proj" not in shape.fused
     divided = {
         "attention heads": shape.num_heads,
         "key-value heads": tensor if copied else shape.num_kv_heads,

@@ -96,6 +96,12 @@ def layout_problems(shape: ModelConfig, world: World, parallel: ParallelConfig) 
             f"key-value heads ({shape.num_kv_heads}), whose gradients are summed by rank; lower parallel.tensor, or "
             "switch it off"
         )
+    if world.degrees["tensor"] > 1 and shape.fused:
+        yield (
+            f"train.deterministic_layout with parallel.tensor {world.degrees['tensor']} does not work with fused "
+            f"projections ({', '.join(shape.fused)}), of which each rank has some rows of each part; switch one of "
+            "them off"
+        )
     if world.degrees["tensor"] > 1 and not shape.precision.linear.startswith(("int", NONE)):
         yield (
             f"train.deterministic_layout with parallel.tensor {world.degrees['tensor']} does not work with "

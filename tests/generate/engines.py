@@ -7,7 +7,7 @@ from lockstep.model import ModelConfig
 
 SHAPE = ModelConfig(
     family="qwen3", vocab_size=60, dim=32, num_layers=2, num_heads=4, num_kv_heads=2, head_dim=16, intermediate_size=48,
-    qk_norm=True, max_positions=600,
+    qk_norm="head", max_positions=600,
 )  # fmt: skip
 
 

@@ -23,8 +23,8 @@ pytestmark = pytest.mark.skipif(native.library() is None, reason="step graphs co
 
 SHAPES = {
     "qwen3": SHAPE,
-    "llama3": replace(SHAPE, family="llama3", qk_norm=False, tie_embeddings=False, reduction_chunks=2),
-    "windows, biases, wide heads": replace(SHAPE, windows=(8, 0), attention_bias=True, head_dim=24),
+    "llama3": replace(SHAPE, family="llama3", qk_norm="none", tie_embeddings=False, reduction_chunks=2),
+    "windows, biases, wide heads": replace(SHAPE, windows=(8, 0), qkv_bias=True, output_bias=True, head_dim=24),
     "adapter": replace(SHAPE, lora=Lora(4, 8.0, ("layers.0.self_attn.k_proj", "layers.1.mlp.up_proj"))),
     **{
         family: replace(preset(f"{family}:micro", 60), num_layers=2, max_positions=600)

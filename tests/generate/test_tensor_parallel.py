@@ -30,7 +30,7 @@ def model_of(ranks, chunks, name, dtype, vocab):
         shape = replace(shape, num_heads=8, num_kv_heads=2, head_dim=16)
     fill = partial(initialize, seed=3)
     if more:
-        shape, fill = replace(shape, attention_bias=True, sinks=True, windows=(20, 0, 5)), drawn
+        shape, fill = replace(shape, qkv_bias=True, output_bias=True, sinks=True, windows=(20, 0, 5)), drawn
     return world, generator_model(shape, getattr(torch, dtype), world, parallel, fill)
 
 

@@ -140,6 +140,6 @@ def test_model_and_batch_are_made_where_they_are_asked_to_be(model_folder):
     """The meta device stands for one that is not there: nothing of the model or the row stays on the CPU."""
     model = load_model(model_folder, device="meta")
     assert {p.device.type for p in model.parameters()} == {"meta"}
-    assert {table.device.type for table in model.rotary(torch.arange(4, device="meta"))} == {"meta"}
+    assert {table.device.type for table in model.rotary(torch.arange(4, device="meta"))[0]} == {"meta"}
     row = pack([[1, 2, 3], [4, 5]], device="meta")
     assert {getattr(row, n).device.type for n in ("tokens", "positions", "predictors", "targets")} == {"meta"}

@@ -63,7 +63,7 @@ def test_yarn_stretches_as_transformers_does(scaling, head_dim, theta):
     powers = theta ** (torch.arange(0, head_dim, 2).float() / head_dim)
     assert np.array_equal(stretched_by_yarn(powers.numpy(), theta, scaling), frequencies.numpy())
     assert np.abs(rotary_frequencies(config) / frequencies.numpy() - 1).max() < 2.0**-21
-    assert table_factor(config) == pytest.approx(factor, rel=1e-15)
+    assert table_factor(config.rope_scaling) == pytest.approx(factor, rel=1e-15)
 
 
 def test_cosines_and_sines_are_multiplied_by_the_attention_factor():
@@ -71,8 +71,8 @@ def test_cosines_and_sines_are_multiplied_by_the_attention_factor():
     plain = rotary_tables(rotary_frequencies(config), 256)
     positions = torch.tensor([0, 3, 255])
     for table, own in zip(RotaryTables(config)(positions), plain):
-        assert torch.equal(table, own[positions] * np.float32(table_factor(config)))
-    assert table_factor(config) > 1.3 and table_factor(QWEN) == 1.0
+        assert torch.equal(table, own[positions] * np.float32(table_factor(config.rope_scaling)))
+    assert table_factor(config.rope_scaling) > 1.3 and table_factor(QWEN.rope_scaling) == 1.0
 
 
 def test_the_tables_bits_are_those_of_every_processor():

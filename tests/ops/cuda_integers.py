@@ -106,7 +106,7 @@ def test_the_codes_of_two_weights_are_in_a_byte():
 
 SHAPE = ModelConfig(
     family="qwen3", vocab_size=40, dim=32, num_layers=1, num_heads=2, num_kv_heads=1, head_dim=16, intermediate_size=32,
-    qk_norm=True, max_positions=128,
+    qk_norm="head", max_positions=128,
 )  # fmt: skip
 
 

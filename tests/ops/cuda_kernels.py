@@ -417,7 +417,7 @@ def test_log_probabilities_their_gradient_and_draws(dtype, vocab):
 
 def test_engine_and_trainer_agree_bit_for_bit_through_the_kernels(kernels):
     shape = dict(vocab_size=40, dim=32, num_layers=1, num_heads=2, num_kv_heads=1, head_dim=16, intermediate_size=32)
-    model = build_model(ModelConfig(family="qwen3", qk_norm=True, max_positions=128, **shape), "float32", seed=1)
+    model = build_model(ModelConfig(family="qwen3", qk_norm="head", max_positions=128, **shape), "float32", seed=1)
     engine = Engine(model, EngineConfig(max_tokens_per_step=7, max_sequences=3, cache_tokens=256))
     prompts = [[1, 2, 3], [4] * 6]
     groups = engine.generate(prompts, SamplingParams(max_tokens=2, temperature=1.0, seed=0, ignore_eos=True))

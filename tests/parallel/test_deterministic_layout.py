@@ -37,7 +37,7 @@ SHAPES = {
     "a tied head": preset("qwen3:micro", VOCAB),
     "biases, sinks and windows": ModelConfig(
         "qwen3", VOCAB, dim=64, num_layers=2, num_heads=4, num_kv_heads=2, head_dim=32, intermediate_size=128,
-        attention_bias=True, sinks=True, windows=(20, 0), max_positions=512,
+        qkv_bias=True, output_bias=True, sinks=True, windows=(20, 0), max_positions=512,
     ),
     "gpt-oss": preset("gpt_oss:micro", VOCAB),
     "latent attention": LATENT,

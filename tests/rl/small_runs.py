@@ -49,7 +49,7 @@ class Hopeless(EvenBytes):
 def write_model(path, seed=0, vocab=258):
     shape = ModelConfig(
         family="qwen3", vocab_size=vocab, dim=32, num_layers=1, num_heads=2, num_kv_heads=1, head_dim=16,
-        intermediate_size=48, qk_norm=True, max_positions=64,
+        intermediate_size=48, qk_norm="head", max_positions=64,
     )  # fmt: skip
     model = build_model(shape, dtype="float32", seed=seed)
     with torch.no_grad():

@@ -16,7 +16,7 @@ from tests.rl.losses import batches_of, loss_of
 
 SHAPE = ModelConfig(
     family="qwen3", vocab_size=16, dim=8, num_layers=2, num_heads=2, num_kv_heads=1, head_dim=4, intermediate_size=12,
-    tie_embeddings=False, qk_norm=True, max_positions=64,
+    tie_embeddings=False, qk_norm="head", max_positions=64,
 )  # fmt: skip
 PROMPTS = [[1, 2, 3], [1, 2, 3], [4], [4]]
 COMPLETIONS = [[5, 6, 7, 8, 0], [9, 0], [10, 11, 12, 13], [14]]
@@ -123,7 +123,7 @@ def test_loss_and_gradient_of_a_step_are_those_of_trl(theirs, kind, masked, toke
     expected, gradients = theirs[kind, masked]
     # TRL's model is in float64, ours in float32.
     assert loss == pytest.approx(expected, rel=1e-6)
-    ours = {hugging_face_name(name): parameter.grad for name, parameter in model.named_parameters()}
+    ours = {hugging_face_name(name, model.config): parameter.grad for name, parameter in model.named_parameters()}
     assert ours.keys() == gradients.keys()
     for name, gradient in ours.items():
         assert (gradient - gradients[name]).norm() < 1e-5 * gradients[name].norm() and gradient.any(), name

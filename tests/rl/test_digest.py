@@ -59,7 +59,7 @@ def digests(folder: Path) -> dict[str, str]:
     for name, head_dim, steps in (("pretrain", 16, 10), ("narrow heads", 40, 3)):
         shape = ModelConfig(
             family="qwen3", vocab_size=258, dim=64, num_layers=2, num_heads=4, num_kv_heads=2, head_dim=head_dim,
-            intermediate_size=160, qk_norm=True,
+            intermediate_size=160, qk_norm="head",
         )  # fmt: skip
         fresh = folder / f"{name}, fresh"
         save_model(build_model(shape, dtype="float32", seed=0), fresh)

@@ -25,7 +25,7 @@ from tests.ops.cuda_kernels import dots_of_fixed_order, form, in_kernels  # noqa
 
 SHAPE = ModelConfig(
     family="qwen3", vocab_size=40, dim=32, num_layers=1, num_heads=2, num_kv_heads=1, head_dim=16, intermediate_size=32,
-    qk_norm=True, max_positions=128,
+    qk_norm="head", max_positions=128,
 )  # fmt: skip
 READS = {"_local_scalar_dense", "nonzero", "masked_select", "equal", "_unique2", "unique_consecutive", "is_nonzero"}
 """Operators for which CUDA waits, which a capture does not allow."""

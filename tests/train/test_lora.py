@@ -52,7 +52,7 @@ from tests.train.runs import logged, write_lines
 
 SHAPE = ModelConfig(
     family="qwen3", vocab_size=120, dim=64, num_layers=2, num_heads=4, num_kv_heads=2, head_dim=32,
-    intermediate_size=96, qk_norm=True, max_positions=512, eos_token_ids=(7,),
+    intermediate_size=96, qk_norm="head", max_positions=512, eos_token_ids=(7,),
 )  # fmt: skip
 SEQUENCE = [list(range(5, 45))]
 

@@ -38,7 +38,7 @@ def _ours(folder, examples, loss, which="both", divergence=0.0, **settings):
     config = DPOConfig(loss=loss, **settings)
     found = preference_losses(config, log_probs, batch, divergence).mean()
     found.backward()
-    return found.item(), {hugging_face_name(n): p.grad for n, p in model.named_parameters()}
+    return found.item(), {hugging_face_name(n, model.config): p.grad for n, p in model.named_parameters()}
 
 
 def _padded(examples, sides=(0, 1), pad=0):
@@ -149,7 +149,7 @@ def test_a_reward_models_loss_and_gradient_are_those_of_trl(model_folder, tmp_pa
     chosen, rejected = end_scores(model, batch)[0].view(-1, 2).T
     loss = (bradley_terry_loss(chosen, rejected) + centering * (chosen + rejected).square()).mean()
     loss.backward()
-    gradients = {hugging_face_name(n): p.grad for n, p in model.named_parameters()}
+    gradients = {hugging_face_name(n, model.config): p.grad for n, p in model.named_parameters()}
     rows = [{"prompt": p, "chosen": c, "rejected": r} for p, c, r in PAIRS]
     trainer = _trainer(folder, tmp_path, rows, "Reward", center_rewards_coefficient=centering or None)
     trainer.model.config.pad_token_id = 300  # in none of the texts

@@ -8,10 +8,31 @@ from typing import Any
 
 from lockstep.errors import UserError, closest
 from lockstep.model.config import ModelConfig
-from lockstep.model.families import deepseek_v3, gpt_oss, llama3, qwen3, qwen3_moe
+from lockstep.model.families import (
+    deepseek_v3,
+    gemma3,
+    glm,
+    glm4,
+    glm4_moe,
+    gpt_oss,
+    granite,
+    llama3,
+    ministral,
+    ministral3,
+    mistral,
+    nanochat,
+    olmo2,
+    olmo3,
+    olmoe,
+    phi3,
+    qwen2,
+    qwen3,
+    qwen3_moe,
+    smollm3,
+)
 from lockstep.model.families.keys import refuse_unknown, with_defaults
-from lockstep.model.families.reading import layer_kinds, number
-from lockstep.model.families.rope import read_rope, refuse_infinite_rotation, write_rope
+from lockstep.model.families.reading import layer_kinds, number, truth
+from lockstep.model.families.rope import RopeKeys, read_rope, refuse_infinite_rotation, write_rope
 from lockstep.model.quantized import dequantize_of
 from lockstep.model.stored import HEAD
 from lockstep.precision import MODELS_DTYPE, read_precision
@@ -22,6 +43,21 @@ FAMILIES: dict[str, ModuleType] = {
     "qwen3_moe": qwen3_moe,
     "gpt_oss": gpt_oss,
     "deepseek_v3": deepseek_v3,
+    "qwen2": qwen2,
+    "gemma3": gemma3,
+    "mistral": mistral,
+    "ministral": ministral,
+    "ministral3": ministral3,
+    "smollm3": smollm3,
+    "olmo2": olmo2,
+    "olmo3": olmo3,
+    "olmoe": olmoe,
+    "phi3": phi3,
+    "granite": granite,
+    "glm": glm,
+    "glm4": glm4,
+    "glm4_moe": glm4_moe,
+    "nanochat": nanochat,
 }
 OTHER_MODEL_TYPES = {"kimi_k2": "deepseek_v3"}
 PRESETS = [f"{family}:{size}" for family, module in FAMILIES.items() for size in module.PRESETS]
@@ -42,6 +78,10 @@ _NAMES = {
     "pad_token_id": "pad_token_id",
     "reduction_chunks": "reduction_chunks",
 }
+ALIKE = (
+    "qk_norm", "norms", "norm_offset", "plain_norms", "activation", "fused", "rope_interleaved", "qkv_bias"
+)  # fmt: skip
+"""Constants of a family that hold for its folders too, not only for the sizes by name."""
 MOST_LAYERS = 1024
 QUANTIZED = ("fp8", "compressed-tensors", "torchao")
 """Quantized forms of folders that are read for every family without a list of its own."""
@@ -94,17 +134,16 @@ def from_hugging_face(values: dict[str, Any], where: str) -> ModelConfig:
     eos = values.get("eos_token_id")
     if not all(type(token) is int for token in (eos if isinstance(eos, list) else [0 if eos is None else eos])):
         raise UserError(f"{where}: eos_token_id is {eos!r:.100}; it must be a token id or a list of them")
-    layer_kinds(values, getattr(module, "KINDS", ("full_attention",)), where, fields["num_layers"])
-    theta, scaling = read_rope(values, where)
+    fields |= read_biases(values, where) | {key: module.CONSTANTS[key] for key in ALIKE if key in module.CONSTANTS}
     if hasattr(module, "read_attention"):
         fields |= module.read_attention(values, where)
+    else:
+        layer_kinds(values, ("full_attention",), where, fields["num_layers"])
+    fields = read_rope(values, fields["head_dim"], where, rope_keys(module)) | fields
     try:
         config = ModelConfig(
             family=family,
             experts=module.read_experts(values, where) if hasattr(module, "read_experts") else None,
-            qk_norm="qk_norm" in module.CONSTANTS,
-            rope_theta=theta,
-            rope_scaling=scaling,
             eos_token_ids=tuple(eos) if isinstance(eos, list) else () if eos is None else (eos,),
             precision=read_precision(values.get("precision"), where),
             **fields,
@@ -113,6 +152,19 @@ def from_hugging_face(values: dict[str, Any], where: str) -> ModelConfig:
         raise UserError(f"{where}: {str(error).removeprefix(f'{where}: ')}") from error
     refuse_infinite_rotation(config, where)
     return config
+
+
+def rope_keys(module: ModuleType) -> RopeKeys:
+    """What is particular to a family's keys of the rotary embedding."""
+    keys: RopeKeys = getattr(module, "ROPE_KEYS", RopeKeys())
+    return keys
+
+
+def read_biases(values: dict[str, Any], where: str) -> dict[str, bool]:
+    """The fields for biases: `attention_bias` is for all four projections, unless a family says otherwise."""
+    biases = {key: key in values and truth(values, key, where) for key in ("attention_bias", "mlp_bias")}
+    attention, mlp = biases.values()
+    return {"qkv_bias": attention, "output_bias": attention, "mlp_bias": mlp}
 
 
 def quantized_methods(family: str) -> tuple[str, ...]:
@@ -209,9 +261,10 @@ def to_hugging_face(config: ModelConfig, dtype: str) -> dict[str, Any]:
         **(module.write_experts(config) if config.experts is not None else {}),
         **(module.write_attention(config) if hasattr(module, "write_attention") else {}),
         "eos_token_id": eos[0] if len(eos) == 1 else eos or None,
-        "hidden_act": "silu",
-        "attention_bias": config.attention_bias,
-        **write_rope(config),
+        **({"hidden_act": "silu"} if config.activation == "silu" else {}),
+        **({"attention_bias": config.qkv_bias} if "attention_bias" in module.DEFAULTS else {}),
+        **({"mlp_bias": config.mlp_bias} if "mlp_bias" in module.DEFAULTS else {}),
+        **getattr(module, "write_rope", write_rope)(config, rope_keys(module)),
         **({"precision": asdict(config.precision)} if config.precision != MODELS_DTYPE else {}),
         **({"id2label": {"0": "score"}, "label2id": {"score": 0}} if config.score_head else {}),
         "torch_dtype": dtype,

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from itertools import cycle, islice
 from typing import Any
 
 from lockstep.errors import UserError
 from lockstep.model.config import ExpertsConfig, ModelConfig, Yarn
-from lockstep.model.families.reading import layer_kinds, whole_number
+from lockstep.model.families.reading import whole_number
+from lockstep.model.families.windows import KINDS, read_windows, write_windows
 from lockstep.ops.activation import LIMIT, SLOPE
 from lockstep.ops.routing import Routing
 
@@ -16,7 +16,7 @@ ARCHITECTURE = "GptOssForCausalLM"
 MODEL_TYPE = "gpt_oss"
 CONSTANTS = dict(
     vocab_size=201088, tie_embeddings=False, norm_eps=1e-5, rope_theta=150_000.0,
-    rope_scaling=Yarn(32.0, 4096, truncate=False), max_positions=131072, attention_bias=True, sinks=True,
+    rope_scaling=Yarn(32.0, 4096, truncate=False), max_positions=131072, qkv_bias=True, output_bias=True, sinks=True,
 )  # fmt: skip
 ONLY = {"attention_bias": True, "swiglu_alpha": SLOPE, "swiglu_limit": LIMIT}
 """Settings that would change the arithmetic, and their only supported value."""
@@ -48,8 +48,6 @@ DEFAULTS = {
 ALIASES = {"num_experts": "num_local_experts"}
 WITHOUT_EFFECT = {"initial_context_length", "router_aux_loss_coef", "experts_per_token"}
 """transformers reads `num_experts_per_tok`; `experts_per_token` must be equal."""
-KINDS = {"sliding_attention": True, "full_attention": False}
-"""Layer types and whether they have a window; by default they alternate."""
 
 
 def _experts(count: int, size: int, active: int) -> ExpertsConfig:
@@ -79,32 +77,15 @@ def write_experts(config: ModelConfig) -> dict[str, Any]:
 
 
 def read_attention(values: dict[str, Any], where: str) -> dict[str, Any]:
-    """Fields of ModelConfig from the keys of `config.json`. Raises UserError."""
-    count = whole_number(values, "num_hidden_layers", where)
-    kinds = layer_kinds(values, KINDS, where, count) or list(islice(cycle(KINDS), count))
-    window = whole_number(values, "sliding_window", where, least=1)
-    return {
-        "attention_bias": True,
-        "sinks": True,
-        "windows": shortest_pattern([window if KINDS[kind] else 0 for kind in kinds]),
-    }
-
-
-def shortest_pattern(windows: Sequence[int]) -> tuple[int, ...]:
-    """The shortest list whose repetition gives all windows."""
-    turns = (tuple(windows[:length]) for length in range(1, len(windows) + 1))
-    return next(turn for turn in turns if all(turn[n % len(turn)] == window for n, window in enumerate(windows)))
+    """Fields of ModelConfig from the keys of `config.json`; windows alternate by default. Raises UserError."""
+    kinds = list(islice(cycle(KINDS), whole_number(values, "num_hidden_layers", where)))
+    return {"qkv_bias": True, "output_bias": True, "sinks": True, **read_windows(values, where, kinds)}
 
 
 def write_attention(config: ModelConfig) -> dict[str, Any]:
     """The inverse of `read_attention`. Raises UserError for several window widths, which the keys cannot express."""
-    windows = [config.window(layer) for layer in range(config.num_layers)]
-    widths = {window for window in windows if window} or {128}
-    if len(widths) > 1:
-        raise UserError(f"model: windows of {sorted(widths)} tokens; gpt-oss has windows of one width only")
-    return {
-        "layer_types": ["sliding_attention" if window else "full_attention" for window in windows],
-        "sliding_window": widths.pop(),
+    return write_windows(config, otherwise=128) | {
+        "attention_bias": True,
         "swiglu_alpha": SLOPE,
         "swiglu_limit": LIMIT,
     }

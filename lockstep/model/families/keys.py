@@ -27,6 +27,8 @@ ONLY = {
     "qkv_bias": False,
     "use_sliding_window": False,
     "rope_interleaved": False,
+    "resid_pdrop": 0,
+    "embd_pdrop": 0,
     "is_encoder_decoder": False,
     "attention_dropout": 0,
 }
@@ -72,7 +74,7 @@ NULL_IS_MISSING = (
 
 def refuse_unknown(values: dict[str, Any], family: ModuleType, where: str) -> None:
     """Raises UserError for an unknown key, and for an unsupported value."""
-    only = ONLY | getattr(family, "ONLY", {})
+    only = {key: value for key, value in ONLY.items() if key not in family.DEFAULTS} | getattr(family, "ONLY", {})
     read = READ | family.DEFAULTS.keys() | only.keys() | getattr(family, "ALIASES", {}).keys()
     known = read | WITHOUT_EFFECT | getattr(family, "WITHOUT_EFFECT", set())
     unknown = sorted(key for key, value in values.items() if key not in known and value is not None)

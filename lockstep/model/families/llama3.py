@@ -22,6 +22,8 @@ DEFAULTS = {
     "rope_theta": 10_000.0,
     "bos_token_id": 1,
     "eos_token_id": 2,
+    "attention_bias": False,
+    "mlp_bias": False,
 }
 """Defaults of missing keys in a `config.json`: those of transformers' class. There are as many key-value heads as
 heads, and `head_dim` follows from `hidden_size`."""

@@ -2,9 +2,14 @@
 
 from __future__ import annotations
 
+from typing import Any
+
+from lockstep.model.config import ModelConfig
+from lockstep.model.families.windows import windows_if_used, write_windows
+
 ARCHITECTURE = "Qwen3ForCausalLM"
 MODEL_TYPE = "qwen3"
-CONSTANTS = dict(vocab_size=151936, qk_norm=True)
+CONSTANTS = dict(vocab_size=151936, qk_norm="head")
 """Fields of ModelConfig that are the same for all sizes, unless a size has its own."""
 DEFAULTS = {
     "vocab_size": 151936,
@@ -18,11 +23,19 @@ DEFAULTS = {
     "rms_norm_eps": 1e-6,
     "tie_word_embeddings": False,
     "rope_theta": 10_000.0,
+    "attention_bias": False,
+    "use_sliding_window": False,
+    "sliding_window": 4096,
+    "max_window_layers": 28,
 }
 """Defaults of missing keys in a `config.json`: those of transformers' class."""
 ONLY = {"use_qk_norm": True}
-WITHOUT_EFFECT = {"sliding_window", "max_window_layers"}
-"""Without effect unless `use_sliding_window` is set, which is refused."""
+read_attention = windows_if_used
+
+
+def write_attention(config: ModelConfig) -> dict[str, Any]:
+    """The keys of `config.json`."""
+    return write_windows(config) | {"use_sliding_window": bool(config.windows)}
 
 
 PRESETS = {

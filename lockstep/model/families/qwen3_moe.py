@@ -6,11 +6,12 @@ from typing import Any
 
 from lockstep.model.config import ExpertsConfig, ModelConfig
 from lockstep.model.families.reading import layer_numbers, truth, whole_number
+from lockstep.model.families.windows import same_window, write_same_window
 from lockstep.ops.routing import Routing
 
 ARCHITECTURE = "Qwen3MoeForCausalLM"
 MODEL_TYPE = "qwen3_moe"
-CONSTANTS = dict(vocab_size=151936, qk_norm=True, tie_embeddings=False)
+CONSTANTS = dict(vocab_size=151936, qk_norm="head", tie_embeddings=False)
 DEFAULTS = {
     "vocab_size": 151936,
     "hidden_size": 2048,
@@ -28,12 +29,24 @@ DEFAULTS = {
     "norm_topk_prob": False,
     "decoder_sparse_step": 1,
     "mlp_only_layers": None,
+    "attention_bias": False,
+    "use_sliding_window": False,
+    "sliding_window": 4096,
 }
 """Defaults of missing keys in a `config.json`: those of transformers' class. `head_dim` follows from `hidden_size`."""
 ALIASES = {"num_local_experts": "num_experts"}
 ONLY = {"use_qk_norm": True, "shared_expert_intermediate_size": 0}
-WITHOUT_EFFECT = {"sliding_window", "max_window_layers", "router_aux_loss_coef"}
-"""Without effect unless `use_sliding_window` is set, which is refused."""
+WITHOUT_EFFECT = {"max_window_layers", "router_aux_loss_coef"}
+
+
+def read_attention(values: dict[str, Any], where: str) -> dict[str, Any]:
+    """Fields of ModelConfig from the keys of `config.json`: a window is that of all layers. Raises UserError."""
+    return same_window(values if values["use_sliding_window"] else values | {"sliding_window": None}, where)
+
+
+def write_attention(config: ModelConfig) -> dict[str, Any]:
+    """The keys of `config.json`."""
+    return write_same_window(config) | {"use_sliding_window": bool(config.windows)}
 
 
 def read_experts(values: dict[str, Any], where: str) -> ExpertsConfig:

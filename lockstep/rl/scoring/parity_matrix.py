@@ -41,7 +41,7 @@ _SMALL: dict[str, Any] = dict(
 SHAPES = {
     "llama3": ModelConfig("llama3", num_heads=8, num_kv_heads=4, **_SMALL),
     "qwen3, tied head": ModelConfig(
-        "qwen3", num_heads=8, num_kv_heads=2, qk_norm=True, **(_SMALL | {"tie_embeddings": True})
+        "qwen3", num_heads=8, num_kv_heads=2, qk_norm="head", **(_SMALL | {"tie_embeddings": True})
     ),
     "int8 cache, grouped heads 3:1": ModelConfig(
         "llama3", num_heads=12, num_kv_heads=4, precision=Precision(cache="int8"), **_SMALL
@@ -55,7 +55,7 @@ MODELS = SHAPES | {
         "qwen3_moe",
         num_heads=8,
         num_kv_heads=4,
-        qk_norm=True,
+        qk_norm="head",
         # One layer with a dense feed-forward, and experts that four ranks can divide.
         experts=ExpertsConfig(8, 32, Routing(2), dense_layers=(1,)),
         **_SMALL,

@@ -55,7 +55,7 @@ class WeightFolders:
         tensors = {
             f"model/{stored}": (part, self._dtype)
             for name, parameter in self._model.named_parameters()
-            for stored, part in Part.stored(name, parameter).items()
+            for stored, part in Part.stored(name, parameter, self._model.config).items()
         }
         if self._untie_head and EMBEDDING in tensors:
             tensors["model/lm_head.weight"] = tensors[EMBEDDING]

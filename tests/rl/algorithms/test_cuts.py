@@ -43,7 +43,7 @@ def test_parts_of_whole_completions_add_up_to_the_step(name, average, correction
 
 SHAPE = ModelConfig(
     family="qwen3", vocab_size=40, dim=32, num_layers=1, num_heads=2, num_kv_heads=1, head_dim=16,
-    intermediate_size=48, qk_norm=True, max_positions=64,
+    intermediate_size=48, qk_norm="head", max_positions=64,
 )  # fmt: skip
 
 

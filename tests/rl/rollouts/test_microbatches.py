@@ -26,7 +26,7 @@ from tests.rl.losses import assign_values, batches_of, drawn_value_head, log_pro
 
 SHAPE = ModelConfig(
     family="qwen3", vocab_size=61, dim=64, num_layers=2, num_heads=4, num_kv_heads=2, head_dim=32,
-    intermediate_size=96, qk_norm=True,
+    intermediate_size=96, qk_norm="head",
 )  # fmt: skip
 
 

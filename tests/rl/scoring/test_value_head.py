@@ -25,7 +25,7 @@ from tests.rl.small_runs import EvenBytes, small_config, steps_of
 
 SHAPE = ModelConfig(
     family="qwen3", vocab_size=258, dim=32, num_layers=2, num_heads=2, num_kv_heads=1, head_dim=16,
-    intermediate_size=64, qk_norm=True, max_positions=64,
+    intermediate_size=64, qk_norm="head", max_positions=64,
 )  # fmt: skip
 NUMBERS = st.lists(st.tuples(st.floats(-5, 5), st.floats(-5, 5)), min_size=1, max_size=12)
 
