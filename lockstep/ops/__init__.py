@@ -19,6 +19,7 @@ from lockstep.ops.formats import FORMATS, NONE, Format, formatted_linear
 from lockstep.ops.forms import FORMS, own_part
 from lockstep.ops.grouped_linear import grouped_linear
 from lockstep.ops.heads import head_linear
+from lockstep.ops.heads_norm import heads_norm
 from lockstep.ops.integer_linear import int4_linear, int8_linear
 from lockstep.ops.linear import linear, text_scores
 from lockstep.ops.logprobs import inverse_temperature, log_prob_sum, logits_log_probs, token_log_probs
@@ -41,9 +42,9 @@ __all__ = [
     "PieceAttention", "ReplayedRoutes", "Routing", "SharedPrefixAttention", "StepGraph", "Terms", "Unrecordable",
     "adamw_factors", "adamw_step", "add_bias", "add_grouped_bias", "arithmetic", "cache_rounded", "clamped_experts",
     "clamped_swiglu", "combine", "counted_rows", "dispatch", "draw", "draw_scaled", "drawing", "embedding", "exp",
-    "experts", "float8_linear", "formatted_linear", "grouped_linear", "head_linear", "instruction_set", "int4_linear",
-    "int8_linear", "integer_squares", "inverse_temperature", "is_emulated", "linear", "log", "log_prob_sum",
-    "log_sigmoid", "logits_log_probs", "note_routes", "order_by_expert", "own_part", "recorded_routes",
+    "experts", "float8_linear", "formatted_linear", "grouped_linear", "head_linear", "heads_norm", "instruction_set",
+    "int4_linear", "int8_linear", "integer_squares", "inverse_temperature", "is_emulated", "linear", "log",
+    "log_prob_sum", "log_sigmoid", "logits_log_probs", "note_routes", "order_by_expert", "own_part", "recorded_routes",
     "replayed_routes", "rms_norm", "rotary", "route", "router_logits", "sample", "set_arithmetic", "sigmoid",
     "silu_mul", "sum_of_squares", "text_scores", "token_log_probs", "top_log_probs", "total", "uniforms", "unrecorded",
 ]  # fmt: skip

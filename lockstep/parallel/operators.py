@@ -31,6 +31,7 @@ from lockstep.parallel.exchange import (
     without_gradient,
 )
 from lockstep.parallel.experts import experts_over_ranks
+from lockstep.parallel.heads_norm import split_heads_norm
 from lockstep.parallel.one_order import column_product, shared_bias, shared_logits, shared_norm
 from lockstep.parallel.placements import COLUMNS, COPY, SUM
 from lockstep.parallel.row_product import row_product
@@ -93,6 +94,18 @@ def rms_norm(x: Tensor, weight: DTensor, eps: float) -> Tensor:
     if x.ndim > 2 or rows_are_whole():
         return normed
     return exchanged(normed, group, gather_rows, sum_gathered)
+
+
+def heads_norm(x: Tensor, weight: DTensor, eps: float) -> Tensor:
+    """`ops.heads_norm` of this rank's heads; of all heads, if every rank has them.
+
+    Every rank has fewer key heads than ranks, but gradients only of the one it attends with. This norm's gradients are
+    linear in those of its result, so what ranks compute are parts of the sums, as before it.
+    """
+    local, group = own_part(weight), tensor_group(weight)
+    if group is None or x.shape[1:].numel() == weight.shape[0]:
+        return ops.heads_norm(x, local, eps)
+    return split_heads_norm(x, local, eps, group)
 
 
 def linear(x: Tensor, weight: DTensor, chunks: int) -> Tensor:
