@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from dataclasses import dataclass
 
@@ -134,6 +135,8 @@ class ModelConfig:
     tie_embeddings: bool = True
     score_head: bool = False
     """A reward model: instead of logits, the head outputs one number, the score of the text up to the token."""
+    logits_softcap: float = 0.0
+    """The output logits are capped smoothly to ± this value (Gemma 2); 0: they are not."""
     qk_norm: bool = False
     """Normalize each head's queries and keys (Qwen3)."""
     attention_bias: bool = False
@@ -169,6 +172,8 @@ class ModelConfig:
                 f"model: {self.num_heads} heads do not divide into {self.num_kv_heads} key-value heads; "
                 "choose a divisor of num_attention_heads"
             )
+        if not 0 <= self.logits_softcap < math.inf:
+            raise UserError(f"model: logits_softcap is {self.logits_softcap}; it must be above 0, or 0 for no cap")
         if self.score_head and self.tie_embeddings:
             raise UserError("model: a score head has its own weight; set tie_embeddings to False")
         if self.rotary_dim % 2:

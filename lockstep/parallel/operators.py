@@ -185,10 +185,10 @@ def expert_group(weight: DTensor) -> dist.ProcessGroup | None:
 
 
 def token_log_probs(
-    hidden: Tensor, head: DTensor, targets: Tensor, temperature: float, head_format: str
+    hidden: Tensor, head: DTensor, targets: Tensor, temperature: float, terms: ops.HeadTerms
 ) -> tuple[Tensor, Tensor]:
     """The loss over a vocabulary-sharded head; see `sharded_token_log_probs`."""
     local, group = own_part(head), tensor_group(head)
     if group is None:
-        return ops.token_log_probs(hidden, local, targets, temperature, head_format)
-    return sharded_token_log_probs(hidden, local, targets, temperature, head.shape[0], group, head_format)
+        return ops.token_log_probs(hidden, local, targets, temperature, terms)
+    return sharded_token_log_probs(hidden, local, targets, temperature, head.shape[0], group, terms)
