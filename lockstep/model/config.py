@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Literal, NamedTuple
@@ -269,6 +270,8 @@ class ModelConfig:
                 f"model: rotated_features is {self.rotated_features}; it must be 0 for all, or up to head_dim, "
                 f"{self.head_dim}"
             )
+        if not 0 <= self.logits_softcap < math.inf:
+            raise UserError(f"model: logits_softcap is {self.logits_softcap}; it must be above 0, or 0 for no cap")
         if self.score_head and self.tie_embeddings:
             raise UserError("model: a score head has its own weight; set tie_embeddings to False")
         if self.rotary_dim % 2:

@@ -193,7 +193,8 @@ class Decoder(nn.Module):
 
     def logits(self, hidden: Float[Tensor, "rows dim"]) -> Float[Tensor, "rows vocab"]:
         """In the model's dtype; log-probabilities are computed from them in float32 (`ops.logits_log_probs`)."""
-        return layers.product(hidden, self.head_weight, self.head_format)
+        logits, cap = layers.product(hidden, self.head_weight, self.head_format), self.config.logits_softcap
+        return ops.softcap(logits, cap) if cap else logits
 
     @property
     def head_weight(self) -> Float[Tensor, "outputs dim"]:
@@ -201,6 +202,11 @@ class Decoder(nn.Module):
         if self.config.score_head:
             return self.score.weight
         return self.embed_tokens.weight if self.config.tie_embeddings else self.lm_head.weight
+
+    @property
+    def head_terms(self) -> ops.HeadTerms:
+        """How the head's logits are computed."""
+        return ops.HeadTerms(self.head_format, self.config.logits_softcap)
 
     @property
     def dtype(self) -> torch.dtype:

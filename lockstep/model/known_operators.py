@@ -48,7 +48,7 @@ def refuse_unknown_operators(model: Decoder) -> None:
 
     def forward() -> None:
         hidden = model(tokens, tokens, ops.PackedAttention([2]))
-        ops.token_log_probs(hidden, model.head_weight, tokens, 0.7, model.head_format)
+        ops.token_log_probs(hidden, model.head_weight, tokens, 0.7, model.head_terms)
 
     with torch.no_grad():
         unknown = unknown_operators(forward)

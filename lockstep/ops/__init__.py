@@ -19,7 +19,9 @@ from lockstep.ops.float8_products import float8_linear
 from lockstep.ops.formats import FORMATS, NONE, Format, formatted_linear
 from lockstep.ops.forms import FORMS, own_part
 from lockstep.ops.grouped_linear import grouped_linear
+from lockstep.ops.head_terms import HeadTerms
 from lockstep.ops.heads import head_linear
+from lockstep.ops.heads_norm import heads_norm
 from lockstep.ops.integer_linear import int4_linear, int8_linear
 from lockstep.ops.linear import linear, text_scores
 from lockstep.ops.logprobs import inverse_temperature, log_prob_sum, logits_log_probs, token_log_probs
@@ -33,21 +35,23 @@ from lockstep.ops.routes import ReplayedRoutes, note_routes, recorded_routes, re
 from lockstep.ops.routing import Routing, route, router_logits
 from lockstep.ops.sampling import draw, draw_scaled, drawing, sample, top_log_probs, uniforms
 from lockstep.ops.shared_attention import SharedPrefixAttention
+from lockstep.ops.softcap import softcap
 from lockstep.ops.step_graph import Arena, StepGraph, Unrecordable, unrecorded
 from lockstep.ops.sums import EXACT_BITS, integer_squares, sum_of_squares, total
 
 __all__ = [
     "ARITHMETICS", "BLOCK", "EXACT_BITS", "FEW_ROWS", "FORMATS", "FORMS", "NONE", "PAGE", "Arena", "Attention",
-    "ExpertLoad", "Format", "KVCache", "PackedAttention", "PackedWeight", "PackedWeights", "PagedAttention",
-    "PieceAttention", "ReplayedRoutes", "Routing", "SharedPrefixAttention", "StepGraph", "Terms", "Unrecordable",
-    "adamw_factors", "adamw_step", "add_bias", "add_grouped_bias", "arithmetic", "branch_norm", "cache_rounded",
-    "call_once", "clamped_experts", "clamped_swiglu", "combine", "counted_rows", "dispatch", "draw", "draw_scaled",
-    "drawing", "embedding", "every_row", "exp", "experts", "float8_linear", "formatted_linear", "fused_linear",
-    "grouped_linear", "head_linear", "instruction_set", "int4_linear", "int8_linear", "integer_squares",
-    "inverse_temperature", "is_emulated", "linear", "log", "log_prob_sum", "log_sigmoid", "logits_log_probs",
-    "note_routes", "order_by_expert", "own_part", "parts_of", "recorded_routes", "replayed_routes", "rms_norm",
-    "rotary", "route", "router_logits", "sample", "set_arithmetic", "sigmoid", "silu_mul", "sum_of_squares",
-    "text_scores", "token_log_probs", "top_log_probs", "total", "uniforms", "unrecorded",
+    "ExpertLoad", "Format", "HeadTerms", "KVCache", "PackedAttention", "PackedWeight", "PackedWeights",
+    "PagedAttention", "PieceAttention", "ReplayedRoutes", "Routing", "SharedPrefixAttention", "StepGraph", "Terms",
+    "Unrecordable", "adamw_factors", "adamw_step", "add_bias", "add_grouped_bias", "arithmetic", "branch_norm",
+    "cache_rounded", "clamped_experts", "clamped_swiglu", "combine", "counted_rows", "dispatch", "draw",
+    "draw_scaled", "drawing", "embedding", "every_row", "exp", "experts", "float8_linear", "formatted_linear",
+    "fused_linear", "grouped_linear", "head_linear", "heads_norm", "instruction_set", "int4_linear", "int8_linear",
+    "integer_squares", "inverse_temperature", "is_emulated", "linear", "log", "log_prob_sum", "log_sigmoid",
+    "logits_log_probs", "note_routes", "order_by_expert", "own_part", "parts_of", "recorded_routes",
+    "replayed_routes", "rms_norm", "rotary", "route", "router_logits", "sample", "set_arithmetic", "sigmoid",
+    "silu_mul", "softcap", "sum_of_squares", "text_scores", "token_log_probs", "top_log_probs", "total", "uniforms",
+    "unrecorded",
 ]  # fmt: skip
 
 call_once()

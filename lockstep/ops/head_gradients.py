@@ -16,8 +16,10 @@ from jaxtyping import Float, Float32, Int
 from torch import Tensor
 
 from lockstep.ops import cuda, native, one_order, plain
-from lockstep.ops.formats import FORMATS, NONE, Format
+from lockstep.ops.formats import FORMATS
+from lockstep.ops.head_terms import PLAIN_HEAD, HeadTerms
 from lockstep.ops.linear import input_gradient, product_sums, tree_sum, weight_gradient
+from lockstep.ops.softcap import softcap_gradient
 
 SLICE_BYTES, GPU_SLICE_BYTES = 1 << 27, 1 << 30
 """Most bytes of logits, of the whole vocabulary, in memory at a time. Smaller slices read the head's weight and write
@@ -63,21 +65,22 @@ def head_gradients(
     bounds: Int[Tensor, "bounds"],
     join: Join = lambda sums: tree_sum(sums.unbind()),
     logits: Float[Tensor, "rows part"] | None = None,
-    format: Format = FORMATS[NONE],
+    terms: HeadTerms = PLAIN_HEAD,
     trained: bool = True,
 ) -> tuple[Float[Tensor, "rows dim"], Float[Tensor, "part dim"] | None]:
     """Gradients of `hidden`, and of `head` if it is `trained`, given those of the log-probabilities and entropies.
 
     `head` is a part of a vocabulary of `vocab` tokens. `bounds` are the bounds of the vocabulary's pieces in the part;
     `join` adds the sums of all parts' pieces. Without one order, the gradient of `hidden` is only that of this part.
-    `logits`, of all rows in one slice, are overwritten; None: they are recomputed. `format`: of the product's factors.
+    `logits`, of all rows in one slice and capped, are overwritten; None: they are recomputed.
     """
+    format = FORMATS[terms.format]
     grad_hidden, rounded_head = torch.empty_like(hidden), format.rounded_weight(head)
     shared = one_order.shared_targets()
     sums: Tensor | None = None
     for rows in (slices := row_slices(len(hidden), vocab, head)):
-        of_slice = format.linear(hidden[rows], head, 1) if logits is None else logits
-        of_logits = _both_gradients(of_slice, scored.of(rows))
+        of_slice = terms.logits(hidden[rows], head) if logits is None else logits
+        of_logits = scored_gradient(of_slice, scored.of(rows), terms.softcap)
         grad_hidden[rows] = hidden_gradient(of_logits, rounded_head, bounds, join)
         if trained and shared is None:
             sums = added_slice(sums, weight_gradient(of_logits, format.rounded_rows(hidden[rows])), len(slices))
@@ -89,7 +92,7 @@ def head_gradients(
     local = (scored.targets >= part.start) & (scored.targets < part.stop)
     scored = scored._replace(targets=torch.where(local, scored.targets - part.start, -1))
     for rows in (slices := row_slices(len(hidden), vocab, head)):
-        of_logits = _both_gradients(format.linear(hidden[rows], head[part], 1), scored.of(rows))
+        of_logits = scored_gradient(terms.logits(hidden[rows], head[part]), scored.of(rows), terms.softcap)
         sums = added_slice(sums, weight_gradient(of_logits, format.rounded_rows(hidden[rows])), len(slices))
     grad_head = torch.zeros_like(head)
     if sums is not None:
@@ -123,6 +126,16 @@ def added_slice(
     if sums is not None:
         return sums.add_(of_slice)
     return of_slice if slices == 1 else of_slice.float()
+
+
+def scored_gradient(
+    logits: Float[Tensor, "rows part"], scored: ScoredRows, softcap: float
+) -> Float[Tensor, "rows part"]:
+    """The gradient of logits before their cap, if any, given the capped ones, which are overwritten."""
+    if not softcap:
+        return _both_gradients(logits, scored)
+    capped = logits.clone()
+    return softcap_gradient(_both_gradients(logits, scored), capped, softcap)
 
 
 def _both_gradients(logits: Tensor, scored: ScoredRows) -> Tensor:

@@ -15,7 +15,7 @@ from jaxtyping import Float, Float32, Int
 from torch import Tensor
 
 from lockstep.ops import cuda, native, one_order, plain
-from lockstep.ops.formats import FORMATS, NONE
+from lockstep.ops.formats import FORMATS
 from lockstep.ops.forms import FORMS
 from lockstep.ops.head_gradients import (
     SAVED_LOGITS_BYTES,
@@ -23,9 +23,10 @@ from lockstep.ops.head_gradients import (
     added_slice,
     head_gradients,
     hidden_gradient,
-    logits_gradient,
     row_slices,
+    scored_gradient,
 )
+from lockstep.ops.head_terms import PLAIN_HEAD, HeadTerms
 from lockstep.ops.linear import weight_gradient
 from lockstep.ops.sums import total
 from lockstep.ops.vocabulary import PIECES, piece_bounds
@@ -36,19 +37,20 @@ def token_log_probs(
     head: Float[Tensor, "vocab dim"],
     targets: Int[Tensor, "tokens"],
     temperature: float = 1.0,
-    head_format: str = NONE,
+    terms: HeadTerms = PLAIN_HEAD,
 ) -> tuple[Float[Tensor, "tokens"], Float[Tensor, "tokens"]]:
-    """log p(target) under softmax(hidden · headᵀ / temperature), and the distribution's entropy in nats.
+    """log p(target) under softmax(logits / temperature), and the distribution's entropy in nats.
 
-    Both are float32 and have a gradient, which recomputes the logits slice by slice, unless they are few and saved. The
-    entropies' gradient costs nothing if they are not used. head_format: of the product's factors, a key of `FORMATS`.
+    The logits are hidden · headᵀ, computed and capped as `terms` say. Both results are float32 and have a gradient,
+    which recomputes the logits slice by slice, unless they are few and saved. The entropies' gradient costs nothing if
+    they are not used.
     """
     if (form := FORMS.get(type(head))) is not None:
-        return form.token_log_probs(hidden, head, targets, temperature, head_format)
+        return form.token_log_probs(hidden, head, targets, temperature, terms)
     inverse = row_factors(temperature, hidden)
     if torch.is_grad_enabled() and (hidden.requires_grad or head.requires_grad):
-        return _TokenLogProbs.apply(hidden, head, targets, inverse, head_format)
-    log_probs, entropies, _, _ = _forward(hidden, head, targets, inverse, head_format)
+        return _TokenLogProbs.apply(hidden, head, targets, inverse, terms)
+    log_probs, entropies, _, _ = _forward(hidden, head, targets, inverse, terms)
     return log_probs, entropies
 
 
@@ -71,7 +73,7 @@ def log_prob_sum(
     head: Float[Tensor, "vocab dim"],
     targets: Int[Tensor, "tokens"],
     weight: float,
-    head_format: str = NONE,
+    terms: HeadTerms = PLAIN_HEAD,
 ) -> Float[Tensor, ""]:
     """`weight` · Σ log p(target) at temperature 1: `token_log_probs` summed, at two thirds of the cost.
 
@@ -79,12 +81,12 @@ def log_prob_sum(
     computed once instead of twice. With one order, it is the sum over all ranks' targets, on each rank.
     """
     if (shared := one_order.shared_targets()) is not None:
-        return total(shared.whole(token_log_probs(hidden, head, targets, 1.0, head_format)[0])) * weight
+        return total(shared.whole(token_log_probs(hidden, head, targets, 1.0, terms)[0])) * weight
     # Decided by the head's type alone, so that tensors without values take the same path as real ones.
     trained = torch.is_grad_enabled() and (hidden.requires_grad or head.requires_grad)
     if trained and type(head) not in FORMS:
-        return _LogProbSum.apply(hidden, head, targets, weight, head_format)
-    return total(token_log_probs(hidden, head, targets, 1.0, head_format)[0]) * weight
+        return _LogProbSum.apply(hidden, head, targets, weight, terms)
+    return total(token_log_probs(hidden, head, targets, 1.0, terms)[0]) * weight
 
 
 def logits_log_probs(
@@ -168,13 +170,13 @@ def _finite(highest: Tensor) -> Tensor:
 
 
 def _forward(
-    hidden: Tensor, head: Tensor, targets: Tensor, inverse: Tensor, head_format: str
+    hidden: Tensor, head: Tensor, targets: Tensor, inverse: Tensor, terms: HeadTerms
 ) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
     """Log-probabilities, entropies, normalizers, and the logits if they are few."""
     slices = row_slices(len(hidden), head.shape[0], head)
     parts, saved = [], None
     for rows in slices:
-        logits = FORMATS[head_format].linear(hidden[rows], head, 1)
+        logits = terms.logits(hidden[rows], head)
         parts.append(logits_log_probs(logits, targets[rows], inverse[rows]))
         saved = logits if len(slices) == 1 and logits.nbytes <= SAVED_LOGITS_BYTES else None
         del logits  # before the next ones are allocated
@@ -188,10 +190,10 @@ def _forward(
 class _TokenLogProbs(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any, hidden: Tensor, head: Tensor, targets: Tensor, inverse: Tensor, head_format: str
+        ctx: Any, hidden: Tensor, head: Tensor, targets: Tensor, inverse: Tensor, terms: HeadTerms
     ) -> tuple[Tensor, Tensor]:
-        log_probs, entropies, normalizers, ctx.logits = _forward(hidden, head, targets, inverse, head_format)
-        ctx.format = FORMATS[head_format]
+        log_probs, entropies, normalizers, ctx.logits = _forward(hidden, head, targets, inverse, terms)
+        ctx.terms = terms
         ctx.save_for_backward(hidden, head, targets, inverse, normalizers, entropies)
         ctx.set_materialize_grads(False)
         return log_probs, entropies
@@ -203,24 +205,25 @@ class _TokenLogProbs(torch.autograd.Function):
         logits, ctx.logits = ctx.logits, None
         vocab, rows = head.shape[0], ScoredRows(*scored, *grads)
         bounds, needed = piece_bounds(vocab), ctx.needs_input_grad[1]
-        gradients = head_gradients(hidden, head, rows, vocab, bounds, logits=logits, format=ctx.format, trained=needed)
+        gradients = head_gradients(hidden, head, rows, vocab, bounds, logits=logits, terms=ctx.terms, trained=needed)
         return *gradients, None, None, None
 
 
 class _LogProbSum(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, hidden: Tensor, head: Tensor, targets: Tensor, weight: float, head_format: str) -> Tensor:
-        format = FORMATS[head_format]
+    def forward(ctx: Any, hidden: Tensor, head: Tensor, targets: Tensor, weight: float, terms: HeadTerms) -> Tensor:
+        format = FORMATS[terms.format]
         rounded_head = format.rounded_weight(head)
         grad_hidden = torch.empty_like(hidden)
         grad_head: Tensor | None = None
         ones = torch.ones(hidden.shape[0], dtype=torch.float32, device=hidden.device)
         parts, bounds = [], piece_bounds(head.shape[0])
         for rows in (slices := row_slices(len(hidden), head.shape[0], head)):
-            logits = format.linear(hidden[rows], head, 1)
-            log_probs, _, normalizers = logits_log_probs(logits, targets[rows], ones[rows])
+            logits = terms.logits(hidden[rows], head)
+            log_probs, entropies, normalizers = logits_log_probs(logits, targets[rows], ones[rows])
             parts.append(log_probs)
-            grad = logits_gradient(logits, targets[rows], ones[rows], normalizers, ones[rows] * weight)
+            scored = ScoredRows(targets[rows], ones[rows], normalizers, entropies, ones[rows] * weight, None)
+            grad = scored_gradient(logits, scored, terms.softcap)
             grad_hidden[rows] = hidden_gradient(grad, rounded_head, bounds)
             if head.requires_grad:
                 # Not named: the last slice's is not held while the gradient is rounded.

@@ -31,6 +31,7 @@ from lockstep.parallel.exchange import (
     without_gradient,
 )
 from lockstep.parallel.experts import experts_over_ranks
+from lockstep.parallel.heads_norm import split_heads_norm
 from lockstep.parallel.one_order import column_product, shared_bias, shared_logits, shared_norm
 from lockstep.parallel.placements import COLUMNS, COPY, SUM
 from lockstep.parallel.row_product import row_product
@@ -118,6 +119,18 @@ def fused_linear(x: Tensor, weight: DTensor, parts: Sequence[int], format: str) 
     return column_product(x, torch.cat(own), format, group.group_name)
 
 
+def heads_norm(x: Tensor, weight: DTensor, eps: float) -> Tensor:
+    """`ops.heads_norm` of this rank's heads; of all heads, if every rank has them.
+
+    Every rank has fewer key heads than ranks, but gradients only of the one it attends with. This norm's gradients are
+    linear in those of its result, so what ranks compute are parts of the sums, as before it.
+    """
+    local, group = own_part(weight), tensor_group(weight)
+    if group is None or x.shape[1:].numel() == weight.shape[0]:
+        return ops.heads_norm(x, local, eps)
+    return split_heads_norm(x, local, eps, group)
+
+
 def linear(x: Tensor, weight: DTensor, chunks: int) -> Tensor:
     return formatted_linear(x, weight, NONE, chunks)
 
@@ -195,10 +208,10 @@ def expert_group(weight: DTensor) -> dist.ProcessGroup | None:
 
 
 def token_log_probs(
-    hidden: Tensor, head: DTensor, targets: Tensor, temperature: float, head_format: str
+    hidden: Tensor, head: DTensor, targets: Tensor, temperature: float, terms: ops.HeadTerms
 ) -> tuple[Tensor, Tensor]:
     """The loss over a vocabulary-sharded head; see `sharded_token_log_probs`."""
     local, group = own_part(head), tensor_group(head)
     if group is None:
-        return ops.token_log_probs(hidden, local, targets, temperature, head_format)
-    return sharded_token_log_probs(hidden, local, targets, temperature, head.shape[0], group, head_format)
+        return ops.token_log_probs(hidden, local, targets, temperature, terms)
+    return sharded_token_log_probs(hidden, local, targets, temperature, head.shape[0], group, terms)

@@ -92,8 +92,8 @@ class Computed:
         return self.last.head_weight
 
     @property
-    def head_format(self) -> str:
-        return self.last.head_format
+    def head_terms(self) -> ops.HeadTerms:
+        return self.last.head_terms
 
     def reserve_positions(self, length: int) -> None:
         self.last.reserve_positions(length)

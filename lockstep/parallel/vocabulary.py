@@ -15,8 +15,8 @@ from jaxtyping import Float, Float32, Int
 from torch import Tensor
 
 from lockstep import ops
-from lockstep.ops.formats import FORMATS, NONE
 from lockstep.ops.head_gradients import ScoredRows, head_gradients, row_slices
+from lockstep.ops.head_terms import PLAIN_HEAD, HeadTerms
 from lockstep.ops.linear import tree_sum
 from lockstep.ops.logprobs import join_masses, masses, row_factors
 from lockstep.ops.vocabulary import piece_bounds
@@ -30,7 +30,7 @@ def sharded_token_log_probs(
     temperature: float,
     vocab: int,
     group: dist.ProcessGroup,
-    head_format: str = NONE,
+    terms: HeadTerms = PLAIN_HEAD,
 ) -> tuple[Float[Tensor, "tokens"], Float[Tensor, "tokens"]]:
     """As `ops.token_log_probs`, with `head` being this rank's part of the `vocab` rows, split as in `Part`.
 
@@ -40,8 +40,8 @@ def sharded_token_log_probs(
     inverse = row_factors(temperature, hidden)
     part = Part(vocab, group)
     if torch.is_grad_enabled() and (hidden.requires_grad or head.requires_grad):
-        return _ShardedLogProbs.apply(hidden, head, targets, inverse, part, head_format)
-    return _forward(hidden, head, targets, inverse, part, head_format)[:2]
+        return _ShardedLogProbs.apply(hidden, head, targets, inverse, part, terms)
+    return _forward(hidden, head, targets, inverse, part, terms)[:2]
 
 
 class Part:
@@ -111,12 +111,12 @@ class ShardedSampler:
 
 
 def _forward(
-    hidden: Tensor, head: Tensor, targets: Tensor, inverse: Tensor, part: Part, head_format: str
+    hidden: Tensor, head: Tensor, targets: Tensor, inverse: Tensor, part: Part, terms: HeadTerms
 ) -> tuple[Tensor, Tensor, Tensor]:
     bounds, places = part.pieces(dist.get_rank(part.group), hidden.device), part.places(targets)
     of_rows, chosen = [], []
     for rows in row_slices(len(hidden), part.vocab, head):
-        logits = FORMATS[head_format].linear(hidden[rows], head, 1)
+        logits = terms.logits(hidden[rows], head)
         of_rows.append(masses(logits, inverse[rows], bounds))
         local = logits.gather(1, places[rows, None].clamp(min=0))[:, 0].float()
         chosen.append(local * inverse[rows])
@@ -129,11 +129,11 @@ def _forward(
 class _ShardedLogProbs(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any, hidden: Tensor, head: Tensor, targets: Tensor, inverse: Tensor, part: Part, head_format: str
+        ctx: Any, hidden: Tensor, head: Tensor, targets: Tensor, inverse: Tensor, part: Part, terms: HeadTerms
     ) -> tuple[Tensor, Tensor]:
-        log_probs, entropies, normalizers = _forward(hidden, head, targets, inverse, part, head_format)
+        log_probs, entropies, normalizers = _forward(hidden, head, targets, inverse, part, terms)
         ctx.save_for_backward(hidden, head, part.places(targets), inverse, normalizers, entropies)
-        ctx.part, ctx.format = part, FORMATS[head_format]
+        ctx.part, ctx.terms = part, terms
         ctx.set_materialize_grads(False)
         return log_probs, entropies
 
@@ -143,5 +143,5 @@ class _ShardedLogProbs(torch.autograd.Function):
         part: Part = ctx.part
         bounds = part.pieces(dist.get_rank(part.group), hidden.device)
         rows = ScoredRows(*scored, *grads)
-        gradients = head_gradients(hidden, head, rows, part.vocab, bounds, part.join_sums, format=ctx.format)
+        gradients = head_gradients(hidden, head, rows, part.vocab, bounds, part.join_sums, terms=ctx.terms)
         return *gradients, None, None, None, None

@@ -106,8 +106,8 @@ class GraphedModel:
         return self.model.head_weight
 
     @property
-    def head_format(self) -> str:
-        return self.model.head_format
+    def head_terms(self) -> ops.HeadTerms:
+        return self.model.head_terms
 
     @property
     def recorded(self) -> list[Size]:

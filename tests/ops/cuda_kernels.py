@@ -19,7 +19,7 @@ from hypothesis import strategies as st
 
 from lockstep import Engine, EngineConfig, SamplingParams, build_model, ops, score
 from lockstep.model import ModelConfig
-from lockstep.ops import attention_reference, cuda, logprobs, sampling
+from lockstep.ops import attention_reference, cuda, head_gradients, logprobs, sampling
 from lockstep.ops.cuda import attention, linear, vocabulary
 from lockstep.ops.cuda.attention_backward import attend_backward
 from lockstep.ops.cuda.kernel import launch
@@ -232,6 +232,7 @@ def test_rows_agree_with_the_plain_forms_and_so_do_their_gradients(dtype, dim):
         (ops.silu_mul, (x, up), [x, up]),
         (ops.clamped_swiglu, wide, wide),
         (ops.rotary, (heads, angles.cos(), angles.sin()), [heads]),
+        (ops.softcap, (wide[0], 5.0), wide[:1]),
     ]
     for operator, arguments, leaves in cases:
         theirs = operator(*arguments)
@@ -399,7 +400,7 @@ def test_log_probabilities_their_gradient_and_draws(dtype, vocab):
     plain = _log_probs(logprobs._plain_masses, logprobs._plain_join, logits, targets, inverse)
     _close(ours, plain, torch.float32)
     mine = vocabulary.logits_gradient(logits.clone(), targets, inverse, ours[2], grad)
-    _close([mine], [logprobs.logits_gradient(logits.clone(), targets, inverse, ours[2], grad)], dtype)
+    _close([mine], [head_gradients.logits_gradient(logits.clone(), targets, inverse, ours[2], grad)], dtype)
     bounds = piece_bounds(vocab)
     pieces = vocabulary.masses(logits, inverse, bounds)
     tokens = vocabulary.draw(logits, inverse, uniform, pieces, bounds)

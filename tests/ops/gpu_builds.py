@@ -35,13 +35,15 @@ from lockstep.ops.cuda import (
     linear,
     optimizer,
     rows,
+    softcap,
     vocabulary,
 )  # fmt: skip
 from lockstep.ops.float8 import SCALINGS, TYPES
 from lockstep.ops.vocabulary import piece_bounds
 
 MODULES = (
-    attention, attention_backward, experts, float8, grouped_linear, integer_linear, linear, optimizer, rows, vocabulary,
+    attention, attention_backward, experts, float8, grouped_linear, integer_linear, linear, optimizer, rows, softcap,
+    vocabulary,
 )  # fmt: skip
 SHARED = {80: 163, 86: 99, 89: 99, 90: 227, 100: 227, 120: 99}
 """KiB of shared memory that a program can have, by compute capability (CUDA C++ Programming Guide, table of technical
@@ -233,6 +235,7 @@ def _rows_and_vocabulary(shape: Shape, dtype: torch.dtype) -> None:
     pieces = vocabulary.masses(logits, ones, bounds)
     vocabulary.join_masses(pieces, ones)
     vocabulary.logits_gradient(logits, chosen, ones, ones, ones)
+    softcap.softcap_gradient(logits, softcap.softcap(logits, 15.0), 15.0)
     vocabulary.draw(logits, ones, ones, pieces, bounds)
     master = torch.empty(shape.dim)
     for moments in (torch.float32, torch.bfloat16):

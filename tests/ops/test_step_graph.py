@@ -38,6 +38,7 @@ STEPS = [
     lambda x: ops.rms_norm(x, WEIGHT[0], 1e-6),
     lambda x: ops.rms_norm(x, WEIGHT[0], 1),
     lambda x: ops.silu_mul(x, x),
+    lambda x: ops.softcap(x, 1.5),
     lambda x: ops.silu_mul(ops.rms_norm(x + x, WEIGHT[0], 1e-6), ops.linear(x, WEIGHT)),  # calls that are merged
     lambda x: x + x,
     lambda x: 0.5 * x,

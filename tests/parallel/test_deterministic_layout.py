@@ -35,6 +35,7 @@ ROUTING = Routing(2, "sigmoid", groups=4, groups_kept=2)
 CHOICE_BIAS = "layers.1.mlp.gate.e_score_correction_bias"
 SHAPES = {
     "a tied head": preset("qwen3:micro", VOCAB),
+    "a capped head": replace(preset("qwen3:micro", VOCAB), logits_softcap=2.0),
     "biases, sinks and windows": ModelConfig(
         "qwen3", VOCAB, dim=64, num_layers=2, num_heads=4, num_kv_heads=2, head_dim=32, intermediate_size=128,
         qkv_bias=True, output_bias=True, sinks=True, windows=(20, 0), max_positions=512,
@@ -95,6 +96,7 @@ def check(ranks, parallel, shape, dtype="float32", settings=SETTINGS, torch_2_15
         ("a tied head, pipeline", 4, P(pipeline=2, pipeline_schedule="zbv"), "float32", SETTINGS),
         pytest.param("a tied head, pipeline", 2, P(pipeline=2), "float32", FROZEN, marks=pytest.mark.slow),
         ("biases, sinks and windows", 4, P(context=2, tensor=2), "float32", SETTINGS),
+        ("a capped head", 4, P(context=2, tensor=2), "float32", SETTINGS),
         ("gpt-oss", 2, P(tensor=2), "bfloat16", SETTINGS),
         ("latent attention", 2, P(context=2), "float32", SETTINGS),
         ("a biased choice of experts", 2, P(), "bfloat16", BIASED),
@@ -140,6 +142,8 @@ OTHERS = [
     ("biases, sinks and windows", 2, P(tensor=2)),
     ("biases, sinks and windows", 2, P(pipeline=2)),
     ("biases, sinks and windows", 4, P(context=2, tensor=2, full_dtensor=True)),
+    ("a capped head", 2, P(tensor=2)),
+    ("a capped head", 2, P(pipeline=2)),
     ("gpt-oss", 2, P()),
     ("gpt-oss", 2, P(pipeline=2)),
     ("gpt-oss", 2, P(tensor=2, full_dtensor=True)),

@@ -71,15 +71,15 @@ def test_the_loss_of_a_sharded_vocabulary_has_the_bits_of_a_whole_one():
 
 def compare_losses():
     world = open_world(ParallelConfig(tensor=4), "cpu")
-    for vocab, head_format in ((64, "none"), (259, "none"), (1031, "none"), (259, "int8"), (259, "int4")):
-        compare_losses_of(world, vocab, head_format)
+    for vocab, *terms in ((64,), (259,), (1031,), (259, "none", 7.0), (259, "int8"), (259, "int4", 7.0)):
+        compare_losses_of(world, vocab, ops.HeadTerms(*terms))
     with pytest.raises(ValueError, match="1 chunks of a product are not a multiple of its 4 ranks"):
         row_product(torch.ones(4, 8), torch.ones(3, 8), "none", 1, world.mesh.get_group("tensor"))
     compare_sums_of_rows(world)
     close_world(world)
 
 
-def compare_losses_of(world, vocab, head_format):
+def compare_losses_of(world, vocab, terms):
     # Of this process: a few slices of rows on both sides, as a long step has.
     head_gradients.SLICE_BYTES = 10 * vocab * 4
     draw = torch.Generator().manual_seed(5)
@@ -91,7 +91,7 @@ def compare_losses_of(world, vocab, head_format):
     found, expected = [], []
     sharded = partial(sharded_token_log_probs, vocab=vocab, group=world.mesh.get_group("tensor"))
     for scored, rows, into in [(sharded, part, found), (ops.token_log_probs, slice(None), expected)]:
-        function = partial(scored, head_format=head_format)
+        function = partial(scored, terms=terms)
         x, w = hidden.clone().requires_grad_(), head[rows].clone().requires_grad_()
         log_probs, entropies = function(x, w, targets, 0.7)
         ((log_probs * weights).sum() + 0.3 * (entropies * weights).sum()).backward()

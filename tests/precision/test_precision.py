@@ -182,12 +182,12 @@ def test_a_head_has_the_gradients_of_its_rounded_factors():
         form = ops.FORMATS[name]
         factors = [hidden.clone().requires_grad_(), head.clone().requires_grad_()]
         rounded = [form.rounded_rows(hidden).requires_grad_(), form.rounded_weight(head).requires_grad_()]
-        log_probs, _ = ops.token_log_probs(*factors, targets, 0.7, name)
+        log_probs, _ = ops.token_log_probs(*factors, targets, 0.7, ops.HeadTerms(name))
         logits = form.linear(hidden, head, 1)
         assert torch.equal(log_probs, ops.logits_log_probs(logits, targets, torch.full((50,), 1 / 0.7))[0])
         expected, _ = ops.token_log_probs(*rounded, targets, 0.7)
         for total, of_rounded in ((log_probs.sum(), expected.sum()), (None, None)):
-            total = ops.log_prob_sum(*factors, targets, 0.5, name) if total is None else total
+            total = ops.log_prob_sum(*factors, targets, 0.5, ops.HeadTerms(name)) if total is None else total
             of_rounded = ops.log_prob_sum(*rounded, targets, 0.5) if of_rounded is None else of_rounded
             gradients = torch.autograd.grad(total, factors), torch.autograd.grad(of_rounded, rounded)
             for ours, theirs in zip(*gradients):

@@ -26,7 +26,7 @@ from lockstep.parallel.tensor_group import sharded_over_data, tensor_group_of
 
 TAPPED = (
     "embedding", "rms_norm", "linear", "formatted_linear", "head_linear", "rotary", "silu_mul", "router_logits",
-    "route", "experts", "clamped_experts", "add_bias",
+    "route", "experts", "clamped_experts", "add_bias", "heads_norm", "softcap",
 )  # fmt: skip
 CHUNK = 16
 """Tokens of a prompt that the generator's path computes at once; completion tokens follow one by one."""
