@@ -98,8 +98,12 @@ launched = interpreter.GridExecutor.__call__
 def small_sizes(monkeypatch):
     monkeypatch.setattr(graphs, "ROWS", 16)
     monkeypatch.setattr(graphs, "SEQUENCES", 2)
+
     # On a CPU they read the largest position.
-    monkeypatch.setattr(RotaryTables, "__call__", lambda t, at: [x[at] for x in t.reserve(0, at.device)])
+    def rows(tables, at):
+        return [(cos[at], sin[at]) for cos, sin in tables.reserve(0, at.device)]
+
+    monkeypatch.setattr(RotaryTables, "__call__", rows)
     with in_kernels():
         yield
 
