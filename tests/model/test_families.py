@@ -26,6 +26,7 @@ LLAMA3 = ROPE | dict(
 )
 YARN = ROPE | {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 32}
 LATENT_YARN = YARN | dict(factor=8.0, mscale=1.0, mscale_all_dim=0.7, beta_fast=32, beta_slow=1)
+FULL, SLIDING = "full_attention", "sliding_attention"
 SIZES = dict(
     vocab_size=101, hidden_size=64, intermediate_size=96, num_hidden_layers=3, num_attention_heads=4,
     num_key_value_heads=2, head_dim=32, tie_word_embeddings=False, rope_parameters=ROPE,
@@ -44,6 +45,32 @@ OF_FAMILY = {
         kv_lora_rank=32, q_lora_rank=40, qk_nope_head_dim=24, qk_rope_head_dim=16, v_head_dim=20,
         max_position_embeddings=256, num_nextn_predict_layers=0,
     ),
+    "qwen2": dict(head_dim=16),
+    "mistral": dict(sliding_window=20),
+    "ministral": dict(sliding_window=20),
+    "ministral3": dict(
+        rope_parameters=YARN | dict(factor=16.0, mscale=1.0, mscale_all_dim=1.0, llama_4_scaling_beta=0.1),
+        max_position_embeddings=512,
+    ),
+    "smollm3": dict(pad_token_id=0, head_dim=16),
+    "granite": dict(
+        head_dim=16, embedding_multiplier=12.0, attention_multiplier=0.02, residual_multiplier=0.22, logits_scaling=8.0
+    ),
+    "olmo2": dict(head_dim=16, eos_token_id=7),
+    "olmo3": dict(num_hidden_layers=4, head_dim=16, eos_token_id=7, sliding_window=20, rope_parameters=None),
+    "olmoe": dict(head_dim=16, eos_token_id=7, num_experts=6, num_experts_per_tok=2, norm_topk_prob=True),
+    "phi3": dict(head_dim=16, pad_token_id=0, eos_token_id=7),
+    "glm": dict(pad_token_id=0, eos_token_id=7, rope_parameters=ROPE | {"partial_rotary_factor": 0.5}),
+    "glm4": dict(pad_token_id=0, eos_token_id=7, rope_parameters=ROPE | {"partial_rotary_factor": 0.5}),
+    "glm4_moe": dict(
+        moe_intermediate_size=48, n_routed_experts=8, num_experts_per_tok=3, n_shared_experts=1,
+        rope_parameters=ROPE | {"partial_rotary_factor": 0.5},
+    ),
+    "gemma3_text": dict(
+        num_hidden_layers=4, sliding_window=20, query_pre_attn_scalar=48, pad_token_id=0, rope_parameters=None,
+        layer_types=[SLIDING, FULL, FULL, SLIDING],
+    ),
+    "nanochat": dict(head_dim=16),
 }  # fmt: skip
 
 
@@ -54,11 +81,13 @@ def theirs(family, folder, **settings):
     config = AutoConfig.for_model(family, **SIZES | OF_FAMILY[family] | settings)
     model = AutoModelForCausalLM.from_config(config, attn_implementation="eager", dtype=torch.float32)
     for name, tensor in [*model.named_parameters(), *model.named_buffers()]:
-        if "norm" in name:
-            tensor.copy_(1 + 0.2 * torch.randn_like(tensor))
+        if "norm" in name:  # Gemma's factors are 1 + weight
+            tensor.copy_((0 if family == "gemma3_text" else 1) + 0.2 * torch.randn_like(tensor))
         elif "e_score_correction_bias" in name:
             tensor.normal_(0, 0.1)
-        elif "inv_freq" not in name:  # sinks and gates: what is clamped, and what they take, must show
+        elif (
+            "inv_freq" not in name and "embed_scale" not in name
+        ):  # sinks and gates: what is clamped, and what they take, must show
             tensor.normal_(0, 2.0 if "sinks" in name else 0.5 if "router" in name or "gate_up" in name else 0.15)
     model.save_pretrained(folder)
     return model.eval()
@@ -70,6 +99,20 @@ def change(folder, **values):
     (folder / "config.json").write_text(json.dumps({**config, **values}))
 
 
+def slow(family, settings):
+    """A case whose form the default run has in others."""
+    return pytest.param(family, settings, marks=pytest.mark.slow)
+
+
+LONGROPE = ROPE | {"rope_type": "longrope", "original_max_position_embeddings": 32}
+LONGROPE |= {"short_factor": [1 + 0.1 * n for n in range(8)], "long_factor": [1.0 + n for n in range(8)]}
+LONG = dict(max_position_embeddings=256, original_max_position_embeddings=32)
+HALF_LONGROPE = LONGROPE | dict(partial_rotary_factor=0.5, short_factor=[1.0] * 4, long_factor=[1.5, 2.0, 4.0, 8.0])
+LINEAR = ROPE | {"rope_type": "linear", "factor": 3.0}
+TWO_TABLES = {FULL: LINEAR | {"rope_theta": 1e6}, SLIDING: ROPE | {"rope_theta": 100.0}}
+DYNAMIC = ROPE | {"rope_type": "dynamic", "factor": 3.0}
+BIASES = dict(attention_bias=True, mlp_bias=True)
+WINDOW = dict(use_sliding_window=True, sliding_window=20)
 CASES = [
     ("llama", dict(num_attention_heads=2, head_dim=128, tie_word_embeddings=True)),
     ("llama", dict(rope_parameters=LLAMA3, head_dim=96, num_key_value_heads=1)),
@@ -88,6 +131,64 @@ CASES = [
     ("deepseek_v3", dict(num_attention_heads=12, num_key_value_heads=12, norm_topk_prob=False, n_shared_experts=2)),
     ("deepseek_v3", dict(first_k_dense_replace=0, n_group=2, topk_group=1, rope_parameters=LATENT_YARN, v_head_dim=40)),
     ("deepseek_v3", dict(first_k_dense_replace=3, rope_parameters=LATENT_YARN | {"truncate": False})),
+    ("llama", dict(**BIASES, rope_parameters=LINEAR)),
+    slow("llama", dict(attention_bias=True, tie_word_embeddings=True)),
+    ("llama", dict(mlp_bias=True, rope_parameters=DYNAMIC)),
+    ("llama", dict(head_dim=16, rope_parameters=LONGROPE, max_position_embeddings=256)),
+    slow("llama", dict(head_dim=16, rope_parameters=LONGROPE | {"attention_factor": 1.3, "factor": 5.0})),
+    ("qwen3", dict(**WINDOW, layer_types=[SLIDING, FULL], attention_bias=True)),
+    slow("qwen3", dict(**WINDOW, max_window_layers=1)),
+    ("qwen3_moe", dict(**WINDOW, attention_bias=True)),
+    ("qwen2", dict()),
+    ("qwen2", dict(**WINDOW, max_window_layers=1, tie_word_embeddings=True)),
+    slow("qwen2", dict(**WINDOW, layer_types=[SLIDING, FULL, SLIDING], head_dim=48)),
+    slow("qwen2", dict(**WINDOW, max_window_layers=0, rope_parameters=YARN)),
+    ("mistral", dict()),
+    ("mistral", dict(sliding_window=None, tie_word_embeddings=True, head_dim=48)),
+    ("ministral", dict(layer_types=[FULL, SLIDING, SLIDING])),
+    slow("ministral", dict()),
+    slow("ministral", dict(layer_types=[FULL] * 3, rope_parameters=YARN, tie_word_embeddings=True)),
+    ("ministral3", dict()),
+    slow("ministral3", dict(sliding_window=20, tie_word_embeddings=True)),
+    (
+        "ministral3",
+        dict(rope_parameters=ROPE | {"llama_4_scaling_beta": 0.5, "original_max_position_embeddings": 7}),
+    ),
+    ("smollm3", dict()),
+    ("smollm3", dict(no_rope_layer_interval=2, tie_word_embeddings=True, mlp_bias=True)),
+    ("smollm3", dict(no_rope_layers=[0, 1, 1], **WINDOW, **BIASES)),
+    slow("smollm3", dict(**WINDOW, layer_types=[SLIDING, SLIDING, FULL], no_rope_layer_interval=3)),
+    slow("smollm3", dict(no_rope_layer_interval=1, no_rope_layers=[0, 0, 0])),
+    ("granite", dict()),
+    slow("granite", dict(**BIASES, tie_word_embeddings=True)),
+    ("olmo2", dict()),
+    slow("olmo2", dict(attention_bias=True, num_key_value_heads=4, tie_word_embeddings=True, head_dim=24)),
+    ("olmo3", dict(rope_scaling=YARN)),
+    ("olmo3", dict(attention_bias=True, rope_parameters={FULL: YARN, SLIDING: ROPE | {"rope_theta": 500.0}})),
+    slow("olmo3", dict(layer_types=[FULL] * 4, tie_word_embeddings=True)),
+    slow("olmo3", dict(layer_types=[FULL, SLIDING, SLIDING, SLIDING], rope_theta=777.0)),
+    ("olmoe", dict()),
+    slow("olmoe", dict(norm_topk_prob=False, attention_bias=True, tie_word_embeddings=True)),
+    ("phi3", dict()),
+    ("phi3", dict(sliding_window=20, rope_parameters=ROPE | {"partial_rotary_factor": 0.75})),
+    ("phi3", dict(rope_parameters=LONGROPE, **LONG)),
+    ("phi3", dict(rope_parameters=LONGROPE, max_position_embeddings=256, original_max_position_embeddings=256)),
+    slow("phi3", dict(rope_parameters=HALF_LONGROPE, **LONG, tie_word_embeddings=True)),
+    ("glm", dict()),
+    slow("glm", dict(attention_bias=False, rope_parameters=ROPE | {"partial_rotary_factor": 0.25})),
+    ("glm4", dict(attention_bias=False)),
+    slow("glm4", dict(rope_parameters=ROPE | {"partial_rotary_factor": 1.0}, tie_word_embeddings=True)),
+    ("glm4_moe", dict(use_qk_norm=True, attention_bias=True, routed_scaling_factor=1.5)),
+    slow("glm4_moe", dict(n_group=2, topk_group=1, n_shared_experts=2, first_k_dense_replace=0)),
+    slow("glm4_moe", dict(norm_topk_prob=False, rope_parameters=ROPE | {"partial_rotary_factor": 1.0})),
+    ("gemma3_text", dict(tie_word_embeddings=True, rope_scaling={"rope_type": "linear", "factor": 8.0})),
+    ("gemma3_text", dict(final_logit_softcapping=2.0, attention_bias=True, rope_parameters=TWO_TABLES)),
+    slow("gemma3_text", dict(num_hidden_layers=7, layer_types=None, rope_theta=5e5, rope_local_base_freq=300.0)),
+    slow("gemma3_text", dict(layer_types=None, sliding_window_pattern=2, tie_word_embeddings=True)),
+    slow("gemma3_text", dict(layer_types=[FULL] * 4, final_logit_softcapping=30.0)),
+    ("nanochat", dict()),
+    slow("nanochat", dict(attention_bias=True, num_key_value_heads=4, final_logit_softcapping=None)),
+    slow("nanochat", dict(final_logit_softcapping=2.0, tie_word_embeddings=True, rope_parameters={"rope_theta": 99.0})),
 ]
 
 
@@ -144,7 +245,6 @@ def test_layers_of_both_kinds_are_compiled_once_for_engine_and_trainer():
     assert_bits_agree(model)
 
 
-FULL, SLIDING = "full_attention", "sliding_attention"
 REFUSED = [
     ("qwen3_moe", dict(num_experts_per_tok=7), "7 experts per token of 6"),
     ("qwen3_moe", dict(num_experts_per_tok=None), "num_experts_per_tok is missing"),

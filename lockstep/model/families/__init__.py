@@ -105,6 +105,8 @@ def from_hugging_face(values: dict[str, Any], where: str) -> ModelConfig:
     """The contents of a `config.json` as a ModelConfig, read as transformers reads them. `where` names the file in
     errors, which are UserErrors."""
     family, scoring = _family_of(values, where)
+    if family == "mistral" and values.get("layer_types") is not None:
+        family = "ministral"  # as in transformers' AutoConfig
     module = FAMILIES[family]
     dequantize_of(values, where, quantized_methods(family))
     refuse_unknown(values, module, where)
@@ -137,7 +139,7 @@ def from_hugging_face(values: dict[str, Any], where: str) -> ModelConfig:
     fields |= read_biases(values, where) | {key: module.CONSTANTS[key] for key in ALIKE if key in module.CONSTANTS}
     if hasattr(module, "read_attention"):
         fields |= module.read_attention(values, where)
-    else:
+    if "sliding_window" not in module.DEFAULTS:
         layer_kinds(values, ("full_attention",), where, fields["num_layers"])
     fields = read_rope(values, fields["head_dim"], where, rope_keys(module)) | fields
     try:
