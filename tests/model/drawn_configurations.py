@@ -313,6 +313,8 @@ def _missing_and_null(drawn: Drawn) -> None:
         values["num_key_value_heads"] = None
     if drawn.kind in ("llama", "mistral") and drawn.often(0.1):
         values["head_dim"] = None
+    if drawn.kind == "gemma3_text" and "head_dim" not in values:  # 256: scores must not saturate
+        values["query_pre_attn_scalar"] = 168
     if drawn.kind == "mistral" and (values.get("sliding_window", 3) is None or values.get("head_dim") is None):
         values.pop("layer_types", None)  # with it, transformers reads Ministral, which needs both
     if drawn.kind in ("deepseek_v3", "glm4_moe"):
@@ -344,6 +346,8 @@ def _rotation(drawn: Drawn) -> None:
         if drawn.often(0.05):
             del table[drawn.one("llama_4_scaling_beta", ORIGINAL)]
             drawn.refused |= {"llama_4_scaling_beta"}
+    if drawn.kind in ("nanochat", "phi3"):  # a table beside an empty one
+        drawn.refused |= {"rope_type", "short_factor"}
     if drawn.kind in ("glm4_moe", "phi3"):
         drawn.refused.add("partial_rotary_factor")  # of an odd number of features
     if "partial_rotary_factor" in values and drawn.often(0.3):
@@ -373,7 +377,7 @@ def _two_rotations(drawn: Drawn) -> None:
     """Of families whose layers with a window have a table of their own."""
     values = drawn.values
     theta = drawn.one(50.0, 1000, 10000.0, 500000, 1e6)
-    drawn.refused.add("truncate")
+    drawn.refused |= {"truncate", "mscale_all_dim"}
     full, sliding = (_table(drawn, drawn.one("default", "default", "yarn", "llama3", "linear")) for _ in range(2))
     for table in (full, sliding):
         if drawn.often(0.8):
@@ -382,7 +386,9 @@ def _two_rotations(drawn: Drawn) -> None:
             table["rope_theta"] = drawn.one(30.0, 2000)
     if drawn.often(0.1):
         values[ORIGINAL] = drawn.one(8, 24, 64)
-        drawn.refused.add(ORIGINAL)
+    if drawn.often(0.1):
+        drawn.one(full, sliding, values)["partial_rotary_factor"] = drawn.one(1.0, 0.5)
+        drawn.refused.add("partial_rotary_factor")
     place = drawn.one("v4", "v4", "v5", "v5", "both", "none")
     if place == "v4":
         values |= {"rope_theta": theta, "rope_scaling": drawn.one(full, None, {})}

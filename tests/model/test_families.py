@@ -212,16 +212,21 @@ def test_a_folder_of_transformers_gives_its_logits_and_comes_back_tensor_by_tens
     assert torch.equal(again(tokens[None]).logits[0], expected), "with the same settings"
 
 
+NEW_ARITHMETIC = ("gemma3_text", "olmo2", "phi3", "glm4", "ministral3", "granite", "smollm3", "nanochat")
+"""Families each of which computes something that Llama and Qwen3 do not."""
+
+
 @pytest.mark.parametrize(
     ("family", "dtype"),
     [
         ("qwen3_moe", "bfloat16"), ("gpt_oss", "float32"), ("deepseek_v3", "float32"),
-        *(pytest.param(family, "bfloat16", marks=pytest.mark.slow) for family in ("gpt_oss", "deepseek_v3")),
+        *((family, "float32") for family in NEW_ARITHMETIC),
+        *(slow(family, "bfloat16") for family in ("gpt_oss", "deepseek_v3", *NEW_ARITHMETIC)),
     ],
 )  # fmt: skip
 def test_the_engine_gives_the_trainers_bits(tmp_path, family, dtype):
     """Prompts that share a start, in chunks and out of the cache."""
-    theirs(family, tmp_path, rope_parameters=ROPE)
+    theirs(family, tmp_path, **({} if family in NEW_ARITHMETIC else {"rope_parameters": ROPE}))
     assert_bits_agree(load_model(tmp_path, dtype=dtype))
 
 
@@ -234,6 +239,15 @@ def assert_bits_agree(model):
     scores = score(model, [p + list(c.token_ids) for p, c in pairs], temperature=0.9)
     for (prompt, completion), trainer in zip(pairs, scores):
         assert torch.equal(trainer[len(prompt) - 1 :], torch.tensor(completion.logprobs))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("family", ["gemma3_text", "phi3"])
+def test_norms_around_both_halves_and_fused_projections_are_compiled_for_engine_and_trainer(tmp_path, family):
+    theirs(family, tmp_path)
+    model = load_model(tmp_path)
+    apply_compile(model, CompileConfig(backend="inductor"))
+    assert_bits_agree(model)
 
 
 @pytest.mark.slow
@@ -265,16 +279,51 @@ REFUSED = [
     ("deepseek_v3", {"v_head_dim": 21}, r"kv_b_proj.weight has shape \[176, 32\], .* requires \[180, 32\]"),
     ("deepseek_v3", {"n_group": 3}, "8 experts in 3 groups"),
     ("deepseek_v3", {"q_lora_rank": None}, "tensor .*q_proj.weight is missing"),
+    ("olmoe", dict(clip_qkv=8.0), "clip_qkv is 8.0; only None is supported"),
+    ("gemma3_text", dict(attn_logit_softcapping=50.0), "attn_logit_softcapping is 50.0; only None is supported"),
+    ("gemma3_text", dict(use_bidirectional_attention=True), "use_bidirectional_attention is True; only False"),
+    ("gemma3_text", dict(hidden_activation="gelu"), "hidden_activation is 'gelu'; only 'gelu_pytorch_tanh'"),
+    ("gemma3_text", dict(rope_parameters=ROPE), "rope_parameters is .* must have a table for full_attention and one"),
+    ("gemma3_text", dict(rope_parameters={FULL: YARN | {"truncate": False}}), "truncate is False, which transformers"),
+    ("gemma3_text", dict(final_logit_softcapping=-1.0), "final_logit_softcapping is -1.0; it must be a number above"),
+    ("gemma3_text", dict(query_pre_attn_scalar=0), "query_pre_attn_scalar is 0; it must be a number above 0"),
+    ("gemma3_text", dict(partial_rotary_factor=0.5), "full_attention: partial_rotary_factor is 0.5; only 1.0 is"),
+    ("ministral3", dict(rope_parameters=YARN), "rope_parameters needs llama_4_scaling_beta and original_max_position"),
+    ("ministral3", dict(layer_types=[FULL, SLIDING, FULL]), "layer_types differ from full_attention in all layers"),
+    ("qwen3_moe", dict(layer_types=[SLIDING] * 3), "layer_types differ from full_attention in all layers"),
+    ("phi3", dict(sliding_window=20, layer_types=[FULL] * 3), "layer_types differ from sliding_attention in all"),
+    ("granite", dict(layer_types=[SLIDING] * 3), "layer_types is .* it must name one of full_attention for each"),
+    ("granite", dict(residual_multiplier=0), "residual_multiplier is 0; it must be a number above 0"),
+    ("smollm3", dict(no_rope_layers=[1, 0]), r"no_rope_layers is \[1, 0\]; it must be a list with 0 or 1 for each"),
+    ("smollm3", dict(no_rope_layers=[1, 0, 2]), r"no_rope_layers is \[1, 0, 2\]; it must be a list with 0 or 1"),
+    ("smollm3", dict(layer_types=[SLIDING] * 3, sliding_window=20), "layer_types has .* needs use_sliding_window and"),
+    ("phi3", dict(rope_parameters=LONGROPE | {"long_factor": [1.0] * 7}), "long_factor has 7 numbers, but 8 pairs"),
+    ("phi3", dict(rope_parameters=LONGROPE | {"short_factor": 2.0}), "short_factor is 2.0; .* needs a list of numbers"),
+    (
+        "phi3",
+        dict(rope_parameters=ROPE | {"partial_rotary_factor": 0.2}),
+        "partial_rotary_factor is 0.2; .* rotate an even number of the 16",
+    ),
+    ("phi3", dict(lm_head_bias=True), "lm_head_bias is True; only False is supported"),
+    ("nanochat", dict(rope_scaling=YARN), "rope_scaling and rope_parameters: only rope_type default is supported"),
+    ("nanochat", dict(hidden_act="silu"), "hidden_act is 'silu'; only 'relu2' is supported"),
+    ("olmo3", dict(sliding_window=None), "sliding_window is missing"),
+    ("glm4_moe", dict(use_qk_norm="yes"), "use_qk_norm is 'yes'; it must be true or false"),
+    ("qwen2", dict(use_mrope=True), "use_mrope is True; only False is supported"),
 ]
 
 
 @pytest.fixture(scope="module")
 def folders(tmp_path_factory):
-    """Of each family with experts a folder that nobody changes."""
-    folders = {family: tmp_path_factory.mktemp(family) for family in ("qwen3_moe", "gpt_oss", "deepseek_v3")}
-    for family, folder in folders.items():
-        theirs(family, folder)
-    return folders
+    """Of each family, by name, a folder that nobody changes."""
+
+    class Folders(dict):
+        def __missing__(self, family):
+            self[family] = tmp_path_factory.mktemp(family)
+            theirs(family, self[family])
+            return self[family]
+
+    return Folders()
 
 
 def linked(folder, target):
@@ -320,20 +369,58 @@ def test_experts_in_one_tensor_are_read(tmp_path, folders, fused):
     assert held.keys() == before.keys() and all(torch.equal(held[name], before[name]) for name in held)
 
 
-def test_layers_that_predict_further_tokens_are_left_out(tmp_path, folders):
-    tensors = load_file(folders["deepseek_v3"] / "model.safetensors")
+@pytest.mark.parametrize("family", ["deepseek_v3", "glm4_moe"])
+def test_layers_that_predict_further_tokens_are_left_out(tmp_path, folders, family):
+    tensors = load_file(folders[family] / "model.safetensors")
     for name in ("eh_proj", "enorm", "self_attn.o_proj", "mlp.experts.0.up_proj", "shared_head.head"):
         tensors[f"model.layers.3.{name}.weight"] = torch.zeros(3, 3)
     (tmp_path / "more").mkdir()
     save_file(tensors, tmp_path / "more" / "model.safetensors")
-    values = json.loads((folders["deepseek_v3"] / "config.json").read_text()) | {"num_nextn_predict_layers": 1}
+    values = json.loads((folders[family] / "config.json").read_text()) | {"num_nextn_predict_layers": 1}
     (tmp_path / "more" / "config.json").write_text(json.dumps(values))
     convert(tmp_path / "more", tmp_path / "converted")
-    expected = load_model(folders["deepseek_v3"])
+    expected = load_model(folders[family])
     for folder in ("more", "converted"):
         found = dict(load_model(tmp_path / folder).named_parameters())
         assert all(torch.equal(parameter, found[name]) for name, parameter in expected.named_parameters())
     assert json.loads((tmp_path / "converted" / "config.json").read_text())["num_nextn_predict_layers"] == 0
+
+
+@pytest.mark.parametrize("n_group", [1, 4])
+@torch.no_grad()
+def test_kimi_k2_is_deepseek_v3_by_another_name(tmp_path, n_group):
+    model = theirs("deepseek_v3", tmp_path, n_group=n_group, topk_group=n_group)
+    change(tmp_path, model_type="kimi_k2", aux_loss_alpha=0.001, auto_map={"AutoConfig": "configuration_deepseek.K2"})
+    ours = load_model(tmp_path)
+    tokens = torch.randint(101, (30,), generator=torch.Generator().manual_seed(1))
+    expected = model(tokens[None]).logits[0].log_softmax(-1)[:-1].gather(1, tokens[1:, None])[:, 0]
+    torch.testing.assert_close(score(ours, [tokens.tolist()])[0], expected, rtol=TOLERANCE, atol=TOLERANCE)
+    save_model(ours, tmp_path / "ours")
+    assert json.loads((tmp_path / "ours" / "config.json").read_text())["model_type"] == "deepseek_v3"
+
+
+@torch.no_grad()
+def test_mistral_with_kinds_of_layers_is_ministral_as_in_transformers(tmp_path):
+    theirs("mistral", tmp_path)
+    change(tmp_path, layer_types=[SLIDING, FULL, SLIDING])
+    ours, model = load_model(tmp_path), AutoModelForCausalLM.from_pretrained(tmp_path)
+    assert ours.config.family == "ministral" and ours.config.windows == (20, 0)
+    tokens = torch.arange(60)
+    logits = ours.logits(ours(tokens, tokens, ops.PackedAttention([60])))
+    torch.testing.assert_close(logits, model(tokens[None]).logits[0], rtol=TOLERANCE, atol=TOLERANCE)
+
+
+@pytest.mark.parametrize("family", ["phi3", "nanochat", "glm4", "gemma3_text"])
+def test_folders_are_converted_tensor_by_tensor(tmp_path, folders, family):
+    convert(folders[family], tmp_path / "same", dtype="float32", max_file_bytes=100_000)
+    convert(folders[family], tmp_path / "half", dtype="bfloat16")
+    before, half = (load_file(folder / "model.safetensors") for folder in (folders[family], tmp_path / "half"))
+    shards = sorted((tmp_path / "same").glob("*.safetensors"))
+    same = {name: tensor for shard in shards for name, tensor in load_file(shard).items()}
+    assert len(shards) > 1 and before.keys() == same.keys() == half.keys()
+    assert all(torch.equal(same[name], tensor) for name, tensor in before.items())
+    assert all(torch.equal(half[name], tensor.bfloat16()) for name, tensor in before.items())
+    assert load_model(tmp_path / "same").config == load_model(folders[family]).config
 
 
 @pytest.fixture(scope="module")

@@ -65,4 +65,4 @@ PRESETS = {
         intermediate_size=29568, tie_embeddings=False,
     ),
 }  # fmt: skip
-"""Those of Qwen2.5, with its base models' 32,768 positions."""
+"""Those of Qwen2.5, with the 32,768 positions of most of its folders."""

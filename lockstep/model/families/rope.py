@@ -96,6 +96,11 @@ def _read_by_kind(values: dict[str, Any], where: str, keys: RopeKeys) -> dict[st
             raise UserError(
                 f"{where}: rope_parameters: {kind}: truncate is False, which transformers ignores; remove it"
             )
+        part = table.get("partial_rotary_factor", values.get("partial_rotary_factor"))
+        if part not in (None, 1):
+            raise UserError(f"{where}: {kind}: partial_rotary_factor is {part!r:.100}; only 1.0 is supported")
+    # With a table for each kind, transformers reads the original positions inside them alone.
+    values = {key: value for key, value in values.items() if key != "original_max_position_embeddings"}
     main = _rope(full, values, values.get("rope_theta"), f"{where}: rope_parameters: {FULL}", keys)
     theta = values.get("rope_local_base_freq", keys.window_theta)
     window = _rope(sliding, values, theta, f"{where}: rope_parameters: {SLIDING}", keys)
