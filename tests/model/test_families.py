@@ -242,9 +242,11 @@ def assert_bits_agree(model):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", ["gemma3:micro", "phi3:micro"])
-def test_norms_around_both_halves_and_fused_projections_are_compiled_for_engine_and_trainer(name):
-    model = build_model(replace(preset(name), num_layers=2), "bfloat16", seed=3)
+@pytest.mark.parametrize(
+    ("name", "sizes"), [("gemma3:micro", {}), ("phi3:micro", dict(head_dim=64, rotated_features=32))], ids=str
+)
+def test_norms_around_both_halves_and_fused_projections_are_compiled_for_engine_and_trainer(name, sizes):
+    model = build_model(replace(preset(name), num_layers=2, **sizes), "bfloat16", seed=3)
     apply_compile(model, CompileConfig(backend="inductor"))
     assert_bits_agree(model)
 
