@@ -169,7 +169,8 @@ def _refuse_unsafe(model: Decoder) -> None:
     lanes = 32
     shape, group = model.config, tensor_group_of(model)
     ranks = group.size() if group else 1
-    widths = {"dim": shape.dim, "head_dim": shape.rotary_dim}
+    rotated = "rotated_features" if shape.rotated_features else "head_dim"
+    widths = {"dim": shape.dim, rotated: shape.rotary_dim}
     widths |= {f"a rank's part of {name}": size // ranks for name, size in shape.dense_sizes.items()}
     if shape.experts is not None:
         widths["the experts' intermediate size"] = shape.experts.intermediate_size
