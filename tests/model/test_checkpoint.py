@@ -106,7 +106,10 @@ SLIDING = ["sliding_attention"] * 2
         (_set(architectures=["Qwen3NextForCausalLM"]), 'NextForCausalLM" is not supported. Did you mean "Qwen3For'),
         (_set(architectures=None, model_type="qwen2"), 'model_type "qwen2" is not supported. Did you mean "qwen3"'),
         (_set(model_type="llama"), "model_type is 'llama', but architectures Qwen3ForCausalLM"),
-        (_set(text_config={"hidden_size": 8}), "text_config describes the language model inside a larger one"),
+        (
+            _set(text_config={"hidden_size": 8}),
+            "text_config describes the language model inside a larger one .Q",
+        ),
         (_set(layer_types=SLIDING), "layer_types is .* it must name one of full_attention"),
         (_set(head_dims=64), 'key head_dims is not known for qwen3; .* Did you mean "head_dim"'),
         (_set(b=0.5, a=2.0, null=None), r"config\.json: key a is not known for qwen3; .* The same holds for b\."),

@@ -35,6 +35,7 @@ from lockstep.model.families.reading import layer_kinds, number, truth
 from lockstep.model.families.rope import RopeKeys, read_rope, refuse_infinite_rotation, write_rope
 from lockstep.model.quantized import dequantize_of
 from lockstep.model.stored import HEAD
+from lockstep.model.vision_wrapper import refuse_other_wrapper, text_settings
 from lockstep.precision import MODELS_DTYPE, read_precision
 
 FAMILIES: dict[str, ModuleType] = {
@@ -102,9 +103,12 @@ def preset(name: str, vocab_size: int | None = None, eos_token_ids: tuple[int, .
 
 
 def from_hugging_face(values: dict[str, Any], where: str) -> ModelConfig:
-    """The contents of a `config.json` as a ModelConfig, read as transformers reads them. `where` names the file in
-    errors, which are UserErrors."""
-    family, scoring = _family_of(values, where)
+    """The contents of a `config.json` as a ModelConfig, read as transformers reads them; of a model with a vision
+    tower, its language model. `where` names the file in errors, which are UserErrors."""
+    text, inside = text_settings(values, where)
+    family, scoring = _family_of(text, inside)
+    refuse_other_wrapper(values, where)
+    values, where = text, inside
     module = FAMILIES[family]
     dequantize_of(values, where, quantized_methods(family))
     refuse_unknown(values, module, where)
@@ -179,11 +183,6 @@ def _family_of(values: dict[str, Any], where: str) -> tuple[str, bool]:
     architectures = values.get("architectures") or [""]
     if not isinstance(architectures, list) or not isinstance(architectures[0], str):
         raise UserError(f"{where}: architectures is {architectures!r:.100}; it must be a list with one name")
-    if values.get("text_config") is not None:
-        raise UserError(
-            f"{where}: text_config describes the language model inside a larger one ({architectures[0] or 'unnamed'}), "
-            "which is not supported; save the language model in a separate folder"
-        )
     types = {module.MODEL_TYPE: name for name, module in FAMILIES.items()} | OTHER_MODEL_TYPES
     kind = values.get("model_type")
     if kind is not None and not isinstance(kind, str):
