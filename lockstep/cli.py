@@ -303,11 +303,12 @@ def serve(arguments: list[str]) -> int:
     config.api_key = config.api_key or os.environ.get("LOCKSTEP_API_KEY", "")
     config.admin_key = config.admin_key or os.environ.get("LOCKSTEP_ADMIN_KEY", "")
     validate(config)
+    from lockstep.checkpoint import folder_of_ranks
     from lockstep.generate.server import serve as run
     from lockstep.parallel import generating_world
 
     with generating_world(config.parallel, config.device) as world:
-        return run(config, Path(world.from_main(lambda: str(_model_folder(config.model)))), world)
+        return run(config, folder_of_ranks(config.model, world), world)
 
 
 def parity(arguments: list[str]) -> int:
@@ -344,18 +345,13 @@ def convert(arguments: list[str]) -> int:
     from lockstep.commands.convert import ConvertOptions
 
     options = parse_options(ConvertOptions, arguments, "convert", positional=True)
+    from lockstep.checkpoint import model_folder
     from lockstep.checkpoint.convert import convert as run
 
-    source = _model_folder(options.source)
+    source = model_folder(options.source)
     run(source, options.target, options.dtype, merge=options.merge, precision=options.precision)
     print(f"model: {options.target}")
     return 0
-
-
-def _model_folder(name: str) -> Path:
-    from lockstep.checkpoint import model_folder
-
-    return model_folder(name)
 
 
 @dataclass
