@@ -7,7 +7,7 @@
     overhead  the share of a run's step that is not forward, backward or optimizer
 
 In bfloat16 ours keeps float32 master weights; the peers' AdamW works on the bfloat16 weights.
-Run: python benchmarks/training.py [--work step] [--dtype float32] [--rows 4]
+Run: python benchmarks/training.py [--work step] [--dtype float32] [--rows 4] [--model qwen3:small]
 """
 
 from __future__ import annotations
@@ -37,9 +37,10 @@ class Work:
     folder: str
     dtype: str
     rows: int
+    model: str
 
     def arguments(self) -> list[str]:
-        return ["--folder", self.folder, "--dtype", self.dtype, "--rows", str(self.rows)]
+        return ["--folder", self.folder, "--dtype", self.dtype, "--rows", str(self.rows), "--model", self.model]
 
 
 def tokens(rows: int) -> list[list[int]]:
@@ -160,7 +161,7 @@ def prepare(work: Work) -> None:
     from lockstep.data import train_bpe
     from lockstep.model import preset
 
-    save_model(build_model(preset("qwen3:small", VOCAB), dtype=work.dtype), work.folder)
+    save_model(build_model(preset(work.model, VOCAB), dtype=work.dtype), work.folder)
     library = Path(sysconfig.get_paths()["stdlib"])
     texts = {p.name: p.read_text() for p in sorted(library.glob("*.py"))[:RUN_FILES]}
     (Path(work.folder) / "text").mkdir()
@@ -176,11 +177,11 @@ def step_work(work: Work) -> None:
 
     from lockstep.model import preset
 
-    name = f"training step: 110M Qwen3, {work.dtype}, {work.rows} x {LENGTH} tokens"
+    name = f"training step: {work.model}, {work.dtype}, {work.rows} x {LENGTH} tokens"
     units = work.rows * LENGTH
     seconds = compare(__file__, ["--work", "step", *work.arguments()], name, units, "tokens/s", "transformers")
     products = measure(getattr(torch, work.dtype)).products
-    used = 6 * preset("qwen3:small", VOCAB).num_parameters * units / seconds
+    used = 6 * preset(work.model, VOCAB).num_parameters * units / seconds
     print(f"  {used / 1e9:.0f} GF/s: {used / products:.0%} of the {products / 1e9:.0f} GF/s of a matrix product")
 
 
@@ -228,15 +229,16 @@ def main() -> None:
     parser.add_argument("--work", choices=WORKS, default="")
     parser.add_argument("--dtype", choices=("bfloat16", "float32"), default="bfloat16")
     parser.add_argument("--rows", type=int, default=4, help=f"sequences of {LENGTH} tokens a step")
+    parser.add_argument("--model", default="qwen3:small", help="a size by name")
     parser.add_argument("--side", help=argparse.SUPPRESS)
     parser.add_argument("--folder", help=argparse.SUPPRESS)
     options = parser.parse_args()
     if options.side:
-        work = Work(options.folder, options.dtype, options.rows)
+        work = Work(options.folder, options.dtype, options.rows, options.model)
         print(json.dumps({"seconds": SIDES[options.work, options.side](work)}))
         return
     with tempfile.TemporaryDirectory() as folder:
-        work = Work(folder, options.dtype, options.rows)
+        work = Work(folder, options.dtype, options.rows, options.model)
         prepare(work)
         for name, measure_work in WORKS.items():
             if options.work in ("", name):

@@ -49,8 +49,8 @@ class RotaryTables:
         if positions.device.type == "cpu" and len(positions) > 0:
             with ops.unrecorded():  # before replaying, the generator compares positions with the tables' length
                 length = int(positions.max()) + 1
-        tables = self.reserve(length, positions.device)
-        return [(cos.index_select(-2, positions), sin.index_select(-2, positions)) for cos, sin in tables]
+        tables, dim = self.reserve(length, positions.device), 1 if self.config.long_queries else 0
+        return [(cos.index_select(dim, positions), sin.index_select(dim, positions)) for cos, sin in tables]
 
     def reserve(self, length: int, device: torch.device) -> list[Tables]:
         """The tables on `device`, of at least `length` positions."""

@@ -4,7 +4,7 @@ Each has a plain PyTorch form, which defines it, a compiled CPU form, and a Trit
 only imports torch and numpy, and triton for CUDA tensors.
 """
 
-from lockstep.ops.activation import clamped_swiglu, silu_mul
+from lockstep.ops.activation import clamped_swiglu, gelu_mul, relu_squared, silu_mul
 from lockstep.ops.attention import BLOCK, PAGE, Attention, KVCache, PagedAttention
 from lockstep.ops.attention_reference import Terms
 from lockstep.ops.bias import add_bias, add_grouped_bias
@@ -46,12 +46,12 @@ __all__ = [
     "Unrecordable", "adamw_factors", "adamw_step", "add_bias", "add_grouped_bias", "arithmetic", "branch_norm",
     "cache_rounded", "clamped_experts", "clamped_swiglu", "combine", "counted_rows", "dispatch", "draw",
     "draw_scaled", "drawing", "embedding", "every_row", "exp", "experts", "float8_linear", "formatted_linear",
-    "fused_linear", "grouped_linear", "head_linear", "heads_norm", "instruction_set", "int4_linear", "int8_linear",
-    "integer_squares", "inverse_temperature", "is_emulated", "linear", "log", "log_prob_sum", "log_sigmoid",
-    "logits_log_probs", "note_routes", "order_by_expert", "own_part", "parts_of", "recorded_routes",
-    "replayed_routes", "rms_norm", "rotary", "route", "router_logits", "sample", "set_arithmetic", "sigmoid",
-    "silu_mul", "softcap", "sum_of_squares", "text_scores", "token_log_probs", "top_log_probs", "total", "uniforms",
-    "unrecorded",
+    "fused_linear", "gelu_mul", "grouped_linear", "head_linear", "heads_norm", "instruction_set", "int4_linear",
+    "int8_linear", "integer_squares", "inverse_temperature", "is_emulated", "linear", "log", "log_prob_sum",
+    "log_sigmoid", "logits_log_probs", "note_routes", "order_by_expert", "own_part", "parts_of", "recorded_routes",
+    "relu_squared", "replayed_routes", "rms_norm", "rotary", "route", "router_logits", "sample", "set_arithmetic",
+    "sigmoid", "silu_mul", "softcap", "sum_of_squares", "text_scores", "token_log_probs", "top_log_probs", "total",
+    "uniforms", "unrecorded",
 ]  # fmt: skip
 
 call_once()

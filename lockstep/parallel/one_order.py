@@ -144,28 +144,30 @@ shared_logits = Operator(
 """`ops.router_logits` of this rank's rows, with a gradient like that of `shared_norm`'s weight."""
 
 
-def shared_norm(x: Tensor, weight: Tensor, eps: float, group: dist.ProcessGroup) -> Tensor:
+def shared_norm(x: Tensor, weight: Tensor, eps: float, offset: bool, group: dist.ProcessGroup) -> Tensor:
     """`ops.rms_norm` of this rank's rows `[rows / ranks, dim]`, or of its heads `[rows, heads / ranks, head_dim]`.
 
     The gradient of `weight` is that of these rows or heads. In one order, it is the sum over all of them on one rank,
     and zero on the others.
     """
     if torch.compiler.is_compiling():
-        return _compiled_norm(x, weight, eps, group.group_name)
+        return _compiled_norm(x, weight, eps, offset, group.group_name)
     if not (torch.is_grad_enabled() and (native.usable(x) or cuda.usable(x))):
-        return ops.rms_norm(x, weight, eps)
-    return trained_norm(x, weight, eps, _TensorRows(group, x.ndim))
+        return ops.rms_norm(x, weight, eps, offset)
+    return trained_norm(x, weight, eps, offset, _TensorRows(group, x.ndim))
 
 
-def _norm_gradients(grad: Tensor, x: Tensor, weight: Tensor, eps: float, group: str) -> tuple[Tensor, Tensor]:
-    scale = norm_with_scale(x, weight, eps)[1]
-    return token_gradients(grad, x, weight, scale, _TensorRows(group_named(group), x.ndim))
+def _norm_gradients(
+    grad: Tensor, x: Tensor, weight: Tensor, eps: float, offset: bool, group: str
+) -> tuple[Tensor, Tensor]:
+    scale = norm_with_scale(x, weight, eps, offset)[1]
+    return token_gradients(grad, x, weight, scale, offset, _TensorRows(group_named(group), x.ndim))
 
 
 _compiled_norm = Operator(
-    "shared_norm(Tensor x, Tensor weight, float eps, str group) -> Tensor",
-    forward=lambda x, weight, eps, group: norm_with_scale(x, weight, eps)[0],
-    fake=lambda x, weight, eps, group: empty_like(x),
+    "shared_norm(Tensor x, Tensor weight, float eps, bool offset, str group) -> Tensor",
+    forward=lambda x, weight, eps, offset, group: norm_with_scale(x, weight, eps, offset)[0],
+    fake=lambda x, weight, eps, offset, group: empty_like(x),
     gradients=_norm_gradients,
 )
 

@@ -85,12 +85,12 @@ def embedding(tokens: Tensor, weight: DTensor) -> Tensor:
     return exchanged(rows, group, sum_rows, gather_rows)
 
 
-def rms_norm(x: Tensor, weight: DTensor, eps: float) -> Tensor:
+def rms_norm(x: Tensor, weight: DTensor, eps: float, offset: bool) -> Tensor:
     """RMSNorm of this rank's rows `[tokens, dim]`, then gathered for the products that read them; or of its heads."""
     group = tensor_group(weight)
     if group is None:
-        return ops.rms_norm(x, own_part(weight), eps)
-    normed = shared_norm(x, own_part(weight), eps, group)
+        return ops.rms_norm(x, own_part(weight), eps, offset)
+    normed = shared_norm(x, own_part(weight), eps, offset, group)
     if x.ndim > 2 or rows_are_whole():
         return normed
     return exchanged(normed, group, gather_rows, sum_gathered)

@@ -75,12 +75,22 @@ def test_a_row_of_norm_activation_and_rotation_is_the_same_in_any_company(dtype,
     x, up, weight = _randn(600, dim, dtype=dtype), _randn(600, dim, dtype=dtype, seed=1), _randn(dim, dtype=dtype)
     heads, angles = _randn(600, 4, 64, dtype=dtype), _randn(600, 32)
     normed, gated = ops.rms_norm(x, weight, 1e-6), ops.silu_mul(x, up)
+    offset, by_gelu = ops.rms_norm(x, weight, 1e-6, offset=True), ops.gelu_mul(x, up)
     rotated = ops.rotary(heads, angles.cos(), angles.sin())
     _close(gated, F.silu(x.double()) * up.double(), dtype)
+    _close(by_gelu, F.gelu(x.double(), approximate="tanh") * up.double(), dtype)
     _close(normed, F.rms_norm(x.double(), (dim,), weight.double(), 1e-6), dtype)
+    _close(offset, F.rms_norm(x.double(), (dim,), 1 + weight.double(), 1e-6), dtype)
+    assert torch.equal(ops.relu_squared(x), F.relu(x.float()).square().to(dtype))
+    cos, sin = angles[:, :12].cos(), angles[:, :12].sin()
+    turned = torch.view_as_complex(heads[..., :24].double().unflatten(-1, (12, 2))) * torch.complex(cos, sin)[:, None]
+    turned = torch.cat((torch.view_as_real(turned).flatten(-2), heads[..., 24:].double()), -1)
+    _close(ops.rotary(heads, cos, sin, interleaved=True), turned, dtype)
     for rows in (slice(0, 1), slice(3, 40), slice(599, 600), slice(0, 257)):
         assert torch.equal(ops.rms_norm(x[rows], weight, 1e-6), normed[rows])
+        assert torch.equal(ops.rms_norm(x[rows], weight, 1e-6, offset=True), offset[rows])
         assert torch.equal(ops.silu_mul(x[rows], up[rows]), gated[rows])
+        assert torch.equal(ops.gelu_mul(x[rows], up[rows]), by_gelu[rows])
         assert torch.equal(ops.rotary(heads[rows], angles[rows].cos(), angles[rows].sin()), rotated[rows])
 
 

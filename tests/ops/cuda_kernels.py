@@ -229,10 +229,14 @@ def test_rows_agree_with_the_plain_forms_and_so_do_their_gradients(dtype, dim):
     wide = [(part.detach() * 8).requires_grad_() for part in (x, up)]
     cases = [
         (ops.rms_norm, (x, weight, 1e-5), [x, weight]),
+        (ops.rms_norm, (x, weight, 1e-5, True), [x, weight]),
         (ops.silu_mul, (x, up), [x, up]),
+        (ops.gelu_mul, wide, wide),
+        (ops.relu_squared, (x,), [x]),
         (ops.clamped_swiglu, wide, wide),
         (ops.rotary, (heads, angles.cos(), angles.sin()), [heads]),
         (ops.softcap, (wide[0], 5.0), wide[:1]),
+        *((ops.rotary, (heads, angles.cos()[:, :7], angles.sin()[:, :7], pairs), [heads]) for pairs in (False, True)),
     ]
     for operator, arguments, leaves in cases:
         theirs = operator(*arguments)

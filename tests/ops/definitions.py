@@ -64,8 +64,8 @@ def attention(q: Tensor, k: Tensor, v: Tensor, add: Add, terms: Terms = PLAIN) -
             hidden = (place >= sees[:, None]) | (place < before[:, None])
             scores, reached = scores.masked_fill(hidden, -torch.inf), ~hidden.all(1)
             following = torch.maximum(highest, scores.amax(1))
-            shrink = torch.where(highest == -torch.inf, 0.0, _exp(highest - following))
-            weights = _exp(scores - following[:, None])
+            shrink = torch.where(highest == -torch.inf, 0.0, exp(highest - following))
+            weights = exp(scores - following[:, None])
             lanes = weights.unflatten(1, (4, 16))
             lanes = (lanes[:, 0] + lanes[:, 1]) + (lanes[:, 2] + lanes[:, 3])
             new_sums = add(sums * shrink[:, None], weights.bfloat16(), _filled(value[start : start + BLOCK], BLOCK).T)
@@ -116,7 +116,7 @@ def attention_gradients(
                     continue
                 nothing = torch.zeros(part.stop - part.start, count)
                 scores = plain.multiply_add(add(nothing, own[part], near), scale, -log_sum[part, None])
-                weights = _exp(scores.masked_fill(hidden, -torch.inf))
+                weights = exp(scores.masked_fill(hidden, -torch.inf))
                 of_scores = weights * (add(nothing, grad[part], near_values) - delta[part, None]) * scale
                 weights, of_scores = flushed(weights).bfloat16(), flushed(of_scores).bfloat16()
                 of_values = add(of_values, _steps(weights, at_once).T, _steps(grad[part], at_once).T)
@@ -159,7 +159,7 @@ def _float(x: float) -> Tensor:
     return torch.tensor(x, dtype=torch.float32)
 
 
-def _exp(x: Tensor) -> Tensor:
+def exp(x: Tensor) -> Tensor:
     """As `exp` of `vector.h`: x = k ln 2 + r, a polynomial in r, 2^k by the exponent's bits."""
     low, high, magic = _float(-87.0), _float(88.0), _float(12582912.0)
     clamped = torch.where(x < low, low, x)

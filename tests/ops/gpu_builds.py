@@ -223,13 +223,16 @@ def _rows_and_vocabulary(shape: Shape, dtype: torch.dtype) -> None:
     tokens = 256
     for width in (shape.dim, shape.head_dim):
         x = torch.empty(tokens, width, dtype=dtype, requires_grad=True)
-        ops.rms_norm(x, torch.empty(width, dtype=dtype, requires_grad=True), 1e-6).sum().backward()
+        for offset in (False, True):
+            ops.rms_norm(x, torch.empty(width, dtype=dtype, requires_grad=True), 1e-6, offset).sum().backward()
     q = torch.empty(tokens, shape.heads, shape.head_dim, dtype=dtype, requires_grad=True)
     angles = torch.empty(tokens, shape.head_dim // 2)
-    ops.rotary(q, angles, angles).sum().backward()
+    for part, interleaved in ((angles, False), (angles[:, : shape.head_dim // 4], True)):
+        ops.rotary(q, part, part, interleaved).sum().backward()
     gate, up = (torch.empty(tokens, shape.inner, dtype=dtype, requires_grad=True) for _ in range(2))
-    ops.silu_mul(gate, up).sum().backward()
-    ops.clamped_swiglu(gate, up).sum().backward()
+    for activation in (ops.silu_mul, ops.gelu_mul, ops.clamped_swiglu):
+        activation(gate, up).sum().backward()
+    ops.relu_squared(gate).sum().backward()
     logits, ones = torch.empty(8, shape.vocab, dtype=dtype), torch.ones(8)
     bounds, chosen = piece_bounds(shape.vocab), torch.zeros(8, dtype=torch.int64)
     pieces = vocabulary.masses(logits, ones, bounds)

@@ -24,12 +24,18 @@ void int8_product_f32(const float*, int64_t, const uint32_t*, float*, int64_t, i
 void int4_product_bf16(const bf16*, int64_t, const uint32_t*, bf16*, int64_t, int64_t, int64_t, int64_t, int64_t);
 void round_int8_f32(const float*, int64_t, const float*, float*, int64_t, int64_t);
 void round_int4_bf16(const bf16*, bf16*, int64_t, int64_t);
-void rms_norm_f32(const float*, const float*, float*, float*, int64_t, int64_t, float);
-void silu_mul_f32(const float*, const float*, float*, int64_t, int64_t);
+void rms_norm_f32(const float*, const float*, float*, float*, int64_t, int64_t, float, int64_t);
+void rms_norm_backward_f32(const float*, const float*, const float*, const float*, float*, float*, int64_t, int64_t,
+                           int64_t);
+void silu_mul_f32(const float*, const float*, float*, int64_t);
+void gelu_mul_f32(const float*, const float*, float*, int64_t);
+void gelu_mul_backward_f32(const float*, const float*, const float*, float*, float*, int64_t);
+void relu_squared_f32(const float*, float*, int64_t);
+void relu_squared_backward_f32(const float*, const float*, float*, int64_t);
 void clamped_swiglu_f32(const float*, const float*, float*, int64_t);
 void clamped_swiglu_backward_f32(const float*, const float*, const float*, float*, float*, int64_t);
 void column_sums_f32(const float*, float*, int64_t, int64_t);
-void rotary_f32(const float*, const float*, const float*, float*, int64_t, int64_t, int64_t, float);
+void rotary_f32(const float*, const float*, const float*, float*, int64_t, int64_t, int64_t, int64_t, int64_t, float);
 void route_f32(const float*, const float*, float*, int64_t*, int64_t, int64_t, int64_t, int64_t, int64_t, float, int64_t,
                int64_t);
 void order_by_expert_f32(const int64_t*, int64_t*, int64_t*, int64_t*, int64_t, int64_t);
@@ -240,13 +246,13 @@ int main() {
     constexpr int64_t rows = 9, width = 531;
     const auto x = values(rows, width), up = values(rows, width), weight = values(1, width);
     std::vector<float> out(x.size()), scales(rows);
-    rms_norm_f32(x.data(), weight.data(), out.data(), scales.data(), rows, width, 1e-6f);
+    rms_norm_f32(x.data(), weight.data(), out.data(), scales.data(), rows, width, 1e-6f, 0);
     digest("norm", out);
-    silu_mul_f32(x.data(), up.data(), out.data(), rows, width);
+    silu_mul_f32(x.data(), up.data(), out.data(), rows * width);
     digest("activation", out);
     const auto angles = values(rows, 32);
     std::vector<float> rotated(rows * 2 * 64);
-    rotary_f32(q.data(), angles.data(), angles.data() + 5, rotated.data(), rows - 1, 2, 64, 1.f);
+    rotary_f32(q.data(), angles.data(), angles.data() + 5, rotated.data(), rows - 1, 2, 64, 32, 0, 1.f);
     digest("rotation", rotated);
     std::vector<int64_t> targets(rows), drawn(rows);
     std::vector<float> inverse(rows), chosen(rows), entropies(rows), normalizers(rows);
@@ -319,4 +325,17 @@ int main() {
     routes(SIGMOID, false, 4, 2);
     integer_products();
     attention_to_codes();
+    std::vector<float> grad_x(x.size()), grad_weight(width);
+    rms_norm_f32(x.data(), weight.data(), out.data(), scales.data(), rows, width, 1e-6f, 1);
+    rms_norm_backward_f32(up.data(), x.data(), weight.data(), scales.data(), grad_x.data(), grad_weight.data(), rows,
+                          width, 1);
+    digest("norm with an offset and its gradients", out, grad_x, grad_weight);
+    gelu_mul_f32(wide.data(), up.data(), out.data(), rows * width);
+    gelu_mul_backward_f32(x.data(), wide.data(), up.data(), grad_gate.data(), grad_up.data(), rows * width);
+    digest("gelu and its gradients", out, grad_gate, grad_up);
+    relu_squared_f32(x.data(), out.data(), rows * width);
+    relu_squared_backward_f32(up.data(), x.data(), grad_x.data(), rows * width);
+    digest("squared relu and its gradient", out, grad_x);
+    rotary_f32(q.data(), angles.data(), angles.data() + 5, rotated.data(), rows - 1, 2, 64, 19, 1, -1.f);
+    digest("rotation of neighbors", rotated);
 }

@@ -46,6 +46,10 @@ routes, their weights and sums 82613158fb2183f9 124b156afc29c4b2 daf43c358bf7828
 products of integers 97b22a1ea6f85016 6cf0b58912f4e365 4b3bec0f1a21d6ce
 attention to codes 091e9618b0cc11c2 681d0bfc92c2fdad ff3bcb58387daeaa
 attention to codes in bfloat16 cfc2f8fc813275f2 f00a8bdc0d901c71 7dfd64f19d7388f6
+norm with an offset and its gradients c9844f55f9790ea0 f86a2160971f5583 95f787270d51004c
+gelu and its gradients bbfa1f6fe61fa1d1 e291eef1a52abeaa e56439732edf253d
+squared relu and its gradient e9cff94fb6708c0e 3438be5dfc0b4cd5 53014d5c9672aa7a
+rotation of neighbors 3b25ac2d75cc88ce 33d99c9cea02e0ad cb4c873b3a54d1fa
 """
 """The digest so far after each operator, in each arithmetic: where two differ, the first line that does names it."""
 

@@ -37,8 +37,12 @@ STEPS = [
     lambda x: ops.linear(x, WEIGHT),
     lambda x: ops.rms_norm(x, WEIGHT[0], 1e-6),
     lambda x: ops.rms_norm(x, WEIGHT[0], 1),
+    lambda x: ops.rms_norm(x, WEIGHT[0], 1e-6, offset=True),
     lambda x: ops.silu_mul(x, x),
     lambda x: ops.softcap(x, 1.5),
+    lambda x: ops.gelu_mul(x, x),
+    lambda x: ops.relu_squared(x),
+    lambda x: ops.rotary(x[:, None], WEIGHT[:6, :12], WEIGHT[:6, 20:], interleaved=True)[:, 0],
     lambda x: ops.silu_mul(ops.rms_norm(x + x, WEIGHT[0], 1e-6), ops.linear(x, WEIGHT)),  # calls that are merged
     lambda x: x + x,
     lambda x: 0.5 * x,

@@ -6,13 +6,15 @@ from functools import partial
 import pytest
 import torch
 import torch.distributed as dist
+from torch.distributed.tensor import DTensor, Replicate
 
 from lockstep import ops
 from lockstep.config import ParallelConfig
 from lockstep.model import Decoder, initialize, preset, resolve_dtype
-from lockstep.ops import head_gradients
+from lockstep.ops import head_gradients, one_order
 from lockstep.parallel import close_world, open_world
 from lockstep.parallel.exchange import sum_rows
+from lockstep.parallel.one_order import shared_norm
 from lockstep.parallel.row_product import row_product
 from lockstep.parallel.tensor import distribute_parameters
 from lockstep.parallel.vocabulary import sharded_token_log_probs
@@ -62,6 +64,40 @@ def compare_pieces(model, dtype):
             assert torch.equal(part, expected.chunk(2)[world.rank]), index
         for index, (part, expected) in enumerate(zip(own_columns, columns, strict=True)):
             assert torch.equal(part, expected.chunk(2, 1)[world.rank]), index
+    close_world(world)
+
+
+def test_a_norm_with_an_offset_and_its_gradients_have_the_bits_of_one_process():
+    launch(2, compare_norms)
+
+
+def compare_norms():
+    world = open_world(TENSOR, "cpu")
+    axis, draw = world.mesh["tensor"], torch.Generator().manual_seed(0)
+    x = torch.randn(70, 48, generator=draw) * torch.exp2(torch.randint(-4, 5, (70, 48), generator=draw))
+    weight, grad = torch.randn(48, generator=draw), torch.randn(70, 48, generator=draw)
+    rows = slice(35 * world.rank, 35 * world.rank + 35)
+
+    def run(norm, x, weight, grad):
+        leaves = x.clone().requires_grad_(), weight.clone().requires_grad_()
+        out = norm(*leaves)
+        return [out.detach(), *torch.autograd.grad(out, leaves, grad)]
+
+    def norm(x, weight):
+        return ops.rms_norm(x, weight, 1e-6, offset=True)
+
+    def share(x, weight):
+        return shared_norm(x, weight, 1e-6, True, axis.get_group())
+
+    out, of_x, of_weight = run(norm, x, weight, grad)
+    with one_order.one_order(2):
+        gathered, own, of_shared = run(norm, x[rows], DTensor.from_local(weight, axis, [Replicate()]), grad)
+        assert torch.equal(gathered, out) and torch.equal(own, of_x[rows])
+        assert torch.equal(of_shared.full_tensor(), of_weight)
+        for function in (share, torch.compile(share, backend="aot_eager", fullgraph=True)):
+            part, own, of_first = run(function, x[rows], weight, grad[rows])
+            assert torch.equal(part, out[rows]) and torch.equal(own, of_x[rows])
+            assert torch.equal(of_first, of_weight if world.rank == 0 else torch.zeros_like(weight))
     close_world(world)
 
 

@@ -8,7 +8,14 @@
 // Fewer elements are not worth waking the other threads.
 constexpr int64_t PARALLEL_ELEMENTS = 16384;
 
-template <class T>
+// A norm's factors: the weight, or with OFFSET one more.
+template <class T, bool OFFSET>
+static inline f32x16 factors(const T* weight, int64_t count) {
+    const f32x16 w = load_first(weight, count);
+    return OFFSET ? 1.f + w : w;
+}
+
+template <class T, bool OFFSET>
 static void rms_norm(const T* x, const T* weight, T* out, float* scales, int64_t rows, int64_t dim, float eps) {
 #pragma omp parallel for if (rows * dim > PARALLEL_ELEMENTS)
     for (int64_t row = 0; row < rows; row++) {
@@ -20,8 +27,10 @@ static void rms_norm(const T* x, const T* weight, T* out, float* scales, int64_t
         }
         const float scale = 1.f / std::sqrt(sum(squares) / (float)dim + eps);
         scales[row] = scale;
-        for (int64_t i = 0; i < dim; i += LANES)
-            store_first(out + row * dim + i, load_first(in + i, dim - i) * scale * load_first(weight + i, dim - i), dim - i);
+        for (int64_t i = 0; i < dim; i += LANES) {
+            const int64_t n = dim - i;
+            store_first(out + row * dim + i, load_first(in + i, n) * scale * factors<T, OFFSET>(weight + i, n), n);
+        }
     }
 }
 
@@ -29,7 +38,7 @@ static void rms_norm(const T* x, const T* weight, T* out, float* scales, int64_t
 // of zeros at the end, which are padding, do not change it.
 constexpr int64_t SLAB_ROWS = 64;
 
-template <class T>
+template <class T, bool OFFSET>
 static void rms_norm_backward(const T* grad_out, const T* x, const T* weight, const float* scales, T* grad_x,
                               float* grad_weight, int64_t rows, int64_t dim) {
     const int64_t slabs = (rows + SLAB_ROWS - 1) / SLAB_ROWS, padded = (dim + LANES - 1) / LANES * LANES;
@@ -43,12 +52,12 @@ static void rms_norm_backward(const T* grad_out, const T* x, const T* weight, co
             f32x16 products = {};
             for (int64_t i = 0; i < dim; i += LANES) {
                 f32x16 grad = load_first(g + i, dim - i), v = load_first(in + i, dim - i);
-                products = multiply_add(grad * load_first(weight + i, dim - i), v, products);
+                products = multiply_add(grad * factors<T, OFFSET>(weight + i, dim - i), v, products);
                 store(weight_sum + i, multiply_add(grad * v, scale, load(weight_sum + i)));
             }
             const float along = sum(products) * scale * scale / (float)dim;
             for (int64_t i = 0; i < dim; i += LANES) {
-                f32x16 direct = load_first(g + i, dim - i) * load_first(weight + i, dim - i);
+                f32x16 direct = load_first(g + i, dim - i) * factors<T, OFFSET>(weight + i, dim - i);
                 store_first(grad_x + row * dim + i, multiply_add(load_first(in + i, dim - i), -along, direct) * scale, dim - i);
             }
         }
@@ -57,11 +66,28 @@ static void rms_norm_backward(const T* grad_out, const T* x, const T* weight, co
         for (int64_t i = 0; i < dim; i++) grad_weight[i] += partial[slab * padded + i];
 }
 
-// `sign` -1 rotates back, for the gradient.
-template <class T>
+template <int64_t step, class T>
+static inline f32x16 load_spaced(const T* p, int64_t count) {
+    if (step == 1) return load_first(p, count);
+    T padded[LANES] = {};
+    for (int64_t i = 0; i < std::min(count, LANES); i++) padded[i] = p[i * step];
+    return load(padded);
+}
+
+template <int64_t step, class T>
+static inline void store_spaced(T* p, f32x16 v, int64_t count) {
+    if (step == 1) return store_first(p, v, count);
+    T padded[LANES];
+    store(padded, v);
+    for (int64_t i = 0; i < std::min(count, LANES); i++) p[i * step] = padded[i];
+}
+
+// Rotates the first 2 · `half` features of each head, and copies the others. `sign` -1 rotates back, for the gradient.
+template <class T, bool INTERLEAVED>
 static void rotary(const T* x, const float* cosines, const float* sines, T* out, int64_t tokens, int64_t heads,
-                   int64_t head_dim, float sign) {
-    const int64_t half = head_dim / 2;
+                   int64_t head_dim, int64_t half, float sign) {
+    constexpr int64_t step = INTERLEAVED ? 2 : 1;
+    const int64_t partner = INTERLEAVED ? 1 : half;
 #pragma omp parallel for if (tokens * heads * head_dim > PARALLEL_ELEMENTS)
     for (int64_t token = 0; token < tokens; token++)
         for (int64_t head = 0; head < heads; head++) {
@@ -69,35 +95,72 @@ static void rotary(const T* x, const float* cosines, const float* sines, T* out,
             for (int64_t i = 0; i < half; i += LANES) {
                 const int64_t n = half - i;
                 f32x16 c = load_first(cosines + token * half + i, n), s = load_first(sines + token * half + i, n) * sign;
-                f32x16 first = load_first(x + base + i, n), second = load_first(x + base + half + i, n);
-                store_first(out + base + i, multiply_add(first, c, -(second * s)), n);
-                store_first(out + base + half + i, multiply_add(second, c, first * s), n);
+                const int64_t a = base + i * step, b = a + partner;
+                f32x16 first = load_spaced<step>(x + a, n), second = load_spaced<step>(x + b, n);
+                store_spaced<step>(out + a, multiply_add(first, c, -(second * s)), n);
+                store_spaced<step>(out + b, multiply_add(second, c, first * s), n);
             }
+            std::copy(x + base + 2 * half, x + base + head_dim, out + base + 2 * half);
         }
 }
 
-__attribute__((always_inline)) static inline f32x16 sigmoid(f32x16 x) { return 1.f / (1.f + exp(-x)); }
+INLINED f32x16 sigmoid(f32x16 x) { return 1.f / (1.f + exp(-x)); }
 
-template <class T>
-static void silu_mul(const T* gate, const T* up, T* out, int64_t rows, int64_t dim) {
-    const int64_t count = rows * dim;
+INLINED f32x16 at_most(f32x16 x, float most) { return where_less(splat(most), x, splat(most), x); }
+INLINED f32x16 at_least(f32x16 x, float least) { return where_less(x, splat(least), splat(least), x); }
+
+// An activation is `value` · sigmoid(z), and its slope sigmoid(z) · (1 + `inner` · (1 - sigmoid(z))).
+struct Gate {
+    f32x16 value, sigmoid, inner;
+};
+
+INLINED Gate silu(f32x16 gate) { return {gate, sigmoid(gate), gate}; }
+
+// The tanh form: z = 2 √(2/π) (x + 0.044715 x³). Beyond ±10 the sigmoid is 0 or 1, and x³ would overflow.
+INLINED Gate gelu(f32x16 gate) {
+    constexpr float LINEAR = 1.5957691216057308f, CUBIC = 0.07135481627260025f, BOUND = 10.f;
+    const f32x16 value = at_least(gate, -BOUND), x = at_most(value, BOUND), cubic = CUBIC * (x * x);
+    const f32x16 power = exp(x * (cubic + LINEAR));
+    return {value, power / (power + 1.f), x * multiply_add(cubic, 3.f, LINEAR)};
+}
+
+template <class T, Gate (*activation)(f32x16)>
+static void gate_mul(const T* gate, const T* up, T* out, int64_t count) {
 #pragma omp parallel for if (count > PARALLEL_ELEMENTS)
     for (int64_t i = 0; i < count; i += LANES) {
-        f32x16 g = load_first(gate + i, count - i);
-        store_first(out + i, g * sigmoid(g) * load_first(up + i, count - i), count - i);
+        const Gate g = activation(load_first(gate + i, count - i));
+        store_first(out + i, g.value * g.sigmoid * load_first(up + i, count - i), count - i);
+    }
+}
+
+template <class T, Gate (*activation)(f32x16)>
+static void gate_mul_backward(const T* grad_out, const T* gate, const T* up, T* grad_gate, T* grad_up, int64_t count) {
+#pragma omp parallel for if (count > PARALLEL_ELEMENTS)
+    for (int64_t i = 0; i < count; i += LANES) {
+        const int64_t n = count - i;
+        const f32x16 grad = load_first(grad_out + i, n);
+        const Gate g = activation(load_first(gate + i, n));
+        store_first(grad_up + i, grad * g.value * g.sigmoid, n);
+        const f32x16 slope = multiply_add(g.inner, 1.f - g.sigmoid, 1.f);
+        store_first(grad_gate + i, grad * load_first(up + i, n) * g.sigmoid * slope, n);
     }
 }
 
 template <class T>
-static void silu_mul_backward(const T* grad_out, const T* gate, const T* up, T* grad_gate, T* grad_up, int64_t rows,
-                              int64_t dim) {
-    const int64_t count = rows * dim;
+static void relu_squared(const T* x, T* out, int64_t count) {
 #pragma omp parallel for if (count > PARALLEL_ELEMENTS)
     for (int64_t i = 0; i < count; i += LANES) {
-        const int64_t n = count - i;
-        f32x16 grad = load_first(grad_out + i, n), g = load_first(gate + i, n), s = sigmoid(g);
-        store_first(grad_up + i, grad * g * s, n);
-        store_first(grad_gate + i, grad * load_first(up + i, n) * s * multiply_add(g, 1.f - s, 1.f), n);
+        const f32x16 positive = at_least(load_first(x + i, count - i), 0.f);
+        store_first(out + i, positive * positive, count - i);
+    }
+}
+
+template <class T>
+static void relu_squared_backward(const T* grad_out, const T* x, T* grad_x, int64_t count) {
+#pragma omp parallel for if (count > PARALLEL_ELEMENTS)
+    for (int64_t i = 0; i < count; i += LANES) {
+        const f32x16 v = load_first(x + i, count - i), grad = load_first(grad_out + i, count - i) * (2.f * v);
+        store_first(grad_x + i, where_number(v, where_less(f32x16{}, v, grad, f32x16{})), count - i);
     }
 }
 
@@ -110,9 +173,6 @@ static void add(const T* a, const T* b, T* out, int64_t count) {
 
 // gpt-oss: (up + 1) · gate · sigmoid(1.702 · gate), with gate clamped to 7 and up to [-7, 7].
 constexpr float SLOPE = 1.702f, LIMIT = 7.f;
-
-static inline f32x16 at_most(f32x16 x, float most) { return where_less(splat(most), x, splat(most), x); }
-static inline f32x16 at_least(f32x16 x, float least) { return where_less(x, splat(least), splat(least), x); }
 
 template <class T>
 static void clamped_swiglu(const T* gate, const T* up, T* out, int64_t count) {
@@ -158,23 +218,38 @@ static void column_sums(const T* x, float* sums, int64_t rows, int64_t dim) {
 
 #define EXPORT(T, suffix)                                                                                             \
     extern "C" void rms_norm##suffix(const T* x, const T* weight, T* out, float* scales, int64_t rows, int64_t dim,   \
-                                     float eps) {                                                                     \
-        rms_norm<T>(x, weight, out, scales, rows, dim, eps);                                                          \
+                                     float eps, int64_t offset) {                                                     \
+        const auto kernel = offset ? rms_norm<T, true> : rms_norm<T, false>;                                          \
+        kernel(x, weight, out, scales, rows, dim, eps);                                                               \
     }                                                                                                                 \
     extern "C" void rms_norm_backward##suffix(const T* grad_out, const T* x, const T* weight, const float* scales,    \
-                                              T* grad_x, float* grad_weight, int64_t rows, int64_t dim) {             \
-        rms_norm_backward<T>(grad_out, x, weight, scales, grad_x, grad_weight, rows, dim);                            \
+                                              T* grad_x, float* grad_weight, int64_t rows, int64_t dim,               \
+                                              int64_t offset) {                                                       \
+        const auto kernel = offset ? rms_norm_backward<T, true> : rms_norm_backward<T, false>;                        \
+        kernel(grad_out, x, weight, scales, grad_x, grad_weight, rows, dim);                                          \
     }                                                                                                                 \
     extern "C" void rotary##suffix(const T* x, const float* cosines, const float* sines, T* out, int64_t tokens,      \
-                                   int64_t heads, int64_t head_dim, float sign) {                                     \
-        rotary<T>(x, cosines, sines, out, tokens, heads, head_dim, sign);                                             \
+                                   int64_t heads, int64_t head_dim, int64_t half, int64_t interleaved, float sign) {  \
+        const auto kernel = interleaved ? rotary<T, true> : rotary<T, false>;                                         \
+        kernel(x, cosines, sines, out, tokens, heads, head_dim, half, sign);                                          \
     }                                                                                                                 \
-    extern "C" void silu_mul##suffix(const T* gate, const T* up, T* out, int64_t rows, int64_t dim) {                 \
-        silu_mul<T>(gate, up, out, rows, dim);                                                                        \
+    extern "C" void silu_mul##suffix(const T* gate, const T* up, T* out, int64_t count) {                             \
+        gate_mul<T, silu>(gate, up, out, count);                                                                      \
     }                                                                                                                 \
     extern "C" void silu_mul_backward##suffix(const T* grad_out, const T* gate, const T* up, T* grad_gate,            \
-                                              T* grad_up, int64_t rows, int64_t dim) {                                \
-        silu_mul_backward<T>(grad_out, gate, up, grad_gate, grad_up, rows, dim);                                      \
+                                              T* grad_up, int64_t count) {                                            \
+        gate_mul_backward<T, silu>(grad_out, gate, up, grad_gate, grad_up, count);                                    \
+    }                                                                                                                 \
+    extern "C" void gelu_mul##suffix(const T* gate, const T* up, T* out, int64_t count) {                             \
+        gate_mul<T, gelu>(gate, up, out, count);                                                                      \
+    }                                                                                                                 \
+    extern "C" void gelu_mul_backward##suffix(const T* grad_out, const T* gate, const T* up, T* grad_gate,            \
+                                              T* grad_up, int64_t count) {                                            \
+        gate_mul_backward<T, gelu>(grad_out, gate, up, grad_gate, grad_up, count);                                    \
+    }                                                                                                                 \
+    extern "C" void relu_squared##suffix(const T* x, T* out, int64_t count) { relu_squared<T>(x, out, count); }       \
+    extern "C" void relu_squared_backward##suffix(const T* grad_out, const T* x, T* grad_x, int64_t count) {          \
+        relu_squared_backward<T>(grad_out, x, grad_x, count);                                                         \
     }                                                                                                                 \
     extern "C" void clamped_swiglu##suffix(const T* gate, const T* up, T* out, int64_t count) {                       \
         clamped_swiglu<T>(gate, up, out, count);                                                                      \
@@ -190,6 +265,8 @@ static void column_sums(const T* x, float* sums, int64_t rows, int64_t dim) {
     REPLAYABLE(rms_norm##suffix)                                                                                      \
     REPLAYABLE(rotary##suffix)                                                                                        \
     REPLAYABLE(silu_mul##suffix)                                                                                      \
+    REPLAYABLE(gelu_mul##suffix)                                                                                      \
+    REPLAYABLE(relu_squared##suffix)                                                                                  \
     REPLAYABLE(clamped_swiglu##suffix)                                                                                \
     REPLAYABLE(add##suffix)
 

@@ -25,8 +25,9 @@ from lockstep.parallel.messages import from_all
 from lockstep.parallel.tensor_group import sharded_over_data, tensor_group_of
 
 TAPPED = (
-    "embedding", "rms_norm", "linear", "formatted_linear", "head_linear", "rotary", "silu_mul", "router_logits",
-    "route", "experts", "clamped_experts", "add_bias", "heads_norm", "softcap",
+    "embedding", "rms_norm", "heads_norm", "branch_norm", "linear", "formatted_linear", "fused_linear", "head_linear",
+    "rotary", "silu_mul", "gelu_mul", "relu_squared", "router_logits", "route", "experts", "clamped_experts",
+    "add_bias", "softcap",
 )  # fmt: skip
 CHUNK = 16
 """Tokens of a prompt that the generator's path computes at once; completion tokens follow one by one."""
