@@ -18,6 +18,8 @@ MOST_NAMED = 6
 """Names in a list of the message."""
 LAYERS = 8
 """Layers whose tensors are compared: the first ones, in which every kind of layer appears."""
+RELATED = 3
+"""Letters at the beginning of related names, such as gemma and gemma3_text."""
 LARGEST = 10**13
 """Parameters of the largest model whose tensors are compared."""
 
@@ -37,8 +39,14 @@ class Difference(NamedTuple):
     """The folder's tensors that the family's model lacks."""
 
     @property
-    def count(self) -> int:
-        return len(self.values) + len(self.keys) + bool(self.problem) + len(self.lacking) + len(self.unknown)
+    def of_keys(self) -> int:
+        """How many keys differ."""
+        return len(self.values) + len(self.keys) + bool(self.problem)
+
+    @property
+    def of_tensors(self) -> int:
+        """How many names of tensors differ."""
+        return len(self.lacking) + len(self.unknown)
 
 
 def nearest_family(
@@ -55,14 +63,17 @@ def nearest_family(
     """
     differences = {name: _difference(values, where, family, read, tensors) for name, family in families.items()}
 
-    def distance(name: str) -> tuple[int, int, float]:
+    def distance(name: str) -> tuple[float, ...]:
         absent = sum(key not in values for key in families[name].DEFAULTS)
-        alike = difflib.SequenceMatcher(None, str(values.get("model_type"))[:100], families[name].MODEL_TYPE).ratio()
-        return differences[name].count, absent, -alike
+        kinds = str(values.get("model_type"))[:100], families[name].MODEL_TYPE
+        alike = difflib.SequenceMatcher(None, *kinds).ratio()
+        unrelated = kinds[0][:RELATED] != kinds[1][:RELATED]
+        found = differences[name]
+        return found.of_keys, bool(found.problem), found.of_tensors, unrelated, absent, -alike
 
     name = min(families, key=distance)
     different = differences[name]
-    if not different.count:
+    if not different.of_keys + different.of_tensors:
         known = f"The nearest family is {name} ({families[name].ARCHITECTURE})"
         return f"{known}, which reads all keys; the models may differ in what no key says"
     parts = [
