@@ -38,6 +38,10 @@ class Norm(Weight):
     def forward(self, x: Tensor) -> Tensor:
         return ops.rms_norm(x, self.weight, self.eps, self.offset)
 
+    def of_heads(self, x: Tensor) -> Tensor:
+        """The norm of all heads' features together."""
+        return ops.heads_norm(x, self.weight, self.eps, self.offset)
+
     def of_branch(self, x: Tensor) -> Tensor:
         """The norm of what is added to the residual stream, whose rows stay on their ranks."""
         return ops.branch_norm(x, self.weight, self.eps, self.offset)
@@ -117,8 +121,7 @@ class Attention(nn.Module):
         """Rotated queries and keys, and values: `[tokens, heads, head_dim]` each."""
         q, k, v = (each.view(x.shape[0], -1, self.config.head_dim) for each in self._projected(x))
         if self.config.qk_norm == "all heads":
-            q = ops.heads_norm(q, self.q_norm.weight, self.q_norm.eps)
-            k = ops.heads_norm(k, self.k_norm.weight, self.k_norm.eps)
+            q, k = self.q_norm.of_heads(q), self.k_norm.of_heads(k)
         elif self.config.qk_norm == "head":
             q, k = self.q_norm(q), self.k_norm(k)
         if self.is_rotated:

@@ -5,13 +5,13 @@ from __future__ import annotations
 import dataclasses
 import math
 import warnings
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
 import numpy as np
 
 from lockstep.errors import UserError
-from lockstep.model.config import DynamicRope, LinearRope, LongRope, ModelConfig, Rope, RopeScaling, Yarn
+from lockstep.model.config import DynamicRope, LinearRope, LongRope, ModelConfig, Rope, RopeScale, RopeScaling, Yarn
 from lockstep.model.families.reading import number
 from lockstep.model.rotary import rotary_frequencies, softmax_scale, table_factor
 
@@ -121,7 +121,9 @@ def _rope(table: dict[str, Any], values: dict[str, Any], theta: Any, where: str,
     base = float(number(table.get("rope_theta", theta), f"{where}: rope_theta"))
     kind = table.get("rope_type", table.get("type", "default"))
     kind = keys.aliases.get(kind, kind) if isinstance(kind, str) else kind
-    readers = {"yarn": _yarn, "llama3": _llama3, "linear": _linear, "dynamic": _dynamic, "longrope": _longrope}
+    readers: dict[str, Callable[[dict[str, Any], dict[str, Any], str], RopeScale]] = {
+        "yarn": _yarn, "llama3": _llama3, "linear": _linear, "dynamic": _dynamic, "longrope": _longrope
+    }  # fmt: skip
     if kind == "default":
         return Rope(base)
     if not isinstance(kind, str) or kind not in readers:
