@@ -6,7 +6,7 @@ import dataclasses
 import json
 import logging
 from collections.abc import Callable, Collection, Iterable, Iterator
-from functools import lru_cache
+from functools import lru_cache, partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -15,7 +15,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from lockstep.errors import UserError
-from lockstep.hub import local_folder
+from lockstep.hub import local_folder, named_path
 from lockstep.model.adapter_folder import SETTINGS, base_folder, is_adapter_folder, with_adapter
 from lockstep.model.config import ModelConfig
 from lockstep.model.config_json import config_values, positions_limit
@@ -23,12 +23,14 @@ from lockstep.model.decoder import Decoder
 from lockstep.model.device import checked_device
 from lockstep.model.dtypes import is_auto, name_of, resolve_dtype
 from lockstep.model.families import from_hugging_face, is_copy, is_ignored, to_hugging_face
+from lockstep.model.families.own import know_family
 from lockstep.model.folder import (
     FLOATS,
     INDEX,
     SINGLE,
     generation_ends,
     refuse_other_base,
+    tensor_files,
 )
 from lockstep.model.folder_dtype import folder_dtype
 from lockstep.model.initialize import initialize_some
@@ -59,6 +61,7 @@ def load_model(path: str | Path, dtype: str | torch.dtype | None = None, device:
     for a device that this machine lacks.
     """
     device = checked_device(device)
+    know_family(path)
     folder = local_folder(path)
     model = _model_of(folder, dtype)
     model.to_empty(device=device)
@@ -173,7 +176,7 @@ def sources_of_weights(
 ) -> list[Source]:
     """The sources that `load_weights` copies, checked. Parameters that are `added` are skipped; `like` as in
     `begin_tokens`. Raises UserError."""
-    folder = Path(path)
+    folder = named_path(path)
     try:
         config = read_config(folder)
         for field in dataclasses.fields(config):
@@ -330,11 +333,19 @@ def read_config(folder: Path) -> ModelConfig:
             f"{folder}: has both a model (config.json) and an adapter ({SETTINGS}), which transformers would apply to "
             "it; move the adapter's files to a separate folder, or delete them"
         )
-    config = from_hugging_face(values, where)
+    config = from_hugging_face(values, where, partial(_tensor_names, folder))
     ends = dict.fromkeys([*config.eos_token_ids, *generation_ends(folder)])
     tied = config.tie_embeddings and not has_untied_head(folder)
     longest = min(config.max_positions, positions_limit() or config.max_positions)
     return dataclasses.replace(config, eos_token_ids=tuple(ends), tie_embeddings=tied, max_positions=longest)
+
+
+def _tensor_names(folder: Path) -> Collection[str]:
+    """The names of the folder's tensors; none if they cannot be read."""
+    try:
+        return tensor_files(folder)
+    except UserError:
+        return ()
 
 
 def refuse_score_head(config: ModelConfig, name: str) -> None:

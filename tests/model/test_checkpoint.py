@@ -103,8 +103,11 @@ SLIDING = ["sliding_attention"] * 2
         (lambda f: (f / "model.safetensors").unlink(), "neither model.safetensors nor"),
         (lambda f: (f / "model.safetensors").write_bytes(b"x" * 100), "cannot be read as safetensors"),
         # What transformers would read otherwise, or not at all.
-        (_set(architectures=["Qwen3NextForCausalLM"]), 'NextForCausalLM" is not supported. Did you mean "Qwen3For'),
-        (_set(architectures=None, model_type="qwen2"), 'model_type "qwen2" is not supported. Did you mean "qwen3"'),
+        (
+            _set(architectures=["Qwen3NextForCausalLM"]),
+            'NextForCausalLM" is not supported. The nearest family is qwen3 ',
+        ),
+        (_set(architectures=None, model_type="qwen4", a=1), '"qwen4" is not .* nearest family is qwen3; .* keys a'),
         (_set(model_type="llama"), "model_type is 'llama', but architectures Qwen3ForCausalLM"),
         (
             _set(text_config={"hidden_size": 8}),

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
-from dataclasses import asdict
+import dataclasses
+from collections.abc import Callable, Collection
+from dataclasses import asdict, replace
 from types import ModuleType
 from typing import Any
 
 from lockstep.errors import UserError, closest
+from lockstep.hub import split_family
 from lockstep.model.config import ModelConfig
 from lockstep.model.families import (
     deepseek_v3,
@@ -31,6 +34,8 @@ from lockstep.model.families import (
     smollm3,
 )
 from lockstep.model.families.keys import refuse_unknown, with_defaults
+from lockstep.model.families.nearest import nearest_family
+from lockstep.model.families.own import OWN, own_family, own_shape
 from lockstep.model.families.reading import layer_kinds, number, truth
 from lockstep.model.families.rope import RopeKeys, read_rope, refuse_infinite_rotation, write_rope
 from lockstep.model.quantized import dequantize_of
@@ -89,10 +94,18 @@ QUANTIZED = ("fp8", "compressed-tensors", "torchao")
 
 
 def preset(name: str, vocab_size: int | None = None, eos_token_ids: tuple[int, ...] = ()) -> ModelConfig:
-    """The shape named `family:size`, such as `qwen3:tiny`, optionally with another vocabulary. Raises UserError for an
-    unknown name."""
+    """The shape named `family:size`, such as `qwen3:tiny` or `my_family.py:tiny`, optionally with another vocabulary.
+    Raises UserError for an unknown name."""
+    file, size = split_family(name)
+    if file:
+        shape = own_shape(file, size)
+        shape = replace(shape, vocab_size=vocab_size or shape.vocab_size, eos_token_ids=eos_token_ids)
+        _refuse_lossy(shape)
+        return shape
     family, _, size = name.partition(":")
     if name not in PRESETS:
+        if name.endswith(".py"):
+            raise UserError(f"{name}: which model of this family? Write {name}:SIZE or {name}:FOLDER")
         raise UserError(
             f'unknown model "{name}".{closest(name, PRESETS)} There is no folder with that name, and the known '
             f"sizes are: {', '.join(PRESETS)}"
@@ -102,14 +115,29 @@ def preset(name: str, vocab_size: int | None = None, eos_token_ids: tuple[int, .
     return ModelConfig(family=family, eos_token_ids=eos_token_ids, **fields)
 
 
-def from_hugging_face(values: dict[str, Any], where: str) -> ModelConfig:
+def family_module(name: str) -> ModuleType:
+    """The file of a ModelConfig's family: Lockstep's, or the user's at a path. Raises UserError."""
+    return FAMILIES[name] if name in FAMILIES else own_family(name)
+
+
+def from_hugging_face(
+    values: dict[str, Any], where: str, tensors: Callable[[], Collection[str]] = tuple
+) -> ModelConfig:
     """The contents of a `config.json` as a ModelConfig, read as transformers reads them; of a model with a vision
-    tower, its language model. `where` names the file in errors, which are UserErrors."""
+    tower, its language model. `where` names the file in errors, which are UserErrors; `tensors` gives the names of the
+    folder's, for the one about an unknown family."""
+    config = _read(values, where, tensors)
+    if config.family not in FAMILIES:
+        _refuse_lossy(config)
+    return config
+
+
+def _read(values: dict[str, Any], where: str, tensors: Callable[[], Collection[str]] = tuple) -> ModelConfig:
     text, inside = text_settings(values, where)
-    family, scoring = _family_of(text, inside)
+    family, scoring = _family_of(text, inside, tensors)
     refuse_other_wrapper(values, where)
     values, where = text, inside
-    module = FAMILIES[family]
+    module = family_module(family)
     dequantize_of(values, where, quantized_methods(family))
     refuse_unknown(values, module, where)
     values = with_defaults(values, module)
@@ -173,44 +201,46 @@ def read_biases(values: dict[str, Any], where: str) -> dict[str, bool]:
 
 def quantized_methods(family: str) -> tuple[str, ...]:
     """The quantized forms of folders that are read for a family, by `quant_method`."""
-    methods: tuple[str, ...] = getattr(FAMILIES[family], "QUANTIZED", QUANTIZED)
+    methods: tuple[str, ...] = getattr(family_module(family), "QUANTIZED", QUANTIZED)
     return methods
 
 
-def _family_of(values: dict[str, Any], where: str) -> tuple[str, bool]:
+def _family_of(values: dict[str, Any], where: str, tensors: Callable[[], Collection[str]]) -> tuple[str, bool]:
     """The family, and whether the head outputs a score. transformers uses `model_type` alone: `architectures` may be
-    missing, and must not name another family."""
+    missing, and must not name another family. A user's family replaces one of the same `model_type`."""
     architectures = values.get("architectures") or [""]
     if not isinstance(architectures, list) or not isinstance(architectures[0], str):
         raise UserError(f"{where}: architectures is {architectures!r:.100}; it must be a list with one name")
-    types = {module.MODEL_TYPE: name for name, module in FAMILIES.items()} | OTHER_MODEL_TYPES
+    families = FAMILIES | OWN
+    types = OTHER_MODEL_TYPES | {module.MODEL_TYPE: name for name, module in families.items()}
     kind = values.get("model_type")
     if kind is not None and not isinstance(kind, str):
         raise UserError(f"{where}: model_type is {kind!r:.100}; it must be a name")
     if not architectures[0] and kind is not None:
         if kind not in types:
-            raise UserError(
-                f'{where}: model_type "{kind:.100}" is not supported.{closest(kind, types)} '
-                f"Supported: {', '.join(types)}"
-            )
+            raise _unknown(f'model_type "{kind:.100}"', values, where, tensors)
         return types[kind], False
-    known = {module.ARCHITECTURE: name for name, module in FAMILIES.items()}
+    known = {module.ARCHITECTURE: name for name, module in families.items()}
     scoring = {_scoring(name): family for name, family in known.items()}
     headless = {name.replace("ForCausalLM", "Model"): family for name, family in known.items()}  # with a tied head
     known |= scoring | headless
     architecture = architectures[0].removeprefix("FSDP")  # which older transformers saved
     if architecture not in known:
-        raise UserError(
-            f'{where}: architecture "{architecture}" is not supported.{closest(architecture, known)} '
-            f"Supported: {', '.join(known)}"
-        )
+        raise _unknown(f'architecture "{architecture:.100}"', values, where, tensors)
     family = known[architecture]
     if kind is not None and types.get(kind) != family:
         raise UserError(
             f"{where}: model_type is {kind!r:.100}, but architectures {architecture}, whose model_type is "
-            f"{FAMILIES[family].MODEL_TYPE!r}; correct one of them"
+            f"{families[family].MODEL_TYPE!r}; correct one of them"
         )
     return family, architecture in scoring
+
+
+def _unknown(what: str, values: dict[str, Any], where: str, tensors: Callable[[], Collection[str]]) -> UserError:
+    nearest = nearest_family(values, where, FAMILIES, _read, tensors())
+    return UserError(
+        f"{where}: {what} is not supported. {nearest}. To read it as a family of your own, see docs/models.md"
+    )
 
 
 def _scoring(architecture: str) -> str:
@@ -242,13 +272,13 @@ def is_ignored(name: str, config: ModelConfig) -> bool:
     """Whether the model does not use a tensor in a folder: a copy, or one that a family or a reward model ignores."""
     if is_copy(name, config) or (config.score_head and name == HEAD):
         return True
-    module = FAMILIES[config.family]
+    module = family_module(config.family)
     return hasattr(module, "is_ignored") and module.is_ignored(name, config)
 
 
 def to_hugging_face(config: ModelConfig, dtype: str) -> dict[str, Any]:
     """The `config.json` that transformers reads, old and new."""
-    module = FAMILIES[config.family]
+    module = family_module(config.family)
     values = {key: getattr(config, field) for key, field in _NAMES.items()}
     if config.reduction_chunks == 1:  # as in folders of other libraries
         del values["reduction_chunks"]
@@ -269,3 +299,15 @@ def to_hugging_face(config: ModelConfig, dtype: str) -> dict[str, Any]:
         "torch_dtype": dtype,
         "dtype": dtype,
     }
+
+
+def _refuse_lossy(config: ModelConfig) -> None:
+    """Raises UserError for a field that a user's family would not read from the `config.json` that it writes."""
+    again = _read(to_hugging_face(config, "float32"), config.family)
+    for field in dataclasses.fields(ModelConfig):
+        value, found = getattr(config, field.name), getattr(again, field.name)
+        if value != found:
+            raise UserError(
+                f"{config.family}: {field.name} is {value!r:.100}, but a folder's config.json gives {found!r:.80}; "
+                "write it there in write_attention or write_experts, and read it in read_attention or read_experts"
+            )
