@@ -197,7 +197,7 @@ def test_a_name_that_the_file_lacks_is_refused_with_those_that_it_has(tmp_path):
         preset(f"{family(tmp_path, name='other.py')}:tiny")
 
 
-def test_a_file_may_replace_a_family_of_lockstep(tmp_path):
+def test_a_file_may_replace_a_family_of_lockstep(tmp_path, caplog):
     save_model(build_model(replace(preset("qwen2:micro", 258), num_layers=1), "float32", seed=0), tmp_path / "model")
     file = family(
         tmp_path,
@@ -207,6 +207,7 @@ def test_a_file_may_replace_a_family_of_lockstep(tmp_path):
     assert read_config(tmp_path / "model").family == "qwen2"
     model = load_model(f"{file}:{tmp_path / 'model'}")
     assert (model.config.family, model.config.norm_offset) == (file, True)
+    assert f"all folders of model_type qwen2 are read with {file} now, not as qwen2" in caplog.text
 
 
 def test_a_folder_never_has_a_file_imported(tmp_path):

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import dataclasses
+import logging
 from collections.abc import Callable, Collection
 from dataclasses import asdict, replace
+from functools import lru_cache
 from types import ModuleType
 from typing import Any
 
@@ -92,6 +94,8 @@ MOST_LAYERS = 1024
 QUANTIZED = ("fp8", "compressed-tensors", "torchao")
 """Quantized forms of folders that are read for every family without a list of its own."""
 
+log = logging.getLogger("lockstep")
+
 
 def preset(name: str, vocab_size: int | None = None, eos_token_ids: tuple[int, ...] = ()) -> ModelConfig:
     """The shape named `family:size`, such as `qwen3:tiny` or `my_family.py:tiny`, optionally with another vocabulary.
@@ -129,6 +133,7 @@ def from_hugging_face(
     config = _read(values, where, tensors)
     if config.family not in FAMILIES:
         _refuse_lossy(config)
+        _name_replaced(config.family, family_module(config.family).MODEL_TYPE)
     return config
 
 
@@ -299,6 +304,13 @@ def to_hugging_face(config: ModelConfig, dtype: str) -> dict[str, Any]:
         "torch_dtype": dtype,
         "dtype": dtype,
     }
+
+
+@lru_cache
+def _name_replaced(family: str, kind: str) -> None:
+    """Warns, once per process, if folders are read with a user's family that could be read with one of Lockstep's."""
+    if name := next((name for name, module in FAMILIES.items() if kind == module.MODEL_TYPE), ""):
+        log.warning("all folders of model_type %s are read with %s now, not as %s", kind, family, name)
 
 
 def _refuse_lossy(config: ModelConfig) -> None:

@@ -6,7 +6,6 @@ A file has what the files of this folder have. Only a name that the user gives i
 from __future__ import annotations
 
 import dataclasses
-import logging
 from collections.abc import Mapping
 from pathlib import Path
 from types import ModuleType
@@ -28,8 +27,6 @@ DEFAULTS = ("rms_norm_eps", "rope_theta", "max_position_embeddings", "tie_word_e
 """Keys of `config.json` that need a default."""
 PAIRS = (("read_attention", "write_attention"), ("read_experts", "write_experts"))
 FUNCTIONS = (*PAIRS[0], *PAIRS[1], "write_rope", "is_ignored")
-
-log = logging.getLogger("lockstep")
 
 
 def know_family(name: str | Path) -> None:
